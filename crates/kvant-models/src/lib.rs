@@ -1,0 +1,1 @@
+//! Model architectures on kvant.

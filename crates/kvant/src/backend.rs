@@ -1,0 +1,65 @@
+//! What a backend provides: memory, and the execution of validated calls. Private; `ops/` is its only caller.
+
+use std::{any::Any, ptr::NonNull, sync::Arc};
+
+use crate::{
+    Result,
+    device::DeviceKind,
+    ops::{Call, attend},
+};
+
+/// One allocation of a device.
+pub(crate) trait Memory: Send + Sync {
+    /// The address where the host sees it, on devices that share the host's memory.
+    fn host(&self) -> Option<NonNull<u8>>;
+    /// For the backend that made it.
+    #[allow(dead_code, reason = "the GPU backends find their own buffers through this")]
+    fn as_any(&self) -> &dyn Any;
+}
+
+/// A device. Calls arrive validated: a backend never checks an argument.
+pub(crate) trait Backend: Send + Sync {
+    fn kind(&self) -> DeviceKind;
+    /// What a person calls it: model, SIMD level, threads.
+    fn name(&self) -> String;
+    /// Zeroed memory.
+    fn allocate(&self, bytes: usize) -> Result<Box<dyn Memory>>;
+    /// `offset + bytes.len()` is within the allocation.
+    fn upload(&self, memory: &dyn Memory, offset: usize, bytes: &[u8]) -> Result<()>;
+    /// `offset + out.len()` is within the allocation; waits for committed work.
+    fn download(&self, memory: &dyn Memory, offset: usize, out: &mut [u8]) -> Result<()>;
+    /// Starts a pass.
+    fn begin(self: Arc<Self>) -> Result<Recording>;
+    /// Runs one call now; only asked of a backend whose `begin` answers `Immediate`.
+    fn run(&self, call: &Call) -> Result<()>;
+    /// Prepares calls for replay.
+    fn capture(self: Arc<Self>, calls: Vec<Call>) -> Result<Box<dyn Replay>>;
+    /// Which kernel and how many splits of the context this attention gets.
+    fn plan_attend(&self, call: &attend::Call) -> attend::Plan;
+}
+
+/// How a backend takes the calls of a pass.
+pub(crate) enum Recording {
+    /// Through [`Backend::run`], which returns when the call is done.
+    Immediate,
+    /// Through a pass that is committed as a whole.
+    #[allow(dead_code, reason = "the GPU backends record")]
+    Deferred(Box<dyn Pass>),
+}
+
+/// A pass being recorded.
+pub(crate) trait Pass: Send {
+    fn submit(&mut self, call: &Call) -> Result<()>;
+    fn commit(self: Box<Self>) -> Result<Box<dyn Wait>>;
+}
+
+/// Committed work.
+pub(crate) trait Wait: Send {
+    fn wait(self: Box<Self>) -> Result<()>;
+}
+
+/// Captured work.
+pub(crate) trait Replay: Send {
+    /// Runs it once more; the answer is `None` when it is already done.
+    fn replay(&self) -> Result<Option<Box<dyn Wait>>>;
+}

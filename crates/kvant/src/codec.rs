@@ -1,0 +1,127 @@
+//! How a vector is stored in the cache. The format, byte by byte: `docs/codec.md`.
+
+use std::{fmt, str::FromStr};
+
+use crate::{DType, Error, Result};
+
+/// Coordinates that share one TurboQuant norm.
+pub const BLOCK: usize = 256;
+
+/// How the vectors of a cache are stored.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Codec {
+    /// As they are, in f32, f16 or bf16.
+    Dense(DType),
+    /// Rotated and quantised to 4, 5, 6 or 8 bits a coordinate.
+    TurboQuant(TurboQuant),
+}
+
+/// Parameters of the TurboQuant codec (Zandieh et al. 2025, the MSE variant).
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct TurboQuant {
+    /// 4, 5, 6 or 8.
+    pub bits: u32,
+    /// Multiplies the normalised coordinates before the nearest centroid is sought; 1 but for experiments.
+    pub scale: f32,
+    /// Which number is stored as a block's norm.
+    pub norm: Norm,
+}
+
+/// Which number a TurboQuant block stores beside its indices. Decoding is the same for all: norm × centroid.
+///
+/// With y the rotated block of B coordinates and c the chosen centroids:
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum Norm {
+    /// ‖y‖/√B: the one that the indices were chosen with.
+    #[default]
+    Rms,
+    /// ⟨y,c⟩/⟨c,c⟩: the least squared error for these indices.
+    LeastSquares,
+    /// ‖y‖²/⟨y,c⟩: unbiased inner products (EDEN).
+    Unbiased,
+}
+
+impl Codec {
+    /// 32-bit floats.
+    pub const F32: Codec = Codec::Dense(DType::F32);
+    /// Half precision.
+    pub const F16: Codec = Codec::Dense(DType::F16);
+    /// bfloat16.
+    pub const BF16: Codec = Codec::Dense(DType::BF16);
+
+    /// TurboQuant with its usual parameters; `bits` must be 4, 5, 6 or 8 (checked where a cache is made).
+    pub const fn tq(bits: u32) -> Codec {
+        Codec::TurboQuant(TurboQuant { bits, scale: 1.0, norm: Norm::Rms })
+    }
+
+    /// Whether the stored vectors are rotated.
+    pub const fn is_quantised(self) -> bool {
+        matches!(self, Codec::TurboQuant(_))
+    }
+
+    /// Bytes that one vector of `head_dim` takes, all planes together.
+    pub fn bytes_per_vector(self, head_dim: usize) -> usize {
+        match self {
+            Codec::Dense(dtype) => head_dim * dtype.size(),
+            Codec::TurboQuant(tq) => head_dim * tq.bits as usize / 8 + 4 * head_dim.div_ceil(BLOCK),
+        }
+    }
+
+    /// Whether vectors of `head_dim` can be stored: dense ones always, TurboQuant at powers of two from 8 to 4096.
+    pub(crate) fn validate(self, op: &'static str, arg: &'static str, head_dim: usize) -> Result<()> {
+        match self {
+            Codec::Dense(dtype) if dtype.is_float() => Ok(()),
+            Codec::Dense(got) => Err(Error::DType { op, arg, expected: "f32, f16 or bf16", got }),
+            Codec::TurboQuant(tq) => {
+                let fail =
+                    |expected: &str, got: String| Err(Error::Value { op, arg, expected: expected.to_string(), got });
+                if !matches!(tq.bits, 4 | 5 | 6 | 8) {
+                    return fail("a TurboQuant codec of 4, 5, 6 or 8 bits", tq.bits.to_string());
+                }
+                if !(tq.scale.is_finite() && tq.scale > 0.0) {
+                    return fail("a TurboQuant codec with a positive finite scale", tq.scale.to_string());
+                }
+                if !head_dim.is_power_of_two() || !(8..=4096).contains(&head_dim) {
+                    return fail(
+                        "a TurboQuant codec over a head_dim that is a power of two, 8 to 4096",
+                        head_dim.to_string(),
+                    );
+                }
+                Ok(())
+            }
+        }
+    }
+}
+
+impl fmt::Display for Codec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Codec::Dense(dtype) => fmt::Display::fmt(dtype, f),
+            Codec::TurboQuant(tq) => write!(f, "tq{}", tq.bits),
+        }
+    }
+}
+
+impl FromStr for Codec {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Codec> {
+        Ok(match name {
+            "f32" => Codec::F32,
+            "f16" => Codec::F16,
+            "bf16" => Codec::BF16,
+            "tq8" => Codec::tq(8),
+            "tq6" => Codec::tq(6),
+            "tq5" => Codec::tq(5),
+            "tq4" => Codec::tq(4),
+            _ => {
+                return Err(Error::Value {
+                    op: "codec",
+                    arg: "name",
+                    expected: "f32, f16, bf16, tq8, tq6, tq5 or tq4".to_string(),
+                    got: format!("{name:?}"),
+                });
+            }
+        })
+    }
+}

@@ -1,0 +1,94 @@
+//! The CPU backend.
+
+use std::borrow::Cow;
+
+use crate::{
+    Result,
+    device::DeviceKind,
+    host::Executor,
+    ops::{Call, attend, check},
+};
+
+mod argmax;
+mod attend;
+mod copy;
+mod embed;
+mod gate;
+mod hadamard;
+mod kv_read;
+mod kv_write;
+mod linear;
+mod moe;
+mod norm_rope;
+mod norm_rope_write;
+mod pool;
+mod rms_norm;
+mod sample;
+mod scratch;
+mod simd;
+mod softcap;
+
+use pool::Pool;
+pub use simd::SimdLevel;
+
+/// How a CPU device is made; the default takes the best that the machine has.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct CpuOptions {
+    /// Threads, the calling one included; `None` for one per core.
+    pub threads: Option<usize>,
+    /// The instruction set; `None` for the best.
+    pub simd: Option<SimdLevel>,
+}
+
+/// The CPU device's executor.
+pub(crate) struct Cpu {
+    pool: Pool,
+    level: SimdLevel,
+}
+
+impl Cpu {
+    pub(crate) fn new(options: CpuOptions) -> Result<Cpu> {
+        let cores = || std::thread::available_parallelism().map_or(1, usize::from);
+        let threads = options.threads.unwrap_or_else(cores);
+        check::value_is("cpu", "threads", (1..=1024).contains(&threads), "1 to 1024", threads)?;
+        let level = options.simd.unwrap_or_else(SimdLevel::best);
+        check::value_is("cpu", "simd", level.is_supported(), "an instruction set of this machine", level)?;
+        Ok(Cpu { pool: Pool::new(threads), level })
+    }
+}
+
+impl Executor for Cpu {
+    fn kind(&self) -> DeviceKind {
+        DeviceKind::Cpu
+    }
+
+    fn name(&self) -> String {
+        format!("{}, {} threads", self.level, self.pool.threads())
+    }
+
+    fn run(&self, call: &Call) -> Result<()> {
+        match call {
+            Call::Argmax(call) => argmax::run(self, call),
+            Call::Attend(call) => attend::run(self, call),
+            Call::Copy(call) => copy::run(self, call),
+            Call::Embed(call) => embed::run(self, call),
+            Call::Gate(call) => gate::run(self, call),
+            Call::Hadamard(call) => hadamard::run(self, call),
+            Call::KvRead(call) => kv_read::run(self, call),
+            Call::KvWrite(call) => kv_write::run(self, call),
+            Call::Linear(call) => linear::run(self, call),
+            Call::MoeCombine(call) => moe::run_combine(self, call),
+            Call::MoeRoute(call) => moe::run_route(self, call),
+            Call::NormRope(call) => norm_rope::run(self, call),
+            Call::NormRopeWrite(call) => norm_rope_write::run(self, call),
+            Call::RmsNorm(call) => rms_norm::run(self, call),
+            Call::Sample(call) => sample::run(self, call),
+            Call::Softcap(call) => softcap::run(self, call),
+        }
+        Ok(())
+    }
+
+    fn plan_attend(&self, _: &attend::Call) -> attend::Plan {
+        attend::Plan { kernel: "cpu", reason: Cow::Borrowed("the only kernel"), splits: 0 }
+    }
+}

@@ -1,0 +1,155 @@
+//! AVX2 with FMA and F16C: 8 lanes.
+
+use std::arch::x86_64::*;
+
+use super::{Kernel, Simd, SimdLevel};
+
+#[derive(Clone, Copy)]
+pub(crate) struct Avx2;
+
+pub(super) fn is_supported() -> bool {
+    is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c")
+}
+
+/// Runs a kernel with the instructions enabled.
+///
+/// # Safety
+/// `is_supported` holds.
+#[target_feature(enable = "avx2,fma,f16c")]
+pub(super) unsafe fn call<K: Kernel>(kernel: K) -> K::Output {
+    kernel.run::<Avx2>()
+}
+
+/// A table of 16 by eight indices of which the low four bits count.
+#[inline(always)]
+unsafe fn lookup16(table: &[f32; 16], index: __m256i) -> __m256 {
+    // SAFETY: AVX2 is enabled; the table has 16 entries.
+    unsafe {
+        let first = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table.as_ptr()), index);
+        let second = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table.as_ptr().add(8)), index);
+        // Bit 3 of the index becomes the sign bit, by which the blend chooses.
+        _mm256_blendv_ps(first, second, _mm256_castsi256_ps(_mm256_slli_epi32::<28>(index)))
+    }
+}
+
+// SAFETY of every block below: the trait's contract, the instructions are enabled and the pointers valid; all loads
+// and stores are the unaligned kind.
+#[allow(clippy::undocumented_unsafe_blocks)]
+impl Simd for Avx2 {
+    type F = __m256;
+    const LANES: usize = 8;
+    const LEVEL: SimdLevel = SimdLevel::Avx2;
+
+    #[inline(always)]
+    unsafe fn splat(x: f32) -> __m256 {
+        unsafe { _mm256_set1_ps(x) }
+    }
+    #[inline(always)]
+    unsafe fn load(from: *const f32) -> __m256 {
+        unsafe { _mm256_loadu_ps(from) }
+    }
+    #[inline(always)]
+    unsafe fn store(to: *mut f32, x: __m256) {
+        unsafe { _mm256_storeu_ps(to, x) }
+    }
+    #[inline(always)]
+    unsafe fn load_f16(from: *const u16) -> __m256 {
+        unsafe { _mm256_cvtph_ps(_mm_loadu_si128(from.cast())) }
+    }
+    #[inline(always)]
+    unsafe fn store_f16(to: *mut u16, x: __m256) {
+        unsafe { _mm_storeu_si128(to.cast(), _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(x)) }
+    }
+    #[inline(always)]
+    unsafe fn load_bf16(from: *const u16) -> __m256 {
+        unsafe {
+            let wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(from.cast()));
+            _mm256_castsi256_ps(_mm256_slli_epi32::<16>(wide))
+        }
+    }
+    #[inline(always)]
+    unsafe fn store_bf16(to: *mut u16, x: __m256) {
+        unsafe {
+            let bits = _mm256_castps_si256(x);
+            let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
+            let rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+            let nan = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_UNORD_Q>(x, x));
+            // Rounding could carry a NaN to infinity: truncate it and set a payload bit instead.
+            let quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x0040_0000));
+            let chosen = _mm256_srli_epi32::<16>(_mm256_blendv_epi8(rounded, quiet, nan));
+            let packed = _mm256_packus_epi32(chosen, chosen);
+            _mm_storeu_si128(to.cast(), _mm256_castsi256_si128(_mm256_permute4x64_epi64::<0b1000>(packed)))
+        }
+    }
+    #[inline(always)]
+    unsafe fn load_u8(from: *const u8) -> __m256 {
+        unsafe { _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(from.cast()))) }
+    }
+    #[inline(always)]
+    unsafe fn add(a: __m256, b: __m256) -> __m256 {
+        unsafe { _mm256_add_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn sub(a: __m256, b: __m256) -> __m256 {
+        unsafe { _mm256_sub_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn mul(a: __m256, b: __m256) -> __m256 {
+        unsafe { _mm256_mul_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn div(a: __m256, b: __m256) -> __m256 {
+        unsafe { _mm256_div_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn fma(a: __m256, b: __m256, c: __m256) -> __m256 {
+        unsafe { _mm256_fmadd_ps(a, b, c) }
+    }
+    #[inline(always)]
+    unsafe fn max(a: __m256, b: __m256) -> __m256 {
+        unsafe { _mm256_max_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn min(a: __m256, b: __m256) -> __m256 {
+        unsafe { _mm256_min_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn round(x: __m256) -> __m256 {
+        unsafe { _mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x) }
+    }
+    #[inline(always)]
+    unsafe fn sqrt(x: __m256) -> __m256 {
+        unsafe { _mm256_sqrt_ps(x) }
+    }
+    #[inline(always)]
+    unsafe fn pow2i(n: __m256) -> __m256 {
+        unsafe {
+            let biased = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
+            _mm256_castsi256_ps(_mm256_slli_epi32::<23>(biased))
+        }
+    }
+    #[inline(always)]
+    unsafe fn sum(x: __m256) -> f32 {
+        unsafe {
+            let half = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps::<1>(x));
+            let pair = _mm_add_ps(half, _mm_movehl_ps(half, half));
+            _mm_cvtss_f32(_mm_add_ss(pair, _mm_movehdup_ps(pair)))
+        }
+    }
+    #[inline(always)]
+    unsafe fn max_lane(x: __m256) -> f32 {
+        unsafe {
+            let half = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps::<1>(x));
+            let pair = _mm_max_ps(half, _mm_movehl_ps(half, half));
+            _mm_cvtss_f32(_mm_max_ss(pair, _mm_movehdup_ps(pair)))
+        }
+    }
+    #[inline(always)]
+    unsafe fn lookup16_low(table: &[f32; 16], codes: *const u8) -> __m256 {
+        unsafe { lookup16(table, _mm256_cvtepu8_epi32(_mm_loadl_epi64(codes.cast()))) }
+    }
+    #[inline(always)]
+    unsafe fn lookup16_high(table: &[f32; 16], codes: *const u8) -> __m256 {
+        unsafe { lookup16(table, _mm256_srli_epi32::<4>(_mm256_cvtepu8_epi32(_mm_loadl_epi64(codes.cast())))) }
+    }
+}

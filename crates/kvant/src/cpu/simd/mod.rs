@@ -1,0 +1,178 @@
+//! Vectors of f32, written for each instruction set once; kernels are written over the trait.
+//!
+//! A kernel is a type that implements [`Kernel`]; [`SimdLevel::dispatch`] runs it with the instructions of a level.
+//! Everything on the way down must be `#[inline(always)]`: only then is it compiled inside the function that enables
+//! the instructions.
+
+use std::fmt;
+
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+#[cfg(target_arch = "aarch64")]
+mod neon;
+mod portable;
+
+/// An instruction set that the CPU kernels are written for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum SimdLevel {
+    /// Plain Rust, for every machine.
+    Portable,
+    /// AVX2 with FMA and F16C (x86-64).
+    Avx2,
+    /// AVX-512 F, BW, VL, DQ, with AVX2, FMA and F16C (x86-64).
+    Avx512,
+    /// NEON (AArch64).
+    Neon,
+}
+
+impl SimdLevel {
+    /// Every level, slowest first.
+    pub const ALL: [SimdLevel; 4] = [SimdLevel::Portable, SimdLevel::Avx2, SimdLevel::Avx512, SimdLevel::Neon];
+
+    /// Whether this machine has the instructions.
+    pub fn is_supported(self) -> bool {
+        match self {
+            SimdLevel::Portable => true,
+            #[cfg(target_arch = "x86_64")]
+            SimdLevel::Avx2 => avx2::is_supported(),
+            #[cfg(target_arch = "x86_64")]
+            SimdLevel::Avx512 => avx512::is_supported(),
+            #[cfg(target_arch = "aarch64")]
+            SimdLevel::Neon => true,
+            #[allow(unreachable_patterns)]
+            _ => false,
+        }
+    }
+
+    /// The fastest level of this machine.
+    pub fn best() -> SimdLevel {
+        SimdLevel::ALL.into_iter().filter(|level| level.is_supported()).next_back().unwrap_or(SimdLevel::Portable)
+    }
+
+    /// Runs a kernel with this level's instructions.
+    #[inline]
+    pub(crate) fn dispatch<K: Kernel>(self, kernel: K) -> K::Output {
+        match self {
+            // SAFETY: a device is made only with a level that `is_supported` (`Cpu::new`).
+            #[cfg(target_arch = "x86_64")]
+            SimdLevel::Avx2 => unsafe { avx2::call(kernel) },
+            // SAFETY: as above.
+            #[cfg(target_arch = "x86_64")]
+            SimdLevel::Avx512 => unsafe { avx512::call(kernel) },
+            #[cfg(target_arch = "aarch64")]
+            SimdLevel::Neon => kernel.run::<portable::Portable>(),
+            _ => kernel.run::<portable::Portable>(),
+        }
+    }
+}
+
+impl fmt::Display for SimdLevel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            SimdLevel::Portable => "portable",
+            SimdLevel::Avx2 => "AVX2",
+            SimdLevel::Avx512 => "AVX-512",
+            SimdLevel::Neon => "NEON",
+        })
+    }
+}
+
+/// A computation over vectors of any level.
+pub(crate) trait Kernel {
+    type Output;
+    /// Must be `#[inline(always)]`.
+    fn run<S: Simd>(self) -> Self::Output;
+}
+
+/// Vectors of [`Simd::LANES`] f32.
+///
+/// # Safety
+/// Every function may be called only where the level's instructions are enabled (inside a [`Kernel`]); those that
+/// take a pointer need it valid for `LANES` elements of the named type, of any alignment.
+#[allow(clippy::missing_safety_doc, reason = "said once, above")]
+pub(crate) trait Simd: Copy + 'static {
+    /// A vector; plain data.
+    type F: Copy;
+    const LANES: usize;
+    /// Which level this is, for the few places that specialise.
+    const LEVEL: SimdLevel;
+
+    unsafe fn splat(x: f32) -> Self::F;
+    #[inline(always)]
+    unsafe fn zero() -> Self::F {
+        // SAFETY: the caller's promise.
+        unsafe { Self::splat(0.0) }
+    }
+    unsafe fn load(from: *const f32) -> Self::F;
+    unsafe fn store(to: *mut f32, x: Self::F);
+    /// Widens half floats.
+    unsafe fn load_f16(from: *const u16) -> Self::F;
+    /// Rounds to nearest even; overflow gives infinity.
+    unsafe fn store_f16(to: *mut u16, x: Self::F);
+    /// Widens bfloats.
+    unsafe fn load_bf16(from: *const u16) -> Self::F;
+    /// Rounds to nearest even; NaN stays NaN.
+    unsafe fn store_bf16(to: *mut u16, x: Self::F);
+    /// Widens bytes, 0 to 255.
+    unsafe fn load_u8(from: *const u8) -> Self::F;
+
+    unsafe fn add(a: Self::F, b: Self::F) -> Self::F;
+    unsafe fn sub(a: Self::F, b: Self::F) -> Self::F;
+    unsafe fn mul(a: Self::F, b: Self::F) -> Self::F;
+    unsafe fn div(a: Self::F, b: Self::F) -> Self::F;
+    /// a·b + c, rounded once where the hardware has it.
+    unsafe fn fma(a: Self::F, b: Self::F, c: Self::F) -> Self::F;
+    /// The larger; `b` where either is NaN.
+    unsafe fn max(a: Self::F, b: Self::F) -> Self::F;
+    /// The smaller; `b` where either is NaN.
+    unsafe fn min(a: Self::F, b: Self::F) -> Self::F;
+    /// To the nearest integer, ties to even.
+    unsafe fn round(x: Self::F) -> Self::F;
+    unsafe fn sqrt(x: Self::F) -> Self::F;
+    /// 2ⁿ for integral n from −126 to 127.
+    unsafe fn pow2i(n: Self::F) -> Self::F;
+    unsafe fn sum(x: Self::F) -> f32;
+    unsafe fn max_lane(x: Self::F) -> f32;
+
+    /// Entries `codes[lane] & 15` of a table of 16, for `LANES` bytes that hold a nibble each in their low half.
+    unsafe fn lookup16_low(table: &[f32; 16], codes: *const u8) -> Self::F;
+    /// As [`Simd::lookup16_low`], for the high halves.
+    unsafe fn lookup16_high(table: &[f32; 16], codes: *const u8) -> Self::F;
+
+    /// 2ˣ to about 1e-7 relative; inputs below −126 give 2⁻¹²⁶, NaN gives NaN or 2⁻¹²⁶.
+    #[inline(always)]
+    unsafe fn exp2(x: Self::F) -> Self::F {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let x = Self::min(Self::max(x, Self::splat(-126.0)), Self::splat(127.0));
+            let n = Self::round(x);
+            let f = Self::sub(x, n);
+            // Taylor coefficients ln2ᵏ/k!: on |f| ≤ ½ the seventh term is below 1e-8.
+            let mut p = Self::splat(1.540_353e-4);
+            for c in [1.333_355_8e-3, 9.618_129e-3, 5.550_411e-2, 2.402_265_1e-1, 6.931_472e-1, 1.0] {
+                p = Self::fma(p, f, Self::splat(c));
+            }
+            Self::mul(p, Self::pow2i(n))
+        }
+    }
+
+    /// eˣ, with the range and accuracy of [`Simd::exp2`].
+    #[inline(always)]
+    unsafe fn exp(x: Self::F) -> Self::F {
+        // SAFETY: the caller's promise.
+        unsafe { Self::exp2(Self::mul(x, Self::splat(std::f32::consts::LOG2_E))) }
+    }
+
+    /// tanh x = 1 − 2/(e²ˣ + 1); absolute error about 1e-7.
+    #[inline(always)]
+    unsafe fn tanh(x: Self::F) -> Self::F {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let one = Self::splat(1.0);
+            let e = Self::exp(Self::add(x, x));
+            Self::sub(one, Self::div(Self::splat(2.0), Self::add(e, one)))
+        }
+    }
+}

@@ -1,0 +1,127 @@
+//! Plain Rust over arrays; the compiler vectorises it for the target's baseline.
+
+use half::{bf16, f16};
+
+use super::{Simd, SimdLevel};
+
+const N: usize = 8;
+
+#[derive(Clone, Copy)]
+pub(crate) struct Portable;
+
+#[inline(always)]
+fn map(a: [f32; N], f: impl Fn(f32) -> f32) -> [f32; N] {
+    std::array::from_fn(|i| f(a[i]))
+}
+
+#[inline(always)]
+fn zip(a: [f32; N], b: [f32; N], f: impl Fn(f32, f32) -> f32) -> [f32; N] {
+    std::array::from_fn(|i| f(a[i], b[i]))
+}
+
+impl Simd for Portable {
+    type F = [f32; N];
+    const LANES: usize = N;
+    const LEVEL: SimdLevel = SimdLevel::Portable;
+
+    #[inline(always)]
+    unsafe fn splat(x: f32) -> Self::F {
+        [x; N]
+    }
+    #[inline(always)]
+    unsafe fn load(from: *const f32) -> Self::F {
+        // SAFETY: valid for N elements, of any alignment.
+        unsafe { from.cast::<[f32; N]>().read_unaligned() }
+    }
+    #[inline(always)]
+    unsafe fn store(to: *mut f32, x: Self::F) {
+        // SAFETY: as in `load`.
+        unsafe { to.cast::<[f32; N]>().write_unaligned(x) }
+    }
+    #[inline(always)]
+    unsafe fn load_f16(from: *const u16) -> Self::F {
+        // SAFETY: as in `load`.
+        let bits = unsafe { from.cast::<[u16; N]>().read_unaligned() };
+        bits.map(|b| f16::from_bits(b).to_f32())
+    }
+    #[inline(always)]
+    unsafe fn store_f16(to: *mut u16, x: Self::F) {
+        // SAFETY: as in `load`.
+        unsafe { to.cast::<[u16; N]>().write_unaligned(x.map(|v| f16::from_f32(v).to_bits())) }
+    }
+    #[inline(always)]
+    unsafe fn load_bf16(from: *const u16) -> Self::F {
+        // SAFETY: as in `load`.
+        let bits = unsafe { from.cast::<[u16; N]>().read_unaligned() };
+        bits.map(|b| f32::from_bits(u32::from(b) << 16))
+    }
+    #[inline(always)]
+    unsafe fn store_bf16(to: *mut u16, x: Self::F) {
+        // SAFETY: as in `load`.
+        unsafe { to.cast::<[u16; N]>().write_unaligned(x.map(|v| bf16::from_f32(v).to_bits())) }
+    }
+    #[inline(always)]
+    unsafe fn load_u8(from: *const u8) -> Self::F {
+        // SAFETY: as in `load`.
+        unsafe { from.cast::<[u8; N]>().read_unaligned() }.map(f32::from)
+    }
+    #[inline(always)]
+    unsafe fn add(a: Self::F, b: Self::F) -> Self::F {
+        zip(a, b, |a, b| a + b)
+    }
+    #[inline(always)]
+    unsafe fn sub(a: Self::F, b: Self::F) -> Self::F {
+        zip(a, b, |a, b| a - b)
+    }
+    #[inline(always)]
+    unsafe fn mul(a: Self::F, b: Self::F) -> Self::F {
+        zip(a, b, |a, b| a * b)
+    }
+    #[inline(always)]
+    unsafe fn div(a: Self::F, b: Self::F) -> Self::F {
+        zip(a, b, |a, b| a / b)
+    }
+    #[inline(always)]
+    unsafe fn fma(a: Self::F, b: Self::F, c: Self::F) -> Self::F {
+        // Two roundings: `mul_add` is a library call where the baseline has no FMA.
+        std::array::from_fn(|i| a[i] * b[i] + c[i])
+    }
+    #[inline(always)]
+    unsafe fn max(a: Self::F, b: Self::F) -> Self::F {
+        zip(a, b, |a, b| if a > b { a } else { b })
+    }
+    #[inline(always)]
+    unsafe fn min(a: Self::F, b: Self::F) -> Self::F {
+        zip(a, b, |a, b| if a < b { a } else { b })
+    }
+    #[inline(always)]
+    unsafe fn round(x: Self::F) -> Self::F {
+        map(x, f32::round_ties_even)
+    }
+    #[inline(always)]
+    unsafe fn sqrt(x: Self::F) -> Self::F {
+        map(x, f32::sqrt)
+    }
+    #[inline(always)]
+    unsafe fn pow2i(n: Self::F) -> Self::F {
+        map(n, |n| f32::from_bits(((n as i32 + 127) << 23) as u32))
+    }
+    #[inline(always)]
+    unsafe fn sum(x: Self::F) -> f32 {
+        ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7]))
+    }
+    #[inline(always)]
+    unsafe fn max_lane(x: Self::F) -> f32 {
+        x.into_iter().fold(f32::NEG_INFINITY, f32::max)
+    }
+    #[inline(always)]
+    unsafe fn lookup16_low(table: &[f32; 16], codes: *const u8) -> Self::F {
+        // SAFETY: as in `load`.
+        unsafe { codes.cast::<[u8; N]>().read_unaligned() }.map(|c| table[usize::from(c & 15)])
+    }
+    #[inline(always)]
+    unsafe fn lookup16_high(table: &[f32; 16], codes: *const u8) -> Self::F {
+        // SAFETY: as in `load`.
+        unsafe { codes.cast::<[u8; N]>().read_unaligned() }.map(|c| table[usize::from(c >> 4)])
+    }
+}

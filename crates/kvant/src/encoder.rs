@@ -1,0 +1,173 @@
+//! Recording operations, and replaying them.
+
+use std::ops::Range;
+
+use crate::{
+    Device, Error, Result, Tensor,
+    backend::{Pass, Recording, Replay, Wait},
+    ops::Call,
+};
+
+/// How an operation touches a tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Access {
+    /// Reads it.
+    Read,
+    /// Writes it (all of it, or the part the operation defines).
+    Write,
+}
+
+/// One tensor that an operation touches.
+pub(crate) struct Touch<'a> {
+    pub arg: &'static str,
+    pub tensor: &'a Tensor,
+    pub access: Access,
+}
+
+/// Takes operations in order.
+///
+/// The CPU runs each at once; a GPU records them and starts at [`Encoder::commit`]. Every operation declares which
+/// tensors it reads and writes, and the backend derives the ordering from that: an operation always sees what the
+/// ones before it wrote.
+///
+/// ```
+/// use kvant::{Device, DType, Tensor, ops};
+/// let device = Device::cpu();
+/// let x = Tensor::from_slice(&device, &[3f32, -100.], &[2])?;
+/// let y = Tensor::zeros(&device, DType::F32, &[2])?;
+/// let mut enc = device.encoder()?;
+/// ops::softcap(&mut enc, &ops::Softcap { x: &x, cap: 30., out: &y })?;
+/// enc.commit()?.wait()?;
+/// assert!(y.to_vec::<f32>()?[1] > -30.);
+/// # Ok::<(), kvant::Error>(())
+/// ```
+pub struct Encoder {
+    device: Device,
+    mode: Mode,
+}
+
+enum Mode {
+    Immediate,
+    Deferred(Box<dyn Pass>),
+    Capture(Vec<Call>),
+}
+
+impl Encoder {
+    pub(crate) fn new(device: &Device) -> Result<Encoder> {
+        let mode = match device.backend().clone().begin()? {
+            Recording::Immediate => Mode::Immediate,
+            Recording::Deferred(pass) => Mode::Deferred(pass),
+        };
+        Ok(Encoder { device: device.clone(), mode })
+    }
+
+    /// Records what `record` encodes, without running it, as a [`Graph`] that can be replayed.
+    ///
+    /// Positions, sequence numbers and lengths are read from their device buffers at each replay: rewrite those and
+    /// replay the same graph for the next token.
+    pub fn capture(device: &Device, record: impl FnOnce(&mut Encoder) -> Result<()>) -> Result<Graph> {
+        let mut enc = Encoder { device: device.clone(), mode: Mode::Capture(Vec::new()) };
+        record(&mut enc)?;
+        let Mode::Capture(calls) = enc.mode else { unreachable!("the mode of a capture does not change") };
+        Ok(Graph { replay: device.backend().clone().capture(calls)? })
+    }
+
+    /// The device whose tensors it takes.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// Starts what was recorded.
+    pub fn commit(self) -> Result<Submission> {
+        match self.mode {
+            Mode::Deferred(pass) => Ok(Submission { pending: Some(pass.commit()?) }),
+            Mode::Immediate | Mode::Capture(_) => Ok(Submission { pending: None }),
+        }
+    }
+
+    /// Takes a call whose shapes, dtypes and values `ops/` has validated.
+    pub(crate) fn submit(&mut self, call: Call) -> Result<()> {
+        self.check_tensors(&call)?;
+        match &mut self.mode {
+            Mode::Immediate => self.device.backend().run(&call),
+            Mode::Deferred(pass) => pass.submit(&call),
+            Mode::Capture(calls) => {
+                calls.push(call);
+                Ok(())
+            }
+        }
+    }
+
+    /// Every tensor is on this device, and no output overlaps another argument, unless it is that very argument and
+    /// the operation works in place.
+    fn check_tensors(&self, call: &Call) -> Result<()> {
+        let op = call.name();
+        let mut wrong = Ok(());
+        call.touches(&mut |touch| {
+            if wrong.is_ok() && touch.tensor.device() != &self.device {
+                wrong = Err(Error::WrongDevice {
+                    op,
+                    arg: touch.arg,
+                    expected: self.device.to_string(),
+                    got: touch.tensor.device().to_string(),
+                });
+            }
+        });
+        wrong?;
+        let mut wrong = Ok(());
+        call.touches(&mut |written| {
+            if written.access != Access::Write {
+                return;
+            }
+            let mut seen_self = false;
+            call.touches(&mut |other| {
+                let same_entry = std::ptr::eq(written.tensor, other.tensor) && other.access == Access::Write;
+                if same_entry && !seen_self {
+                    seen_self = true;
+                    return;
+                }
+                let identical = byte_range(written.tensor) == byte_range(other.tensor)
+                    && written.tensor.dtype() == other.tensor.dtype();
+                let allowed = identical && other.access == Access::Read && call.in_place();
+                if wrong.is_ok() && overlap(written.tensor, other.tensor) && !allowed {
+                    wrong = Err(Error::Overlap { op, output: written.arg, other: other.arg });
+                }
+            });
+        });
+        wrong
+    }
+}
+
+fn byte_range(t: &Tensor) -> Range<usize> {
+    t.byte_offset()..t.byte_offset() + t.bytes()
+}
+
+fn overlap(a: &Tensor, b: &Tensor) -> bool {
+    let (ra, rb) = (byte_range(a), byte_range(b));
+    std::sync::Arc::ptr_eq(a.storage(), b.storage()) && ra.start < rb.end && rb.start < ra.end
+}
+
+/// Work that has been started.
+#[must_use = "wait for it, or drop it to go on without waiting"]
+pub struct Submission {
+    pending: Option<Box<dyn Wait>>,
+}
+
+impl Submission {
+    /// Returns when the work is done, with the device's error if it failed.
+    pub fn wait(self) -> Result<()> {
+        self.pending.map_or(Ok(()), Wait::wait)
+    }
+}
+
+/// Operations captured once, to be run again and again.
+pub struct Graph {
+    replay: Box<dyn Replay>,
+}
+
+impl Graph {
+    /// Runs the captured operations once more.
+    pub fn replay(&self) -> Result<Submission> {
+        Ok(Submission { pending: self.replay.replay()? })
+    }
+}

@@ -1,0 +1,204 @@
+//! What the devices in host memory (`cpu`, `reference`) share: allocation, transfer, one call at a time.
+
+use std::{
+    any::Any,
+    ptr::NonNull,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
+
+use crate::{
+    DType, Error, Result, Tensor,
+    backend::{Backend, Memory, Recording, Replay, Wait},
+    device::DeviceKind,
+    dtype::Element,
+    ops::{Call, attend},
+};
+
+/// Cache lines and the widest vectors.
+const ALIGN: usize = 64;
+
+/// Zeroed host memory, aligned to [`ALIGN`].
+pub(crate) struct HostMemory {
+    /// What the allocator gave, and how much.
+    block: Option<(NonNull<u8>, std::alloc::Layout)>,
+    start: NonNull<u8>,
+}
+
+// SAFETY: the memory is reached only through a device's lock (`Host::lock`), which makes access exclusive.
+unsafe impl Send for HostMemory {}
+// SAFETY: as above.
+unsafe impl Sync for HostMemory {}
+
+impl HostMemory {
+    fn new(bytes: usize, device: &str) -> Result<Self> {
+        let dangling = std::ptr::without_provenance_mut::<u8>(ALIGN);
+        if bytes == 0 {
+            return Ok(HostMemory { block: None, start: NonNull::new(dangling).expect("64 is not null") });
+        }
+        let failed = || Error::OutOfMemory { device: device.to_string(), bytes };
+        // Asking the allocator for 64-byte alignment would make it touch every page to zero it; a cache's capacity
+        // is far larger than its use, so ask for 16 (which maps zero pages lazily) and align here.
+        let padded = bytes.checked_add(ALIGN).ok_or_else(failed)?;
+        let layout = std::alloc::Layout::from_size_align(padded, 16).map_err(|_| failed())?;
+        // SAFETY: the layout is not empty.
+        let block = NonNull::new(unsafe { std::alloc::alloc_zeroed(layout) }).ok_or_else(failed)?;
+        let skip = block.align_offset(ALIGN);
+        // SAFETY: `skip` is less than ALIGN, and the block is ALIGN bytes longer than asked for.
+        let start = unsafe { block.add(skip) };
+        Ok(HostMemory { block: Some((block, layout)), start })
+    }
+}
+
+impl Drop for HostMemory {
+    fn drop(&mut self) {
+        if let Some((block, layout)) = self.block {
+            // SAFETY: allocated in `new` with this layout, and freed once.
+            unsafe { std::alloc::dealloc(block.as_ptr(), layout) }
+        }
+    }
+}
+
+impl Memory for HostMemory {
+    fn host(&self) -> Option<NonNull<u8>> {
+        Some(self.start)
+    }
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+/// The part of a host device that differs: what runs a call.
+pub(crate) trait Executor: Send + Sync + 'static {
+    fn kind(&self) -> DeviceKind;
+    fn name(&self) -> String;
+    /// The call has been validated, its index buffers too; memory is exclusively ours while it runs.
+    fn run(&self, call: &Call) -> Result<()>;
+    fn plan_attend(&self, call: &attend::Call) -> attend::Plan;
+}
+
+/// A device in host memory. Its lock is held during every transfer and every call: that is what makes writing
+/// through a shared `&Tensor` sound, from any number of threads.
+pub(crate) struct Host<E> {
+    executor: E,
+    lock: Mutex<()>,
+}
+
+impl<E: Executor> Host<E> {
+    pub(crate) fn new(executor: E) -> Self {
+        Host { executor, lock: Mutex::new(()) }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, ()> {
+        // The lock guards no data of its own, so a panic elsewhere leaves nothing half-changed in it.
+        self.lock.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl<E: Executor> Backend for Host<E> {
+    fn kind(&self) -> DeviceKind {
+        self.executor.kind()
+    }
+
+    fn name(&self) -> String {
+        self.executor.name()
+    }
+
+    fn allocate(&self, bytes: usize) -> Result<Box<dyn Memory>> {
+        Ok(Box::new(HostMemory::new(bytes, self.kind().name())?))
+    }
+
+    fn upload(&self, memory: &dyn Memory, offset: usize, bytes: &[u8]) -> Result<()> {
+        let _guard = self.lock();
+        let start = memory.host().expect("host memory has an address");
+        // SAFETY: the caller keeps `offset + len` within the allocation; the lock excludes every other access; the
+        // source is a Rust slice, which cannot be part of the locked memory.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), start.as_ptr().add(offset), bytes.len()) }
+        Ok(())
+    }
+
+    fn download(&self, memory: &dyn Memory, offset: usize, out: &mut [u8]) -> Result<()> {
+        let _guard = self.lock();
+        let start = memory.host().expect("host memory has an address");
+        // SAFETY: as in `upload`.
+        unsafe { std::ptr::copy_nonoverlapping(start.as_ptr().add(offset), out.as_mut_ptr(), out.len()) }
+        Ok(())
+    }
+
+    fn begin(self: Arc<Self>) -> Result<Recording> {
+        Ok(Recording::Immediate)
+    }
+
+    fn run(&self, call: &Call) -> Result<()> {
+        let _guard = self.lock();
+        call.check_indices()?;
+        self.executor.run(call)
+    }
+
+    fn capture(self: Arc<Self>, calls: Vec<Call>) -> Result<Box<dyn Replay>> {
+        Ok(Box::new(HostGraph { host: self, calls }))
+    }
+
+    fn plan_attend(&self, call: &attend::Call) -> attend::Plan {
+        let _guard = self.lock();
+        self.executor.plan_attend(call)
+    }
+}
+
+struct HostGraph<E> {
+    host: Arc<Host<E>>,
+    calls: Vec<Call>,
+}
+
+impl<E: Executor> Replay for HostGraph<E> {
+    fn replay(&self) -> Result<Option<Box<dyn Wait>>> {
+        self.calls.iter().try_for_each(|call| self.host.run(call))?;
+        Ok(None)
+    }
+}
+
+/// Access to tensors in host memory, for code that runs under the device's lock: kernels and index checks.
+impl Tensor {
+    /// The address of the first element.
+    pub(crate) fn host_ptr(&self) -> *mut u8 {
+        let start = self.storage().memory.host().expect("a host device's tensor has an address");
+        // SAFETY: a tensor's offset lies within its storage.
+        unsafe { start.as_ptr().add(self.byte_offset()) }
+    }
+
+    /// The elements.
+    ///
+    /// # Safety
+    /// The device's lock is held, and nothing writes to the tensor while the slice lives.
+    pub(crate) unsafe fn host_slice<E: Element>(&self) -> &[E] {
+        debug_assert_eq!(self.dtype(), E::DTYPE);
+        // SAFETY: within the storage, aligned to the element size (offsets are multiples of it), initialised (zeroed
+        // at birth); the caller excludes writers.
+        unsafe { std::slice::from_raw_parts(self.host_ptr().cast::<E>(), self.elements()) }
+    }
+
+    /// The elements, to be written.
+    ///
+    /// # Safety
+    /// The device's lock is held, and nothing else reads or writes the tensor while the slice lives.
+    #[allow(clippy::mut_from_ref, reason = "the lock, not the borrow, makes it exclusive")]
+    pub(crate) unsafe fn host_slice_mut<E: Element>(&self) -> &mut [E] {
+        debug_assert_eq!(self.dtype(), E::DTYPE);
+        // SAFETY: as in `host_slice`; the caller excludes every other access.
+        unsafe { std::slice::from_raw_parts_mut(self.host_ptr().cast::<E>(), self.elements()) }
+    }
+
+    /// The raw bytes, whatever the dtype.
+    ///
+    /// # Safety
+    /// As for [`Tensor::host_slice`].
+    #[allow(dead_code)]
+    pub(crate) unsafe fn host_bytes(&self) -> &[u8] {
+        // SAFETY: as in `host_slice`.
+        unsafe { std::slice::from_raw_parts(self.host_ptr(), self.bytes()) }
+    }
+
+    /// Whether an index buffer can be read here and now.
+    pub(crate) fn is_u32(&self) -> bool {
+        self.dtype() == DType::U32
+    }
+}

@@ -1,0 +1,219 @@
+//! The storage of one layer's keys and values.
+
+use crate::{
+    DType, Device, Error, Result, Tensor,
+    codec::{BLOCK, Codec},
+    encoder::{Access, Touch},
+    ops::check,
+};
+
+/// What a [`KvLayer`] is made of.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LayerSpec {
+    /// Independent sequences, S.
+    pub sequences: usize,
+    /// KV heads, Hk.
+    pub kv_heads: usize,
+    /// Slots per sequence and head, cap.
+    pub capacity: usize,
+    /// Coordinates of a key or value, D.
+    pub head_dim: usize,
+    /// How keys are stored.
+    pub k: Codec,
+    /// How values are stored.
+    pub v: Codec,
+    /// Whether position p lives in slot p mod cap (a ring) or in slot p (linear; p < cap).
+    pub ring: bool,
+    /// Where a vector stands in memory.
+    pub order: SlotOrder,
+}
+
+/// The order of vectors in a layer's memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum SlotOrder {
+    /// `[S, Hk, cap, D]`: a head's vectors are contiguous.
+    #[default]
+    HeadMajor,
+    /// `[S, cap, Hk, D]`: a token's vectors are contiguous.
+    TokenMajor,
+}
+
+/// The vectors of one side (keys or values) of a layer: `rows` vectors of `head_dim`, in one or more planes.
+#[derive(Clone, Debug)]
+pub struct Planes {
+    codec: Codec,
+    /// Dense: `[rows, D]`. TurboQuant: u8 `[rows, D/2]` nibbles (4, 5, 6 bits) or `[rows, D]` bytes (8 bits).
+    pub(crate) low: Tensor,
+    /// 5 bits: u8 `[rows, D/8]`; 6 bits: u8 `[rows, D/4]`.
+    pub(crate) high: Option<Tensor>,
+    /// TurboQuant: f32 `[rows, D/B]`.
+    pub(crate) norms: Option<Tensor>,
+}
+
+impl Planes {
+    fn zeros(device: &Device, codec: Codec, rows: usize, dim: usize) -> Result<Planes> {
+        let Codec::TurboQuant(tq) = codec else {
+            let Codec::Dense(dtype) = codec else { unreachable!() };
+            return Ok(Planes { codec, low: Tensor::zeros(device, dtype, &[rows, dim])?, high: None, norms: None });
+        };
+        let plane = |bits: usize| Tensor::zeros(device, DType::U8, &[rows, dim * bits / 8]);
+        Ok(Planes {
+            codec,
+            low: plane(if tq.bits == 8 { 8 } else { 4 })?,
+            high: match tq.bits {
+                5 => Some(plane(1)?),
+                6 => Some(plane(2)?),
+                _ => None,
+            },
+            norms: Some(Tensor::zeros(device, DType::F32, &[rows, dim.div_ceil(BLOCK)])?),
+        })
+    }
+
+    /// How the vectors are stored.
+    pub fn codec(&self) -> Codec {
+        self.codec
+    }
+
+    /// The planes that exist, with their names: `low`, `high`, `norms`.
+    pub fn tensors(&self) -> impl Iterator<Item = (&'static str, &Tensor)> {
+        [("low", Some(&self.low)), ("high", self.high.as_ref()), ("norms", self.norms.as_ref())]
+            .into_iter()
+            .filter_map(|(name, tensor)| Some((name, tensor?)))
+    }
+
+    /// Bytes of all planes.
+    pub fn bytes(&self) -> usize {
+        self.tensors().map(|(_, t)| t.bytes()).sum()
+    }
+}
+
+/// Keys and values of one layer, for several sequences: linear or a ring, dense or quantised.
+///
+/// Cloning is cheap and shares the memory. [`KvCache`](crate::KvCache) makes one per layer and keeps the lengths;
+/// an engine with a cache manager of its own can make its own, also around memory it already has
+/// ([`KvLayer::from_dense`]).
+#[derive(Clone, Debug)]
+pub struct KvLayer {
+    spec: LayerSpec,
+    pub(crate) k: Planes,
+    pub(crate) v: Planes,
+}
+
+impl KvLayer {
+    /// An empty layer.
+    pub fn new(device: &Device, spec: LayerSpec) -> Result<KvLayer> {
+        let rows = validate(&spec)?;
+        Ok(KvLayer {
+            spec,
+            k: Planes::zeros(device, spec.k, rows, spec.head_dim)?,
+            v: Planes::zeros(device, spec.v, rows, spec.head_dim)?,
+        })
+    }
+
+    /// A layer over existing dense tensors of S·Hk·cap·D elements each, in the order that `spec` says; their dtypes
+    /// must be those of `spec.k` and `spec.v`.
+    pub fn from_dense(spec: LayerSpec, k: &Tensor, v: &Tensor) -> Result<KvLayer> {
+        let op = "kv_layer";
+        let rows = validate(&spec)?;
+        let side = |arg, codec: Codec, tensor: &Tensor| {
+            match codec {
+                Codec::Dense(dtype) if dtype == tensor.dtype() => {}
+                Codec::Dense(dtype) => {
+                    return Err(Error::DType { op, arg, expected: dtype.name(), got: tensor.dtype() });
+                }
+                Codec::TurboQuant(_) => {
+                    return Err(Error::Value {
+                        op,
+                        arg,
+                        expected: "a dense codec".to_string(),
+                        got: codec.to_string(),
+                    });
+                }
+            }
+            if tensor.elements() != rows * spec.head_dim {
+                let (s, h, c, d) = (spec.sequences, spec.kv_heads, spec.capacity, spec.head_dim);
+                let expected = match spec.order {
+                    SlotOrder::HeadMajor => format!("[sequences {s}, kv_heads {h}, capacity {c}, head_dim {d}]"),
+                    SlotOrder::TokenMajor => format!("[sequences {s}, capacity {c}, kv_heads {h}, head_dim {d}]"),
+                };
+                return Err(Error::Shape { op, arg, expected, got: tensor.shape().to_vec() });
+            }
+            Ok(Planes { codec, low: tensor.reshape(&[rows, spec.head_dim])?, high: None, norms: None })
+        };
+        Ok(KvLayer { spec, k: side("k", spec.k, k)?, v: side("v", spec.v, v)? })
+    }
+
+    /// What the layer is made of.
+    pub fn spec(&self) -> &LayerSpec {
+        &self.spec
+    }
+
+    /// The stored keys.
+    pub fn k(&self) -> &Planes {
+        &self.k
+    }
+
+    /// The stored values.
+    pub fn v(&self) -> &Planes {
+        &self.v
+    }
+
+    /// Bytes of all planes.
+    pub fn bytes(&self) -> usize {
+        self.k.bytes() + self.v.bytes()
+    }
+
+    /// The device that holds it.
+    pub fn device(&self) -> &Device {
+        self.k.low.device()
+    }
+
+    /// The row of a vector within each plane.
+    #[inline]
+    pub fn row(&self, sequence: usize, head: usize, slot: usize) -> usize {
+        let s = &self.spec;
+        match s.order {
+            SlotOrder::HeadMajor => (sequence * s.kv_heads + head) * s.capacity + slot,
+            SlotOrder::TokenMajor => (sequence * s.capacity + slot) * s.kv_heads + head,
+        }
+    }
+
+    /// Rows between a head's slot and its next one.
+    #[inline]
+    pub fn slot_stride(&self) -> usize {
+        match self.spec.order {
+            SlotOrder::HeadMajor => 1,
+            SlotOrder::TokenMajor => self.spec.kv_heads,
+        }
+    }
+
+    /// The slot of a position; the position must be below the capacity when the layer is linear.
+    #[inline]
+    pub fn slot(&self, position: usize) -> usize {
+        if self.spec.ring { position % self.spec.capacity } else { position }
+    }
+
+    /// Calls `visit` with every plane.
+    pub(crate) fn touches(&self, access: Access, visit: &mut dyn FnMut(Touch)) {
+        for (arg, planes) in [("layer.k", &self.k), ("layer.v", &self.v)] {
+            planes.tensors().for_each(|(_, tensor)| visit(Touch { arg, tensor, access }));
+        }
+    }
+}
+
+/// Checks a specification and returns its number of rows.
+fn validate(spec: &LayerSpec) -> Result<usize> {
+    let op = "kv_layer";
+    check::positive(op, "sequences", spec.sequences)?;
+    check::positive(op, "kv_heads", spec.kv_heads)?;
+    check::positive(op, "capacity", spec.capacity)?;
+    check::positive(op, "head_dim", spec.head_dim)?;
+    // Positions are u32 on the device.
+    check::at_most(op, "capacity", spec.capacity, u32::MAX as usize)?;
+    check::at_most(op, "sequences", spec.sequences, u32::MAX as usize)?;
+    spec.k.validate(op, "k", spec.head_dim)?;
+    spec.v.validate(op, "v", spec.head_dim)?;
+    let rows = crate::tensor::element_count(&[spec.sequences, spec.kv_heads, spec.capacity])?;
+    crate::tensor::element_count(&[rows, spec.head_dim, 4])?;
+    Ok(rows)
+}

@@ -1,0 +1,46 @@
+use super::check;
+use crate::{
+    DType, Encoder, Result, Tensor,
+    encoder::{Access::*, Touch},
+};
+
+pub(crate) const NAME: &str = "argmax";
+pub(crate) const IN_PLACE: bool = false;
+
+/// The index of the largest element of each row; the lowest one among equals. NaN is never chosen; a row of nothing
+/// but NaN gives 0.
+pub struct Argmax<'a> {
+    /// `[T, N]`, f32, f16 or bf16, N at least 1.
+    pub x: &'a Tensor,
+    /// u32 `[T]`.
+    pub out: &'a Tensor,
+}
+
+/// Runs [`Argmax`].
+pub fn argmax(enc: &mut Encoder, args: &Argmax) -> Result<()> {
+    let [rows, dim] = check::rank(NAME, "x", args.x, ["T", "N"])?;
+    check::float(NAME, "x", args.x)?;
+    check::positive(NAME, "N", dim)?;
+    check::dtype(NAME, "out", args.out, DType::U32)?;
+    check::shape(NAME, "out", args.out, &[("T", rows)])?;
+    enc.submit(super::Call::Argmax(Call { x: args.x.clone(), out: args.out.clone(), rows, dim }))
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct Call {
+    pub x: Tensor,
+    pub out: Tensor,
+    pub rows: usize,
+    pub dim: usize,
+}
+
+impl Call {
+    pub(crate) fn touches(&self, visit: &mut dyn FnMut(Touch)) {
+        visit(Touch { arg: "x", tensor: &self.x, access: Read });
+        visit(Touch { arg: "out", tensor: &self.out, access: Write });
+    }
+
+    pub(crate) fn check_indices(&self) -> Result<()> {
+        Ok(())
+    }
+}

@@ -1,0 +1,86 @@
+//! The checks that operations share. Each names the operation and the argument it refuses.
+
+use crate::{DType, Error, Result, Tensor};
+
+/// The tensor has exactly these dimensions; the names are for the message.
+pub(crate) fn shape(op: &'static str, arg: &'static str, tensor: &Tensor, dims: &[(&str, usize)]) -> Result<()> {
+    if tensor.shape().iter().copied().eq(dims.iter().map(|d| d.1)) {
+        return Ok(());
+    }
+    let named: Vec<String> = dims.iter().map(|(name, n)| format!("{name} {n}").trim_start().to_string()).collect();
+    Err(Error::Shape { op, arg, expected: format!("[{}]", named.join(", ")), got: tensor.shape().to_vec() })
+}
+
+/// The tensor's dimensions, when it has `N` of them.
+pub(crate) fn rank<const N: usize>(
+    op: &'static str,
+    arg: &'static str,
+    tensor: &Tensor,
+    names: [&str; N],
+) -> Result<[usize; N]> {
+    tensor.shape().try_into().map_err(|_| Error::Shape {
+        op,
+        arg,
+        expected: format!("[{}]", names.join(", ")),
+        got: tensor.shape().to_vec(),
+    })
+}
+
+pub(crate) fn dtype(op: &'static str, arg: &'static str, tensor: &Tensor, want: DType) -> Result<()> {
+    if tensor.dtype() == want {
+        return Ok(());
+    }
+    Err(Error::DType { op, arg, expected: want.name(), got: tensor.dtype() })
+}
+
+/// f32, f16 or bf16.
+pub(crate) fn float(op: &'static str, arg: &'static str, tensor: &Tensor) -> Result<()> {
+    if tensor.dtype().is_float() {
+        return Ok(());
+    }
+    Err(Error::DType { op, arg, expected: "f32, f16 or bf16", got: tensor.dtype() })
+}
+
+pub(crate) fn positive(op: &'static str, arg: &'static str, value: usize) -> Result<()> {
+    value_is(op, arg, value > 0, "at least 1", value)
+}
+
+pub(crate) fn at_most(op: &'static str, arg: &'static str, value: usize, limit: usize) -> Result<()> {
+    value_is(op, arg, value <= limit, format_args!("at most {limit}"), value)
+}
+
+pub(crate) fn positive_finite(op: &'static str, arg: &'static str, value: f32) -> Result<()> {
+    value_is(op, arg, value.is_finite() && value > 0.0, "positive and finite", value)
+}
+
+pub(crate) fn finite(op: &'static str, arg: &'static str, value: f32) -> Result<()> {
+    value_is(op, arg, value.is_finite(), "finite", value)
+}
+
+/// `ok`, or a `Value` error.
+pub(crate) fn value_is(
+    op: &'static str,
+    arg: &'static str,
+    ok: bool,
+    expected: impl std::fmt::Display,
+    got: impl std::fmt::Display,
+) -> Result<()> {
+    if ok {
+        return Ok(());
+    }
+    Err(Error::Value { op, arg, expected: expected.to_string(), got: got.to_string() })
+}
+
+/// Every element of a u32 index buffer in host memory is below `limit`.
+///
+/// # Safety
+/// The device's lock is held.
+pub(crate) unsafe fn indices_below(op: &'static str, arg: &'static str, tensor: &Tensor, limit: usize) -> Result<()> {
+    // SAFETY: passed on to the caller.
+    for (index, &got) in unsafe { tensor.host_slice::<u32>() }.iter().enumerate() {
+        if got as usize >= limit {
+            return Err(Error::OutOfRange { op, arg, index, got: got.into(), limit: limit as u64 });
+        }
+    }
+    Ok(())
+}

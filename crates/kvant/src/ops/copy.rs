@@ -1,0 +1,31 @@
+use super::check;
+use crate::{
+    Encoder, Result, Tensor,
+    encoder::{Access::*, Touch},
+};
+
+pub(crate) const NAME: &str = "copy";
+pub(crate) const IN_PLACE: bool = false;
+
+/// Copies `from` to `to`, byte for byte: same number of bytes, any dtypes.
+pub(crate) fn copy(enc: &mut Encoder, from: &Tensor, to: &Tensor) -> Result<()> {
+    check::value_is(NAME, "to", from.bytes() == to.bytes(), format_args!("{} bytes", from.bytes()), to.bytes())?;
+    enc.submit(super::Call::Copy(Call { from: from.clone(), to: to.clone() }))
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct Call {
+    pub from: Tensor,
+    pub to: Tensor,
+}
+
+impl Call {
+    pub(crate) fn touches(&self, visit: &mut dyn FnMut(Touch)) {
+        visit(Touch { arg: "from", tensor: &self.from, access: Read });
+        visit(Touch { arg: "to", tensor: &self.to, access: Write });
+    }
+
+    pub(crate) fn check_indices(&self) -> Result<()> {
+        Ok(())
+    }
+}

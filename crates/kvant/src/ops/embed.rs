@@ -1,0 +1,66 @@
+use super::{Weight, check, linear::WeightDims};
+use crate::{
+    DType, Encoder, Result, Tensor,
+    encoder::{Access::*, Touch},
+};
+
+pub(crate) const NAME: &str = "embed";
+pub(crate) const IN_PLACE: bool = false;
+
+/// out\[t\] = scale · table\[ids\[t\]\], dequantised when the table is affine.
+pub struct Embed<'a> {
+    /// `[V, N]`: one row per token id; dense or affine.
+    pub table: Weight<'a>,
+    /// u32 `[T]`, each below V.
+    pub ids: &'a Tensor,
+    /// Multiplies every element (Gemma: √hidden).
+    pub scale: f32,
+    /// `[T, N]`, f32, f16 or bf16.
+    pub out: &'a Tensor,
+}
+
+/// Runs [`Embed`].
+///
+/// # Errors
+/// `OutOfRange` when an id is not below V, on devices where the host sees the ids; elsewhere such a row is zeros.
+pub fn embed(enc: &mut Encoder, args: &Embed) -> Result<()> {
+    let [tokens] = check::rank(NAME, "ids", args.ids, ["T"])?;
+    check::dtype(NAME, "ids", args.ids, DType::U32)?;
+    let dims = args.table.validate(NAME, "table", None)?;
+    check::finite(NAME, "scale", args.scale)?;
+    check::float(NAME, "out", args.out)?;
+    check::shape(NAME, "out", args.out, &[("T", tokens), ("N", dims.inputs)])?;
+    let table = args.table.to_owned_weight();
+    enc.submit(super::Call::Embed(Call {
+        table,
+        dims,
+        ids: args.ids.clone(),
+        scale: args.scale,
+        out: args.out.clone(),
+        tokens,
+    }))
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct Call {
+    pub table: super::linear::OwnedWeight,
+    /// `outputs` is V, `inputs` is N.
+    pub dims: WeightDims,
+    pub ids: Tensor,
+    pub scale: f32,
+    pub out: Tensor,
+    pub tokens: usize,
+}
+
+impl Call {
+    pub(crate) fn touches(&self, visit: &mut dyn FnMut(Touch)) {
+        self.table.touches(visit);
+        visit(Touch { arg: "ids", tensor: &self.ids, access: Read });
+        visit(Touch { arg: "out", tensor: &self.out, access: Write });
+    }
+
+    pub(crate) fn check_indices(&self) -> Result<()> {
+        // SAFETY: `Call::check_indices` runs under the lock of a host device.
+        unsafe { check::indices_below(NAME, "ids", &self.ids, self.dims.outputs) }
+    }
+}

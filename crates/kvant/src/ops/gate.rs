@@ -1,0 +1,94 @@
+use super::check;
+use crate::{
+    Encoder, Result, Tensor,
+    encoder::{Access::*, Touch},
+};
+
+pub(crate) const NAME: &str = "gate";
+pub(crate) const IN_PLACE: bool = true;
+
+/// out = activation(gate) · up, element by element: the middle of a gated MLP.
+///
+/// `gate` and `up` may be columns of one tensor (a fused projection) or of two; `out` may be the gate's tensor when
+/// the gate is all of its columns.
+pub struct Gate<'a> {
+    /// What the activation is applied to.
+    pub gate: Columns<'a>,
+    /// What it multiplies.
+    pub up: Columns<'a>,
+    /// The function.
+    pub activation: Activation,
+    /// `[T, N]`, f32, f16 or bf16.
+    pub out: &'a Tensor,
+}
+
+/// Columns `start .. start + N` of a tensor `[T, W]`, f32, f16 or bf16; N comes from the output.
+#[derive(Clone, Copy)]
+pub struct Columns<'a> {
+    /// `[T, W]`.
+    pub tensor: &'a Tensor,
+    /// The first column.
+    pub start: usize,
+}
+
+impl<'a> Columns<'a> {
+    /// Columns from the first.
+    pub fn all(tensor: &'a Tensor) -> Self {
+        Columns { tensor, start: 0 }
+    }
+}
+
+/// Activation functions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Activation {
+    /// ½x(1 + tanh(√(2/π)(x + 0.044715x³))).
+    GeluTanh,
+    /// x / (1 + e⁻ˣ).
+    Silu,
+}
+
+/// Runs [`Gate`].
+pub fn gate(enc: &mut Encoder, args: &Gate) -> Result<()> {
+    let [rows, dim] = check::rank(NAME, "out", args.out, ["T", "N"])?;
+    check::float(NAME, "out", args.out)?;
+    let side = |arg, columns: &Columns| {
+        check::float(NAME, arg, columns.tensor)?;
+        let [_, width] = check::rank(NAME, arg, columns.tensor, ["T", "W"])?;
+        check::shape(NAME, arg, columns.tensor, &[("T", rows), ("W", width)])?;
+        let end = columns.start.saturating_add(dim);
+        check::value_is(NAME, arg, end <= width, format_args!("{dim} columns from {} on", columns.start), width)?;
+        Ok(OwnedColumns { tensor: columns.tensor.clone(), start: columns.start, width })
+    };
+    let (gate, up) = (side("gate", &args.gate)?, side("up", &args.up)?);
+    enc.submit(super::Call::Gate(Call { gate, up, activation: args.activation, out: args.out.clone(), rows, dim }))
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct OwnedColumns {
+    pub tensor: Tensor,
+    pub start: usize,
+    /// Columns of the tensor: the distance between rows.
+    pub width: usize,
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct Call {
+    pub gate: OwnedColumns,
+    pub up: OwnedColumns,
+    pub activation: Activation,
+    pub out: Tensor,
+    pub rows: usize,
+    pub dim: usize,
+}
+
+impl Call {
+    pub(crate) fn touches(&self, visit: &mut dyn FnMut(Touch)) {
+        visit(Touch { arg: "gate", tensor: &self.gate.tensor, access: Read });
+        visit(Touch { arg: "up", tensor: &self.up.tensor, access: Read });
+        visit(Touch { arg: "out", tensor: &self.out, access: Write });
+    }
+
+    pub(crate) fn check_indices(&self) -> Result<()> {
+        Ok(())
+    }
+}

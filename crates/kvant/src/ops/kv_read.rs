@@ -1,0 +1,92 @@
+use super::{check, kv_write::SourceOrder};
+use crate::{
+    Encoder, Error, KvLayer, Planes, Result, Tensor,
+    encoder::{Access::*, Touch},
+};
+
+pub(crate) const NAME: &str = "kv_read";
+pub(crate) const IN_PLACE: bool = false;
+
+/// Copies a logical range of positions out of a layer, in order, to a dense tensor: the inverse of
+/// [`kv_write`](super::kv_write()).
+pub struct KvRead<'a> {
+    /// Where from.
+    pub layer: &'a KvLayer,
+    /// Keys or values.
+    pub side: KvSide,
+    /// The sequence.
+    pub sequence: usize,
+    /// The first position. On a ring the caller knows which positions are still held.
+    pub start: usize,
+    /// Leave TurboQuant vectors rotated instead of undoing the rotation. No effect on dense ones.
+    pub keep_rotated: bool,
+    /// The layout of `out`.
+    pub order: SourceOrder,
+    /// `[n, Hk, D]` or `[Hk, n, D]`, f32, f16 or bf16: positions `start .. start + n`, n at most the capacity.
+    pub out: &'a Tensor,
+}
+
+/// Keys or values.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum KvSide {
+    /// Keys.
+    K,
+    /// Values.
+    V,
+}
+
+/// Runs [`KvRead`].
+///
+/// A dense layer read into its own dtype gives the stored bits.
+pub fn kv_read(enc: &mut Encoder, args: &KvRead) -> Result<()> {
+    let spec = args.layer.spec();
+    check::float(NAME, "out", args.out)?;
+    let [tokens, ..] = args.order.dims(NAME, "out", args.out)?;
+    args.order.check(NAME, "out", args.out, [tokens, spec.kv_heads, spec.head_dim])?;
+    let below = format_args!("below {}", spec.sequences);
+    check::value_is(NAME, "sequence", args.sequence < spec.sequences, below, args.sequence)?;
+    let end = args.start.checked_add(tokens).ok_or(Error::Overflow { op: NAME, arg: "start" })?;
+    let fits = tokens <= spec.capacity && (spec.ring || end <= spec.capacity);
+    let expected = format_args!("a range within {} slots", spec.capacity);
+    check::value_is(NAME, "start", fits, expected, format_args!("{}..{end}", args.start))?;
+    enc.submit(super::Call::KvRead(Call {
+        layer: args.layer.clone(),
+        side: args.side,
+        sequence: args.sequence,
+        start: args.start,
+        tokens,
+        keep_rotated: args.keep_rotated,
+        order: args.order,
+        out: args.out.clone(),
+    }))
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct Call {
+    pub layer: KvLayer,
+    pub side: KvSide,
+    pub sequence: usize,
+    pub start: usize,
+    pub tokens: usize,
+    pub keep_rotated: bool,
+    pub order: SourceOrder,
+    pub out: Tensor,
+}
+
+impl Call {
+    pub(crate) fn planes(&self) -> &Planes {
+        match self.side {
+            KvSide::K => &self.layer.k,
+            KvSide::V => &self.layer.v,
+        }
+    }
+
+    pub(crate) fn touches(&self, visit: &mut dyn FnMut(Touch)) {
+        self.layer.touches(Read, visit);
+        visit(Touch { arg: "out", tensor: &self.out, access: Write });
+    }
+
+    pub(crate) fn check_indices(&self) -> Result<()> {
+        Ok(())
+    }
+}

@@ -1,0 +1,263 @@
+use super::{check, kv_write::SourceOrder, rms_norm::check_eps};
+use crate::{
+    DType, Encoder, Result, Tensor,
+    encoder::{Access::*, Touch},
+};
+
+pub(crate) const NAME: &str = "norm_rope";
+pub(crate) const IN_PLACE: bool = true;
+
+/// Per-head RMS norm, then rotary embedding, in one pass: y = rope(x · weight / √(mean x² + eps)) for each head of
+/// each token, with an optional Hadamard rotation of the result.
+///
+/// `out` may be `x` when both are token-major.
+pub struct NormRope<'a> {
+    /// `[T, H, D]`, f32, f16 or bf16.
+    pub x: &'a Tensor,
+    /// The norm; `None` skips it.
+    pub norm: Option<HeadNorm<'a>>,
+    /// The rotary embedding; `None` skips it (Gemma 4's values).
+    pub rope: Option<Rope<'a>>,
+    /// u32 `[T]`.
+    pub positions: &'a Tensor,
+    /// Apply the Hadamard rotation to the result: queries for a TurboQuant cache. D a power of two, 2 to 4096.
+    pub rotate: bool,
+    /// The layout of `out`.
+    pub out_order: SourceOrder,
+    /// `[T, H, D]` or `[H, T, D]`, f32, f16 or bf16.
+    pub out: &'a Tensor,
+}
+
+/// An RMS norm over each head's D coordinates.
+#[derive(Clone, Copy)]
+pub struct HeadNorm<'a> {
+    /// `[D]`, f32, f16 or bf16, multiplied as it is (add 1 before where a family wants 1 + w); `None` for ones.
+    pub weight: Option<&'a Tensor>,
+    /// Added to the mean square.
+    pub eps: f32,
+}
+
+/// Rotary position embedding (Su et al. 2021): pair i of a head turns by the angle position · frequencyᵢ.
+#[derive(Clone, Copy)]
+pub struct Rope<'a> {
+    /// Where the angles come from.
+    pub angles: Angles<'a>,
+    /// How many pairs turn; the other coordinates pass through. At most D/2.
+    pub rotated_pairs: usize,
+    /// Which coordinates form a pair.
+    pub layout: PairLayout,
+    /// f32 `[rotated_pairs]`: divides the angle of each pair (Llama 3's scaling, say). Only with `Angles::Theta`.
+    pub freq_factors: Option<&'a Tensor>,
+}
+
+/// Where the angles of a [`Rope`] come from.
+#[derive(Clone, Copy)]
+pub enum Angles<'a> {
+    /// frequencyᵢ = theta^(−2i/n), with n = D for [`PairLayout::Halves`] and n = 2·rotated_pairs for the others.
+    /// Angles hold to 1e-5 rad up to position 1 048 576.
+    Theta(f64),
+    /// Cosines and sines, f32 `[P, rotated_pairs]` each, row p for position p: positions must be below P.
+    Tables {
+        /// cos(angle).
+        cos: &'a Tensor,
+        /// sin(angle).
+        sin: &'a Tensor,
+    },
+}
+
+/// Which coordinates of a head form pair i.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PairLayout {
+    /// (i, i + D/2): NeoX; with fewer than D/2 pairs, Gemma 4's "proportional".
+    Halves,
+    /// (i, i + rotated_pairs): GPT-NeoX partial rotary, MLX's default with `dims` = 2·rotated_pairs.
+    LeadingHalves,
+    /// (2i, 2i + 1): GPT-J, MLX's "traditional".
+    Interleaved,
+}
+
+impl PairLayout {
+    /// The coordinates of pair i.
+    #[inline]
+    pub(crate) fn pair(self, i: usize, head_dim: usize, rotated_pairs: usize) -> (usize, usize) {
+        match self {
+            PairLayout::Halves => (i, i + head_dim / 2),
+            PairLayout::LeadingHalves => (i, i + rotated_pairs),
+            PairLayout::Interleaved => (2 * i, 2 * i + 1),
+        }
+    }
+
+    /// The n of frequencyᵢ = theta^(−2i/n).
+    pub(crate) fn frequency_base(self, head_dim: usize, rotated_pairs: usize) -> usize {
+        match self {
+            PairLayout::Halves => head_dim,
+            PairLayout::LeadingHalves | PairLayout::Interleaved => 2 * rotated_pairs,
+        }
+    }
+}
+
+/// Runs [`NormRope`]: the same kernel for one token and for many.
+///
+/// # Errors
+/// `OutOfRange` for a position beyond the tables, where the host sees the positions.
+pub fn norm_rope(enc: &mut Encoder, args: &NormRope) -> Result<()> {
+    let [tokens, heads, head_dim] = check::rank(NAME, "x", args.x, ["T", "H", "D"])?;
+    check::float(NAME, "x", args.x)?;
+    check::float(NAME, "out", args.out)?;
+    args.out_order.check(NAME, "out", args.out, [tokens, heads, head_dim])?;
+    check::positive(NAME, "D", head_dim)?;
+    check::dtype(NAME, "positions", args.positions, DType::U32)?;
+    check::shape(NAME, "positions", args.positions, &[("T", tokens)])?;
+    let norm = args.norm.map(|norm| norm.validate(NAME, "weight", head_dim)).transpose()?;
+    let rope = args.rope.map(|rope| rope.validate(NAME, head_dim)).transpose()?;
+    check_rotate(NAME, args.rotate, head_dim)?;
+    enc.submit(super::Call::NormRope(Call {
+        x: args.x.clone(),
+        norm,
+        rope,
+        positions: args.positions.clone(),
+        rotate: args.rotate,
+        out_order: args.out_order,
+        out: args.out.clone(),
+        tokens,
+        heads,
+        head_dim,
+    }))
+}
+
+/// A rotated result needs a head size that the Hadamard transform takes.
+pub(crate) fn check_rotate(op: &'static str, rotate: bool, head_dim: usize) -> Result<()> {
+    let ok = !rotate || (head_dim.is_power_of_two() && (2..=4096).contains(&head_dim));
+    check::value_is(op, "rotate", ok, "false unless D is a power of two, 2 to 4096", head_dim)
+}
+
+impl HeadNorm<'_> {
+    pub(crate) fn validate(&self, op: &'static str, arg: &'static str, head_dim: usize) -> Result<NormCall> {
+        if let Some(weight) = self.weight {
+            check::float(op, arg, weight)?;
+            check::shape(op, arg, weight, &[("D", head_dim)])?;
+        }
+        check_eps(op, self.eps)?;
+        Ok(NormCall { weight: self.weight.cloned(), eps: self.eps })
+    }
+}
+
+impl Rope<'_> {
+    pub(crate) fn validate(&self, op: &'static str, head_dim: usize) -> Result<RopeCall> {
+        let pairs = self.rotated_pairs;
+        let expected = format_args!("at most D/2 = {}", head_dim / 2);
+        check::value_is(op, "rope.rotated_pairs", pairs <= head_dim / 2, expected, pairs)?;
+        // Pairs (i, i + D/2) cover a head only when it is even.
+        let even = self.layout != PairLayout::Halves || head_dim.is_multiple_of(2);
+        check::value_is(op, "D", even, "even for PairLayout::Halves", head_dim)?;
+        let angles = match self.angles {
+            Angles::Theta(theta) => {
+                let ok = theta.is_finite() && theta > 0.0;
+                check::value_is(op, "rope.angles.theta", ok, "positive and finite", theta)?;
+                AnglesCall::Theta(theta)
+            }
+            Angles::Tables { cos, sin } => {
+                let [rows, _] = check::rank(op, "rope.angles.cos", cos, ["P", "rotated_pairs"])?;
+                for (arg, table) in [("rope.angles.cos", cos), ("rope.angles.sin", sin)] {
+                    check::dtype(op, arg, table, DType::F32)?;
+                    check::shape(op, arg, table, &[("P", rows), ("rotated_pairs", pairs)])?;
+                }
+                let none = self.freq_factors.is_none();
+                check::value_is(op, "rope.freq_factors", none, "absent with tables", "some")?;
+                AnglesCall::Tables { cos: cos.clone(), sin: sin.clone(), rows }
+            }
+        };
+        if let Some(factors) = self.freq_factors {
+            check::dtype(op, "rope.freq_factors", factors, DType::F32)?;
+            check::shape(op, "rope.freq_factors", factors, &[("rotated_pairs", pairs)])?;
+        }
+        let freq_factors = self.freq_factors.cloned();
+        Ok(RopeCall { angles, rotated_pairs: pairs, layout: self.layout, freq_factors })
+    }
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct NormCall {
+    pub weight: Option<Tensor>,
+    pub eps: f32,
+}
+
+impl NormCall {
+    pub(crate) fn touches(&self, arg: &'static str, visit: &mut dyn FnMut(Touch)) {
+        if let Some(tensor) = &self.weight {
+            visit(Touch { arg, tensor, access: Read });
+        }
+    }
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct RopeCall {
+    pub angles: AnglesCall,
+    pub rotated_pairs: usize,
+    pub layout: PairLayout,
+    pub freq_factors: Option<Tensor>,
+}
+
+#[derive(Clone, Debug)]
+pub(crate) enum AnglesCall {
+    Theta(f64),
+    Tables { cos: Tensor, sin: Tensor, rows: usize },
+}
+
+impl RopeCall {
+    pub(crate) fn touches(&self, visit: &mut dyn FnMut(Touch)) {
+        if let AnglesCall::Tables { cos, sin, .. } = &self.angles {
+            visit(Touch { arg: "rope.angles.cos", tensor: cos, access: Read });
+            visit(Touch { arg: "rope.angles.sin", tensor: sin, access: Read });
+        }
+        if let Some(tensor) = &self.freq_factors {
+            visit(Touch { arg: "rope.freq_factors", tensor, access: Read });
+        }
+    }
+
+    /// Positions are within the tables.
+    ///
+    /// # Safety
+    /// The device's lock is held.
+    pub(crate) unsafe fn check_positions(&self, op: &'static str, arg: &'static str, positions: &Tensor) -> Result<()> {
+        match self.angles {
+            AnglesCall::Theta(_) => Ok(()),
+            // SAFETY: passed on to the caller.
+            AnglesCall::Tables { rows, .. } => unsafe { check::indices_below(op, arg, positions, rows) },
+        }
+    }
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct Call {
+    pub x: Tensor,
+    pub norm: Option<NormCall>,
+    pub rope: Option<RopeCall>,
+    pub positions: Tensor,
+    pub rotate: bool,
+    pub out_order: SourceOrder,
+    pub out: Tensor,
+    pub tokens: usize,
+    pub heads: usize,
+    pub head_dim: usize,
+}
+
+impl Call {
+    pub(crate) fn touches(&self, visit: &mut dyn FnMut(Touch)) {
+        visit(Touch { arg: "x", tensor: &self.x, access: Read });
+        if let Some(norm) = &self.norm {
+            norm.touches("weight", visit);
+        }
+        if let Some(rope) = &self.rope {
+            rope.touches(visit);
+        }
+        visit(Touch { arg: "positions", tensor: &self.positions, access: Read });
+        visit(Touch { arg: "out", tensor: &self.out, access: Write });
+    }
+
+    pub(crate) fn check_indices(&self) -> Result<()> {
+        let Some(rope) = &self.rope else { return Ok(()) };
+        // SAFETY: `Call::check_indices` runs under the lock of a host device.
+        unsafe { rope.check_positions(NAME, "positions", &self.positions) }
+    }
+}

@@ -1,0 +1,124 @@
+use super::{
+    check,
+    norm_rope::{HeadNorm, NormCall, Rope, RopeCall, check_rotate},
+};
+use crate::{
+    Encoder, KvLayer, Result, Step, Tensor,
+    encoder::{Access::*, Touch},
+};
+
+pub(crate) const NAME: &str = "norm_rope_write";
+pub(crate) const IN_PLACE: bool = true;
+
+/// [`norm_rope`](super::norm_rope()) of Q, K and V, and [`kv_write`](super::kv_write()) of the new K and V, in one
+/// launch: what stands between a layer's projections and its attention.
+///
+/// Queries and keys get norm and RoPE, values only their norm. K and V are encoded from f32, without a rounding to
+/// the activation dtype in between. `q_out` may be `q`. `v` may be the tensor `k` (Gemma 4's full-attention layers).
+pub struct NormRopeWrite<'a> {
+    /// `[T, H, D]`, f32, f16 or bf16.
+    pub q: &'a Tensor,
+    /// `[T, Hk, D]`, f32, f16 or bf16.
+    pub k: &'a Tensor,
+    /// `[T, Hk, D]`, f32, f16 or bf16.
+    pub v: &'a Tensor,
+    /// The norm of the queries; `None` skips it.
+    pub q_norm: Option<HeadNorm<'a>>,
+    /// The norm of the keys; `None` skips it.
+    pub k_norm: Option<HeadNorm<'a>>,
+    /// The norm of the values; `None` skips it.
+    pub v_norm: Option<HeadNorm<'a>>,
+    /// The rotary embedding of queries and keys.
+    pub rope: Option<Rope<'a>>,
+    /// Apply the Hadamard rotation to the queries.
+    pub rotate_q: bool,
+    /// Where the tokens stand; all T of them.
+    pub step: &'a Step,
+    /// Where K and V go.
+    pub layer: &'a KvLayer,
+    /// `[T, H, D]`, f32, f16 or bf16.
+    pub q_out: &'a Tensor,
+}
+
+/// Runs [`NormRopeWrite`].
+///
+/// # Errors
+/// Those of its two parts.
+pub fn norm_rope_write(enc: &mut Encoder, args: &NormRopeWrite) -> Result<()> {
+    let spec = args.layer.spec();
+    let [tokens, heads, head_dim] = check::rank(NAME, "q", args.q, ["T", "H", "D"])?;
+    for (arg, tensor, h) in
+        [("q", args.q, heads), ("q_out", args.q_out, heads), ("k", args.k, spec.kv_heads), ("v", args.v, spec.kv_heads)]
+    {
+        check::float(NAME, arg, tensor)?;
+        check::shape(NAME, arg, tensor, &[("T", tokens), ("heads", h), ("head_dim", spec.head_dim)])?;
+    }
+    args.step.validate(NAME, tokens, spec.sequences)?;
+    let norm = |arg, norm: Option<HeadNorm>| norm.map(|norm| norm.validate(NAME, arg, head_dim)).transpose();
+    let rope = args.rope.map(|rope| rope.validate(NAME, head_dim)).transpose()?;
+    check_rotate(NAME, args.rotate_q, head_dim)?;
+    enc.submit(super::Call::NormRopeWrite(Call {
+        q: args.q.clone(),
+        k: args.k.clone(),
+        v: args.v.clone(),
+        q_norm: norm("q_norm.weight", args.q_norm)?,
+        k_norm: norm("k_norm.weight", args.k_norm)?,
+        v_norm: norm("v_norm.weight", args.v_norm)?,
+        rope,
+        rotate_q: args.rotate_q,
+        step: args.step.clone(),
+        layer: args.layer.clone(),
+        q_out: args.q_out.clone(),
+        tokens,
+        heads,
+        head_dim,
+    }))
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct Call {
+    pub q: Tensor,
+    pub k: Tensor,
+    pub v: Tensor,
+    pub q_norm: Option<NormCall>,
+    pub k_norm: Option<NormCall>,
+    pub v_norm: Option<NormCall>,
+    pub rope: Option<RopeCall>,
+    pub rotate_q: bool,
+    pub step: Step,
+    pub layer: KvLayer,
+    pub q_out: Tensor,
+    pub tokens: usize,
+    pub heads: usize,
+    pub head_dim: usize,
+}
+
+impl Call {
+    pub(crate) fn touches(&self, visit: &mut dyn FnMut(Touch)) {
+        for (arg, tensor) in [("q", &self.q), ("k", &self.k), ("v", &self.v)] {
+            visit(Touch { arg, tensor, access: Read });
+        }
+        for (arg, norm) in
+            [("q_norm.weight", &self.q_norm), ("k_norm.weight", &self.k_norm), ("v_norm.weight", &self.v_norm)]
+        {
+            if let Some(norm) = norm {
+                norm.touches(arg, visit);
+            }
+        }
+        if let Some(rope) = &self.rope {
+            rope.touches(visit);
+        }
+        self.step.touches(visit);
+        self.layer.touches(Write, visit);
+        visit(Touch { arg: "q_out", tensor: &self.q_out, access: Write });
+    }
+
+    pub(crate) fn check_indices(&self) -> Result<()> {
+        let spec = self.layer.spec();
+        // SAFETY: `Call::check_indices` runs under the lock of a host device.
+        unsafe {
+            self.step.check_indices(NAME, (!spec.ring).then_some(spec.capacity))?;
+            self.rope.as_ref().map_or(Ok(()), |rope| rope.check_positions(NAME, "step.positions", &self.step.positions))
+        }
+    }
+}

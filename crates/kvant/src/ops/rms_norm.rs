@@ -1,0 +1,120 @@
+use super::check;
+use crate::{
+    Encoder, Result, Tensor,
+    encoder::{Access::*, Touch},
+};
+
+pub(crate) const NAME: &str = "rms_norm";
+pub(crate) const IN_PLACE: bool = true;
+
+/// n(x) = x · weight / √(mean x² + eps) of each row, with a residual addition on either side:
+///
+/// - [`Residual::None`]: out = scale · n(x);
+/// - [`Residual::After`]: out = scale · (residual + n(x)), the sandwich norm of Gemma;
+/// - [`Residual::Before`]: sum = residual + x, out = scale · n(sum), the pre-norm of Llama and most others.
+///
+/// `out` and `sum` may each be `x` or the residual; they must not be the same.
+pub struct RmsNorm<'a> {
+    /// `[T, N]`, f32, f16 or bf16, N at least 1.
+    pub x: &'a Tensor,
+    /// `[N]`, f32, f16 or bf16; multiplied as it is. `None` for ones.
+    pub weight: Option<&'a Tensor>,
+    /// Added to the mean square.
+    pub eps: f32,
+    /// The residual addition.
+    pub residual: Residual<'a>,
+    /// Multiplies the result; 1 for a plain norm.
+    pub scale: f32,
+    /// `[T, N]`, f32, f16 or bf16.
+    pub out: &'a Tensor,
+}
+
+/// The addition that goes with a norm. Tensors are `[T, N]`, f32, f16 or bf16.
+#[derive(Clone, Copy)]
+pub enum Residual<'a> {
+    /// None.
+    None,
+    /// Added to the normed rows.
+    After(&'a Tensor),
+    /// Added to the rows before they are normed.
+    Before {
+        /// What is added.
+        residual: &'a Tensor,
+        /// Where the sum goes.
+        sum: &'a Tensor,
+    },
+}
+
+/// Runs [`RmsNorm`].
+pub fn rms_norm(enc: &mut Encoder, args: &RmsNorm) -> Result<()> {
+    let [rows, dim] = check::rank(NAME, "x", args.x, ["T", "N"])?;
+    check::positive(NAME, "N", dim)?;
+    check::float(NAME, "x", args.x)?;
+    let same_shape = |arg, tensor: &Tensor| {
+        check::float(NAME, arg, tensor)?;
+        check::shape(NAME, arg, tensor, &[("T", rows), ("N", dim)])
+    };
+    same_shape("out", args.out)?;
+    if let Some(weight) = args.weight {
+        check::float(NAME, "weight", weight)?;
+        check::shape(NAME, "weight", weight, &[("N", dim)])?;
+    }
+    check_eps(NAME, args.eps)?;
+    check::finite(NAME, "scale", args.scale)?;
+    let (residual, sum) = match args.residual {
+        Residual::None => (None, None),
+        Residual::After(residual) => (Some(residual), None),
+        Residual::Before { residual, sum } => (Some(residual), Some(sum)),
+    };
+    residual.map_or(Ok(()), |t| same_shape("residual", t))?;
+    sum.map_or(Ok(()), |t| same_shape("sum", t))?;
+    enc.submit(super::Call::RmsNorm(Call {
+        x: args.x.clone(),
+        weight: args.weight.cloned(),
+        eps: args.eps,
+        residual: residual.cloned(),
+        sum: sum.cloned(),
+        scale: args.scale,
+        out: args.out.clone(),
+        rows,
+        dim,
+    }))
+}
+
+/// An epsilon is finite and not negative.
+pub(crate) fn check_eps(op: &'static str, eps: f32) -> Result<()> {
+    check::value_is(op, "eps", eps.is_finite() && eps >= 0.0, "finite and not negative", eps)
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct Call {
+    pub x: Tensor,
+    pub weight: Option<Tensor>,
+    pub eps: f32,
+    pub residual: Option<Tensor>,
+    /// Present: the residual is added before the norm, and the sum goes here.
+    pub sum: Option<Tensor>,
+    pub scale: f32,
+    pub out: Tensor,
+    pub rows: usize,
+    pub dim: usize,
+}
+
+impl Call {
+    pub(crate) fn touches(&self, visit: &mut dyn FnMut(Touch)) {
+        visit(Touch { arg: "x", tensor: &self.x, access: Read });
+        for (arg, tensor) in [("weight", &self.weight), ("residual", &self.residual)] {
+            if let Some(tensor) = tensor {
+                visit(Touch { arg, tensor, access: Read });
+            }
+        }
+        if let Some(tensor) = &self.sum {
+            visit(Touch { arg: "sum", tensor, access: Write });
+        }
+        visit(Touch { arg: "out", tensor: &self.out, access: Write });
+    }
+
+    pub(crate) fn check_indices(&self) -> Result<()> {
+        Ok(())
+    }
+}

@@ -1,0 +1,53 @@
+use super::check;
+use crate::{
+    Encoder, Result, Tensor,
+    encoder::{Access::*, Touch},
+};
+
+pub(crate) const NAME: &str = "softcap";
+pub(crate) const IN_PLACE: bool = true;
+
+/// out = cap · tanh(x / cap), element by element. `out` may be `x`.
+pub struct Softcap<'a> {
+    /// f32, f16 or bf16, of any shape.
+    pub x: &'a Tensor,
+    /// Positive and finite.
+    pub cap: f32,
+    /// As many elements as `x`, f32, f16 or bf16.
+    pub out: &'a Tensor,
+}
+
+/// Runs [`Softcap`].
+pub fn softcap(enc: &mut Encoder, args: &Softcap) -> Result<()> {
+    check::float(NAME, "x", args.x)?;
+    check::float(NAME, "out", args.out)?;
+    check::positive_finite(NAME, "cap", args.cap)?;
+    let elements = args.x.elements();
+    check::value_is(
+        NAME,
+        "out",
+        args.out.elements() == elements,
+        format_args!("{elements} elements"),
+        args.out.elements(),
+    )?;
+    enc.submit(super::Call::Softcap(Call { x: args.x.clone(), cap: args.cap, out: args.out.clone(), elements }))
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct Call {
+    pub x: Tensor,
+    pub cap: f32,
+    pub out: Tensor,
+    pub elements: usize,
+}
+
+impl Call {
+    pub(crate) fn touches(&self, visit: &mut dyn FnMut(Touch)) {
+        visit(Touch { arg: "x", tensor: &self.x, access: Read });
+        visit(Touch { arg: "out", tensor: &self.out, access: Write });
+    }
+
+    pub(crate) fn check_indices(&self) -> Result<()> {
+        Ok(())
+    }
+}

@@ -1,0 +1,5 @@
+use crate::ops::kv_write::Call;
+
+pub(crate) fn run(_call: &Call) {
+    unimplemented!()
+}

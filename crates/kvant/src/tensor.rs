@@ -1,0 +1,244 @@
+//! Dense row-major tensors on a device.
+
+use std::sync::Arc;
+
+use crate::{
+    DType, Device, Error, Result,
+    backend::Memory,
+    dtype::{Element, Float},
+};
+
+/// Most dimensions a tensor has.
+pub const MAX_RANK: usize = 4;
+
+/// Up to [`MAX_RANK`] dimensions, without an allocation.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Shape {
+    dims: [usize; MAX_RANK],
+    rank: usize,
+}
+
+impl Shape {
+    fn new(dims: &[usize]) -> Result<Self> {
+        if dims.len() > MAX_RANK {
+            return Err(Error::Shape {
+                op: "tensor",
+                arg: "shape",
+                expected: format!("at most {MAX_RANK} dimensions"),
+                got: dims.to_vec(),
+            });
+        }
+        let mut all = [1; MAX_RANK];
+        all[..dims.len()].copy_from_slice(dims);
+        Ok(Shape { dims: all, rank: dims.len() })
+    }
+
+    fn as_slice(&self) -> &[usize] {
+        &self.dims[..self.rank]
+    }
+}
+
+/// The number of elements of a shape, or an error when it overflows.
+pub(crate) fn element_count(shape: &[usize]) -> Result<usize> {
+    shape.iter().try_fold(1usize, |n, &d| n.checked_mul(d)).ok_or(Error::Overflow { op: "tensor", arg: "shape" })
+}
+
+/// Memory of one device, shared by the tensors that view it.
+pub(crate) struct Storage {
+    pub(crate) device: Device,
+    pub(crate) memory: Box<dyn Memory>,
+}
+
+/// A contiguous, row-major array on a [`Device`].
+///
+/// Cloning is cheap and shares the memory; [`Tensor::rows`] makes a view of part of it. Operations write through
+/// `&Tensor`: the encoder orders them, so that one that reads what another wrote comes after it.
+///
+/// ```
+/// use kvant::{Device, Tensor};
+/// let x = Tensor::from_slice(&Device::cpu(), &[1f32, 2., 3., 4., 5., 6.], &[3, 2])?;
+/// assert_eq!(x.rows(1..3)?.to_vec::<f32>()?, [3., 4., 5., 6.]);
+/// # Ok::<(), kvant::Error>(())
+/// ```
+#[derive(Clone)]
+pub struct Tensor {
+    storage: Arc<Storage>,
+    dtype: DType,
+    shape: Shape,
+    /// Bytes from the start of the storage; a multiple of the element size.
+    offset: usize,
+}
+
+impl Tensor {
+    /// A tensor of zeros.
+    ///
+    /// # Errors
+    /// `Overflow` when the size does not fit `usize`, `OutOfMemory`, `Shape` beyond four dimensions.
+    pub fn zeros(device: &Device, dtype: DType, shape: &[usize]) -> Result<Tensor> {
+        let bytes =
+            element_count(shape)?.checked_mul(dtype.size()).ok_or(Error::Overflow { op: "tensor", arg: "shape" })?;
+        let shape = Shape::new(shape)?;
+        let memory = device.backend().allocate(bytes)?;
+        let storage = Arc::new(Storage { device: device.clone(), memory });
+        Ok(Tensor { storage, dtype, shape, offset: 0 })
+    }
+
+    /// Uploads `data`, whose length must be the product of `shape`.
+    pub fn from_slice<E: Element>(device: &Device, data: &[E], shape: &[usize]) -> Result<Tensor> {
+        Self::from_bytes(device, E::DTYPE, shape, bytemuck::cast_slice(data))
+    }
+
+    /// Uploads little-endian bytes, whose number must match `shape` and `dtype`.
+    pub fn from_bytes(device: &Device, dtype: DType, shape: &[usize], bytes: &[u8]) -> Result<Tensor> {
+        if element_count(shape)?.checked_mul(dtype.size()) != Some(bytes.len()) {
+            return Err(Error::Shape {
+                op: "tensor",
+                arg: "data",
+                expected: format!("{shape:?} elements of {dtype}"),
+                got: vec![bytes.len() / dtype.size()],
+            });
+        }
+        let tensor = Tensor::zeros(device, dtype, shape)?;
+        device.backend().upload(&*tensor.storage.memory, 0, bytes)?;
+        Ok(tensor)
+    }
+
+    /// Overwrites the whole tensor with `data` of the same dtype and length.
+    pub fn write<E: Element>(&self, data: &[E]) -> Result<()> {
+        self.expect_element::<E>("write")?;
+        if data.len() != self.elements() {
+            return Err(Error::Shape {
+                op: "write",
+                arg: "data",
+                expected: format!("{:?}", self.shape()),
+                got: vec![data.len()],
+            });
+        }
+        self.write_bytes(bytemuck::cast_slice(data))
+    }
+
+    /// Overwrites the whole tensor with little-endian bytes; their number must be [`Tensor::bytes`].
+    pub fn write_bytes(&self, data: &[u8]) -> Result<()> {
+        if data.len() != self.bytes() {
+            return Err(Error::Value {
+                op: "write",
+                arg: "data",
+                expected: format!("{} bytes", self.bytes()),
+                got: format!("{} bytes", data.len()),
+            });
+        }
+        self.device().backend().upload(&*self.storage.memory, self.offset, data)
+    }
+
+    /// Downloads the elements; `E` must match the dtype. On a GPU this waits for committed work.
+    pub fn to_vec<E: Element>(&self) -> Result<Vec<E>> {
+        self.expect_element::<E>("to_vec")?;
+        let mut out = vec![E::zeroed(); self.elements()];
+        self.read_bytes(bytemuck::cast_slice_mut(&mut out))?;
+        Ok(out)
+    }
+
+    /// Downloads the raw bytes into `out`; its length must be [`Tensor::bytes`].
+    pub fn read_bytes(&self, out: &mut [u8]) -> Result<()> {
+        if out.len() != self.bytes() {
+            return Err(Error::Value {
+                op: "read",
+                arg: "out",
+                expected: format!("{} bytes", self.bytes()),
+                got: format!("{} bytes", out.len()),
+            });
+        }
+        self.device().backend().download(&*self.storage.memory, self.offset, out)
+    }
+
+    /// Downloads the elements as f32, whatever the floating-point dtype.
+    pub fn to_f32(&self) -> Result<Vec<f32>> {
+        fn widen<E: Float>(t: &Tensor) -> Result<Vec<f32>> {
+            Ok(t.to_vec::<E>()?.into_iter().map(E::to_f32).collect())
+        }
+        match self.dtype {
+            DType::F32 => self.to_vec::<f32>(),
+            DType::F16 => widen::<half::f16>(self),
+            DType::BF16 => widen::<half::bf16>(self),
+            got => Err(Error::DType { op: "to_f32", arg: "self", expected: "f32, f16 or bf16", got }),
+        }
+    }
+
+    /// Rows `range` of the first dimension, as a view of the same memory.
+    pub fn rows(&self, range: std::ops::Range<usize>) -> Result<Tensor> {
+        let rows = self.shape().first().copied().unwrap_or(0);
+        if range.start > range.end || range.end > rows {
+            return Err(Error::Value {
+                op: "rows",
+                arg: "range",
+                expected: format!("within 0..{rows}"),
+                got: format!("{range:?}"),
+            });
+        }
+        let row_bytes = if rows == 0 { 0 } else { self.bytes() / rows };
+        let mut view = self.clone();
+        view.shape.dims[0] = range.end - range.start;
+        view.offset += range.start * row_bytes;
+        Ok(view)
+    }
+
+    /// The same elements under another shape of the same size.
+    pub fn reshape(&self, shape: &[usize]) -> Result<Tensor> {
+        if element_count(shape)? != self.elements() {
+            return Err(Error::Shape {
+                op: "reshape",
+                arg: "shape",
+                expected: format!("{} elements", self.elements()),
+                got: shape.to_vec(),
+            });
+        }
+        Ok(Tensor { shape: Shape::new(shape)?, ..self.clone() })
+    }
+
+    /// The dimensions, outermost first.
+    pub fn shape(&self) -> &[usize] {
+        self.shape.as_slice()
+    }
+
+    /// The element type.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// The device that holds the memory.
+    pub fn device(&self) -> &Device {
+        &self.storage.device
+    }
+
+    /// Number of elements.
+    pub fn elements(&self) -> usize {
+        self.shape().iter().product()
+    }
+
+    /// Number of bytes.
+    pub fn bytes(&self) -> usize {
+        self.elements() * self.dtype.size()
+    }
+
+    /// Bytes from the start of the shared memory to the first element.
+    pub fn byte_offset(&self) -> usize {
+        self.offset
+    }
+
+    pub(crate) fn storage(&self) -> &Arc<Storage> {
+        &self.storage
+    }
+
+    fn expect_element<E: Element>(&self, op: &'static str) -> Result<()> {
+        if self.dtype == E::DTYPE {
+            return Ok(());
+        }
+        Err(Error::DType { op, arg: "self", expected: E::DTYPE.name(), got: self.dtype })
+    }
+}
+
+impl std::fmt::Debug for Tensor {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Tensor({}{:?} on {})", self.dtype, self.shape(), self.device())
+    }
+}
