@@ -6,7 +6,7 @@ use crate::{
     Result,
     device::DeviceKind,
     host::Executor,
-    ops::{Call, attend, check},
+    ops::{self, Call, check},
 };
 
 mod argmax;
@@ -88,7 +88,7 @@ impl Executor for Cpu {
         Ok(())
     }
 
-    fn plan_attend(&self, _: &attend::Call) -> attend::Plan {
-        attend::Plan { kernel: "cpu", reason: Cow::Borrowed("the only kernel"), splits: 0 }
+    fn plan_attend(&self, _: &ops::attend::Call) -> ops::attend::Plan {
+        ops::attend::Plan { kernel: "cpu", reason: Cow::Borrowed("the only kernel"), splits: 0 }
     }
 }

@@ -6,7 +6,7 @@ use crate::{
     Result,
     device::DeviceKind,
     host::Executor,
-    ops::{Call, attend},
+    ops::{self, Call},
 };
 
 mod argmax;
@@ -59,7 +59,7 @@ impl Executor for Reference {
         Ok(())
     }
 
-    fn plan_attend(&self, _: &attend::Call) -> attend::Plan {
-        attend::Plan { kernel: "reference", reason: Cow::Borrowed("the only kernel"), splits: 1 }
+    fn plan_attend(&self, _: &ops::attend::Call) -> ops::attend::Plan {
+        ops::attend::Plan { kernel: "reference", reason: Cow::Borrowed("the only kernel"), splits: 1 }
     }
 }
