@@ -4,6 +4,15 @@ use std::{fmt, str::FromStr};
 
 use crate::{DType, Error, Result};
 
+mod codebook;
+mod codebook_table;
+mod packing;
+mod signs;
+
+pub use codebook::{centroids, nearest, thresholds};
+pub use packing::{pack, plane_bytes, unpack};
+pub use signs::{sign_is_negative, signs};
+
 /// Coordinates that share one TurboQuant norm.
 pub const BLOCK: usize = 256;
 
@@ -21,7 +30,8 @@ pub enum Codec {
 pub struct TurboQuant {
     /// 4, 5, 6 or 8.
     pub bits: u32,
-    /// Multiplies the normalised coordinates before the nearest centroid is sought; 1 but for experiments.
+    /// Multiplies the normalised coordinates before the nearest centroid is sought, and is undone in the stored norm;
+    /// 1 but for experiments.
     pub scale: f32,
     /// Which number is stored as a block's norm.
     pub norm: Norm,
@@ -32,7 +42,7 @@ pub struct TurboQuant {
 /// With y the rotated block of B coordinates and c the chosen centroids:
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum Norm {
-    /// ‖y‖/√B: the one that the indices were chosen with.
+    /// ‖y‖/(√B·scale): the one that the indices were chosen with.
     #[default]
     Rms,
     /// ⟨y,c⟩/⟨c,c⟩: the least squared error for these indices.
