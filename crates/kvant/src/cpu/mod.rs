@@ -11,6 +11,7 @@ use crate::{
 
 mod argmax;
 mod attend;
+mod convert;
 mod copy;
 mod embed;
 mod gate;
