@@ -152,4 +152,16 @@ impl Simd for Avx2 {
     unsafe fn lookup16_high(table: &[f32; 16], codes: *const u8) -> __m256 {
         unsafe { lookup16(table, _mm256_srli_epi32::<4>(_mm256_cvtepu8_epi32(_mm_loadl_epi64(codes.cast())))) }
     }
+    #[inline(always)]
+    unsafe fn hadamard_lanes(x: __m256) -> __m256 {
+        // Each stage: the partner lane, plus or minus the lane itself.
+        unsafe {
+            let (p, m) = (1.0, -1.0);
+            let x = _mm256_fmadd_ps(x, _mm256_setr_ps(p, p, p, p, m, m, m, m), _mm256_permute2f128_ps::<1>(x, x));
+            let swapped = _mm256_permute_ps::<0b01_00_11_10>(x);
+            let x = _mm256_fmadd_ps(x, _mm256_setr_ps(p, p, m, m, p, p, m, m), swapped);
+            let swapped = _mm256_permute_ps::<0b10_11_00_01>(x);
+            _mm256_fmadd_ps(x, _mm256_setr_ps(p, m, p, m, p, m, p, m), swapped)
+        }
+    }
 }

@@ -139,4 +139,19 @@ impl Simd for Avx512 {
             _mm512_permutexvar_ps(index, _mm512_loadu_ps(table.as_ptr()))
         }
     }
+    #[inline(always)]
+    unsafe fn hadamard_lanes(x: __m512) -> __m512 {
+        // Each stage: the partner lane, plus or minus the lane itself.
+        unsafe {
+            let (p, m) = (1.0, -1.0);
+            let signs = _mm512_setr_ps(p, p, p, p, p, p, p, p, m, m, m, m, m, m, m, m);
+            let x = _mm512_fmadd_ps(x, signs, _mm512_shuffle_f32x4::<0b01_00_11_10>(x, x));
+            let signs = _mm512_setr_ps(p, p, p, p, m, m, m, m, p, p, p, p, m, m, m, m);
+            let x = _mm512_fmadd_ps(x, signs, _mm512_shuffle_f32x4::<0b10_11_00_01>(x, x));
+            let signs = _mm512_setr_ps(p, p, m, m, p, p, m, m, p, p, m, m, p, p, m, m);
+            let x = _mm512_fmadd_ps(x, signs, _mm512_permute_ps::<0b01_00_11_10>(x));
+            let signs = _mm512_setr_ps(p, m, p, m, p, m, p, m, p, m, p, m, p, m, p, m);
+            _mm512_fmadd_ps(x, signs, _mm512_permute_ps::<0b10_11_00_01>(x))
+        }
+    }
 }

@@ -136,6 +136,25 @@ pub(crate) trait Simd: Copy + 'static {
     unsafe fn sum(x: Self::F) -> f32;
     unsafe fn max_lane(x: Self::F) -> f32;
 
+    /// The Walsh–Hadamard transform of the lanes, not normalised, as butterflies of distance LANES/2, …, 2, 1: of two
+    /// lanes that differ in one bit of their number, the lower gets the sum and the upper the difference, lower − upper.
+    #[inline(always)]
+    unsafe fn hadamard_lanes(x: Self::F) -> Self::F {
+        let mut lanes = [0f32; 16];
+        // SAFETY: no level has more than 16 lanes; the rest is the caller's promise.
+        unsafe { Self::store(lanes.as_mut_ptr(), x) };
+        let mut distance = Self::LANES / 2;
+        while distance > 0 {
+            for i in (0..Self::LANES).filter(|i| i & distance == 0) {
+                let (a, b) = (lanes[i], lanes[i + distance]);
+                (lanes[i], lanes[i + distance]) = (a + b, a - b);
+            }
+            distance /= 2;
+        }
+        // SAFETY: as above.
+        unsafe { Self::load(lanes.as_ptr()) }
+    }
+
     /// Entries `codes[lane] & 15` of a table of 16, for `LANES` bytes that hold a nibble each in their low half.
     unsafe fn lookup16_low(table: &[f32; 16], codes: *const u8) -> Self::F;
     /// As [`Simd::lookup16_low`], for the high halves.
