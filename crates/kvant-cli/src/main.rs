@@ -1,2 +1,54 @@
-//! The `kvant` command.
-fn main() {}
+//! The `kvant` command: generate text, measure what a cache type costs, time the operations.
+//!
+//! Results go to standard output (with `--json`, one JSON object per line), everything else to standard error. Any
+//! error is one message on standard error and exit code 1.
+
+mod args;
+mod bench;
+mod devices;
+mod output;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+/// What every subcommand returns. The message is all that a person gets to see, so it says what to change.
+type Result<T = ()> = std::result::Result<T, Box<dyn std::error::Error>>;
+
+/// LLM inference on kvant: a KV cache in f32, f16, bf16 or TurboQuant, and attention over it.
+#[derive(Parser)]
+#[command(name = "kvant", version, arg_required_else_help = true)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    Devices(devices::Args),
+    #[command(subcommand)]
+    Bench(bench::Bench),
+}
+
+fn main() -> ExitCode {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(message) => {
+            // Help and the version are not errors. If standard output or error is closed, nobody is there to tell.
+            let _ = message.print();
+            return if message.use_stderr() { ExitCode::FAILURE } else { ExitCode::SUCCESS };
+        }
+    };
+    let result = match cli.command {
+        Command::Devices(args) => devices::run(&args),
+        Command::Bench(bench) => bench::run(&bench),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) if output::is_closed(&*error) => ExitCode::SUCCESS,
+        Err(error) => {
+            output::report(&*error);
+            ExitCode::FAILURE
+        }
+    }
+}

@@ -1,0 +1,124 @@
+//! Arguments that several subcommands share.
+
+use std::{fmt, str::FromStr};
+
+use kvant::{Codec, CpuOptions, Device, device::DeviceKind};
+
+use crate::Result;
+
+/// `--device` and `--threads`.
+#[derive(clap::Args)]
+pub struct DeviceArgs {
+    /// Where to run; `auto` takes Metal, then CUDA, then the CPU
+    #[arg(long, value_enum, default_value_t = DeviceChoice::Auto)]
+    device: DeviceChoice,
+    /// Threads of the CPU device [default: one per core]
+    #[arg(long, value_name = "N")]
+    threads: Option<usize>,
+}
+
+#[derive(Clone, Copy, clap::ValueEnum)]
+enum DeviceChoice {
+    Auto,
+    Cpu,
+    Cuda,
+    Metal,
+    /// Plain f64 loops: slow, and the definition of correct
+    Reference,
+}
+
+impl DeviceArgs {
+    /// The device asked for, or the reason why it is not there.
+    pub fn open(&self) -> Result<Device> {
+        let kind = match self.device {
+            DeviceChoice::Auto => Device::default().kind(),
+            DeviceChoice::Cpu => DeviceKind::Cpu,
+            DeviceChoice::Cuda => DeviceKind::Cuda,
+            DeviceChoice::Metal => DeviceKind::Metal,
+            DeviceChoice::Reference => DeviceKind::Reference,
+        };
+        match (kind, self.threads) {
+            (kind, None) => Ok(Device::open(kind)?),
+            (DeviceKind::Cpu, threads) => Ok(Device::cpu_with(CpuOptions { threads, simd: None })?),
+            (kind, Some(_)) => Err(format!("--threads is for the CPU, and the device is {kind}").into()),
+        }
+    }
+}
+
+/// How keys and values are stored: `f16`, or `K:V` as in `f16:tq4`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Kv {
+    pub k: Codec,
+    pub v: Codec,
+}
+
+impl Kv {
+    pub const F32: Kv = Kv { k: Codec::F32, v: Codec::F32 };
+    pub const F16: Kv = Kv { k: Codec::F16, v: Codec::F16 };
+}
+
+impl FromStr for Kv {
+    type Err = kvant::Error;
+
+    fn from_str(name: &str) -> kvant::Result<Kv> {
+        let (k, v) = name.split_once(':').unwrap_or((name, name));
+        Ok(Kv { k: k.parse()?, v: v.parse()? })
+    }
+}
+
+impl fmt::Display for Kv {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.k == self.v { self.k.fmt(f) } else { write!(f, "{}:{}", self.k, self.v) }
+    }
+}
+
+/// The heads of an attention layer: `D:H:Hk`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Heads {
+    pub head_dim: usize,
+    pub heads: usize,
+    pub kv_heads: usize,
+}
+
+impl Heads {
+    /// Larger numbers are slips of the hand.
+    const MOST: usize = 65536;
+}
+
+impl FromStr for Heads {
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<Heads, String> {
+        let number = |part: &str| part.parse().ok().filter(|n| (1..=Heads::MOST).contains(n));
+        let numbers: Option<Vec<usize>> = text.split(':').map(number).collect();
+        match numbers.as_deref() {
+            Some(&[head_dim, heads, kv_heads]) => Ok(Heads { head_dim, heads, kv_heads }),
+            _ => Err(format!("expected head_dim:heads:kv_heads, each 1 to {}, as in 256:16:8", Heads::MOST)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kv_is_one_codec_or_two() {
+        assert_eq!("f16".parse::<Kv>().unwrap(), Kv::F16);
+        let mixed: Kv = "bf16:tq6".parse().unwrap();
+        assert_eq!((mixed.k, mixed.v), (Codec::BF16, Codec::tq(6)));
+        assert_eq!(mixed.to_string(), "bf16:tq6");
+        assert_eq!("tq4:tq4".parse::<Kv>().unwrap().to_string(), "tq4");
+        for bad in ["", "f8", "tq7", ":", "f16:", ":f16", "f16:f16:f16", "F16"] {
+            assert!(bad.parse::<Kv>().is_err(), "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn heads_are_three_positive_numbers() {
+        assert_eq!("256:16:8".parse(), Ok(Heads { head_dim: 256, heads: 16, kv_heads: 8 }));
+        for bad in ["", "256", "256:16", "256:16:8:1", "256:0:8", "256:-1:8", "a:b:c", "256:16:8:x", "256:16:65537"] {
+            assert!(bad.parse::<Heads>().is_err(), "{bad:?}");
+        }
+    }
+}

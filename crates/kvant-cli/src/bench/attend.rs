@@ -1,0 +1,39 @@
+//! `kvant bench attend`: decode attention of one sequence, the query at the last position.
+
+use std::time::Duration;
+
+use kvant::{DType, Device, Tensor, ops};
+
+use super::{Case, Measured, buffers, timing};
+use crate::Result;
+
+pub fn measure(device: &Device, case: &Case, budget: Duration) -> Result<Measured> {
+    let context = case.context as usize;
+    let layers = buffers::layers(device, case, context)?;
+    let shape = [1, case.shape.heads, case.shape.head_dim];
+    let q = buffers::random(device, &shape, 3)?;
+    let out = Tensor::zeros(device, DType::F32, &shape)?;
+    let step = buffers::step(device, context - 1, context)?;
+    let mut attend = ops::Attend {
+        q: &q,
+        layer: &layers[0],
+        step: &step,
+        fresh: None,
+        scale: (case.shape.head_dim as f32).sqrt().recip(),
+        softcap: None,
+        window: None,
+        q_rotated: false,
+        plan: None,
+        out: &out,
+    };
+    // An engine plans once a step, for all its layers.
+    let plan = ops::attend::plan(&attend, device)?;
+    attend.plan = Some(&plan);
+    let timing = timing::repeat(budget, |i| {
+        attend.layer = &layers[i % layers.len()];
+        let mut enc = device.encoder()?;
+        ops::attend(&mut enc, &attend)?;
+        Ok(enc.commit()?.wait()?)
+    })?;
+    Ok(Measured { timing, bytes: context * buffers::token_bytes(case) })
+}

@@ -1,0 +1,149 @@
+//! What the cases run on: random numbers, and enough cache layers that a processor's cache cannot hold them.
+
+use kvant::{Device, KvLayer, LayerSpec, SlotOrder, Step, Tensor, device::DeviceKind, ops};
+
+use super::Case;
+use crate::{Result, args::Kv, output};
+
+/// Bytes of cached keys and values that a case rotates over.
+const ROTATION: usize = 700_000_000;
+/// Tokens that are written at once while filling.
+const CHUNK: usize = 1024;
+
+/// Keys and values of new tokens, f32 `[tokens, kv_heads, head_dim]`.
+pub struct Source {
+    pub k: Tensor,
+    pub v: Tensor,
+}
+
+impl Source {
+    pub fn new(device: &Device, case: &Case, tokens: usize) -> Result<Source> {
+        let shape = [tokens, case.shape.kv_heads, case.shape.head_dim];
+        Ok(Source { k: random(device, &shape, 1)?, v: random(device, &shape, 2)? })
+    }
+}
+
+/// Full linear layers of `capacity` slots, as many as [`ROTATION`] and the memory ask for.
+pub fn layers(device: &Device, case: &Case, capacity: usize) -> Result<Vec<KvLayer>> {
+    let Kv { k, v } = case.kv.unwrap_or(Kv::F16);
+    let (kv_heads, head_dim) = (case.shape.kv_heads, case.shape.head_dim);
+    let order = SlotOrder::HeadMajor;
+    let spec = LayerSpec { sequences: 1, kv_heads, capacity, head_dim, k, v, ring: false, order };
+    let count = layer_count(device, &spec)?;
+    let first = KvLayer::new(device, spec)?;
+    fill(&first, case)?;
+    let mut all = vec![first];
+    for _ in 1..count {
+        all.push(KvLayer::new(device, spec)?);
+    }
+    // The others hold what the first holds: copying bytes is faster than encoding again.
+    let mut bytes = Vec::new();
+    for side in [KvLayer::k, KvLayer::v] {
+        for (plane, (_, source)) in side(&all[0]).tensors().enumerate() {
+            bytes.resize(source.bytes(), 0);
+            source.read_bytes(&mut bytes)?;
+            for layer in &all[1..] {
+                let (_, target) = side(layer).tensors().nth(plane).expect("layers of one kind have the same planes");
+                target.write_bytes(&bytes)?;
+            }
+        }
+    }
+    Ok(all)
+}
+
+/// Bytes that one token's key and value take in a layer of the case.
+pub fn token_bytes(case: &Case) -> usize {
+    let Kv { k, v } = case.kv.unwrap_or(Kv::F16);
+    let dim = case.shape.head_dim;
+    case.shape.kv_heads * (k.bytes_per_vector(dim) + v.bytes_per_vector(dim))
+}
+
+fn layer_count(device: &Device, spec: &LayerSpec) -> Result<usize> {
+    let vector = spec.k.bytes_per_vector(spec.head_dim).saturating_add(spec.v.bytes_per_vector(spec.head_dim));
+    let bytes = vector.saturating_mul(spec.kv_heads).saturating_mul(spec.capacity).max(1);
+    let wanted = ROTATION.div_ceil(bytes);
+    let in_host_memory = matches!(device.kind(), DeviceKind::Cpu | DeviceKind::Reference);
+    must_fit(bytes)?;
+    Ok(if in_host_memory { wanted.min(usable_memory() / bytes) } else { wanted })
+}
+
+/// Refuses what would make the system swap, or kill us.
+fn must_fit(bytes: usize) -> Result {
+    let usable = usable_memory();
+    if bytes <= usable {
+        return Ok(());
+    }
+    let (need, have) = (output::bytes(bytes), output::bytes(usable));
+    Err(format!("this shape and context take {need} of memory, and only {have} can be spared").into())
+}
+
+/// Three quarters of what is free, where the system says so.
+fn usable_memory() -> usize {
+    available_memory().map_or(usize::MAX, |bytes| bytes / 4 * 3)
+}
+
+/// What the system could give us now, where it says so.
+fn available_memory() -> Option<usize> {
+    let info = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = info.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    let kib: usize = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+    kib.checked_mul(1024)
+}
+
+/// Writes every slot.
+fn fill(layer: &KvLayer, case: &Case) -> Result {
+    let device = layer.device();
+    let capacity = layer.spec().capacity;
+    let source = Source::new(device, case, CHUNK.min(capacity))?;
+    for start in (0..capacity).step_by(CHUNK) {
+        let end = capacity.min(start + CHUNK);
+        let step = step(device, start, end)?;
+        let (k, v) = (&source.k, &source.v);
+        let write = ops::KvWrite { k, v, order: ops::SourceOrder::TokenMajor, first_token: 0, step: &step, layer };
+        let mut enc = device.encoder()?;
+        ops::kv_write(&mut enc, &write)?;
+        enc.commit()?.wait()?;
+    }
+    Ok(())
+}
+
+/// The positions `start..end` of the only sequence.
+pub fn step(device: &Device, start: usize, end: usize) -> Result<Step> {
+    let tokens = (start..end).map(|position| Ok((0, u32::try_from(position)?))).collect::<Result<Vec<_>>>()?;
+    Ok(Step::new(device, 1, &tokens)?)
+}
+
+/// Random numbers of variance 1, f32: sums of four uniform ones, which is normal enough for a clock.
+pub fn random(device: &Device, shape: &[usize], seed: u64) -> Result<Tensor> {
+    let elements = shape.iter().fold(1usize, |n, &dim| n.saturating_mul(dim));
+    must_fit(elements.saturating_mul(2 * size_of::<f32>()))?; // here and on the device
+    let mut state = seed;
+    let uniform_variance = 1.0f32 / 12.0;
+    let scale = 1.0 / (65536.0 * (4.0 * uniform_variance).sqrt());
+    let values: Vec<f32> = (0..elements)
+        .map(|_| {
+            // splitmix64 (Steele et al. 2014)
+            state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+            let mut z = state;
+            z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+            z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+            z ^= z >> 31;
+            let sum: u64 = (0..4).map(|i| (z >> (16 * i)) & 0xffff).sum();
+            (sum as f32 - 2.0 * 65535.0) * scale
+        })
+        .collect();
+    Ok(Tensor::from_slice(device, &values, shape)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn random_numbers_have_mean_0_and_variance_1() {
+        let x = random(&Device::cpu(), &[10_000], 7).unwrap().to_f32().unwrap();
+        let mean = x.iter().sum::<f32>() / x.len() as f32;
+        let variance = x.iter().map(|x| (x - mean).powi(2)).sum::<f32>() / x.len() as f32;
+        assert!(mean.abs() < 0.05 && (variance - 1.0).abs() < 0.05, "mean {mean}, variance {variance}");
+    }
+}

@@ -1,0 +1,175 @@
+//! `kvant bench`: the time of one operation, case by case.
+
+mod attend;
+mod buffers;
+mod kv_write;
+mod norm_rope;
+mod timing;
+
+use std::time::Duration;
+
+use kvant::Device;
+use serde::Serialize;
+
+use crate::{
+    Result,
+    args::{DeviceArgs, Heads, Kv},
+    output,
+};
+
+/// Time one operation.
+///
+/// Each case runs for about a second after its buffers are filled; the median and the fastest call are printed, and
+/// the bytes that a call must move at the least, per median time. Cached keys and values rotate over buffers of at
+/// least 700 MB together, as far as memory allows, so that they come from memory and not from a processor's cache.
+#[derive(clap::Subcommand)]
+pub enum Bench {
+    /// Attention of one new token over `context` cached ones; bytes: the keys and values read
+    Attend(OpArgs),
+    /// Write `context` new tokens at once; bytes: new keys and values read, cached ones written
+    KvWrite(OpArgs),
+    /// Per-head RMS norm and RoPE of `context` tokens of H heads at once; bytes: in and out
+    NormRope(OpArgs),
+    /// Encode and write `context` new tokens at once to a TurboQuant cache; bytes as for kv-write
+    Encode(OpArgs),
+}
+
+/// The cases: every shape with every context and every cache type.
+#[derive(clap::Args)]
+pub struct OpArgs {
+    #[command(flatten)]
+    device: DeviceArgs,
+    /// head_dim:heads:kv_heads of the attention layers
+    #[arg(long, value_name = "D:H:Hk,…", value_delimiter = ',', default_value = "128:32:8,256:16:8,512:16:2")]
+    shapes: Vec<Heads>,
+    /// Tokens in the cache (attend), or in one call (the others) [default: 1024,32768 or 1,512]
+    #[arg(long, value_name = "N,…", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..))]
+    context: Option<Vec<u32>>,
+    /// Cache types: f32, f16, bf16, tq8, tq6, tq5, tq4, or K:V [default: those that the operation is about]
+    #[arg(long, value_name = "KV,…", value_delimiter = ',')]
+    kv: Option<Vec<Kv>>,
+    #[command(flatten)]
+    how: How,
+}
+
+/// How long, and how to print.
+#[derive(clap::Args)]
+struct How {
+    /// Seconds of measurement per case
+    #[arg(long, value_name = "S", default_value_t = 1.0)]
+    seconds: f64,
+    /// One JSON object per line: op, device, head_dim, heads, kv_heads, context, kv, us_median, us_min, bytes, gbps
+    #[arg(long)]
+    json: bool,
+}
+
+impl How {
+    fn budget(&self) -> Result<Duration> {
+        Duration::try_from_secs_f64(self.seconds).map_err(|_| format!("--seconds {}: not a time", self.seconds).into())
+    }
+}
+
+/// What one case is about.
+struct Case {
+    shape: Heads,
+    /// Tokens; the operation says of what.
+    context: u32,
+    /// `None` for operations without a cache.
+    kv: Option<Kv>,
+}
+
+/// What came out.
+struct Measured {
+    timing: timing::Timing,
+    /// What one call moves at the least.
+    bytes: usize,
+}
+
+/// A line of `--json`.
+#[derive(Serialize)]
+struct Line {
+    op: &'static str,
+    device: String,
+    /// The shape is null where layers differ (`decode`).
+    head_dim: Option<usize>,
+    heads: Option<usize>,
+    kv_heads: Option<usize>,
+    context: u32,
+    kv: Option<String>,
+    us_median: f64,
+    us_min: f64,
+    bytes: usize,
+    /// `bytes` per median time, in 1e9 a second.
+    gbps: f64,
+}
+
+pub fn run(bench: &Bench) -> Result {
+    match bench {
+        Bench::Attend(args) => cases("attend", args, (&[1024, 32768], &["f16", "tq8", "tq4"]), attend::measure),
+        Bench::KvWrite(args) => cases("kv-write", args, (&[1, 512], &["f16", "tq4"]), kv_write::measure),
+        Bench::NormRope(args) => cases("norm-rope", args, (&[1, 512], &[]), norm_rope::measure),
+        Bench::Encode(args) => {
+            if args.kv.iter().flatten().any(|kv| !(kv.k.is_quantised() && kv.v.is_quantised())) {
+                return Err("encode is about tq8, tq6, tq5 and tq4; bench kv-write takes every cache type".into());
+            }
+            cases("encode", args, (&[512], &["tq8", "tq6", "tq5", "tq4"]), kv_write::measure)
+        }
+    }
+}
+
+/// Measures every combination; `defaults` are the contexts and cache types of an operation.
+fn cases(
+    op: &'static str,
+    args: &OpArgs,
+    defaults: (&[u32], &[&str]),
+    measure: impl Fn(&Device, &Case, Duration) -> Result<Measured>,
+) -> Result {
+    let device = args.device.open()?;
+    let budget = args.how.budget()?;
+    let contexts = args.context.clone().unwrap_or_else(|| defaults.0.to_vec());
+    let kvs: Vec<Option<Kv>> = match &args.kv {
+        _ if defaults.1.is_empty() => vec![None],
+        Some(kvs) => kvs.iter().copied().map(Some).collect(),
+        None => defaults.1.iter().map(|name| name.parse().map(Some)).collect::<kvant::Result<_>>()?,
+    };
+    for &shape in &args.shapes {
+        for &context in &contexts {
+            for &kv in &kvs {
+                let case = Case { shape, context, kv };
+                let measured = measure(&device, &case, budget)?;
+                print(&line(op, &device, &case, &measured), args.how.json)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+fn line(op: &'static str, device: &Device, case: &Case, measured: &Measured) -> Line {
+    let Measured { timing, bytes } = measured;
+    Line {
+        op,
+        device: device.to_string(),
+        head_dim: Some(case.shape.head_dim),
+        heads: Some(case.shape.heads),
+        kv_heads: Some(case.shape.kv_heads),
+        context: case.context,
+        kv: case.kv.map(|kv| kv.to_string()),
+        us_median: output::round3(timing.median_us),
+        us_min: output::round3(timing.min_us),
+        bytes: *bytes,
+        gbps: output::round3(*bytes as f64 / timing.median_us / 1e3),
+    }
+}
+
+fn print(line: &Line, json: bool) -> Result {
+    if json {
+        return output::json_line(line);
+    }
+    let number = |n: Option<usize>| n.map_or("-".to_string(), |n| n.to_string());
+    let shape = format!("{}:{}:{}", number(line.head_dim), number(line.heads), number(line.kv_heads));
+    let kv = line.kv.as_deref().unwrap_or("-");
+    output::text(&format!(
+        "{:<10} {:<10} context {:<7} kv {:<9} median {:>11.1} µs   min {:>11.1} µs   {:>7.2} GB/s\n",
+        line.op, shape, line.context, kv, line.us_median, line.us_min, line.gbps
+    ))
+}

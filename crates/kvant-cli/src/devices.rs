@@ -1,0 +1,47 @@
+//! `kvant devices`: what is there, and why the rest is not.
+
+use std::fmt::Write;
+
+use kvant::Device;
+use serde::Serialize;
+
+use crate::{Result, output};
+
+/// List the devices, and say why the absent ones are absent
+#[derive(clap::Args)]
+pub struct Args {
+    /// One JSON object per line: kind, available, default, name, reason
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Serialize)]
+struct Line {
+    kind: &'static str,
+    available: bool,
+    /// Whether `--device auto` takes it.
+    default: bool,
+    name: Option<String>,
+    reason: Option<String>,
+}
+
+pub fn run(args: &Args) -> Result {
+    let default = Device::default().kind();
+    let mut people = String::new();
+    for entry in Device::list() {
+        let kind = entry.kind.name();
+        let (name, reason) = match entry.device {
+            Ok(device) => (Some(device.name()), None),
+            Err(error) => (None, Some(error.to_string())),
+        };
+        let line = Line { kind, available: name.is_some(), default: entry.kind == default, name, reason };
+        if args.json {
+            output::json_line(&line)?;
+            continue;
+        }
+        let mark = if line.default { "*" } else { " " };
+        let text = line.name.or(line.reason).unwrap_or_default();
+        writeln!(people, "{mark} {kind:<10} {text}")?;
+    }
+    if args.json { Ok(()) } else { output::text(&people) }
+}

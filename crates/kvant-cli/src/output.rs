@@ -1,0 +1,94 @@
+//! Standard output for results, standard error for the rest; a closed pipe ends the command quietly.
+
+use std::{
+    error::Error,
+    io::{self, Write},
+};
+
+use serde::Serialize;
+
+use crate::Result;
+
+/// Writes one JSON object as a line on standard output.
+pub fn json_line(value: &impl Serialize) -> Result {
+    let mut line = serde_json::to_string(value)?;
+    line.push('\n');
+    text(&line)
+}
+
+/// Writes text to standard output, at once.
+pub fn text(text: &str) -> Result {
+    let mut out = io::stdout().lock();
+    out.write_all(text.as_bytes())?;
+    Ok(out.flush()?)
+}
+
+/// Writes text for a person: to standard output, or to standard error when that is kept for JSON.
+pub fn people(text: &str, json: bool) -> Result {
+    if json { note(text) } else { self::text(text) }
+}
+
+/// Writes text to standard error.
+pub fn note(text: &str) -> Result {
+    let mut err = io::stderr().lock();
+    err.write_all(text.as_bytes())?;
+    Ok(err.flush()?)
+}
+
+/// Whether an error means that the reader of our output has gone (`kvant … | head`).
+pub fn is_closed(error: &(dyn Error + 'static)) -> bool {
+    error.downcast_ref::<io::Error>().is_some_and(|e| e.kind() == io::ErrorKind::BrokenPipe)
+}
+
+/// Writes an error's message, and those of its causes that it does not already quote.
+pub fn report(error: &(dyn Error + 'static)) {
+    let mut message = error.to_string();
+    let mut cause = error.source();
+    while let Some(inner) = cause {
+        let text = inner.to_string();
+        if !message.contains(&text) {
+            message = format!("{message}: {text}");
+        }
+        cause = inner.source();
+    }
+    // If standard error is closed, nobody is there to tell.
+    let _ = note(&format!("error: {message}\n"));
+}
+
+/// Bytes for a person: `512 B`, `7.9 KiB`, `3.0 MiB`.
+pub fn bytes(bytes: usize) -> String {
+    let mut value = bytes as f64;
+    for unit in ["B", "KiB", "MiB", "GiB"] {
+        if value < 1024.0 {
+            let digits = if unit == "B" { 0 } else { 1 };
+            return format!("{value:.digits$} {unit}");
+        }
+        value /= 1024.0;
+    }
+    format!("{value:.1} TiB")
+}
+
+/// Three decimals are more than a clock is worth.
+pub fn round3(value: f64) -> f64 {
+    (value * 1e3).round() / 1e3
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_in_the_unit_that_fits() {
+        assert_eq!(bytes(0), "0 B");
+        assert_eq!(bytes(1023), "1023 B");
+        assert_eq!(bytes(8090), "7.9 KiB");
+        assert_eq!(bytes(3 << 20), "3.0 MiB");
+        assert_eq!(bytes(5 << 40), "5.0 TiB");
+    }
+
+    #[test]
+    fn only_a_broken_pipe_is_quiet() {
+        assert!(is_closed(&io::Error::from(io::ErrorKind::BrokenPipe)));
+        assert!(!is_closed(&io::Error::from(io::ErrorKind::NotFound)));
+    }
+}
