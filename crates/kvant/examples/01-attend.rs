@@ -1,0 +1,79 @@
+//! The two operations that everything else is built around: write keys and values to a layer, attend over it.
+//!
+//! An engine with a cache manager of its own needs no more than this. Run it with
+//! `cargo run -p kvant --example 01-attend`.
+
+use kvant::{Codec, DType, Device, KvLayer, LayerSpec, Result, SlotOrder, Step, Tensor, ops};
+
+const HEADS: usize = 4;
+const KV_HEADS: usize = 2;
+const HEAD_DIM: usize = 64;
+
+fn main() -> Result<()> {
+    let device = Device::cpu();
+
+    // One sequence, 16 slots a head, in f16. Query heads 0 and 1 share KV head 0, heads 2 and 3 share KV head 1.
+    let layer = KvLayer::new(
+        &device,
+        LayerSpec {
+            sequences: 1,
+            kv_heads: KV_HEADS,
+            capacity: 16,
+            head_dim: HEAD_DIM,
+            k: Codec::F16,
+            v: Codec::F16,
+            ring: false,
+            order: SlotOrder::HeadMajor,
+        },
+    )?;
+
+    // Three tokens at positions 0, 1, 2. The key of token t points along axis t; its value is t everywhere.
+    let step = Step::new(&device, 1, &[(0, 0), (0, 1), (0, 2)])?;
+    let mut keys = vec![0f32; 3 * KV_HEADS * HEAD_DIM];
+    let mut values = keys.clone();
+    for token in 0..3 {
+        for head in 0..KV_HEADS {
+            let row = (token * KV_HEADS + head) * HEAD_DIM;
+            keys[row + token] = 8.0;
+            values[row..row + HEAD_DIM].fill(token as f32);
+        }
+    }
+    let k = Tensor::from_slice(&device, &keys, &[3, KV_HEADS, HEAD_DIM])?;
+    let v = Tensor::from_slice(&device, &values, &[3, KV_HEADS, HEAD_DIM])?;
+
+    // All three ask for the key along axis 1.
+    let mut queries = vec![0f32; 3 * HEADS * HEAD_DIM];
+    queries.chunks_exact_mut(HEAD_DIM).for_each(|q| q[1] = 8.0);
+    let q = Tensor::from_slice(&device, &queries, &[3, HEADS, HEAD_DIM])?;
+    let out = Tensor::zeros(&device, DType::F32, &[3, HEADS, HEAD_DIM])?;
+
+    let mut enc = device.encoder()?;
+    let order = ops::SourceOrder::TokenMajor;
+    ops::kv_write(&mut enc, &ops::KvWrite { k: &k, v: &v, order, first_token: 0, step: &step, layer: &layer })?;
+    ops::attend(
+        &mut enc,
+        &ops::Attend {
+            q: &q,
+            layer: &layer,
+            step: &step,
+            fresh: None,
+            scale: 1.0,
+            softcap: None,
+            window: None,
+            q_rotated: false,
+            plan: None,
+            out: &out,
+        },
+    )?;
+    enc.commit()?.wait()?;
+
+    let out = out.to_f32()?;
+    for token in 0..3 {
+        println!("token {token} gets {:.3}", out[token * HEADS * HEAD_DIM]);
+    }
+    // Token 0 sees only itself. Tokens 1 and 2 see key 1 and find it; token 2 does not care that key 2 exists.
+    assert_eq!(out[0], 0.0);
+    assert!((out[HEADS * HEAD_DIM] - 1.0).abs() < 1e-3);
+    assert!((out[2 * HEADS * HEAD_DIM] - 1.0).abs() < 1e-3);
+    Ok(())
+}
