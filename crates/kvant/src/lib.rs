@@ -1,6 +1,7 @@
 //! The KV cache and attention of LLM inference.
 
 mod backend;
+mod cache;
 pub mod codec;
 mod cpu;
 mod cuda;
@@ -16,6 +17,7 @@ pub mod reference;
 mod step;
 mod tensor;
 
+pub use cache::{CacheLayer, CacheSpec, KvCache, LOAD_LIMIT, LayerBytes};
 pub use codec::Codec;
 pub use device::{CpuOptions, Device, DeviceEntry, DeviceKind, SimdLevel};
 pub use dtype::{DType, Element, Float};

@@ -1,0 +1,394 @@
+//! The cache of a model: one [`KvLayer`] per layer, and how long each sequence is.
+
+use crate::{
+    Codec, DType, Device, Error, KvLayer, LayerSpec, Planes, Result, SlotOrder, Step, Tensor,
+    ops::{self, check},
+};
+
+mod snapshot;
+
+pub use snapshot::LOAD_LIMIT;
+
+const NAME: &str = "kv_cache";
+
+/// What a [`KvCache`] is made of.
+#[derive(Clone, Debug, PartialEq)]
+pub struct CacheSpec {
+    /// One entry per layer.
+    pub layers: Vec<CacheLayer>,
+    /// Independent sequences, S.
+    pub sequences: usize,
+    /// Tokens of a sequence that a linear layer (one without a window) holds.
+    pub capacity: usize,
+    /// Slots that a ring has beyond its window: how many tokens can be taken back ([`KvCache::truncate`]), and one
+    /// less than how many of a sequence can be appended at once ([`KvCache::max_batch`]).
+    pub slack: usize,
+}
+
+/// One layer of a [`CacheSpec`].
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct CacheLayer {
+    /// KV heads, Hk.
+    pub kv_heads: usize,
+    /// Coordinates of a key or value, D.
+    pub head_dim: usize,
+    /// How many positions a token sees, itself included; `None` for all. With a window the layer is a ring of
+    /// window + slack slots, unless the capacity that the linear layers impose is smaller: then it never wraps.
+    pub window: Option<usize>,
+    /// How keys are stored.
+    pub k: Codec,
+    /// How values are stored.
+    pub v: Codec,
+}
+
+/// The memory of one layer of a [`KvCache`].
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LayerBytes {
+    /// How keys are stored.
+    pub k: Codec,
+    /// Bytes of the keys.
+    pub k_bytes: usize,
+    /// How values are stored.
+    pub v: Codec,
+    /// Bytes of the values.
+    pub v_bytes: usize,
+}
+
+/// Keys and values of several sequences in all layers of a model, and the lengths of the sequences.
+///
+/// Memory is allocated once, at the start. A forward pass asks for a [`Step`] with [`KvCache::append`], which says
+/// where its tokens stand, then writes and attends with it, layer by layer. Layers with a window are rings that hold
+/// the last window + slack positions; the cache keeps track of what a ring has lost and refuses what it could not
+/// answer exactly.
+///
+/// Every call either does all of what it says or returns an error and leaves the cache as it was.
+///
+/// ```
+/// use kvant::{CacheLayer, CacheSpec, Codec, Device, KvCache};
+/// let global = CacheLayer { kv_heads: 2, head_dim: 64, window: None, k: Codec::tq(6), v: Codec::tq(4) };
+/// let sliding = CacheLayer { window: Some(128), k: Codec::F16, v: Codec::F16, ..global };
+/// let spec = CacheSpec { layers: vec![sliding, global], sequences: 1, capacity: 4096, slack: 31 };
+/// let mut cache = KvCache::new(&Device::cpu(), &spec)?;
+///
+/// let step = cache.append(&[(0, 20)])?; // a prompt of 20 tokens
+/// assert_eq!(step.positions.to_vec::<u32>()?[19], 19);
+/// let step = cache.append(&[(0, 4)])?; // a token and a draft of three …
+/// cache.truncate(0, 22)?; // … of which one was right
+/// assert_eq!(cache.len(0)?, 22);
+/// assert!(cache.bytes() < cache.bytes_as(Codec::F16));
+/// # Ok::<(), kvant::Error>(())
+/// ```
+pub struct KvCache {
+    device: Device,
+    spec: CacheSpec,
+    layers: Vec<KvLayer>,
+    sequences: Vec<Sequence>,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+struct Sequence {
+    /// Tokens it has.
+    len: usize,
+    /// The largest length since it was last empty. A ring of n slots holds the positions from `written - n` on:
+    /// truncation does not bring back what has been overwritten. 0 exactly when `len` is.
+    written: usize,
+}
+
+impl KvCache {
+    /// An empty cache.
+    ///
+    /// # Errors
+    /// `Value`, `DType`, `Overflow` for a specification that makes no sense, `OutOfMemory`.
+    pub fn new(device: &Device, spec: &CacheSpec) -> Result<KvCache> {
+        let layers = layer_specs(spec)?;
+        let layers = layers.into_iter().map(|layer| KvLayer::new(device, layer)).collect::<Result<_>>()?;
+        let sequences = vec![Sequence::default(); spec.sequences];
+        Ok(KvCache { device: device.clone(), spec: spec.clone(), layers, sequences })
+    }
+
+    /// What it is made of.
+    pub fn spec(&self) -> &CacheSpec {
+        &self.spec
+    }
+
+    /// The device that holds it.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// The keys and values of a layer.
+    pub fn layer(&self, index: usize) -> Result<&KvLayer> {
+        let below = || format!("below {}", self.layers.len());
+        self.layers.get(index).ok_or_else(|| value("layer", below(), index))
+    }
+
+    /// How many tokens a sequence has.
+    pub fn len(&self, sequence: usize) -> Result<usize> {
+        Ok(self.sequence(sequence)?.len)
+    }
+
+    /// Adds tokens to sequences: `tokens` are (sequence, count) pairs, in the order in which the step's tokens stand.
+    /// A sequence's new tokens stand at the positions after its last.
+    ///
+    /// Once the step's keys and values are written, each of its tokens finds its exact window in every layer.
+    ///
+    /// # Errors
+    /// `CacheFull` when a linear layer has no room (or positions would leave u32). `Value` for a batch so long that a
+    /// ring would lose what its first token must see: up to [`KvCache::max_batch`] tokens of a sequence always fit,
+    /// [`KvCache::room`] says how many do now, and [`KvCache::append_fresh`] takes any number.
+    pub fn append(&mut self, tokens: &[(usize, usize)]) -> Result<Step> {
+        let after = self.after(tokens, true)?;
+        let rows = Rows::new(&self.sequences, tokens, &after);
+        let step = rows.upload(&self.device)?;
+        self.sequences = after;
+        Ok(step)
+    }
+
+    /// As [`KvCache::append`], but rewrites the buffers of an existing step: for a captured [`Graph`](crate::Graph).
+    /// The number of tokens must be the step's.
+    pub fn append_into(&mut self, tokens: &[(usize, usize)], step: &Step) -> Result<()> {
+        let after = self.after(tokens, true)?;
+        let rows = Rows::new(&self.sequences, tokens, &after);
+        step.validate(NAME, rows.positions.len(), after.len())?;
+        for (arg, tensor) in
+            [("step.positions", &step.positions), ("step.sequence", &step.sequence), ("step.lens", &step.lens)]
+        {
+            if tensor.device() != &self.device {
+                let (expected, got) = (self.device.to_string(), tensor.device().to_string());
+                return Err(Error::WrongDevice { op: NAME, arg, expected, got });
+            }
+        }
+        step.positions.write(&rows.positions)?;
+        step.sequence.write(&rows.sequence)?;
+        step.lens.write(&rows.lens)?;
+        self.sequences = after;
+        Ok(())
+    }
+
+    /// As [`KvCache::append`], for a batch of any length: its tokens attend to the new keys and values as they come
+    /// ([`Fresh`](ops::Fresh)), which are written to the cache afterwards. Also returns `past`, u32 `[S]`: the lengths
+    /// before, as `Fresh` wants them.
+    ///
+    /// # Errors
+    /// `CacheFull` as for [`KvCache::append`].
+    pub fn append_fresh(&mut self, tokens: &[(usize, usize)]) -> Result<(Step, Tensor)> {
+        let after = self.after(tokens, false)?;
+        let past: Vec<u32> = self.sequences.iter().map(|sequence| sequence.len as u32).collect();
+        let past = Tensor::from_slice(&self.device, &past, &[past.len()])?;
+        let step = Rows::new(&self.sequences, tokens, &after).upload(&self.device)?;
+        self.sequences = after;
+        Ok((step, past))
+    }
+
+    /// How many tokens of one sequence can always be appended at once, capacity permitting: slack + 1 where there are
+    /// rings, else the capacity.
+    pub fn max_batch(&self) -> usize {
+        let rings = self.rings().map(|(_, window, slots)| slots - window + 1);
+        rings.min().unwrap_or(self.spec.capacity)
+    }
+
+    /// How many tokens can be appended to a sequence at once now.
+    pub fn room(&self, sequence: usize) -> Result<usize> {
+        let sequence = self.sequence(sequence)?;
+        Ok(self.ring_room(sequence).min(self.limit() - sequence.len))
+    }
+
+    /// Takes tokens back, so that a sequence has `len` of them.
+    ///
+    /// # Errors
+    /// `Value` when it has fewer than that. `RingOverwritten` when a ring no longer holds all that the next token
+    /// would have to see; taking back up to slack + 1 tokens always works, and so does going back to 0.
+    pub fn truncate(&mut self, sequence: usize, len: usize) -> Result<()> {
+        let now = self.sequence(sequence)?;
+        check::value_is(NAME, "len", len <= now.len, format_args!("at most the length {}", now.len), len)?;
+        if len == 0 {
+            return self.clear(sequence);
+        }
+        for (layer, window, slots) in self.rings() {
+            let (needed, oldest) = (oldest_seen(len, window), now.written.saturating_sub(slots));
+            if oldest > needed {
+                return Err(Error::RingOverwritten { sequence, layer, needed, oldest });
+            }
+        }
+        self.sequences[sequence].len = len;
+        Ok(())
+    }
+
+    /// Copies a sequence to another one, which must be empty.
+    pub fn fork(&mut self, from: usize, to: usize) -> Result<()> {
+        let source = self.sequence(from)?;
+        let target = self.sequence(to)?;
+        check::value_is(NAME, "to", target.len == 0, "an empty sequence", format_args!("one of {}", target.len))?;
+        let mut enc = self.device.encoder()?;
+        for layer in &self.layers {
+            let used = used_slots(layer, source);
+            for planes in [&layer.k, &layer.v] {
+                for (_, plane) in planes.tensors() {
+                    for (from, to) in used_rows(layer, from, used).zip(used_rows(layer, to, used)) {
+                        ops::copy(&mut enc, &plane.rows(from)?, &plane.rows(to)?)?;
+                    }
+                }
+            }
+        }
+        enc.commit()?.wait()?;
+        self.sequences[to] = source;
+        Ok(())
+    }
+
+    /// Empties a sequence.
+    pub fn clear(&mut self, sequence: usize) -> Result<()> {
+        self.sequence(sequence)?;
+        self.sequences[sequence] = Sequence::default();
+        Ok(())
+    }
+
+    /// Bytes of all layers.
+    pub fn bytes(&self) -> usize {
+        self.layers.iter().map(KvLayer::bytes).sum()
+    }
+
+    /// Bytes of each layer, with the codecs.
+    pub fn layer_bytes(&self) -> Vec<LayerBytes> {
+        let bytes = |layer: &KvLayer| {
+            let (k, v): (&Planes, &Planes) = (&layer.k, &layer.v);
+            LayerBytes { k: k.codec(), k_bytes: k.bytes(), v: v.codec(), v_bytes: v.bytes() }
+        };
+        self.layers.iter().map(bytes).collect()
+    }
+
+    /// What the same slots would take if all keys and values were stored with `codec`.
+    pub fn bytes_as(&self, codec: Codec) -> usize {
+        let bytes = |layer: &KvLayer| {
+            let s = layer.spec();
+            (2 * s.sequences * s.kv_heads * s.capacity).saturating_mul(codec.bytes_per_vector(s.head_dim))
+        };
+        self.layers.iter().map(bytes).fold(0, usize::saturating_add)
+    }
+
+    fn sequence(&self, sequence: usize) -> Result<Sequence> {
+        let below = || format!("below {}", self.sequences.len());
+        self.sequences.get(sequence).copied().ok_or_else(|| value("sequence", below(), sequence))
+    }
+
+    /// The layers that wrap: (index, window, slots).
+    fn rings(&self) -> impl Iterator<Item = (usize, usize, usize)> {
+        let layers = self.layers.iter().zip(&self.spec.layers).enumerate();
+        layers.filter(|(_, (layer, _))| layer.spec().ring).filter_map(|(index, (layer, spec))| {
+            let slots = layer.spec().capacity;
+            Some((index, spec.window?, slots))
+        })
+    }
+
+    /// How long a sequence can become.
+    fn limit(&self) -> usize {
+        length_limit(&self.spec)
+    }
+
+    /// How many tokens the rings let be appended: appending n keeps the positions from max(written, len + n) − slots
+    /// on, and the first new token sees those from `oldest_seen(len)` on.
+    fn ring_room(&self, sequence: Sequence) -> usize {
+        let room = |(_, window, slots)| oldest_seen(sequence.len, window) + slots - sequence.len;
+        self.rings().map(room).min().unwrap_or(usize::MAX)
+    }
+
+    /// The sequences after `tokens` have been appended, or why they cannot be.
+    fn after(&self, tokens: &[(usize, usize)], through_cache: bool) -> Result<Vec<Sequence>> {
+        let mut after = self.sequences.clone();
+        for &(index, count) in tokens {
+            let before = self.sequence(index)?;
+            let len = after[index].len.checked_add(count).ok_or(Error::Overflow { op: NAME, arg: "tokens" })?;
+            let added = len - before.len;
+            let capacity = self.limit();
+            if len > capacity {
+                return Err(Error::CacheFull { sequence: index, len: before.len, tokens: added, capacity });
+            }
+            if through_cache && added > self.ring_room(before) {
+                let room = self.ring_room(before);
+                let expected = format!(
+                    "at most {room} of sequence {index} at once, which its rings can hold besides what the first of \
+                     them sees (use smaller batches or append_fresh)"
+                );
+                return Err(value("tokens", expected, added));
+            }
+            after[index] = Sequence { len, written: before.written.max(len) };
+        }
+        Ok(after)
+    }
+}
+
+/// The contents of a step's buffers.
+struct Rows {
+    positions: Vec<u32>,
+    sequence: Vec<u32>,
+    lens: Vec<u32>,
+}
+
+impl Rows {
+    /// `after` is what `tokens` make of `before`; lengths fit u32.
+    fn new(before: &[Sequence], tokens: &[(usize, usize)], after: &[Sequence]) -> Rows {
+        let mut next: Vec<u32> = before.iter().map(|sequence| sequence.len as u32).collect();
+        let (mut positions, mut sequence) = (Vec::new(), Vec::new());
+        for &(index, count) in tokens {
+            let end = next[index] + count as u32;
+            positions.extend(next[index]..end);
+            sequence.resize(positions.len(), index as u32);
+            next[index] = end;
+        }
+        Rows { positions, sequence, lens: after.iter().map(|sequence| sequence.len as u32).collect() }
+    }
+
+    fn upload(&self, device: &Device) -> Result<Step> {
+        let tensor = |data: &[u32]| Tensor::from_slice(device, data, &[data.len()]);
+        Ok(Step { positions: tensor(&self.positions)?, sequence: tensor(&self.sequence)?, lens: tensor(&self.lens)? })
+    }
+}
+
+/// The oldest position that a token at `position` sees.
+fn oldest_seen(position: usize, window: usize) -> usize {
+    (position + 1).saturating_sub(window)
+}
+
+/// How long a sequence can become: what its linear layers hold, else what a u32 counts.
+fn length_limit(spec: &CacheSpec) -> usize {
+    let linear = spec.layers.iter().any(|layer| layer.window.is_none());
+    if linear { spec.capacity } else { u32::MAX as usize }
+}
+
+/// The layers that a specification asks for. Nothing is allocated.
+fn layer_specs(spec: &CacheSpec) -> Result<Vec<LayerSpec>> {
+    check::value_is(NAME, "layers", !spec.layers.is_empty(), "at least one layer", 0)?;
+    check::at_most(NAME, "capacity", spec.capacity, u32::MAX as usize)?;
+    check::at_most(NAME, "sequences", spec.sequences, u32::MAX as usize)?;
+    let layer = |layer: &CacheLayer| {
+        let mut ring = false;
+        let mut capacity = spec.capacity;
+        if let Some(window) = layer.window {
+            check::positive(NAME, "window", window)?;
+            let slots = window.checked_add(spec.slack).ok_or(Error::Overflow { op: NAME, arg: "window" })?;
+            ring = slots < length_limit(spec);
+            capacity = slots.min(length_limit(spec));
+        }
+        let CacheLayer { kv_heads, head_dim, k, v, .. } = *layer;
+        let order = SlotOrder::HeadMajor;
+        Ok(LayerSpec { sequences: spec.sequences, kv_heads, capacity, head_dim, k, v, ring, order })
+    };
+    spec.layers.iter().map(layer).collect()
+}
+
+/// How many slots of each head hold something of a sequence: the first ones, until a ring has wrapped.
+fn used_slots(layer: &KvLayer, sequence: Sequence) -> usize {
+    let spec = layer.spec();
+    if spec.ring { sequence.written.min(spec.capacity) } else { sequence.len }
+}
+
+/// The rows of those slots, head by head.
+fn used_rows(layer: &KvLayer, sequence: usize, used: usize) -> impl Iterator<Item = std::ops::Range<usize>> {
+    (0..layer.spec().kv_heads).map(move |head| {
+        let first = layer.row(sequence, head, 0);
+        first..first + used
+    })
+}
+
+fn value(arg: &'static str, expected: String, got: usize) -> Error {
+    Error::Value { op: NAME, arg, expected, got: got.to_string() }
+}

@@ -1,0 +1,315 @@
+//! A cache in a file: safetensors, with the specification and the lengths in its metadata.
+//!
+//! Only slots in use are stored, a tensor `[Hk, used slots, row]` per layer, side, sequence and plane, named
+//! `layer.side.sequence.plane`. A file is untrusted: everything it says is checked, with limits, before memory is
+//! allocated for it.
+
+use std::{
+    collections::HashMap,
+    fs::File,
+    io::{BufReader, BufWriter, Read, Seek, SeekFrom, Write},
+    path::Path,
+};
+
+use safetensors::{
+    Dtype,
+    tensor::{Metadata, TensorInfo},
+};
+
+use super::*;
+use crate::codec::{Norm, TurboQuant};
+
+/// Bytes of the largest cache that [`KvCache::load`] allocates; [`KvCache::load_within`] takes another limit.
+pub const LOAD_LIMIT: u64 = 64 << 30;
+
+const FORMAT: &str = "kvant-cache";
+const VERSION: &str = "1";
+/// The limit of the safetensors format.
+const MAX_HEADER: u64 = 100_000_000;
+/// Bytes moved at once.
+const CHUNK: usize = 4 << 20;
+
+impl KvCache {
+    /// Writes the cache to a file: first under a temporary name beside it, so that a file of this name is always whole.
+    pub fn save(&self, path: impl AsRef<Path>) -> Result<()> {
+        let path = path.as_ref();
+        let mut temporary = path.as_os_str().to_owned();
+        temporary.push(format!(".{}.tmp", std::process::id()));
+        let temporary = Path::new(&temporary);
+        let written = self.write_file(temporary).and_then(|()| std::fs::rename(temporary, path).map_err(io(path)));
+        if written.is_err() {
+            // The error that matters is the first one.
+            let _ = std::fs::remove_file(temporary);
+        }
+        written
+    }
+
+    /// Reads a cache that [`KvCache::save`] wrote, up to [`LOAD_LIMIT`] bytes of it.
+    ///
+    /// # Errors
+    /// `Io`; `File` for anything else than a whole, consistent snapshot; `OutOfMemory`.
+    pub fn load(device: &Device, path: impl AsRef<Path>) -> Result<KvCache> {
+        KvCache::load_within(device, path, LOAD_LIMIT)
+    }
+
+    /// As [`KvCache::load`], for caches of at most `max_bytes`.
+    pub fn load_within(device: &Device, path: impl AsRef<Path>, max_bytes: u64) -> Result<KvCache> {
+        let path = path.as_ref();
+        let bad = |reason: String| Error::File { path: path.display().to_string(), reason };
+        let file = File::open(path).map_err(io(path))?;
+        let file_len = file.metadata().map_err(io(path))?.len();
+        let mut file = BufReader::new(file);
+        let (metadata, data_start) = read_header(&mut file, file_len, path)?;
+        let (spec, sequences) = parse(metadata.metadata()).map_err(bad)?;
+        let bytes = total_bytes(&spec).map_err(|error| bad(error.to_string()))?;
+        if bytes.is_none_or(|bytes| bytes as u64 > max_bytes) {
+            return Err(bad(format!("a cache of more than {max_bytes} bytes")));
+        }
+        let mut cache = KvCache::new(device, &spec)?;
+        for (index, sequence) in sequences.iter().enumerate() {
+            cache.check_sequence(*sequence).map_err(|reason| bad(format!("sequence {index}: {reason}")))?;
+        }
+        cache.sequences = sequences;
+        let stored = cache.stored();
+        if metadata.tensors().len() != stored.len() {
+            return Err(bad(format!("{} tensors where {} belong", metadata.tensors().len(), stored.len())));
+        }
+        let infos = stored.iter().map(|part| {
+            let info = metadata.info(&part.name).ok_or_else(|| bad(format!("tensor {} is missing", part.name)))?;
+            if info.dtype != part.info.dtype || info.shape != part.info.shape {
+                let (got, want) = ((info.dtype, &info.shape), (part.info.dtype, &part.info.shape));
+                return Err(bad(format!("tensor {} is {got:?}, not {want:?}", part.name)));
+            }
+            Ok(info.data_offsets.0 as u64)
+        });
+        for (part, offset) in stored.iter().zip(infos.collect::<Result<Vec<_>>>()?) {
+            file.seek(SeekFrom::Start(data_start + offset)).map_err(io(path))?;
+            part.each_chunk(|rows, buffer| {
+                file.read_exact(buffer).map_err(io(path))?;
+                rows.write_bytes(buffer)
+            })?;
+        }
+        Ok(cache)
+    }
+
+    fn write_file(&self, path: &Path) -> Result<()> {
+        let stored = self.stored();
+        let mut end = 0;
+        let infos = stored.iter().map(|part| {
+            let start = end;
+            end += part.bytes();
+            (part.name.clone(), TensorInfo { data_offsets: (start, end), ..part.info.clone() })
+        });
+        let bad = |reason: String| Error::File { path: path.display().to_string(), reason };
+        let metadata = Metadata::new(Some(self.describe()), infos.collect()).map_err(|e| bad(e.to_string()))?;
+        let mut header = serde_json::to_vec(&metadata).map_err(|e| bad(e.to_string()))?;
+        // The format wants the data to start at a multiple of 8.
+        header.resize(header.len().next_multiple_of(8), b' ');
+        if header.len() as u64 > MAX_HEADER {
+            return Err(bad("too many layers and sequences for one file".to_string()));
+        }
+        let mut file = BufWriter::new(File::create(path).map_err(io(path))?);
+        file.write_all(&(header.len() as u64).to_le_bytes()).map_err(io(path))?;
+        file.write_all(&header).map_err(io(path))?;
+        for part in &stored {
+            part.each_chunk(|rows, buffer| {
+                rows.read_bytes(buffer)?;
+                file.write_all(buffer).map_err(io(path))
+            })?;
+        }
+        let file = file.into_inner().map_err(|error| io(path)(error.into_error()))?;
+        file.sync_all().map_err(io(path))
+    }
+
+    /// What a file of this cache contains, in order.
+    fn stored(&self) -> Vec<Stored<'_>> {
+        let mut stored = Vec::new();
+        for (index, layer) in self.layers.iter().enumerate() {
+            for (side, planes) in [("k", &layer.k), ("v", &layer.v)] {
+                for (sequence, &state) in self.sequences.iter().enumerate() {
+                    let used = used_slots(layer, state);
+                    for (plane, tensor) in planes.tensors().filter(|_| used > 0) {
+                        let dtype = match tensor.dtype() {
+                            DType::F32 => Dtype::F32,
+                            DType::F16 => Dtype::F16,
+                            DType::BF16 => Dtype::BF16,
+                            DType::U32 => Dtype::U32,
+                            DType::U8 => Dtype::U8,
+                        };
+                        let shape = vec![layer.spec().kv_heads, used, tensor.shape()[1]];
+                        let info = TensorInfo { dtype, shape, data_offsets: (0, 0) };
+                        let name = format!("{index}.{side}.{sequence}.{plane}");
+                        stored.push(Stored { name, info, layer, sequence, used, tensor });
+                    }
+                }
+            }
+        }
+        stored
+    }
+
+    fn describe(&self) -> HashMap<String, String> {
+        let spec = &self.spec;
+        let layer = |l: &CacheLayer| {
+            let window = l.window.map_or("all".to_string(), |window| window.to_string());
+            format!("{}:{}:{window}:{}:{}", l.kv_heads, l.head_dim, codec_name(l.k), codec_name(l.v))
+        };
+        let lengths = self.sequences.iter().map(|sequence| format!("{}/{}", sequence.len, sequence.written));
+        let entries = [
+            ("format", FORMAT.to_string()),
+            ("version", VERSION.to_string()),
+            ("sequences", spec.sequences.to_string()),
+            ("capacity", spec.capacity.to_string()),
+            ("slack", spec.slack.to_string()),
+            ("layers", spec.layers.iter().map(layer).collect::<Vec<_>>().join(";")),
+            ("lengths", lengths.collect::<Vec<_>>().join(";")),
+        ];
+        entries.into_iter().map(|(key, value)| (key.to_string(), value)).collect()
+    }
+
+    /// Whether a sequence can be in this state: the same that `append` and `truncate` keep true.
+    fn check_sequence(&self, sequence: Sequence) -> std::result::Result<(), String> {
+        let Sequence { len, written } = sequence;
+        if len > written || written > self.limit() || (len == 0) != (written == 0) {
+            return Err(format!("length {len} of {written} written"));
+        }
+        match self.rings().find(|&(_, window, slots)| written.saturating_sub(slots) > oldest_seen(len, window)) {
+            Some((layer, ..)) => Err(format!("layer {layer} no longer holds what length {len} needs")),
+            None => Ok(()),
+        }
+    }
+}
+
+/// A tensor of the file, and the rows of the cache that it is.
+struct Stored<'a> {
+    name: String,
+    info: TensorInfo,
+    layer: &'a KvLayer,
+    sequence: usize,
+    used: usize,
+    tensor: &'a Tensor,
+}
+
+impl Stored<'_> {
+    fn row_bytes(&self) -> usize {
+        self.tensor.shape()[1] * self.tensor.dtype().size()
+    }
+
+    fn bytes(&self) -> usize {
+        self.layer.spec().kv_heads * self.used * self.row_bytes()
+    }
+
+    /// Calls `visit` with views of the rows, in the file's order, and a buffer of their size.
+    fn each_chunk(&self, mut visit: impl FnMut(&Tensor, &mut [u8]) -> Result<()>) -> Result<()> {
+        let step = (CHUNK / self.row_bytes()).max(1);
+        let mut buffer = Vec::new();
+        for rows in used_rows(self.layer, self.sequence, self.used) {
+            for start in rows.clone().step_by(step) {
+                let view = self.tensor.rows(start..(start + step).min(rows.end))?;
+                buffer.resize(view.bytes(), 0);
+                visit(&view, &mut buffer)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Reads and checks the header; returns it and where the data starts. The tensors cover the rest of the file exactly.
+fn read_header(file: &mut impl Read, file_len: u64, path: &Path) -> Result<(Metadata, u64)> {
+    let bad = |reason: &str| Error::File { path: path.display().to_string(), reason: reason.to_string() };
+    let mut prefix = [0; 8];
+    let Some(rest) = file_len.checked_sub(prefix.len() as u64) else { return Err(bad("too short for a header")) };
+    file.read_exact(&mut prefix).map_err(io(path))?;
+    let header_len = u64::from_le_bytes(prefix);
+    if header_len > rest.min(MAX_HEADER) {
+        return Err(bad("the header is longer than the file or the format allows"));
+    }
+    let mut header = vec![0; header_len as usize];
+    file.read_exact(&mut header).map_err(io(path))?;
+    let metadata: Metadata = serde_json::from_slice(&header).map_err(|error| bad(&format!("header: {error}")))?;
+    if metadata.data_len() as u64 != rest - header_len {
+        return Err(bad("the file is not as long as its header says"));
+    }
+    Ok((metadata, 8 + header_len))
+}
+
+/// The specification and the lengths. Their sizes are bounded by that of the header.
+fn parse(metadata: &Option<HashMap<String, String>>) -> std::result::Result<(CacheSpec, Vec<Sequence>), String> {
+    let get = |key: &str| metadata.as_ref().and_then(|m| m.get(key)).ok_or(format!("no metadata {key:?}"));
+    let number = |text: &str| text.parse::<usize>().map_err(|_| format!("{text:?} is not a number"));
+    let (format, version) = (get("format")?, get("version")?);
+    if format != FORMAT || version != VERSION {
+        return Err(format!("format {format:?}, version {version:?}; this is for {FORMAT:?}, version {VERSION:?}"));
+    }
+    let layer = |text: &str| {
+        let fields: Vec<&str> = text.split(':').collect();
+        let [kv_heads, head_dim, window, k, v] = fields[..] else { return Err(format!("layer {text:?}")) };
+        let window = if window == "all" { None } else { Some(number(window)?) };
+        let (k, v) = (parse_codec(k)?, parse_codec(v)?);
+        Ok(CacheLayer { kv_heads: number(kv_heads)?, head_dim: number(head_dim)?, window, k, v })
+    };
+    let layers = get("layers")?.split(';').map(layer).collect::<std::result::Result<_, _>>()?;
+    let sequence = |text: &str| {
+        let (len, written) = text.split_once('/').ok_or(format!("length {text:?}"))?;
+        Ok::<_, String>(Sequence { len: number(len)?, written: number(written)? })
+    };
+    let lengths = get("lengths")?.split(';').map(sequence).collect::<std::result::Result<Vec<_>, _>>()?;
+    let (capacity, slack) = (number(get("capacity")?)?, number(get("slack")?)?);
+    let spec = CacheSpec { layers, sequences: number(get("sequences")?)?, capacity, slack };
+    if lengths.len() != spec.sequences {
+        return Err(format!("{} lengths for {} sequences", lengths.len(), spec.sequences));
+    }
+    Ok((spec, lengths))
+}
+
+/// Bytes of a cache, `None` when they overflow.
+fn total_bytes(spec: &CacheSpec) -> Result<Option<usize>> {
+    let mut total = Some(0usize);
+    for layer in layer_specs(spec)? {
+        // The codec's own size only makes sense for a head size that it takes.
+        layer.k.validate(NAME, "k", layer.head_dim)?;
+        layer.v.validate(NAME, "v", layer.head_dim)?;
+        // Two vectors of at most 4 bytes a coordinate (8-bit codes with their norms are less).
+        let widest = layer.head_dim.checked_mul(8);
+        let vector =
+            widest.map(|_| layer.k.bytes_per_vector(layer.head_dim) + layer.v.bytes_per_vector(layer.head_dim));
+        let rows = crate::tensor::element_count(&[layer.sequences, layer.kv_heads, layer.capacity])?;
+        total = total.and_then(|total| total.checked_add(rows.checked_mul(vector?)?));
+    }
+    Ok(total)
+}
+
+/// A codec with all its parameters: `f16`, `tq4/1/rms`.
+fn codec_name(codec: Codec) -> String {
+    let Codec::TurboQuant(tq) = codec else { return codec.to_string() };
+    let norm = match tq.norm {
+        Norm::Rms => "rms",
+        Norm::LeastSquares => "least-squares",
+        Norm::Unbiased => "unbiased",
+    };
+    format!("{codec}/{}/{norm}", tq.scale)
+}
+
+fn parse_codec(text: &str) -> std::result::Result<Codec, String> {
+    let bad = || format!("codec {text:?}");
+    let mut fields = text.split('/');
+    let codec: Codec = fields.next().unwrap_or_default().parse().map_err(|_| bad())?;
+    let codec = match codec {
+        Codec::Dense(_) => codec,
+        Codec::TurboQuant(tq) => {
+            let scale = fields.next().and_then(|scale| scale.parse().ok()).ok_or_else(bad)?;
+            let norm = match fields.next() {
+                Some("rms") => Norm::Rms,
+                Some("least-squares") => Norm::LeastSquares,
+                Some("unbiased") => Norm::Unbiased,
+                _ => return Err(bad()),
+            };
+            Codec::TurboQuant(TurboQuant { scale, norm, ..tq })
+        }
+    };
+    fields.next().is_none().then_some(codec).ok_or_else(bad)
+}
+
+fn io(path: &Path) -> impl Fn(std::io::Error) -> Error {
+    let path = path.display().to_string();
+    move |source| Error::Io { path: path.clone(), source }
+}
