@@ -37,6 +37,7 @@ unsafe fn lookup16(table: &[f32; 16], index: __m256i) -> __m256 {
 #[allow(clippy::undocumented_unsafe_blocks)]
 impl Simd for Avx2 {
     type F = __m256;
+    type I = __m256i;
     const LANES: usize = 8;
     const LEVEL: SimdLevel = SimdLevel::Avx2;
 
@@ -163,5 +164,74 @@ impl Simd for Avx2 {
             let swapped = _mm256_permute_ps::<0b10_11_00_01>(x);
             _mm256_fmadd_ps(x, _mm256_setr_ps(p, m, p, m, p, m, p, m), swapped)
         }
+    }
+    #[inline(always)]
+    unsafe fn store_sums(to: *mut f32, x: [__m256; 4]) {
+        unsafe {
+            let pairs = [_mm256_hadd_ps(x[0], x[1]), _mm256_hadd_ps(x[2], x[3])];
+            let halves = _mm256_hadd_ps(pairs[0], pairs[1]);
+            let sums = _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps::<1>(halves));
+            _mm_storeu_ps(to, sums)
+        }
+    }
+    #[inline(always)]
+    unsafe fn prefetch(at: *const u8) {
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn codes4(low: *const u8) -> (__m256i, __m256i) {
+        unsafe {
+            let low = _mm256_cvtepu8_epi32(_mm_loadl_epi64(low.cast()));
+            (low, _mm256_srli_epi32::<4>(low))
+        }
+    }
+    #[inline(always)]
+    unsafe fn codes5(low: *const u8, high: *const u8) -> (__m256i, __m256i) {
+        unsafe {
+            let (even, odd) = Self::codes4(low);
+            // Bit 2·lane (+ 1) comes to stand at bit 4.
+            let bits = _mm256_set1_epi32(i32::from(high.cast::<u16>().read_unaligned()) << 4);
+            let shift = _mm256_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14);
+            let even_bits = _mm256_srlv_epi32(bits, shift);
+            let odd_bits = _mm256_srli_epi32::<1>(even_bits);
+            let (low4, fifth) = (_mm256_set1_epi32(15), _mm256_set1_epi32(16));
+            let join = |code, bits| _mm256_or_si256(_mm256_and_si256(code, low4), _mm256_and_si256(bits, fifth));
+            (join(even, even_bits), join(odd, odd_bits))
+        }
+    }
+    #[inline(always)]
+    unsafe fn codes6(low: *const u8, high: *const u8) -> (__m256i, __m256i) {
+        unsafe {
+            let (even, odd) = Self::codes4(low);
+            // Bits 4·lane (+ 2) and the next come to stand at bits 4 and 5.
+            let bits = _mm256_set1_epi32(high.cast::<i32>().read_unaligned());
+            let even_bits = _mm256_srlv_epi32(bits, _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28));
+            let (low4, upper) = (_mm256_set1_epi32(15), _mm256_set1_epi32(0x30));
+            let join = |code, bits| _mm256_or_si256(_mm256_and_si256(code, low4), _mm256_and_si256(bits, upper));
+            (join(even, _mm256_slli_epi32::<4>(even_bits)), join(odd, _mm256_slli_epi32::<2>(even_bits)))
+        }
+    }
+    #[inline(always)]
+    unsafe fn codes8(low: *const u8) -> __m256i {
+        unsafe { _mm256_cvtepu8_epi32(_mm_loadl_epi64(low.cast())) }
+    }
+    #[inline(always)]
+    unsafe fn lookup16(table: &[f32; 16], index: __m256i) -> __m256 {
+        unsafe { lookup16(table, index) }
+    }
+    #[inline(always)]
+    unsafe fn lookup32(table: &[f32; 32], index: __m256i) -> __m256 {
+        unsafe {
+            let [first, second] = [0, 16].map(|at| lookup16(&*table.as_ptr().add(at).cast(), index));
+            _mm256_blendv_ps(first, second, _mm256_castsi256_ps(_mm256_slli_epi32::<27>(index)))
+        }
+    }
+    #[inline(always)]
+    unsafe fn lookup64(table: &[f32; 64], index: __m256i) -> __m256 {
+        unsafe { _mm256_i32gather_ps::<4>(table.as_ptr(), _mm256_and_si256(index, _mm256_set1_epi32(63))) }
+    }
+    #[inline(always)]
+    unsafe fn lookup256(table: &[f32; 256], index: __m256i) -> __m256 {
+        unsafe { _mm256_i32gather_ps::<4>(table.as_ptr(), _mm256_and_si256(index, _mm256_set1_epi32(255))) }
     }
 }

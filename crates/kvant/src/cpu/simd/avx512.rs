@@ -29,6 +29,7 @@ pub(super) unsafe fn call<K: Kernel>(kernel: K) -> K::Output {
 #[allow(clippy::undocumented_unsafe_blocks)]
 impl Simd for Avx512 {
     type F = __m512;
+    type I = __m512i;
     const LANES: usize = 16;
     const LEVEL: SimdLevel = SimdLevel::Avx512;
 
@@ -154,4 +155,103 @@ impl Simd for Avx512 {
             _mm512_fmadd_ps(x, signs, _mm512_permute_ps::<0b10_11_00_01>(x))
         }
     }
+    #[inline(always)]
+    unsafe fn store_sums(to: *mut f32, x: [__m512; 4]) {
+        unsafe {
+            let pair = |a, b| _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+            let (ab, cd) = (_mm512_castps_pd(pair(x[0], x[1])), _mm512_castps_pd(pair(x[2], x[3])));
+            // Each quarter holds a part of the four sums.
+            let quarters = _mm512_add_ps(
+                _mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd)),
+                _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd)),
+            );
+            let halves = _mm256_add_ps(_mm512_castps512_ps256(quarters), _mm512_extractf32x8_ps::<1>(quarters));
+            _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps::<1>(halves)))
+        }
+    }
+    #[inline(always)]
+    unsafe fn prefetch(at: *const u8) {
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn codes4(low: *const u8) -> (__m512i, __m512i) {
+        unsafe {
+            let low = _mm512_cvtepu8_epi32(_mm_loadu_si128(low.cast()));
+            (low, _mm512_srli_epi32::<4>(low))
+        }
+    }
+    #[inline(always)]
+    unsafe fn codes5(low: *const u8, high: *const u8) -> (__m512i, __m512i) {
+        unsafe {
+            let (even, odd) = Self::codes4(low);
+            let bits = _mm512_set1_epi32(high.cast::<i32>().read_unaligned());
+            // Rotated right by 2·lane − 4, bit 2·lane stands at bit 4.
+            let turn = _mm512_setr_epi32(28, 30, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26);
+            let bits = _mm512_rorv_epi32(bits, turn);
+            let fifth = _mm512_set1_epi32(16);
+            // 0xCA: where the first operand has a one, the second, elsewhere the third.
+            (
+                _mm512_ternarylogic_epi32::<0xCA>(fifth, bits, even),
+                _mm512_ternarylogic_epi32::<0xCA>(fifth, _mm512_srli_epi32::<1>(bits), odd),
+            )
+        }
+    }
+    #[inline(always)]
+    unsafe fn codes6(low: *const u8, high: *const u8) -> (__m512i, __m512i) {
+        unsafe {
+            let (even, odd) = Self::codes4(low);
+            let high = _mm512_castsi128_si512(_mm_loadl_epi64(high.cast()));
+            // The first eight lanes take the first 32 bits.
+            let word = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
+            let bits = _mm512_permutexvar_epi32(word, high);
+            // Rotated right by 4·lane − 4, bits 4·lane and the next stand at bits 4 and 5.
+            let turn = _mm512_setr_epi32(28, 0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24);
+            let bits = _mm512_rorv_epi32(bits, turn);
+            let upper = _mm512_set1_epi32(0x30);
+            (
+                _mm512_ternarylogic_epi32::<0xCA>(upper, bits, even),
+                _mm512_ternarylogic_epi32::<0xCA>(upper, _mm512_srli_epi32::<2>(bits), odd),
+            )
+        }
+    }
+    #[inline(always)]
+    unsafe fn codes8(low: *const u8) -> __m512i {
+        unsafe { _mm512_cvtepu8_epi32(_mm_loadu_si128(low.cast())) }
+    }
+    #[inline(always)]
+    unsafe fn lookup16(table: &[f32; 16], index: __m512i) -> __m512 {
+        unsafe { _mm512_permutexvar_ps(index, _mm512_loadu_ps(table.as_ptr())) }
+    }
+    #[inline(always)]
+    unsafe fn lookup32(table: &[f32; 32], index: __m512i) -> __m512 {
+        unsafe { permute32(table.as_ptr(), index) }
+    }
+    #[inline(always)]
+    unsafe fn lookup64(table: &[f32; 64], index: __m512i) -> __m512 {
+        unsafe {
+            let second = _mm512_test_epi32_mask(index, _mm512_set1_epi32(32));
+            let table = table.as_ptr();
+            _mm512_mask_blend_ps(second, permute32(table, index), permute32(table.add(32), index))
+        }
+    }
+    #[inline(always)]
+    unsafe fn lookup256(table: &[f32; 256], index: __m512i) -> __m512 {
+        unsafe {
+            // Only the upper half is looked up: entry i below 128 is minus entry 128 + (i ^ 127).
+            let below = _mm512_xor_si512(_mm512_slli_epi32::<24>(index), _mm512_set1_epi32(i32::MIN));
+            let sign = _mm512_and_si512(below, _mm512_set1_epi32(i32::MIN));
+            let index = _mm512_xor_si512(index, _mm512_srai_epi32::<31>(below));
+            let [bit5, bit6] = [32, 64].map(|bit| _mm512_test_epi32_mask(index, _mm512_set1_epi32(bit)));
+            let [t0, t1, t2, t3] = [128, 160, 192, 224].map(|at| permute32(table.as_ptr().add(at), index));
+            let (first, second) = (_mm512_mask_blend_ps(bit5, t0, t1), _mm512_mask_blend_ps(bit5, t2, t3));
+            _mm512_xor_ps(_mm512_mask_blend_ps(bit6, first, second), _mm512_castsi512_ps(sign))
+        }
+    }
+}
+
+/// 32 entries by the low five bits of each index.
+#[inline(always)]
+unsafe fn permute32(table: *const f32, index: __m512i) -> __m512 {
+    // SAFETY: AVX-512 is enabled; the caller's table has 32 entries.
+    unsafe { _mm512_permutex2var_ps(_mm512_loadu_ps(table), index, _mm512_loadu_ps(table.add(16))) }
 }

@@ -13,6 +13,8 @@ mod avx512;
 #[cfg(target_arch = "aarch64")]
 mod neon;
 mod portable;
+#[cfg(test)]
+mod tests;
 
 /// An instruction set that the CPU kernels are written for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -62,7 +64,8 @@ impl SimdLevel {
             #[cfg(target_arch = "x86_64")]
             SimdLevel::Avx512 => unsafe { avx512::call(kernel) },
             #[cfg(target_arch = "aarch64")]
-            SimdLevel::Neon => kernel.run::<portable::Portable>(),
+            // SAFETY: every AArch64 target that Rust has a standard library for includes NEON.
+            SimdLevel::Neon => unsafe { neon::call(kernel) },
             _ => kernel.run::<portable::Portable>(),
         }
     }
@@ -95,6 +98,8 @@ pub(crate) trait Kernel {
 pub(crate) trait Simd: Copy + 'static {
     /// A vector; plain data.
     type F: Copy;
+    /// `LANES` indices into a table; bits that the table's size does not need are ignored.
+    type I: Copy;
     const LANES: usize;
     /// Which level this is, for the few places that specialise.
     const LEVEL: SimdLevel;
@@ -135,6 +140,14 @@ pub(crate) trait Simd: Copy + 'static {
     unsafe fn pow2i(n: Self::F) -> Self::F;
     unsafe fn sum(x: Self::F) -> f32;
     unsafe fn max_lane(x: Self::F) -> f32;
+    /// Stores the four sums.
+    unsafe fn store_sums(to: *mut f32, x: [Self::F; 4]);
+
+    /// Asks for the cache line of an address, which need not be valid.
+    #[inline(always)]
+    unsafe fn prefetch(at: *const u8) {
+        let _ = at;
+    }
 
     /// The Walsh–Hadamard transform of the lanes, not normalised, as butterflies of distance LANES/2, …, 2, 1: of two
     /// lanes that differ in one bit of their number, the lower gets the sum and the upper the difference, lower − upper.
@@ -160,12 +173,27 @@ pub(crate) trait Simd: Copy + 'static {
     /// As [`Simd::lookup16_low`], for the high halves.
     unsafe fn lookup16_high(table: &[f32; 16], codes: *const u8) -> Self::F;
 
-    /// 2ˣ to about 1e-7 relative; inputs below −126 give 2⁻¹²⁶, NaN gives NaN or 2⁻¹²⁶.
+    /// The 2·`LANES` packed indices of 4 bits from `low` on: the even ones, the odd ones.
+    unsafe fn codes4(low: *const u8) -> (Self::I, Self::I);
+    /// The same with a fifth bit each from `high`, a little-endian string of bits.
+    unsafe fn codes5(low: *const u8, high: *const u8) -> (Self::I, Self::I);
+    /// The same with two more bits each from `high`.
+    unsafe fn codes6(low: *const u8, high: *const u8) -> (Self::I, Self::I);
+    /// `LANES` indices of a byte each.
+    unsafe fn codes8(low: *const u8) -> Self::I;
+    unsafe fn lookup16(table: &[f32; 16], index: Self::I) -> Self::F;
+    unsafe fn lookup32(table: &[f32; 32], index: Self::I) -> Self::F;
+    unsafe fn lookup64(table: &[f32; 64], index: Self::I) -> Self::F;
+    /// The table must be antisymmetric: entry 255 − i is minus entry i.
+    unsafe fn lookup256(table: &[f32; 256], index: Self::I) -> Self::F;
+
+    /// 2ˣ to about 1e-7 relative; inputs below −126 give 2⁻¹²⁶, above 127 2¹²⁷; NaN gives NaN.
     #[inline(always)]
     unsafe fn exp2(x: Self::F) -> Self::F {
         // SAFETY: the caller's promise.
         unsafe {
-            let x = Self::min(Self::max(x, Self::splat(-126.0)), Self::splat(127.0));
+            // In this order, because minimum and maximum give their second operand when one is NaN.
+            let x = Self::min(Self::splat(127.0), Self::max(Self::splat(-126.0), x));
             let n = Self::round(x);
             let f = Self::sub(x, n);
             // Taylor coefficients ln2ᵏ/k!: on |f| ≤ ½ the seventh term is below 1e-8.

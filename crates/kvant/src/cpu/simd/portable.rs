@@ -21,6 +21,7 @@ fn zip(a: [f32; N], b: [f32; N], f: impl Fn(f32, f32) -> f32) -> [f32; N] {
 
 impl Simd for Portable {
     type F = [f32; N];
+    type I = [u8; N];
     const LANES: usize = N;
     const LEVEL: SimdLevel = SimdLevel::Portable;
 
@@ -123,5 +124,53 @@ impl Simd for Portable {
     unsafe fn lookup16_high(table: &[f32; 16], codes: *const u8) -> Self::F {
         // SAFETY: as in `load`.
         unsafe { codes.cast::<[u8; N]>().read_unaligned() }.map(|c| table[usize::from(c >> 4)])
+    }
+    #[inline(always)]
+    unsafe fn store_sums(to: *mut f32, x: [Self::F; 4]) {
+        // SAFETY: the caller's promise; `to` is valid for four elements.
+        unsafe { to.cast::<[f32; 4]>().write_unaligned(x.map(|x| Self::sum(x))) }
+    }
+    #[inline(always)]
+    unsafe fn codes4(low: *const u8) -> (Self::I, Self::I) {
+        // SAFETY: valid for N bytes.
+        let low = unsafe { low.cast::<[u8; N]>().read_unaligned() };
+        (low.map(|b| b & 15), low.map(|b| b >> 4))
+    }
+    #[inline(always)]
+    unsafe fn codes5(low: *const u8, high: *const u8) -> (Self::I, Self::I) {
+        // SAFETY: valid for N bytes of `low` and N/4 of `high`.
+        let ((even, odd), high) = unsafe { (Self::codes4(low), high.cast::<[u8; N / 4]>().read_unaligned()) };
+        let bits = u16::from_le_bytes(high);
+        let with = |i: usize, code: u8, at: usize| code | (((bits >> (2 * i + at)) & 1) << 4) as u8;
+        (std::array::from_fn(|i| with(i, even[i], 0)), std::array::from_fn(|i| with(i, odd[i], 1)))
+    }
+    #[inline(always)]
+    unsafe fn codes6(low: *const u8, high: *const u8) -> (Self::I, Self::I) {
+        // SAFETY: valid for N bytes of `low` and N/2 of `high`.
+        let ((even, odd), high) = unsafe { (Self::codes4(low), high.cast::<[u8; N / 2]>().read_unaligned()) };
+        let bits = u32::from_le_bytes(high);
+        let with = |i: usize, code: u8, at: usize| code | (((bits >> (4 * i + at)) & 3) << 4) as u8;
+        (std::array::from_fn(|i| with(i, even[i], 0)), std::array::from_fn(|i| with(i, odd[i], 2)))
+    }
+    #[inline(always)]
+    unsafe fn codes8(low: *const u8) -> Self::I {
+        // SAFETY: valid for N bytes.
+        unsafe { low.cast::<[u8; N]>().read_unaligned() }
+    }
+    #[inline(always)]
+    unsafe fn lookup16(table: &[f32; 16], index: Self::I) -> Self::F {
+        index.map(|i| table[usize::from(i & 15)])
+    }
+    #[inline(always)]
+    unsafe fn lookup32(table: &[f32; 32], index: Self::I) -> Self::F {
+        index.map(|i| table[usize::from(i & 31)])
+    }
+    #[inline(always)]
+    unsafe fn lookup64(table: &[f32; 64], index: Self::I) -> Self::F {
+        index.map(|i| table[usize::from(i & 63)])
+    }
+    #[inline(always)]
+    unsafe fn lookup256(table: &[f32; 256], index: Self::I) -> Self::F {
+        index.map(|i| table[usize::from(i)])
     }
 }
