@@ -8,10 +8,14 @@ mod codebook;
 mod codebook_table;
 mod packing;
 mod signs;
+mod stats;
+mod turboquant;
 
 pub use codebook::{centroids, nearest, thresholds};
 pub use packing::{pack, plane_bytes, unpack};
 pub use signs::{sign_is_negative, signs};
+pub use stats::{HeadStats, indices, stats};
+pub use turboquant::{Encoded, decode, decode_rotated, encode};
 
 /// Coordinates that share one TurboQuant norm.
 pub const BLOCK: usize = 256;

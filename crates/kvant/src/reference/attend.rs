@@ -1,5 +1,230 @@
-use crate::ops::attend::Call;
+use std::{collections::BTreeMap, ops::Range};
 
-pub(crate) fn run(_call: &Call) {
-    unimplemented!()
+use super::{check_len, hadamard, io, softcap};
+use crate::{
+    Result,
+    ops::attend::{Call, FreshCall, visible},
+};
+
+/// A partial result of attention, over some of the keys: enough to go on from, or to be merged with the result over
+/// other keys (Milakov & Gimelshein 2018; Dao et al. 2022).
+#[derive(Clone, Debug, PartialEq)]
+pub struct State {
+    /// Σⱼ exp(scoreⱼ − m) · valueⱼ.
+    pub o: Vec<f64>,
+    /// The largest score; −∞ when there was no key.
+    pub m: f64,
+    /// Σⱼ exp(scoreⱼ − m).
+    pub l: f64,
+}
+
+impl State {
+    /// The state over no keys.
+    pub fn empty(head_dim: usize) -> State {
+        State { o: vec![0.0; head_dim], m: f64::NEG_INFINITY, l: 0.0 }
+    }
+
+    /// The state over the keys of both, which have the same D. Associative and commutative; the empty state is neutral.
+    #[must_use]
+    pub fn merge(self, other: State) -> State {
+        // An empty side must not be scaled by exp(−∞ + ∞).
+        if other.m == f64::NEG_INFINITY && other.l == 0.0 {
+            return self;
+        }
+        if self.m == f64::NEG_INFINITY && self.l == 0.0 {
+            return other;
+        }
+        let m = self.m.max(other.m);
+        let (a, b) = ((self.m - m).exp(), (other.m - m).exp());
+        let o = self.o.iter().zip(&other.o).map(|(x, y)| a * x + b * y).collect();
+        State { o, m, l: a * self.l + b * other.l }
+    }
+
+    /// softmax · V; zeros when there was no key.
+    pub fn finish(&self) -> Vec<f64> {
+        self.o.iter().map(|o| if self.l == 0.0 { 0.0 } else { o / self.l }).collect()
+    }
+}
+
+/// One query vector, and how its scores are made.
+#[derive(Clone, Copy, Debug)]
+pub struct Query<'a> {
+    /// D coordinates.
+    pub q: &'a [f64],
+    /// Multiplies the scores.
+    pub scale: f64,
+    /// s ← c·tanh(s/c), after the scale.
+    pub softcap: Option<f64>,
+}
+
+/// The state of a query over keys and values, all of which it sees: scoreⱼ = scale · q·kⱼ, softcapped if asked for.
+///
+/// # Errors
+/// `Shape` when a key or a value is not as long as the query.
+pub fn attend<'a>(query: Query, keys_values: impl IntoIterator<Item = (&'a [f64], &'a [f64])>) -> Result<State> {
+    let (mut scores, mut values) = (Vec::new(), Vec::new());
+    for (key, value) in keys_values {
+        check_len("attend", "key", query.q.len(), key.len())?;
+        check_len("attend", "value", query.q.len(), value.len())?;
+        let score = query.scale * query.q.iter().zip(key).map(|(q, k)| q * k).sum::<f64>();
+        scores.push(query.softcap.map_or(score, |cap| softcap(score, cap)));
+        values.push(value);
+    }
+    let mut state = State::empty(query.q.len());
+    state.m = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    for (score, value) in scores.iter().zip(values) {
+        let weight = (score - state.m).exp();
+        state.l += weight;
+        state.o.iter_mut().zip(value).for_each(|(o, v)| *o += weight * v);
+    }
+    Ok(state)
+}
+
+/// Decoded vectors of one sequence and KV head.
+struct Context<'a> {
+    call: &'a Call,
+    /// By position: those in the cache that some token sees. A vector that none sees is not even decoded.
+    cached: BTreeMap<usize, [Vec<f64>; 2]>,
+    /// Position, key and value of each fresh token.
+    fresh: Vec<(usize, [Vec<f64>; 2])>,
+}
+
+impl Context<'_> {
+    fn attend(&self, query: Query, position: usize, seen: Range<usize>) -> State {
+        let Call { window, splits, head_dim, .. } = *self.call;
+        let over = |keys_values: Vec<(&[f64], &[f64])>| {
+            attend(query, keys_values).expect("all vectors have the layer's head_dim")
+        };
+        let mut state = State::empty(head_dim);
+        let part = seen.len().div_ceil(splits.max(1)).max(1);
+        for first in seen.clone().step_by(part) {
+            let range = self.cached.range(first..seen.end.min(first + part));
+            state = state.merge(over(range.map(|(_, [k, v])| (&k[..], &v[..])).collect()));
+        }
+        let sees = |j: usize| j <= position && position - j < window;
+        let fresh = self.fresh.iter().filter(|(j, _)| sees(*j));
+        state.merge(over(fresh.map(|(_, [k, v])| (&k[..], &v[..])).collect()))
+    }
+}
+
+/// Keys and values of the fresh tokens of a sequence.
+fn load_fresh(
+    call: &Call,
+    fresh: &FreshCall,
+    tokens: &[(usize, usize)],
+    kv_head: usize,
+) -> Vec<(usize, [Vec<f64>; 2])> {
+    let (kv_heads, dim) = (call.layer.spec().kv_heads, call.head_dim);
+    let load = |&(token, position): &(usize, usize)| {
+        let from = fresh.order.row(token, kv_head, call.tokens, kv_heads) * dim;
+        (position, [&fresh.k, &fresh.v].map(|tensor| io::load_range(tensor, from..from + dim)))
+    };
+    tokens.iter().map(load).collect()
+}
+
+pub(crate) fn run(call: &Call) {
+    let (layer, dim) = (&call.layer, call.head_dim);
+    let spec = layer.spec();
+    let group = call.heads / spec.kv_heads;
+    let (q, lens) = (io::load(&call.q), io::load_u32(call.cached_lens()));
+    let positions = io::load_u32(&call.step.positions);
+    let sequences = io::load_u32(&call.step.sequence);
+    let mut out = vec![0.0; q.len()];
+    for (sequence, &len) in lens.iter().enumerate() {
+        let tokens: Vec<(usize, usize)> = (0..call.tokens)
+            .filter(|&token| sequences[token] as usize == sequence)
+            .map(|token| (token, positions[token] as usize))
+            .collect();
+        let seen = |position: usize| visible(position, len as usize, spec.capacity, call.window);
+        for kv_head in 0..spec.kv_heads {
+            let mut context = Context { call, cached: BTreeMap::new(), fresh: Vec::new() };
+            for &(_, position) in &tokens {
+                for j in seen(position) {
+                    let row = layer.row(sequence, kv_head, layer.slot(j));
+                    let load = || [&layer.k, &layer.v].map(|side| io::load_vector(side, row, dim, false));
+                    context.cached.entry(j).or_insert_with(load);
+                }
+            }
+            if let Some(fresh) = &call.fresh {
+                context.fresh = load_fresh(call, fresh, &tokens, kv_head);
+            }
+            for &(token, position) in &tokens {
+                for head in kv_head * group..(kv_head + 1) * group {
+                    let at = (token * call.heads + head) * dim;
+                    let mut q = q[at..at + dim].to_vec();
+                    if call.q_rotated {
+                        q = hadamard(&q, true).expect("validation checked D");
+                    }
+                    let softcap = call.softcap.map(f64::from);
+                    let query = Query { q: &q, scale: call.scale.into(), softcap };
+                    let state = context.attend(query, position, seen(position));
+                    out[at..at + dim].copy_from_slice(&state.finish());
+                }
+            }
+        }
+    }
+    io::store(&call.out, &out);
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn state() -> impl Strategy<Value = State> {
+        let filled = (-1e4..1e4, 1.0..50.0, prop::collection::vec(-10.0..10.0, 4));
+        prop_oneof![
+            1 => Just(State::empty(4)),
+            4 => filled.prop_map(|(m, l, o)| State { o, m, l }),
+        ]
+    }
+
+    fn close(a: &State, b: &State) -> bool {
+        let near = |x: f64, y: f64| x == y || (x - y).abs() <= 1e-12 * (1.0 + x.abs().max(y.abs()));
+        near(a.m, b.m) && near(a.l, b.l) && a.o.iter().zip(&b.o).all(|(&x, &y)| near(x, y))
+    }
+
+    proptest! {
+        #[test]
+        fn merge_is_associative_and_commutative(a in state(), b in state(), c in state()) {
+            let left = a.clone().merge(b.clone()).merge(c.clone());
+            let right = a.clone().merge(b.clone().merge(c));
+            prop_assert!(close(&left, &right));
+            prop_assert!(close(&a.clone().merge(b.clone()), &b.merge(a)));
+        }
+
+        #[test]
+        fn empty_state_merge(a in state()) {
+            prop_assert_eq!(&a.clone().merge(State::empty(4)), &a);
+            prop_assert_eq!(&State::empty(4).merge(a.clone()), &a);
+        }
+
+        #[test]
+        fn any_split_gives_the_whole(
+            rows in prop::collection::vec(prop::collection::vec(-3.0..3.0, 8), 2..20),
+            cut in any::<prop::sample::Index>(),
+        ) {
+            let query = Query { q: &rows[0][..4], scale: 50.0, softcap: None };
+            let over = |rows: &[Vec<f64>]| attend(query, rows.iter().map(|row| row.split_at(4))).unwrap();
+            let cut = cut.index(rows.len());
+            let (whole, parts) = (over(&rows), over(&rows[..cut]).merge(over(&rows[cut..])));
+            prop_assert!(close(&whole, &parts));
+        }
+    }
+
+    #[test]
+    fn no_key_gives_zeros() {
+        assert_eq!(State::empty(3).merge(State::empty(3)).finish(), [0.0; 3]);
+    }
+
+    #[test]
+    fn softmax_by_hand() {
+        let query = Query { q: &[2.0, 0.0], scale: 0.5, softcap: Some(3.0) };
+        let (k0, k1) = ([1.0, 9.0], [-4.0, 9.0]);
+        let out = attend(query, [(&k0[..], &[1.0, 0.0][..]), (&k1[..], &[0.0, 1.0][..])]).unwrap().finish();
+        let (s0, s1) = (3.0 * (1.0f64 / 3.0).tanh(), 3.0 * (-4.0f64 / 3.0).tanh());
+        let p0 = 1.0 / (1.0 + (s1 - s0).exp());
+        assert!((out[0] - p0).abs() < 1e-15 && (out[1] - (1.0 - p0)).abs() < 1e-15);
+    }
 }

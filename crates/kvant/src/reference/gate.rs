@@ -1,5 +1,31 @@
-use crate::ops::gate::Call;
+use super::io;
+use crate::ops::{Activation, gate::Call};
 
-pub(crate) fn run(_call: &Call) {
-    unimplemented!()
+/// The activation function at x.
+pub fn activate(activation: Activation, x: f64) -> f64 {
+    match activation {
+        Activation::GeluTanh => {
+            let inner = (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x * x * x);
+            0.5 * x * (1.0 + inner.tanh())
+        }
+        Activation::Silu => x / (1.0 + (-x).exp()),
+    }
+}
+
+/// activation(gate) · up.
+pub fn gate(activation: Activation, gate: f64, up: f64) -> f64 {
+    activate(activation, gate) * up
+}
+
+pub(crate) fn run(call: &Call) {
+    let (gates, ups) = (io::load(&call.gate.tensor), io::load(&call.up.tensor));
+    let mut out = Vec::with_capacity(call.rows * call.dim);
+    for row in 0..call.rows {
+        for column in 0..call.dim {
+            let g = gates[row * call.gate.width + call.gate.start + column];
+            let u = ups[row * call.up.width + call.up.start + column];
+            out.push(gate(call.activation, g, u));
+        }
+    }
+    io::store(&call.out, &out);
 }

@@ -1,9 +1,12 @@
 //! The definition of "correct": every operation in plain f64 loops.
+//!
+//! The functions here work on slices. [`Device::reference`](crate::Device::reference) runs them as a device: it widens
+//! inputs to f64, computes, and rounds once, to the output's dtype. Every other device is compared with it.
 
 use std::borrow::Cow;
 
 use crate::{
-    Result,
+    Error, Result,
     device::DeviceKind,
     host::Executor,
     ops::{self, Call},
@@ -15,6 +18,7 @@ mod copy;
 mod embed;
 mod gate;
 mod hadamard;
+mod io;
 mod kv_read;
 mod kv_write;
 mod linear;
@@ -24,6 +28,18 @@ mod norm_rope_write;
 mod rms_norm;
 mod sample;
 mod softcap;
+
+pub use argmax::argmax;
+pub use attend::{Query, State, attend};
+pub use embed::embed;
+pub use gate::{activate, gate};
+pub use hadamard::hadamard;
+pub use linear::{AffineRow, dequantise, linear};
+pub use moe::{moe_combine, moe_route};
+pub use norm_rope::{rope, rope_angles};
+pub use rms_norm::rms_norm;
+pub use sample::{Sampling, candidates, sample};
+pub use softcap::softcap;
 
 /// The reference device's executor.
 pub(crate) struct Reference;
@@ -62,4 +78,12 @@ impl Executor for Reference {
     fn plan_attend(&self, _: &ops::attend::Call) -> ops::attend::Plan {
         ops::attend::Plan { kernel: "reference", reason: Cow::Borrowed("the only kernel"), splits: 1 }
     }
+}
+
+/// A slice has the length that its companions ask for.
+fn check_len(op: &'static str, arg: &'static str, expected: usize, got: usize) -> Result<()> {
+    if got == expected {
+        return Ok(());
+    }
+    Err(Error::Shape { op, arg, expected: format!("[{expected}]"), got: vec![got] })
 }

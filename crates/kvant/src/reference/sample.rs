@@ -1,5 +1,109 @@
-use crate::ops::sample::Call;
+use super::{argmax, io};
+use crate::ops::{Sample, sample::Call};
 
-pub(crate) fn run(_call: &Call) {
-    unimplemented!()
+/// How [`sample`] draws; the fields are those of [`Sample`].
+#[derive(Clone, Copy, Debug)]
+pub struct Sampling {
+    /// 0 is greedy.
+    pub temperature: f64,
+    /// At least 1; the number of logits for all.
+    pub top_k: usize,
+    /// Above 0; 1 for all.
+    pub top_p: f64,
+    /// 0 for all.
+    pub min_p: f64,
+}
+
+/// The token that the uniform number `u` in [0, 1) picks, as [`Sample`] says. Nothing but NaN gives 0.
+pub fn sample(logits: &[f64], how: Sampling, u: f64) -> usize {
+    if how.temperature == 0.0 {
+        return argmax(logits);
+    }
+    let candidates = candidates(logits, how);
+    let total: f64 = candidates.iter().map(|c| c.1).sum();
+    let mut running = 0.0;
+    for &(id, p) in &candidates {
+        running += p;
+        if running > u * total {
+            return id;
+        }
+    }
+    // Only when u is 1 or there is nothing to choose from.
+    candidates.last().map_or(0, |c| c.0)
+}
+
+/// Who may be drawn, in falling order, each with its probability up to a common factor.
+pub fn candidates(logits: &[f64], how: Sampling) -> Vec<(usize, f64)> {
+    let mut ids: Vec<usize> = (0..logits.len()).filter(|&id| !logits[id].is_nan()).collect();
+    // The sort is stable, so equals stay in the order of their ids.
+    ids.sort_by(|&a, &b| logits[b].partial_cmp(&logits[a]).expect("NaN has been left out"));
+    ids.truncate(how.top_k);
+    let Some(&first) = ids.first() else { return Vec::new() };
+    let largest = logits[first];
+    // The largest has p = 1, also when it is infinite.
+    let p = |id: usize| if logits[id] == largest { 1.0 } else { ((logits[id] - largest) / how.temperature).exp() };
+    let mut candidates: Vec<(usize, f64)> = ids.into_iter().map(|id| (id, p(id))).collect();
+    if how.top_p < 1.0 {
+        let total: f64 = candidates.iter().map(|c| c.1).sum();
+        let mut running = 0.0;
+        let reached = candidates.iter().position(|c| {
+            running += c.1;
+            running >= how.top_p * total
+        });
+        candidates.truncate(reached.map_or(candidates.len(), |last| last + 1));
+    }
+    candidates.retain(|c| c.1 >= how.min_p);
+    candidates
+}
+
+pub(crate) fn run(call: &Call) {
+    let logits = io::load(&call.logits);
+    let counters = io::load_u32(&call.counter);
+    let how = Sampling {
+        temperature: call.temperature.into(),
+        top_k: call.top_k,
+        top_p: call.top_p.into(),
+        min_p: call.min_p.into(),
+    };
+    let rows = logits.chunks(call.vocab).zip(counters);
+    let out: Vec<u32> =
+        rows.map(|(row, counter)| sample(row, how, Sample::uniform(call.seed, counter).into()) as u32).collect();
+    io::store_raw(&call.out, 0, &out);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ALL: Sampling = Sampling { temperature: 1.0, top_k: usize::MAX, top_p: 1.0, min_p: 0.0 };
+
+    fn ids(logits: &[f64], how: Sampling) -> Vec<usize> {
+        candidates(logits, how).into_iter().map(|c| c.0).collect()
+    }
+
+    #[test]
+    fn cuts_apply_in_order() {
+        // Probabilities 1/2, 1/4, 1/8, 1/8.
+        let logits = [0.25f64.ln(), 0.5f64.ln(), f64::NAN, 0.125f64.ln(), 0.125f64.ln()];
+        assert_eq!(ids(&logits, ALL), [1, 0, 3, 4]);
+        assert_eq!(ids(&logits, Sampling { top_k: 3, ..ALL }), [1, 0, 3]);
+        assert_eq!(ids(&logits, Sampling { top_p: 0.7, ..ALL }), [1, 0]);
+        assert_eq!(ids(&logits, Sampling { top_p: 0.8, ..ALL }), [1, 0, 3]);
+        // Of the first two alone the first has a share of 2/3.
+        assert_eq!(ids(&logits, Sampling { top_k: 2, top_p: 0.6, ..ALL }), [1]);
+        assert_eq!(ids(&logits, Sampling { min_p: 0.3, ..ALL }), [1, 0]);
+        // At temperature ½ they are as 1, 1/4, 1/16.
+        assert_eq!(ids(&logits, Sampling { min_p: 0.3, temperature: 0.5, ..ALL }), [1]);
+    }
+
+    #[test]
+    fn the_uniform_number_picks_by_running_sum() {
+        let logits = [0.25f64.ln(), 0.5f64.ln(), 0.25f64.ln()];
+        for (u, id) in [(0.0, 1), (0.49, 1), (0.51, 0), (0.74, 0), (0.76, 2), (0.999, 2)] {
+            assert_eq!(sample(&logits, ALL, u), id, "u = {u}");
+        }
+        assert_eq!(sample(&logits, Sampling { temperature: 0.0, ..ALL }, 0.9), 1);
+        assert_eq!(sample(&[f64::NAN; 3], ALL, 0.9), 0);
+        assert_eq!(sample(&[f64::NEG_INFINITY, f64::INFINITY, 0.0], ALL, 0.9), 1);
+    }
 }

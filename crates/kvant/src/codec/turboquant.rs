@@ -1,0 +1,96 @@
+use super::{BLOCK, Codec, Norm, TurboQuant, centroids, nearest, thresholds};
+use crate::{Result, reference::hadamard};
+
+/// One vector as TurboQuant stores it, before its indices are [packed](super::pack).
+#[derive(Clone, Debug, PartialEq)]
+pub struct Encoded {
+    /// One per coordinate of the rotated vector, below 2^bits.
+    pub indices: Vec<u8>,
+    /// One per block of min(D, [`BLOCK`]) coordinates.
+    pub norms: Vec<f32>,
+}
+
+/// Encodes one vector: the definition that every kernel is held against.
+///
+/// The vector is rotated (y = [`hadamard`] of x) and cut into blocks of B = min(D, [`BLOCK`]) coordinates. For each
+/// block n = ‖y‖/(√B·scale); coordinate j gets the index of the centroid [`nearest`] to yⱼ/n. The block's norm says
+/// what indices mean: coordinate = norm · centroid. Which number that is, [`Norm`] chooses; `Norm::Rms` is n.
+///
+/// - A block of zeros has norm 0.
+/// - A vector that is not finite, or whose squared length is beyond f32, gets index 0 everywhere and NaN norms: it
+///   shows, and touches nothing else.
+///
+/// Here y and n are f64. A kernel computes them in f32, so that a coordinate next to a threshold may get the other
+/// index.
+///
+/// # Errors
+/// `Value` when the codec or the length is not one that [`Codec`] accepts.
+pub fn encode(tq: TurboQuant, x: &[f64]) -> Result<Encoded> {
+    Codec::TurboQuant(tq).validate("encode", "x", x.len())?;
+    let (centroids, thresholds) = (centroids(tq.bits)?, thresholds(tq.bits)?);
+    let squares: f64 = x.iter().map(|x| x * x).sum();
+    // False for NaN, too.
+    let storable = squares <= f64::from(f32::MAX);
+    if !storable {
+        return Ok(Encoded { indices: vec![0; x.len()], norms: vec![f32::NAN; x.len().div_ceil(BLOCK)] });
+    }
+    let mut encoded = Encoded { indices: Vec::with_capacity(x.len()), norms: Vec::new() };
+    for y in hadamard(x, false)?.chunks(BLOCK) {
+        let squares: f64 = y.iter().map(|y| y * y).sum();
+        let n = (squares / y.len() as f64).sqrt() / f64::from(tq.scale);
+        let z = |y: f64| if n > 0.0 { (y / n) as f32 } else { 0.0 };
+        let indices: Vec<u8> = y.iter().map(|&y| nearest(z(y), thresholds)).collect();
+        encoded.norms.push(stored_norm(tq.norm, n, y, &indices, centroids) as f32);
+        encoded.indices.extend(indices);
+    }
+    Ok(encoded)
+}
+
+/// The number that is stored for a block.
+fn stored_norm(norm: Norm, n: f64, y: &[f64], indices: &[u8], centroids: &[f32]) -> f64 {
+    if n == 0.0 {
+        return 0.0;
+    }
+    let (mut yc, mut cc, mut yy) = (0.0, 0.0, 0.0);
+    for (&y, &index) in y.iter().zip(indices) {
+        let c = f64::from(centroids[usize::from(index)]);
+        yc += y * c;
+        cc += c * c;
+        yy += y * y;
+    }
+    match norm {
+        Norm::Rms => n,
+        Norm::LeastSquares => yc / cc,
+        Norm::Unbiased => yy / yc,
+    }
+}
+
+/// The rotated vector that is stored: norm · centroid.
+///
+/// # Errors
+/// `Value` when the codec or the lengths do not fit, or an index is beyond the codebook.
+pub fn decode_rotated(tq: TurboQuant, encoded: &Encoded) -> Result<Vec<f64>> {
+    let dim = encoded.indices.len();
+    Codec::TurboQuant(tq).validate("decode", "indices", dim)?;
+    let centroids = centroids(tq.bits)?;
+    let refuse = |arg, expected: String, got: usize| {
+        Err(crate::Error::Value { op: "decode", arg, expected, got: got.to_string() })
+    };
+    if encoded.norms.len() != dim.div_ceil(BLOCK) {
+        return refuse("norms", format!("{} blocks", dim.div_ceil(BLOCK)), encoded.norms.len());
+    }
+    if let Some(&index) = encoded.indices.iter().find(|&&index| usize::from(index) >= centroids.len()) {
+        return refuse("indices", format!("below {}", centroids.len()), index.into());
+    }
+    let coordinate =
+        |(j, &index): (usize, &u8)| f64::from(encoded.norms[j / BLOCK]) * f64::from(centroids[usize::from(index)]);
+    Ok(encoded.indices.iter().enumerate().map(coordinate).collect())
+}
+
+/// The vector that is stored, with the rotation undone.
+///
+/// # Errors
+/// As [`decode_rotated`].
+pub fn decode(tq: TurboQuant, encoded: &Encoded) -> Result<Vec<f64>> {
+    hadamard(&decode_rotated(tq, encoded)?, true)
+}
