@@ -1,0 +1,143 @@
+//! Typed, range-checked access to the keys of a JSON object; every refusal names the key.
+
+use std::fmt::Display;
+
+use serde_json::{Map, Value};
+
+use crate::{Error, Result};
+
+/// A JSON object, and where it stands in the file.
+#[derive(Clone)]
+pub(super) struct Fields<'a> {
+    map: &'a Map<String, Value>,
+    path: String,
+}
+
+impl<'a> Fields<'a> {
+    pub(super) fn new(json: &'a Value) -> Result<Fields<'a>> {
+        let map = json.as_object().ok_or_else(|| Error::Config {
+            key: "(file)".to_string(),
+            expected: "a JSON object".to_string(),
+            got: shown(json),
+        })?;
+        Ok(Fields { map, path: String::new() })
+    }
+
+    pub(super) fn get(&self, key: &str) -> Option<&'a Value> {
+        self.map.get(key)
+    }
+
+    pub(super) fn keys(&self) -> impl Iterator<Item = &'a str> {
+        self.map.keys().map(String::as_str)
+    }
+
+    pub(super) fn error(&self, key: &str, expected: impl Display, got: impl Display) -> Error {
+        let mut got = got.to_string();
+        // A hostile file's value need not fill the screen.
+        if let Some((end, _)) = got.char_indices().nth(80) {
+            got.truncate(end);
+            got.push('…');
+        }
+        Error::Config { key: format!("{}{key}", self.path), expected: expected.to_string(), got }
+    }
+
+    pub(super) fn missing(&self, key: &str, expected: impl Display) -> Error {
+        self.error(key, expected, "nothing")
+    }
+
+    /// The value, when there is one and it is not null.
+    fn present(&self, key: &str) -> Option<&'a Value> {
+        self.map.get(key).filter(|value| !value.is_null())
+    }
+
+    /// An object within; `None` when it is absent or null.
+    pub(super) fn object(&self, key: &str) -> Result<Option<Fields<'a>>> {
+        let Some(value) = self.present(key) else { return Ok(None) };
+        let map = value.as_object().ok_or_else(|| self.error(key, "an object", shown(value)))?;
+        Ok(Some(Fields { map, path: format!("{}{key}.", self.path) }))
+    }
+
+    /// The first of these objects that is there.
+    pub(super) fn first_of(&self, keys: &[&str]) -> Result<Option<Fields<'a>>> {
+        for key in keys {
+            if let Some(fields) = self.object(key)? {
+                return Ok(Some(fields));
+            }
+        }
+        Ok(None)
+    }
+
+    pub(super) fn string(&self, key: &str) -> Result<Option<&'a str>> {
+        let Some(value) = self.present(key) else { return Ok(None) };
+        value.as_str().map(Some).ok_or_else(|| self.error(key, "a string", shown(value)))
+    }
+
+    pub(super) fn bool_or_null(&self, key: &str) -> Result<Option<bool>> {
+        let Some(value) = self.present(key) else { return Ok(None) };
+        value.as_bool().map(Some).ok_or_else(|| self.error(key, "true or false", shown(value)))
+    }
+
+    /// A whole number from `least` to `most`; `None` when it is absent or null.
+    fn whole(&self, key: &str, least: usize, most: usize) -> Result<Option<usize>> {
+        let Some(value) = self.present(key) else { return Ok(None) };
+        let number = value.as_u64().and_then(|n| usize::try_from(n).ok()).filter(|n| (least..=most).contains(n));
+        number
+            .map(Some)
+            .ok_or_else(|| self.error(key, format_args!("a whole number from {least} to {most}"), shown(value)))
+    }
+
+    /// A number from 1 to `most`; absent only where there is a default.
+    pub(super) fn size(&self, key: &str, default: Option<usize>, most: usize) -> Result<usize> {
+        let found = self.whole(key, 1, most)?.or(default);
+        found.ok_or_else(|| self.missing(key, format_args!("a whole number from 1 to {most}")))
+    }
+
+    /// A number from 1 to `most`, if there is one.
+    pub(super) fn size_or_null(&self, key: &str, most: usize) -> Result<Option<usize>> {
+        self.whole(key, 1, most)
+    }
+
+    /// A number from 0 to `most`.
+    pub(super) fn count(&self, key: &str, default: Option<usize>, most: usize) -> Result<usize> {
+        let found = self.whole(key, 0, most)?.or(default);
+        found.ok_or_else(|| self.missing(key, format_args!("a whole number from 0 to {most}")))
+    }
+
+    pub(super) fn float_or_null(&self, key: &str, expected: &str, ok: impl Fn(f64) -> bool) -> Result<Option<f64>> {
+        let Some(value) = self.present(key) else { return Ok(None) };
+        let number = value.as_f64().filter(|&x| x.is_finite() && ok(x));
+        number.map(Some).ok_or_else(|| self.error(key, expected, shown(value)))
+    }
+
+    pub(super) fn float(
+        &self,
+        key: &str,
+        default: Option<f64>,
+        expected: &str,
+        ok: impl Fn(f64) -> bool,
+    ) -> Result<f64> {
+        self.float_or_null(key, expected, ok)?.or(default).ok_or_else(|| self.missing(key, expected))
+    }
+
+    /// One id or several; none when the key is absent or null.
+    pub(super) fn token_ids(&self, key: &str) -> Result<Vec<u32>> {
+        let id = |value: &Value| {
+            let id = value.as_u64().and_then(|id| u32::try_from(id).ok());
+            id.ok_or_else(|| self.error(key, "a token id or an array of them", shown(value)))
+        };
+        match self.present(key) {
+            None => Ok(Vec::new()),
+            Some(Value::Array(ids)) => ids.iter().map(id).collect(),
+            Some(value) => Ok(vec![id(value)?]),
+        }
+    }
+}
+
+/// A value for an error message: containers by their kind, since they may be long.
+fn shown(value: &Value) -> String {
+    match value {
+        Value::Array(_) => "an array".to_string(),
+        Value::Object(_) => "an object".to_string(),
+        other => other.to_string(),
+    }
+}

@@ -1,0 +1,33 @@
+//! Reading small files whole, without trusting their size.
+
+use std::{fs::File, io::Read, path::Path};
+
+use serde_json::Value;
+
+use crate::{Error, Result};
+
+/// More than any model's config.json, and few enough bytes to hold.
+pub(crate) const JSON_LIMIT: u64 = 16 << 20;
+
+/// The whole file, when it has at most `limit` bytes.
+pub(crate) fn read(path: &Path, limit: u64) -> Result<Vec<u8>> {
+    let file = File::open(path).map_err(|e| Error::file(path, e))?;
+    let mut bytes = Vec::new();
+    // One byte past the limit tells a file that is too long from one that just fits.
+    file.take(limit + 1).read_to_end(&mut bytes).map_err(|e| Error::file(path, e))?;
+    if bytes.len() as u64 > limit {
+        return Err(Error::file(path, format_args!("longer than the {limit} bytes that such a file may have")));
+    }
+    Ok(bytes)
+}
+
+/// A JSON object from a file.
+pub(crate) fn read_json(path: &Path) -> Result<Value> {
+    let value: Value = serde_json::from_slice(&read(path, JSON_LIMIT)?).map_err(|e| Error::file(path, e))?;
+    if value.is_object() { Ok(value) } else { Err(Error::file(path, "not a JSON object")) }
+}
+
+/// As [`read_json`], `None` when there is no such file.
+pub(crate) fn read_json_if_there(path: &Path) -> Result<Option<Value>> {
+    if path.exists() { read_json(path).map(Some) } else { Ok(None) }
+}

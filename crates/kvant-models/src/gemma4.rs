@@ -1,0 +1,259 @@
+//! The forward pass of Gemma 4 text.
+//!
+//! h = embedding · √hidden, then for each layer
+//!   h += post_attention_norm(attention(input_norm(h)))
+//!   h += post_feedforward_norm(mlp(pre_feedforward_norm(h)))     with a mixture of experts beside the MLP, or not
+//!   h += post_per_layer_input_norm(projection(gelu(gate(h)) · input of this layer))      where there are such inputs
+//!   h *= layer_scalar
+//! and logits = norm(h) · embeddingᵀ, softcapped.
+//!
+//! Every line is one operation or a few; all of a pass goes into one encoder.
+
+mod feedforward;
+mod per_layer;
+
+use kvant::{
+    Codec, Encoder, KvCache, KvLayer, Step, Tensor,
+    ops::{self, Angles, Attend, HeadNorm, NormRope, NormRopeWrite, PairLayout, Residual, RmsNorm, Rope, SourceOrder},
+};
+
+use crate::{
+    Result,
+    config::{Config, LayerConfig, RopeConfig},
+    weights::{LayerWeights, Matrix, Weights},
+    workspace::{LayerViews, Views, Workspace},
+};
+
+/// A model's configuration and tensors.
+pub(crate) struct Gemma4 {
+    pub config: Config,
+    pub weights: Weights,
+    /// For layers whose frequencies are divided by a factor.
+    freq_factors: Vec<Option<Tensor>>,
+}
+
+impl Gemma4 {
+    pub(crate) fn new(config: Config, weights: Weights) -> Result<Gemma4> {
+        let device = weights.norm.device().clone();
+        let factors = |rope: &RopeConfig| -> Result<Option<Tensor>> {
+            if rope.factor == 1.0 {
+                return Ok(None);
+            }
+            let same = vec![rope.factor; rope.rotated_pairs];
+            Ok(Some(Tensor::from_slice(&device, &same, &[rope.rotated_pairs])?))
+        };
+        let freq_factors = config.layers.iter().map(|layer| factors(&layer.rope)).collect::<Result<_>>()?;
+        Ok(Gemma4 { config, weights, freq_factors })
+    }
+
+    /// Runs the pass over the tokens whose ids are in the workspace and whose places are in its step. `logits` takes
+    /// the last rows' logits, as many as it has rows; `None` when only the cache matters.
+    pub(crate) fn forward(&self, space: &Workspace, cache: &KvCache, logits: Option<&Tensor>) -> Result<()> {
+        let (step, views) = space.parts();
+        let device = self.weights.norm.device();
+        let mut pass = Pass { model: self, enc: device.encoder()?, views, step, plans: Vec::new() };
+        pass.embed()?;
+        for l in 0..self.config.layers.len() {
+            pass.layer(l, cache)?;
+        }
+        if let Some(logits) = logits {
+            pass.logits(logits)?;
+        }
+        pass.enc.commit()?.wait()?;
+        Ok(())
+    }
+}
+
+/// One forward pass on its way.
+struct Pass<'a> {
+    model: &'a Gemma4,
+    enc: Encoder,
+    views: &'a Views,
+    step: &'a Step,
+    /// How attention runs, for each shape met so far.
+    plans: Vec<(AttentionShape, ops::attend::Plan)>,
+}
+
+/// What an attention plan depends on.
+#[derive(Clone, Copy, PartialEq)]
+struct AttentionShape {
+    head_dim: usize,
+    kv_heads: usize,
+    window: Option<usize>,
+    capacity: usize,
+    codecs: (Codec, Codec),
+}
+
+impl Pass<'_> {
+    fn embed(&mut self) -> Result<()> {
+        let config = &self.model.config;
+        ops::embed(
+            &mut self.enc,
+            &ops::Embed {
+                table: self.model.weights.embed.weight(),
+                ids: &self.views.ids,
+                scale: (config.hidden_size as f32).sqrt(),
+                out: &self.views.h,
+            },
+        )?;
+        self.per_layer_inputs()
+    }
+
+    fn layer(&mut self, l: usize, cache: &KvCache) -> Result<()> {
+        let views = self.views;
+        let layer = &self.model.weights.layers[l];
+        // The factor goes with the last addition to the residual stream.
+        let last_scale = |is_last: bool| if is_last { layer.scalar } else { 1.0 };
+        self.norm(&views.h, Some(&layer.input_norm), &views.x)?;
+        self.attention(l, cache)?;
+        self.add_normed(&views.y, &layer.post_attention_norm, 1.0)?;
+        self.feedforward(l)?;
+        self.add_normed(&views.y, &layer.post_feedforward_norm, last_scale(layer.per_layer.is_none()))?;
+        if let Some(input) = &layer.per_layer {
+            self.add_layer_input(l, input, last_scale(true))?;
+        }
+        Ok(())
+    }
+
+    /// y = attention(x).
+    fn attention(&mut self, l: usize, cache: &KvCache) -> Result<()> {
+        let views = self.views;
+        let config = &self.model.config.layers[l];
+        let weights = &self.model.weights.layers[l];
+        let own = &views.layers[l];
+        let kv = cache.layer(config.kv_source.unwrap_or(l))?;
+        let rotate = kv.spec().k.is_quantised();
+        self.linear(&views.x, &weights.q, &own.q[0])?;
+        match &weights.kv {
+            Some(kv_weights) => {
+                self.linear(&views.x, &kv_weights.k, &own.k[0])?;
+                if let Some(v) = &kv_weights.v {
+                    self.linear(&views.x, v, &own.v[0])?;
+                }
+                self.prepare_and_write(l, own, kv)?;
+            }
+            None => ops::norm_rope(
+                &mut self.enc,
+                &NormRope {
+                    x: &own.q[1],
+                    norm: Some(self.model.head_norm(Some(&weights.q_norm))),
+                    rope: Some(self.model.rope(l)),
+                    positions: &self.step.positions,
+                    rotate,
+                    out_order: SourceOrder::TokenMajor,
+                    out: &own.q[1],
+                },
+            )?,
+        }
+        self.attend(config, own, kv)?;
+        self.linear(&own.attended[0], &weights.o, &views.y)
+    }
+
+    /// Norms and turns queries and keys, norms values, and stores keys and values.
+    fn prepare_and_write(&mut self, l: usize, own: &LayerViews, layer: &KvLayer) -> Result<()> {
+        let weights: &LayerWeights = &self.model.weights.layers[l];
+        let kv = weights.kv.as_ref().expect("asked only of layers with keys of their own");
+        let norm = |weight| Some(self.model.head_norm(weight));
+        ops::norm_rope_write(
+            &mut self.enc,
+            &NormRopeWrite {
+                q: &own.q[1],
+                k: &own.k[1],
+                // Without a projection of their own, values are the keys before norm and rotation.
+                v: if kv.v.is_some() { &own.v[1] } else { &own.k[1] },
+                q_norm: norm(Some(&weights.q_norm)),
+                k_norm: norm(Some(&kv.k_norm)),
+                v_norm: norm(None),
+                rope: Some(self.model.rope(l)),
+                rotate_q: layer.spec().k.is_quantised(),
+                step: self.step,
+                layer,
+                q_out: &own.q[1],
+            },
+        )?;
+        Ok(())
+    }
+
+    fn attend(&mut self, config: &LayerConfig, own: &LayerViews, layer: &KvLayer) -> Result<()> {
+        let spec = layer.spec();
+        let shape = AttentionShape {
+            head_dim: config.head_dim,
+            kv_heads: config.kv_heads,
+            window: config.window,
+            capacity: spec.capacity,
+            codecs: (spec.k, spec.v),
+        };
+        let args = Attend {
+            q: &own.q[1],
+            layer,
+            step: self.step,
+            fresh: None,
+            scale: 1.0,
+            softcap: None,
+            window: config.window,
+            q_rotated: spec.k.is_quantised(),
+            plan: None,
+            out: &own.attended[1],
+        };
+        let known = self.plans.iter().position(|(s, _)| *s == shape);
+        let known = match known {
+            Some(known) => known,
+            None => {
+                let plan = ops::attend::plan(&args, self.enc.device())?;
+                self.plans.push((shape, plan));
+                self.plans.len() - 1
+            }
+        };
+        ops::attend(&mut self.enc, &Attend { plan: Some(&self.plans[known].1), ..args })?;
+        Ok(())
+    }
+
+    /// The logits of the last rows.
+    fn logits(&mut self, out: &Tensor) -> Result<()> {
+        let (views, weights) = (self.views, &self.model.weights);
+        let rows = views.tokens - out.shape()[0]..views.tokens;
+        let x = views.x.rows(rows.clone())?;
+        self.norm(&views.h.rows(rows)?, Some(&weights.norm), &x)?;
+        self.linear(&x, weights.lm_head.as_ref().unwrap_or(&weights.embed), out)?;
+        if let Some(cap) = self.model.config.final_softcap {
+            ops::softcap(&mut self.enc, &ops::Softcap { x: out, cap, out })?;
+        }
+        Ok(())
+    }
+
+    fn linear(&mut self, x: &Tensor, weight: &Matrix, out: &Tensor) -> Result<()> {
+        let args = ops::Linear { x, weight: weight.weight(), experts: None, alpha: 1.0, out };
+        Ok(ops::linear(&mut self.enc, &args)?)
+    }
+
+    /// out = norm(x).
+    fn norm(&mut self, x: &Tensor, weight: Option<&Tensor>, out: &Tensor) -> Result<()> {
+        let eps = self.model.config.rms_norm_eps;
+        let args = RmsNorm { x, weight, eps, residual: Residual::None, scale: 1.0, out };
+        Ok(ops::rms_norm(&mut self.enc, &args)?)
+    }
+
+    /// h = scale · (h + norm(x)).
+    fn add_normed(&mut self, x: &Tensor, weight: &Tensor, scale: f32) -> Result<()> {
+        let h = &self.views.h;
+        let eps = self.model.config.rms_norm_eps;
+        let args = RmsNorm { x, weight: Some(weight), eps, residual: Residual::After(h), scale, out: h };
+        Ok(ops::rms_norm(&mut self.enc, &args)?)
+    }
+}
+
+impl Gemma4 {
+    fn head_norm<'a>(&self, weight: Option<&'a Tensor>) -> HeadNorm<'a> {
+        HeadNorm { weight, eps: self.config.rms_norm_eps }
+    }
+
+    fn rope(&self, l: usize) -> Rope<'_> {
+        let RopeConfig { theta, rotated_pairs, .. } = self.config.layers[l].rope;
+        Rope {
+            angles: Angles::Theta(theta),
+            rotated_pairs,
+            layout: PairLayout::Halves,
+            freq_factors: self.freq_factors[l].as_ref(),
+        }
+    }
+}

@@ -1,0 +1,95 @@
+//! The second block of a layer: a gated MLP, and a mixture of experts beside it where the model has one.
+
+use kvant::{
+    Tensor,
+    ops::{self, Activation, Columns, Experts, Gate, Linear, MoeCombine, MoeRoute, Residual, RmsNorm},
+};
+
+use super::Pass;
+use crate::{
+    Result,
+    weights::{GateUp, Matrix, MoeWeights},
+    workspace::MoeViews,
+};
+
+impl Pass<'_> {
+    /// y = mlp(norm(h)), or with experts y = norm1(mlp(norm(h))) + norm2(experts(norm(h))).
+    pub(super) fn feedforward(&mut self, l: usize) -> Result<()> {
+        let views = self.views;
+        let layer = &self.model.weights.layers[l];
+        self.norm(&views.h, Some(&layer.pre_feedforward_norm), &views.x)?;
+        let own = &views.layers[l];
+        self.linear(&views.x, &layer.gate, &own.gate)?;
+        self.linear(&views.x, &layer.up, &own.up)?;
+        self.gelu_gate(Columns::all(&own.gate), Columns::all(&own.up), &own.gate)?;
+        self.linear(&own.gate, &layer.down, &views.y)?;
+        if let (Some(moe), Some(moe_views)) = (&layer.moe, &views.moe) {
+            self.norm(&views.y, Some(&moe.post_norm_1), &views.y1)?;
+            self.experts(moe, moe_views)?;
+            // The sum of both branches, each under a norm of its own.
+            ops::rms_norm(
+                &mut self.enc,
+                &RmsNorm {
+                    x: &views.y,
+                    weight: Some(&moe.post_norm_2),
+                    eps: self.model.config.rms_norm_eps,
+                    residual: Residual::After(&views.y1),
+                    scale: 1.0,
+                    out: &views.y,
+                },
+            )?;
+        }
+        Ok(())
+    }
+
+    /// y = Σ over a token's experts of weight · expert(norm(h)).
+    fn experts(&mut self, moe: &MoeWeights, own: &MoeViews) -> Result<()> {
+        let views = self.views;
+        let config = &self.model.config;
+        // The router sees the residual stream under a norm whose weight is its own scale.
+        ops::rms_norm(
+            &mut self.enc,
+            &RmsNorm {
+                x: &views.h,
+                weight: Some(&moe.router_scale),
+                eps: config.rms_norm_eps,
+                residual: Residual::None,
+                scale: (config.hidden_size as f32).sqrt().recip(),
+                out: &views.x,
+            },
+        )?;
+        self.linear(&views.x, &moe.router, &own.logits)?;
+        let expert_scale = Some(&moe.expert_scale);
+        let args = MoeRoute { logits: &own.logits, expert_scale, ids: &own.ids, weights: &own.weights };
+        ops::moe_route(&mut self.enc, &args)?;
+
+        self.norm(&views.h, Some(&moe.pre_norm_2), &views.x)?;
+        match &moe.gate_up {
+            GateUp::Fused(matrix) => {
+                self.expert_linear(&views.x, matrix, false, &own.gate_up)?;
+                let up = Columns { tensor: &own.gate_up, start: own.gate_up.shape()[1] / 2 };
+                self.gelu_gate(Columns::all(&own.gate_up), up, &own.gate)?;
+            }
+            GateUp::Split { gate, up } => {
+                self.expert_linear(&views.x, gate, false, &own.gate)?;
+                self.expert_linear(&views.x, up, false, &own.up)?;
+                self.gelu_gate(Columns::all(&own.gate), Columns::all(&own.up), &own.gate)?;
+            }
+        }
+        self.expert_linear(&own.gate, &moe.down, true, &own.out)?;
+        ops::moe_combine(&mut self.enc, &MoeCombine { x: &own.out, weights: &own.weights, out: &views.y })?;
+        Ok(())
+    }
+
+    /// Each row through the matrix of its expert.
+    fn expert_linear(&mut self, x: &Tensor, matrix: &Matrix, expanded: bool, out: &Tensor) -> Result<()> {
+        let ids = &self.views.moe.as_ref().expect("asked only with experts").ids;
+        let experts = Some(Experts { ids, expanded });
+        let args = Linear { x, weight: matrix.weight(), experts, alpha: 1.0, out };
+        Ok(ops::linear(&mut self.enc, &args)?)
+    }
+
+    pub(super) fn gelu_gate(&mut self, gate: Columns, up: Columns, out: &Tensor) -> Result<()> {
+        Ok(ops::gate(&mut self.enc, &Gate { gate, up, activation: Activation::GeluTanh, out })?)
+    }
+}

@@ -1,0 +1,50 @@
+//! Per-layer inputs: every token brings P numbers of its own to each layer.
+//!
+//! input\[l\] = (table\[id\]\[l\] · √P + norm(projection(embedding) · hidden^-½)\[l\]) · 2^-½, made once a pass.
+
+use kvant::ops::{self, Columns, Embed, Linear, Residual, RmsNorm};
+
+use super::Pass;
+use crate::{Result, weights::LayerInputWeights};
+
+impl Pass<'_> {
+    /// Makes the inputs of all layers, where the model has them. `h` still is the scaled embedding.
+    pub(super) fn per_layer_inputs(&mut self) -> Result<()> {
+        let config = &self.model.config;
+        let (Some(weights), Some(own), Some(ple)) =
+            (&self.model.weights.per_layer, &self.views.per_layer, config.per_layer_input)
+        else {
+            return Ok(());
+        };
+        let scale = (ple.size as f32).sqrt();
+        let out = &own.embedded[0];
+        ops::embed(&mut self.enc, &Embed { table: weights.embed.weight(), ids: &self.views.ids, scale, out })?;
+        let alpha = (config.hidden_size as f32).sqrt().recip();
+        let (x, weight) = (&self.views.h, weights.projection.weight());
+        ops::linear(&mut self.enc, &Linear { x, weight, experts: None, alpha, out: &own.input[0] })?;
+        ops::rms_norm(
+            &mut self.enc,
+            &RmsNorm {
+                x: &own.input[1],
+                weight: Some(&weights.norm),
+                eps: config.rms_norm_eps,
+                residual: Residual::After(&own.embedded[1]),
+                scale: std::f32::consts::FRAC_1_SQRT_2,
+                out: &own.input[1],
+            },
+        )?;
+        Ok(())
+    }
+
+    /// h = scale · (h + norm(projection(gelu(gate(h)) · input of layer l))).
+    pub(super) fn add_layer_input(&mut self, l: usize, weights: &LayerInputWeights, scale: f32) -> Result<()> {
+        let views = self.views;
+        let own = views.per_layer.as_ref().expect("a model with these weights has these views");
+        self.linear(&views.h, &weights.gate, &own.gate)?;
+        let size = own.gate.shape()[1];
+        let input = Columns { tensor: &own.input[0], start: l * size };
+        self.gelu_gate(Columns::all(&own.gate), input, &own.gate)?;
+        self.linear(&own.gate, &weights.projection, &views.y)?;
+        self.add_normed(&views.y, &weights.norm, scale)
+    }
+}

@@ -1,0 +1,267 @@
+//! A loaded model, and running it.
+
+use std::{
+    path::Path,
+    sync::{Mutex, PoisonError},
+};
+
+use kvant::{CacheLayer, CacheSpec, Codec, DType, Device, KvCache, Tensor};
+
+use crate::{
+    Config, Error, Result, config, gemma4::Gemma4, safetensors::Checkpoint, weights::Weights, workspace::Workspace,
+};
+
+/// Tokens that one pass takes at most: enough to keep matrix products busy, few enough for scratch to stay small.
+const MAX_CHUNK: usize = 512;
+
+/// How a model is loaded.
+#[derive(Clone, Copy, Debug)]
+pub struct LoadOptions {
+    /// The dtype of activations: f32 (the default), f16 or bf16. Weights stay as the file has them.
+    pub activations: DType,
+}
+
+impl Default for LoadOptions {
+    fn default() -> Self {
+        LoadOptions { activations: DType::F32 }
+    }
+}
+
+/// What a model's cache is made of.
+#[derive(Clone, Copy, Debug)]
+pub struct CacheOptions {
+    /// How keys are stored.
+    pub k: Codec,
+    /// How values are stored.
+    pub v: Codec,
+    /// Tokens that a sequence can have.
+    pub capacity: usize,
+    /// Independent sequences.
+    pub sequences: usize,
+    /// Slots that sliding-window layers have beyond their window: a pass takes up to slack + 1 tokens at once.
+    pub slack: usize,
+}
+
+impl Default for CacheOptions {
+    /// f16, one sequence of up to 4096 tokens, passes of up to 256.
+    fn default() -> Self {
+        CacheOptions { k: Codec::F16, v: Codec::F16, capacity: 4096, sequences: 1, slack: 255 }
+    }
+}
+
+/// Which tokens' logits a pass returns.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Logits {
+    /// Those of every token given.
+    All,
+    /// Those of the last one.
+    Last,
+}
+
+/// A model on a device.
+///
+/// ```no_run
+/// use kvant::Device;
+/// use kvant_models::{CacheOptions, Logits, Model};
+/// let model = Model::load("models/rustdoc-11m-4bit".as_ref(), &Device::default())?;
+/// let mut cache = model.new_cache(&CacheOptions::default())?;
+/// let logits = model.forward(&mut cache, 0, &[2, 17, 300], Logits::Last)?;
+/// assert_eq!(logits.shape(), [1, model.vocab_size()]);
+/// # Ok::<(), kvant_models::Error>(())
+/// ```
+pub struct Model {
+    gemma4: Gemma4,
+    device: Device,
+    activations: DType,
+    /// Scratch that no pass is using.
+    spaces: Mutex<Vec<Workspace>>,
+}
+
+impl Model {
+    /// Loads a directory: `config.json` and `model.safetensors`, or shards under `model.safetensors.index.json`.
+    ///
+    /// # Errors
+    /// `File`, `Config`, `Unsupported`, `MissingTensor`, `TensorShape`, `TensorDType`, `TensorValue`, each naming
+    /// what it is about; `Kvant` when the device has no room.
+    pub fn load(dir: &Path, device: &Device) -> Result<Model> {
+        Model::load_with(dir, device, &LoadOptions::default())
+    }
+
+    /// As [`Model::load`], with options.
+    pub fn load_with(dir: &Path, device: &Device, options: &LoadOptions) -> Result<Model> {
+        if !options.activations.is_float() {
+            return Err(Error::argument("activations", "f32, f16 or bf16", options.activations));
+        }
+        if !dir.is_dir() {
+            return Err(Error::file(dir, "not a directory"));
+        }
+        let config = Config::load(dir)?;
+        let weights = Weights::load(&config, &Checkpoint::open(dir)?, device)?;
+        tracing::info!(dir = %dir.display(), %device, layers = config.layers.len(), bytes = weights.bytes, "loaded");
+        Ok(Model {
+            gemma4: Gemma4::new(config, weights)?,
+            device: device.clone(),
+            activations: options.activations,
+            spaces: Mutex::default(),
+        })
+    }
+
+    /// What the model is.
+    pub fn config(&self) -> &Config {
+        &self.gemma4.config
+    }
+
+    /// How many logits a token has.
+    pub fn vocab_size(&self) -> usize {
+        self.config().vocab_size
+    }
+
+    /// Where it runs.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// Bytes of the weights' matrices.
+    pub fn weight_bytes(&self) -> usize {
+        self.gemma4.weights.bytes
+    }
+
+    /// An empty cache with a layer for each of the model's that has keys and values of its own.
+    pub fn new_cache(&self, options: &CacheOptions) -> Result<KvCache> {
+        let CacheOptions { k, v, capacity, sequences, slack } = *options;
+        let own = &self.config().layers[..self.config().cache_layers()];
+        let layer = |layer: &config::LayerConfig| CacheLayer {
+            kv_heads: layer.kv_heads,
+            head_dim: layer.head_dim,
+            window: layer.window,
+            k,
+            v,
+        };
+        let spec = CacheSpec { layers: own.iter().map(layer).collect(), sequences, capacity, slack };
+        Ok(KvCache::new(&self.device, &spec)?)
+    }
+
+    /// Feeds `tokens` to a sequence and returns logits, f32 `[tokens or 1, vocab_size]`. A token's logits are about
+    /// the one that follows it.
+    ///
+    /// Any number of tokens, however few the cache takes at once: feeding them together, in pieces or one by one
+    /// comes to the same.
+    ///
+    /// # Errors
+    /// `Argument` for no tokens, ids outside the vocabulary or a cache of another model; `Kvant` with `CacheFull`
+    /// when the sequence has no room. All these come before anything is done. After another error the sequence is as
+    /// long as before, or, when sliding windows no longer hold what that needs, as long as the pieces that were done.
+    pub fn forward(&self, cache: &mut KvCache, sequence: usize, tokens: &[u32], logits: Logits) -> Result<Tensor> {
+        self.check(cache, sequence, tokens)?;
+        let rows = if logits == Logits::All { tokens.len() } else { 1 };
+        let out = Tensor::zeros(&self.device, DType::F32, &[rows, self.vocab_size()])?;
+        self.run(cache, sequence, tokens, &out)?;
+        Ok(out)
+    }
+
+    /// As [`Model::forward`], into a tensor that exists: `[tokens, vocab_size]` for the logits of all tokens, or
+    /// `[n, vocab_size]` for those of the last n, f32, f16 or bf16.
+    pub fn forward_into(&self, cache: &mut KvCache, sequence: usize, tokens: &[u32], out: &Tensor) -> Result<()> {
+        self.check(cache, sequence, tokens)?;
+        let vocab = self.vocab_size();
+        let ok = matches!(out.shape(), &[rows, width] if (1..=tokens.len()).contains(&rows) && width == vocab);
+        if !ok || !out.dtype().is_float() || out.device() != &self.device {
+            let expected = format!("[1 to {}, {vocab}] of floats on {}", tokens.len(), self.device);
+            return Err(Error::argument("out", expected, format_args!("{out:?}")));
+        }
+        self.run(cache, sequence, tokens, out)
+    }
+
+    /// Everything that the caller can have got wrong.
+    fn check(&self, cache: &KvCache, sequence: usize, tokens: &[u32]) -> Result<()> {
+        if tokens.is_empty() {
+            return Err(Error::argument("tokens", "at least one token", "none"));
+        }
+        let config = self.config();
+        let ple_vocab = config.per_layer_input.map_or(usize::MAX, |ple| ple.vocab_size);
+        let vocab = config.vocab_size.min(ple_vocab);
+        if let Some((i, id)) = tokens.iter().enumerate().find(|&(_, &id)| id as usize >= vocab) {
+            return Err(Error::argument("tokens", format_args!("ids below {vocab}"), format_args!("{id} at {i}")));
+        }
+        if cache.device() != &self.device {
+            return Err(Error::argument("cache", format_args!("on {}", self.device), cache.device()));
+        }
+        let (spec, own) = (cache.spec(), &config.layers[..config.cache_layers()]);
+        let same = |(cached, layer): (&CacheLayer, &config::LayerConfig)| {
+            (cached.kv_heads, cached.head_dim, cached.window) == (layer.kv_heads, layer.head_dim, layer.window)
+        };
+        if spec.layers.len() != own.len() || !spec.layers.iter().zip(own).all(same) {
+            return Err(Error::argument("cache", "one made for this model", "layers of other shapes"));
+        }
+        let len = cache.len(sequence)?;
+        let bounded = own.iter().any(|layer| layer.window.is_none());
+        if bounded && tokens.len() > spec.capacity.saturating_sub(len) {
+            let (tokens, capacity) = (tokens.len(), spec.capacity);
+            return Err(kvant::Error::CacheFull { sequence, len, tokens, capacity }.into());
+        }
+        Ok(())
+    }
+
+    /// Feeds checked tokens, a piece at a time; `out` takes the logits of the last ones, as many as it has rows.
+    fn run(&self, cache: &mut KvCache, sequence: usize, tokens: &[u32], out: &Tensor) -> Result<()> {
+        let most = cache.max_batch().clamp(1, MAX_CHUNK);
+        let mut space = self.space(tokens.len().min(most), most)?;
+        let first_row = tokens.len() - out.shape()[0];
+        let before = cache.len(sequence)?;
+        let mut done = 0;
+        let mut result = Ok(());
+        for piece in tokens.chunks(most) {
+            let end = done + piece.len();
+            let rows = done.max(first_row).min(end)..end;
+            result = self.piece(&mut space, cache, (sequence, piece), rows.start - done, || {
+                Ok(out.rows(rows.start - first_row..rows.end - first_row)?)
+            });
+            if result.is_err() {
+                break;
+            }
+            done = end;
+        }
+        if result.is_err() && cache.truncate(sequence, before).is_err() {
+            // The rings have moved on: keep the pieces that are whole.
+            cache.truncate(sequence, before + done)?;
+        }
+        self.lock_spaces().push(space);
+        result
+    }
+
+    /// One pass. The piece's logits from row `skip` on go to `out`, if any are wanted.
+    fn piece(
+        &self,
+        space: &mut Workspace,
+        cache: &mut KvCache,
+        (sequence, piece): (usize, &[u32]),
+        skip: usize,
+        out: impl FnOnce() -> Result<Tensor>,
+    ) -> Result<()> {
+        let out = if skip < piece.len() { Some(out()?) } else { None };
+        space.fit(&self.gemma4.config, piece.len())?;
+        space.views.ids.write(piece)?;
+        space.append(cache, sequence, piece.len())?;
+        self.gemma4.forward(space, cache, out.as_ref())
+    }
+
+    /// Scratch for passes of `rows` tokens: one that is free, or a new one.
+    fn space(&self, rows: usize, most: usize) -> Result<Workspace> {
+        match self.lock_spaces().pop() {
+            Some(space) if space.rows() >= rows => Ok(space),
+            // Sizes grow in steps, so that prompts of rising length do not each allocate.
+            _ => Workspace::new(self.config(), &self.device, self.activations, rows.next_power_of_two().min(most)),
+        }
+    }
+
+    fn lock_spaces(&self) -> std::sync::MutexGuard<'_, Vec<Workspace>> {
+        // Nothing is left half-changed in a list of scratch memory.
+        self.spaces.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl std::fmt::Debug for Model {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Model({} layers on {})", self.config().layers.len(), self.device)
+    }
+}

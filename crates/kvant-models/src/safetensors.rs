@@ -1,0 +1,317 @@
+//! Checkpoint files: one safetensors file, or several under an index.
+//!
+//! The format: eight bytes of header length (little endian), a JSON header that gives each tensor's dtype, shape and
+//! byte range, then the bytes. Everything in it is checked before anything is allocated, and tensors go from the
+//! file to the device in pieces, so that no file is ever held or mapped whole.
+
+use std::{
+    collections::HashMap,
+    fmt,
+    fs::File,
+    io::{Read, Seek, SeekFrom},
+    path::{Path, PathBuf},
+    sync::Mutex,
+};
+
+use kvant::{DType, Device, Tensor};
+use serde::de::{Deserialize, Deserializer, IgnoredAny, MapAccess, Visitor};
+
+use crate::{Error, Result, files};
+
+/// The format's own limit of a header.
+const HEADER_LIMIT: u64 = 100_000_000;
+/// Checkpoints come in a few dozen shards at most.
+const SHARD_LIMIT: usize = 4096;
+/// Bytes on their way from a file to a device.
+const PIECE: usize = 8 << 20;
+
+/// One tensor of a file.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TensorInfo {
+    /// The dtype in the file's words: `F32`, `BF16`, `U32`, …
+    pub dtype: String,
+    /// The dimensions, outermost first.
+    pub shape: Vec<usize>,
+    /// First byte, counted from the end of the header.
+    pub start: u64,
+    /// One past the last byte.
+    pub end: u64,
+}
+
+impl TensorInfo {
+    /// The dtype, when it is one that tensors here can have.
+    pub fn dtype(&self) -> Option<DType> {
+        Some(match self.dtype.as_str() {
+            "F32" => DType::F32,
+            "F16" => DType::F16,
+            "BF16" => DType::BF16,
+            "U32" => DType::U32,
+            "U8" => DType::U8,
+            _ => return None,
+        })
+    }
+}
+
+/// Bits of one element of the dtypes that the format knows; `None` for others, whose length cannot be checked.
+fn element_bits(dtype: &str) -> Option<u64> {
+    Some(match dtype {
+        "F4" => 4,
+        "F6_E2M3" | "F6_E3M2" => 6,
+        "BOOL" | "U8" | "I8" | "F8_E5M2" | "F8_E4M3" | "F8_E8M0" | "F8_E5M2FNUZ" | "F8_E4M3FNUZ" => 8,
+        "U16" | "I16" | "F16" | "BF16" => 16,
+        "U32" | "I32" | "F32" => 32,
+        "U64" | "I64" | "F64" | "C64" => 64,
+        _ => return None,
+    })
+}
+
+/// The header of a file, checked: names are unique, ranges match shapes, and the tensors cover the data exactly.
+#[derive(Clone, Debug, Default)]
+pub struct Header {
+    tensors: HashMap<String, TensorInfo>,
+}
+
+impl Header {
+    /// Parses a header's JSON; `data_bytes` is what the file has after it.
+    ///
+    /// # Errors
+    /// What is wrong, in words.
+    pub fn parse(json: &[u8], data_bytes: u64) -> std::result::Result<Header, String> {
+        let RawHeader(entries) = serde_json::from_slice(json).map_err(|e| format!("header: {e}"))?;
+        let mut tensors = HashMap::with_capacity(entries.len());
+        let mut ranges = Vec::with_capacity(entries.len());
+        for (name, entry) in entries {
+            let info = entry.check(data_bytes).map_err(|reason| format!("header: tensor `{name}`: {reason}"))?;
+            ranges.push((info.start, info.end));
+            if tensors.insert(name.clone(), info).is_some() {
+                return Err(format!("header: tensor `{name}` appears twice"));
+            }
+        }
+        ranges.sort_unstable();
+        let mut covered = 0;
+        for (start, end) in ranges {
+            if start != covered {
+                return Err(format!("header: tensors overlap or leave a gap at byte {}", start.min(covered)));
+            }
+            covered = end;
+        }
+        if covered != data_bytes {
+            return Err(format!("header: tensors take {covered} bytes, the file has {data_bytes}"));
+        }
+        Ok(Header { tensors })
+    }
+
+    /// The tensors by name.
+    pub fn tensors(&self) -> &HashMap<String, TensorInfo> {
+        &self.tensors
+    }
+}
+
+#[derive(serde::Deserialize)]
+struct RawEntry {
+    dtype: String,
+    shape: Vec<u64>,
+    data_offsets: (u64, u64),
+}
+
+impl RawEntry {
+    fn check(self, data_bytes: u64) -> std::result::Result<TensorInfo, String> {
+        let (start, end) = self.data_offsets;
+        if start > end || end > data_bytes {
+            return Err(format!("bytes {start}..{end} are not within the file's {data_bytes}"));
+        }
+        let shape: Option<Vec<usize>> = self.shape.iter().map(|&d| usize::try_from(d).ok()).collect();
+        let elements = self.shape.iter().try_fold(1u64, |n, &d| n.checked_mul(d));
+        let (Some(shape), Some(elements)) = (shape, elements) else {
+            return Err(format!("the shape {:?} overflows", self.shape));
+        };
+        if let Some(bits) = element_bits(&self.dtype) {
+            let bytes = elements.checked_mul(bits).map(|bits| bits.div_ceil(8));
+            if bytes != Some(end - start) {
+                return Err(format!("{} bytes for {:?} of {}", end - start, self.shape, self.dtype));
+            }
+        }
+        Ok(TensorInfo { dtype: self.dtype, shape, start, end })
+    }
+}
+
+/// The header's entries in order, duplicates included: a map would hide them.
+struct RawHeader(Vec<(String, RawEntry)>);
+
+impl<'de> Deserialize<'de> for RawHeader {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
+        struct Entries;
+        impl<'de> Visitor<'de> for Entries {
+            type Value = RawHeader;
+
+            fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
+                f.write_str("an object of tensors")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> std::result::Result<RawHeader, A::Error> {
+                let mut entries = Vec::new();
+                while let Some(name) = map.next_key::<String>()? {
+                    if name == "__metadata__" {
+                        map.next_value::<IgnoredAny>()?;
+                    } else {
+                        entries.push((name, map.next_value()?));
+                    }
+                }
+                Ok(RawHeader(entries))
+            }
+        }
+        deserializer.deserialize_map(Entries)
+    }
+}
+
+/// One open safetensors file.
+#[derive(Debug)]
+pub struct SafetensorsFile {
+    path: PathBuf,
+    /// A read moves the file's position, so that readers take turns.
+    file: Mutex<File>,
+    data_start: u64,
+    header: Header,
+}
+
+impl SafetensorsFile {
+    /// Opens a file and checks its header.
+    pub fn open(path: &Path) -> Result<SafetensorsFile> {
+        let failed = |e: std::io::Error| Error::file(path, e);
+        let mut file = File::open(path).map_err(failed)?;
+        let length = file.metadata().map_err(failed)?.len();
+        let mut prefix = [0u8; 8];
+        if length < 8 {
+            return Err(Error::file(path, "too short for a safetensors file"));
+        }
+        file.read_exact(&mut prefix).map_err(failed)?;
+        let header_bytes = u64::from_le_bytes(prefix);
+        if header_bytes > HEADER_LIMIT || header_bytes > length - 8 {
+            let reason =
+                format!("the header claims {header_bytes} bytes, the file has {} after its length", length - 8);
+            return Err(Error::file(path, reason));
+        }
+        let mut json = vec![0; header_bytes as usize];
+        file.read_exact(&mut json).map_err(failed)?;
+        let data_start = 8 + header_bytes;
+        let header = Header::parse(&json, length - data_start).map_err(|reason| Error::file(path, reason))?;
+        Ok(SafetensorsFile { path: path.to_path_buf(), file: Mutex::new(file), data_start, header })
+    }
+
+    /// What is in it.
+    pub fn header(&self) -> &Header {
+        &self.header
+    }
+
+    /// Reads a tensor to a device, in the file's own dtype.
+    pub fn read(&self, name: &str, device: &Device) -> Result<Tensor> {
+        let info = self.header.tensors.get(name).ok_or_else(|| Error::MissingTensor { name: name.to_string() })?;
+        let dtype = info.dtype().ok_or_else(|| Error::TensorDType {
+            name: name.to_string(),
+            expected: "F32, F16, BF16, U32 or U8",
+            got: info.dtype.clone(),
+        })?;
+        let tensor = Tensor::zeros(device, dtype, &info.shape)?;
+        let flat = tensor.reshape(&[tensor.elements()])?;
+        let mut file = self.file.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let failed = |e: std::io::Error| Error::file(&self.path, format_args!("tensor `{name}`: {e}"));
+        file.seek(SeekFrom::Start(self.data_start + info.start)).map_err(failed)?;
+        let step = PIECE / dtype.size();
+        let mut piece = vec![0u8; tensor.bytes().min(PIECE)];
+        for start in (0..tensor.elements()).step_by(step) {
+            let part = flat.rows(start..tensor.elements().min(start + step))?;
+            let bytes = &mut piece[..part.bytes()];
+            file.read_exact(bytes).map_err(failed)?;
+            part.write_bytes(bytes)?;
+        }
+        Ok(tensor)
+    }
+}
+
+/// All tensors of a model's directory.
+#[derive(Debug)]
+pub struct Checkpoint {
+    files: Vec<SafetensorsFile>,
+    /// Which file each tensor is in.
+    place: HashMap<String, usize>,
+}
+
+impl Checkpoint {
+    /// Opens `model.safetensors`, or the shards that `model.safetensors.index.json` names.
+    pub fn open(dir: &Path) -> Result<Checkpoint> {
+        let single = dir.join("model.safetensors");
+        let index = dir.join("model.safetensors.index.json");
+        if single.exists() {
+            let file = SafetensorsFile::open(&single)?;
+            let place = file.header.tensors.keys().map(|name| (name.clone(), 0)).collect();
+            return Ok(Checkpoint { files: vec![file], place });
+        }
+        if !index.exists() {
+            return Err(Error::file(dir, "has neither model.safetensors nor model.safetensors.index.json"));
+        }
+        let json = files::read(&index, HEADER_LIMIT)?;
+        let map = parse_index(&json).map_err(|reason| Error::file(&index, reason))?;
+        let mut files = Vec::new();
+        let mut opened = HashMap::new();
+        let mut place = HashMap::with_capacity(map.len());
+        for (name, shard) in map {
+            let file = match opened.get(&shard) {
+                Some(&file) => file,
+                None => {
+                    files.push(SafetensorsFile::open(&dir.join(&shard))?);
+                    opened.insert(shard.clone(), files.len() - 1);
+                    files.len() - 1
+                }
+            };
+            if !files[file].header.tensors.contains_key(&name) {
+                return Err(Error::file(&index, format_args!("`{name}` is not in {shard}")));
+            }
+            place.insert(name, file);
+        }
+        Ok(Checkpoint { files, place })
+    }
+
+    /// Whether there is a tensor of this name.
+    pub fn contains(&self, name: &str) -> bool {
+        self.place.contains_key(name)
+    }
+
+    /// What a file says of a tensor.
+    pub fn info(&self, name: &str) -> Option<&TensorInfo> {
+        self.files[*self.place.get(name)?].header.tensors.get(name)
+    }
+
+    /// Reads a tensor to a device, in the file's own dtype.
+    pub fn read(&self, name: &str, device: &Device) -> Result<Tensor> {
+        let &file = self.place.get(name).ok_or_else(|| Error::MissingTensor { name: name.to_string() })?;
+        self.files[file].read(name, device)
+    }
+}
+
+/// The tensor names of an index, each with the file name of its shard.
+///
+/// # Errors
+/// What is wrong, in words: also a shard that is not a plain name of a `.safetensors` file in the same directory.
+pub fn parse_index(json: &[u8]) -> std::result::Result<Vec<(String, String)>, String> {
+    #[derive(serde::Deserialize)]
+    struct Index {
+        weight_map: HashMap<String, String>,
+    }
+    let index: Index = serde_json::from_slice(json).map_err(|e| e.to_string())?;
+    let mut shards = std::collections::HashSet::new();
+    for shard in index.weight_map.values() {
+        let plain = shard.strip_suffix(".safetensors").is_some_and(|stem| {
+            !stem.is_empty()
+                && !stem.starts_with('.')
+                && stem.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c))
+        });
+        if !plain {
+            return Err(format!("{shard:?} is not the plain name of a .safetensors file"));
+        }
+        shards.insert(shard);
+        if shards.len() > SHARD_LIMIT {
+            return Err(format!("more than {SHARD_LIMIT} shards"));
+        }
+    }
+    Ok(index.weight_map.into_iter().collect())
+}

@@ -1,0 +1,168 @@
+//! Text to token ids and back, by the model's own `tokenizer.json`.
+
+use std::path::Path;
+
+use serde_json::Value;
+
+use crate::{Config, Error, Result, files};
+
+/// Several times the largest vocabulary there is.
+const TOKENIZER_LIMIT: u64 = 256 << 20;
+
+/// A model's tokenizer.
+pub struct Tokenizer {
+    inner: tokenizers::Tokenizer,
+    bos: Option<u32>,
+    eos: Vec<u32>,
+}
+
+impl Tokenizer {
+    /// Loads `tokenizer.json`; which ids start and end a text comes from `tokenizer_config.json`, `config.json` and
+    /// `generation_config.json`, as far as they are there.
+    pub fn load(dir: &Path) -> Result<Tokenizer> {
+        let path = dir.join("tokenizer.json");
+        let mut tokenizer =
+            Tokenizer::parse(&files::read(&path, TOKENIZER_LIMIT)?).map_err(|e| Error::file(&path, e))?;
+        if let Some(json) = files::read_json_if_there(&dir.join("tokenizer_config.json"))? {
+            tokenizer.bos = tokenizer.named(&json["bos_token"]);
+            tokenizer.eos.extend(tokenizer.named(&json["eos_token"]));
+        }
+        if dir.join("config.json").exists() {
+            let config = Config::load(dir)?;
+            tokenizer.bos = tokenizer.bos.or(config.bos_token_id);
+            tokenizer.eos.extend(config.eos_token_ids);
+        }
+        tokenizer.eos.sort_unstable();
+        tokenizer.eos.dedup();
+        Ok(tokenizer)
+    }
+
+    /// Parses the contents of a `tokenizer.json`, which does not say which ids start and end a text.
+    pub fn parse(json: &[u8]) -> Result<Tokenizer> {
+        let mut inner = tokenizers::Tokenizer::from_bytes(json).map_err(refused)?;
+        // A prompt must never be cut or padded behind the caller's back.
+        inner.with_truncation(None).map_err(refused)?;
+        inner.with_padding(None);
+        Ok(Tokenizer { inner, bos: None, eos: Vec::new() })
+    }
+
+    /// The ids of a text, with the id that starts a text in front if asked (and if there is one).
+    pub fn encode(&self, text: &str, add_bos: bool) -> Result<Vec<u32>> {
+        let encoding = self.inner.encode_fast(text, false).map_err(refused)?;
+        let bos = self.bos.filter(|_| add_bos);
+        Ok(bos.into_iter().chain(encoding.get_ids().iter().copied()).collect())
+    }
+
+    /// The text of ids, without special tokens. Bytes that are not UTF-8 become U+FFFD.
+    pub fn decode(&self, ids: &[u32]) -> Result<String> {
+        self.inner.decode(ids, true).map_err(refused)
+    }
+
+    /// The text of ids, special tokens by their names.
+    pub fn decode_with_special(&self, ids: &[u32]) -> Result<String> {
+        self.inner.decode(ids, false).map_err(refused)
+    }
+
+    /// The id that starts a text.
+    pub fn bos(&self) -> Option<u32> {
+        self.bos
+    }
+
+    /// The ids that end a text.
+    pub fn eos(&self) -> &[u32] {
+        &self.eos
+    }
+
+    /// How many ids there are, added ones included.
+    pub fn vocab_size(&self) -> usize {
+        self.inner.get_vocab_size(true)
+    }
+
+    /// Decodes ids as they come.
+    pub fn stream(&self) -> TextStream<'_> {
+        TextStream { tokenizer: self, ids: Vec::new(), sent: String::new() }
+    }
+
+    /// The id of a token given by its text, or by an object that holds it as `content`.
+    fn named(&self, token: &Value) -> Option<u32> {
+        let text = token.as_str().or_else(|| token["content"].as_str())?;
+        self.inner.token_to_id(text)
+    }
+}
+
+impl std::fmt::Debug for Tokenizer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Tokenizer({} ids)", self.vocab_size())
+    }
+}
+
+fn refused(error: tokenizers::Error) -> Error {
+    Error::Tokenizer { reason: error.to_string() }
+}
+
+/// How many ids the stream keeps as context once their text is out.
+const CONTEXT: usize = 4;
+/// How many ids it looks at before it shortens the context, and at most before it gives up waiting for a character.
+const LONGEST: usize = 64;
+
+/// Decodes ids one by one into pieces of whole characters. Together the pieces are what
+/// [`Tokenizer::decode`] gives for all ids at once.
+///
+/// A character may be spread over several tokens, and what a token's bytes mean can depend on those before: so the
+/// stream decodes the latest ids together, and hands out what no later id can change.
+pub struct TextStream<'a> {
+    tokenizer: &'a Tokenizer,
+    /// The latest ids.
+    ids: Vec<u32>,
+    /// The part of their text that is out.
+    sent: String,
+}
+
+impl TextStream<'_> {
+    /// Takes an id and returns the text that has become certain, often that of this id, sometimes nothing.
+    pub fn push(&mut self, id: u32) -> Result<String> {
+        self.ids.push(id);
+        let text = self.tokenizer.decode(&self.ids)?;
+        if self.ids.len() >= LONGEST && text.ends_with('\u{fffd}') {
+            return self.release(&text);
+        }
+        // The end may be the first bytes of a character.
+        let certain = text.trim_end_matches('\u{fffd}');
+        let Some(piece) = certain.strip_prefix(self.sent.as_str()).map(str::to_string) else {
+            return Ok(String::new());
+        };
+        self.sent.push_str(&piece);
+        if self.sent.len() == text.len() {
+            self.shorten()?;
+        }
+        Ok(piece)
+    }
+
+    /// The rest: what was waiting for bytes that did not come.
+    pub fn finish(mut self) -> Result<String> {
+        let text = self.tokenizer.decode(&self.ids)?;
+        self.release(&text)
+    }
+
+    /// Gives out everything and forgets it.
+    fn release(&mut self, text: &str) -> Result<String> {
+        let rest = text.strip_prefix(self.sent.as_str()).unwrap_or_default().to_string();
+        self.ids.clear();
+        self.sent.clear();
+        Ok(rest)
+    }
+
+    /// Keeps the last few ids, when alone they have the text that they have in context.
+    fn shorten(&mut self) -> Result<()> {
+        if self.ids.len() <= 4 * CONTEXT {
+            return Ok(());
+        }
+        let context = &self.ids[self.ids.len() - CONTEXT..];
+        let text = self.tokenizer.decode(context)?;
+        if self.ids.len() > LONGEST || (self.sent.ends_with(&text) && !text.contains('\u{fffd}')) {
+            self.ids = context.to_vec();
+            self.sent = text;
+        }
+        Ok(())
+    }
+}

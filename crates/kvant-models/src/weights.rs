@@ -1,0 +1,340 @@
+//! Gemma 4's tensors, found under any of the names that checkpoints give them, with the shapes that the
+//! configuration implies.
+
+use kvant::{
+    DType, Device, Tensor,
+    ops::{Affine, Weight},
+};
+
+use crate::{
+    Error, Result,
+    config::{Config, LayerConfig, Moe, PerLayerInput},
+    safetensors::Checkpoint,
+};
+
+/// A matrix, dense or quantised.
+#[derive(Clone, Debug)]
+pub(crate) enum Matrix {
+    Dense(Tensor),
+    Affine { codes: Tensor, scales: Tensor, biases: Tensor, bits: u32, group: usize },
+}
+
+impl Matrix {
+    /// As the operations take it.
+    pub(crate) fn weight(&self) -> Weight<'_> {
+        match self {
+            Matrix::Dense(tensor) => Weight::Dense(tensor),
+            Matrix::Affine { codes, scales, biases, bits, group } => {
+                Weight::Affine(Affine { codes, scales, biases, bits: *bits, group: *group })
+            }
+        }
+    }
+
+    fn bytes(&self) -> usize {
+        match self {
+            Matrix::Dense(tensor) => tensor.bytes(),
+            Matrix::Affine { codes, scales, biases, .. } => codes.bytes() + scales.bytes() + biases.bytes(),
+        }
+    }
+}
+
+/// All tensors of a model.
+#[derive(Debug)]
+pub(crate) struct Weights {
+    pub embed: Matrix,
+    pub norm: Tensor,
+    /// Absent when the embedding serves.
+    pub lm_head: Option<Matrix>,
+    pub per_layer: Option<PerLayerWeights>,
+    pub layers: Vec<LayerWeights>,
+    /// Bytes of the matrices.
+    pub bytes: usize,
+}
+
+/// What makes the per-layer inputs.
+#[derive(Debug)]
+pub(crate) struct PerLayerWeights {
+    /// `[Vp, L·P]`.
+    pub embed: Matrix,
+    /// `[L·P, H]`.
+    pub projection: Matrix,
+    /// `[P]`.
+    pub norm: Tensor,
+}
+
+#[derive(Debug)]
+pub(crate) struct LayerWeights {
+    pub input_norm: Tensor,
+    pub q: Matrix,
+    pub q_norm: Tensor,
+    /// Absent when the layer attends to another's keys and values.
+    pub kv: Option<KvWeights>,
+    pub o: Matrix,
+    pub post_attention_norm: Tensor,
+    pub pre_feedforward_norm: Tensor,
+    pub gate: Matrix,
+    pub up: Matrix,
+    pub down: Matrix,
+    pub post_feedforward_norm: Tensor,
+    pub moe: Option<MoeWeights>,
+    pub per_layer: Option<LayerInputWeights>,
+    /// Multiplies the layer's output.
+    pub scalar: f32,
+}
+
+#[derive(Debug)]
+pub(crate) struct KvWeights {
+    pub k: Matrix,
+    /// Absent where values are the raw keys.
+    pub v: Option<Matrix>,
+    pub k_norm: Tensor,
+}
+
+#[derive(Debug)]
+pub(crate) struct MoeWeights {
+    pub router: Matrix,
+    /// `[H]`.
+    pub router_scale: Tensor,
+    /// f32 `[E]`.
+    pub expert_scale: Tensor,
+    pub gate_up: GateUp,
+    /// `[E, H, I]`.
+    pub down: Matrix,
+    /// After the dense branch.
+    pub post_norm_1: Tensor,
+    /// Before the experts.
+    pub pre_norm_2: Tensor,
+    /// After the experts.
+    pub post_norm_2: Tensor,
+}
+
+/// The first half of every expert.
+#[derive(Debug)]
+pub(crate) enum GateUp {
+    /// Hugging Face: `[E, 2I, H]`, the gate's rows first.
+    Fused(Matrix),
+    /// MLX: `[E, I, H]` each.
+    Split { gate: Matrix, up: Matrix },
+}
+
+/// How a layer takes in its per-layer input.
+#[derive(Debug)]
+pub(crate) struct LayerInputWeights {
+    /// `[P, H]`.
+    pub gate: Matrix,
+    /// `[H, P]`.
+    pub projection: Matrix,
+    pub norm: Tensor,
+}
+
+impl Weights {
+    /// Reads what the configuration calls for, and nothing else: towers for images and sound stay in the file.
+    pub(crate) fn load(config: &Config, checkpoint: &Checkpoint, device: &Device) -> Result<Weights> {
+        let prefix = ["model.", "model.language_model.", "language_model.model.", "language_model.", ""]
+            .into_iter()
+            .find(|prefix| checkpoint.contains(&format!("{prefix}embed_tokens.weight")))
+            .ok_or_else(|| Error::MissingTensor { name: "model.embed_tokens.weight".to_string() })?;
+        let mut loader = Loader { config, checkpoint, device, prefix, bytes: 0 };
+        let h = config.hidden_size;
+        let embed = loader.matrix("embed_tokens", &[config.vocab_size, h])?;
+        let norm = loader.vector("norm.weight", h)?;
+        let lm_head = if config.tie_word_embeddings { None } else { Some(loader.lm_head()?) };
+        let per_layer = match config.per_layer_input {
+            Some(ple) => Some(loader.per_layer(ple)?),
+            None => None,
+        };
+        let layers =
+            config.layers.iter().enumerate().map(|(l, layer)| loader.layer(l, layer)).collect::<Result<_>>()?;
+        Ok(Weights { embed, norm, lm_head, per_layer, layers, bytes: loader.bytes })
+    }
+}
+
+struct Loader<'a> {
+    config: &'a Config,
+    checkpoint: &'a Checkpoint,
+    device: &'a Device,
+    /// What stands before the names of the text model.
+    prefix: &'static str,
+    bytes: usize,
+}
+
+impl Loader<'_> {
+    fn per_layer(&mut self, ple: PerLayerInput) -> Result<PerLayerWeights> {
+        let width = self.config.layers.len() * ple.size;
+        Ok(PerLayerWeights {
+            embed: self.matrix("embed_tokens_per_layer", &[ple.vocab_size, width])?,
+            projection: self.matrix("per_layer_model_projection", &[width, self.config.hidden_size])?,
+            norm: self.vector("per_layer_projection_norm.weight", ple.size)?,
+        })
+    }
+
+    fn layer(&mut self, l: usize, layer: &LayerConfig) -> Result<LayerWeights> {
+        let h = self.config.hidden_size;
+        let (d, inner) = (layer.head_dim, layer.intermediate_size);
+        let name = |part: &str| format!("layers.{l}.{part}");
+        let q_width = self.config.heads * d;
+        let kv = match layer.kv_source {
+            Some(_) => None,
+            None => Some(KvWeights {
+                k: self.matrix(&name("self_attn.k_proj"), &[layer.kv_heads * d, h])?,
+                v: match layer.k_eq_v {
+                    true => None,
+                    false => Some(self.matrix(&name("self_attn.v_proj"), &[layer.kv_heads * d, h])?),
+                },
+                k_norm: self.vector(&name("self_attn.k_norm.weight"), d)?,
+            }),
+        };
+        Ok(LayerWeights {
+            input_norm: self.vector(&name("input_layernorm.weight"), h)?,
+            q: self.matrix(&name("self_attn.q_proj"), &[q_width, h])?,
+            q_norm: self.vector(&name("self_attn.q_norm.weight"), d)?,
+            kv,
+            o: self.matrix(&name("self_attn.o_proj"), &[h, q_width])?,
+            post_attention_norm: self.vector(&name("post_attention_layernorm.weight"), h)?,
+            pre_feedforward_norm: self.vector(&name("pre_feedforward_layernorm.weight"), h)?,
+            gate: self.matrix(&name("mlp.gate_proj"), &[inner, h])?,
+            up: self.matrix(&name("mlp.up_proj"), &[inner, h])?,
+            down: self.matrix(&name("mlp.down_proj"), &[h, inner])?,
+            post_feedforward_norm: self.vector(&name("post_feedforward_layernorm.weight"), h)?,
+            moe: match self.config.moe {
+                Some(moe) => Some(self.moe(&name(""), moe)?),
+                None => None,
+            },
+            per_layer: match self.config.per_layer_input {
+                Some(ple) => Some(LayerInputWeights {
+                    gate: self.matrix(&name("per_layer_input_gate"), &[ple.size, h])?,
+                    projection: self.matrix(&name("per_layer_projection"), &[h, ple.size])?,
+                    norm: self.vector(&name("post_per_layer_input_norm.weight"), h)?,
+                }),
+                None => None,
+            },
+            scalar: self.scalar(&name("layer_scalar"))?,
+        })
+    }
+
+    /// `layer` is the layer's name with its final dot.
+    fn moe(&mut self, layer: &str, moe: Moe) -> Result<MoeWeights> {
+        let h = self.config.hidden_size;
+        let Moe { experts, intermediate_size: inner, .. } = moe;
+        let fused = format!("{layer}experts.gate_up_proj");
+        let (gate_up, down) = if self.checkpoint.contains(&self.full(&fused)) {
+            let gate_up = self.dense(&self.full(&fused), &[experts, 2 * inner, h])?;
+            let down = self.dense(&self.full(&format!("{layer}experts.down_proj")), &[experts, h, inner])?;
+            (GateUp::Fused(gate_up), down)
+        } else {
+            let glu = format!("{layer}experts.switch_glu.");
+            let gate = self.matrix(&format!("{glu}gate_proj"), &[experts, inner, h])?;
+            let up = self.matrix(&format!("{glu}up_proj"), &[experts, inner, h])?;
+            (GateUp::Split { gate, up }, self.matrix(&format!("{glu}down_proj"), &[experts, h, inner])?)
+        };
+        let per_expert = self.vector(&format!("{layer}router.per_expert_scale"), experts)?.to_f32()?;
+        Ok(MoeWeights {
+            router: self.matrix(&format!("{layer}router.proj"), &[experts, h])?,
+            router_scale: self.vector(&format!("{layer}router.scale"), h)?,
+            expert_scale: Tensor::from_slice(self.device, &per_expert, &[experts])?,
+            gate_up,
+            down,
+            post_norm_1: self.vector(&format!("{layer}post_feedforward_layernorm_1.weight"), h)?,
+            pre_norm_2: self.vector(&format!("{layer}pre_feedforward_layernorm_2.weight"), h)?,
+            post_norm_2: self.vector(&format!("{layer}post_feedforward_layernorm_2.weight"), h)?,
+        })
+    }
+
+    /// The output matrix stands beside the text model, not in it.
+    fn lm_head(&mut self) -> Result<Matrix> {
+        let module = ["lm_head", "language_model.lm_head", "model.lm_head", "model.language_model.lm_head"]
+            .into_iter()
+            .find(|module| self.checkpoint.contains(&format!("{module}.weight")))
+            .ok_or_else(|| Error::MissingTensor { name: "lm_head.weight".to_string() })?;
+        self.matrix_at(module, &[self.config.vocab_size, self.config.hidden_size])
+    }
+
+    fn full(&self, name: &str) -> String {
+        format!("{}{name}", self.prefix)
+    }
+
+    /// A float vector of `len`.
+    fn vector(&self, name: &str, len: usize) -> Result<Tensor> {
+        self.float(&self.full(name), &[len])
+    }
+
+    /// A `[1]` tensor's value; 1 when there is none.
+    fn scalar(&self, name: &str) -> Result<f32> {
+        let name = self.full(name);
+        if !self.checkpoint.contains(&name) {
+            return Ok(1.0);
+        }
+        let value = self.float(&name, &[1])?.to_f32()?[0];
+        if !value.is_finite() {
+            return Err(Error::TensorValue { name, expected: "a finite number", got: value.to_string() });
+        }
+        Ok(value)
+    }
+
+    /// `[outputs, inputs]` or `[E, outputs, inputs]`, dense or quantised.
+    fn matrix(&mut self, module: &str, shape: &[usize]) -> Result<Matrix> {
+        self.matrix_at(&self.full(module), shape)
+    }
+
+    fn matrix_at(&mut self, module: &str, shape: &[usize]) -> Result<Matrix> {
+        let weight = format!("{module}.weight");
+        let scales_name = format!("{module}.scales");
+        if !self.checkpoint.contains(&scales_name) {
+            return self.dense(&weight, shape);
+        }
+        let scheme = self.config.quantization.scheme(module).ok_or_else(|| Error::Config {
+            key: "quantization".to_string(),
+            expected: format!("the bits and group size of `{module}`, which is quantised"),
+            got: "nothing".to_string(),
+        })?;
+        let (&inputs, rows) = shape.split_last().expect("a matrix has dimensions");
+        if !inputs.is_multiple_of(scheme.group) {
+            return Err(Error::Config {
+                key: "quantization.group_size".to_string(),
+                expected: format!("a divisor of the {inputs} inputs of `{module}`"),
+                got: scheme.group.to_string(),
+            });
+        }
+        let with_last = |last: usize| [rows, &[last]].concat();
+        let groups = with_last(inputs / scheme.group);
+        self.expect_shape(&weight, &with_last(inputs * scheme.bits as usize / 32))?;
+        let codes = self.checkpoint.read(&weight, self.device)?;
+        if codes.dtype() != DType::U32 {
+            return Err(Error::dtype(&weight, "u32 beside its scales", codes.dtype()));
+        }
+        let scales = self.float(&scales_name, &groups)?;
+        let biases_name = format!("{module}.biases");
+        let biases = self.float(&biases_name, &groups)?;
+        if biases.dtype() != scales.dtype() {
+            return Err(Error::dtype(&biases_name, "of the scales' dtype", biases.dtype()));
+        }
+        let matrix = Matrix::Affine { codes, scales, biases, bits: scheme.bits, group: scheme.group };
+        self.bytes += matrix.bytes();
+        Ok(matrix)
+    }
+
+    fn dense(&mut self, name: &str, shape: &[usize]) -> Result<Matrix> {
+        let matrix = Matrix::Dense(self.float(name, shape)?);
+        self.bytes += matrix.bytes();
+        Ok(matrix)
+    }
+
+    fn float(&self, name: &str, shape: &[usize]) -> Result<Tensor> {
+        self.expect_shape(name, shape)?;
+        let info = self.checkpoint.info(name).expect("expect_shape found it");
+        if !info.dtype().is_some_and(DType::is_float) {
+            let got = info.dtype.clone();
+            return Err(Error::TensorDType { name: name.to_string(), expected: "F32, F16 or BF16", got });
+        }
+        self.checkpoint.read(name, self.device)
+    }
+
+    /// Asked of the header, before anything is allocated.
+    fn expect_shape(&self, name: &str, expected: &[usize]) -> Result<()> {
+        let info = self.checkpoint.info(name).ok_or_else(|| Error::MissingTensor { name: name.to_string() })?;
+        if info.shape == expected {
+            return Ok(());
+        }
+        Err(Error::TensorShape { name: name.to_string(), expected: expected.to_vec(), got: info.shape.clone() })
+    }
+}

@@ -1,0 +1,228 @@
+//! The tensors between the operations of a pass, allocated once and used by every step.
+
+use kvant::{DType, Device, KvCache, Step, Tensor};
+
+use crate::{Result, config::Config};
+
+/// Scratch for passes of up to `rows` tokens, and views of it for the latest number of tokens.
+pub(crate) struct Workspace {
+    rows: usize,
+    buffers: Buffers,
+    pub views: Views,
+    step: Option<Step>,
+}
+
+/// One-dimensional: each pass takes the front of them in the shapes it needs, so that views are contiguous.
+struct Buffers {
+    ids: Tensor,
+    hidden: [Tensor; 4],
+    q: Tensor,
+    attended: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    per_layer: Option<[Tensor; 3]>,
+    moe: Option<[Tensor; 6]>,
+}
+
+/// The buffers as a pass of `tokens` tokens sees them.
+pub(crate) struct Views {
+    pub tokens: usize,
+    /// u32 `[T]`.
+    pub ids: Tensor,
+    /// The residual stream, `[T, H]`.
+    pub h: Tensor,
+    /// What a block reads, `[T, H]`.
+    pub x: Tensor,
+    /// What a block makes, `[T, H]`.
+    pub y: Tensor,
+    /// What the dense branch makes beside the experts, `[T, H]`.
+    pub y1: Tensor,
+    pub layers: Vec<LayerViews>,
+    pub per_layer: Option<PerLayerViews>,
+    pub moe: Option<MoeViews>,
+}
+
+/// The pairs are one buffer in two shapes: `[T, heads·D]` for the projections, `[T, heads, D]` for the rest.
+pub(crate) struct LayerViews {
+    pub q: [Tensor; 2],
+    pub k: [Tensor; 2],
+    pub v: [Tensor; 2],
+    pub attended: [Tensor; 2],
+    pub gate: Tensor,
+    pub up: Tensor,
+}
+
+pub(crate) struct PerLayerViews {
+    /// The embedded ids, `[T, L·P]` and `[T·L, P]`.
+    pub embedded: [Tensor; 2],
+    /// The projected embedding, then its sum with the former; the same shapes.
+    pub input: [Tensor; 2],
+    /// `[T, P]`.
+    pub gate: Tensor,
+}
+
+pub(crate) struct MoeViews {
+    /// `[T, E]`.
+    pub logits: Tensor,
+    /// u32 `[T, top_k]`.
+    pub ids: Tensor,
+    /// f32 `[T, top_k]`.
+    pub weights: Tensor,
+    /// `[T·top_k, 2I]` for the fused projection.
+    pub gate_up: Tensor,
+    /// `[T·top_k, I]`, in the memory of `gate_up`: for projections of their own.
+    pub up: Tensor,
+    /// `[T·top_k, I]`.
+    pub gate: Tensor,
+    /// `[T·top_k, H]`.
+    pub out: Tensor,
+}
+
+impl Workspace {
+    /// For passes of up to `rows` tokens.
+    pub(crate) fn new(config: &Config, device: &Device, dtype: DType, rows: usize) -> Result<Workspace> {
+        let buffers = Buffers::new(config, device, dtype, rows)?;
+        let views = buffers.views(config, rows)?;
+        Ok(Workspace { rows, buffers, views, step: None })
+    }
+
+    /// The most tokens of a pass.
+    pub(crate) fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Makes the views fit a pass of `tokens`, at most [`Workspace::rows`].
+    pub(crate) fn fit(&mut self, config: &Config, tokens: usize) -> Result<()> {
+        if self.views.tokens != tokens {
+            self.views = self.buffers.views(config, tokens)?;
+            self.step = None;
+        }
+        Ok(())
+    }
+
+    /// Makes room in the cache for `tokens` more tokens, reusing the last step's buffers when they fit.
+    pub(crate) fn append(&mut self, cache: &mut KvCache, sequence: usize, tokens: usize) -> Result<()> {
+        let entry = [(sequence, tokens)];
+        match &self.step {
+            Some(step) if step.tokens() == tokens && step.lens.elements() == cache.spec().sequences => {
+                cache.append_into(&entry, step)?;
+            }
+            _ => self.step = Some(cache.append(&entry)?),
+        }
+        Ok(())
+    }
+
+    /// The step of the latest [`Workspace::append`], and the views.
+    pub(crate) fn parts(&self) -> (&Step, &Views) {
+        (self.step.as_ref().expect("append comes first"), &self.views)
+    }
+}
+
+impl Buffers {
+    fn new(config: &Config, device: &Device, dtype: DType, rows: usize) -> Result<Buffers> {
+        let flat = |dtype: DType, width: usize| {
+            let elements = rows.checked_mul(width).ok_or(kvant::Error::Overflow { op: "workspace", arg: "rows" })?;
+            Tensor::zeros(device, dtype, &[elements])
+        };
+        let most = |width: &dyn Fn(&crate::LayerConfig) -> usize| config.layers.iter().map(width).max().unwrap_or(0);
+        let hidden = config.hidden_size;
+        let q = most(&|l| config.heads * l.head_dim);
+        let kv = most(&|l| l.kv_heads * l.head_dim);
+        let inner = most(&|l| l.intermediate_size);
+        let float = |width| flat(dtype, width);
+        let per_layer = match config.per_layer_input {
+            Some(ple) => {
+                let width = config.layers.len() * ple.size;
+                Some([float(width)?, float(width)?, float(ple.size)?])
+            }
+            None => None,
+        };
+        let moe = match config.moe {
+            Some(moe) => Some([
+                float(moe.experts)?,
+                flat(DType::U32, moe.top_k)?,
+                flat(DType::F32, moe.top_k)?,
+                float(moe.top_k * 2 * moe.intermediate_size)?,
+                float(moe.top_k * moe.intermediate_size)?,
+                float(moe.top_k * hidden)?,
+            ]),
+            None => None,
+        };
+        Ok(Buffers {
+            ids: flat(DType::U32, 1)?,
+            hidden: [float(hidden)?, float(hidden)?, float(hidden)?, float(hidden)?],
+            q: float(q)?,
+            attended: float(q)?,
+            k: float(kv)?,
+            v: float(kv)?,
+            gate: float(inner)?,
+            up: float(inner)?,
+            per_layer,
+            moe,
+        })
+    }
+
+    fn views(&self, config: &Config, tokens: usize) -> Result<Views> {
+        let hidden = config.hidden_size;
+        let heads = |buffer: &Tensor, heads: usize, dim: usize| -> Result<[Tensor; 2]> {
+            Ok([front(buffer, &[tokens, heads * dim])?, front(buffer, &[tokens, heads, dim])?])
+        };
+        let mut layers = Vec::with_capacity(config.layers.len());
+        for layer in &config.layers {
+            layers.push(LayerViews {
+                q: heads(&self.q, config.heads, layer.head_dim)?,
+                k: heads(&self.k, layer.kv_heads, layer.head_dim)?,
+                v: heads(&self.v, layer.kv_heads, layer.head_dim)?,
+                attended: heads(&self.attended, config.heads, layer.head_dim)?,
+                gate: front(&self.gate, &[tokens, layer.intermediate_size])?,
+                up: front(&self.up, &[tokens, layer.intermediate_size])?,
+            });
+        }
+        let per_layer = match (&self.per_layer, config.per_layer_input) {
+            (Some([embedded, input, gate]), Some(ple)) => {
+                let count = config.layers.len();
+                let both = |buffer: &Tensor| -> Result<[Tensor; 2]> {
+                    Ok([front(buffer, &[tokens, count * ple.size])?, front(buffer, &[tokens * count, ple.size])?])
+                };
+                let gate = front(gate, &[tokens, ple.size])?;
+                Some(PerLayerViews { embedded: both(embedded)?, input: both(input)?, gate })
+            }
+            _ => None,
+        };
+        let moe = match (&self.moe, config.moe) {
+            (Some([logits, ids, weights, gate_up, gate, out]), Some(moe)) => {
+                let (rows, inner) = (tokens * moe.top_k, moe.intermediate_size);
+                Some(MoeViews {
+                    logits: front(logits, &[tokens, moe.experts])?,
+                    ids: front(ids, &[tokens, moe.top_k])?,
+                    weights: front(weights, &[tokens, moe.top_k])?,
+                    gate_up: front(gate_up, &[rows, 2 * inner])?,
+                    up: front(gate_up, &[rows, inner])?,
+                    gate: front(gate, &[rows, inner])?,
+                    out: front(out, &[rows, hidden])?,
+                })
+            }
+            _ => None,
+        };
+        let [h, x, y, y1] = &self.hidden;
+        let stream = |buffer: &Tensor| front(buffer, &[tokens, hidden]);
+        Ok(Views {
+            tokens,
+            ids: front(&self.ids, &[tokens])?,
+            h: stream(h)?,
+            x: stream(x)?,
+            y: stream(y)?,
+            y1: stream(y1)?,
+            layers,
+            per_layer,
+            moe,
+        })
+    }
+}
+
+/// The first elements of a buffer, in a shape.
+fn front(buffer: &Tensor, shape: &[usize]) -> Result<Tensor> {
+    Ok(buffer.rows(0..shape.iter().product())?.reshape(shape)?)
+}
