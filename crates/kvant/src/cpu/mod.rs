@@ -13,6 +13,7 @@ mod argmax;
 mod attend;
 mod convert;
 mod copy;
+mod elements;
 mod embed;
 mod gate;
 mod hadamard;
@@ -28,6 +29,8 @@ mod sample;
 mod scratch;
 mod simd;
 mod softcap;
+#[cfg(test)]
+mod testing;
 
 use pool::Pool;
 pub use simd::SimdLevel;

@@ -87,6 +87,35 @@ impl Simd for Avx2 {
         unsafe { _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(from.cast()))) }
     }
     #[inline(always)]
+    unsafe fn load_u4(from: *const u8) -> (__m256, __m256) {
+        unsafe {
+            let bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(from.cast()));
+            let low = _mm256_and_si256(bytes, _mm256_set1_epi32(15));
+            (_mm256_cvtepi32_ps(low), _mm256_cvtepi32_ps(_mm256_srli_epi32::<4>(bytes)))
+        }
+    }
+    #[inline(always)]
+    unsafe fn load_u6(from: *const u8) -> [__m256; 4] {
+        unsafe {
+            let last = from.add(8).cast::<i32>().read_unaligned();
+            let bytes = _mm256_broadcastsi128_si256(_mm_insert_epi32::<2>(_mm_loadl_epi64(from.cast()), last));
+            // Lane i takes the two bytes that hold bits 6i to 6i + 5; its shift is 6i mod 8.
+            let z = -128i8;
+            let first = _mm256_set_epi8(
+                z, z, 6, 5, z, z, 5, 4, z, z, 4, 3, z, z, 4, 3, z, z, 3, 2, z, z, 2, 1, z, z, 1, 0, z, z, 1, 0,
+            );
+            let second = _mm256_set_epi8(
+                z, z, 12, 11, z, z, 11, 10, z, z, 10, 9, z, z, 10, 9, z, z, 9, 8, z, z, 8, 7, z, z, 7, 6, z, z, 7, 6,
+            );
+            let shifts = _mm256_set_epi32(2, 4, 6, 0, 2, 4, 6, 0);
+            let first = _mm256_srlv_epi32(_mm256_shuffle_epi8(bytes, first), shifts);
+            let second = _mm256_srlv_epi32(_mm256_shuffle_epi8(bytes, second), shifts);
+            let first = _mm256_cvtepi32_ps(_mm256_and_si256(first, _mm256_set1_epi32(63)));
+            let second = _mm256_cvtepi32_ps(_mm256_and_si256(second, _mm256_set1_epi32(63)));
+            [first, second, first, second]
+        }
+    }
+    #[inline(always)]
     unsafe fn add(a: __m256, b: __m256) -> __m256 {
         unsafe { _mm256_add_ps(a, b) }
     }

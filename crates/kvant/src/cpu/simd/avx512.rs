@@ -15,6 +15,18 @@ pub(super) fn is_supported() -> bool {
         && super::avx2::is_supported()
 }
 
+/// Which bytes of a stream of 6-bit codes each lane takes: the two that hold bits 6i to 6i + 5; 0x80 gives zero.
+const SIXES: [[u8; 4]; 16] = {
+    let mut lanes = [[0, 0, 0x80, 0x80]; 16];
+    let mut i = 0;
+    while i < 16 {
+        lanes[i][0] = (i * 3 / 4) as u8;
+        lanes[i][1] = lanes[i][0] + 1;
+        i += 1;
+    }
+    lanes
+};
+
 /// Runs a kernel with the instructions enabled.
 ///
 /// # Safety
@@ -76,6 +88,18 @@ impl Simd for Avx512 {
     #[inline(always)]
     unsafe fn load_u8(from: *const u8) -> __m512 {
         unsafe { _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(from.cast()))) }
+    }
+    #[inline(always)]
+    unsafe fn load_u6(from: *const u8) -> [__m512; 4] {
+        unsafe {
+            let bytes = _mm512_broadcast_i32x4(_mm_maskz_loadu_epi32(0b111, from.cast()));
+            let order = _mm512_loadu_si512(SIXES.as_ptr().cast());
+            // 6i mod 8.
+            let shifts = _mm512_broadcast_i32x4(_mm_set_epi32(2, 4, 6, 0));
+            let codes = _mm512_srlv_epi32(_mm512_shuffle_epi8(bytes, order), shifts);
+            let codes = _mm512_cvtepi32_ps(_mm512_and_si512(codes, _mm512_set1_epi32(63)));
+            [codes, codes, codes, codes]
+        }
     }
     #[inline(always)]
     unsafe fn add(a: __m512, b: __m512) -> __m512 {

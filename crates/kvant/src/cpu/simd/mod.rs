@@ -123,6 +123,31 @@ pub(crate) trait Simd: Copy + 'static {
     /// Widens bytes, 0 to 255.
     unsafe fn load_u8(from: *const u8) -> Self::F;
 
+    /// Widens `2 · LANES` codes of 4 bits from `LANES` bytes: those in the low halves, those in the high halves.
+    #[inline(always)]
+    unsafe fn load_u4(from: *const u8) -> (Self::F, Self::F) {
+        const NUMBERS: [f32; 16] = [0., 1., 2., 3., 4., 5., 6., 7., 8., 9., 10., 11., 12., 13., 14., 15.];
+        // SAFETY: the caller's promise.
+        unsafe { (Self::lookup16_low(&NUMBERS, from), Self::lookup16_high(&NUMBERS, from)) }
+    }
+    /// Widens 16 codes of 6 bits from 12 bytes, a little-endian bit stream, into the first `16 / LANES` vectors.
+    #[inline(always)]
+    unsafe fn load_u6(from: *const u8) -> [Self::F; 4] {
+        // SAFETY: the caller's promise: 12 bytes are readable; LANES divides 16.
+        unsafe {
+            let bytes = from.cast::<[[u8; 3]; 4]>().read();
+            let codes: [f32; 16] = std::array::from_fn(|i| {
+                let [a, b, c] = bytes[i / 4];
+                (u32::from_le_bytes([a, b, c, 0]) >> (i % 4 * 6) & 63) as f32
+            });
+            let mut vectors = [Self::zero(); 4];
+            for (i, vector) in vectors[..16 / Self::LANES].iter_mut().enumerate() {
+                *vector = Self::load(codes.as_ptr().add(i * Self::LANES));
+            }
+            vectors
+        }
+    }
+
     unsafe fn add(a: Self::F, b: Self::F) -> Self::F;
     unsafe fn sub(a: Self::F, b: Self::F) -> Self::F;
     unsafe fn mul(a: Self::F, b: Self::F) -> Self::F;
@@ -212,14 +237,23 @@ pub(crate) trait Simd: Copy + 'static {
         unsafe { Self::exp2(Self::mul(x, Self::splat(std::f32::consts::LOG2_E))) }
     }
 
-    /// tanh x = 1 − 2/(e²ˣ + 1); absolute error about 1e-7.
+    /// tanh x = m/(m + 2), m = e²ˣ − 1; relative error about 2e-7, near zero too.
     #[inline(always)]
     unsafe fn tanh(x: Self::F) -> Self::F {
         // SAFETY: the caller's promise.
         unsafe {
-            let one = Self::splat(1.0);
-            let e = Self::exp(Self::add(x, x));
-            Self::sub(one, Self::div(Self::splat(2.0), Self::add(e, one)))
+            // As `exp2` of 2x·log₂e, but for m: 2ⁿ·(2ᶠ − 1) + (2ⁿ − 1), which does not cancel where n is 0.
+            let y = Self::mul(x, Self::splat(2.0 * std::f32::consts::LOG2_E));
+            let y = Self::min(Self::splat(64.0), Self::max(Self::splat(-64.0), y));
+            let n = Self::round(y);
+            let f = Self::sub(y, n);
+            let mut p = Self::splat(1.540_353e-4);
+            for c in [1.333_355_8e-3, 9.618_129e-3, 5.550_411e-2, 2.402_265_1e-1, 6.931_472e-1] {
+                p = Self::fma(p, f, Self::splat(c));
+            }
+            let power = Self::pow2i(n);
+            let m = Self::fma(Self::mul(p, f), power, Self::sub(power, Self::splat(1.0)));
+            Self::div(m, Self::add(m, Self::splat(2.0)))
         }
     }
 }

@@ -1,0 +1,87 @@
+//! The elements of a float tensor, as tasks of one operation share them.
+
+use super::{convert, simd::Simd};
+use crate::{DType, Tensor};
+
+/// Where a tensor of f32, f16 or bf16 begins. Tasks read it anywhere and write disjoint parts of it; inputs and
+/// outputs may be the same memory, so there are no slices of it.
+#[derive(Clone, Copy)]
+pub(super) struct Elements {
+    start: *mut u8,
+    pub dtype: DType,
+}
+
+// SAFETY: access goes through `load` and `store`, whose contract excludes conflicts between threads.
+unsafe impl Send for Elements {}
+// SAFETY: as above.
+unsafe impl Sync for Elements {}
+
+impl Elements {
+    /// The device's lock is held while the result is used: calls run under it.
+    pub(super) fn of(tensor: &Tensor) -> Elements {
+        Elements { start: tensor.host_ptr(), dtype: tensor.dtype() }
+    }
+
+    /// The address of an element.
+    ///
+    /// # Safety
+    /// `index` is at most the number of elements.
+    #[inline(always)]
+    pub(super) unsafe fn at(self, index: usize) -> *mut u8 {
+        // SAFETY: within the tensor, or one past it.
+        unsafe { self.start.add(index * self.dtype.size()) }
+    }
+
+    /// Widens the elements from `index` on.
+    ///
+    /// # Safety
+    /// They lie within the tensor, no other task writes them, and the level's instructions are enabled.
+    #[inline(always)]
+    pub(super) unsafe fn load<S: Simd>(self, index: usize, out: &mut [f32]) {
+        // SAFETY: the caller's promise.
+        unsafe { convert::load_row::<S>(self.at(index), self.dtype, out) }
+    }
+
+    /// Rounds a row into the elements from `index` on.
+    ///
+    /// # Safety
+    /// They lie within the tensor, no other task reads or writes them, and the level's instructions are enabled.
+    #[inline(always)]
+    pub(super) unsafe fn store<S: Simd>(self, index: usize, row: &[f32]) {
+        // SAFETY: the caller's promise.
+        unsafe { convert::store_row::<S>(row, self.at(index), self.dtype) }
+    }
+}
+
+/// A slice in parts of equal length (the last may be shorter), each for one task.
+pub(super) struct Parts<'a, T> {
+    start: *mut T,
+    len: usize,
+    part: usize,
+    life: std::marker::PhantomData<&'a mut [T]>,
+}
+
+// SAFETY: it hands out disjoint parts of a slice that it borrows exclusively.
+unsafe impl<T: Send> Sync for Parts<'_, T> {}
+
+impl<'a, T> Parts<'a, T> {
+    pub(super) fn new(slice: &'a mut [T], part: usize) -> Self {
+        Parts { start: slice.as_mut_ptr(), len: slice.len(), part: part.max(1), life: std::marker::PhantomData }
+    }
+
+    pub(super) fn count(&self) -> usize {
+        self.len.div_ceil(self.part)
+    }
+
+    /// The part of a task, below `count`.
+    ///
+    /// # Safety
+    /// No part is taken twice.
+    #[allow(clippy::mut_from_ref, reason = "each part goes to one task")]
+    pub(super) unsafe fn part(&self, index: usize) -> &mut [T] {
+        let start = (index * self.part).min(self.len);
+        let len = self.part.min(self.len - start);
+        // SAFETY: within the slice, which is borrowed exclusively; the caller takes each part once.
+        unsafe { std::slice::from_raw_parts_mut(self.start.add(start), len) }
+    }
+}

@@ -1,7 +1,0 @@
-use super::Cpu;
-use crate::ops::linear::Call;
-
-pub(crate) fn run(cpu: &Cpu, _call: &Call) {
-    let _ = cpu;
-    unimplemented!()
-}

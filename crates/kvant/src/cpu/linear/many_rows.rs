@@ -1,0 +1,128 @@
+//! Many rows of activations times a matrix: prefill.
+//!
+//! A task takes some outputs of one matrix: it widens their weights to f32 in scratch memory, once for all rows, and
+//! multiplies with the `gemm` crate, which packs and blocks for the caches.
+
+use std::ops::Range;
+
+use super::{
+    super::{
+        elements::Elements,
+        scratch,
+        simd::{Kernel, Simd},
+    },
+    matrix::{Kind, Matrix},
+};
+use crate::DType;
+
+/// Computes `outputs` of the rows of activations listed in `rows`.
+pub(super) struct ManyRows<'a> {
+    pub matrix: Matrix,
+    /// The first row of the expert's matrix.
+    pub base: usize,
+    pub outputs: Range<usize>,
+    /// Prepared activations, this many floats a row.
+    pub x: &'a [f32],
+    pub stride: usize,
+    /// (row of `x`, row of `out`) of each product.
+    pub rows: &'a [[u32; 2]],
+    /// Whether `rows` counts up in both: nothing has to be gathered or scattered.
+    pub in_order: bool,
+    pub alpha: f32,
+    pub out: Elements,
+    /// Columns of `out`.
+    pub width: usize,
+}
+
+/// A matrix of f32: where it begins, and the distance between rows.
+#[derive(Clone, Copy)]
+struct View {
+    start: *const f32,
+    stride: usize,
+}
+
+impl Kernel for ManyRows<'_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self) {
+        let inputs = self.matrix.inputs;
+        match self.matrix.kind {
+            Kind::Dense(elements) if elements.dtype == DType::F32 => {
+                // SAFETY: the row exists.
+                let start = unsafe { elements.at((self.base + self.outputs.start) * inputs) };
+                self.gather::<S>(View { start: start.cast(), stride: inputs });
+            }
+            _ => scratch::with(self.outputs.len() * inputs, |weights| {
+                for (row, n) in weights.chunks_exact_mut(inputs).zip(self.outputs.clone()) {
+                    // SAFETY: the row exists; `dispatch` enables the instructions.
+                    unsafe { self.matrix.row::<S>(self.base + n, row) };
+                }
+                self.gather::<S>(View { start: weights.as_ptr(), stride: inputs });
+            }),
+        }
+    }
+}
+
+impl ManyRows<'_> {
+    /// Finds or makes the rows of activations, below one another.
+    #[inline(always)]
+    fn gather<S: Simd>(&self, weights: View) {
+        if self.in_order {
+            let start = self.x[self.rows[0][0] as usize * self.stride..].as_ptr();
+            return self.scatter::<S>(weights, View { start, stride: self.stride });
+        }
+        let inputs = self.matrix.inputs;
+        scratch::with(self.rows.len() * inputs, |gathered| {
+            for (to, &[x, _]) in gathered.chunks_exact_mut(inputs).zip(self.rows) {
+                to.copy_from_slice(&self.x[x as usize * self.stride..][..inputs]);
+            }
+            self.scatter::<S>(weights, View { start: gathered.as_ptr(), stride: inputs });
+        });
+    }
+
+    /// Multiplies, into the output where it is f32 and in order, else by way of scratch memory.
+    #[inline(always)]
+    fn scatter<S: Simd>(&self, weights: View, x: View) {
+        let count = self.outputs.len();
+        if self.in_order && self.out.dtype == DType::F32 {
+            // SAFETY: the first row's outputs exist, and so do the others, `width` apart.
+            let to = unsafe { self.out.at(self.rows[0][1] as usize * self.width + self.outputs.start) };
+            return self.multiply(weights, x, to.cast(), self.width);
+        }
+        scratch::with(self.rows.len() * count, |product| {
+            self.multiply(weights, x, product.as_mut_ptr(), count);
+            for (row, &[_, out]) in product.chunks_exact(count).zip(self.rows) {
+                // SAFETY: no other task writes these outputs; `dispatch` enables the instructions.
+                unsafe { self.out.store::<S>(out as usize * self.width + self.outputs.start, row) };
+            }
+        });
+    }
+
+    fn multiply(&self, weights: View, x: View, to: *mut f32, to_stride: usize) {
+        // SAFETY: `x` has `rows` rows and `weights` has `outputs` rows of `inputs` floats each; `to` has room for
+        // `rows` rows of `outputs`, `to_stride` apart, and overlaps neither.
+        unsafe {
+            gemm::gemm::<f32>(
+                self.rows.len(),
+                self.outputs.len(),
+                self.matrix.inputs,
+                to,
+                1,
+                to_stride as isize,
+                false,
+                x.start,
+                1,
+                x.stride as isize,
+                weights.start,
+                weights.stride as isize,
+                1,
+                0.0,
+                self.alpha,
+                false,
+                false,
+                false,
+                gemm::Parallelism::None,
+            );
+        }
+    }
+}

@@ -1,0 +1,167 @@
+//! out\[r\] = alpha · x\[r / rows_per_input\] · Wᵀ, with one matrix or with one of E for each row.
+//!
+//! The activations are first widened to f32, in the order in which the kernels take their inputs. The output rows are
+//! listed by matrix, so that each matrix that was chosen is read once; a task is a range of outputs of one of them.
+//! A matrix that few rows chose goes through `few_rows` (bound by memory), one that many chose through `many_rows`
+//! (bound by arithmetic).
+
+mod few_rows;
+mod many_rows;
+pub(super) mod matrix;
+
+use few_rows::{FewRows, Prepare, Prepared};
+use many_rows::ManyRows;
+use matrix::Matrix;
+
+use super::{
+    Cpu,
+    elements::{Elements, Parts},
+    scratch,
+};
+use crate::ops::linear::Call;
+
+/// Rows of activations prepared at a time: bounds the scratch memory.
+const X_ROWS: usize = 1024;
+/// As many output rows as this for one matrix, and it is widened and multiplied.
+const MANY: usize = 12;
+/// Outputs of a task that widens weights.
+const MANY_TILE: usize = 128;
+/// Multiply-adds below which handing out tasks costs more than it saves.
+const ALONE: usize = 1 << 15;
+/// Elements below which preparing is not worth handing out.
+const ALONE_PREPARE: usize = 1 << 14;
+
+pub(crate) fn run(cpu: &Cpu, call: &Call) {
+    if call.dims.outputs == 0 {
+        return;
+    }
+    let x_rows = call.rows.div_ceil(call.rows_per_input.max(1));
+    for first in (0..x_rows).step_by(X_ROWS) {
+        run_rows(cpu, call, first, (x_rows - first).min(X_ROWS));
+    }
+}
+
+/// The outputs of `x_rows` rows of activations from `first` on.
+fn run_rows(cpu: &Cpu, call: &Call, first: usize, x_rows: usize) {
+    let matrix = Matrix::new(&call.weight, call.dims.inputs);
+    let x = Elements::of(&call.x);
+    let stride = few_rows::stride(&matrix);
+    let out_rows = x_rows * call.rows_per_input;
+    let experts = if call.experts.is_some() { call.dims.experts } else { 1 };
+    scratch::with(x_rows * stride, |prepared| {
+        prepare(cpu, matrix, x, first, prepared);
+        scratch::with(2 * out_rows + 2 * experts + 1, |list| {
+            let list: &mut [u32] = bytemuck::cast_slice_mut(list);
+            let (rows, list) = list.split_at_mut(2 * out_rows);
+            let (bounds, chosen) = list.split_at_mut(experts + 1);
+            let rows = bytemuck::cast_slice_mut(rows);
+            list_rows(call, first, rows, bounds);
+            let mut count = 0;
+            for expert in 0..experts {
+                if bounds[expert] < bounds[expert + 1] {
+                    chosen[count] = expert as u32;
+                    count += 1;
+                }
+            }
+            Products { call, matrix, floats: prepared, rows, bounds, chosen: &chosen[..count] }.run(cpu);
+        });
+    });
+}
+
+fn prepare(cpu: &Cpu, matrix: Matrix, x: Elements, first: usize, prepared: &mut [f32]) {
+    let stride = few_rows::stride(&matrix);
+    if stride == 0 {
+        return;
+    }
+    if prepared.len() < ALONE_PREPARE {
+        return cpu.level.dispatch(Prepare { matrix, x, first, to: prepared });
+    }
+    let rows = (prepared.len() / stride).div_ceil(4 * cpu.pool.threads());
+    let parts = Parts::new(prepared, rows * stride);
+    cpu.pool.run(parts.count(), |task| {
+        // SAFETY: each task takes its own part.
+        let to = unsafe { parts.part(task) };
+        cpu.level.dispatch(Prepare { matrix, x, first: first + task * rows, to });
+    });
+}
+
+/// Lists (row of prepared activations, row of the output) by matrix, in rising order; the rows of matrix e become
+/// `bounds[e]..bounds[e + 1]` of the list.
+fn list_rows(call: &Call, first: usize, list: &mut [[u32; 2]], bounds: &mut [u32]) {
+    let per_input = call.rows_per_input;
+    let pair = |i: usize| [(i / per_input) as u32, (first * per_input + i) as u32];
+    bounds.fill(0);
+    let Some(ids) = &call.experts else {
+        list.iter_mut().enumerate().for_each(|(i, entry)| *entry = pair(i));
+        bounds[1] = list.len() as u32;
+        return;
+    };
+    // SAFETY: calls run under the device's lock; validation checked that the ids are below E.
+    let ids = &unsafe { ids.host_slice::<u32>() }[first * per_input..][..list.len()];
+    // A counting sort: `bounds[e + 1]` counts the rows of e, then holds where the next of them goes, at last the end.
+    ids.iter().for_each(|&id| bounds[id as usize + 1] += 1);
+    let mut start = 0;
+    for bound in &mut bounds[1..] {
+        (*bound, start) = (start, start + *bound);
+    }
+    for (i, &id) in ids.iter().enumerate() {
+        let next = &mut bounds[id as usize + 1];
+        list[*next as usize] = pair(i);
+        *next += 1;
+    }
+}
+
+/// What is to be multiplied.
+struct Products<'a> {
+    call: &'a Call,
+    matrix: Matrix,
+    /// The prepared activations.
+    floats: &'a [f32],
+    /// The rows by matrix.
+    rows: &'a [[u32; 2]],
+    bounds: &'a [u32],
+    /// The matrices that have rows.
+    chosen: &'a [u32],
+}
+
+impl Products<'_> {
+    fn run(&self, cpu: &Cpu) {
+        let (outputs, threads) = (self.call.dims.outputs, cpu.pool.threads());
+        let work = self.rows.len().saturating_mul(outputs).saturating_mul(self.matrix.inputs.max(1));
+        if work < ALONE {
+            return (0..self.chosen.len()).for_each(|i| self.tile(cpu, i, 0..outputs));
+        }
+        let pieces = (work / ALONE).clamp(threads, 4 * threads).div_ceil(self.chosen.len());
+        let tile = outputs.div_ceil(pieces).next_multiple_of(32);
+        let most_rows = self.chosen.iter().map(|&e| self.rows_of(e as usize).len()).max().unwrap_or(0);
+        let tile = if most_rows < MANY { tile } else { tile.min(MANY_TILE) };
+        let tiles = outputs.div_ceil(tile);
+        cpu.pool.run(self.chosen.len() * tiles, |task| {
+            let start = task % tiles * tile;
+            self.tile(cpu, task / tiles, start..(start + tile).min(outputs));
+        });
+    }
+
+    fn rows_of(&self, expert: usize) -> &[[u32; 2]] {
+        &self.rows[self.bounds[expert] as usize..self.bounds[expert + 1] as usize]
+    }
+
+    /// Some outputs of the `index`th chosen matrix.
+    fn tile(&self, cpu: &Cpu, index: usize, outputs: std::ops::Range<usize>) {
+        let expert = self.chosen[index] as usize;
+        let rows = self.rows_of(expert);
+        let (matrix, alpha, out, width) =
+            (self.matrix, self.call.alpha, Elements::of(&self.call.out), self.call.dims.outputs);
+        let base = expert * width;
+        if rows.len() < MANY || matrix.inputs == 0 {
+            let x = Prepared::new(&matrix, self.floats);
+            return cpu.level.dispatch(FewRows { matrix, base, outputs, x, rows, alpha, out, width });
+        }
+        let (x, stride) = (self.floats, few_rows::stride(&matrix));
+        let in_order = self.call.experts.is_none();
+        cpu.level.dispatch(ManyRows { matrix, base, outputs, x, stride, rows, in_order, alpha, out, width });
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,192 @@
+use crate::{
+    DType, Device, Tensor,
+    cpu::testing::{Numbers, assert_close, devices, tensor},
+    ops::{self, Experts, Linear, Weight},
+};
+
+const FLOATS: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
+
+/// How the weights are stored.
+#[derive(Clone, Copy, Debug)]
+enum Kind {
+    Dense(DType),
+    Affine { bits: u32, group: usize, scales: DType },
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Case {
+    kind: Kind,
+    inputs: usize,
+    outputs: usize,
+    tokens: usize,
+    /// (E, top_k, expanded)
+    experts: Option<(usize, usize, bool)>,
+    x: DType,
+    out: DType,
+    alpha: f32,
+}
+
+impl Case {
+    fn plain(kind: Kind, tokens: usize, inputs: usize, outputs: usize) -> Case {
+        Case { kind, inputs, outputs, tokens, experts: None, x: DType::F32, out: DType::F32, alpha: 1.0 }
+    }
+
+    fn run(&self, device: &Device) -> Tensor {
+        let mut numbers = Numbers(self.tokens as u64 ^ 0x5eed);
+        let (e, n, k) = (self.experts.map_or(1, |e| e.0), self.outputs, self.inputs);
+        let shape = |columns: usize| -> Vec<usize> {
+            if self.experts.is_some() { vec![e, n, columns] } else { vec![n, columns] }
+        };
+        let parts = match self.kind {
+            Kind::Dense(dtype) => vec![tensor(device, dtype, &numbers.floats(e * n * k), &shape(k))],
+            Kind::Affine { bits, group, scales } => {
+                let words: Vec<u32> = (0..e * n * k * bits as usize / 32).map(|_| numbers.bits()).collect();
+                let mut scale = || tensor(device, scales, &numbers.floats(e * n * k / group), &shape(k / group));
+                let (scales, biases) = (scale(), scale());
+                vec![Tensor::from_slice(device, &words, &shape(k * bits as usize / 32)).unwrap(), scales, biases]
+            }
+        };
+        let weight = match self.kind {
+            Kind::Dense(_) => Weight::Dense(&parts[0]),
+            Kind::Affine { bits, group, .. } => {
+                let [codes, scales, biases] = &parts[..] else { unreachable!() };
+                Weight::Affine(ops::Affine { codes, scales, biases, bits, group })
+            }
+        };
+        let (top_k, expanded) = self.experts.map_or((1, false), |e| (e.1, e.2));
+        let rows = self.tokens * top_k;
+        // A few of many experts get most rows.
+        let ids: Vec<u32> = (0..rows).map(|i| (numbers.below(if i % 3 == 0 { e } else { e.min(2) })) as u32).collect();
+        let ids = Tensor::from_slice(device, &ids, &[self.tokens, top_k]).unwrap();
+        let x_rows = if expanded { rows } else { self.tokens };
+        let x = tensor(device, self.x, &numbers.floats(x_rows * k), &[x_rows, k]);
+        let out = tensor(device, self.out, &vec![7.0; rows * n], &[rows, n]);
+        let experts = self.experts.map(|_| Experts { ids: &ids, expanded });
+        let mut enc = device.encoder().unwrap();
+        ops::linear(&mut enc, &Linear { x: &x, weight, experts, alpha: self.alpha, out: &out }).unwrap();
+        enc.commit().unwrap().wait().unwrap();
+        out
+    }
+
+    fn check(&self, devices: &[Device]) {
+        let want = self.run(&Device::reference());
+        // Weights are at most 1 (dense) or 256; a sum of K products of f32 errs by some √K · 2⁻²⁴ of the largest.
+        let largest = match self.kind {
+            Kind::Dense(_) => 1.0,
+            Kind::Affine { bits, .. } => (1u32 << bits) as f32,
+        };
+        let bound = self.alpha.abs() * largest * (self.inputs as f32).sqrt() * 1e-6;
+        for device in devices {
+            assert_close(&self.run(device), &want, bound, &(device, self));
+        }
+    }
+}
+
+fn kinds() -> Vec<Kind> {
+    let mut kinds: Vec<Kind> = FLOATS.map(Kind::Dense).to_vec();
+    for bits in [4, 6, 8] {
+        for (group, scales) in [(32, DType::F32), (64, DType::BF16), (128, DType::F16)] {
+            kinds.push(Kind::Affine { bits, group, scales });
+        }
+    }
+    kinds
+}
+
+#[test]
+fn every_weight_with_few_and_many_rows() {
+    let devices = devices();
+    for kind in kinds() {
+        for tokens in [1, 2, 3, 4, 5, 7, 8, 9, 11, 12, 13, 40] {
+            for (inputs, outputs) in [(128, 1), (384, 37), (2176, 66)] {
+                Case::plain(kind, tokens, inputs, outputs).check(&devices);
+            }
+        }
+    }
+}
+
+#[test]
+fn dense_rows_of_any_length() {
+    let devices = devices();
+    for dtype in FLOATS {
+        for inputs in [1, 2, 7, 15, 16, 17, 31, 33, 100, 257] {
+            for tokens in [1, 3, 14] {
+                Case::plain(Kind::Dense(dtype), tokens, inputs, 9).check(&devices);
+            }
+        }
+    }
+}
+
+#[test]
+fn affine_rows_of_odd_group_counts() {
+    let devices = devices();
+    for bits in [4, 6, 8] {
+        for (group, groups) in [(32, 1), (32, 17), (64, 3), (64, 33), (128, 1), (128, 16)] {
+            for tokens in [1, 14] {
+                let kind = Kind::Affine { bits, group, scales: DType::F16 };
+                Case::plain(kind, tokens, group * groups, 13).check(&devices);
+            }
+        }
+    }
+}
+
+#[test]
+fn activations_of_every_dtype_and_alpha() {
+    let devices = devices();
+    for kind in [Kind::Dense(DType::F32), Kind::Dense(DType::BF16), kinds()[4]] {
+        for x in FLOATS {
+            for out in FLOATS {
+                for tokens in [1, 6, 33] {
+                    Case { x, out, alpha: -2.5, ..Case::plain(kind, tokens, 256, 70) }.check(&devices);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn experts_choose_their_matrix() {
+    let devices = devices();
+    for kind in kinds() {
+        for tokens in [1, 5, 50] {
+            for experts in [(1, 1, false), (6, 3, false), (6, 3, true), (64, 2, false)] {
+                for out in [DType::F32, DType::F16] {
+                    Case { experts: Some(experts), out, ..Case::plain(kind, tokens, 128, 35) }.check(&devices);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn more_rows_than_are_prepared_at_a_time() {
+    let devices = devices();
+    for experts in [None, Some((5, 2, false)), Some((5, 2, true))] {
+        Case { experts, ..Case::plain(kinds()[4], 1030, 64, 33) }.check(&devices);
+        Case { experts, ..Case::plain(Kind::Dense(DType::F32), 2050, 20, 3) }.check(&devices);
+    }
+}
+
+#[test]
+fn nothing_in_nothing_out() {
+    let devices = devices();
+    for kind in kinds() {
+        for tokens in [0, 1, 20] {
+            for (inputs, outputs) in [(0, 5), (128, 0), (0, 0), (128, 5)] {
+                Case::plain(kind, tokens, inputs, outputs).check(&devices);
+                Case { experts: Some((3, 2, true)), ..Case::plain(kind, tokens, inputs, outputs) }.check(&devices);
+            }
+        }
+    }
+}
+
+#[test]
+fn threads_do_not_change_a_bit() {
+    let devices = devices();
+    for tokens in [1, 6, 40] {
+        let case = Case::plain(kinds()[4], tokens, 512, 300);
+        for pair in devices.chunks(2) {
+            let [one, two] = [0, 1].map(|i| case.run(&pair[i]).to_vec::<f32>().unwrap());
+            assert_eq!(one, two, "{:?}", pair[1]);
+        }
+    }
+}

@@ -1,0 +1,71 @@
+//! What the tests of CPU kernels share: devices of every kind, numbers, comparison with the reference.
+
+use crate::{CpuOptions, DType, Device, SimdLevel, Tensor, bf16, f16};
+
+/// A CPU device of each supported instruction set, with one thread and with two.
+pub(super) fn devices() -> Vec<Device> {
+    let levels = SimdLevel::ALL.into_iter().filter(|level| level.is_supported());
+    levels
+        .flat_map(|level| [1, 2].map(|threads| CpuOptions { threads: Some(threads), simd: Some(level) }))
+        .map(|options| Device::cpu_with(options).expect("the level is supported"))
+        .collect()
+}
+
+/// Numbers that look random, the same in each run.
+pub(super) struct Numbers(pub u64);
+
+impl Numbers {
+    pub(super) fn bits(&mut self) -> u32 {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 32) as u32
+    }
+
+    pub(super) fn below(&mut self, limit: usize) -> usize {
+        self.bits() as usize % limit
+    }
+
+    /// Uniform from −1 to 1.
+    pub(super) fn float(&mut self) -> f32 {
+        self.bits() as f32 / (1u32 << 31) as f32 - 1.0
+    }
+
+    pub(super) fn floats(&mut self, count: usize) -> Vec<f32> {
+        (0..count).map(|_| self.float()).collect()
+    }
+}
+
+/// A tensor of a float dtype.
+pub(super) fn tensor(device: &Device, dtype: DType, data: &[f32], shape: &[usize]) -> Tensor {
+    let tensor = Tensor::zeros(device, dtype, shape).unwrap();
+    write(&tensor, data);
+    tensor
+}
+
+/// Rounds the numbers to the tensor's dtype.
+pub(super) fn write(tensor: &Tensor, data: &[f32]) {
+    match tensor.dtype() {
+        DType::F32 => tensor.write(data),
+        DType::F16 => tensor.write(&data.iter().map(|&x| f16::from_f32(x)).collect::<Vec<_>>()),
+        _ => tensor.write(&data.iter().map(|&x| bf16::from_f32(x)).collect::<Vec<_>>()),
+    }
+    .unwrap();
+}
+
+/// Half a unit in the last place of a dtype, relative: what rounding alone may cost.
+pub(super) fn rounding(dtype: DType) -> f32 {
+    match dtype {
+        DType::F16 => 1.0 / 2048.0,
+        DType::BF16 => 1.0 / 256.0,
+        _ => 0.0,
+    }
+}
+
+/// Each number is within `absolute` and the rounding of `dtype`; NaN where NaN is wanted.
+#[track_caller]
+pub(super) fn assert_close(got: &Tensor, want: &Tensor, absolute: f32, what: &dyn std::fmt::Debug) {
+    let relative = 2.0 * rounding(got.dtype());
+    for (i, (got, want)) in got.to_f32().unwrap().into_iter().zip(want.to_f32().unwrap()).enumerate() {
+        let close = (got - want).abs() <= absolute + relative * want.abs();
+        assert!(close || got == want || got.is_nan() && want.is_nan(), "{what:?}: element {i} is {got}, not {want}");
+    }
+}
