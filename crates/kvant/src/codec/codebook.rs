@@ -75,6 +75,11 @@ const fn all_thresholds<const HALF: usize, const ALL: usize>(half: &[f64; HALF])
     all
 }
 
+/// The program that made the table, so that its numbers can be compared.
+#[cfg(test)]
+#[path = "../../examples/codebooks.rs"]
+mod generator;
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -122,6 +127,14 @@ mod tests {
                 let [mass, mean, _] = moments(left, right);
                 assert!((mean / mass - c).abs() < 1e-12, "{bits} bits: {c} is not {}", mean / mass);
             }
+        }
+    }
+
+    #[test]
+    fn the_generator_gives_the_table() {
+        for bits in BITS {
+            let computed = generator::lloyd_max(half(bits).len());
+            assert!(computed.iter().zip(half(bits)).all(|(a, b)| (a - b).abs() < 1e-13), "{bits} bits");
         }
     }
 

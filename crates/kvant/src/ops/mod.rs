@@ -1,7 +1,7 @@
 //! The operations: one file each, with its contract, its validation and its dispatch.
 //!
 //! Each operation is a function of an [`Encoder`](crate::Encoder) and a descriptor struct with named fields. It
-//! checks every argument, then hands a validated [`Call`] to the device; nothing is written when it returns an error.
+//! checks every argument, then hands a validated `Call` to the device; nothing is written when it returns an error.
 
 pub(crate) mod argmax;
 pub mod attend;
