@@ -1,0 +1,239 @@
+//! One description of an attention, run on a device and on the reference over the same cache bytes.
+//!
+//! The cache is written on the tested device and its planes are copied to the reference. So attention is compared over
+//! exactly the same indices and norms, whatever the encoder did with a coordinate half-way between two centroids; the
+//! encoders are compared by tests of their own.
+
+use std::fmt;
+
+use kvant::{
+    Codec, DType, Device, KvLayer, LayerSpec, Result, SlotOrder, Step,
+    ops::{self, Attend, Fresh, Hadamard, SourceOrder, attend::Plan},
+};
+
+use super::{
+    Bound, Out, Output, Rng, devices, differences, indices, input,
+    layers::{Source, copy_to, fill, ordered, planes, step, write},
+    run,
+};
+
+/// An attention and the cache it reads. The default is one token after 64 others, f32, one head.
+#[derive(Clone, Debug)]
+pub struct Case {
+    pub head_dim: usize,
+    pub kv_heads: usize,
+    /// Query heads per KV head.
+    pub group: usize,
+    pub k: Codec,
+    pub v: Codec,
+    /// The dtype of new keys and values.
+    pub source: DType,
+    pub q: DType,
+    pub out: DType,
+    /// `None`: a linear layer with room to spare. `Some`: a ring of so many slots.
+    pub ring: Option<usize>,
+    pub order: SlotOrder,
+    /// (past, new) tokens of each sequence.
+    pub sequences: Vec<(usize, usize)>,
+    pub scale: f32,
+    pub softcap: Option<f32>,
+    pub window: Option<usize>,
+    /// The new tokens are not in the cache but beside it.
+    pub fresh: Option<SourceOrder>,
+    pub q_rotated: bool,
+    pub splits: Option<usize>,
+}
+
+impl Default for Case {
+    fn default() -> Case {
+        Case {
+            head_dim: 64,
+            kv_heads: 1,
+            group: 1,
+            k: Codec::F32,
+            v: Codec::F32,
+            source: DType::F32,
+            q: DType::F32,
+            out: DType::F32,
+            ring: None,
+            order: SlotOrder::HeadMajor,
+            sequences: vec![(64, 1)],
+            scale: 0.0,
+            softcap: None,
+            window: None,
+            fresh: None,
+            q_rotated: false,
+            splits: None,
+        }
+    }
+}
+
+impl fmt::Display for Case {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Case { head_dim, kv_heads, group, k, v, source, q, out, ring, order, sequences, .. } = self;
+        write!(f, "D {head_dim}, Hk {kv_heads}, H/Hk {group}, k {k}, v {v}, {source} -> cache, q {q}, out {out}, ")?;
+        write!(f, "ring {ring:?}, {order:?}, (past, new) {sequences:?}, scale {}, ", self.scale())?;
+        write!(f, "softcap {:?}, window {:?}, fresh {:?}, ", self.softcap, self.window, self.fresh)?;
+        write!(f, "q_rotated {}, splits {:?}", self.q_rotated, self.splits)
+    }
+}
+
+/// The data of a case.
+pub struct Data {
+    /// Tokens of all sequences from position 0 on, one sequence after the other.
+    pub source: Source,
+    /// The query tokens, as (sequence, position), in the order of the batch.
+    pub tokens: Vec<(u32, u32)>,
+    /// `[T, H, D]`.
+    pub queries: Vec<f32>,
+}
+
+impl Case {
+    /// 1/√D unless the case has its own.
+    pub fn scale(&self) -> f32 {
+        if self.scale == 0.0 { (self.head_dim as f32).powf(-0.5) } else { self.scale }
+    }
+
+    pub fn heads(&self) -> usize {
+        self.kv_heads * self.group
+    }
+
+    pub fn spec(&self) -> LayerSpec {
+        let longest = self.sequences.iter().map(|&(past, new)| past + new).max().unwrap_or(0);
+        LayerSpec {
+            sequences: self.sequences.len(),
+            kv_heads: self.kv_heads,
+            // Not a multiple of any tile.
+            capacity: self.ring.unwrap_or(longest + 7),
+            head_dim: self.head_dim,
+            k: self.k,
+            v: self.v,
+            ring: self.ring.is_some(),
+            order: self.order,
+        }
+    }
+
+    /// Random keys, values and queries, and the new tokens in a shuffled order: sequences interleave in the batch.
+    pub fn data(&self) -> Data {
+        let mut rng = Rng::of(self);
+        let all: usize = self.sequences.iter().map(|&(past, new)| past + new).sum();
+        let source = Source::random(&mut rng, all, self.kv_heads, self.head_dim);
+        let mut tokens: Vec<(u32, u32)> = Vec::new();
+        for (s, &(past, new)) in self.sequences.iter().enumerate() {
+            tokens.extend((past..past + new).map(|p| (s as u32, p as u32)));
+        }
+        if self.sequences.len() > 1 {
+            rng.shuffle(&mut tokens);
+        }
+        let queries = rng.normals(tokens.len() * self.heads() * self.head_dim);
+        Data { source, tokens, queries }
+    }
+
+    /// The source token of a (sequence, position).
+    fn source_token(&self, (sequence, position): (u32, u32)) -> usize {
+        let before = self.sequences[..sequence as usize].iter().map(|&(past, new)| past + new);
+        before.sum::<usize>() + position as usize
+    }
+
+    /// A layer that holds what the cache holds when attention runs. Slots never written hold NaN.
+    pub fn layer(&self, device: &Device, data: &Data) -> Result<KvLayer> {
+        let layer = KvLayer::new(device, self.spec())?;
+        fill(&layer, 0xFF)?;
+        let mut tokens = Vec::new();
+        for (s, &(past, new)) in self.sequences.iter().enumerate() {
+            let len = if self.fresh.is_some() { past } else { past + new };
+            tokens.extend((0..len).map(|p| (s as u32, p as u32)));
+        }
+        if tokens.is_empty() {
+            return Ok(layer);
+        }
+        let source: Vec<usize> = tokens.iter().map(|&token| self.source_token(token)).collect();
+        let step = step(device, self.sequences.len(), &tokens)?;
+        write(&layer, &data.source.gather(&source), self.source, &step)?;
+        Ok(layer)
+    }
+
+    /// Where the query tokens stand. A sequence without new tokens has its past as length.
+    pub fn step(&self, device: &Device, data: &Data) -> Result<Step> {
+        let mut step = step(device, self.sequences.len(), &data.tokens)?;
+        let lens: Vec<u32> = self.sequences.iter().map(|&(past, new)| (past + new) as u32).collect();
+        step.lens = indices(device, &lens, &[lens.len()])?;
+        Ok(step)
+    }
+
+    /// The attention's output over a layer that is already written.
+    pub fn attend(&self, layer: &KvLayer, data: &Data) -> Result<Out> {
+        let device = layer.device();
+        let shape = [data.tokens.len(), self.heads(), self.head_dim];
+        let q = input(device, self.q, &data.queries, &shape)?;
+        let step = self.step(device, data)?;
+        let out = Out::new(device, self.out, &shape)?;
+        let rows: Vec<usize> = data.tokens.iter().map(|&token| self.source_token(token)).collect();
+        let new = data.source.gather(&rows);
+        let past: Vec<u32> = self.sequences.iter().map(|&(past, _)| past as u32).collect();
+        let past = indices(device, &past, &[past.len()])?;
+        let order = self.fresh.unwrap_or_default();
+        let side = |values: &[f32]| {
+            let (values, shape) = ordered(values, order, [data.tokens.len(), self.kv_heads, self.head_dim]);
+            input(device, self.source, &values, &shape)
+        };
+        let (k, v) = (side(&new.k)?, side(&new.v)?);
+        let plan = self.splits.map(|splits| Plan { kernel: "forced", reason: "by a test".into(), splits });
+        run(device, |enc| {
+            if self.q_rotated {
+                ops::hadamard(enc, &Hadamard { x: &q, inverse: false, out: &q })?;
+            }
+            let args = Attend {
+                q: &q,
+                layer,
+                step: &step,
+                fresh: self.fresh.map(|_| Fresh { k: &k, v: &v, order, past: &past }),
+                scale: self.scale(),
+                softcap: self.softcap,
+                window: self.window,
+                q_rotated: self.q_rotated,
+                plan: plan.as_ref(),
+                out: &out.tensor,
+            };
+            ops::attend(enc, &args)
+        })?;
+        Ok(out)
+    }
+
+    /// An error e in a score changes a weight by the factor exp(e), and a score's error grows with its size.
+    pub fn bound(&self) -> Bound {
+        let spread = f64::from(self.scale()) * (self.head_dim as f64).sqrt();
+        let mut bound = Bound::of(self.out).times(spread.max(1.0));
+        if self.q_rotated && self.q != DType::F32 {
+            // The rotated queries are rounded once more, on each device by itself.
+            bound.arithmetic += Bound::of(self.q).unit;
+        }
+        bound
+    }
+
+    /// Runs the case on every device and compares it with the reference over the same bytes.
+    pub fn check(&self) {
+        let data = self.data();
+        let mut wrong = Vec::new();
+        let mut last: Option<(Vec<Vec<u8>>, Output)> = None;
+        for device in devices() {
+            let mut check = || -> Result<Vec<String>> {
+                let layer = self.layer(device, &data)?;
+                let bytes = planes(&layer)?;
+                if last.as_ref().is_none_or(|(seen, _)| *seen != bytes) {
+                    let copy = copy_to(&layer, &Device::reference())?;
+                    let want = self.attend(&copy, &data)?.close_within("out", self.bound())?;
+                    last = Some((bytes, want));
+                }
+                let (_, want) = last.as_ref().expect("just made");
+                let got = self.attend(&layer, &data)?.close_within("out", self.bound())?;
+                Ok(differences(&[got], std::slice::from_ref(want)))
+            };
+            match check() {
+                Ok(why) => wrong.extend(why.into_iter().map(|why| format!("{device}: {why}"))),
+                Err(e) => wrong.push(format!("{device}: {e}")),
+            }
+        }
+        assert!(wrong.is_empty(), "{self}:\n  {}", wrong.join("\n  "));
+    }
+}

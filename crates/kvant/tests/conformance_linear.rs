@@ -1,0 +1,226 @@
+//! linear and embed against the reference: dense and affine weights, mixtures of experts, odd sizes.
+
+mod common;
+
+use common::{FLOATS, Out, Output, Rng, conform, indices, input, run};
+use kvant::{
+    DType, Device, Result, Tensor,
+    ops::{self, Affine, Embed, Experts, Linear, Weight},
+};
+
+/// A weight of E matrices (or just one) with rows of K inputs.
+#[derive(Clone, Copy, Debug)]
+enum Kind {
+    Dense(DType),
+    Affine { bits: u32, group: usize, scales: DType },
+}
+
+struct Matrices {
+    kind: Kind,
+    /// Dense: the weights. Affine: codes, scales, biases.
+    tensors: Vec<Tensor>,
+}
+
+impl Matrices {
+    /// `lead` is `[N]` or `[E, N]`.
+    fn new(device: &Device, rng: &mut Rng, kind: Kind, lead: &[usize], inputs: usize) -> Result<Matrices> {
+        let shape = |last: usize| [lead, &[last]].concat();
+        let rows: usize = lead.iter().product();
+        let tensors = match kind {
+            Kind::Dense(dtype) => vec![input(device, dtype, &rng.normals(rows * inputs), &shape(inputs))?],
+            Kind::Affine { bits, group, scales } => {
+                let words = inputs * bits as usize / 32;
+                let codes: Vec<u32> = (0..rows * words).map(|_| rng.bits() as u32).collect();
+                let groups = inputs / group;
+                let step = 4.0 / (1u32 << bits) as f32;
+                let scale: Vec<f32> = (0..rows * groups).map(|_| step * (0.5 + rng.uniform() as f32)).collect();
+                let bias: Vec<f32> = (0..rows * groups).map(|_| -2.0 + 0.3 * rng.normal() as f32).collect();
+                vec![
+                    indices(device, &codes, &shape(words))?,
+                    input(device, scales, &scale, &shape(groups))?,
+                    input(device, scales, &bias, &shape(groups))?,
+                ]
+            }
+        };
+        Ok(Matrices { kind, tensors })
+    }
+
+    fn weight(&self) -> Weight<'_> {
+        match self.kind {
+            Kind::Dense(_) => Weight::Dense(&self.tensors[0]),
+            Kind::Affine { bits, group, .. } => Weight::Affine(Affine {
+                codes: &self.tensors[0],
+                scales: &self.tensors[1],
+                biases: &self.tensors[2],
+                bits,
+                group,
+            }),
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Case {
+    kind: Kind,
+    tokens: usize,
+    inputs: usize,
+    outputs: usize,
+    x: DType,
+    out: DType,
+    alpha: f32,
+}
+
+impl Case {
+    fn run(&self, device: &Device) -> Result<Vec<Output>> {
+        let mut rng = Rng::of(format!("{self:?}"));
+        let w = Matrices::new(device, &mut rng, self.kind, &[self.outputs], self.inputs)?;
+        let shape = [self.tokens, self.inputs];
+        let x = input(device, self.x, &rng.normals(shape.iter().product()), &shape)?;
+        let out = Out::new(device, self.out, &[self.tokens, self.outputs])?;
+        let args = Linear { x: &x, weight: w.weight(), experts: None, alpha: self.alpha, out: &out.tensor };
+        run(device, |enc| ops::linear(enc, &args))?;
+        Ok(vec![out.close("out")?])
+    }
+
+    fn check(self) {
+        conform(format!("{self:?}"), |device| self.run(device));
+    }
+}
+
+const TOKENS: [usize; 6] = [0, 1, 2, 5, 8, 33];
+
+#[test]
+fn dense() {
+    let mut rng = Rng::of("dense");
+    for w in FLOATS {
+        for x in FLOATS {
+            for out in FLOATS {
+                for tokens in TOKENS {
+                    let (inputs, outputs) = (rng.pick(&[1, 7, 64, 100, 257]), rng.pick(&[1, 3, 16, 65]));
+                    let alpha = rng.pick(&[1.0, 1.0, -0.37]);
+                    Case { kind: Kind::Dense(w), tokens, inputs, outputs, x, out, alpha }.check();
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn affine() {
+    let mut rng = Rng::of("affine");
+    for bits in [4, 6, 8] {
+        for group in [32, 64, 128] {
+            for scales in FLOATS {
+                for tokens in TOKENS {
+                    let kind = Kind::Affine { bits, group, scales };
+                    let (inputs, outputs) = (group * rng.pick(&[1, 2, 3, 5]), rng.pick(&[1, 3, 16, 65]));
+                    let (x, out, alpha) = (rng.pick(&FLOATS), rng.pick(&FLOATS), rng.pick(&[1.0, 1.0, 2.5]));
+                    Case { kind, tokens, inputs, outputs, x, out, alpha }.check();
+                }
+            }
+        }
+    }
+}
+
+/// Shapes beyond the tiles of a matrix product.
+#[test]
+fn larger() {
+    for kind in [
+        Kind::Dense(DType::F32),
+        Kind::Dense(DType::BF16),
+        Kind::Affine { bits: 4, group: 64, scales: DType::BF16 },
+        Kind::Affine { bits: 6, group: 32, scales: DType::F16 },
+    ] {
+        for (tokens, inputs, outputs) in [(1, 1024, 771), (70, 384, 130), (129, 640, 67)] {
+            let (x, out) = (DType::F32, DType::F32);
+            Case { kind, tokens, inputs, outputs, x, out, alpha: 1.0 }.check();
+        }
+    }
+}
+
+#[test]
+fn experts() {
+    let mut rng = Rng::of("experts");
+    let kinds = FLOATS.map(Kind::Dense).into_iter().chain([4, 6, 8].into_iter().flat_map(|bits| {
+        [32, 64].map(|group| Kind::Affine { bits, group, scales: if group == 32 { DType::F32 } else { DType::BF16 } })
+    }));
+    for kind in kinds {
+        for expanded in [false, true] {
+            for (tokens, top_k) in [(1, 1), (1, 3), (5, 2), (40, 2)] {
+                let (inputs, outputs, experts) = (64 * rng.pick(&[1, 3]), rng.pick(&[1, 5, 33]), 4);
+                let (x_type, out_type) = (rng.pick(&FLOATS), rng.pick(&FLOATS));
+                let case = format!("{kind:?}, expanded {expanded}, T {tokens}, top {top_k}, {x_type} -> {out_type}");
+                conform(&case, |device| {
+                    let mut rng = Rng::of(&case);
+                    let w = Matrices::new(device, &mut rng, kind, &[experts, outputs], inputs)?;
+                    let rows = if expanded { tokens * top_k } else { tokens };
+                    let x = input(device, x_type, &rng.normals(rows * inputs), &[rows, inputs])?;
+                    // Some experts are chosen by nobody.
+                    let ids: Vec<u32> = (0..tokens * top_k).map(|_| rng.pick(&[0, 1, 3])).collect();
+                    let ids = indices(device, &ids, &[tokens, top_k])?;
+                    let out = Out::new(device, out_type, &[tokens * top_k, outputs])?;
+                    let experts = Some(Experts { ids: &ids, expanded });
+                    let args = Linear { x: &x, weight: w.weight(), experts, alpha: 0.5, out: &out.tensor };
+                    run(device, |enc| ops::linear(enc, &args))?;
+                    Ok(vec![out.close("out")?])
+                });
+            }
+        }
+    }
+}
+
+#[test]
+fn embed() {
+    let affine = [4, 6, 8].into_iter().flat_map(|bits| {
+        [32, 64, 128].into_iter().flat_map(move |group| FLOATS.map(|scales| Kind::Affine { bits, group, scales }))
+    });
+    for kind in FLOATS.map(Kind::Dense).into_iter().chain(affine) {
+        for out_type in FLOATS {
+            for (tokens, scale) in [(0, 1.0), (1, 1.0), (7, 11.313_708), (65, -1.0)] {
+                let case = format!("embed {kind:?} -> {out_type}, T {tokens}, scale {scale}");
+                conform(&case, |device| {
+                    let mut rng = Rng::of(&case);
+                    let width = if matches!(kind, Kind::Dense(_)) { 37 } else { 128 * rng.pick(&[1, 2]) };
+                    let table = Matrices::new(device, &mut rng, kind, &[29], width)?;
+                    let ids: Vec<u32> = (0..tokens).map(|t| if t == 0 { 28 } else { rng.below(29) as u32 }).collect();
+                    let ids = indices(device, &ids, &[tokens])?;
+                    let out = Out::new(device, out_type, &[tokens, width])?;
+                    let args = Embed { table: table.weight(), ids: &ids, scale, out: &out.tensor };
+                    run(device, |enc| ops::embed(enc, &args))?;
+                    Ok(vec![out.close("out")?])
+                });
+            }
+        }
+    }
+}
+
+/// What an expert's matrix gives is what that matrix alone gives.
+#[test]
+fn an_expert_is_a_matrix() {
+    for device in common::devices() {
+        let mut rng = Rng::of("one expert");
+        let kind = Kind::Dense(DType::F32);
+        let w = Matrices::new(device, &mut rng, kind, &[3, 5], 64).unwrap();
+        let x = input(device, DType::F32, &rng.normals(2 * 64), &[2, 64]).unwrap();
+        let ids = indices(device, &[2, 0], &[2, 1]).unwrap();
+        let out = Out::new(device, DType::F32, &[2, 5]).unwrap();
+        let experts = Some(Experts { ids: &ids, expanded: false });
+        run(device, |enc| {
+            ops::linear(enc, &Linear { x: &x, weight: w.weight(), experts, alpha: 1.0, out: &out.tensor })
+        })
+        .unwrap();
+        let got = out.tensor.to_f32().unwrap();
+        for (row, expert) in [(0, 2), (1, 0)] {
+            let matrix = w.tensors[0].rows(expert..expert + 1).unwrap().reshape(&[5, 64]).unwrap();
+            let alone = Out::new(device, DType::F32, &[1, 5]).unwrap();
+            let x = x.rows(row..row + 1).unwrap();
+            let weight = Weight::Dense(&matrix);
+            run(device, |enc| {
+                ops::linear(enc, &Linear { x: &x, weight, experts: None, alpha: 1.0, out: &alone.tensor })
+            })
+            .unwrap();
+            let (got, want) = (&got[row * 5..][..5], alone.tensor.to_f32().unwrap());
+            common::assert_close(format!("{device}: row {row}"), got, &want, common::Bound::of(DType::F32));
+        }
+    }
+}

@@ -1,0 +1,410 @@
+//! rms_norm, gate, softcap, argmax, sample, moe_route and moe_combine against the reference.
+
+mod common;
+
+use common::{FLOATS, Out, Rng, conform, devices, indices, input, run};
+use kvant::{
+    DType, Device, Result, Tensor,
+    ops::{self, Activation, Argmax, Columns, Gate, MoeCombine, MoeRoute, Residual, RmsNorm, Sample, Softcap},
+};
+
+/// Rows and columns: none, one, no multiple of a vector, more than a block of threads.
+const SIZES: [(usize, usize); 7] = [(0, 5), (1, 1), (1, 256), (3, 7), (5, 65), (2, 1023), (33, 64)];
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Add {
+    None,
+    After,
+    Before,
+}
+
+#[test]
+fn rms_norm() {
+    let mut rng = Rng::of("rms_norm");
+    for size in SIZES {
+        for add in [Add::None, Add::After, Add::Before] {
+            for x in FLOATS {
+                for out in FLOATS {
+                    let weight = rng.pick(&[None, Some(DType::F32), Some(DType::F16), Some(DType::BF16)]);
+                    let (other, sum, scale) = (rng.pick(&FLOATS), rng.pick(&FLOATS), rng.pick(&[1.0, 1.0, 0.73]));
+                    let eps = rng.pick(&[1e-6, 1e-5]);
+                    norm_case(&Norm { size, add, x, out, weight, other, sum, scale, eps, in_place: None });
+                }
+            }
+        }
+    }
+}
+
+/// Each output may be `x` or the residual.
+#[test]
+fn rms_norm_in_place() {
+    for dtype in FLOATS {
+        for add in [Add::None, Add::After, Add::Before] {
+            for over in [Over::OutIsX, Over::OutIsResidual, Over::SumIsX, Over::SumIsResidual, Over::Swapped] {
+                let needs = match over {
+                    Over::OutIsX => true,
+                    Over::OutIsResidual => add != Add::None,
+                    _ => add == Add::Before,
+                };
+                if needs {
+                    let (x, out, other, sum, weight) = (dtype, dtype, dtype, dtype, Some(dtype));
+                    let size = (9, 131);
+                    let in_place = Some(over);
+                    norm_case(&Norm { size, add, x, out, weight, other, sum, scale: 1.5, eps: 1e-6, in_place });
+                }
+            }
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Over {
+    OutIsX,
+    OutIsResidual,
+    SumIsX,
+    SumIsResidual,
+    /// The sum goes over the residual and the result over x.
+    Swapped,
+}
+
+#[derive(Debug)]
+struct Norm {
+    size: (usize, usize),
+    add: Add,
+    x: DType,
+    out: DType,
+    weight: Option<DType>,
+    other: DType,
+    sum: DType,
+    scale: f32,
+    eps: f32,
+    in_place: Option<Over>,
+}
+
+fn norm_case(case: &Norm) {
+    conform(format!("rms_norm {case:?}"), |device| {
+        let mut rng = Rng::of(format!("{case:?}"));
+        let (rows, dim) = case.size;
+        let shape = [rows, dim];
+        let upload = |rng: &mut Rng, dtype| -> Result<Out> {
+            let values: Vec<f32> = rng.normals(rows * dim).iter().map(|x| x * 3.0).collect();
+            let t = Out::new(device, dtype, &shape)?;
+            t.tensor.write_bytes(&common::encode(dtype, &values))?;
+            Ok(t)
+        };
+        let (x, residual) = (upload(&mut rng, case.x)?, upload(&mut rng, case.other)?);
+        let weight = match case.weight {
+            Some(dtype) => Some(input(device, dtype, &rng.normals(dim), &[dim])?),
+            None => None,
+        };
+        let (out, sum) = (Out::new(device, case.out, &shape)?, Out::new(device, case.sum, &shape)?);
+        let (out, sum) = match case.in_place {
+            None => (&out, &sum),
+            Some(Over::OutIsX) => (&x, &sum),
+            Some(Over::OutIsResidual) => (&residual, &sum),
+            Some(Over::SumIsX) => (&out, &x),
+            Some(Over::SumIsResidual) => (&out, &residual),
+            Some(Over::Swapped) => (&x, &residual),
+        };
+        let args = RmsNorm {
+            x: &x.tensor,
+            weight: weight.as_ref(),
+            eps: case.eps,
+            residual: match case.add {
+                Add::None => Residual::None,
+                Add::After => Residual::After(&residual.tensor),
+                Add::Before => Residual::Before { residual: &residual.tensor, sum: &sum.tensor },
+            },
+            scale: case.scale,
+            out: &out.tensor,
+        };
+        run(device, |enc| ops::rms_norm(enc, &args))?;
+        let mut outputs = vec![out.close("out")?];
+        if case.add == Add::Before {
+            outputs.push(sum.close("sum")?);
+        }
+        Ok(outputs)
+    });
+}
+
+#[test]
+fn gate() {
+    let mut rng = Rng::of("gate");
+    for activation in [Activation::GeluTanh, Activation::Silu] {
+        for (rows, dim) in SIZES {
+            for x in FLOATS {
+                for out_type in FLOATS {
+                    let up_type = rng.pick(&FLOATS);
+                    // One fused tensor (gate first, or up first), or two; with columns before and behind.
+                    let (fused, before, behind) = (rng.below(3), rng.pick(&[0, 3]), rng.pick(&[0, 2]));
+                    let case = format!(
+                        "gate {activation:?} [{rows}, {dim}] {x} {up_type} -> {out_type}, fused {fused} +{before} +{behind}"
+                    );
+                    conform(&case, |device| {
+                        let mut rng = Rng::of(&case);
+                        let width = before + dim + behind;
+                        let mut upload = |dtype, width: usize| {
+                            let values: Vec<f32> = rng.normals(rows * width).iter().map(|x| x * 4.0).collect();
+                            input(device, dtype, &values, &[rows, width])
+                        };
+                        let (one, two) = (upload(x, width)?, upload(up_type, width)?);
+                        let both = upload(x, 2 * dim + before)?;
+                        let (gate, up) = match fused {
+                            0 => (Columns { tensor: &one, start: before }, Columns { tensor: &two, start: behind }),
+                            1 => (
+                                Columns { tensor: &both, start: before },
+                                Columns { tensor: &both, start: before + dim },
+                            ),
+                            _ => (Columns { tensor: &both, start: dim }, Columns::all(&both)),
+                        };
+                        let out = Out::new(device, out_type, &[rows, dim])?;
+                        run(device, |enc| ops::gate(enc, &Gate { gate, up, activation, out: &out.tensor }))?;
+                        Ok(vec![out.close("out")?])
+                    });
+                }
+            }
+        }
+    }
+}
+
+/// Where the functions saturate, and where they are small.
+#[test]
+fn gate_far_out() {
+    let x = vec![-1e30, -1e4, -100.0, -20.0, -10.0, -5.0, -1e-3, -1e-20, 0.0, 1e-20, 1e-3, 5.0, 10.0, 100.0, 1e4, 1e30];
+    for activation in [Activation::GeluTanh, Activation::Silu] {
+        for out_type in FLOATS {
+            conform(format!("gate {activation:?} far out -> {out_type}"), |device| {
+                let n = x.len();
+                // Element by element: large ones must not hide the small ones.
+                let mut outputs = Vec::new();
+                let (g, up) =
+                    (input(device, DType::F32, &x, &[n, 1])?, input(device, DType::F32, &vec![1.0; n], &[n, 1])?);
+                let out = Out::new(device, out_type, &[n, 1])?;
+                let (gate, up) = (Columns::all(&g), Columns::all(&up));
+                run(device, |enc| ops::gate(enc, &Gate { gate, up, activation, out: &out.tensor }))?;
+                for (x, y) in x.iter().zip(out.tensor.to_f32()?) {
+                    // Below 1e-6 of the input the tails are noise of 1 + tanh.
+                    let y = if y.abs() < 1e-6 * x.abs() { 0.0 } else { y };
+                    outputs.push(common::Output::Close(
+                        format!("f({x})"),
+                        vec![y],
+                        common::Bound::of(out_type).times(100.0),
+                    ));
+                }
+                Ok(outputs)
+            });
+        }
+    }
+}
+
+#[test]
+fn gate_in_place() {
+    for dtype in FLOATS {
+        conform(format!("gate in place, {dtype}"), |device| {
+            let mut rng = Rng::of(dtype);
+            let out = Out::new(device, dtype, &[5, 67])?;
+            out.tensor.write_bytes(&common::encode(dtype, &rng.normals(5 * 67)))?;
+            let up = input(device, dtype, &rng.normals(5 * 67), &[5, 67])?;
+            let (gate, up) = (Columns::all(&out.tensor), Columns::all(&up));
+            run(device, |enc| ops::gate(enc, &Gate { gate, up, activation: Activation::GeluTanh, out: &out.tensor }))?;
+            Ok(vec![out.close("out")?])
+        });
+    }
+}
+
+#[test]
+fn softcap() {
+    for (rows, dim) in SIZES {
+        for x_type in FLOATS {
+            for out_type in FLOATS {
+                for (cap, in_place) in [(30.0, false), (0.5, false), (5.0, x_type == out_type)] {
+                    conform(format!("softcap {cap} [{rows}, {dim}] {x_type} -> {out_type}, {in_place}"), |device| {
+                        let values: Vec<f32> = Rng::new(3).normals(rows * dim).iter().map(|x| x * 20.0).collect();
+                        let x = input(device, x_type, &values, &[rows, dim])?;
+                        let out = Out::new(device, out_type, &[rows, dim])?;
+                        if in_place {
+                            out.tensor.write_bytes(&common::bytes_of(&x)?)?;
+                        }
+                        let x = if in_place { &out.tensor } else { &x };
+                        run(device, |enc| ops::softcap(enc, &Softcap { x, cap, out: &out.tensor }))?;
+                        Ok(vec![out.close("out")?])
+                    });
+                }
+            }
+        }
+    }
+}
+
+/// Rows of logits with every corner: equals, infinities, NaN, nothing but NaN.
+fn logits(rng: &mut Rng, rows: usize, dim: usize) -> Vec<f32> {
+    let mut values = rng.normals(rows * dim);
+    for (r, row) in values.chunks_mut(dim).enumerate() {
+        let at = rng.below(dim);
+        match r % 6 {
+            0 => {}
+            1 => row.fill(-2.5),
+            2 => row[at] = f32::NAN,
+            3 => row.fill(f32::NAN),
+            4 => {
+                row.fill(f32::NEG_INFINITY);
+                row[at] = -1e30;
+            }
+            _ => {
+                let other = rng.below(dim);
+                row[at] = 9.0;
+                row[other] = 9.0;
+            }
+        }
+    }
+    values
+}
+
+#[test]
+fn argmax() {
+    for dim in [1, 2, 7, 64, 65, 1000, 5003] {
+        for dtype in FLOATS {
+            conform(format!("argmax of {dim} {dtype}"), |device| {
+                let x = input(device, dtype, &logits(&mut Rng::new(dim as u64), 13, dim), &[13, dim])?;
+                let out = Out::new(device, DType::U32, &[13])?;
+                run(device, |enc| ops::argmax(enc, &Argmax { x: &x, out: &out.tensor }))?;
+                Ok(vec![out.same("out")?])
+            });
+        }
+    }
+}
+
+struct Draw {
+    temperature: f32,
+    top_k: usize,
+    top_p: f32,
+    min_p: f32,
+}
+
+fn draw(device: &Device, logits: &Tensor, how: &Draw, seed: u64, counters: &[u32]) -> Result<Vec<u32>> {
+    let &Draw { temperature, top_k, top_p, min_p } = how;
+    let counter = indices(device, counters, &[counters.len()])?;
+    let out = Out::new(device, DType::U32, &[counters.len()])?;
+    let args = Sample { logits, temperature, top_k, top_p, min_p, seed, counter: &counter, out: &out.tensor };
+    run(device, |enc| ops::sample(enc, &args))?;
+    out.bytes()?;
+    out.tensor.to_vec::<u32>()
+}
+
+const DRAWS: [Draw; 8] = [
+    Draw { temperature: 0.0, top_k: 0, top_p: 1.0, min_p: 0.0 },
+    Draw { temperature: 1.0, top_k: 0, top_p: 1.0, min_p: 0.0 },
+    Draw { temperature: 0.7, top_k: 40, top_p: 1.0, min_p: 0.0 },
+    Draw { temperature: 1.0, top_k: 0, top_p: 0.9, min_p: 0.0 },
+    Draw { temperature: 1.3, top_k: 0, top_p: 1.0, min_p: 0.05 },
+    Draw { temperature: 0.8, top_k: 20, top_p: 0.8, min_p: 0.02 },
+    Draw { temperature: 2.0, top_k: 1, top_p: 0.5, min_p: 0.5 },
+    Draw { temperature: 100.0, top_k: 1_000_000, top_p: 1e-6, min_p: 0.999 },
+];
+
+/// The same tokens as the reference draws. A number that falls within rounding of the border between two candidates
+/// may pick either, so one row in 500 is allowed to differ.
+#[test]
+fn samples() {
+    for (case, how) in DRAWS.iter().enumerate() {
+        for vocab in [1, 5, 300, 4001] {
+            for dtype in FLOATS {
+                let rows = 97;
+                let values = Rng::new(vocab as u64).normals(rows * vocab);
+                let spread: Vec<f32> = values.iter().map(|x| x * 2.0).collect();
+                let counters: Vec<u32> = (0..rows as u32).map(|r| r * 31 + 5).collect();
+                let drawn = |device: &Device| {
+                    let logits = input(device, dtype, &spread, &[rows, vocab]).unwrap();
+                    draw(device, &logits, how, 42, &counters).unwrap_or_else(|e| panic!("{device}: {e}"))
+                };
+                let want = drawn(&Device::reference());
+                for device in devices() {
+                    let got = drawn(device);
+                    let changed = got.iter().zip(&want).filter(|(a, b)| a != b).count();
+                    assert!(changed <= 1, "{device}: draw {case}, {vocab} {dtype}: {changed} of {rows} tokens differ");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn samples_of_odd_rows() {
+    for how in &DRAWS[..6] {
+        for vocab in [1, 7, 300] {
+            conform(format!("sample of odd rows of {vocab} at temperature {}", how.temperature), |device| {
+                let logits = input(device, DType::F32, &logits(&mut Rng::new(5), 12, vocab), &[12, vocab])?;
+                let drawn = draw(device, &logits, how, 1, &[7; 12])?;
+                Ok(vec![common::Output::Same("out".into(), bytemuck::cast_slice(&drawn).to_vec())])
+            });
+        }
+    }
+}
+
+/// Frequencies follow the distribution.
+#[test]
+fn samples_follow_the_distribution() {
+    let p = [0.5f64, 0.25, 0.125, 0.0625, 0.0625];
+    let rows = 4096;
+    let row: Vec<f32> = p.iter().map(|p| p.ln() as f32).collect();
+    let counters: Vec<u32> = (0..rows as u32).collect();
+    for device in devices() {
+        let logits = input(device, DType::F32, &row.repeat(rows), &[rows, 5]).unwrap();
+        let how = Draw { temperature: 1.0, top_k: 0, top_p: 1.0, min_p: 0.0 };
+        let drawn = draw(device, &logits, &how, 99, &counters).unwrap();
+        for (id, p) in p.iter().enumerate() {
+            let share = drawn.iter().filter(|&&t| t as usize == id).count() as f64 / rows as f64;
+            let deviation = (p * (1.0 - p) / rows as f64).sqrt();
+            assert!((share - p).abs() < 4.0 * deviation, "{device}: token {id}: {share}, not {p}");
+        }
+    }
+}
+
+#[test]
+fn moe_route() {
+    for (tokens, experts, top_k) in [(0, 4, 2), (1, 1, 1), (5, 4, 4), (9, 8, 2), (33, 128, 8), (3, 65, 7)] {
+        for dtype in FLOATS {
+            for scaled in [false, true] {
+                conform(
+                    format!("moe_route T {tokens}, E {experts}, top {top_k}, {dtype}, scaled {scaled}"),
+                    |device| {
+                        let mut rng = Rng::new(experts as u64);
+                        // In the coarse dtypes there are equals, and then the lower id comes first.
+                        let logits = input(device, dtype, &rng.normals(tokens * experts), &[tokens, experts])?;
+                        let scale = input(device, DType::F32, &rng.normals(experts), &[experts])?;
+                        let ids = Out::new(device, DType::U32, &[tokens, top_k])?;
+                        let weights = Out::new(device, DType::F32, &[tokens, top_k])?;
+                        let args = MoeRoute {
+                            logits: &logits,
+                            expert_scale: scaled.then_some(&scale),
+                            ids: &ids.tensor,
+                            weights: &weights.tensor,
+                        };
+                        run(device, |enc| ops::moe_route(enc, &args))?;
+                        Ok(vec![ids.same("ids")?, weights.close("weights")?])
+                    },
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn moe_combine() {
+    for (tokens, top_k, dim) in [(0, 2, 3), (1, 1, 1), (1, 8, 65), (5, 2, 130), (33, 4, 64)] {
+        for x_type in FLOATS {
+            for out_type in FLOATS {
+                conform(format!("moe_combine T {tokens}, top {top_k}, N {dim}, {x_type} -> {out_type}"), |device| {
+                    let mut rng = Rng::new(dim as u64);
+                    let rows = tokens * top_k;
+                    let x = input(device, x_type, &rng.normals(rows * dim), &[rows, dim])?;
+                    let weights = input(device, DType::F32, &rng.normals(rows), &[tokens, top_k])?;
+                    let out = Out::new(device, out_type, &[tokens, dim])?;
+                    run(device, |enc| {
+                        ops::moe_combine(enc, &MoeCombine { x: &x, weights: &weights, out: &out.tensor })
+                    })?;
+                    Ok(vec![out.close("out")?])
+                });
+            }
+        }
+    }
+}
