@@ -91,9 +91,9 @@ pub(super) fn signs(dim: usize) -> &'static [f32] {
 pub(super) unsafe fn rotate<S: Simd>(row: &mut [f32], signs: &[f32]) {
     // SAFETY: passed on to the caller.
     unsafe {
-        multiply::<S>(row, signs, 1.0);
+        // Normalised first, so that the sums overflow only where the result nearly does.
+        multiply::<S>(row, signs);
         transform::<S>(row);
-        scale::<S>(row, normaliser(row.len()));
     }
 }
 
@@ -106,24 +106,19 @@ pub(super) unsafe fn unrotate<S: Simd>(row: &mut [f32], signs: &[f32]) {
     // SAFETY: passed on to the caller.
     unsafe {
         transform::<S>(row);
-        multiply::<S>(row, signs, normaliser(row.len()));
+        multiply::<S>(row, signs);
     }
 }
 
-/// 1/√D.
-#[inline(always)]
-fn normaliser(dim: usize) -> f32 {
-    (1.0 / (dim as f64).sqrt()) as f32
-}
-
-/// row ← row ⊙ signs · factor.
+/// row ← row ⊙ signs/√D.
 ///
 /// # Safety
 /// The level's instructions are enabled.
 #[inline(always)]
-unsafe fn multiply<S: Simd>(row: &mut [f32], signs: &[f32], factor: f32) {
+unsafe fn multiply<S: Simd>(row: &mut [f32], signs: &[f32]) {
     let n = row.len();
     assert_eq!(signs.len(), n);
+    let factor = (1.0 / (n as f64).sqrt()) as f32;
     if n < S::LANES {
         row.iter_mut().zip(signs).for_each(|(x, s)| *x *= s * factor);
         return;
@@ -135,27 +130,6 @@ unsafe fn multiply<S: Simd>(row: &mut [f32], signs: &[f32], factor: f32) {
         for i in (0..n).step_by(S::LANES) {
             let s = S::mul(S::load(signs.as_ptr().add(i)), factor);
             S::store(row.add(i), S::mul(S::load(row.add(i)), s));
-        }
-    }
-}
-
-/// row ← row · factor.
-///
-/// # Safety
-/// The level's instructions are enabled.
-#[inline(always)]
-unsafe fn scale<S: Simd>(row: &mut [f32], factor: f32) {
-    let n = row.len();
-    if n < S::LANES {
-        row.iter_mut().for_each(|x| *x *= factor);
-        return;
-    }
-    let row = row.as_mut_ptr();
-    // SAFETY: as in `multiply`.
-    unsafe {
-        let factor = S::splat(factor);
-        for i in (0..n).step_by(S::LANES) {
-            S::store(row.add(i), S::mul(S::load(row.add(i)), factor));
         }
     }
 }

@@ -23,6 +23,7 @@ mod linear;
 mod moe;
 mod norm_rope;
 mod norm_rope_write;
+mod planes;
 mod pool;
 mod rms_norm;
 mod sample;
@@ -31,6 +32,7 @@ mod simd;
 mod softcap;
 #[cfg(test)]
 mod testing;
+mod turboquant;
 
 use pool::Pool;
 pub use simd::SimdLevel;

@@ -2,7 +2,7 @@
 
 use std::arch::x86_64::*;
 
-use super::{Kernel, Simd, SimdLevel};
+use super::{Kernel, SearchTree, Simd, SimdLevel};
 
 #[derive(Clone, Copy)]
 pub(crate) struct Avx512;
@@ -269,6 +269,31 @@ impl Simd for Avx512 {
             let [t0, t1, t2, t3] = [128, 160, 192, 224].map(|at| permute32(table.as_ptr().add(at), index));
             let (first, second) = (_mm512_mask_blend_ps(bit5, t0, t1), _mm512_mask_blend_ps(bit5, t2, t3));
             _mm512_xor_ps(_mm512_mask_blend_ps(bit6, first, second), _mm512_castsi512_ps(sign))
+        }
+    }
+    #[inline(always)]
+    unsafe fn search<const BITS: usize>(x: __m512, tree: &SearchTree, to: *mut u8) {
+        unsafe {
+            // The path so far: the number of the node within its level.
+            let mut path = _mm512_setzero_si512();
+            for level in 0..BITS {
+                let nodes = tree.0.as_ptr().add(1 << level);
+                let threshold = match level {
+                    0 => _mm512_set1_ps(*nodes),
+                    1..=4 => _mm512_permutexvar_ps(path, _mm512_loadu_ps(nodes)),
+                    5 => permute32(nodes, path),
+                    6 => Self::lookup64(&*nodes.cast(), path),
+                    _ => {
+                        let upper = _mm512_test_epi32_mask(path, _mm512_set1_epi32(64));
+                        let [first, second] = [0, 64].map(|at| Self::lookup64(&*nodes.add(at).cast(), path));
+                        _mm512_mask_blend_ps(upper, first, second)
+                    }
+                };
+                let above = _mm512_cmp_ps_mask::<_CMP_GT_OQ>(x, threshold);
+                path = _mm512_add_epi32(path, path);
+                path = _mm512_mask_add_epi32(path, above, path, _mm512_set1_epi32(1));
+            }
+            _mm_storeu_si128(to.cast(), _mm512_cvtepi32_epi8(path));
         }
     }
 }

@@ -82,6 +82,25 @@ impl fmt::Display for SimdLevel {
     }
 }
 
+/// A binary search tree of up to 8 levels over sorted thresholds, for [`Simd::search`]: node 1 is the root, and the
+/// children of node n are 2n and 2n + 1. Node 0 and what follows the last level are padding.
+pub(crate) struct SearchTree(pub(crate) [f32; 256 + 16]);
+
+impl SearchTree {
+    /// The tree over 2ⁿ − 1 ascending thresholds, n at most 8.
+    pub(crate) fn new(thresholds: &[f32]) -> SearchTree {
+        let leaves = thresholds.len() + 1;
+        assert!(leaves.is_power_of_two() && leaves <= 256);
+        let mut tree = [0.0; 256 + 16];
+        for (node, value) in tree.iter_mut().enumerate().take(leaves).skip(1) {
+            let level = 1usize << node.ilog2();
+            // Node `level + j` splits the j-th of `level` equal parts of the leaves.
+            *value = thresholds[(2 * (node - level) + 1) * (leaves / level / 2) - 1];
+        }
+        SearchTree(tree)
+    }
+}
+
 /// A computation over vectors of any level.
 pub(crate) trait Kernel {
     type Output;
@@ -191,6 +210,19 @@ pub(crate) trait Simd: Copy + 'static {
         }
         // SAFETY: as above.
         unsafe { Self::load(lanes.as_ptr()) }
+    }
+
+    /// How many of the tree's 2^BITS − 1 thresholds each lane exceeds (none if it is NaN), stored as `LANES` bytes.
+    #[inline(always)]
+    unsafe fn search<const BITS: usize>(x: Self::F, tree: &SearchTree, to: *mut u8) {
+        let mut lanes = [0f32; 16];
+        // SAFETY: no level has more than 16 lanes; the rest is the caller's promise.
+        unsafe { Self::store(lanes.as_mut_ptr(), x) };
+        for (i, &x) in lanes.iter().enumerate().take(Self::LANES) {
+            let node = (0..BITS).fold(1, |node, _| 2 * node + usize::from(x > tree.0[node]));
+            // SAFETY: `to` is valid for LANES bytes.
+            unsafe { *to.add(i) = (node - (1 << BITS)) as u8 };
+        }
     }
 
     /// Entries `codes[lane] & 15` of a table of 16, for `LANES` bytes that hold a nibble each in their low half.

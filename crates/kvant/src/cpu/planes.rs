@@ -1,0 +1,141 @@
+//! The rows of one side of a cache layer, as kernels load and store them, whatever the codec.
+
+use super::{
+    convert,
+    simd::Simd,
+    turboquant::{Quantiser, Vector},
+};
+use crate::{Codec, DType, Planes, Step};
+
+/// Keys or values of a layer in memory.
+#[derive(Clone, Copy)]
+pub(super) struct PlaneRows {
+    format: Format,
+    low: *mut u8,
+    high: *mut u8,
+    norms: *mut f32,
+    dim: usize,
+}
+
+#[derive(Clone, Copy)]
+enum Format {
+    Dense(DType),
+    TurboQuant(Quantiser),
+}
+
+// SAFETY: tasks that store touch disjoint rows, and the device's lock excludes everyone else.
+unsafe impl Send for PlaneRows {}
+// SAFETY: as above.
+unsafe impl Sync for PlaneRows {}
+
+impl PlaneRows {
+    pub(super) fn new(planes: &Planes, dim: usize) -> PlaneRows {
+        let pointer = |tensor: &Option<crate::Tensor>| tensor.as_ref().map_or(std::ptr::null_mut(), |t| t.host_ptr());
+        let format = match planes.codec() {
+            Codec::Dense(dtype) => Format::Dense(dtype),
+            Codec::TurboQuant(tq) => Format::TurboQuant(Quantiser::new(tq, dim)),
+        };
+        let (low, high, norms) = (planes.low.host_ptr(), pointer(&planes.high), pointer(&planes.norms).cast());
+        PlaneRows { format, low, high, norms, dim }
+    }
+
+    /// The dtype of a dense side.
+    pub(super) fn dense(&self) -> Option<DType> {
+        match self.format {
+            Format::Dense(dtype) => Some(dtype),
+            Format::TurboQuant(_) => None,
+        }
+    }
+
+    /// The address of a row of a dense side.
+    ///
+    /// # Safety
+    /// The side is dense and has that row.
+    #[inline(always)]
+    pub(super) unsafe fn dense_row(&self, row: usize, dtype: DType) -> *mut u8 {
+        // SAFETY: the caller's promise.
+        unsafe { self.low.add(row * self.dim * dtype.size()) }
+    }
+
+    /// # Safety
+    /// The side has that row.
+    #[inline(always)]
+    unsafe fn vector(&self, row: usize, quantiser: &Quantiser) -> Vector {
+        let (low, high, norms) = quantiser.sizes();
+        // SAFETY: the caller's promise.
+        unsafe {
+            Vector {
+                low: self.low.add(row * low),
+                high: self.high.wrapping_add(row * high),
+                norms: self.norms.add(row * norms),
+            }
+        }
+    }
+
+    /// Encodes a vector into a row; `x` may be changed.
+    ///
+    /// # Safety
+    /// The level's instructions are enabled; the side has that row, of the length of `x`; nobody else uses the row.
+    #[inline(always)]
+    pub(super) unsafe fn store<S: Simd>(&self, row: usize, x: &mut [f32]) {
+        // SAFETY: passed on to the caller.
+        unsafe {
+            match &self.format {
+                &Format::Dense(dtype) => convert::store_row::<S>(x, self.dense_row(row, dtype), dtype),
+                Format::TurboQuant(quantiser) => quantiser.encode::<S>(x, self.vector(row, quantiser)),
+            }
+        }
+    }
+
+    /// Decodes a row.
+    ///
+    /// # Safety
+    /// As for [`PlaneRows::store`], except that others may read the row.
+    #[inline(always)]
+    pub(super) unsafe fn load<S: Simd>(&self, row: usize, x: &mut [f32], keep_rotated: bool) {
+        // SAFETY: passed on to the caller.
+        unsafe {
+            match &self.format {
+                &Format::Dense(dtype) => convert::load_row::<S>(self.dense_row(row, dtype), dtype, x),
+                Format::TurboQuant(quantiser) => {
+                    quantiser.decode::<S>(self.vector(row, quantiser), x, keep_rotated);
+                }
+            }
+        }
+    }
+}
+
+/// The contents of a step's buffers.
+#[derive(Clone, Copy)]
+pub(super) struct Tokens<'a> {
+    pub positions: &'a [u32],
+    pub sequence: &'a [u32],
+    pub lens: &'a [u32],
+}
+
+impl<'a> Tokens<'a> {
+    /// # Safety
+    /// The device's lock is held and nothing writes to the buffers while this lives.
+    pub(super) unsafe fn new(step: &'a Step) -> Tokens<'a> {
+        // SAFETY: passed on to the caller.
+        unsafe {
+            Tokens {
+                positions: step.positions.host_slice(),
+                sequence: step.sequence.host_slice(),
+                lens: step.lens.host_slice(),
+            }
+        }
+    }
+
+    /// Whether no two tokens have the same place, so that threads can store them in any order. A caller's own step may
+    /// repeat one; then the last token wins, as on one thread.
+    pub(super) fn are_distinct(&self) -> bool {
+        let places = || self.sequence.iter().zip(self.positions);
+        if places().is_sorted_by(|a, b| a < b) {
+            return true;
+        }
+        let mut places: Vec<_> = places().collect();
+        places.sort_unstable();
+        places.is_sorted_by(|a, b| a < b)
+    }
+}

@@ -1,0 +1,308 @@
+//! The TurboQuant codec on rows of f32.
+//!
+//! Encoding: rotate; for each block of B = min(D, 256) coordinates its RMS n, then for each coordinate the number of
+//! thresholds that z = y/n exceeds (a search tree, one permute and one comparison a level), packed into planes.
+//! Decoding: norm × centroid, rotated back unless asked not to.
+
+use std::sync::LazyLock;
+
+use super::{
+    hadamard,
+    simd::{SearchTree, Simd},
+};
+use crate::codec::{self, BLOCK, Norm, TurboQuant};
+
+/// A codec for vectors of one dimension, with its tables.
+#[derive(Clone, Copy)]
+pub(super) struct Quantiser {
+    tq: TurboQuant,
+    signs: &'static [f32],
+    centroids: &'static [f32],
+    thresholds: &'static [f32],
+    tree: &'static SearchTree,
+}
+
+/// Where the planes of one vector are.
+#[derive(Clone, Copy)]
+pub(super) struct Vector {
+    pub low: *mut u8,
+    /// Not used at 4 and 8 bits.
+    pub high: *mut u8,
+    pub norms: *mut f32,
+}
+
+impl Vector {
+    /// The part of the planes that holds coordinates from `start` on, a multiple of a block.
+    #[inline(always)]
+    unsafe fn from(self, start: usize, bits: u32) -> Vector {
+        let (low, high) = plane_bytes(bits, start);
+        // SAFETY: the caller keeps `start` within the vector.
+        unsafe {
+            Vector { low: self.low.add(low), high: self.high.wrapping_add(high), norms: self.norms.add(start / BLOCK) }
+        }
+    }
+}
+
+/// Bytes of the low and the high plane for `dim` coordinates.
+#[inline(always)]
+fn plane_bytes(bits: u32, dim: usize) -> (usize, usize) {
+    match bits {
+        4 => (dim / 2, 0),
+        5 => (dim / 2, dim / 8),
+        6 => (dim / 2, dim / 4),
+        _ => (dim, 0),
+    }
+}
+
+impl Quantiser {
+    /// For vectors of `dim`; codec and dimension have been validated where the layer was made.
+    pub(super) fn new(tq: TurboQuant, dim: usize) -> Quantiser {
+        static TREES: LazyLock<[SearchTree; 4]> = LazyLock::new(|| {
+            [4, 5, 6, 8].map(|bits| SearchTree::new(codec::thresholds(bits).expect("these codebooks exist")))
+        });
+        let tree = match tq.bits {
+            4 => &TREES[0],
+            5 => &TREES[1],
+            6 => &TREES[2],
+            _ => &TREES[3],
+        };
+        let valid = "a layer is made only with codecs that exist";
+        Quantiser {
+            tq,
+            signs: hadamard::signs(dim),
+            centroids: codec::centroids(tq.bits).expect(valid),
+            thresholds: codec::thresholds(tq.bits).expect(valid),
+            tree,
+        }
+    }
+
+    /// Bytes of a vector's low and high plane, and its number of norms.
+    pub(super) fn sizes(&self) -> (usize, usize, usize) {
+        let (low, high) = plane_bytes(self.tq.bits, self.signs.len());
+        (low, high, self.signs.len().div_ceil(BLOCK))
+    }
+
+    /// Encodes a row, which is left rotated.
+    ///
+    /// A row with NaN or infinity in it, or one so large that rotating it overflows, is stored as zeros with NaN norms.
+    ///
+    /// # Safety
+    /// The level's instructions are enabled; the planes have room for a vector of the row's length, which is that
+    /// of the quantiser.
+    #[inline(always)]
+    pub(super) unsafe fn encode<S: Simd>(&self, row: &mut [f32], to: Vector) {
+        // SAFETY: passed on to the caller.
+        unsafe {
+            hadamard::rotate::<S>(row, self.signs);
+            let finite = match self.tq.bits {
+                4 => self.encode_rotated::<S, 4>(row, to),
+                5 => self.encode_rotated::<S, 5>(row, to),
+                6 => self.encode_rotated::<S, 6>(row, to),
+                _ => self.encode_rotated::<S, 8>(row, to),
+            };
+            if !finite {
+                let (low, high, norms) = self.sizes();
+                to.low.write_bytes(0, low);
+                if high > 0 {
+                    to.high.write_bytes(0, high);
+                }
+                (0..norms).for_each(|i| to.norms.add(i).write(f32::NAN));
+            }
+        }
+    }
+
+    /// Encodes a rotated row; false when it is not finite.
+    #[inline(always)]
+    unsafe fn encode_rotated<S: Simd, const BITS: usize>(&self, row: &[f32], to: Vector) -> bool {
+        for (index, block) in row.chunks(BLOCK).enumerate() {
+            let mut codes = [0u8; BLOCK];
+            let codes = &mut codes[..block.len()];
+            // SAFETY: passed on to the caller; the block's part of the planes is within the vector's.
+            unsafe {
+                let energy = dot::<S>(block, block);
+                // Outside of this range squares have lost digits, or overflowed.
+                let norm = if energy > 1e-24 && energy < 1e36 {
+                    let rms = (energy / block.len() as f32).sqrt();
+                    self.find_codes::<S, BITS>(block, self.tq.scale / rms, codes);
+                    self.stored_norm::<S>(rms, energy, block, codes)
+                } else if block.iter().all(|y| y.is_finite()) {
+                    self.encode_extreme(block, codes)
+                } else {
+                    return false;
+                };
+                let to = to.from(index * BLOCK, self.tq.bits);
+                to.norms.write(norm);
+                pack::<BITS>(codes, to);
+            }
+        }
+        true
+    }
+
+    /// codes ← how many thresholds block · factor exceeds.
+    #[inline(always)]
+    unsafe fn find_codes<S: Simd, const BITS: usize>(&self, block: &[f32], factor: f32, codes: &mut [u8]) {
+        let whole = block.len() - block.len() % S::LANES;
+        // SAFETY: whole vectors of both, which are equally long.
+        unsafe {
+            let splat = S::splat(factor);
+            for i in (0..whole).step_by(S::LANES) {
+                let z = S::mul(S::load(block.as_ptr().add(i)), splat);
+                S::search::<BITS>(z, self.tree, codes.as_mut_ptr().add(i));
+            }
+        }
+        for i in whole..block.len() {
+            codes[i] = codec::nearest(block[i] * factor, self.thresholds);
+        }
+    }
+
+    /// The number to store for a block of RMS `rms` with these codes.
+    #[inline(always)]
+    unsafe fn stored_norm<S: Simd>(&self, rms: f32, energy: f32, block: &[f32], codes: &[u8]) -> f32 {
+        if self.tq.norm == Norm::Rms {
+            return rms;
+        }
+        let mut chosen = [0f32; BLOCK];
+        let chosen = &mut chosen[..block.len()];
+        chosen.iter_mut().zip(codes).for_each(|(c, &code)| *c = self.centroids[usize::from(code)]);
+        // SAFETY: passed on to the caller.
+        let (yc, cc) = unsafe { (dot::<S>(block, chosen), dot::<S>(chosen, chosen)) };
+        if self.tq.norm == Norm::LeastSquares { yc / cc } else { energy / yc }
+    }
+
+    /// Codes and norm of a finite block whose squares do not fit f32.
+    #[inline(never)]
+    fn encode_extreme(&self, block: &[f32], codes: &mut [u8]) -> f32 {
+        let energy: f64 = block.iter().map(|&y| f64::from(y).powi(2)).sum();
+        if energy == 0.0 {
+            codes.iter_mut().for_each(|code| *code = codec::nearest(0.0, self.thresholds));
+            return 0.0;
+        }
+        let rms = (energy / block.len() as f64).sqrt();
+        let (mut yc, mut cc) = (0f64, 0f64);
+        for (&y, code) in block.iter().zip(codes) {
+            let y = f64::from(y);
+            *code = codec::nearest((y / rms * f64::from(self.tq.scale)) as f32, self.thresholds);
+            let c = f64::from(self.centroids[usize::from(*code)]);
+            yc += y * c;
+            cc += c * c;
+        }
+        let norm = match self.tq.norm {
+            Norm::Rms => rms,
+            Norm::LeastSquares => yc / cc,
+            Norm::Unbiased => energy / yc,
+        };
+        norm as f32
+    }
+
+    /// Decodes a vector, and undoes its rotation unless `keep_rotated`.
+    ///
+    /// # Safety
+    /// As for [`Quantiser::encode`].
+    #[inline(always)]
+    pub(super) unsafe fn decode<S: Simd>(&self, from: Vector, row: &mut [f32], keep_rotated: bool) {
+        for (index, block) in row.chunks_mut(BLOCK).enumerate() {
+            let mut codes = [0u8; BLOCK];
+            let codes = &mut codes[..block.len()];
+            // SAFETY: passed on to the caller; the block's part of the planes is within the vector's.
+            let norm = unsafe {
+                let from = from.from(index * BLOCK, self.tq.bits);
+                match self.tq.bits {
+                    4 => unpack::<4>(from, codes),
+                    5 => unpack::<5>(from, codes),
+                    6 => unpack::<6>(from, codes),
+                    _ => unpack::<8>(from, codes),
+                }
+                from.norms.read()
+            };
+            // The tables have 2^bits entries, and a code is less than that.
+            block.iter_mut().zip(codes).for_each(|(y, code)| *y = norm * self.centroids[usize::from(*code)]);
+        }
+        if !keep_rotated {
+            // SAFETY: passed on to the caller.
+            unsafe { hadamard::unrotate::<S>(row, self.signs) }
+        }
+    }
+}
+
+/// ⟨a, b⟩ of two slices of one length.
+#[inline(always)]
+unsafe fn dot<S: Simd>(a: &[f32], b: &[f32]) -> f32 {
+    let n = a.len();
+    let whole = n - n % S::LANES;
+    // SAFETY: whole vectors of both; the caller vouches for the instructions.
+    let sum = unsafe {
+        let (mut even, mut odd) = (S::zero(), S::zero());
+        for i in (0..whole).step_by(S::LANES) {
+            even = S::fma(S::load(a.as_ptr().add(i)), S::load(b.as_ptr().add(i)), even);
+            // Two chains of additions take half the time of one.
+            (even, odd) = (odd, even);
+        }
+        S::sum(S::add(even, odd))
+    };
+    a[whole..].iter().zip(&b[whole..]).fold(sum, |sum, (a, b)| sum + a * b)
+}
+
+/// Packs the codes of a block, a multiple of 8 of them, as `codec::pack` does.
+///
+/// # Safety
+/// The planes have room for them.
+#[inline(always)]
+unsafe fn pack<const BITS: usize>(codes: &[u8], to: Vector) {
+    let n = codes.len();
+    // SAFETY: the caller's promise; the lengths are those of `plane_bytes`.
+    unsafe {
+        if BITS == 8 {
+            return std::ptr::copy_nonoverlapping(codes.as_ptr(), to.low, n);
+        }
+        let low = std::slice::from_raw_parts_mut(to.low, n / 2);
+        for (byte, pair) in low.iter_mut().zip(codes.as_chunks::<2>().0) {
+            *byte = pair[0] & 15 | pair[1] << 4;
+        }
+        if BITS == 5 {
+            let high = std::slice::from_raw_parts_mut(to.high, n / 8);
+            for (byte, group) in high.iter_mut().zip(codes.as_chunks::<8>().0) {
+                // Bit 4 of each byte; the product moves that of byte i to bit 56 + i.
+                let bits = u64::from_le_bytes(*group) >> 4 & 0x0101_0101_0101_0101;
+                *byte = (bits.wrapping_mul(0x0102_0408_1020_4080) >> 56) as u8;
+            }
+        }
+        if BITS == 6 {
+            let high = std::slice::from_raw_parts_mut(to.high, n / 4);
+            for (byte, group) in high.iter_mut().zip(codes.as_chunks::<4>().0) {
+                let bits = u32::from_le_bytes(*group) >> 4 & 0x0303_0303;
+                *byte = (bits | bits >> 6 | bits >> 12 | bits >> 18) as u8;
+            }
+        }
+    }
+}
+
+/// The inverse of [`pack`].
+///
+/// # Safety
+/// The planes hold that many codes.
+#[inline(always)]
+unsafe fn unpack<const BITS: usize>(from: Vector, codes: &mut [u8]) {
+    let n = codes.len();
+    // SAFETY: as in `pack`.
+    unsafe {
+        if BITS == 8 {
+            return std::ptr::copy_nonoverlapping(from.low, codes.as_mut_ptr(), n);
+        }
+        let low = std::slice::from_raw_parts(from.low, n / 2);
+        for (byte, pair) in low.iter().zip(codes.as_chunks_mut::<2>().0) {
+            *pair = [byte & 15, byte >> 4];
+        }
+        if BITS == 5 {
+            let high = std::slice::from_raw_parts(from.high, n / 8);
+            for (byte, group) in high.iter().zip(codes.as_chunks_mut::<8>().0) {
+                group.iter_mut().enumerate().for_each(|(i, code)| *code |= (byte >> i & 1) << 4);
+            }
+        }
+        if BITS == 6 {
+            let high = std::slice::from_raw_parts(from.high, n / 4);
+            for (byte, group) in high.iter().zip(codes.as_chunks_mut::<4>().0) {
+                group.iter_mut().enumerate().for_each(|(i, code)| *code |= (byte >> (2 * i) & 3) << 4);
+            }
+        }
+    }
+}
