@@ -179,3 +179,258 @@ pub(super) unsafe fn move_elements<S: Simd>(
         });
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use crate::{
+        Codec, CpuOptions, DType, Device, KvLayer, LayerSpec, Result, SimdLevel, SlotOrder, Step, Tensor, bf16,
+        codec::{Norm, TurboQuant},
+        f16,
+        ops::{self, KvSide, SourceOrder},
+    };
+
+    fn devices() -> Vec<Device> {
+        let supported = SimdLevel::ALL.into_iter().filter(|level| level.is_supported());
+        let options = supported.map(|level| CpuOptions { threads: Some(3), simd: Some(level) });
+        options.map(|options| Device::cpu_with(options).unwrap()).collect()
+    }
+
+    /// Numbers from about −1 to 1, no two rows alike.
+    fn numbers(n: usize, seed: u32) -> Vec<f32> {
+        let mut state = u64::from(seed) << 32 | 0x9e37_79b9;
+        let mut next = || {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (state >> 40) as f32 / (1 << 23) as f32 - 1.0
+        };
+        (0..n).map(|_| next() + next() * next()).collect()
+    }
+
+    fn upload(device: &Device, dtype: DType, data: &[f32], shape: &[usize]) -> Tensor {
+        match dtype {
+            DType::F32 => Tensor::from_slice(device, data, shape),
+            DType::F16 => {
+                Tensor::from_slice(device, &data.iter().map(|&x| f16::from_f32(x)).collect::<Vec<_>>(), shape)
+            }
+            _ => Tensor::from_slice(device, &data.iter().map(|&x| bf16::from_f32(x)).collect::<Vec<_>>(), shape),
+        }
+        .unwrap()
+    }
+
+    #[derive(Clone, Debug)]
+    struct Case {
+        spec: LayerSpec,
+        source: DType,
+        order: SourceOrder,
+        /// (sequence, position), and where in the source they start.
+        tokens: Vec<(u32, u32)>,
+        first_token: usize,
+    }
+
+    /// The layer after a write of the case's tokens.
+    fn write(device: &Device, case: &Case) -> Result<KvLayer> {
+        let layer = KvLayer::new(device, case.spec)?;
+        let (heads, dim) = (case.spec.kv_heads, case.spec.head_dim);
+        let source_tokens = case.first_token + case.tokens.len() + 2;
+        let shape = match case.order {
+            SourceOrder::TokenMajor => [source_tokens, heads, dim],
+            SourceOrder::HeadMajor => [heads, source_tokens, dim],
+        };
+        let source = |seed| upload(device, case.source, &numbers(source_tokens * heads * dim, seed), &shape);
+        let (k, v) = (source(1), source(2));
+        let step = Step::new(device, case.spec.sequences, &case.tokens)?;
+        let mut enc = device.encoder()?;
+        let (order, first_token) = (case.order, case.first_token);
+        ops::kv_write(&mut enc, &ops::KvWrite { k: &k, v: &v, order, first_token, step: &step, layer: &layer })?;
+        enc.commit()?.wait()?;
+        Ok(layer)
+    }
+
+    fn bytes(tensor: &Tensor) -> Vec<u8> {
+        let mut bytes = vec![0; tensor.bytes()];
+        tensor.read_bytes(&mut bytes).unwrap();
+        bytes
+    }
+
+    /// How many bytes differ, of how many, and the largest relative difference of norms.
+    fn difference(a: &KvLayer, b: &KvLayer) -> (usize, usize, f32) {
+        let (mut different, mut all, mut norms) = (0, 0, 0f32);
+        for (a, b) in a.k().tensors().chain(a.v().tensors()).zip(b.k().tensors().chain(b.v().tensors())) {
+            if a.0 == "norms" {
+                for (a, b) in a.1.to_f32().unwrap().into_iter().zip(b.1.to_f32().unwrap()) {
+                    norms = norms.max(if a == b { 0.0 } else { (a - b).abs() / a.abs().max(b.abs()) });
+                }
+            } else {
+                let (a, b) = (bytes(a.1), bytes(b.1));
+                all += a.len();
+                different += a.iter().zip(&b).filter(|(a, b)| a != b).count();
+            }
+        }
+        (different, all, norms)
+    }
+
+    fn linear(head_dim: usize, k: Codec, v: Codec) -> LayerSpec {
+        let order = SlotOrder::HeadMajor;
+        LayerSpec { sequences: 2, kv_heads: 3, capacity: 11, head_dim, k, v, ring: false, order }
+    }
+
+    /// Two sequences, with gaps and a run.
+    const TOKENS: [(u32, u32); 6] = [(0, 2), (0, 3), (0, 4), (1, 0), (1, 8), (0, 7)];
+
+    #[test]
+    fn every_dtype_and_order_equals_the_reference() {
+        let reference = Device::reference();
+        for device in devices() {
+            for (k, v) in [(Codec::F32, Codec::F16), (Codec::BF16, Codec::F32), (Codec::F16, Codec::BF16)] {
+                for source in [DType::F32, DType::F16, DType::BF16] {
+                    for (ring, order) in [
+                        (false, SlotOrder::HeadMajor),
+                        (true, SlotOrder::HeadMajor),
+                        (false, SlotOrder::TokenMajor),
+                        (true, SlotOrder::TokenMajor),
+                    ] {
+                        for source_order in [SourceOrder::TokenMajor, SourceOrder::HeadMajor] {
+                            let spec = LayerSpec { ring, order, ..linear(20, k, v) };
+                            let tokens = if ring {
+                                // Longer than the ring, across its end.
+                                (7..30).map(|p| (1, p)).chain([(0, 25)]).collect()
+                            } else {
+                                TOKENS.to_vec()
+                            };
+                            let case = Case { spec, source, order: source_order, tokens, first_token: 1 };
+                            let (got, want) = (write(&device, &case).unwrap(), write(&reference, &case).unwrap());
+                            assert_eq!(difference(&got, &want).0, 0, "{device} {case:?}");
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn turboquant_equals_the_reference_but_for_ties() {
+        let reference = Device::reference();
+        for device in devices() {
+            for dim in [8, 16, 64, 128, 256, 512] {
+                for bits in [4, 5, 6, 8] {
+                    for norm in [Norm::Rms, Norm::LeastSquares, Norm::Unbiased] {
+                        let scale = if dim == 128 { 1.07 } else { 1.0 };
+                        let k = Codec::TurboQuant(TurboQuant { bits, scale, norm });
+                        let spec = linear(dim, k, Codec::tq(4));
+                        let order = SourceOrder::TokenMajor;
+                        let case = Case { spec, source: DType::F16, order, tokens: TOKENS.to_vec(), first_token: 0 };
+                        let (got, want) = (write(&device, &case).unwrap(), write(&reference, &case).unwrap());
+                        let (different, all, norms) = difference(&got, &want);
+                        // f32 moves a coordinate across a threshold about once in 10⁵ (8 bits).
+                        assert!(different <= 2 + all / 10_000, "{device} {case:?}: {different} of {all}");
+                        assert!(norms < 2e-6, "{device} {case:?}: {norms}");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn unusual_vectors_equal_the_reference() {
+        let reference = Device::reference();
+        for bits in [4, 5, 6, 8] {
+            for dim in [8, 64, 512] {
+                let codec = Codec::tq(bits);
+                let spec = LayerSpec { sequences: 1, kv_heads: 1, ..linear(dim, codec, codec) };
+                let mut rows = vec![numbers(dim, 5); 10];
+                rows[1].fill(0.0);
+                rows[2][3] = f32::NAN;
+                rows[3][dim - 1] = f32::INFINITY;
+                rows[4].iter_mut().for_each(|x| *x *= 1e-25);
+                rows[5].iter_mut().for_each(|x| *x *= 1e17);
+                rows[6].iter_mut().for_each(|x| *x *= 1e30);
+                rows[7].iter_mut().skip(1).for_each(|x| *x = 0.0);
+                rows[8].iter_mut().for_each(|x| *x *= 1e-41);
+                let run = |device: &Device| {
+                    let layer = KvLayer::new(device, spec).unwrap();
+                    let x = Tensor::from_slice(device, &rows.concat(), &[10, 1, dim]).unwrap();
+                    let tokens: Vec<_> = (0..10).map(|p| (0, p)).collect();
+                    let step = Step::new(device, 1, &tokens).unwrap();
+                    let mut enc = device.encoder().unwrap();
+                    let order = SourceOrder::TokenMajor;
+                    let write = ops::KvWrite { k: &x, v: &x, order, first_token: 0, step: &step, layer: &layer };
+                    ops::kv_write(&mut enc, &write).unwrap();
+                    enc.commit().unwrap().wait().unwrap();
+                    let norms = layer.k().norms.as_ref().unwrap().to_f32().unwrap();
+                    let low = layer.k().low.to_vec::<u8>().unwrap();
+                    (norms, low)
+                };
+                let want = run(&reference);
+                for device in devices() {
+                    let got = run(&device);
+                    for (row, (got, want)) in got.0.iter().zip(&want.0).enumerate() {
+                        let close = (got - want).abs() <= 2e-6 * want.abs() + 2e-45 || got.is_nan() && want.is_nan();
+                        assert!(close, "{device} tq{bits} D={dim} norm {row}: {got:e}, not {want:e}");
+                    }
+                    // Subnormal numbers have too few digits for the same codes.
+                    let row_bytes = got.1.len() / 11;
+                    for row in (0..8).chain([9]) {
+                        let at = row * row_bytes..(row + 1) * row_bytes;
+                        let different = got.1[at.clone()].iter().zip(&want.1[at]).filter(|(a, b)| a != b).count();
+                        // A vector along one axis puts all coordinates in the same two places.
+                        assert!(different <= 1, "{device} tq{bits} D={dim} row {row}: {different} codes differ");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn dense_copies_keep_nan_payloads() {
+        for device in devices() {
+            for order in [SourceOrder::TokenMajor, SourceOrder::HeadMajor] {
+                let spec = LayerSpec { sequences: 1, kv_heads: 2, ..linear(24, Codec::F16, Codec::F16) };
+                let bits: Vec<f16> = (0..2 * 3 * 24).map(|i| f16::from_bits(0x7c01 + i as u16)).collect();
+                let shape = if order == SourceOrder::TokenMajor { [3, 2, 24] } else { [2, 3, 24] };
+                let x = Tensor::from_slice(&device, &bits, &shape).unwrap();
+                let layer = KvLayer::new(&device, spec).unwrap();
+                let step = Step::new(&device, 1, &[(0, 4), (0, 5), (0, 6)]).unwrap();
+                let out = Tensor::zeros(&device, DType::F16, &shape).unwrap();
+                let mut enc = device.encoder().unwrap();
+                let write = ops::KvWrite { k: &x, v: &x, order, first_token: 0, step: &step, layer: &layer };
+                ops::kv_write(&mut enc, &write).unwrap();
+                let (side, out_ref) = (KvSide::V, &out);
+                let read = ops::KvRead {
+                    layer: &layer,
+                    side,
+                    sequence: 0,
+                    start: 4,
+                    keep_rotated: false,
+                    order,
+                    out: out_ref,
+                };
+                ops::kv_read(&mut enc, &read).unwrap();
+                enc.commit().unwrap().wait().unwrap();
+                assert_eq!(bytes(&out), bytes(&x), "{device}");
+            }
+        }
+    }
+
+    #[test]
+    fn many_tokens_on_many_threads_equal_one_by_one() {
+        for device in devices() {
+            let spec = LayerSpec { sequences: 1, capacity: 700, ring: true, ..linear(128, Codec::tq(5), Codec::F16) };
+            let all = 1000;
+            let write_in = |batch: u32| {
+                let layer = KvLayer::new(&device, spec).unwrap();
+                let x = upload(&device, DType::BF16, &numbers(1000 * 3 * 128, 3), &[1000, 3, 128]);
+                let mut enc = device.encoder().unwrap();
+                for start in (0..all).step_by(batch as usize) {
+                    let tokens: Vec<_> = (start..all.min(start + batch)).map(|p| (0, p)).collect();
+                    let step = Step::new(&device, 1, &tokens).unwrap();
+                    let (order, first_token) = (SourceOrder::TokenMajor, start as usize);
+                    let write = ops::KvWrite { k: &x, v: &x, order, first_token, step: &step, layer: &layer };
+                    ops::kv_write(&mut enc, &write).unwrap();
+                }
+                enc.commit().unwrap().wait().unwrap();
+                layer
+            };
+            let (different, _, norms) = difference(&write_in(1000), &write_in(1));
+            assert_eq!((different, norms), (0, 0.0), "{device}");
+        }
+    }
+}

@@ -12,6 +12,12 @@ use super::{
 };
 use crate::codec::{self, BLOCK, Norm, TurboQuant};
 
+/// The largest dimension of the codec.
+const MAX_DIM: usize = 4096;
+
+/// A squared length below which squares in f32 lose digits.
+const SMALL: f32 = 1e-24;
+
 /// A codec for vectors of one dimension, with its tables.
 #[derive(Clone, Copy)]
 pub(super) struct Quantiser {
@@ -84,7 +90,7 @@ impl Quantiser {
 
     /// Encodes a row, which is left rotated.
     ///
-    /// A row with NaN or infinity in it, or one so large that rotating it overflows, is stored as zeros with NaN norms.
+    /// A row that is not finite, or whose squared length is beyond f32, is stored as zeros with NaN norms.
     ///
     /// # Safety
     /// The level's instructions are enabled; the planes have room for a vector of the row's length, which is that
@@ -94,48 +100,56 @@ impl Quantiser {
         // SAFETY: passed on to the caller.
         unsafe {
             hadamard::rotate::<S>(row, self.signs);
-            let finite = match self.tq.bits {
-                4 => self.encode_rotated::<S, 4>(row, to),
-                5 => self.encode_rotated::<S, 5>(row, to),
-                6 => self.encode_rotated::<S, 6>(row, to),
-                _ => self.encode_rotated::<S, 8>(row, to),
-            };
-            if !finite {
-                let (low, high, norms) = self.sizes();
-                to.low.write_bytes(0, low);
-                if high > 0 {
-                    to.high.write_bytes(0, high);
-                }
-                (0..norms).for_each(|i| to.norms.add(i).write(f32::NAN));
+            let mut energies = [0f32; MAX_DIM / BLOCK];
+            for (energy, block) in energies.iter_mut().zip(row.chunks(BLOCK)) {
+                *energy = dot::<S>(block, block);
+            }
+            if !energies.iter().sum::<f32>().is_finite() {
+                return self.store_nan(to);
+            }
+            match self.tq.bits {
+                4 => self.encode_rotated::<S, 4>(row, &energies, to),
+                5 => self.encode_rotated::<S, 5>(row, &energies, to),
+                6 => self.encode_rotated::<S, 6>(row, &energies, to),
+                _ => self.encode_rotated::<S, 8>(row, &energies, to),
             }
         }
     }
 
-    /// Encodes a rotated row; false when it is not finite.
+    /// Zeros with NaN norms.
+    unsafe fn store_nan(&self, to: Vector) {
+        let (low, high, norms) = self.sizes();
+        // SAFETY: passed on to the caller.
+        unsafe {
+            to.low.write_bytes(0, low);
+            if high > 0 {
+                to.high.write_bytes(0, high);
+            }
+            (0..norms).for_each(|i| to.norms.add(i).write(f32::NAN));
+        }
+    }
+
+    /// Encodes a rotated row whose blocks have these squared lengths.
     #[inline(always)]
-    unsafe fn encode_rotated<S: Simd, const BITS: usize>(&self, row: &[f32], to: Vector) -> bool {
-        for (index, block) in row.chunks(BLOCK).enumerate() {
+    unsafe fn encode_rotated<S: Simd, const BITS: usize>(&self, row: &[f32], energies: &[f32], to: Vector) {
+        for (index, (block, &energy)) in row.chunks(BLOCK).zip(energies).enumerate() {
             let mut codes = [0u8; BLOCK];
             let codes = &mut codes[..block.len()];
             // SAFETY: passed on to the caller; the block's part of the planes is within the vector's.
             unsafe {
-                let energy = dot::<S>(block, block);
-                // Outside of this range squares have lost digits, or overflowed.
-                let norm = if energy > 1e-24 && energy < 1e36 {
-                    let rms = (energy / block.len() as f32).sqrt();
-                    self.find_codes::<S, BITS>(block, self.tq.scale / rms, codes);
-                    self.stored_norm::<S>(rms, energy, block, codes)
-                } else if block.iter().all(|y| y.is_finite()) {
-                    self.encode_extreme(block, codes)
+                let n = (energy / block.len() as f32).sqrt() / self.tq.scale;
+                let factor = 1.0 / n;
+                let norm = if energy > SMALL && factor.is_finite() {
+                    self.find_codes::<S, BITS>(block, factor, codes);
+                    self.stored_norm::<S>(n, energy, block, codes)
                 } else {
-                    return false;
+                    self.encode_small(block, codes)
                 };
                 let to = to.from(index * BLOCK, self.tq.bits);
                 to.norms.write(norm);
                 pack::<BITS>(codes, to);
             }
         }
-        true
     }
 
     /// codes ← how many thresholds block · factor exceeds.
@@ -155,11 +169,11 @@ impl Quantiser {
         }
     }
 
-    /// The number to store for a block of RMS `rms` with these codes.
+    /// The number to store for a block that was divided by `n`.
     #[inline(always)]
-    unsafe fn stored_norm<S: Simd>(&self, rms: f32, energy: f32, block: &[f32], codes: &[u8]) -> f32 {
+    unsafe fn stored_norm<S: Simd>(&self, n: f32, energy: f32, block: &[f32], codes: &[u8]) -> f32 {
         if self.tq.norm == Norm::Rms {
-            return rms;
+            return n;
         }
         let mut chosen = [0f32; BLOCK];
         let chosen = &mut chosen[..block.len()];
@@ -169,25 +183,23 @@ impl Quantiser {
         if self.tq.norm == Norm::LeastSquares { yc / cc } else { energy / yc }
     }
 
-    /// Codes and norm of a finite block whose squares do not fit f32.
+    /// Codes and norm of a block whose squares have lost digits in f32, or of one that is zero.
     #[inline(never)]
-    fn encode_extreme(&self, block: &[f32], codes: &mut [u8]) -> f32 {
+    fn encode_small(&self, block: &[f32], codes: &mut [u8]) -> f32 {
         let energy: f64 = block.iter().map(|&y| f64::from(y).powi(2)).sum();
-        if energy == 0.0 {
-            codes.iter_mut().for_each(|code| *code = codec::nearest(0.0, self.thresholds));
-            return 0.0;
-        }
-        let rms = (energy / block.len() as f64).sqrt();
+        let n = (energy / block.len() as f64).sqrt() / f64::from(self.tq.scale);
         let (mut yc, mut cc) = (0f64, 0f64);
         for (&y, code) in block.iter().zip(codes) {
             let y = f64::from(y);
-            *code = codec::nearest((y / rms * f64::from(self.tq.scale)) as f32, self.thresholds);
+            let z = if n > 0.0 { (y / n) as f32 } else { 0.0 };
+            *code = codec::nearest(z, self.thresholds);
             let c = f64::from(self.centroids[usize::from(*code)]);
             yc += y * c;
             cc += c * c;
         }
         let norm = match self.tq.norm {
-            Norm::Rms => rms,
+            _ if n == 0.0 => 0.0,
+            Norm::Rms => n,
             Norm::LeastSquares => yc / cc,
             Norm::Unbiased => energy / yc,
         };
