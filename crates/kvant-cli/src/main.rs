@@ -6,7 +6,12 @@
 mod args;
 mod bench;
 mod devices;
+mod eval;
+mod generate;
+mod logits;
 mod output;
+mod shipped;
+mod tokens;
 
 use std::process::ExitCode;
 
@@ -25,6 +30,9 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
+    Generate(generate::Args),
+    Eval(eval::Args),
+    Logits(logits::Args),
     Devices(devices::Args),
     #[command(subcommand)]
     Bench(bench::Bench),
@@ -40,6 +48,9 @@ fn main() -> ExitCode {
         }
     };
     let result = match cli.command {
+        Command::Generate(args) => generate::run(&args),
+        Command::Eval(args) => eval::run(&args),
+        Command::Logits(args) => logits::run(&args),
         Command::Devices(args) => devices::run(&args),
         Command::Bench(bench) => bench::run(&bench),
     };

@@ -25,7 +25,7 @@ impl Source {
 
 /// Full linear layers of `capacity` slots, as many as [`ROTATION`] and the memory ask for.
 pub fn layers(device: &Device, case: &Case, capacity: usize) -> Result<Vec<KvLayer>> {
-    let Kv { k, v } = case.kv.unwrap_or(Kv::F16);
+    let Kv { k, v } = case.kv;
     let (kv_heads, head_dim) = (case.shape.kv_heads, case.shape.head_dim);
     let order = SlotOrder::HeadMajor;
     let spec = LayerSpec { sequences: 1, kv_heads, capacity, head_dim, k, v, ring: false, order };
@@ -53,7 +53,7 @@ pub fn layers(device: &Device, case: &Case, capacity: usize) -> Result<Vec<KvLay
 
 /// Bytes that one token's key and value take in a layer of the case.
 pub fn token_bytes(case: &Case) -> usize {
-    let Kv { k, v } = case.kv.unwrap_or(Kv::F16);
+    let Kv { k, v } = case.kv;
     let dim = case.shape.head_dim;
     case.shape.kv_heads * (k.bytes_per_vector(dim) + v.bytes_per_vector(dim))
 }

@@ -2,6 +2,7 @@
 
 mod attend;
 mod buffers;
+mod decode;
 mod kv_write;
 mod norm_rope;
 mod timing;
@@ -32,6 +33,8 @@ pub enum Bench {
     NormRope(OpArgs),
     /// Encode and write `context` new tokens at once to a TurboQuant cache; bytes as for kv-write
     Encode(OpArgs),
+    /// One token through a whole model, its logits included; bytes: all weights, and the keys and values read
+    Decode(decode::Args),
 }
 
 /// The cases: every shape with every context and every cache type.
@@ -74,8 +77,8 @@ struct Case {
     shape: Heads,
     /// Tokens; the operation says of what.
     context: u32,
-    /// `None` for operations without a cache.
-    kv: Option<Kv>,
+    /// Means nothing to operations without a cache.
+    kv: Kv,
 }
 
 /// What came out.
@@ -114,6 +117,7 @@ pub fn run(bench: &Bench) -> Result {
             }
             cases("encode", args, (&[512], &["tq8", "tq6", "tq5", "tq4"]), kv_write::measure)
         }
+        Bench::Decode(args) => decode::run(args),
     }
 }
 
@@ -127,37 +131,47 @@ fn cases(
     let device = args.device.open()?;
     let budget = args.how.budget()?;
     let contexts = args.context.clone().unwrap_or_else(|| defaults.0.to_vec());
-    let kvs: Vec<Option<Kv>> = match &args.kv {
-        _ if defaults.1.is_empty() => vec![None],
-        Some(kvs) => kvs.iter().copied().map(Some).collect(),
-        None => defaults.1.iter().map(|name| name.parse().map(Some)).collect::<kvant::Result<_>>()?,
+    let has_cache = !defaults.1.is_empty();
+    let kvs = match &args.kv {
+        _ if !has_cache => vec![Kv::F32],
+        Some(kvs) => kvs.clone(),
+        None => defaults.1.iter().map(|name| name.parse()).collect::<kvant::Result<_>>()?,
     };
     for &shape in &args.shapes {
         for &context in &contexts {
             for &kv in &kvs {
-                let case = Case { shape, context, kv };
-                let measured = measure(&device, &case, budget)?;
-                print(&line(op, &device, &case, &measured), args.how.json)?;
+                let measured = measure(&device, &Case { shape, context, kv }, budget)?;
+                let line = Line::new(op, &device, context, &measured);
+                let line = Line { kv: has_cache.then(|| kv.to_string()), ..line.with_shape(shape) };
+                print(&line, args.how.json)?;
             }
         }
     }
     Ok(())
 }
 
-fn line(op: &'static str, device: &Device, case: &Case, measured: &Measured) -> Line {
-    let Measured { timing, bytes } = measured;
-    Line {
-        op,
-        device: device.to_string(),
-        head_dim: Some(case.shape.head_dim),
-        heads: Some(case.shape.heads),
-        kv_heads: Some(case.shape.kv_heads),
-        context: case.context,
-        kv: case.kv.map(|kv| kv.to_string()),
-        us_median: output::round3(timing.median_us),
-        us_min: output::round3(timing.min_us),
-        bytes: *bytes,
-        gbps: output::round3(*bytes as f64 / timing.median_us / 1e3),
+impl Line {
+    /// Without a shape and a cache type.
+    fn new(op: &'static str, device: &Device, context: u32, measured: &Measured) -> Line {
+        let Measured { timing, bytes } = measured;
+        Line {
+            op,
+            device: device.to_string(),
+            head_dim: None,
+            heads: None,
+            kv_heads: None,
+            context,
+            kv: None,
+            us_median: output::round3(timing.median_us),
+            us_min: output::round3(timing.min_us),
+            bytes: *bytes,
+            gbps: output::round3(*bytes as f64 / timing.median_us / 1e3),
+        }
+    }
+
+    fn with_shape(self, shape: Heads) -> Line {
+        let Heads { head_dim, heads, kv_heads } = shape;
+        Line { head_dim: Some(head_dim), heads: Some(heads), kv_heads: Some(kv_heads), ..self }
     }
 }
 

@@ -1,0 +1,76 @@
+//! `kvant bench decode`: a decode step of a model, without the sampling.
+//!
+//! Every step feeds the same token at the same position, and takes it back.
+
+use std::{path::PathBuf, time::Duration};
+
+use kvant::{DType, Device, Tensor};
+use kvant_models::{CacheOptions, Logits, Model};
+
+use super::{How, Line, Measured, print, timing};
+use crate::{
+    Result,
+    args::{DeviceArgs, Kv},
+    shipped,
+};
+
+#[derive(clap::Args)]
+pub struct Args {
+    /// Directory of a checkpoint, Hugging Face or MLX layout [default: the model that ships with kvant]
+    #[arg(long, value_name = "DIR")]
+    model: Option<PathBuf>,
+    /// Tokens in the cache, the new one included
+    #[arg(
+        long,
+        value_name = "N,…",
+        value_delimiter = ',',
+        default_value = "128,1024",
+        value_parser = clap::value_parser!(u32).range(1..)
+    )]
+    context: Vec<u32>,
+    /// Cache types: f32, f16, bf16, tq8, tq6, tq5, tq4, or K:V as in f16:tq4
+    #[arg(long, value_name = "KV,…", value_delimiter = ',', default_value = "f16,tq4")]
+    kv: Vec<Kv>,
+    #[command(flatten)]
+    device: DeviceArgs,
+    #[command(flatten)]
+    how: How,
+}
+
+pub fn run(args: &Args) -> Result {
+    let directory = shipped::directory(args.model.as_deref())?;
+    let budget = args.how.budget()?;
+    let device = args.device.open()?;
+    let model = Model::load(&directory, &device)?;
+    for &context in &args.context {
+        for &kv in &args.kv {
+            let measured = measure(&model, kv, context as usize, budget)?;
+            let line = Line::new("decode", &device, context, &measured);
+            print(&Line { kv: Some(kv.to_string()), ..line }, args.how.json)?;
+        }
+    }
+    Ok(())
+}
+
+fn measure(model: &Model, kv: Kv, context: usize, budget: Duration) -> Result<Measured> {
+    let device: &Device = model.device();
+    let options = CacheOptions { k: kv.k, v: kv.v, capacity: context, ..CacheOptions::default() };
+    let mut cache = model.new_cache(&options)?;
+    let past = context - 1;
+    if past > 0 {
+        // Any ids do: the time does not depend on them.
+        let ids: Vec<u32> = (0..past).map(|i| (i * 37 % model.vocab_size()) as u32).collect();
+        model.forward(&mut cache, 0, &ids, Logits::Last)?;
+    }
+    let logits = Tensor::zeros(device, DType::F32, &[1, model.vocab_size()])?;
+    let timing = timing::repeat(budget, |_| {
+        model.forward_into(&mut cache, 0, &[0], &logits)?;
+        Ok(cache.truncate(0, past)?)
+    })?;
+    let read = |layer: &kvant_models::LayerConfig| {
+        let vector = kv.k.bytes_per_vector(layer.head_dim) + kv.v.bytes_per_vector(layer.head_dim);
+        context.min(layer.window.unwrap_or(usize::MAX)) * layer.kv_heads * vector
+    };
+    let bytes = model.weight_bytes() + model.config().layers.iter().map(read).sum::<usize>();
+    Ok(Measured { timing, bytes })
+}

@@ -1,0 +1,183 @@
+//! `kvant eval`: what a cache type costs in prediction, and saves in memory.
+//!
+//! The tokens are cut into windows. Each starts with an empty cache at position 0 and predicts its second token to its
+//! last. All caches, the f32 one among them, advance through a window together, a few tokens at a time: the f32 logits are
+//! computed once, and never more than a few rows of logits are held.
+
+mod score;
+mod stream;
+
+use std::path::PathBuf;
+
+use indicatif::{ProgressBar, ProgressStyle};
+use kvant::{KvCache, Tensor};
+use kvant_models::{CacheOptions, Logits, Model, Tokenizer};
+use serde::Serialize;
+
+use self::score::{Prediction, Score};
+use crate::{
+    Result,
+    args::{DeviceArgs, Kv},
+    output, shipped, tokens,
+};
+
+/// Tokens that are fed at once. All that a token sees comes out of the cache, as in decoding, so that their number
+/// decides only how fast this is, and how many logits are held.
+const CHUNK: usize = 64;
+
+/// Measure cache types by how well a model predicts a text with them
+///
+/// The tokens are cut into windows; each starts with an empty cache and predicts its second token to its last. Divergence and agreement
+/// compare the next-token distributions with those of an f32 cache. Bytes per token: what the keys and values of one
+/// token take, all layers together.
+#[derive(clap::Args)]
+pub struct Args {
+    /// Directory of a checkpoint, Hugging Face or MLX layout [default: the model that ships with kvant]
+    #[arg(long, value_name = "DIR")]
+    model: Option<PathBuf>,
+    #[command(flatten)]
+    source: Source,
+    /// Cache types: f32, f16, bf16, tq8, tq6, tq5, tq4, or K:V as in f16:tq4
+    #[arg(long, value_name = "KV,…", value_delimiter = ',', default_value = "f16,tq8,tq6,tq5,tq4")]
+    kv: Vec<Kv>,
+    /// Tokens in a window
+    #[arg(long, value_name = "N", default_value_t = 1024, value_parser = clap::value_parser!(u32).range(2..))]
+    window_tokens: u32,
+    #[command(flatten)]
+    device: DeviceArgs,
+    /// One JSON object per cache type: kv, tokens, nats_per_token, perplexity, kl_mean, kl_p99, top1_agreement,
+    /// bytes_per_token
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(clap::Args)]
+#[group(required = true, multiple = false)]
+struct Source {
+    /// Text file; documents are separated by lines `<|doc|>`, and each becomes <bos> text <eos>
+    #[arg(long, value_name = "FILE")]
+    text: Option<PathBuf>,
+    /// File of token ids, separated by white space; nothing is added
+    #[arg(long, value_name = "FILE")]
+    tokens: Option<PathBuf>,
+}
+
+#[derive(Serialize)]
+struct Line {
+    kv: String,
+    /// Predictions.
+    tokens: usize,
+    nats_per_token: f64,
+    perplexity: f64,
+    kl_mean: f64,
+    kl_p99: f64,
+    top1_agreement: f64,
+    bytes_per_token: usize,
+}
+
+/// A cache type under test.
+struct Candidate {
+    kv: Kv,
+    cache: KvCache,
+    score: Score,
+}
+
+pub fn run(args: &Args) -> Result {
+    let directory = shipped::directory(args.model.as_deref())?;
+    let device = args.device.open()?;
+    let tokens = read(&args.source, &directory)?;
+    let windows = stream::windows(&tokens, args.window_tokens as usize);
+    if windows.is_empty() {
+        return Err("nothing to predict: there must be at least 2 tokens".into());
+    }
+    let model = Model::load(&directory, &device)?;
+    let capacity = windows[0].len();
+    let new_cache = |kv: Kv| model.new_cache(&CacheOptions { k: kv.k, v: kv.v, capacity, ..CacheOptions::default() });
+    let mut exact = new_cache(Kv::F32)?;
+    let mut candidates = Vec::new();
+    for &kv in &args.kv {
+        candidates.push(Candidate { kv, cache: new_cache(kv)?, score: Score::default() });
+    }
+
+    let progress = progress_bar(windows.iter().map(|window| window.len()).sum());
+    for window in windows {
+        exact.clear(0)?;
+        candidates.iter_mut().try_for_each(|candidate| candidate.cache.clear(0))?;
+        // The last token is predicted, but predicts nothing.
+        for (chunk, targets) in window[..window.len() - 1].chunks(CHUNK).zip(window[1..].chunks(CHUNK)) {
+            let reference = predictions(&model.forward(&mut exact, 0, chunk, Logits::All)?)?;
+            for candidate in &mut candidates {
+                let logits = model.forward(&mut candidate.cache, 0, chunk, Logits::All)?;
+                for ((exact, other), &token) in reference.iter().zip(&predictions(&logits)?).zip(targets) {
+                    candidate.score.add(exact, other, token)?;
+                }
+            }
+            progress.inc(chunk.len() as u64);
+        }
+        progress.inc(1);
+    }
+    progress.finish_and_clear();
+
+    if !args.json {
+        output::text("kv         tokens   nats/token  perplexity   KL mean    KL p99     top-1     bytes/token\n")?;
+    }
+    candidates.iter().try_for_each(|candidate| print(candidate, args.json))
+}
+
+/// The tokens to predict.
+fn read(source: &Source, directory: &std::path::Path) -> Result<Vec<u32>> {
+    if let Some(path) = &source.tokens {
+        return tokens::read(path);
+    }
+    let Some(path) = &source.text else { unreachable!("clap asks for one of them") };
+    let text = tokens::read_text(path)?;
+    let tokenizer = Tokenizer::load(directory)?;
+    let mut tokens = Vec::new();
+    for document in stream::documents(&text) {
+        tokens.extend(tokenizer.encode(&document, true)?);
+        tokens.extend(tokenizer.eos());
+    }
+    Ok(tokens)
+}
+
+fn predictions(logits: &Tensor) -> Result<Vec<Prediction>> {
+    let vocabulary = logits.shape().last().copied().unwrap_or(0).max(1);
+    Ok(logits.to_f32()?.chunks_exact(vocabulary).map(Prediction::new).collect())
+}
+
+/// On a terminal only: indicatif draws nothing elsewhere.
+fn progress_bar(tokens: usize) -> ProgressBar {
+    let style = ProgressStyle::with_template("{bar:40} {pos}/{len} tokens, {eta} left").expect("the template is right");
+    ProgressBar::new(tokens as u64).with_style(style)
+}
+
+fn print(candidate: &Candidate, json: bool) -> Result {
+    let Candidate { kv, cache, score } = candidate;
+    let layers = &cache.spec().layers;
+    let bytes =
+        layers.iter().map(|l| l.kv_heads * (l.k.bytes_per_vector(l.head_dim) + l.v.bytes_per_vector(l.head_dim)));
+    let line = Line {
+        kv: kv.to_string(),
+        tokens: score.tokens(),
+        nats_per_token: score.nats_per_token(),
+        perplexity: score.nats_per_token().exp(),
+        kl_mean: score.kl_mean(),
+        kl_p99: score.kl_p99(),
+        top1_agreement: score.top1_agreement(),
+        bytes_per_token: bytes.sum(),
+    };
+    if json {
+        return output::json_line(&line);
+    }
+    output::text(&format!(
+        "{:<9} {:>7}   {:>10.5}  {:>10.4}  {:>8.2e}  {:>8.2e}  {:>7.3} %  {:>12}\n",
+        line.kv,
+        line.tokens,
+        line.nats_per_token,
+        line.perplexity,
+        line.kl_mean,
+        line.kl_p99,
+        line.top1_agreement * 100.0,
+        line.bytes_per_token
+    ))
+}

@@ -1,0 +1,77 @@
+//! `kvant logits`: what a model predicts after each of some tokens.
+
+use std::path::PathBuf;
+
+use kvant_models::{CacheOptions, Logits, Model};
+
+use crate::{
+    Result,
+    args::{DeviceArgs, Kv},
+    output, tokens,
+};
+
+/// Write the logits after each of some tokens to a file
+///
+/// The file is a safetensors file with one f32 tensor `logits` [T, vocabulary]; row t is what the model predicts after
+/// tokens 0..=t, fed from position 0. No token is added in front.
+#[derive(clap::Args)]
+pub struct Args {
+    /// Directory of a checkpoint, Hugging Face or MLX layout
+    #[arg(long, value_name = "DIR")]
+    model: PathBuf,
+    #[command(flatten)]
+    tokens: Tokens,
+    /// Cache type: f32, f16, bf16, tq8, tq6, tq5, tq4, or K:V as in f16:tq4
+    #[arg(long, default_value_t = Kv::F32)]
+    kv: Kv,
+    /// Feed N tokens at a time [default: all at once]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    step: Option<u32>,
+    /// The file to write
+    #[arg(long, value_name = "FILE")]
+    out: PathBuf,
+    #[command(flatten)]
+    device: DeviceArgs,
+}
+
+#[derive(clap::Args)]
+#[group(required = true, multiple = false)]
+struct Tokens {
+    /// Token ids, as in "2 17 301"
+    #[arg(long, value_name = "IDS")]
+    tokens: Option<String>,
+    /// File of token ids, separated by white space
+    #[arg(long, value_name = "FILE")]
+    tokens_file: Option<PathBuf>,
+}
+
+pub fn run(args: &Args) -> Result {
+    let tokens = match (&args.tokens.tokens, &args.tokens.tokens_file) {
+        (Some(text), _) => tokens::parse(text, "--tokens")?,
+        (None, Some(path)) => tokens::read(path)?,
+        (None, None) => unreachable!("clap asks for one of them"),
+    };
+    let device = args.device.open()?;
+    let model = Model::load(&args.model, &device)?;
+    let step = args.step.map_or(tokens.len(), |step| step as usize);
+    let mut cache = model.new_cache(&CacheOptions {
+        k: args.kv.k,
+        v: args.kv.v,
+        capacity: tokens.len(),
+        ..CacheOptions::default()
+    })?;
+    let mut logits: Vec<f32> = Vec::new();
+    for chunk in tokens.chunks(step) {
+        logits.extend(model.forward(&mut cache, 0, chunk, Logits::All)?.to_f32()?);
+    }
+    let vocabulary = logits.len() / tokens.len();
+    write(&args.out, &logits, [tokens.len(), vocabulary])?;
+    output::note(&format!("{}: logits [{}, {vocabulary}] on {device}\n", args.out.display(), tokens.len()))
+}
+
+fn write(path: &std::path::Path, logits: &[f32], shape: [usize; 2]) -> Result {
+    let bytes: Vec<u8> = logits.iter().flat_map(|x| x.to_le_bytes()).collect();
+    let view = safetensors::tensor::TensorView::new(safetensors::Dtype::F32, shape.to_vec(), &bytes)?;
+    let file = safetensors::serialize([("logits", view)], None)?;
+    std::fs::write(path, file).map_err(|error| format!("{}: {error}", path.display()).into())
+}

@@ -1,0 +1,60 @@
+use crate::{assert_keys, kvant};
+
+const KEYS: &str = "op device head_dim heads kv_heads context kv us_median us_min bytes gbps";
+
+/// The bytes that `bench` says a call moves, for one small case.
+fn bytes(op: &str, context: &str, kv: &str) -> u64 {
+    let args = ["bench", op, "--shapes", "64:4:2", "--context", context, "--seconds", "0.01", "--json", "--kv", kv];
+    let lines = kvant(&args).json();
+    let [line] = &lines[..] else { panic!("one case, {} lines", lines.len()) };
+    assert_keys(line, KEYS);
+    assert_eq!((&line["op"], line["context"].to_string()), (&op.into(), context.to_string()));
+    let number = |key: &str| line[key].as_f64().unwrap();
+    assert!(number("us_min") > 0.0 && number("us_median") >= number("us_min"));
+    let gbps = number("bytes") / number("us_median") / 1e3;
+    assert!((number("gbps") - gbps).abs() <= 0.01 * gbps + 1e-3);
+    line["bytes"].as_u64().unwrap()
+}
+
+#[test]
+fn attend_reads_the_keys_and_values() {
+    assert_eq!(bytes("attend", "4096", "f16"), 4096 * 2 * (64 + 64) * 2);
+    assert_eq!(bytes("attend", "4096", "f32:tq4"), 4096 * 2 * (64 * 4 + 64 / 2 + 4));
+}
+
+#[test]
+fn writing_reads_new_vectors_and_writes_cached_ones() {
+    assert_eq!(bytes("kv-write", "100", "bf16"), 100 * 2 * 2 * 64 * (4 + 2));
+    assert_eq!(bytes("encode", "100", "tq5"), 100 * 2 * 2 * (64 * 4 + 64 * 5 / 8 + 4));
+}
+
+#[test]
+fn every_shape_meets_every_context() {
+    let args = "bench norm-rope --shapes 64:4:2,128:2:1 --context 1,3 --seconds 0 --json";
+    let lines = kvant(&args.split(' ').collect::<Vec<_>>()).json();
+    let cases: Vec<(u64, u64)> =
+        lines.iter().map(|line| (line["head_dim"].as_u64().unwrap(), line["context"].as_u64().unwrap())).collect();
+    assert_eq!(cases, [(64, 1), (64, 3), (128, 1), (128, 3)]);
+    assert!(lines.iter().all(|line| line["kv"].is_null()));
+}
+
+#[test]
+fn decode_times_a_step_of_the_model() {
+    let lines =
+        kvant(&["bench", "decode", "--context", "1,40", "--kv", "f16,tq4", "--seconds", "0.05", "--json"]).json();
+    assert_eq!(lines.len(), 4);
+    for line in &lines {
+        assert_keys(line, KEYS);
+        assert!(line["head_dim"].is_null() && line["us_median"].as_f64().unwrap() > 0.0);
+    }
+    let bytes = |i: usize| lines[i]["bytes"].as_u64().unwrap();
+    assert!(bytes(0) > bytes(1), "f16 reads more than tq4");
+    assert!(bytes(2) > bytes(0), "a longer context reads more");
+}
+
+#[test]
+fn threads_are_the_cpu_devices() {
+    let args = "bench norm-rope --shapes 64:4:2 --context 1 --seconds 0 --json --device cpu --threads 3";
+    let lines = kvant(&args.split(' ').collect::<Vec<_>>()).json();
+    assert!(lines[0]["device"].as_str().unwrap().contains("3 threads"));
+}

@@ -1,0 +1,156 @@
+//! Whatever is wrong with the input: one message that names it, exit code 1, no panic.
+
+use std::path::{Path, PathBuf};
+
+use crate::{kvant, kvant_with_input, scratch, shipped, str};
+
+#[track_caller]
+fn fails(args: &[&str], message: &str) {
+    let error = kvant(args).error();
+    assert!(error.contains(message), "{error}");
+}
+
+/// A copy of the shipped model that a test may spoil.
+fn copy_of_the_model(name: &str) -> PathBuf {
+    let directory = scratch(name);
+    for file in std::fs::read_dir(shipped()).unwrap() {
+        let file = file.unwrap();
+        std::fs::copy(file.path(), directory.join(file.file_name())).unwrap();
+    }
+    directory
+}
+
+#[track_caller]
+fn generate_fails(directory: &Path, message: &str) {
+    fails(&["generate", "--model", str(directory), "--max-tokens", "1"], message);
+}
+
+#[test]
+fn arguments() {
+    fails(&["generate", "--kv", "tq7"], "tq7");
+    fails(&["generate", "--kv", "f16:"], "f16, bf16");
+    fails(&["generate", "--device", "abacus"], "abacus");
+    fails(&["generate", "--threads", "0"], "threads");
+    fails(&["generate", "--device", "reference", "--threads", "2"], "--threads is for the CPU");
+    fails(&["generate", "--temperature", "-1"], "temperature");
+    fails(&["generate", "--temperature", "NaN"], "temperature");
+    fails(&["generate", "--top-p", "0"], "top_p");
+    fails(&["generate", "--max-tokens", "-1"], "-1");
+    fails(&["generate", "--max-tokens", "0"], "0");
+    fails(&["frobnicate"], "frobnicate");
+    fails(&["bench", "attend", "--shapes", "64:4"], "head_dim:heads:kv_heads");
+    fails(&["bench", "attend", "--shapes", "64:3:2"], "multiple");
+    fails(&["bench", "attend", "--shapes", "96:4:2", "--context", "1"], "64, 128, 256 or 512");
+    fails(&["bench", "attend", "--context", "0"], "0");
+    fails(&["bench", "attend", "--seconds", "-1"], "-1");
+    fails(&["bench", "attend", "--context", "4294967295", "--shapes", "512:65536:65536"], "memory");
+    fails(&["bench", "norm-rope", "--context", "4294967295", "--shapes", "512:65536:65536"], "memory");
+    fails(&["bench", "encode", "--kv", "f16"], "tq8, tq6, tq5 and tq4");
+}
+
+#[test]
+fn absent_devices_say_why() {
+    for kind in ["cuda", "metal"] {
+        // On a machine that has one there is nothing to test here.
+        if kvant(&["devices"]).ok().lines().any(|line| line.contains(kind) && line.contains("not available")) {
+            fails(&["generate", "--device", kind], &format!("device {kind} is not available: "));
+        }
+    }
+}
+
+#[test]
+fn files_that_are_not_there() {
+    fails(&["generate", "--model", "/nowhere/at/all"], "/nowhere/at/all");
+    fails(&["eval", "--text", "/nowhere/text"], "/nowhere/text");
+    fails(&["eval", "--tokens", "/nowhere/ids"], "/nowhere/ids");
+    let model = shipped();
+    fails(&["logits", "--model", str(&model), "--tokens-file", "/nowhere/ids", "--out", "x"], "/nowhere/ids");
+    fails(&["logits", "--model", str(&model), "--tokens", "2", "--out", "/nowhere/out"], "/nowhere/out");
+}
+
+#[test]
+fn tokens_that_are_none() {
+    let model = shipped();
+    let out = scratch("tokens_that_are_none").join("out.safetensors");
+    let logits = |tokens| ["logits", "--model", str(&model), "--out", str(&out), "--tokens", tokens];
+    fails(&logits("2 x"), "\"x\"");
+    fails(&logits(""), "no tokens");
+    fails(&logits("2 4096"), "4096");
+    fails(&["logits", "--model", str(&model), "--out", str(&out)], "--tokens");
+    assert!(!out.exists());
+    let ids = out.with_file_name("ids");
+    std::fs::write(&ids, "2 5 4096").unwrap();
+    fails(&["eval", "--tokens", str(&ids)], "4096");
+    std::fs::write(&ids, "2").unwrap();
+    fails(&["eval", "--tokens", str(&ids)], "at least 2 tokens");
+    std::fs::write(&ids, [0xff, 0xfe]).unwrap();
+    fails(&["eval", "--text", str(&ids)], "UTF-8");
+}
+
+#[test]
+fn truncated_weights() {
+    let directory = copy_of_the_model("truncated_weights");
+    let weights = directory.join("model.safetensors");
+    let bytes = std::fs::read(&weights).unwrap();
+    for length in [0, 7, 100, bytes.len() / 2, bytes.len() - 1] {
+        std::fs::write(&weights, &bytes[..length]).unwrap();
+        generate_fails(&directory, "model.safetensors");
+    }
+    // A header that claims to be as long as memory.
+    std::fs::write(&weights, [&u64::MAX.to_le_bytes()[..], &bytes[8..1000]].concat()).unwrap();
+    generate_fails(&directory, "model.safetensors");
+    std::fs::remove_file(&weights).unwrap();
+    generate_fails(&directory, "safetensors");
+}
+
+#[test]
+fn broken_configs() {
+    let directory = copy_of_the_model("broken_configs");
+    let config = directory.join("config.json");
+    let good = std::fs::read_to_string(&config).unwrap();
+    for (from, to, message) in [
+        ("\"gemma4_text\"", "\"perceptron\"", "perceptron"),
+        ("\"hidden_size\": 256", "\"hidden_size\": 1000000000000", ""),
+        ("\"hidden_size\": 256", "\"hidden_size\": 0", ""),
+        ("\"hidden_size\": 256", "\"hidden_size\": -256", ""),
+        ("\"num_hidden_layers\": 6", "\"num_hidden_layers\": 4000000000", ""),
+        ("\"vocab_size\": 4096", "\"vocab_size\": 4097", ""),
+        ("\"num_key_value_heads\": 2", "\"num_key_value_heads\": 3", ""),
+        ("{", "", "config.json"),
+    ] {
+        assert!(good.contains(from));
+        std::fs::write(&config, good.replacen(from, to, 1)).unwrap();
+        generate_fails(&directory, message);
+    }
+    std::fs::remove_file(&config).unwrap();
+    generate_fails(&directory, "config.json");
+}
+
+#[test]
+fn broken_tokenizers() {
+    let directory = copy_of_the_model("broken_tokenizers");
+    let tokenizer = directory.join("tokenizer.json");
+    for content in ["", "{}", "[1, 2", "{\"model\": {\"type\": \"BPE\"}}"] {
+        std::fs::write(&tokenizer, content).unwrap();
+        generate_fails(&directory, "tokenizer.json");
+    }
+    std::fs::remove_file(&tokenizer).unwrap();
+    generate_fails(&directory, "tokenizer.json");
+}
+
+#[test]
+fn a_prompt_that_is_not_text() {
+    let error = kvant_with_input(&["generate", "--prompt", "-", "--max-tokens", "1"], &[0xff, 0xfe, 0x00]).error();
+    assert!(error.contains("standard input"), "{error}");
+}
+
+#[test]
+fn help_and_version_are_not_errors() {
+    assert!(kvant(&["--version"]).ok().starts_with("kvant "));
+    for args in [&["--help"][..], &["generate", "--help"], &["bench", "attend", "--help"]] {
+        assert!(kvant(args).ok().contains("Usage: kvant"));
+    }
+    let nothing = kvant(&[]);
+    assert_eq!(nothing.code, 1);
+    assert!(nothing.stderr.contains("Usage: kvant"));
+}

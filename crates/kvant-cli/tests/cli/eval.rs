@@ -1,0 +1,79 @@
+use crate::{assert_keys, kvant, scratch, str};
+
+const KEYS: &str = "kv tokens nats_per_token perplexity kl_mean kl_p99 top1_agreement bytes_per_token";
+
+const TEXT: &str = "\
+# Vectors
+
+A vector is a contiguous growable array type. Vectors have O(1) indexing and amortized O(1) push.
+<|doc|>
+# Traits
+
+A trait tells the compiler about functionality a particular type has and can share with other types.
+";
+
+#[test]
+fn a_text_gives_a_line_per_cache_type() {
+    let file = scratch("eval_text").join("text");
+    std::fs::write(&file, TEXT).unwrap();
+    let args = ["eval", "--text", str(&file), "--kv", "f32,f16,tq8,tq4,f16:tq4", "--json"];
+    let lines = kvant(&args).json();
+    let kvs: Vec<&str> = lines.iter().map(|line| line["kv"].as_str().unwrap()).collect();
+    assert_eq!(kvs, ["f32", "f16", "tq8", "tq4", "f16:tq4"]);
+    let number = |i: usize, key: &str| lines[i][key].as_f64().unwrap();
+    for (i, line) in lines.iter().enumerate() {
+        assert_keys(line, KEYS);
+        assert_eq!(line["tokens"], lines[0]["tokens"]);
+        let perplexity = number(i, "nats_per_token").exp();
+        assert!((number(i, "perplexity") / perplexity - 1.0).abs() < 1e-9);
+        assert!((0.5..6.0).contains(&number(i, "nats_per_token")), "a trained model knows this kind of text");
+    }
+    // Against itself, f32 is exact; fewer bits diverge more.
+    assert_eq!((number(0, "kl_mean"), number(0, "kl_p99"), number(0, "top1_agreement")), (0.0, 0.0, 1.0));
+    let divergence: Vec<f64> = (0..4).map(|i| number(i, "kl_mean")).collect();
+    assert!(divergence.is_sorted() && divergence[3] > 100.0 * divergence[1], "{divergence:?}");
+    assert!(number(3, "kl_p99") >= number(3, "kl_mean") && number(3, "kl_mean") < 0.5);
+    // 5 layers of 2 heads of 256, one of 1 head of 512; keys and values.
+    let bytes = [4 * 6144, 2 * 6144, 6144 + 2 * 4 * 12, 6144 / 2 + 2 * 4 * 12, 6144 + 6144 / 4 + 4 * 12];
+    for (i, bytes) in bytes.into_iter().enumerate() {
+        assert_eq!(lines[i]["bytes_per_token"], bytes, "{}", kvs[i]);
+    }
+}
+
+/// The held-out tokens whose loss other implementations have computed with the same weights.
+#[test]
+fn known_tokens_give_the_known_loss() {
+    let tokens = concat!(env!("CARGO_MANIFEST_DIR"), "/../kvant-models/tests/golden/rustdoc-11m/tokens.txt");
+    let lines = kvant(&["eval", "--tokens", tokens, "--kv", "f32", "--json"]).json();
+    assert_eq!(lines[0]["tokens"], 179);
+    let nats = lines[0]["nats_per_token"].as_f64().unwrap();
+    assert!((nats - 1.629343).abs() < 0.001, "{nats}");
+}
+
+#[test]
+fn windows_begin_anew() {
+    let file = scratch("eval_windows").join("ids");
+    std::fs::write(&file, "2 17 301 2 17 301 2 17").unwrap();
+    let nats = |window: &str, file: &std::path::Path| {
+        let args = ["eval", "--tokens", str(file), "--kv", "f32", "--json", "--window-tokens", window];
+        let lines = kvant(&args).json();
+        (lines[0]["tokens"].as_u64().unwrap(), lines[0]["nats_per_token"].as_f64().unwrap())
+    };
+    let (tokens, windowed) = nats("3", &file);
+    assert_eq!(tokens, 2 + 2 + 1);
+    let one = file.with_file_name("one");
+    std::fs::write(&one, "2 17 301").unwrap();
+    let (_, whole) = nats("3", &one);
+    std::fs::write(&one, "2 17").unwrap();
+    let (_, part) = nats("3", &one);
+    assert!((windowed - (4.0 * whole + part) / 5.0).abs() < 1e-6);
+}
+
+#[test]
+fn people_get_a_table() {
+    let file = scratch("eval_table").join("text");
+    std::fs::write(&file, TEXT).unwrap();
+    let table = kvant(&["eval", "--text", str(&file), "--kv", "f16,tq4"]).ok();
+    assert_eq!(table.lines().count(), 3, "{table}");
+    assert!(table.lines().nth(2).unwrap().starts_with("tq4 "));
+}

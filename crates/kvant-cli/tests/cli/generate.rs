@@ -1,0 +1,62 @@
+use std::process::Stdio;
+
+use crate::{assert_keys, command, kvant, kvant_with_input, shipped, str};
+
+const KEYS: &str = "text prompt_tokens generated_tokens prompt_tokens_per_s decode_tokens_per_s cache_bytes \
+                    cache_bytes_f16 kv device";
+
+#[test]
+fn without_arguments_it_writes_a_text() {
+    let run = kvant(&["generate", "--max-tokens", "24"]);
+    assert!(run.stderr.contains("tokens/s") && run.stderr.contains("f16"), "{}", run.stderr);
+    assert!(run.ok().split_whitespace().count() > 5);
+}
+
+#[test]
+fn json_holds_what_people_see() {
+    let args = ["generate", "--prompt", "A `Vec<T>` is", "--max-tokens", "20", "--kv", "tq6:tq4", "--seed", "7"];
+    let text = kvant(&args).ok();
+    let lines = kvant(&[&args[..], &["--json"]].concat()).json();
+    let [line] = &lines[..] else { panic!("{} lines", lines.len()) };
+    assert_keys(line, KEYS);
+    assert_eq!(line["text"].as_str().unwrap().trim_end(), text.trim_end());
+    let number = |key: &str| line[key].as_f64().unwrap();
+    assert!(number("prompt_tokens") > 1.0 && (1.0..=20.0).contains(&number("generated_tokens")));
+    assert!(number("prompt_tokens_per_s") > 0.0 && number("decode_tokens_per_s") > 0.0);
+    assert!(number("cache_bytes") < 0.5 * number("cache_bytes_f16"));
+    assert_eq!(line["kv"], "tq6:tq4");
+    assert!(line["device"].as_str().unwrap().starts_with("cpu"));
+}
+
+#[test]
+fn a_seed_decides_the_text() {
+    let text = |seed: &str| kvant(&["generate", "--max-tokens", "40", "--temperature", "1", "--seed", seed]).ok();
+    assert_eq!(text("3"), text("3"));
+    assert_ne!(text("3"), text("4"));
+}
+
+#[test]
+fn greedy_needs_no_seed_and_no_number_of_threads() {
+    let text = |rest: &[&str]| kvant(&[&["generate", "--max-tokens", "30", "--temperature", "0"], rest].concat()).ok();
+    let one = text(&["--threads", "1"]);
+    assert_eq!(one, text(&["--threads", "1", "--seed", "9"]));
+    assert_eq!(one, text(&["--threads", "1", "--model", str(&shipped())]));
+}
+
+#[test]
+fn a_prompt_from_standard_input() {
+    let prompt = "fn main() {\n    let mut x = Vec::new();\n";
+    let args = |prompt| ["generate", "--max-tokens", "12", "--temperature", "0", "--prompt", prompt];
+    assert_eq!(kvant_with_input(&args("-"), prompt.as_bytes()).ok(), kvant(&args(prompt)).ok());
+}
+
+#[test]
+fn a_closed_pipe_ends_it_quietly() {
+    let mut command = command(&["generate", "--max-tokens", "400", "--temperature", "1"]);
+    let mut child = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    drop(child.stdout.take());
+    let output = child.wait_with_output().unwrap();
+    let stderr = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(0), "{stderr}");
+    assert_eq!(stderr, "");
+}

@@ -1,0 +1,53 @@
+use crate::{kvant, scratch, shipped, str};
+
+/// (tokens, vocabulary, logits).
+fn logits(name: &str, tokens: &str, rest: &[&str]) -> (usize, usize, Vec<f32>) {
+    let out = scratch(name).join("logits.safetensors");
+    let args = ["logits", "--model", str(&shipped()), "--tokens", tokens, "--out", str(&out)].map(String::from);
+    let args: Vec<&str> = args.iter().map(String::as_str).chain(rest.iter().copied()).collect();
+    assert_eq!(kvant(&args).ok(), "");
+    let bytes = std::fs::read(out).unwrap();
+    let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    assert_eq!(file.names(), ["logits"]);
+    let tensor = file.tensor("logits").unwrap();
+    assert_eq!(tensor.dtype(), safetensors::Dtype::F32);
+    let values = tensor.data().chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect();
+    (tensor.shape()[0], tensor.shape()[1], values)
+}
+
+fn largest_difference(a: &[f32], b: &[f32]) -> f32 {
+    assert_eq!(a.len(), b.len());
+    a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
+}
+
+#[test]
+fn a_row_for_every_token() {
+    let (rows, columns, values) = logits("logits_rows", "2 17 301 44 9", &[]);
+    assert_eq!((rows, columns), (5, 4096));
+    assert!(values.iter().all(|x| x.abs() <= 30.0), "the model's softcap is 30");
+    // What follows does not change what came before.
+    let (_, _, first) = logits("logits_prefix", "2 17", &[]);
+    assert!(largest_difference(&values[..2 * 4096], &first) < 2e-3);
+}
+
+#[test]
+fn the_same_however_many_at_a_time() {
+    // Longer than the sliding window of 128, so that its rings wrap.
+    let tokens: Vec<String> = (0..150).map(|i| ((i * 37 + 11) % 4000 + 5).to_string()).collect();
+    let tokens = tokens.join(" ");
+    let (_, _, at_once) = logits("logits_at_once", &tokens, &[]);
+    for step in ["1", "7", "64"] {
+        let (_, _, stepped) = logits(&format!("logits_step_{step}"), &tokens, &["--step", step]);
+        let difference = largest_difference(&at_once, &stepped);
+        assert!(difference < 2e-3, "--step {step}: {difference}");
+    }
+}
+
+#[test]
+fn a_quantised_cache_changes_a_little() {
+    let tokens = "2 17 301 44 9 80 81 82 700 12";
+    let (_, _, exact) = logits("logits_exact", tokens, &[]);
+    let (_, _, tq8) = logits("logits_tq8", tokens, &["--kv", "tq8"]);
+    let difference = largest_difference(&exact, &tq8);
+    assert!(difference > 0.0 && difference < 1.0, "{difference}");
+}
