@@ -1,7 +1,0 @@
-use super::Cpu;
-use crate::ops::attend::Call;
-
-pub(crate) fn run(cpu: &Cpu, _call: &Call) {
-    let _ = cpu;
-    unimplemented!()
-}

@@ -1,0 +1,252 @@
+//! How an attention is cut into tasks: (block of query tokens, KV head, split of the context).
+
+use std::ops::Range;
+
+use crate::ops::attend::visible;
+
+/// Query rows (tokens × query heads of a KV head) that share a key once it is loaded: their queries and sums must
+/// fit into the second-level cache.
+const BLOCK_FLOATS: usize = 8192;
+const BLOCK_ROWS: Range<usize> = 16..64;
+const BLOCK_TOKENS: usize = 32;
+
+/// Fewer keys are not worth a task of their own.
+const SPLIT_KEYS: usize = 256;
+/// Tasks per thread, so that one that loses its core for a while does not hold up the others.
+const TASKS_PER_THREAD: usize = 8;
+/// Against absurd demands.
+const MAX_SPLITS: usize = 4096;
+
+/// What the plan is made from.
+pub(super) struct Shape<'a> {
+    pub positions: &'a [u32],
+    pub sequence: &'a [u32],
+    /// Cached lengths.
+    pub lens: &'a [u32],
+    pub capacity: usize,
+    pub window: usize,
+    /// Whether the step's own keys are read beside the cache.
+    pub fresh: bool,
+    pub kv_heads: usize,
+    /// Query heads of a KV head.
+    pub group: usize,
+    pub head_dim: usize,
+    pub threads: usize,
+    /// 0: as many as the threads need.
+    pub splits: usize,
+}
+
+/// Tokens of one sequence at consecutive positions, which stand together in the batch.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Segment {
+    pub token: usize,
+    pub tokens: usize,
+    pub sequence: usize,
+    pub position: usize,
+}
+
+/// A segment whose queries are worked on together.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Block {
+    pub segment: Segment,
+    /// Keys that at least one of its tokens may see, over all sources.
+    pub keys: usize,
+    pub splits: usize,
+    /// Its tasks are this one and the next `kv_heads · splits − 1`; the split runs fastest.
+    pub first_task: usize,
+    /// The first row of its partial states, when there is more than one split.
+    pub first_partial: usize,
+}
+
+/// Where keys and values come from, as far as positions are concerned.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Origin {
+    /// The cache, which holds a sequence of this length.
+    Cached { len: usize },
+    /// The step's own tokens.
+    Fresh(Segment),
+}
+
+#[derive(Default)]
+pub(super) struct Plan {
+    pub blocks: Vec<Block>,
+    /// The longest segments: the fresh keys.
+    pub segments: Vec<Segment>,
+    pub tasks: usize,
+    pub partial_rows: usize,
+}
+
+impl Shape<'_> {
+    /// Positions of `origin` that a token at `position` sees.
+    pub fn seen(&self, origin: Origin, position: usize) -> Range<usize> {
+        match origin {
+            Origin::Cached { len } => visible(position, len, self.capacity, self.window),
+            Origin::Fresh(segment) => {
+                let held = segment.position..segment.position + segment.tokens;
+                let end = (position + 1).clamp(held.start, held.end);
+                (position + 1).saturating_sub(self.window).clamp(held.start, end)..end
+            }
+        }
+    }
+
+    /// Positions that contain all that the tokens of `block` see.
+    pub fn seen_by_any(&self, origin: Origin, block: &Segment) -> Range<usize> {
+        let first = self.seen(origin, block.position);
+        first.start..self.seen(origin, block.position + block.tokens - 1).end
+    }
+
+    /// Positions that every token of `block` sees.
+    pub fn seen_by_all(&self, origin: Origin, block: &Segment) -> Range<usize> {
+        let end = self.seen(origin, block.position).end;
+        self.seen(origin, block.position + block.tokens - 1).start.min(end)..end
+    }
+
+    /// The cache, then the fresh segments of the sequence: the order in which keys are counted.
+    pub fn origins<'a>(&'a self, plan: &'a [Segment], sequence: usize) -> impl Iterator<Item = Origin> + 'a {
+        let len = self.lens[sequence] as usize;
+        let fresh = plan.iter().filter(move |segment| segment.sequence == sequence);
+        std::iter::once(Origin::Cached { len }).chain(fresh.map(|&segment| Origin::Fresh(segment)))
+    }
+
+    fn next_segment(&self, token: usize, most: usize) -> Segment {
+        let (sequence, position) = (self.sequence[token], self.positions[token]);
+        let follows = |i: &usize| {
+            self.sequence[token + i] == sequence && self.positions[token + i] as usize == position as usize + i
+        };
+        let tokens = 1 + (1..most.min(self.positions.len() - token)).take_while(follows).count();
+        Segment { token, tokens, sequence: sequence as usize, position: position as usize }
+    }
+}
+
+impl Plan {
+    /// The same shape gives the same plan, and the plan alone says in which order numbers are added.
+    pub fn make(&mut self, shape: &Shape) {
+        self.blocks.clear();
+        self.segments.clear();
+        let tokens = shape.positions.len();
+        if shape.fresh {
+            let mut token = 0;
+            while token < tokens {
+                let segment = shape.next_segment(token, tokens);
+                token += segment.tokens;
+                self.segments.push(segment);
+            }
+        }
+        let rows = (BLOCK_FLOATS / shape.head_dim).clamp(BLOCK_ROWS.start, BLOCK_ROWS.end);
+        let most = (rows / shape.group).clamp(1, BLOCK_TOKENS);
+        let mut token = 0;
+        let mut all_keys = 0usize;
+        while token < tokens {
+            let segment = shape.next_segment(token, most);
+            token += segment.tokens;
+            let origins = shape.origins(&self.segments, segment.sequence);
+            let keys = origins.map(|origin| shape.seen_by_any(origin, &segment).len()).sum();
+            all_keys = all_keys.saturating_add(keys);
+            self.blocks.push(Block { segment, keys, splits: 1, first_task: 0, first_partial: 0 });
+        }
+        let shares = shape.threads * TASKS_PER_THREAD;
+        let share = all_keys.saturating_mul(shape.kv_heads).div_ceil(shares).max(SPLIT_KEYS);
+        (self.tasks, self.partial_rows) = (0, 0);
+        for block in &mut self.blocks {
+            block.splits = match shape.splits {
+                0 if shape.threads == 1 => 1,
+                0 => block.keys.div_ceil(share),
+                forced => forced.min(block.keys),
+            }
+            .clamp(1, MAX_SPLITS);
+            (block.first_task, block.first_partial) = (self.tasks, self.partial_rows);
+            let tasks = block.splits * shape.kv_heads;
+            self.tasks += tasks;
+            if block.splits > 1 {
+                self.partial_rows += tasks * block.segment.tokens * shape.group;
+            }
+        }
+    }
+
+    /// The block of a task, and its KV head and split.
+    pub fn task(&self, task: usize) -> (&Block, usize, usize) {
+        let block = &self.blocks[self.blocks.partition_point(|block| block.first_task <= task) - 1];
+        let i = task - block.first_task;
+        (block, i / block.splits, i % block.splits)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shape<'a>(tokens: &'a [(u32, u32)], lens: &'a [u32], buffers: &'a mut [Vec<u32>; 2]) -> Shape<'a> {
+        *buffers = [tokens.iter().map(|t| t.1).collect(), tokens.iter().map(|t| t.0).collect()];
+        Shape {
+            positions: &buffers[0],
+            sequence: &buffers[1],
+            lens,
+            capacity: 1 << 20,
+            window: usize::MAX,
+            fresh: false,
+            kv_heads: 1,
+            group: 4,
+            head_dim: 256,
+            threads: 4,
+            splits: 0,
+        }
+    }
+
+    #[test]
+    fn one_sequence_with_one_head_uses_every_thread() {
+        let mut plan = Plan::default();
+        plan.make(&shape(&[(0, 8191)], &[8192], &mut Default::default()));
+        assert_eq!((plan.blocks.len(), plan.tasks, plan.partial_rows), (1, 32, 128));
+        plan.make(&shape(&[(0, 99)], &[100], &mut Default::default()));
+        assert_eq!((plan.tasks, plan.partial_rows), (1, 0), "too little to share");
+    }
+
+    #[test]
+    fn the_window_bounds_the_work() {
+        let mut plan = Plan::default();
+        for position in [2000, 1_000_000] {
+            let (lens, mut buffers) = ([position + 1], Default::default());
+            let tokens = [(0, position)];
+            plan.make(&Shape { window: 1024, ..shape(&tokens, &lens, &mut buffers) });
+            assert_eq!((plan.blocks[0].keys, plan.tasks), (1024, 4));
+        }
+    }
+
+    #[test]
+    fn blocks_follow_sequences_and_positions() {
+        let tokens = [(0, 5), (0, 6), (1, 7), (1, 8), (1, 10), (0, 7)];
+        let (lens, mut buffers) = ([9, 11], Default::default());
+        let mut plan = Plan::default();
+        plan.make(&Shape { fresh: true, splits: 3, ..shape(&tokens, &lens, &mut buffers) });
+        let starts: Vec<_> = plan.blocks.iter().map(|b| (b.segment.token, b.segment.tokens)).collect();
+        assert_eq!(starts, [(0, 2), (2, 2), (4, 1), (5, 1)]);
+        // The cache up to the token, and the fresh tokens up to it: 7 + 2, 9 + 2, 11 + 3, 8 + 3.
+        assert_eq!(plan.blocks.iter().map(|b| b.keys).collect::<Vec<_>>(), [9, 11, 14, 11]);
+        assert_eq!(plan.tasks, 12);
+        let (block, head, split) = plan.task(7);
+        assert_eq!((block.segment.token, head, split), (4, 0, 1));
+    }
+
+    #[test]
+    fn what_all_see_lies_within_what_each_sees() {
+        let (lens, mut buffers) = ([40], Default::default());
+        let mut shape = shape(&[(0, 30)], &lens, &mut buffers);
+        for (capacity, window) in [(64, usize::MAX), (64, 5), (20, usize::MAX), (8, 3), (20, 12)] {
+            (shape.capacity, shape.window) = (capacity, window);
+            let fresh = Segment { token: 0, tokens: 9, sequence: 0, position: 28 };
+            for origin in [Origin::Cached { len: 40 }, Origin::Fresh(fresh)] {
+                for (position, tokens) in (0..40).flat_map(|p| (1..10).map(move |n| (p, n))) {
+                    let block = Segment { token: 0, tokens, sequence: 0, position };
+                    let (any, all) = (shape.seen_by_any(origin, &block), shape.seen_by_all(origin, &block));
+                    for p in position..position + tokens {
+                        for key in 0..50 {
+                            let seen = shape.seen(origin, p).contains(&key);
+                            assert!(!seen || any.contains(&key));
+                            assert!(seen || !all.contains(&key));
+                        }
+                    }
+                }
+            }
+        }
+    }
+}

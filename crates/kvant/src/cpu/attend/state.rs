@@ -1,0 +1,160 @@
+//! The softmax over part of the keys, and how two parts become one.
+
+use crate::cpu::simd::Simd;
+
+/// A partial softmax of one query: with s the scores in units of log 2 and v the values of some keys,
+/// m = max s, l = Σ 2^(s − m) and o = Σ 2^(s − m)·v. Without keys: m = −∞, l = 0, o = 0.
+pub(super) struct State<'a> {
+    pub o: &'a mut [f32],
+    pub m: &'a mut f32,
+    pub l: &'a mut f32,
+}
+
+impl State<'_> {
+    /// The state without keys.
+    pub fn clear(&mut self) {
+        self.o.fill(0.0);
+        (*self.m, *self.l) = (f32::NEG_INFINITY, 0.0);
+    }
+
+    /// Makes this the state of both parts' keys. The empty state changes nothing; the order of three merges matters
+    /// only to rounding.
+    ///
+    /// # Safety
+    /// The level's instructions are enabled; both `o` have the same length, a multiple of `LANES`.
+    #[inline(always)]
+    pub unsafe fn merge<S: Simd>(&mut self, other: &State) {
+        let m = self.m.max(*other.m);
+        // Equal maxima, infinite ones included, need no factor; a NaN stays where it is, in l and o.
+        let factor = |part: f32| if part == m { 1.0 } else { (part - m).exp2() };
+        let (a, b) = (factor(*self.m), factor(*other.m));
+        *self.l = *self.l * a + *other.l * b;
+        *self.m = m;
+        let (to, from) = (self.o.as_mut_ptr(), other.o.as_ptr());
+        for i in (0..self.o.len().min(other.o.len())).step_by(S::LANES) {
+            // SAFETY: within both slices; the rest is the caller's promise.
+            unsafe {
+                let scaled = S::mul(S::load(from.add(i)), S::splat(b));
+                S::store(to.add(i), S::fma(S::load(to.add(i)), S::splat(a), scaled));
+            }
+        }
+    }
+
+    /// o/l, the attention's result; zeros without keys.
+    ///
+    /// # Safety
+    /// As for [`State::merge`].
+    #[inline(always)]
+    pub unsafe fn finish<S: Simd>(&mut self) {
+        let inverse = if *self.l == 0.0 { 0.0 } else { 1.0 / *self.l };
+        let o = self.o.as_mut_ptr();
+        for i in (0..self.o.len()).step_by(S::LANES) {
+            // SAFETY: as in `merge`.
+            unsafe { S::store(o.add(i), S::mul(S::load(o.add(i)), S::splat(inverse))) }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cpu::simd::{Kernel, SimdLevel};
+
+    #[derive(Clone, Debug)]
+    struct Owned {
+        o: Vec<f32>,
+        m: f32,
+        l: f32,
+    }
+
+    impl Owned {
+        fn new(m: f32, l: f32, o: f32) -> Owned {
+            Owned { o: (0..16).map(|i| o * (i as f32 - 7.0)).collect(), m, l }
+        }
+        fn empty() -> Owned {
+            let mut empty = Owned::new(1.0, 2.0, 3.0);
+            empty.as_state().clear();
+            empty
+        }
+        fn as_state(&mut self) -> State<'_> {
+            State { o: &mut self.o, m: &mut self.m, l: &mut self.l }
+        }
+        /// The result.
+        fn finished(mut self, level: SimdLevel) -> Vec<f32> {
+            struct Finish<'a>(State<'a>);
+            impl Kernel for Finish<'_> {
+                type Output = ();
+                #[inline(always)]
+                fn run<S: Simd>(mut self) {
+                    // SAFETY: `dispatch` enables the instructions; 16 is a multiple of any level's lanes.
+                    unsafe { self.0.finish::<S>() }
+                }
+            }
+            level.dispatch(Finish(self.as_state()));
+            self.o
+        }
+    }
+
+    fn merged(level: SimdLevel, a: &Owned, b: &Owned) -> Owned {
+        struct Merge<'a>(State<'a>, State<'a>);
+        impl Kernel for Merge<'_> {
+            type Output = ();
+            #[inline(always)]
+            fn run<S: Simd>(mut self) {
+                // SAFETY: `dispatch` enables the instructions; 16 is a multiple of any level's lanes.
+                unsafe { self.0.merge::<S>(&self.1) }
+            }
+        }
+        let (mut a, mut b) = (a.clone(), b.clone());
+        level.dispatch(Merge(a.as_state(), b.as_state()));
+        a
+    }
+
+    fn levels() -> impl Iterator<Item = SimdLevel> {
+        SimdLevel::ALL.into_iter().filter(|level| level.is_supported())
+    }
+
+    #[test]
+    fn merging_is_associative_and_commutative() {
+        let parts = [Owned::new(3.0, 1.5, 2.0), Owned::new(-20.0, 7.0, -1.0), Owned::new(5.5, 1.0, 0.25)];
+        for level in levels() {
+            let [a, b, c] = &parts;
+            let left = merged(level, &merged(level, a, b), c);
+            for other in [merged(level, a, &merged(level, b, c)), merged(level, c, &merged(level, b, a))] {
+                assert_eq!(left.m, other.m);
+                assert!((left.l / other.l - 1.0).abs() < 1e-6);
+                assert!(left.o.iter().zip(&other.o).all(|(x, y)| (x - y).abs() <= 1e-6 * x.abs()), "{level}");
+            }
+            let l: f64 = parts.iter().map(|p| f64::from(p.l) * f64::from(p.m - 5.5).exp2()).sum();
+            assert!((f64::from(left.l) / l - 1.0).abs() < 1e-6);
+        }
+    }
+
+    #[test]
+    fn empty_state_merge() {
+        for level in levels() {
+            let full = Owned::new(-3.0, 2.0, 1.0);
+            for got in [merged(level, &full, &Owned::empty()), merged(level, &Owned::empty(), &full)] {
+                assert_eq!((&got.o, got.m, got.l), (&full.o, full.m, full.l));
+            }
+            let none = merged(level, &Owned::empty(), &Owned::empty());
+            assert_eq!((none.m, none.l), (f32::NEG_INFINITY, 0.0));
+            assert_eq!(none.finished(level), vec![0.0; 16]);
+        }
+    }
+
+    #[test]
+    fn far_scores_do_not_overflow_and_nan_stays() {
+        for level in levels() {
+            let (high, low) = (Owned::new(14427.0, 1.0, 1.0), Owned::new(-14427.0, 1.0, 1.0));
+            let got = merged(level, &low, &high);
+            assert_eq!((&got.o, got.m, got.l), (&high.o, high.m, high.l));
+            // Every score −∞ or NaN leaves m at −∞ and a sum of NaN.
+            let mut nan = Owned::new(f32::NEG_INFINITY, f32::NAN, f32::NAN);
+            nan.m = f32::NEG_INFINITY;
+            for got in [merged(level, &nan, &high), merged(level, &high, &nan)] {
+                assert!(got.finished(level).iter().all(|x| x.is_nan()));
+            }
+        }
+    }
+}

@@ -1,0 +1,437 @@
+//! Attention on every level and several thread counts against the reference device.
+
+use half::{bf16, f16};
+
+use crate::{
+    Codec, CpuOptions, DType, Device, KvLayer, LayerSpec, Planes, Result, SimdLevel, SlotOrder, Step, Tensor,
+    ops::{self, Attend, Fresh, SourceOrder, attend::visible},
+};
+
+#[derive(Clone)]
+struct Case {
+    k: Codec,
+    v: Codec,
+    head_dim: usize,
+    kv_heads: usize,
+    group: usize,
+    capacity: usize,
+    ring: bool,
+    order: SlotOrder,
+    /// (sequence, position).
+    tokens: Vec<(u32, u32)>,
+    lens: Vec<u32>,
+    window: Option<usize>,
+    softcap: Option<f32>,
+    scale: f32,
+    /// Lengths before the step, when its keys are fresh, and their layout.
+    fresh: Option<(Vec<u32>, SourceOrder)>,
+    q_rotated: bool,
+    dtype: DType,
+    splits: usize,
+    /// (sequence, position) of a key and value that are NaN.
+    nan: Option<(usize, usize)>,
+}
+
+impl Default for Case {
+    fn default() -> Case {
+        Case {
+            k: Codec::F16,
+            v: Codec::F16,
+            head_dim: 64,
+            kv_heads: 2,
+            group: 2,
+            capacity: 160,
+            ring: false,
+            order: SlotOrder::HeadMajor,
+            tokens: vec![(0, 149)],
+            lens: vec![150],
+            window: None,
+            softcap: None,
+            scale: 0.2,
+            fresh: None,
+            q_rotated: false,
+            dtype: DType::F32,
+            splits: 0,
+            nan: None,
+        }
+    }
+}
+
+/// Reproducible numbers in −1 … 1.
+fn random(seed: u64, n: usize) -> Vec<f32> {
+    let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state >> 40) as f32 / 8_388_608.0 - 1.0
+    };
+    (0..n).map(|_| next()).collect()
+}
+
+fn tensor(device: &Device, dtype: DType, shape: &[usize], x: &[f32]) -> Result<Tensor> {
+    match dtype {
+        DType::F16 => Tensor::from_slice(device, &x.iter().map(|&x| f16::from_f32(x)).collect::<Vec<_>>(), shape),
+        DType::BF16 => Tensor::from_slice(device, &x.iter().map(|&x| bf16::from_f32(x)).collect::<Vec<_>>(), shape),
+        _ => Tensor::from_slice(device, x, shape),
+    }
+}
+
+/// Fills a side with random vectors; those of `poisoned` rows are NaN.
+fn fill(planes: &Planes, seed: u64, poisoned: &[bool]) -> Result<()> {
+    for (name, plane) in planes.tensors() {
+        let row = plane.elements() / poisoned.len();
+        let mut x = random(seed + name.len() as u64, plane.elements());
+        if plane.dtype() == DType::U8 {
+            plane.write_bytes(&x.iter().map(|x| (x * 128.0) as i8 as u8).collect::<Vec<_>>())?;
+            continue;
+        }
+        if name == "norms" {
+            x.iter_mut().for_each(|x| *x = 0.6 + 0.3 * *x);
+        }
+        for (row, _) in x.chunks_mut(row).zip(poisoned).filter(|(_, poisoned)| **poisoned) {
+            row.fill(f32::NAN);
+        }
+        let filled = tensor(plane.device(), plane.dtype(), plane.shape(), &x)?;
+        let mut bytes = vec![0; filled.bytes()];
+        filled.read_bytes(&mut bytes)?;
+        plane.write_bytes(&bytes)?;
+    }
+    Ok(())
+}
+
+impl Case {
+    fn run(&self, device: &Device) -> Result<Vec<f32>> {
+        let (heads, tokens, sequences) = (self.kv_heads * self.group, self.tokens.len(), self.lens.len());
+        let spec = LayerSpec {
+            sequences,
+            kv_heads: self.kv_heads,
+            capacity: self.capacity,
+            head_dim: self.head_dim,
+            k: self.k,
+            v: self.v,
+            ring: self.ring,
+            order: self.order,
+        };
+        let layer = KvLayer::new(device, spec)?;
+        let cached = self.fresh.as_ref().map_or(&self.lens, |(past, _)| past);
+        // Whatever no token sees is poison.
+        let mut poisoned = vec![true; sequences * self.kv_heads * self.capacity];
+        for head in 0..self.kv_heads {
+            for &(sequence, position) in &self.tokens {
+                let sequence = sequence as usize;
+                let window = self.window.unwrap_or(usize::MAX);
+                for j in visible(position as usize, cached[sequence] as usize, self.capacity, window) {
+                    poisoned[layer.row(sequence, head, layer.slot(j))] = self.nan == Some((sequence, j));
+                }
+            }
+        }
+        fill(&layer.k, 1, &poisoned)?;
+        fill(&layer.v, 2, &poisoned)?;
+        let (positions, sequence): (Vec<u32>, Vec<u32>) = self.tokens.iter().map(|t| (t.1, t.0)).unzip();
+        let step = Step {
+            positions: Tensor::from_slice(device, &positions, &[tokens])?,
+            sequence: Tensor::from_slice(device, &sequence, &[tokens])?,
+            lens: Tensor::from_slice(device, &self.lens, &[sequences])?,
+        };
+        let shape = [tokens, heads, self.head_dim];
+        let q = tensor(device, self.dtype, &shape, &random(3, shape.iter().product()))?;
+        let out = Tensor::zeros(device, self.dtype, &shape)?;
+        let own = match &self.fresh {
+            None => None,
+            Some((past, order)) => {
+                let shape = match order {
+                    SourceOrder::TokenMajor => [tokens, self.kv_heads, self.head_dim],
+                    SourceOrder::HeadMajor => [self.kv_heads, tokens, self.head_dim],
+                };
+                let n = shape.iter().product();
+                let (k, v) = (tensor(device, DType::F32, &shape, &random(4, n))?, random(5, n));
+                let v = tensor(device, DType::BF16, &shape, &v)?;
+                Some((k, v, *order, Tensor::from_slice(device, past, &[sequences])?))
+            }
+        };
+        let plan = ops::attend::Plan { kernel: "", reason: "".into(), splits: self.splits };
+        let args = Attend {
+            q: &q,
+            layer: &layer,
+            step: &step,
+            fresh: own.as_ref().map(|(k, v, order, past)| Fresh { k, v, order: *order, past }),
+            scale: self.scale,
+            softcap: self.softcap,
+            window: self.window,
+            q_rotated: self.q_rotated,
+            plan: Some(&plan),
+            out: &out,
+        };
+        let mut enc = device.encoder()?;
+        ops::attend(&mut enc, &args)?;
+        enc.commit()?.wait()?;
+        out.to_f32()
+    }
+
+    /// Equal to the reference on every device of `devices`, as far as f32 sums allow.
+    #[track_caller]
+    fn check(&self, devices: &[Device]) {
+        let want = self.run(&Device::reference()).unwrap();
+        let name = format!("{}:{} D {} G {} T {}", self.k, self.v, self.head_dim, self.group, self.tokens.len());
+        for device in devices {
+            let got = self.run(device).unwrap();
+            close(&got, &want, self.dtype, &format!("{name} on {device}"));
+        }
+    }
+}
+
+#[track_caller]
+fn close(got: &[f32], want: &[f32], dtype: DType, what: &str) {
+    let (mut error, mut norm) = (0f64, 0f64);
+    for (i, (&got, &want)) in got.iter().zip(want).enumerate() {
+        assert_eq!(got.is_nan(), want.is_nan(), "{what}, element {i}: {got}, expected {want}");
+        if !want.is_nan() {
+            error += f64::from(got - want).powi(2);
+            norm += f64::from(want).powi(2);
+        }
+    }
+    // The squares of a few units of the output's last place.
+    let bound = match dtype {
+        DType::F16 => 1e-7,
+        DType::BF16 => 1e-5,
+        _ => 3e-12,
+    };
+    assert!(error <= bound * norm, "{what}: normalised squared error {:e}", error / norm);
+}
+
+fn device(simd: SimdLevel, threads: usize) -> Device {
+    Device::cpu_with(CpuOptions { threads: Some(threads), simd: Some(simd) }).unwrap()
+}
+
+/// Every level, with another number of threads each.
+fn devices() -> Vec<Device> {
+    let levels = SimdLevel::ALL.into_iter().filter(|level| level.is_supported());
+    levels.enumerate().map(|(i, level)| device(level, 1 + (i + 1) % 3)).collect()
+}
+
+const CODECS: [Codec; 7] =
+    [Codec::F32, Codec::F16, Codec::BF16, Codec::tq(4), Codec::tq(5), Codec::tq(6), Codec::tq(8)];
+
+#[test]
+fn every_codec_at_every_head_size() {
+    let devices = devices();
+    for (i, head_dim) in ops::attend::HEAD_DIMS.into_iter().enumerate() {
+        for (j, k) in CODECS.into_iter().enumerate() {
+            // Different codecs for keys and values, every group size, a context that is no multiple of a tile.
+            let v = CODECS[(j + i + 1) % 7];
+            Case { k, v, head_dim, group: [1, 2, 3, 8][(i + j) % 4], splits: j % 4, ..Case::default() }.check(&devices);
+            Case { k, v: k, head_dim, kv_heads: 1, group: 4, ..Case::default() }.check(&devices);
+        }
+    }
+}
+
+#[test]
+fn every_group_size() {
+    let devices = devices();
+    for group in 1..=9 {
+        for (k, v) in [(Codec::F16, Codec::F32), (Codec::tq(4), Codec::tq(8))] {
+            Case { k, v, group, ..Case::default() }.check(&devices);
+        }
+    }
+}
+
+#[test]
+fn ring_wrap() {
+    let devices = devices();
+    let ring =
+        |len: u32| Case { ring: true, capacity: 70, lens: vec![len], tokens: vec![(0, len - 1)], ..Case::default() };
+    for len in [1, 5, 69, 70, 71, 100, 140, 141, 7_000_003] {
+        for order in [SlotOrder::HeadMajor, SlotOrder::TokenMajor] {
+            let case = Case { order, ..ring(len) };
+            case.check(&devices);
+            Case { window: Some(33), splits: 3, k: Codec::tq(6), ..case.clone() }.check(&devices);
+            Case { window: Some(1), v: Codec::tq(5), ..case }.check(&devices);
+        }
+    }
+}
+
+#[test]
+fn multi_token_on_wrapped_ring() {
+    let devices = devices();
+    let tokens: Vec<(u32, u32)> = (10..14).map(|p| (0, p)).collect();
+    let case = Case { ring: true, capacity: 8, lens: vec![14], tokens, ..Case::default() };
+    case.check(&devices);
+    Case { window: Some(3), ..case.clone() }.check(&devices);
+    // The first of these tokens are themselves overwritten: they see nothing, and get zeros.
+    let tokens: Vec<(u32, u32)> = (0..14).map(|p| (0, p)).collect();
+    let case = Case { tokens, ..case };
+    case.check(&devices);
+    let out = case.run(&devices[0]).unwrap();
+    assert!(out[..6 * 4 * 64].iter().all(|x| *x == 0.0) && out[6 * 4 * 64..].iter().all(|x| *x != 0.0));
+}
+
+#[test]
+fn prompts() {
+    let devices = devices();
+    for tokens in [2, 5, 31, 75] {
+        for (group, window) in [(1, None), (2, Some(3)), (3, Some(40)), (8, None)] {
+            let tokens: Vec<(u32, u32)> = (0..tokens).map(|i| (0, 80 + i)).collect();
+            let lens = vec![80 + tokens.len() as u32];
+            let case = Case { tokens, lens, group, window, ..Case::default() };
+            case.check(&devices);
+            Case { k: Codec::tq(4), v: Codec::BF16, splits: 2, head_dim: 128, ..case }.check(&devices);
+        }
+    }
+}
+
+#[test]
+fn several_sequences_in_any_order() {
+    let devices = devices();
+    let mut tokens: Vec<(u32, u32)> = (3..40).map(|p| (2, p)).collect();
+    tokens.extend([(0, 149), (1, 0), (1, 1), (0, 148), (2, 5), (2, 5), (3, 77)]);
+    let case = Case { tokens, lens: vec![150, 2, 40, 78], ..Case::default() };
+    case.check(&devices);
+    Case { window: Some(20), order: SlotOrder::TokenMajor, splits: 4, ..case }.check(&devices);
+}
+
+#[test]
+fn fresh_keys() {
+    let devices = devices();
+    for (past, tokens) in [(0u32, 33u32), (50, 1), (50, 12), (130, 90)] {
+        for (order, window) in [(SourceOrder::TokenMajor, None), (SourceOrder::HeadMajor, Some(30))] {
+            let mut all: Vec<(u32, u32)> = (past..past + tokens).map(|p| (1, p)).collect();
+            all.extend([(0, 7), (0, 8)]);
+            let fresh = Some((vec![7, past], order));
+            let lens = vec![9, past + tokens];
+            let case = Case { tokens: all, lens, fresh, window, ring: true, capacity: 100, ..Case::default() };
+            case.check(&devices);
+            Case { k: Codec::tq(4), v: Codec::tq(8), splits: 3, ..case.clone() }.check(&devices);
+            Case { v: Codec::tq(6), head_dim: 512, group: 1, ..case }.check(&devices);
+        }
+    }
+}
+
+#[test]
+fn fresh_keys_of_scattered_tokens() {
+    let tokens = vec![(0, 12), (1, 4), (0, 10), (0, 11), (1, 3), (0, 13)];
+    let fresh = Some((vec![10, 3], SourceOrder::TokenMajor));
+    Case { tokens, lens: vec![14, 5], fresh, ..Case::default() }.check(&devices());
+}
+
+#[test]
+fn softcap_used() {
+    let devices = devices();
+    for (softcap, scale) in [(50.0, 20.0), (0.5, 0.2), (1000.0, 3.0)] {
+        let case = Case { softcap: Some(softcap), scale, k: Codec::F32, v: Codec::F32, ..Case::default() };
+        case.check(&devices);
+        let without = Case { softcap: None, ..case.clone() }.run(&devices[0]).unwrap();
+        assert!(case.run(&devices[0]).unwrap() != without);
+    }
+}
+
+#[test]
+fn large_scores_do_not_overflow() {
+    // Scores up to ±1e4: the softmax picks one key, but for the rounding of scores of that size.
+    for scale in [1500.0, -1500.0] {
+        let case = Case { scale, k: Codec::F32, v: Codec::F32, tokens: vec![(0, 40)], ..Case::default() };
+        let want = case.run(&Device::reference()).unwrap();
+        for device in devices() {
+            for (got, want) in case.run(&device).unwrap().iter().zip(&want) {
+                assert!((got - want).abs() < 2e-2, "{got}, expected {want}");
+            }
+        }
+    }
+}
+
+#[test]
+fn activation_dtypes() {
+    let devices = devices();
+    for dtype in [DType::F16, DType::BF16] {
+        Case { dtype, k: Codec::tq(8), v: Codec::F32, ..Case::default() }.check(&devices);
+    }
+}
+
+#[test]
+fn rotated_queries() {
+    let devices = devices();
+    for (k, v) in [(Codec::tq(4), Codec::F16), (Codec::tq(8), Codec::tq(4))] {
+        Case { k, v, q_rotated: true, head_dim: 256, ..Case::default() }.check(&devices);
+    }
+}
+
+#[test]
+fn nan_shows_to_those_who_see_it() {
+    let devices = devices();
+    let tokens: Vec<(u32, u32)> = (100..130).map(|p| (0, p)).collect();
+    for (k, v) in [(Codec::F16, Codec::F16), (Codec::tq(4), Codec::tq(8)), (Codec::tq(6), Codec::BF16)] {
+        // Seen by the first tokens only, by the last only, by all.
+        for position in [85, 117, 95] {
+            let nan = Some((0, position));
+            let case = Case { k, v, window: Some(30), nan, tokens: tokens.clone(), ..Case::default() };
+            case.check(&devices);
+            assert!(case.run(&devices[0]).unwrap().iter().any(|x| x.is_nan()));
+        }
+    }
+}
+
+#[test]
+fn one_split_writes_output() {
+    let devices = devices();
+    for splits in [1, 2, 7, 150, 1000] {
+        Case { splits, ..Case::default() }.check(&devices);
+    }
+}
+
+#[test]
+fn determinism() {
+    let tokens = vec![(0, 3000), (1, 2999), (1, 3000)];
+    let case = Case { tokens, lens: vec![3001; 2], capacity: 3001, k: Codec::tq(5), ..Case::default() };
+    for level in SimdLevel::ALL.into_iter().filter(|level| level.is_supported()) {
+        for threads in [1, 2, 3] {
+            let device = device(level, threads);
+            let first = case.run(&device).unwrap();
+            for _ in 0..5 {
+                assert_eq!(first, case.run(&device).unwrap(), "{device}");
+            }
+        }
+    }
+}
+
+#[test]
+fn view_offset() {
+    // The output and the queries in the middle of larger tensors; what surrounds the output stays.
+    for device in devices() {
+        let case = Case::default();
+        let want = case.run(&device).unwrap();
+        let all = Tensor::from_slice(&device, &vec![7f32; 3 * want.len()], &[3, 4, 64]).unwrap();
+        let out = all.rows(1..2).unwrap();
+        out.write(&want).unwrap();
+        let spec = LayerSpec {
+            sequences: 1,
+            kv_heads: 2,
+            capacity: 4,
+            head_dim: 64,
+            k: Codec::F32,
+            v: Codec::F32,
+            ring: false,
+            order: SlotOrder::HeadMajor,
+        };
+        let layer = KvLayer::new(&device, spec).unwrap();
+        let step = Step::new(&device, 1, &[(0, 2)]).unwrap();
+        let q = Tensor::from_slice(&device, &random(1, 3 * 256), &[3, 4, 64]).unwrap();
+        let mut enc = device.encoder().unwrap();
+        let args = Attend {
+            q: &q.rows(2..3).unwrap(),
+            layer: &layer,
+            step: &step,
+            fresh: None,
+            scale: 1.0,
+            softcap: None,
+            window: None,
+            q_rotated: false,
+            plan: None,
+            out: &out,
+        };
+        ops::attend(&mut enc, &args).unwrap();
+        enc.commit().unwrap().wait().unwrap();
+        let all = all.to_vec::<f32>().unwrap();
+        // Keys and values of zeros give zeros.
+        assert!(all[..256].iter().chain(&all[512..]).all(|x| *x == 7.0) && all[256..512].iter().all(|x| *x == 0.0));
+    }
+}
