@@ -178,7 +178,7 @@ impl Lines {
     /// The level's instructions are enabled.
     #[inline(always)]
     pub unsafe fn prefetch<S: Simd>(&self, row: usize, part: std::ops::Range<usize>, parts: usize) {
-        let (mut at, end) = (part.start * self.bytes / parts & !63, part.end * self.bytes / parts);
+        let (mut at, end) = ((part.start * self.bytes / parts) & !63, part.end * self.bytes / parts);
         while at < end {
             // SAFETY: passed on to the caller; a prefetch may have any address.
             unsafe { S::prefetch(self.start.wrapping_add(row * self.stride + at)) };

@@ -50,7 +50,7 @@ impl SimdLevel {
 
     /// The fastest level of this machine.
     pub fn best() -> SimdLevel {
-        SimdLevel::ALL.into_iter().filter(|level| level.is_supported()).next_back().unwrap_or(SimdLevel::Portable)
+        SimdLevel::ALL.into_iter().rfind(|level| level.is_supported()).unwrap_or(SimdLevel::Portable)
     }
 
     /// Runs a kernel with this level's instructions.
@@ -249,16 +249,26 @@ pub(crate) trait Simd: Copy + 'static {
     unsafe fn exp2(x: Self::F) -> Self::F {
         // SAFETY: the caller's promise.
         unsafe {
+            let (power, rest) = Self::exp2_parts(x);
+            Self::fma(power, rest, power)
+        }
+    }
+
+    /// (2ⁿ, 2ᶠ − 1) with x = n + f, n integral and |f| ≤ ½; x is clamped to −126 … 127.
+    #[inline(always)]
+    unsafe fn exp2_parts(x: Self::F) -> (Self::F, Self::F) {
+        // SAFETY: the caller's promise.
+        unsafe {
             // In this order, because minimum and maximum give their second operand when one is NaN.
             let x = Self::min(Self::splat(127.0), Self::max(Self::splat(-126.0), x));
             let n = Self::round(x);
             let f = Self::sub(x, n);
             // Taylor coefficients ln2ᵏ/k!: on |f| ≤ ½ the seventh term is below 1e-8.
             let mut p = Self::splat(1.540_353e-4);
-            for c in [1.333_355_8e-3, 9.618_129e-3, 5.550_411e-2, 2.402_265_1e-1, 6.931_472e-1, 1.0] {
+            for c in [1.333_355_8e-3, 9.618_129e-3, 5.550_411e-2, 0.240_226_51, 0.693_147_2] {
                 p = Self::fma(p, f, Self::splat(c));
             }
-            Self::mul(p, Self::pow2i(n))
+            (Self::pow2i(n), Self::mul(p, f))
         }
     }
 
@@ -269,23 +279,14 @@ pub(crate) trait Simd: Copy + 'static {
         unsafe { Self::exp2(Self::mul(x, Self::splat(std::f32::consts::LOG2_E))) }
     }
 
-    /// tanh x = m/(m + 2), m = e²ˣ − 1; relative error about 2e-7, near zero too.
+    /// tanh x = (e²ˣ − 1)/(e²ˣ + 1), to a few 1e-7 relative also where it is small.
     #[inline(always)]
     unsafe fn tanh(x: Self::F) -> Self::F {
         // SAFETY: the caller's promise.
         unsafe {
-            // As `exp2` of 2x·log₂e, but for m: 2ⁿ·(2ᶠ − 1) + (2ⁿ − 1), which does not cancel where n is 0.
-            let y = Self::mul(x, Self::splat(2.0 * std::f32::consts::LOG2_E));
-            let y = Self::min(Self::splat(64.0), Self::max(Self::splat(-64.0), y));
-            let n = Self::round(y);
-            let f = Self::sub(y, n);
-            let mut p = Self::splat(1.540_353e-4);
-            for c in [1.333_355_8e-3, 9.618_129e-3, 5.550_411e-2, 2.402_265_1e-1, 6.931_472e-1] {
-                p = Self::fma(p, f, Self::splat(c));
-            }
-            let power = Self::pow2i(n);
-            let m = Self::fma(Self::mul(p, f), power, Self::sub(power, Self::splat(1.0)));
-            Self::div(m, Self::add(m, Self::splat(2.0)))
+            let (power, rest) = Self::exp2_parts(Self::mul(x, Self::splat(2.0 * std::f32::consts::LOG2_E)));
+            let e_minus_1 = Self::fma(power, rest, Self::sub(power, Self::splat(1.0)));
+            Self::div(e_minus_1, Self::add(e_minus_1, Self::splat(2.0)))
         }
     }
 }

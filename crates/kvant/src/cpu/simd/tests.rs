@@ -230,7 +230,8 @@ fn methods_agree_with_scalar_code() {
 
 #[test]
 fn functions_are_accurate() {
-    let x: Vec<f32> = (0..1 << 16).map(|i| (i as f32 - 32768.0) / 256.0).collect();
+    let mut x: Vec<f32> = (0..1 << 16).map(|i| (i as f32 - 32768.0) / 256.0).collect();
+    x.extend((0..1 << 10).map(|i| 2f32.powi(i / 32 - 33) * if i % 2 == 0 { 1.3 } else { -1.7 }));
     for level in levels() {
         let [exp2, exp, tanh] = functions(level, &x);
         for (i, &x) in x.iter().enumerate() {
