@@ -1,0 +1,556 @@
+//! Files that are not what they claim to be: each is an error that says what is wrong, without a panic and without
+//! memory that the file's own size does not justify.
+
+mod common;
+
+use std::{
+    alloc::{GlobalAlloc, Layout, System},
+    path::Path,
+    sync::atomic::{AtomicUsize, Ordering},
+};
+
+use common::{Parts, golden, model_dir, shipped, with_header};
+use kvant::Device;
+use kvant_models::{
+    CacheOptions, Config, Error, Logits, Model, Tokenizer,
+    safetensors::{Checkpoint, Header, SafetensorsFile, parse_index},
+};
+use proptest::prelude::*;
+use serde_json::{Value, json};
+
+/// Remembers the largest single allocation.
+struct Watched;
+
+static LARGEST: AtomicUsize = AtomicUsize::new(0);
+
+// SAFETY: everything is passed on to the system's allocator.
+unsafe impl GlobalAlloc for Watched {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        LARGEST.fetch_max(layout.size(), Ordering::Relaxed);
+        // SAFETY: as the caller promises.
+        unsafe { System.alloc(layout) }
+    }
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        LARGEST.fetch_max(layout.size(), Ordering::Relaxed);
+        // SAFETY: as the caller promises.
+        unsafe { System.alloc_zeroed(layout) }
+    }
+    unsafe fn realloc(&self, block: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        LARGEST.fetch_max(size, Ordering::Relaxed);
+        // SAFETY: as the caller promises.
+        unsafe { System.realloc(block, layout, size) }
+    }
+    unsafe fn dealloc(&self, block: *mut u8, layout: Layout) {
+        // SAFETY: as the caller promises.
+        unsafe { System.dealloc(block, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Watched = Watched;
+
+/// Far above what any file here justifies (the piece buffer is 8 MiB), far below what their claims come to.
+const MODEST: usize = 64 << 20;
+
+fn assert_modest() {
+    let largest = LARGEST.load(Ordering::Relaxed);
+    assert!(largest < MODEST, "{largest} bytes were allocated at once");
+}
+
+fn load(dir: &Path) -> Result<Model, Error> {
+    let result = Model::load(dir, &Device::cpu());
+    assert_modest();
+    result
+}
+
+fn config_of(variant: &str) -> Value {
+    serde_json::from_slice(&std::fs::read(golden(variant).join("config.json")).unwrap()).unwrap()
+}
+
+fn config_bytes(variant: &str) -> Vec<u8> {
+    std::fs::read(golden(variant).join("config.json")).unwrap()
+}
+
+fn checkpoint(variant: &str) -> Parts {
+    Parts::read(&golden(variant).join("model.safetensors"))
+}
+
+/// Opens bytes as a safetensors file.
+fn open(bytes: &[u8]) -> Result<SafetensorsFile, Error> {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("x.safetensors");
+    std::fs::write(&path, bytes).unwrap();
+    let result = SafetensorsFile::open(&path);
+    assert_modest();
+    result
+}
+
+fn reason(error: Error) -> String {
+    match error {
+        Error::File { path, reason } => {
+            assert!(!path.is_empty());
+            reason
+        }
+        other => panic!("not a file error: {other}"),
+    }
+}
+
+#[test]
+fn headers_that_lie_are_refused() {
+    let entry = r#""a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}"#;
+    let data = [0u8; 8];
+    assert!(open(&with_header(format!("{{{entry}}}").as_bytes(), &data)).is_ok());
+    let cases: &[(&str, &[u8], &str)] = &[
+        ("", &data, "header"),
+        ("[]", &data, "object"),
+        ("{\"a\":3}", &data, "header"),
+        ("\u{1}\u{2}", &data, "header"),
+        (r#"{"a":{"dtype":"F32","shape":[2]}}"#, &data, "data_offsets"),
+        (r#"{"a":{"dtype":"F32","shape":[-2],"data_offsets":[0,8]}}"#, &data, "header"),
+        (r#"{"a":{"dtype":"F32","shape":[2],"data_offsets":[8,0]}}"#, &data, "not within"),
+        (r#"{"a":{"dtype":"F32","shape":[3],"data_offsets":[0,12]}}"#, &data, "not within"),
+        (r#"{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,18446744073709551615]}}"#, &data, "not within"),
+        (r#"{"a":{"dtype":"F32","shape":[3],"data_offsets":[0,8]}}"#, &data, "8 bytes for"),
+        (r#"{"a":{"dtype":"F32","shape":[4294967296,4294967296,4],"data_offsets":[0,8]}}"#, &data, "overflows"),
+        (r#"{"a":{"dtype":"F32","shape":[4611686018427387904],"data_offsets":[0,8]}}"#, &data, "8 bytes for"),
+        (r#"{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}"#, &data, "take 4 bytes"),
+        (r#"{"a":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}"#, &data, "gap"),
+        (
+            r#"{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"b":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}"#,
+            &data,
+            "overlap",
+        ),
+        (
+            r#"{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"a":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}"#,
+            &data,
+            "twice",
+        ),
+    ];
+    for (header, data, expected) in cases {
+        let got = reason(open(&with_header(header.as_bytes(), data)).unwrap_err());
+        assert!(got.contains(expected), "{header}: {got}");
+    }
+}
+
+#[test]
+fn header_lengths_that_lie_are_refused() {
+    for claimed in [9u64, 100_000_001, 1 << 40, u64::MAX, u64::MAX - 7] {
+        let mut bytes = with_header(b"{}      ", &[]);
+        bytes[..8].copy_from_slice(&claimed.to_le_bytes());
+        assert!(reason(open(&bytes).unwrap_err()).contains("claims"), "{claimed}");
+    }
+    // A hundred million bytes of header may be claimed only by a file that has them.
+    let mut bytes = with_header(b"{}", &[]);
+    bytes[..8].copy_from_slice(&99_999_999u64.to_le_bytes());
+    assert!(reason(open(&bytes).unwrap_err()).contains("claims"));
+}
+
+#[test]
+fn truncated_and_oversized_files_are_refused() {
+    let bytes = std::fs::read(golden("moe_mlx").join("model.safetensors")).unwrap();
+    let header = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let lengths = (0..20).chain((header - 3)..(header + 3)).chain([bytes.len() / 2, bytes.len() - 1]);
+    for length in lengths {
+        reason(open(&bytes[..length]).unwrap_err());
+        let dir = model_dir(&config_bytes("moe_mlx"), &bytes[..length]);
+        reason(load(dir.path()).unwrap_err());
+    }
+    assert!(reason(open(&[&bytes[..], &[0]].concat()).unwrap_err()).contains("the file has"));
+}
+
+#[test]
+fn every_missing_tensor_is_named() {
+    for variant in ["ple_shared", "moe", "moe_mlx"] {
+        let parts = checkpoint(variant);
+        for name in parts.names() {
+            let mut less = parts.clone();
+            less.remove(&name);
+            let dir = model_dir(&config_bytes(variant), &less.bytes());
+            // Layer 3 of `ple_shared` shares keys and values: what the file has of its own is ignored.
+            let ignored = name.contains("layers.3.self_attn.k") || name.contains("layers.3.self_attn.v");
+            match load(dir.path()) {
+                Ok(_) => assert!(name.ends_with("layer_scalar") || (variant == "ple_shared" && ignored), "{name}"),
+                // Without its scales, a matrix counts as dense and has the wrong shape; without the fused experts
+                // the loader looks for MLX's.
+                Err(Error::TensorShape { name: wrong, .. }) => {
+                    assert_eq!(Some(wrong.as_str()), name.replace(".scales", ".weight").as_str().into());
+                    assert!(name.ends_with(".scales"));
+                }
+                Err(Error::MissingTensor { name: missing }) => {
+                    let other = name.ends_with("experts.gate_up_proj") && missing.contains("experts.switch_glu.gate");
+                    assert!(missing == name || other, "{name}: {missing}");
+                }
+                Err(other) => panic!("{name}: {other}"),
+            }
+        }
+    }
+}
+
+#[test]
+fn every_wrong_shape_is_named() {
+    for variant in ["ple_shared", "moe", "moe_mlx"] {
+        let parts = checkpoint(variant);
+        for name in parts.names() {
+            let mut wrong = parts.clone();
+            let shape = wrong.header[&name]["shape"].as_array().unwrap().clone();
+            // The same number of elements in other dimensions.
+            wrong.header[&name]["shape"] = [vec![json!(1)], shape].concat().into();
+            let dir = model_dir(&config_bytes(variant), &wrong.bytes());
+            let ignored = name.contains("layers.3.self_attn.k") || name.contains("layers.3.self_attn.v");
+            match load(dir.path()) {
+                Ok(_) => assert!(variant == "ple_shared" && ignored, "{name}"),
+                Err(Error::TensorShape { name: got, .. }) => assert_eq!(got, name),
+                Err(other) => panic!("{name}: {other}"),
+            }
+        }
+    }
+}
+
+#[test]
+fn tensors_of_another_dtype_are_named() {
+    let parts = checkpoint("moe_mlx");
+    for (name, dtype) in [
+        ("model.norm.weight", "I32"),
+        ("model.norm.weight", "U32"),
+        ("model.layers.0.mlp.up_proj.weight", "F32"),
+        ("model.layers.0.mlp.up_proj.weight", "I32"),
+        ("model.layers.0.mlp.up_proj.scales", "I32"),
+    ] {
+        let mut wrong = parts.clone();
+        wrong.header[name]["dtype"] = dtype.into();
+        let dir = model_dir(&config_bytes("moe_mlx"), &wrong.bytes());
+        match load(dir.path()) {
+            Err(Error::TensorDType { name: got, .. }) => assert_eq!(got, name),
+            other => panic!("{name} as {dtype}: {other:?}"),
+        }
+    }
+}
+
+#[test]
+fn a_layer_scalar_that_is_no_number_is_refused() {
+    let mut parts = checkpoint("moe_mlx");
+    let name = "model.layers.1.layer_scalar";
+    let start = parts.header[name]["data_offsets"][0].as_u64().unwrap() as usize;
+    parts.data[start..start + 4].copy_from_slice(&f32::NAN.to_le_bytes());
+    let dir = model_dir(&config_bytes("moe_mlx"), &parts.bytes());
+    assert!(matches!(load(dir.path()), Err(Error::TensorValue { name: got, .. }) if got == name));
+}
+
+#[test]
+fn quantised_tensors_need_a_scheme_that_fits() {
+    let parts = checkpoint("moe_mlx").bytes();
+    let module = "model.layers.0.mlp.up_proj";
+    let with = |edit: &dyn Fn(&mut Value)| {
+        let mut config = config_of("moe_mlx");
+        edit(&mut config);
+        let dir = model_dir(config.to_string().as_bytes(), &parts);
+        load(dir.path()).unwrap_err()
+    };
+    let none = with(&|c| {
+        c.as_object_mut().unwrap().remove("quantization");
+        c.as_object_mut().unwrap().remove("quantization_config");
+    });
+    assert!(matches!(&none, Error::Config { key, .. } if key == "quantization"), "{none}");
+    let not = with(&|c| c["quantization"][module] = false.into());
+    assert!(matches!(&not, Error::Config { expected, .. } if expected.contains(module)), "{not}");
+    let bits = with(&|c| c["quantization"][module] = json!({"bits": 8, "group_size": 64}));
+    assert!(matches!(&bits, Error::TensorShape { name, .. } if name.contains(module)), "{bits}");
+    let group = with(&|c| c["quantization"][module] = json!({"bits": 4, "group_size": 32}));
+    assert!(matches!(&group, Error::TensorShape { name, .. } if name.contains(module)), "{group}");
+    let divides = with(&|c| c["quantization"][module] = json!({"bits": 4, "group_size": 128}));
+    assert!(matches!(&divides, Error::Config { key, .. } if key == "quantization.group_size"), "{divides}");
+}
+
+#[test]
+fn indices_lead_nowhere_else() {
+    let bad = [
+        "../model.safetensors",
+        "/etc/passwd",
+        "a/b.safetensors",
+        "..safetensors",
+        ".safetensors",
+        "x",
+        "",
+        "a\\b.safetensors",
+    ];
+    for shard in bad {
+        let index = json!({"weight_map": {"model.norm.weight": shard}}).to_string();
+        assert!(parse_index(index.as_bytes()).unwrap_err().contains("plain name"), "{shard}");
+    }
+    for index in ["", "{}", "[]", "{\"weight_map\": 3}", "{\"weight_map\": {\"a\": 3}}"] {
+        assert!(parse_index(index.as_bytes()).is_err(), "{index}");
+    }
+    let many: serde_json::Map<String, Value> =
+        (0..5000).map(|i| (format!("t{i}"), format!("s{i}.safetensors").into())).collect();
+    assert!(parse_index(json!({"weight_map": many}).to_string().as_bytes()).unwrap_err().contains("more than"));
+
+    let dir = tempfile::tempdir().unwrap();
+    let write = |name: &str, text: &str| std::fs::write(dir.path().join(name), text).unwrap();
+    assert!(reason(Checkpoint::open(dir.path()).unwrap_err()).contains("neither"));
+    write("model.safetensors.index.json", r#"{"weight_map": {"a": "model-1.safetensors"}}"#);
+    assert!(
+        matches!(Checkpoint::open(dir.path()), Err(Error::File { path, .. }) if path.ends_with("model-1.safetensors"))
+    );
+    std::fs::write(dir.path().join("model-1.safetensors"), with_header(b"{}", &[])).unwrap();
+    assert!(reason(Checkpoint::open(dir.path()).unwrap_err()).contains("`a` is not in model-1"));
+}
+
+#[test]
+fn absurd_configurations_are_refused_by_key() {
+    let cases = [
+        ("hidden_size", json!(0)),
+        ("hidden_size", json!(-1)),
+        ("hidden_size", json!(1u64 << 40)),
+        ("hidden_size", json!("32")),
+        ("hidden_size", json!(32.5)),
+        ("hidden_size", json!(null)),
+        ("num_hidden_layers", json!(0)),
+        ("num_hidden_layers", json!(u64::MAX)),
+        ("num_attention_heads", json!(0)),
+        ("num_attention_heads", json!([2])),
+        ("num_key_value_heads", json!(0)),
+        ("head_dim", json!(65)),
+        ("global_head_dim", json!(0)),
+        ("intermediate_size", json!(1u64 << 60)),
+        ("vocab_size", json!(1u64 << 33)),
+        ("sliding_window", json!(0)),
+        ("sliding_window", json!(1u64 << 32)),
+        ("rms_norm_eps", json!(-1e-6)),
+        ("rms_norm_eps", json!("tiny")),
+        ("final_logit_softcapping", json!(0.0)),
+        ("final_logit_softcapping", json!(-3)),
+        ("num_kv_shared_layers", json!(2)),
+        ("num_experts", json!(0)),
+        ("num_experts", json!(1 << 20)),
+        ("top_k_experts", json!(7)),
+        ("top_k_experts", json!(0)),
+        ("moe_intermediate_size", json!(0)),
+        ("layer_types", json!("full_attention")),
+        ("layer_types", json!([])),
+        ("attention_bias", json!(true)),
+        ("attention_k_eq_v", json!(3)),
+        ("hidden_activation", json!("relu")),
+        ("use_bidirectional_attention", json!("all")),
+        ("eos_token_id", json!(-1)),
+        ("eos_token_id", json!([1, "x"])),
+        ("rope_parameters", json!(3)),
+        ("text_config", json!(3)),
+        ("per_layer_config", json!([])),
+    ];
+    let parts = checkpoint("moe").bytes();
+    for (key, value) in cases {
+        let mut config = config_of("moe");
+        if key == "text_config" {
+            config["model_type"] = "gemma4".into();
+        }
+        config[key] = value.clone();
+        let dir = model_dir(config.to_string().as_bytes(), &parts);
+        match load(dir.path()) {
+            // A head size that no kernel has may also come out where it is used.
+            Err(Error::Config { key: named, .. }) => {
+                assert!(named.starts_with(key) || (key == "global_head_dim" && named == "head_dim"), "{key}: {named}");
+            }
+            other => panic!("{key} = {value}: {other:?}"),
+        }
+    }
+    let nested = [
+        ("/layer_types/1", json!("sliding_attention")),
+        ("/layer_types/0", json!("chunked_attention")),
+        ("/layer_types/0", json!(7)),
+        ("/rope_parameters/full_attention/rope_theta", json!(0)),
+        ("/rope_parameters/full_attention/rope_theta", json!(null)),
+        ("/rope_parameters/full_attention/rope_type", json!("yarn")),
+        ("/rope_parameters/full_attention/partial_rotary_factor", json!(1.5)),
+        ("/rope_parameters/sliding_attention", json!(null)),
+    ];
+    for (pointer, value) in nested {
+        let mut config = config_of("moe");
+        *config.pointer_mut(pointer).unwrap() = value.clone();
+        let Err(Error::Config { key, .. }) = Config::parse(&config) else { panic!("{pointer} = {value}") };
+        let last = pointer.rsplit('/').next().unwrap();
+        assert!(key.contains(last), "{pointer}: {key}");
+    }
+    for (key, value) in [
+        ("2", json!({})),
+        ("x", json!({})),
+        ("0", json!(3)),
+        ("0", json!({"head_dim": 96})),
+        ("00", json!({"num_key_value_heads": 0})),
+        ("1", json!({"intermediate_size": 8})),
+    ] {
+        let mut config = config_of("moe");
+        config["per_layer_config"] = json!({key: value});
+        assert!(matches!(Config::parse(&config), Err(Error::Config { .. })), "{key}");
+    }
+    for quantization in [
+        json!(4),
+        json!({}),
+        json!({"bits": 3, "group_size": 64}),
+        json!({"bits": 4, "group_size": 16}),
+        json!({"bits": 4, "group_size": 64, "mode": "mxfp4"}),
+        json!({"bits": 4, "group_size": 64, "model.layers.0.mlp.up_proj": 8}),
+        json!({"quant_method": "gptq", "bits": 4, "group_size": 128}),
+    ] {
+        let mut config = config_of("moe");
+        config["quantization"] = quantization.clone();
+        assert!(matches!(Config::parse(&config), Err(Error::Config { .. })), "{quantization}");
+    }
+}
+
+#[test]
+fn other_architectures_are_named() {
+    let parts = checkpoint("moe").bytes();
+    for name in ["llama", "gemma3_text", "", "gemma4_text2"] {
+        let mut config = config_of("moe");
+        config["model_type"] = name.into();
+        let dir = model_dir(config.to_string().as_bytes(), &parts);
+        let error = load(dir.path()).unwrap_err();
+        assert!(matches!(error, Error::Unsupported { .. }));
+        assert!(error.to_string().contains(&format!("{name:?}")), "{error}");
+    }
+    let mut config = config_of("moe");
+    config.as_object_mut().unwrap().remove("model_type");
+    config["architectures"] = json!(["LlamaForCausalLM"]);
+    let error = Config::parse(&config).unwrap_err();
+    assert!(error.to_string().contains("LlamaForCausalLM"), "{error}");
+}
+
+#[test]
+fn configurations_that_are_no_json_objects_are_file_errors() {
+    let deep = "[".repeat(100_000);
+    let parts = checkpoint("moe").bytes();
+    for text in ["", "{", "null", "[]", "3", "{\"a\": 1,}", "\u{0}", &deep] {
+        let dir = model_dir(text.as_bytes(), &parts);
+        let Err(Error::File { path, .. }) = load(dir.path()) else { panic!("{text:.20}") };
+        assert!(path.ends_with("config.json"));
+    }
+    let nowhere = Path::new("/nonexistent/model");
+    assert!(matches!(load(nowhere), Err(Error::File { path, .. }) if path.contains("nonexistent")));
+    let empty = tempfile::tempdir().unwrap();
+    assert!(matches!(load(empty.path()), Err(Error::File { path, .. }) if path.ends_with("config.json")));
+}
+
+#[test]
+fn bad_tokenizers_are_file_errors() {
+    let good = std::fs::read(shipped().join("tokenizer.json")).unwrap();
+    let deep = [b"{\"model\":".repeat(50_000)].concat();
+    let half = &good[..good.len() / 2];
+    let bad: [&[u8]; 8] = [b"", b"{}", b"null", b"[]", half, &deep, b"{\"model\": {\"type\": \"BPE\"}}", b"\xff\xfe{}"];
+    for bytes in bad {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("tokenizer.json"), bytes).unwrap();
+        let Err(Error::File { path, .. }) = Tokenizer::load(dir.path()) else { panic!("{} bytes", bytes.len()) };
+        assert!(path.ends_with("tokenizer.json"));
+    }
+    let empty = tempfile::tempdir().unwrap();
+    assert!(matches!(Tokenizer::load(empty.path()), Err(Error::File { .. })));
+}
+
+/// A value that has no place where it stands.
+fn any_value() -> impl Strategy<Value = Value> {
+    prop_oneof![
+        Just(Value::Null),
+        any::<bool>().prop_map(Value::from),
+        any::<i64>().prop_map(Value::from),
+        any::<u64>().prop_map(Value::from),
+        (0u64..1 << 20).prop_map(Value::from),
+        (0u64..8).prop_map(Value::from),
+        any::<f64>().prop_map(Value::from),
+        "[a-z_]{0,12}".prop_map(Value::from),
+        Just(json!([])),
+        Just(json!([1, 2, 3])),
+        Just(json!({})),
+        Just(json!({"a": 1})),
+        Just(json!({"0": {"head_dim": 64}})),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 256, failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// Bytes changed anywhere in a header: an error or a consistent header, never a panic.
+    #[test]
+    fn mutated_headers_never_panic(edits in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..8)) {
+        let original = std::fs::read(golden("moe_mlx").join("model.safetensors")).unwrap();
+        let header = 8 + u64::from_le_bytes(original[..8].try_into().unwrap()) as usize;
+        let mut bytes = original;
+        for (at, byte) in edits {
+            bytes[at.index(header)] = byte;
+        }
+        if let Ok(file) = open(&bytes) {
+            for (name, info) in file.header().tensors() {
+                prop_assert!(info.start <= info.end && info.end <= bytes.len() as u64);
+                let _ = file.read(name, &Device::cpu());
+            }
+        }
+        let dir = model_dir(&config_bytes("moe_mlx"), &bytes);
+        let _ = load(dir.path());
+    }
+
+    /// Any bytes as a header.
+    #[test]
+    fn arbitrary_headers_never_panic(json in prop::collection::vec(any::<u8>(), 0..200), data in any::<u64>()) {
+        let _ = Header::parse(&json, data);
+        let _ = parse_index(&json);
+        assert_modest();
+    }
+
+    /// Some keys of a configuration replaced: an error, or a model that loads and runs with modest memory.
+    #[test]
+    fn mutated_configurations_never_panic(
+        variant in prop::sample::select(vec!["ple_shared", "moe", "moe_mlx"]),
+        edits in prop::collection::vec((any::<prop::sample::Index>(), any_value()), 1..3),
+    ) {
+        let mut config = config_of(variant);
+        let keys: Vec<String> = config.as_object().unwrap().keys().cloned().chain(["per_layer_config".to_string()]).collect();
+        for (key, value) in edits {
+            config[key.get(&keys)] = value;
+        }
+        let path = golden(variant).join("model.safetensors");
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
+        std::fs::copy(path, dir.path().join("model.safetensors")).unwrap();
+        if let Ok(model) = load(dir.path()) {
+            let options = CacheOptions { capacity: 16, slack: 3, ..CacheOptions::default() };
+            let mut cache = model.new_cache(&options).unwrap();
+            let logits = model.forward(&mut cache, 0, &[1, 2, 3], Logits::All).unwrap();
+            prop_assert_eq!(logits.shape()[1], model.vocab_size());
+            assert_modest();
+        }
+    }
+
+    /// Keys replaced and removed anywhere in a tokenizer.
+    #[test]
+    fn mutated_tokenizers_never_panic(edits in prop::collection::vec((any::<prop::sample::Index>(), any_value()), 1..3)) {
+        let mut json = small_tokenizer();
+        for (at, value) in edits {
+            let mut pointers = Vec::new();
+            collect_pointers(&json, String::new(), &mut pointers);
+            *json.pointer_mut(at.get(&pointers)).unwrap() = value;
+        }
+        if let Ok(tokenizer) = Tokenizer::parse(json.to_string().as_bytes()) {
+            if let Ok(ids) = tokenizer.encode("abba", true) {
+                let _ = tokenizer.decode(&ids);
+            }
+        }
+        assert_modest();
+    }
+}
+
+/// The shipped tokenizer with a vocabulary of a few words.
+fn small_tokenizer() -> Value {
+    let text = std::fs::read(shipped().join("tokenizer.json")).unwrap();
+    let mut json: Value = serde_json::from_slice(&text).unwrap();
+    json["model"]["vocab"] = json!({"<pad>": 0, "<eos>": 1, "<bos>": 2, "a": 3, "b": 4, "ab": 5});
+    json["model"]["merges"] = json!([["a", "b"]]);
+    json
+}
+
+fn collect_pointers(value: &Value, at: String, out: &mut Vec<String>) {
+    out.push(at.clone());
+    match value {
+        Value::Object(map) => map.iter().for_each(|(k, v)| collect_pointers(v, format!("{at}/{k}"), out)),
+        Value::Array(list) => list.iter().enumerate().for_each(|(i, v)| collect_pointers(v, format!("{at}/{i}"), out)),
+        _ => {}
+    }
+}

@@ -1,0 +1,99 @@
+//! Helpers of the integration tests.
+#![allow(dead_code, reason = "each test file uses a part")]
+
+use std::path::{Path, PathBuf};
+
+use kvant::{Codec, Device};
+use kvant_models::{CacheOptions, safetensors::SafetensorsFile};
+use serde_json::{Map, Value};
+
+/// The folders of random checkpoints.
+pub const VARIANTS: [&str; 7] = ["dense", "wide", "ple_shared", "moe", "dense_mlx", "ple_shared_mlx", "moe_mlx"];
+
+pub fn golden(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
+}
+
+/// The model that ships with the project.
+pub fn shipped() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/rustdoc-11m-4bit")
+}
+
+/// A tensor of a golden file.
+pub fn floats(file: &Path, name: &str) -> Vec<f32> {
+    SafetensorsFile::open(file).unwrap().read(name, &Device::cpu()).unwrap().to_f32().unwrap()
+}
+
+pub fn ids(file: &Path, name: &str) -> Vec<u32> {
+    SafetensorsFile::open(file).unwrap().read(name, &Device::cpu()).unwrap().to_vec().unwrap()
+}
+
+/// An f32 cache.
+pub fn exact(capacity: usize, slack: usize) -> CacheOptions {
+    CacheOptions { k: Codec::F32, v: Codec::F32, capacity, sequences: 1, slack }
+}
+
+pub fn max_difference(a: &[f32], b: &[f32]) -> f32 {
+    assert_eq!(a.len(), b.len());
+    // NaN must not hide in a maximum.
+    a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, |most, d| if d <= most { most } else { d })
+}
+
+/// −ln p of each next token.
+pub fn nats(logits: &[f32], vocab: usize, tokens: &[u32]) -> Vec<f64> {
+    let of = |(row, &next): (&[f32], &u32)| {
+        let top = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        let sum: f64 = row.iter().map(|&x| f64::from(x - top).exp()).sum();
+        sum.ln() - f64::from(row[next as usize] - top)
+    };
+    logits.chunks(vocab).zip(&tokens[1..]).map(of).collect()
+}
+
+/// A safetensors file taken apart, to be put together wrongly.
+#[derive(Clone)]
+pub struct Parts {
+    pub header: Map<String, Value>,
+    pub data: Vec<u8>,
+}
+
+impl Parts {
+    pub fn read(path: &Path) -> Parts {
+        let bytes = std::fs::read(path).unwrap();
+        let n = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+        Parts { header: serde_json::from_slice(&bytes[8..8 + n]).unwrap(), data: bytes[8 + n..].to_vec() }
+    }
+
+    pub fn bytes(&self) -> Vec<u8> {
+        with_header(serde_json::to_string(&self.header).unwrap().as_bytes(), &self.data)
+    }
+
+    /// Takes a tensor out, bytes and all, so that the file stays well formed.
+    pub fn remove(&mut self, name: &str) {
+        let entry = self.header.remove(name).unwrap();
+        let offset = |entry: &Value, i: usize| entry["data_offsets"][i].as_u64().unwrap();
+        let (start, end) = (offset(&entry, 0), offset(&entry, 1));
+        self.data.drain(start as usize..end as usize);
+        for (name, entry) in &mut self.header {
+            if name != "__metadata__" && offset(entry, 0) >= end {
+                let moved = [offset(entry, 0) - (end - start), offset(entry, 1) - (end - start)];
+                entry["data_offsets"] = moved.to_vec().into();
+            }
+        }
+    }
+
+    pub fn names(&self) -> Vec<String> {
+        self.header.keys().filter(|name| *name != "__metadata__").cloned().collect()
+    }
+}
+
+pub fn with_header(header: &[u8], data: &[u8]) -> Vec<u8> {
+    [&(header.len() as u64).to_le_bytes()[..], header, data].concat()
+}
+
+/// A model's directory made of a configuration and a checkpoint's bytes.
+pub fn model_dir(config: &[u8], checkpoint: &[u8]) -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join("config.json"), config).unwrap();
+    std::fs::write(dir.path().join("model.safetensors"), checkpoint).unwrap();
+    dir
+}

@@ -1,0 +1,89 @@
+//! Whole models against logits computed by transformers and MLX in f32.
+
+mod common;
+
+use common::{VARIANTS, exact, floats, golden, ids, max_difference};
+use kvant::{Device, KvCache};
+use kvant_models::{Logits, Model};
+
+/// What the logits may differ by, with an f32 cache.
+const TOLERANCE: f32 = 2e-3;
+
+/// Feeds tokens `step` at a time and returns all logits.
+fn stepwise(model: &Model, cache: &mut KvCache, tokens: &[u32], step: usize) -> Vec<f32> {
+    let pieces = tokens.chunks(step);
+    pieces.flat_map(|piece| model.forward(cache, 0, piece, Logits::All).unwrap().to_f32().unwrap()).collect()
+}
+
+fn check(model: &Model, variant: &str) {
+    let file = golden(variant).join("logits.safetensors");
+    let (tokens, expected) = (ids(&file, "tokens"), floats(&file, "logits"));
+    // (tokens at a time, slack): rings with room for all, rings that wrap under pieces of a call, and rings of just
+    // the window.
+    for (step, slack) in [(tokens.len(), 63), (tokens.len(), 3), (1, 0), (7, 6), (7, 2)] {
+        let mut cache = model.new_cache(&exact(1024, slack)).unwrap();
+        let got = stepwise(model, &mut cache, &tokens, step);
+        let worst = max_difference(&got, &expected);
+        println!("{variant}: {step} at a time, slack {slack}: {worst:.1e}");
+        assert!(worst < TOLERANCE, "{variant}: {step} at a time, slack {slack}: off by {worst}");
+        assert_eq!(cache.len(0).unwrap(), tokens.len());
+    }
+    // The last token's logits alone, with and without pieces.
+    let last = &expected[expected.len() - model.vocab_size()..];
+    for slack in [63, 4] {
+        let mut cache = model.new_cache(&exact(1024, slack)).unwrap();
+        let got = model.forward(&mut cache, 0, &tokens, Logits::Last).unwrap();
+        assert_eq!(got.shape(), [1, model.vocab_size()]);
+        let worst = max_difference(&got.to_f32().unwrap(), last);
+        assert!(worst < TOLERANCE, "{variant}: last row, slack {slack}: off by {worst}");
+    }
+}
+
+#[test]
+fn every_variant_matches_on_the_cpu() {
+    for variant in VARIANTS {
+        check(&Model::load(&golden(variant), &Device::cpu()).unwrap(), variant);
+    }
+}
+
+#[test]
+fn every_variant_matches_on_the_reference_device() {
+    for variant in VARIANTS {
+        check(&Model::load(&golden(variant), &Device::reference()).unwrap(), variant);
+    }
+}
+
+/// `per_layer_config` says the same as `global_head_dim` and `num_global_key_value_heads`.
+#[test]
+fn both_forms_of_head_sizes_are_the_same_model() {
+    for variant in ["dense", "ple_shared", "moe"] {
+        let dir = tempfile::tempdir().unwrap();
+        for entry in std::fs::read_dir(golden(variant)).unwrap() {
+            let entry = entry.unwrap();
+            std::fs::copy(entry.path(), dir.path().join(entry.file_name())).unwrap();
+        }
+        std::fs::copy(golden(variant).join("config.per_layer.json"), dir.path().join("config.json")).unwrap();
+        let (old, new) =
+            (Model::load(&golden(variant), &Device::cpu()).unwrap(), Model::load(dir.path(), &Device::cpu()).unwrap());
+        assert_eq!(old.config().layers, new.config().layers);
+        check(&new, variant);
+    }
+}
+
+/// Sequences of one cache do not see each other.
+#[test]
+fn sequences_are_independent() {
+    let model = Model::load(&golden("ple_shared"), &Device::cpu()).unwrap();
+    let file = golden("ple_shared").join("logits.safetensors");
+    let (tokens, expected) = (ids(&file, "tokens"), floats(&file, "logits"));
+    let vocab = model.vocab_size();
+    let options = kvant_models::CacheOptions { sequences: 3, ..exact(64, 4) };
+    let mut cache = model.new_cache(&options).unwrap();
+    let other: Vec<u32> = tokens.iter().rev().copied().collect();
+    for (t, &token) in tokens.iter().enumerate() {
+        model.forward(&mut cache, 0, &other[t..t + 1], Logits::Last).unwrap();
+        let got = model.forward(&mut cache, 2, &[token], Logits::Last).unwrap().to_f32().unwrap();
+        assert!(max_difference(&got, &expected[t * vocab..(t + 1) * vocab]) < TOLERANCE, "token {t}");
+    }
+    assert_eq!(cache.len(1).unwrap(), 0);
+}

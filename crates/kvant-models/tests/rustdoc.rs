@@ -1,0 +1,326 @@
+//! The shipped model: golden logits, its tokenizer, and long generation.
+
+mod common;
+
+use std::{ops::ControlFlow, path::Path};
+
+use common::{exact, floats, golden, ids, max_difference, nats, shipped};
+use kvant::{Codec, DType, Device, Tensor, ops};
+use kvant_models::{CacheOptions, Error, Finish, LoadOptions, Logits, Model, Request, Sampling, Tokenizer, generate};
+use serde_json::Value;
+
+fn model() -> Model {
+    Model::load(&shipped(), &Device::cpu()).unwrap()
+}
+
+/// Checks a form of the model against golden data, and returns nats per token.
+fn check_golden(model: &Model, name: &str) -> f64 {
+    let file = golden("rustdoc-11m").join(name);
+    let (tokens, rows) = (ids(&file, "tokens"), ids(&file, "rows"));
+    let (expected, expected_nll) = (floats(&file, "logits"), floats(&file, "nll"));
+    let vocab = model.vocab_size();
+    let mut mean = 0.0;
+    for step in [tokens.len(), 1, 7] {
+        let mut cache = model.new_cache(&exact(256, step.min(64) - 1)).unwrap();
+        let logits: Vec<f32> = tokens
+            .chunks(step)
+            .flat_map(|piece| model.forward(&mut cache, 0, piece, Logits::All).unwrap().to_f32().unwrap())
+            .collect();
+        let row = |&row: &u32| logits[row as usize * vocab..(row as usize + 1) * vocab].to_vec();
+        let got: Vec<f32> = rows.iter().flat_map(row).collect();
+        let worst = max_difference(&got, &expected);
+        let nll = nats(&logits, vocab, &tokens);
+        mean = nll.iter().sum::<f64>() / nll.len() as f64;
+        println!("{name}: {step} at a time: logits off by {worst:.1e}, {mean:.6} nats per token");
+        assert!(worst < 2e-3, "{name}, {step} at a time: off by {worst}");
+        let nll: Vec<f32> = nll.iter().map(|&x| x as f32).collect();
+        assert!(max_difference(&nll, &expected_nll) < 2e-3, "{name}, {step} at a time");
+    }
+    mean
+}
+
+#[test]
+fn four_bit_form_matches() {
+    let mean = check_golden(&model(), "4bit.safetensors");
+    assert!((mean - 1.629343).abs() < 1e-4, "{mean}");
+}
+
+/// Needs the bf16 form, which does not ship: `KVANT_BF16_MODEL=DIR cargo test -p kvant-models -- --ignored`.
+#[test]
+#[ignore = "needs KVANT_BF16_MODEL, the directory of the model's bf16 form"]
+fn bf16_form_matches() {
+    let dir = std::env::var("KVANT_BF16_MODEL").expect("KVANT_BF16_MODEL names a directory");
+    let mean = check_golden(&Model::load(Path::new(&dir), &Device::cpu()).unwrap(), "bf16.safetensors");
+    assert!((mean - 1.612).abs() < 0.002, "{mean}");
+}
+
+/// Half-precision activations and compressed caches stay close to the exact run.
+#[test]
+fn other_dtypes_stay_close() {
+    let tokens = ids(&golden("rustdoc-11m").join("4bit.safetensors"), "tokens");
+    let run = |model: &Model, codec: Codec| {
+        let options = CacheOptions { k: codec, v: codec, ..exact(256, 15) };
+        let mut cache = model.new_cache(&options).unwrap();
+        model.forward(&mut cache, 0, &tokens, Logits::All).unwrap().to_f32().unwrap()
+    };
+    let f32_model = model();
+    let vocab = f32_model.vocab_size();
+    let exact = run(&f32_model, Codec::F32);
+    let mean = |logits: &[f32]| {
+        let nll = nats(logits, vocab, &tokens);
+        nll.iter().sum::<f64>() / nll.len() as f64
+    };
+    for (codec, limit) in [(Codec::F16, 1e-3), (Codec::BF16, 1e-2), (Codec::tq(8), 1e-2), (Codec::tq(4), 0.1)] {
+        let kl = mean_kl(&exact, &run(&f32_model, codec), vocab);
+        println!("cache {codec}: KL {kl:.2e}");
+        assert!(kl < limit, "cache {codec}: KL {kl}");
+    }
+    for activations in [DType::F16, DType::BF16] {
+        let low = Model::load_with(&shipped(), &Device::cpu(), &LoadOptions { activations }).unwrap();
+        let logits = run(&low, Codec::F16);
+        let (kl, nats) = (mean_kl(&exact, &logits, vocab), mean(&logits));
+        println!("activations {activations}: KL {kl:.2e}, {nats:.4} nats");
+        assert!(kl < 0.02, "activations {activations}: KL {kl}");
+    }
+}
+
+/// KL divergence of the second's distributions from the first's, mean over rows.
+fn mean_kl(p: &[f32], q: &[f32], vocab: usize) -> f64 {
+    let log_softmax = |row: &[f32]| -> Vec<f64> {
+        let top = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        let sum: f64 = row.iter().map(|&x| f64::from(x - top).exp()).sum();
+        row.iter().map(|&x| f64::from(x - top) - sum.ln()).collect()
+    };
+    let rows = p.chunks(vocab).zip(q.chunks(vocab)).map(|(p, q)| {
+        let (p, q) = (log_softmax(p), log_softmax(q));
+        p.iter().zip(&q).map(|(p, q)| p.exp() * (p - q)).sum::<f64>()
+    });
+    rows.sum::<f64>() / (p.len() / vocab) as f64
+}
+
+/// 4096 tokens through rings of the window and a little more, against prompts run from nothing through a cache that
+/// holds every position.
+#[test]
+fn long_generation_equals_recomputation() {
+    let model = model();
+    let tokenizer = Tokenizer::load(&shipped()).unwrap();
+    let mut tokens = tokenizer.encode("# Fearless Concurrency", true).unwrap();
+    let mut cache = model.new_cache(&exact(4200, 7)).unwrap();
+    assert!(cache.layer(0).unwrap().spec().capacity < 140, "the rings wrap many times");
+    let sampling = Sampling { temperature: 0.8, top_p: 0.95, seed: 7, ..Sampling::default() };
+    let mut fed = 0;
+    for until in [100, 129, 700, 2050, 4096] {
+        // Generation goes on where it stopped, then feeds its last token to show its logits.
+        let prompt = tokens[fed..].to_vec();
+        let request = Request { max_tokens: until - tokens.len(), sampling, ..Request::new(&prompt) };
+        let stats = generate(&model, &mut cache, &request, |token| {
+            tokens.push(token);
+            ControlFlow::Continue(())
+        })
+        .unwrap();
+        assert_eq!((stats.finish, tokens.len()), (Finish::Length, until));
+        let last = tokens[until - 1];
+        let went_on = model.forward(&mut cache, 0, &[last], Logits::Last).unwrap().to_f32().unwrap();
+        fed = until;
+        // The next stretch starts with the likeliest token.
+        tokens.push(argmax(&went_on));
+
+        let mut fresh = model.new_cache(&exact(4200, 4200)).unwrap();
+        assert!(!fresh.layer(0).unwrap().spec().ring);
+        let at_once = model.forward(&mut fresh, 0, &tokens[..until], Logits::Last).unwrap().to_f32().unwrap();
+        let worst = max_difference(&went_on, &at_once);
+        println!("after {until} tokens: off by {worst:.1e}");
+        assert!(worst < 2e-3, "after {until} tokens: off by {worst}");
+    }
+}
+
+fn argmax(logits: &[f32]) -> u32 {
+    let best = logits.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1)).unwrap();
+    best.0 as u32
+}
+
+#[test]
+fn generation_is_reproducible_and_seeded() {
+    let model = model();
+    let tokenizer = Tokenizer::load(&shipped()).unwrap();
+    let prompt = tokenizer.encode("A `Vec<T>` is", true).unwrap();
+    let run = |sampling: Sampling| {
+        let mut cache = model.new_cache(&CacheOptions::default()).unwrap();
+        let request = Request { max_tokens: 40, sampling, ..Request::new(&prompt) };
+        let mut tokens = Vec::new();
+        let stats = generate(&model, &mut cache, &request, |token| {
+            tokens.push(token);
+            ControlFlow::Continue(())
+        })
+        .unwrap();
+        assert_eq!((stats.prompt_tokens, stats.generated_tokens), (prompt.len(), 40));
+        assert_eq!(cache.len(0).unwrap(), prompt.len() + 39);
+        tokens
+    };
+    let greedy = run(Sampling::default());
+    assert_eq!(greedy, run(Sampling { temperature: 1.0, top_k: 1, ..Sampling::default() }));
+    let seeded = |seed| Sampling { temperature: 1.0, seed, ..Sampling::default() };
+    assert_eq!(run(seeded(1)), run(seeded(1)));
+    assert_ne!(run(seeded(1)), run(seeded(2)));
+
+    // Greedy decoding is the argmax of the logits that forward gives.
+    let mut cache = model.new_cache(&CacheOptions::default()).unwrap();
+    let logits = model.forward(&mut cache, 0, &prompt, Logits::Last).unwrap().to_f32().unwrap();
+    assert_eq!(greedy[0], argmax(&logits));
+}
+
+#[test]
+fn generation_ends_for_the_reason_it_gives() {
+    let model = model();
+    let prompt = [2, 100, 200];
+    let run = |capacity: usize, stop: &[u32], cancel_after: usize| {
+        let mut cache = model.new_cache(&CacheOptions { capacity, ..CacheOptions::default() }).unwrap();
+        let mut tokens = Vec::new();
+        let request = Request { max_tokens: 6, stop, ..Request::new(&prompt) };
+        let stats = generate(&model, &mut cache, &request, |token| {
+            tokens.push(token);
+            if tokens.len() == cancel_after { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+        })
+        .unwrap();
+        (stats.finish, tokens)
+    };
+    let (finish, tokens) = run(64, &[], 100);
+    assert_eq!((finish, tokens.len()), (Finish::Length, 6));
+    assert_eq!(run(64, &[], 2), (Finish::Cancelled, tokens[..2].to_vec()));
+    // Three prompt tokens and two fed ones fill five slots.
+    assert_eq!(run(5, &[], 100), (Finish::CacheFull, tokens[..3].to_vec()));
+    let first = tokens.iter().position(|&t| t == tokens[3]).unwrap();
+    assert_eq!(run(64, &[tokens[3]], 100), (Finish::Stop, tokens[..first].to_vec()));
+}
+
+/// Errors come before anything is done, and the cache goes on as if the call had not been.
+#[test]
+fn refused_calls_leave_the_cache_alone() {
+    let model = model();
+    let tokens: Vec<u32> = (10..40).collect();
+    let mut cache = model.new_cache(&exact(40, 3)).unwrap();
+    model.forward(&mut cache, 0, &tokens, Logits::Last).unwrap();
+    let full = model.forward(&mut cache, 0, &tokens, Logits::Last).unwrap_err();
+    assert!(matches!(full, Error::Kvant(kvant::Error::CacheFull { len: 30, tokens: 30, .. })), "{full}");
+    let empty = model.forward(&mut cache, 0, &[], Logits::Last).unwrap_err();
+    assert!(matches!(empty, Error::Argument { arg: "tokens", .. }), "{empty}");
+    let outside = model.forward(&mut cache, 0, &[1, 4096], Logits::Last).unwrap_err();
+    assert!(matches!(outside, Error::Argument { arg: "tokens", .. }), "{outside}");
+    assert!(outside.to_string().contains("4096 at 1"), "{outside}");
+    let sequence = model.forward(&mut cache, 1, &[1], Logits::Last).unwrap_err();
+    assert!(matches!(sequence, Error::Kvant(kvant::Error::Value { arg: "sequence", .. })), "{sequence}");
+    let out = Tensor::zeros(&Device::cpu(), DType::F32, &[2, 4096]).unwrap();
+    let rows = model.forward_into(&mut cache, 0, &[1], &out).unwrap_err();
+    assert!(matches!(rows, Error::Argument { arg: "out", .. }), "{rows}");
+    let other = Model::load(&golden("dense"), &Device::cpu()).unwrap();
+    let foreign = other.forward(&mut cache, 0, &[1], Logits::Last).unwrap_err();
+    assert!(matches!(foreign, Error::Argument { arg: "cache", .. }), "{foreign}");
+    assert_eq!(cache.len(0).unwrap(), 30);
+
+    let mut untouched = model.new_cache(&exact(40, 3)).unwrap();
+    model.forward(&mut untouched, 0, &tokens, Logits::Last).unwrap();
+    let next = |cache: &mut _| model.forward(cache, 0, &[5], Logits::Last).unwrap().to_f32().unwrap();
+    assert_eq!(next(&mut cache), next(&mut untouched));
+}
+
+/// Taking tokens back and feeding them anew comes to the same, on rings that have wrapped.
+#[test]
+fn truncated_sequences_go_on_exactly() {
+    let model = model();
+    let tokens: Vec<u32> = (0..300).map(|i| (i * 37 + 11) % 4096).collect();
+    let mut cache = model.new_cache(&exact(400, 7)).unwrap();
+    model.forward(&mut cache, 0, &tokens, Logits::Last).unwrap();
+    model.forward(&mut cache, 0, &[7, 8, 9], Logits::All).unwrap();
+    cache.truncate(0, 300).unwrap();
+    let again = model.forward(&mut cache, 0, &[20, 21], Logits::Last).unwrap().to_f32().unwrap();
+    let mut straight = model.new_cache(&exact(400, 300)).unwrap();
+    let all = [&tokens[..], &[20, 21]].concat();
+    let expected = model.forward(&mut straight, 0, &all, Logits::Last).unwrap().to_f32().unwrap();
+    assert!(max_difference(&again, &expected) < 2e-3);
+}
+
+#[test]
+fn tokenizer_matches() {
+    let tokenizer = Tokenizer::load(&shipped()).unwrap();
+    assert_eq!((tokenizer.bos(), tokenizer.eos()), (Some(2), &[1][..]));
+    let file = golden("rustdoc-11m").join("tokenizer_cases.json");
+    let cases: Value = serde_json::from_slice(&std::fs::read(file).unwrap()).unwrap();
+    let cases = cases.as_array().or_else(|| cases["cases"].as_array()).unwrap();
+    assert!(cases.len() >= 5);
+    for case in cases {
+        let text = case["text"].as_str().unwrap();
+        let numbers = |key: &str| -> Vec<u32> {
+            case[key].as_array().unwrap().iter().map(|id| id.as_u64().unwrap() as u32).collect()
+        };
+        assert_eq!(tokenizer.encode(text, false).unwrap(), numbers("ids"), "{text:?}");
+        assert_eq!(tokenizer.encode(text, true).unwrap(), numbers("ids_special"), "{text:?}");
+        let ids = numbers("ids");
+        assert_eq!(tokenizer.decode(&ids).unwrap(), case["decoded_skip_special"].as_str().unwrap());
+        assert_eq!(tokenizer.decode_with_special(&ids).unwrap(), case["decoded"].as_str().unwrap());
+    }
+}
+
+/// The pieces of a stream are whole characters, and together the text.
+#[test]
+fn streamed_text_is_the_decoded_text() {
+    let tokenizer = Tokenizer::load(&shipped()).unwrap();
+    let long = "fn main() { println!(\"{}\", 1); } ".repeat(20);
+    for text in ["", "plain", "naïve café — “quotes” 中文字符 🦀🦀 \u{fffd} end", "🦀", "\u{fffd}", &long]
+    {
+        let ids = tokenizer.encode(text, true).unwrap();
+        let mut stream = tokenizer.stream();
+        let mut pieces: Vec<String> = ids.iter().map(|&id| stream.push(id).unwrap()).collect();
+        pieces.push(stream.finish().unwrap());
+        assert_eq!(pieces.concat(), text);
+        // Nothing waits longer than a character's bytes: a crab comes out with its last token.
+        if text == "🦀" {
+            assert_eq!(pieces[pieces.len() - 2], "🦀");
+        }
+    }
+}
+
+/// Any ids at all, also those that are no text: nothing is lost and nothing hangs.
+#[test]
+fn streams_survive_bytes_that_are_no_text() {
+    let tokenizer = Tokenizer::load(&shipped()).unwrap();
+    let crab = tokenizer.encode("🦀", false).unwrap();
+    assert!(crab.len() > 1, "a crab takes several tokens");
+    let halves: Vec<u32> = std::iter::repeat_n(crab[0], 300).collect();
+    let mut stream = tokenizer.stream();
+    let mut text = String::new();
+    for &id in &halves {
+        text += &stream.push(id).unwrap();
+    }
+    text += &stream.finish().unwrap();
+    assert_eq!(text.trim_matches('\u{fffd}'), "");
+    assert!(text.chars().count() >= 200);
+
+    let odd: Vec<u32> = (0..600).map(|i| (i * i * 31 + 7 * i) % 5000).collect();
+    let mut stream = tokenizer.stream();
+    let streamed: String = odd.iter().map(|&id| stream.push(id).unwrap()).collect();
+    let rest = stream.finish().unwrap();
+    assert_eq!(streamed + &rest, tokenizer.decode(&odd).unwrap());
+}
+
+/// A device buffer of logits can be reused; it holds what forward returns.
+#[test]
+fn forward_into_takes_the_last_rows() {
+    let model = model();
+    let tokens: Vec<u32> = (100..150).collect();
+    let mut cache = model.new_cache(&exact(64, 8)).unwrap();
+    let all = model.forward(&mut cache, 0, &tokens, Logits::All).unwrap().to_f32().unwrap();
+    for rows in [1, 9, 20, 50] {
+        cache.clear(0).unwrap();
+        let out = Tensor::zeros(&Device::cpu(), DType::F32, &[rows, 4096]).unwrap();
+        model.forward_into(&mut cache, 0, &tokens, &out).unwrap();
+        assert!(max_difference(&out.to_f32().unwrap(), &all[(50 - rows) * 4096..]) < 1e-4, "{rows} rows");
+    }
+    // What comes out of the model is fit for the library's own operations.
+    let best = Tensor::zeros(&Device::cpu(), DType::U32, &[50]).unwrap();
+    let x = Tensor::from_slice(&Device::cpu(), &all, &[50, 4096]).unwrap();
+    let mut enc = Device::cpu().encoder().unwrap();
+    ops::argmax(&mut enc, &ops::Argmax { x: &x, out: &best }).unwrap();
+    enc.commit().unwrap().wait().unwrap();
+    let expected: Vec<u32> = all.chunks(4096).map(argmax).collect();
+    assert_eq!(best.to_vec::<u32>().unwrap(), expected);
+}
