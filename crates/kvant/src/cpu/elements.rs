@@ -85,3 +85,49 @@ impl<'a, T> Parts<'a, T> {
         unsafe { std::slice::from_raw_parts_mut(self.start.add(start), len) }
     }
 }
+
+/// Elements that an element-wise kernel takes through its own buffer at a time.
+pub(super) const PIECE: usize = 512;
+
+/// Up to [`PIECE`] floats, of which whole vectors can be taken: what lies behind them is zero or stale.
+pub(super) struct Padded {
+    floats: [f32; PIECE],
+    len: usize,
+}
+
+impl Padded {
+    #[inline(always)]
+    pub(super) fn new(len: usize) -> Self {
+        assert!(len <= PIECE);
+        Padded { floats: [0.0; PIECE], len }
+    }
+
+    #[inline(always)]
+    pub(super) fn set_len(&mut self, len: usize) {
+        assert!(len <= PIECE);
+        self.len = len;
+    }
+
+    /// The addresses of the vectors that hold the floats.
+    #[inline(always)]
+    pub(super) fn vectors<S: Simd>(&mut self) -> impl Iterator<Item = *mut f32> + use<S> {
+        let start = self.floats.as_mut_ptr();
+        // LANES divides PIECE, so each lies within the array.
+        (0..self.len).step_by(S::LANES).map(move |i| start.wrapping_add(i))
+    }
+}
+
+impl std::ops::Deref for Padded {
+    type Target = [f32];
+    #[inline(always)]
+    fn deref(&self) -> &[f32] {
+        &self.floats[..self.len]
+    }
+}
+
+impl std::ops::DerefMut for Padded {
+    #[inline(always)]
+    fn deref_mut(&mut self) -> &mut [f32] {
+        &mut self.floats[..self.len]
+    }
+}

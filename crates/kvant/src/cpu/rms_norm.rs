@@ -1,7 +1,225 @@
-use super::Cpu;
+//! n(x) = x · weight / √(mean x² + eps) of each row, with a residual added before or after. Threads share the rows; a
+//! row is one thread's.
+
+use super::{
+    Cpu,
+    elements::Elements,
+    scratch,
+    simd::{Kernel, Simd},
+};
 use crate::ops::rms_norm::Call;
 
-pub(crate) fn run(cpu: &Cpu, _call: &Call) {
-    let _ = cpu;
-    unimplemented!()
+/// Elements that make a task worth a thread.
+const TASK: usize = 8 * 1024;
+
+pub(crate) fn run(cpu: &Cpu, call: &Call) {
+    let optional = |tensor: &Option<crate::Tensor>| tensor.as_ref().map(Elements::of);
+    let norm = Norm {
+        x: Elements::of(&call.x),
+        weight: optional(&call.weight),
+        residual: optional(&call.residual),
+        sum: optional(&call.sum),
+        out: Elements::of(&call.out),
+        dim: call.dim,
+        eps: call.eps,
+        scale: call.scale,
+    };
+    let rows = (TASK / call.dim).max(1);
+    cpu.pool.run(call.rows.div_ceil(rows), |task| {
+        let rows = task * rows..call.rows.min((task + 1) * rows);
+        cpu.level.dispatch(Rows { norm, rows });
+    });
+}
+
+#[derive(Clone, Copy)]
+struct Norm {
+    x: Elements,
+    weight: Option<Elements>,
+    residual: Option<Elements>,
+    /// Present: the residual is added first, and the sum goes here.
+    sum: Option<Elements>,
+    out: Elements,
+    dim: usize,
+    eps: f32,
+    scale: f32,
+}
+
+struct Rows {
+    norm: Norm,
+    rows: std::ops::Range<usize>,
+}
+
+impl Kernel for Rows {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self) {
+        let Norm { x, weight, residual, sum, out, dim, eps, scale } = self.norm;
+        let padded = dim.next_multiple_of(S::LANES);
+        scratch::with(3 * padded, |buffer| {
+            // What stands behind a row stays zero and adds nothing to its mean square.
+            buffer.fill(0.0);
+            let (row, buffer) = buffer.split_at_mut(padded);
+            let (factors, added) = buffer.split_at_mut(padded);
+            // SAFETY: `dispatch` enables the instructions; the rows lie within the tensors and are this task's. A row
+            // is read whole before it is written, so outputs may be inputs.
+            unsafe {
+                match weight {
+                    Some(weight) => weight.load::<S>(0, &mut factors[..dim]),
+                    None => factors.fill(1.0),
+                }
+                for r in self.rows {
+                    let start = r * dim;
+                    x.load::<S>(start, &mut row[..dim]);
+                    if let Some(residual) = residual {
+                        residual.load::<S>(start, &mut added[..dim]);
+                    }
+                    if let Some(sum) = sum {
+                        add::<S>(row, added);
+                        sum.store::<S>(start, &row[..dim]);
+                        added.fill(0.0);
+                    }
+                    let factor = S::splat(factor::<S>(row, dim, eps));
+                    for i in (0..padded).step_by(S::LANES) {
+                        let normed = S::mul(S::mul(load::<S>(row, i), factor), load::<S>(factors, i));
+                        let with = S::add(normed, load::<S>(added, i));
+                        S::store(row.as_mut_ptr().add(i), S::mul(with, S::splat(scale)));
+                    }
+                    out.store::<S>(start, &row[..dim]);
+                }
+            }
+        });
+    }
+}
+
+#[inline(always)]
+unsafe fn load<S: Simd>(row: &[f32], i: usize) -> S::F {
+    // SAFETY: the caller's promise: a whole vector of the row is left.
+    unsafe { S::load(row.as_ptr().add(i)) }
+}
+
+#[inline(always)]
+unsafe fn add<S: Simd>(row: &mut [f32], added: &[f32]) {
+    for i in (0..row.len()).step_by(S::LANES) {
+        // SAFETY: both are the same whole number of vectors long; the instructions are the caller's promise.
+        unsafe { S::store(row.as_mut_ptr().add(i), S::add(load::<S>(row, i), load::<S>(added, i))) }
+    }
+}
+
+/// 1/√(mean x² + eps) of a row of `dim` that is padded with zeros to whole vectors.
+#[inline(always)]
+unsafe fn factor<S: Simd>(row: &[f32], dim: usize, eps: f32) -> f32 {
+    // SAFETY: the caller's promise.
+    let sum = unsafe {
+        let mut sums = [S::zero(); 4];
+        for (v, i) in (0..row.len()).step_by(S::LANES).enumerate() {
+            let x = load::<S>(row, i);
+            sums[v % 4] = S::fma(x, x, sums[v % 4]);
+        }
+        S::sum(S::add(S::add(sums[0], sums[1]), S::add(sums[2], sums[3])))
+    };
+    if (1e-25..f32::INFINITY).contains(&sum) {
+        return (sum / dim as f32 + eps).sqrt().recip();
+    }
+    // The squares of very large or very small numbers leave the range of f32.
+    let sum: f64 = row.iter().map(|&x| f64::from(x) * f64::from(x)).sum();
+    (sum / dim as f64 + f64::from(eps)).sqrt().recip() as f32
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::{
+        DType, Device, Tensor,
+        cpu::testing::{Numbers, assert_close, devices, tensor},
+        ops::{self, Residual, RmsNorm},
+    };
+
+    #[derive(Clone, Copy, Debug)]
+    enum Add {
+        None,
+        After,
+        Before,
+        /// The sum takes the residual's place and the output that of x.
+        BeforeInPlace,
+    }
+
+    #[derive(Clone, Copy, Debug)]
+    struct Case {
+        rows: usize,
+        dim: usize,
+        /// Of x, the weight, the residual, the outputs.
+        dtypes: [DType; 4],
+        weight: bool,
+        add: Add,
+        magnitude: f32,
+    }
+
+    impl Case {
+        fn run(&self, device: &Device) -> [Tensor; 2] {
+            let mut numbers = Numbers(5);
+            let mut make = |dtype, rows, magnitude| {
+                let data: Vec<f32> = numbers.floats(rows * self.dim).into_iter().map(|x| x * magnitude).collect();
+                tensor(device, dtype, &data, &[rows, self.dim])
+            };
+            let x = make(self.dtypes[0], self.rows, self.magnitude);
+            let residual = make(self.dtypes[2], self.rows, self.magnitude);
+            let weight = make(self.dtypes[1], 1, 1.0).reshape(&[self.dim]).unwrap();
+            let [sum, out] = [0, 1].map(|_| Tensor::zeros(device, self.dtypes[3], &[self.rows, self.dim]).unwrap());
+            let (sum, out) = match self.add {
+                Add::BeforeInPlace => (residual.clone(), x.clone()),
+                _ => (sum, out),
+            };
+            let mut enc = device.encoder().unwrap();
+            let norm = RmsNorm {
+                x: &x,
+                weight: self.weight.then_some(&weight),
+                eps: 1e-6,
+                residual: match self.add {
+                    Add::None => Residual::None,
+                    Add::After => Residual::After(&residual),
+                    _ => Residual::Before { residual: &residual, sum: &sum },
+                },
+                scale: 0.75,
+                out: &out,
+            };
+            ops::rms_norm(&mut enc, &norm).unwrap();
+            enc.commit().unwrap().wait().unwrap();
+            [sum, out]
+        }
+
+        fn check(&self, devices: &[Device]) {
+            let [want_sum, want] = self.run(&Device::reference());
+            for device in devices {
+                let [sum, out] = self.run(device);
+                assert_close(&sum, &want_sum, 2e-7 * self.magnitude, &(device, self));
+                let added = if matches!(self.add, Add::After) { self.magnitude } else { 0.0 };
+                assert_close(&out, &want, 2e-6 + 2e-7 * added, &(device, self));
+            }
+        }
+    }
+
+    const F: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
+
+    #[test]
+    fn agrees_with_the_reference() {
+        let devices = devices();
+        for (rows, dim) in [(0, 3), (1, 1), (3, 17), (2, 256), (1, 20_001), (150, 130)] {
+            for dtypes in [[F[0]; 4], [F[1]; 4], [F[2]; 4], [F[0], F[1], F[2], F[1]], [F[2], F[0], F[1], F[0]]] {
+                for add in [Add::None, Add::After, Add::Before, Add::BeforeInPlace] {
+                    for weight in [false, true] {
+                        Case { rows, dim, dtypes, weight, add, magnitude: 3.0 }.check(&devices);
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn squares_beyond_the_range_of_f32() {
+        let devices = devices();
+        for magnitude in [1e-30, 1e25, 1e38] {
+            for add in [Add::None, Add::After] {
+                Case { rows: 2, dim: 77, dtypes: [F[0]; 4], weight: true, add, magnitude }.check(&devices);
+            }
+        }
+    }
 }

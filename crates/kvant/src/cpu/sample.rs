@@ -1,7 +1,357 @@
-use super::Cpu;
-use crate::ops::sample::Call;
+//! Draws one token per row of logits. Threads share the rows.
+//!
+//! The contract speaks of all entries in falling order, but every cut keeps a prefix of that order, and the draw ends
+//! within it: a partial selection finds the few largest entries, and only when they do not reach far enough, more.
 
-pub(crate) fn run(cpu: &Cpu, _call: &Call) {
-    let _ = cpu;
-    unimplemented!()
+use std::cell::RefCell;
+
+use super::{
+    Cpu,
+    argmax::{self, largest},
+    elements::{Elements, Parts},
+    scratch,
+    simd::{Kernel, Simd},
+};
+use crate::ops::{Sample, sample::Call};
+
+/// Entries that are selected first when nothing says how many are needed.
+const FIRST: usize = 64;
+/// Entries that are passed over together when none is large enough.
+const BLOCK: usize = 64;
+
+thread_local! {
+    /// Selected entries, kept so that a step allocates nothing.
+    static SELECTED: RefCell<Vec<u64>> = const { RefCell::new(Vec::new()) };
+}
+
+pub(crate) fn run(cpu: &Cpu, call: &Call) {
+    let logits = Elements::of(&call.logits);
+    // SAFETY: calls run under the device's lock; the counters are an input, and the output overlaps no other argument.
+    let (counters, out) = unsafe { (call.counter.host_slice::<u32>(), call.out.host_slice_mut::<u32>()) };
+    if call.temperature == 0.0 {
+        return argmax::rows(cpu, logits, call.vocab, out);
+    }
+    let rows = Parts::new(out, 1);
+    cpu.pool.run(rows.count(), |row| {
+        let u = Sample::uniform(call.seed, counters[row]).into();
+        // SAFETY: each task takes its own part, of one row.
+        let out = unsafe { rows.part(row) };
+        out[0] = cpu.level.dispatch(Draw { call, logits, row, u });
+    });
+}
+
+/// The token of one row for the uniform number `u`.
+struct Draw<'a> {
+    call: &'a Call,
+    logits: Elements,
+    row: usize,
+    u: f64,
+}
+
+impl Kernel for Draw<'_> {
+    type Output = u32;
+    #[inline(always)]
+    fn run<S: Simd>(self) -> u32 {
+        let vocab = self.call.vocab;
+        scratch::with(vocab.next_multiple_of(BLOCK), |row| {
+            row[vocab..].fill(f32::NEG_INFINITY);
+            // SAFETY: `dispatch` enables the instructions, and the row exists.
+            let largest = unsafe {
+                self.logits.load::<S>(self.row * vocab, &mut row[..vocab]);
+                largest::<S>(row)
+            };
+            if largest.is_infinite() {
+                // Those that are as large share alike; nothing but NaN gives the first.
+                let mut none = true;
+                for x in &mut row[..vocab] {
+                    (*x, none) = if *x == largest { (0.0, false) } else { (f32::NAN, none) };
+                }
+                return if none { 0 } else { self.draw::<S>(row, 0.0) };
+            }
+            self.draw::<S>(row, largest)
+        })
+    }
+}
+
+impl Draw<'_> {
+    /// From a row that is padded with −∞ to whole blocks, and has a finite largest entry.
+    #[inline(always)]
+    fn draw<S: Simd>(&self, row: &[f32], largest: f32) -> u32 {
+        let Call { vocab, top_k, temperature, .. } = *self.call;
+        let all = top_k == vocab;
+        SELECTED.with_borrow_mut(|selected| {
+            let mut count = if all { FIRST.min(vocab) } else { top_k };
+            let mut all_p = None;
+            loop {
+                let complete = !all || count == vocab;
+                // SAFETY: `dispatch` enables the instructions.
+                unsafe { select::<S>(row, vocab, count, selected) };
+                let choice = scratch::with(selected.len().next_multiple_of(16), |p| {
+                    p.fill(f32::NEG_INFINITY);
+                    p.iter_mut().zip(&*selected).for_each(|(p, &key)| *p = row[id_of(key)]);
+                    // SAFETY: as above; the slice is whole vectors.
+                    unsafe { exponentials::<S>(p, largest, temperature) };
+                    let p = &p[..selected.len()];
+                    // Summed in this order where all are here: then the running sum reaches it, and an entry of −∞,
+                    // whose probability is lost in it, is never drawn.
+                    let total = if complete {
+                        p.iter().map(|&p| f64::from(p)).sum()
+                    } else {
+                        // SAFETY: as above.
+                        *all_p.get_or_insert_with(|| unsafe { sum::<S>(row, largest, temperature) })
+                    };
+                    self.choose(p, total, complete)
+                });
+                if let Some(choice) = choice {
+                    return id_of(selected[choice]) as u32;
+                }
+                count = count.saturating_mul(16).min(vocab);
+            }
+        })
+    }
+
+    /// Which of the selected entries, whose probabilities `p` fall, is drawn; `None` when that cannot be said without
+    /// more of them. `total` is the sum of all that top_k leaves; `complete` says that they are all here.
+    fn choose(&self, p: &[f32], total: f64, complete: bool) -> Option<usize> {
+        let (mut keep, mut left) = (p.len(), total);
+        // Whether the cuts fell among the selected entries, so that nothing behind them counts.
+        let mut cut = complete;
+        if self.call.top_p < 1.0 {
+            let goal = f64::from(self.call.top_p) * total;
+            let mut running = 0.0;
+            let reached = p.iter().position(|&p| {
+                running += f64::from(p);
+                running >= goal
+            });
+            match reached {
+                Some(last) => (keep, left, cut) = (last + 1, running, true),
+                None if !complete => return None,
+                None => {}
+            }
+        }
+        if self.call.min_p > 0.0 {
+            let likely = p[..keep].partition_point(|&p| p >= self.call.min_p);
+            if likely == keep && !cut {
+                return None;
+            }
+            if likely < keep {
+                (keep, cut) = (likely, true);
+                left = p[..keep].iter().map(|&p| f64::from(p)).sum();
+            }
+        }
+        let mut running = 0.0;
+        let drawn = p[..keep].iter().position(|&p| {
+            running += f64::from(p);
+            running > self.u * left
+        });
+        // The running sum reaches what it is compared with; if it did not, the last would be right.
+        drawn.or(if cut { keep.checked_sub(1) } else { None })
+    }
+}
+
+/// Entries of a row as numbers that fall as the contract orders them: larger first, then the lower id.
+fn key_of(x: f32, id: usize) -> u64 {
+    // Adding zero makes −0 the same as 0; then the bits are turned so that they compare as the numbers do.
+    let bits = (x + 0.0).to_bits();
+    let ordered = if bits >> 31 == 1 { !bits } else { bits | 1 << 31 };
+    u64::from(ordered) << 32 | u64::from(!(id as u32))
+}
+
+fn id_of(key: u64) -> usize {
+    !(key as u32) as usize
+}
+
+/// The first `count` entries of a row in falling order, NaN left out; fewer when there are fewer.
+#[inline(always)]
+unsafe fn select<S: Simd>(row: &[f32], vocab: usize, count: usize, selected: &mut Vec<u64>) {
+    selected.clear();
+    let room = count.saturating_mul(2).max(256);
+    // Once `count` entries are known, only what is larger than the least of them can matter.
+    let mut least = f32::NEG_INFINITY;
+    let mut full = false;
+    for (block, start) in row.chunks_exact(BLOCK).zip((0..).step_by(BLOCK)) {
+        // SAFETY: the caller's promise; a block is whole vectors.
+        if full && unsafe { largest::<S>(block) } <= least {
+            continue;
+        }
+        for (&x, id) in block.iter().zip(start..vocab) {
+            if x > least || !full && !x.is_nan() {
+                selected.push(key_of(x, id));
+            }
+        }
+        if selected.len() >= room {
+            let (_, &mut last, _) = selected.select_nth_unstable_by(count - 1, |a, b| b.cmp(a));
+            selected.truncate(count);
+            least = row[id_of(last)];
+            full = true;
+        }
+    }
+    if selected.len() > count {
+        selected.select_nth_unstable_by(count - 1, |a, b| b.cmp(a));
+        selected.truncate(count);
+    }
+    selected.sort_unstable_by(|a, b| b.cmp(a));
+}
+
+/// p = e^((x − largest)/temperature) of each, in place; a whole number of vectors.
+#[inline(always)]
+unsafe fn exponentials<S: Simd>(x: &mut [f32], largest: f32, temperature: f32) {
+    for x in x.chunks_exact_mut(S::LANES) {
+        // SAFETY: the caller's promise; a whole vector.
+        unsafe { S::store(x.as_mut_ptr(), exponential::<S>(S::load(x.as_ptr()), largest, temperature)) }
+    }
+}
+
+#[inline(always)]
+unsafe fn exponential<S: Simd>(x: S::F, largest: f32, temperature: f32) -> S::F {
+    // SAFETY: the caller's promise.
+    unsafe { S::exp(S::div(S::sub(x, S::splat(largest)), S::splat(temperature))) }
+}
+
+/// The sum of the probabilities of a whole row, NaN left out.
+#[inline(always)]
+unsafe fn sum<S: Simd>(row: &[f32], largest: f32, temperature: f32) -> f64 {
+    let mut total = 0.0;
+    for block in row.chunks_exact(BLOCK) {
+        // SAFETY: the caller's promise; a block is whole vectors. A maximum gives its second operand for NaN, which
+        // leaves it a probability of 2⁻¹²⁶.
+        unsafe {
+            let mut sum = S::zero();
+            for x in block.chunks_exact(S::LANES) {
+                let x = S::max(S::load(x.as_ptr()), S::splat(f32::NEG_INFINITY));
+                sum = S::add(sum, exponential::<S>(x, largest, temperature));
+            }
+            total += f64::from(S::sum(sum));
+        }
+    }
+    total
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::{
+        DType, Device, Tensor,
+        cpu::testing::{Numbers, devices, tensor},
+        ops::{self, Sample},
+    };
+
+    #[derive(Clone, Copy, Debug)]
+    struct Case {
+        vocab: usize,
+        rows: usize,
+        dtype: DType,
+        temperature: f32,
+        top_k: usize,
+        top_p: f32,
+        min_p: f32,
+    }
+
+    const PLAIN: Case =
+        Case { vocab: 50, rows: 300, dtype: DType::F32, temperature: 0.8, top_k: 0, top_p: 1.0, min_p: 0.0 };
+
+    impl Case {
+        fn run(&self, device: &Device, logits: &[f32]) -> Vec<u32> {
+            let logits = tensor(device, self.dtype, logits, &[self.rows, self.vocab]);
+            let counter: Vec<u32> = (0..self.rows as u32).collect();
+            let counter = Tensor::from_slice(device, &counter, &[self.rows]).unwrap();
+            let out = Tensor::from_slice(device, &vec![u32::MAX; self.rows], &[self.rows]).unwrap();
+            let Case { temperature, top_k, top_p, min_p, .. } = *self;
+            let sample =
+                Sample { logits: &logits, temperature, top_k, top_p, min_p, seed: 42, counter: &counter, out: &out };
+            let mut enc = device.encoder().unwrap();
+            ops::sample(&mut enc, &sample).unwrap();
+            enc.commit().unwrap().wait().unwrap();
+            out.to_vec().unwrap()
+        }
+
+        fn check(&self, logits: &[f32], devices: &[Device]) {
+            let want = self.run(&Device::reference(), logits);
+            for device in devices {
+                let got = self.run(device, logits);
+                // Sums of f32 probabilities may fall on the other side of u where it is within 1e-6 of a boundary.
+                let differ = got.iter().zip(&want).filter(|(a, b)| a != b).count();
+                assert!(differ <= self.rows / 300, "{device} {self:?}: {differ} differ");
+            }
+        }
+    }
+
+    fn logits(case: &Case, spread: f32) -> Vec<f32> {
+        Numbers(10).floats(case.rows * case.vocab).into_iter().map(|x| x * spread).collect()
+    }
+
+    #[test]
+    fn every_cut_draws_as_the_reference() {
+        let devices = devices();
+        for vocab in [1, 50, 1000] {
+            for spread in [0.01, 8.0] {
+                for dtype in [DType::F32, DType::F16, DType::BF16] {
+                    for (top_k, top_p, min_p) in [
+                        (0, 1.0, 0.0),
+                        (1, 1.0, 0.0),
+                        (40, 1.0, 0.0),
+                        (0, 0.9, 0.0),
+                        (0, 0.02, 0.0),
+                        (0, 1.0, 0.3),
+                        (30, 0.95, 0.05),
+                        (0, 0.999, 1e-4),
+                        (2000, 1.0, 0.0),
+                    ] {
+                        let case = Case { vocab, dtype, top_k, top_p, min_p, ..PLAIN };
+                        case.check(&logits(&case, spread), &devices);
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn equals_nan_and_infinities() {
+        let devices = devices();
+        for vocab in [3, 200] {
+            let case = Case { vocab, ..PLAIN };
+            let mut numbers = Numbers(11);
+            let special = [0.5, -0.0, 0.0, f32::NAN, f32::NEG_INFINITY];
+            let mut some = logits(&case, 1.0);
+            some.iter_mut().step_by(2).for_each(|x| *x = special[numbers.below(5)]);
+            let mut infinite = some.clone();
+            infinite.iter_mut().step_by(7).for_each(|x| *x = f32::INFINITY);
+            let masked: Vec<f32> = some.iter().map(|x| if *x == 0.5 { f32::NAN } else { f32::NEG_INFINITY }).collect();
+            let nan = vec![f32::NAN; some.len()];
+            for logits in [some, infinite, masked, nan] {
+                for (temperature, top_k, top_p, min_p) in [
+                    (0.0, 0, 1.0, 0.0),
+                    (1.0, 0, 1.0, 0.0),
+                    (1.0, 2, 1.0, 0.0),
+                    (0.5, 0, 0.6, 0.1),
+                    (1e-40, 9, 0.5, 0.0),
+                ] {
+                    Case { temperature, top_k, top_p, min_p, ..case }.check(&logits, &devices);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_masked_is_never_drawn() {
+        // Flat logits: the draw reaches far into the order, up to the entries of −∞.
+        for device in devices() {
+            let case = Case { vocab: 3000, rows: 2000, temperature: 1.0, ..PLAIN };
+            let mut logits = logits(&case, 0.01);
+            logits.iter_mut().enumerate().filter(|(i, _)| i % 3 != 1).for_each(|(_, x)| *x = f32::NEG_INFINITY);
+            for (row, id) in case.run(&device, &logits).into_iter().enumerate() {
+                assert_eq!((row * case.vocab + id as usize) % 3, 1, "{device}: row {row} drew {id}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_large_vocabulary() {
+        let devices = devices();
+        for (top_k, top_p, min_p) in [(0, 1.0, 0.0), (40, 0.95, 0.0), (0, 0.95, 0.01), (100_000, 1.0, 0.0)] {
+            for spread in [0.1, 12.0] {
+                let case = Case { vocab: 262_144, rows: 2, top_k, top_p, min_p, ..PLAIN };
+                case.check(&logits(&case, spread), &devices);
+            }
+        }
+    }
 }

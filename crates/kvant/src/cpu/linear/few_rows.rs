@@ -293,6 +293,7 @@ impl<const BITS: usize> Grouped<BITS> {
                         }
                     }
                 }
+                #[allow(clippy::needless_range_loop, reason = "of several arrays at once")]
                 for i in 0..count {
                     let mut dot = [[S::zero(); T]; R];
                     for unit in 0..units {
