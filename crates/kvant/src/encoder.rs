@@ -99,7 +99,7 @@ impl Encoder {
     }
 
     /// Every tensor is on this device, and no output overlaps another argument, unless it is that very argument and
-    /// the operation works in place.
+    /// the operation works in place on that pair.
     fn check_tensors(&self, call: &Call) -> Result<()> {
         let op = call.name();
         let mut wrong = Ok(());
@@ -128,7 +128,7 @@ impl Encoder {
                 }
                 let identical = byte_range(written.tensor) == byte_range(other.tensor)
                     && written.tensor.dtype() == other.tensor.dtype();
-                let allowed = identical && other.access == Access::Read && call.in_place();
+                let allowed = identical && call.in_place().contains(&(written.arg, other.arg));
                 if wrong.is_ok() && overlap(written.tensor, other.tensor) && !allowed {
                     wrong = Err(Error::Overlap { op, output: written.arg, other: other.arg });
                 }

@@ -5,7 +5,6 @@ use crate::{
 };
 
 pub(crate) const NAME: &str = "argmax";
-pub(crate) const IN_PLACE: bool = false;
 
 /// The index of the largest element of each row; the lowest one among equals. NaN is never chosen; a row of nothing
 /// but NaN gives 0.
@@ -38,6 +37,10 @@ impl Call {
     pub(crate) fn touches(&self, visit: &mut dyn FnMut(Touch)) {
         visit(Touch { arg: "x", tensor: &self.x, access: Read });
         visit(Touch { arg: "out", tensor: &self.out, access: Write });
+    }
+
+    pub(crate) fn in_place(&self) -> &'static [(&'static str, &'static str)] {
+        &[]
     }
 
     pub(crate) fn check_indices(&self) -> Result<()> {

@@ -9,7 +9,6 @@ use crate::{
 };
 
 pub(crate) const NAME: &str = "attend";
-pub(crate) const IN_PLACE: bool = false;
 
 /// Head sizes that attention has kernels for.
 pub const HEAD_DIMS: [usize; 4] = [64, 128, 256, 512];
@@ -183,6 +182,10 @@ impl Call {
             visit(Touch { arg: "fresh.past", tensor: &fresh.past, access: Read });
         }
         visit(Touch { arg: "out", tensor: &self.out, access: Write });
+    }
+
+    pub(crate) fn in_place(&self) -> &'static [(&'static str, &'static str)] {
+        &[]
     }
 
     pub(crate) fn check_indices(&self) -> Result<()> {

@@ -5,7 +5,6 @@ use crate::{
 };
 
 pub(crate) const NAME: &str = "copy";
-pub(crate) const IN_PLACE: bool = false;
 
 /// Copies `from` to `to`, byte for byte: same number of bytes, any dtypes.
 pub(crate) fn copy(enc: &mut Encoder, from: &Tensor, to: &Tensor) -> Result<()> {
@@ -23,6 +22,10 @@ impl Call {
     pub(crate) fn touches(&self, visit: &mut dyn FnMut(Touch)) {
         visit(Touch { arg: "from", tensor: &self.from, access: Read });
         visit(Touch { arg: "to", tensor: &self.to, access: Write });
+    }
+
+    pub(crate) fn in_place(&self) -> &'static [(&'static str, &'static str)] {
+        &[]
     }
 
     pub(crate) fn check_indices(&self) -> Result<()> {

@@ -5,7 +5,6 @@ use crate::{
 };
 
 pub(crate) const NAME: &str = "embed";
-pub(crate) const IN_PLACE: bool = false;
 
 /// out\[t\] = scale · table\[ids\[t\]\], dequantised when the table is affine.
 pub struct Embed<'a> {
@@ -57,6 +56,10 @@ impl Call {
         self.table.touches(visit);
         visit(Touch { arg: "ids", tensor: &self.ids, access: Read });
         visit(Touch { arg: "out", tensor: &self.out, access: Write });
+    }
+
+    pub(crate) fn in_place(&self) -> &'static [(&'static str, &'static str)] {
+        &[]
     }
 
     pub(crate) fn check_indices(&self) -> Result<()> {

@@ -5,7 +5,6 @@ use crate::{
 };
 
 pub(crate) const NAME: &str = "gate";
-pub(crate) const IN_PLACE: bool = true;
 
 /// out = activation(gate) · up, element by element: the middle of a gated MLP.
 ///
@@ -86,6 +85,10 @@ impl Call {
         visit(Touch { arg: "gate", tensor: &self.gate.tensor, access: Read });
         visit(Touch { arg: "up", tensor: &self.up.tensor, access: Read });
         visit(Touch { arg: "out", tensor: &self.out, access: Write });
+    }
+
+    pub(crate) fn in_place(&self) -> &'static [(&'static str, &'static str)] {
+        &[("out", "gate")]
     }
 
     pub(crate) fn check_indices(&self) -> Result<()> {

@@ -5,7 +5,6 @@ use crate::{
 };
 
 pub(crate) const NAME: &str = "hadamard";
-pub(crate) const IN_PLACE: bool = true;
 
 /// The randomised Hadamard rotation of each row: y = H_D·(s ⊙ x)/√D, or its inverse x = s ⊙ (H_D·y)/√D.
 ///
@@ -47,6 +46,10 @@ impl Call {
     pub(crate) fn touches(&self, visit: &mut dyn FnMut(Touch)) {
         visit(Touch { arg: "x", tensor: &self.x, access: Read });
         visit(Touch { arg: "out", tensor: &self.out, access: Write });
+    }
+
+    pub(crate) fn in_place(&self) -> &'static [(&'static str, &'static str)] {
+        &[("out", "x")]
     }
 
     pub(crate) fn check_indices(&self) -> Result<()> {

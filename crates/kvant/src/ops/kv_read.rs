@@ -5,7 +5,6 @@ use crate::{
 };
 
 pub(crate) const NAME: &str = "kv_read";
-pub(crate) const IN_PLACE: bool = false;
 
 /// Copies a logical range of positions out of a layer, in order, to a dense tensor: the inverse of
 /// [`kv_write`](super::kv_write()).
@@ -84,6 +83,10 @@ impl Call {
     pub(crate) fn touches(&self, visit: &mut dyn FnMut(Touch)) {
         self.layer.touches(Read, visit);
         visit(Touch { arg: "out", tensor: &self.out, access: Write });
+    }
+
+    pub(crate) fn in_place(&self) -> &'static [(&'static str, &'static str)] {
+        &[]
     }
 
     pub(crate) fn check_indices(&self) -> Result<()> {

@@ -5,7 +5,6 @@ use crate::{
 };
 
 pub(crate) const NAME: &str = "kv_write";
-pub(crate) const IN_PLACE: bool = false;
 
 /// Puts K and V of new tokens into a cache layer, encoding them as the layer's codecs say.
 ///
@@ -118,6 +117,10 @@ impl Call {
         visit(Touch { arg: "v", tensor: &self.v, access: Read });
         self.step.touches(visit);
         self.layer.touches(Write, visit);
+    }
+
+    pub(crate) fn in_place(&self) -> &'static [(&'static str, &'static str)] {
+        &[]
     }
 
     pub(crate) fn check_indices(&self) -> Result<()> {

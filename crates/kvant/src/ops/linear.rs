@@ -5,7 +5,6 @@ use crate::{
 };
 
 pub(crate) const NAME: &str = "linear";
-pub(crate) const IN_PLACE: bool = false;
 
 /// out\[t\] = alpha · x\[t\] · Wᵀ, for the shapes of decode (T = 1) and prefill alike.
 ///
@@ -205,6 +204,10 @@ impl Call {
             visit(Touch { arg: "experts.ids", tensor, access: Read });
         }
         visit(Touch { arg: "out", tensor: &self.out, access: Write });
+    }
+
+    pub(crate) fn in_place(&self) -> &'static [(&'static str, &'static str)] {
+        &[]
     }
 
     pub(crate) fn check_indices(&self) -> Result<()> {

@@ -57,9 +57,9 @@ macro_rules! calls {
                 match self { $(Call::$variant(call) => call.touches(visit)),* }
             }
 
-            /// Whether an output may be the very same view as an input of the same dtype.
-            pub(crate) fn in_place(&self) -> bool {
-                match self { $(Call::$variant(_) => $module::IN_PLACE),* }
+            /// The (output, input) pairs that may be the very same view of the same dtype.
+            pub(crate) fn in_place(&self) -> &'static [(&'static str, &'static str)] {
+                match self { $(Call::$variant(call) => call.in_place()),* }
             }
 
             /// Checks the contents of index buffers (positions, sequences, ids).

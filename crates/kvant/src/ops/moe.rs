@@ -12,7 +12,6 @@ pub(crate) mod route {
     };
 
     pub(crate) const NAME: &str = "moe_route";
-    pub(crate) const IN_PLACE: bool = false;
 
     /// The top_k largest logits of each token, in falling order (the lower id first among equals), their softmax
     /// over just those, times a factor per expert.
@@ -73,6 +72,10 @@ pub(crate) mod route {
             visit(Touch { arg: "weights", tensor: &self.weights, access: Write });
         }
 
+        pub(crate) fn in_place(&self) -> &'static [(&'static str, &'static str)] {
+            &[]
+        }
+
         pub(crate) fn check_indices(&self) -> Result<()> {
             Ok(())
         }
@@ -87,7 +90,6 @@ pub(crate) mod combine {
     };
 
     pub(crate) const NAME: &str = "moe_combine";
-    pub(crate) const IN_PLACE: bool = false;
 
     /// out\[t\] = Σⱼ weights\[t, j\] · x\[t·top_k + j\].
     pub struct MoeCombine<'a> {
@@ -127,6 +129,10 @@ pub(crate) mod combine {
             visit(Touch { arg: "x", tensor: &self.x, access: Read });
             visit(Touch { arg: "weights", tensor: &self.weights, access: Read });
             visit(Touch { arg: "out", tensor: &self.out, access: Write });
+        }
+
+        pub(crate) fn in_place(&self) -> &'static [(&'static str, &'static str)] {
+            &[]
         }
 
         pub(crate) fn check_indices(&self) -> Result<()> {

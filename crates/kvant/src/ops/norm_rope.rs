@@ -5,7 +5,6 @@ use crate::{
 };
 
 pub(crate) const NAME: &str = "norm_rope";
-pub(crate) const IN_PLACE: bool = true;
 
 /// Per-head RMS norm, then rotary embedding, in one pass: y = rope(x · weight / √(mean x² + eps)) for each head of
 /// each token, with an optional Hadamard rotation of the result.
@@ -253,6 +252,13 @@ impl Call {
         }
         visit(Touch { arg: "positions", tensor: &self.positions, access: Read });
         visit(Touch { arg: "out", tensor: &self.out, access: Write });
+    }
+
+    pub(crate) fn in_place(&self) -> &'static [(&'static str, &'static str)] {
+        match self.out_order {
+            SourceOrder::TokenMajor => &[("out", "x")],
+            SourceOrder::HeadMajor => &[],
+        }
     }
 
     pub(crate) fn check_indices(&self) -> Result<()> {

@@ -8,7 +8,6 @@ use crate::{
 };
 
 pub(crate) const NAME: &str = "norm_rope_write";
-pub(crate) const IN_PLACE: bool = true;
 
 /// [`norm_rope`](super::norm_rope()) of Q, K and V, and [`kv_write`](super::kv_write()) of the new K and V, in one
 /// launch: what stands between a layer's projections and its attention.
@@ -111,6 +110,10 @@ impl Call {
         self.step.touches(visit);
         self.layer.touches(Write, visit);
         visit(Touch { arg: "q_out", tensor: &self.q_out, access: Write });
+    }
+
+    pub(crate) fn in_place(&self) -> &'static [(&'static str, &'static str)] {
+        &[("q_out", "q")]
     }
 
     pub(crate) fn check_indices(&self) -> Result<()> {

@@ -5,7 +5,6 @@ use crate::{
 };
 
 pub(crate) const NAME: &str = "rms_norm";
-pub(crate) const IN_PLACE: bool = true;
 
 /// n(x) = x · weight / √(mean x² + eps) of each row, with a residual addition on either side:
 ///
@@ -112,6 +111,10 @@ impl Call {
             visit(Touch { arg: "sum", tensor, access: Write });
         }
         visit(Touch { arg: "out", tensor: &self.out, access: Write });
+    }
+
+    pub(crate) fn in_place(&self) -> &'static [(&'static str, &'static str)] {
+        &[("out", "x"), ("out", "residual"), ("sum", "x"), ("sum", "residual")]
     }
 
     pub(crate) fn check_indices(&self) -> Result<()> {

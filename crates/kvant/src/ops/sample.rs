@@ -5,7 +5,6 @@ use crate::{
 };
 
 pub(crate) const NAME: &str = "sample";
-pub(crate) const IN_PLACE: bool = false;
 
 /// Draws one token per row of logits.
 ///
@@ -93,6 +92,10 @@ impl Call {
         visit(Touch { arg: "logits", tensor: &self.logits, access: Read });
         visit(Touch { arg: "counter", tensor: &self.counter, access: Read });
         visit(Touch { arg: "out", tensor: &self.out, access: Write });
+    }
+
+    pub(crate) fn in_place(&self) -> &'static [(&'static str, &'static str)] {
+        &[]
     }
 
     pub(crate) fn check_indices(&self) -> Result<()> {

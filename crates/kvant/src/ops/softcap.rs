@@ -5,7 +5,6 @@ use crate::{
 };
 
 pub(crate) const NAME: &str = "softcap";
-pub(crate) const IN_PLACE: bool = true;
 
 /// out = cap · tanh(x / cap), element by element. `out` may be `x`.
 pub struct Softcap<'a> {
@@ -45,6 +44,10 @@ impl Call {
     pub(crate) fn touches(&self, visit: &mut dyn FnMut(Touch)) {
         visit(Touch { arg: "x", tensor: &self.x, access: Read });
         visit(Touch { arg: "out", tensor: &self.out, access: Write });
+    }
+
+    pub(crate) fn in_place(&self) -> &'static [(&'static str, &'static str)] {
+        &[("out", "x")]
     }
 
     pub(crate) fn check_indices(&self) -> Result<()> {
