@@ -44,15 +44,35 @@ pub struct TurboQuant {
 /// Which number a TurboQuant block stores beside its indices. Decoding is the same for all: norm × centroid.
 ///
 /// With y the rotated block of B coordinates and c the chosen centroids:
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Norm {
     /// ‖y‖/(√B·scale): the one that the indices were chosen with.
-    #[default]
     Rms,
     /// ⟨y,c⟩/⟨c,c⟩: the least squared error for these indices.
     LeastSquares,
     /// ‖y‖²/⟨y,c⟩: unbiased inner products (EDEN).
     Unbiased,
+}
+
+impl Norm {
+    /// [`Norm::default`], where a constant is needed.
+    const DEFAULT: Norm = Norm::Rms;
+
+    /// What a codec's name says of it: nothing for the default.
+    fn suffix(self) -> &'static str {
+        match self {
+            Norm::DEFAULT => "",
+            Norm::Rms => "-rms",
+            Norm::LeastSquares => "-least-squares",
+            Norm::Unbiased => "-unbiased",
+        }
+    }
+}
+
+impl Default for Norm {
+    fn default() -> Self {
+        Norm::DEFAULT
+    }
 }
 
 impl Codec {
@@ -65,7 +85,7 @@ impl Codec {
 
     /// TurboQuant with its usual parameters; `bits` must be 4, 5, 6 or 8 (checked where a cache is made).
     pub const fn tq(bits: u32) -> Codec {
-        Codec::TurboQuant(TurboQuant { bits, scale: 1.0, norm: Norm::Rms })
+        Codec::TurboQuant(TurboQuant { bits, scale: 1.0, norm: Norm::DEFAULT })
     }
 
     /// Whether the stored vectors are rotated.
@@ -111,16 +131,31 @@ impl fmt::Display for Codec {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Codec::Dense(dtype) => fmt::Display::fmt(dtype, f),
-            Codec::TurboQuant(tq) => write!(f, "tq{}", tq.bits),
+            Codec::TurboQuant(tq) => write!(f, "tq{}{}", tq.bits, tq.norm.suffix()),
         }
     }
 }
 
+/// `f32`, `f16`, `bf16`, or `tq8`, `tq6`, `tq5`, `tq4` with an optional choice of norm: `tq4-rms`,
+/// `tq4-least-squares`, `tq4-unbiased`.
 impl FromStr for Codec {
     type Err = Error;
 
     fn from_str(name: &str) -> Result<Codec> {
-        Ok(match name {
+        let unknown = || Error::Value {
+            op: "codec",
+            arg: "name",
+            expected: "f32, f16, bf16, tq8, tq6, tq5 or tq4".to_string(),
+            got: format!("{name:?}"),
+        };
+        let (kind, norm) = match name.split_once('-') {
+            Some((kind, "rms")) => (kind, Some(Norm::Rms)),
+            Some((kind, "least-squares")) => (kind, Some(Norm::LeastSquares)),
+            Some((kind, "unbiased")) => (kind, Some(Norm::Unbiased)),
+            Some(_) => return Err(unknown()),
+            None => (name, None),
+        };
+        let codec = match kind {
             "f32" => Codec::F32,
             "f16" => Codec::F16,
             "bf16" => Codec::BF16,
@@ -128,14 +163,34 @@ impl FromStr for Codec {
             "tq6" => Codec::tq(6),
             "tq5" => Codec::tq(5),
             "tq4" => Codec::tq(4),
-            _ => {
-                return Err(Error::Value {
-                    op: "codec",
-                    arg: "name",
-                    expected: "f32, f16, bf16, tq8, tq6, tq5 or tq4".to_string(),
-                    got: format!("{name:?}"),
-                });
+            _ => return Err(unknown()),
+        };
+        match (codec, norm) {
+            (codec, None) => Ok(codec),
+            (Codec::TurboQuant(tq), Some(norm)) => Ok(Codec::TurboQuant(TurboQuant { norm, ..tq })),
+            (Codec::Dense(_), Some(_)) => Err(unknown()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_read_as_they_are_written() {
+        for bits in [4, 5, 6, 8] {
+            assert_eq!(format!("tq{bits}").parse::<Codec>().unwrap(), Codec::tq(bits));
+            for norm in [Norm::Rms, Norm::LeastSquares, Norm::Unbiased] {
+                let codec = Codec::TurboQuant(TurboQuant { bits, scale: 1.0, norm });
+                assert_eq!(codec.to_string().parse::<Codec>().unwrap(), codec);
             }
-        })
+        }
+        for codec in [Codec::F32, Codec::F16, Codec::BF16] {
+            assert_eq!(codec.to_string().parse::<Codec>().unwrap(), codec);
+        }
+        for name in ["", "tq", "tq7", "f16-rms", "tq4-", "tq4-best", "TQ4"] {
+            assert!(name.parse::<Codec>().is_err(), "{name:?}");
+        }
     }
 }
