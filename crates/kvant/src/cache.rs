@@ -6,6 +6,8 @@ use crate::{
 };
 
 mod snapshot;
+#[cfg(test)]
+mod tests;
 
 pub use snapshot::LOAD_LIMIT;
 
@@ -204,13 +206,11 @@ impl KvCache {
         if len == 0 {
             return self.clear(sequence);
         }
-        for (layer, window, slots) in self.rings() {
-            let (needed, oldest) = (oldest_seen(len, window), now.written.saturating_sub(slots));
-            if oldest > needed {
-                return Err(Error::RingOverwritten { sequence, layer, needed, oldest });
-            }
+        let after = Sequence { len, ..now };
+        if let Some((layer, needed, oldest)) = self.lost(after) {
+            return Err(Error::RingOverwritten { sequence, layer, needed, oldest });
         }
-        self.sequences[sequence].len = len;
+        self.sequences[sequence] = after;
         Ok(())
     }
 
@@ -277,6 +277,15 @@ impl KvCache {
             let slots = layer.spec().capacity;
             Some((index, spec.window?, slots))
         })
+    }
+
+    /// The first layer that no longer holds what the next token of such a sequence sees besides itself, with the oldest
+    /// position it sees and the oldest that is held.
+    fn lost(&self, sequence: Sequence) -> Option<(usize, usize, usize)> {
+        let mut layers = self.rings().map(|(layer, window, slots)| {
+            (layer, oldest_seen(sequence.len, window), sequence.written.saturating_sub(slots))
+        });
+        layers.find(|&(_, needed, oldest)| needed < sequence.len && needed < oldest)
     }
 
     /// How long a sequence can become.

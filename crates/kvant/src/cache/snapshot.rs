@@ -65,7 +65,10 @@ impl KvCache {
         if bytes.is_none_or(|bytes| bytes as u64 > max_bytes) {
             return Err(bad(format!("a cache of more than {max_bytes} bytes")));
         }
-        let mut cache = KvCache::new(device, &spec)?;
+        let mut cache = KvCache::new(device, &spec).map_err(|error| match error {
+            Error::OutOfMemory { .. } | Error::DeviceFault { .. } => error,
+            error => bad(error.to_string()),
+        })?;
         for (index, sequence) in sequences.iter().enumerate() {
             cache.check_sequence(*sequence).map_err(|reason| bad(format!("sequence {index}: {reason}")))?;
         }
@@ -172,7 +175,7 @@ impl KvCache {
         if len > written || written > self.limit() || (len == 0) != (written == 0) {
             return Err(format!("length {len} of {written} written"));
         }
-        match self.rings().find(|&(_, window, slots)| written.saturating_sub(slots) > oldest_seen(len, window)) {
+        match self.lost(sequence) {
             Some((layer, ..)) => Err(format!("layer {layer} no longer holds what length {len} needs")),
             None => Ok(()),
         }
