@@ -182,7 +182,7 @@ fn forced_splits() {
 #[test]
 fn random_combinations() {
     let mut rng = Rng::of("random attention");
-    for _ in 0..150 {
+    for _ in 0..100 {
         let k = rng.pick(&CODECS);
         let fresh = rng.pick(&[None, None, Some(SourceOrder::TokenMajor), Some(SourceOrder::HeadMajor)]);
         let sequences = (0..rng.pick(&[1, 1, 2, 4]))

@@ -311,7 +311,7 @@ fn hadamard_quantize_kv_seq() {
 /// are checked.
 #[test]
 fn hadamard_quantize_kv_hb() {
-    for (bits, bytes, limit) in [(5, 164, 3e-3), (6, 196, 8e-4), (8, 260, 5e-5)] {
+    for (bits, bytes, limit) in [(5, 164, 5e-3), (6, 196, 1.3e-3), (8, 260, 8e-5)] {
         assert_eq!(Codec::tq(bits).bytes_per_vector(256), bytes);
         for dim in [256, 512] {
             for device in devices() {
@@ -319,10 +319,12 @@ fn hadamard_quantize_kv_hb() {
                 assert_eq!(layer.k().bytes(), 10 * Codec::tq(bits).bytes_per_vector(dim), "{device}");
                 let data = Source::random(&mut Rng::of("hb"), 5, 2, dim);
                 layers::write_at(&layer, &data, 0).unwrap();
-                assert!(
-                    nmse(&layers::read(&layer, KvSide::K, 0, 0..5).unwrap(), &data.k) < limit,
-                    "{device}: tq{bits}"
-                );
+                let error = nmse(&layers::read(&layer, KvSide::K, 0, 0..5).unwrap(), &data.k);
+                // Few vectors: their distortion is the one that f64 arithmetic has for them, near the codebook's.
+                let x = upload(device, DType::F32, &data.k, &[5, 2, dim]);
+                let tq = TurboQuant { bits, scale: 1.0, norm: Norm::Rms };
+                let own = codec::stats(&x, tq).unwrap().iter().map(|head| head.distortion).fold(0.0, f64::max);
+                assert!(error < 1.01 * own && own < limit, "{device}: tq{bits}, D {dim}: {error:.3e}, f64 {own:.3e}");
                 let indices = codec::indices(layer.k(), 0..10).unwrap();
                 assert_eq!(indices.len(), 10 * dim, "{device}: one byte an index");
                 assert!(indices.iter().all(|&i| u32::from(i) < 1 << bits), "{device}: below 2^{bits}");

@@ -202,7 +202,7 @@ impl Case {
 
     /// An error e in a score changes a weight by the factor exp(e), and a score's error grows with its size.
     pub fn bound(&self) -> Bound {
-        let spread = f64::from(self.scale()) * (self.head_dim as f64).sqrt();
+        let spread = f64::from(self.scale().abs()) * (self.head_dim as f64).sqrt();
         let mut bound = Bound::of(self.out).times(spread.max(1.0));
         if self.q_rotated && self.q != DType::F32 {
             // The rotated queries are rounded once more, on each device by itself.
