@@ -7,6 +7,9 @@ thread_local! {
 }
 
 /// Calls `f` with `len` floats of unspecified content. Calls may nest.
+//
+// Inlined, so that a kernel which calls it has a chance to get `f` compiled with its instructions.
+#[inline(always)]
 pub(super) fn with<R>(len: usize, f: impl FnOnce(&mut [f32]) -> R) -> R {
     let mut buffer = FREE.with_borrow_mut(Vec::pop).unwrap_or_default();
     if buffer.len() < len {

@@ -14,7 +14,7 @@ use std::{cell::RefCell, ops::Range};
 
 use super::{
     Cpu, convert, hadamard, scratch,
-    simd::{Kernel, Simd},
+    simd::{Kernel, Simd, SimdLevel},
 };
 use crate::ops::attend::Call;
 
@@ -60,7 +60,7 @@ pub(crate) fn run(cpu: &Cpu, call: &Call) {
     scratch::with(plan.partial_rows * partial_len, |partials| {
         let job = Job { call, shape: &shape, plan: &plan, partials: Partials(partials.as_mut_ptr()) };
         // The last tokens of a prompt see the most: the largest tasks come first.
-        cpu.pool.run(plan.tasks, |task| cpu.level.dispatch(Task { job: &job, task: plan.tasks - 1 - task }));
+        cpu.pool.run(plan.tasks, |task| run_task(cpu.level, &job, plan.tasks - 1 - task));
         if plan.partial_rows > 0 {
             let heads = plan.blocks.len() * spec.kv_heads;
             cpu.pool.run(heads, |i| {
@@ -150,47 +150,73 @@ impl<'a> States<'a> {
         State { o: &mut self.o[row * head_dim..][..head_dim], m: &mut self.m[row], l: &mut self.l[row] }
     }
 
+    /// Merges row by row.
+    ///
+    /// # Safety
+    /// As for [`State::merge`].
+    #[inline(always)]
+    unsafe fn merge<S: Simd>(&mut self, other: &mut States) {
+        for row in 0..self.rows() {
+            // SAFETY: passed on to the caller.
+            unsafe { self.row(row).merge::<S>(&other.row(row)) };
+        }
+    }
+
     fn clear(&mut self) {
         (0..self.rows()).for_each(|row| self.row(row).clear());
     }
 }
 
+/// One task, with its scratch memory: made outside of the kernel, because a closure inside would be compiled without
+/// the level's instructions.
 struct Task<'a> {
     job: &'a Job<'a>,
-    task: usize,
+    block: &'a Block,
+    head: usize,
+    split: usize,
+    q: &'a mut [f32],
+    states: &'a mut [f32],
+    fresh: &'a mut [f32],
+    room: &'a mut [f32],
+}
+
+/// Runs a task.
+fn run_task(level: SimdLevel, job: &Job, task: usize) {
+    let (block, head, split) = job.plan.task(task);
+    let (rows, head_dim) = (block.segment.tokens * job.shape.group, job.shape.head_dim);
+    let len = rows * (head_dim + 2);
+    let sizes = [rows * head_dim, len, if job.shape.fresh { len } else { 0 }, Room::len(rows, head_dim)];
+    with_aligned(sizes, |[q, states, fresh, room]| {
+        level.dispatch(Task { job, block, head, split, q, states, fresh, room });
+    });
 }
 
 impl Kernel for Task<'_> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self) {
-        let Job { shape, plan, .. } = *self.job;
-        let (block, head, split) = plan.task(self.task);
-        let (rows, head_dim) = (block.segment.tokens * shape.group, shape.head_dim);
-        let len = rows * (head_dim + 2);
-        let sizes = [rows * head_dim, len, if shape.fresh { len } else { 0 }, Room::len(rows, head_dim)];
-        with_aligned(sizes, |[q, states, fresh, room]| {
-            let keys = block.keys * split / block.splits..block.keys * (split + 1) / block.splits;
-            let mut work = Work { job: self.job, block, head, keys, q, room: Room::new(room, rows, head_dim) };
-            let mut states = States::new(states, rows, head_dim);
-            // SAFETY: `dispatch` enables the instructions; the plan gives every task its own rows.
-            unsafe {
-                work.absorb_cached::<S>(&mut states);
-                if shape.fresh {
-                    let mut fresh = States::new(fresh, rows, head_dim);
-                    work.absorb_fresh::<S>(&mut fresh);
-                    (0..rows).for_each(|row| states.row(row).merge::<S>(&fresh.row(row)));
-                }
-                if block.splits == 1 {
-                    self.job.write::<S>(&mut states, block, head);
-                } else {
-                    let partial = self.job.partial(block, head, split);
-                    partial.o.copy_from_slice(states.o);
-                    partial.m.copy_from_slice(states.m);
-                    partial.l.copy_from_slice(states.l);
-                }
+        let Task { job, block, head, split, .. } = self;
+        let (rows, head_dim) = (block.segment.tokens * job.shape.group, job.shape.head_dim);
+        let keys = block.keys * split / block.splits..block.keys * (split + 1) / block.splits;
+        let mut work = Work { job, block, head, keys, q: self.q, room: Room::new(self.room, rows, head_dim) };
+        let mut states = States::new(self.states, rows, head_dim);
+        // SAFETY: `dispatch` enables the instructions; the plan gives every task its own rows.
+        unsafe {
+            work.absorb_cached::<S>(&mut states);
+            if job.shape.fresh {
+                let mut fresh = States::new(self.fresh, rows, head_dim);
+                work.absorb_fresh::<S>(&mut fresh);
+                states.merge::<S>(&mut fresh);
             }
-        });
+            if block.splits == 1 {
+                job.write::<S>(&mut states, block, head);
+            } else {
+                let partial = job.partial(block, head, split);
+                partial.o.copy_from_slice(states.o);
+                partial.m.copy_from_slice(states.m);
+                partial.l.copy_from_slice(states.l);
+            }
+        }
     }
 }
 
@@ -214,7 +240,7 @@ impl Kernel for Merge<'_> {
             let mut first = self.job.partial(self.block, self.head, 0);
             for split in 1..self.block.splits {
                 let mut other = self.job.partial(self.block, self.head, split);
-                (0..first.rows()).for_each(|row| first.row(row).merge::<S>(&other.row(row)));
+                first.merge::<S>(&mut other);
             }
             self.job.write::<S>(&mut first, self.block, self.head);
         }
@@ -373,7 +399,6 @@ fn interleave(chunk: &mut [f32]) {
 }
 
 /// Calls `f` with scratch memory of the given lengths, each part aligned to a cache line.
-#[inline(always)]
 fn with_aligned<const N: usize>(sizes: [usize; N], f: impl FnOnce([&mut [f32]; N])) {
     const LINE: usize = 16;
     let total: usize = sizes.iter().map(|size| size.next_multiple_of(LINE)).sum();

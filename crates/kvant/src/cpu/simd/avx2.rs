@@ -32,6 +32,13 @@ unsafe fn lookup16(table: &[f32; 16], index: __m256i) -> __m256 {
     }
 }
 
+/// The bits of `a` where `mask` has ones, elsewhere those of `b`.
+#[inline(always)]
+unsafe fn select(mask: __m256i, a: __m256i, b: __m256i) -> __m256i {
+    // SAFETY: AVX2 is enabled.
+    unsafe { _mm256_or_si256(_mm256_and_si256(mask, a), _mm256_andnot_si256(mask, b)) }
+}
+
 // SAFETY of every block below: the trait's contract, the instructions are enabled and the pointers valid; all loads
 // and stores are the unaligned kind.
 #[allow(clippy::undocumented_unsafe_blocks)]
@@ -223,9 +230,8 @@ impl Simd for Avx2 {
             let shift = _mm256_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14);
             let even_bits = _mm256_srlv_epi32(bits, shift);
             let odd_bits = _mm256_srli_epi32::<1>(even_bits);
-            let (low4, fifth) = (_mm256_set1_epi32(15), _mm256_set1_epi32(16));
-            let join = |code, bits| _mm256_or_si256(_mm256_and_si256(code, low4), _mm256_and_si256(bits, fifth));
-            (join(even, even_bits), join(odd, odd_bits))
+            let fifth = _mm256_set1_epi32(16);
+            (select(fifth, even_bits, even), select(fifth, odd_bits, odd))
         }
     }
     #[inline(always)]
@@ -235,9 +241,11 @@ impl Simd for Avx2 {
             // Bits 4·lane (+ 2) and the next come to stand at bits 4 and 5.
             let bits = _mm256_set1_epi32(high.cast::<i32>().read_unaligned());
             let even_bits = _mm256_srlv_epi32(bits, _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28));
-            let (low4, upper) = (_mm256_set1_epi32(15), _mm256_set1_epi32(0x30));
-            let join = |code, bits| _mm256_or_si256(_mm256_and_si256(code, low4), _mm256_and_si256(bits, upper));
-            (join(even, _mm256_slli_epi32::<4>(even_bits)), join(odd, _mm256_slli_epi32::<2>(even_bits)))
+            let upper = _mm256_set1_epi32(0x30);
+            (
+                select(upper, _mm256_slli_epi32::<4>(even_bits), even),
+                select(upper, _mm256_slli_epi32::<2>(even_bits), odd),
+            )
         }
     }
     #[inline(always)]
@@ -251,7 +259,8 @@ impl Simd for Avx2 {
     #[inline(always)]
     unsafe fn lookup32(table: &[f32; 32], index: __m256i) -> __m256 {
         unsafe {
-            let [first, second] = [0, 16].map(|at| lookup16(&*table.as_ptr().add(at).cast(), index));
+            let first = lookup16(&*table.as_ptr().cast(), index);
+            let second = lookup16(&*table.as_ptr().add(16).cast(), index);
             _mm256_blendv_ps(first, second, _mm256_castsi256_ps(_mm256_slli_epi32::<27>(index)))
         }
     }

@@ -182,8 +182,9 @@ impl Simd for Avx512 {
     #[inline(always)]
     unsafe fn store_sums(to: *mut f32, x: [__m512; 4]) {
         unsafe {
-            let pair = |a, b| _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
-            let (ab, cd) = (_mm512_castps_pd(pair(x[0], x[1])), _mm512_castps_pd(pair(x[2], x[3])));
+            let ab = _mm512_add_ps(_mm512_unpacklo_ps(x[0], x[1]), _mm512_unpackhi_ps(x[0], x[1]));
+            let cd = _mm512_add_ps(_mm512_unpacklo_ps(x[2], x[3]), _mm512_unpackhi_ps(x[2], x[3]));
+            let (ab, cd) = (_mm512_castps_pd(ab), _mm512_castps_pd(cd));
             // Each quarter holds a part of the four sums.
             let quarters = _mm512_add_ps(
                 _mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd)),
@@ -265,9 +266,11 @@ impl Simd for Avx512 {
             let below = _mm512_xor_si512(_mm512_slli_epi32::<24>(index), _mm512_set1_epi32(i32::MIN));
             let sign = _mm512_and_si512(below, _mm512_set1_epi32(i32::MIN));
             let index = _mm512_xor_si512(index, _mm512_srai_epi32::<31>(below));
-            let [bit5, bit6] = [32, 64].map(|bit| _mm512_test_epi32_mask(index, _mm512_set1_epi32(bit)));
-            let [t0, t1, t2, t3] = [128, 160, 192, 224].map(|at| permute32(table.as_ptr().add(at), index));
-            let (first, second) = (_mm512_mask_blend_ps(bit5, t0, t1), _mm512_mask_blend_ps(bit5, t2, t3));
+            let bit5 = _mm512_test_epi32_mask(index, _mm512_set1_epi32(32));
+            let bit6 = _mm512_test_epi32_mask(index, _mm512_set1_epi32(64));
+            let upper = table.as_ptr().add(128);
+            let first = _mm512_mask_blend_ps(bit5, permute32(upper, index), permute32(upper.add(32), index));
+            let second = _mm512_mask_blend_ps(bit5, permute32(upper.add(64), index), permute32(upper.add(96), index));
             _mm512_xor_ps(_mm512_mask_blend_ps(bit6, first, second), _mm512_castsi512_ps(sign))
         }
     }

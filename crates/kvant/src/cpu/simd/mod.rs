@@ -2,7 +2,7 @@
 //!
 //! A kernel is a type that implements [`Kernel`]; [`SimdLevel::dispatch`] runs it with the instructions of a level.
 //! Everything on the way down must be `#[inline(always)]`: only then is it compiled inside the function that enables
-//! the instructions.
+//! the instructions. A closure cannot be: one that calls [`Simd`] methods may end up with each instruction a call.
 
 use std::fmt;
 
