@@ -1031,7 +1031,7 @@ fn unaligned_tensor_offset() {
             let mut rng = Rng::new(shift as u64);
             let values = rng.normals(tokens * heads * dim);
             let (keys, vals) = (rng.normals(tokens * kv_heads * dim), rng.normals(tokens * kv_heads * dim));
-            let result = |device: &Device, shift: usize| -> Result<(Vec<u8>, Vec<u8>, Vec<Vec<u8>>)> {
+            let result = |device: &Device, shift: usize| -> Result<Vec<Vec<u8>>> {
                 let up = |values: &[f32], shape: &[usize]| -> Result<Tensor> {
                     let flat = [vec![f32::NAN; shift], values.to_vec()].concat();
                     let all = Tensor::from_bytes(device, dtype, &[flat.len()], &common::encode(dtype, &flat))?;
@@ -1069,7 +1069,7 @@ fn unaligned_tensor_offset() {
                     };
                     ops::norm_rope(enc, &args)
                 })?;
-                Ok((bytes_of(&out)?, bytes_of(&normed)?, planes(&layer)?))
+                Ok([vec![bytes_of(&out)?, bytes_of(&normed)?], planes(&layer)?].concat())
             };
             for device in devices() {
                 let (shifted, aligned) = (result(device, shift).unwrap(), result(device, 0).unwrap());
