@@ -2,7 +2,7 @@
 
 use std::{ops::ControlFlow, time::Instant};
 
-use kvant::{DType, KvCache, Tensor, ops};
+use kvant::{DType, Device, KvCache, Tensor, ops};
 
 use crate::{Error, Model, Result};
 
@@ -95,7 +95,7 @@ pub fn generate(
     if request.max_tokens == 0 {
         return Err(Error::argument("max_tokens", "at least 1", 0));
     }
-    let mut sampler = Sampler::new(model, request.sampling)?;
+    let sampler = Sampler::new(model, request.sampling)?;
     let started = Instant::now();
     let mut token = sampler.next(model, cache, request.sequence, request.prompt)?;
     let mut stats = GenerateStats {
@@ -143,19 +143,26 @@ struct Sampler {
 impl Sampler {
     fn new(model: &Model, sampling: Sampling) -> Result<Sampler> {
         let device = model.device();
-        Ok(Sampler {
+        let sampler = Sampler {
             sampling,
             logits: Tensor::zeros(device, DType::F32, &[1, model.vocab_size()])?,
             counter: Tensor::zeros(device, DType::U32, &[1])?,
             token: Tensor::zeros(device, DType::U32, &[1])?,
-        })
+        };
+        // Parameters out of range are refused now, not when the prompt has been fed.
+        sampler.draw(device)?;
+        Ok(sampler)
     }
 
     /// Feeds tokens and draws the one that follows.
-    fn next(&mut self, model: &Model, cache: &mut KvCache, sequence: usize, tokens: &[u32]) -> Result<u32> {
+    fn next(&self, model: &Model, cache: &mut KvCache, sequence: usize, tokens: &[u32]) -> Result<u32> {
         model.forward_into(cache, sequence, tokens, &self.logits)?;
         // A position draws its own number, so that a run continued from a snapshot goes on as it would have.
         self.counter.write(&[cache.len(sequence)? as u32])?;
+        self.draw(model.device())
+    }
+
+    fn draw(&self, device: &Device) -> Result<u32> {
         let Sampling { temperature, top_p, top_k, min_p, seed } = self.sampling;
         let args = ops::Sample {
             logits: &self.logits,
@@ -167,7 +174,7 @@ impl Sampler {
             counter: &self.counter,
             out: &self.token,
         };
-        let mut enc = model.device().encoder()?;
+        let mut enc = device.encoder()?;
         ops::sample(&mut enc, &args)?;
         enc.commit()?.wait()?;
         Ok(self.token.to_vec::<u32>()?[0])

@@ -87,3 +87,40 @@ fn sequences_are_independent() {
     }
     assert_eq!(cache.len(1).unwrap(), 0);
 }
+
+/// A factor so large that nothing turns comes to the same as no pairs that turn.
+#[test]
+fn a_rope_factor_divides_the_frequencies() {
+    let with = |key: &str, value: f64| {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::copy(golden("moe").join("model.safetensors"), dir.path().join("model.safetensors")).unwrap();
+        let text = std::fs::read(golden("moe").join("config.json")).unwrap();
+        let mut config: serde_json::Value = serde_json::from_slice(&text).unwrap();
+        config["rope_parameters"]["full_attention"][key] = value.into();
+        std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
+        let model = Model::load(dir.path(), &Device::cpu()).unwrap();
+        let mut cache = model.new_cache(&exact(64, 63)).unwrap();
+        let tokens = ids(&golden("moe").join("logits.safetensors"), "tokens");
+        model.forward(&mut cache, 0, &tokens, Logits::All).unwrap().to_f32().unwrap()
+    };
+    let still = with("factor", 1e6);
+    assert!(max_difference(&still, &with("partial_rotary_factor", 1e-3)) < 1e-3);
+    assert!(max_difference(&still, &with("factor", 1.0)) > 1e-2, "the factor matters");
+}
+
+/// A model can be shared between threads, each with a cache of its own.
+#[test]
+fn threads_share_a_model() {
+    let model = Model::load(&golden("dense_mlx"), &Device::cpu()).unwrap();
+    let file = golden("dense_mlx").join("logits.safetensors");
+    let (tokens, expected) = (ids(&file, "tokens"), floats(&file, "logits"));
+    std::thread::scope(|scope| {
+        for step in [1, 5, 48] {
+            let (model, tokens, expected) = (&model, &tokens, &expected);
+            scope.spawn(move || {
+                let mut cache = model.new_cache(&exact(64, 5)).unwrap();
+                assert!(max_difference(&stepwise(model, &mut cache, tokens, step), expected) < TOLERANCE);
+            });
+        }
+    });
+}

@@ -212,6 +212,9 @@ fn refused_calls_leave_the_cache_alone() {
     let out = Tensor::zeros(&Device::cpu(), DType::F32, &[2, 4096]).unwrap();
     let rows = model.forward_into(&mut cache, 0, &[1], &out).unwrap_err();
     assert!(matches!(rows, Error::Argument { arg: "out", .. }), "{rows}");
+    let request = Request { sampling: Sampling { top_p: 0.0, ..Sampling::default() }, ..Request::new(&[1]) };
+    let sampling = generate(&model, &mut cache, &request, |_| ControlFlow::Continue(())).unwrap_err();
+    assert!(matches!(sampling, Error::Kvant(kvant::Error::Value { arg: "top_p", .. })), "{sampling}");
     let other = Model::load(&golden("dense"), &Device::cpu()).unwrap();
     let foreign = other.forward(&mut cache, 0, &[1], Logits::Last).unwrap_err();
     assert!(matches!(foreign, Error::Argument { arg: "cache", .. }), "{foreign}");
