@@ -91,6 +91,10 @@ pub fn run(args: &Args) -> Result {
         return Err("nothing to predict: there must be at least 2 tokens".into());
     }
     let model = Model::load(&directory, &device)?;
+    let vocabulary = model.vocab_size();
+    if let Some((index, id)) = tokens.iter().enumerate().find(|&(_, &id)| id as usize >= vocabulary) {
+        return Err(format!("token {index} is {id}, and the model knows ids below {vocabulary}").into());
+    }
     let capacity = windows[0].len();
     let new_cache = |kv: Kv| model.new_cache(&CacheOptions { k: kv.k, v: kv.v, capacity, ..CacheOptions::default() });
     let mut exact = new_cache(Kv::F32)?;
@@ -109,7 +113,7 @@ pub fn run(args: &Args) -> Result {
             for candidate in &mut candidates {
                 let logits = model.forward(&mut candidate.cache, 0, chunk, Logits::All)?;
                 for ((exact, other), &token) in reference.iter().zip(&predictions(&logits)?).zip(targets) {
-                    candidate.score.add(exact, other, token)?;
+                    candidate.score.add(exact, other, token);
                 }
             }
             progress.inc(chunk.len() as u64);
