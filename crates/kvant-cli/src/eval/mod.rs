@@ -1,8 +1,8 @@
 //! `kvant eval`: what a cache type costs in prediction, and saves in memory.
 //!
 //! The tokens are cut into windows. Each starts with an empty cache at position 0 and predicts its second token to its
-//! last. All caches, the f32 one among them, advance through a window together, a few tokens at a time: the f32 logits are
-//! computed once, and never more than a few rows of logits are held.
+//! last. All caches, the f32 one among them, advance through a window together, a few tokens at a time: the f32 logits
+//! are computed once, and never more than a few rows of logits are held.
 
 mod score;
 mod stream;
@@ -27,9 +27,9 @@ const CHUNK: usize = 64;
 
 /// Measure cache types by how well a model predicts a text with them
 ///
-/// The tokens are cut into windows; each starts with an empty cache and predicts its second token to its last. Divergence and agreement
-/// compare the next-token distributions with those of an f32 cache. Bytes per token: what the keys and values of one
-/// token take, all layers together.
+/// The tokens are cut into windows; each starts with an empty cache and predicts its second token to its last.
+/// Divergence and agreement compare the next-token distributions with those of an f32 cache. Bytes per token: what the
+/// keys and values of one token take, all layers together.
 #[derive(clap::Args)]
 pub struct Args {
     /// Directory of a checkpoint, Hugging Face or MLX layout [default: the model that ships with kvant]
