@@ -60,8 +60,10 @@ impl Norm {
 
     /// What a codec's name says of it: nothing for the default.
     fn suffix(self) -> &'static str {
+        if self == Norm::DEFAULT {
+            return "";
+        }
         match self {
-            Norm::DEFAULT => "",
             Norm::Rms => "-rms",
             Norm::LeastSquares => "-least-squares",
             Norm::Unbiased => "-unbiased",

@@ -7,7 +7,7 @@ use std::{
 };
 
 use crate::{
-    DType, Error, Result, Tensor,
+    Error, Result, Tensor,
     backend::{Backend, Memory, Recording, Replay, Wait},
     device::DeviceKind,
     dtype::Element,
@@ -195,10 +195,5 @@ impl Tensor {
     pub(crate) unsafe fn host_bytes(&self) -> &[u8] {
         // SAFETY: as in `host_slice`.
         unsafe { std::slice::from_raw_parts(self.host_ptr(), self.bytes()) }
-    }
-
-    /// Whether an index buffer can be read here and now.
-    pub(crate) fn is_u32(&self) -> bool {
-        self.dtype() == DType::U32
     }
 }

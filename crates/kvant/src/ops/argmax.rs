@@ -22,14 +22,13 @@ pub fn argmax(enc: &mut Encoder, args: &Argmax) -> Result<()> {
     check::positive(NAME, "N", dim)?;
     check::dtype(NAME, "out", args.out, DType::U32)?;
     check::shape(NAME, "out", args.out, &[("T", rows)])?;
-    enc.submit(super::Call::Argmax(Call { x: args.x.clone(), out: args.out.clone(), rows, dim }))
+    enc.submit(super::Call::Argmax(Call { x: args.x.clone(), out: args.out.clone(), dim }))
 }
 
 #[derive(Clone, Debug)]
 pub(crate) struct Call {
     pub x: Tensor,
     pub out: Tensor,
-    pub rows: usize,
     pub dim: usize,
 }
 

@@ -36,7 +36,6 @@ pub fn embed(enc: &mut Encoder, args: &Embed) -> Result<()> {
         ids: args.ids.clone(),
         scale: args.scale,
         out: args.out.clone(),
-        tokens,
     }))
 }
 
@@ -48,7 +47,6 @@ pub(crate) struct Call {
     pub ids: Tensor,
     pub scale: f32,
     pub out: Tensor,
-    pub tokens: usize,
 }
 
 impl Call {

@@ -67,7 +67,6 @@ pub fn sample(enc: &mut Encoder, args: &Sample) -> Result<()> {
         seed: args.seed,
         counter: args.counter.clone(),
         out: args.out.clone(),
-        rows,
         vocab,
     }))
 }
@@ -83,7 +82,6 @@ pub(crate) struct Call {
     pub seed: u64,
     pub counter: Tensor,
     pub out: Tensor,
-    pub rows: usize,
     pub vocab: usize,
 }
 

@@ -155,10 +155,6 @@ impl Simd for Avx2 {
         unsafe { _mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x) }
     }
     #[inline(always)]
-    unsafe fn sqrt(x: __m256) -> __m256 {
-        unsafe { _mm256_sqrt_ps(x) }
-    }
-    #[inline(always)]
     unsafe fn pow2i(n: __m256) -> __m256 {
         unsafe {
             let biased = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));

@@ -134,10 +134,6 @@ impl Simd for Avx512 {
         unsafe { _mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x) }
     }
     #[inline(always)]
-    unsafe fn sqrt(x: __m512) -> __m512 {
-        unsafe { _mm512_sqrt_ps(x) }
-    }
-    #[inline(always)]
     unsafe fn pow2i(n: __m512) -> __m512 {
         unsafe { _mm512_scalef_ps(_mm512_set1_ps(1.0), n) }
     }

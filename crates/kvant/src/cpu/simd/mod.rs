@@ -179,7 +179,6 @@ pub(crate) trait Simd: Copy + 'static {
     unsafe fn min(a: Self::F, b: Self::F) -> Self::F;
     /// To the nearest integer, ties to even.
     unsafe fn round(x: Self::F) -> Self::F;
-    unsafe fn sqrt(x: Self::F) -> Self::F;
     /// 2ⁿ for integral n from −126 to 127.
     unsafe fn pow2i(n: Self::F) -> Self::F;
     unsafe fn sum(x: Self::F) -> f32;

@@ -148,10 +148,6 @@ impl Simd for Neon {
         unsafe { vrndnq_f32(x) }
     }
     #[inline(always)]
-    unsafe fn sqrt(x: float32x4_t) -> float32x4_t {
-        unsafe { vsqrtq_f32(x) }
-    }
-    #[inline(always)]
     unsafe fn pow2i(n: float32x4_t) -> float32x4_t {
         unsafe { vreinterpretq_f32_s32(vshlq_n_s32::<23>(vaddq_s32(vcvtq_s32_f32(n), vdupq_n_s32(127)))) }
     }

@@ -100,10 +100,6 @@ impl Simd for Portable {
         map(x, f32::round_ties_even)
     }
     #[inline(always)]
-    unsafe fn sqrt(x: Self::F) -> Self::F {
-        map(x, f32::sqrt)
-    }
-    #[inline(always)]
     unsafe fn pow2i(n: Self::F) -> Self::F {
         map(n, |n| f32::from_bits(((n as i32 + 127) << 23) as u32))
     }
