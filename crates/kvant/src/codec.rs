@@ -55,8 +55,8 @@ pub enum Norm {
 }
 
 impl Norm {
-    /// [`Norm::default`], where a constant is needed.
-    const DEFAULT: Norm = Norm::Rms;
+    /// [`Norm::default`], where a constant is needed. Why this one: `docs/codec.md`.
+    const DEFAULT: Norm = Norm::LeastSquares;
 
     /// What a codec's name says of it: nothing for the default.
     fn suffix(self) -> &'static str {

@@ -293,7 +293,7 @@ fn indices_and_norms_are_those_of_encode() {
             // Token-major in the source, head-major in the layer.
             for (row, source) in [0, 2, 1, 3].into_iter().enumerate() {
                 let x: Vec<f64> = x[source * dim..(source + 1) * dim].iter().map(|&x| x.into()).collect();
-                let encoded = encode(tq(bits, Norm::Rms), &x).unwrap();
+                let encoded = encode(tq(bits, Norm::default()), &x).unwrap();
                 assert_eq!(codec::indices(layer.v(), row..row + 1).unwrap(), encoded.indices);
                 assert_eq!(norms[row * blocks..(row + 1) * blocks], encoded.norms);
             }
@@ -365,7 +365,8 @@ fn worked_example() {
     let norm = plane("norms").to_vec::<f32>().unwrap()[0];
     let encoded = codec::Encoded { indices: indices.clone(), norms: vec![norm] };
     let y = hadamard(&x, false).unwrap();
-    let z: Vec<f64> = y.iter().map(|y| y / f64::from(norm)).collect();
+    let n = (y.iter().map(|y| y * y).sum::<f64>() / 8.0).sqrt();
+    let z: Vec<f64> = y.iter().map(|y| y / n).collect();
     let c: Vec<f64> = indices.iter().map(|&i| centroids(6).unwrap()[usize::from(i)].into()).collect();
     let bytes = |name| plane(name).to_vec::<u8>().unwrap().iter().map(|b| format!(" {b:02x}")).collect::<String>();
     let numbers = |v: &[f64]| v.iter().map(|v| format!(" {v:.4}")).collect::<String>();
@@ -373,13 +374,14 @@ fn worked_example() {
         format!("x       {}", numbers(&x)),
         format!("s       {}", codec::signs(8).unwrap().iter().map(|s| format!(" {s:+}")).collect::<String>()),
         format!("y       {}", numbers(&y)),
-        format!("n        {norm:.6}, bytes {}", norm.to_le_bytes().map(|b| format!("{b:02x}")).join(" ")),
+        format!("n        {n:.6}"),
+        format!("norm     {norm:.6}, bytes {}", norm.to_le_bytes().map(|b| format!("{b:02x}")).join(" ")),
         format!("z       {}", numbers(&z)),
         format!("indices {}", indices.iter().map(|i| format!(" {i}")).collect::<String>()),
         format!("low     {}", bytes("low")),
         format!("high    {}", bytes("high")),
         format!("c       {}", numbers(&c)),
-        format!("decoded {}", numbers(&decode(tq(6, Norm::Rms), &encoded).unwrap())),
+        format!("decoded {}", numbers(&decode(tq(6, Norm::default()), &encoded).unwrap())),
     ] {
         assert!(document.lines().any(|l| l == line), "docs/codec.md lacks the line:\n{line}");
     }
