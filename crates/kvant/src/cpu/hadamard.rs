@@ -60,21 +60,20 @@ impl Kernel for Task<'_> {
     #[inline(always)]
     fn run<S: Simd>(self) {
         let dim = self.signs.len();
-        scratch::with(dim, |row| {
-            for r in self.rows {
-                // SAFETY: `dispatch` enables the instructions; r is below the tensors' number of rows. A row is read
-                // whole before it is written, so `out` may be `x`.
-                unsafe {
-                    convert::load_row::<S>(self.x.row(r, dim), self.x.dtype, row);
-                    if self.inverse {
-                        unrotate::<S>(row, self.signs);
-                    } else {
-                        rotate::<S>(row, self.signs);
-                    }
-                    convert::store_row::<S>(row, self.out.row(r, dim), self.out.dtype);
+        let row = &mut *scratch::take(dim);
+        for r in self.rows {
+            // SAFETY: `dispatch` enables the instructions; r is below the tensors' number of rows. A row is read
+            // whole before it is written, so `out` may be `x`.
+            unsafe {
+                convert::load_row::<S>(self.x.row(r, dim), self.x.dtype, row);
+                if self.inverse {
+                    unrotate::<S>(row, self.signs);
+                } else {
+                    rotate::<S>(row, self.signs);
                 }
+                convert::store_row::<S>(row, self.out.row(r, dim), self.out.dtype);
             }
-        });
+        }
     }
 }
 

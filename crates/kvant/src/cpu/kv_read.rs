@@ -46,25 +46,24 @@ impl Kernel for Task<'_> {
     fn run<S: Simd>(self) {
         let (call, out) = (self.call, self.out);
         let spec = call.layer.spec();
-        scratch::with(spec.head_dim, |x| {
-            for head in 0..spec.kv_heads {
-                for i in self.range.clone() {
-                    let row = call.layer.row(call.sequence, head, call.layer.slot(call.start + i));
-                    let out_row = call.order.row(i, head, call.tokens, spec.kv_heads);
-                    // SAFETY: `dispatch` enables the instructions; validation keeps the rows within layer and out.
-                    unsafe {
-                        let to = out.start.add(out_row * spec.head_dim * out.dtype.size());
-                        if let Some(dtype) = self.planes.dense() {
-                            let from = self.planes.dense_row(row, dtype);
-                            move_elements::<S>(from, dtype, to, out.dtype, spec.head_dim);
-                        } else {
-                            self.planes.load::<S>(row, x, call.keep_rotated);
-                            convert::store_row::<S>(x, to, out.dtype);
-                        }
+        let x = &mut *scratch::take(spec.head_dim);
+        for head in 0..spec.kv_heads {
+            for i in self.range.clone() {
+                let row = call.layer.row(call.sequence, head, call.layer.slot(call.start + i));
+                let out_row = call.order.row(i, head, call.tokens, spec.kv_heads);
+                // SAFETY: `dispatch` enables the instructions; validation keeps the rows within layer and out.
+                unsafe {
+                    let to = out.start.add(out_row * spec.head_dim * out.dtype.size());
+                    if let Some(dtype) = self.planes.dense() {
+                        let from = self.planes.dense_row(row, dtype);
+                        move_elements::<S>(from, dtype, to, out.dtype, spec.head_dim);
+                    } else {
+                        self.planes.load::<S>(row, x, call.keep_rotated);
+                        convert::store_row::<S>(x, to, out.dtype);
                     }
                 }
             }
-        });
+        }
     }
 }
 

@@ -140,14 +140,15 @@ impl Task<'_> {
                         }
                     }
                 }
-                (_, _, None) => scratch::with(spec.head_dim, |x| {
+                (_, _, None) => {
+                    let x = &mut *scratch::take(spec.head_dim);
                     for head in 0..spec.kv_heads {
                         for i in 0..run {
                             convert::load_row::<S>(from(token + i, head), side.source.dtype, x);
                             side.planes.store::<S>(layer.row(sequence, head, slot + i), x);
                         }
                     }
-                }),
+                }
             }
         }
     }
@@ -170,13 +171,12 @@ pub(super) unsafe fn move_elements<S: Simd>(
         if from_dtype == to_dtype {
             return std::ptr::copy_nonoverlapping(from, to, n * to_dtype.size());
         }
-        scratch::with(n.min(CHUNK), |chunk| {
-            for start in (0..n).step_by(CHUNK) {
-                let chunk = &mut chunk[..CHUNK.min(n - start)];
-                convert::load_row::<S>(from.add(start * from_dtype.size()), from_dtype, chunk);
-                convert::store_row::<S>(chunk, to.add(start * to_dtype.size()), to_dtype);
-            }
-        });
+        let chunk = &mut *scratch::take(n.min(CHUNK));
+        for start in (0..n).step_by(CHUNK) {
+            let chunk = &mut chunk[..CHUNK.min(n - start)];
+            convert::load_row::<S>(from.add(start * from_dtype.size()), from_dtype, chunk);
+            convert::store_row::<S>(chunk, to.add(start * to_dtype.size()), to_dtype);
+        }
     }
 }
 

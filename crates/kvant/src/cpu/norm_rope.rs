@@ -100,31 +100,30 @@ impl Kernel for Task<'_> {
     fn run<S: Simd>(self) {
         let Work { call, positions, x, out, ref norm, ref rotary, signs } = *self.work;
         let pairs = rotary.as_ref().map_or(0, Rotary::pairs);
-        scratch::with(call.head_dim + 2 * pairs, |memory| {
-            let (row, turns) = memory.split_at_mut(call.head_dim);
-            for token in self.tokens {
-                // SAFETY: `dispatch` enables the instructions; rows are within the tensors. A row is read whole before
-                // it is written, so `out` may be `x`.
-                unsafe {
+        let memory = &mut *scratch::take(call.head_dim + 2 * pairs);
+        let (row, turns) = memory.split_at_mut(call.head_dim);
+        for token in self.tokens {
+            // SAFETY: `dispatch` enables the instructions; rows are within the tensors. A row is read whole before
+            // it is written, so `out` may be `x`.
+            unsafe {
+                if let Some(rotary) = rotary {
+                    rotary.turns::<S>(positions[token], turns);
+                }
+                for head in 0..call.heads {
+                    x.load::<S>(token * call.heads + head, row);
+                    if let Some(norm) = norm {
+                        norm.apply::<S>(row);
+                    }
                     if let Some(rotary) = rotary {
-                        rotary.turns::<S>(positions[token], turns);
+                        rotary.apply::<S>(turns, row);
                     }
-                    for head in 0..call.heads {
-                        x.load::<S>(token * call.heads + head, row);
-                        if let Some(norm) = norm {
-                            norm.apply::<S>(row);
-                        }
-                        if let Some(rotary) = rotary {
-                            rotary.apply::<S>(turns, row);
-                        }
-                        if let Some(signs) = signs {
-                            hadamard::rotate::<S>(row, signs);
-                        }
-                        out.store::<S>(call.out_order.row(token, head, call.tokens, call.heads), row);
+                    if let Some(signs) = signs {
+                        hadamard::rotate::<S>(row, signs);
                     }
+                    out.store::<S>(call.out_order.row(token, head, call.tokens, call.heads), row);
                 }
             }
-        });
+        }
     }
 }
 

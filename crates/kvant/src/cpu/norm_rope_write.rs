@@ -76,38 +76,37 @@ impl Kernel for Task<'_> {
         let Work { call, tokens, rotary, signs, .. } = self.work;
         let spec = call.layer.spec();
         let pairs = rotary.as_ref().map_or(0, Rotary::pairs);
-        scratch::with(call.head_dim + 2 * pairs, |memory| {
-            let (row, turns) = memory.split_at_mut(call.head_dim);
-            for token in self.range {
-                let (position, sequence) = (tokens.positions[token], tokens.sequence[token] as usize);
-                // SAFETY: `dispatch` enables the instructions; rows are within the tensors and, for tokens that are
-                // kept, within the layer. No other task has this token, nor its slot.
-                unsafe {
-                    if let Some(rotary) = rotary {
-                        rotary.turns::<S>(position, turns);
-                    }
-                    let position = position as usize;
-                    if is_kept(position, tokens.lens[sequence] as usize, spec.capacity) {
-                        let slot = call.layer.slot(position);
-                        for (side, rotary) in [(&self.work.k, rotary.as_ref()), (&self.work.v, None)] {
-                            for head in 0..spec.kv_heads {
-                                side.source.load::<S>(token * spec.kv_heads + head, row);
-                                prepare::<S>(row, side.norm.as_ref(), rotary, turns);
-                                side.planes.store::<S>(call.layer.row(sequence, head, slot), row);
-                            }
+        let memory = &mut *scratch::take(call.head_dim + 2 * pairs);
+        let (row, turns) = memory.split_at_mut(call.head_dim);
+        for token in self.range {
+            let (position, sequence) = (tokens.positions[token], tokens.sequence[token] as usize);
+            // SAFETY: `dispatch` enables the instructions; rows are within the tensors and, for tokens that are
+            // kept, within the layer. No other task has this token, nor its slot.
+            unsafe {
+                if let Some(rotary) = rotary {
+                    rotary.turns::<S>(position, turns);
+                }
+                let position = position as usize;
+                if is_kept(position, tokens.lens[sequence] as usize, spec.capacity) {
+                    let slot = call.layer.slot(position);
+                    for (side, rotary) in [(&self.work.k, rotary.as_ref()), (&self.work.v, None)] {
+                        for head in 0..spec.kv_heads {
+                            side.source.load::<S>(token * spec.kv_heads + head, row);
+                            prepare::<S>(row, side.norm.as_ref(), rotary, turns);
+                            side.planes.store::<S>(call.layer.row(sequence, head, slot), row);
                         }
-                    }
-                    for head in token * call.heads..(token + 1) * call.heads {
-                        self.work.q.load::<S>(head, row);
-                        prepare::<S>(row, self.work.q_norm.as_ref(), rotary.as_ref(), turns);
-                        if let Some(signs) = signs {
-                            hadamard::rotate::<S>(row, signs);
-                        }
-                        self.work.q_out.store::<S>(head, row);
                     }
                 }
+                for head in token * call.heads..(token + 1) * call.heads {
+                    self.work.q.load::<S>(head, row);
+                    prepare::<S>(row, self.work.q_norm.as_ref(), rotary.as_ref(), turns);
+                    if let Some(signs) = signs {
+                        hadamard::rotate::<S>(row, signs);
+                    }
+                    self.work.q_out.store::<S>(head, row);
+                }
             }
-        });
+        }
     }
 }
 

@@ -1,21 +1,58 @@
 //! Per-thread scratch memory that is kept, so that a step allocates nothing once it has warmed up.
 
-use std::cell::RefCell;
+use std::{
+    cell::RefCell,
+    ops::{Deref, DerefMut},
+};
 
 thread_local! {
     static FREE: RefCell<Vec<Vec<f32>>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Calls `f` with `len` floats of unspecified content. Calls may nest.
-//
-// Inlined, so that a kernel which calls it has a chance to get `f` compiled with its instructions.
-#[inline(always)]
-pub(super) fn with<R>(len: usize, f: impl FnOnce(&mut [f32]) -> R) -> R {
+/// Some floats, given back to their thread at the end.
+///
+/// A value and not a function that takes a closure: kernels hold one, and a closure would be compiled as a function of
+/// its own, without the instructions that the kernel's caller enables.
+pub(super) struct Scratch {
+    buffer: Vec<f32>,
+    len: usize,
+}
+
+/// `len` floats of unspecified content.
+#[inline]
+pub(super) fn take(len: usize) -> Scratch {
     let mut buffer = FREE.with_borrow_mut(Vec::pop).unwrap_or_default();
     if buffer.len() < len {
         buffer.resize(len, 0.0);
     }
-    let result = f(&mut buffer[..len]);
-    FREE.with_borrow_mut(|free| free.push(buffer));
-    result
+    Scratch { buffer, len }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let buffer = std::mem::take(&mut self.buffer);
+        // While a thread ends there is no list left to give it back to.
+        let _ = FREE.try_with(|free| free.borrow_mut().push(buffer));
+    }
+}
+
+impl Deref for Scratch {
+    type Target = [f32];
+    #[inline(always)]
+    fn deref(&self) -> &[f32] {
+        &self.buffer[..self.len]
+    }
+}
+
+impl DerefMut for Scratch {
+    #[inline(always)]
+    fn deref_mut(&mut self) -> &mut [f32] {
+        &mut self.buffer[..self.len]
+    }
+}
+
+/// Calls `f` with `len` floats of unspecified content. Calls may nest.
+#[inline(always)]
+pub(super) fn with<R>(len: usize, f: impl FnOnce(\&mut [f32]) -> R) -> R {
+    f(\&mut take(len))
 }

@@ -284,7 +284,8 @@ impl Simd for Avx512 {
                     6 => Self::lookup64(&*nodes.cast(), path),
                     _ => {
                         let upper = _mm512_test_epi32_mask(path, _mm512_set1_epi32(64));
-                        let [first, second] = [0, 64].map(|at| Self::lookup64(&*nodes.add(at).cast(), path));
+                        let first = Self::lookup64(&*nodes.cast(), path);
+                        let second = Self::lookup64(&*nodes.add(64).cast(), path);
                         _mm512_mask_blend_ps(upper, first, second)
                     }
                 };
