@@ -33,26 +33,25 @@ pub(super) fn rows(cpu: &Cpu, x: Elements, dim: usize, out: &mut [u32]) {
         });
     }
     let pieces = dim.div_ceil(TASK);
-    scratch::with(2 * pieces, |found| {
-        for (row, out) in out.iter_mut().enumerate() {
-            let parts = Parts::new(found, 2);
-            cpu.pool.run(pieces, |task| {
-                // SAFETY: each task takes its own part.
-                let found = unsafe { parts.part(task) };
-                let len = TASK.min(dim - task * TASK);
-                let largest = cpu.level.dispatch(Largest { x, start: row * dim + task * TASK, len });
-                // An index below 2¹⁵ is exact as f32; NaN says that there is none.
-                found.copy_from_slice(&largest.map_or([f32::NAN, 0.0], |(value, at)| [value, at as f32]));
-            });
-            let mut best: Option<(f32, usize)> = None;
-            for (piece, found) in found.chunks_exact(2).enumerate() {
-                if !found[0].is_nan() && best.is_none_or(|(value, _)| found[0] > value) {
-                    best = Some((found[0], piece * TASK + found[1] as usize));
-                }
+    let found = &mut *scratch::take(2 * pieces);
+    for (row, out) in out.iter_mut().enumerate() {
+        let parts = Parts::new(found, 2);
+        cpu.pool.run(pieces, |task| {
+            // SAFETY: each task takes its own part.
+            let found = unsafe { parts.part(task) };
+            let len = TASK.min(dim - task * TASK);
+            let largest = cpu.level.dispatch(Largest { x, start: row * dim + task * TASK, len });
+            // An index below 2¹⁵ is exact as f32; NaN says that there is none.
+            found.copy_from_slice(&largest.map_or([f32::NAN, 0.0], |(value, at)| [value, at as f32]));
+        });
+        let mut best: Option<(f32, usize)> = None;
+        for (piece, found) in found.chunks_exact(2).enumerate() {
+            if !found[0].is_nan() && best.is_none_or(|(value, _)| found[0] > value) {
+                best = Some((found[0], piece * TASK + found[1] as usize));
             }
-            *out = best.map_or(0, |(_, at)| at as u32);
         }
-    });
+        *out = best.map_or(0, |(_, at)| at as u32);
+    }
 }
 
 /// The largest of `len` elements from `start` on, and where it first stands; `None` when all are NaN.

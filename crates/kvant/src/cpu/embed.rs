@@ -39,16 +39,15 @@ impl Kernel for Rows<'_> {
     #[inline(always)]
     fn run<S: Simd>(self) {
         let dim = self.table.inputs;
-        scratch::with(dim, |row| {
-            for (i, &id) in self.ids.iter().enumerate() {
-                // SAFETY: validation checked that the id is a row of the table; the output's row is this task's alone;
-                // `dispatch` enables the instructions.
-                unsafe {
-                    self.table.natural_row::<S>(id as usize, self.scale, row);
-                    self.out.store::<S>((self.first + i) * dim, row);
-                }
+        let row = &mut *scratch::take(dim);
+        for (i, &id) in self.ids.iter().enumerate() {
+            // SAFETY: validation checked that the id is a row of the table; the output's row is this task's alone;
+            // `dispatch` enables the instructions.
+            unsafe {
+                self.table.natural_row::<S>(id as usize, self.scale, row);
+                self.out.store::<S>((self.first + i) * dim, row);
             }
-        });
+        }
     }
 }
 

@@ -46,13 +46,12 @@ impl Kernel for Route<'_> {
     #[inline(always)]
     fn run<S: Simd>(self) {
         let tokens = self.ids.chunks_exact_mut(self.top_k).zip(self.weights.chunks_exact_mut(self.top_k));
-        scratch::with(self.experts, |logits| {
-            for (i, (ids, weights)) in tokens.enumerate() {
-                // SAFETY: `dispatch` enables the instructions, and the token's logits exist.
-                unsafe { self.logits.load::<S>((self.first + i) * self.experts, logits) };
-                choose(logits, self.scale, ids, weights);
-            }
-        });
+        let logits = &mut *scratch::take(self.experts);
+        for (i, (ids, weights)) in tokens.enumerate() {
+            // SAFETY: `dispatch` enables the instructions, and the token's logits exist.
+            unsafe { self.logits.load::<S>((self.first + i) * self.experts, logits) };
+            choose(logits, self.scale, ids, weights);
+        }
     }
 }
 

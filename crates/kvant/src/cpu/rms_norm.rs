@@ -55,39 +55,38 @@ impl Kernel for Rows {
     fn run<S: Simd>(self) {
         let Norm { x, weight, residual, sum, out, dim, eps, scale } = self.norm;
         let padded = dim.next_multiple_of(S::LANES);
-        scratch::with(3 * padded, |buffer| {
-            // What stands behind a row stays zero and adds nothing to its mean square.
-            buffer.fill(0.0);
-            let (row, buffer) = buffer.split_at_mut(padded);
-            let (factors, added) = buffer.split_at_mut(padded);
-            // SAFETY: `dispatch` enables the instructions; the rows lie within the tensors and are this task's. A row
-            // is read whole before it is written, so outputs may be inputs.
-            unsafe {
-                match weight {
-                    Some(weight) => weight.load::<S>(0, &mut factors[..dim]),
-                    None => factors.fill(1.0),
-                }
-                for r in self.rows {
-                    let start = r * dim;
-                    x.load::<S>(start, &mut row[..dim]);
-                    if let Some(residual) = residual {
-                        residual.load::<S>(start, &mut added[..dim]);
-                    }
-                    if let Some(sum) = sum {
-                        add::<S>(row, added);
-                        sum.store::<S>(start, &row[..dim]);
-                        added.fill(0.0);
-                    }
-                    let factor = S::splat(factor::<S>(row, dim, eps));
-                    for i in (0..padded).step_by(S::LANES) {
-                        let normed = S::mul(S::mul(load::<S>(row, i), factor), load::<S>(factors, i));
-                        let with = S::add(normed, load::<S>(added, i));
-                        S::store(row.as_mut_ptr().add(i), S::mul(with, S::splat(scale)));
-                    }
-                    out.store::<S>(start, &row[..dim]);
-                }
+        let buffer = &mut *scratch::take(3 * padded);
+        // What stands behind a row stays zero and adds nothing to its mean square.
+        buffer.fill(0.0);
+        let (row, buffer) = buffer.split_at_mut(padded);
+        let (factors, added) = buffer.split_at_mut(padded);
+        // SAFETY: `dispatch` enables the instructions; the rows lie within the tensors and are this task's. A row
+        // is read whole before it is written, so outputs may be inputs.
+        unsafe {
+            match weight {
+                Some(weight) => weight.load::<S>(0, &mut factors[..dim]),
+                None => factors.fill(1.0),
             }
-        });
+            for r in self.rows {
+                let start = r * dim;
+                x.load::<S>(start, &mut row[..dim]);
+                if let Some(residual) = residual {
+                    residual.load::<S>(start, &mut added[..dim]);
+                }
+                if let Some(sum) = sum {
+                    add::<S>(row, added);
+                    sum.store::<S>(start, &row[..dim]);
+                    added.fill(0.0);
+                }
+                let factor = S::splat(factor::<S>(row, dim, eps));
+                for i in (0..padded).step_by(S::LANES) {
+                    let normed = S::mul(S::mul(load::<S>(row, i), factor), load::<S>(factors, i));
+                    let with = S::add(normed, load::<S>(added, i));
+                    S::store(row.as_mut_ptr().add(i), S::mul(with, S::splat(scale)));
+                }
+                out.store::<S>(start, &row[..dim]);
+            }
+        }
     }
 }
 

@@ -53,23 +53,22 @@ impl Kernel for Draw<'_> {
     #[inline(always)]
     fn run<S: Simd>(self) -> u32 {
         let vocab = self.call.vocab;
-        scratch::with(vocab.next_multiple_of(BLOCK), |row| {
-            row[vocab..].fill(f32::NEG_INFINITY);
-            // SAFETY: `dispatch` enables the instructions, and the row exists.
-            let largest = unsafe {
-                self.logits.load::<S>(self.row * vocab, &mut row[..vocab]);
-                largest::<S>(row)
-            };
-            if largest.is_infinite() {
-                // Those that are as large share alike; nothing but NaN gives the first.
-                let mut none = true;
-                for x in &mut row[..vocab] {
-                    (*x, none) = if *x == largest { (0.0, false) } else { (f32::NAN, none) };
-                }
-                return if none { 0 } else { self.draw::<S>(row, 0.0) };
+        let row = &mut *scratch::take(vocab.next_multiple_of(BLOCK));
+        row[vocab..].fill(f32::NEG_INFINITY);
+        // SAFETY: `dispatch` enables the instructions, and the row exists.
+        let largest = unsafe {
+            self.logits.load::<S>(self.row * vocab, &mut row[..vocab]);
+            largest::<S>(row)
+        };
+        if largest.is_infinite() {
+            // Those that are as large share alike; nothing but NaN gives the first.
+            let mut none = true;
+            for x in &mut row[..vocab] {
+                (*x, none) = if *x == largest { (0.0, false) } else { (f32::NAN, none) };
             }
-            self.draw::<S>(row, largest)
-        })
+            return if none { 0 } else { self.draw::<S>(row, 0.0) };
+        }
+        self.draw::<S>(row, largest)
     }
 }
 
@@ -79,35 +78,35 @@ impl Draw<'_> {
     fn draw<S: Simd>(&self, row: &[f32], largest: f32) -> u32 {
         let Call { vocab, top_k, temperature, .. } = *self.call;
         let all = top_k == vocab;
-        SELECTED.with_borrow_mut(|selected| {
-            let mut count = if all { FIRST.min(vocab) } else { top_k };
-            let mut all_p = None;
-            loop {
-                let complete = !all || count == vocab;
-                // SAFETY: `dispatch` enables the instructions.
-                unsafe { select::<S>(row, vocab, count, selected) };
-                let choice = scratch::with(selected.len().next_multiple_of(16), |p| {
-                    p.fill(f32::NEG_INFINITY);
-                    p.iter_mut().zip(&*selected).for_each(|(p, &key)| *p = row[id_of(key)]);
-                    // SAFETY: as above; the slice is whole vectors.
-                    unsafe { exponentials::<S>(p, largest, temperature) };
-                    let p = &p[..selected.len()];
-                    // Summed in this order where all are here: then the running sum reaches it, and an entry of −∞,
-                    // whose probability is lost in it, is never drawn.
-                    let total = if complete {
-                        p.iter().map(|&p| f64::from(p)).sum()
-                    } else {
-                        // SAFETY: as above.
-                        *all_p.get_or_insert_with(|| unsafe { sum::<S>(row, largest, temperature) })
-                    };
-                    self.choose(p, total, complete)
-                });
-                if let Some(choice) = choice {
-                    return id_of(selected[choice]) as u32;
-                }
-                count = count.saturating_mul(16).min(vocab);
+        let mut selected = SELECTED.take();
+        let mut count = if all { FIRST.min(vocab) } else { top_k };
+        let mut all_p = None;
+        let id = loop {
+            let complete = !all || count == vocab;
+            // SAFETY: `dispatch` enables the instructions.
+            unsafe { select::<S>(row, vocab, count, &mut selected) };
+            let p = &mut *scratch::take(selected.len().next_multiple_of(16));
+            p.fill(f32::NEG_INFINITY);
+            p.iter_mut().zip(&selected).for_each(|(p, &key)| *p = row[id_of(key)]);
+            // SAFETY: as above; the slice is whole vectors.
+            unsafe { exponentials::<S>(p, largest, temperature) };
+            let p = &p[..selected.len()];
+            // Summed in this order where all are here: then the running sum reaches it, and an entry of −∞, whose
+            // probability is lost in it, is never drawn.
+            let total = match all_p {
+                _ if complete => p.iter().map(|&p| f64::from(p)).sum(),
+                Some(total) => total,
+                // SAFETY: as above.
+                None => unsafe { sum::<S>(row, largest, temperature) },
+            };
+            all_p = Some(total);
+            if let Some(choice) = self.choose(p, total, complete) {
+                break id_of(selected[choice]) as u32;
             }
-        })
+            count = count.saturating_mul(16).min(vocab);
+        };
+        SELECTED.set(selected);
+        id
     }
 
     /// Which of the selected entries, whose probabilities `p` fall, is drawn; `None` when that cannot be said without

@@ -50,9 +50,3 @@ impl DerefMut for Scratch {
         &mut self.buffer[..self.len]
     }
 }
-
-/// Calls `f` with `len` floats of unspecified content. Calls may nest.
-#[inline(always)]
-pub(super) fn with<R>(len: usize, f: impl FnOnce(\&mut [f32]) -> R) -> R {
-    f(\&mut take(len))
-}

@@ -57,18 +57,17 @@ pub(crate) fn run(cpu: &Cpu, call: &Call) {
     plan.make(&shape);
     // A partial state is o, then m and l.
     let partial_len = call.head_dim + 2;
-    scratch::with(plan.partial_rows * partial_len, |partials| {
-        let job = Job { call, shape: &shape, plan: &plan, partials: Partials(partials.as_mut_ptr()) };
-        // The last tokens of a prompt see the most: the largest tasks come first.
-        cpu.pool.run(plan.tasks, |task| run_task(cpu.level, &job, plan.tasks - 1 - task));
-        if plan.partial_rows > 0 {
-            let heads = plan.blocks.len() * spec.kv_heads;
-            cpu.pool.run(heads, |i| {
-                let (block, head) = (&plan.blocks[i / spec.kv_heads], i % spec.kv_heads);
-                cpu.level.dispatch(Merge { job: &job, block, head });
-            });
-        }
-    });
+    let partials = &mut *scratch::take(plan.partial_rows * partial_len);
+    let job = Job { call, shape: &shape, plan: &plan, partials: Partials(partials.as_mut_ptr()) };
+    // The last tokens of a prompt see the most: the largest tasks come first.
+    cpu.pool.run(plan.tasks, |task| run_task(cpu.level, &job, plan.tasks - 1 - task));
+    if plan.partial_rows > 0 {
+        let heads = plan.blocks.len() * spec.kv_heads;
+        cpu.pool.run(heads, |i| {
+            let (block, head) = (&plan.blocks[i / spec.kv_heads], i % spec.kv_heads);
+            cpu.level.dispatch(Merge { job: &job, block, head });
+        });
+    }
     PLAN.set(plan);
 }
 
@@ -402,13 +401,12 @@ fn interleave(chunk: &mut [f32]) {
 fn with_aligned<const N: usize>(sizes: [usize; N], f: impl FnOnce([&mut [f32]; N])) {
     const LINE: usize = 16;
     let total: usize = sizes.iter().map(|size| size.next_multiple_of(LINE)).sum();
-    scratch::with(total + LINE, |floats| {
-        let skip = floats.as_ptr().align_offset(4 * LINE).min(LINE);
-        let mut rest = &mut floats[skip..];
-        f(sizes.map(|size| {
-            let (part, after) = std::mem::take(&mut rest).split_at_mut(size.next_multiple_of(LINE));
-            rest = after;
-            &mut part[..size]
-        }))
-    });
+    let floats = &mut *scratch::take(total + LINE);
+    let skip = floats.as_ptr().align_offset(4 * LINE).min(LINE);
+    let mut rest = &mut floats[skip..];
+    f(sizes.map(|size| {
+        let (part, after) = std::mem::take(&mut rest).split_at_mut(size.next_multiple_of(LINE));
+        rest = after;
+        &mut part[..size]
+    }))
 }

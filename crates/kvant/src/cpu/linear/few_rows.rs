@@ -2,12 +2,13 @@
 //!
 //! out\[t\]\[n\] = alpha · Σₖ x\[t\]\[k\] · w\[n\]\[k\] for the outputs n of one task. Bound by reading the weights, so each is
 //! read from memory once, whatever the number of rows, and its codes are unpacked in registers. An affine row is
-//! Σ over groups of scale · Σ q·x + bias · Σ x: the sums of x per group come with the prepared activations.
+//! Σ over groups of scale · Σ q·x + bias · Σ x: the sums of x per group come with the prepared activations, a sum for
+//! each lane, so that everything is added lane by lane and across them once, at the end.
 
 use std::ops::Range;
 
 use super::{
-    super::{elements::Elements, simd::Kernel, simd::Simd},
+    super::{elements::Elements, scratch, simd::Kernel, simd::Simd},
     matrix::{self, Affine, Kind, Matrix, UNIT},
 };
 use crate::DType;
@@ -16,8 +17,11 @@ use crate::DType;
 const OUTPUTS: usize = 32;
 const ROWS: usize = 8;
 
+/// Floats between the sums of two groups: the widest vector.
+const LANES: usize = 16;
+
 /// Rows of activations, ready for the kernels: widened, in the matrix's order, padded with zeros, and behind each its
-/// sums by group, padded with zeros too.
+/// sums by group.
 #[derive(Clone, Copy)]
 pub(super) struct Prepared<'a> {
     pub floats: &'a [f32],
@@ -27,7 +31,7 @@ pub(super) struct Prepared<'a> {
 
 /// Floats per prepared row.
 pub(super) fn stride(matrix: &Matrix) -> usize {
-    let sums = matrix.group().map_or(0, |group| (matrix.inputs / group).next_multiple_of(16));
+    let sums = matrix.group().map_or(0, |group| matrix.inputs / group * LANES);
     matrix.inputs.next_multiple_of(UNIT) + sums
 }
 
@@ -66,15 +70,14 @@ impl Kernel for Prepare<'_> {
                 matrix::split_pairs::<S>(row);
             }
             let Some(group) = self.matrix.group() else { continue };
-            sums.fill(0.0);
-            for (sum, group) in sums.iter_mut().zip(row.chunks_exact(group)) {
-                // SAFETY: a group is a whole number of vectors.
+            for (sum, group) in sums.chunks_exact_mut(LANES).zip(row.chunks_exact(group)) {
+                // SAFETY: a group is a whole number of vectors, and no vector is longer than LANES.
                 unsafe {
                     let mut total = S::zero();
                     for x in group.chunks_exact(S::LANES) {
                         total = S::add(total, S::load(x.as_ptr()));
                     }
-                    *sum = S::sum(total);
+                    S::store(sum.as_mut_ptr(), total);
                 }
             }
         }
@@ -123,8 +126,12 @@ impl FewRows<'_> {
     #[inline(always)]
     unsafe fn blocks<S: Simd, W: Rows>(&self, weights: W) {
         let mut result = [[0.0; OUTPUTS]; ROWS];
+        let scales = &mut *scratch::take(2 * OUTPUTS * weights.groups());
         for first in self.outputs.clone().step_by(OUTPUTS) {
             let count = (self.outputs.end - first).min(OUTPUTS);
+            // SAFETY: the caller's promise.
+            unsafe { weights.scales::<S>(self.base + first, count, scales) };
+            let block = Block { first, count, scales };
             for rows in self.rows.chunks(ROWS) {
                 let mut at = 0;
                 while at < rows.len() {
@@ -132,9 +139,9 @@ impl FewRows<'_> {
                     // SAFETY: the caller's promise.
                     at += unsafe {
                         match rows.len() - at {
-                            1 => self.tile::<S, W, 4, 1>(weights, first, count, &rows[at..], result),
-                            2 | 3 => self.tile::<S, W, 4, 2>(weights, first, count, &rows[at..], result),
-                            _ => self.tile::<S, W, 2, 4>(weights, first, count, &rows[at..], result),
+                            1 => self.tile::<S, W, 4, 1>(weights, &block, &rows[at..], result),
+                            2 | 3 => self.tile::<S, W, 4, 2>(weights, &block, &rows[at..], result),
+                            _ => self.tile::<S, W, 2, 4>(weights, &block, &rows[at..], result),
                         }
                     };
                 }
@@ -146,22 +153,22 @@ impl FewRows<'_> {
         }
     }
 
-    /// `count` outputs from `first` on of the first T rows, R at a time; returns T.
+    /// The block's outputs of the first T rows, R at a time; returns T.
     #[inline(always)]
     unsafe fn tile<S: Simd, W: Rows, const R: usize, const T: usize>(
         &self,
         weights: W,
-        first: usize,
-        count: usize,
+        block: &Block,
         rows: &[[u32; 2]],
         result: &mut [[f32; OUTPUTS]],
     ) -> usize {
         let x: [_; T] = std::array::from_fn(|t| self.x.row(rows[t][0] as usize));
-        for n in (0..count).step_by(R) {
+        let block = &Block { first: self.base + block.first, ..*block };
+        for n in (0..block.count).step_by(R) {
             // At the end the last output is computed more than once.
-            let outputs: [usize; R] = std::array::from_fn(|r| (n + r).min(count - 1));
+            let outputs: [usize; R] = std::array::from_fn(|r| (n + r).min(block.count - 1));
             // SAFETY: the caller's promise.
-            let dots = unsafe { weights.dots::<S, R, T>(outputs.map(|n| self.base + first + n), &x) };
+            let dots = unsafe { weights.dots::<S, R, T>(block, outputs, &x) };
             for (n, dots) in outputs.into_iter().zip(dots) {
                 for (t, dot) in dots.into_iter().enumerate() {
                     result[t][n] = self.alpha * dot;
@@ -172,14 +179,38 @@ impl FewRows<'_> {
     }
 }
 
-/// R rows of weights, each times T prepared rows of activations.
+/// Outputs that are computed together.
+#[derive(Clone, Copy)]
+struct Block<'a> {
+    first: usize,
+    count: usize,
+    /// Of affine rows, widened: `count` rows of scales, then as many of biases.
+    scales: &'a [f32],
+}
+
+/// A prepared row of activations and its sums by group.
+type X<'a> = (&'a [f32], &'a [f32]);
+
+/// R rows of a block of weights, each times T rows of activations.
 trait Rows: Copy {
+    /// Scales per row.
+    fn groups(&self) -> usize {
+        0
+    }
+
+    /// Prepares [`Block::scales`].
+    ///
+    /// # Safety
+    /// The rows exist, and the level's instructions are enabled.
+    unsafe fn scales<S: Simd>(&self, first: usize, count: usize, out: &mut [f32]);
+
     /// # Safety
     /// The rows exist, the activations are as long as they are, and the level's instructions are enabled.
     unsafe fn dots<S: Simd, const R: usize, const T: usize>(
         &self,
+        block: &Block,
         rows: [usize; R],
-        x: &[(&[f32], &[f32]); T],
+        x: &[X; T],
     ) -> [[f32; T]; R];
 }
 
@@ -206,16 +237,20 @@ impl<const DTYPE: usize> Dense<DTYPE> {
 
 impl<const DTYPE: usize> Rows for Dense<DTYPE> {
     #[inline(always)]
+    unsafe fn scales<S: Simd>(&self, _: usize, _: usize, _: &mut [f32]) {}
+
+    #[inline(always)]
     unsafe fn dots<S: Simd, const R: usize, const T: usize>(
         &self,
+        block: &Block,
         rows: [usize; R],
-        x: &[(&[f32], &[f32]); T],
+        x: &[X; T],
     ) -> [[f32; T]; R] {
         let size = if DTYPE == 0 { 4 } else { 2 };
         let whole = self.inputs - self.inputs % S::LANES;
         // SAFETY: the caller's promise; the rest of a row is first copied to where a whole vector can be read.
         unsafe {
-            let rows = rows.map(|row| self.weights.at(row * self.inputs).cast_const());
+            let rows = rows.map(|row| self.weights.at((block.first + row) * self.inputs).cast_const());
             let mut total = [[S::zero(); T]; R];
             for k in (0..whole).step_by(S::LANES) {
                 for r in 0..R {
@@ -249,19 +284,30 @@ struct Grouped<const BITS: usize> {
 }
 
 impl<const BITS: usize> Rows for Grouped<BITS> {
+    fn groups(&self) -> usize {
+        self.inputs / self.affine.group
+    }
+
+    #[inline(always)]
+    unsafe fn scales<S: Simd>(&self, first: usize, count: usize, out: &mut [f32]) {
+        // SAFETY: the caller's promise.
+        unsafe { self.affine.scales::<S>(first, count, self.inputs, out) };
+    }
+
     #[inline(always)]
     unsafe fn dots<S: Simd, const R: usize, const T: usize>(
         &self,
+        block: &Block,
         rows: [usize; R],
-        x: &[(&[f32], &[f32]); T],
+        x: &[X; T],
     ) -> [[f32; T]; R] {
         // SAFETY: the caller's promise.
         unsafe {
             // Where it counts most, the number of units in a group is a constant: the loop over them unrolls.
             match self.affine.group {
-                32 if T == 1 => self.dots_by::<S, R, T>(rows, x, 1),
-                64 if T == 1 => self.dots_by::<S, R, T>(rows, x, 2),
-                group => self.dots_by::<S, R, T>(rows, x, group / UNIT),
+                32 if T == 1 => self.dots_by::<S, R, T>(block, rows, x, 1),
+                64 if T == 1 => self.dots_by::<S, R, T>(block, rows, x, 2),
+                group => self.dots_by::<S, R, T>(block, rows, x, group / UNIT),
             }
         }
     }
@@ -271,48 +317,38 @@ impl<const BITS: usize> Grouped<BITS> {
     #[inline(always)]
     unsafe fn dots_by<S: Simd, const R: usize, const T: usize>(
         &self,
+        block: &Block,
         rows: [usize; R],
-        x: &[(&[f32], &[f32]); T],
+        x: &[X; T],
         units: usize,
     ) -> [[f32; T]; R] {
         let groups = self.inputs / (units * UNIT);
-        // SAFETY: the caller's promise; the sums are padded to 16.
+        // SAFETY: the caller's promise; `rows` lie within the block.
         unsafe {
-            let codes = rows.map(|row| self.affine.codes(row, self.inputs));
+            let codes = rows.map(|row| self.affine.codes(block.first + row, self.inputs));
+            let scales = rows.map(|row| block.scales.as_ptr().add(row * groups));
+            let biases = block.count * groups;
             let mut total = [[S::zero(); T]; R];
-            for start in (0..groups).step_by(16) {
-                let count = (groups - start).min(16);
-                let mut scales = [[0.0; 16]; R];
-                for r in 0..R {
-                    let biases;
-                    (scales[r], biases) = self.affine.scales::<S>(rows[r] * groups + start, count);
-                    for i in (0..16).step_by(S::LANES) {
-                        let bias = S::load(biases.as_ptr().add(i));
-                        for t in 0..T {
-                            total[r][t] = S::fma(bias, S::load(x[t].1.as_ptr().add(start + i)), total[r][t]);
-                        }
-                    }
-                }
-                #[allow(clippy::needless_range_loop, reason = "of several arrays at once")]
-                for i in 0..count {
-                    let mut dot = [[S::zero(); T]; R];
-                    for unit in 0..units {
-                        let at = ((start + i) * units + unit) * UNIT;
-                        for r in 0..R {
-                            let q = matrix::unit::<S, BITS>(codes[r].add(at / 8 * BITS));
-                            for (j, &q) in q[..UNIT / S::LANES].iter().enumerate() {
-                                for t in 0..T {
-                                    let x = S::load(x[t].0.as_ptr().add(at + j * S::LANES));
-                                    dot[r][t] = S::fma(q, x, dot[r][t]);
-                                }
+            for group in 0..groups {
+                let mut dot = [[S::zero(); T]; R];
+                for unit in 0..units {
+                    let at = (group * units + unit) * UNIT;
+                    for r in 0..R {
+                        let q = matrix::unit::<S, BITS>(codes[r].add(at / 8 * BITS));
+                        for (j, &q) in q[..UNIT / S::LANES].iter().enumerate() {
+                            for t in 0..T {
+                                let x = S::load(x[t].0.as_ptr().add(at + j * S::LANES));
+                                dot[r][t] = S::fma(q, x, dot[r][t]);
                             }
                         }
                     }
-                    for r in 0..R {
-                        let scale = S::splat(scales[r][i]);
-                        for t in 0..T {
-                            total[r][t] = S::fma(scale, dot[r][t], total[r][t]);
-                        }
+                }
+                for r in 0..R {
+                    let scale = S::splat(scales[r].add(group).read());
+                    let bias = S::splat(scales[r].add(biases + group).read());
+                    for t in 0..T {
+                        let sum = S::load(x[t].1.as_ptr().add(group * LANES));
+                        total[r][t] = S::fma(scale, dot[r][t], S::fma(bias, sum, total[r][t]));
                     }
                 }
             }
@@ -321,14 +357,17 @@ impl<const BITS: usize> Grouped<BITS> {
     }
 }
 
+/// The sum of the lanes of each vector; R·T is a multiple of 4.
 #[inline(always)]
 unsafe fn sums<S: Simd, const R: usize, const T: usize>(total: [[S::F; T]; R]) -> [[f32; T]; R] {
     let mut sums = [[0.0; T]; R];
-    for r in 0..R {
-        for t in 0..T {
-            // SAFETY: the caller's promise.
-            sums[r][t] = unsafe { S::sum(total[r][t]) };
+    for i in (0..R * T).step_by(4) {
+        let mut four = [total[0][0]; 4];
+        for (j, x) in four.iter_mut().enumerate() {
+            *x = total[(i + j) / T][(i + j) % T];
         }
+        // SAFETY: the caller's promise; four of the R·T floats are left.
+        unsafe { S::store_sums(sums.as_mut_ptr().cast::<f32>().add(i), four) };
     }
     sums
 }

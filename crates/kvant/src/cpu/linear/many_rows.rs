@@ -52,13 +52,23 @@ impl Kernel for ManyRows<'_> {
                 let start = unsafe { elements.at((self.base + self.outputs.start) * inputs) };
                 self.gather::<S>(View { start: start.cast(), stride: inputs });
             }
-            _ => scratch::with(self.outputs.len() * inputs, |weights| {
-                for (row, n) in weights.chunks_exact_mut(inputs).zip(self.outputs.clone()) {
-                    // SAFETY: the row exists; `dispatch` enables the instructions.
-                    unsafe { self.matrix.row::<S>(self.base + n, row) };
+            _ => {
+                // Rows a multiple of 2 KiB apart would fall into the same few sets of the caches.
+                let stride = if inputs.is_multiple_of(512) { inputs + 16 } else { inputs };
+                let weights = &mut *scratch::take(self.outputs.len() * stride);
+                let first = self.base + self.outputs.start;
+                // SAFETY: the rows exist; `dispatch` enables the instructions.
+                unsafe {
+                    if stride == inputs {
+                        self.matrix.rows::<S>(first, self.outputs.len(), weights);
+                    } else {
+                        for (n, row) in weights.chunks_exact_mut(stride).enumerate() {
+                            self.matrix.rows::<S>(first + n, 1, row);
+                        }
+                    }
                 }
-                self.gather::<S>(View { start: weights.as_ptr(), stride: inputs });
-            }),
+                self.gather::<S>(View { start: weights.as_ptr(), stride });
+            }
         }
     }
 }
@@ -72,12 +82,11 @@ impl ManyRows<'_> {
             return self.scatter::<S>(weights, View { start, stride: self.stride });
         }
         let inputs = self.matrix.inputs;
-        scratch::with(self.rows.len() * inputs, |gathered| {
-            for (to, &[x, _]) in gathered.chunks_exact_mut(inputs).zip(self.rows) {
-                to.copy_from_slice(&self.x[x as usize * self.stride..][..inputs]);
-            }
-            self.scatter::<S>(weights, View { start: gathered.as_ptr(), stride: inputs });
-        });
+        let gathered = &mut *scratch::take(self.rows.len() * inputs);
+        for (to, &[x, _]) in gathered.chunks_exact_mut(inputs).zip(self.rows) {
+            to.copy_from_slice(&self.x[x as usize * self.stride..][..inputs]);
+        }
+        self.scatter::<S>(weights, View { start: gathered.as_ptr(), stride: inputs });
     }
 
     /// Multiplies, into the output where it is f32 and in order, else by way of scratch memory.
@@ -89,13 +98,12 @@ impl ManyRows<'_> {
             let to = unsafe { self.out.at(self.rows[0][1] as usize * self.width + self.outputs.start) };
             return self.multiply(weights, x, to.cast(), self.width);
         }
-        scratch::with(self.rows.len() * count, |product| {
-            self.multiply(weights, x, product.as_mut_ptr(), count);
-            for (row, &[_, out]) in product.chunks_exact(count).zip(self.rows) {
-                // SAFETY: no other task writes these outputs; `dispatch` enables the instructions.
-                unsafe { self.out.store::<S>(out as usize * self.width + self.outputs.start, row) };
-            }
-        });
+        let product = &mut *scratch::take(self.rows.len() * count);
+        self.multiply(weights, x, product.as_mut_ptr(), count);
+        for (row, &[_, out]) in product.chunks_exact(count).zip(self.rows) {
+            // SAFETY: no other task writes these outputs; `dispatch` enables the instructions.
+            unsafe { self.out.store::<S>(out as usize * self.width + self.outputs.start, row) };
+        }
     }
 
     fn multiply(&self, weights: View, x: View, to: *mut f32, to_stride: usize) {

@@ -4,8 +4,8 @@
 //! no interleaving; the activations (and dequantised rows) are put into the same order instead, once. Everything else
 //! keeps the natural order.
 
-use super::super::{elements::Elements, simd::Simd};
-use crate::{DType, ops::linear::OwnedWeight};
+use super::super::{elements::Elements, scratch, simd::Simd};
+use crate::ops::linear::OwnedWeight;
 
 /// Inputs that the affine kernels take at a time: the smallest group.
 pub(in crate::cpu) const UNIT: usize = 32;
@@ -72,43 +72,41 @@ impl Matrix {
     /// A row as f32 in natural order, times `scale`.
     ///
     /// # Safety
-    /// The row exists, and the level's instructions are enabled.
+    /// The row exists, `out` is as long as it, and the level's instructions are enabled.
     #[inline(always)]
     pub(in crate::cpu) unsafe fn natural_row<S: Simd>(&self, row: usize, scale: f32, out: &mut [f32]) {
-        // SAFETY: the caller's promise; the scratch row is as long as `out`.
-        unsafe {
-            self.row::<S>(row, out);
-            if self.splits_pairs() {
-                for pairs in out.chunks_exact_mut(2 * S::LANES) {
-                    let mut natural = [0.0; UNIT];
-                    for i in 0..S::LANES {
-                        natural[2 * i] = pairs[i];
-                        natural[2 * i + 1] = pairs[S::LANES + i];
-                    }
-                    pairs.copy_from_slice(&natural[..2 * S::LANES]);
+        // SAFETY: the caller's promise.
+        unsafe { self.rows::<S>(row, 1, out) };
+        if self.splits_pairs() {
+            for pairs in out.chunks_exact_mut(2 * S::LANES) {
+                let mut natural = [0.0; UNIT];
+                for i in 0..S::LANES {
+                    natural[2 * i] = pairs[i];
+                    natural[2 * i + 1] = pairs[S::LANES + i];
                 }
+                pairs.copy_from_slice(&natural[..2 * S::LANES]);
             }
-            if scale != 1.0 {
-                out.iter_mut().for_each(|x| *x *= scale);
-            }
+        }
+        if scale != 1.0 {
+            out.iter_mut().for_each(|x| *x *= scale);
         }
     }
 
-    /// A row as f32, in the kernels' order.
+    /// Rows `first .. first + count` as f32, in the kernels' order.
     ///
     /// # Safety
-    /// The row exists, `out` has room for `inputs`, and the level's instructions are enabled.
+    /// The rows exist, `out` is as long as they are, and the level's instructions are enabled.
     #[inline(always)]
-    pub(super) unsafe fn row<S: Simd>(&self, row: usize, out: &mut [f32]) {
-        let out = &mut out[..self.inputs];
+    pub(super) unsafe fn rows<S: Simd>(&self, first: usize, count: usize, out: &mut [f32]) {
+        let out = &mut out[..count * self.inputs];
         // SAFETY: the caller's promise.
         unsafe {
             match self.kind {
-                Kind::Dense(elements) => elements.load::<S>(row * self.inputs, out),
+                Kind::Dense(elements) => elements.load::<S>(first * self.inputs, out),
                 Kind::Affine(affine) => match affine.bits {
-                    4 => affine.row::<S, 4>(row, out),
-                    6 => affine.row::<S, 6>(row, out),
-                    _ => affine.row::<S, 8>(row, out),
+                    4 => affine.rows::<S, 4>(first, count, out),
+                    6 => affine.rows::<S, 6>(first, count, out),
+                    _ => affine.rows::<S, 8>(first, count, out),
                 },
             }
         }
@@ -126,69 +124,43 @@ impl Affine {
         unsafe { self.codes.0.add(row * (inputs / 8 * self.bits)) }
     }
 
-    /// Widens `count` scales and biases, at most 16, of groups `first ..`; the rest of the arrays becomes 0.
+    /// Widens the scales of `count` rows from `first` on, and behind them their biases.
     ///
     /// # Safety
-    /// The groups exist (counted through all rows), and the level's instructions are enabled.
+    /// The rows exist, `out` is twice as long as they have groups, and the level's instructions are enabled.
     #[inline(always)]
-    pub(super) unsafe fn scales<S: Simd>(&self, first: usize, count: usize) -> ([f32; 16], [f32; 16]) {
+    pub(super) unsafe fn scales<S: Simd>(&self, first: usize, count: usize, inputs: usize, out: &mut [f32]) {
+        let groups = inputs / self.group;
+        let (scales, biases) = out.split_at_mut(count * groups);
         // SAFETY: the caller's promise.
-        unsafe { (load16::<S>(self.scales, first, count), load16::<S>(self.biases, first, count)) }
+        unsafe {
+            self.scales.load::<S>(first * groups, scales);
+            self.biases.load::<S>(first * groups, &mut biases[..count * groups]);
+        }
     }
 
     #[inline(always)]
-    unsafe fn row<S: Simd, const BITS: usize>(&self, row: usize, out: &mut [f32]) {
+    unsafe fn rows<S: Simd, const BITS: usize>(&self, first: usize, count: usize, out: &mut [f32]) {
+        // A group is a whole number of bytes, and rows follow one another: no need to tell them apart.
         let groups = out.len() / self.group;
+        let factors = &mut *scratch::take(2 * groups);
         // SAFETY: the caller's promise; a group is a whole number of units.
         unsafe {
-            let codes = self.codes(row, out.len());
-            for first in (0..groups).step_by(16) {
-                let count = (groups - first).min(16);
-                let (scales, biases) = self.scales::<S>(row * groups + first, count);
-                for i in 0..count {
-                    let (scale, bias) = (S::splat(scales[i]), S::splat(biases[i]));
-                    let start = (first + i) * self.group;
-                    for at in (start..start + self.group).step_by(UNIT) {
-                        let q = unit::<S, BITS>(codes.add(at / 8 * BITS));
-                        let to = out.as_mut_ptr().add(at);
-                        for (j, &q) in q[..UNIT / S::LANES].iter().enumerate() {
-                            S::store(to.add(j * S::LANES), S::fma(q, scale, bias));
-                        }
+            self.scales::<S>(first, count, out.len() / count.max(1), factors);
+            let codes = self.codes(first, out.len() / count.max(1));
+            let (scales, biases) = factors.split_at(groups);
+            for (i, (&scale, &bias)) in scales.iter().zip(biases).enumerate() {
+                let (scale, bias) = (S::splat(scale), S::splat(bias));
+                for at in (i * self.group..(i + 1) * self.group).step_by(UNIT) {
+                    let q = unit::<S, BITS>(codes.add(at / 8 * BITS));
+                    let to = out.as_mut_ptr().add(at);
+                    for (j, &q) in q[..UNIT / S::LANES].iter().enumerate() {
+                        S::store(to.add(j * S::LANES), S::fma(q, scale, bias));
                     }
                 }
             }
         }
     }
-}
-
-/// Up to 16 numbers, and zeros behind them.
-///
-/// # Safety
-/// They exist, and the level's instructions are enabled.
-#[inline(always)]
-unsafe fn load16<S: Simd>(from: Elements, first: usize, count: usize) -> [f32; 16] {
-    let mut wide = [0.0; 16];
-    // SAFETY: the caller's promise; fewer than 16 are first copied to where all 16 can be read.
-    unsafe {
-        let at = from.at(first);
-        if from.dtype == DType::F32 {
-            std::ptr::copy_nonoverlapping(at.cast::<f32>(), wide.as_mut_ptr(), count);
-            return wide;
-        }
-        let mut narrow = [0u16; 16];
-        let mut at = at.cast::<u16>().cast_const();
-        if count < 16 {
-            for (i, to) in narrow[..count].iter_mut().enumerate() {
-                *to = at.add(i).read();
-            }
-            at = narrow.as_ptr();
-        }
-        for i in (0..16).step_by(S::LANES) {
-            let x = if from.dtype == DType::F16 { S::load_f16(at.add(i)) } else { S::load_bf16(at.add(i)) };
-            S::store(wide.as_mut_ptr().add(i), x);
-        }
-    }
-    wide
 }
 
 /// The codes of [`UNIT`] inputs as f32, in the kernels' order, in the first `UNIT / LANES` vectors.

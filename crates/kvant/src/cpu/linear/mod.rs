@@ -22,8 +22,9 @@ use crate::ops::linear::Call;
 
 /// Rows of activations prepared at a time: bounds the scratch memory.
 const X_ROWS: usize = 1024;
-/// As many output rows as this for one matrix, and it is widened and multiplied.
-const MANY: usize = 12;
+/// As many output rows as this for one matrix, and it is widened and multiplied: there the two ways were measured to be
+/// equally fast.
+const MANY: usize = 64;
 /// Outputs of a task that widens weights.
 const MANY_TILE: usize = 128;
 /// Multiply-adds below which handing out tasks costs more than it saves.
@@ -48,24 +49,22 @@ fn run_rows(cpu: &Cpu, call: &Call, first: usize, x_rows: usize) {
     let stride = few_rows::stride(&matrix);
     let out_rows = x_rows * call.rows_per_input;
     let experts = if call.experts.is_some() { call.dims.experts } else { 1 };
-    scratch::with(x_rows * stride, |prepared| {
-        prepare(cpu, matrix, x, first, prepared);
-        scratch::with(2 * out_rows + 2 * experts + 1, |list| {
-            let list: &mut [u32] = bytemuck::cast_slice_mut(list);
-            let (rows, list) = list.split_at_mut(2 * out_rows);
-            let (bounds, chosen) = list.split_at_mut(experts + 1);
-            let rows = bytemuck::cast_slice_mut(rows);
-            list_rows(call, first, rows, bounds);
-            let mut count = 0;
-            for expert in 0..experts {
-                if bounds[expert] < bounds[expert + 1] {
-                    chosen[count] = expert as u32;
-                    count += 1;
-                }
-            }
-            Products { call, matrix, floats: prepared, rows, bounds, chosen: &chosen[..count] }.run(cpu);
-        });
-    });
+    let prepared = &mut *scratch::take(x_rows * stride);
+    prepare(cpu, matrix, x, first, prepared);
+    let list = &mut *scratch::take(2 * out_rows + 2 * experts + 1);
+    let list: &mut [u32] = bytemuck::cast_slice_mut(list);
+    let (rows, list) = list.split_at_mut(2 * out_rows);
+    let (bounds, chosen) = list.split_at_mut(experts + 1);
+    let rows = bytemuck::cast_slice_mut(rows);
+    list_rows(call, first, rows, bounds);
+    let mut count = 0;
+    for expert in 0..experts {
+        if bounds[expert] < bounds[expert + 1] {
+            chosen[count] = expert as u32;
+            count += 1;
+        }
+    }
+    Products { call, matrix, floats: prepared, rows, bounds, chosen: &chosen[..count] }.run(cpu);
 }
 
 fn prepare(cpu: &Cpu, matrix: Matrix, x: Elements, first: usize, prepared: &mut [f32]) {
