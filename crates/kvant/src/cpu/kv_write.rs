@@ -363,10 +363,11 @@ mod tests {
                 for device in devices() {
                     let got = run(&device);
                     for (row, (got, want)) in got.0.iter().zip(&want.0).enumerate() {
-                        let close = (got - want).abs() <= 2e-6 * want.abs() + 2e-45 || got.is_nan() && want.is_nan();
+                        // Subnormal numbers have too few digits for the same codes, on which the norm may depend.
+                        let relative = if want.abs() < f32::MIN_POSITIVE { 3e-3 } else { 2e-6 };
+                        let close = (got - want).abs() <= relative * want.abs() || got.is_nan() && want.is_nan();
                         assert!(close, "{device} tq{bits} D={dim} norm {row}: {got:e}, not {want:e}");
                     }
-                    // Subnormal numbers have too few digits for the same codes.
                     let row_bytes = got.1.len() / 11;
                     for row in (0..8).chain([9]) {
                         let at = row * row_bytes..(row + 1) * row_bytes;
