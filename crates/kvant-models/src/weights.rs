@@ -110,6 +110,7 @@ pub(crate) struct MoeWeights {
 
 /// The first half of every expert.
 #[derive(Debug)]
+#[allow(clippy::large_enum_variant)] // One a layer: nothing is gained by a box.
 pub(crate) enum GateUp {
     /// Hugging Face: `[E, 2I, H]`, the gate's rows first.
     Fused(Matrix),

@@ -529,10 +529,10 @@ proptest! {
             let pointer: &String = at.get(&pointers);
             *json.pointer_mut(pointer).unwrap() = value;
         }
-        if let Ok(tokenizer) = Tokenizer::parse(json.to_string().as_bytes()) {
-            if let Ok(ids) = tokenizer.encode("abba", true) {
-                let _ = tokenizer.decode(&ids);
-            }
+        if let Ok(tokenizer) = Tokenizer::parse(json.to_string().as_bytes())
+            && let Ok(ids) = tokenizer.encode("abba", true)
+        {
+            let _ = tokenizer.decode(&ids);
         }
         assert_modest();
     }

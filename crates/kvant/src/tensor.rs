@@ -175,7 +175,7 @@ impl Tensor {
                 got: format!("{range:?}"),
             });
         }
-        let row_bytes = if rows == 0 { 0 } else { self.bytes() / rows };
+        let row_bytes = self.bytes().checked_div(rows).unwrap_or(0);
         let mut view = self.clone();
         view.shape.dims[0] = range.end - range.start;
         view.offset += range.start * row_bytes;

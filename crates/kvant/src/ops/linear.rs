@@ -129,7 +129,7 @@ impl Weight<'_> {
         check::value_is(op, "group", matches!(affine.group, 32 | 64 | 128), "32, 64 or 128", affine.group)?;
         let [e, outputs, words] = dims(affine.codes)?;
         let [_, _, groups] = dims(affine.scales)?;
-        let inputs = groups.checked_mul(affine.group).unwrap_or(usize::MAX);
+        let inputs = groups.saturating_mul(affine.group);
         // A group of 32 codes or more is a whole number of words at each width.
         let words_ok = inputs.checked_mul(affine.bits as usize).is_some_and(|bits| bits / 32 == words);
         check::value_is(op, arg, words_ok, format_args!("K·bits/32 words for K = {inputs}"), words)?;

@@ -43,6 +43,8 @@ use crate::{Result, encoder::Touch};
 /// Each file's `Call` holds owned tensors and the dimensions that validation resolved.
 macro_rules! calls {
     ($($variant:ident($module:ident)),* $(,)?) => {
+        // Boxing the large ones would allocate at every operation.
+        #[allow(clippy::large_enum_variant)]
         #[derive(Clone, Debug)]
         pub(crate) enum Call { $($variant($module::Call)),* }
 

@@ -264,7 +264,7 @@ pub(crate) trait Simd: Copy + 'static {
             let f = Self::sub(x, n);
             // Taylor coefficients ln2ᵏ/k!: on |f| ≤ ½ the seventh term is below 1e-8.
             let mut p = Self::splat(1.540_353e-4);
-            for c in [1.333_355_8e-3, 9.618_129e-3, 5.550_411e-2, 0.240_226_5, 0.693_147_2] {
+            for c in [1.333_355_8e-3, 9.618_129e-3, 5.550_411e-2, 0.240_226_5, std::f32::consts::LN_2] {
                 p = Self::fma(p, f, Self::splat(c));
             }
             (Self::pow2i(n), Self::mul(p, f))
