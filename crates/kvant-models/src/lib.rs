@@ -1,4 +1,4 @@
-//! Runs Gemma 4 text models on [kvant](kvant), from Hugging Face and MLX checkpoints.
+//! Runs Gemma 4 text models on [kvant], from Hugging Face and MLX checkpoints.
 //!
 //! | what | where |
 //! |---|---|

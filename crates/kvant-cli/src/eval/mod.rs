@@ -54,7 +54,7 @@ pub struct Args {
 #[derive(clap::Args)]
 #[group(required = true, multiple = false)]
 struct Source {
-    /// Text file; documents are separated by lines `<|doc|>`, and each becomes <bos> text <eos>
+    /// Text file; documents are separated by lines `<|doc|>`, and each becomes `<bos> text <eos>`
     #[arg(long, value_name = "FILE")]
     text: Option<PathBuf>,
     /// File of token ids, separated by white space; nothing is added
