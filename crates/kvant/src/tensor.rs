@@ -166,16 +166,17 @@ impl Tensor {
 
     /// Rows `range` of the first dimension, as a view of the same memory.
     pub fn rows(&self, range: std::ops::Range<usize>) -> Result<Tensor> {
-        let rows = self.shape().first().copied().unwrap_or(0);
-        if range.start > range.end || range.end > rows {
+        // A tensor without dimensions has no rows, not even an empty range of them.
+        let rows = self.shape().first().copied();
+        if rows.is_none_or(|rows| range.start > range.end || range.end > rows) {
             return Err(Error::Value {
                 op: "rows",
                 arg: "range",
-                expected: format!("within 0..{rows}"),
+                expected: format!("within 0..{}", rows.unwrap_or(0)),
                 got: format!("{range:?}"),
             });
         }
-        let row_bytes = self.bytes().checked_div(rows).unwrap_or(0);
+        let row_bytes = self.bytes().checked_div(rows.unwrap_or(0)).unwrap_or(0);
         let mut view = self.clone();
         view.shape.dims[0] = range.end - range.start;
         view.offset += range.start * row_bytes;
