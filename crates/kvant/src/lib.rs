@@ -14,7 +14,7 @@
 //!
 //! let device = Device::default();
 //! let (heads, kv_heads, head_dim) = (8, 2, 64);
-//! let layer = CacheLayer { kv_heads, head_dim, window: None, k: Codec::F16, v: Codec::tq(4) };
+//! let layer = CacheLayer { kv_heads, head_dim, window: None, k: Codec::F16, v: Codec::tq(8) };
 //! let spec = CacheSpec { layers: vec![layer], sequences: 1, capacity: 4096, slack: 0 };
 //! let mut cache = KvCache::new(&device, &spec)?;
 //!
