@@ -1,6 +1,9 @@
 //! Text to token ids and back, by the model's own `tokenizer.json`.
 
-use std::path::Path;
+use std::{
+    panic::{AssertUnwindSafe, catch_unwind},
+    path::Path,
+};
 
 use serde_json::Value;
 
@@ -39,28 +42,29 @@ impl Tokenizer {
 
     /// Parses the contents of a `tokenizer.json`, which does not say which ids start and end a text.
     pub fn parse(json: &[u8]) -> Result<Tokenizer> {
-        let mut inner = tokenizers::Tokenizer::from_bytes(json).map_err(refused)?;
+        check_sections(json)?;
+        let mut inner = guarded(|| tokenizers::Tokenizer::from_bytes(json))?;
         // A prompt must never be cut or padded behind the caller's back.
-        inner.with_truncation(None).map_err(refused)?;
+        guarded(|| inner.with_truncation(None).map(|_| ()))?;
         inner.with_padding(None);
         Ok(Tokenizer { inner, bos: None, eos: Vec::new() })
     }
 
     /// The ids of a text, with the id that starts a text in front if asked (and if there is one).
     pub fn encode(&self, text: &str, add_bos: bool) -> Result<Vec<u32>> {
-        let encoding = self.inner.encode_fast(text, false).map_err(refused)?;
+        let encoding = guarded(|| self.inner.encode_fast(text, false))?;
         let bos = self.bos.filter(|_| add_bos);
         Ok(bos.into_iter().chain(encoding.get_ids().iter().copied()).collect())
     }
 
     /// The text of ids, without special tokens. Bytes that are not UTF-8 become U+FFFD.
     pub fn decode(&self, ids: &[u32]) -> Result<String> {
-        self.inner.decode(ids, true).map_err(refused)
+        guarded(|| self.inner.decode(ids, true))
     }
 
     /// The text of ids, special tokens by their names.
     pub fn decode_with_special(&self, ids: &[u32]) -> Result<String> {
-        self.inner.decode(ids, false).map_err(refused)
+        guarded(|| self.inner.decode(ids, false))
     }
 
     /// The id that starts a text.
@@ -96,8 +100,38 @@ impl std::fmt::Debug for Tokenizer {
     }
 }
 
-fn refused(error: tokenizers::Error) -> Error {
-    Error::Tokenizer { reason: error.to_string() }
+/// Parses the parts whose readers in the `tokenizers` crate panic on broken JSON: here it is an error.
+fn check_sections(json: &[u8]) -> Result<()> {
+    #[derive(serde::Deserialize)]
+    #[expect(dead_code, reason = "parsed to see that it can be")]
+    struct Sections {
+        #[serde(default)]
+        normalizer: Value,
+        #[serde(default)]
+        pre_tokenizer: Value,
+        #[serde(default)]
+        post_processor: Value,
+        #[serde(default)]
+        decoder: Value,
+    }
+    match serde_json::from_slice::<Sections>(json) {
+        Ok(_) => Ok(()),
+        Err(error) => Err(Error::Tokenizer { reason: error.to_string() }),
+    }
+}
+
+/// Calls the `tokenizers` crate, which panics on some files whose JSON is well formed: an error as well.
+fn guarded<T>(call: impl FnOnce() -> std::result::Result<T, tokenizers::Error>) -> Result<T> {
+    let reason = match catch_unwind(AssertUnwindSafe(call)) {
+        Ok(Ok(value)) => return Ok(value),
+        Ok(Err(error)) => error.to_string(),
+        Err(panic) => {
+            let message = panic.downcast_ref::<&str>().map(|s| s.to_string());
+            let message = message.or_else(|| panic.downcast_ref::<String>().cloned());
+            format!("the file makes no sense ({})", message.unwrap_or_default())
+        }
+    };
+    Err(Error::Tokenizer { reason })
 }
 
 /// How many ids the stream keeps as context once their text is out.

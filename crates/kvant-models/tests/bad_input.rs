@@ -444,6 +444,15 @@ fn bad_tokenizers_are_file_errors() {
     }
     let empty = tempfile::tempdir().unwrap();
     assert!(matches!(Tokenizer::load(empty.path()), Err(Error::File { .. })));
+
+    // Broken within a section, and well formed but senseless: both make the tokenizers crate panic.
+    let text = small_tokenizer().to_string();
+    let broken = text.replacen("\"decoder\":{", "\"decoder\":{\"a\":\u{1},", 1);
+    assert_ne!(broken, text);
+    assert!(matches!(Tokenizer::parse(broken.as_bytes()), Err(Error::Tokenizer { .. })));
+    let mut senseless = small_tokenizer();
+    senseless["normalizer"] = json!({"type": "Precompiled", "precompiled_charsmap": 3});
+    assert!(matches!(Tokenizer::parse(senseless.to_string().as_bytes()), Err(Error::Tokenizer { .. })));
 }
 
 /// A value that has no place where it stands.
