@@ -1,0 +1,35 @@
+// What a compiled kernel and the runtime know of each other. Both sides include this file, so it needs no other header.
+#pragma once
+#pragma clang system_header
+
+// One thread's view of the dispatch: what the attributes of a kernel's parameters are answered from.
+struct MslContext {
+  char *const *buffer;                // by [[buffer(n)]]
+  const unsigned long *buffer_bytes;  // from the binding's offset to its end
+  char *const *threadgroup_memory;    // by [[threadgroup(n)]]
+  unsigned thread_position_in_grid[3], threadgroup_position_in_grid[3], thread_position_in_threadgroup[3];
+  unsigned threads_per_threadgroup[3];           // smaller at the edge of a grid that the threadgroup does not divide
+  unsigned dispatch_threads_per_threadgroup[3];  // the same everywhere
+  unsigned threads_per_grid[3], threadgroups_per_grid[3];
+  unsigned thread_index_in_threadgroup, thread_index_in_simdgroup, simdgroup_index_in_threadgroup, simdgroups_per_threadgroup;
+};
+
+// Runs once per SIMD-group function, over the 16-byte slots of the lanes in `active`; slot 32 takes a common result.
+typedef void (*MslCombine)(char *slots, unsigned lanes, unsigned active);
+
+// Calls that wait for other threads: never copied into a branch, and never merged with another call.
+#define MSL_CONVERGENT __attribute__((convergent, nomerge))
+extern "C" {
+MSL_CONVERGENT void __msl_threadgroup_barrier(unsigned flags, unsigned site);
+MSL_CONVERGENT void __msl_simdgroup_barrier(unsigned flags, unsigned site);
+// Deposits `bytes` of `value` in this lane's slot, waits for the other lanes, and returns the slots of all.
+MSL_CONVERGENT const char *__msl_simd(const void *value, unsigned bytes, unsigned operation, MslCombine combine, unsigned site);
+unsigned __msl_lane(void);
+unsigned __msl_active(void);  // the lanes that took part in this thread's last SIMD-group function
+// The threadgroup variable that `key` stands for, poisoned at the start of every threadgroup.
+void *__msl_threadgroup_variable(const void *key, unsigned long bytes, const char *name);
+// A buffer is smaller than the struct that a reference parameter promises.
+void __msl_short_buffer(unsigned index, unsigned long bytes, unsigned long needed);
+// Checker build: an atomic operation (0 load, 1 store, 2 read-modify-write).
+void __msl_atomic(const void *address, unsigned bytes, unsigned kind);
+}

@@ -1,0 +1,81 @@
+// simdgroup_matrix: 8x8, two neighbouring elements of a row per lane. Lane l holds row ((l / 4) & 4) + (l / 2) % 4 and the two
+// columns from ((l / 4) & 2) * 2 + (l % 2) * 2, the map that kernels using thread_elements() rely on.
+#pragma once
+#pragma clang system_header
+#include "sync.h"
+
+namespace metal {
+
+inline unsigned __matrix_row(unsigned lane) { return ((lane / 4) & 4) + (lane / 2) % 4; }
+inline unsigned __matrix_column(unsigned lane) { return ((lane / 4) & 2) * 2 + (lane % 2) * 2; }
+
+template <class T, int Cols, int Rows = Cols> struct simdgroup_matrix {
+  static_assert(Cols == 8 && Rows == 8, "simdgroup_matrix is 8x8");
+  vec<T, 2> elements;
+  simdgroup_matrix() : elements(__poison<vec<T, 2>>()) {}
+  // As MSL has it: the value goes to the diagonal, the rest is zero.
+  explicit simdgroup_matrix(T diagonal) {
+    unsigned lane = __msl_lane(), row = __matrix_row(lane), column = __matrix_column(lane);
+    for (unsigned k = 0; k < 2; k++) elements[k] = row == column + k ? diagonal : (T)0;
+  }
+  vec<T, 2> &thread_elements() { return elements; }
+};
+typedef simdgroup_matrix<float, 8, 8> simdgroup_float8x8;
+typedef simdgroup_matrix<half, 8, 8> simdgroup_half8x8;
+typedef simdgroup_matrix<bfloat, 8, 8> simdgroup_bfloat8x8;
+
+template <class T, int Cols, int Rows = Cols> inline simdgroup_matrix<T, Cols, Rows> make_filled_simdgroup_matrix(T value) {
+  simdgroup_matrix<T, Cols, Rows> m;
+  m.elements = (vec<T, 2>)value;
+  return m;
+}
+
+// Element (row, column) of the matrix lies at [row + origin.y][column + origin.x], or the other way round if transposed.
+template <class P> inline auto __matrix_at(P p, ulong stride, ulong2 origin, bool transpose, unsigned row, unsigned column) {
+  return transpose ? p + (column + origin.x) * stride + (row + origin.y) : p + (row + origin.y) * stride + (column + origin.x);
+}
+template <class T, class P>
+MSL_INLINE void simdgroup_load(thread simdgroup_matrix<T, 8, 8> &m, P source, ulong elements_per_row = 8, ulong2 origin = ulong2{0, 0}, bool transpose = false, MSL_SITE) {
+  static_assert(sizeof(*source) == sizeof(T), "simdgroup_load reads the matrix's own element type");
+  __msl_simd(nullptr, 0, __op_matrix, nullptr, site);
+  unsigned lane = __msl_lane(), row = __matrix_row(lane), column = __matrix_column(lane);
+  for (unsigned k = 0; k < 2; k++) m.elements[k] = *__matrix_at(source, elements_per_row, origin, transpose, row, column + k);
+}
+template <class T, class P>
+MSL_INLINE void simdgroup_store(simdgroup_matrix<T, 8, 8> m, P target, ulong elements_per_row = 8, ulong2 origin = ulong2{0, 0}, bool transpose = false, MSL_SITE) {
+  static_assert(sizeof(*target) == sizeof(T), "simdgroup_store writes the matrix's own element type");
+  __msl_simd(nullptr, 0, __op_matrix + 1, nullptr, site);
+  unsigned lane = __msl_lane(), row = __matrix_row(lane), column = __matrix_column(lane);
+  for (unsigned k = 0; k < 2; k++) *__matrix_at(target, elements_per_row, origin, transpose, row, column + k) = m.elements[k];
+}
+
+// d = a * b + c. Products and sums in float whatever the types, in order of the inner index, and one rounding at the end.
+template <class D, class A, class B, class C>
+MSL_INLINE void simdgroup_multiply_accumulate(thread simdgroup_matrix<D, 8, 8> &d, simdgroup_matrix<A, 8, 8> a, simdgroup_matrix<B, 8, 8> b, simdgroup_matrix<C, 8, 8> c, MSL_SITE) {
+  float mine[4] = {(float)a.elements[0], (float)a.elements[1], (float)b.elements[0], (float)b.elements[1]};
+  const char *slots = __msl_simd(mine, sizeof mine, __op_matrix + 2, nullptr, site);
+  unsigned lane = __msl_lane(), row = __matrix_row(lane), column = __matrix_column(lane);
+  float sum[2] = {(float)c.elements[0], (float)c.elements[1]};
+  for (unsigned from = 0; from < 32; from++) {  // lanes in order meet the columns of a row of `a` in order
+    if (__matrix_row(from) != row) continue;
+    float4 left = __slot<float4>(slots, from);
+    for (unsigned k = 0; k < 2; k++) {
+      unsigned inner = __matrix_column(from) + k, holder = (inner & 4) * 4 + (inner & 3) * 2 + (column & 4) * 2 + (column & 2) / 2;
+      float4 right = __slot<float4>(slots, holder);
+      for (unsigned j = 0; j < 2; j++) sum[j] = __builtin_fmaf(left[k], right[2 + j], sum[j]);
+    }
+  }
+  d.elements[0] = (D)sum[0];
+  d.elements[1] = (D)sum[1];
+}
+template <class D, class A, class B>
+MSL_INLINE void simdgroup_multiply(thread simdgroup_matrix<D, 8, 8> &d, simdgroup_matrix<A, 8, 8> a, simdgroup_matrix<B, 8, 8> b, MSL_SITE) {
+  simdgroup_multiply_accumulate(d, a, b, make_filled_simdgroup_matrix<D, 8, 8>((D)0), site);
+}
+template <class T> MSL_INLINE simdgroup_matrix<T, 8, 8> operator*(simdgroup_matrix<T, 8, 8> a, simdgroup_matrix<T, 8, 8> b) {
+  simdgroup_matrix<T, 8, 8> d;
+  simdgroup_multiply(d, a, b);
+  return d;
+}
+
+}  // namespace metal

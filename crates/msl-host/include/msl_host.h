@@ -1,0 +1,14 @@
+// Plays <metal_stdlib> for clang on x86-64. Every kernel is compiled twice against it:
+//   typed pass   -DMSL_TYPED: address spaces are part of the types and warnings are errors; nothing is generated;
+//   run pass     address spaces are plain pointers, which is what the checker's instrumentation can follow.
+// The front end has rewritten the source before (see src/rewrite.rs): vector constructors and casts are calls of
+// metal::__make and metal::__cast, threadgroup variables and function constants use the macros of glue.h.
+#pragma once
+#pragma clang system_header
+#include "msl/context.h"
+#include "msl/types.h"
+#include "msl/math.h"
+#include "msl/sync.h"
+#include "msl/atomic.h"
+#include "msl/matrix.h"
+#include "msl/glue.h"

@@ -1,0 +1,50 @@
+// What the Rust side and the runtime exchange. src/runtime.rs declares the same types; keep them in step.
+#pragma once
+#include <stddef.h>
+#include <stdint.h>
+
+struct Region;  // a block of memory between guard pages
+struct State;   // one dispatch at a time; a pool on the Rust side lets several run on several OS threads
+
+enum Access : uint32_t { READ = 1, WRITE = 2 };
+enum Schedule : uint32_t { FORWARD, REVERSE, RANDOM };
+enum Kind : uint32_t {
+  OUT_OF_BOUNDS, UNDECLARED_ACCESS, UNINITIALISED_READ, RACE, DIVERGENCE, TIME_LIMIT, STACK_OVERFLOW, ARITHMETIC, MISALIGNED, LIMIT
+};
+
+// A buffer binding, as far as a region is concerned: what the kernel may touch, and how.
+struct MslExtent { Region *region; uint64_t offset, bytes; uint32_t access, index; };
+
+struct MslLaunch {
+  void (*entry)(const struct MslContext *);
+  const char *kernel;
+  const MslExtent *extents;
+  uint64_t extent_count;
+  uint64_t threadgroup_bytes[31];
+  uint32_t groups[3], threads[3];
+  uint32_t total[3];  // threads of the whole grid; fewer than groups * threads where the edge is cut off
+  uint32_t schedule, allow_divergence;
+  uint64_t seed;
+  uint32_t time_limit_ms;
+};
+
+struct MslFinding {
+  uint32_t kind, line;        // line: where the runtime knows it itself, else 0
+  uint64_t pc, other_pc;      // of the access, and of the one it conflicts with; 0 if unknown
+  uint32_t group[3], thread, simdgroup, lane, has_thread;
+  uint64_t count;
+  char text[500];
+};
+
+struct MslStats { uint64_t threads, switches, rendezvous; };
+
+extern "C" {
+Region *msl_region_new(uint64_t bytes);
+void msl_region_free(Region *);
+char *msl_region_base(Region *);
+State *msl_state_new();
+void msl_state_free(State *);
+// Runs a launch to its end or its first fatal finding. Returns the number of findings.
+uint64_t msl_dispatch(State *, const MslLaunch *, MslStats *);
+const MslFinding *msl_finding(State *, uint64_t index);
+}

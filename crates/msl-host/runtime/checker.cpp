@@ -1,0 +1,159 @@
+// The checker build: clang's thread-sanitizer instrumentation calls these hooks before every access of memory that is not a
+// local variable. They judge bounds, declared access, initialisation and races; no sanitizer runtime is involved.
+//
+// Two accesses of one byte by two threads of a threadgroup are ordered if a threadgroup_barrier with the right flag lies between
+// them, or, within a SIMD-group, a simdgroup_barrier. Accesses of two threadgroups are never ordered within a dispatch. Unordered
+// accesses race if one of them writes, unless both are atomic. This holds for every schedule: a race is found even in a run
+// where it did no harm.
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/mman.h>
+#include "state.h"
+
+static bool ordered(const State &s, const Fiber &f, const Trace &t, int space) {
+  if (t.serial != s.serial) return false;
+  if (t.thread == f.index || t.epoch != s.epoch[space]) return true;
+  return t.thread / SIMD_WIDTH == f.simdgroup && t.simd_epoch != s.groups[f.simdgroup].epoch[space];
+}
+// Does the trace belong to this dispatch, and, in threadgroup memory, to this threadgroup?
+static bool current(const State &s, const Trace &t, bool threadgroup) { return threadgroup ? t.serial == s.serial : t.serial >= s.first_serial; }
+
+// Memory that no launch describes but a kernel may touch: locals, the library's constants, the results of SIMD-group functions.
+static bool private_memory(const State &s, const char *p) {
+  if (p >= s.stacks && p < s.stacks + MAX_THREADS * (STACK + PAGE)) return true;
+  if (p >= s.image[0] && p < s.image[1]) return true;
+  if (p >= s.thread_locals[0] && p < s.thread_locals[1]) return true;
+  return p >= (const char *)&s && p < (const char *)(&s + 1);
+}
+
+static void race(State &s, const Bound &b, uintptr_t pc, const Trace &other, const char *mine, const char *theirs, long byte) {
+  uint32_t linear = s.order[other.serial - s.first_serial];
+  char whose[80] = "";
+  if (other.serial != s.serial) {
+    const uint32_t *g = s.launch->groups;
+    snprintf(whose, sizeof whose, " of threadgroup (%u,%u,%u)", linear % g[0], linear / g[0] % g[1], linear / g[0] / g[1]);
+  }
+  uintptr_t other_pc = other.pc ? (uintptr_t)s.image[0] + other.pc : 0;
+  note(s, RACE, pc, other_pc, "race: %s of byte %ld of %s, which thread %u%s %s with no barrier between", mine, byte, b.name, other.thread, whose, theirs);
+}
+
+struct Use { bool write, atomic; };
+
+static void check(char *address, size_t bytes, Use use, uintptr_t pc) {
+  State *state = running;
+  if (!state || state->current < 0) return;
+  State &s = *state;
+  const char *verb = use.write ? "write" : "read";
+  Bound *b = s.find(address);
+  if (!b) {
+    if (!private_memory(s, address)) fatal(s, OUT_OF_BOUNDS, pc, "%s of %zu bytes at %p, which is in no bound buffer", verb, bytes, (void *)address);
+    return;
+  }
+  long offset = address - b->region->base;
+  const Extent *within = nullptr, *readable = nullptr;  // an extent that covers the access; one that also permits it
+  for (const Extent &e : b->extents)
+    if (offset >= (long)e.offset && (uint64_t)offset + bytes <= e.offset + e.bytes) {
+      within = &e;
+      if (use.write ? e.access & WRITE : e.access & READ) { readable = &e; break; }
+    }
+  if (!within) {
+    const Extent &e = b->extents[0];
+    fatal(s, OUT_OF_BOUNDS, pc, "out-of-bounds %s of %zu bytes at byte offset %ld of %s, which has %lu bytes", verb, bytes, offset - (long)e.offset, b->name, (unsigned long)e.bytes);
+  }
+  if (use.write && !readable) fatal(s, UNDECLARED_ACCESS, pc, "write to byte %ld of buffer(%u), which the launch declares read-only", offset - (long)within->offset, within->index);
+  if (!b->writable) return;
+  // Threadgroup memory and buffers declared write-only hold nothing until the kernel has written them.
+  bool fresh = b->threadgroup || !readable;
+  if (!b->cells) {
+    void *cells = mmap(nullptr, b->region->capacity * sizeof(Cell), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (cells == MAP_FAILED) fatal(s, LIMIT, pc, "no memory to check %s", b->name);
+    b->cells = (Cell *)cells;
+  }
+  const Fiber &f = s.fibers[s.current];
+  int space = b->threadgroup ? 0 : 1;
+  uint32_t short_pc = pc >= (uintptr_t)s.image[0] && pc < (uintptr_t)s.image[1] ? (uint32_t)(pc - (uintptr_t)s.image[0]) : 0;
+  Trace mine = {s.serial, s.epoch[space], s.groups[f.simdgroup].epoch[space], short_pc, (uint16_t)f.index, use.atomic};
+  for (size_t i = 0; i < bytes; i++) {
+    Cell &c = b->cells[offset + i];
+    long byte = offset + (long)i - (long)within->offset;
+    bool written = current(s, c.write, b->threadgroup);
+    if (written && !(use.atomic && c.write.atomic) && !ordered(s, f, c.write, space)) race(s, *b, pc, c.write, verb, "wrote", byte);
+    if (use.write) {
+      for (Trace &r : c.read)
+        if (current(s, r, b->threadgroup) && !(use.atomic && r.atomic) && !ordered(s, f, r, space)) race(s, *b, pc, r, verb, "read", byte);
+      c.write = mine;
+      c.read[0].serial = c.read[1].serial = 0;
+      continue;
+    }
+    if (fresh && !written) note(s, UNINITIALISED_READ, pc, 0, "read of byte %ld of %s before anything wrote it", byte, b->name);
+    // Two readers are enough to catch any later writer if they are of two SIMD-groups, or of one when no other has read.
+    // A reader that is ordered before this one says nothing that this one does not.
+    Trace *slot = nullptr;
+    for (Trace &r : c.read)
+      if (!current(s, r, b->threadgroup) || ordered(s, f, r, space)) { slot = slot ? slot : &r; if (slot != &r) r.serial = 0; }
+    if (!slot && c.read[0].serial == c.read[1].serial && c.read[0].thread / SIMD_WIDTH == c.read[1].thread / SIMD_WIDTH &&
+        (c.read[0].thread / SIMD_WIDTH != f.simdgroup || c.read[0].serial != s.serial))
+      slot = &c.read[1];
+    if (slot) *slot = mine;
+  }
+}
+
+#define PC ((uintptr_t)__builtin_return_address(0) - 1)
+#define HOOKS(n)                                                                                                          \
+  extern "C" void __tsan_read##n(char *a) { check(a, n, {false, false}, PC); }                                            \
+  extern "C" void __tsan_write##n(char *a) { check(a, n, {true, false}, PC); }                                            \
+  extern "C" void __tsan_unaligned_read##n(char *a) { check(a, n, {false, false}, PC); }                                  \
+  extern "C" void __tsan_unaligned_write##n(char *a) { check(a, n, {true, false}, PC); }                                  \
+  extern "C" void __tsan_read_write##n(char *a) { check(a, n, {false, false}, PC); check(a, n, {true, false}, PC); }      \
+  extern "C" void __tsan_unaligned_read_write##n(char *a) { check(a, n, {false, false}, PC); check(a, n, {true, false}, PC); }
+HOOKS(1)
+HOOKS(2)
+HOOKS(4)
+HOOKS(8)
+HOOKS(16)
+extern "C" void __tsan_init() {}
+extern "C" void __tsan_func_entry(void *) {}
+extern "C" void __tsan_func_exit() {}
+extern "C" void *__tsan_memcpy(char *d, char *from, size_t n) {
+  if (n) { check(from, n, {false, false}, PC); check(d, n, {true, false}, PC); }
+  return memcpy(d, from, n);
+}
+extern "C" void *__tsan_memmove(char *d, char *from, size_t n) {
+  if (n) { check(from, n, {false, false}, PC); check(d, n, {true, false}, PC); }
+  return memmove(d, from, n);
+}
+extern "C" void *__tsan_memset(char *d, int v, size_t n) {
+  if (n) check(d, n, {true, false}, PC);
+  return memset(d, v, n);
+}
+extern "C" void __msl_atomic(const void *address, unsigned bytes, unsigned kind) {
+  if (kind != 1) check((char *)address, bytes, {false, true}, PC);
+  if (kind != 0) check((char *)address, bytes, {true, true}, PC);
+}
+
+// -fsanitize=bounds,alignment,integer-divide-by-zero: each report starts with its place in the source.
+struct Place { const char *file; uint32_t line, column; };
+[[noreturn]] static void undefined(const Place *place, Kind kind, uintptr_t pc, const char *text) {
+  State &s = *running;
+  note(s, kind, pc, 0, "%s", text);
+  if (!s.findings.empty()) s.findings.back().line = place->line;
+  s.stop = true;
+  void *abandoned;
+  msl_switch(&abandoned, s.main_stack);
+  __builtin_unreachable();
+}
+extern "C" void __ubsan_handle_out_of_bounds(const Place *place, uintptr_t index) {
+  char text[80];
+  snprintf(text, sizeof text, "index %ld outside of a local or member array", (long)index);
+  undefined(place, OUT_OF_BOUNDS, PC, text);
+}
+extern "C" void __ubsan_handle_divrem_overflow(const Place *place, uintptr_t, uintptr_t) { undefined(place, ARITHMETIC, PC, "integer division by zero, or of the smallest integer by -1"); }
+extern "C" void __ubsan_handle_type_mismatch_v1(const Place *place, uintptr_t address) {
+  char text[100];
+  State &s = *running;
+  Bound *b = s.find((char *)address);
+  if (b) snprintf(text, sizeof text, "misaligned access at byte offset %ld of %s", (long)((char *)address - b->region->base) - (long)b->extents[0].offset, b->name);
+  else snprintf(text, sizeof text, "misaligned access at %p", (void *)address);
+  undefined(place, MISALIGNED, PC, text);
+}

@@ -1,0 +1,110 @@
+// Guarded, poisoned memory, and the findings that name it.
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/mman.h>
+#include "state.h"
+
+thread_local State *running;
+
+// The data ends at the guard, rounded to the alignment of the widest vector: a read past the end faults at once. In front of it
+// lies the rest of its first page, then a guard as well.
+extern "C" Region *msl_region_new(uint64_t bytes) {
+  Region *r = new Region();
+  r->bytes = bytes;
+  r->capacity = (bytes + 31) & ~(size_t)31;
+  size_t body = (r->capacity + PAGE) / PAGE * PAGE;
+  r->map_bytes = body + 2 * GUARD;
+  void *map = mmap(nullptr, r->map_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (map == MAP_FAILED || mprotect((char *)map + GUARD, body, PROT_READ | PROT_WRITE)) {
+    if (map != MAP_FAILED) munmap(map, r->map_bytes);
+    delete r;
+    return nullptr;
+  }
+  r->map = (char *)map;
+  r->base = r->map + GUARD + body - r->capacity;
+  r->poison();
+  memset(r->map + GUARD, 0xFF, r->base - (r->map + GUARD));
+  return r;
+}
+extern "C" void msl_region_free(Region *r) {
+  munmap(r->map, r->map_bytes);
+  delete r;
+}
+extern "C" char *msl_region_base(Region *r) { return r->base; }
+
+void Region::poison() const { memset(base, 0xFF, capacity); }
+long Region::damage() const {
+  for (char *p = map + GUARD; p < base; p++)
+    if (*p != (char)0xFF) return p - base;
+  for (size_t i = bytes; i < capacity; i++)
+    if (base[i] != (char)0xFF) return (long)i;
+  return (long)capacity + 1;
+}
+
+Bound *State::find(const char *address) {
+  if (last_bound && last_bound->region->contains(address)) return last_bound;
+  for (Bound *b : bounds)
+    if (b->region->contains(address)) return last_bound = b;
+  return nullptr;
+}
+Bound *State::bind(Region *region, const char *name, bool is_threadgroup, bool owned) {
+  Bound *b = new Bound();
+  b->region = region;
+  b->threadgroup = is_threadgroup;
+  b->owned = owned;
+  b->writable = is_threadgroup;
+  snprintf(b->name, sizeof b->name, "%s", name);
+  bounds.push_back(b);
+  return b;
+}
+void State::release_bounds() {
+  for (Bound *b : bounds) {
+    if (b->cells) munmap(b->cells, b->region->capacity * sizeof(Cell));
+    if (b->owned) msl_region_free(b->region);
+    delete b;
+  }
+  bounds.clear();
+  variables.clear();
+  last_bound = nullptr;
+}
+
+void State::report(Kind kind, uintptr_t pc, uintptr_t other_pc, const char *format, va_list arguments) {
+  for (MslFinding &f : findings)
+    if (f.kind == kind && f.pc == pc && f.other_pc == other_pc && pc) {
+      f.count++;
+      return;
+    }
+  if (findings.size() >= 64) return;
+  MslFinding f = {};
+  f.kind = kind;
+  f.pc = pc;
+  f.other_pc = other_pc;
+  f.count = 1;
+  vsnprintf(f.text, sizeof f.text, format, arguments);
+  if (current >= 0) {
+    const Fiber &fiber = fibers[current];
+    f.has_thread = 1;
+    for (int i = 0; i < 3; i++) f.group[i] = fiber.context.threadgroup_position_in_grid[i];
+    f.thread = fiber.index;
+    f.simdgroup = fiber.simdgroup;
+    f.lane = fiber.lane;
+  }
+  findings.push_back(f);
+}
+void note(State &s, Kind kind, uintptr_t pc, uintptr_t other_pc, const char *format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  s.report(kind, pc, other_pc, format, arguments);
+  va_end(arguments);
+}
+void fatal(State &s, Kind kind, uintptr_t pc, const char *format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  s.report(kind, pc, 0, format, arguments);
+  va_end(arguments);
+  s.stop = true;
+  void *abandoned;
+  msl_switch(&abandoned, s.main_stack);
+  __builtin_unreachable();
+}

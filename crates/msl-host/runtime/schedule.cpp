@@ -1,0 +1,260 @@
+// Fibers, and the places where they meet: barriers and SIMD-group functions.
+//
+// A fiber runs until it has to wait for others; then the schedule says who is next. Nothing else interrupts it, so a kernel that
+// forgets a barrier sees the memory of threads that ran to their end (forward), or have not started (reverse), or some mixture
+// (random).
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+#include "state.h"
+
+// Callee-saved registers on the old stack, their values from the new one.
+asm(R"(
+.text
+.globl msl_switch
+.type msl_switch, @function
+msl_switch:
+  push %rbp
+  push %rbx
+  push %r12
+  push %r13
+  push %r14
+  push %r15
+  mov %rsp, (%rdi)
+  mov %rsi, %rsp
+.globl msl_resume_main
+.type msl_resume_main, @function
+msl_resume_main:
+  pop %r15
+  pop %r14
+  pop %r13
+  pop %r12
+  pop %rbx
+  pop %rbp
+  ret
+)");
+
+static const char *const WAITS[] = {"runnable", "at a SIMD-group function", "at simdgroup_barrier", "at threadgroup_barrier", "returned"};
+
+static void set_ready(State &s, Fiber &f) {
+  f.wait = Wait::READY;
+  s.groups[f.simdgroup].waiting--;
+}
+static void set_waiting(State &s, Fiber &f, Wait wait) {
+  f.wait = wait;
+  s.groups[f.simdgroup].waiting++;
+}
+
+// The next READY fiber, or -1: of the own SIMD-group first, then of the others, in the order of the schedule.
+static int pick(State &s) {
+  unsigned n = s.threads;
+  if (s.launch->schedule == RANDOM) {
+    unsigned from = s.next_random() % n;
+    for (unsigned k = 0; k < n; k++)
+      if (s.fibers[(from + k) % n].wait == Wait::READY) return (int)((from + k) % n);
+    return -1;
+  }
+  bool reverse = s.launch->schedule == REVERSE;
+  const Fiber &f = s.fibers[s.current];
+  const SimdGroup &g = s.groups[f.simdgroup];
+  if (g.waiting < g.lanes)
+    for (unsigned k = 1; k <= g.lanes; k++) {
+      unsigned i = g.first + (reverse ? f.lane + g.lanes - k : f.lane + k) % g.lanes;
+      if (s.fibers[i].wait == Wait::READY) return (int)i;
+    }
+  for (unsigned k = 0; k < s.simdgroups; k++) {
+    const SimdGroup &o = s.groups[reverse ? s.simdgroups - 1 - k : k];
+    if (o.waiting == o.lanes) continue;
+    for (unsigned j = 0; j < o.lanes; j++) {
+      unsigned i = o.first + (reverse ? o.lanes - 1 - j : j);
+      if (s.fibers[i].wait == Wait::READY) return (int)i;
+    }
+  }
+  return -1;
+}
+
+static void go(State &s, int to) {
+  int from = s.current;
+  if (to == from) return;
+  s.current = to;
+  s.stats.switches++;
+  msl_switch(&s.fibers[from].stack_pointer, s.fibers[to].stack_pointer);
+}
+// After a release: under the random schedule another thread may be faster than the one that came last.
+static void yield_if_random(State &s) {
+  if (s.launch->schedule != RANDOM) return;
+  int i = pick(s);
+  if (i >= 0) go(s, i);
+}
+
+// Who waits where, for a report of divergence, e.g. "40 threads at threadgroup_barrier, line 6 (the first is thread 0)".
+static void describe(const State &s, char *text, size_t size) {
+  struct Party { Wait wait; uint64_t path; unsigned line, count, first; } parties[6];
+  unsigned n = 0;
+  for (unsigned i = 0; i < s.threads; i++) {
+    const Fiber &f = s.fibers[i];
+    unsigned j = 0;
+    while (j < n && !(parties[j].wait == f.wait && (f.wait == Wait::DONE || f.wait == Wait::READY || parties[j].path == f.path))) j++;
+    if (j == 6) continue;
+    if (j == n) parties[n++] = {f.wait, f.path, f.site >> 10, 0, i};
+    parties[j].count++;
+  }
+  size_t at = 0;
+  text[0] = 0;
+  for (unsigned j = 0; j < n && at < size; j++) {
+    const Party &p = parties[j];
+    at += (size_t)snprintf(text + at, size - at, "%s%u threads %s", j ? "; " : "", p.count, WAITS[(int)p.wait]);
+    if (p.wait != Wait::DONE && p.wait != Wait::READY && at < size) at += (size_t)snprintf(text + at, size - at, ", line %u", p.line);
+    if (at < size) at += (size_t)snprintf(text + at, size - at, " (the first is thread %u)", p.first);
+  }
+}
+[[noreturn]] static void diverged(State &s, const char *what) {
+  char who[400];
+  describe(s, who, sizeof who);
+  // Speak for a thread that waits: its place is the one to look at.
+  for (unsigned i = 0; i < s.threads && (s.fibers[s.current].wait == Wait::DONE || s.fibers[s.current].wait == Wait::READY); i++)
+    if (s.fibers[i].wait != Wait::DONE && s.fibers[i].wait != Wait::READY) s.current = (int)i;
+  Fiber &f = s.fibers[s.current];
+  fatal(s, DIVERGENCE, f.wait == Wait::DONE ? 0 : f.pc, "%s: %s", what, who);
+}
+
+// Called when no lane of a SIMD-group can run. All lanes must be at the same place; with divergence allowed, as MSL defines SIMD-group
+// functions over the active lanes, those at the first place in the source go on.
+static bool settle(State &s, SimdGroup &g) {
+  if (g.waiting < g.lanes) return false;
+  Fiber *first = nullptr;
+  for (unsigned i = g.first; i < g.first + g.lanes; i++) {
+    Fiber &f = s.fibers[i];
+    if ((f.wait == Wait::SIMD || f.wait == Wait::SIMD_BARRIER) && (!first || f.site < first->site)) first = &f;
+  }
+  if (!first) return false;
+  uint32_t active = 0, full = g.lanes == 32 ? ~0u : (1u << g.lanes) - 1;
+  for (unsigned i = 0; i < g.lanes; i++) {
+    const Fiber &f = s.fibers[g.first + i];
+    if (f.wait == first->wait && f.operation == first->operation && f.path == first->path) active |= 1u << i;
+  }
+  if (active != full && !s.launch->allow_divergence) diverged(s, "divergence inside a SIMD-group");
+  char *slots = g.slots[g.parity];
+  g.parity ^= 1;
+  for (unsigned i = 0; i < g.lanes; i++)
+    if (active >> i & 1) memcpy(slots + 16 * i, s.fibers[g.first + i].value, 16);
+  if (first->combine) first->combine(slots, g.lanes, active);
+  if (first->wait == Wait::SIMD_BARRIER && active == full) {
+    if (first->operation & FLAG_THREADGROUP) g.epoch[0]++;
+    if (first->operation & FLAG_DEVICE) g.epoch[1]++;
+  }
+  for (unsigned i = 0; i < g.lanes; i++)
+    if (active >> i & 1) {
+      Fiber &f = s.fibers[g.first + i];
+      f.slots = slots;
+      f.active = active;
+      set_ready(s, f);
+    }
+  return true;
+}
+
+// This fiber waits: let its SIMD-group go on if it was the last of it, then run whoever can.
+static void block(State &s) {
+  Fiber &f = s.fibers[s.current];
+  settle(s, s.groups[f.simdgroup]);
+  if (f.wait == Wait::READY) return yield_if_random(s);
+  int next = pick(s);
+  if (next < 0) diverged(s, "not every thread reaches the same barrier");
+  go(s, next);
+}
+
+// Hashes the return addresses from the kernel's call up to the fiber's entry. Kernels are compiled with frame pointers.
+__attribute__((always_inline)) static inline void mark_place(Fiber &f, void **frame) {
+  uint64_t path = 1469598103934665603ull;
+  f.pc = (uintptr_t)frame[1] - 1;
+  for (int depth = 0; frame && depth < 24; depth++) {
+    if (!frame[1]) break;
+    path = (path ^ (uint64_t)frame[1]) * 1099511628211ull;
+    frame = (void **)frame[0];
+  }
+  f.path = path;
+}
+
+extern "C" __attribute__((noinline)) const char *__msl_simd(const void *value, unsigned bytes, unsigned operation, MslCombine combine, unsigned site) {
+  State &s = *running;
+  Fiber &f = s.fibers[s.current];
+  mark_place(f, (void **)__builtin_frame_address(0));
+  f.operation = operation;
+  f.site = site;
+  f.combine = combine;
+  if (bytes) memcpy(f.value, value, bytes);
+  if (operation >= 80 && operation < 90 && s.groups[f.simdgroup].lanes < SIMD_WIDTH)
+    fatal(s, DIVERGENCE, f.pc, "a simdgroup_matrix function in a SIMD-group of %u threads: it needs all 32", s.groups[f.simdgroup].lanes);
+  s.stats.rendezvous++;
+  set_waiting(s, f, Wait::SIMD);
+  block(s);
+  return f.slots;
+}
+extern "C" __attribute__((noinline)) void __msl_simdgroup_barrier(unsigned flags, unsigned site) {
+  State &s = *running;
+  Fiber &f = s.fibers[s.current];
+  mark_place(f, (void **)__builtin_frame_address(0));
+  f.operation = flags;
+  f.site = site;
+  f.combine = nullptr;
+  s.stats.rendezvous++;
+  set_waiting(s, f, Wait::SIMD_BARRIER);
+  block(s);
+}
+extern "C" __attribute__((noinline)) void __msl_threadgroup_barrier(unsigned flags, unsigned site) {
+  State &s = *running;
+  Fiber &f = s.fibers[s.current];
+  mark_place(f, (void **)__builtin_frame_address(0));
+  f.operation = flags;
+  f.site = site;
+  s.stats.rendezvous++;
+  set_waiting(s, f, Wait::BARRIER);
+  if (++s.at_barrier < s.threads) return block(s);
+  for (unsigned i = 0; i < s.threads; i++)
+    if (s.fibers[i].path != f.path) diverged(s, "threads wait at different barriers");
+  s.at_barrier = 0;
+  if (flags & FLAG_THREADGROUP) s.epoch[0]++;
+  if (flags & FLAG_DEVICE) s.epoch[1]++;
+  for (unsigned i = 0; i < s.threads; i++) set_ready(s, s.fibers[i]);
+  yield_if_random(s);
+}
+extern "C" unsigned __msl_lane() { return running->fibers[running->current].lane; }
+extern "C" unsigned __msl_active() { return running->fibers[running->current].active; }
+
+static void fiber_main() {
+  State &s = *running;
+  s.launch->entry(&s.fibers[s.current].context);
+  Fiber &f = s.fibers[s.current];
+  set_waiting(s, f, Wait::DONE);
+  settle(s, s.groups[f.simdgroup]);
+  int next = pick(s);
+  void *abandoned;
+  if (next >= 0) {
+    s.current = next;
+    s.stats.switches++;
+    msl_switch(&abandoned, s.fibers[next].stack_pointer);
+  }
+  for (unsigned i = 0; i < s.threads; i++)
+    if (s.fibers[i].wait != Wait::DONE) diverged(s, "some threads returned while others wait");
+  msl_switch(&abandoned, s.main_stack);
+  __builtin_unreachable();
+}
+// A first frame that returns into fiber_main; its frame pointer is null, where mark_place stops.
+void start_fiber(State &s, unsigned index) {
+  Fiber &f = s.fibers[index];
+  f.wait = Wait::READY;
+  f.operation = f.site = 0;
+  f.path = 0;
+  f.active = 0;
+  void **top = (void **)(f.stack + STACK);
+  *--top = nullptr;
+  *--top = (void *)fiber_main;
+  for (int i = 0; i < 6; i++) *--top = nullptr;
+  f.stack_pointer = top;
+}
+void run_threadgroup(State &s) {
+  unsigned n = s.threads;
+  s.current = s.launch->schedule == REVERSE ? (int)n - 1 : s.launch->schedule == RANDOM ? (int)(s.next_random() % n) : 0;
+  msl_switch(&s.main_stack, s.fibers[s.current].stack_pointer);
+  s.current = -1;
+}

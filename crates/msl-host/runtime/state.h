@@ -1,0 +1,114 @@
+// The state of a dispatch: fibers, SIMD-groups, the memory it may touch, its findings.
+#pragma once
+#include <setjmp.h>
+#include <vector>
+#include "../include/msl/context.h"
+#include "abi.h"
+
+constexpr unsigned MAX_THREADS = 1024, SIMD_WIDTH = 32, MAX_BINDINGS = 31;
+constexpr size_t THREADGROUP_LIMIT = 32 << 10;  // bytes, of threadgroup arguments and variables together
+constexpr size_t PAGE = 4096, STACK = 256 << 10, GUARD = 16 << 20;
+constexpr unsigned FLAG_DEVICE = 1, FLAG_THREADGROUP = 2;  // of metal::mem_flags
+
+struct Region {
+  char *map;            // guard, data, guard
+  size_t map_bytes;
+  char *base;
+  size_t bytes, capacity;  // the data ends `capacity` bytes before the guard; what lies between `bytes` and there is slack
+  bool contains(const char *p) const { return p >= map && p < map + map_bytes; }
+  void poison() const;
+  // Offset of the first byte of slack that lost its poison, or capacity + 1 if none did.
+  long damage() const;
+};
+
+enum class Wait : uint8_t { READY, SIMD, SIMD_BARRIER, BARRIER, DONE };
+
+struct Fiber {
+  void *stack_pointer;
+  char *stack;
+  Wait wait;
+  unsigned index, simdgroup, lane;
+  unsigned operation, site;  // what it waits for, and where in the source (line << 10 | column)
+  uint64_t path;             // the chain of return addresses: two inlined copies of one source line are two places
+  uintptr_t pc;
+  MslCombine combine;
+  unsigned value_bytes, active;
+  const char *slots;
+  alignas(16) char value[16];
+  MslContext context;
+};
+
+struct SimdGroup {
+  unsigned first, lanes, waiting;  // waiting: lanes that are not READY
+  uint32_t epoch[2];               // of simdgroup barriers, [0] for threadgroup and [1] for device memory
+  int parity;
+  alignas(64) char slots[2][33 * 16];  // two sets: a fast lane may be at the next function while a slow one still reads
+};
+
+// One earlier access to a byte. A threadgroup's serial number is never used twice, so a stale cell needs no clearing.
+struct Trace { uint32_t serial, epoch, simd_epoch, pc; uint16_t thread, atomic; };
+struct Cell { Trace write, read[2]; };
+
+struct Extent { uint64_t offset, bytes; uint32_t access, index; };
+// A region that takes part in the running dispatch.
+struct Bound {
+  Region *region;
+  bool threadgroup, owned;  // owned: made for this dispatch
+  char name[48];
+  std::vector<Extent> extents;
+  Cell *cells;  // checker only, for regions that can be written
+  bool writable;
+};
+
+struct ThreadgroupVariable { const void *key; Bound *bound; uint32_t serial; };
+
+struct State {
+  void *main_stack;
+  int current = -1;
+  Fiber fibers[MAX_THREADS];
+  SimdGroup groups[MAX_THREADS / SIMD_WIDTH];
+  unsigned threads, simdgroups, at_barrier;
+  uint32_t epoch[2];  // of threadgroup barriers
+  uint32_t serial, first_serial;
+  char *stacks;
+  void *signal_stack;
+
+  const MslLaunch *launch;
+  uint64_t random;
+  bool stop;
+  std::vector<uint32_t> order;      // linear threadgroup numbers as they run
+  std::vector<Bound *> bounds;
+  Bound *last_bound;
+  std::vector<ThreadgroupVariable> variables;
+  size_t threadgroup_bytes;
+  char *image[2], *thread_locals[2];  // of the kernel's library
+  std::vector<MslFinding> findings;
+  MslStats stats;
+  // What the kernel's arguments are taken from; here, since the checker lets a kernel read its State.
+  char *buffers[MAX_BINDINGS], *threadgroup_memory[MAX_BINDINGS];
+  uint64_t buffer_bytes[MAX_BINDINGS];
+
+  unsigned next_random() {
+    random ^= random << 13;
+    random ^= random >> 7;
+    random ^= random << 17;
+    return (unsigned)(random >> 20);
+  }
+  Bound *find(const char *address);
+  Bound *bind(Region *region, const char *name, bool threadgroup, bool owned);
+  void release_bounds();
+  // Adds a finding (or counts it, if one of the same kind and place is there).
+  void report(Kind kind, uintptr_t pc, uintptr_t other_pc, const char *format, va_list arguments);
+};
+
+extern thread_local State *running;  // null outside of a dispatch
+
+// Records a finding and leaves the dispatch. Only from a fiber.
+[[noreturn]] void fatal(State &s, Kind kind, uintptr_t pc, const char *format, ...) __attribute__((format(printf, 4, 5)));
+void note(State &s, Kind kind, uintptr_t pc, uintptr_t other_pc, const char *format, ...) __attribute__((format(printf, 5, 6)));
+
+// schedule.cpp
+extern "C" void msl_switch(void **save, void *to);
+extern "C" void msl_resume_main();
+void start_fiber(State &s, unsigned index);
+void run_threadgroup(State &s);

@@ -1,0 +1,51 @@
+//! Runs Metal compute kernels on x86-64 Linux, and says what is wrong with them.
+//!
+//! ```
+//! use msl_host::{Buffer, Build, Grid, Host, Launch, Schedule, Source};
+//! # if cfg!(not(all(target_os = "linux", target_arch = "x86_64"))) { return Ok::<(), msl_host::Error>(()); }
+//!
+//! let source = Source::new("double.metal", r#"
+//!     #include <metal_stdlib>
+//!     kernel void twice(device const uint *x [[buffer(0)]], device uint *y [[buffer(1)]],
+//!                       uint i [[thread_position_in_grid]]) { y[i] = 2 * x[i]; }
+//! "#);
+//! let library = Host::new()?.compile(&source, Build::Checker)?;
+//! let (x, mut y) = ([3u32, 4].map(u32::to_le_bytes).concat(), vec![0; 8]);
+//! let grid = Grid::Threadgroups { groups: [1, 1, 1], threads: [2, 1, 1] };
+//! let launch = Launch::new("twice", grid).buffer(0, Buffer::read(&x)).buffer(1, Buffer::write(&mut y));
+//! library.run(&launch, Schedule::Forward)?;
+//! assert_eq!(y, [6u32, 8].map(u32::to_le_bytes).concat());
+//! # Ok::<(), msl_host::Error>(())
+//! ```
+//!
+//! | thing | where |
+//! |---|---|
+//! | compiler, memory | [`Host`], [`Memory`] |
+//! | a source and its compiled form | [`Source`], [`Library`], [`Kernel`], [`Build`] |
+//! | a dispatch | [`Launch`], [`Buffer`], [`Access`], [`Constant`], [`Grid`], [`Schedule`], [`Stats`] |
+//! | what went wrong | [`Error`], [`Diagnostic`] (compiling), [`Findings`], [`Finding`], [`Kind`] (running) |
+//!
+//! The way of a source: clang's preprocessor; `lexer` and `parse` find kernels; `lint` looks for pointers without an address space;
+//! `rewrite` turns MSL into C++; clang judges that with address spaces as types, then compiles it without them; `runtime/` runs it.
+
+mod error;
+mod host;
+mod launch;
+mod lexer;
+mod library;
+mod lint;
+mod parse;
+mod report;
+mod rewrite;
+mod runtime;
+mod source;
+mod toolchain;
+
+pub use error::{Diagnostic, Error, Result};
+pub use host::{Host, Memory};
+pub use launch::{Access, Buffer, Constant, Grid, Launch, Schedule, Stats};
+pub use library::Library;
+pub use parse::{Argument, ArgumentKind, Kernel};
+pub use report::{Finding, Findings, Kind, Location, Thread};
+pub use source::Source;
+pub use toolchain::Build;

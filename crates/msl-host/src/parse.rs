@@ -1,0 +1,312 @@
+//! Finds what the front end has to know of a source: kernels with their attributes, instantiations, function constants.
+
+use crate::error::Diagnostic;
+use crate::lexer::{Kind, Tokens};
+
+/// A kernel as a launch sees it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Kernel {
+    /// Its name, or its `host_name`.
+    pub name: String,
+    /// Its parameters, in order.
+    pub arguments: Vec<Argument>,
+    pub(crate) function: String,
+}
+
+/// A parameter of a kernel.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Argument {
+    /// Its name in the source.
+    pub name: String,
+    /// Where its value comes from.
+    pub kind: ArgumentKind,
+    /// The function constant that decides whether it exists.
+    pub only_if: Option<String>,
+}
+
+/// Where the value of a parameter comes from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ArgumentKind {
+    /// `[[buffer(n)]]`
+    Buffer(u32),
+    /// `[[threadgroup(n)]]`
+    Threadgroup(u32),
+    /// `[[thread_position_in_grid]]` and the like.
+    Builtin(String),
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct FunctionConstant {
+    pub index: u32,
+    pub name: String,
+    pub kind: String,
+}
+
+/// A declaration or definition at namespace scope: tokens `first..last`; `body` holds the braces of a definition.
+#[derive(Clone, Debug)]
+pub(crate) struct Statement {
+    pub first: usize,
+    pub last: usize,
+    pub body: Option<(usize, usize)>,
+    pub namespace: String,
+}
+
+#[derive(Default)]
+pub(crate) struct Unit {
+    pub kernels: Vec<Kernel>,
+    pub constants: Vec<FunctionConstant>,
+    /// Constants computed from function constants, in order.
+    pub derived: Vec<String>,
+    pub statements: Vec<Statement>,
+    /// Indices of the statements that are function constants, derived constants, and kernel definitions.
+    pub constant_statements: Vec<usize>,
+    pub derived_statements: Vec<usize>,
+    pub kernel_statements: Vec<usize>,
+}
+
+const BUILTINS: &[&str] = &[
+    "thread_position_in_grid",
+    "threadgroup_position_in_grid",
+    "thread_position_in_threadgroup",
+    "threads_per_threadgroup",
+    "dispatch_threads_per_threadgroup",
+    "threads_per_grid",
+    "threadgroups_per_grid",
+    "thread_index_in_threadgroup",
+    "thread_index_in_simdgroup",
+    "simdgroup_index_in_threadgroup",
+    "simdgroups_per_threadgroup",
+    "threads_per_simdgroup",
+    "thread_execution_width",
+    "thread_index_in_quadgroup",
+    "quadgroup_index_in_threadgroup",
+];
+
+/// The attributes `[[...]]` in `a..b`: token ranges with their brackets.
+pub(crate) fn attributes(t: &Tokens<'_>, a: usize, b: usize) -> Vec<(usize, usize)> {
+    let (mut found, mut i) = (Vec::new(), a);
+    while i + 1 < b {
+        let opens = t.is(i, b'[') && t.is(i + 1, b'[');
+        if let Some(close) = opens.then(|| t.close(i)).flatten() {
+            found.push((i, close + 1));
+            i = close;
+        }
+        i += 1;
+    }
+    found
+}
+
+fn statements(t: &Tokens<'_>) -> Vec<Statement> {
+    let (mut list, mut namespaces) = (Vec::new(), Vec::<String>::new());
+    let (mut i, mut first) = (0, 0);
+    while i < t.len() {
+        if t.is(i, b';') {
+            if first < i {
+                list.push(Statement { first, last: i + 1, body: None, namespace: namespaces.concat() });
+            }
+            first = i + 1;
+        } else if t.is(i, b'{') {
+            let opens_scope = t.is_word(first, "namespace") || (t.is_word(first, "extern") && i == first + 2);
+            if opens_scope {
+                let name = if t.is_word(first, "namespace") && i > first + 1 { t.range(first + 1, i) } else { "" };
+                namespaces.push(if name.is_empty() { String::new() } else { format!("{name}::") });
+                first = i + 1;
+            } else {
+                let close = t.close(i).unwrap_or(t.len() - 1);
+                list.push(Statement { first, last: close + 1, body: Some((i, close)), namespace: namespaces.concat() });
+                (i, first) = (close, close + 1);
+            }
+        } else if t.is(i, b'}') {
+            namespaces.pop();
+            first = i + 1;
+        } else if t.any(i, b"([") {
+            i = t.close(i).unwrap_or(i);
+        }
+        i += 1;
+    }
+    list
+}
+
+/// The first token in `a..b` outside of brackets that satisfies `wanted`.
+pub(crate) fn outside(t: &Tokens<'_>, a: usize, b: usize, wanted: impl Fn(usize) -> bool) -> Option<usize> {
+    let mut i = a;
+    while i < b {
+        if wanted(i) {
+            return Some(i);
+        }
+        if t.any(i, b"([{") {
+            i = t.close(i)?;
+        }
+        i += 1;
+    }
+    None
+}
+
+pub(crate) fn parse(t: &Tokens<'_>) -> Result<Unit, Diagnostic> {
+    let mut unit = Unit { statements: statements(t), ..Unit::default() };
+    let mut templates: Vec<Kernel> = Vec::new();
+    let mut instantiations = Vec::new();
+    for index in 0..unit.statements.len() {
+        let s = unit.statements[index].clone();
+        if t.is_word(s.first, "template") && !t.is(s.first + 1, b'<') {
+            instantiations.extend(instantiation(t, &s)?.map(|(name, function)| (s.first, name, function)));
+        } else if let Some((kernel, template)) = kernel(t, &s)? {
+            unit.kernel_statements.push(index);
+            templates.push(kernel.clone());
+            if !template {
+                unit.kernels.push(kernel);
+            }
+        } else if let Some(constant) = function_constant(t, &s)? {
+            unit.constant_statements.push(index);
+            unit.constants.push(constant);
+        } else if let Some(name) = derived_constant(t, &s, &unit)? {
+            unit.derived_statements.push(index);
+            unit.derived.push(name);
+        }
+    }
+    for (place, name, function) in instantiations {
+        let kernel = instantiate(&templates, &name, &function);
+        unit.kernels.push(kernel.ok_or_else(|| {
+            t.diagnostic(place, format!("`{name}` instantiates `{function}`, which is no kernel of this source"))
+        })?);
+    }
+    Ok(unit)
+}
+
+/// The kernel that `function` (`scale<half, 4>`) is an instance of, under the name `name`.
+fn instantiate(templates: &[Kernel], name: &str, function: &str) -> Option<Kernel> {
+    let base = function.split('<').next().unwrap_or(function).trim();
+    let template = templates.iter().find(|k| k.name == base || k.function == base)?;
+    Some(Kernel { name: name.into(), arguments: template.arguments.clone(), function: function.into() })
+}
+
+/// Adds instantiations that the caller asked for.
+pub(crate) fn instantiate_all(t: &Tokens<'_>, unit: &mut Unit, wanted: &[(String, String)]) -> Result<(), Diagnostic> {
+    let mut templates = Vec::new();
+    for &index in &unit.kernel_statements {
+        templates.extend(kernel(t, &unit.statements[index])?.map(|k| k.0));
+    }
+    for (name, function) in wanted {
+        let kernel = instantiate(&templates, name, function);
+        unit.kernels.push(kernel.ok_or_else(|| {
+            t.diagnostic(0, format!("`{name}` instantiates `{function}`, which is no kernel of this source"))
+        })?);
+    }
+    Ok(())
+}
+
+/// `template [[host_name("x")]] [[kernel]] void f<float>(...)` or `decltype(f<float>) f<float>`: the name and `f<float>`.
+fn instantiation(t: &Tokens<'_>, s: &Statement) -> Result<Option<(String, String)>, Diagnostic> {
+    let mut name = None;
+    for (a, b) in attributes(t, s.first, s.last) {
+        if let Some(at) = (a..b).find(|&i| t.is_word(i, "host_name")) {
+            let texts = (at..b).filter(|&i| t.list[i].kind == Kind::Text);
+            name = Some(texts.map(|i| t.str(i).trim_matches('"')).collect::<String>());
+        }
+    }
+    let Some(name) = name else { return Ok(None) };
+    let bad = || t.diagnostic(s.first, format!("cannot read the instantiation of `{name}`"));
+    let mut end = s.last - 1; // without the semicolon
+    if t.is(end - 1, b')') {
+        end = t.open(end - 1).ok_or_else(bad)?;
+    }
+    let mut from = end.checked_sub(1).ok_or_else(bad)?;
+    if t.is(from, b'>') {
+        from = t.open_angle(from).and_then(|i| i.checked_sub(1)).ok_or_else(bad)?;
+    }
+    t.word(from).ok_or_else(bad)?;
+    Ok(Some((name, format!("{}{}", s.namespace, t.range(from, end)))))
+}
+
+/// A kernel definition, and whether it is a template.
+fn kernel(t: &Tokens<'_>, s: &Statement) -> Result<Option<(Kernel, bool)>, Diagnostic> {
+    let Some((body, _)) = s.body else { return Ok(None) };
+    let bare = outside(t, s.first, body, |i| t.is_word(i, "kernel"));
+    let attribute = attributes(t, s.first, body).into_iter().any(|(a, b)| b - a == 5 && t.is_word(a + 2, "kernel"));
+    if bare.is_none() && !attribute {
+        return Ok(None);
+    }
+    // The parameter list: a parenthesis after a word, outside of attributes and of the template's head.
+    let start =
+        if t.is_word(s.first, "template") { t.close_angle(s.first + 1).map_or(s.first, |i| i + 1) } else { s.first };
+    let open = outside(t, start, body, |i| t.is(i, b'(') && i > start && t.word(i - 1).is_some());
+    let bad = |what: &str| t.diagnostic(s.first, format!("cannot read this kernel: {what}"));
+    let open = open.ok_or_else(|| bad("no parameter list"))?;
+    let close = t.close(open).ok_or_else(|| bad("unbalanced parameter list"))?;
+    let name = t.str(open - 1).to_string();
+    let mut arguments = Vec::new();
+    for (a, b) in t.split(open + 1, close) {
+        arguments.push(argument(t, a, b).map_err(|what| t.diagnostic(a, format!("kernel {name}: {what}")))?);
+    }
+    let function = format!("{}{name}", s.namespace);
+    Ok(Some((Kernel { name, arguments, function }, t.is_word(s.first, "template"))))
+}
+
+fn argument(t: &Tokens<'_>, a: usize, b: usize) -> Result<Argument, String> {
+    let attributes = attributes(t, a, b);
+    let end = attributes.first().map_or(b, |x| x.0);
+    let name = (a..end).rev().find_map(|i| t.word(i)).unwrap_or("").to_string();
+    let (mut kind, mut only_if) = (None, None);
+    for (x, y) in attributes {
+        for (p, q) in t.split(x + 2, y - 2) {
+            let word = t.word(p).unwrap_or("");
+            let inner = if t.is(p + 1, b'(') { t.range(p + 2, q - 1) } else { "" };
+            let index = || {
+                inner
+                    .parse::<u32>()
+                    .ok()
+                    .filter(|&n| n < 31)
+                    .ok_or(format!("`{word}({inner})` needs an index below 31"))
+            };
+            match word {
+                "buffer" => kind = Some(ArgumentKind::Buffer(index()?)),
+                "threadgroup" => kind = Some(ArgumentKind::Threadgroup(index()?)),
+                "function_constant" => only_if = Some(inner.to_string()),
+                _ if BUILTINS.contains(&word) => kind = Some(ArgumentKind::Builtin(word.into())),
+                _ => return Err(format!("parameter `{name}` has an attribute that is not known here: {word}")),
+            }
+        }
+    }
+    let kind = kind.ok_or(format!("parameter `{name}` has no attribute that binds it"))?;
+    Ok(Argument { name, kind, only_if })
+}
+
+/// `constant T name [[function_constant(n)]];`
+fn function_constant(t: &Tokens<'_>, s: &Statement) -> Result<Option<FunctionConstant>, Diagnostic> {
+    if !t.is_word(s.first, "constant") {
+        return Ok(None);
+    }
+    let Some(&(a, b)) = attributes(t, s.first, s.last).iter().find(|x| t.is_word(x.0 + 2, "function_constant")) else {
+        return Ok(None);
+    };
+    let bad = |what: &str| t.diagnostic(s.first, format!("function constant: {what}"));
+    if !s.namespace.is_empty() {
+        return Err(bad("declare it outside of namespaces"));
+    }
+    let index = t.range(a + 4, b - 3).parse().map_err(|_| bad("its index must be a plain number"))?;
+    let name = t.word(a - 1).ok_or_else(|| bad("no name"))?.to_string();
+    Ok(Some(FunctionConstant { index, name, kind: t.range(s.first + 1, a - 1).to_string() }))
+}
+
+/// `constant T name = ...;` that mentions a function constant, or one so derived.
+fn derived_constant(t: &Tokens<'_>, s: &Statement, unit: &Unit) -> Result<Option<String>, Diagnostic> {
+    if !t.is_word(s.first, "constant") || unit.constants.is_empty() {
+        return Ok(None);
+    }
+    let Some(equals) = outside(t, s.first, s.last, |i| t.is(i, b'=')) else { return Ok(None) };
+    let known = |w: &str| {
+        w == "is_function_constant_defined"
+            || unit.constants.iter().any(|c| c.name == w)
+            || unit.derived.iter().any(|d| d == w)
+    };
+    if !(equals..s.last).any(|i| t.word(i).is_some_and(known)) {
+        return Ok(None);
+    }
+    match t.word(equals - 1) {
+        Some(name) if s.namespace.is_empty() && s.body.is_none() => Ok(Some(name.into())),
+        _ => Err(t.diagnostic(
+            s.first,
+            "a constant computed from function constants must be a plain variable outside of namespaces",
+        )),
+    }
+}

@@ -1,0 +1,196 @@
+//! What went wrong in a run, and how to read it.
+
+use std::fmt;
+use std::path::Path;
+
+use crate::launch::Schedule;
+use crate::runtime::RawFinding;
+use crate::toolchain::Build;
+
+/// The kinds of wrongdoing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Kind {
+    /// An access outside of a buffer, of threadgroup memory or of a local array.
+    OutOfBounds,
+    /// A write to a buffer that the launch declares read-only.
+    UndeclaredAccess,
+    /// A read of threadgroup memory, or of a buffer declared write-only, before anything wrote it.
+    UninitialisedRead,
+    /// Two threads touch the same byte, one of them writes, and no barrier orders them.
+    Race,
+    /// Threads wait at different barriers or SIMD-group functions, or some have returned.
+    Divergence,
+    /// The kernel did not end.
+    TimeLimit,
+    /// More locals than a fiber has room for.
+    StackOverflow,
+    /// An integer division by zero.
+    Arithmetic,
+    /// An access that its type's alignment forbids.
+    Misaligned,
+    /// More threadgroup memory than Metal grants.
+    Limit,
+}
+
+const KINDS: [Kind; 10] = [
+    Kind::OutOfBounds,
+    Kind::UndeclaredAccess,
+    Kind::UninitialisedRead,
+    Kind::Race,
+    Kind::Divergence,
+    Kind::TimeLimit,
+    Kind::StackOverflow,
+    Kind::Arithmetic,
+    Kind::Misaligned,
+    Kind::Limit,
+];
+
+/// A place in a source.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Location {
+    /// The source or header.
+    pub file: String,
+    /// Counted from 1.
+    pub line: u32,
+}
+
+impl fmt::Display for Location {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}:{}", self.file, self.line)
+    }
+}
+
+/// Which thread did it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Thread {
+    /// `[[threadgroup_position_in_grid]]`
+    pub threadgroup: [u32; 3],
+    /// `[[thread_index_in_threadgroup]]`
+    pub index: u32,
+    /// `[[simdgroup_index_in_threadgroup]]`
+    pub simdgroup: u32,
+    /// `[[thread_index_in_simdgroup]]`
+    pub lane: u32,
+}
+
+/// One thing that went wrong. The same thing at the same place is one finding, however often it happened.
+#[derive(Clone, Debug)]
+pub struct Finding {
+    /// What sort of thing.
+    pub kind: Kind,
+    /// In words.
+    pub message: String,
+    /// Where.
+    pub location: Option<Location>,
+    /// Of a race: where the other access is.
+    pub other: Option<Location>,
+    /// The first thread that did it.
+    pub thread: Option<Thread>,
+    /// How often it happened; of a race, how many bytes.
+    pub count: u64,
+}
+
+impl fmt::Display for Finding {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.location {
+            Some(location) => write!(f, "{location}: {}", self.message)?,
+            None => write!(f, "{}", self.message)?,
+        }
+        if let Some(other) = &self.other {
+            write!(f, " (there: {other})")?;
+        }
+        if let Some(t) = self.thread {
+            let [x, y, z] = t.threadgroup;
+            write!(
+                f,
+                "\n      by thread {} of threadgroup ({x},{y},{z}), simdgroup {} lane {}",
+                t.index, t.simdgroup, t.lane
+            )?;
+        }
+        if self.count > 1 {
+            write!(f, "; {} times", self.count)?;
+        }
+        Ok(())
+    }
+}
+
+/// All that went wrong in one run, with what it takes to run it again.
+#[derive(Clone, Debug)]
+pub struct Findings {
+    /// The kernel.
+    pub kernel: String,
+    /// The build it ran in.
+    pub build: Build,
+    /// The schedule, with its seed.
+    pub schedule: Schedule,
+    /// What went wrong; never empty.
+    pub list: Vec<Finding>,
+}
+
+impl fmt::Display for Findings {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "kernel {} ({:?} build, schedule {:?}):", self.kernel, self.build, self.schedule)?;
+        for finding in &self.list {
+            write!(f, "\n    {finding}")?;
+        }
+        Ok(())
+    }
+}
+
+/// Turns offsets into a compiled library into lines of its source.
+pub(crate) struct Lines<'a> {
+    loader: Option<addr2line::Loader>,
+    include: &'a Path,
+}
+
+impl<'a> Lines<'a> {
+    pub fn new(library: &Path, include: &'a Path) -> Lines<'a> {
+        // A library without a line table still gives findings, only without places.
+        Lines { loader: addr2line::Loader::new(library).ok(), include }
+    }
+
+    /// The innermost line of the user's own source at `pc`: inlined calls of the Metal library are climbed out of. An instruction that
+    /// the compiler gives no line has that of the last one before it that has.
+    fn locate(&self, pc: u64) -> Option<Location> {
+        (0..64).find_map(|back| self.locate_exactly(pc.checked_sub(back)?))
+    }
+
+    fn locate_exactly(&self, pc: u64) -> Option<Location> {
+        let mut frames = self.loader.as_ref()?.find_frames(pc).ok()?;
+        while let Ok(Some(frame)) = frames.next() {
+            let Some((file, line)) = frame.location.and_then(|l| Some((l.file?, l.line?))) else { continue };
+            if line > 0 && !Path::new(file).starts_with(self.include) && !file.ends_with("entry points") {
+                // The compiler ran on standard input in the cache folder, and puts that before the name.
+                let short = self.include.parent().and_then(|cache| Path::new(file).strip_prefix(cache).ok());
+                return Some(Location { file: short.unwrap_or(Path::new(file)).display().to_string(), line });
+            }
+        }
+        None
+    }
+
+    pub fn finding(&self, raw: &RawFinding, source: &str) -> Finding {
+        let kind = KINDS.get(raw.kind as usize).copied().unwrap_or(Kind::OutOfBounds);
+        let mut location = (raw.pc != 0).then(|| self.locate(raw.pc)).flatten();
+        let mut other = (raw.other_pc != 0).then(|| self.locate(raw.other_pc)).flatten();
+        if kind == Kind::TimeLimit {
+            location = location.or(other.take());
+            other = None;
+        }
+        if location.is_none() && raw.line > 0 {
+            location = Some(Location { file: source.into(), line: raw.line });
+        }
+        Finding {
+            kind,
+            message: raw.message(),
+            location,
+            other,
+            thread: (raw.has_thread != 0).then_some(Thread {
+                threadgroup: raw.group,
+                index: raw.thread,
+                simdgroup: raw.simdgroup,
+                lane: raw.lane,
+            }),
+            count: raw.count,
+        }
+    }
+}

@@ -1,0 +1,166 @@
+//! The C++ runtime, loaded. `runtime/abi.h` declares the same types; keep them in step.
+
+use std::ffi::{CStr, c_char, c_void};
+use std::path::Path;
+use std::sync::Mutex;
+
+use crate::error::{Error, Result};
+
+pub(crate) const READ: u32 = 1;
+pub(crate) const WRITE: u32 = 2;
+
+/// A block of memory between guard pages.
+#[repr(C)]
+pub(crate) struct Region {
+    _private: [u8; 0],
+}
+
+#[repr(C)]
+pub(crate) struct RawExtent {
+    pub region: *mut Region,
+    pub offset: u64,
+    pub bytes: u64,
+    pub access: u32,
+    pub index: u32,
+}
+
+#[repr(C)]
+pub(crate) struct RawLaunch {
+    pub entry: *const c_void,
+    pub kernel: *const c_char,
+    pub extents: *const RawExtent,
+    pub extent_count: u64,
+    pub threadgroup_bytes: [u64; 31],
+    pub groups: [u32; 3],
+    pub threads: [u32; 3],
+    pub total: [u32; 3],
+    pub schedule: u32,
+    pub allow_divergence: u32,
+    pub seed: u64,
+    pub time_limit_ms: u32,
+}
+
+#[repr(C)]
+pub(crate) struct RawFinding {
+    pub kind: u32,
+    pub line: u32,
+    pub pc: u64,
+    pub other_pc: u64,
+    pub group: [u32; 3],
+    pub thread: u32,
+    pub simdgroup: u32,
+    pub lane: u32,
+    pub has_thread: u32,
+    pub count: u64,
+    text: [c_char; 500],
+}
+
+impl RawFinding {
+    pub fn message(&self) -> String {
+        // SAFETY: the runtime writes the text with snprintf, which ends it within the array.
+        unsafe { CStr::from_ptr(self.text.as_ptr()) }.to_string_lossy().into_owned()
+    }
+}
+
+#[repr(C)]
+#[derive(Default)]
+pub(crate) struct RawStats {
+    pub threads: u64,
+    pub switches: u64,
+    pub rendezvous: u64,
+}
+
+#[derive(Clone, Copy)]
+struct State(*mut c_void);
+// SAFETY: a state is plain memory that one thread uses at a time; the pool hands it to one.
+unsafe impl Send for State {}
+
+pub(crate) struct Runtime {
+    region_new: unsafe extern "C" fn(u64) -> *mut Region,
+    region_free: unsafe extern "C" fn(*mut Region),
+    region_base: unsafe extern "C" fn(*mut Region) -> *mut u8,
+    state_new: unsafe extern "C" fn() -> *mut c_void,
+    state_free: unsafe extern "C" fn(*mut c_void),
+    dispatch: unsafe extern "C" fn(*mut c_void, *const RawLaunch, *mut RawStats) -> u64,
+    finding: unsafe extern "C" fn(*mut c_void, u64) -> *const RawFinding,
+    idle: Mutex<Vec<State>>,
+    // Never unloaded: its signal handlers stay installed.
+    _library: std::mem::ManuallyDrop<libloading::Library>,
+}
+
+impl Runtime {
+    pub fn load(path: &Path) -> Result<Runtime> {
+        let failed = |source| Error::Load { path: path.into(), source };
+        // SAFETY: this is the library that the toolchain has just compiled from the sources of this crate; its initialisers
+        // are those of the C++ standard library, and the symbols have the types that runtime/abi.h declares.
+        unsafe {
+            let library = libloading::Library::new(path).map_err(failed)?;
+            Ok(Runtime {
+                region_new: *library.get(b"msl_region_new\0").map_err(failed)?,
+                region_free: *library.get(b"msl_region_free\0").map_err(failed)?,
+                region_base: *library.get(b"msl_region_base\0").map_err(failed)?,
+                state_new: *library.get(b"msl_state_new\0").map_err(failed)?,
+                state_free: *library.get(b"msl_state_free\0").map_err(failed)?,
+                dispatch: *library.get(b"msl_dispatch\0").map_err(failed)?,
+                finding: *library.get(b"msl_finding\0").map_err(failed)?,
+                idle: Mutex::new(Vec::new()),
+                _library: std::mem::ManuallyDrop::new(library),
+            })
+        }
+    }
+
+    /// Guarded and poisoned memory; the caller frees it.
+    pub fn allocate(&self, bytes: usize) -> Result<*mut Region> {
+        // SAFETY: any size is allowed; null says that it failed.
+        let region = unsafe { (self.region_new)(bytes as u64) };
+        if region.is_null() { Err(Error::NoMemory("a guarded buffer")) } else { Ok(region) }
+    }
+
+    /// # Safety
+    /// `region` came from [`Runtime::allocate`] and was not freed.
+    pub unsafe fn free(&self, region: *mut Region) {
+        // SAFETY: as promised by the caller.
+        unsafe { (self.region_free)(region) }
+    }
+
+    /// # Safety
+    /// `region` came from [`Runtime::allocate`] and was not freed.
+    pub unsafe fn base(&self, region: *mut Region) -> *mut u8 {
+        // SAFETY: as promised by the caller.
+        unsafe { (self.region_base)(region) }
+    }
+
+    /// Runs a launch and hands each finding to `each`.
+    ///
+    /// # Safety
+    /// The launch's pointers are valid, and its regions are used by nobody else who writes.
+    pub unsafe fn dispatch(&self, launch: &RawLaunch, mut each: impl FnMut(&RawFinding)) -> Result<RawStats> {
+        let pooled = self.idle.lock().unwrap_or_else(|e| e.into_inner()).pop();
+        // SAFETY: takes no arguments.
+        let state = pooled.unwrap_or_else(|| State(unsafe { (self.state_new)() }));
+        if state.0.is_null() {
+            return Err(Error::NoMemory("the stacks of 1024 threads"));
+        }
+        let mut stats = RawStats::default();
+        // SAFETY: the state is ours alone, the launch is valid as promised, and finding numbers below the count exist.
+        unsafe {
+            let count = (self.dispatch)(state.0, launch, &mut stats);
+            for i in 0..count {
+                if let Some(finding) = (self.finding)(state.0, i).as_ref() {
+                    each(finding);
+                }
+            }
+        }
+        self.idle.lock().unwrap_or_else(|e| e.into_inner()).push(state);
+        Ok(stats)
+    }
+}
+
+impl Drop for Runtime {
+    fn drop(&mut self) {
+        for state in self.idle.lock().unwrap_or_else(|e| e.into_inner()).drain(..) {
+            // SAFETY: an idle state is used by nobody.
+            unsafe { (self.state_free)(state.0) }
+        }
+    }
+}

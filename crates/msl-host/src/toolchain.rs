@@ -1,0 +1,417 @@
+//! Finds clang 19, knows its options, and keeps what it made.
+
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use crate::error::{Diagnostic, Error, Result};
+
+/// How kernels are built.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Build {
+    /// Optimised; faults at guard pages, poison shows what was not written.
+    Plain,
+    /// Every access of memory is judged: bounds, declared access, initialisation, races. Much slower.
+    Checker,
+}
+
+/// The files that play the Metal standard library, and the sources of the runtime.
+const INCLUDE: &[(&str, &str)] = &[
+    ("msl_host.h", include_str!("../include/msl_host.h")),
+    ("msl/context.h", include_str!("../include/msl/context.h")),
+    ("msl/types.h", include_str!("../include/msl/types.h")),
+    ("msl/math.h", include_str!("../include/msl/math.h")),
+    ("msl/sync.h", include_str!("../include/msl/sync.h")),
+    ("msl/atomic.h", include_str!("../include/msl/atomic.h")),
+    ("msl/matrix.h", include_str!("../include/msl/matrix.h")),
+    ("msl/glue.h", include_str!("../include/msl/glue.h")),
+];
+const RUNTIME: &[(&str, &str)] = &[
+    ("abi.h", include_str!("../runtime/abi.h")),
+    ("state.h", include_str!("../runtime/state.h")),
+    ("memory.cpp", include_str!("../runtime/memory.cpp")),
+    ("schedule.cpp", include_str!("../runtime/schedule.cpp")),
+    ("checker.cpp", include_str!("../runtime/checker.cpp")),
+    ("dispatch.cpp", include_str!("../runtime/dispatch.cpp")),
+];
+/// Standard headers that a source may include; empty, since `msl_host.h` is put before the preprocessed text.
+const STANDARD: &[&str] = &[
+    "metal_stdlib",
+    "metal_atomic",
+    "metal_math",
+    "metal_simdgroup",
+    "metal_simdgroup_matrix",
+    "metal_integer",
+    "metal_common",
+    "metal_compute",
+    "metal_geometric",
+    "metal_relational",
+    "metal_types",
+    "metal_limits",
+    "metal_type_traits",
+    "metal_quadgroup",
+    "metal_pack",
+];
+
+/// `-ffp-contract=off` and the excess-precision options make every operation round as written; without `-fno-finite-loops` clang
+/// deletes loops that never end; `-fconvergent-functions` forbids to copy or merge calls that wait for other threads; frame
+/// pointers give each of those calls its path.
+const COMMON: &[&str] = &[
+    "-x",
+    "c++",
+    "-std=c++14",
+    "-march=x86-64-v3",
+    "-nostdinc",
+    "-nostdinc++",
+    "-D__METAL__=1",
+    "-D__METAL_VERSION__=310",
+    "-D__HAVE_BFLOAT__=1",
+    "-Xclang",
+    "-ffloat16-excess-precision=none",
+    "-Xclang",
+    "-fbfloat16-excess-precision=none",
+    "-ffp-contract=off",
+    "-fno-finite-loops",
+    "-fno-strict-aliasing",
+    "-fconvergent-functions",
+    "-fno-omit-frame-pointer",
+    "-fno-optimize-sibling-calls",
+    "-fno-exceptions",
+    "-fno-rtti",
+    "-fno-caret-diagnostics",
+    "-fno-color-diagnostics",
+    "-ferror-limit=0",
+    "-Wno-c++17-extensions",
+    "-Wno-unknown-attributes",
+    "-Wno-unknown-pragmas",
+    "-Wno-user-defined-literals",
+    "-Wno-reserved-user-defined-literal",
+    "-Wno-duplicate-decl-specifier",
+    "-Wno-pass-failed",
+];
+const TYPED: &[&str] = &[
+    "-DMSL_TYPED",
+    "-fsyntax-only",
+    "-Wall",
+    "-Wextra",
+    "-Werror",
+    "-Wno-unused-parameter",
+    "-Wno-unused-function",
+    "-Wno-unused-const-variable",
+];
+const PLAIN: &[&str] = &["-O2", "-w", "-gline-tables-only", "-fPIC", "-ftrivial-auto-var-init=pattern"];
+const CHECKER: &[&str] = &[
+    "-O1",
+    "-w",
+    "-gline-tables-only",
+    "-fPIC",
+    "-ftrivial-auto-var-init=pattern",
+    "-DMSL_CHECK",
+    "-fsanitize=thread",
+    "-mllvm",
+    "-tsan-instrument-func-entry-exit=0",
+    "-mllvm",
+    "-tsan-instrument-read-before-write=1",
+    "-fsanitize=bounds,alignment,integer-divide-by-zero",
+];
+
+/// A compiler, and a folder for what it makes.
+#[derive(Debug)]
+pub(crate) struct Toolchain {
+    clang: PathBuf,
+    version: String,
+    cache: PathBuf,
+    include: PathBuf,
+}
+
+impl Toolchain {
+    pub fn find() -> Result<Toolchain> {
+        let named = std::env::var_os("MSL_HOST_CLANG").map(PathBuf::from);
+        let candidates = named.map_or_else(
+            || vec!["clang++-19".into(), "/usr/lib/llvm-19/bin/clang++".into(), "clang++".into()],
+            |n| vec![n],
+        );
+        let version = |clang: &PathBuf| {
+            let output = Command::new(clang).arg("--version").output().ok()?;
+            let text = String::from_utf8_lossy(&output.stdout).lines().next()?.to_string();
+            text.contains("clang version 19.").then_some(text)
+        };
+        let found = candidates.iter().find_map(|c| version(c).map(|v| (c.clone(), v)));
+        let Some((clang, version)) = found else {
+            let tried = candidates.iter().map(|c| c.display().to_string()).collect::<Vec<_>>().join(", ");
+            return Err(Error::NoClang { tried });
+        };
+        let cache = cache_folder();
+        let hash = hash(INCLUDE.iter().flat_map(|(name, text)| [*name, *text]).chain(STANDARD.iter().copied()));
+        let include = cache.join(format!("include-{hash}"));
+        let toolchain = Toolchain { clang, version, cache, include };
+        for (name, text) in INCLUDE {
+            write_once(&toolchain.include.join(name), text)?;
+        }
+        for name in STANDARD {
+            write_once(&toolchain.include.join("stub").join(name), "")?;
+        }
+        Ok(toolchain)
+    }
+
+    /// Where `msl_host.h` lies; reports leave its lines out.
+    pub fn include(&self) -> &Path {
+        &self.include
+    }
+
+    /// The runtime as a shared object, compiled if this is the first time.
+    pub fn runtime(&self) -> Result<PathBuf> {
+        let context = INCLUDE[1].1;
+        let hash = hash(RUNTIME.iter().flat_map(|(name, text)| [*name, *text]).chain([context, &self.version]));
+        let library = self.cache.join(format!("libmsl_runtime-{hash}.so"));
+        if library.exists() {
+            return Ok(library);
+        }
+        // The sources include "../include/msl/context.h".
+        let sources = self.cache.join(format!("runtime-{hash}"));
+        write_once(&sources.join("include/msl/context.h"), context)?;
+        for (name, text) in RUNTIME {
+            write_once(&sources.join("runtime").join(name), text)?;
+        }
+        let scratch = Scratch::beside(&library);
+        let mut command = Command::new(&self.clang);
+        command.args([
+            "-std=c++17",
+            "-O2",
+            "-g1",
+            "-march=x86-64-v3",
+            "-fPIC",
+            "-shared",
+            "-fno-omit-frame-pointer",
+            "-fno-exceptions",
+            "-fno-rtti",
+        ]);
+        command.arg(format!("-Wl,-soname,{}", file_name(&library))).arg("-o").arg(&scratch.0);
+        command.args(
+            RUNTIME
+                .iter()
+                .filter(|(name, _)| name.ends_with(".cpp"))
+                .map(|(name, _)| sources.join("runtime").join(name)),
+        );
+        self.expect(&mut command, "the runtime of msl-host", None)?;
+        scratch.publish(&library)?;
+        Ok(library)
+    }
+
+    /// The source after its preprocessor, in which `# line "file"` markers are left.
+    pub fn preprocess(&self, source: &crate::Source) -> Result<String> {
+        let mut command = Command::new(&self.clang);
+        command.arg("-E").args(COMMON).arg("-I").arg(self.include.join("stub"));
+        let mut own_headers = None;
+        if !source.headers.is_empty() {
+            let dir = self.cache.join(format!(
+                "headers-{}",
+                hash(source.headers.iter().flat_map(|(name, text)| [name.as_str(), text]))
+            ));
+            for (name, text) in &source.headers {
+                write_once(&dir.join(name), text)?;
+            }
+            command.arg("-I").arg(&dir);
+            own_headers = Some(format!("\"{}/", dir.display()));
+        }
+        for dir in &source.include_dirs {
+            // The compiler runs in another folder.
+            command.arg("-I").arg(std::path::absolute(dir).map_err(Error::io("finding", dir))?);
+        }
+        for (name, value) in &source.defines {
+            command.arg(format!("-D{name}={value}"));
+        }
+        let input = format!("#line 1 \"{}\"\n{}", source.name, source.text);
+        let text = self.expect(command.arg("-"), &source.name, Some(&input))?;
+        // Line markers name headers as the source does, not by where they were put.
+        Ok(match own_headers {
+            Some(folder) => text.replace(&folder, "\""),
+            None => text,
+        })
+    }
+
+    /// Judges the types of a rewritten source, address spaces included.
+    pub fn check_types(&self, name: &str, text: &str) -> Result<()> {
+        let mark = self.cache.join(format!(
+            "typed-{}",
+            hash(
+                [text, &self.version, file_name(&self.include).as_str()]
+                    .into_iter()
+                    .chain(COMMON.iter().copied())
+                    .chain(TYPED.iter().copied())
+            )
+        ));
+        if mark.exists() {
+            return Ok(());
+        }
+        let mut command = Command::new(&self.clang);
+        command.args(COMMON).args(TYPED).arg("-I").arg(&self.include).arg("-");
+        let (success, output) = self.communicate(&mut command, Some(text))?;
+        if !success {
+            let found = diagnostics(&output.1, &self.include);
+            let real: Vec<Diagnostic> =
+                found.into_iter().filter(|d| !d.copies_across_spaces).map(|d| d.diagnostic).collect();
+            if !real.is_empty() {
+                return Err(Error::Compile { name: name.into(), diagnostics: real });
+            }
+        }
+        write_once(&mark, "")
+    }
+
+    /// Compiles a rewritten source to a shared object that is linked to the runtime.
+    pub fn compile(&self, name: &str, text: &str, build: Build, runtime: &Path) -> Result<PathBuf> {
+        let options = if build == Build::Plain { PLAIN } else { CHECKER };
+        let key = [text, &self.version, &file_name(&self.include), &file_name(runtime)];
+        let hash = hash(key.into_iter().chain(COMMON.iter().copied()).chain(options.iter().copied()));
+        let stem: String = name.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '_' }).collect();
+        let library = self.cache.join(format!("{stem}-{hash}.so"));
+        if library.exists() {
+            return Ok(library);
+        }
+        let (object, scratch) = (Scratch::beside(&library.with_extension("o")), Scratch::beside(&library));
+        let mut command = Command::new(&self.clang);
+        command.args(COMMON).args(options).arg("-I").arg(&self.include).arg("-c").arg("-o").arg(&object.0).arg("-");
+        self.expect(&mut command, name, Some(text))?;
+        let mut link = Command::new(&self.clang);
+        link.arg("-shared").arg("-o").arg(&scratch.0).arg(&object.0).arg(runtime).arg("-lm").arg("-Wl,-z,now");
+        link.arg(format!("-Wl,-rpath,{}", self.cache.display()));
+        self.expect(&mut link, name, None)?;
+        scratch.publish(&library)?;
+        Ok(library)
+    }
+
+    /// Runs the compiler; what it prints, or its diagnostics as an error.
+    fn expect(&self, command: &mut Command, name: &str, input: Option<&str>) -> Result<String> {
+        let (success, (out, err)) = self.communicate(command, input)?;
+        if success {
+            return Ok(out);
+        }
+        let mut diagnostics: Vec<Diagnostic> =
+            diagnostics(&err, &self.include).into_iter().map(|d| d.diagnostic).collect();
+        if diagnostics.is_empty() {
+            diagnostics.push(Diagnostic { file: name.into(), line: 0, message: err });
+        }
+        Err(Error::Compile { name: name.into(), diagnostics })
+    }
+
+    fn communicate(&self, command: &mut Command, input: Option<&str>) -> Result<(bool, (String, String))> {
+        let failed = || Error::io("running", &self.clang);
+        command.current_dir(&self.cache).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = command.spawn().map_err(failed())?;
+        let stdin = child.stdin.take();
+        let output = std::thread::scope(|scope| {
+            // From a thread of its own: the compiler may fill its output before it has read all input.
+            scope.spawn(move || {
+                if let (Some(mut stdin), Some(input)) = (stdin, input) {
+                    // A compiler that stops early closes the pipe; its messages say why.
+                    let _ = stdin.write_all(input.as_bytes());
+                }
+            });
+            child.wait_with_output()
+        });
+        let output = output.map_err(failed())?;
+        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+        Ok((output.status.success(), (text(&output.stdout), text(&output.stderr))))
+    }
+}
+
+/// `MSL_HOST_CACHE`, or `msl-host` in the target folder that this program was built in, or in the temporary folder.
+fn cache_folder() -> PathBuf {
+    if let Some(named) = std::env::var_os("MSL_HOST_CACHE") {
+        return named.into();
+    }
+    let program = std::env::current_exe().unwrap_or_default();
+    // Cargo tags its target folder.
+    let target = program.ancestors().find(|dir| dir.join("CACHEDIR.TAG").exists());
+    target.map_or_else(std::env::temp_dir, Path::to_path_buf).join("msl-host")
+}
+
+/// FNV-1a over 128 bits, with the lengths mixed in.
+fn hash<'a>(parts: impl IntoIterator<Item = &'a str>) -> String {
+    let mut h: u128 = 0x6c62272e07bb014262b821756295c58d;
+    for part in parts {
+        for byte in part.bytes().chain(part.len().to_le_bytes()) {
+            h = (h ^ u128::from(byte)).wrapping_mul(0x0000000001000000000000000000013B);
+        }
+    }
+    format!("{h:032x}")
+}
+
+fn file_name(path: &Path) -> String {
+    path.file_name().unwrap_or_default().to_string_lossy().into_owned()
+}
+
+/// A file that several processes may write at once: each writes its own, and the last rename wins.
+struct Scratch(PathBuf);
+
+impl Scratch {
+    fn beside(path: &Path) -> Scratch {
+        use std::sync::atomic::{AtomicU32, Ordering};
+        static COUNT: AtomicU32 = AtomicU32::new(0);
+        let unique = format!("{}.{}.{}", file_name(path), std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
+        Scratch(path.with_file_name(unique))
+    }
+
+    fn publish(&self, path: &Path) -> Result<()> {
+        std::fs::rename(&self.0, path).map_err(Error::io("writing", path))
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        // Gone already if it was published.
+        let _ = std::fs::remove_file(&self.0);
+    }
+}
+
+fn write_once(path: &Path, text: &str) -> Result<()> {
+    if path.exists() {
+        return Ok(());
+    }
+    if let Some(parent) = path.parent() {
+        std::fs::create_dir_all(parent).map_err(Error::io("creating", parent))?;
+    }
+    let scratch = Scratch::beside(path);
+    std::fs::write(&scratch.0, text).map_err(Error::io("writing", path))?;
+    scratch.publish(path)
+}
+
+struct Found {
+    diagnostic: Diagnostic,
+    /// clang's C++ has no implicit copy of a struct into or out of another address space, which MSL has.
+    copies_across_spaces: bool,
+}
+
+/// The errors in clang's output. One inside of `msl_host.h` is moved to the user's line that led there.
+fn diagnostics(output: &str, include: &Path) -> Vec<Found> {
+    let include = include.display().to_string();
+    let mut list: Vec<Found> = Vec::new();
+    for line in output.lines() {
+        let Some((file, number, level, message)) = split(line) else { continue };
+        if level == "note" {
+            let Some(last) = list.last_mut() else { continue };
+            if last.diagnostic.file.starts_with(&include) && !file.starts_with(&include) {
+                (last.diagnostic.file, last.diagnostic.line) = (file.into(), number);
+            }
+            let spaces = message.contains("address space") || message.contains("__attribute__((address_space");
+            let copying = last.diagnostic.message.contains("no matching constructor for initialization of")
+                || last.diagnostic.message.contains("no viable overloaded '='");
+            last.copies_across_spaces |= spaces && copying && message.contains("implicit");
+        } else if level != "warning" {
+            list.push(Found {
+                diagnostic: Diagnostic { file: file.into(), line: number, message: message.into() },
+                copies_across_spaces: false,
+            });
+        }
+    }
+    list
+}
+
+/// `a.metal:3:5: error: what` as its parts.
+fn split(line: &str) -> Option<(&str, u32, &str, &str)> {
+    let level = ["fatal error", "error", "warning", "note"].into_iter().find(|l| line.contains(&format!(": {l}: ")))?;
+    let (place, message) = line.split_once(&format!(": {level}: "))?;
+    let (rest, _column) = place.rsplit_once(':')?;
+    let (file, number) = rest.rsplit_once(':')?;
+    Some((file, number.parse().ok()?, level, message))
+}
