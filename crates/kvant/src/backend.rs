@@ -9,11 +9,10 @@ use crate::{
 };
 
 /// One allocation of a device.
-pub(crate) trait Memory: Send + Sync {
+pub trait Memory: Send + Sync {
     /// The address where the host sees it, on devices that share the host's memory.
     fn host(&self) -> Option<NonNull<u8>>;
     /// For the backend that made it.
-    #[allow(dead_code, reason = "the GPU backends find their own buffers through this")]
     fn as_any(&self) -> &dyn Any;
 }
 
@@ -43,7 +42,6 @@ pub(crate) enum Recording {
     /// Through [`Backend::run`], which returns when the call is done.
     Immediate,
     /// Through a pass that is committed as a whole.
-    #[allow(dead_code, reason = "the GPU backends record")]
     Deferred(Box<dyn Pass>),
 }
 
@@ -54,12 +52,13 @@ pub(crate) trait Pass: Send {
 }
 
 /// Committed work.
-pub(crate) trait Wait: Send {
+pub trait Wait: Send {
+    /// Returns when it is done, with what went wrong.
     fn wait(self: Box<Self>) -> Result<()>;
 }
 
 /// Captured work.
-pub(crate) trait Replay: Send {
+pub trait Replay: Send {
     /// Runs it once more; the answer is `None` when it is already done.
     fn replay(&self) -> Result<Option<Box<dyn Wait>>>;
 }

@@ -92,6 +92,8 @@ pub mod device;
 mod dtype;
 mod encoder;
 mod error;
+#[doc(hidden)]
+pub mod gpu;
 mod host;
 mod layer;
 mod metal;

@@ -1,7 +1,69 @@
-//! The Metal backend: not built yet.
+//! The Metal backend: the kernels, and the Apple runtime that runs them.
+//!
+//! `NAME.metal` holds the kernels of an operation, `NAME.rs` builds their launches; `runtime.rs` drives an Apple GPU.
+//! Everything but the runtime is compiled on every system, so that tests can run the launches elsewhere.
 
-use crate::{Device, Result, device::DeviceKind, device::not_built};
+mod argmax;
+mod attend;
+mod copy;
+mod embed;
+mod gate;
+mod hadamard;
+mod headers;
+mod kv_read;
+mod kv_write;
+mod linear;
+mod moe;
+mod norm_rope;
+mod norm_rope_write;
+mod planes;
+mod rms_norm;
+mod sample;
+mod softcap;
+
+use crate::{
+    Device, DeviceKind, Error, Result,
+    device::not_built,
+    gpu::{Builder, Kernels},
+    ops::Call,
+};
+
+/// Threads of a threadgroup where elements are independent.
+const THREADS: usize = 256;
+
+/// Threads that run in step and exchange values: an Apple SIMD-group.
+#[allow(dead_code)]
+const SIMD: usize = 32;
+
+/// The Metal kernels, for any executor.
+pub(crate) const KERNELS: Kernels = Kernels { kind: DeviceKind::Metal, build, plan_attend: attend::plan };
 
 pub(crate) fn open() -> Result<Device> {
     not_built(DeviceKind::Metal, "this version of kvant has no Metal backend")
+}
+
+fn build(call: &Call, b: &mut Builder) -> Result<()> {
+    match call {
+        Call::Argmax(call) => argmax::build(call, b),
+        Call::Attend(call) => attend::build(call, b),
+        Call::Copy(call) => copy::build(call, b),
+        Call::Embed(call) => embed::build(call, b),
+        Call::Gate(call) => gate::build(call, b),
+        Call::Hadamard(call) => hadamard::build(call, b),
+        Call::KvRead(call) => kv_read::build(call, b),
+        Call::KvWrite(call) => kv_write::build(call, b),
+        Call::Linear(call) => linear::build(call, b),
+        Call::MoeCombine(call) => moe::build_combine(call, b),
+        Call::MoeRoute(call) => moe::build_route(call, b),
+        Call::NormRope(call) => norm_rope::build(call, b),
+        Call::NormRopeWrite(call) => norm_rope_write::build(call, b),
+        Call::RmsNorm(call) => rms_norm::build(call, b),
+        Call::Sample(call) => sample::build(call, b),
+        Call::Softcap(call) => softcap::build(call, b),
+    }
+}
+
+/// For kernels that are not written yet.
+fn unsupported(op: &'static str) -> Error {
+    Error::Unsupported { op, device: "metal", reason: "no kernel yet".to_string() }
 }

@@ -17,7 +17,8 @@ use kvant::{CpuOptions, DType, Device, DeviceKind, Encoder, Float, Result, SimdL
 /// The three activation types.
 pub const FLOATS: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
-/// Every device that is tested: those present, and the CPU at each instruction set with 1, 2 and 3 threads.
+/// Every device that is tested: those present, the Metal kernels under msl-host where that runs, and the CPU at each
+/// instruction set with 1, 2 and 3 threads. `KVANT_TEST_DEVICE=metal` leaves the devices of that kind alone.
 pub fn devices() -> &'static [Device] {
     static DEVICES: OnceLock<Vec<Device>> = OnceLock::new();
     DEVICES.get_or_init(|| {
@@ -29,8 +30,25 @@ pub fn devices() -> &'static [Device] {
                 devices.push(Device::cpu_with(options).expect("the level is supported"));
             }
         }
+        devices.extend(metal_on_this_machine());
+        if let Ok(kind) = std::env::var("KVANT_TEST_DEVICE") {
+            devices.retain(|device| device.kind().name() == kind);
+            assert!(!devices.is_empty(), "KVANT_TEST_DEVICE: there is no {kind} device");
+        }
         devices
     })
+}
+
+/// The Metal kernels under msl-host, every launch in four ways. Another seed: `KVANT_MSL_SEED`.
+#[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+fn metal_on_this_machine() -> Option<Device> {
+    let seed = std::env::var("KVANT_MSL_SEED").map_or(1, |seed| seed.parse().expect("KVANT_MSL_SEED is a number"));
+    Some(kvant_msl::device(kvant_msl::Runs::all(seed)).unwrap_or_else(|e| panic!("{e}")))
+}
+
+#[cfg(not(all(target_os = "linux", target_arch = "x86_64")))]
+fn metal_on_this_machine() -> Option<Device> {
+    None
 }
 
 /// Whether the device sees the contents of index buffers when it validates, and so refuses what is out of range.

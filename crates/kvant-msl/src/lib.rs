@@ -1,0 +1,274 @@
+//! A kvant device that runs the Metal kernels on this machine, through [`msl_host`].
+//!
+//! It is fed with exactly the launches that the Apple runtime gets. Launches between two barriers may run in any order
+//! on a GPU, so here they run last one first.
+
+use std::{
+    any::Any,
+    collections::HashMap,
+    ptr::NonNull,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
+
+use kvant::{
+    Device, Error, Result,
+    gpu::{self, Executor, Launch, LaunchPass, Limits, Order, Replay, Use, Wait},
+};
+use msl_host::{Access, Buffer, Build, Constant, Grid, Host, Library, Schedule};
+
+/// How each launch is run.
+#[derive(Clone, Debug)]
+pub struct Runs(Vec<(Build, Schedule)>);
+
+impl Runs {
+    /// Four times: the plain build forward, in reverse and at random, then the checker build. All four must leave the
+    /// same bytes, and the checker must have nothing to report.
+    pub fn all(seed: u64) -> Runs {
+        Runs(vec![
+            (Build::Plain, Schedule::Forward),
+            (Build::Plain, Schedule::Reverse),
+            (Build::Plain, Schedule::Random(seed)),
+            (Build::Checker, Schedule::Random(seed.wrapping_add(1))),
+        ])
+    }
+
+    /// Once.
+    pub fn once(build: Build, schedule: Schedule) -> Runs {
+        Runs(vec![(build, schedule)])
+    }
+}
+
+/// The device.
+///
+/// # Errors
+/// `NoDevice` without x86-64 Linux or clang 19.
+pub fn device(runs: Runs) -> Result<Device> {
+    let host = Host::new()
+        .map_err(|error| Error::NoDevice { kind: kvant::DeviceKind::Metal, reason: format!("msl-host: {error}") })?;
+    let inner = Inner { host, libraries: HashMap::new() };
+    Ok(gpu::metal_device(MslHost { shared: Arc::new(Shared { inner: Mutex::new(inner), runs }) }))
+}
+
+struct MslHost {
+    shared: Arc<Shared>,
+}
+
+/// The lock is held during every transfer and every run: that makes access to memory exclusive.
+struct Shared {
+    inner: Mutex<Inner>,
+    runs: Runs,
+}
+
+struct Inner {
+    host: Host,
+    /// By the source's address and the build.
+    libraries: HashMap<(usize, Build), Arc<Library>>,
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+struct Memory(msl_host::Memory);
+
+impl gpu::Memory for Memory {
+    fn host(&self) -> Option<NonNull<u8>> {
+        NonNull::new(self.0.as_mut_ptr())
+    }
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+fn fault(reason: impl std::fmt::Display) -> Error {
+    Error::DeviceFault { device: "msl-host".to_string(), reason: reason.to_string() }
+}
+
+fn address(memory: &dyn gpu::Memory) -> *mut u8 {
+    memory.host().expect("memory of msl-host has an address").as_ptr()
+}
+
+impl Executor for MslHost {
+    fn name(&self) -> String {
+        match self.shared.runs.0.as_slice() {
+            [(build, schedule)] => format!("msl-host, {build:?} build, {schedule:?}"),
+            _ => format!("msl-host, {} runs a launch", self.shared.runs.0.len()),
+        }
+    }
+
+    fn limits(&self) -> Limits {
+        Limits { threads: 1024, threadgroup_bytes: 32 << 10, busy_groups: 16 }
+    }
+
+    fn allocate(&self, bytes: usize, zeroed: bool) -> Result<Box<dyn gpu::Memory>> {
+        let out_of_memory = |_| Error::OutOfMemory { device: "msl-host".to_string(), bytes };
+        let mut memory = self.shared.lock().host.memory(bytes).map_err(out_of_memory)?;
+        if zeroed {
+            memory.fill(0);
+        }
+        Ok(Box::new(Memory(memory)))
+    }
+
+    fn upload(&self, memory: &dyn gpu::Memory, offset: usize, bytes: &[u8]) -> Result<()> {
+        let _guard = self.shared.lock();
+        // SAFETY: the caller keeps the range within the allocation; the lock excludes every other access.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), address(memory).add(offset), bytes.len()) }
+        Ok(())
+    }
+
+    fn download(&self, memory: &dyn gpu::Memory, offset: usize, out: &mut [u8]) -> Result<()> {
+        let _guard = self.shared.lock();
+        // SAFETY: as in `upload`.
+        unsafe { std::ptr::copy_nonoverlapping(address(memory).add(offset), out.as_mut_ptr(), out.len()) }
+        Ok(())
+    }
+
+    fn begin(&self) -> Result<Box<dyn LaunchPass>> {
+        Ok(Box::new(Pass { shared: self.shared.clone(), launches: Vec::new() }))
+    }
+
+    fn capture(self: Arc<Self>, launches: Vec<Launch>) -> Result<Box<dyn Replay>> {
+        Ok(Box::new(Graph { shared: self.shared.clone(), launches }))
+    }
+}
+
+struct Pass {
+    shared: Arc<Shared>,
+    launches: Vec<Launch>,
+}
+
+impl LaunchPass for Pass {
+    fn launch(&mut self, launch: Launch) -> Result<()> {
+        self.launches.push(launch);
+        Ok(())
+    }
+
+    fn commit(self: Box<Self>) -> Result<Box<dyn Wait>> {
+        Ok(Box::new(Done(self.shared.run(&self.launches))))
+    }
+}
+
+/// Work that was done when it was committed; what went wrong is told when it is waited for.
+struct Done(Result<()>);
+
+impl Wait for Done {
+    fn wait(self: Box<Self>) -> Result<()> {
+        self.0
+    }
+}
+
+struct Graph {
+    shared: Arc<Shared>,
+    launches: Vec<Launch>,
+}
+
+impl Replay for Graph {
+    fn replay(&self) -> Result<Option<Box<dyn Wait>>> {
+        Ok(Some(Box::new(Done(self.shared.run(&self.launches)))))
+    }
+}
+
+impl Shared {
+    /// Runs launches in the order that their declared accesses ask for, and otherwise backwards.
+    fn run(&self, launches: &[Launch]) -> Result<()> {
+        let mut inner = self.lock();
+        let mut order = Order::new();
+        let mut together: Vec<&Launch> = Vec::new();
+        for launch in launches {
+            if order.needs_barrier(launch) {
+                together.drain(..).rev().try_for_each(|launch| inner.run(launch, &self.runs))?;
+            }
+            together.push(launch);
+        }
+        together.into_iter().rev().try_for_each(|launch| inner.run(launch, &self.runs))
+    }
+}
+
+impl Inner {
+    /// Runs a launch in each of the ways asked for, each time from the same memory.
+    fn run(&mut self, launch: &Launch, runs: &Runs) -> Result<()> {
+        let [first, rest @ ..] = runs.0.as_slice() else { return Ok(()) };
+        let before = if rest.is_empty() { Vec::new() } else { written(launch) };
+        self.run_once(launch, *first)?;
+        let wanted = if rest.is_empty() { Vec::new() } else { written(launch) };
+        for &(build, schedule) in rest {
+            restore(launch, &before);
+            self.run_once(launch, (build, schedule))?;
+            if written(launch) != wanted {
+                return Err(fault(format!(
+                    "{launch:?}: {build:?} build, {schedule:?}: other bytes than {:?} build, {:?}",
+                    first.0, first.1
+                )));
+            }
+        }
+        Ok(())
+    }
+
+    fn run_once(&mut self, launch: &Launch, (build, schedule): (Build, Schedule)) -> Result<()> {
+        let library = self.library(launch.source, build)?;
+        let grid = Grid::Threadgroups { groups: launch.grid.groups, threads: launch.grid.threads };
+        let mut run = msl_host::Launch::new(launch.kernel, grid);
+        for binding in &launch.bindings {
+            let access = match binding.access {
+                Use::Read => Access::Read,
+                Use::Write => Access::Write,
+                Use::ReadWrite => Access::ReadWrite,
+            };
+            let start = address(binding.memory());
+            // SAFETY: the binding lies within its memory, which the launch keeps alive; the lock excludes other users.
+            let buffer = unsafe { Buffer::raw(start.add(binding.offset), binding.bytes, access) };
+            run = run.buffer(binding.index, buffer);
+        }
+        if let Some((index, bytes)) = &launch.params {
+            run = run.bytes(*index, bytes);
+        }
+        for &(index, value) in &launch.constants {
+            run = run.constant(
+                index,
+                match value {
+                    gpu::Constant::Bool(value) => Constant::Bool(value),
+                    gpu::Constant::UInt(value) => Constant::UInt(value),
+                },
+            );
+        }
+        if launch.threadgroup_bytes > 0 {
+            run = run.threadgroup_memory(0, launch.threadgroup_bytes as usize);
+        }
+        library.run(&run, schedule).map(drop).map_err(|error| fault(format!("{launch:?}: {error}")))
+    }
+
+    fn library(&mut self, source: &'static gpu::Source, build: Build) -> Result<Arc<Library>> {
+        let key = (std::ptr::from_ref(source) as usize, build);
+        if let Some(library) = self.libraries.get(&key) {
+            return Ok(library.clone());
+        }
+        let text = format!("{}\n{}", source.text, source.assertions());
+        let mut msl = msl_host::Source::new(source.name, &text);
+        for header in source.headers {
+            msl = msl.header(header.name, &(header.text)());
+        }
+        let library = Arc::new(self.host.compile(&msl, build).map_err(|e| fault(format!("{}: {e}", source.name)))?);
+        self.libraries.insert(key, library.clone());
+        Ok(library)
+    }
+}
+
+/// What stands in the buffers that a launch writes.
+fn written(launch: &Launch) -> Vec<Vec<u8>> {
+    let bytes = |binding: &gpu::Binding| {
+        // SAFETY: the binding lies within its memory; the lock excludes writers.
+        unsafe { std::slice::from_raw_parts(address(binding.memory()).add(binding.offset), binding.bytes) }.to_vec()
+    };
+    launch.bindings.iter().filter(|b| b.access.writes()).map(bytes).collect()
+}
+
+fn restore(launch: &Launch, before: &[Vec<u8>]) {
+    for (binding, bytes) in launch.bindings.iter().filter(|b| b.access.writes()).zip(before) {
+        // SAFETY: as in `written`; nobody reads meanwhile either.
+        unsafe {
+            std::ptr::copy_nonoverlapping(bytes.as_ptr(), address(binding.memory()).add(binding.offset), bytes.len());
+        }
+    }
+}

@@ -1,0 +1,185 @@
+//! A device made of an executor and the kernels of a backend.
+
+use std::sync::Arc;
+
+use super::launch::{Launch, Scratch};
+use crate::{
+    Device, DeviceKind, Error, Result,
+    backend::{Backend, Memory, Pass, Recording, Replay, Wait},
+    ops::{Call, attend},
+};
+
+/// What a GPU allows a launch.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// Threads of a threadgroup.
+    pub threads: usize,
+    /// Bytes of threadgroup memory.
+    pub threadgroup_bytes: usize,
+    /// Threadgroups that keep the whole device busy: what splitting a context aims at.
+    pub busy_groups: usize,
+}
+
+/// What runs launches.
+pub trait Executor: Send + Sync + 'static {
+    /// What a person calls it.
+    fn name(&self) -> String;
+    /// What it allows.
+    fn limits(&self) -> Limits;
+    /// Memory; of zeros, or of anything.
+    fn allocate(&self, bytes: usize, zeroed: bool) -> Result<Box<dyn Memory>>;
+    /// Waits for committed work, then writes. `offset + bytes.len()` is within the allocation.
+    fn upload(&self, memory: &dyn Memory, offset: usize, bytes: &[u8]) -> Result<()>;
+    /// Waits for committed work, then reads. `offset + out.len()` is within the allocation.
+    fn download(&self, memory: &dyn Memory, offset: usize, out: &mut [u8]) -> Result<()>;
+    /// Starts a pass.
+    fn begin(&self) -> Result<Box<dyn LaunchPass>>;
+    /// Prepares launches to be run again and again, in order.
+    fn capture(self: Arc<Self>, launches: Vec<Launch>) -> Result<Box<dyn Replay>>;
+}
+
+/// A pass that is being recorded.
+pub trait LaunchPass: Send {
+    /// Adds a launch, which sees what the ones before it wrote.
+    fn launch(&mut self, launch: Launch) -> Result<()>;
+    /// Starts it.
+    fn commit(self: Box<Self>) -> Result<Box<dyn Wait>>;
+}
+
+/// How a backend's kernels serve the calls.
+#[derive(Clone, Copy)]
+pub(crate) struct Kernels {
+    pub kind: DeviceKind,
+    /// Turns a call into launches.
+    pub build: fn(&Call, &mut Builder) -> Result<()>,
+    pub plan_attend: fn(&attend::Call, &Limits) -> attend::Plan,
+}
+
+/// A device that runs the Metal kernels on `executor`: the Apple runtime, or a machine that plays it.
+pub fn metal_device(executor: impl Executor) -> Device {
+    Device::from_backend(Arc::new(Gpu { executor: Arc::new(executor), kernels: crate::metal::KERNELS }))
+}
+
+/// A backend.
+pub(crate) struct Gpu<E> {
+    pub executor: Arc<E>,
+    pub kernels: Kernels,
+}
+
+/// Collects the launches of a call.
+pub(crate) struct Builder<'a> {
+    pub limits: Limits,
+    device: &'static str,
+    allocate: &'a dyn Fn(usize) -> Result<Box<dyn Memory>>,
+    launches: Vec<Launch>,
+}
+
+impl Builder<'_> {
+    /// Memory for partial results, filled with anything.
+    pub(crate) fn scratch(&self, bytes: usize) -> Result<Scratch> {
+        Ok(Scratch { memory: (self.allocate)(bytes)?.into(), bytes })
+    }
+
+    /// Adds a launch; one without threads is dropped.
+    ///
+    /// # Errors
+    /// `Unsupported` when the launch is beyond what the device allows.
+    pub(crate) fn push(&mut self, launch: Launch) -> Result<()> {
+        if launch.is_empty() {
+            return Ok(());
+        }
+        let Limits { threads: most_threads, threadgroup_bytes: most_bytes, .. } = self.limits;
+        let threads: u64 = launch.grid.threads.iter().map(|&n| u64::from(n)).product();
+        let within = |limit: u64, [x, y, z]: [u32; 3]| {
+            [x, y, z].iter().try_fold(1u64, |n, &d| n.checked_mul(d.into())).is_some_and(|n| n <= limit)
+        };
+        let total = launch.grid.groups.map(u64::from).into_iter().try_fold(threads, u64::checked_mul);
+        if !within(most_threads as u64, launch.grid.threads)
+            || total.is_none_or(|n| n > u32::MAX.into())
+            || launch.threadgroup_bytes as usize > most_bytes
+        {
+            return Err(Error::Unsupported {
+                op: launch.op,
+                device: self.device,
+                reason: format!(
+                    "a grid of {:?} threadgroups of {:?} threads with {} bytes each; the device allows {most_threads} \
+                     threads and {most_bytes} bytes in one, and 2^32 threads in all",
+                    launch.grid.groups, launch.grid.threads, launch.threadgroup_bytes
+                ),
+            });
+        }
+        self.launches.push(launch);
+        Ok(())
+    }
+}
+
+impl<E: Executor> Gpu<E> {
+    fn launches(&self, call: &Call) -> Result<Vec<Launch>> {
+        let allocate = |bytes| self.executor.allocate(bytes, false);
+        let limits = self.executor.limits();
+        let device = self.kernels.kind.name();
+        let mut builder = Builder { limits, device, allocate: &allocate, launches: Vec::new() };
+        (self.kernels.build)(call, &mut builder)?;
+        Ok(builder.launches)
+    }
+}
+
+impl<E: Executor> Backend for Gpu<E> {
+    fn kind(&self) -> DeviceKind {
+        self.kernels.kind
+    }
+
+    fn name(&self) -> String {
+        self.executor.name()
+    }
+
+    fn allocate(&self, bytes: usize) -> Result<Box<dyn Memory>> {
+        self.executor.allocate(bytes, true)
+    }
+
+    fn upload(&self, memory: &dyn Memory, offset: usize, bytes: &[u8]) -> Result<()> {
+        if bytes.is_empty() { Ok(()) } else { self.executor.upload(memory, offset, bytes) }
+    }
+
+    fn download(&self, memory: &dyn Memory, offset: usize, out: &mut [u8]) -> Result<()> {
+        if out.is_empty() { Ok(()) } else { self.executor.download(memory, offset, out) }
+    }
+
+    fn begin(self: Arc<Self>) -> Result<Recording> {
+        let pass = self.executor.begin()?;
+        Ok(Recording::Deferred(Box::new(GpuPass { gpu: self, pass })))
+    }
+
+    fn run(&self, call: &Call) -> Result<()> {
+        let mut pass = self.executor.begin()?;
+        self.launches(call)?.into_iter().try_for_each(|launch| pass.launch(launch))?;
+        pass.commit()?.wait()
+    }
+
+    fn capture(self: Arc<Self>, calls: Vec<Call>) -> Result<Box<dyn Replay>> {
+        let mut launches = Vec::new();
+        for call in &calls {
+            launches.extend(self.launches(call)?);
+        }
+        self.executor.clone().capture(launches)
+    }
+
+    fn plan_attend(&self, call: &attend::Call) -> attend::Plan {
+        (self.kernels.plan_attend)(call, &self.executor.limits())
+    }
+}
+
+struct GpuPass<E> {
+    gpu: Arc<Gpu<E>>,
+    pass: Box<dyn LaunchPass>,
+}
+
+impl<E: Executor> Pass for GpuPass<E> {
+    fn submit(&mut self, call: &Call) -> Result<()> {
+        self.gpu.launches(call)?.into_iter().try_for_each(|launch| self.pass.launch(launch))
+    }
+
+    fn commit(self: Box<Self>) -> Result<Box<dyn Wait>> {
+        self.pass.commit()
+    }
+}

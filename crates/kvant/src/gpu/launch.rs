@@ -1,0 +1,298 @@
+//! One dispatch of one kernel, as data.
+
+use std::{ops::Range, sync::Arc};
+
+use super::params::{Layout, Params};
+use crate::{DType, Error, Result, Tensor, backend::Memory, tensor::Storage};
+
+/// A kernel file: its text, the headers it includes, and the parameter structs that Rust fills for it.
+#[derive(Debug)]
+pub struct Source {
+    /// The file name, for reports: `softcap.metal`.
+    pub name: &'static str,
+    /// The text of the file.
+    pub text: &'static str,
+    /// What `#include "NAME"` means in the text and in headers.
+    pub headers: &'static [Header],
+    /// The structs whose layout the compiler must confirm.
+    pub layouts: &'static [fn() -> Layout],
+}
+
+/// A header that kernel files include.
+#[derive(Debug)]
+pub struct Header {
+    /// As `#include "NAME"` says it.
+    pub name: &'static str,
+    /// Its text; a function, since tables are generated.
+    pub text: fn() -> String,
+}
+
+impl Source {
+    /// The text with its headers in place, each once, and with assertions that the parameter structs are laid out as
+    /// in Rust: for compilers that take one string.
+    pub fn expand(&self) -> String {
+        let mut seen = Vec::new();
+        let mut text = self.inline(self.text, &mut seen);
+        text.push_str(&self.assertions());
+        text
+    }
+
+    /// `static_assert`s of the size and the offsets of every parameter struct.
+    pub fn assertions(&self) -> String {
+        self.layouts.iter().map(|layout| layout().assertions()).collect()
+    }
+
+    fn inline(&self, text: &str, seen: &mut Vec<&'static str>) -> String {
+        let mut out = String::with_capacity(text.len());
+        for line in text.lines() {
+            let name = line.strip_prefix("#include \"").and_then(|rest| rest.strip_suffix('"'));
+            match self.headers.iter().find(|header| Some(header.name) == name) {
+                Some(header) if seen.contains(&header.name) => {}
+                Some(header) => {
+                    seen.push(header.name);
+                    out += &self.inline(&(header.text)(), seen);
+                }
+                None => {
+                    out += line;
+                    out.push('\n');
+                }
+            }
+        }
+        out
+    }
+}
+
+/// How a kernel uses a buffer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Use {
+    /// Only reads it.
+    Read,
+    /// Only writes it, not necessarily all of it.
+    Write,
+    /// Reads what was there, and writes.
+    ReadWrite,
+}
+
+impl Use {
+    /// Whether it writes.
+    pub fn writes(self) -> bool {
+        self != Use::Read
+    }
+}
+
+/// The value of a function constant: what a pipeline is specialised on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Constant {
+    /// `bool`.
+    Bool(bool),
+    /// `uint`.
+    UInt(u32),
+}
+
+/// How many threads run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Grid {
+    /// Threadgroups (CUDA: blocks).
+    pub groups: [u32; 3],
+    /// Threads in each.
+    pub threads: [u32; 3],
+}
+
+/// A buffer of a launch.
+#[derive(Clone)]
+pub struct Binding {
+    /// The kernel's `[[buffer(index)]]`, or its place among the arguments.
+    pub index: u32,
+    /// Bytes from the start of the memory.
+    pub offset: usize,
+    /// Bytes that the kernel may touch from there on.
+    pub bytes: usize,
+    /// What it does with them.
+    pub access: Use,
+    memory: Held,
+}
+
+/// Memory that a launch keeps alive.
+#[derive(Clone)]
+pub(crate) enum Held {
+    Tensor(Arc<Storage>),
+    Scratch(Arc<dyn Memory>),
+}
+
+impl Binding {
+    /// The allocation.
+    pub fn memory(&self) -> &dyn Memory {
+        match &self.memory {
+            Held::Tensor(storage) => &*storage.memory,
+            Held::Scratch(memory) => &**memory,
+        }
+    }
+
+    /// What tells one allocation from another.
+    pub fn allocation(&self) -> usize {
+        std::ptr::from_ref(self.memory()).cast::<()>() as usize
+    }
+
+    /// The bytes of the allocation that the kernel may touch.
+    pub fn range(&self) -> Range<usize> {
+        self.offset..self.offset + self.bytes
+    }
+}
+
+/// Memory of one launch sequence: partial results. Not zeroed.
+#[derive(Clone)]
+pub(crate) struct Scratch {
+    pub memory: Arc<dyn Memory>,
+    pub bytes: usize,
+}
+
+/// One dispatch of one kernel: all that a GPU is told.
+#[derive(Clone)]
+pub struct Launch {
+    /// The operation, for labels and messages.
+    pub op: &'static str,
+    /// The file that holds the kernel.
+    pub source: &'static Source,
+    /// The kernel's name in it.
+    pub kernel: &'static str,
+    /// Function constants by index, ascending.
+    pub constants: Vec<(u32, Constant)>,
+    /// The buffers.
+    pub bindings: Vec<Binding>,
+    /// The bytes of the parameter struct, and the index it is bound to.
+    pub params: Option<(u32, Vec<u8>)>,
+    /// Threadgroups and threads.
+    pub grid: Grid,
+    /// Bytes of `[[threadgroup(0)]]` memory, a multiple of 16; 0 when the kernel has none.
+    pub threadgroup_bytes: u32,
+}
+
+impl Launch {
+    /// A launch that binds nothing yet, of one thread.
+    pub(crate) fn new(op: &'static str, source: &'static Source, kernel: &'static str) -> Launch {
+        let grid = Grid { groups: [1; 3], threads: [1; 3] };
+        let (constants, bindings) = (Vec::new(), Vec::new());
+        Launch { op, source, kernel, constants, bindings, params: None, grid, threadgroup_bytes: 0 }
+    }
+
+    /// Gives `[[function_constant(index)]]` its value.
+    pub(crate) fn constant(mut self, index: u32, value: impl Into<Constant>) -> Launch {
+        self.constants.push((index, value.into()));
+        self
+    }
+
+    /// Binds a tensor that the kernel reads.
+    pub(crate) fn read(self, index: u32, tensor: &Tensor) -> Launch {
+        self.tensor(index, tensor, Use::Read)
+    }
+
+    /// Binds a tensor that the kernel writes, all of it or a part.
+    pub(crate) fn write(self, index: u32, tensor: &Tensor) -> Launch {
+        self.tensor(index, tensor, Use::Write)
+    }
+
+    /// Binds a tensor if there is one. A kernel with an optional buffer declares it
+    /// `[[function_constant(HAS_…)]]`, so that nothing need be bound.
+    pub(crate) fn read_if(self, index: u32, tensor: Option<&Tensor>) -> Launch {
+        match tensor {
+            Some(tensor) => self.read(index, tensor),
+            None => self,
+        }
+    }
+
+    /// As [`Launch::read_if`].
+    pub(crate) fn write_if(self, index: u32, tensor: Option<&Tensor>) -> Launch {
+        match tensor {
+            Some(tensor) => self.write(index, tensor),
+            None => self,
+        }
+    }
+
+    /// Binds a tensor.
+    pub(crate) fn tensor(mut self, index: u32, tensor: &Tensor, access: Use) -> Launch {
+        let memory = Held::Tensor(tensor.storage().clone());
+        self.bindings.push(Binding { index, offset: tensor.byte_offset(), bytes: tensor.bytes(), access, memory });
+        self
+    }
+
+    /// Binds scratch memory.
+    pub(crate) fn scratch(mut self, index: u32, scratch: &Scratch, access: Use) -> Launch {
+        let memory = Held::Scratch(scratch.memory.clone());
+        self.bindings.push(Binding { index, offset: 0, bytes: scratch.bytes, access, memory });
+        self
+    }
+
+    /// Binds the parameter struct.
+    pub(crate) fn params<P: Params>(mut self, index: u32, params: &P) -> Launch {
+        debug_assert!(
+            self.source.layouts.iter().any(|layout| layout().name == P::layout().name),
+            "{} is not among the layouts of {}",
+            P::layout().name,
+            self.source.name
+        );
+        self.params = Some((index, bytemuck::bytes_of(params).to_vec()));
+        self
+    }
+
+    /// Dynamic threadgroup memory, rounded up to 16 bytes.
+    pub(crate) fn threadgroup_memory(mut self, bytes: usize) -> Launch {
+        self.threadgroup_bytes = u32::try_from(bytes.next_multiple_of(16)).unwrap_or(u32::MAX);
+        self
+    }
+
+    /// The grid: threadgroups, and threads of each. [`Builder::push`](super::Builder::push) checks it.
+    pub(crate) fn grid(self, groups: [usize; 3], threads: [usize; 3]) -> Launch {
+        let narrow = |dims: [usize; 3]| dims.map(|n| u32::try_from(n).unwrap_or(u32::MAX));
+        Launch { grid: Grid { groups: narrow(groups), threads: narrow(threads) }, ..self }
+    }
+
+    /// Whether the grid holds no thread.
+    pub fn is_empty(&self) -> bool {
+        self.grid.groups.contains(&0) || self.grid.threads.contains(&0)
+    }
+
+    /// A size as a kernel's `uint`, or an error.
+    pub(crate) fn uint(op: &'static str, arg: &'static str, value: usize) -> Result<u32> {
+        u32::try_from(value).map_err(|_| Error::Value {
+            op,
+            arg,
+            expected: "below 2^32 on a GPU".to_string(),
+            got: value.to_string(),
+        })
+    }
+}
+
+impl std::fmt::Debug for Launch {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}: {}/{} {:?} {:?}", self.op, self.source.name, self.kernel, self.constants, self.grid)
+    }
+}
+
+impl From<bool> for Constant {
+    fn from(value: bool) -> Constant {
+        Constant::Bool(value)
+    }
+}
+
+impl From<u32> for Constant {
+    fn from(value: u32) -> Constant {
+        Constant::UInt(value)
+    }
+}
+
+impl From<DType> for Constant {
+    fn from(dtype: DType) -> Constant {
+        Constant::UInt(dtype_code(dtype))
+    }
+}
+
+/// The number of a dtype in kernels: `elements.h` has the same.
+pub(crate) fn dtype_code(dtype: DType) -> u32 {
+    match dtype {
+        DType::F32 => 0,
+        DType::F16 => 1,
+        DType::BF16 => 2,
+        DType::U32 => 3,
+        DType::U8 => 4,
+    }
+}

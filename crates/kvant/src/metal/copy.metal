@@ -1,0 +1,26 @@
+// copy: bytes from one buffer to another.
+//
+// One thread per 4 bytes where both sides begin at a multiple of 4 (WORDS), else per byte; the tail is by bytes.
+#include <metal_stdlib>
+using namespace metal;
+
+struct CopyParams {
+    ulong bytes;
+};
+
+constant bool WORDS [[function_constant(0)]];
+
+kernel void copy(device const uchar *from [[buffer(0)]],
+                 device uchar *to [[buffer(1)]],
+                 constant CopyParams &p [[buffer(2)]],
+                 uint i [[thread_position_in_grid]]) {
+    const ulong size = WORDS ? 4 : 1;
+    const ulong at = i * size;
+    if (WORDS && at + 4 <= p.bytes) {
+        *reinterpret_cast<device uint *>(to + at) = *reinterpret_cast<device const uint *>(from + at);
+    } else {
+        for (ulong j = at; j < min(at + size, p.bytes); j++) {
+            to[j] = from[j];
+        }
+    }
+}

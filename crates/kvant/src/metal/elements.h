@@ -1,0 +1,43 @@
+// Elements of tensors: every kernel computes in float, whatever the dtypes of what it reads and writes.
+#ifndef KVANT_ELEMENTS_H
+#define KVANT_ELEMENTS_H
+#include <metal_stdlib>
+using namespace metal;
+
+// The numbers of dtypes, as gpu/launch.rs has them.
+constant constexpr uint F32 = 0;
+constant constexpr uint F16 = 1;
+constant constexpr uint BF16 = 2;
+
+// bf16 by its bits: the type bfloat needs Metal 3.1, these kernels do not.
+inline float bf16_to_float(ushort bits) {
+    return as_type<float>(uint(bits) << 16);
+}
+
+// To nearest, ties to even; NaN stays NaN.
+inline ushort float_to_bf16(float x) {
+    uint bits = as_type<uint>(x);
+    if ((bits & 0x7FFFFFFF) > 0x7F800000) {
+        return ushort(bits >> 16 | 0x40);
+    }
+    return ushort((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+}
+
+// Element i of a tensor. `dtype` is a function constant, so that one case is left.
+inline float load(device const uchar *x, ulong i, uint dtype) {
+    switch (dtype) {
+    case F32: return reinterpret_cast<device const float *>(x)[i];
+    case F16: return float(reinterpret_cast<device const half *>(x)[i]);
+    default: return bf16_to_float(reinterpret_cast<device const ushort *>(x)[i]);
+    }
+}
+
+inline void store(device uchar *x, ulong i, float value, uint dtype) {
+    switch (dtype) {
+    case F32: reinterpret_cast<device float *>(x)[i] = value; break;
+    case F16: reinterpret_cast<device half *>(x)[i] = half(value); break;
+    default: reinterpret_cast<device ushort *>(x)[i] = float_to_bf16(value); break;
+    }
+}
+
+#endif
