@@ -63,6 +63,11 @@ impl Library {
         Ok(Library { shared, name, path, build, kernels: unit.kernels, constants: unit.constants, loaded })
     }
 
+    /// The index of the function constant `name`.
+    pub fn constant_index(&self, name: &str) -> Option<u32> {
+        self.constants.iter().find(|c| c.name == name).map(|c| c.index)
+    }
+
     /// The kernels that can be launched: those that are no templates, and every instantiation.
     pub fn kernels(&self) -> &[Kernel] {
         &self.kernels

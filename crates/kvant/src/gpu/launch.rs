@@ -155,8 +155,8 @@ pub struct Launch {
     pub source: &'static Source,
     /// The kernel's name in it.
     pub kernel: &'static str,
-    /// Function constants by index, ascending.
-    pub constants: Vec<(u32, Constant)>,
+    /// Function constants by name (CUDA: macros).
+    pub constants: Vec<(&'static str, Constant)>,
     /// The buffers.
     pub bindings: Vec<Binding>,
     /// The bytes of the parameter struct, and the index it is bound to.
@@ -175,9 +175,9 @@ impl Launch {
         Launch { op, source, kernel, constants, bindings, params: None, grid, threadgroup_bytes: 0 }
     }
 
-    /// Gives `[[function_constant(index)]]` its value.
-    pub(crate) fn constant(mut self, index: u32, value: impl Into<Constant>) -> Launch {
-        self.constants.push((index, value.into()));
+    /// Gives the function constant of that name its value.
+    pub(crate) fn constant(mut self, name: &'static str, value: impl Into<Constant>) -> Launch {
+        self.constants.push((name, value.into()));
         self
     }
 

@@ -20,7 +20,7 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
     let threads = bytes.div_ceil(if words { 4 } else { 1 });
     b.push(
         Launch::new(NAME, &SOURCE, "copy")
-            .constant(0, words)
+            .constant("WORDS", words)
             .read(0, &call.from)
             .write(1, &call.to)
             .params(2, &CopyParams { bytes: bytes as u64 })

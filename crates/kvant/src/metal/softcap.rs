@@ -23,8 +23,8 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
     let elements = Launch::uint(NAME, "x", call.elements)?;
     b.push(
         Launch::new(NAME, &SOURCE, "softcap")
-            .constant(0, call.x.dtype())
-            .constant(1, call.out.dtype())
+            .constant("X_DTYPE", call.x.dtype())
+            .constant("OUT_DTYPE", call.out.dtype())
             .read(0, &call.x)
             .write(1, &call.out)
             .params(2, &SoftcapParams { elements, cap: call.cap })
