@@ -104,11 +104,9 @@ impl Executor for MslHost {
 
     fn allocate(&self, bytes: usize, zeroed: bool) -> Result<Box<dyn gpu::Memory>> {
         let out_of_memory = |_| Error::OutOfMemory { device: "msl-host".to_string(), bytes };
-        let mut memory = self.shared.lock().host.memory(bytes).map_err(out_of_memory)?;
-        if zeroed {
-            memory.fill(0);
-        }
-        Ok(Box::new(Memory(memory)))
+        let inner = self.shared.lock();
+        let memory = if zeroed { inner.host.zeroed_memory(bytes) } else { inner.host.memory(bytes) };
+        Ok(Box::new(Memory(memory.map_err(out_of_memory)?)))
     }
 
     fn upload(&self, memory: &dyn gpu::Memory, offset: usize, bytes: &[u8]) -> Result<()> {
@@ -264,17 +262,25 @@ fn text_of(name: &str, built_in: impl Fn() -> String) -> String {
         .unwrap_or_else(built_in)
 }
 
-/// What stands in the buffers that a launch writes.
+/// Larger buffers are neither compared between runs nor put back: only what the last run left is looked at.
+const COMPARED: usize = 64 << 20;
+
+/// The buffers that a launch writes, as far as its runs are compared.
+fn compared(launch: &Launch) -> impl Iterator<Item = &gpu::Binding> {
+    launch.bindings.iter().filter(|b| b.access.writes() && b.bytes <= COMPARED)
+}
+
+/// What stands in them.
 fn written(launch: &Launch) -> Vec<Vec<u8>> {
     let bytes = |binding: &gpu::Binding| {
         // SAFETY: the binding lies within its memory; the lock excludes writers.
         unsafe { std::slice::from_raw_parts(address(binding.memory()).add(binding.offset), binding.bytes) }.to_vec()
     };
-    launch.bindings.iter().filter(|b| b.access.writes()).map(bytes).collect()
+    compared(launch).map(bytes).collect()
 }
 
 fn restore(launch: &Launch, before: &[Vec<u8>]) {
-    for (binding, bytes) in launch.bindings.iter().filter(|b| b.access.writes()).zip(before) {
+    for (binding, bytes) in compared(launch).zip(before) {
         // SAFETY: as in `written`; nobody reads meanwhile either.
         unsafe {
             std::ptr::copy_nonoverlapping(bytes.as_ptr(), address(binding.memory()).add(binding.offset), bytes.len());

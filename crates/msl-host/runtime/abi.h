@@ -39,7 +39,7 @@ struct MslFinding {
 struct MslStats { uint64_t threads, switches, rendezvous; };
 
 extern "C" {
-Region *msl_region_new(uint64_t bytes);
+Region *msl_region_new(uint64_t bytes, bool zeroed);
 void msl_region_free(Region *);
 char *msl_region_base(Region *);
 State *msl_state_new();

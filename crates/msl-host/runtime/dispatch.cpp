@@ -137,7 +137,7 @@ static void find_image(State &s) {
 // ---- threadgroup memory
 
 static char *add_threadgroup_memory(State &s, size_t bytes, const char *name) {
-  Region *region = msl_region_new(bytes);
+  Region *region = msl_region_new(bytes, false);
   if (!region) return nullptr;
   Bound *b = s.bind(region, name, true, true);
   b->extents.push_back({0, bytes, READ | WRITE, 0});

@@ -8,8 +8,9 @@
 thread_local State *running;
 
 // The data ends at the guard, rounded to the alignment of the widest vector: a read past the end faults at once. In front of it
-// lies the rest of its first page, then a guard as well.
-extern "C" Region *msl_region_new(uint64_t bytes) {
+// lies the rest of its first page, then a guard as well. Zeroed memory is left as the system gives it, so that a huge buffer costs
+// what is touched of it.
+extern "C" Region *msl_region_new(uint64_t bytes, bool zeroed) {
   Region *r = new Region();
   r->bytes = bytes;
   r->capacity = (bytes + 31) & ~(size_t)31;
@@ -23,7 +24,10 @@ extern "C" Region *msl_region_new(uint64_t bytes) {
   }
   r->map = (char *)map;
   r->base = r->map + GUARD + body - r->capacity;
-  r->poison();
+  if (zeroed)
+    memset(r->base + bytes, 0xFF, r->capacity - bytes);
+  else
+    r->poison();
   memset(r->map + GUARD, 0xFF, r->base - (r->map + GUARD));
   return r;
 }

@@ -73,7 +73,16 @@ impl Host {
 
     /// Memory that launches use in place: it ends at a guard page and is filled with 0xFF.
     pub fn memory(&self, len: usize) -> Result<Memory> {
-        let region = self.shared.runtime.allocate(len)?;
+        self.new_memory(len, false)
+    }
+
+    /// As [`Host::memory`], but of zeros; pages that nobody touches take no room.
+    pub fn zeroed_memory(&self, len: usize) -> Result<Memory> {
+        self.new_memory(len, true)
+    }
+
+    fn new_memory(&self, len: usize, zeroed: bool) -> Result<Memory> {
+        let region = self.shared.runtime.allocate(len, zeroed)?;
         // SAFETY: the region is fresh.
         let pointer = unsafe { self.shared.runtime.base(region) };
         self.shared.memories.lock().unwrap_or_else(|e| e.into_inner()).insert(pointer as usize, Given { len, region });

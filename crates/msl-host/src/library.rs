@@ -321,7 +321,7 @@ impl<'a> Regions<'a> {
         }
         for copy in &mut regions.copies {
             let len = copy.end - copy.start;
-            copy.region = shared.runtime.allocate(len)?;
+            copy.region = shared.runtime.allocate(len, false)?;
             // SAFETY: the region is fresh and has `len` bytes; the source is covered by bindings, whose memory is valid.
             unsafe { std::ptr::copy_nonoverlapping(copy.start as *const u8, shared.runtime.base(copy.region), len) }
         }
@@ -333,7 +333,7 @@ impl<'a> Regions<'a> {
                     Some(copy) => (copy.region, address - copy.start),
                     None => {
                         // Nothing to copy, but a place of its own.
-                        let region = shared.runtime.allocate(0)?;
+                        let region = shared.runtime.allocate(0, false)?;
                         regions.copies.push(Copy { start: 0, end: 0, region, written: false });
                         (region, 0)
                     }

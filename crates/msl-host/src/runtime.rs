@@ -76,7 +76,7 @@ struct State(*mut c_void);
 unsafe impl Send for State {}
 
 pub(crate) struct Runtime {
-    region_new: unsafe extern "C" fn(u64) -> *mut Region,
+    region_new: unsafe extern "C" fn(u64, bool) -> *mut Region,
     region_free: unsafe extern "C" fn(*mut Region),
     region_base: unsafe extern "C" fn(*mut Region) -> *mut u8,
     state_new: unsafe extern "C" fn() -> *mut c_void,
@@ -110,9 +110,9 @@ impl Runtime {
     }
 
     /// Guarded and poisoned memory; the caller frees it.
-    pub fn allocate(&self, bytes: usize) -> Result<*mut Region> {
+    pub fn allocate(&self, bytes: usize, zeroed: bool) -> Result<*mut Region> {
         // SAFETY: any size is allowed; null says that it failed.
-        let region = unsafe { (self.region_new)(bytes as u64) };
+        let region = unsafe { (self.region_new)(bytes as u64, zeroed) };
         if region.is_null() { Err(Error::NoMemory("a guarded buffer")) } else { Ok(region) }
     }
 

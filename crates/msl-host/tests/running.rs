@@ -6,7 +6,7 @@
 mod support;
 
 use half::{bf16, f16};
-use msl_host::{Buffer, Build, Constant, Error, Grid, Launch, Schedule};
+use msl_host::{Access, Buffer, Build, Constant, Error, Grid, Launch, Schedule};
 use support::*;
 
 const BUILDS: [Build; 2] = [Build::Plain, Build::Checker];
@@ -387,5 +387,20 @@ fn memory_is_used_in_place_and_overlapping_bindings_share() {
         }
         assert_eq!(to_words(&memory[256..]), (1..=64).collect::<Vec<_>>());
         assert_eq!(plain, memory.to_vec());
+    }
+}
+
+/// A buffer far larger than the machine's memory, of which a kernel touches the end.
+#[test]
+fn zeroed_memory_costs_what_is_touched() {
+    let text = "kernel void last(device uint *x [[buffer(0)]], constant ulong &n [[buffer(1)]]) { x[n - 1] += 7; }";
+    for build in BUILDS {
+        let library = compile(text, build);
+        let memory = host().zeroed_memory(1 << 38).unwrap();
+        let n = (1u64 << 36).to_le_bytes();
+        // SAFETY: the memory outlives the run, and nobody else uses it.
+        let all = unsafe { Buffer::raw(memory.as_mut_ptr(), memory.len(), Access::ReadWrite) };
+        run(&library, &Launch::new("last", groups(1, 1)).buffer(0, all).bytes(1, &n), Schedule::Forward);
+        assert_eq!(memory[memory.len() - 4..], 7u32.to_le_bytes(), "{build:?}");
     }
 }
