@@ -6,10 +6,14 @@ use crate::{codec, gpu::Header};
 
 const ELEMENTS_H: Header = Header { name: "elements.h", text: || include_str!("elements.h").to_string() };
 const CODEBOOKS_H: Header = Header { name: "codebooks.h", text: codebooks };
+const SIGNS_H: Header = Header { name: "signs.h", text: signs };
+const ROTATE_H: Header = Header { name: "rotate.h", text: || include_str!("rotate.h").to_string() };
 const PLANES_H: Header = Header { name: "planes.h", text: || include_str!("planes.h").to_string() };
 
 /// Loads and stores by dtype.
 pub(super) const ELEMENTS: &[Header] = &[ELEMENTS_H];
+/// The Hadamard rotation.
+pub(super) const ROTATE: &[Header] = &[ELEMENTS_H, SIGNS_H, ROTATE_H];
 /// The rows of a cache layer, whatever the codec.
 pub(super) const PLANES: &[Header] = &[ELEMENTS_H, CODEBOOKS_H, PLANES_H];
 
@@ -31,4 +35,19 @@ fn codebooks() -> String {
         }
     }
     text + "#endif\n"
+}
+
+/// The signs of the Hadamard rotation: bit D + j says whether sign j of dimension D is −1.
+fn signs() -> String {
+    let bit = |at: usize| at >= 2 && codec::sign_is_negative(1 << at.ilog2(), at - (1 << at.ilog2()));
+    let mut text = String::from(
+        "// The rotation's signs: generated from codec/signs.rs.\n#ifndef KVANT_SIGNS_H\n#define KVANT_SIGNS_H\n",
+    );
+    // Dimensions 2 to 4096.
+    text += "constant constexpr uint SIGN_BITS[256] = {";
+    for word in 0..256 {
+        let bits = (0..32).fold(0u32, |bits, i| bits | u32::from(bit(32 * word + i)) << i);
+        let _ = write!(text, "{}0x{bits:08X},", if word % 8 == 0 { "\n    " } else { " " });
+    }
+    text + "\n};\n#endif\n"
 }

@@ -32,7 +32,6 @@ use crate::{
 const THREADS: usize = 256;
 
 /// Threads that run in step and exchange values: an Apple SIMD-group.
-#[allow(dead_code)]
 const SIMD: usize = 32;
 
 /// The Metal kernels, for any executor.

@@ -1,0 +1,35 @@
+// hadamard: the randomised Hadamard rotation of rows x [rows, D], or its inverse; f32, f16 or bf16 in and out.
+//
+// A threadgroup takes p.group_rows rows: one of 1024 elements or more, or as many as make 1024. They are rotated in
+// threadgroup memory (p.group_rows * D floats). `out` may be `x`.
+#include "elements.h"
+#include "rotate.h"
+
+struct HadamardParams {
+    ulong rows;
+    uint dim;
+    uint group_rows;
+};
+
+constant uint X_DTYPE [[function_constant(0)]];
+constant uint OUT_DTYPE [[function_constant(1)]];
+constant bool INVERSE [[function_constant(2)]];
+
+kernel void hadamard(device const uchar *x [[buffer(0)]],
+                     device uchar *out [[buffer(1)]],
+                     constant HadamardParams &p [[buffer(2)]],
+                     threadgroup float *tile [[threadgroup(0)]],
+                     uint group [[threadgroup_position_in_grid]],
+                     uint index [[thread_index_in_threadgroup]],
+                     uint threads [[threads_per_threadgroup]]) {
+    const ulong first = ulong(group) * p.group_rows;
+    const uint rows = uint(min(ulong(p.group_rows), p.rows - first));
+    const ulong start = first * p.dim;
+    for (uint i = index; i < rows * p.dim; i += threads) {
+        tile[i] = load(x, start + i, X_DTYPE);
+    }
+    rotate(tile, rows, p.dim, INVERSE, index, threads);
+    for (uint i = index; i < rows * p.dim; i += threads) {
+        store(out, start + i, tile[i], OUT_DTYPE);
+    }
+}
