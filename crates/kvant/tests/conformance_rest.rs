@@ -9,7 +9,7 @@ use kvant::{
 };
 
 /// Rows and columns: none, one, no multiple of a vector, more than a block of threads.
-const SIZES: [(usize, usize); 7] = [(0, 5), (1, 1), (1, 256), (3, 7), (5, 65), (2, 1023), (33, 64)];
+const SIZES: [(usize, usize); 8] = [(0, 5), (1, 1), (1, 256), (3, 7), (5, 65), (2, 1023), (2, 1028), (33, 64)];
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Add {

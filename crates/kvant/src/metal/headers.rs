@@ -9,11 +9,21 @@ const CODEBOOKS_H: Header = Header { name: "codebooks.h", text: codebooks };
 const SIGNS_H: Header = Header { name: "signs.h", text: signs };
 const ROTATE_H: Header = Header { name: "rotate.h", text: || include_str!("rotate.h").to_string() };
 const PLANES_H: Header = Header { name: "planes.h", text: || include_str!("planes.h").to_string() };
+const VECTORS_H: Header = Header { name: "vectors.h", text: || include_str!("vectors.h").to_string() };
+const REDUCE_H: Header = Header { name: "reduce.h", text: || include_str!("reduce.h").to_string() };
+const ORDERED_H: Header = Header { name: "ordered.h", text: || include_str!("ordered.h").to_string() };
+const AFFINE_H: Header = Header { name: "affine.h", text: || include_str!("affine.h").to_string() };
 
 /// Loads and stores by dtype.
 pub(super) const ELEMENTS: &[Header] = &[ELEMENTS_H];
 /// The Hadamard rotation.
 pub(super) const ROTATE: &[Header] = &[ELEMENTS_H, SIGNS_H, ROTATE_H];
+/// The same, four elements at a time.
+pub(super) const VECTORS: &[Header] = &[ELEMENTS_H, VECTORS_H];
+/// What brings the elements of a row together.
+pub(super) const ROWS: &[Header] = &[ELEMENTS_H, VECTORS_H, REDUCE_H, ORDERED_H];
+/// The rows of a weight, dense or affine.
+pub(super) const AFFINE: &[Header] = &[ELEMENTS_H, VECTORS_H, AFFINE_H];
 /// The rows of a cache layer, whatever the codec.
 pub(super) const PLANES: &[Header] = &[ELEMENTS_H, CODEBOOKS_H, PLANES_H];
 

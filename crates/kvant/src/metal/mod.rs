@@ -3,6 +3,7 @@
 //! `NAME.metal` holds the kernels of an operation, `NAME.rs` builds their launches; `runtime.rs` drives an Apple GPU.
 //! Everything but the runtime is compiled on every system, so that tests can run the launches elsewhere.
 
+mod affine;
 mod argmax;
 mod attend;
 mod copy;
@@ -20,6 +21,7 @@ mod planes;
 mod rms_norm;
 mod sample;
 mod softcap;
+mod vectors;
 
 use crate::{
     Device, DeviceKind, Error, Result,

@@ -1,0 +1,45 @@
+// MLX's affine quantisation: w = scale * code + bias, one scale and bias per group of 32, 64 or 128 inputs.
+//
+// The codes of a row are one little-endian bit stream of 4, 6 or 8 bits each. They are taken 16 at a time: 2, 3 or 4 words,
+// all of one group.
+#ifndef KVANT_AFFINE_H
+#define KVANT_AFFINE_H
+#include "elements.h"
+
+// Codes 16 c .. 16 c + 15 of the row whose first word is `row`. `aligned`, a function constant, says that rows begin at multiples
+// of 16 bytes.
+inline void load_codes(device const uint *row, uint c, uint bits, bool aligned, thread float4 *q) {
+    if (bits == 4) {
+        device const uint *at = row + c * 2;
+        uint2 words = {at[0], at[1]};
+        if (aligned) {
+            words = *reinterpret_cast<device const uint2 *>(at);
+        }
+        for (uint i = 0; i < 4; i++) {
+            const uint w = words[i / 2] >> (i % 2 * 16);
+            q[i] = float4(uint4(w, w >> 4, w >> 8, w >> 12) & 15);
+        }
+    } else if (bits == 6) {
+        device const uint *at = row + c * 3;
+        const uint words[4] = {at[0], at[1], at[2], 0};
+        for (uint i = 0; i < 4; i++) {
+            // Four codes are 24 bits, from bit 24 i on.
+            const uint bit = i * 24;
+            const ulong two = ulong(words[bit / 32]) | ulong(words[bit / 32 + 1]) << 32;
+            const uint w = uint(two >> (bit % 32));
+            q[i] = float4(uint4(w, w >> 6, w >> 12, w >> 18) & 63);
+        }
+    } else {
+        device const uint *at = row + c * 4;
+        uint4 words = {at[0], at[1], at[2], at[3]};
+        if (aligned) {
+            words = *reinterpret_cast<device const uint4 *>(at);
+        }
+        for (uint i = 0; i < 4; i++) {
+            const uint w = words[i];
+            q[i] = float4(uint4(w, w >> 8, w >> 16, w >> 24) & 255);
+        }
+    }
+}
+
+#endif

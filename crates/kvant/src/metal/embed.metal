@@ -1,0 +1,59 @@
+// embed: out[t] = scale * table[ids[t]]; zeros where the id is beyond the table.
+//
+// The table is [vocab, dim], f32, f16 or bf16, or MLX's affine codes [vocab, dim * bits / 32] with scales and biases
+// [vocab, dim / group]; ids is [tokens]; out is [tokens, dim], f32, f16 or bf16. One thread per four elements of a row, or per 16
+// when the table is affine: x counts those, y the tokens.
+#include "vectors.h"
+#include "affine.h"
+
+struct EmbedParams {
+    uint vocab;
+    uint dim;
+    uint tokens;
+    float scale;
+};
+
+constant uint TABLE_DTYPE [[function_constant(0)]];
+constant uint OUT_DTYPE [[function_constant(1)]];
+// 0 for a dense table; then TABLE_DTYPE is the table's, else that of scales and biases.
+constant uint BITS [[function_constant(2)]];
+constant uint GROUP [[function_constant(3)]];
+constant bool ALIGNED [[function_constant(4)]];
+constant bool OUT_ALIGNED [[function_constant(5)]];
+constant bool AFFINE = BITS != 0;
+
+kernel void embed(device const uchar *table [[buffer(0)]],
+                  device const uchar *scales [[buffer(1), function_constant(AFFINE)]],
+                  device const uchar *biases [[buffer(2), function_constant(AFFINE)]],
+                  device const uint *ids [[buffer(3)]],
+                  device uchar *out [[buffer(4)]],
+                  constant EmbedParams &p [[buffer(5)]],
+                  uint2 at [[thread_position_in_grid]]) {
+    const uint i = at.x * (AFFINE ? 16 : 4);
+    if (i >= p.dim || at.y >= p.tokens) {
+        return;
+    }
+    const ulong to = ulong(at.y) * p.dim + i;
+    const ulong row = ids[at.y];
+    const bool known = row < p.vocab;
+    if (AFFINE) {
+        float4 q[4] = {};
+        float scale = 0, bias = 0;
+        if (known) {
+            load_codes(reinterpret_cast<device const uint *>(table) + row * (p.dim / 32 * BITS), i / 16, BITS, ALIGNED, q);
+            const ulong group = row * (p.dim / GROUP) + i / GROUP;
+            scale = p.scale * load(scales, group, TABLE_DTYPE);
+            bias = p.scale * load(biases, group, TABLE_DTYPE);
+        }
+        for (uint j = 0; j < 4; j++) {
+            store4(out, to + j * 4, 4, scale * q[j] + bias, OUT_DTYPE, OUT_ALIGNED);
+        }
+    } else {
+        const uint count = p.dim - i;
+        float4 values = 0;
+        if (known) {
+            values = p.scale * load4(table, row * p.dim + i, count, TABLE_DTYPE, ALIGNED);
+        }
+        store4(out, to, count, values, OUT_DTYPE, OUT_ALIGNED);
+    }
+}

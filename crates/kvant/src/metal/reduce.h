@@ -1,0 +1,46 @@
+// One value of every thread of a threadgroup brought together: over each SIMD-group, then over their results.
+#ifndef KVANT_REDUCE_H
+#define KVANT_REDUCE_H
+#include <metal_stdlib>
+using namespace metal;
+
+// Where a thread stands in its threadgroup, whose threads are whole SIMD-groups of 32.
+struct Place {
+    uint lane;
+    uint simdgroup;
+    uint simdgroups;
+};
+
+struct Sum {
+    static float over_simd(float x) { return simd_sum(x); }
+    static uint over_simd(uint x) { return simd_sum(x); }
+    static constexpr uint none = 0;
+};
+
+struct Max {
+    static uint over_simd(uint x) { return simd_max(x); }
+    static constexpr uint none = 0;
+};
+
+struct Min {
+    static uint over_simd(uint x) { return simd_min(x); }
+    static constexpr uint none = 0xFFFFFFFF;
+};
+
+// All threads of the threadgroup call it, and all get the result. `shared` holds one value per SIMD-group, and may be
+// used again by the next call. The order of the additions depends on the number of threads alone.
+template <typename Op, typename T>
+inline T reduce(T x, threadgroup T *shared, Place place) {
+    x = Op::over_simd(x);
+    if (place.simdgroups == 1) {
+        return x;
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (place.lane == 0) {
+        shared[place.simdgroup] = x;
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    return Op::over_simd(place.lane < place.simdgroups ? shared[place.lane] : T(Op::none));
+}
+
+#endif
