@@ -146,7 +146,7 @@ fn experts() {
     }));
     for kind in kinds {
         for expanded in [false, true] {
-            for (tokens, top_k) in [(1, 1), (1, 3), (5, 2), (40, 2)] {
+            for (tokens, top_k) in [(1, 1), (1, 3), (5, 2), (70, 2)] {
                 let (inputs, outputs, experts) = (64 * rng.pick(&[1, 3]), rng.pick(&[1, 5, 33]), 4);
                 let (x_type, out_type) = (rng.pick(&FLOATS), rng.pick(&FLOATS));
                 let case = format!("{kind:?}, expanded {expanded}, T {tokens}, top {top_k}, {x_type} -> {out_type}");
@@ -189,6 +189,89 @@ fn embed() {
                     run(device, |enc| ops::embed(enc, &args))?;
                     Ok(vec![out.close("out")?])
                 });
+            }
+        }
+    }
+}
+
+/// Tensors that begin at no multiple of a vector: rows of them are read and written element by element.
+#[test]
+fn odd_offsets() {
+    let kinds = FLOATS.map(Kind::Dense).into_iter().chain([4, 6, 8].map(|bits| {
+        let scales = DType::F16;
+        Kind::Affine { bits, group: 32, scales }
+    }));
+    for kind in kinds {
+        for tokens in [1, 2, 5, 33] {
+            let dtype = DType::BF16;
+            let case = format!("at odd offsets: {kind:?}, T {tokens}");
+            conform(&case, |device| {
+                let mut rng = Rng::of(&case);
+                let (inputs, outputs) = (64, 20);
+                // One element into a flat tensor of the same dtype.
+                let shifted = |tensor: &Tensor| -> Result<Tensor> {
+                    let bytes = common::bytes_of(tensor)?;
+                    let flat = [vec![0xFF; tensor.dtype().size()], bytes].concat();
+                    let flat = Tensor::from_bytes(device, tensor.dtype(), &[tensor.elements() + 1], &flat)?;
+                    flat.rows(1..tensor.elements() + 1)?.reshape(tensor.shape())
+                };
+                let mut w = Matrices::new(device, &mut rng, kind, &[outputs], inputs)?;
+                w.tensors = w.tensors.iter().map(shifted).collect::<Result<_>>()?;
+                let x = shifted(&input(device, dtype, &rng.normals(tokens * inputs), &[tokens, inputs])?)?;
+                let out = shifted(&Tensor::zeros(device, dtype, &[tokens, outputs])?)?;
+                run(device, |enc| {
+                    ops::linear(enc, &Linear { x: &x, weight: w.weight(), experts: None, alpha: 1.0, out: &out })
+                })?;
+                let ids: Vec<u32> = (0..tokens).map(|_| rng.below(outputs) as u32).collect();
+                let ids = indices(device, &ids, &[tokens])?;
+                let rows = shifted(&Tensor::zeros(device, dtype, &[tokens, inputs])?)?;
+                run(device, |enc| ops::embed(enc, &Embed { table: w.weight(), ids: &ids, scale: 2.0, out: &rows }))?;
+                let close = |name: &str, tensor: &Tensor| -> Result<Output> {
+                    Ok(Output::Close(name.to_string(), tensor.to_f32()?, common::Bound::of(dtype)))
+                };
+                Ok(vec![close("linear", &out)?, close("embed", &rows)?])
+            });
+        }
+    }
+}
+
+/// An id that names no row of the table or no expert: an error where the host sees it, a row of zeros elsewhere.
+#[test]
+fn ids_out_of_range() {
+    for kind in [Kind::Dense(DType::F32), Kind::Affine { bits: 4, group: 32, scales: DType::F16 }] {
+        for (device, tokens) in common::devices().iter().flat_map(|d| [3, 40].map(|tokens| (d, tokens))) {
+            let mut rng = Rng::of("out of range");
+            let (experts, outputs, inputs) = (4, 9, 64);
+            let w = Matrices::new(device, &mut rng, kind, &[experts, outputs], inputs).unwrap();
+            let table = Matrices::new(device, &mut rng, kind, &[experts], inputs).unwrap();
+            let x = input(device, DType::F32, &rng.normals(tokens * inputs), &[tokens, inputs]).unwrap();
+            let ids: Vec<u32> = (0..tokens).map(|t| [3, 4, 0, u32::MAX, 1][t % 5]).collect();
+            let (rows, choices) =
+                (indices(device, &ids, &[tokens]).unwrap(), indices(device, &ids, &[tokens, 1]).unwrap());
+            let out = Out::new(device, DType::F32, &[tokens, outputs]).unwrap();
+            let embedded = Out::new(device, DType::F32, &[tokens, inputs]).unwrap();
+            let experts_of = Some(Experts { ids: &choices, expanded: false });
+            let linear = run(device, |enc| {
+                let (weight, experts) = (w.weight(), experts_of);
+                ops::linear(enc, &Linear { x: &x, weight, experts, alpha: 1.0, out: &out.tensor })
+            });
+            let embed = run(device, |enc| {
+                ops::embed(enc, &Embed { table: table.weight(), ids: &rows, scale: 1.0, out: &embedded.tensor })
+            });
+            if common::sees_indices(device) {
+                let refused = |result| matches!(result, Err(kvant::Error::OutOfRange { got: 4, .. }));
+                assert!(refused(linear) && refused(embed), "{device}: {kind:?}");
+                assert!(out.untouched().unwrap() && embedded.untouched().unwrap(), "{device}: {kind:?}");
+                continue;
+            }
+            linear.unwrap();
+            embed.unwrap();
+            for (out, dim) in [(&out, outputs), (&embedded, inputs)] {
+                out.bytes().unwrap();
+                for (row, id) in out.tensor.to_f32().unwrap().chunks(dim).zip(&ids) {
+                    let zeros = row.iter().all(|&y| y == 0.0);
+                    assert_eq!(zeros, *id as usize >= experts, "{device}: {kind:?}, id {id}: {row:?}");
+                }
             }
         }
     }

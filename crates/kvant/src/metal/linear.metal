@@ -1,0 +1,292 @@
+// linear: out[r] = alpha * W x[r / rows_per_input], f32, f16 or bf16 in and out.
+//
+// x has rows of `inputs`; W is [outputs, inputs], f32, f16 or bf16, or MLX's affine codes [outputs, inputs * bits / 32] with scales
+// and biases [outputs, inputs / group]; out is [rows, outputs]. With EXPERTS there are several such matrices, one behind the
+// other, and ids[r] is the one of row r: zeros where there is no such matrix.
+//
+// Two kernels. linear_few, for the rows of a decode step, is bound by the reading of W: a SIMD-group takes ROWS outputs of
+// TOKENS rows, its lanes neighbouring inputs, so that W is read in long pieces and what is read of x serves ROWS outputs.
+// linear_tiles, for more rows, multiplies tiles of x and W, widened to float in threadgroup memory, by simdgroup matrices.
+#include "vectors.h"
+#include "affine.h"
+#include <metal_simdgroup_matrix>
+
+struct LinearParams {
+    uint rows;
+    uint outputs;
+    uint inputs;
+    uint experts;
+    uint rows_per_input;
+    float alpha;
+};
+
+constant uint X_DTYPE [[function_constant(0)]];
+constant uint OUT_DTYPE [[function_constant(1)]];
+// Of a dense W; else of scales and biases.
+constant uint W_DTYPE [[function_constant(2)]];
+// Of a code; 0 for a dense W.
+constant uint BITS [[function_constant(3)]];
+constant uint GROUP [[function_constant(4)]];
+constant bool EXPERTS [[function_constant(5)]];
+constant bool X_ALIGNED [[function_constant(6)]];
+constant bool W_ALIGNED [[function_constant(7)]];
+constant bool AFFINE = BITS != 0;
+
+struct Weight {
+    device const uchar *values;
+    device const uchar *scales;
+    device const uchar *biases;
+};
+
+// Inputs 16 c .. 16 c + 15 of a row of an affine W, as scale * q + bias.
+struct Chunk {
+    float4 q[4];
+    float scale;
+    float bias;
+};
+
+inline void load_chunk(Weight w, ulong row, uint c, uint inputs, thread Chunk &chunk) {
+    load_codes(reinterpret_cast<device const uint *>(w.values) + row * (inputs / 32 * BITS), c, BITS, W_ALIGNED, chunk.q);
+    const ulong group = row * (inputs / GROUP) + c * 16 / GROUP;
+    chunk.scale = load(w.scales, group, W_DTYPE);
+    chunk.bias = load(w.biases, group, W_DTYPE);
+}
+
+// Outputs per SIMD-group of linear_few; metal/linear.rs has the same.
+constant constexpr uint ROWS = 4;
+
+// Groups: x counts ROWS outputs per SIMD-group, y the rows, TOKENS each (one with experts).
+template <uint TOKENS>
+kernel void linear_few(device const uchar *x [[buffer(0)]],
+                       device const uchar *values [[buffer(1)]],
+                       device const uchar *scales [[buffer(2), function_constant(AFFINE)]],
+                       device const uchar *biases [[buffer(3), function_constant(AFFINE)]],
+                       device const uint *ids [[buffer(4), function_constant(EXPERTS)]],
+                       device uchar *out [[buffer(5)]],
+                       constant LinearParams &p [[buffer(6)]],
+                       uint2 group [[threadgroup_position_in_grid]],
+                       uint lane [[thread_index_in_simdgroup]],
+                       uint simdgroup [[simdgroup_index_in_threadgroup]],
+                       uint simdgroups [[simdgroups_per_threadgroup]]) {
+    const Weight w = {values, AFFINE ? scales : values, AFFINE ? biases : values};
+    const uint first_output = (group.x * simdgroups + simdgroup) * ROWS;
+    const uint first_row = group.y * TOKENS;
+    if (first_output >= p.outputs) {
+        return;
+    }
+    uint expert = 0;
+    if (EXPERTS) {
+        expert = ids[first_row];
+    }
+    const bool known = expert < p.experts;
+
+    // Beyond the last row or output the last is computed again, and not stored.
+    ulong x_start[TOKENS], w_row[ROWS];
+    for (uint t = 0; t < TOKENS; t++) {
+        x_start[t] = ulong(min(first_row + t, p.rows - 1) / p.rows_per_input) * p.inputs;
+    }
+    for (uint r = 0; r < ROWS; r++) {
+        w_row[r] = ulong(known ? expert : 0) * p.outputs + min(first_output + r, p.outputs - 1);
+    }
+    float sums[TOKENS][ROWS] = {};
+    if (AFFINE) {
+        for (uint c = lane; c < p.inputs / 16; c += 32) {
+            // A bias counts as often as the sum of its inputs says.
+            float4 inputs[TOKENS][4];
+            float totals[TOKENS];
+            for (uint t = 0; t < TOKENS; t++) {
+                for (uint j = 0; j < 4; j++) {
+                    inputs[t][j] = load4(x, x_start[t] + c * 16 + j * 4, 4, X_DTYPE, X_ALIGNED);
+                }
+                const float4 total = (inputs[t][0] + inputs[t][1]) + (inputs[t][2] + inputs[t][3]);
+                totals[t] = (total.x + total.y) + (total.z + total.w);
+            }
+            for (uint r = 0; r < ROWS; r++) {
+                Chunk chunk;
+                load_chunk(w, w_row[r], c, p.inputs, chunk);
+                for (uint t = 0; t < TOKENS; t++) {
+                    const float product = (dot(chunk.q[0], inputs[t][0]) + dot(chunk.q[1], inputs[t][1])) +
+                                          (dot(chunk.q[2], inputs[t][2]) + dot(chunk.q[3], inputs[t][3]));
+                    sums[t][r] += chunk.scale * product + chunk.bias * totals[t];
+                }
+            }
+        }
+    } else {
+        for (uint i = lane * 4; i < p.inputs; i += 32 * 4) {
+            const uint count = p.inputs - i;
+            float4 inputs[TOKENS];
+            for (uint t = 0; t < TOKENS; t++) {
+                inputs[t] = load4(x, x_start[t] + i, count, X_DTYPE, X_ALIGNED);
+            }
+            for (uint r = 0; r < ROWS; r++) {
+                const float4 weights = load4(w.values, w_row[r] * p.inputs + i, count, W_DTYPE, W_ALIGNED);
+                for (uint t = 0; t < TOKENS; t++) {
+                    sums[t][r] += dot(weights, inputs[t]);
+                }
+            }
+        }
+    }
+    for (uint t = 0; t < TOKENS; t++) {
+        for (uint r = 0; r < ROWS; r++) {
+            const float sum = simd_sum(sums[t][r]);
+            const uint row = first_row + t, output = first_output + r;
+            if (lane == r && row < p.rows && output < p.outputs) {
+                store(out, ulong(row) * p.outputs + output, known ? p.alpha * sum : 0.0f, OUT_DTYPE);
+            }
+        }
+    }
+}
+
+// A tile of linear_tiles: rows, outputs and inputs; metal/linear.rs has the first two. Tiles are kept as float4, with one more
+// at the end of each row, so that the rows begin in different banks.
+constant constexpr uint TILE_M = 32;
+constant constexpr uint TILE_N = 64;
+constant constexpr uint TILE_K = 32;
+constant constexpr uint FOURS = TILE_K / 4;
+constant constexpr uint STRIDE = FOURS + 1;
+constant constexpr uint OUT_STRIDE = TILE_N + 4;
+constant constexpr uint TILE_THREADS = 128;
+static_assert(TILE_M * OUT_STRIDE <= 4 * TILE_N * STRIDE, "the result takes the place of W's tile");
+static_assert(TILE_N * TILE_K == 16 * TILE_THREADS, "each thread widens one chunk of an affine tile");
+
+// The next rows, from `cursor` on, that chose `expert`: at most TILE_M, their numbers into `list`. Every SIMD-group
+// finds them, the first writes them down.
+inline uint gather(device const uint *ids, uint rows, uint expert, thread uint &cursor, threadgroup uint *list, uint lane,
+                   uint simdgroup) {
+    uint count = 0;
+    while (count < TILE_M && cursor < rows) {
+        const uint row = cursor + lane;
+        const bool chosen = row < rows && ids[row] == expert;
+        const uint place = count + simd_prefix_exclusive_sum(uint(chosen));
+        const bool fits = chosen && place < TILE_M;
+        if (fits && simdgroup == 0) {
+            list[place] = row;
+        }
+        // What does not fit is where the next call begins.
+        cursor += simd_min(chosen && !fits ? lane : 32u);
+        count += simd_sum(uint(fits));
+    }
+    return count;
+}
+
+// Groups: x counts TILE_N outputs, y TILE_M rows, or the experts.
+kernel void linear_tiles(device const uchar *x [[buffer(0)]],
+                         device const uchar *values [[buffer(1)]],
+                         device const uchar *scales [[buffer(2), function_constant(AFFINE)]],
+                         device const uchar *biases [[buffer(3), function_constant(AFFINE)]],
+                         device const uint *ids [[buffer(4), function_constant(EXPERTS)]],
+                         device uchar *out [[buffer(5)]],
+                         constant LinearParams &p [[buffer(6)]],
+                         uint2 group [[threadgroup_position_in_grid]],
+                         uint thread_index [[thread_index_in_threadgroup]],
+                         uint lane [[thread_index_in_simdgroup]],
+                         uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+    threadgroup float4 x_tile[TILE_M * STRIDE];
+    threadgroup float4 w_tile[TILE_N * STRIDE];
+    threadgroup uint list[TILE_M];
+    threadgroup float *x_floats = reinterpret_cast<threadgroup float *>(x_tile);
+    threadgroup float *w_floats = reinterpret_cast<threadgroup float *>(w_tile);
+    const Weight w = {values, AFFINE ? scales : values, AFFINE ? biases : values};
+    const uint first_output = group.x * TILE_N;
+    const uint expert = EXPERTS ? group.y : 0;
+    const ulong first_w_row = ulong(expert) * p.outputs + first_output;
+    // Of a tile, a SIMD-group computes 16 rows and 32 outputs.
+    const uint m = simdgroup % 2 * 16, n = simdgroup / 2 * 32;
+
+    if (EXPERTS && expert == 0) {
+        for (uint row = thread_index; row < p.rows; row += TILE_THREADS) {
+            if (ids[row] >= p.experts) {
+                for (uint i = first_output; i < min(first_output + TILE_N, p.outputs); i++) {
+                    store(out, ulong(row) * p.outputs + i, 0.0f, OUT_DTYPE);
+                }
+            }
+        }
+    }
+
+    uint cursor = EXPERTS ? 0 : group.y * TILE_M;
+    while (cursor < p.rows) {
+        const uint first_row = cursor;
+        uint count = 0;
+        if (EXPERTS) {
+            count = gather(ids, p.rows, expert, cursor, list, lane, simdgroup);
+            threadgroup_barrier(mem_flags::mem_threadgroup);
+        } else {
+            count = min(TILE_M, p.rows - cursor);
+            cursor = p.rows;
+        }
+        if (count == 0) {
+            break;
+        }
+        simdgroup_float8x8 sums[2][4];
+        for (uint i = 0; i < 2; i++) {
+            for (uint j = 0; j < 4; j++) {
+                sums[i][j] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+            }
+        }
+        for (uint k = 0; k < p.inputs; k += TILE_K) {
+            // Rows, outputs and inputs that do not exist are zeros.
+            for (uint f = thread_index; f < TILE_M * FOURS; f += TILE_THREADS) {
+                const uint i = f / FOURS, j = f % FOURS * 4;
+                float4 four = 0;
+                if (i < count && k + j < p.inputs) {
+                    const uint row = (EXPERTS ? list[i] : first_row + i) / p.rows_per_input;
+                    four = load4(x, ulong(row) * p.inputs + k + j, p.inputs - k - j, X_DTYPE, X_ALIGNED);
+                }
+                x_tile[i * STRIDE + j / 4] = four;
+            }
+            if (AFFINE) {
+                const uint i = thread_index / 2, c = thread_index % 2;
+                Chunk chunk = {};
+                if (first_output + i < p.outputs) {
+                    load_chunk(w, first_w_row + i, k / 16 + c, p.inputs, chunk);
+                }
+                for (uint j = 0; j < 4; j++) {
+                    w_tile[i * STRIDE + c * 4 + j] = chunk.scale * chunk.q[j] + chunk.bias;
+                }
+            } else {
+                for (uint f = thread_index; f < TILE_N * FOURS; f += TILE_THREADS) {
+                    const uint i = f / FOURS, j = f % FOURS * 4;
+                    float4 four = 0;
+                    if (first_output + i < p.outputs && k + j < p.inputs) {
+                        four = load4(w.values, (first_w_row + i) * p.inputs + k + j, p.inputs - k - j, W_DTYPE, W_ALIGNED);
+                    }
+                    w_tile[i * STRIDE + j / 4] = four;
+                }
+            }
+            threadgroup_barrier(mem_flags::mem_threadgroup);
+            for (uint step = 0; step < TILE_K; step += 8) {
+                simdgroup_float8x8 a[2], b[4];
+                for (uint i = 0; i < 2; i++) {
+                    simdgroup_load(a[i], x_floats + (m + i * 8) * STRIDE * 4 + step, STRIDE * 4);
+                }
+                for (uint j = 0; j < 4; j++) {
+                    simdgroup_load(b[j], w_floats + (n + j * 8) * STRIDE * 4 + step, STRIDE * 4, ulong2(0, 0), true);
+                }
+                for (uint i = 0; i < 2; i++) {
+                    for (uint j = 0; j < 4; j++) {
+                        simdgroup_multiply_accumulate(sums[i][j], a[i], b[j], sums[i][j]);
+                    }
+                }
+            }
+            threadgroup_barrier(mem_flags::mem_threadgroup);
+        }
+        for (uint i = 0; i < 2; i++) {
+            for (uint j = 0; j < 4; j++) {
+                simdgroup_store(sums[i][j], w_floats + (m + i * 8) * OUT_STRIDE + n + j * 8, OUT_STRIDE);
+            }
+        }
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        for (uint e = thread_index; e < TILE_M * TILE_N; e += TILE_THREADS) {
+            const uint i = e / TILE_N, output = first_output + e % TILE_N;
+            if (i < count && output < p.outputs) {
+                const ulong row = EXPERTS ? list[i] : first_row + i;
+                store(out, row * p.outputs + output, p.alpha * w_floats[i * OUT_STRIDE + e % TILE_N], OUT_DTYPE);
+            }
+        }
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+    }
+}
+
+template [[host_name("linear_few_1")]] kernel decltype(linear_few<1>) linear_few<1>;
+template [[host_name("linear_few_2")]] kernel decltype(linear_few<2>) linear_few<2>;
+template [[host_name("linear_few_4")]] kernel decltype(linear_few<4>) linear_few<4>;
