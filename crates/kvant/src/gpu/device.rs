@@ -60,6 +60,24 @@ pub fn metal_device(executor: impl Executor) -> Device {
     Device::from_backend(Arc::new(Gpu { executor: Arc::new(executor), kernels: crate::metal::KERNELS }))
 }
 
+/// A device that runs the CUDA kernels on `executor`, for a machine that plays the GPU.
+pub fn cuda_device(executor: impl Executor) -> Device {
+    Device::from_backend(Arc::new(Gpu { executor: Arc::new(executor), kernels: crate::cuda::KERNELS }))
+}
+
+/// Whether [`compile_cuda`] can do its work here: whether libnvrtc can be loaded.
+pub fn has_cuda_compiler() -> bool {
+    crate::cuda::has_compiler()
+}
+
+/// The machine code of a CUDA launch for `arch` (`sm_90a`); needs no GPU.
+///
+/// # Errors
+/// The compiler's complaint.
+pub fn compile_cuda(launch: &Launch, arch: &str) -> std::result::Result<Vec<u8>, String> {
+    crate::cuda::compile_only(launch, arch)
+}
+
 /// A backend.
 pub(crate) struct Gpu<E> {
     pub executor: Arc<E>,

@@ -1,0 +1,26 @@
+// copy: bytes from one buffer to another.
+//
+// Each thread moves one UNIT of 16, 4 or 1 bytes, whatever both sides are aligned to; the last one moves what is left
+// by bytes.
+#include "convert.h"
+
+struct CopyParams {
+    ulong bytes;
+};
+
+extern "C" __global__ void copy(const uchar *from, uchar *to, const CopyParams p) {
+    const ulong at = (ulong(blockIdx.x) * blockDim.x + threadIdx.x) * UNIT;
+    if (at + UNIT <= p.bytes) {
+        if (UNIT == 16) {
+            *reinterpret_cast<uint4 *>(to + at) = *reinterpret_cast<const uint4 *>(from + at);
+        } else if (UNIT == 4) {
+            *reinterpret_cast<uint *>(to + at) = *reinterpret_cast<const uint *>(from + at);
+        } else {
+            to[at] = from[at];
+        }
+    } else {
+        for (ulong i = at; i < p.bytes; i++) {
+            to[i] = from[i];
+        }
+    }
+}

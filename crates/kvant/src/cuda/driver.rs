@@ -1,0 +1,373 @@
+//! The few parts of the CUDA driver that the runtime uses, with every status checked.
+
+use std::{
+    ffi::{CStr, c_void},
+    ptr::{null, null_mut},
+    sync::Arc,
+};
+
+use cudarc::driver::sys::{self as cu, CUresult};
+
+use super::libraries;
+use crate::Error;
+
+/// What a call of the driver answered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Failure {
+    call: &'static str,
+    status: CUresult,
+}
+
+impl Failure {
+    pub(super) fn is_out_of_memory(self) -> bool {
+        self.status == CUresult::CUDA_ERROR_OUT_OF_MEMORY
+    }
+}
+
+impl std::fmt::Display for Failure {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let mut text = null();
+        // SAFETY: the function fills the pointer with a string that lives forever, or fails.
+        let known =
+            unsafe { cu::cuGetErrorString(self.status, &mut text) } == CUresult::CUDA_SUCCESS && !text.is_null();
+        let what = if known {
+            // SAFETY: see above.
+            unsafe { CStr::from_ptr(text) }.to_string_lossy()
+        } else {
+            "an unknown status".into()
+        };
+        write!(f, "{}: {what} ({:?})", self.call, self.status)
+    }
+}
+
+/// What went wrong on the device, as the library's error.
+pub(super) fn fault(reason: impl ToString) -> Error {
+    Error::DeviceFault { device: "cuda".to_string(), reason: reason.to_string() }
+}
+
+/// A status as a result.
+pub(super) fn check(call: &'static str, status: CUresult) -> Result<(), Failure> {
+    if status == CUresult::CUDA_SUCCESS { Ok(()) } else { Err(Failure { call, status }) }
+}
+
+/// Calls a function of the driver and returns its failure. The caller vouches for the arguments: `unsafe` stands there.
+macro_rules! driver {
+    ($name:ident($($arg:expr),* $(,)?)) => {
+        $crate::cuda::driver::check(stringify!($name), ::cudarc::driver::sys::$name($($arg),*))
+    };
+}
+pub(super) use driver;
+
+/// A device, its context, the one stream that all work goes through, and the memory pool of that stream.
+pub(super) struct Gpu {
+    pub name: String,
+    /// Compute capability.
+    pub capability: (i32, i32),
+    pub driver_version: i32,
+    pub multiprocessors: usize,
+    pub threads_per_block: usize,
+    /// The most shared memory of a block, when it is asked for.
+    pub shared_bytes: usize,
+    pub memory_bytes: usize,
+    context: cu::CUcontext,
+    pub stream: cu::CUstream,
+    pool: cu::CUmemoryPool,
+}
+
+// SAFETY: contexts, streams and pools may be used from any thread; `enter` makes the context current first.
+unsafe impl Send for Gpu {}
+// SAFETY: as above; the driver locks its own state.
+unsafe impl Sync for Gpu {}
+
+impl Gpu {
+    /// The first device, or why there is none.
+    pub(super) fn open() -> Result<Gpu, String> {
+        if !libraries::has_driver() {
+            return Err("the NVIDIA driver (libcuda) cannot be loaded".to_string());
+        }
+        let text = |failure: Failure| failure.to_string();
+        let mut version = 0;
+        // SAFETY: the driver is loaded; `version` is what the function fills.
+        unsafe {
+            driver!(cuInit(0)).map_err(text)?;
+            driver!(cuDriverGetVersion(&mut version)).map_err(text)?;
+        }
+        if version < 12000 {
+            let (major, minor) = (version / 1000, version % 1000 / 10);
+            return Err(format!("the NVIDIA driver supports CUDA {major}.{minor}; 12.0 is needed"));
+        }
+        if !libraries::has_nvrtc() {
+            return Err(
+                "libnvrtc, which compiles the kernels, cannot be loaded: it comes with the CUDA toolkit, or as \
+                        the Python package nvidia-cuda-nvrtc; LD_LIBRARY_PATH says where it is"
+                    .to_string(),
+            );
+        }
+        Gpu::first(version).map_err(text)
+    }
+
+    fn first(driver_version: i32) -> Result<Gpu, Failure> {
+        use cu::CUdevice_attribute::*;
+        let (mut device, mut context, mut name, mut memory_bytes) = (0, null_mut(), [0u8; 256], 0);
+        let (mut stream, mut pool) = (null_mut(), null_mut());
+        // SAFETY: every pointer is to a local of the type that the function fills; the name has 256 bytes.
+        unsafe {
+            driver!(cuDeviceGet(&mut device, 0))?;
+            driver!(cuDeviceGetName(name.as_mut_ptr().cast(), name.len() as i32, device))?;
+            driver!(cuDeviceTotalMem_v2(&mut memory_bytes, device))?;
+            // The primary context, which other CUDA libraries of this process use, too.
+            driver!(cuDevicePrimaryCtxRetain(&mut context, device))?;
+            driver!(cuCtxSetCurrent(context))?;
+            let flags = cu::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
+            driver!(cuStreamCreate(&mut stream, flags))?;
+            // A pool of our own keeps what is freed for the next allocation, until memory is short.
+            let mut props: cu::CUmemPoolProps = std::mem::zeroed();
+            props.allocType = cu::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED;
+            props.location.type_ = cu::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE;
+            props.location.id = device;
+            driver!(cuMemPoolCreate(&mut pool, &props))?;
+            let mut keep = u64::MAX;
+            let threshold = cu::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
+            driver!(cuMemPoolSetAttribute(pool, threshold, (&raw mut keep).cast()))?;
+        }
+        let attribute = |attribute| {
+            let mut value = 0;
+            // SAFETY: `value` is what the function fills.
+            unsafe { driver!(cuDeviceGetAttribute(&mut value, attribute, device)) }.map(|()| value)
+        };
+        let name = CStr::from_bytes_until_nul(&name).map_or_else(|_| "?".into(), CStr::to_string_lossy);
+        Ok(Gpu {
+            name: name.into_owned(),
+            capability: (
+                attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+                attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+            ),
+            driver_version,
+            multiprocessors: attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as usize,
+            threads_per_block: attribute(CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_BLOCK)? as usize,
+            shared_bytes: attribute(CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as usize,
+            memory_bytes,
+            context,
+            stream,
+            pool,
+        })
+    }
+
+    /// Makes the context current in this thread: before every other call.
+    pub(super) fn enter(&self) -> Result<(), Failure> {
+        // SAFETY: the context lives as long as the process.
+        unsafe { driver!(cuCtxSetCurrent(self.context)) }
+    }
+
+    /// Memory, in the order of the stream.
+    pub(super) fn allocate(self: &Arc<Self>, bytes: usize) -> crate::Result<Memory> {
+        self.enter().map_err(fault)?;
+        // The driver refuses to allocate nothing.
+        let size = bytes.max(16);
+        let out_of_memory = || Error::OutOfMemory { device: format!("cuda ({})", self.name), bytes };
+        if size > self.memory_bytes {
+            return Err(out_of_memory());
+        }
+        let allocate = || {
+            let mut address = 0;
+            // SAFETY: pool and stream are alive; `address` is what the function fills.
+            unsafe { driver!(cuMemAllocFromPoolAsync(&mut address, size, self.pool, self.stream)) }.map(|()| address)
+        };
+        let address = match allocate() {
+            Err(failure) if failure.is_out_of_memory() => {
+                // What was freed may be in pieces that do not fit: give them back, and ask once more.
+                self.synchronise().map_err(fault)?;
+                // SAFETY: the pool is alive.
+                unsafe { driver!(cuMemPoolTrimTo(self.pool, 0)) }.map_err(fault)?;
+                allocate()
+            }
+            first => first,
+        };
+        match address {
+            Ok(address) => Ok(Memory { address, bytes, gpu: self.clone() }),
+            Err(failure) if failure.is_out_of_memory() => Err(out_of_memory()),
+            Err(failure) => Err(fault(failure)),
+        }
+    }
+
+    /// Waits for all that the stream was given.
+    pub(super) fn synchronise(&self) -> Result<(), Failure> {
+        // SAFETY: the stream lives as long as this.
+        unsafe { driver!(cuStreamSynchronize(self.stream)) }
+    }
+
+    /// An event behind all that the stream was given.
+    pub(super) fn event(self: &Arc<Self>) -> Result<Event, Failure> {
+        let mut event = null_mut();
+        // SAFETY: `event` is what the function fills.
+        unsafe { driver!(cuEventCreate(&mut event, cu::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32)) }?;
+        let event = Event { event, gpu: self.clone() };
+        // SAFETY: both are alive and of the same context.
+        unsafe { driver!(cuEventRecord(event.event, self.stream)) }?;
+        Ok(event)
+    }
+}
+
+/// A place in the order of the stream.
+pub(super) struct Event {
+    event: cu::CUevent,
+    gpu: Arc<Gpu>,
+}
+
+// SAFETY: events may be used from any thread.
+unsafe impl Send for Event {}
+
+impl Event {
+    pub(super) fn wait(&self) -> Result<(), Failure> {
+        self.gpu.enter()?;
+        // SAFETY: the event is alive.
+        unsafe { driver!(cuEventSynchronize(self.event)) }
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        // SAFETY: nobody else has the event. A failure was, or will be, told by a call that returns one.
+        unsafe {
+            let _ = self.gpu.enter().and_then(|()| driver!(cuEventDestroy_v2(self.event)));
+        }
+    }
+}
+
+/// An allocation. It is freed in the order of the stream: work that was given before may still use it.
+pub(super) struct Memory {
+    pub address: cu::CUdeviceptr,
+    pub bytes: usize,
+    gpu: Arc<Gpu>,
+}
+
+impl Memory {
+    pub(super) fn fill_with_zeros(&self) -> Result<(), Failure> {
+        self.gpu.enter()?;
+        // SAFETY: the range is the allocation.
+        unsafe { driver!(cuMemsetD8Async(self.address, 0, self.bytes.max(16), self.gpu.stream)) }
+    }
+
+    /// Writes, in the order of the stream; returns when `bytes` may change.
+    ///
+    /// Panics when the range is beyond the allocation.
+    pub(super) fn upload(&self, offset: usize, bytes: &[u8]) -> Result<(), Failure> {
+        let to = self.at(offset, bytes.len());
+        self.gpu.enter()?;
+        // SAFETY: both ranges exist. From ordinary host memory the driver has taken the bytes when it returns.
+        unsafe { driver!(cuMemcpyHtoDAsync_v2(to, bytes.as_ptr().cast::<c_void>(), bytes.len(), self.gpu.stream)) }
+    }
+
+    /// Reads, after all that the stream was given.
+    ///
+    /// Panics when the range is beyond the allocation.
+    pub(super) fn download(&self, offset: usize, out: &mut [u8]) -> Result<(), Failure> {
+        let from = self.at(offset, out.len());
+        self.gpu.enter()?;
+        // SAFETY: both ranges exist, and the copy is over when this returns.
+        unsafe { driver!(cuMemcpyDtoHAsync_v2(out.as_mut_ptr().cast(), from, out.len(), self.gpu.stream)) }
+            .and(self.gpu.synchronise())
+    }
+
+    fn at(&self, offset: usize, len: usize) -> cu::CUdeviceptr {
+        assert!(offset.checked_add(len).is_some_and(|end| end <= self.bytes), "the caller keeps to the allocation");
+        self.address + offset as u64
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        // SAFETY: nobody else has the allocation. A failure was, or will be, told by a call that returns one.
+        let freed = unsafe { self.gpu.enter().and_then(|()| driver!(cuMemFreeAsync(self.address, self.gpu.stream))) };
+        if let Err(failure) = freed {
+            tracing::debug!(%failure, "an allocation was not freed");
+        }
+    }
+}
+
+/// A loaded kernel; never unloaded.
+#[derive(Clone, Copy)]
+pub(super) struct Function(pub cu::CUfunction);
+
+// SAFETY: a function handle may be used from any thread.
+unsafe impl Send for Function {}
+// SAFETY: as above.
+unsafe impl Sync for Function {}
+
+impl Function {
+    /// Loads machine code and finds a kernel in it; it may use all the shared memory that the device has.
+    pub(super) fn load(gpu: &Gpu, code: &[u8], name: &CStr) -> Result<Function, Failure> {
+        use cu::CUfunction_attribute::*;
+        gpu.enter()?;
+        // PTX is text that ends with a NUL; machine code knows its size.
+        let mut code = code.to_vec();
+        code.push(0);
+        let (mut module, mut function, mut static_bytes) = (null_mut(), null_mut(), 0);
+        // SAFETY: the image is what the compiler made, and outlives the call; the other pointers are to locals.
+        unsafe {
+            driver!(cuModuleLoadData(&mut module, code.as_ptr().cast()))?;
+            driver!(cuModuleGetFunction(&mut function, module, name.as_ptr()))?;
+            driver!(cuFuncGetAttribute(&mut static_bytes, CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function))?;
+            let most = gpu.shared_bytes as i32 - static_bytes;
+            driver!(cuFuncSetAttribute(function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, most))?;
+        }
+        Ok(Function(function))
+    }
+}
+
+/// A captured sequence of work.
+pub(super) struct Graph {
+    exec: cu::CUgraphExec,
+    gpu: Arc<Gpu>,
+}
+
+// SAFETY: graphs may be used from any thread, one at a time: the owner sees to that.
+unsafe impl Send for Graph {}
+
+impl Graph {
+    /// Captures what `record` gives to the stream that it is handed.
+    pub(super) fn capture(
+        gpu: &Arc<Gpu>,
+        record: impl FnOnce(cu::CUstream) -> crate::Result<()>,
+    ) -> crate::Result<Graph> {
+        gpu.enter().map_err(fault)?;
+        let (mut stream, mut graph, mut exec) = (null_mut(), null_mut(), null_mut());
+        // SAFETY: every pointer is to a local; the stream is private to this function, and is destroyed in the end.
+        unsafe {
+            driver!(cuStreamCreate(&mut stream, cu::CUstream_flags::CU_STREAM_NON_BLOCKING as u32)).map_err(fault)?;
+            let mode = cu::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+            let recorded = match driver!(cuStreamBeginCapture_v2(stream, mode)) {
+                Ok(()) => {
+                    let recorded = record(stream);
+                    // Ends the capture also when recording failed.
+                    let ended = driver!(cuStreamEndCapture(stream, &mut graph));
+                    recorded.and(ended.map_err(fault))
+                }
+                Err(failure) => Err(fault(failure)),
+            };
+            let made = recorded.and_then(|()| driver!(cuGraphInstantiateWithFlags(&mut exec, graph, 0)).map_err(fault));
+            if !graph.is_null() {
+                let _ = driver!(cuGraphDestroy(graph));
+            }
+            let _ = driver!(cuStreamDestroy_v2(stream));
+            made?;
+        }
+        Ok(Graph { exec, gpu: gpu.clone() })
+    }
+
+    /// Gives it to the stream.
+    pub(super) fn launch(&self) -> Result<(), Failure> {
+        self.gpu.enter()?;
+        // SAFETY: graph and stream are alive.
+        unsafe { driver!(cuGraphLaunch(self.exec, self.gpu.stream)) }
+    }
+}
+
+impl Drop for Graph {
+    fn drop(&mut self) {
+        // SAFETY: nobody else has it; the driver keeps what still runs until it is done.
+        unsafe {
+            let _ = self.gpu.enter().and_then(|()| driver!(cuGraphExecDestroy(self.exec)));
+        }
+    }
+}

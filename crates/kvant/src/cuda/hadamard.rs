@@ -1,0 +1,9 @@
+use crate::{
+    Result,
+    gpu::Builder,
+    ops::hadamard::{Call, NAME},
+};
+
+pub(crate) fn build(_call: &Call, _b: &mut Builder) -> Result<()> {
+    Err(super::unsupported(NAME))
+}

@@ -1,0 +1,51 @@
+//! Finding NVIDIA's libraries at run time.
+//!
+//! The loader looks where the system says (`LD_LIBRARY_PATH`, the linker's cache). A CUDA toolkit is often installed
+//! without telling it; so we open what lies in the toolkit's folder first, and the loader then finds it by its name.
+
+use std::{path::PathBuf, sync::OnceLock};
+
+use libloading::Library;
+
+/// Whether `libcuda`, the driver, can be loaded.
+pub(super) fn has_driver() -> bool {
+    // SAFETY: loading NVIDIA's driver runs its initialisers, which is what the caller wants.
+    unsafe { cudarc::driver::sys::is_culib_present() }
+}
+
+/// Whether `libnvrtc`, the compiler, can be loaded.
+pub(super) fn has_nvrtc() -> bool {
+    static FOUND: OnceLock<bool> = OnceLock::new();
+    *FOUND.get_or_init(|| {
+        open_from_toolkit("nvrtc");
+        // SAFETY: as in `has_driver`.
+        unsafe { cudarc::nvrtc::sys::is_culib_present() }
+    })
+}
+
+/// Opens `lib{name}`, and what goes with it, from a toolkit's folder, if there is one, and keeps it open.
+fn open_from_toolkit(name: &str) {
+    if !cfg!(target_os = "linux") {
+        return;
+    }
+    let homes = ["CUDA_HOME", "CUDA_PATH"].into_iter().filter_map(std::env::var_os).map(PathBuf::from);
+    for home in homes.chain([PathBuf::from("/usr/local/cuda")]) {
+        let Ok(entries) = std::fs::read_dir(home.join("lib64")) else { continue };
+        // `libnvrtc.so.13` and `libnvrtc-builtins.so.13.0`, which the former looks for by name.
+        let (library, parts) = (format!("lib{name}.so.1"), format!("lib{name}-builtins.so.1"));
+        let mut paths: Vec<PathBuf> = entries.filter_map(|entry| Some(entry.ok()?.path())).collect();
+        paths.retain(|path| {
+            let file = path.file_name().and_then(|file| file.to_str()).unwrap_or_default();
+            (file.starts_with(&library) && file.matches('.').count() == 2) || file.starts_with(&parts)
+        });
+        for path in &paths {
+            // SAFETY: as in `has_driver`.
+            if let Ok(library) = unsafe { Library::new(path) } {
+                std::mem::forget(library);
+            }
+        }
+        if !paths.is_empty() {
+            return;
+        }
+    }
+}

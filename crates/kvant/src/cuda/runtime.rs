@@ -1,0 +1,241 @@
+//! Runs launches on an NVIDIA GPU, through the driver that is found at run time.
+//!
+//! Everything goes to one stream, so a launch sees what the ones before it wrote; transfers, allocations and frees take
+//! their place in the same order. A [`Launch`] becomes a kernel call in this way:
+//!
+//! - Its file is compiled for this device, with its constants as macros, once; the code is kept in memory and on disk.
+//! - The kernel's argument i is the address bound to index i, or the parameter struct, by value, if that has the index.
+//!   An index that nothing is bound to is a null pointer: an optional buffer that is absent.
+//! - `threadgroup_bytes` is the dynamic shared memory of a block.
+
+use std::{
+    any::Any,
+    collections::HashMap,
+    ffi::{CString, c_void},
+    ptr::NonNull,
+    sync::{Arc, Mutex, OnceLock, PoisonError},
+};
+
+use cudarc::driver::sys::CUstream;
+
+use super::{
+    cache::Cache,
+    compile::{self, Program, Target},
+    driver::{Event, Function, Gpu, Graph, Memory, driver, fault},
+};
+use crate::{
+    Error, Result,
+    gpu::{self, Constant, Executor, Launch, LaunchPass, Limits, Replay, Wait},
+};
+
+/// The most arguments of a kernel.
+const ARGUMENTS: usize = 64;
+
+/// The executor.
+pub(super) struct Cuda {
+    shared: Arc<Shared>,
+}
+
+struct Shared {
+    gpu: Arc<Gpu>,
+    target: Target,
+    /// What the machine code depends on besides its source: compiler, driver and device.
+    environment: String,
+    cache: Cache,
+    functions: Mutex<HashMap<Specialised, Loading>>,
+}
+
+/// A kernel with its constants: file (by address), name, values.
+type Specialised = (usize, &'static str, Vec<(&'static str, Constant)>);
+
+/// Filled by whoever needs it first, while others wait.
+type Loading = Arc<OnceLock<std::result::Result<Function, String>>>;
+
+impl Cuda {
+    /// The first NVIDIA GPU, or why there is none.
+    pub(super) fn open() -> std::result::Result<Cuda, String> {
+        let gpu = Arc::new(Gpu::open()?);
+        let target = Target::new(gpu.capability.0, gpu.capability.1)?;
+        let compiler = compile::version()?;
+        let environment = format!("nvrtc {compiler:?}, driver {}, {}\n", gpu.driver_version, gpu.name);
+        let shared = Shared { gpu, target, environment, cache: Cache::of_user(), functions: Mutex::default() };
+        Ok(Cuda { shared: Arc::new(shared) })
+    }
+}
+
+impl Shared {
+    fn function(&self, launch: &Launch) -> Result<Function> {
+        let key = (std::ptr::from_ref(launch.source) as usize, launch.kernel, launch.constants.clone());
+        let loading = {
+            let mut functions = self.functions.lock().unwrap_or_else(PoisonError::into_inner);
+            functions.entry(key).or_default().clone()
+        };
+        loading.get_or_init(|| self.load(launch)).clone().map_err(fault)
+    }
+
+    fn load(&self, launch: &Launch) -> std::result::Result<Function, String> {
+        let program = Program::of(launch);
+        let name = CString::new(launch.kernel).map_err(|e| e.to_string())?;
+        let key = self.environment.clone() + &program.key(&self.target);
+        if let Some(code) = self.cache.get(&key) {
+            match Function::load(&self.gpu, &code, &name) {
+                Ok(function) => return Ok(function),
+                Err(failure) => tracing::debug!(kernel = launch.kernel, %failure, "kept code does not load"),
+            }
+        }
+        let code = program.compile(&self.target)?;
+        let function = Function::load(&self.gpu, &code, &name).map_err(|e| format!("{launch:?}: {e}"))?;
+        self.cache.put(&key, &code);
+        Ok(function)
+    }
+
+    /// Gives a launch to a stream.
+    fn enqueue(&self, launch: &Launch, function: Function, stream: CUstream) -> Result<()> {
+        let mut values = [0u64; ARGUMENTS];
+        for binding in &launch.bindings {
+            let memory = memory_of(binding.memory());
+            values[binding.index as usize] = memory.address + binding.offset as u64;
+        }
+        let mut pointers = [std::ptr::null_mut::<c_void>(); ARGUMENTS];
+        for (pointer, value) in pointers.iter_mut().zip(&mut values) {
+            *pointer = std::ptr::from_mut(value).cast();
+        }
+        if let Some((index, bytes)) = &launch.params {
+            pointers[*index as usize] = bytes.as_ptr().cast_mut().cast();
+        }
+        let ([gx, gy, gz], [bx, by, bz]) = (launch.grid.groups, launch.grid.threads);
+        // SAFETY: the driver copies as many arguments as the kernel has, each of its own size: addresses of 8 bytes, and
+        // the struct whose layout the compiler has confirmed. The memory outlives the work: it is freed in stream order.
+        unsafe {
+            let shared = launch.threadgroup_bytes;
+            driver!(cuLaunchKernel(
+                function.0,
+                gx,
+                gy,
+                gz,
+                bx,
+                by,
+                bz,
+                shared,
+                stream,
+                pointers.as_mut_ptr(),
+                std::ptr::null_mut()
+            ))
+        }
+        .map_err(|failure| fault(format!("{launch:?}: {failure}")))
+    }
+
+    /// What a launch needs before it is run.
+    fn prepare(&self, launch: Launch) -> Result<(Launch, Function)> {
+        let [gx, gy, gz] = launch.grid.groups;
+        let highest = launch.bindings.iter().map(|b| b.index).chain(launch.params.iter().map(|p| p.0)).max();
+        if gy > 65535 || gz > 65535 || gx > i32::MAX as u32 || highest >= Some(ARGUMENTS as u32) {
+            return Err(Error::Unsupported {
+                op: launch.op,
+                device: "cuda",
+                reason: format!("a grid of {:?} blocks, or argument {highest:?}", launch.grid.groups),
+            });
+        }
+        let function = self.function(&launch)?;
+        Ok((launch, function))
+    }
+}
+
+/// The memory of this backend behind the trait.
+fn memory_of(memory: &dyn gpu::Memory) -> &Memory {
+    memory.as_any().downcast_ref().expect("the encoder has checked that tensors are of this device")
+}
+
+impl gpu::Memory for Memory {
+    fn host(&self) -> Option<NonNull<u8>> {
+        None
+    }
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+impl Executor for Cuda {
+    fn name(&self) -> String {
+        let gpu = &self.shared.gpu;
+        let (major, minor) = (gpu.driver_version / 1000, gpu.driver_version % 1000 / 10);
+        format!("{}, {} GiB, {}, CUDA {major}.{minor}", gpu.name, gpu.memory_bytes >> 30, self.shared.target.arch)
+    }
+
+    fn limits(&self) -> Limits {
+        let gpu = &self.shared.gpu;
+        Limits { threads: gpu.threads_per_block, threadgroup_bytes: gpu.shared_bytes, busy_groups: gpu.multiprocessors }
+    }
+
+    fn allocate(&self, bytes: usize, zeroed: bool) -> Result<Box<dyn gpu::Memory>> {
+        let memory = self.shared.gpu.allocate(bytes)?;
+        if zeroed {
+            memory.fill_with_zeros().map_err(fault)?;
+        }
+        Ok(Box::new(memory))
+    }
+
+    fn upload(&self, memory: &dyn gpu::Memory, offset: usize, bytes: &[u8]) -> Result<()> {
+        memory_of(memory).upload(offset, bytes).map_err(fault)
+    }
+
+    fn download(&self, memory: &dyn gpu::Memory, offset: usize, out: &mut [u8]) -> Result<()> {
+        memory_of(memory).download(offset, out).map_err(fault)
+    }
+
+    fn begin(&self) -> Result<Box<dyn LaunchPass>> {
+        Ok(Box::new(Pass { shared: self.shared.clone(), launches: Vec::new() }))
+    }
+
+    fn capture(self: Arc<Self>, launches: Vec<Launch>) -> Result<Box<dyn Replay>> {
+        let shared = self.shared.clone();
+        // Before the capture: loading a kernel is not allowed within.
+        let launches = launches.into_iter().map(|launch| shared.prepare(launch)).collect::<Result<Vec<_>>>()?;
+        let graph = Graph::capture(&shared.gpu, |stream| {
+            launches.iter().try_for_each(|(launch, function)| shared.enqueue(launch, *function, stream))
+        })?;
+        let launches = launches.into_iter().map(|(launch, _)| launch).collect();
+        Ok(Box::new(Captured { graph: Mutex::new(graph), gpu: shared.gpu.clone(), _launches: launches }))
+    }
+}
+
+/// Launches that wait for the commit: a pass that is dropped does nothing.
+struct Pass {
+    shared: Arc<Shared>,
+    launches: Vec<(Launch, Function)>,
+}
+
+impl LaunchPass for Pass {
+    fn launch(&mut self, launch: Launch) -> Result<()> {
+        self.launches.push(self.shared.prepare(launch)?);
+        Ok(())
+    }
+
+    fn commit(self: Box<Self>) -> Result<Box<dyn Wait>> {
+        let Pass { shared, launches } = *self;
+        shared.gpu.enter().map_err(fault)?;
+        let stream = shared.gpu.stream;
+        launches.iter().try_for_each(|(launch, function)| shared.enqueue(launch, *function, stream))?;
+        Ok(Box::new(shared.gpu.event().map_err(fault)?))
+    }
+}
+
+impl Wait for Event {
+    fn wait(self: Box<Self>) -> Result<()> {
+        Event::wait(&self).map_err(fault)
+    }
+}
+
+/// A CUDA graph, with the memory that its kernels use.
+struct Captured {
+    graph: Mutex<Graph>,
+    gpu: Arc<Gpu>,
+    _launches: Vec<Launch>,
+}
+
+impl Replay for Captured {
+    fn replay(&self) -> Result<Option<Box<dyn Wait>>> {
+        self.graph.lock().unwrap_or_else(PoisonError::into_inner).launch().map_err(fault)?;
+        Ok(Some(Box::new(self.gpu.event().map_err(fault)?)))
+    }
+}
