@@ -32,11 +32,22 @@ inline float load(device const uchar *x, ulong i, uint dtype) {
     }
 }
 
+// Every NaN is stored as the same one: which of two NaNs an addition keeps is a compiler's choice.
 inline void store(device uchar *x, ulong i, float value, uint dtype) {
+    value = (as_type<uint>(value) & 0x7FFFFFFF) > 0x7F800000 ? as_type<float>(0x7FC00000) : value;
     switch (dtype) {
     case F32: reinterpret_cast<device float *>(x)[i] = value; break;
     case F16: reinterpret_cast<device half *>(x)[i] = half(value); break;
     default: reinterpret_cast<device ushort *>(x)[i] = float_to_bf16(value); break;
+    }
+}
+
+// Moves an element's bits: also those of a NaN, which arithmetic may change.
+inline void copy_element(device const uchar *from, ulong i, device uchar *to, ulong j, uint dtype) {
+    if (dtype == F32) {
+        reinterpret_cast<device uint *>(to)[j] = reinterpret_cast<device const uint *>(from)[i];
+    } else {
+        reinterpret_cast<device ushort *>(to)[j] = reinterpret_cast<device const ushort *>(from)[i];
     }
 }
 

@@ -8,6 +8,10 @@ const ELEMENTS_H: Header = Header { name: "elements.h", text: || include_str!("e
 const CODEBOOKS_H: Header = Header { name: "codebooks.h", text: codebooks };
 const SIGNS_H: Header = Header { name: "signs.h", text: signs };
 const ROTATE_H: Header = Header { name: "rotate.h", text: || include_str!("rotate.h").to_string() };
+const TEAM_H: Header = Header { name: "team.h", text: || include_str!("team.h").to_string() };
+const SLOTS_H: Header = Header { name: "slots.h", text: || include_str!("slots.h").to_string() };
+const TURBOQUANT_H: Header = Header { name: "turboquant.h", text: || include_str!("turboquant.h").to_string() };
+const NORM_ROPE_H: Header = Header { name: "norm_rope.h", text: || include_str!("norm_rope.h").to_string() };
 const PLANES_H: Header = Header { name: "planes.h", text: || include_str!("planes.h").to_string() };
 const VECTORS_H: Header = Header { name: "vectors.h", text: || include_str!("vectors.h").to_string() };
 const REDUCE_H: Header = Header { name: "reduce.h", text: || include_str!("reduce.h").to_string() };
@@ -26,6 +30,17 @@ pub(super) const ROWS: &[Header] = &[ELEMENTS_H, VECTORS_H, REDUCE_H, ORDERED_H]
 pub(super) const AFFINE: &[Header] = &[ELEMENTS_H, VECTORS_H, AFFINE_H];
 /// The rows of a cache layer, whatever the codec.
 pub(super) const PLANES: &[Header] = &[ELEMENTS_H, CODEBOOKS_H, PLANES_H];
+
+/// The rows of a cache layer to be read, and the rotation.
+pub(super) const READ: &[Header] = &[ELEMENTS_H, CODEBOOKS_H, PLANES_H, SIGNS_H, ROTATE_H, SLOTS_H];
+/// The rows of a cache layer to be written, and where tokens stand in it.
+pub(super) const WRITE: &[Header] =
+    &[ELEMENTS_H, CODEBOOKS_H, PLANES_H, SIGNS_H, ROTATE_H, TEAM_H, TURBOQUANT_H, SLOTS_H];
+/// Norm and rotary embedding of a head.
+pub(super) const NORM_ROPE: &[Header] = &[ELEMENTS_H, SIGNS_H, ROTATE_H, TEAM_H, NORM_ROPE_H];
+/// All that stands between a layer's projections and its attention.
+pub(super) const NORM_ROPE_WRITE: &[Header] =
+    &[ELEMENTS_H, CODEBOOKS_H, PLANES_H, SIGNS_H, ROTATE_H, TEAM_H, TURBOQUANT_H, SLOTS_H, NORM_ROPE_H];
 
 /// The centroids and thresholds of the TurboQuant codebooks, as arrays of constants.
 fn codebooks() -> String {
