@@ -14,4 +14,9 @@ inline uint ordered(float x) {
     return bits >> 31 && magnitude != 0 ? ~bits : magnitude | 0x80000000;
 }
 
+// A float with that key.
+inline float from_ordered(uint key) {
+    return as_type<float>(key >> 31 ? key & 0x7FFFFFFF : ~key);
+}
+
 #endif
