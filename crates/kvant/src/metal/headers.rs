@@ -18,6 +18,8 @@ const REDUCE_H: Header = Header { name: "reduce.h", text: || include_str!("reduc
 const ORDERED_H: Header = Header { name: "ordered.h", text: || include_str!("ordered.h").to_string() };
 const AFFINE_H: Header = Header { name: "affine.h", text: || include_str!("affine.h").to_string() };
 
+const ATTEND_H: Header = Header { name: "attend.h", text: || include_str!("attend.h").to_string() };
+
 /// Loads and stores by dtype.
 pub(super) const ELEMENTS: &[Header] = &[ELEMENTS_H];
 /// The Hadamard rotation.
@@ -30,6 +32,8 @@ pub(super) const ROWS: &[Header] = &[ELEMENTS_H, VECTORS_H, REDUCE_H, ORDERED_H]
 pub(super) const AFFINE: &[Header] = &[ELEMENTS_H, VECTORS_H, AFFINE_H];
 /// The rows of a cache layer, whatever the codec.
 pub(super) const PLANES: &[Header] = &[ELEMENTS_H, CODEBOOKS_H, PLANES_H];
+/// What attention is made of.
+pub(super) const ATTEND: &[Header] = &[ELEMENTS_H, CODEBOOKS_H, PLANES_H, SIGNS_H, ROTATE_H, ATTEND_H];
 
 /// The rows of a cache layer to be read, and the rotation.
 pub(super) const READ: &[Header] = &[ELEMENTS_H, CODEBOOKS_H, PLANES_H, SIGNS_H, ROTATE_H, SLOTS_H];

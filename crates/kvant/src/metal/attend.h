@@ -1,0 +1,278 @@
+// What the attention kernels share: which keys a query row sees, where they lie, scores, and the state of a softmax.
+//
+// Query rows of KV head h are (token, head h·G .. (h+1)·G), counted token by token; a tile is some rows that stand
+// one behind the other, of tokens of any sequences. The keys that a tile may see come in passes: the cached
+// positions of each sequence among its tokens, and the step's own keys (FRESH). A pass is divided among p.splits
+// threadgroups. A row sees key j of a pass when the sequences agree and its bounds hold j's position.
+#ifndef KVANT_ATTEND_H
+#define KVANT_ATTEND_H
+#include "planes.h"
+#include "rotate.h"
+
+struct AttendParams {
+    uint tokens;
+    uint sequences;
+    uint heads;
+    uint kv_heads;
+    uint group;      // query heads of a KV head, G
+    uint capacity;
+    uint window;     // 2^32 - 1: none
+    uint tile_rows;  // of a threadgroup
+    uint splits;
+    uint least_keys; // of a split, but for the last one
+    float scale;
+    float softcap;
+};
+
+constant uint Q_DTYPE [[function_constant(0)]];
+constant uint OUT_DTYPE [[function_constant(1)]];
+constant uint K_CODEC [[function_constant(2)]];
+constant uint V_CODEC [[function_constant(3)]];
+// Whether dense keys (values) may be loaded four at a time, and queries.
+constant bool K_ALIGNED [[function_constant(4)]];
+constant bool V_ALIGNED [[function_constant(5)]];
+constant bool Q_ALIGNED [[function_constant(6)]];
+constant bool RING [[function_constant(7)]];
+// The layer's order: a token's vectors are contiguous, rather than a head's.
+constant bool TOKEN_MAJOR [[function_constant(8)]];
+constant bool SOFTCAP [[function_constant(9)]];
+constant bool Q_ROTATED [[function_constant(10)]];
+constant bool FRESH [[function_constant(11)]];
+constant uint FRESH_K_DTYPE [[function_constant(12)]];
+constant uint FRESH_V_DTYPE [[function_constant(13)]];
+constant bool FRESH_TOKEN_MAJOR [[function_constant(14)]];
+constant bool FRESH_ALIGNED [[function_constant(15)]];
+// States are left for attend_merge, rather than results.
+constant bool PARTIAL [[function_constant(16)]];
+
+constant bool K_QUANTISED = K_CODEC >= TQ4;
+constant bool V_QUANTISED = V_CODEC >= TQ4;
+constant bool K_HIGH = K_CODEC == TQ5 || K_CODEC == TQ6;
+constant bool V_HIGH = V_CODEC == TQ5 || V_CODEC == TQ6;
+constant bool WHOLE = !PARTIAL;
+
+// ------------------------------------------------------------------------------------------------------ softmax
+
+// The softmax of some keys but for the values: m the largest score, in units of log 2, l the sum of 2^(score - m).
+// With it goes o, the sum of 2^(score - m) * value. Without keys m is -inf, l and o are 0.
+struct State {
+    float m;
+    float l;
+};
+
+inline float2 packed(State state) {
+    return float2(state.m, state.l);
+}
+
+inline State unpacked(float2 state) {
+    return State{state.x, state.y};
+}
+
+inline State no_keys() {
+    return State{-INFINITY, 0};
+}
+
+// Makes `into` the state of both parts' keys. Returns what their o are multiplied by before they are added.
+inline float2 merge(thread State &into, State part) {
+    const float m = part.m > into.m ? part.m : into.m;
+    // Equal maxima, infinite ones included, need no factor; a NaN stays where it is, in l and o.
+    const float2 factors =
+        float2(into.m == m ? 1 : precise::exp2(into.m - m), part.m == m ? 1 : precise::exp2(part.m - m));
+    into = State{m, into.l * factors.x + part.l * factors.y};
+    return factors;
+}
+
+// What o is multiplied by to give the attention's result.
+inline float finish(State state) {
+    return state.l == 0 ? 0 : 1 / state.l;
+}
+
+// The score of a dot product, in units of log 2.
+inline float score_of(float product, constant AttendParams &p) {
+    float score = product * p.scale;
+    if (SOFTCAP) {
+        score = p.softcap * precise::tanh(score / p.softcap);
+    }
+    return score * M_LOG2E_F;
+}
+
+// --------------------------------------------------------------------------------------------------- query rows
+
+// A query row: x, the vector of q and out that it is (token · H + head); y, its token's sequence; z and w, the first and
+// the last position that it sees in the present pass, none when z > w.
+typedef uint4 Row;
+
+constant constexpr uint NONE = 0xFFFFFFFF;
+
+inline bool is_there(Row row) {
+    return row.x != NONE;
+}
+
+inline bool sees(Row row, uint sequence, uint position) {
+    return row.y == sequence && row.z <= position && position <= row.w;
+}
+
+// Row `i` of the tile, and its position. One that is not there, or whose sequence is not, belongs to sequence NONE and
+// never sees anything.
+inline Row row_of(uint tile, uint i, uint kv_head, device const uint *positions, device const uint *sequences,
+                  constant AttendParams &p, thread uint &position) {
+    Row row = uint4(NONE, NONE, NONE, 0);
+    const ulong at = ulong(tile) * p.tile_rows + i;
+    position = 0;
+    if (i < p.tile_rows && at < ulong(p.tokens) * p.group) {
+        const uint token = uint(at / p.group);
+        row.x = token * p.heads + kv_head * p.group + uint(at % p.group);
+        position = positions[token];
+        if (sequences[token] < p.sequences) {
+            row.y = sequences[token];
+        }
+    }
+    return row;
+}
+
+inline uint window_start(uint position, uint window) {
+    return position >= window ? position - window + 1 : 0;
+}
+
+// The row as it sees the cached keys of `sequence`, of which there are `len`.
+inline Row seeing_cached(Row row, uint position, uint sequence, uint len, constant AttendParams &p) {
+    const uint stored = RING ? len : min(len, p.capacity);
+    if (row.y == sequence && stored > 0) {
+        const uint held = stored > p.capacity ? stored - p.capacity : 0;
+        const uint first = max(held, window_start(position, p.window)), last = min(position, stored - 1);
+        if (first <= last) {
+            return uint4(row.xy, first, last);
+        }
+    }
+    return uint4(row.xy, NONE, 0);
+}
+
+// The row as it sees the step's own keys.
+inline Row seeing_fresh(Row row, uint position, constant AttendParams &p) {
+    if (row.y != NONE) {
+        return uint4(row.xy, window_start(position, p.window), position);
+    }
+    return uint4(row.xy, NONE, 0);
+}
+
+// --------------------------------------------------------------------------------------------------------- keys
+
+// The part of `count` keys that a split takes: begin and end.
+inline uint2 part_of(uint count, uint split, uint tile, constant AttendParams &p) {
+    const ulong share = (ulong(count) + p.splits - 1) / p.splits;
+    const ulong keys = (max(share, ulong(p.least_keys)) + tile - 1) / tile * tile;
+    return uint2(uint(min(ulong(count), split * keys)), uint(min(ulong(count), (split + 1) * keys)));
+}
+
+// Four elements from i on, a multiple of 4.
+inline float4 load4(device const uchar *x, ulong i, uint dtype, bool aligned) {
+    if (!aligned) {
+        return float4(load(x, i, dtype), load(x, i + 1, dtype), load(x, i + 2, dtype), load(x, i + 3, dtype));
+    }
+    switch (dtype) {
+    case F32: return *reinterpret_cast<device const float4 *>(x + i * 4);
+    case F16: return float4(*reinterpret_cast<device const half4 *>(x + i * 2));
+    default: return as_type<float4>(uint4(*reinterpret_cast<device const ushort4 *>(x + i * 2)) << 16);
+    }
+}
+
+// The cached keys of a sequence and KV head, from position `first` on.
+struct Cached {
+    Planes k;
+    Planes v;
+    ulong row;     // of slot 0
+    uint stride;   // rows from a slot to the next one
+    uint sequence;
+    uint first;
+    uint slot;     // of position `first`
+    uint capacity;
+
+    uint position_of(uint i) const {
+        return first + i;
+    }
+    uint sequence_of(uint) const {
+        return sequence;
+    }
+    ulong row_of(uint i) const {
+        // At most one time around the ring.
+        const uint before_end = capacity - slot;
+        return row + ulong(i < before_end ? slot + i : i - before_end) * stride;
+    }
+    float4 key4(ulong row, uint j, uint head_dim) const {
+        return K_QUANTISED ? load_row4(k, row, j, head_dim, K_CODEC)
+                           : load4(k.low, row * head_dim + j, K_CODEC, K_ALIGNED);
+    }
+    float4 value4(ulong row, uint j, uint head_dim) const {
+        return V_QUANTISED ? load_row4(v, row, j, head_dim, V_CODEC)
+                           : load4(v.low, row * head_dim + j, V_CODEC, V_ALIGNED);
+    }
+};
+
+inline Cached cached_keys(Planes k, Planes v, uint sequence, uint kv_head, uint first, constant AttendParams &p) {
+    const ulong row = TOKEN_MAJOR ? ulong(sequence) * p.capacity * p.kv_heads + kv_head
+                                  : (ulong(sequence) * p.kv_heads + kv_head) * p.capacity;
+    return Cached{k, v, row, TOKEN_MAJOR ? p.kv_heads : 1, sequence, first, RING ? first % p.capacity : first,
+                  p.capacity};
+}
+
+// The step's own keys of a KV head, from token `first` on: in the order of the batch, whatever their positions.
+struct FreshKeys {
+    device const uchar *k;
+    device const uchar *v;
+    device const uint *positions;
+    device const uint *sequences;
+    ulong row;   // of token 0
+    uint stride; // rows from a token to the next one
+    uint first;
+
+    uint position_of(uint i) const {
+        return positions[first + i];
+    }
+    uint sequence_of(uint i) const {
+        return sequences[first + i];
+    }
+    ulong row_of(uint i) const {
+        return row + ulong(first + i) * stride;
+    }
+    float4 key4(ulong row, uint j, uint head_dim) const {
+        return load4(k, row * head_dim + j, FRESH_K_DTYPE, FRESH_ALIGNED);
+    }
+    float4 value4(ulong row, uint j, uint head_dim) const {
+        return load4(v, row * head_dim + j, FRESH_V_DTYPE, FRESH_ALIGNED);
+    }
+};
+
+// The fresh tokens lo .. hi among which are all whose positions lie between first and last. All threads call it; a
+// SIMD-group writes two numbers to `shared`. Begins and ends with a barrier.
+inline uint2 fresh_range(device const uint *positions, uint first, uint last, threadgroup uint *shared, uint index,
+                         uint threads, constant AttendParams &p) {
+    uint lo = NONE, hi = 0;
+    for (uint token = index; token < p.tokens; token += threads) {
+        const uint position = positions[token];
+        if (first <= position && position <= last) {
+            lo = min(lo, token);
+            hi = token + 1;
+        }
+    }
+    lo = simd_min(lo);
+    hi = simd_max(hi);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (index % 32 == 0) {
+        shared[index / 32 * 2] = lo;
+        shared[index / 32 * 2 + 1] = hi;
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (uint i = 0; i < threads / 32; i++) {
+        lo = min(lo, shared[2 * i]);
+        hi = max(hi, shared[2 * i + 1]);
+    }
+    return lo < hi ? uint2(lo, hi) : uint2(0);
+}
+
+inline FreshKeys fresh_keys(device const uchar *k, device const uchar *v, device const uint *positions,
+                            device const uint *sequences, uint kv_head, uint first, constant AttendParams &p) {
+    return FreshKeys{k, v, positions, sequences, FRESH_TOKEN_MAJOR ? ulong(kv_head) : ulong(kv_head) * p.tokens,
+                     FRESH_TOKEN_MAJOR ? p.kv_heads : 1, first};
+}
+
+#endif
