@@ -32,22 +32,30 @@ inline float load(device const uchar *x, ulong i, uint dtype) {
     }
 }
 
+// By the bits: a compiler that takes all numbers for finite may not fold it.
+inline bool is_nan(float x) {
+    return (as_type<uint>(x) & 0x7FFFFFFF) > 0x7F800000;
+}
+
+inline bool is_finite(float x) {
+    return (as_type<uint>(x) & 0x7F800000) != 0x7F800000;
+}
+
+// The power of two that brings x, at least 0, to about 1: 2^-126 to 2^126.
+inline float unit_of(float x) {
+    const int exponent = int(as_type<uint>(x) >> 23) - 127;
+    return as_type<float>(uint(127 - clamp(exponent, -126, 126)) << 23);
+}
+
+constant constexpr uint NAN_BITS = 0x7FC00000;
+
 // Every NaN is stored as the same one: which of two NaNs an addition keeps is a compiler's choice.
 inline void store(device uchar *x, ulong i, float value, uint dtype) {
-    value = (as_type<uint>(value) & 0x7FFFFFFF) > 0x7F800000 ? as_type<float>(0x7FC00000) : value;
+    value = is_nan(value) ? as_type<float>(NAN_BITS) : value;
     switch (dtype) {
     case F32: reinterpret_cast<device float *>(x)[i] = value; break;
     case F16: reinterpret_cast<device half *>(x)[i] = half(value); break;
     default: reinterpret_cast<device ushort *>(x)[i] = float_to_bf16(value); break;
-    }
-}
-
-// Moves an element's bits: also those of a NaN, which arithmetic may change.
-inline void copy_element(device const uchar *from, ulong i, device uchar *to, ulong j, uint dtype) {
-    if (dtype == F32) {
-        reinterpret_cast<device uint *>(to)[j] = reinterpret_cast<device const uint *>(from)[i];
-    } else {
-        reinterpret_cast<device ushort *>(to)[j] = reinterpret_cast<device const ushort *>(from)[i];
     }
 }
 

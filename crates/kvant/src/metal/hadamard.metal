@@ -2,8 +2,8 @@
 //
 // A threadgroup takes p.group_rows rows: one of 1024 elements or more, or as many as make 1024. They are rotated in
 // threadgroup memory (p.group_rows * D floats). `out` may be `x`.
-#include "elements.h"
 #include "rotate.h"
+#include "rows.h"
 
 struct HadamardParams {
     ulong rows;
@@ -14,6 +14,7 @@ struct HadamardParams {
 constant uint X_DTYPE [[function_constant(0)]];
 constant uint OUT_DTYPE [[function_constant(1)]];
 constant bool INVERSE [[function_constant(2)]];
+constant bool ALIGNED [[function_constant(3)]];
 
 kernel void hadamard(device const uchar *x [[buffer(0)]],
                      device uchar *out [[buffer(1)]],
@@ -25,11 +26,7 @@ kernel void hadamard(device const uchar *x [[buffer(0)]],
     const ulong first = ulong(group) * p.group_rows;
     const uint rows = uint(min(ulong(p.group_rows), p.rows - first));
     const ulong start = first * p.dim;
-    for (uint i = index; i < rows * p.dim; i += threads) {
-        tile[i] = load(x, start + i, X_DTYPE);
-    }
+    load_row(tile, x, start, rows * p.dim, X_DTYPE, ALIGNED, index, threads);
     rotate(tile, rows, p.dim, INVERSE, index, threads);
-    for (uint i = index; i < rows * p.dim; i += threads) {
-        store(out, start + i, tile[i], OUT_DTYPE);
-    }
+    store_row(out, start, tile, rows * p.dim, OUT_DTYPE, ALIGNED, index, threads);
 }

@@ -1,7 +1,7 @@
 use crate::{
     Result,
     gpu::{Builder, Launch, Params, Source, params},
-    metal::{SIMD, THREADS, headers},
+    metal::{SIMD, THREADS, headers, vectors::rows_aligned4},
     ops::hadamard::{Call, NAME},
 };
 
@@ -39,6 +39,7 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
             .constant("X_DTYPE", call.x.dtype())
             .constant("OUT_DTYPE", call.out.dtype())
             .constant("INVERSE", call.inverse)
+            .constant("ALIGNED", rows_aligned4(dim, [&call.x, &call.out]))
             .read(0, &call.x)
             .write(1, &call.out)
             .params(2, &params)

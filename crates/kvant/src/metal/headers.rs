@@ -8,7 +8,7 @@ const ELEMENTS_H: Header = Header { name: "elements.h", text: || include_str!("e
 const CODEBOOKS_H: Header = Header { name: "codebooks.h", text: codebooks };
 const SIGNS_H: Header = Header { name: "signs.h", text: signs };
 const ROTATE_H: Header = Header { name: "rotate.h", text: || include_str!("rotate.h").to_string() };
-const TEAM_H: Header = Header { name: "team.h", text: || include_str!("team.h").to_string() };
+const ROWS_H: Header = Header { name: "rows.h", text: || include_str!("rows.h").to_string() };
 const SLOTS_H: Header = Header { name: "slots.h", text: || include_str!("slots.h").to_string() };
 const TURBOQUANT_H: Header = Header { name: "turboquant.h", text: || include_str!("turboquant.h").to_string() };
 const NORM_ROPE_H: Header = Header { name: "norm_rope.h", text: || include_str!("norm_rope.h").to_string() };
@@ -23,7 +23,7 @@ const ATTEND_H: Header = Header { name: "attend.h", text: || include_str!("atten
 /// Loads and stores by dtype.
 pub(super) const ELEMENTS: &[Header] = &[ELEMENTS_H];
 /// The Hadamard rotation.
-pub(super) const ROTATE: &[Header] = &[ELEMENTS_H, SIGNS_H, ROTATE_H];
+pub(super) const ROTATE: &[Header] = &[ELEMENTS_H, VECTORS_H, ROWS_H, SIGNS_H, ROTATE_H];
 /// The same, four elements at a time.
 pub(super) const VECTORS: &[Header] = &[ELEMENTS_H, VECTORS_H];
 /// What brings the elements of a row together.
@@ -36,15 +36,26 @@ pub(super) const PLANES: &[Header] = &[ELEMENTS_H, CODEBOOKS_H, PLANES_H];
 pub(super) const ATTEND: &[Header] = &[ELEMENTS_H, CODEBOOKS_H, PLANES_H, SIGNS_H, ROTATE_H, ATTEND_H];
 
 /// The rows of a cache layer to be read, and the rotation.
-pub(super) const READ: &[Header] = &[ELEMENTS_H, CODEBOOKS_H, PLANES_H, SIGNS_H, ROTATE_H, SLOTS_H];
+pub(super) const READ: &[Header] = &[ELEMENTS_H, VECTORS_H, ROWS_H, CODEBOOKS_H, PLANES_H, SIGNS_H, ROTATE_H, SLOTS_H];
 /// The rows of a cache layer to be written, and where tokens stand in it.
 pub(super) const WRITE: &[Header] =
-    &[ELEMENTS_H, CODEBOOKS_H, PLANES_H, SIGNS_H, ROTATE_H, TEAM_H, TURBOQUANT_H, SLOTS_H];
+    &[ELEMENTS_H, VECTORS_H, ROWS_H, REDUCE_H, CODEBOOKS_H, PLANES_H, SIGNS_H, ROTATE_H, TURBOQUANT_H, SLOTS_H];
 /// Norm and rotary embedding of a head.
-pub(super) const NORM_ROPE: &[Header] = &[ELEMENTS_H, SIGNS_H, ROTATE_H, TEAM_H, NORM_ROPE_H];
+pub(super) const NORM_ROPE: &[Header] = &[ELEMENTS_H, VECTORS_H, ROWS_H, REDUCE_H, SIGNS_H, ROTATE_H, NORM_ROPE_H];
 /// All that stands between a layer's projections and its attention.
-pub(super) const NORM_ROPE_WRITE: &[Header] =
-    &[ELEMENTS_H, CODEBOOKS_H, PLANES_H, SIGNS_H, ROTATE_H, TEAM_H, TURBOQUANT_H, SLOTS_H, NORM_ROPE_H];
+pub(super) const NORM_ROPE_WRITE: &[Header] = &[
+    ELEMENTS_H,
+    VECTORS_H,
+    ROWS_H,
+    REDUCE_H,
+    CODEBOOKS_H,
+    PLANES_H,
+    SIGNS_H,
+    ROTATE_H,
+    TURBOQUANT_H,
+    SLOTS_H,
+    NORM_ROPE_H,
+];
 
 /// The centroids and thresholds of the TurboQuant codebooks, as arrays of constants.
 fn codebooks() -> String {

@@ -2,9 +2,9 @@
 //
 // A threadgroup takes one vector: group.x is its head, group.y counts the positions. A quantised vector is decoded to
 // threadgroup memory, and rotated back there unless KEEP_ROTATED. A dense one of out's dtype keeps its bits.
-#include "elements.h"
 #include "planes.h"
 #include "rotate.h"
+#include "rows.h"
 #include "slots.h"
 
 struct KvReadParams {
@@ -19,6 +19,7 @@ constant uint CODEC [[function_constant(0)]];
 constant uint OUT_DTYPE [[function_constant(1)]];
 constant bool HEAD_MAJOR [[function_constant(2)]];
 constant bool KEEP_ROTATED [[function_constant(3)]];
+constant bool ALIGNED [[function_constant(4)]];
 constant bool HAS_HIGH = CODEC == TQ5 || CODEC == TQ6;
 constant bool HAS_NORMS = CODEC >= TQ4;
 
@@ -38,28 +39,17 @@ kernel void kv_read(device const uchar *low [[buffer(0)]],
     const ulong from = layer_row(p.layer, p.sequence, head, slot);
     const ulong to = (HEAD_MAJOR ? ulong(head) * p.tokens + token : ulong(token) * p.layer.kv_heads + head) * dim;
     if (!is_quantised(CODEC)) {
-        for (uint j = index; j < dim; j += threads.x) {
-            if (CODEC == OUT_DTYPE) {
-                copy_element(low, from * dim + j, out, to + j, OUT_DTYPE);
-            } else {
-                store(out, to + j, load(low, from * dim + j, CODEC), OUT_DTYPE);
-            }
-        }
+        move_row(low, from * dim, CODEC, out, to, OUT_DTYPE, dim, ALIGNED, index, threads.x);
         return;
     }
     const Planes planes = {low, HAS_HIGH ? high : nullptr, HAS_NORMS ? norms : nullptr};
     for (uint j = 4 * index; j < dim; j += 4 * threads.x) {
-        const float4 y = load_row4(planes, from, j, dim, CODEC);
-        for (uint i = 0; i < 4; i++) {
-            row[j + i] = y[i];
-        }
+        put4(row, j, 4, load_row4(planes, from, j, dim, CODEC), true);
     }
     if (KEEP_ROTATED) {
         threadgroup_barrier(mem_flags::mem_threadgroup);
     } else {
         rotate(row, 1, dim, true, index, threads.x);
     }
-    for (uint j = index; j < dim; j += threads.x) {
-        store(out, to + j, row[j], OUT_DTYPE);
-    }
+    store_row(out, to, row, dim, OUT_DTYPE, ALIGNED, index, threads.x);
 }

@@ -1,6 +1,7 @@
 use super::{
     headers,
     planes::{self, LayerParams, codec_code, row_threads},
+    vectors::rows_aligned4,
 };
 use crate::{
     Result,
@@ -42,7 +43,8 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
         .constant("CODEC", codec_code(codec))
         .constant("OUT_DTYPE", call.out.dtype())
         .constant("HEAD_MAJOR", call.order == SourceOrder::HeadMajor)
-        .constant("KEEP_ROTATED", call.keep_rotated);
+        .constant("KEEP_ROTATED", call.keep_rotated)
+        .constant("ALIGNED", rows_aligned4(spec.head_dim, [&call.planes().low, &call.out]));
     b.push(
         planes::bind(launch, 0, call.planes(), Use::Read)
             .write(3, &call.out)

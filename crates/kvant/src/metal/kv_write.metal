@@ -3,7 +3,6 @@
 // A threadgroup takes one vector: group.x is its head, group.y the token, group.z 0 for the key and 1 for the value. A
 // dense layer of the source's dtype gets its bits. A token that the layer does not hold when the step is written, or
 // whose sequence or position is out of range, is skipped, so that no slot is written twice.
-#include "elements.h"
 #include "slots.h"
 #include "turboquant.h"
 
@@ -23,27 +22,21 @@ constant uint V_CODEC [[function_constant(3)]];
 constant uint K_NORM [[function_constant(4)]];
 constant uint V_NORM [[function_constant(5)]];
 constant bool HEAD_MAJOR [[function_constant(6)]];
+constant bool ALIGNED [[function_constant(7)]];
 constant bool K_HAS_HIGH = K_CODEC == TQ5 || K_CODEC == TQ6;
 constant bool V_HAS_HIGH = V_CODEC == TQ5 || V_CODEC == TQ6;
 constant bool K_HAS_NORMS = K_CODEC >= TQ4;
 constant bool V_HAS_NORMS = V_CODEC >= TQ4;
 
-// Moves one vector. With `row`, D + STORE_ROOM floats, if the layer is quantised.
+// Moves one vector. `row` holds D + WRITE_ROOM floats if a side of the layer is quantised.
 inline void write(device const uchar *source, ulong from, uint dtype, WritablePlanes to, ulong at, uint dim,
-                  Encoding encoding, threadgroup float *row, Team team) {
+                  Encoding encoding, threadgroup float *row, Place place) {
+    const uint index = index_of(place), threads = threads_of(place);
     if (is_quantised(encoding.codec)) {
-        for (uint j = team.index; j < dim; j += team.size) {
-            row[j] = load(source, from * dim + j, dtype);
-        }
-        store_row(row, row + dim, to, at, dim, encoding, team);
-        return;
-    }
-    for (uint j = team.index; j < dim; j += team.size) {
-        if (encoding.codec == dtype) {
-            copy_element(source, from * dim + j, to.low, at * dim + j, dtype);
-        } else {
-            store(to.low, at * dim + j, load(source, from * dim + j, dtype), encoding.codec);
-        }
+        load_row(row, source, from * dim, dim, dtype, ALIGNED, index, threads);
+        write_row(row, row + dim, to, at, dim, encoding, ALIGNED, place);
+    } else {
+        move_row(source, from * dim, dtype, to.low, at * dim, encoding.codec, dim, ALIGNED, index, threads);
     }
 }
 
@@ -61,24 +54,23 @@ kernel void kv_write(device const uchar *k [[buffer(0)]],
                      constant KvWriteParams &p [[buffer(11)]],
                      threadgroup float *row [[threadgroup(0)]],
                      uint3 group [[threadgroup_position_in_grid]],
-                     uint index [[thread_index_in_threadgroup]],
                      uint lane [[thread_index_in_simdgroup]],
-                     uint simd [[simdgroup_index_in_threadgroup]],
-                     uint3 threads [[threads_per_threadgroup]]) {
+                     uint simdgroup [[simdgroup_index_in_threadgroup]],
+                     uint simdgroups [[simdgroups_per_threadgroup]]) {
     const uint head = group.x, token = group.y;
     const uint position = positions[token], seq = sequence[token];
     if (!is_kept(p.layer, seq, position, lens)) {
         return;
     }
-    const Team team = {index, threads.x, lane, simd};
+    const Place place = {lane, simdgroup, simdgroups};
     const ulong source = p.first_token + token;
-    const ulong from = HEAD_MAJOR ? head * p.source_tokens + source : source * p.layer.kv_heads + head;
+    const ulong from = HEAD_MAJOR ? ulong(head) * p.source_tokens + source : source * p.layer.kv_heads + head;
     const ulong at = layer_row(p.layer, seq, head, layer_slot(p.layer, position));
     if (group.z == 0) {
         const WritablePlanes to = {k_low, K_HAS_HIGH ? k_high : nullptr, K_HAS_NORMS ? k_norms : nullptr};
-        write(k, from, K_DTYPE, to, at, p.head_dim, Encoding{K_CODEC, K_NORM, p.k_scale}, row, team);
+        write(k, from, K_DTYPE, to, at, p.head_dim, Encoding{K_CODEC, K_NORM, p.k_scale}, row, place);
     } else {
         const WritablePlanes to = {v_low, V_HAS_HIGH ? v_high : nullptr, V_HAS_NORMS ? v_norms : nullptr};
-        write(v, from, V_DTYPE, to, at, p.head_dim, Encoding{V_CODEC, V_NORM, p.v_scale}, row, team);
+        write(v, from, V_DTYPE, to, at, p.head_dim, Encoding{V_CODEC, V_NORM, p.v_scale}, row, place);
     }
 }

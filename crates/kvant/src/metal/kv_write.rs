@@ -1,6 +1,7 @@
 use super::{
     headers,
     planes::{self, LayerParams, codec_code, norm_code, row_threads},
+    vectors::rows_aligned4,
 };
 use crate::{
     Result,
@@ -39,7 +40,7 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
     };
     let quantised = spec.k.is_quantised() || spec.v.is_quantised();
     // A dense row is copied without a stop.
-    let row_bytes = if quantised { spec.head_dim * size_of::<f32>() + planes::STORE_ROOM } else { 16 };
+    let row_bytes = if quantised { spec.head_dim * size_of::<f32>() + planes::WRITE_ROOM } else { 16 };
     let launch = Launch::new(NAME, &SOURCE, "kv_write")
         .constant("K_DTYPE", call.k.dtype())
         .constant("V_DTYPE", call.v.dtype())
@@ -48,6 +49,7 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
         .constant("K_NORM", k_norm)
         .constant("V_NORM", v_norm)
         .constant("HEAD_MAJOR", call.order == SourceOrder::HeadMajor)
+        .constant("ALIGNED", rows_aligned4(spec.head_dim, [&call.k, &call.v, &layer.k.low, &layer.v.low]))
         .read(0, &call.k)
         .read(1, &call.v)
         .read(2, &call.step.positions)

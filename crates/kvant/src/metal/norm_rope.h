@@ -4,8 +4,8 @@
 // overflows, so that nothing is lost at far positions, and no compiler can reorder it.
 #ifndef KVANT_NORM_ROPE_H
 #define KVANT_NORM_ROPE_H
-#include "elements.h"
-#include "team.h"
+#include "reduce.h"
+#include "rows.h"
 
 // The numbers of norms, of where angles come from, and of layouts (metal/norm_rope.rs).
 constant constexpr uint NO_NORM = 0;
@@ -42,8 +42,8 @@ struct Rope {
     device const float *factors;
 };
 
-// Threadgroup memory of norm_rope, beyond the row.
-constant constexpr uint NORM_ROPE_ROOM = 3 * EXCHANGE;
+// Floats of threadgroup memory that norm_rope_head takes beyond the row.
+constant constexpr uint NORM_ROOM = 32;
 
 // The upper half of a product of 128 bits.
 inline ulong upper_half(ulong a, ulong b) {
@@ -112,7 +112,7 @@ inline float2 turn_of(Rope rope, constant RopeParams &params, uint position, uin
         const uint magnitude = as_type<uint>(factor) & 0x7FFFFFFF;
         if (magnitude == 0 || magnitude > 0x7F800000) {
             // Zero or NaN.
-            return float2(as_type<float>(0x7FC00000));
+            return float2(as_type<float>(NAN_BITS));
         }
         turns = divided(turns, factor);
     }
@@ -120,23 +120,26 @@ inline float2 turn_of(Rope rope, constant RopeParams &params, uint position, uin
 }
 
 // What the row's elements are multiplied with for a norm, in two steps, since squares and factors may be beyond float
-// where the result is not. Ends behind a barrier.
+// where the result is not.
 inline float2 norm_factors(threadgroup const float *row, threadgroup float *room, float squares, uint dim, float eps,
-                           Team team) {
-    const float total = team_sum(squares, room, team);
-    if (!is_nan_or_infinite(total) && (total >= 1e-24f || eps >= 1e-24f)) {
+                           Place place) {
+    const float total = reduce<Sum>(squares, room, place);
+    if (is_finite(total) && (total >= 1e-24f || eps >= 1e-24f)) {
         return float2(1, precise::rsqrt(total / float(dim) + eps));
     }
-    float largest = 0;
-    for (uint j = team.index; j < dim; j += team.size) {
+    // Once more, with all numbers near 1.
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    const uint index = index_of(place), threads = threads_of(place);
+    float largest = precise::sqrt(eps);
+    for (uint j = index; j < dim; j += threads) {
         largest = max(largest, abs(row[j]));
     }
-    const float unit = unit_of(max(team_max(largest, room + EXCHANGE, team), precise::sqrt(eps)));
+    const float unit = unit_of(reduce<Max>(largest, room, place));
     squares = 0;
-    for (uint j = team.index; j < dim; j += team.size) {
+    for (uint j = index; j < dim; j += threads) {
         squares += row[j] * unit * (row[j] * unit);
     }
-    const float mean = team_sum(squares, room + 2 * EXCHANGE, team) / float(dim);
+    const float mean = reduce<Sum>(squares, room, place) / float(dim);
     return float2(unit, precise::rsqrt(mean + eps * unit * unit));
 }
 
@@ -148,26 +151,23 @@ inline float normed(threadgroup const float *row, uint j, float2 factors, Norm n
     return norm.kind == WEIGHTED_NORM ? x * load(norm.weight, j, norm.dtype) : x;
 }
 
-// row ← the head that begins at element `start` of x, normalised and turned. `room` holds NORM_ROPE_ROOM floats that
+// row ← the head that begins at element `start` of x, normalised and turned. `room` holds NORM_ROOM floats that
 // nobody uses. Position is within the tables. It ends with a barrier.
 inline void norm_rope_head(threadgroup float *row, threadgroup float *room, device const uchar *x, ulong start,
-                           uint dtype, uint dim, Norm norm, Rope rope, constant RopeParams &params, uint position,
-                           Team team) {
+                           uint dtype, bool aligned, uint dim, Norm norm, Rope rope,
+                           constant RopeParams &params, uint position, Place place) {
+    const uint index = index_of(place), threads = threads_of(place);
     float squares = 0;
-    for (uint j = team.index; j < dim; j += team.size) {
-        const float value = load(x, start + j, dtype);
-        row[j] = value;
-        squares += value * value;
+    for (uint j = 4 * index; j < dim; j += 4 * threads) {
+        const float4 values = load4(x, start + j, dim - j, dtype, aligned);
+        put4(row, j, dim - j, values, aligned);
+        squares += dot(values, values);
     }
-    float2 factors = 1;
-    if (norm.kind != NO_NORM) {
-        factors = norm_factors(row, room, squares, dim, norm.eps, team);
-    } else {
-        threadgroup_barrier(mem_flags::mem_threadgroup);
-    }
+    const float2 factors = norm.kind != NO_NORM ? norm_factors(row, room, squares, dim, norm.eps, place) : float2(1);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
     const uint pairs = rope.angles == NO_ROPE ? 0 : params.pairs;
     const uint apart = rope.layout == HALVES ? dim / 2 : rope.layout == LEADING_HALVES ? pairs : 1;
-    for (uint i = team.index; i < pairs; i += team.size) {
+    for (uint i = index; i < pairs; i += threads) {
         const uint j = rope.layout == INTERLEAVED ? 2 * i : i;
         const float a = normed(row, j, factors, norm), b = normed(row, j + apart, factors, norm);
         const float2 turn = turn_of(rope, params, position, i);
@@ -175,7 +175,7 @@ inline void norm_rope_head(threadgroup float *row, threadgroup float *room, devi
         row[j + apart] = a * turn.y + b * turn.x;
     }
     // The others: behind the pairs, and with halves also between the two.
-    for (uint j = team.index; j < dim; j += team.size) {
+    for (uint j = index; j < dim; j += threads) {
         const bool turned = rope.layout == HALVES ? j < pairs || (j >= apart && j < apart + pairs) : j < 2 * pairs;
         if (!turned) {
             row[j] = normed(row, j, factors, norm);

@@ -3,7 +3,6 @@
 //
 // A threadgroup takes one head, group.x, of one token, group.y: all of it is read before anything is written, so that
 // `out` may be `x`. A token whose position is beyond the tables is skipped.
-#include "elements.h"
 #include "norm_rope.h"
 #include "rotate.h"
 
@@ -23,6 +22,7 @@ constant uint ANGLES [[function_constant(4)]];
 constant uint LAYOUT [[function_constant(5)]];
 constant bool ROTATE [[function_constant(6)]];
 constant bool HEAD_MAJOR [[function_constant(7)]];
+constant bool ALIGNED [[function_constant(8)]];
 constant bool HAS_WEIGHT = NORM == WEIGHTED_NORM;
 constant bool HAS_FACTORS = ANGLES == THETA_FACTORS;
 constant bool HAS_TABLES = ANGLES == TABLES;
@@ -37,26 +37,24 @@ kernel void norm_rope(device const uchar *x [[buffer(0)]],
                       constant NormRopeParams &p [[buffer(7)]],
                       threadgroup float *row [[threadgroup(0)]],
                       uint3 group [[threadgroup_position_in_grid]],
-                      uint index [[thread_index_in_threadgroup]],
                       uint lane [[thread_index_in_simdgroup]],
-                      uint simd [[simdgroup_index_in_threadgroup]],
-                      uint3 threads [[threads_per_threadgroup]]) {
+                      uint simdgroup [[simdgroup_index_in_threadgroup]],
+                      uint simdgroups [[simdgroups_per_threadgroup]]) {
     const uint head = group.x, token = group.y, dim = p.head_dim;
     const uint position = positions[token];
     if (HAS_TABLES && position >= p.rope.table_rows) {
         return;
     }
-    const Team team = {index, threads.x, lane, simd};
+    const Place place = {lane, simdgroup, simdgroups};
+    const uint index = index_of(place), threads = threads_of(place);
     const Norm norm = {NORM, HAS_WEIGHT ? weight : nullptr, WEIGHT_DTYPE, p.eps};
     const Rope rope = {ANGLES, LAYOUT, HAS_TABLES ? cos : nullptr, HAS_TABLES ? sin : nullptr,
                        HAS_FACTORS ? factors : nullptr};
     const ulong from = (ulong(token) * p.heads + head) * dim;
-    norm_rope_head(row, row + dim, x, from, X_DTYPE, dim, norm, rope, p.rope, position, team);
+    norm_rope_head(row, row + dim, x, from, X_DTYPE, ALIGNED, dim, norm, rope, p.rope, position, place);
     if (ROTATE) {
-        rotate(row, 1, dim, false, index, threads.x);
+        rotate(row, 1, dim, false, index, threads);
     }
     const ulong to = HEAD_MAJOR ? (ulong(head) * p.tokens + token) * dim : from;
-    for (uint j = index; j < dim; j += threads.x) {
-        store(out, to + j, row[j], OUT_DTYPE);
-    }
+    store_row(out, to, row, dim, OUT_DTYPE, ALIGNED, index, threads);
 }

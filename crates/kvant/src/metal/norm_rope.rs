@@ -1,6 +1,6 @@
 use std::f64::consts::TAU;
 
-use super::{headers, planes::row_threads};
+use super::{headers, planes::row_threads, vectors::rows_aligned4};
 use crate::{
     DType, Result, Tensor,
     gpu::{Builder, Launch, Params, Source, params},
@@ -37,8 +37,8 @@ static SOURCE: Source = Source {
     layouts: &[NormRopeParams::layout, RopeParams::layout],
 };
 
-/// Bytes of threadgroup memory beyond the row: NORM_ROPE_ROOM of `norm_rope.h`.
-pub(super) const ROOM: usize = 3 * 32 * size_of::<f32>();
+/// Bytes of threadgroup memory beyond the row: NORM_ROOM of `norm_rope.h`.
+pub(super) const ROOM: usize = 32 * size_of::<f32>();
 
 pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
     let dim = call.head_dim;
@@ -57,6 +57,7 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
         .constant("WEIGHT_DTYPE", weight_dtype)
         .constant("ROTATE", call.rotate)
         .constant("HEAD_MAJOR", call.out_order == SourceOrder::HeadMajor)
+        .constant("ALIGNED", rows_aligned4(dim, [&call.x, &call.out]))
         .read(0, &call.x)
         .read(1, &call.positions)
         .read_if(2, weight)

@@ -4,7 +4,6 @@
 // A threadgroup takes one head of one token, group.y: with group.x below H a query, then Hk keys, then Hk values. All
 // of a head is read before anything is written, so that `q_out` may be `q`. Keys and values of tokens that the layer does
 // not hold when the step is written are skipped, as are tokens whose sequence or position is out of range.
-#include "elements.h"
 #include "norm_rope.h"
 #include "slots.h"
 #include "turboquant.h"
@@ -38,6 +37,7 @@ constant uint K_CODEC [[function_constant(13)]];
 constant uint V_CODEC [[function_constant(14)]];
 constant uint K_STORED_NORM [[function_constant(15)]];
 constant uint V_STORED_NORM [[function_constant(16)]];
+constant bool ALIGNED [[function_constant(17)]];
 constant bool Q_HAS_WEIGHT = Q_NORM == WEIGHTED_NORM;
 constant bool K_HAS_WEIGHT = K_NORM == WEIGHTED_NORM;
 constant bool V_HAS_WEIGHT = V_NORM == WEIGHTED_NORM;
@@ -70,12 +70,12 @@ kernel void norm_rope_write(device const uchar *q [[buffer(0)]],
                             constant NormRopeWriteParams &p [[buffer(19)]],
                             threadgroup float *row [[threadgroup(0)]],
                             uint3 group [[threadgroup_position_in_grid]],
-                            uint index [[thread_index_in_threadgroup]],
                             uint lane [[thread_index_in_simdgroup]],
-                            uint simd [[simdgroup_index_in_threadgroup]],
-                            uint3 threads [[threads_per_threadgroup]]) {
+                            uint simdgroup [[simdgroup_index_in_threadgroup]],
+                            uint simdgroups [[simdgroups_per_threadgroup]]) {
     const uint token = group.y, dim = p.head_dim, kv_heads = p.layer.kv_heads;
-    const Team team = {index, threads.x, lane, simd};
+    const Place place = {lane, simdgroup, simdgroups};
+    const uint index = index_of(place), threads = threads_of(place);
     threadgroup float *room = row + dim;
     const Rope rope = {ANGLES, LAYOUT, HAS_TABLES ? cos : nullptr, HAS_TABLES ? sin : nullptr,
                        HAS_FACTORS ? factors : nullptr};
@@ -86,13 +86,11 @@ kernel void norm_rope_write(device const uchar *q [[buffer(0)]],
     if (group.x < p.heads) {
         const Norm norm = {Q_NORM, Q_HAS_WEIGHT ? q_weight : nullptr, Q_WEIGHT_DTYPE, p.q_eps};
         const ulong at = (ulong(token) * p.heads + group.x) * dim;
-        norm_rope_head(row, room, q, at, Q_DTYPE, dim, norm, rope, p.rope, position, team);
+        norm_rope_head(row, room, q, at, Q_DTYPE, ALIGNED, dim, norm, rope, p.rope, position, place);
         if (ROTATE_Q) {
-            rotate(row, 1, dim, false, index, threads.x);
+            rotate(row, 1, dim, false, index, threads);
         }
-        for (uint j = index; j < dim; j += threads.x) {
-            store(q_out, at + j, row[j], OUT_DTYPE);
-        }
+        store_row(q_out, at, row, dim, OUT_DTYPE, ALIGNED, index, threads);
         return;
     }
     const uint seq = sequence[token];
@@ -106,13 +104,13 @@ kernel void norm_rope_write(device const uchar *q [[buffer(0)]],
     if (is_key) {
         const Norm norm = {K_NORM, K_HAS_WEIGHT ? k_weight : nullptr, K_WEIGHT_DTYPE, p.k_eps};
         const WritablePlanes to = {k_low, K_HAS_HIGH ? k_high : nullptr, K_HAS_NORMS ? k_norms : nullptr};
-        norm_rope_head(row, room, k, from, K_DTYPE, dim, norm, rope, p.rope, position, team);
-        store_row(row, room, to, at, dim, Encoding{K_CODEC, K_STORED_NORM, p.k_scale}, team);
+        norm_rope_head(row, room, k, from, K_DTYPE, ALIGNED, dim, norm, rope, p.rope, position, place);
+        write_row(row, room, to, at, dim, Encoding{K_CODEC, K_STORED_NORM, p.k_scale}, ALIGNED, place);
     } else {
         const Norm norm = {V_NORM, V_HAS_WEIGHT ? v_weight : nullptr, V_WEIGHT_DTYPE, p.v_eps};
         const Rope none = {NO_ROPE, HALVES, nullptr, nullptr, nullptr};
         const WritablePlanes to = {v_low, V_HAS_HIGH ? v_high : nullptr, V_HAS_NORMS ? v_norms : nullptr};
-        norm_rope_head(row, room, v, from, V_DTYPE, dim, norm, none, p.rope, position, team);
-        store_row(row, room, to, at, dim, Encoding{V_CODEC, V_STORED_NORM, p.v_scale}, team);
+        norm_rope_head(row, room, v, from, V_DTYPE, ALIGNED, dim, norm, none, p.rope, position, place);
+        write_row(row, room, to, at, dim, Encoding{V_CODEC, V_STORED_NORM, p.v_scale}, ALIGNED, place);
     }
 }

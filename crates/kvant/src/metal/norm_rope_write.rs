@@ -2,6 +2,7 @@ use super::{
     headers,
     norm_rope::{self, RopeParams, bind_rope, eps, norm_constants},
     planes::{self, LayerParams, codec_code, norm_code, row_threads},
+    vectors::rows_aligned4,
 };
 use crate::{
     Result,
@@ -31,7 +32,7 @@ static SOURCE: Source = Source {
 };
 
 /// Norm and storing use the same memory beyond the row, one after the other.
-const ROOM: usize = if norm_rope::ROOM > planes::STORE_ROOM { norm_rope::ROOM } else { planes::STORE_ROOM };
+const ROOM: usize = if norm_rope::ROOM > planes::WRITE_ROOM { norm_rope::ROOM } else { planes::WRITE_ROOM };
 
 pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
     let (spec, layer, dim) = (call.layer.spec(), &call.layer, call.head_dim);
@@ -50,6 +51,7 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
     let (q_norm, q_weight, q_weight_dtype) = norm_constants(call.q_norm.as_ref());
     let (k_norm, k_weight, k_weight_dtype) = norm_constants(call.k_norm.as_ref());
     let (v_norm, v_weight, v_weight_dtype) = norm_constants(call.v_norm.as_ref());
+    let aligned = rows_aligned4(dim, [&call.q, &call.k, &call.v, &call.q_out, &layer.k.low, &layer.v.low]);
     let launch = Launch::new(NAME, &SOURCE, "norm_rope_write")
         .constant("Q_DTYPE", call.q.dtype())
         .constant("K_DTYPE", call.k.dtype())
@@ -66,6 +68,7 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
         .constant("V_CODEC", codec_code(spec.v))
         .constant("K_STORED_NORM", k_stored)
         .constant("V_STORED_NORM", v_stored)
+        .constant("ALIGNED", aligned)
         .read(0, &call.q)
         .read(1, &call.k)
         .read(2, &call.v)

@@ -24,15 +24,15 @@ struct Planes {
     device const float *norms;
 };
 
-// The four indices of coordinates j .. j+3 of a row, j a multiple of 4.
+// The four indices of coordinates j .. j+3 of a row, j a multiple of 4. Quantised planes are allocations of their own, so
+// that all of them lie at multiples of 4 bytes.
 inline uint4 load_indices(Planes planes, ulong row, uint j, uint head_dim, uint codec) {
     if (codec == TQ8) {
-        device const uchar *at = planes.low + row * head_dim + j;
-        return uint4(at[0], at[1], at[2], at[3]);
+        const uint four = *reinterpret_cast<device const uint *>(planes.low + row * head_dim + j);
+        return uint4(four, four >> 8, four >> 16, four >> 24) & 255;
     }
-    device const uchar *at = planes.low + row * (head_dim / 2) + j / 2;
-    const uint a = at[0], b = at[1];
-    uint4 index = uint4(a & 15, a >> 4, b & 15, b >> 4);
+    const uint low = *reinterpret_cast<device const ushort *>(planes.low + row * (head_dim / 2) + j / 2);
+    uint4 index = uint4(low, low >> 4, low >> 8, low >> 12) & 15;
     if (codec == TQ5) {
         const uint bits = uint(planes.high[row * (head_dim / 8) + j / 8]) >> (j % 8);
         index |= (uint4(bits, bits >> 1, bits >> 2, bits >> 3) & 1) << 4;

@@ -11,6 +11,14 @@ struct Place {
     uint simdgroups;
 };
 
+inline uint index_of(Place place) {
+    return place.simdgroup * 32 + place.lane;
+}
+
+inline uint threads_of(Place place) {
+    return place.simdgroups * 32;
+}
+
 struct Sum {
     static float over_simd(float x) { return simd_sum(x); }
     static uint over_simd(uint x) { return simd_sum(x); }
@@ -18,6 +26,8 @@ struct Sum {
 };
 
 struct Max {
+    // Of numbers that are not negative.
+    static float over_simd(float x) { return simd_max(x); }
     static uint over_simd(uint x) { return simd_max(x); }
     static constexpr uint none = 0;
 };

@@ -1,4 +1,4 @@
-// Rows of a cache layer, encoded and stored: dense ones converted, TurboQuant as codec/turboquant.rs defines it.
+// TurboQuant's encoding of a row, as codec/turboquant.rs defines it, and the storing of rows whatever their codec.
 //
 // All threads of a threadgroup share a row in threadgroup memory. A thread takes four coordinates at a time, 4·lane on,
 // so that a SIMD-group has 128 in a row: whole bytes of every plane but the high one at 5 bits, of which two threads
@@ -7,15 +7,16 @@
 #define KVANT_TURBOQUANT_H
 #include "planes.h"
 #include "rotate.h"
-#include "team.h"
+#include "reduce.h"
+#include "rows.h"
 
 // The numbers of norms (metal/planes.rs).
 constant constexpr uint NORM_RMS = 0;
 constant constexpr uint NORM_LEAST_SQUARES = 1;
 constant constexpr uint NORM_UNBIASED = 2;
 
-// Threadgroup memory of store_row, beyond the row.
-constant constexpr uint STORE_ROOM = 3 * EXCHANGE;
+// Floats of threadgroup memory that write_row takes beyond the row: thrice one for each 128 coordinates.
+constant constexpr uint WRITE_ROOM = 3 * 32;
 
 struct WritablePlanes {
     device uchar *low;
@@ -77,58 +78,60 @@ inline float block_sum(threadgroup const float *parts, uint j, uint dim) {
 }
 
 inline float4 coordinates(threadgroup const float *row, uint j, bool mine) {
-    return mine ? float4(row[j], row[j + 1], row[j + 2], row[j + 3]) : float4(0);
+    return mine ? get4(row, j, 4, true) : float4(0);
 }
 
 // parts ← the squared lengths, times unit², of each 128 coordinates. Ends with a barrier.
-inline void sum_squares(threadgroup const float *row, threadgroup float *parts, float unit, uint dim, Team team) {
-    for (uint start = 128 * team.simd; start < dim; start += 4 * team.size) {
-        const uint j = start + 4 * team.lane;
+inline void sum_squares(threadgroup const float *row, threadgroup float *parts, float unit, uint dim, Place place) {
+    for (uint start = 128 * place.simdgroup; start < dim; start += 128 * place.simdgroups) {
+        const uint j = start + 4 * place.lane;
         const float4 y = coordinates(row, j, j < dim) * unit;
         const float squares = simd_sum(dot(y, y));
-        if (team.lane == 0) {
+        if (place.lane == 0) {
             parts[start / 128] = squares;
         }
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 
-// Encodes a row, which is left rotated. `room` holds STORE_ROOM floats that nobody uses.
+// Encodes a row, which is left rotated. `room` holds WRITE_ROOM floats that nobody uses.
 inline void encode(threadgroup float *row, threadgroup float *room, WritablePlanes to, ulong at, uint dim,
-                   Encoding encoding, Team team) {
-    threadgroup float *squares = room, *products = room + EXCHANGE, *lengths = room + 2 * EXCHANGE;
-    rotate(row, 1, dim, false, team.index, team.size);
-    sum_squares(row, squares, 1, dim, team);
+                   Encoding encoding, Place place) {
+    threadgroup float *squares = room, *products = room + 32, *lengths = room + 64;
+    const uint index = index_of(place), threads = threads_of(place);
+    rotate(row, 1, dim, false, index, threads);
+    sum_squares(row, squares, 1, dim, place);
     float total = 0;
     for (uint part = 0; part < (dim + 127) / 128; part++) {
         total += squares[part];
     }
-    const bool storable = !is_nan_or_infinite(total);
+    const bool storable = is_finite(total);
     float unit = 1;
     if (total < 1e-24f) {
         // Squares this small have lost digits: once more, with the coordinates near 1.
         float largest = 0;
-        for (uint j = team.index; j < dim; j += team.size) {
+        for (uint j = index; j < dim; j += threads) {
             largest = max(largest, abs(row[j]));
         }
-        unit = unit_of(team_max(largest, products, team));
-        sum_squares(row, squares, unit, dim, team);
+        unit = unit_of(reduce<Max>(largest, products, place));
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        sum_squares(row, squares, unit, dim, place);
     }
     const uint block = min(dim, 256u);
-    for (uint start = 128 * team.simd; start < dim; start += 4 * team.size) {
-        const uint j = start + 4 * team.lane;
+    for (uint start = 128 * place.simdgroup; start < dim; start += 128 * place.simdgroups) {
+        const uint j = start + 4 * place.lane;
         const bool mine = j < dim;
         const float n = precise::sqrt(block_sum(squares, start, dim) / float(block)) / encoding.scale;
         const float4 y = coordinates(row, j, mine) * unit;
         const float4 z = n > 0 ? y / n : float4(0);
-        uint4 index = uint4(nearest(z.x, encoding.codec), nearest(z.y, encoding.codec), nearest(z.z, encoding.codec),
-                            nearest(z.w, encoding.codec));
-        index = storable ? index : uint4(0);
-        store_indices(to, at, j, mine, index, dim, encoding.codec);
+        uint4 indices = uint4(nearest(z.x, encoding.codec), nearest(z.y, encoding.codec), nearest(z.z, encoding.codec),
+                              nearest(z.w, encoding.codec));
+        indices = storable ? indices : uint4(0);
+        store_indices(to, at, j, mine, indices, dim, encoding.codec);
         if (encoding.norm != NORM_RMS) {
-            const float4 c = mine ? centroids(index, encoding.codec) : float4(0);
+            const float4 c = mine ? centroids(indices, encoding.codec) : float4(0);
             const float yc = simd_sum(dot(y, c)), cc = simd_sum(dot(c, c));
-            if (team.lane == 0) {
+            if (place.lane == 0) {
                 products[start / 128] = yc;
                 lengths[start / 128] = cc;
             }
@@ -136,11 +139,11 @@ inline void encode(threadgroup float *row, threadgroup float *room, WritablePlan
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     const uint blocks = dim / block;
-    for (uint b = team.index; b < blocks; b += team.size) {
+    for (uint b = index; b < blocks; b += threads) {
         const float energy = block_sum(squares, b * block, dim);
         float norm = 0;
         if (!storable) {
-            norm = as_type<float>(0x7FC00000);
+            norm = as_type<float>(NAN_BITS);
         } else if (energy > 0) {
             switch (encoding.norm) {
             case NORM_RMS: norm = precise::sqrt(energy / float(block)) / encoding.scale; break;
@@ -154,17 +157,15 @@ inline void encode(threadgroup float *row, threadgroup float *room, WritablePlan
     }
 }
 
-// Stores a row of threadgroup memory, which may be changed, as row `at` of the planes. It begins with a barrier.
-inline void store_row(threadgroup float *row, threadgroup float *room, WritablePlanes to, ulong at, uint dim,
-                      Encoding encoding, Team team) {
+// Stores a row of threadgroup memory, which may be changed, as row `at` of the planes. Begins with a barrier.
+inline void write_row(threadgroup float *row, threadgroup float *room, WritablePlanes to, ulong at, uint dim,
+                      Encoding encoding, bool aligned, Place place) {
     if (is_quantised(encoding.codec)) {
-        encode(row, room, to, at, dim, encoding, team);
+        encode(row, room, to, at, dim, encoding, place);
         return;
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    for (uint j = team.index; j < dim; j += team.size) {
-        store(to.low, at * dim + j, row[j], encoding.codec);
-    }
+    store_row(to.low, at * dim, row, dim, encoding.codec, aligned, index_of(place), threads_of(place));
 }
 
 #endif

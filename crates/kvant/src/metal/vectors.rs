@@ -10,6 +10,11 @@ pub(super) fn aligned4(tensor: &Tensor) -> bool {
     tensor.byte_offset().is_multiple_of(4 * tensor.dtype().size())
 }
 
+/// Whether that holds for every row of `dim` elements of every tensor.
+pub(super) fn rows_aligned4<'a>(dim: usize, tensors: impl IntoIterator<Item = &'a Tensor>) -> bool {
+    dim.is_multiple_of(4) && tensors.into_iter().all(aligned4)
+}
+
 /// A grid with one thread per four elements of a row, x, and per row, y.
 pub(super) fn grid(rows: usize, dim: usize) -> ([usize; 3], [usize; 3]) {
     let fours = dim.div_ceil(4);
