@@ -14,7 +14,9 @@ use kvant::{
     Device, Error, Result,
     gpu::{self, Executor, Launch, LaunchPass, Limits, Order, Replay, Use, Wait},
 };
-use msl_host::{Access, Buffer, Build, Constant, Grid, Host, Library, Schedule};
+use msl_host::{Access, Buffer, Constant, Grid, Host, Library};
+
+pub use msl_host::{Build, Schedule};
 
 /// How each launch is run.
 #[derive(Clone, Debug)]

@@ -9,7 +9,11 @@ use crate::{
 /// The tokens of one forward pass: T tokens of up to S sequences, each at its own position.
 ///
 /// The three tensors live on the device, so that a captured [`Graph`](crate::Graph) follows when they are rewritten.
-/// A [`KvCache`](crate::KvCache) makes them; an engine with its own bookkeeping can, too.
+/// A [`KvCache`](crate::KvCache) makes them; an engine with its own bookkeeping can, too. No two tokens share sequence and
+/// position: if they do, what a write leaves in that one slot is unspecified (on a GPU, a mix of both).
+///
+/// The CPU refuses an entry that is out of range. A GPU does not see the entries when it takes the call: its kernels leave
+/// such a token alone, and neither read nor write outside the layer.
 #[derive(Clone, Debug)]
 pub struct Step {
     /// u32 `[T]`: the logical position of each token, counted from 0 in its sequence.

@@ -1,0 +1,75 @@
+//! Whole models on the GPUs' kernels: on every GPU present, and the Metal kernels under msl-host.
+
+mod common;
+
+use common::{VARIANTS, exact, floats, golden, ids, max_difference, shipped};
+use kvant::{Codec, Device, DeviceKind};
+use kvant_models::{CacheOptions, Logits, Model};
+
+/// What the logits may differ by, with an f32 cache.
+const TOLERANCE: f32 = 2e-3;
+
+/// The logits of `tokens`: the first `prompt` at once, the others one by one.
+fn logits(model: &Model, options: &CacheOptions, tokens: &[u32], prompt: usize) -> Vec<f32> {
+    let mut cache = model.new_cache(options).unwrap();
+    let pieces = std::iter::once(&tokens[..prompt]).chain(tokens[prompt..].chunks(1));
+    pieces.flat_map(|piece| model.forward(&mut cache, 0, piece, Logits::All).unwrap().to_f32().unwrap()).collect()
+}
+
+/// The devices with kernels of their own, and the tokens that are worth their time: msl-host is no fast machine.
+fn gpus() -> Vec<(Device, usize)> {
+    let present = Device::list().into_iter().filter_map(|entry| entry.device.ok());
+    let mut gpus: Vec<(Device, usize)> = present
+        .filter(|device| matches!(device.kind(), DeviceKind::Metal | DeviceKind::Cuda))
+        .map(|device| (device, usize::MAX))
+        .collect();
+    #[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+    gpus.extend([
+        (msl(kvant_msl::Build::Plain, kvant_msl::Schedule::Random(1)), 20),
+        (msl(kvant_msl::Build::Checker, kvant_msl::Schedule::Reverse), 5),
+    ]);
+    let only = std::env::var("KVANT_TEST_DEVICE").ok();
+    gpus.retain(|(device, _)| only.as_deref().is_none_or(|kind| kind == device.kind().name()));
+    gpus
+}
+
+#[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+fn msl(build: kvant_msl::Build, schedule: kvant_msl::Schedule) -> Device {
+    kvant_msl::device(kvant_msl::Runs::once(build, schedule)).unwrap_or_else(|e| panic!("{e}"))
+}
+
+/// Against transformers and MLX.
+#[test]
+fn every_variant_matches() {
+    for (device, most) in gpus() {
+        for variant in VARIANTS {
+            let file = golden(variant).join("logits.safetensors");
+            let (mut tokens, expected) = (ids(&file, "tokens"), floats(&file, "logits"));
+            tokens.truncate(most);
+            let model = Model::load(&golden(variant), &device).unwrap();
+            let got = logits(&model, &exact(1024, 63), &tokens, tokens.len() * 3 / 4);
+            let worst = max_difference(&got, &expected[..got.len()]);
+            println!("{device}, {variant}: {worst:.1e}");
+            assert!(worst < TOLERANCE, "{device}, {variant}: off by {worst}");
+        }
+    }
+}
+
+/// The shipped model against the CPU: exact caches and compressed ones, a prompt and single tokens after it.
+#[test]
+fn the_shipped_model_matches_the_cpu() {
+    let cpu = Model::load(&shipped(), &Device::cpu()).unwrap();
+    let mut tokens = ids(&golden("rustdoc-11m").join("4bit.safetensors"), "tokens");
+    for (device, most) in gpus() {
+        let model = Model::load(&shipped(), &device).unwrap();
+        tokens.truncate(most);
+        for (codec, tolerance) in [(Codec::F32, TOLERANCE), (Codec::BF16, 0.1), (Codec::tq(8), 0.1)] {
+            let options = CacheOptions { k: codec, v: codec, ..exact(256, 63) };
+            let prompt = tokens.len() * 3 / 4;
+            let (got, want) = (logits(&model, &options, &tokens, prompt), logits(&cpu, &options, &tokens, prompt));
+            let worst = max_difference(&got, &want);
+            println!("{device}, {codec}: {worst:.1e}");
+            assert!(worst < tolerance, "{device}, {codec} cache: off by {worst}");
+        }
+    }
+}

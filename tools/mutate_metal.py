@@ -1,0 +1,181 @@
+#!/usr/bin/env python3
+"""Breaks the Metal kernels, one small change at a time, and sees whether the tests notice.
+
+    tools/mutate_metal.py [--only softcap,attend] [--per-file 8] [--report docs/mutations.md]
+
+Each mutant is a copy of crates/kvant/src/metal with one change in one file; the conformance suites of that file's
+operations run against it on the msl-host device (KVANT_METAL_DIR). The changes:
+
+  barrier   one threadgroup_barrier or simdgroup_barrier removed; every one of them is tried
+  bound     one comparison off by one: < to <=, <= to <, > to >=, >= to >
+  index     one `+ 1` to `+ 2`, or one `- 1` to `- 2`
+  sign      one `+=` to `-=`
+
+Of the last three, `--per-file` are drawn for each file, always the same ones for the same text. A mutant that does
+not compile is replaced by another. Exit code 1 if a mutant survives that is not listed in EQUIVALENT.
+"""
+
+import argparse
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+METAL = ROOT / "crates/kvant/src/metal"
+
+# The tests that judge a file: (test binary, names that a test must contain; none for all).
+SUITES = {
+    "argmax": [("conformance_rest", ["argmax"])],
+    "attend": [("conformance_attend", []), ("hazards", ["attend", "ring", "window", "tail", "prefill", "verify", "split", "softcap", "determinism"])],
+    "copy": [("hazards", ["copy"]), ("cache", [])],
+    "embed": [("conformance_linear", ["embed"]), ("conformance_rest", ["embed"])],
+    "gate": [("conformance_rest", ["gate"])],
+    "hadamard": [("conformance_hadamard", []), ("hazards", ["large_head"])],
+    "kv_read": [("conformance_kv", [])],
+    "kv_write": [("conformance_kv", []), ("conformance_codec", [])],
+    "linear": [("conformance_linear", [])],
+    "moe": [("conformance_rest", ["moe"])],
+    "norm_rope": [("conformance_norm_rope", []), ("hazards", ["rope", "rotary"])],
+    "norm_rope_write": [("conformance_norm_rope", [])],
+    "rms_norm": [("conformance_rest", ["rms_norm"]), ("hazards", ["reduction_race"])],
+    "sample": [("conformance_rest", ["sample"])],
+    "softcap": [("conformance_rest", ["softcap"])],
+}
+
+# Headers belong to the kernels that include them; these suites judge them.
+HEADERS = {
+    "elements": ["softcap", "gate"],
+    "planes": ["attend", "kv_read"],
+    "rotate": ["hadamard", "kv_write"],
+    "turboquant": ["kv_write"],
+    "reduce": ["rms_norm", "argmax"],
+}
+
+# Mutants that compute the same: (file, line of text, why). The script says so instead of failing.
+EQUIVALENT = []
+
+
+def mutants(text):
+    """All (kind, position, old, new) of a kernel's text, comments and preprocessor lines left out."""
+    code = re.sub(r"//[^\n]*|^#[^\n]*", lambda m: " " * len(m.group()), text, flags=re.M)
+    found = []
+    for m in re.finditer(r"\b(?:threadgroup|simdgroup)_barrier\([^;]*\);", code):
+        found.append(("barrier", m.start(), m.group(), ";"))
+    for m in re.finditer(r" (<=|>=|<|>) ", code):
+        line = code[code.rfind("\n", 0, m.start()) + 1 : code.find("\n", m.end())]
+        if "template" in line or "_cast<" in line:
+            continue
+        swap = {"<": "<=", "<=": "<", ">": ">=", ">=": ">"}[m.group(1)]
+        found.append(("bound", m.start(), m.group(), f" {swap} "))
+    for m in re.finditer(r" ([+-]) 1\b(?![.\w])", code):
+        found.append(("index", m.start(), m.group(), f" {m.group(1)} 2"))
+    for m in re.finditer(r" \+= ", code):
+        found.append(("sign", m.start(), m.group(), " -= "))
+    return found
+
+
+def chosen(name, text, per_file):
+    """Every barrier, and a fixed draw of the rest in the order to be tried."""
+    found = mutants(text)
+    rest = [m for m in found if m[0] != "barrier"]
+    random.Random(name).shuffle(rest)
+    return [m for m in found if m[0] == "barrier"], rest[: 3 * per_file]
+
+
+def binaries():
+    """The test executables of the library, built."""
+    command = ["cargo", "test", "-p", "kvant", "--tests", "--no-run", "--message-format=json", "--quiet"]
+    out = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout
+    found = {}
+    for line in out.splitlines():
+        message = json.loads(line)
+        if message.get("executable") and message["target"]["kind"] == ["test"]:
+            found[message["target"]["name"]] = message["executable"]
+    return found
+
+
+def noticed(folder, suites, tests, limit):
+    """The first test that fails with the kernels of `folder`; None if all pass; 'compile' if clang refuses."""
+    env = dict(os.environ, KVANT_METAL_DIR=str(folder), KVANT_TEST_DEVICE="metal", RUST_BACKTRACE="0")
+    for binary, names in suites:
+        if binary not in tests:
+            continue
+        listed = subprocess.run([tests[binary], "--list", *names], stdout=subprocess.PIPE, text=True).stdout
+        for test in re.findall(r"^(.*): test$", listed, flags=re.M):
+            try:
+                run = subprocess.run(
+                    [tests[binary], "--exact", test], cwd=ROOT / "crates/kvant", env=env, timeout=limit,
+                    stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                )
+            except subprocess.TimeoutExpired:
+                return f"{binary}::{test} (no end)"
+            if "does not compile" in run.stdout:
+                return "compile"
+            if run.returncode != 0:
+                return f"{binary}::{test}"
+    return None
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="files, by name without the ending")
+    parser.add_argument("--per-file", type=int, default=8, help="mutants of a file beside its barriers")
+    parser.add_argument("--limit", type=int, default=600, help="seconds for one test")
+    parser.add_argument("--report", help="write a table in Markdown")
+    args = parser.parse_args()
+    only = [name for name in args.only.split(",") if name]
+    tests = binaries()
+    table, survivors = [], 0
+    for path in sorted([*METAL.glob("*.metal"), *METAL.glob("*.h")]):
+        name, text = path.stem, path.read_text()
+        if only and name not in only:
+            continue
+        owners = [name] if name in SUITES else HEADERS.get(name)
+        if owners is None:
+            owners = [owner for owner in SUITES if name.startswith(owner)]
+        if not owners:
+            sys.exit(f"{path.name}: no suite is known for it")
+        suites = [suite for owner in owners for suite in SUITES[owner]]
+        barriers, rest = chosen(name, text, args.per_file)
+        tally, drawn = {}, 0
+        for kind, at, old, new in [*barriers, *rest]:
+            if kind != "barrier" and drawn == args.per_file:
+                break
+            with tempfile.TemporaryDirectory() as temporary:
+                folder = Path(temporary) / "metal"
+                shutil.copytree(METAL, folder)
+                (folder / path.name).write_text(text[:at] + new + text[at + len(old) :])
+                start = time.monotonic()
+                by = noticed(folder, suites, tests, args.limit)
+            line = text.count("\n", 0, at) + 1
+            source = text.splitlines()[line - 1].strip()
+            if by == "compile":
+                continue
+            drawn += kind != "barrier"
+            made, seen, same = tally.get(kind, (0, 0, 0))
+            why = next((why for file, part, why in EQUIVALENT if file == path.name and part in source), None)
+            verdict = by or (f"the same: {why}" if why else "SURVIVED")
+            survivors += by is None and why is None
+            tally[kind] = (made + 1, seen + (by is not None), same + (by is None and why is not None))
+            print(f"{path.name}:{line}: {kind} `{old.strip()}` -> `{new.strip()}` in `{source}`: {verdict} ({time.monotonic() - start:.0f} s)", flush=True)
+        for kind, (made, seen, same) in sorted(tally.items()):
+            table.append((path.name, kind, made, seen, same))
+    lines = ["| file | change | mutants | noticed | compute the same |", "|---|---|---|---|---|"]
+    lines += [f"| {file} | {kind} | {made} | {seen} | {same} |" for file, kind, made, seen, same in table]
+    total = [sum(row[i] for row in table) for i in (2, 3, 4)]
+    lines.append(f"| all | | {total[0]} | {total[1]} | {total[2]} |")
+    print("\n".join(lines))
+    if args.report:
+        Path(args.report).write_text("\n".join(lines) + "\n")
+    sys.exit(1 if survivors else 0)
+
+
+if __name__ == "__main__":
+    main()
