@@ -161,6 +161,9 @@ impl Submission {
 }
 
 /// Operations captured once, to be run again and again.
+///
+/// They are validated, planned and compiled at capture, and never again. What a replay still does depends on the
+/// device: Metal's command buffers run only once, so there it encodes the launches into a fresh one.
 pub struct Graph {
     replay: Box<dyn Replay>,
 }

@@ -101,6 +101,16 @@ pub enum Error {
         /// Why it is not there.
         reason: String,
     },
+    /// The device's compiler refused a kernel.
+    #[error("{device} does not compile {kernel}: {message}")]
+    Compile {
+        /// The device.
+        device: String,
+        /// The kernel file, and the kernel in it where one was asked for.
+        kernel: String,
+        /// What the compiler said.
+        message: String,
+    },
     /// The device could not provide the memory; nothing that existed before is lost.
     #[error("out of memory on {device}: {bytes} bytes asked for")]
     OutOfMemory {

@@ -107,12 +107,10 @@ impl Builder<'_> {
             return Ok(());
         }
         let Limits { threads: most_threads, threadgroup_bytes: most_bytes, .. } = self.limits;
-        let threads: u64 = launch.grid.threads.iter().map(|&n| u64::from(n)).product();
-        let within = |limit: u64, [x, y, z]: [u32; 3]| {
-            [x, y, z].iter().try_fold(1u64, |n, &d| n.checked_mul(d.into())).is_some_and(|n| n <= limit)
-        };
-        let total = launch.grid.groups.map(u64::from).into_iter().try_fold(threads, u64::checked_mul);
-        if !within(most_threads as u64, launch.grid.threads)
+        let product = |dims: [u32; 3]| dims.into_iter().try_fold(1u64, |n, d| n.checked_mul(d.into()));
+        let threads = product(launch.grid.threads);
+        let total = threads.zip(product(launch.grid.groups)).and_then(|(threads, groups)| threads.checked_mul(groups));
+        if threads.is_none_or(|n| n > most_threads as u64)
             || total.is_none_or(|n| n > u32::MAX.into())
             || launch.threadgroup_bytes as usize > most_bytes
         {
@@ -199,5 +197,56 @@ impl<E: Executor> Pass for GpuPass<E> {
 
     fn commit(self: Box<Self>) -> Result<Box<dyn Wait>> {
         self.pass.commit()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::gpu::Source;
+
+    static SOURCE: Source = Source { name: "none", text: "", headers: &[], layouts: &[] };
+
+    /// What becomes of a launch on a device of 1024 threads and 32 KiB: the number of launches, or an error.
+    fn push(groups: [usize; 3], threads: [usize; 3], bytes: usize) -> Result<usize> {
+        let allocate = |bytes| Err(Error::OutOfMemory { device: String::new(), bytes });
+        let limits = Limits { threads: 1024, threadgroup_bytes: 32 << 10, busy_groups: 1 };
+        let mut builder = Builder { limits, device: "gpu", allocate: &allocate, launches: Vec::new() };
+        let launch = Launch::new("test", &SOURCE, "kernel").grid(groups, threads).threadgroup_memory(bytes);
+        builder.push(launch)?;
+        Ok(builder.launches.len())
+    }
+
+    #[test]
+    fn launches_within_the_limits_are_taken() {
+        assert_eq!(push([1, 1, 1], [1024, 1, 1], 32 << 10).unwrap(), 1);
+        assert_eq!(push([70_000, 2, 3], [32, 4, 8], 0).unwrap(), 1);
+        assert_eq!(push([(1 << 32) - 1, 1, 1], [1, 1, 1], 0).unwrap(), 1);
+    }
+
+    #[test]
+    fn launches_without_threads_are_dropped() {
+        assert_eq!(push([0, 1, 1], [32, 1, 1], 0).unwrap(), 0);
+        assert_eq!(push([5, 1, 1], [32, 0, 1], 0).unwrap(), 0);
+        assert_eq!(push([5, 1, 0], [5000, 1, 1], 0).unwrap(), 0);
+    }
+
+    #[test]
+    fn launches_beyond_a_limit_are_refused() {
+        for (groups, threads, bytes) in [
+            ([1, 1, 1], [1025, 1, 1], 0),
+            ([1, 1, 1], [32, 32, 2], 0),
+            ([1, 1, 1], [1 << 16, 1 << 16, 1 << 16], 0),
+            ([1, 1, 1], [usize::MAX, usize::MAX, usize::MAX], 0),
+            ([1, 1, 1], [32, 1, 1], (32 << 10) + 1),
+            ([1, 1, 1], [32, 1, 1], 1 << 40),
+            ([1 << 31, 1, 1], [4, 1, 1], 0),
+            ([1 << 22, 1, 1], [1024, 1, 1], 0),
+            ([usize::MAX, usize::MAX, 3], [1, 1, 1], 0),
+        ] {
+            let error = push(groups, threads, bytes).unwrap_err();
+            let Error::Unsupported { op: "test", device: "gpu", reason } = error else { panic!("{error}") };
+            assert!(reason.contains("1024 threads and 32768 bytes"), "{reason}");
+        }
     }
 }

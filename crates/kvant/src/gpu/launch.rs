@@ -296,3 +296,59 @@ pub(crate) fn dtype_code(dtype: DType) -> u32 {
         DType::U8 => 4,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::gpu::params;
+
+    params! {
+        pub(crate) struct OneParams {
+            pub n: u32,
+        }
+    }
+
+    fn header(name: &'static str, text: fn() -> String) -> Header {
+        Header { name, text }
+    }
+
+    fn source(text: &'static str) -> Source {
+        let headers = Box::leak(Box::new([
+            header("types.h", || "struct Types {};\n".to_string()),
+            header("math.h", || "#include \"types.h\"\nint math;\n".to_string()),
+            header("unused.h", || "int unused;\n".to_string()),
+            header("itself.h", || "#include \"itself.h\"\nint itself;\n".to_string()),
+        ]));
+        Source { name: "test.metal", text, headers, layouts: &[OneParams::layout] }
+    }
+
+    #[test]
+    fn expansion_puts_each_header_in_place_once() {
+        let source = source(
+            "#include <metal_stdlib>\n#include \"math.h\"\n#include \"types.h\"\n#include \"math.h\"\nint last;\n",
+        );
+        let text = source.expand();
+        let (body, assertions) = text.split_at(text.find("static_assert").unwrap());
+        assert_eq!(body, "#include <metal_stdlib>\nstruct Types {};\nint math;\nint last;\n");
+        assert_eq!(assertions, OneParams::layout().assertions());
+    }
+
+    #[test]
+    fn expansion_ends_for_a_header_that_includes_itself() {
+        let text = source("#include \"itself.h\"\n").expand();
+        assert_eq!(text.matches("int itself;").count(), 1);
+    }
+
+    #[test]
+    fn an_unknown_header_is_left_to_the_compiler() {
+        assert!(source("#include \"missing.h\"\n").expand().starts_with("#include \"missing.h\"\n"));
+    }
+
+    #[test]
+    fn threadgroup_memory_comes_in_16_bytes_and_does_not_wrap() {
+        let source: &'static Source = Box::leak(Box::new(source("")));
+        let bytes = |n| Launch::new("test", source, "kernel").threadgroup_memory(n).threadgroup_bytes;
+        assert_eq!([0, 1, 16, 17].map(bytes), [0, 16, 16, 32]);
+        assert_eq!(bytes(1 << 40), u32::MAX);
+    }
+}

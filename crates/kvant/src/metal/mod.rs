@@ -1,6 +1,6 @@
 //! The Metal backend: the kernels, and the Apple runtime that runs them.
 //!
-//! `NAME.metal` holds the kernels of an operation, `NAME.rs` builds their launches; `runtime.rs` drives an Apple GPU.
+//! `NAME.metal` holds the kernels of an operation, `NAME.rs` builds their launches; `runtime/` drives an Apple GPU.
 //! Everything but the runtime is compiled on every system, so that tests can run the launches elsewhere.
 
 mod affine;
@@ -18,14 +18,17 @@ mod moe;
 mod norm_rope;
 mod norm_rope_write;
 mod planes;
+#[cfg(any(target_os = "macos", test))]
+mod pool;
 mod rms_norm;
+#[cfg(target_os = "macos")]
+mod runtime;
 mod sample;
 mod softcap;
 mod vectors;
 
 use crate::{
     Device, DeviceKind, Error, Result,
-    device::not_built,
     gpu::{Builder, Kernels},
     ops::Call,
 };
@@ -39,8 +42,12 @@ const SIMD: usize = 32;
 /// The Metal kernels, for any executor.
 pub(crate) const KERNELS: Kernels = Kernels { kind: DeviceKind::Metal, build, plan_attend: attend::plan };
 
+/// The GPU of this Mac.
 pub(crate) fn open() -> Result<Device> {
-    not_built(DeviceKind::Metal, "this version of kvant has no Metal backend")
+    #[cfg(target_os = "macos")]
+    return runtime::open();
+    #[cfg(not(target_os = "macos"))]
+    crate::device::not_built(DeviceKind::Metal, &format!("Metal is Apple's, and this is {}", std::env::consts::OS))
 }
 
 fn build(call: &Call, b: &mut Builder) -> Result<()> {

@@ -1,0 +1,289 @@
+//! The Apple runtime: runs launches on an Apple GPU.
+//!
+//! Memory is shared with the processor, so a transfer is a copy in memory that waits for the GPU. A pass is one command
+//! buffer with one compute encoder, in which launches run at the same time unless [`Order`] puts a barrier between
+//! them. Metal is told to track no hazards of its own; passes follow one another by a fence.
+//!
+//! `pipelines` compiles kernels, `archive` keeps what is compiled on disk, `queue` encodes passes and watches them.
+
+mod archive;
+mod pipelines;
+mod queue;
+
+use std::{
+    any::Any,
+    ptr::NonNull,
+    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError},
+};
+
+use objc2::{
+    available,
+    rc::{Retained, autoreleasepool},
+    runtime::ProtocolObject,
+};
+use objc2_foundation::NSString;
+use objc2_metal::{MTLBuffer, MTLCreateSystemDefaultDevice, MTLDevice, MTLGPUFamily, MTLResource, MTLResourceOptions};
+
+use self::{
+    pipelines::Pipelines,
+    queue::{Queue, Step},
+};
+use super::pool::{Pool, size_class};
+use crate::{
+    Device, DeviceKind, Error, Result,
+    gpu::{Executor, Launch, LaunchPass, Limits, Memory, Order, Replay, Wait, metal_device},
+};
+
+// `MTLCreateSystemDefaultDevice` answers nil in a process that has not loaded it.
+#[link(name = "CoreGraphics", kind = "framework")]
+unsafe extern "C" {}
+
+/// The GPU of this Mac; always the same device.
+pub(super) fn open() -> Result<Device> {
+    static METAL: OnceLock<std::result::Result<Device, String>> = OnceLock::new();
+    METAL
+        .get_or_init(|| autoreleasepool(|_| Runtime::new()).map(metal_device))
+        .clone()
+        .map_err(|reason| Error::NoDevice { kind: DeviceKind::Metal, reason })
+}
+
+struct Runtime(Arc<Shared>);
+
+/// What passes and graphs hold on to.
+struct Shared {
+    device: Retained<ProtocolObject<dyn MTLDevice>>,
+    name: String,
+    limits: Limits,
+    pipelines: Pipelines,
+    queue: Arc<Queue>,
+    pool: BufferPool,
+}
+
+type BufferPool = Arc<Mutex<Pool<SharedBuffer>>>;
+
+/// A lock that a panic elsewhere does not close: what these protect is consistent between any two statements.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Runtime {
+    fn new() -> std::result::Result<Runtime, String> {
+        if !available!(macos = 13.0) {
+            return Err("macOS 13 or later is needed, for Metal 3".to_string());
+        }
+        let device =
+            MTLCreateSystemDefaultDevice().ok_or("this Mac has no Metal device, or this process may not see it")?;
+        let name = device.name().to_string();
+        // Every Apple GPU of a Mac is of a later family; that of a virtual machine says this one.
+        if !device.supportsFamily(MTLGPUFamily::Apple5) {
+            return Err(format!("an Apple GPU is needed, and this is {name}"));
+        }
+        let limits = Limits {
+            threads: device.maxThreadsPerThreadgroup().width,
+            threadgroup_bytes: device.maxThreadgroupMemoryLength(),
+            busy_groups: busy_groups(&name),
+        };
+        // Beyond an eighth of what the GPU works well with, memory that nobody holds goes back to the system.
+        let spare = usize::try_from(device.recommendedMaxWorkingSetSize() / 8).unwrap_or(usize::MAX);
+        let pool = Arc::new(Mutex::new(Pool::new(spare)));
+        let queue = Arc::new(Queue::new(&device, &name, pool.clone()).ok_or("Metal gives no command queue")?);
+        let pipelines = Pipelines::new(device.clone(), &name, limits);
+        Ok(Runtime(Arc::new(Shared { device, name, limits, pipelines, queue, pool })))
+    }
+}
+
+/// Threadgroups that keep the device busy.
+///
+/// Metal does not tell how many cores a GPU has, so this is an estimate from its name: the smallest GPU sold under the
+/// name's suffix, and four threadgroups a core. Too few splits leave cores idle, too many cost a longer merge; results
+/// are right with any.
+fn busy_groups(name: &str) -> usize {
+    let cores = match name.rsplit(' ').next() {
+        Some("Ultra") => 48,
+        Some("Max") => 24,
+        Some("Pro") => 14,
+        _ => 7,
+    };
+    4 * cores
+}
+
+impl Executor for Runtime {
+    fn name(&self) -> String {
+        self.0.name.clone()
+    }
+
+    fn limits(&self) -> Limits {
+        self.0.limits
+    }
+
+    fn allocate(&self, bytes: usize, zeroed: bool) -> Result<Box<dyn Memory>> {
+        Ok(Box::new(self.0.allocate(bytes, zeroed)?))
+    }
+
+    fn upload(&self, memory: &dyn Memory, offset: usize, bytes: &[u8]) -> Result<()> {
+        let start = Buffer::of(memory).address();
+        self.0.queue.exclusively(|| {
+            // SAFETY: the caller keeps the range within the allocation; no committed pass is unfinished and none can be
+            // committed meanwhile, nor can another transfer run.
+            unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), start.as_ptr().add(offset), bytes.len()) }
+        })
+    }
+
+    fn download(&self, memory: &dyn Memory, offset: usize, out: &mut [u8]) -> Result<()> {
+        let start = Buffer::of(memory).address();
+        self.0.queue.exclusively(|| {
+            // SAFETY: as in `upload`.
+            unsafe { std::ptr::copy_nonoverlapping(start.as_ptr().add(offset), out.as_mut_ptr(), out.len()) }
+        })
+    }
+
+    fn begin(&self) -> Result<Box<dyn LaunchPass>> {
+        Ok(Box::new(Pass { shared: self.0.clone(), order: Order::new(), steps: Vec::new() }))
+    }
+
+    fn capture(self: Arc<Self>, launches: Vec<Launch>) -> Result<Box<dyn Replay>> {
+        let mut pass = Pass { shared: self.0.clone(), order: Order::new(), steps: Vec::new() };
+        launches.into_iter().try_for_each(|launch| pass.launch(launch))?;
+        Ok(Box::new(Captured { shared: pass.shared, steps: pass.steps.into() }))
+    }
+}
+
+impl Shared {
+    fn allocate(&self, bytes: usize, zeroed: bool) -> Result<Buffer> {
+        let out_of_memory = || Error::OutOfMemory { device: self.name.clone(), bytes };
+        let size = size_class(bytes).filter(|size| *size <= self.device.maxBufferLength()).ok_or_else(out_of_memory)?;
+        self.queue.reap();
+        let kept = lock(&self.pool).take(size);
+        let buffer = match kept {
+            Some(buffer) => {
+                if zeroed {
+                    // SAFETY: the buffer is `size` bytes long, and the pool says that nothing uses it.
+                    unsafe { buffer.0.contents().cast::<u8>().write_bytes(0, size) };
+                }
+                buffer
+            }
+            // Metal clears new buffers.
+            None => self
+                .new_buffer(size)
+                .or_else(|| {
+                    let spare = lock(&self.pool).trim();
+                    drop(spare);
+                    self.new_buffer(size)
+                })
+                .ok_or_else(out_of_memory)?,
+        };
+        Ok(Buffer { buffer: Some(buffer), size, pool: self.pool.clone() })
+    }
+
+    fn new_buffer(&self, size: usize) -> Option<SharedBuffer> {
+        autoreleasepool(|_| {
+            let options = MTLResourceOptions::StorageModeShared | MTLResourceOptions::HazardTrackingModeUntracked;
+            let buffer = self.device.newBufferWithLength_options(size, options)?;
+            buffer.setLabel(Some(&NSString::from_str(&format!("kvant, {size} bytes"))));
+            Some(SharedBuffer(buffer))
+        })
+    }
+}
+
+/// A Metal buffer that any thread may hold.
+struct SharedBuffer(Retained<ProtocolObject<dyn MTLBuffer>>);
+
+// SAFETY: Metal's resources may be used and released on any thread. Their contents are read and written only by
+// transfers and passes, which the queue orders, and by `allocate`, when nobody else knows the buffer.
+unsafe impl Send for SharedBuffer {}
+// SAFETY: as above.
+unsafe impl Sync for SharedBuffer {}
+
+/// An allocation. Goes to the pool when it is dropped.
+struct Buffer {
+    /// There until it is dropped.
+    buffer: Option<SharedBuffer>,
+    size: usize,
+    pool: BufferPool,
+}
+
+impl Buffer {
+    fn of(memory: &dyn Memory) -> &Buffer {
+        memory.as_any().downcast_ref().expect("memory of this device")
+    }
+
+    fn metal(&self) -> &ProtocolObject<dyn MTLBuffer> {
+        &self.buffer.as_ref().expect("there until it is dropped").0
+    }
+
+    fn address(&self) -> NonNull<u8> {
+        self.metal().contents().cast()
+    }
+}
+
+impl Memory for Buffer {
+    fn host(&self) -> Option<NonNull<u8>> {
+        Some(self.address())
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        // What the pool does not keep is released after its lock.
+        let _surplus = self.buffer.take().and_then(|buffer| lock(&self.pool).give(self.size, buffer));
+    }
+}
+
+/// A pass that is being recorded: pipelines and barriers are found launch by launch, so that what is wrong shows where
+/// it was asked for; Metal's commands are encoded at commit.
+struct Pass {
+    shared: Arc<Shared>,
+    order: Order,
+    steps: Vec<Step>,
+}
+
+impl LaunchPass for Pass {
+    fn launch(&mut self, launch: Launch) -> Result<()> {
+        let pipeline = self.shared.pipelines.get(&launch)?;
+        let barrier = self.order.needs_barrier(&launch);
+        self.steps.push(Step { launch, pipeline, barrier });
+        Ok(())
+    }
+
+    fn commit(self: Box<Self>) -> Result<Box<dyn Wait>> {
+        self.shared.start(self.steps.into())
+    }
+}
+
+/// Captured work: what was validated, planned and compiled once. Metal's command buffers run once, so each replay
+/// encodes the launches into a fresh one, and does nothing else.
+struct Captured {
+    shared: Arc<Shared>,
+    steps: Arc<[Step]>,
+}
+
+impl Replay for Captured {
+    fn replay(&self) -> Result<Option<Box<dyn Wait>>> {
+        self.shared.start(self.steps.clone()).map(Some)
+    }
+}
+
+impl Shared {
+    fn start(self: &Arc<Self>, steps: Arc<[Step]>) -> Result<Box<dyn Wait>> {
+        let running = self.queue.commit(steps)?;
+        Ok(Box::new(Started { shared: self.clone(), running }))
+    }
+}
+
+/// A committed pass.
+struct Started {
+    shared: Arc<Shared>,
+    running: Option<queue::Running>,
+}
+
+impl Wait for Started {
+    fn wait(self: Box<Self>) -> Result<()> {
+        let result = self.running.map_or(Ok(()), |running| self.shared.queue.wait(running));
+        self.shared.pipelines.save();
+        result
+    }
+}

@@ -1,0 +1,223 @@
+//! Compiles kernels when they are first used, and keeps them.
+
+use std::{
+    collections::{HashMap, hash_map::Entry},
+    ffi::c_void,
+    ptr::NonNull,
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, Ordering},
+    },
+};
+
+use objc2::{
+    available,
+    rc::{Retained, autoreleasepool},
+    runtime::ProtocolObject,
+};
+use objc2_foundation::{NSError, NSString};
+use objc2_metal::{
+    MTLCompileOptions, MTLComputePipelineDescriptor, MTLComputePipelineState, MTLDataType, MTLDevice,
+    MTLFunctionConstantValues, MTLLanguageVersion, MTLLibrary, MTLMathFloatingPointFunctions, MTLMathMode,
+    MTLPipelineOption,
+};
+
+use super::{archive::Archive, lock};
+use crate::{
+    DeviceKind, Error, Result,
+    gpu::{Constant, Launch, Limits, Source},
+    metal::SIMD,
+};
+
+/// A kernel, specialised and ready.
+pub(super) struct Pipeline {
+    pub state: Retained<ProtocolObject<dyn MTLComputePipelineState>>,
+    threads: usize,
+    /// Threadgroup memory that the kernel declares itself.
+    static_bytes: usize,
+}
+
+/// The kernels compiled so far.
+pub(super) struct Pipelines {
+    device: Retained<ProtocolObject<dyn MTLDevice>>,
+    name: String,
+    limits: Limits,
+    cache: Mutex<Cache>,
+    /// Whether an archive holds what its file does not.
+    unsaved: AtomicBool,
+}
+
+#[derive(Default)]
+struct Cache {
+    /// By the address of their source.
+    libraries: HashMap<usize, Library>,
+    /// By source and kernel.
+    kernels: HashMap<(usize, &'static str), Variants>,
+}
+
+/// The pipelines of a kernel.
+type Variants = Vec<(Variant, Arc<Pipeline>)>;
+
+/// A compiled kernel file.
+struct Library {
+    library: Retained<ProtocolObject<dyn MTLLibrary>>,
+    archive: Option<Archive>,
+}
+
+/// What tells pipelines of one kernel apart.
+struct Variant {
+    constants: Vec<(&'static str, Constant)>,
+    /// Threads of a threadgroup: the compiler gives each as many registers as so many threads leave.
+    threads: u32,
+}
+
+impl Variant {
+    fn fits(&self, launch: &Launch) -> bool {
+        self.threads == threads_of(launch) && self.constants == launch.constants
+    }
+}
+
+fn threads_of(launch: &Launch) -> u32 {
+    launch.grid.threads.iter().product()
+}
+
+impl Pipelines {
+    pub(super) fn new(device: Retained<ProtocolObject<dyn MTLDevice>>, name: &str, limits: Limits) -> Pipelines {
+        Pipelines { device, name: name.to_string(), limits, cache: Mutex::default(), unsaved: AtomicBool::new(false) }
+    }
+
+    /// The pipeline of a launch.
+    ///
+    /// # Errors
+    /// `Compile` when Metal refuses the kernel, `Unsupported` when the launch is more than the pipeline allows.
+    pub(super) fn get(&self, launch: &Launch) -> Result<Arc<Pipeline>> {
+        let mut cache = lock(&self.cache);
+        let Cache { libraries, kernels } = &mut *cache;
+        let source = std::ptr::from_ref(launch.source) as usize;
+        let variants = kernels.entry((source, launch.kernel)).or_default();
+        if let Some((_, pipeline)) = variants.iter().find(|(variant, _)| variant.fits(launch)) {
+            self.check(launch, pipeline)?;
+            return Ok(pipeline.clone());
+        }
+        let pipeline = autoreleasepool(|_| {
+            let library = match libraries.entry(source) {
+                Entry::Occupied(entry) => entry.into_mut(),
+                Entry::Vacant(entry) => entry.insert(self.library(launch.source)?),
+            };
+            self.pipeline(launch, library)
+        })?;
+        self.check(launch, &pipeline)?;
+        let pipeline = Arc::new(pipeline);
+        let variant = Variant { constants: launch.constants.clone(), threads: threads_of(launch) };
+        variants.push((variant, pipeline.clone()));
+        Ok(pipeline)
+    }
+
+    /// Writes new kernels to the archives' files.
+    pub(super) fn save(&self) {
+        if self.unsaved.swap(false, Ordering::Relaxed) {
+            let mut cache = lock(&self.cache);
+            autoreleasepool(|_| {
+                cache.libraries.values_mut().filter_map(|library| library.archive.as_mut()).for_each(Archive::save);
+            });
+        }
+    }
+
+    /// Compiles a kernel file.
+    fn library(&self, source: &'static Source) -> Result<Library> {
+        let text = source.expand();
+        let options = MTLCompileOptions::new();
+        options.setLanguageVersion(MTLLanguageVersion::Version3_0);
+        // NaN and infinity mean something in these kernels.
+        if available!(macos = 15.0) {
+            options.setMathMode(MTLMathMode::Safe);
+            options.setMathFloatingPointFunctions(MTLMathFloatingPointFunctions::Precise);
+        } else {
+            #[expect(deprecated, reason = "its successor is not there before macOS 15")]
+            options.setFastMathEnabled(false);
+        }
+        let library = self
+            .device
+            .newLibraryWithSource_options_error(&NSString::from_str(&text), Some(&options))
+            .map_err(|error| self.refused(source.name, &error))?;
+        library.setLabel(Some(&NSString::from_str(source.name)));
+        Ok(Library { library, archive: Archive::open(&self.device, &self.name, source.name, &text) })
+    }
+
+    /// Compiles a kernel for a launch.
+    fn pipeline(&self, launch: &Launch, library: &mut Library) -> Result<Pipeline> {
+        let kernel = format!("{}/{}", launch.source.name, launch.kernel);
+        let values = MTLFunctionConstantValues::new();
+        for &(name, value) in &launch.constants {
+            let (value, kind) = match &value {
+                Constant::Bool(value) => (NonNull::from(value).cast::<c_void>(), MTLDataType::Bool),
+                Constant::UInt(value) => (NonNull::from(value).cast::<c_void>(), MTLDataType::UInt),
+            };
+            // SAFETY: Metal copies the value now; it is of the type that is said.
+            unsafe { values.setConstantValue_type_withName(value, kind, &NSString::from_str(name)) };
+        }
+        let function = library
+            .library
+            .newFunctionWithName_constantValues_error(&NSString::from_str(launch.kernel), &values)
+            .map_err(|error| self.refused(&kernel, &error))?;
+        let descriptor = MTLComputePipelineDescriptor::new();
+        let label = format!("{}: {kernel} {:?}", launch.op, launch.constants);
+        descriptor.setLabel(Some(&NSString::from_str(&label)));
+        descriptor.setComputeFunction(Some(&function));
+        descriptor.setMaxTotalThreadsPerThreadgroup(threads_of(launch) as usize);
+        // Metal archives no functions that are specialised at run time; those are in the cache that it keeps itself.
+        let archive = library.archive.as_mut().filter(|_| launch.constants.is_empty());
+        let archived = archive.as_ref().and_then(|archive| archive.pipeline(&self.device, &descriptor));
+        let state = match archived {
+            Some(state) => state,
+            None => {
+                let state = self
+                    .device
+                    .newComputePipelineStateWithDescriptor_options_reflection_error(
+                        &descriptor,
+                        MTLPipelineOption::None,
+                        None,
+                    )
+                    .map_err(|error| self.refused(&kernel, &error))?;
+                if archive.is_some_and(|archive| archive.add(&descriptor)) {
+                    self.unsaved.store(true, Ordering::Relaxed);
+                }
+                state
+            }
+        };
+        let width = state.threadExecutionWidth();
+        if width != SIMD {
+            return Err(unsupported(launch, format!("its SIMD-groups have {width} threads, the kernels take {SIMD}")));
+        }
+        tracing::debug!("{label}: compiled");
+        let threads = state.maxTotalThreadsPerThreadgroup();
+        let static_bytes = state.staticThreadgroupMemoryLength();
+        Ok(Pipeline { state, threads, static_bytes })
+    }
+
+    /// Whether the pipeline allows the launch.
+    fn check(&self, launch: &Launch, pipeline: &Pipeline) -> Result<()> {
+        let (threads, bytes) = (threads_of(launch) as usize, pipeline.static_bytes + launch.threadgroup_bytes as usize);
+        let (most_threads, most_bytes) = (pipeline.threads, self.limits.threadgroup_bytes);
+        if threads <= most_threads && bytes <= most_bytes {
+            return Ok(());
+        }
+        Err(unsupported(
+            launch,
+            format!(
+                "{}/{} in threadgroups of {threads} threads and {bytes} bytes; here it may have {most_threads} threads \
+                 and {most_bytes} bytes",
+                launch.source.name, launch.kernel
+            ),
+        ))
+    }
+
+    fn refused(&self, kernel: &str, error: &NSError) -> Error {
+        let message = error.localizedDescription().to_string();
+        Error::Compile { device: self.name.clone(), kernel: kernel.to_string(), message }
+    }
+}
+
+fn unsupported(launch: &Launch, reason: String) -> Error {
+    Error::Unsupported { op: launch.op, device: DeviceKind::Metal.name(), reason }
+}
