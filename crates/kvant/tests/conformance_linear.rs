@@ -105,6 +105,16 @@ fn dense() {
     }
 }
 
+/// A sum over nothing is zero.
+#[test]
+fn no_inputs() {
+    for tokens in [1, 33] {
+        for kind in [Kind::Dense(DType::F16), Kind::Affine { bits: 4, group: 64, scales: DType::F32 }] {
+            Case { kind, tokens, inputs: 0, outputs: 5, x: DType::F32, out: DType::F32, alpha: 2.0 }.check();
+        }
+    }
+}
+
 #[test]
 fn affine() {
     let mut rng = Rng::of("affine");

@@ -274,6 +274,29 @@ fn argmax() {
     }
 }
 
+/// Zeros are equal whatever their signs, in all three orders.
+#[test]
+fn signed_zeros() {
+    for dtype in FLOATS {
+        conform(format!("signed zeros, {dtype}"), |device| {
+            let rows = [-1.0, -0.0, 0.0, -0.0, -0.0, 0.0, -2.0, 0.0, 0.0, -0.0, -0.0, -3.0];
+            let x = input(device, dtype, &rows, &[3, 4])?;
+            let largest = Out::new(device, DType::U32, &[3])?;
+            let ids = Out::new(device, DType::U32, &[3, 3])?;
+            let weights = Out::new(device, DType::F32, &[3, 3])?;
+            run(device, |enc| {
+                ops::argmax(enc, &Argmax { x: &x, out: &largest.tensor })?;
+                let (ids, weights) = (&ids.tensor, &weights.tensor);
+                ops::moe_route(enc, &MoeRoute { logits: &x, expert_scale: None, ids, weights })
+            })?;
+            let how = Draw { temperature: 1.0, top_k: 2, top_p: 1.0, min_p: 0.0 };
+            let drawn = draw(device, &x, &how, 3, &[1, 2, 3])?;
+            let drawn = common::Output::Same("drawn".into(), bytemuck::cast_slice(&drawn).to_vec());
+            Ok(vec![largest.same("argmax")?, ids.same("ids")?, weights.close("weights")?, drawn])
+        });
+    }
+}
+
 struct Draw {
     temperature: f32,
     top_k: usize,
@@ -350,6 +373,27 @@ fn samples_of_a_large_vocabulary() {
     }
 }
 
+/// Shares and uniform numbers that lie on a border exactly: equals have exact sums. A share reached is enough, a uniform
+/// number has to be exceeded.
+#[test]
+fn samples_on_the_border() {
+    const ZERO: u32 = 34_260_546;
+    const HALF: u32 = 7_954_382;
+    assert_eq!([ZERO, HALF].map(|counter| Sample::uniform(42, counter)), [0.0, 0.5]);
+    let all = Draw { temperature: 1.0, top_k: 0, top_p: 1.0, min_p: 0.0 };
+    let half = Draw { top_p: 0.5, ..all };
+    let tiny = Draw { top_p: 1e-30, ..all };
+    for device in devices() {
+        let logits = input(device, DType::F32, &[-9.0, 1.5, 1.5, f32::NEG_INFINITY], &[1, 4]).unwrap();
+        for (how, counter, want) in [(&all, HALF, 2), (&half, HALF, 1), (&tiny, HALF, 1), (&all, ZERO, 1)] {
+            // Of two equal candidates each has half.
+            let how = Draw { top_k: 2, ..*how };
+            let got = draw(device, &logits, &how, 42, &[counter]).unwrap();
+            assert_eq!(got, [want], "{device}: top_p {}, counter {counter}", how.top_p);
+        }
+    }
+}
+
 #[test]
 fn samples_of_odd_rows() {
     for how in &DRAWS[..6] {
@@ -384,7 +428,8 @@ fn samples_follow_the_distribution() {
 
 #[test]
 fn moe_route() {
-    for (tokens, experts, top_k) in [(0, 4, 2), (1, 1, 1), (5, 4, 4), (9, 8, 2), (33, 128, 8), (3, 65, 7)] {
+    for (tokens, experts, top_k) in [(0, 4, 2), (1, 1, 1), (5, 4, 4), (9, 8, 2), (33, 128, 8), (3, 65, 7), (2, 50, 37)]
+    {
         for dtype in FLOATS {
             for scaled in [false, true] {
                 conform(

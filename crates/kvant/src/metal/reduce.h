@@ -22,19 +22,19 @@ inline uint threads_of(Place place) {
 struct Sum {
     static float over_simd(float x) { return simd_sum(x); }
     static uint over_simd(uint x) { return simd_sum(x); }
-    static constexpr uint none = 0;
+    static constant constexpr uint none = 0;
 };
 
 struct Max {
     // Of numbers that are not negative.
     static float over_simd(float x) { return simd_max(x); }
     static uint over_simd(uint x) { return simd_max(x); }
-    static constexpr uint none = 0;
+    static constant constexpr uint none = 0;
 };
 
 struct Min {
     static uint over_simd(uint x) { return simd_min(x); }
-    static constexpr uint none = 0xFFFFFFFF;
+    static constant constexpr uint none = 0xFFFFFFFF;
 };
 
 // All threads of the threadgroup call it, and all get the result. `shared` holds one value per SIMD-group, and may be
