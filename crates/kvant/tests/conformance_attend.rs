@@ -159,6 +159,28 @@ fn rotated_queries() {
     }
 }
 
+/// A key or a value that is not a number shows in the rows of the tokens that see it, and in no other: neither of its
+/// tile nor of its batch. An infinity likewise.
+#[test]
+fn not_finite_keys_and_values() {
+    for (k, v) in
+        [(Codec::F32, Codec::F32), (Codec::F16, Codec::BF16), (Codec::F32, Codec::tq(5)), (Codec::tq(4), Codec::F16)]
+    {
+        for (sequences, window) in [(vec![(0, 40)], Some(9)), (vec![(0, 40)], None), (vec![(20, 3)], Some(2))] {
+            for fresh in [None, Some(SourceOrder::TokenMajor)] {
+                for bad in [f32::NAN, f32::INFINITY] {
+                    let sequences = sequences.clone();
+                    let case = Case { k, v, group: 2, sequences, window, fresh, ..Case::default() };
+                    let mut data = case.data();
+                    data.source.k[11 * case.head_dim + 7] = f32::NAN;
+                    data.source.v[21 * case.head_dim + 5] = bad;
+                    case.check_data(&data);
+                }
+            }
+        }
+    }
+}
+
 /// However the context is split, also into more parts than it has positions.
 #[test]
 fn forced_splits() {

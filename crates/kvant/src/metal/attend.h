@@ -8,6 +8,7 @@
 #define KVANT_ATTEND_H
 #include "planes.h"
 #include "rotate.h"
+#include "vectors.h"
 
 struct AttendParams {
     uint tokens;
@@ -164,18 +165,6 @@ inline uint2 part_of(uint count, uint split, uint tile, constant AttendParams &p
     return uint2(uint(min(ulong(count), split * keys)), uint(min(ulong(count), (split + 1) * keys)));
 }
 
-// Four elements from i on, a multiple of 4.
-inline float4 load4(device const uchar *x, ulong i, uint dtype, bool aligned) {
-    if (!aligned) {
-        return float4(load(x, i, dtype), load(x, i + 1, dtype), load(x, i + 2, dtype), load(x, i + 3, dtype));
-    }
-    switch (dtype) {
-    case F32: return *reinterpret_cast<device const float4 *>(x + i * 4);
-    case F16: return float4(*reinterpret_cast<device const half4 *>(x + i * 2));
-    default: return as_type<float4>(uint4(*reinterpret_cast<device const ushort4 *>(x + i * 2)) << 16);
-    }
-}
-
 // The cached keys of a sequence and KV head, from position `first` on.
 struct Cached {
     Planes k;
@@ -200,11 +189,11 @@ struct Cached {
     }
     float4 key4(ulong row, uint j, uint head_dim) const {
         return K_QUANTISED ? load_row4(k, row, j, head_dim, K_CODEC)
-                           : load4(k.low, row * head_dim + j, K_CODEC, K_ALIGNED);
+                           : load4(k.low, row * head_dim + j, 4, K_CODEC, K_ALIGNED);
     }
     float4 value4(ulong row, uint j, uint head_dim) const {
         return V_QUANTISED ? load_row4(v, row, j, head_dim, V_CODEC)
-                           : load4(v.low, row * head_dim + j, V_CODEC, V_ALIGNED);
+                           : load4(v.low, row * head_dim + j, 4, V_CODEC, V_ALIGNED);
     }
 };
 
@@ -235,10 +224,10 @@ struct FreshKeys {
         return row + ulong(first + i) * stride;
     }
     float4 key4(ulong row, uint j, uint head_dim) const {
-        return load4(k, row * head_dim + j, FRESH_K_DTYPE, FRESH_ALIGNED);
+        return load4(k, row * head_dim + j, 4, FRESH_K_DTYPE, FRESH_ALIGNED);
     }
     float4 value4(ulong row, uint j, uint head_dim) const {
-        return load4(v, row * head_dim + j, FRESH_V_DTYPE, FRESH_ALIGNED);
+        return load4(v, row * head_dim + j, 4, FRESH_V_DTYPE, FRESH_ALIGNED);
     }
 };
 

@@ -153,7 +153,7 @@ void load_queries(device const uchar *q, bool rotated, Room<D, R> room, uint ind
         const Row row = room.rows[i / (D / 4)];
         const ulong at = ulong(row.x) * D + i % (D / 4) * 4;
         *reinterpret_cast<threadgroup float4 *>(room.rows_of_d + i * 4) =
-            is_there(row) ? load4(q, at, Q_DTYPE, Q_ALIGNED) : float4(0);
+            is_there(row) ? load4(q, at, 4, Q_DTYPE, Q_ALIGNED) : float4(0);
     }
     if (rotated) {
         rotate(room.rows_of_d, p.tile_rows, D, false, index, THREADS);

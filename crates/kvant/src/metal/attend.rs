@@ -54,6 +54,39 @@ const SPLIT_KEYS: usize = 256;
 /// More splits are never made.
 const MAX_SPLITS: usize = 256;
 
+/// What the choice of a kernel and of splits depends on: all of it known before the step's positions are.
+#[derive(Clone, Copy)]
+struct Size {
+    tokens: usize,
+    sequences: usize,
+    kv_heads: usize,
+    /// Query heads of a KV head.
+    group: usize,
+    head_dim: usize,
+    capacity: usize,
+    window: usize,
+    fresh: bool,
+    /// 0: ours to choose.
+    splits: usize,
+}
+
+impl Size {
+    fn of(call: &Call) -> Size {
+        let spec = call.layer.spec();
+        Size {
+            tokens: call.tokens,
+            sequences: spec.sequences,
+            kv_heads: spec.kv_heads,
+            group: call.heads / spec.kv_heads,
+            head_dim: call.head_dim,
+            capacity: spec.capacity,
+            window: call.window,
+            fresh: call.fresh.is_some(),
+            splits: call.splits,
+        }
+    }
+}
+
 /// How a call is cut into threadgroups.
 struct Shape {
     source: &'static Source,
@@ -66,38 +99,34 @@ struct Shape {
 }
 
 impl Shape {
-    fn new(call: &Call, limits: &Limits) -> Shape {
-        let spec = call.layer.spec();
-        let group = call.heads / spec.kv_heads;
-        // Sequences are known to the device alone. With no more tokens than sequences, each is most likely another's.
-        let together = if call.tokens <= spec.sequences { 1 } else { call.tokens };
-        let size = [64, 128, 256, 512].iter().position(|&d| d == call.head_dim).expect("validation checked D");
-        let (source, kernel, threads, tile_rows, why) = if together * group <= FEW_ROWS {
-            let rows = together * group;
-            let kernel = FEW_KERNELS[size][rows.next_power_of_two().ilog2() as usize];
-            (&FEW, kernel, FEW_THREADS, rows, format!("{rows} query rows share a KV head's keys, {FEW_ROWS} at most"))
+    fn new(size: Size, limits: &Limits) -> Shape {
+        let Size { tokens, kv_heads, group, .. } = size;
+        // Which token is whose, the device alone knows. No more tokens than sequences: most likely one of each.
+        let together = if tokens <= size.sequences { 1 } else { tokens };
+        let rows = together * group;
+        let by_size = size.head_dim.ilog2() as usize - 6;
+        let (source, kernel, threads, tile_rows, than) = if rows <= FEW_ROWS {
+            let kernel = FEW_KERNELS[by_size][rows.next_power_of_two().ilog2() as usize];
+            (&FEW, kernel, FEW_THREADS, rows, "at most")
         } else {
-            let Tiles { kernel, threads, rows } = TILE_KERNELS[size];
-            let all = call.tokens * group;
-            (&TILES, kernel, threads, rows, format!("{all} query rows share a KV head's keys, more than {FEW_ROWS}"))
+            let Tiles { kernel, threads, rows } = TILE_KERNELS[by_size];
+            (&TILES, kernel, threads, rows, "more than")
         };
-        let tiles = (call.tokens * group).div_ceil(tile_rows);
-        // The longest context that the device may turn out to hold.
-        let seen = call.window.saturating_add(together).min(spec.capacity);
-        let keys = seen + if call.fresh.is_some() { call.tokens } else { 0 };
-        let (splits, why_splits) = match call.splits {
+        let tiles = (tokens * group).div_ceil(tile_rows);
+        // The most keys that a token may turn out to see: the captured launch serves any length.
+        let most = size.window.saturating_add(together).min(size.capacity) + if size.fresh { tokens } else { 0 };
+        let groups = tiles * kv_heads;
+        let (splits, why) = match size.splits {
             0 => {
-                let busy = limits.busy_groups.div_ceil((tiles * spec.kv_heads).max(1));
-                let why = format!(
-                    "{} threadgroups a split, {} keep the device busy",
-                    tiles * spec.kv_heads,
-                    limits.busy_groups
-                );
-                (busy.min(keys.div_ceil(SPLIT_KEYS)), why)
+                let busy = limits.busy_groups;
+                let splits = busy.div_ceil(groups).min(most.div_ceil(SPLIT_KEYS));
+                (splits, format!("{groups} threadgroups a split where {busy} keep the device busy"))
             }
-            forced => (forced.min(keys.div_ceil(LEAST_KEYS)), format!("{forced} splits were asked for")),
+            forced => (forced.min(most.div_ceil(LEAST_KEYS)), format!("{forced} splits asked for")),
         };
-        let reason = format!("{why}; {why_splits}; a context of at most {keys} keys");
+        let reason = format!(
+            "{rows} query rows read the same keys, {than} {FEW_ROWS}; {why}, over at most {most} keys: tiles of {tile_rows} rows"
+        );
         Shape { source, kernel, threads, tile_rows, tiles, splits: splits.clamp(1, MAX_SPLITS), reason }
     }
 }
@@ -128,7 +157,7 @@ const TILE_KERNELS: [Tiles; 4] = [
 const MERGE_KERNELS: [&str; 4] = ["attend_merge_64", "attend_merge_128", "attend_merge_256", "attend_merge_512"];
 
 pub(crate) fn plan(call: &Call, limits: &Limits) -> Plan {
-    let Shape { kernel, splits, reason, .. } = Shape::new(call, limits);
+    let Shape { kernel, splits, reason, .. } = Shape::new(Size::of(call), limits);
     Plan { kernel, reason: reason.into(), splits }
 }
 
@@ -136,7 +165,7 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
     if call.tokens == 0 {
         return Ok(());
     }
-    let shape = Shape::new(call, &b.limits);
+    let shape = Shape::new(Size::of(call), &b.limits);
     let spec = call.layer.spec();
     let uint = |arg, value| Launch::uint(NAME, arg, value);
     let params = AttendParams {
@@ -155,6 +184,7 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
     };
     let partial = shape.splits > 1;
     let rows = call.tokens * call.heads;
+    uint("T·H", rows)?;
     let mut launch = specialise(Launch::new(NAME, shape.source, shape.kernel), call, partial)
         .read(0, &call.q)
         .read(2, &call.step.positions)
@@ -176,9 +206,9 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
     let o = b.scratch(shape.splits * rows * call.head_dim * size_of::<f32>())?;
     let states = b.scratch(shape.splits * rows * 2 * size_of::<f32>())?;
     b.push(launch.scratch(13, &o, Use::Write).scratch(14, &states, Use::Write))?;
-    let size = call.head_dim.ilog2() as usize - 6;
+    let by_size = call.head_dim.ilog2() as usize - 6;
     b.push(
-        specialise(Launch::new(NAME, &FEW, MERGE_KERNELS[size]), call, partial)
+        specialise(Launch::new(NAME, &FEW, MERGE_KERNELS[by_size]), call, partial)
             .write(1, &call.out)
             .scratch(13, &o, Use::Read)
             .scratch(14, &states, Use::Read)
@@ -217,4 +247,55 @@ fn specialise(launch: Launch, call: &Call, partial: bool) -> Launch {
         .constant("FRESH_TOKEN_MAJOR", fresh.is_some_and(|fresh| fresh.order == SourceOrder::TokenMajor))
         .constant("FRESH_ALIGNED", fresh.is_some_and(|fresh| aligned(&fresh.k) && aligned(&fresh.v)))
         .constant("PARTIAL", partial)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LIMITS: Limits = Limits { threads: 1024, threadgroup_bytes: 32 << 10, busy_groups: 64 };
+    /// A decode step of one sequence.
+    const DECODE: Size = Size {
+        tokens: 1,
+        sequences: 1,
+        kv_heads: 4,
+        group: 2,
+        head_dim: 256,
+        capacity: 1 << 20,
+        window: usize::MAX,
+        fresh: false,
+        splits: 0,
+    };
+
+    fn shape(size: Size) -> (&'static str, [usize; 3]) {
+        let Shape { kernel, tile_rows, tiles, splits, .. } = Shape::new(size, &LIMITS);
+        (kernel, [tile_rows, tiles, splits])
+    }
+
+    #[test]
+    fn few_rows_split_the_context_until_the_device_is_busy() {
+        assert_eq!(shape(DECODE), ("attend_few_256_2", [2, 1, 16]));
+        assert_eq!(shape(Size { kv_heads: 64, ..DECODE }), ("attend_few_256_2", [2, 1, 1]));
+        assert_eq!(shape(Size { tokens: 4, ..DECODE }), ("attend_few_256_8", [8, 1, 16]));
+        assert_eq!(shape(Size { group: 3, head_dim: 64, ..DECODE }), ("attend_few_64_4", [3, 1, 16]));
+        // A token of each sequence: a tile each.
+        assert_eq!(shape(Size { tokens: 8, sequences: 8, ..DECODE }), ("attend_few_256_2", [2, 8, 2]));
+    }
+
+    #[test]
+    fn capacity_and_window_bound_the_splits() {
+        assert_eq!(shape(Size { capacity: 1000, ..DECODE }).1, [2, 1, 4]);
+        assert_eq!(shape(Size { window: 500, ..DECODE }).1, [2, 1, 2]);
+        assert_eq!(shape(Size { capacity: 64, ..DECODE }).1, [2, 1, 1]);
+        assert_eq!(shape(Size { splits: 7, ..DECODE }).1, [2, 1, 7]);
+        assert_eq!(shape(Size { splits: 7, capacity: 100, ..DECODE }).1, [2, 1, 2]);
+        assert_eq!(shape(Size { splits: usize::MAX, ..DECODE }).1, [2, 1, MAX_SPLITS]);
+    }
+
+    #[test]
+    fn many_rows_go_by_tiles() {
+        assert_eq!(shape(Size { tokens: 5, ..DECODE }), ("attend_tiles_256", [32, 1, 16]));
+        assert_eq!(shape(Size { group: 16, head_dim: 512, ..DECODE }), ("attend_tiles_512", [16, 1, 16]));
+        assert_eq!(shape(Size { tokens: 1000, ..DECODE }), ("attend_tiles_256", [32, 63, 1]));
+    }
 }

@@ -25,6 +25,7 @@ template <uint D, uint ROWS, uint SIMDS, uint KEYS> struct Work {
     simdgroup_float8x8 o[ROWS / 8][D / SIMDS / 8];
     State states[ROWS / SIMDS]; // of rows simd, simd + SIMDS, …
     uint blocks;                // that hold rows
+    uint seeing;                // bit b: whether a row of block b sees anything in this pass
     uint index;
     uint lane;
     uint simd;
@@ -41,10 +42,7 @@ bool bring(Keys keys, uint base, uint end, uint first, threadgroup float *stage,
         if (key < end) {
             x = VALUES ? keys.value4(keys.row_of(key), j, D) : keys.key4(keys.row_of(key), j, D);
         }
-        // By the bits, whatever the compiler thinks of infinities.
-        const uint4 exponents = as_type<uint4>(x) & 0x7F800000;
-        finite = finite && exponents.x != 0x7F800000 && exponents.y != 0x7F800000 && exponents.z != 0x7F800000 &&
-                 exponents.w != 0x7F800000;
+        finite = finite && is_finite(x.x) && is_finite(x.y) && is_finite(x.z) && is_finite(x.w);
         *reinterpret_cast<threadgroup float4 *>(stage + i * 4) = x;
     }
     return finite;
@@ -59,6 +57,9 @@ void add_values_one_by_one(Keys keys, uint base, uint end, threadgroup const flo
     threadgroup float *patch = room.parts + work.simd * (ROWS * KEYS);
 #pragma unroll
     for (uint b = 0; b < ROWS / 8; b++) {
+        if (!(work.seeing >> b & 1)) {
+            continue;
+        }
 #pragma unroll
         for (uint m = 0; m < WIDTH / 8; m++) {
             simdgroup_store(work.o[b][m], patch, 8);
@@ -109,14 +110,14 @@ void absorb(Keys keys, uint begin, uint end, uint first, uint last, Room room,
                 simdgroup_load(key, stage + m * 8, WIDTH, ulong2(0, 0), true);
 #pragma unroll
                 for (uint b = 0; b < BLOCKS; b++) {
-                    if (b < work.blocks) {
+                    if (work.seeing >> b & 1) {
                         simdgroup_multiply_accumulate(products[b], work.q[b][m], key, products[b]);
                     }
                 }
             }
 #pragma unroll
             for (uint b = 0; b < BLOCKS; b++) {
-                if (b < work.blocks) {
+                if (work.seeing >> b & 1) {
                     simdgroup_store(products[b], parts + b * 8 * KEYS + n, KEYS);
                 }
             }
@@ -127,7 +128,7 @@ void absorb(Keys keys, uint begin, uint end, uint first, uint last, Room room,
 #pragma unroll
         for (uint s = 0; s < ROWS / SIMDS; s++) {
             const uint r = simd + s * SIMDS;
-            if (r < work.blocks * 8) {
+            if (work.seeing >> r / 8 & 1) {
                 const Row row = room.rows[r];
                 const bool seen = lane < count && sees(row, keys.sequence_of(base + lane), position);
                 float score = -INFINITY;
@@ -154,7 +155,7 @@ void absorb(Keys keys, uint begin, uint end, uint first, uint last, Room room,
 
 #pragma unroll
         for (uint b = 0; b < BLOCKS; b++) {
-            if (b < work.blocks) {
+            if (work.seeing >> b & 1) {
                 simdgroup_float8x8 factors;
                 simdgroup_load(factors, room.factors + b * 64, 8);
 #pragma unroll
@@ -175,7 +176,7 @@ void absorb(Keys keys, uint begin, uint end, uint first, uint last, Room room,
                 }
 #pragma unroll
                 for (uint b = 0; b < BLOCKS; b++) {
-                    if (b < work.blocks) {
+                    if (work.seeing >> b & 1) {
                         simdgroup_float8x8 weights;
                         simdgroup_load(weights, room.weights + b * 8 * KEYS + n, KEYS);
 #pragma unroll
@@ -205,7 +206,7 @@ void load_queries(device const uchar *q, bool rotated, Room room, thread Work<D,
                 const Row row = room.rows[b * 8 + i / (D / 4)];
                 const ulong at = ulong(row.x) * D + i % (D / 4) * 4;
                 *reinterpret_cast<threadgroup float4 *>(room.stage + i * 4) =
-                    is_there(row) ? load4(q, at, Q_DTYPE, Q_ALIGNED) : float4(0);
+                    is_there(row) ? load4(q, at, 4, Q_DTYPE, Q_ALIGNED) : float4(0);
             }
             if (rotated) {
                 rotate(room.stage, 8, D, false, work.index, THREADS);
@@ -304,6 +305,7 @@ kernel void attend_tiles(device const uchar *q [[buffer(0)]],
                 rows[index] = row;
             }
             threadgroup_barrier(mem_flags::mem_threadgroup);
+            work.seeing = simd_or(row.z <= row.w ? 1u << lane / 8 : 0);
             absorb(cached_keys(Planes{k_low, k_high, k_norms}, Planes{v_low, v_high, v_norms}, sequence, kv_head, first, p),
                    part.x, part.y, first, last, room, work, p);
             rotated = V_QUANTISED;
@@ -338,6 +340,7 @@ kernel void attend_tiles(device const uchar *q [[buffer(0)]],
                 load_queries(q, false, room, work, p);
             }
             threadgroup_barrier(mem_flags::mem_threadgroup);
+            work.seeing = simd_or(row.z <= row.w ? 1u << lane / 8 : 0);
             absorb(fresh_keys(fresh_k, fresh_v, positions, sequences, kv_head, range.x, p), part.x, part.y, first, last,
                    room, work, p);
         }

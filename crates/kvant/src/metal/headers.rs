@@ -33,7 +33,7 @@ pub(super) const AFFINE: &[Header] = &[ELEMENTS_H, VECTORS_H, AFFINE_H];
 /// The rows of a cache layer, whatever the codec.
 pub(super) const PLANES: &[Header] = &[ELEMENTS_H, CODEBOOKS_H, PLANES_H];
 /// What attention is made of.
-pub(super) const ATTEND: &[Header] = &[ELEMENTS_H, CODEBOOKS_H, PLANES_H, SIGNS_H, ROTATE_H, ATTEND_H];
+pub(super) const ATTEND: &[Header] = &[ELEMENTS_H, VECTORS_H, CODEBOOKS_H, PLANES_H, SIGNS_H, ROTATE_H, ATTEND_H];
 
 /// The rows of a cache layer to be read, and the rotation.
 pub(super) const READ: &[Header] = &[ELEMENTS_H, VECTORS_H, ROWS_H, CODEBOOKS_H, PLANES_H, SIGNS_H, ROTATE_H, SLOTS_H];

@@ -213,20 +213,24 @@ impl Case {
 
     /// Runs the case on every device and compares it with the reference over the same bytes.
     pub fn check(&self) {
-        let data = self.data();
+        self.check_data(&self.data());
+    }
+
+    /// The same with other data.
+    pub fn check_data(&self, data: &Data) {
         let mut wrong = Vec::new();
         let mut last: Option<(Vec<Vec<u8>>, Output)> = None;
         for device in devices() {
             let mut check = || -> Result<Vec<String>> {
-                let layer = self.layer(device, &data)?;
+                let layer = self.layer(device, data)?;
                 let bytes = planes(&layer)?;
                 if last.as_ref().is_none_or(|(seen, _)| *seen != bytes) {
                     let copy = copy_to(&layer, &Device::reference())?;
-                    let want = self.attend(&copy, &data)?.close_within("out", self.bound())?;
+                    let want = self.attend(&copy, data)?.close_within("out", self.bound())?;
                     last = Some((bytes, want));
                 }
                 let (_, want) = last.as_ref().expect("just made");
-                let got = self.attend(&layer, &data)?.close_within("out", self.bound())?;
+                let got = self.attend(&layer, data)?.close_within("out", self.bound())?;
                 Ok(differences(&[got], std::slice::from_ref(want)))
             };
             match check() {
