@@ -359,6 +359,33 @@ fn odd_vectors_stay_by_themselves() {
     }
 }
 
+/// Lengths at which squares are beyond f32, at either end, and vectors along one axis: as on the reference.
+#[test]
+fn extreme_vectors_are_alike() {
+    for bits in [4, 5, 6, 8] {
+        for head_dim in [8, 64, 512] {
+            let mut data = Source::random(&mut Rng::of("extreme vectors"), 8, 1, head_dim);
+            for (t, factor) in [1e-25f32, 1e-34, 1e17, 1e30, 1.0, 0.0].into_iter().enumerate() {
+                data.k[t * head_dim..][..head_dim].iter_mut().for_each(|x| *x *= factor);
+            }
+            data.k[6 * head_dim + 1..7 * head_dim].fill(0.0);
+            for norm in [Norm::Rms, Norm::LeastSquares, Norm::Unbiased] {
+                let codec = Codec::TurboQuant(TurboQuant { bits, scale: 1.0, norm });
+                let write = |device: &Device| -> Result<Vec<Output>> {
+                    let layer = KvLayer::new(device, linear_spec(1, 8, head_dim, codec))?;
+                    layers::write_at(&layer, &data, 0)?;
+                    same_planes(&layer)
+                };
+                let want = write(&Device::reference()).unwrap();
+                for device in devices() {
+                    let wrong = quantised_alike(&format!("{codec} D {head_dim}"), &write(device).unwrap(), &want);
+                    assert!(wrong.is_empty(), "{device}: {}", wrong.join("\n  "));
+                }
+            }
+        }
+    }
+}
+
 /// Positions and lengths of a step that a cache would not make, but the contract allows: a length beyond the step's own
 /// tokens, on a ring, means that older tokens of the batch are not kept.
 #[test]

@@ -260,6 +260,71 @@ fn small_inputs() {
     }
 }
 
+/// Heads whose squares are beyond f32, at either end, have a norm all the same; what is no number stays in its head.
+#[test]
+fn extreme_heads() {
+    for head_dim in [64, 256] {
+        for eps in [1e-6, 0.0] {
+            conform(format!("extreme heads, D {head_dim}, eps {eps}"), |device| {
+                let mut rows: Vec<Vec<f32>> = (0..6).map(|_| Rng::of(eps).normals(head_dim)).collect();
+                for (row, factor) in rows.iter_mut().zip([1e30f32, 1e20, 1e-15, 1e-30]) {
+                    row.iter_mut().for_each(|x| *x *= factor);
+                }
+                rows[4][head_dim - 1] = f32::NAN;
+                let shape = [6, 1, head_dim];
+                let x = input(device, DType::F32, &rows.concat(), &shape)?;
+                let out = Out::new(device, DType::F32, &shape)?;
+                let args = NormRope {
+                    x: &x,
+                    norm: Some(HeadNorm { weight: None, eps }),
+                    rope: None,
+                    positions: &indices(device, &[0; 6], &[6])?,
+                    rotate: false,
+                    out_order: SourceOrder::TokenMajor,
+                    out: &out.tensor,
+                };
+                run(device, |enc| ops::norm_rope(enc, &args))?;
+                let all = out.tensor.to_f32()?;
+                let row =
+                    |(r, row): (usize, &[f32])| Output::Close(format!("row {r}"), row.to_vec(), Bound::of(DType::F32));
+                Ok(all.chunks(head_dim).enumerate().map(row).collect())
+            });
+        }
+    }
+}
+
+/// Angles that turn many times in one position, or hardly, or the other way.
+#[test]
+fn unusual_frequencies() {
+    let factors = [0.5f32, 0.01, 3e-5, -3.0, 64.0, 1e6, 1e30, f32::INFINITY, 1.0, 7.7];
+    let positions = [0u32, 1, 999, 65_535];
+    let (pairs, shape) = (factors.len(), [positions.len(), 2, 64]);
+    for theta in [10_000.0, 0.5, 1e300, 1.0] {
+        for with_factors in [true, false] {
+            for layout in LAYOUTS {
+                conform(format!("theta {theta}, factors {with_factors}, {layout:?}"), |device| {
+                    let x = input(device, DType::F32, &Rng::of("frequencies").normals(8 * 64), &shape)?;
+                    let out = Out::new(device, DType::F32, &shape)?;
+                    let table = input(device, DType::F32, &factors, &[pairs])?;
+                    let freq_factors = with_factors.then_some(&table);
+                    let rope = Rope { angles: Angles::Theta(theta), rotated_pairs: pairs, layout, freq_factors };
+                    let args = NormRope {
+                        x: &x,
+                        norm: None,
+                        rope: Some(rope),
+                        positions: &indices(device, &positions, &[positions.len()])?,
+                        rotate: false,
+                        out_order: SourceOrder::TokenMajor,
+                        out: &out.tensor,
+                    };
+                    run(device, |enc| ops::norm_rope(enc, &args))?;
+                    Ok(vec![out.close_within("out", bound(DType::F32, Turn::Theta(theta), &[1 << 20]))?])
+                });
+            }
+        }
+    }
+}
+
 /// norm_rope_write, and what it leaves behind.
 struct Fused {
     spec: LayerSpec,

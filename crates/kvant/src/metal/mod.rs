@@ -28,7 +28,7 @@ mod softcap;
 mod vectors;
 
 use crate::{
-    Device, DeviceKind, Error, Result,
+    Device, DeviceKind, Result,
     gpu::{Builder, Kernels},
     ops::Call,
 };
@@ -69,9 +69,4 @@ fn build(call: &Call, b: &mut Builder) -> Result<()> {
         Call::Sample(call) => sample::build(call, b),
         Call::Softcap(call) => softcap::build(call, b),
     }
-}
-
-/// For kernels that are not written yet.
-fn unsupported(op: &'static str) -> Error {
-    Error::Unsupported { op, device: "metal", reason: "no kernel yet".to_string() }
 }

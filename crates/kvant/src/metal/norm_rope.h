@@ -152,7 +152,7 @@ inline float normed(threadgroup const float *row, uint j, float2 factors, Norm n
 }
 
 // row ← the head that begins at element `start` of x, normalised and turned. `room` holds NORM_ROOM floats that
-// nobody uses. Position is within the tables. It ends with a barrier.
+// nobody uses. Position is within the tables. The row still needs a barrier.
 inline void norm_rope_head(threadgroup float *row, threadgroup float *room, device const uchar *x, ulong start,
                            uint dtype, bool aligned, uint dim, Norm norm, Rope rope,
                            constant RopeParams &params, uint position, Place place) {
@@ -181,7 +181,6 @@ inline void norm_rope_head(threadgroup float *row, threadgroup float *room, devi
             row[j] = normed(row, j, factors, norm);
         }
     }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 
 #endif

@@ -54,6 +54,8 @@ kernel void norm_rope(device const uchar *x [[buffer(0)]],
     norm_rope_head(row, row + dim, x, from, X_DTYPE, ALIGNED, dim, norm, rope, p.rope, position, place);
     if (ROTATE) {
         rotate(row, 1, dim, false, index, threads);
+    } else {
+        threadgroup_barrier(mem_flags::mem_threadgroup);
     }
     const ulong to = HEAD_MAJOR ? (ulong(head) * p.tokens + token) * dim : from;
     store_row(out, to, row, dim, OUT_DTYPE, ALIGNED, index, threads);

@@ -89,6 +89,8 @@ kernel void norm_rope_write(device const uchar *q [[buffer(0)]],
         norm_rope_head(row, room, q, at, Q_DTYPE, ALIGNED, dim, norm, rope, p.rope, position, place);
         if (ROTATE_Q) {
             rotate(row, 1, dim, false, index, threads);
+        } else {
+            threadgroup_barrier(mem_flags::mem_threadgroup);
         }
         store_row(q_out, at, row, dim, OUT_DTYPE, ALIGNED, index, threads);
         return;
