@@ -29,6 +29,15 @@ inline void store(uchar *x, ulong i, float value, uint dtype) {
     }
 }
 
+// An element's bits, NaN payloads included.
+inline void copy_element(const uchar *from, ulong i, uchar *to, ulong j, uint dtype) {
+    if (dtype == F32) {
+        reinterpret_cast<uint *>(to)[j] = reinterpret_cast<const uint *>(from)[i];
+    } else {
+        reinterpret_cast<ushort *>(to)[j] = reinterpret_cast<const ushort *>(from)[i];
+    }
+}
+
 // Elements i .. i+3, which stand at a multiple of their four sizes in memory.
 inline float4 load4(const uchar *x, ulong i, uint dtype) {
     if (dtype == F32) {

@@ -1,9 +1,83 @@
 use crate::{
     Result,
-    gpu::Builder,
+    cuda::{WARP, affine::Parts, headers, vectors::aligned4},
+    gpu::{Builder, Launch, Params, Source, params},
     ops::linear::{Call, NAME},
 };
 
-pub(crate) fn build(_call: &Call, _b: &mut Builder) -> Result<()> {
-    Err(super::unsupported(NAME))
+params! {
+    pub(crate) struct LinearParams {
+        pub rows: u32,
+        pub outputs: u32,
+        pub inputs: u32,
+        pub experts: u32,
+        pub rows_per_input: u32,
+        pub alpha: f32,
+    }
+}
+
+static SOURCE: Source = Source {
+    name: "linear.cu",
+    text: include_str!("linear.cu"),
+    headers: headers::AFFINE,
+    layouts: &[LinearParams::layout],
+};
+
+/// Rows up to which the weight is read once per four of them rather than multiplied by tiles.
+const FEW: usize = 8;
+/// As many rows per expert are few.
+const FEW_PER_EXPERT: usize = 2;
+/// Warps of a block of `linear_few`, and outputs of each.
+const WARPS: usize = 4;
+const ROWS: usize = 2;
+/// Rows, outputs and threads of a tile.
+const TILE: [usize; 2] = [64, 64];
+const TILE_THREADS: usize = 256;
+
+pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
+    let Call { x, weight, dims, experts: ids, rows_per_input, alpha, out, rows } = call;
+    let uint = |arg, value| Launch::uint(NAME, arg, value);
+    let params = LinearParams {
+        rows: uint("out", *rows)?,
+        outputs: uint("weight", dims.outputs)?,
+        inputs: uint("weight", dims.inputs)?,
+        experts: uint("weight", dims.experts)?,
+        rows_per_input: uint("experts.ids", *rows_per_input)?,
+        alpha: *alpha,
+    };
+    let weight = Parts::of(weight, dims.inputs);
+    let few = *rows <= if ids.is_some() { FEW.max(FEW_PER_EXPERT * dims.experts) } else { FEW };
+    let mut tokens = 1;
+    let (kernel, groups, threads) = if few {
+        tokens = match rows {
+            _ if ids.is_some() => 1,
+            0 | 1 => 1,
+            2 => 2,
+            _ => 4,
+        };
+        ("linear_few", [dims.outputs.div_ceil(ROWS * WARPS), rows.div_ceil(tokens)], WARPS * WARP)
+    } else {
+        let down = if ids.is_some() { dims.experts } else { rows.div_ceil(TILE[0]) };
+        ("linear_tiles", [dims.outputs.div_ceil(TILE[1]), down], TILE_THREADS)
+    };
+    b.push(
+        Launch::new(NAME, &SOURCE, kernel)
+            .constant("TOKENS", tokens as u32)
+            .constant("X_DTYPE", x.dtype())
+            .constant("OUT_DTYPE", out.dtype())
+            .constant("W_DTYPE", weight.dtype)
+            .constant("BITS", weight.bits)
+            .constant("GROUP", weight.group)
+            .constant("EXPERTS", ids.is_some())
+            .constant("X_ALIGNED", dims.inputs.is_multiple_of(4) && aligned4(x))
+            .constant("W_ALIGNED", weight.aligned)
+            .read(0, x)
+            .read(1, weight.weight)
+            .read_if(2, weight.scales)
+            .read_if(3, weight.biases)
+            .read_if(4, ids.as_ref())
+            .write(5, out)
+            .params(6, &params)
+            .grid([groups[0], groups[1], 1], [threads, 1, 1]),
+    )
 }

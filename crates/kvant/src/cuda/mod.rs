@@ -4,6 +4,7 @@
 //! is what it needs of the driver, `compile.rs` and `cache.rs` make and keep machine code. Nothing of CUDA is needed to
 //! build kvant, and a machine without it says so when it is asked for the device.
 
+mod affine;
 mod argmax;
 mod attend;
 mod copy;
@@ -21,6 +22,7 @@ mod planes;
 mod rms_norm;
 mod sample;
 mod softcap;
+mod vectors;
 
 #[cfg(feature = "cuda")]
 mod cache;
@@ -42,6 +44,9 @@ use crate::{
 
 /// Threads of a block where elements are independent.
 const THREADS: usize = 256;
+
+/// Threads that exchange values without shared memory.
+const WARP: usize = 32;
 
 /// The CUDA kernels, for any executor.
 pub(crate) const KERNELS: Kernels = Kernels { kind: DeviceKind::Cuda, build, plan_attend: attend::plan };

@@ -28,27 +28,33 @@ struct Planes {
 inline uint4 load_indices(Planes planes, ulong row, uint j, uint head_dim, uint codec) {
     if (codec == TQ8) {
         const uchar *at = planes.low + row * head_dim + j;
-        return uint4(at[0], at[1], at[2], at[3]);
+        return make_uint4(at[0], at[1], at[2], at[3]);
     }
     const uchar *at = planes.low + row * (head_dim / 2) + j / 2;
     const uint a = at[0], b = at[1];
-    uint4 index = uint4(a & 15, a >> 4, b & 15, b >> 4);
+    uint4 index = make_uint4(a & 15, a >> 4, b & 15, b >> 4);
     if (codec == TQ5) {
         const uint bits = uint(planes.high[row * (head_dim / 8) + j / 8]) >> (j % 8);
-        index |= (uint4(bits, bits >> 1, bits >> 2, bits >> 3) & 1) << 4;
+        index.x |= (bits & 1) << 4;
+        index.y |= (bits >> 1 & 1) << 4;
+        index.z |= (bits >> 2 & 1) << 4;
+        index.w |= (bits >> 3 & 1) << 4;
     } else if (codec == TQ6) {
         const uint bits = planes.high[row * (head_dim / 4) + j / 4];
-        index |= (uint4(bits, bits >> 2, bits >> 4, bits >> 6) & 3) << 4;
+        index.x |= (bits & 3) << 4;
+        index.y |= (bits >> 2 & 3) << 4;
+        index.z |= (bits >> 4 & 3) << 4;
+        index.w |= (bits >> 6 & 3) << 4;
     }
     return index;
 }
 
 inline float4 centroids(uint4 index, uint codec) {
     switch (codec) {
-    case TQ4: return float4(CENTROIDS_4[index.x], CENTROIDS_4[index.y], CENTROIDS_4[index.z], CENTROIDS_4[index.w]);
-    case TQ5: return float4(CENTROIDS_5[index.x], CENTROIDS_5[index.y], CENTROIDS_5[index.z], CENTROIDS_5[index.w]);
-    case TQ6: return float4(CENTROIDS_6[index.x], CENTROIDS_6[index.y], CENTROIDS_6[index.z], CENTROIDS_6[index.w]);
-    default: return float4(CENTROIDS_8[index.x], CENTROIDS_8[index.y], CENTROIDS_8[index.z], CENTROIDS_8[index.w]);
+    case TQ4: return make_float4(CENTROIDS_4[index.x], CENTROIDS_4[index.y], CENTROIDS_4[index.z], CENTROIDS_4[index.w]);
+    case TQ5: return make_float4(CENTROIDS_5[index.x], CENTROIDS_5[index.y], CENTROIDS_5[index.z], CENTROIDS_5[index.w]);
+    case TQ6: return make_float4(CENTROIDS_6[index.x], CENTROIDS_6[index.y], CENTROIDS_6[index.z], CENTROIDS_6[index.w]);
+    default: return make_float4(CENTROIDS_8[index.x], CENTROIDS_8[index.y], CENTROIDS_8[index.z], CENTROIDS_8[index.w]);
     }
 }
 
@@ -56,11 +62,13 @@ inline float4 centroids(uint4 index, uint codec) {
 inline float4 load_row4(Planes planes, ulong row, uint j, uint head_dim, uint codec) {
     if (is_quantised(codec)) {
         const uint blocks = (head_dim + 255) / 256;
-        return planes.norms[row * blocks + j / 256] * centroids(load_indices(planes, row, j, head_dim, codec), codec);
+        const float norm = planes.norms[row * blocks + j / 256];
+        const float4 c = centroids(load_indices(planes, row, j, head_dim, codec), codec);
+        return make_float4(norm * c.x, norm * c.y, norm * c.z, norm * c.w);
     }
     const ulong i = row * head_dim + j;
-    return float4(load(planes.low, i, codec), load(planes.low, i + 1, codec), load(planes.low, i + 2, codec),
-                  load(planes.low, i + 3, codec));
+    return make_float4(load(planes.low, i, codec), load(planes.low, i + 1, codec), load(planes.low, i + 2, codec),
+                       load(planes.low, i + 3, codec));
 }
 
 #endif

@@ -1,0 +1,47 @@
+// embed: out[t] = scale * table[ids[t]]; zeros where the id is beyond the table.
+//
+// The table is [vocab, dim], f32, f16 or bf16, or MLX's affine codes [vocab, dim * bits / 32] with scales and biases
+// [vocab, dim / group]; ids is [tokens]; out is [tokens, dim], f32, f16 or bf16. One thread per four elements of a row, or
+// per 16 when the table is affine (BITS is not 0); then TABLE_DTYPE is that of scales and biases.
+#include "vectors.h"
+#include "affine.h"
+
+struct EmbedParams {
+    uint vocab;
+    uint dim;
+    uint tokens;
+    float scale;
+};
+
+extern "C" __global__ void embed(const uchar *table, const uchar *scales, const uchar *biases, const uint *ids, uchar *out,
+                                 const EmbedParams p) {
+    const uint2 at = row_and_four();
+    const uint i = at.y * (BITS != 0 ? 16 : 4);
+    if (i >= p.dim || at.x >= p.tokens) {
+        return;
+    }
+    const ulong to = ulong(at.x) * p.dim + i;
+    const ulong row = ids[at.x];
+    const bool known = row < p.vocab;
+    if (BITS != 0) {
+        uint4 words = make_uint4(0, 0, 0, 0);
+        float scale = 0, bias = 0;
+        if (known) {
+            words = load_words(reinterpret_cast<const uint *>(table) + row * (p.dim / 32 * BITS), i / 16, BITS, ALIGNED);
+            const ulong group = row * (p.dim / GROUP) + i / GROUP;
+            scale = p.scale * load(scales, group, TABLE_DTYPE);
+            bias = p.scale * load(biases, group, TABLE_DTYPE);
+        }
+#pragma unroll
+        for (uint j = 0; j < 4; j++) {
+            store4(out, to + j * 4, 4, scale * codes_of(words, j, BITS) + all4(bias), OUT_DTYPE, OUT_ALIGNED);
+        }
+    } else {
+        const uint count = p.dim - i;
+        float4 values = all4(0);
+        if (known) {
+            values = p.scale * load4(table, row * p.dim + i, count, TABLE_DTYPE, ALIGNED);
+        }
+        store4(out, to, count, values, OUT_DTYPE, OUT_ALIGNED);
+    }
+}

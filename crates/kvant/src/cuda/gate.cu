@@ -1,0 +1,35 @@
+// gate: out = activation(gate) * up, element by element; f32, f16 or bf16 in and out.
+//
+// out is [rows, dim]; gate and up are columns of tensors with rows of gate_width and up_width elements, from gate_start and
+// up_start on. One thread per four elements of a row. `out` may be the gate's tensor.
+#include "vectors.h"
+
+struct GateParams {
+    uint rows;
+    uint dim;
+    uint gate_start;
+    uint gate_width;
+    uint up_start;
+    uint up_width;
+};
+
+// GELU by tanh or SiLU: both are x / (1 + e^-z), SiLU with z = x, GELU because (1 + tanh u) / 2 = 1 / (1 + e^-2u).
+inline float activate(float x) {
+    // 2 sqrt(2 / pi), and 0.044715 of it.
+    const float z = GELU ? x * (1.5957691216f + 0.0713548163f * x * x) : x;
+    return x / (1.0f + expf(-z));
+}
+
+extern "C" __global__ void gate(const uchar *gate, const uchar *up, uchar *out, const GateParams p) {
+    const uint2 at = row_and_four();
+    const uint i = at.y * 4;
+    if (i >= p.dim || at.x >= p.rows) {
+        return;
+    }
+    const uint count = p.dim - i;
+    const ulong row = at.x;
+    const float4 x = load4(gate, row * p.gate_width + p.gate_start + i, count, GATE_DTYPE, ALIGNED);
+    const float4 y = load4(up, row * p.up_width + p.up_start + i, count, UP_DTYPE, ALIGNED);
+    const float4 activated = make_float4(activate(x.x), activate(x.y), activate(x.z), activate(x.w));
+    store4(out, row * p.dim + i, count, activated * y, OUT_DTYPE, ALIGNED);
+}

@@ -1,0 +1,26 @@
+// hadamard: the randomised Hadamard rotation of rows x [rows, D], or its inverse; f32, f16 or bf16 in and out.
+//
+// A block takes p.group_rows rows: one of 1024 elements or more, or as many as make 1024. They are rotated in shared
+// memory (p.group_rows * D floats). `out` may be `x`.
+#include "elements.h"
+#include "rotate.h"
+
+struct HadamardParams {
+    ulong rows;
+    uint dim;
+    uint group_rows;
+};
+
+extern "C" __global__ void hadamard(const uchar *x, uchar *out, const HadamardParams p) {
+    extern __shared__ float tile[];
+    const ulong first = ulong(blockIdx.x) * p.group_rows;
+    const uint rows = uint(min(ulong(p.group_rows), p.rows - first));
+    const ulong start = first * p.dim;
+    for (uint i = threadIdx.x; i < rows * p.dim; i += blockDim.x) {
+        tile[i] = load(x, start + i, X_DTYPE);
+    }
+    rotate(tile, rows, p.dim, INVERSE, threadIdx.x, blockDim.x);
+    for (uint i = threadIdx.x; i < rows * p.dim; i += blockDim.x) {
+        store(out, start + i, tile[i], OUT_DTYPE);
+    }
+}

@@ -1,0 +1,53 @@
+// kv_read: positions start .. start+n of one side of a cache layer, in order, to out [n, Hk, D] or [Hk, n, D].
+//
+// A block takes one vector: blockIdx.x counts the positions, y is its head. A quantised vector is decoded to
+// shared memory, and rotated back there unless KEEP_ROTATED. A dense one of out's dtype keeps its bits.
+#include "elements.h"
+#include "planes.h"
+#include "rotate.h"
+#include "slots.h"
+
+struct KvReadParams {
+    ulong start;
+    uint tokens;
+    uint sequence;
+    uint head_dim;
+    LayerParams layer;
+};
+
+extern "C" __global__ void kv_read(const uchar *low, const uchar *high, const float *norms, uchar *out,
+                                   const __grid_constant__ KvReadParams p) {
+    extern __shared__ float row[];
+    const uint token = blockIdx.x, head = blockIdx.y, dim = p.head_dim;
+    // On a ring the position may be beyond 32 bits.
+    const ulong position = p.start + token;
+    const uint slot = uint(p.layer.ring != 0 ? position % p.layer.capacity : position);
+    const ulong from = layer_row(p.layer, p.sequence, head, slot);
+    const ulong to = (HEAD_MAJOR ? ulong(head) * p.tokens + token : ulong(token) * p.layer.kv_heads + head) * dim;
+    if (!is_quantised(CODEC)) {
+        for (uint j = threadIdx.x; j < dim; j += blockDim.x) {
+            if (CODEC == OUT_DTYPE) {
+                copy_element(low, from * dim + j, out, to + j, OUT_DTYPE);
+            } else {
+                store(out, to + j, load(low, from * dim + j, CODEC), OUT_DTYPE);
+            }
+        }
+        return;
+    }
+    const Planes planes = {low, high, norms};
+    for (uint j = 4 * threadIdx.x; j < dim; j += 4 * blockDim.x) {
+        const float4 y = load_row4(planes, from, j, dim, CODEC);
+        row[j] = y.x;
+        row[j + 1] = y.y;
+        row[j + 2] = y.z;
+        row[j + 3] = y.w;
+    }
+    if (KEEP_ROTATED) {
+        __syncthreads();
+    } else {
+        rotate(row, 1, dim, true, threadIdx.x, blockDim.x);
+    }
+    for (uint j = threadIdx.x; j < dim; j += blockDim.x) {
+        store(out, to + j, row[j], OUT_DTYPE);
+    }
+}

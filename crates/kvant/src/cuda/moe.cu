@@ -1,0 +1,85 @@
+// moe_route: the top_k largest logits of each token in falling order, the lower expert first among equals, NaN last; the
+// softmax over just those, times a factor per expert. moe_combine: out[t] = sum over j of weights[t, j] * x[t * top_k + j].
+//
+// logits is [tokens, experts], x is [tokens * top_k, dim], out is [tokens, dim], each f32, f16 or bf16; expert_scale is
+// [experts], ids and weights are [tokens, top_k].
+#include "vectors.h"
+#include "ordered.h"
+#include "team.h"
+
+struct MoeRouteParams {
+    uint tokens;
+    uint experts;
+    uint top_k;
+};
+
+struct MoeCombineParams {
+    uint tokens;
+    uint top_k;
+    uint dim;
+};
+
+#if KERNEL_moe_route
+
+// A warp per token. Each round finds the largest logit behind the one of the round before.
+extern "C" __global__ void moe_route(const uchar *logits, const float *expert_scale, uint *ids, float *weights,
+                                     const MoeRouteParams p) {
+    const uint lane = threadIdx.x % 32;
+    const uint token = (blockIdx.x * blockDim.x + threadIdx.x) / 32;
+    if (token >= p.tokens) {
+        return;
+    }
+    const ulong row = ulong(token) * p.experts, to = ulong(token) * p.top_k;
+    uint last_key = 0xFFFFFFFF, last_id = 0;
+    float largest = 0, sum = 0;
+    for (uint j = 0; j < p.top_k; j++) {
+        uint key = 0, id = 0xFFFFFFFF;
+        for (uint e = lane; e < p.experts; e += 32) {
+            const uint other = ordered(load(logits, row + e, X_DTYPE));
+            const bool left = other < last_key || (other == last_key && e > last_id);
+            // The experts of a lane come in rising order, so the first of equals stays.
+            if (left && (other > key || id == 0xFFFFFFFF)) {
+                key = other;
+                id = e;
+            }
+        }
+        last_key = over_warp<Max>(id == 0xFFFFFFFF ? 0 : key);
+        last_id = over_warp<Min>(key == last_key ? id : 0xFFFFFFFF);
+        const float logit = load(logits, row + last_id, X_DTYPE);
+        largest = j == 0 ? logit : largest;
+        const float exponential = expf(logit - largest);
+        sum += exponential;
+        // The same lane finishes it below.
+        if (lane == j % 32) {
+            ids[to + j] = last_id;
+            weights[to + j] = exponential;
+        }
+    }
+    for (uint j = lane; j < p.top_k; j += 32) {
+        float weight = weights[to + j] / sum;
+        if (HAS_SCALE) {
+            weight *= expert_scale[ids[to + j]];
+        }
+        weights[to + j] = weight;
+    }
+}
+
+#else
+
+// One thread per four elements of a row.
+extern "C" __global__ void moe_combine(const uchar *x, const float *weights, uchar *out, const MoeCombineParams p) {
+    const uint2 at = row_and_four();
+    const uint i = at.y * 4;
+    if (i >= p.dim || at.x >= p.tokens) {
+        return;
+    }
+    const uint count = p.dim - i;
+    float4 sum = all4(0);
+    for (uint j = 0; j < p.top_k; j++) {
+        const ulong choice = ulong(at.x) * p.top_k + j;
+        sum = sum + weights[choice] * load4(x, choice * p.dim + i, count, X_DTYPE, ALIGNED);
+    }
+    store4(out, ulong(at.x) * p.dim + i, count, sum, OUT_DTYPE, ALIGNED);
+}
+
+#endif

@@ -1,0 +1,130 @@
+// RMS norm and rotary embedding of one head, in shared memory, shared by all threads of a block.
+//
+// Angles are positions times frequencies, in turns, as doubles: whole turns are taken off before the sine.
+#ifndef KVANT_NORM_ROPE_H
+#define KVANT_NORM_ROPE_H
+#include "elements.h"
+#include "team.h"
+
+// The numbers of norms, of where angles come from, and of layouts (cuda/norm_rope.rs).
+constexpr uint NO_NORM = 0;
+constexpr uint PLAIN_NORM = 1;
+constexpr uint WEIGHTED_NORM = 2;
+constexpr uint NO_ROPE = 0;
+constexpr uint THETA = 1;
+constexpr uint THETA_FACTORS = 2;
+constexpr uint TABLES = 3;
+constexpr uint HALVES = 0;
+constexpr uint LEADING_HALVES = 1;
+constexpr uint INTERLEAVED = 2;
+
+// Pair i turns by coarse[i / 64] · fine[i % 64] turns a position.
+struct RopeParams {
+    double coarse[64];
+    double fine[64];
+    uint pairs;
+    uint table_rows;
+};
+
+struct Norm {
+    uint kind;
+    const uchar *weight;
+    uint dtype;
+    float eps;
+};
+
+struct Rope {
+    uint angles;
+    uint layout;
+    const float *cos;
+    const float *sin;
+    const float *factors;
+};
+
+// Shared memory of norm_rope, beyond the row.
+constexpr uint NORM_ROPE_ROOM = 3 * EXCHANGE;
+
+// The turns, below one, that pair i takes at a position, or NaN. A double holds far positions: the product's error is below
+// 2^-53 of it, 5e-7 turns for the last position of 32 bits.
+inline double turns_of(const RopeParams &rope, float factor, uint position, uint i) {
+    const double turns = rope.coarse[i / 64] * rope.fine[i % 64] / double(factor) * double(position);
+    return turns - rint(turns);
+}
+
+// (cosine, sine) of pair i; position is within the tables.
+inline float2 turn_of(Rope rope, const RopeParams &params, uint position, uint i) {
+    if (rope.angles == TABLES) {
+        const ulong at = ulong(position) * params.pairs + i;
+        return make_float2(rope.cos[at], rope.sin[at]);
+    }
+    const float factor = rope.angles == THETA_FACTORS ? rope.factors[i] : 1.0f;
+    float2 turn;
+    sincospif(2 * float(turns_of(params, factor, position, i)), &turn.y, &turn.x);
+    return turn;
+}
+
+// What the row's elements are multiplied with for a norm, in two steps, since squares and factors may be beyond float
+// where the result is not. Ends behind a barrier.
+inline float2 norm_factors(const float *row, float *room, float squares, uint dim, float eps, Team team) {
+    const float total = over_team<Sum>(squares, room, team);
+    if (!is_nan_or_infinite(total) && (total >= 1e-24f || eps >= 1e-24f)) {
+        return make_float2(1, 1 / sqrtf(total / float(dim) + eps));
+    }
+    float largest = 0;
+    for (uint j = team.index; j < dim; j += team.size) {
+        largest = fmaxf(largest, fabsf(row[j]));
+    }
+    const float unit = unit_of(fmaxf(over_team<Max>(largest, room + EXCHANGE, team), sqrtf(eps)));
+    squares = 0;
+    for (uint j = team.index; j < dim; j += team.size) {
+        squares += row[j] * unit * (row[j] * unit);
+    }
+    const float mean = over_team<Sum>(squares, room + 2 * EXCHANGE, team) / float(dim);
+    return make_float2(unit, 1 / sqrtf(mean + eps * unit * unit));
+}
+
+inline float normed(const float *row, uint j, float2 factors, Norm norm) {
+    if (norm.kind == NO_NORM) {
+        return row[j];
+    }
+    const float x = row[j] * factors.x * factors.y;
+    return norm.kind == WEIGHTED_NORM ? x * load(norm.weight, j, norm.dtype) : x;
+}
+
+// row ← the head that begins at element `start` of x, normalised and turned. `room` holds NORM_ROPE_ROOM floats that
+// nobody uses. Position is within the tables. It ends with a barrier.
+inline void norm_rope_head(float *row, float *room, const uchar *x, ulong start,
+                           uint dtype, uint dim, Norm norm, Rope rope, const RopeParams &params, uint position,
+                           Team team) {
+    float squares = 0;
+    for (uint j = team.index; j < dim; j += team.size) {
+        const float value = load(x, start + j, dtype);
+        row[j] = value;
+        squares += value * value;
+    }
+    float2 factors = make_float2(1, 1);
+    if (norm.kind != NO_NORM) {
+        factors = norm_factors(row, room, squares, dim, norm.eps, team);
+    } else {
+        __syncthreads();
+    }
+    const uint pairs = rope.angles == NO_ROPE ? 0 : params.pairs;
+    const uint apart = rope.layout == HALVES ? dim / 2 : rope.layout == LEADING_HALVES ? pairs : 1;
+    for (uint i = team.index; i < pairs; i += team.size) {
+        const uint j = rope.layout == INTERLEAVED ? 2 * i : i;
+        const float a = normed(row, j, factors, norm), b = normed(row, j + apart, factors, norm);
+        const float2 turn = turn_of(rope, params, position, i);
+        row[j] = a * turn.x - b * turn.y;
+        row[j + apart] = a * turn.y + b * turn.x;
+    }
+    // The others: behind the pairs, and with halves also between the two.
+    for (uint j = team.index; j < dim; j += team.size) {
+        const bool turned = rope.layout == HALVES ? j < pairs || (j >= apart && j < apart + pairs) : j < 2 * pairs;
+        if (!turned) {
+            row[j] = normed(row, j, factors, norm);
+        }
+    }
+    __syncthreads();
+}
+
+#endif

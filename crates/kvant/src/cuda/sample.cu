@@ -1,0 +1,195 @@
+// sample: draws one token per row of logits, as ops/sample.rs says: softmax at a temperature, cut down by top_k, top_p and min_p.
+//
+// logits is [rows, vocab], f32, f16 or bf16; counter and out are [rows]. One block per row.
+//
+// Nothing is sorted. Every entry has a rank: the ordered bits of its logit, then its index, so that larger ranks come first.
+// Every question is the same one: which entry, in falling order of rank, is the first at which a running sum of
+// weights reaches a goal? top_k sums ones, top_p and the draw sum probabilities. The answer is found digit by digit of its rank:
+// all entries that share the digits known so far add their weight to a histogram of the next digit, and the bin in
+// which the goal falls is that digit. Probabilities are integers, in units of 2^-44: their sums are exact, whatever the order of the
+// additions, and a row's token does not depend on how its threads are scheduled.
+#include "vectors.h"
+#include "ordered.h"
+#include "team.h"
+
+struct SampleParams {
+    ulong seed;
+    // Times 2^64.
+    ulong top_p;
+    uint vocab;
+    uint top_k;
+    float temperature;
+    float min_p;
+};
+
+// KEY_DIGITS and ID_DIGITS are the digits of 8 bits of a key and of an index. The histogram is kept COPIES times, so that
+// the lanes of a warp meet less often in one bin.
+constexpr uint BINS = 256;
+
+// What a sum is compared with: a number of entries, a share of all that there is, or a number below it.
+enum class Goal { Count, Share, Below };
+
+struct Row {
+    const uchar *logits;
+    ulong start;
+    uint vocab;
+    float largest;
+    float temperature;
+};
+
+// The bits of a key beyond its digits are the same in all logits of one sign.
+inline ulong rank_of(float logit, uint id) {
+    const ulong key = ordered(logit) >> (32 - 8 * KEY_DIGITS);
+    const ulong last = (ulong(1) << (8 * ID_DIGITS)) - 1;
+    return key << (8 * ID_DIGITS) | (last - id);
+}
+
+inline uint id_of(ulong rank) {
+    const ulong last = (ulong(1) << (8 * ID_DIGITS)) - 1;
+    return uint(last - (rank & last));
+}
+
+// e^((logit - largest) / temperature); 1 for the largest also when it is infinite.
+inline float probability(Row row, float logit) {
+    return logit == row.largest ? 1.0f : expf((logit - row.largest) / row.temperature);
+}
+
+// 24 bits of a SplitMix64 step, as the upper bits of 64: a number below 1, times 2^64.
+inline ulong uniform_bits(ulong seed, uint counter) {
+    ulong z = seed + (ulong(counter) + 1) * 0x9E3779B97F4A7C15ull;
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+    z ^= z >> 31;
+    return z >> 40 << 40;
+}
+
+// Sums of 64 bits in each bin.
+struct Histogram {
+    ulong bins[BINS * COPIES];
+    ulong sums[BINS];
+    ulong coarse[BINS / 16];
+    // The digits found so far, and what of the goal is left among the entries that share them.
+    ulong prefix;
+    ulong left;
+};
+
+// The rank of the entry, in falling order, at which the running sum reaches the goal, of the entries with ranks from `cut` on.
+// The histogram is empty before and after. All threads of the block call it.
+inline ulong search(Row row, ulong cut, Goal goal, ulong value, float min_p, Histogram &histogram, Team team) {
+    ulong prefix = 0;
+    for (uint digit = 0; digit < KEY_DIGITS + ID_DIGITS; digit++) {
+        const uint shift = 8 * (KEY_DIGITS + ID_DIGITS - 1 - digit);
+        for (uint i = team.index * 4; i < row.vocab; i += team.size * 4) {
+            const uint count = min(4u, row.vocab - i);
+            const float4 values = load4(row.logits, row.start + i, count, X_DTYPE, ALIGNED);
+            for (uint j = 0; j < count; j++) {
+                const ulong rank = rank_of(part(values, j), i + j);
+                if (rank < cut || (digit > 0 && rank >> (shift + 8) != prefix)) {
+                    continue;
+                }
+                ulong weight = 1;
+                if (goal != Goal::Count) {
+                    const float p = probability(row, part(values, j));
+                    weight = p < min_p ? 0 : ulong(p * 17592186044416.0f);
+                }
+                if (weight != 0) {
+                    atomicAdd(&histogram.bins[uint(rank >> shift) % BINS * COPIES + team.lane % COPIES], weight);
+                }
+            }
+        }
+        __syncthreads();
+        for (uint bin = team.index; bin < BINS; bin += team.size) {
+            ulong sum = 0;
+            for (uint at = bin * COPIES; at < (bin + 1) * COPIES; at++) {
+                sum += histogram.bins[at];
+                histogram.bins[at] = 0;
+            }
+            histogram.sums[bin] = sum;
+        }
+        __syncthreads();
+        if (team.index < BINS / 16) {
+            ulong sum = 0;
+            for (uint bin = team.index * 16; bin < team.index * 16 + 16; bin++) {
+                sum += histogram.sums[bin];
+            }
+            histogram.coarse[team.index] = sum;
+        }
+        __syncthreads();
+        if (team.index == 0) {
+            ulong left = histogram.left;
+            if (digit == 0) {
+                ulong total = 0;
+                for (uint i = 0; i < BINS / 16; i++) {
+                    total += histogram.coarse[i];
+                }
+                // At least 1, and at most the total.
+                switch (goal) {
+                case Goal::Count: left = min(value, total); break;
+                case Goal::Share: left = __umul64hi(total, value) + (total * value != 0 ? 1 : 0); break;
+                case Goal::Below: left = __umul64hi(total, value) + 1; break;
+                }
+            }
+            uint chunk = BINS / 16 - 1;
+            while (chunk > 0 && left > histogram.coarse[chunk]) {
+                left -= histogram.coarse[chunk];
+                chunk--;
+            }
+            uint bin = chunk * 16 + 15;
+            while (bin > chunk * 16 && left > histogram.sums[bin]) {
+                left -= histogram.sums[bin];
+                bin--;
+            }
+            histogram.prefix = prefix << 8 | bin;
+            histogram.left = left;
+        }
+        __syncthreads();
+        prefix = histogram.prefix;
+    }
+    return prefix;
+}
+
+extern "C" __global__ void sample(const uchar *logits, const uint *counter, uint *out, const SampleParams p) {
+    __shared__ Histogram histogram;
+    __shared__ uint room[EXCHANGE];
+    const Team team = whole_block();
+    Row row = {logits, ulong(blockIdx.x) * p.vocab, p.vocab, 0, p.temperature};
+
+    for (uint at = team.index; at < BINS * COPIES; at += team.size) {
+        histogram.bins[at] = 0;
+    }
+    if (team.index == 0) {
+        histogram.left = 0;
+    }
+    uint key = 0;
+    for (uint i = team.index * 4; i < p.vocab; i += team.size * 4) {
+        const uint count = min(4u, p.vocab - i);
+        const float4 values = load4(logits, row.start + i, count, X_DTYPE, ALIGNED);
+        for (uint j = 0; j < count; j++) {
+            key = max(key, ordered(part(values, j)));
+        }
+    }
+    key = over_team<Max>(key, room, team);
+    // Nothing but NaN.
+    if (key == 0) {
+        if (team.index == 0) {
+            out[blockIdx.x] = 0;
+        }
+        return;
+    }
+    row.largest = from_ordered(key);
+    __syncthreads();
+
+    // NaN has the key 0.
+    ulong cut = ulong(1) << (8 * ID_DIGITS);
+    if (TOP_K) {
+        cut = search(row, cut, Goal::Count, p.top_k, 0, histogram, team);
+    }
+    if (TOP_P) {
+        cut = search(row, cut, Goal::Share, p.top_p, 0, histogram, team);
+    }
+    const ulong u = uniform_bits(p.seed, counter[blockIdx.x]);
+    const ulong drawn = search(row, cut, Goal::Below, u, p.min_p, histogram, team);
+    if (team.index == 0) {
+        out[blockIdx.x] = id_of(drawn);
+    }
+}
