@@ -33,7 +33,8 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
     }
     let params = SampleParams {
         seed: call.seed,
-        top_p: (f64::from(call.top_p) * 2f64.powi(64)) as u64,
+        // However small, it keeps the first.
+        top_p: ((f64::from(call.top_p) * 2f64.powi(64)) as u64).max(1),
         vocab: Launch::uint(NAME, "V", vocab)?,
         top_k: Launch::uint(NAME, "top_k", call.top_k)?,
         // A GPU may take a subnormal number for zero.

@@ -1,0 +1,232 @@
+//! How fast the operations are on a GPU, as a table: `KVANT_TEST_DEVICE=cuda cargo test --release -p kvant --test speed
+//! -- --ignored --nocapture`. Nothing is judged. Attention has benches of its own.
+//!
+//! Every figure is of replays of a graph that holds the operation many times over buffers that together exceed the
+//! caches. GB/s counts each input read once and each output written once.
+
+use std::time::Instant;
+
+use kvant::{
+    Codec, DType, Device, DeviceKind, Encoder, KvLayer, LayerSpec, Result, SlotOrder, Step, Tensor,
+    ops::{
+        self, Activation, Affine, Angles, Argmax, Columns, Embed, Gate, Hadamard, HeadNorm, KvWrite, Linear, NormRope,
+        NormRopeWrite, PairLayout, Residual, RmsNorm, Rope, Sample, SourceOrder, Weight,
+    },
+};
+
+/// Together, buffers are larger than this.
+const CACHE: usize = 256 << 20;
+
+#[test]
+#[ignore = "a measurement"]
+fn speed() -> Result<()> {
+    let kind = std::env::var("KVANT_TEST_DEVICE").unwrap_or_default();
+    let kind = [DeviceKind::Cuda, DeviceKind::Metal, DeviceKind::Cpu].into_iter().find(|k| k.name() == kind);
+    let device = kind.map_or_else(|| Ok(Device::default()), Device::open)?;
+    println!("| operation on {} | µs | GB/s |\n|---|---|---|", device.name());
+    kv(&device)?;
+    linear(&device)?;
+    rest(&device)
+}
+
+/// Times `record`, whose argument counts from 0 to `copies`, and prints a line.
+fn line(
+    device: &Device,
+    name: &str,
+    bytes: usize,
+    copies: usize,
+    record: impl Fn(&mut Encoder, usize) -> Result<()>,
+) -> Result<()> {
+    let calls = copies.max(20);
+    let graph = Encoder::capture(device, |enc| (0..calls).try_for_each(|i| record(enc, i % copies)))?;
+    graph.replay()?.wait()?;
+    let mut times: Vec<f64> = (0..7)
+        .map(|_| {
+            let start = Instant::now();
+            graph.replay()?.wait()?;
+            Ok(start.elapsed().as_secs_f64() / calls as f64)
+        })
+        .collect::<Result<_>>()?;
+    times.sort_by(f64::total_cmp);
+    println!("| {name} | {:.2} | {:.0} |", times[3] * 1e6, bytes as f64 / times[3] / 1e9);
+    Ok(())
+}
+
+/// Numbers that are neither zero nor alike.
+fn noise(device: &Device, dtype: DType, shape: &[usize]) -> Result<Tensor> {
+    let n: usize = shape.iter().product();
+    let mut z = 1u64;
+    let mut next = || {
+        z = z.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        (z >> 40) as f32 / (1u64 << 24) as f32 - 0.5
+    };
+    let bytes: Vec<u8> = match dtype {
+        DType::F32 => (0..n).flat_map(|_| next().to_le_bytes()).collect(),
+        DType::F16 => (0..n).flat_map(|_| kvant::f16::from_f32(next()).to_le_bytes()).collect(),
+        DType::BF16 => (0..n).flat_map(|_| kvant::bf16::from_f32(next()).to_le_bytes()).collect(),
+        DType::U32 => (0..n).flat_map(|_| next().to_bits().to_le_bytes()).collect(),
+        DType::U8 => (0..n).map(|_| next().to_bits() as u8).collect(),
+    };
+    Tensor::from_bytes(device, dtype, shape, &bytes)
+}
+
+fn copies(bytes: usize) -> usize {
+    CACHE.div_ceil(bytes).min(64)
+}
+
+fn kv(device: &Device) -> Result<()> {
+    let (tokens, heads, dim) = (8192, 8, 256);
+    let kv = noise(device, DType::BF16, &[tokens, heads, dim])?;
+    let at: Vec<(u32, u32)> = (0..tokens as u32).map(|p| (0, p)).collect();
+    let step = Step::new(device, 1, &at)?;
+    for codec in [Codec::BF16, Codec::tq(8), Codec::tq(6), Codec::tq(5), Codec::tq(4)] {
+        let spec = LayerSpec {
+            sequences: 1,
+            kv_heads: heads,
+            capacity: tokens,
+            head_dim: dim,
+            k: codec,
+            v: codec,
+            ring: false,
+            order: SlotOrder::HeadMajor,
+        };
+        let layers = [KvLayer::new(device, spec)?, KvLayer::new(device, spec)?, KvLayer::new(device, spec)?];
+        let bytes = 2 * kv.bytes() + layers[0].bytes();
+        line(device, &format!("kv_write 8192 × 8 × 256 bf16 → {codec}"), bytes, 3, |enc, i| {
+            let order = SourceOrder::TokenMajor;
+            ops::kv_write(enc, &KvWrite { k: &kv, v: &kv, order, first_token: 0, step: &step, layer: &layers[i] })
+        })?;
+        let q = noise(device, DType::BF16, &[1, 16, dim])?;
+        let one = kv.rows(0..1)?;
+        let one_step = Step::new(device, 1, &[(0, 4097)])?;
+        let weight = noise(device, DType::BF16, &[dim])?;
+        let norm = Some(HeadNorm { weight: Some(&weight), eps: 1e-6 });
+        let rope = Some(Rope {
+            angles: Angles::Theta(1e6),
+            rotated_pairs: dim / 2,
+            layout: PairLayout::Halves,
+            freq_factors: None,
+        });
+        let name = format!("norm_rope_write of 1 token, 16 + 8 + 8 heads × 256, bf16 → {codec}");
+        line(device, &name, 0, 3, |enc, i| {
+            let args = NormRopeWrite {
+                q: &q,
+                k: &one,
+                v: &one,
+                q_norm: norm,
+                k_norm: norm,
+                v_norm: norm,
+                rope,
+                rotate_q: codec.is_quantised(),
+                step: &one_step,
+                layer: &layers[i],
+                q_out: &q,
+            };
+            ops::norm_rope_write(enc, &args)
+        })?;
+    }
+    let q = noise(device, DType::BF16, &[4096, 16, dim])?;
+    let positions = Tensor::from_slice(device, &(0..4096).collect::<Vec<u32>>(), &[4096])?;
+    let rope = Some(Rope {
+        angles: Angles::Theta(1e6),
+        rotated_pairs: dim / 2,
+        layout: PairLayout::Halves,
+        freq_factors: None,
+    });
+    line(device, "norm_rope 4096 × 16 × 256 bf16", 2 * q.bytes(), 1, |enc, _| {
+        let args = NormRope {
+            x: &q,
+            norm: Some(HeadNorm { weight: None, eps: 1e-6 }),
+            rope,
+            positions: &positions,
+            rotate: false,
+            out_order: SourceOrder::TokenMajor,
+            out: &q,
+        };
+        ops::norm_rope(enc, &args)
+    })
+}
+
+fn linear(device: &Device) -> Result<()> {
+    for (n, k) in [(4096, 4096), (14336, 4096), (4096, 14336), (2048, 1152)] {
+        for bits in [0usize, 4, 6, 8] {
+            let bytes = if bits == 0 { n * k * 2 } else { n * k * bits / 8 + n * k / 64 * 4 };
+            let copies = copies(bytes);
+            let weights: Vec<[Tensor; 3]> = (0..copies)
+                .map(|_| {
+                    let scales = |_| Tensor::zeros(device, DType::BF16, &[n, k / 64]);
+                    let codes = if bits == 0 {
+                        Tensor::zeros(device, DType::BF16, &[n, k])?
+                    } else {
+                        Tensor::zeros(device, DType::U32, &[n, k * bits / 32])?
+                    };
+                    Ok([codes, scales(0)?, scales(1)?])
+                })
+                .collect::<Result<_>>()?;
+            for rows in [1, 4, 1024] {
+                if rows == 1024 && (n, k) != (4096, 4096) {
+                    continue;
+                }
+                let x = noise(device, DType::BF16, &[rows, k])?;
+                let out = Tensor::zeros(device, DType::BF16, &[rows, n])?;
+                let kind = if bits == 0 { "bf16".to_string() } else { format!("{bits} bit") };
+                line(device, &format!("linear {rows} × {n} × {k}, {kind}"), bytes, copies, |enc, i| {
+                    let [codes, scales, biases] = &weights[i];
+                    let weight = if bits == 0 {
+                        Weight::Dense(codes)
+                    } else {
+                        Weight::Affine(Affine { codes, scales, biases, bits: bits as u32, group: 64 })
+                    };
+                    ops::linear(enc, &Linear { x: &x, weight, experts: None, alpha: 1.0, out: &out })
+                })?;
+            }
+        }
+    }
+    Ok(())
+}
+
+fn rest(device: &Device) -> Result<()> {
+    for rows in [1, 4096] {
+        let x = noise(device, DType::BF16, &[rows, 4096])?;
+        let (out, weight) = (noise(device, DType::BF16, &[rows, 4096])?, noise(device, DType::BF16, &[4096])?);
+        line(device, &format!("rms_norm {rows} × 4096 bf16, after a residual"), 3 * x.bytes(), 1, |enc, _| {
+            let residual = Residual::After(&out);
+            let args = RmsNorm { x: &x, weight: Some(&weight), eps: 1e-6, residual, scale: 1.0, out: &out };
+            ops::rms_norm(enc, &args)
+        })?;
+        line(device, &format!("gate {rows} × 4096 bf16"), 3 * x.bytes(), 1, |enc, _| {
+            let (gate, up) = (Columns::all(&x), Columns::all(&out));
+            ops::gate(enc, &Gate { gate, up, activation: Activation::GeluTanh, out: &x })
+        })?;
+        let heads = x.reshape(&[rows * 16, 256])?;
+        line(device, &format!("hadamard {} × 256 bf16", rows * 16), 2 * x.bytes(), 1, |enc, _| {
+            ops::hadamard(enc, &Hadamard { x: &heads, inverse: false, out: &heads })
+        })?;
+    }
+    let logits = noise(device, DType::BF16, &[1, 262_144])?;
+    let (id, counter) = (Tensor::zeros(device, DType::U32, &[1])?, Tensor::zeros(device, DType::U32, &[1])?);
+    line(device, "argmax of 262144 bf16", logits.bytes(), 1, |enc, _| {
+        ops::argmax(enc, &Argmax { x: &logits, out: &id })
+    })?;
+    for (top_k, top_p) in [(0, 1.0), (64, 0.95)] {
+        line(device, &format!("sample of 262144 bf16, top_k {top_k}, top_p {top_p}"), logits.bytes(), 1, |enc, _| {
+            let args = Sample {
+                logits: &logits,
+                temperature: 0.01,
+                top_k,
+                top_p,
+                min_p: 0.0,
+                seed: 1,
+                counter: &counter,
+                out: &id,
+            };
+            ops::sample(enc, &args)
+        })?;
+    }
+    let table = noise(device, DType::BF16, &[4096, 4096])?;
+    let ids = Tensor::from_slice(device, &(0..512).collect::<Vec<u32>>(), &[512])?;
+    let out = Tensor::zeros(device, DType::BF16, &[512, 4096])?;
+    line(device, "embed 512 × 4096 bf16", 2 * out.bytes(), 1, |enc, _| {
+        ops::embed(enc, &Embed { table: Weight::Dense(&table), ids: &ids, scale: 1.0, out: &out })
+    })
+}
