@@ -34,6 +34,7 @@ METAL = ROOT / "crates/kvant/src/metal"
 SUITES = {
     "argmax": [("conformance_rest", ["argmax"])],
     "attend": [("conformance_attend", []), ("hazards", ["attend", "ring", "window", "tail", "prefill", "verify", "split", "softcap", "determinism"])],
+    "attend_tiles": [("conformance_attend", []), ("hazards", ["ring", "window", "prefill", "verify", "reduction_race"])],
     "copy": [("cache", [])],
     "embed": [("conformance_linear", ["embed"]), ("conformance_rest", ["embed"])],
     "gate": [("conformance_rest", ["gate"])],
@@ -52,6 +53,7 @@ SUITES = {
 # Headers belong to the kernels that include them; these suites judge them.
 HEADERS = {
     "elements": ["softcap", "gate"],
+    "attend": ["attend", "attend_tiles"],
     "planes": ["attend", "kv_read"],
     "rotate": ["hadamard", "kv_write"],
     "turboquant": ["kv_write"],

@@ -166,14 +166,18 @@ fn not_finite_keys_and_values() {
     for (k, v) in
         [(Codec::F32, Codec::F32), (Codec::F16, Codec::BF16), (Codec::F32, Codec::tq(5)), (Codec::tq(4), Codec::F16)]
     {
-        for (sequences, window) in [(vec![(0, 40)], Some(9)), (vec![(0, 40)], None), (vec![(20, 3)], Some(2))] {
+        for (sequences, window) in
+            [(vec![(0, 40)], Some(9)), (vec![(0, 40)], None), (vec![(20, 3)], Some(2)), (vec![(12, 8), (12, 12)], None)]
+        {
             for fresh in [None, Some(SourceOrder::TokenMajor)] {
                 for bad in [f32::NAN, f32::INFINITY] {
                     let sequences = sequences.clone();
                     let case = Case { k, v, group: 2, sequences, window, fresh, ..Case::default() };
                     let mut data = case.data();
                     data.source.k[11 * case.head_dim + 7] = f32::NAN;
-                    data.source.v[21 * case.head_dim + 5] = bad;
+                    for token in [9, 21] {
+                        data.source.v[token * case.head_dim + 5] = bad;
+                    }
                     case.check_data(&data);
                 }
             }

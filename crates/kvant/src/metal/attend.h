@@ -232,7 +232,7 @@ struct FreshKeys {
 };
 
 // The fresh tokens lo .. hi among which are all whose positions lie between first and last. All threads call it; a
-// SIMD-group writes two numbers to `shared`. Begins and ends with a barrier.
+// SIMD-group writes two numbers to `shared`, which serves once.
 inline uint2 fresh_range(device const uint *positions, uint first, uint last, threadgroup uint *shared, uint index,
                          uint threads, constant AttendParams &p) {
     uint lo = NONE, hi = 0;
@@ -245,7 +245,6 @@ inline uint2 fresh_range(device const uint *positions, uint first, uint last, th
     }
     lo = simd_min(lo);
     hi = simd_max(hi);
-    threadgroup_barrier(mem_flags::mem_threadgroup);
     if (index % 32 == 0) {
         shared[index / 32 * 2] = lo;
         shared[index / 32 * 2 + 1] = hi;

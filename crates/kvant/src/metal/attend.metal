@@ -162,11 +162,11 @@ void load_queries(device const uchar *q, bool rotated, Room<D, R> room, uint ind
     }
 }
 
-// Puts o of the tile's rows, summed over slices, where the queries were: [R, D]. Begins and ends with a barrier.
+// Puts o of the tile's rows, summed over slices, where the queries were, [R, D], and ends with a barrier. Since the queries
+// were last read there has been one.
 template <uint D, uint R> void collect(Room<D, R> room, thread const Work<D, R> &work) {
     constexpr uint QUADS = D / 4, SLICES = THREADS / QUADS;
     threadgroup float4 *o = reinterpret_cast<threadgroup float4 *>(room.rows_of_d);
-    threadgroup_barrier(mem_flags::mem_threadgroup);
     for (uint r = 0; r < R; r++) {
         o[work.index / QUADS * (R * QUADS) + r * QUADS + work.index % QUADS] = work.o[r];
     }
@@ -263,7 +263,6 @@ kernel void attend_few(device const uchar *q [[buffer(0)]],
                 for (uint r = 0; r < R; r++) {
                     work.o[r] = index < QUADS ? rows_of_d[r * QUADS + index] : float4(0);
                 }
-                threadgroup_barrier(mem_flags::mem_threadgroup);
             }
             if (index < R) {
                 rows[index] = row;

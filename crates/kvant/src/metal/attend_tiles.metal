@@ -193,7 +193,7 @@ void absorb(Keys keys, uint begin, uint end, uint first, uint last, Room room,
     }
 }
 
-// Loads the queries, rotated or as they are. Begins and ends with a barrier.
+// Loads the queries, rotated or as they are. Begins with a barrier; `stage` is free again after the next one.
 template <uint D, uint ROWS, uint SIMDS, uint KEYS>
 void load_queries(device const uchar *q, bool rotated, Room room, thread Work<D, ROWS, SIMDS, KEYS> &work,
                   constant AttendParams &p) {
@@ -219,7 +219,6 @@ void load_queries(device const uchar *q, bool rotated, Room room, thread Work<D,
             }
         }
     }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 
 // Puts o of block b into `stage`, [8, D], rotated back or as it is. Begins and ends with a barrier.
