@@ -53,7 +53,6 @@ SUITES = {
 # Headers belong to the kernels that include them; these suites judge them.
 HEADERS = {
     "elements": ["softcap", "gate"],
-    "attend": ["attend", "attend_tiles"],
     "planes": ["attend", "kv_read"],
     "rotate": ["hadamard", "kv_write"],
     "turboquant": ["kv_write"],
