@@ -55,6 +55,8 @@ HEADERS = {
     "elements": ["softcap", "gate"],
     "planes": ["attend", "kv_read"],
     "rotate": ["hadamard", "kv_write"],
+    "rows": ["hadamard", "kv_read", "kv_write", "norm_rope"],
+    "slots": ["kv_read", "kv_write", "norm_rope_write"],
     "turboquant": ["kv_write"],
     "reduce": ["rms_norm", "argmax"],
 }

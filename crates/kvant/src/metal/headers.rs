@@ -30,8 +30,6 @@ pub(super) const VECTORS: &[Header] = &[ELEMENTS_H, VECTORS_H];
 pub(super) const ROWS: &[Header] = &[ELEMENTS_H, VECTORS_H, REDUCE_H, ORDERED_H];
 /// The rows of a weight, dense or affine.
 pub(super) const AFFINE: &[Header] = &[ELEMENTS_H, VECTORS_H, AFFINE_H];
-/// The rows of a cache layer, whatever the codec.
-pub(super) const PLANES: &[Header] = &[ELEMENTS_H, CODEBOOKS_H, PLANES_H];
 /// What attention is made of.
 pub(super) const ATTEND: &[Header] = &[ELEMENTS_H, VECTORS_H, CODEBOOKS_H, PLANES_H, SIGNS_H, ROTATE_H, ATTEND_H];
 
