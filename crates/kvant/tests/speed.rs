@@ -70,6 +70,18 @@ fn noise(device: &Device, dtype: DType, shape: &[usize]) -> Result<Tensor> {
     Tensor::from_bytes(device, dtype, shape, &bytes)
 }
 
+/// Bits without a pattern that are finite numbers below 2 as bf16.
+fn random_bits(bytes: usize) -> Vec<u8> {
+    let mut z = 1u64;
+    let words = (0..bytes.div_ceil(8)).map(|_| {
+        z = z.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        (z ^ z >> 29) & 0xBFFF_BFFF_BFFF_BFFF
+    });
+    let mut all: Vec<u8> = words.flat_map(u64::to_le_bytes).collect();
+    all.truncate(bytes);
+    all
+}
+
 fn copies(bytes: usize) -> usize {
     CACHE.div_ceil(bytes).min(64)
 }
@@ -152,15 +164,17 @@ fn linear(device: &Device) -> Result<()> {
         for bits in [0usize, 4, 6, 8] {
             let bytes = if bits == 0 { n * k * 2 } else { n * k * bits / 8 + n * k / 64 * 4 };
             let copies = copies(bytes);
+            let values = random_bits(if bits == 0 { n * k * 2 } else { n * k * bits / 8 });
+            let scales = random_bits(n * k / 64 * 2);
             let weights: Vec<[Tensor; 3]> = (0..copies)
                 .map(|_| {
-                    let scales = |_| Tensor::zeros(device, DType::BF16, &[n, k / 64]);
+                    let scales = || Tensor::from_bytes(device, DType::BF16, &[n, k / 64], &scales);
                     let codes = if bits == 0 {
-                        Tensor::zeros(device, DType::BF16, &[n, k])?
+                        Tensor::from_bytes(device, DType::BF16, &[n, k], &values)?
                     } else {
-                        Tensor::zeros(device, DType::U32, &[n, k * bits / 32])?
+                        Tensor::from_bytes(device, DType::U32, &[n, k * bits / 32], &values)?
                     };
-                    Ok([codes, scales(0)?, scales(1)?])
+                    Ok([codes, scales()?, scales()?])
                 })
                 .collect::<Result<_>>()?;
             for rows in [1, 4, 1024] {

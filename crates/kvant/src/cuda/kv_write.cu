@@ -1,7 +1,9 @@
 // kv_write: new keys and values, [T, Hk, D] or [Hk, T, D], into the slots of a cache layer, both in one launch.
 //
-// A block takes one vector: blockIdx.x is its token, y its head, z 0 for the key and 1 for the value. A dense layer of the source's dtype gets its bits. A token that the layer does not hold when the step is written, or
-// whose sequence or position is out of range, is skipped, so that no slot is written twice.
+// blockIdx.x is a token, z 0 for its keys and 1 for its values. A quantised row is encoded by a block, y is its head; dense
+// rows are moved by blockDim.x threads each, blockDim.y heads at a time. A dense layer of the source's dtype gets its bits.
+// A token that the layer does not hold when the step is written, or whose sequence or position is out of range, is
+// skipped, so that no slot is written twice.
 #include "elements.h"
 #include "slots.h"
 #include "turboquant.h"
@@ -15,23 +17,24 @@ struct KvWriteParams {
     uint head_dim;
 };
 
-// Moves one vector. With `row`, D + STORE_ROOM floats, if the layer is quantised.
-inline void write(const uchar *source, ulong from, uint dtype, WritablePlanes to, ulong at, uint dim,
-                  Encoding encoding, float *row, Team team) {
-    if (is_quantised(encoding.codec)) {
-        for (uint j = team.index; j < dim; j += team.size) {
-            row[j] = load(source, from * dim + j, dtype);
-        }
-        store_row(row, row + dim, to, at, dim, encoding, team);
-        return;
+// Stores dense rows: those of the token's heads that are this block's.
+inline void move_heads(const uchar *source, uint dtype, uchar *to, uint codec, const KvWriteParams &p, ulong token,
+                       uint sequence, uint slot) {
+    for (uint head = blockIdx.y * blockDim.y + threadIdx.y; head < p.layer.kv_heads; head += gridDim.y * blockDim.y) {
+        const ulong from = HEAD_MAJOR ? head * p.source_tokens + token : token * p.layer.kv_heads + head;
+        const ulong at = layer_row(p.layer, sequence, head, slot);
+        move_row(source, from * p.head_dim, dtype, to, at * p.head_dim, codec, p.head_dim, ALIGNED, threadIdx.x, blockDim.x);
     }
+}
+
+// Encodes one vector. `row` holds D + STORE_ROOM floats.
+inline void encode_head(const uchar *source, ulong from, uint dtype, WritablePlanes to, ulong at, uint dim,
+                        Encoding encoding, float *row) {
+    const Team team = whole_block();
     for (uint j = team.index; j < dim; j += team.size) {
-        if (encoding.codec == dtype) {
-            copy_element(source, from * dim + j, to.low, at * dim + j, dtype);
-        } else {
-            store(to.low, at * dim + j, load(source, from * dim + j, dtype), encoding.codec);
-        }
+        row[j] = load(source, from * dim + j, dtype);
     }
+    store_row(row, row + dim, to, at, dim, encoding, team);
 }
 
 extern "C" __global__ void kv_write(const uchar *k, const uchar *v, const uint *positions, const uint *sequence,
@@ -43,15 +46,22 @@ extern "C" __global__ void kv_write(const uchar *k, const uchar *v, const uint *
     if (!is_kept(p.layer, seq, position, lens)) {
         return;
     }
-    const Team team = whole_block();
     const ulong source = p.first_token + token;
+    const uint slot = layer_slot(p.layer, position);
+    const bool is_key = blockIdx.z == 0;
+    if (is_key ? !is_quantised(K_CODEC) : !is_quantised(V_CODEC)) {
+        if (is_key) {
+            move_heads(k, K_DTYPE, k_low, K_CODEC, p, source, seq, slot);
+        } else {
+            move_heads(v, V_DTYPE, v_low, V_CODEC, p, source, seq, slot);
+        }
+        return;
+    }
     const ulong from = HEAD_MAJOR ? head * p.source_tokens + source : source * p.layer.kv_heads + head;
-    const ulong at = layer_row(p.layer, seq, head, layer_slot(p.layer, position));
-    if (blockIdx.z == 0) {
-        const WritablePlanes to = {k_low, k_high, k_norms};
-        write(k, from, K_DTYPE, to, at, p.head_dim, Encoding{K_CODEC, K_NORM, p.k_scale}, row, team);
+    const ulong at = layer_row(p.layer, seq, head, slot);
+    if (is_key) {
+        encode_head(k, from, K_DTYPE, {k_low, k_high, k_norms}, at, p.head_dim, {K_CODEC, K_NORM, p.k_scale}, row);
     } else {
-        const WritablePlanes to = {v_low, v_high, v_norms};
-        write(v, from, V_DTYPE, to, at, p.head_dim, Encoding{V_CODEC, V_NORM, p.v_scale}, row, team);
+        encode_head(v, from, V_DTYPE, {v_low, v_high, v_norms}, at, p.head_dim, {V_CODEC, V_NORM, p.v_scale}, row);
     }
 }

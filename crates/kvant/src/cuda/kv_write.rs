@@ -1,5 +1,5 @@
 use super::{
-    headers,
+    THREADS, headers,
     planes::{self, LayerParams, codec_code, norm_code, row_threads},
     vectors::rows_aligned4,
 };
@@ -40,7 +40,10 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
     };
     let quantised = spec.k.is_quantised() || spec.v.is_quantised();
     // A dense row is copied without a stop.
-    let row_bytes = if quantised { spec.head_dim * size_of::<f32>() + planes::WRITE_ROOM } else { 16 };
+    let row_bytes = if quantised { spec.head_dim * size_of::<f32>() + planes::STORE_ROOM } else { 16 };
+    // Without codes to make, a block has several heads of its token.
+    let across = row_threads(spec.head_dim);
+    let (blocks, heads) = if quantised { (spec.kv_heads, 1) } else { (1, (THREADS / across).min(spec.kv_heads)) };
     let launch = Launch::new(NAME, &SOURCE, "kv_write")
         .constant("K_DTYPE", call.k.dtype())
         .constant("V_DTYPE", call.v.dtype())
@@ -57,10 +60,5 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
         .read(4, &call.step.lens);
     let launch = planes::bind(launch, 5, layer.k(), Use::Write);
     let launch = planes::bind(launch, 8, layer.v(), Use::Write);
-    b.push(
-        launch
-            .params(11, &params)
-            .threadgroup_memory(row_bytes)
-            .grid([call.tokens, spec.kv_heads, 2], [row_threads(spec.head_dim), 1, 1]),
-    )
+    b.push(launch.params(11, &params).threadgroup_memory(row_bytes).grid([call.tokens, blocks, 2], [across, heads, 1]))
 }

@@ -37,8 +37,8 @@ static SOURCE: Source = Source {
     layouts: &[NormRopeParams::layout, RopeParams::layout],
 };
 
-/// Bytes of shared memory beyond the row: NORM_ROOM of `norm_rope.h`.
-pub(super) const ROOM: usize = 32 * size_of::<f32>();
+/// Bytes of shared memory beyond the row: NORM_ROPE_ROOM of `norm_rope.h`.
+pub(super) const ROOM: usize = 3 * 32 * size_of::<f32>();
 
 pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
     let dim = call.head_dim;

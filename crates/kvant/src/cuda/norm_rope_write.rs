@@ -32,7 +32,7 @@ static SOURCE: Source = Source {
 };
 
 /// Norm and storing use the same memory beyond the row, one after the other.
-const ROOM: usize = if norm_rope::ROOM > planes::WRITE_ROOM { norm_rope::ROOM } else { planes::WRITE_ROOM };
+const ROOM: usize = if norm_rope::ROOM > planes::STORE_ROOM { norm_rope::ROOM } else { planes::STORE_ROOM };
 
 pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
     let (spec, layer, dim) = (call.layer.spec(), &call.layer, call.head_dim);

@@ -18,8 +18,8 @@ params! {
     }
 }
 
-/// Bytes of shared memory that storing a row takes, beyond the row: WRITE_ROOM of `turboquant.h`.
-pub(super) const WRITE_ROOM: usize = 3 * 32 * size_of::<f32>();
+/// Bytes of shared memory that storing a row takes, beyond the row: STORE_ROOM of `turboquant.h`.
+pub(super) const STORE_ROOM: usize = 3 * 32 * size_of::<f32>();
 
 impl LayerParams {
     pub(super) fn new(op: &'static str, layer: &KvLayer) -> crate::Result<LayerParams> {

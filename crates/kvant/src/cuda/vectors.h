@@ -60,4 +60,29 @@ inline void store4(uchar *x, ulong i, uint count, float4 values, uint dtype, boo
     }
 }
 
+// Moves a row of `count` elements: their bits when the dtypes are the same. Thread `index` of `threads`; `aligned`, a constant, says
+// that both rows and their length are multiples of four elements.
+inline void move_row(const uchar *from, ulong i, uint from_dtype, uchar *to, ulong j, uint to_dtype, uint count, bool aligned,
+                     uint index, uint threads) {
+    if (aligned) {
+        for (uint at = 4 * index; at < count; at += 4 * threads) {
+            if (from_dtype == to_dtype && from_dtype == F32) {
+                *reinterpret_cast<uint4 *>(to + (j + at) * 4) = *reinterpret_cast<const uint4 *>(from + (i + at) * 4);
+            } else if (from_dtype == to_dtype) {
+                *reinterpret_cast<uint2 *>(to + (j + at) * 2) = *reinterpret_cast<const uint2 *>(from + (i + at) * 2);
+            } else {
+                store4(to, j + at, load4(from, i + at, from_dtype), to_dtype);
+            }
+        }
+        return;
+    }
+    for (uint at = index; at < count; at += threads) {
+        if (from_dtype == to_dtype) {
+            copy_element(from, i + at, to, j + at, from_dtype);
+        } else {
+            store(to, j + at, load(from, i + at, from_dtype), to_dtype);
+        }
+    }
+}
+
 #endif
