@@ -77,7 +77,6 @@ void add_values_one_by_one(Keys keys, uint base, uint end, threadgroup const flo
             }
             simdgroup_barrier(mem_flags::mem_threadgroup);
             simdgroup_load(work.o[b][m], patch, 8);
-            simdgroup_barrier(mem_flags::mem_threadgroup);
         }
     }
 }
@@ -303,7 +302,6 @@ kernel void attend_tiles(device const uchar *q [[buffer(0)]],
             if (index < ROWS) {
                 rows[index] = row;
             }
-            threadgroup_barrier(mem_flags::mem_threadgroup);
             work.seeing = simd_or(row.z <= row.w ? 1u << lane / 8 : 0);
             absorb(cached_keys(Planes{k_low, k_high, k_norms}, Planes{v_low, v_high, v_norms}, sequence, kv_head, first, p),
                    part.x, part.y, first, last, room, work, p);
@@ -331,7 +329,6 @@ kernel void attend_tiles(device const uchar *q [[buffer(0)]],
                     }
                 }
             }
-            threadgroup_barrier(mem_flags::mem_threadgroup);
             if (index < ROWS) {
                 rows[index] = row;
             }
