@@ -148,6 +148,21 @@ fn larger() {
     }
 }
 
+/// Prompts in half precision: what a backend may leave to matrix units, or to a library.
+#[test]
+fn many_rows_of_halves() {
+    let affine = [(4, 64), (6, 32), (8, 128)].map(|(bits, group)| Kind::Affine { bits, group, scales: DType::BF16 });
+    for dtype in [DType::BF16, DType::F16] {
+        for kind in affine.into_iter().chain([Kind::Dense(dtype)]) {
+            for (tokens, inputs, outputs) in [(70, 384, 136), (129, 640, 64)] {
+                for out in [dtype, DType::F32] {
+                    Case { kind, tokens, inputs, outputs, x: dtype, out, alpha: 0.75 }.check();
+                }
+            }
+        }
+    }
+}
+
 #[test]
 fn experts() {
     let mut rng = Rng::of("experts");

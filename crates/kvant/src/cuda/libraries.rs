@@ -23,6 +23,16 @@ pub(super) fn has_nvrtc() -> bool {
     })
 }
 
+/// Whether `libcublasLt`, which multiplies matrices, can be loaded.
+pub(super) fn has_cublaslt() -> bool {
+    static FOUND: OnceLock<bool> = OnceLock::new();
+    *FOUND.get_or_init(|| {
+        open_from_toolkit("cublasLt");
+        // SAFETY: as in `has_driver`.
+        unsafe { cudarc::cublaslt::sys::is_culib_present() }
+    })
+}
+
 /// Opens `lib{name}`, and what goes with it, from a toolkit's folder, if there is one, and keeps it open.
 fn open_from_toolkit(name: &str) {
     if !cfg!(target_os = "linux") {

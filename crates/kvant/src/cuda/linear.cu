@@ -69,14 +69,14 @@ inline Chunk load_chunk(Weight w, ulong row, uint c, uint inputs) {
     return Chunk{words, load(w.scales, group, W_DTYPE), load(w.biases, group, W_DTYPE)};
 }
 
-// Weights, or codes, 4 i .. 4 i + 3 of a chunk.
-inline float4 values_of(const Chunk &chunk, uint i) {
+// Weights, or fields of codes, 4 i .. 4 i + 3 of a chunk.
+inline float4 fields_of(const Chunk &chunk, uint i) {
     const uint4 w = chunk.words;
     if (AFFINE && BITS == 4) {
-        return codes_of(i < 4 ? w : make_uint4(w.z, w.w, 0, 0), i % 4, 4);
+        return fields_of(i < 4 ? w : make_uint4(w.z, w.w, 0, 0), i % 4, 4);
     }
     if (AFFINE) {
-        return codes_of(w, i, BITS);
+        return fields_of(w, i, BITS);
     }
     if (W_DTYPE == F32) {
         return make_float4(__uint_as_float(w.x), __uint_as_float(w.y), __uint_as_float(w.z), __uint_as_float(w.w));
@@ -156,12 +156,17 @@ extern "C" __global__ void __launch_bounds__(128)
                 }
 #pragma unroll
                 for (uint r = 0; r < ROWS; r++) {
-                    float product = 0;
+                    float4 products = all4(0);
 #pragma unroll
                     for (uint j = 0; j < FOURS; j++) {
-                        product += dot(values_of(read[a][r], j), inputs[j]);
+                        products = products + fields_of(read[a][r], j) * inputs[j];
                     }
-                    sums[t][r] += AFFINE ? read[a][r].scale * product + read[a][r].bias * sum : product;
+                    if (AFFINE) {
+                        const float product = dot(products, field_units(BITS));
+                        sums[t][r] += read[a][r].scale * product + read[a][r].bias * sum;
+                    } else {
+                        sums[t][r] += total(products);
+                    }
                 }
             }
         }
@@ -270,7 +275,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 }
 #pragma unroll
                 for (uint four = 0; four < FOURS; four++) {
-                    const float4 v = values_of(chunk, four);
+                    const float4 v = AFFINE ? field_units(BITS) * fields_of(chunk, four) : fields_of(chunk, four);
 #pragma unroll
                     for (uint e = 0; e < 4; e++) {
                         w_tile[(j + four * 4 + e) * STRIDE + i] =

@@ -1,8 +1,8 @@
 use crate::{
-    Result,
-    cuda::{WARP, affine::Parts, headers, vectors::aligned4},
-    gpu::{Builder, Launch, Params, Source, params},
-    ops::linear::{Call, NAME},
+    DType, Result, Tensor,
+    cuda::{WARP, affine::Parts, dequantise, headers, vectors::aligned4},
+    gpu::{Builder, Launch, Params, Product, Source, Use, params},
+    ops::linear::{Call, NAME, OwnedWeight},
 };
 
 params! {
@@ -46,6 +46,9 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
         alpha: *alpha,
     };
     let weight = Parts::of(weight, dims.inputs);
+    if dequantise::suits(call, &weight) {
+        return by_dense(call, &weight, params, b);
+    }
     let few = *rows <= if ids.is_some() { FEW.max(FEW_PER_EXPERT * dims.experts) } else { FEW };
     let mut tokens = 1;
     let (kernel, groups, threads) = if few {
@@ -60,24 +63,76 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
         let down = if ids.is_some() { dims.experts } else { rows.div_ceil(TILE[0]) };
         ("linear_tiles", [dims.outputs.div_ceil(TILE[1]), down], TILE_THREADS)
     };
-    b.push(
-        Launch::new(NAME, &SOURCE, kernel)
-            .constant("TOKENS", tokens as u32)
-            .constant("X_DTYPE", x.dtype())
-            .constant("OUT_DTYPE", out.dtype())
-            .constant("W_DTYPE", weight.dtype)
-            .constant("BITS", weight.bits)
-            .constant("GROUP", weight.group)
-            .constant("EXPERTS", ids.is_some())
-            .constant("X_ALIGNED", dims.inputs.is_multiple_of(4) && aligned4(x))
-            .constant("W_ALIGNED", weight.aligned)
-            .read(0, x)
-            .read(1, weight.weight)
-            .read_if(2, weight.scales)
-            .read_if(3, weight.biases)
-            .read_if(4, ids.as_ref())
-            .write(5, out)
-            .params(6, &params)
-            .grid([groups[0], groups[1], 1], [threads, 1, 1]),
-    )
+    let product = (!few).then(|| product(call)).flatten();
+    let launch = Launch::new(NAME, &SOURCE, kernel)
+        .constant("TOKENS", tokens as u32)
+        .constant("X_DTYPE", x.dtype())
+        .constant("OUT_DTYPE", out.dtype())
+        .constant("W_DTYPE", weight.dtype)
+        .constant("BITS", weight.bits)
+        .constant("GROUP", weight.group)
+        .constant("EXPERTS", ids.is_some())
+        .constant("X_ALIGNED", dims.inputs.is_multiple_of(4) && aligned4(x))
+        .constant("W_ALIGNED", weight.aligned)
+        .read(0, x)
+        .read(1, weight.weight)
+        .read_if(2, weight.scales)
+        .read_if(3, weight.biases)
+        .read_if(4, ids.as_ref())
+        .write(5, out)
+        .params(6, &params)
+        .grid([groups[0], groups[1], 1], [threads, 1, 1]);
+    b.push(Launch { product, ..launch })
+}
+
+/// A product with an affine weight as one of dense matrices, of twice as many inputs.
+fn by_dense(call: &Call, weight: &Parts, params: LinearParams, b: &mut Builder) -> Result<()> {
+    let Call { dims, alpha, out, rows, .. } = call;
+    let inputs = 2 * dims.inputs;
+    let [x, w] = dequantise::dense(call, weight, b)?;
+    let product = Product {
+        rows: *rows,
+        outputs: dims.outputs,
+        inputs,
+        alpha: *alpha,
+        dtype: DType::BF16,
+        out_dtype: out.dtype(),
+        bindings: [0, 1, 5],
+    };
+    let launch = Launch::new(NAME, &SOURCE, "linear_tiles")
+        .constant("TOKENS", 1)
+        .constant("X_DTYPE", DType::BF16)
+        .constant("OUT_DTYPE", out.dtype())
+        .constant("W_DTYPE", DType::BF16)
+        .constant("BITS", 0)
+        .constant("GROUP", 1)
+        .constant("EXPERTS", false)
+        .constant("X_ALIGNED", true)
+        .constant("W_ALIGNED", true)
+        .scratch(0, &x, Use::Read)
+        .scratch(1, &w, Use::Read)
+        .write(5, out)
+        .params(6, &LinearParams { inputs: Launch::uint(NAME, "x", inputs)?, ..params })
+        .grid([dims.outputs.div_ceil(TILE[1]), rows.div_ceil(TILE[0]), 1], [TILE_THREADS, 1, 1]);
+    b.push(Launch { product: Some(product), ..launch })
+}
+
+/// The product that a library may compute instead: dense, of one dtype, in which it accumulates no less exactly.
+fn product(call: &Call) -> Option<Product> {
+    let OwnedWeight::Dense(weight) = &call.weight else { return None };
+    let Call { x, dims, alpha, out, rows, .. } = call;
+    let fits = |tensor: &Tensor, row: usize| {
+        tensor.byte_offset().is_multiple_of(16) && (row * tensor.dtype().size()).is_multiple_of(16)
+    };
+    let dtypes = x.dtype() == weight.dtype() && (out.dtype() == x.dtype() || out.dtype() == DType::F32);
+    let aligned = fits(x, dims.inputs) && fits(weight, dims.inputs) && fits(out, dims.outputs);
+    (call.experts.is_none() && dims.inputs > 0 && dtypes && aligned).then(|| Product {
+        rows: *rows,
+        outputs: dims.outputs,
+        inputs: dims.inputs,
+        alpha: *alpha,
+        dtype: x.dtype(),
+        out_dtype: out.dtype(),
+        bindings: [0, 1, 5],
+    })
 }

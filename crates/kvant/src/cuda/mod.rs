@@ -8,6 +8,7 @@ mod affine;
 mod argmax;
 mod attend;
 mod copy;
+mod dequantise;
 mod embed;
 mod gate;
 mod hadamard;
@@ -32,6 +33,8 @@ mod compile;
 mod driver;
 #[cfg(feature = "cuda")]
 mod libraries;
+#[cfg(feature = "cuda")]
+mod products;
 #[cfg(feature = "cuda")]
 mod runtime;
 

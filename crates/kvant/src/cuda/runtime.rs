@@ -22,6 +22,7 @@ use super::{
     cache::Cache,
     compile::{self, Program, Target},
     driver::{Event, Function, Gpu, Graph, Memory, driver, fault},
+    products::{Plan, Products},
 };
 use crate::{
     Error, Result,
@@ -43,6 +44,15 @@ struct Shared {
     environment: String,
     cache: Cache,
     functions: Mutex<HashMap<Specialised, Loading>>,
+    /// Opened when it is first needed.
+    products: OnceLock<Option<Products>>,
+}
+
+/// What runs a launch: its kernel, or the library that computes the same.
+#[derive(Clone, Copy)]
+enum Runner {
+    Kernel(Function),
+    Library(Plan),
 }
 
 /// A kernel with its constants: file (by address), name, values.
@@ -58,7 +68,14 @@ impl Cuda {
         let target = Target::new(gpu.capability.0, gpu.capability.1)?;
         let compiler = compile::version()?;
         let environment = format!("nvrtc {compiler:?}, driver {}, {}\n", gpu.driver_version, gpu.name);
-        let shared = Shared { gpu, target, environment, cache: Cache::of_user(), functions: Mutex::default() };
+        let shared = Shared {
+            gpu,
+            target,
+            environment,
+            cache: Cache::of_user(),
+            functions: Mutex::default(),
+            products: OnceLock::new(),
+        };
         Ok(Cuda { shared: Arc::new(shared) })
     }
 }
@@ -89,8 +106,26 @@ impl Shared {
         Ok(function)
     }
 
+    fn products(&self) -> Option<&Products> {
+        self.products.get_or_init(|| Products::open(&self.gpu)).as_ref()
+    }
+
     /// Gives a launch to a stream.
-    fn enqueue(&self, launch: &Launch, function: Function, stream: CUstream) -> Result<()> {
+    fn enqueue(&self, launch: &Launch, runner: Runner, stream: CUstream) -> Result<()> {
+        // Not opened here: that is not allowed within a capture.
+        let function = match (runner, launch.product, self.products.get().and_then(Option::as_ref)) {
+            (Runner::Library(plan), Some(product), Some(products)) => {
+                let address = |index| {
+                    let binding = launch.bindings.iter().find(|b| b.index == index).expect("a product binds all three");
+                    memory_of(binding.memory()).address + binding.offset as u64
+                };
+                // SAFETY: the plan was made for this product; the memory outlives the work, as below.
+                return unsafe { products.run(&plan, product.alpha, product.bindings.map(address), stream) }
+                    .map_err(|error| fault(format!("{launch:?}: {error}")));
+            }
+            (Runner::Kernel(function), ..) => function,
+            (Runner::Library(_), ..) => unreachable!("only products are prepared for the library"),
+        };
         let mut values = [0u64; ARGUMENTS];
         for binding in &launch.bindings {
             let memory = memory_of(binding.memory());
@@ -126,7 +161,7 @@ impl Shared {
     }
 
     /// What a launch needs before it is run.
-    fn prepare(&self, launch: Launch) -> Result<(Launch, Function)> {
+    fn prepare(&self, launch: Launch) -> Result<(Launch, Runner)> {
         let [gx, gy, gz] = launch.grid.groups;
         let highest = launch.bindings.iter().map(|b| b.index).chain(launch.params.iter().map(|p| p.0)).max();
         if gy > 65535 || gz > 65535 || gx > i32::MAX as u32 || highest >= Some(ARGUMENTS as u32) {
@@ -136,8 +171,12 @@ impl Shared {
                 reason: format!("a grid of {:?} blocks, or argument {highest:?}", launch.grid.groups),
             });
         }
-        let function = self.function(&launch)?;
-        Ok((launch, function))
+        let plan = launch.product.and_then(|product| self.products()?.plan(&product));
+        let runner = match plan {
+            Some(plan) => Runner::Library(plan),
+            None => Runner::Kernel(self.function(&launch)?),
+        };
+        Ok((launch, runner))
     }
 }
 
@@ -192,7 +231,7 @@ impl Executor for Cuda {
         // Before the capture: loading a kernel is not allowed within.
         let launches = launches.into_iter().map(|launch| shared.prepare(launch)).collect::<Result<Vec<_>>>()?;
         let graph = Graph::capture(&shared.gpu, |stream| {
-            launches.iter().try_for_each(|(launch, function)| shared.enqueue(launch, *function, stream))
+            launches.iter().try_for_each(|(launch, runner)| shared.enqueue(launch, *runner, stream))
         })?;
         let launches = launches.into_iter().map(|(launch, _)| launch).collect();
         Ok(Box::new(Captured { graph: Mutex::new(graph), gpu: shared.gpu.clone(), _launches: launches }))
@@ -202,7 +241,7 @@ impl Executor for Cuda {
 /// Launches that wait for the commit: a pass that is dropped does nothing.
 struct Pass {
     shared: Arc<Shared>,
-    launches: Vec<(Launch, Function)>,
+    launches: Vec<(Launch, Runner)>,
 }
 
 impl LaunchPass for Pass {
@@ -215,7 +254,7 @@ impl LaunchPass for Pass {
         let Pass { shared, launches } = *self;
         shared.gpu.enter().map_err(fault)?;
         let stream = shared.gpu.stream;
-        launches.iter().try_for_each(|(launch, function)| shared.enqueue(launch, *function, stream))?;
+        launches.iter().try_for_each(|(launch, runner)| shared.enqueue(launch, *runner, stream))?;
         Ok(Box::new(shared.gpu.event().map_err(fault)?))
     }
 }

@@ -165,6 +165,27 @@ pub struct Launch {
     pub grid: Grid,
     /// Bytes of `[[threadgroup(0)]]` memory, a multiple of 16; 0 when the kernel has none.
     pub threadgroup_bytes: u32,
+    /// What the kernel computes, if it is a plain product of matrices: an executor may leave it to a library.
+    pub product: Option<Product>,
+}
+
+/// out = alpha · x · Wᵀ, of row-major matrices that begin at multiples of 16 bytes, as do their rows.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Product {
+    /// Rows of x and of out.
+    pub rows: usize,
+    /// Rows of W, columns of out.
+    pub outputs: usize,
+    /// Columns of x and of W.
+    pub inputs: usize,
+    /// The factor.
+    pub alpha: f32,
+    /// Of x and of W.
+    pub dtype: DType,
+    /// Of out.
+    pub out_dtype: DType,
+    /// The indices that x, W and out are bound to.
+    pub bindings: [u32; 3],
 }
 
 impl Launch {
@@ -172,7 +193,7 @@ impl Launch {
     pub(crate) fn new(op: &'static str, source: &'static Source, kernel: &'static str) -> Launch {
         let grid = Grid { groups: [1; 3], threads: [1; 3] };
         let (constants, bindings) = (Vec::new(), Vec::new());
-        Launch { op, source, kernel, constants, bindings, params: None, grid, threadgroup_bytes: 0 }
+        Launch { op, source, kernel, constants, bindings, params: None, grid, threadgroup_bytes: 0, product: None }
     }
 
     /// Gives the function constant of that name its value.

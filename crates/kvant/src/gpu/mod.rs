@@ -12,14 +12,14 @@ mod order;
 mod params;
 
 pub use device::{Executor, LaunchPass, Limits, compile_cuda, cuda_device, has_cuda_compiler, metal_device};
-pub use launch::{Binding, Constant, Grid, Header, Launch, Source, Use};
+pub use launch::{Binding, Constant, Grid, Header, Launch, Product, Source, Use};
 pub use order::Order;
 pub use params::Layout;
 
 #[cfg(feature = "cuda")]
 pub(crate) use device::Gpu;
 pub(crate) use device::{Builder, Kernels};
-pub(crate) use launch::dtype_code;
+pub(crate) use launch::{Scratch, dtype_code};
 pub(crate) use params::{Params, params};
 
 pub use crate::backend::{Memory, Replay, Wait};

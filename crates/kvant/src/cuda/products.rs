@@ -1,0 +1,199 @@
+//! Products of dense matrices, by cuBLASLt where it can be loaded; elsewhere the launch's own kernel computes them.
+
+use std::{
+    collections::HashMap,
+    ffi::c_void,
+    ptr::null_mut,
+    sync::{Arc, Mutex, PoisonError},
+};
+
+use cudarc::{
+    cublaslt::sys::{self as lt, cublasStatus_t, cudaDataType},
+    driver::sys::{CUdeviceptr, CUstream},
+};
+
+use super::{
+    driver::{Gpu, Memory},
+    libraries,
+};
+use crate::{DType, gpu::Product};
+
+/// What a product may use beside its matrices.
+const WORKSPACE: usize = 32 << 20;
+
+/// The library, with plans by shape.
+pub(super) struct Products {
+    handle: lt::cublasLtHandle_t,
+    /// One is enough: products take their turns in the stream.
+    workspace: Memory,
+    plans: Mutex<HashMap<Shape, Option<Plan>>>,
+}
+
+/// Rows, outputs, inputs, and the two dtypes.
+type Shape = (usize, usize, usize, DType, DType);
+
+/// How the library computes products of one shape. Its descriptors are kept for good.
+#[derive(Clone, Copy)]
+pub(super) struct Plan {
+    description: lt::cublasLtMatmulDesc_t,
+    /// Of W, x and out.
+    layouts: [lt::cublasLtMatrixLayout_t; 3],
+    algorithm: lt::cublasLtMatmulAlgo_t,
+}
+
+// SAFETY: the handle may be used from several threads; descriptors are only read once they are made.
+unsafe impl Send for Products {}
+// SAFETY: as above.
+unsafe impl Sync for Products {}
+// SAFETY: descriptors are only read.
+unsafe impl Send for Plan {}
+// SAFETY: as above.
+unsafe impl Sync for Plan {}
+
+fn check(call: &'static str, status: cublasStatus_t) -> Result<(), String> {
+    if status == cublasStatus_t::CUBLAS_STATUS_SUCCESS { Ok(()) } else { Err(format!("{call}: {status:?}")) }
+}
+
+fn data_type(dtype: DType) -> cudaDataType {
+    match dtype {
+        DType::F16 => cudaDataType::CUDA_R_16F,
+        DType::BF16 => cudaDataType::CUDA_R_16BF,
+        _ => cudaDataType::CUDA_R_32F,
+    }
+}
+
+impl Products {
+    /// The library, if it is there.
+    pub(super) fn open(gpu: &Arc<Gpu>) -> Option<Products> {
+        if !libraries::has_cublaslt() {
+            return None;
+        }
+        let workspace = gpu.allocate(WORKSPACE).ok()?;
+        let mut handle = null_mut();
+        // SAFETY: the context is current, since memory was allocated; `handle` is what the function fills.
+        check("cublasLtCreate", unsafe { lt::cublasLtCreate(&mut handle) })
+            .inspect_err(|error| tracing::debug!(error, "cuBLASLt is not used"))
+            .ok()?;
+        Some(Products { handle, workspace, plans: Mutex::default() })
+    }
+
+    /// How the library computes this product, if it can.
+    pub(super) fn plan(&self, product: &Product) -> Option<Plan> {
+        let Product { rows, outputs, inputs, dtype, out_dtype, .. } = *product;
+        let mut plans = self.plans.lock().unwrap_or_else(PoisonError::into_inner);
+        *plans.entry((rows, outputs, inputs, dtype, out_dtype)).or_insert_with(|| {
+            self.make(product).inspect_err(|error| tracing::debug!(error, ?product, "cuBLASLt has no plan")).ok()
+        })
+    }
+
+    fn make(&self, product: &Product) -> Result<Plan, String> {
+        let Product { rows, outputs, inputs, .. } = *product;
+        let (input, output) = (data_type(product.dtype), data_type(product.out_dtype));
+        let mut description = null_mut();
+        let mut layouts = [null_mut(); 3];
+        let mut preference = null_mut();
+        let mut found: lt::cublasLtMatmulHeuristicResult_t;
+        let mut count = 0;
+        // The library counts by columns: to it, row-major x and W are transposed, and out, transposed, is W by xᵀ.
+        // SAFETY: every pointer is to a local of the type and size that the function takes.
+        unsafe {
+            found = std::mem::zeroed();
+            let compute = lt::cublasComputeType_t::CUBLAS_COMPUTE_32F;
+            let scale = cudaDataType::CUDA_R_32F;
+            check("cublasLtMatmulDescCreate", lt::cublasLtMatmulDescCreate(&mut description, compute, scale))?;
+            // CUBLAS_OP_T.
+            let transposed = 1i32;
+            let attribute = lt::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_TRANSA;
+            check(
+                "cublasLtMatmulDescSetAttribute",
+                lt::cublasLtMatmulDescSetAttribute(
+                    description,
+                    attribute,
+                    (&raw const transposed).cast(),
+                    size_of_val(&transposed),
+                ),
+            )?;
+            let shapes = [(input, inputs, outputs), (input, inputs, rows), (output, outputs, rows)];
+            for (layout, (kind, height, width)) in layouts.iter_mut().zip(shapes) {
+                check(
+                    "cublasLtMatrixLayoutCreate",
+                    lt::cublasLtMatrixLayoutCreate(layout, kind, height as u64, width as u64, height as i64),
+                )?;
+            }
+            check("cublasLtMatmulPreferenceCreate", lt::cublasLtMatmulPreferenceCreate(&mut preference))?;
+            use lt::cublasLtMatmulPreferenceAttributes_t::*;
+            let set = |attribute, bytes: *const c_void, size| {
+                let status = lt::cublasLtMatmulPreferenceSetAttribute(preference, attribute, bytes, size);
+                check("cublasLtMatmulPreferenceSetAttribute", status)
+            };
+            let (workspace, alignment) = (WORKSPACE, 16u32);
+            set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, (&raw const workspace).cast(), size_of_val(&workspace))?;
+            for attribute in [
+                CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES,
+                CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
+                CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES,
+                CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES,
+            ] {
+                set(attribute, (&raw const alignment).cast(), size_of_val(&alignment))?;
+            }
+            let [w, x, out] = layouts;
+            let status = lt::cublasLtMatmulAlgoGetHeuristic(
+                self.handle,
+                description,
+                w,
+                x,
+                out,
+                out,
+                preference,
+                1,
+                &mut found,
+                &mut count,
+            );
+            lt::cublasLtMatmulPreferenceDestroy(preference);
+            check("cublasLtMatmulAlgoGetHeuristic", status)?;
+        }
+        if count == 0 {
+            return Err("no algorithm".to_string());
+        }
+        check("cublasLtMatmulAlgoGetHeuristic", found.state)?;
+        Ok(Plan { description, layouts, algorithm: found.algo })
+    }
+
+    /// Gives a product to a stream.
+    ///
+    /// # Safety
+    /// The addresses are those of matrices of the plan's shape, aligned as [`Product`] says; they live until the stream
+    /// is done with them.
+    pub(super) unsafe fn run(
+        &self,
+        plan: &Plan,
+        alpha: f32,
+        [x, w, out]: [CUdeviceptr; 3],
+        stream: CUstream,
+    ) -> Result<(), String> {
+        let [w_layout, x_layout, out_layout] = plan.layouts;
+        let (alpha, beta) = (alpha, 0f32);
+        // SAFETY: the caller's promise; scalars are read before the call returns.
+        let status = unsafe {
+            lt::cublasLtMatmul(
+                self.handle,
+                plan.description,
+                (&raw const alpha).cast(),
+                w as *const c_void,
+                w_layout,
+                x as *const c_void,
+                x_layout,
+                (&raw const beta).cast(),
+                out as *const c_void,
+                out_layout,
+                out as *mut c_void,
+                out_layout,
+                &plan.algorithm,
+                self.workspace.address as *mut c_void,
+                WORKSPACE,
+                stream.cast(),
+            )
+        };
+        check("cublasLtMatmul", status)
+    }
+}
