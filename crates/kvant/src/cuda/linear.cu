@@ -29,8 +29,8 @@ struct Weight {
 
 constexpr bool AFFINE = BITS != 0;
 
-// Inputs of a chunk, which lie in 16 bytes (12 at 6 bits), and groups of four inputs.
-constexpr uint CHUNK = !AFFINE ? 16 / size_of(W_DTYPE) : BITS == 4 ? 32 : 16;
+// Inputs of a chunk, which lie in 16 bytes (8 at 4 bits, 12 at 6), and groups of four inputs.
+constexpr uint CHUNK = AFFINE ? 16 : 16 / size_of(W_DTYPE);
 constexpr uint FOURS = CHUNK / 4;
 
 // A chunk as it is read; an affine one stands for scale * code + bias.
@@ -39,6 +39,16 @@ struct Chunk {
     float scale;
     float bias;
 };
+
+// Four elements of 16 bits, f16 or bf16, of two words.
+inline float4 halves_of(uint a, uint b, uint dtype) {
+    if (dtype == F16) {
+        return make_float4(half_to_float(ushort(a)), half_to_float(ushort(a >> 16)), half_to_float(ushort(b)),
+                           half_to_float(ushort(b >> 16)));
+    }
+    return make_float4(__uint_as_float(a << 16), __uint_as_float(a & 0xFFFF0000), __uint_as_float(b << 16),
+                       __uint_as_float(b & 0xFFFF0000));
+}
 
 inline uint4 dense_words(const uchar *values, ulong i, uint count) {
     if (W_ALIGNED) {
@@ -64,7 +74,7 @@ inline Chunk load_chunk(Weight w, ulong row, uint c, uint inputs) {
         return Chunk{dense_words(w.values, row * inputs + c * CHUNK, inputs - c * CHUNK), 1, 0};
     }
     const uint *codes = reinterpret_cast<const uint *>(w.values) + row * (inputs / 32 * BITS);
-    const uint4 words = CHUNK == 32 ? load_words(codes, c, 8, W_ALIGNED) : load_words(codes, c, BITS, W_ALIGNED);
+    const uint4 words = load_words(codes, c, BITS, W_ALIGNED);
     const ulong group = row * (inputs / GROUP) + c * CHUNK / GROUP;
     return Chunk{words, load(w.scales, group, W_DTYPE), load(w.biases, group, W_DTYPE)};
 }
@@ -72,29 +82,42 @@ inline Chunk load_chunk(Weight w, ulong row, uint c, uint inputs) {
 // Weights, or fields of codes, 4 i .. 4 i + 3 of a chunk.
 inline float4 fields_of(const Chunk &chunk, uint i) {
     const uint4 w = chunk.words;
-    if (AFFINE && BITS == 4) {
-        return fields_of(i < 4 ? w : make_uint4(w.z, w.w, 0, 0), i % 4, 4);
-    }
     if (AFFINE) {
         return fields_of(w, i, BITS);
     }
     if (W_DTYPE == F32) {
         return make_float4(__uint_as_float(w.x), __uint_as_float(w.y), __uint_as_float(w.z), __uint_as_float(w.w));
     }
-    const uint a = i == 0 ? w.x : w.z, b = i == 0 ? w.y : w.w;
-    if (W_DTYPE == F16) {
-        return make_float4(half_to_float(ushort(a)), half_to_float(ushort(a >> 16)), half_to_float(ushort(b)),
-                           half_to_float(ushort(b >> 16)));
-    }
-    return make_float4(__uint_as_float(a << 16), __uint_as_float(a & 0xFFFF0000), __uint_as_float(b << 16),
-                       __uint_as_float(b & 0xFFFF0000));
+    return i == 0 ? halves_of(w.x, w.y, W_DTYPE) : halves_of(w.z, w.w, W_DTYPE);
 }
 
 #if KERNEL_linear_few
 
+// The inputs of chunk c of a row of x, by 16 bytes where rows begin at multiples of them: neighbouring lanes read
+// neighbouring pieces, and the fewer pieces a lane has, the fewer lines its warp touches at a time.
+inline void load_inputs(float4 (&inputs)[FOURS], const uchar *x, ulong start, uint c, uint count) {
+    const uint first = c * CHUNK;
+    if (X_ALIGNED && X_DTYPE != F32 && FOURS % 2 == 0) {
+#pragma unroll
+        for (uint j = 0; j < FOURS; j += 2) {
+            const uint4 eight = first + j * 4 < count
+                                    ? *reinterpret_cast<const uint4 *>(x + (start + first + j * 4) * 2)
+                                    : make_uint4(0, 0, 0, 0);
+            inputs[j] = halves_of(eight.x, eight.y, X_DTYPE);
+            inputs[j + 1] = halves_of(eight.z, eight.w, X_DTYPE);
+        }
+        return;
+    }
+#pragma unroll
+    for (uint j = 0; j < FOURS; j++) {
+        const uint i = first + j * 4;
+        inputs[j] = i < count ? load4(x, start + i, count - i, X_DTYPE, X_ALIGNED) : all4(0);
+    }
+}
+
 // Outputs of a warp, and chunks of a row that a lane reads before it uses them; cuda/linear.rs has the first.
 constexpr uint ROWS = 2;
-constexpr uint AHEAD = TOKENS > 2 ? 2 : 4;
+constexpr uint AHEAD = TOKENS > 2 ? 2 : AFFINE && TOKENS == 1 && BITS == 4 ? 8 : 4;
 
 // Blocks: x counts ROWS outputs per warp, y the rows, TOKENS each (one with experts).
 extern "C" __global__ void __launch_bounds__(128)
@@ -141,11 +164,7 @@ extern "C" __global__ void __launch_bounds__(128)
 #pragma unroll
             for (uint t = 0; t < TOKENS; t++) {
                 float4 inputs[FOURS];
-#pragma unroll
-                for (uint j = 0; j < FOURS; j++) {
-                    const uint i = c * CHUNK + j * 4;
-                    inputs[j] = i < p.inputs ? load4(x, x_start[t] + i, p.inputs - i, X_DTYPE, X_ALIGNED) : all4(0);
-                }
+                load_inputs(inputs, x, x_start[t], c, p.inputs);
                 // A bias counts as often as the sum of its inputs says.
                 float sum = 0;
                 if (AFFINE) {

@@ -1,6 +1,6 @@
 use crate::{
     DType, Result, Tensor,
-    cuda::{WARP, affine::Parts, dequantise, headers, vectors::aligned4},
+    cuda::{WARP, affine::Parts, dequantise, headers},
     gpu::{Builder, Launch, Params, Product, Source, Use, params},
     ops::linear::{Call, NAME, OwnedWeight},
 };
@@ -72,7 +72,7 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
         .constant("BITS", weight.bits)
         .constant("GROUP", weight.group)
         .constant("EXPERTS", ids.is_some())
-        .constant("X_ALIGNED", dims.inputs.is_multiple_of(4) && aligned4(x))
+        .constant("X_ALIGNED", aligned16(x, dims.inputs))
         .constant("W_ALIGNED", weight.aligned)
         .read(0, x)
         .read(1, weight.weight)
@@ -83,6 +83,11 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
         .params(6, &params)
         .grid([groups[0], groups[1], 1], [threads, 1, 1]);
     b.push(Launch { product, ..launch })
+}
+
+/// Whether all rows of `row` elements begin at multiples of 16 bytes.
+fn aligned16(tensor: &Tensor, row: usize) -> bool {
+    tensor.byte_offset().is_multiple_of(16) && (row * tensor.dtype().size()).is_multiple_of(16)
 }
 
 /// A product with an affine weight as one of dense matrices, of twice as many inputs.
@@ -121,11 +126,8 @@ fn by_dense(call: &Call, weight: &Parts, params: LinearParams, b: &mut Builder) 
 fn product(call: &Call) -> Option<Product> {
     let OwnedWeight::Dense(weight) = &call.weight else { return None };
     let Call { x, dims, alpha, out, rows, .. } = call;
-    let fits = |tensor: &Tensor, row: usize| {
-        tensor.byte_offset().is_multiple_of(16) && (row * tensor.dtype().size()).is_multiple_of(16)
-    };
     let dtypes = x.dtype() == weight.dtype() && (out.dtype() == x.dtype() || out.dtype() == DType::F32);
-    let aligned = fits(x, dims.inputs) && fits(weight, dims.inputs) && fits(out, dims.outputs);
+    let aligned = aligned16(x, dims.inputs) && aligned16(weight, dims.inputs) && aligned16(out, dims.outputs);
     (call.experts.is_none() && dims.inputs > 0 && dtypes && aligned).then(|| Product {
         rows: *rows,
         outputs: dims.outputs,
