@@ -1,13 +1,354 @@
+//! The launches of attention: how operands are split, which rows share a block, how much shared memory a block has.
+
 use crate::{
-    Result,
-    gpu::Builder,
-    ops::attend::{Call, NAME},
+    Codec, DType, Planes, Result, SlotOrder, Tensor,
+    codec::BLOCK,
+    cuda::{headers, planes},
+    gpu::{Builder, Launch, Limits, Params, Source, Use, params},
+    ops::{
+        SourceOrder,
+        attend::{Call, NAME, Plan},
+    },
 };
 
-pub(crate) fn build(_call: &Call, _b: &mut Builder) -> Result<()> {
-    Err(super::unsupported(NAME))
+params! {
+    pub(crate) struct AttendParams {
+        pub row_sequence: u64,
+        pub row_head: u64,
+        pub row_slot: u32,
+        pub tokens: u32,
+        pub sequences: u32,
+        pub kv_heads: u32,
+        pub group: u32,
+        pub capacity: u32,
+        pub window: u32,
+        pub item_rows: u32,
+        pub items: u32,
+        pub splits: u32,
+        pub scale: f32,
+        pub softcap: f32,
+    }
 }
 
-pub(crate) fn plan(_call: &Call, _limits: &crate::gpu::Limits) -> crate::ops::attend::Plan {
-    crate::ops::attend::Plan { kernel: "none", reason: "not written yet".into(), splits: 0 }
+static SOURCE: Source = Source {
+    name: "attend.cu",
+    text: include_str!("attend.cu"),
+    headers: headers::ATTEND,
+    layouts: &[AttendParams::layout],
+};
+
+/// As `attend_plan.h` has it: the most items that blocks share evenly.
+const MAX_SHARED_ITEMS: usize = 256;
+/// More parts of an item are never made.
+const MAX_SPLITS: usize = 512;
+/// Query rows of a block: tiles of 8, as many as registers allow.
+const ROW_TILES: [usize; 4] = [1, 2, 4, 8];
+/// What the hardware keeps of a block's shared memory for itself.
+const RESERVED_BYTES: usize = 1024;
+
+/// One side (keys or values) as the kernel works on it: `Side` of `attend_side.h`.
+#[derive(Clone, Copy)]
+struct Side {
+    codec: Codec,
+    head_dim: usize,
+    /// 16-bit numbers that make a coordinate.
+    parts: usize,
+    /// 16-bit numbers that make what it is multiplied by.
+    terms: usize,
+}
+
+impl Side {
+    /// `factor`: the dtype of what it is multiplied by. With `precise` products have the precision of f32. Otherwise they
+    /// have what a 16-bit output can show, but for centroids, which are rounded to f16 once.
+    fn new(codec: Codec, head_dim: usize, factor: DType, precise: bool) -> Side {
+        let (parts, terms) = match codec {
+            Codec::TurboQuant(_) => (1 + usize::from(precise), 1 + usize::from(precise)),
+            Codec::Dense(dtype) if dtype == factor && dtype != DType::F32 => (1, 1),
+            Codec::Dense(DType::F16) => (1, 2),
+            Codec::Dense(DType::F32) => (2 + usize::from(precise), 2 + usize::from(precise)),
+            Codec::Dense(_) => (1, 2 + usize::from(precise)),
+        };
+        Side { codec, head_dim, parts, terms }
+    }
+
+    /// Bytes of a row in the planes `low` and `high`, and its norms.
+    fn row(&self) -> [usize; 3] {
+        let dim = self.head_dim;
+        match self.codec {
+            Codec::Dense(dtype) => [dim * dtype.size(), 0, 0],
+            Codec::TurboQuant(tq) => {
+                let low = if tq.bits == 8 { dim } else { dim / 2 };
+                let high = if tq.bits == 8 { 0 } else { dim * (tq.bits as usize - 4) / 8 };
+                [low, high, 4 * dim.div_ceil(BLOCK)]
+            }
+        }
+    }
+
+    /// Bytes of a row in shared memory, without its norms.
+    fn shared_row(&self) -> usize {
+        let [low, high, _] = self.row();
+        low + 16 + high + high.min(16)
+    }
+
+    fn table_bytes(&self) -> usize {
+        match self.codec {
+            Codec::TurboQuant(tq) if tq.bits == 4 && self.parts == 1 => 256 * 128,
+            Codec::TurboQuant(tq) => 128 << tq.bits,
+            Codec::Dense(_) => 0,
+        }
+    }
+}
+
+/// What a kernel is compiled for.
+struct Kernel {
+    k: Side,
+    v: Side,
+    row_tiles: usize,
+    warps: usize,
+    tile: usize,
+    buffers: usize,
+    shared_bytes: usize,
+    /// Blocks that share a multiprocessor.
+    together: usize,
+}
+
+impl Kernel {
+    fn new(k: Side, v: Side, rows: usize, limits: &Limits) -> Option<Kernel> {
+        let dim = k.head_dim;
+        let quantised = k.codec.is_quantised() || v.codec.is_quantised();
+        // Most query rows first; for each, warps and keys of a tile from the best to what needs the least memory.
+        let most = ROW_TILES.into_iter().rev().skip_while(|&tiles| tiles > 1 && tiles * 4 >= rows);
+        most.flat_map(|row_tiles| {
+            let shapes: &[[usize; 2]] = match (dim, row_tiles) {
+                (512, 1) if quantised => &[[16, 128], [8, 64], [4, 64], [4, 32], [4, 16]],
+                (512, 1..=2) => &[[8, 32], [4, 32], [4, 16]],
+                (128.., 4..) => &[[8, 128], [8, 64], [8, 32]],
+                _ => &[[4, 64], [4, 32]],
+            };
+            shapes.iter().map(move |&[warps, tile]| (row_tiles, warps, tile))
+        })
+        .find_map(|(row_tiles, warps, tile)| {
+            let buffers = 4;
+            let mut kernel = Kernel { k, v, row_tiles, warps, tile, buffers, shared_bytes: 0, together: 1 };
+            kernel.shared_bytes = kernel.shared();
+            let by_memory = (limits.threadgroup_bytes + RESERVED_BYTES) / (kernel.shared_bytes + RESERVED_BYTES);
+            kernel.together = by_memory.min(12 / warps).clamp(1, 3);
+            (kernel.shared_bytes <= limits.threadgroup_bytes).then_some(kernel)
+        })
+    }
+
+    fn rows(&self) -> usize {
+        8 * self.row_tiles
+    }
+
+    /// Bytes of shared memory: the sum that `attend.cu` computes.
+    fn shared(&self) -> usize {
+        let Kernel { k, v, row_tiles, warps, tile, .. } = *self;
+        let dim = k.head_dim;
+        let [k_norms, v_norms] = [k.row()[2], v.row()[2]];
+        let buffer = tile * (k.shared_row() + k_norms + v_norms).max(v.shared_row());
+        let one_table = planes::codec_code(k.codec) == planes::codec_code(v.codec);
+        let tables = v.table_bytes() + if one_table { 0 } else { k.table_bytes() };
+        let variants = if v_norms == 8 { 2 } else { 1 };
+        let operands = k.terms * (dim / 16) + variants * v.terms * (tile / 16);
+        (self.buffers * buffer).max(self.rows() * dim * 4)
+            + tables
+            + operands * row_tiles * 256
+            + warps * (self.rows() + 4) * 4
+            + self.rows() * 32
+            + (MAX_SHARED_ITEMS + 8) * 4
+    }
+}
+
+/// How a call is cut into blocks.
+struct Shape {
+    kernel: Kernel,
+    item_rows: usize,
+    items: usize,
+    /// 0: the blocks share all tiles evenly.
+    splits: usize,
+    blocks: usize,
+}
+
+impl Shape {
+    /// For the cached keys, or (`fresh`) for the step's own.
+    fn new(call: &Call, fresh: Option<&Tensor>, limits: &Limits) -> Result<Shape> {
+        let spec = call.layer.spec();
+        let precise = call.out.dtype() == DType::F32;
+        let [k, v] = match fresh {
+            Some(tensor) => [Codec::Dense(tensor.dtype()); 2],
+            None => [spec.k, spec.v],
+        };
+        let v = match (fresh, &call.fresh) {
+            (Some(_), Some(fresh)) => Codec::Dense(fresh.v.dtype()),
+            _ => v,
+        };
+        let group = call.heads / spec.kv_heads;
+        // Sequences are known to the device alone. With no more tokens than sequences, each is most likely another's.
+        let together = call.tokens.div_ceil(spec.sequences);
+        let wanted = together.saturating_mul(group);
+        // Weights are f32.
+        let [k, v] =
+            [Side::new(k, call.head_dim, call.q.dtype(), precise), Side::new(v, call.head_dim, DType::F32, precise)];
+        // Precise sums take three times the registers.
+        let most = if call.head_dim == 512 { 32 } else { 64 } / if precise { 2 } else { 1 };
+        let kernel = Kernel::new(k, v, wanted.min(most), limits).ok_or_else(|| crate::Error::Unsupported {
+            op: NAME,
+            device: "cuda",
+            reason: format!("the kernel needs more shared memory than {} bytes a block", limits.threadgroup_bytes),
+        })?;
+        let item_rows = wanted.min(kernel.rows());
+        let items = (call.tokens * group).div_ceil(item_rows);
+        let pairs = items * spec.kv_heads;
+        let busy = limits.busy_groups * kernel.together;
+        let splits = match call.splits {
+            _ if fresh.is_some() => 1,
+            0 if items > MAX_SHARED_ITEMS || pairs >= 2 * busy => 1,
+            splits => splits.min(MAX_SPLITS),
+        };
+        // The longest context that the device may turn out to hold.
+        let seen = call.window.saturating_add(together).min(spec.capacity);
+        let blocks = if splits == 0 {
+            busy.min(pairs.saturating_mul(seen.div_ceil(kernel.tile) + 1))
+        } else {
+            pairs.saturating_mul(splits)
+        };
+        Ok(Shape { kernel, item_rows, items, splits, blocks })
+    }
+}
+
+pub(crate) fn plan(call: &Call, limits: &Limits) -> Plan {
+    match Shape::new(call, None, limits) {
+        Ok(Shape { kernel, item_rows, items, splits, blocks }) => {
+            let how = if splits == 0 { "share the tiles of all evenly" } else { "take one each" };
+            let reason = format!(
+                "{items} items of up to {item_rows} query rows for each KV head; {blocks} blocks of {} warps {how}, {} keys \
+                 at a time",
+                kernel.warps, kernel.tile
+            );
+            Plan { kernel: "attend", reason: reason.into(), splits }
+        }
+        Err(e) => Plan { kernel: "none", reason: e.to_string().into(), splits: 0 },
+    }
+}
+
+pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
+    if call.tokens == 0 {
+        return Ok(());
+    }
+    let spec = call.layer.spec();
+    let (sequences, kv_heads, capacity) = (spec.sequences as u64, spec.kv_heads as u64, spec.capacity as u64);
+    let cached = Shape::new(call, None, &b.limits)?;
+    let (row_head, row_slot) = match spec.order {
+        SlotOrder::HeadMajor => (capacity, 1),
+        SlotOrder::TokenMajor => (1, kv_heads),
+    };
+    debug_assert!(sequences > 0);
+    let rows = Rows { sequence: kv_heads * capacity, head: row_head, slot: row_slot, capacity };
+    // The state of the cached keys, o, m and l of every query row, for the fresh ones to be added to.
+    let state =
+        call.fresh.as_ref().map(|_| b.scratch(call.tokens * call.heads * (call.head_dim + 2) * 4)).transpose()?;
+    let [k, v] = [&call.layer.k, &call.layer.v];
+    let rotate = k.codec().is_quantised() && !call.q_rotated;
+    let launch = launch(call, b, &cached, rows)?
+        .constant("RING", spec.ring)
+        .constant("FRESH", false)
+        .constant("ALIGNED", is_aligned(k) && is_aligned(v))
+        .constant("ROTATE_Q", rotate);
+    let launch = planes::bind(planes::bind(launch, 2, k, Use::Read), 5, v, Use::Read).read(10, call.cached_lens());
+    let launch = match &state {
+        Some(state) => launch.scratch(13, state, Use::Write),
+        None => launch.write(1, &call.out),
+    };
+    b.push(launch)?;
+
+    let (Some(fresh), Some(state)) = (&call.fresh, &state) else { return Ok(()) };
+    let tokens = call.tokens as u64;
+    let (head, slot) = match fresh.order {
+        SourceOrder::TokenMajor => (1, kv_heads),
+        SourceOrder::HeadMajor => (tokens, 1),
+    };
+    let rows = Rows { sequence: 0, head, slot, capacity: tokens };
+    let own = Shape::new(call, Some(&fresh.k), &b.limits)?;
+    let aligned = |tensor: &Tensor| tensor.byte_offset().is_multiple_of(16);
+    let launch = self::launch(call, b, &own, rows)?
+        .constant("RING", false)
+        .constant("FRESH", true)
+        .constant("ALIGNED", aligned(&fresh.k) && aligned(&fresh.v))
+        .constant("ROTATE_Q", false)
+        .write(1, &call.out)
+        .read(2, &fresh.k)
+        .read(5, &fresh.v)
+        .read(10, call.cached_lens())
+        .scratch(13, state, Use::Read);
+    b.push(launch)
+}
+
+/// Rows of the planes between sequences, KV heads and slots, and the number of slots.
+struct Rows {
+    sequence: u64,
+    head: u64,
+    slot: u64,
+    capacity: u64,
+}
+
+/// What both launches have in common.
+fn launch(call: &Call, b: &Builder, shape: &Shape, rows: Rows) -> Result<Launch> {
+    let spec = call.layer.spec();
+    let Kernel { k, v, row_tiles, warps, tile, buffers, shared_bytes, together } = shape.kernel;
+    let uint = |arg, value: usize| Launch::uint(NAME, arg, value);
+    let params = AttendParams {
+        row_sequence: rows.sequence,
+        row_head: rows.head,
+        row_slot: uint("layer.kv_heads", rows.slot as usize)?,
+        tokens: uint("q", call.tokens)?,
+        sequences: uint("layer.sequences", spec.sequences)?,
+        kv_heads: uint("layer.kv_heads", spec.kv_heads)?,
+        group: uint("q", call.heads / spec.kv_heads)?,
+        capacity: uint("layer.capacity", rows.capacity as usize)?,
+        window: u32::try_from(call.window).unwrap_or(u32::MAX),
+        item_rows: uint("q", shape.item_rows)?,
+        items: uint("q", shape.items)?,
+        splits: shape.splits as u32,
+        scale: call.scale,
+        softcap: call.softcap.unwrap_or(0.0),
+    };
+    let constant = |value: usize| value as u32;
+    let mut launch = Launch::new(NAME, &SOURCE, "attend")
+        .constant("HEAD_DIM", constant(call.head_dim))
+        .constant("Q_DTYPE", call.q.dtype())
+        .constant("OUT_DTYPE", call.out.dtype())
+        .constant("K_CODEC", planes::codec_code(k.codec))
+        .constant("V_CODEC", planes::codec_code(v.codec))
+        .constant("K_PARTS", constant(k.parts))
+        .constant("V_PARTS", constant(v.parts))
+        .constant("Q_TERMS", constant(k.terms))
+        .constant("P_TERMS", constant(v.terms))
+        .constant("NT", constant(row_tiles))
+        .constant("WARPS", constant(warps))
+        .constant("TILE", constant(tile))
+        .constant("BUFFERS", constant(buffers))
+        .constant("BLOCKS_PER_MULTIPROCESSOR", constant(together))
+        .constant("SOFTCAP", call.softcap.is_some())
+        .constant("SHARED_BYTES", constant(shared_bytes))
+        .read(0, &call.q)
+        .read(8, &call.step.positions)
+        .read(9, &call.step.sequence)
+        .params(14, &params)
+        .grid([shape.blocks, 1, 1], [32 * warps, 1, 1])
+        .threadgroup_memory(shared_bytes);
+    if shape.splits != 1 {
+        // A block leaves two states at most; each, and each item of a head, has a counter.
+        let slots = 2 * shape.blocks + 2;
+        let state = shape.item_rows * call.head_dim + (2 * shape.item_rows).next_multiple_of(4);
+        let partials = b.scratch(slots * state * 4)?;
+        let counters = b.zeroed_scratch((slots + shape.items * spec.kv_heads) * 4)?;
+        launch = launch.scratch(11, &partials, Use::ReadWrite).scratch(12, &counters, Use::ReadWrite);
+    }
+    Ok(launch)
+}
+
+/// Whether rows can be read 16 bytes at a time.
+fn is_aligned(planes: &Planes) -> bool {
+    planes.tensors().all(|(_, tensor)| tensor.byte_offset().is_multiple_of(16))
 }

@@ -16,6 +16,11 @@ const ROTATE_H: Header = Header { name: "rotate.h", text: || include_str!("rotat
 const PLANES_H: Header = Header { name: "planes.h", text: || include_str!("planes.h").to_string() };
 const SLOTS_H: Header = Header { name: "slots.h", text: || include_str!("slots.h").to_string() };
 const TURBOQUANT_H: Header = Header { name: "turboquant.h", text: || include_str!("turboquant.h").to_string() };
+const FRAGMENTS_H: Header = Header { name: "fragments.h", text: || include_str!("fragments.h").to_string() };
+const ATTEND_SIDE_H: Header = Header { name: "attend_side.h", text: || include_str!("attend_side.h").to_string() };
+const ATTEND_PLAN_H: Header = Header { name: "attend_plan.h", text: || include_str!("attend_plan.h").to_string() };
+const ATTEND_ROTATE_H: Header =
+    Header { name: "attend_rotate.h", text: || include_str!("attend_rotate.h").to_string() };
 const NORM_ROPE_H: Header = Header { name: "norm_rope.h", text: || include_str!("norm_rope.h").to_string() };
 
 /// Loads and stores by dtype.
@@ -28,9 +33,18 @@ pub(super) const ROWS: &[Header] = &[CONVERT_H, ELEMENTS_H, VECTORS_H, TEAM_H, O
 pub(super) const AFFINE: &[Header] = &[CONVERT_H, ELEMENTS_H, VECTORS_H, TEAM_H, AFFINE_H];
 /// The Hadamard rotation.
 pub(super) const ROTATE: &[Header] = &[CONVERT_H, ELEMENTS_H, VECTORS_H, SIGNS_H, ROTATE_H];
-/// The rows of a cache layer, whatever the codec.
-#[allow(dead_code, reason = "attention reads them")]
-pub(super) const PLANES: &[Header] = &[CONVERT_H, ELEMENTS_H, CODEBOOKS_H, PLANES_H];
+/// Attention: the rows of a cache layer as operands of tensor cores, the rotation, and who works on what.
+pub(super) const ATTEND: &[Header] = &[
+    CONVERT_H,
+    ELEMENTS_H,
+    CODEBOOKS_H,
+    PLANES_H,
+    SIGNS_H,
+    FRAGMENTS_H,
+    ATTEND_SIDE_H,
+    ATTEND_PLAN_H,
+    ATTEND_ROTATE_H,
+];
 /// The rows of a cache layer to be read, the rotation, and where tokens stand.
 pub(super) const READ: &[Header] =
     &[CONVERT_H, ELEMENTS_H, VECTORS_H, CODEBOOKS_H, PLANES_H, SIGNS_H, ROTATE_H, SLOTS_H];

@@ -39,7 +39,7 @@ mod products;
 mod runtime;
 
 use crate::{
-    Device, DeviceKind, Error, Result,
+    Device, DeviceKind, Result,
     device::not_built,
     gpu::{Builder, Kernels, Launch},
     ops::Call,
@@ -118,9 +118,4 @@ fn build(call: &Call, b: &mut Builder) -> Result<()> {
         Call::Sample(call) => sample::build(call, b),
         Call::Softcap(call) => softcap::build(call, b),
     }
-}
-
-/// For kernels that are not written yet.
-fn unsupported(op: &'static str) -> Error {
-    Error::Unsupported { op, device: "cuda", reason: "no kernel yet".to_string() }
 }

@@ -88,14 +88,19 @@ pub(crate) struct Gpu<E> {
 pub(crate) struct Builder<'a> {
     pub limits: Limits,
     device: &'static str,
-    allocate: &'a dyn Fn(usize) -> Result<Box<dyn Memory>>,
+    allocate: &'a dyn Fn(usize, bool) -> Result<Box<dyn Memory>>,
     launches: Vec<Launch>,
 }
 
 impl Builder<'_> {
     /// Memory for partial results, filled with anything.
     pub(crate) fn scratch(&self, bytes: usize) -> Result<Scratch> {
-        Ok(Scratch { memory: (self.allocate)(bytes)?.into(), bytes })
+        Ok(Scratch { memory: (self.allocate)(bytes, false)?.into(), bytes })
+    }
+
+    /// The same, filled with zeros before the launches run for the first time; a replay finds what the last run left.
+    pub(crate) fn zeroed_scratch(&self, bytes: usize) -> Result<Scratch> {
+        Ok(Scratch { memory: (self.allocate)(bytes, true)?.into(), bytes })
     }
 
     /// Adds a launch; one without threads is dropped.
@@ -131,7 +136,7 @@ impl Builder<'_> {
 
 impl<E: Executor> Gpu<E> {
     fn launches(&self, call: &Call) -> Result<Vec<Launch>> {
-        let allocate = |bytes| self.executor.allocate(bytes, false);
+        let allocate = |bytes, zeroed| self.executor.allocate(bytes, zeroed);
         let limits = self.executor.limits();
         let device = self.kernels.kind.name();
         let mut builder = Builder { limits, device, allocate: &allocate, launches: Vec::new() };
@@ -209,7 +214,7 @@ mod tests {
 
     /// What becomes of a launch on a device of 1024 threads and 32 KiB: the number of launches, or an error.
     fn push(groups: [usize; 3], threads: [usize; 3], bytes: usize) -> Result<usize> {
-        let allocate = |bytes| Err(Error::OutOfMemory { device: String::new(), bytes });
+        let allocate = |bytes, _| Err(Error::OutOfMemory { device: String::new(), bytes });
         let limits = Limits { threads: 1024, threadgroup_bytes: 32 << 10, busy_groups: 1 };
         let mut builder = Builder { limits, device: "gpu", allocate: &allocate, launches: Vec::new() };
         let launch = Launch::new("test", &SOURCE, "kernel").grid(groups, threads).threadgroup_memory(bytes);

@@ -20,7 +20,9 @@ pub const HEAD_DIMS: [usize; 4] = [64, 128, 256, 512];
 /// layer, and j > p − window. On a ring, a slot's position is the largest one below lens\[s\] that maps to it.
 /// A token that sees nothing gets zeros. Slots that are not seen do not matter, whatever they hold.
 ///
-/// Query heads h·G .. (h+1)·G share KV head h, G = H / Hk. Scores and sums are f32, as is the softmax.
+/// Query heads h·G .. (h+1)·G share KV head h, G = H / Hk. Scores and sums are f32, as is the softmax. One thing is
+/// rounded before: over a quantised layer, with an f16 or bf16 `out`, CUDA rounds the centroids, and what they are multiplied
+/// by, to f16 (a relative error of at most 2⁻¹² each).
 pub struct Attend<'a> {
     /// `[T, H, D]`, f32, f16 or bf16; H a multiple of the layer's KV heads, D one of [`HEAD_DIMS`].
     pub q: &'a Tensor,

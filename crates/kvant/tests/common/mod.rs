@@ -238,6 +238,16 @@ pub enum Output {
     Same(String, Vec<u8>),
 }
 
+impl Output {
+    /// The same numbers, to be compared within another bound.
+    pub fn within(&self, bound: Bound) -> Output {
+        match self {
+            Output::Close(name, values, _) => Output::Close(name.clone(), values.clone(), bound),
+            Output::Same(name, bytes) => Output::Same(name.clone(), bytes.clone()),
+        }
+    }
+}
+
 /// How far a result may be from the reference.
 ///
 /// Both round to the dtype at the end, so where they agree before that they differ by one rounding at most: `unit` is
