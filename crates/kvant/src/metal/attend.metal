@@ -213,6 +213,8 @@ kernel void attend_few(device const uchar *q [[buffer(0)]],
     threadgroup uint shared[2 * SIMDS];
     const Room<D, R> room = Room<D, R>{reinterpret_cast<threadgroup float *>(rows_of_d), scores, factors, rows};
     const uint kv_head = group.y, split = group.z;
+    const Planes keys = {k_low, K_HIGH ? k_high : nullptr, K_QUANTISED ? k_norms : nullptr};
+    const Planes values = {v_low, V_HIGH ? v_high : nullptr, V_QUANTISED ? v_norms : nullptr};
     Work<D, R> work;
     work.index = index;
     work.lane = lane;
@@ -244,8 +246,7 @@ kernel void attend_few(device const uchar *q [[buffer(0)]],
                 rows[index] = row;
             }
             threadgroup_barrier(mem_flags::mem_threadgroup);
-            absorb(cached_keys(Planes{k_low, k_high, k_norms}, Planes{v_low, v_high, v_norms}, sequence, kv_head, first, p),
-                   part.x, part.y, room, work, p);
+            absorb(cached_keys(keys, values, sequence, kv_head, first, p), part.x, part.y, room, work, p);
             rotated = V_QUANTISED;
         }
         sequence = simd_min(row.y > sequence ? row.y : NONE);

@@ -267,6 +267,8 @@ kernel void attend_tiles(device const uchar *q [[buffer(0)]],
     threadgroup uint shared[2 * SIMDS];
     const Room room = Room{parts, weights, reinterpret_cast<threadgroup float *>(stage), factors, rows};
     const uint kv_head = group.y, split = group.z;
+    const Planes keys = {k_low, K_HIGH ? k_high : nullptr, K_QUANTISED ? k_norms : nullptr};
+    const Planes values = {v_low, V_HIGH ? v_high : nullptr, V_QUANTISED ? v_norms : nullptr};
     Work<D, ROWS, SIMDS, KEYS> work;
     work.index = index;
     work.lane = lane;
@@ -303,8 +305,7 @@ kernel void attend_tiles(device const uchar *q [[buffer(0)]],
                 rows[index] = row;
             }
             work.seeing = simd_or(row.z <= row.w ? 1u << lane / 8 : 0);
-            absorb(cached_keys(Planes{k_low, k_high, k_norms}, Planes{v_low, v_high, v_norms}, sequence, kv_head, first, p),
-                   part.x, part.y, first, last, room, work, p);
+            absorb(cached_keys(keys, values, sequence, kv_head, first, p), part.x, part.y, first, last, room, work, p);
             rotated = V_QUANTISED;
         }
         sequence = simd_min(row.y > sequence ? row.y : NONE);

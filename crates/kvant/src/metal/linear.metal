@@ -218,7 +218,9 @@ kernel void linear_tiles(device const uchar *x [[buffer(0)]],
             break;
         }
         simdgroup_float8x8 sums[2][4];
+#pragma unroll
         for (uint i = 0; i < 2; i++) {
+#pragma unroll
             for (uint j = 0; j < 4; j++) {
                 sums[i][j] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
             }
@@ -256,13 +258,17 @@ kernel void linear_tiles(device const uchar *x [[buffer(0)]],
             threadgroup_barrier(mem_flags::mem_threadgroup);
             for (uint step = 0; step < TILE_K; step += 8) {
                 simdgroup_float8x8 a[2], b[4];
+#pragma unroll
                 for (uint i = 0; i < 2; i++) {
                     simdgroup_load(a[i], x_floats + (m + i * 8) * STRIDE * 4 + step, STRIDE * 4);
                 }
+#pragma unroll
                 for (uint j = 0; j < 4; j++) {
                     simdgroup_load(b[j], w_floats + (n + j * 8) * STRIDE * 4 + step, STRIDE * 4, ulong2(0, 0), true);
                 }
+#pragma unroll
                 for (uint i = 0; i < 2; i++) {
+#pragma unroll
                     for (uint j = 0; j < 4; j++) {
                         simdgroup_multiply_accumulate(sums[i][j], a[i], b[j], sums[i][j]);
                     }
@@ -270,7 +276,9 @@ kernel void linear_tiles(device const uchar *x [[buffer(0)]],
             }
             threadgroup_barrier(mem_flags::mem_threadgroup);
         }
+#pragma unroll
         for (uint i = 0; i < 2; i++) {
+#pragma unroll
             for (uint j = 0; j < 4; j++) {
                 simdgroup_store(sums[i][j], w_floats + (m + i * 8) * OUT_STRIDE + n + j * 8, OUT_STRIDE);
             }

@@ -128,8 +128,8 @@ inline ulong search(Row row, ulong cut, Goal goal, ulong value, float min_p, thr
         for (uint bin = thread_index; bin < BINS; bin += threads) {
             ulong sum = 0;
             for (uint at = bin * COPIES; at < (bin + 1) * COPIES; at++) {
-                sum += ulong(atomic_exchange_explicit(&histogram.high[at], 0, memory_order_relaxed)) << 32;
-                sum += atomic_exchange_explicit(&histogram.low[at], 0, memory_order_relaxed);
+                sum += ulong(atomic_exchange_explicit(&histogram.high[at], 0u, memory_order_relaxed)) << 32;
+                sum += atomic_exchange_explicit(&histogram.low[at], 0u, memory_order_relaxed);
             }
             histogram.sums[bin] = sum;
         }
@@ -192,8 +192,8 @@ kernel void sample(device const uchar *logits [[buffer(0)]],
     Row row = {logits, ulong(group) * p.vocab, p.vocab, 0, p.temperature};
 
     for (uint at = thread_index; at < BINS * COPIES; at += threads) {
-        atomic_store_explicit(&histogram.low[at], 0, memory_order_relaxed);
-        atomic_store_explicit(&histogram.high[at], 0, memory_order_relaxed);
+        atomic_store_explicit(&histogram.low[at], 0u, memory_order_relaxed);
+        atomic_store_explicit(&histogram.high[at], 0u, memory_order_relaxed);
     }
     if (thread_index == 0) {
         histogram.left = 0;
