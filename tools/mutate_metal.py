@@ -63,6 +63,7 @@ HEADERS = {
     "team": ["kv_write", "norm_rope"],
     "turboquant": ["kv_write"],
     "vectors": ["linear", "gate"],
+    "wide": ["norm_rope", "sample"],
 }
 
 # Mutants that compute the same: (file, line of text, why). The script says so instead of failing.

@@ -17,35 +17,36 @@ const VECTORS_H: Header = Header { name: "vectors.h", text: || include_str!("vec
 const REDUCE_H: Header = Header { name: "reduce.h", text: || include_str!("reduce.h").to_string() };
 const ORDERED_H: Header = Header { name: "ordered.h", text: || include_str!("ordered.h").to_string() };
 const AFFINE_H: Header = Header { name: "affine.h", text: || include_str!("affine.h").to_string() };
-
+const WIDE_H: Header = Header { name: "wide.h", text: || include_str!("wide.h").to_string() };
 const ATTEND_H: Header = Header { name: "attend.h", text: || include_str!("attend.h").to_string() };
 
 /// Loads and stores by dtype.
 pub(super) const ELEMENTS: &[Header] = &[ELEMENTS_H];
-/// The Hadamard rotation.
-pub(super) const ROTATE: &[Header] = &[ELEMENTS_H, VECTORS_H, ROWS_H, SIGNS_H, ROTATE_H];
 /// The same, four elements at a time.
 pub(super) const VECTORS: &[Header] = &[ELEMENTS_H, VECTORS_H];
+/// The Hadamard rotation.
+pub(super) const ROTATE: &[Header] = &[ELEMENTS_H, VECTORS_H, ROWS_H, SIGNS_H, ROTATE_H];
 /// What brings the elements of a row together.
-pub(super) const ROWS: &[Header] = &[ELEMENTS_H, VECTORS_H, REDUCE_H, ORDERED_H];
+pub(super) const ROWS: &[Header] = &[ELEMENTS_H, VECTORS_H, REDUCE_H, ORDERED_H, WIDE_H];
 /// The rows of a weight, dense or affine.
 pub(super) const AFFINE: &[Header] = &[ELEMENTS_H, VECTORS_H, AFFINE_H];
 /// What attention is made of.
 pub(super) const ATTEND: &[Header] = &[ELEMENTS_H, VECTORS_H, CODEBOOKS_H, PLANES_H, SIGNS_H, ROTATE_H, ATTEND_H];
-
 /// The rows of a cache layer to be read, and the rotation.
 pub(super) const READ: &[Header] = &[ELEMENTS_H, VECTORS_H, ROWS_H, CODEBOOKS_H, PLANES_H, SIGNS_H, ROTATE_H, SLOTS_H];
 /// The rows of a cache layer to be written, and where tokens stand in it.
 pub(super) const WRITE: &[Header] =
     &[ELEMENTS_H, VECTORS_H, ROWS_H, REDUCE_H, CODEBOOKS_H, PLANES_H, SIGNS_H, ROTATE_H, TURBOQUANT_H, SLOTS_H];
 /// Norm and rotary embedding of a head.
-pub(super) const NORM_ROPE: &[Header] = &[ELEMENTS_H, VECTORS_H, ROWS_H, REDUCE_H, SIGNS_H, ROTATE_H, NORM_ROPE_H];
+pub(super) const NORM_ROPE: &[Header] =
+    &[ELEMENTS_H, VECTORS_H, ROWS_H, REDUCE_H, WIDE_H, SIGNS_H, ROTATE_H, NORM_ROPE_H];
 /// All that stands between a layer's projections and its attention.
 pub(super) const NORM_ROPE_WRITE: &[Header] = &[
     ELEMENTS_H,
     VECTORS_H,
     ROWS_H,
     REDUCE_H,
+    WIDE_H,
     CODEBOOKS_H,
     PLANES_H,
     SIGNS_H,

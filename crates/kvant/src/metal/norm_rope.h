@@ -6,6 +6,7 @@
 #define KVANT_NORM_ROPE_H
 #include "reduce.h"
 #include "rows.h"
+#include "wide.h"
 
 // The numbers of norms, of where angles come from, and of layouts (metal/norm_rope.rs).
 constant constexpr uint NO_NORM = 0;
@@ -44,14 +45,6 @@ struct Rope {
 
 // Floats of threadgroup memory that norm_rope_head takes beyond the row.
 constant constexpr uint NORM_ROOM = 32;
-
-// The upper half of a product of 128 bits.
-inline ulong upper_half(ulong a, ulong b) {
-    const ulong a1 = a >> 32, a0 = a & 0xFFFFFFFF, b1 = b >> 32, b0 = b & 0xFFFFFFFF;
-    const ulong middle = a1 * b0 + (a0 * b0 >> 32);
-    const ulong other = a0 * b1 + (middle & 0xFFFFFFFF);
-    return a1 * b1 + (middle >> 32) + (other >> 32);
-}
 
 // x · 2^by, as far as it is below 2^64.
 inline ulong shifted(ulong x, int by) {

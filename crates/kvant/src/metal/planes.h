@@ -52,15 +52,10 @@ inline float4 centroids(uint4 index, uint codec) {
     }
 }
 
-// Coordinates j .. j+3 of a row, j a multiple of 4; in the rotated domain when quantised.
+// Coordinates j .. j+3 of a quantised row, j a multiple of 4, in the rotated domain.
 inline float4 load_row4(Planes planes, ulong row, uint j, uint head_dim, uint codec) {
-    if (is_quantised(codec)) {
-        const uint blocks = (head_dim + 255) / 256;
-        return planes.norms[row * blocks + j / 256] * centroids(load_indices(planes, row, j, head_dim, codec), codec);
-    }
-    const ulong i = row * head_dim + j;
-    return float4(load(planes.low, i, codec), load(planes.low, i + 1, codec), load(planes.low, i + 2, codec),
-                  load(planes.low, i + 3, codec));
+    const uint blocks = (head_dim + 255) / 256;
+    return planes.norms[row * blocks + j / 256] * centroids(load_indices(planes, row, j, head_dim, codec), codec);
 }
 
 #endif

@@ -11,6 +11,7 @@
 #include "vectors.h"
 #include "ordered.h"
 #include "reduce.h"
+#include "wide.h"
 
 struct SampleParams {
     ulong seed;
@@ -57,13 +58,6 @@ inline uint id_of(ulong rank) {
 // e^((logit - largest) / temperature); 1 for the largest also when it is infinite.
 inline float probability(Row row, float logit) {
     return logit == row.largest ? 1.0f : precise::exp((logit - row.largest) / row.temperature);
-}
-
-// The upper 64 bits of a * b.
-inline ulong high_product(ulong a, ulong b) {
-    const ulong a0 = a & 0xFFFFFFFF, a1 = a >> 32, b0 = b & 0xFFFFFFFF, b1 = b >> 32;
-    const ulong middle = (a0 * b0 >> 32) + (a0 * b1 & 0xFFFFFFFF) + (a1 * b0 & 0xFFFFFFFF);
-    return a1 * b1 + (a0 * b1 >> 32) + (a1 * b0 >> 32) + (middle >> 32);
 }
 
 // 24 bits of a SplitMix64 step, as the upper bits of 64: a number below 1, times 2^64.
@@ -152,8 +146,8 @@ inline ulong search(Row row, ulong cut, Goal goal, ulong value, float min_p, thr
                 // At least 1, and at most the total.
                 switch (goal) {
                 case Goal::Count: left = min(value, total); break;
-                case Goal::Share: left = high_product(total, value) + (total * value != 0 ? 1 : 0); break;
-                case Goal::Below: left = high_product(total, value) + 1; break;
+                case Goal::Share: left = upper_half(total, value) + (total * value != 0 ? 1 : 0); break;
+                case Goal::Below: left = upper_half(total, value) + 1; break;
                 }
             }
             uint chunk = BINS / 16 - 1;

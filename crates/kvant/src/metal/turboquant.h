@@ -31,7 +31,7 @@ struct Encoding {
 };
 
 // How many of the 2^bits − 1 ascending thresholds z exceeds.
-inline uint nearest(float z, constant float *thresholds, uint bits) {
+inline uint nearest(float z, const constant float *thresholds, uint bits) {
     uint index = 0;
     for (uint step = 1u << (bits - 1); step > 0; step /= 2) {
         index += z > thresholds[index + step - 1] ? step : 0;
