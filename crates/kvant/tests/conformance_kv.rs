@@ -213,7 +213,7 @@ fn quantised_planes_are_alike() {
                 let (order, slots) = (rng.pick(&ORDERS), rng.pick(&SLOT_ORDERS));
                 let norm = rng.pick(&[Norm::Rms, Norm::LeastSquares, Norm::Unbiased]);
                 let scale = rng.pick(&[1.0, 1.0, 0.9, 1.25]);
-                let (head_dim, kv_heads) = (rng.pick(&[8, 64, 128, 256, 512]), rng.pick(&[1, 2, 3]));
+                let (head_dim, kv_heads) = (rng.pick(&[8, 64, 128, 256, 512, 2048]), rng.pick(&[1, 2, 3]));
                 let v = rng.pick(&CODECS);
                 let spec = LayerSpec {
                     sequences: 2,
@@ -336,7 +336,7 @@ fn a_wrapped_ring_is_read_in_order() {
 #[test]
 fn odd_vectors_stay_by_themselves() {
     for bits in [4, 5, 6, 8] {
-        for head_dim in [64, 512] {
+        for head_dim in [64, 512, 2048] {
             let mut data = Source::random(&mut Rng::of("odd vectors"), 6, 1, head_dim);
             data.k[head_dim + 3] = f32::NAN;
             data.k[3 * head_dim + head_dim - 1] = f32::INFINITY;

@@ -166,7 +166,7 @@ fn dtypes() {
 #[test]
 fn layouts_and_sizes() {
     for layout in LAYOUTS {
-        for head_dim in [2, 6, 30, 64, 80, 96, 128, 256, 512] {
+        for head_dim in [2, 6, 30, 64, 80, 96, 128, 256, 512, 2500] {
             let half = head_dim / 2;
             for pairs in [0, 1, half / 4, half - half / 3, half] {
                 for turn in [Turn::Theta(10_000.0), Turn::Factors(5e5), Turn::Tables(4100)] {
@@ -538,6 +538,47 @@ fn fused_equals_its_parts() {
         );
         for (fused, parts) in read(&fused).iter().zip(&read(&parts)) {
             common::assert_close(format!("{device}: cache"), fused, parts, Bound::of(DType::F16));
+        }
+    }
+}
+
+/// Where the device does not see positions, a token beyond the tables is left alone: its result, its slots, and the rest.
+#[test]
+fn positions_beyond_the_tables_are_skipped() {
+    for device in devices().iter().filter(|device| !common::sees_indices(device)) {
+        let mut rng = Rng::of("tables");
+        let (rows, pairs, dim) = (5, 4, 8);
+        let tables = Tables::new(device, &mut rng, rows, pairs).unwrap();
+        let x = input(device, DType::F32, &rng.normals(4 * dim), &[4, 1, dim]).unwrap();
+        // The first position that the tables lack, and one far beyond them.
+        let step = layers::step(device, 1, &[(0, 4), (0, 5), (0, 0), (0, 700)]).unwrap();
+        let rope = tables.rope(Turn::Tables(rows), pairs, PairLayout::Halves);
+        let layer = KvLayer::new(device, linear_spec(1, 701, dim, Codec::F32)).unwrap();
+        fill(&layer, 0xA5).unwrap();
+        let pattern = f32::from_le_bytes([0xA5; 4]);
+        let (alone, fused) =
+            (Out::new(device, DType::F32, &[4, 1, dim]).unwrap(), Out::new(device, DType::F32, &[4, 1, dim]).unwrap());
+        run(device, |enc| {
+            let (positions, out_order, out) = (&step.positions, SourceOrder::TokenMajor, &alone.tensor);
+            ops::norm_rope(enc, &NormRope { x: &x, norm: None, rope, positions, rotate: false, out_order, out })?;
+            let (q_norm, k_norm, v_norm) = (None, None, None);
+            let (rotate_q, step, layer, q_out) = (false, &step, &layer, &fused.tensor);
+            let args =
+                NormRopeWrite { q: &x, k: &x, v: &x, q_norm, k_norm, v_norm, rope, rotate_q, step, layer, q_out };
+            ops::norm_rope_write(enc, &args)
+        })
+        .unwrap();
+        let keys = layers::read(&layer, KvSide::K, 0, 0..701).unwrap();
+        let values = layers::read(&layer, KvSide::V, 0, 0..701).unwrap();
+        for (token, position) in [4, 5, 0, 700].into_iter().enumerate() {
+            let skipped = position >= rows;
+            let row = |x: &[f32], row: usize| x[row * dim..][..dim].iter().all(|&x| x == pattern);
+            for out in [&alone, &fused] {
+                assert_eq!(row(&out.tensor.to_f32().unwrap(), token), skipped, "{device}: position {position}");
+                out.bytes().unwrap();
+            }
+            assert_eq!(row(&keys, position), skipped, "{device}: key at {position}");
+            assert_eq!(row(&values, position), skipped, "{device}: value at {position}");
         }
     }
 }

@@ -274,6 +274,22 @@ fn argmax() {
     }
 }
 
+/// Infinities are numbers like others, NaN is none.
+#[test]
+fn argmax_of_what_is_not_finite() {
+    let (inf, nan) = (f32::INFINITY, f32::NAN);
+    let rows =
+        [1.0, inf, inf, 2.0, -inf, nan, -inf, nan, nan, nan, nan, nan, nan, -inf, 3.0, -inf, -nan, inf, nan, 0.0];
+    for dtype in FLOATS {
+        conform(format!("argmax of what is not finite, {dtype}"), |device| {
+            let x = input(device, dtype, &rows, &[5, 4])?;
+            let out = Out::new(device, DType::U32, &[5])?;
+            run(device, |enc| ops::argmax(enc, &Argmax { x: &x, out: &out.tensor }))?;
+            Ok(vec![out.same("out")?])
+        });
+    }
+}
+
 /// Zeros are equal whatever their signs, in all three orders.
 #[test]
 fn signed_zeros() {

@@ -46,9 +46,8 @@ kernel void kv_read(device const uchar *low [[buffer(0)]],
     for (uint j = 4 * index; j < dim; j += 4 * threads.x) {
         put4(row, j, 4, load_row4(planes, from, j, dim, CODEC), true);
     }
-    if (KEEP_ROTATED) {
-        threadgroup_barrier(mem_flags::mem_threadgroup);
-    } else {
+    // A thread stores the coordinates that it loaded, unless they were rotated.
+    if (!KEEP_ROTATED) {
         rotate(row, 1, dim, true, index, threads.x);
     }
     store_row(out, to, row, dim, OUT_DTYPE, ALIGNED, index, threads.x);
