@@ -209,7 +209,7 @@ kernel void sample(device const uchar *logits [[buffer(0)]],
         return;
     }
     row.largest = from_ordered(key);
-    threadgroup_barrier(mem_flags::mem_threadgroup);
+    threadgroup_barrier(mem_flags::mem_threadgroup); // The histogram is empty.
 
     // NaN has the key 0.
     ulong cut = 1ul << (8 * ID_DIGITS);
