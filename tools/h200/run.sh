@@ -76,7 +76,9 @@ conformance_rest moe_route
 conformance_rest moe_combine
 conformance_linear odd_offsets
 conformance_linear ids_out_of_range
-conformance_attend a_short_context
+conformance_attend forced_splits
+conformance_attend fresh_keys_and_values
+conformance_attend not_finite_keys_and_values
 LIST
     say ""
 fi

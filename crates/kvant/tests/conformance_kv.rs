@@ -179,23 +179,31 @@ fn nan_is_converted_to_nan() {
 }
 
 /// How a layer's planes differ from the reference's: encoding in f32 may choose the other of two centroids for a
-/// coordinate that stands between them, rarely, and norms differ by the rounding of a sum.
+/// coordinate that stands between them, rarely, and norms differ by the rounding of a sum. A side's norms come after its
+/// indices: the least-squares and unbiased norms depend on them, so as many norms as indices may be further off.
 fn quantised_alike(case: &str, got: &[Output], want: &[Output]) -> Vec<String> {
     let mut wrong = Vec::new();
+    let mut other_indices = 0;
     for (got, want) in got.iter().zip(want) {
         let (Output::Same(plane, got), Output::Same(_, want)) = (got, want) else { unreachable!() };
         if plane.ends_with("norms") {
             let floats =
                 |bytes: &[u8]| -> Vec<f32> { bytes.chunks_exact(4).map(bytemuck::pod_read_unaligned).collect() };
             for (i, (x, y)) in floats(got).into_iter().zip(floats(want)).enumerate() {
-                // The least-squares and unbiased norms depend on the indices, so a changed index shows in them.
-                let close = (x - y).abs() <= 1e-4 * y.abs() || (x.is_nan() && y.is_nan());
-                if !close {
+                let off = (x - y).abs() / y.abs();
+                if x == y || off <= 1e-4 || (x.is_nan() && y.is_nan()) {
+                    continue;
+                }
+                if other_indices > 0 && off <= 0.2 {
+                    other_indices -= 1;
+                } else {
                     wrong.push(format!("{case}: {plane} {i} is {x}, not {y}"));
                 }
             }
+            other_indices = 0;
         } else {
             let changed = got.iter().zip(want).filter(|(x, y)| x != y).count();
+            other_indices += changed;
             if changed > 1 + got.len() / 2000 {
                 wrong.push(format!("{case}: {changed} of {} bytes of {plane} differ", got.len()));
             }
