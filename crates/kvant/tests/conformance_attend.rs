@@ -142,6 +142,9 @@ fn fresh_keys_and_values() {
                 case.check();
             }
         }
+        // More tokens than a threadgroup has threads.
+        Case { fresh: Some(order), ring: Some(16), window: Some(20), sequences: vec![(3, 150)], ..Case::default() }
+            .check();
         let sequences = vec![(0, 9), (30, 1), (7, 0), (12, 20)];
         Case { fresh: Some(order), ring: Some(16), source: DType::BF16, kv_heads: 3, sequences, ..Case::default() }
             .check();

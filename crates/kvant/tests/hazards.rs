@@ -938,8 +938,9 @@ fn position_out_of_range() {
             }
             // The good tokens are written; no other slot changes, and nothing faults.
             let before = planes(&v.layer).unwrap();
-            let _ = run(device, |e| ops::kv_write(e, &write));
-            let _ = run(device, |e| ops::attend(e, &attend));
+            for result in [run(device, |e| ops::kv_write(e, &write)), run(device, |e| ops::attend(e, &attend))] {
+                result.unwrap_or_else(|e| panic!("{device}: {what}: {e}"));
+            }
             let row = 64 * 4;
             for (before, after) in before.iter().zip(planes(&v.layer).unwrap()) {
                 for (slot, (x, y)) in before.chunks(row).zip(after.chunks(row)).enumerate() {
@@ -962,7 +963,7 @@ fn position_out_of_range() {
             let range = |e: &Error| matches!(e, Error::OutOfRange { .. });
             refused("norm_rope: beyond the tables", device, &v.watched(), |e| ops::norm_rope(e, &args), range);
         } else {
-            let _ = run(device, |e| ops::norm_rope(e, &args));
+            run(device, |e| ops::norm_rope(e, &args)).unwrap();
         }
     }
 }
