@@ -62,7 +62,7 @@ HEADERS = {
     "rows": ["hadamard", "kv_read", "kv_write", "norm_rope"],
     "slots": ["kv_read", "kv_write", "positions"],
     "team": ["kv_write", "norm_rope"],
-    "turboquant": ["kv_write"],
+    "turboquant": ["kv_write", "norm_rope_write"],
     "vectors": ["linear", "gate"],
     "wide": ["norm_rope", "sample"],
 }
