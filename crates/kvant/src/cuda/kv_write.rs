@@ -1,64 +1,22 @@
-use super::{
-    THREADS, headers,
-    planes::{self, LayerParams, codec_code, norm_code, row_threads},
-    vectors::rows_aligned4,
-};
+use super::{THREADS, headers};
 use crate::{
     Result,
-    gpu::{Builder, Launch, Params, Source, Use, params},
-    ops::kv_write::{Call, NAME, SourceOrder},
+    gpu::{
+        Builder, Source,
+        kv_write::{LAYOUTS, launch},
+        planes::row_threads,
+    },
+    ops::kv_write::Call,
 };
 
-params! {
-    pub(crate) struct KvWriteParams {
-        pub first_token: u64,
-        pub source_tokens: u64,
-        pub layer: LayerParams,
-        pub k_scale: f32,
-        pub v_scale: f32,
-        pub head_dim: u32,
-    }
-}
-
-static SOURCE: Source = Source {
-    name: "kv_write.cu",
-    text: include_str!("kv_write.cu"),
-    headers: headers::WRITE,
-    layouts: &[KvWriteParams::layout, LayerParams::layout],
-};
+static SOURCE: Source =
+    Source { name: "kv_write.cu", text: include_str!("kv_write.cu"), headers: headers::WRITE, layouts: LAYOUTS };
 
 pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
-    let (spec, layer) = (call.layer.spec(), &call.layer);
-    let ((k_norm, k_scale), (v_norm, v_scale)) = (norm_code(spec.k), norm_code(spec.v));
-    let params = KvWriteParams {
-        first_token: call.first_token as u64,
-        source_tokens: call.source_tokens as u64,
-        layer: LayerParams::new(NAME, layer)?,
-        k_scale,
-        v_scale,
-        head_dim: Launch::uint(NAME, "D", spec.head_dim)?,
-    };
+    let spec = call.layer.spec();
     let quantised = spec.k.is_quantised() || spec.v.is_quantised();
-    // A dense row is copied without a stop.
-    let row_bytes = if quantised { spec.head_dim * size_of::<f32>() + planes::STORE_ROOM } else { 16 };
     // Without codes to make, a block has several heads of its token.
     let across = row_threads(spec.head_dim);
     let (blocks, heads) = if quantised { (spec.kv_heads, 1) } else { (1, (THREADS / across).min(spec.kv_heads)) };
-    let launch = Launch::new(NAME, &SOURCE, "kv_write")
-        .constant("K_DTYPE", call.k.dtype())
-        .constant("V_DTYPE", call.v.dtype())
-        .constant("K_CODEC", codec_code(spec.k))
-        .constant("V_CODEC", codec_code(spec.v))
-        .constant("K_NORM", k_norm)
-        .constant("V_NORM", v_norm)
-        .constant("HEAD_MAJOR", call.order == SourceOrder::HeadMajor)
-        .constant("ALIGNED", rows_aligned4(spec.head_dim, [&call.k, &call.v, &layer.k.low, &layer.v.low]))
-        .read(0, &call.k)
-        .read(1, &call.v)
-        .read(2, &call.step.positions)
-        .read(3, &call.step.sequence)
-        .read(4, &call.step.lens);
-    let launch = planes::bind(launch, 5, layer.k(), Use::Write);
-    let launch = planes::bind(launch, 8, layer.v(), Use::Write);
-    b.push(launch.params(11, &params).threadgroup_memory(row_bytes).grid([call.tokens, blocks, 2], [across, heads, 1]))
+    b.push(launch(call, &SOURCE)?.grid([call.tokens, blocks, 2], [across, heads, 1]))
 }

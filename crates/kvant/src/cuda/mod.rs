@@ -19,7 +19,6 @@ mod linear;
 mod moe;
 mod norm_rope;
 mod norm_rope_write;
-mod planes;
 mod rms_norm;
 mod sample;
 mod softcap;
@@ -41,15 +40,9 @@ mod runtime;
 use crate::{
     Device, DeviceKind, Result,
     device::not_built,
-    gpu::{Builder, Kernels, Launch},
+    gpu::{Builder, Kernels, LANES as WARP, Launch, THREADS, planes},
     ops::Call,
 };
-
-/// Threads of a block where elements are independent.
-const THREADS: usize = 256;
-
-/// Threads that exchange values without shared memory.
-const WARP: usize = 32;
 
 /// The CUDA kernels, for any executor.
 pub(crate) const KERNELS: Kernels = Kernels { kind: DeviceKind::Cuda, build, plan_attend: attend::plan };

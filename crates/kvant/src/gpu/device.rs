@@ -103,6 +103,11 @@ impl Builder<'_> {
         Ok(Scratch { memory: (self.allocate)(bytes, true)?.into(), bytes })
     }
 
+    /// The error that says what this device cannot do.
+    pub(crate) fn unsupported(&self, op: &'static str, reason: String) -> Error {
+        Error::Unsupported { op, device: self.device, reason }
+    }
+
     /// Adds a launch; one without threads is dropped.
     ///
     /// # Errors
@@ -119,15 +124,12 @@ impl Builder<'_> {
             || total.is_none_or(|n| n > u32::MAX.into())
             || launch.threadgroup_bytes as usize > most_bytes
         {
-            return Err(Error::Unsupported {
-                op: launch.op,
-                device: self.device,
-                reason: format!(
-                    "a grid of {:?} threadgroups of {:?} threads with {} bytes each; the device allows {most_threads} \
-                     threads and {most_bytes} bytes in one, and 2^32 threads in all",
-                    launch.grid.groups, launch.grid.threads, launch.threadgroup_bytes
-                ),
-            });
+            let reason = format!(
+                "a grid of {:?} threadgroups of {:?} threads with {} bytes each; the device allows {most_threads} \
+                 threads and {most_bytes} bytes in one, and 2^32 threads in all",
+                launch.grid.groups, launch.grid.threads, launch.threadgroup_bytes
+            );
+            return Err(self.unsupported(launch.op, reason));
         }
         self.launches.push(launch);
         Ok(())

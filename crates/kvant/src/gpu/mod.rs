@@ -1,15 +1,23 @@
 //! What both GPUs share: the [`Launch`], and the device made of an [`Executor`] that runs launches.
 //!
 //! For each operation `metal/NAME.rs` (or `cuda/NAME.rs`) turns the validated `Call` into launches: kernel, buffers,
-//! parameters, grid. An executor knows nothing of operations; it runs launches: the Apple runtime, the CUDA runtime,
+//! parameters, grid. What both say alike is in `NAME.rs` here: the parameters, the constants, what is bound where; they
+//! add the text of the kernel, and its grid where it is their own. An executor knows nothing of operations; it runs launches: the Apple runtime, the CUDA runtime,
 //! and in tests a machine that plays the GPU. All of them get the very same `Launch`.
 //!
 //! Not part of the stable interface: it is public for such executors.
 
+pub(crate) mod argmax;
 mod device;
+pub(crate) mod kv_write;
 mod launch;
+pub(crate) mod norm_rope;
+pub(crate) mod norm_rope_write;
 mod order;
 mod params;
+pub(crate) mod planes;
+pub(crate) mod sample;
+mod vectors;
 
 pub use device::{Executor, LaunchPass, Limits, compile_cuda, cuda_device, has_cuda_compiler, metal_device};
 pub use launch::{Binding, Constant, Grid, Header, Launch, Product, Source, Use};
@@ -21,5 +29,12 @@ pub(crate) use device::Gpu;
 pub(crate) use device::{Builder, Kernels};
 pub(crate) use launch::{Scratch, dtype_code};
 pub(crate) use params::{Params, params};
+pub(crate) use vectors::{aligned4, rows_aligned4};
 
 pub use crate::backend::{Memory, Replay, Wait};
+
+/// Threads that run in step and exchange values: a SIMD-group of Metal, a warp of CUDA.
+pub(crate) const LANES: usize = 32;
+
+/// Threads of a threadgroup where elements are independent.
+pub(crate) const THREADS: usize = 256;

@@ -17,7 +17,6 @@ mod linear;
 mod moe;
 mod norm_rope;
 mod norm_rope_write;
-mod planes;
 #[cfg(any(target_os = "macos", test))]
 mod pool;
 mod rms_norm;
@@ -29,15 +28,9 @@ mod vectors;
 
 use crate::{
     Device, DeviceKind, Result,
-    gpu::{Builder, Kernels},
+    gpu::{Builder, Kernels, LANES as SIMD, THREADS, planes},
     ops::Call,
 };
-
-/// Threads of a threadgroup where elements are independent.
-const THREADS: usize = 256;
-
-/// Threads that run in step and exchange values: an Apple SIMD-group.
-const SIMD: usize = 32;
 
 /// The Metal kernels, for any executor.
 pub(crate) const KERNELS: Kernels = Kernels { kind: DeviceKind::Metal, build, plan_attend: attend::plan };

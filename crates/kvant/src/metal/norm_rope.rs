@@ -1,40 +1,19 @@
-use std::f64::consts::TAU;
-
-use super::{headers, planes::row_threads, vectors::rows_aligned4};
+use super::headers;
 use crate::{
-    DType, Result, Tensor,
-    gpu::{Builder, Launch, Params, Source, params},
-    ops::{
-        PairLayout,
-        kv_write::SourceOrder,
-        norm_rope::{AnglesCall, Call, NAME, NormCall, RopeCall},
+    Result,
+    gpu::{
+        Builder, Source,
+        norm_rope::{LAYOUTS, launch},
+        planes::row_threads,
     },
+    ops::norm_rope::Call,
 };
-
-params! {
-    /// Where angles come from.
-    pub(crate) struct RopeParams {
-        /// Pair i turns by `coarse[i / 64] · fine[i % 64]` turns a position: the bits of both as f64.
-        pub coarse: [u64; 64],
-        pub fine: [u64; 64],
-        pub pairs: u32,
-        pub table_rows: u32,
-    }
-
-    pub(crate) struct NormRopeParams {
-        pub rope: RopeParams,
-        pub tokens: u32,
-        pub heads: u32,
-        pub head_dim: u32,
-        pub eps: f32,
-    }
-}
 
 static SOURCE: Source = Source {
     name: "norm_rope.metal",
     text: include_str!("norm_rope.metal"),
     headers: headers::NORM_ROPE,
-    layouts: &[NormRopeParams::layout, RopeParams::layout],
+    layouts: LAYOUTS,
 };
 
 /// Bytes of threadgroup memory beyond the row: NORM_ROOM of `norm_rope.h`.
@@ -42,97 +21,9 @@ pub(super) const ROOM: usize = 32 * size_of::<f32>();
 
 pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
     let dim = call.head_dim;
-    let params = NormRopeParams {
-        rope: RopeParams::new(NAME, call.rope.as_ref(), dim)?,
-        tokens: Launch::uint(NAME, "x", call.tokens)?,
-        heads: Launch::uint(NAME, "x", call.heads)?,
-        head_dim: Launch::uint(NAME, "D", dim)?,
-        eps: eps(call.norm.as_ref()),
-    };
-    let (norm, weight, weight_dtype) = norm_constants(call.norm.as_ref());
-    let launch = Launch::new(NAME, &SOURCE, "norm_rope")
-        .constant("X_DTYPE", call.x.dtype())
-        .constant("OUT_DTYPE", call.out.dtype())
-        .constant("NORM", norm)
-        .constant("WEIGHT_DTYPE", weight_dtype)
-        .constant("ROTATE", call.rotate)
-        .constant("HEAD_MAJOR", call.out_order == SourceOrder::HeadMajor)
-        .constant("ALIGNED", rows_aligned4(dim, [&call.x, &call.out]))
-        .read(0, &call.x)
-        .read(1, &call.positions)
-        .read_if(2, weight)
-        .write(6, &call.out)
-        .params(7, &params);
     b.push(
-        bind_rope(launch, 3, call.rope.as_ref())
+        launch(call, &SOURCE, b)?
             .threadgroup_memory(dim * size_of::<f32>() + ROOM)
             .grid([call.heads, call.tokens, 1], [row_threads(dim), 1, 1]),
     )
-}
-
-/// The epsilon of a norm; anything when there is none.
-pub(super) fn eps(norm: Option<&NormCall>) -> f32 {
-    norm.map_or(0.0, |norm| norm.eps)
-}
-
-/// A norm as kernels are told of it: its number in `norm_rope.h`, its weight and the weight's dtype.
-pub(super) fn norm_constants(norm: Option<&NormCall>) -> (u32, Option<&Tensor>, DType) {
-    let weight = norm.and_then(|norm| norm.weight.as_ref());
-    let kind = match (norm, weight) {
-        (None, _) => 0,
-        (Some(_), None) => 1,
-        (Some(_), Some(_)) => 2,
-    };
-    (kind, weight, weight.map_or(DType::F32, Tensor::dtype))
-}
-
-/// Sets the constants ANGLES and LAYOUT, and binds cosines, sines and factors, those that there are, at three indices
-/// from `first` on.
-pub(super) fn bind_rope(launch: Launch, first: u32, rope: Option<&RopeCall>) -> Launch {
-    let (angles, tables) = match rope.map(|rope| (&rope.angles, &rope.freq_factors)) {
-        None => (0, None),
-        Some((AnglesCall::Theta(_), None)) => (1, None),
-        Some((AnglesCall::Theta(_), Some(_))) => (2, None),
-        Some((AnglesCall::Tables { cos, sin, .. }, _)) => (3, Some((cos, sin))),
-    };
-    let layout = match rope.map_or(PairLayout::Halves, |rope| rope.layout) {
-        PairLayout::Halves => 0u32,
-        PairLayout::LeadingHalves => 1,
-        PairLayout::Interleaved => 2,
-    };
-    launch
-        .constant("ANGLES", angles)
-        .constant("LAYOUT", layout)
-        .read_if(first, tables.map(|t| t.0))
-        .read_if(first + 1, tables.map(|t| t.1))
-        .read_if(first + 2, rope.and_then(|rope| rope.freq_factors.as_ref()))
-}
-
-impl RopeParams {
-    pub(super) fn new(op: &'static str, rope: Option<&RopeCall>, head_dim: usize) -> Result<RopeParams> {
-        let mut params = RopeParams { coarse: [0; 64], fine: [0; 64], pairs: 0, table_rows: 0 };
-        let Some(rope) = rope else { return Ok(params) };
-        params.pairs = Launch::uint(op, "rope.rotated_pairs", rope.rotated_pairs)?;
-        match rope.angles {
-            // Positions have 32 bits.
-            AnglesCall::Tables { rows, .. } => params.table_rows = u32::try_from(rows).unwrap_or(u32::MAX),
-            AnglesCall::Theta(theta) => {
-                let base = rope.layout.frequency_base(head_dim, rope.rotated_pairs) as f64;
-                let power = |i: usize| theta.powf(-2.0 * i as f64 / base);
-                let step = power(1);
-                let mut frequency = 1.0;
-                for (i, fine) in params.fine.iter_mut().enumerate() {
-                    // Powers are slow; a few products lose next to nothing.
-                    frequency = if i.is_multiple_of(16) { power(i) } else { frequency * step };
-                    *fine = f64::to_bits(frequency);
-                }
-                // Rows are shorter than 8192, since they fit threadgroup memory.
-                let used = rope.rotated_pairs.div_ceil(64).min(64);
-                for (i, coarse) in params.coarse[..used].iter_mut().enumerate() {
-                    *coarse = f64::to_bits(power(64 * i) / TAU);
-                }
-            }
-        }
-        Ok(params)
-    }
 }

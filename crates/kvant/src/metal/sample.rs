@@ -1,66 +1,20 @@
+use super::{argmax, headers};
 use crate::{
-    DType, Result,
-    gpu::{Builder, Launch, Params, Source, params},
-    metal::{SIMD, argmax, headers, vectors::aligned4},
+    Result,
+    gpu::{
+        Builder, Source,
+        sample::{LAYOUTS, LONG, greedy, launch},
+    },
     ops::sample::{Call, NAME},
 };
 
-params! {
-    pub(crate) struct SampleParams {
-        pub seed: u64,
-        pub top_p: u64,
-        pub vocab: u32,
-        pub top_k: u32,
-        pub temperature: f32,
-        pub min_p: f32,
-    }
-}
-
-static SOURCE: Source = Source {
-    name: "sample.metal",
-    text: include_str!("sample.metal"),
-    headers: headers::ROWS,
-    layouts: &[SampleParams::layout],
-};
-
-/// Entries of a row from which on threads would often meet in one bin of the histogram.
-const LONG: usize = 16 * 1024;
+static SOURCE: Source =
+    Source { name: "sample.metal", text: include_str!("sample.metal"), headers: headers::ROWS, layouts: LAYOUTS };
 
 pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
-    let vocab = call.vocab;
-    if call.temperature == 0.0 {
-        return argmax::rows(NAME, &call.logits, vocab, &call.out, b);
+    if let Some(call) = greedy(call) {
+        return argmax::build_for(NAME, &call, b);
     }
-    let params = SampleParams {
-        seed: call.seed,
-        // However small, it keeps the first.
-        top_p: ((f64::from(call.top_p) * 2f64.powi(64)) as u64).max(1),
-        vocab: Launch::uint(NAME, "V", vocab)?,
-        top_k: Launch::uint(NAME, "top_k", call.top_k)?,
-        // A GPU may take a subnormal number for zero.
-        temperature: call.temperature.max(f32::MIN_POSITIVE),
-        min_p: call.min_p,
-    };
-    // Sign, exponent and mantissa, in digits of 8 bits, of what a logit is when it is an f32.
-    let key_digits: u32 = match call.logits.dtype() {
-        DType::BF16 => 2,
-        DType::F16 => 3,
-        _ => 4,
-    };
-    let id_digits = (u32::BITS - (params.vocab - 1).leading_zeros()).div_ceil(8);
-    let threads = (vocab / 16).next_multiple_of(SIMD).clamp(SIMD, b.limits.threads.min(1024));
-    b.push(
-        Launch::new(NAME, &SOURCE, if vocab < LONG { "sample_short" } else { "sample_long" })
-            .constant("X_DTYPE", call.logits.dtype())
-            .constant("ALIGNED", vocab.is_multiple_of(4) && aligned4(&call.logits))
-            .constant("TOP_K", call.top_k < vocab)
-            .constant("TOP_P", call.top_p < 1.0)
-            .constant("KEY_DIGITS", key_digits)
-            .constant("ID_DIGITS", id_digits)
-            .read(0, &call.logits)
-            .read(1, &call.counter)
-            .write(2, &call.out)
-            .params(3, &params)
-            .grid([call.out.elements(), 1, 1], [threads, 1, 1]),
-    )
+    let kernel = if call.vocab < LONG { "sample_short" } else { "sample_long" };
+    b.push(launch(call, &SOURCE, kernel, &b.limits)?)
 }

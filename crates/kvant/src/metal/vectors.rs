@@ -1,24 +1,12 @@
-//! When kernels may take four elements at a time: see `vectors.h`.
+//! Grids of kernels that take four elements at a time: see `vectors.h`.
 
-use crate::{
-    Tensor,
-    metal::{SIMD, THREADS},
-};
-
-/// Whether groups of four elements of the tensor, counted from its first, lie at multiples of their size.
-pub(super) fn aligned4(tensor: &Tensor) -> bool {
-    tensor.byte_offset().is_multiple_of(4 * tensor.dtype().size())
-}
-
-/// Whether that holds for every row of `dim` elements of every tensor.
-pub(super) fn rows_aligned4<'a>(dim: usize, tensors: impl IntoIterator<Item = &'a Tensor>) -> bool {
-    dim.is_multiple_of(4) && tensors.into_iter().all(aligned4)
-}
+use crate::gpu::{LANES, THREADS};
+pub(super) use crate::gpu::{aligned4, rows_aligned4};
 
 /// A grid with one thread per four elements of a row, x, and per row, y.
 pub(super) fn grid(rows: usize, dim: usize) -> ([usize; 3], [usize; 3]) {
     let fours = dim.div_ceil(4);
-    let across = fours.next_multiple_of(SIMD).clamp(SIMD, THREADS);
+    let across = fours.next_multiple_of(LANES).clamp(LANES, THREADS);
     let down = THREADS / across;
     ([fours.div_ceil(across), rows.div_ceil(down), 1], [across, down, 1])
 }

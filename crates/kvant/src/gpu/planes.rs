@@ -1,11 +1,7 @@
 //! The planes of a cache layer as kernels are told of them.
 
-use super::WARP;
-use crate::{
-    Codec, KvLayer, Planes, SlotOrder,
-    codec::Norm,
-    gpu::{Launch, Use, dtype_code, params},
-};
+use super::{LANES, Launch, THREADS, Use, dtype_code, params};
+use crate::{Codec, KvLayer, Planes, SlotOrder, codec::Norm};
 
 params! {
     /// The shape of a layer.
@@ -18,11 +14,12 @@ params! {
     }
 }
 
-/// Bytes of shared memory that storing a row takes, beyond the row: STORE_ROOM of `turboquant.h`.
-pub(super) const STORE_ROOM: usize = 3 * 32 * size_of::<f32>();
+/// Bytes of threadgroup memory that storing a row takes, beyond the row: WRITE_ROOM of Metal's `turboquant.h`,
+/// STORE_ROOM of CUDA's.
+pub(crate) const WRITE_ROOM: usize = 3 * 32 * size_of::<f32>();
 
 impl LayerParams {
-    pub(super) fn new(op: &'static str, layer: &KvLayer) -> crate::Result<LayerParams> {
+    pub(crate) fn new(op: &'static str, layer: &KvLayer) -> crate::Result<LayerParams> {
         let spec = layer.spec();
         let uint = |arg, n| Launch::uint(op, arg, n);
         Ok(LayerParams {
@@ -36,7 +33,7 @@ impl LayerParams {
 }
 
 /// The number of a codec in kernels: `planes.h` has the same.
-pub(super) fn codec_code(codec: Codec) -> u32 {
+pub(crate) fn codec_code(codec: Codec) -> u32 {
     match codec {
         Codec::Dense(dtype) => dtype_code(dtype),
         Codec::TurboQuant(tq) => tq.bits,
@@ -44,7 +41,7 @@ pub(super) fn codec_code(codec: Codec) -> u32 {
 }
 
 /// The number of a codec's norm in kernels, as `turboquant.h` has it, and its scale.
-pub(super) fn norm_code(codec: Codec) -> (u32, f32) {
+pub(crate) fn norm_code(codec: Codec) -> (u32, f32) {
     match codec {
         Codec::Dense(_) => (0, 1.0),
         Codec::TurboQuant(tq) => {
@@ -59,7 +56,7 @@ pub(super) fn norm_code(codec: Codec) -> (u32, f32) {
 }
 
 /// Binds the planes of one side at three indices from `first` on; those that do not exist stay free.
-pub(super) fn bind(launch: Launch, first: u32, planes: &Planes, access: Use) -> Launch {
+pub(crate) fn bind(launch: Launch, first: u32, planes: &Planes, access: Use) -> Launch {
     let tensors = [Some(&planes.low), planes.high.as_ref(), planes.norms.as_ref()];
     (first..).zip(tensors).fold(launch, |launch, (index, tensor)| match tensor {
         Some(tensor) => launch.tensor(index, tensor, access),
@@ -68,6 +65,6 @@ pub(super) fn bind(launch: Launch, first: u32, planes: &Planes, access: Use) -> 
 }
 
 /// Threads that share a row of `dim` elements, four at a time.
-pub(super) fn row_threads(dim: usize) -> usize {
-    dim.div_ceil(4).next_multiple_of(WARP).clamp(WARP, super::THREADS)
+pub(crate) fn row_threads(dim: usize) -> usize {
+    dim.div_ceil(4).next_multiple_of(LANES).clamp(LANES, THREADS)
 }
