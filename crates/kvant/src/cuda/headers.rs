@@ -1,8 +1,6 @@
 //! The headers of the kernel files, as lists that a [`Source`](crate::gpu::Source) names.
 
-use std::fmt::Write;
-
-use crate::{codec, gpu::Header};
+use crate::gpu::{Header, tables};
 
 const CONVERT_H: Header = Header { name: "convert.h", text: || include_str!("convert.h").to_string() };
 const ELEMENTS_H: Header = Header { name: "elements.h", text: || include_str!("elements.h").to_string() };
@@ -10,8 +8,9 @@ const VECTORS_H: Header = Header { name: "vectors.h", text: || include_str!("vec
 const TEAM_H: Header = Header { name: "team.h", text: || include_str!("team.h").to_string() };
 const ORDERED_H: Header = Header { name: "ordered.h", text: || include_str!("ordered.h").to_string() };
 const AFFINE_H: Header = Header { name: "affine.h", text: || include_str!("affine.h").to_string() };
-const CODEBOOKS_H: Header = Header { name: "codebooks.h", text: codebooks };
-const SIGNS_H: Header = Header { name: "signs.h", text: signs };
+// Threads ask for different entries of a codebook at a time, which constant memory would serve one by one.
+const CODEBOOKS_H: Header = Header { name: "codebooks.h", text: || tables::codebooks("__device__ const float") };
+const SIGNS_H: Header = Header { name: "signs.h", text: || tables::signs("__device__ const unsigned") };
 const ROTATE_H: Header = Header { name: "rotate.h", text: || include_str!("rotate.h").to_string() };
 const PLANES_H: Header = Header { name: "planes.h", text: || include_str!("planes.h").to_string() };
 const SLOTS_H: Header = Header { name: "slots.h", text: || include_str!("slots.h").to_string() };
@@ -62,39 +61,3 @@ pub(super) const WRITE: &[Header] = &[
     TURBOQUANT_H,
     NORM_ROPE_H,
 ];
-
-/// The centroids and thresholds of the TurboQuant codebooks, as arrays. Threads ask for different entries at a time,
-/// which constant memory would serve one by one.
-fn codebooks() -> String {
-    let mut text = String::from(
-        "// TurboQuant's codebooks: generated from codec/codebook.rs.\n#ifndef KVANT_CODEBOOKS_H\n#define KVANT_CODEBOOKS_H\n",
-    );
-    for bits in [4, 5, 6, 8] {
-        let centroids = codec::centroids(bits).expect("these sizes have codebooks");
-        let thresholds = codec::thresholds(bits).expect("these sizes have codebooks");
-        for (name, values) in [("CENTROIDS", centroids), ("THRESHOLDS", thresholds)] {
-            let _ = write!(text, "__device__ const float {name}_{bits}[{}] = {{", values.len());
-            for (i, value) in values.iter().enumerate() {
-                // The shortest decimal that names this f32.
-                let _ = write!(text, "{}{value:e}f,", if i % 8 == 0 { "\n    " } else { " " });
-            }
-            text += "\n};\n";
-        }
-    }
-    text + "#endif\n"
-}
-
-/// The signs of the Hadamard rotation: bit D + j says whether sign j of dimension D is −1.
-fn signs() -> String {
-    let bit = |at: usize| at >= 2 && codec::sign_is_negative(1 << at.ilog2(), at - (1 << at.ilog2()));
-    let mut text = String::from(
-        "// The rotation's signs: generated from codec/signs.rs.\n#ifndef KVANT_SIGNS_H\n#define KVANT_SIGNS_H\n",
-    );
-    // Dimensions 2 to 4096.
-    text += "__device__ const unsigned SIGN_BITS[256] = {";
-    for word in 0..256 {
-        let bits = (0..32).fold(0u32, |bits, i| bits | u32::from(bit(32 * word + i)) << i);
-        let _ = write!(text, "{}0x{bits:08X},", if word % 8 == 0 { "\n    " } else { " " });
-    }
-    text + "\n};\n#endif\n"
-}

@@ -1,6 +1,10 @@
 use crate::{
     DType, Result, Tensor,
-    cuda::{WARP, affine::Parts, dequantise, headers},
+    cuda::{
+        WARP,
+        affine::{Parts, parts},
+        dequantise, headers,
+    },
     gpu::{Builder, Launch, Params, Product, Source, Use, params},
     ops::linear::{Call, NAME, OwnedWeight},
 };
@@ -45,7 +49,7 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
         rows_per_input: uint("experts.ids", *rows_per_input)?,
         alpha: *alpha,
     };
-    let weight = Parts::of(weight, dims.inputs);
+    let weight = parts(weight, dims.inputs);
     if dequantise::suits(call, &weight) {
         return by_dense(call, &weight, params, b);
     }

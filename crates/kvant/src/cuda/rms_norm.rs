@@ -1,66 +1,16 @@
+use super::headers;
 use crate::{
-    DType, Result, Tensor,
-    cuda::{WARP, headers, vectors::aligned4},
-    gpu::{Builder, Launch, Params, Source, params},
-    ops::rms_norm::{Call, NAME},
+    Result,
+    gpu::{
+        Builder, Source,
+        rms_norm::{LAYOUTS, launch},
+    },
+    ops::rms_norm::Call,
 };
 
-params! {
-    pub(crate) struct RmsNormParams {
-        pub rows: u32,
-        pub dim: u32,
-        pub eps: f32,
-        pub scale: f32,
-    }
-}
-
-static SOURCE: Source = Source {
-    name: "rms_norm.cu",
-    text: include_str!("rms_norm.cu"),
-    headers: headers::ROWS,
-    layouts: &[RmsNormParams::layout],
-};
-
-/// Elements of a row from which on a whole block takes it.
-const LONG: usize = 512;
-/// warps of a block where each has a row of its own.
-const ROWS: usize = 4;
-/// warps of a block that has a row at most: 4096 elements are read at once.
-const MOST: usize = 32;
+static SOURCE: Source =
+    Source { name: "rms_norm.cu", text: include_str!("rms_norm.cu"), headers: headers::ROWS, layouts: LAYOUTS };
 
 pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
-    let params = RmsNormParams {
-        rows: Launch::uint(NAME, "x", call.rows)?,
-        dim: Launch::uint(NAME, "x", call.dim)?,
-        eps: call.eps,
-        scale: call.scale,
-    };
-    let optional = [&call.weight, &call.residual, &call.sum].map(Option::as_ref);
-    let tensors = [&call.x, &call.out].into_iter().chain(optional.into_iter().flatten());
-    let aligned = call.dim.is_multiple_of(4) && tensors.into_iter().all(aligned4);
-    let [weight, residual, sum] = optional;
-    let dtype = |tensor: Option<&Tensor>| tensor.map_or(DType::F32, Tensor::dtype);
-    let whole = call.dim >= LONG;
-    let (groups, warps) =
-        if whole { (call.rows, (call.dim / (8 * WARP)).min(MOST)) } else { (call.rows.div_ceil(ROWS), ROWS) };
-    b.push(
-        Launch::new(NAME, &SOURCE, "rms_norm")
-            .constant("X_DTYPE", call.x.dtype())
-            .constant("OUT_DTYPE", call.out.dtype())
-            .constant("WEIGHT_DTYPE", dtype(weight))
-            .constant("RESIDUAL_DTYPE", dtype(residual))
-            .constant("SUM_DTYPE", dtype(sum))
-            .constant("HAS_WEIGHT", weight.is_some())
-            .constant("AFTER", residual.is_some() && sum.is_none())
-            .constant("BEFORE", sum.is_some())
-            .constant("WHOLE", whole)
-            .constant("ALIGNED", aligned)
-            .read(0, &call.x)
-            .read_if(1, weight)
-            .read_if(2, residual)
-            .write_if(3, sum)
-            .write(4, &call.out)
-            .params(5, &params)
-            .grid([groups, 1, 1], [warps * WARP, 1, 1]),
-    )
+    b.push(launch(call, &SOURCE)?)
 }

@@ -1,7 +1,6 @@
 //! Grids of kernels that take four elements at a time: see `vectors.h`.
 
 use crate::gpu::{LANES, THREADS};
-pub(super) use crate::gpu::{aligned4, rows_aligned4};
 
 /// A grid with one thread per four elements of a row and per row: blocks count rows by x and elements by y, threads
 /// of a block elements by x and rows by y. `row_and_four` of `vectors.h` goes with it.

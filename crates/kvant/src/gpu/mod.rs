@@ -1,22 +1,31 @@
 //! What both GPUs share: the [`Launch`], and the device made of an [`Executor`] that runs launches.
 //!
 //! For each operation `metal/NAME.rs` (or `cuda/NAME.rs`) turns the validated `Call` into launches: kernel, buffers,
-//! parameters, grid. What both say alike is in `NAME.rs` here: the parameters, the constants, what is bound where; they
-//! add the text of the kernel, and its grid where it is their own. An executor knows nothing of operations; it runs launches: the Apple runtime, the CUDA runtime,
-//! and in tests a machine that plays the GPU. All of them get the very same `Launch`.
+//! parameters, grid. What both do alike is in `NAME.rs` here: parameters, constants, what is bound where. An executor
+//! knows nothing of operations; it runs launches: the Apple runtime, the CUDA runtime, and in tests a machine that
+//! plays the GPU. All of them get the very same `Launch`.
 //!
 //! Not part of the stable interface: it is public for such executors.
 
+pub(crate) mod affine;
 pub(crate) mod argmax;
 mod device;
+pub(crate) mod embed;
+pub(crate) mod gate;
+pub(crate) mod hadamard;
+pub(crate) mod kv_read;
 pub(crate) mod kv_write;
 mod launch;
+pub(crate) mod moe;
 pub(crate) mod norm_rope;
 pub(crate) mod norm_rope_write;
 mod order;
 mod params;
 pub(crate) mod planes;
+pub(crate) mod rms_norm;
 pub(crate) mod sample;
+pub(crate) mod softcap;
+pub(crate) mod tables;
 mod vectors;
 
 pub use device::{Executor, LaunchPass, Limits, compile_cuda, cuda_device, has_cuda_compiler, metal_device};

@@ -1,45 +1,11 @@
 //! Weights as kernels are told of them: see `affine.h`.
 
-use crate::{DType, Tensor, metal::vectors::aligned4, ops::linear::OwnedWeight};
+use crate::{
+    gpu::{affine::Parts, rows_aligned4},
+    ops::linear::OwnedWeight,
+};
 
-/// A weight taken apart.
-pub(super) struct Parts<'a> {
-    /// The dense weight, or the codes.
-    pub weight: &'a Tensor,
-    pub scales: Option<&'a Tensor>,
-    pub biases: Option<&'a Tensor>,
-    /// Of the dense weight, or of scales and biases.
-    pub dtype: DType,
-    /// 0 for a dense weight.
-    pub bits: u32,
-    pub group: u32,
-    /// Whether all rows begin where vector loads may: four elements, or 16 bytes of codes.
-    pub aligned: bool,
-}
-
-impl Parts<'_> {
-    /// `inputs` is the length of a row.
-    pub(super) fn of(weight: &OwnedWeight, inputs: usize) -> Parts<'_> {
-        match weight {
-            OwnedWeight::Dense(weight) => Parts {
-                weight,
-                scales: None,
-                biases: None,
-                dtype: weight.dtype(),
-                bits: 0,
-                group: 1,
-                aligned: inputs.is_multiple_of(4) && aligned4(weight),
-            },
-            // 32 codes of 4 or 8 bits are 16 or 32 bytes; those of 6 bits are read word by word.
-            OwnedWeight::Affine { codes, scales, biases, bits, group } => Parts {
-                weight: codes,
-                scales: Some(scales),
-                biases: Some(biases),
-                dtype: scales.dtype(),
-                bits: *bits,
-                group: u32::try_from(*group).expect("a group is 128 at most"),
-                aligned: codes.byte_offset().is_multiple_of(16),
-            },
-        }
-    }
+/// A weight whose rows have `inputs` elements; dense ones are read four at a time.
+pub(super) fn parts(weight: &OwnedWeight, inputs: usize) -> Parts<'_> {
+    Parts::of(weight, |dense| rows_aligned4(inputs, [dense]))
 }

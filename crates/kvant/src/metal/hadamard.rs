@@ -1,49 +1,16 @@
+use super::headers;
 use crate::{
     Result,
-    gpu::{Builder, Launch, Params, Source, params},
-    metal::{SIMD, THREADS, headers, vectors::rows_aligned4},
-    ops::hadamard::{Call, NAME},
+    gpu::{
+        Builder, Source,
+        hadamard::{LAYOUTS, launch},
+    },
+    ops::hadamard::Call,
 };
 
-params! {
-    pub(crate) struct HadamardParams {
-        pub rows: u64,
-        pub dim: u32,
-        pub group_rows: u32,
-    }
-}
-
-static SOURCE: Source = Source {
-    name: "hadamard.metal",
-    text: include_str!("hadamard.metal"),
-    headers: headers::ROTATE,
-    layouts: &[HadamardParams::layout],
-};
-
-/// Elements that a threadgroup rotates, if its rows are not longer.
-const TILE: usize = 1024;
+static SOURCE: Source =
+    Source { name: "hadamard.metal", text: include_str!("hadamard.metal"), headers: headers::ROTATE, layouts: LAYOUTS };
 
 pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
-    let (rows, dim) = (call.rows, call.dim);
-    if rows == 0 {
-        return Ok(());
-    }
-    let group_rows = (TILE / dim).clamp(1, rows);
-    let elements = group_rows * dim;
-    // A thread takes four elements at a time.
-    let threads = (elements / 4).next_multiple_of(SIMD).clamp(SIMD, THREADS);
-    // Both are at most 4096.
-    let params = HadamardParams { rows: rows as u64, dim: dim as u32, group_rows: group_rows as u32 };
-    b.push(
-        Launch::new(NAME, &SOURCE, "hadamard")
-            .constant("X_DTYPE", call.x.dtype())
-            .constant("OUT_DTYPE", call.out.dtype())
-            .constant("INVERSE", call.inverse)
-            .constant("ALIGNED", rows_aligned4(dim, [&call.x, &call.out]))
-            .read(0, &call.x)
-            .write(1, &call.out)
-            .params(2, &params)
-            .threadgroup_memory(elements * size_of::<f32>())
-            .grid([rows.div_ceil(group_rows), 1, 1], [threads, 1, 1]),
-    )
+    b.push(launch(call, &SOURCE))
 }

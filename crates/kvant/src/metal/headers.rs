@@ -1,12 +1,10 @@
 //! The headers of the kernel files, as lists that a [`Source`](crate::gpu::Source) names.
 
-use std::fmt::Write;
-
-use crate::{codec, gpu::Header};
+use crate::gpu::{Header, tables};
 
 const ELEMENTS_H: Header = Header { name: "elements.h", text: || include_str!("elements.h").to_string() };
-const CODEBOOKS_H: Header = Header { name: "codebooks.h", text: codebooks };
-const SIGNS_H: Header = Header { name: "signs.h", text: signs };
+const CODEBOOKS_H: Header = Header { name: "codebooks.h", text: || tables::codebooks("constant constexpr float") };
+const SIGNS_H: Header = Header { name: "signs.h", text: || tables::signs("constant constexpr uint") };
 const ROTATE_H: Header = Header { name: "rotate.h", text: || include_str!("rotate.h").to_string() };
 const ROWS_H: Header = Header { name: "rows.h", text: || include_str!("rows.h").to_string() };
 const SLOTS_H: Header = Header { name: "slots.h", text: || include_str!("slots.h").to_string() };
@@ -55,38 +53,3 @@ pub(super) const NORM_ROPE_WRITE: &[Header] = &[
     SLOTS_H,
     NORM_ROPE_H,
 ];
-
-/// The centroids and thresholds of the TurboQuant codebooks, as arrays of constants.
-fn codebooks() -> String {
-    let mut text = String::from(
-        "// TurboQuant's codebooks: generated from codec/codebook.rs.\n#ifndef KVANT_CODEBOOKS_H\n#define KVANT_CODEBOOKS_H\n",
-    );
-    for bits in [4, 5, 6, 8] {
-        let centroids = codec::centroids(bits).expect("these sizes have codebooks");
-        let thresholds = codec::thresholds(bits).expect("these sizes have codebooks");
-        for (name, values) in [("CENTROIDS", centroids), ("THRESHOLDS", thresholds)] {
-            let _ = write!(text, "constant constexpr float {name}_{bits}[{}] = {{", values.len());
-            for (i, value) in values.iter().enumerate() {
-                // The shortest decimal that names this f32.
-                let _ = write!(text, "{}{value:e}f,", if i % 8 == 0 { "\n    " } else { " " });
-            }
-            text += "\n};\n";
-        }
-    }
-    text + "#endif\n"
-}
-
-/// The signs of the Hadamard rotation: bit D + j says whether sign j of dimension D is −1.
-fn signs() -> String {
-    let bit = |at: usize| at >= 2 && codec::sign_is_negative(1 << at.ilog2(), at - (1 << at.ilog2()));
-    let mut text = String::from(
-        "// The rotation's signs: generated from codec/signs.rs.\n#ifndef KVANT_SIGNS_H\n#define KVANT_SIGNS_H\n",
-    );
-    // Dimensions 2 to 4096.
-    text += "constant constexpr uint SIGN_BITS[256] = {";
-    for word in 0..256 {
-        let bits = (0..32).fold(0u32, |bits, i| bits | u32::from(bit(32 * word + i)) << i);
-        let _ = write!(text, "{}0x{bits:08X},", if word % 8 == 0 { "\n    " } else { " " });
-    }
-    text + "\n};\n#endif\n"
-}

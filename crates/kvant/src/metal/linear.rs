@@ -1,7 +1,7 @@
 use crate::{
     Result,
-    gpu::{Builder, Launch, Params, Source, params},
-    metal::{SIMD, affine::Parts, headers, vectors::aligned4},
+    gpu::{Builder, Launch, Params, Source, aligned4, params},
+    metal::{SIMD, affine::parts, headers},
     ops::linear::{Call, NAME},
 };
 
@@ -45,7 +45,7 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
         rows_per_input: uint("experts.ids", *rows_per_input)?,
         alpha: *alpha,
     };
-    let weight = Parts::of(weight, dims.inputs);
+    let weight = parts(weight, dims.inputs);
     let few = *rows <= if ids.is_some() { FEW.max(FEW_PER_EXPERT * dims.experts) } else { FEW };
     let (kernel, groups, threads) = if few {
         let (kernel, tokens) = match rows {

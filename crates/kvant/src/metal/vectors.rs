@@ -1,7 +1,6 @@
 //! Grids of kernels that take four elements at a time: see `vectors.h`.
 
 use crate::gpu::{LANES, THREADS};
-pub(super) use crate::gpu::{aligned4, rows_aligned4};
 
 /// A grid with one thread per four elements of a row, x, and per row, y.
 pub(super) fn grid(rows: usize, dim: usize) -> ([usize; 3], [usize; 3]) {

@@ -1,0 +1,45 @@
+//! Weights as kernels are told of them: see `affine.h` of either backend.
+
+use crate::{DType, Tensor, ops::linear::OwnedWeight};
+
+/// A weight taken apart.
+pub(crate) struct Parts<'a> {
+    /// The dense weight, or the codes.
+    pub weight: &'a Tensor,
+    pub scales: Option<&'a Tensor>,
+    pub biases: Option<&'a Tensor>,
+    /// Of the dense weight, or of scales and biases.
+    pub dtype: DType,
+    /// 0 for a dense weight.
+    pub bits: u32,
+    pub group: u32,
+    /// Whether all rows begin where vector loads may: the codes at 16 bytes, a dense weight where the backend says.
+    pub aligned: bool,
+}
+
+impl Parts<'_> {
+    /// `aligned` says whether vector loads may read the rows of a dense weight.
+    pub(crate) fn of(weight: &OwnedWeight, aligned: impl Fn(&Tensor) -> bool) -> Parts<'_> {
+        match weight {
+            OwnedWeight::Dense(weight) => Parts {
+                weight,
+                scales: None,
+                biases: None,
+                dtype: weight.dtype(),
+                bits: 0,
+                group: 1,
+                aligned: aligned(weight),
+            },
+            // 32 codes of 4 or 8 bits are 16 or 32 bytes; those of 6 bits are read word by word.
+            OwnedWeight::Affine { codes, scales, biases, bits, group } => Parts {
+                weight: codes,
+                scales: Some(scales),
+                biases: Some(biases),
+                dtype: scales.dtype(),
+                bits: *bits,
+                group: u32::try_from(*group).expect("a group is 128 at most"),
+                aligned: codes.byte_offset().is_multiple_of(16),
+            },
+        }
+    }
+}

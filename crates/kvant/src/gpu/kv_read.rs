@@ -1,0 +1,48 @@
+//! The launch of `kv_read` but for its grid.
+
+use super::{
+    Launch, Layout, Params, Source, Use, params,
+    planes::{self, LayerParams, codec_code},
+    rows_aligned4,
+};
+use crate::{
+    Result,
+    ops::{
+        kv_read::{Call, NAME},
+        kv_write::SourceOrder,
+    },
+};
+
+params! {
+    pub(crate) struct KvReadParams {
+        pub start: u64,
+        pub tokens: u32,
+        pub sequence: u32,
+        pub head_dim: u32,
+        pub layer: LayerParams,
+    }
+}
+
+pub(crate) const LAYOUTS: &[fn() -> Layout] = &[KvReadParams::layout, LayerParams::layout];
+
+pub(crate) fn launch(call: &Call, source: &'static Source) -> Result<Launch> {
+    let spec = call.layer.spec();
+    let codec = call.planes().codec();
+    let params = KvReadParams {
+        start: call.start as u64,
+        tokens: Launch::uint(NAME, "out", call.tokens)?,
+        sequence: Launch::uint(NAME, "sequence", call.sequence)?,
+        head_dim: Launch::uint(NAME, "D", spec.head_dim)?,
+        layer: LayerParams::new(NAME, &call.layer)?,
+    };
+    let launch = Launch::new(NAME, source, "kv_read")
+        .constant("CODEC", codec_code(codec))
+        .constant("OUT_DTYPE", call.out.dtype())
+        .constant("HEAD_MAJOR", call.order == SourceOrder::HeadMajor)
+        .constant("KEEP_ROTATED", call.keep_rotated)
+        .constant("ALIGNED", rows_aligned4(spec.head_dim, [&call.planes().low, &call.out]));
+    Ok(planes::bind(launch, 0, call.planes(), Use::Read)
+        .write(3, &call.out)
+        .params(4, &params)
+        .threadgroup_memory(if codec.is_quantised() { spec.head_dim * size_of::<f32>() } else { 16 }))
+}
