@@ -45,9 +45,28 @@ impl HostMemory {
         let skip = block.align_offset(ALIGN);
         // SAFETY: `skip` is less than ALIGN, and the block is ALIGN bytes longer than asked for.
         let start = unsafe { block.add(skip) };
+        want_huge_pages(block, padded);
         Ok(HostMemory { block: Some((block, layout)), start })
     }
 }
+
+/// Blocks from here on ask for huge pages: reading a cache or weights in pages of 4 KiB is bound by address translation.
+#[cfg(target_os = "linux")]
+const HUGE_FROM: usize = 8 << 20;
+
+/// Asks for huge pages, where the system gives them only on demand. Advice: without it everything works, slower.
+#[cfg(target_os = "linux")]
+fn want_huge_pages(block: NonNull<u8>, bytes: usize) {
+    const PAGE: usize = 4096;
+    if bytes >= HUGE_FROM {
+        let skip = block.align_offset(PAGE);
+        // SAFETY: whole pages within the block; the advice changes neither contents nor protection.
+        unsafe { libc::madvise(block.as_ptr().add(skip).cast(), (bytes - skip) / PAGE * PAGE, libc::MADV_HUGEPAGE) };
+    }
+}
+
+#[cfg(not(target_os = "linux"))]
+fn want_huge_pages(_: NonNull<u8>, _: usize) {}
 
 impl Drop for HostMemory {
     fn drop(&mut self) {

@@ -18,12 +18,15 @@ use super::{
 };
 use crate::ops::attend::Call;
 
+mod ahead;
 mod plan;
 mod rows;
+mod score;
 mod state;
 #[cfg(test)]
 mod tests;
 mod tile;
+mod values;
 
 use plan::{Block, Origin, Plan, Shape};
 use rows::{Side, Source};

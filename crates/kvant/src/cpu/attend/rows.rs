@@ -2,7 +2,7 @@
 
 use half::{bf16, f16};
 
-use super::plan::Segment;
+use super::{ahead::Plane, plan::Segment};
 use crate::{
     DType, KvLayer, Planes,
     codec::{self, BLOCK, Codec},
@@ -155,36 +155,8 @@ pub(super) struct Side {
     norm_stride: usize,
     /// Coordinates that share a norm; all of them when there are no norms.
     pub block: usize,
-    lines: Lines,
-}
-
-/// Where rows stand, for prefetching.
-#[derive(Clone, Copy)]
-pub(super) struct Lines {
-    start: *const u8,
-    stride: usize,
-    bytes: usize,
-}
-
-impl Lines {
-    /// The rows from `first` on.
-    pub fn skip(self, first: usize) -> Lines {
-        Lines { start: self.start.wrapping_add(first * self.stride), ..self }
-    }
-
-    /// Asks for part `part.start..part.end` of `parts` of a row.
-    ///
-    /// # Safety
-    /// The level's instructions are enabled.
-    #[inline(always)]
-    pub unsafe fn prefetch<S: Simd>(&self, row: usize, part: std::ops::Range<usize>, parts: usize) {
-        let (mut at, end) = ((part.start * self.bytes / parts) & !63, part.end * self.bytes / parts);
-        while at < end {
-            // SAFETY: passed on to the caller; a prefetch may have any address.
-            unsafe { S::prefetch(self.start.wrapping_add(row * self.stride + at)) };
-            at += 64;
-        }
-    }
+    /// Where the rows stand: all that a row is made of.
+    pub planes: [Plane; 3],
 }
 
 impl Side {
@@ -214,7 +186,15 @@ impl Side {
             norms: norms.wrapping_add(first * blocks),
             norm_stride: blocks * stride,
             block: head_dim.min(BLOCK),
-            lines: Lines { start: low, stride: low_stride, bytes: low_bytes },
+            planes: [
+                Plane { start: low, stride: low_stride, bytes: low_bytes },
+                Plane { start: high, stride: high_stride, bytes: high_bytes },
+                Plane {
+                    start: norms.wrapping_add(first * blocks).cast(),
+                    stride: 4 * blocks * stride,
+                    bytes: 4 * blocks,
+                },
+            ],
         }
     }
 
@@ -233,7 +213,11 @@ impl Side {
             norms: std::ptr::null(),
             norm_stride: 0,
             block: head_dim,
-            lines: Lines { start, stride: stride * dtype.size(), bytes: head_dim * dtype.size() },
+            planes: [
+                Plane { start, stride: stride * dtype.size(), bytes: head_dim * dtype.size() },
+                Plane::NONE,
+                Plane::NONE,
+            ],
         }
     }
 
@@ -252,11 +236,6 @@ impl Side {
                 out.iter_mut().enumerate().for_each(|(i, n)| *n = *from.add(i * self.norm_stride));
             }
         }
-    }
-
-    /// The rows from `first` on, for prefetching.
-    pub fn lines(&self, first: usize) -> Lines {
-        self.lines.skip(first)
     }
 }
 

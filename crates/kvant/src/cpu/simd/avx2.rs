@@ -208,7 +208,7 @@ impl Simd for Avx2 {
     }
     #[inline(always)]
     unsafe fn prefetch(at: *const u8) {
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) }
     }
     #[inline(always)]
     unsafe fn codes4(low: *const u8) -> (__m256i, __m256i) {

@@ -186,7 +186,7 @@ pub(crate) trait Simd: Copy + 'static {
     /// Stores the four sums.
     unsafe fn store_sums(to: *mut f32, x: [Self::F; 4]);
 
-    /// Asks for the cache line of an address, which need not be valid.
+    /// Asks for the cache line of an address, which need not be valid, into the second-level cache.
     #[inline(always)]
     unsafe fn prefetch(at: *const u8) {
         let _ = at;

@@ -165,7 +165,7 @@ impl Simd for Neon {
     }
     #[inline(always)]
     unsafe fn prefetch(at: *const u8) {
-        unsafe { asm!("prfm pldl1keep, [{at}]", at = in(reg) at, options(readonly, nostack, preserves_flags)) }
+        unsafe { asm!("prfm pldl2keep, [{at}]", at = in(reg) at, options(readonly, nostack, preserves_flags)) }
     }
     #[inline(always)]
     unsafe fn lookup16_low(table: &[f32; 16], codes: *const u8) -> float32x4_t {
