@@ -1,0 +1,324 @@
+//! A call of each operation, its arguments drawn from a tape.
+
+use super::*;
+
+pub(super) fn source_shape(order: SourceOrder, tokens: usize, heads: usize, dim: usize) -> [usize; 3] {
+    match order {
+        SourceOrder::TokenMajor => [tokens, heads, dim],
+        SourceOrder::HeadMajor => [heads, tokens, dim],
+    }
+}
+
+const ORDERS: [SourceOrder; 2] = [SourceOrder::TokenMajor, SourceOrder::HeadMajor];
+const COUNTS: [usize; 6] = [2, 1, 3, 5, 0, 9];
+const WIDTHS: [usize; 6] = [64, 1, 7, 65, 128, 33];
+
+pub(super) fn kv_write(w: &mut World) -> Result<()> {
+    let layer = w.layer(true);
+    let (order, tokens) = (w.tape.pick(&ORDERS), w.tape.pick(&COUNTS));
+    let spec = *layer.spec();
+    let extra = w.tape.pick(&[0, 1, 4]);
+    let shape = source_shape(order, tokens + extra, spec.kv_heads, spec.head_dim);
+    let (k, v) = (w.input(&shape), w.input(&shape));
+    let step = w.step(&layer, tokens);
+    let first_token = w.tape.size(&[0, extra]);
+    w.attempt("kv_write", |enc| {
+        ops::kv_write(enc, &KvWrite { k: &k, v: &v, order, first_token, step: &step, layer: &layer })
+    })
+}
+
+pub(super) fn kv_read(w: &mut World) -> Result<()> {
+    let layer = w.layer(false);
+    let spec = *layer.spec();
+    let (order, tokens) = (w.tape.pick(&ORDERS), w.tape.pick(&COUNTS).min(spec.capacity));
+    let out = w.output(&source_shape(order, tokens, spec.kv_heads, spec.head_dim));
+    let (start, sequence) = (w.tape.size(&[0, spec.capacity - tokens]), w.tape.size(&[0, spec.sequences - 1]));
+    let (side, keep_rotated) = (w.tape.pick(&[KvSide::K, KvSide::V]), w.tape.flag());
+    w.attempt("kv_read", |enc| {
+        ops::kv_read(enc, &KvRead { layer: &layer, side, sequence, start, keep_rotated, order, out: &out })
+    })
+}
+
+pub(super) fn attend(w: &mut World) -> Result<()> {
+    let layer = w.layer(false);
+    let spec = *layer.spec();
+    let (tokens, group) = (w.tape.pick(&COUNTS), w.tape.pick(&[1, 2, 3]));
+    let shape = [tokens, spec.kv_heads * group, spec.head_dim];
+    let (q, out) = (w.input(&shape), w.output(&shape));
+    let step = w.step(&layer, tokens);
+    let order = w.tape.pick(&ORDERS);
+    let fresh_shape = source_shape(order, tokens, spec.kv_heads, spec.head_dim);
+    let fresh = w
+        .tape
+        .flag()
+        .then(|| (w.input(&fresh_shape), w.input(&fresh_shape), w.u32s(&[spec.sequences], spec.capacity + 1, false)));
+    let fresh = fresh.as_ref().map(|(k, v, past)| Fresh { k, v, order, past });
+    let plan = w.tape.flag().then(|| Plan { kernel: "any", reason: "any".into(), splits: w.tape.size(&[0, 1, 3]) });
+    let softcap = w.tape.flag().then(|| w.tape.number(&[30.0, 0.5]));
+    let window = w.tape.flag().then(|| w.tape.size(&[1, 4, usize::MAX]));
+    let (scale, q_rotated) = (w.tape.number(&[0.125, 1.0]), w.tape.fault());
+    w.attempt("attend", |enc| {
+        let args = Attend {
+            q: &q,
+            layer: &layer,
+            step: &step,
+            fresh,
+            scale,
+            softcap,
+            window,
+            q_rotated,
+            plan: plan.as_ref(),
+            out: &out,
+        };
+        // A plan can be asked for whenever the call is valid.
+        let planned = ops::attend::plan(&args, enc.device());
+        let result = ops::attend(enc, &args);
+        assert!(planned.is_ok() || result.is_err(), "a call without a plan: {planned:?}");
+        result
+    })
+}
+
+/// The tensors of a rotary embedding, and the rest of it.
+struct Turn {
+    tables: Option<(Tensor, Tensor)>,
+    factors: Option<Tensor>,
+    theta: f64,
+    rotated_pairs: usize,
+    layout: PairLayout,
+}
+
+impl Turn {
+    fn new(w: &mut World, head_dim: usize) -> Option<Turn> {
+        if w.tape.flag() {
+            return None;
+        }
+        let rotated_pairs = w.tape.pick(&[head_dim / 2, head_dim / 8, 0]);
+        let pairs = w.tape.size(&[rotated_pairs]);
+        let tables = w.tape.flag().then(|| (w.f32(&[100, rotated_pairs]), w.f32(&[100, rotated_pairs])));
+        let factors = (tables.is_none() && w.tape.flag() || w.tape.fault()).then(|| w.f32(&[rotated_pairs]));
+        let layout = w.tape.pick(&[PairLayout::Halves, PairLayout::LeadingHalves, PairLayout::Interleaved]);
+        let theta = f64::from(w.tape.number(&[10_000.0]));
+        Some(Turn { tables, factors, theta, rotated_pairs: pairs, layout })
+    }
+
+    fn rope(&self) -> Rope<'_> {
+        let angles = match &self.tables {
+            Some((cos, sin)) => Angles::Tables { cos, sin },
+            None => Angles::Theta(self.theta),
+        };
+        let Turn { rotated_pairs, layout, .. } = *self;
+        Rope { angles, rotated_pairs, layout, freq_factors: self.factors.as_ref() }
+    }
+}
+
+pub(super) fn norm_rope(w: &mut World) -> Result<()> {
+    let (tokens, heads, dim) = (w.tape.pick(&COUNTS), w.tape.pick(&[1, 2, 3, 0]), w.tape.pick(&WIDTHS));
+    let x = w.input(&[tokens, heads, dim]);
+    let out_order = w.tape.pick(&ORDERS);
+    let out = w.output(&source_shape(out_order, tokens, heads, dim));
+    let positions = w.u32s(&[tokens], 100, false);
+    let (normed, weight, eps) = w.norm(dim);
+    let turn = Turn::new(w, dim);
+    let rotate = w.tape.fault();
+    w.attempt("norm_rope", |enc| {
+        let args = NormRope {
+            x: &x,
+            norm: normed.then_some(HeadNorm { weight: weight.as_ref(), eps }),
+            rope: turn.as_ref().map(Turn::rope),
+            positions: &positions,
+            rotate,
+            out_order,
+            out: &out,
+        };
+        ops::norm_rope(enc, &args)
+    })
+}
+
+pub(super) fn norm_rope_write(w: &mut World) -> Result<()> {
+    let layer = w.layer(true);
+    let spec = *layer.spec();
+    let (tokens, group) = (w.tape.pick(&COUNTS), w.tape.pick(&[1, 2]));
+    let (q_shape, kv_shape) = ([tokens, spec.kv_heads * group, spec.head_dim], [tokens, spec.kv_heads, spec.head_dim]);
+    let (q, k, v, q_out) = (w.input(&q_shape), w.input(&kv_shape), w.input(&kv_shape), w.output(&q_shape));
+    let norms = [(); 3].map(|()| w.norm(spec.head_dim));
+    let norm = |i: usize| {
+        let (present, weight, eps) = &norms[i];
+        present.then_some(HeadNorm { weight: weight.as_ref(), eps: *eps })
+    };
+    let turn = Turn::new(w, spec.head_dim);
+    let step = w.step(&layer, tokens);
+    let rotate_q = w.tape.flag();
+    w.attempt("norm_rope_write", |enc| {
+        let args = NormRopeWrite {
+            q: &q,
+            k: &k,
+            v: &v,
+            q_norm: norm(0),
+            k_norm: norm(1),
+            v_norm: norm(2),
+            rope: turn.as_ref().map(Turn::rope),
+            rotate_q,
+            step: &step,
+            layer: &layer,
+            q_out: &q_out,
+        };
+        ops::norm_rope_write(enc, &args)
+    })
+}
+
+pub(super) fn rms_norm(w: &mut World) -> Result<()> {
+    let shape = [w.tape.pick(&COUNTS), w.tape.pick(&WIDTHS)];
+    let (x, weight, out) = (w.input(&shape), w.weight(&[shape[1]]), w.output(&shape));
+    let kind = w.tape.next() % 3;
+    let (residual, sum) = (w.input(&shape), w.output(&shape));
+    let (eps, scale) = (w.tape.number(&[1e-6, 0.0]), w.tape.number(&[1.0, -0.5]));
+    w.attempt("rms_norm", |enc| {
+        let residual = match kind {
+            0 => Residual::None,
+            1 => Residual::After(&residual),
+            _ => Residual::Before { residual: &residual, sum: &sum },
+        };
+        ops::rms_norm(enc, &RmsNorm { x: &x, weight: weight.as_ref(), eps, residual, scale, out: &out })
+    })
+}
+
+pub(super) fn hadamard(w: &mut World) -> Result<()> {
+    let dim = w.tape.pick(&[64, 2, 128, 4096, 1, 3, 8192]);
+    let shape = [w.tape.pick(&COUNTS), w.tape.pick(&[1, 2]), dim];
+    let shape = &shape[w.tape.pick(&[0, 1, 2])..];
+    let (x, out, inverse) = (w.input(shape), w.output(shape), w.tape.flag());
+    w.attempt("hadamard", |enc| ops::hadamard(enc, &Hadamard { x: &x, inverse, out: &out }))
+}
+
+/// A dense or affine matrix.
+struct Matrix {
+    tensors: Vec<Tensor>,
+    affine: Option<(u32, usize)>,
+}
+
+impl Matrix {
+    fn new(w: &mut World, lead: &[usize], affine: Option<(u32, usize)>, inputs: usize) -> Matrix {
+        let shape = |last: usize| [lead, &[last]].concat();
+        let tensors = match affine {
+            None => vec![w.input(&shape(inputs))],
+            Some((bits, group)) => {
+                let scales = w.tape.pick(&FLOATS);
+                let words = inputs * bits as usize / 32;
+                vec![
+                    w.tensor(&[DType::U32], &shape(words), Content::Words, false),
+                    w.tensor(&[scales], &shape(inputs / group), Content::Floats, false),
+                    w.tensor(&[scales], &shape(inputs / group), Content::Floats, false),
+                ]
+            }
+        };
+        let affine = affine.map(|(bits, group)| {
+            let wrong = w.tape.fault();
+            let bits = if wrong { w.tape.pick(&[0, 3, 5, 64, u32::MAX]) } else { bits };
+            (bits, w.tape.size(&[group]))
+        });
+        Matrix { tensors, affine }
+    }
+
+    fn weight(&self) -> Weight<'_> {
+        match self.affine {
+            None => Weight::Dense(&self.tensors[0]),
+            Some((bits, group)) => Weight::Affine(Affine {
+                codes: &self.tensors[0],
+                scales: &self.tensors[1],
+                biases: &self.tensors[2],
+                bits,
+                group,
+            }),
+        }
+    }
+}
+
+pub(super) fn affine_kind(w: &mut World) -> (Option<(u32, usize)>, usize) {
+    if w.tape.flag() {
+        let group = w.tape.pick(&[32, 64, 128]);
+        (Some((w.tape.pick(&[4, 6, 8]), group)), group * w.tape.pick(&[1, 2, 3]))
+    } else {
+        (None, w.tape.pick(&WIDTHS))
+    }
+}
+
+pub(super) fn linear(w: &mut World) -> Result<()> {
+    let (affine, inputs) = affine_kind(w);
+    let (tokens, outputs) = (w.tape.pick(&COUNTS), w.tape.pick(&[3, 1, 17, 0, 64]));
+    let (mixture, expanded, top_k, count) = (w.tape.flag(), w.tape.flag(), w.tape.pick(&[2, 1, 0]), 3);
+    let lead = if mixture { vec![count, outputs] } else { vec![outputs] };
+    let matrix = Matrix::new(w, &lead, affine, inputs);
+    let x_rows = if mixture && expanded { tokens * top_k } else { tokens };
+    let x = w.input(&[x_rows, inputs]);
+    let ids = mixture.then(|| w.u32s(&[tokens, top_k], count, false));
+    let out = w.output(&[if mixture { tokens * top_k } else { tokens }, outputs]);
+    let alpha = w.tape.number(&[1.0, 0.5]);
+    w.attempt("linear", |enc| {
+        let experts = ids.as_ref().map(|ids| Experts { ids, expanded });
+        ops::linear(enc, &Linear { x: &x, weight: matrix.weight(), experts, alpha, out: &out })
+    })
+}
+
+pub(super) fn embed(w: &mut World) -> Result<()> {
+    let (affine, inputs) = affine_kind(w);
+    let (tokens, rows) = (w.tape.pick(&COUNTS), w.tape.pick(&[11, 1]));
+    let table = Matrix::new(w, &[rows], affine, inputs);
+    let (ids, out) = (w.u32s(&[tokens], rows, false), w.output(&[tokens, inputs]));
+    let scale = w.tape.number(&[1.0, 8.0]);
+    w.attempt("embed", |enc| ops::embed(enc, &Embed { table: table.weight(), ids: &ids, scale, out: &out }))
+}
+
+pub(super) fn gate(w: &mut World) -> Result<()> {
+    let (rows, dim) = (w.tape.pick(&COUNTS), w.tape.pick(&WIDTHS));
+    let before = w.tape.pick(&[0, 2]);
+    let (one, two) = (w.input(&[rows, before + dim]), w.input(&[rows, dim]));
+    let out = w.output(&[rows, dim]);
+    let (start, activation) = (w.tape.size(&[before]), w.tape.pick(&[Activation::GeluTanh, Activation::Silu]));
+    w.attempt("gate", |enc| {
+        let (gate, up) = (Columns { tensor: &one, start }, Columns::all(&two));
+        ops::gate(enc, &Gate { gate, up, activation, out: &out })
+    })
+}
+
+pub(super) fn softcap(w: &mut World) -> Result<()> {
+    let shape = [w.tape.pick(&COUNTS), w.tape.pick(&WIDTHS)];
+    let (x, out, cap) = (w.input(&shape), w.output(&shape), w.tape.number(&[30.0, 0.1]));
+    w.attempt("softcap", |enc| ops::softcap(enc, &Softcap { x: &x, cap, out: &out }))
+}
+
+pub(super) fn argmax(w: &mut World) -> Result<()> {
+    let (rows, dim) = (w.tape.pick(&COUNTS), w.tape.pick(&[64, 1, 1000, 0]));
+    let (x, out) = (w.input(&[rows, dim]), w.u32s(&[rows], 10, true));
+    w.attempt("argmax", |enc| ops::argmax(enc, &Argmax { x: &x, out: &out }))
+}
+
+pub(super) fn sample(w: &mut World) -> Result<()> {
+    let (rows, vocab) = (w.tape.pick(&COUNTS), w.tape.pick(&[64, 1, 1000, 0]));
+    let (logits, counter, out) = (w.input(&[rows, vocab]), w.u32s(&[rows], 1000, false), w.u32s(&[rows], 10, true));
+    let (temperature, top_k) = (w.tape.number(&[1.0, 0.0, 0.7]), w.tape.size(&[0, 1, 40]));
+    let (top_p, min_p) = (w.tape.number(&[1.0, 0.5, 1e-9]), w.tape.number(&[0.0, 0.1]));
+    let seed = u64::from(w.tape.next()) << 56;
+    w.attempt("sample", |enc| {
+        let (logits, counter, out) = (&logits, &counter, &out);
+        ops::sample(enc, &Sample { logits, temperature, top_k, top_p, min_p, seed, counter, out })
+    })
+}
+
+pub(super) fn moe_route(w: &mut World) -> Result<()> {
+    let (tokens, experts) = (w.tape.pick(&COUNTS), w.tape.pick(&[4, 1, 128, 0]));
+    let top_k = w.tape.pick(&[1, 2, 4, 0]);
+    let logits = w.input(&[tokens, experts]);
+    let scale = w.tape.flag().then(|| w.f32(&[experts]));
+    let ids = w.u32s(&[tokens, top_k], 10, true);
+    let weights = w.tensor(&[DType::F32], &[tokens, top_k], Content::Floats, true);
+    w.attempt("moe_route", |enc| {
+        let (logits, ids, weights) = (&logits, &ids, &weights);
+        ops::moe_route(enc, &MoeRoute { logits, expert_scale: scale.as_ref(), ids, weights })
+    })
+}
+
+pub(super) fn moe_combine(w: &mut World) -> Result<()> {
+    let (tokens, top_k, dim) = (w.tape.pick(&COUNTS), w.tape.pick(&[2, 1, 8, 0]), w.tape.pick(&WIDTHS));
+    let (x, weights, out) = (w.input(&[tokens * top_k, dim]), w.f32(&[tokens, top_k]), w.output(&[tokens, dim]));
+    w.attempt("moe_combine", |enc| ops::moe_combine(enc, &MoeCombine { x: &x, weights: &weights, out: &out }))
+}

@@ -1,0 +1,265 @@
+//! The order of work: threads, parts of a context, tokens at once or one by one, the same bits every time.
+
+use super::*;
+
+/// Thousands of groups of threads, a hundred runs: a missing barrier shows as a bit that changes.
+#[test]
+fn reduction_race() {
+    let (tokens, heads, dim) = (128, 24, 64);
+    for device in devices() {
+        let mut rng = Rng::of("race");
+        let layer = KvLayer::new(device, linear_spec(3, tokens, dim, Codec::F16)).unwrap();
+        let codes = KvLayer::new(device, linear_spec(heads, tokens, dim, Codec::tq(4))).unwrap();
+        layers::write_at(&layer, &Source::random(&mut rng, tokens, 3, dim), 0).unwrap();
+        let shape = [tokens, heads, dim];
+        let x = input(device, DType::F32, &rng.normals(shape.iter().product()), &shape).unwrap();
+        let flat = x.reshape(&[tokens * heads, dim]).unwrap();
+        let step = range_step(device, 1, 0..tokens).unwrap();
+        let outs = [0; 3].map(|_| Out::new(device, DType::F32, &shape).unwrap());
+        let norm_out = outs[1].tensor.reshape(&[tokens * heads, dim]).unwrap();
+        let mut first: Option<Vec<Vec<u8>>> = None;
+        // msl-host runs each launch in several orders, compares them itself, and watches for races.
+        let rounds = if device.name().contains("msl-host") { 5 } else { 100 };
+        for round in 0..rounds {
+            run(device, |enc| {
+                ops::attend(enc, &plain(&layer, &x, &step, Some(12), &outs[0].tensor))?;
+                let (weight, eps, residual, scale) = (None, 1e-6, Residual::None, 1.0);
+                ops::rms_norm(enc, &RmsNorm { x: &flat, weight, eps, residual, scale, out: &norm_out })?;
+                ops::hadamard(enc, &Hadamard { x: &x, inverse: false, out: &outs[2].tensor })?;
+                let (order, first_token) = (SourceOrder::TokenMajor, 0);
+                ops::kv_write(enc, &KvWrite { k: &x, v: &x, order, first_token, step: &step, layer: &codes })
+            })
+            .unwrap();
+            let mut bytes: Vec<Vec<u8>> = outs.iter().map(|out| out.bytes().unwrap()).collect();
+            bytes.extend(planes(&codes).unwrap());
+            if round == 0 {
+                first = Some(bytes);
+            } else {
+                assert!(first.as_ref() == Some(&bytes), "{device}: round {round} gives other bits than the first");
+            }
+        }
+    }
+}
+
+/// A context in one part writes the output itself; nothing is left for a merge to do.
+#[test]
+fn one_split_writes_output() {
+    for (k, v) in [(Codec::F32, Codec::F32), (Codec::tq(4), Codec::tq(4))] {
+        for sequences in [vec![(0, 1)], vec![(99, 1)], vec![(50, 6)]] {
+            Case { splits: Some(1), k, v, kv_heads: 2, group: 2, sequences, ..Case::default() }.check();
+        }
+    }
+    // The plan says so, and a plan made by the device itself gives the same as none.
+    for device in devices() {
+        let mut rng = Rng::of("plan");
+        let layer = KvLayer::new(device, linear_spec(2, 300, 64, Codec::F32)).unwrap();
+        layers::write_at(&layer, &Source::random(&mut rng, 300, 2, 64), 0).unwrap();
+        let q = input(device, DType::F32, &rng.normals(256), &[1, 4, 64]).unwrap();
+        let step = range_step(device, 1, 299..300).unwrap();
+        let results: Vec<Vec<f32>> = [None, Some(1), Some(0)]
+            .into_iter()
+            .map(|splits| {
+                let out = Out::new(device, DType::F32, &[1, 4, 64]).unwrap();
+                let args = plain(&layer, &q, &step, None, &out.tensor);
+                let mut plan: Plan = ops::attend::plan(&args, device).unwrap();
+                assert!(!plan.kernel.is_empty() && !plan.reason.is_empty(), "{device}: a plan has a reason");
+                plan.splits = splits.unwrap_or(plan.splits);
+                run(device, |enc| ops::attend(enc, &Attend { plan: Some(&plan), ..args })).unwrap();
+                out.bytes().unwrap();
+                out.tensor.to_f32().unwrap()
+            })
+            .collect();
+        for other in &results[1..] {
+            assert_close(format!("{device}: plans"), other, &results[0], Bound::of(DType::F32));
+        }
+    }
+}
+
+/// More parts than positions leave parts with nothing: they must not count, in whatever order they are merged.
+#[test]
+fn empty_state_merge() {
+    for splits in [2, 5, 16, 33, 1000] {
+        for sequences in [vec![(0, 1)], vec![(3, 1)], vec![(1, 3)], vec![(0, 1), (40, 1), (2, 0)]] {
+            for (ring, window) in [(None, None), (Some(8), Some(3)), (None, Some(1))] {
+                for codec in [Codec::F32, Codec::tq(8)] {
+                    let (splits, sequences) = (Some(splits), sequences.clone());
+                    Case {
+                        splits,
+                        ring,
+                        window,
+                        k: codec,
+                        v: codec,
+                        kv_heads: 2,
+                        group: 2,
+                        sequences,
+                        ..Case::default()
+                    }
+                    .check();
+                }
+            }
+        }
+    }
+    // A token that sees nothing at all gets zeros: the ring has lost everything up to it.
+    for device in devices() {
+        let layer = KvLayer::new(device, ring_spec(1, 4, 64, Codec::F32)).unwrap();
+        let data = Source::random(&mut Rng::of("nothing"), 10, 1, 64);
+        layers::write_at(&layer, &data, 0).unwrap();
+        let q = input(device, DType::F32, &Rng::of("q").normals(640), &[10, 1, 64]).unwrap();
+        for splits in [0, 1, 3] {
+            let out = Out::new(device, DType::F32, &[10, 1, 64]).unwrap();
+            let step = range_step(device, 1, 0..10).unwrap();
+            let plan = Plan { kernel: "forced", reason: "by a test".into(), splits };
+            let args = Attend { plan: Some(&plan), ..plain(&layer, &q, &step, None, &out.tensor) };
+            run(device, |enc| ops::attend(enc, &args)).unwrap();
+            out.bytes().unwrap();
+            let out = out.tensor.to_f32().unwrap();
+            assert!(out[..6 * 64].iter().all(|&x| x == 0.0), "{device}: a token that sees nothing gets zeros");
+            assert!(out[6 * 64..].chunks(64).all(|row| row.iter().any(|&x| x != 0.0)), "{device}: the others do not");
+        }
+    }
+}
+
+/// The algebra behind splits: over any cut, in any grouping, with empty parts anywhere, merged states are the state over
+/// everything.
+#[test]
+fn states_merge() {
+    use kvant::reference::{Query, State, attend};
+    let mut rng = Rng::of("states");
+    let mut vector = |scale: f64| -> Vec<f64> { (0..8).map(|_| rng.normal() * scale).collect() };
+    let q = vector(1.0);
+    let kv: Vec<(Vec<f64>, Vec<f64>)> =
+        (0..12).map(|i| (vector(if i == 5 { 300.0 } else { 1.0 }), vector(1.0))).collect();
+    let query = Query { q: &q, scale: 1.0, softcap: None };
+    let over = |range: std::ops::Range<usize>| attend(query, kv[range].iter().map(|(k, v)| (&k[..], &v[..]))).unwrap();
+    let whole = over(0..12).finish();
+    let empty = || State::empty(8);
+    assert!(over(3..3) == empty() && empty().finish().iter().all(|&x| x == 0.0), "nothing gives the empty state");
+    assert!(empty().merge(over(0..12)) == over(0..12) && over(0..12).merge(empty()) == over(0..12));
+    assert!(empty().merge(empty()) == empty());
+    for (a, b) in (0..=12).flat_map(|a| (a..=12).map(move |b| (a, b))) {
+        let parts = || [over(0..a), over(a..b), over(b..12)];
+        let [x, y, z] = parts();
+        let left = x.merge(y).merge(z);
+        let [x, y, z] = parts();
+        let right = x.merge(y.merge(z));
+        let [x, y, z] = parts();
+        let turned = z.merge(x).merge(y);
+        for state in [left, right, turned] {
+            let off = state.finish().iter().zip(&whole).map(|(x, y)| (x - y).abs()).fold(0.0, f64::max);
+            assert!(off < 1e-12, "cut at {a} and {b}: off by {off:e}");
+        }
+    }
+}
+
+/// Writes and attends positions `range` in one step, and returns the output.
+fn advance(
+    layer: &KvLayer,
+    data: &Source,
+    queries: &[f32],
+    heads: usize,
+    range: std::ops::Range<usize>,
+    window: Option<usize>,
+) -> Vec<f32> {
+    let (device, dim) = (layer.device(), layer.spec().head_dim);
+    layers::write_at(layer, &data.part(range.clone()), range.start).unwrap();
+    let row = heads * dim;
+    let part = &queries[range.start * row..range.end * row];
+    let q = input(device, DType::F32, part, &[range.len(), heads, dim]).unwrap();
+    attend(layer, &q, &range_step(device, 1, range).unwrap(), window).unwrap()
+}
+
+/// N tokens at once, N one by one, and in chunks of 7.
+#[test]
+fn prefill_equals_decodes() {
+    let (total, heads, kv_heads) = (75, 4, 2);
+    for (dim, codec) in
+        [(64, Codec::F32), (128, Codec::F16), (64, Codec::tq(4)), (256, Codec::tq(6)), (512, Codec::tq(8))]
+    {
+        let data = Source::random(&mut Rng::of(dim), total, kv_heads, dim);
+        let queries = Rng::of("queries").normals(total * heads * dim);
+        for window in [None, Some(16)] {
+            for device in devices() {
+                let all = |chunk: usize| -> Vec<f32> {
+                    // A ring with room for a whole chunk beside the window.
+                    let ring = window.map_or(total, |w| w + chunk);
+                    let spec = LayerSpec { ring: window.is_some(), ..linear_spec(kv_heads, ring, dim, codec) };
+                    let layer = KvLayer::new(device, spec).unwrap();
+                    let starts = (0..total).step_by(chunk);
+                    starts
+                        .flat_map(|s| advance(&layer, &data, &queries, heads, s..(s + chunk).min(total), window))
+                        .collect()
+                };
+                let at_once = all(total);
+                for chunk in [1, 7] {
+                    let case = format!("{device}: D {dim}, {codec}, window {window:?}, chunks of {chunk}");
+                    assert_close(case, &all(chunk), &at_once, Bound::of(DType::F32).times(2.0));
+                }
+            }
+        }
+    }
+}
+
+/// A few drafted tokens verified at once, on a ring that has wrapped, equal the same tokens one by one.
+#[test]
+fn verify_equals_sequential() {
+    let (heads, kv_heads, dim, window) = (8, 1, 64, 12);
+    let data = Source::random(&mut Rng::of("verify"), 60, kv_heads, dim);
+    let queries = Rng::of("queries").normals(60 * heads * dim);
+    for codec in [Codec::F32, Codec::BF16, Codec::tq(4), Codec::tq(5)] {
+        for device in devices() {
+            for draft in [2, 3, 4, 8] {
+                let spec = ring_spec(kv_heads, window + 8, dim, codec);
+                let (one, many) = (KvLayer::new(device, spec).unwrap(), KvLayer::new(device, spec).unwrap());
+                for layer in [&one, &many] {
+                    layers::write_at(layer, &data.part(0..47), 0).unwrap();
+                }
+                let at_once = advance(&many, &data, &queries, heads, 47..47 + draft, Some(window));
+                let by_one: Vec<f32> = (47..47 + draft)
+                    .flat_map(|p| advance(&one, &data, &queries, heads, p..p + 1, Some(window)))
+                    .collect();
+                let case = format!("{device}: {codec}, {draft} tokens");
+                assert_close(&case, &by_one, &at_once, Bound::of(DType::F32).times(2.0));
+                assert!(planes(&one).unwrap() == planes(&many).unwrap(), "{case}: the caches differ");
+            }
+        }
+    }
+}
+
+/// The same input gives the same bits, three times.
+#[test]
+fn determinism() {
+    let attention = |k, v, sequences| Case { k, v, kv_heads: 2, group: 3, sequences, ..Case::default() };
+    for case in [
+        attention(Codec::F32, Codec::F32, vec![(700, 1)]),
+        attention(Codec::F16, Codec::tq(4), vec![(300, 1), (5, 1)]),
+        attention(Codec::tq(6), Codec::tq(5), vec![(100, 30)]),
+        attention(Codec::tq(8), Codec::BF16, vec![(0, 100)]),
+    ] {
+        let data = case.data();
+        for device in devices() {
+            let once = || {
+                let layer = case.layer(device, &data).unwrap();
+                (planes(&layer).unwrap(), case.attend(&layer, &data).unwrap().bytes().unwrap())
+            };
+            let first = once();
+            for _ in 0..2 {
+                assert!(once() == first, "{device}: {case}: other bits in another run");
+            }
+        }
+    }
+}
+
+/// What the codec writes does not depend on the device's threads, and a layer's bytes mean the same everywhere.
+#[test]
+fn bytes_mean_the_same_everywhere() {
+    let data = Source::random(&mut Rng::of("bytes"), 20, 2, 128);
+    for codec in CODECS {
+        for device in devices().iter().filter(|d| d.kind() != DeviceKind::Reference) {
+            let layer = KvLayer::new(device, linear_spec(2, 20, 128, codec)).unwrap();
+            layers::write_at(&layer, &data, 0).unwrap();
+            let there = copy_to(&layer, &Device::reference()).unwrap();
+            let read = |layer| layers::read(layer, KvSide::K, 0, 0..20).unwrap();
+            assert_close(format!("{device}: {codec}"), &read(&layer), &read(&there), Bound::of(DType::F32));
+        }
+    }
+}

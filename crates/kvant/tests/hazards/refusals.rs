@@ -1,0 +1,209 @@
+//! What is refused, with nothing written.
+
+use super::*;
+
+/// What `attempt` returns must be an error that `expected` knows, and nothing may have been written.
+fn refused(
+    what: &str,
+    device: &Device,
+    watched: &[&Tensor],
+    attempt: impl FnOnce(&mut Encoder) -> Result<()>,
+    expected: fn(&Error) -> bool,
+) {
+    let before: Vec<Vec<u8>> = watched.iter().map(|t| bytes_of(t).unwrap()).collect();
+    match run(device, attempt) {
+        Ok(()) => panic!("{device}: {what} is accepted"),
+        Err(e) => assert!(expected(&e), "{device}: {what}: the wrong error: {e:?}"),
+    }
+    let after: Vec<Vec<u8>> = watched.iter().map(|t| bytes_of(t).unwrap()).collect();
+    assert!(before == after, "{device}: {what}: something was written");
+}
+
+/// One valid set of arguments for a write, an attention and a norm, to be spoilt one at a time.
+struct Valid {
+    layer: KvLayer,
+    step: Step,
+    q: Tensor,
+    kv: Tensor,
+    weight: Tensor,
+    out: Tensor,
+}
+
+impl Valid {
+    fn new(device: &Device) -> Valid {
+        let mut rng = Rng::of("valid");
+        let layer = KvLayer::new(device, linear_spec(2, 4, 64, Codec::F32)).unwrap();
+        fill(&layer, 0x3C).unwrap();
+        let up = |rng: &mut Rng, shape: &[usize]| {
+            Tensor::from_slice(device, &rng.normals(shape.iter().product()), shape).unwrap()
+        };
+        Valid {
+            layer,
+            step: Step::new(device, 1, &[(0, 0), (0, 1), (0, 2)]).unwrap(),
+            q: up(&mut rng, &[3, 4, 64]),
+            kv: up(&mut rng, &[3, 2, 64]),
+            weight: up(&mut rng, &[64]),
+            out: up(&mut rng, &[3, 4, 64]),
+        }
+    }
+
+    fn attend<'a>(&'a self) -> Attend<'a> {
+        plain(&self.layer, &self.q, &self.step, None, &self.out)
+    }
+
+    fn write<'a>(&'a self) -> KvWrite<'a> {
+        let order = SourceOrder::TokenMajor;
+        KvWrite { k: &self.kv, v: &self.kv, order, first_token: 0, step: &self.step, layer: &self.layer }
+    }
+
+    fn norm<'a>(&'a self) -> NormRope<'a> {
+        NormRope {
+            x: &self.q,
+            norm: Some(HeadNorm { weight: Some(&self.weight), eps: 1e-6 }),
+            rope: None,
+            positions: &self.step.positions,
+            rotate: false,
+            out_order: SourceOrder::TokenMajor,
+            out: &self.out,
+        }
+    }
+
+    fn watched(&self) -> Vec<&Tensor> {
+        let planes = self.layer.k().tensors().chain(self.layer.v().tensors());
+        planes.map(|(_, t)| t).chain([&self.out]).collect()
+    }
+}
+
+#[test]
+fn undersized_tensor() {
+    let shape = |e: &Error| matches!(e, Error::Shape { .. } | Error::Value { .. });
+    for device in devices() {
+        let v = Valid::new(device);
+        let w = v.watched();
+        let two = |t: &Tensor| t.rows(0..2).unwrap();
+        let (q, kv, weight, out) = (two(&v.q), two(&v.kv), v.weight.rows(0..63).unwrap(), two(&v.out));
+        let short = Step { positions: two(&v.step.positions), ..v.step.clone() };
+        let sequence = Step { sequence: two(&v.step.sequence), ..v.step.clone() };
+        let lens = Step { lens: v.step.lens.rows(0..0).unwrap(), ..v.step.clone() };
+        refused("attend: q too short", device, &w, |e| ops::attend(e, &Attend { q: &q, ..v.attend() }), shape);
+        refused("attend: out too short", device, &w, |e| ops::attend(e, &Attend { out: &out, ..v.attend() }), shape);
+        for step in [&short, &sequence, &lens] {
+            refused("attend: step too short", device, &w, |e| ops::attend(e, &Attend { step, ..v.attend() }), shape);
+        }
+        refused("kv_write: k too short", device, &w, |e| ops::kv_write(e, &KvWrite { k: &kv, ..v.write() }), shape);
+        refused("kv_write: v too short", device, &w, |e| ops::kv_write(e, &KvWrite { v: &kv, ..v.write() }), shape);
+        let both = KvWrite { k: &kv, v: &kv, ..v.write() };
+        refused("kv_write: both too short", device, &w, |e| ops::kv_write(e, &both), shape);
+        let late = KvWrite { first_token: 1, ..v.write() };
+        refused("kv_write: range too long", device, &w, |e| ops::kv_write(e, &late), shape);
+        let overflow = KvWrite { first_token: usize::MAX, ..v.write() };
+        refused("kv_write: range overflows", device, &w, |e| ops::kv_write(e, &overflow), shape);
+        let norm = NormRope { norm: Some(HeadNorm { weight: Some(&weight), eps: 1e-6 }), ..v.norm() };
+        refused("norm_rope: weight too short", device, &w, |e| ops::norm_rope(e, &norm), shape);
+        refused(
+            "norm_rope: out too short",
+            device,
+            &w,
+            |e| ops::norm_rope(e, &NormRope { out: &out, ..v.norm() }),
+            shape,
+        );
+        refused(
+            "norm_rope: positions",
+            device,
+            &w,
+            |e| ops::norm_rope(e, &NormRope { positions: &short.positions, ..v.norm() }),
+            shape,
+        );
+        let k = Tensor::zeros(device, DType::F32, &[1, 2, 3, 64]).unwrap();
+        let made = KvLayer::from_dense(linear_spec(2, 4, 64, Codec::F32), &k, &k);
+        assert!(matches!(made, Err(Error::Shape { .. })), "{device}: a layer over too small a tensor");
+        // And the arguments were right but for that.
+        run(device, |e| ops::kv_write(e, &v.write())).unwrap();
+        run(device, |e| ops::attend(e, &v.attend())).unwrap();
+        run(device, |e| ops::norm_rope(e, &v.norm())).unwrap();
+    }
+}
+
+#[test]
+fn wrong_dtype() {
+    let dtype = |e: &Error| matches!(e, Error::DType { .. });
+    for device in devices() {
+        let v = Valid::new(device);
+        let w = v.watched();
+        let ints = |t: &Tensor| Tensor::zeros(device, DType::U32, t.shape()).unwrap();
+        let floats = |t: &Tensor| Tensor::zeros(device, DType::F32, t.shape()).unwrap();
+        let (q, kv, out) = (ints(&v.q), ints(&v.kv), ints(&v.out));
+        refused("attend: q", device, &w, |e| ops::attend(e, &Attend { q: &q, ..v.attend() }), dtype);
+        refused("attend: out", device, &w, |e| ops::attend(e, &Attend { out: &out, ..v.attend() }), dtype);
+        for step in [
+            Step { positions: floats(&v.step.positions), ..v.step.clone() },
+            Step { sequence: floats(&v.step.sequence), ..v.step.clone() },
+            Step { lens: floats(&v.step.lens), ..v.step.clone() },
+        ] {
+            refused("attend: step", device, &w, |e| ops::attend(e, &Attend { step: &step, ..v.attend() }), dtype);
+            refused("kv_write: step", device, &w, |e| ops::kv_write(e, &KvWrite { step: &step, ..v.write() }), dtype);
+        }
+        refused("kv_write: k", device, &w, |e| ops::kv_write(e, &KvWrite { k: &kv, ..v.write() }), dtype);
+        refused("norm_rope: x", device, &w, |e| ops::norm_rope(e, &NormRope { x: &q, ..v.norm() }), dtype);
+        refused("norm_rope: out", device, &w, |e| ops::norm_rope(e, &NormRope { out: &out, ..v.norm() }), dtype);
+        let made = KvLayer::from_dense(linear_spec(2, 4, 64, Codec::F16), v.layer.k().tensors().next().unwrap().1, &kv);
+        assert!(matches!(made, Err(Error::DType { .. })), "{device}: a layer over another dtype");
+        assert!(v.q.to_vec::<u32>().is_err() && v.step.lens.to_f32().is_err(), "{device}: downloads are typed");
+    }
+}
+
+/// Beyond the layer or the length: an error where the host sees the numbers, a skipped token elsewhere; never a write.
+#[test]
+fn position_out_of_range() {
+    for device in devices() {
+        let v = Valid::new(device);
+        let bad = [
+            ("a position at the capacity", vec![4, 1, 2], vec![0, 0, 0], vec![5]),
+            ("a position far out", vec![0, u32::MAX, 2], vec![0, 0, 0], vec![3]),
+            ("a length beyond the capacity", vec![0, 1, 2], vec![0, 0, 0], vec![5]),
+            ("a position at the length", vec![0, 1, 3], vec![0, 0, 0], vec![3]),
+            ("a sequence that is not there", vec![0, 1, 2], vec![0, 1, 0], vec![3]),
+            ("a sequence far out", vec![0, 1, 2], vec![0, u32::MAX, 0], vec![3]),
+        ];
+        for (what, positions, sequence, lens) in bad {
+            let u32s = |x: &[u32]| Tensor::from_slice(device, x, &[x.len()]).unwrap();
+            let step = Step { positions: u32s(&positions), sequence: u32s(&sequence), lens: u32s(&lens) };
+            let range = |e: &Error| matches!(e, Error::OutOfRange { .. });
+            let (write, attend) = (KvWrite { step: &step, ..v.write() }, Attend { step: &step, ..v.attend() });
+            if sees_indices(device) {
+                let w = v.watched();
+                refused(&format!("kv_write: {what}"), device, &w, |e| ops::kv_write(e, &write), range);
+                refused(&format!("attend: {what}"), device, &w, |e| ops::attend(e, &attend), range);
+                continue;
+            }
+            // The good tokens are written; no other slot changes, and nothing faults.
+            let before = planes(&v.layer).unwrap();
+            for result in [run(device, |e| ops::kv_write(e, &write)), run(device, |e| ops::attend(e, &attend))] {
+                result.unwrap_or_else(|e| panic!("{device}: {what}: {e}"));
+            }
+            let row = 64 * 4;
+            for (before, after) in before.iter().zip(planes(&v.layer).unwrap()) {
+                for (slot, (x, y)) in before.chunks(row).zip(after.chunks(row)).enumerate() {
+                    let written =
+                        positions.iter().zip(&sequence).any(|(&p, &s)| s == 0 && p < lens[0] && p as usize == slot % 4);
+                    assert!(written || x == y, "{device}: {what}: slot {slot} changed");
+                }
+            }
+        }
+        // Rotary tables end somewhere.
+        let tables = Tensor::zeros(device, DType::F32, &[2, 32]).unwrap();
+        let rope = Rope {
+            angles: Angles::Tables { cos: &tables, sin: &tables },
+            rotated_pairs: 32,
+            layout: PairLayout::Halves,
+            freq_factors: None,
+        };
+        let args = NormRope { rope: Some(rope), ..v.norm() };
+        if sees_indices(device) {
+            let range = |e: &Error| matches!(e, Error::OutOfRange { .. });
+            refused("norm_rope: beyond the tables", device, &v.watched(), |e| ops::norm_rope(e, &args), range);
+        } else {
+            run(device, |e| ops::norm_rope(e, &args)).unwrap();
+        }
+    }
+}
