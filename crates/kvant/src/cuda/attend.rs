@@ -3,11 +3,11 @@
 use crate::{
     Codec, DType, Planes, Result, SlotOrder, Tensor,
     codec::BLOCK,
-    cuda::{headers, planes},
-    gpu::{Builder, Launch, Limits, Params, Source, Use, params},
+    cuda::{attend_quantised::Quantised, headers, planes},
+    gpu::{Builder, Launch, Limits, Params, Scratch, Source, Use, params},
     ops::{
         SourceOrder,
-        attend::{Call, NAME, Plan},
+        attend::{Call, FreshCall, NAME, Plan},
     },
 };
 
@@ -38,9 +38,9 @@ static SOURCE: Source = Source {
 };
 
 /// As `attend_plan.h` has it: the most items that blocks share evenly.
-const MAX_SHARED_ITEMS: usize = 256;
+pub(super) const MAX_SHARED_ITEMS: usize = 256;
 /// More parts of an item are never made.
-const MAX_SPLITS: usize = 512;
+pub(super) const MAX_SPLITS: usize = 512;
 /// Query rows of a block: tiles of 8, as many as registers allow.
 const ROW_TILES: [usize; 4] = [1, 2, 4, 8];
 /// What the hardware keeps of a block's shared memory for itself.
@@ -218,6 +218,9 @@ impl Shape {
 }
 
 pub(crate) fn plan(call: &Call, limits: &Limits) -> Plan {
+    if let Some(quantised) = Quantised::new(call, limits) {
+        return quantised.plan();
+    }
     match Shape::new(call, None, limits) {
         Ok(Shape { kernel, item_rows, items, splits, blocks }) => {
             let how = if splits == 0 { "share the tiles of all evenly" } else { "take one each" };
@@ -238,7 +241,6 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
     }
     let spec = call.layer.spec();
     let (sequences, kv_heads, capacity) = (spec.sequences as u64, spec.kv_heads as u64, spec.capacity as u64);
-    let cached = Shape::new(call, None, &b.limits)?;
     let (row_head, row_slot) = match spec.order {
         SlotOrder::HeadMajor => (capacity, 1),
         SlotOrder::TokenMajor => (1, kv_heads),
@@ -248,22 +250,34 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
     // The state of the cached keys, o, m and l of every query row, for the fresh ones to be added to.
     let state =
         call.fresh.as_ref().map(|_| b.scratch(call.tokens * call.heads * (call.head_dim + 2) * 4)).transpose()?;
+    if let Some(quantised) = Quantised::new(call, &b.limits) {
+        b.push(quantised.launch(call, b, &rows, state.as_ref())?)?;
+    } else {
+        b.push(cached(call, b, &rows, state.as_ref())?)?;
+    }
+    let (Some(fresh), Some(state)) = (&call.fresh, &state) else { return Ok(()) };
+    b.push(own(call, b, fresh, state)?)
+}
+
+/// The keys of the cache.
+fn cached(call: &Call, b: &Builder, rows: &Rows, state: Option<&Scratch>) -> Result<Launch> {
     let [k, v] = [&call.layer.k, &call.layer.v];
     let rotate = k.codec().is_quantised() && !call.q_rotated;
-    let launch = launch(call, b, &cached, rows)?
-        .constant("RING", spec.ring)
+    let launch = launch(call, b, &Shape::new(call, None, &b.limits)?, rows)?
+        .constant("RING", call.layer.spec().ring)
         .constant("FRESH", false)
         .constant("ALIGNED", is_aligned(k) && is_aligned(v))
         .constant("ROTATE_Q", rotate);
     let launch = planes::bind(planes::bind(launch, 2, k, Use::Read), 5, v, Use::Read).read(10, call.cached_lens());
-    let launch = match &state {
+    Ok(match state {
         Some(state) => launch.scratch(13, state, Use::Write),
         None => launch.write(1, &call.out),
-    };
-    b.push(launch)?;
+    })
+}
 
-    let (Some(fresh), Some(state)) = (&call.fresh, &state) else { return Ok(()) };
-    let tokens = call.tokens as u64;
+/// The step's own keys, added to the state of the cached ones.
+fn own(call: &Call, b: &Builder, fresh: &FreshCall, state: &Scratch) -> Result<Launch> {
+    let (tokens, kv_heads) = (call.tokens as u64, call.layer.spec().kv_heads as u64);
     let (head, slot) = match fresh.order {
         SourceOrder::TokenMajor => (1, kv_heads),
         SourceOrder::HeadMajor => (tokens, 1),
@@ -271,7 +285,7 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
     let rows = Rows { sequence: 0, head, slot, capacity: tokens };
     let own = Shape::new(call, Some(&fresh.k), &b.limits)?;
     let aligned = |tensor: &Tensor| tensor.byte_offset().is_multiple_of(16);
-    let launch = self::launch(call, b, &own, rows)?
+    Ok(launch(call, b, &own, &rows)?
         .constant("RING", false)
         .constant("FRESH", true)
         .constant("ALIGNED", aligned(&fresh.k) && aligned(&fresh.v))
@@ -280,24 +294,21 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
         .read(2, &fresh.k)
         .read(5, &fresh.v)
         .read(10, call.cached_lens())
-        .scratch(13, state, Use::Read);
-    b.push(launch)
+        .scratch(13, state, Use::Read))
 }
 
 /// Rows of the planes between sequences, KV heads and slots, and the number of slots.
-struct Rows {
+pub(super) struct Rows {
     sequence: u64,
     head: u64,
     slot: u64,
     capacity: u64,
 }
 
-/// What both launches have in common.
-fn launch(call: &Call, b: &Builder, shape: &Shape, rows: Rows) -> Result<Launch> {
+pub(super) fn params(call: &Call, rows: &Rows, item_rows: usize, items: usize, splits: usize) -> Result<AttendParams> {
     let spec = call.layer.spec();
-    let Kernel { k, v, row_tiles, warps, tile, buffers, shared_bytes, together } = shape.kernel;
     let uint = |arg, value: usize| Launch::uint(NAME, arg, value);
-    let params = AttendParams {
+    Ok(AttendParams {
         row_sequence: rows.sequence,
         row_head: rows.head,
         row_slot: uint("layer.kv_heads", rows.slot as usize)?,
@@ -307,12 +318,19 @@ fn launch(call: &Call, b: &Builder, shape: &Shape, rows: Rows) -> Result<Launch>
         group: uint("q", call.heads / spec.kv_heads)?,
         capacity: uint("layer.capacity", rows.capacity as usize)?,
         window: u32::try_from(call.window).unwrap_or(u32::MAX),
-        item_rows: uint("q", shape.item_rows)?,
-        items: uint("q", shape.items)?,
-        splits: shape.splits as u32,
+        item_rows: uint("q", item_rows)?,
+        items: uint("q", items)?,
+        splits: splits as u32,
         scale: call.scale,
         softcap: call.softcap.unwrap_or(0.0),
-    };
+    })
+}
+
+/// What both launches of `attend.cu` have in common.
+fn launch(call: &Call, b: &Builder, shape: &Shape, rows: &Rows) -> Result<Launch> {
+    let spec = call.layer.spec();
+    let Kernel { k, v, row_tiles, warps, tile, buffers, shared_bytes, together } = shape.kernel;
+    let params = params(call, rows, shape.item_rows, shape.items, shape.splits)?;
     let constant = |value: usize| value as u32;
     let mut launch = Launch::new(NAME, &SOURCE, "attend")
         .constant("HEAD_DIM", constant(call.head_dim))
@@ -349,6 +367,6 @@ fn launch(call: &Call, b: &Builder, shape: &Shape, rows: Rows) -> Result<Launch>
 }
 
 /// Whether rows can be read 16 bytes at a time.
-fn is_aligned(planes: &Planes) -> bool {
+pub(super) fn is_aligned(planes: &Planes) -> bool {
     planes.tensors().all(|(_, tensor)| tensor.byte_offset().is_multiple_of(16))
 }

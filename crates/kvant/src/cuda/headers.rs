@@ -20,6 +20,8 @@ const ATTEND_SIDE_H: Header = Header { name: "attend_side.h", text: || include_s
 const ATTEND_PLAN_H: Header = Header { name: "attend_plan.h", text: || include_str!("attend_plan.h").to_string() };
 const ATTEND_ROTATE_H: Header =
     Header { name: "attend_rotate.h", text: || include_str!("attend_rotate.h").to_string() };
+const ATTEND_CODES_H: Header = Header { name: "attend_codes.h", text: || include_str!("attend_codes.h").to_string() };
+const ATTEND_MERGE_H: Header = Header { name: "attend_merge.h", text: || include_str!("attend_merge.h").to_string() };
 const NORM_ROPE_H: Header = Header { name: "norm_rope.h", text: || include_str!("norm_rope.h").to_string() };
 
 /// Loads and stores by dtype.
@@ -41,6 +43,19 @@ pub(super) const ATTEND: &[Header] = &[
     SIGNS_H,
     FRAGMENTS_H,
     ATTEND_SIDE_H,
+    ATTEND_PLAN_H,
+    ATTEND_ROTATE_H,
+];
+/// Decode attention over quantised rows: lookups, the rotation, who works on what, and how that comes together.
+pub(super) const ATTEND_QUANTISED: &[Header] = &[
+    CONVERT_H,
+    ELEMENTS_H,
+    CODEBOOKS_H,
+    PLANES_H,
+    SIGNS_H,
+    FRAGMENTS_H,
+    ATTEND_CODES_H,
+    ATTEND_MERGE_H,
     ATTEND_PLAN_H,
     ATTEND_ROTATE_H,
 ];

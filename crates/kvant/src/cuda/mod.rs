@@ -7,6 +7,7 @@
 mod affine;
 mod argmax;
 mod attend;
+mod attend_quantised;
 mod copy;
 mod dequantise;
 mod embed;

@@ -1,0 +1,307 @@
+// The codes of quantised rows in a lane's registers, and their lookup.
+//
+// A block of up to 256 coordinates (CHUNK) of a row is shared by LANES lanes, each of which loads runs of consecutive
+// coordinates: 16 bytes where there are as many. A run is made of units of 16 coordinates.
+//
+// A table in shared memory takes codes to f16 centroids. An entry stands 32 times side by side, once for each lane, so that
+// the lookups of a warp never meet in a bank. Entries are 256 bytes apart and tables begin at multiples of 64 KiB: so one
+// permutation of bytes makes an address of a code (its second byte), 4 * lane (its first) and the table's place.
+//
+//   4 bits: an entry is a pair of centroids, for both nibbles of a byte.
+//   5 bits: the same; the fifth bits of both are bits 7 and 16 of the offset, so the table is full, and twice as long.
+//   6 bits: an entry is (centroid, 0) and, 128 bytes on, (0, centroid): two lookups add up to a pair. The upper two bits of
+//           the byte are whatever they are, every entry stands four times.
+//   8 bits: likewise.
+#ifndef KVANT_ATTEND_CODES_H
+#define KVANT_ATTEND_CODES_H
+#include "fragments.h"
+#include "planes.h"
+
+constexpr uint CHUNK = HEAD_DIM < 256 ? HEAD_DIM : 256;
+// Of a row: blocks that have a norm each.
+constexpr uint BLOCKS = HEAD_DIM / CHUNK;
+
+extern __shared__ __align__(128) uchar memory[];
+
+// ------------------------------------------------------------------------------------------------------------- tables
+
+template <uint CODEC>
+struct Table {
+    static constexpr uint BYTES = CODEC == TQ5 ? 128 << 10 : 64 << 10;
+
+    static uint entry(uint at) {
+        const uint byte = at >> 8 & 255, seventh = at >> 7 & 1;
+        if (CODEC == TQ4) {
+            return pack<true>(CENTROIDS_4[byte & 15], CENTROIDS_4[byte >> 4]);
+        }
+        if (CODEC == TQ5) {
+            return pack<true>(CENTROIDS_5[(byte & 15) + 16 * seventh], CENTROIDS_5[(byte >> 4) + (at >> 16) * 16]);
+        }
+        const float c = CODEC == TQ6 ? CENTROIDS_6[byte & 63] : CENTROIDS_8[byte];
+        return pack<true>(seventh != 0 ? 0 : c, seventh != 0 ? c : 0);
+    }
+
+    static void fill(uchar *table, uint thread, uint threads) {
+#pragma unroll 4
+        for (uint i = thread; i < BYTES / 16; i += threads) {
+            uint at = 16 * i;
+            if (CODEC == TQ4) {
+                // Bit 7 is never looked up.
+                at = (at & ~127u) * 2 + (at & 127);
+                if (at >= BYTES) {
+                    break;
+                }
+            }
+            const uint x = entry(at);
+            *reinterpret_cast<uint4 *>(table + at) = make_uint4(x, x, x, x);
+        }
+    }
+};
+
+// The bytes of `a` (0 to 3) and of `b` (4 to 7) that the nibbles of `which` name; 8 more: eight times the byte's sign.
+inline uint permute(uint a, uint b, uint which) {
+    uint out;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(which));
+    return out;
+}
+
+// Where the mask is set a, else b.
+inline uint choose(uint mask, uint a, uint b) {
+    return (a & mask) | (b & ~mask);
+}
+
+inline uint add_pairs(uint a, uint b) {
+    uint out;
+    asm("add.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+    return out;
+}
+
+// Lookups of a lane in a table.
+template <uint CODEC>
+struct Lookup {
+    // The address of the lane's column of the table.
+    uint column;
+
+    Lookup(const uchar *table) : column(shared_address(table) + threadIdx.x % 32 * 4) {}
+
+    template <uint OFFSET = 0>
+    static uint word(uint address) {
+        uint x;
+        asm("ld.shared.u32 %0, [%1 + %2];" : "=r"(x) : "r"(address), "n"(OFFSET));
+        return x;
+    }
+    // The entry of byte `i` of a word.
+    template <uint OFFSET = 0>
+    uint entry(uint codes, uint i) const {
+        return word<OFFSET>(permute(codes, column, 0x7604 | i << 4));
+    }
+    // The pair of two codes, byte `i` of one word and byte `j` of another.
+    uint both(uint first, uint i, uint second, uint j) const {
+        return add_pairs(entry(first, i), entry<128>(second, j));
+    }
+    // 5 bits: the upper bits of the nibbles of bytes `i` of two words, from the lower half of `high`, where two words have
+    // 16 bits; in place for `pair`.
+    uint upper(uint high, uint i) const {
+        // Two bits go to bits 7 and 8 of each half: the latter counts tables, as byte 2 of the address will.
+        const uint spread = permute(high, 0, 0x4140), columns = permute(column, 0, 0x2020);
+        return (spread & 0x00030003 << 2 * i) * (1u << (7 - 2 * i)) + columns;
+    }
+    // 4 and 5 bits: the pair of byte `i` of a word; the first or second of two words with their upper bits.
+    uint pair(uint codes, uint upper, uint which, uint i) const {
+        if constexpr (CODEC == TQ4) {
+            return entry(codes, i);
+        }
+        return word(permute(codes, upper, (which == 0 ? 0xD504 : 0xD706) | i << 4));
+    }
+};
+
+// -------------------------------------------------------------------------------------------------------------- codes
+
+// Loads N bytes that nobody needs again, or nothing.
+template <uint N>
+inline void load_once(const uchar *from, uint *to, bool there) {
+    if constexpr (N == 16) {
+        asm volatile("{ .reg .pred p; setp.ne.u32 p, %5, 0;\n"
+                     "@p ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4]; }"
+                     : "+r"(to[0]), "+r"(to[1]), "+r"(to[2]), "+r"(to[3])
+                     : "l"(from), "r"(uint(there)));
+    } else if constexpr (N == 8) {
+        asm volatile("{ .reg .pred p; setp.ne.u32 p, %3, 0;\n@p ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2]; }"
+                     : "+r"(to[0]), "+r"(to[1])
+                     : "l"(from), "r"(uint(there)));
+    } else if constexpr (N == 4) {
+        asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0;\n@p ld.global.nc.L1::no_allocate.u32 %0, [%1]; }"
+                     : "+r"(to[0])
+                     : "l"(from), "r"(uint(there)));
+    } else {
+        static_assert(N == 2, "attend: bytes of a load");
+        asm volatile("{ .reg .pred p; .reg .u16 x; setp.ne.u32 p, %2, 0;\n"
+                     "@p ld.global.nc.L1::no_allocate.u16 x, [%1]; @p cvt.u32.u16 %0, x; }"
+                     : "+r"(to[0])
+                     : "l"(from), "r"(uint(there)));
+    }
+}
+
+// A lane's coordinates of a row's block.
+template <uint CODEC, uint LANES>
+struct Codes {
+    static constexpr bool PAIRED = CODEC == TQ4 || CODEC == TQ5;
+    static constexpr uint LOW_BITS = CODEC == TQ8 ? 8 : 4;
+    static constexpr uint HIGH_BITS = CODEC == TQ5 ? 1 : CODEC == TQ6 ? 2 : 0;
+    static constexpr uint RUN = CODEC == TQ8 ? 16 : CHUNK / LANES < 32 ? CHUNK / LANES : 32;
+    static constexpr uint LOADS = CHUNK / LANES / RUN;
+    static constexpr uint UNITS = RUN / 16;
+    static_assert(RUN % 16 == 0, "attend: units of 16 coordinates");
+    // Bytes.
+    static constexpr uint LOW_ROW = HEAD_DIM * LOW_BITS / 8;
+    static constexpr uint HIGH_ROW = HEAD_DIM * HIGH_BITS / 8;
+    static constexpr uint LOW_RUN = RUN * LOW_BITS / 8;
+    static constexpr uint HIGH_RUN = RUN * HIGH_BITS / 8;
+    static constexpr uint HIGH_WORDS = HIGH_RUN < 4 ? 1 : HIGH_RUN / 4;
+
+    uint low[LOADS][LOW_RUN / 4];
+    uint high[LOADS][HIGH_WORDS];
+
+    // Within the block, the coordinate of the lane's e-th.
+    static constexpr uint coord(uint lane, uint e) {
+        return e / RUN * (RUN * LANES) + lane * RUN + e % RUN;
+    }
+
+    // A block, from rows at the lane's first coordinate.
+    void load(const uchar *low_row, const uchar *high_row, uint block, bool there) {
+#pragma unroll
+        for (uint i = 0; i < LOADS; i++) {
+            load_once<LOW_RUN>(low_row + block * (CHUNK * LOW_BITS / 8) + i * (LOW_RUN * LANES), low[i], there);
+            if constexpr (HIGH_BITS > 0) {
+                load_once<HIGH_RUN>(high_row + block * (CHUNK * HIGH_BITS / 8) + i * (HIGH_RUN * LANES), high[i], there);
+            }
+        }
+    }
+
+    // Upper bits of a unit at 5 bits, in the lower half.
+    uint upper(uint load, uint unit) const {
+        return unit % 2 == 0 ? high[load][unit / 2] : high[load][unit / 2] >> 16;
+    }
+
+    // 6 and 8 bits: the 16 codes of a unit, one a byte.
+    void singles(uint load, uint unit, uint (&out)[4]) const {
+        if constexpr (CODEC == TQ8) {
+#pragma unroll
+            for (uint i = 0; i < 4; i++) {
+                out[i] = low[load][i];
+            }
+        } else {
+            const uint x = low[load][2 * unit], y = low[load][2 * unit + 1], bits = high[load][unit % HIGH_WORDS];
+            // Coordinates 4i and 4i+1 in byte i, 4i+2 and 4i+3.
+            const uint even = permute(x, y, 0x6420), odd = permute(x, y, 0x7531);
+            out[0] = choose(0x0F0F0F0F, even, bits << 4);
+            out[1] = choose(0x0F0F0F0F, even >> 4, bits << 2);
+            out[2] = choose(0x0F0F0F0F, odd, bits);
+            out[3] = choose(0x0F0F0F0F, odd >> 4, bits >> 2);
+        }
+    }
+    // Where `singles` has coordinate e.
+    static constexpr uint word_of(uint e) {
+        return CODEC == TQ8 ? e / 4 : e % 4;
+    }
+    static constexpr uint byte_of(uint e) {
+        return CODEC == TQ8 ? e % 4 : e / 4;
+    }
+};
+
+// The A operands of a unit's products. Keys: rows are the keys x and y, `use` gets (product, operands).
+template <uint CODEC, uint LANES, typename Use>
+inline void key_operands(const Codes<CODEC, LANES> &x, const Codes<CODEC, LANES> &y, uint load, uint unit,
+                         const Lookup<CODEC> &lookup, Use use) {
+    using C = Codes<CODEC, LANES>;
+    if constexpr (C::PAIRED) {
+#pragma unroll
+        for (uint i = 0; i < 4; i += 2) {
+            uint of_x[2] = {}, of_y[2] = {};
+            if constexpr (CODEC == TQ5) {
+#pragma unroll
+                for (uint j = 0; j < 2; j++) {
+                    of_x[j] = lookup.upper(x.upper(load, unit), i + j);
+                    of_y[j] = lookup.upper(y.upper(load, unit), i + j);
+                }
+            }
+#pragma unroll
+            for (uint w = 0; w < 2; w++) {
+                const uint codes_x = x.low[load][2 * unit + w], codes_y = y.low[load][2 * unit + w];
+                const uint a[4] = {lookup.pair(codes_x, of_x[0], w, i), lookup.pair(codes_y, of_y[0], w, i),
+                                   lookup.pair(codes_x, of_x[1], w, i + 1), lookup.pair(codes_y, of_y[1], w, i + 1)};
+                use(2 * w + i / 2, a);
+            }
+        }
+    } else {
+        uint of_x[4], of_y[4];
+        x.singles(load, unit, of_x);
+        y.singles(load, unit, of_y);
+        const auto both = [&](const uint(&codes)[4], uint e) {
+            return lookup.both(codes[C::word_of(e)], C::byte_of(e), codes[C::word_of(e + 1)], C::byte_of(e + 1));
+        };
+#pragma unroll
+        for (uint e = 0; e < 16; e += 4) {
+            const uint a[4] = {both(of_x, e), both(of_y, e), both(of_x, e + 2), both(of_y, e + 2)};
+            use(e / 4, a);
+        }
+    }
+}
+
+// Values: rows are two coordinates of the lane, columns the four values.
+template <uint CODEC, uint LANES, typename Use>
+inline void value_operands(const Codes<CODEC, LANES> (&v)[4], uint load, uint unit, const Lookup<CODEC> &lookup, Use use) {
+    using C = Codes<CODEC, LANES>;
+    if constexpr (C::PAIRED) {
+        // A byte of `even` holds an even coordinate of two values, one of `odd` the coordinate after it.
+        uint even[2][2], odd[2][2], high_even[2] = {}, high_odd[2] = {};
+#pragma unroll
+        for (uint j = 0; j < 2; j++) {
+            const C &first = v[2 * j], &second = v[2 * j + 1];
+#pragma unroll
+            for (uint w = 0; w < 2; w++) {
+                const uint x = first.low[load][2 * unit + w], y = second.low[load][2 * unit + w];
+                even[j][w] = choose(0x0F0F0F0F, x, y << 4);
+                odd[j][w] = choose(0x0F0F0F0F, x >> 4, y);
+            }
+            if constexpr (CODEC == TQ5) {
+                const uint x = first.upper(load, unit), y = second.upper(load, unit);
+                high_even[j] = choose(0x55555555, x, y << 1);
+                high_odd[j] = choose(0x55555555, x >> 1, y);
+            }
+        }
+#pragma unroll
+        for (uint i = 0; i < 4; i++) {
+            uint of_even[2] = {}, of_odd[2] = {};
+            if constexpr (CODEC == TQ5) {
+#pragma unroll
+                for (uint j = 0; j < 2; j++) {
+                    of_even[j] = lookup.upper(high_even[j], i);
+                    of_odd[j] = lookup.upper(high_odd[j], i);
+                }
+            }
+#pragma unroll
+            for (uint w = 0; w < 2; w++) {
+                const uint a[4] = {lookup.pair(even[0][w], of_even[0], w, i), lookup.pair(odd[0][w], of_odd[0], w, i),
+                                   lookup.pair(even[1][w], of_even[1], w, i), lookup.pair(odd[1][w], of_odd[1], w, i)};
+                use(4 * w + i, a);
+            }
+        }
+    } else {
+        uint codes[4][4];
+#pragma unroll
+        for (uint j = 0; j < 4; j++) {
+            v[j].singles(load, unit, codes[j]);
+        }
+        const auto both = [&](uint j, uint e) {
+            return lookup.both(codes[j][C::word_of(e)], C::byte_of(e), codes[j + 1][C::word_of(e)], C::byte_of(e));
+        };
+#pragma unroll
+        for (uint e = 0; e < 16; e += 2) {
+            const uint a[4] = {both(0, e), both(0, e + 1), both(2, e), both(2, e + 1)};
+            use(e / 2, a);
+        }
+    }
+}
+
+#endif

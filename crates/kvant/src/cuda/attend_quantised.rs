@@ -1,0 +1,174 @@
+//! The launch of decode attention over quantised caches: when it is taken, and how it is cut into blocks.
+
+use super::{
+    attend::{self, MAX_SHARED_ITEMS, MAX_SPLITS, Rows},
+    headers, planes,
+};
+use crate::{
+    Codec, DType, Result,
+    gpu::{Builder, Launch, Limits, Params, Scratch, Source, Use},
+    ops::attend::{Call, NAME, Plan},
+};
+
+static SOURCE: Source = Source {
+    name: "attend_quantised.cu",
+    text: include_str!("attend_quantised.cu"),
+    headers: headers::ATTEND_QUANTISED,
+    layouts: &[attend::AttendParams::layout],
+};
+
+/// Query heads of a KV head, at most: the columns of a product.
+const MAX_GROUP: usize = 8;
+/// Keys that are shared out among blocks at a time.
+const TILE: usize = 64;
+/// Tables begin here, at the latest; what comes before must fit below, the hardware's own first kilobyte included.
+const TABLES_AT: usize = 64 << 10;
+const RESERVED_BYTES: usize = 1 << 10;
+/// As `attend_plan.h` has it.
+const MAX_MERGE: usize = 24;
+
+/// How a kernel uses registers: what was fastest for a head size and a codec.
+#[derive(Clone, Copy)]
+struct Tuning {
+    warps: usize,
+    /// Codes of two groups of keys in registers, not of half a group.
+    whole_ahead: bool,
+    queries_held: bool,
+}
+
+impl Tuning {
+    fn new(head_dim: usize, k: u32, v: u32) -> Tuning {
+        let tuning = |warps, whole_ahead, queries_held| Tuning { warps, whole_ahead, queries_held };
+        match (head_dim, if k == v { k } else { 0 }) {
+            (512, _) => tuning(8, false, false),
+            (256, 4) => tuning(8, true, true),
+            (256, 5) => tuning(8, true, false),
+            (256, _) => tuning(8, false, true),
+            (_, 4) => tuning(12, true, true),
+            (_, 6) => tuning(12, true, false),
+            _ => tuning(16, false, false),
+        }
+    }
+}
+
+/// How a call is cut into blocks.
+pub(super) struct Quantised {
+    group: usize,
+    tuning: Tuning,
+    /// Products of all warps that are merged at a time.
+    merged: usize,
+    shared_bytes: usize,
+    /// 0: the blocks share all tiles evenly.
+    splits: usize,
+    blocks: usize,
+}
+
+impl Quantised {
+    /// None where `attend.cu` is needed: rows of several tokens that may share keys, a dense side, heads of 64, more than 8
+    /// heads a group, outputs in f32, or tables that do not fit.
+    pub(super) fn new(call: &Call, limits: &Limits) -> Option<Quantised> {
+        let spec = call.layer.spec();
+        let group = call.heads / spec.kv_heads;
+        let (Codec::TurboQuant(k), Codec::TurboQuant(v)) = (spec.k, spec.v) else { return None };
+        let fits = matches!(call.head_dim, 128 | 256 | 512)
+            && call.out.dtype() != DType::F32
+            && call.tokens <= spec.sequences
+            && group <= MAX_GROUP
+            && [&call.layer.k, &call.layer.v].into_iter().all(attend::is_aligned);
+        if !fits {
+            return None;
+        }
+        let tables = table_bytes(k.bits) + if k.bits == v.bits { 0 } else { table_bytes(v.bits) };
+        let shared_bytes = TABLES_AT + tables;
+        if shared_bytes > limits.threadgroup_bytes {
+            return None;
+        }
+        let tuning = Tuning::new(call.head_dim, k.bits, v.bits);
+        let room = TABLES_AT - RESERVED_BYTES;
+        let merged =
+            [8, 4, 2, 1].into_iter().find(|&merged| small_bytes(call.head_dim, tuning.warps, merged) <= room)?;
+
+        let pairs = call.tokens * spec.kv_heads;
+        let busy = limits.busy_groups;
+        let splits = match call.splits {
+            0 if call.tokens > MAX_SHARED_ITEMS || pairs >= 2 * busy => 1,
+            // One token's heads are equally long. No block then has parts of two heads, which costs it more time than a few
+            // blocks less.
+            0 if call.tokens == 1 && pairs <= busy && busy % pairs <= busy / 8 => busy / pairs,
+            splits => splits.min(MAX_SPLITS),
+        };
+        // The longest context that the device may turn out to hold.
+        let most = call.window.min(spec.capacity).div_ceil(TILE) + 1;
+        let blocks = if splits == 0 { busy.min(pairs.saturating_mul(most)) } else { pairs.saturating_mul(splits) };
+        Some(Quantised { group, tuning, merged, shared_bytes, splits, blocks })
+    }
+
+    pub(super) fn plan(&self) -> Plan {
+        let Quantised { group, tuning: Tuning { warps, .. }, splits, blocks, .. } = *self;
+        let how = if splits == 0 { "share the keys of all tokens evenly" } else { "take one each" };
+        let reason = format!(
+            "{group} query heads of a token for each KV head; {blocks} blocks of {warps} warps {how}, 16 keys a warp at a time"
+        );
+        Plan { kernel: "attend_quantised", reason: reason.into(), splits }
+    }
+
+    /// The launch; where `state` is, it gets the state of the cached keys, and there is no output.
+    pub(super) fn launch(&self, call: &Call, b: &Builder, rows: &Rows, state: Option<&Scratch>) -> Result<Launch> {
+        let spec = call.layer.spec();
+        let Tuning { warps, whole_ahead, queries_held } = self.tuning;
+        let params = attend::params(call, rows, self.group, call.tokens, self.splits)?;
+        let mut launch = Launch::new(NAME, &SOURCE, "attend_quantised")
+            .constant("HEAD_DIM", call.head_dim as u32)
+            .constant("Q_DTYPE", call.q.dtype())
+            .constant("OUT_DTYPE", call.out.dtype())
+            .constant("K_CODEC", planes::codec_code(spec.k))
+            .constant("V_CODEC", planes::codec_code(spec.v))
+            .constant("WARPS", warps as u32)
+            .constant("WHOLE_AHEAD", whole_ahead)
+            .constant("QUERIES_HELD", queries_held)
+            .constant("MERGED", self.merged as u32)
+            .constant("TILE", TILE as u32)
+            .constant("RING", spec.ring)
+            .constant("FRESH", false)
+            .constant("SOFTCAP", call.softcap.is_some())
+            .constant("ROTATE_Q", !call.q_rotated)
+            .constant("SHARED_BYTES", self.shared_bytes as u32)
+            .read(0, &call.q)
+            .read(8, &call.step.positions)
+            .read(9, &call.step.sequence)
+            .read(10, call.cached_lens())
+            .params(14, &params)
+            .grid([self.blocks, 1, 1], [32 * warps, 1, 1])
+            .threadgroup_memory(self.shared_bytes);
+        launch = planes::bind(planes::bind(launch, 2, &call.layer.k, Use::Read), 5, &call.layer.v, Use::Read);
+        launch = match state {
+            Some(state) => launch.scratch(13, state, Use::Write),
+            None => launch.write(1, &call.out),
+        };
+        if self.splits != 1 {
+            // A block leaves two states at most; each, and each head of a token, has a counter.
+            let slots = 2 * self.blocks + 2;
+            let state = self.group * call.head_dim + (2 * self.group).next_multiple_of(4);
+            let partials = b.scratch(slots * state * 4)?;
+            let counters = b.zeroed_scratch((slots + call.tokens * spec.kv_heads) * 4)?;
+            launch = launch.scratch(11, &partials, Use::ReadWrite).scratch(12, &counters, Use::ReadWrite);
+        }
+        Ok(launch)
+    }
+}
+
+/// Bytes of a codec's table: `Table` of `attend_codes.h`.
+fn table_bytes(bits: u32) -> usize {
+    if bits == 5 { 128 << 10 } else { 64 << 10 }
+}
+
+/// Bytes of shared memory before the tables: the sum that `attend_quantised.cu` computes.
+fn small_bytes(head_dim: usize, warps: usize, merged: usize) -> usize {
+    let rows = MAX_GROUP;
+    warps * merged * 512
+        + rows * head_dim * 6
+        + MAX_MERGE * rows * 8
+        + warps * rows * 8
+        + rows * 12
+        + (MAX_SHARED_ITEMS + 8) * 4
+}
