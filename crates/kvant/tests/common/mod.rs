@@ -18,13 +18,16 @@ use kvant::{CpuOptions, DType, Device, DeviceKind, Encoder, Float, Result, SimdL
 pub const FLOATS: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
 /// Every device that is tested: those present, the Metal kernels under msl-host where that runs, and the CPU at each
-/// instruction set with 1, 2 and 3 threads. `KVANT_TEST_DEVICE=metal` leaves the devices of that kind alone.
+/// instruction set with 1, 2 and 3 threads. `KVANT_TEST_DEVICE=metal` leaves the devices of that kind alone;
+/// `KVANT_TEST_SIMD=NEON` does so with one instruction set of the CPU.
 pub fn devices() -> &'static [Device] {
     static DEVICES: OnceLock<Vec<Device>> = OnceLock::new();
     DEVICES.get_or_init(|| {
         let present = Device::list().into_iter().filter_map(|entry| entry.device.ok());
         let mut devices: Vec<Device> = present.filter(|d| d.kind() != DeviceKind::Reference).collect();
-        for simd in SimdLevel::ALL.into_iter().filter(|level| level.is_supported()) {
+        let level = std::env::var("KVANT_TEST_SIMD").ok();
+        let levels = SimdLevel::ALL.into_iter().filter(|simd| simd.is_supported());
+        for simd in levels.filter(|simd| level.as_deref().is_none_or(|level| level == simd.to_string())) {
             for threads in 1..=3 {
                 let options = CpuOptions { threads: Some(threads), simd: Some(simd) };
                 devices.push(Device::cpu_with(options).expect("the level is supported"));

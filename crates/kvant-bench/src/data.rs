@@ -1,0 +1,36 @@
+//! Numbers to compute with, and how much memory they may take.
+
+use kvant::{Device, Tensor};
+
+use crate::Result;
+
+/// Bytes that a case rotates over when it is to read from memory: far more than a processor's caches hold.
+pub const ROTATION: usize = 700_000_000;
+
+/// So many copies of something of `bytes` bytes make [`ROTATION`].
+pub fn copies(bytes: usize) -> usize {
+    ROTATION.div_ceil(bytes.max(1))
+}
+
+/// Random numbers of variance 1, nearly normal, the same for the same seed.
+pub fn normal(count: usize, seed: u64) -> Vec<f32> {
+    let mut state = seed;
+    // Sums of four uniform 16-bit numbers.
+    let scale = 1.0 / (65536.0 * (4.0f32 / 12.0).sqrt());
+    let mut next = || {
+        // splitmix64 (Steele et al. 2014)
+        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = state;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^= z >> 31;
+        let sum: u64 = (0..4).map(|i| (z >> (16 * i)) & 0xffff).sum();
+        (sum as f32 - 2.0 * 65535.0) * scale
+    };
+    (0..count).map(|_| next()).collect()
+}
+
+/// [`normal`] numbers in an f32 tensor.
+pub fn tensor(device: &Device, shape: &[usize], seed: u64) -> Result<Tensor> {
+    Ok(Tensor::from_slice(device, &normal(shape.iter().product(), seed), shape)?)
+}

@@ -1,0 +1,55 @@
+//! The per-head RMS norm and the rotary embedding of a query, in one operation.
+
+use kvant::{DType, Device, Tensor, ops};
+
+use crate::{Result, data};
+
+/// Heads of some tokens, normed and turned.
+pub struct NormRope {
+    device: Device,
+    x: Tensor,
+    weight: Tensor,
+    positions: Tensor,
+    out: Tensor,
+}
+
+impl NormRope {
+    /// `tokens` tokens of `heads` heads.
+    pub fn new(device: &Device, tokens: usize, heads: usize, head_dim: usize) -> Result<NormRope> {
+        let x = data::tensor(device, &[tokens, heads, head_dim], 1)?;
+        let positions = (0..tokens).map(|i| Ok(u32::try_from(1000 + i)?)).collect::<Result<Vec<_>>>()?;
+        Ok(NormRope {
+            device: device.clone(),
+            weight: data::tensor(device, &[head_dim], 2)?,
+            positions: Tensor::from_slice(device, &positions, &[tokens])?,
+            out: Tensor::zeros(device, DType::F32, x.shape())?,
+            x,
+        })
+    }
+
+    /// One call.
+    pub fn call(&mut self) -> Result {
+        let norm_rope = ops::NormRope {
+            x: &self.x,
+            norm: Some(ops::HeadNorm { weight: Some(&self.weight), eps: 1e-6 }),
+            rope: Some(ops::Rope {
+                angles: ops::Angles::Theta(1e4),
+                rotated_pairs: self.weight.elements() / 2,
+                layout: ops::PairLayout::Halves,
+                freq_factors: None,
+            }),
+            positions: &self.positions,
+            rotate: false,
+            out_order: ops::SourceOrder::TokenMajor,
+            out: &self.out,
+        };
+        let mut enc = self.device.encoder()?;
+        ops::norm_rope(&mut enc, &norm_rope)?;
+        Ok(enc.commit()?.wait()?)
+    }
+
+    /// What goes in and what comes out.
+    pub fn values(&self) -> Result<[Vec<f32>; 3]> {
+        Ok([self.x.to_f32()?, self.weight.to_f32()?, self.out.to_f32()?])
+    }
+}

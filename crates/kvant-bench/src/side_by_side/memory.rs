@@ -1,0 +1,92 @@
+//! What the memory gives: the ceiling of everything that reads each byte once.
+
+use std::hint::black_box;
+
+use kvant_bench::{Result, data::ROTATION};
+
+use crate::race::Contender;
+
+/// Bytes of the buffer that is read.
+pub const READ: usize = ROTATION;
+
+/// Reads a buffer from memory, each thread its part, as fast as plain vector loads do.
+pub fn reader<'a>(threads: usize) -> Contender<'a> {
+    let buffer = vec![1u64; READ / 8];
+    Contender::each("memory read", READ, move || {
+        std::thread::scope(|scope| {
+            for part in buffer.chunks(buffer.len().div_ceil(threads)) {
+                scope.spawn(move || black_box(sum(part)));
+            }
+        });
+        Ok(())
+    })
+}
+
+/// Copies of one block in a row, between which threads do not wait for each other.
+const COPIES: usize = 16;
+
+/// Copies one block over and over to other places, each thread its part: what writing dense rows comes down to.
+pub fn copier<'a>(bytes: usize, threads: usize) -> Contender<'a> {
+    let source = vec![1u8; bytes];
+    // Not zeros, which the system would hand out page by page while the clock runs.
+    let mut target = vec![1u8; ROTATION / bytes / COPIES * COPIES * bytes];
+    let (mut at, turns) = (0, target.len() / bytes / COPIES);
+    let part = bytes.div_ceil(threads);
+    Contender::new("memory copy", 0, move || {
+        let blocks = &mut target[at % turns * COPIES * bytes..][..COPIES * bytes];
+        at += 1;
+        let mut shares: Vec<Vec<(&mut [u8], &[u8])>> = (0..threads).map(|_| Vec::new()).collect();
+        for block in blocks.chunks_exact_mut(bytes) {
+            for (share, parts) in shares.iter_mut().zip(block.chunks_mut(part).zip(source.chunks(part))) {
+                share.push(parts);
+            }
+        }
+        let copy = |share: Vec<(&mut [u8], &[u8])>| share.into_iter().for_each(|(to, from)| to.copy_from_slice(from));
+        std::thread::scope(|scope| {
+            let mine = shares.pop();
+            shares.into_iter().for_each(|share| {
+                scope.spawn(move || copy(share));
+            });
+            mine.into_iter().for_each(copy);
+        });
+        Ok(COPIES)
+    })
+}
+
+/// Sums of many lanes: enough loads in flight, whatever the vector width.
+fn sum(numbers: &[u64]) -> u64 {
+    let mut lanes = [0u64; 64];
+    for chunk in numbers.chunks_exact(64) {
+        for (lane, x) in lanes.iter_mut().zip(chunk) {
+            *lane = lane.wrapping_add(*x);
+        }
+    }
+    lanes.iter().fold(0, |a, b| a.wrapping_add(*b))
+}
+
+/// Billions of bytes a second.
+pub fn gigabytes(bytes: usize, micros: f64) -> f64 {
+    bytes as f64 / micros / 1e3
+}
+
+/// Microseconds that so many bytes take at the ceiling.
+pub fn floor(bytes: usize, ceiling: f64) -> f64 {
+    bytes as f64 / ceiling / 1e3
+}
+
+/// A machine and a program that can be compared: this processor's instructions, for the peers too.
+pub fn describe() -> Result<String> {
+    let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let model = info.lines().find_map(|line| line.strip_prefix("model name")?.split(':').nth(1));
+    let cores = std::thread::available_parallelism()?;
+    #[cfg(target_arch = "x86_64")]
+    for (name, has, built) in [
+        ("AVX2", is_x86_feature_detected!("avx2"), cfg!(target_feature = "avx2")),
+        ("AVX-512", is_x86_feature_detected!("avx512f"), cfg!(target_feature = "avx512f")),
+    ] {
+        if has && !built {
+            return Err(format!("built without {name}, which ggml and candle take from the compiler: set RUSTFLAGS='-C target-cpu=native'").into());
+        }
+    }
+    Ok(format!("{}, {cores} cores", model.unwrap_or(std::env::consts::ARCH).trim()))
+}

@@ -1,0 +1,4 @@
+//! What kvant is measured beside.
+
+pub mod candle;
+pub mod ggml;
