@@ -3,12 +3,14 @@
 // Each thread moves one UNIT of 16, 4 or 1 bytes, whatever both sides are aligned to; the last one moves what is left
 // by bytes.
 #include "convert.h"
+#include "ahead.h"
 
 struct CopyParams {
     ulong bytes;
 };
 
 extern "C" __global__ void copy(const uchar *from, uchar *to, const CopyParams p) {
+    take_turn();
     const ulong at = (ulong(blockIdx.x) * blockDim.x + threadIdx.x) * UNIT;
     if (at + UNIT <= p.bytes) {
         if (UNIT == 16) {

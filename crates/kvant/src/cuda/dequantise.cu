@@ -5,6 +5,7 @@
 // 2 * inputs], so that one product adds up both parts. One thread per 8 inputs.
 #include "vectors.h"
 #include "affine.h"
+#include "ahead.h"
 
 struct DequantiseParams {
     uint rows;
@@ -15,6 +16,7 @@ struct DequantiseParams {
 
 extern "C" __global__ void dequantise(const uint *codes, const uchar *scales, const uchar *biases, uchar *out,
                                       const DequantiseParams p) {
+    take_turn();
     const uint row = blockIdx.x, c = blockIdx.y * blockDim.x + threadIdx.x;
     if (c * 16 >= p.inputs) {
         return;
@@ -36,6 +38,7 @@ extern "C" __global__ void dequantise(const uint *codes, const uchar *scales, co
 #else
 
 extern "C" __global__ void twice(const uchar *x, uchar *out, const DequantiseParams p) {
+    take_turn();
     const uint row = blockIdx.x, i = (blockIdx.y * blockDim.x + threadIdx.x) * 8;
     if (i >= p.inputs) {
         return;

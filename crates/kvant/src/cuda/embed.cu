@@ -5,6 +5,7 @@
 // per 16 when the table is affine (BITS is not 0); then TABLE_DTYPE is that of scales and biases.
 #include "vectors.h"
 #include "affine.h"
+#include "ahead.h"
 
 struct EmbedParams {
     uint vocab;
@@ -15,6 +16,7 @@ struct EmbedParams {
 
 extern "C" __global__ void embed(const uchar *table, const uchar *scales, const uchar *biases, const uint *ids, uchar *out,
                                  const EmbedParams p) {
+    take_turn();
     const uint2 at = row_and_four();
     const uint i = at.y * (BITS != 0 ? 16 : 4);
     if (i >= p.dim || at.x >= p.tokens) {

@@ -3,6 +3,7 @@
 // out is [rows, dim]; gate and up are columns of tensors with rows of gate_width and up_width elements, from gate_start and
 // up_start on. One thread per four elements of a row. `out` may be the gate's tensor.
 #include "vectors.h"
+#include "ahead.h"
 
 struct GateParams {
     uint rows;
@@ -21,6 +22,7 @@ inline float activate(float x) {
 }
 
 extern "C" __global__ void gate(const uchar *gate, const uchar *up, uchar *out, const GateParams p) {
+    take_turn();
     const uint2 at = row_and_four();
     const uint i = at.y * 4;
     if (i >= p.dim || at.x >= p.rows) {

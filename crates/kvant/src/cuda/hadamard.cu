@@ -4,6 +4,7 @@
 // memory (p.group_rows * D floats). `out` may be `x`.
 #include "elements.h"
 #include "rotate.h"
+#include "ahead.h"
 
 struct HadamardParams {
     ulong rows;
@@ -12,6 +13,7 @@ struct HadamardParams {
 };
 
 extern "C" __global__ void hadamard(const uchar *x, uchar *out, const HadamardParams p) {
+    take_turn();
     extern __shared__ float tile[];
     const ulong first = ulong(blockIdx.x) * p.group_rows;
     const uint rows = uint(min(ulong(p.group_rows), p.rows - first));

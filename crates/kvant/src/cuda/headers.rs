@@ -15,6 +15,7 @@ const ROTATE_H: Header = Header { name: "rotate.h", text: || include_str!("rotat
 const PLANES_H: Header = Header { name: "planes.h", text: || include_str!("planes.h").to_string() };
 const SLOTS_H: Header = Header { name: "slots.h", text: || include_str!("slots.h").to_string() };
 const TURBOQUANT_H: Header = Header { name: "turboquant.h", text: || include_str!("turboquant.h").to_string() };
+const AHEAD_H: Header = Header { name: "ahead.h", text: || include_str!("ahead.h").to_string() };
 const FRAGMENTS_H: Header = Header { name: "fragments.h", text: || include_str!("fragments.h").to_string() };
 const ATTEND_SIDE_H: Header = Header { name: "attend_side.h", text: || include_str!("attend_side.h").to_string() };
 const ATTEND_PLAN_H: Header = Header { name: "attend_plan.h", text: || include_str!("attend_plan.h").to_string() };
@@ -25,15 +26,17 @@ const ATTEND_MERGE_H: Header = Header { name: "attend_merge.h", text: || include
 const NORM_ROPE_H: Header = Header { name: "norm_rope.h", text: || include_str!("norm_rope.h").to_string() };
 
 /// Loads and stores by dtype.
-pub(super) const ELEMENTS: &[Header] = &[CONVERT_H, ELEMENTS_H];
+pub(super) const ELEMENTS: &[Header] = &[CONVERT_H, ELEMENTS_H, AHEAD_H];
 /// The same, four elements at a time.
-pub(super) const VECTORS: &[Header] = &[CONVERT_H, ELEMENTS_H, VECTORS_H];
+pub(super) const VECTORS: &[Header] = &[CONVERT_H, ELEMENTS_H, VECTORS_H, AHEAD_H];
 /// What brings the elements of a row together.
-pub(super) const ROWS: &[Header] = &[CONVERT_H, ELEMENTS_H, VECTORS_H, TEAM_H, ORDERED_H];
+pub(super) const ROWS: &[Header] = &[CONVERT_H, ELEMENTS_H, VECTORS_H, TEAM_H, ORDERED_H, AHEAD_H];
 /// The rows of a weight, dense or affine.
-pub(super) const AFFINE: &[Header] = &[CONVERT_H, ELEMENTS_H, VECTORS_H, TEAM_H, AFFINE_H];
+pub(super) const AFFINE: &[Header] = &[CONVERT_H, ELEMENTS_H, VECTORS_H, TEAM_H, AFFINE_H, AHEAD_H];
+/// The same as operands of tensor cores.
+pub(super) const LINEAR_ROWS: &[Header] = &[CONVERT_H, ELEMENTS_H, VECTORS_H, TEAM_H, AFFINE_H, FRAGMENTS_H, AHEAD_H];
 /// The Hadamard rotation.
-pub(super) const ROTATE: &[Header] = &[CONVERT_H, ELEMENTS_H, VECTORS_H, SIGNS_H, ROTATE_H];
+pub(super) const ROTATE: &[Header] = &[CONVERT_H, ELEMENTS_H, VECTORS_H, SIGNS_H, ROTATE_H, AHEAD_H];
 /// Attention: the rows of a cache layer as operands of tensor cores, the rotation, and who works on what.
 pub(super) const ATTEND: &[Header] = &[
     CONVERT_H,
@@ -45,6 +48,7 @@ pub(super) const ATTEND: &[Header] = &[
     ATTEND_SIDE_H,
     ATTEND_PLAN_H,
     ATTEND_ROTATE_H,
+    AHEAD_H,
 ];
 /// Decode attention over quantised rows: lookups, the rotation, who works on what, and how that comes together.
 pub(super) const ATTEND_QUANTISED: &[Header] = &[
@@ -61,7 +65,7 @@ pub(super) const ATTEND_QUANTISED: &[Header] = &[
 ];
 /// The rows of a cache layer to be read, the rotation, and where tokens stand.
 pub(super) const READ: &[Header] =
-    &[CONVERT_H, ELEMENTS_H, VECTORS_H, CODEBOOKS_H, PLANES_H, SIGNS_H, ROTATE_H, SLOTS_H];
+    &[CONVERT_H, ELEMENTS_H, VECTORS_H, CODEBOOKS_H, PLANES_H, SIGNS_H, ROTATE_H, SLOTS_H, AHEAD_H];
 /// The rows of a cache layer to be written; norm and rotary embedding of a head.
 pub(super) const WRITE: &[Header] = &[
     CONVERT_H,
@@ -75,4 +79,5 @@ pub(super) const WRITE: &[Header] = &[
     TEAM_H,
     TURBOQUANT_H,
     NORM_ROPE_H,
+    AHEAD_H,
 ];

@@ -6,6 +6,7 @@
 #include "planes.h"
 #include "rotate.h"
 #include "slots.h"
+#include "ahead.h"
 
 struct KvReadParams {
     ulong start;
@@ -17,6 +18,7 @@ struct KvReadParams {
 
 extern "C" __global__ void kv_read(const uchar *low, const uchar *high, const float *norms, uchar *out,
                                    const __grid_constant__ KvReadParams p) {
+    take_turn();
     extern __shared__ float row[];
     const uint token = blockIdx.x, head = blockIdx.y, dim = p.head_dim;
     // On a ring the position may be beyond 32 bits.

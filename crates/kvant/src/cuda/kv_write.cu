@@ -7,6 +7,7 @@
 #include "elements.h"
 #include "slots.h"
 #include "turboquant.h"
+#include "ahead.h"
 
 struct KvWriteParams {
     ulong first_token;
@@ -40,6 +41,7 @@ inline void encode_head(const uchar *source, ulong from, uint dtype, WritablePla
 extern "C" __global__ void kv_write(const uchar *k, const uchar *v, const uint *positions, const uint *sequence,
                                     const uint *lens, uchar *k_low, uchar *k_high, float *k_norms, uchar *v_low,
                                     uchar *v_high, float *v_norms, const __grid_constant__ KvWriteParams p) {
+    take_turn();
     extern __shared__ float row[];
     const uint token = blockIdx.x, head = blockIdx.y;
     const uint position = positions[token], seq = sequence[token];

@@ -11,6 +11,7 @@
 #include "vectors.h"
 #include "affine.h"
 #include "team.h"
+#include "ahead.h"
 
 struct LinearParams {
     uint rows;
@@ -123,6 +124,7 @@ constexpr uint AHEAD = TOKENS > 2 ? 2 : AFFINE && TOKENS == 1 && BITS == 4 ? 8 :
 extern "C" __global__ void __launch_bounds__(128)
     linear_few(const uchar *x, const uchar *values, const uchar *scales, const uchar *biases, const uint *ids, uchar *out,
                const LinearParams p) {
+    take_turn();
     const Weight w = {values, scales, biases};
     const uint lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
     const uint first_output = (blockIdx.x * warps + warp) * ROWS;
@@ -237,6 +239,7 @@ inline uint gather(const uint *ids, uint rows, uint expert, uint &cursor, uint *
 extern "C" __global__ void __launch_bounds__(THREADS)
     linear_tiles(const uchar *x, const uchar *values, const uchar *scales, const uchar *biases, const uint *ids, uchar *out,
                  const LinearParams p) {
+    take_turn();
     __shared__ __align__(16) float x_tile[TILE_K * STRIDE];
     __shared__ __align__(16) float w_tile[TILE_K * STRIDE];
     __shared__ uint list[TILE_M];

@@ -3,7 +3,7 @@ use crate::{
     cuda::{
         WARP,
         affine::{Parts, parts},
-        dequantise, headers,
+        dequantise, headers, linear_rows,
     },
     gpu::{Builder, Launch, Params, Product, Source, Use, params},
     ops::linear::{Call, NAME, OwnedWeight},
@@ -29,6 +29,8 @@ static SOURCE: Source = Source {
 
 /// Rows up to which the weight is read once per four of them rather than multiplied by tiles.
 const FEW: usize = 8;
+/// As many rows of affine weights: no library takes them.
+const FEW_AFFINE: usize = 32;
 /// As many rows per expert are few.
 const FEW_PER_EXPERT: usize = 2;
 /// Warps of a block of `linear_few`, and outputs of each.
@@ -53,6 +55,17 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
     if dequantise::suits(call, &weight) {
         return by_dense(call, &weight, params, b);
     }
+    let x_aligned = aligned16(x, dims.inputs);
+    let few_rows = if ids.is_some() {
+        FEW.max(FEW_PER_EXPERT * dims.experts)
+    } else if weight.bits != 0 {
+        FEW_AFFINE
+    } else {
+        FEW
+    };
+    if *rows > 0 && *rows <= few_rows && linear_rows::suits(call, &weight, x_aligned) {
+        return linear_rows::build(call, &weight, &params, b);
+    }
     let few = *rows <= if ids.is_some() { FEW.max(FEW_PER_EXPERT * dims.experts) } else { FEW };
     let mut tokens = 1;
     let (kernel, groups, threads) = if few {
@@ -76,7 +89,7 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
         .constant("BITS", weight.bits)
         .constant("GROUP", weight.group)
         .constant("EXPERTS", ids.is_some())
-        .constant("X_ALIGNED", aligned16(x, dims.inputs))
+        .constant("X_ALIGNED", x_aligned)
         .constant("W_ALIGNED", weight.aligned)
         .read(0, x)
         .read(1, weight.weight)

@@ -17,6 +17,7 @@ mod headers;
 mod kv_read;
 mod kv_write;
 mod linear;
+mod linear_rows;
 mod moe;
 mod norm_rope;
 mod norm_rope_write;

@@ -6,6 +6,7 @@
 #include "vectors.h"
 #include "ordered.h"
 #include "team.h"
+#include "ahead.h"
 
 struct MoeRouteParams {
     uint tokens;
@@ -24,6 +25,7 @@ struct MoeCombineParams {
 // A warp per token. Each round finds the largest logit behind the one of the round before.
 extern "C" __global__ void moe_route(const uchar *logits, const float *expert_scale, uint *ids, float *weights,
                                      const MoeRouteParams p) {
+    take_turn();
     const uint lane = threadIdx.x % 32;
     const uint token = (blockIdx.x * blockDim.x + threadIdx.x) / 32;
     if (token >= p.tokens) {
@@ -68,6 +70,7 @@ extern "C" __global__ void moe_route(const uchar *logits, const float *expert_sc
 
 // One thread per four elements of a row.
 extern "C" __global__ void moe_combine(const uchar *x, const float *weights, uchar *out, const MoeCombineParams p) {
+    take_turn();
     const uint2 at = row_and_four();
     const uint i = at.y * 4;
     if (i >= p.dim || at.x >= p.tokens) {

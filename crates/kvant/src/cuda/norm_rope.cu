@@ -6,6 +6,7 @@
 #include "elements.h"
 #include "norm_rope.h"
 #include "rotate.h"
+#include "ahead.h"
 
 struct NormRopeParams {
     RopeParams rope;
@@ -20,6 +21,7 @@ constexpr bool HAS_TABLES = ANGLES == TABLES;
 extern "C" __global__ void norm_rope(const uchar *x, const uint *positions, const uchar *weight, const float *cos,
                                      const float *sin, const float *factors, uchar *out,
                                      const __grid_constant__ NormRopeParams p) {
+    take_turn();
     extern __shared__ float row[];
     const uint token = blockIdx.x, head = blockIdx.y, dim = p.head_dim;
     const uint position = positions[token];

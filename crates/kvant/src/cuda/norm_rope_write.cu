@@ -8,6 +8,7 @@
 #include "norm_rope.h"
 #include "slots.h"
 #include "turboquant.h"
+#include "ahead.h"
 
 struct NormRopeWriteParams {
     RopeParams rope;
@@ -29,6 +30,7 @@ extern "C" __global__ void norm_rope_write(const uchar *q, const uchar *k, const
                                            const uint *sequence, const uint *lens, uchar *q_out, uchar *k_low,
                                            uchar *k_high, float *k_norms, uchar *v_low, uchar *v_high,
                                            float *v_norms, const __grid_constant__ NormRopeWriteParams p) {
+    take_turn();
     extern __shared__ float row[];
     const uint token = blockIdx.x, dim = p.head_dim, kv_heads = p.layer.kv_heads;
     const Team team = whole_block();

@@ -7,6 +7,7 @@
 // written: so `out` and `sum` may be `x` or the residual.
 #include "vectors.h"
 #include "team.h"
+#include "ahead.h"
 
 struct RmsNormParams {
     uint rows;
@@ -17,6 +18,7 @@ struct RmsNormParams {
 
 extern "C" __global__ void rms_norm(const uchar *x, const uchar *weight, const uchar *residual, uchar *sum, uchar *out,
                                     const RmsNormParams p) {
+    take_turn();
     __shared__ float room[EXCHANGE];
     const Team team = whole_block();
     const uint row = WHOLE ? blockIdx.x : blockIdx.x * (team.size / 32) + team.warp;

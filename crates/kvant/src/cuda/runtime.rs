@@ -16,7 +16,7 @@ use std::{
     sync::{Arc, Mutex, OnceLock, PoisonError},
 };
 
-use cudarc::driver::sys::CUstream;
+use cudarc::driver::sys::{self as cu, CUstream};
 
 use super::{
     cache::Cache,
@@ -110,8 +110,28 @@ impl Shared {
         self.products.get_or_init(|| Products::open(&self.gpu)).as_ref()
     }
 
-    /// Gives a launch to a stream.
-    fn enqueue(&self, launch: &Launch, runner: Runner, stream: CUstream) -> Result<()> {
+    /// Gives launches to a stream, in their order.
+    fn enqueue_all(&self, launches: &[(Launch, Runner)], stream: CUstream) -> Result<()> {
+        let mut previous = None;
+        for (launch, runner) in launches {
+            let overlaps = previous.is_some_and(|previous| self.may_overlap(launch, previous));
+            self.enqueue(launch, *runner, overlaps, stream)?;
+            previous = matches!(runner, Runner::Kernel(_)).then_some(launch);
+        }
+        Ok(())
+    }
+
+    /// Whether a kernel may begin before the one in front of it, `previous`, has ended: if it waits for that by itself
+    /// (`ahead.h`, which its file includes then), and what it reads before is not what the other one writes. What was in
+    /// front of `previous` has ended by then: a kernel lets the next one begin when it has waited.
+    fn may_overlap(&self, launch: &Launch, previous: &Launch) -> bool {
+        self.gpu.capability.0 >= 9
+            && launch.source.text.contains("#include \"ahead.h\"")
+            && launch.may_read_beside(previous)
+    }
+
+    /// Gives a launch to a stream; with `overlaps`, it may begin before the kernel in front of it has ended.
+    fn enqueue(&self, launch: &Launch, runner: Runner, overlaps: bool, stream: CUstream) -> Result<()> {
         // Not opened here: that is not allowed within a capture.
         let function = match (runner, launch.product, self.products.get().and_then(Option::as_ref)) {
             (Runner::Library(plan), Some(product), Some(products)) => {
@@ -139,25 +159,27 @@ impl Shared {
             pointers[*index as usize] = bytes.as_ptr().cast_mut().cast();
         }
         let ([gx, gy, gz], [bx, by, bz]) = (launch.grid.groups, launch.grid.threads);
+        let mut attribute = cu::CUlaunchAttribute {
+            id: cu::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+            pad: [0; 4],
+            value: cu::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+        };
+        let config = cu::CUlaunchConfig {
+            gridDimX: gx,
+            gridDimY: gy,
+            gridDimZ: gz,
+            blockDimX: bx,
+            blockDimY: by,
+            blockDimZ: bz,
+            sharedMemBytes: launch.threadgroup_bytes,
+            hStream: stream,
+            attrs: &raw mut attribute,
+            numAttrs: overlaps.into(),
+        };
         // SAFETY: the driver copies as many arguments as the kernel has, each of its own size: addresses of 8 bytes, and
         // the struct whose layout the compiler has confirmed. The memory outlives the work: it is freed in stream order.
-        unsafe {
-            let shared = launch.threadgroup_bytes;
-            driver!(cuLaunchKernel(
-                function.0,
-                gx,
-                gy,
-                gz,
-                bx,
-                by,
-                bz,
-                shared,
-                stream,
-                pointers.as_mut_ptr(),
-                std::ptr::null_mut()
-            ))
-        }
-        .map_err(|failure| fault(format!("{launch:?}: {failure}")))
+        unsafe { driver!(cuLaunchKernelEx(&config, function.0, pointers.as_mut_ptr(), std::ptr::null_mut())) }
+            .map_err(|failure| fault(format!("{launch:?}: {failure}")))
     }
 
     /// What a launch needs before it is run.
@@ -230,9 +252,7 @@ impl Executor for Cuda {
         let shared = self.shared.clone();
         // Before the capture: loading a kernel is not allowed within.
         let launches = launches.into_iter().map(|launch| shared.prepare(launch)).collect::<Result<Vec<_>>>()?;
-        let graph = Graph::capture(&shared.gpu, |stream| {
-            launches.iter().try_for_each(|(launch, runner)| shared.enqueue(launch, *runner, stream))
-        })?;
+        let graph = Graph::capture(&shared.gpu, |stream| shared.enqueue_all(&launches, stream))?;
         let launches = launches.into_iter().map(|(launch, _)| launch).collect();
         Ok(Box::new(Captured { graph: Mutex::new(graph), gpu: shared.gpu.clone(), _launches: launches }))
     }
@@ -254,7 +274,7 @@ impl LaunchPass for Pass {
         let Pass { shared, launches } = *self;
         shared.gpu.enter().map_err(fault)?;
         let stream = shared.gpu.stream;
-        launches.iter().try_for_each(|(launch, runner)| shared.enqueue(launch, *runner, stream))?;
+        shared.enqueue_all(&launches, stream)?;
         Ok(Box::new(shared.gpu.event().map_err(fault)?))
     }
 }

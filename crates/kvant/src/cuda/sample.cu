@@ -11,6 +11,7 @@
 #include "vectors.h"
 #include "ordered.h"
 #include "team.h"
+#include "ahead.h"
 
 struct SampleParams {
     ulong seed;
@@ -149,6 +150,7 @@ inline ulong search(Row row, ulong cut, Goal goal, ulong value, float min_p, His
 }
 
 extern "C" __global__ void sample(const uchar *logits, const uint *counter, uint *out, const SampleParams p) {
+    take_turn();
     __shared__ Histogram histogram;
     __shared__ uint room[EXCHANGE];
     const Team team = whole_block();

@@ -2,6 +2,7 @@
 //
 // One thread per element. `out` may be `x`.
 #include "elements.h"
+#include "ahead.h"
 
 struct SoftcapParams {
     uint elements;
@@ -9,6 +10,7 @@ struct SoftcapParams {
 };
 
 extern "C" __global__ void softcap(const uchar *x, uchar *out, const SoftcapParams p) {
+    take_turn();
     const uint i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < p.elements) {
         store(out, i, p.cap * tanhf(load(x, i, X_DTYPE) / p.cap), OUT_DTYPE);

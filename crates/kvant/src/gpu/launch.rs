@@ -165,6 +165,9 @@ pub struct Launch {
     pub grid: Grid,
     /// Bytes of `[[threadgroup(0)]]` memory, a multiple of 16; 0 when the kernel has none.
     pub threadgroup_bytes: u32,
+    /// Indices of buffers that the kernel may read before the launches in front of it have ended, unless the one right in
+    /// front writes to them. Most kernels read nothing ahead, and where launches never overlap it means nothing.
+    pub ahead: &'static [u32],
     /// What the kernel computes, if it is a plain product of matrices: an executor may leave it to a library.
     pub product: Option<Product>,
 }
@@ -193,7 +196,18 @@ impl Launch {
     pub(crate) fn new(op: &'static str, source: &'static Source, kernel: &'static str) -> Launch {
         let grid = Grid { groups: [1; 3], threads: [1; 3] };
         let (constants, bindings) = (Vec::new(), Vec::new());
-        Launch { op, source, kernel, constants, bindings, params: None, grid, threadgroup_bytes: 0, product: None }
+        Launch {
+            op,
+            source,
+            kernel,
+            constants,
+            bindings,
+            params: None,
+            grid,
+            threadgroup_bytes: 0,
+            ahead: &[],
+            product: None,
+        }
     }
 
     /// Gives the function constant of that name its value.
@@ -259,6 +273,21 @@ impl Launch {
     pub(crate) fn threadgroup_memory(mut self, bytes: usize) -> Launch {
         self.threadgroup_bytes = u32::try_from(bytes.next_multiple_of(16)).unwrap_or(u32::MAX);
         self
+    }
+
+    /// Says which buffers are read ahead.
+    pub(crate) fn reads_ahead(self, indices: &'static [u32]) -> Launch {
+        Launch { ahead: indices, ..self }
+    }
+
+    /// Whether the kernel may begin to read ahead while `previous` still runs.
+    pub fn may_read_beside(&self, previous: &Launch) -> bool {
+        let mut ahead = self.bindings.iter().filter(|b| self.ahead.contains(&b.index));
+        let meet = |a: &Binding, b: &Binding| {
+            let (one, other) = (a.range(), b.range());
+            a.allocation() == b.allocation() && one.start < other.end && other.start < one.end
+        };
+        !ahead.any(|a| previous.bindings.iter().any(|b| b.access.writes() && meet(a, b)))
     }
 
     /// The grid: threadgroups, and threads of each. [`Builder::push`](super::Builder::push) checks it.
