@@ -1,6 +1,8 @@
 // argmax: the index of the largest element of each row, the lowest among equals; NaN never, but 0 for a row of nothing else.
 //
-// x is [rows, dim], f32, f16 or bf16; out is [rows]. One block per row; each thread keeps the best of every so many elements.
+// x is [rows, dim], f32, f16 or bf16; out is [rows]. BLOCKS blocks share a row; each thread keeps the best of every so many
+// elements. Where there are several, each leaves its best in `parts`, [rows][1 + BLOCKS] of 64 bits, and the last one to come,
+// whichever it is, takes the best of all.
 #include "vectors.h"
 #include "ordered.h"
 #include "team.h"
@@ -10,15 +12,18 @@ struct ArgmaxParams {
     uint dim;
 };
 
-extern "C" __global__ void argmax(const uchar *x, uint *out, const ArgmaxParams p) {
+extern "C" __global__ void argmax(const uchar *x, uint *out, const ArgmaxParams p, ulong *parts) {
     take_turn();
     __shared__ uint room[2 * EXCHANGE];
+    __shared__ bool last;
     const Team team = whole_block();
-    const ulong start = ulong(blockIdx.x) * p.dim;
+    const uint row = blockIdx.x / BLOCKS, part_index = blockIdx.x % BLOCKS;
+    const ulong start = ulong(row) * p.dim;
     // 0, the key of NaN, is never exceeded by NaN.
     uint key = 0;
     uint index = 0;
-    for (uint i = team.index * 4; i < p.dim; i += team.size * 4) {
+#pragma unroll 4
+    for (uint i = (part_index * team.size + team.index) * 4; i < p.dim; i += BLOCKS * team.size * 4) {
         const uint count = min(4u, p.dim - i);
         const float4 values = load4(x, start + i, count, X_DTYPE, ALIGNED);
 #pragma unroll
@@ -32,7 +37,32 @@ extern "C" __global__ void argmax(const uchar *x, uint *out, const ArgmaxParams 
     }
     const uint largest = over_team<Max>(key, room, team);
     const uint lowest = over_team<Min>(key == largest ? index : Min::none, room + EXCHANGE, team);
+    if (BLOCKS == 1) {
+        if (team.index == 0) {
+            out[row] = lowest;
+        }
+        return;
+    }
+    ulong *mine = parts + ulong(row) * (1 + BLOCKS);
     if (team.index == 0) {
-        out[blockIdx.x] = lowest;
+        __stcg(mine + 1 + part_index, ulong(largest) << 32 | (0xFFFFFFFFu - lowest));
+        __threadfence();
+        // Back to 0 with the last one, for the next replay.
+        last = atomicInc(reinterpret_cast<uint *>(mine), BLOCKS - 1) == BLOCKS - 1;
+    }
+    __syncthreads();
+    if (last && team.index < 32) {
+        __threadfence();
+        ulong best = 0;
+        for (uint i = team.index; i < BLOCKS; i += 32) {
+            best = max(best, __ldcg(mine + 1 + i));
+        }
+#pragma unroll
+        for (uint distance = 16; distance > 0; distance /= 2) {
+            best = max(best, __shfl_xor_sync(ALL, best, distance));
+        }
+        if (team.index == 0) {
+            out[row] = 0xFFFFFFFFu - uint(best);
+        }
     }
 }

@@ -1,7 +1,9 @@
 // kv_write: new keys and values, [T, Hk, D] or [Hk, T, D], into the slots of a cache layer, both in one launch.
 //
-// blockIdx.x is a token, z 0 for its keys and 1 for its values. A quantised row is encoded by a block, y is its head; dense
-// rows are moved by blockDim.x threads each, blockDim.y heads at a time. A dense layer of the source's dtype gets its bits.
+// blockIdx.y is 0 for keys and 1 for values. A row is one head of one token. ENCODE, for layers with codes: HEAD_DIM / PER
+// lanes of a warp have a row in registers (turboquant.h). Otherwise rows are moved: blockDim.x threads have 16 bytes (or 4
+// elements, or fewer) of a row at a time, blockDim.y rows beside each other, ROWS one behind the other; what they move is on
+// its way before it is known where to. A dense layer of the source's dtype gets its bits.
 // A token that the layer does not hold when the step is written, or whose sequence or position is out of range, is
 // skipped, so that no slot is written twice.
 #include "elements.h"
@@ -12,58 +14,125 @@
 struct KvWriteParams {
     ulong first_token;
     ulong source_tokens;
+    ulong tokens;
     LayerParams layer;
     float k_scale;
     float v_scale;
     uint head_dim;
 };
 
-// Stores dense rows: those of the token's heads that are this block's.
-inline void move_heads(const uchar *source, uint dtype, uchar *to, uint codec, const KvWriteParams &p, ulong token,
-                       uint sequence, uint slot) {
-    for (uint head = blockIdx.y * blockDim.y + threadIdx.y; head < p.layer.kv_heads; head += gridDim.y * blockDim.y) {
-        const ulong from = HEAD_MAJOR ? head * p.source_tokens + token : token * p.layer.kv_heads + head;
-        const ulong at = layer_row(p.layer, sequence, head, slot);
-        move_row(source, from * p.head_dim, dtype, to, at * p.head_dim, codec, p.head_dim, ALIGNED, threadIdx.x, blockDim.x);
+// A row of the source, and where it goes.
+struct Place {
+    uint token;
+    uint head;
+    bool exists;
+};
+
+// Row i of all, by tokens, then heads.
+inline Place place_of(const KvWriteParams &p, uint i) {
+    const uint token = i / p.layer.kv_heads;
+    const bool exists = token < p.tokens;
+    return Place{exists ? token : 0, i - token * p.layer.kv_heads, exists};
+}
+
+inline ulong source_row(const KvWriteParams &p, Place place) {
+    const ulong token = p.first_token + place.token;
+    return HEAD_MAJOR ? place.head * p.source_tokens + token : token * p.layer.kv_heads + place.head;
+}
+
+// The row of the layer that takes it; false when none does.
+inline bool target_row(const KvWriteParams &p, Place place, const uint *positions, const uint *sequence, const uint *lens,
+                       ulong &row) {
+    const uint position = positions[place.token], seq = sequence[place.token];
+    if (!place.exists || !is_kept(p.layer, seq, position, lens)) {
+        return false;
+    }
+    row = layer_row(p.layer, seq, place.head, layer_slot(p.layer, position));
+    return true;
+}
+
+#if ENCODE
+
+constexpr uint LANES = HEAD_DIM / PER;
+
+template <uint DTYPE>
+inline void encode(const uchar *source, WritablePlanes to, Encoding encoding, const uint *positions, const uint *sequence,
+                   const uint *lens, const KvWriteParams &p, const float *thresholds) {
+    const uint lane = threadIdx.x % LANES;
+    const Place place = place_of(p, blockIdx.x * (blockDim.x / LANES) + threadIdx.x / LANES);
+    const ulong from = source_row(p, place) * HEAD_DIM + lane * PER;
+    float y[PER];
+#pragma unroll
+    for (uint j = 0; j < PER; j += 4) {
+        const float4 four = load4(source, from + j, 4, DTYPE, ALIGNED);
+        y[j] = four.x;
+        y[j + 1] = four.y;
+        y[j + 2] = four.z;
+        y[j + 3] = four.w;
+    }
+    ulong row = 0;
+    const bool kept = target_row(p, place, positions, sequence, lens, row);
+    store_row<PER, LANES>(y, to, row, kept, encoding, lane, thresholds, ALIGNED);
+}
+
+#else
+
+// A piece of a row: 16 bytes where rows of both sides begin at multiples of them and have one dtype, else 4 elements.
+template <uint DTYPE, uint CODEC>
+inline void move(const uchar *source, uchar *to, const uint *positions, const uint *sequence, const uint *lens,
+                 const KvWriteParams &p) {
+    constexpr bool WIDE = ALIGNED16 && DTYPE == CODEC;
+    constexpr uint PIECE = WIDE ? 16 / size_of(DTYPE) : 4;
+    for (uint j = threadIdx.x * PIECE; j < p.head_dim; j += blockDim.x * PIECE) {
+        Place places[ROWS];
+        uint4 moved[ROWS];
+#pragma unroll
+        for (uint r = 0; r < ROWS; r++) {
+            places[r] = place_of(p, (blockIdx.x * ROWS + r) * blockDim.y + threadIdx.y);
+            if (WIDE) {
+                const ulong at = source_row(p, places[r]) * p.head_dim + j;
+                moved[r] = *reinterpret_cast<const uint4 *>(source + at * size_of(DTYPE));
+            }
+        }
+#pragma unroll
+        for (uint r = 0; r < ROWS; r++) {
+            ulong row;
+            if (!target_row(p, places[r], positions, sequence, lens, row)) {
+                continue;
+            }
+            if (WIDE) {
+                *reinterpret_cast<uint4 *>(to + (row * p.head_dim + j) * size_of(CODEC)) = moved[r];
+            } else {
+                const uint count = min(4u, p.head_dim - j);
+                move_row(source, source_row(p, places[r]) * p.head_dim + j, DTYPE, to, row * p.head_dim + j, CODEC, count,
+                         ALIGNED, 0, 1);
+            }
+        }
     }
 }
 
-// Encodes one vector. `row` holds D + STORE_ROOM floats.
-inline void encode_head(const uchar *source, ulong from, uint dtype, WritablePlanes to, ulong at, uint dim,
-                        Encoding encoding, float *row) {
-    const Team team = whole_block();
-    for (uint j = team.index; j < dim; j += team.size) {
-        row[j] = load(source, from * dim + j, dtype);
-    }
-    store_row(row, row + dim, to, at, dim, encoding, team);
-}
+#endif
 
 extern "C" __global__ void kv_write(const uchar *k, const uchar *v, const uint *positions, const uint *sequence,
                                     const uint *lens, uchar *k_low, uchar *k_high, float *k_norms, uchar *v_low,
                                     uchar *v_high, float *v_norms, const __grid_constant__ KvWriteParams p) {
     take_turn();
-    extern __shared__ float row[];
-    const uint token = blockIdx.x, head = blockIdx.y;
-    const uint position = positions[token], seq = sequence[token];
-    if (!is_kept(p.layer, seq, position, lens)) {
-        return;
-    }
-    const ulong source = p.first_token + token;
-    const uint slot = layer_slot(p.layer, position);
-    const bool is_key = blockIdx.z == 0;
-    if (is_key ? !is_quantised(K_CODEC) : !is_quantised(V_CODEC)) {
-        if (is_key) {
-            move_heads(k, K_DTYPE, k_low, K_CODEC, p, source, seq, slot);
-        } else {
-            move_heads(v, V_DTYPE, v_low, V_CODEC, p, source, seq, slot);
-        }
-        return;
-    }
-    const ulong from = HEAD_MAJOR ? head * p.source_tokens + source : source * p.layer.kv_heads + head;
-    const ulong at = layer_row(p.layer, seq, head, slot);
+    const bool is_key = blockIdx.y == 0;
+#if ENCODE
+    __shared__ float thresholds[THRESHOLD_ROOM];
+    load_thresholds(thresholds, is_key ? K_CODEC : V_CODEC);
     if (is_key) {
-        encode_head(k, from, K_DTYPE, {k_low, k_high, k_norms}, at, p.head_dim, {K_CODEC, K_NORM, p.k_scale}, row);
+        encode<K_DTYPE>(k, {k_low, k_high, k_norms}, {K_CODEC, K_NORM, p.k_scale}, positions, sequence, lens, p,
+                        thresholds);
     } else {
-        encode_head(v, from, V_DTYPE, {v_low, v_high, v_norms}, at, p.head_dim, {V_CODEC, V_NORM, p.v_scale}, row);
+        encode<V_DTYPE>(v, {v_low, v_high, v_norms}, {V_CODEC, V_NORM, p.v_scale}, positions, sequence, lens, p,
+                        thresholds);
     }
+#else
+    if (is_key) {
+        move<K_DTYPE, K_CODEC>(k, k_low, positions, sequence, lens, p);
+    } else {
+        move<V_DTYPE, V_CODEC>(v, v_low, positions, sequence, lens, p);
+    }
+#endif
 }

@@ -66,7 +66,7 @@ impl Shape {
         let tiles = if enough && call.experts.is_none() { 2 } else { 1 };
         let blocks = call.dims.outputs.div_ceil(tiles * TILE) * call.rows.div_ceil(tokens);
         // Many blocks keep the device busy with fewer warps, each of which has more to do.
-        let warps = if blocks >= 3 * busy_groups { WARPS / 2 } else { WARPS };
+        let warps = if blocks >= 6 * busy_groups { WARPS / 2 } else { WARPS };
         let warps = call.dims.inputs.div_ceil(span).clamp(1, warps);
         let stage = 2 * tiles * lane_bytes * WARP + tokens * span * call.x.dtype().size();
         let stages = (AHEAD / stage).clamp(2, 4);

@@ -23,6 +23,9 @@ struct NormRopeWriteParams {
 };
 
 constexpr bool HAS_TABLES = ANGLES == TABLES;
+#if IN_REGISTERS
+constexpr uint LANES = HEAD_DIM / PER;
+#endif
 
 extern "C" __global__ void norm_rope_write(const uchar *q, const uchar *k, const uchar *v, const uchar *q_weight,
                                            const uchar *k_weight, const uchar *v_weight, const float *cos,
@@ -40,13 +43,37 @@ extern "C" __global__ void norm_rope_write(const uchar *q, const uchar *k, const
     if (HAS_TABLES && position >= p.rope.table_rows) {
         return;
     }
+#if IN_REGISTERS
+    // What the block has brought together, its first warp rotates and encodes.
+    __shared__ float thresholds[THRESHOLD_ROOM];
+    const uint lane = threadIdx.x % LANES;
+    const auto from_shared = [&](float(&y)[PER]) {
+#pragma unroll
+        for (uint j = 0; j < PER; j++) {
+            y[j] = row[lane * PER + j];
+        }
+    };
+#endif
     if (blockIdx.y < p.heads) {
         const Norm norm = {Q_NORM, q_weight, Q_WEIGHT_DTYPE, p.q_eps};
         const ulong at = (ulong(token) * p.heads + blockIdx.y) * dim;
         norm_rope_head(row, room, q, at, Q_DTYPE, dim, norm, rope, p.rope, position, team);
+#if IN_REGISTERS
         if (ROTATE_Q) {
-            rotate(row, 1, dim, false, threadIdx.x, blockDim.x);
+            if (threadIdx.x < 32) {
+                float y[PER];
+                from_shared(y);
+                rotate_row<PER, LANES>(y, lane);
+                if (threadIdx.x < LANES) {
+#pragma unroll
+                    for (uint j = 0; j < PER; j++) {
+                        store(q_out, at + lane * PER + j, y[j], OUT_DTYPE);
+                    }
+                }
+            }
+            return;
         }
+#endif
         for (uint j = threadIdx.x; j < dim; j += blockDim.x) {
             store(q_out, at + j, row[j], OUT_DTYPE);
         }
@@ -60,16 +87,35 @@ extern "C" __global__ void norm_rope_write(const uchar *q, const uchar *k, const
     const uint head = blockIdx.y - p.heads - (is_key ? 0 : kv_heads);
     const ulong from = (ulong(token) * kv_heads + head) * dim;
     const ulong at = layer_row(p.layer, seq, head, layer_slot(p.layer, position));
+    const Norm k_norm = {K_NORM, k_weight, K_WEIGHT_DTYPE, p.k_eps}, v_norm = {V_NORM, v_weight, V_WEIGHT_DTYPE, p.v_eps};
+    const uint codec = is_key ? K_CODEC : V_CODEC;
+#if IN_REGISTERS
+    load_thresholds(thresholds, codec);
+#endif
     if (is_key) {
-        const Norm norm = {K_NORM, k_weight, K_WEIGHT_DTYPE, p.k_eps};
-        const WritablePlanes to = {k_low, k_high, k_norms};
-        norm_rope_head(row, room, k, from, K_DTYPE, dim, norm, rope, p.rope, position, team);
-        store_row(row, room, to, at, dim, Encoding{K_CODEC, K_STORED_NORM, p.k_scale}, team);
+        norm_rope_head(row, room, k, from, K_DTYPE, dim, k_norm, rope, p.rope, position, team);
     } else {
-        const Norm norm = {V_NORM, v_weight, V_WEIGHT_DTYPE, p.v_eps};
         const Rope none = {NO_ROPE, HALVES, nullptr, nullptr, nullptr};
-        const WritablePlanes to = {v_low, v_high, v_norms};
-        norm_rope_head(row, room, v, from, V_DTYPE, dim, norm, none, p.rope, position, team);
-        store_row(row, room, to, at, dim, Encoding{V_CODEC, V_STORED_NORM, p.v_scale}, team);
+        norm_rope_head(row, room, v, from, V_DTYPE, dim, v_norm, none, p.rope, position, team);
     }
+    if (!is_quantised(codec)) {
+        for (uint j = threadIdx.x; j < dim; j += blockDim.x) {
+            store(is_key ? k_low : v_low, at * dim + j, row[j], codec);
+        }
+        return;
+    }
+#if IN_REGISTERS
+    const WritablePlanes k_to = {k_low, k_high, k_norms}, v_to = {v_low, v_high, v_norms};
+    const Encoding k_encoding = {K_CODEC, K_STORED_NORM, p.k_scale}, v_encoding = {V_CODEC, V_STORED_NORM, p.v_scale};
+    if (threadIdx.x < 32) {
+        float y[PER];
+        from_shared(y);
+        rotate_row<PER, LANES>(y, lane);
+        if (is_key) {
+            store_encoded<PER, LANES>(y, k_to, at, threadIdx.x < LANES, k_encoding, lane, thresholds);
+        } else {
+            store_encoded<PER, LANES>(y, v_to, at, threadIdx.x < LANES, v_encoding, lane, thresholds);
+        }
+    }
+#endif
 }

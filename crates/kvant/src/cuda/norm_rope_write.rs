@@ -2,9 +2,9 @@ use super::{headers, norm_rope};
 use crate::{
     Result,
     gpu::{
-        Builder, Source,
+        Builder, LANES, Source,
         norm_rope_write::{LAYOUTS, launch},
-        planes::{WRITE_ROOM, row_threads},
+        planes::row_threads,
     },
     ops::norm_rope_write::Call,
 };
@@ -16,14 +16,18 @@ static SOURCE: Source = Source {
     layouts: LAYOUTS,
 };
 
-/// Norm and storing use the same memory beyond the row, one after the other.
-const ROOM: usize = if norm_rope::ROOM > WRITE_ROOM { norm_rope::ROOM } else { WRITE_ROOM };
-
 pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
-    let (dim, all_heads) = (call.head_dim, call.heads + 2 * call.layer.spec().kv_heads);
+    let spec = call.layer.spec();
+    let (dim, all_heads) = (call.head_dim, call.heads + 2 * spec.kv_heads);
+    // A warp has a row in registers: the shorter a lane's part, the sooner it is done.
+    let in_registers = call.rotate_q || spec.k.is_quantised() || spec.v.is_quantised();
+    let per = dim.min(8).max(dim / LANES);
     b.push(
         launch(call, &SOURCE, b)?
-            .threadgroup_memory(dim * size_of::<f32>() + ROOM)
+            .constant("IN_REGISTERS", in_registers)
+            .constant("HEAD_DIM", dim as u32)
+            .constant("PER", per as u32)
+            .threadgroup_memory(dim * size_of::<f32>() + norm_rope::ROOM)
             .grid([call.tokens, all_heads, 1], [row_threads(dim), 1, 1]),
     )
 }

@@ -1,6 +1,7 @@
 // sample: draws one token per row of logits, as ops/sample.rs says: softmax at a temperature, cut down by top_k, top_p and min_p.
 //
-// logits is [rows, vocab], f32, f16 or bf16; counter and out are [rows]. One block per row.
+// logits is [rows, vocab], f32, f16 or bf16; counter and out are [rows]. BLOCKS blocks, a power of two, share a row: all blocks
+// of the grid are resident at once, and meet at barriers in `shares`, [rows][SHARE] of 64 bits.
 //
 // Nothing is sorted. Every entry has a rank: the ordered bits of its logit, then its index, so that larger ranks come first.
 // Every question is the same one: which entry, in falling order of rank, is the first at which a running sum of
@@ -26,6 +27,39 @@ struct SampleParams {
 // KEY_DIGITS and ID_DIGITS are the digits of 8 bits of a key and of an index. The histogram is kept COPIES times, so that
 // the lanes of a warp meet less often in one bin.
 constexpr uint BINS = 256;
+
+// What the blocks of a row share: how often one came to the barrier, the largest key of each, and three histograms: one is
+// added to, one is read, and one made empty.
+constexpr uint SHARE = 8 + BLOCKS + 3 * BINS;
+
+struct Shared {
+    ulong *at;
+    uint part;
+    uint phase;
+
+    ulong *key_of(uint part) const { return at + 8 + part; }
+    ulong *histogram(uint phase) const { return at + 8 + BLOCKS + phase % 3 * BINS; }
+
+    // What a block wrote before it, all of them see behind it.
+    void barrier() const {
+        if (BLOCKS == 1) {
+            __syncthreads();
+            return;
+        }
+        __threadfence();
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            uint *arrived = reinterpret_cast<uint *>(at);
+            // Replays count on from where the last one ended; a power of two divides 2^32.
+            const uint all = (atomicAdd(arrived, 1u) / BLOCKS + 1) * BLOCKS;
+            uint seen;
+            do {
+                asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(arrived) : "memory");
+            } while (int(seen - all) < 0);
+        }
+        __syncthreads();
+    }
+};
 
 // What a sum is compared with: a number of entries, a share of all that there is, or a number below it.
 enum class Goal { Count, Share, Below };
@@ -76,11 +110,11 @@ struct Histogram {
 
 // The rank of the entry, in falling order, at which the running sum reaches the goal, of the entries with ranks from `cut` on.
 // The histogram is empty before and after. All threads of the block call it.
-inline ulong search(Row row, ulong cut, Goal goal, ulong value, float min_p, Histogram &histogram, Team team) {
+inline ulong search(Row row, ulong cut, Goal goal, ulong value, float min_p, Histogram &histogram, Shared &shared, Team team) {
     ulong prefix = 0;
     for (uint digit = 0; digit < KEY_DIGITS + ID_DIGITS; digit++) {
         const uint shift = 8 * (KEY_DIGITS + ID_DIGITS - 1 - digit);
-        for (uint i = team.index * 4; i < row.vocab; i += team.size * 4) {
+        for (uint i = (shared.part * team.size + team.index) * 4; i < row.vocab; i += BLOCKS * team.size * 4) {
             const uint count = min(4u, row.vocab - i);
             const float4 values = load4(row.logits, row.start + i, count, X_DTYPE, ALIGNED);
             for (uint j = 0; j < count; j++) {
@@ -105,9 +139,26 @@ inline ulong search(Row row, ulong cut, Goal goal, ulong value, float min_p, His
                 sum += histogram.bins[at];
                 histogram.bins[at] = 0;
             }
-            histogram.sums[bin] = sum;
+            if (BLOCKS == 1) {
+                histogram.sums[bin] = sum;
+                continue;
+            }
+            if (sum != 0) {
+                atomicAdd(shared.histogram(shared.phase) + bin, sum);
+            }
+            // The one that was read last, by all, before they came to the barrier before this.
+            if (shared.part == 0) {
+                shared.histogram(shared.phase + 1)[bin] = 0;
+            }
         }
-        __syncthreads();
+        shared.barrier();
+        if (BLOCKS > 1) {
+            for (uint bin = team.index; bin < BINS; bin += team.size) {
+                histogram.sums[bin] = __ldcg(shared.histogram(shared.phase) + bin);
+            }
+            shared.phase++;
+            __syncthreads();
+        }
         if (team.index < BINS / 16) {
             ulong sum = 0;
             for (uint bin = team.index * 16; bin < team.index * 16 + 16; bin++) {
@@ -149,12 +200,14 @@ inline ulong search(Row row, ulong cut, Goal goal, ulong value, float min_p, His
     return prefix;
 }
 
-extern "C" __global__ void sample(const uchar *logits, const uint *counter, uint *out, const SampleParams p) {
+extern "C" __global__ void sample(const uchar *logits, const uint *counter, uint *out, const SampleParams p, ulong *shares) {
     take_turn();
     __shared__ Histogram histogram;
     __shared__ uint room[EXCHANGE];
     const Team team = whole_block();
-    Row row = {logits, ulong(blockIdx.x) * p.vocab, p.vocab, 0, p.temperature};
+    const uint row_index = blockIdx.x / BLOCKS;
+    Shared shared = {shares + ulong(row_index) * SHARE, blockIdx.x % BLOCKS, 0};
+    Row row = {logits, ulong(row_index) * p.vocab, p.vocab, 0, p.temperature};
 
     for (uint at = team.index; at < BINS * COPIES; at += team.size) {
         histogram.bins[at] = 0;
@@ -163,7 +216,7 @@ extern "C" __global__ void sample(const uchar *logits, const uint *counter, uint
         histogram.left = 0;
     }
     uint key = 0;
-    for (uint i = team.index * 4; i < p.vocab; i += team.size * 4) {
+    for (uint i = (shared.part * team.size + team.index) * 4; i < p.vocab; i += BLOCKS * team.size * 4) {
         const uint count = min(4u, p.vocab - i);
         const float4 values = load4(logits, row.start + i, count, X_DTYPE, ALIGNED);
         for (uint j = 0; j < count; j++) {
@@ -171,10 +224,22 @@ extern "C" __global__ void sample(const uchar *logits, const uint *counter, uint
         }
     }
     key = over_team<Max>(key, room, team);
+    if (BLOCKS > 1) {
+        if (team.index == 0) {
+            *shared.key_of(shared.part) = key;
+        }
+        for (uint bin = team.index; shared.part == 0 && bin < BINS; bin += team.size) {
+            shared.histogram(0)[bin] = 0;
+        }
+        shared.barrier();
+        for (uint part = 0; part < BLOCKS; part++) {
+            key = max(key, uint(__ldcg(shared.key_of(part))));
+        }
+    }
     // Nothing but NaN.
     if (key == 0) {
-        if (team.index == 0) {
-            out[blockIdx.x] = 0;
+        if (team.index == 0 && shared.part == 0) {
+            out[row_index] = 0;
         }
         return;
     }
@@ -184,14 +249,14 @@ extern "C" __global__ void sample(const uchar *logits, const uint *counter, uint
     // NaN has the key 0.
     ulong cut = ulong(1) << (8 * ID_DIGITS);
     if (TOP_K) {
-        cut = search(row, cut, Goal::Count, p.top_k, 0, histogram, team);
+        cut = search(row, cut, Goal::Count, p.top_k, 0, histogram, shared, team);
     }
     if (TOP_P) {
-        cut = search(row, cut, Goal::Share, p.top_p, 0, histogram, team);
+        cut = search(row, cut, Goal::Share, p.top_p, 0, histogram, shared, team);
     }
-    const ulong u = uniform_bits(p.seed, counter[blockIdx.x]);
-    const ulong drawn = search(row, cut, Goal::Below, u, p.min_p, histogram, team);
-    if (team.index == 0) {
-        out[blockIdx.x] = id_of(drawn);
+    const ulong u = uniform_bits(p.seed, counter[row_index]);
+    const ulong drawn = search(row, cut, Goal::Below, u, p.min_p, histogram, shared, team);
+    if (team.index == 0 && shared.part == 0) {
+        out[row_index] = id_of(drawn);
     }
 }

@@ -1,21 +1,19 @@
 // Rows of a cache layer, encoded and stored: dense ones converted, TurboQuant as codec/turboquant.rs defines it.
 //
-// All threads of a block share a row in shared memory. A thread takes four coordinates at a time, 4·lane on,
-// so that a warp has 128 in a row: whole bytes of every plane but the high one at 5 bits, of which two threads
-// have a half each.
+// SHARERS neighbouring lanes of a warp hold a row in registers, MINE coordinates each, from MINE * i on in the i-th: whole bytes of
+// every plane. Distances of the rotation below MINE are within a lane, the others are exchanges of lanes; there is no
+// barrier. Sums are trees over neighbouring coordinates, then pairs of these, and so on: the same bits whatever MINE is.
+// All lanes of a warp call these functions; those whose row is not `kept` only keep the others company.
 #ifndef KVANT_TURBOQUANT_H
 #define KVANT_TURBOQUANT_H
 #include "planes.h"
 #include "rotate.h"
 #include "team.h"
 
-// The numbers of norms (cuda/planes.rs).
+// The numbers of norms (gpu/planes.rs).
 constexpr uint NORM_RMS = 0;
 constexpr uint NORM_LEAST_SQUARES = 1;
 constexpr uint NORM_UNBIASED = 2;
-
-// Shared memory of store_row, beyond the row.
-constexpr uint STORE_ROOM = 3 * EXCHANGE;
 
 struct WritablePlanes {
     uchar *low;
@@ -29,141 +27,219 @@ struct Encoding {
     float scale;
 };
 
-// How many of the 2^bits − 1 ascending thresholds z exceeds.
+// f(base) + .. + f(base + N - 1), as a tree. Nothing is contracted.
+template <uint N, typename F> inline float tree_sum(F f, uint base = 0) {
+    if constexpr (N == 1) {
+        return f(base);
+    } else {
+        return __fadd_rn(tree_sum<N / 2>(f, base), tree_sum<N / 2>(f, base + N / 2));
+    }
+}
+
+// The sum over the COUNT lanes that hold the block of this lane, from those of BEGUN lanes.
+template <uint COUNT, uint BEGUN = 1> inline float lane_sum(float x) {
+#pragma unroll
+    for (uint distance = BEGUN; distance < COUNT; distance *= 2) {
+        x = __fadd_rn(x, __shfl_xor_sync(ALL, x, distance));
+    }
+    return x;
+}
+
+// The rotation of a row, `lane` of SHARERS.
+template <uint MINE, uint SHARERS> inline void rotate_row(float (&y)[MINE], uint lane) {
+    constexpr uint DIM = MINE * SHARERS;
+    const float scale = rotation_scale(DIM);
+#pragma unroll
+    for (uint j = 0; j < MINE; j++) {
+        y[j] = y[j] * (scale * sign_of(DIM, lane * MINE + j));
+    }
+#pragma unroll
+    for (uint distance = 1; distance < MINE; distance *= 2) {
+#pragma unroll
+        for (uint j = 0; j < MINE; j++) {
+            if ((j & distance) == 0) {
+                const float a = y[j], b = y[j + distance];
+                y[j] = a + b;
+                y[j + distance] = a - b;
+            }
+        }
+    }
+#pragma unroll
+    for (uint distance = 1; distance < SHARERS; distance *= 2) {
+        const float own = (lane & distance) != 0 ? -1.0f : 1.0f;
+#pragma unroll
+        for (uint j = 0; j < MINE; j++) {
+            y[j] = fmaf(y[j], own, __shfl_xor_sync(ALL, y[j], distance));
+        }
+    }
+}
+
+// How many of the 2^bits - 1 ascending thresholds z exceeds.
 inline uint nearest(float z, const float *thresholds, uint bits) {
     uint index = 0;
+#pragma unroll
     for (uint step = 1u << (bits - 1); step > 0; step /= 2) {
         index += z > thresholds[index + step - 1] ? step : 0;
     }
     return index;
 }
 
-inline uint nearest(float z, uint codec) {
+// The same for 4 bits, from registers.
+inline uint nearest_of_16(float z) {
+    const float *t = THRESHOLDS_4;
+    const bool a = z > t[7];
+    const bool b = z > (a ? t[11] : t[3]);
+    const float c_low = b ? t[5] : t[1], c_high = b ? t[13] : t[9];
+    const bool c = z > (a ? c_high : c_low);
+    const float d0 = c ? t[2] : t[0], d1 = c ? t[6] : t[4], d2 = c ? t[10] : t[8], d3 = c ? t[14] : t[12];
+    const float d_low = b ? d1 : d0, d_high = b ? d3 : d2;
+    const bool d = z > (a ? d_high : d_low);
+    return (a ? 8 : 0) + (b ? 4 : 0) + (c ? 2 : 0) + (d ? 1 : 0);
+}
+
+inline uint nearest(float z, uint codec, const float *thresholds) {
+    return codec == TQ4 ? nearest_of_16(z) : nearest(z, thresholds, codec);
+}
+
+inline float centroid(uint index, uint codec) {
     switch (codec) {
-    case TQ4: return nearest(z, THRESHOLDS_4, 4);
-    case TQ5: return nearest(z, THRESHOLDS_5, 5);
-    case TQ6: return nearest(z, THRESHOLDS_6, 6);
-    default: return nearest(z, THRESHOLDS_8, 8);
+    case TQ4: return CENTROIDS_4[index];
+    case TQ5: return CENTROIDS_5[index];
+    case TQ6: return CENTROIDS_6[index];
+    default: return CENTROIDS_8[index];
     }
 }
 
-// Stores the indices of coordinates j .. j+3; all lanes of a warp call it, those with `mine` have coordinates.
-inline void store_indices(WritablePlanes to, ulong row, uint j, bool mine, uint4 index, uint dim, uint codec) {
-    // Two lanes have the bits of a byte: the even one takes both halves.
-    const uint fifth = index.x >> 4 | index.y >> 4 << 1 | index.z >> 4 << 2 | index.w >> 4 << 3;
-    const uint next = codec == TQ5 ? __shfl_xor_sync(ALL, fifth, 1) : 0;
-    if (!mine) {
-        return;
-    }
-    if (codec == TQ8) {
-        const uint bytes = index.x | index.y << 8 | index.z << 16 | index.w << 24;
-        *reinterpret_cast<uint *>(to.low + row * dim + j) = bytes;
-        return;
-    }
-    const uint4 low = make_uint4(index.x & 15, index.y & 15, index.z & 15, index.w & 15);
-    *reinterpret_cast<ushort *>(to.low + row * (dim / 2) + j / 2) =
-        ushort(low.x | low.y << 4 | low.z << 8 | low.w << 12);
-    if (codec == TQ5 && j % 8 == 0) {
-        to.high[row * (dim / 8) + j / 8] = uchar(fifth | next << 4);
-    } else if (codec == TQ6) {
-        const uint4 high = make_uint4(index.x >> 4, index.y >> 4, index.z >> 4, index.w >> 4);
-        to.high[row * (dim / 4) + j / 4] = uchar(high.x | high.y << 2 | high.z << 4 | high.w << 6);
+// Shared memory for `thresholds`: those that are not read from registers.
+constexpr uint THRESHOLD_ROOM = 256;
+
+// Fills it; all threads of the block call it. Ends with a barrier.
+inline void load_thresholds(float *thresholds, uint codec) {
+    const float *from = codec == TQ5 ? THRESHOLDS_5 : codec == TQ6 ? THRESHOLDS_6 : THRESHOLDS_8;
+    if (codec > TQ4) {
+        for (uint i = threadIdx.x; i < (1u << codec) - 1; i += blockDim.x) {
+            thresholds[i] = from[i];
+        }
+        __syncthreads();
     }
 }
 
-// What the parts of 128 coordinates, in `parts`, make for the block of coordinate j.
-inline float block_sum(const float *parts, uint j, uint dim) {
-    return dim <= 128 ? parts[0] : parts[j / 256 * 2] + parts[j / 256 * 2 + 1];
-}
-
-inline float4 coordinates(const float *row, uint j, bool mine) {
-    return mine ? make_float4(row[j], row[j + 1], row[j + 2], row[j + 3]) : all4(0);
-}
-
-// parts ← the squared lengths, times unit², of each 128 coordinates. Ends with a barrier.
-inline void sum_squares(const float *row, float *parts, float unit, uint dim, Team team) {
-    for (uint start = 128 * team.warp; start < dim; start += 4 * team.size) {
-        const uint j = start + 4 * team.lane;
-        const float4 y = unit * coordinates(row, j, j < dim);
-        const float squares = over_warp<Sum>(dot(y, y));
-        if (team.lane == 0) {
-            parts[start / 128] = squares;
+// WORDS words to a place that is a multiple of their size, or of 16 bytes.
+template <uint WORDS> inline void store_words(uchar *to, const uint (&words)[WORDS]) {
+    if constexpr (WORDS % 4 == 0) {
+#pragma unroll
+        for (uint i = 0; i < WORDS; i += 4) {
+            reinterpret_cast<uint4 *>(to)[i / 4] = make_uint4(words[i], words[i + 1], words[i + 2], words[i + 3]);
+        }
+    } else {
+#pragma unroll
+        for (uint i = 0; i < WORDS; i++) {
+            reinterpret_cast<uint *>(to)[i] = words[i];
         }
     }
-    __syncthreads();
 }
 
-// Encodes a row, which is left rotated. `room` holds STORE_ROOM floats that nobody uses.
-inline void encode(float *row, float *room, WritablePlanes to, ulong at, uint dim,
-                   Encoding encoding, Team team) {
-    float *squares = room, *products = room + EXCHANGE, *lengths = room + 2 * EXCHANGE;
-    rotate(row, 1, dim, false, team.index, team.size);
-    sum_squares(row, squares, 1, dim, team);
-    float total = 0;
-    for (uint part = 0; part < (dim + 127) / 128; part++) {
-        total += squares[part];
+// BITS bits, from bit FROM on, of each index, one behind the other: MINE / 8 * BITS bytes, a lane's part of a plane.
+template <uint BITS, uint FROM, uint MINE> inline void store_bits(uchar *to, const uint (&index)[MINE]) {
+    constexpr uint EACH = 32 / BITS, WORDS = (MINE + EACH - 1) / EACH;
+    uint words[WORDS] = {};
+#pragma unroll
+    for (uint j = 0; j < MINE; j++) {
+        words[j / EACH] |= (index[j] >> FROM & ((1u << BITS) - 1)) << (j % EACH * BITS);
     }
+    if constexpr (MINE >= EACH) {
+        store_words<WORDS>(to, words);
+    } else if constexpr (MINE * BITS == 16) {
+        *reinterpret_cast<ushort *>(to) = ushort(words[0]);
+    } else {
+        *to = uchar(words[0]);
+    }
+}
+
+// Encodes the rotated row y as row `at` of the planes, if it is `kept`.
+template <uint MINE, uint SHARERS>
+inline void store_encoded(float (&y)[MINE], WritablePlanes to, ulong at, bool kept, Encoding encoding, uint lane,
+                          const float *thresholds) {
+    constexpr uint DIM = MINE * SHARERS, BLOCK = DIM < 256 ? DIM : 256, BLOCK_LANES = BLOCK / MINE;
+    const auto square = [&](uint j) { return __fmul_rn(y[j], y[j]); };
+    float energy = lane_sum<BLOCK_LANES>(tree_sum<MINE>(square));
+    const float total = lane_sum<SHARERS, BLOCK_LANES>(energy);
     const bool storable = !is_nan_or_infinite(total);
     float unit = 1;
-    if (total < 1e-24f) {
+    if (__any_sync(ALL, total < 1e-24f)) {
         // Squares this small have lost digits: once more, with the coordinates near 1.
         float largest = 0;
-        for (uint j = team.index; j < dim; j += team.size) {
-            largest = fmaxf(largest, fabsf(row[j]));
+#pragma unroll
+        for (uint j = 0; j < MINE; j++) {
+            largest = fmaxf(largest, fabsf(y[j]));
         }
-        unit = unit_of(over_team<Max>(largest, products, team));
-        sum_squares(row, squares, unit, dim, team);
+#pragma unroll
+        for (uint distance = 1; distance < SHARERS; distance *= 2) {
+            largest = fmaxf(largest, __shfl_xor_sync(ALL, largest, distance));
+        }
+        unit = total < 1e-24f ? unit_of(largest) : 1;
+#pragma unroll
+        for (uint j = 0; j < MINE; j++) {
+            y[j] *= unit;
+        }
+        energy = lane_sum<BLOCK_LANES>(tree_sum<MINE>(square));
     }
-    const uint block = min(dim, 256u);
-    for (uint start = 128 * team.warp; start < dim; start += 4 * team.size) {
-        const uint j = start + 4 * team.lane;
-        const bool mine = j < dim;
-        const float n = sqrtf(block_sum(squares, start, dim) / float(block)) / encoding.scale;
-        const float4 y = unit * coordinates(row, j, mine);
-        const float4 z = n > 0 ? make_float4(y.x / n, y.y / n, y.z / n, y.w / n) : all4(0);
-        uint4 index = make_uint4(nearest(z.x, encoding.codec), nearest(z.y, encoding.codec), nearest(z.z, encoding.codec),
-                            nearest(z.w, encoding.codec));
-        index = storable ? index : make_uint4(0, 0, 0, 0);
-        store_indices(to, at, j, mine, index, dim, encoding.codec);
-        if (encoding.norm != NORM_RMS) {
-            const float4 c = mine ? centroids(index, encoding.codec) : all4(0);
-            const float yc = over_warp<Sum>(dot(y, c)), cc = over_warp<Sum>(dot(c, c));
-            if (team.lane == 0) {
-                products[start / 128] = yc;
-                lengths[start / 128] = cc;
-            }
+    const float n = sqrtf(energy / float(BLOCK)) / encoding.scale;
+    const float inverse = n > 0 ? 1 / n : 0;
+    uint index[MINE];
+#pragma unroll
+    for (uint j = 0; j < MINE; j++) {
+        index[j] = storable ? nearest(y[j] * inverse, encoding.codec, thresholds) : 0;
+    }
+    float norm = n;
+    if (encoding.norm != NORM_RMS) {
+        float c[MINE];
+#pragma unroll
+        for (uint j = 0; j < MINE; j++) {
+            c[j] = centroid(index[j], encoding.codec);
+        }
+        const float yc = lane_sum<BLOCK_LANES>(tree_sum<MINE>([&](uint j) { return __fmul_rn(y[j], c[j]); }));
+        if (encoding.norm == NORM_LEAST_SQUARES) {
+            const float cc = lane_sum<BLOCK_LANES>(tree_sum<MINE>([&](uint j) { return __fmul_rn(c[j], c[j]); }));
+            norm = yc / cc;
+        } else {
+            norm = energy / yc;
         }
     }
-    __syncthreads();
-    const uint blocks = dim / block;
-    for (uint b = team.index; b < blocks; b += team.size) {
-        const float energy = block_sum(squares, b * block, dim);
-        float norm = 0;
-        if (!storable) {
-            norm = __uint_as_float(0x7FC00000);
-        } else if (energy > 0) {
-            switch (encoding.norm) {
-            case NORM_RMS: norm = sqrtf(energy / float(block)) / encoding.scale; break;
-            case NORM_LEAST_SQUARES:
-                norm = block_sum(products, b * block, dim) / block_sum(lengths, b * block, dim);
-                break;
-            default: norm = energy / block_sum(products, b * block, dim); break;
-            }
-        }
-        to.norms[at * blocks + b] = norm / unit;
+    if (!kept) {
+        return;
+    }
+    norm = !storable ? __uint_as_float(0x7FC00000) : energy > 0 ? norm / unit : 0;
+    if (lane % BLOCK_LANES == 0) {
+        to.norms[at * (DIM / BLOCK) + lane / BLOCK_LANES] = norm;
+    }
+    if (encoding.codec == TQ8) {
+        store_bits<8, 0>(to.low + at * DIM + lane * MINE, index);
+        return;
+    }
+    store_bits<4, 0>(to.low + at * (DIM / 2) + lane * (MINE / 2), index);
+    if (encoding.codec == TQ5) {
+        store_bits<1, 4>(to.high + at * (DIM / 8) + lane * (MINE / 8), index);
+    } else if (encoding.codec == TQ6) {
+        store_bits<2, 4>(to.high + at * (DIM / 4) + lane * (MINE / 4), index);
     }
 }
 
-// Stores a row of shared memory, which may be changed, as row `at` of the planes. It begins with a barrier.
-inline void store_row(float *row, float *room, WritablePlanes to, ulong at, uint dim,
-                      Encoding encoding, Team team) {
+// Stores the row y, dense or encoded, as row `at` of the planes. `aligned`, a constant, is that of store4.
+template <uint MINE, uint SHARERS>
+inline void store_row(float (&y)[MINE], WritablePlanes to, ulong at, bool kept, Encoding encoding, uint lane,
+                      const float *thresholds, bool aligned) {
     if (is_quantised(encoding.codec)) {
-        encode(row, room, to, at, dim, encoding, team);
+        rotate_row<MINE, SHARERS>(y, lane);
+        store_encoded<MINE, SHARERS>(y, to, at, kept, encoding, lane, thresholds);
         return;
     }
-    __syncthreads();
-    for (uint j = team.index; j < dim; j += team.size) {
-        store(to.low, at * dim + j, row[j], encoding.codec);
+    if (kept) {
+#pragma unroll
+        for (uint j = 0; j < MINE; j += 4) {
+            const float4 four = make_float4(y[j], y[j + 1], y[j + 2], y[j + 3]);
+            store4(to.low, at * (MINE * SHARERS) + lane * MINE + j, 4, four, encoding.codec, aligned);
+        }
     }
 }
 

@@ -14,6 +14,7 @@ params! {
     pub(crate) struct KvWriteParams {
         pub first_token: u64,
         pub source_tokens: u64,
+        pub tokens: u64,
         pub layer: LayerParams,
         pub k_scale: f32,
         pub v_scale: f32,
@@ -29,6 +30,7 @@ pub(crate) fn launch(call: &Call, source: &'static Source) -> Result<Launch> {
     let params = KvWriteParams {
         first_token: call.first_token as u64,
         source_tokens: call.source_tokens as u64,
+        tokens: call.tokens as u64,
         layer: LayerParams::new(NAME, layer)?,
         k_scale,
         v_scale,

@@ -14,8 +14,7 @@ params! {
     }
 }
 
-/// Bytes of threadgroup memory that storing a row takes, beyond the row: WRITE_ROOM of Metal's `turboquant.h`,
-/// STORE_ROOM of CUDA's.
+/// Bytes of threadgroup memory that storing a row takes, beyond the row: WRITE_ROOM of Metal's `turboquant.h`.
 pub(crate) const WRITE_ROOM: usize = 3 * 32 * size_of::<f32>();
 
 impl LayerParams {

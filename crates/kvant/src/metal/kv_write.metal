@@ -9,6 +9,7 @@
 struct KvWriteParams {
     ulong first_token;
     ulong source_tokens;
+    ulong tokens;
     LayerParams layer;
     float k_scale;
     float v_scale;
