@@ -23,6 +23,7 @@ const ATTEND_ROTATE_H: Header =
     Header { name: "attend_rotate.h", text: || include_str!("attend_rotate.h").to_string() };
 const ATTEND_CODES_H: Header = Header { name: "attend_codes.h", text: || include_str!("attend_codes.h").to_string() };
 const ATTEND_MERGE_H: Header = Header { name: "attend_merge.h", text: || include_str!("attend_merge.h").to_string() };
+const ATTEND_STATE_H: Header = Header { name: "attend_state.h", text: || include_str!("attend_state.h").to_string() };
 const NORM_ROPE_H: Header = Header { name: "norm_rope.h", text: || include_str!("norm_rope.h").to_string() };
 
 /// Loads and stores by dtype.
@@ -63,6 +64,8 @@ pub(super) const ATTEND_QUANTISED: &[Header] = &[
     ATTEND_PLAN_H,
     ATTEND_ROTATE_H,
 ];
+/// Decode attention over dense rows: operands of tensor cores, who works on what, and how that comes together.
+pub(super) const ATTEND_DECODE: &[Header] = &[CONVERT_H, ELEMENTS_H, FRAGMENTS_H, ATTEND_PLAN_H, ATTEND_STATE_H];
 /// The rows of a cache layer to be read, the rotation, and where tokens stand.
 pub(super) const READ: &[Header] =
     &[CONVERT_H, ELEMENTS_H, VECTORS_H, CODEBOOKS_H, PLANES_H, SIGNS_H, ROTATE_H, SLOTS_H, AHEAD_H];

@@ -8,6 +8,7 @@ mod affine;
 mod argmax;
 mod attend;
 mod attend_quantised;
+mod attend_decode;
 mod copy;
 mod dequantise;
 mod embed;

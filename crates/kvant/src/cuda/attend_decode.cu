@@ -1,0 +1,443 @@
+// attend, for decode over dense 16-bit keys and values: softmax(scale * q K^T [softcap] + mask) V, where every token is
+// another sequence's. q [T, H, D] -> out [T, H, D], all of the cache's dtype but out, which may be the other 16-bit one.
+//
+// An item is a token; the GROUP <= 8 query heads of a KV head are worked on together, so that each key and value is read
+// once. Its keys come in units of 16. The units of all items and heads stand in a line (attend_plan.h), which the blocks
+// share evenly; what a block has of one item and head is a piece. The warps of a block take the units of a piece in turn,
+// and each works by itself, with its own ring of buffers, maximum, sums and output:
+//
+//   scores   S^T = K q^T on tensor cores: 16 keys by 8 query rows, queries in registers;
+//   weights  P = exp2(S - max), turned into B operands within the warp, each the sum of two 16-bit numbers;
+//   values   O^T += V^T P^T.
+//
+// Nothing is waited for but the warp's own copies: those run ahead, over the ends of pieces. At the end of a piece the
+// warps' states are added up; where several blocks share an item and head, the last to finish adds up theirs.
+#include "convert.h"
+#include "elements.h"
+#include "fragments.h"
+#include "attend_plan.h"
+#include "attend_state.h"
+
+static_assert(TILE == 16, "attend: a unit is what a product takes");
+
+constexpr bool HALF = DTYPE == F16;
+constexpr uint THREADS = 32 * WARPS;
+constexpr uint ROW = HEAD_DIM * 2;
+// So that neither the loads of keys nor those of values meet a bank twice.
+constexpr uint PITCH = ROW + 16;
+constexpr uint BUFFER = TILE * PITCH;
+constexpr uint RING_BYTES = BUFFERS * BUFFER;
+// 16-byte loads of a key's coordinates by a lane, products of scores per load, and of values.
+constexpr uint LOADS = HEAD_DIM / 32;
+constexpr uint PRODUCTS = HEAD_DIM / 16;
+
+// Weights in f16 are scaled up, so that small ones keep their bits.
+constexpr float WEIGHT_SCALE = HALF ? 16384.0f : 1.0f;
+
+// Shared memory, in bytes; cuda/attend_decode.rs computes the same sum. The warps' outputs are 16 bytes apart from the
+// next multiple of 128, so that their lanes meet no bank twice.
+constexpr uint OUTPUT_PITCH = HEAD_DIM + 4;
+constexpr uint AT_OUTPUTS = WARPS * RING_BYTES;
+constexpr uint AT_SUMS = AT_OUTPUTS + WARPS * GROUP * OUTPUT_PITCH * 4;
+constexpr uint AT_ITEMS = AT_SUMS + WARPS * 8 * 8;
+constexpr uint AT_FLAG = AT_ITEMS + MAX_SHARED_ITEMS * 16;
+static_assert(AT_FLAG + 16 == SHARED_BYTES, "attend: the shared memory that Rust asks for");
+
+// What is known of an item: its keys, its sequence's number, the units of one head before it.
+struct Item {
+    Range keys;
+    uint sequence;
+    uint before;
+};
+
+inline Item item_of(const AttendParams &p, Token token) {
+    return token.sequence == NONE ? Item{{0, 0}, 0, 0} : Item{visible(p, token), token.sequence, 0};
+}
+
+// At least one, so that somebody writes the output.
+inline uint units_of(const Item &item) {
+    return max(tiles_of(item.keys), 1u);
+}
+
+// The block's stretch of the line, and what it is made of.
+struct Stretch {
+    // The items that share the line: in shared memory, or the only one.
+    const Item *items;
+    Item only;
+    uint count;
+    uint heads;
+    uint end;
+};
+
+// A place on the line: a piece, and where its item and head begin.
+struct Place {
+    Item item;
+    uint index;
+    uint head;
+    uint first;
+    // Of the item's units.
+    uint from;
+    uint to;
+};
+
+// The piece that begins at `at`, which is not in an item before `index`.
+inline Place place_at(const Stretch &stretch, uint at, uint index) {
+    const uint heads = stretch.heads;
+    Item item = stretch.only;
+    uint units = units_of(item);
+    if (stretch.count > 1) {
+        while (true) {
+            item = stretch.items[index];
+            units = units_of(item);
+            if ((item.before + units) * heads > at) {
+                break;
+            }
+            index++;
+        }
+    }
+    const uint head = (at - item.before * heads) / units;
+    const uint first = item.before * heads + head * units;
+    return {item, index, head, first, at - first, min(stretch.end - first, units)};
+}
+
+// Begins to copy 16 rows, those from key `first` on of a plane that begins at `plane`; zeros where there is no key.
+inline void fetch(const AttendParams &p, const uchar *plane, Range keys, uint unit, uint to) {
+    constexpr uint COPIES = TILE * ROW / 512;
+    const uint lane = threadIdx.x % 32;
+    const uint first = keys.first + unit * TILE;
+    const uint there = first < keys.end ? min(keys.end - first, TILE) : 0;
+    const uint step = p.row_slot * ROW;
+    const uint slot = RING ? first % p.capacity : first;
+    const uint column = lane * 16 % ROW;
+    if (there == TILE && (!RING || slot + TILE <= p.capacity)) {
+        const uchar *from = plane + ulong(slot + lane * 16 / ROW) * step + column;
+        to += lane * 16 / ROW * PITCH + column;
+#pragma unroll
+        for (uint i = 0; i < COPIES; i++) {
+            if constexpr (ROW > 512) {
+                copy_async<16>(to + i / 2 * PITCH + i % 2 * 512, from + i % 2 * 512, true);
+                from += i % 2 == 1 ? step : 0;
+            } else {
+                copy_async<16>(to + i * (512 / ROW) * PITCH, from, true);
+                from += 512 / ROW * step;
+            }
+        }
+    } else {
+#pragma unroll 1
+        for (uint i = 0; i < COPIES; i++) {
+            const uint at = i * 512 + lane * 16, row = at / ROW, byte = at % ROW;
+            uint row_slot = slot + row;
+            if (RING && row_slot >= p.capacity) {
+                row_slot %= p.capacity;
+            }
+            copy_async<16>(to + row * PITCH + byte, plane + ulong(row_slot) * step + byte, row < there);
+        }
+    }
+}
+
+// A warp's share of the work on a piece.
+struct Work {
+    // Of query rows 2t and 2t + 1: the maximum, and this lane's part of the sum.
+    float m[2];
+    float l[2];
+    // Coordinates 16 i + g and 16 i + g + 8, by the same query rows.
+    float o[PRODUCTS][4];
+    // The weights of the unit at hand as B operands, leading terms and the rest.
+    uint2 leading;
+    uint2 rest;
+};
+
+// The scores of 16 keys, of which `there` are seen, in units of log 2; the new maxima; the weights.
+inline void scores(const AttendParams &p, const uchar *buffer, const uint4 (&q)[LOADS], uint there, Work &work) {
+    const uint lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    constexpr uint CHAINS = 4;
+    float sums[CHAINS][4] = {};
+    const uchar *row = buffer + g * PITCH + t * 32;
+#pragma unroll
+    for (uint i = 0; i < LOADS; i++) {
+        const uint4 x = *reinterpret_cast<const uint4 *>(row + i / 2 * 128 + i % 2 * 16);
+        const uint4 y = *reinterpret_cast<const uint4 *>(row + 8 * PITCH + i / 2 * 128 + i % 2 * 16);
+        const uint first[4] = {x.x, y.x, x.y, y.y}, second[4] = {x.z, y.z, x.w, y.w};
+        mma<HALF>(sums[2 * i % CHAINS], first, make_uint2(q[i].x, q[i].y));
+        mma<HALF>(sums[(2 * i + 1) % CHAINS], second, make_uint2(q[i].z, q[i].w));
+    }
+    float s[4];
+    const float factor = SOFTCAP ? p.scale / p.softcap : p.scale * LOG2_E;
+#pragma unroll
+    for (uint c = 0; c < 4; c++) {
+        s[c] = ((sums[0][c] + sums[1][c]) + (sums[2][c] + sums[3][c])) * factor;
+        if (SOFTCAP) {
+            s[c] = p.softcap * LOG2_E * tanhf(s[c]);
+        }
+        s[c] = g + c / 2 * 8 < there ? s[c] : nothing();
+    }
+    float m[2] = {fmaxf(s[0], s[2]), fmaxf(s[1], s[3])};
+#pragma unroll
+    for (uint step = 4; step < 32; step *= 2) {
+        m[0] = fmaxf(m[0], __shfl_xor_sync(0xFFFFFFFF, m[0], step));
+        m[1] = fmaxf(m[1], __shfl_xor_sync(0xFFFFFFFF, m[1], step));
+    }
+    if (__any_sync(0xFFFFFFFF, m[0] > work.m[0] || m[1] > work.m[1])) {
+        float f[2];
+#pragma unroll
+        for (uint c = 0; c < 2; c++) {
+            m[c] = fmaxf(m[c], work.m[c]);
+            f[c] = factor_of(work.m[c], m[c]);
+            work.m[c] = m[c];
+            work.l[c] *= f[c];
+        }
+#pragma unroll
+        for (uint i = 0; i < PRODUCTS; i++) {
+#pragma unroll
+            for (uint c = 0; c < 4; c++) {
+                work.o[i][c] *= f[c % 2];
+            }
+        }
+    }
+    // A weight is the sum of two terms, both above zero: an infinite value times either has the same sign. So no weight of
+    // a key that is seen may vanish; what that adds is far below what the output can show.
+    constexpr float LEAST = HALF ? 1.0f / (1 << 24) : 1.0f / (1ull << 60);
+    constexpr uint CUT = HALF ? 0x1000 : 0x8000;
+    float leading[4], rest[4];
+#pragma unroll
+    for (uint c = 0; c < 4; c++) {
+        const bool seen = s[c] != nothing();
+        const float w = seen ? exp2_fast(s[c] - work.m[c % 2]) : 0;
+        work.l[c % 2] += w;
+        const float scaled = w * WEIGHT_SCALE;
+        // Half a unit less, cut off: what is left is half a unit at least.
+        const uint bits = max(__float_as_uint(scaled), CUT) - CUT & ~(2 * CUT - 1);
+        leading[c] = seen ? fmaxf(__uint_as_float(bits), LEAST) : 0;
+        rest[c] = seen ? fmaxf(scaled - leading[c], LEAST) : 0;
+    }
+    work.leading = make_uint2(transpose8(pack<HALF>(leading[0], leading[1])), transpose8(pack<HALF>(leading[2], leading[3])));
+    work.rest = make_uint2(transpose8(pack<HALF>(rest[0], rest[1])), transpose8(pack<HALF>(rest[2], rest[3])));
+}
+
+// O^T += V^T P^T over 16 values.
+inline void add_values(uint buffer, Work &work) {
+    const uint lane = threadIdx.x % 32;
+    // Lanes 0-7 name keys 0-7 of coordinates 0-7, 8-15 of coordinates 8-15; 16-31 the same of keys 8-15.
+    const uint from = buffer + (lane / 16 * 8 + lane % 8) * PITCH + lane / 8 % 2 * 16;
+#pragma unroll
+    for (uint i = 0; i < PRODUCTS; i++) {
+        uint a[4];
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+                     : "r"(from + i * 32)
+                     : "memory");
+        mma<HALF>(work.o[i], a, work.leading);
+        mma<HALF>(work.o[i], a, work.rest);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    attend(const uchar *q, uchar *out, const uchar *k, const uchar *, const float *, const uchar *v, const uchar *,
+           const float *, const uint *positions, const uint *sequence, const uint *lens, float *partials, uint *counters,
+           float *state, const AttendParams p) {
+    extern __shared__ __align__(128) uchar memory[];
+    const uint thread = threadIdx.x, warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
+    const uint block = blockIdx.x;
+    float *outputs = reinterpret_cast<float *>(memory + AT_OUTPUTS);
+    float2 *sums = reinterpret_cast<float2 *>(memory + AT_SUMS);
+    Item *shared_items = reinterpret_cast<Item *>(memory + AT_ITEMS);
+    uint *flag = reinterpret_cast<uint *>(memory + AT_FLAG);
+
+    // The line: items in order, within an item its heads. With splits, that of the block's own item and head.
+    const bool shared_evenly = p.splits == 0;
+    const uint splits = max(p.splits, 1u);
+    const uint pair = block / splits;
+    const uint items = shared_evenly ? p.items : 1, heads = shared_evenly ? p.kv_heads : 1;
+    const uint first_item = shared_evenly ? 0 : pair / p.kv_heads, first_head = shared_evenly ? 0 : pair % p.kv_heads;
+    Stretch stretch;
+    stretch.items = shared_items;
+    stretch.only = {{0, 0}, 0, 0};
+    stretch.count = items;
+    stretch.heads = heads;
+    uint units;
+    if (items == 1) {
+        // The length is most likely that of sequence 0: no need to wait for the sequence's number.
+        const uint len = lens[0];
+        Token token = {positions[first_item], sequence[first_item], len};
+        if (token.sequence > 0) {
+            token = load_token(p, positions, sequence, lens, first_item);
+        }
+        stretch.only = item_of(p, token);
+        units = units_of(stretch.only) * heads;
+    } else {
+#pragma unroll 1
+        for (uint i = thread; i < items; i += THREADS) {
+            shared_items[i] = item_of(p, load_token(p, positions, sequence, lens, i));
+        }
+        __syncthreads();
+        if (warp == 0) {
+            uint before = 0;
+#pragma unroll 1
+            for (uint first = 0; first < items; first += 32) {
+                const uint own = first + lane < items ? units_of(shared_items[first + lane]) : 0;
+                uint sum = own;
+#pragma unroll
+                for (uint step = 1; step < 32; step *= 2) {
+                    const uint x = __shfl_up_sync(0xFFFFFFFF, sum, step);
+                    sum += lane >= step ? x : 0;
+                }
+                if (first + lane < items) {
+                    shared_items[first + lane].before = before + sum - own;
+                }
+                before += __shfl_sync(0xFFFFFFFF, sum, 31);
+            }
+        }
+        __syncthreads();
+        units = (shared_items[items - 1].before + units_of(shared_items[items - 1])) * heads;
+    }
+    const uint blocks = shared_evenly ? min(gridDim.x, (units + LEAST_UNITS - 1) / LEAST_UNITS) : min(splits, units);
+    const uint own = shared_evenly ? block : block % splits;
+    if (own >= blocks) {
+        return;
+    }
+    const Line line(units, blocks);
+    uint at = line.first(own);
+    stretch.end = line.first(own + 1);
+
+    // The next unit that this warp fetches.
+    Place ahead = place_at(stretch, at, 0);
+    uint ahead_unit = ahead.from + warp;
+    const uint ring = shared_address(memory) + warp * RING_BYTES;
+    uint fetched = 0, used = 0;
+    bool of_values = false, more = true;
+
+    Place place = ahead;
+    bool begun = false;
+#pragma unroll 1
+    while (true) {
+        const uint head = first_head + place.head;
+        const ulong row = (ulong(first_item + place.index) * p.kv_heads + head) * GROUP;
+        // Queries as B operands. A lane takes the coordinates as scores() takes those of keys.
+        uint4 queries[LOADS];
+#pragma unroll
+        for (uint i = 0; i < LOADS; i++) {
+            queries[i] = make_uint4(0, 0, 0, 0);
+            if (g < GROUP) {
+                queries[i] = *reinterpret_cast<const uint4 *>(q + (row + g) * ROW + t * 32 + i / 2 * 128 + i % 2 * 16);
+            }
+        }
+        Work work;
+        work.m[0] = work.m[1] = nothing();
+        work.l[0] = work.l[1] = 0;
+#pragma unroll
+        for (uint i = 0; i < PRODUCTS; i++) {
+#pragma unroll
+            for (uint c = 0; c < 4; c++) {
+                work.o[i][c] = 0;
+            }
+        }
+        // Keys and values of a unit take a step each. The first BUFFERS steps only fetch.
+        uint unit = place.from + warp;
+        bool values_next = false;
+        int step = begun ? 0 : -int(BUFFERS);
+        begun = true;
+#pragma unroll 1
+        while (step < 0 || unit < place.to) {
+            if (step >= 0) {
+                copies_wait<BUFFERS - 1>();
+                __syncwarp();
+                if (!values_next) {
+                    const uint first = place.item.keys.first + unit * TILE;
+                    const uint there = first < place.item.keys.end ? place.item.keys.end - first : 0;
+                    scores(p, memory + warp * RING_BYTES + used, queries, there, work);
+                } else {
+                    add_values(ring + used, work);
+                    unit += WARPS;
+                }
+                values_next = !values_next;
+                used = used + BUFFER == RING_BYTES ? 0 : used + BUFFER;
+                __syncwarp();
+            }
+            step++;
+            // The buffer of NB steps ago is free.
+            while (more && ahead_unit >= ahead.to) {
+                const uint next = ahead.first + ahead.to;
+                more = next < stretch.end;
+                if (more) {
+                    ahead = place_at(stretch, next, ahead.index);
+                    ahead_unit = ahead.from + warp;
+                }
+            }
+            if (more) {
+                const ulong plane = ahead.item.sequence * p.row_sequence + (first_head + ahead.head) * p.row_head;
+                fetch(p, (of_values ? v : k) + plane * ROW, ahead.item.keys, ahead_unit, ring + fetched);
+                ahead_unit += of_values ? WARPS : 0;
+                of_values = !of_values;
+                fetched = fetched + BUFFER == RING_BYTES ? 0 : fetched + BUFFER;
+            }
+            copies_commit();
+        }
+
+        // The warps' states, added up.
+        const uint first_block = line.part_of(place.first), last_block = line.part_of(place.first + units_of(place.item) - 1);
+        __syncthreads();
+#pragma unroll
+        for (uint c = 0; c < 2; c++) {
+            float l = work.l[c];
+#pragma unroll
+            for (uint step = 4; step < 32; step *= 2) {
+                l += __shfl_xor_sync(0xFFFFFFFF, l, step);
+            }
+            if (g == 0) {
+                sums[warp * 8 + 2 * t + c] = make_float2(work.m[c], l);
+            }
+            if (2 * t + c < GROUP) {
+                float *to = outputs + (warp * GROUP + 2 * t + c) * OUTPUT_PITCH + g;
+#pragma unroll
+                for (uint i = 0; i < PRODUCTS; i++) {
+                    to[16 * i] = work.o[i][c];
+                    to[16 * i + 8] = work.o[i][c + 2];
+                }
+            }
+        }
+        __syncthreads();
+        const uint parts = last_block - first_block + 1;
+        const bool at_its_start = line.first(first_block) == place.first;
+        // The other states' slots follow 2 apart: a block has one for what it begins with, one for what it ends with.
+        const uint slot = 2 * (block - own + first_block);
+        const Piece piece = {first_item + place.index,
+                             head,
+                             {place.from, place.to},
+                             parts,
+                             own - first_block,
+                             slot + (at_its_start ? 0 : 1),
+                             slot + 2};
+        const States states = {partials, counters, p.items * p.kv_heads, p.kv_heads, 2 * gridDim.x + 2};
+        const Output output = {out, state, row};
+#pragma unroll 1
+        for (uint quad = thread; quad < QUADS; quad += THREADS) {
+            const uint r = quad / (HEAD_DIM / 4), column = quad % (HEAD_DIM / 4);
+            Sum sum;
+#pragma unroll
+            for (uint w = 0; w < WARPS; w++) {
+                sum.m = fmaxf(sum.m, sums[w * 8 + r].x);
+            }
+#pragma unroll
+            for (uint w = 0; w < WARPS; w++) {
+                const float2 of_warp = sums[w * 8 + r];
+                const float *from = outputs + (w * GROUP + r) * OUTPUT_PITCH + column * 4;
+                sum.add(of_warp, *reinterpret_cast<const float4 *>(from));
+            }
+            const float unscale = 1 / WEIGHT_SCALE;
+            sum.o = make_float4(sum.o.x * unscale, sum.o.y * unscale, sum.o.z * unscale, sum.o.w * unscale);
+            if (parts == 1) {
+                output.finish(quad, sum);
+            } else {
+                states.leave(piece.slot(piece.part), quad, sum);
+            }
+        }
+        if (parts > 1) {
+            merge<THREADS>(states, piece, output, flag);
+        }
+        at = place.first + place.to;
+        if (at >= stretch.end) {
+            return;
+        }
+        place = place_at(stretch, at, place.index);
+    }
+}

@@ -1,0 +1,133 @@
+//! The launch of decode attention over dense 16-bit caches: when it is taken, and how it is cut into blocks.
+
+use super::{
+    attend::{self, MAX_SHARED_ITEMS, MAX_SPLITS, Rows},
+    headers,
+};
+use crate::{
+    Codec, DType, Result,
+    gpu::{Builder, Launch, Limits, Params, Scratch, Source, Use},
+    ops::attend::{Call, NAME, Plan},
+};
+
+static SOURCE: Source = Source {
+    name: "attend_decode.cu",
+    text: include_str!("attend_decode.cu"),
+    headers: headers::ATTEND_DECODE,
+    layouts: &[attend::AttendParams::layout],
+};
+
+/// Keys of a unit: what one product takes.
+const UNIT: usize = 16;
+/// Fewer units are not worth a block.
+const LEAST_UNITS: usize = 4;
+/// Query rows of a product.
+const MAX_GROUP: usize = 8;
+/// More buffers of a warp were never faster.
+const MAX_BUFFERS: usize = 6;
+
+/// How a call is cut into blocks.
+pub(super) struct Decode {
+    dtype: DType,
+    group: usize,
+    warps: usize,
+    buffers: usize,
+    shared_bytes: usize,
+    /// 0: the blocks share all units evenly.
+    splits: usize,
+    blocks: usize,
+}
+
+impl Decode {
+    /// None where `attend.cu` is needed: rows of several tokens that may share keys, other dtypes, more than 8 heads a
+    /// group, views that begin at odd addresses, outputs in f32.
+    pub(super) fn new(call: &Call, limits: &Limits) -> Option<Decode> {
+        let spec = call.layer.spec();
+        let dtype = call.q.dtype();
+        let group = call.heads / spec.kv_heads;
+        let fits = dtype != DType::F32
+            && call.out.dtype() != DType::F32
+            && [spec.k, spec.v] == [Codec::Dense(dtype); 2]
+            && call.tokens <= spec.sequences
+            && group <= MAX_GROUP
+            && call.q.byte_offset().is_multiple_of(16)
+            && call.out.byte_offset().is_multiple_of(8)
+            && [&call.layer.k, &call.layer.v].into_iter().all(attend::is_aligned);
+        if !fits {
+            return None;
+        }
+        // Accumulators and queries of 512 coordinates fill the registers of four warps.
+        let warps = if call.head_dim == 512 { 4 } else { 8 };
+        let shared = |buffers| shared_bytes(call.head_dim, group, warps, buffers);
+        let buffers = (2..=MAX_BUFFERS).rev().find(|&buffers| shared(buffers) <= limits.threadgroup_bytes)?;
+        let pairs = call.tokens * spec.kv_heads;
+        let splits = match call.splits {
+            0 if call.tokens > MAX_SHARED_ITEMS || pairs >= 4 * limits.busy_groups => 1,
+            splits => splits.min(MAX_SPLITS),
+        };
+        // The longest context that the device may turn out to hold.
+        let seen = call.window.min(spec.capacity);
+        let blocks = if splits == 0 {
+            limits.busy_groups.min(pairs.saturating_mul(seen.div_ceil(UNIT) + 1))
+        } else {
+            pairs.saturating_mul(splits)
+        };
+        Some(Decode { dtype, group, warps, buffers, shared_bytes: shared(buffers), splits, blocks })
+    }
+
+    pub(super) fn plan(&self) -> Plan {
+        let Decode { group, warps, splits, blocks, .. } = *self;
+        let how = if splits == 0 { "share the keys of all tokens evenly" } else { "take one each" };
+        let reason = format!(
+            "{group} query heads of a token for each KV head; {blocks} blocks of {warps} warps {how}, {UNIT} keys a warp at \
+             a time"
+        );
+        Plan { kernel: "attend_decode", reason: reason.into(), splits }
+    }
+
+    /// The launch; where `state` is, it gets the state of the cached keys, and there is no output.
+    pub(super) fn launch(&self, call: &Call, b: &Builder, rows: &Rows, state: Option<&Scratch>) -> Result<Launch> {
+        let spec = call.layer.spec();
+        let params = attend::params(call, rows, self.group, call.tokens, self.splits)?;
+        let mut launch = Launch::new(NAME, &SOURCE, "attend")
+            .constant("HEAD_DIM", call.head_dim as u32)
+            .constant("DTYPE", self.dtype)
+            .constant("OUT_DTYPE", call.out.dtype())
+            .constant("GROUP", self.group as u32)
+            .constant("WARPS", self.warps as u32)
+            .constant("BUFFERS", self.buffers as u32)
+            .constant("TILE", UNIT as u32)
+            .constant("LEAST_UNITS", LEAST_UNITS as u32)
+            .constant("RING", spec.ring)
+            .constant("FRESH", false)
+            .constant("SOFTCAP", call.softcap.is_some())
+            .constant("SHARED_BYTES", self.shared_bytes as u32)
+            .read(0, &call.q)
+            .read(2, &call.layer.k.low)
+            .read(5, &call.layer.v.low)
+            .read(8, &call.step.positions)
+            .read(9, &call.step.sequence)
+            .read(10, call.cached_lens())
+            .params(14, &params)
+            .grid([self.blocks, 1, 1], [32 * self.warps, 1, 1])
+            .threadgroup_memory(self.shared_bytes);
+        launch = match state {
+            Some(state) => launch.scratch(13, state, Use::Write),
+            None => launch.write(1, &call.out),
+        };
+        if self.splits != 1 {
+            // A block leaves two states at most, a group of blocks one; each, and each item of a head, has a counter.
+            let slots = 2 * self.blocks + 2;
+            let state = self.group * call.head_dim + (2 * self.group).next_multiple_of(4);
+            let partials = b.scratch(2 * slots * state * 4)?;
+            let counters = b.zeroed_scratch((slots + call.tokens * spec.kv_heads) * 4)?;
+            launch = launch.scratch(11, &partials, Use::ReadWrite).scratch(12, &counters, Use::ReadWrite);
+        }
+        Ok(launch)
+    }
+}
+
+/// Bytes of shared memory: the sum that `attend_decode.cu` computes.
+fn shared_bytes(head_dim: usize, group: usize, warps: usize, buffers: usize) -> usize {
+    warps * buffers * UNIT * (head_dim * 2 + 16) + warps * (group * (head_dim + 4) * 4 + 64) + MAX_SHARED_ITEMS * 16 + 16
+}
