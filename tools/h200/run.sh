@@ -5,11 +5,12 @@
 #
 # BINARIES is a folder with the test binaries of kvant under their names, without the hash (cargo test --no-run says where
 # they are): conformance_*, hazards, golden, speed and so on. OUT gets a report.md and the logs. Steps, all of them when none
-# is named: conformance, sanitizer, speed.
+# is named: conformance, sanitizer, speed, peers. The last needs a python3 with PyTorch, and FlashInfer if it is to be in the
+# table (flashinfer-python 0.5.3 with apache-tvm-ffi and nvidia-cudnn-frontend from wheels beside it, on PYTHONPATH).
 set -uo pipefail
 binaries=$(realpath "$1") out=$(mkdir -p "$2" && realpath "$2")
 shift 2
-steps=${*:-conformance sanitizer speed}
+steps=${*:-conformance sanitizer speed peers}
 here=$(cd "$(dirname "$0")" && pwd)
 report=$out/report.md
 export KVANT_TEST_DEVICE=cuda RUST_BACKTRACE=0
@@ -86,6 +87,14 @@ fi
 if wanted speed && [ -x "$binaries/speed" ]; then
     say "## Speed"
     say ""
-    "$binaries/speed" --ignored --nocapture 2>"$out/speed.log" | grep '^|' | tee -a "$report"
+    "$binaries/speed" --ignored --nocapture 2>"$out/speed.log" | grep '^|' | tee "$out/speed.md" | tee -a "$report"
     say ""
+fi
+
+if wanted peers; then
+    say "## Decode attention beside other kernels"
+    say ""
+    table=$out/speed.md
+    [ -f "$table" ] || table=
+    python3 "$here/peers.py" $table 2>"$out/peers.log" | tee -a "$report"
 fi

@@ -1,5 +1,6 @@
 //! How fast the operations are on a GPU, as a table: `KVANT_TEST_DEVICE=cuda cargo test --release -p kvant --test speed
-//! -- --ignored --nocapture --test-threads 1`; KVANT_SPEED is a part of the names of the lines that are wanted. Nothing is judged. Attention has benches of its own.
+//! -- --ignored --nocapture --test-threads 1`; KVANT_SPEED is a part of the names of the lines that are wanted. Nothing is
+//! judged. What PyTorch and FlashInfer take for the same attention is for tools/h200/peers.py to say.
 //!
 //! Every figure is of replays of a graph that holds the operation many times over buffers that together exceed the
 //! caches. GB/s counts each input read once and each output written once.
@@ -9,13 +10,19 @@ use std::time::{Duration, Instant};
 use kvant::{
     Codec, DType, Device, DeviceKind, Encoder, KvLayer, LayerSpec, Result, SlotOrder, Step, Tensor,
     ops::{
-        self, Activation, Affine, Angles, Argmax, Columns, Embed, Gate, Hadamard, HeadNorm, KvWrite, Linear, NormRope,
-        NormRopeWrite, PairLayout, Residual, RmsNorm, Rope, Sample, SourceOrder, Weight,
+        self, Activation, Affine, Angles, Argmax, Attend, Columns, Embed, Gate, Hadamard, HeadNorm, KvWrite, Linear,
+        NormRope, NormRopeWrite, PairLayout, Residual, RmsNorm, Rope, Sample, SourceOrder, Weight,
     },
 };
 
 /// Together, buffers are larger than this.
 const CACHE: usize = 256 << 20;
+
+#[test]
+#[ignore = "a measurement"]
+fn attention() -> Result<()> {
+    attend(&device()?)
+}
 
 #[test]
 #[ignore = "a measurement"]
@@ -54,7 +61,7 @@ fn line(
     if std::env::var("KVANT_SPEED").is_ok_and(|part| !name.contains(&part)) {
         return Ok(());
     }
-    let calls = copies.max(20);
+    let calls = copies.max(60).next_multiple_of(copies);
     let graph = Encoder::capture(device, |enc| (0..calls).try_for_each(|i| record(enc, i % copies)))?;
     // While the host made its numbers the device slept, and it wakes slowly.
     let start = Instant::now();
@@ -105,6 +112,104 @@ fn random_bits(bytes: usize) -> Vec<u8> {
 
 fn copies(bytes: usize) -> usize {
     CACHE.div_ceil(bytes).min(64)
+}
+
+/// Decode attention of one token over a full cache, and (tokens > 1) the last tokens of a prompt.
+fn attend(device: &Device) -> Result<()> {
+    let (bf16, all) = (Codec::BF16, None);
+    let quantised = [bf16, Codec::F16, Codec::tq(8), Codec::tq(6), Codec::tq(5), Codec::tq(4)];
+    // Coordinates, query heads, KV heads, keys, query tokens, window.
+    for (dim, heads, kv_heads, len, tokens, window) in [
+        (128, 32, 8, 1024, 1, all),
+        (128, 32, 8, 32768, 1, all),
+        (128, 32, 8, 131072, 1, all),
+        (256, 16, 8, 1024, 1, all),
+        (256, 16, 8, 4096, 1, all),
+        (256, 16, 8, 32768, 1, all),
+        (256, 16, 8, 131072, 1, all),
+        (512, 16, 2, 1024, 1, all),
+        (512, 16, 2, 32768, 1, all),
+        (512, 16, 2, 131072, 1, all),
+        (512, 8, 4, 32768, 1, all),
+        (256, 16, 8, 32768, 4, all),
+        (256, 16, 8, 32768, 8, all),
+        (256, 16, 8, 4096, 4096, Some(1024)),
+        (512, 16, 2, 4096, 4096, all),
+    ] {
+        for codec in if tokens == 1 { &quantised[..] } else { &quantised[..1] } {
+            let filled = Filled::new(device, *codec, [dim, heads, kv_heads, len, tokens], None)?;
+            let name = format!("attend {dim}, {heads}, {kv_heads}, {len} {codec}, {tokens} tokens, window {window:?}");
+            filled.time(device, &name, window, len)?;
+        }
+    }
+    // A ring of a window.
+    for position in [2000, 1_000_000] {
+        let filled = Filled::new(device, bf16, [256, 16, 8, 1024, 1], Some(position))?;
+        filled.time(
+            device,
+            &format!("attend 256, 16, 8 bf16, ring, window 1024, position {position}"),
+            Some(1024),
+            1024,
+        )?;
+    }
+    Ok(())
+}
+
+/// Layers full of keys, and the queries of the last tokens.
+struct Filled {
+    layers: Vec<KvLayer>,
+    step: Step,
+    q: Tensor,
+    out: Tensor,
+}
+
+impl Filled {
+    fn new(device: &Device, codec: Codec, shape: [usize; 5], ring: Option<usize>) -> Result<Filled> {
+        let [head_dim, heads, kv_heads, len, tokens] = shape;
+        let order = SlotOrder::HeadMajor;
+        let spec = LayerSpec {
+            sequences: 1,
+            kv_heads,
+            capacity: len,
+            head_dim,
+            k: codec,
+            v: codec,
+            ring: ring.is_some(),
+            order,
+        };
+        // The cache ends with the last token, wherever that is.
+        let end = ring.map_or(len, |position| position + 1);
+        let chunk = len.min(1024);
+        let rows = noise(device, DType::BF16, &[chunk, kv_heads, head_dim])?;
+        let mut layers = vec![KvLayer::new(device, spec)?];
+        layers.resize_with(copies(layers[0].bytes()), || KvLayer::new(device, spec).expect("memory"));
+        for layer in &layers {
+            for first in (end - len..end).step_by(chunk) {
+                let at: Vec<(u32, u32)> = (first..first + chunk).map(|position| (0, position as u32)).collect();
+                let step = Step::new(device, 1, &at)?;
+                let mut enc = device.encoder()?;
+                let order = SourceOrder::TokenMajor;
+                ops::kv_write(&mut enc, &KvWrite { k: &rows, v: &rows, order, first_token: 0, step: &step, layer })?;
+                enc.commit()?.wait()?;
+            }
+        }
+        let at: Vec<(u32, u32)> = (end - tokens..end).map(|position| (0, position as u32)).collect();
+        let dtype = if codec == Codec::F16 { DType::F16 } else { DType::BF16 };
+        let q = noise(device, dtype, &[tokens, heads, head_dim])?;
+        let out = noise(device, dtype, &[tokens, heads, head_dim])?;
+        Ok(Filled { layers, step: Step::new(device, 1, &at)?, q, out })
+    }
+
+    fn time(&self, device: &Device, name: &str, window: Option<usize>, keys: usize) -> Result<()> {
+        let Filled { layers, step, q, out } = self;
+        let bytes = layers[0].bytes() / layers[0].spec().capacity * keys;
+        let scale = (layers[0].spec().head_dim as f32).powf(-0.5);
+        line(device, name, bytes, layers.len(), |enc, i| {
+            let layer = &layers[i];
+            let (fresh, softcap, q_rotated, plan) = (None, None, false, None);
+            ops::attend(enc, &Attend { q, layer, step, fresh, scale, softcap, window, q_rotated, plan, out })
+        })
+    }
 }
 
 fn kv(device: &Device) -> Result<()> {

@@ -129,5 +129,8 @@ impl Decode {
 
 /// Bytes of shared memory: the sum that `attend_decode.cu` computes.
 fn shared_bytes(head_dim: usize, group: usize, warps: usize, buffers: usize) -> usize {
-    warps * buffers * UNIT * (head_dim * 2 + 16) + warps * (group * (head_dim + 4) * 4 + 64) + MAX_SHARED_ITEMS * 16 + 16
+    warps * buffers * UNIT * (head_dim * 2 + 16)
+        + warps * (group * (head_dim + 4) * 4 + 64)
+        + MAX_SHARED_ITEMS * 16
+        + 16
 }

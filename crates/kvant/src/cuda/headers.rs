@@ -19,6 +19,17 @@ const AHEAD_H: Header = Header { name: "ahead.h", text: || include_str!("ahead.h
 const FRAGMENTS_H: Header = Header { name: "fragments.h", text: || include_str!("fragments.h").to_string() };
 const ATTEND_SIDE_H: Header = Header { name: "attend_side.h", text: || include_str!("attend_side.h").to_string() };
 const ATTEND_PLAN_H: Header = Header { name: "attend_plan.h", text: || include_str!("attend_plan.h").to_string() };
+const ATTEND_TILES_H: Header = Header { name: "attend_tiles.h", text: || include_str!("attend_tiles.h").to_string() };
+const ATTEND_SHARED_H: Header =
+    Header { name: "attend_shared.h", text: || include_str!("attend_shared.h").to_string() };
+const ATTEND_QUERIES_H: Header =
+    Header { name: "attend_queries.h", text: || include_str!("attend_queries.h").to_string() };
+const ATTEND_PARTIAL_H: Header =
+    Header { name: "attend_partial.h", text: || include_str!("attend_partial.h").to_string() };
+const ATTEND_SCORES_H: Header =
+    Header { name: "attend_scores.h", text: || include_str!("attend_scores.h").to_string() };
+const ATTEND_VALUES_H: Header =
+    Header { name: "attend_values.h", text: || include_str!("attend_values.h").to_string() };
 const ATTEND_ROTATE_H: Header =
     Header { name: "attend_rotate.h", text: || include_str!("attend_rotate.h").to_string() };
 const ATTEND_CODES_H: Header = Header { name: "attend_codes.h", text: || include_str!("attend_codes.h").to_string() };
@@ -49,6 +60,12 @@ pub(super) const ATTEND: &[Header] = &[
     ATTEND_SIDE_H,
     ATTEND_PLAN_H,
     ATTEND_ROTATE_H,
+    ATTEND_SHARED_H,
+    ATTEND_TILES_H,
+    ATTEND_QUERIES_H,
+    ATTEND_SCORES_H,
+    ATTEND_VALUES_H,
+    ATTEND_PARTIAL_H,
     AHEAD_H,
 ];
 /// Decode attention over quantised rows: lookups, the rotation, who works on what, and how that comes together.

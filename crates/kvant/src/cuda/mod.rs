@@ -7,8 +7,8 @@
 mod affine;
 mod argmax;
 mod attend;
-mod attend_quantised;
 mod attend_decode;
+mod attend_quantised;
 mod copy;
 mod dequantise;
 mod embed;

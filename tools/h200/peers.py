@@ -1,0 +1,137 @@
+"""What other kernels take for the decode attention that kvant's test `speed` measures, on the same machine.
+
+    python3 tools/h200/peers.py [SPEED_LOG]
+
+PyTorch's FlashAttention and cuDNN, and FlashInfer if it can be imported (it compiles its kernels when first used, with
+nvcc and ninja). One token over a full bf16 cache of one sequence. A time is the median of seven replays of a CUDA graph
+that holds calls over buffers that together exceed the L2 cache several times; GB/s is bytes of keys and values by time.
+With the output of `speed`, the table has kvant's time and how its speed compares with the best of the others.
+"""
+
+import re
+import sys
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+ROWS = [
+    (128, 32, 8, 1024), (128, 32, 8, 32768), (128, 32, 8, 131072),
+    (256, 16, 8, 1024), (256, 16, 8, 4096), (256, 16, 8, 32768), (256, 16, 8, 131072),
+    (512, 16, 2, 1024), (512, 16, 2, 32768), (512, 16, 2, 131072), (512, 8, 4, 32768),
+]
+DEVICE = torch.device("cuda")
+
+
+def replay(call, copies, calls):
+    """Microseconds of call(i), whose argument counts through the copies."""
+    calls = -(-calls // copies) * copies
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for i in range(3):
+            call(i % copies)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for i in range(calls):
+            call(i % copies)
+    graph.replay()
+    torch.cuda.synchronize()
+    times = []
+    for _ in range(7):
+        begin, end = torch.cuda.Event(True), torch.cuda.Event(True)
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / calls)
+    return sorted(times)[3]
+
+
+def attempt(name, time):
+    try:
+        return time()
+    except Exception as error:
+        print(f"{name}: {str(error).strip().splitlines()[-1][:160] if str(error).strip() else type(error).__name__}", file=sys.stderr)
+        return None
+
+
+def scaled_dot_product(backend, q, kv, calls):
+    """q [1, H, T, D], keys and values [1, Hk, N, D]."""
+    with sdpa_kernel(backend):
+        def call(i):
+            F.scaled_dot_product_attention(q, *kv[i], enable_gqa=True)
+        return replay(call, len(kv), calls)
+
+
+def flashinfer_decode(tensor_cores, q, kv, calls):
+    """q [H, D], keys and values [Hk, N, D]: FlashInfer's decode of one request over a paged cache, planned once."""
+    import flashinfer
+
+    heads, dim = q.shape
+    kv_heads, length, _ = kv[0][0].shape
+    page = 64
+    pages = length // page
+    workspace = torch.empty(256 << 20, dtype=torch.uint8, device=DEVICE)
+    indptr = torch.tensor([0, pages], dtype=torch.int32, device=DEVICE)
+    indices = torch.arange(pages, dtype=torch.int32, device=DEVICE)
+    last = torch.tensor([page], dtype=torch.int32, device=DEVICE)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+        workspace, "NHD", use_cuda_graph=True, use_tensor_cores=tensor_cores,
+        paged_kv_indptr_buffer=indptr, paged_kv_indices_buffer=indices, paged_kv_last_page_len_buffer=last)
+    wrapper.plan(indptr, indices, last, heads, kv_heads, dim, page, q_data_type=q.dtype, kv_data_type=q.dtype)
+    # The same bytes as a cache of pages, [pages, 64, Hk, D].
+    paged = [tuple(x.reshape(pages, page, kv_heads, dim) for x in pair) for pair in kv]
+    out = torch.empty(1, heads, dim, dtype=q.dtype, device=DEVICE)
+
+    def call(i):
+        wrapper.run(q[None], paged[i], out=out)
+    return replay(call, len(kv), calls)
+
+
+def ours(path):
+    """Microseconds of kvant by row, from the output of `speed`."""
+    found = {}
+    for line in open(path):
+        match = re.match(r"\| attend (\d+), (\d+), (\d+), (\d+) bf16, 1 tokens, window None \| ([\d.]+) \|", line)
+        if match:
+            found[tuple(map(int, match.groups()[:4]))] = float(match[5])
+    return found
+
+
+def main():
+    kvant = ours(sys.argv[1]) if len(sys.argv) > 1 else {}
+    print(f"PyTorch {torch.__version__} on {torch.cuda.get_device_name()}. Microseconds and GB/s.\n")
+    big = torch.randint(0, 255, (8 << 30,), dtype=torch.uint8, device=DEVICE).view(torch.int64)
+    rate = big.nbytes / replay(lambda _: big.sum(), 1, 4) / 1e3
+    del big
+    print(f"Reading 8 GiB once: {rate:.0f} GB/s.\n")
+    names = ["FlashAttention", "cuDNN", "FlashInfer", "FlashInfer, tensor cores"]
+    print("| D, H, Hk, keys | kvant | " + " | ".join(names) + " | kvant by best |")
+    print("|---|---|" + "---|" * (len(names) + 1))
+    for row in ROWS:
+        dim, heads, kv_heads, length = row
+        bytes_ = 2 * 2 * dim * kv_heads * length
+        copies = max(1, min(64, 300_000_000 // bytes_ + 1))
+        calls = max(copies, min(128, 2_000_000_000 // bytes_ + 4))
+        kv = [tuple(torch.randn(kv_heads, length, dim, device=DEVICE).bfloat16() for _ in "kv") for _ in range(copies)]
+        q = torch.randn(heads, dim, device=DEVICE).bfloat16()
+        batched = [(k[None], v[None]) for k, v in kv]
+        query = q[None, :, None]
+        times = [
+            attempt(names[0], lambda: scaled_dot_product(SDPBackend.FLASH_ATTENTION, query, batched, calls)),
+            attempt(names[1], lambda: scaled_dot_product(SDPBackend.CUDNN_ATTENTION, query, batched, calls)),
+            attempt(names[2], lambda: flashinfer_decode(False, q, kv, calls)),
+            attempt(names[3], lambda: flashinfer_decode(True, q, kv, calls)),
+        ]
+        def cell(us):
+            return "–" if us is None else f"{us:.2f}, {bytes_ / us / 1e3:.0f}"
+        best = min((us for us in times if us is not None), default=None)
+        ratio = f"{best / kvant[row]:.2f}" if row in kvant and best is not None else "–"
+        print(f"| {dim}, {heads}, {kv_heads}, {length} | {cell(kvant.get(row))} | " + " | ".join(map(cell, times)) + f" | {ratio} |", flush=True)
+        del kv, batched
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
