@@ -87,7 +87,7 @@ fi
 if wanted speed && [ -x "$binaries/speed" ]; then
     say "## Speed"
     say ""
-    "$binaries/speed" --ignored --nocapture 2>"$out/speed.log" | grep '^|' | tee "$out/speed.md" | tee -a "$report"
+    "$binaries/speed" --ignored --nocapture --test-threads 1 2>"$out/speed.log" | grep '^|' | tee "$out/speed.md" | tee -a "$report"
     say ""
 fi
 
