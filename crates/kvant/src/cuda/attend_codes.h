@@ -167,13 +167,13 @@ struct Codes {
         return e / RUN * (RUN * LANES) + lane * RUN + e % RUN;
     }
 
-    // A block, from rows at the lane's first coordinate.
-    void load(const uchar *low_row, const uchar *high_row, uint block, bool there) {
+    // From rows at the lane's first coordinate.
+    void load(const uchar *low_row, const uchar *high_row, bool there) {
 #pragma unroll
         for (uint i = 0; i < LOADS; i++) {
-            load_once<LOW_RUN>(low_row + block * (CHUNK * LOW_BITS / 8) + i * (LOW_RUN * LANES), low[i], there);
+            load_once<LOW_RUN>(low_row + i * (LOW_RUN * LANES), low[i], there);
             if constexpr (HIGH_BITS > 0) {
-                load_once<HIGH_RUN>(high_row + block * (CHUNK * HIGH_BITS / 8) + i * (HIGH_RUN * LANES), high[i], there);
+                load_once<HIGH_RUN>(high_row + i * (HIGH_RUN * LANES), high[i], there);
             }
         }
     }

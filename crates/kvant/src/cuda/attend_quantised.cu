@@ -9,6 +9,9 @@
 //   softmax  in registers; sums are scaled back only when a maximum has grown;
 //   values   O^T += V^T P^T: rows are coordinates, columns are heads. A lane holds coordinates of 4 keys.
 //
+// With 512 coordinates a row, a group of keys belongs to two warps: each takes one block of the coordinates, and they add up
+// their scores through shared memory.
+//
 // Codes go from device memory into the registers of the lane that looks them up (attend_codes.h): the order of coordinates
 // within a product is free, so that a lane's operands are the 16 bytes that it loads. While a group is worked on the codes
 // of the next are on their way.
@@ -30,7 +33,9 @@ using KeyCodes = Codes<K_CODEC, K_LANES>;
 using ValueCodes = Codes<V_CODEC, V_LANES>;
 // Products of 16 coordinates, in a block of a row.
 constexpr uint PRODUCTS = CHUNK / 16;
-constexpr uint STEPS = HEAD_DIM / 16;
+// Warps that share a group of keys, a block of the coordinates each; how many such teams there are.
+constexpr uint TEAM = BLOCKS;
+constexpr uint TEAMS = WARPS / TEAM;
 // A warp waits for all of its loads at once. So those of the next group begin when the last group's have come: all of them
 // (WHOLE_AHEAD), if registers hold the codes of two groups; else values while keys are worked on, and keys while values.
 constexpr uint STAGES = WHOLE_AHEAD ? 2 : 1;
@@ -56,7 +61,8 @@ constexpr uint AT_END = AT_PREFIX + (MAX_SHARED_ITEMS + 8) * 4;
 static_assert(AT_END <= (63 << 10), "attend: room before the tables");
 static_assert((64 << 10) + Table<K_CODEC>::BYTES + (ONE_TABLE ? 0 : Table<V_CODEC>::BYTES) == SHARED_BYTES,
               "attend: the shared memory that Rust asks for");
-static_assert(BLOCKS * PRODUCTS % MERGED == 0, "attend: products are merged in whole rounds");
+static_assert(PRODUCTS % MERGED == 0, "attend: products are merged in whole rounds");
+static_assert(TEAM == 1 || MERGED >= 2, "attend: room for the scores of a team");
 
 template <typename T>
 inline T *shared_at(uint at) {
@@ -107,7 +113,7 @@ inline void load_queries(const AttendParams &p, const Buffers &b, uint token, ui
 #pragma unroll 1
     for (uint r = warp; r < ROWS; r += WARPS) {
         if (r >= p.group) {
-            for (uint i = lane; i < STEPS * 2; i += 32) {
+            for (uint i = lane; i < BLOCKS * PRODUCTS * 2; i += 32) {
                 shared_at<uint4>(AT_QUERIES)[i / 4 * 32 + r * 4 + i % 4] = make_uint4(0, 0, 0, 0);
             }
             if (lane == 0) {
@@ -163,7 +169,7 @@ struct Group {
     }
 };
 
-// What a lane reads from: its coordinates of the first row, norms of the first row.
+// What a lane reads from: its coordinates of the first row, norms of the first row, all of the warp's block.
 struct Sources {
     const uchar *k_low;
     const uchar *k_high;
@@ -183,34 +189,34 @@ inline const uchar *row_at(const uchar *first, uint row_slot, uint slot) {
 using Keys = KeyCodes[2];
 using Values = ValueCodes[4];
 
-inline void load_keys(const AttendParams &p, const Sources &from, Group group, uint block, Keys &to, bool there) {
+inline void load_keys(const AttendParams &p, const Sources &from, Group group, Keys &to, bool there) {
     const uint g = threadIdx.x % 32 / 4;
 #pragma unroll
     for (uint i = 0; i < 2; i++) {
         const uint slot = group.slot_of(p, g + 8 * i);
         to[i].load(row_at<KeyCodes::LOW_ROW>(from.k_low, from.row_slot, slot),
-                   row_at<KeyCodes::HIGH_ROW>(from.k_high, from.row_slot, slot), block, there);
+                   row_at<KeyCodes::HIGH_ROW>(from.k_high, from.row_slot, slot), there);
     }
 }
 
-inline void load_values(const AttendParams &p, const Sources &from, Group group, uint block, Values &to, bool there) {
+inline void load_values(const AttendParams &p, const Sources &from, Group group, Values &to, bool there) {
     const uint t = threadIdx.x % 4;
 #pragma unroll
     for (uint i = 0; i < 4; i++) {
         const uint slot = group.slot_of(p, 2 * t + i % 2 + i / 2 * 8);
         to[i].load(row_at<ValueCodes::LOW_ROW>(from.v_low, from.row_slot, slot),
-                   row_at<ValueCodes::HIGH_ROW>(from.v_high, from.row_slot, slot), block, there);
+                   row_at<ValueCodes::HIGH_ROW>(from.v_high, from.row_slot, slot), there);
     }
 }
 
 // Norms of the keys or values g and g + 8 of a group.
-using Norms = uint[2][BLOCKS];
+using Norms = uint[2];
 
 inline void load_norms(const AttendParams &p, const Sources &from, const uchar *norms, Group group, Norms &to, bool there) {
     const uint g = threadIdx.x % 32 / 4;
 #pragma unroll
     for (uint i = 0; i < 2; i++) {
-        load_once<4 * BLOCKS>(row_at<4 * BLOCKS>(norms, from.row_slot, group.slot_of(p, g + 8 * i)), to[i], there);
+        load_once<4>(row_at<4 * BLOCKS>(norms, from.row_slot, group.slot_of(p, g + 8 * i)), to + i, there);
     }
 }
 
@@ -221,7 +227,7 @@ inline void load_norms(const AttendParams &p, const Sources &from, const uchar *
 struct Work {
     float m[2];
     float l[2];
-    float o[BLOCKS * PRODUCTS][4];
+    float o[PRODUCTS][4];
     // Of the values' norms so far, rounded up to a power of two.
     float norm;
 };
@@ -237,36 +243,35 @@ inline float power_above(float x) {
 
 // The B operands of two products at a time, from shared memory, or from registers where there are enough.
 struct Queries {
-    uint4 held[QUERIES_HELD ? STEPS / 2 : 1];
+    const uint4 *shared;
+    uint4 held[QUERIES_HELD ? PRODUCTS / 2 : 1];
 
-    void hold() {
+    Queries(uint block) : shared(shared_at<uint4>(AT_QUERIES) + block * (PRODUCTS / 2) * 32 + threadIdx.x % 32) {
         if constexpr (QUERIES_HELD) {
 #pragma unroll
-            for (uint i = 0; i < STEPS / 2; i++) {
-                held[i] = shared_at<uint4>(AT_QUERIES)[i * 32 + threadIdx.x % 32];
+            for (uint i = 0; i < PRODUCTS / 2; i++) {
+                held[i] = shared[i * 32];
             }
         }
     }
     uint4 at(uint i) const {
-        return QUERIES_HELD ? held[QUERIES_HELD ? i : 0] : shared_at<uint4>(AT_QUERIES)[i * 32 + threadIdx.x % 32];
+        return QUERIES_HELD ? held[QUERIES_HELD ? i : 0] : shared[i * 32];
     }
 };
 
-// S^T of a group: adds the products of one block, with the keys' norms.
-// `after`: what to do when a product is done.
+// S^T of a group: the products of the warp's coordinates, with the keys' norms. `after`: what to do when a product is done.
 template <typename After>
-inline void add_scores(const Lookup<K_CODEC> &lookup, const Queries &queries, const Keys &keys, uint block,
-                       const Norms &norms, float (&s)[4], After after) {
+inline void multiply_keys(const Lookup<K_CODEC> &lookup, const Queries &queries, const Keys &keys, const Norms &norms,
+                          float (&s)[4], After after) {
     float sums[2][4] = {};
 #pragma unroll
     for (uint i = 0; i < KeyCodes::LOADS; i++) {
 #pragma unroll
         for (uint unit = 0; unit < KeyCodes::UNITS; unit++) {
-            // Two products' queries at a time.
             uint4 q[2];
 #pragma unroll
             for (uint j = 0; j < 2; j++) {
-                q[j] = queries.at(block * (PRODUCTS / 2) + (i * KeyCodes::UNITS + unit) * 2 + j);
+                q[j] = queries.at((i * KeyCodes::UNITS + unit) * 2 + j);
             }
             key_operands(keys[0], keys[1], i, unit, lookup, [&](uint product, const uint(&a)[4]) {
                 const uint4 of = q[product / 2];
@@ -277,20 +282,34 @@ inline void add_scores(const Lookup<K_CODEC> &lookup, const Queries &queries, co
     }
 #pragma unroll
     for (uint c = 0; c < 4; c++) {
-        s[c] += (sums[0][c] + sums[1][c]) * __uint_as_float(norms[c / 2][block]);
+        s[c] = (sums[0][c] + sums[1][c]) * __uint_as_float(norms[c / 2]);
     }
 }
 
-// O^T of one block's coordinates.
+// Adds up the scores of a team. Two buffers in turn: a warp is at most one group ahead of the other.
+inline void add_up(float (&s)[4], uint turn) {
+    if constexpr (TEAM > 1) {
+        const uint warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        float4 *scores = shared_at<float4>(AT_SUMS) + turn % 2 * (WARPS * 32) + lane;
+        scores[warp * 32] = make_float4(s[0], s[1], s[2], s[3]);
+        asm volatile("bar.sync %0, %1;" ::"r"(1 + warp / TEAM), "n"(32 * TEAM) : "memory");
+        const float4 other = scores[(warp ^ 1) * 32];
+        s[0] += other.x;
+        s[1] += other.y;
+        s[2] += other.z;
+        s[3] += other.w;
+    }
+}
+
+// O^T of the warp's coordinates.
 template <typename After>
-inline void add_values(const Lookup<V_CODEC> &lookup, const Values &values, uint block, uint2 weights, Work &work,
-                       After after) {
+inline void multiply_values(const Lookup<V_CODEC> &lookup, const Values &values, uint2 weights, Work &work, After after) {
 #pragma unroll
     for (uint i = 0; i < ValueCodes::LOADS; i++) {
 #pragma unroll
         for (uint unit = 0; unit < ValueCodes::UNITS; unit++) {
             value_operands(values, i, unit, lookup, [&](uint product, const uint(&a)[4]) {
-                mma<true>(work.o[block * PRODUCTS + (i * ValueCodes::UNITS + unit) * 8 + product], a, weights);
+                mma<true>(work.o[(i * ValueCodes::UNITS + unit) * 8 + product], a, weights);
                 after((i * ValueCodes::UNITS + unit) * 8 + product);
             });
         }
@@ -319,7 +338,7 @@ inline void grow(const float (&s)[4], float norm, Work &work) {
         factor[c] *= decay;
     }
 #pragma unroll
-    for (uint i = 0; i < BLOCKS * PRODUCTS; i++) {
+    for (uint i = 0; i < PRODUCTS; i++) {
 #pragma unroll
         for (uint c = 0; c < 4; c++) {
             work.o[i][c] *= factor[c % 2];
@@ -327,9 +346,8 @@ inline void grow(const float (&s)[4], float norm, Work &work) {
     }
 }
 
-// The weights of a group from its raw scores, as B operands, one for each block.
-inline void weigh(const AttendParams &p, Group group, const float (&factor)[2], Norms &norms, float (&s)[4], Work &work,
-                  uint2 (&weights)[BLOCKS]) {
+// The weights of a group from its raw scores, as B operands.
+inline uint2 weigh(const AttendParams &p, Group group, const float (&factor)[2], Norms &norms, float (&s)[4], Work &work) {
     const uint g = threadIdx.x % 32 / 4;
 #pragma unroll
     for (uint c = 0; c < 4; c++) {
@@ -343,18 +361,11 @@ inline void weigh(const AttendParams &p, Group group, const float (&factor)[2], 
         for (uint i = 0; i < 2; i++) {
             if (g + 8 * i > group.last) {
                 s[2 * i] = s[2 * i + 1] = nothing();
-#pragma unroll
-                for (uint block = 0; block < BLOCKS; block++) {
-                    norms[i][block] = 0;
-                }
+                norms[i] = 0;
             }
         }
     }
-    float norm = 0;
-#pragma unroll
-    for (uint i = 0; i < 2 * BLOCKS; i++) {
-        norm = fmaxf(norm, fabsf(__uint_as_float(norms[i % 2][i / 2])));
-    }
+    const float norm = fmaxf(fabsf(__uint_as_float(norms[0])), fabsf(__uint_as_float(norms[1])));
     const bool grows = fmaxf(s[0], s[2]) > work.m[0] || fmaxf(s[1], s[3]) > work.m[1] || norm >= work.norm;
     if (__any_sync(0xFFFFFFFF, grows)) {
         grow(s, norm, work);
@@ -365,13 +376,8 @@ inline void weigh(const AttendParams &p, Group group, const float (&factor)[2], 
         work.l[c % 2] += s[c];
     }
     const float inverse = WEIGHT_SCALE / work.norm;
-#pragma unroll
-    for (uint block = 0; block < BLOCKS; block++) {
-        const float low = __uint_as_float(norms[0][block]) * inverse;
-        const float high = __uint_as_float(norms[1][block]) * inverse;
-        weights[block] = make_uint2(transpose8(pack<true>(s[0] * low, s[1] * low)),
-                                    transpose8(pack<true>(s[2] * high, s[3] * high)));
-    }
+    const float low = __uint_as_float(norms[0]) * inverse, high = __uint_as_float(norms[1]) * inverse;
+    return make_uint2(transpose8(pack<true>(s[0] * low, s[1] * low)), transpose8(pack<true>(s[2] * high, s[3] * high)));
 }
 
 // A warp's way through the keys of a piece.
@@ -381,33 +387,27 @@ struct Way {
     // Of the group to be worked on, its first key.
     uint first;
     Group groups[STAGES];
-    Keys k[STAGES][BLOCKS];
-    Values v[STAGES][BLOCKS];
+    Keys k[STAGES];
+    Values v[STAGES];
     Norms k_norms[STAGES];
     Norms v_norms[STAGES];
 
-    template <uint stage>
+    template <uint STAGE>
     void load_keys_of(const AttendParams &p, bool there) {
-        load_norms(p, from, from.k_norms, groups[stage], k_norms[stage], there);
-        load_norms(p, from, from.v_norms, groups[stage], v_norms[stage], there);
-#pragma unroll
-        for (uint block = 0; block < BLOCKS; block++) {
-            load_keys(p, from, groups[stage], block, k[stage][block], there);
-        }
+        load_norms(p, from, from.k_norms, groups[STAGE], k_norms[STAGE], there);
+        load_norms(p, from, from.v_norms, groups[STAGE], v_norms[STAGE], there);
+        load_keys(p, from, groups[STAGE], k[STAGE], there);
     }
-    template <uint stage>
+    template <uint STAGE>
     void load_values_of(const AttendParams &p, bool there) {
-#pragma unroll
-        for (uint block = 0; block < BLOCKS; block++) {
-            load_values(p, from, groups[stage], block, v[stage][block], there);
-        }
+        load_values(p, from, groups[STAGE], v[STAGE], there);
     }
 
     // Begins to load.
     void begin(const AttendParams &p, const Sources &sources, Range keys) {
         from = sources;
         end = keys.end;
-        first = keys.first + threadIdx.x / 32 * KEYS;
+        first = keys.first + threadIdx.x / 32 / TEAM * KEYS;
         const bool there = first < end;
         groups[0] = {RING && there ? first % p.capacity : first, there ? min(KEYS, end - first) - 1 : 0};
         load_keys_of<0>(p, there);
@@ -421,56 +421,49 @@ struct Way {
         const float factor[2] = {shared_at<float>(AT_FACTORS)[2 * t], shared_at<float>(AT_FACTORS)[2 * t + 1]};
         const Lookup<K_CODEC> k_lookup(k_table());
         const Lookup<V_CODEC> v_lookup(v_table());
-        Queries queries;
-        queries.hold();
+        const Queries queries(threadIdx.x / 32 % TEAM);
 #pragma unroll 1
-        while (first < end) {
-            step<0>(p, work, k_lookup, v_lookup, queries, factor);
+        for (uint turn = 0; first < end; turn++) {
+            step<0>(p, work, k_lookup, v_lookup, queries, factor, WHOLE_AHEAD ? 0 : turn);
             if (WHOLE_AHEAD && first < end) {
-                step<STAGES - 1>(p, work, k_lookup, v_lookup, queries, factor);
+                step<STAGES - 1>(p, work, k_lookup, v_lookup, queries, factor, 1);
             }
         }
     }
 
     // Works on the group of a stage.
-    template <uint stage>
+    template <uint STAGE>
     void step(const AttendParams &p, Work &work, const Lookup<K_CODEC> &k_lookup, const Lookup<V_CODEC> &v_lookup,
-              const Queries &queries, const float (&factor)[2]) {
-        constexpr uint OTHER = WHOLE_AHEAD ? 1 - stage : 0;
-        const Group group = groups[stage];
-        const uint key = first + WARPS * KEYS;
+              const Queries &queries, const float (&factor)[2], uint turn) {
+        constexpr uint OTHER = WHOLE_AHEAD ? 1 - STAGE : 0;
+        const Group group = groups[STAGE];
+        const uint key = first + TEAMS * KEYS;
         const bool more = key < end;
-        Group next = {group.slot + WARPS * KEYS, more ? min(KEYS, end - key) - 1 : 0};
+        Group next = {group.slot + TEAMS * KEYS, more ? min(KEYS, end - key) - 1 : 0};
         if (RING && next.slot >= p.capacity) {
             next.slot %= p.capacity;
         }
-        float s[4] = {};
-#pragma unroll
-        for (uint block = 0; block < BLOCKS; block++) {
-            add_scores(k_lookup, queries, k[stage][block], block, k_norms[stage], s, [&](uint product) {
-                if (block + product > 0) {
-                    return;
-                }
-                if (WHOLE_AHEAD) {
-                    groups[OTHER] = next;
-                    load_keys_of<OTHER>(p, more);
-                    load_values_of<OTHER>(p, more);
-                } else {
-                    load_values_of<0>(p, true);
-                }
-            });
-        }
-        uint2 weights[BLOCKS];
-        weigh(p, group, factor, v_norms[stage], s, work, weights);
-#pragma unroll
-        for (uint block = 0; block < BLOCKS; block++) {
-            add_values(v_lookup, v[stage][block], block, weights[block], work, [&](uint product) {
-                if (!WHOLE_AHEAD && block + product == 0) {
-                    groups[0] = next;
-                    load_keys_of<0>(p, more);
-                }
-            });
-        }
+        float s[4];
+        multiply_keys(k_lookup, queries, k[STAGE], k_norms[STAGE], s, [&](uint product) {
+            if (product > 0) {
+                return;
+            }
+            if (WHOLE_AHEAD) {
+                groups[OTHER] = next;
+                load_keys_of<OTHER>(p, more);
+                load_values_of<OTHER>(p, more);
+            } else {
+                load_values_of<0>(p, true);
+            }
+        });
+        add_up(s, turn);
+        const uint2 weights = weigh(p, group, factor, v_norms[STAGE], s, work);
+        multiply_values(v_lookup, v[STAGE], weights, work, [&](uint product) {
+            if (!WHOLE_AHEAD && product == 0) {
+                groups[0] = next;
+                load_keys_of<0>(p, more);
+            }
+        });
         first = key;
     }
 };
@@ -504,7 +497,7 @@ inline void merge_warps(const AttendParams &p, Work &work, const State &state) {
             most = fmaxf(most, warps[w * WARP_FLOATS + thread]);
         }
 #pragma unroll
-        for (uint w = 0; w < WARPS; w++) {
+        for (uint w = 0; w < WARPS; w += TEAM) {
             l += warps[w * WARP_FLOATS + ROWS + thread] * factor_of(warps[w * WARP_FLOATS + thread], most);
         }
         state.ends[thread] = make_float2(most == LOWEST ? nothing() : most, l);
@@ -513,7 +506,7 @@ inline void merge_warps(const AttendParams &p, Work &work, const State &state) {
     const float factor[2] = {factor_of(work.m[0], m[0]) * unscale, factor_of(work.m[1], m[1]) * unscale};
     float4 *sums = shared_at<float4>(AT_SUMS);
 #pragma unroll
-    for (uint round = 0; round < BLOCKS * PRODUCTS / MERGED; round++) {
+    for (uint round = 0; round < PRODUCTS / MERGED; round++) {
         if (round > 0) {
             __syncthreads();
         }
@@ -527,19 +520,18 @@ inline void merge_warps(const AttendParams &p, Work &work, const State &state) {
         }
         __syncthreads();
 #pragma unroll 1
-        for (uint at = thread; at < MERGED * 32; at += THREADS) {
+        for (uint at = thread; at < TEAM * MERGED * 32; at += THREADS) {
             if (2 * t >= p.group) {
                 continue;
             }
             float4 sum = make_float4(0, 0, 0, 0);
 #pragma unroll
-            for (uint w = 0; w < WARPS; w++) {
+            for (uint w = 0; w < WARPS; w += TEAM) {
                 const float4 x = sums[w * MERGED * 32 + at];
                 sum = make_float4(sum.x + x.x, sum.y + x.y, sum.z + x.z, sum.w + x.w);
             }
-            const uint product = round * MERGED + at / 32;
-            const uint coord =
-                product / PRODUCTS * CHUNK + ValueCodes::coord(lane / 4, product % PRODUCTS * 2);
+            const uint product = round * MERGED + at / 32 % MERGED;
+            const uint coord = at / (MERGED * 32) * CHUNK + ValueCodes::coord(lane / 4, product * 2);
             float *o = state.o + 2 * t * HEAD_DIM + coord;
             o[0] = sum.x;
             o[1] = sum.z;
@@ -596,12 +588,14 @@ inline void work_on(const AttendParams &p, const Buffers &b, const Piece &piece,
     way.first = way.end = 0;
     if (keys.first < keys.end) {
         const ulong row = token.sequence * p.row_sequence + piece.head * p.row_head;
-        const Sources from = {b.k.low + row * KeyCodes::LOW_ROW + t * KeyCodes::LOW_RUN,
-                              b.k.high + row * KeyCodes::HIGH_ROW + t * KeyCodes::HIGH_RUN,
-                              reinterpret_cast<const uchar *>(b.k.norms + row * BLOCKS),
-                              b.v.low + row * ValueCodes::LOW_ROW + g * ValueCodes::LOW_RUN,
-                              b.v.high + row * ValueCodes::HIGH_ROW + g * ValueCodes::HIGH_RUN,
-                              reinterpret_cast<const uchar *>(b.v.norms + row * BLOCKS),
+        const uint coord = thread / 32 % TEAM * CHUNK;
+        const uint k_coord = coord + t * KeyCodes::RUN, v_coord = coord + g * ValueCodes::RUN;
+        const Sources from = {b.k.low + row * KeyCodes::LOW_ROW + k_coord * KeyCodes::LOW_BITS / 8,
+                              b.k.high + row * KeyCodes::HIGH_ROW + k_coord * KeyCodes::HIGH_BITS / 8,
+                              reinterpret_cast<const uchar *>(b.k.norms + row * BLOCKS + coord / 256),
+                              b.v.low + row * ValueCodes::LOW_ROW + v_coord * ValueCodes::LOW_BITS / 8,
+                              b.v.high + row * ValueCodes::HIGH_ROW + v_coord * ValueCodes::HIGH_BITS / 8,
+                              reinterpret_cast<const uchar *>(b.v.norms + row * BLOCKS + coord / 256),
                               p.row_slot};
         way.begin(p, from, keys);
     }

@@ -40,10 +40,9 @@ impl Tuning {
     fn new(head_dim: usize, k: u32, v: u32) -> Tuning {
         let tuning = |warps, whole_ahead, queries_held| Tuning { warps, whole_ahead, queries_held };
         match (head_dim, if k == v { k } else { 0 }) {
-            (512, _) => tuning(8, false, false),
-            (256, 4) => tuning(8, true, true),
+            (256.., 4) => tuning(8, true, true),
             (256, 5) => tuning(8, true, false),
-            (256, _) => tuning(8, false, true),
+            (256.., _) => tuning(8, false, true),
             (_, 4) => tuning(12, true, true),
             (_, 6) => tuning(12, true, false),
             _ => tuning(16, false, false),
@@ -86,7 +85,7 @@ impl Quantised {
         let tuning = Tuning::new(call.head_dim, k.bits, v.bits);
         let room = TABLES_AT - RESERVED_BYTES;
         let merged =
-            [8, 4, 2, 1].into_iter().find(|&merged| small_bytes(call.head_dim, tuning.warps, merged) <= room)?;
+            [8, 4, 2].into_iter().find(|&merged| small_bytes(call.head_dim, tuning.warps, merged) <= room)?;
 
         let pairs = call.tokens * spec.kv_heads;
         let busy = limits.busy_groups;
