@@ -84,8 +84,7 @@ impl Quantised {
         }
         let tuning = Tuning::new(call.head_dim, k.bits, v.bits);
         let room = TABLES_AT - RESERVED_BYTES;
-        let merged =
-            [8, 4, 2].into_iter().find(|&merged| small_bytes(call.head_dim, tuning.warps, merged) <= room)?;
+        let merged = [8, 4, 2].into_iter().find(|&merged| small_bytes(call.head_dim, tuning.warps, merged) <= room)?;
 
         let pairs = call.tokens * spec.kv_heads;
         let busy = limits.busy_groups;
