@@ -51,7 +51,7 @@ impl Gemma4 {
     pub(crate) fn forward(&self, space: &Workspace, cache: &KvCache, logits: Option<&Tensor>) -> Result<()> {
         let (step, views) = space.parts();
         let device = self.weights.norm.device();
-        let mut pass = Pass { model: self, enc: device.encoder()?, views, step, plans: Vec::new() };
+        let mut pass = Pass { model: self, enc: device.encoder()?, views, step, plans: [const { None }; SHAPES] };
         pass.embed()?;
         for l in 0..self.config.layers.len() {
             pass.layer(l, cache)?;
@@ -70,9 +70,12 @@ struct Pass<'a> {
     enc: Encoder,
     views: &'a Views,
     step: &'a Step,
-    /// How attention runs, for each shape met so far.
-    plans: Vec<(AttentionShape, ops::attend::Plan)>,
+    /// How attention runs, for the latest shapes that were met.
+    plans: [Option<(AttentionShape, ops::attend::Plan)>; SHAPES],
 }
+
+/// Shapes of attention whose plans are kept: families have two.
+const SHAPES: usize = 4;
 
 /// What an attention plan depends on.
 #[derive(Clone, Copy, PartialEq)]
@@ -195,16 +198,18 @@ impl Pass<'_> {
             plan: None,
             out: &own.attended[1],
         };
-        let known = self.plans.iter().position(|(s, _)| *s == shape);
-        let known = match known {
-            Some(known) => known,
-            None => {
-                let plan = ops::attend::plan(&args, self.enc.device())?;
-                self.plans.push((shape, plan));
-                self.plans.len() - 1
+        let is_known = |plan: &Option<_>| matches!(plan, Some((known, _)) if *known == shape);
+        if !is_known(&self.plans[0]) {
+            match self.plans.iter().position(is_known) {
+                Some(known) => self.plans.swap(0, known),
+                None => {
+                    self.plans.rotate_right(1);
+                    self.plans[0] = Some((shape, ops::attend::plan(&args, self.enc.device())?));
+                }
             }
-        };
-        ops::attend(&mut self.enc, &Attend { plan: Some(&self.plans[known].1), ..args })?;
+        }
+        let plan = self.plans[0].as_ref().map(|(_, plan)| plan);
+        ops::attend(&mut self.enc, &Attend { plan, ..args })?;
         Ok(())
     }
 

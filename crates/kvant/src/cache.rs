@@ -85,6 +85,8 @@ pub struct KvCache {
     spec: CacheSpec,
     layers: Vec<KvLayer>,
     sequences: Vec<Sequence>,
+    /// What [`KvCache::append_into`] works in, kept so that a step allocates nothing.
+    spare: (Vec<Sequence>, Rows),
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -105,7 +107,7 @@ impl KvCache {
         let layers = layer_specs(spec)?;
         let layers = layers.into_iter().map(|layer| KvLayer::new(device, layer)).collect::<Result<_>>()?;
         let sequences = vec![Sequence::default(); spec.sequences];
-        Ok(KvCache { device: device.clone(), spec: spec.clone(), layers, sequences })
+        Ok(KvCache { device: device.clone(), spec: spec.clone(), layers, sequences, spare: Default::default() })
     }
 
     /// What it is made of.
@@ -139,8 +141,9 @@ impl KvCache {
     /// ring would lose what its first token must see: up to [`KvCache::max_batch`] tokens of a sequence always fit,
     /// [`KvCache::room`] says how many do now, and [`KvCache::append_fresh`] takes any number.
     pub fn append(&mut self, tokens: &[(usize, usize)]) -> Result<Step> {
-        let after = self.after(tokens, true)?;
-        let rows = Rows::new(&self.sequences, tokens, &after);
+        let (mut after, mut rows) = <(Vec<Sequence>, Rows)>::default();
+        self.after(tokens, true, &mut after)?;
+        rows.fill(&self.sequences, tokens);
         let step = rows.upload(&self.device)?;
         self.sequences = after;
         Ok(step)
@@ -149,8 +152,24 @@ impl KvCache {
     /// As [`KvCache::append`], but rewrites the buffers of an existing step: for a captured [`Graph`](crate::Graph).
     /// The number of tokens must be the step's.
     pub fn append_into(&mut self, tokens: &[(usize, usize)], step: &Step) -> Result<()> {
-        let after = self.after(tokens, true)?;
-        let rows = Rows::new(&self.sequences, tokens, &after);
+        let (mut after, mut rows) = std::mem::take(&mut self.spare);
+        let result = self.write_step(tokens, step, &mut after, &mut rows);
+        if result.is_ok() {
+            std::mem::swap(&mut self.sequences, &mut after);
+        }
+        self.spare = (after, rows);
+        result
+    }
+
+    fn write_step(
+        &self,
+        tokens: &[(usize, usize)],
+        step: &Step,
+        after: &mut Vec<Sequence>,
+        rows: &mut Rows,
+    ) -> Result<()> {
+        self.after(tokens, true, after)?;
+        rows.fill(&self.sequences, tokens);
         step.validate(NAME, rows.positions.len(), after.len())?;
         for (arg, tensor) in
             [("step.positions", &step.positions), ("step.sequence", &step.sequence), ("step.lens", &step.lens)]
@@ -162,9 +181,7 @@ impl KvCache {
         }
         step.positions.write(&rows.positions)?;
         step.sequence.write(&rows.sequence)?;
-        step.lens.write(&rows.lens)?;
-        self.sequences = after;
-        Ok(())
+        step.lens.write(&rows.lens)
     }
 
     /// As [`KvCache::append`], for a batch of any length: its tokens attend to the new keys and values as they come
@@ -174,10 +191,12 @@ impl KvCache {
     /// # Errors
     /// `CacheFull` as for [`KvCache::append`].
     pub fn append_fresh(&mut self, tokens: &[(usize, usize)]) -> Result<(Step, Tensor)> {
-        let after = self.after(tokens, false)?;
+        let (mut after, mut rows) = <(Vec<Sequence>, Rows)>::default();
+        self.after(tokens, false, &mut after)?;
         let past: Vec<u32> = self.sequences.iter().map(|sequence| sequence.len as u32).collect();
         let past = Tensor::from_slice(&self.device, &past, &[past.len()])?;
-        let step = Rows::new(&self.sequences, tokens, &after).upload(&self.device)?;
+        rows.fill(&self.sequences, tokens);
+        let step = rows.upload(&self.device)?;
         self.sequences = after;
         Ok((step, past))
     }
@@ -300,9 +319,9 @@ impl KvCache {
         self.rings().map(room).min().unwrap_or(usize::MAX)
     }
 
-    /// The sequences after `tokens` have been appended, or why they cannot be.
-    fn after(&self, tokens: &[(usize, usize)], through_cache: bool) -> Result<Vec<Sequence>> {
-        let mut after = self.sequences.clone();
+    /// Puts into `after` the sequences when `tokens` have been appended, or says why they cannot be.
+    fn after(&self, tokens: &[(usize, usize)], through_cache: bool, after: &mut Vec<Sequence>) -> Result<()> {
+        after.clone_from(&self.sequences);
         for &(index, count) in tokens {
             let before = self.sequence(index)?;
             let len = after[index].len.checked_add(count).ok_or(Error::Overflow { op: NAME, arg: "tokens" })?;
@@ -321,11 +340,12 @@ impl KvCache {
             }
             after[index] = Sequence { len, written: before.written.max(len) };
         }
-        Ok(after)
+        Ok(())
     }
 }
 
 /// The contents of a step's buffers.
+#[derive(Default)]
 struct Rows {
     positions: Vec<u32>,
     sequence: Vec<u32>,
@@ -333,17 +353,19 @@ struct Rows {
 }
 
 impl Rows {
-    /// `after` is what `tokens` make of `before`; lengths fit u32.
-    fn new(before: &[Sequence], tokens: &[(usize, usize)], after: &[Sequence]) -> Rows {
-        let mut next: Vec<u32> = before.iter().map(|sequence| sequence.len as u32).collect();
-        let (mut positions, mut sequence) = (Vec::new(), Vec::new());
+    /// For `tokens` that follow the sequences as they are; lengths fit u32.
+    fn fill(&mut self, before: &[Sequence], tokens: &[(usize, usize)]) {
+        let Rows { positions, sequence, lens } = self;
+        positions.clear();
+        sequence.clear();
+        lens.clear();
+        lens.extend(before.iter().map(|sequence| sequence.len as u32));
         for &(index, count) in tokens {
-            let end = next[index] + count as u32;
-            positions.extend(next[index]..end);
+            let end = lens[index] + count as u32;
+            positions.extend(lens[index]..end);
             sequence.resize(positions.len(), index as u32);
-            next[index] = end;
+            lens[index] = end;
         }
-        Rows { positions, sequence, lens: after.iter().map(|sequence| sequence.len as u32).collect() }
     }
 
     fn upload(&self, device: &Device) -> Result<Step> {

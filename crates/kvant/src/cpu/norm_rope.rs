@@ -4,6 +4,8 @@
 //! per token, for all its heads: position · frequency in f64, in turns, of which the fraction is exact enough for f32
 //! from there on. Threads share the tokens.
 
+use std::sync::{Arc, Mutex, PoisonError};
+
 use super::{
     Cpu, convert, hadamard, scratch,
     simd::{Kernel, Simd},
@@ -85,7 +87,7 @@ struct Work<'a> {
     x: Activations,
     out: Activations,
     norm: Option<HeadNorm>,
-    rotary: Option<Rotary>,
+    rotary: Option<Rotary<'a>>,
     signs: Option<&'static [f32]>,
 }
 
@@ -129,7 +131,7 @@ impl Kernel for Task<'_> {
 
 /// The RMS norm of a head, its weight in f32.
 pub(super) struct HeadNorm {
-    weight: Option<Vec<f32>>,
+    weight: Option<scratch::Scratch>,
     eps: f32,
 }
 
@@ -137,7 +139,7 @@ impl HeadNorm {
     pub(super) fn new(cpu: &Cpu, call: Option<&NormCall>) -> Option<HeadNorm> {
         let call = call?;
         let weight = call.weight.as_ref().map(|weight| {
-            let mut row = vec![0.0; weight.elements()];
+            let mut row = scratch::take(weight.elements());
             cpu.level.dispatch(Load { from: Activations::new(weight, row.len()), to: &mut row });
             row
         });
@@ -210,36 +212,36 @@ impl Kernel for Load<'_> {
 }
 
 /// The rotary embedding of a head.
-pub(super) struct Rotary {
+pub(super) struct Rotary<'a> {
     layout: PairLayout,
     pairs: usize,
-    angles: Angles,
+    angles: Angles<'a>,
 }
 
-enum Angles {
-    /// The turns of each pair per position: frequency / 2π.
-    Frequencies(Vec<f64>),
+enum Angles<'a> {
+    /// The turns of each pair per position, frequency / 2π, and what divides them.
+    Frequencies {
+        turns: Arc<[f64]>,
+        factors: Option<&'a [f32]>,
+    },
     Tables {
         cos: Activations,
         sin: Activations,
     },
 }
 
-impl Rotary {
-    pub(super) fn new(call: &RopeCall, head_dim: usize) -> Rotary {
+impl<'a> Rotary<'a> {
+    pub(super) fn new(call: &'a RopeCall, head_dim: usize) -> Rotary<'a> {
         let (layout, pairs) = (call.layout, call.rotated_pairs);
         let angles = match &call.angles {
             AnglesCall::Tables { cos, sin, .. } => {
                 Angles::Tables { cos: Activations::new(cos, pairs), sin: Activations::new(sin, pairs) }
             }
             &AnglesCall::Theta(theta) => {
-                let mut frequencies = frequencies(theta, layout.frequency_base(head_dim, pairs), pairs);
-                if let Some(factors) = &call.freq_factors {
-                    // SAFETY: kernels run under the device's lock, and none writes to its inputs.
-                    let factors = unsafe { factors.host_slice::<f32>() };
-                    frequencies.iter_mut().zip(factors).for_each(|(f, &factor)| *f /= f64::from(factor));
-                }
-                Angles::Frequencies(frequencies)
+                let turns = turns_per_position(theta, layout.frequency_base(head_dim, pairs), pairs);
+                // SAFETY: kernels run under the device's lock, and none writes to its inputs.
+                let factors = call.freq_factors.as_ref().map(|factors| unsafe { factors.host_slice::<f32>() });
+                Angles::Frequencies { turns, factors }
             }
         };
         Rotary { layout, pairs, angles }
@@ -263,10 +265,11 @@ impl Rotary {
                     cos_table.load::<S>(position as usize, cos);
                     sin_table.load::<S>(position as usize, sin);
                 }
-                Angles::Frequencies(frequencies) => {
-                    for (turn, frequency) in cos.iter_mut().zip(frequencies) {
-                        let turns = f64::from(position) * frequency;
-                        *turn = (turns - turns.round_ties_even()) as f32;
+                Angles::Frequencies { turns, factors } => {
+                    let position = f64::from(position);
+                    for (i, (to, &turns)) in cos.iter_mut().zip(&**turns).enumerate() {
+                        let turns = position * factors.map_or(turns, |factors| turns / f64::from(factors[i]));
+                        *to = (turns - turns.round_ties_even()) as f32;
                     }
                     cos_sin::<S>(cos, sin);
                 }
@@ -314,17 +317,25 @@ impl Rotary {
     }
 }
 
-/// theta^(−2i/base) / 2π for the first `pairs` i.
-fn frequencies(theta: f64, base: usize, pairs: usize) -> Vec<f64> {
-    let power = |i: usize| theta.powf(-2.0 * i as f64 / base as f64);
-    let step = power(1);
-    let mut frequency = 1.0;
-    let next = |i: usize| {
-        // Powers are slow; a few products lose next to nothing.
-        frequency = if i.is_multiple_of(16) { power(i) } else { frequency * step };
-        frequency / std::f64::consts::TAU
-    };
-    (0..pairs).map(next).collect()
+/// theta^(−2i/base) / 2π for the first `pairs` i. The latest few tables are kept: a model has one or two, which every
+/// layer of every step asks for.
+fn turns_per_position(theta: f64, base: usize, pairs: usize) -> Arc<[f64]> {
+    const KEPT: usize = 16;
+    type Key = (u64, usize, usize);
+    static TABLES: Mutex<Vec<(Key, Arc<[f64]>)>> = Mutex::new(Vec::new());
+    let key = (theta.to_bits(), base, pairs);
+    // A table is whole before it is in the list.
+    let mut tables = TABLES.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some((_, table)) = tables.iter().find(|(known, _)| *known == key) {
+        return table.clone();
+    }
+    let turns = |i: usize| theta.powf(-2.0 * i as f64 / base as f64) / std::f64::consts::TAU;
+    let table: Arc<[f64]> = (0..pairs).map(turns).collect();
+    if tables.len() == KEPT {
+        tables.remove(0);
+    }
+    tables.push((key, table.clone()));
+    table
 }
 
 /// From angles in turns, −½ to ½, in `cos`: their cosines and sines.
@@ -483,9 +494,10 @@ mod tests {
             fn run<S: Simd>(self) -> f64 {
                 let mut worst = 0f64;
                 for position in [1, 1000, 1_048_575, 1_048_576] {
-                    for theta in [1e4, 1e6] {
+                    for theta in [1e4f64, 1e6] {
                         let (layout, pairs) = (PairLayout::Halves, 119);
-                        let angles = Angles::Frequencies(frequencies(theta, 512, pairs));
+                        let turns = turns_per_position(theta, 512, pairs);
+                        let angles = Angles::Frequencies { turns, factors: None };
                         let rotary = Rotary { layout, pairs, angles };
                         let mut turns = vec![0.0; 2 * pairs];
                         // SAFETY: `dispatch` enables the instructions.

@@ -53,7 +53,7 @@ struct Work<'a> {
     q_norm: Option<HeadNorm>,
     k: Stored,
     v: Stored,
-    rotary: Option<Rotary>,
+    rotary: Option<Rotary<'a>>,
     signs: Option<&'static [f32]>,
 }
 

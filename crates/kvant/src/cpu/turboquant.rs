@@ -104,7 +104,7 @@ impl Quantiser {
             for (energy, block) in energies.iter_mut().zip(row.chunks(BLOCK)) {
                 *energy = dot::<S>(block, block);
             }
-            if !energies.iter().sum::<f32>().is_finite() {
+            if !energies[..row.len().div_ceil(BLOCK)].iter().sum::<f32>().is_finite() {
                 return self.store_nan(to);
             }
             match self.tq.bits {
@@ -141,7 +141,7 @@ impl Quantiser {
                 let factor = 1.0 / n;
                 let norm = if energy > SMALL && factor.is_finite() {
                     self.find_codes::<S, BITS>(block, factor, codes);
-                    self.stored_norm::<S>(n, energy, block, codes)
+                    self.stored_norm::<S, BITS>(n, energy, block, codes)
                 } else {
                     self.encode_small(block, codes)
                 };
@@ -171,15 +171,34 @@ impl Quantiser {
 
     /// The number to store for a block that was divided by `n`.
     #[inline(always)]
-    unsafe fn stored_norm<S: Simd>(&self, n: f32, energy: f32, block: &[f32], codes: &[u8]) -> f32 {
+    unsafe fn stored_norm<S: Simd, const BITS: usize>(&self, n: f32, energy: f32, block: &[f32], codes: &[u8]) -> f32 {
         if self.tq.norm == Norm::Rms {
             return n;
         }
-        let mut chosen = [0f32; BLOCK];
-        let chosen = &mut chosen[..block.len()];
-        chosen.iter_mut().zip(codes).for_each(|(c, &code)| *c = self.centroids[usize::from(code)]);
-        // SAFETY: passed on to the caller.
-        let (yc, cc) = unsafe { (dot::<S>(block, chosen), dot::<S>(chosen, chosen)) };
+        let whole = block.len() - block.len() % S::LANES;
+        // ⟨y, c⟩ and ⟨c, c⟩ for the chosen centroids c.
+        // SAFETY: whole vectors of both, which are equally long; the tables have 2^BITS entries.
+        let (mut yc, mut cc) = unsafe {
+            let table = self.centroids.as_ptr();
+            let (mut yc, mut cc) = ([S::zero(); 2], [S::zero(); 2]);
+            for (i, at) in (0..whole).step_by(S::LANES).enumerate() {
+                let index = S::codes8(codes.as_ptr().add(at));
+                let c = match BITS {
+                    4 => S::lookup16(&*table.cast(), index),
+                    5 => S::lookup32(&*table.cast(), index),
+                    6 => S::lookup64(&*table.cast(), index),
+                    _ => S::lookup256(&*table.cast(), index),
+                };
+                yc[i % 2] = S::fma(S::load(block.as_ptr().add(at)), c, yc[i % 2]);
+                cc[i % 2] = S::fma(c, c, cc[i % 2]);
+            }
+            (S::sum(S::add(yc[0], yc[1])), S::sum(S::add(cc[0], cc[1])))
+        };
+        for (y, &code) in block[whole..].iter().zip(&codes[whole..]) {
+            let c = self.centroids[usize::from(code)];
+            yc += y * c;
+            cc += c * c;
+        }
         if self.tq.norm == Norm::LeastSquares { yc / cc } else { energy / yc }
     }
 

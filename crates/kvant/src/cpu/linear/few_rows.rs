@@ -3,12 +3,14 @@
 //! out\[t\]\[n\] = alpha · Σₖ x\[t\]\[k\] · w\[n\]\[k\] for the outputs n of one task. Bound by reading the weights, so each is
 //! read from memory once, whatever the number of rows, and its codes are unpacked in registers. An affine row is
 //! Σ over groups of scale · Σ q·x + bias · Σ x: the sums of x per group come with the prepared activations, a sum for
-//! each lane, so that everything is added lane by lane and across them once, at the end.
+//! each lane, so that everything is added lane by lane and across them once, at the end. Where the processor multiplies
+//! bytes, affine rows go through `bytes`.
 
 use std::ops::Range;
 
 use super::{
     super::{elements::Elements, scratch, simd::Kernel, simd::Simd},
+    bytes,
     matrix::{self, Affine, Kind, Matrix, UNIT},
 };
 use crate::DType;
@@ -16,6 +18,9 @@ use crate::DType;
 /// Outputs that are collected before they are rounded and stored, and rows of activations taken together.
 const OUTPUTS: usize = 32;
 const ROWS: usize = 8;
+
+/// How far ahead codes are fetched into the second cache.
+pub(super) const AHEAD: usize = 48 << 10;
 
 /// Floats between the sums of two groups: the widest vector.
 const LANES: usize = 16;
@@ -38,6 +43,11 @@ pub(super) fn stride(matrix: &Matrix) -> usize {
 impl<'a> Prepared<'a> {
     pub(super) fn new(matrix: &Matrix, floats: &'a [f32]) -> Self {
         Prepared { floats, inputs: matrix.inputs.next_multiple_of(UNIT), stride: stride(matrix) }
+    }
+
+    /// Rows that [`bytes::prepare`] made: as one part.
+    pub(super) fn bytes(layout: bytes::Layout, floats: &'a [f32]) -> Self {
+        Prepared { floats, inputs: layout.words(), stride: layout.words() }
     }
 
     /// A row, and its sums by group.
@@ -84,6 +94,31 @@ impl Kernel for Prepare<'_> {
     }
 }
 
+/// Prepares rows as [`Prepare`] does, for `bytes`; false if one cannot be.
+///
+/// Only where the processor multiplies bytes.
+pub(super) struct PrepareBytes<'a> {
+    pub layout: bytes::Layout,
+    pub x: Elements,
+    pub first: usize,
+    pub to: &'a mut [f32],
+}
+
+impl Kernel for PrepareBytes<'_> {
+    type Output = bool;
+    #[inline(always)]
+    fn run<S: Simd>(self) -> bool {
+        let row = &mut *scratch::take(self.layout.inputs());
+        self.to.chunks_exact_mut(self.layout.words()).enumerate().all(|(i, to)| {
+            // SAFETY: the caller's promise; the activations have these rows.
+            unsafe {
+                self.x.load::<S>((self.first + i) * self.layout.inputs(), row);
+                bytes::prepare(self.layout, row, to)
+            }
+        })
+    }
+}
+
 /// Computes `outputs` of the rows of activations listed in `rows`.
 pub(super) struct FewRows<'a> {
     pub matrix: Matrix,
@@ -91,6 +126,8 @@ pub(super) struct FewRows<'a> {
     pub base: usize,
     pub outputs: Range<usize>,
     pub x: Prepared<'a>,
+    /// Whether they were prepared for `bytes`.
+    pub in_bytes: Option<bytes::Layout>,
     /// (row of `x`, row of `out`) of each product.
     pub rows: &'a [[u32; 2]],
     pub alpha: f32,
@@ -106,13 +143,18 @@ impl Kernel for FewRows<'_> {
         // SAFETY: `dispatch` enables the instructions, validation made the shapes agree, and no other task writes
         // these outputs.
         unsafe {
-            match self.matrix.kind {
-                Kind::Dense(weights) => match weights.dtype {
+            match (self.matrix.kind, self.in_bytes) {
+                (Kind::Dense(weights), _) => match weights.dtype {
                     DType::F32 => self.blocks::<S, _>(Dense::<0> { weights, inputs: self.matrix.inputs }),
                     DType::F16 => self.blocks::<S, _>(Dense::<1> { weights, inputs: self.matrix.inputs }),
                     _ => self.blocks::<S, _>(Dense::<2> { weights, inputs: self.matrix.inputs }),
                 },
-                Kind::Affine(affine) => match affine.bits {
+                (Kind::Affine(affine), Some(layout)) => match affine.bits {
+                    4 => self.blocks::<S, _>(Bytes::<4> { affine, layout }),
+                    6 => self.blocks::<S, _>(Bytes::<6> { affine, layout }),
+                    _ => self.blocks::<S, _>(Bytes::<8> { affine, layout }),
+                },
+                (Kind::Affine(affine), None) => match affine.bits {
                     4 => self.blocks::<S, _>(Grouped::<4> { affine, inputs: self.matrix.inputs }),
                     6 => self.blocks::<S, _>(Grouped::<6> { affine, inputs: self.matrix.inputs }),
                     _ => self.blocks::<S, _>(Grouped::<8> { affine, inputs: self.matrix.inputs }),
@@ -329,8 +371,13 @@ impl<const BITS: usize> Grouped<BITS> {
             let scales = rows.map(|row| block.scales.as_ptr().add(row * groups));
             let biases = block.count * groups;
             let mut total = [[S::zero(); T]; R];
+            let bytes = units * UNIT / 8 * BITS;
             for group in 0..groups {
                 let mut dot = [[S::zero(); T]; R];
+                // Rows follow one another: in the order of their addresses, whichever row this is.
+                for at in (group * R * bytes..(group + 1) * R * bytes).step_by(64) {
+                    S::prefetch_far(codes[0].wrapping_add(AHEAD + at));
+                }
                 for unit in 0..units {
                     let at = (group * units + unit) * UNIT;
                     for r in 0..R {
@@ -353,6 +400,45 @@ impl<const BITS: usize> Grouped<BITS> {
                 }
             }
             sums::<S, R, T>(total)
+        }
+    }
+}
+
+/// Affine rows, by products of bytes.
+#[derive(Clone, Copy)]
+struct Bytes<const BITS: usize> {
+    affine: Affine,
+    layout: bytes::Layout,
+}
+
+impl<const BITS: usize> Rows for Bytes<BITS> {
+    fn groups(&self) -> usize {
+        self.layout.groups()
+    }
+
+    #[inline(always)]
+    unsafe fn scales<S: Simd>(&self, first: usize, count: usize, out: &mut [f32]) {
+        // SAFETY: the caller's promise.
+        unsafe { self.affine.scales::<S>(first, count, self.layout.inputs(), out) };
+    }
+
+    #[inline(always)]
+    unsafe fn dots<S: Simd, const R: usize, const T: usize>(
+        &self,
+        block: &Block,
+        rows: [usize; R],
+        x: &[X; T],
+    ) -> [[f32; T]; R] {
+        let (groups, scales) = (self.groups(), block.scales.as_ptr());
+        // SAFETY: the caller's promise; `rows` lie within the block. Behind the scales stand as many biases, and room
+        // for those of `OUTPUTS` rows: at least 16 floats.
+        unsafe {
+            let rows = bytes::Rows {
+                codes: rows.map(|row| self.affine.codes(block.first + row, self.layout.inputs())),
+                scales: rows.map(|row| scales.add(row * groups)),
+                biases: rows.map(|row| scales.add((block.count + row) * groups)),
+            };
+            bytes::dots::<BITS, R, T>(self.layout, &rows, x.map(|x| x.0.as_ptr()))
         }
     }
 }

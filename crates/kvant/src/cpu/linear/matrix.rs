@@ -4,7 +4,10 @@
 //! no interleaving; the activations (and dequantised rows) are put into the same order instead, once. Everything else
 //! keeps the natural order.
 
-use super::super::{elements::Elements, scratch, simd::Simd};
+use super::{
+    super::{elements::Elements, scratch, simd::Simd},
+    bytes,
+};
 use crate::ops::linear::OwnedWeight;
 
 /// Inputs that the affine kernels take at a time: the smallest group.
@@ -66,6 +69,14 @@ impl Matrix {
         match self.kind {
             Kind::Dense(_) => None,
             Kind::Affine(affine) => Some(affine.group),
+        }
+    }
+
+    /// What `bytes` wants to know of an affine matrix.
+    pub(super) fn layout(&self) -> Option<bytes::Layout> {
+        match self.kind {
+            Kind::Dense(_) => None,
+            Kind::Affine(Affine { bits, group, .. }) => Some(bytes::Layout::new(self.inputs, bits, group)),
         }
     }
 
@@ -136,6 +147,11 @@ impl Affine {
         unsafe {
             self.scales.load::<S>(first * groups, scales);
             self.biases.load::<S>(first * groups, &mut biases[..count * groups]);
+            // Those of as many rows more, while these are in use.
+            for parts in [self.scales, self.biases] {
+                let (start, bytes) = (parts.at(first * groups), count * groups * parts.dtype.size());
+                (bytes..2 * bytes).step_by(64).for_each(|at| S::prefetch_far(start.wrapping_add(at)));
+            }
         }
     }
 

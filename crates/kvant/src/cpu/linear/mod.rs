@@ -5,16 +5,20 @@
 //! A matrix that few rows chose goes through `few_rows` (bound by memory), one that many chose through `many_rows`
 //! (bound by arithmetic).
 
+#[cfg_attr(not(target_arch = "x86_64"), path = "no_bytes.rs")]
+mod bytes;
 mod few_rows;
 mod many_rows;
 pub(super) mod matrix;
 
-use few_rows::{FewRows, Prepare, Prepared};
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+
+use few_rows::{FewRows, Prepare, PrepareBytes, Prepared};
 use many_rows::ManyRows;
 use matrix::Matrix;
 
 use super::{
-    Cpu,
+    Cpu, SimdLevel,
     elements::{Elements, Parts},
     scratch,
 };
@@ -45,42 +49,56 @@ pub(crate) fn run(cpu: &Cpu, call: &Call) {
 /// The outputs of `x_rows` rows of activations from `first` on.
 fn run_rows(cpu: &Cpu, call: &Call, first: usize, x_rows: usize) {
     let matrix = Matrix::new(&call.weight, call.dims.inputs);
-    let x = Elements::of(&call.x);
-    let stride = few_rows::stride(&matrix);
     let out_rows = x_rows * call.rows_per_input;
     let experts = if call.experts.is_some() { call.dims.experts } else { 1 };
-    let prepared = &mut *scratch::take(x_rows * stride);
-    prepare(cpu, matrix, x, first, prepared);
     let list = &mut *scratch::take(2 * out_rows + 2 * experts + 1);
     let list: &mut [u32] = bytemuck::cast_slice_mut(list);
     let (rows, list) = list.split_at_mut(2 * out_rows);
     let (bounds, chosen) = list.split_at_mut(experts + 1);
     let rows = bytemuck::cast_slice_mut(rows);
     list_rows(call, first, rows, bounds);
-    let mut count = 0;
+    let (mut count, mut most) = (0, 0);
     for expert in 0..experts {
         if bounds[expert] < bounds[expert + 1] {
             chosen[count] = expert as u32;
             count += 1;
+            most = most.max((bounds[expert + 1] - bounds[expert]) as usize);
         }
     }
-    Products { call, matrix, floats: prepared, rows, bounds, chosen: &chosen[..count] }.run(cpu);
+    let layout = matrix.layout().filter(|_| cpu.level == SimdLevel::Avx512Vnni && most < MANY && matrix.inputs > 0);
+    let floats = few_rows::stride(&matrix);
+    let prepared = &mut *scratch::take(x_rows * layout.map_or(floats, |layout| layout.words()).max(floats));
+    let x = Elements::of(&call.x);
+    let in_bytes = layout.filter(|&layout| {
+        let failed = AtomicBool::new(false);
+        prepare(cpu, layout.words(), &mut prepared[..x_rows * layout.words()], |row, to| {
+            if !cpu.level.dispatch_bytes(PrepareBytes { layout, x, first: first + row, to }) {
+                failed.store(true, Relaxed);
+            }
+        });
+        !failed.into_inner()
+    });
+    if in_bytes.is_none() {
+        prepare(cpu, floats, &mut prepared[..x_rows * floats], |row, to| {
+            cpu.level.dispatch(Prepare { matrix, x, first: first + row, to });
+        });
+    }
+    Products { call, matrix, floats: prepared, in_bytes, rows, bounds, chosen: &chosen[..count] }.run(cpu, most);
 }
 
-fn prepare(cpu: &Cpu, matrix: Matrix, x: Elements, first: usize, prepared: &mut [f32]) {
-    let stride = few_rows::stride(&matrix);
+/// Calls `run` with the number of a row and space for it and some that follow, for all rows of `stride`.
+fn prepare(cpu: &Cpu, stride: usize, prepared: &mut [f32], run: impl Fn(usize, &mut [f32]) + Sync) {
     if stride == 0 {
         return;
     }
     if prepared.len() < ALONE_PREPARE {
-        return cpu.level.dispatch(Prepare { matrix, x, first, to: prepared });
+        return run(0, prepared);
     }
     let rows = (prepared.len() / stride).div_ceil(4 * cpu.pool.threads());
     let parts = Parts::new(prepared, rows * stride);
     cpu.pool.run(parts.count(), |task| {
         // SAFETY: each task takes its own part.
-        let to = unsafe { parts.part(task) };
-        cpu.level.dispatch(Prepare { matrix, x, first: first + task * rows, to });
+        run(task * rows, unsafe { parts.part(task) });
     });
 }
 
@@ -116,6 +134,8 @@ struct Products<'a> {
     matrix: Matrix,
     /// The prepared activations.
     floats: &'a [f32],
+    /// Whether they are prepared for `bytes`.
+    in_bytes: Option<bytes::Layout>,
     /// The rows by matrix.
     rows: &'a [[u32; 2]],
     bounds: &'a [u32],
@@ -124,7 +144,8 @@ struct Products<'a> {
 }
 
 impl Products<'_> {
-    fn run(&self, cpu: &Cpu) {
+    /// `most` rows have the same matrix.
+    fn run(&self, cpu: &Cpu, most: usize) {
         let (outputs, threads) = (self.call.dims.outputs, cpu.pool.threads());
         let work = self.rows.len().saturating_mul(outputs).saturating_mul(self.matrix.inputs.max(1));
         if work < ALONE {
@@ -132,8 +153,7 @@ impl Products<'_> {
         }
         let pieces = (work / ALONE).clamp(threads, 4 * threads).div_ceil(self.chosen.len());
         let tile = outputs.div_ceil(pieces).next_multiple_of(32);
-        let most_rows = self.chosen.iter().map(|&e| self.rows_of(e as usize).len()).max().unwrap_or(0);
-        let tile = if most_rows < MANY { tile } else { tile.min(MANY_TILE) };
+        let tile = if most < MANY { tile } else { tile.min(MANY_TILE) };
         let tiles = outputs.div_ceil(tile);
         cpu.pool.run(self.chosen.len() * tiles, |task| {
             let start = task % tiles * tile;
@@ -153,8 +173,10 @@ impl Products<'_> {
             (self.matrix, self.call.alpha, Elements::of(&self.call.out), self.call.dims.outputs);
         let base = expert * width;
         if rows.len() < MANY || matrix.inputs == 0 {
-            let x = Prepared::new(&matrix, self.floats);
-            return cpu.level.dispatch(FewRows { matrix, base, outputs, x, rows, alpha, out, width });
+            let in_bytes = self.in_bytes;
+            let x = in_bytes
+                .map_or_else(|| Prepared::new(&matrix, self.floats), |layout| Prepared::bytes(layout, self.floats));
+            return cpu.level.dispatch_bytes(FewRows { matrix, base, outputs, x, in_bytes, rows, alpha, out, width });
         }
         let (x, stride) = (self.floats, few_rows::stride(&matrix));
         let in_order = self.call.experts.is_none();

@@ -15,6 +15,10 @@ pub(super) fn is_supported() -> bool {
         && super::avx2::is_supported()
 }
 
+pub(super) fn has_vnni() -> bool {
+    is_supported() && is_x86_feature_detected!("avx512vnni") && is_x86_feature_detected!("avx512vbmi")
+}
+
 /// Which bytes of a stream of 6-bit codes each lane takes: the two that hold bits 6i to 6i + 5; 0x80 gives zero.
 const SIXES: [[u8; 4]; 16] = {
     let mut lanes = [[0, 0, 0x80, 0x80]; 16];
@@ -33,6 +37,15 @@ const SIXES: [[u8; 4]; 16] = {
 /// `is_supported` holds.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")]
 pub(super) unsafe fn call<K: Kernel>(kernel: K) -> K::Output {
+    kernel.run::<Avx512>()
+}
+
+/// As [`call`], with VNNI and VBMI.
+///
+/// # Safety
+/// `has_vnni` holds.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni,avx2,fma,f16c")]
+pub(super) unsafe fn call_vnni<K: Kernel>(kernel: K) -> K::Output {
     kernel.run::<Avx512>()
 }
 
@@ -192,6 +205,10 @@ impl Simd for Avx512 {
     }
     #[inline(always)]
     unsafe fn prefetch(at: *const u8) {
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn prefetch_far(at: *const u8) {
         unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) }
     }
     #[inline(always)]

@@ -10,6 +10,8 @@ use std::fmt;
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+#[cfg(target_arch = "x86_64")]
+pub(super) use avx512::Avx512;
 #[cfg(target_arch = "aarch64")]
 mod neon;
 mod portable;
@@ -25,13 +27,16 @@ pub enum SimdLevel {
     Avx2,
     /// AVX-512 F, BW, VL, DQ, with AVX2, FMA and F16C (x86-64).
     Avx512,
+    /// AVX-512 that also multiplies bytes: VNNI and VBMI (x86-64: Ice Lake, Zen 4 and later).
+    Avx512Vnni,
     /// NEON (AArch64).
     Neon,
 }
 
 impl SimdLevel {
     /// Every level, slowest first.
-    pub const ALL: [SimdLevel; 4] = [SimdLevel::Portable, SimdLevel::Avx2, SimdLevel::Avx512, SimdLevel::Neon];
+    pub const ALL: [SimdLevel; 5] =
+        [SimdLevel::Portable, SimdLevel::Avx2, SimdLevel::Avx512, SimdLevel::Avx512Vnni, SimdLevel::Neon];
 
     /// Whether this machine has the instructions.
     pub fn is_supported(self) -> bool {
@@ -41,6 +46,8 @@ impl SimdLevel {
             SimdLevel::Avx2 => avx2::is_supported(),
             #[cfg(target_arch = "x86_64")]
             SimdLevel::Avx512 => avx512::is_supported(),
+            #[cfg(target_arch = "x86_64")]
+            SimdLevel::Avx512Vnni => avx512::has_vnni(),
             #[cfg(target_arch = "aarch64")]
             SimdLevel::Neon => true,
             #[allow(unreachable_patterns)]
@@ -62,11 +69,22 @@ impl SimdLevel {
             SimdLevel::Avx2 => unsafe { avx2::call(kernel) },
             // SAFETY: as above.
             #[cfg(target_arch = "x86_64")]
-            SimdLevel::Avx512 => unsafe { avx512::call(kernel) },
+            SimdLevel::Avx512 | SimdLevel::Avx512Vnni => unsafe { avx512::call(kernel) },
             #[cfg(target_arch = "aarch64")]
             // SAFETY: every AArch64 target that Rust has a standard library for includes NEON.
             SimdLevel::Neon => unsafe { neon::call(kernel) },
             _ => kernel.run::<portable::Portable>(),
+        }
+    }
+
+    /// As [`SimdLevel::dispatch`], for a kernel that calls functions which multiply bytes where this level does.
+    #[inline]
+    pub(crate) fn dispatch_bytes<K: Kernel>(self, kernel: K) -> K::Output {
+        match self {
+            // SAFETY: as above.
+            #[cfg(target_arch = "x86_64")]
+            SimdLevel::Avx512Vnni => unsafe { avx512::call_vnni(kernel) },
+            _ => self.dispatch(kernel),
         }
     }
 }
@@ -77,6 +95,7 @@ impl fmt::Display for SimdLevel {
             SimdLevel::Portable => "portable",
             SimdLevel::Avx2 => "AVX2",
             SimdLevel::Avx512 => "AVX-512",
+            SimdLevel::Avx512Vnni => "AVX-512 VNNI",
             SimdLevel::Neon => "NEON",
         })
     }
@@ -189,6 +208,12 @@ pub(crate) trait Simd: Copy + 'static {
     /// Asks for the cache line of an address, which need not be valid, into the second-level cache.
     #[inline(always)]
     unsafe fn prefetch(at: *const u8) {
+        let _ = at;
+    }
+
+    /// Asks for the cache line of an address, which need not be valid, for later: the second cache is near enough.
+    #[inline(always)]
+    unsafe fn prefetch_far(at: *const u8) {
         let _ = at;
     }
 

@@ -1,0 +1,64 @@
+//! A decode step on the CPU takes no memory from the allocator once it has warmed up.
+//!
+//! One test in a binary of its own: the allocator counts what every thread takes.
+
+use std::{
+    alloc::{GlobalAlloc, Layout, System},
+    path::Path,
+    sync::atomic::{AtomicUsize, Ordering::Relaxed},
+};
+
+use kvant::{Codec, CpuOptions, DType, Device, Tensor};
+use kvant_models::{CacheOptions, Model};
+
+struct Counting;
+
+static TAKEN: AtomicUsize = AtomicUsize::new(0);
+
+// SAFETY: the system's allocator does the work.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        TAKEN.fetch_add(1, Relaxed);
+        // SAFETY: the caller's promise.
+        unsafe { System.alloc(layout) }
+    }
+    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
+        // SAFETY: the caller's promise.
+        unsafe { System.dealloc(at, layout) }
+    }
+    unsafe fn realloc(&self, at: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        TAKEN.fetch_add(1, Relaxed);
+        // SAFETY: the caller's promise.
+        unsafe { System.realloc(at, layout, size) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+#[test]
+fn a_decode_step_allocates_nothing() {
+    let taken = TAKEN.load(Relaxed);
+    std::hint::black_box(vec![1u8; 100]);
+    assert!(TAKEN.load(Relaxed) > taken, "the allocator counts");
+
+    let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/rustdoc-11m-4bit");
+    for (threads, codec) in [(1, Codec::F16), (2, Codec::tq(4))] {
+        let device = Device::cpu_with(CpuOptions { threads: Some(threads), simd: None }).unwrap();
+        let model = Model::load(&directory, &device).unwrap();
+        let options = CacheOptions { k: codec, v: codec, capacity: 256, ..CacheOptions::default() };
+        let mut cache = model.new_cache(&options).unwrap();
+        let logits = Tensor::zeros(&device, DType::F32, &[1, model.vocab_size()]).unwrap();
+        let prompt: Vec<u32> = (0..140).collect();
+        model.forward_into(&mut cache, 0, &prompt, &logits).unwrap();
+        // Which thread does what differs from step to step, and each keeps scratch memory of its own.
+        let mut steps = (0..60).map(|token| {
+            let taken = TAKEN.load(Relaxed);
+            model.forward_into(&mut cache, 0, &[token], &logits).unwrap();
+            TAKEN.load(Relaxed) - taken
+        });
+        let warm_up: Vec<usize> = steps.by_ref().take(50).collect();
+        let after: Vec<usize> = steps.collect();
+        assert!(after.iter().all(|&taken| taken == 0), "{codec}: {warm_up:?}, then {after:?}");
+    }
+}

@@ -1,0 +1,290 @@
+//! Products of affine rows with a few rows of activations, in bytes, where the processor multiplies those.
+//!
+//! Codes are bytes without a sign. Activations become integers of 24 bits, multiples of a unit that each group has for
+//! itself, cut into three bytes with a sign: an error of some 2⁻²⁴ of the group's largest, as if they were f32 of one
+//! exponent. An instruction multiplies 64 codes with 64 such bytes and adds the products up by fours;
+//! the sums of the three bytes are put together in integers, without rounding, then scaled by group.
+//!
+//! Codes of 4 bits are taken 128 at a time, the even ones, then the odd ones, and those of 6 and 8 bits 64 at a time.
+//! Either way a lane of the sums holds neighbouring inputs, which have one scale.
+
+use std::arch::x86_64::*;
+
+use super::{
+    super::simd::{Avx512, Simd},
+    few_rows::AHEAD,
+};
+
+/// Bytes of an activation.
+const DIGITS: usize = 3;
+/// Floats that may be read beyond the scales of a row.
+const PAD: usize = 16;
+/// Bytes of a vector.
+const VECTOR: usize = 64;
+/// Three bytes with a sign reach 8 355 711; a little less, because the quotient is rounded.
+const LARGEST: f32 = 8_355_000.0;
+
+/// How the rows of a matrix are laid out.
+#[derive(Clone, Copy)]
+pub(super) struct Layout {
+    inputs: usize,
+    bits: usize,
+    /// Log2 of the inputs that have one scale: divisions take time where rows are short.
+    group: u32,
+}
+
+impl Layout {
+    pub(super) fn new(inputs: usize, bits: usize, group: usize) -> Layout {
+        Layout { inputs, bits, group: group.ilog2() }
+    }
+
+    pub(super) fn inputs(&self) -> usize {
+        self.inputs
+    }
+
+    pub(super) fn groups(&self) -> usize {
+        self.inputs >> self.group
+    }
+
+    /// Vectors of codes that are taken at a time.
+    fn parts(&self) -> usize {
+        if self.bits == 4 { 2 } else { 1 }
+    }
+
+    /// Inputs that are taken at a time.
+    fn block(&self) -> usize {
+        self.parts() * VECTOR
+    }
+
+    fn blocks(&self) -> usize {
+        self.inputs.div_ceil(self.block())
+    }
+
+    /// Words of a prepared row: its bytes, then for each group its unit, then its sum.
+    pub(super) fn words(&self) -> usize {
+        self.blocks() * self.parts() * DIGITS * VECTOR / 4 + 2 * (self.groups() + PAD)
+    }
+
+    /// The parts of a prepared row.
+    fn split(&self, row: *const f32) -> (*const u8, *const f32, *const f32) {
+        let bytes = self.blocks() * self.parts() * DIGITS * VECTOR;
+        let units = row.wrapping_add(bytes / 4);
+        (row.cast(), units, units.wrapping_add(self.groups() + PAD))
+    }
+}
+
+/// Prepares a row of activations. False if it cannot be: where one is not finite, or all of a group are tiny.
+///
+/// # Safety
+/// The instructions of `Avx512Vnni` are there; `x` is as long as a row of the matrix, `to` as [`Layout::words`] says.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni")]
+pub(super) unsafe fn prepare(layout: Layout, x: &[f32], to: &mut [f32]) -> bool {
+    let (bytes, units, sums) = layout.split(to.as_ptr());
+    let (bytes, units, sums) = (bytes.cast_mut(), units.cast_mut(), sums.cast_mut());
+    let (groups, parts) = (layout.groups(), layout.parts());
+    // SAFETY: groups lie within the row and their numbers within the prepared row; blocks likewise, and of the last one
+    // only the vectors that the row has are read.
+    unsafe {
+        for (g, group) in x.chunks_exact(1 << layout.group).enumerate() {
+            let (mut largest, mut sum) = (_mm512_setzero_ps(), _mm512_setzero_ps());
+            for x in group.chunks_exact(16) {
+                let x = _mm512_loadu_ps(x.as_ptr());
+                // In this order, because the maximum is the second operand when one is NaN, and then stays NaN.
+                largest = _mm512_max_ps(largest, _mm512_abs_ps(x));
+                sum = _mm512_add_ps(sum, x);
+            }
+            let sum = _mm512_reduce_add_ps(sum);
+            let largest = _mm512_reduce_max_ps(largest);
+            // Of a NaN the maximum may lose sight, but the sum does not.
+            if !sum.is_finite() || largest > 1e38 || largest < 1e-30 && group.iter().any(|&x| x != 0.0) {
+                return false;
+            }
+            units.add(g).write(largest / LARGEST);
+            sums.add(g).write(sum);
+        }
+        for i in 0..PAD {
+            units.add(groups + i).write(0.0);
+            sums.add(groups + i).write(0.0);
+        }
+        // For codes of 4 bits: the bytes with even numbers among 128, then the odd ones.
+        let numbers: [u8; VECTOR] = std::array::from_fn(|i| 2 * i as u8);
+        let even = _mm512_loadu_si512(numbers.as_ptr().cast());
+        let odd = _mm512_or_si512(even, _mm512_set1_epi8(1));
+        for block in 0..layout.blocks() {
+            let start = block * layout.block();
+            let mut digits = [[0u8; 2 * VECTOR]; DIGITS];
+            for at in (start..layout.inputs.min(start + layout.block())).step_by(16) {
+                let unit = *units.add(at >> layout.group);
+                let inverse = if unit == 0.0 { 0.0 } else { 1.0 / unit };
+                let x = _mm512_loadu_ps(x.as_ptr().add(at));
+                let mut n = _mm512_cvtps_epi32(_mm512_mul_ps(x, _mm512_set1_ps(inverse)));
+                for digit in digits.iter_mut().rev() {
+                    _mm_storeu_si128(digit.as_mut_ptr().add(at - start).cast(), _mm512_cvtepi32_epi8(n));
+                    // Rounded up where the byte just stored is negative.
+                    n = _mm512_srai_epi32::<8>(_mm512_add_epi32(n, _mm512_set1_epi32(128)));
+                }
+            }
+            let to = bytes.add(block * parts * DIGITS * VECTOR);
+            for (d, digit) in digits.iter().enumerate() {
+                let first = _mm512_loadu_si512(digit.as_ptr().cast());
+                let to = to.add(d * parts * VECTOR);
+                if parts == 1 {
+                    _mm512_storeu_si512(to.cast(), first);
+                } else {
+                    let second = _mm512_loadu_si512(digit.as_ptr().add(VECTOR).cast());
+                    _mm512_storeu_si512(to.cast(), _mm512_permutex2var_epi8(first, even, second));
+                    _mm512_storeu_si512(to.add(VECTOR).cast(), _mm512_permutex2var_epi8(first, odd, second));
+                }
+            }
+        }
+    }
+    true
+}
+
+/// R rows of a matrix: their codes, their scales, behind which 16 more floats are readable, and their biases.
+pub(super) struct Rows<const R: usize> {
+    pub codes: [*const u8; R],
+    pub scales: [*const f32; R],
+    pub biases: [*const f32; R],
+}
+
+/// The products of R rows of the matrix with T prepared rows of activations.
+///
+/// # Safety
+/// The instructions of `Avx512Vnni` are there; the rows have the layout, the activations were prepared for it, and R·T
+/// is a multiple of 4.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni")]
+pub(super) unsafe fn dots<const BITS: usize, const R: usize, const T: usize>(
+    layout: Layout,
+    rows: &Rows<R>,
+    x: [*const f32; T],
+) -> [[f32; T]; R] {
+    let layout = Layout { bits: BITS, ..layout };
+    let x = x.map(|x| layout.split(x));
+    let mut total = [[_mm512_setzero_ps(); T]; R];
+    let (whole, rest) = (layout.inputs / layout.block(), layout.inputs % layout.block());
+    // SAFETY: the caller's promise; of the last block only the words that the row has are read.
+    unsafe {
+        for index in 0..whole {
+            Block { layout, index, words: !0, lanes: !0 }.add::<BITS, R, T>(rows, &x, &mut total);
+        }
+        if rest > 0 {
+            let words = (1 << (rest * BITS / 32)) - 1;
+            let lanes = (1 << (rest * VECTOR / 4 / layout.block())) - 1;
+            Block { layout, index: whole, words, lanes }.add::<BITS, R, T>(rows, &x, &mut total);
+        }
+        for first in (0..layout.groups()).step_by(16) {
+            let used = (1u32 << (layout.groups() - first).min(16)).wrapping_sub(1) as __mmask16;
+            for r in 0..R {
+                let biases = _mm512_maskz_loadu_ps(used, rows.biases[r].add(first));
+                for t in 0..T {
+                    total[r][t] = _mm512_fmadd_ps(biases, _mm512_loadu_ps(x[t].2.add(first)), total[r][t]);
+                }
+            }
+        }
+        let mut sums = [[0.0; T]; R];
+        for i in (0..R * T).step_by(4) {
+            let four = [0, 1, 2, 3].map(|j| total[(i + j) / T][(i + j) % T]);
+            Avx512::store_sums(sums.as_mut_ptr().cast::<f32>().add(i), four);
+        }
+        sums
+    }
+}
+
+/// The inputs that are taken at a time, and which words of codes and which lanes of their sums there are.
+#[derive(Clone, Copy)]
+struct Block {
+    layout: Layout,
+    index: usize,
+    words: __mmask16,
+    lanes: __mmask16,
+}
+
+impl Block {
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni")]
+    unsafe fn add<const BITS: usize, const R: usize, const T: usize>(
+        self,
+        rows: &Rows<R>,
+        x: &[(*const u8, *const f32, *const f32); T],
+        total: &mut [[__m512; T]; R],
+    ) {
+        let parts = if BITS == 4 { 2 } else { 1 };
+        let at = self.index * parts * VECTOR;
+        // SAFETY: the caller's promise; scales and units have a padding.
+        unsafe {
+            let lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+            // The lane's group, counted from the block's first one.
+            let scale_of =
+                _mm512_srl_epi32(lanes, _mm_cvtsi32_si128((self.layout.group - (4 * parts as u32).ilog2()) as i32));
+            let first_group = at >> self.layout.group;
+            let mut units = [_mm512_setzero_ps(); T];
+            for (units, x) in units.iter_mut().zip(x) {
+                *units = _mm512_permutexvar_ps(scale_of, _mm512_loadu_ps(x.1.add(first_group)));
+            }
+            for r in 0..R {
+                let from = rows.codes[r].add(at / 8 * BITS);
+                // Rows follow one another: in the order of their addresses, whichever row this is.
+                let soon = AHEAD + (self.index * R + r) * parts * 8 * BITS;
+                _mm_prefetch::<_MM_HINT_T1>(rows.codes[0].wrapping_add(soon).cast());
+                let codes = unpack::<BITS>(_mm512_maskz_loadu_epi32(self.words, from.cast()));
+                let scales = _mm512_loadu_ps(rows.scales[r].add(first_group));
+                let scales = _mm512_maskz_permutexvar_ps(self.lanes, scale_of, scales);
+                for t in 0..T {
+                    let mut sum = _mm512_setzero_si512();
+                    let mut high = _mm512_setzero_ps();
+                    for d in 0..DIGITS {
+                        for part in 0..parts {
+                            let vector = (self.index * DIGITS + d) * parts + part;
+                            let x = _mm512_loadu_si512(x[t].0.add(vector * VECTOR).cast());
+                            sum = _mm512_dpbusd_epi32(sum, codes[part], x);
+                        }
+                        if BITS == 8 && d == 0 {
+                            // The sum would leave the integers: 255 · 127 · 4 · 2¹⁶.
+                            high = _mm512_mul_ps(_mm512_cvtepi32_ps(sum), _mm512_set1_ps(65536.0));
+                            sum = _mm512_setzero_si512();
+                        } else if d + 1 < DIGITS {
+                            sum = _mm512_slli_epi32::<8>(sum);
+                        }
+                    }
+                    let mut sum = _mm512_cvtepi32_ps(sum);
+                    if BITS == 8 {
+                        sum = _mm512_add_ps(sum, high);
+                    }
+                    total[r][t] = _mm512_fmadd_ps(sum, _mm512_mul_ps(scales, units[t]), total[r][t]);
+                }
+            }
+        }
+    }
+}
+
+/// The codes of a vector as bytes.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni")]
+fn unpack<const BITS: usize>(packed: __m512i) -> [__m512i; 2] {
+    match BITS {
+        4 => {
+            let nibble = _mm512_set1_epi8(15);
+            [_mm512_and_si512(packed, nibble), _mm512_and_si512(_mm512_srli_epi16::<4>(packed), nibble)]
+        }
+        6 => {
+            // Eight bytes take the six that hold their codes, and each of them the bits from 6i on.
+            const ORDER: [u8; VECTOR] = {
+                let mut order = [0; VECTOR];
+                let mut i = 0;
+                while i < VECTOR {
+                    order[i] = if i % 8 < 6 { i / 8 * 6 + i % 8 } else { 63 } as u8;
+                    i += 1;
+                }
+                order
+            };
+            // SAFETY: a vector of 64 bytes.
+            let order = unsafe { _mm512_loadu_si512(ORDER.as_ptr().cast()) };
+            let shifts = _mm512_set1_epi64(0x2a_24_1e_18_12_0c_06_00);
+            let bytes = _mm512_multishift_epi64_epi8(shifts, _mm512_permutexvar_epi8(order, packed));
+            [_mm512_and_si512(bytes, _mm512_set1_epi8(63)), bytes]
+        }
+        _ => [packed, packed],
+    }
+}

@@ -1,0 +1,40 @@
+//! Where no instruction multiplies bytes: what `bytes` has, never used.
+
+#[derive(Clone, Copy)]
+pub(super) struct Layout;
+
+impl Layout {
+    pub(super) fn new(_: usize, _: usize, _: usize) -> Layout {
+        Layout
+    }
+
+    pub(super) fn inputs(&self) -> usize {
+        0
+    }
+
+    pub(super) fn groups(&self) -> usize {
+        0
+    }
+
+    pub(super) fn words(&self) -> usize {
+        0
+    }
+}
+
+pub(super) unsafe fn prepare(_: Layout, _: &[f32], _: &mut [f32]) -> bool {
+    false
+}
+
+pub(super) struct Rows<const R: usize> {
+    pub codes: [*const u8; R],
+    pub scales: [*const f32; R],
+    pub biases: [*const f32; R],
+}
+
+pub(super) unsafe fn dots<const BITS: usize, const R: usize, const T: usize>(
+    _: Layout,
+    _: &Rows<R>,
+    _: [*const f32; T],
+) -> [[f32; T]; R] {
+    unreachable!("nothing is prepared here")
+}
