@@ -81,6 +81,52 @@ pub(super) unsafe fn store_row<S: Simd>(row: &[f32], to: *mut u8, dtype: DType) 
     }
 }
 
+/// Converts `n` elements of one float dtype to another, vector by vector: nothing waits in memory between.
+///
+/// # Safety
+/// The level's instructions are enabled; both are valid for `n` elements, of any alignment, and do not overlap; the
+/// dtypes are floating-point types.
+#[inline(always)]
+pub(super) unsafe fn convert_row<S: Simd>(from: *const u8, from_dtype: DType, to: *mut u8, to_dtype: DType, n: usize) {
+    let whole = n - n % S::LANES;
+    // SAFETY: the caller's promise.
+    unsafe {
+        match (from_dtype, to_dtype) {
+            (DType::F32, DType::F16) => vectors::<S, 0, 1>(from, to, whole),
+            (DType::F32, DType::BF16) => vectors::<S, 0, 2>(from, to, whole),
+            (DType::F16, DType::F32) => vectors::<S, 1, 0>(from, to, whole),
+            (DType::F16, DType::BF16) => vectors::<S, 1, 2>(from, to, whole),
+            (DType::BF16, DType::F32) => vectors::<S, 2, 0>(from, to, whole),
+            (DType::BF16, DType::F16) => vectors::<S, 2, 1>(from, to, whole),
+            _ => return std::ptr::copy_nonoverlapping(from, to, n * to_dtype.size()),
+        }
+        let mut rest = [0f32; 16];
+        let rest = &mut rest[..n - whole];
+        load_row::<S>(from.add(whole * from_dtype.size()), from_dtype, rest);
+        store_row::<S>(rest, to.add(whole * to_dtype.size()), to_dtype);
+    }
+}
+
+/// The whole vectors of [`convert_row`]; f32, f16 or bf16 as a dtype is 0, 1 or 2.
+#[inline(always)]
+unsafe fn vectors<S: Simd, const FROM: usize, const TO: usize>(from: *const u8, to: *mut u8, n: usize) {
+    for i in (0..n).step_by(S::LANES) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let x = match FROM {
+                0 => S::load(from.cast::<f32>().add(i)),
+                1 => S::load_f16(from.cast::<u16>().add(i)),
+                _ => S::load_bf16(from.cast::<u16>().add(i)),
+            };
+            match TO {
+                0 => S::store(to.cast::<f32>().add(i), x),
+                1 => S::store_f16(to.cast::<u16>().add(i), x),
+                _ => S::store_bf16(to.cast::<u16>().add(i), x),
+            }
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -4,7 +4,6 @@
 
 use super::{
     Cpu, convert,
-    kv_write::move_elements,
     planes::PlaneRows,
     scratch,
     simd::{Kernel, Simd},
@@ -56,7 +55,7 @@ impl Kernel for Task<'_> {
                     let to = out.start.add(out_row * spec.head_dim * out.dtype.size());
                     if let Some(dtype) = self.planes.dense() {
                         let from = self.planes.dense_row(row, dtype);
-                        move_elements::<S>(from, dtype, to, out.dtype, spec.head_dim);
+                        convert::convert_row::<S>(from, dtype, to, out.dtype, spec.head_dim);
                     } else {
                         self.planes.load::<S>(row, x, call.keep_rotated);
                         convert::store_row::<S>(x, to, out.dtype);

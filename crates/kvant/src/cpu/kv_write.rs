@@ -18,9 +18,6 @@ use crate::{
 /// Elements of K (and as many of V) that make a task worth a thread.
 const TASK: usize = 16 * 1024;
 
-/// Elements converted at once.
-const CHUNK: usize = 4096;
-
 pub(crate) fn run(cpu: &Cpu, call: &Call) {
     let spec = call.layer.spec();
     // SAFETY: kernels run under the device's lock, and this one does not write to the step.
@@ -124,19 +121,25 @@ impl Task<'_> {
                 (SourceOrder::HeadMajor, SlotOrder::HeadMajor, Some(dtype)) => {
                     for head in 0..spec.kv_heads {
                         let to = side.planes.dense_row(layer.row(sequence, head, slot), dtype);
-                        move_elements::<S>(from(token, head), side.source.dtype, to, dtype, run * spec.head_dim);
+                        convert::convert_row::<S>(from(token, head), side.source.dtype, to, dtype, run * spec.head_dim);
                     }
                 }
                 (SourceOrder::TokenMajor, SlotOrder::TokenMajor, Some(dtype)) => {
                     let to = side.planes.dense_row(layer.row(sequence, 0, slot), dtype);
                     let elements = run * spec.kv_heads * spec.head_dim;
-                    move_elements::<S>(from(token, 0), side.source.dtype, to, dtype, elements);
+                    convert::convert_row::<S>(from(token, 0), side.source.dtype, to, dtype, elements);
                 }
                 (_, _, Some(dtype)) => {
                     for head in 0..spec.kv_heads {
                         for i in 0..run {
                             let to = side.planes.dense_row(layer.row(sequence, head, slot + i), dtype);
-                            move_elements::<S>(from(token + i, head), side.source.dtype, to, dtype, spec.head_dim);
+                            convert::convert_row::<S>(
+                                from(token + i, head),
+                                side.source.dtype,
+                                to,
+                                dtype,
+                                spec.head_dim,
+                            );
                         }
                     }
                 }
@@ -150,32 +153,6 @@ impl Task<'_> {
                     }
                 }
             }
-        }
-    }
-}
-
-/// Copies elements, converting them where the dtypes differ.
-///
-/// # Safety
-/// The level's instructions are enabled; both are valid for `n` elements and do not overlap.
-#[inline(always)]
-pub(super) unsafe fn move_elements<S: Simd>(
-    from: *const u8,
-    from_dtype: DType,
-    to: *mut u8,
-    to_dtype: DType,
-    n: usize,
-) {
-    // SAFETY: the caller's promise; chunks end at n.
-    unsafe {
-        if from_dtype == to_dtype {
-            return std::ptr::copy_nonoverlapping(from, to, n * to_dtype.size());
-        }
-        let chunk = &mut *scratch::take(n.min(CHUNK));
-        for start in (0..n).step_by(CHUNK) {
-            let chunk = &mut chunk[..CHUNK.min(n - start)];
-            convert::load_row::<S>(from.add(start * from_dtype.size()), from_dtype, chunk);
-            convert::store_row::<S>(chunk, to.add(start * to_dtype.size()), to_dtype);
         }
     }
 }

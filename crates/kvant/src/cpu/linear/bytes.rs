@@ -185,7 +185,10 @@ pub(super) unsafe fn dots<const BITS: usize, const R: usize, const T: usize>(
         }
         let mut sums = [[0.0; T]; R];
         for i in (0..R * T).step_by(4) {
-            let four = [0, 1, 2, 3].map(|j| total[(i + j) / T][(i + j) % T]);
+            let mut four = [_mm512_setzero_ps(); 4];
+            for (j, four) in four.iter_mut().enumerate() {
+                *four = total[(i + j) / T][(i + j) % T];
+            }
             Avx512::store_sums(sums.as_mut_ptr().cast::<f32>().add(i), four);
         }
         sums

@@ -181,6 +181,7 @@ impl FewRows<'_> {
                     // SAFETY: the caller's promise.
                     at += unsafe {
                         match rows.len() - at {
+                            1 if W::EIGHT => self.tile::<S, W, 8, 1>(weights, &block, &rows[at..], result),
                             1 => self.tile::<S, W, 4, 1>(weights, &block, &rows[at..], result),
                             2 | 3 => self.tile::<S, W, 4, 2>(weights, &block, &rows[at..], result),
                             _ => self.tile::<S, W, 2, 4>(weights, &block, &rows[at..], result),
@@ -235,6 +236,9 @@ type X<'a> = (&'a [f32], &'a [f32]);
 
 /// R rows of a block of weights, each times T rows of activations.
 trait Rows: Copy {
+    /// Whether eight rows at a time, rather than four, are better for one row of activations.
+    const EIGHT: bool = false;
+
     /// Scales per row.
     fn groups(&self) -> usize {
         0
@@ -412,6 +416,9 @@ struct Bytes<const BITS: usize> {
 }
 
 impl<const BITS: usize> Rows for Bytes<BITS> {
+    /// There are registers for them, and what is done once for all of them counts where rows are short.
+    const EIGHT: bool = true;
+
     fn groups(&self) -> usize {
         self.layout.groups()
     }
