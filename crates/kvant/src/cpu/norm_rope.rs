@@ -267,8 +267,16 @@ impl<'a> Rotary<'a> {
                 }
                 Angles::Frequencies { turns, factors } => {
                     let position = f64::from(position);
-                    for (i, (to, &turns)) in cos.iter_mut().zip(&**turns).enumerate() {
-                        let turns = position * factors.map_or(turns, |factors| turns / f64::from(factors[i]));
+                    // Two loops, the first without a question that would keep it from being vectorised.
+                    let Some(factors) = factors else {
+                        for (to, &turns) in cos.iter_mut().zip(&**turns) {
+                            let turns = position * turns;
+                            *to = (turns - turns.round_ties_even()) as f32;
+                        }
+                        return cos_sin::<S>(cos, sin);
+                    };
+                    for ((to, &turns), &factor) in cos.iter_mut().zip(&**turns).zip(*factors) {
+                        let turns = position * (turns / f64::from(factor));
                         *to = (turns - turns.round_ties_even()) as f32;
                     }
                     cos_sin::<S>(cos, sin);
