@@ -155,6 +155,7 @@ pub(super) struct Rows<const R: usize> {
 /// is a multiple of 4.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni")]
+#[allow(clippy::needless_range_loop, reason = "a number counts through several arrays at once")]
 pub(super) unsafe fn dots<const BITS: usize, const R: usize, const T: usize>(
     layout: Layout,
     rows: &Rows<R>,
@@ -207,6 +208,7 @@ struct Block {
 impl Block {
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni")]
+    #[allow(clippy::needless_range_loop, reason = "a number counts through several arrays at once")]
     unsafe fn add<const BITS: usize, const R: usize, const T: usize>(
         self,
         rows: &Rows<R>,
