@@ -25,6 +25,7 @@ pub(super) unsafe fn prepare(_: Layout, _: &[f32], _: &mut [f32]) -> bool {
     false
 }
 
+#[allow(dead_code, reason = "nothing reads them here")]
 pub(super) struct Rows<const R: usize> {
     pub codes: [*const u8; R],
     pub scales: [*const f32; R],

@@ -80,12 +80,12 @@ impl SimdLevel {
     /// As [`SimdLevel::dispatch`], for a kernel that calls functions which multiply bytes where this level does.
     #[inline]
     pub(crate) fn dispatch_bytes<K: Kernel>(self, kernel: K) -> K::Output {
-        match self {
+        #[cfg(target_arch = "x86_64")]
+        if self == SimdLevel::Avx512Vnni {
             // SAFETY: as above.
-            #[cfg(target_arch = "x86_64")]
-            SimdLevel::Avx512Vnni => unsafe { avx512::call_vnni(kernel) },
-            _ => self.dispatch(kernel),
+            return unsafe { avx512::call_vnni(kernel) };
         }
+        self.dispatch(kernel)
     }
 }
 
