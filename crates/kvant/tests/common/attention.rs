@@ -201,13 +201,18 @@ impl Case {
     }
 
     /// What a device may be off by. Where the output is no f32, CUDA rounds the centroids of keys and values, the rotated
-    /// queries and the weights to f16: four errors of at most 2⁻¹², of which the scores' grow with the scores.
+    /// queries and the weights to f16: four errors of at most 2⁻¹², of which the scores' grow with the scores. The CPU
+    /// may round them, too.
     pub fn bound_on(&self, device: &Device) -> Bound {
         let mut bound = self.bound();
-        let rounded = self.out != DType::F32 && (self.k.is_quantised() || self.v.is_quantised());
-        if rounded && device.kind() == DeviceKind::Cuda {
-            let spread = f64::from(self.scale().abs()) * (self.head_dim as f64).sqrt();
-            bound.arithmetic += spread.max(1.0) / 2048.0;
+        let spread = (f64::from(self.scale().abs()) * (self.head_dim as f64).sqrt()).max(1.0);
+        if self.k.is_quantised() || self.v.is_quantised() {
+            let codec = if self.k.is_quantised() { self.k } else { self.v };
+            let rounding = Bound { unit: 0.0, arithmetic: 0.0 }.over(device, codec).times(spread);
+            bound.arithmetic += rounding.arithmetic;
+            if self.out != DType::F32 && device.kind() == DeviceKind::Cuda {
+                bound.arithmetic += spread / 2048.0;
+            }
         }
         bound
     }

@@ -12,7 +12,7 @@ pub mod layers;
 
 use std::{fmt::Display, sync::OnceLock};
 
-use kvant::{CpuOptions, DType, Device, DeviceKind, Encoder, Float, Result, SimdLevel, Tensor, bf16, f16};
+use kvant::{Codec, CpuOptions, DType, Device, DeviceKind, Encoder, Float, Result, SimdLevel, Tensor, bf16, f16};
 
 /// The three activation types.
 pub const FLOATS: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
@@ -284,6 +284,14 @@ impl Bound {
     /// For an operation that magnifies the errors of its inputs.
     pub fn times(self, gain: f64) -> Bound {
         Bound { arithmetic: self.arithmetic * gain, ..self }
+    }
+
+    /// For an attention over keys or values of `codec`. The CPU with VNNI takes quantised ones, queries and weights in
+    /// fixed point, with four errors of about 2⁻¹⁴ of their root mean square.
+    pub fn over(self, device: &Device, codec: Codec) -> Bound {
+        let fixed = device.kind() == DeviceKind::Cpu && device.name().starts_with(&SimdLevel::Avx512Vnni.to_string());
+        let rounding = if fixed && codec.is_quantised() { 1.0 / 4096.0 } else { 0.0 };
+        Bound { arithmetic: self.arithmetic + rounding, ..self }
     }
 
     fn judge(&self, got: &[f32], want: &[f32]) -> std::result::Result<(), String> {

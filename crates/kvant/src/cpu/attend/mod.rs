@@ -16,9 +16,11 @@ use super::{
     Cpu, convert, hadamard, scratch,
     simd::{Kernel, Simd, SimdLevel},
 };
-use crate::ops::attend::Call;
+use crate::{codec::BLOCK, ops::attend::Call};
 
 mod ahead;
+#[cfg_attr(not(target_arch = "x86_64"), path = "no_fixed.rs")]
+mod fixed;
 mod plan;
 mod rows;
 mod score;
@@ -61,7 +63,8 @@ pub(crate) fn run(cpu: &Cpu, call: &Call) {
     // A partial state is o, then m and l.
     let partial_len = call.head_dim + 2;
     let partials = &mut *scratch::take(plan.partial_rows * partial_len);
-    let job = Job { call, shape: &shape, plan: &plan, partials: Partials(partials.as_mut_ptr()) };
+    let partials = Partials(partials.as_mut_ptr());
+    let job = Job { call, shape: &shape, plan: &plan, partials, fixed: cpu.level == SimdLevel::Avx512Vnni };
     // The last tokens of a prompt see the most: the largest tasks come first.
     cpu.pool.run(plan.tasks, |task| run_task(cpu.level, &job, plan.tasks - 1 - task));
     if plan.partial_rows > 0 {
@@ -80,6 +83,8 @@ struct Job<'a> {
     shape: &'a Shape<'a>,
     plan: &'a Plan,
     partials: Partials,
+    /// What is quantised is taken in fixed point.
+    fixed: bool,
 }
 
 #[derive(Clone, Copy)]
@@ -177,6 +182,7 @@ struct Task<'a> {
     head: usize,
     split: usize,
     q: &'a mut [f32],
+    rounded: &'a mut [f32],
     states: &'a mut [f32],
     fresh: &'a mut [f32],
     room: &'a mut [f32],
@@ -187,9 +193,11 @@ fn run_task(level: SimdLevel, job: &Job, task: usize) {
     let (block, head, split) = job.plan.task(task);
     let (rows, head_dim) = (block.segment.tokens * job.shape.group, job.shape.head_dim);
     let len = rows * (head_dim + 2);
-    let sizes = [rows * head_dim, len, if job.shape.fresh { len } else { 0 }, Room::len(rows, head_dim)];
-    with_aligned(sizes, |[q, states, fresh, room]| {
-        level.dispatch(Task { job, block, head, split, q, states, fresh, room });
+    let rounded = if job.fixed { rows * (head_dim / 2 + head_dim.div_ceil(BLOCK)) } else { 0 };
+    let fresh = if job.shape.fresh { len } else { 0 };
+    let sizes = [rows * head_dim, rounded, len, fresh, Room::len(rows, head_dim)];
+    with_aligned(sizes, |[q, rounded, states, fresh, room]| {
+        level.dispatch(Task { job, block, head, split, q, rounded, states, fresh, room });
     });
 }
 
@@ -200,7 +208,8 @@ impl Kernel for Task<'_> {
         let Task { job, block, head, split, .. } = self;
         let (rows, head_dim) = (block.segment.tokens * job.shape.group, job.shape.head_dim);
         let keys = block.keys * split / block.splits..block.keys * (split + 1) / block.splits;
-        let mut work = Work { job, block, head, keys, q: self.q, room: Room::new(self.room, rows, head_dim) };
+        let room = Room::new(self.room, rows, head_dim);
+        let mut work = Work { job, block, head, keys, q: self.q, rounded: self.rounded, room };
         let mut states = States::new(self.states, rows, head_dim);
         // SAFETY: `dispatch` enables the instructions; the plan gives every task its own rows.
         unsafe {
@@ -258,6 +267,8 @@ struct Work<'a> {
     keys: Range<usize>,
     /// `[rows, head_dim]`.
     q: &'a mut [f32],
+    /// The same in fixed point, and its units, where that is wanted.
+    rounded: &'a mut [f32],
     room: Room,
 }
 
@@ -272,16 +283,20 @@ impl<'a> Work<'a> {
             if !matches!(origin, Origin::Cached { .. }) || positions.is_empty() {
                 continue;
             }
-            let source = Source::cached(&job.call.layer, sequence, self.head);
+            let source = Source::cached(&job.call.layer, sequence, self.head, job.fixed);
             let chunk = 2 * S::LANES;
             // SAFETY: passed on to the caller.
             unsafe {
                 self.load_queries::<S>(source.k.quantised && !job.call.q_rotated);
-                if source.k.interleaved {
+                if source.k.fixed {
+                    self.round_queries(&source.k);
+                } else if source.k.interleaved {
                     self.q.chunks_exact_mut(chunk).for_each(deinterleave);
                 }
                 self.absorb::<S>(&source, origin, positions, states);
-                if source.v.interleaved {
+                if source.v.fixed {
+                    fixed::order_sum(&source.v, states.o);
+                } else if source.v.interleaved {
                     states.o.chunks_exact_mut(chunk).for_each(interleave);
                 }
                 if source.v.quantised {
@@ -347,6 +362,17 @@ impl<'a> Work<'a> {
         }
     }
 
+    /// The block's queries in fixed point, for keys of `side`.
+    fn round_queries(&mut self, side: &Side) {
+        let head_dim = self.job.shape.head_dim;
+        let (rounded, units) = self.rounded.split_at_mut(self.q.len() / 2);
+        let rounded: &mut [i16] = bytemuck::cast_slice_mut(rounded);
+        let rows = self.q.chunks_exact(head_dim).zip(rounded.chunks_exact_mut(head_dim));
+        for ((q, to), units) in rows.zip(units.chunks_exact_mut(head_dim / side.block)) {
+            fixed::round_query(side, q, to, units);
+        }
+    }
+
     /// Takes `positions` of a source into the states of those who see them: what all tokens see together, what is
     /// before and after token by token.
     #[inline(always)]
@@ -357,6 +383,8 @@ impl<'a> Work<'a> {
             o: states.o.as_mut_ptr(),
             m: states.m.as_mut_ptr(),
             l: states.l.as_mut_ptr(),
+            rounded: self.rounded.as_ptr().cast(),
+            units: self.rounded.as_ptr().wrapping_add(self.q.len() / 2),
             rows: states.m.len(),
             head_dim: shape.head_dim,
             softcap: self.job.call.softcap.map(|cap| cap * std::f32::consts::LOG2_E),

@@ -13,7 +13,7 @@ const BLOCK_TOKENS: usize = 32;
 /// Fewer keys are not worth a task of their own.
 const SPLIT_KEYS: usize = 256;
 /// Tasks per thread, so that one that loses its core for a while does not hold up the others.
-const TASKS_PER_THREAD: usize = 8;
+const TASKS_PER_THREAD: usize = 4;
 /// Against absurd demands.
 const MAX_SPLITS: usize = 4096;
 
@@ -196,7 +196,7 @@ mod tests {
     fn one_sequence_with_one_head_uses_every_thread() {
         let mut plan = Plan::default();
         plan.make(&shape(&[(0, 8191)], &[8192], &mut Default::default()));
-        assert_eq!((plan.blocks.len(), plan.tasks, plan.partial_rows), (1, 32, 128));
+        assert_eq!((plan.blocks.len(), plan.tasks, plan.partial_rows), (1, 16, 64));
         plan.make(&shape(&[(0, 99)], &[100], &mut Default::default()));
         assert_eq!((plan.tasks, plan.partial_rows), (1, 0), "too little to share");
     }

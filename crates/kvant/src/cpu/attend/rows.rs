@@ -65,6 +65,20 @@ pub(super) struct Packed<const BITS: u32> {
     table: *const f32,
 }
 
+impl<const BITS: u32> Packed<BITS> {
+    /// The lowest four bits of a row's codes.
+    #[inline(always)]
+    pub fn low(&self, row: usize) -> *const u8 {
+        self.low.wrapping_add(row * self.low_stride)
+    }
+
+    /// Their further bits.
+    #[inline(always)]
+    pub fn high(&self, row: usize) -> *const u8 {
+        self.high.wrapping_add(row * self.high_stride)
+    }
+}
+
 impl<const BITS: u32> Rows for Packed<BITS> {
     #[inline(always)]
     unsafe fn chunk<S: Simd>(&self, row: usize, chunk: usize) -> (S::F, S::F) {
@@ -100,6 +114,13 @@ pub(super) struct Bytes {
     low: *const u8,
     stride: usize,
     table: *const f32,
+}
+
+impl Bytes {
+    #[inline(always)]
+    pub fn row(&self, row: usize) -> *const u8 {
+        self.low.wrapping_add(row * self.stride)
+    }
 }
 
 impl Rows for Bytes {
@@ -150,6 +171,8 @@ pub(super) struct Side {
     pub interleaved: bool,
     /// Whether the vectors are rotated and come with norms.
     pub quantised: bool,
+    /// Whether they are taken in fixed point.
+    pub fixed: bool,
     /// Floats, `blocks` for each row.
     norms: *const f32,
     norm_stride: usize,
@@ -183,6 +206,7 @@ impl Side {
             },
             interleaved: tq.bits != 8,
             quantised: true,
+            fixed: false,
             norms: norms.wrapping_add(first * blocks),
             norm_stride: blocks * stride,
             block: head_dim.min(BLOCK),
@@ -210,6 +234,7 @@ impl Side {
             },
             interleaved: false,
             quantised: false,
+            fixed: false,
             norms: std::ptr::null(),
             norm_stride: 0,
             block: head_dim,
@@ -218,6 +243,16 @@ impl Side {
                 Plane::NONE,
                 Plane::NONE,
             ],
+        }
+    }
+
+    /// The number of bits of a code, for a quantised side.
+    pub fn bits(&self) -> u32 {
+        match self.loader {
+            Loader::Tq4(_) => 4,
+            Loader::Tq5(_) => 5,
+            Loader::Tq6(_) => 6,
+            _ => 8,
         }
     }
 
@@ -251,15 +286,15 @@ pub(super) struct Source {
 }
 
 impl Source {
-    pub fn cached(layer: &KvLayer, sequence: usize, head: usize) -> Source {
+    /// `fixed`: what is quantised is taken in fixed point.
+    pub fn cached(layer: &KvLayer, sequence: usize, head: usize, fixed: bool) -> Source {
         let spec = layer.spec();
         let (first, stride) = (layer.row(sequence, head, 0), layer.slot_stride());
-        Source {
-            k: Side::new(&layer.k, first, stride, spec.head_dim),
-            v: Side::new(&layer.v, first, stride, spec.head_dim),
-            base: 0,
-            capacity: spec.capacity,
-        }
+        let side = |planes| {
+            let side = Side::new(planes, first, stride, spec.head_dim);
+            Side { fixed: fixed && side.quantised, ..side }
+        };
+        Source { k: side(&layer.k), v: side(&layer.v), base: 0, capacity: spec.capacity }
     }
 
     /// Sides whose first row is the segment's first token.

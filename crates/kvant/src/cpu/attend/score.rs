@@ -158,7 +158,7 @@ impl<R: Rows> Blocks<R> {
 /// # Safety
 /// The level's instructions are enabled; `to` has these places.
 #[inline(always)]
-unsafe fn store<S: Simd, const K: usize, const Q: usize>(sums: &[[S::F; K]; Q], to: *mut f32) {
+pub(super) unsafe fn store<S: Simd, const K: usize, const Q: usize>(sums: &[[S::F; K]; Q], to: *mut f32) {
     // SAFETY: passed on to the caller.
     unsafe {
         match K {

@@ -9,10 +9,12 @@ use std::ops::Range;
 
 use super::{
     ahead::{Ahead, Wanted},
+    fixed,
     rows::{Loader, Rows, Source, with_loader},
     score::score,
     values::add_values,
 };
+use crate::codec::BLOCK;
 use crate::cpu::simd::{Kernel, Simd, SimdLevel};
 
 /// Keys of a tile.
@@ -32,6 +34,9 @@ pub(super) struct Queries {
     /// `[rows]` each.
     pub m: *mut f32,
     pub l: *mut f32,
+    /// `q` in fixed point, `[rows, head_dim]`, and its units, `[rows, blocks]`, where keys are.
+    pub rounded: *const i16,
+    pub units: *const f32,
     pub rows: usize,
     pub head_dim: usize,
     /// In units of log 2.
@@ -49,6 +54,8 @@ impl Queries {
                 o: self.o.add(rows.start * self.head_dim),
                 m: self.m.add(rows.start),
                 l: self.l.add(rows.start),
+                rounded: self.rounded.wrapping_add(rows.start * self.head_dim),
+                units: self.units.wrapping_add(rows.start * self.head_dim.div_ceil(BLOCK)),
                 rows: rows.len(),
                 ..*self
             }
@@ -63,22 +70,26 @@ pub(super) struct Room {
     scores: *mut f32,
     /// `[TILE]`.
     norms: *mut f32,
-    /// `[STAGED_KEYS, head_dim]` or `[TILE, STAGED_COORDINATES]`.
+    /// `[STAGED_KEYS, head_dim]`, `[TILE, STAGED_COORDINATES]`, or `[rows, TILE]` of i16.
     staged: *mut f32,
 }
 
 impl Room {
+    fn parts(rows: usize, head_dim: usize) -> [usize; 3] {
+        let staged = (STAGED_KEYS * head_dim).max(TILE * STAGED_COORDINATES).max(rows * TILE / 2);
+        [rows * TILE * head_dim.div_ceil(BLOCK), TILE, staged]
+    }
+
     pub fn len(rows: usize, head_dim: usize) -> usize {
-        rows * TILE * head_dim.div_ceil(crate::codec::BLOCK)
-            + TILE
-            + (STAGED_KEYS * head_dim).max(TILE * STAGED_COORDINATES)
+        Room::parts(rows, head_dim).iter().sum()
     }
 
     /// In `room`, of [`Room::len`] floats.
     pub fn new(room: &mut [f32], rows: usize, head_dim: usize) -> Room {
         assert!(room.len() >= Room::len(rows, head_dim));
-        let (scores, rest) = room.split_at_mut(rows * TILE * head_dim.div_ceil(crate::codec::BLOCK));
-        let (norms, staged) = rest.split_at_mut(TILE);
+        let [scores, norms, _] = Room::parts(rows, head_dim);
+        let (scores, rest) = room.split_at_mut(scores);
+        let (norms, staged) = rest.split_at_mut(norms);
         Room { scores: scores.as_mut_ptr(), norms: norms.as_mut_ptr(), staged: staged.as_mut_ptr() }
     }
 }
@@ -135,6 +146,11 @@ unsafe fn tile<S: Simd>(
             let chunks = block * k.block / chunk..(block + 1) * k.block / chunk;
             let scores = room.scores.add(block * plane);
             let lines = ahead.left().div_ceil(blocks - block);
+            if k.fixed {
+                let part = fixed::Part { row, keys, block, queries, lines };
+                fixed::score(k, part, scores, &mut ahead);
+                continue;
+            }
             let part = Part { row, keys, first_chunk: chunks.start, chunks, queries, lines };
             with_loader!(k.loader, rows => score::<S, _>(rows, part, scores, room.staged, &mut ahead));
         }
@@ -145,6 +161,11 @@ unsafe fn tile<S: Simd>(
             let chunks = block * v.block / chunk..(block + 1) * v.block / chunk;
             let weights = room.scores.add(block * plane).cast_const();
             let lines = ahead.left().div_ceil(blocks - block);
+            if v.fixed {
+                let part = fixed::Part { row, keys, block, queries, lines };
+                fixed::add_values(v, part, weights, room.staged.cast(), &mut ahead);
+                continue;
+            }
             let part = Part { row, keys, first_chunk: chunks.start, chunks, queries, lines };
             with_loader!(v.loader, rows => add_values::<S, _>(rows, part, weights, room.staged, &mut ahead));
         }
