@@ -9,9 +9,29 @@ use crate::race::Contender;
 /// Bytes of the buffer that is read.
 pub const READ: usize = ROTATION;
 
+/// Asks the system for huge pages, as kvant does for its tensors. Before the memory is written: that is when it gets pages.
+pub fn huge_pages<T>(memory: &mut [std::mem::MaybeUninit<T>]) {
+    #[cfg(target_os = "linux")]
+    {
+        const PAGE: usize = 4096;
+        let skip = memory.as_ptr().addr().wrapping_neg() % PAGE;
+        let bytes = size_of_val(memory).saturating_sub(skip) / PAGE * PAGE;
+        // SAFETY: whole pages within the memory. It is a wish: whether it is granted does not matter.
+        unsafe { libc::madvise(memory.as_mut_ptr().cast::<u8>().add(skip).cast(), bytes, libc::MADV_HUGEPAGE) };
+    }
+}
+
+/// So many copies of a number, in huge pages.
+pub fn filled<T: Copy>(value: T, count: usize) -> Vec<T> {
+    let mut memory = Vec::with_capacity(count);
+    huge_pages(memory.spare_capacity_mut());
+    memory.resize(count, value);
+    memory
+}
+
 /// Reads a buffer from memory, each thread its part, as fast as plain vector loads do.
 pub fn reader<'a>(threads: usize) -> Contender<'a> {
-    let buffer = vec![1u64; READ / 8];
+    let buffer = filled(1u64, READ / 8);
     Contender::each("memory read", READ, move || {
         std::thread::scope(|scope| {
             for part in buffer.chunks(buffer.len().div_ceil(threads)) {
@@ -29,7 +49,7 @@ const COPIES: usize = 16;
 pub fn copier<'a>(bytes: usize, threads: usize) -> Contender<'a> {
     let source = vec![1u8; bytes];
     // Not zeros, which the system would hand out page by page while the clock runs.
-    let mut target = vec![1u8; ROTATION / bytes / COPIES * COPIES * bytes];
+    let mut target = filled(1u8, ROTATION / bytes / COPIES * COPIES * bytes);
     let (mut at, turns) = (0, target.len() / bytes / COPIES);
     let part = bytes.div_ceil(threads);
     Contender::new("memory copy", 0, move || {

@@ -8,6 +8,8 @@ use std::{cell::UnsafeCell, ptr::null_mut, rc::Rc};
 use kvant_bench::{Result, Shape, data};
 use llama_cpp_sys_2 as sys;
 
+use crate::memory;
+
 /// The mode of RoPE that pairs coordinate i with i + D/2: a macro in ggml's header, so not in the bindings.
 const ROPE_NEOX: i32 = 2;
 
@@ -63,7 +65,7 @@ pub enum Layout {
 }
 
 /// Memory of a tensor, aligned to a cache line. Operators write into it through pointers.
-pub struct Memory(Box<[UnsafeCell<Line>]>);
+pub struct Memory(Vec<UnsafeCell<Line>>);
 
 #[derive(Clone, Copy)]
 #[repr(align(64))]
@@ -72,7 +74,11 @@ struct Line([u8; 64]);
 
 impl Memory {
     fn zeros(bytes: usize) -> Rc<Memory> {
-        Rc::new(Memory((0..bytes.div_ceil(64)).map(|_| UnsafeCell::new(Line([0; 64]))).collect()))
+        let lines = bytes.div_ceil(64);
+        let mut memory = Vec::with_capacity(lines);
+        memory::huge_pages(memory.spare_capacity_mut());
+        memory.resize_with(lines, || UnsafeCell::new(Line([0; 64])));
+        Rc::new(Memory(memory))
     }
 
     fn from_bytes(bytes: &[u8]) -> Rc<Memory> {
@@ -84,9 +90,10 @@ impl Memory {
 
     /// Another of the same bytes.
     fn copy(&self) -> Rc<Memory> {
-        // SAFETY: no graph is running: they run in `Graph::run` only, on this thread.
-        let line = |cell: &UnsafeCell<Line>| UnsafeCell::new(unsafe { *cell.get() });
-        Rc::new(Memory(self.0.iter().map(line).collect()))
+        let copy = Memory::zeros(self.0.len() * 64);
+        // SAFETY: both hold as many bytes, and no graph is running: they run in `Graph::run` only, on this thread.
+        unsafe { copy.pointer().copy_from_nonoverlapping(self.pointer(), self.0.len() * 64) };
+        copy
     }
 
     fn pointer(&self) -> *mut u8 {
