@@ -297,7 +297,7 @@ def main():
         for kind in kinds:
             path = keep / f"{args.model.name}-{kind}.gguf"
             convert(args.model, kind, path)
-            models[kind] = Llama(path, args.threads, max(contexts) + args.decode + 64)
+            models[kind] = Llama(path, args.threads, max(contexts) * 5 // 4 + args.decode)
         print(f"llama-cpp-python {models[kinds[0]].c.__version__}\n")
         print(f"Logits of {len(tokens)} tokens, against kvant's with an f32 cache:\n")
         print("| llama.cpp weights | largest difference | KL, nats | same top token |")
