@@ -4,15 +4,16 @@
 #   tools/h200/run.sh BINARIES OUT [STEP..]
 #
 # BINARIES is a folder with the test binaries of kvant under their names, without the hash (cargo test --no-run says where
-# they are): conformance_*, hazards, golden, speed and so on. OUT gets a report.md and the logs. Steps, all of them when none
-# is named: conformance, sanitizer, speed, peers. The last needs a python3 with PyTorch, and FlashInfer if it is to be in the
-# table (flashinfer-python 0.5.3 with apache-tvm-ffi and nvidia-cudnn-frontend from wheels beside it, on PYTHONPATH).
+# they are): conformance_*, hazards, golden, cache, speed, and gpu of kvant-models. OUT gets a report, DATE-h200.md, and the
+# logs. Steps, all of them when none is named: conformance, sanitizer, speed, peers. The last needs a python3 with PyTorch, and
+# FlashInfer if it is to be in the table (flashinfer-python 0.5.3 with apache-tvm-ffi and nvidia-cudnn-frontend from wheels
+# beside it, on PYTHONPATH).
 set -uo pipefail
 binaries=$(realpath "$1") out=$(mkdir -p "$2" && realpath "$2")
 shift 2
 steps=${*:-conformance sanitizer speed peers}
 here=$(cd "$(dirname "$0")" && pwd)
-report=$out/report.md
+report=$out/$(date -u +%F)-h200.md
 export KVANT_TEST_DEVICE=cuda RUST_BACKTRACE=0
 export LD_LIBRARY_PATH=/usr/local/cuda/lib64${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 # Tests of files look for them beside the sources.
@@ -25,12 +26,14 @@ wanted() { [[ " $steps " == *" $1 "* ]]; }
 say "# kvant on $(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader), $(date -u +%F)"
 say ""
 
+crate_of() { [ "$1" = gpu ] && echo "$here/../../crates/kvant-models" || echo "$here/../../crates/kvant"; }
+
 # Runs a binary with a limit of seconds; prints its result line and the names of what failed.
 tests() {
     local name=$1 limit=$2
     shift 2
     local log=$out/$name.log start=$SECONDS
-    (cd "$here/../../crates/kvant" && timeout "$limit" "$binaries/$name" "$@") >"$log" 2>&1
+    (cd "$(crate_of "$name")" && timeout "$limit" "$binaries/$name" "$@") >"$log" 2>&1
     local status=$?
     say "| $name | $(grep -o 'test result: .* ignored' "$log" | tail -1) | status $status | $((SECONDS - start)) s |"
     grep -A2 '^---- ' "$log" | head -40
@@ -44,8 +47,10 @@ if wanted conformance; then
     say "|---|---|---|---|"
     for name in conformance_hadamard conformance_rest conformance_kv conformance_norm_rope conformance_linear conformance_codec \
         conformance_attend hazards golden cache; do
-        [ -x "$binaries/$name" ] && tests "$name" 150 --test-threads 12
+        [ -x "$binaries/$name" ] && tests "$name" 400 --test-threads 12
     done
+    # Whole models: kvant-models' tests/gpu.rs.
+    [ -x "$binaries/gpu" ] && tests gpu 150
     say ""
 fi
 
@@ -59,7 +64,7 @@ if wanted sanitizer; then
         [ -x "$binaries/$name" ] || continue
         for tool in memcheck racecheck; do
             log=$out/$tool-$name-$filter.log
-            (cd "$here/../../crates/kvant" && timeout 60 compute-sanitizer --error-exitcode 99 --tool "$tool" "$binaries/$name" "$filter" --exact \
+            (cd "$(crate_of "$name")" && timeout 60 compute-sanitizer --error-exitcode 99 --tool "$tool" "$binaries/$name" "$filter" --exact \
                 --test-threads 1) >"$log" 2>&1
             status=$?
             say "| $tool | $name $filter | $(grep 'SUMMARY' "$log" | tail -1 | tr -d '=' | xargs) | status $status |"
@@ -73,13 +78,22 @@ conformance_norm_rope fused_equals_its_parts
 conformance_rest rms_norm_in_place
 conformance_rest gate_in_place
 conformance_rest samples_of_odd_rows
+conformance_rest samples_of_a_large_vocabulary
+conformance_rest softcap
+conformance_rest argmax_of_what_is_not_finite
 conformance_rest moe_route
 conformance_rest moe_combine
 conformance_linear odd_offsets
 conformance_linear ids_out_of_range
+conformance_linear no_inputs
+conformance_linear many_rows_of_halves
+conformance_linear an_expert_is_a_matrix
+conformance_linear embed
+cache forks_hold_the_same
 conformance_attend forced_splits
 conformance_attend fresh_keys_and_values
 conformance_attend not_finite_keys_and_values
+gpu every_variant_matches
 LIST
     say ""
 fi

@@ -38,14 +38,15 @@ constexpr uint UNIT = AFFINE ? 16 : 8;
 constexpr uint UNIT_WORDS = AFFINE ? words_of(BITS) : 4;
 constexpr uint UNIT_PRODUCTS = UNIT / 4;
 // Weights of a lane in a span, their words, and how many of these are copied at a time.
-constexpr uint LANE = BITS == 8 ? 16 : 32;
+constexpr uint LANE = 32;
 constexpr uint UNITS = LANE / UNIT;
 constexpr uint WORDS = UNITS * UNIT_WORDS;
 constexpr uint COPY = BITS == 6 ? 2 : 4;
-// From a unit of a lane to the next, and from a lane's first unit to that of the next lane: dense units are as long as a
-// copy, and those of the four lanes lie side by side.
-constexpr uint UNIT_STEP = AFFINE ? UNIT : 4 * UNIT;
-constexpr uint LANE_STEP = AFFINE ? LANE : UNIT;
+// From a unit of a lane to the next, and from a lane's first unit to that of the next lane: units as long as a copy lie
+// beside those of the three other lanes.
+constexpr bool SIDE_BY_SIDE = UNIT_WORDS == COPY;
+constexpr uint UNIT_STEP = SIDE_BY_SIDE ? 4 * UNIT : UNIT;
+constexpr uint LANE_STEP = SIDE_BY_SIDE ? UNIT : LANE;
 constexpr uint SPAN = 4 * LANE;
 // Groups of a span, columns of x, and products side by side that have them.
 constexpr uint GROUPS = AFFINE && SPAN > GROUP ? SPAN / GROUP : 1;
@@ -210,8 +211,8 @@ inline void begin_span(uint *stage, const Rows &rows, uint span, uint lane, uint
 #pragma unroll
     for (uint i = 0; i < WORDS; i += COPY) {
         const uint unit = i / UNIT_WORDS;
-        const bool there = span * SPAN + lane % 4 * LANE_STEP + (AFFINE ? 0 : unit * UNIT_STEP) < inputs;
-        const uint at = AFFINE ? i * 4 : unit * (4 * COPY * 4);
+        const bool there = span * SPAN + lane % 4 * LANE_STEP + unit * UNIT_STEP < inputs;
+        const uint at = SIDE_BY_SIDE ? unit * (4 * COPY * 4) : i * 4;
 #pragma unroll
         for (uint tile = 0; tile < TILES; tile++) {
 #pragma unroll
@@ -276,7 +277,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
 #pragma unroll
         for (uint r = 0; r < 2; r++) {
             const ulong row = ulong(known ? expert : 0) * p.outputs + min(first_output + tile * 16 + r * 8 + g, p.outputs - 1);
-            rows.values[tile][r] = values + row * row_bytes + t * (AFFINE ? WORDS * 4 : COPY * 4);
+            rows.values[tile][r] = values + row * row_bytes + t * (SIDE_BY_SIDE ? COPY * 4 : WORDS * 4);
         }
         starts[tile] = (ulong(known ? expert : 0) * p.outputs + min(first_output + tile * 16 + lane % 16, p.outputs - 1)) * groups;
     }
@@ -314,12 +315,14 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
 
     // The lane's column of B: a term of a token, at the inputs of one group; words from the beginning of a stage.
     uint inputs_at[WIDE], term[WIDE];
+    uint group[WIDE];
     bool mine[WIDE];
 #pragma unroll
     for (uint b = 0; b < WIDE; b++) {
         const uint column = 8 * b + g, token = column / GROUPS / TERMS;
         term[b] = column / GROUPS % TERMS;
-        mine[b] = column < COLUMNS && (GROUPS == 1 || t * GROUPS / 4 == column % GROUPS);
+        mine[b] = column < COLUMNS;
+        group[b] = column % GROUPS;
         inputs_at[b] = W_STAGE + (token * X_ROW + t * LANE_STEP * size_of(X_DTYPE)) / 4;
     }
 
@@ -349,7 +352,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
             uint in[WIDE][UNIT / 2] = {};
 #pragma unroll
             for (uint b = 0; b < WIDE; b++) {
-                if (mine[b]) {
+                if (mine[b] && (GROUPS == 1 || (unit * UNIT_STEP + t * LANE_STEP) / GROUP == group[b])) {
                     load_pairs(in[b], stage + inputs_at[b] + unit * UNIT_STEP * size_of(X_DTYPE) / 4, term[b]);
                 }
             }

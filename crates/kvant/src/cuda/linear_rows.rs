@@ -51,7 +51,7 @@ impl Shape {
             0 => (32, 64),
             4 => (32, 16),
             6 => (32, 24),
-            _ => (16, 16),
+            _ => (32, 32),
         };
         let span = 4 * lane;
         let groups = if weight.bits == 0 { 1 } else { (span / weight.group as usize).max(1) };

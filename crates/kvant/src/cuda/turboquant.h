@@ -84,17 +84,17 @@ inline uint nearest(float z, const float *thresholds, uint bits) {
     return index;
 }
 
-// The same for 4 bits, from registers.
+// The same for 4 bits, from registers: the thresholds lie symmetrically about 0, and positive floats compare as their bits.
 inline uint nearest_of_16(float z) {
-    const float *t = THRESHOLDS_4;
-    const bool a = z > t[7];
-    const bool b = z > (a ? t[11] : t[3]);
-    const float c_low = b ? t[5] : t[1], c_high = b ? t[13] : t[9];
-    const bool c = z > (a ? c_high : c_low);
-    const float d0 = c ? t[2] : t[0], d1 = c ? t[6] : t[4], d2 = c ? t[10] : t[8], d3 = c ? t[14] : t[12];
-    const float d_low = b ? d1 : d0, d_high = b ? d3 : d2;
-    const bool d = z > (a ? d_high : d_low);
-    return (a ? 8 : 0) + (b ? 4 : 0) + (c ? 2 : 0) + (d ? 1 : 0);
+    const auto at = [](uint i) { return __float_as_int(THRESHOLDS_4[8 + i]); };
+    // Below 0 a threshold that z lies on counts as passed.
+    const bool above = z > 0;
+    const int size = int(__float_as_uint(z) & 0x7FFFFFFF) + (above ? 0 : 1);
+    const bool a = size > at(3);
+    const bool b = size > (a ? at(5) : at(1));
+    const int upper = b ? at(6) : at(4), lower = b ? at(2) : at(0);
+    const bool c = size > (a ? upper : lower);
+    return ((a ? 4 : 0) | (b ? 2 : 0) | (c ? 1 : 0)) ^ (above ? 8 : 7);
 }
 
 inline uint nearest(float z, uint codec, const float *thresholds) {

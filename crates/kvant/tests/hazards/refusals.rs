@@ -207,3 +207,26 @@ fn position_out_of_range() {
         }
     }
 }
+
+/// A device that has no memory left says how much was asked for, and keeps what it has: on CUDA, where memory is the
+/// device's own; elsewhere it is the host's, and a test had better not ask for all of that.
+#[test]
+fn out_of_memory() {
+    for device in devices().iter().filter(|device| device.kind() == DeviceKind::Cuda) {
+        let kept = Tensor::from_slice(device, &[1u32, 2, 3], &[3]).unwrap();
+        let mut all = Vec::new();
+        // The last piece is one that no device has.
+        for bytes in std::iter::repeat_n(32usize << 30, 16).chain([1 << 50]) {
+            match Tensor::zeros(device, DType::U8, &[bytes]) {
+                Ok(tensor) => all.push(tensor),
+                Err(Error::OutOfMemory { bytes: asked, .. }) => assert_eq!(asked, bytes, "{device}"),
+                Err(other) => panic!("{device}: {other}"),
+            }
+        }
+        assert!(all.len() < 16, "{device}: more memory than this test knows of");
+        assert_eq!(kept.to_vec::<u32>().unwrap(), [1, 2, 3], "{device}");
+        drop(all);
+        let again = Tensor::zeros(device, DType::U8, &[1 << 30]).unwrap();
+        assert_eq!(again.rows(0..1).unwrap().to_vec::<u8>().unwrap(), [0], "{device}");
+    }
+}
