@@ -412,6 +412,7 @@ impl Codes for Bytes {
     #[inline(always)]
     unsafe fn table() -> [__m512i; 8] {
         let bytes = &table(8).bytes;
+        // SAFETY: the level's instructions are enabled.
         let mut vectors = [unsafe { _mm512_setzero_si512() }; 8];
         for (i, vector) in vectors.iter_mut().enumerate() {
             // SAFETY: four vectors of each.

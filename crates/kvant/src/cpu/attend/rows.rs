@@ -67,12 +67,14 @@ pub(super) struct Packed<const BITS: u32> {
 
 impl<const BITS: u32> Packed<BITS> {
     /// The lowest four bits of a row's codes.
+    #[cfg(target_arch = "x86_64")]
     #[inline(always)]
     pub fn low(&self, row: usize) -> *const u8 {
         self.low.wrapping_add(row * self.low_stride)
     }
 
     /// Their further bits.
+    #[cfg(target_arch = "x86_64")]
     #[inline(always)]
     pub fn high(&self, row: usize) -> *const u8 {
         self.high.wrapping_add(row * self.high_stride)
@@ -117,6 +119,7 @@ pub(super) struct Bytes {
 }
 
 impl Bytes {
+    #[cfg(target_arch = "x86_64")]
     #[inline(always)]
     pub fn row(&self, row: usize) -> *const u8 {
         self.low.wrapping_add(row * self.stride)
@@ -247,6 +250,7 @@ impl Side {
     }
 
     /// The number of bits of a code, for a quantised side.
+    #[cfg(target_arch = "x86_64")]
     pub fn bits(&self) -> u32 {
         match self.loader {
             Loader::Tq4(_) => 4,
