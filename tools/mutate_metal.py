@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Breaks the Metal kernels, one small change at a time, and sees whether the tests notice.
 
-    tools/mutate_metal.py [--only softcap,attend] [--per-file 8] [--report docs/mutations.md]
+    tools/mutate_metal.py [--only softcap,attend] [--per-file 8] [--report FILE.md]
 
 Each mutant is a copy of crates/kvant/src/metal with one change in one file; the conformance suites of that file's
 operations run against it on the msl-host device (KVANT_METAL_DIR). The changes:
