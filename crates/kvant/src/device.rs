@@ -119,7 +119,7 @@ impl Device {
 }
 
 impl Default for Device {
-    /// Metal on a Mac, CUDA where a driver answers, else the CPU.
+    /// Metal on a Mac, CUDA where there are a GPU, its driver and NVRTC, else the CPU.
     fn default() -> Self {
         Device::open(DeviceKind::Metal).or_else(|_| Device::open(DeviceKind::Cuda)).unwrap_or_else(|_| Device::cpu())
     }

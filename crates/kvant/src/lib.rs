@@ -84,6 +84,11 @@
 //! No Apple hardware has run the Metal kernels yet: they are executed on Linux, by a test tool. `docs/verification.md` says
 //! what that shows and what it cannot show, and what ran on CUDA devices. A device that is not there says why:
 //! [`Device::list`].
+//!
+//! # Features
+//!
+//! `cuda` (default): the CUDA backend. It needs nothing to be built; driver and compiler are looked for at run time. The
+//! other backends depend on the system alone.
 
 mod backend;
 mod cache;

@@ -20,10 +20,14 @@ pub const HEAD_DIMS: [usize; 4] = [64, 128, 256, 512];
 /// layer, and j > p − window. On a ring, a slot's position is the largest one below lens\[s\] that maps to it.
 /// A token that sees nothing gets zeros. Slots that are not seen do not matter, whatever they hold.
 ///
-/// Query heads h·G .. (h+1)·G share KV head h, G = H / Hk. Scores and sums are f32, as is the softmax. One thing is
-/// rounded before, over a quantised layer: the centroids, and what they are multiplied by. CUDA, with an f16 or bf16 `out`,
-/// rounds them to f16 (a relative error of at most 2⁻¹² each); the CPU at
-/// [`SimdLevel::Avx512Vnni`](crate::SimdLevel::Avx512Vnni) takes them in fixed point (about 10⁻⁴ of a result in all).
+/// Query heads h·G .. (h+1)·G share KV head h, G = H / Hk. Scores and sums are f32, as is the softmax. What is multiplied
+/// is rounded before in two cases:
+///
+/// - Over a quantised layer, the centroids and what they are multiplied by: CUDA, with an f16 or bf16 `out`, rounds them to
+///   f16 (a relative error of at most 2⁻¹² each); the CPU at
+///   [`SimdLevel::Avx512Vnni`](crate::SimdLevel::Avx512Vnni) takes them in fixed point (about 10⁻⁴ of a result in all).
+/// - Elsewhere on CUDA, weights, centroids, and queries, keys and values in f32 are taken as sums of f16 or bf16 numbers,
+///   which hold 16 bits at least with an f16 or bf16 `out`, and 22 with an f32 one.
 pub struct Attend<'a> {
     /// `[T, H, D]`, f32, f16 or bf16; H a multiple of the layer's KV heads, D one of [`HEAD_DIMS`].
     pub q: &'a Tensor,
