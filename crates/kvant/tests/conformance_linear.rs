@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{FLOATS, Out, Output, Rng, conform, indices, input, run};
+use common::{Bound, FLOATS, Out, Output, Rng, conform, indices, input, run};
 use kvant::{
     DType, Device, Result, Tensor,
     ops::{self, Affine, Embed, Experts, Linear, Weight},
@@ -79,7 +79,8 @@ impl Case {
         let out = Out::new(device, self.out, &[self.tokens, self.outputs])?;
         let args = Linear { x: &x, weight: w.weight(), experts: None, alpha: self.alpha, out: &out.tensor };
         run(device, |enc| ops::linear(enc, &args))?;
-        Ok(vec![out.close("out")?])
+        let rows = if matches!(self.kind, Kind::Affine { .. }) { self.tokens } else { 0 };
+        Ok(vec![out.close_within("out", Bound::of(self.out).of_rows(device, rows))?])
     }
 
     fn check(self) {
@@ -87,7 +88,7 @@ impl Case {
     }
 }
 
-const TOKENS: [usize; 6] = [0, 1, 2, 5, 8, 33];
+const TOKENS: [usize; 7] = [0, 1, 2, 5, 8, 16, 33];
 
 #[test]
 fn dense() {
@@ -187,7 +188,8 @@ fn experts() {
                     let experts = Some(Experts { ids: &ids, expanded });
                     let args = Linear { x: &x, weight: w.weight(), experts, alpha: 0.5, out: &out.tensor };
                     run(device, |enc| ops::linear(enc, &args))?;
-                    Ok(vec![out.close("out")?])
+                    let rows = if matches!(kind, Kind::Affine { .. }) { tokens * top_k } else { 0 };
+                    Ok(vec![out.close_within("out", Bound::of(out_type).of_rows(device, rows))?])
                 });
             }
         }

@@ -247,8 +247,7 @@ impl Case {
                     last = Some((bytes, want));
                 }
                 let (_, want) = last.as_ref().expect("just made");
-                let got = self.attend(&layer, data)?.close_within("out", self.bound())?;
-                let want = &want.within(self.bound_on(device));
+                let got = self.attend(&layer, data)?.close_within("out", self.bound_on(device))?;
                 Ok(differences(&[got], std::slice::from_ref(want)))
             };
             match check() {

@@ -18,7 +18,10 @@ use super::{
     score,
     tile::{Queries, TILE},
 };
-use crate::{codec, cpu::simd::Avx512};
+use crate::{
+    codec,
+    cpu::simd::{Avx512, dot_pairs},
+};
 
 /// The outermost centroid.
 const LARGEST: f32 = 16383.0;
@@ -186,20 +189,6 @@ unsafe fn vector<T, const N: usize>(of: &[T; N]) -> __m512i {
     const { assert!(N * size_of::<T>() == 64) };
     // SAFETY: as long as a vector; AVX-512 is enabled.
     unsafe { _mm512_loadu_si512(of.as_ptr().cast()) }
-}
-
-/// Adds the products of pairs of words to each sum.
-///
-/// The intrinsic is of no use: of two in a row for one sum, the compiler takes the second apart into two instructions.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni")]
-unsafe fn dot(mut sum: __m512i, a: __m512i, b: __m512i) -> __m512i {
-    // SAFETY: it touches registers alone.
-    unsafe {
-        std::arch::asm!("vpdpwssd {0}, {1}, {2}", inout(zmm_reg) sum, in(zmm_reg) a, in(zmm_reg) b,
-            options(pure, nomem, nostack, preserves_flags));
-    }
-    sum
 }
 
 /// The centroids by the low bits of each word: 32, or 64 from two vectors.
@@ -540,7 +529,7 @@ impl<R: Codes> Score<R> {
                         for half in 0..2 {
                             let q = _mm512_loadu_si512(q.add(i * dim + half * 32).cast());
                             for (sum, k) in sums.iter_mut().zip(&k) {
-                                *sum = dot(*sum, k[half], q);
+                                *sum = dot_pairs(*sum, k[half], q);
                             }
                         }
                     }
@@ -550,7 +539,7 @@ impl<R: Codes> Score<R> {
                         for (i, sums) in sums.iter_mut().enumerate() {
                             for (half, &k) in k.iter().enumerate() {
                                 let q = _mm512_loadu_si512(q.add(i * dim + half * 32).cast());
-                                sums[j] = dot(sums[j], k, q);
+                                sums[j] = dot_pairs(sums[j], k, q);
                             }
                         }
                     }
@@ -701,7 +690,7 @@ impl<R: Codes> Add<R> {
                     let weight = _mm512_set1_epi32(weights.add(i * TILE / 2 + pair).read_unaligned());
                     for (sums, v) in sums.iter_mut().zip(&v) {
                         for (sum, &v) in sums.iter_mut().zip(v) {
-                            *sum = dot(*sum, v, weight);
+                            *sum = dot_pairs(*sum, v, weight);
                         }
                     }
                 }

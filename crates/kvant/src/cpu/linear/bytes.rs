@@ -73,6 +73,28 @@ impl Layout {
     }
 }
 
+/// The largest magnitude and the sum of a group. None if integers cannot stand for it: where one is not finite, or all
+/// are tiny.
+///
+/// # Safety
+/// The instructions of `Avx512Vnni` are there; the group is a whole number of vectors.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni")]
+pub(super) unsafe fn measure(group: &[f32]) -> Option<(f32, f32)> {
+    let (mut largest, mut sum) = (_mm512_setzero_ps(), _mm512_setzero_ps());
+    for x in group.chunks_exact(16) {
+        // SAFETY: a vector of floats.
+        let x = unsafe { _mm512_loadu_ps(x.as_ptr()) };
+        // In this order, because the maximum is the second operand when one is NaN, and then stays NaN.
+        largest = _mm512_max_ps(largest, _mm512_abs_ps(x));
+        sum = _mm512_add_ps(sum, x);
+    }
+    let (largest, sum) = (_mm512_reduce_max_ps(largest), _mm512_reduce_add_ps(sum));
+    // Of a NaN the maximum may lose sight, but the sum does not.
+    let holds = sum.is_finite() && largest <= 1e38 && (largest >= 1e-30 || group.iter().all(|&x| x == 0.0));
+    holds.then_some((largest, sum))
+}
+
 /// Prepares a row of activations. False if it cannot be: where one is not finite, or all of a group are tiny.
 ///
 /// # Safety
@@ -86,19 +108,7 @@ pub(super) unsafe fn prepare(layout: Layout, x: &[f32], to: &mut [f32]) -> bool 
     // only the vectors that the row has are read.
     unsafe {
         for (g, group) in x.chunks_exact(1 << layout.group).enumerate() {
-            let (mut largest, mut sum) = (_mm512_setzero_ps(), _mm512_setzero_ps());
-            for x in group.chunks_exact(16) {
-                let x = _mm512_loadu_ps(x.as_ptr());
-                // In this order, because the maximum is the second operand when one is NaN, and then stays NaN.
-                largest = _mm512_max_ps(largest, _mm512_abs_ps(x));
-                sum = _mm512_add_ps(sum, x);
-            }
-            let sum = _mm512_reduce_add_ps(sum);
-            let largest = _mm512_reduce_max_ps(largest);
-            // Of a NaN the maximum may lose sight, but the sum does not.
-            if !sum.is_finite() || largest > 1e38 || largest < 1e-30 && group.iter().any(|&x| x != 0.0) {
-                return false;
-            }
+            let Some((largest, sum)) = measure(group) else { return false };
             units.add(g).write(largest / LARGEST);
             sums.add(g).write(sum);
         }

@@ -12,6 +12,7 @@ use super::{
     super::{elements::Elements, scratch, simd::Kernel, simd::Simd},
     bytes,
     matrix::{self, Affine, Kind, Matrix, UNIT},
+    words,
 };
 use crate::DType;
 
@@ -57,6 +58,30 @@ impl<'a> Prepared<'a> {
     }
 }
 
+/// How activations become integers.
+#[derive(Clone, Copy)]
+pub(super) enum Integers {
+    /// For a few rows: three bytes each.
+    Bytes(bytes::Layout),
+    /// For many rows: two bytes each.
+    Words(bytes::Layout),
+}
+
+impl Integers {
+    fn inputs(&self) -> usize {
+        let (Integers::Bytes(layout) | Integers::Words(layout)) = self;
+        layout.inputs()
+    }
+
+    /// Floats per prepared row.
+    pub(super) fn stride(&self) -> usize {
+        match self {
+            Integers::Bytes(layout) => layout.words(),
+            Integers::Words(layout) => words::stride(*layout),
+        }
+    }
+}
+
 /// Prepares rows `first ..` of the activations, as many as fit `to`.
 pub(super) struct Prepare<'a> {
     pub matrix: Matrix,
@@ -94,26 +119,30 @@ impl Kernel for Prepare<'_> {
     }
 }
 
-/// Prepares rows as [`Prepare`] does, for `bytes`; false if one cannot be.
+/// Prepares rows as [`Prepare`] does, for products of integers; false if one cannot be.
 ///
-/// Only where the processor multiplies bytes.
-pub(super) struct PrepareBytes<'a> {
-    pub layout: bytes::Layout,
+/// Only where the processor multiplies those.
+pub(super) struct PrepareIntegers<'a> {
+    pub integers: Integers,
     pub x: Elements,
     pub first: usize,
     pub to: &'a mut [f32],
 }
 
-impl Kernel for PrepareBytes<'_> {
+impl Kernel for PrepareIntegers<'_> {
     type Output = bool;
     #[inline(always)]
     fn run<S: Simd>(self) -> bool {
-        let row = &mut *scratch::take(self.layout.inputs());
-        self.to.chunks_exact_mut(self.layout.words()).enumerate().all(|(i, to)| {
+        let inputs = self.integers.inputs();
+        let row = &mut *scratch::take(inputs);
+        self.to.chunks_exact_mut(self.integers.stride()).enumerate().all(|(i, to)| {
             // SAFETY: the caller's promise; the activations have these rows.
             unsafe {
-                self.x.load::<S>((self.first + i) * self.layout.inputs(), row);
-                bytes::prepare(self.layout, row, to)
+                self.x.load::<S>((self.first + i) * inputs, row);
+                match self.integers {
+                    Integers::Bytes(layout) => bytes::prepare(layout, row, to),
+                    Integers::Words(layout) => words::prepare(layout, row, to),
+                }
             }
         })
     }

@@ -1,7 +1,8 @@
 //! Many rows of activations times a matrix: prefill.
 //!
 //! A task takes some outputs of one matrix: it widens their weights to f32 in scratch memory, once for all rows, and
-//! multiplies with the `gemm` crate, which packs and blocks for the caches.
+//! multiplies with the `gemm` crate, which packs and blocks for the caches. Where the processor multiplies words, affine
+//! rows go through `words` instead.
 
 use std::ops::Range;
 
@@ -11,7 +12,9 @@ use super::{
         scratch,
         simd::{Kernel, Simd},
     },
-    matrix::{Kind, Matrix},
+    bytes::Layout,
+    matrix::{Affine, Kind, Matrix},
+    words,
 };
 use crate::DType;
 
@@ -131,6 +134,80 @@ impl ManyRows<'_> {
                 false,
                 gemm::Parallelism::None,
             );
+        }
+    }
+}
+
+/// Computes `outputs` of the rows of activations listed in `rows`, which [`words::prepare`] made.
+///
+/// Only where the processor multiplies words.
+pub(super) struct ManyWords<'a> {
+    pub affine: Affine,
+    pub layout: Layout,
+    /// The first row of the expert's matrix.
+    pub base: usize,
+    pub outputs: Range<usize>,
+    pub x: &'a [f32],
+    /// (row of `x`, row of `out`) of each product.
+    pub rows: &'a [[u32; 2]],
+    pub alpha: f32,
+    pub out: Elements,
+    /// Columns of `out`.
+    pub width: usize,
+}
+
+impl Kernel for ManyWords<'_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self) {
+        match self.affine.bits {
+            4 => self.panels::<S, 4>(),
+            6 => self.panels::<S, 6>(),
+            _ => self.panels::<S, 8>(),
+        }
+    }
+}
+
+impl ManyWords<'_> {
+    #[inline(always)]
+    fn panels<S: Simd, const BITS: usize>(&self) {
+        let (layout, inputs, groups) = (self.layout, self.layout.inputs(), self.layout.groups());
+        let stride = words::stride(layout);
+        let panel = &mut *scratch::take(words::panel(layout) + 16);
+        // A vector that straddles two lines of the cache costs two reads.
+        let aligned = panel.as_ptr().align_offset(64).min(16);
+        let panel = &mut panel[aligned..][..words::panel(layout)];
+        let factors = &mut *scratch::take(2 * words::OUTPUTS * groups);
+        for first in self.outputs.clone().step_by(words::OUTPUTS) {
+            let count = (self.outputs.end - first).min(words::OUTPUTS);
+            // SAFETY: the rows exist; `dispatch_bytes` enables the instructions. No other task writes these outputs.
+            unsafe {
+                let factors = &mut factors[..2 * count * groups];
+                self.affine.scales::<S>(self.base + first, count, inputs, factors);
+                // At the end the last output is computed more than once.
+                let row = |n: usize| n.min(count - 1);
+                let to = &mut panel[words::OUTPUTS * inputs / 2..];
+                for (i, to) in to.chunks_exact_mut(words::OUTPUTS).enumerate() {
+                    let (from, group) = if i < groups { (0, i) } else { (count, i - groups) };
+                    for (n, to) in to.iter_mut().enumerate() {
+                        *to = factors[(from + row(n)) * groups + group];
+                    }
+                }
+                let codes = std::array::from_fn(|n| self.affine.codes(self.base + first + row(n), inputs));
+                words::unpack::<BITS>(layout, codes, panel);
+                for rows in self.rows.chunks(words::ROWS) {
+                    // So is the last row of activations.
+                    let x = std::array::from_fn(|t| {
+                        let row = rows[t.min(rows.len() - 1)][0] as usize;
+                        self.x[row * stride..][..stride].as_ptr()
+                    });
+                    let mut products = words::products(layout, panel, x);
+                    for (row, &[_, out]) in products.iter_mut().zip(rows) {
+                        row.iter_mut().for_each(|product| *product *= self.alpha);
+                        self.out.store::<S>(out as usize * self.width + first, &row[..count]);
+                    }
+                }
+            }
         }
     }
 }

@@ -10,12 +10,14 @@ mod bytes;
 mod few_rows;
 mod many_rows;
 pub(super) mod matrix;
+#[cfg_attr(not(target_arch = "x86_64"), path = "no_words.rs")]
+mod words;
 
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
-use few_rows::{FewRows, Prepare, PrepareBytes, Prepared};
-use many_rows::ManyRows;
-use matrix::Matrix;
+use few_rows::{FewRows, Integers, Prepare, PrepareIntegers, Prepared};
+use many_rows::{ManyRows, ManyWords};
+use matrix::{Kind, Matrix};
 
 use super::{
     Cpu, SimdLevel,
@@ -29,6 +31,8 @@ const X_ROWS: usize = 1024;
 /// As many output rows as this for one matrix, and it is widened and multiplied: there the two ways were measured to be
 /// equally fast.
 const MANY: usize = 64;
+/// The same for products of words instead of bytes: from here on those are faster.
+const MANY_WORDS: usize = 16;
 /// Outputs of a task that widens weights.
 const MANY_TILE: usize = 128;
 /// Multiply-adds below which handing out tasks costs more than it saves.
@@ -65,25 +69,26 @@ fn run_rows(cpu: &Cpu, call: &Call, first: usize, x_rows: usize) {
             most = most.max((bounds[expert + 1] - bounds[expert]) as usize);
         }
     }
-    let layout = matrix.layout().filter(|_| cpu.level == SimdLevel::Avx512Vnni && most < MANY && matrix.inputs > 0);
-    let floats = few_rows::stride(&matrix);
-    let prepared = &mut *scratch::take(x_rows * layout.map_or(floats, |layout| layout.words()).max(floats));
+    let integers = matrix.layout().filter(|_| cpu.level == SimdLevel::Avx512Vnni && matrix.inputs > 0);
+    let integers = integers.map(if most < MANY_WORDS { Integers::Bytes } else { Integers::Words });
+    let stride = few_rows::stride(&matrix);
+    let prepared = &mut *scratch::take(x_rows * integers.map_or(stride, |integers| integers.stride()).max(stride));
     let x = Elements::of(&call.x);
-    let in_bytes = layout.filter(|&layout| {
+    let integers = integers.filter(|&integers| {
         let failed = AtomicBool::new(false);
-        prepare(cpu, layout.words(), &mut prepared[..x_rows * layout.words()], |row, to| {
-            if !cpu.level.dispatch_bytes(PrepareBytes { layout, x, first: first + row, to }) {
+        prepare(cpu, integers.stride(), &mut prepared[..x_rows * integers.stride()], |row, to| {
+            if !cpu.level.dispatch_bytes(PrepareIntegers { integers, x, first: first + row, to }) {
                 failed.store(true, Relaxed);
             }
         });
         !failed.into_inner()
     });
-    if in_bytes.is_none() {
-        prepare(cpu, floats, &mut prepared[..x_rows * floats], |row, to| {
+    if integers.is_none() {
+        prepare(cpu, stride, &mut prepared[..x_rows * stride], |row, to| {
             cpu.level.dispatch(Prepare { matrix, x, first: first + row, to });
         });
     }
-    Products { call, matrix, floats: prepared, in_bytes, rows, bounds, chosen: &chosen[..count] }.run(cpu, most);
+    Products { call, matrix, floats: prepared, integers, rows, bounds, chosen: &chosen[..count] }.run(cpu, most);
 }
 
 /// Calls `run` with the number of a row and space for it and some that follow, for all rows of `stride`.
@@ -134,8 +139,8 @@ struct Products<'a> {
     matrix: Matrix,
     /// The prepared activations.
     floats: &'a [f32],
-    /// Whether they are prepared for `bytes`.
-    in_bytes: Option<bytes::Layout>,
+    /// Whether they are integers.
+    integers: Option<Integers>,
     /// The rows by matrix.
     rows: &'a [[u32; 2]],
     bounds: &'a [u32],
@@ -153,7 +158,8 @@ impl Products<'_> {
         }
         let pieces = (work / ALONE).clamp(threads, 4 * threads).div_ceil(self.chosen.len());
         let tile = outputs.div_ceil(pieces).next_multiple_of(32);
-        let tile = if most < MANY { tile } else { tile.min(MANY_TILE) };
+        let widened = most >= MANY || matches!(self.integers, Some(Integers::Words(_)));
+        let tile = if widened { tile.min(MANY_TILE) } else { tile };
         let tiles = outputs.div_ceil(tile);
         cpu.pool.run(self.chosen.len() * tiles, |task| {
             let start = task % tiles * tile;
@@ -172,13 +178,19 @@ impl Products<'_> {
         let (matrix, alpha, out, width) =
             (self.matrix, self.call.alpha, Elements::of(&self.call.out), self.call.dims.outputs);
         let base = expert * width;
+        let (x, stride) = (self.floats, few_rows::stride(&matrix));
+        let in_bytes = match (self.integers, matrix.kind) {
+            (Some(Integers::Words(layout)), Kind::Affine(affine)) => {
+                let words = ManyWords { affine, layout, base, outputs, x, rows, alpha, out, width };
+                return cpu.level.dispatch_bytes(words);
+            }
+            (Some(Integers::Bytes(layout)), _) => Some(layout),
+            _ => None,
+        };
         if rows.len() < MANY || matrix.inputs == 0 {
-            let in_bytes = self.in_bytes;
-            let x = in_bytes
-                .map_or_else(|| Prepared::new(&matrix, self.floats), |layout| Prepared::bytes(layout, self.floats));
+            let x = in_bytes.map_or_else(|| Prepared::new(&matrix, x), |layout| Prepared::bytes(layout, x));
             return cpu.level.dispatch_bytes(FewRows { matrix, base, outputs, x, in_bytes, rows, alpha, out, width });
         }
-        let (x, stride) = (self.floats, few_rows::stride(&matrix));
         let in_order = self.call.experts.is_none();
         cpu.level.dispatch(ManyRows { matrix, base, outputs, x, stride, rows, in_order, alpha, out, width });
     }

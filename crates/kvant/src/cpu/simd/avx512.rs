@@ -321,3 +321,20 @@ unsafe fn permute32(table: *const f32, index: __m512i) -> __m512 {
     // SAFETY: AVX-512 is enabled; the caller's table has 32 entries.
     unsafe { _mm512_permutex2var_ps(_mm512_loadu_ps(table), index, _mm512_loadu_ps(table.add(16))) }
 }
+
+/// Adds the products of pairs of words with a sign to each sum.
+///
+/// The intrinsic is of no use: of two in a row for one sum, the compiler takes the second apart into two instructions.
+///
+/// # Safety
+/// The instructions of `Avx512Vnni` are there.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni")]
+pub(in crate::cpu) unsafe fn dot_pairs(mut sum: __m512i, a: __m512i, b: __m512i) -> __m512i {
+    // SAFETY: it touches registers alone.
+    unsafe {
+        std::arch::asm!("vpdpwssd {0}, {1}, {2}", inout(zmm_reg) sum, in(zmm_reg) a, in(zmm_reg) b,
+            options(pure, nomem, nostack, preserves_flags));
+    }
+    sum
+}

@@ -11,7 +11,7 @@ mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 #[cfg(target_arch = "x86_64")]
-pub(super) use avx512::Avx512;
+pub(super) use avx512::{Avx512, dot_pairs};
 #[cfg(target_arch = "aarch64")]
 mod neon;
 mod portable;
