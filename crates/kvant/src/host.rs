@@ -51,6 +51,8 @@ impl HostMemory {
 }
 
 /// Blocks from here on ask for huge pages: reading a cache or weights in pages of 4 KiB is bound by address translation.
+/// The price: what is touched first takes 2 MiB, so a cache of large capacity, head by head, takes that much for each head as
+/// soon as it holds one token.
 #[cfg(target_os = "linux")]
 const HUGE_FROM: usize = 8 << 20;
 

@@ -16,6 +16,9 @@ pub fn huge_pages<T>(memory: &mut [std::mem::MaybeUninit<T>]) {
         const PAGE: usize = 4096;
         let skip = memory.as_ptr().addr().wrapping_neg() % PAGE;
         let bytes = size_of_val(memory).saturating_sub(skip) / PAGE * PAGE;
+        if bytes == 0 {
+            return;
+        }
         // SAFETY: whole pages within the memory. It is a wish: whether it is granted does not matter.
         unsafe { libc::madvise(memory.as_mut_ptr().cast::<u8>().add(skip).cast(), bytes, libc::MADV_HUGEPAGE) };
     }

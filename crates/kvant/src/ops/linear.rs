@@ -14,7 +14,7 @@ pub(crate) const NAME: &str = "linear";
 /// Products and sums are those of f32, whatever the types. One exception: from 16 rows for one matrix on, the CPU's level
 /// [`SimdLevel::Avx512Vnni`](crate::SimdLevel::Avx512Vnni) rounds the activations that meet affine weights to 16 bits,
 /// counted from the largest of each group. That is an error of about 2·10⁻⁵ of a result's root mean square, where f32 has 10⁻⁷
-/// and bf16 2·10⁻³; the products take half the time.
+/// and bf16 some 10⁻³; the products take half the time.
 pub struct Linear<'a> {
     /// `[T, K]`, f32, f16 or bf16.
     pub x: &'a Tensor,

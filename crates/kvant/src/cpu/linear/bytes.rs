@@ -3,7 +3,7 @@
 //! Codes are bytes without a sign. Activations become integers of 24 bits, multiples of a unit that each group has for
 //! itself, cut into three bytes with a sign: an error of some 2⁻²⁴ of the group's largest, as if they were f32 of one
 //! exponent. An instruction multiplies 64 codes with 64 such bytes and adds the products up by fours;
-//! the sums of the three bytes are put together in integers, without rounding, then scaled by group.
+//! the sums of the three bytes are put together in integers (those of 8-bit codes in f32), then scaled by group.
 //!
 //! Codes of 4 bits are taken 128 at a time, the even ones, then the odd ones, and those of 6 and 8 bits 64 at a time.
 //! Either way a lane of the sums holds neighbouring inputs, which have one scale.
@@ -85,13 +85,12 @@ pub(super) unsafe fn measure(group: &[f32]) -> Option<(f32, f32)> {
     for x in group.chunks_exact(16) {
         // SAFETY: a vector of floats.
         let x = unsafe { _mm512_loadu_ps(x.as_ptr()) };
-        // In this order, because the maximum is the second operand when one is NaN, and then stays NaN.
         largest = _mm512_max_ps(largest, _mm512_abs_ps(x));
         sum = _mm512_add_ps(sum, x);
     }
     let (largest, sum) = (_mm512_reduce_max_ps(largest), _mm512_reduce_add_ps(sum));
     // Of a NaN the maximum may lose sight, but the sum does not.
-    let holds = sum.is_finite() && largest <= 1e38 && (largest >= 1e-30 || group.iter().all(|&x| x == 0.0));
+    let holds = sum.is_finite() && largest <= 1e38 && (largest >= 1e-20 || group.iter().all(|&x| x == 0.0));
     holds.then_some((largest, sum))
 }
 
@@ -101,7 +100,7 @@ pub(super) unsafe fn measure(group: &[f32]) -> Option<(f32, f32)> {
 /// The instructions of `Avx512Vnni` are there; `x` is as long as a row of the matrix, `to` as [`Layout::words`] says.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni")]
 pub(super) unsafe fn prepare(layout: Layout, x: &[f32], to: &mut [f32]) -> bool {
-    let (bytes, units, sums) = layout.split(to.as_ptr());
+    let (bytes, units, sums) = layout.split(to.as_mut_ptr());
     let (bytes, units, sums) = (bytes.cast_mut(), units.cast_mut(), sums.cast_mut());
     let (groups, parts) = (layout.groups(), layout.parts());
     // SAFETY: groups lie within the row and their numbers within the prepared row; blocks likewise, and of the last one
@@ -177,8 +176,9 @@ pub(super) unsafe fn dots<const BITS: usize, const R: usize, const T: usize>(
     let (whole, rest) = (layout.inputs / layout.block(), layout.inputs % layout.block());
     // SAFETY: the caller's promise; of the last block only the words that the row has are read.
     unsafe {
+        let words = ((1u32 << (layout.block() * BITS / 32)) - 1) as __mmask16;
         for index in 0..whole {
-            Block { layout, index, words: !0, lanes: !0 }.add::<BITS, R, T>(rows, &x, &mut total);
+            Block { layout, index, words, lanes: !0 }.add::<BITS, R, T>(rows, &x, &mut total);
         }
         if rest > 0 {
             let words = (1 << (rest * BITS / 32)) - 1;

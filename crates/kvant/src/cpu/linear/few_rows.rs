@@ -409,7 +409,7 @@ impl<const BITS: usize> Grouped<BITS> {
                 let mut dot = [[S::zero(); T]; R];
                 // Rows follow one another: in the order of their addresses, whichever row this is.
                 for at in (group * R * bytes..(group + 1) * R * bytes).step_by(64) {
-                    S::prefetch_far(codes[0].wrapping_add(AHEAD + at));
+                    S::prefetch(codes[0].wrapping_add(AHEAD + at));
                 }
                 for unit in 0..units {
                     let at = (group * units + unit) * UNIT;

@@ -150,7 +150,7 @@ impl Affine {
             // Those of as many rows more, while these are in use.
             for parts in [self.scales, self.biases] {
                 let (start, bytes) = (parts.at(first * groups), count * groups * parts.dtype.size());
-                (bytes..2 * bytes).step_by(64).for_each(|at| S::prefetch_far(start.wrapping_add(at)));
+                (bytes..2 * bytes).step_by(64).for_each(|at| S::prefetch(start.wrapping_add(at)));
             }
         }
     }

@@ -1,9 +1,9 @@
 //! out\[r\] = alpha · x\[r / rows_per_input\] · Wᵀ, with one matrix or with one of E for each row.
 //!
-//! The activations are first widened to f32, in the order in which the kernels take their inputs. The output rows are
-//! listed by matrix, so that each matrix that was chosen is read once; a task is a range of outputs of one of them.
-//! A matrix that few rows chose goes through `few_rows` (bound by memory), one that many chose through `many_rows`
-//! (bound by arithmetic).
+//! The activations are first widened to f32, in the order in which the kernels take their inputs; where weights are
+//! affine and the processor multiplies integers, they become those. The output rows are listed by matrix, so that each
+//! matrix that was chosen is read once; a task is a range of outputs of one of them. A matrix that few rows chose goes
+//! through `few_rows` (bound by memory), one that many chose through `many_rows` (bound by arithmetic).
 
 #[cfg_attr(not(target_arch = "x86_64"), path = "no_bytes.rs")]
 mod bytes;
@@ -83,6 +83,7 @@ fn run_rows(cpu: &Cpu, call: &Call, first: usize, x_rows: usize) {
         });
         !failed.into_inner()
     });
+    // One row that integers cannot stand for, and all are floats.
     if integers.is_none() {
         prepare(cpu, stride, &mut prepared[..x_rows * stride], |row, to| {
             cpu.level.dispatch(Prepare { matrix, x, first: first + row, to });

@@ -194,3 +194,53 @@ fn threads_do_not_change_a_bit() {
         }
     }
 }
+
+/// Integers cannot stand for what is not finite, nor for the tiny or huge: such rows are computed all the same, and their
+/// neighbours do not notice.
+#[test]
+fn rows_that_integers_cannot_stand_for() {
+    let (inputs, outputs) = (256, 40);
+    let reference = Device::reference();
+    let mut all = devices();
+    all.push(reference.clone());
+    for (bits, group) in [(4, 64), (6, 32), (8, 128)] {
+        for tokens in [7, 20, 70] {
+            let mut numbers = Numbers(11);
+            let mut x = numbers.floats(tokens * inputs);
+            x[2 * inputs + 17] = f32::NAN;
+            x[4 * inputs + 255] = f32::INFINITY;
+            x[5 * inputs..6 * inputs].iter_mut().for_each(|x| *x *= 1e-27);
+            x[6 * inputs..7 * inputs].iter_mut().for_each(|x| *x *= 1e34);
+            let words: Vec<u32> = (0..outputs * inputs * bits / 32).map(|_| numbers.bits()).collect();
+            let (scales, biases) = (numbers.floats(outputs * inputs / group), numbers.floats(outputs * inputs / group));
+            let product = |device: &Device| -> Vec<f32> {
+                let x = tensor(device, DType::F32, &x, &[tokens, inputs]);
+                let codes = Tensor::from_slice(device, &words, &[outputs, inputs * bits / 32]).unwrap();
+                let [scales, biases] =
+                    [&scales, &biases].map(|s| tensor(device, DType::F32, s, &[outputs, inputs / group]));
+                let (codes, scales, biases) = (&codes, &scales, &biases);
+                let weight = Weight::Affine(ops::Affine { codes, scales, biases, bits: bits as u32, group });
+                let out = tensor(device, DType::F32, &vec![7.0; tokens * outputs], &[tokens, outputs]);
+                let mut enc = device.encoder().unwrap();
+                ops::linear(&mut enc, &Linear { x: &x, weight, experts: None, alpha: 1.0, out: &out }).unwrap();
+                enc.commit().unwrap().wait().unwrap();
+                out.to_f32().unwrap()
+            };
+            let want = product(&reference);
+            for device in &all {
+                let got = product(device);
+                for (t, (got, want)) in got.chunks(outputs).zip(want.chunks(outputs)).enumerate() {
+                    if t == 2 || t == 4 {
+                        assert!(got.iter().all(|x| !x.is_finite()), "{device}, {bits} bits, row {t} of {tokens}");
+                        continue;
+                    }
+                    let largest = want.iter().fold(0f32, |a, x| a.max(x.abs()));
+                    for (x, y) in got.iter().zip(want) {
+                        let close = (x - y).abs() <= largest * 1e-4;
+                        assert!(close, "{device}, {bits} bits, row {t} of {tokens}: {x}, not {y}");
+                    }
+                }
+            }
+        }
+    }
+}

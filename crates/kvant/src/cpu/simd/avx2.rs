@@ -211,10 +211,6 @@ impl Simd for Avx2 {
         unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) }
     }
     #[inline(always)]
-    unsafe fn prefetch_far(at: *const u8) {
-        unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) }
-    }
-    #[inline(always)]
     unsafe fn codes4(low: *const u8) -> (__m256i, __m256i) {
         unsafe {
             let low = _mm256_cvtepu8_epi32(_mm_loadl_epi64(low.cast()));

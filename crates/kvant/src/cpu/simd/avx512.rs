@@ -208,10 +208,6 @@ impl Simd for Avx512 {
         unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) }
     }
     #[inline(always)]
-    unsafe fn prefetch_far(at: *const u8) {
-        unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) }
-    }
-    #[inline(always)]
     unsafe fn codes4(low: *const u8) -> (__m512i, __m512i) {
         unsafe {
             let low = _mm512_cvtepu8_epi32(_mm_loadu_si128(low.cast()));

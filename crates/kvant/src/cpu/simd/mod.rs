@@ -211,12 +211,6 @@ pub(crate) trait Simd: Copy + 'static {
         let _ = at;
     }
 
-    /// Asks for the cache line of an address, which need not be valid, for later: the second cache is near enough.
-    #[inline(always)]
-    unsafe fn prefetch_far(at: *const u8) {
-        let _ = at;
-    }
-
     /// The Walsh–Hadamard transform of the lanes, not normalised, as butterflies of distance LANES/2, …, 2, 1: of two
     /// lanes that differ in one bit of their number, the lower gets the sum and the upper the difference, lower − upper.
     #[inline(always)]
