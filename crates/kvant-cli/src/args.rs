@@ -1,8 +1,9 @@
 //! Arguments that several subcommands share.
 
-use std::{fmt, str::FromStr};
+use std::{fmt, path::Path, str::FromStr};
 
-use kvant::{Codec, CpuOptions, Device, device::DeviceKind};
+use kvant::{Codec, CpuOptions, DType, Device, device::DeviceKind};
+use kvant_models::{LoadOptions, Model};
 
 use crate::Result;
 
@@ -42,6 +43,37 @@ impl DeviceArgs {
             (DeviceKind::Cpu, threads) => Ok(Device::cpu_with(CpuOptions { threads, simd: None })?),
             (kind, Some(_)) => Err(format!("--threads is for the CPU, and the device is {kind}").into()),
         }
+    }
+}
+
+/// `--activations`.
+#[derive(clap::Args)]
+pub struct ActivationArgs {
+    /// Type of the numbers between operations. Caches and weights keep theirs, sums are f32 either way; the fastest
+    /// attention on CUDA is for f16 and bf16
+    #[arg(long, value_name = "TYPE", value_enum, default_value_t = Activations::F32)]
+    activations: Activations,
+}
+
+#[derive(Clone, Copy, clap::ValueEnum)]
+enum Activations {
+    F32,
+    F16,
+    Bf16,
+}
+
+impl ActivationArgs {
+    pub fn dtype(&self) -> DType {
+        match self.activations {
+            Activations::F32 => DType::F32,
+            Activations::F16 => DType::F16,
+            Activations::Bf16 => DType::BF16,
+        }
+    }
+
+    /// A checkpoint, to run with such activations.
+    pub fn load(&self, directory: &Path, device: &Device) -> Result<Model> {
+        Ok(Model::load_with(directory, device, &LoadOptions { activations: self.dtype() })?)
     }
 }
 

@@ -7,12 +7,12 @@ use std::{
 };
 
 use kvant::Codec;
-use kvant_models::{CacheOptions, Model, Request, Sampling, TextStream, Tokenizer, generate};
+use kvant_models::{CacheOptions, Request, Sampling, TextStream, Tokenizer, generate};
 use serde::Serialize;
 
 use crate::{
     Result,
-    args::{DeviceArgs, Kv},
+    args::{ActivationArgs, DeviceArgs, Kv},
     output, shipped,
 };
 
@@ -46,6 +46,8 @@ pub struct Args {
     #[arg(long, default_value_t = Kv::F16)]
     kv: Kv,
     #[command(flatten)]
+    activations: ActivationArgs,
+    #[command(flatten)]
     device: DeviceArgs,
     /// One JSON object: text, prompt_tokens, generated_tokens, prompt_tokens_per_s, decode_tokens_per_s, cache_bytes,
     /// cache_bytes_f16, kv, device; the text streams to standard error
@@ -74,7 +76,7 @@ pub fn run(args: &Args) -> Result {
     let prompt = prompt(args)?;
     let tokenizer = Tokenizer::load(&directory)?;
     let prompt_ids = tokenizer.encode(&prompt, true)?;
-    let model = Model::load(&directory, &device)?;
+    let model = args.activations.load(&directory, &device)?;
     let capacity = prompt_ids.len().saturating_add(args.max_tokens as usize);
     let options = CacheOptions { k: args.kv.k, v: args.kv.v, capacity, ..CacheOptions::default() };
     let mut cache = model.new_cache(&options)?;

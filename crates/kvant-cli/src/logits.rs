@@ -2,11 +2,11 @@
 
 use std::path::PathBuf;
 
-use kvant_models::{CacheOptions, Logits, Model};
+use kvant_models::{CacheOptions, Logits};
 
 use crate::{
     Result,
-    args::{DeviceArgs, Kv},
+    args::{ActivationArgs, DeviceArgs, Kv},
     output, tokens,
 };
 
@@ -31,6 +31,8 @@ pub struct Args {
     #[arg(long, value_name = "FILE")]
     out: PathBuf,
     #[command(flatten)]
+    activations: ActivationArgs,
+    #[command(flatten)]
     device: DeviceArgs,
 }
 
@@ -52,7 +54,7 @@ pub fn run(args: &Args) -> Result {
         (None, None) => unreachable!("clap asks for one of them"),
     };
     let device = args.device.open()?;
-    let model = Model::load(&args.model, &device)?;
+    let model = args.activations.load(&args.model, &device)?;
     let step = args.step.map_or(tokens.len(), |step| step as usize);
     let mut cache = model.new_cache(&CacheOptions {
         k: args.kv.k,

@@ -150,7 +150,7 @@ impl Config {
             layers: layers(&text, heads)?,
             rms_norm_eps: eps as f32,
             final_softcap: text
-                .float_or_null("final_logit_softcapping", "positive", |c| c > 0.0 && c < 1e6)?
+                .float_or_null("final_logit_softcapping", "positive", |c| c as f32 > 0.0 && c < 1e6)?
                 .map(|c| c as f32),
             tie_word_embeddings: match text.bool_or_null("tie_word_embeddings")? {
                 Some(tie) => tie,

@@ -319,6 +319,8 @@ fn absurd_configurations_are_refused_by_key() {
         ("rms_norm_eps", json!("tiny")),
         ("final_logit_softcapping", json!(0.0)),
         ("final_logit_softcapping", json!(-3)),
+        // Not zero, but as f32 it is.
+        ("final_logit_softcapping", json!(9e-309)),
         ("num_kv_shared_layers", json!(2)),
         ("num_experts", json!(0)),
         ("num_experts", json!(1 << 20)),

@@ -239,7 +239,8 @@ fn truncated_sequences_go_on_exactly() {
     let mut straight = model.new_cache(&exact(400, 300)).unwrap();
     let all = [&tokens[..], &[20, 21]].concat();
     let expected = model.forward(&mut straight, 0, &all, Logits::Last).unwrap().to_f32().unwrap();
-    assert!(max_difference(&again, &expected) < 2e-3);
+    // Prompts may be rounded to 16 bits on the way, a few tokens to 24 (`ops::Linear`).
+    assert!(max_difference(&again, &expected) < 5e-3);
 }
 
 #[test]
@@ -316,7 +317,9 @@ fn forward_into_takes_the_last_rows() {
         cache.clear(0).unwrap();
         let out = Tensor::zeros(&Device::cpu(), DType::F32, &[rows, 4096]).unwrap();
         model.forward_into(&mut cache, 0, &tokens, &out).unwrap();
-        assert!(max_difference(&out.to_f32().unwrap(), &all[(50 - rows) * 4096..]) < 1e-4, "{rows} rows");
+        // A few rows may be computed more precisely than many (`ops::Linear`).
+        let bound = if rows < 16 { 5e-3 } else { 1e-4 };
+        assert!(max_difference(&out.to_f32().unwrap(), &all[(50 - rows) * 4096..]) < bound, "{rows} rows");
     }
     // What comes out of the model is fit for the library's own operations.
     let best = Tensor::zeros(&Device::cpu(), DType::U32, &[50]).unwrap();

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use kvant::{DType, Device, Tensor, ops};
+use kvant::{Device, Tensor, ops};
 
 use super::{Case, Measured, buffers, timing};
 use crate::Result;
@@ -11,8 +11,8 @@ pub fn measure(device: &Device, case: &Case, budget: Duration) -> Result<Measure
     let context = case.context as usize;
     let layers = buffers::layers(device, case, context)?;
     let shape = [1, case.shape.heads, case.shape.head_dim];
-    let q = buffers::random(device, &shape, 3)?;
-    let out = Tensor::zeros(device, DType::F32, &shape)?;
+    let q = buffers::random(device, case.activations, &shape, 3)?;
+    let out = Tensor::zeros(device, case.activations, &shape)?;
     let step = buffers::step(device, context - 1, context)?;
     let mut attend = ops::Attend {
         q: &q,

@@ -1,6 +1,6 @@
 //! What the cases run on: random numbers, and enough cache layers that a processor's cache cannot hold them.
 
-use kvant::{Device, KvLayer, LayerSpec, SlotOrder, Step, Tensor, device::DeviceKind, ops};
+use kvant::{DType, Device, KvLayer, LayerSpec, SlotOrder, Step, Tensor, bf16, device::DeviceKind, f16, ops};
 
 use super::Case;
 use crate::{Result, args::Kv, output};
@@ -10,7 +10,7 @@ const ROTATION: usize = 700_000_000;
 /// Tokens that are written at once while filling.
 const CHUNK: usize = 1024;
 
-/// Keys and values of new tokens, f32 `[tokens, kv_heads, head_dim]`.
+/// Keys and values of new tokens, `[tokens, kv_heads, head_dim]`.
 pub struct Source {
     pub k: Tensor,
     pub v: Tensor,
@@ -19,7 +19,7 @@ pub struct Source {
 impl Source {
     pub fn new(device: &Device, case: &Case, tokens: usize) -> Result<Source> {
         let shape = [tokens, case.shape.kv_heads, case.shape.head_dim];
-        Ok(Source { k: random(device, &shape, 1)?, v: random(device, &shape, 2)? })
+        Ok(Source { k: random(device, case.activations, &shape, 1)?, v: random(device, case.activations, &shape, 2)? })
     }
 }
 
@@ -113,8 +113,8 @@ pub fn step(device: &Device, start: usize, end: usize) -> Result<Step> {
     Ok(Step::new(device, 1, &tokens)?)
 }
 
-/// Random numbers of variance 1, f32: sums of four uniform ones, which is normal enough for a clock.
-pub fn random(device: &Device, shape: &[usize], seed: u64) -> Result<Tensor> {
+/// Random numbers of variance 1: sums of four uniform ones, which is normal enough for a clock.
+pub fn random(device: &Device, dtype: DType, shape: &[usize], seed: u64) -> Result<Tensor> {
     let elements = shape.iter().fold(1usize, |n, &dim| n.saturating_mul(dim));
     must_fit(elements.saturating_mul(2 * size_of::<f32>()))?; // here and on the device
     let mut state = seed;
@@ -132,7 +132,11 @@ pub fn random(device: &Device, shape: &[usize], seed: u64) -> Result<Tensor> {
             (sum as f32 - 2.0 * 65535.0) * scale
         })
         .collect();
-    Ok(Tensor::from_slice(device, &values, shape)?)
+    Ok(match dtype {
+        DType::F16 => Tensor::from_slice(device, &values.into_iter().map(f16::from_f32).collect::<Vec<_>>(), shape),
+        DType::BF16 => Tensor::from_slice(device, &values.into_iter().map(bf16::from_f32).collect::<Vec<_>>(), shape),
+        _ => Tensor::from_slice(device, &values, shape),
+    }?)
 }
 
 #[cfg(test)]
@@ -141,7 +145,7 @@ mod tests {
 
     #[test]
     fn random_numbers_have_mean_0_and_variance_1() {
-        let x = random(&Device::cpu(), &[10_000], 7).unwrap().to_f32().unwrap();
+        let x = random(&Device::cpu(), DType::F32, &[10_000], 7).unwrap().to_f32().unwrap();
         let mean = x.iter().sum::<f32>() / x.len() as f32;
         let variance = x.iter().map(|x| (x - mean).powi(2)).sum::<f32>() / x.len() as f32;
         assert!(mean.abs() < 0.05 && (variance - 1.0).abs() < 0.05, "mean {mean}, variance {variance}");

@@ -10,7 +10,7 @@ use kvant_models::{CacheOptions, Logits, Model};
 use super::{How, Line, Measured, print, timing};
 use crate::{
     Result,
-    args::{DeviceArgs, Kv},
+    args::{ActivationArgs, DeviceArgs, Kv},
     shipped,
 };
 
@@ -32,6 +32,8 @@ pub struct Args {
     #[arg(long, value_name = "KV,…", value_delimiter = ',', default_value = "f16,tq4")]
     kv: Vec<Kv>,
     #[command(flatten)]
+    activations: ActivationArgs,
+    #[command(flatten)]
     device: DeviceArgs,
     #[command(flatten)]
     how: How,
@@ -41,7 +43,7 @@ pub fn run(args: &Args) -> Result {
     let directory = shipped::directory(args.model.as_deref())?;
     let budget = args.how.budget()?;
     let device = args.device.open()?;
-    let model = Model::load(&directory, &device)?;
+    let model = args.activations.load(&directory, &device)?;
     for &context in &args.context {
         for &kv in &args.kv {
             let measured = measure(&model, kv, context as usize, budget)?;

@@ -9,12 +9,12 @@ mod timing;
 
 use std::time::Duration;
 
-use kvant::Device;
+use kvant::{DType, Device};
 use serde::Serialize;
 
 use crate::{
     Result,
-    args::{DeviceArgs, Heads, Kv},
+    args::{ActivationArgs, DeviceArgs, Heads, Kv},
     output,
 };
 
@@ -42,6 +42,8 @@ pub enum Bench {
 pub struct OpArgs {
     #[command(flatten)]
     device: DeviceArgs,
+    #[command(flatten)]
+    activations: ActivationArgs,
     /// head_dim:heads:kv_heads of the attention layers
     #[arg(long, value_name = "D:H:Hk,…", value_delimiter = ',', default_value = "128:32:8,256:16:8,512:16:2")]
     shapes: Vec<Heads>,
@@ -79,6 +81,8 @@ struct Case {
     context: u32,
     /// Means nothing to operations without a cache.
     kv: Kv,
+    /// Of queries, new keys and values, and outputs.
+    activations: DType,
 }
 
 /// What came out.
@@ -140,7 +144,8 @@ fn cases(
     for &shape in &args.shapes {
         for &context in &contexts {
             for &kv in &kvs {
-                let measured = measure(&device, &Case { shape, context, kv }, budget)?;
+                let case = Case { shape, context, kv, activations: args.activations.dtype() };
+                let measured = measure(&device, &case, budget)?;
                 let line = Line::new(op, &device, context, &measured);
                 let line = Line { kv: has_cache.then(|| kv.to_string()), ..line.with_shape(shape) };
                 print(&line, args.how.json)?;

@@ -12,9 +12,9 @@ use crate::Result;
 pub fn measure(device: &Device, case: &Case, budget: Duration) -> Result<Measured> {
     let (tokens, head_dim) = (case.context as usize, case.shape.head_dim);
     let shape = [tokens, case.shape.heads, head_dim];
-    let x = buffers::random(device, &shape, 1)?;
-    let weight = buffers::random(device, &[head_dim], 2)?;
-    let out = Tensor::zeros(device, DType::F32, &shape)?;
+    let x = buffers::random(device, case.activations, &shape, 1)?;
+    let weight = buffers::random(device, DType::F32, &[head_dim], 2)?;
+    let out = Tensor::zeros(device, case.activations, &shape)?;
     let positions: Vec<u32> = (0..case.context).collect();
     let positions = Tensor::from_slice(device, &positions, &[tokens])?;
     let norm_rope = ops::NormRope {

@@ -11,13 +11,13 @@ use std::path::PathBuf;
 
 use indicatif::{ProgressBar, ProgressStyle};
 use kvant::{KvCache, Tensor};
-use kvant_models::{CacheOptions, Logits, Model, Tokenizer};
+use kvant_models::{CacheOptions, Logits, Tokenizer};
 use serde::Serialize;
 
 use self::score::{Prediction, Score};
 use crate::{
     Result,
-    args::{DeviceArgs, Kv},
+    args::{ActivationArgs, DeviceArgs, Kv},
     output, shipped, tokens,
 };
 
@@ -43,6 +43,8 @@ pub struct Args {
     /// Tokens in a window
     #[arg(long, value_name = "N", default_value_t = 1024, value_parser = clap::value_parser!(u32).range(2..))]
     window_tokens: u32,
+    #[command(flatten)]
+    activations: ActivationArgs,
     #[command(flatten)]
     device: DeviceArgs,
     /// One JSON object per cache type: kv, tokens, nats_per_token, perplexity, kl_mean, kl_p99, top1_agreement,
@@ -90,7 +92,7 @@ pub fn run(args: &Args) -> Result {
     if windows.is_empty() {
         return Err("nothing to predict: there must be at least 2 tokens".into());
     }
-    let model = Model::load(&directory, &device)?;
+    let model = args.activations.load(&directory, &device)?;
     let vocabulary = model.vocab_size();
     if let Some((index, id)) = tokens.iter().enumerate().find(|&(_, &id)| id as usize >= vocabulary) {
         return Err(format!("token {index} is {id}, and the model knows ids below {vocabulary}").into());

@@ -28,6 +28,16 @@ fn writing_reads_new_vectors_and_writes_cached_ones() {
     assert_eq!(bytes("encode", "100", "tq5"), 100 * 2 * 2 * (64 * 4 + 64 * 5 / 8 + 4));
 }
 
+/// New keys and values have the type of activations.
+#[test]
+fn activations_count_among_what_is_moved() {
+    let args = "bench kv-write --shapes 64:4:2 --context 100 --kv f16 --seconds 0.01 --json --activations bf16";
+    let lines = kvant(&args.split(' ').collect::<Vec<_>>()).json();
+    assert_eq!(lines[0]["bytes"], 100 * 2 * 2 * 64 * (2 + 2));
+    let args = "bench attend --shapes 64:4:2 --context 100 --kv f16 --seconds 0.01 --json --activations f16";
+    assert_eq!(kvant(&args.split(' ').collect::<Vec<_>>()).json().len(), 1);
+}
+
 #[test]
 fn every_shape_meets_every_context() {
     let args = "bench norm-rope --shapes 64:4:2,128:2:1 --context 1,3 --seconds 0 --json";
