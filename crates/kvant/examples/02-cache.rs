@@ -8,7 +8,7 @@ fn main() -> Result<()> {
     let device = Device::cpu();
 
     // A sliding layer that sees the last 8 positions, and one that sees all: its values are quantised to 4 bits.
-    // Two sequences of up to 64 tokens. The ring has 8 + 4 slots, so that up to 4 tokens can be taken back.
+    // Two sequences of up to 64 tokens. The ring has 8 + 4 slots, so that a draft of 4 tokens can be taken back.
     let full = CacheLayer { kv_heads: 1, head_dim: 64, window: None, k: Codec::F16, v: Codec::tq(4) };
     let sliding = CacheLayer { window: Some(8), v: Codec::F16, ..full };
     let spec = CacheSpec { layers: vec![sliding, full], sequences: 2, capacity: 64, slack: 4 };
