@@ -208,8 +208,7 @@ impl Case {
         let spread = (f64::from(self.scale().abs()) * (self.head_dim as f64).sqrt()).max(1.0);
         if self.k.is_quantised() || self.v.is_quantised() {
             let codec = if self.k.is_quantised() { self.k } else { self.v };
-            let rounding = Bound { unit: 0.0, arithmetic: 0.0 }.over(device, codec).times(spread);
-            bound.arithmetic += rounding.arithmetic;
+            bound = bound.over(device, codec, spread);
             if self.out != DType::F32 && device.kind() == DeviceKind::Cuda {
                 bound.arithmetic += spread / 2048.0;
             }

@@ -245,15 +245,17 @@ pub enum Output {
 ///
 /// Both round to the dtype at the end, so where they agree before that they differ by one rounding at most: `unit` is
 /// the dtype's unit roundoff (2⁻²⁴, 2⁻¹¹, 2⁻⁸). Before that the device computes in f32: `arithmetic` is the relative
-/// error that this may bring, 2⁻²⁴ times the growth of an ordinary sum.
+/// error that this may bring, 2⁻²⁴ times the growth of an ordinary sum. What a device rounds by more than f32, where its
+/// contract says so, is `rounding`: known better, so that single elements may not stray as far.
 ///
-/// Two things are required: the normalised squared error Σ(x−y)²/Σy² is at most `unit² + arithmetic²`, and no single
-/// element is further away than `2·unit·|y| + 100·arithmetic·rms(y)`. The squared error leaves out the worst element: where
-/// there are few, one that lies on a tie of the last rounding and falls to the other side is all of it.
+/// Two things are required: the normalised squared error Σ(x−y)²/Σy² is at most `unit² + (arithmetic + rounding)²`, and no
+/// single element is further away than `2·unit·|y| + (100·arithmetic + 8·rounding)·rms(y)`. The squared error leaves out the
+/// worst element: where there are few, one that lies on a tie of the last rounding and falls to the other side is all of it.
 #[derive(Clone, Copy, Debug)]
 pub struct Bound {
     pub unit: f64,
     pub arithmetic: f64,
+    pub rounding: f64,
 }
 
 /// The unit roundoff of f32, in which kernels compute.
@@ -273,7 +275,7 @@ impl Bound {
             DType::BF16 => 1.0 / 256.0,
             DType::U32 | DType::U8 => panic!("{dtype} is compared exactly"),
         };
-        Bound { unit, arithmetic: 16.0 * EPS }
+        Bound { unit, arithmetic: 16.0 * EPS, rounding: 0.0 }
     }
 
     /// For an operation that magnifies the errors of its inputs.
@@ -281,18 +283,20 @@ impl Bound {
         Bound { arithmetic: self.arithmetic * gain, ..self }
     }
 
-    /// For an attention over keys or values of `codec`. The CPU with VNNI takes quantised ones, queries and weights in
-    /// fixed point, with four errors of about 2⁻¹⁴ of their root mean square.
-    pub fn over(self, device: &Device, codec: Codec) -> Bound {
-        let rounding = if multiplies_integers(device) && codec.is_quantised() { 1.0 / 4096.0 } else { 0.0 };
-        Bound { arithmetic: self.arithmetic + rounding, ..self }
+    /// For an attention over keys or values of `codec`, whose scores have a standard deviation of `spread`. The CPU with VNNI
+    /// takes quantised ones, queries and weights in fixed point: the weights cost most where scores are even, and what a score is
+    /// off by grows with it.
+    pub fn over(self, device: &Device, codec: Codec, spread: f64) -> Bound {
+        let fixed = multiplies_integers(device) && codec.is_quantised();
+        let rounding = if fixed { 1.0 / 4096.0 + spread / 16384.0 } else { 0.0 };
+        Bound { rounding: self.rounding + rounding, ..self }
     }
 
     /// For products of affine weights with `rows` rows of activations. The CPU with VNNI rounds those of many rows to 16
     /// bits of the largest in a group: 2.0e-5 of the root mean square in these tests.
     pub fn of_rows(self, device: &Device, rows: usize) -> Bound {
         let rounding = if multiplies_integers(device) && rows >= 16 { 1.0 / 32768.0 } else { 0.0 };
-        Bound { arithmetic: self.arithmetic + rounding, ..self }
+        Bound { rounding: self.rounding + rounding, ..self }
     }
 
     fn judge(&self, got: &[f32], want: &[f32]) -> std::result::Result<(), String> {
@@ -312,7 +316,7 @@ impl Bound {
                 return Err(format!("element {i} is {x}, not {y}"));
             }
             let distance = f64::from(x) - f64::from(y);
-            let limit = 2.0 * self.unit * f64::from(y).abs() + 100.0 * self.arithmetic * rms;
+            let limit = 2.0 * self.unit * f64::from(y).abs() + (100.0 * self.arithmetic + 8.0 * self.rounding) * rms;
             if distance.abs() > limit {
                 return Err(format!("element {i} is {x}, not {y} (further than {limit:.3e})"));
             }
@@ -320,7 +324,7 @@ impl Bound {
             worst = worst.max(distance * distance);
         }
         error -= worst;
-        let limit = (self.unit.powi(2) + self.arithmetic.powi(2)) * total;
+        let limit = (self.unit.powi(2) + (self.arithmetic + self.rounding).powi(2)) * total;
         if error > limit {
             return Err(format!("normalised squared error {:.3e}, more than {:.3e}", error / total, limit / total));
         }

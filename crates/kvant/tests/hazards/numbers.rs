@@ -27,7 +27,7 @@ fn softcap_used() {
             for cap in [1.0, 5.0] {
                 let want = by_hand(&query, &rows(&k, 64), &rows(&v, 64), 0.125, Some(cap));
                 let got = with(Some(cap as f32));
-                let bound = Bound::of(DType::F32).over(device, codec).times(4.0);
+                let bound = Bound::of(DType::F32).over(device, codec, 1.0).times(4.0);
                 assert_close(format!("{device}: {codec}, cap {cap}"), &got, &want, bound);
                 assert!(nmse(&got, &with(None)) > 1e-2, "{device}: {codec}: the cap changes nothing");
             }

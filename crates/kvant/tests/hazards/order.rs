@@ -192,7 +192,7 @@ fn prefill_equals_decodes() {
                 let at_once = all(total);
                 for chunk in [1, 7] {
                     let case = format!("{device}: D {dim}, {codec}, window {window:?}, chunks of {chunk}");
-                    let bound = Bound::of(DType::F32).times(2.0).over(device, codec);
+                    let bound = Bound::of(DType::F32).times(2.0).over(device, codec, 1.0);
                     assert_close(case, &all(chunk), &at_once, bound);
                 }
             }
@@ -219,7 +219,7 @@ fn verify_equals_sequential() {
                     .flat_map(|p| advance(&one, &data, &queries, heads, p..p + 1, Some(window)))
                     .collect();
                 let case = format!("{device}: {codec}, {draft} tokens");
-                let bound = Bound::of(DType::F32).times(2.0).over(device, codec);
+                let bound = Bound::of(DType::F32).times(2.0).over(device, codec, 1.0);
                 assert_close(&case, &by_one, &at_once, bound);
                 assert!(planes(&one).unwrap() == planes(&many).unwrap(), "{case}: the caches differ");
             }

@@ -4,11 +4,12 @@
 //! value once. Consecutive tokens of a sequence form a block; what all of them see is taken in tiles of 64 keys
 //! ([`tile`]), what only some see, at the diagonal and at a window's edge, token by token. So nothing is masked, and
 //! nothing is read that its reader does not see. When there is one split, a task writes its rows of `out`; otherwise
-//! it leaves partial states, which are merged in order once all tasks are done ([`state`]).
+//! it leaves partial states, which are merged in order once all tasks are done ([`state`]). The plan, and with it the
+//! order in which numbers are added, depends on the number of threads, and on nothing that chance decides.
 //!
 //! Over quantised keys the queries are rotated once a task; over quantised values the sums stay rotated until the
 //! task's end. Codecs that pack two coordinates into a byte are read as even and odd coordinates, so queries and sums
-//! stand in that order meanwhile.
+//! stand in that order meanwhile; in fixed point ([`fixed`]) they have an order of their own.
 
 use std::{cell::RefCell, ops::Range};
 
@@ -207,7 +208,7 @@ impl Kernel for Task<'_> {
     fn run<S: Simd>(self) {
         let Task { job, block, head, split, .. } = self;
         let (rows, head_dim) = (block.segment.tokens * job.shape.group, job.shape.head_dim);
-        let keys = block.keys * split / block.splits..block.keys * (split + 1) / block.splits;
+        let keys = block.split(split)..block.split(split + 1);
         let room = Room::new(self.room, rows, head_dim);
         let mut work = Work { job, block, head, keys, q: self.q, rounded: self.rounded, room };
         let mut states = States::new(self.states, rows, head_dim);

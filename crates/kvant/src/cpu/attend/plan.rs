@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use super::tile::TILE;
 use crate::ops::attend::visible;
 
 /// Query rows (tokens × query heads of a KV head) that share a key once it is loaded: their queries and sums must
@@ -14,8 +15,9 @@ const BLOCK_TOKENS: usize = 32;
 const SPLIT_KEYS: usize = 256;
 /// Tasks per thread, so that one that loses its core for a while does not hold up the others.
 const TASKS_PER_THREAD: usize = 4;
-/// Against absurd demands.
+/// Against absurd demands: splits, and floats of all partial states.
 const MAX_SPLITS: usize = 4096;
+const MAX_PARTIALS: usize = 1 << 26;
 
 /// What the plan is made from.
 pub(super) struct Shape<'a> {
@@ -56,6 +58,15 @@ pub(super) struct Block {
     pub first_task: usize,
     /// The first row of its partial states, when there is more than one split.
     pub first_partial: usize,
+}
+
+impl Block {
+    /// The first of the block's keys that belong to a split: a multiple of a tile, where there are tiles enough, so that the
+    /// same keys make a tile in however many splits.
+    pub fn split(&self, split: usize) -> usize {
+        let first = (self.keys as u128 * split as u128 / self.splits as u128) as usize;
+        if split < self.splits && self.keys / self.splits >= TILE { first - first % TILE } else { first }
+    }
 }
 
 /// Where keys and values come from, as far as positions are concerned.
@@ -144,6 +155,8 @@ impl Plan {
             all_keys = all_keys.saturating_add(keys);
             self.blocks.push(Block { segment, keys, splits: 1, first_task: 0, first_partial: 0 });
         }
+        let rows = tokens.saturating_mul(shape.kv_heads).saturating_mul(shape.group).max(1);
+        let most_splits = (MAX_PARTIALS / rows.saturating_mul(shape.head_dim + 2)).clamp(1, MAX_SPLITS);
         let shares = shape.threads * TASKS_PER_THREAD;
         let share = all_keys.saturating_mul(shape.kv_heads).div_ceil(shares).max(SPLIT_KEYS);
         (self.tasks, self.partial_rows) = (0, 0);
@@ -153,7 +166,7 @@ impl Plan {
                 0 => block.keys.div_ceil(share),
                 forced => forced.min(block.keys),
             }
-            .clamp(1, MAX_SPLITS);
+            .clamp(1, most_splits);
             (block.first_task, block.first_partial) = (self.tasks, self.partial_rows);
             let tasks = block.splits * shape.kv_heads;
             self.tasks += tasks;
@@ -199,6 +212,32 @@ mod tests {
         assert_eq!((plan.blocks.len(), plan.tasks, plan.partial_rows), (1, 16, 64));
         plan.make(&shape(&[(0, 99)], &[100], &mut Default::default()));
         assert_eq!((plan.tasks, plan.partial_rows), (1, 0), "too little to share");
+    }
+
+    #[test]
+    fn splits_are_cut_between_tiles() {
+        let block = |keys, splits| {
+            let segment = Segment { token: 0, tokens: 1, sequence: 0, position: keys };
+            let block = Block { segment, keys, splits, first_task: 0, first_partial: 0 };
+            (0..=splits).map(|split| block.split(split)).collect::<Vec<_>>()
+        };
+        assert_eq!(block(300, 3), [0, 64, 192, 300]);
+        assert_eq!(block(300, 5), [0, 60, 120, 180, 240, 300], "less than a tile for each");
+        assert_eq!(block(300, 1), [0, 300]);
+        assert_eq!(block(0, 1), [0, 0]);
+        for (keys, splits) in [(64, 1), (128, 2), (8191, 16), (usize::MAX, 4096)] {
+            let cuts = block(keys, splits);
+            assert!(cuts.windows(2).all(|w| w[0] < w[1]) && cuts[0] == 0 && cuts[splits] == keys);
+        }
+    }
+
+    #[test]
+    fn partial_states_are_bounded() {
+        let tokens: Vec<_> = (0..1024).map(|i| (0, 4000 + i)).collect();
+        let (lens, mut buffers) = ([8192], Default::default());
+        let mut plan = Plan::default();
+        plan.make(&Shape { splits: 4096, head_dim: 512, ..shape(&tokens, &lens, &mut buffers) });
+        assert!((1..=MAX_PARTIALS / 514).contains(&plan.partial_rows), "{}", plan.partial_rows);
     }
 
     #[test]

@@ -30,6 +30,8 @@ struct Case {
     splits: usize,
     /// (sequence, position) of a key and value that are NaN.
     nan: Option<(usize, usize)>,
+    /// What stands in the third query head.
+    spoil: Option<f32>,
 }
 
 impl Default for Case {
@@ -53,6 +55,7 @@ impl Default for Case {
             dtype: DType::F32,
             splits: 0,
             nan: None,
+            spoil: None,
         }
     }
 }
@@ -135,7 +138,11 @@ impl Case {
             lens: Tensor::from_slice(device, &self.lens, &[sequences])?,
         };
         let shape = [tokens, heads, self.head_dim];
-        let q = tensor(device, self.dtype, &shape, &random(3, shape.iter().product()))?;
+        let mut q = random(3, shape.iter().product());
+        if let Some(bad) = self.spoil {
+            q[2 * self.head_dim + 5] = bad;
+        }
+        let q = tensor(device, self.dtype, &shape, &q)?;
         let out = Tensor::zeros(device, self.dtype, &shape)?;
         let own = match &self.fresh {
             None => None,
@@ -369,6 +376,110 @@ fn nan_shows_to_those_who_see_it() {
             let case = Case { k, v, window: Some(30), nan, tokens: tokens.clone(), ..Case::default() };
             case.check(&devices);
             assert!(case.run(&devices[0]).unwrap().iter().any(|x| x.is_nan()));
+        }
+    }
+}
+
+/// One query over keys [x, 0, …], each with the same value: the score of key i is `scores[i]`, and the result that value.
+fn over_equal_values(device: &Device, v: Codec, scores: &[f32], query: f32) -> Vec<f32> {
+    let (head_dim, keys) = (128, scores.len());
+    let spec = LayerSpec {
+        sequences: 1,
+        kv_heads: 1,
+        capacity: keys,
+        head_dim,
+        k: Codec::F32,
+        v,
+        ring: false,
+        order: SlotOrder::HeadMajor,
+    };
+    let layer = KvLayer::new(device, spec).unwrap();
+    let shape = [keys, 1, head_dim];
+    let mut k = vec![0.0; keys * head_dim];
+    k.chunks_mut(head_dim).zip(scores).for_each(|(k, &score)| k[0] = score);
+    let (k, v) = (Tensor::from_slice(device, &k, &shape).unwrap(), random(9, head_dim).repeat(keys));
+    let v = Tensor::from_slice(device, &v, &shape).unwrap();
+    let mut q = vec![0.0; head_dim];
+    q[0] = query;
+    let q = Tensor::from_slice(device, &q, &[1, 1, head_dim]).unwrap();
+    let out = Tensor::zeros(device, DType::F32, q.shape()).unwrap();
+    let tokens: Vec<(u32, u32)> = (0..keys as u32).map(|i| (0, i)).collect();
+    let (all, last) = (Step::new(device, 1, &tokens).unwrap(), Step::new(device, 1, &tokens[keys - 1..]).unwrap());
+    let mut enc = device.encoder().unwrap();
+    let write =
+        ops::KvWrite { k: &k, v: &v, order: SourceOrder::TokenMajor, first_token: 0, step: &all, layer: &layer };
+    ops::kv_write(&mut enc, &write).unwrap();
+    let args = Attend {
+        q: &q,
+        layer: &layer,
+        step: &last,
+        fresh: None,
+        scale: 1.0,
+        softcap: None,
+        window: None,
+        q_rotated: false,
+        plan: None,
+        out: &out,
+    };
+    ops::attend(&mut enc, &args).unwrap();
+    enc.commit().unwrap().wait().unwrap();
+    out.to_f32().unwrap()
+}
+
+/// However weights are rounded, together they are one.
+#[test]
+fn equal_values_come_out_as_they_are() {
+    let mut one_above = vec![0.0; 64];
+    one_above[17] = 11.09;
+    let mut some_below = vec![0.0; 200];
+    some_below.iter_mut().enumerate().for_each(|(i, s)| *s = (i % 7) as f32 * -1.3);
+    for v in [Codec::tq(4), Codec::tq(5), Codec::tq(6), Codec::tq(8)] {
+        for scores in [&one_above, &some_below, &vec![0.5; 61], &vec![-3.0; 64], &vec![0.0; 1]] {
+            let want = over_equal_values(&Device::reference(), v, scores, 1.0);
+            let norm = want.iter().map(|y| y * y).sum::<f32>();
+            for device in devices() {
+                let got = over_equal_values(&device, v, scores, 1.0);
+                let along = got.iter().zip(&want).map(|(x, y)| x * y).sum::<f32>() / norm;
+                // Centroids are rounded, too: to 2⁻¹⁴ of the outermost.
+                assert!((along - 1.0).abs() < 1e-4, "{device}, {v}, {} keys: {along} times the value", scores.len());
+            }
+        }
+    }
+}
+
+/// A query that is not a number shows in its own row only; the neighbours in the block stay what they are.
+#[test]
+fn nan_in_a_query_stays_in_its_row() {
+    for k in [Codec::F16, Codec::tq(4), Codec::tq(5), Codec::tq(8)] {
+        for bad in [f32::NAN, f32::INFINITY] {
+            for device in devices() {
+                let clean = Case { k, v: k, group: 4, ..Case::default() };
+                let (good, spoilt) =
+                    (clean.run(&device).unwrap(), Case { spoil: Some(bad), ..clean }.run(&device).unwrap());
+                for (head, (good, spoilt)) in good.chunks(64).zip(spoilt.chunks(64)).enumerate() {
+                    if head == 2 {
+                        assert!(spoilt.iter().all(|x| x.is_nan()), "{device}, {k}, {bad}: {spoilt:?}");
+                    } else {
+                        assert_eq!(good, spoilt, "{device}, {k}, {bad}, head {head}");
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// The number of threads decides where the context is cut, and so in which order numbers are added: no more than that.
+#[test]
+fn threads_change_the_last_bits_only() {
+    for k in [Codec::F16, Codec::tq(4), Codec::tq(8)] {
+        for level in SimdLevel::ALL.into_iter().filter(|level| level.is_supported()) {
+            let case = Case { k, v: k, tokens: vec![(0, 4999)], lens: vec![5000], capacity: 5000, ..Case::default() };
+            let results = [1, 2, 3].map(|threads| case.run(&device(level, threads)).unwrap());
+            let norm = results[0].iter().map(|x| x * x).sum::<f32>();
+            for other in &results[1..] {
+                let error = results[0].iter().zip(other).map(|(x, y)| (x - y).powi(2)).sum::<f32>();
+                assert!(error <= 2e-11 * norm, "{level}, {k}: normalised squared difference {:e}", error / norm);
+            }
         }
     }
 }
