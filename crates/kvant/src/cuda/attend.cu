@@ -15,7 +15,6 @@
 // so far; o is scaled back at the end. Scores are in units of log 2.
 //
 // Over quantised keys the queries are rotated when they are loaded; over quantised values the output is rotated back once.
-#include "attend_partial.h"
 #include "attend_queries.h"
 #include "attend_tiles.h"
 #include "attend_values.h"
@@ -308,10 +307,13 @@ inline void work_on(const AttendParams &p, const Buffers &b, const Shared &share
         rows[r].l = l;
     }
     __syncthreads();
-    if (piece.parts > 1 && !merge(p, b, shared, piece, item.len())) {
+    if (piece.parts > 1 && !merge(p, b.to, shared, piece, item.len())) {
         return;
     }
-    finish_rows(p, b, shared, item, piece.head);
+    finish_rows<V::QUANTISED>(b.to, shared, item.len(), [&](uint r) {
+        const uint row = item.first + r;
+        return ulong(row / p.group) * p.kv_heads * p.group + piece.head * p.group + row % p.group;
+    });
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
@@ -329,8 +331,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
     if (threadIdx.x * ulong(Q_LINE) < ulong(p.tokens) * p.kv_heads * p.group * HEAD_DIM) {
         asm volatile("prefetch.global.L2 [%0];" ::"l"(q + threadIdx.x * 128));
     }
-    const Buffers b = {only, q, out, {k_low, k_high, k_norms}, {v_low, v_high, v_norms}, positions, sequence, lens, partials,
-                       counters, state};
+    const Buffers b = {only,     q,    {k_low, k_high, k_norms}, {v_low, v_high, v_norms}, positions,
+                       sequence, lens, {partials, counters, state, out}};
     const uint thread = threadIdx.x, block = blockIdx.x;
     bool tables_filled = false;
 

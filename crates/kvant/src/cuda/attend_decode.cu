@@ -21,7 +21,6 @@
 static_assert(TILE == 16, "attend: a unit is what a product takes");
 
 constexpr bool HALF = DTYPE == F16;
-constexpr uint THREADS = 32 * WARPS;
 constexpr uint ROW = HEAD_DIM * 2;
 // So that neither the loads of keys nor those of values meet a bank twice.
 constexpr uint PITCH = ROW + 16;
@@ -432,7 +431,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             }
         }
         if (parts > 1) {
-            merge<THREADS>(states, piece, output, flag);
+            merge(states, piece, output, flag);
         }
         at = place.first + place.to;
         if (at >= stretch.end) {

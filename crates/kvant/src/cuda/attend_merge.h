@@ -1,37 +1,17 @@
 // Partial states of attention: o, m and l of an item's rows, left in device memory by every block that has a part of the
 // item, merged by whoever comes last; and the end of a row, rotated back and divided by l.
+//
+// The state of the block at hand is in shared memory; a kernel says where by a type S with
+//   float *o()         rows of HEAD_DIM,
+//   float2 end(r)      m and l of a row, set_end(r, m, l) to change them,
+//   float2 *parts()    room for MAX_MERGE of these for each row,
+//   uint *flag()       a word that nobody uses.
 #ifndef KVANT_ATTEND_MERGE_H
 #define KVANT_ATTEND_MERGE_H
 #include "attend_plan.h"
 #include "attend_rotate.h"
+#include "attend_softmax.h"
 #include "elements.h"
-
-// The maximum of no scores.
-inline float nothing() {
-    return __uint_as_float(0xFF800000);
-}
-
-inline float exp2_fast(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-// exp2(part - whole), also where both are infinite or there is nothing.
-inline float factor_of(float part, float whole) {
-    return part == whole ? 1 : exp2_fast(part - whole);
-}
-
-// The state of an item's rows in shared memory, with room to merge in.
-struct State {
-    // Rows of HEAD_DIM.
-    float *o;
-    // m and l of each row.
-    float2 *ends;
-    // MAX_MERGE for each row.
-    float2 *parts;
-    uint *flag;
-};
 
 struct Partials {
     float *states;
@@ -46,42 +26,27 @@ inline ulong state_floats(const AttendParams &p) {
     return ulong(p.item_rows) * HEAD_DIM + (p.item_rows * 2 + 3) / 4 * 4;
 }
 
-inline void leave_state(const AttendParams &p, const Partials &to, const State &state, uint slot, uint rows) {
+template <typename S>
+inline void leave_state(const AttendParams &p, const Partials &to, const S &state, uint slot, uint rows) {
     float *at = to.states + slot * state_floats(p);
     for (uint i = threadIdx.x; i < rows * (HEAD_DIM / 4); i += THREADS) {
-        __stcg(reinterpret_cast<float4 *>(at) + i, reinterpret_cast<const float4 *>(state.o)[i]);
+        __stcg(reinterpret_cast<float4 *>(at) + i, reinterpret_cast<const float4 *>(state.o())[i]);
     }
     for (uint r = threadIdx.x; r < rows; r += THREADS) {
-        __stcg(reinterpret_cast<float2 *>(at + p.item_rows * HEAD_DIM) + r, state.ends[r]);
+        __stcg(reinterpret_cast<float2 *>(at + p.item_rows * HEAD_DIM) + r, state.end(r));
     }
-}
-
-// Counts this block's arrival; whether it is the last of `all`, who then sees what the others have left.
-inline bool arrive(const State &state, uint *counter, uint all) {
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        uint before;
-        asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
-        const bool last = before == all - 1;
-        if (last) {
-            // For the next launch.
-            *counter = 0;
-        }
-        *state.flag = last;
-    }
-    __syncthreads();
-    return *state.flag != 0;
 }
 
 // Merges `count` parts of an item, the first one and every `step`-th after it, in this order, into the state.
-inline void merge_parts(const AttendParams &p, const Partials &b, const State &state, const Piece &piece, uint rows,
+template <typename S>
+inline void merge_parts(const AttendParams &p, const Partials &from, const S &state, const Piece &piece, uint rows,
                         uint first, uint count, uint step) {
     const ulong stride = state_floats(p);
     // m and l of every part and row; m becomes the factor of the part.
-    float2 *parts = state.parts;
+    float2 *parts = state.parts();
     for (uint at = threadIdx.x; at < count * rows; at += THREADS) {
-        const float *from = b.states + piece.slot(first + at / rows * step) * stride + p.item_rows * HEAD_DIM;
-        parts[at] = __ldcg(reinterpret_cast<const float2 *>(from) + at % rows);
+        const float *ends = from.states + piece.slot(first + at / rows * step) * stride + p.item_rows * HEAD_DIM;
+        parts[at] = __ldcg(reinterpret_cast<const float2 *>(ends) + at % rows);
     }
     __syncthreads();
     for (uint r = threadIdx.x; r < rows; r += THREADS) {
@@ -95,7 +60,7 @@ inline void merge_parts(const AttendParams &p, const Partials &b, const State &s
             l += of_part.y * factor;
             parts[part * rows + r].x = factor;
         }
-        state.ends[r] = make_float2(m, l);
+        state.set_end(r, m, l);
     }
     __syncthreads();
     constexpr uint QUADS = HEAD_DIM / 4;
@@ -104,19 +69,20 @@ inline void merge_parts(const AttendParams &p, const Partials &b, const State &s
         float4 o = make_float4(0, 0, 0, 0);
 #pragma unroll 8
         for (uint part = 0; part < count; part++) {
-            const float *from = b.states + piece.slot(first + part * step) * stride;
-            const float4 x = __ldcg(reinterpret_cast<const float4 *>(from) + at);
+            const float *of_part = from.states + piece.slot(first + part * step) * stride;
+            const float4 x = __ldcg(reinterpret_cast<const float4 *>(of_part) + at);
             const float f = parts[part * rows + r].x;
             o = make_float4(o.x + x.x * f, o.y + x.y * f, o.z + x.z * f, o.w + x.w * f);
         }
-        reinterpret_cast<float4 *>(state.o)[at] = o;
+        reinterpret_cast<float4 *>(state.o())[at] = o;
     }
     __syncthreads();
 }
 
 // Leaves this block's state, and merges: parts into groups of about the square root of their number, groups into the
 // whole. Whoever comes last does it. True for the block that then holds the whole.
-inline bool merge(const AttendParams &p, const Partials &b, const State &state, const Piece &piece, uint rows) {
+template <typename S>
+inline bool merge(const AttendParams &p, const Partials &to, const S &state, const Piece &piece, uint rows) {
     uint group = piece.parts;
     if (piece.parts > MAX_MERGE) {
         group = uint(ceilf(sqrtf(float(piece.parts))));
@@ -124,18 +90,18 @@ inline bool merge(const AttendParams &p, const Partials &b, const State &state, 
     const uint groups = (piece.parts + group - 1) / group;
     const uint first = piece.part / group * group;
     const uint members = min(group, piece.parts - first);
-    uint *of_item = b.counters + piece.item * p.kv_heads + piece.head;
-    uint *of_group = groups == 1 ? of_item : b.counters + p.items * p.kv_heads + piece.slot(first);
+    uint *of_item = to.counters + piece.item * p.kv_heads + piece.head;
+    uint *of_group = groups == 1 ? of_item : to.counters + p.items * p.kv_heads + piece.slot(first);
     // First the members of the group, then the groups.
     uint *counter = of_group;
     uint slot = piece.slot(piece.part), begin = first, count = members, step = 1;
 #pragma unroll 1
     while (true) {
-        leave_state(p, b, state, slot, rows);
-        if (!arrive(state, counter, count)) {
+        leave_state(p, to, state, slot, rows);
+        if (!arrive(state.flag(), counter, count)) {
             return false;
         }
-        merge_parts(p, b, state, piece, rows, begin, count, step);
+        merge_parts(p, to, state, piece, rows, begin, count, step);
         if (counter == of_item) {
             return true;
         }
@@ -144,6 +110,54 @@ inline bool merge(const AttendParams &p, const Partials &b, const State &state, 
         begin = 0;
         count = groups;
         step = group;
+    }
+}
+
+// Takes the rows of the state, rotated back if they are ROTATED, to the output, or to the state that the step's own keys
+// are added to. `row_of`: the output's row.
+template <bool ROTATED, typename S, typename RowOf>
+inline void finish_rows(const Partials &to, const S &state, uint rows, RowOf row_of) {
+    const uint warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll 1
+    for (uint r = warp; r < rows; r += WARPS) {
+        const ulong at = row_of(r);
+        const float m = state.end(r).x;
+        float l = state.end(r).y;
+        float x[HEAD_DIM / 32];
+#pragma unroll
+        for (uint i = 0; i < HEAD_DIM / 32; i++) {
+            x[i] = state.o()[r * HEAD_DIM + lane + 32 * i];
+        }
+        if (ROTATED) {
+            unrotate<HEAD_DIM>(x, lane);
+        }
+        if (to.cached != nullptr) {
+            float *cached = to.cached + at * (HEAD_DIM + 2);
+            if (!FRESH) {
+#pragma unroll
+                for (uint i = 0; i < HEAD_DIM / 32; i++) {
+                    cached[lane + 32 * i] = x[i];
+                }
+                if (lane == 0) {
+                    cached[HEAD_DIM] = m;
+                    cached[HEAD_DIM + 1] = l;
+                }
+                continue;
+            }
+            const float cached_m = cached[HEAD_DIM], cached_l = cached[HEAD_DIM + 1];
+            const float whole = fmaxf(m, cached_m);
+            const float f = factor_of(m, whole), g = factor_of(cached_m, whole);
+            l = l * f + cached_l * g;
+#pragma unroll
+            for (uint i = 0; i < HEAD_DIM / 32; i++) {
+                x[i] = x[i] * f + cached[lane + 32 * i] * g;
+            }
+        }
+        const float inverse = l == 0 ? 0 : 1 / l;
+#pragma unroll
+        for (uint i = 0; i < HEAD_DIM / 32; i++) {
+            store(to.out, at * HEAD_DIM + lane + 32 * i, x[i] * inverse, OUT_DTYPE);
+        }
     }
 }
 

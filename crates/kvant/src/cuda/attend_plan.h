@@ -32,6 +32,8 @@ struct AttendParams {
 
 constexpr uint NONE = 0xFFFFFFFF;
 
+constexpr uint THREADS = 32 * WARPS;
+
 // The most items that are shared evenly.
 constexpr uint MAX_SHARED_ITEMS = 256;
 
@@ -118,5 +120,22 @@ struct Piece {
         return part == 0 ? first_slot : next_slot + (part - 1) * 2;
     }
 };
+
+// Counts this block's arrival; whether it is the last of `all`, who then sees what the others have left.
+inline bool arrive(uint *flag, uint *counter, uint all) {
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        uint before;
+        asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+        const bool last = before == all - 1;
+        if (last) {
+            // For the next launch.
+            *counter = 0;
+        }
+        *flag = last;
+    }
+    __syncthreads();
+    return *flag != 0;
+}
 
 #endif

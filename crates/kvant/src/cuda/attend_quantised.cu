@@ -19,10 +19,6 @@
 // Operands are f16: centroids, queries (rotated, scaled into range) and weights, which carry the norm of their value relative
 // to the largest so far. Products are summed in float. The output is rotated back once.
 #include "attend_codes.h"
-#include "attend_plan.h"
-#include "attend_rotate.h"
-
-constexpr uint THREADS = 32 * WARPS;
 #include "attend_merge.h"
 
 constexpr uint ROWS = 8;
@@ -77,6 +73,25 @@ inline uchar *v_table() {
     return k_table() + (ONE_TABLE ? 0 : Table<K_CODEC>::BYTES);
 }
 
+// The state of an item's rows, for attend_merge.h.
+struct State {
+    float *o() const {
+        return shared_at<float>(AT_OUTPUT);
+    }
+    float2 end(uint r) const {
+        return shared_at<float2>(AT_ENDS)[r];
+    }
+    void set_end(uint r, float m, float l) const {
+        shared_at<float2>(AT_ENDS)[r] = make_float2(m, l);
+    }
+    float2 *parts() const {
+        return shared_at<float2>(AT_PARTS);
+    }
+    uint *flag() const {
+        return shared_at<uint>(AT_PREFIX);
+    }
+};
+
 struct Buffers {
     const uchar *q;
     Planes k;
@@ -88,13 +103,6 @@ struct Buffers {
 };
 
 // ------------------------------------------------------------------------------------------------------------- queries
-
-// A power of two that brings `largest` near 2^12, exactly, and its inverse.
-inline float2 to_half_range(float largest) {
-    const int exponent = int(__float_as_uint(largest) >> 23 & 255) - 127;
-    const int up = largest == 0 || exponent == 128 ? 0 : min(max(12 - exponent, -100), 100);
-    return make_float2(__uint_as_float(uint(127 + up) << 23), __uint_as_float(uint(127 - up) << 23));
-}
 
 // Where a coordinate of a query stands, in elements: B operands of two products side by side for each lane.
 inline uint query_place(uint row, uint coord) {
@@ -234,12 +242,6 @@ struct Work {
 
 constexpr float LOWEST = -3.402823466e38f;
 constexpr float SMALLEST_NORM = 7.888609052210118e-31f;
-
-// The smallest power of two above x, within what can be inverted.
-inline float power_above(float x) {
-    const uint exponent = __float_as_uint(x) >> 23 & 255;
-    return __uint_as_float(min(max(exponent + 1, 27u), 227u) << 23);
-}
 
 // The B operands of two products at a time, from shared memory, or from registers where there are enough.
 struct Queries {
@@ -500,7 +502,7 @@ inline void merge_warps(const AttendParams &p, Work &work, const State &state) {
         for (uint w = 0; w < WARPS; w += TEAM) {
             l += warps[w * WARP_FLOATS + ROWS + thread] * factor_of(warps[w * WARP_FLOATS + thread], most);
         }
-        state.ends[thread] = make_float2(most == LOWEST ? nothing() : most, l);
+        state.set_end(thread, most == LOWEST ? nothing() : most, l);
     }
     const float unscale = work.norm * (1 / WEIGHT_SCALE);
     const float factor[2] = {factor_of(work.m[0], m[0]) * unscale, factor_of(work.m[1], m[1]) * unscale};
@@ -532,7 +534,7 @@ inline void merge_warps(const AttendParams &p, Work &work, const State &state) {
             }
             const uint product = round * MERGED + at / 32 % MERGED;
             const uint coord = at / (MERGED * 32) * CHUNK + ValueCodes::coord(lane / 4, product * 2);
-            float *o = state.o + 2 * t * HEAD_DIM + coord;
+            float *o = state.o() + 2 * t * HEAD_DIM + coord;
             o[0] = sum.x;
             o[1] = sum.z;
             o[HEAD_DIM] = sum.y;
@@ -540,39 +542,6 @@ inline void merge_warps(const AttendParams &p, Work &work, const State &state) {
         }
     }
     __syncthreads();
-}
-
-// Takes the rows of the state to the output, or to where the step's own keys are added to it.
-inline void finish_rows(const AttendParams &p, const Partials &to, const State &state, uint token, uint head) {
-    const uint warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-#pragma unroll 1
-    for (uint r = warp; r < p.group; r += WARPS) {
-        const ulong at = ulong(token) * p.kv_heads * p.group + head * p.group + r;
-        const float2 ends = state.ends[r];
-        float x[HEAD_DIM / 32];
-#pragma unroll
-        for (uint i = 0; i < HEAD_DIM / 32; i++) {
-            x[i] = state.o[r * HEAD_DIM + lane + 32 * i];
-        }
-        unrotate<HEAD_DIM>(x, lane);
-        if (to.cached != nullptr) {
-            float *cached = to.cached + at * (HEAD_DIM + 2);
-#pragma unroll
-            for (uint i = 0; i < HEAD_DIM / 32; i++) {
-                cached[lane + 32 * i] = x[i];
-            }
-            if (lane == 0) {
-                cached[HEAD_DIM] = ends.x;
-                cached[HEAD_DIM + 1] = ends.y;
-            }
-            continue;
-        }
-        const float inverse = ends.y == 0 ? 0 : 1 / ends.y;
-#pragma unroll
-        for (uint i = 0; i < HEAD_DIM / 32; i++) {
-            store(to.out, at * HEAD_DIM + lane + 32 * i, x[i] * inverse, OUT_DTYPE);
-        }
-    }
 }
 
 // One piece, from the queries to the output or the partial state.
@@ -615,13 +584,14 @@ inline void work_on(const AttendParams &p, const Buffers &b, const Piece &piece,
     work.m[0] = work.m[1] = LOWEST;
     work.norm = SMALLEST_NORM;
     way.go(p, work);
-    const State state = {shared_at<float>(AT_OUTPUT), shared_at<float2>(AT_ENDS), shared_at<float2>(AT_PARTS),
-                         shared_at<uint>(AT_PREFIX)};
+    const State state = {};
     merge_warps(p, work, state);
     if (piece.parts > 1 && !merge(p, b.to, state, piece, p.group)) {
         return;
     }
-    finish_rows(p, b.to, state, piece.item, piece.head);
+    finish_rows<true>(b.to, state, p.group, [&](uint r) {
+        return ulong(piece.item) * p.kv_heads * p.group + piece.head * p.group + r;
+    });
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)

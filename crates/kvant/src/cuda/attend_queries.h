@@ -5,13 +5,6 @@
 #include "attend_shared.h"
 #include "fragments.h"
 
-// A power of two that brings `largest` near 2^12, exactly, and its inverse.
-inline float2 to_half_range(float largest) {
-    const int exponent = int(__float_as_uint(largest) >> 23 & 255) - 127;
-    const int up = largest == 0 || exponent == 128 ? 0 : min(max(12 - exponent, -100), 100);
-    return make_float2(__uint_as_float(uint(127 + up) << 23), __uint_as_float(uint(127 - up) << 23));
-}
-
 // Loads the rows of an item, rotated if need be, as B operands; rows that are not there are zeros.
 inline void load_queries(const AttendParams &p, const Buffers &b, const Shared &shared, Range item, uint head) {
     const uint warp = threadIdx.x / 32, lane = threadIdx.x % 32;

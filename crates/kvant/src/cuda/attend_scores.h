@@ -106,12 +106,6 @@ inline float largest_norm(const uchar *buffer, uint group) {
     return largest;
 }
 
-// The smallest power of two above x, within what can be inverted.
-inline float power_above(float x) {
-    const uint exponent = __float_as_uint(x) >> 23 & 255;
-    return __uint_as_float(min(max(exponent + 1, 27u), 227u) << 23);
-}
-
 // Weights of 16 keys, from their scores and the new maxima, as B operands; adds them to l.
 inline void weights(const Shared &shared, const uchar *buffer, uint group, const float (&s)[NT][4], Work &work) {
     const uint lane = threadIdx.x % 32, g = lane / 4;

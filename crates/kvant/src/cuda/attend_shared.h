@@ -2,25 +2,13 @@
 // is given.
 #ifndef KVANT_ATTEND_SHARED_H
 #define KVANT_ATTEND_SHARED_H
-#include "attend_plan.h"
+#include "attend_merge.h"
 #include "attend_side.h"
 #include "planes.h"
 
 using K = Side<K_CODEC, K_PARTS, HEAD_DIM>;
 using V = Side<V_CODEC, V_PARTS, HEAD_DIM>;
 
-// The maximum of no scores.
-inline float nothing() {
-    return __uint_as_float(0xFF800000);
-}
-
-inline float exp2_fast(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-constexpr uint THREADS = 32 * WARPS;
 constexpr uint ROWS = 8 * NT;
 constexpr uint STEPS = HEAD_DIM / 16;
 constexpr uint KEY_GROUPS = TILE / 16;
@@ -66,6 +54,7 @@ constexpr uint ROW_BYTES = 32;
 constexpr uint AT_PREFIX = AT_ROWS + ROWS * ROW_BYTES;
 constexpr uint AT_END = AT_PREFIX + (MAX_SHARED_ITEMS + 8) * 4;
 static_assert(AT_END == SHARED_BYTES, "attend: the shared memory that Rust asks for");
+static_assert(MAX_MERGE * ROWS * 8 <= AT_MAXIMA - AT_QUERIES, "attend: room for the parts that are merged");
 static_assert(PRODUCTS * 16 * WARPS == HEAD_DIM, "attend: every warp has a slice");
 
 // What is known of a query row.
@@ -84,15 +73,12 @@ struct Buffers {
     // The batch's token when it is the only one.
     Token only;
     const uchar *q;
-    uchar *out;
     Planes k;
     Planes v;
     const uint *positions;
     const uint *sequence;
     const uint *lens;
-    float *partials;
-    uint *counters;
-    float *state;
+    Partials to;
 };
 
 struct Shared {
@@ -128,6 +114,24 @@ struct Shared {
     }
     uint *prefix() const {
         return words() + 7;
+    }
+
+    // The state of an item's rows, for attend_merge.h; its room is that of the queries, which are done with.
+    float *o() const {
+        return output();
+    }
+    float2 end(uint r) const {
+        return make_float2(rows()[r].m, rows()[r].l);
+    }
+    void set_end(uint r, float m, float l) const {
+        rows()[r].m = m;
+        rows()[r].l = l;
+    }
+    float2 *parts() const {
+        return reinterpret_cast<float2 *>(queries());
+    }
+    uint *flag() const {
+        return words() + 2;
     }
 };
 

@@ -4,28 +4,12 @@
 #ifndef KVANT_ATTEND_STATE_H
 #define KVANT_ATTEND_STATE_H
 #include "attend_plan.h"
+#include "attend_softmax.h"
 #include "elements.h"
 
-constexpr float LOG2_E = 1.4426950408889634f;
 constexpr uint QUADS = GROUP * HEAD_DIM / 4;
 // More bytes of states than these are not merged by one block.
 constexpr uint MOST_MERGED_BYTES = 192 * 1024;
-
-// The maximum of no scores.
-inline float nothing() {
-    return __uint_as_float(0xFF800000);
-}
-
-inline float exp2_fast(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-// exp2(part - whole), also where both are infinite or there is nothing.
-inline float factor_of(float part, float whole) {
-    return part == whole ? 1 : exp2_fast(part - whole);
-}
 
 // A quad of several states.
 struct Sum {
@@ -97,26 +81,8 @@ struct Output {
     }
 };
 
-// Counts this block's arrival; whether it is the last of `all`, who then sees what the others have left.
-inline bool arrive(uint *flag, uint *counter, uint all) {
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        uint before;
-        asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
-        const bool last = before == all - 1;
-        if (last) {
-            // For the next launch.
-            *counter = 0;
-        }
-        *flag = last;
-    }
-    __syncthreads();
-    return *flag != 0;
-}
-
 // When this block has left its state: merges parts, if many into groups of about the square root of their number and
 // those into the whole. Whoever comes last does it.
-template <uint THREADS>
 inline void merge(const States &states, const Piece &piece, const Output &output, uint *flag) {
     constexpr uint OWN = (QUADS + THREADS - 1) / THREADS;
     constexpr uint TOGETHER = OWN >= 8 ? 3 : OWN >= 4 ? 6 : OWN >= 2 ? 10 : 12;

@@ -24,8 +24,8 @@ const ATTEND_SHARED_H: Header =
     Header { name: "attend_shared.h", text: || include_str!("attend_shared.h").to_string() };
 const ATTEND_QUERIES_H: Header =
     Header { name: "attend_queries.h", text: || include_str!("attend_queries.h").to_string() };
-const ATTEND_PARTIAL_H: Header =
-    Header { name: "attend_partial.h", text: || include_str!("attend_partial.h").to_string() };
+const ATTEND_SOFTMAX_H: Header =
+    Header { name: "attend_softmax.h", text: || include_str!("attend_softmax.h").to_string() };
 const ATTEND_SCORES_H: Header =
     Header { name: "attend_scores.h", text: || include_str!("attend_scores.h").to_string() };
 const ATTEND_VALUES_H: Header =
@@ -65,8 +65,8 @@ pub(super) const ATTEND: &[Header] = &[
     ATTEND_QUERIES_H,
     ATTEND_SCORES_H,
     ATTEND_VALUES_H,
-    ATTEND_PARTIAL_H,
-    AHEAD_H,
+    ATTEND_MERGE_H,
+    ATTEND_SOFTMAX_H,
 ];
 /// Decode attention over quantised rows: lookups, the rotation, who works on what, and how that comes together.
 pub(super) const ATTEND_QUANTISED: &[Header] = &[
@@ -80,9 +80,11 @@ pub(super) const ATTEND_QUANTISED: &[Header] = &[
     ATTEND_MERGE_H,
     ATTEND_PLAN_H,
     ATTEND_ROTATE_H,
+    ATTEND_SOFTMAX_H,
 ];
 /// Decode attention over dense rows: operands of tensor cores, who works on what, and how that comes together.
-pub(super) const ATTEND_DECODE: &[Header] = &[CONVERT_H, ELEMENTS_H, FRAGMENTS_H, ATTEND_PLAN_H, ATTEND_STATE_H];
+pub(super) const ATTEND_DECODE: &[Header] =
+    &[CONVERT_H, ELEMENTS_H, FRAGMENTS_H, ATTEND_PLAN_H, ATTEND_SOFTMAX_H, ATTEND_STATE_H];
 /// The rows of a cache layer to be read, the rotation, and where tokens stand.
 pub(super) const READ: &[Header] =
     &[CONVERT_H, ELEMENTS_H, VECTORS_H, CODEBOOKS_H, PLANES_H, SIGNS_H, ROTATE_H, SLOTS_H, AHEAD_H];
