@@ -1,0 +1,78 @@
+// Queries of attend_quantised.cu, as the operands that meet the keys.
+#ifndef KVANT_ATTEND_QUANTISED_QUERIES_H
+#define KVANT_ATTEND_QUANTISED_QUERIES_H
+#include "attend_quantised_shared.h"
+
+// Where a coordinate of a query stands, in elements: B operands of two products side by side for each lane.
+inline uint query_place(uint row, uint coord) {
+    constexpr uint RUN = KeyCodes::RUN;
+    const uint c = coord % CHUNK;
+    const uint t = c % (RUN * K_LANES) / RUN;
+    // Of the lane's coordinates.
+    const uint at = coord / CHUNK * (CHUNK / K_LANES) + c / (RUN * K_LANES) * RUN + c % RUN;
+    return (at / 8 * 32 + row * 4 + t) * 8 + at % 8;
+}
+
+// Loads the heads of an item, rotated if need be, as B operands; rows that are not there are zeros.
+inline void load_queries(const AttendParams &p, const Buffers &b, uint token, uint head) {
+    const uint warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    ushort *to = shared_at<ushort>(AT_QUERIES);
+#pragma unroll 1
+    for (uint r = warp; r < ROWS; r += WARPS) {
+        if (r >= p.group) {
+            for (uint i = lane; i < BLOCKS * PRODUCTS * 2; i += 32) {
+                shared_at<uint4>(AT_QUERIES)[i / 4 * 32 + r * 4 + i % 4] = make_uint4(0, 0, 0, 0);
+            }
+            if (lane == 0) {
+                shared_at<float>(AT_FACTORS)[r] = 0;
+            }
+            continue;
+        }
+        float x[HEAD_DIM / 32];
+        const ulong at = (ulong(token) * p.kv_heads * p.group + head * p.group + r) * HEAD_DIM + lane;
+#pragma unroll
+        for (uint i = 0; i < HEAD_DIM / 32; i++) {
+            x[i] = load(b.q, at + 32 * i, Q_DTYPE);
+        }
+        if (ROTATE_Q) {
+            rotate<HEAD_DIM>(x, lane);
+        }
+        float largest = 0;
+#pragma unroll
+        for (uint i = 0; i < HEAD_DIM / 32; i++) {
+            largest = fmaxf(largest, fabsf(x[i]));
+        }
+#pragma unroll
+        for (uint step = 1; step < 32; step *= 2) {
+            largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFF, largest, step));
+        }
+        const float2 range = to_half_range(largest);
+#pragma unroll
+        for (uint i = 0; i < HEAD_DIM / 32; i++) {
+            to[query_place(r, lane + 32 * i)] = float_to_half(x[i] * range.x);
+        }
+        if (lane == 0) {
+            shared_at<float>(AT_FACTORS)[r] = p.scale * range.y * (SOFTCAP ? 1 / p.softcap : 1.4426950408889634f);
+        }
+    }
+}
+
+// The B operands of two products at a time, from shared memory, or from registers where there are enough.
+struct Queries {
+    const uint4 *shared;
+    uint4 held[QUERIES_HELD ? PRODUCTS / 2 : 1];
+
+    Queries(uint block) : shared(shared_at<uint4>(AT_QUERIES) + block * (PRODUCTS / 2) * 32 + threadIdx.x % 32) {
+        if constexpr (QUERIES_HELD) {
+#pragma unroll
+            for (uint i = 0; i < PRODUCTS / 2; i++) {
+                held[i] = shared[i * 32];
+            }
+        }
+    }
+    uint4 at(uint i) const {
+        return QUERIES_HELD ? held[QUERIES_HELD ? i : 0] : shared[i * 32];
+    }
+};
+
+#endif
