@@ -25,7 +25,7 @@ inline void attend_to(const AttendParams &p, const Buffers &b, const Shared &sha
     const uint warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const uchar *buffer = shared.buffer(2 * tile);
     const uint first = segment.keys.first + tile * TILE;
-    const bool whole = !FRESH && first >= all.first && first + TILE <= all.end;
+    const bool whole = !FRESH && first >= all.first && first < all.end && all.end - first >= TILE;
     float s[WARP_GROUPS][NT][4];
     float largest[NT][2], norm = 0;
 #pragma unroll
@@ -162,7 +162,7 @@ inline Range part_of(Range keys, uint before, Range tiles) {
     const uint all = tiles_of(keys);
     const uint from = min(max(tiles.first, before) - before, all);
     const uint to = min(max(tiles.end, before) - before, all);
-    return {min(keys.first + from * TILE, keys.end), min(keys.first + to * TILE, keys.end)};
+    return {keys.first + min(from * TILE, keys.len()), keys.first + min(to * TILE, keys.len())};
 }
 
 // One piece, from the queries to the output or the partial state.

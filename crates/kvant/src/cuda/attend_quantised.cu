@@ -101,7 +101,7 @@ inline void work_on(const AttendParams &p, const Buffers &b, const Piece &piece,
     Range keys = {0, 0};
     if (token.sequence != NONE) {
         const Range seen = visible(p, token);
-        keys = {min(seen.first + piece.tiles.first * TILE, seen.end), min(seen.first + piece.tiles.end * TILE, seen.end)};
+        keys = {seen.first + min(piece.tiles.first * TILE, seen.len()), seen.first + min(piece.tiles.end * TILE, seen.len())};
     }
     Way way;
     way.first = way.end = 0;

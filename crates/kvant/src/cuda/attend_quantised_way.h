@@ -6,8 +6,8 @@
 // A warp's way through the keys of a piece.
 struct Way {
     Sources from;
+    // How many keys; of the group to be worked on the first, counted from the piece's first: positions may be near 2^32.
     uint end;
-    // Of the group to be worked on, its first key.
     uint first;
     Group groups[STAGES];
     Keys k[STAGES];
@@ -29,10 +29,11 @@ struct Way {
     // Begins to load.
     void begin(const AttendParams &p, const Sources &sources, Range keys) {
         from = sources;
-        end = keys.end;
-        first = keys.first + threadIdx.x / 32 / TEAM * KEYS;
+        end = keys.len();
+        first = threadIdx.x / 32 / TEAM * KEYS;
         const bool there = first < end;
-        groups[0] = {RING && there ? first % p.capacity : first, there ? min(KEYS, end - first) - 1 : 0};
+        const uint slot = RING ? (keys.first % p.capacity + first) % p.capacity : keys.first + first;
+        groups[0] = {slot, there ? min(KEYS, end - first) - 1 : 0};
         load_keys_of<0>(p, there);
         if (WHOLE_AHEAD) {
             load_values_of<0>(p, there);

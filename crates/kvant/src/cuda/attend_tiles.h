@@ -64,7 +64,7 @@ inline void copy_rows(const AttendParams &p, const void *plane, const Segment &s
     const uint row_bytes = p.row_slot * ROW;
 #pragma unroll 4
     for (uint i = threadIdx.x / CHUNKS; i < TILE; i += TOGETHER) {
-        const bool there = first + i < segment.keys.end;
+        const bool there = i < segment.keys.end - first;
         uint slot = slot0 + i;
         if (RING && slot >= p.capacity) {
             slot -= p.capacity;

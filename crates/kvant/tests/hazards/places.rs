@@ -46,6 +46,62 @@ fn slot_offset_beyond_4gib() {
     }
 }
 
+/// The last positions that there are, on rings: what counts keys must not wrap. A token beyond the length, at the very last
+/// position, is refused, or reads what it likes of the layer and comes to an end.
+#[test]
+fn positions_near_the_end() {
+    let (kv_heads, heads, capacity) = (2, 4, 200);
+    let written = capacity + 5;
+    let cases = [
+        (Codec::F32, DType::F32, 64),
+        (Codec::F16, DType::F16, 128),
+        (Codec::BF16, DType::BF16, 512),
+        (Codec::tq(4), DType::F16, 128),
+        (Codec::tq(8), DType::BF16, 256),
+        (Codec::tq(5), DType::BF16, 512),
+        (Codec::tq(6), DType::F32, 64),
+    ];
+    for (codec, dtype, dim) in cases {
+        let data = Source::random(&mut Rng::of("the end"), written, kv_heads, dim);
+        let queries = Rng::of("q").normals(3 * heads * dim);
+        for device in devices() {
+            // The same slots, long before.
+            let end = u32::MAX as usize;
+            let layers = [end, end % capacity + 2 * capacity].map(|end| {
+                let layer = KvLayer::new(device, ring_spec(kv_heads, capacity, dim, codec)).unwrap();
+                fill(&layer, 0xFF).unwrap();
+                let step = range_step(device, 1, end - written..end).unwrap();
+                layers::write(&layer, &data, DType::F32, &step).unwrap();
+                (layer, end)
+            });
+            assert!(planes(&layers[0].0).unwrap() == planes(&layers[1].0).unwrap(), "{device}: {codec}: written elsewhere");
+            let result = |layer: &KvLayer, step: &Step, window| -> Result<Vec<f32>> {
+                let shape = [step.tokens(), heads, dim];
+                let q = input(device, dtype, &queries[..step.tokens() * heads * dim], &shape)?;
+                let out = Out::new(device, dtype, &shape)?;
+                run(device, |enc| ops::attend(enc, &plain(layer, &q, step, window, &out.tensor)))?;
+                out.bytes()?;
+                out.tensor.to_f32()
+            };
+            // Decode, and several tokens.
+            for tokens in [1, 3] {
+                for window in [None, Some(3), Some(150)] {
+                    let [far, near] = [0, 1].map(|i| {
+                        let (layer, end) = &layers[i];
+                        result(layer, &range_step(device, 1, end - tokens..*end).unwrap(), window).unwrap()
+                    });
+                    let what = format!("{device}: {codec}, {tokens} tokens, window {window:?}");
+                    assert_close(what, &far, &near, Bound::of(dtype));
+                }
+            }
+            let mut step = range_step(device, 1, end - 1..end).unwrap();
+            step.positions = indices(device, &[u32::MAX], &[1]).unwrap();
+            let beyond = result(&layers[0].0, &step, None);
+            assert!(sees_indices(device) == beyond.is_err(), "{device}: {codec}: {beyond:?}");
+        }
+    }
+}
+
 /// A capacity far beyond the length, several heads and sequences: strides come from the capacity.
 #[test]
 fn capacity_stride() {
