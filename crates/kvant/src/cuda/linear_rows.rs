@@ -4,7 +4,7 @@ use super::{affine::Parts, headers, linear::LinearParams};
 use crate::{
     DType, Result, Tensor,
     cuda::WARP,
-    gpu::{Builder, Launch, Params, Source},
+    gpu::{Builder, Launch, Limits, Params, Source},
     ops::linear::{Call, NAME},
 };
 
@@ -45,7 +45,16 @@ pub(super) fn suits(call: &Call, weight: &Parts, x_aligned: bool) -> bool {
 }
 
 impl Shape {
-    fn new(call: &Call, weight: &Parts, busy_groups: usize) -> Shape {
+    /// The best, or what needs less shared memory where the device has little.
+    fn new(call: &Call, weight: &Parts, limits: &Limits) -> Shape {
+        let smaller = [(2, WARPS), (1, WARPS), (1, WARPS / 2), (1, WARPS / 4)];
+        let mut shapes = smaller.into_iter().map(|most| Shape::within(call, weight, limits.busy_groups, most));
+        let fits = shapes.find(|shape| shape.bytes <= limits.threadgroup_bytes);
+        fits.unwrap_or_else(|| Shape::within(call, weight, limits.busy_groups, (1, 1)))
+    }
+
+    /// With so many tiles and warps at most.
+    fn within(call: &Call, weight: &Parts, busy_groups: usize, (most_tiles, most_warps): (usize, usize)) -> Shape {
         // As linear_rows.cu has them.
         let (lane, lane_bytes) = match weight.bits {
             0 => (32, 64),
@@ -63,10 +72,10 @@ impl Shape {
         // A second tile shares what is read of x, if enough blocks are left: for one row, whose x is short, more of them.
         let pairs = call.dims.outputs / (2 * TILE);
         let enough = if call.rows > 1 { pairs * 8 >= busy_groups * 7 } else { pairs >= 2 * busy_groups };
-        let tiles = if enough && call.experts.is_none() { 2 } else { 1 };
+        let tiles = if enough && call.experts.is_none() { most_tiles } else { 1 };
         let blocks = call.dims.outputs.div_ceil(tiles * TILE) * call.rows.div_ceil(tokens);
         // Many blocks keep the device busy with fewer warps, each of which has more to do.
-        let warps = if blocks >= 6 * busy_groups { WARPS / 2 } else { WARPS };
+        let warps = if blocks >= 6 * busy_groups { WARPS / 2 } else { WARPS }.min(most_warps);
         let warps = call.dims.inputs.div_ceil(span).clamp(1, warps);
         let stage = 2 * tiles * lane_bytes * WARP + tokens * span * call.x.dtype().size();
         let stages = (AHEAD / stage).clamp(2, 4);
@@ -91,7 +100,7 @@ impl Shape {
 
 pub(super) fn build(call: &Call, weight: &Parts, params: &LinearParams, b: &mut Builder) -> Result<()> {
     let Call { x, dims, experts: ids, out, rows, .. } = call;
-    let shape = Shape::new(call, weight, b.limits.busy_groups);
+    let shape = Shape::new(call, weight, &b.limits);
     let launch = Launch::new(NAME, &SOURCE, "linear_rows")
         .constant("TOKENS", shape.tokens as u32)
         .constant("TILES", shape.tiles as u32)
@@ -115,4 +124,78 @@ pub(super) fn build(call: &Call, weight: &Parts, params: &LinearParams, b: &mut 
         .grid([dims.outputs.div_ceil(TILE * shape.tiles), rows.div_ceil(shape.tokens), 1], [shape.warps * WARP, 1, 1]);
     // Whose matrix it is, the launch in front may have to say.
     b.push(if ids.is_some() { launch } else { launch.reads_ahead(&[1, 2, 3]) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        Device,
+        cuda::affine::parts,
+        ops::linear::{OwnedWeight, WeightDims},
+    };
+
+    const H200: Limits = Limits { threads: 1024, threadgroup_bytes: 227 << 10, busy_groups: 132 };
+
+    /// A product of x `[rows, inputs]` with `[outputs, inputs]` weights, of 32 elements a group when they are affine.
+    fn call(bits: u32, dtype: DType, [rows, outputs, inputs]: [usize; 3], experts: bool) -> Call {
+        let device = Device::reference();
+        let zeros = |dtype, shape: &[usize]| Tensor::zeros(&device, dtype, shape).unwrap();
+        let group = 32;
+        let weight = if bits == 0 {
+            OwnedWeight::Dense(zeros(DType::BF16, &[outputs, inputs]))
+        } else {
+            let codes = zeros(DType::U32, &[outputs, inputs * bits as usize / 32]);
+            let factors = || zeros(DType::F32, &[outputs, inputs / group]);
+            OwnedWeight::Affine { codes, scales: factors(), biases: factors(), bits, group }
+        };
+        Call {
+            x: zeros(dtype, &[rows, inputs]),
+            weight,
+            dims: WeightDims { experts: 1, outputs, inputs },
+            experts: experts.then(|| zeros(DType::U32, &[rows])),
+            rows_per_input: 1,
+            alpha: 1.0,
+            out: zeros(dtype, &[rows, outputs]),
+            rows,
+        }
+    }
+
+    fn calls() -> impl Iterator<Item = Call> {
+        let dtypes = [DType::F32, DType::BF16];
+        let sizes = [[1, 8448, 512], [1, 64, 1024], [2, 4096, 1024], [5, 64, 128], [8, 4096, 1024], [30, 13000, 512]];
+        [0, 4, 6, 8].into_iter().flat_map(move |bits| {
+            dtypes.into_iter().flat_map(move |dtype| {
+                sizes.into_iter().flat_map(move |size| [false, true].map(|experts| call(bits, dtype, size, experts)))
+            })
+        })
+    }
+
+    #[test]
+    fn a_block_fits_into_what_devices_have() {
+        for bytes in [48 << 10, 99 << 10, 163 << 10, 227 << 10] {
+            let limits = Limits { threadgroup_bytes: bytes, ..H200 };
+            let mut smaller = 0;
+            for call in calls() {
+                let weight = parts(&call.weight, call.dims.inputs);
+                let (shape, best) = (Shape::new(&call, &weight, &limits), Shape::new(&call, &weight, &H200));
+                let case = format!("{} bits, {:?}, {}, {bytes} bytes", weight.bits, call.x.shape(), call.x.dtype());
+                assert!(shape.bytes <= bytes, "{case}: {}", shape.bytes);
+                // No smaller than need be.
+                assert_eq!(shape.bytes == best.bytes, best.bytes <= bytes, "{case}");
+                smaller += usize::from(shape.bytes < best.bytes);
+            }
+            assert_eq!(smaller == 0, bytes == H200.threadgroup_bytes, "{bytes} bytes: {smaller} shapes are smaller");
+        }
+    }
+
+    /// What was measured is what the H200 gets.
+    #[test]
+    fn an_h200_has_the_best_shapes() {
+        for call in calls() {
+            let weight = parts(&call.weight, call.dims.inputs);
+            let best = Shape::within(&call, &weight, H200.busy_groups, (2, WARPS));
+            assert_eq!(Shape::new(&call, &weight, &H200).bytes, best.bytes);
+        }
+    }
 }
