@@ -61,6 +61,14 @@ inline void encode(const uchar *source, WritablePlanes to, Encoding encoding, co
     const uint lane = threadIdx.x % LANES;
     const Place place = place_of(p, blockIdx.x * (blockDim.x / LANES) + threadIdx.x / LANES);
     const ulong from = source_row(p, place) * HEAD_DIM + lane * PER;
+    ulong row = 0;
+    if (encoding.codec == DTYPE) {
+        // The dense side of a layer of which the other is quantised: its bits.
+        if (target_row(p, place, positions, sequence, lens, row)) {
+            move_row(source, from, DTYPE, to.low, row * HEAD_DIM + lane * PER, DTYPE, PER, ALIGNED, 0, 1);
+        }
+        return;
+    }
     float y[PER];
 #pragma unroll
     for (uint j = 0; j < PER; j += 4) {
@@ -70,7 +78,6 @@ inline void encode(const uchar *source, WritablePlanes to, Encoding encoding, co
         y[j + 2] = four.z;
         y[j + 3] = four.w;
     }
-    ulong row = 0;
     const bool kept = target_row(p, place, positions, sequence, lens, row);
     store_row<PER, LANES>(y, to, row, kept, encoding, lane, thresholds, ALIGNED);
 }
