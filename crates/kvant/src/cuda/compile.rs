@@ -36,6 +36,12 @@ impl Target {
         Ok(Target { arch: format!("compute_{older}") })
     }
 
+    /// Whether kernels wait by themselves for the launch in front of them: what `ahead.h` asks the compiler.
+    pub(super) fn has_waits(&self) -> bool {
+        let number: String = self.arch.chars().filter(char::is_ascii_digit).collect();
+        number.parse::<u32>().is_ok_and(|number| number >= 90)
+    }
+
     fn is_machine_code(&self) -> bool {
         self.arch.starts_with("sm_")
     }
@@ -172,4 +178,18 @@ fn check(call: &str, status: nvrtcResult) -> Result<(), String> {
     // SAFETY: the function gives a string that lives forever.
     let text = unsafe { CStr::from_ptr(nvrtc::nvrtcGetErrorString(status)) };
     Err(format!("{call}: {}", text.to_string_lossy()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn code_for_hopper_and_later_waits_by_itself() {
+        for (arch, has_waits) in
+            [("sm_80", false), ("compute_89", false), ("sm_90a", true), ("compute_90", true), ("sm_120a", true)]
+        {
+            assert_eq!(Target { arch: arch.to_string() }.has_waits(), has_waits, "{arch}");
+        }
+    }
 }

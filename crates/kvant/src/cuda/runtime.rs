@@ -125,7 +125,9 @@ impl Shared {
     /// (`ahead.h`, which its file includes then), and what it reads before is not what the other one writes. What was in
     /// front of `previous` has ended by then: a kernel lets the next one begin when it has waited.
     fn may_overlap(&self, launch: &Launch, previous: &Launch) -> bool {
-        self.gpu.capability.0 >= 9
+        // Graphs have such edges since CUDA 12.3.
+        self.target.has_waits()
+            && self.gpu.driver_version >= 12030
             && launch.source.text.contains("#include \"ahead.h\"")
             && launch.may_read_beside(previous)
     }
