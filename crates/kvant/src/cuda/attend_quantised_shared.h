@@ -36,7 +36,7 @@ constexpr uint AT_ENDS = AT_WARPS + WARPS * WARP_FLOATS * 4;
 constexpr uint AT_FACTORS = AT_ENDS + ROWS * 8;
 constexpr uint AT_PREFIX = AT_FACTORS + ROWS * 4;
 constexpr uint AT_END = AT_PREFIX + (MAX_SHARED_ITEMS + 8) * 4;
-// The hardware has the first 1024 bytes for itself.
+// The hardware has the first 1024 bytes for itself, or nothing.
 static_assert(AT_END <= (63 << 10), "attend: room before the tables");
 static_assert((64 << 10) + Table<K_CODEC>::BYTES + (ONE_TABLE ? 0 : Table<V_CODEC>::BYTES) == SHARED_BYTES,
               "attend: the shared memory that Rust asks for");
@@ -49,7 +49,7 @@ inline T *shared_at(uint at) {
 }
 
 inline uchar *k_table() {
-    return memory + ((0 - shared_address(memory)) & 0xFFFF);
+    return memory + ((64 << 10) - shared_address(memory));
 }
 
 inline uchar *v_table() {
