@@ -200,7 +200,8 @@ impl Shape {
         let item_rows = wanted.min(kernel.rows());
         let items = (call.tokens * group).div_ceil(item_rows);
         let pairs = items * spec.kv_heads;
-        let busy = limits.busy_groups * kernel.together;
+        // No more parts of an item than are merged.
+        let busy = (limits.busy_groups * kernel.together).min(MAX_SPLITS);
         let splits = match call.splits {
             _ if fresh.is_some() => 1,
             0 if items > MAX_SHARED_ITEMS || pairs >= 2 * busy => 1,

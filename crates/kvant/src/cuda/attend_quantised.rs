@@ -87,7 +87,8 @@ impl Quantised {
         let merged = [8, 4, 2].into_iter().find(|&merged| small_bytes(call.head_dim, tuning.warps, merged) <= room)?;
 
         let pairs = call.tokens * spec.kv_heads;
-        let busy = limits.busy_groups;
+        // No more parts of an item than are merged.
+        let busy = limits.busy_groups.min(MAX_SPLITS);
         let splits = match call.splits {
             0 if call.tokens > MAX_SHARED_ITEMS || pairs >= 2 * busy => 1,
             // One token's heads are equally long. No block then has parts of two heads, which costs it more time than a few
