@@ -353,7 +353,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 __syncwarp();
             }
             step++;
-            // The buffer of NB steps ago is free.
+            // The buffer of BUFFERS steps ago is free.
             while (more && ahead_unit >= ahead.to) {
                 const uint next = ahead.first + ahead.to;
                 more = next < stretch.end;

@@ -13,7 +13,7 @@
 // bias counts as often as a product with ones says. Where a span has several groups, a token has a column for each, zero at
 // the inputs of the others. An x of f32 is a sum of three bf16 numbers, each in a column of its own: nothing is rounded.
 //
-// W is asked for before the launch in front of this one has ended (gpu/launch.rs: `Ahead`); x is not.
+// W is asked for before the launch in front of this one has ended (gpu/launch.rs: `reads_ahead`); x is not.
 #include "elements.h"
 #include "affine.h"
 #include "fragments.h"

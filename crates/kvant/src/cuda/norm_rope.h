@@ -6,7 +6,7 @@
 #include "elements.h"
 #include "team.h"
 
-// The numbers of norms, of where angles come from, and of layouts (cuda/norm_rope.rs).
+// The numbers of norms, of where angles come from, and of layouts (gpu/norm_rope.rs).
 constexpr uint NO_NORM = 0;
 constexpr uint PLAIN_NORM = 1;
 constexpr uint WEIGHTED_NORM = 2;

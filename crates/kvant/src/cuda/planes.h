@@ -8,7 +8,7 @@
 #include "elements.h"
 #include "codebooks.h"
 
-// The numbers of codecs: those of the dtypes when dense, else the bits (cuda/planes.rs).
+// The numbers of codecs: those of the dtypes when dense, else the bits (gpu/planes.rs).
 constexpr uint TQ4 = 4;
 constexpr uint TQ5 = 5;
 constexpr uint TQ6 = 6;
