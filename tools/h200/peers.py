@@ -27,6 +27,8 @@ def replay(call, copies, calls):
     """Microseconds of call(i), whose argument counts through the copies."""
     calls = -(-calls // copies) * copies
     stream = torch.cuda.Stream()
+    # The buffers were filled on the other stream.
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for i in range(3):
             call(i % copies)

@@ -1,73 +1,132 @@
 #!/usr/bin/env bash
 # Everything that is to be known about kvant on a machine with an H200 and CUDA 13, from binaries built elsewhere.
 #
-#   tools/h200/run.sh BINARIES OUT [STEP..]
+#   tools/h200/run.sh BINARIES OUT BUILD [STEP|BINARY..]
 #
 # BINARIES is a folder with the test binaries of kvant under their names, without the hash (cargo test --no-run says where
-# they are): conformance_*, hazards, golden, cache, speed, and gpu of kvant-models. OUT gets a report, DATE-h200.md, and the
-# logs. Steps, all of them when none is named: conformance, sanitizer, speed, peers. The last needs a python3 with PyTorch, and
-# FlashInfer if it is to be in the table (flashinfer-python 0.5.3 with apache-tvm-ffi and nvidia-cudnn-frontend from wheels
-# beside it, on PYTHONPATH).
+# they are): conformance_*, hazards, arguments, golden, cache, speed, and gpu of kvant-models. OUT gets a report, DATE-h200.md,
+# and the logs. BUILD is the folder of the sources that the binaries were built from: some look for files there, so it becomes
+# a link to this checkout, unless it is this checkout or some other folder.
+#
+# Steps, all of them when none is named: conformance, sanitizer, speed, peers. The first two run those binaries that are named,
+# all when none is. The last needs a python3 with PyTorch, and FlashInfer if it is to be in the table (flashinfer-python 0.5.3
+# with apache-tvm-ffi and nvidia-cudnn-frontend from wheels beside it, on PYTHONPATH).
+#
+# LIMIT is how many seconds a binary may take (400), or one test under a sanitizer. The exit status is 1 if anything failed, was
+# missing, or ran no test.
 set -uo pipefail
-binaries=$(realpath "$1") out=$(mkdir -p "$2" && realpath "$2")
-shift 2
-steps=${*:-conformance sanitizer speed peers}
+if [ $# -lt 3 ]; then
+    sed -n '4p' "$0" >&2
+    exit 2
+fi
+binaries=$(realpath "$1") && out=$(mkdir -p "$2" && realpath "$2") || exit 2
+build=$3
+shift 3
+limit=${LIMIT:-400}
 here=$(cd "$(dirname "$0")" && pwd)
+root=$(cd "$here/../.." && pwd)
+steps=() names=()
+for word in "$@"; do
+    case $word in
+        conformance | sanitizer | speed | peers) steps+=("$word") ;;
+        *) names+=("$word") ;;
+    esac
+done
+if [ ${#steps[@]} = 0 ]; then
+    steps=(conformance sanitizer)
+    [ ${#names[@]} = 0 ] && steps+=(speed peers)
+fi
 report=$out/$(date -u +%F)-h200.md
+failures=0
 export KVANT_TEST_DEVICE=cuda RUST_BACKTRACE=0
+export PATH=/usr/local/cuda/bin:$PATH
 export LD_LIBRARY_PATH=/usr/local/cuda/lib64${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 # Tests of files look for them beside the sources.
-export CARGO_MANIFEST_DIR=$here/../../crates/kvant
+export CARGO_MANIFEST_DIR=$root/crates/kvant
+if [ "$build" != "$root" ]; then
+    if [ -e "$build" ] && [ ! -L "$build" ]; then
+        echo "$build is there, and no link: golden data are read from it, not from $root" >&2
+    else
+        mkdir -p "$(dirname "$build")" && ln -sfn "$root" "$build" || exit 2
+    fi
+fi
 
 say() { printf '%s\n' "$*" | tee -a "$report"; }
-wanted() { [[ " $steps " == *" $1 "* ]]; }
+failed() { failures=$((failures + 1)); }
+step() { [[ " ${steps[*]} " == *" $1 "* ]]; }
+wanted() { [ ${#names[@]} = 0 ] || [[ " ${names[*]} " == *" $1 "* ]]; }
 
 : >"$report"
 say "# kvant on $(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader), $(date -u +%F)"
 say ""
 
-crate_of() { [ "$1" = gpu ] && echo "$here/../../crates/kvant-models" || echo "$here/../../crates/kvant"; }
+crate_of() { [ "$1" = gpu ] && echo "$root/crates/kvant-models" || echo "$root/crates/kvant"; }
 
-# Runs a binary with a limit of seconds; prints its result line and the names of what failed.
+# Whether a binary is there; if it is not, a line of the table says so.
+is_there() {
+    [ -x "$binaries/$1" ] && return
+    say "| $1 | missing | | |"
+    failed
+    return 1
+}
+
+# Runs a binary; prints its result line and the names of what failed.
 tests() {
-    local name=$1 limit=$2
-    shift 2
-    local log=$out/$name.log start=$SECONDS
+    local name=$1 start=$SECONDS status
+    shift
+    local log=$out/$name.log
     (cd "$(crate_of "$name")" && timeout "$limit" "$binaries/$name" "$@") >"$log" 2>&1
-    local status=$?
+    status=$?
+    [ $status = 0 ] || failed
     say "| $name | $(grep -o 'test result: .* ignored' "$log" | tail -1) | status $status | $((SECONDS - start)) s |"
     grep -A2 '^---- ' "$log" | head -40
     grep ' FAILED$' "$log"
 }
 
-if wanted conformance; then
+# Runs one test under a tool of compute-sanitizer.
+sanitize() {
+    local tool=$1 name=$2 filter=$3 status ran
+    local log=$out/$tool-$name-${filter//::/-}.log
+    (cd "$(crate_of "$name")" && timeout "$limit" compute-sanitizer --error-exitcode 99 --tool "$tool" \
+        "$binaries/$name" "$filter" --exact --test-threads 1) >"$log" 2>&1
+    status=$?
+    ran=$(sed -n 's/^test result: .* \([0-9]*\) passed; \([0-9]*\) failed.*/\1 \2/p' "$log" | tail -1)
+    if [ "$status" = 0 ] && { [ -z "$ran" ] || [ "$ran" = "0 0" ]; }; then
+        status="0, but no test ran"
+    fi
+    [ "$status" = 0 ] || failed
+    say "| $tool | $name $filter | $(grep 'SUMMARY' "$log" | tail -1 | tr -d '=' | xargs) | status $status |"
+}
+
+if step conformance; then
     say "## Conformance"
     say ""
     say "| test | result | | |"
     say "|---|---|---|---|"
+    # The last: whole models, kvant-models' tests/gpu.rs.
     for name in conformance_hadamard conformance_rest conformance_kv conformance_norm_rope conformance_linear conformance_codec \
-        conformance_attend hazards golden cache; do
-        [ -x "$binaries/$name" ] && tests "$name" 400 --test-threads 12
+        conformance_attend hazards arguments golden cache gpu; do
+        wanted "$name" && is_there "$name" && tests "$name" --test-threads 12
     done
-    # Whole models: kvant-models' tests/gpu.rs.
-    [ -x "$binaries/gpu" ] && tests gpu 150
     say ""
 fi
 
-if wanted sanitizer; then
+if step sanitizer; then
     say "## compute-sanitizer"
     say ""
     say "| tool | test | errors | |"
     say "|---|---|---|---|"
-    # One small test per kernel: name of the binary, filter.
+    # One small test per kernel: name of the binary, filter. What decode_kernels compiles, conformance has left on disk.
+    missing=
     while read -r name filter; do
-        [ -x "$binaries/$name" ] || continue
+        wanted "$name" || continue
+        if [ ! -x "$binaries/$name" ]; then
+            [[ $missing == *" $name "* ]] || is_there "$name"
+            missing+=" $name "
+            continue
+        fi
         for tool in memcheck racecheck; do
-            log=$out/$tool-$name-$filter.log
-            (cd "$(crate_of "$name")" && timeout 300 compute-sanitizer --error-exitcode 99 --tool "$tool" \
-                "$binaries/$name" "$filter" --exact --test-threads 1) >"$log" 2>&1
-            status=$?
-            say "| $tool | $name $filter | $(grep 'SUMMARY' "$log" | tail -1 | tr -d '=' | xargs) | status $status |"
+            sanitize "$tool" "$name" "$filter"
         done
     done <<'LIST'
 conformance_hadamard in_place_and_back
@@ -93,22 +152,32 @@ cache forks_hold_the_same
 conformance_attend forced_splits
 conformance_attend fresh_keys_and_values
 conformance_attend not_finite_keys_and_values
+conformance_attend decode_kernels
+hazards places::positions_near_the_end
 gpu the_shipped_model_matches_the_cpu
 LIST
     say ""
 fi
 
-if wanted speed && [ -x "$binaries/speed" ]; then
+if step speed; then
     say "## Speed"
     say ""
-    "$binaries/speed" --ignored --nocapture --test-threads 1 2>"$out/speed.log" | grep '^|' | tee "$out/speed.md" | tee -a "$report"
+    if is_there speed; then
+        "$binaries/speed" --ignored --nocapture --test-threads 1 2>"$out/speed.log" | tee "$out/speed.out" | grep '^|' |
+            tee "$out/speed.md" | tee -a "$report"
+        grep -q '^test result: ok' "$out/speed.out" || failed
+    fi
     say ""
 fi
 
-if wanted peers; then
+if step peers; then
     say "## Decode attention beside other kernels"
     say ""
-    table=$out/speed.md
-    [ -f "$table" ] || table=
-    python3 "$here/peers.py" $table 2>"$out/peers.log" | tee -a "$report"
+    table=()
+    [ -f "$out/speed.md" ] && table=("$out/speed.md")
+    python3 "$here/peers.py" ${table[@]+"${table[@]}"} 2>"$out/peers.log" | tee -a "$report" || failed
 fi
+
+say ""
+say "$failures failures."
+[ "$failures" = 0 ]
