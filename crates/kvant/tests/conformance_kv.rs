@@ -162,7 +162,10 @@ fn the_same_dtype_keeps_nan_payloads() {
                 let read =
                     KvRead { layer: &layer, side, sequence: 0, start: 1, keep_rotated: false, order, out: &out.tensor };
                 run(device, |enc| ops::kv_read(enc, &read)).unwrap();
-                assert!(out.bytes().unwrap() == bytes, "{device}: k {k_codec}, v {v_codec}, {side:?}: the bits changed");
+                assert!(
+                    out.bytes().unwrap() == bytes,
+                    "{device}: k {k_codec}, v {v_codec}, {side:?}: the bits changed"
+                );
             }
         }
     }

@@ -35,26 +35,16 @@ const ATTEND_ROTATE_H: Header =
 const ATTEND_CODES_H: Header = Header { name: "attend_codes.h", text: || include_str!("attend_codes.h").to_string() };
 const ATTEND_MERGE_H: Header = Header { name: "attend_merge.h", text: || include_str!("attend_merge.h").to_string() };
 const ATTEND_STATE_H: Header = Header { name: "attend_state.h", text: || include_str!("attend_state.h").to_string() };
-const ATTEND_QUANTISED_SHARED_H: Header = Header {
-    name: "attend_quantised_shared.h",
-    text: || include_str!("attend_quantised_shared.h").to_string(),
-};
-const ATTEND_QUANTISED_QUERIES_H: Header = Header {
-    name: "attend_quantised_queries.h",
-    text: || include_str!("attend_quantised_queries.h").to_string(),
-};
-const ATTEND_QUANTISED_ROWS_H: Header = Header {
-    name: "attend_quantised_rows.h",
-    text: || include_str!("attend_quantised_rows.h").to_string(),
-};
-const ATTEND_QUANTISED_SCORES_H: Header = Header {
-    name: "attend_quantised_scores.h",
-    text: || include_str!("attend_quantised_scores.h").to_string(),
-};
-const ATTEND_QUANTISED_WAY_H: Header = Header {
-    name: "attend_quantised_way.h",
-    text: || include_str!("attend_quantised_way.h").to_string(),
-};
+const ATTEND_QUANTISED_SHARED_H: Header =
+    Header { name: "attend_quantised_shared.h", text: || include_str!("attend_quantised_shared.h").to_string() };
+const ATTEND_QUANTISED_QUERIES_H: Header =
+    Header { name: "attend_quantised_queries.h", text: || include_str!("attend_quantised_queries.h").to_string() };
+const ATTEND_QUANTISED_ROWS_H: Header =
+    Header { name: "attend_quantised_rows.h", text: || include_str!("attend_quantised_rows.h").to_string() };
+const ATTEND_QUANTISED_SCORES_H: Header =
+    Header { name: "attend_quantised_scores.h", text: || include_str!("attend_quantised_scores.h").to_string() };
+const ATTEND_QUANTISED_WAY_H: Header =
+    Header { name: "attend_quantised_way.h", text: || include_str!("attend_quantised_way.h").to_string() };
 const NORM_ROPE_H: Header = Header { name: "norm_rope.h", text: || include_str!("norm_rope.h").to_string() };
 
 /// Loads and stores by dtype.

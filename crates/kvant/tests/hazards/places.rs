@@ -74,7 +74,10 @@ fn positions_near_the_end() {
                 layers::write(&layer, &data, DType::F32, &step).unwrap();
                 (layer, end)
             });
-            assert!(planes(&layers[0].0).unwrap() == planes(&layers[1].0).unwrap(), "{device}: {codec}: written elsewhere");
+            assert!(
+                planes(&layers[0].0).unwrap() == planes(&layers[1].0).unwrap(),
+                "{device}: {codec}: written elsewhere"
+            );
             let result = |layer: &KvLayer, step: &Step, window| -> Result<Vec<f32>> {
                 let shape = [step.tokens(), heads, dim];
                 let q = input(device, dtype, &queries[..step.tokens() * heads * dim], &shape)?;
