@@ -2,8 +2,10 @@
 
 mod common;
 
-use common::{FLOATS, Rng, attention::Case, layers::CODECS};
-use kvant::{Codec, DType, SlotOrder, ops::SourceOrder};
+use std::collections::HashSet;
+
+use common::{FLOATS, Rng, attention::Case, devices, layers::CODECS, without_gpu};
+use kvant::{Codec, DType, DeviceKind, SlotOrder, ops::SourceOrder};
 
 const HEAD_DIMS: [usize; 4] = [64, 128, 256, 512];
 const GROUPS: [usize; 4] = [1, 2, 3, 8];
@@ -188,6 +190,18 @@ fn not_finite_keys_and_values() {
     }
 }
 
+/// A batch may be empty; that has a plan, too.
+#[test]
+fn plans_of_empty_batches() {
+    for (k, q) in [(Codec::F32, DType::F32), (Codec::BF16, DType::BF16), (Codec::tq(4), DType::BF16)] {
+        let case = Case { head_dim: 128, k, v: k, q, out: q, sequences: vec![(5, 0)], ..Case::default() };
+        for device in devices().iter().chain([&without_gpu::device()]) {
+            case.kernel(device).unwrap_or_else(|e| panic!("{device}: {case}: {e}"));
+        }
+        case.check();
+    }
+}
+
 /// However the context is split, also into more parts than it has positions.
 #[test]
 fn forced_splits() {
@@ -202,6 +216,152 @@ fn forced_splits() {
                 Case { ring: Some(16), window: Some(10), ..case.clone() }.check();
                 Case { fresh: Some(SourceOrder::HeadMajor), ..case.clone() }.check();
                 case.check();
+            }
+        }
+    }
+}
+
+/// The K and V of the kernels of decode on CUDA.
+const DECODED: [(Codec, Codec); 8] = [
+    (Codec::F16, Codec::F16),
+    (Codec::BF16, Codec::BF16),
+    (Codec::tq(4), Codec::tq(4)),
+    (Codec::tq(5), Codec::tq(5)),
+    (Codec::tq(6), Codec::tq(6)),
+    (Codec::tq(8), Codec::tq(8)),
+    (Codec::tq(8), Codec::tq(6)),
+    (Codec::tq(4), Codec::tq(8)),
+];
+
+/// What [`decode_kernels`] varies, and the number of values of each: codecs, what else is asked for, past length, splits,
+/// query heads of a KV head, head size, sequences, dtype of q, dtype of out.
+const FACTORS: [usize; 9] = [8, 8, 8, 4, 4, 3, 2, 3, 2];
+
+/// One token a sequence, as the kernels of decode on CUDA take it.
+fn decoded(choice: [usize; 9]) -> Case {
+    let [codecs, besides, past, splits, group, head_dim, sequences, q, out] = choice;
+    let (k, v) = DECODED[codecs];
+    let past = [0, 14, 15, 16, 63, 64, 199, 3000][past];
+    let plain = Case {
+        head_dim: HEAD_DIMS[1 + head_dim],
+        kv_heads: if GROUPS[group] < 8 && past < 1000 { 2 } else { 1 },
+        group: GROUPS[group],
+        k,
+        v,
+        q: if let Codec::Dense(dtype) = k { dtype } else { FLOATS[q] },
+        out: [DType::F16, DType::BF16][out],
+        sequences: [vec![(past, 1)], vec![(past, 1), (past / 2 + 1, 1), (7, 1)]][sequences].clone(),
+        splits: [None, Some(1), Some(7), Some(64)][splits],
+        ..Case::default()
+    };
+    // Wrapped, unless it is larger than the past.
+    let ring = Some(past / 2 + 13);
+    match besides {
+        0 => plain,
+        1 => Case { ring, ..plain },
+        2 => Case { window: Some(past / 3 + 2), ..plain },
+        3 => Case { softcap: Some(4.0), scale: 0.5, ..plain },
+        4 => Case { fresh: Some(SourceOrder::TokenMajor), ..plain },
+        5 => Case { q_rotated: k.is_quantised(), ..plain },
+        6 => Case { order: SlotOrder::TokenMajor, ..plain },
+        _ => Case {
+            ring,
+            window: Some(past / 3 + 9),
+            softcap: Some(30.0),
+            fresh: Some(SourceOrder::HeadMajor),
+            order: SlotOrder::TokenMajor,
+            ..plain
+        },
+    }
+}
+
+/// Choices in which every value of a factor meets every value of every other.
+fn pairwise() -> Vec<[usize; 9]> {
+    let pairs_of = |choice: &[usize; 9]| {
+        let choice = *choice;
+        (0..9).flat_map(move |a| (0..a).map(move |b| (a, choice[a], b, choice[b])))
+    };
+    let mut rng = Rng::of("pairs");
+    let mut met = HashSet::new();
+    let all: usize = (0..9).flat_map(|a| (0..a).map(move |b| FACTORS[a] * FACTORS[b])).sum();
+    let mut choices = Vec::new();
+    while met.len() < all {
+        // The best of some, of which the first has a pair that is missing.
+        let a_missing = (0..9)
+            .flat_map(|a| (0..a).map(move |b| (a, b)))
+            .flat_map(|(a, b)| (0..FACTORS[a]).flat_map(move |x| (0..FACTORS[b]).map(move |y| (a, x, b, y))))
+            .find(|pair| !met.contains(pair));
+        let mut random = || FACTORS.map(|values| rng.below(values));
+        let mut candidates: Vec<[usize; 9]> = (0..60).map(|_| random()).collect();
+        if let Some((a, x, b, y)) = a_missing {
+            candidates.iter_mut().for_each(|choice| (choice[a], choice[b]) = (x, y));
+        }
+        let new = |choice: &[usize; 9]| pairs_of(choice).filter(|pair| !met.contains(pair)).count();
+        let best = candidates.into_iter().max_by_key(new).expect("there are some");
+        met.extend(pairs_of(&best));
+        choices.push(best);
+    }
+    choices
+}
+
+/// Panics if CUDA takes another kernel than that of decode; also where there is no GPU.
+fn is_decoded(case: &Case) {
+    let want = if case.k.is_quantised() { "attend_quantised" } else { "attend_decode" };
+    let compiler = without_gpu::device();
+    let cuda = devices().iter().filter(|device| device.kind() == DeviceKind::Cuda);
+    for device in cuda.chain([&compiler]) {
+        assert_eq!(case.kernel(device).unwrap(), want, "{device}: {case}");
+    }
+}
+
+/// One token a sequence over caches of 16 bits or fewer: what CUDA has kernels of its own for.
+#[test]
+fn decode_kernels() {
+    let cases: Vec<Case> = pairwise().into_iter().map(decoded).collect();
+    println!("{} cases", cases.len());
+    on_threads(&cases, |case| {
+        is_decoded(case);
+        case.check();
+    });
+}
+
+/// On a GPU most of the time goes into compiling kernels, one after the other.
+fn on_threads<T: Sync>(items: &[T], run: impl Fn(&T) + Sync) {
+    let threads = std::thread::available_parallelism().map_or(1, usize::from).min(8);
+    let run = &run;
+    std::thread::scope(|scope| {
+        for first in 0..threads {
+            scope.spawn(move || items.iter().skip(first).step_by(threads).for_each(run));
+        }
+    });
+}
+
+/// What is not finite shows where it is seen, and nowhere else: in keys, in values, in a query.
+#[test]
+fn decode_of_what_is_not_finite() {
+    let head_dims = [128, 512, 256];
+    for (i, (k, v)) in DECODED.into_iter().enumerate() {
+        let q = if let Codec::Dense(dtype) = k { dtype } else { DType::BF16 };
+        for (window, splits) in [(None, None), (Some(20), None), (None, Some(7))] {
+            // The sums of what is rotated are NaN of either sign, and msl-host compares partial results bit by bit. CUDA shares
+            // two tiles of keys among blocks by itself.
+            if splits.is_some() && k.is_quantised() {
+                continue;
+            }
+            let (head_dim, sequences) = (head_dims[i % 3], vec![(40, 1), (70, 1)]);
+            let case =
+                Case { head_dim, kv_heads: 2, group: 2, k, v, q, out: q, sequences, window, splits, ..Case::default() };
+            is_decoded(&case);
+            for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+                // Head 1 of a token that the window hides from its sequence.
+                let at = (11 * case.kv_heads + 1) * head_dim + 7;
+                let (mut key, mut value, mut query) = (case.data(), case.data(), case.data());
+                key.source.k[at] = bad;
+                value.source.v[at] = bad;
+                query.queries[head_dim + 7] = bad;
+                for data in [key, value, query] {
+                    case.check_data(&data);
+                }
             }
         }
     }

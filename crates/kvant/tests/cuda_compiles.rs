@@ -2,87 +2,22 @@
 //! operations build are handed to the compiler instead of a GPU. Whether the kernels are right is for the conformance
 //! tests to say, on a GPU.
 
-use std::{
-    any::Any,
-    collections::HashSet,
-    ptr::NonNull,
-    sync::{Arc, Mutex},
-};
+mod common;
 
+use std::collections::HashSet;
+
+use common::without_gpu::Compiler;
 use kvant::{
-    Codec, DType, Device, Encoder, Error, KvLayer, LayerSpec, Result, SlotOrder, Step, Tensor,
-    gpu::{self, Executor, Launch, LaunchPass, Limits, Memory, Replay, Wait, compile_cuda},
+    CacheLayer, CacheSpec, Codec, DType, Device, Encoder, KvCache, KvLayer, LayerSpec, Result, SlotOrder, Step, Tensor,
+    gpu,
     ops::{
-        self, Activation, Affine, Angles, Argmax, Columns, Embed, Experts, Gate, Hadamard, HeadNorm, KvRead, KvSide,
-        KvWrite, Linear, MoeCombine, MoeRoute, NormRope, NormRopeWrite, PairLayout, Residual, RmsNorm, Rope, Sample,
-        Softcap, SourceOrder, Weight,
+        self, Activation, Affine, Angles, Argmax, Attend, Columns, Embed, Experts, Fresh, Gate, Hadamard, HeadNorm,
+        KvRead, KvSide, KvWrite, Linear, MoeCombine, MoeRoute, NormRope, NormRopeWrite, PairLayout, Residual, RmsNorm,
+        Rope, Sample, Softcap, SourceOrder, Weight,
     },
 };
 
 const FLOATS: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
-
-/// Compiles what it is asked to run, each kernel once.
-#[derive(Clone, Default)]
-struct Compiler {
-    seen: Arc<Mutex<HashSet<String>>>,
-}
-
-struct Nothing;
-
-impl Memory for Nothing {
-    fn host(&self) -> Option<NonNull<u8>> {
-        None
-    }
-    fn as_any(&self) -> &dyn Any {
-        self
-    }
-}
-
-impl Executor for Compiler {
-    fn name(&self) -> String {
-        "a compiler without a GPU".to_string()
-    }
-    fn limits(&self) -> Limits {
-        Limits { threads: 1024, threadgroup_bytes: 227 << 10, busy_groups: 132 }
-    }
-    fn allocate(&self, _bytes: usize, _zeroed: bool) -> Result<Box<dyn Memory>> {
-        Ok(Box::new(Nothing))
-    }
-    fn upload(&self, _memory: &dyn Memory, _offset: usize, _bytes: &[u8]) -> Result<()> {
-        Ok(())
-    }
-    fn download(&self, _memory: &dyn Memory, _offset: usize, _out: &mut [u8]) -> Result<()> {
-        Ok(())
-    }
-    fn begin(&self) -> Result<Box<dyn LaunchPass>> {
-        Ok(Box::new(self.clone()))
-    }
-    fn capture(self: Arc<Self>, _launches: Vec<Launch>) -> Result<Box<dyn Replay>> {
-        unreachable!("nothing is captured here")
-    }
-}
-
-impl LaunchPass for Compiler {
-    fn launch(&mut self, launch: Launch) -> Result<()> {
-        let key = format!("{}/{} {:?}", launch.source.name, launch.kernel, launch.constants);
-        if !self.seen.lock().unwrap().insert(key) {
-            return Ok(());
-        }
-        let fault = |reason| Error::DeviceFault { device: "nvrtc".to_string(), reason };
-        let code = compile_cuda(&launch, "sm_90a").map_err(fault)?;
-        assert!(code.starts_with(b"\x7fELF"), "{launch:?}: not a cubin");
-        Ok(())
-    }
-    fn commit(self: Box<Self>) -> Result<Box<dyn Wait>> {
-        Ok(Box::new(Compiler::default()))
-    }
-}
-
-impl Wait for Compiler {
-    fn wait(self: Box<Self>) -> Result<()> {
-        Ok(())
-    }
-}
 
 fn device() -> Option<(Device, Compiler)> {
     if !gpu::has_cuda_compiler() {
@@ -104,11 +39,16 @@ fn every_kernel_compiles() -> Result<()> {
     for codec in [Codec::F32, Codec::F16, Codec::BF16, Codec::tq(4), Codec::tq(5), Codec::tq(6), Codec::tq(8)] {
         caches(&device, &mut enc, codec)?;
     }
+    attention(&device, &mut enc)?;
     enc.commit()?.wait()?;
+    forks(&device)?;
     let seen = compiler.seen.lock().unwrap();
-    let files: HashSet<&str> = seen.iter().filter_map(|key| key.split('/').next()).collect();
-    println!("{} kernels of {} files", seen.len(), files.len());
-    assert!(files.len() >= 14, "only {files:?}");
+    let compiled: HashSet<&str> = seen.iter().filter_map(|key| key.split('/').next()).collect();
+    println!("{} kernels of {} files", seen.len(), compiled.len());
+    for file in std::fs::read_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/src/cuda")).expect("the sources are there") {
+        let name = file.expect("a name").file_name().into_string().expect("an ASCII name");
+        assert!(!name.ends_with(".cu") || compiled.contains(name.as_str()), "{name}: nothing of it was compiled");
+    }
     Ok(())
 }
 
@@ -231,4 +171,78 @@ fn caches(device: &Device, enc: &mut Encoder, codec: Codec) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// (head size, K, V, q, out, query heads of a KV head, tokens)
+type Attention = (usize, Codec, Codec, DType, DType, usize, usize);
+
+fn attention(device: &Device, enc: &mut Encoder) -> Result<()> {
+    let tq = Codec::tq;
+    let (f16, bf16) = (Codec::F16, Codec::BF16);
+    // Many rows, f32 results, mixed sides: attend.cu.
+    let any: [Attention; 6] = [
+        (64, Codec::F32, f16, DType::F32, DType::F32, 1, 1),
+        (128, bf16, bf16, DType::BF16, DType::BF16, 2, 40),
+        (256, tq(4), tq(4), DType::BF16, DType::BF16, 8, 40),
+        (256, tq(5), bf16, DType::F16, DType::F16, 2, 1),
+        (512, tq(8), tq(6), DType::F16, DType::F32, 3, 9),
+        (512, f16, f16, DType::F16, DType::F16, 2, 40),
+    ];
+    let dense: [Attention; 5] = [
+        (64, f16, f16, DType::F16, DType::BF16, 1, 1),
+        (128, bf16, bf16, DType::BF16, DType::BF16, 4, 1),
+        (256, f16, f16, DType::F16, DType::F16, 2, 1),
+        (256, bf16, bf16, DType::BF16, DType::F16, 8, 1),
+        (512, bf16, bf16, DType::BF16, DType::BF16, 8, 1),
+    ];
+    let quantised: [Attention; 6] = [
+        (128, tq(4), tq(4), DType::BF16, DType::BF16, 4, 1),
+        (128, tq(8), tq(6), DType::F32, DType::F16, 3, 1),
+        (256, tq(5), tq(5), DType::BF16, DType::BF16, 2, 1),
+        (256, tq(6), tq(6), DType::F16, DType::F16, 1, 1),
+        (512, tq(4), tq(4), DType::BF16, DType::BF16, 8, 1),
+        (512, tq(8), tq(8), DType::F16, DType::BF16, 8, 1),
+    ];
+    for (kernel, cases) in [("attend", &any[..]), ("attend_decode", &dense), ("attend_quantised", &quantised)] {
+        for (i, case) in cases.iter().enumerate() {
+            attend(device, enc, kernel, *case, i % 2 == 1)?;
+        }
+    }
+    Ok(())
+}
+
+/// A ring has a softcap and fresh keys, too.
+fn attend(device: &Device, enc: &mut Encoder, kernel: &str, case: Attention, ring: bool) -> Result<()> {
+    let (head_dim, k, v, q, out, group, tokens) = case;
+    let (kv_heads, order) = (2, SlotOrder::HeadMajor);
+    let spec = LayerSpec { sequences: 1, kv_heads, capacity: 99, head_dim, k, v, ring, order };
+    let layer = KvLayer::new(device, spec)?;
+    let step = Step::new(device, 1, &(0..tokens as u32).map(|p| (0, p)).collect::<Vec<_>>())?;
+    let shape = [tokens, kv_heads * group, head_dim];
+    let fresh = zeros(device, q, &[tokens, kv_heads, head_dim])?;
+    let past = zeros(device, DType::U32, &[1])?;
+    let fresh = Fresh { k: &fresh, v: &fresh, order: SourceOrder::TokenMajor, past: &past };
+    let args = Attend {
+        q: &zeros(device, q, &shape)?,
+        layer: &layer,
+        step: &step,
+        fresh: ring.then_some(fresh),
+        scale: 1.0,
+        softcap: ring.then_some(30.0),
+        window: ring.then_some(64),
+        q_rotated: false,
+        plan: None,
+        out: &zeros(device, out, &shape)?,
+    };
+    assert_eq!(ops::attend::plan(&args, device)?.kernel, kernel, "{case:?}");
+    ops::attend(enc, &args)
+}
+
+/// Rows of 4 and 16 bytes, and of one.
+fn forks(device: &Device) -> Result<()> {
+    let layer = |head_dim, codec| CacheLayer { kv_heads: 1, head_dim, window: None, k: codec, v: codec };
+    let layers = vec![layer(64, Codec::F16), layer(8, Codec::tq(5))];
+    let mut cache = KvCache::new(device, &CacheSpec { layers, sequences: 2, capacity: 7, slack: 0 })?;
+    cache.append(&[(0, 3)])?;
+    cache.fork(0, 1)
 }

@@ -186,7 +186,7 @@ impl Shape {
         let group = call.heads / spec.kv_heads;
         // Sequences are known to the device alone. With no more tokens than sequences, each is most likely another's.
         let together = call.tokens.div_ceil(spec.sequences);
-        let wanted = together.saturating_mul(group);
+        let wanted = together.saturating_mul(group).max(1);
         // Weights are f32.
         let [k, v] =
             [Side::new(k, call.head_dim, call.q.dtype(), precise), Side::new(v, call.head_dim, DType::F32, precise)];

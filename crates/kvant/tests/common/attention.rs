@@ -7,7 +7,7 @@
 use std::fmt;
 
 use kvant::{
-    Codec, DType, Device, DeviceKind, KvLayer, LayerSpec, Result, SlotOrder, Step,
+    Codec, DType, Device, DeviceKind, KvLayer, LayerSpec, Result, SlotOrder, Step, Tensor,
     ops::{self, Attend, Fresh, Hadamard, SourceOrder, attend::Plan},
 };
 
@@ -163,11 +163,36 @@ impl Case {
 
     /// The attention's output over a layer that is already written.
     pub fn attend(&self, layer: &KvLayer, data: &Data) -> Result<Out> {
+        let out = Out::new(layer.device(), self.out, &[data.tokens.len(), self.heads(), self.head_dim])?;
+        self.with_args(layer, data, &out.tensor, |args| {
+            run(layer.device(), |enc| {
+                if self.q_rotated {
+                    ops::hadamard(enc, &Hadamard { x: args.q, inverse: false, out: args.q })?;
+                }
+                ops::attend(enc, args)
+            })
+        })?;
+        Ok(out)
+    }
+
+    /// The kernel that a device takes for it. Nothing runs.
+    pub fn kernel(&self, device: &Device) -> Result<&'static str> {
+        let (layer, data) = (KvLayer::new(device, self.spec())?, self.data());
+        let out = Out::new(device, self.out, &[data.tokens.len(), self.heads(), self.head_dim])?;
+        self.with_args(&layer, &data, &out.tensor, |args| Ok(ops::attend::plan(args, device)?.kernel))
+    }
+
+    /// Hands `then` the arguments of the attention.
+    fn with_args<T>(
+        &self,
+        layer: &KvLayer,
+        data: &Data,
+        out: &Tensor,
+        then: impl FnOnce(&Attend) -> Result<T>,
+    ) -> Result<T> {
         let device = layer.device();
-        let shape = [data.tokens.len(), self.heads(), self.head_dim];
-        let q = input(device, self.q, &data.queries, &shape)?;
+        let q = input(device, self.q, &data.queries, out.shape())?;
         let step = self.step(device, data)?;
-        let out = Out::new(device, self.out, &shape)?;
         let rows: Vec<usize> = data.tokens.iter().map(|&token| self.source_token(token)).collect();
         let new = data.source.gather(&rows);
         let past: Vec<u32> = self.sequences.iter().map(|&(past, _)| past as u32).collect();
@@ -179,25 +204,18 @@ impl Case {
         };
         let (k, v) = (side(&new.k)?, side(&new.v)?);
         let plan = self.splits.map(|splits| Plan { kernel: "forced", reason: "by a test".into(), splits });
-        run(device, |enc| {
-            if self.q_rotated {
-                ops::hadamard(enc, &Hadamard { x: &q, inverse: false, out: &q })?;
-            }
-            let args = Attend {
-                q: &q,
-                layer,
-                step: &step,
-                fresh: self.fresh.map(|_| Fresh { k: &k, v: &v, order, past: &past }),
-                scale: self.scale(),
-                softcap: self.softcap,
-                window: self.window,
-                q_rotated: self.q_rotated,
-                plan: plan.as_ref(),
-                out: &out.tensor,
-            };
-            ops::attend(enc, &args)
-        })?;
-        Ok(out)
+        then(&Attend {
+            q: &q,
+            layer,
+            step: &step,
+            fresh: self.fresh.map(|_| Fresh { k: &k, v: &v, order, past: &past }),
+            scale: self.scale(),
+            softcap: self.softcap,
+            window: self.window,
+            q_rotated: self.q_rotated,
+            plan: plan.as_ref(),
+            out,
+        })
     }
 
     /// What a device may be off by. Where the output is no f32, CUDA rounds the centroids of keys and values, the rotated
