@@ -139,7 +139,8 @@ impl Binding {
     }
 }
 
-/// Memory of one launch sequence: partial results. Not zeroed.
+/// Memory of one launch sequence: partial results. It holds anything, or zeros where they were asked for
+/// ([`Builder::zeroed_scratch`](super::Builder::zeroed_scratch)).
 #[derive(Clone)]
 pub(crate) struct Scratch {
     pub memory: Arc<dyn Memory>,
