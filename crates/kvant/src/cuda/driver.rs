@@ -164,9 +164,8 @@ impl Gpu {
         self.enter().map_err(fault)?;
         // The driver refuses to allocate nothing.
         let size = bytes.max(16);
-        let out_of_memory = || Error::OutOfMemory { device: format!("cuda ({})", self.name), bytes };
         if size > self.memory_bytes {
-            return Err(out_of_memory());
+            return Err(self.out_of_memory(bytes));
         }
         let allocate = || {
             let mut address = 0;
@@ -185,9 +184,14 @@ impl Gpu {
         };
         match address {
             Ok(address) => Ok(Memory { address, bytes, gpu: self.clone() }),
-            Err(failure) if failure.is_out_of_memory() => Err(out_of_memory()),
+            Err(failure) if failure.is_out_of_memory() => Err(self.out_of_memory(bytes)),
             Err(failure) => Err(fault(failure)),
         }
+    }
+
+    /// The error of too little memory for so many bytes.
+    pub(super) fn out_of_memory(&self, bytes: usize) -> Error {
+        Error::OutOfMemory { device: format!("cuda ({})", self.name), bytes }
     }
 
     /// Waits for all that the stream was given.

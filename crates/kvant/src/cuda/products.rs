@@ -63,18 +63,22 @@ fn data_type(dtype: DType) -> cudaDataType {
 }
 
 impl Products {
-    /// The library, if it is there.
-    pub(super) fn open(gpu: &Arc<Gpu>) -> Option<Products> {
+    /// The library, if it is there and works.
+    ///
+    /// # Errors
+    /// There is no memory for its workspace.
+    pub(super) fn open(gpu: &Arc<Gpu>) -> crate::Result<Option<Products>> {
         if !libraries::has_cublaslt() {
-            return None;
+            return Ok(None);
         }
-        let workspace = gpu.allocate(WORKSPACE).ok()?;
+        let workspace = gpu.allocate(WORKSPACE)?;
         let mut handle = null_mut();
         // SAFETY: the context is current, since memory was allocated; `handle` is what the function fills.
-        check("cublasLtCreate", unsafe { lt::cublasLtCreate(&mut handle) })
-            .inspect_err(|error| tracing::debug!(error, "cuBLASLt is not used"))
-            .ok()?;
-        Some(Products { handle, workspace, plans: Mutex::default() })
+        if let Err(error) = check("cublasLtCreate", unsafe { lt::cublasLtCreate(&mut handle) }) {
+            tracing::debug!(error, "cuBLASLt is not used");
+            return Ok(None);
+        }
+        Ok(Some(Products { handle, workspace, plans: Mutex::default() }))
     }
 
     /// How the library computes this product, if it can.

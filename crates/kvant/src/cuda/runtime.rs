@@ -44,8 +44,9 @@ struct Shared {
     environment: String,
     cache: Cache,
     functions: Mutex<HashMap<Specialised, Loading>>,
-    /// Opened when it is first needed.
+    /// Opened when it is first needed, by whoever has the other one; empty where there is no library.
     products: OnceLock<Option<Products>>,
+    opening: Mutex<()>,
 }
 
 /// What runs a launch: its kernel, or the library that computes the same.
@@ -58,8 +59,8 @@ enum Runner {
 /// A kernel with its constants: file (by address), name, values.
 type Specialised = (usize, &'static str, Vec<(&'static str, Constant)>);
 
-/// Filled by whoever needs it first, while others wait.
-type Loading = Arc<OnceLock<std::result::Result<Function, String>>>;
+/// Filled by whoever needs it first, while others wait. What fails, for want of memory perhaps, is tried again the next time.
+type Loading = Arc<Mutex<Option<Function>>>;
 
 impl Cuda {
     /// The first NVIDIA GPU, or why there is none.
@@ -75,6 +76,7 @@ impl Cuda {
             cache: Cache::of_user(),
             functions: Mutex::default(),
             products: OnceLock::new(),
+            opening: Mutex::default(),
         };
         Ok(Cuda { shared: Arc::new(shared) })
     }
@@ -87,12 +89,18 @@ impl Shared {
             let mut functions = self.functions.lock().unwrap_or_else(PoisonError::into_inner);
             functions.entry(key).or_default().clone()
         };
-        loading.get_or_init(|| self.load(launch)).clone().map_err(fault)
+        let mut loaded = loading.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(function) = *loaded {
+            return Ok(function);
+        }
+        let function = self.load(launch)?;
+        *loaded = Some(function);
+        Ok(function)
     }
 
-    fn load(&self, launch: &Launch) -> std::result::Result<Function, String> {
+    fn load(&self, launch: &Launch) -> Result<Function> {
         let program = Program::of(launch);
-        let name = CString::new(launch.kernel).map_err(|e| e.to_string())?;
+        let name = CString::new(launch.kernel).map_err(fault)?;
         let key = self.environment.clone() + &program.key(&self.target);
         if let Some(code) = self.cache.get(&key) {
             match Function::load(&self.gpu, &code, &name) {
@@ -100,14 +108,30 @@ impl Shared {
                 Err(failure) => tracing::debug!(kernel = launch.kernel, %failure, "kept code does not load"),
             }
         }
-        let code = program.compile(&self.target)?;
-        let function = Function::load(&self.gpu, &code, &name).map_err(|e| format!("{launch:?}: {e}"))?;
+        let code = program.compile(&self.target).map_err(fault)?;
+        let function = Function::load(&self.gpu, &code, &name).map_err(|failure| {
+            if failure.is_out_of_memory() {
+                self.gpu.out_of_memory(code.len())
+            } else {
+                fault(format!("{launch:?}: {failure}"))
+            }
+        })?;
         self.cache.put(&key, &code);
         Ok(function)
     }
 
-    fn products(&self) -> Option<&Products> {
-        self.products.get_or_init(|| Products::open(&self.gpu)).as_ref()
+    /// # Errors
+    /// There is a library, and no memory for what it needs; the next call asks again.
+    fn products(&self) -> Result<Option<&Products>> {
+        let _guard = match self.products.get() {
+            Some(products) => return Ok(products.as_ref()),
+            None => self.opening.lock().unwrap_or_else(PoisonError::into_inner),
+        };
+        if self.products.get().is_none() {
+            let opened = Products::open(&self.gpu)?;
+            return Ok(self.products.get_or_init(|| opened).as_ref());
+        }
+        Ok(self.products.get().and_then(Option::as_ref))
     }
 
     /// Gives launches to a stream, in their order.
@@ -195,7 +219,10 @@ impl Shared {
                 reason: format!("a grid of {:?} blocks, or argument {highest:?}", launch.grid.groups),
             });
         }
-        let plan = launch.product.and_then(|product| self.products()?.plan(&product));
+        let plan = match launch.product {
+            Some(product) => self.products()?.and_then(|products| products.plan(&product)),
+            None => None,
+        };
         let runner = match plan {
             Some(plan) => Runner::Library(plan),
             None => Runner::Kernel(self.function(&launch)?),
