@@ -103,7 +103,13 @@ impl Gpu {
                     .to_string(),
             );
         }
-        Gpu::first(version).map_err(text)
+        let gpu = Gpu::first(version).map_err(text)?;
+        // The kernels multiply with matrix units, and copy behind arithmetic, as GPUs do from Ampere on.
+        let (major, minor) = gpu.capability;
+        if major < 8 {
+            return Err(format!("{} has compute capability {major}.{minor}; 8.0 is needed", gpu.name));
+        }
+        Ok(gpu)
     }
 
     fn first(driver_version: i32) -> Result<Gpu, Failure> {

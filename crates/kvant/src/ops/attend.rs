@@ -25,7 +25,9 @@ pub const HEAD_DIMS: [usize; 4] = [64, 128, 256, 512];
 ///
 /// - Over a quantised layer, the centroids and what they are multiplied by: CUDA, with an f16 or bf16 `out`, rounds them to
 ///   f16 (a relative error of at most 2⁻¹² each); the CPU at
-///   [`SimdLevel::Avx512Vnni`](crate::SimdLevel::Avx512Vnni) takes them in fixed point (about 10⁻⁴ of a result in all).
+///   [`SimdLevel::Avx512Vnni`](crate::SimdLevel::Avx512Vnni), which it takes where it can, has them in fixed point. For
+///   queries and keys of variance 1 that is an error of at most 2⁻¹² + scale·√D·2⁻¹⁴ of a result's root mean square, as the
+///   tests require it; [`SimdLevel::Avx512`](crate::SimdLevel::Avx512) ([`CpuOptions`](crate::CpuOptions)) computes in f32.
 /// - Elsewhere on CUDA, weights, centroids, and queries, keys and values in f32 are taken as sums of f16 or bf16 numbers,
 ///   which hold 16 bits at least with an f16 or bf16 `out`, and 22 with an f32 one.
 pub struct Attend<'a> {

@@ -1,18 +1,8 @@
 //! Without instructions for products in fixed point, no side is taken so.
 
-use super::{ahead::Ahead, rows::Side, tile::Queries};
+use super::{ahead::Ahead, rows::Side, tile::FixedPart};
 
 const WHY: &str = "no side is in fixed point";
-
-#[derive(Clone, Copy)]
-#[allow(dead_code, reason = "as where it is used")]
-pub(super) struct Part {
-    pub row: usize,
-    pub keys: usize,
-    pub block: usize,
-    pub queries: Queries,
-    pub lines: usize,
-}
 
 pub(super) fn round_query(_: &Side, _: &[f32], _: &mut [i16], _: &mut [f32]) {
     unreachable!("{WHY}")
@@ -24,12 +14,12 @@ pub(super) fn order_sum(_: &Side, _: &mut [f32]) {
 
 /// # Safety
 /// Never called.
-pub(super) unsafe fn score(_: &Side, _: Part, _: *mut f32, _: &mut Ahead) {
+pub(super) unsafe fn score(_: &Side, _: FixedPart, _: *mut f32, _: &mut Ahead) {
     unreachable!("{WHY}")
 }
 
 /// # Safety
 /// Never called.
-pub(super) unsafe fn add_values(_: &Side, _: Part, _: *const f32, _: *mut i16, _: &mut Ahead) {
+pub(super) unsafe fn add_values(_: &Side, _: FixedPart, _: *const f32, _: *mut i16, _: &mut Ahead) {
     unreachable!("{WHY}")
 }

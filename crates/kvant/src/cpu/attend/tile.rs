@@ -147,7 +147,7 @@ unsafe fn tile<S: Simd>(
             let scores = room.scores.add(block * plane);
             let lines = ahead.left().div_ceil(blocks - block);
             if k.fixed {
-                let part = fixed::Part { row, keys, block, queries, lines };
+                let part = FixedPart { row, keys, block, queries, lines };
                 fixed::score(k, part, scores, &mut ahead);
                 continue;
             }
@@ -162,7 +162,7 @@ unsafe fn tile<S: Simd>(
             let weights = room.scores.add(block * plane).cast_const();
             let lines = ahead.left().div_ceil(blocks - block);
             if v.fixed {
-                let part = fixed::Part { row, keys, block, queries, lines };
+                let part = FixedPart { row, keys, block, queries, lines };
                 fixed::add_values(v, part, weights, room.staged.cast(), &mut ahead);
                 continue;
             }
@@ -180,6 +180,18 @@ pub(super) struct Part {
     /// The queries' chunks, and which chunk of the loader the first of them meets.
     pub chunks: Range<usize>,
     pub first_chunk: usize,
+    pub queries: Queries,
+    /// Lines to ask for meanwhile.
+    pub lines: usize,
+}
+
+/// What is worked on in fixed point: keys of a tile, and a block of coordinates that share a norm.
+#[derive(Clone, Copy)]
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "nothing is in fixed point there"))]
+pub(super) struct FixedPart {
+    pub row: usize,
+    pub keys: usize,
+    pub block: usize,
     pub queries: Queries,
     /// Lines to ask for meanwhile.
     pub lines: usize,

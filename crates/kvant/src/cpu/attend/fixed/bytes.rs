@@ -1,0 +1,81 @@
+//! Codes of 8 bits as centroids: their lower and their upper bytes, by permutes of bytes.
+
+use std::arch::x86_64::*;
+
+use super::{super::rows::Bytes, CHUNK, Codes, rounding::table, vector};
+
+impl Bytes {
+    /// The centroids of 64 codes, as words: in each quarter of a vector eight of the first eight of 16 codes, then of the
+    /// other eight.
+    #[inline(always)]
+    unsafe fn look_up(table: [__m512i; 8], codes: __m512i) -> [__m512i; 2] {
+        // SAFETY: AVX-512 BW and VBMI are enabled.
+        unsafe {
+            let upper = _mm512_movepi8_mask(codes);
+            // By the low seven bits of each code; the table's quarters are lower bytes, then upper bytes.
+            let low = _mm512_permutex2var_epi8(table[0], codes, table[1]);
+            let low = _mm512_mask_blend_epi8(upper, low, _mm512_permutex2var_epi8(table[2], codes, table[3]));
+            let high = _mm512_permutex2var_epi8(table[4], codes, table[5]);
+            let high = _mm512_mask_blend_epi8(upper, high, _mm512_permutex2var_epi8(table[6], codes, table[7]));
+            [_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)]
+        }
+    }
+}
+
+/// Sixteen coordinates of two values in turn, from words as [`Bytes::look_up`] leaves those of 32 codes of either.
+const fn bytes_in_turn(set: usize) -> [u16; 32] {
+    let mut order = [0; 32];
+    let mut lane = 0;
+    while lane < 32 {
+        let (coordinate, value) = (lane / 2, lane % 2);
+        let within = 16 * value + 8 * set + coordinate % 8;
+        order[lane] = (within + coordinate / 8 * 32) as u16;
+        lane += 1;
+    }
+    order
+}
+
+impl Codes for Bytes {
+    const BITS: u32 = 8;
+    type Table = [__m512i; 8];
+
+    #[inline(always)]
+    unsafe fn table() -> [__m512i; 8] {
+        let bytes = &table(8).bytes;
+        // SAFETY: the level's instructions are enabled.
+        let mut vectors = [unsafe { _mm512_setzero_si512() }; 8];
+        for (i, vector) in vectors.iter_mut().enumerate() {
+            // SAFETY: four vectors of each.
+            *vector = unsafe { _mm512_loadu_si512(bytes[i / 4].as_ptr().add(i % 4 * 64).cast()) };
+        }
+        vectors
+    }
+
+    #[inline(always)]
+    unsafe fn key(&self, table: [__m512i; 8], row: usize, chunk: usize) -> [__m512i; 2] {
+        // SAFETY: passed on to the caller.
+        unsafe { Self::look_up(table, _mm512_loadu_si512(self.row(row).add(chunk * CHUNK).cast())) }
+    }
+
+    #[inline(always)]
+    unsafe fn pair<const SETS: usize, const FIRST: usize>(
+        &self,
+        table: [__m512i; 8],
+        [a, b]: [usize; 2],
+        chunk: usize,
+    ) -> [__m512i; SETS] {
+        // SAFETY: passed on to the caller.
+        unsafe {
+            let mut values = [_mm512_setzero_si512(); SETS];
+            for (i, two) in values.chunks_exact_mut(2).enumerate() {
+                let at = chunk * CHUNK + (FIRST + 2 * i) * 16;
+                let a = _mm512_castsi256_si512(_mm256_loadu_si256(self.row(a).add(at).cast()));
+                let b = _mm256_loadu_si256(self.row(b).add(at).cast());
+                let [first, second] = Self::look_up(table, _mm512_inserti64x4::<1>(a, b));
+                two[0] = _mm512_permutex2var_epi16(first, vector(&const { bytes_in_turn(0) }), second);
+                two[1] = _mm512_permutex2var_epi16(first, vector(&const { bytes_in_turn(1) }), second);
+            }
+            values
+        }
+    }
+}

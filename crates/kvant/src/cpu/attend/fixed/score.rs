@@ -1,0 +1,130 @@
+//! Scores in fixed point: some keys with some queries, as many sums as registers hold.
+
+use std::arch::x86_64::*;
+
+use super::{
+    super::{
+        ahead::Ahead,
+        score,
+        tile::{FixedPart, TILE},
+    },
+    CHUNK, Codes,
+};
+use crate::cpu::simd::{Avx512, dot_pairs};
+
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni,avx2,fma,f16c")]
+pub(super) unsafe fn score_all<R: Codes>(codes: R, block: usize, part: FixedPart, scores: *mut f32, ahead: &mut Ahead) {
+    let mut local = *ahead;
+    let rows = part.queries.rows;
+    let mut query = 0;
+    // SAFETY: passed on to the caller of `score`.
+    unsafe {
+        let work = Score { codes, block, part, scores };
+        while query + 8 <= rows {
+            work.keys::<2, 8>(query, &mut local);
+            query += 8;
+        }
+        if query + 4 <= rows {
+            work.keys::<4, 4>(query, &mut local);
+            query += 4;
+        }
+        if query + 2 <= rows {
+            work.keys::<8, 2>(query, &mut local);
+            query += 2;
+        }
+        if query < rows {
+            work.keys::<8, 1>(query, &mut local);
+        }
+    }
+    *ahead = local;
+}
+
+struct Score<R> {
+    codes: R,
+    /// Coordinates that share a norm.
+    block: usize,
+    part: FixedPart,
+    scores: *mut f32,
+}
+
+impl<R: Codes> Score<R> {
+    /// All keys with `Q` queries, `K` at a time while as many are left.
+    #[inline(always)]
+    unsafe fn keys<const K: usize, const Q: usize>(&self, query: usize, ahead: &mut Ahead) {
+        let keys = self.part.keys;
+        let whole = keys - keys % K;
+        // The first queries ask for every line once.
+        let steps = (keys / K).max(1) * self.block / CHUNK;
+        let pace = if query == 0 { self.part.lines.div_ceil(steps) } else { 0 };
+        // SAFETY: passed on to the caller.
+        unsafe {
+            let table = R::table();
+            for key in (0..whole).step_by(K) {
+                self.few::<K, Q>(table, key, query, pace, ahead);
+            }
+            for key in whole..keys {
+                self.few::<1, Q>(table, key, query, 0, ahead);
+            }
+            let blocks = self.part.queries.head_dim / self.block;
+            for query in query..query + Q {
+                let unit = _mm512_set1_ps(*self.part.queries.units.add(query * blocks + self.part.block));
+                for key in (0..TILE).step_by(16) {
+                    let score = self.scores.add(query * TILE + key);
+                    _mm512_storeu_ps(score, _mm512_mul_ps(_mm512_loadu_ps(score), unit));
+                }
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn few<const K: usize, const Q: usize>(
+        &self,
+        table: R::Table,
+        key: usize,
+        query: usize,
+        pace: usize,
+        ahead: &mut Ahead,
+    ) {
+        let FixedPart { row, block, queries, .. } = self.part;
+        let dim = queries.head_dim;
+        // SAFETY: passed on to the caller.
+        unsafe {
+            let mut sums = [[_mm512_setzero_si512(); K]; Q];
+            for chunk in block * self.block / CHUNK..(block + 1) * self.block / CHUNK {
+                ahead.fetch::<Avx512>(pace);
+                let q = queries.rounded.add(query * dim + chunk * CHUNK);
+                if Q > K {
+                    let mut k = [[_mm512_setzero_si512(); 2]; K];
+                    for (i, k) in k.iter_mut().enumerate() {
+                        *k = self.codes.key(table, row + key + i, chunk);
+                    }
+                    for (i, sums) in sums.iter_mut().enumerate() {
+                        for half in 0..2 {
+                            let q = _mm512_loadu_si512(q.add(i * dim + half * 32).cast());
+                            for (sum, k) in sums.iter_mut().zip(&k) {
+                                *sum = dot_pairs(*sum, k[half], q);
+                            }
+                        }
+                    }
+                } else {
+                    for j in 0..K {
+                        let k = self.codes.key(table, row + key + j, chunk);
+                        for (i, sums) in sums.iter_mut().enumerate() {
+                            for (half, &k) in k.iter().enumerate() {
+                                let q = _mm512_loadu_si512(q.add(i * dim + half * 32).cast());
+                                sums[j] = dot_pairs(sums[j], k, q);
+                            }
+                        }
+                    }
+                }
+            }
+            let mut products = [[_mm512_setzero_ps(); K]; Q];
+            for (products, sums) in products.iter_mut().zip(&sums) {
+                for (product, &sum) in products.iter_mut().zip(sums) {
+                    *product = _mm512_cvtepi32_ps(sum);
+                }
+            }
+            score::store::<Avx512, K, Q>(&products, self.scores.add(query * TILE + key));
+        }
+    }
+}
