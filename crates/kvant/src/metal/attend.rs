@@ -119,7 +119,7 @@ impl Shape {
         let (splits, why) = match size.splits {
             0 => {
                 let busy = limits.busy_groups;
-                let splits = busy.div_ceil(groups).min(most.div_ceil(SPLIT_KEYS));
+                let splits = busy.div_ceil(groups.max(1)).min(most.div_ceil(SPLIT_KEYS));
                 (splits, format!("{groups} threadgroups a split where {busy} keep the device busy"))
             }
             forced => (forced.min(most.div_ceil(LEAST_KEYS)), format!("{forced} splits asked for")),
