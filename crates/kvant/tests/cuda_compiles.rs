@@ -1,6 +1,6 @@
-//! Every CUDA kernel but those of attention compiles for an H200, on any machine that has libnvrtc: the launches that the
-//! operations build are handed to the compiler instead of a GPU. Whether the kernels are right is for the conformance
-//! tests to say, on a GPU.
+//! Every CUDA kernel compiles for an H200, on any machine that has libnvrtc: the launches that the operations build
+//! are handed to the compiler instead of a GPU. Whether the kernels are right is for the conformance tests to say, on
+//! a GPU.
 
 mod common;
 
