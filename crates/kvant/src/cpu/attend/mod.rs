@@ -4,12 +4,16 @@
 //! value once. Consecutive tokens of a sequence form a block; what all of them see is taken in tiles of 64 keys
 //! ([`tile`]), what only some see, at the diagonal and at a window's edge, token by token. So nothing is masked, and
 //! nothing is read that its reader does not see. When there is one split, a task writes its rows of `out`; otherwise
-//! it leaves partial states, which are merged in order once all tasks are done ([`state`]). The plan, and with it the
-//! order in which numbers are added, depends on the number of threads, and on nothing that chance decides.
+//! it leaves partial states, which are merged in order once all tasks are done ([`state`]).
 //!
 //! Over quantised keys the queries are rotated once a task; over quantised values the sums stay rotated until the
 //! task's end. Codecs that pack two coordinates into a byte are read as even and odd coordinates, so queries and sums
-//! stand in that order meanwhile; in fixed point ([`fixed`]) they have an order of their own.
+//! stand in that order meanwhile; fixed point ([`fixed`]) has orders of its own.
+//!
+//! A result does not depend on timing. It may depend on the number of threads, which decides about the splits, to the
+//! extent that the order of f32 sums matters: splits end where tiles do, so what is rounded relative to a tile is the same.
+//! A prompt's tokens share tiles that begin elsewhere than in decode: there the same token agrees within the error that
+//! [`Attend`](crate::ops::Attend) states.
 
 use std::{cell::RefCell, ops::Range};
 
@@ -208,7 +212,7 @@ impl Kernel for Task<'_> {
     fn run<S: Simd>(self) {
         let Task { job, block, head, split, .. } = self;
         let (rows, head_dim) = (block.segment.tokens * job.shape.group, job.shape.head_dim);
-        let keys = block.split(split)..block.split(split + 1);
+        let keys = block.part(split);
         let room = Room::new(self.room, rows, head_dim);
         let mut work = Work { job, block, head, keys, q: self.q, rounded: self.rounded, room };
         let mut states = States::new(self.states, rows, head_dim);

@@ -1,6 +1,6 @@
 //! Without instructions for products in fixed point, no side is taken so.
 
-use super::{ahead::Ahead, rows::Side, tile::FixedPart};
+use super::{ahead::Ahead, rows::Side, tile::FixedPart as Part};
 
 const WHY: &str = "no side is in fixed point";
 
@@ -14,12 +14,12 @@ pub(super) fn order_sum(_: &Side, _: &mut [f32]) {
 
 /// # Safety
 /// Never called.
-pub(super) unsafe fn score(_: &Side, _: FixedPart, _: *mut f32, _: &mut Ahead) {
+pub(super) unsafe fn score(_: &Side, _: Part, _: *mut f32, _: &mut Ahead) {
     unreachable!("{WHY}")
 }
 
 /// # Safety
 /// Never called.
-pub(super) unsafe fn add_values(_: &Side, _: FixedPart, _: *const f32, _: *mut i16, _: &mut Ahead) {
+pub(super) unsafe fn add_values(_: &Side, _: Part, _: *const f32, _: *mut i16, _: &mut Ahead) {
     unreachable!("{WHY}")
 }

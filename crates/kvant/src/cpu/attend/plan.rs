@@ -15,9 +15,9 @@ const BLOCK_TOKENS: usize = 32;
 const SPLIT_KEYS: usize = 256;
 /// Tasks per thread, so that one that loses its core for a while does not hold up the others.
 const TASKS_PER_THREAD: usize = 4;
-/// Against absurd demands: splits, and floats of all partial states.
+/// Against absurd demands: of a block, and of all partial states together.
 const MAX_SPLITS: usize = 4096;
-const MAX_PARTIALS: usize = 1 << 26;
+const PARTIAL_FLOATS: usize = 1 << 26;
 
 /// What the plan is made from.
 pub(super) struct Shape<'a> {
@@ -58,15 +58,6 @@ pub(super) struct Block {
     pub first_task: usize,
     /// The first row of its partial states, when there is more than one split.
     pub first_partial: usize,
-}
-
-impl Block {
-    /// The first of the block's keys that belong to a split: a multiple of a tile, where there are tiles enough, so that the
-    /// same keys make a tile in however many splits.
-    pub fn split(&self, split: usize) -> usize {
-        let first = (self.keys as u128 * split as u128 / self.splits as u128) as usize;
-        if split < self.splits && self.keys / self.splits >= TILE { first - first % TILE } else { first }
-    }
 }
 
 /// Where keys and values come from, as far as positions are concerned.
@@ -129,6 +120,15 @@ impl Shape<'_> {
     }
 }
 
+impl Block {
+    /// The keys of a split. Cuts are where tiles end, unless there would be less than a tile for each.
+    pub fn part(&self, split: usize) -> Range<usize> {
+        let unit = if self.keys >= self.splits * TILE { TILE } else { 1 };
+        let cut = |i: usize| if i == self.splits { self.keys } else { self.keys * i / self.splits / unit * unit };
+        cut(split)..cut(split + 1)
+    }
+}
+
 impl Plan {
     /// The same shape gives the same plan, and the plan alone says in which order numbers are added.
     pub fn make(&mut self, shape: &Shape) {
@@ -155,18 +155,30 @@ impl Plan {
             all_keys = all_keys.saturating_add(keys);
             self.blocks.push(Block { segment, keys, splits: 1, first_task: 0, first_partial: 0 });
         }
-        let rows = tokens.saturating_mul(shape.kv_heads).saturating_mul(shape.group).max(1);
-        let most_splits = (MAX_PARTIALS / rows.saturating_mul(shape.head_dim + 2)).clamp(1, MAX_SPLITS);
+        self.split(shape, all_keys);
+    }
+
+    fn split(&mut self, shape: &Shape, all_keys: usize) {
         let shares = shape.threads * TASKS_PER_THREAD;
         let share = all_keys.saturating_mul(shape.kv_heads).div_ceil(shares).max(SPLIT_KEYS);
-        (self.tasks, self.partial_rows) = (0, 0);
+        let mut floats = 0usize;
         for block in &mut self.blocks {
             block.splits = match shape.splits {
                 0 if shape.threads == 1 => 1,
                 0 => block.keys.div_ceil(share),
                 forced => forced.min(block.keys),
             }
-            .clamp(1, most_splits);
+            .clamp(1, MAX_SPLITS);
+            if block.splits > 1 {
+                floats =
+                    floats.saturating_add(block.segment.tokens * shape.group * shape.kv_heads * (shape.head_dim + 2));
+            }
+        }
+        // As many splits as there is room for, of those blocks that are split.
+        let most = (PARTIAL_FLOATS / floats.max(1)).max(1);
+        (self.tasks, self.partial_rows) = (0, 0);
+        for block in &mut self.blocks {
+            block.splits = block.splits.min(most);
             (block.first_task, block.first_partial) = (self.tasks, self.partial_rows);
             let tasks = block.splits * shape.kv_heads;
             self.tasks += tasks;
@@ -215,29 +227,36 @@ mod tests {
     }
 
     #[test]
-    fn splits_are_cut_between_tiles() {
-        let block = |keys, splits| {
-            let segment = Segment { token: 0, tokens: 1, sequence: 0, position: keys };
-            let block = Block { segment, keys, splits, first_task: 0, first_partial: 0 };
-            (0..=splits).map(|split| block.split(split)).collect::<Vec<_>>()
-        };
-        assert_eq!(block(300, 3), [0, 64, 192, 300]);
-        assert_eq!(block(300, 5), [0, 60, 120, 180, 240, 300], "less than a tile for each");
-        assert_eq!(block(300, 1), [0, 300]);
-        assert_eq!(block(0, 1), [0, 0]);
-        for (keys, splits) in [(64, 1), (128, 2), (8191, 16), (usize::MAX, 4096)] {
-            let cuts = block(keys, splits);
-            assert!(cuts.windows(2).all(|w| w[0] < w[1]) && cuts[0] == 0 && cuts[splits] == keys);
+    fn absurd_demands_are_cut() {
+        let mut plan = Plan::default();
+        for (tokens, splits) in [(1, 4096), (2, 4080), (1024, 7), (20_000, 1)] {
+            let all: Vec<(u32, u32)> = (0..tokens).map(|i| (0, 100_000 + i)).collect();
+            let (lens, mut buffers) = ([130_000], Default::default());
+            let shape = shape(&all, &lens, &mut buffers);
+            plan.make(&Shape { splits: usize::MAX, kv_heads: 4, head_dim: 512, ..shape });
+            let floats = plan.partial_rows * 514;
+            assert!(floats <= PARTIAL_FLOATS, "{tokens} tokens: {floats} floats");
+            assert_eq!(plan.blocks[0].splits, splits);
         }
     }
 
     #[test]
-    fn partial_states_are_bounded() {
-        let tokens: Vec<_> = (0..1024).map(|i| (0, 4000 + i)).collect();
-        let (lens, mut buffers) = ([8192], Default::default());
-        let mut plan = Plan::default();
-        plan.make(&Shape { splits: 4096, head_dim: 512, ..shape(&tokens, &lens, &mut buffers) });
-        assert!((1..=MAX_PARTIALS / 514).contains(&plan.partial_rows), "{}", plan.partial_rows);
+    fn splits_end_where_tiles_do() {
+        let segment = Segment { token: 0, tokens: 1, sequence: 0, position: 0 };
+        for (keys, splits) in
+            [(1, 1), (3000, 7), (64 * 5, 5), (64 * 5 + 1, 5), (64 * 5 - 1, 5), (100, 100), (1 << 32, 4096)]
+        {
+            let block = Block { segment, keys, splits, first_task: 0, first_partial: 0 };
+            let ends: Vec<usize> = (0..splits).map(|i| block.part(i).end).collect();
+            let starts = (0..splits).map(|i| block.part(i).start);
+            assert!(
+                starts.eq(std::iter::once(0).chain(ends[..splits - 1].iter().copied())),
+                "each where the last one ends"
+            );
+            assert!(ends.windows(2).all(|w| w[0] < w[1]) && ends[0] > 0 && ends[splits - 1] == keys, "none is empty");
+            let whole = ends[..splits - 1].iter().all(|end| end % TILE == 0);
+            assert!(whole || keys < splits * TILE, "{keys} keys in {splits} splits: {ends:?}");
+        }
     }
 
     #[test]

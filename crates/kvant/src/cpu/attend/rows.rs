@@ -249,17 +249,6 @@ impl Side {
         }
     }
 
-    /// The number of bits of a code, for a quantised side.
-    #[cfg(target_arch = "x86_64")]
-    pub fn bits(&self) -> u32 {
-        match self.loader {
-            Loader::Tq4(_) => 4,
-            Loader::Tq5(_) => 5,
-            Loader::Tq6(_) => 6,
-            _ => 8,
-        }
-    }
-
     /// Copies the norms of block `block` of `out.len()` rows.
     ///
     /// # Safety

@@ -187,7 +187,7 @@ pub(super) struct Part {
 
 /// What is worked on in fixed point: keys of a tile, and a block of coordinates that share a norm.
 #[derive(Clone, Copy)]
-#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "nothing is in fixed point there"))]
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "no side is in fixed point"))]
 pub(super) struct FixedPart {
     pub row: usize,
     pub keys: usize,

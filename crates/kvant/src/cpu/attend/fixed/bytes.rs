@@ -1,8 +1,9 @@
-//! Codes of 8 bits as centroids: their lower and their upper bytes, by permutes of bytes.
+//! Centroids of codes of 8 bits.
 
 use std::arch::x86_64::*;
 
-use super::{super::rows::Bytes, CHUNK, Codes, rounding::table, vector};
+use super::{CHUNK, Codes, rounding::table, vector};
+use crate::cpu::attend::rows::Bytes;
 
 impl Bytes {
     /// The centroids of 64 codes, as words: in each quarter of a vector eight of the first eight of 16 codes, then of the

@@ -1,8 +1,9 @@
-//! Codes of 4, 5 and 6 bits as centroids: 64 coordinates at a time, by one or two permutes of words.
+//! Centroids of codes of 4, 5 and 6 bits, which come as words of four nibbles and further bits.
 
 use std::arch::x86_64::*;
 
-use super::{super::rows::Packed, Codes, rounding::table, vector};
+use super::{Codes, rounding::table, vector};
+use crate::cpu::attend::rows::Packed;
 
 /// The centroids by the low bits of each word: 32, or 64 from two vectors.
 #[inline(always)]

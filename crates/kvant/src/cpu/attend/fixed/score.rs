@@ -1,19 +1,15 @@
-//! Scores in fixed point: some keys with some queries, as many sums as registers hold.
+//! Scores: a block of keys × queries at a time, in registers.
 
 use std::arch::x86_64::*;
 
-use super::{
-    super::{
-        ahead::Ahead,
-        score,
-        tile::{FixedPart, TILE},
-    },
-    CHUNK, Codes,
+use super::{CHUNK, Codes, Part, rounding};
+use crate::cpu::{
+    attend::{ahead::Ahead, score, tile::TILE},
+    simd::{Avx512, dot_pairs},
 };
-use crate::cpu::simd::{Avx512, dot_pairs};
 
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni,avx2,fma,f16c")]
-pub(super) unsafe fn score_all<R: Codes>(codes: R, block: usize, part: FixedPart, scores: *mut f32, ahead: &mut Ahead) {
+pub(super) unsafe fn score_all<R: Codes>(codes: R, block: usize, part: Part, scores: *mut f32, ahead: &mut Ahead) {
     let mut local = *ahead;
     let rows = part.queries.rows;
     let mut query = 0;
@@ -43,7 +39,7 @@ struct Score<R> {
     codes: R,
     /// Coordinates that share a norm.
     block: usize,
-    part: FixedPart,
+    part: Part,
     scores: *mut f32,
 }
 
@@ -53,24 +49,26 @@ impl<R: Codes> Score<R> {
     unsafe fn keys<const K: usize, const Q: usize>(&self, query: usize, ahead: &mut Ahead) {
         let keys = self.part.keys;
         let whole = keys - keys % K;
-        // The first queries ask for every line once.
-        let steps = (keys / K).max(1) * self.block / CHUNK;
-        let pace = if query == 0 { self.part.lines.div_ceil(steps) } else { 0 };
+        // The first queries ask for every line once; those keys do that are most, or all.
+        let pace = |steps: usize| if query == 0 { self.part.lines.div_ceil(steps * self.block / CHUNK) } else { 0 };
+        let paces = (pace((keys / K).max(1)), if whole == 0 { pace(keys) } else { 0 });
         // SAFETY: passed on to the caller.
         unsafe {
             let table = R::table();
             for key in (0..whole).step_by(K) {
-                self.few::<K, Q>(table, key, query, pace, ahead);
+                self.few::<K, Q>(table, key, query, paces.0, ahead);
             }
             for key in whole..keys {
-                self.few::<1, Q>(table, key, query, 0, ahead);
+                self.few::<1, Q>(table, key, query, paces.1, ahead);
             }
             let blocks = self.part.queries.head_dim / self.block;
             for query in query..query + Q {
                 let unit = _mm512_set1_ps(*self.part.queries.units.add(query * blocks + self.part.block));
+                let centroid = _mm512_set1_ps(rounding::table(R::BITS).unit);
                 for key in (0..TILE).step_by(16) {
                     let score = self.scores.add(query * TILE + key);
-                    _mm512_storeu_ps(score, _mm512_mul_ps(_mm512_loadu_ps(score), unit));
+                    let product = _mm512_mul_ps(_mm512_loadu_ps(score), centroid);
+                    _mm512_storeu_ps(score, _mm512_mul_ps(product, unit));
                 }
             }
         }
@@ -85,7 +83,7 @@ impl<R: Codes> Score<R> {
         pace: usize,
         ahead: &mut Ahead,
     ) {
-        let FixedPart { row, block, queries, .. } = self.part;
+        let Part { row, block, queries, .. } = self.part;
         let dim = queries.head_dim;
         // SAFETY: passed on to the caller.
         unsafe {

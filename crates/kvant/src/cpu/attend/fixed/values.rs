@@ -1,29 +1,27 @@
-//! Values in fixed point: two keys at a time, some coordinates of some queries.
+//! Sums of values: a block of queries × coordinates at a time, in registers, over all keys of a tile, two at a time.
 
 use std::arch::x86_64::*;
 
 use super::{
-    super::{
-        ahead::Ahead,
-        tile::{FixedPart, TILE},
-    },
-    CHUNK, Codes,
-    rounding::{round_weights, table},
+    CHUNK, Codes, Part,
+    rounding::{self, round_weights},
 };
-use crate::cpu::simd::{Avx512, dot_pairs};
+use crate::cpu::{
+    attend::{ahead::Ahead, tile::TILE},
+    simd::{Avx512, dot_pairs},
+};
 
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni,avx2,fma,f16c")]
 pub(super) unsafe fn add_all<R: Codes>(
     codes: R,
     block: usize,
-    part: FixedPart,
+    part: Part,
     weights: *const f32,
     rounded: *mut i16,
     ahead: &mut Ahead,
 ) {
     let mut local = *ahead;
     let rows = part.queries.rows;
-    let unit = table(R::BITS).unit;
     let mut query = 0;
     // SAFETY: passed on to the caller of `add_values`.
     unsafe {
@@ -31,7 +29,7 @@ pub(super) unsafe fn add_all<R: Codes>(
             let mut units = [0.0; 8];
             for (i, to) in units.iter_mut().enumerate().take(rows - first) {
                 let row = (first + i) * TILE;
-                *to = unit * round_weights(part.keys, weights.add(row), rounded.add(row));
+                *to = round_weights(part.keys, weights.add(row), rounded.add(row));
             }
             let work = Add { codes, block, part, weights: rounded, units };
             let end = rows.min(first + 8);
@@ -60,10 +58,10 @@ struct Add<R> {
     codes: R,
     /// Coordinates that share a norm.
     block: usize,
-    part: FixedPart,
+    part: Part,
     /// `[rows, TILE]`.
     weights: *const i16,
-    /// Of eight queries, from a multiple of eight on.
+    /// [`UNIT`] units of eight queries' weights, from a multiple of eight on.
     units: [f32; 8],
 }
 
@@ -71,7 +69,7 @@ impl<R: Codes> Add<R> {
     /// All coordinates of `Q` queries: `SETS` sets of each chunk, `C` chunks at a time while as many are left.
     #[inline(always)]
     unsafe fn coordinates<const Q: usize, const C: usize, const SETS: usize>(&self, query: usize, ahead: &mut Ahead) {
-        let FixedPart { keys, block, lines, .. } = self.part;
+        let Part { keys, block, lines, .. } = self.part;
         let chunks = self.block / CHUNK;
         let first = block * chunks;
         // The first queries ask for every line once.
@@ -105,7 +103,7 @@ impl<R: Codes> Add<R> {
         pace: usize,
         ahead: &mut Ahead,
     ) {
-        let FixedPart { row, keys, queries, .. } = self.part;
+        let Part { row, keys, queries, .. } = self.part;
         // SAFETY: passed on to the caller.
         unsafe {
             let mut sums = [[[_mm512_setzero_si512(); SETS]; C]; Q];
@@ -127,13 +125,15 @@ impl<R: Codes> Add<R> {
                     }
                 }
             }
+            let centroid = _mm512_set1_ps(rounding::table(R::BITS).unit);
             for (i, sums) in sums.iter().enumerate() {
                 let unit = _mm512_set1_ps(self.units[(query + i) % 8]);
                 let o = queries.o.add((query + i) * queries.head_dim + chunk * CHUNK + FIRST * 16);
                 for (j, sums) in sums.iter().enumerate() {
                     for (set, &sum) in sums.iter().enumerate() {
                         let o = o.add(j * CHUNK + set * 16);
-                        _mm512_storeu_ps(o, _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), unit, _mm512_loadu_ps(o)));
+                        let sum = _mm512_mul_ps(_mm512_cvtepi32_ps(sum), centroid);
+                        _mm512_storeu_ps(o, _mm512_fmadd_ps(sum, unit, _mm512_loadu_ps(o)));
                     }
                 }
             }
