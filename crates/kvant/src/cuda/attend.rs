@@ -275,10 +275,37 @@ fn cached(call: &Call, b: &Builder, rows: &Rows, state: Option<&Scratch>) -> Res
         .constant("ALIGNED", is_aligned(k) && is_aligned(v))
         .constant("ROTATE_Q", rotate);
     let launch = planes::bind(planes::bind(launch, 2, k, Use::Read), 5, v, Use::Read).read(10, call.cached_lens());
-    Ok(match state {
+    Ok(write(launch, call, state))
+}
+
+/// Where a launch over cached keys writes: the state of them where that is wanted, or else the output.
+pub(super) fn write(launch: Launch, call: &Call, state: Option<&Scratch>) -> Launch {
+    match state {
         Some(state) => launch.scratch(13, state, Use::Write),
         None => launch.write(1, &call.out),
-    })
+    }
+}
+
+/// What the blocks of a launch leave for one another where several have parts of an item.
+pub(super) struct Shares {
+    pub blocks: usize,
+    /// Query rows of an item, and items of a KV head.
+    pub rows: usize,
+    pub items: usize,
+    /// Places for states, for each that a block may leave: 2 where groups of blocks leave states of their own.
+    pub places: usize,
+}
+
+impl Shares {
+    /// Gives the launch room for them.
+    pub(super) fn bind(self, launch: Launch, call: &Call, b: &Builder) -> Result<Launch> {
+        // A block leaves two states at most; each, and each item of a head, has a counter.
+        let slots = 2 * self.blocks + 2;
+        let state = self.rows * call.head_dim + (2 * self.rows).next_multiple_of(4);
+        let partials = b.scratch(self.places * slots * state * 4)?;
+        let counters = b.zeroed_scratch((slots + self.items * call.layer.spec().kv_heads) * 4)?;
+        Ok(launch.scratch(11, &partials, Use::ReadWrite).scratch(12, &counters, Use::ReadWrite))
+    }
 }
 
 /// The step's own keys, added to the state of the cached ones.
@@ -334,11 +361,10 @@ pub(super) fn params(call: &Call, rows: &Rows, item_rows: usize, items: usize, s
 
 /// What both launches of `attend.cu` have in common.
 fn launch(call: &Call, b: &Builder, shape: &Shape, rows: &Rows) -> Result<Launch> {
-    let spec = call.layer.spec();
     let Kernel { k, v, row_tiles, warps, tile, buffers, shared_bytes, together } = shape.kernel;
     let params = params(call, rows, shape.item_rows, shape.items, shape.splits)?;
     let constant = |value: usize| value as u32;
-    let mut launch = Launch::new(NAME, &SOURCE, "attend")
+    let launch = Launch::new(NAME, &SOURCE, "attend")
         .constant("HEAD_DIM", constant(call.head_dim))
         .constant("Q_DTYPE", call.q.dtype())
         .constant("OUT_DTYPE", call.out.dtype())
@@ -361,15 +387,10 @@ fn launch(call: &Call, b: &Builder, shape: &Shape, rows: &Rows) -> Result<Launch
         .params(14, &params)
         .grid([shape.blocks, 1, 1], [32 * warps, 1, 1])
         .threadgroup_memory(shared_bytes);
-    if shape.splits != 1 {
-        // A block leaves two states at most; each, and each item of a head, has a counter.
-        let slots = 2 * shape.blocks + 2;
-        let state = shape.item_rows * call.head_dim + (2 * shape.item_rows).next_multiple_of(4);
-        let partials = b.scratch(slots * state * 4)?;
-        let counters = b.zeroed_scratch((slots + shape.items * spec.kv_heads) * 4)?;
-        launch = launch.scratch(11, &partials, Use::ReadWrite).scratch(12, &counters, Use::ReadWrite);
+    if shape.splits == 1 {
+        return Ok(launch);
     }
-    Ok(launch)
+    Shares { blocks: shape.blocks, rows: shape.item_rows, items: shape.items, places: 1 }.bind(launch, call, b)
 }
 
 /// Whether rows can be read 16 bytes at a time.

@@ -1,12 +1,12 @@
 //! The launch of decode attention over dense 16-bit caches: when it is taken, and how it is cut into blocks.
 
 use super::{
-    attend::{self, MAX_SHARED_ITEMS, MAX_SPLITS, Rows},
+    attend::{self, MAX_SHARED_ITEMS, MAX_SPLITS, Rows, Shares},
     headers,
 };
 use crate::{
     Codec, DType, Result,
-    gpu::{Builder, Launch, Limits, Params, Scratch, Source, Use},
+    gpu::{Builder, Launch, Limits, Params, Scratch, Source},
     ops::attend::{Call, NAME, Plan},
 };
 
@@ -89,7 +89,7 @@ impl Decode {
     pub(super) fn launch(&self, call: &Call, b: &Builder, rows: &Rows, state: Option<&Scratch>) -> Result<Launch> {
         let spec = call.layer.spec();
         let params = attend::params(call, rows, self.group, call.tokens, self.splits)?;
-        let mut launch = Launch::new(NAME, &SOURCE, "attend")
+        let launch = Launch::new(NAME, &SOURCE, "attend")
             .constant("HEAD_DIM", call.head_dim as u32)
             .constant("DTYPE", self.dtype)
             .constant("OUT_DTYPE", call.out.dtype())
@@ -111,19 +111,11 @@ impl Decode {
             .params(14, &params)
             .grid([self.blocks, 1, 1], [32 * self.warps, 1, 1])
             .threadgroup_memory(self.shared_bytes);
-        launch = match state {
-            Some(state) => launch.scratch(13, state, Use::Write),
-            None => launch.write(1, &call.out),
-        };
-        if self.splits != 1 {
-            // A block leaves two states at most, a group of blocks one; each, and each item of a head, has a counter.
-            let slots = 2 * self.blocks + 2;
-            let state = self.group * call.head_dim + (2 * self.group).next_multiple_of(4);
-            let partials = b.scratch(2 * slots * state * 4)?;
-            let counters = b.zeroed_scratch((slots + call.tokens * spec.kv_heads) * 4)?;
-            launch = launch.scratch(11, &partials, Use::ReadWrite).scratch(12, &counters, Use::ReadWrite);
+        let launch = attend::write(launch, call, state);
+        if self.splits == 1 {
+            return Ok(launch);
         }
-        Ok(launch)
+        Shares { blocks: self.blocks, rows: self.group, items: call.tokens, places: 2 }.bind(launch, call, b)
     }
 }
 

@@ -1,7 +1,7 @@
 //! The launch of decode attention over quantised caches: when it is taken, and how it is cut into blocks.
 
 use super::{
-    attend::{self, MAX_SHARED_ITEMS, MAX_SPLITS, Rows},
+    attend::{self, MAX_SHARED_ITEMS, MAX_SPLITS, Rows, Shares},
     headers, planes,
 };
 use crate::{
@@ -116,7 +116,7 @@ impl Quantised {
         let spec = call.layer.spec();
         let Tuning { warps, whole_ahead, queries_held } = self.tuning;
         let params = attend::params(call, rows, self.group, call.tokens, self.splits)?;
-        let mut launch = Launch::new(NAME, &SOURCE, "attend_quantised")
+        let launch = Launch::new(NAME, &SOURCE, "attend_quantised")
             .constant("HEAD_DIM", call.head_dim as u32)
             .constant("Q_DTYPE", call.q.dtype())
             .constant("OUT_DTYPE", call.out.dtype())
@@ -139,20 +139,12 @@ impl Quantised {
             .params(14, &params)
             .grid([self.blocks, 1, 1], [32 * warps, 1, 1])
             .threadgroup_memory(self.shared_bytes);
-        launch = planes::bind(planes::bind(launch, 2, &call.layer.k, Use::Read), 5, &call.layer.v, Use::Read);
-        launch = match state {
-            Some(state) => launch.scratch(13, state, Use::Write),
-            None => launch.write(1, &call.out),
-        };
-        if self.splits != 1 {
-            // A block leaves two states at most; each, and each head of a token, has a counter.
-            let slots = 2 * self.blocks + 2;
-            let state = self.group * call.head_dim + (2 * self.group).next_multiple_of(4);
-            let partials = b.scratch(slots * state * 4)?;
-            let counters = b.zeroed_scratch((slots + call.tokens * spec.kv_heads) * 4)?;
-            launch = launch.scratch(11, &partials, Use::ReadWrite).scratch(12, &counters, Use::ReadWrite);
+        let launch = planes::bind(planes::bind(launch, 2, &call.layer.k, Use::Read), 5, &call.layer.v, Use::Read);
+        let launch = attend::write(launch, call, state);
+        if self.splits == 1 {
+            return Ok(launch);
         }
-        Ok(launch)
+        Shares { blocks: self.blocks, rows: self.group, items: call.tokens, places: 1 }.bind(launch, call, b)
     }
 }
 
