@@ -46,28 +46,32 @@ impl Gemma4 {
         Ok(Gemma4 { config, weights, freq_factors })
     }
 
-    /// Runs the pass over the tokens whose ids are in the workspace and whose places are in its step. `logits` takes
+    /// Encodes the pass over the tokens whose ids are in the workspace and whose places are in its step. `logits` takes
     /// the last rows' logits, as many as it has rows; `None` when only the cache matters.
-    pub(crate) fn forward(&self, space: &Workspace, cache: &KvCache, logits: Option<&Tensor>) -> Result<()> {
+    pub(crate) fn encode(
+        &self,
+        enc: &mut Encoder,
+        space: &Workspace,
+        cache: &KvCache,
+        logits: Option<&Tensor>,
+    ) -> Result<()> {
         let (step, views) = space.parts();
-        let device = self.weights.norm.device();
-        let mut pass = Pass { model: self, enc: device.encoder()?, views, step, plans: [const { None }; SHAPES] };
+        let mut pass = Pass { model: self, enc, views, step, plans: [const { None }; SHAPES] };
         pass.embed()?;
         for l in 0..self.config.layers.len() {
             pass.layer(l, cache)?;
         }
-        if let Some(logits) = logits {
-            pass.logits(logits)?;
+        match logits {
+            Some(logits) => pass.logits(logits),
+            None => Ok(()),
         }
-        pass.enc.commit()?.wait()?;
-        Ok(())
     }
 }
 
 /// One forward pass on its way.
 struct Pass<'a> {
     model: &'a Gemma4,
-    enc: Encoder,
+    enc: &'a mut Encoder,
     views: &'a Views,
     step: &'a Step,
     /// How attention runs, for the latest shapes that were met.
@@ -91,7 +95,7 @@ impl Pass<'_> {
     fn embed(&mut self) -> Result<()> {
         let config = &self.model.config;
         ops::embed(
-            &mut self.enc,
+            self.enc,
             &ops::Embed {
                 table: self.model.weights.embed.weight(),
                 ids: &self.views.ids,
@@ -136,7 +140,7 @@ impl Pass<'_> {
                 self.prepare_and_write(l, own, kv)?;
             }
             None => ops::norm_rope(
-                &mut self.enc,
+                self.enc,
                 &NormRope {
                     x: &own.q[1],
                     norm: Some(self.model.head_norm(Some(&weights.q_norm))),
@@ -158,7 +162,7 @@ impl Pass<'_> {
         let kv = weights.kv.as_ref().expect("asked only of layers with keys of their own");
         let norm = |weight| Some(self.model.head_norm(weight));
         ops::norm_rope_write(
-            &mut self.enc,
+            self.enc,
             &NormRopeWrite {
                 q: &own.q[1],
                 k: &own.k[1],
@@ -209,7 +213,7 @@ impl Pass<'_> {
             }
         }
         let plan = self.plans[0].as_ref().map(|(_, plan)| plan);
-        ops::attend(&mut self.enc, &Attend { plan, ..args })?;
+        ops::attend(self.enc, &Attend { plan, ..args })?;
         Ok(())
     }
 
@@ -221,21 +225,21 @@ impl Pass<'_> {
         self.norm(&views.h.rows(rows)?, Some(&weights.norm), &x)?;
         self.linear(&x, weights.lm_head.as_ref().unwrap_or(&weights.embed), out)?;
         if let Some(cap) = self.model.config.final_softcap {
-            ops::softcap(&mut self.enc, &ops::Softcap { x: out, cap, out })?;
+            ops::softcap(self.enc, &ops::Softcap { x: out, cap, out })?;
         }
         Ok(())
     }
 
     fn linear(&mut self, x: &Tensor, weight: &Matrix, out: &Tensor) -> Result<()> {
         let args = ops::Linear { x, weight: weight.weight(), experts: None, alpha: 1.0, out };
-        Ok(ops::linear(&mut self.enc, &args)?)
+        Ok(ops::linear(self.enc, &args)?)
     }
 
     /// out = norm(x).
     fn norm(&mut self, x: &Tensor, weight: Option<&Tensor>, out: &Tensor) -> Result<()> {
         let eps = self.model.config.rms_norm_eps;
         let args = RmsNorm { x, weight, eps, residual: Residual::None, scale: 1.0, out };
-        Ok(ops::rms_norm(&mut self.enc, &args)?)
+        Ok(ops::rms_norm(self.enc, &args)?)
     }
 
     /// h = scale · (h + norm(x)).
@@ -243,7 +247,7 @@ impl Pass<'_> {
         let h = &self.views.h;
         let eps = self.model.config.rms_norm_eps;
         let args = RmsNorm { x, weight: Some(weight), eps, residual: Residual::After(h), scale, out: h };
-        Ok(ops::rms_norm(&mut self.enc, &args)?)
+        Ok(ops::rms_norm(self.enc, &args)?)
     }
 }
 

@@ -2,11 +2,11 @@
 
 use std::{ops::ControlFlow, time::Instant};
 
-use kvant::{DType, Device, KvCache, Tensor, ops};
+use kvant::KvCache;
 
-use crate::{Error, Model, Result};
+use crate::{Decoder, Error, Model, Result};
 
-/// How a token is drawn from its logits; see [`ops::Sample`] for the order of the cuts.
+/// How a token is drawn from its logits; see [`kvant::ops::Sample`] for the order of the cuts.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Sampling {
     /// 0 or more; 0 takes the likeliest.
@@ -95,9 +95,9 @@ pub fn generate(
     if request.max_tokens == 0 {
         return Err(Error::argument("max_tokens", "at least 1", 0));
     }
-    let sampler = Sampler::new(model, request.sampling)?;
+    let mut decoder = Decoder::new(model, cache, request.sequence, request.sampling)?;
     let started = Instant::now();
-    let mut token = sampler.next(model, cache, request.sequence, request.prompt)?;
+    let mut token = decoder.next(request.prompt)?;
     let mut stats = GenerateStats {
         prompt_tokens: request.prompt.len(),
         generated_tokens: 0,
@@ -119,64 +119,15 @@ pub fn generate(
         if stats.generated_tokens == request.max_tokens {
             break;
         }
-        if cache.room(request.sequence)? == 0 {
+        if decoder.cache().room(request.sequence)? == 0 {
             stats.finish = Finish::CacheFull;
             break;
         }
         // The time of the callback is the caller's.
         let started = Instant::now();
-        token = sampler.next(model, cache, request.sequence, &[token])?;
+        token = decoder.next(&[token])?;
         stats.decode_seconds += started.elapsed().as_secs_f64();
         stats.decode_steps += 1;
     }
     Ok(stats)
-}
-
-/// Draws tokens on the device, with buffers that are made once.
-struct Sampler {
-    sampling: Sampling,
-    logits: Tensor,
-    counter: Tensor,
-    token: Tensor,
-}
-
-impl Sampler {
-    fn new(model: &Model, sampling: Sampling) -> Result<Sampler> {
-        let device = model.device();
-        let sampler = Sampler {
-            sampling,
-            logits: Tensor::zeros(device, DType::F32, &[1, model.vocab_size()])?,
-            counter: Tensor::zeros(device, DType::U32, &[1])?,
-            token: Tensor::zeros(device, DType::U32, &[1])?,
-        };
-        // Parameters out of range are refused now, not when the prompt has been fed.
-        sampler.draw(device)?;
-        Ok(sampler)
-    }
-
-    /// Feeds tokens and draws the one that follows.
-    fn next(&self, model: &Model, cache: &mut KvCache, sequence: usize, tokens: &[u32]) -> Result<u32> {
-        model.forward_into(cache, sequence, tokens, &self.logits)?;
-        // A position draws its own number, so that a run continued from a snapshot goes on as it would have.
-        self.counter.write(&[cache.len(sequence)? as u32])?;
-        self.draw(model.device())
-    }
-
-    fn draw(&self, device: &Device) -> Result<u32> {
-        let Sampling { temperature, top_p, top_k, min_p, seed } = self.sampling;
-        let args = ops::Sample {
-            logits: &self.logits,
-            temperature,
-            top_k,
-            top_p,
-            min_p,
-            seed,
-            counter: &self.counter,
-            out: &self.token,
-        };
-        let mut enc = device.encoder()?;
-        ops::sample(&mut enc, &args)?;
-        enc.commit()?.wait()?;
-        Ok(self.token.to_vec::<u32>()?[0])
-    }
 }

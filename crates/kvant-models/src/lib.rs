@@ -7,6 +7,7 @@
 //! | its keys and values, in any codec | [`Model::new_cache`] |
 //! | tokens in, logits out | [`Model::forward`] |
 //! | text to tokens and back, also as a stream | [`Tokenizer`], [`TextStream`] |
+//! | token by token, the pass recorded once (a CUDA graph) | [`Decoder`] |
 //! | a prompt in, tokens out | [`generate()`] |
 //!
 //! ```no_run
@@ -32,6 +33,7 @@
 //! Files are untrusted: each reader checks sizes before it allocates, and what it refuses it names ([`Error`]).
 
 pub mod config;
+mod decoder;
 mod error;
 mod files;
 mod gemma4;
@@ -43,6 +45,7 @@ mod weights;
 mod workspace;
 
 pub use config::{Config, LayerConfig};
+pub use decoder::Decoder;
 pub use error::{Error, Result};
 pub use generate::{Finish, GenerateStats, Request, Sampling, generate};
 pub use model::{CacheOptions, LoadOptions, Logits, Model};

@@ -173,7 +173,7 @@ impl Model {
     }
 
     /// Everything that the caller can have got wrong.
-    fn check(&self, cache: &KvCache, sequence: usize, tokens: &[u32]) -> Result<()> {
+    pub(crate) fn check(&self, cache: &KvCache, sequence: usize, tokens: &[u32]) -> Result<()> {
         if tokens.is_empty() {
             return Err(Error::argument("tokens", "at least one token", "none"));
         }
@@ -242,7 +242,19 @@ impl Model {
         space.fit(&self.gemma4.config, piece.len())?;
         space.views.ids.write(piece)?;
         space.append(cache, sequence, piece.len())?;
-        self.gemma4.forward(space, cache, out.as_ref())
+        let mut enc = self.device.encoder()?;
+        self.gemma4.encode(&mut enc, space, cache, out.as_ref())?;
+        Ok(enc.commit()?.wait()?)
+    }
+
+    /// What is run.
+    pub(crate) fn gemma4(&self) -> &Gemma4 {
+        &self.gemma4
+    }
+
+    /// New scratch, for passes of `rows` tokens.
+    pub(crate) fn workspace(&self, rows: usize) -> Result<Workspace> {
+        Workspace::new(self.config(), &self.device, self.activations, rows)
     }
 
     /// Scratch for passes of `rows` tokens: one that is free, or a new one.
@@ -250,7 +262,7 @@ impl Model {
         match self.lock_spaces().pop() {
             Some(space) if space.rows() >= rows => Ok(space),
             // Sizes grow in steps, so that prompts of rising length do not each allocate.
-            _ => Workspace::new(self.config(), &self.device, self.activations, rows.next_power_of_two().min(most)),
+            _ => self.workspace(rows.next_power_of_two().min(most)),
         }
     }
 

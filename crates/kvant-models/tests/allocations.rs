@@ -9,7 +9,7 @@ use std::{
 };
 
 use kvant::{Codec, CpuOptions, DType, Device, Tensor};
-use kvant_models::{CacheOptions, Model};
+use kvant_models::{CacheOptions, Decoder, Model, Sampling};
 
 struct Counting;
 
@@ -52,13 +52,20 @@ fn a_decode_step_allocates_nothing() {
         let prompt: Vec<u32> = (0..140).collect();
         model.forward_into(&mut cache, 0, &prompt, &logits).unwrap();
         // Which thread does what differs from step to step, and each keeps scratch memory of its own.
-        let mut steps = (0..60).map(|token| {
-            let taken = TAKEN.load(Relaxed);
-            model.forward_into(&mut cache, 0, &[token], &logits).unwrap();
-            TAKEN.load(Relaxed) - taken
-        });
-        let warm_up: Vec<usize> = steps.by_ref().take(50).collect();
-        let after: Vec<usize> = steps.collect();
-        assert!(after.iter().all(|&taken| taken == 0), "{codec}: {warm_up:?}, then {after:?}");
+        let check = |what: &str, steps: &mut dyn FnMut(u32)| {
+            let mut steps = (0..60).map(|token| {
+                let taken = TAKEN.load(Relaxed);
+                steps(token);
+                TAKEN.load(Relaxed) - taken
+            });
+            let warm_up: Vec<usize> = steps.by_ref().take(50).collect();
+            let after: Vec<usize> = steps.collect();
+            assert!(after.iter().all(|&taken| taken == 0), "{what}, {codec}: {warm_up:?}, then {after:?}");
+        };
+        check("forward", &mut |token| model.forward_into(&mut cache, 0, &[token], &logits).unwrap());
+        let sampling = Sampling { temperature: 1.0, top_k: 40, ..Sampling::default() };
+        cache.truncate(0, 140).unwrap();
+        let mut decoder = Decoder::new(&model, &mut cache, 0, sampling).unwrap();
+        check("decoder", &mut |token| decoder.feed(&[token]).unwrap());
     }
 }

@@ -6,7 +6,9 @@ use std::{ops::ControlFlow, path::Path};
 
 use common::{exact, floats, golden, ids, max_difference, nats, shipped};
 use kvant::{Codec, DType, Device, Tensor, ops};
-use kvant_models::{CacheOptions, Error, Finish, LoadOptions, Logits, Model, Request, Sampling, Tokenizer, generate};
+use kvant_models::{
+    CacheOptions, Decoder, Error, Finish, LoadOptions, Logits, Model, Request, Sampling, Tokenizer, generate,
+};
 use serde_json::Value;
 
 fn model() -> Model {
@@ -191,6 +193,50 @@ fn generation_ends_for_the_reason_it_gives() {
     assert_eq!(run(5, &[], 100), (Finish::CacheFull, tokens[..3].to_vec()));
     let first = tokens.iter().position(|&t| t == tokens[3]).unwrap();
     assert_eq!(run(64, &[tokens[3]], 100), (Finish::Stop, tokens[..first].to_vec()));
+}
+
+/// Token by token, recorded once or not: the same logits, the same draws, in any order of calls.
+#[test]
+fn a_decoder_does_what_forward_does() {
+    let model = model();
+    let sampling = Sampling { temperature: 0.9, top_p: 0.9, seed: 3, ..Sampling::default() };
+    let options = CacheOptions { sequences: 3, ..exact(300, 7) };
+    let (mut fed, mut straight) = (model.new_cache(&options).unwrap(), model.new_cache(&options).unwrap());
+    let mut decoder = Decoder::new(&model, &mut fed, 1, sampling).unwrap();
+    let mut drawn = decoder.next(&[2, 17, 300]).unwrap();
+    let mut want = model.forward(&mut straight, 1, &[2, 17, 300], Logits::Last).unwrap().to_f32().unwrap();
+    for i in 0..200 {
+        assert_eq!(decoder.logits().to_f32().unwrap(), want, "token {i}");
+        want = model.forward(&mut straight, 1, &[drawn], Logits::Last).unwrap().to_f32().unwrap();
+        if i % 7 == 3 {
+            decoder.feed(&[drawn]).unwrap();
+            drawn = argmax(&want);
+        } else {
+            drawn = decoder.next(&[drawn]).unwrap();
+        }
+        if i % 50 == 49 {
+            decoder.truncate(3 + i - 2).unwrap();
+            straight.truncate(1, 3 + i - 2).unwrap();
+            want = model.forward(&mut straight, 1, &[5, 6, 7], Logits::Last).unwrap().to_f32().unwrap();
+            drawn = decoder.next(&[5, 6, 7]).unwrap();
+        }
+    }
+    // Drawn alike after a pass that is recorded and after one that is not: a position draws its own number.
+    let len = decoder.cache().len(1).unwrap();
+    let at_once = decoder.next(&[40, 50, 60]).unwrap();
+    decoder.truncate(len).unwrap();
+    decoder.feed(&[40, 50]).unwrap();
+    assert_eq!(decoder.next(&[60]).unwrap(), at_once);
+    // What is refused changes nothing.
+    let len = decoder.cache().len(1).unwrap();
+    assert!(matches!(decoder.next(&[1 << 20]).unwrap_err(), Error::Argument { arg: "tokens", .. }));
+    assert!(decoder.feed(&[]).is_err());
+    assert_eq!(decoder.cache().len(1).unwrap(), len);
+    while decoder.cache().room(1).unwrap() > 0 {
+        decoder.feed(&[4]).unwrap();
+    }
+    assert!(matches!(decoder.feed(&[4]).unwrap_err(), Error::Kvant(kvant::Error::CacheFull { .. })));
+    assert_eq!(decoder.cache().len(1).unwrap(), 300);
 }
 
 /// Errors come before anything is done, and the cache goes on as if the call had not been.

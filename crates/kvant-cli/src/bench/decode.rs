@@ -4,8 +4,7 @@
 
 use std::{path::PathBuf, time::Duration};
 
-use kvant::{DType, Device, Tensor};
-use kvant_models::{CacheOptions, Logits, Model};
+use kvant_models::{CacheOptions, Decoder, Logits, Model, Sampling};
 
 use super::{How, Line, Measured, print, timing};
 use crate::{
@@ -55,7 +54,6 @@ pub fn run(args: &Args) -> Result {
 }
 
 fn measure(model: &Model, kv: Kv, context: usize, budget: Duration) -> Result<Measured> {
-    let device: &Device = model.device();
     let options = CacheOptions { k: kv.k, v: kv.v, capacity: context, ..CacheOptions::default() };
     let mut cache = model.new_cache(&options)?;
     let past = context - 1;
@@ -64,10 +62,10 @@ fn measure(model: &Model, kv: Kv, context: usize, budget: Duration) -> Result<Me
         let ids: Vec<u32> = (0..past).map(|i| (i * 37 % model.vocab_size()) as u32).collect();
         model.forward(&mut cache, 0, &ids, Logits::Last)?;
     }
-    let logits = Tensor::zeros(device, DType::F32, &[1, model.vocab_size()])?;
+    let mut decoder = Decoder::new(model, &mut cache, 0, Sampling::default())?;
     let timing = timing::repeat(budget, |_| {
-        model.forward_into(&mut cache, 0, &[0], &logits)?;
-        Ok(cache.truncate(0, past)?)
+        decoder.feed(&[0])?;
+        Ok(decoder.truncate(past)?)
     })?;
     let read = |layer: &kvant_models::LayerConfig| {
         let vector = kv.k.bytes_per_vector(layer.head_dim) + kv.v.bytes_per_vector(layer.head_dim);

@@ -28,7 +28,7 @@ impl Pass<'_> {
             self.experts(moe, moe_views)?;
             // The sum of both branches, each under a norm of its own.
             ops::rms_norm(
-                &mut self.enc,
+                self.enc,
                 &RmsNorm {
                     x: &views.y,
                     weight: Some(&moe.post_norm_2),
@@ -48,7 +48,7 @@ impl Pass<'_> {
         let config = &self.model.config;
         // The router sees the residual stream under a norm whose weight is its own scale.
         ops::rms_norm(
-            &mut self.enc,
+            self.enc,
             &RmsNorm {
                 x: &views.h,
                 weight: Some(&moe.router_scale),
@@ -61,7 +61,7 @@ impl Pass<'_> {
         self.linear(&views.x, &moe.router, &own.logits)?;
         let expert_scale = Some(&moe.expert_scale);
         let args = MoeRoute { logits: &own.logits, expert_scale, ids: &own.ids, weights: &own.weights };
-        ops::moe_route(&mut self.enc, &args)?;
+        ops::moe_route(self.enc, &args)?;
 
         self.norm(&views.h, Some(&moe.pre_norm_2), &views.x)?;
         match &moe.gate_up {
@@ -77,7 +77,7 @@ impl Pass<'_> {
             }
         }
         self.expert_linear(&own.gate, &moe.down, true, &own.out)?;
-        ops::moe_combine(&mut self.enc, &MoeCombine { x: &own.out, weights: &own.weights, out: &views.y })?;
+        ops::moe_combine(self.enc, &MoeCombine { x: &own.out, weights: &own.weights, out: &views.y })?;
         Ok(())
     }
 
@@ -86,10 +86,10 @@ impl Pass<'_> {
         let ids = &self.views.moe.as_ref().expect("asked only with experts").ids;
         let experts = Some(Experts { ids, expanded });
         let args = Linear { x, weight: matrix.weight(), experts, alpha: 1.0, out };
-        Ok(ops::linear(&mut self.enc, &args)?)
+        Ok(ops::linear(self.enc, &args)?)
     }
 
     pub(super) fn gelu_gate(&mut self, gate: Columns, up: Columns, out: &Tensor) -> Result<()> {
-        Ok(ops::gate(&mut self.enc, &Gate { gate, up, activation: Activation::GeluTanh, out })?)
+        Ok(ops::gate(self.enc, &Gate { gate, up, activation: Activation::GeluTanh, out })?)
     }
 }

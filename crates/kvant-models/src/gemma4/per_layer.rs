@@ -18,12 +18,12 @@ impl Pass<'_> {
         };
         let scale = (ple.size as f32).sqrt();
         let out = &own.embedded[0];
-        ops::embed(&mut self.enc, &Embed { table: weights.embed.weight(), ids: &self.views.ids, scale, out })?;
+        ops::embed(self.enc, &Embed { table: weights.embed.weight(), ids: &self.views.ids, scale, out })?;
         let alpha = (config.hidden_size as f32).sqrt().recip();
         let (x, weight) = (&self.views.h, weights.projection.weight());
-        ops::linear(&mut self.enc, &Linear { x, weight, experts: None, alpha, out: &own.input[0] })?;
+        ops::linear(self.enc, &Linear { x, weight, experts: None, alpha, out: &own.input[0] })?;
         ops::rms_norm(
-            &mut self.enc,
+            self.enc,
             &RmsNorm {
                 x: &own.input[1],
                 weight: Some(&weights.norm),
