@@ -20,7 +20,7 @@ use kvant::{
 use crate::{
     Result,
     config::{Config, LayerConfig, RopeConfig},
-    weights::{LayerWeights, Matrix, Weights},
+    weights::{LayerWeights, Matrix, Stack, Weights},
     workspace::{LayerViews, Views, Workspace},
 };
 
@@ -130,15 +130,9 @@ impl Pass<'_> {
         let own = &views.layers[l];
         let kv = cache.layer(config.kv_source.unwrap_or(l))?;
         let rotate = kv.spec().k.is_quantised();
-        self.linear(&views.x, &weights.q, &own.q[0])?;
-        match &weights.kv {
-            Some(kv_weights) => {
-                self.linear(&views.x, &kv_weights.k, &own.k[0])?;
-                if let Some(v) = &kv_weights.v {
-                    self.linear(&views.x, v, &own.v[0])?;
-                }
-                self.prepare_and_write(l, own, kv)?;
-            }
+        self.project(&weights.qkv, own.qkv.as_ref(), &[&own.q[0], &own.k[0], &own.v[0]])?;
+        match &weights.k_norm {
+            Some(k_norm) => self.prepare_and_write(l, own, k_norm, kv)?,
             None => ops::norm_rope(
                 self.enc,
                 &NormRope {
@@ -157,9 +151,8 @@ impl Pass<'_> {
     }
 
     /// Norms and turns queries and keys, norms values, and stores keys and values.
-    fn prepare_and_write(&mut self, l: usize, own: &LayerViews, layer: &KvLayer) -> Result<()> {
+    fn prepare_and_write(&mut self, l: usize, own: &LayerViews, k_norm: &Tensor, layer: &KvLayer) -> Result<()> {
         let weights: &LayerWeights = &self.model.weights.layers[l];
-        let kv = weights.kv.as_ref().expect("asked only of layers with keys of their own");
         let norm = |weight| Some(self.model.head_norm(weight));
         ops::norm_rope_write(
             self.enc,
@@ -167,9 +160,9 @@ impl Pass<'_> {
                 q: &own.q[1],
                 k: &own.k[1],
                 // Without a projection of their own, values are the keys before norm and rotation.
-                v: if kv.v.is_some() { &own.v[1] } else { &own.k[1] },
+                v: if self.model.config.layers[l].k_eq_v { &own.k[1] } else { &own.v[1] },
                 q_norm: norm(Some(&weights.q_norm)),
-                k_norm: norm(Some(&kv.k_norm)),
+                k_norm: norm(Some(k_norm)),
                 v_norm: norm(None),
                 rope: Some(self.model.rope(l)),
                 rotate_q: layer.spec().k.is_quantised(),
@@ -233,6 +226,15 @@ impl Pass<'_> {
     fn linear(&mut self, x: &Tensor, weight: &Matrix, out: &Tensor) -> Result<()> {
         let args = ops::Linear { x, weight: weight.weight(), experts: None, alpha: 1.0, out };
         Ok(ops::linear(self.enc, &args)?)
+    }
+
+    /// What a stack of matrices makes of x: part by part, or all in one `row` for a single token.
+    fn project(&mut self, stack: &Stack, row: Option<&Tensor>, outs: &[&Tensor]) -> Result<()> {
+        let x = &self.views.x;
+        if let (Some(whole), Some(row)) = (&stack.whole, row) {
+            return self.linear(x, whole, row);
+        }
+        stack.parts.iter().zip(outs).try_for_each(|(part, out)| self.linear(x, part, out))
     }
 
     /// out = norm(x).

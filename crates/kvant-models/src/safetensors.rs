@@ -212,11 +212,29 @@ impl SafetensorsFile {
             got: info.dtype.clone(),
         })?;
         let tensor = Tensor::zeros(device, dtype, &info.shape)?;
+        self.read_into(name, &tensor)?;
+        Ok(tensor)
+    }
+
+    /// As [`SafetensorsFile::read`], into a tensor of the same shape and dtype.
+    pub fn read_into(&self, name: &str, tensor: &Tensor) -> Result<()> {
+        let info = self.header.tensors.get(name).ok_or_else(|| Error::MissingTensor { name: name.to_string() })?;
+        if info.shape != tensor.shape() {
+            let (expected, got) = (tensor.shape().to_vec(), info.shape.clone());
+            return Err(Error::TensorShape { name: name.to_string(), expected, got });
+        }
+        if info.dtype() != Some(tensor.dtype()) {
+            return Err(Error::TensorDType {
+                name: name.to_string(),
+                expected: "the dtype of the tensor that it is read into",
+                got: info.dtype.clone(),
+            });
+        }
         let flat = tensor.reshape(&[tensor.elements()])?;
         let mut file = self.file.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         let failed = |e: std::io::Error| Error::file(&self.path, format_args!("tensor `{name}`: {e}"));
         file.seek(SeekFrom::Start(self.data_start + info.start)).map_err(failed)?;
-        let step = PIECE / dtype.size();
+        let step = PIECE / tensor.dtype().size();
         let mut piece = vec![0u8; tensor.bytes().min(PIECE)];
         for start in (0..tensor.elements()).step_by(step) {
             let part = flat.rows(start..tensor.elements().min(start + step))?;
@@ -224,7 +242,7 @@ impl SafetensorsFile {
             file.read_exact(bytes).map_err(failed)?;
             part.write_bytes(bytes)?;
         }
-        Ok(tensor)
+        Ok(())
     }
 }
 
@@ -285,6 +303,12 @@ impl Checkpoint {
     pub fn read(&self, name: &str, device: &Device) -> Result<Tensor> {
         let &file = self.place.get(name).ok_or_else(|| Error::MissingTensor { name: name.to_string() })?;
         self.files[file].read(name, device)
+    }
+
+    /// As [`Checkpoint::read`], into a tensor of the same shape and dtype.
+    pub fn read_into(&self, name: &str, tensor: &Tensor) -> Result<()> {
+        let &file = self.place.get(name).ok_or_else(|| Error::MissingTensor { name: name.to_string() })?;
+        self.files[file].read_into(name, tensor)
     }
 }
 

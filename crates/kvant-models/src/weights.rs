@@ -1,6 +1,8 @@
 //! Gemma 4's tensors, found under any of the names that checkpoints give them, with the shapes that the
 //! configuration implies.
 
+use std::ops::Range;
+
 use kvant::{
     DType, Device, Tensor,
     ops::{Affine, Weight},
@@ -30,12 +32,77 @@ impl Matrix {
         }
     }
 
+    fn zeros(form: Form, shape: &[usize], device: &Device) -> Result<Matrix> {
+        let zeros = |dtype, shape: &[usize]| Ok::<_, Error>(Tensor::zeros(device, dtype, shape)?);
+        Ok(match form {
+            Form::Dense(dtype) => Matrix::Dense(zeros(dtype, shape)?),
+            Form::Affine { bits, group, dtype } => {
+                let groups = form.groups(shape);
+                let [scales, biases] = [zeros(dtype, &groups)?, zeros(dtype, &groups)?];
+                Matrix::Affine { codes: zeros(DType::U32, &form.words(shape))?, scales, biases, bits, group }
+            }
+        })
+    }
+
+    /// Some of the outputs.
+    fn rows(&self, rows: Range<usize>) -> Result<Matrix> {
+        Ok(match self {
+            Matrix::Dense(tensor) => Matrix::Dense(tensor.rows(rows)?),
+            Matrix::Affine { codes, scales, biases, bits, group } => Matrix::Affine {
+                codes: codes.rows(rows.clone())?,
+                scales: scales.rows(rows.clone())?,
+                biases: biases.rows(rows)?,
+                bits: *bits,
+                group: *group,
+            },
+        })
+    }
+
     fn bytes(&self) -> usize {
         match self {
             Matrix::Dense(tensor) => tensor.bytes(),
             Matrix::Affine { codes, scales, biases, .. } => codes.bytes() + scales.bytes() + biases.bytes(),
         }
     }
+}
+
+/// How a matrix is stored.
+#[derive(Clone, Copy, PartialEq)]
+enum Form {
+    Dense(DType),
+    Affine { bits: u32, group: usize, dtype: DType },
+}
+
+impl Form {
+    /// The shape of the codes' words, for a matrix of `shape`; of the elements, if dense.
+    fn words(self, shape: &[usize]) -> Vec<usize> {
+        match self {
+            Form::Dense(_) => shape.to_vec(),
+            Form::Affine { bits, .. } => with_inputs(shape, |inputs| inputs * bits as usize / 32),
+        }
+    }
+
+    /// The shape of scales and biases.
+    fn groups(self, shape: &[usize]) -> Vec<usize> {
+        match self {
+            Form::Dense(_) => Vec::new(),
+            Form::Affine { group, .. } => with_inputs(shape, |inputs| inputs / group),
+        }
+    }
+}
+
+fn with_inputs(shape: &[usize], change: impl Fn(usize) -> usize) -> Vec<usize> {
+    let (&inputs, rows) = shape.split_last().expect("a matrix has dimensions");
+    [rows, &[change(inputs)]].concat()
+}
+
+/// Matrices that take the same inputs.
+#[derive(Debug)]
+pub(crate) struct Stack {
+    /// All of them in one, if they are stored alike: a single token goes through them in one product.
+    pub whole: Option<Matrix>,
+    /// Each; parts of the whole's memory.
+    pub parts: Vec<Matrix>,
 }
 
 /// All tensors of a model.
@@ -65,29 +132,22 @@ pub(crate) struct PerLayerWeights {
 #[derive(Debug)]
 pub(crate) struct LayerWeights {
     pub input_norm: Tensor,
-    pub q: Matrix,
+    /// Queries, and unless the layer attends to another's, keys and values; no values where they are the raw keys.
+    pub qkv: Stack,
     pub q_norm: Tensor,
     /// Absent when the layer attends to another's keys and values.
-    pub kv: Option<KvWeights>,
+    pub k_norm: Option<Tensor>,
     pub o: Matrix,
     pub post_attention_norm: Tensor,
     pub pre_feedforward_norm: Tensor,
-    pub gate: Matrix,
-    pub up: Matrix,
+    /// The gate and what it gates.
+    pub gate_up: Stack,
     pub down: Matrix,
     pub post_feedforward_norm: Tensor,
     pub moe: Option<MoeWeights>,
     pub per_layer: Option<LayerInputWeights>,
     /// Multiplies the layer's output.
     pub scalar: f32,
-}
-
-#[derive(Debug)]
-pub(crate) struct KvWeights {
-    pub k: Matrix,
-    /// Absent where values are the raw keys.
-    pub v: Option<Matrix>,
-    pub k_norm: Tensor,
 }
 
 #[derive(Debug)]
@@ -174,27 +234,27 @@ impl Loader<'_> {
         let (d, inner) = (layer.head_dim, layer.intermediate_size);
         let name = |part: &str| format!("layers.{l}.{part}");
         let q_width = self.config.heads * d;
-        let kv = match layer.kv_source {
-            Some(_) => None,
-            None => Some(KvWeights {
-                k: self.matrix(&name("self_attn.k_proj"), &[layer.kv_heads * d, h])?,
-                v: match layer.k_eq_v {
-                    true => None,
-                    false => Some(self.matrix(&name("self_attn.v_proj"), &[layer.kv_heads * d, h])?),
-                },
-                k_norm: self.vector(&name("self_attn.k_norm.weight"), d)?,
-            }),
-        };
+        let kv_width = layer.kv_heads * d;
+        let [q, k, v] = ["q", "k", "v"].map(|part| name(&format!("self_attn.{part}_proj")));
+        let mut qkv = vec![(q, q_width)];
+        let mut k_norm = None;
+        if layer.kv_source.is_none() {
+            qkv.push((k, kv_width));
+            if !layer.k_eq_v {
+                qkv.push((v, kv_width));
+            }
+            k_norm = Some(self.vector(&name("self_attn.k_norm.weight"), d)?);
+        }
+        let gate_up = ["gate", "up"].map(|part| (name(&format!("mlp.{part}_proj")), inner));
         Ok(LayerWeights {
             input_norm: self.vector(&name("input_layernorm.weight"), h)?,
-            q: self.matrix(&name("self_attn.q_proj"), &[q_width, h])?,
+            qkv: self.stack(&qkv, h)?,
             q_norm: self.vector(&name("self_attn.q_norm.weight"), d)?,
-            kv,
+            k_norm,
             o: self.matrix(&name("self_attn.o_proj"), &[h, q_width])?,
             post_attention_norm: self.vector(&name("post_attention_layernorm.weight"), h)?,
             pre_feedforward_norm: self.vector(&name("pre_feedforward_layernorm.weight"), h)?,
-            gate: self.matrix(&name("mlp.gate_proj"), &[inner, h])?,
-            up: self.matrix(&name("mlp.up_proj"), &[inner, h])?,
+            gate_up: self.stack(&gate_up, h)?,
             down: self.matrix(&name("mlp.down_proj"), &[h, inner])?,
             post_feedforward_norm: self.vector(&name("post_feedforward_layernorm.weight"), h)?,
             moe: match self.config.moe {
@@ -277,18 +337,48 @@ impl Loader<'_> {
         self.matrix_at(&self.full(module), shape)
     }
 
+    /// Modules of so many outputs each, that take the same inputs.
+    fn stack(&mut self, modules: &[(String, usize)], inputs: usize) -> Result<Stack> {
+        let forms = modules.iter().map(|(module, outputs)| self.form(&self.full(module), &[*outputs, inputs]));
+        let forms = forms.collect::<Result<Vec<_>>>()?;
+        if modules.len() == 1 || forms.iter().any(|form| *form != forms[0]) {
+            let parts = modules.iter().map(|(module, outputs)| self.matrix(module, &[*outputs, inputs]));
+            return Ok(Stack { parts: parts.collect::<Result<_>>()?, whole: None });
+        }
+        let outputs = modules.iter().map(|(_, outputs)| outputs).sum();
+        let whole = Matrix::zeros(forms[0], &[outputs, inputs], self.device)?;
+        let (mut parts, mut first) = (Vec::new(), 0);
+        for (module, outputs) in modules {
+            let part = whole.rows(first..first + outputs)?;
+            self.fill(&part, &self.full(module))?;
+            parts.push(part);
+            first += outputs;
+        }
+        self.bytes += whole.bytes();
+        Ok(Stack { whole: Some(whole), parts })
+    }
+
     fn matrix_at(&mut self, module: &str, shape: &[usize]) -> Result<Matrix> {
+        let form = self.form(module, shape)?;
+        let matrix = Matrix::zeros(form, shape, self.device)?;
+        self.fill(&matrix, module)?;
+        self.bytes += matrix.bytes();
+        Ok(matrix)
+    }
+
+    /// How the file has a matrix; everything about it is checked.
+    fn form(&self, module: &str, shape: &[usize]) -> Result<Form> {
         let weight = format!("{module}.weight");
-        let scales_name = format!("{module}.scales");
-        if !self.checkpoint.contains(&scales_name) {
-            return self.dense(&weight, shape);
+        let scales = format!("{module}.scales");
+        if !self.checkpoint.contains(&scales) {
+            return Ok(Form::Dense(self.float_dtype(&weight, shape)?));
         }
         let scheme = self.config.quantization.scheme(module).ok_or_else(|| Error::Config {
             key: "quantization".to_string(),
             expected: format!("the bits and group size of `{module}`, which is quantised"),
             got: "nothing".to_string(),
         })?;
-        let (&inputs, rows) = shape.split_last().expect("a matrix has dimensions");
+        let &inputs = shape.last().expect("a matrix has dimensions");
         if !inputs.is_multiple_of(scheme.group) {
             return Err(Error::Config {
                 key: "quantization.group_size".to_string(),
@@ -296,22 +386,34 @@ impl Loader<'_> {
                 got: scheme.group.to_string(),
             });
         }
-        let with_last = |last: usize| [rows, &[last]].concat();
-        let groups = with_last(inputs / scheme.group);
-        self.expect_shape(&weight, &with_last(inputs * scheme.bits as usize / 32))?;
-        let codes = self.checkpoint.read(&weight, self.device)?;
-        if codes.dtype() != DType::U32 {
-            return Err(Error::dtype(&weight, "u32 beside its scales", codes.dtype()));
+        let form = |dtype| Form::Affine { bits: scheme.bits, group: scheme.group, dtype };
+        let any = form(DType::F32);
+        self.expect_shape(&weight, &any.words(shape))?;
+        let info = self.checkpoint.info(&weight).expect("expect_shape found it");
+        if info.dtype() != Some(DType::U32) {
+            let (expected, got) = ("u32 beside its scales", info.dtype.clone());
+            return Err(Error::TensorDType { name: weight, expected, got });
         }
-        let scales = self.float(&scales_name, &groups)?;
-        let biases_name = format!("{module}.biases");
-        let biases = self.float(&biases_name, &groups)?;
-        if biases.dtype() != scales.dtype() {
-            return Err(Error::dtype(&biases_name, "of the scales' dtype", biases.dtype()));
+        let dtype = self.float_dtype(&scales, &any.groups(shape))?;
+        let biases = format!("{module}.biases");
+        let got = self.float_dtype(&biases, &any.groups(shape))?;
+        if got != dtype {
+            return Err(Error::dtype(&biases, "of the scales' dtype", got));
         }
-        let matrix = Matrix::Affine { codes, scales, biases, bits: scheme.bits, group: scheme.group };
-        self.bytes += matrix.bytes();
-        Ok(matrix)
+        Ok(form(dtype))
+    }
+
+    /// Reads a matrix whose form has been checked.
+    fn fill(&self, matrix: &Matrix, module: &str) -> Result<()> {
+        let read = |part: &str, to: &Tensor| self.checkpoint.read_into(&format!("{module}.{part}"), to);
+        match matrix {
+            Matrix::Dense(tensor) => read("weight", tensor),
+            Matrix::Affine { codes, scales, biases, .. } => {
+                read("weight", codes)?;
+                read("scales", scales)?;
+                read("biases", biases)
+            }
+        }
     }
 
     fn dense(&mut self, name: &str, shape: &[usize]) -> Result<Matrix> {
@@ -321,13 +423,19 @@ impl Loader<'_> {
     }
 
     fn float(&self, name: &str, shape: &[usize]) -> Result<Tensor> {
+        self.float_dtype(name, shape)?;
+        self.checkpoint.read(name, self.device)
+    }
+
+    /// Asked of the header, too.
+    fn float_dtype(&self, name: &str, shape: &[usize]) -> Result<DType> {
         self.expect_shape(name, shape)?;
         let info = self.checkpoint.info(name).expect("expect_shape found it");
-        if !info.dtype().is_some_and(DType::is_float) {
-            let got = info.dtype.clone();
-            return Err(Error::TensorDType { name: name.to_string(), expected: "F32, F16 or BF16", got });
-        }
-        self.checkpoint.read(name, self.device)
+        info.dtype().filter(|dtype| dtype.is_float()).ok_or_else(|| Error::TensorDType {
+            name: name.to_string(),
+            expected: "F32, F16 or BF16",
+            got: info.dtype.clone(),
+        })
     }
 
     /// Asked of the header, before anything is allocated.

@@ -16,12 +16,9 @@ pub(crate) struct Workspace {
 struct Buffers {
     ids: Tensor,
     hidden: [Tensor; 4],
-    q: Tensor,
+    qkv: Tensor,
     attended: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gate: Tensor,
-    up: Tensor,
+    gate_up: Tensor,
     per_layer: Option<[Tensor; 3]>,
     moe: Option<[Tensor; 6]>,
 }
@@ -44,14 +41,19 @@ pub(crate) struct Views {
     pub moe: Option<MoeViews>,
 }
 
-/// The pairs are one buffer in two shapes: `[T, heads·D]` for the projections, `[T, heads, D]` for the rest.
+/// The pairs are one buffer in two shapes: `[T, heads·D]` for the projections, `[T, heads, D]` for the rest. Queries, keys
+/// and values follow each other in memory, and so do gate and up.
 pub(crate) struct LayerViews {
+    /// Of a pass of one token: q, k and v in one row, or what of them the layer projects.
+    pub qkv: Option<Tensor>,
     pub q: [Tensor; 2],
     pub k: [Tensor; 2],
     pub v: [Tensor; 2],
     pub attended: [Tensor; 2],
     pub gate: Tensor,
     pub up: Tensor,
+    /// Of a pass of one token: gate and up in one row.
+    pub gate_up: Option<Tensor>,
 }
 
 pub(crate) struct PerLayerViews {
@@ -153,12 +155,9 @@ impl Buffers {
         Ok(Buffers {
             ids: flat(DType::U32, 1)?,
             hidden: [float(hidden)?, float(hidden)?, float(hidden)?, float(hidden)?],
-            q: float(q)?,
+            qkv: float(q + 2 * kv)?,
             attended: float(q)?,
-            k: float(kv)?,
-            v: float(kv)?,
-            gate: float(inner)?,
-            up: float(inner)?,
+            gate_up: float(2 * inner)?,
             per_layer,
             moe,
         })
@@ -166,18 +165,32 @@ impl Buffers {
 
     fn views(&self, config: &Config, tokens: usize) -> Result<Views> {
         let hidden = config.hidden_size;
-        let heads = |buffer: &Tensor, heads: usize, dim: usize| -> Result<[Tensor; 2]> {
-            Ok([front(buffer, &[tokens, heads * dim])?, front(buffer, &[tokens, heads, dim])?])
+        // `heads` heads of a buffer, from its element `at` on.
+        let heads = |buffer: &Tensor, at: usize, heads: usize, dim: usize| -> Result<[Tensor; 2]> {
+            let flat = span(buffer, at, &[tokens, heads * dim])?;
+            let split = flat.reshape(&[tokens, heads, dim])?;
+            Ok([flat, split])
         };
+        let row =
+            |buffer: &Tensor, width: usize| if tokens == 1 { front(buffer, &[1, width]).map(Some) } else { Ok(None) };
         let mut layers = Vec::with_capacity(config.layers.len());
         for layer in &config.layers {
+            let (q, kv, inner) = (config.heads, layer.kv_heads, layer.intermediate_size);
+            let (q_width, kv_width) = (q * layer.head_dim, kv * layer.head_dim);
+            let projected = match (layer.kv_source, layer.k_eq_v) {
+                (Some(_), _) => q_width,
+                (None, true) => q_width + kv_width,
+                (None, false) => q_width + 2 * kv_width,
+            };
             layers.push(LayerViews {
-                q: heads(&self.q, config.heads, layer.head_dim)?,
-                k: heads(&self.k, layer.kv_heads, layer.head_dim)?,
-                v: heads(&self.v, layer.kv_heads, layer.head_dim)?,
-                attended: heads(&self.attended, config.heads, layer.head_dim)?,
-                gate: front(&self.gate, &[tokens, layer.intermediate_size])?,
-                up: front(&self.up, &[tokens, layer.intermediate_size])?,
+                qkv: row(&self.qkv, projected)?,
+                q: heads(&self.qkv, 0, q, layer.head_dim)?,
+                k: heads(&self.qkv, tokens * q_width, kv, layer.head_dim)?,
+                v: heads(&self.qkv, tokens * (q_width + kv_width), kv, layer.head_dim)?,
+                attended: heads(&self.attended, 0, q, layer.head_dim)?,
+                gate: front(&self.gate_up, &[tokens, inner])?,
+                up: span(&self.gate_up, tokens * inner, &[tokens, inner])?,
+                gate_up: row(&self.gate_up, 2 * inner)?,
             });
         }
         let per_layer = match (&self.per_layer, config.per_layer_input) {
@@ -224,5 +237,10 @@ impl Buffers {
 
 /// The first elements of a buffer, in a shape.
 fn front(buffer: &Tensor, shape: &[usize]) -> Result<Tensor> {
-    Ok(buffer.rows(0..shape.iter().product())?.reshape(shape)?)
+    span(buffer, 0, shape)
+}
+
+/// The elements of a buffer from `at` on, in a shape.
+fn span(buffer: &Tensor, at: usize, shape: &[usize]) -> Result<Tensor> {
+    Ok(buffer.rows(at..at + shape.iter().product::<usize>())?.reshape(shape)?)
 }

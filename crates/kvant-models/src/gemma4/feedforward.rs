@@ -19,8 +19,7 @@ impl Pass<'_> {
         let layer = &self.model.weights.layers[l];
         self.norm(&views.h, Some(&layer.pre_feedforward_norm), &views.x)?;
         let own = &views.layers[l];
-        self.linear(&views.x, &layer.gate, &own.gate)?;
-        self.linear(&views.x, &layer.up, &own.up)?;
+        self.project(&layer.gate_up, own.gate_up.as_ref(), &[&own.gate, &own.up])?;
         self.gelu_gate(Columns::all(&own.gate), Columns::all(&own.up), &own.gate)?;
         self.linear(&own.gate, &layer.down, &views.y)?;
         if let (Some(moe), Some(moe_views)) = (&layer.moe, &views.moe) {
