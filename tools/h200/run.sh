@@ -116,7 +116,7 @@ if step sanitizer; then
     say ""
     say "| tool | test | errors | |"
     say "|---|---|---|---|"
-    # One small test per kernel: name of the binary, filter. What decode_kernels compiles, conformance has left on disk.
+    # One small test per kernel: name of the binary, filter. What decode_kernels and the like compile, conformance has left on disk.
     missing=
     while read -r name filter; do
         wanted "$name" || continue
@@ -153,6 +153,8 @@ conformance_attend forced_splits
 conformance_attend fresh_keys_and_values
 conformance_attend not_finite_keys_and_values
 conformance_attend decode_kernels
+conformance_attend prefill_kernels
+conformance_attend prefill_of_what_is_not_finite
 hazards places::positions_near_the_end
 gpu the_shipped_model_matches_the_cpu
 LIST

@@ -276,27 +276,27 @@ fn decoded(choice: [usize; 9]) -> Case {
 }
 
 /// Choices in which every value of a factor meets every value of every other.
-fn pairwise() -> Vec<[usize; 9]> {
-    let pairs_of = |choice: &[usize; 9]| {
+fn pairwise<const N: usize>(factors: [usize; N]) -> Vec<[usize; N]> {
+    let pairs_of = |choice: &[usize; N]| {
         let choice = *choice;
-        (0..9).flat_map(move |a| (0..a).map(move |b| (a, choice[a], b, choice[b])))
+        (0..N).flat_map(move |a| (0..a).map(move |b| (a, choice[a], b, choice[b])))
     };
     let mut rng = Rng::of("pairs");
     let mut met = HashSet::new();
-    let all: usize = (0..9).flat_map(|a| (0..a).map(move |b| FACTORS[a] * FACTORS[b])).sum();
+    let all: usize = (0..N).flat_map(|a| (0..a).map(move |b| factors[a] * factors[b])).sum();
     let mut choices = Vec::new();
     while met.len() < all {
         // The best of some, of which the first has a pair that is missing.
-        let a_missing = (0..9)
+        let a_missing = (0..N)
             .flat_map(|a| (0..a).map(move |b| (a, b)))
-            .flat_map(|(a, b)| (0..FACTORS[a]).flat_map(move |x| (0..FACTORS[b]).map(move |y| (a, x, b, y))))
+            .flat_map(|(a, b)| (0..factors[a]).flat_map(move |x| (0..factors[b]).map(move |y| (a, x, b, y))))
             .find(|pair| !met.contains(pair));
-        let mut random = || FACTORS.map(|values| rng.below(values));
-        let mut candidates: Vec<[usize; 9]> = (0..60).map(|_| random()).collect();
+        let mut random = || factors.map(|values| rng.below(values));
+        let mut candidates: Vec<[usize; N]> = (0..60).map(|_| random()).collect();
         if let Some((a, x, b, y)) = a_missing {
             candidates.iter_mut().for_each(|choice| (choice[a], choice[b]) = (x, y));
         }
-        let new = |choice: &[usize; 9]| pairs_of(choice).filter(|pair| !met.contains(pair)).count();
+        let new = |choice: &[usize; N]| pairs_of(choice).filter(|pair| !met.contains(pair)).count();
         let best = candidates.into_iter().max_by_key(new).expect("there are some");
         met.extend(pairs_of(&best));
         choices.push(best);
@@ -306,7 +306,10 @@ fn pairwise() -> Vec<[usize; 9]> {
 
 /// Panics if CUDA takes another kernel than that of decode; also where there is no GPU.
 fn is_decoded(case: &Case) {
-    let want = if case.k.is_quantised() { "attend_quantised" } else { "attend_decode" };
+    comes_to(case, if case.k.is_quantised() { "attend_quantised" } else { "attend_decode" });
+}
+
+fn comes_to(case: &Case, want: &str) {
     let compiler = without_gpu::device();
     let cuda = devices().iter().filter(|device| device.kind() == DeviceKind::Cuda);
     for device in cuda.chain([&compiler]) {
@@ -317,11 +320,131 @@ fn is_decoded(case: &Case) {
 /// One token a sequence over caches of 16 bits or fewer: what CUDA has kernels of its own for.
 #[test]
 fn decode_kernels() {
-    let cases: Vec<Case> = pairwise().into_iter().map(decoded).collect();
+    let cases: Vec<Case> = pairwise(FACTORS).into_iter().map(decoded).collect();
     println!("{} cases", cases.len());
     on_threads(&cases, |case| {
         is_decoded(case);
         case.check();
+    });
+}
+
+/// What [`prefill_kernels`] varies: what else is asked for, batches, query heads of a KV head, head size, dtype of q, K and V,
+/// dtype of out.
+const PREFILL_FACTORS: [usize; 6] = [8, 5, 4, 4, 2, 2];
+
+/// Many tokens a sequence over 16 bits, not split, as the kernel of prefill on CUDA takes them.
+fn prefilled(choice: [usize; 6]) -> Case {
+    let [besides, batch, group, head_dim, dtype, out] = choice;
+    let dtype = [DType::F16, DType::BF16][dtype];
+    let codec = Codec::Dense(dtype);
+    // Past tokens and new query rows of a head, around tiles of 64 and 128 keys, items of 64 and 128 rows. In the last one
+    // tokens of four sequences meet in an item.
+    let batches = [
+        vec![(0, 130)],
+        vec![(63, 66)],
+        vec![(200, 64)],
+        vec![(5, 64), (0, 71)],
+        vec![(0, 65), (100, 64), (127, 97), (1, 32)],
+    ];
+    let sequences = batches[batch].iter().map(|&(past, rows): &(usize, usize)| (past, rows.div_ceil(GROUPS[group])));
+    let plain = Case {
+        head_dim: HEAD_DIMS[head_dim],
+        kv_heads: if GROUPS[group] < 3 { 2 } else { 1 },
+        group: GROUPS[group],
+        k: codec,
+        v: codec,
+        source: dtype,
+        q: dtype,
+        out: [DType::F16, DType::BF16][out],
+        sequences: sequences.collect(),
+        splits: Some(1),
+        ..Case::default()
+    };
+    match besides {
+        0 => plain,
+        1 => Case { ring: Some(50), ..plain },
+        2 => Case { window: Some(40), ..plain },
+        3 => Case { softcap: Some(4.0), scale: 0.5, ..plain },
+        4 => Case { fresh: Some(SourceOrder::TokenMajor), ..plain },
+        5 => Case { order: SlotOrder::TokenMajor, ..plain },
+        6 => Case { ring: Some(150), window: Some(70), order: SlotOrder::TokenMajor, ..plain },
+        _ => {
+            Case { ring: Some(90), window: Some(33), softcap: Some(30.0), fresh: Some(SourceOrder::HeadMajor), ..plain }
+        }
+    }
+}
+
+/// Many tokens a sequence over caches of 16 bits: what CUDA has a kernel of its own for, on GPUs whose warpgroups multiply.
+#[test]
+fn prefill_kernels() {
+    let cases: Vec<Case> = pairwise(PREFILL_FACTORS).into_iter().map(prefilled).collect();
+    println!("{} cases", cases.len());
+    on_threads(&cases, |case| {
+        comes_to(case, "attend_prefill");
+        case.check();
+    });
+}
+
+/// Without being asked not to split: when there are blocks enough. What the kernel cannot do is another's.
+#[test]
+fn kernels_of_many_tokens() {
+    let codec = Codec::BF16;
+    let bf16 = DType::BF16;
+    let many = Case {
+        head_dim: 128,
+        kv_heads: 8,
+        group: 8,
+        k: codec,
+        v: codec,
+        q: bf16,
+        out: bf16,
+        sequences: vec![(3, 130)],
+        window: Some(5),
+        ..Case::default()
+    };
+    comes_to(&many, "attend_prefill");
+    many.check();
+    let others = [
+        Case { sequences: vec![(0, 7)], ..many.clone() },
+        Case { sequences: vec![(7, 2); 300], ..many.clone() },
+        Case { scale: -0.1, ..many.clone() },
+        Case { out: DType::F32, ..many.clone() },
+        Case { q: DType::F16, ..many.clone() },
+        Case { k: Codec::F16, ..many.clone() },
+        Case { v: Codec::tq(4), ..many.clone() },
+        Case { splits: Some(3), ..many },
+    ];
+    for case in others {
+        comes_to(&case, "attend");
+    }
+}
+
+/// What is not finite shows where it is seen, and nowhere else: in keys, in values, in a query.
+#[test]
+fn prefill_of_what_is_not_finite() {
+    let mut cases = Vec::new();
+    for (head_dim, codec) in [(64, Codec::BF16), (128, Codec::F16), (256, Codec::BF16), (512, Codec::F16)] {
+        let Codec::Dense(dtype) = codec else { unreachable!("both are dense") };
+        for (sequences, window) in [(vec![(30, 33)], None), (vec![(0, 70)], Some(20)), (vec![(20, 32), (0, 45)], None)]
+        {
+            let (kv_heads, group, splits) = (2, 2, Some(1));
+            let (k, v, q, out) = (codec, codec, dtype, dtype);
+            cases.push(Case { head_dim, kv_heads, group, k, v, q, out, sequences, window, splits, ..Case::default() });
+        }
+    }
+    on_threads(&cases, |case| {
+        comes_to(case, "attend_prefill");
+        for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            // Head 1 of a token that later ones see, and earlier ones do not.
+            let at = (41 * case.kv_heads + 1) * case.head_dim + 7;
+            let (mut key, mut value, mut query) = (case.data(), case.data(), case.data());
+            key.source.k[at] = bad;
+            value.source.v[at] = bad;
+            query.queries[11 * case.head_dim + 7] = bad;
+            for data in [key, value, query] {
+                case.check_data(&data);
+            }
+        }
     });
 }
 

@@ -203,7 +203,20 @@ fn attention(device: &Device, enc: &mut Encoder) -> Result<()> {
         (512, tq(4), tq(4), DType::BF16, DType::BF16, 8, 1),
         (512, tq(8), tq(8), DType::F16, DType::BF16, 8, 1),
     ];
-    for (kernel, cases) in [("attend", &any[..]), ("attend_decode", &dense), ("attend_quantised", &quantised)] {
+    // Prompts.
+    let many: [Attention; 8] = [
+        (64, f16, f16, DType::F16, DType::BF16, 1, 9999),
+        (64, bf16, bf16, DType::BF16, DType::BF16, 2, 9999),
+        (128, bf16, bf16, DType::BF16, DType::BF16, 4, 9999),
+        (128, f16, f16, DType::F16, DType::F16, 1, 9999),
+        (256, bf16, bf16, DType::BF16, DType::F16, 3, 9999),
+        (256, f16, f16, DType::F16, DType::F16, 2, 9999),
+        (512, f16, f16, DType::F16, DType::F16, 8, 9999),
+        (512, bf16, bf16, DType::BF16, DType::BF16, 8, 9999),
+    ];
+    let kernels: [(&str, &[Attention]); 4] =
+        [("attend", &any), ("attend_decode", &dense), ("attend_quantised", &quantised), ("attend_prefill", &many)];
+    for (kernel, cases) in kernels {
         for (i, case) in cases.iter().enumerate() {
             attend(device, enc, kernel, *case, i % 2 == 1)?;
         }

@@ -3,7 +3,7 @@
 use crate::{
     Codec, DType, Planes, Result, SlotOrder, Tensor,
     codec::BLOCK,
-    cuda::{attend_decode::Decode, attend_quantised::Quantised, headers, planes},
+    cuda::{attend_decode::Decode, attend_prefill::Prefill, attend_quantised::Quantised, headers, planes},
     gpu::{Builder, Launch, Limits, Params, Scratch, Source, Use, params},
     ops::{
         SourceOrder,
@@ -225,6 +225,9 @@ pub(crate) fn plan(call: &Call, limits: &Limits) -> Plan {
     if let Some(decode) = Decode::new(call, limits) {
         return decode.plan();
     }
+    if let Some(prefill) = Prefill::new(call, limits) {
+        return prefill.plan();
+    }
     match Shape::new(call, None, limits) {
         Ok(Shape { kernel, item_rows, items, splits, blocks }) => {
             let how = if splits == 0 { "share the tiles of all evenly" } else { "take one each" };
@@ -258,6 +261,8 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
         b.push(quantised.launch(call, b, &rows, state.as_ref())?)?;
     } else if let Some(decode) = Decode::new(call, &b.limits) {
         b.push(decode.launch(call, b, &rows, state.as_ref())?)?;
+    } else if let Some(prefill) = Prefill::new(call, &b.limits) {
+        b.push(prefill.launch(call, &rows, state.as_ref())?)?;
     } else {
         b.push(cached(call, b, &rows, state.as_ref())?)?;
     }

@@ -45,6 +45,16 @@ const ATTEND_QUANTISED_SCORES_H: Header =
     Header { name: "attend_quantised_scores.h", text: || include_str!("attend_quantised_scores.h").to_string() };
 const ATTEND_QUANTISED_WAY_H: Header =
     Header { name: "attend_quantised_way.h", text: || include_str!("attend_quantised_way.h").to_string() };
+const MBARRIER_H: Header = Header { name: "mbarrier.h", text: || include_str!("mbarrier.h").to_string() };
+const WGMMA_H: Header = Header { name: "wgmma.h", text: || include_str!("wgmma.h").to_string() };
+const ATTEND_PREFILL_SHARED_H: Header =
+    Header { name: "attend_prefill_shared.h", text: || include_str!("attend_prefill_shared.h").to_string() };
+const ATTEND_PREFILL_COPIES_H: Header =
+    Header { name: "attend_prefill_copies.h", text: || include_str!("attend_prefill_copies.h").to_string() };
+const ATTEND_PREFILL_SUMS_H: Header =
+    Header { name: "attend_prefill_sums.h", text: || include_str!("attend_prefill_sums.h").to_string() };
+const ATTEND_PREFILL_ODD_H: Header =
+    Header { name: "attend_prefill_odd.h", text: || include_str!("attend_prefill_odd.h").to_string() };
 const NORM_ROPE_H: Header = Header { name: "norm_rope.h", text: || include_str!("norm_rope.h").to_string() };
 
 /// Loads and stores by dtype.
@@ -100,6 +110,20 @@ pub(super) const ATTEND_QUANTISED: &[Header] = &[
 /// Decode attention over dense rows: operands of tensor cores, who works on what, and how that comes together.
 pub(super) const ATTEND_DECODE: &[Header] =
     &[CONVERT_H, ELEMENTS_H, FRAGMENTS_H, ATTEND_PLAN_H, ATTEND_SOFTMAX_H, ATTEND_STATE_H];
+/// Attention of many tokens over dense rows: products of warpgroups, and the barriers between those who copy and those who compute.
+pub(super) const ATTEND_PREFILL: &[Header] = &[
+    CONVERT_H,
+    ELEMENTS_H,
+    FRAGMENTS_H,
+    ATTEND_PLAN_H,
+    ATTEND_SOFTMAX_H,
+    MBARRIER_H,
+    WGMMA_H,
+    ATTEND_PREFILL_SHARED_H,
+    ATTEND_PREFILL_COPIES_H,
+    ATTEND_PREFILL_SUMS_H,
+    ATTEND_PREFILL_ODD_H,
+];
 /// The rows of a cache layer to be read, the rotation, and where tokens stand.
 pub(super) const READ: &[Header] =
     &[CONVERT_H, ELEMENTS_H, VECTORS_H, CODEBOOKS_H, PLANES_H, SIGNS_H, ROTATE_H, SLOTS_H, AHEAD_H];

@@ -135,7 +135,8 @@ mod tests {
         ops::linear::{OwnedWeight, WeightDims},
     };
 
-    const H200: Limits = Limits { threads: 1024, threadgroup_bytes: 227 << 10, busy_groups: 132 };
+    const H200: Limits =
+        Limits { threads: 1024, threadgroup_bytes: 227 << 10, busy_groups: 132, warpgroup_products: true };
 
     /// A product of x `[rows, inputs]` with `[outputs, inputs]` weights, of 32 elements a group when they are affine.
     fn call(bits: u32, dtype: DType, [rows, outputs, inputs]: [usize; 3], experts: bool) -> Call {

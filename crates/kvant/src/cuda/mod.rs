@@ -8,6 +8,7 @@ mod affine;
 mod argmax;
 mod attend;
 mod attend_decode;
+mod attend_prefill;
 mod attend_quantised;
 mod copy;
 mod dequantise;

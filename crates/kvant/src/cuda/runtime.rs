@@ -253,8 +253,13 @@ impl Executor for Cuda {
     }
 
     fn limits(&self) -> Limits {
-        let gpu = &self.shared.gpu;
-        Limits { threads: gpu.threads_per_block, threadgroup_bytes: gpu.shared_bytes, busy_groups: gpu.multiprocessors }
+        let Shared { gpu, target, .. } = &*self.shared;
+        Limits {
+            threads: gpu.threads_per_block,
+            threadgroup_bytes: gpu.shared_bytes,
+            busy_groups: gpu.multiprocessors,
+            warpgroup_products: target.arch == "sm_90a",
+        }
     }
 
     fn allocate(&self, bytes: usize, zeroed: bool) -> Result<Box<dyn gpu::Memory>> {
