@@ -154,7 +154,6 @@ conformance_attend fresh_keys_and_values
 conformance_attend not_finite_keys_and_values
 conformance_attend decode_kernels
 conformance_attend prefill_kernels
-conformance_attend prefill_of_what_is_not_finite
 hazards places::positions_near_the_end
 gpu the_shipped_model_matches_the_cpu
 LIST

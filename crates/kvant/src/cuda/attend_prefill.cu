@@ -99,6 +99,8 @@ inline void attend_carefully(const AttendParams &p, const Shared &shared, const 
             Cursor used = cursor;
             if (is_odd(base, cursor)) {
                 add_by_keys(base, cursor, w, seen, key, work);
+                // Lane 0 gives the chunks back for all.
+                __syncwarp();
             } else {
                 begin_values(base, cursor, w, work);
             }
@@ -108,7 +110,7 @@ inline void attend_carefully(const AttendParams &p, const Shared &shared, const 
 }
 
 // Takes what the thread has to the output, or to the state that the step's own keys are added to.
-inline void finish(const AttendParams &p, const Item &item, Work &work, uchar *out, float *state) {
+inline void finish(const AttendParams &p, const Shared &shared, const Item &item, Work &work, uchar *out, float *state) {
     const uint group = threadIdx.x / 128, t = threadIdx.x % 4;
     const uint first_column = SHARED_ROWS ? group * (HEAD_DIM / 2) : 0;
 #pragma unroll
@@ -138,7 +140,13 @@ inline void finish(const AttendParams &p, const Item &item, Work &work, uchar *o
             }
             continue;
         }
-        const float inverse = work.l[c] == 0 ? 0 : 1 / work.l[c];
+        float inverse = 1 / work.l[c];
+        if (work.l[c] == 0) {
+            // Nothing is seen; or keys are, all with a score of minus infinity, of which there is no softmax.
+            const Token token = shared.tokens()[(item.first_row + (writes ? r : 0)) / p.group - item.first_token];
+            const Range keys = token.sequence == NONE ? Range{0, 0} : visible(p, token);
+            inverse = keys.first < keys.end ? __uint_as_float(0x7FC00000) : 0;
+        }
 #pragma unroll
         for (uint i = 0; i < CHUNKS * PARTS; i++) {
             // Four pairs by 8 columns each become, across the four lanes of a row, 16 bytes of 8 columns for each.
@@ -227,6 +235,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (shared.words()[1] != 0) {
             attend_carefully(p, shared, item, cursor, work);
         }
-        finish(p, item, work, out, state);
+        finish(p, shared, item, work, out, state);
     }
 }

@@ -25,6 +25,7 @@ inline bool is_odd(uint base, Cursor cursor) {
         }
         cursor.next();
     }
+    __syncwarp();
     uint any;
     asm volatile("{\n.reg .pred own, any;\nsetp.ne.u32 own, %1, 0;\nbar.red.or.pred any, %2, 128, own;\nselp.u32 %0, 1, 0, any;\n}"
                  : "=r"(any)
