@@ -8,7 +8,7 @@ use common::{
     nmse, run,
 };
 use kvant::{
-    Codec, DType, Device, KvLayer, LayerSpec, Result, SlotOrder, Tensor,
+    Codec, DType, Device, DeviceKind, KvLayer, LayerSpec, Result, SlotOrder, Tensor,
     codec::{Norm, TurboQuant},
     ops::{self, KvRead, KvSide, KvWrite, SourceOrder},
 };
@@ -261,6 +261,44 @@ fn quantised_planes_are_alike() {
 }
 
 /// What is read back is as far from what was written as on the reference, and not merely close to it.
+/// Rows enough for what CUDA does only with many.
+#[test]
+fn many_rows_are_alike() {
+    let devices: Vec<_> = devices().iter().filter(|device| device.kind() == DeviceKind::Cuda).collect();
+    if devices.is_empty() {
+        return;
+    }
+    let mut rng = Rng::of("many rows");
+    for (bits, from, head_dim, ring) in [
+        (4, DType::BF16, 256, false),
+        (5, DType::F16, 128, true),
+        (6, DType::BF16, 512, false),
+        (8, DType::F16, 256, true),
+    ] {
+        let norm = rng.pick(&[Norm::Rms, Norm::LeastSquares, Norm::Unbiased]);
+        let spec = LayerSpec {
+            sequences: 1,
+            ring,
+            order: rng.pick(&SLOT_ORDERS),
+            k: Codec::TurboQuant(TurboQuant { bits, scale: 1.0, norm }),
+            v: if ring { Codec::Dense(from) } else { Codec::tq(12 - bits) },
+            ..linear_spec(12, if ring { 400 } else { 600 }, head_dim, Codec::F32)
+        };
+        let mut tokens: Vec<(u32, u32)> = (0..500).map(|p| (0, p)).collect();
+        rng.shuffle(&mut tokens);
+        let order = rng.pick(&ORDERS);
+        let batch = Batch { spec, k_type: from, v_type: from, order, first_token: 1, tokens, behind: 1 };
+        let data = batch.source(&mut rng);
+        let want = same_planes(&batch.write(&Device::reference(), &data).unwrap()).unwrap();
+        for device in &devices {
+            let got = same_planes(&batch.write(device, &data).unwrap()).unwrap();
+            // Byte by byte, where a row is dense.
+            let wrong = quantised_alike(&name(&batch), &got, &want);
+            assert!(wrong.is_empty(), "{device}: {}", wrong.join("\n  "));
+        }
+    }
+}
+
 #[test]
 fn quantised_distortion_is_the_references() {
     for bits in [4, 5, 6, 8] {

@@ -142,7 +142,9 @@ fn larger() {
         Kind::Affine { bits: 4, group: 64, scales: DType::BF16 },
         Kind::Affine { bits: 6, group: 32, scales: DType::F16 },
     ] {
-        for (tokens, inputs, outputs) in [(1, 1024, 771), (70, 384, 130), (129, 640, 67)] {
+        for (tokens, inputs, outputs) in
+            [(1, 1024, 771), (70, 384, 130), (129, 640, 67), (1, 192, 5000), (2, 256, 9001)]
+        {
             let (x, out) = (DType::F32, DType::F32);
             Case { kind, tokens, inputs, outputs, x, out, alpha: 1.0 }.check();
         }

@@ -23,7 +23,8 @@ extern "C" __global__ void argmax(const uchar *x, uint *out, const ArgmaxParams 
     uint key = 0;
     uint index = 0;
 #pragma unroll 4
-    for (uint i = (part_index * team.size + team.index) * 4; i < p.dim; i += BLOCKS * team.size * 4) {
+    for (ulong at = (part_index * team.size + team.index) * 4; at < p.dim; at += BLOCKS * team.size * 4) {
+        const uint i = uint(at);
         const uint count = min(4u, p.dim - i);
         const float4 values = load4(x, start + i, count, X_DTYPE, ALIGNED);
 #pragma unroll

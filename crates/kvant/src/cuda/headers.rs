@@ -1,5 +1,6 @@
 //! The headers of the kernel files, as lists that a [`Source`](crate::gpu::Source) names.
 
+use super::cells;
 use crate::gpu::{Header, tables};
 
 const CONVERT_H: Header = Header { name: "convert.h", text: || include_str!("convert.h").to_string() };
@@ -15,6 +16,9 @@ const ROTATE_H: Header = Header { name: "rotate.h", text: || include_str!("rotat
 const PLANES_H: Header = Header { name: "planes.h", text: || include_str!("planes.h").to_string() };
 const SLOTS_H: Header = Header { name: "slots.h", text: || include_str!("slots.h").to_string() };
 const TURBOQUANT_H: Header = Header { name: "turboquant.h", text: || include_str!("turboquant.h").to_string() };
+const CELLS_H: Header = Header { name: "cells.h", text: cells::header };
+const NEAREST_H: Header = Header { name: "nearest.h", text: || include_str!("nearest.h").to_string() };
+const ENCODE_TILES_H: Header = Header { name: "encode_tiles.h", text: || include_str!("encode_tiles.h").to_string() };
 const AHEAD_H: Header = Header { name: "ahead.h", text: || include_str!("ahead.h").to_string() };
 const FRAGMENTS_H: Header = Header { name: "fragments.h", text: || include_str!("fragments.h").to_string() };
 const ATTEND_SIDE_H: Header = Header { name: "attend_side.h", text: || include_str!("attend_side.h").to_string() };
@@ -133,12 +137,16 @@ pub(super) const WRITE: &[Header] = &[
     ELEMENTS_H,
     VECTORS_H,
     CODEBOOKS_H,
+    CELLS_H,
     PLANES_H,
+    FRAGMENTS_H,
+    NEAREST_H,
     SIGNS_H,
     ROTATE_H,
     SLOTS_H,
     TEAM_H,
     TURBOQUANT_H,
+    ENCODE_TILES_H,
     NORM_ROPE_H,
     AHEAD_H,
 ];

@@ -1,14 +1,17 @@
 // kv_write: new keys and values, [T, Hk, D] or [Hk, T, D], into the slots of a cache layer, both in one launch.
 //
-// blockIdx.y is 0 for keys and 1 for values. A row is one head of one token. ENCODE, for layers with codes: HEAD_DIM / PER
-// lanes of a warp have a row in registers (turboquant.h). Otherwise rows are moved: blockDim.x threads have 16 bytes (or 4
-// elements, or fewer) of a row at a time, blockDim.y rows beside each other, ROWS one behind the other; what they move is on
-// its way before it is known where to. A dense layer of the source's dtype gets its bits.
+// blockIdx.y is 0 for keys and 1 for values. A row is one head of one token. For layers with codes: ENCODE, HEAD_DIM / PER lanes
+// of a warp have a row in registers (turboquant.h); TILES, a warp has eight (encode_tiles.h). Otherwise rows are moved: blockDim.x threads have 16 bytes (or 4
+// elements, or fewer) of a row at a time, blockDim.y rows beside each other; what they move is on its way before it is known
+// where to. A dense layer of the source's dtype gets its bits.
 // A token that the layer does not hold when the step is written, or whose sequence or position is out of range, is
 // skipped, so that no slot is written twice.
 #include "elements.h"
 #include "slots.h"
 #include "turboquant.h"
+#if TILES
+#include "encode_tiles.h"
+#endif
 #include "ahead.h"
 
 struct KvWriteParams {
@@ -51,18 +54,84 @@ inline bool target_row(const KvWriteParams &p, Place place, const uint *position
     return true;
 }
 
-#if ENCODE
+#if TILES
+
+// Each warp takes eight rows at a time, as often as there are any left.
+template <uint DTYPE, uint CODEC, uint NORM>
+inline void encode(const uchar *source, WritablePlanes to, float scale, const uint *positions, const uint *sequence,
+                   const uint *lens, const KvWriteParams &p, uint *tables) {
+    const uint all = uint(p.tokens) * p.layer.kv_heads;
+    if constexpr (CODEC == DTYPE) {
+        // The dense side of a layer of which the other is quantised: its bits.
+        constexpr uint PIECES = HEAD_DIM / 8, BESIDE = THREADS / PIECES;
+        const uint j = threadIdx.x % PIECES;
+        for (uint i = blockIdx.x * BESIDE + threadIdx.x / PIECES; i < all; i += gridDim.x * BESIDE) {
+            const Place place = place_of(p, i);
+            ulong row;
+            if (target_row(p, place, positions, sequence, lens, row)) {
+                reinterpret_cast<uint4 *>(to.low)[row * PIECES + j] =
+                    reinterpret_cast<const uint4 *>(source)[source_row(p, place) * PIECES + j];
+            }
+        }
+    } else {
+        // 1 / sqrt(HEAD_DIM), or that times sqrt(2).
+        constexpr float SCALE = HEAD_DIM == 128 ? 0.125f : 0.0625f;
+        const uint lane = threadIdx.x % 32;
+        uint *signs = tables, *cells = tables + HEAD_DIM / 2;
+        fill_signs<HEAD_DIM>(signs);
+        Nearest<CODEC, copies_of(CODEC)>::fill(cells);
+        uint a[4];
+        strip_matrix<DTYPE == F16>(a, lane, SCALE);
+        const Nearest<CODEC, copies_of(CODEC)> nearest_to(cells);
+        const auto source_of = [&](Place place) { return source + source_row(p, place) * (HEAD_DIM * 2); };
+        const uint step = gridDim.x * (THREADS / 4);
+        uint first = blockIdx.x * (THREADS / 4) + threadIdx.x / 32 * 8;
+        Place place = place_of(p, first + lane / 4);
+        Strips<HEAD_DIM> strips;
+        strips.load(source_of(place));
+        __syncthreads();
+#pragma unroll 1
+        for (uint block_first = blockIdx.x * (THREADS / 4); block_first < all; block_first += step) {
+            float y[2][2][HEAD_DIM / 16];
+            strips.template rotate<DTYPE == F16>(y, a, signs);
+            // The next eight are on their way meanwhile; of rows that do not exist it is the first once more.
+            first += step;
+            const Place next = place_of(p, first + lane / 4);
+            strips.load(source_of(next));
+            ulong row = 0;
+            const bool kept = target_row(p, place, positions, sequence, lens, row);
+            store_eight<HEAD_DIM, CODEC, NORM>(y, to, row, kept, scale, nearest_to, lane);
+            place = next;
+#if SYNC
+            // Warps that go through this long loop side by side fetch its instructions once.
+            __syncthreads();
+#endif
+        }
+    }
+}
+
+#elif ENCODE
 
 constexpr uint LANES = HEAD_DIM / PER;
+// Of the tables of nearest.h: few, since a block has few rows.
+#ifdef TRY_COPIES
+constexpr uint COPIES = TRY_COPIES;
+#else
+constexpr uint COPIES = 1;
+#endif
 
-template <uint DTYPE>
-inline void encode(const uchar *source, WritablePlanes to, Encoding encoding, const uint *positions, const uint *sequence,
-                   const uint *lens, const KvWriteParams &p, const float *thresholds) {
+template <uint DTYPE, uint CODEC, uint NORM>
+inline void encode(const uchar *source, WritablePlanes to, float scale, const uint *positions, const uint *sequence,
+                   const uint *lens, const KvWriteParams &p, uint *tables) {
+    if constexpr (is_quantised(CODEC)) {
+        Nearest<CODEC, COPIES>::fill(tables);
+        __syncthreads();
+    }
     const uint lane = threadIdx.x % LANES;
     const Place place = place_of(p, blockIdx.x * (blockDim.x / LANES) + threadIdx.x / LANES);
     const ulong from = source_row(p, place) * HEAD_DIM + lane * PER;
     ulong row = 0;
-    if (encoding.codec == DTYPE) {
+    if (CODEC == DTYPE) {
         // The dense side of a layer of which the other is quantised: its bits.
         if (target_row(p, place, positions, sequence, lens, row)) {
             move_row(source, from, DTYPE, to.low, row * HEAD_DIM + lane * PER, DTYPE, PER, ALIGNED, 0, 1);
@@ -79,7 +148,7 @@ inline void encode(const uchar *source, WritablePlanes to, Encoding encoding, co
         y[j + 3] = four.w;
     }
     const bool kept = target_row(p, place, positions, sequence, lens, row);
-    store_row<PER, LANES>(y, to, row, kept, encoding, lane, thresholds, ALIGNED);
+    store_row<PER, LANES, CODEC, NORM, COPIES>(y, to, row, kept, scale, lane, tables, ALIGNED);
 }
 
 #else
@@ -91,49 +160,48 @@ inline void move(const uchar *source, uchar *to, const uint *positions, const ui
     constexpr bool WIDE = ALIGNED16 && DTYPE == CODEC;
     constexpr uint PIECE = WIDE ? 16 / size_of(DTYPE) : 4;
     for (uint j = threadIdx.x * PIECE; j < p.head_dim; j += blockDim.x * PIECE) {
-        Place places[ROWS];
-        uint4 moved[ROWS];
-#pragma unroll
-        for (uint r = 0; r < ROWS; r++) {
-            places[r] = place_of(p, (blockIdx.x * ROWS + r) * blockDim.y + threadIdx.y);
-            if (WIDE) {
-                const ulong at = source_row(p, places[r]) * p.head_dim + j;
-                moved[r] = *reinterpret_cast<const uint4 *>(source + at * size_of(DTYPE));
-            }
+        const Place place = place_of(p, blockIdx.x * blockDim.y + threadIdx.y);
+        const ulong from = source_row(p, place) * p.head_dim + j;
+        uint4 moved;
+        if (WIDE) {
+            moved = *reinterpret_cast<const uint4 *>(source + from * size_of(DTYPE));
         }
-#pragma unroll
-        for (uint r = 0; r < ROWS; r++) {
-            ulong row;
-            if (!target_row(p, places[r], positions, sequence, lens, row)) {
-                continue;
-            }
-            if (WIDE) {
-                *reinterpret_cast<uint4 *>(to + (row * p.head_dim + j) * size_of(CODEC)) = moved[r];
-            } else {
-                const uint count = min(4u, p.head_dim - j);
-                move_row(source, source_row(p, places[r]) * p.head_dim + j, DTYPE, to, row * p.head_dim + j, CODEC, count,
-                         ALIGNED, 0, 1);
-            }
+        ulong row;
+        if (!target_row(p, place, positions, sequence, lens, row)) {
+            continue;
+        }
+        if (WIDE) {
+            *reinterpret_cast<uint4 *>(to + (row * p.head_dim + j) * size_of(CODEC)) = moved;
+        } else {
+            const uint count = min(4u, p.head_dim - j);
+            move_row(source, from, DTYPE, to, row * p.head_dim + j, CODEC, count, ALIGNED, 0, 1);
         }
     }
 }
 
 #endif
 
-extern "C" __global__ void kv_write(const uchar *k, const uchar *v, const uint *positions, const uint *sequence,
+extern "C" __global__ void __launch_bounds__(THREADS, MINBLOCKS) kv_write(const uchar *k, const uchar *v, const uint *positions, const uint *sequence,
                                     const uint *lens, uchar *k_low, uchar *k_high, float *k_norms, uchar *v_low,
                                     uchar *v_high, float *v_norms, const __grid_constant__ KvWriteParams p) {
     take_turn();
     const bool is_key = blockIdx.y == 0;
-#if ENCODE
-    __shared__ float thresholds[THRESHOLD_ROOM];
-    load_thresholds(thresholds, is_key ? K_CODEC : V_CODEC);
-    if (is_key) {
-        encode<K_DTYPE>(k, {k_low, k_high, k_norms}, {K_CODEC, K_NORM, p.k_scale}, positions, sequence, lens, p,
-                        thresholds);
+#if TILES || ENCODE
+#if TILES
+    constexpr uint K_WORDS = table_words(K_CODEC, copies_of(K_CODEC)), V_WORDS = table_words(V_CODEC, copies_of(V_CODEC));
+    __shared__ __align__(16) uint tables[HEAD_DIM / 2 + (K_WORDS > V_WORDS ? K_WORDS : V_WORDS)];
+#else
+    constexpr uint K_WORDS = table_words(K_CODEC, COPIES), V_WORDS = table_words(V_CODEC, COPIES);
+    __shared__ __align__(8) uint tables[K_WORDS > V_WORDS ? K_WORDS : V_WORDS];
+#endif
+    const uchar *source = is_key ? k : v;
+    const WritablePlanes to = is_key ? WritablePlanes{k_low, k_high, k_norms} : WritablePlanes{v_low, v_high, v_norms};
+    const float scale = is_key ? p.k_scale : p.v_scale;
+    // The same code where both are encoded alike.
+    if (is_key || (K_DTYPE == V_DTYPE && K_CODEC == V_CODEC && K_NORM == V_NORM)) {
+        encode<K_DTYPE, K_CODEC, K_NORM>(source, to, scale, positions, sequence, lens, p, tables);
     } else {
-        encode<V_DTYPE>(v, {v_low, v_high, v_norms}, {V_CODEC, V_NORM, p.v_scale}, positions, sequence, lens, p,
-                        thresholds);
+        encode<V_DTYPE, V_CODEC, V_NORM>(source, to, scale, positions, sequence, lens, p, tables);
     }
 #else
     if (is_key) {

@@ -1,6 +1,6 @@
 use super::{THREADS, headers};
 use crate::{
-    Result, Tensor,
+    Codec, Result, Tensor,
     gpu::{
         Builder, LANES, Launch, Source,
         kv_write::{LAYOUTS, launch},
@@ -13,23 +13,57 @@ static SOURCE: Source =
 
 /// Threads of a block that encodes.
 const ENCODERS: usize = 128;
-/// Rows that a thread moves one behind the other, when there are many.
-const ROWS: usize = 4;
+/// Threads of a block whose warps encode eight rows at a time.
+const EIGHTS: usize = 256;
 
 /// Coordinates of a row that a lane encodes, of 32 that there are at the most.
 fn per_lane(dim: usize) -> usize {
     dim.min(32).max(dim / LANES)
 }
 
+/// Whether warps encode eight rows at a time (encode_tiles.h): many of 16-bit numbers, beginning at multiples of 16 bytes, of
+/// heads that fit.
+fn by_eights(call: &Call, all: usize, busy_groups: usize) -> bool {
+    let (spec, layer) = (call.layer.spec(), &call.layer);
+    let aligned16 = |t: &Tensor| t.byte_offset().is_multiple_of(16);
+    let encodes = |source: &Tensor, codec: Codec, low: &Tensor| {
+        let moves = codec == Codec::Dense(source.dtype());
+        source.dtype().size() == 2 && aligned16(source) && aligned16(low) && (codec.is_quantised() || moves)
+    };
+    let sides = encodes(&call.k, spec.k, &layer.k.low) && encodes(&call.v, spec.v, &layer.v.low);
+    let quantised = spec.k.is_quantised() || spec.v.is_quantised();
+    // Enough for all warps; and numbers of rows do not wrap.
+    let many = (EIGHTS / 8 * busy_groups..1 << 31).contains(&all);
+    sides && quantised && many && matches!(spec.head_dim, 128 | 256 | 512)
+}
+
 pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
     let (spec, layer) = (call.layer.spec(), &call.layer);
     let dim = spec.head_dim;
     let all = Launch::uint(NAME, "T", call.tokens.saturating_mul(spec.kv_heads))? as usize;
+    if by_eights(call, all, b.limits.busy_groups) {
+        // Two blocks for a multiprocessor, of keys and of values, in as many registers as there are.
+        let threads = if dim == 512 { EIGHTS / 2 } else { EIGHTS };
+        let blocks = all.div_ceil(threads / 4).min(b.limits.busy_groups);
+        return b.push(
+            launch(call, &SOURCE)?
+                .constant("TILES", true)
+                .constant("SYNC", false)
+                .constant("HEAD_DIM", dim as u32)
+                .constant("THREADS", threads as u32)
+                .constant("MINBLOCKS", 2)
+                .threadgroup_memory(0)
+                .grid([blocks, 2, 1], [threads, 1, 1]),
+        );
+    }
     if spec.k.is_quantised() || spec.v.is_quantised() {
         let per = per_lane(dim);
         return b.push(
             launch(call, &SOURCE)?
+                .constant("TILES", false)
                 .constant("ENCODE", true)
+                .constant("MINBLOCKS", 1)
+                .constant("THREADS", ENCODERS as u32)
                 .constant("HEAD_DIM", dim as u32)
                 .constant("PER", per as u32)
                 .threadgroup_memory(0)
@@ -41,13 +75,14 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
     // Pieces of four elements, or of 16 bytes.
     let across = dim.div_ceil(if wide && call.k.dtype().size() == 2 { 8 } else { 4 }).clamp(1, THREADS);
     let down = (THREADS / across).min(all.max(1));
-    let rows = if all >= 4096 { ROWS } else { 1 };
     b.push(
         launch(call, &SOURCE)?
+            .constant("TILES", false)
             .constant("ENCODE", false)
+            .constant("MINBLOCKS", 1)
+            .constant("THREADS", THREADS as u32)
             .constant("ALIGNED16", wide)
-            .constant("ROWS", rows as u32)
             .threadgroup_memory(0)
-            .grid([all.div_ceil(down * rows), 2, 1], [across, down, 1]),
+            .grid([all.div_ceil(down), 2, 1], [across, down, 1]),
     )
 }

@@ -3,7 +3,7 @@ use crate::{
     cuda::{
         WARP,
         affine::{Parts, parts},
-        dequantise, headers, linear_rows,
+        dequantise, headers, linear_codes, linear_rows,
     },
     gpu::{Builder, Launch, Params, Product, Source, Use, params},
     ops::linear::{Call, NAME, OwnedWeight},
@@ -64,7 +64,9 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
         FEW
     };
     if *rows > 0 && *rows <= few_rows && linear_rows::suits(call, &weight, x_aligned) {
-        return linear_rows::build(call, &weight, &params, b);
+        let codes = linear_codes::suits(call, &weight);
+        let build = if codes { linear_codes::build } else { linear_rows::build };
+        return build(call, &weight, &params, b);
     }
     let few = *rows <= if ids.is_some() { FEW.max(FEW_PER_EXPERT * dims.experts) } else { FEW };
     let mut tokens = 1;

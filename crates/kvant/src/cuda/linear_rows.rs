@@ -127,7 +127,7 @@ pub(super) fn build(call: &Call, weight: &Parts, params: &LinearParams, b: &mut 
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
     use crate::{
         Device,
@@ -135,7 +135,7 @@ mod tests {
         ops::linear::{OwnedWeight, WeightDims},
     };
 
-    const H200: Limits =
+    pub(in crate::cuda) const H200: Limits =
         Limits { threads: 1024, threadgroup_bytes: 227 << 10, busy_groups: 132, warpgroup_products: true };
 
     /// A product of x `[rows, inputs]` with `[outputs, inputs]` weights, of 32 elements a group when they are affine.
@@ -162,7 +162,7 @@ mod tests {
         }
     }
 
-    fn calls() -> impl Iterator<Item = Call> {
+    pub(in crate::cuda) fn calls() -> impl Iterator<Item = Call> {
         let dtypes = [DType::F32, DType::BF16];
         let sizes = [[1, 8448, 512], [1, 64, 1024], [2, 4096, 1024], [5, 64, 128], [8, 4096, 1024], [30, 13000, 512]];
         [0, 4, 6, 8].into_iter().flat_map(move |bits| {

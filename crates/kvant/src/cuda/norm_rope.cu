@@ -32,7 +32,8 @@ extern "C" __global__ void norm_rope(const uchar *x, const uint *positions, cons
     const Norm norm = {NORM, weight, WEIGHT_DTYPE, p.eps};
     const Rope rope = {ANGLES, LAYOUT, cos, sin, factors};
     const ulong from = (ulong(token) * p.heads + head) * dim;
-    norm_rope_head(row, row + dim, x, from, X_DTYPE, dim, norm, rope, p.rope, position, team);
+    const float squares = load_head(row, x, from, X_DTYPE, dim, team);
+    norm_rope_head(row, row + dim, squares, dim, norm, rope, p.rope, position, team);
     if (ROTATE) {
         rotate(row, 1, dim, false, threadIdx.x, blockDim.x);
     }

@@ -83,24 +83,57 @@ inline float2 norm_factors(const float *row, float *room, float squares, uint di
     return make_float2(unit, 1 / sqrtf(mean + eps * unit * unit));
 }
 
-inline float normed(const float *row, uint j, float2 factors, Norm norm) {
-    if (norm.kind == NO_NORM) {
-        return row[j];
-    }
-    const float x = row[j] * factors.x * factors.y;
-    return norm.kind == WEIGHTED_NORM ? x * load(norm.weight, j, norm.dtype) : x;
+// The weight of element j, which is not there without a weighted norm.
+inline float weight_of(Norm norm, uint j) {
+    return norm.kind == WEIGHTED_NORM ? load(norm.weight, j, norm.dtype) : 1;
 }
 
-// row ← the head that begins at element `start` of x, normalised and turned. `room` holds NORM_ROPE_ROOM floats that
-// nobody uses. Position is within the tables. It ends with a barrier.
-inline void norm_rope_head(float *row, float *room, const uchar *x, ulong start,
-                           uint dtype, uint dim, Norm norm, Rope rope, const RopeParams &params, uint position,
-                           Team team) {
+inline float normed(float x, float weight, float2 factors, Norm norm) {
+    if (norm.kind == NO_NORM) {
+        return x;
+    }
+    const float y = x * factors.x * factors.y;
+    return norm.kind == WEIGHTED_NORM ? y * weight : y;
+}
+
+// row ← the head that begins at element `start` of x; the sum of the squares of a thread's own.
+inline float load_head(float *row, const uchar *x, ulong start, uint dtype, uint dim, Team team) {
     float squares = 0;
     for (uint j = team.index; j < dim; j += team.size) {
         const float value = load(x, start + j, dtype);
         row[j] = value;
         squares += value * value;
+    }
+    return squares;
+}
+
+// Normalises and turns what load_head has loaded. `room` holds NORM_ROPE_ROOM floats that nobody uses. Position is within the
+// tables. It ends with a barrier.
+inline void norm_rope_head(float *row, float *room, float squares, uint dim, Norm norm, Rope rope, const RopeParams &params,
+                           uint position, Team team) {
+    const uint pairs = rope.angles == NO_ROPE ? 0 : params.pairs;
+    const uint apart = rope.layout == HALVES ? dim / 2 : rope.layout == LEADING_HALVES ? pairs : 1;
+    const auto first_of = [&](uint i) { return rope.layout == INTERLEAVED ? 2 * i : i; };
+    // What a thread needs for its first pairs, or elements where nothing is turned, while the others add up.
+    constexpr uint FIRST = 2;
+    float2 turns[FIRST];
+    float weights[2 * FIRST];
+#pragma unroll
+    for (uint k = 0; k < FIRST; k++) {
+        const uint i = team.index + k * team.size, j = first_of(i);
+        turns[k] = make_float2(1, 0);
+        if (i < pairs) {
+            weights[2 * k] = weight_of(norm, j);
+            weights[2 * k + 1] = weight_of(norm, j + apart);
+            turns[k] = turn_of(rope, params, position, i);
+        }
+    }
+    if (rope.angles == NO_ROPE) {
+#pragma unroll
+        for (uint k = 0; k < 2 * FIRST; k++) {
+            const uint j = team.index + k * team.size;
+            weights[k] = j < dim ? weight_of(norm, j) : 0;
+        }
     }
     float2 factors = make_float2(1, 1);
     if (norm.kind != NO_NORM) {
@@ -108,20 +141,41 @@ inline void norm_rope_head(float *row, float *room, const uchar *x, ulong start,
     } else {
         __syncthreads();
     }
-    const uint pairs = rope.angles == NO_ROPE ? 0 : params.pairs;
-    const uint apart = rope.layout == HALVES ? dim / 2 : rope.layout == LEADING_HALVES ? pairs : 1;
-    for (uint i = team.index; i < pairs; i += team.size) {
-        const uint j = rope.layout == INTERLEAVED ? 2 * i : i;
-        const float a = normed(row, j, factors, norm), b = normed(row, j + apart, factors, norm);
-        const float2 turn = turn_of(rope, params, position, i);
+    const auto turn_pair = [&](uint j, float weight, float other_weight, float2 turn) {
+        const float a = normed(row[j], weight, factors, norm), b = normed(row[j + apart], other_weight, factors, norm);
         row[j] = a * turn.x - b * turn.y;
         row[j + apart] = a * turn.y + b * turn.x;
+    };
+    if (rope.angles == NO_ROPE) {
+#pragma unroll
+        for (uint k = 0; k < 2 * FIRST; k++) {
+            const uint j = team.index + k * team.size;
+            if (j < dim) {
+                row[j] = normed(row[j], weights[k], factors, norm);
+            }
+        }
+        for (uint j = team.index + 2 * FIRST * team.size; j < dim; j += team.size) {
+            row[j] = normed(row[j], weight_of(norm, j), factors, norm);
+        }
+        __syncthreads();
+        return;
+    }
+#pragma unroll
+    for (uint k = 0; k < FIRST; k++) {
+        const uint i = team.index + k * team.size;
+        if (i < pairs) {
+            turn_pair(first_of(i), weights[2 * k], weights[2 * k + 1], turns[k]);
+        }
+    }
+    for (uint i = team.index + FIRST * team.size; i < pairs; i += team.size) {
+        const uint j = first_of(i);
+        turn_pair(j, weight_of(norm, j), weight_of(norm, j + apart), turn_of(rope, params, position, i));
     }
     // The others: behind the pairs, and with halves also between the two.
     for (uint j = team.index; j < dim; j += team.size) {
         const bool turned = rope.layout == HALVES ? j < pairs || (j >= apart && j < apart + pairs) : j < 2 * pairs;
         if (!turned) {
-            row[j] = normed(row, j, factors, norm);
+            row[j] = normed(row[j], weight_of(norm, j), factors, norm);
         }
     }
     __syncthreads();

@@ -25,6 +25,26 @@ struct NormRopeWriteParams {
 constexpr bool HAS_TABLES = ANGLES == TABLES;
 #if IN_REGISTERS
 constexpr uint LANES = HEAD_DIM / PER;
+// Of the tables of nearest.h.
+#ifdef TRY_COPIES
+constexpr uint COPIES = TRY_COPIES;
+#else
+constexpr uint COPIES = 1;
+#endif
+
+template <uint CODEC> inline void fill_tables(uint *tables) {
+    if constexpr (is_quantised(CODEC)) {
+        Nearest<CODEC, COPIES>::fill(tables);
+    }
+}
+
+template <uint CODEC, uint NORM>
+inline void encode(float (&y)[PER], WritablePlanes to, ulong at, float scale, uint lane, const uint *tables) {
+    if constexpr (is_quantised(CODEC)) {
+        const Nearest<CODEC, COPIES> nearest_to(tables);
+        store_encoded<PER, LANES, CODEC, NORM, COPIES>(y, to, at, threadIdx.x < LANES, scale, lane, nearest_to);
+    }
+}
 #endif
 
 extern "C" __global__ void norm_rope_write(const uchar *q, const uchar *k, const uchar *v, const uchar *q_weight,
@@ -33,20 +53,21 @@ extern "C" __global__ void norm_rope_write(const uchar *q, const uchar *k, const
                                            const uint *sequence, const uint *lens, uchar *q_out, uchar *k_low,
                                            uchar *k_high, float *k_norms, uchar *v_low, uchar *v_high,
                                            float *v_norms, const __grid_constant__ NormRopeWriteParams p) {
-    take_turn();
     extern __shared__ float row[];
-    const uint token = blockIdx.x, dim = p.head_dim, kv_heads = p.layer.kv_heads;
-    const Team team = whole_block();
-    float *room = row + dim;
-    const Rope rope = {ANGLES, LAYOUT, cos, sin, factors};
-    const uint position = positions[token];
-    if (HAS_TABLES && position >= p.rope.table_rows) {
-        return;
-    }
+    const uint token = blockIdx.x, kv_heads = p.layer.kv_heads;
+    constexpr uint dim = HEAD_DIM;
+    const bool is_query = blockIdx.y < p.heads, is_key = !is_query && blockIdx.y < p.heads + kv_heads;
 #if IN_REGISTERS
-    // What the block has brought together, its first warp rotates and encodes.
-    __shared__ float thresholds[THRESHOLD_ROOM];
+    // What the block has brought together, its first warp rotates and encodes. Tables never change: they are read ahead.
+    constexpr uint K_WORDS = table_words(K_CODEC, COPIES), V_WORDS = table_words(V_CODEC, COPIES);
+    __shared__ __align__(8) uint tables[(K_WORDS > V_WORDS ? K_WORDS : V_WORDS) + 2];
     const uint lane = threadIdx.x % LANES;
+    const Signs<PER> signs(LANES, lane);
+    if (is_key) {
+        fill_tables<K_CODEC>(tables);
+    } else if (!is_query) {
+        fill_tables<V_CODEC>(tables);
+    }
     const auto from_shared = [&](float(&y)[PER]) {
 #pragma unroll
         for (uint j = 0; j < PER; j++) {
@@ -54,16 +75,25 @@ extern "C" __global__ void norm_rope_write(const uchar *q, const uchar *k, const
         }
     };
 #endif
-    if (blockIdx.y < p.heads) {
+    take_turn();
+    const Team team = {threadIdx.x, THREADS, threadIdx.x % 32, threadIdx.x / 32};
+    float *room = row + dim;
+    const Rope rope = {ANGLES, LAYOUT, cos, sin, factors};
+    const uint position = positions[token];
+    if (HAS_TABLES && position >= p.rope.table_rows) {
+        return;
+    }
+    if (is_query) {
         const Norm norm = {Q_NORM, q_weight, Q_WEIGHT_DTYPE, p.q_eps};
         const ulong at = (ulong(token) * p.heads + blockIdx.y) * dim;
-        norm_rope_head(row, room, q, at, Q_DTYPE, dim, norm, rope, p.rope, position, team);
+        const float squares = load_head(row, q, at, Q_DTYPE, dim, team);
+        norm_rope_head(row, room, squares, dim, norm, rope, p.rope, position, team);
 #if IN_REGISTERS
         if (ROTATE_Q) {
             if (threadIdx.x < 32) {
                 float y[PER];
                 from_shared(y);
-                rotate_row<PER, LANES>(y, lane);
+                rotate_row<PER, LANES>(y, signs, lane);
                 if (threadIdx.x < LANES) {
 #pragma unroll
                     for (uint j = 0; j < PER; j++) {
@@ -80,24 +110,23 @@ extern "C" __global__ void norm_rope_write(const uchar *q, const uchar *k, const
         return;
     }
     const uint seq = sequence[token];
-    if (!is_kept(p.layer, seq, position, lens)) {
-        return;
-    }
-    const bool is_key = blockIdx.y < p.heads + kv_heads;
     const uint head = blockIdx.y - p.heads - (is_key ? 0 : kv_heads);
     const ulong from = (ulong(token) * kv_heads + head) * dim;
-    const ulong at = layer_row(p.layer, seq, head, layer_slot(p.layer, position));
+    const float squares = is_key ? load_head(row, k, from, K_DTYPE, dim, team) : load_head(row, v, from, V_DTYPE, dim, team);
+    // Asked for now, looked at when there is something to store.
+    const bool kept = is_kept(p.layer, seq, position, lens);
     const Norm k_norm = {K_NORM, k_weight, K_WEIGHT_DTYPE, p.k_eps}, v_norm = {V_NORM, v_weight, V_WEIGHT_DTYPE, p.v_eps};
-    const uint codec = is_key ? K_CODEC : V_CODEC;
-#if IN_REGISTERS
-    load_thresholds(thresholds, codec);
-#endif
     if (is_key) {
-        norm_rope_head(row, room, k, from, K_DTYPE, dim, k_norm, rope, p.rope, position, team);
+        norm_rope_head(row, room, squares, dim, k_norm, rope, p.rope, position, team);
     } else {
         const Rope none = {NO_ROPE, HALVES, nullptr, nullptr, nullptr};
-        norm_rope_head(row, room, v, from, V_DTYPE, dim, v_norm, none, p.rope, position, team);
+        norm_rope_head(row, room, squares, dim, v_norm, none, p.rope, position, team);
     }
+    if (!kept) {
+        return;
+    }
+    const ulong at = layer_row(p.layer, seq, head, layer_slot(p.layer, position));
+    const uint codec = is_key ? K_CODEC : V_CODEC;
     if (!is_quantised(codec)) {
         for (uint j = threadIdx.x; j < dim; j += blockDim.x) {
             store(is_key ? k_low : v_low, at * dim + j, row[j], codec);
@@ -105,16 +134,17 @@ extern "C" __global__ void norm_rope_write(const uchar *q, const uchar *k, const
         return;
     }
 #if IN_REGISTERS
-    const WritablePlanes k_to = {k_low, k_high, k_norms}, v_to = {v_low, v_high, v_norms};
-    const Encoding k_encoding = {K_CODEC, K_STORED_NORM, p.k_scale}, v_encoding = {V_CODEC, V_STORED_NORM, p.v_scale};
+    const WritablePlanes to = is_key ? WritablePlanes{k_low, k_high, k_norms} : WritablePlanes{v_low, v_high, v_norms};
+    const float scale = is_key ? p.k_scale : p.v_scale;
     if (threadIdx.x < 32) {
         float y[PER];
         from_shared(y);
-        rotate_row<PER, LANES>(y, lane);
-        if (is_key) {
-            store_encoded<PER, LANES>(y, k_to, at, threadIdx.x < LANES, k_encoding, lane, thresholds);
+        rotate_row<PER, LANES>(y, signs, lane);
+        // The same code where both are encoded alike.
+        if (is_key || (K_CODEC == V_CODEC && K_STORED_NORM == V_STORED_NORM)) {
+            encode<K_CODEC, K_STORED_NORM>(y, to, at, scale, lane, tables);
         } else {
-            store_encoded<PER, LANES>(y, v_to, at, threadIdx.x < LANES, v_encoding, lane, thresholds);
+            encode<V_CODEC, V_STORED_NORM>(y, to, at, scale, lane, tables);
         }
     }
 #endif

@@ -22,12 +22,14 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
     // A warp has a row in registers: the shorter a lane's part, the sooner it is done.
     let in_registers = call.rotate_q || spec.k.is_quantised() || spec.v.is_quantised();
     let per = dim.min(8).max(dim / LANES);
+    let threads = row_threads(dim);
     b.push(
         launch(call, &SOURCE, b)?
             .constant("IN_REGISTERS", in_registers)
             .constant("HEAD_DIM", dim as u32)
             .constant("PER", per as u32)
+            .constant("THREADS", threads as u32)
             .threadgroup_memory(dim * size_of::<f32>() + norm_rope::ROOM)
-            .grid([call.tokens, all_heads, 1], [row_threads(dim), 1, 1]),
+            .grid([call.tokens, all_heads, 1], [threads, 1, 1]),
     )
 }

@@ -14,7 +14,7 @@ constexpr uint TQ5 = 5;
 constexpr uint TQ6 = 6;
 constexpr uint TQ8 = 8;
 
-inline bool is_quantised(uint codec) {
+inline constexpr bool is_quantised(uint codec) {
     return codec >= TQ4;
 }
 

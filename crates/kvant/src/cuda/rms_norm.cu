@@ -30,7 +30,8 @@ extern "C" __global__ void rms_norm(const uchar *x, const uchar *weight, const u
     const ulong start = ulong(row) * p.dim;
 
     float squares = 0;
-    for (uint i = first; i < p.dim; i += step) {
+    for (ulong at = first; at < p.dim; at += step) {
+        const uint i = uint(at);
         float4 value = load4(x, start + i, p.dim - i, X_DTYPE, ALIGNED);
         if (BEFORE) {
             value = value + load4(residual, start + i, p.dim - i, RESIDUAL_DTYPE, ALIGNED);
@@ -40,7 +41,8 @@ extern "C" __global__ void rms_norm(const uchar *x, const uchar *weight, const u
     squares = WHOLE ? over_team<Sum>(squares, room, team) : over_warp<Sum>(squares);
     const float r = 1 / sqrtf(squares / float(p.dim) + p.eps);
 
-    for (uint i = first; i < p.dim; i += step) {
+    for (ulong at = first; at < p.dim; at += step) {
+        const uint i = uint(at);
         const uint count = p.dim - i;
         float4 value = load4(x, start + i, count, X_DTYPE, ALIGNED);
         float4 other = all4(0);

@@ -114,7 +114,8 @@ inline ulong search(Row row, ulong cut, Goal goal, ulong value, float min_p, His
     ulong prefix = 0;
     for (uint digit = 0; digit < KEY_DIGITS + ID_DIGITS; digit++) {
         const uint shift = 8 * (KEY_DIGITS + ID_DIGITS - 1 - digit);
-        for (uint i = (shared.part * team.size + team.index) * 4; i < row.vocab; i += BLOCKS * team.size * 4) {
+        for (ulong at = (shared.part * team.size + team.index) * 4; at < row.vocab; at += BLOCKS * team.size * 4) {
+            const uint i = uint(at);
             const uint count = min(4u, row.vocab - i);
             const float4 values = load4(row.logits, row.start + i, count, X_DTYPE, ALIGNED);
             for (uint j = 0; j < count; j++) {
@@ -216,7 +217,8 @@ extern "C" __global__ void sample(const uchar *logits, const uint *counter, uint
         histogram.left = 0;
     }
     uint key = 0;
-    for (uint i = (shared.part * team.size + team.index) * 4; i < p.vocab; i += BLOCKS * team.size * 4) {
+    for (ulong at = (shared.part * team.size + team.index) * 4; at < p.vocab; at += BLOCKS * team.size * 4) {
+        const uint i = uint(at);
         const uint count = min(4u, p.vocab - i);
         const float4 values = load4(logits, row.start + i, count, X_DTYPE, ALIGNED);
         for (uint j = 0; j < count; j++) {

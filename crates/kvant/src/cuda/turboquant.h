@@ -7,6 +7,7 @@
 #ifndef KVANT_TURBOQUANT_H
 #define KVANT_TURBOQUANT_H
 #include "planes.h"
+#include "nearest.h"
 #include "rotate.h"
 #include "team.h"
 
@@ -19,12 +20,6 @@ struct WritablePlanes {
     uchar *low;
     uchar *high;
     float *norms;
-};
-
-struct Encoding {
-    uint codec;
-    uint norm;
-    float scale;
 };
 
 // f(base) + .. + f(base + N - 1), as a tree. Nothing is contracted.
@@ -45,13 +40,31 @@ template <uint COUNT, uint BEGUN = 1> inline float lane_sum(float x) {
     return x;
 }
 
+// The signs of a lane's coordinates.
+template <uint MINE> struct Signs {
+    uint bits[(MINE + 31) / 32];
+
+    // `lane` of SHARERS. Nobody ever writes to the table.
+    inline Signs(uint sharers, uint lane) {
+#pragma unroll
+        for (uint i = 0; i < (MINE + 31) / 32; i++) {
+            const uint bit = MINE * sharers + lane * MINE + 32 * i;
+            bits[i] = SIGN_BITS[bit / 32] >> (bit % 32);
+        }
+    }
+
+    inline float flip(float y, uint j) const {
+        return __uint_as_float(__float_as_uint(y) ^ (bits[j / 32] << (31 - j % 32) & 0x80000000));
+    }
+};
+
 // The rotation of a row, `lane` of SHARERS.
-template <uint MINE, uint SHARERS> inline void rotate_row(float (&y)[MINE], uint lane) {
+template <uint MINE, uint SHARERS> inline void rotate_row(float (&y)[MINE], const Signs<MINE> &signs, uint lane) {
     constexpr uint DIM = MINE * SHARERS;
     const float scale = rotation_scale(DIM);
 #pragma unroll
     for (uint j = 0; j < MINE; j++) {
-        y[j] = y[j] * (scale * sign_of(DIM, lane * MINE + j));
+        y[j] = signs.flip(y[j] * scale, j);
     }
 #pragma unroll
     for (uint distance = 1; distance < MINE; distance *= 2) {
@@ -71,56 +84,6 @@ template <uint MINE, uint SHARERS> inline void rotate_row(float (&y)[MINE], uint
         for (uint j = 0; j < MINE; j++) {
             y[j] = fmaf(y[j], own, __shfl_xor_sync(ALL, y[j], distance));
         }
-    }
-}
-
-// How many of the 2^bits - 1 ascending thresholds z exceeds.
-inline uint nearest(float z, const float *thresholds, uint bits) {
-    uint index = 0;
-#pragma unroll
-    for (uint step = 1u << (bits - 1); step > 0; step /= 2) {
-        index += z > thresholds[index + step - 1] ? step : 0;
-    }
-    return index;
-}
-
-// The same for 4 bits, from registers: the thresholds lie symmetrically about 0, and positive floats compare as their bits.
-inline uint nearest_of_16(float z) {
-    const auto at = [](uint i) { return __float_as_int(THRESHOLDS_4[8 + i]); };
-    // Below 0 a threshold that z lies on counts as passed.
-    const bool above = z > 0;
-    const int size = int(__float_as_uint(z) & 0x7FFFFFFF) + (above ? 0 : 1);
-    const bool a = size > at(3);
-    const bool b = size > (a ? at(5) : at(1));
-    const int upper = b ? at(6) : at(4), lower = b ? at(2) : at(0);
-    const bool c = size > (a ? upper : lower);
-    return ((a ? 4 : 0) | (b ? 2 : 0) | (c ? 1 : 0)) ^ (above ? 8 : 7);
-}
-
-inline uint nearest(float z, uint codec, const float *thresholds) {
-    return codec == TQ4 ? nearest_of_16(z) : nearest(z, thresholds, codec);
-}
-
-inline float centroid(uint index, uint codec) {
-    switch (codec) {
-    case TQ4: return CENTROIDS_4[index];
-    case TQ5: return CENTROIDS_5[index];
-    case TQ6: return CENTROIDS_6[index];
-    default: return CENTROIDS_8[index];
-    }
-}
-
-// Shared memory for `thresholds`: those that are not read from registers.
-constexpr uint THRESHOLD_ROOM = 256;
-
-// Fills it; all threads of the block call it. Ends with a barrier.
-inline void load_thresholds(float *thresholds, uint codec) {
-    const float *from = codec == TQ5 ? THRESHOLDS_5 : codec == TQ6 ? THRESHOLDS_6 : THRESHOLDS_8;
-    if (codec > TQ4) {
-        for (uint i = threadIdx.x; i < (1u << codec) - 1; i += blockDim.x) {
-            thresholds[i] = from[i];
-        }
-        __syncthreads();
     }
 }
 
@@ -157,9 +120,9 @@ template <uint BITS, uint FROM, uint MINE> inline void store_bits(uchar *to, con
 }
 
 // Encodes the rotated row y as row `at` of the planes, if it is `kept`.
-template <uint MINE, uint SHARERS>
-inline void store_encoded(float (&y)[MINE], WritablePlanes to, ulong at, bool kept, Encoding encoding, uint lane,
-                          const float *thresholds) {
+template <uint MINE, uint SHARERS, uint CODEC, uint NORM, uint COPIES>
+inline void store_encoded(float (&y)[MINE], WritablePlanes to, ulong at, bool kept, float scale, uint lane,
+                          const Nearest<CODEC, COPIES> &nearest_to) {
     constexpr uint DIM = MINE * SHARERS, BLOCK = DIM < 256 ? DIM : 256, BLOCK_LANES = BLOCK / MINE;
     const auto square = [&](uint j) { return __fmul_rn(y[j], y[j]); };
     float energy = lane_sum<BLOCK_LANES>(tree_sum<MINE>(square));
@@ -184,22 +147,19 @@ inline void store_encoded(float (&y)[MINE], WritablePlanes to, ulong at, bool ke
         }
         energy = lane_sum<BLOCK_LANES>(tree_sum<MINE>(square));
     }
-    const float n = sqrtf(energy / float(BLOCK)) / encoding.scale;
+    const float n = sqrtf(energy / float(BLOCK)) / scale;
     const float inverse = n > 0 ? 1 / n : 0;
     uint index[MINE];
+    float c[MINE];
 #pragma unroll
     for (uint j = 0; j < MINE; j++) {
-        index[j] = storable ? nearest(y[j] * inverse, encoding.codec, thresholds) : 0;
+        index[j] = nearest_to(y[j] * inverse, c[j]);
+        index[j] = storable ? index[j] : 0;
     }
     float norm = n;
-    if (encoding.norm != NORM_RMS) {
-        float c[MINE];
-#pragma unroll
-        for (uint j = 0; j < MINE; j++) {
-            c[j] = centroid(index[j], encoding.codec);
-        }
+    if (NORM != NORM_RMS) {
         const float yc = lane_sum<BLOCK_LANES>(tree_sum<MINE>([&](uint j) { return __fmul_rn(y[j], c[j]); }));
-        if (encoding.norm == NORM_LEAST_SQUARES) {
+        if (NORM == NORM_LEAST_SQUARES) {
             const float cc = lane_sum<BLOCK_LANES>(tree_sum<MINE>([&](uint j) { return __fmul_rn(c[j], c[j]); }));
             norm = yc / cc;
         } else {
@@ -213,32 +173,31 @@ inline void store_encoded(float (&y)[MINE], WritablePlanes to, ulong at, bool ke
     if (lane % BLOCK_LANES == 0) {
         to.norms[at * (DIM / BLOCK) + lane / BLOCK_LANES] = norm;
     }
-    if (encoding.codec == TQ8) {
+    if (CODEC == TQ8) {
         store_bits<8, 0>(to.low + at * DIM + lane * MINE, index);
         return;
     }
     store_bits<4, 0>(to.low + at * (DIM / 2) + lane * (MINE / 2), index);
-    if (encoding.codec == TQ5) {
+    if (CODEC == TQ5) {
         store_bits<1, 4>(to.high + at * (DIM / 8) + lane * (MINE / 8), index);
-    } else if (encoding.codec == TQ6) {
+    } else if (CODEC == TQ6) {
         store_bits<2, 4>(to.high + at * (DIM / 4) + lane * (MINE / 4), index);
     }
 }
 
 // Stores the row y, dense or encoded, as row `at` of the planes. `aligned`, a constant, is that of store4.
-template <uint MINE, uint SHARERS>
-inline void store_row(float (&y)[MINE], WritablePlanes to, ulong at, bool kept, Encoding encoding, uint lane,
-                      const float *thresholds, bool aligned) {
-    if (is_quantised(encoding.codec)) {
-        rotate_row<MINE, SHARERS>(y, lane);
-        store_encoded<MINE, SHARERS>(y, to, at, kept, encoding, lane, thresholds);
-        return;
-    }
-    if (kept) {
+template <uint MINE, uint SHARERS, uint CODEC, uint NORM, uint COPIES>
+inline void store_row(float (&y)[MINE], WritablePlanes to, ulong at, bool kept, float scale, uint lane, const uint *tables,
+                      bool aligned) {
+    if constexpr (is_quantised(CODEC)) {
+        rotate_row<MINE, SHARERS>(y, Signs<MINE>(SHARERS, lane), lane);
+        const Nearest<CODEC, COPIES> nearest_to(tables);
+        store_encoded<MINE, SHARERS, CODEC, NORM, COPIES>(y, to, at, kept, scale, lane, nearest_to);
+    } else if (kept) {
 #pragma unroll
         for (uint j = 0; j < MINE; j += 4) {
             const float4 four = make_float4(y[j], y[j + 1], y[j + 2], y[j + 3]);
-            store4(to.low, at * (MINE * SHARERS) + lane * MINE + j, 4, four, encoding.codec, aligned);
+            store4(to.low, at * (MINE * SHARERS) + lane * MINE + j, 4, four, CODEC, aligned);
         }
     }
 }

@@ -1,0 +1,473 @@
+// linear_codes: linear (see linear.cu) for affine codes and one row or two, on integer tensor cores; bound by the reading of W.
+//
+// x is [.., inputs], f32, f16 or bf16; W is [outputs, inputs], codes of 4, 6 or 8 bits. Rows of both begin at multiples of 16
+// bytes (of 8 for codes of 6 bits).
+//
+// A block has TILES tiles of 16 outputs for TOKENS rows; its warps divide the inputs among them. A warp takes SPAN inputs
+// at a time. W is the A of its products, 16 outputs by 32 inputs, bytes that are codes: those of 8 bits as they are, the
+// others unpacked four at a time. Lane 4g + t reads LANE neighbouring codes of the outputs g and g + 8, or two times 16 of them,
+// by asynchronous copies into shared memory, STAGES spans ahead of their use, and so are x, scales and biases; only the warp's own
+// lanes use them, so the block has no barrier.
+//
+// x becomes an integer of 23 bits, relative to the largest of its span: three signed bytes, each in a column of B of its own.
+// Where a span has several groups, each has columns of its own, zero at the inputs of the others. Sums of products are exact; a group's
+// are multiplied by its scale in float, and its bias counts as often as a product with ones says.
+//
+// W is asked for before the launch in front of this one has ended (gpu/launch.rs: `reads_ahead`); x is not.
+#include "elements.h"
+#include "affine.h"
+#include "fragments.h"
+#include "team.h"
+#include "ahead.h"
+
+struct LinearParams {
+    uint rows;
+    uint outputs;
+    uint inputs;
+    uint experts;
+    uint rows_per_input;
+    float alpha;
+};
+
+// Codes of a lane in a span, units that are copied and unpacked together, and their words.
+constexpr uint LANE = 32;
+constexpr uint SPAN = 4 * LANE;
+constexpr uint UNIT = 16;
+constexpr uint UNITS = LANE / UNIT;
+constexpr uint UNIT_WORDS = words_of(BITS);
+constexpr uint WORDS = UNITS * UNIT_WORDS;
+// Words that are copied at a time. With rows at multiples of 16 bytes those of 6 bits (PACKED) are copied as they stand, 96
+// bytes of a row in six pieces, whichever lane reads them.
+constexpr bool PACKED = BITS == 6 && W_ALIGNED;
+constexpr uint COPY = BITS == 6 && !PACKED ? 2 : 4;
+// Units of 16 bytes lie beside those of the three other lanes.
+constexpr bool SIDE_BY_SIDE = UNIT_WORDS == COPY;
+constexpr uint UNIT_STEP = SIDE_BY_SIDE ? 4 * UNIT : UNIT;
+constexpr uint LANE_STEP = SIDE_BY_SIDE ? UNIT : LANE;
+constexpr uint GROUPS = SPAN > GROUP ? SPAN / GROUP : 1;
+// Four columns, of which three are bytes of x, for each group of each token; eight to a product.
+constexpr uint QUADS = TOKENS * GROUPS;
+constexpr uint WIDE = (QUADS + 1) / 2;
+constexpr uint OUTPUTS = 16 * TILES;
+
+// Words of shared memory that a warp has for a span of W and of x, and pieces of 16 bytes of x.
+constexpr uint W_STAGE = 2 * TILES * WORDS * 32;
+constexpr uint X_ROW = SPAN * size_of(X_DTYPE);
+constexpr uint X_PIECES = X_ROW / 16;
+constexpr uint STAGE = W_STAGE + TOKENS * X_ROW / 4;
+constexpr uint MY_PIECES = (TOKENS * X_PIECES + 31) / 32;
+// Scales and biases are read VECTOR at a time (each row of them is a multiple of that), some spans' together, PERIODS such ahead:
+// [PERIODS][TILES][scales or biases][16 outputs][KEPT].
+constexpr uint KEPT = VECTOR > GROUPS ? VECTOR : GROUPS;
+constexpr uint KEPT_SPANS = KEPT / GROUPS;
+constexpr uint PERIODS = 1 + (STAGES + KEPT_SPANS - 1) / KEPT_SPANS;
+constexpr uint PERIOD = TILES * 32 * KEPT * size_of(W_DTYPE) / 4;
+// The bytes of x, 32 for each t, and as many zeros: [TOKENS][3][4][32 bytes], with gaps against bank conflicts.
+constexpr uint DIGIT = 36;
+constexpr uint DIGITS = TOKENS * 3 * DIGIT + 8;
+constexpr uint WARP_ROOM = (STAGES * STAGE + PERIODS * PERIOD + DIGITS + 3) / 4 * 4;
+
+// 1.5 * 2^23: a float whose lowest bits are an integer of up to 23 bits and a sign.
+constexpr float MAGIC = 12582912.0f;
+constexpr int MAGIC_BITS = 0x4B400000;
+
+// a * b + c of bytes.
+inline int4 mma_bytes(uint4 a, uint2 b, int4 c) {
+    int4 d;
+    asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                 "{%10, %11, %12, %13};"
+                 : "=r"(d.x), "=r"(d.y), "=r"(d.z), "=r"(d.w)
+                 : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b.x), "r"(b.y), "r"(c.x), "r"(c.y), "r"(c.z), "r"(c.w));
+    return d;
+}
+
+// The 16 codes of a unit as bytes; input_of has the same order for x.
+inline void unpack_unit(uint (&bytes)[4], const uint (&w)[UNIT_WORDS]) {
+    if constexpr (BITS == 4) {
+#pragma unroll
+        for (uint i = 0; i < 2; i++) {
+            bytes[2 * i] = w[i] & 0x0F0F0F0F;
+            bytes[2 * i + 1] = w[i] >> 4 & 0x0F0F0F0F;
+        }
+    } else if constexpr (BITS == 6) {
+        // Bytes 0, 3, 6 and 9 of the twelve, and those behind them: four codes are three bytes.
+        const uint a = __byte_perm(__byte_perm(w[0], w[1], 0x0630), w[2], 0x5210);
+        const uint b = __byte_perm(__byte_perm(w[0], w[1], 0x0741), w[2], 0x6210);
+        const uint c = __byte_perm(__byte_perm(w[0], w[1], 0x0052), w[2], 0x7410);
+        bytes[0] = a & 0x3F3F3F3F;
+        bytes[1] = a >> 6 & 0x03030303 | b << 2 & 0x3C3C3C3C;
+        bytes[2] = b >> 4 & 0x0F0F0F0F | c << 4 & 0x30303030;
+        bytes[3] = c >> 2 & 0x3F3F3F3F;
+    } else {
+#pragma unroll
+        for (uint i = 0; i < 4; i++) {
+            bytes[i] = w[i];
+        }
+    }
+}
+
+// Which input of a span byte j of word `word` of lanes t is.
+inline uint input_of(uint t, uint word, uint j) {
+    const uint first = t * LANE_STEP + word / 4 * UNIT_STEP, w = word % 4;
+    return first + (BITS == 4 ? w / 2 * 8 + w % 2 + 2 * j : BITS == 6 ? w + 4 * j : 4 * w + j);
+}
+
+// Where a lane reads W next: its part of a span, of two rows of each tile, or PACKED pieces of three.
+constexpr uint PARTS = PACKED ? 3 : 2;
+struct Rows {
+    const uchar *values[TILES][PARTS];
+};
+
+// The row of a tile, and the bytes into its span, at which a part begins.
+inline uint2 part_of(uint part, uint lane) {
+    const uint piece = part * 32 + lane;
+    return PACKED ? make_uint2(piece / 6, piece % 6 * 16)
+                  : make_uint2(part * 8 + lane / 4, lane % 4 * (SIDE_BY_SIDE ? COPY * 4 : WORDS * 4));
+}
+
+// Begins to copy a lane's codes of a span, zeros where they are beyond the inputs, and goes on to the next.
+inline void begin_span(uint *stage, Rows &rows, uint span, uint lane, uint inputs) {
+    if (PACKED) {
+#pragma unroll
+        for (uint part = 0; part < PARTS; part++) {
+            // Rows end with whole pieces.
+            const bool there = WHOLE || (span * (SPAN / 32 * 24) + part_of(part, lane).y) < inputs / 32 * 24;
+#pragma unroll
+            for (uint tile = 0; tile < TILES; tile++) {
+                const uint *to = stage + tile * 2 * WORDS * 32 + (part * 32 + lane) * 4;
+                copy_async<16>(shared_address(to), rows.values[tile][part], there);
+            }
+        }
+    } else {
+#pragma unroll
+        for (uint i = 0; i < WORDS; i += COPY) {
+            const uint unit = i / UNIT_WORDS;
+            const bool there = WHOLE || span * SPAN + lane % 4 * LANE_STEP + unit * UNIT_STEP < inputs;
+            const uint at = SIDE_BY_SIDE ? unit * (4 * COPY * 4) : i * 4;
+#pragma unroll
+            for (uint tile = 0; tile < TILES; tile++) {
+#pragma unroll
+                for (uint r = 0; r < 2; r++) {
+                    const uint *to = stage + (tile * 2 + r) * WORDS * 32 + i * 32 + lane * COPY;
+                    copy_async<COPY * 4>(shared_address(to), rows.values[tile][r] + (there ? at : 0), there);
+                }
+            }
+        }
+    }
+#pragma unroll
+    for (uint tile = 0; tile < TILES; tile++) {
+#pragma unroll
+        for (uint part = 0; part < PARTS; part++) {
+            rows.values[tile][part] += 4 * WORDS * 4;
+        }
+    }
+}
+
+// copy_async<16>, or nothing: without a branch.
+inline void copy_async_if(bool wanted, uint to, const uchar *from, bool there) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %3, 0;\n@p cp.async.cg.shared.global [%0], [%1], 16, %2;\n}" ::"r"(to), "l"(from),
+                 "r"(there ? 16 : 0), "r"(wanted ? 1 : 0)
+                 : "memory");
+}
+
+// The pieces of x that a lane copies of the next span.
+struct Pieces {
+    const uchar *from[MY_PIECES];
+};
+
+// Begins to copy a warp's span of x, zeros beyond the inputs.
+inline void begin_inputs(uint *stage, Pieces &pieces, uint span, uint lane, uint inputs) {
+#pragma unroll
+    for (uint i = 0; i < MY_PIECES; i++) {
+        const uint piece = i * 32 + lane;
+        const bool there = WHOLE || span * SPAN + piece % X_PIECES * (16 / size_of(X_DTYPE)) < inputs;
+        if ((i + 1) * 32 <= TOKENS * X_PIECES) {
+            copy_async<16>(shared_address(stage + W_STAGE + piece * 4), pieces.from[i], there);
+        } else {
+            copy_async_if(piece < TOKENS * X_PIECES, shared_address(stage + W_STAGE + piece * 4), pieces.from[i], there);
+        }
+        pieces.from[i] += X_ROW;
+    }
+}
+
+// Begins to copy the scales (lanes below 16) or biases (the others) of a period, of output lane % 16 of each tile.
+inline void begin_factors(uint *to, const uchar *from, const ulong (&starts)[TILES], uint period, uint lane, uint groups) {
+    constexpr uint SIZE = size_of(W_DTYPE), BYTES = VECTOR * SIZE;
+#pragma unroll
+    for (uint tile = 0; tile < TILES; tile++) {
+        uchar *row = reinterpret_cast<uchar *>(to) + (tile * 32 + lane) * KEPT * SIZE;
+#pragma unroll
+        for (uint i = 0; i < KEPT; i += VECTOR) {
+            const uint first = period * KEPT + i;
+            const bool there = first < groups;
+            const uchar *at = from + (starts[tile] + (there ? first : 0)) * SIZE;
+            if constexpr (BYTES >= 4) {
+                copy_async<BYTES>(shared_address(row + i * SIZE), at, there);
+            } else {
+                *reinterpret_cast<ushort *>(row + i * SIZE) = there ? *reinterpret_cast<const ushort *>(at) : 0;
+            }
+        }
+    }
+}
+
+// The words of one unit of a lane's codes.
+inline void unit_words(uint (&w)[UNIT_WORDS], const uint *stage, uint row, uint unit, uint lane) {
+#pragma unroll
+    for (uint i = 0; i < UNIT_WORDS; i++) {
+        const uint word = unit * UNIT_WORDS + i;
+        w[i] = PACKED ? stage[row * WORDS * 32 + lane * WORDS + word]
+                      : stage[row * WORDS * 32 + word / COPY * COPY * 32 + lane * COPY + word % COPY];
+    }
+}
+
+inline float larger(float a, float b) {
+    float c;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
+    return c;
+}
+
+// Lane l makes word l % 8 of lanes t = l / 8 of the bytes of a token's span of x. The result is the unit that they count: NaN
+// if one of x is not finite.
+inline float make_digits(uint *digits, const uint *x, uint lane) {
+    float v[4];
+#pragma unroll
+    for (uint j = 0; j < 4; j++) {
+        v[j] = load(reinterpret_cast<const uchar *>(x), input_of(lane / 8, lane % 8, j), X_DTYPE);
+    }
+    const float most = larger(larger(fabsf(v[0]), fabsf(v[1])), larger(fabsf(v[2]), fabsf(v[3])));
+    const uint bits = __reduce_max_sync(ALL, __float_as_uint(most));
+    // Of what is as small as this, digits are lost below the smallest float.
+    const uint exponent = max(bits & 0x7F800000, 24u << 23);
+    const float scale = __uint_as_float((275u << 23) - exponent);
+    uint bytes[4];
+#pragma unroll
+    for (uint j = 0; j < 4; j++) {
+        // Bytes of v + 0x808080 are those of v, signed, plus 0x80.
+        bytes[j] = __float_as_uint(fmaf(v[j], scale, MAGIC)) - MAGIC_BITS + 0x808080;
+    }
+    const uint low = __byte_perm(bytes[0], bytes[1], 0x5140), high = __byte_perm(bytes[2], bytes[3], 0x5140);
+    const uint third = __byte_perm(bytes[0], bytes[1], 0x0062), fourth = __byte_perm(bytes[2], bytes[3], 0x0062);
+    digits[lane] = __byte_perm(low, high, 0x5410) ^ 0x80808080;
+    digits[DIGIT + lane] = __byte_perm(low, high, 0x7632) ^ 0x80808080;
+    digits[2 * DIGIT + lane] = __byte_perm(third, fourth, 0x5410) ^ 0x80808080;
+    return __uint_as_float(bits < 0x7F800000 ? exponent - (21u << 23) : 0x7FC00000);
+}
+
+// Blocks: x counts tiles of outputs, y the rows, TOKENS each (one with experts).
+extern "C" __global__ void __launch_bounds__(32 * WARPS)
+    linear_codes(const uchar *x, const uchar *values, const uchar *scales, const uchar *biases, const uint *ids, uchar *out,
+                 const LinearParams p) {
+    extern __shared__ __align__(16) uint shared[];
+    const uint lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+    const uint first_output = blockIdx.x * OUTPUTS, first_row = blockIdx.y * TOKENS;
+    const uint spans = (p.inputs + SPAN - 1) / SPAN, each = (spans + WARPS - 1) / WARPS;
+    const uint begin = min(warp * each, spans), end = min(begin + each, spans);
+    const uint groups = p.inputs / GROUP;
+    uint *stages = shared + warp * WARP_ROOM;
+    uint *factors = stages + STAGES * STAGE;
+    uint *digits = factors + PERIODS * PERIOD;
+
+    if (EXPERTS) {
+        wait_for_previous();
+    }
+    const uint expert = EXPERTS ? ids[first_row] : 0;
+    const bool known = expert < p.experts;
+    // Beyond the last output the last is computed again, and not stored.
+    Rows rows;
+    ulong starts[TILES];
+    const ulong row_bytes = ulong(p.inputs) / 8 * BITS;
+#pragma unroll
+    for (uint tile = 0; tile < TILES; tile++) {
+#pragma unroll
+        for (uint part = 0; part < PARTS; part++) {
+            const uint2 at = part_of(part, lane);
+            const ulong row = ulong(known ? expert : 0) * p.outputs + min(first_output + tile * 16 + at.x, p.outputs - 1);
+            rows.values[tile][part] = values + row * row_bytes + begin * (4 * WORDS * 4) + at.y;
+        }
+        starts[tile] = (ulong(known ? expert : 0) * p.outputs + min(first_output + tile * 16 + lane % 16, p.outputs - 1)) * groups;
+    }
+#pragma unroll
+    for (uint s = 0; s < STAGES; s++) {
+        if (begin + s < end) {
+            begin_span(stages + s * STAGE, rows, begin + s, lane, p.inputs);
+        }
+    }
+    const uchar *factors_from = lane < 16 ? scales : biases;
+    const uint first_period = begin * GROUPS / KEPT, end_period = (end * GROUPS + KEPT - 1) / KEPT;
+    if (begin < end) {
+#pragma unroll
+        for (uint i = 0; i < PERIODS; i++) {
+            if (first_period + i < end_period) {
+                begin_factors(factors + (first_period + i) % PERIODS * PERIOD, factors_from, starts, first_period + i, lane, groups);
+            }
+        }
+    }
+    if (!EXPERTS) {
+        wait_for_previous();
+    }
+    let_next_begin();
+
+    Pieces pieces;
+#pragma unroll
+    for (uint i = 0; i < MY_PIECES; i++) {
+        const uint piece = i * 32 + lane;
+        const ulong row = min(first_row + piece / X_PIECES, p.rows - 1) / p.rows_per_input;
+        pieces.from[i] = x + row * p.inputs * size_of(X_DTYPE) + begin * X_ROW + piece % X_PIECES * 16;
+    }
+#pragma unroll
+    for (uint s = 0; s < STAGES; s++) {
+        if (begin + s < end) {
+            begin_inputs(stages + s * STAGE, pieces, begin + s, lane, p.inputs);
+        }
+        // The first group holds what was begun of W, too.
+        copies_commit();
+    }
+
+    // Zeros, for the columns of other groups.
+    const uint zeros = TOKENS * 3 * DIGIT;
+    if (lane < 8) {
+        digits[zeros + lane] = 0;
+    }
+    // The lane's column of B, byte g % 4 of x for a group of a token, at the inputs of each unit.
+    uint digits_at[WIDE][UNITS];
+#pragma unroll
+    for (uint b = 0; b < WIDE; b++) {
+        const uint quad = 2 * b + g / 4, token = quad / GROUPS, group = quad % GROUPS;
+#pragma unroll
+        for (uint unit = 0; unit < UNITS; unit++) {
+            const bool mine = g % 4 < 3 && quad < QUADS && (GROUPS == 1 || (t * LANE_STEP + unit * UNIT_STEP) / GROUP == group);
+            digits_at[b][unit] = mine ? (token * 3 + g % 4) * DIGIT + t * 8 + unit * 4 : zeros;
+        }
+    }
+    // The lane's two columns of results: the lowest two bytes of x, or the highest.
+    const float2 weights = t % 2 == 0 ? make_float2(1, 256) : make_float2(65536, 0);
+    const int4 none = make_int4(MAGIC_BITS, MAGIC_BITS, MAGIC_BITS, MAGIC_BITS);
+    const float magic = -MAGIC * (weights.x + weights.y);
+
+    float sums[TILES][WIDE][2] = {};
+    uint slot = 0;
+    for (uint span = begin; span < end; span++) {
+        const uint period = span * GROUPS / KEPT, kept = span * GROUPS % KEPT;
+        copies_wait<STAGES - 1>();
+        __syncwarp();
+        const uint *stage = stages + slot * STAGE;
+        float units[TOKENS];
+#pragma unroll
+        for (uint token = 0; token < TOKENS; token++) {
+            units[token] = make_digits(digits + token * 3 * DIGIT, stage + W_STAGE + token * (X_ROW / 4), lane);
+        }
+        __syncwarp();
+        uint4 in[WIDE][UNITS];
+#pragma unroll
+        for (uint b = 0; b < WIDE; b++) {
+#pragma unroll
+            for (uint unit = 0; unit < UNITS; unit++) {
+                in[b][unit] = *reinterpret_cast<const uint4 *>(digits + digits_at[b][unit]);
+            }
+        }
+        // What x adds up to in each column.
+        float2 scaled[WIDE];
+        float less[WIDE], ones[WIDE];
+#pragma unroll
+        for (uint b = 0; b < WIDE; b++) {
+            int4 count = none;
+            const uint4 all = make_uint4(0x01010101, 0x01010101, 0x01010101, 0x01010101);
+#pragma unroll
+            for (uint unit = 0; unit < UNITS; unit++) {
+                count = mma_bytes(all, make_uint2(in[b][unit].x, in[b][unit].y), count);
+                count = mma_bytes(all, make_uint2(in[b][unit].z, in[b][unit].w), count);
+            }
+            const uint quad = 2 * b + t / 2;
+            float unit = units[0];
+#pragma unroll
+            for (uint token = 1; token < TOKENS; token++) {
+                unit = quad / GROUPS == token ? units[token] : unit;
+            }
+            scaled[b] = make_float2(unit * weights.x, unit * weights.y);
+            less[b] = unit * magic;
+            ones[b] = fmaf(__int_as_float(count.x), scaled[b].x, fmaf(__int_as_float(count.y), scaled[b].y, less[b]));
+        }
+#pragma unroll
+        for (uint tile = 0; tile < TILES; tile++) {
+            int4 products[WIDE];
+#pragma unroll
+            for (uint b = 0; b < WIDE; b++) {
+                products[b] = none;
+            }
+#pragma unroll
+            for (uint unit = 0; unit < UNITS; unit++) {
+                uint words[2][UNIT_WORDS], low[4], high[4];
+                unit_words(words[0], stage, tile * 2, unit, lane);
+                unit_words(words[1], stage, tile * 2 + 1, unit, lane);
+                unpack_unit(low, words[0]);
+                unpack_unit(high, words[1]);
+                const uint4 first = make_uint4(low[0], high[0], low[1], high[1]), second = make_uint4(low[2], high[2], low[3], high[3]);
+#pragma unroll
+                for (uint b = 0; b < WIDE; b++) {
+                    products[b] = mma_bytes(first, make_uint2(in[b][unit].x, in[b][unit].y), products[b]);
+                    products[b] = mma_bytes(second, make_uint2(in[b][unit].z, in[b][unit].w), products[b]);
+                }
+            }
+            const uchar *row = reinterpret_cast<const uchar *>(factors + period % PERIODS * PERIOD);
+#pragma unroll
+            for (uint b = 0; b < WIDE; b++) {
+                const uint group = (2 * b + t / 2) % GROUPS;
+#pragma unroll
+                for (uint r = 0; r < 2; r++) {
+                    const uint at = (tile * 32 + r * 8 + g) * KEPT + kept + group;
+                    const float scale = load(row, at, W_DTYPE), bias = load(row, at + 16 * KEPT, W_DTYPE);
+                    const int low = r == 0 ? products[b].x : products[b].z, high = r == 0 ? products[b].y : products[b].w;
+                    const float product = fmaf(__int_as_float(low), scaled[b].x, fmaf(__int_as_float(high), scaled[b].y, less[b]));
+                    sums[tile][b][r] = fmaf(scale, product, fmaf(bias, ones[b], sums[tile][b][r]));
+                }
+            }
+        }
+        __syncwarp();
+        if (span + STAGES < end) {
+            begin_span(stages + slot * STAGE, rows, span + STAGES, lane, p.inputs);
+            begin_inputs(stages + slot * STAGE, pieces, span + STAGES, lane, p.inputs);
+        }
+        // The period behind the last that was fetched, where the one that ends here was.
+        const uint coming = period + PERIODS;
+        if ((span + 1) * GROUPS % KEPT == 0 && coming < end_period) {
+            begin_factors(factors + coming % PERIODS * PERIOD, factors_from, starts, coming, lane, groups);
+        }
+        copies_commit();
+        slot = slot + 1 == STAGES ? 0 : slot + 1;
+    }
+
+    // The sums of all warps: [WARPS][OUTPUTS][TOKENS], where the stages were not.
+    float *parts = reinterpret_cast<float *>(shared + WARPS * WARP_ROOM);
+#pragma unroll
+    for (uint tile = 0; tile < TILES; tile++) {
+#pragma unroll
+        for (uint r = 0; r < 2; r++) {
+            float *of = parts + (warp * OUTPUTS + tile * 16 + r * 8 + g) * TOKENS;
+#pragma unroll
+            for (uint b = 0; b < WIDE; b += GROUPS == 4 ? 2 : 1) {
+                float sum = GROUPS == 4 ? sums[tile][b][r] + sums[tile][b + 1][r] : sums[tile][b][r];
+                sum += __shfl_xor_sync(ALL, sum, 1);
+                if (GROUPS >= 2) {
+                    sum += __shfl_xor_sync(ALL, sum, 2);
+                }
+                const uint token = (2 * b + t / 2) / GROUPS;
+                if (t % (GROUPS >= 2 ? 4 : 2) == 0 && token < TOKENS) {
+                    of[token] = sum;
+                }
+            }
+        }
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (uint i = threadIdx.x; i < OUTPUTS * TOKENS; i += 32 * WARPS) {
+        const uint output = i % OUTPUTS, token = i / OUTPUTS;
+        float sum = 0;
+#pragma unroll
+        for (uint w = 0; w < WARPS; w++) {
+            sum += parts[(w * OUTPUTS + output) * TOKENS + token];
+        }
+        if (first_output + output < p.outputs && first_row + token < p.rows) {
+            store(out, ulong(first_row + token) * p.outputs + first_output + output, known ? p.alpha * sum : 0.0f, OUT_DTYPE);
+        }
+    }
+}
