@@ -1,9 +1,10 @@
 // kv_write: new keys and values, [T, Hk, D] or [Hk, T, D], into the slots of a cache layer, both in one launch.
 //
-// blockIdx.y is 0 for keys and 1 for values. A row is one head of one token. For layers with codes: ENCODE, HEAD_DIM / PER lanes
-// of a warp have a row in registers (turboquant.h); TILES, a warp has eight (encode_tiles.h). Otherwise rows are moved: blockDim.x threads have 16 bytes (or 4
-// elements, or fewer) of a row at a time, blockDim.y rows beside each other; what they move is on its way before it is known
-// where to. A dense layer of the source's dtype gets its bits.
+// blockIdx.y is 0 for keys and 1 for values. A row is one head of one token. For layers with codes: ENCODE, HEAD_DIM / PER
+// lanes of a warp have a row in registers (turboquant.h); TILES, a warp has eight (encode_tiles.h), and goes on to others.
+// Otherwise rows are moved: blockDim.x threads have 16 bytes (or 4 elements, or fewer) of a row at a time, blockDim.y rows
+// beside each other; what they move is on its way before it is known where to. A dense layer of the source's dtype gets its
+// bits.
 // A token that the layer does not hold when the step is written, or whose sequence or position is out of range, is
 // skipped, so that no slot is written twice.
 #include "elements.h"
@@ -102,10 +103,6 @@ inline void encode(const uchar *source, WritablePlanes to, float scale, const ui
             const bool kept = target_row(p, place, positions, sequence, lens, row);
             store_eight<HEAD_DIM, CODEC, NORM>(y, to, row, kept, scale, nearest_to, lane);
             place = next;
-#if SYNC
-            // Warps that go through this long loop side by side fetch its instructions once.
-            __syncthreads();
-#endif
         }
     }
 }
@@ -114,11 +111,7 @@ inline void encode(const uchar *source, WritablePlanes to, float scale, const ui
 
 constexpr uint LANES = HEAD_DIM / PER;
 // Of the tables of nearest.h: few, since a block has few rows.
-#ifdef TRY_COPIES
-constexpr uint COPIES = TRY_COPIES;
-#else
 constexpr uint COPIES = 1;
-#endif
 
 template <uint DTYPE, uint CODEC, uint NORM>
 inline void encode(const uchar *source, WritablePlanes to, float scale, const uint *positions, const uint *sequence,

@@ -42,18 +42,17 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
     let dim = spec.head_dim;
     let all = Launch::uint(NAME, "T", call.tokens.saturating_mul(spec.kv_heads))? as usize;
     if by_eights(call, all, b.limits.busy_groups) {
-        // Two blocks for a multiprocessor, of keys and of values, in as many registers as there are.
-        let threads = if dim == 512 { EIGHTS / 2 } else { EIGHTS };
-        let blocks = all.div_ceil(threads / 4).min(b.limits.busy_groups);
+        // A block for each multiprocessor, twice: for keys and for values. Eight rows of 512 coordinates fill its registers.
+        let blocks = all.div_ceil(EIGHTS / 4).min(b.limits.busy_groups);
+        let at_once = if dim == 512 { 1 } else { 2 };
         return b.push(
             launch(call, &SOURCE)?
                 .constant("TILES", true)
-                .constant("SYNC", false)
                 .constant("HEAD_DIM", dim as u32)
-                .constant("THREADS", threads as u32)
-                .constant("MINBLOCKS", 2)
+                .constant("THREADS", EIGHTS as u32)
+                .constant("MINBLOCKS", at_once)
                 .threadgroup_memory(0)
-                .grid([blocks, 2, 1], [threads, 1, 1]),
+                .grid([blocks, 2, 1], [EIGHTS, 1, 1]),
         );
     }
     if spec.k.is_quantised() || spec.v.is_quantised() {

@@ -5,13 +5,14 @@
 //
 // A block has TILES tiles of 16 outputs for TOKENS rows; its warps divide the inputs among them. A warp takes SPAN inputs
 // at a time. W is the A of its products, 16 outputs by 32 inputs, bytes that are codes: those of 8 bits as they are, the
-// others unpacked four at a time. Lane 4g + t reads LANE neighbouring codes of the outputs g and g + 8, or two times 16 of them,
-// by asynchronous copies into shared memory, STAGES spans ahead of their use, and so are x, scales and biases; only the warp's own
-// lanes use them, so the block has no barrier.
+// others unpacked four at a time. Lane 4g + t has LANE neighbouring codes of the outputs g and g + 8, or two times 16 of them.
+// They come by asynchronous copies into shared memory, STAGES spans ahead of their use, and so do x, scales and biases; only
+// the warp's own lanes use them, so the block has no barrier but one.
 //
 // x becomes an integer of 23 bits, relative to the largest of its span: three signed bytes, each in a column of B of its own.
-// Where a span has several groups, each has columns of its own, zero at the inputs of the others. Sums of products are exact; a group's
-// are multiplied by its scale in float, and its bias counts as often as a product with ones says.
+// Where a span has several groups, each has columns of its own, zero at the inputs of the others. Sums of products are exact;
+// a group's are multiplied by its scale in float, and its bias counts as often as a product with ones says. One x of a span that
+// is not finite makes NaN of the row's results.
 //
 // W is asked for before the launch in front of this one has ended (gpu/launch.rs: `reads_ahead`); x is not.
 #include "elements.h"

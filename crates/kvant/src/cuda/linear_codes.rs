@@ -53,7 +53,9 @@ impl Shape {
         let fits = |shape: &Shape| shape.bytes <= limits.threadgroup_bytes;
         // Long rows need more warps, so that a warp's part is soon done.
         let warps = if call.dims.inputs >= LONG { 2 * WARPS } else { WARPS };
-        let wanted = [(warps, 3), (warps, 2), (WARPS, 3), (WARPS, 2), (6, 2), (4, 2)];
+        // Few tiles leave room for more of them on their way.
+        let stages = if tiles <= 2 { 3 } else { 2 };
+        let wanted = [(warps, stages), (warps, 2), (WARPS, stages), (WARPS, 2), (6, 2), (4, 2)];
         let wanted = wanted.into_iter().map(|(warps, stages)| with(tiles, warps, stages));
         let smaller = [(tiles.min(2), 4), (1, 4), (1, 2)].into_iter().map(|(t, w)| with(t, w, 2));
         wanted.chain(smaller).find(fits).unwrap_or_else(|| with(1, 1, 2))
@@ -62,7 +64,9 @@ impl Shape {
     /// With so many tiles, warps at most, and stages.
     fn with(call: &Call, weight: &Parts, [tiles, most_warps, stages]: [usize; 3]) -> Shape {
         let groups = (SPAN / weight.group as usize).max(1);
-        let tokens = if call.experts.is_some() { 1 } else { call.rows.clamp(1, TOKENS) };
+        // With codes of 8 bits it is the kernel of two rows that keeps up with the memory, also for one.
+        let least = if weight.bits == 8 { TOKENS } else { 1 };
+        let tokens = if call.experts.is_some() { 1 } else { call.rows.clamp(least, TOKENS) };
         let spans = call.dims.inputs.div_ceil(SPAN);
         // No more rounds than with all of them, and no warp without a part.
         let warps = spans.div_ceil(spans.div_ceil(most_warps));

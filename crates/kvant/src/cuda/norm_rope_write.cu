@@ -26,11 +26,7 @@ constexpr bool HAS_TABLES = ANGLES == TABLES;
 #if IN_REGISTERS
 constexpr uint LANES = HEAD_DIM / PER;
 // Of the tables of nearest.h.
-#ifdef TRY_COPIES
-constexpr uint COPIES = TRY_COPIES;
-#else
 constexpr uint COPIES = 1;
-#endif
 
 template <uint CODEC> inline void fill_tables(uint *tables) {
     if constexpr (is_quantised(CODEC)) {
