@@ -225,7 +225,7 @@ pub(crate) fn plan(call: &Call, limits: &Limits) -> Plan {
     if let Some(decode) = Decode::new(call, limits) {
         return decode.plan();
     }
-    if let Some(prefill) = Prefill::new(call, limits) {
+    if let Some(prefill) = Prefill::new(call, None, limits) {
         return prefill.plan();
     }
     match Shape::new(call, None, limits) {
@@ -261,7 +261,7 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
         b.push(quantised.launch(call, b, &rows, state.as_ref())?)?;
     } else if let Some(decode) = Decode::new(call, &b.limits) {
         b.push(decode.launch(call, b, &rows, state.as_ref())?)?;
-    } else if let Some(prefill) = Prefill::new(call, &b.limits) {
+    } else if let Some(prefill) = Prefill::new(call, None, &b.limits) {
         b.push(prefill.launch(call, &rows, state.as_ref())?)?;
     } else {
         b.push(cached(call, b, &rows, state.as_ref())?)?;
@@ -321,6 +321,9 @@ fn own(call: &Call, b: &Builder, fresh: &FreshCall, state: &Scratch) -> Result<L
         SourceOrder::HeadMajor => (tokens, 1),
     };
     let rows = Rows { sequence: 0, head, slot, capacity: tokens };
+    if let Some(prefill) = Prefill::new(call, Some(fresh), &b.limits) {
+        return prefill.launch_own(call, &rows, fresh, state);
+    }
     let own = Shape::new(call, Some(&fresh.k), &b.limits)?;
     let aligned = |tensor: &Tensor| tensor.byte_offset().is_multiple_of(16);
     Ok(launch(call, b, &own, &rows)?

@@ -2,7 +2,8 @@
 // warpgroup products. q [T, H, D] -> out [T, H, D], all of the cache's dtype but out, which may be the other 16-bit one.
 //
 // A block has one item: ROWS query rows of one KV head, numbered token by token, the heads of the group within; and all
-// keys that any of them sees, sequence by sequence (segments), in tiles of TILE. Three warpgroups share the work:
+// keys that any of them sees, sequence by sequence (segments), in tiles of TILE: cached ones, or (FRESH) those of the batch's
+// own tokens, whose numbers stand for positions then. Three warpgroups share the work:
 //
 //   the last copies keys and values into a ring of STAGES buffers ("chunks": COLUMNS coordinates of a tile's keys or
 //     values), each warp every fourth chunk; barriers say which are full and which are free;
@@ -22,9 +23,20 @@
 constexpr uint PRODUCER_REGISTERS = 40;
 constexpr uint CONSUMER_REGISTERS = 232;
 
+// Where the tokens of the batch stand.
+struct Batch {
+    const uint *positions;
+    const uint *sequence;
+};
+
 // What this thread sees of the keys of a sequence.
-inline Seen seen_by(const AttendParams &p, const Shared &shared, const Item &item, uint sequence) {
+inline Seen seen_by(const AttendParams &p, const Shared &shared, const Item &item, const Batch &batch, Range keys,
+                    uint sequence) {
     Seen seen;
+    seen.positions = batch.positions;
+    seen.sequences = batch.sequence;
+    seen.sequence = sequence;
+    seen.end = keys.end;
 #pragma unroll
     for (uint c = 0; c < 2; c++) {
         const uint r = own_row(c);
@@ -40,11 +52,12 @@ inline Seen seen_by(const AttendParams &p, const Shared &shared, const Item &ite
     return seen;
 }
 
-inline void attend_to(const AttendParams &p, const Shared &shared, const Item &item, Cursor &cursor, Work &work) {
+inline void attend_to(const AttendParams &p, const Shared &shared, const Item &item, const Batch &batch, Cursor &cursor,
+                      Work &work) {
     const uint base = shared.address();
     clear(work);
     each_segment(shared, [&](Range keys, uint sequence) {
-        const Seen seen = seen_by(p, shared, item, sequence);
+        const Seen seen = seen_by(p, shared, item, batch, keys, sequence);
         const uint tiles = tiles_of(keys);
         float s[TILE / 2], f[2];
         uint w[P_TERMS][TILE / 16][4];
@@ -78,11 +91,12 @@ inline void attend_to(const AttendParams &p, const Shared &shared, const Item &i
 }
 
 // The same, tile by tile, with values that may be what is not finite.
-inline void attend_carefully(const AttendParams &p, const Shared &shared, const Item &item, Cursor &cursor, Work &work) {
+inline void attend_carefully(const AttendParams &p, const Shared &shared, const Item &item, const Batch &batch,
+                             Cursor &cursor, Work &work) {
     const uint base = shared.address();
     clear(work);
     each_segment(shared, [&](Range keys, uint sequence) {
-        const Seen seen = seen_by(p, shared, item, sequence);
+        const Seen seen = seen_by(p, shared, item, batch, keys, sequence);
         const uint tiles = tiles_of(keys);
         float s[TILE / 2], f[2];
         uint w[P_TERMS][TILE / 16][4];
@@ -109,7 +123,7 @@ inline void attend_carefully(const AttendParams &p, const Shared &shared, const 
     });
 }
 
-// Takes what the thread has to the output, or to the state that the step's own keys are added to.
+// Takes what the thread has to the output, or to the state that the step's own keys are added to (FRESH: by this).
 inline void finish(const AttendParams &p, const Shared &shared, const Item &item, Work &work, uchar *out, float *state) {
     const uint group = threadIdx.x / 128, t = threadIdx.x % 4;
     const uint first_column = SHARED_ROWS ? group * (HEAD_DIM / 2) : 0;
@@ -120,28 +134,35 @@ inline void finish(const AttendParams &p, const Shared &shared, const Item &item
         const uint r = own_row(c);
         const bool writes = r < item.rows;
         const ulong row = row_of(p, item, writes ? r : 0);
-        if (state != nullptr) {
-            constexpr float unscale = 1.0f / (1 << WEIGHT_BITS);
-            float *to = state + row * (HEAD_DIM + 2);
+        constexpr float unscale = 1.0f / (1 << WEIGHT_BITS);
+        float *of_row = state + row * (HEAD_DIM + 2);
+        float factor = 1, cached_factor = 0, l = work.l[c];
+        if (FRESH) {
+            // Beside the cached keys' state.
+            const float cached_m = of_row[HEAD_DIM], whole = fmaxf(work.m[c], cached_m);
+            factor = factor_of(work.m[c], whole) * unscale;
+            cached_factor = factor_of(cached_m, whole);
+            l = l * factor + of_row[HEAD_DIM + 1] * cached_factor;
+        } else if (state != nullptr) {
 #pragma unroll
             for (uint i = 0; i < CHUNKS * PARTS; i++) {
 #pragma unroll
                 for (uint j = 2 * c; j < WIDTH / 2; j += 4) {
                     const uint column = first_column + i * WIDTH + j / 4 * 8 + 2 * t;
                     if (writes) {
-                        to[column] = work.o[i][j] * unscale;
-                        to[column + 1] = work.o[i][j + 1] * unscale;
+                        of_row[column] = work.o[i][j] * unscale;
+                        of_row[column + 1] = work.o[i][j + 1] * unscale;
                     }
                 }
             }
             if (writes && t == 0 && (!SHARED_ROWS || group == 0)) {
-                to[HEAD_DIM] = work.m[c];
-                to[HEAD_DIM + 1] = work.l[c] * unscale;
+                of_row[HEAD_DIM] = work.m[c];
+                of_row[HEAD_DIM + 1] = l * unscale;
             }
             continue;
         }
-        float inverse = 1 / work.l[c];
-        if (work.l[c] == 0) {
+        float inverse = 1 / l;
+        if (l == 0) {
             // Nothing is seen; or keys are, all with a score of minus infinity, of which there is no softmax.
             const Token token = shared.tokens()[(item.first_row + (writes ? r : 0)) / p.group - item.first_token];
             const Range keys = token.sequence == NONE ? Range{0, 0} : visible(p, token);
@@ -155,8 +176,13 @@ inline void finish(const AttendParams &p, const Shared &shared, const Item &item
                 uint pairs[4];
 #pragma unroll
                 for (uint n = 0; n < 4; n++) {
-                    const float x = work.o[i][4 * (j + n) + 2 * c] * inverse, y = work.o[i][4 * (j + n) + 2 * c + 1] * inverse;
-                    pairs[n] = pack<OUT_DTYPE == F16>(x, y);
+                    float x = work.o[i][4 * (j + n) + 2 * c], y = work.o[i][4 * (j + n) + 2 * c + 1];
+                    if (FRESH) {
+                        const float *cached = of_row + first_column + i * WIDTH + (j + n) * 8 + 2 * t;
+                        x = x * factor + cached[0] * cached_factor;
+                        y = y * factor + cached[1] * cached_factor;
+                    }
+                    pairs[n] = pack<OUT_DTYPE == F16>(x * inverse, y * inverse);
                 }
                 // With lane t ^ 1, then t ^ 2.
 #pragma unroll
@@ -227,13 +253,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         show_to_products();
         meet(1, CONSUMERS);
         Work work;
-        attend_to(p, shared, item, cursor, work);
+        const Batch batch = {positions, sequence};
+        attend_to(p, shared, item, batch, cursor, work);
         if (is_odd(item, work)) {
             atomicOr(shared.words() + 1, 1u);
         }
         meet(0, THREADS);
         if (shared.words()[1] != 0) {
-            attend_carefully(p, shared, item, cursor, work);
+            attend_carefully(p, shared, item, batch, cursor, work);
         }
         finish(p, shared, item, work, out, state);
     }

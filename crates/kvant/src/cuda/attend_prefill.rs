@@ -6,8 +6,8 @@ use super::{
 };
 use crate::{
     Codec, DType, Result,
-    gpu::{Launch, Limits, Params, Scratch, Source},
-    ops::attend::{Call, NAME, Plan},
+    gpu::{Launch, Limits, Params, Scratch, Source, Use},
+    ops::attend::{Call, FreshCall, NAME, Plan},
 };
 
 static SOURCE: Source = Source {
@@ -40,17 +40,26 @@ impl Prefill {
     /// None where another kernel is needed or better: without a GPU that multiplies with whole warpgroups, for other dtypes,
     /// outputs in f32, views that begin at odd addresses, scales that turn the order of scores around, contexts that are to be
     /// split, sequences of fewer rows than half an item, or items for less than a tenth of the device.
-    pub(super) fn new(call: &Call, limits: &Limits) -> Option<Prefill> {
+    ///
+    /// For the cached keys, or those of the step itself, which are `fresh`.
+    pub(super) fn new(call: &Call, fresh: Option<&FreshCall>, limits: &Limits) -> Option<Prefill> {
         let spec = call.layer.spec();
         let dtype = call.q.dtype();
         let fits = limits.warpgroup_products
             && dtype != DType::F32
             && call.out.dtype() != DType::F32
-            && [spec.k, spec.v] == [Codec::Dense(dtype); 2]
             && call.scale > 0.0
             && call.splits <= 1
             && [&call.q, &call.out].into_iter().all(|tensor| tensor.byte_offset().is_multiple_of(16))
-            && [&call.layer.k, &call.layer.v].into_iter().all(attend::is_aligned);
+            && match fresh {
+                Some(FreshCall { k, v, .. }) => {
+                    [k, v].into_iter().all(|side| side.dtype() == dtype && side.byte_offset().is_multiple_of(16))
+                }
+                None => {
+                    [spec.k, spec.v] == [Codec::Dense(dtype); 2]
+                        && [&call.layer.k, &call.layer.v].into_iter().all(attend::is_aligned)
+                }
+            };
         if !fits {
             return None;
         }
@@ -79,10 +88,33 @@ impl Prefill {
         Plan { kernel: "attend_prefill", reason: reason.into(), splits: 1 }
     }
 
-    /// The launch; where `state` is, it gets the state of the cached keys, and there is no output.
+    /// The launch over cached keys; where `state` is, it gets the state of them, and there is no output.
     pub(super) fn launch(&self, call: &Call, rows: &Rows, state: Option<&Scratch>) -> Result<Launch> {
+        let launch = self
+            .over(call, rows)?
+            .constant("RING", call.layer.spec().ring)
+            .constant("FRESH", false)
+            .read(2, &call.layer.k.low)
+            .read(5, &call.layer.v.low);
+        Ok(attend::write(launch, call, state))
+    }
+
+    /// The launch over the step's own keys, which adds them to the state of the cached ones.
+    pub(super) fn launch_own(&self, call: &Call, rows: &Rows, fresh: &FreshCall, state: &Scratch) -> Result<Launch> {
+        Ok(self
+            .over(call, rows)?
+            .constant("RING", false)
+            .constant("FRESH", true)
+            .write(1, &call.out)
+            .read(2, &fresh.k)
+            .read(5, &fresh.v)
+            .scratch(13, state, Use::Read))
+    }
+
+    /// What both have in common.
+    fn over(&self, call: &Call, rows: &Rows) -> Result<Launch> {
         Launch::uint(NAME, "q", self.items.saturating_mul(self.rows))?;
-        let launch = Launch::new(NAME, &SOURCE, "attend")
+        Ok(Launch::new(NAME, &SOURCE, "attend")
             .constant("HEAD_DIM", call.head_dim as u32)
             .constant("DTYPE", self.dtype)
             .constant("OUT_DTYPE", call.out.dtype())
@@ -90,20 +122,15 @@ impl Prefill {
             .constant("TILE", self.tile as u32)
             .constant("STAGES", self.stages as u32)
             .constant("P_TERMS", P_TERMS)
-            .constant("RING", call.layer.spec().ring)
-            .constant("FRESH", false)
             .constant("SOFTCAP", call.softcap.is_some())
             .constant("SHARED_BYTES", self.shared_bytes as u32)
             .read(0, &call.q)
-            .read(2, &call.layer.k.low)
-            .read(5, &call.layer.v.low)
             .read(8, &call.step.positions)
             .read(9, &call.step.sequence)
             .read(10, call.cached_lens())
             .params(14, &attend::params(call, rows, self.rows, self.items, 1)?)
             .grid([self.blocks, 1, 1], [32 * WARPS, 1, 1])
-            .threadgroup_memory(self.shared_bytes);
-        Ok(attend::write(launch, call, state))
+            .threadgroup_memory(self.shared_bytes))
     }
 }
 

@@ -60,10 +60,11 @@ inline void add_by_keys(uint base, Cursor &cursor, const uint (&w)[P_TERMS][TILE
                     weight[c] = key / 8 == i ? sum : weight[c];
                 }
             }
+            const uint position = seen.position(first + key);
             bool sees[2];
 #pragma unroll
             for (uint c = 0; c < 2; c++) {
-                sees[c] = first + key >= seen.row[c].first && first + key < seen.row[c].end;
+                sees[c] = position >= seen.row[c].first && position < seen.row[c].end;
                 weight[c] = __shfl_sync(0xFFFFFFFF, weight[c], key % 8 / 2, 4);
                 weight[c] = weight[c] < LEAST ? LEAST : weight[c];
             }

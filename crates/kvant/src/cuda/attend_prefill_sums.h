@@ -15,10 +15,36 @@ struct Work {
     float o[CHUNKS * PARTS][WIDTH / 2];
 };
 
-// What a thread's rows, and all of its warp's rows, see of a segment.
+// The positions that a thread's rows, and all of its warp's rows, see of a segment.
 struct Seen {
     Range row[2];
     Range all;
+    // FRESH: where the batch's tokens stand, which sequence it is, and the end of its keys.
+    const uint *positions;
+    const uint *sequences;
+    uint sequence;
+    uint end;
+
+    // The position of a key: NONE if it is of another sequence.
+    uint position(uint key) const {
+        if (!FRESH) {
+            return key;
+        }
+        return key < end && sequences[key] == sequence ? positions[key] : NONE;
+    }
+    // Whether all of the warp's rows see all keys of the tile that begins with `first`.
+    bool all_see(uint first) const {
+        const uint start = position(first);
+        bool ascending = true;
+        if (FRESH) {
+#pragma unroll
+            for (uint i = threadIdx.x % 32; i < TILE; i += 32) {
+                ascending = ascending && position(first + i) == start + i;
+            }
+            ascending = __all_sync(0xFFFFFFFF, ascending);
+        }
+        return ascending && start >= all.first && start < all.end && all.end - start >= TILE;
+    }
 };
 
 // The item's row that is the thread's first (c = 0) or second (1).
@@ -127,13 +153,12 @@ inline void soften(const AttendParams &p, const Seen &seen, uint first, float (&
             s[i] = tanhf(s[i] * inner);
         }
     }
-    const bool whole = first >= seen.all.first && first < seen.all.end && seen.all.end - first >= TILE;
-    if (!whole) {
+    if (!seen.all_see(first)) {
 #pragma unroll
         for (uint i = 0; i < TILE / 2; i++) {
             const Range row = seen.row[i / 2 % 2];
-            const uint key = first + i / 4 * 8 + 2 * t + i % 2;
-            s[i] = key >= row.first && key < row.end ? s[i] : nothing();
+            const uint position = seen.position(first + i / 4 * 8 + 2 * t + i % 2);
+            s[i] = position >= row.first && position < row.end ? s[i] : nothing();
         }
     }
 #pragma unroll
