@@ -3,7 +3,7 @@
 // blockIdx.y is 0 for keys and 1 for values. A row is one head of one token. For layers with codes: ENCODE, HEAD_DIM / PER
 // lanes of a warp have a row in registers (turboquant.h); TILES, a warp has eight (encode_tiles.h), and goes on to others.
 // Otherwise rows are moved: blockDim.x threads have 16 bytes (or 4 elements, or fewer) of a row at a time, blockDim.y rows
-// beside each other; what they move is on its way before it is known where to. A dense layer of the source's dtype gets its
+// beside each other, ROWS one behind the other; what they move is on its way before it is known where to. A dense layer of the source's dtype gets its
 // bits.
 // A token that the layer does not hold when the step is written, or whose sequence or position is out of range, is
 // skipped, so that no slot is written twice.
@@ -153,21 +153,29 @@ inline void move(const uchar *source, uchar *to, const uint *positions, const ui
     constexpr bool WIDE = ALIGNED16 && DTYPE == CODEC;
     constexpr uint PIECE = WIDE ? 16 / size_of(DTYPE) : 4;
     for (uint j = threadIdx.x * PIECE; j < p.head_dim; j += blockDim.x * PIECE) {
-        const Place place = place_of(p, blockIdx.x * blockDim.y + threadIdx.y);
-        const ulong from = source_row(p, place) * p.head_dim + j;
-        uint4 moved;
-        if (WIDE) {
-            moved = *reinterpret_cast<const uint4 *>(source + from * size_of(DTYPE));
+        Place places[ROWS];
+        uint4 moved[ROWS];
+#pragma unroll
+        for (uint r = 0; r < ROWS; r++) {
+            places[r] = place_of(p, (blockIdx.x * ROWS + r) * blockDim.y + threadIdx.y);
+            if (WIDE) {
+                const ulong at = source_row(p, places[r]) * p.head_dim + j;
+                moved[r] = *reinterpret_cast<const uint4 *>(source + at * size_of(DTYPE));
+            }
         }
-        ulong row;
-        if (!target_row(p, place, positions, sequence, lens, row)) {
-            continue;
-        }
-        if (WIDE) {
-            *reinterpret_cast<uint4 *>(to + (row * p.head_dim + j) * size_of(CODEC)) = moved;
-        } else {
-            const uint count = min(4u, p.head_dim - j);
-            move_row(source, from, DTYPE, to, row * p.head_dim + j, CODEC, count, ALIGNED, 0, 1);
+#pragma unroll
+        for (uint r = 0; r < ROWS; r++) {
+            ulong row;
+            if (!target_row(p, places[r], positions, sequence, lens, row)) {
+                continue;
+            }
+            if (WIDE) {
+                *reinterpret_cast<uint4 *>(to + (row * p.head_dim + j) * size_of(CODEC)) = moved[r];
+            } else {
+                const uint count = min(4u, p.head_dim - j);
+                move_row(source, source_row(p, places[r]) * p.head_dim + j, DTYPE, to, row * p.head_dim + j, CODEC, count,
+                         ALIGNED, 0, 1);
+            }
         }
     }
 }

@@ -81,6 +81,7 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
             .constant("MINBLOCKS", 1)
             .constant("THREADS", THREADS as u32)
             .constant("ALIGNED16", wide)
+            .constant("ROWS", 1)
             .threadgroup_memory(0)
             .grid([all.div_ceil(down), 2, 1], [across, down, 1]),
     )
