@@ -132,6 +132,7 @@ if step sanitizer; then
 conformance_hadamard in_place_and_back
 conformance_kv a_wrapped_ring_is_read_in_order
 conformance_kv odd_vectors_stay_by_themselves
+conformance_kv many_rows_are_alike
 conformance_norm_rope in_place
 conformance_norm_rope fused_equals_its_parts
 conformance_rest rms_norm_in_place
