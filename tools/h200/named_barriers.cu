@@ -1,0 +1,56 @@
+// Does racecheck follow barriers of a part of a block? It does not: it calls ordered accesses hazards, and goes on to do so
+// past the next __syncthreads. compute-sanitizer of CUDA 13.0 on an H200, 2026-11-21:
+//
+//   for mode in 0 1 2 3; do
+//       nvcc -arch=sm_90 -DMODE=$mode -o /tmp/barriers named_barriers.cu && compute-sanitizer --tool racecheck /tmp/barriers
+//   done
+//
+// mode 0 (nothing is exchanged within teams) and 3 (the whole block waits): 0 hazards; 1 (bar.sync, the barrier's number in a
+// register) and 2 (in the instruction): 4 hazards each, all of them where the block exchanges through b.
+#include <cstdio>
+
+// What a team of 64 threads does between writing and reading.
+__device__ __forceinline__ void wait_for_team(unsigned team) {
+#if MODE == 1
+    asm volatile("bar.sync %0, 64;" ::"r"(1 + team) : "memory");
+#elif MODE == 2
+    switch (team) {
+    case 0: asm volatile("bar.sync 1, 64;" ::: "memory"); break;
+    case 1: asm volatile("bar.sync 2, 64;" ::: "memory"); break;
+    case 2: asm volatile("bar.sync 3, 64;" ::: "memory"); break;
+    default: asm volatile("bar.sync 4, 64;" ::: "memory"); break;
+    }
+#elif MODE == 3
+    __syncthreads();
+#endif
+}
+
+__global__ void exchange(float *out, int loops) {
+    __shared__ float a[2][256], b[256];
+    const unsigned thread = threadIdx.x, team = thread / 64;
+    float sum = 0;
+    // Teams go round differently often, unless all wait for all.
+    const int rounds = MODE == 3 ? loops : loops + team % 2;
+    for (int i = 0; i < rounds; i++) {
+        a[i % 2][thread] = sum + i;
+        wait_for_team(team);
+        sum += a[i % 2][MODE == 0 ? thread : thread ^ 32];
+    }
+    __syncthreads();
+    for (int round = 0; round < 4; round++) {
+        if (round > 0) {
+            __syncthreads();
+        }
+        b[thread] = sum + round;
+        __syncthreads();
+        sum += b[(thread * 7 + 64) % 256];
+    }
+    out[blockIdx.x * 256 + thread] = sum;
+}
+
+int main() {
+    float *out;
+    cudaMalloc(&out, 4 * 256 * sizeof(float));
+    exchange<<<4, 256>>>(out, 5);
+    printf("mode %d: %s\n", MODE, cudaGetErrorString(cudaDeviceSynchronize()));
+}
