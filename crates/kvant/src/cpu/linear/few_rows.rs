@@ -134,11 +134,17 @@ impl Kernel for PrepareIntegers<'_> {
     #[inline(always)]
     fn run<S: Simd>(self) -> bool {
         let inputs = self.integers.inputs();
-        let row = &mut *scratch::take(inputs);
+        let buffer = &mut *scratch::take(inputs);
         self.to.chunks_exact_mut(self.integers.stride()).enumerate().all(|(i, to)| {
-            // SAFETY: the caller's promise; the activations have these rows.
+            // SAFETY: the caller's promise; the activations have these rows, which nobody writes meanwhile.
             unsafe {
-                self.x.load::<S>((self.first + i) * inputs, row);
+                let row = self.x.at((self.first + i) * inputs).cast::<f32>();
+                let row = if self.x.dtype == DType::F32 && row.is_aligned() {
+                    std::slice::from_raw_parts(row, inputs)
+                } else {
+                    self.x.load::<S>((self.first + i) * inputs, buffer);
+                    &*buffer
+                };
                 match self.integers {
                     Integers::Bytes(layout) => bytes::prepare(layout, row, to),
                     Integers::Words(layout) => words::prepare(layout, row, to),

@@ -178,6 +178,10 @@ impl ManyWords<'_> {
         let aligned = panel.as_ptr().align_offset(64).min(16);
         let panel = &mut panel[aligned..][..words::panel(layout)];
         let factors = &mut *scratch::take(2 * words::OUTPUTS * groups);
+        // What is not f32 is rounded on its way.
+        let start = self.x.as_ptr();
+        let direct = self.out.dtype == DType::F32;
+        let mut products = [[0.0; words::OUTPUTS]; words::ROWS];
         for first in self.outputs.clone().step_by(words::OUTPUTS) {
             let count = (self.outputs.end - first).min(words::OUTPUTS);
             // SAFETY: the rows exist; `dispatch_bytes` enables the instructions. No other task writes these outputs.
@@ -197,14 +201,22 @@ impl ManyWords<'_> {
                 words::unpack::<BITS>(layout, codes, panel);
                 for rows in self.rows.chunks(words::ROWS) {
                     // So is the last row of activations.
-                    let x = std::array::from_fn(|t| {
-                        let row = rows[t.min(rows.len() - 1)][0] as usize;
-                        self.x[row * stride..][..stride].as_ptr()
-                    });
-                    let mut products = words::products(layout, panel, x);
-                    for (row, &[_, out]) in products.iter_mut().zip(rows) {
-                        row.iter_mut().for_each(|product| *product *= self.alpha);
-                        self.out.store::<S>(out as usize * self.width + first, &row[..count]);
+                    let (mut x, mut places) = ([std::ptr::null(); words::ROWS], [std::ptr::null_mut(); words::ROWS]);
+                    for (t, (x, place)) in x.iter_mut().zip(&mut places).enumerate() {
+                        let [from, to] = rows[t.min(rows.len() - 1)];
+                        *x = start.add(from as usize * stride);
+                        *place = if direct {
+                            self.out.at(to as usize * self.width + first).cast()
+                        } else {
+                            products[t].as_mut_ptr()
+                        };
+                    }
+                    let to = words::To { rows: places, outputs: count, alpha: self.alpha };
+                    words::products(layout, panel, x, &to);
+                    if !direct {
+                        for (row, &[_, out]) in products.iter().zip(rows) {
+                            self.out.store::<S>(out as usize * self.width + first, &row[..count]);
+                        }
                     }
                 }
             }

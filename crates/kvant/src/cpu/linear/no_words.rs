@@ -21,6 +21,13 @@ pub(super) unsafe fn unpack<const BITS: usize>(_: Layout, _: [*const u8; OUTPUTS
     unreachable!("nothing is prepared here")
 }
 
-pub(super) unsafe fn products(_: Layout, _: &[f32], _: [*const f32; ROWS]) -> [[f32; OUTPUTS]; ROWS] {
+#[allow(dead_code, reason = "nothing is prepared here")]
+pub(super) struct To {
+    pub rows: [*mut f32; ROWS],
+    pub outputs: usize,
+    pub alpha: f32,
+}
+
+pub(super) unsafe fn products(_: Layout, _: &[f32], _: [*const f32; ROWS], _: &To) {
     unreachable!("nothing is prepared here")
 }

@@ -103,19 +103,35 @@ pub(super) unsafe fn unpack<const BITS: usize>(layout: Layout, codes: [*const u8
     }
 }
 
+/// Where the products of a panel go.
+pub(super) struct To {
+    /// The first output of each row; rows may be the same.
+    pub rows: [*mut f32; ROWS],
+    /// How many outputs there are.
+    pub outputs: usize,
+    /// What they are multiplied by.
+    pub alpha: f32,
+}
+
 /// The products of a panel's outputs with prepared rows of activations.
 ///
 /// # Safety
-/// The instructions of `Avx512Vnni` are there; the rows and the panel were prepared for the layout.
+/// The instructions of `Avx512Vnni` are there; the rows and the panel were prepared for the layout; `to` has these places.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni")]
-pub(super) unsafe fn products(layout: Layout, panel: &[f32], x: [*const f32; ROWS]) -> [[f32; OUTPUTS]; ROWS] {
+pub(super) unsafe fn products(layout: Layout, panel: &[f32], x: [*const f32; ROWS], to: &To) {
     let groups = layout.groups();
+    let (outputs, whole) = (to.outputs, to.outputs == OUTPUTS);
     let pairs = layout.inputs() / 2 / groups.max(1);
     let scales = panel[OUTPUTS * layout.inputs() / 2..].as_ptr();
     let mut total = [[_mm512_setzero_ps(); 2]; ROWS];
     // SAFETY: the caller's promise.
     unsafe {
+        // The lines that are written stand apart, and are mostly in no near cache: they are asked for before the work.
+        for to in to.rows {
+            _mm_prefetch::<_MM_HINT_ET0>(to.cast());
+            _mm_prefetch::<_MM_HINT_ET0>(to.wrapping_add(16).cast());
+        }
         for g in 0..groups {
             let mut sum = [[_mm512_setzero_si512(); 2]; ROWS];
             for pair in g * pairs..(g + 1) * pairs {
@@ -139,11 +155,17 @@ pub(super) unsafe fn products(layout: Layout, panel: &[f32], x: [*const f32; ROW
                 }
             }
         }
-        let mut products = [[0.0; OUTPUTS]; ROWS];
-        for (to, total) in products.iter_mut().zip(total) {
-            _mm512_storeu_ps(to.as_mut_ptr(), total[0]);
-            _mm512_storeu_ps(to.as_mut_ptr().add(16), total[1]);
+        let alpha = _mm512_set1_ps(to.alpha);
+        for (to, total) in to.rows.iter().zip(total) {
+            let [a, b] = [_mm512_mul_ps(total[0], alpha), _mm512_mul_ps(total[1], alpha)];
+            if whole {
+                _mm512_storeu_ps(*to, a);
+                _mm512_storeu_ps(to.add(16), b);
+            } else {
+                let there = (1u32 << outputs) - 1;
+                _mm512_mask_storeu_ps(*to, there as u16, a);
+                _mm512_mask_storeu_ps(to.wrapping_add(16), (there >> 16) as u16, b);
+            }
         }
-        products
     }
 }
