@@ -1,9 +1,9 @@
 //! Attention over a cache layer: q `[T, H, D]` → out `[T, H, D]`; decode, verification and prefill are one kernel.
 //!
 //! A task is a (block of query tokens, KV head, split of the context): its G · tokens query rows read each key and
-//! value once. Consecutive tokens of a sequence form a block; what all of them see is taken in tiles of 64 keys
-//! ([`tile`]), what only some see, at the diagonal and at a window's edge, token by token. So nothing is masked, and
-//! nothing is read that its reader does not see. When there is one split, a task writes its rows of `out`; otherwise
+//! value once. Consecutive tokens of a sequence form a block. With few query rows what all of them see is taken in tiles
+//! of 64 keys ([`tile`]), what only some see, at the diagonal and at a window's edge, token by token; with many ([`many`])
+//! everything is, and what a row does not see is masked there. Nothing is read that no row of the block sees. When there is one split, a task writes its rows of `out`; otherwise
 //! it leaves partial states, which are merged in order once all tasks are done ([`state`]).
 //!
 //! Over quantised keys the queries are rotated once a task; over quantised values the sums stay rotated until the
@@ -26,6 +26,7 @@ use crate::{codec::BLOCK, ops::attend::Call};
 mod ahead;
 #[cfg_attr(not(target_arch = "x86_64"), path = "no_fixed.rs")]
 mod fixed;
+mod many;
 mod plan;
 mod rows;
 mod score;
@@ -35,10 +36,11 @@ mod tests;
 mod tile;
 mod values;
 
+use many::{MANY, Many};
 use plan::{Block, Origin, Plan, Shape};
 use rows::{Side, Source};
 use state::State;
-use tile::{Queries, Room};
+use tile::{Queries, Room, TILE};
 
 thread_local! {
     /// Kept, so that a step allocates nothing once it has warmed up.
@@ -50,6 +52,7 @@ pub(crate) fn run(cpu: &Cpu, call: &Call) {
     // SAFETY: the device's lock is held while a call runs, and the call writes none of these.
     let (positions, sequence, lens) =
         unsafe { (call.step.positions.host_slice(), call.step.sequence.host_slice(), call.cached_lens().host_slice()) };
+    let fixed = cpu.level == SimdLevel::Avx512Vnni;
     let shape = Shape {
         positions,
         sequence,
@@ -60,6 +63,7 @@ pub(crate) fn run(cpu: &Cpu, call: &Call) {
         kv_heads: spec.kv_heads,
         group: call.heads / spec.kv_heads,
         head_dim: call.head_dim,
+        many: !fixed || !spec.k.is_quantised() && !spec.v.is_quantised(),
         threads: cpu.pool.threads(),
         splits: call.splits,
     };
@@ -69,7 +73,7 @@ pub(crate) fn run(cpu: &Cpu, call: &Call) {
     let partial_len = call.head_dim + 2;
     let partials = &mut *scratch::take(plan.partial_rows * partial_len);
     let partials = Partials(partials.as_mut_ptr());
-    let job = Job { call, shape: &shape, plan: &plan, partials, fixed: cpu.level == SimdLevel::Avx512Vnni };
+    let job = Job { call, shape: &shape, plan: &plan, partials, fixed };
     // The last tokens of a prompt see the most: the largest tasks come first.
     cpu.pool.run(plan.tasks, |task| run_task(cpu.level, &job, plan.tasks - 1 - task));
     if plan.partial_rows > 0 {
@@ -191,6 +195,7 @@ struct Task<'a> {
     states: &'a mut [f32],
     fresh: &'a mut [f32],
     room: &'a mut [f32],
+    many: &'a mut [f32],
 }
 
 /// Runs a task.
@@ -200,9 +205,10 @@ fn run_task(level: SimdLevel, job: &Job, task: usize) {
     let len = rows * (head_dim + 2);
     let rounded = if job.fixed { rows * (head_dim / 2 + head_dim.div_ceil(BLOCK)) } else { 0 };
     let fresh = if job.shape.fresh { len } else { 0 };
-    let sizes = [rows * head_dim, rounded, len, fresh, Room::len(rows, head_dim)];
-    with_aligned(sizes, |[q, rounded, states, fresh, room]| {
-        level.dispatch(Task { job, block, head, split, q, rounded, states, fresh, room });
+    let many = if rows >= MANY { Many::len(rows, head_dim) } else { 0 };
+    let sizes = [rows * head_dim, rounded, len, fresh, Room::len(rows, head_dim), many];
+    with_aligned(sizes, |[q, rounded, states, fresh, room, many]| {
+        level.dispatch(Task { job, block, head, split, q, rounded, states, fresh, room, many });
     });
 }
 
@@ -214,7 +220,7 @@ impl Kernel for Task<'_> {
         let (rows, head_dim) = (block.segment.tokens * job.shape.group, job.shape.head_dim);
         let keys = block.part(split);
         let room = Room::new(self.room, rows, head_dim);
-        let mut work = Work { job, block, head, keys, q: self.q, rounded: self.rounded, room };
+        let mut work = Work { job, block, head, keys, q: self.q, rounded: self.rounded, room, many: self.many };
         let mut states = States::new(self.states, rows, head_dim);
         // SAFETY: `dispatch` enables the instructions; the plan gives every task its own rows.
         unsafe {
@@ -275,6 +281,8 @@ struct Work<'a> {
     /// The same in fixed point, and its units, where that is wanted.
     rounded: &'a mut [f32],
     room: Room,
+    /// For [`Many`] query rows.
+    many: &'a mut [f32],
 }
 
 // The task's kernel enables the instructions for all of these.
@@ -381,7 +389,13 @@ impl<'a> Work<'a> {
     /// Takes `positions` of a source into the states of those who see them: what all tokens see together, what is
     /// before and after token by token.
     #[inline(always)]
-    unsafe fn absorb<S: Simd>(&self, source: &Source, origin: Origin, positions: Range<usize>, states: &mut States) {
+    unsafe fn absorb<S: Simd>(
+        &mut self,
+        source: &Source,
+        origin: Origin,
+        positions: Range<usize>,
+        states: &mut States,
+    ) {
         let (shape, segment) = (self.job.shape, &self.block.segment);
         let queries = Queries {
             q: self.q.as_ptr(),
@@ -396,6 +410,10 @@ impl<'a> Work<'a> {
         };
         let within = |seen: Range<usize>| seen.start.max(positions.start)..seen.end.min(positions.end);
         let all = within(shape.seen_by_all(origin, segment));
+        if queries.rows >= MANY && !source.k.fixed && !source.v.fixed {
+            // SAFETY: passed on to the caller.
+            return unsafe { self.absorb_many::<S>(source, origin, positions, queries) };
+        }
         // SAFETY: only rows that exist, and positions that the source holds: a token sees no others.
         unsafe {
             tile::absorb::<S>(source, all.clone(), queries, self.room);
@@ -409,6 +427,69 @@ impl<'a> Work<'a> {
                     tile::absorb::<S>(source, all.end..seen.end, queries, self.room);
                 }
             }
+        }
+    }
+}
+
+impl Work<'_> {
+    /// As [`Work::absorb`], for [`MANY`] query rows.
+    #[inline(always)]
+    unsafe fn absorb_many<S: Simd>(
+        &mut self,
+        source: &Source,
+        origin: Origin,
+        positions: Range<usize>,
+        queries: Queries,
+    ) {
+        let (shape, segment) = (self.job.shape, &self.block.segment);
+        let all = shape.seen_by_all(origin, segment);
+        // Of a batch longer than a ring the first tokens see nothing: what lies between them and the others is no longer
+        // held.
+        let seen = (0..segment.tokens).map(|token| shape.seen(origin, segment.position + token));
+        let Some(first) = seen.filter(|seen| !seen.is_empty()).map(|seen| seen.start).min() else { return };
+        let positions = positions.start.max(first)..positions.end;
+        if positions.is_empty() {
+            return;
+        }
+        // SAFETY: only rows that exist, and positions that the source holds: a token sees no others.
+        unsafe {
+            let many = Many::new::<S>(queries, self.many);
+            many.load_states();
+            let mut position = positions.start;
+            let mut tiles = tile::tiles(source, &positions).peekable();
+            while let Some((row, keys)) = tiles.next() {
+                let next = tiles.peek().copied().unwrap_or((0, 0));
+                let held = position..position + keys;
+                position = held.end;
+                if all.start <= held.start && held.end <= all.end {
+                    many.absorb::<S>(source, &many::Tile { row, keys, next, seen: None });
+                    continue;
+                }
+                let mut seen = [const { 0..0 }; TILE];
+                for token in 0..segment.tokens {
+                    let rows = token * shape.group..(token + 1) * shape.group;
+                    let by = shape.seen(origin, segment.position + token);
+                    for key in by.start.max(held.start)..by.end.min(held.end) {
+                        let seen = &mut seen[key - held.start];
+                        let start = if seen.start == seen.end { rows.start } else { seen.start };
+                        *seen = start..rows.end;
+                    }
+                }
+                if many.absorb::<S>(source, &many::Tile { row, keys, next, seen: Some(&seen) }) {
+                    continue;
+                }
+                many.store_states();
+                for token in 0..segment.tokens {
+                    let by = shape.seen(origin, segment.position + token);
+                    let queries = queries.rows(token * shape.group..(token + 1) * shape.group);
+                    let seen = by.start.max(held.start)..by.end.min(held.end);
+                    if !seen.is_empty() {
+                        tile::absorb::<S>(source, seen, queries, self.room);
+                    }
+                }
+                many.load_states();
+            }
+            many.store_states();
         }
     }
 }

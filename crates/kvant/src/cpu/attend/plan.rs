@@ -8,6 +8,8 @@ use crate::ops::attend::visible;
 /// Query rows (tokens × query heads of a KV head) that share a key once it is loaded: their queries and sums must
 /// fit into the second-level cache.
 const BLOCK_FLOATS: usize = 8192;
+/// The same where keys are widened once for all of them: the more there are, the less that costs.
+const MANY_FLOATS: usize = 16384;
 const BLOCK_ROWS: Range<usize> = 16..64;
 const BLOCK_TOKENS: usize = 32;
 
@@ -33,6 +35,8 @@ pub(super) struct Shape<'a> {
     /// Query heads of a KV head.
     pub group: usize,
     pub head_dim: usize,
+    /// Whether blocks of many query rows go through [`super::many`].
+    pub many: bool,
     pub threads: usize,
     /// 0: as many as the threads need.
     pub splits: usize,
@@ -143,7 +147,8 @@ impl Plan {
                 self.segments.push(segment);
             }
         }
-        let rows = (BLOCK_FLOATS / shape.head_dim).clamp(BLOCK_ROWS.start, BLOCK_ROWS.end);
+        let floats = if shape.many { MANY_FLOATS } else { BLOCK_FLOATS };
+        let rows = (floats / shape.head_dim).clamp(BLOCK_ROWS.start, BLOCK_ROWS.end);
         let most = (rows / shape.group).clamp(1, BLOCK_TOKENS);
         let mut token = 0;
         let mut all_keys = 0usize;
@@ -212,6 +217,7 @@ mod tests {
             kv_heads: 1,
             group: 4,
             head_dim: 256,
+            many: false,
             threads: 4,
             splits: 0,
         }

@@ -249,6 +249,16 @@ impl Side {
         }
     }
 
+    /// The norm of a block of a row.
+    ///
+    /// # Safety
+    /// As for [`Side::norms`].
+    #[inline(always)]
+    pub unsafe fn norm(&self, row: usize, block: usize) -> f32 {
+        // SAFETY: the caller's promise.
+        unsafe { *self.norms.add(row * self.norm_stride + block) }
+    }
+
     /// Copies the norms of block `block` of `out.len()` rows.
     ///
     /// # Safety

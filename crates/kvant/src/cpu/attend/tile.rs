@@ -106,6 +106,13 @@ pub(super) fn direct_rows<S: Simd>() -> usize {
     if many_registers::<S>() { 8 } else { 4 }
 }
 
+/// The tiles of `positions`, in order, as (first row, number of keys).
+pub(super) fn tiles(source: &Source, positions: &Range<usize>) -> impl Iterator<Item = (usize, usize)> {
+    let [first, second] = source.runs(positions.start, positions.len());
+    let of = |(row, len): (usize, usize)| (0..len).step_by(TILE).map(move |i| (row + i, TILE.min(len - i)));
+    of(first).chain(of(second))
+}
+
 /// Takes the keys and values of `positions` into the states of `queries`.
 ///
 /// # Safety
@@ -115,9 +122,7 @@ pub(super) unsafe fn absorb<S: Simd>(source: &Source, positions: Range<usize>, q
     if positions.is_empty() {
         return;
     }
-    let [first, second] = source.runs(positions.start, positions.len());
-    let tiles_of = |(row, len): (usize, usize)| (0..len).step_by(TILE).map(move |i| (row + i, TILE.min(len - i)));
-    let mut tiles = tiles_of(first).chain(tiles_of(second)).peekable();
+    let mut tiles = tiles(source, &positions).peekable();
     while let Some((row, keys)) = tiles.next() {
         let next = tiles.peek().copied().unwrap_or((0, 0));
         // SAFETY: passed on to the caller.

@@ -204,6 +204,36 @@ impl Simd for Avx512 {
         }
     }
     #[inline(always)]
+    unsafe fn transpose16(from: *const f32, stride: usize, to: *mut f32) {
+        unsafe {
+            let mut rows = [_mm512_setzero_ps(); 16];
+            for (i, row) in rows.iter_mut().enumerate() {
+                *row = _mm512_loadu_ps(from.add(i * stride));
+            }
+            // Within quarters: of four rows, four columns each.
+            let mut quarters = [_mm512_setzero_ps(); 16];
+            for (rows, to) in rows.as_chunks::<4>().0.iter().zip(quarters.as_chunks_mut::<4>().0) {
+                let low = [_mm512_unpacklo_ps(rows[0], rows[1]), _mm512_unpacklo_ps(rows[2], rows[3])];
+                let high = [_mm512_unpackhi_ps(rows[0], rows[1]), _mm512_unpackhi_ps(rows[2], rows[3])];
+                for (i, [a, b]) in [low, high].into_iter().enumerate() {
+                    let (a, b) = (_mm512_castps_pd(a), _mm512_castps_pd(b));
+                    to[2 * i] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b));
+                    to[2 * i + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
+                }
+            }
+            // Quarter j of these is column 4j + i of four rows: quarters of four of them change places.
+            for i in 0..4 {
+                let [a, b, c, d] = [quarters[i], quarters[4 + i], quarters[8 + i], quarters[12 + i]];
+                let even = [_mm512_shuffle_f32x4::<0x88>(a, b), _mm512_shuffle_f32x4::<0x88>(c, d)];
+                let odd = [_mm512_shuffle_f32x4::<0xDD>(a, b), _mm512_shuffle_f32x4::<0xDD>(c, d)];
+                _mm512_storeu_ps(to.add(16 * i), _mm512_shuffle_f32x4::<0x88>(even[0], even[1]));
+                _mm512_storeu_ps(to.add(16 * (8 + i)), _mm512_shuffle_f32x4::<0xDD>(even[0], even[1]));
+                _mm512_storeu_ps(to.add(16 * (4 + i)), _mm512_shuffle_f32x4::<0x88>(odd[0], odd[1]));
+                _mm512_storeu_ps(to.add(16 * (12 + i)), _mm512_shuffle_f32x4::<0xDD>(odd[0], odd[1]));
+            }
+        }
+    }
+    #[inline(always)]
     unsafe fn prefetch(at: *const u8) {
         unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) }
     }

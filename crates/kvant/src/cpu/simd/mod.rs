@@ -205,6 +205,17 @@ pub(crate) trait Simd: Copy + 'static {
     /// Stores the four sums.
     unsafe fn store_sums(to: *mut f32, x: [Self::F; 4]);
 
+    /// Transposes 16 rows of 16 floats, `stride` apart: element i of row j goes to `to[16 i + j]`.
+    #[inline(always)]
+    unsafe fn transpose16(from: *const f32, stride: usize, to: *mut f32) {
+        for row in 0..16 {
+            for i in 0..16 {
+                // SAFETY: the caller's promise.
+                unsafe { *to.add(16 * i + row) = *from.add(row * stride + i) };
+            }
+        }
+    }
+
     /// Asks for the cache line of an address, which need not be valid, into the second-level cache.
     #[inline(always)]
     unsafe fn prefetch(at: *const u8) {
