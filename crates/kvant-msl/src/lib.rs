@@ -101,7 +101,13 @@ impl Executor for MslHost {
     }
 
     fn limits(&self) -> Limits {
-        Limits { threads: 1024, threadgroup_bytes: 32 << 10, busy_groups: 16, warpgroup_products: false }
+        Limits {
+            threads: 1024,
+            threadgroup_bytes: 32 << 10,
+            busy_groups: 16,
+            warpgroup_products: false,
+            clusters: false,
+        }
     }
 
     fn allocate(&self, bytes: usize, zeroed: bool) -> Result<Box<dyn gpu::Memory>> {

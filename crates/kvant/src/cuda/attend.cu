@@ -378,16 +378,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
         const uint head = (at - prefix[item] * heads) / of_item;
         const uint first = prefix[item] * heads + head * of_item;
         const uint first_block = line.part_of(first), last_block = line.part_of(first + of_item - 1);
-        const bool at_its_start = line.first(first_block) == first;
-        // The other states' slots follow 2 apart: a block has one for what it begins with, one for what it ends with.
-        const uint slot = 2 * (block - own + first_block);
+        const uint of_head = shared_evenly ? head : pair % p.kv_heads;
         const Piece piece = {first_item + item,
-                             shared_evenly ? head : pair % p.kv_heads,
+                             of_head,
                              {at - first, min(end - first, of_item)},
                              last_block - first_block + 1,
                              own - first_block,
-                             slot + (at_its_start ? 0 : 1),
-                             slot + 2};
+                             // Of all items and heads before this one, and of all blocks: no two pieces have the same sum.
+                             block - own + first_block + (first_item + item) * p.kv_heads + of_head};
         work_on(p, b, shared, piece, tables_filled);
         at = first + piece.tiles.end;
     }

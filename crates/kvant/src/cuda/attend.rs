@@ -41,6 +41,10 @@ static SOURCE: Source = Source {
 pub(super) const MAX_SHARED_ITEMS: usize = 256;
 /// More parts of an item are never made.
 pub(super) const MAX_SPLITS: usize = 512;
+/// Blocks of a cluster, at most.
+pub(super) const MAX_CLUSTER: usize = 8;
+/// Contexts that one cluster reads fast enough.
+const CLUSTER_KEYS: usize = 4096 + 64;
 /// Query rows of a block: tiles of 8, as many as registers allow.
 const ROW_TILES: [usize; 4] = [1, 2, 4, 8];
 /// What the hardware keeps of a block's shared memory for itself.
@@ -283,6 +287,21 @@ fn cached(call: &Call, b: &Builder, rows: &Rows, state: Option<&Scratch>) -> Res
     Ok(write(launch, call, state))
 }
 
+/// How many blocks of a decode launch add up their states through one another's shared memory, for contexts of so many keys.
+pub(super) fn cluster(call: &Call, keys: usize, limits: &Limits) -> usize {
+    let pairs = call.tokens * call.layer.spec().kv_heads;
+    // Not all multiprocessors are in groups of eight that could be a cluster.
+    let fit = pairs * MAX_CLUSTER <= limits.busy_groups / 4 * 3;
+    match call.head_dim {
+        _ if !limits.clusters => 1,
+        // Who asks for splits gets them.
+        _ if keys <= CLUSTER_KEYS && fit && call.splits == 0 => MAX_CLUSTER,
+        // Long states: 4 KiB for each query head.
+        512 if call.tokens == 1 => 2,
+        _ => 1,
+    }
+}
+
 /// Where a launch over cached keys writes: the state of them where that is wanted, or else the output.
 pub(super) fn write(launch: Launch, call: &Call, state: Option<&Scratch>) -> Launch {
     match state {
@@ -297,18 +316,22 @@ pub(super) struct Shares {
     /// Query rows of an item, and items of a KV head.
     pub rows: usize,
     pub items: usize,
-    /// Places for states, for each that a block may leave: 2 where groups of blocks leave states of their own.
-    pub places: usize,
+    /// Blocks of a cluster, each of which has a share of its state.
+    pub cluster: usize,
 }
 
 impl Shares {
     /// Gives the launch room for them.
     pub(super) fn bind(self, launch: Launch, call: &Call, b: &Builder) -> Result<Launch> {
-        // A block leaves two states at most; each, and each item of a head, has a counter.
-        let slots = 2 * self.blocks + 2;
-        let state = self.rows * call.head_dim + (2 * self.rows).next_multiple_of(4);
-        let partials = b.scratch(self.places * slots * state * 4)?;
-        let counters = b.zeroed_scratch((slots + self.items * call.layer.spec().kv_heads) * 4)?;
+        // A piece of work begins where a cluster's share of the keys does, or an item of a head. Each has a slot for its
+        // state; each slot, and each item of a head, has a counter for each block of a cluster.
+        let pairs = self.items * call.layer.spec().kv_heads;
+        let slots = self.blocks / self.cluster + pairs;
+        // Rows are divided among the blocks of a cluster, or their coordinates are.
+        let rows = self.rows.next_multiple_of(self.cluster);
+        let state = rows * call.head_dim + self.cluster * (2 * self.rows).next_multiple_of(4);
+        let partials = b.scratch(slots * state * 4)?;
+        let counters = b.zeroed_scratch((slots + pairs) * self.cluster * 4)?;
         Ok(launch.scratch(11, &partials, Use::ReadWrite).scratch(12, &counters, Use::ReadWrite))
     }
 }
@@ -386,6 +409,7 @@ fn launch(call: &Call, b: &Builder, shape: &Shape, rows: &Rows) -> Result<Launch
         .constant("WARPS", constant(warps))
         .constant("TILE", constant(tile))
         .constant("BUFFERS", constant(buffers))
+        .constant("CLUSTER", 1u32)
         .constant("BLOCKS_PER_MULTIPROCESSOR", constant(together))
         .constant("SOFTCAP", call.softcap.is_some())
         .constant("SHARED_BYTES", constant(shared_bytes))
@@ -398,7 +422,7 @@ fn launch(call: &Call, b: &Builder, shape: &Shape, rows: &Rows) -> Result<Launch
     if shape.splits == 1 {
         return Ok(launch);
     }
-    Shares { blocks: shape.blocks, rows: shape.item_rows, items: shape.items, places: 1 }.bind(launch, call, b)
+    Shares { blocks: shape.blocks, rows: shape.item_rows, items: shape.items, cluster: 1 }.bind(launch, call, b)
 }
 
 /// Whether rows can be read 16 bytes at a time.

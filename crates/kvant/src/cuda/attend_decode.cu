@@ -11,10 +11,12 @@
 //   values   O^T += V^T P^T.
 //
 // Nothing is waited for but the warp's own copies: those run ahead, over the ends of pieces. At the end of a piece the
-// warps' states are added up; where several blocks share an item and head, the last to finish adds up theirs.
+// warps' states are added up. Where the device has clusters, the blocks of one share every piece evenly and add up their
+// states through one another's shared memory. Where several clusters share an item and head, the last to finish adds up theirs.
 #include "convert.h"
 #include "elements.h"
 #include "fragments.h"
+#include "attend_cluster.h"
 #include "attend_plan.h"
 #include "attend_state.h"
 
@@ -38,11 +40,13 @@ constexpr float WEIGHT_SCALE = HALF ? 16384.0f : 1.0f;
 constexpr uint OUTPUT_PITCH = HEAD_DIM + 4;
 constexpr uint AT_OUTPUTS = WARPS * RING_BYTES;
 constexpr uint AT_SUMS = AT_OUTPUTS + WARPS * GROUP * OUTPUT_PITCH * 4;
-constexpr uint AT_ITEMS = AT_SUMS + WARPS * 8 * 8;
+// m and l of the block's state, whose o takes the place of the first warp's.
+constexpr uint AT_ENDS = AT_SUMS + WARPS * 8 * 8;
+constexpr uint AT_ITEMS = AT_ENDS + 64;
 constexpr uint AT_FLAG = AT_ITEMS + MAX_SHARED_ITEMS * 16;
 static_assert(AT_FLAG + 16 == SHARED_BYTES, "attend: the shared memory that Rust asks for");
 
-// What is known of an item: its keys, its sequence's number, the units of one head before it.
+// What is known of an item: its keys, its sequence's number, the length of one head's line before it.
 struct Item {
     Range keys;
     uint sequence;
@@ -58,17 +62,23 @@ inline uint units_of(const Item &item) {
     return max(tiles_of(item.keys), 1u);
 }
 
-// The block's stretch of the line, and what it is made of.
+// The cluster's stretch of the line, and what the line is made of.
 struct Stretch {
     // The items that share the line: in shared memory, or the only one.
     const Item *items;
     Item only;
     uint count;
     uint heads;
+    // To begin and end a piece takes as long as so many units: those of a head are followed by as many that are none.
+    uint ends;
     uint end;
+
+    uint length_of(const Item &item) const {
+        return units_of(item) + ends;
+    }
 };
 
-// A place on the line: a piece, and where its item and head begin.
+// A place on the line: the block's part of a piece, and where its item and head begin.
 struct Place {
     Item item;
     uint index;
@@ -77,26 +87,35 @@ struct Place {
     // Of the item's units.
     uint from;
     uint to;
+    // Where the next piece begins.
+    uint next;
 };
 
-// The piece that begins at `at`, which is not in an item before `index`.
+// The piece that begins at `at`, which is not in an item before `index`. It is empty where there are no units.
 inline Place place_at(const Stretch &stretch, uint at, uint index) {
     const uint heads = stretch.heads;
     Item item = stretch.only;
-    uint units = units_of(item);
     if (stretch.count > 1) {
         while (true) {
             item = stretch.items[index];
-            units = units_of(item);
-            if ((item.before + units) * heads > at) {
+            if ((item.before + stretch.length_of(item)) * heads > at) {
                 break;
             }
             index++;
         }
     }
-    const uint head = (at - item.before * heads) / units;
-    const uint first = item.before * heads + head * units;
-    return {item, index, head, first, at - first, min(stretch.end - first, units)};
+    const uint length = stretch.length_of(item), units = units_of(item);
+    const uint head = (at - item.before * heads) / length;
+    const uint first = item.before * heads + head * length;
+    const uint from = min(at - first, units), to = min(stretch.end - first, units);
+    const Line blocks(to - from, CLUSTER);
+    const uint rank = blockIdx.x % CLUSTER;
+    return {item, index, head, first, from + blocks.first(rank), from + blocks.first(rank + 1), first + length};
+}
+
+// The first unit of a place that is this warp's: those of the line in turn, so that short pieces are not all the same warps'.
+inline uint first_of_warp(const Place &place) {
+    return place.from + (threadIdx.x / 32 - place.first - place.from) % WARPS;
 }
 
 // Begins to copy 16 rows, those from key `first` on of a plane that begins at `plane`; zeros where there is no key.
@@ -230,30 +249,26 @@ inline void add_values(uint buffer, Work &work) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
     attend(const uchar *q, uchar *out, const uchar *k, const uchar *, const float *, const uchar *v, const uchar *,
            const float *, const uint *positions, const uint *sequence, const uint *lens, float *partials, uint *counters,
            float *state, const AttendParams p) {
     extern __shared__ __align__(128) uchar memory[];
     const uint thread = threadIdx.x, warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
-    const uint block = blockIdx.x;
+    const uint cluster = blockIdx.x / CLUSTER, rank = blockIdx.x % CLUSTER, clusters = gridDim.x / CLUSTER;
     float *outputs = reinterpret_cast<float *>(memory + AT_OUTPUTS);
     float2 *sums = reinterpret_cast<float2 *>(memory + AT_SUMS);
     Item *shared_items = reinterpret_cast<Item *>(memory + AT_ITEMS);
     uint *flag = reinterpret_cast<uint *>(memory + AT_FLAG);
 
-    // The line: items in order, within an item its heads. With splits, that of the block's own item and head.
+    // The line: items in order, within an item its heads. With splits, that of the cluster's own item and head.
     const bool shared_evenly = p.splits == 0;
     const uint splits = max(p.splits, 1u);
-    const uint pair = block / splits;
+    const uint pair = cluster / splits;
     const uint items = shared_evenly ? p.items : 1, heads = shared_evenly ? p.kv_heads : 1;
     const uint first_item = shared_evenly ? 0 : pair / p.kv_heads, first_head = shared_evenly ? 0 : pair % p.kv_heads;
-    Stretch stretch;
-    stretch.items = shared_items;
-    stretch.only = {{0, 0}, 0, 0};
-    stretch.count = items;
-    stretch.heads = heads;
-    uint units;
+    Stretch stretch = {shared_items, {{0, 0}, 0, 0}, items, heads, items > 1 ? END_UNITS : 0, 0};
+    uint length;
     if (items == 1) {
         // The length is most likely that of sequence 0: no need to wait for the sequence's number.
         const uint len = lens[0];
@@ -262,7 +277,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             token = load_token(p, positions, sequence, lens, first_item);
         }
         stretch.only = item_of(p, token);
-        units = units_of(stretch.only) * heads;
+        length = stretch.length_of(stretch.only) * heads;
     } else {
 #pragma unroll 1
         for (uint i = thread; i < items; i += THREADS) {
@@ -273,7 +288,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             uint before = 0;
 #pragma unroll 1
             for (uint first = 0; first < items; first += 32) {
-                const uint own = first + lane < items ? units_of(shared_items[first + lane]) : 0;
+                const uint own = first + lane < items ? stretch.length_of(shared_items[first + lane]) : 0;
                 uint sum = own;
 #pragma unroll
                 for (uint step = 1; step < 32; step *= 2) {
@@ -287,26 +302,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             }
         }
         __syncthreads();
-        units = (shared_items[items - 1].before + units_of(shared_items[items - 1])) * heads;
+        length = (shared_items[items - 1].before + stretch.length_of(shared_items[items - 1])) * heads;
     }
-    const uint blocks = shared_evenly ? min(gridDim.x, (units + LEAST_UNITS - 1) / LEAST_UNITS) : min(splits, units);
-    const uint own = shared_evenly ? block : block % splits;
-    if (own >= blocks) {
+    const uint parts_of_line = min(shared_evenly ? clusters : splits, (length + LEAST_UNITS - 1) / LEAST_UNITS);
+    const uint own = shared_evenly ? cluster : cluster % splits;
+    if (own >= parts_of_line) {
         return;
     }
-    const Line line(units, blocks);
-    uint at = line.first(own);
+    const Line line(length, parts_of_line);
     stretch.end = line.first(own + 1);
+    Place place = place_at(stretch, line.first(own), 0);
+    if (line.first(own) - place.first >= units_of(place.item)) {
+        if (place.next >= stretch.end) {
+            return;
+        }
+        place = place_at(stretch, place.next, place.index);
+    }
 
     // The next unit that this warp fetches.
-    Place ahead = place_at(stretch, at, 0);
-    uint ahead_unit = ahead.from + warp;
+    Place ahead = place;
+    uint ahead_unit = first_of_warp(ahead);
     const uint ring = shared_address(memory) + warp * RING_BYTES;
     uint fetched = 0, used = 0;
     bool of_values = false, more = true;
 
-    Place place = ahead;
-    bool begun = false;
+    bool begun = false, read_by_others = false;
+    // Before the block's state is written over, and before the block ends.
+    const auto wait_for_others = [&] {
+        if (read_by_others) {
+            cluster_wait();
+        }
+        read_by_others = false;
+    };
 #pragma unroll 1
     while (true) {
         const uint head = first_head + place.head;
@@ -331,7 +358,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             }
         }
         // Keys and values of a unit take a step each. The first BUFFERS steps only fetch.
-        uint unit = place.from + warp;
+        uint unit = first_of_warp(place);
         bool values_next = false;
         int step = begun ? 0 : -int(BUFFERS);
         begun = true;
@@ -355,11 +382,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             step++;
             // The buffer of BUFFERS steps ago is free.
             while (more && ahead_unit >= ahead.to) {
-                const uint next = ahead.first + ahead.to;
-                more = next < stretch.end;
+                more = ahead.next < stretch.end;
                 if (more) {
-                    ahead = place_at(stretch, next, ahead.index);
-                    ahead_unit = ahead.from + warp;
+                    ahead = place_at(stretch, ahead.next, ahead.index);
+                    ahead_unit = first_of_warp(ahead);
                 }
             }
             if (more) {
@@ -373,7 +399,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
 
         // The warps' states, added up.
-        const uint first_block = line.part_of(place.first), last_block = line.part_of(place.first + units_of(place.item) - 1);
+        wait_for_others();
+        const uint first_part = line.part_of(place.first), last_part = line.part_of(place.first + units_of(place.item) - 1);
         __syncthreads();
 #pragma unroll
         for (uint c = 0; c < 2; c++) {
@@ -395,19 +422,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             }
         }
         __syncthreads();
-        const uint parts = last_block - first_block + 1;
-        const bool at_its_start = line.first(first_block) == place.first;
-        // The other states' slots follow 2 apart: a block has one for what it begins with, one for what it ends with.
-        const uint slot = 2 * (block - own + first_block);
-        const Piece piece = {first_item + place.index,
-                             head,
-                             {place.from, place.to},
-                             parts,
-                             own - first_block,
-                             slot + (at_its_start ? 0 : 1),
-                             slot + 2};
-        const States states = {partials, counters, p.items * p.kv_heads, p.kv_heads, 2 * gridDim.x + 2};
+        const uint parts = last_part - first_part + 1, item = first_item + place.index;
+        // Of all items and heads before this one, and of all clusters: no two pieces have the same sum.
+        const uint slot = cluster - own + first_part + item * p.kv_heads + head;
+        const Piece piece = {item, head, {place.from, place.to}, parts, own - first_part, slot};
+        const States states = {partials, counters, p.items * p.kv_heads, p.kv_heads, rank};
         const Output output = {out, state, row};
+        const Room room = {outputs, OUTPUT_PITCH, reinterpret_cast<float2 *>(memory + AT_ENDS)};
 #pragma unroll 1
         for (uint quad = thread; quad < QUADS; quad += THREADS) {
             const uint r = quad / (HEAD_DIM / 4), column = quad % (HEAD_DIM / 4);
@@ -424,19 +445,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             }
             const float unscale = 1 / WEIGHT_SCALE;
             sum.o = make_float4(sum.o.x * unscale, sum.o.y * unscale, sum.o.z * unscale, sum.o.w * unscale);
-            if (parts == 1) {
+            if (CLUSTER > 1) {
+                *room.at(quad) = sum.o;
+                if (column == 0) {
+                    room.ml[r] = make_float2(sum.m, sum.l);
+                }
+            } else if (parts == 1) {
                 output.finish(quad, sum);
             } else {
                 states.leave(piece.slot(piece.part), quad, sum);
             }
         }
+        if constexpr (CLUSTER > 1) {
+            cluster_arrive();
+            cluster_wait();
+            merge_in_cluster(room, rank, [&](uint quad, const Sum &sum) {
+                if (parts == 1) {
+                    output.finish(quad, sum);
+                } else {
+                    states.leave(piece.slot(piece.part), quad, sum);
+                }
+            });
+            cluster_arrive();
+            read_by_others = true;
+        }
         if (parts > 1) {
-            merge(states, piece, output, flag);
+            wait_for_others();
+            merge(states, piece, output, flag, outputs);
         }
-        at = place.first + place.to;
-        if (at >= stretch.end) {
-            return;
+        if (place.next >= stretch.end) {
+            break;
         }
-        place = place_at(stretch, at, place.index);
+        place = place_at(stretch, place.next, place.index);
     }
+    wait_for_others();
 }

@@ -1,7 +1,7 @@
 //! The launch of decode attention over dense 16-bit caches: when it is taken, and how it is cut into blocks.
 
 use super::{
-    attend::{self, MAX_SHARED_ITEMS, MAX_SPLITS, Rows, Shares},
+    attend::{self, MAX_CLUSTER, MAX_SHARED_ITEMS, MAX_SPLITS, Rows, Shares},
     headers,
 };
 use crate::{
@@ -21,6 +21,10 @@ static SOURCE: Source = Source {
 const UNIT: usize = 16;
 /// Fewer units are not worth a block.
 const LEAST_UNITS: usize = 4;
+/// To begin and end a piece takes as long as so many units.
+const END_UNITS: usize = 6;
+/// More coordinates of keys in a head than these keep the last few blocks worth their trouble.
+const MUCH: usize = (1 << 24) + (1 << 20);
 /// Query rows of a product.
 const MAX_GROUP: usize = 8;
 /// More buffers of a warp were never faster.
@@ -32,6 +36,9 @@ pub(super) struct Decode {
     group: usize,
     warps: usize,
     buffers: usize,
+    /// Blocks of a cluster, and the fewest units that are worth another cluster.
+    cluster: usize,
+    least: usize,
     shared_bytes: usize,
     /// 0: the blocks share all units evenly.
     splits: usize,
@@ -61,26 +68,49 @@ impl Decode {
         let shared = |buffers| shared_bytes(call.head_dim, group, warps, buffers);
         let buffers = (2..=MAX_BUFFERS).rev().find(|&buffers| shared(buffers) <= limits.threadgroup_bytes)?;
         let pairs = call.tokens * spec.kv_heads;
+        // Of the longest context that the device may turn out to hold.
+        let units = call.window.min(spec.capacity).div_ceil(UNIT) + 1;
+        let cluster = attend::cluster(call, units * UNIT, limits);
+        let workers = limits.busy_groups / cluster;
         let splits = match call.splits {
-            0 if call.tokens > MAX_SHARED_ITEMS || pairs >= 4 * limits.busy_groups => 1,
+            0 if call.tokens > MAX_SHARED_ITEMS || pairs >= 4 * limits.busy_groups || cluster == MAX_CLUSTER => 1,
+            // One token's heads are equally long. No block then has parts of two heads, which costs it more time than a few
+            // blocks less, unless there is very much to read.
+            0 if call.tokens == 1
+                && pairs <= workers
+                && workers % pairs <= workers / 8
+                && (workers % pairs == 0 || units * UNIT * call.head_dim <= MUCH) =>
+            {
+                (workers / pairs).min(units.div_ceil(LEAST_UNITS * cluster))
+            }
             splits => splits.min(MAX_SPLITS),
         };
-        // The longest context that the device may turn out to hold.
-        let seen = call.window.min(spec.capacity);
-        let blocks = if splits == 0 {
-            limits.busy_groups.min(pairs.saturating_mul(seen.div_ceil(UNIT) + 1))
+        // Who asks for splits gets them.
+        let least = if call.splits > 0 { 1 } else { LEAST_UNITS * cluster };
+        let workers = if splits == 0 {
+            workers.min(pairs.saturating_mul(units + END_UNITS).div_ceil(least))
         } else {
             pairs.saturating_mul(splits)
         };
-        Some(Decode { dtype, group, warps, buffers, shared_bytes: shared(buffers), splits, blocks })
+        Some(Decode {
+            dtype,
+            group,
+            warps,
+            buffers,
+            cluster,
+            least,
+            shared_bytes: shared(buffers),
+            splits,
+            blocks: workers * cluster,
+        })
     }
 
     pub(super) fn plan(&self) -> Plan {
-        let Decode { group, warps, splits, blocks, .. } = *self;
+        let Decode { group, warps, cluster, splits, blocks, .. } = *self;
         let how = if splits == 0 { "share the keys of all tokens evenly" } else { "take one each" };
         let reason = format!(
-            "{group} query heads of a token for each KV head; {blocks} blocks of {warps} warps {how}, {UNIT} keys a warp at \
-             a time"
+            "{group} query heads of a token for each KV head; {blocks} blocks of {warps} warps, in clusters of {cluster}, {how}, \
+             {UNIT} keys a warp at a time"
         );
         Plan { kernel: "attend_decode", reason: reason.into(), splits }
     }
@@ -97,7 +127,9 @@ impl Decode {
             .constant("WARPS", self.warps as u32)
             .constant("BUFFERS", self.buffers as u32)
             .constant("TILE", UNIT as u32)
-            .constant("LEAST_UNITS", LEAST_UNITS as u32)
+            .constant("LEAST_UNITS", self.least as u32)
+            .constant("END_UNITS", END_UNITS as u32)
+            .constant("CLUSTER", self.cluster as u32)
             .constant("RING", spec.ring)
             .constant("FRESH", false)
             .constant("SOFTCAP", call.softcap.is_some())
@@ -115,7 +147,8 @@ impl Decode {
         if self.splits == 1 {
             return Ok(launch);
         }
-        Shares { blocks: self.blocks, rows: self.group, items: call.tokens, places: 2 }.bind(launch, call, b)
+        Shares { blocks: self.blocks, rows: self.group, items: call.tokens, cluster: self.cluster }
+            .bind(launch, call, b)
     }
 }
 
@@ -123,6 +156,7 @@ impl Decode {
 fn shared_bytes(head_dim: usize, group: usize, warps: usize, buffers: usize) -> usize {
     warps * buffers * UNIT * (head_dim * 2 + 16)
         + warps * (group * (head_dim + 4) * 4 + 64)
+        + 64
         + MAX_SHARED_ITEMS * 16
         + 16
 }

@@ -8,6 +8,7 @@
 //   uint *flag()       a word that nobody uses.
 #ifndef KVANT_ATTEND_MERGE_H
 #define KVANT_ATTEND_MERGE_H
+#include "attend_cluster.h"
 #include "attend_plan.h"
 #include "attend_rotate.h"
 #include "attend_softmax.h"
@@ -21,19 +22,26 @@ struct Partials {
     uchar *out;
 };
 
-// o, then m and l, of the rows of an item; a multiple of 16 bytes.
+// o, then m and l, of the rows of an item that a block of a cluster has; a multiple of 16 bytes.
+inline uint rows_of_share(const AttendParams &p) {
+    return (p.item_rows + CLUSTER - 1) / CLUSTER;
+}
 inline ulong state_floats(const AttendParams &p) {
-    return ulong(p.item_rows) * HEAD_DIM + (p.item_rows * 2 + 3) / 4 * 4;
+    return ulong(rows_of_share(p)) * HEAD_DIM + (rows_of_share(p) * 2 + 3) / 4 * 4;
+}
+// Each block of a cluster has slots and counters of its own.
+inline uint in_cluster(uint number) {
+    return number * CLUSTER + blockIdx.x % CLUSTER;
 }
 
 template <typename S>
 inline void leave_state(const AttendParams &p, const Partials &to, const S &state, uint slot, uint rows) {
-    float *at = to.states + slot * state_floats(p);
+    float *at = to.states + in_cluster(slot) * state_floats(p);
     for (uint i = threadIdx.x; i < rows * (HEAD_DIM / 4); i += THREADS) {
         __stcg(reinterpret_cast<float4 *>(at) + i, reinterpret_cast<const float4 *>(state.o())[i]);
     }
     for (uint r = threadIdx.x; r < rows; r += THREADS) {
-        __stcg(reinterpret_cast<float2 *>(at + p.item_rows * HEAD_DIM) + r, state.end(r));
+        __stcg(reinterpret_cast<float2 *>(at + rows_of_share(p) * HEAD_DIM) + r, state.end(r));
     }
 }
 
@@ -45,7 +53,8 @@ inline void merge_parts(const AttendParams &p, const Partials &from, const S &st
     // m and l of every part and row; m becomes the factor of the part.
     float2 *parts = state.parts();
     for (uint at = threadIdx.x; at < count * rows; at += THREADS) {
-        const float *ends = from.states + piece.slot(first + at / rows * step) * stride + p.item_rows * HEAD_DIM;
+        const float *state_of_part = from.states + in_cluster(piece.slot(first + at / rows * step)) * stride;
+        const float *ends = state_of_part + rows_of_share(p) * HEAD_DIM;
         parts[at] = __ldcg(reinterpret_cast<const float2 *>(ends) + at % rows);
     }
     __syncthreads();
@@ -69,7 +78,7 @@ inline void merge_parts(const AttendParams &p, const Partials &from, const S &st
         float4 o = make_float4(0, 0, 0, 0);
 #pragma unroll 8
         for (uint part = 0; part < count; part++) {
-            const float *of_part = from.states + piece.slot(first + part * step) * stride;
+            const float *of_part = from.states + in_cluster(piece.slot(first + part * step)) * stride;
             const float4 x = __ldcg(reinterpret_cast<const float4 *>(of_part) + at);
             const float f = parts[part * rows + r].x;
             o = make_float4(o.x + x.x * f, o.y + x.y * f, o.z + x.z * f, o.w + x.w * f);
@@ -90,8 +99,8 @@ inline bool merge(const AttendParams &p, const Partials &to, const S &state, con
     const uint groups = (piece.parts + group - 1) / group;
     const uint first = piece.part / group * group;
     const uint members = min(group, piece.parts - first);
-    uint *of_item = to.counters + piece.item * p.kv_heads + piece.head;
-    uint *of_group = groups == 1 ? of_item : to.counters + p.items * p.kv_heads + piece.slot(first);
+    uint *of_item = to.counters + in_cluster(piece.item * p.kv_heads + piece.head);
+    uint *of_group = groups == 1 ? of_item : to.counters + in_cluster(p.items * p.kv_heads + piece.slot(first));
     // First the members of the group, then the groups.
     uint *counter = of_group;
     uint slot = piece.slot(piece.part), begin = first, count = members, step = 1;

@@ -110,14 +110,14 @@ struct Piece {
     uint head;
     // Its tiles among the item's.
     Range tiles;
-    // How many blocks work on the item, and which of them this is; when more than one: the slots of their partial states.
+    // In how many pieces the item is, and which of them this is; when more than one: the slot of the first one's partial
+    // state, after which those of the others follow.
     uint parts;
     uint part;
     uint first_slot;
-    uint next_slot;
 
     uint slot(uint part) const {
-        return part == 0 ? first_slot : next_slot + (part - 1) * 2;
+        return first_slot + part;
     }
 };
 

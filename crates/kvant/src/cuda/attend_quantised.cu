@@ -54,7 +54,7 @@ inline void merge_warps(const AttendParams &p, Work &work, const State &state) {
         }
         state.set_end(thread, most == LOWEST ? nothing() : most, l);
     }
-    const float unscale = work.norm * (1 / WEIGHT_SCALE);
+    const float unscale = work.norm * (1 / WEIGHT_SCALE / Table<V_CODEC>::SCALE);
     const float factor[2] = {factor_of(work.m[0], m[0]) * unscale, factor_of(work.m[1], m[1]) * unscale};
     float4 *sums = shared_at<float4>(AT_SUMS);
 #pragma unroll
@@ -94,14 +94,65 @@ inline void merge_warps(const AttendParams &p, Work &work, const State &state) {
     __syncthreads();
 }
 
+// Adds up the states of a cluster's blocks, in their order; of the rows of an item each block gets every CLUSTER-th.
+inline void merge_blocks(const State &state, const Merged &merged, uint rows) {
+    constexpr uint QUADS = HEAD_DIM / 4;
+    const uint rank = blockIdx.x % CLUSTER;
+#pragma unroll 1
+    for (uint at = threadIdx.x; at < rows * QUADS; at += THREADS) {
+        const uint r = at / QUADS * CLUSTER + rank;
+        float2 ends[CLUSTER];
+        float4 x[CLUSTER];
+        float m = nothing(), l = 0;
+        float4 o = make_float4(0, 0, 0, 0);
+#pragma unroll
+        for (uint b = 0; b < CLUSTER; b++) {
+            ends[b] = load2_in(shared_at<float2>(AT_ENDS) + r, b);
+            x[b] = load4_in(reinterpret_cast<const float4 *>(state.o() + r * HEAD_DIM) + at % QUADS, b);
+            m = fmaxf(m, ends[b].x);
+        }
+#pragma unroll
+        for (uint b = 0; b < CLUSTER; b++) {
+            const float f = factor_of(ends[b].x, m);
+            l += ends[b].y * f;
+            o = make_float4(o.x + x[b].x * f, o.y + x[b].y * f, o.z + x[b].z * f, o.w + x[b].w * f);
+        }
+        reinterpret_cast<float4 *>(merged.o())[at] = o;
+        if (at % QUADS == 0) {
+            merged.set_end(at / QUADS, m, l);
+        }
+    }
+}
+
+// What outlives a piece.
+struct Standing {
+    // Other blocks of the cluster may still read this one's state.
+    bool read_by_others;
+    // Of the barriers of teams.
+    uint turn;
+
+    void wait_for_others() {
+        if (read_by_others) {
+            cluster_wait();
+        }
+        read_by_others = false;
+    }
+};
+
 // One piece, from the queries to the output or the partial state.
-inline void work_on(const AttendParams &p, const Buffers &b, const Piece &piece, bool &tables_filled) {
+inline void work_on(const AttendParams &p, const Buffers &b, const Piece &piece, Standing &standing) {
     const uint thread = threadIdx.x, lane = thread % 32, g = lane / 4, t = lane % 4;
-    const Token token = load_token(p, b.positions, b.sequence, b.lens, piece.item);
+    const Token token = b.alone ? b.only : load_token(p, b.positions, b.sequence, b.lens, piece.item);
     Range keys = {0, 0};
     if (token.sequence != NONE) {
         const Range seen = visible(p, token);
         keys = {seen.first + min(piece.tiles.first * TILE, seen.len()), seen.first + min(piece.tiles.end * TILE, seen.len())};
+        if (CLUSTER > 1) {
+            const Line blocks((keys.len() + KEYS - 1) / KEYS, CLUSTER);
+            const uint rank = blockIdx.x % CLUSTER;
+            keys = {keys.first + min(blocks.first(rank) * KEYS, keys.len()),
+                    keys.first + min(blocks.first(rank + 1) * KEYS, keys.len())};
+        }
     }
     Way way;
     way.first = way.end = 0;
@@ -120,40 +171,49 @@ inline void work_on(const AttendParams &p, const Buffers &b, const Piece &piece,
     }
     // The last piece is done with shared memory.
     __syncthreads();
-    if (!tables_filled) {
-        tables_filled = true;
-        Table<K_CODEC>::fill(k_table(), thread, THREADS);
-        if (!ONE_TABLE) {
-            Table<V_CODEC>::fill(v_table(), thread, THREADS);
-        }
-    }
     load_queries(p, b, piece.item, piece.head);
     __syncthreads();
 
     Work work = {};
     work.m[0] = work.m[1] = LOWEST;
     work.norm = SMALLEST_NORM;
+    work.turn = standing.turn;
     way.go(p, work);
+    standing.turn = work.turn;
     const State state = {};
+    standing.wait_for_others();
     merge_warps(p, work, state);
+    const ulong first_row = ulong(piece.item) * p.kv_heads * p.group + piece.head * p.group;
+    if constexpr (CLUSTER > 1) {
+        const Merged merged = {};
+        const uint rank = blockIdx.x % CLUSTER, rows = (p.group + CLUSTER - 1 - rank) / CLUSTER;
+        cluster_arrive();
+        cluster_wait();
+        merge_blocks(state, merged, rows);
+        cluster_arrive();
+        standing.read_by_others = true;
+        if (rows == 0) {
+            return;
+        }
+        __syncthreads();
+        if (piece.parts > 1 && !merge(p, b.to, merged, piece, rows)) {
+            return;
+        }
+        finish_rows<true>(b.to, merged, rows, [&](uint r) { return first_row + r * CLUSTER + rank; });
+        return;
+    }
     if (piece.parts > 1 && !merge(p, b.to, state, piece, p.group)) {
         return;
     }
-    finish_rows<true>(b.to, state, p.group, [&](uint r) {
-        return ulong(piece.item) * p.kv_heads * p.group + piece.head * p.group + r;
-    });
+    finish_rows<true>(b.to, state, p.group, [&](uint r) { return first_row + r; });
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
     attend_quantised(const uchar *q, uchar *out, const uchar *k_low, const uchar *k_high, const float *k_norms,
                      const uchar *v_low, const uchar *v_high, const float *v_norms, const uint *positions,
                      const uint *sequence, const uint *lens, float *partials, uint *counters, float *state,
                      const AttendParams p) {
-    const Buffers b = {q,         {k_low, k_high, k_norms}, {v_low, v_high, v_norms}, positions, sequence, lens,
-                       {partials, counters, state, out}};
-    const uint thread = threadIdx.x, block = blockIdx.x;
-    bool tables_filled = false;
-
+    const uint thread = threadIdx.x, block = blockIdx.x / CLUSTER, all_blocks = gridDim.x / CLUSTER;
     // The line of all tiles: items in order, within an item its heads. prefix[i]: tiles of one head before item i. With
     // splits, the line of the block's own item and head.
     const bool shared_evenly = p.splits == 0;
@@ -161,11 +221,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const uint pair = block / splits;
     const uint items = shared_evenly ? p.items : 1, heads = shared_evenly ? p.kv_heads : 1;
     const uint first_item = shared_evenly ? 0 : pair / p.kv_heads;
+    Token only = {0, NONE, 0};
+    if (items == 1) {
+        // The length is most likely that of sequence 0: no need to wait for the sequence's number.
+        only = {positions[first_item], sequence[first_item], lens[0]};
+    }
+    // While that comes.
+    Table<K_CODEC>::fill(k_table(), thread, THREADS);
+    if (!ONE_TABLE) {
+        Table<V_CODEC>::fill(v_table(), thread, THREADS);
+    }
+#if TEAM_BARRIER > 0
+    if (TEAM > 1 && thread < TEAMS) {
+        const uint barrier = shared_address(shared_at<ulong>(AT_BARRIERS) + thread);
+        asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "n"(TEAM_BARRIER == 3 ? TEAM : 32 * TEAM)
+                     : "memory");
+    }
+#endif
+    if (items == 1 && only.sequence > 0) {
+        only = load_token(p, positions, sequence, lens, first_item);
+    }
+    const Buffers b = {q,         {k_low, k_high, k_norms}, {v_low, v_high, v_norms}, positions, sequence, lens,
+                       {partials, counters, state, out},    items == 1,               only};
+    Standing standing = {false, 0};
+    // To begin and end a piece takes as long as so many tiles: those of a head are followed by as many that are none.
+    const uint ends = items > 1 ? END_TILES : 0;
     uint *prefix = shared_at<uint>(AT_PREFIX) + 7;
     for (uint i = thread; i < items; i += THREADS) {
-        const Token token = load_token(p, positions, sequence, lens, first_item + i);
+        const Token token = b.alone ? only : load_token(p, positions, sequence, lens, first_item + i);
         // At least one, so that somebody writes its output.
-        prefix[i + 1] = token.sequence == NONE ? 1 : max(tiles_of(visible(p, token)), 1u);
+        prefix[i + 1] = (token.sequence == NONE ? 1 : max(tiles_of(visible(p, token)), 1u)) + ends;
     }
     if (thread == 0) {
         prefix[0] = 0;
@@ -181,7 +266,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         __syncthreads();
     }
     const uint tiles = prefix[items] * heads;
-    const uint blocks = min(shared_evenly ? gridDim.x : splits, tiles);
+    const uint blocks = min(shared_evenly ? all_blocks : splits, tiles);
     const uint own = shared_evenly ? block : block % splits;
     if (own >= blocks) {
         return;
@@ -195,21 +280,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         while (prefix[item + 1] * heads <= at) {
             item++;
         }
-        const uint of_item = prefix[item + 1] - prefix[item];
-        const uint head = (at - prefix[item] * heads) / of_item;
-        const uint first = prefix[item] * heads + head * of_item;
+        const uint length = prefix[item + 1] - prefix[item], of_item = length - ends;
+        const uint head = (at - prefix[item] * heads) / length;
+        const uint first = prefix[item] * heads + head * length;
+        if (at - first >= of_item) {
+            at = first + length;
+            continue;
+        }
         const uint first_block = line.part_of(first), last_block = line.part_of(first + of_item - 1);
-        const bool at_its_start = line.first(first_block) == first;
-        // The other states' slots follow 2 apart: a block has one for what it begins with, one for what it ends with.
-        const uint slot = 2 * (block - own + first_block);
+        const uint of_head = shared_evenly ? head : pair % p.kv_heads;
         const Piece piece = {first_item + item,
-                             shared_evenly ? head : pair % p.kv_heads,
+                             of_head,
                              {at - first, min(end - first, of_item)},
                              last_block - first_block + 1,
                              own - first_block,
-                             slot + (at_its_start ? 0 : 1),
-                             slot + 2};
-        work_on(p, b, piece, tables_filled);
-        at = first + piece.tiles.end;
+                             // Of all items and heads before this one, and of all blocks: no two pieces have the same sum.
+                             block - own + first_block + (first_item + item) * p.kv_heads + of_head};
+        work_on(p, b, piece, standing);
+        at = first + length;
     }
+    standing.wait_for_others();
 }

@@ -1,7 +1,7 @@
 //! The launch of decode attention over quantised caches: when it is taken, and how it is cut into blocks.
 
 use super::{
-    attend::{self, MAX_SHARED_ITEMS, MAX_SPLITS, Rows, Shares},
+    attend::{self, MAX_CLUSTER, MAX_SHARED_ITEMS, MAX_SPLITS, Rows, Shares},
     headers, planes,
 };
 use crate::{
@@ -19,8 +19,10 @@ static SOURCE: Source = Source {
 
 /// Query heads of a KV head, at most: the columns of a product.
 const MAX_GROUP: usize = 8;
-/// Keys that are shared out among blocks at a time.
+/// Keys that are shared out among clusters at a time.
 const TILE: usize = 64;
+/// To begin and end a piece takes as long as so many of them.
+const END_TILES: usize = 6;
 /// Tables begin here, at the latest; what comes before must fit below, the hardware's own first kilobyte included.
 const TABLES_AT: usize = 64 << 10;
 const RESERVED_BYTES: usize = 1 << 10;
@@ -57,7 +59,9 @@ pub(super) struct Quantised {
     /// Products of all warps that are merged at a time.
     merged: usize,
     shared_bytes: usize,
-    /// 0: the blocks share all tiles evenly.
+    /// Blocks of a cluster.
+    cluster: usize,
+    /// 0: the clusters share all tiles evenly.
     splits: usize,
     blocks: usize,
 }
@@ -89,24 +93,32 @@ impl Quantised {
         let pairs = call.tokens * spec.kv_heads;
         // No more parts of an item than are merged.
         let busy = limits.busy_groups.min(MAX_SPLITS);
+        // Of the longest context that the device may turn out to hold.
+        let tiles = call.window.min(spec.capacity).div_ceil(TILE) + 1;
+        // Lookups of 5 bits do not work in clusters.
+        let cluster = if k.bits == 5 || v.bits == 5 { 1 } else { attend::cluster(call, tiles * TILE, limits) };
+        let workers = busy / cluster;
         let splits = match call.splits {
-            0 if call.tokens > MAX_SHARED_ITEMS || pairs >= 2 * busy => 1,
+            0 if call.tokens > MAX_SHARED_ITEMS || pairs >= 2 * busy || cluster == MAX_CLUSTER => 1,
             // One token's heads are equally long. No block then has parts of two heads, which costs it more time than a few
             // blocks less.
-            0 if call.tokens == 1 && pairs <= busy && busy % pairs <= busy / 8 => busy / pairs,
+            0 if call.tokens == 1 && pairs <= workers && workers % pairs <= workers / 8 => workers / pairs,
             splits => splits.min(MAX_SPLITS),
         };
-        // The longest context that the device may turn out to hold.
-        let most = call.window.min(spec.capacity).div_ceil(TILE) + 1;
-        let blocks = if splits == 0 { busy.min(pairs.saturating_mul(most)) } else { pairs.saturating_mul(splits) };
-        Some(Quantised { group, tuning, merged, shared_bytes, splits, blocks })
+        let workers = if splits == 0 {
+            workers.min(pairs.saturating_mul(tiles + END_TILES))
+        } else {
+            pairs.saturating_mul(splits)
+        };
+        Some(Quantised { group, tuning, merged, shared_bytes, cluster, splits, blocks: workers * cluster })
     }
 
     pub(super) fn plan(&self) -> Plan {
-        let Quantised { group, tuning: Tuning { warps, .. }, splits, blocks, .. } = *self;
+        let Quantised { group, tuning: Tuning { warps, .. }, cluster, splits, blocks, .. } = *self;
         let how = if splits == 0 { "share the keys of all tokens evenly" } else { "take one each" };
         let reason = format!(
-            "{group} query heads of a token for each KV head; {blocks} blocks of {warps} warps {how}, 16 keys a warp at a time"
+            "{group} query heads of a token for each KV head; {blocks} blocks of {warps} warps, in clusters of {cluster}, {how}, \
+             16 keys a warp at a time"
         );
         Plan { kernel: "attend_quantised", reason: reason.into(), splits }
     }
@@ -127,6 +139,9 @@ impl Quantised {
             .constant("QUERIES_HELD", queries_held)
             .constant("MERGED", self.merged as u32)
             .constant("TILE", TILE as u32)
+            .constant("END_TILES", END_TILES as u32)
+            .constant("CLUSTER", self.cluster as u32)
+            .constant("TEAM_BARRIER", 4u32)
             .constant("RING", spec.ring)
             .constant("FRESH", false)
             .constant("SOFTCAP", call.softcap.is_some())
@@ -144,7 +159,8 @@ impl Quantised {
         if self.splits == 1 {
             return Ok(launch);
         }
-        Shares { blocks: self.blocks, rows: self.group, items: call.tokens, places: 1 }.bind(launch, call, b)
+        Shares { blocks: self.blocks, rows: self.group, items: call.tokens, cluster: self.cluster }
+            .bind(launch, call, b)
     }
 }
 
@@ -160,6 +176,7 @@ fn small_bytes(head_dim: usize, warps: usize, merged: usize) -> usize {
         + rows * head_dim * 6
         + MAX_MERGE * rows * 8
         + warps * rows * 8
-        + rows * 12
+        + rows * 20
+        + 64
         + (MAX_SHARED_ITEMS + 8) * 4
 }

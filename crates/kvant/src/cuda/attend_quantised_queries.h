@@ -52,7 +52,8 @@ inline void load_queries(const AttendParams &p, const Buffers &b, uint token, ui
             to[query_place(r, lane + 32 * i)] = float_to_half(x[i] * range.x);
         }
         if (lane == 0) {
-            shared_at<float>(AT_FACTORS)[r] = p.scale * range.y * (SOFTCAP ? 1 / p.softcap : 1.4426950408889634f);
+            const float unit = SOFTCAP ? 1 / p.softcap : 1.4426950408889634f;
+            shared_at<float>(AT_FACTORS)[r] = p.scale * range.y * unit * (1 / Table<K_CODEC>::SCALE);
         }
     }
 }

@@ -12,6 +12,8 @@ struct Work {
     float o[PRODUCTS][4];
     // Of the values' norms so far, rounded up to a power of two.
     float norm;
+    // Of the team: how often it has added up scores.
+    uint turn;
 };
 
 constexpr float LOWEST = -3.402823466e38f;
@@ -44,13 +46,38 @@ inline void multiply_keys(const Lookup<K_CODEC> &lookup, const Queries &queries,
     }
 }
 
+// Waits until all warps of a team have come here as often as this one.
+inline void wait_for_team(uint turn) {
+    const uint warp = threadIdx.x / 32;
+#if TEAM_BARRIER == 0
+    asm volatile("bar.sync %0, %1;" ::"r"(1 + warp / TEAM), "n"(32 * TEAM) : "memory");
+#else
+    const uint barrier = shared_address(shared_at<ulong>(AT_BARRIERS) + warp / TEAM);
+#if TEAM_BARRIER == 3
+    __syncwarp();
+    if (threadIdx.x % 32 == 0)
+#endif
+    {
+        asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
+    }
+    uint done;
+    do {
+        asm volatile("{ .reg .pred p;\nmbarrier.try_wait.parity.shared.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p; }"
+                     : "=r"(done)
+                     : "r"(barrier), "r"(turn % 2)
+                     : "memory");
+    } while (done == 0);
+#endif
+}
+
 // Adds up the scores of a team. Two buffers in turn: a warp is at most one group ahead of the other.
-inline void add_up(float (&s)[4], uint turn) {
+inline void add_up(float (&s)[4], uint &turn) {
     if constexpr (TEAM > 1) {
         const uint warp = threadIdx.x / 32, lane = threadIdx.x % 32;
         float4 *scores = shared_at<float4>(AT_SUMS) + turn % 2 * (WARPS * 32) + lane;
         scores[warp * 32] = make_float4(s[0], s[1], s[2], s[3]);
-        asm volatile("bar.sync %0, %1;" ::"r"(1 + warp / TEAM), "n"(32 * TEAM) : "memory");
+        wait_for_team(turn);
+        turn++;
         const float4 other = scores[(warp ^ 1) * 32];
         s[0] += other.x;
         s[1] += other.y;

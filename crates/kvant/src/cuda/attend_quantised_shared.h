@@ -34,12 +34,16 @@ constexpr uint AT_WARPS = AT_PARTS + MAX_MERGE * ROWS * 8;
 constexpr uint WARP_FLOATS = 2 * ROWS;
 constexpr uint AT_ENDS = AT_WARPS + WARPS * WARP_FLOATS * 4;
 constexpr uint AT_FACTORS = AT_ENDS + ROWS * 8;
-constexpr uint AT_PREFIX = AT_FACTORS + ROWS * 4;
+constexpr uint AT_MERGED_ENDS = AT_FACTORS + ROWS * 4;
+constexpr uint AT_BARRIERS = AT_MERGED_ENDS + ROWS * 8;
+constexpr uint AT_PREFIX = AT_BARRIERS + 64;
 constexpr uint AT_END = AT_PREFIX + (MAX_SHARED_ITEMS + 8) * 4;
 // The hardware has the first 1024 bytes for itself, or nothing.
 static_assert(AT_END <= (63 << 10), "attend: room before the tables");
 static_assert((64 << 10) + Table<K_CODEC>::BYTES + (ONE_TABLE ? 0 : Table<V_CODEC>::BYTES) == SHARED_BYTES,
               "attend: the shared memory that Rust asks for");
+static_assert(CLUSTER == 1 || WARPS * MERGED * 512 >= (ROWS + CLUSTER - 1) / CLUSTER * HEAD_DIM * 4,
+              "attend: room for merged rows");
 static_assert(PRODUCTS % MERGED == 0, "attend: products are merged in whole rounds");
 static_assert(TEAM == 1 || MERGED >= 2, "attend: room for the scores of a team");
 
@@ -48,8 +52,11 @@ inline T *shared_at(uint at) {
     return reinterpret_cast<T *>(memory + at);
 }
 
+// In a cluster an address has the block's number in its highest byte, where lookups by 5 bits have nothing.
+static_assert(CLUSTER == 1 || K_CODEC != TQ5 && V_CODEC != TQ5, "attend: 5 bits in a cluster");
+
 inline uchar *k_table() {
-    return memory + ((64 << 10) - shared_address(memory));
+    return memory + ((64 << 10) - shared_address(memory) % (1 << 24));
 }
 
 inline uchar *v_table() {
@@ -75,6 +82,25 @@ struct State {
     }
 };
 
+// The same for the rows that this block has of a cluster's state, where the warps' sums were.
+struct Merged {
+    float *o() const {
+        return shared_at<float>(AT_SUMS);
+    }
+    float2 end(uint r) const {
+        return shared_at<float2>(AT_MERGED_ENDS)[r];
+    }
+    void set_end(uint r, float m, float l) const {
+        shared_at<float2>(AT_MERGED_ENDS)[r] = make_float2(m, l);
+    }
+    float2 *parts() const {
+        return shared_at<float2>(AT_PARTS);
+    }
+    uint *flag() const {
+        return shared_at<uint>(AT_PREFIX);
+    }
+};
+
 struct Buffers {
     const uchar *q;
     Planes k;
@@ -83,6 +109,9 @@ struct Buffers {
     const uint *sequence;
     const uint *lens;
     Partials to;
+    // The only token, if there is one alone.
+    bool alone;
+    Token only;
 };
 
 #endif

@@ -47,10 +47,10 @@ struct Way {
         const Lookup<V_CODEC> v_lookup(v_table());
         const Queries queries(threadIdx.x / 32 % TEAM);
 #pragma unroll 1
-        for (uint turn = 0; first < end; turn++) {
-            step<0>(p, work, k_lookup, v_lookup, queries, factor, WHOLE_AHEAD ? 0 : turn);
+        while (first < end) {
+            step<0>(p, work, k_lookup, v_lookup, queries, factor);
             if (WHOLE_AHEAD && first < end) {
-                step<STAGES - 1>(p, work, k_lookup, v_lookup, queries, factor, 1);
+                step<STAGES - 1>(p, work, k_lookup, v_lookup, queries, factor);
             }
         }
     }
@@ -58,7 +58,7 @@ struct Way {
     // Works on the group of a stage.
     template <uint STAGE>
     void step(const AttendParams &p, Work &work, const Lookup<K_CODEC> &k_lookup, const Lookup<V_CODEC> &v_lookup,
-              const Queries &queries, const float (&factor)[2], uint turn) {
+              const Queries &queries, const float (&factor)[2]) {
         constexpr uint OTHER = WHOLE_AHEAD ? 1 - STAGE : 0;
         const Group group = groups[STAGE];
         const uint key = first + TEAMS * KEYS;
@@ -80,7 +80,7 @@ struct Way {
                 load_values_of<0>(p, true);
             }
         });
-        add_up(s, turn);
+        add_up(s, work.turn);
         const uint2 weights = weigh(p, group, factor, v_norms[STAGE], s, work);
         multiply_values(v_lookup, v[STAGE], weights, work, [&](uint product) {
             if (!WHOLE_AHEAD && product == 0) {

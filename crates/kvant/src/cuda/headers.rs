@@ -23,6 +23,8 @@ const AHEAD_H: Header = Header { name: "ahead.h", text: || include_str!("ahead.h
 const FRAGMENTS_H: Header = Header { name: "fragments.h", text: || include_str!("fragments.h").to_string() };
 const ATTEND_SIDE_H: Header = Header { name: "attend_side.h", text: || include_str!("attend_side.h").to_string() };
 const ATTEND_PLAN_H: Header = Header { name: "attend_plan.h", text: || include_str!("attend_plan.h").to_string() };
+const ATTEND_CLUSTER_H: Header =
+    Header { name: "attend_cluster.h", text: || include_str!("attend_cluster.h").to_string() };
 const ATTEND_TILES_H: Header = Header { name: "attend_tiles.h", text: || include_str!("attend_tiles.h").to_string() };
 const ATTEND_SHARED_H: Header =
     Header { name: "attend_shared.h", text: || include_str!("attend_shared.h").to_string() };
@@ -83,6 +85,7 @@ pub(super) const ATTEND: &[Header] = &[
     FRAGMENTS_H,
     ATTEND_SIDE_H,
     ATTEND_PLAN_H,
+    ATTEND_CLUSTER_H,
     ATTEND_ROTATE_H,
     ATTEND_SHARED_H,
     ATTEND_TILES_H,
@@ -103,6 +106,7 @@ pub(super) const ATTEND_QUANTISED: &[Header] = &[
     ATTEND_CODES_H,
     ATTEND_MERGE_H,
     ATTEND_PLAN_H,
+    ATTEND_CLUSTER_H,
     ATTEND_ROTATE_H,
     ATTEND_SOFTMAX_H,
     ATTEND_QUANTISED_SHARED_H,
@@ -113,7 +117,7 @@ pub(super) const ATTEND_QUANTISED: &[Header] = &[
 ];
 /// Decode attention over dense rows: operands of tensor cores, who works on what, and how that comes together.
 pub(super) const ATTEND_DECODE: &[Header] =
-    &[CONVERT_H, ELEMENTS_H, FRAGMENTS_H, ATTEND_PLAN_H, ATTEND_SOFTMAX_H, ATTEND_STATE_H];
+    &[CONVERT_H, ELEMENTS_H, FRAGMENTS_H, ATTEND_PLAN_H, ATTEND_CLUSTER_H, ATTEND_SOFTMAX_H, ATTEND_STATE_H];
 /// Attention of many tokens over dense rows: products of warpgroups, and the barriers between those who copy and those who compute.
 pub(super) const ATTEND_PREFILL: &[Header] = &[
     CONVERT_H,

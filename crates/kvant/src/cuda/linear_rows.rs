@@ -135,8 +135,13 @@ pub(super) mod tests {
         ops::linear::{OwnedWeight, WeightDims},
     };
 
-    pub(in crate::cuda) const H200: Limits =
-        Limits { threads: 1024, threadgroup_bytes: 227 << 10, busy_groups: 132, warpgroup_products: true };
+    pub(in crate::cuda) const H200: Limits = Limits {
+        threads: 1024,
+        threadgroup_bytes: 227 << 10,
+        busy_groups: 132,
+        warpgroup_products: true,
+        clusters: true,
+    };
 
     /// A product of x `[rows, inputs]` with `[outputs, inputs]` weights, of 32 elements a group when they are affine.
     fn call(bits: u32, dtype: DType, [rows, outputs, inputs]: [usize; 3], experts: bool) -> Call {

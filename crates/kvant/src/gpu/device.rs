@@ -20,6 +20,8 @@ pub struct Limits {
     pub busy_groups: usize,
     /// Whether warpgroups multiply (`wgmma`): compute capability 9.0, and no other.
     pub warpgroup_products: bool,
+    /// Whether threadgroups can read one another's memory, in clusters of up to 8.
+    pub clusters: bool,
 }
 
 /// What runs launches.
@@ -219,7 +221,13 @@ mod tests {
     /// What becomes of a launch on a device of 1024 threads and 32 KiB: the number of launches, or an error.
     fn push(groups: [usize; 3], threads: [usize; 3], bytes: usize) -> Result<usize> {
         let allocate = |bytes, _| Err(Error::OutOfMemory { device: String::new(), bytes });
-        let limits = Limits { threads: 1024, threadgroup_bytes: 32 << 10, busy_groups: 1, warpgroup_products: false };
+        let limits = Limits {
+            threads: 1024,
+            threadgroup_bytes: 32 << 10,
+            busy_groups: 1,
+            warpgroup_products: false,
+            clusters: false,
+        };
         let mut builder = Builder { limits, device: "gpu", allocate: &allocate, launches: Vec::new() };
         let launch = Launch::new("test", &SOURCE, "kernel").grid(groups, threads).threadgroup_memory(bytes);
         builder.push(launch)?;

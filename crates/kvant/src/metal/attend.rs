@@ -253,8 +253,13 @@ fn specialise(launch: Launch, call: &Call, partial: bool) -> Launch {
 mod tests {
     use super::*;
 
-    const LIMITS: Limits =
-        Limits { threads: 1024, threadgroup_bytes: 32 << 10, busy_groups: 64, warpgroup_products: false };
+    const LIMITS: Limits = Limits {
+        threads: 1024,
+        threadgroup_bytes: 32 << 10,
+        busy_groups: 64,
+        warpgroup_products: false,
+        clusters: false,
+    };
     /// A decode step of one sequence.
     const DECODE: Size = Size {
         tokens: 1,

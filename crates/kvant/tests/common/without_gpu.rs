@@ -40,7 +40,13 @@ impl Executor for Compiler {
         "a compiler without a GPU".to_string()
     }
     fn limits(&self) -> Limits {
-        Limits { threads: 1024, threadgroup_bytes: 227 << 10, busy_groups: 132, warpgroup_products: true }
+        Limits {
+            threads: 1024,
+            threadgroup_bytes: 227 << 10,
+            busy_groups: 132,
+            warpgroup_products: true,
+            clusters: true,
+        }
     }
     fn allocate(&self, _bytes: usize, _zeroed: bool) -> Result<Box<dyn Memory>> {
         Ok(Box::new(Nothing))

@@ -83,6 +83,7 @@ impl Runtime {
             threadgroup_bytes: device.maxThreadgroupMemoryLength(),
             busy_groups: busy_groups(&name),
             warpgroup_products: false,
+            clusters: false,
         };
         // Beyond an eighth of what the GPU works well with, memory that nobody holds goes back to the system.
         let spare = usize::try_from(device.recommendedMaxWorkingSetSize() / 8).unwrap_or(usize::MAX);

@@ -1,0 +1,47 @@
+// Blocks of a cluster and one another's shared memory.
+#ifndef KVANT_ATTEND_CLUSTER_H
+#define KVANT_ATTEND_CLUSTER_H
+#include "fragments.h"
+
+#if CLUSTER > 1
+#define CLUSTERED __cluster_dims__(CLUSTER, 1, 1)
+#else
+#define CLUSTERED
+#endif
+
+inline void cluster_arrive() {
+#if CLUSTER > 1
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+
+// Returns when all blocks of the cluster have arrived, and what they had written before can be read.
+inline void cluster_wait() {
+#if CLUSTER > 1
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+// The same address in the shared memory of another block of the cluster.
+inline uint address_in(const void *p, uint block) {
+    uint address;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(p)), "r"(block));
+    return address;
+}
+
+inline float4 load4_in(const void *p, uint block) {
+    float4 x;
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+                 : "r"(address_in(p, block))
+                 : "memory");
+    return x;
+}
+
+inline float2 load2_in(const void *p, uint block) {
+    float2 x;
+    asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address_in(p, block)) : "memory");
+    return x;
+}
+
+#endif
