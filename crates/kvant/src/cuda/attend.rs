@@ -43,8 +43,6 @@ pub(super) const MAX_SHARED_ITEMS: usize = 256;
 pub(super) const MAX_SPLITS: usize = 512;
 /// Blocks of a cluster, at most.
 pub(super) const MAX_CLUSTER: usize = 8;
-/// Contexts that one cluster reads fast enough.
-const CLUSTER_KEYS: usize = 4096 + 64;
 /// Query rows of a block: tiles of 8, as many as registers allow.
 const ROW_TILES: [usize; 4] = [1, 2, 4, 8];
 /// What the hardware keeps of a block's shared memory for itself.
@@ -287,19 +285,12 @@ fn cached(call: &Call, b: &Builder, rows: &Rows, state: Option<&Scratch>) -> Res
     Ok(write(launch, call, state))
 }
 
-/// How many blocks of a decode launch add up their states through one another's shared memory, for contexts of so many keys.
-pub(super) fn cluster(call: &Call, keys: usize, limits: &Limits) -> usize {
+/// Whether each token and KV head of a decode launch gets a cluster of blocks, which add up their states through one another's
+/// shared memory. Who asks for splits gets those.
+pub(super) fn in_clusters(call: &Call, limits: &Limits) -> bool {
     let pairs = call.tokens * call.layer.spec().kv_heads;
     // Not all multiprocessors are in groups of eight that could be a cluster.
-    let fit = pairs * MAX_CLUSTER <= limits.busy_groups / 4 * 3;
-    match call.head_dim {
-        _ if !limits.clusters => 1,
-        // Who asks for splits gets them.
-        _ if keys <= CLUSTER_KEYS && fit && call.splits == 0 => MAX_CLUSTER,
-        // Long states: 4 KiB for each query head.
-        512 if call.tokens == 1 => 2,
-        _ => 1,
-    }
+    limits.clusters && call.splits == 0 && pairs * MAX_CLUSTER <= limits.busy_groups / 4 * 3
 }
 
 /// Where a launch over cached keys writes: the state of them where that is wanted, or else the output.

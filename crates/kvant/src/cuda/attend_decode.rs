@@ -25,6 +25,8 @@ const LEAST_UNITS: usize = 4;
 const END_UNITS: usize = 6;
 /// More coordinates of keys in a head than these keep the last few blocks worth their trouble.
 const MUCH: usize = (1 << 24) + (1 << 20);
+/// Contexts that one cluster reads fast enough.
+const CLUSTER_UNITS: usize = 4096 / UNIT + 1;
 /// Query rows of a product.
 const MAX_GROUP: usize = 8;
 /// More buffers of a warp were never faster.
@@ -70,7 +72,12 @@ impl Decode {
         let pairs = call.tokens * spec.kv_heads;
         // Of the longest context that the device may turn out to hold.
         let units = call.window.min(spec.capacity).div_ceil(UNIT) + 1;
-        let cluster = attend::cluster(call, units * UNIT, limits);
+        let cluster = match call.head_dim {
+            _ if units <= CLUSTER_UNITS && attend::in_clusters(call, limits) => MAX_CLUSTER,
+            // Long states: 4 KiB for each query head.
+            512 if limits.clusters && call.tokens == 1 => 2,
+            _ => 1,
+        };
         let workers = limits.busy_groups / cluster;
         let splits = match call.splits {
             0 if call.tokens > MAX_SHARED_ITEMS || pairs >= 4 * limits.busy_groups || cluster == MAX_CLUSTER => 1,
@@ -79,7 +86,7 @@ impl Decode {
             0 if call.tokens == 1
                 && pairs <= workers
                 && workers % pairs <= workers / 8
-                && (workers % pairs == 0 || units * UNIT * call.head_dim <= MUCH) =>
+                && (workers.is_multiple_of(pairs) || units * UNIT * call.head_dim <= MUCH) =>
             {
                 (workers / pairs).min(units.div_ceil(LEAST_UNITS * cluster))
             }

@@ -231,13 +231,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
     if (!ONE_TABLE) {
         Table<V_CODEC>::fill(v_table(), thread, THREADS);
     }
-#if TEAM_BARRIER > 0
     if (TEAM > 1 && thread < TEAMS) {
         const uint barrier = shared_address(shared_at<ulong>(AT_BARRIERS) + thread);
-        asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "n"(TEAM_BARRIER == 3 ? TEAM : 32 * TEAM)
-                     : "memory");
+        asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "n"(32 * TEAM) : "memory");
     }
-#endif
     if (items == 1 && only.sequence > 0) {
         only = load_token(p, positions, sequence, lens, first_item);
     }

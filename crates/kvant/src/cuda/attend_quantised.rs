@@ -22,7 +22,9 @@ const MAX_GROUP: usize = 8;
 /// Keys that are shared out among clusters at a time.
 const TILE: usize = 64;
 /// To begin and end a piece takes as long as so many of them.
-const END_TILES: usize = 6;
+const END_TILES: usize = 10;
+/// Contexts that one cluster reads fast enough.
+const CLUSTER_TILES: usize = 2048 / TILE + 1;
 /// Tables begin here, at the latest; what comes before must fit below, the hardware's own first kilobyte included.
 const TABLES_AT: usize = 64 << 10;
 const RESERVED_BYTES: usize = 1 << 10;
@@ -96,7 +98,8 @@ impl Quantised {
         // Of the longest context that the device may turn out to hold.
         let tiles = call.window.min(spec.capacity).div_ceil(TILE) + 1;
         // Lookups of 5 bits do not work in clusters.
-        let cluster = if k.bits == 5 || v.bits == 5 { 1 } else { attend::cluster(call, tiles * TILE, limits) };
+        let few = tiles <= CLUSTER_TILES && k.bits != 5 && v.bits != 5;
+        let cluster = if few && attend::in_clusters(call, limits) { MAX_CLUSTER } else { 1 };
         let workers = busy / cluster;
         let splits = match call.splits {
             0 if call.tokens > MAX_SHARED_ITEMS || pairs >= 2 * busy || cluster == MAX_CLUSTER => 1,
@@ -141,7 +144,6 @@ impl Quantised {
             .constant("TILE", TILE as u32)
             .constant("END_TILES", END_TILES as u32)
             .constant("CLUSTER", self.cluster as u32)
-            .constant("TEAM_BARRIER", 4u32)
             .constant("RING", spec.ring)
             .constant("FRESH", false)
             .constant("SOFTCAP", call.softcap.is_some())

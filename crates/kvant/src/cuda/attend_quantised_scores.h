@@ -46,28 +46,23 @@ inline void multiply_keys(const Lookup<K_CODEC> &lookup, const Queries &queries,
     }
 }
 
-// Waits until all warps of a team have come here as often as this one.
+// Waits until all warps of a team have come here as often as this one: `turn` times before. An mbarrier on which every thread
+// arrives: compute-sanitizer's racecheck follows neither bar.sync of a part of the block nor one arrival for a warp.
 inline void wait_for_team(uint turn) {
-    const uint warp = threadIdx.x / 32;
-#if TEAM_BARRIER == 0
-    asm volatile("bar.sync %0, %1;" ::"r"(1 + warp / TEAM), "n"(32 * TEAM) : "memory");
+    const uint barrier = shared_address(shared_at<ulong>(AT_BARRIERS) + threadIdx.x / 32 / TEAM);
+    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
+#if __CUDA_ARCH__ >= 900
+#define WAIT "mbarrier.try_wait.parity.shared.b64"
 #else
-    const uint barrier = shared_address(shared_at<ulong>(AT_BARRIERS) + warp / TEAM);
-#if TEAM_BARRIER == 3
-    __syncwarp();
-    if (threadIdx.x % 32 == 0)
+#define WAIT "mbarrier.test_wait.parity.shared.b64"
 #endif
-    {
-        asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
-    }
     uint done;
     do {
-        asm volatile("{ .reg .pred p;\nmbarrier.try_wait.parity.shared.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p; }"
+        asm volatile("{ .reg .pred p;\n" WAIT " p, [%1], %2;\nselp.u32 %0, 1, 0, p; }"
                      : "=r"(done)
                      : "r"(barrier), "r"(turn % 2)
                      : "memory");
     } while (done == 0);
-#endif
 }
 
 // Adds up the scores of a team. Two buffers in turn: a warp is at most one group ahead of the other.
