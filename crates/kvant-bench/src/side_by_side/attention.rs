@@ -79,7 +79,9 @@ pub fn tables(options: &Options) -> Result {
     for row in &rows {
         row.print_ratios();
     }
-    println!("\n### Relative error of the result against f64 over the f16 keys and values: what storing them costs is in it\n");
+    println!(
+        "\n### Relative error of the result against f64 over the f16 keys and values: what storing them costs is in it\n"
+    );
     println!("| D, H, Hk, context | {} |", names().join(" | "));
     println!("|---|{}", "---|".repeat(names().len()));
     for row in &rows {
