@@ -2,7 +2,7 @@
 
 use kvant::{DType, Encoder, Graph, KvCache, Tensor, ops};
 
-use crate::{Model, Result, Sampling, workspace::Workspace};
+use crate::{Error, Model, Result, Sampling, workspace::Workspace};
 
 /// Feeds one sequence of a cache, and draws the tokens that follow.
 ///
@@ -88,18 +88,13 @@ impl<'a> Decoder<'a> {
     /// Feeds tokens and draws the one that follows.
     ///
     /// # Errors
-    /// As of [`Decoder::feed`].
+    /// As of [`Decoder::feed`]. When only the draw fails, after more tokens than sliding windows let one take back, these stay.
     pub fn next(&mut self, tokens: &[u32]) -> Result<u32> {
         let before = self.cache.len(self.sequence)?;
         self.run(tokens, Then::Draw)?;
         // A device tells only now if a replay has failed.
-        match self.drawn.to_vec::<u32>() {
-            Ok(drawn) => Ok(drawn[0]),
-            Err(failure) => {
-                self.cache.truncate(self.sequence, before)?;
-                Err(failure.into())
-            }
-        }
+        let drawn = self.drawn.to_vec::<u32>().map_err(Error::from);
+        Ok(self.undo(before, drawn)?[0])
     }
 
     /// Takes tokens back: the sequence has `len` afterwards.
@@ -111,22 +106,26 @@ impl<'a> Decoder<'a> {
     }
 
     fn run(&mut self, tokens: &[u32], then: Then) -> Result<()> {
+        let before = self.cache.len(self.sequence)?;
         if let &[token] = tokens {
             self.model.check(self.cache, self.sequence, tokens)?;
-            let before = self.cache.len(self.sequence)?;
-            let result = self.replay(token, then);
-            if result.is_err() {
-                self.cache.truncate(self.sequence, before)?;
-            }
-            return result;
+            let replayed = self.replay(token, then);
+            return self.undo(before, replayed);
         }
         self.model.forward_into(self.cache, self.sequence, tokens, &self.logits)?;
-        if then == Then::Draw {
-            // A position draws its own number, so that a run continued from a snapshot goes on as it would have.
-            self.counter.write(&[self.cache.len(self.sequence)? as u32])?;
-            self.draw()?;
+        if then == Then::Nothing {
+            return Ok(());
         }
-        Ok(())
+        let drawn = self.count_and_draw();
+        self.undo(before, drawn)
+    }
+
+    /// The result; a failure takes back what was fed. Where rings have moved on, it stays, and the failure is told all the same.
+    fn undo<T>(&mut self, before: usize, result: Result<T>) -> Result<T> {
+        if result.is_err() {
+            let _ = self.cache.truncate(self.sequence, before);
+        }
+        result
     }
 
     fn replay(&mut self, token: u32, then: Then) -> Result<()> {
@@ -153,6 +152,13 @@ impl<'a> Decoder<'a> {
         });
         encoded?;
         Ok(graph?)
+    }
+
+    /// Draws after a pass that is not recorded.
+    fn count_and_draw(&self) -> Result<()> {
+        // A position draws its own number, so that a run continued from a snapshot goes on as it would have.
+        self.counter.write(&[self.cache.len(self.sequence)? as u32])?;
+        self.draw()
     }
 
     fn draw(&self) -> Result<()> {
