@@ -52,6 +52,65 @@ fn every_kernel_compiles() -> Result<()> {
     Ok(())
 }
 
+/// What few tokens and small matrices do not come to: encoding by eights, and the shapes of products of codes.
+#[test]
+fn kernels_of_large_shapes_compile() -> Result<()> {
+    let Some((device, compiler)) = device() else { return Ok(()) };
+    let mut enc = device.encoder()?;
+    for (head_dim, k, v) in
+        [(128, Codec::tq(4), Codec::tq(8)), (256, Codec::tq(5), Codec::tq(5)), (512, Codec::tq(6), Codec::BF16)]
+    {
+        for dtype in [DType::F16, DType::BF16] {
+            write_many(&device, &mut enc, dtype, head_dim, k, v)?;
+        }
+    }
+    for (bits, group, inputs) in
+        [(4, 32, 96), (4, 128, 256), (6, 64, 192), (6, 32, 96), (8, 32, 96), (8, 64, 192), (4, 64, 4096)]
+    {
+        affine_products(&device, &mut enc, bits, group, inputs)?;
+    }
+    enc.commit()?.wait()?;
+    let seen = compiler.seen.lock().unwrap();
+    println!("{} kernels", seen.len());
+    for part in ["kv_write.cu/", "linear_codes.cu/"] {
+        assert!(seen.iter().any(|key| key.starts_with(part)), "{part}: nothing of it among {seen:?}");
+    }
+    assert!(seen.iter().any(|key| key.contains("\"TILES\", Bool(true)")), "nothing is encoded by eights: {seen:?}");
+    Ok(())
+}
+
+fn write_many(device: &Device, enc: &mut Encoder, dtype: DType, head_dim: usize, k: Codec, v: Codec) -> Result<()> {
+    let (tokens, kv_heads, order) = (600, 8, SlotOrder::HeadMajor);
+    let spec = LayerSpec { sequences: 1, kv_heads, capacity: tokens, head_dim, k, v, ring: false, order };
+    let layer = KvLayer::new(device, spec)?;
+    let step = Step::new(device, 1, &(0..tokens as u32).map(|p| (0, p)).collect::<Vec<_>>())?;
+    let new = zeros(device, dtype, &[tokens, kv_heads, head_dim])?;
+    let order = SourceOrder::TokenMajor;
+    ops::kv_write(enc, &KvWrite { k: &new, v: &new, order, first_token: 0, step: &step, layer: &layer })
+}
+
+/// One row and two of few outputs and of many, and of experts.
+fn affine_products(device: &Device, enc: &mut Encoder, bits: usize, group: usize, inputs: usize) -> Result<()> {
+    let dtype = DType::BF16;
+    for outputs in [40, 9001] {
+        let codes = zeros(device, DType::U32, &[outputs, inputs * bits / 32])?;
+        let scales = zeros(device, dtype, &[outputs, inputs / group])?;
+        let weight =
+            Weight::Affine(Affine { codes: &codes, scales: &scales, biases: &scales, bits: bits as u32, group });
+        for rows in [1, 2] {
+            let (x, out) = (zeros(device, dtype, &[rows, inputs])?, zeros(device, dtype, &[rows, outputs])?);
+            ops::linear(enc, &Linear { x: &x, weight, experts: None, alpha: 1.0, out: &out })?;
+        }
+    }
+    let codes = zeros(device, DType::U32, &[4, 64, inputs * bits / 32])?;
+    let scales = zeros(device, dtype, &[4, 64, inputs / group])?;
+    let weight = Weight::Affine(Affine { codes: &codes, scales: &scales, biases: &scales, bits: bits as u32, group });
+    let (x, ids) = (zeros(device, dtype, &[1, inputs])?, zeros(device, DType::U32, &[1, 2])?);
+    let out = zeros(device, dtype, &[2, 64])?;
+    let experts = Some(Experts { ids: &ids, expanded: false });
+    ops::linear(enc, &Linear { x: &x, weight, experts, alpha: 1.0, out: &out })
+}
+
 fn zeros(device: &Device, dtype: DType, shape: &[usize]) -> Result<Tensor> {
     Tensor::zeros(device, dtype, shape)
 }
