@@ -260,7 +260,6 @@ fn quantised_planes_are_alike() {
     }
 }
 
-/// What is read back is as far from what was written as on the reference, and not merely close to it.
 /// Rows enough for what CUDA does only with many.
 #[test]
 fn many_rows_are_alike() {
@@ -299,6 +298,7 @@ fn many_rows_are_alike() {
     }
 }
 
+/// What is read back is as far from what was written as on the reference, and not merely close to it.
 #[test]
 fn quantised_distortion_is_the_references() {
     for bits in [4, 5, 6, 8] {

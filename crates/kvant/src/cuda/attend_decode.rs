@@ -78,7 +78,7 @@ impl Decode {
             512 if limits.clusters && call.tokens == 1 => 2,
             _ => 1,
         };
-        let workers = limits.busy_groups / cluster;
+        let workers = (limits.busy_groups / cluster).max(1);
         let splits = match call.splits {
             0 if call.tokens > MAX_SHARED_ITEMS || pairs >= 4 * limits.busy_groups || cluster == MAX_CLUSTER => 1,
             // One token's heads are equally long. No block then has parts of two heads, which costs it more time than a few

@@ -100,7 +100,7 @@ impl Quantised {
         // Lookups of 5 bits do not work in clusters.
         let few = tiles <= CLUSTER_TILES && k.bits != 5 && v.bits != 5;
         let cluster = if few && attend::in_clusters(call, limits) { MAX_CLUSTER } else { 1 };
-        let workers = busy / cluster;
+        let workers = (busy / cluster).max(1);
         let splits = match call.splits {
             0 if call.tokens > MAX_SHARED_ITEMS || pairs >= 2 * busy || cluster == MAX_CLUSTER => 1,
             // One token's heads are equally long. No block then has parts of two heads, which costs it more time than a few

@@ -1,4 +1,4 @@
-//! The tables by which `encode_tiles.h` finds an index: cells of even width, with at most one threshold in each.
+//! The tables by which `nearest.h` finds an index: cells of even width, with at most one threshold in each.
 
 use std::fmt::Write;
 
@@ -62,7 +62,7 @@ pub(super) fn header() -> String {
 mod tests {
     use super::*;
 
-    /// As `Nearest` of `encode_tiles.h` has it.
+    /// As `Nearest` of `nearest.h` has it.
     fn index_of(cells: &Cells, table: &[(f32, usize)], z: f32) -> usize {
         let reach = cells.reach as f32;
         // A device's saturation makes 0 of NaN.

@@ -12,7 +12,7 @@
 // x becomes an integer of 23 bits, relative to the largest of its span: three signed bytes, each in a column of B of its own.
 // Where a span has several groups, each has columns of its own, zero at the inputs of the others. Sums of products are exact;
 // a group's are multiplied by its scale in float, and its bias counts as often as a product with ones says. One x of a span that
-// is not finite makes NaN of the row's results.
+// is not finite, or 2^110 and more, makes NaN of the row's results.
 //
 // W is asked for before the launch in front of this one has ended (gpu/launch.rs: `reads_ahead`); x is not.
 #include "elements.h"

@@ -3,8 +3,9 @@
 //! A task is a (block of query tokens, KV head, split of the context): its G · tokens query rows read each key and
 //! value once. Consecutive tokens of a sequence form a block. With few query rows what all of them see is taken in tiles
 //! of 64 keys ([`tile`]), what only some see, at the diagonal and at a window's edge, token by token; with many ([`many`])
-//! everything is, and what a row does not see is masked there. Nothing is read that no row of the block sees. When there is one split, a task writes its rows of `out`; otherwise
-//! it leaves partial states, which are merged in order once all tasks are done ([`state`]).
+//! everything is, and what a row does not see is masked there. Nothing is read that no row of the block sees. When there
+//! is one split, a task writes its rows of `out`; otherwise it leaves partial states, which are merged in order once all
+//! tasks are done ([`state`]).
 //!
 //! Over quantised keys the queries are rotated once a task; over quantised values the sums stay rotated until the
 //! task's end. Codecs that pack two coordinates into a byte are read as even and odd coordinates, so queries and sums
