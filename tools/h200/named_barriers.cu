@@ -7,6 +7,8 @@
 //
 // mode 0 (nothing is exchanged within teams) and 3 (the whole block waits): 0 hazards; 1 (bar.sync, the barrier's number in a
 // register) and 2 (in the instruction): 4 hazards each, all of them where the block exchanges through b.
+//
+// So the teams of attend_quantised.cu wait at mbarriers, where every thread arrives. attend_prefill.cu has barriers of a part.
 #include <cstdio>
 
 // What a team of 64 threads does between writing and reading.

@@ -12,8 +12,8 @@
 # all when none is. The last needs a python3 with PyTorch, and FlashInfer if it is to be in the table (flashinfer-python 0.5.3
 # with apache-tvm-ffi and nvidia-cudnn-frontend from wheels beside it, on PYTHONPATH).
 #
-# Runs of it do not go beside each other: one test takes all of the device's memory. racecheck's hazards in decode over
-# quantised layers of 512 coordinates are no races: see named_barriers.cu.
+# Runs of it do not go beside each other: one test takes all of the device's memory. What racecheck says of attend_prefill and of
+# cuBLASLt, docs/verification.md says, too.
 #
 # LIMIT is how many seconds a binary may take (400), or one test under a sanitizer. The exit status is 1 if anything failed, was
 # missing, or ran no test.
