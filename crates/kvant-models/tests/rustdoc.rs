@@ -5,7 +5,7 @@ mod common;
 use std::{ops::ControlFlow, path::Path};
 
 use common::{exact, floats, golden, ids, max_difference, nats, shipped};
-use kvant::{Codec, DType, Device, Tensor, ops};
+use kvant::{Codec, CpuOptions, DType, Device, SimdLevel, Tensor, ops};
 use kvant_models::{
     CacheOptions, Decoder, Error, Finish, LoadOptions, Logits, Model, Request, Sampling, Tokenizer, generate,
 };
@@ -15,8 +15,14 @@ fn model() -> Model {
     Model::load(&shipped(), &Device::cpu()).unwrap()
 }
 
-/// Checks a form of the model against golden data, and returns nats per token.
-fn check_golden(model: &Model, name: &str) -> f64 {
+/// What logits may differ by in f32, with an f32 cache.
+const TOLERANCE: f32 = 2e-3;
+/// The same where the level `Avx512Vnni` may round the activations of 16 and more tokens to 16 bits (`ops::Linear`): each
+/// product is off by 2e-5 of its size, logits of up to 30 by 1.5e-3 to 2.5e-3 where they are off most.
+const TOLERANCE_OF_WORDS: f32 = 5e-3;
+
+/// Checks a form of the model against golden data, and returns nats per token. `prompt`: the tolerance for all tokens at once.
+fn check_golden(model: &Model, name: &str, prompt: f32) -> f64 {
     let file = golden("rustdoc-11m").join(name);
     let (tokens, rows) = (ids(&file, "tokens"), ids(&file, "rows"));
     let (expected, expected_nll) = (floats(&file, "logits"), floats(&file, "nll"));
@@ -34,16 +40,27 @@ fn check_golden(model: &Model, name: &str) -> f64 {
         let nll = nats(&logits, vocab, &tokens);
         mean = nll.iter().sum::<f64>() / nll.len() as f64;
         println!("{name}: {step} at a time: logits off by {worst:.1e}, {mean:.6} nats per token");
-        assert!(worst < 2e-3, "{name}, {step} at a time: off by {worst}");
+        let tolerance = if step >= 16 { prompt } else { TOLERANCE };
+        assert!(worst < tolerance, "{name}, {step} at a time: off by {worst}");
         let nll: Vec<f32> = nll.iter().map(|&x| x as f32).collect();
-        assert!(max_difference(&nll, &expected_nll) < 2e-3, "{name}, {step} at a time");
+        assert!(max_difference(&nll, &expected_nll) < tolerance, "{name}, {step} at a time");
     }
     mean
 }
 
 #[test]
 fn four_bit_form_matches() {
-    let mean = check_golden(&model(), "4bit.safetensors");
+    let mean = check_golden(&model(), "4bit.safetensors", TOLERANCE_OF_WORDS);
+    assert!((mean - 1.629343).abs() < 1e-4, "{mean}");
+}
+
+/// At the best level that rounds no activations.
+#[test]
+fn four_bit_form_matches_in_f32() {
+    let in_f32 = |level: &SimdLevel| *level != SimdLevel::Avx512Vnni && level.is_supported();
+    let level = SimdLevel::ALL.into_iter().rfind(in_f32);
+    let device = Device::cpu_with(CpuOptions { threads: None, simd: level }).unwrap();
+    let mean = check_golden(&Model::load(&shipped(), &device).unwrap(), "4bit.safetensors", TOLERANCE);
     assert!((mean - 1.629343).abs() < 1e-4, "{mean}");
 }
 
@@ -52,7 +69,7 @@ fn four_bit_form_matches() {
 #[ignore = "needs KVANT_BF16_MODEL, the directory of the model's bf16 form"]
 fn bf16_form_matches() {
     let dir = std::env::var("KVANT_BF16_MODEL").expect("KVANT_BF16_MODEL names a directory");
-    let mean = check_golden(&Model::load(Path::new(&dir), &Device::cpu()).unwrap(), "bf16.safetensors");
+    let mean = check_golden(&Model::load(Path::new(&dir), &Device::cpu()).unwrap(), "bf16.safetensors", TOLERANCE);
     assert!((mean - 1.612).abs() < 0.002, "{mean}");
 }
 
@@ -132,7 +149,8 @@ fn long_generation_equals_recomputation() {
         let at_once = model.forward(&mut fresh, 0, &tokens[..until], Logits::Last).unwrap().to_f32().unwrap();
         let worst = max_difference(&went_on, &at_once);
         println!("after {until} tokens: off by {worst:.1e}");
-        assert!(worst < 2e-3, "after {until} tokens: off by {worst}");
+        // Recomputed as a prompt.
+        assert!(worst < TOLERANCE_OF_WORDS, "after {until} tokens: off by {worst}");
     }
 }
 

@@ -15,7 +15,8 @@ pub(crate) const NAME: &str = "linear";
 ///
 /// - From 16 rows for one matrix on, the CPU's level [`SimdLevel::Avx512Vnni`](crate::SimdLevel::Avx512Vnni) rounds activations
 ///   to 16 bits, counted from the largest of each group. That is an error of about 2·10⁻⁵ of a result's root mean square, where
-///   f32 has 10⁻⁷ and bf16 some 10⁻³; the products take half the time.
+///   f32 has 10⁻⁷ and bf16 some 10⁻³; the products take half the time. Any other level, asked for by
+///   [`CpuOptions`](crate::CpuOptions), multiplies in f32.
 /// - On CUDA, a row or two for one matrix, and few rows of experts, count activations in steps of 2⁻²² of the largest of 128
 ///   consecutive inputs: what is smaller than a step beside it is lost. An activation that is not finite, or 2¹¹⁰ and more, makes
 ///   NaN of all results of its row.
