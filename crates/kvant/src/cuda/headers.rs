@@ -8,6 +8,7 @@ const ELEMENTS_H: Header = Header { name: "elements.h", text: || include_str!("e
 const VECTORS_H: Header = Header { name: "vectors.h", text: || include_str!("vectors.h").to_string() };
 const TEAM_H: Header = Header { name: "team.h", text: || include_str!("team.h").to_string() };
 const ORDERED_H: Header = Header { name: "ordered.h", text: || include_str!("ordered.h").to_string() };
+const LINEAR_H: Header = Header { name: "linear.h", text: || include_str!("linear.h").to_string() };
 const AFFINE_H: Header = Header { name: "affine.h", text: || include_str!("affine.h").to_string() };
 // Threads ask for different entries of a codebook at a time, which constant memory would serve one by one.
 const CODEBOOKS_H: Header = Header { name: "codebooks.h", text: || tables::codebooks("__device__ const float") };
@@ -71,8 +72,9 @@ pub(super) const VECTORS: &[Header] = &[CONVERT_H, ELEMENTS_H, VECTORS_H, AHEAD_
 pub(super) const ROWS: &[Header] = &[CONVERT_H, ELEMENTS_H, VECTORS_H, TEAM_H, ORDERED_H, AHEAD_H];
 /// The rows of a weight, dense or affine.
 pub(super) const AFFINE: &[Header] = &[CONVERT_H, ELEMENTS_H, VECTORS_H, TEAM_H, AFFINE_H, AHEAD_H];
-/// The same as operands of tensor cores.
-pub(super) const LINEAR_ROWS: &[Header] = &[CONVERT_H, ELEMENTS_H, VECTORS_H, TEAM_H, AFFINE_H, FRAGMENTS_H, AHEAD_H];
+/// The same, multiplied.
+pub(super) const LINEAR: &[Header] =
+    &[CONVERT_H, ELEMENTS_H, VECTORS_H, TEAM_H, AFFINE_H, LINEAR_H, FRAGMENTS_H, AHEAD_H];
 /// The Hadamard rotation.
 pub(super) const ROTATE: &[Header] = &[CONVERT_H, ELEMENTS_H, VECTORS_H, SIGNS_H, ROTATE_H, AHEAD_H];
 /// Attention: the rows of a cache layer as operands of tensor cores, the rotation, and who works on what.

@@ -10,17 +10,9 @@
 // memory.
 #include "vectors.h"
 #include "affine.h"
+#include "linear.h"
 #include "team.h"
 #include "ahead.h"
-
-struct LinearParams {
-    uint rows;
-    uint outputs;
-    uint inputs;
-    uint experts;
-    uint rows_per_input;
-    float alpha;
-};
 
 struct Weight {
     const uchar *values;

@@ -23,7 +23,7 @@ params! {
 static SOURCE: Source = Source {
     name: "linear.cu",
     text: include_str!("linear.cu"),
-    headers: headers::AFFINE,
+    headers: headers::LINEAR,
     layouts: &[LinearParams::layout],
 };
 

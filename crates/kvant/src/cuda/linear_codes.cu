@@ -17,18 +17,10 @@
 // W is asked for before the launch in front of this one has ended (gpu/launch.rs: `reads_ahead`); x is not.
 #include "elements.h"
 #include "affine.h"
+#include "linear.h"
 #include "fragments.h"
 #include "team.h"
 #include "ahead.h"
-
-struct LinearParams {
-    uint rows;
-    uint outputs;
-    uint inputs;
-    uint experts;
-    uint rows_per_input;
-    float alpha;
-};
 
 // Codes of a lane in a span, units that are copied and unpacked together, and their words.
 constexpr uint LANE = 32;

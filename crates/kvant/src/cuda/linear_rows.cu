@@ -16,18 +16,10 @@
 // W is asked for before the launch in front of this one has ended (gpu/launch.rs: `reads_ahead`); x is not.
 #include "elements.h"
 #include "affine.h"
+#include "linear.h"
 #include "fragments.h"
 #include "team.h"
 #include "ahead.h"
-
-struct LinearParams {
-    uint rows;
-    uint outputs;
-    uint inputs;
-    uint experts;
-    uint rows_per_input;
-    float alpha;
-};
 
 constexpr bool AFFINE = BITS != 0;
 constexpr bool HALF = X_DTYPE == F16;

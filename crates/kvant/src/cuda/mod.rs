@@ -22,6 +22,7 @@ mod kv_write;
 mod linear;
 mod linear_codes;
 mod linear_rows;
+mod linear_shape;
 mod moe;
 mod norm_rope;
 mod norm_rope_write;

@@ -1,0 +1,75 @@
+//! What the launches of `linear_rows.cu` and `linear_codes.cu` have in common.
+
+use super::{affine::Parts, linear::LinearParams};
+use crate::{
+    Tensor,
+    cuda::WARP,
+    gpu::{Launch, Source},
+    ops::linear::{Call, NAME},
+};
+
+/// Outputs of a tile.
+pub(super) const TILE: usize = 16;
+
+/// How a launch shares its work: a block has so many rows (`tokens`) and tiles of outputs, and its warps divide the inputs.
+pub(super) struct Shape {
+    pub tokens: usize,
+    pub tiles: usize,
+    /// Spans of inputs that a warp has on their way.
+    pub stages: usize,
+    pub warps: usize,
+    /// Scales, or biases, that are read together.
+    pub vector: usize,
+    /// Shared memory of a block.
+    pub bytes: usize,
+}
+
+impl Shape {
+    /// The launch, but for constants that one of the kernels has to itself.
+    pub fn launch(
+        &self,
+        source: &'static Source,
+        kernel: &'static str,
+        call: &Call,
+        weight: &Parts,
+        params: &LinearParams,
+    ) -> Launch {
+        let Call { x, dims, experts: ids, out, rows, .. } = call;
+        let launch = Launch::new(NAME, source, kernel)
+            .constant("TOKENS", self.tokens as u32)
+            .constant("TILES", self.tiles as u32)
+            .constant("STAGES", self.stages as u32)
+            .constant("WARPS", self.warps as u32)
+            .constant("VECTOR", self.vector as u32)
+            .constant("X_DTYPE", x.dtype())
+            .constant("OUT_DTYPE", out.dtype())
+            .constant("W_DTYPE", weight.dtype)
+            .constant("BITS", weight.bits)
+            .constant("GROUP", weight.group)
+            .constant("EXPERTS", ids.is_some())
+            .read(0, x)
+            .read(1, weight.weight)
+            .read_if(2, weight.scales)
+            .read_if(3, weight.biases)
+            .read_if(4, ids.as_ref())
+            .write(5, out)
+            .params(6, params)
+            .threadgroup_memory(self.bytes)
+            .grid([dims.outputs.div_ceil(TILE * self.tiles), rows.div_ceil(self.tokens), 1], [self.warps * WARP, 1, 1]);
+        // Whose matrix it is, the launch in front may have to say.
+        if ids.is_some() { launch } else { launch.reads_ahead(&[1, 2, 3]) }
+    }
+}
+
+/// The most scales (as many biases) of a row of `inputs` that a load of 16 bytes or less may take, of the numbers that
+/// `suit` the kernel.
+pub(super) fn vector(weight: &Parts, inputs: usize, suit: impl Fn(usize) -> bool) -> usize {
+    let Some(scales) = weight.scales else { return 1 };
+    let each_row = inputs / weight.group as usize;
+    let size = scales.dtype().size();
+    let aligned = |n| {
+        [Some(scales), weight.biases].into_iter().flatten().all(|t: &Tensor| t.byte_offset().is_multiple_of(n * size))
+    };
+    let fits = |&n: &usize| n * size <= 16 && each_row.is_multiple_of(n) && aligned(n) && suit(n);
+    [8, 4, 2].into_iter().find(fits).unwrap_or(1)
+}
