@@ -1,6 +1,7 @@
 // The rotation of rows by a warp: y = H (s x) / sqrt(D), and back. A lane holds the coordinates lane + 32 i.
 #ifndef KVANT_ATTEND_ROTATE_H
 #define KVANT_ATTEND_ROTATE_H
+#include "butterflies.h"
 #include "convert.h"
 #include "signs.h"
 
@@ -24,17 +25,7 @@ inline void hadamard_warp(float (&x)[DIM / 32], uint lane) {
             x[i] = (lane & step) != 0 ? other - x[i] : x[i] + other;
         }
     }
-#pragma unroll
-    for (uint step = 1; step < DIM / 32; step *= 2) {
-#pragma unroll
-        for (uint i = 0; i < DIM / 32; i++) {
-            if ((i & step) == 0) {
-                const float low = x[i], high = x[i + step];
-                x[i] = low + high;
-                x[i + step] = low - high;
-            }
-        }
-    }
+    transform(x);
     const float norm = 1.0f / sqrtf(float(DIM));
 #pragma unroll
     for (uint i = 0; i < DIM / 32; i++) {

@@ -34,21 +34,6 @@ template <bool HALF> inline void strip_matrix(uint (&a)[4], uint lane, float sca
     }
 }
 
-// The transform of N values, a power of two.
-template <uint N> inline void transform(float (&y)[N]) {
-#pragma unroll
-    for (uint distance = 1; distance < N; distance *= 2) {
-#pragma unroll
-        for (uint j = 0; j < N; j++) {
-            if ((j & distance) == 0) {
-                const float a = y[j], b = y[j + distance];
-                y[j] = a + b;
-                y[j + distance] = a - b;
-            }
-        }
-    }
-}
-
 // The sum over the eight lanes with the same t.
 inline float strips_sum(float x) {
 #pragma unroll

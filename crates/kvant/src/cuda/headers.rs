@@ -14,6 +14,7 @@ const AFFINE_H: Header = Header { name: "affine.h", text: || include_str!("affin
 const CODEBOOKS_H: Header = Header { name: "codebooks.h", text: || tables::codebooks("__device__ const float") };
 const SIGNS_H: Header = Header { name: "signs.h", text: || tables::signs("__device__ const unsigned") };
 const ROTATE_H: Header = Header { name: "rotate.h", text: || include_str!("rotate.h").to_string() };
+const BUTTERFLIES_H: Header = Header { name: "butterflies.h", text: || include_str!("butterflies.h").to_string() };
 const PLANES_H: Header = Header { name: "planes.h", text: || include_str!("planes.h").to_string() };
 const SLOTS_H: Header = Header { name: "slots.h", text: || include_str!("slots.h").to_string() };
 const TURBOQUANT_H: Header = Header { name: "turboquant.h", text: || include_str!("turboquant.h").to_string() };
@@ -84,6 +85,7 @@ pub(super) const ATTEND: &[Header] = &[
     CODEBOOKS_H,
     PLANES_H,
     SIGNS_H,
+    BUTTERFLIES_H,
     FRAGMENTS_H,
     ATTEND_SIDE_H,
     ATTEND_PLAN_H,
@@ -104,6 +106,7 @@ pub(super) const ATTEND_QUANTISED: &[Header] = &[
     CODEBOOKS_H,
     PLANES_H,
     SIGNS_H,
+    BUTTERFLIES_H,
     FRAGMENTS_H,
     ATTEND_CODES_H,
     ATTEND_MERGE_H,
@@ -151,6 +154,7 @@ pub(super) const WRITE: &[Header] = &[
     ROTATE_H,
     SLOTS_H,
     TEAM_H,
+    BUTTERFLIES_H,
     TURBOQUANT_H,
     ENCODE_TILES_H,
     NORM_ROPE_H,

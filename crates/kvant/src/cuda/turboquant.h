@@ -6,6 +6,7 @@
 // All lanes of a warp call these functions; those whose row is not `kept` only keep the others company.
 #ifndef KVANT_TURBOQUANT_H
 #define KVANT_TURBOQUANT_H
+#include "butterflies.h"
 #include "planes.h"
 #include "nearest.h"
 #include "rotate.h"
@@ -66,17 +67,7 @@ template <uint MINE, uint SHARERS> inline void rotate_row(float (&y)[MINE], cons
     for (uint j = 0; j < MINE; j++) {
         y[j] = signs.flip(y[j] * scale, j);
     }
-#pragma unroll
-    for (uint distance = 1; distance < MINE; distance *= 2) {
-#pragma unroll
-        for (uint j = 0; j < MINE; j++) {
-            if ((j & distance) == 0) {
-                const float a = y[j], b = y[j + distance];
-                y[j] = a + b;
-                y[j + distance] = a - b;
-            }
-        }
-    }
+    transform(y);
 #pragma unroll
     for (uint distance = 1; distance < SHARERS; distance *= 2) {
         const float own = (lane & distance) != 0 ? -1.0f : 1.0f;
