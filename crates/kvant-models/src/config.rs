@@ -61,6 +61,17 @@ pub struct LayerConfig {
     pub kv_source: Option<usize>,
 }
 
+impl LayerConfig {
+    /// Projections of this layer's own keys and values: none where it attends to an earlier layer's, one where values are keys.
+    pub(crate) fn kv_projections(&self) -> usize {
+        match (self.kv_source, self.k_eq_v) {
+            (Some(_), _) => 0,
+            (None, true) => 1,
+            (None, false) => 2,
+        }
+    }
+}
+
 /// The rotary embedding of a layer: pairs (i, i + D/2), frequency theta^(−2i/D) / factor.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct RopeConfig {

@@ -144,7 +144,7 @@ impl<'a> Decoder<'a> {
         let graph = Encoder::capture(self.model.device(), |enc| {
             encoded = self.model.gemma4().encode(enc, &self.space, self.cache, Some(&self.logits));
             if encoded.is_ok() && then == Then::Draw {
-                // The number of the position, as above.
+                // The number of the position, as in `count_and_draw`, from where the step has it.
                 let counter = self.space.parts().0.lens.rows(self.sequence..self.sequence + 1)?;
                 ops::sample(enc, &self.sample(&counter))?;
             }

@@ -235,20 +235,17 @@ impl Loader<'_> {
         let name = |part: &str| format!("layers.{l}.{part}");
         let q_width = self.config.heads * d;
         let kv_width = layer.kv_heads * d;
-        let [q, k, v] = ["q", "k", "v"].map(|part| name(&format!("self_attn.{part}_proj")));
-        let mut qkv = vec![(q, q_width)];
-        let mut k_norm = None;
-        if layer.kv_source.is_none() {
-            qkv.push((k, kv_width));
-            if !layer.k_eq_v {
-                qkv.push((v, kv_width));
-            }
-            k_norm = Some(self.vector(&name("self_attn.k_norm.weight"), d)?);
-        }
+        let qkv = [("q", q_width), ("k", kv_width), ("v", kv_width)]
+            .map(|(part, width)| (name(&format!("self_attn.{part}_proj")), width));
+        let qkv = &qkv[..1 + layer.kv_projections()];
+        let k_norm = match layer.kv_source {
+            None => Some(self.vector(&name("self_attn.k_norm.weight"), d)?),
+            Some(_) => None,
+        };
         let gate_up = ["gate", "up"].map(|part| (name(&format!("mlp.{part}_proj")), inner));
         Ok(LayerWeights {
             input_norm: self.vector(&name("input_layernorm.weight"), h)?,
-            qkv: self.stack(&qkv, h)?,
+            qkv: self.stack(qkv, h)?,
             q_norm: self.vector(&name("self_attn.q_norm.weight"), d)?,
             k_norm,
             o: self.matrix(&name("self_attn.o_proj"), &[h, q_width])?,

@@ -177,13 +177,8 @@ impl Buffers {
         for layer in &config.layers {
             let (q, kv, inner) = (config.heads, layer.kv_heads, layer.intermediate_size);
             let (q_width, kv_width) = (q * layer.head_dim, kv * layer.head_dim);
-            let projected = match (layer.kv_source, layer.k_eq_v) {
-                (Some(_), _) => q_width,
-                (None, true) => q_width + kv_width,
-                (None, false) => q_width + 2 * kv_width,
-            };
             layers.push(LayerViews {
-                qkv: row(&self.qkv, projected)?,
+                qkv: row(&self.qkv, q_width + layer.kv_projections() * kv_width)?,
                 q: heads(&self.qkv, 0, q, layer.head_dim)?,
                 k: heads(&self.qkv, tokens * q_width, kv, layer.head_dim)?,
                 v: heads(&self.qkv, tokens * (q_width + kv_width), kv, layer.head_dim)?,
