@@ -43,7 +43,7 @@ fn check_golden(model: &Model, name: &str, prompt: f32) -> f64 {
         let tolerance = if step >= 16 { prompt } else { TOLERANCE };
         assert!(worst < tolerance, "{name}, {step} at a time: off by {worst}");
         let nll: Vec<f32> = nll.iter().map(|&x| x as f32).collect();
-        assert!(max_difference(&nll, &expected_nll) < tolerance, "{name}, {step} at a time");
+        assert!(max_difference(&nll, &expected_nll) < TOLERANCE, "{name}, {step} at a time");
     }
     mean
 }
@@ -150,7 +150,7 @@ fn long_generation_equals_recomputation() {
         let worst = max_difference(&went_on, &at_once);
         println!("after {until} tokens: off by {worst:.1e}");
         // Recomputed as a prompt.
-        assert!(worst < TOLERANCE_OF_WORDS, "after {until} tokens: off by {worst}");
+        assert!(worst < TOLERANCE, "after {until} tokens: off by {worst}");
     }
 }
 
