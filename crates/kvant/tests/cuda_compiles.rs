@@ -6,7 +6,7 @@ mod common;
 
 use std::collections::HashSet;
 
-use common::without_gpu::Compiler;
+use common::without_gpu::Launches;
 use kvant::{
     CacheLayer, CacheSpec, Codec, DType, Device, Encoder, KvCache, KvLayer, LayerSpec, Result, SlotOrder, Step, Tensor,
     gpu,
@@ -19,18 +19,18 @@ use kvant::{
 
 const FLOATS: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
-fn device() -> Option<(Device, Compiler)> {
+fn device() -> Option<(Device, Launches)> {
     if !gpu::has_cuda_compiler() {
         eprintln!("libnvrtc cannot be loaded: the CUDA kernels are not compiled on this machine");
         return None;
     }
-    let compiler = Compiler::default();
-    Some((gpu::cuda_device(compiler.clone()), compiler))
+    let launches = Launches { compiles: true, ..Launches::default() };
+    Some((gpu::cuda_device(launches.clone()), launches))
 }
 
 #[test]
 fn every_kernel_compiles() -> Result<()> {
-    let Some((device, compiler)) = device() else { return Ok(()) };
+    let Some((device, launches)) = device() else { return Ok(()) };
     let mut enc = device.encoder()?;
     for dtype in FLOATS {
         elements(&device, &mut enc, dtype)?;
@@ -42,7 +42,7 @@ fn every_kernel_compiles() -> Result<()> {
     attention(&device, &mut enc)?;
     enc.commit()?.wait()?;
     forks(&device)?;
-    let seen = compiler.seen.lock().unwrap();
+    let seen = launches.kernels.lock().unwrap();
     let compiled: HashSet<&str> = seen.iter().filter_map(|key| key.split('/').next()).collect();
     println!("{} kernels of {} files", seen.len(), compiled.len());
     for file in std::fs::read_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/src/cuda")).expect("the sources are there") {
@@ -55,7 +55,7 @@ fn every_kernel_compiles() -> Result<()> {
 /// What few tokens and small matrices do not come to: encoding by eights, and the shapes of products of codes.
 #[test]
 fn kernels_of_large_shapes_compile() -> Result<()> {
-    let Some((device, compiler)) = device() else { return Ok(()) };
+    let Some((device, launches)) = device() else { return Ok(()) };
     let mut enc = device.encoder()?;
     for (head_dim, k, v) in
         [(128, Codec::tq(4), Codec::tq(8)), (256, Codec::tq(5), Codec::tq(5)), (512, Codec::tq(6), Codec::BF16)]
@@ -70,7 +70,7 @@ fn kernels_of_large_shapes_compile() -> Result<()> {
         affine_products(&device, &mut enc, bits, group, inputs)?;
     }
     enc.commit()?.wait()?;
-    let seen = compiler.seen.lock().unwrap();
+    let seen = launches.kernels.lock().unwrap();
     println!("{} kernels", seen.len());
     for part in ["kv_write.cu/", "linear_codes.cu/"] {
         assert!(seen.iter().any(|key| key.starts_with(part)), "{part}: nothing of it among {seen:?}");

@@ -220,7 +220,13 @@ impl Shape {
     }
 }
 
+/// Passed on, a plan must lead to the launch that it describes. Splits are only a part of what was chosen, beside clusters and
+/// even shares: so the plan has those that were asked for.
 pub(crate) fn plan(call: &Call, limits: &Limits) -> Plan {
+    Plan { splits: call.splits, ..chosen(call, limits) }
+}
+
+fn chosen(call: &Call, limits: &Limits) -> Plan {
     if let Some(quantised) = Quantised::new(call, limits) {
         return quantised.plan();
     }

@@ -81,7 +81,7 @@ pub struct Plan {
     pub kernel: &'static str,
     /// Why this one.
     pub reason: Cow<'static, str>,
-    /// Into how many parts the context of each (sequence, KV head) is split; 0 leaves it to the kernel.
+    /// Into how many parts the context of each (sequence, KV head) is to be split; 0 leaves it to the kernel.
     pub splits: usize,
 }
 

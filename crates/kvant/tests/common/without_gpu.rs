@@ -1,4 +1,4 @@
-//! A CUDA device that is a compiler: the launches that the operations build are compiled, and nothing runs.
+//! A CUDA device that runs nothing: the launches that the operations build are noted, and compiled if that is wanted.
 
 use std::{
     any::Any,
@@ -12,16 +12,20 @@ use kvant::{
     gpu::{self, Executor, Launch, LaunchPass, Limits, Memory, Replay, Wait, compile_cuda},
 };
 
-/// Compiles what it is asked to run, each kernel once.
+/// Notes what it is asked to run.
 #[derive(Clone, Default)]
-pub struct Compiler {
-    /// File, kernel and constants of what has been compiled.
-    pub seen: Arc<Mutex<HashSet<String>>>,
+pub struct Launches {
+    /// Whether each kernel is compiled, once.
+    pub compiles: bool,
+    /// File, kernel and constants of what has been launched.
+    pub kernels: Arc<Mutex<HashSet<String>>>,
+    /// The same of every launch, in order, and its grid.
+    pub all: Arc<Mutex<Vec<String>>>,
 }
 
-/// A device with a compiler that nobody looks at.
+/// A device whose launches nobody looks at.
 pub fn device() -> Device {
-    gpu::cuda_device(Compiler::default())
+    gpu::cuda_device(Launches::default())
 }
 
 struct Nothing;
@@ -35,9 +39,9 @@ impl Memory for Nothing {
     }
 }
 
-impl Executor for Compiler {
+impl Executor for Launches {
     fn name(&self) -> String {
-        "a compiler without a GPU".to_string()
+        "no GPU".to_string()
     }
     fn limits(&self) -> Limits {
         Limits {
@@ -65,10 +69,11 @@ impl Executor for Compiler {
     }
 }
 
-impl LaunchPass for Compiler {
+impl LaunchPass for Launches {
     fn launch(&mut self, launch: Launch) -> Result<()> {
         let key = format!("{}/{} {:?}", launch.source.name, launch.kernel, launch.constants);
-        if !self.seen.lock().unwrap().insert(key) {
+        self.all.lock().unwrap().push(format!("{key} {:?}", launch.grid));
+        if !self.kernels.lock().unwrap().insert(key) || !self.compiles {
             return Ok(());
         }
         let fault = |reason| Error::DeviceFault { device: "nvrtc".to_string(), reason };
@@ -77,11 +82,11 @@ impl LaunchPass for Compiler {
         Ok(())
     }
     fn commit(self: Box<Self>) -> Result<Box<dyn Wait>> {
-        Ok(Box::new(Compiler::default()))
+        Ok(Box::new(Launches::default()))
     }
 }
 
-impl Wait for Compiler {
+impl Wait for Launches {
     fn wait(self: Box<Self>) -> Result<()> {
         Ok(())
     }

@@ -1,0 +1,79 @@
+//! A plan that is passed on leads to the launches that are made without one: what CUDA would launch, on any machine.
+
+mod common;
+
+use common::without_gpu::Launches;
+use kvant::{
+    Codec, DType, Device, KvLayer, LayerSpec, Result, SlotOrder, Step, Tensor, gpu,
+    ops::{self, Attend, attend::Plan},
+};
+
+struct Case {
+    heads: usize,
+    kv_heads: usize,
+    head_dim: usize,
+    capacity: usize,
+    window: Option<usize>,
+    tokens: usize,
+    codec: Codec,
+}
+
+/// The layers of small and large models, in decode and in prompts, over caches that are short and long.
+fn cases() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for (heads, kv_heads, head_dim) in [(4, 2, 256), (4, 1, 512), (16, 2, 512), (16, 8, 256), (32, 8, 128), (8, 8, 64)]
+    {
+        for (capacity, window) in [(383, Some(128)), (1024, None), (4096, None), (131_072, None)] {
+            for codec in [Codec::F32, Codec::F16, Codec::BF16, Codec::tq(4), Codec::tq(5), Codec::tq(8)] {
+                for tokens in [1, 5, 300] {
+                    cases.push(Case { heads, kv_heads, head_dim, capacity, window, tokens, codec });
+                }
+            }
+        }
+    }
+    cases
+}
+
+fn launched(device: &Device, launches: &Launches, case: &Case, plans: bool) -> Result<(Option<Plan>, Vec<String>)> {
+    let &Case { heads, kv_heads, head_dim, capacity, window, tokens, codec } = case;
+    let (ring, order) = (window.is_some(), SlotOrder::HeadMajor);
+    let spec = LayerSpec { sequences: 1, kv_heads, capacity, head_dim, k: codec, v: codec, ring, order };
+    let layer = KvLayer::new(device, spec)?;
+    let positions: Vec<_> = (0..tokens as u32).map(|p| (0, p)).collect();
+    let mut args = Attend {
+        q: &Tensor::zeros(device, DType::BF16, &[tokens, heads, head_dim])?,
+        layer: &layer,
+        step: &Step::new(device, 1, &positions)?,
+        fresh: None,
+        scale: 1.0,
+        softcap: None,
+        window,
+        q_rotated: false,
+        plan: None,
+        out: &Tensor::zeros(device, DType::BF16, &[tokens, heads, head_dim])?,
+    };
+    let plan = plans.then(|| ops::attend::plan(&args, device)).transpose()?;
+    args.plan = plan.as_ref();
+    launches.all.lock().unwrap().clear();
+    let mut enc = device.encoder()?;
+    ops::attend(&mut enc, &args)?;
+    enc.commit()?.wait()?;
+    let all = launches.all.lock().unwrap().clone();
+    Ok((plan, all))
+}
+
+#[test]
+fn a_plan_changes_no_launch() -> Result<()> {
+    let launches = Launches::default();
+    let device = gpu::cuda_device(launches.clone());
+    let mut clusters = 0;
+    for case in cases() {
+        let (_, without) = launched(&device, &launches, &case, false)?;
+        let (plan, with) = launched(&device, &launches, &case, true)?;
+        assert!(!without.is_empty());
+        assert_eq!(with, without, "{plan:?}");
+        clusters += usize::from(without[0].contains("(\"CLUSTER\", UInt(8))"));
+    }
+    assert!(clusters > 10, "{clusters} launches in clusters");
+    Ok(())
+}
