@@ -45,7 +45,7 @@ pub struct Attend<'a> {
     pub fresh: Option<Fresh<'a>>,
     /// Multiplies the scores (often 1/√D; Gemma 4 uses 1).
     pub scale: f32,
-    /// s ← c·tanh(s/c), after the scale and before the mask.
+    /// s ← c·tanh(s/c), after the scale and before the mask; c at most 2.3e38.
     pub softcap: Option<f32>,
     /// How many positions a token sees, itself included.
     pub window: Option<usize>,
@@ -118,6 +118,9 @@ fn validate(args: &Attend) -> Result<Call> {
     check::finite(NAME, "scale", args.scale)?;
     if let Some(cap) = args.softcap {
         check::positive_finite(NAME, "softcap", cap)?;
+        // Scores are in units of log 2.
+        let in_units = (cap * std::f32::consts::LOG2_E).is_finite();
+        check::value_is(NAME, "softcap", in_units, "at most 2.3e38; None does without one", cap)?;
     }
     if let Some(window) = args.window {
         check::positive(NAME, "window", window)?;

@@ -115,6 +115,36 @@ fn decode<'a>(layer: &'a KvLayer, q: &'a Tensor, step: &'a Step, out: &'a Tensor
     Attend { q, layer, step, fresh: None, scale: 0.125, softcap: None, window: None, q_rotated: false, plan: None, out }
 }
 
+/// The largest number is no way to say "no cap": the product with log2(e) would be infinite, and 0 · ∞ is NaN.
+#[test]
+fn a_softcap_has_a_largest_value() {
+    for device in devices() {
+        let (q, out) = (f32s(device, &[1, 2, 64]), f32s(device, &[1, 2, 64]));
+        let layer = KvLayer::new(device, linear_spec(1, 2, 64, Codec::F32)).unwrap();
+        let step = Step::new(device, 1, &[(0, 0)]).unwrap();
+        let with =
+            |cap| run(device, |e| ops::attend(e, &Attend { softcap: Some(cap), ..decode(&layer, &q, &step, &out) }));
+        with(2.3e38).unwrap();
+        assert!(out.to_f32().unwrap().iter().all(|x| x.is_finite()), "{device}");
+        let refusal = with(f32::MAX).unwrap_err();
+        assert!(matches!(refusal, Error::Value { arg: "softcap", .. }), "{device}: {refusal}");
+    }
+}
+
+/// A GPU does not see the ids in time.
+#[test]
+fn rows_need_experts() {
+    for device in devices() {
+        let (x, out) = (f32s(device, &[2, 64]), f32s(device, &[2, 8]));
+        let weight = ops::Weight::Dense(&f32s(device, &[0, 8, 64]));
+        let ids = Tensor::from_slice(device, &[1u32, 1], &[2, 1]).unwrap();
+        let experts = Some(ops::Experts { ids: &ids, expanded: false });
+        let refusal = run(device, |e| ops::linear(e, &ops::Linear { x: &x, weight, experts, alpha: 1.0, out: &out }));
+        let refusal = refusal.unwrap_err();
+        assert!(matches!(refusal, Error::Value { arg: "E", .. }), "{device}: {refusal}");
+    }
+}
+
 #[test]
 fn a_tensor_of_another_device_is_refused() {
     for device in devices() {
