@@ -157,7 +157,9 @@ conformance_attend forced_splits
 conformance_attend fresh_keys_and_values
 conformance_attend not_finite_keys_and_values
 conformance_attend decode_kernels
+conformance_attend decode_of_what_is_not_finite
 conformance_attend prefill_kernels
+conformance_attend prefill_of_what_is_not_finite
 hazards places::positions_near_the_end
 gpu the_shipped_model_matches_the_cpu
 LIST

@@ -144,8 +144,8 @@ impl Model {
     /// Feeds `tokens` to a sequence and returns logits, f32 `[tokens or 1, vocab_size]`. A token's logits are about
     /// the one that follows it.
     ///
-    /// Any number of tokens, however few the cache takes at once: feeding them together, in pieces or one by one
-    /// comes to the same.
+    /// Any number of tokens, however few the cache takes at once. Feeding them together, in pieces or one by one gives the
+    /// same up to rounding: kernels differ with the number of rows ([`kvant::ops::Linear`], "Accuracy").
     ///
     /// # Errors
     /// `Argument` for no tokens, ids outside the vocabulary or a cache of another model; `Kvant` with `CacheFull`

@@ -22,8 +22,8 @@ pub struct CacheSpec {
     pub sequences: usize,
     /// Tokens of a sequence that a linear layer (one without a window) holds.
     pub capacity: usize,
-    /// Slots that a ring has beyond its window: one less than how many tokens can always be taken back
-    /// ([`KvCache::truncate`]), and than how many of a sequence can always be appended at once ([`KvCache::max_batch`]).
+    /// Slots that a ring has beyond its window. With a slack of n, the last n + 1 tokens can always be taken back
+    /// ([`KvCache::truncate`]), and n + 1 tokens of a sequence can always be appended at once ([`KvCache::max_batch`]).
     pub slack: usize,
 }
 

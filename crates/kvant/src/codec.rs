@@ -35,7 +35,7 @@ pub struct TurboQuant {
     /// 4, 5, 6 or 8.
     pub bits: u32,
     /// Multiplies the normalised coordinates before the nearest centroid is sought, and is undone in the stored norm;
-    /// 1 but for experiments.
+    /// 1 but for experiments. The name of a codec does not tell it.
     pub scale: f32,
     /// Which number is stored as a block's norm.
     pub norm: Norm,

@@ -10,7 +10,7 @@ use crate::{
 
 /// How an operation touches a tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Access {
+pub(crate) enum Access {
     /// Reads it.
     Read,
     /// Writes it (all of it, or the part the operation defines).

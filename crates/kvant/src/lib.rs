@@ -87,8 +87,9 @@
 //!
 //! # Features
 //!
-//! `cuda` (default): the CUDA backend. It needs nothing to be built; driver and compiler are looked for at run time. The
-//! other backends depend on the system alone.
+//! `cuda` (default): the CUDA backend. It needs nothing to be built; driver and compiler are looked for at run time: a GPU of
+//! compute capability 8.0, a driver for CUDA 12.0, NVRTC. Its fastest attention is for q, cache and out of one 16-bit type, and
+//! for quantised caches with a 16-bit out. The other backends depend on the system alone.
 
 mod backend;
 mod cache;
@@ -113,7 +114,7 @@ pub use cache::{CacheLayer, CacheSpec, KvCache, LOAD_LIMIT, LayerBytes};
 pub use codec::Codec;
 pub use device::{CpuOptions, Device, DeviceEntry, DeviceKind, SimdLevel};
 pub use dtype::{DType, Element, Float};
-pub use encoder::{Access, Encoder, Graph, Submission};
+pub use encoder::{Encoder, Graph, Submission};
 pub use error::{Error, Result};
 pub use layer::{KvLayer, LayerSpec, Planes, SlotOrder};
 pub use step::Step;

@@ -18,6 +18,9 @@
 //
 // Operands are f16: centroids, queries (rotated, scaled into range) and weights, which carry the norm of their value relative
 // to the largest so far. Products are summed in float. The output is rotated back once.
+//
+// Where contexts are short and the device has clusters, the eight blocks of one share an item and add up their states through
+// one another's shared memory (attend_cluster.h).
 #include "attend_quantised_way.h"
 
 // Merges the warps' states into the block's.

@@ -4,7 +4,8 @@
 // scales and biases [outputs, inputs / group] (BITS is not 0; then W_DTYPE is theirs); out is [rows, outputs]. With EXPERTS
 // there are several such matrices, one behind the other, and ids[r] is the one of row r: zeros where there is no such matrix.
 //
-// Two kernels. linear_few, for the rows of a decode step, is bound by the reading of W: a warp takes ROWS outputs of TOKENS
+// Two kernels, for what the other kernels of linear (linear.rs chooses) do not take: odd alignments, weights of f32, mixed types,
+// experts of many rows. linear_few, for a few rows, is bound by the reading of W: a warp takes ROWS outputs of TOKENS
 // rows; its lanes take neighbouring chunks of 16 bytes of W, several of them before the first is used, so that all of a
 // small matrix is on its way at once. linear_tiles, for more rows, multiplies tiles of x and W, widened to float in shared
 // memory.

@@ -1,4 +1,5 @@
-// linear_codes: linear (see linear.cu) for affine codes and one row or two, on integer tensor cores; bound by the reading of W.
+// linear_codes: linear (see linear.cu) for affine codes and one row or two, or few rows of experts, on integer tensor cores;
+// bound by the reading of W.
 //
 // x is [.., inputs], f32, f16 or bf16; W is [outputs, inputs], codes of 4, 6 or 8 bits. Rows of both begin at multiples of 16
 // bytes (of 8 for codes of 6 bits).

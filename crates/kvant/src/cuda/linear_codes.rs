@@ -1,4 +1,4 @@
-//! Products of affine codes with one row or two, on integer tensor cores: see `linear_codes.cu`.
+//! Products of affine codes with one row or two, or with few rows of experts, on integer tensor cores: see `linear_codes.cu`.
 
 use super::{
     affine::Parts,

@@ -1,7 +1,9 @@
 //! The CUDA backend: the kernels, and the runtime that runs them on an NVIDIA GPU.
 //!
-//! `NAME.cu` holds the kernels of an operation, `NAME.rs` builds their launches. `runtime.rs` runs launches: `driver.rs`
-//! is what it needs of the driver, `compile.rs` and `cache.rs` make and keep machine code. Nothing of CUDA is needed to
+//! `NAME.cu` holds the kernels of an operation, `NAME.rs` builds their launches and, where an operation has several files
+//! (`attend*`, `linear*` with `dequantise`), chooses between them; `headers.rs` lists what kernel files include. `runtime.rs` runs
+//! launches: `driver.rs` is what it needs of the driver, `products.rs` is cuBLASLt, `libraries.rs` finds NVIDIA's libraries,
+//! `compile.rs` and `cache.rs` make and keep machine code. Nothing of CUDA is needed to
 //! build kvant, and a machine without it says so when it is asked for the device.
 
 mod affine;

@@ -32,8 +32,8 @@ pub const HEAD_DIMS: [usize; 4] = [64, 128, 256, 512];
 /// - Elsewhere on CUDA, weights, centroids, and queries, keys and values in f32 are taken as sums of f16 or bf16 numbers,
 ///   which hold 16 bits at least with an f16 or bf16 `out`, and 22 with an f32 one.
 ///
-/// On the CPU a result does not depend on timing, but in its last digits on the number of threads; a token's results in a
-/// prompt and in decode differ by no more than the errors above.
+/// On the CPU a result does not depend on timing; its last digits may depend on the number of threads. A token gives the same in
+/// a prompt and in decode, up to the errors above.
 pub struct Attend<'a> {
     /// `[T, H, D]`, f32, f16 or bf16; H a multiple of the layer's KV heads, D one of [`HEAD_DIMS`].
     pub q: &'a Tensor,
