@@ -385,6 +385,21 @@ fn prefill_kernels() {
     });
 }
 
+/// A prompt of many tiles, the step's own: rings of buffers come around several times.
+#[test]
+fn long_prefills() {
+    let cases = [(64, DType::F16), (128, DType::BF16)].map(|(head_dim, dtype)| {
+        let (k, v) = (Codec::Dense(dtype), Codec::Dense(dtype));
+        let (source, q, out, sequences, splits) = (dtype, dtype, dtype, vec![(61, 1701)], Some(1));
+        let fresh = Some(SourceOrder::HeadMajor);
+        Case { head_dim, k, v, source, q, out, sequences, fresh, splits, ..Case::default() }
+    });
+    on_threads(&cases, |case| {
+        comes_to(case, "attend_prefill");
+        case.check();
+    });
+}
+
 /// Without being asked not to split: when there are blocks enough. What the kernel cannot do is another's.
 #[test]
 fn kernels_of_many_tokens() {

@@ -71,7 +71,8 @@ inline Range visible(const AttendParams &p, Token token) {
     const uint after = token.position == NONE ? NONE : token.position + 1;
     const uint window_first = after > p.window ? after - p.window : 0;
     if (FRESH) {
-        return {window_first, after};
+        // No key is at NONE, not even the token's own.
+        return token.position == NONE ? Range{0, 0} : Range{window_first, after};
     }
     uint end = min(token.len, after);
     const uint held = token.len > p.capacity ? token.len - p.capacity : 0;

@@ -22,6 +22,9 @@ constexpr uint PARTS = SHARED_ROWS ? 1 : COLUMNS / WIDTH;
 constexpr uint BLOCK = TILE * 128;
 constexpr uint Q_BLOCK = ROWS * 128;
 static_assert(TILE % 16 == 0, "attend: tiles are made of products");
+// Each of the four warps that copy meets a buffer in every lap or looks at it at most one lap late; those who compute hold the
+// last chunk of a tile's keys and all of the values of the one before.
+static_assert(STAGES >= 4 && STAGES > CHUNKS, "attend: nobody waits for a buffer in vain");
 
 // Shared memory, in bytes; cuda/attend_prefill.rs computes the same sum.
 constexpr uint AT_RING = ROWS * ROW;

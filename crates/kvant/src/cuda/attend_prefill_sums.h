@@ -64,6 +64,7 @@ inline void clear(Work &work) {
     }
 }
 
+// Held, so that it is done before the products that add to it begin: compilers move arithmetic over their fence.
 inline void scale(Work &work, const float (&f)[2]) {
 #pragma unroll
     for (uint i = 0; i < CHUNKS * PARTS; i++) {
@@ -71,6 +72,7 @@ inline void scale(Work &work, const float (&f)[2]) {
         for (uint j = 0; j < WIDTH / 2; j++) {
             work.o[i][j] *= f[j / 2 % 2];
         }
+        hold(work.o[i]);
     }
 }
 

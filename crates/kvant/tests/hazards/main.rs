@@ -18,8 +18,8 @@ use common::{
 use kvant::{
     Codec, DType, Device, DeviceKind, Encoder, Error, KvLayer, LayerSpec, Result, SlotOrder, Step, Tensor,
     ops::{
-        self, Angles, Attend, Hadamard, HeadNorm, KvRead, KvSide, KvWrite, NormRope, PairLayout, Residual, RmsNorm,
-        Rope, SourceOrder, attend::Plan,
+        self, Angles, Attend, Fresh, Hadamard, HeadNorm, KvRead, KvSide, KvWrite, NormRope, PairLayout, Residual,
+        RmsNorm, Rope, SourceOrder, attend::Plan,
     },
 };
 

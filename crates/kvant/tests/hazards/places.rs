@@ -105,6 +105,52 @@ fn positions_near_the_end() {
     }
 }
 
+/// A step's own keys, one of which is not a number and stands at the very last position, where none can be: that is refused,
+/// or no other token sees it.
+#[test]
+fn fresh_key_at_the_very_end() {
+    let (kv_heads, heads, tokens, dtype) = (2, 4, 130, DType::BF16);
+    for dim in [64, 128, 256, 512] {
+        let data = Source::random(&mut Rng::of("fresh"), tokens, kv_heads, dim);
+        let queries = Rng::of("q").normals(tokens * heads * dim);
+        for device in devices() {
+            let layer = KvLayer::new(device, linear_spec(kv_heads, tokens, dim, Codec::BF16)).unwrap();
+            let past = indices(device, &[0], &[1]).unwrap();
+            // Not split: on CUDA that is the kernel of prompts.
+            let plan = Plan { kernel: "forced", reason: "by a test".into(), splits: 1 };
+            let result = |position: u32, coordinate: f32| -> Result<Vec<f32>> {
+                let mut step = range_step(device, 1, 0..tokens)?;
+                let positions: Vec<u32> = (0..tokens as u32 - 1).chain([position]).collect();
+                step.positions = indices(device, &positions, &[tokens])?;
+                let side = |values: &[f32]| {
+                    let mut values = values.to_vec();
+                    values[(tokens - 1) * kv_heads * dim..].fill(coordinate);
+                    input(device, dtype, &values, &[tokens, kv_heads, dim])
+                };
+                let (k, v) = (side(&data.k)?, side(&data.v)?);
+                let fresh = Some(Fresh { k: &k, v: &v, order: SourceOrder::TokenMajor, past: &past });
+                let q = input(device, dtype, &queries, &[tokens, heads, dim])?;
+                let out = Out::new(device, dtype, &[tokens, heads, dim])?;
+                let attend = Attend { fresh, plan: Some(&plan), ..plain(&layer, &q, &step, None, &out.tensor) };
+                run(device, |enc| ops::attend(enc, &attend))?;
+                out.bytes()?;
+                out.tensor.to_f32()
+            };
+            let nowhere = result(u32::MAX, f32::NAN);
+            if sees_indices(device) {
+                assert!(matches!(nowhere, Err(Error::OutOfRange { .. })), "{device}: {nowhere:?}");
+                continue;
+            }
+            let (nowhere, there) = (nowhere.unwrap(), result(tokens as u32 - 1, 0.0).unwrap());
+            let others = (tokens - 1) * heads * dim;
+            assert_close(format!("{device}: D {dim}"), &nowhere[..others], &there[..others], Bound::of(dtype));
+            // Several kernels take such a step on CUDA, and agree.
+            let nothing = nowhere[others..].iter().all(|&x| x == 0.0);
+            assert!(device.kind() != DeviceKind::Cuda || nothing, "{device}: D {dim}: it sees something");
+        }
+    }
+}
+
 /// A capacity far beyond the length, several heads and sequences: strides come from the capacity.
 #[test]
 fn capacity_stride() {
