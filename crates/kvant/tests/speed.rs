@@ -26,6 +26,12 @@ fn attention() -> Result<()> {
 
 #[test]
 #[ignore = "a measurement"]
+fn steps() -> Result<()> {
+    around_attention(&device()?)
+}
+
+#[test]
+#[ignore = "a measurement"]
 fn cache() -> Result<()> {
     kv(&device()?)
 }
@@ -155,6 +161,18 @@ fn attend(device: &Device) -> Result<()> {
     Ok(())
 }
 
+/// Decode attention between what a layer does before and after it: launches may begin before those in front of them have ended.
+fn around_attention(device: &Device) -> Result<()> {
+    for (dim, heads, kv_heads) in [(128, 32, 8), (256, 16, 8), (512, 16, 2)] {
+        for codec in [Codec::BF16, Codec::tq(4)] {
+            for len in [1024, 4096, 32768] {
+                Filled::new(device, codec, [dim, heads, kv_heads, len, 1], None)?.time_step(device)?;
+            }
+        }
+    }
+    Ok(())
+}
+
 /// Layers full of keys, and the queries of the last tokens.
 struct Filled {
     layers: Vec<KvLayer>,
@@ -208,6 +226,36 @@ impl Filled {
             let layer = &layers[i];
             let (fresh, softcap, q_rotated, plan) = (None, None, false, None);
             ops::attend(enc, &Attend { q, layer, step, fresh, scale, softcap, window, q_rotated, plan, out })
+        })
+    }
+
+    /// What a layer does before and after attention, too, as far as that is small.
+    fn time_step(&self, device: &Device) -> Result<()> {
+        let Filled { layers, step, q, out } = self;
+        let LayerSpec { head_dim, kv_heads, capacity, k, .. } = *layers[0].spec();
+        let heads = q.shape()[1];
+        let [one, weight] = [&[1, kv_heads, head_dim][..], &[head_dim]].map(|shape| noise(device, DType::BF16, shape));
+        let (one, weight) = (one?, weight?);
+        let norm = Some(HeadNorm { weight: Some(&weight), eps: 1e-6 });
+        let rotated = Tensor::zeros(device, DType::BF16, q.shape())?;
+        let x = out.reshape(&[1, heads * head_dim])?;
+        let matrix = noise(device, DType::BF16, &[1024, heads * head_dim])?;
+        let sums = Tensor::zeros(device, DType::BF16, &[1, 1024])?;
+        let name = format!("norm_rope_write, attend, linear of {head_dim}, {heads}, {kv_heads}, {capacity} {k}");
+        line(device, &name, layers[0].bytes(), layers.len(), |enc, i| {
+            let layer = &layers[i];
+            let rotate_q = k.is_quantised();
+            let (k, v, q_norm, k_norm, v_norm, rope) = (&one, &one, norm, norm, norm, None);
+            let q_out = &rotated;
+            ops::norm_rope_write(
+                enc,
+                &NormRopeWrite { q, k, v, q_norm, k_norm, v_norm, rope, rotate_q, step, layer, q_out },
+            )?;
+            let (q, scale, q_rotated) = (&rotated, (head_dim as f32).powf(-0.5), rotate_q);
+            let (fresh, softcap, window, plan) = (None, None, None, None);
+            ops::attend(enc, &Attend { q, layer, step, fresh, scale, softcap, window, q_rotated, plan, out })?;
+            let weight = Weight::Dense(&matrix);
+            ops::linear(enc, &Linear { x: &x, weight, experts: None, alpha: 1.0, out: &sums })
         })
     }
 }

@@ -13,24 +13,34 @@
 // Nothing is waited for but the warp's own copies: those run ahead, over the ends of pieces. At the end of a piece the
 // warps' states are added up. Where the device has clusters, the blocks of one share every piece evenly and add up their
 // states through one another's shared memory. Where several clusters share an item and head, the last to finish adds up theirs.
+//
+// Where tokens stand is read before the launch in front of this one has ended (gpu/launch.rs: `reads_ahead`).
+#include "ahead.h"
 #include "convert.h"
 #include "elements.h"
 #include "fragments.h"
 #include "attend_cluster.h"
+#include "attend_decode_ring.h"
 #include "attend_plan.h"
 #include "attend_state.h"
 
 static_assert(TILE == 16, "attend: a unit is what a product takes");
 
 constexpr bool HALF = DTYPE == F16;
-constexpr uint ROW = HEAD_DIM * 2;
-// So that neither the loads of keys nor those of values meet a bank twice.
-constexpr uint PITCH = ROW + 16;
-constexpr uint BUFFER = TILE * PITCH;
-constexpr uint RING_BYTES = BUFFERS * BUFFER;
 // 16-byte loads of a key's coordinates by a lane, products of scores per load, and of values.
 constexpr uint LOADS = HEAD_DIM / 32;
 constexpr uint PRODUCTS = HEAD_DIM / 16;
+
+// With BULK all rows begin at the same bank. So that fewer lanes meet at one, some load in another order, and put in order what
+// they have got. At D = 512 there are no registers for all of that.
+constexpr bool SWAPS = BULK && HEAD_DIM < 512;
+
+template <typename T>
+inline void swap(T &a, T &b) {
+    const T c = a;
+    a = b;
+    b = c;
+}
 
 // Weights in f16 are scaled up, so that small ones keep their bits.
 constexpr float WEIGHT_SCALE = HALF ? 16384.0f : 1.0f;
@@ -42,7 +52,8 @@ constexpr uint AT_OUTPUTS = WARPS * RING_BYTES;
 constexpr uint AT_SUMS = AT_OUTPUTS + WARPS * GROUP * OUTPUT_PITCH * 4;
 // m and l of the block's state, whose o takes the place of the first warp's.
 constexpr uint AT_ENDS = AT_SUMS + WARPS * 8 * 8;
-constexpr uint AT_ITEMS = AT_ENDS + 64;
+constexpr uint AT_BARRIERS = AT_ENDS + 64;
+constexpr uint AT_ITEMS = AT_BARRIERS + WARPS * BUFFERS * 8;
 constexpr uint AT_FLAG = AT_ITEMS + MAX_SHARED_ITEMS * 16;
 static_assert(AT_FLAG + 16 == SHARED_BYTES, "attend: the shared memory that Rust asks for");
 
@@ -118,41 +129,6 @@ inline uint first_of_warp(const Place &place) {
     return place.from + (threadIdx.x / 32 - place.first - place.from) % WARPS;
 }
 
-// Begins to copy 16 rows, those from key `first` on of a plane that begins at `plane`; zeros where there is no key.
-inline void fetch(const AttendParams &p, const uchar *plane, Range keys, uint unit, uint to) {
-    constexpr uint COPIES = TILE * ROW / 512;
-    const uint lane = threadIdx.x % 32;
-    const uint first = keys.first + unit * TILE;
-    const uint there = first < keys.end ? min(keys.end - first, TILE) : 0;
-    const uint step = p.row_slot * ROW;
-    const uint slot = RING ? first % p.capacity : first;
-    const uint column = lane * 16 % ROW;
-    if (there == TILE && (!RING || slot + TILE <= p.capacity)) {
-        const uchar *from = plane + ulong(slot + lane * 16 / ROW) * step + column;
-        to += lane * 16 / ROW * PITCH + column;
-#pragma unroll
-        for (uint i = 0; i < COPIES; i++) {
-            if constexpr (ROW > 512) {
-                copy_async<16>(to + i / 2 * PITCH + i % 2 * 512, from + i % 2 * 512, true);
-                from += i % 2 == 1 ? step : 0;
-            } else {
-                copy_async<16>(to + i * (512 / ROW) * PITCH, from, true);
-                from += 512 / ROW * step;
-            }
-        }
-    } else {
-#pragma unroll 1
-        for (uint i = 0; i < COPIES; i++) {
-            const uint at = i * 512 + lane * 16, row = at / ROW, byte = at % ROW;
-            uint row_slot = slot + row;
-            if (RING && row_slot >= p.capacity) {
-                row_slot %= p.capacity;
-            }
-            copy_async<16>(to + row * PITCH + byte, plane + ulong(row_slot) * step + byte, row < there);
-        }
-    }
-}
-
 // A warp's share of the work on a piece.
 struct Work {
     // Of query rows 2t and 2t + 1: the maximum, and this lane's part of the sum.
@@ -172,12 +148,24 @@ inline void scores(const AttendParams &p, const uchar *buffer, const uint4 (&q)[
     float sums[CHAINS][4] = {};
     const uchar *row = buffer + g * PITCH + t * 32;
 #pragma unroll
-    for (uint i = 0; i < LOADS; i++) {
-        const uint4 x = *reinterpret_cast<const uint4 *>(row + i / 2 * 128 + i % 2 * 16);
-        const uint4 y = *reinterpret_cast<const uint4 *>(row + 8 * PITCH + i / 2 * 128 + i % 2 * 16);
-        const uint first[4] = {x.x, y.x, x.y, y.y}, second[4] = {x.z, y.z, x.w, y.w};
-        mma<HALF>(sums[2 * i % CHAINS], first, make_uint2(q[i].x, q[i].y));
-        mma<HALF>(sums[(2 * i + 1) % CHAINS], second, make_uint2(q[i].z, q[i].w));
+    for (uint i = 0; i < LOADS; i += 2) {
+        uint4 x[2], y[2];
+#pragma unroll
+        for (uint j = 0; j < 2; j++) {
+            const uint at = i * 64 + (SWAPS ? j ^ g % 2 : j) * 16;
+            x[j] = *reinterpret_cast<const uint4 *>(row + at);
+            y[j] = *reinterpret_cast<const uint4 *>(row + 8 * PITCH + at);
+        }
+        if (SWAPS && g % 2 == 1) {
+            swap(x[0], x[1]);
+            swap(y[0], y[1]);
+        }
+#pragma unroll
+        for (uint j = 0; j < 2; j++) {
+            const uint first[4] = {x[j].x, y[j].x, x[j].y, y[j].y}, second[4] = {x[j].z, y[j].z, x[j].w, y[j].w};
+            mma<HALF>(sums[2 * (i + j) % CHAINS], first, make_uint2(q[i + j].x, q[i + j].y));
+            mma<HALF>(sums[(2 * (i + j) + 1) % CHAINS], second, make_uint2(q[i + j].z, q[i + j].w));
+        }
     }
     float s[4];
     const float factor = SOFTCAP ? p.scale / p.softcap : p.scale * LOG2_E;
@@ -235,17 +223,40 @@ inline void scores(const AttendParams &p, const uchar *buffer, const uint4 (&q)[
 // O^T += V^T P^T over 16 values.
 inline void add_values(uint buffer, Work &work) {
     const uint lane = threadIdx.x % 32;
-    // Lanes 0-7 name keys 0-7 of coordinates 0-7, 8-15 of coordinates 8-15; 16-31 the same of keys 8-15.
-    const uint from = buffer + (lane / 16 * 8 + lane % 8) * PITCH + lane / 8 % 2 * 16;
+    // Lanes 0-7 name keys 0-7 of coordinates 0-7, 8-15 of coordinates 8-15; 16-31 the same of keys 8-15. With BULK it is the other
+    // way round for odd keys, and with SWAPS every other pair of keys has exchanged the coordinates of a product and the next.
+    const uint key = lane / 16 * 8 + lane % 8;
+    const uint from = buffer + key * PITCH + (lane / 8 + (BULK ? key : 0)) % 2 * 16;
+    const uint other = SWAPS ? key / 2 % 2 * 32 : 0;
 #pragma unroll
-    for (uint i = 0; i < PRODUCTS; i++) {
-        uint a[4];
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
-                     : "r"(from + i * 32)
-                     : "memory");
-        mma<HALF>(work.o[i], a, work.leading);
-        mma<HALF>(work.o[i], a, work.rest);
+    for (uint i = 0; i < PRODUCTS; i += 2) {
+        uint a[2][4];
+#pragma unroll
+        for (uint j = 0; j < 2; j++) {
+            asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                         : "=r"(a[j][0]), "=r"(a[j][1]), "=r"(a[j][2]), "=r"(a[j][3])
+                         : "r"((j == 0 ? from + other : from - other) + (i + j) * 32)
+                         : "memory");
+            if (BULK) {
+#pragma unroll
+                for (uint n = 0; n < 4; n += 2) {
+                    const uint x = a[j][n], y = a[j][n + 1];
+                    a[j][n] = __byte_perm(x, y, 0x7610);
+                    a[j][n + 1] = __byte_perm(y, x, 0x7610);
+                }
+            }
+        }
+        if (SWAPS && lane % 2 == 1) {
+#pragma unroll
+            for (uint n = 0; n < 4; n++) {
+                swap(a[0][n], a[1][n]);
+            }
+        }
+#pragma unroll
+        for (uint j = 0; j < 2; j++) {
+            mma<HALF>(work.o[i + j], a[j], work.leading);
+            mma<HALF>(work.o[i + j], a[j], work.rest);
+        }
     }
 }
 
@@ -319,11 +330,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
         place = place_at(stretch, place.next, place.index);
     }
 
+    wait_for_previous();
+
     // The next unit that this warp fetches.
     Place ahead = place;
     uint ahead_unit = first_of_warp(ahead);
-    const uint ring = shared_address(memory) + warp * RING_BYTES;
-    uint fetched = 0, used = 0;
+    const uchar *own_ring = memory + warp * RING_BYTES;
+    Buffers ring(shared_address(own_ring), shared_address(memory + AT_BARRIERS) + warp * BUFFERS * 8);
     bool of_values = false, more = true;
 
     bool begun = false, read_by_others = false;
@@ -365,19 +378,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
 #pragma unroll 1
         while (step < 0 || unit < place.to) {
             if (step >= 0) {
-                copies_wait<BUFFERS - 1>();
-                __syncwarp();
+                const uint buffer = ring.wait();
                 if (!values_next) {
                     const uint first = place.item.keys.first + unit * TILE;
                     const uint there = first < place.item.keys.end ? place.item.keys.end - first : 0;
-                    scores(p, memory + warp * RING_BYTES + used, queries, there, work);
+                    scores(p, own_ring + buffer, queries, there, work);
                 } else {
-                    add_values(ring + used, work);
+                    add_values(ring.base + buffer, work);
                     unit += WARPS;
                 }
                 values_next = !values_next;
-                used = used + BUFFER == RING_BYTES ? 0 : used + BUFFER;
-                __syncwarp();
+                ring.empty();
             }
             step++;
             // The buffer of BUFFERS steps ago is free.
@@ -390,14 +401,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
             }
             if (more) {
                 const ulong plane = ahead.item.sequence * p.row_sequence + (first_head + ahead.head) * p.row_head;
-                fetch(p, (of_values ? v : k) + plane * ROW, ahead.item.keys, ahead_unit, ring + fetched);
+                ring.fill(p, (of_values ? v : k) + plane * ROW, ahead.item.keys, ahead_unit);
                 ahead_unit += of_values ? WARPS : 0;
                 of_values = !of_values;
-                fetched = fetched + BUFFER == RING_BYTES ? 0 : fetched + BUFFER;
             }
-            copies_commit();
+            ring.end_turn();
         }
 
+        // Not before: blocks of the next launch would crowd on the few multiprocessors that this one leaves free.
+        if (place.next >= stretch.end) {
+            let_next_begin();
+        }
         // The warps' states, added up.
         wait_for_others();
         const uint first_part = line.part_of(place.first), last_part = line.part_of(place.first + units_of(place.item) - 1);

@@ -5,7 +5,7 @@ use super::{
     headers,
 };
 use crate::{
-    Codec, DType, Result,
+    Codec, DType, Result, SlotOrder,
     gpu::{Builder, Launch, Limits, Params, Scratch, Source},
     ops::attend::{Call, NAME, Plan},
 };
@@ -23,14 +23,14 @@ const UNIT: usize = 16;
 const LEAST_UNITS: usize = 4;
 /// To begin and end a piece takes as long as so many units.
 const END_UNITS: usize = 6;
-/// More coordinates of keys in a head than these keep the last few blocks worth their trouble.
-const MUCH: usize = (1 << 24) + (1 << 20);
 /// Contexts that one cluster reads fast enough.
 const CLUSTER_UNITS: usize = 4096 / UNIT + 1;
 /// Query rows of a product.
 const MAX_GROUP: usize = 8;
 /// More buffers of a warp were never faster.
 const MAX_BUFFERS: usize = 6;
+/// Nor was it to have more bytes on their way in bulk copies.
+const MUCH_IN_BULK: usize = 64 << 10;
 
 /// How a call is cut into blocks.
 pub(super) struct Decode {
@@ -38,6 +38,8 @@ pub(super) struct Decode {
     group: usize,
     warps: usize,
     buffers: usize,
+    /// Whether a copy brings a whole unit.
+    bulk: bool,
     /// Blocks of a cluster, and the fewest units that are worth another cluster.
     cluster: usize,
     least: usize,
@@ -67,8 +69,6 @@ impl Decode {
         }
         // Accumulators and queries of 512 coordinates fill the registers of four warps.
         let warps = if call.head_dim == 512 { 4 } else { 8 };
-        let shared = |buffers| shared_bytes(call.head_dim, group, warps, buffers);
-        let buffers = (2..=MAX_BUFFERS).rev().find(|&buffers| shared(buffers) <= limits.threadgroup_bytes)?;
         let pairs = call.tokens * spec.kv_heads;
         // Of the longest context that the device may turn out to hold.
         let units = call.window.min(spec.capacity).div_ceil(UNIT) + 1;
@@ -78,16 +78,19 @@ impl Decode {
             512 if limits.clusters && call.tokens == 1 => 2,
             _ => 1,
         };
+        // On Hopper and later; it makes loads from shared memory take longer, which those who have few multiprocessors feel.
+        let bulk =
+            limits.clusters && cluster < MAX_CLUSTER && (spec.order == SlotOrder::HeadMajor || spec.kv_heads == 1);
+        let most = if bulk { MUCH_IN_BULK / (warps * UNIT * call.head_dim * 2) } else { MAX_BUFFERS };
+        let shared = |buffers| shared_bytes(call.head_dim, group, warps, buffers, bulk);
+        let fits = |&buffers: &usize| shared(buffers) <= limits.threadgroup_bytes;
+        let buffers = (2..=most.clamp(2, MAX_BUFFERS)).rev().find(fits)?;
         let workers = (limits.busy_groups / cluster).max(1);
         let splits = match call.splits {
             0 if call.tokens > MAX_SHARED_ITEMS || pairs >= 4 * limits.busy_groups || cluster == MAX_CLUSTER => 1,
             // One token's heads are equally long. No block then has parts of two heads, which costs it more time than a few
-            // blocks less, unless there is very much to read.
-            0 if call.tokens == 1
-                && pairs <= workers
-                && workers % pairs <= workers / 8
-                && (workers.is_multiple_of(pairs) || units * UNIT * call.head_dim <= MUCH) =>
-            {
+            // blocks less.
+            0 if call.tokens == 1 && pairs <= workers && workers % pairs <= workers / 8 => {
                 (workers / pairs).min(units.div_ceil(LEAST_UNITS * cluster))
             }
             splits => splits.min(MAX_SPLITS),
@@ -104,6 +107,7 @@ impl Decode {
             group,
             warps,
             buffers,
+            bulk,
             cluster,
             least,
             shared_bytes: shared(buffers),
@@ -133,6 +137,7 @@ impl Decode {
             .constant("GROUP", self.group as u32)
             .constant("WARPS", self.warps as u32)
             .constant("BUFFERS", self.buffers as u32)
+            .constant("BULK", self.bulk)
             .constant("TILE", UNIT as u32)
             .constant("LEAST_UNITS", self.least as u32)
             .constant("END_UNITS", END_UNITS as u32)
@@ -149,7 +154,9 @@ impl Decode {
             .read(10, call.cached_lens())
             .params(14, &params)
             .grid([self.blocks, 1, 1], [32 * self.warps, 1, 1])
-            .threadgroup_memory(self.shared_bytes);
+            .threadgroup_memory(self.shared_bytes)
+            // Where tokens stand.
+            .reads_ahead(&[8, 9, 10]);
         let launch = attend::write(launch, call, state);
         if self.splits == 1 {
             return Ok(launch);
@@ -160,10 +167,7 @@ impl Decode {
 }
 
 /// Bytes of shared memory: the sum that `attend_decode.cu` computes.
-fn shared_bytes(head_dim: usize, group: usize, warps: usize, buffers: usize) -> usize {
-    warps * buffers * UNIT * (head_dim * 2 + 16)
-        + warps * (group * (head_dim + 4) * 4 + 64)
-        + 64
-        + MAX_SHARED_ITEMS * 16
-        + 16
+fn shared_bytes(head_dim: usize, group: usize, warps: usize, buffers: usize, bulk: bool) -> usize {
+    let pitch = head_dim * 2 + if bulk { 0 } else { 16 };
+    warps * buffers * (UNIT * pitch + 8) + warps * (group * (head_dim + 4) * 4 + 64) + 64 + MAX_SHARED_ITEMS * 16 + 16
 }

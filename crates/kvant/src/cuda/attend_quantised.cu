@@ -21,6 +21,7 @@
 //
 // Where contexts are short and the device has clusters, the eight blocks of one share an item and add up their states through
 // one another's shared memory (attend_cluster.h).
+#include "ahead.h"
 #include "attend_quantised_way.h"
 
 // Merges the warps' states into the block's.
@@ -241,6 +242,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
     if (items == 1 && only.sequence > 0) {
         only = load_token(p, positions, sequence, lens, first_item);
     }
+    // Until here only that has been read which the launch in front does not write (gpu/launch.rs: `reads_ahead`).
+    take_turn();
     const Buffers b = {q,         {k_low, k_high, k_norms}, {v_low, v_high, v_norms}, positions, sequence, lens,
                        {partials, counters, state, out},    items == 1,               only};
     Standing standing = {false, 0};

@@ -155,7 +155,9 @@ impl Quantised {
             .read(10, call.cached_lens())
             .params(14, &params)
             .grid([self.blocks, 1, 1], [32 * warps, 1, 1])
-            .threadgroup_memory(self.shared_bytes);
+            .threadgroup_memory(self.shared_bytes)
+            // Where tokens stand.
+            .reads_ahead(&[8, 9, 10]);
         let launch = planes::bind(planes::bind(launch, 2, &call.layer.k, Use::Read), 5, &call.layer.v, Use::Read);
         let launch = attend::write(launch, call, state);
         if self.splits == 1 {

@@ -63,6 +63,8 @@ const ATTEND_PREFILL_SUMS_H: Header =
     Header { name: "attend_prefill_sums.h", text: || include_str!("attend_prefill_sums.h").to_string() };
 const ATTEND_PREFILL_ODD_H: Header =
     Header { name: "attend_prefill_odd.h", text: || include_str!("attend_prefill_odd.h").to_string() };
+const ATTEND_DECODE_RING_H: Header =
+    Header { name: "attend_decode_ring.h", text: || include_str!("attend_decode_ring.h").to_string() };
 const NORM_ROPE_H: Header = Header { name: "norm_rope.h", text: || include_str!("norm_rope.h").to_string() };
 
 /// Loads and stores by dtype.
@@ -119,10 +121,21 @@ pub(super) const ATTEND_QUANTISED: &[Header] = &[
     ATTEND_QUANTISED_ROWS_H,
     ATTEND_QUANTISED_SCORES_H,
     ATTEND_QUANTISED_WAY_H,
+    AHEAD_H,
 ];
 /// Decode attention over dense rows: operands of tensor cores, who works on what, and how that comes together.
-pub(super) const ATTEND_DECODE: &[Header] =
-    &[CONVERT_H, ELEMENTS_H, FRAGMENTS_H, ATTEND_PLAN_H, ATTEND_CLUSTER_H, ATTEND_SOFTMAX_H, ATTEND_STATE_H];
+pub(super) const ATTEND_DECODE: &[Header] = &[
+    CONVERT_H,
+    ELEMENTS_H,
+    FRAGMENTS_H,
+    ATTEND_PLAN_H,
+    ATTEND_CLUSTER_H,
+    ATTEND_SOFTMAX_H,
+    ATTEND_STATE_H,
+    AHEAD_H,
+    ATTEND_DECODE_RING_H,
+    MBARRIER_H,
+];
 /// Attention of many tokens over dense rows: products of warpgroups, and the barriers between those who copy and those who compute.
 pub(super) const ATTEND_PREFILL: &[Header] = &[
     CONVERT_H,

@@ -12,6 +12,28 @@ inline void barrier_arrive(uint at) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
 }
 
+// Bulk copies after it may use barriers that were made before.
+inline void show_barriers_to_copies() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// Bulk copies after it come after what was stored to shared memory before.
+inline void show_to_copies() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Comes, and says that `bytes` of copies come before the phase ends.
+inline void barrier_expect(uint at, uint bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
+}
+
+// Copies `bytes`, a multiple of 16, between multiples of 16 to shared memory behind the thread's back, and tells the barrier.
+inline void copy_bulk(uint to, const uchar *from, uint bytes, uint barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(barrier)
+                 : "memory");
+}
+
 // Waits for the end of a phase, the first of which has parity 0. That of the phase before the first has parity 1, and is over.
 inline void barrier_wait(uint at, uint parity) {
     asm volatile("{\n.reg .pred over;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 over, [%0], %1;\n@!over bra again;\n}" ::"r"(
