@@ -36,34 +36,34 @@ impl HostMemory {
             return Ok(HostMemory { block: None, start: NonNull::new(dangling).expect("64 is not null") });
         }
         let failed = || Error::OutOfMemory { device: device.to_string(), bytes };
-        // Asking the allocator for 64-byte alignment would make it touch every page to zero it; a cache's capacity
+        let align = if bytes < HUGE { ALIGN } else { HUGE };
+        // Asking the allocator for this alignment would make it touch every page to zero it; a cache's capacity
         // is far larger than its use, so ask for 16 (which maps zero pages lazily) and align here.
-        let padded = bytes.checked_add(ALIGN).ok_or_else(failed)?;
+        let padded = bytes.checked_add(align).ok_or_else(failed)?;
         let layout = std::alloc::Layout::from_size_align(padded, 16).map_err(|_| failed())?;
         // SAFETY: the layout is not empty.
         let block = NonNull::new(unsafe { std::alloc::alloc_zeroed(layout) }).ok_or_else(failed)?;
-        let skip = block.align_offset(ALIGN);
-        // SAFETY: `skip` is less than ALIGN, and the block is ALIGN bytes longer than asked for.
+        let skip = block.align_offset(align);
+        // SAFETY: `skip` is less than `align`, and the block is that much longer than asked for.
         let start = unsafe { block.add(skip) };
-        want_huge_pages(block, padded);
+        want_huge_pages(start, bytes);
         Ok(HostMemory { block: Some((block, layout)), start })
     }
 }
 
-/// Blocks from here on ask for huge pages: reading a cache or weights in pages of 4 KiB is bound by address translation.
-/// The price: what is touched first takes 2 MiB, so a cache of large capacity, head by head, takes that much for each head as
-/// soon as it holds one token.
-#[cfg(target_os = "linux")]
-const HUGE_FROM: usize = 8 << 20;
+/// A huge page. Blocks from here on begin with one and ask for them: reading a cache or weights in pages of 4 KiB is bound by
+/// address translation. The price: what is touched first takes 2 MiB, so a cache of large capacity, head by head, takes that
+/// much for each head as soon as it holds one token.
+const HUGE: usize = 2 << 20;
 
 /// Asks for huge pages, where the system gives them only on demand. Advice: without it everything works, slower.
 #[cfg(target_os = "linux")]
-fn want_huge_pages(block: NonNull<u8>, bytes: usize) {
-    const PAGE: usize = 4096;
-    if bytes >= HUGE_FROM {
-        let skip = block.align_offset(PAGE);
+fn want_huge_pages(start: NonNull<u8>, bytes: usize) {
+    // What is left at the end has small pages: a huge one would hold memory that nobody uses.
+    let whole = bytes / HUGE * HUGE;
+    if whole > 0 {
         // SAFETY: whole pages within the block; the advice changes neither contents nor protection.
-        unsafe { libc::madvise(block.as_ptr().add(skip).cast(), (bytes - skip) / PAGE * PAGE, libc::MADV_HUGEPAGE) };
+        unsafe { libc::madvise(start.as_ptr().cast(), whole, libc::MADV_HUGEPAGE) };
     }
 }
 

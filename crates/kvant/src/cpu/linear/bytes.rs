@@ -12,13 +12,15 @@ use std::arch::x86_64::*;
 
 use super::{
     super::simd::{Avx512, Simd},
-    few_rows::AHEAD,
+    block::Ahead,
 };
 
 /// Bytes of an activation.
 const DIGITS: usize = 3;
 /// Floats that may be read beyond the scales of a row.
 const PAD: usize = 16;
+/// Groups whose scales a vector holds.
+const GROUPS: usize = 16;
 /// Bytes of a vector.
 const VECTOR: usize = 64;
 /// Three bytes with a sign reach 8 355 711; a little less, because the quotient is rounded.
@@ -62,7 +64,7 @@ impl Layout {
 
     /// Words of a prepared row: its bytes, then for each group its unit, then its sum.
     pub(super) fn words(&self) -> usize {
-        self.blocks() * self.parts() * DIGITS * VECTOR / 4 + 2 * (self.groups() + PAD)
+        (self.blocks() * self.parts() * DIGITS * VECTOR / 4 + 2 * (self.groups() + PAD)).next_multiple_of(VECTOR / 4)
     }
 
     /// The parts of a prepared row.
@@ -150,11 +152,15 @@ pub(super) unsafe fn prepare(layout: Layout, x: &[f32], to: &mut [f32]) -> bool 
     true
 }
 
-/// R rows of a matrix: their codes, their scales, behind which 16 more floats are readable, and their biases.
-pub(super) struct Rows<const R: usize> {
-    pub codes: [*const u8; R],
-    pub scales: [*const f32; R],
-    pub biases: [*const f32; R],
+/// Rows of a matrix at equal distances: the first one's codes, scales and biases, how many bytes of codes and how many
+/// scales (and biases) further each of the others has its own, and what to ask for meanwhile.
+pub(super) struct Rows {
+    pub codes: *const u8,
+    pub codes_apart: usize,
+    pub scales: *const f32,
+    pub biases: *const f32,
+    pub scales_apart: usize,
+    pub ahead: Ahead,
 }
 
 /// The products of R rows of the matrix with T prepared rows of activations.
@@ -167,31 +173,42 @@ pub(super) struct Rows<const R: usize> {
 #[allow(clippy::needless_range_loop, reason = "a number counts through several arrays at once")]
 pub(super) unsafe fn dots<const BITS: usize, const R: usize, const T: usize>(
     layout: Layout,
-    rows: &Rows<R>,
+    rows: &Rows,
     x: [*const f32; T],
 ) -> [[f32; T]; R] {
     let layout = Layout { bits: BITS, ..layout };
-    let x = x.map(|x| layout.split(x));
+    // Not by `map`: what that calls is compiled without these instructions, and stays a call.
+    let mut parts = [layout.split(x[0]); T];
+    for t in 1..T {
+        parts[t] = layout.split(x[t]);
+    }
+    let x = parts;
     let mut total = [[_mm512_setzero_ps(); T]; R];
     let (whole, rest) = (layout.inputs / layout.block(), layout.inputs % layout.block());
     // SAFETY: the caller's promise; of the last block only the words that the row has are read.
     unsafe {
         let words = ((1u32 << (layout.block() * BITS / 32)) - 1) as __mmask16;
-        for index in 0..whole {
-            Block { layout, index, words, lanes: !0 }.add::<BITS, R, T>(rows, &x, &mut total);
-        }
-        if rest > 0 {
-            let words = (1 << (rest * BITS / 32)) - 1;
-            let lanes = (1 << (rest * VECTOR / 4 / layout.block())) - 1;
-            Block { layout, index: whole, words, lanes }.add::<BITS, R, T>(rows, &x, &mut total);
-        }
-        for first in (0..layout.groups()).step_by(16) {
-            let used = (1u32 << (layout.groups() - first).min(16)).wrapping_sub(1) as __mmask16;
+        for first in (0..layout.groups()).step_by(GROUPS) {
+            let used = (1u32 << (layout.groups() - first).min(GROUPS)).wrapping_sub(1) as __mmask16;
+            let mut factors = [[_mm512_setzero_ps(); T]; R];
             for r in 0..R {
-                let biases = _mm512_maskz_loadu_ps(used, rows.biases[r].add(first));
+                let scales = _mm512_maskz_loadu_ps(used, rows.scales.add(r * rows.scales_apart + first));
+                let biases = _mm512_maskz_loadu_ps(used, rows.biases.add(r * rows.scales_apart + first));
                 for t in 0..T {
+                    factors[r][t] = _mm512_mul_ps(scales, _mm512_loadu_ps(x[t].1.add(first)));
                     total[r][t] = _mm512_fmadd_ps(biases, _mm512_loadu_ps(x[t].2.add(first)), total[r][t]);
                 }
+            }
+            // A whole number of blocks.
+            let blocks = (GROUPS << layout.group) / layout.block();
+            let start = first / GROUPS * blocks;
+            for index in start..whole.min(start + blocks) {
+                Block { layout, index, words, lanes: !0 }.add::<BITS, R, T>(rows, &x, &factors, &mut total);
+            }
+            if rest > 0 && whole < start + blocks {
+                let words = (1 << (rest * BITS / 32)) - 1;
+                let lanes = (1 << (rest * VECTOR / 4 / layout.block())) - 1;
+                Block { layout, index: whole, words, lanes }.add::<BITS, R, T>(rows, &x, &factors, &mut total);
             }
         }
         let mut sums = [[0.0; T]; R];
@@ -221,31 +238,26 @@ impl Block {
     #[allow(clippy::needless_range_loop, reason = "a number counts through several arrays at once")]
     unsafe fn add<const BITS: usize, const R: usize, const T: usize>(
         self,
-        rows: &Rows<R>,
+        rows: &Rows,
         x: &[(*const u8, *const f32, *const f32); T],
+        factors: &[[__m512; T]; R],
         total: &mut [[__m512; T]; R],
     ) {
         let parts = if BITS == 4 { 2 } else { 1 };
         let at = self.index * parts * VECTOR;
-        // SAFETY: the caller's promise; scales and units have a padding.
+        // SAFETY: the caller's promise.
         unsafe {
             let lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-            // The lane's group, counted from the block's first one.
-            let scale_of =
-                _mm512_srl_epi32(lanes, _mm_cvtsi32_si128((self.layout.group - (4 * parts as u32).ilog2()) as i32));
-            let first_group = at >> self.layout.group;
-            let mut units = [_mm512_setzero_ps(); T];
-            for (units, x) in units.iter_mut().zip(x) {
-                *units = _mm512_permutexvar_ps(scale_of, _mm512_loadu_ps(x.1.add(first_group)));
-            }
+            // Each lane's group, of which the instruction takes the lowest four bits.
+            let group = _mm_cvtsi32_si128((self.layout.group - (4 * parts as u32).ilog2()) as i32);
+            let first = _mm512_set1_epi32((at >> self.layout.group) as i32);
+            let group_of = _mm512_add_epi32(_mm512_srl_epi32(lanes, group), first);
+            let (mut ahead, apart) = rows.ahead.at::<R>(self.index, parts * 8 * BITS);
             for r in 0..R {
-                let from = rows.codes[r].add(at / 8 * BITS);
-                // Rows follow one another: in the order of their addresses, whichever row this is.
-                let soon = AHEAD + (self.index * R + r) * parts * 8 * BITS;
-                _mm_prefetch::<_MM_HINT_T1>(rows.codes[0].wrapping_add(soon).cast());
+                let from = rows.codes.add(r * rows.codes_apart + at / 8 * BITS);
+                _mm_prefetch::<_MM_HINT_T1>(ahead.cast());
+                ahead = ahead.wrapping_add(apart);
                 let codes = unpack::<BITS>(_mm512_maskz_loadu_epi32(self.words, from.cast()));
-                let scales = _mm512_loadu_ps(rows.scales[r].add(first_group));
-                let scales = _mm512_maskz_permutexvar_ps(self.lanes, scale_of, scales);
                 for t in 0..T {
                     let mut sum = _mm512_setzero_si512();
                     let mut high = _mm512_setzero_ps();
@@ -267,7 +279,8 @@ impl Block {
                     if BITS == 8 {
                         sum = _mm512_add_ps(sum, high);
                     }
-                    total[r][t] = _mm512_fmadd_ps(sum, _mm512_mul_ps(scales, units[t]), total[r][t]);
+                    let factors = _mm512_maskz_permutexvar_ps(self.lanes, group_of, factors[r][t]);
+                    total[r][t] = _mm512_fmadd_ps(sum, factors, total[r][t]);
                 }
             }
         }

@@ -4,24 +4,21 @@
 //! read from memory once, whatever the number of rows, and its codes are unpacked in registers. An affine row is
 //! Σ over groups of scale · Σ q·x + bias · Σ x: the sums of x per group come with the prepared activations, a sum for
 //! each lane, so that everything is added lane by lane and across them once, at the end. Where the processor multiplies
-//! bytes, affine rows go through `bytes`.
+//! bytes, affine rows go through `bytes`. In which order rows are read is `block`'s.
 
 use std::ops::Range;
 
 use super::{
     super::{elements::Elements, scratch, simd::Kernel, simd::Simd},
+    block::{Block, OUTPUTS, Together},
     bytes,
     matrix::{self, Affine, Kind, Matrix, UNIT},
     words,
 };
 use crate::DType;
 
-/// Outputs that are collected before they are rounded and stored, and rows of activations taken together.
-const OUTPUTS: usize = 32;
+/// Rows of activations taken together.
 const ROWS: usize = 8;
-
-/// How far ahead codes are fetched into the second cache.
-pub(super) const AHEAD: usize = 48 << 10;
 
 /// Floats between the sums of two groups: the widest vector.
 const LANES: usize = 16;
@@ -203,12 +200,16 @@ impl FewRows<'_> {
     #[inline(always)]
     unsafe fn blocks<S: Simd, W: Rows>(&self, weights: W) {
         let mut result = [[0.0; OUTPUTS]; ROWS];
-        let scales = &mut *scratch::take(2 * OUTPUTS * weights.groups());
-        for first in self.outputs.clone().step_by(OUTPUTS) {
-            let count = (self.outputs.end - first).min(OUTPUTS);
-            // SAFETY: the caller's promise.
-            unsafe { weights.scales::<S>(self.base + first, count, scales) };
-            let block = Block { first, count, scales };
+        let groups = weights.groups();
+        let scales = &mut *scratch::take(2 * OUTPUTS * groups);
+        for mut block in Block::all(self.outputs.clone(), weights.row_bytes()) {
+            let (scales_of, biases_of) = scales.split_at_mut(block.count * groups);
+            for (first, run) in block.runs() {
+                let (first, run) = (self.base + first, run.start * groups..run.end * groups);
+                // SAFETY: the caller's promise.
+                unsafe { weights.scales::<S>(first, &mut scales_of[run.clone()], &mut biases_of[run]) };
+            }
+            block.scales = scales;
             for rows in self.rows.chunks(ROWS) {
                 let mut at = 0;
                 while at < rows.len() {
@@ -216,7 +217,9 @@ impl FewRows<'_> {
                     // SAFETY: the caller's promise.
                     at += unsafe {
                         match rows.len() - at {
-                            1 if W::EIGHT => self.tile::<S, W, 8, 1>(weights, &block, &rows[at..], result),
+                            1 if W::EIGHT && !block.streams() => {
+                                self.tile::<S, W, 8, 1>(weights, &block, &rows[at..], result)
+                            }
                             1 => self.tile::<S, W, 4, 1>(weights, &block, &rows[at..], result),
                             2 | 3 => self.tile::<S, W, 4, 2>(weights, &block, &rows[at..], result),
                             _ => self.tile::<S, W, 2, 4>(weights, &block, &rows[at..], result),
@@ -224,8 +227,10 @@ impl FewRows<'_> {
                     };
                 }
                 for (&[_, out], result) in rows.iter().zip(&result) {
-                    // SAFETY: the caller's promise.
-                    unsafe { self.out.store::<S>(out as usize * self.width + first, &result[..count]) };
+                    for (first, run) in block.runs() {
+                        // SAFETY: the caller's promise.
+                        unsafe { self.out.store::<S>(out as usize * self.width + first, &result[run]) };
+                    }
                 }
             }
         }
@@ -241,29 +246,22 @@ impl FewRows<'_> {
         result: &mut [[f32; OUTPUTS]],
     ) -> usize {
         let x: [_; T] = std::array::from_fn(|t| self.x.row(rows[t][0] as usize));
-        let block = &Block { first: self.base + block.first, ..*block };
-        for n in (0..block.count).step_by(R) {
-            // At the end the last output is computed more than once.
-            let outputs: [usize; R] = std::array::from_fn(|r| (n + r).min(block.count - 1));
+        let mut n = 0;
+        while n < block.count {
+            let (mut together, done) = block.next::<R>(n);
+            n = done;
+            let Together { place, places_apart, .. } = together;
+            together.output += self.base;
             // SAFETY: the caller's promise.
-            let dots = unsafe { weights.dots::<S, R, T>(block, outputs, &x) };
-            for (n, dots) in outputs.into_iter().zip(dots) {
+            let dots = unsafe { weights.dots::<S, R, T>(block, together, &x) };
+            for (r, dots) in dots.into_iter().enumerate() {
                 for (t, dot) in dots.into_iter().enumerate() {
-                    result[t][n] = self.alpha * dot;
+                    result[t][place + r * places_apart] = self.alpha * dot;
                 }
             }
         }
         T
     }
-}
-
-/// Outputs that are computed together.
-#[derive(Clone, Copy)]
-struct Block<'a> {
-    first: usize,
-    count: usize,
-    /// Of affine rows, widened: `count` rows of scales, then as many of biases.
-    scales: &'a [f32],
 }
 
 /// A prepared row of activations and its sums by group.
@@ -274,23 +272,27 @@ trait Rows: Copy {
     /// Whether eight rows at a time, rather than four, are better for one row of activations.
     const EIGHT: bool = false;
 
+    fn row_bytes(&self) -> usize;
+
     /// Scales per row.
     fn groups(&self) -> usize {
         0
     }
 
-    /// Prepares [`Block::scales`].
+    /// Prepares some of [`Block::scales`], from those of row `first` on.
     ///
     /// # Safety
     /// The rows exist, and the level's instructions are enabled.
-    unsafe fn scales<S: Simd>(&self, first: usize, count: usize, out: &mut [f32]);
+    unsafe fn scales<S: Simd>(&self, first: usize, scales: &mut [f32], biases: &mut [f32]);
 
+    /// R rows of a block.
+    ///
     /// # Safety
     /// The rows exist, the activations are as long as they are, and the level's instructions are enabled.
     unsafe fn dots<S: Simd, const R: usize, const T: usize>(
         &self,
         block: &Block,
-        rows: [usize; R],
+        rows: Together,
         x: &[X; T],
     ) -> [[f32; T]; R];
 }
@@ -317,21 +319,26 @@ impl<const DTYPE: usize> Dense<DTYPE> {
 }
 
 impl<const DTYPE: usize> Rows for Dense<DTYPE> {
+    fn row_bytes(&self) -> usize {
+        self.inputs * if DTYPE == 0 { 4 } else { 2 }
+    }
+
     #[inline(always)]
-    unsafe fn scales<S: Simd>(&self, _: usize, _: usize, _: &mut [f32]) {}
+    unsafe fn scales<S: Simd>(&self, _: usize, _: &mut [f32], _: &mut [f32]) {}
 
     #[inline(always)]
     unsafe fn dots<S: Simd, const R: usize, const T: usize>(
         &self,
-        block: &Block,
-        rows: [usize; R],
+        _: &Block,
+        rows: Together,
         x: &[X; T],
     ) -> [[f32; T]; R] {
         let size = if DTYPE == 0 { 4 } else { 2 };
         let whole = self.inputs - self.inputs % S::LANES;
         // SAFETY: the caller's promise; the rest of a row is first copied to where a whole vector can be read.
         unsafe {
-            let rows = rows.map(|row| self.weights.at((block.first + row) * self.inputs).cast_const());
+            let rows: [_; R] =
+                std::array::from_fn(|r| self.weights.at((rows.output + r * rows.apart) * self.inputs).cast_const());
             let mut total = [[S::zero(); T]; R];
             for k in (0..whole).step_by(S::LANES) {
                 for r in 0..R {
@@ -365,21 +372,25 @@ struct Grouped<const BITS: usize> {
 }
 
 impl<const BITS: usize> Rows for Grouped<BITS> {
+    fn row_bytes(&self) -> usize {
+        self.inputs / 8 * BITS
+    }
+
     fn groups(&self) -> usize {
         self.inputs / self.affine.group
     }
 
     #[inline(always)]
-    unsafe fn scales<S: Simd>(&self, first: usize, count: usize, out: &mut [f32]) {
+    unsafe fn scales<S: Simd>(&self, first: usize, scales: &mut [f32], biases: &mut [f32]) {
         // SAFETY: the caller's promise.
-        unsafe { self.affine.scales::<S>(first, count, self.inputs, out) };
+        unsafe { self.affine.scales::<S>(first, self.inputs, scales, biases) };
     }
 
     #[inline(always)]
     unsafe fn dots<S: Simd, const R: usize, const T: usize>(
         &self,
         block: &Block,
-        rows: [usize; R],
+        rows: Together,
         x: &[X; T],
     ) -> [[f32; T]; R] {
         // SAFETY: the caller's promise.
@@ -399,24 +410,23 @@ impl<const BITS: usize> Grouped<BITS> {
     unsafe fn dots_by<S: Simd, const R: usize, const T: usize>(
         &self,
         block: &Block,
-        rows: [usize; R],
+        rows: Together,
         x: &[X; T],
         units: usize,
     ) -> [[f32; T]; R] {
         let groups = self.inputs / (units * UNIT);
-        // SAFETY: the caller's promise; `rows` lie within the block.
+        // SAFETY: the caller's promise; the rows lie within the block.
         unsafe {
-            let codes = rows.map(|row| self.affine.codes(block.first + row, self.inputs));
-            let scales = rows.map(|row| block.scales.as_ptr().add(row * groups));
+            let codes: [_; R] = std::array::from_fn(|r| self.affine.codes(rows.output + r * rows.apart, self.inputs));
+            let scales: [_; R] =
+                std::array::from_fn(|r| block.scales.as_ptr().add((rows.place + r * rows.places_apart) * groups));
+            let ahead = block.ahead(codes[0], self.row_bytes());
             let biases = block.count * groups;
             let mut total = [[S::zero(); T]; R];
             let bytes = units * UNIT / 8 * BITS;
             for group in 0..groups {
                 let mut dot = [[S::zero(); T]; R];
-                // Rows follow one another: in the order of their addresses, whichever row this is.
-                for at in (group * R * bytes..(group + 1) * R * bytes).step_by(64) {
-                    S::prefetch(codes[0].wrapping_add(AHEAD + at));
-                }
+                ahead.fetch::<S, R>(group, bytes);
                 for unit in 0..units {
                     let at = (group * units + unit) * UNIT;
                     for r in 0..R {
@@ -454,31 +464,38 @@ impl<const BITS: usize> Rows for Bytes<BITS> {
     /// There are registers for them, and what is done once for all of them counts where rows are short.
     const EIGHT: bool = true;
 
+    fn row_bytes(&self) -> usize {
+        self.layout.inputs() / 8 * BITS
+    }
+
     fn groups(&self) -> usize {
         self.layout.groups()
     }
 
     #[inline(always)]
-    unsafe fn scales<S: Simd>(&self, first: usize, count: usize, out: &mut [f32]) {
+    unsafe fn scales<S: Simd>(&self, first: usize, scales: &mut [f32], biases: &mut [f32]) {
         // SAFETY: the caller's promise.
-        unsafe { self.affine.scales::<S>(first, count, self.layout.inputs(), out) };
+        unsafe { self.affine.scales::<S>(first, self.layout.inputs(), scales, biases) };
     }
 
     #[inline(always)]
     unsafe fn dots<S: Simd, const R: usize, const T: usize>(
         &self,
         block: &Block,
-        rows: [usize; R],
+        rows: Together,
         x: &[X; T],
     ) -> [[f32; T]; R] {
         let (groups, scales) = (self.groups(), block.scales.as_ptr());
-        // SAFETY: the caller's promise; `rows` lie within the block. Behind the scales stand as many biases, and room
-        // for those of `OUTPUTS` rows: at least 16 floats.
+        // SAFETY: the caller's promise; the rows lie within the block.
         unsafe {
+            let codes = self.affine.codes(rows.output, self.layout.inputs());
             let rows = bytes::Rows {
-                codes: rows.map(|row| self.affine.codes(block.first + row, self.layout.inputs())),
-                scales: rows.map(|row| scales.add(row * groups)),
-                biases: rows.map(|row| scales.add((block.count + row) * groups)),
+                codes,
+                codes_apart: rows.apart * self.row_bytes(),
+                scales: scales.add(rows.place * groups),
+                biases: scales.add((block.count + rows.place) * groups),
+                scales_apart: rows.places_apart * groups,
+                ahead: block.ahead(codes, self.row_bytes()),
             };
             bytes::dots::<BITS, R, T>(self.layout, &rows, x.map(|x| x.0.as_ptr()))
         }

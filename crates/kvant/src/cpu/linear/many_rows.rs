@@ -187,7 +187,8 @@ impl ManyWords<'_> {
             // SAFETY: the rows exist; `dispatch_bytes` enables the instructions. No other task writes these outputs.
             unsafe {
                 let factors = &mut factors[..2 * count * groups];
-                self.affine.scales::<S>(self.base + first, count, inputs, factors);
+                let (scales, biases) = factors.split_at_mut(count * groups);
+                self.affine.scales::<S>(self.base + first, inputs, scales, biases);
                 // At the end the last output is computed more than once.
                 let row = |n: usize| n.min(count - 1);
                 let to = &mut panel[words::OUTPUTS * inputs / 2..];

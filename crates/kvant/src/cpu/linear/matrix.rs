@@ -135,21 +135,20 @@ impl Affine {
         unsafe { self.codes.0.add(row * (inputs / 8 * self.bits)) }
     }
 
-    /// Widens the scales of `count` rows from `first` on, and behind them their biases.
+    /// Widens the scales and the biases of rows from `first` on, as many as there is room for.
     ///
     /// # Safety
-    /// The rows exist, `out` is twice as long as they have groups, and the level's instructions are enabled.
+    /// The rows exist, both have the same length, and the level's instructions are enabled.
     #[inline(always)]
-    pub(super) unsafe fn scales<S: Simd>(&self, first: usize, count: usize, inputs: usize, out: &mut [f32]) {
+    pub(super) unsafe fn scales<S: Simd>(&self, first: usize, inputs: usize, scales: &mut [f32], biases: &mut [f32]) {
         let groups = inputs / self.group;
-        let (scales, biases) = out.split_at_mut(count * groups);
         // SAFETY: the caller's promise.
         unsafe {
             self.scales.load::<S>(first * groups, scales);
-            self.biases.load::<S>(first * groups, &mut biases[..count * groups]);
+            self.biases.load::<S>(first * groups, biases);
             // Those of as many rows more, while these are in use.
             for parts in [self.scales, self.biases] {
-                let (start, bytes) = (parts.at(first * groups), count * groups * parts.dtype.size());
+                let (start, bytes) = (parts.at(first * groups), scales.len() * parts.dtype.size());
                 (bytes..2 * bytes).step_by(64).for_each(|at| S::prefetch(start.wrapping_add(at)));
             }
         }
@@ -162,10 +161,10 @@ impl Affine {
         let factors = &mut *scratch::take(2 * groups);
         // SAFETY: the caller's promise; a group is a whole number of units.
         unsafe {
-            self.scales::<S>(first, count, out.len() / count.max(1), factors);
+            let (scales, biases) = factors.split_at_mut(groups);
+            self.scales::<S>(first, out.len() / count.max(1), scales, biases);
             let codes = self.codes(first, out.len() / count.max(1));
-            let (scales, biases) = factors.split_at(groups);
-            for (i, (&scale, &bias)) in scales.iter().zip(biases).enumerate() {
+            for (i, (&scale, &bias)) in scales.iter().zip(&*biases).enumerate() {
                 let (scale, bias) = (S::splat(scale), S::splat(bias));
                 for at in (i * self.group..(i + 1) * self.group).step_by(UNIT) {
                     let q = unit::<S, BITS>(codes.add(at / 8 * BITS));

@@ -5,6 +5,7 @@
 //! matrix that was chosen is read once; a task is a range of outputs of one of them. A matrix that few rows chose goes
 //! through `few_rows` (bound by memory), one that many chose through `many_rows` (bound by arithmetic).
 
+mod block;
 #[cfg_attr(not(target_arch = "x86_64"), path = "no_bytes.rs")]
 mod bytes;
 mod few_rows;
@@ -35,6 +36,8 @@ const MANY: usize = 64;
 const MANY_WORDS: usize = 16;
 /// Outputs of a task that widens weights.
 const MANY_TILE: usize = 128;
+/// Floats of a line of the cache.
+const LINE: usize = 16;
 /// Multiply-adds below which handing out tasks costs more than it saves.
 const ALONE: usize = 1 << 15;
 /// Elements below which preparing is not worth handing out.
@@ -72,7 +75,11 @@ fn run_rows(cpu: &Cpu, call: &Call, first: usize, x_rows: usize) {
     let integers = matrix.layout().filter(|_| cpu.level == SimdLevel::Avx512Vnni && matrix.inputs > 0);
     let integers = integers.map(if most < MANY_WORDS { Integers::Bytes } else { Integers::Words });
     let stride = few_rows::stride(&matrix);
-    let prepared = &mut *scratch::take(x_rows * integers.map_or(stride, |integers| integers.stride()).max(stride));
+    let len = x_rows * integers.map_or(stride, |integers| integers.stride()).max(stride);
+    let prepared = &mut *scratch::take(len + LINE);
+    // Vectors that straddle two lines of the cache take two reads.
+    let aligned = prepared.as_ptr().align_offset(4 * LINE).min(LINE);
+    let prepared = &mut prepared[aligned..][..len];
     let x = Elements::of(&call.x);
     let integers = integers.filter(|&integers| {
         let failed = AtomicBool::new(false);

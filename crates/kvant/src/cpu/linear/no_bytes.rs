@@ -1,5 +1,7 @@
 //! Where no instruction multiplies bytes: what `bytes` has, never used.
 
+use super::block::Ahead;
+
 #[derive(Clone, Copy)]
 pub(super) struct Layout;
 
@@ -26,15 +28,18 @@ pub(super) unsafe fn prepare(_: Layout, _: &[f32], _: &mut [f32]) -> bool {
 }
 
 #[allow(dead_code, reason = "nothing reads them here")]
-pub(super) struct Rows<const R: usize> {
-    pub codes: [*const u8; R],
-    pub scales: [*const f32; R],
-    pub biases: [*const f32; R],
+pub(super) struct Rows {
+    pub codes: *const u8,
+    pub codes_apart: usize,
+    pub scales: *const f32,
+    pub biases: *const f32,
+    pub scales_apart: usize,
+    pub ahead: Ahead,
 }
 
 pub(super) unsafe fn dots<const BITS: usize, const R: usize, const T: usize>(
     _: Layout,
-    _: &Rows<R>,
+    _: &Rows,
     _: [*const f32; T],
 ) -> [[f32; T]; R] {
     unreachable!("nothing is prepared here")

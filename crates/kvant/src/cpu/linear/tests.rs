@@ -109,6 +109,16 @@ fn every_weight_with_few_and_many_rows() {
 }
 
 #[test]
+fn long_rows_in_streams() {
+    let devices = devices();
+    for kind in kinds() {
+        for tokens in [1, 3, 6] {
+            Case::plain(kind, tokens, 2048, 293).check(&devices);
+        }
+    }
+}
+
+#[test]
 fn dense_rows_of_any_length() {
     let devices = devices();
     for dtype in FLOATS {

@@ -2,12 +2,11 @@
 
 use std::arch::x86_64::*;
 
-use super::{CHUNK, Codes, rounding::table, vector};
+use super::{CHUNK, Codes, rounding::table};
 use crate::cpu::attend::rows::Bytes;
 
 impl Bytes {
-    /// The centroids of 64 codes, as words: in each quarter of a vector eight of the first eight of 16 codes, then of the
-    /// other eight.
+    /// The centroids of 64 codes, as words: first the lower eight of every 16 codes, then the upper eight.
     #[inline(always)]
     unsafe fn look_up(table: [__m512i; 8], codes: __m512i) -> [__m512i; 2] {
         // SAFETY: AVX-512 BW and VBMI are enabled.
@@ -21,19 +20,6 @@ impl Bytes {
             [_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)]
         }
     }
-}
-
-/// Sixteen coordinates of two values in turn, from words as [`Bytes::look_up`] leaves those of 32 codes of either.
-const fn bytes_in_turn(set: usize) -> [u16; 32] {
-    let mut order = [0; 32];
-    let mut lane = 0;
-    while lane < 32 {
-        let (coordinate, value) = (lane / 2, lane % 2);
-        let within = 16 * value + 8 * set + coordinate % 8;
-        order[lane] = (within + coordinate / 8 * 32) as u16;
-        lane += 1;
-    }
-    order
 }
 
 impl Codes for Bytes {
@@ -68,13 +54,12 @@ impl Codes for Bytes {
         // SAFETY: passed on to the caller.
         unsafe {
             let mut values = [_mm512_setzero_si512(); SETS];
+            let a = _mm512_loadu_si512(self.row(a).add(chunk * CHUNK).cast());
+            let b = _mm512_loadu_si512(self.row(b).add(chunk * CHUNK).cast());
             for (i, two) in values.chunks_exact_mut(2).enumerate() {
-                let at = chunk * CHUNK + (FIRST + 2 * i) * 16;
-                let a = _mm512_castsi256_si512(_mm256_loadu_si256(self.row(a).add(at).cast()));
-                let b = _mm256_loadu_si256(self.row(b).add(at).cast());
-                let [first, second] = Self::look_up(table, _mm512_inserti64x4::<1>(a, b));
-                two[0] = _mm512_permutex2var_epi16(first, vector(&const { bytes_in_turn(0) }), second);
-                two[1] = _mm512_permutex2var_epi16(first, vector(&const { bytes_in_turn(1) }), second);
+                // The codes of both in turn before they are looked up: then their words are, too.
+                let codes = if FIRST / 2 + i == 0 { _mm512_unpacklo_epi8(a, b) } else { _mm512_unpackhi_epi8(a, b) };
+                two.copy_from_slice(&Self::look_up(table, codes));
             }
             values
         }

@@ -9,7 +9,8 @@
 //! Packed codes come 64 coordinates at a time as 16 words of four nibbles: word i holds coordinates 4i, 4i + 1, 4i + 2 and
 //! 4i + 3. Queries and sums meanwhile have the sixteen coordinates 4i first, then the sixteen 4i + 1, and so on. A vector of
 //! keys holds two of these four sets, one after the other, a vector of values one set of two keys in turn. Bytes have
-//! an order of their own in queries, that of the instruction which puts their centroids together, and none in sums.
+//! orders of their own, those of the instructions that put two vectors of bytes together: in sums a set is the same four of
+//! every sixteen coordinates.
 
 use std::arch::x86_64::*;
 
@@ -34,13 +35,12 @@ const CHUNK: usize = 64;
 
 /// Brings a sum into the order of coordinates.
 pub(super) fn order_sum(side: &Side, o: &mut [f32]) {
-    if side.interleaved {
-        for chunk in o.chunks_exact_mut(CHUNK) {
-            let mut copy = [0.0; CHUNK];
-            copy.copy_from_slice(chunk);
-            for (at, &x) in copy.iter().enumerate() {
-                chunk[4 * (at % 16) + at / 16] = x;
-            }
+    for chunk in o.chunks_exact_mut(CHUNK) {
+        let mut copy = [0.0; CHUNK];
+        copy.copy_from_slice(chunk);
+        for (at, &x) in copy.iter().enumerate() {
+            let (set, lane) = (at / 16, at % 16);
+            chunk[if side.interleaved { 4 * lane + set } else { lane / 4 * 16 + set * 4 + lane % 4 }] = x;
         }
     }
 }
