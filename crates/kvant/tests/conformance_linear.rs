@@ -71,20 +71,31 @@ struct Case {
 }
 
 impl Case {
-    fn run(&self, device: &Device) -> Result<Vec<Output>> {
+    /// With `outliers`, one of each row's inputs is a thousand: an integer of 23 bits, 2^-22 of the largest beside it, errs by
+    /// more there than elsewhere.
+    fn run(&self, device: &Device, outliers: bool) -> Result<Vec<Output>> {
         let mut rng = Rng::of(format!("{self:?}"));
         let w = Matrices::new(device, &mut rng, self.kind, &[self.outputs], self.inputs)?;
         let shape = [self.tokens, self.inputs];
-        let x = input(device, self.x, &rng.normals(shape.iter().product()), &shape)?;
+        let mut x = rng.normals(shape.iter().product());
+        if outliers {
+            x.chunks_exact_mut(self.inputs).for_each(|row| row[rng.bits() as usize % self.inputs] = 1000.0);
+        }
+        let x = input(device, self.x, &x, &shape)?;
         let out = Out::new(device, self.out, &[self.tokens, self.outputs])?;
         let args = Linear { x: &x, weight: w.weight(), experts: None, alpha: self.alpha, out: &out.tensor };
         run(device, |enc| ops::linear(enc, &args))?;
         let rows = if matches!(self.kind, Kind::Affine { .. }) { self.tokens } else { 0 };
-        Ok(vec![out.close_within("out", Bound::of(self.out).of_rows(device, rows))?])
+        let bound = Bound::of(self.out).of_rows(device, rows).times(if outliers { 2.0 } else { 1.0 });
+        Ok(vec![out.close_within("out", bound)?])
     }
 
     fn check(self) {
-        conform(format!("{self:?}"), |device| self.run(device));
+        conform(format!("{self:?}"), |device| self.run(device, false));
+    }
+
+    fn check_outliers(self) {
+        conform(format!("{self:?}, outliers"), |device| self.run(device, true));
     }
 }
 
@@ -128,6 +139,19 @@ fn affine() {
                     let (x, out, alpha) = (rng.pick(&FLOATS), rng.pick(&FLOATS), rng.pick(&[1.0, 1.0, 2.5]));
                     Case { kind, tokens, inputs, outputs, x, out, alpha }.check();
                 }
+            }
+        }
+    }
+}
+
+/// Kernels that make integers of a few rows of activations keep the small ones beside one that is large.
+#[test]
+fn outliers() {
+    for bits in [4, 6, 8] {
+        for (x, out) in [(DType::F32, DType::F32), (DType::BF16, DType::F32), (DType::F16, DType::F16)] {
+            for (tokens, inputs, outputs) in [(1, 128, 65), (1, 2048, 40), (2, 448, 33), (5, 320, 64)] {
+                let kind = Kind::Affine { bits, group: 64, scales: x };
+                Case { kind, tokens, inputs, outputs, x, out, alpha: 1.0 }.check_outliers();
             }
         }
     }

@@ -7,13 +7,14 @@
 // A block has TILES tiles of 16 outputs for TOKENS rows; its warps divide the inputs among them. A warp takes SPAN inputs
 // at a time. W is the A of its products, 16 outputs by 32 inputs, bytes that are codes: those of 8 bits as they are, the
 // others unpacked four at a time. Lane 4g + t has LANE neighbouring codes of the outputs g and g + 8, or two times 16 of them.
-// They come by asynchronous copies into shared memory, STAGES spans ahead of their use, and so do x, scales and biases; only
+// They come by asynchronous copies into shared memory, STAGES spans ahead of their use, and so do scales and biases; only
 // the warp's own lanes use them, so the block has no barrier but one.
 //
 // x becomes an integer of 23 bits, relative to the largest of its span: three signed bytes, each in a column of B of its own.
-// Where a span has several groups, each has columns of its own, zero at the inputs of the others. Sums of products are exact;
-// a group's are multiplied by its scale in float, and its bias counts as often as a product with ones says. One x of a span that
-// is not finite, or 2^110 and more, makes NaN of the row's results.
+// DEPTH spans become that at a time, so that the steps of one do not wait for those of another. Where a span has several groups,
+// each has columns of its own, zero at the inputs of the others. Sums of products are exact; a group's are multiplied by its
+// scale in float, and its bias counts as often as a product with ones says. One x of a span that is not finite, or 2^110 and
+// more, makes NaN of the row's results.
 //
 // W is asked for before the launch in front of this one has ended (gpu/launch.rs: `reads_ahead`); x is not.
 #include "elements.h"
@@ -44,22 +45,22 @@ constexpr uint QUADS = TOKENS * GROUPS;
 constexpr uint WIDE = (QUADS + 1) / 2;
 constexpr uint OUTPUTS = 16 * TILES;
 
-// Words of shared memory that a warp has for a span of W and of x, and pieces of 16 bytes of x.
-constexpr uint W_STAGE = 2 * TILES * WORDS * 32;
-constexpr uint X_ROW = SPAN * size_of(X_DTYPE);
-constexpr uint X_PIECES = X_ROW / 16;
-constexpr uint STAGE = W_STAGE + TOKENS * X_ROW / 4;
-constexpr uint MY_PIECES = (TOKENS * X_PIECES + 31) / 32;
+// Words of shared memory that a warp has for a span of W.
+constexpr uint STAGE = 2 * TILES * WORDS * 32;
 // Scales and biases are read VECTOR at a time (each row of them is a multiple of that), some spans' together, PERIODS such ahead:
 // [PERIODS][TILES][scales or biases][16 outputs][KEPT].
 constexpr uint KEPT = VECTOR > GROUPS ? VECTOR : GROUPS;
 constexpr uint KEPT_SPANS = KEPT / GROUPS;
 constexpr uint PERIODS = 1 + (STAGES + KEPT_SPANS - 1) / KEPT_SPANS;
 constexpr uint PERIOD = TILES * 32 * KEPT * size_of(W_DTYPE) / 4;
-// The bytes of x, 32 for each t, and as many zeros: [TOKENS][3][4][32 bytes], with gaps against bank conflicts.
+// The bytes of a span of x, [TOKENS][3][SPAN] with gaps against bank conflicts, then zeros, and the units that the bytes count.
 constexpr uint DIGIT = 36;
-constexpr uint DIGITS = TOKENS * 3 * DIGIT + 8;
-constexpr uint WARP_ROOM = (STAGES * STAGE + PERIODS * PERIOD + DIGITS + 3) / 4 * 4;
+constexpr uint ZEROS = TOKENS * 3 * DIGIT;
+constexpr uint UNITS_AT = ZEROS + 8;
+constexpr uint DIGITS = UNITS_AT + 4;
+// Spans of x that are read before the first becomes bytes.
+constexpr uint BATCH = DEPTH * TOKENS <= 4 ? DEPTH : 4 / TOKENS;
+constexpr uint WARP_ROOM = (STAGES * STAGE + PERIODS * PERIOD + DEPTH * DIGITS + 3) / 4 * 4;
 
 // 1.5 * 2^23: a float whose lowest bits are an integer of up to 23 bits and a sign.
 constexpr float MAGIC = 12582912.0f;
@@ -75,7 +76,7 @@ inline int4 mma_bytes(uint4 a, uint2 b, int4 c) {
     return d;
 }
 
-// The 16 codes of a unit as bytes; input_of has the same order for x.
+// The 16 codes of a unit as bytes, in the order that in_order has for x.
 inline void unpack_unit(uint (&bytes)[4], const uint (&w)[UNIT_WORDS]) {
     if constexpr (BITS == 4) {
 #pragma unroll
@@ -100,10 +101,18 @@ inline void unpack_unit(uint (&bytes)[4], const uint (&w)[UNIT_WORDS]) {
     }
 }
 
-// Which input of a span byte j of word `word` of lanes t is.
-inline uint input_of(uint t, uint word, uint j) {
-    const uint first = t * LANE_STEP + word / 4 * UNIT_STEP, w = word % 4;
-    return first + (BITS == 4 ? w / 2 * 8 + w % 2 + 2 * j : BITS == 6 ? w + 4 * j : 4 * w + j);
+// The bytes of 16 neighbours in the order in which the codes of a unit are unpacked.
+inline uint4 in_order(uint4 x) {
+    if constexpr (BITS == 4) {
+        return make_uint4(__byte_perm(x.x, x.y, 0x6420), __byte_perm(x.x, x.y, 0x7531), __byte_perm(x.z, x.w, 0x6420),
+                          __byte_perm(x.z, x.w, 0x7531));
+    } else if constexpr (BITS == 6) {
+        const uint a = __byte_perm(x.x, x.y, 0x5140), b = __byte_perm(x.z, x.w, 0x5140);
+        const uint c = __byte_perm(x.x, x.y, 0x7362), d = __byte_perm(x.z, x.w, 0x7362);
+        return make_uint4(__byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632), __byte_perm(c, d, 0x5410),
+                          __byte_perm(c, d, 0x7632));
+    }
+    return x;
 }
 
 // Where a lane reads W next: its part of a span, of two rows of each tile, or PACKED pieces of three.
@@ -157,33 +166,6 @@ inline void begin_span(uint *stage, Rows &rows, uint span, uint lane, uint input
     }
 }
 
-// copy_async<16>, or nothing: without a branch.
-inline void copy_async_if(bool wanted, uint to, const uchar *from, bool there) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %3, 0;\n@p cp.async.cg.shared.global [%0], [%1], 16, %2;\n}" ::"r"(to), "l"(from),
-                 "r"(there ? 16 : 0), "r"(wanted ? 1 : 0)
-                 : "memory");
-}
-
-// The pieces of x that a lane copies of the next span.
-struct Pieces {
-    const uchar *from[MY_PIECES];
-};
-
-// Begins to copy a warp's span of x, zeros beyond the inputs.
-inline void begin_inputs(uint *stage, Pieces &pieces, uint span, uint lane, uint inputs) {
-#pragma unroll
-    for (uint i = 0; i < MY_PIECES; i++) {
-        const uint piece = i * 32 + lane;
-        const bool there = WHOLE || span * SPAN + piece % X_PIECES * (16 / size_of(X_DTYPE)) < inputs;
-        if ((i + 1) * 32 <= TOKENS * X_PIECES) {
-            copy_async<16>(shared_address(stage + W_STAGE + piece * 4), pieces.from[i], there);
-        } else {
-            copy_async_if(piece < TOKENS * X_PIECES, shared_address(stage + W_STAGE + piece * 4), pieces.from[i], there);
-        }
-        pieces.from[i] += X_ROW;
-    }
-}
-
 // Begins to copy the scales (lanes below 16) or biases (the others) of a period, of output lane % 16 of each tile.
 inline void begin_factors(uint *to, const uchar *from, const ulong (&starts)[TILES], uint period, uint lane, uint groups) {
     constexpr uint SIZE = size_of(W_DTYPE), BYTES = VECTOR * SIZE;
@@ -220,15 +202,10 @@ inline float larger(float a, float b) {
     return c;
 }
 
-// Lane l makes word l % 8 of lanes t = l / 8 of the bytes of a token's span of x. The result is the unit that they count: NaN
-// if one of x is not finite.
-inline float make_digits(uint *digits, const uint *x, uint lane) {
-    float v[4];
-#pragma unroll
-    for (uint j = 0; j < 4; j++) {
-        v[j] = load(reinterpret_cast<const uchar *>(x), input_of(lane / 8, lane % 8, j), X_DTYPE);
-    }
-    const float most = larger(larger(fabsf(v[0]), fabsf(v[1])), larger(fabsf(v[2]), fabsf(v[3])));
+// The bytes of a span of x, of which the lane has these four neighbours. The result is the unit that they count: NaN if one of x
+// is not finite.
+inline float make_digits(uint *digits, float4 v, uint lane) {
+    const float most = larger(larger(fabsf(v.x), fabsf(v.y)), larger(fabsf(v.z), fabsf(v.w)));
     const uint bits = __reduce_max_sync(ALL, __float_as_uint(most));
     // Of what is as small as this, digits are lost below the smallest float.
     const uint exponent = max(bits & 0x7F800000, 24u << 23);
@@ -237,7 +214,7 @@ inline float make_digits(uint *digits, const uint *x, uint lane) {
 #pragma unroll
     for (uint j = 0; j < 4; j++) {
         // Bytes of v + 0x808080 are those of v, signed, plus 0x80.
-        bytes[j] = __float_as_uint(fmaf(v[j], scale, MAGIC)) - MAGIC_BITS + 0x808080;
+        bytes[j] = __float_as_uint(fmaf(part(v, j), scale, MAGIC)) - MAGIC_BITS + 0x808080;
     }
     const uint low = __byte_perm(bytes[0], bytes[1], 0x5140), high = __byte_perm(bytes[2], bytes[3], 0x5140);
     const uint third = __byte_perm(bytes[0], bytes[1], 0x0062), fourth = __byte_perm(bytes[2], bytes[3], 0x0062);
@@ -245,6 +222,34 @@ inline float make_digits(uint *digits, const uint *x, uint lane) {
     digits[DIGIT + lane] = __byte_perm(low, high, 0x7632) ^ 0x80808080;
     digits[2 * DIGIT + lane] = __byte_perm(third, fourth, 0x5410) ^ 0x80808080;
     return __uint_as_float(bits < 0x7F800000 ? exponent - (21u << 23) : 0x7FC00000);
+}
+
+// The bytes of DEPTH spans of TOKENS rows of x, from `first` on, or fewer at the end of the warp's part.
+inline void next_digits(uint *digits, const uchar *x, const ulong (&x_rows)[TOKENS], uint first, uint end, uint lane, uint inputs) {
+#pragma unroll
+    for (uint batch = 0; batch < DEPTH; batch += BATCH) {
+        float4 v[BATCH][TOKENS];
+#pragma unroll
+        for (uint s = 0; s < BATCH; s++) {
+            // Beyond the end the last again, which nobody asks for.
+            const uint i = min(first + batch + s, end - 1) * SPAN + lane * 4;
+#pragma unroll
+            for (uint token = 0; token < TOKENS; token++) {
+                v[s][token] = WHOLE || i < inputs ? load4(x, x_rows[token] + i, X_DTYPE) : make_float4(0, 0, 0, 0);
+            }
+        }
+#pragma unroll
+        for (uint s = 0; s < BATCH && batch + s < DEPTH; s++) {
+            uint *to = digits + (batch + s) * DIGITS;
+#pragma unroll
+            for (uint token = 0; token < TOKENS; token++) {
+                const float unit = make_digits(to + token * 3 * DIGIT, v[s][token], lane);
+                if (lane == 0) {
+                    to[UNITS_AT + token] = __float_as_uint(unit);
+                }
+            }
+        }
+    }
 }
 
 // Blocks: x counts tiles of outputs, y the rows, TOKENS each (one with experts).
@@ -280,47 +285,30 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
         }
         starts[tile] = (ulong(known ? expert : 0) * p.outputs + min(first_output + tile * 16 + lane % 16, p.outputs - 1)) * groups;
     }
+    const uchar *factors_from = lane < 16 ? scales : biases;
+    const uint first_period = begin * GROUPS / KEPT, end_period = (end * GROUPS + KEPT - 1) / KEPT;
 #pragma unroll
     for (uint s = 0; s < STAGES; s++) {
         if (begin + s < end) {
             begin_span(stages + s * STAGE, rows, begin + s, lane, p.inputs);
         }
-    }
-    const uchar *factors_from = lane < 16 ? scales : biases;
-    const uint first_period = begin * GROUPS / KEPT, end_period = (end * GROUPS + KEPT - 1) / KEPT;
-    if (begin < end) {
+        if (s == 0 && begin < end) {
 #pragma unroll
-        for (uint i = 0; i < PERIODS; i++) {
-            if (first_period + i < end_period) {
-                begin_factors(factors + (first_period + i) % PERIODS * PERIOD, factors_from, starts, first_period + i, lane, groups);
+            for (uint i = 0; i < PERIODS; i++) {
+                if (first_period + i < end_period) {
+                    begin_factors(factors + (first_period + i) % PERIODS * PERIOD, factors_from, starts, first_period + i, lane, groups);
+                }
             }
         }
-    }
-    if (!EXPERTS) {
-        wait_for_previous();
-    }
-    let_next_begin();
-
-    Pieces pieces;
-#pragma unroll
-    for (uint i = 0; i < MY_PIECES; i++) {
-        const uint piece = i * 32 + lane;
-        const ulong row = min(first_row + piece / X_PIECES, p.rows - 1) / p.rows_per_input;
-        pieces.from[i] = x + row * p.inputs * size_of(X_DTYPE) + begin * X_ROW + piece % X_PIECES * 16;
-    }
-#pragma unroll
-    for (uint s = 0; s < STAGES; s++) {
-        if (begin + s < end) {
-            begin_inputs(stages + s * STAGE, pieces, begin + s, lane, p.inputs);
-        }
-        // The first group holds what was begun of W, too.
         copies_commit();
     }
 
     // Zeros, for the columns of other groups.
-    const uint zeros = TOKENS * 3 * DIGIT;
     if (lane < 8) {
-        digits[zeros + lane] = 0;
+#pragma unroll
+        for (uint s = 0; s < DEPTH; s++) {
+            digits[s * DIGITS + ZEROS + lane] = 0;
+        }
     }
     // The lane's column of B, byte g % 4 of x for a group of a token, at the inputs of each unit.
     uint digits_at[WIDE][UNITS];
@@ -330,7 +318,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
 #pragma unroll
         for (uint unit = 0; unit < UNITS; unit++) {
             const bool mine = g % 4 < 3 && quad < QUADS && (GROUPS == 1 || (t * LANE_STEP + unit * UNIT_STEP) / GROUP == group);
-            digits_at[b][unit] = mine ? (token * 3 + g % 4) * DIGIT + t * 8 + unit * 4 : zeros;
+            digits_at[b][unit] = mine ? (token * 3 + g % 4) * DIGIT + (t * LANE_STEP + unit * UNIT_STEP) / 4 : ZEROS;
         }
     }
     // The lane's two columns of results: the lowest two bytes of x, or the highest.
@@ -339,24 +327,33 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     const float magic = -MAGIC * (weights.x + weights.y);
 
     float sums[TILES][WIDE][2] = {};
-    uint slot = 0;
-    for (uint span = begin; span < end; span++) {
+    ulong x_rows[TOKENS];
+#pragma unroll
+    for (uint token = 0; token < TOKENS; token++) {
+        x_rows[token] = ulong(min(first_row + token, p.rows - 1) / p.rows_per_input) * p.inputs;
+    }
+    if (!EXPERTS) {
+        wait_for_previous();
+    }
+    let_next_begin();
+    uint slot = 0, at = DEPTH;
+    for (uint span = begin; span < end; span++, at++) {
+        if (at == DEPTH) {
+            __syncwarp();
+            next_digits(digits, x, x_rows, span, end, lane, p.inputs);
+            at = 0;
+        }
+        const uint *in_digits = digits + at * DIGITS;
         const uint period = span * GROUPS / KEPT, kept = span * GROUPS % KEPT;
         copies_wait<STAGES - 1>();
         __syncwarp();
         const uint *stage = stages + slot * STAGE;
-        float units[TOKENS];
-#pragma unroll
-        for (uint token = 0; token < TOKENS; token++) {
-            units[token] = make_digits(digits + token * 3 * DIGIT, stage + W_STAGE + token * (X_ROW / 4), lane);
-        }
-        __syncwarp();
         uint4 in[WIDE][UNITS];
 #pragma unroll
         for (uint b = 0; b < WIDE; b++) {
 #pragma unroll
             for (uint unit = 0; unit < UNITS; unit++) {
-                in[b][unit] = *reinterpret_cast<const uint4 *>(digits + digits_at[b][unit]);
+                in[b][unit] = in_order(*reinterpret_cast<const uint4 *>(in_digits + digits_at[b][unit]));
             }
         }
         // What x adds up to in each column.
@@ -372,11 +369,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
                 count = mma_bytes(all, make_uint2(in[b][unit].z, in[b][unit].w), count);
             }
             const uint quad = 2 * b + t / 2;
-            float unit = units[0];
-#pragma unroll
-            for (uint token = 1; token < TOKENS; token++) {
-                unit = quad / GROUPS == token ? units[token] : unit;
-            }
+            const float unit = __uint_as_float(in_digits[UNITS_AT + min(quad / GROUPS, TOKENS - 1)]);
             scaled[b] = make_float2(unit * weights.x, unit * weights.y);
             less[b] = unit * magic;
             ones[b] = fmaf(__int_as_float(count.x), scaled[b].x, fmaf(__int_as_float(count.y), scaled[b].y, less[b]));
@@ -419,7 +412,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
         __syncwarp();
         if (span + STAGES < end) {
             begin_span(stages + slot * STAGE, rows, span + STAGES, lane, p.inputs);
-            begin_inputs(stages + slot * STAGE, pieces, span + STAGES, lane, p.inputs);
         }
         // The period behind the last that was fetched, where the one that ends here was.
         const uint coming = period + PERIODS;

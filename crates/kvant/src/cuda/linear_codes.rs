@@ -28,8 +28,12 @@ const WARPS: usize = 8;
 const LONG: usize = 8192;
 /// Tiles of a block, at most.
 const TILES: usize = 7;
+/// Tiles and warps of a block where there are very many.
+const SMALL: [usize; 2] = [4, 4];
 /// Inputs of a span, as `linear_codes.cu` has them.
 const SPAN: usize = 128;
+/// Spans of x that a warp makes integers of together, at most.
+const DEPTH: usize = 8;
 
 /// Whether the kernel takes these rows, which `linear_rows` would.
 pub(super) fn suits(call: &Call, weight: &Parts) -> bool {
@@ -40,42 +44,62 @@ pub(super) fn suits(call: &Call, weight: &Parts) -> bool {
 /// shared memory, where there is little.
 fn shape(call: &Call, weight: &Parts, limits: &Limits) -> Shape {
     let tiles = if call.experts.is_some() { 1 } else { call.dims.outputs.div_ceil(TILE).div_ceil(limits.busy_groups) };
-    let tiles = tiles.clamp(1, TILES);
     let with = |tiles, warps, stages| within(call, weight, [tiles, warps, stages]);
     let fits = |shape: &Shape| shape.bytes <= limits.threadgroup_bytes;
+    // Blocks that come in many rounds are small, so that others run while one begins or ends.
+    let [small_tiles, small_warps] = SMALL;
+    let small = with(small_tiles, small_warps, if weight.bits == 4 { 4 } else { 2 });
+    if tiles > 4 * TILES && fits(&small) {
+        return small;
+    }
+    let mut tiles = tiles.clamp(1, TILES);
+    if weight.bits == 6 && tiles > 3 {
+        // Codes of 6 bits take the most instructions: two blocks at a time, of half as much.
+        tiles = tiles.div_ceil(2);
+        let two = [WARPS, WARPS / 2].map(|warps| with(tiles, warps, 2));
+        if let Some(shape) = two.into_iter().find(|shape| shape.bytes <= limits.threadgroup_bytes / 2) {
+            return shape;
+        }
+    }
     // Long rows need more warps, so that a warp's part is soon done.
     let warps = if call.dims.inputs >= LONG { 2 * WARPS } else { WARPS };
     // Few tiles leave room for more of them on their way.
     let stages = if tiles <= 2 { 3 } else { 2 };
-    let wanted = [(warps, stages), (warps, 2), (WARPS, stages), (WARPS, 2), (6, 2), (4, 2)];
+    let wanted = [(warps, stages), (warps, 2), (WARPS, stages), (WARPS, 2), (4, 2)];
     let wanted = wanted.into_iter().map(|(warps, stages)| with(tiles, warps, stages));
     let smaller = [(tiles.min(2), 4), (1, 4), (1, 2)].into_iter().map(|(t, w)| with(t, w, 2));
     wanted.chain(smaller).find(fits).unwrap_or_else(|| with(1, 1, 2))
 }
 
+/// Spans of x that each of so many warps makes integers of together.
+fn depth(call: &Call, warps: usize) -> usize {
+    call.dims.inputs.div_ceil(SPAN).div_ceil(warps).clamp(1, DEPTH)
+}
+
 /// With so many tiles, warps at most, and stages.
 fn within(call: &Call, weight: &Parts, [tiles, most_warps, stages]: [usize; 3]) -> Shape {
     let groups = (SPAN / weight.group as usize).max(1);
-    // With codes of 8 bits it is the kernel of two rows that keeps up with the memory, also for one.
-    let least = if weight.bits == 8 { TOKENS } else { 1 };
-    let tokens = if call.experts.is_some() { 1 } else { call.rows.clamp(least, TOKENS) };
+    let tokens = if call.experts.is_some() { 1 } else { call.rows.clamp(1, TOKENS) };
     let spans = call.dims.inputs.div_ceil(SPAN);
     // No more rounds than with all of them, and no warp without a part.
     let warps = spans.div_ceil(spans.div_ceil(most_warps));
     let stages = stages.min(spans.div_ceil(warps)).max(2);
-    let stage = 2 * tiles * 4 * weight.bits as usize * WARP + tokens * SPAN * call.x.dtype().size();
+    let stage = 2 * tiles * 4 * weight.bits as usize * WARP;
     let vector = vector(weight, call.dims.inputs, |_| true);
     let kept = vector.max(groups);
     let periods = 1 + stages.div_ceil(kept / groups);
     let factors = periods * tiles * WARP * kept * weight.dtype.size();
-    let digits = (tokens * 3 * 36 + 8) * 4;
+    let digits = depth(call, warps) * (tokens * 3 * 36 + 12) * 4;
     let sums = TILE * tiles * tokens * size_of::<f32>();
     let room = (stages * stage + factors + digits).next_multiple_of(16);
     Shape { tokens, tiles, stages, warps, vector, bytes: warps * (room + sums) }
 }
+
 pub(super) fn build(call: &Call, weight: &Parts, params: &LinearParams, b: &mut Builder) -> Result<()> {
-    let launch = shape(call, weight, &b.limits)
+    let shape = shape(call, weight, &b.limits);
+    let launch = shape
         .launch(&SOURCE, "linear_codes", call, weight, params)
+        .constant("DEPTH", depth(call, shape.warps) as u32)
         .constant("W_ALIGNED", weight.aligned && (call.dims.inputs / 32 * weight.bits as usize).is_multiple_of(4))
         .constant("WHOLE", call.dims.inputs.is_multiple_of(SPAN));
     b.push(launch)
