@@ -38,6 +38,12 @@ impl Cells {
     }
 }
 
+/// Bytes of shared memory of `nearest.h`'s tables in so many copies; none for codes of 0 bits.
+pub(super) fn table_bytes(bits: u32, copies: usize) -> usize {
+    let of = |cells: &Cells| 8 * cells.count * copies.min(16) + ((4 * copies) << bits);
+    ALL.iter().find(|cells| cells.bits == bits).map_or(0, of)
+}
+
 /// The header `cells.h`.
 pub(super) fn header() -> String {
     let mut text = String::from(

@@ -2,19 +2,14 @@
 //
 // The D coordinates of a row are 16 strips of STRIP neighbours, D = 16 * STRIP, and the rotation is one over the strips
 // followed by one within them. Over the strips it is a product with Sylvester's matrix of 16 on tensor cores, whose operands
-// are exact: A is that matrix, B coordinate c of each strip (k) of eight rows (n). Lane 4g + t reads of row g the strips
-// 2t, 2t + 1, 2t + 8 and 2t + 9, and gets of the rows 2t and 2t + 1 the strips g and g + 8, whole: the rest of the rotation
-// is within a lane.
+// are exact: A is that matrix, B coordinate c of each strip of eight rows (n). Lane 4g + t reads of row g the strips t, t + 4,
+// t + 8 and t + 12, so that four lanes read neighbours, and gets of the rows 2t and 2t + 1 the strips g and g + 8, whole: the
+// rest of the rotation is within a lane. k = 2t + i + 8j is strip t + 4i + 8j.
 #ifndef KVANT_ENCODE_TILES_H
 #define KVANT_ENCODE_TILES_H
 #include "turboquant.h"
 #include "fragments.h"
 #include "nearest.h"
-
-// Copies of a codebook's tables (nearest.h) that a block has.
-inline constexpr uint copies_of(uint codec) {
-    return codec == TQ4 ? 32 : codec == TQ8 ? 2 : 16;
-}
 
 // The signs of pairs of coordinates, as the highest bits of 16.
 template <uint DIM> inline void fill_signs(uint *signs) {
@@ -24,13 +19,13 @@ template <uint DIM> inline void fill_signs(uint *signs) {
     }
 }
 
-// Of Sylvester's matrix of 16, scaled: the lane's part of A, strips in the order of k.
+// Of Sylvester's matrix of 16, scaled: the lane's part of A.
 template <bool HALF> inline void strip_matrix(uint (&a)[4], uint lane, float scale) {
 #pragma unroll
     for (uint i = 0; i < 4; i++) {
-        const uint row = lane / 4 + i % 2 * 8, k = lane % 4 * 2 + i / 2 * 8;
-        const auto entry = [&](uint k) { return __popc(row & k) % 2 != 0 ? -scale : scale; };
-        a[i] = pack<HALF>(entry(k), entry(k + 1));
+        const uint row = lane / 4 + i % 2 * 8, strip = lane % 4 + i / 2 * 8;
+        const auto entry = [&](uint strip) { return __popc(row & strip) % 2 != 0 ? -scale : scale; };
+        a[i] = pack<HALF>(entry(strip), entry(strip + 4));
     }
 }
 
@@ -71,7 +66,7 @@ template <uint DIM> struct Strips {
     uint4 words[4][PIECES];
 
     static inline uint first_of(uint strip) {
-        return (2 * (threadIdx.x % 4) + strip % 2 + strip / 2 * 8) * PIECES;
+        return (threadIdx.x % 4 + strip * 4) * PIECES;
     }
 
     // `source` is row lane / 4.
@@ -123,9 +118,9 @@ template <uint DIM> struct Strips {
 };
 
 // Encodes eight rotated rows. `row` is the row of the planes that takes row lane / 4, if `kept`.
-template <uint DIM, uint CODEC, uint NORM>
+template <uint DIM, uint CODEC, uint NORM, uint COPIES>
 inline void store_eight(float (&y)[2][2][DIM / 16], WritablePlanes to, ulong row, bool kept, float scale,
-                        const Nearest<CODEC, copies_of(CODEC)> &nearest_to, uint lane) {
+                        const Nearest<CODEC, COPIES> &nearest_to, uint lane) {
     constexpr uint STRIP = DIM / 16, BLOCK = DIM < 256 ? DIM : 256, BLOCKS = DIM / BLOCK;
     const uint g = lane / 4, t = lane % 4;
     // Of row r and block b of it (both strips are in one where there is one).

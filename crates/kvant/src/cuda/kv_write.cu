@@ -80,10 +80,10 @@ inline void encode(const uchar *source, WritablePlanes to, float scale, const ui
         const uint lane = threadIdx.x % 32;
         uint *signs = tables, *cells = tables + HEAD_DIM / 2;
         fill_signs<HEAD_DIM>(signs);
-        Nearest<CODEC, copies_of(CODEC)>::fill(cells);
+        Nearest<CODEC, TABLE_COPIES>::fill(cells);
         uint a[4];
         strip_matrix<DTYPE == F16>(a, lane, SCALE);
-        const Nearest<CODEC, copies_of(CODEC)> nearest_to(cells);
+        const Nearest<CODEC, TABLE_COPIES> nearest_to(cells);
         const auto source_of = [&](Place place) { return source + source_row(p, place) * (HEAD_DIM * 2); };
         const uint step = gridDim.x * (THREADS / 4);
         uint first = blockIdx.x * (THREADS / 4) + threadIdx.x / 32 * 8;
@@ -110,14 +110,12 @@ inline void encode(const uchar *source, WritablePlanes to, float scale, const ui
 #elif ENCODE
 
 constexpr uint LANES = HEAD_DIM / PER;
-// Of the tables of nearest.h: few, since a block has few rows.
-constexpr uint COPIES = 1;
 
 template <uint DTYPE, uint CODEC, uint NORM>
 inline void encode(const uchar *source, WritablePlanes to, float scale, const uint *positions, const uint *sequence,
                    const uint *lens, const KvWriteParams &p, uint *tables) {
     if constexpr (is_quantised(CODEC)) {
-        Nearest<CODEC, COPIES>::fill(tables);
+        Nearest<CODEC, TABLE_COPIES>::fill(tables);
         __syncthreads();
     }
     const uint lane = threadIdx.x % LANES;
@@ -141,7 +139,7 @@ inline void encode(const uchar *source, WritablePlanes to, float scale, const ui
         y[j + 3] = four.w;
     }
     const bool kept = target_row(p, place, positions, sequence, lens, row);
-    store_row<PER, LANES, CODEC, NORM, COPIES>(y, to, row, kept, scale, lane, tables, ALIGNED);
+    store_row<PER, LANES, CODEC, NORM, TABLE_COPIES>(y, to, row, kept, scale, lane, tables, ALIGNED);
 }
 
 #else
@@ -189,10 +187,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MINBLOCKS) kv_write(const 
     const bool is_key = blockIdx.y == 0;
 #if TILES || ENCODE
 #if TILES
-    constexpr uint K_WORDS = table_words(K_CODEC, copies_of(K_CODEC)), V_WORDS = table_words(V_CODEC, copies_of(V_CODEC));
-    __shared__ __align__(16) uint tables[HEAD_DIM / 2 + (K_WORDS > V_WORDS ? K_WORDS : V_WORDS)];
+    // The signs, and the tables of keys or of values.
+    extern __shared__ __align__(16) uint tables[];
 #else
-    constexpr uint K_WORDS = table_words(K_CODEC, COPIES), V_WORDS = table_words(V_CODEC, COPIES);
+    constexpr uint K_WORDS = table_words(K_CODEC, TABLE_COPIES), V_WORDS = table_words(V_CODEC, TABLE_COPIES);
     __shared__ __align__(8) uint tables[K_WORDS > V_WORDS ? K_WORDS : V_WORDS];
 #endif
     const uchar *source = is_key ? k : v;

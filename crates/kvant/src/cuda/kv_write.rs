@@ -1,4 +1,4 @@
-use super::{THREADS, headers};
+use super::{THREADS, cells, headers};
 use crate::{
     Codec, Result, Tensor,
     gpu::{
@@ -15,6 +15,10 @@ static SOURCE: Source =
 const ENCODERS: usize = 128;
 /// Threads of a block whose warps encode eight rows at a time.
 const EIGHTS: usize = 256;
+/// Copies of the tables in which indices are looked up, if there is room: one for each lane, or fewer of the long ones of 8
+/// bits, which take their time to fill.
+const COPIES: [usize; 5] = [32, 16, 8, 4, 2];
+const COPIES_OF_8: usize = 8;
 
 /// Coordinates of a row that a lane encodes, of 32 that there are at the most.
 fn per_lane(dim: usize) -> usize {
@@ -45,13 +49,23 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
         // A block for each multiprocessor, twice: for keys and for values. Eight rows of 512 coordinates fill its registers.
         let blocks = all.div_ceil(EIGHTS / 4).min(b.limits.busy_groups);
         let at_once = if dim == 512 { 1 } else { 2 };
+        let bits = |codec| match codec {
+            Codec::Dense(_) => 0,
+            Codec::TurboQuant(tq) => tq.bits,
+        };
+        let (k, v) = (bits(spec.k), bits(spec.v));
+        let tables = |copies| 2 * dim + cells::table_bytes(k, copies).max(cells::table_bytes(v, copies));
+        let most = if k.max(v) == 8 { COPIES_OF_8 } else { COPIES[0] };
+        let fits = |&copies: &usize| copies <= most && at_once * tables(copies) <= b.limits.threadgroup_bytes;
+        let copies = COPIES.into_iter().find(fits).unwrap_or(1);
         return b.push(
             launch(call, &SOURCE)?
                 .constant("TILES", true)
                 .constant("HEAD_DIM", dim as u32)
                 .constant("THREADS", EIGHTS as u32)
-                .constant("MINBLOCKS", at_once)
-                .threadgroup_memory(0)
+                .constant("MINBLOCKS", at_once as u32)
+                .constant("TABLE_COPIES", copies as u32)
+                .threadgroup_memory(tables(copies))
                 .grid([blocks, 2, 1], [EIGHTS, 1, 1]),
         );
     }
@@ -61,6 +75,7 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
             launch(call, &SOURCE)?
                 .constant("TILES", false)
                 .constant("ENCODE", true)
+                .constant("TABLE_COPIES", 1)
                 .constant("MINBLOCKS", 1)
                 .constant("THREADS", ENCODERS as u32)
                 .constant("HEAD_DIM", dim as u32)

@@ -2,7 +2,8 @@
 //
 // Cells of even width hold at most one threshold of a codebook each; a table has for each cell that threshold, or the next
 // above, and how many lie below the cell (cells.rs). Lanes have copies of it, and of the centroids, in banks of shared
-// memory of their own, as far as there is room: they ask for different cells.
+// memory of their own, as far as there is room: they ask for different cells. Entries of 8 bytes are read by 16 lanes at a
+// time, so no more copies of them than that are of use.
 #ifndef KVANT_NEAREST_H
 #define KVANT_NEAREST_H
 #include "planes.h"
@@ -18,9 +19,13 @@ inline constexpr float reach_of(uint codec) {
     return codec == TQ4 ? REACH_4 : codec == TQ5 ? REACH_5 : codec == TQ6 ? REACH_6 : REACH_8;
 }
 
-// Words of shared memory for the tables of a codec: [cells][copies][threshold, index], [centroids][copies].
+inline constexpr uint cell_copies(uint copies) {
+    return copies < 16 ? copies : 16;
+}
+
+// Words of shared memory for the tables of a codec: [cells][cell copies][threshold, index], [centroids][copies].
 inline constexpr uint table_words(uint codec, uint copies) {
-    return is_quantised(codec) ? (2 * cells_of(codec) + (1u << codec)) * copies : 0;
+    return is_quantised(codec) ? 2 * cells_of(codec) * cell_copies(copies) + (1u << codec) * copies : 0;
 }
 
 template <uint CODEC> inline const float *cells_table() {
@@ -32,28 +37,27 @@ template <uint CODEC> inline const float *centroids_table() {
 }
 
 template <uint CODEC, uint COPIES> struct Nearest {
-    static constexpr uint CELLS = cells_of(CODEC);
+    static constexpr uint CELLS = cells_of(CODEC), CELL_COPIES = cell_copies(COPIES);
     // Addresses in shared memory, of this lane's copies.
     uint cells;
     uint centroids;
 
     // Fills the tables. All threads of the block call it; a barrier has to follow. Nobody ever writes to what it reads.
     static inline void fill(uint *tables) {
-        for (uint i = threadIdx.x; i < CELLS * COPIES; i += blockDim.x) {
-            const uint cell = i / COPIES;
+        for (uint i = threadIdx.x; i < CELLS * CELL_COPIES; i += blockDim.x) {
+            const uint cell = i / CELL_COPIES;
             const float threshold = cells_table<CODEC>()[2 * cell], below = cells_table<CODEC>()[2 * cell + 1];
             reinterpret_cast<uint2 *>(tables)[i] = make_uint2(__float_as_uint(threshold), uint(below));
         }
         for (uint i = threadIdx.x; i < (1u << CODEC) * COPIES; i += blockDim.x) {
-            tables[2 * CELLS * COPIES + i] = __float_as_uint(centroids_table<CODEC>()[i / COPIES]);
+            tables[2 * CELLS * CELL_COPIES + i] = __float_as_uint(centroids_table<CODEC>()[i / COPIES]);
         }
     }
 
     inline Nearest(const uint *tables) {
-        const uint copy = threadIdx.x % COPIES;
         // 2^23 stands in front of a cell's number.
-        cells = shared_address(tables) + copy * 8 - 0x4B000000 * (COPIES * 8);
-        centroids = shared_address(tables) + (2 * CELLS * COPIES + copy) * 4;
+        cells = shared_address(tables) + threadIdx.x % CELL_COPIES * 8 - 0x4B000000 * (CELL_COPIES * 8);
+        centroids = shared_address(tables) + (2 * CELLS * CELL_COPIES + threadIdx.x % COPIES) * 4;
     }
 
     // The index, and the centroid. Any of them for NaN.
@@ -62,7 +66,7 @@ template <uint CODEC, uint COPIES> struct Nearest {
         const uint cell = __float_as_uint(fmaf(place, float(CELLS - 1), 8388608.0f));
         float threshold;
         uint index;
-        asm("ld.shared.v2.b32 {%0, %1}, [%2];" : "=f"(threshold), "=r"(index) : "r"(cell * (COPIES * 8) + cells));
+        asm("ld.shared.v2.b32 {%0, %1}, [%2];" : "=f"(threshold), "=r"(index) : "r"(cell * (CELL_COPIES * 8) + cells));
         index += z > threshold ? 1 : 0;
         asm("ld.shared.b32 %0, [%1];" : "=f"(c) : "r"(index * (COPIES * 4) + centroids));
         return index;
