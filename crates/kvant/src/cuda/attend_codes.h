@@ -1,7 +1,7 @@
 // The codes of quantised rows in a lane's registers, and their lookup.
 //
-// A block of up to 256 coordinates (CHUNK) of a row is shared by LANES lanes, each of which loads runs of consecutive
-// coordinates: 16 bytes where there are as many. A run is made of units of 16 coordinates.
+// A block of up to 256 coordinates (CHUNK) of a row is shared by LANES lanes, each of which has runs of consecutive
+// coordinates: 16 or 32 bytes where there are as many. A run is made of units of 16 coordinates.
 //
 // A table in shared memory takes codes to f16 centroids. An entry stands 32 times side by side, once for each lane, so that
 // the lookups of a warp never meet in a bank. Entries are 256 bytes apart and tables begin at multiples of 64 KiB: so one
@@ -9,8 +9,8 @@
 //
 //   4 bits: an entry is a pair of centroids, for both nibbles of a byte.
 //   5 bits: the same; the fifth bits of both are bits 7 and 16 of the offset, so the table is full, and twice as long.
-//   6 bits: an entry is (centroid, 0) and, 128 bytes on, (0, centroid): two lookups add up to a pair. The upper two bits of
-//           the byte are whatever they are, every entry stands four times.
+//   6 bits: an entry is (centroid, 0) and, 128 bytes on, (0, centroid). A pair is never put together: two products take
+//           half of it each. The upper two bits of the byte are whatever they are, every entry stands four times.
 //   8 bits: likewise.
 #ifndef KVANT_ATTEND_CODES_H
 #define KVANT_ATTEND_CODES_H
@@ -35,6 +35,9 @@ struct Table {
                                    : CODEC == TQ6 ? 1.90302241f
                                                   : 1.86773717f;
 
+    // Between entries: bit 7 is never looked up at 4 bits.
+    static constexpr uint PITCH = CODEC == TQ4 ? 256 : 128;
+
     static uint entry(uint at) {
         const uint byte = at >> 8 & 255, seventh = at >> 7 & 1;
         if (CODEC == TQ4) {
@@ -48,19 +51,15 @@ struct Table {
         return pack<true>(seventh != 0 ? 0 : c, seventh != 0 ? c : 0);
     }
 
+    // A thread has every `threads`-th entry, and begins somewhere in it, lest threads meet in a bank.
     static void fill(uchar *table, uint thread, uint threads) {
-#pragma unroll 4
-        for (uint i = thread; i < BYTES / 16; i += threads) {
-            uint at = 16 * i;
-            if (CODEC == TQ4) {
-                // Bit 7 is never looked up.
-                at = (at & ~127u) * 2 + (at & 127);
-                if (at >= BYTES) {
-                    break;
-                }
-            }
+#pragma unroll 2
+        for (uint at = thread * PITCH; at < BYTES; at += threads * PITCH) {
             const uint x = entry(at);
-            *reinterpret_cast<uint4 *>(table + at) = make_uint4(x, x, x, x);
+#pragma unroll
+            for (uint i = 0; i < 8; i++) {
+                *reinterpret_cast<uint4 *>(table + at + (thread + i) % 8 * 16) = make_uint4(x, x, x, x);
+            }
         }
     }
 };
@@ -77,19 +76,16 @@ inline uint choose(uint mask, uint a, uint b) {
     return (a & mask) | (b & ~mask);
 }
 
-inline uint add_pairs(uint a, uint b) {
-    uint out;
-    asm("add.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
-    return out;
-}
-
 // Lookups of a lane in a table.
 template <uint CODEC>
 struct Lookup {
     // The address of the lane's column of the table.
     uint column;
+    // In a cluster, a block's addresses have its number in their highest byte.
+    uint window;
 
-    Lookup(const uchar *table) : column(shared_address(table) + threadIdx.x % 32 * 4) {}
+    Lookup(const uchar *table)
+        : column(shared_address(table) + threadIdx.x % 32 * 4), window(shared_address(memory) & 0xFF000000) {}
 
     template <uint OFFSET = 0>
     static uint word(uint address) {
@@ -102,9 +98,12 @@ struct Lookup {
     uint entry(uint codes, uint i) const {
         return word<OFFSET>(permute(codes, column, 0x7604 | i << 4));
     }
-    // The pair of two codes, byte `i` of one word and byte `j` of another.
-    uint both(uint first, uint i, uint second, uint j) const {
-        return add_pairs(entry(first, i), entry<128>(second, j));
+    // 6 and 8 bits: the code in byte `i`, as the first of a pair whose other is 0, or as the second.
+    uint low(uint codes, uint i) const {
+        return entry(codes, i);
+    }
+    uint high(uint codes, uint i) const {
+        return entry<128>(codes, i);
     }
     // 5 bits: the upper bits of the nibbles of bytes `i` of two words, from the lower half of `high`, where two words have
     // 16 bits; in place for `pair`.
@@ -118,34 +117,34 @@ struct Lookup {
         if constexpr (CODEC == TQ4) {
             return entry(codes, i);
         }
-        return word(permute(codes, upper, (which == 0 ? 0xD504 : 0xD706) | i << 4));
+        const uint place = permute(codes, upper, (which == 0 ? 0xD504 : 0xD706) | i << 4);
+        return word(CLUSTER > 1 ? place + window : place);
     }
 };
 
 // -------------------------------------------------------------------------------------------------------------- codes
 
-// Loads N bytes that nobody needs again, or nothing.
+// Reads N bytes of shared memory.
 template <uint N>
-inline void load_once(const uchar *from, uint *to, bool there) {
-    if constexpr (N == 16) {
-        asm volatile("{ .reg .pred p; setp.ne.u32 p, %5, 0;\n"
-                     "@p ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4]; }"
-                     : "+r"(to[0]), "+r"(to[1]), "+r"(to[2]), "+r"(to[3])
-                     : "l"(from), "r"(uint(there)));
+inline void read_bytes(const uchar *from, uint *to) {
+    if constexpr (N >= 16) {
+#pragma unroll
+        for (uint i = 0; i < N / 16; i++) {
+            const uint4 x = reinterpret_cast<const uint4 *>(from)[i];
+            to[4 * i] = x.x;
+            to[4 * i + 1] = x.y;
+            to[4 * i + 2] = x.z;
+            to[4 * i + 3] = x.w;
+        }
     } else if constexpr (N == 8) {
-        asm volatile("{ .reg .pred p; setp.ne.u32 p, %3, 0;\n@p ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2]; }"
-                     : "+r"(to[0]), "+r"(to[1])
-                     : "l"(from), "r"(uint(there)));
+        const uint2 x = *reinterpret_cast<const uint2 *>(from);
+        to[0] = x.x;
+        to[1] = x.y;
     } else if constexpr (N == 4) {
-        asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0;\n@p ld.global.nc.L1::no_allocate.u32 %0, [%1]; }"
-                     : "+r"(to[0])
-                     : "l"(from), "r"(uint(there)));
+        to[0] = *reinterpret_cast<const uint *>(from);
     } else {
-        static_assert(N == 2, "attend: bytes of a load");
-        asm volatile("{ .reg .pred p; .reg .u16 x; setp.ne.u32 p, %2, 0;\n"
-                     "@p ld.global.nc.L1::no_allocate.u16 x, [%1]; @p cvt.u32.u16 %0, x; }"
-                     : "+r"(to[0])
-                     : "l"(from), "r"(uint(there)));
+        static_assert(N == 2, "attend: bytes of a read");
+        to[0] = *reinterpret_cast<const ushort *>(from);
     }
 }
 
@@ -155,7 +154,9 @@ struct Codes {
     static constexpr bool PAIRED = CODEC == TQ4 || CODEC == TQ5;
     static constexpr uint LOW_BITS = CODEC == TQ8 ? 8 : 4;
     static constexpr uint HIGH_BITS = CODEC == TQ5 ? 1 : CODEC == TQ6 ? 2 : 0;
-    static constexpr uint RUN = CODEC == TQ8 ? 16 : CHUNK / LANES < 32 ? CHUNK / LANES : 32;
+    // Where four lanes share a row, two rows beside each other in shared memory meet in no bank when a lane has 32 bytes.
+    static constexpr uint MOST_RUN = (LANES == 4 ? 256 : 128) / LOW_BITS;
+    static constexpr uint RUN = CHUNK / LANES < MOST_RUN ? CHUNK / LANES : MOST_RUN;
     static constexpr uint LOADS = CHUNK / LANES / RUN;
     static constexpr uint UNITS = RUN / 16;
     static_assert(RUN % 16 == 0, "attend: units of 16 coordinates");
@@ -165,6 +166,11 @@ struct Codes {
     static constexpr uint LOW_RUN = RUN * LOW_BITS / 8;
     static constexpr uint HIGH_RUN = RUN * HIGH_BITS / 8;
     static constexpr uint HIGH_WORDS = HIGH_RUN < 4 ? 1 : HIGH_RUN / 4;
+    // Of the block's share of a row, and how far apart these lie in shared memory: such that lanes never meet in a bank.
+    static constexpr uint LOW_BYTES = CHUNK * LOW_BITS / 8;
+    static constexpr uint HIGH_BYTES = CHUNK * HIGH_BITS / 8;
+    static constexpr uint LOW_PITCH = LOW_BYTES + (LANES == 4 && LOW_RUN == 16 ? 0 : 16);
+    static constexpr uint HIGH_PITCH = HIGH_BYTES + (LANES == 8 && HIGH_BYTES > 16 ? 16 : 0);
 
     uint low[LOADS][LOW_RUN / 4];
     uint high[LOADS][HIGH_WORDS];
@@ -174,13 +180,13 @@ struct Codes {
         return e / RUN * (RUN * LANES) + lane * RUN + e % RUN;
     }
 
-    // From rows at the lane's first coordinate.
-    void load(const uchar *low_row, const uchar *high_row, bool there) {
+    // From the lane's first coordinate of rows in shared memory.
+    void read(const uchar *low_row, const uchar *high_row) {
 #pragma unroll
         for (uint i = 0; i < LOADS; i++) {
-            load_once<LOW_RUN>(low_row + i * (LOW_RUN * LANES), low[i], there);
+            read_bytes<LOW_RUN>(low_row + i * (LOW_RUN * LANES), low[i]);
             if constexpr (HIGH_BITS > 0) {
-                load_once<HIGH_RUN>(high_row + i * (HIGH_RUN * LANES), high[i], there);
+                read_bytes<HIGH_RUN>(high_row + i * (HIGH_RUN * LANES), high[i]);
             }
         }
     }
@@ -195,7 +201,7 @@ struct Codes {
         if constexpr (CODEC == TQ8) {
 #pragma unroll
             for (uint i = 0; i < 4; i++) {
-                out[i] = low[load][i];
+                out[i] = low[load][4 * unit + i];
             }
         } else {
             const uint x = low[load][2 * unit], y = low[load][2 * unit + 1], bits = high[load][unit % HIGH_WORDS];
@@ -216,7 +222,7 @@ struct Codes {
     }
 };
 
-// The A operands of a unit's products. Keys: rows are the keys x and y, `use` gets (product, operands).
+// The A operands of a unit's products; at 6 and 8 bits each product comes in two parts. Keys: rows are the keys x and y, `use` gets (product, operands).
 template <uint CODEC, uint LANES, typename Use>
 inline void key_operands(const Codes<CODEC, LANES> &x, const Codes<CODEC, LANES> &y, uint load, uint unit,
                          const Lookup<CODEC> &lookup, Use use) {
@@ -244,13 +250,14 @@ inline void key_operands(const Codes<CODEC, LANES> &x, const Codes<CODEC, LANES>
         uint of_x[4], of_y[4];
         x.singles(load, unit, of_x);
         y.singles(load, unit, of_y);
-        const auto both = [&](const uint(&codes)[4], uint e) {
-            return lookup.both(codes[C::word_of(e)], C::byte_of(e), codes[C::word_of(e + 1)], C::byte_of(e + 1));
-        };
+        const auto low = [&](const uint(&codes)[4], uint e) { return lookup.low(codes[C::word_of(e)], C::byte_of(e)); };
+        const auto high = [&](const uint(&codes)[4], uint e) { return lookup.high(codes[C::word_of(e)], C::byte_of(e)); };
 #pragma unroll
         for (uint e = 0; e < 16; e += 4) {
-            const uint a[4] = {both(of_x, e), both(of_y, e), both(of_x, e + 2), both(of_y, e + 2)};
+            const uint a[4] = {low(of_x, e), low(of_y, e), low(of_x, e + 2), low(of_y, e + 2)};
             use(e / 4, a);
+            const uint b[4] = {high(of_x, e + 1), high(of_y, e + 1), high(of_x, e + 3), high(of_y, e + 3)};
+            use(e / 4, b);
         }
     }
 }
@@ -300,13 +307,14 @@ inline void value_operands(const Codes<CODEC, LANES> (&v)[4], uint load, uint un
         for (uint j = 0; j < 4; j++) {
             v[j].singles(load, unit, codes[j]);
         }
-        const auto both = [&](uint j, uint e) {
-            return lookup.both(codes[j][C::word_of(e)], C::byte_of(e), codes[j + 1][C::word_of(e)], C::byte_of(e));
-        };
+        const auto low = [&](uint j, uint e) { return lookup.low(codes[j][C::word_of(e)], C::byte_of(e)); };
+        const auto high = [&](uint j, uint e) { return lookup.high(codes[j][C::word_of(e)], C::byte_of(e)); };
 #pragma unroll
         for (uint e = 0; e < 16; e += 2) {
-            const uint a[4] = {both(0, e), both(0, e + 1), both(2, e), both(2, e + 1)};
+            const uint a[4] = {low(0, e), low(0, e + 1), low(2, e), low(2, e + 1)};
             use(e / 2, a);
+            const uint b[4] = {high(1, e), high(1, e + 1), high(3, e), high(3, e + 1)};
+            use(e / 2, b);
         }
     }
 }

@@ -58,30 +58,52 @@ inline void merge_parts(const AttendParams &p, const Partials &from, const S &st
         parts[at] = __ldcg(reinterpret_cast<const float2 *>(ends) + at % rows);
     }
     __syncthreads();
-    for (uint r = threadIdx.x; r < rows; r += THREADS) {
-        float m = nothing(), l = 0;
-        for (uint part = 0; part < count; part++) {
-            m = fmaxf(m, parts[part * rows + r].x);
+    // A warp for each row, a lane for each part.
+    static_assert(MAX_MERGE <= 32, "attend: a lane for each part");
+    const uint lane = threadIdx.x % 32;
+    for (uint r = threadIdx.x / 32; r < rows; r += WARPS) {
+        const float2 of_part = lane < count ? parts[lane * rows + r] : make_float2(nothing(), 0);
+        float m = of_part.x;
+#pragma unroll
+        for (uint step = 1; step < 32; step *= 2) {
+            m = fmaxf(m, __shfl_xor_sync(0xFFFFFFFF, m, step));
         }
-        for (uint part = 0; part < count; part++) {
-            const float2 of_part = parts[part * rows + r];
-            const float factor = factor_of(of_part.x, m);
-            l += of_part.y * factor;
-            parts[part * rows + r].x = factor;
+        const float factor = factor_of(of_part.x, m);
+        float l = of_part.y * factor;
+#pragma unroll
+        for (uint step = 1; step < 32; step *= 2) {
+            l += __shfl_xor_sync(0xFFFFFFFF, l, step);
         }
-        state.set_end(r, m, l);
+        if (lane < count) {
+            parts[lane * rows + r].x = factor;
+        }
+        if (lane == 0) {
+            state.set_end(r, m, l);
+        }
     }
     __syncthreads();
     constexpr uint QUADS = HEAD_DIM / 4;
     for (uint at = threadIdx.x; at < rows * QUADS; at += THREADS) {
         const uint r = at / QUADS;
         float4 o = make_float4(0, 0, 0, 0);
-#pragma unroll 8
-        for (uint part = 0; part < count; part++) {
-            const float *of_part = from.states + in_cluster(piece.slot(first + part * step)) * stride;
-            const float4 x = __ldcg(reinterpret_cast<const float4 *>(of_part) + at);
-            const float f = parts[part * rows + r].x;
-            o = make_float4(o.x + x.x * f, o.y + x.y * f, o.z + x.z * f, o.w + x.w * f);
+        // Enough loads in flight.
+        constexpr uint AT_ONCE = 8;
+#pragma unroll 1
+        for (uint part = 0; part < count; part += AT_ONCE) {
+            float4 x[AT_ONCE];
+#pragma unroll
+            for (uint i = 0; i < AT_ONCE; i++) {
+                const float *of_part = from.states + in_cluster(piece.slot(first + (part + i) * step)) * stride;
+                x[i] = make_float4(0, 0, 0, 0);
+                if (part + i < count) {
+                    x[i] = __ldcg(reinterpret_cast<const float4 *>(of_part) + at);
+                }
+            }
+#pragma unroll
+            for (uint i = 0; i < AT_ONCE; i++) {
+                const float f = part + i < count ? parts[(part + i) * rows + r].x : 0;
+                o = make_float4(o.x + x[i].x * f, o.y + x[i].y * f, o.z + x[i].z * f, o.w + x[i].w * f);
+            }
         }
         reinterpret_cast<float4 *>(state.o())[at] = o;
     }

@@ -12,9 +12,14 @@
 // With 512 coordinates a row, a group of keys belongs to two warps: each takes one block of the coordinates, and they add up
 // their scores through shared memory.
 //
-// Codes go from device memory into the registers of the lane that looks them up (attend_codes.h): the order of coordinates
-// within a product is free, so that a lane's operands are the 16 bytes that it loads. While a group is worked on the codes
-// of the next are on their way.
+// Codes come by asynchronous copies into the warp's box in shared memory, and from there into the registers of the lane that
+// looks them up (attend_codes.h): the order of coordinates within a product is free, so that a lane's operands are neighbours
+// in a row. As soon as a group's keys, or values, are in registers, those of the next are on their way.
+//
+// Shared memory limits it: a lookup for every two codes of 4 or 5 bits, and for every code of 6 or 8, is most of what that is
+// asked for (docs/benchmarks). So queries of heads that do not exist are not read.
+//
+// Tables are filled before the launch in front of this one has ended (ahead.h).
 //
 // Operands are f16: centroids, queries (rotated, scaled into range) and weights, which carry the norm of their value relative
 // to the largest so far. Products are summed in float. The output is rotated back once.
@@ -22,6 +27,7 @@
 // Where contexts are short and the device has clusters, the eight blocks of one share an item and add up their states through
 // one another's shared memory (attend_cluster.h).
 #include "ahead.h"
+#include "attend_quantised_gather.h"
 #include "attend_quantised_way.h"
 
 // Merges the warps' states into the block's.
@@ -60,7 +66,7 @@ inline void merge_warps(const AttendParams &p, Work &work, const State &state) {
     }
     const float unscale = work.norm * (1 / WEIGHT_SCALE / Table<V_CODEC>::SCALE);
     const float factor[2] = {factor_of(work.m[0], m[0]) * unscale, factor_of(work.m[1], m[1]) * unscale};
-    float4 *sums = shared_at<float4>(AT_SUMS);
+    float4 *sums = sums_of_warps();
 #pragma unroll
     for (uint round = 0; round < PRODUCTS / MERGED; round++) {
         if (round > 0) {
@@ -143,9 +149,43 @@ struct Standing {
     }
 };
 
+// From the block's state to the output, or the partial state. A function of its own, so that it does not share registers with
+// the loop over the keys.
+__noinline__ void finish(const AttendParams &p, const Partials to, const Piece piece) {
+    const State state = {};
+    const ulong first_row = ulong(piece.item) * p.kv_heads * p.group + piece.head * p.group;
+    if constexpr (CLUSTER > 1) {
+        const Merged merged = {};
+        const uint rank = blockIdx.x % CLUSTER, rows = (p.group + CLUSTER - 1 - rank) / CLUSTER;
+        cluster_arrive();
+        cluster_wait();
+        merge_blocks(state, merged, rows);
+        cluster_arrive();
+        if (rows == 0) {
+            return;
+        }
+        __syncthreads();
+        if (piece.parts > 1 && !merge(p, to, merged, piece, rows)) {
+            return;
+        }
+        finish_rows<true>(to, merged, rows, [&](uint r) { return first_row + r * CLUSTER + rank; });
+        return;
+    }
+    if constexpr (GATHER) {
+        if (piece.parts > 1) {
+            gather(p, to, state, piece, first_row);
+            return;
+        }
+    }
+    if (piece.parts > 1 && !merge(p, to, state, piece, p.group)) {
+        return;
+    }
+    finish_rows<true>(to, state, p.group, [&](uint r) { return first_row + r; });
+}
+
 // One piece, from the queries to the output or the partial state.
 inline void work_on(const AttendParams &p, const Buffers &b, const Piece &piece, Standing &standing) {
-    const uint thread = threadIdx.x, lane = thread % 32, g = lane / 4, t = lane % 4;
+    const uint thread = threadIdx.x, lane = thread % 32;
     const Token token = b.alone ? b.only : load_token(p, b.positions, b.sequence, b.lens, piece.item);
     Range keys = {0, 0};
     if (token.sequence != NONE) {
@@ -158,23 +198,25 @@ inline void work_on(const AttendParams &p, const Buffers &b, const Piece &piece,
                     keys.first + min(blocks.first(rank + 1) * KEYS, keys.len())};
         }
     }
+    // The last piece is done with shared memory.
+    standing.wait_for_others();
+    __syncthreads();
     Way way;
     way.first = way.end = 0;
     if (keys.first < keys.end) {
         const ulong row = token.sequence * p.row_sequence + piece.head * p.row_head;
-        const uint coord = thread / 32 % TEAM * CHUNK;
-        const uint k_coord = coord + t * KeyCodes::RUN, v_coord = coord + g * ValueCodes::RUN;
-        const Sources from = {b.k.low + row * KeyCodes::LOW_ROW + k_coord * KeyCodes::LOW_BITS / 8,
-                              b.k.high + row * KeyCodes::HIGH_ROW + k_coord * KeyCodes::HIGH_BITS / 8,
-                              reinterpret_cast<const uchar *>(b.k.norms + row * BLOCKS + coord / 256),
-                              b.v.low + row * ValueCodes::LOW_ROW + v_coord * ValueCodes::LOW_BITS / 8,
-                              b.v.high + row * ValueCodes::HIGH_ROW + v_coord * ValueCodes::HIGH_BITS / 8,
-                              reinterpret_cast<const uchar *>(b.v.norms + row * BLOCKS + coord / 256),
+        const uint part = thread / 32 % TEAM;
+        const auto plane = [&](const uchar *of, uint row_bytes, uint bytes) {
+            return of + row * row_bytes + part * bytes + lane % (bytes / 16) * 16;
+        };
+        const Sources from = {plane(b.k.low, KeyCodes::LOW_ROW, KeyCodes::LOW_BYTES),
+                              plane(b.k.high, KeyCodes::HIGH_ROW, max(KeyCodes::HIGH_BYTES, 16u)),
+                              plane(b.v.low, ValueCodes::LOW_ROW, ValueCodes::LOW_BYTES),
+                              plane(b.v.high, ValueCodes::HIGH_ROW, max(ValueCodes::HIGH_BYTES, 16u)),
+                              reinterpret_cast<const uchar *>((lane < KEYS ? b.k : b.v).norms + row * BLOCKS + part),
                               p.row_slot};
         way.begin(p, from, keys);
     }
-    // The last piece is done with shared memory.
-    __syncthreads();
     load_queries(p, b, piece.item, piece.head);
     __syncthreads();
 
@@ -185,38 +227,16 @@ inline void work_on(const AttendParams &p, const Buffers &b, const Piece &piece,
     way.go(p, work);
     standing.turn = work.turn;
     const State state = {};
-    standing.wait_for_others();
     merge_warps(p, work, state);
-    const ulong first_row = ulong(piece.item) * p.kv_heads * p.group + piece.head * p.group;
-    if constexpr (CLUSTER > 1) {
-        const Merged merged = {};
-        const uint rank = blockIdx.x % CLUSTER, rows = (p.group + CLUSTER - 1 - rank) / CLUSTER;
-        cluster_arrive();
-        cluster_wait();
-        merge_blocks(state, merged, rows);
-        cluster_arrive();
-        standing.read_by_others = true;
-        if (rows == 0) {
-            return;
-        }
-        __syncthreads();
-        if (piece.parts > 1 && !merge(p, b.to, merged, piece, rows)) {
-            return;
-        }
-        finish_rows<true>(b.to, merged, rows, [&](uint r) { return first_row + r * CLUSTER + rank; });
-        return;
-    }
-    if (piece.parts > 1 && !merge(p, b.to, state, piece, p.group)) {
-        return;
-    }
-    finish_rows<true>(b.to, state, p.group, [&](uint r) { return first_row + r; });
+    finish(p, b.to, piece);
+    standing.read_by_others = CLUSTER > 1;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
     attend_quantised(const uchar *q, uchar *out, const uchar *k_low, const uchar *k_high, const float *k_norms,
                      const uchar *v_low, const uchar *v_high, const float *v_norms, const uint *positions,
                      const uint *sequence, const uint *lens, float *partials, uint *counters, float *state,
-                     const AttendParams p) {
+                     const __grid_constant__ AttendParams p) {
     const uint thread = threadIdx.x, block = blockIdx.x / CLUSTER, all_blocks = gridDim.x / CLUSTER;
     // The line of all tiles: items in order, within an item its heads. prefix[i]: tiles of one head before item i. With
     // splits, the line of the block's own item and head.

@@ -19,6 +19,10 @@ static SOURCE: Source = Source {
 
 /// Query heads of a KV head, at most: the columns of a product.
 const MAX_GROUP: usize = 8;
+/// Keys that a warp works on at a time, and how many lanes share a row of keys, or of values.
+const GROUP_KEYS: usize = 16;
+const K_LANES: usize = 4;
+const V_LANES: usize = 8;
 /// Keys that are shared out among clusters at a time.
 const TILE: usize = 64;
 /// To begin and end a piece takes as long as so many of them.
@@ -30,37 +34,39 @@ const TABLES_AT: usize = 64 << 10;
 const RESERVED_BYTES: usize = 1 << 10;
 /// As `attend_plan.h` has it.
 const MAX_MERGE: usize = 24;
+/// The most parts that blocks wait for.
+const MAX_GATHERED: usize = MAX_MERGE * MAX_GROUP;
 
 /// How a kernel uses registers: what was fastest for a head size and a codec.
 #[derive(Clone, Copy)]
 struct Tuning {
+    /// Or fewer, where shared memory has no room for so many.
     warps: usize,
-    /// Codes of two groups of keys in registers, not of half a group.
-    whole_ahead: bool,
-    queries_held: bool,
+    /// Operands of so many pairs of products stay in registers.
+    queries_held: u32,
 }
 
 impl Tuning {
-    fn new(head_dim: usize, k: u32, v: u32) -> Tuning {
-        let tuning = |warps, whole_ahead, queries_held| Tuning { warps, whole_ahead, queries_held };
-        match (head_dim, if k == v { k } else { 0 }) {
-            (256.., 4) => tuning(8, true, true),
-            (256, 5) => tuning(8, true, false),
-            (256.., _) => tuning(8, false, true),
-            (_, 4) => tuning(12, true, true),
-            (_, 6) => tuning(12, true, false),
-            _ => tuning(16, false, false),
-        }
+    /// `short`: few keys, of which no warp gets many.
+    fn new(head_dim: usize, k: u32, v: u32, short: bool) -> Tuning {
+        let (warps, queries_held) = match (head_dim, k.max(v)) {
+            _ if short => (8, 8),
+            // There is room for ten warps, which are slower.
+            (512, 5) => (8, 8),
+            (256.., 4) => (12, 4),
+            _ => (12, 0),
+        };
+        Tuning { warps, queries_held }
     }
 }
 
 /// How a call is cut into blocks.
 pub(super) struct Quantised {
     group: usize,
-    tuning: Tuning,
-    /// Products of all warps that are merged at a time.
-    merged: usize,
-    shared_bytes: usize,
+    queries_held: u32,
+    room: Room,
+    /// All blocks run at once, with a piece each, and wait for each other's.
+    gather: bool,
     /// Blocks of a cluster.
     cluster: usize,
     /// 0: the clusters share all tiles evenly.
@@ -83,23 +89,16 @@ impl Quantised {
         if !fits {
             return None;
         }
-        let tables = table_bytes(k.bits) + if k.bits == v.bits { 0 } else { table_bytes(v.bits) };
-        let shared_bytes = TABLES_AT + tables;
-        if shared_bytes > limits.threadgroup_bytes {
-            return None;
-        }
-        let tuning = Tuning::new(call.head_dim, k.bits, v.bits);
-        let room = TABLES_AT - RESERVED_BYTES;
-        let merged = [8, 4, 2].into_iter().find(|&merged| small_bytes(call.head_dim, tuning.warps, merged) <= room)?;
-
         let pairs = call.tokens * spec.kv_heads;
         // No more parts of an item than are merged.
         let busy = limits.busy_groups.min(MAX_SPLITS);
         // Of the longest context that the device may turn out to hold.
         let tiles = call.window.min(spec.capacity).div_ceil(TILE) + 1;
-        // Lookups of 5 bits do not work in clusters.
-        let few = tiles <= CLUSTER_TILES && k.bits != 5 && v.bits != 5;
-        let cluster = if few && attend::in_clusters(call, limits) { MAX_CLUSTER } else { 1 };
+        let short = tiles <= CLUSTER_TILES && attend::in_clusters(call, limits);
+        let cluster = if short { MAX_CLUSTER } else { 1 };
+        let Tuning { warps, queries_held } = Tuning::new(call.head_dim, k.bits, v.bits, short);
+        let most = limits.threadgroup_bytes;
+        let room = (1..=warps / 2).rev().find_map(|half| Room::new(call.head_dim, k.bits, v.bits, 2 * half, most))?;
         let workers = (busy / cluster).max(1);
         let splits = match call.splits {
             0 if call.tokens > MAX_SHARED_ITEMS || pairs >= 2 * busy || cluster == MAX_CLUSTER => 1,
@@ -113,11 +112,16 @@ impl Quantised {
         } else {
             pairs.saturating_mul(splits)
         };
-        Some(Quantised { group, tuning, merged, shared_bytes, cluster, splits, blocks: workers * cluster })
+        // Worth it where states are long. Blocks that wait for each other must all fit on the device at once.
+        let gather = call.head_dim > 256
+            && cluster == 1
+            && (2..=MAX_GATHERED).contains(&splits)
+            && workers <= limits.busy_groups;
+        Some(Quantised { group, queries_held, room, gather, cluster, splits, blocks: workers * cluster })
     }
 
     pub(super) fn plan(&self) -> Plan {
-        let Quantised { group, tuning: Tuning { warps, .. }, cluster, splits, blocks, .. } = *self;
+        let Quantised { group, room: Room { warps, .. }, cluster, splits, blocks, .. } = *self;
         let how = if splits == 0 { "share the keys of all tokens evenly" } else { "take one each" };
         let reason = format!(
             "{group} query heads of a token for each KV head; {blocks} blocks of {warps} warps, in clusters of {cluster}, {how}, \
@@ -129,7 +133,7 @@ impl Quantised {
     /// The launch; where `state` is, it gets the state of the cached keys, and there is no output.
     pub(super) fn launch(&self, call: &Call, b: &Builder, rows: &Rows, state: Option<&Scratch>) -> Result<Launch> {
         let spec = call.layer.spec();
-        let Tuning { warps, whole_ahead, queries_held } = self.tuning;
+        let Room { warps, shared_bytes } = self.room;
         let params = attend::params(call, rows, self.group, call.tokens, self.splits)?;
         let launch = Launch::new(NAME, &SOURCE, "attend_quantised")
             .constant("HEAD_DIM", call.head_dim as u32)
@@ -138,9 +142,8 @@ impl Quantised {
             .constant("K_CODEC", planes::codec_code(spec.k))
             .constant("V_CODEC", planes::codec_code(spec.v))
             .constant("WARPS", warps as u32)
-            .constant("WHOLE_AHEAD", whole_ahead)
-            .constant("QUERIES_HELD", queries_held)
-            .constant("MERGED", self.merged as u32)
+            .constant("QUERIES_HELD", self.queries_held)
+            .constant("GATHER", self.gather)
             .constant("TILE", TILE as u32)
             .constant("END_TILES", END_TILES as u32)
             .constant("CLUSTER", self.cluster as u32)
@@ -148,14 +151,14 @@ impl Quantised {
             .constant("FRESH", false)
             .constant("SOFTCAP", call.softcap.is_some())
             .constant("ROTATE_Q", !call.q_rotated)
-            .constant("SHARED_BYTES", self.shared_bytes as u32)
+            .constant("SHARED_BYTES", shared_bytes as u32)
             .read(0, &call.q)
             .read(8, &call.step.positions)
             .read(9, &call.step.sequence)
             .read(10, call.cached_lens())
             .params(14, &params)
             .grid([self.blocks, 1, 1], [32 * warps, 1, 1])
-            .threadgroup_memory(self.shared_bytes)
+            .threadgroup_memory(shared_bytes)
             // Where tokens stand.
             .reads_ahead(&[8, 9, 10]);
         let launch = planes::bind(planes::bind(launch, 2, &call.layer.k, Use::Read), 5, &call.layer.v, Use::Read);
@@ -168,19 +171,48 @@ impl Quantised {
     }
 }
 
+/// Shared memory: the sums that `attend_quantised_shared.h` computes.
+#[derive(Clone, Copy)]
+struct Room {
+    warps: usize,
+    shared_bytes: usize,
+}
+
+impl Room {
+    /// All of the `most` bytes that there are: sums are merged together as many as there fit. None where that is too little.
+    fn new(head_dim: usize, k: u32, v: u32, warps: usize, most: usize) -> Option<Room> {
+        let tables = table_bytes(k) + if k == v { 0 } else { table_bytes(v) };
+        let before = (TABLES_AT - RESERVED_BYTES).checked_sub(small_bytes(head_dim, warps))?;
+        let after = most.checked_sub(TABLES_AT + tables)?;
+        // Codes and norms of a group of keys for each warp: before the tables as many as there fit.
+        let box_bytes = 2 * GROUP_KEYS * 4 + codes_bytes(head_dim, k, K_LANES) + codes_bytes(head_dim, v, V_LANES);
+        let boxes_fit = warps.saturating_sub(before / box_bytes) * box_bytes <= after;
+        let for_sums = after.max(before.checked_sub(MAX_GROUP * head_dim * 4)?);
+        let sums_fit = warps * (head_dim.min(256) / 16 / 8) * 512 <= for_sums;
+        (boxes_fit && sums_fit).then_some(Room { warps, shared_bytes: most })
+    }
+}
+
 /// Bytes of a codec's table: `Table` of `attend_codes.h`.
 fn table_bytes(bits: u32) -> usize {
     if bits == 5 { 128 << 10 } else { 64 << 10 }
 }
 
-/// Bytes of shared memory before the tables: the sum that `attend_quantised.cu` computes.
-fn small_bytes(head_dim: usize, warps: usize, merged: usize) -> usize {
+/// Bytes of the codes of a group of keys, or values, which a warp has, and of what keeps rows apart: `Codes` of
+/// `attend_codes.h`.
+fn codes_bytes(head_dim: usize, bits: u32, lanes: usize) -> usize {
+    let coordinates = head_dim.min(256);
+    let low = coordinates * if bits == 8 { 8 } else { 4 } / 8;
+    let high = coordinates * if bits == 8 { 0 } else { bits as usize - 4 } / 8;
+    let low_gap = if lanes == K_LANES && low == 64 { 0 } else { 16 };
+    let high_gap = if lanes == V_LANES && high > 16 { 16 } else { 0 };
+    GROUP_KEYS * (low + low_gap + high + high_gap)
+}
+
+/// Bytes of shared memory before a piece's output and sums.
+fn small_bytes(head_dim: usize, warps: usize) -> usize {
     let rows = MAX_GROUP;
-    warps * merged * 512
-        + rows * head_dim * 6
-        + MAX_MERGE * rows * 8
-        + warps * rows * 8
-        + rows * 20
-        + 64
-        + (MAX_SHARED_ITEMS + 8) * 4
+    let small =
+        rows * head_dim * 2 + MAX_MERGE * rows * 8 + warps * rows * 8 + rows * 20 + 64 + (MAX_SHARED_ITEMS + 8) * 4;
+    small.next_multiple_of(128) + if head_dim > 256 { 2 * warps * 512 } else { 0 }
 }

@@ -58,21 +58,30 @@ inline void load_queries(const AttendParams &p, const Buffers &b, uint token, ui
     }
 }
 
-// The B operands of two products at a time, from shared memory, or from registers where there are enough.
+// The B operands of two products at a time: the first QUERIES_HELD from registers, the others from shared memory.
 struct Queries {
     const uint4 *shared;
-    uint4 held[QUERIES_HELD ? PRODUCTS / 2 : 1];
+    // Whether the lane's head exists. The others' zeros are not read.
+    bool there;
+    uint4 held[QUERIES_HELD > 0 ? QUERIES_HELD : 1];
 
-    Queries(uint block) : shared(shared_at<uint4>(AT_QUERIES) + block * (PRODUCTS / 2) * 32 + threadIdx.x % 32) {
-        if constexpr (QUERIES_HELD) {
+    Queries(const AttendParams &p, uint block)
+        : shared(shared_at<uint4>(AT_QUERIES) + block * (PRODUCTS / 2) * 32 + threadIdx.x % 32),
+          there(threadIdx.x % 32 / 4 < p.group) {
 #pragma unroll
-            for (uint i = 0; i < PRODUCTS / 2; i++) {
-                held[i] = shared[i * 32];
-            }
+        for (uint i = 0; i < min(QUERIES_HELD, PRODUCTS / 2); i++) {
+            held[i] = read(i);
         }
     }
+    uint4 read(uint i) const {
+        uint4 q = make_uint4(0, 0, 0, 0);
+        if (there) {
+            q = shared[i * 32];
+        }
+        return q;
+    }
     uint4 at(uint i) const {
-        return QUERIES_HELD ? held[QUERIES_HELD ? i : 0] : shared[i * 32];
+        return i + 1 > QUERIES_HELD ? read(i) : held[i];
     }
 };
 

@@ -19,10 +19,9 @@ struct Work {
 constexpr float LOWEST = -3.402823466e38f;
 constexpr float SMALLEST_NORM = 7.888609052210118e-31f;
 
-// S^T of a group: the products of the warp's coordinates, with the keys' norms. `after`: what to do when a product is done.
-template <typename After>
+// S^T of a group: the products of the warp's coordinates, with the keys' norms.
 inline void multiply_keys(const Lookup<K_CODEC> &lookup, const Queries &queries, const Keys &keys, const Norms &norms,
-                          float (&s)[4], After after) {
+                          float (&s)[4]) {
     float sums[2][4] = {};
 #pragma unroll
     for (uint i = 0; i < KeyCodes::LOADS; i++) {
@@ -36,7 +35,6 @@ inline void multiply_keys(const Lookup<K_CODEC> &lookup, const Queries &queries,
             key_operands(keys[0], keys[1], i, unit, lookup, [&](uint product, const uint(&a)[4]) {
                 const uint4 of = q[product / 2];
                 mma<true>(sums[product % 2], a, product % 2 == 0 ? make_uint2(of.x, of.y) : make_uint2(of.z, of.w));
-                after((i * KeyCodes::UNITS + unit) * 4 + product);
             });
         }
     }
@@ -69,7 +67,7 @@ inline void wait_for_team(uint turn) {
 inline void add_up(float (&s)[4], uint &turn) {
     if constexpr (TEAM > 1) {
         const uint warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-        float4 *scores = shared_at<float4>(AT_SUMS) + turn % 2 * (WARPS * 32) + lane;
+        float4 *scores = shared_at<float4>(AT_SCORES) + turn % 2 * (WARPS * 32) + lane;
         scores[warp * 32] = make_float4(s[0], s[1], s[2], s[3]);
         wait_for_team(turn);
         turn++;
@@ -82,15 +80,13 @@ inline void add_up(float (&s)[4], uint &turn) {
 }
 
 // O^T of the warp's coordinates.
-template <typename After>
-inline void multiply_values(const Lookup<V_CODEC> &lookup, const Values &values, uint2 weights, Work &work, After after) {
+inline void multiply_values(const Lookup<V_CODEC> &lookup, const Values &values, uint2 weights, Work &work) {
 #pragma unroll
     for (uint i = 0; i < ValueCodes::LOADS; i++) {
 #pragma unroll
         for (uint unit = 0; unit < ValueCodes::UNITS; unit++) {
             value_operands(values, i, unit, lookup, [&](uint product, const uint(&a)[4]) {
                 mma<true>(work.o[(i * ValueCodes::UNITS + unit) * 8 + product], a, weights);
-                after((i * ValueCodes::UNITS + unit) * 8 + product);
             });
         }
     }
@@ -126,8 +122,8 @@ inline void grow(const float (&s)[4], float norm, Work &work) {
     }
 }
 
-// The weights of a group from its raw scores, as B operands.
-inline uint2 weigh(const AttendParams &p, Group group, const float (&factor)[2], Norms &norms, float (&s)[4], Work &work) {
+// The weights of a group up to its key `last` from its raw scores, as B operands.
+inline uint2 weigh(const AttendParams &p, uint last, const float (&factor)[2], Norms &norms, float (&s)[4], Work &work) {
     const uint g = threadIdx.x % 32 / 4;
 #pragma unroll
     for (uint c = 0; c < 4; c++) {
@@ -136,10 +132,10 @@ inline uint2 weigh(const AttendParams &p, Group group, const float (&factor)[2],
             s[c] = p.softcap * 1.4426950408889634f * tanhf(s[c]);
         }
     }
-    if (group.last + 1 < KEYS) {
+    if (last + 1 < KEYS) {
 #pragma unroll
         for (uint i = 0; i < 2; i++) {
-            if (g + 8 * i > group.last) {
+            if (g + 8 * i > last) {
                 s[2 * i] = s[2 * i + 1] = nothing();
                 norms[i] = 0;
             }

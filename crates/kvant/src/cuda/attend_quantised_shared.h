@@ -15,19 +15,12 @@ constexpr uint PRODUCTS = CHUNK / 16;
 // Warps that share a group of keys, a block of the coordinates each; how many such teams there are.
 constexpr uint TEAM = BLOCKS;
 constexpr uint TEAMS = WARPS / TEAM;
-// A warp waits for all of its loads at once. So those of the next group begin when the last group's have come: all of them
-// (WHOLE_AHEAD), if registers hold the codes of two groups; else values while keys are worked on, and keys while values.
-constexpr uint STAGES = WHOLE_AHEAD ? 2 : 1;
-
 // Weights are scaled up, so that small ones keep their bits.
 constexpr float WEIGHT_SCALE = 16384;
 
 // Shared memory, in bytes: tables lie at multiples of 64 KiB, the rest comes before the first.
 constexpr bool ONE_TABLE = K_CODEC == V_CODEC;
-// Sums of all warps, for MERGED products.
-constexpr uint AT_SUMS = 0;
-constexpr uint AT_OUTPUT = AT_SUMS + WARPS * MERGED * 512;
-constexpr uint AT_QUERIES = AT_OUTPUT + ROWS * HEAD_DIM * 4;
+constexpr uint AT_QUERIES = 0;
 constexpr uint AT_PARTS = AT_QUERIES + ROWS * HEAD_DIM * 2;
 // m and l of the rows of each warp.
 constexpr uint AT_WARPS = AT_PARTS + MAX_MERGE * ROWS * 8;
@@ -37,23 +30,37 @@ constexpr uint AT_FACTORS = AT_ENDS + ROWS * 8;
 constexpr uint AT_MERGED_ENDS = AT_FACTORS + ROWS * 4;
 constexpr uint AT_BARRIERS = AT_MERGED_ENDS + ROWS * 8;
 constexpr uint AT_PREFIX = AT_BARRIERS + 64;
-constexpr uint AT_END = AT_PREFIX + (MAX_SHARED_ITEMS + 8) * 4;
+// Scores of a team.
+constexpr uint AT_SCORES = (AT_PREFIX + (MAX_SHARED_ITEMS + 8) * 4 + 127) / 128 * 128;
+// At the end of a piece, its output, and sums of all warps here or after the tables, wherever there is more room.
+constexpr uint AT_OUTPUT = AT_SCORES + (TEAM > 1 ? 2 * WARPS * 512 : 0);
+constexpr uint AT_SUMS = AT_OUTPUT + ROWS * HEAD_DIM * 4;
 // The hardware has the first 1024 bytes for itself, or nothing.
-static_assert(AT_END <= (63 << 10), "attend: room before the tables");
-static_assert((64 << 10) + Table<K_CODEC>::BYTES + (ONE_TABLE ? 0 : Table<V_CODEC>::BYTES) == SHARED_BYTES,
-              "attend: the shared memory that Rust asks for");
-static_assert(CLUSTER == 1 || WARPS * MERGED * 512 >= (ROWS + CLUSTER - 1) / CLUSTER * HEAD_DIM * 4,
-              "attend: room for merged rows");
-static_assert(PRODUCTS % MERGED == 0, "attend: products are merged in whole rounds");
-static_assert(TEAM == 1 || MERGED >= 2, "attend: room for the scores of a team");
+constexpr uint AT_END = 63 << 10;
+// Where each warp's codes and norms of a group come: of some warps before the tables, where the output and the sums
+// will be, of the others after them.
+constexpr uint AT_BOX_NORMS = KEYS * (KeyCodes::LOW_PITCH + KeyCodes::HIGH_PITCH);
+constexpr uint AT_BOX_VALUES = AT_BOX_NORMS + 2 * KEYS * 4;
+constexpr uint BOX = AT_BOX_VALUES + KEYS * (ValueCodes::LOW_PITCH + ValueCodes::HIGH_PITCH);
+constexpr uint BOXES_BEFORE = (AT_END - AT_OUTPUT) / BOX < WARPS ? (AT_END - AT_OUTPUT) / BOX : WARPS;
+constexpr uint TABLES = Table<K_CODEC>::BYTES + (ONE_TABLE ? 0 : Table<V_CODEC>::BYTES);
+constexpr uint ROOM_BEFORE = AT_END - AT_SUMS;
+constexpr uint ROOM_AFTER = SHARED_BYTES - (64 << 10) - TABLES;
+static_assert(AT_SUMS < AT_END && (64 << 10) + TABLES + (WARPS - BOXES_BEFORE) * BOX <= SHARED_BYTES, "attend: shared memory");
+constexpr bool SUMS_AFTER = ROOM_AFTER > ROOM_BEFORE;
+constexpr uint SUMS_BYTES = SUMS_AFTER ? ROOM_AFTER : ROOM_BEFORE;
+// So many products of all warps are merged at a time.
+constexpr uint MERGED = SUMS_BYTES >= WARPS * PRODUCTS * 512       ? PRODUCTS
+                        : SUMS_BYTES >= WARPS * PRODUCTS / 2 * 512 ? PRODUCTS / 2
+                        : SUMS_BYTES >= WARPS * PRODUCTS / 4 * 512 ? PRODUCTS / 4
+                                                                   : PRODUCTS / 8;
+static_assert(SUMS_BYTES >= WARPS * MERGED * 512, "attend: room for sums");
+static_assert(CLUSTER == 1 || SUMS_BYTES >= (ROWS + CLUSTER - 1) / CLUSTER * HEAD_DIM * 4, "attend: room for merged rows");
 
 template <typename T>
 inline T *shared_at(uint at) {
     return reinterpret_cast<T *>(memory + at);
 }
-
-// In a cluster an address has the block's number in its highest byte, where lookups by 5 bits have nothing.
-static_assert(CLUSTER == 1 || K_CODEC != TQ5 && V_CODEC != TQ5, "attend: 5 bits in a cluster");
 
 inline uchar *k_table() {
     return memory + ((64 << 10) - shared_address(memory) % (1 << 24));
@@ -61,6 +68,18 @@ inline uchar *k_table() {
 
 inline uchar *v_table() {
     return k_table() + (ONE_TABLE ? 0 : Table<K_CODEC>::BYTES);
+}
+
+inline uchar *after_tables() {
+    return k_table() + TABLES;
+}
+
+inline uchar *box_of(uint warp) {
+    return warp < BOXES_BEFORE ? memory + AT_OUTPUT + warp * BOX : after_tables() + (warp - BOXES_BEFORE) * BOX;
+}
+
+inline float4 *sums_of_warps() {
+    return reinterpret_cast<float4 *>(SUMS_AFTER ? after_tables() : memory + AT_SUMS);
 }
 
 // The state of an item's rows, for attend_merge.h.
@@ -85,7 +104,7 @@ struct State {
 // The same for the rows that this block has of a cluster's state, where the warps' sums were.
 struct Merged {
     float *o() const {
-        return shared_at<float>(AT_SUMS);
+        return reinterpret_cast<float *>(sums_of_warps());
     }
     float2 end(uint r) const {
         return shared_at<float2>(AT_MERGED_ENDS)[r];

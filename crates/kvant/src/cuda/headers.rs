@@ -47,6 +47,8 @@ const ATTEND_QUANTISED_SHARED_H: Header =
     Header { name: "attend_quantised_shared.h", text: || include_str!("attend_quantised_shared.h").to_string() };
 const ATTEND_QUANTISED_QUERIES_H: Header =
     Header { name: "attend_quantised_queries.h", text: || include_str!("attend_quantised_queries.h").to_string() };
+const ATTEND_QUANTISED_GATHER_H: Header =
+    Header { name: "attend_quantised_gather.h", text: || include_str!("attend_quantised_gather.h").to_string() };
 const ATTEND_QUANTISED_ROWS_H: Header =
     Header { name: "attend_quantised_rows.h", text: || include_str!("attend_quantised_rows.h").to_string() };
 const ATTEND_QUANTISED_SCORES_H: Header =
@@ -118,6 +120,7 @@ pub(super) const ATTEND_QUANTISED: &[Header] = &[
     ATTEND_SOFTMAX_H,
     ATTEND_QUANTISED_SHARED_H,
     ATTEND_QUANTISED_QUERIES_H,
+    ATTEND_QUANTISED_GATHER_H,
     ATTEND_QUANTISED_ROWS_H,
     ATTEND_QUANTISED_SCORES_H,
     ATTEND_QUANTISED_WAY_H,
