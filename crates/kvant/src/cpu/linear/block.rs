@@ -111,14 +111,14 @@ impl Ahead {
         }
     }
 
-    /// Asks for as many lines as there are in so many bytes of all rows.
+    /// Asks for as many lines as there are in so many bytes of all rows, which are of streams or follow one another.
     ///
     /// # Safety
     /// The level's instructions are enabled.
     #[inline(always)]
-    pub unsafe fn fetch<S: Simd, const R: usize>(&self, index: usize, bytes: usize) {
+    pub unsafe fn fetch<S: Simd, const R: usize, const STREAMS: bool>(&self, index: usize, bytes: usize) {
         const LINE: usize = 64;
-        if self.apart == 0 {
+        if !STREAMS {
             for at in (index * R * bytes..(index + 1) * R * bytes).step_by(LINE) {
                 // SAFETY: the caller's promise.
                 unsafe { S::prefetch(self.start.wrapping_add(at)) };

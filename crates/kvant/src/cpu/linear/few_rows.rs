@@ -395,11 +395,14 @@ impl<const BITS: usize> Rows for Grouped<BITS> {
     ) -> [[f32; T]; R] {
         // SAFETY: the caller's promise.
         unsafe {
-            // Where it counts most, the number of units in a group is a constant: the loop over them unrolls.
-            match self.affine.group {
-                32 if T == 1 => self.dots_by::<S, R, T>(block, rows, x, 1),
-                64 if T == 1 => self.dots_by::<S, R, T>(block, rows, x, 2),
-                group => self.dots_by::<S, R, T>(block, rows, x, group / UNIT),
+            // Where it counts most, the number of units in a group is a constant: the loop over them unrolls. So is, for
+            // short rows, what is asked for ahead.
+            match (self.affine.group, block.streams()) {
+                (32, false) if T == 1 => self.dots_by::<S, R, T, false>(block, rows, x, 1),
+                (64, false) if T == 1 => self.dots_by::<S, R, T, false>(block, rows, x, 2),
+                (group, false) => self.dots_by::<S, R, T, false>(block, rows, x, group / UNIT),
+                (64, true) if T == 1 => self.dots_by::<S, R, T, true>(block, rows, x, 2),
+                (group, true) => self.dots_by::<S, R, T, true>(block, rows, x, group / UNIT),
             }
         }
     }
@@ -407,7 +410,7 @@ impl<const BITS: usize> Rows for Grouped<BITS> {
 
 impl<const BITS: usize> Grouped<BITS> {
     #[inline(always)]
-    unsafe fn dots_by<S: Simd, const R: usize, const T: usize>(
+    unsafe fn dots_by<S: Simd, const R: usize, const T: usize, const STREAMS: bool>(
         &self,
         block: &Block,
         rows: Together,
@@ -426,7 +429,7 @@ impl<const BITS: usize> Grouped<BITS> {
             let bytes = units * UNIT / 8 * BITS;
             for group in 0..groups {
                 let mut dot = [[S::zero(); T]; R];
-                ahead.fetch::<S, R>(group, bytes);
+                ahead.fetch::<S, R, STREAMS>(group, bytes);
                 for unit in 0..units {
                     let at = (group * units + unit) * UNIT;
                     for r in 0..R {
