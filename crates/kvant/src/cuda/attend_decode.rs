@@ -23,8 +23,8 @@ const UNIT: usize = 16;
 const LEAST_UNITS: usize = 4;
 /// To begin and end a piece takes as long as so many units.
 const END_UNITS: usize = 6;
-/// Contexts that one cluster reads fast enough.
-const CLUSTER_UNITS: usize = 4096 / UNIT + 1;
+/// Keys of a context that one cluster reads fast enough, of 256 coordinates and fewer; half as many of 512.
+const CLUSTER_KEYS: usize = 4096;
 /// Query rows of a product.
 const MAX_GROUP: usize = 8;
 /// More buffers of a warp were never faster.
@@ -71,9 +71,11 @@ impl Decode {
         let warps = if call.head_dim == 512 { 4 } else { 8 };
         let pairs = call.tokens * spec.kv_heads;
         // Of the longest context that the device may turn out to hold.
-        let units = call.window.min(spec.capacity).div_ceil(UNIT) + 1;
+        let keys = call.window.min(spec.capacity);
+        let units = keys.div_ceil(UNIT) + 1;
+        let short = keys <= CLUSTER_KEYS * 256 / call.head_dim.max(256);
         let cluster = match call.head_dim {
-            _ if units <= CLUSTER_UNITS && attend::in_clusters(call, limits) => MAX_CLUSTER,
+            _ if short && attend::in_clusters(call, limits) => MAX_CLUSTER,
             // Long states: 4 KiB for each query head.
             512 if limits.clusters && call.tokens == 1 => 2,
             _ => 1,
