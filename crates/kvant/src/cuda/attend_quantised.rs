@@ -112,7 +112,7 @@ impl Quantised {
         } else {
             pairs.saturating_mul(splits)
         };
-        // Worth it where states are long. Blocks that wait for each other must all fit on the device at once.
+        // Worth it where states are long, and blocks that wait for each other fit on the device at once.
         let gather = call.head_dim > 256
             && cluster == 1
             && (2..=MAX_GATHERED).contains(&splits)

@@ -1,6 +1,7 @@
 // How the parts of an item and head come together where all blocks are resident at once and each has one piece, for
-// attend_quantised.cu: every block leaves its state, and the first of them take a row of the output each, as soon as all have
-// left theirs. So no block reads more than a row of each part.
+// attend_quantised.cu: every block leaves its state, and the first of them, the owners, take a row of the output each, as soon as
+// all have left theirs. So no block reads more than a row of each part. An owner does not wait for ever: after a while it leaves
+// its rows to whoever arrives last, and its multiprocessor to blocks that may not have begun.
 #ifndef KVANT_ATTEND_QUANTISED_GATHER_H
 #define KVANT_ATTEND_QUANTISED_GATHER_H
 #include "attend_quantised_shared.h"
@@ -82,6 +83,48 @@ inline void merge_row(const AttendParams &p, const Partials &from, const State &
     __syncthreads();
 }
 
+// Polls after which an owner stops waiting, some milliseconds: blocks are resident all at once, but for launches of other streams
+// beside this one, which a program may have.
+constexpr uint PATIENCE = 1 << 12;
+
+// A counter of an item and head: how many parts are there, which owners have stopped waiting, how many are done.
+constexpr uint GAVE_UP = 1 << 16;
+constexpr uint DONE = 1 << 24;
+inline uint arrived_of(uint counter) {
+    return counter % GAVE_UP;
+}
+
+inline uint load_acquire(const uint *at) {
+    uint x;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(at) : "memory");
+    return x;
+}
+
+// The owners whose rows this block takes, as bits: its own, unless it stops waiting for the other parts; and if it is the last
+// to arrive, of those that have stopped.
+inline uint owned(uint *counter, uint part, uint parts, uint owners) {
+    uint before;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+    const bool last = arrived_of(before) == parts - 1;
+    uint mine = last ? before / GAVE_UP % (DONE / GAVE_UP) : 0;
+    if (part < owners) {
+        bool all = last;
+        for (uint polls = 0; !all && polls < PATIENCE; polls++) {
+            all = arrived_of(load_acquire(counter)) == parts;
+        }
+        if (!all) {
+            asm volatile("atom.acq_rel.gpu.global.or.b32 %0, [%1], %2;"
+                         : "=r"(before)
+                         : "l"(counter), "r"(GAVE_UP << part)
+                         : "memory");
+            // If the last has come in between, it has not seen this.
+            all = arrived_of(before) == parts;
+        }
+        mine |= all ? 1u << part : 0;
+    }
+    return mine;
+}
+
 // Leaves this block's state; takes its rows, if it has some, to the output.
 inline void gather(const AttendParams &p, const Partials &to, const State &state, const Piece &piece, ulong first_row) {
     const uint owners = min(p.group, piece.parts);
@@ -89,26 +132,26 @@ inline void gather(const AttendParams &p, const Partials &to, const State &state
     leave_state(p, to, state, piece.slot(piece.part), p.group);
     __syncthreads();
     if (threadIdx.x == 0) {
-        asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
-        // The upper half counts owners that are done.
-        for (uint left = 0; piece.part < owners && left % 65536 < piece.parts;) {
-            asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(left) : "l"(counter) : "memory");
-        }
-    }
-    if (piece.part >= owners) {
-        return;
+        *state.flag() = owned(counter, piece.part, piece.parts, owners);
     }
     __syncthreads();
+    const uint mine = *state.flag();
+    if (mine == 0) {
+        return;
+    }
 #pragma unroll 1
-    for (uint r = piece.part; r < p.group; r += owners) {
-        merge_row(p, to, state, piece, r);
-        finish_rows<true>(to, state, 1, [&](uint) { return first_row + r; });
-        __syncthreads();
+    for (uint r = 0; r < p.group; r++) {
+        if ((mine >> r % owners & 1) != 0) {
+            merge_row(p, to, state, piece, r);
+            finish_rows<true>(to, state, 1, [&](uint) { return first_row + r; });
+            __syncthreads();
+        }
     }
     if (threadIdx.x == 0) {
+        const uint done = __popc(mine);
         uint before;
-        asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 65536;" : "=r"(before) : "l"(counter) : "memory");
-        if (before / 65536 == owners - 1) {
+        asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(done * DONE) : "memory");
+        if (before / DONE + done == owners) {
             // For the next launch.
             *counter = 0;
         }
