@@ -1,7 +1,8 @@
 // Kernels that may begin before the launch in front of them has ended (gpu/launch.rs: `reads_ahead`).
 //
 // Such a kernel waits before it touches anything but what it may read ahead, in every thread that touches it, and only
-// then lets the next one begin: so at most two launches run at a time, and what one of them may not see has ended.
+// then lets the next one begin: so at most two launches run at a time, and what one of them may not see has ended. A block
+// with nothing to do may end without having waited, so long as one of its grid waits.
 #ifndef KVANT_AHEAD_H
 #define KVANT_AHEAD_H
 

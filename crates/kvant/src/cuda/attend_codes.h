@@ -222,7 +222,8 @@ struct Codes {
     }
 };
 
-// The A operands of a unit's products; at 6 and 8 bits each product comes in two parts. Keys: rows are the keys x and y, `use` gets (product, operands).
+// The A operands of a unit's products; at 6 and 8 bits each product comes in two parts. Keys: rows are the keys x and y, `use`
+// gets (product, operands).
 template <uint CODEC, uint LANES, typename Use>
 inline void key_operands(const Codes<CODEC, LANES> &x, const Codes<CODEC, LANES> &y, uint load, uint unit,
                          const Lookup<CODEC> &lookup, Use use) {

@@ -317,6 +317,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
     }
     const uint parts_of_line = min(shared_evenly ? clusters : splits, (length + LEAST_UNITS - 1) / LEAST_UNITS);
     const uint own = shared_evenly ? cluster : cluster % splits;
+    // Those who leave here have not waited; the first block of the first head does (ahead.h).
     if (own >= parts_of_line) {
         return;
     }

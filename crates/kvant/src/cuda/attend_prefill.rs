@@ -76,7 +76,9 @@ impl Prefill {
         }
         let tile = if call.head_dim <= 128 { 128 } else { 64 };
         let shared = |stages| shared_bytes(call.head_dim, rows, tile, stages);
-        let stages = (4..=MAX_STAGES).rev().find(|&stages| shared(stages) <= limits.threadgroup_bytes)?;
+        // Rows of 512 coordinates come in four parts, and there must be more buffers than those.
+        let least = if call.head_dim < 512 { 4 } else { 5 };
+        let stages = (least..=MAX_STAGES).rev().find(|&stages| shared(stages) <= limits.threadgroup_bytes)?;
         Some(Prefill { dtype, rows, items, blocks, tile, stages, shared_bytes: shared(stages) })
     }
 

@@ -1,4 +1,4 @@
-// A warp's way through the keys of a piece, for attend_quantised.cu: what is loaded while what is worked on.
+// What of attend_quantised.cu is loaded while what is worked on.
 #ifndef KVANT_ATTEND_QUANTISED_WAY_H
 #define KVANT_ATTEND_QUANTISED_WAY_H
 #include "attend_quantised_scores.h"

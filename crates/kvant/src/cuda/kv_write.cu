@@ -3,8 +3,8 @@
 // blockIdx.y is 0 for keys and 1 for values. A row is one head of one token. For layers with codes: ENCODE, HEAD_DIM / PER
 // lanes of a warp have a row in registers (turboquant.h); TILES, a warp has eight (encode_tiles.h), and goes on to others.
 // Otherwise rows are moved: blockDim.x threads have 16 bytes (or 4 elements, or fewer) of a row at a time, blockDim.y rows
-// beside each other, ROWS one behind the other; what they move is on its way before it is known where to. A dense layer of the source's dtype gets its
-// bits.
+// beside each other, ROWS one behind the other; what they move is on its way before it is known where to. A dense layer of the
+// source's dtype gets its bits.
 // A token that the layer does not hold when the step is written, or whose sequence or position is out of range, is
 // skipped, so that no slot is written twice.
 #include "elements.h"
@@ -180,9 +180,10 @@ inline void move(const uchar *source, uchar *to, const uint *positions, const ui
 
 #endif
 
-extern "C" __global__ void __launch_bounds__(THREADS, MINBLOCKS) kv_write(const uchar *k, const uchar *v, const uint *positions, const uint *sequence,
-                                    const uint *lens, uchar *k_low, uchar *k_high, float *k_norms, uchar *v_low,
-                                    uchar *v_high, float *v_norms, const __grid_constant__ KvWriteParams p) {
+extern "C" __global__ void __launch_bounds__(THREADS, MINBLOCKS)
+    kv_write(const uchar *k, const uchar *v, const uint *positions, const uint *sequence, const uint *lens, uchar *k_low,
+             uchar *k_high, float *k_norms, uchar *v_low, uchar *v_high, float *v_norms,
+             const __grid_constant__ KvWriteParams p) {
     take_turn();
     const bool is_key = blockIdx.y == 0;
 #if TILES || ENCODE

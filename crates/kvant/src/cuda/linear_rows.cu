@@ -6,8 +6,9 @@
 // A block has TILES tiles of 16 outputs for TOKENS rows; its warps divide the inputs among them. A warp takes SPAN inputs
 // at a time: W is the A of its products, 16 outputs by 16 inputs, x the B, 16 inputs by 8 columns. Lane 4g + t reads LANE
 // neighbouring weights of the outputs g and g + 8 from part t of the span, 16 bytes at a time, into shared memory, STAGES spans
-// ahead of their use, and so is x; only the warp's own lanes use them, so the block has no barrier. Which inputs meet in one product is arbitrary, so long
-// as A and B agree: each lane takes its own, in the order in which codes fall out of their words.
+// ahead of their use, and so is x; only the warp's own lanes use them, so the block has no barrier but the one before the warps'
+// sums are added. Which inputs meet in one product is arbitrary, so long as A and B agree: each lane takes its own, in the order
+// in which codes fall out of their words.
 //
 // Codes are integers that f16 and bf16 hold exactly; scale and bias are applied in float to the sums over a group, and a
 // bias counts as often as a product with ones says. Where a span has several groups, a token has a column for each, zero at

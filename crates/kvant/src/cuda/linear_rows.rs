@@ -26,6 +26,10 @@ const COLUMNS: usize = 16;
 const WARPS: usize = 8;
 /// Bytes that a warp asks for ahead of their use, about.
 const AHEAD: usize = 7 << 10;
+/// Inputs of a lane and of a warp in a span, as `linear_rows.cu` has them.
+const LANE: usize = 32;
+const SPAN: usize = 4 * LANE;
+
 /// Whether the kernel takes these rows: of 16-bit numbers, or of f32 that become a sum of some.
 pub(super) fn suits(call: &Call, weight: &Parts, x_aligned: bool) -> bool {
     let x = call.x.dtype();
@@ -46,15 +50,9 @@ fn shape(call: &Call, weight: &Parts, limits: &Limits) -> Shape {
 
 /// With so many tiles and warps at most.
 fn within(call: &Call, weight: &Parts, busy_groups: usize, (most_tiles, most_warps): (usize, usize)) -> Shape {
-    // As linear_rows.cu has them.
-    let (lane, lane_bytes) = match weight.bits {
-        0 => (32, 64),
-        4 => (32, 16),
-        6 => (32, 24),
-        _ => (32, 32),
-    };
-    let span = 4 * lane;
-    let groups = if weight.bits == 0 { 1 } else { (span / weight.group as usize).max(1) };
+    let bits = if weight.bits == 0 { 16 } else { weight.bits as usize };
+    let lane_bytes = LANE * bits / 8;
+    let groups = if weight.bits == 0 { 1 } else { (SPAN / weight.group as usize).max(1) };
     let terms = if call.x.dtype() == DType::F32 { 3 } else { 1 };
     let wanted = if call.experts.is_some() { 1 } else { call.rows.clamp(1, 8).next_power_of_two() };
     let most = (COLUMNS / (groups * terms)).max(1);
@@ -67,11 +65,11 @@ fn within(call: &Call, weight: &Parts, busy_groups: usize, (most_tiles, most_war
     let blocks = call.dims.outputs.div_ceil(tiles * TILE) * call.rows.div_ceil(tokens);
     // Many blocks keep the device busy with fewer warps, each of which has more to do.
     let warps = if blocks >= 6 * busy_groups { WARPS / 2 } else { WARPS }.min(most_warps);
-    let warps = call.dims.inputs.div_ceil(span).clamp(1, warps);
-    let stage = 2 * tiles * lane_bytes * WARP + tokens * span * call.x.dtype().size();
+    let warps = call.dims.inputs.div_ceil(SPAN).clamp(1, warps);
+    let stage = 2 * tiles * lane_bytes * WARP + tokens * SPAN * call.x.dtype().size();
     let stages = (AHEAD / stage).clamp(2, 4);
-    let each = call.dims.inputs.div_ceil(span).div_ceil(warps) * groups;
-    let vector = vector(weight, call.dims.inputs, |n| span >= weight.group as usize && each.is_multiple_of(n));
+    let each = call.dims.inputs.div_ceil(SPAN).div_ceil(warps) * groups;
+    let vector = vector(weight, call.dims.inputs, |n| SPAN >= weight.group as usize && each.is_multiple_of(n));
     let factors = if weight.bits == 0 { 0 } else { tiles * 2 * TILE * groups.max(vector) * weight.dtype.size() };
     let sums = TILE * tiles * wide * 8 * size_of::<f32>();
     Shape { tokens, tiles, stages, warps, vector, bytes: warps * (stages * stage + factors + sums) }

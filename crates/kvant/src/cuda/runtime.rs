@@ -259,8 +259,8 @@ impl Executor for Cuda {
             threadgroup_bytes: gpu.shared_bytes,
             busy_groups: gpu.multiprocessors,
             warpgroup_products: target.arch == "sm_90a",
-            // From Hopper on.
-            clusters: gpu.capability.0 >= 9,
+            // From Hopper on, if the compiler knows it.
+            clusters: target.has_waits(),
         }
     }
 

@@ -87,6 +87,23 @@ mod tests {
         }
     }
 
+    /// What a kernel reads ahead of its turn, the launch in front must not write; the rest it reads in its turn.
+    #[test]
+    fn only_what_is_read_ahead_keeps_launches_apart() {
+        let (t, other) = (&tensor(), &tensor());
+        let may = |first: &[(&Tensor, Use)], second: &[(&Tensor, Use)]| {
+            launch(second).reads_ahead(&[0]).may_read_beside(&launch(first))
+        };
+        let second = [(&rows(t, 4..8), Use::Read), (other, Use::Read)];
+        for access in [Use::Write, Use::ReadWrite] {
+            assert!(!may(&[(t, access)], &second), "{access:?}");
+            assert!(!may(&[(other, Use::Read), (&rows(t, 7..9), access)], &second), "{access:?}, a row in common");
+            assert!(may(&[(&rows(t, 0..4), access), (&rows(t, 8..16), access)], &second), "{access:?}, neighbours");
+            assert!(may(&[(other, access)], &second), "{access:?}, in its turn");
+        }
+        assert!(may(&[(t, Use::Read)], &second));
+    }
+
     #[test]
     fn readers_do_not_wait_for_one_another() {
         let t = &tensor();

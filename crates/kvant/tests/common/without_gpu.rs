@@ -15,8 +15,10 @@ use kvant::{
 /// Notes what it is asked to run.
 #[derive(Clone, Default)]
 pub struct Launches {
-    /// Whether each kernel is compiled, once.
-    pub compiles: bool,
+    /// What each kernel is compiled for, once: `sm_80` for GPUs before Hopper.
+    pub compiles: Option<&'static str>,
+    /// Whether launches are those of a GPU before Hopper, with the shared memory of an A100.
+    pub before_hopper: bool,
     /// File, kernel and constants of what has been launched.
     pub kernels: Arc<Mutex<HashSet<String>>>,
     /// The same of every launch, in order, and its grid.
@@ -44,12 +46,13 @@ impl Executor for Launches {
         "no GPU".to_string()
     }
     fn limits(&self) -> Limits {
+        let hopper = !self.before_hopper;
         Limits {
             threads: 1024,
-            threadgroup_bytes: 227 << 10,
-            busy_groups: 132,
-            warpgroup_products: true,
-            clusters: true,
+            threadgroup_bytes: if hopper { 227 << 10 } else { 163 << 10 },
+            busy_groups: if hopper { 132 } else { 108 },
+            warpgroup_products: hopper,
+            clusters: hopper,
         }
     }
     fn allocate(&self, _bytes: usize, _zeroed: bool) -> Result<Box<dyn Memory>> {
@@ -73,11 +76,10 @@ impl LaunchPass for Launches {
     fn launch(&mut self, launch: Launch) -> Result<()> {
         let key = format!("{}/{} {:?}", launch.source.name, launch.kernel, launch.constants);
         self.all.lock().unwrap().push(format!("{key} {:?}", launch.grid));
-        if !self.kernels.lock().unwrap().insert(key) || !self.compiles {
-            return Ok(());
-        }
+        let new = self.kernels.lock().unwrap().insert(key);
+        let Some(arch) = self.compiles.filter(|_| new) else { return Ok(()) };
         let fault = |reason| Error::DeviceFault { device: "nvrtc".to_string(), reason };
-        let code = compile_cuda(&launch, "sm_90a").map_err(fault)?;
+        let code = compile_cuda(&launch, arch).map_err(fault)?;
         assert!(code.starts_with(b"\x7fELF"), "{launch:?}: not a cubin");
         Ok(())
     }
