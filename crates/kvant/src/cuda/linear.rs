@@ -41,7 +41,7 @@ const TILE: [usize; 2] = [64, 64];
 const TILE_THREADS: usize = 256;
 
 pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
-    let Call { x, weight, dims, experts: ids, rows_per_input, alpha, out, rows } = call;
+    let Call { x, weight, dims, experts: ids, rows_per_input, alpha, rows, .. } = call;
     let uint = |arg, value| Launch::uint(NAME, arg, value);
     let params = LinearParams {
         rows: uint("out", *rows)?,
@@ -83,22 +83,11 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
         ("linear_tiles", [dims.outputs.div_ceil(TILE[1]), down], TILE_THREADS)
     };
     let product = (!few).then(|| product(call)).flatten();
-    let launch = Launch::new(NAME, &SOURCE, kernel)
+    let launch = weight
+        .bind(Launch::new(NAME, &SOURCE, kernel), call)
         .constant("TOKENS", tokens as u32)
-        .constant("X_DTYPE", x.dtype())
-        .constant("OUT_DTYPE", out.dtype())
-        .constant("W_DTYPE", weight.dtype)
-        .constant("BITS", weight.bits)
-        .constant("GROUP", weight.group)
-        .constant("EXPERTS", ids.is_some())
         .constant("X_ALIGNED", x_aligned)
         .constant("W_ALIGNED", weight.aligned)
-        .read(0, x)
-        .read(1, weight.weight)
-        .read_if(2, weight.scales)
-        .read_if(3, weight.biases)
-        .read_if(4, ids.as_ref())
-        .write(5, out)
         .params(6, &params)
         .grid([groups[0], groups[1], 1], [threads, 1, 1]);
     b.push(Launch { product, ..launch })

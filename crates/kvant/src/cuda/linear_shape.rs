@@ -34,25 +34,14 @@ impl Shape {
         weight: &Parts,
         params: &LinearParams,
     ) -> Launch {
-        let Call { x, dims, experts: ids, out, rows, .. } = call;
-        let launch = Launch::new(NAME, source, kernel)
+        let Call { dims, experts: ids, rows, .. } = call;
+        let launch = weight
+            .bind(Launch::new(NAME, source, kernel), call)
             .constant("TOKENS", self.tokens as u32)
             .constant("TILES", self.tiles as u32)
             .constant("STAGES", self.stages as u32)
             .constant("WARPS", self.warps as u32)
             .constant("VECTOR", self.vector as u32)
-            .constant("X_DTYPE", x.dtype())
-            .constant("OUT_DTYPE", out.dtype())
-            .constant("W_DTYPE", weight.dtype)
-            .constant("BITS", weight.bits)
-            .constant("GROUP", weight.group)
-            .constant("EXPERTS", ids.is_some())
-            .read(0, x)
-            .read(1, weight.weight)
-            .read_if(2, weight.scales)
-            .read_if(3, weight.biases)
-            .read_if(4, ids.as_ref())
-            .write(5, out)
             .params(6, params)
             .threadgroup_memory(self.bytes)
             .grid([dims.outputs.div_ceil(TILE * self.tiles), rows.div_ceil(self.tokens), 1], [self.warps * WARP, 1, 1]);

@@ -1,6 +1,10 @@
 //! Weights as kernels are told of them: see `affine.h` of either backend.
 
-use crate::{DType, Tensor, ops::linear::OwnedWeight};
+use super::Launch;
+use crate::{
+    DType, Tensor,
+    ops::linear::{Call, OwnedWeight},
+};
 
 /// A weight taken apart.
 pub(crate) struct Parts<'a> {
@@ -41,5 +45,22 @@ impl Parts<'_> {
                 aligned: codes.byte_offset().is_multiple_of(16),
             },
         }
+    }
+    /// What every kernel of `linear` is told of a call with this weight: types and codes, and the buffers 0 to 5.
+    pub(crate) fn bind(&self, launch: Launch, call: &Call) -> Launch {
+        let Call { x, experts: ids, out, .. } = call;
+        launch
+            .constant("X_DTYPE", x.dtype())
+            .constant("OUT_DTYPE", out.dtype())
+            .constant("W_DTYPE", self.dtype)
+            .constant("BITS", self.bits)
+            .constant("GROUP", self.group)
+            .constant("EXPERTS", ids.is_some())
+            .read(0, x)
+            .read(1, self.weight)
+            .read_if(2, self.scales)
+            .read_if(3, self.biases)
+            .read_if(4, ids.as_ref())
+            .write(5, out)
     }
 }

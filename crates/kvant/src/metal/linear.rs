@@ -35,7 +35,7 @@ const TILE: [usize; 2] = [32, 64];
 const TILE_THREADS: usize = 128;
 
 pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
-    let Call { x, weight, dims, experts: ids, rows_per_input, alpha, out, rows } = call;
+    let Call { x, weight, dims, experts: ids, rows_per_input, alpha, rows, .. } = call;
     let uint = |arg, value| Launch::uint(NAME, arg, value);
     let params = LinearParams {
         rows: uint("out", *rows)?,
@@ -60,21 +60,10 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
         ("linear_tiles", [dims.outputs.div_ceil(TILE[1]), down], TILE_THREADS)
     };
     b.push(
-        Launch::new(NAME, &SOURCE, kernel)
-            .constant("X_DTYPE", x.dtype())
-            .constant("OUT_DTYPE", out.dtype())
-            .constant("W_DTYPE", weight.dtype)
-            .constant("BITS", weight.bits)
-            .constant("GROUP", weight.group)
-            .constant("EXPERTS", ids.is_some())
+        weight
+            .bind(Launch::new(NAME, &SOURCE, kernel), call)
             .constant("X_ALIGNED", dims.inputs.is_multiple_of(4) && aligned4(x))
             .constant("W_ALIGNED", weight.aligned)
-            .read(0, x)
-            .read(1, weight.weight)
-            .read_if(2, weight.scales)
-            .read_if(3, weight.biases)
-            .read_if(4, ids.as_ref())
-            .write(5, out)
             .params(6, &params)
             .grid([groups[0], groups[1], 1], [threads, 1, 1]),
     )

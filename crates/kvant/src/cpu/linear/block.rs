@@ -134,6 +134,18 @@ impl Ahead {
     }
 }
 
+/// Affine rows of a matrix at equal distances: the first one's codes, scales and biases, how many bytes of codes and how many
+/// scales (and biases) further each of the others has its own, and what to ask for meanwhile.
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "`bytes` reads them"))]
+pub(super) struct Rows {
+    pub codes: *const u8,
+    pub codes_apart: usize,
+    pub scales: *const f32,
+    pub biases: *const f32,
+    pub scales_apart: usize,
+    pub ahead: Ahead,
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -12,7 +12,7 @@ use std::arch::x86_64::*;
 
 use super::{
     super::simd::{Avx512, Simd},
-    block::Ahead,
+    block::Rows,
 };
 
 /// Bytes of an activation.
@@ -150,17 +150,6 @@ pub(super) unsafe fn prepare(layout: Layout, x: &[f32], to: &mut [f32]) -> bool 
         }
     }
     true
-}
-
-/// Rows of a matrix at equal distances: the first one's codes, scales and biases, how many bytes of codes and how many
-/// scales (and biases) further each of the others has its own, and what to ask for meanwhile.
-pub(super) struct Rows {
-    pub codes: *const u8,
-    pub codes_apart: usize,
-    pub scales: *const f32,
-    pub biases: *const f32,
-    pub scales_apart: usize,
-    pub ahead: Ahead,
 }
 
 /// The products of R rows of the matrix with T prepared rows of activations.

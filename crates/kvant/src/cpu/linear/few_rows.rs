@@ -10,7 +10,7 @@ use std::ops::Range;
 
 use super::{
     super::{elements::Elements, scratch, simd::Kernel, simd::Simd},
-    block::{Block, OUTPUTS, Together},
+    block::{self, Block, OUTPUTS, Together},
     bytes,
     matrix::{self, Affine, Kind, Matrix, UNIT},
     words,
@@ -492,7 +492,7 @@ impl<const BITS: usize> Rows for Bytes<BITS> {
         // SAFETY: the caller's promise; the rows lie within the block.
         unsafe {
             let codes = self.affine.codes(rows.output, self.layout.inputs());
-            let rows = bytes::Rows {
+            let rows = block::Rows {
                 codes,
                 codes_apart: rows.apart * self.row_bytes(),
                 scales: scales.add(rows.place * groups),

@@ -1,6 +1,6 @@
 //! Where no instruction multiplies bytes: what `bytes` has, never used.
 
-use super::block::Ahead;
+use super::block::Rows;
 
 #[derive(Clone, Copy)]
 pub(super) struct Layout;
@@ -25,16 +25,6 @@ impl Layout {
 
 pub(super) unsafe fn prepare(_: Layout, _: &[f32], _: &mut [f32]) -> bool {
     false
-}
-
-#[allow(dead_code, reason = "nothing reads them here")]
-pub(super) struct Rows {
-    pub codes: *const u8,
-    pub codes_apart: usize,
-    pub scales: *const f32,
-    pub biases: *const f32,
-    pub scales_apart: usize,
-    pub ahead: Ahead,
 }
 
 pub(super) unsafe fn dots<const BITS: usize, const R: usize, const T: usize>(
