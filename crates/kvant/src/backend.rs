@@ -28,26 +28,17 @@ pub(crate) trait Backend: Send + Sync {
     /// `offset + out.len()` is within the allocation; waits for committed work.
     fn download(&self, memory: &dyn Memory, offset: usize, out: &mut [u8]) -> Result<()>;
     /// Starts a pass.
-    fn begin(self: Arc<Self>) -> Result<Recording>;
-    /// Runs one call now; only asked of a backend whose `begin` answers `Immediate`.
-    fn run(&self, call: &Call) -> Result<()>;
+    fn begin(self: Arc<Self>) -> Result<Box<dyn Pass>>;
     /// Prepares calls for replay.
     fn capture(self: Arc<Self>, calls: Vec<Call>) -> Result<Box<dyn Replay>>;
     /// Which kernel and how many splits of the context this attention gets.
     fn plan_attend(&self, call: &attend::Call) -> attend::Plan;
 }
 
-/// How a backend takes the calls of a pass.
-pub(crate) enum Recording {
-    /// Through [`Backend::run`], which returns when the call is done.
-    Immediate,
-    /// Through a pass that is committed as a whole.
-    Deferred(Box<dyn Pass>),
-}
-
-/// A pass being recorded.
+/// A pass being recorded. Nothing of it runs before it is committed, whatever the device: what is written for one means the
+/// same on another.
 pub(crate) trait Pass: Send {
-    fn submit(&mut self, call: &Call) -> Result<()>;
+    fn submit(&mut self, call: Call) -> Result<()>;
     fn commit(self: Box<Self>) -> Result<Box<dyn Wait>>;
 }
 

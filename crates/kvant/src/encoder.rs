@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use crate::{
     Device, Error, Result, Tensor,
-    backend::{Pass, Recording, Replay, Wait},
+    backend::{Pass, Replay, Wait},
     ops::Call,
 };
 
@@ -24,11 +24,18 @@ pub(crate) struct Touch<'a> {
     pub access: Access,
 }
 
-/// Takes operations in order.
+/// Takes operations in order, and starts them at [`Encoder::commit`]: the same on every device, the CPU too. What is dropped
+/// without it never runs. Every operation declares which tensors it reads and writes, and the backend derives the ordering
+/// from that: an operation always sees what the ones before it wrote.
 ///
-/// The CPU runs each at once; a GPU records them and starts at [`Encoder::commit`]. Every operation declares which
-/// tensors it reads and writes, and the backend derives the ordering from that: an operation always sees what the
-/// ones before it wrote.
+/// **What is not an operation does not wait for the encoder.** [`Tensor::write`], [`Tensor::to_vec`] and their like,
+/// [`KvCache::append_into`](crate::KvCache::append_into), [`KvCache::fork`](crate::KvCache::fork) and
+/// [`KvCache::save`](crate::KvCache::save) act at once: they find the memory as the last commit left it, and what they write
+/// is what the recorded operations will read. Commit first.
+///
+/// An operation's arguments are checked when it is recorded, with nothing written by an error. The contents of index buffers
+/// (positions, sequences, ids) may themselves be computed, so the CPU checks them when the operation runs: `commit` returns
+/// the error, the operations before have run, that one and the later ones have not. A GPU's kernels leave such entries alone.
 ///
 /// ```
 /// use kvant::{Device, DType, Tensor, ops};
@@ -47,29 +54,37 @@ pub struct Encoder {
 }
 
 enum Mode {
-    Immediate,
-    Deferred(Box<dyn Pass>),
+    Run(Box<dyn Pass>),
     Capture(Vec<Call>),
 }
 
 impl Encoder {
     pub(crate) fn new(device: &Device) -> Result<Encoder> {
-        let mode = match device.backend().clone().begin()? {
-            Recording::Immediate => Mode::Immediate,
-            Recording::Deferred(pass) => Mode::Deferred(pass),
-        };
-        Ok(Encoder { device: device.clone(), mode })
+        Ok(Encoder { device: device.clone(), mode: Mode::Run(device.backend().clone().begin()?) })
     }
 
     /// Records what `record` encodes, without running it, as a [`Graph`] that can be replayed.
     ///
     /// Positions, sequence numbers and lengths are read from their device buffers at each replay: rewrite those and
     /// replay the same graph for the next token.
+    ///
+    /// # Errors
+    /// Those of `record`; `Value` when it puts another encoder in place of the one that it gets.
     pub fn capture(device: &Device, record: impl FnOnce(&mut Encoder) -> Result<()>) -> Result<Graph> {
         let mut enc = Encoder { device: device.clone(), mode: Mode::Capture(Vec::new()) };
         record(&mut enc)?;
-        let Mode::Capture(calls) = enc.mode else { unreachable!("the mode of a capture does not change") };
-        Ok(Graph { replay: device.backend().clone().capture(calls)? })
+        match enc.mode {
+            Mode::Capture(calls) if enc.device == *device => {
+                Ok(Graph { replay: device.backend().clone().capture(calls)? })
+            }
+            // A `&mut` can be assigned to.
+            _ => Err(Error::Value {
+                op: "capture",
+                arg: "record",
+                expected: "to leave the encoder that it gets in its place".to_string(),
+                got: format!("another encoder, for {}", enc.device),
+            }),
+        }
     }
 
     /// The device whose tensors it takes.
@@ -77,11 +92,14 @@ impl Encoder {
         &self.device
     }
 
-    /// Starts what was recorded.
+    /// Starts what was recorded. On the CPU it is done when this returns.
+    ///
+    /// # Errors
+    /// `OutOfRange` on the CPU, for what an index buffer holds; `DeviceFault`.
     pub fn commit(self) -> Result<Submission> {
         match self.mode {
-            Mode::Deferred(pass) => Ok(Submission { pending: Some(pass.commit()?) }),
-            Mode::Immediate | Mode::Capture(_) => Ok(Submission { pending: None }),
+            Mode::Run(pass) => Ok(Submission { pending: Some(pass.commit()?) }),
+            Mode::Capture(_) => Ok(Submission { pending: None }),
         }
     }
 
@@ -89,8 +107,7 @@ impl Encoder {
     pub(crate) fn submit(&mut self, call: Call) -> Result<()> {
         self.check_tensors(&call)?;
         match &mut self.mode {
-            Mode::Immediate => self.device.backend().run(&call),
-            Mode::Deferred(pass) => pass.submit(&call),
+            Mode::Run(pass) => pass.submit(call),
             Mode::Capture(calls) => {
                 calls.push(call);
                 Ok(())

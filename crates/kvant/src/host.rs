@@ -1,14 +1,15 @@
-//! What the devices in host memory (`cpu`, `reference`) share: allocation, transfer, one call at a time.
+//! What the devices in host memory (`cpu`, `reference`) share: allocation, transfer, one pass at a time.
 
 use std::{
     any::Any,
+    borrow::Borrow,
     ptr::NonNull,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
 use crate::{
     Error, Result, Tensor,
-    backend::{Backend, Memory, Recording, Replay, Wait},
+    backend::{Backend, Memory, Pass, Replay, Wait},
     device::DeviceKind,
     dtype::Element,
     ops::{Call, attend},
@@ -97,21 +98,36 @@ pub(crate) trait Executor: Send + Sync + 'static {
     fn plan_attend(&self, call: &attend::Call) -> attend::Plan;
 }
 
-/// A device in host memory. Its lock is held during every transfer and every call: that is what makes writing
+/// A device in host memory. Its lock is held during every transfer and every pass: that is what makes writing
 /// through a shared `&Tensor` sound, from any number of threads.
 pub(crate) struct Host<E> {
     executor: E,
     lock: Mutex<()>,
+    /// Passes that were committed, empty again: a decode step finds its list of calls here, and allocates nothing.
+    spare: Mutex<Vec<Box<HostPass<E>>>>,
 }
 
 impl<E: Executor> Host<E> {
     pub(crate) fn new(executor: E) -> Self {
-        Host { executor, lock: Mutex::new(()) }
+        Host { executor, lock: Mutex::new(()), spare: Mutex::default() }
     }
 
     fn lock(&self) -> MutexGuard<'_, ()> {
         // The lock guards no data of its own, so a panic elsewhere leaves nothing half-changed in it.
         self.lock.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Runs calls in order. What an index buffer holds is known only when the calls before have run.
+    fn run<C: Borrow<Call>>(&self, calls: impl IntoIterator<Item = C>) -> Result<()> {
+        let _guard = self.lock();
+        calls.into_iter().try_for_each(|call| {
+            call.borrow().check_indices()?;
+            self.executor.run(call.borrow())
+        })
+    }
+
+    fn spare(&self) -> MutexGuard<'_, Vec<Box<HostPass<E>>>> {
+        self.spare.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -145,14 +161,11 @@ impl<E: Executor> Backend for Host<E> {
         Ok(())
     }
 
-    fn begin(self: Arc<Self>) -> Result<Recording> {
-        Ok(Recording::Immediate)
-    }
-
-    fn run(&self, call: &Call) -> Result<()> {
-        let _guard = self.lock();
-        call.check_indices()?;
-        self.executor.run(call)
+    fn begin(self: Arc<Self>) -> Result<Box<dyn Pass>> {
+        let spare = self.spare().pop();
+        let mut pass = spare.unwrap_or_else(|| Box::new(HostPass { host: None, calls: Vec::new() }));
+        pass.host = Some(self);
+        Ok(pass)
     }
 
     fn capture(self: Arc<Self>, calls: Vec<Call>) -> Result<Box<dyn Replay>> {
@@ -165,6 +178,35 @@ impl<E: Executor> Backend for Host<E> {
     }
 }
 
+struct HostPass<E> {
+    /// None while it lies among the spare ones, which the device owns.
+    host: Option<Arc<Host<E>>>,
+    calls: Vec<Call>,
+}
+
+impl<E: Executor> Pass for HostPass<E> {
+    fn submit(&mut self, call: Call) -> Result<()> {
+        self.calls.push(call);
+        Ok(())
+    }
+
+    fn commit(mut self: Box<Self>) -> Result<Box<dyn Wait>> {
+        let host = self.host.take().expect("a pass that is recorded has a device");
+        let done = host.run(self.calls.drain(..));
+        host.spare().push(self);
+        done.map(|()| Box::new(Done) as Box<dyn Wait>)
+    }
+}
+
+/// A pass that ran before `commit` returned.
+struct Done;
+
+impl Wait for Done {
+    fn wait(self: Box<Self>) -> Result<()> {
+        Ok(())
+    }
+}
+
 struct HostGraph<E> {
     host: Arc<Host<E>>,
     calls: Vec<Call>,
@@ -172,7 +214,7 @@ struct HostGraph<E> {
 
 impl<E: Executor> Replay for HostGraph<E> {
     fn replay(&self) -> Result<Option<Box<dyn Wait>>> {
-        self.calls.iter().try_for_each(|call| self.host.run(call))?;
+        self.host.run(&self.calls)?;
         Ok(None)
     }
 }

@@ -58,7 +58,7 @@
 //! |---|---|
 //! | where tensors live and operations run | [`Device`]; [`Device::list`] says what is there and why the rest is not |
 //! | an array | [`Tensor`]: row-major, shared memory, [`rows`](Tensor::rows) is a view |
-//! | a forward pass | [`Encoder`]: operations in order; every one sees what the ones before it wrote |
+//! | a forward pass | [`Encoder`]: operations in order, which run at [`commit`](Encoder::commit); every one sees what the ones before it wrote |
 //! | the same pass again, for the next token | [`Encoder::capture`] gives a [`Graph`]; positions and lengths are read from device buffers at each replay |
 //! | keys and values of a model | [`KvCache`]: sequences, lengths, rings; append, truncate, fork, save, load |
 //! | keys and values of one layer | [`KvLayer`]: memory only, for engines that keep their own books |

@@ -103,7 +103,8 @@ impl Tensor {
         Ok(tensor)
     }
 
-    /// Overwrites the whole tensor with `data` of the same dtype and length.
+    /// Overwrites the whole tensor with `data` of the same dtype and length, once committed work is done. Operations that an
+    /// [`Encoder`](crate::Encoder) holds read the new data: commit before, if they are to read the old.
     pub fn write<E: Element>(&self, data: &[E]) -> Result<()> {
         self.expect_element::<E>("write")?;
         if data.len() != self.elements() {
@@ -117,7 +118,8 @@ impl Tensor {
         self.write_bytes(bytemuck::cast_slice(data))
     }
 
-    /// Overwrites the whole tensor with little-endian bytes; their number must be [`Tensor::bytes`].
+    /// Overwrites the whole tensor with little-endian bytes; their number must be [`Tensor::bytes`]. As
+    /// [`Tensor::write`], it does not wait for what is not committed.
     pub fn write_bytes(&self, data: &[u8]) -> Result<()> {
         if data.len() != self.bytes() {
             return Err(Error::Value {
@@ -130,7 +132,8 @@ impl Tensor {
         self.device().backend().upload(&*self.storage.memory, self.offset, data)
     }
 
-    /// Downloads the elements; `E` must match the dtype. On a GPU this waits for committed work.
+    /// Downloads the elements; `E` must match the dtype. This waits for committed work; what an [`Encoder`](crate::Encoder)
+    /// still holds has not run.
     pub fn to_vec<E: Element>(&self) -> Result<Vec<E>> {
         self.expect_element::<E>("to_vec")?;
         let mut out = vec![E::zeroed(); self.elements()];
@@ -138,7 +141,7 @@ impl Tensor {
         Ok(out)
     }
 
-    /// Downloads the raw bytes into `out`; its length must be [`Tensor::bytes`].
+    /// Downloads the raw bytes into `out`; its length must be [`Tensor::bytes`]. Waits as [`Tensor::to_vec`] does.
     pub fn read_bytes(&self, out: &mut [u8]) -> Result<()> {
         if out.len() != self.bytes() {
             return Err(Error::Value {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::launch::{Launch, Scratch};
 use crate::{
     Device, DeviceKind, Error, Result,
-    backend::{Backend, Memory, Pass, Recording, Replay, Wait},
+    backend::{Backend, Memory, Pass, Replay, Wait},
     ops::{Call, attend},
 };
 
@@ -172,15 +172,9 @@ impl<E: Executor> Backend for Gpu<E> {
         if out.is_empty() { Ok(()) } else { self.executor.download(memory, offset, out) }
     }
 
-    fn begin(self: Arc<Self>) -> Result<Recording> {
+    fn begin(self: Arc<Self>) -> Result<Box<dyn Pass>> {
         let pass = self.executor.begin()?;
-        Ok(Recording::Deferred(Box::new(GpuPass { gpu: self, pass })))
-    }
-
-    fn run(&self, call: &Call) -> Result<()> {
-        let mut pass = self.executor.begin()?;
-        self.launches(call)?.into_iter().try_for_each(|launch| pass.launch(launch))?;
-        pass.commit()?.wait()
+        Ok(Box::new(GpuPass { gpu: self, pass }))
     }
 
     fn capture(self: Arc<Self>, calls: Vec<Call>) -> Result<Box<dyn Replay>> {
@@ -202,8 +196,8 @@ struct GpuPass<E> {
 }
 
 impl<E: Executor> Pass for GpuPass<E> {
-    fn submit(&mut self, call: &Call) -> Result<()> {
-        self.gpu.launches(call)?.into_iter().try_for_each(|launch| self.pass.launch(launch))
+    fn submit(&mut self, call: Call) -> Result<()> {
+        self.gpu.launches(&call)?.into_iter().try_for_each(|launch| self.pass.launch(launch))
     }
 
     fn commit(self: Box<Self>) -> Result<Box<dyn Wait>> {

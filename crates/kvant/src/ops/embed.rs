@@ -21,7 +21,7 @@ pub struct Embed<'a> {
 /// Runs [`Embed`].
 ///
 /// # Errors
-/// `OutOfRange` when an id is not below V, on devices where the host sees the ids; elsewhere such a row is zeros.
+/// At the commit, `OutOfRange` when an id is not below V, on devices where the host sees the ids; elsewhere such a row is zeros.
 pub fn embed(enc: &mut Encoder, args: &Embed) -> Result<()> {
     let [tokens] = check::rank(NAME, "ids", args.ids, ["T"])?;
     check::dtype(NAME, "ids", args.ids, DType::U32)?;

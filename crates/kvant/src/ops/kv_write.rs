@@ -73,7 +73,7 @@ impl SourceOrder {
 /// Runs [`KvWrite`]: one launch however many tokens.
 ///
 /// # Errors
-/// `Shape`, `DType`, `Value` for arguments that do not fit together; `OutOfRange` for a position beyond a linear
+/// `Shape`, `DType`, `Value` for arguments that do not fit together; at the commit, `OutOfRange` for a position beyond a linear
 /// layer or its sequence's length, where the host sees the positions (elsewhere the kernel skips the token).
 pub fn kv_write(enc: &mut Encoder, args: &KvWrite) -> Result<()> {
     let spec = args.layer.spec();

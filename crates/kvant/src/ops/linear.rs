@@ -76,7 +76,8 @@ pub struct Experts<'a> {
 /// Runs [`Linear`].
 ///
 /// # Errors
-/// `OutOfRange` when an expert id is not below E, on devices where the host sees the ids; elsewhere such a row is zeros.
+/// At the commit, `OutOfRange` when an expert id is not below E, on devices where the host sees the ids; elsewhere such a row is
+/// zeros.
 pub fn linear(enc: &mut Encoder, args: &Linear) -> Result<()> {
     check::float(NAME, "x", args.x)?;
     check::float(NAME, "out", args.out)?;

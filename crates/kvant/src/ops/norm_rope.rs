@@ -98,8 +98,8 @@ impl PairLayout {
 /// Runs [`NormRope`]: the same kernel for one token and for many.
 ///
 /// # Errors
-/// `OutOfRange` for a position beyond the tables, where the host sees the positions (elsewhere the kernel skips the
-/// token).
+/// At the commit, `OutOfRange` for a position beyond the tables, where the host sees the positions (elsewhere the kernel skips
+/// the token).
 pub fn norm_rope(enc: &mut Encoder, args: &NormRope) -> Result<()> {
     let [tokens, heads, head_dim] = check::rank(NAME, "x", args.x, ["T", "H", "D"])?;
     check::float(NAME, "x", args.x)?;

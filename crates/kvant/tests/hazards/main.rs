@@ -16,10 +16,11 @@ use common::{
     nmse, run, sees_indices,
 };
 use kvant::{
-    Codec, DType, Device, DeviceKind, Encoder, Error, KvLayer, LayerSpec, Result, SlotOrder, Step, Tensor,
+    CacheLayer, CacheSpec, Codec, DType, Device, DeviceKind, Encoder, Error, KvCache, KvLayer, LayerSpec, Result,
+    SlotOrder, Step, Tensor,
     ops::{
         self, Angles, Attend, Fresh, Hadamard, HeadNorm, KvRead, KvSide, KvWrite, NormRope, PairLayout, Residual,
-        RmsNorm, Rope, SourceOrder, attend::Plan,
+        RmsNorm, Rope, Softcap, SourceOrder, attend::Plan,
     },
 };
 

@@ -265,3 +265,102 @@ fn bytes_mean_the_same_everywhere() {
         }
     }
 }
+
+/// Nothing runs before the commit, on any device, and what is not an operation does not wait for it: a program that forgets to
+/// commit in between goes wrong on the CPU, where it is written, as it does on a GPU.
+#[test]
+fn nothing_runs_before_the_commit() {
+    for device in devices() {
+        let (x, y) = (ones(device), Tensor::zeros(device, DType::F32, &[1, 1, 64]).unwrap());
+        let all = |value: f32| vec![value; 64];
+        let wide = |enc: &mut Encoder| ops::softcap(enc, &Softcap { x: &x, cap: 1e6, out: &y }).unwrap();
+        let mut enc = device.encoder().unwrap();
+        wide(&mut enc);
+        assert_eq!(y.to_f32().unwrap(), all(0.0), "{device}: an operation ran before the commit");
+        drop(enc);
+        assert_eq!(y.to_f32().unwrap(), all(0.0), "{device}: an operation ran that was never committed");
+        let mut enc = device.encoder().unwrap();
+        wide(&mut enc);
+        x.write(&all(5.0)).unwrap();
+        enc.commit().unwrap().wait().unwrap();
+        let got = y.to_f32().unwrap();
+        assert!(got.iter().all(|y| (y - 5.0).abs() < 1e-4), "{device}: read before the commit: {got:?}");
+
+        let layer = CacheLayer { kv_heads: 1, head_dim: 64, window: None, k: Codec::F32, v: Codec::F32 };
+        let spec = CacheSpec { layers: vec![layer], sequences: 2, capacity: 4, slack: 0 };
+        let write = |enc: &mut Encoder, cache: &KvCache, step: &Step, token: &Tensor| {
+            let (layer, order, first_token) = (cache.layer(0).unwrap(), SourceOrder::TokenMajor, 0);
+            ops::kv_write(enc, &KvWrite { k: token, v: token, order, first_token, step, layer }).unwrap();
+        };
+        let read = |cache: &KvCache, sequence: usize, tokens: usize| -> Vec<f32> {
+            let keys = layers::read(cache.layer(0).unwrap(), KvSide::K, sequence, 0..tokens).unwrap();
+            keys.chunks(64).map(|key| key[0]).collect()
+        };
+        let (one, two) = (ones(device), ones(device));
+        two.write(&all(2.0)).unwrap();
+
+        // A fork and a snapshot have what was committed.
+        let name = format!("kvant-commit-{}-{:?}.safetensors", std::process::id(), device.kind());
+        let path = std::env::temp_dir().join(name);
+        let mut cache = KvCache::new(device, &spec).unwrap();
+        let step = cache.append(&[(0, 1)]).unwrap();
+        let mut enc = device.encoder().unwrap();
+        write(&mut enc, &cache, &step, &one);
+        cache.fork(0, 1).unwrap();
+        cache.save(&path).unwrap();
+        enc.commit().unwrap().wait().unwrap();
+        let saved = KvCache::load(device, &path);
+        std::fs::remove_file(&path).unwrap();
+        let got = [read(&cache, 0, 1), read(&cache, 1, 1), read(&saved.unwrap(), 0, 1)].concat();
+        assert_eq!(got, [1.0, 0.0, 0.0], "{device}: written, forked, saved");
+
+        // A step that is rewritten is another step for all that was recorded with it.
+        let mut cache = KvCache::new(device, &spec).unwrap();
+        let step = cache.append(&[(0, 1)]).unwrap();
+        let mut enc = device.encoder().unwrap();
+        write(&mut enc, &cache, &step, &one);
+        cache.append_into(&[(0, 1)], &step).unwrap();
+        write(&mut enc, &cache, &step, &two);
+        enc.commit().unwrap().wait().unwrap();
+        assert_eq!(read(&cache, 0, 2), [0.0, 2.0], "{device}: two tokens through one step");
+    }
+}
+
+/// What an index buffer holds is judged when the operation runs: earlier ones have run then, and may have written it.
+#[test]
+fn indices_are_those_of_the_moment() {
+    for device in devices() {
+        let spec = linear_spec(1, 2, 64, Codec::F32);
+        let (layer, token) = (KvLayer::new(device, spec).unwrap(), ones(device));
+        let step = |position: u32| Step::new(device, 1, &[(0, position)]).unwrap();
+        let write = |enc: &mut Encoder, step: &Step| {
+            let (layer, order, first_token) = (&layer, SourceOrder::TokenMajor, 0);
+            ops::kv_write(enc, &KvWrite { k: &token, v: &token, order, first_token, step, layer })
+        };
+        let (good, bad, last) = (step(0), step(9), step(1));
+        let mut enc = device.encoder().unwrap();
+        for step in [&good, &bad, &last] {
+            write(&mut enc, step).unwrap_or_else(|e| panic!("{device}: judged before it runs: {e}"));
+        }
+        let ran = enc.commit().and_then(|submission| submission.wait());
+        let keys = layers::read(&layer, KvSide::K, 0, 0..2).unwrap();
+        if sees_indices(device) {
+            assert!(matches!(ran, Err(Error::OutOfRange { .. })), "{device}: {ran:?}");
+            assert_eq!([keys[0], keys[64]], [1.0, 0.0], "{device}: the one before, and none after");
+        } else {
+            ran.unwrap();
+            assert_eq!([keys[0], keys[64]], [1.0, 1.0], "{device}: the others");
+        }
+        // The same step, bad when it is recorded and good when it runs.
+        let mut enc = device.encoder().unwrap();
+        write(&mut enc, &bad).unwrap();
+        bad.positions.write(&[1u32]).unwrap();
+        bad.lens.write(&[2u32]).unwrap();
+        enc.commit().unwrap().wait().unwrap();
+    }
+}
+
+/// The keys or values of one token of one head.
+fn ones(device: &Device) -> Tensor {
+    Tensor::from_slice(device, &[1f32; 64], &[1, 1, 64]).unwrap()
+}
