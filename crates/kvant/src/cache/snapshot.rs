@@ -7,8 +7,9 @@
 use std::{
     collections::HashMap,
     fs::File,
-    io::{BufReader, BufWriter, Read, Seek, SeekFrom, Write},
-    path::Path,
+    io::{BufReader, BufWriter, ErrorKind, Read, Seek, SeekFrom, Write},
+    path::{Path, PathBuf},
+    sync::atomic::{AtomicU64, Ordering},
 };
 
 use safetensors::{
@@ -26,20 +27,23 @@ const FORMAT: &str = "kvant-cache";
 const VERSION: &str = "1";
 /// The limit of the safetensors format.
 const MAX_HEADER: u64 = 100_000_000;
+/// Fewer bytes than any tensor takes there.
+const MIN_ENTRY: u64 = 50;
 /// Bytes moved at once.
 const CHUNK: usize = 4 << 20;
 
 impl KvCache {
-    /// Writes the cache to a file: first under a temporary name beside it, so that a file of this name is always whole.
+    /// Writes the cache to a file: first under a temporary name beside it that nobody else has, so that a file of this name is
+    /// always whole, and the last of several that are saved to it at once stays.
+    /// What an [`Encoder`](crate::Encoder) still holds has not been written, and is not saved: commit it before.
     pub fn save(&self, path: impl AsRef<Path>) -> Result<()> {
         let path = path.as_ref();
-        let mut temporary = path.as_os_str().to_owned();
-        temporary.push(format!(".{}.tmp", std::process::id()));
-        let temporary = Path::new(&temporary);
-        let written = self.write_file(temporary).and_then(|()| std::fs::rename(temporary, path).map_err(io(path)));
+        let (temporary, file) = create_beside(path)?;
+        let written = self.write_file(file, &temporary);
+        let written = written.and_then(|()| std::fs::rename(&temporary, path).map_err(io(path)));
         if written.is_err() {
             // The error that matters is the first one.
-            let _ = std::fs::remove_file(temporary);
+            let _ = std::fs::remove_file(&temporary);
         }
         written
     }
@@ -69,14 +73,17 @@ impl KvCache {
             Error::OutOfMemory { .. } | Error::DeviceFault { .. } => error,
             error => bad(error.to_string()),
         })?;
-        for (index, sequence) in sequences.iter().enumerate() {
+        cache.sequences = sequences;
+        // The list of what belongs in the file can be far longer than the file: first its length.
+        let (found, belong) = (metadata.tensors().len(), cache.stored_count());
+        if belong != Some(found) {
+            let belong = belong.map_or("too many".to_string(), |n| n.to_string());
+            return Err(bad(format!("{found} tensors where {belong} belong")));
+        }
+        for (index, sequence) in cache.sequences.iter().enumerate() {
             cache.check_sequence(*sequence).map_err(|reason| bad(format!("sequence {index}: {reason}")))?;
         }
-        cache.sequences = sequences;
         let stored = cache.stored();
-        if metadata.tensors().len() != stored.len() {
-            return Err(bad(format!("{} tensors where {} belong", metadata.tensors().len(), stored.len())));
-        }
         let infos = stored.iter().map(|part| {
             let info = metadata.info(&part.name).ok_or_else(|| bad(format!("tensor {} is missing", part.name)))?;
             if info.dtype != part.info.dtype || info.shape != part.info.shape {
@@ -95,7 +102,12 @@ impl KvCache {
         Ok(cache)
     }
 
-    fn write_file(&self, path: &Path) -> Result<()> {
+    fn write_file(&self, file: File, path: &Path) -> Result<()> {
+        let bad = |reason: &str| Error::File { path: path.display().to_string(), reason: reason.to_string() };
+        let too_many = "too many layers and sequences for one file";
+        if self.stored_count().is_none_or(|count| count as u64 > MAX_HEADER / MIN_ENTRY) {
+            return Err(bad(too_many));
+        }
         let stored = self.stored();
         let mut end = 0;
         let infos = stored.iter().map(|part| {
@@ -103,15 +115,14 @@ impl KvCache {
             end += part.bytes();
             (part.name.clone(), TensorInfo { data_offsets: (start, end), ..part.info.clone() })
         });
-        let bad = |reason: String| Error::File { path: path.display().to_string(), reason };
-        let metadata = Metadata::new(Some(self.describe()), infos.collect()).map_err(|e| bad(e.to_string()))?;
-        let mut header = serde_json::to_vec(&metadata).map_err(|e| bad(e.to_string()))?;
+        let metadata = Metadata::new(Some(self.describe()), infos.collect()).map_err(|e| bad(&e.to_string()))?;
+        let mut header = serde_json::to_vec(&metadata).map_err(|e| bad(&e.to_string()))?;
         // The format wants the data to start at a multiple of 8.
         header.resize(header.len().next_multiple_of(8), b' ');
         if header.len() as u64 > MAX_HEADER {
-            return Err(bad("too many layers and sequences for one file".to_string()));
+            return Err(bad(too_many));
         }
-        let mut file = BufWriter::new(File::create(path).map_err(io(path))?);
+        let mut file = BufWriter::new(file);
         file.write_all(&(header.len() as u64).to_le_bytes()).map_err(io(path))?;
         file.write_all(&header).map_err(io(path))?;
         for part in &stored {
@@ -122,6 +133,13 @@ impl KvCache {
         }
         let file = file.into_inner().map_err(|error| io(path)(error.into_error()))?;
         file.sync_all().map_err(io(path))
+    }
+
+    /// How many tensors a file of this cache contains: those of the sequences that have tokens.
+    fn stored_count(&self) -> Option<usize> {
+        let planes = self.layers.iter().map(|layer| layer.k.tensors().count() + layer.v.tensors().count());
+        let used = self.sequences.iter().filter(|sequence| sequence.len > 0).count();
+        planes.sum::<usize>().checked_mul(used)
     }
 
     /// What a file of this cache contains, in order.
@@ -175,9 +193,28 @@ impl KvCache {
         if len > written || written > self.limit() || (len == 0) != (written == 0) {
             return Err(format!("length {len} of {written} written"));
         }
+        if len == 0 {
+            // There can be many, and each layer would be asked.
+            return Ok(());
+        }
         match self.lost(sequence) {
             Some((layer, ..)) => Err(format!("layer {layer} no longer holds what length {len} needs")),
             None => Ok(()),
+        }
+    }
+}
+
+/// A new file beside `path`, and its name. Other threads may save to the same path at the same time, and a process of the same
+/// number may have left such a file behind.
+fn create_beside(path: &Path) -> Result<(PathBuf, File)> {
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    loop {
+        let mut name = path.as_os_str().to_owned();
+        name.push(format!(".{}.{}.tmp", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed)));
+        let name = PathBuf::from(name);
+        match File::create_new(&name) {
+            Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
+            file => return Ok((name, file.map_err(io(path))?)),
         }
     }
 }

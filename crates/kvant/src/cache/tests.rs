@@ -450,9 +450,66 @@ fn a_failed_save_leaves_nothing() {
     std::fs::create_dir(&directory.0).unwrap();
     std::fs::write(directory.0.join("kept"), "").unwrap();
     assert!(cache.save(&directory.0).is_err());
-    let temporary = format!("{}.{}.tmp", directory.0.display(), std::process::id());
-    assert!(!std::path::Path::new(&temporary).exists());
+    assert_eq!(beside(&directory), 1, "the directory itself");
     std::fs::remove_dir_all(&directory.0).unwrap();
+}
+
+/// How many files have a name that begins as this one's.
+fn beside(file: &TempFile) -> usize {
+    let name = file.0.file_name().unwrap().to_str().unwrap();
+    let entries = std::fs::read_dir(file.0.parent().unwrap()).unwrap().map(|entry| entry.unwrap().file_name());
+    entries
+        .filter(|entry| entry.to_str().is_some_and(|entry| entry == name || entry.starts_with(&format!("{name}."))))
+        .count()
+}
+
+#[test]
+fn a_file_is_whole_whoever_saves_to_it() {
+    let (file, cache) = saved();
+    let (_, mut other) = saved();
+    other.truncate(1, 0).unwrap();
+    std::thread::scope(|scope| {
+        for cache in [&cache, &other, &cache] {
+            scope.spawn(|| (0..30).for_each(|_| cache.save(&file.0).unwrap()));
+        }
+        for _ in 0..60 {
+            let len = KvCache::load(&Device::cpu(), &file.0).unwrap().len(1).unwrap();
+            assert!([0, 7].contains(&len), "{len}");
+        }
+    });
+    assert_eq!(beside(&file), 1);
+    // A file that a process of the same number left behind is in nobody's way, and not destroyed.
+    let stale: Vec<_> = (0..500).map(|n| format!("{}.{}.{n}.tmp", file.0.display(), std::process::id())).collect();
+    stale.iter().for_each(|stale| std::fs::write(stale, "kept").unwrap());
+    cache.save(&file.0).unwrap();
+    assert!(KvCache::load(&Device::cpu(), &file.0).is_ok());
+    for stale in stale {
+        assert_eq!(std::fs::read_to_string(&stale).unwrap(), "kept");
+        std::fs::remove_file(stale).unwrap();
+    }
+}
+
+/// A small file may describe a cache of small memory with more tensors than would fit any.
+#[test]
+fn a_file_without_its_tensors_is_refused_before_they_are_listed() {
+    let layer = CacheLayer { kv_heads: 1, head_dim: 8, window: None, k: Codec::BF16, v: Codec::BF16 };
+    let spec = CacheSpec { layers: vec![layer; 2000], sequences: 20_000, capacity: 1, slack: 0 };
+    let mut cache = KvCache::new(&Device::cpu(), &spec).unwrap();
+    let file = TempFile::new();
+    cache.save(&file.0).unwrap();
+    let bytes = std::fs::read(&file.0).unwrap();
+    let header = String::from_utf8(bytes[8..].to_vec()).unwrap();
+    let lie = header.replace("0/0", "1/1");
+    std::fs::write(&file.0, [&(lie.len() as u64).to_le_bytes()[..], lie.as_bytes()].concat()).unwrap();
+    // Listing 80 million of them takes minutes and 13 GB.
+    let start = std::time::Instant::now();
+    let error = KvCache::load(&Device::cpu(), &file.0).err().unwrap();
+    assert!(matches!(&error, Error::File { reason, .. } if reason.contains("0 tensors where 80000000")), "{error}");
+    cache.sequences.fill(Sequence { len: 1, written: 1 });
+    let error = cache.save(&file.0).err().unwrap();
+    assert!(matches!(&error, Error::File { reason, .. } if reason.contains("too many layers")), "{error}");
+    assert!(start.elapsed().as_secs() < 30, "{:?}", start.elapsed());
+    assert_eq!(beside(&file), 1);
 }
 
 proptest! {
