@@ -95,11 +95,14 @@ impl Codec {
         matches!(self, Codec::TurboQuant(_))
     }
 
-    /// Bytes that one vector of `head_dim` takes, all planes together.
+    /// Bytes that one vector of `head_dim` takes, all planes together; `usize::MAX` when they are more.
     pub fn bytes_per_vector(self, head_dim: usize) -> usize {
         match self {
-            Codec::Dense(dtype) => head_dim * dtype.size(),
-            Codec::TurboQuant(tq) => head_dim * tq.bits as usize / 8 + 4 * head_dim.div_ceil(BLOCK),
+            Codec::Dense(dtype) => head_dim.saturating_mul(dtype.size()),
+            Codec::TurboQuant(tq) => {
+                let bytes = head_dim as u128 * u128::from(tq.bits) / 8 + 4 * head_dim.div_ceil(BLOCK) as u128;
+                usize::try_from(bytes).unwrap_or(usize::MAX)
+            }
         }
     }
 

@@ -119,9 +119,17 @@ impl Device {
 }
 
 impl Default for Device {
-    /// Metal on a Mac, CUDA where there are a GPU, its driver and NVRTC, else the CPU.
+    /// Metal on a Mac, CUDA where there are a GPU, its driver and NVRTC, else the CPU. What kept it from a GPU is logged: as a
+    /// warning where there seems to be one (on a Mac; where NVIDIA's driver is installed), else for debugging.
     fn default() -> Self {
-        Device::open(DeviceKind::Metal).or_else(|_| Device::open(DeviceKind::Cuda)).unwrap_or_else(|_| Device::cpu())
+        for (kind, expected) in [(DeviceKind::Metal, metal::is_expected()), (DeviceKind::Cuda, cuda::is_expected())] {
+            match Device::open(kind) {
+                Ok(device) => return device,
+                Err(reason) if expected => tracing::warn!(%reason, "the GPU is not used"),
+                Err(reason) => tracing::debug!(%reason, "no such GPU"),
+            }
+        }
+        Device::cpu()
     }
 }
 

@@ -12,8 +12,8 @@ use crate::{
 /// A [`KvCache`](crate::KvCache) makes them; an engine with its own bookkeeping can, too. No two tokens share sequence and
 /// position: if they do, what a write leaves in that one slot is unspecified (on a GPU, a mix of both).
 ///
-/// The CPU refuses an entry that is out of range. A GPU does not see the entries when it takes the call: its kernels leave
-/// such a token alone, and neither read nor write outside the layer.
+/// The CPU refuses an entry that is out of range, when the operation runs ([`Encoder::commit`](crate::Encoder::commit)). A GPU's
+/// kernels leave such a token alone, and neither read nor write outside the layer.
 #[derive(Clone, Debug)]
 pub struct Step {
     /// u32 `[T]`: the logical position of each token, counted from 0 in its sequence.
@@ -28,8 +28,15 @@ pub struct Step {
 impl Step {
     /// Uploads a step for a cache of `sequences` sequences, in which every length ends with this step's last token:
     /// `tokens` are (sequence, position) pairs.
+    ///
+    /// # Errors
+    /// `OutOfRange` for a sequence that does not exist, `Value`, `Overflow`, `OutOfMemory`.
     pub fn new(device: &Device, sequences: usize, tokens: &[(u32, u32)]) -> Result<Step> {
-        let mut lens = vec![0u32; sequences];
+        check::at_most("step", "sequences", sequences, u32::MAX as usize)?;
+        let (mut lens, bytes) = (Vec::new(), sequences.saturating_mul(size_of::<u32>()));
+        let failed = |_| Error::OutOfMemory { device: device.to_string(), bytes };
+        lens.try_reserve_exact(sequences).map_err(failed)?;
+        lens.resize(sequences, 0u32);
         for (index, &(sequence, position)) in tokens.iter().enumerate() {
             let len = lens.get_mut(sequence as usize).ok_or(Error::OutOfRange {
                 op: "step",

@@ -253,6 +253,11 @@ fn bytes_per_vector_are_those_of_the_planes() {
         }
     }
     assert_eq!(BITS.map(|bits| Codec::tq(bits).bytes_per_vector(256)), [132, 164, 196, 260]);
+    // Sizes come from files and command lines: what does not fit is as much as fits, not a small number.
+    for codec in [Codec::F32, Codec::BF16, Codec::tq(8), Codec::tq(u32::MAX)] {
+        assert_eq!(codec.bytes_per_vector(usize::MAX), usize::MAX, "{codec}");
+    }
+    assert_eq!(Codec::tq(4).bytes_per_vector(usize::MAX), usize::MAX / 2 + usize::MAX.div_ceil(256) * 4);
 }
 
 /// Two heads, two slots.

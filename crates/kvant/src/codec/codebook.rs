@@ -28,13 +28,12 @@ pub fn thresholds(bits: u32) -> Result<&'static [f32]> {
 }
 
 /// The index of z: how many of the ascending `thresholds` are below it. That is the nearest centroid, the lower of two
-/// at a tie; and 0 for NaN.
+/// at a tie; and 0 for NaN. No more than 255 of them count.
 ///
 /// This comparison in f32 is what defines an index: given the same z, every device finds the same one.
 #[inline]
 pub fn nearest(z: f32, thresholds: &[f32]) -> u8 {
-    debug_assert!(thresholds.len() < 256);
-    thresholds.partition_point(|&t| z > t) as u8
+    thresholds.partition_point(|&t| z > t).min(255) as u8
 }
 
 fn select(bits: u32, [b4, b5, b6, b8]: [&'static [f32]; 4]) -> Result<&'static [f32]> {

@@ -79,6 +79,14 @@ pub(crate) fn open() -> Result<Device> {
     not_built(DeviceKind::Cuda, "this kvant was built without the feature `cuda`")
 }
 
+/// Whether this machine should have a device of the kind: whether NVIDIA's driver is installed.
+pub(crate) fn is_expected() -> bool {
+    #[cfg(feature = "cuda")]
+    return libraries::has_driver();
+    #[cfg(not(feature = "cuda"))]
+    false
+}
+
 /// Whether kernels can be compiled on this machine, GPU or not.
 pub(crate) fn has_compiler() -> bool {
     #[cfg(feature = "cuda")]

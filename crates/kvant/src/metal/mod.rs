@@ -35,6 +35,11 @@ use crate::{
 /// The Metal kernels, for any executor.
 pub(crate) const KERNELS: Kernels = Kernels { kind: DeviceKind::Metal, build, plan_attend: attend::plan };
 
+/// Whether this machine should have a device of the kind.
+pub(crate) fn is_expected() -> bool {
+    cfg!(target_os = "macos")
+}
+
 /// The GPU of this Mac.
 pub(crate) fn open() -> Result<Device> {
     #[cfg(target_os = "macos")]

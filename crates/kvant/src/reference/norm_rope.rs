@@ -12,14 +12,19 @@ use crate::{
 /// `base` is D for [`PairLayout::Halves`], 2·pairs for the others; without factors they are 1.
 ///
 /// # Errors
-/// `Shape` when there is not one factor per pair.
+/// `Shape` when there is not one factor per pair, `OutOfMemory`.
 pub fn rope_angles(position: u32, theta: f64, base: usize, pairs: usize, factors: Option<&[f64]>) -> Result<Vec<f64>> {
     check_len("rope_angles", "factors", pairs, factors.map_or(pairs, <[f64]>::len))?;
     let angle = |i: usize| {
         let frequency = theta.powf(-2.0 * i as f64 / base as f64);
         f64::from(position) * frequency / factors.map_or(1.0, |f| f[i])
     };
-    Ok((0..pairs).map(angle).collect())
+    let mut angles = Vec::new();
+    let failed =
+        |_| Error::OutOfMemory { device: "reference".to_string(), bytes: pairs.saturating_mul(size_of::<f64>()) };
+    angles.try_reserve_exact(pairs).map_err(failed)?;
+    angles.extend((0..pairs).map(angle));
+    Ok(angles)
 }
 
 /// Turns pair i of a head by the angle whose (cosine, sine) is `turns[i]`; the other coordinates stay.

@@ -11,7 +11,7 @@ mod rules;
 
 use common::{FLOATS, bytes_of, devices, indices, input, layers::linear_spec, run};
 use kvant::{
-    Codec, DType, Device, Encoder, Error, KvLayer, LayerSpec, Result, SlotOrder, Step, Tensor,
+    Codec, CpuOptions, DType, Device, Encoder, Error, KvLayer, LayerSpec, Result, SlotOrder, Step, Tensor,
     codec::{Norm, TurboQuant},
     ops::{
         self, Activation, Affine, Angles, Argmax, Attend, Columns, Embed, Experts, Fresh, Gate, Hadamard, HeadNorm,

@@ -279,6 +279,45 @@ fn a_replayed_decode_step_advances() {
     }
 }
 
+/// A capture that exchanges its encoder for another one, which runs or is another device's, is refused.
+#[test]
+fn a_capture_keeps_its_encoder() {
+    for device in devices() {
+        let run = |enc: &mut Encoder| device.encoder().map(|other| *enc = other);
+        let result = Encoder::capture(device, run);
+        assert!(matches!(result, Err(Error::Value { op: "capture", .. })), "{device}");
+        let mut elsewhere = None;
+        let foreign = CpuOptions { threads: Some(1), simd: None };
+        let result = Encoder::capture(device, |enc| {
+            let within = Encoder::capture(&Device::cpu_with(foreign)?, |other| {
+                std::mem::swap(enc, other);
+                Ok(())
+            });
+            elsewhere = Some(within.is_err());
+            Ok(())
+        });
+        assert!(matches!(result, Err(Error::Value { op: "capture", .. })), "{device}");
+        assert_eq!(elsewhere, Some(true), "{device}");
+    }
+}
+
+/// Sizes that no machine has give errors or numbers of no use, and neither a panic nor the end of the process.
+#[test]
+fn absurd_sizes() {
+    let device = Device::cpu();
+    for sequences in [u32::MAX as usize + 1, usize::MAX >> 4, usize::MAX] {
+        let step = Step::new(&device, sequences, &[]);
+        assert!(matches!(step, Err(Error::Value { arg: "sequences", .. })), "{sequences}: {step:?}");
+    }
+    for order in [SlotOrder::HeadMajor, SlotOrder::TokenMajor] {
+        let layer = KvLayer::new(&device, LayerSpec { order, ..linear_spec(2, 3, 64, Codec::F32) }).unwrap();
+        assert_eq!(layer.row(usize::MAX, usize::MAX, usize::MAX), usize::MAX, "{order:?}");
+    }
+    let angles = kvant::reference::rope_angles(1, 1e4, 64, usize::MAX, None);
+    assert!(matches!(angles, Err(Error::OutOfMemory { .. })), "{angles:?}");
+    assert_eq!(kvant::codec::nearest(1.0, &[0.0; 1000]), 255);
+}
+
 /// An empty graph and an empty encoder are fine.
 #[test]
 fn nothing_recorded() {
