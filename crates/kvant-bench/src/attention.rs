@@ -44,6 +44,7 @@ impl Context {
             head_dim: self.shape.head_dim,
             k: self.codec,
             v: self.codec,
+            window: self.window,
             ring: self.window.is_some(),
             order: SlotOrder::HeadMajor,
         }

@@ -55,6 +55,7 @@ impl Writing {
             head_dim: shape.head_dim,
             k: codec,
             v: codec,
+            window: None,
             ring: false,
             order: SlotOrder::HeadMajor,
         };

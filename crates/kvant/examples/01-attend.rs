@@ -22,6 +22,7 @@ fn main() -> Result<()> {
             head_dim: HEAD_DIM,
             k: Codec::F16,
             v: Codec::F16,
+            window: None,
             ring: false,
             order: SlotOrder::HeadMajor,
         },

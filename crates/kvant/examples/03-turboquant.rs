@@ -42,6 +42,7 @@ fn there_and_back(device: &Device, codec: Codec, source: &Tensor) -> Result<Vec<
             head_dim: HEAD_DIM,
             k: codec,
             v: codec,
+            window: None,
             ring: false,
             order: SlotOrder::HeadMajor,
         },

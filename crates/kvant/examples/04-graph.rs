@@ -17,6 +17,7 @@ fn main() -> Result<()> {
         head_dim: HEAD_DIM,
         k: Codec::F32,
         v: Codec::F32,
+        window: None,
         ring: false,
         order: SlotOrder::HeadMajor,
     };

@@ -150,7 +150,8 @@ impl KvCache {
     }
 
     /// As [`KvCache::append`], but rewrites the buffers of an existing step: for a captured [`Graph`](crate::Graph).
-    /// The number of tokens must be the step's.
+    /// The number of tokens must be the step's. Operations that take the step and are not committed yet will find the new
+    /// tokens in it: commit them before.
     pub fn append_into(&mut self, tokens: &[(usize, usize)], step: &Step) -> Result<()> {
         let (mut after, mut rows) = std::mem::take(&mut self.spare);
         let result = self.write_step(tokens, step, &mut after, &mut rows);
@@ -233,7 +234,8 @@ impl KvCache {
         Ok(())
     }
 
-    /// Copies a sequence to another one, which must be empty.
+    /// Copies a sequence to another one, which must be empty. What an [`Encoder`](crate::Encoder) still holds has not been
+    /// written, and is not copied: commit it before.
     pub fn fork(&mut self, from: usize, to: usize) -> Result<()> {
         let source = self.sequence(from)?;
         let target = self.sequence(to)?;
@@ -261,6 +263,14 @@ impl KvCache {
         Ok(())
     }
 
+    /// The positions of a sequence that a layer still holds: those that [`kv_read`](ops::kv_read()) can give. On a ring that
+    /// has lost some, they begin later than 0, and tokens that were taken back have cost some, too.
+    pub fn held(&self, sequence: usize, layer: usize) -> Result<std::ops::Range<usize>> {
+        let (sequence, spec) = (self.sequence(sequence)?, self.layer(layer)?.spec());
+        let first = if spec.ring { sequence.written.saturating_sub(spec.capacity) } else { 0 };
+        Ok(first.min(sequence.len)..sequence.len)
+    }
+
     /// Bytes of all layers.
     pub fn bytes(&self) -> usize {
         self.layers.iter().map(KvLayer::bytes).sum()
@@ -279,7 +289,7 @@ impl KvCache {
     pub fn bytes_as(&self, codec: Codec) -> usize {
         let bytes = |layer: &KvLayer| {
             let s = layer.spec();
-            (2 * s.sequences * s.kv_heads * s.capacity).saturating_mul(codec.bytes_per_vector(s.head_dim))
+            (s.sequences * s.kv_heads * s.capacity).saturating_mul(2).saturating_mul(codec.bytes_per_vector(s.head_dim))
         };
         self.layers.iter().map(bytes).fold(0, usize::saturating_add)
     }
@@ -399,9 +409,9 @@ fn layer_specs(spec: &CacheSpec) -> Result<Vec<LayerSpec>> {
             ring = slots < length_limit(spec);
             capacity = slots.min(length_limit(spec));
         }
-        let CacheLayer { kv_heads, head_dim, k, v, .. } = *layer;
-        let order = SlotOrder::HeadMajor;
-        Ok(LayerSpec { sequences: spec.sequences, kv_heads, capacity, head_dim, k, v, ring, order })
+        let (sequences, order) = (spec.sequences, SlotOrder::HeadMajor);
+        let CacheLayer { kv_heads, head_dim, window, k, v } = *layer;
+        Ok(LayerSpec { sequences, kv_heads, capacity, head_dim, k, v, window, ring, order })
     };
     spec.layers.iter().map(layer).collect()
 }

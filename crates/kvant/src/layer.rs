@@ -22,6 +22,10 @@ pub struct LayerSpec {
     pub k: Codec,
     /// How values are stored.
     pub v: Codec,
+    /// How many positions a token sees, itself included; `None` for all that the layer holds. It is
+    /// [`attend`](crate::ops::attend())'s window where the call names none, and a wider one is refused: on a ring from which
+    /// tokens were taken back, these stand where the oldest ones were, and lengths do not tell. At most `capacity` on a ring.
+    pub window: Option<usize>,
     /// Whether position p lives in slot p mod cap (a ring) or in slot p (linear; p < cap).
     pub ring: bool,
     /// Where a vector stands in memory.
@@ -168,13 +172,18 @@ impl KvLayer {
         self.k.low.device()
     }
 
-    /// The row of a vector within each plane.
+    /// The row of a vector within each plane, for a sequence, a head and a slot that the layer has. Beyond them
+    /// it is no row, or another one; never a panic.
     #[inline]
     pub fn row(&self, sequence: usize, head: usize, slot: usize) -> usize {
         let s = &self.spec;
         match s.order {
-            SlotOrder::HeadMajor => (sequence * s.kv_heads + head) * s.capacity + slot,
-            SlotOrder::TokenMajor => (sequence * s.capacity + slot) * s.kv_heads + head,
+            SlotOrder::HeadMajor => {
+                sequence.saturating_mul(s.kv_heads).saturating_add(head).saturating_mul(s.capacity).saturating_add(slot)
+            }
+            SlotOrder::TokenMajor => {
+                sequence.saturating_mul(s.capacity).saturating_add(slot).saturating_mul(s.kv_heads).saturating_add(head)
+            }
         }
     }
 
@@ -208,6 +217,11 @@ fn validate(spec: &LayerSpec) -> Result<usize> {
     check::positive(op, "kv_heads", spec.kv_heads)?;
     check::positive(op, "capacity", spec.capacity)?;
     check::positive(op, "head_dim", spec.head_dim)?;
+    if let Some(window) = spec.window {
+        check::positive(op, "window", window)?;
+        let fits = !spec.ring || window <= spec.capacity;
+        check::value_is(op, "window", fits, format_args!("at most the {} slots of the ring", spec.capacity), window)?;
+    }
     // Positions are u32 on the device.
     check::at_most(op, "capacity", spec.capacity, u32::MAX as usize)?;
     check::at_most(op, "sequences", spec.sequences, u32::MAX as usize)?;

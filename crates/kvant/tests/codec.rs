@@ -269,6 +269,7 @@ fn spec(codec: Codec, head_dim: usize) -> LayerSpec {
         head_dim,
         k: codec,
         v: codec,
+        window: None,
         ring: false,
         order: SlotOrder::HeadMajor,
     }

@@ -81,7 +81,7 @@ impl Batch {
 }
 
 fn name(batch: &Batch) -> String {
-    let LayerSpec { sequences, kv_heads, capacity, head_dim, k, v, ring, order } = batch.spec;
+    let LayerSpec { sequences, kv_heads, capacity, head_dim, k, v, ring, order, .. } = batch.spec;
     format!(
         "{} {:?} +{} -> k {k}, v {v}, {order:?}, ring {ring}, S {sequences}, Hk {kv_heads}, cap {capacity}, D {head_dim}, T {}",
         batch.k_type,

@@ -103,7 +103,7 @@ fn kernels_compile_for_gpus_before_hopper() -> Result<()> {
 
 fn write_many(device: &Device, enc: &mut Encoder, dtype: DType, head_dim: usize, k: Codec, v: Codec) -> Result<()> {
     let (tokens, kv_heads, order) = (600, 8, SlotOrder::HeadMajor);
-    let spec = LayerSpec { sequences: 1, kv_heads, capacity: tokens, head_dim, k, v, ring: false, order };
+    let spec = LayerSpec { sequences: 1, kv_heads, capacity: tokens, head_dim, k, v, window: None, ring: false, order };
     let layer = KvLayer::new(device, spec)?;
     let step = Step::new(device, 1, &(0..tokens as u32).map(|p| (0, p)).collect::<Vec<_>>())?;
     let new = zeros(device, dtype, &[tokens, kv_heads, head_dim])?;
@@ -205,7 +205,8 @@ fn products(device: &Device, enc: &mut Encoder, dtype: DType) -> Result<()> {
 fn caches(device: &Device, enc: &mut Encoder, codec: Codec) -> Result<()> {
     let (sequences, kv_heads, capacity, head_dim) = (1, 2, 8, 64);
     let order = SlotOrder::HeadMajor;
-    let spec = LayerSpec { sequences, kv_heads, capacity, head_dim, k: codec, v: codec, ring: true, order };
+    let spec =
+        LayerSpec { sequences, kv_heads, capacity, head_dim, k: codec, v: codec, window: None, ring: true, order };
     let layer = KvLayer::new(device, spec)?;
     let step = Step::new(device, 1, &[(0, 0), (0, 1)])?;
     let order = SourceOrder::TokenMajor;
@@ -310,7 +311,7 @@ fn attention(device: &Device, enc: &mut Encoder, h200: bool) -> Result<()> {
 fn attend(device: &Device, enc: &mut Encoder, kernel: Option<&str>, case: Attention, ring: bool) -> Result<()> {
     let (head_dim, k, v, q, out, group, tokens) = case;
     let (kv_heads, order) = (2, SlotOrder::HeadMajor);
-    let spec = LayerSpec { sequences: 1, kv_heads, capacity: 99, head_dim, k, v, ring, order };
+    let spec = LayerSpec { sequences: 1, kv_heads, capacity: 99, head_dim, k, v, window: None, ring, order };
     let layer = KvLayer::new(device, spec)?;
     let step = Step::new(device, 1, &(0..tokens as u32).map(|p| (0, p)).collect::<Vec<_>>())?;
     let shape = [tokens, kv_heads * group, head_dim];

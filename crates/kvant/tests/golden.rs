@@ -192,6 +192,7 @@ fn sdpa() {
                 head_dim,
                 k: Codec::F32,
                 v: Codec::F32,
+                window: None,
                 ring: false,
                 order: SlotOrder::HeadMajor,
             };

@@ -37,7 +37,7 @@ fn cases() -> Vec<Case> {
 fn launched(device: &Device, launches: &Launches, case: &Case, plans: bool) -> Result<(Option<Plan>, Vec<String>)> {
     let &Case { heads, kv_heads, head_dim, capacity, window, tokens, codec } = case;
     let (ring, order) = (window.is_some(), SlotOrder::HeadMajor);
-    let spec = LayerSpec { sequences: 1, kv_heads, capacity, head_dim, k: codec, v: codec, ring, order };
+    let spec = LayerSpec { sequences: 1, kv_heads, capacity, head_dim, k: codec, v: codec, window: None, ring, order };
     let layer = KvLayer::new(device, spec)?;
     let positions: Vec<_> = (0..tokens as u32).map(|p| (0, p)).collect();
     let mut args = Attend {

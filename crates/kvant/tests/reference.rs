@@ -76,7 +76,8 @@ fn cases(codec: Codec) -> impl Strategy<Value = Case> {
         let (sequences, kv_heads, capacity, ring, order, source) = layer;
         let capacity = if ring { capacity } else { 24 };
         steps.iter_mut().for_each(|step| step.truncate(sequences));
-        let spec = LayerSpec { sequences, kv_heads, capacity, head_dim: DIM, k: codec, v: codec, ring, order };
+        let spec =
+            LayerSpec { sequences, kv_heads, capacity, head_dim: DIM, k: codec, v: codec, window: None, ring, order };
         Case { spec, source, steps, window, softcap, splits }
     })
 }
@@ -210,6 +211,7 @@ fn quantised_attention_is_attention_over_what_is_read() {
             head_dim: DIM,
             k: k_codec,
             v: v_codec,
+            window: None,
             ring: true,
             order: SlotOrder::HeadMajor,
         };
@@ -277,6 +279,7 @@ fn fused_write_is_its_two_parts() {
             head_dim: DIM,
             k: codec,
             v: codec,
+            window: None,
             ring: true,
             order: SlotOrder::TokenMajor,
         };
@@ -339,6 +342,7 @@ fn same_dtype_keeps_the_bits_of_nan() {
         head_dim: DIM,
         k: Codec::F16,
         v: Codec::F32,
+        window: None,
         ring: false,
         order: SlotOrder::HeadMajor,
     };

@@ -192,6 +192,7 @@ impl Filled {
             head_dim,
             k: codec,
             v: codec,
+            window: None,
             ring: ring.is_some(),
             order,
         };
@@ -274,6 +275,7 @@ fn kv(device: &Device) -> Result<()> {
             head_dim: dim,
             k: codec,
             v: codec,
+            window: None,
             ring: false,
             order: SlotOrder::HeadMajor,
         };

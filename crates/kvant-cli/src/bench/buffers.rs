@@ -28,7 +28,7 @@ pub fn layers(device: &Device, case: &Case, capacity: usize) -> Result<Vec<KvLay
     let Kv { k, v } = case.kv;
     let (kv_heads, head_dim) = (case.shape.kv_heads, case.shape.head_dim);
     let order = SlotOrder::HeadMajor;
-    let spec = LayerSpec { sequences: 1, kv_heads, capacity, head_dim, k, v, ring: false, order };
+    let spec = LayerSpec { sequences: 1, kv_heads, capacity, head_dim, k, v, window: None, ring: false, order };
     let count = layer_count(device, &spec)?;
     let first = KvLayer::new(device, spec)?;
     fill(&first, case)?;

@@ -77,7 +77,8 @@ mod tests {
     fn read(device: &Device, codec: Codec, slots: SlotOrder, order: SourceOrder, out: (DType, bool)) -> Vec<f32> {
         let (ring, sequences) = (true, 2);
         let (k, v) = (codec, Codec::F32);
-        let spec = LayerSpec { sequences, kv_heads: 3, capacity: 12, head_dim: 64, k, v, ring, order: slots };
+        let spec =
+            LayerSpec { sequences, kv_heads: 3, capacity: 12, head_dim: 64, k, v, window: None, ring, order: slots };
         let layer = KvLayer::new(device, spec).unwrap();
         let x: Vec<f32> =
             (0..17 * 3 * 64u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 20) as f32 / 2048. - 1.).collect();

@@ -249,7 +249,7 @@ mod tests {
 
     fn linear(head_dim: usize, k: Codec, v: Codec) -> LayerSpec {
         let order = SlotOrder::HeadMajor;
-        LayerSpec { sequences: 2, kv_heads: 3, capacity: 11, head_dim, k, v, ring: false, order }
+        LayerSpec { sequences: 2, kv_heads: 3, capacity: 11, head_dim, k, v, window: None, ring: false, order }
     }
 
     /// Two sequences, with gaps and a run.

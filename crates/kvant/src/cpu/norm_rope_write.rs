@@ -138,8 +138,11 @@ mod tests {
     /// (q_out, the last keys, the last values) after seven tokens on a ring of five.
     fn run(device: &Device, dim: usize, [k, v]: [Codec; 2], in_place: bool) -> [Tensor; 3] {
         let (sequences, kv_heads, capacity, ring, order) = (2, 2, 5, true, SlotOrder::HeadMajor);
-        let layer = KvLayer::new(device, LayerSpec { sequences, kv_heads, capacity, head_dim: dim, k, v, ring, order })
-            .unwrap();
+        let layer = KvLayer::new(
+            device,
+            LayerSpec { sequences, kv_heads, capacity, head_dim: dim, k, v, window: None, ring, order },
+        )
+        .unwrap();
         let (tokens, heads) = (9, 6);
         let mut numbers = Numbers(3);
         let mut random = |dtype, shape: &[usize]| tensor(device, dtype, &numbers.floats(shape.iter().product()), shape);
@@ -210,7 +213,7 @@ mod tests {
             let dim = 64;
             let (sequences, kv_heads, capacity, ring) = (1, 1, 50, false);
             let (k, v, order) = (Codec::tq(6), Codec::F32, SlotOrder::HeadMajor);
-            let spec = LayerSpec { sequences, kv_heads, capacity, head_dim: dim, k, v, ring, order };
+            let spec = LayerSpec { sequences, kv_heads, capacity, head_dim: dim, k, v, window: None, ring, order };
             let (fused, parts) = (KvLayer::new(&device, spec).unwrap(), KvLayer::new(&device, spec).unwrap());
             let x = tensor(&device, DType::F32, &Numbers(1).floats(40 * dim), &[40, 1, dim]);
             let [q_out, normed_k, normed_v] = [(); 3].map(|()| Tensor::zeros(&device, DType::F32, x.shape()).unwrap());

@@ -17,7 +17,7 @@ pub const HEAD_DIMS: [usize; 4] = [64, 128, 256, 512];
 /// few) and prefill (many) alike.
 ///
 /// A token at position p of sequence s sees the cached positions j of s with j ≤ p, j < lens\[s\], j still held by the
-/// layer, and j > p − window. On a ring, a slot's position is the largest one below lens\[s\] that maps to it.
+/// layer, and j > p − window, the narrower one of the layer's and the call's. On a ring, a slot's position is the largest one below lens\[s\] that maps to it.
 /// A token that sees nothing gets zeros. Slots that are not seen do not matter, whatever they hold.
 ///
 /// Query heads h·G .. (h+1)·G share KV head h, G = H / Hk. Scores and sums are f32, as is the softmax. What is multiplied
@@ -47,7 +47,8 @@ pub struct Attend<'a> {
     pub scale: f32,
     /// s ← c·tanh(s/c), after the scale and before the mask; c at most 2.3e38.
     pub softcap: Option<f32>,
-    /// How many positions a token sees, itself included.
+    /// How many positions a token sees, itself included; `None` for as many as [`LayerSpec::window`](crate::LayerSpec::window)
+    /// says, which it must not exceed.
     pub window: Option<usize>,
     /// The queries are already rotated ([`NormRope::rotate`](super::NormRope::rotate)); needs quantised keys.
     pub q_rotated: bool,
@@ -122,8 +123,11 @@ fn validate(args: &Attend) -> Result<Call> {
         let in_units = (cap * std::f32::consts::LOG2_E).is_finite();
         check::value_is(NAME, "softcap", in_units, "at most 2.3e38; None does without one", cap)?;
     }
-    if let Some(window) = args.window {
+    let window = args.window.or(spec.window);
+    if let Some(window) = window {
         check::positive(NAME, "window", window)?;
+        let most = spec.window.unwrap_or(usize::MAX);
+        check::value_is(NAME, "window", window <= most, format_args!("at most the layer's {most}"), window)?;
     }
     let rotated_ok = !args.q_rotated || spec.k.is_quantised();
     check::value_is(NAME, "q_rotated", rotated_ok, "false over dense keys", "true")?;
@@ -145,7 +149,7 @@ fn validate(args: &Attend) -> Result<Call> {
         fresh: fresh.transpose()?,
         scale: args.scale,
         softcap: args.softcap,
-        window: args.window.unwrap_or(usize::MAX),
+        window: window.unwrap_or(usize::MAX),
         q_rotated: args.q_rotated,
         splits: args.plan.map_or(0, |plan| plan.splits),
         out: args.out.clone(),

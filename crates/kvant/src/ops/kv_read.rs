@@ -15,7 +15,8 @@ pub struct KvRead<'a> {
     pub side: KvSide,
     /// The sequence.
     pub sequence: usize,
-    /// The first position. On a ring the caller knows which positions are still held.
+    /// The first position. On a ring the caller knows which positions are still held
+    /// ([`KvCache::held`](crate::KvCache::held)): in the slots of others stand later ones, or some that were taken back.
     pub start: usize,
     /// Leave TurboQuant vectors rotated instead of undoing the rotation. No effect on dense ones.
     pub keep_rotated: bool,

@@ -190,6 +190,7 @@ impl<'t> World<'t> {
             head_dim: tape.pick(&[64, 128, 8, 64]),
             k: tape.pick(&codecs),
             v: tape.pick(&codecs),
+            window: None,
             ring: tape.flag(),
             order: tape.pick(&[SlotOrder::HeadMajor, SlotOrder::TokenMajor]),
         };

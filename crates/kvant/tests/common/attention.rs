@@ -108,6 +108,7 @@ impl Case {
             head_dim: self.head_dim,
             k: self.k,
             v: self.v,
+            window: None,
             ring: self.ring.is_some(),
             order: self.order,
         }

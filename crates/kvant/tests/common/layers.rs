@@ -20,6 +20,7 @@ pub fn linear_spec(kv_heads: usize, capacity: usize, head_dim: usize, codec: Cod
         head_dim,
         k: codec,
         v: codec,
+        window: None,
         ring: false,
         order: SlotOrder::HeadMajor,
     }

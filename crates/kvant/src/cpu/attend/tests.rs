@@ -110,6 +110,7 @@ impl Case {
             head_dim: self.head_dim,
             k: self.k,
             v: self.v,
+            window: None,
             ring: self.ring,
             order: self.order,
         };
@@ -420,6 +421,7 @@ impl Chosen {
             head_dim: self.head_dim,
             k: self.codec,
             v: self.codec,
+            window: None,
             ring: false,
             order: SlotOrder::HeadMajor,
         };
@@ -564,6 +566,7 @@ fn view_offset() {
             head_dim: 64,
             k: Codec::F32,
             v: Codec::F32,
+            window: None,
             ring: false,
             order: SlotOrder::HeadMajor,
         };
