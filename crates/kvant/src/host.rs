@@ -104,8 +104,11 @@ pub(crate) struct Host<E> {
     executor: E,
     lock: Mutex<()>,
     /// Passes that were committed, empty again: a decode step finds its list of calls here, and allocates nothing.
-    spare: Mutex<Vec<Box<HostPass<E>>>>,
+    spare: Mutex<Passes<E>>,
 }
+
+#[allow(clippy::vec_box, reason = "a pass is handed out in its box, and a new box would be an allocation")]
+type Passes<E> = Vec<Box<HostPass<E>>>;
 
 impl<E: Executor> Host<E> {
     pub(crate) fn new(executor: E) -> Self {
@@ -126,7 +129,7 @@ impl<E: Executor> Host<E> {
         })
     }
 
-    fn spare(&self) -> MutexGuard<'_, Vec<Box<HostPass<E>>>> {
+    fn spare(&self) -> MutexGuard<'_, Passes<E>> {
         self.spare.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
