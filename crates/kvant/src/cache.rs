@@ -34,8 +34,9 @@ pub struct CacheLayer {
     pub kv_heads: usize,
     /// Coordinates of a key or value, D.
     pub head_dim: usize,
-    /// How many positions a token sees, itself included; `None` for all. With a window the layer is a ring of
-    /// window + slack slots, unless the capacity that the linear layers impose is smaller: then it never wraps.
+    /// How many positions a token sees, itself included; `None` for all. [`attend`](ops::attend()) finds it in the layer.
+    /// With a window the layer is a ring of window + slack slots, unless the capacity that the linear layers impose is smaller:
+    /// then it never wraps.
     pub window: Option<usize>,
     /// How keys are stored.
     pub k: Codec,

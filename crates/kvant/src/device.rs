@@ -122,15 +122,21 @@ impl Default for Device {
     /// Metal on a Mac, CUDA where there are a GPU, its driver and NVRTC, else the CPU. What kept it from a GPU is logged: as a
     /// warning where there seems to be one (on a Mac; where NVIDIA's driver is installed), else for debugging.
     fn default() -> Self {
-        for (kind, expected) in [(DeviceKind::Metal, metal::is_expected()), (DeviceKind::Cuda, cuda::is_expected())] {
-            match Device::open(kind) {
-                Ok(device) => return device,
-                Err(reason) if expected => tracing::warn!(%reason, "the GPU is not used"),
-                Err(reason) => tracing::debug!(%reason, "no such GPU"),
-            }
-        }
-        Device::cpu()
+        let gpus = [(DeviceKind::Metal, metal::is_expected()), (DeviceKind::Cuda, cuda::is_expected())];
+        first_of(gpus.into_iter().map(|(kind, expected)| (Device::open(kind), expected))).unwrap_or_else(Device::cpu)
     }
+}
+
+/// The first that is there; says why the ones before are not, louder where one was expected.
+fn first_of(devices: impl IntoIterator<Item = (Result<Device>, bool)>) -> Option<Device> {
+    devices.into_iter().find_map(|(device, expected)| {
+        match &device {
+            Err(reason) if expected => tracing::warn!(%reason, "a GPU is not used"),
+            Err(reason) => tracing::debug!(%reason, "no such GPU"),
+            Ok(_) => {}
+        }
+        device.ok()
+    })
 }
 
 impl PartialEq for Device {
@@ -156,4 +162,55 @@ impl fmt::Debug for Device {
 /// The answer of a backend that this build does not contain.
 pub(crate) fn not_built(kind: DeviceKind, reason: &str) -> Result<Device> {
     Err(Error::NoDevice { kind, reason: reason.to_string() })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+
+    use tracing::{Event, Level, Metadata, Subscriber, field, span};
+
+    use super::*;
+
+    /// Keeps the level of every event, and what it says.
+    #[derive(Clone, Default)]
+    struct Log(Arc<Mutex<Vec<(Level, String)>>>);
+
+    impl Subscriber for Log {
+        fn enabled(&self, _: &Metadata) -> bool {
+            true
+        }
+        fn new_span(&self, _: &span::Attributes) -> span::Id {
+            span::Id::from_u64(1)
+        }
+        fn record(&self, _: &span::Id, _: &span::Record) {}
+        fn record_follows_from(&self, _: &span::Id, _: &span::Id) {}
+        fn event(&self, event: &Event) {
+            let mut text = String::new();
+            event.record(&mut |field: &field::Field, value: &dyn fmt::Debug| text += &format!("{field}: {value:?}; "));
+            self.0.lock().unwrap().push((*event.metadata().level(), text));
+        }
+        fn enter(&self, _: &span::Id) {}
+        fn exit(&self, _: &span::Id) {}
+    }
+
+    /// Whoever has a GPU and gets the CPU is told why.
+    #[test]
+    fn a_gpu_that_is_not_used_is_logged() {
+        let missing = |kind, reason| not_built(kind, reason);
+        let log = Log::default();
+        let found = tracing::subscriber::with_default(log.clone(), || {
+            first_of([
+                (missing(DeviceKind::Metal, "no Mac"), false),
+                (missing(DeviceKind::Cuda, "NVRTC is missing"), true),
+                (Ok(Device::reference()), true),
+                (missing(DeviceKind::Cuda, "never asked"), true),
+            ])
+        });
+        assert_eq!(found, Some(Device::reference()));
+        let log = log.0.lock().unwrap();
+        let [(Level::DEBUG, metal), (Level::WARN, cuda)] = &log[..] else { panic!("{log:?}") };
+        assert!(metal.contains("no Mac") && cuda.contains("NVRTC is missing"), "{log:?}");
+        assert!(first_of([]).is_none());
+    }
 }
