@@ -3,7 +3,10 @@
 use crate::{
     Codec, DType, Planes, Result, SlotOrder, Tensor,
     codec::BLOCK,
-    cuda::{attend_decode::Decode, attend_prefill::Prefill, attend_quantised::Quantised, headers, planes},
+    cuda::{
+        attend_decode::Decode, attend_prefill::Prefill, attend_quantised::Quantised, blocks_beside_each_other, headers,
+        planes,
+    },
     gpu::{Builder, Launch, Limits, Params, Scratch, Source, Use, params},
     ops::{
         SourceOrder,
@@ -45,8 +48,6 @@ pub(super) const MAX_SPLITS: usize = 512;
 pub(super) const MAX_CLUSTER: usize = 8;
 /// Query rows of a block: tiles of 8, as many as registers allow.
 const ROW_TILES: [usize; 4] = [1, 2, 4, 8];
-/// What the hardware keeps of a block's shared memory for itself.
-const RESERVED_BYTES: usize = 1024;
 
 /// One side (keys or values) as the kernel works on it: `Side` of `attend_side.h`.
 #[derive(Clone, Copy)]
@@ -133,8 +134,7 @@ impl Kernel {
             let buffers = 4;
             let mut kernel = Kernel { k, v, row_tiles, warps, tile, buffers, shared_bytes: 0, together: 1 };
             kernel.shared_bytes = kernel.shared();
-            let by_memory = (limits.threadgroup_bytes + RESERVED_BYTES) / (kernel.shared_bytes + RESERVED_BYTES);
-            kernel.together = by_memory.min(12 / warps).clamp(1, 3);
+            kernel.together = blocks_beside_each_other(kernel.shared_bytes, limits).min(12 / warps).clamp(1, 3);
             (kernel.shared_bytes <= limits.threadgroup_bytes).then_some(kernel)
         })
     }

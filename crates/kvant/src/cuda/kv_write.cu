@@ -57,6 +57,9 @@ inline bool target_row(const KvWriteParams &p, Place place, const uint *position
 
 #if TILES
 
+constexpr uint K_WORDS = table_words(K_CODEC, TABLE_COPIES), V_WORDS = table_words(V_CODEC, TABLE_COPIES);
+static_assert(HEAD_DIM * 2 + (K_WORDS > V_WORDS ? K_WORDS : V_WORDS) * 4 == SHARED_BYTES, "kv_write: the shared memory that Rust asks for");
+
 // Each warp takes eight rows at a time, as often as there are any left.
 template <uint DTYPE, uint CODEC, uint NORM>
 inline void encode(const uchar *source, WritablePlanes to, float scale, const uint *positions, const uint *sequence,

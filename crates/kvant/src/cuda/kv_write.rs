@@ -1,4 +1,4 @@
-use super::{THREADS, cells, headers};
+use super::{THREADS, blocks_beside_each_other, cells, headers};
 use crate::{
     Codec, Result, Tensor,
     gpu::{
@@ -56,7 +56,7 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
         let (k, v) = (bits(spec.k), bits(spec.v));
         let tables = |copies| 2 * dim + cells::table_bytes(k, copies).max(cells::table_bytes(v, copies));
         let most = if k.max(v) == 8 { COPIES_OF_8 } else { COPIES[0] };
-        let fits = |&copies: &usize| copies <= most && at_once * tables(copies) <= b.limits.threadgroup_bytes;
+        let fits = |&copies: &usize| copies <= most && blocks_beside_each_other(tables(copies), &b.limits) >= at_once;
         let copies = COPIES.into_iter().find(fits).unwrap_or(1);
         return b.push(
             launch(call, &SOURCE)?
@@ -65,6 +65,7 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
                 .constant("THREADS", EIGHTS as u32)
                 .constant("MINBLOCKS", at_once as u32)
                 .constant("TABLE_COPIES", copies as u32)
+                .constant("SHARED_BYTES", tables(copies) as u32)
                 .threadgroup_memory(tables(copies))
                 .grid([blocks, 2, 1], [EIGHTS, 1, 1]),
         );

@@ -61,6 +61,8 @@ constexpr uint DIGITS = UNITS_AT + 4;
 // Spans of x that are read before the first becomes bytes.
 constexpr uint BATCH = DEPTH * TOKENS <= 4 ? DEPTH : 4 / TOKENS;
 constexpr uint WARP_ROOM = (STAGES * STAGE + PERIODS * PERIOD + DEPTH * DIGITS + 3) / 4 * 4;
+// linear_codes.rs computes the same sum.
+static_assert(WARPS * (WARP_ROOM + OUTPUTS * TOKENS) * 4 == SHARED_BYTES, "linear: the shared memory that Rust asks for");
 
 // 1.5 * 2^23: a float whose lowest bits are an integer of up to 23 bits and a sign.
 constexpr float MAGIC = 12582912.0f;

@@ -8,7 +8,7 @@ use super::{
 };
 use crate::{
     Result,
-    cuda::WARP,
+    cuda::{WARP, blocks_beside_each_other},
     gpu::{Builder, Limits, Params, Source},
     ops::linear::Call,
 };
@@ -57,7 +57,7 @@ fn shape(call: &Call, weight: &Parts, limits: &Limits) -> Shape {
         // Codes of 6 bits take the most instructions: two blocks at a time, of half as much.
         tiles = tiles.div_ceil(2);
         let two = [WARPS, WARPS / 2].map(|warps| with(tiles, warps, 2));
-        if let Some(shape) = two.into_iter().find(|shape| shape.bytes <= limits.threadgroup_bytes / 2) {
+        if let Some(shape) = two.into_iter().find(|shape| blocks_beside_each_other(shape.bytes, limits) >= 2) {
             return shape;
         }
     }

@@ -62,6 +62,8 @@ constexpr uint KEPT = VECTOR > GROUPS ? VECTOR : GROUPS;
 constexpr uint KEPT_SPANS = KEPT / GROUPS;
 constexpr uint GROUP_ROOM = AFFINE ? TILES * 2 * 16 * KEPT * size_of(W_DTYPE) / 4 : 0;
 constexpr uint WARP_ROOM = STAGES * STAGE + GROUP_ROOM;
+// linear_rows.rs computes the same sum.
+static_assert(WARPS * (WARP_ROOM + OUTPUTS * WIDE * 8) * 4 == SHARED_BYTES, "linear: the shared memory that Rust asks for");
 constexpr uint MY_PIECES = (TOKENS * X_PIECES + 31) / 32;
 
 // The pairs (a - c, b - c) of the halves of a word.

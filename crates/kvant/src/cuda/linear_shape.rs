@@ -42,6 +42,7 @@ impl Shape {
             .constant("STAGES", self.stages as u32)
             .constant("WARPS", self.warps as u32)
             .constant("VECTOR", self.vector as u32)
+            .constant("SHARED_BYTES", self.bytes as u32)
             .params(6, params)
             .threadgroup_memory(self.bytes)
             .grid([dims.outputs.div_ceil(TILE * self.tiles), rows.div_ceil(self.tokens), 1], [self.warps * WARP, 1, 1]);

@@ -49,12 +49,20 @@ mod runtime;
 use crate::{
     Device, DeviceKind, Result,
     device::not_built,
-    gpu::{Builder, Kernels, LANES as WARP, Launch, THREADS, planes},
+    gpu::{Builder, Kernels, LANES as WARP, Launch, Limits, THREADS, planes},
     ops::Call,
 };
 
 /// The CUDA kernels, for any executor.
 pub(crate) const KERNELS: Kernels = Kernels { kind: DeviceKind::Cuda, build, plan_attend: attend::plan };
+
+/// What the hardware keeps of a block's shared memory for itself.
+const RESERVED_BYTES: usize = 1 << 10;
+
+/// How many blocks with so much shared memory each fit on a multiprocessor.
+fn blocks_beside_each_other(shared_bytes: usize, limits: &Limits) -> usize {
+    (limits.threadgroup_bytes + RESERVED_BYTES) / (shared_bytes + RESERVED_BYTES)
+}
 
 /// The first NVIDIA GPU; always the same device.
 #[cfg(feature = "cuda")]
