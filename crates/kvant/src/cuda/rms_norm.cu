@@ -2,9 +2,11 @@
 //
 // x, residual, sum and out are [rows, dim]; weight is [dim]. AFTER adds the residual to the normed row, before the scale;
 // BEFORE adds it to x first, and writes the sum. A row belongs to one warp of several in a block, or, when it is long, to
-// a whole block (WHOLE). It is read twice: for its mean square, then, from a cache, for the result. Every element is read
-// and written by one thread, nothing is written in the first pass, and in the second an element is read before it is
-// written: so `out` and `sum` may be `x` or the residual.
+// a whole block (WHOLE). A thread keeps its first HELD groups of four elements in registers; what is beyond is read twice, for
+// its mean square, then for the result. Every element is read and written by one thread, nothing is written before the mean
+// square is known, and then an element is read before it is written: so `out` and `sum` may be `x` or the residual.
+//
+// Weights are read before the launch in front of this one has ended (gpu/launch.rs: `reads_ahead`).
 #include "vectors.h"
 #include "team.h"
 #include "ahead.h"
@@ -16,50 +18,75 @@ struct RmsNormParams {
     float scale;
 };
 
-extern "C" __global__ void rms_norm(const uchar *x, const uchar *weight, const uchar *residual, uchar *sum, uchar *out,
-                                    const RmsNormParams p) {
-    take_turn();
+constexpr uint HELD = 4;
+
+extern "C" __global__ void __launch_bounds__(1024)
+    rms_norm(const uchar *x, const uchar *weight, const uchar *residual, uchar *sum, uchar *out, const RmsNormParams p) {
     __shared__ float room[EXCHANGE];
     const Team team = whole_block();
     const uint row = WHOLE ? blockIdx.x : blockIdx.x * (team.size / 32) + team.warp;
-    if (row >= p.rows) {
-        return;
-    }
     const uint first = (WHOLE ? team.index : team.lane) * 4;
     const uint step = (WHOLE ? team.size : 32) * 4;
     const ulong start = ulong(row) * p.dim;
+    const auto weights_of = [&](uint i) { return HAS_WEIGHT ? load4(weight, i, p.dim - i, WEIGHT_DTYPE, ALIGNED) : all4(1); };
+    const auto residual_of = [&](uint i) {
+        return AFTER || BEFORE ? load4(residual, start + i, p.dim - i, RESIDUAL_DTYPE, ALIGNED) : all4(0);
+    };
 
+    float4 weights[HELD], values[HELD], residuals[HELD];
+#pragma unroll
+    for (uint k = 0; k < HELD; k++) {
+        const uint i = first + k * step;
+        weights[k] = i < p.dim ? weights_of(i) : all4(0);
+    }
+    take_turn();
+    if (row >= p.rows) {
+        return;
+    }
+#pragma unroll
+    for (uint k = 0; k < HELD; k++) {
+        const uint i = first + k * step;
+        values[k] = i < p.dim ? load4(x, start + i, p.dim - i, X_DTYPE, ALIGNED) : all4(0);
+        residuals[k] = i < p.dim ? residual_of(i) : all4(0);
+    }
     float squares = 0;
-    for (ulong at = first; at < p.dim; at += step) {
-        const uint i = uint(at);
-        float4 value = load4(x, start + i, p.dim - i, X_DTYPE, ALIGNED);
-        if (BEFORE) {
-            value = value + load4(residual, start + i, p.dim - i, RESIDUAL_DTYPE, ALIGNED);
-        }
+#pragma unroll
+    for (uint k = 0; k < HELD; k++) {
+        values[k] = BEFORE ? values[k] + residuals[k] : values[k];
+        squares += dot(values[k], values[k]);
+    }
+    const auto value_of = [&](uint i) {
+        const float4 value = load4(x, start + i, p.dim - i, X_DTYPE, ALIGNED);
+        return BEFORE ? value + residual_of(i) : value;
+    };
+    for (ulong i = first + HELD * step; i < p.dim; i += step) {
+        const float4 value = value_of(uint(i));
         squares += dot(value, value);
     }
     squares = WHOLE ? over_team<Sum>(squares, room, team) : over_warp<Sum>(squares);
     const float r = 1 / sqrtf(squares / float(p.dim) + p.eps);
 
-    for (ulong at = first; at < p.dim; at += step) {
-        const uint i = uint(at);
-        const uint count = p.dim - i;
-        float4 value = load4(x, start + i, count, X_DTYPE, ALIGNED);
-        float4 other = all4(0);
-        if (AFTER || BEFORE) {
-            other = load4(residual, start + i, count, RESIDUAL_DTYPE, ALIGNED);
-        }
+    const auto finish = [&](uint i, float4 value, float4 other, float4 factors) {
         if (BEFORE) {
-            value = value + other;
-            store4(sum, start + i, count, value, SUM_DTYPE, ALIGNED);
+            store4(sum, start + i, p.dim - i, value, SUM_DTYPE, ALIGNED);
         }
         value = r * value;
         if (HAS_WEIGHT) {
-            value = value * load4(weight, i, count, WEIGHT_DTYPE, ALIGNED);
+            value = value * factors;
         }
         if (AFTER) {
             value = value + other;
         }
-        store4(out, start + i, count, p.scale * value, OUT_DTYPE, ALIGNED);
+        store4(out, start + i, p.dim - i, p.scale * value, OUT_DTYPE, ALIGNED);
+    };
+#pragma unroll
+    for (uint k = 0; k < HELD; k++) {
+        const uint i = first + k * step;
+        if (i < p.dim) {
+            finish(i, values[k], residuals[k], weights[k]);
+        }
+    }
+    for (ulong i = first + HELD * step; i < p.dim; i += step) {
+        finish(uint(i), value_of(uint(i)), residual_of(uint(i)), weights_of(uint(i)));
     }
 }

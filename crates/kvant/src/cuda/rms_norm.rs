@@ -12,5 +12,5 @@ static SOURCE: Source =
     Source { name: "rms_norm.cu", text: include_str!("rms_norm.cu"), headers: headers::ROWS, layouts: LAYOUTS };
 
 pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
-    b.push(launch(call, &SOURCE)?)
+    b.push(launch(call, &SOURCE)?.reads_ahead(&[1]))
 }
