@@ -15,6 +15,9 @@
 // so far; o is scaled back at the end. Scores are in units of log 2.
 //
 // Over quantised keys the queries are rotated when they are loaded; over quantised values the output is rotated back once.
+//
+// Where tokens stand is read before the launch in front of this one has ended (gpu/launch.rs: `reads_ahead`).
+#include "ahead.h"
 #include "attend_queries.h"
 #include "attend_tiles.h"
 #include "attend_values.h"
@@ -326,11 +329,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
     if (p.tokens == 1) {
         only = load_token(p, positions, sequence, lens, 0);
     }
-    // The queries are needed soon, wherever they are now.
-    constexpr uint Q_LINE = 128 / size_of(Q_DTYPE);
-    if (threadIdx.x * ulong(Q_LINE) < ulong(p.tokens) * p.kv_heads * p.group * HEAD_DIM) {
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(q + threadIdx.x * 128));
-    }
     const Buffers b = {only,     q,    {k_low, k_high, k_norms}, {v_low, v_high, v_norms}, positions,
                        sequence, lens, {partials, counters, state, out}};
     const uint thread = threadIdx.x, block = blockIdx.x;
@@ -359,6 +357,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
         }
     }
     __syncthreads();
+    take_turn();
+    // The queries are needed soon, wherever they are now.
+    constexpr uint Q_LINE = 128 / size_of(Q_DTYPE);
+    if (threadIdx.x * ulong(Q_LINE) < ulong(p.tokens) * p.kv_heads * p.group * HEAD_DIM) {
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(q + threadIdx.x * 128));
+    }
     const uint tiles = prefix[items] * heads;
     const uint blocks = min(shared_evenly ? gridDim.x : splits, tiles);
     const uint own = shared_evenly ? block : block % splits;

@@ -415,7 +415,9 @@ fn launch(call: &Call, b: &Builder, shape: &Shape, rows: &Rows) -> Result<Launch
         .read(9, &call.step.sequence)
         .params(14, &params)
         .grid([shape.blocks, 1, 1], [32 * warps, 1, 1])
-        .threadgroup_memory(shared_bytes);
+        .threadgroup_memory(shared_bytes)
+        // Where tokens stand.
+        .reads_ahead(&[8, 9, 10]);
     if shape.splits == 1 {
         return Ok(launch);
     }

@@ -102,6 +102,7 @@ pub(super) const ATTEND: &[Header] = &[
     ATTEND_VALUES_H,
     ATTEND_MERGE_H,
     ATTEND_SOFTMAX_H,
+    AHEAD_H,
 ];
 /// Decode attention over quantised rows: lookups, the rotation, who works on what, and how that comes together.
 pub(super) const ATTEND_QUANTISED: &[Header] = &[
