@@ -3,6 +3,8 @@
 //
 // A block takes one head, blockIdx.y, of one token, blockIdx.x: all of it is read before anything is written, so that
 // `out` may be `x`. A token whose position is beyond the tables is skipped.
+//
+// Weights and angles are known before the launch in front of this one has ended (gpu/launch.rs: `reads_ahead`).
 #include "elements.h"
 #include "norm_rope.h"
 #include "rotate.h"
@@ -21,19 +23,24 @@ constexpr bool HAS_TABLES = ANGLES == TABLES;
 extern "C" __global__ void norm_rope(const uchar *x, const uint *positions, const uchar *weight, const float *cos,
                                      const float *sin, const float *factors, uchar *out,
                                      const __grid_constant__ NormRopeParams p) {
-    take_turn();
     extern __shared__ float row[];
     const uint token = blockIdx.x, head = blockIdx.y, dim = p.head_dim;
     const uint position = positions[token];
-    if (HAS_TABLES && position >= p.rope.table_rows) {
-        return;
-    }
     const Team team = whole_block();
     const Norm norm = {NORM, weight, WEIGHT_DTYPE, p.eps};
     const Rope rope = {ANGLES, LAYOUT, cos, sin, factors};
+    const bool known = !HAS_TABLES || position < p.rope.table_rows;
+    Needed n;
+    if (known) {
+        n = needed(dim, norm, rope, p.rope, position, team);
+    }
+    take_turn();
+    if (!known) {
+        return;
+    }
     const ulong from = (ulong(token) * p.heads + head) * dim;
     const float squares = load_head(row, x, from, X_DTYPE, dim, team);
-    norm_rope_head(row, row + dim, squares, dim, norm, rope, p.rope, position, team);
+    norm_rope_head(row, row + dim, squares, dim, norm, rope, p.rope, position, n, team);
     if (ROTATE) {
         rotate(row, 1, dim, false, threadIdx.x, blockDim.x);
     }

@@ -107,34 +107,49 @@ inline float load_head(float *row, const uchar *x, ulong start, uint dtype, uint
     return squares;
 }
 
-// Normalises and turns what load_head has loaded. `room` holds NORM_ROPE_ROOM floats that nobody uses. Position is within the
-// tables. It ends with a barrier.
-inline void norm_rope_head(float *row, float *room, float squares, uint dim, Norm norm, Rope rope, const RopeParams &params,
-                           uint position, Team team) {
-    const uint pairs = rope.angles == NO_ROPE ? 0 : params.pairs;
-    const uint apart = rope.layout == HALVES ? dim / 2 : rope.layout == LEADING_HALVES ? pairs : 1;
-    const auto first_of = [&](uint i) { return rope.layout == INTERLEAVED ? 2 * i : i; };
-    // What a thread needs for its first pairs, or elements where nothing is turned, while the others add up.
-    constexpr uint FIRST = 2;
+// What a thread needs, besides the row, for its first pairs, or elements where nothing is turned.
+constexpr uint FIRST = 2;
+struct Needed {
     float2 turns[FIRST];
     float weights[2 * FIRST];
+};
+
+// How far apart the two of a pair are, and the first of pair i.
+inline uint apart_of(Rope rope, uint pairs, uint dim) {
+    return rope.layout == HALVES ? dim / 2 : rope.layout == LEADING_HALVES ? pairs : 1;
+}
+inline uint first_of(Rope rope, uint i) {
+    return rope.layout == INTERLEAVED ? 2 * i : i;
+}
+
+// Position is within the tables.
+inline Needed needed(uint dim, Norm norm, Rope rope, const RopeParams &params, uint position, Team team) {
+    Needed n;
 #pragma unroll
     for (uint k = 0; k < FIRST; k++) {
-        const uint i = team.index + k * team.size, j = first_of(i);
-        turns[k] = make_float2(1, 0);
-        if (i < pairs) {
-            weights[2 * k] = weight_of(norm, j);
-            weights[2 * k + 1] = weight_of(norm, j + apart);
-            turns[k] = turn_of(rope, params, position, i);
+        const uint i = team.index + k * team.size, j = first_of(rope, i);
+        n.turns[k] = make_float2(1, 0);
+        if (rope.angles != NO_ROPE && i < params.pairs) {
+            n.weights[2 * k] = weight_of(norm, j);
+            n.weights[2 * k + 1] = weight_of(norm, j + apart_of(rope, params.pairs, dim));
+            n.turns[k] = turn_of(rope, params, position, i);
         }
     }
     if (rope.angles == NO_ROPE) {
 #pragma unroll
         for (uint k = 0; k < 2 * FIRST; k++) {
             const uint j = team.index + k * team.size;
-            weights[k] = j < dim ? weight_of(norm, j) : 0;
+            n.weights[k] = j < dim ? weight_of(norm, j) : 0;
         }
     }
+    return n;
+}
+
+// Normalises and turns what load_head has loaded. `room` holds NORM_ROPE_ROOM floats that nobody uses. Position is within the
+// tables; `n` is what is needed for it. It ends with a barrier.
+inline void norm_rope_head(float *row, float *room, float squares, uint dim, Norm norm, Rope rope, const RopeParams &params,
+                           uint position, const Needed &n, Team team) {
+    const uint pairs = rope.angles == NO_ROPE ? 0 : params.pairs, apart = apart_of(rope, pairs, dim);
     float2 factors = make_float2(1, 1);
     if (norm.kind != NO_NORM) {
         factors = norm_factors(row, room, squares, dim, norm.eps, team);
@@ -151,7 +166,7 @@ inline void norm_rope_head(float *row, float *room, float squares, uint dim, Nor
         for (uint k = 0; k < 2 * FIRST; k++) {
             const uint j = team.index + k * team.size;
             if (j < dim) {
-                row[j] = normed(row[j], weights[k], factors, norm);
+                row[j] = normed(row[j], n.weights[k], factors, norm);
             }
         }
         for (uint j = team.index + 2 * FIRST * team.size; j < dim; j += team.size) {
@@ -164,11 +179,11 @@ inline void norm_rope_head(float *row, float *room, float squares, uint dim, Nor
     for (uint k = 0; k < FIRST; k++) {
         const uint i = team.index + k * team.size;
         if (i < pairs) {
-            turn_pair(first_of(i), weights[2 * k], weights[2 * k + 1], turns[k]);
+            turn_pair(first_of(rope, i), n.weights[2 * k], n.weights[2 * k + 1], n.turns[k]);
         }
     }
     for (uint i = team.index + FIRST * team.size; i < pairs; i += team.size) {
-        const uint j = first_of(i);
+        const uint j = first_of(rope, i);
         turn_pair(j, weight_of(norm, j), weight_of(norm, j + apart), turn_of(rope, params, position, i));
     }
     // The others: behind the pairs, and with halves also between the two.

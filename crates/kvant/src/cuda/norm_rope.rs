@@ -20,6 +20,8 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
     b.push(
         launch(call, &SOURCE, b)?
             .threadgroup_memory(dim * size_of::<f32>() + ROOM)
+            // Positions, the weight, angles.
+            .reads_ahead(&[1, 2, 3, 4, 5])
             .grid([call.tokens, call.heads, 1], [row_threads(dim), 1, 1]),
     )
 }

@@ -4,6 +4,9 @@
 // A block takes one head of one token, blockIdx.x: with blockIdx.y below H a query, then Hk keys, then Hk values. All
 // of a head is read before anything is written, so that `q_out` may be `q`. Keys and values of tokens that the layer does
 // not hold when the step is written are skipped, as are tokens whose sequence or position is out of range.
+//
+// Where tokens stand, weights and angles are known before the launch in front of this one has ended (gpu/launch.rs:
+// `reads_ahead`).
 #include "elements.h"
 #include "norm_rope.h"
 #include "slots.h"
@@ -71,19 +74,30 @@ extern "C" __global__ void norm_rope_write(const uchar *q, const uchar *k, const
         }
     };
 #endif
-    take_turn();
     const Team team = {threadIdx.x, THREADS, threadIdx.x % 32, threadIdx.x / 32};
     float *room = row + dim;
-    const Rope rope = {ANGLES, LAYOUT, cos, sin, factors};
-    const uint position = positions[token];
-    if (HAS_TABLES && position >= p.rope.table_rows) {
+    const Rope rope = {ANGLES, LAYOUT, cos, sin, factors}, none = {NO_ROPE, HALVES, nullptr, nullptr, nullptr};
+    const Norm q_norm = {Q_NORM, q_weight, Q_WEIGHT_DTYPE, p.q_eps}, k_norm = {K_NORM, k_weight, K_WEIGHT_DTYPE, p.k_eps},
+               v_norm = {V_NORM, v_weight, V_WEIGHT_DTYPE, p.v_eps};
+    const uint position = positions[token], seq = sequence[token];
+    const bool known = !HAS_TABLES || position < p.rope.table_rows;
+    const bool kept = !is_query && is_kept(p.layer, seq, position, lens);
+    Needed n;
+    if (known && is_query) {
+        n = needed(dim, q_norm, rope, p.rope, position, team);
+    } else if (known && is_key) {
+        n = needed(dim, k_norm, rope, p.rope, position, team);
+    } else if (known) {
+        n = needed(dim, v_norm, none, p.rope, position, team);
+    }
+    take_turn();
+    if (!known) {
         return;
     }
     if (is_query) {
-        const Norm norm = {Q_NORM, q_weight, Q_WEIGHT_DTYPE, p.q_eps};
         const ulong at = (ulong(token) * p.heads + blockIdx.y) * dim;
         const float squares = load_head(row, q, at, Q_DTYPE, dim, team);
-        norm_rope_head(row, room, squares, dim, norm, rope, p.rope, position, team);
+        norm_rope_head(row, room, squares, dim, q_norm, rope, p.rope, position, n, team);
 #if IN_REGISTERS
         if (ROTATE_Q) {
             if (threadIdx.x < 32) {
@@ -105,18 +119,13 @@ extern "C" __global__ void norm_rope_write(const uchar *q, const uchar *k, const
         }
         return;
     }
-    const uint seq = sequence[token];
     const uint head = blockIdx.y - p.heads - (is_key ? 0 : kv_heads);
     const ulong from = (ulong(token) * kv_heads + head) * dim;
     const float squares = is_key ? load_head(row, k, from, K_DTYPE, dim, team) : load_head(row, v, from, V_DTYPE, dim, team);
-    // Asked for now, looked at when there is something to store.
-    const bool kept = is_kept(p.layer, seq, position, lens);
-    const Norm k_norm = {K_NORM, k_weight, K_WEIGHT_DTYPE, p.k_eps}, v_norm = {V_NORM, v_weight, V_WEIGHT_DTYPE, p.v_eps};
     if (is_key) {
-        norm_rope_head(row, room, squares, dim, k_norm, rope, p.rope, position, team);
+        norm_rope_head(row, room, squares, dim, k_norm, rope, p.rope, position, n, team);
     } else {
-        const Rope none = {NO_ROPE, HALVES, nullptr, nullptr, nullptr};
-        norm_rope_head(row, room, squares, dim, v_norm, none, p.rope, position, team);
+        norm_rope_head(row, room, squares, dim, v_norm, none, p.rope, position, n, team);
     }
     if (!kept) {
         return;
