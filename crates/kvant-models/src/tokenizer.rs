@@ -84,7 +84,7 @@ impl Tokenizer {
 
     /// Decodes ids as they come.
     pub fn stream(&self) -> TextStream<'_> {
-        TextStream { tokenizer: self, ids: Vec::new(), sent: String::new() }
+        TextStream { tokenizer: self, ids: Vec::new(), known: 0, text: String::new() }
     }
 
     /// The id of a token given by its text, or by an object that holds it as `content`.
@@ -134,69 +134,63 @@ fn guarded<T>(call: impl FnOnce() -> std::result::Result<T, tokenizers::Error>) 
     Err(Error::Tokenizer { reason })
 }
 
-/// How many ids the stream keeps as context once their text is out.
-const CONTEXT: usize = 4;
-/// How many ids it looks at before it shortens the context, and at most before it gives up waiting for a character.
+/// How many ids the stream lets wait for a character before it takes them for bytes that are no text.
 const LONGEST: usize = 64;
 
-/// Decodes ids one by one into pieces of whole characters. Together the pieces are what
-/// [`Tokenizer::decode`] gives for all ids at once.
+/// Decodes ids one by one into pieces of whole characters. Where the ids are text, the pieces together are what
+/// [`Tokenizer::decode`] gives for all of them at once.
 ///
-/// A character may be spread over several tokens, and what a token's bytes mean can depend on those before: so the
-/// stream decodes the latest ids together, and hands out what no later id can change.
+/// A character may be spread over several tokens, and what a token's text is can depend on those before: so the stream
+/// decodes new ids together with those of the piece before, and hands out what ends with a whole character.
+///
+/// Where bytes are no text, some decoders (`ByteFallback`) make U+FFFD of every byte beside them, also of characters that
+/// were whole. The stream has given these out then, and does not take them back: it differs from
+/// [`Tokenizer::decode`] in them and in the number of U+FFFD, and in nothing else.
 pub struct TextStream<'a> {
     tokenizer: &'a Tokenizer,
-    /// The latest ids.
+    /// The ids of the last piece, and those whose text waits.
     ids: Vec<u32>,
-    /// The part of their text that is out.
-    sent: String,
+    /// How many the former are.
+    known: usize,
+    /// Their text when they stand alone.
+    text: String,
 }
 
 impl TextStream<'_> {
     /// Takes an id and returns the text that has become certain, often that of this id, sometimes nothing.
     pub fn push(&mut self, id: u32) -> Result<String> {
         self.ids.push(id);
-        let text = self.tokenizer.decode(&self.ids)?;
-        if self.ids.len() >= LONGEST && text.ends_with('\u{fffd}') {
-            return self.release(&text);
+        let piece = self.waiting()?;
+        let patient = self.ids.len() - self.known < LONGEST;
+        if piece.is_empty() {
+            // Ids without a text of their own can matter for the next, but not in any number.
+            if !patient {
+                self.ids.truncate(self.known);
+            }
+            return Ok(piece);
         }
         // The end may be the first bytes of a character.
-        let certain = text.trim_end_matches('\u{fffd}');
-        let Some(piece) = certain.strip_prefix(self.sent.as_str()).map(str::to_string) else {
+        if patient && piece.ends_with('\u{fffd}') {
             return Ok(String::new());
-        };
-        self.sent.push_str(&piece);
-        if self.sent.len() == text.len() {
-            self.shorten()?;
         }
+        self.ids.drain(..self.known);
+        self.known = self.ids.len();
+        self.text = self.tokenizer.decode(&self.ids)?;
         Ok(piece)
     }
 
     /// The rest: what was waiting for bytes that did not come.
-    pub fn finish(mut self) -> Result<String> {
+    pub fn finish(self) -> Result<String> {
+        self.waiting()
+    }
+
+    /// The text of the ids behind the last piece.
+    fn waiting(&self) -> Result<String> {
         let text = self.tokenizer.decode(&self.ids)?;
-        self.release(&text)
-    }
-
-    /// Gives out everything and forgets it.
-    fn release(&mut self, text: &str) -> Result<String> {
-        let rest = text.strip_prefix(self.sent.as_str()).unwrap_or_default().to_string();
-        self.ids.clear();
-        self.sent.clear();
-        Ok(rest)
-    }
-
-    /// Keeps the last few ids, when alone they have the text that they have in context.
-    fn shorten(&mut self) -> Result<()> {
-        if self.ids.len() <= 4 * CONTEXT {
-            return Ok(());
+        match text.strip_prefix(&self.text) {
+            Some(rest) => Ok(rest.to_string()),
+            // What they do to the text of the last piece comes too late for it.
+            None => self.tokenizer.decode(&self.ids[self.known..]),
         }
-        let context = &self.ids[self.ids.len() - CONTEXT..];
-        let text = self.tokenizer.decode(context)?;
-        if self.ids.len() > LONGEST || (self.sent.ends_with(&text) && !text.contains('\u{fffd}')) {
-            self.ids = context.to_vec();
-            self.sent = text;
-        }
-        Ok(())
     }
 }

@@ -1,0 +1,146 @@
+//! Text that comes id by id, with the decoders of tokenizers that have tokens for single bytes (Gemma, Llama), and others.
+
+use kvant_models::Tokenizer;
+use proptest::prelude::*;
+use serde_json::{Value, json};
+
+/// The words of the vocabulary; before them stand three special tokens and 256 bytes.
+const WORDS: [&str; 16] =
+    ["▁", "a", "b", "▁the", "é", "▁▁", "\n", "한", ".", "▁'", "s", "日本", "##ing", "▁,", "👨", "\u{200d}"];
+const FIRST_BYTE: u32 = 3;
+const FIRST_WORD: u32 = FIRST_BYTE + 256;
+/// Each in the form in which the decoder has it.
+const SPECIAL: [&str; 3] = ["<pad>", "<eos>", "<bos>"];
+
+fn tokenizer(decoder: Value) -> Tokenizer {
+    let bytes = (0..256).map(|byte| format!("<0x{byte:02X}>"));
+    let words = SPECIAL.iter().map(|s| s.to_string()).chain(bytes).chain(WORDS.iter().map(|s| s.to_string()));
+    let vocab: serde_json::Map<String, Value> = words.zip(0..).map(|(word, id)| (word, json!(id))).collect();
+    let special = |(id, content): (usize, &&str)| {
+        json!({"id": id, "content": content, "single_word": false, "lstrip": false, "rstrip": false,
+            "normalized": false, "special": true})
+    };
+    let added: Vec<Value> = SPECIAL.iter().enumerate().map(special).collect();
+    let model = json!({"type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
+        "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": true, "vocab": vocab, "merges": []});
+    let json = json!({"version": "1.0", "truncation": null, "padding": null, "added_tokens": added, "normalizer": null,
+        "pre_tokenizer": null, "post_processor": null, "decoder": decoder, "model": model});
+    Tokenizer::parse(json.to_string().as_bytes()).unwrap()
+}
+
+fn gemma() -> Tokenizer {
+    tokenizer(json!({"type": "Sequence", "decoders": [
+        {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"}]}))
+}
+
+/// Takes a space from the start of the text.
+fn llama() -> Tokenizer {
+    tokenizer(json!({"type": "Sequence", "decoders": [
+        {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"},
+        {"type": "Strip", "content": " ", "start": 1, "stop": 0}]}))
+}
+
+fn all() -> [(&'static str, Tokenizer); 4] {
+    let wordpiece = json!({"type": "WordPiece", "prefix": "##", "cleanup": true});
+    let metaspace = json!({"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": true});
+    [("gemma", gemma()), ("llama", llama()), ("wordpiece", tokenizer(wordpiece)), ("metaspace", tokenizer(metaspace))]
+}
+
+fn bytes(text: &str) -> impl Iterator<Item = u32> {
+    text.bytes().map(|byte| FIRST_BYTE + u32::from(byte))
+}
+
+fn word(word: &str) -> u32 {
+    FIRST_WORD + WORDS.iter().position(|&w| w == word).unwrap() as u32
+}
+
+fn streamed(tokenizer: &Tokenizer, ids: &[u32]) -> String {
+    let mut stream = tokenizer.stream();
+    let pieces: String = ids.iter().map(|&id| stream.push(id).unwrap()).collect();
+    pieces + &stream.finish().unwrap()
+}
+
+/// A script that the vocabulary lacks: a run of byte tokens as long as the text.
+#[test]
+fn long_runs_of_bytes_are_text() {
+    for text in ["ꀀ".repeat(60), "ꀀꀁ".repeat(11), "😀".repeat(60), "ߐ".repeat(60), format!("a{}", "ꀀ".repeat(30))]
+    {
+        for (name, tokenizer) in [("gemma", gemma()), ("llama", llama())] {
+            let ids: Vec<u32> = bytes(&text).collect();
+            let mut stream = tokenizer.stream();
+            let mut out = String::new();
+            for (at, &id) in ids.iter().enumerate() {
+                out += &stream.push(id).unwrap();
+                // A character is there with its last byte.
+                let whole = String::from_utf8_lossy(&text.as_bytes()[..=at]);
+                assert_eq!(out, whole.trim_end_matches('\u{fffd}'), "{name}");
+            }
+            assert_eq!(out + &stream.finish().unwrap(), text, "{name}");
+        }
+    }
+}
+
+/// Bytes that end in the middle of a character spoil, in `decode`, the characters before them as well.
+#[test]
+fn what_follows_broken_bytes_is_not_lost() {
+    let broken = &"😀".as_bytes()[..2];
+    let mut ids = vec![word("a")];
+    ids.extend(bytes("😀"));
+    ids.extend(broken.iter().map(|&byte| FIRST_BYTE + u32::from(byte)));
+    ids.extend([word("▁the"); 100]);
+    let text = streamed(&gemma(), &ids);
+    assert_eq!(text, format!("a😀\u{fffd}\u{fffd}{}", " the".repeat(100)));
+    // The same with nothing behind them.
+    assert_eq!(streamed(&gemma(), &ids[..7]), "a😀\u{fffd}\u{fffd}");
+}
+
+/// Tokens without text, in any number, and a decoder for which the start of the text matters.
+#[test]
+fn silent_ids_change_nothing() {
+    let mut ids = vec![word("▁the"); 3];
+    for silent in [1, 63, 64, 65, 1000] {
+        ids.extend(vec![0; silent]);
+        ids.extend([word("▁the"), word("s")]);
+        for (name, tokenizer) in all() {
+            assert_eq!(streamed(&tokenizer, &ids), tokenizer.decode(&ids).unwrap(), "{name}, {silent}");
+        }
+    }
+}
+
+/// Ids of a text: words, special tokens, and characters in bytes.
+fn valid() -> impl Strategy<Value = Vec<u32>> {
+    let special = (0u32..3).prop_map(|id| vec![id]);
+    let word = (0..WORDS.len() as u32).prop_map(|i| vec![FIRST_WORD + i]);
+    let spelled =
+        prop::sample::select(vec!["ꀀ", "😀", "ߐ", "x", " ", "한", "ꀁ", "ꀂ"]).prop_map(|c| bytes(c).collect());
+    prop::collection::vec(prop_oneof![1 => special, 4 => word, 12 => spelled], 0..150).prop_map(|ids| ids.concat())
+}
+
+/// Words and bytes that seldom fit together.
+fn any() -> impl Strategy<Value = Vec<u32>> {
+    let word = (0..WORDS.len() as u32).prop_map(|i| FIRST_WORD + i);
+    let lead = (0xE2u32..0xE5).prop_map(|byte| FIRST_BYTE + byte);
+    let rest = (0x80u32..0xC0).prop_map(|byte| FIRST_BYTE + byte);
+    prop::collection::vec(prop_oneof![word, lead, rest], 0..300)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(400))]
+
+    #[test]
+    fn valid_text_is_the_decoded_text(ids in valid()) {
+        for (name, tokenizer) in all() {
+            prop_assert_eq!(streamed(&tokenizer, &ids), tokenizer.decode(&ids).unwrap(), "{}", name);
+        }
+    }
+
+    /// Every character that is a word's own is there, in order.
+    #[test]
+    fn invalid_bytes_take_nothing_else_along(ids in any()) {
+        // The bytes cannot make these.
+        let own = |text: String| text.chars().filter(|c| c.is_ascii() || *c == 'é' || *c == '👨').collect::<String>();
+        for (name, tokenizer) in all() {
+            prop_assert_eq!(own(streamed(&tokenizer, &ids)), own(tokenizer.decode(&ids).unwrap()), "{}", name);
+        }
+    }
+}
