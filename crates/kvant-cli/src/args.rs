@@ -50,7 +50,8 @@ impl DeviceArgs {
 #[derive(clap::Args)]
 pub struct ActivationArgs {
     /// Type of the numbers between operations. Caches and weights keep theirs, sums are f32 either way; the fastest
-    /// attention on CUDA wants f16 or bf16 here and the same in --kv, or a tq cache
+    /// attention on CUDA wants f16 or bf16 here and the same in --kv, or a tq cache. f16 ends at 65504: where a model's
+    /// numbers exceed that, take bf16
     #[arg(long, value_name = "TYPE", value_enum, default_value_t = Activations::F32)]
     activations: Activations,
 }

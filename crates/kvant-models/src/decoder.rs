@@ -88,13 +88,20 @@ impl<'a> Decoder<'a> {
     /// Feeds tokens and draws the one that follows.
     ///
     /// # Errors
-    /// As of [`Decoder::feed`]. When only the draw fails, after more tokens than sliding windows let one take back, these stay.
+    /// As of [`Decoder::feed`], and `NotANumber`. When only the draw fails, after more tokens than sliding windows let one take
+    /// back, these stay.
     pub fn next(&mut self, tokens: &[u32]) -> Result<u32> {
         let before = self.cache.len(self.sequence)?;
         self.run(tokens, Then::Draw)?;
         // A device tells only now if a replay has failed.
-        let drawn = self.drawn.to_vec::<u32>().map_err(Error::from);
-        Ok(self.undo(before, drawn)?[0])
+        let drawn = self.drawn.to_vec::<u32>().map_err(Error::from).and_then(|drawn| match drawn[0] {
+            // There was nothing but NaN to draw from.
+            u32::MAX => {
+                Err(Error::NotANumber { position: before + tokens.len() - 1, activations: self.model.activations() })
+            }
+            token => Ok(token),
+        });
+        self.undo(before, drawn)
     }
 
     /// Takes tokens back: the sequence has `len` afterwards.

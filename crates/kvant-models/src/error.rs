@@ -86,6 +86,14 @@ pub enum Error {
         /// What came.
         got: String,
     },
+    /// No token can be drawn: all logits are NaN. Activations that leave the range of their dtype end like that.
+    #[error("the logits of position {position} are NaN: the model's activations have left the range of {activations}")]
+    NotANumber {
+        /// The position of the token whose logits they are.
+        position: usize,
+        /// The dtype of activations ([`LoadOptions`](crate::LoadOptions)).
+        activations: DType,
+    },
     /// The tokenizer refused.
     #[error("tokenizer: {reason}")]
     Tokenizer {

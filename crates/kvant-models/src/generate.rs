@@ -85,7 +85,7 @@ pub struct GenerateStats {
 /// The last token handed out has not been fed: the sequence ends before it.
 ///
 /// # Errors
-/// Those of [`Model::forward`], and `Kvant` for sampling parameters out of range.
+/// Those of [`Model::forward`], `NotANumber`, and `Kvant` for sampling parameters out of range.
 pub fn generate(
     model: &Model,
     cache: &mut KvCache,

@@ -17,7 +17,8 @@ const MAX_CHUNK: usize = 512;
 /// How a model is loaded.
 #[derive(Clone, Copy, Debug)]
 pub struct LoadOptions {
-    /// The dtype of activations: f32 (the default), f16 or bf16. Weights stay as the file has them.
+    /// The dtype of activations: f32 (the default), f16 or bf16. Weights stay as the file has them. f16 ends at 65504, which the
+    /// activations of a model that was trained in bf16 may exceed: logits are NaN then ([`Error::NotANumber`]).
     pub activations: DType,
 }
 
@@ -119,6 +120,11 @@ impl Model {
     /// Where it runs.
     pub fn device(&self) -> &Device {
         &self.device
+    }
+
+    /// The dtype of activations.
+    pub fn activations(&self) -> DType {
+        self.activations
     }
 
     /// Bytes of the weights' matrices.

@@ -5,14 +5,16 @@ mod common;
 
 use std::{
     alloc::{GlobalAlloc, Layout, System},
+    ops::ControlFlow,
     path::Path,
     sync::atomic::{AtomicUsize, Ordering},
 };
 
 use common::{Parts, golden, model_dir, shipped, with_header};
-use kvant::Device;
+use half::bf16;
+use kvant::{DType, Device};
 use kvant_models::{
-    CacheOptions, Config, Error, Logits, Model, Tokenizer,
+    CacheOptions, Config, Decoder, Error, LoadOptions, Logits, Model, Request, Sampling, Tokenizer, generate,
     safetensors::{Checkpoint, Header, SafetensorsFile, parse_index},
 };
 use proptest::prelude::*;
@@ -234,6 +236,38 @@ fn a_layer_scalar_that_is_no_number_is_refused() {
     parts.data[start..start + 4].copy_from_slice(&f32::NAN.to_le_bytes());
     let dir = model_dir(&config_bytes("moe_mlx"), &parts.bytes());
     assert!(matches!(load(dir.path()), Err(Error::TensorValue { name: got, .. }) if got == name));
+}
+
+/// What f16 cannot hold, f32 can: the same model fails in one and runs in the other, a prompt and single tokens alike.
+#[test]
+fn activations_out_of_range_are_no_tokens() {
+    let mut parts = checkpoint("moe");
+    let norm = parts.header["model.layers.1.post_feedforward_layernorm.weight"].clone();
+    assert_eq!(norm["dtype"], "BF16");
+    let at = |i: usize| norm["data_offsets"][i].as_u64().unwrap() as usize;
+    parts.data[at(0)..at(1)].chunks_mut(2).for_each(|x| x.copy_from_slice(&bf16::from_f32(1e7).to_le_bytes()));
+    let dir = model_dir(&config_bytes("moe"), &parts.bytes());
+    for device in [Device::reference(), Device::cpu()] {
+        for (activations, fails) in [(DType::F32, false), (DType::F16, true)] {
+            let model = Model::load_with(dir.path(), &device, &LoadOptions { activations }).unwrap();
+            let mut cache = model.new_cache(&CacheOptions { capacity: 16, ..CacheOptions::default() }).unwrap();
+            let mut decoder = Decoder::new(&model, &mut cache, 0, Sampling::default()).unwrap();
+            for (tokens, position) in [(&[2, 5, 7][..], 2), (&[2], 0)] {
+                match decoder.next(tokens) {
+                    Err(Error::NotANumber { position: at, activations: DType::F16 }) if fails => {
+                        assert_eq!((at, decoder.cache().len(0).unwrap()), (position, 0));
+                    }
+                    Ok(token) if !fails => {
+                        assert!((token as usize) < model.vocab_size());
+                        decoder.truncate(0).unwrap();
+                    }
+                    other => panic!("{device}, {activations}: {other:?}"),
+                }
+            }
+            let generated = generate(&model, &mut cache, &Request::new(&[2, 5]), |_| ControlFlow::Break(()));
+            assert_eq!(matches!(generated, Err(Error::NotANumber { .. })), fails, "{device}, {activations}");
+        }
+    }
 }
 
 #[test]

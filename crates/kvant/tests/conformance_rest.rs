@@ -274,7 +274,7 @@ fn argmax() {
     }
 }
 
-/// Infinities are numbers like others, NaN is none.
+/// Infinities are numbers like others, NaN is none: a row of nothing else has no largest.
 #[test]
 fn argmax_of_what_is_not_finite() {
     let (inf, nan) = (f32::INFINITY, f32::NAN);
@@ -285,8 +285,23 @@ fn argmax_of_what_is_not_finite() {
             let x = input(device, dtype, &rows, &[5, 4])?;
             let out = Out::new(device, DType::U32, &[5])?;
             run(device, |enc| ops::argmax(enc, &Argmax { x: &x, out: &out.tensor }))?;
+            assert_eq!(out.tensor.to_vec::<u32>()?, [1, 0, u32::MAX, 2, 1], "{device}");
             Ok(vec![out.same("out")?])
         });
+    }
+}
+
+/// Rows of nothing but NaN, short ones and such as several blocks share, have no token whatever the cuts.
+#[test]
+fn nan_is_never_drawn() {
+    for device in devices() {
+        for (vocab, dtype) in [(1, DType::F32), (7, DType::BF16), (300, DType::F16), (9001, DType::F32)] {
+            let logits = input(&device, dtype, &vec![f32::NAN; 2 * vocab], &[2, vocab]).unwrap();
+            for how in &DRAWS {
+                let drawn = draw(&device, &logits, how, 1, &[0, 7]).unwrap();
+                assert_eq!(drawn, [u32::MAX; 2], "{device}: {vocab} of {dtype} at temperature {}", how.temperature);
+            }
+        }
     }
 }
 

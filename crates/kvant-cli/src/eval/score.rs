@@ -39,7 +39,9 @@ impl Score {
         // Never negative but by rounding. A NaN stays.
         let divergence: f64 = terms.sum();
         self.divergences.push(if divergence < 0.0 { 0.0 } else { divergence });
-        self.agreements += usize::from(exact.top == other.top);
+        // NaN is like nothing, itself included.
+        let numbers = !(exact.ln_p[exact.top] + other.ln_p[other.top]).is_nan();
+        self.agreements += usize::from(numbers && exact.top == other.top);
     }
 
     /// Predictions so far.
@@ -110,6 +112,9 @@ mod tests {
         let mut score = Score::default();
         score.add(&p, &q, 1);
         assert!(score.kl_mean().is_nan() && score.kl_p99().is_nan() && score.nats_per_token().is_nan());
+        assert_eq!(score.top1_agreement(), 0.0);
+        let nan = Prediction::new(&[f32::NAN; 2]);
+        score.add(&nan, &nan, 1);
         assert_eq!(score.top1_agreement(), 0.0);
     }
 }

@@ -103,6 +103,24 @@ fn truncated_weights() {
     generate_fails(&directory, "safetensors");
 }
 
+/// Weights that no dtype holds the products of: an error, and not the text of whatever id 0 is.
+#[test]
+fn logits_that_are_no_numbers() {
+    let directory = copy_of_the_model("logits_that_are_no_numbers");
+    let weights = directory.join("model.safetensors");
+    let mut bytes = std::fs::read(&weights).unwrap();
+    let header = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let json: serde_json::Value = serde_json::from_slice(&bytes[8..header]).unwrap();
+    let norm =
+        json.as_object().unwrap().iter().find(|(name, _)| name.ends_with("layers.2.post_attention_layernorm.weight"));
+    let (_, norm) = norm.unwrap();
+    assert_eq!(norm["dtype"], "BF16");
+    let at = |i: usize| header + norm["data_offsets"][i].as_u64().unwrap() as usize;
+    bytes[at(0)..at(1)].chunks_mut(2).for_each(|x| x.copy_from_slice(&0x7f00u16.to_le_bytes()));
+    std::fs::write(&weights, bytes).unwrap();
+    fails(&["generate", "--model", str(&directory), "--max-tokens", "1", "--prompt", ""], "position 0 are NaN");
+}
+
 #[test]
 fn broken_configs() {
     let directory = copy_of_the_model("broken_configs");

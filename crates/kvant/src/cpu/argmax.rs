@@ -28,7 +28,7 @@ pub(super) fn rows(cpu: &Cpu, x: Elements, dim: usize, out: &mut [u32]) {
             let out = unsafe { parts.part(task) };
             for (i, out) in out.iter_mut().enumerate() {
                 let start = (task * per_task + i) * dim;
-                *out = cpu.level.dispatch(Largest { x, start, len: dim }).map_or(0, |(_, at)| at as u32);
+                *out = cpu.level.dispatch(Largest { x, start, len: dim }).map_or(u32::MAX, |(_, at)| at as u32);
             }
         });
     }
@@ -50,7 +50,7 @@ pub(super) fn rows(cpu: &Cpu, x: Elements, dim: usize, out: &mut [u32]) {
                 best = Some((found[0], piece * TASK + found[1] as usize));
             }
         }
-        *out = best.map_or(0, |(_, at)| at as u32);
+        *out = best.map_or(u32::MAX, |(_, at)| at as u32);
     }
 }
 
@@ -112,7 +112,7 @@ mod tests {
 
     fn run(device: &Device, dtype: DType, data: &[f32], rows: usize) -> Vec<u32> {
         let x = tensor(device, dtype, data, &[rows, data.len() / rows]);
-        let out = Tensor::from_slice(device, &vec![u32::MAX; rows], &[rows]).unwrap();
+        let out = Tensor::from_slice(device, &vec![77u32; rows], &[rows]).unwrap();
         let mut enc = device.encoder().unwrap();
         ops::argmax(&mut enc, &Argmax { x: &x, out: &out }).unwrap();
         enc.commit().unwrap().wait().unwrap();
@@ -149,7 +149,7 @@ mod tests {
             rows[4][n - 1] = 0.0;
             for device in devices() {
                 let got = run(&device, DType::F32, &rows.concat(), 5);
-                assert_eq!(got, [0, 0, n as u32 - 1, n as u32 - 2, 0], "{device}");
+                assert_eq!(got, [u32::MAX, 0, n as u32 - 1, n as u32 - 2, 0], "{device}");
             }
         }
     }

@@ -61,12 +61,12 @@ impl Kernel for Draw<'_> {
             largest::<S>(row)
         };
         if largest.is_infinite() {
-            // Those that are as large share alike; nothing but NaN gives the first.
+            // Those that are as large share alike; nothing but NaN is nothing to draw from.
             let mut none = true;
             for x in &mut row[..vocab] {
                 (*x, none) = if *x == largest { (0.0, false) } else { (f32::NAN, none) };
             }
-            return if none { 0 } else { self.draw::<S>(row, 0.0) };
+            return if none { u32::MAX } else { self.draw::<S>(row, 0.0) };
         }
         self.draw::<S>(row, largest)
     }
@@ -253,7 +253,7 @@ mod tests {
             let logits = tensor(device, self.dtype, logits, &[self.rows, self.vocab]);
             let counter: Vec<u32> = (0..self.rows as u32).collect();
             let counter = Tensor::from_slice(device, &counter, &[self.rows]).unwrap();
-            let out = Tensor::from_slice(device, &vec![u32::MAX; self.rows], &[self.rows]).unwrap();
+            let out = Tensor::from_slice(device, &vec![77u32; self.rows], &[self.rows]).unwrap();
             let Case { temperature, top_k, top_p, min_p, .. } = *self;
             let sample =
                 Sample { logits: &logits, temperature, top_k, top_p, min_p, seed: 42, counter: &counter, out: &out };

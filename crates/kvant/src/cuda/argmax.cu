@@ -1,4 +1,5 @@
-// argmax: the index of the largest element of each row, the lowest among equals; NaN never, but 0 for a row of nothing else.
+// argmax: the index of the largest element of each row, the lowest among equals; NaN never: a row of nothing else gives
+// 0xFFFFFFFF.
 //
 // x is [rows, dim], f32, f16 or bf16; out is [rows]. BLOCKS blocks share a row; each thread keeps the best of every so many
 // elements. Where there are several, each leaves its best in `parts`, [rows][1 + BLOCKS] of 64 bits, and the last one to come,
@@ -21,7 +22,7 @@ extern "C" __global__ void argmax(const uchar *x, uint *out, const ArgmaxParams 
     const ulong start = ulong(row) * p.dim;
     // 0, the key of NaN, is never exceeded by NaN.
     uint key = 0;
-    uint index = 0;
+    uint index = 0xFFFFFFFF;
 #pragma unroll 4
     for (ulong at = (part_index * team.size + team.index) * 4; at < p.dim; at += BLOCKS * team.size * 4) {
         const uint i = uint(at);

@@ -238,10 +238,10 @@ extern "C" __global__ void sample(const uchar *logits, const uint *counter, uint
             key = max(key, uint(__ldcg(shared.key_of(part))));
         }
     }
-    // Nothing but NaN.
+    // Nothing but NaN: no id.
     if (key == 0) {
         if (team.index == 0 && shared.part == 0) {
-            out[row_index] = 0;
+            out[row_index] = 0xFFFFFFFF;
         }
         return;
     }

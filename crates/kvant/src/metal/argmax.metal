@@ -1,4 +1,5 @@
-// argmax: the index of the largest element of each row, the lowest among equals; NaN never, but 0 for a row of nothing else.
+// argmax: the index of the largest element of each row, the lowest among equals; NaN never: a row of nothing else gives
+// 0xFFFFFFFF.
 //
 // x is [rows, dim], f32, f16 or bf16; out is [rows]. One threadgroup per row; each thread keeps the best of every so many
 // elements.
@@ -27,7 +28,7 @@ kernel void argmax(device const uchar *x [[buffer(0)]],
     const ulong start = ulong(row) * p.dim;
     // 0, the key of NaN, is never exceeded by NaN.
     uint key = 0;
-    uint index = 0;
+    uint index = 0xFFFFFFFF;
     for (uint i = thread_index * 4; i < p.dim; i += threads * 4) {
         const uint count = min(4u, p.dim - i);
         const float4 values = load4(x, start + i, count, X_DTYPE, ALIGNED);

@@ -201,10 +201,10 @@ kernel void sample(device const uchar *logits [[buffer(0)]],
         }
     }
     key = reduce<Max>(key, shared, place);
-    // Nothing but NaN.
+    // Nothing but NaN: no id.
     if (key == 0) {
         if (thread_index == 0) {
-            out[group] = 0;
+            out[group] = 0xFFFFFFFF;
         }
         return;
     }

@@ -7,7 +7,7 @@ use crate::{
 pub(crate) const NAME: &str = "argmax";
 
 /// The index of the largest element of each row; the lowest one among equals. NaN is never chosen; a row of nothing
-/// but NaN gives 0.
+/// but NaN gives `u32::MAX`, which is no index.
 pub struct Argmax<'a> {
     /// `[T, N]`, f32, f16 or bf16, N at least 1.
     pub x: &'a Tensor,

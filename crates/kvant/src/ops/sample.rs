@@ -13,6 +13,9 @@ pub(crate) const NAME: &str = "sample";
 /// of what is left reaches `top_p`; then to those with p ≥ `min_p` · the largest p. A uniform number u in [0, 1)
 /// picks the first candidate at which the running sum of p exceeds u times the sum of what is left.
 ///
+/// A row of nothing but NaN draws `u32::MAX`, which is no id: logits are like that when activations have left the range of
+/// their dtype, and a token made of them would look like any other.
+///
 /// u depends on `seed` and the row's counter alone ([`Sample::uniform`]), so that a captured step draws anew at each
 /// position and a run can be repeated. Temperature 0 takes the largest.
 pub struct Sample<'a> {

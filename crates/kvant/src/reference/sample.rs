@@ -1,4 +1,7 @@
-use super::{argmax, io};
+use super::{
+    argmax::{argmax, index},
+    io,
+};
 use crate::ops::{Sample, sample::Call};
 
 /// How [`sample`] draws; the fields are those of [`Sample`].
@@ -14,8 +17,8 @@ pub struct Sampling {
     pub min_p: f64,
 }
 
-/// The token that the uniform number `u` in [0, 1) picks, as [`Sample`] says. Nothing but NaN gives 0.
-pub fn sample(logits: &[f64], how: Sampling, u: f64) -> usize {
+/// The token that the uniform number `u` in [0, 1) picks, as [`Sample`] says; none from nothing but NaN.
+pub fn sample(logits: &[f64], how: Sampling, u: f64) -> Option<usize> {
     if how.temperature == 0.0 {
         return argmax(logits);
     }
@@ -25,11 +28,11 @@ pub fn sample(logits: &[f64], how: Sampling, u: f64) -> usize {
     for &(id, p) in &candidates {
         running += p;
         if running > u * total {
-            return id;
+            return Some(id);
         }
     }
     // Only when u is 1 or there is nothing to choose from.
-    candidates.last().map_or(0, |c| c.0)
+    candidates.last().map(|c| c.0)
 }
 
 /// Who may be drawn, in falling order, each with its probability up to a common factor.
@@ -67,7 +70,7 @@ pub(crate) fn run(call: &Call) {
     };
     let rows = logits.chunks(call.vocab).zip(counters);
     let out: Vec<u32> =
-        rows.map(|(row, counter)| sample(row, how, Sample::uniform(call.seed, counter).into()) as u32).collect();
+        rows.map(|(row, counter)| index(sample(row, how, Sample::uniform(call.seed, counter).into()))).collect();
     io::store_raw(&call.out, 0, &out);
 }
 
@@ -100,10 +103,10 @@ mod tests {
     fn the_uniform_number_picks_by_running_sum() {
         let logits = [0.25f64.ln(), 0.5f64.ln(), 0.25f64.ln()];
         for (u, id) in [(0.0, 1), (0.49, 1), (0.51, 0), (0.74, 0), (0.76, 2), (0.999, 2)] {
-            assert_eq!(sample(&logits, ALL, u), id, "u = {u}");
+            assert_eq!(sample(&logits, ALL, u), Some(id), "u = {u}");
         }
-        assert_eq!(sample(&logits, Sampling { temperature: 0.0, ..ALL }, 0.9), 1);
-        assert_eq!(sample(&[f64::NAN; 3], ALL, 0.9), 0);
-        assert_eq!(sample(&[f64::NEG_INFINITY, f64::INFINITY, 0.0], ALL, 0.9), 1);
+        assert_eq!(sample(&logits, Sampling { temperature: 0.0, ..ALL }, 0.9), Some(1));
+        assert_eq!(sample(&[f64::NAN; 3], ALL, 0.9), None);
+        assert_eq!(sample(&[f64::NEG_INFINITY, f64::INFINITY, 0.0], ALL, 0.9), Some(1));
     }
 }
