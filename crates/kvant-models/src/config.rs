@@ -3,7 +3,10 @@
 mod fields;
 mod quantization;
 
-use std::{collections::HashMap, path::Path};
+use std::{
+    collections::{HashMap, HashSet},
+    path::Path,
+};
 
 use serde_json::Value;
 
@@ -12,7 +15,7 @@ use fields::Fields;
 pub use quantization::{Quantization, Scheme};
 
 /// A Gemma 4 text model, as its configuration describes it.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Config {
     /// Width of the residual stream.
     pub hidden_size: usize,
@@ -38,7 +41,7 @@ pub struct Config {
     pub max_position_embeddings: Option<usize>,
     /// The id that starts a text, if the file says.
     pub bos_token_id: Option<u32>,
-    /// The ids that end a text.
+    /// The ids that end a text, in the file's order.
     pub eos_token_ids: Vec<u32>,
 }
 
@@ -111,16 +114,24 @@ const MAX_VOCAB: usize = 1 << 24;
 const MAX_EXPERTS: usize = 4096;
 const MAX_POSITIONS: usize = u32::MAX as usize;
 
+/// Every so many layers one is full, when the file does not say which.
+const PATTERN: usize = 6;
+
 impl Config {
     /// Reads `config.json`, and the end-of-text ids of `generation_config.json` if that is there.
     pub fn load(dir: &Path) -> Result<Config> {
         let mut config = Config::parse(&files::read_json(&dir.join("config.json"))?)?;
-        if let Some(generation) = files::read_json_if_there(&dir.join("generation_config.json"))? {
-            for id in Fields::new(&generation)?.token_ids("eos_token_id")? {
-                if !config.eos_token_ids.contains(&id) {
-                    config.eos_token_ids.push(id);
+        let path = dir.join("generation_config.json");
+        if let Some(generation) = files::read_json_if_there(&path)? {
+            let ids = Fields::new(&generation)?.token_ids("eos_token_id").map_err(|error| match error {
+                // Not the file that this kind of error names.
+                Error::Config { key, expected, got } => {
+                    Error::file(&path, format_args!("`{key}` must be {expected}, got {got}"))
                 }
-            }
+                other => other,
+            });
+            config.eos_token_ids.extend(ids?);
+            config.eos_token_ids = once_each(config.eos_token_ids);
         }
         Ok(config)
     }
@@ -131,18 +142,21 @@ impl Config {
     /// `Config` naming the key, its range and what was found; `Unsupported` for another architecture.
     pub fn parse(json: &Value) -> Result<Config> {
         let outer = Fields::new(json)?;
-        let text = match model_type(&outer)?.as_str() {
-            "gemma4_text" => outer.clone(),
-            "gemma4" => {
-                let text = outer.object("text_config")?.ok_or_else(|| outer.missing("text_config", "an object"))?;
-                match model_type(&text)?.as_str() {
-                    "gemma4_text" => text,
-                    other => return Err(unsupported_type(other)),
-                }
-            }
-            other => return Err(unsupported_type(other)),
+        let mut text = outer.clone();
+        let mut name = model_type(&outer)?;
+        if matches!(name.as_str(), "gemma4" | "gemma4_unified") {
+            text = outer.object("text_config")?.ok_or_else(|| outer.missing("text_config", "an object"))?;
+            name = model_type(&text)?;
+        }
+        let unified = match name.as_str() {
+            "gemma4_text" => false,
+            "gemma4_unified_text" => true,
+            other => return Err(unsupported(format!("model_type {other:?}"))),
         };
         refuse_variants(&text)?;
+        if unified {
+            refuse_in_unified(&text)?;
+        }
         let hidden_size = text.size("hidden_size", None, MAX_WIDTH)?;
         let heads = text.size("num_attention_heads", None, MAX_HEADS)?;
         let eps =
@@ -167,7 +181,7 @@ impl Config {
                 Some(tie) => tie,
                 None => outer.bool_or_null("tie_word_embeddings")?.unwrap_or(true),
             },
-            per_layer_input: per_layer_input(&text)?,
+            per_layer_input: if unified { None } else { per_layer_input(&text)? },
             moe: moe(&text)?,
             quantization,
             max_position_embeddings: text.size_or_null("max_position_embeddings", MAX_POSITIONS)?,
@@ -178,9 +192,7 @@ impl Config {
             eos_token_ids: {
                 let mut ids = outer.token_ids("eos_token_id")?;
                 ids.extend(text.token_ids("eos_token_id")?);
-                ids.sort_unstable();
-                ids.dedup();
-                ids
+                once_each(ids)
             },
         })
     }
@@ -191,6 +203,16 @@ impl Config {
     }
 }
 
+/// Without those that came before.
+fn once_each(mut ids: Vec<u32>) -> Vec<u32> {
+    let mut seen = HashSet::new();
+    ids.retain(|&id| seen.insert(id));
+    ids
+}
+
+/// What can be read, in words.
+const TYPES: &str = "\"gemma4\", \"gemma4_text\", \"gemma4_unified\" or \"gemma4_unified_text\"";
+
 /// The `model_type`; files without one may still name their architecture.
 fn model_type(fields: &Fields) -> Result<String> {
     if let Some(name) = fields.string("model_type")? {
@@ -199,19 +221,28 @@ fn model_type(fields: &Fields) -> Result<String> {
     match fields.get("architectures").and_then(|names| names.get(0)).and_then(Value::as_str) {
         Some("Gemma4ForCausalLM") => Ok("gemma4_text".to_string()),
         Some("Gemma4ForConditionalGeneration") => Ok("gemma4".to_string()),
-        Some(other) => Err(Error::Unsupported {
-            what: format!("architecture {other:?}"),
-            reason: "this crate runs Gemma 4 text models (model_type \"gemma4_text\" or \"gemma4\")".to_string(),
-        }),
-        None => Err(fields.missing("model_type", "\"gemma4_text\" or \"gemma4\"")),
+        Some("Gemma4UnifiedForCausalLM") => Ok("gemma4_unified_text".to_string()),
+        Some("Gemma4UnifiedForConditionalGeneration") => Ok("gemma4_unified".to_string()),
+        Some(other) => Err(unsupported(format!("architecture {other:?}"))),
+        None => Err(fields.missing("model_type", TYPES)),
     }
 }
 
-fn unsupported_type(name: &str) -> Error {
-    Error::Unsupported {
-        what: format!("model_type {name:?}"),
-        reason: "this crate runs Gemma 4 text models (model_type \"gemma4_text\" or \"gemma4\")".to_string(),
+fn unsupported(what: String) -> Error {
+    Error::Unsupported { what, reason: format!("this crate runs the text part of Gemma 4 models (model_type {TYPES})") }
+}
+
+/// The text part of a unified model (Gemma 4 12B) is Gemma 4's without per-layer inputs and experts. Transformers ignores the
+/// keys that ask for them, MLX does not: a file that does has two meanings.
+fn refuse_in_unified(text: &Fields) -> Result<()> {
+    if text.count("hidden_size_per_layer_input", Some(0), MAX_WIDTH)? != 0 {
+        let expected = "absent, null or 0 in a gemma4_unified model";
+        return Err(text.error("hidden_size_per_layer_input", expected, "another number"));
     }
+    if text.bool_or_null("enable_moe_block")? == Some(true) {
+        return Err(text.error("enable_moe_block", "absent, null or false in a gemma4_unified model", "true"));
+    }
+    Ok(())
 }
 
 /// Switches that would change the arithmetic in ways that are not implemented.
@@ -294,8 +325,12 @@ fn kv_source(text: &Fields, own: &[Kind], kind: Kind, layer: usize) -> Result<us
 fn layer_kinds(text: &Fields, count: usize) -> Result<Vec<Kind>> {
     let names = match text.get("layer_types") {
         None | Some(Value::Null) => {
-            let pattern = text.size("sliding_window_pattern", Some(6), MAX_LAYERS)?;
-            let full = |l: usize| (l + 1).is_multiple_of(pattern) || l + 1 == count;
+            // Transformers does not read the key, MLX does: with another number the file has two meanings.
+            if let Some(pattern) = text.size_or_null("sliding_window_pattern", MAX_LAYERS)?.filter(|&n| n != PATTERN) {
+                let expected = format!("absent or {PATTERN} where layer_types is absent");
+                return Err(text.error("sliding_window_pattern", expected, pattern));
+            }
+            let full = |l: usize| (l + 1).is_multiple_of(PATTERN) || l + 1 == count;
             return Ok((0..count).map(|l| if full(l) { Kind::Full } else { Kind::Sliding }).collect());
         }
         Some(Value::Array(names)) => names,
@@ -378,7 +413,12 @@ fn rope(text: &Fields, kind: Kind, head_dim: usize) -> Result<RopeConfig> {
     let fields = all.object(kind.name())?.ok_or_else(|| all.missing(kind.name(), "an object"))?;
     let theta = fields.float("rope_theta", None, "a number from 1 to 1e12", |t| (1.0..=1e12).contains(&t))?;
     match fields.string("rope_type")?.unwrap_or("default") {
-        "default" => Ok(RopeConfig { theta, rotated_pairs: half, factor: 1.0 }),
+        "default" => {
+            // Transformers turns all pairs all the same, MLX the part: such a file has two meanings.
+            let whole = "absent or 1 where rope_type is \"default\"";
+            fields.float("partial_rotary_factor", Some(1.0), whole, |part| part == 1.0)?;
+            Ok(RopeConfig { theta, rotated_pairs: half, factor: 1.0 })
+        }
         "proportional" => {
             let part = "above 0, at most 1";
             let partial = fields.float("partial_rotary_factor", Some(1.0), part, |p| p > 0.0 && p <= 1.0)?;

@@ -1,4 +1,5 @@
-//! Runs Gemma 4 text models on [kvant], from Hugging Face and MLX checkpoints.
+//! Runs Gemma 4 text models on [kvant], from Hugging Face and MLX checkpoints; of multimodal ones (`gemma4`, `gemma4_unified`) the
+//! text part.
 //!
 //! | what | where |
 //! |---|---|

@@ -398,12 +398,17 @@ fn absurd_configurations_are_refused_by_key() {
         ("/rope_parameters/full_attention/rope_type", json!("yarn")),
         ("/rope_parameters/full_attention/partial_rotary_factor", json!(1.5)),
         ("/rope_parameters/sliding_attention", json!(null)),
+        // Two meanings: all pairs turn in one implementation, a part in another.
+        ("/rope_parameters/sliding_attention/partial_rotary_factor", json!(0.25)),
     ];
     for (pointer, value) in nested {
         let mut config = config_of("moe");
-        *config.pointer_mut(pointer).unwrap() = value.clone();
+        let (object, last) = pointer.rsplit_once('/').unwrap();
+        match config.pointer_mut(object).unwrap() {
+            Value::Array(list) => list[last.parse::<usize>().unwrap()] = value.clone(),
+            object => object[last] = value.clone(),
+        }
         let Err(Error::Config { key, .. }) = Config::parse(&config) else { panic!("{pointer} = {value}") };
-        let last = pointer.rsplit('/').next().unwrap();
         assert!(key.contains(last), "{pointer}: {key}");
     }
     for (key, value) in [
@@ -433,10 +438,70 @@ fn absurd_configurations_are_refused_by_key() {
     }
 }
 
+/// Without layer_types, transformers makes every sixth layer full, MLX as many as another key says.
+#[test]
+fn layers_whose_kinds_are_ambiguous_are_refused() {
+    let mut config = config_of("moe");
+    config.as_object_mut().unwrap().remove("layer_types");
+    let kinds =
+        |config: &Value| Config::parse(config).map(|c| c.layers.iter().map(|l| l.window.is_none()).collect::<Vec<_>>());
+    let want = kinds(&config).unwrap();
+    assert_eq!((want.len() < 6, want.last()), (true, Some(&true)));
+    assert!(!want[..want.len() - 1].contains(&true));
+    config["sliding_window_pattern"] = 6.into();
+    assert_eq!(kinds(&config).unwrap(), want);
+    config["sliding_window_pattern"] = 2.into();
+    assert!(matches!(kinds(&config), Err(Error::Config { key, .. }) if key == "sliding_window_pattern"));
+}
+
+/// What Gemma 4 12B's file says of its text part: that of the others, without per-layer inputs and experts.
+#[test]
+fn unified_models_are_read_as_text_models() {
+    let mut text = config_of("dense");
+    let want = Config::parse(&text).unwrap();
+    assert_eq!((want.per_layer_input, want.moe), (None, None));
+    text["model_type"] = "gemma4_unified_text".into();
+    let whole = |text: &Value| json!({"model_type": "gemma4_unified", "text_config": text});
+    for size in [json!(0), Value::Null] {
+        text["hidden_size_per_layer_input"] = size;
+        assert_eq!(Config::parse(&text).unwrap(), want);
+    }
+    // In the other models an absent one means 256.
+    text.as_object_mut().unwrap().remove("hidden_size_per_layer_input");
+    assert_eq!(Config::parse(&text).unwrap(), want);
+    assert_eq!(Config::parse(&whole(&text)).unwrap(), want);
+    let mut unnamed = text.clone();
+    unnamed.as_object_mut().unwrap().remove("model_type");
+    unnamed["architectures"] = json!(["Gemma4UnifiedForCausalLM"]);
+    assert_eq!(Config::parse(&unnamed).unwrap(), want);
+    let unnamed = json!({"architectures": ["Gemma4UnifiedForConditionalGeneration"], "text_config": text});
+    assert_eq!(Config::parse(&unnamed).unwrap(), want);
+
+    for (key, value) in [("hidden_size_per_layer_input", json!(256)), ("enable_moe_block", json!(true))] {
+        let mut odd = text.clone();
+        odd[key] = value;
+        assert!(matches!(Config::parse(&whole(&odd)), Err(Error::Config { key: k, .. }) if k.ends_with(key)), "{key}");
+    }
+}
+
+/// The message names the file that is wrong.
+#[test]
+fn generation_configs_are_named() {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join("config.json"), config_bytes("moe")).unwrap();
+    std::fs::write(dir.path().join("generation_config.json"), r#"{"eos_token_id": [1, "x"]}"#).unwrap();
+    match Config::load(dir.path()) {
+        Err(Error::File { path, reason }) => {
+            assert!(path.ends_with("generation_config.json") && reason.contains("`eos_token_id`"), "{path}: {reason}");
+        }
+        other => panic!("{other:?}"),
+    }
+}
+
 #[test]
 fn other_architectures_are_named() {
     let parts = checkpoint("moe").bytes();
-    for name in ["llama", "gemma3_text", "", "gemma4_text2"] {
+    for name in ["llama", "gemma3_text", "", "gemma4_text2", "gemma4_unified_assistant"] {
         let mut config = config_of("moe");
         config["model_type"] = name.into();
         let dir = model_dir(config.to_string().as_bytes(), &parts);

@@ -15,7 +15,7 @@ pub struct Scheme {
 }
 
 /// How the tensors are quantised; whether one is shows in the file, by the scales beside it.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Quantization {
     default: Option<Scheme>,
     overrides: Overrides,
