@@ -80,6 +80,11 @@ pub fn run(args: &Args) -> Result {
     let capacity = prompt_ids.len().saturating_add(args.max_tokens as usize);
     let options = CacheOptions { k: args.kv.k, v: args.kv.v, capacity, ..CacheOptions::default() };
     let mut cache = model.new_cache(&options)?;
+    if let Some(most) = model.config().max_position_embeddings.filter(|&most| capacity > most) {
+        output::note(&format!(
+            "note: prompt and --max-tokens come to {capacity} tokens, and the model was made for at most {most}\n"
+        ))?;
+    }
 
     // The prompt and its continuation are one text, where a person sees both streams.
     if !args.json && std::io::stderr().is_terminal() {

@@ -39,6 +39,13 @@ enum Command {
 }
 
 fn main() -> ExitCode {
+    let hook = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        // What becomes an error is told as one.
+        if !kvant_models::Tokenizer::catches_panics() {
+            hook(panic);
+        }
+    }));
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(message) => {

@@ -133,8 +133,12 @@ impl Model {
     }
 
     /// An empty cache with a layer for each of the model's that has keys and values of its own.
+    /// One for longer texts than the model was made for is logged as a warning.
     pub fn new_cache(&self, options: &CacheOptions) -> Result<KvCache> {
         let CacheOptions { k, v, capacity, sequences, slack } = *options;
+        if let Some(made_for) = self.config().max_position_embeddings.filter(|&most| capacity > most) {
+            tracing::warn!(capacity, made_for, "the cache holds longer texts than the model was made for");
+        }
         let own = &self.config().layers[..self.config().cache_layers()];
         let layer = |layer: &config::LayerConfig| CacheLayer {
             kv_heads: layer.kv_heads,

@@ -1,6 +1,7 @@
 //! Text to token ids and back, by the model's own `tokenizer.json`.
 
 use std::{
+    cell::Cell,
     panic::{AssertUnwindSafe, catch_unwind},
     path::Path,
 };
@@ -13,10 +14,15 @@ use crate::{Config, Error, Result, files};
 const TOKENIZER_LIMIT: u64 = 256 << 20;
 
 /// A model's tokenizer.
+///
+/// The `tokenizers` crate, which does the work, panics on some files that are well formed but make no sense. Here that is an error;
+/// only where panics abort (`panic = "abort"`) such a file ends the process. A panic hook can keep quiet about these panics
+/// by [`Tokenizer::catches_panics`].
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
     bos: Option<u32>,
     eos: Vec<u32>,
+    eos_token: Option<u32>,
 }
 
 impl Tokenizer {
@@ -28,11 +34,13 @@ impl Tokenizer {
             Tokenizer::parse(&files::read(&path, TOKENIZER_LIMIT)?).map_err(|e| Error::file(&path, e))?;
         if let Some(json) = files::read_json_if_there(&dir.join("tokenizer_config.json"))? {
             tokenizer.bos = tokenizer.named(&json["bos_token"]);
-            tokenizer.eos.extend(tokenizer.named(&json["eos_token"]));
+            tokenizer.eos_token = tokenizer.named(&json["eos_token"]);
+            tokenizer.eos.extend(tokenizer.eos_token);
         }
         if dir.join("config.json").exists() {
             let config = Config::load(dir)?;
             tokenizer.bos = tokenizer.bos.or(config.bos_token_id);
+            tokenizer.eos_token = tokenizer.eos_token.or(config.eos_token_ids.first().copied());
             tokenizer.eos.extend(config.eos_token_ids);
         }
         tokenizer.eos.sort_unstable();
@@ -47,7 +55,7 @@ impl Tokenizer {
         // A prompt must never be cut or padded behind the caller's back.
         guarded(|| inner.with_truncation(None).map(|_| ()))?;
         inner.with_padding(None);
-        Ok(Tokenizer { inner, bos: None, eos: Vec::new() })
+        Ok(Tokenizer { inner, bos: None, eos: Vec::new(), eos_token: None })
     }
 
     /// The ids of a text, with the id that starts a text in front if asked (and if there is one).
@@ -72,9 +80,19 @@ impl Tokenizer {
         self.bos
     }
 
-    /// The ids that end a text.
+    /// The id that stands behind a whole text, as in training: the tokenizer's `eos_token`.
+    pub fn eos_token(&self) -> Option<u32> {
+        self.eos_token
+    }
+
+    /// The ids at which generation ends: [`Tokenizer::eos_token`], and for instance those that end a turn.
     pub fn eos(&self) -> &[u32] {
         &self.eos
+    }
+
+    /// Whether this thread is in a call whose panic becomes an error.
+    pub fn catches_panics() -> bool {
+        GUARDED.get()
     }
 
     /// How many ids there are, added ones included.
@@ -120,9 +138,16 @@ fn check_sections(json: &[u8]) -> Result<()> {
     }
 }
 
+thread_local! {
+    static GUARDED: Cell<bool> = const { Cell::new(false) };
+}
+
 /// Calls the `tokenizers` crate, which panics on some files whose JSON is well formed: an error as well.
 fn guarded<T>(call: impl FnOnce() -> std::result::Result<T, tokenizers::Error>) -> Result<T> {
-    let reason = match catch_unwind(AssertUnwindSafe(call)) {
+    GUARDED.set(true);
+    let result = catch_unwind(AssertUnwindSafe(call));
+    GUARDED.set(false);
+    let reason = match result {
         Ok(Ok(value)) => return Ok(value),
         Ok(Err(error)) => error.to_string(),
         Err(panic) => {

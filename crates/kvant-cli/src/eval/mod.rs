@@ -141,7 +141,7 @@ fn read(source: &Source, directory: &std::path::Path) -> Result<Vec<u32>> {
     let mut tokens = Vec::new();
     for document in stream::documents(&text) {
         tokens.extend(tokenizer.encode(&document, true)?);
-        tokens.extend(tokenizer.eos());
+        tokens.extend(tokenizer.eos_token());
     }
     Ok(tokens)
 }

@@ -1,23 +1,13 @@
 //! Whatever is wrong with the input: one message that names it, exit code 1, no panic.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-use crate::{kvant, kvant_with_input, scratch, shipped, str};
+use crate::{copy_of_the_model, kvant, kvant_with_input, scratch, shipped, str};
 
 #[track_caller]
 fn fails(args: &[&str], message: &str) {
     let error = kvant(args).error();
     assert!(error.contains(message), "{error}");
-}
-
-/// A copy of the shipped model that a test may spoil.
-fn copy_of_the_model(name: &str) -> PathBuf {
-    let directory = scratch(name);
-    for file in std::fs::read_dir(shipped()).unwrap() {
-        let file = file.unwrap();
-        std::fs::copy(file.path(), directory.join(file.file_name())).unwrap();
-    }
-    directory
 }
 
 #[track_caller]
@@ -152,6 +142,12 @@ fn broken_tokenizers() {
         std::fs::write(&tokenizer, content).unwrap();
         generate_fails(&directory, "tokenizer.json");
     }
+    // Well formed, and the crate that reads it panics.
+    let mut senseless: serde_json::Value =
+        serde_json::from_slice(&std::fs::read(shipped().join("tokenizer.json")).unwrap()).unwrap();
+    senseless["normalizer"] = serde_json::json!({"type": "Precompiled", "precompiled_charsmap": "AAAA"});
+    std::fs::write(&tokenizer, senseless.to_string()).unwrap();
+    generate_fails(&directory, "makes no sense");
     std::fs::remove_file(&tokenizer).unwrap();
     generate_fails(&directory, "tokenizer.json");
 }

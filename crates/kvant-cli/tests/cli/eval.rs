@@ -1,4 +1,4 @@
-use crate::{assert_keys, kvant, scratch, str};
+use crate::{assert_keys, copy_of_the_model, kvant, scratch, str};
 
 const KEYS: &str = "kv tokens nats_per_token perplexity kl_mean kl_p99 top1_agreement bytes_per_token";
 
@@ -76,4 +76,22 @@ fn people_get_a_table() {
     let table = kvant(&["eval", "--text", str(&file), "--kv", "f16,tq4"]).ok();
     assert_eq!(table.lines().count(), 3, "{table}");
     assert!(table.lines().nth(2).unwrap().starts_with("tq4 "));
+}
+
+/// Ids that end a turn are no part of a text.
+#[test]
+fn documents_end_with_one_id() {
+    let directory = copy_of_the_model("documents_end_with_one_id");
+    let file = directory.join("text");
+    std::fs::write(&file, TEXT).unwrap();
+    let eval = || kvant(&["eval", "--model", str(&directory), "--text", str(&file), "--kv", "f32", "--json"]).json();
+    let want = eval();
+    let config = directory.join("config.json");
+    let mut json: serde_json::Value = serde_json::from_slice(&std::fs::read(&config).unwrap()).unwrap();
+    json["eos_token_id"] = serde_json::json!([1, 3]);
+    std::fs::write(&config, json.to_string()).unwrap();
+    assert_eq!(eval(), want);
+    // Where the tokenizer does not say, it is the first of the model's.
+    std::fs::remove_file(directory.join("tokenizer_config.json")).unwrap();
+    assert_eq!(eval(), want);
 }

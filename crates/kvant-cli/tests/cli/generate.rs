@@ -1,6 +1,6 @@
 use std::process::Stdio;
 
-use crate::{assert_keys, command, kvant, kvant_with_input, shipped, str};
+use crate::{assert_keys, command, copy_of_the_model, kvant, kvant_with_input, shipped, str};
 
 const KEYS: &str = "text prompt_tokens generated_tokens prompt_tokens_per_s decode_tokens_per_s cache_bytes \
                     cache_bytes_f16 kv device";
@@ -59,4 +59,19 @@ fn a_closed_pipe_ends_it_quietly() {
     let stderr = String::from_utf8(output.stderr).unwrap();
     assert_eq!(output.status.code(), Some(0), "{stderr}");
     assert_eq!(stderr, "");
+}
+
+/// Longer than the model was made for: it runs, and says so.
+#[test]
+fn long_texts_are_noted() {
+    let directory = copy_of_the_model("long_texts_are_noted");
+    let config = directory.join("config.json");
+    let mut json: serde_json::Value = serde_json::from_slice(&std::fs::read(&config).unwrap()).unwrap();
+    json["max_position_embeddings"] = 8.into();
+    std::fs::write(&config, json.to_string()).unwrap();
+    for (tokens, noted) in [("4", false), ("20", true)] {
+        let run = kvant(&["generate", "--model", str(&directory), "--prompt", "A", "--max-tokens", tokens]);
+        assert_eq!(run.stderr.contains("made for at most 8\n"), noted, "{}", run.stderr);
+        run.ok();
+    }
 }

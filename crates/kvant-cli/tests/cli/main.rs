@@ -106,6 +106,16 @@ fn scratch(name: &str) -> PathBuf {
     directory
 }
 
+/// A copy of the shipped model that a test may spoil.
+fn copy_of_the_model(name: &str) -> PathBuf {
+    let directory = scratch(name);
+    for file in std::fs::read_dir(shipped()).unwrap() {
+        let file = file.unwrap();
+        std::fs::copy(file.path(), directory.join(file.file_name())).unwrap();
+    }
+    directory
+}
+
 fn str(path: &std::path::Path) -> &str {
     path.to_str().expect("the path is UTF-8")
 }
