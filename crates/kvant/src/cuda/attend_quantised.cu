@@ -255,9 +255,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
     if (!ONE_TABLE) {
         Table<V_CODEC>::fill(v_table(), thread, THREADS);
     }
-    if (TEAM > 1 && thread < TEAMS) {
-        const uint barrier = shared_address(shared_at<ulong>(AT_BARRIERS) + thread);
-        asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "n"(32 * TEAM) : "memory");
+    if (TEAM > 1 && thread == 0) {
+        for (uint team = 0; team < TEAMS; team++) {
+            barrier_init(team_barrier(team), 32 * TEAM);
+        }
     }
     if (items == 1 && only.sequence > 0) {
         only = load_token(p, positions, sequence, lens, first_item);

@@ -32,9 +32,12 @@ struct Sources {
     uint row_slot;
 };
 
+// One instruction, of which the compiler makes three.
 template <uint BYTES>
 inline const uchar *row_at(const uchar *first, uint row_slot, uint slot) {
-    return first + ulong(slot) * (row_slot * BYTES);
+    const uchar *row;
+    asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(row) : "r"(slot), "r"(row_slot * BYTES), "l"(first));
+    return row;
 }
 
 // Copies a plane's rows of a group, PITCH bytes apart: BYTES of each.

@@ -3,6 +3,7 @@
 #define KVANT_ATTEND_QUANTISED_SCORES_H
 #include "attend_quantised_queries.h"
 #include "attend_quantised_rows.h"
+#include "mbarrier.h"
 
 // A lane's share of a warp's state: of columns 2t and 2t + 1 the maximum, the same in all lanes, and the lane's part of l;
 // sums of coordinates by row and column.
@@ -47,20 +48,9 @@ inline void multiply_keys(const Lookup<K_CODEC> &lookup, const Queries &queries,
 // Waits until all warps of a team have come here as often as this one: `turn` times before. An mbarrier on which every thread
 // arrives: compute-sanitizer's racecheck follows neither bar.sync of a part of the block nor one arrival for a warp.
 inline void wait_for_team(uint turn) {
-    const uint barrier = shared_address(shared_at<ulong>(AT_BARRIERS) + threadIdx.x / 32 / TEAM);
-    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
-#if __CUDA_ARCH__ >= 900
-#define WAIT "mbarrier.try_wait.parity.shared.b64"
-#else
-#define WAIT "mbarrier.test_wait.parity.shared.b64"
-#endif
-    uint done;
-    do {
-        asm volatile("{ .reg .pred p;\n" WAIT " p, [%1], %2;\nselp.u32 %0, 1, 0, p; }"
-                     : "=r"(done)
-                     : "r"(barrier), "r"(turn % 2)
-                     : "memory");
-    } while (done == 0);
+    const uint barrier = team_barrier(threadIdx.x / 32 / TEAM);
+    barrier_arrive(barrier);
+    barrier_wait(barrier, turn % 2);
 }
 
 // Adds up the scores of a team. Two buffers in turn: a warp is at most one group ahead of the other.
@@ -102,7 +92,7 @@ inline void grow(const float (&s)[4], float norm, Work &work) {
         norm = fmaxf(norm, __shfl_xor_sync(0xFFFFFFFF, norm, step));
     }
     const float grown = fmaxf(work.norm, power_above(norm));
-    const float decay = work.norm / grown;
+    const float decay = work.norm * inverse_of_power(grown);
     work.norm = grown;
     float factor[2];
 #pragma unroll
@@ -151,7 +141,7 @@ inline uint2 weigh(const AttendParams &p, uint last, const float (&factor)[2], N
         s[c] = exp2_fast(s[c] - work.m[c % 2]);
         work.l[c % 2] += s[c];
     }
-    const float inverse = WEIGHT_SCALE / work.norm;
+    const float inverse = WEIGHT_SCALE * inverse_of_power(work.norm);
     const float low = __uint_as_float(norms[0]) * inverse, high = __uint_as_float(norms[1]) * inverse;
     return make_uint2(transpose8(pack<true>(s[0] * low, s[1] * low)), transpose8(pack<true>(s[2] * high, s[3] * high)));
 }

@@ -82,6 +82,10 @@ inline float4 *sums_of_warps() {
     return reinterpret_cast<float4 *>(SUMS_AFTER ? after_tables() : memory + AT_SUMS);
 }
 
+inline uint team_barrier(uint team) {
+    return shared_address(shared_at<ulong>(AT_BARRIERS) + team);
+}
+
 // The state of an item's rows, for attend_merge.h.
 struct State {
     float *o() const {

@@ -27,6 +27,11 @@ inline float power_above(float x) {
     return __uint_as_float(min(max(exponent + 1, 27u), 227u) << 23);
 }
 
+// Of a power of two that `power_above` returns.
+inline float inverse_of_power(float x) {
+    return __uint_as_float((254 << 23) - __float_as_uint(x));
+}
+
 // A power of two that brings `largest` near 2^12, exactly, and its inverse.
 inline float2 to_half_range(float largest) {
     const int exponent = int(__float_as_uint(largest) >> 23 & 255) - 127;

@@ -114,6 +114,7 @@ pub(super) const ATTEND_QUANTISED: &[Header] = &[
     BUTTERFLIES_H,
     FRAGMENTS_H,
     ATTEND_CODES_H,
+    MBARRIER_H,
     ATTEND_MERGE_H,
     ATTEND_PLAN_H,
     ATTEND_CLUSTER_H,

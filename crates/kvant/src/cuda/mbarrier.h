@@ -36,10 +36,13 @@ inline void copy_bulk(uint to, const uchar *from, uint bytes, uint barrier) {
 
 // Waits for the end of a phase, the first of which has parity 0. That of the phase before the first has parity 1, and is over.
 inline void barrier_wait(uint at, uint parity) {
-    asm volatile("{\n.reg .pred over;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 over, [%0], %1;\n@!over bra again;\n}" ::"r"(
-                     at),
-                 "r"(parity)
-                 : "memory");
+#if __CUDA_ARCH__ >= 900
+#define WAIT "mbarrier.try_wait.parity.shared::cta.b64"
+#else
+#define WAIT "mbarrier.test_wait.parity.shared::cta.b64"
+#endif
+    asm volatile("{\n.reg .pred over;\nagain:\n" WAIT " over, [%0], %1;\n@!over bra again;\n}" ::"r"(at), "r"(parity) : "memory");
+#undef WAIT
 }
 
 #endif
