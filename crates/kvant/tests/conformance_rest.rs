@@ -296,9 +296,9 @@ fn argmax_of_what_is_not_finite() {
 fn nan_is_never_drawn() {
     for device in devices() {
         for (vocab, dtype) in [(1, DType::F32), (7, DType::BF16), (300, DType::F16), (9001, DType::F32)] {
-            let logits = input(&device, dtype, &vec![f32::NAN; 2 * vocab], &[2, vocab]).unwrap();
+            let logits = input(device, dtype, &vec![f32::NAN; 2 * vocab], &[2, vocab]).unwrap();
             for how in &DRAWS {
-                let drawn = draw(&device, &logits, how, 1, &[0, 7]).unwrap();
+                let drawn = draw(device, &logits, how, 1, &[0, 7]).unwrap();
                 assert_eq!(drawn, [u32::MAX; 2], "{device}: {vocab} of {dtype} at temperature {}", how.temperature);
             }
         }
