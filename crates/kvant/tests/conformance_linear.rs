@@ -2,9 +2,9 @@
 
 mod common;
 
-use common::{Bound, FLOATS, Out, Output, Rng, conform, indices, input, run};
+use common::{Bound, FLOATS, Out, Output, Rng, conform, indices, input, run, without_gpu::Launches};
 use kvant::{
-    DType, Device, Result, Tensor,
+    DType, Device, Result, Tensor, gpu,
     ops::{self, Affine, Embed, Experts, Linear, Weight},
 };
 
@@ -73,7 +73,7 @@ struct Case {
 impl Case {
     /// With `outliers`, one of each row's inputs is a thousand: an integer of 23 bits, 2^-22 of the largest beside it, errs by
     /// more there than elsewhere.
-    fn run(&self, device: &Device, outliers: bool) -> Result<Vec<Output>> {
+    fn launch(&self, device: &Device, outliers: bool) -> Result<Out> {
         let mut rng = Rng::of(format!("{self:?}"));
         let w = Matrices::new(device, &mut rng, self.kind, &[self.outputs], self.inputs)?;
         let shape = [self.tokens, self.inputs];
@@ -85,6 +85,11 @@ impl Case {
         let out = Out::new(device, self.out, &[self.tokens, self.outputs])?;
         let args = Linear { x: &x, weight: w.weight(), experts: None, alpha: self.alpha, out: &out.tensor };
         run(device, |enc| ops::linear(enc, &args))?;
+        Ok(out)
+    }
+
+    fn run(&self, device: &Device, outliers: bool) -> Result<Vec<Output>> {
+        let out = self.launch(device, outliers)?;
         let rows = if matches!(self.kind, Kind::Affine { .. }) { self.tokens } else { 0 };
         let bound = Bound::of(self.out).of_rows(device, rows).times(if outliers { 2.0 } else { 1.0 });
         Ok(vec![out.close_within("out", bound)?])
@@ -185,6 +190,30 @@ fn many_rows_of_halves() {
                 for out in [dtype, DType::F32] {
                     Case { kind, tokens, inputs, outputs, x: dtype, out, alpha: 0.75 }.check();
                 }
+            }
+        }
+    }
+}
+
+/// Many rows by affine weights, which CUDA takes from Hopper on by a kernel of their own: tiles that are full and that are not, inputs
+/// that are no whole number of its steps, more groups than it adds up at once, results that begin anywhere.
+#[test]
+fn many_rows_of_affine_weights() {
+    let mut rng = Rng::of("many rows");
+    for bits in [4, 6, 8] {
+        for (tokens, inputs, outputs) in
+            [(33, 64, 128), (64, 256, 3), (65, 320, 130), (40, 4160, 17), (300, 128, 52), (128, 384, 257)]
+        {
+            for x in FLOATS {
+                let group = if inputs % 128 == 0 { rng.pick(&[64, 128]) } else { 64 };
+                let kind = Kind::Affine { bits, group, scales: rng.pick(&FLOATS) };
+                let case =
+                    Case { kind, tokens, inputs, outputs, x, out: rng.pick(&FLOATS), alpha: rng.pick(&[1.0, -0.5]) };
+                let launches = Launches::default();
+                case.launch(&gpu::cuda_device(launches.clone()), false).expect("it is launched");
+                let all = launches.all.lock().unwrap();
+                assert!(all.iter().any(|launch| launch.starts_with("linear_many.cu/")), "{case:?}: {all:?}");
+                case.check();
             }
         }
     }

@@ -191,6 +191,11 @@ fn products(device: &Device, enc: &mut Encoder, dtype: DType) -> Result<()> {
             ops::linear(enc, &Linear { x: &x, weight, experts: None, alpha: 1.0, out: &out })?;
         }
     }
+    // Groups of 32, which no kernel of many rows takes by itself.
+    let (codes, scales) = (zeros(device, DType::U32, &[n, k / 8])?, zeros(device, dtype, &[n, k / 32])?);
+    let weight = Weight::Affine(Affine { codes: &codes, scales: &scales, biases: &scales, bits: 4, group: 32 });
+    let (x, out) = (zeros(device, dtype, &[60, k])?, zeros(device, dtype, &[60, n])?);
+    ops::linear(enc, &Linear { x: &x, weight, experts: None, alpha: 1.0, out: &out })?;
     let experts = zeros(device, dtype, &[2, n, k])?;
     for tokens in [1, 30] {
         let (x, ids) = (zeros(device, dtype, &[tokens, k])?, zeros(device, DType::U32, &[tokens, 2])?);

@@ -120,7 +120,7 @@ inline void begin_values(uint base, Cursor &cursor, const uint (&w)[P_TERMS][TIL
                 const ulong b = matrix(values + part * (WIDTH / 64) * BLOCK + i * 2048, BLOCK);
 #pragma unroll
                 for (uint term = 0; term < P_TERMS; term++) {
-                    multiply<HALF>(work.o[chunk * PARTS + part], w[term][i], b);
+                    multiply_rows<HALF>(work.o[chunk * PARTS + part], w[term][i], b);
                 }
             }
         }

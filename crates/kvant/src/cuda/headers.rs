@@ -80,6 +80,9 @@ pub(super) const AFFINE: &[Header] = &[CONVERT_H, ELEMENTS_H, VECTORS_H, TEAM_H,
 /// The same, multiplied.
 pub(super) const LINEAR: &[Header] =
     &[CONVERT_H, ELEMENTS_H, VECTORS_H, TEAM_H, AFFINE_H, LINEAR_H, FRAGMENTS_H, AHEAD_H];
+/// Many rows by an affine weight.
+pub(super) const LINEAR_MANY: &[Header] =
+    &[CONVERT_H, ELEMENTS_H, VECTORS_H, AFFINE_H, LINEAR_H, FRAGMENTS_H, MBARRIER_H, WGMMA_H, AHEAD_H];
 /// The Hadamard rotation.
 pub(super) const ROTATE: &[Header] = &[CONVERT_H, ELEMENTS_H, VECTORS_H, SIGNS_H, ROTATE_H, AHEAD_H];
 /// Attention: the rows of a cache layer as operands of tensor cores, the rotation, and who works on what.

@@ -3,7 +3,7 @@ use crate::{
     cuda::{
         WARP,
         affine::{Parts, parts},
-        dequantise, headers, linear_codes, linear_rows,
+        dequantise, headers, linear_codes, linear_many, linear_rows,
     },
     gpu::{Builder, Launch, Params, Product, Source, Use, params},
     ops::linear::{Call, NAME, OwnedWeight},
@@ -52,6 +52,9 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
         alpha: *alpha,
     };
     let weight = parts(weight, dims.inputs);
+    if *rows > FEW_AFFINE && linear_many::suits(call, &weight, &b.limits) {
+        return linear_many::build(call, &weight, &params, b);
+    }
     if dequantise::suits(call, &weight) {
         return by_dense(call, &weight, params, b);
     }

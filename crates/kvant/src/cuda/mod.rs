@@ -23,6 +23,7 @@ mod kv_read;
 mod kv_write;
 mod linear;
 mod linear_codes;
+mod linear_many;
 mod linear_rows;
 mod linear_shape;
 mod moe;

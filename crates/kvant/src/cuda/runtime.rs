@@ -264,6 +264,12 @@ impl Executor for Cuda {
         }
     }
 
+    /// They are all of one stream, and a kernel that begins before the one in front has ended waits before it touches scratch
+    /// memory (`ahead.h`).
+    fn in_order(&self) -> bool {
+        true
+    }
+
     fn allocate(&self, bytes: usize, zeroed: bool) -> Result<Box<dyn gpu::Memory>> {
         let memory = self.shared.gpu.allocate(bytes)?;
         if zeroed {

@@ -31,12 +31,22 @@ inline void products_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// What comes after is computed after the waits before.
+// What comes after is computed after the waits before, and what came before is there.
 template <uint N>
 inline void hold(float (&d)[N]) {
 #pragma unroll
     for (uint i = 0; i < N; i++) {
         asm volatile("" : "+f"(d[i])::"memory");
+    }
+}
+template <uint N>
+inline void hold(uint (&a)[N][4]) {
+#pragma unroll
+    for (uint i = 0; i < N; i++) {
+#pragma unroll
+        for (uint j = 0; j < 4; j++) {
+            asm volatile("" : "+r"(a[i][j])::"memory");
+        }
     }
 }
 
@@ -59,12 +69,12 @@ inline void hold(float (&d)[N]) {
                  "k16.f32." TYPE "." TYPE " {" WGMMA_NAMES_##COUNT "}, " A ", " B ", add, 1, 1, 0, 0;\n}"              \
                  : WGMMA_##COUNT(d)                                                                                    \
                  : "l"(a), "l"(b), "r"(uint(add)))
-// The left side in registers, rows of the right one in rows of shared memory.
-#define WGMMA_OF_REGISTERS(N, COUNT, A, B, TYPE)                                                                       \
-    asm volatile("{\n.reg .pred add;\nsetp.eq.b32 add, 0, 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE    \
-                 "." TYPE " {" WGMMA_NAMES_##COUNT "}, " A ", " B ", add, 1, 1, 1;\n}"                                 \
+// The left side in registers; columns of the right one in rows of shared memory, or (TRANSPOSED) rows.
+#define WGMMA_OF_REGISTERS(N, COUNT, A, B, ADD, TRANSPOSED, TYPE)                                                      \
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " ADD ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N              \
+                 "k16.f32." TYPE "." TYPE " {" WGMMA_NAMES_##COUNT "}, " A ", " B ", add, 1, 1, " TRANSPOSED ";\n}"    \
                  : WGMMA_##COUNT(d)                                                                                    \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(uint(add)))
 #define WGMMA_TYPED(FORM, ...)                                                                                         \
     if constexpr (HALF) {                                                                                              \
         FORM(__VA_ARGS__, "f16");                                                                                      \
@@ -81,14 +91,24 @@ template <bool HALF>
 inline void multiply(float (&d)[64], ulong a, ulong b, bool add) {
     WGMMA_TYPED(WGMMA_OF_SHARED, 128, 64, "%64", "%65", "%66")
 }
-// d += a * b.
 template <bool HALF>
-inline void multiply(float (&d)[32], const uint (&a)[4], ulong b) {
-    WGMMA_TYPED(WGMMA_OF_REGISTERS, 64, 32, "{%32, %33, %34, %35}", "%36")
+inline void multiply(float (&d)[32], const uint (&a)[4], ulong b, bool add) {
+    WGMMA_TYPED(WGMMA_OF_REGISTERS, 64, 32, "{%32, %33, %34, %35}", "%36", "%37", "0")
 }
 template <bool HALF>
-inline void multiply(float (&d)[64], const uint (&a)[4], ulong b) {
-    WGMMA_TYPED(WGMMA_OF_REGISTERS, 128, 64, "{%64, %65, %66, %67}", "%68")
+inline void multiply(float (&d)[64], const uint (&a)[4], ulong b, bool add) {
+    WGMMA_TYPED(WGMMA_OF_REGISTERS, 128, 64, "{%64, %65, %66, %67}", "%68", "%69", "0")
+}
+// d += a * b, where b's rows are rows in shared memory.
+template <bool HALF>
+inline void multiply_rows(float (&d)[32], const uint (&a)[4], ulong b) {
+    constexpr bool add = true;
+    WGMMA_TYPED(WGMMA_OF_REGISTERS, 64, 32, "{%32, %33, %34, %35}", "%36", "%37", "1")
+}
+template <bool HALF>
+inline void multiply_rows(float (&d)[64], const uint (&a)[4], ulong b) {
+    constexpr bool add = true;
+    WGMMA_TYPED(WGMMA_OF_REGISTERS, 128, 64, "{%64, %65, %66, %67}", "%68", "%69", "1")
 }
 
 #endif

@@ -1,6 +1,6 @@
 //! A device made of an executor and the kernels of a backend.
 
-use std::sync::Arc;
+use std::{cell::RefCell, sync::Arc};
 
 use super::launch::{Launch, Scratch};
 use crate::{
@@ -30,6 +30,10 @@ pub trait Executor: Send + Sync + 'static {
     fn name(&self) -> String;
     /// What it allows.
     fn limits(&self) -> Limits;
+    /// Whether launches run one after the other, whatever they touch: then calls share their scratch memory.
+    fn in_order(&self) -> bool {
+        false
+    }
     /// Memory; of zeros, or of anything.
     fn allocate(&self, bytes: usize, zeroed: bool) -> Result<Box<dyn Memory>>;
     /// Waits for committed work, then writes. `offset + bytes.len()` is within the allocation.
@@ -88,18 +92,60 @@ pub(crate) struct Gpu<E> {
     pub kernels: Kernels,
 }
 
+/// The scratch memory of calls that run one after the other: each takes of it what the ones before have left.
+#[derive(Default)]
+pub(crate) struct Pad {
+    blocks: Vec<Block>,
+}
+
+struct Block {
+    memory: Arc<dyn Memory>,
+    bytes: usize,
+    taken: bool,
+}
+
+impl Pad {
+    /// Makes all of it free, for the next call.
+    fn turn(&mut self) {
+        self.blocks.iter_mut().for_each(|block| block.taken = false);
+    }
+
+    /// The smallest free block that is large enough, or a new one.
+    fn take(&mut self, bytes: usize, new: impl FnOnce() -> Result<Box<dyn Memory>>) -> Result<Scratch> {
+        let fits = |block: &&mut Block| !block.taken && block.bytes >= bytes;
+        let memory = match self.blocks.iter_mut().filter(fits).min_by_key(|block| block.bytes) {
+            Some(block) => {
+                block.taken = true;
+                block.memory.clone()
+            }
+            None => {
+                let memory: Arc<dyn Memory> = new()?.into();
+                self.blocks.push(Block { memory: memory.clone(), bytes, taken: true });
+                memory
+            }
+        };
+        Ok(Scratch { memory, bytes })
+    }
+}
+
 /// Collects the launches of a call.
 pub(crate) struct Builder<'a> {
     pub limits: Limits,
     device: &'static str,
     allocate: &'a dyn Fn(usize, bool) -> Result<Box<dyn Memory>>,
+    /// What calls share, if they may.
+    pad: Option<RefCell<&'a mut Pad>>,
     launches: Vec<Launch>,
 }
 
 impl Builder<'_> {
     /// Memory for partial results, filled with anything.
     pub(crate) fn scratch(&self, bytes: usize) -> Result<Scratch> {
-        Ok(Scratch { memory: (self.allocate)(bytes, false)?.into(), bytes })
+        let new = || (self.allocate)(bytes, false);
+        match &self.pad {
+            Some(pad) => pad.borrow_mut().take(bytes, new),
+            None => Ok(Scratch { memory: new()?.into(), bytes }),
+        }
     }
 
     /// The same, filled with zeros before the launches run for the first time; a replay finds what the last run left.
@@ -141,11 +187,14 @@ impl Builder<'_> {
 }
 
 impl<E: Executor> Gpu<E> {
-    fn launches(&self, call: &Call) -> Result<Vec<Launch>> {
+    /// The launches of a call; `pad` is what calls of a pass share.
+    fn launches(&self, call: &Call, pad: &mut Pad) -> Result<Vec<Launch>> {
         let allocate = |bytes, zeroed| self.executor.allocate(bytes, zeroed);
         let limits = self.executor.limits();
         let device = self.kernels.kind.name();
-        let mut builder = Builder { limits, device, allocate: &allocate, launches: Vec::new() };
+        pad.turn();
+        let pad = self.executor.in_order().then_some(RefCell::new(pad));
+        let mut builder = Builder { limits, device, allocate: &allocate, pad, launches: Vec::new() };
         (self.kernels.build)(call, &mut builder)?;
         Ok(builder.launches)
     }
@@ -174,13 +223,13 @@ impl<E: Executor> Backend for Gpu<E> {
 
     fn begin(self: Arc<Self>) -> Result<Box<dyn Pass>> {
         let pass = self.executor.begin()?;
-        Ok(Box::new(GpuPass { gpu: self, pass }))
+        Ok(Box::new(GpuPass { gpu: self, pass, pad: Pad::default() }))
     }
 
     fn capture(self: Arc<Self>, calls: Vec<Call>) -> Result<Box<dyn Replay>> {
-        let mut launches = Vec::new();
+        let (mut launches, mut pad) = (Vec::new(), Pad::default());
         for call in &calls {
-            launches.extend(self.launches(call)?);
+            launches.extend(self.launches(call, &mut pad)?);
         }
         self.executor.clone().capture(launches)
     }
@@ -193,11 +242,12 @@ impl<E: Executor> Backend for Gpu<E> {
 struct GpuPass<E> {
     gpu: Arc<Gpu<E>>,
     pass: Box<dyn LaunchPass>,
+    pad: Pad,
 }
 
 impl<E: Executor> Pass for GpuPass<E> {
     fn submit(&mut self, call: Call) -> Result<()> {
-        self.gpu.launches(&call)?.into_iter().try_for_each(|launch| self.pass.launch(launch))
+        self.gpu.launches(&call, &mut self.pad)?.into_iter().try_for_each(|launch| self.pass.launch(launch))
     }
 
     fn commit(self: Box<Self>) -> Result<Box<dyn Wait>> {
@@ -212,6 +262,40 @@ mod tests {
 
     static SOURCE: Source = Source { name: "none", text: "", headers: &[], layouts: &[] };
 
+    /// Calls take what the ones before have left, the smallest block that suffices; within a call nothing is shared.
+    #[test]
+    fn calls_share_scratch_memory() {
+        // Of a size, so that each has an address of its own.
+        struct Eight(#[expect(dead_code)] u64);
+        impl Memory for Eight {
+            fn host(&self) -> Option<std::ptr::NonNull<u8>> {
+                None
+            }
+            fn as_any(&self) -> &dyn std::any::Any {
+                self
+            }
+        }
+        let (mut pad, mut allocated) = (Pad::default(), Vec::new());
+        for call in [&[10, 30][..], &[20, 10], &[30, 31], &[8, 30, 31], &[]] {
+            pad.turn();
+            let mut taken: Vec<*const ()> = Vec::new();
+            for &bytes in call {
+                let scratch = pad
+                    .take(bytes, || {
+                        allocated.push(bytes);
+                        Ok(Box::new(Eight(0)))
+                    })
+                    .unwrap();
+                assert_eq!(scratch.bytes, bytes);
+                taken.push(Arc::as_ptr(&scratch.memory).cast());
+            }
+            taken.sort();
+            taken.dedup();
+            assert_eq!(taken.len(), call.len(), "{call:?}");
+        }
+        assert_eq!(allocated, [10, 30, 31]);
+    }
+
     /// What becomes of a launch on a device of 1024 threads and 32 KiB: the number of launches, or an error.
     fn push(groups: [usize; 3], threads: [usize; 3], bytes: usize) -> Result<usize> {
         let allocate = |bytes, _| Err(Error::OutOfMemory { device: String::new(), bytes });
@@ -222,7 +306,7 @@ mod tests {
             warpgroup_products: false,
             clusters: false,
         };
-        let mut builder = Builder { limits, device: "gpu", allocate: &allocate, launches: Vec::new() };
+        let mut builder = Builder { limits, device: "gpu", allocate: &allocate, pad: None, launches: Vec::new() };
         let launch = Launch::new("test", &SOURCE, "kernel").grid(groups, threads).threadgroup_memory(bytes);
         builder.push(launch)?;
         Ok(builder.launches.len())

@@ -21,7 +21,7 @@ pub(crate) const NAME: &str = "linear";
 ///   consecutive inputs: what is smaller than a step beside it is lost. An activation that is not finite, or 2¹¹⁰ and more, makes
 ///   NaN of all results of its row.
 /// - On CUDA, 48 rows and more of bf16 with an `out` of bf16 (without experts; up to 2²⁸ elements of weight and `x` together)
-///   take a weight as the sum of two bf16 numbers, which keeps 16 bits of it.
+///   take a weight with groups of 32, and before or after Hopper any, as the sum of two bf16 numbers, which keeps 16 bits of it.
 ///
 /// On CUDA an infinite activation may make NaN of a result that would be infinite.
 pub struct Linear<'a> {
