@@ -28,8 +28,9 @@ const WARPS: usize = 8;
 const LONG: usize = 8192;
 /// Tiles of a block, at most.
 const TILES: usize = 7;
-/// Tiles and warps of a block where there are very many.
-const SMALL: [usize; 2] = [4, 4];
+/// Tiles of a block where there are very many, and its warps: more, where they have equal parts and two such blocks fit.
+const SMALL: usize = 4;
+const SMALL_WARPS: [usize; 2] = [5, 4];
 /// Inputs of a span, as `linear_codes.cu` has them.
 const SPAN: usize = 128;
 /// Spans of x that a warp makes integers of together, at most.
@@ -47,8 +48,9 @@ fn shape(call: &Call, weight: &Parts, limits: &Limits) -> Shape {
     let with = |tiles, warps, stages| within(call, weight, [tiles, warps, stages]);
     let fits = |shape: &Shape| shape.bytes <= limits.threadgroup_bytes;
     // Blocks that come in many rounds are small, so that others run while one begins or ends.
-    let [small_tiles, small_warps] = SMALL;
-    let small = with(small_tiles, small_warps, if weight.bits == 4 { 4 } else { 2 });
+    let [more, small] = SMALL_WARPS.map(|warps| with(SMALL, warps, if weight.bits == 4 { 4 } else { 2 }));
+    let even = call.dims.inputs.div_ceil(SPAN).is_multiple_of(SMALL_WARPS[0]);
+    let small = if even && blocks_beside_each_other(more.bytes, limits) >= 2 { more } else { small };
     if tiles > 4 * TILES && fits(&small) {
         return small;
     }
@@ -81,12 +83,16 @@ fn within(call: &Call, weight: &Parts, [tiles, most_warps, stages]: [usize; 3]) 
     let groups = (SPAN / weight.group as usize).max(1);
     let tokens = if call.experts.is_some() { 1 } else { call.rows.clamp(1, TOKENS) };
     let spans = call.dims.inputs.div_ceil(SPAN);
-    // No more rounds than with all of them, and no warp without a part.
-    let warps = spans.div_ceil(spans.div_ceil(most_warps));
-    let stages = stages.min(spans.div_ceil(warps)).max(2);
-    let stage = 2 * tiles * 4 * weight.bits as usize * WARP;
     let vector = vector(weight, call.dims.inputs, |_| true);
     let kept = vector.max(groups);
+    // No more rounds than with all of them, and no warp without a part. Where parts are hardly longer for it they are whole
+    // periods of scales, of which none is fetched twice then; codes of 6 bits rather have all warps.
+    let part = spans.div_ceil(most_warps);
+    let whole = part.next_multiple_of(kept / groups);
+    let better = weight.bits != 6 && whole <= part + part / 4 && spans.is_multiple_of(whole);
+    let warps = spans.div_ceil(if better { whole } else { part });
+    let stages = stages.min(spans.div_ceil(warps)).max(2);
+    let stage = 2 * tiles * 4 * weight.bits as usize * WARP;
     let periods = 1 + stages.div_ceil(kept / groups);
     let factors = periods * tiles * WARP * kept * weight.dtype.size();
     let digits = depth(call, warps) * (tokens * 3 * 36 + 12) * 4;
