@@ -221,7 +221,7 @@ fn forced_splits() {
     }
 }
 
-/// The K and V of the kernels of decode on CUDA.
+/// The K and V of the kernels of decode on CUDA: one for quantised caches, two for others.
 const DECODED: [(Codec, Codec); 8] = [
     (Codec::F16, Codec::F16),
     (Codec::BF16, Codec::BF16),
@@ -306,7 +306,11 @@ fn pairwise<const N: usize>(factors: [usize; N]) -> Vec<[usize; N]> {
 
 /// Panics if CUDA takes another kernel than that of decode; also where there is no GPU.
 fn is_decoded(case: &Case) {
-    comes_to(case, if case.k.is_quantised() { "attend_quantised" } else { "attend_decode" });
+    let longest = case.sequences.iter().map(|&(past, _)| past + 8).max().unwrap_or(0);
+    let keys = case.ring.unwrap_or(longest).min(case.window.unwrap_or(usize::MAX));
+    let short = keys <= 1024 && case.head_dim < 512 && case.splits.is_none();
+    let kernel = if short { "attend_short" } else { "attend_decode" };
+    comes_to(case, if case.k.is_quantised() { "attend_quantised" } else { kernel });
 }
 
 fn comes_to(case: &Case, want: &str) {

@@ -276,12 +276,20 @@ fn attention(device: &Device, enc: &mut Encoder, h200: bool) -> Result<()> {
         (512, tq(8), tq(6), DType::F16, DType::F32, 3, 9),
         (512, f16, f16, DType::F16, DType::F16, 2, 40),
     ];
+    // Contexts that may be long.
     let dense: [Attention; 5] = [
         (64, f16, f16, DType::F16, DType::BF16, 1, 1),
         (128, bf16, bf16, DType::BF16, DType::BF16, 4, 1),
         (256, f16, f16, DType::F16, DType::F16, 2, 1),
         (256, bf16, bf16, DType::BF16, DType::F16, 8, 1),
         (512, bf16, bf16, DType::BF16, DType::BF16, 8, 1),
+    ];
+    let short: [Attention; 5] = [
+        (64, bf16, bf16, DType::BF16, DType::F16, 3, 1),
+        (128, f16, f16, DType::F16, DType::F16, 8, 1),
+        (128, bf16, bf16, DType::BF16, DType::BF16, 4, 1),
+        (256, bf16, bf16, DType::BF16, DType::BF16, 2, 1),
+        (256, f16, f16, DType::F16, DType::BF16, 8, 1),
     ];
     let quantised: [Attention; 6] = [
         (128, tq(4), tq(4), DType::BF16, DType::BF16, 4, 1),
@@ -302,21 +310,33 @@ fn attention(device: &Device, enc: &mut Encoder, h200: bool) -> Result<()> {
         (512, f16, f16, DType::F16, DType::F16, 8, 9999),
         (512, bf16, bf16, DType::BF16, DType::BF16, 8, 9999),
     ];
-    let kernels: [(&str, &[Attention]); 4] =
-        [("attend", &any), ("attend_decode", &dense), ("attend_quantised", &quantised), ("attend_prefill", &many)];
-    for (kernel, cases) in kernels {
+    let kernels: [(&str, usize, &[Attention]); 5] = [
+        ("attend", 99, &any),
+        ("attend_decode", 9999, &dense),
+        ("attend_short", 99, &short),
+        ("attend_quantised", 99, &quantised),
+        ("attend_prefill", 99, &many),
+    ];
+    for (kernel, capacity, cases) in kernels {
         for (i, case) in cases.iter().enumerate() {
-            attend(device, enc, h200.then_some(kernel), *case, i % 2 == 1)?;
+            attend(device, enc, h200.then_some(kernel), capacity, *case, i % 2 == 1)?;
         }
     }
     Ok(())
 }
 
 /// A ring has a softcap and fresh keys, too.
-fn attend(device: &Device, enc: &mut Encoder, kernel: Option<&str>, case: Attention, ring: bool) -> Result<()> {
+fn attend(
+    device: &Device,
+    enc: &mut Encoder,
+    kernel: Option<&str>,
+    capacity: usize,
+    case: Attention,
+    ring: bool,
+) -> Result<()> {
     let (head_dim, k, v, q, out, group, tokens) = case;
     let (kv_heads, order) = (2, SlotOrder::HeadMajor);
-    let spec = LayerSpec { sequences: 1, kv_heads, capacity: 99, head_dim, k, v, window: None, ring, order };
+    let spec = LayerSpec { sequences: 1, kv_heads, capacity, head_dim, k, v, window: None, ring, order };
     let layer = KvLayer::new(device, spec)?;
     let step = Step::new(device, 1, &(0..tokens as u32).map(|p| (0, p)).collect::<Vec<_>>())?;
     let shape = [tokens, kv_heads * group, head_dim];
@@ -330,7 +350,7 @@ fn attend(device: &Device, enc: &mut Encoder, kernel: Option<&str>, case: Attent
         fresh: ring.then_some(fresh),
         scale: 1.0,
         softcap: ring.then_some(30.0),
-        window: ring.then_some(64),
+        window: ring.then_some(capacity - 35),
         q_rotated: false,
         plan: None,
         out: &zeros(device, out, &shape)?,

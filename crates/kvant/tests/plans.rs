@@ -77,3 +77,25 @@ fn a_plan_changes_no_launch() -> Result<()> {
     assert!(clusters > 10, "{clusters} launches in clusters");
     Ok(())
 }
+
+/// What fits into the shared memory of a cluster's blocks: 1024 keys, of 256 coordinates and fewer.
+#[test]
+fn short_contexts_have_a_kernel_of_their_own() -> Result<()> {
+    let launches = Launches::default();
+    let device = gpu::cuda_device(launches.clone());
+    let kernel = |heads, kv_heads, head_dim, capacity, window| {
+        let case = Case { heads, kv_heads, head_dim, capacity, window, tokens: 1, codec: Codec::BF16 };
+        Ok::<_, kvant::Error>(launched(&device, &launches, &case, true)?.0.expect("it was planned").kernel)
+    };
+    for (heads, kv_heads, head_dim) in [(32, 8, 128), (16, 8, 256), (8, 8, 64), (4, 1, 256), (12, 12, 128)] {
+        assert_eq!(kernel(heads, kv_heads, head_dim, 1024, None)?, "attend_short");
+        assert_eq!(kernel(heads, kv_heads, head_dim, 1, None)?, "attend_short");
+        assert_eq!(kernel(heads, kv_heads, head_dim, 9999, Some(1024))?, "attend_short");
+        assert_eq!(kernel(heads, kv_heads, head_dim, 1025, None)?, "attend_decode");
+        assert_eq!(kernel(heads, kv_heads, head_dim, 9999, Some(1025))?, "attend_decode");
+    }
+    assert_eq!(kernel(16, 2, 512, 1024, None)?, "attend_decode");
+    // More clusters than a GPU has room for.
+    assert_eq!(kernel(13, 13, 128, 1024, None)?, "attend_decode");
+    Ok(())
+}

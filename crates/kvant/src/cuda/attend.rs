@@ -4,8 +4,8 @@ use crate::{
     Codec, DType, Planes, Result, SlotOrder, Tensor,
     codec::BLOCK,
     cuda::{
-        attend_decode::Decode, attend_prefill::Prefill, attend_quantised::Quantised, blocks_beside_each_other, headers,
-        planes,
+        attend_decode::Decode, attend_prefill::Prefill, attend_quantised::Quantised, attend_short::Short,
+        blocks_beside_each_other, headers, planes,
     },
     gpu::{Builder, Launch, Limits, Params, Scratch, Source, Use, params},
     ops::{
@@ -230,6 +230,9 @@ fn chosen(call: &Call, limits: &Limits) -> Plan {
     if let Some(quantised) = Quantised::new(call, limits) {
         return quantised.plan();
     }
+    if let Some(short) = Short::new(call, limits) {
+        return short.plan();
+    }
     if let Some(decode) = Decode::new(call, limits) {
         return decode.plan();
     }
@@ -267,6 +270,8 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
         call.fresh.as_ref().map(|_| b.scratch(call.tokens * call.heads * (call.head_dim + 2) * 4)).transpose()?;
     if let Some(quantised) = Quantised::new(call, &b.limits) {
         b.push(quantised.launch(call, b, &rows, state.as_ref())?)?;
+    } else if let Some(short) = Short::new(call, &b.limits) {
+        b.push(short.launch(call, &rows, state.as_ref())?)?;
     } else if let Some(decode) = Decode::new(call, &b.limits) {
         b.push(decode.launch(call, b, &rows, state.as_ref())?)?;
     } else if let Some(prefill) = Prefill::new(call, None, &b.limits) {

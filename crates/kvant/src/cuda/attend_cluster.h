@@ -15,6 +15,13 @@ inline void cluster_arrive() {
 #endif
 }
 
+// The same for blocks that have written nothing for the others but barriers, which they have shown (mbarrier.h).
+inline void cluster_arrive_early() {
+#if CLUSTER > 1
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+}
+
 // Returns when all blocks of the cluster have arrived, and what they had written before can be read.
 inline void cluster_wait() {
 #if CLUSTER > 1
@@ -42,6 +49,17 @@ inline float2 load2_in(const void *p, uint block) {
     float2 x;
     asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address_in(p, block)) : "memory");
     return x;
+}
+
+// Stores to another block's shared memory, and tells a barrier there how many bytes have come. Addresses are those of address_in().
+inline void send(uint to, float x, uint barrier) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(to), "f"(x), "r"(barrier)
+                 : "memory");
+}
+inline void send(uint to, float2 x, uint barrier) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(to), "f"(x.x),
+                 "f"(x.y), "r"(barrier)
+                 : "memory");
 }
 
 #endif

@@ -23,10 +23,10 @@
 #include "attend_decode_ring.h"
 #include "attend_plan.h"
 #include "attend_state.h"
+#include "attend_weights.h"
 
 static_assert(TILE == 16, "attend: a unit is what a product takes");
 
-constexpr bool HALF = DTYPE == F16;
 // 16-byte loads of a key's coordinates by a lane, products of scores per load, and of values.
 constexpr uint LOADS = HEAD_DIM / 32;
 constexpr uint PRODUCTS = HEAD_DIM / 16;
@@ -41,9 +41,6 @@ inline void swap(T &a, T &b) {
     a = b;
     b = c;
 }
-
-// Weights in f16 are scaled up, so that small ones keep their bits.
-constexpr float WEIGHT_SCALE = HALF ? 16384.0f : 1.0f;
 
 // Shared memory, in bytes; cuda/attend_decode.rs computes the same sum. The warps' outputs are 16 bytes apart from the
 // next multiple of 128, so that their lanes meet no bank twice.
@@ -136,9 +133,8 @@ struct Work {
     float l[2];
     // Coordinates 16 i + g and 16 i + g + 8, by the same query rows.
     float o[PRODUCTS][4];
-    // The weights of the unit at hand as B operands, leading terms and the rest.
-    uint2 leading;
-    uint2 rest;
+    // Of the unit at hand, as B operands.
+    Weights weights;
 };
 
 // The scores of 16 keys, of which `there` are seen, in units of log 2; the new maxima; the weights.
@@ -168,14 +164,10 @@ inline void scores(const AttendParams &p, const uchar *buffer, const uint4 (&q)[
         }
     }
     float s[4];
-    const float factor = SOFTCAP ? p.scale / p.softcap : p.scale * LOG2_E;
 #pragma unroll
     for (uint c = 0; c < 4; c++) {
-        s[c] = ((sums[0][c] + sums[1][c]) + (sums[2][c] + sums[3][c])) * factor;
-        if (SOFTCAP) {
-            s[c] = p.softcap * LOG2_E * tanhf(s[c]);
-        }
-        s[c] = g + c / 2 * 8 < there ? s[c] : nothing();
+        const float score = score_of(p, (sums[0][c] + sums[1][c]) + (sums[2][c] + sums[3][c]));
+        s[c] = g + c / 2 * 8 < there ? score : nothing();
     }
     float m[2] = {fmaxf(s[0], s[2]), fmaxf(s[1], s[3])};
 #pragma unroll
@@ -200,24 +192,15 @@ inline void scores(const AttendParams &p, const uchar *buffer, const uint4 (&q)[
             }
         }
     }
-    // A weight is the sum of two terms, both above zero: an infinite value times either has the same sign. So no weight of
-    // a key that is seen may vanish; what that adds is far below what the output can show.
-    constexpr float LEAST = HALF ? 1.0f / (1 << 24) : 1.0f / (1ull << 60);
-    constexpr uint CUT = HALF ? 0x1000 : 0x8000;
-    float leading[4], rest[4];
+    bool seen[4];
+    float weights[4];
 #pragma unroll
     for (uint c = 0; c < 4; c++) {
-        const bool seen = s[c] != nothing();
-        const float w = seen ? exp2_fast(s[c] - work.m[c % 2]) : 0;
-        work.l[c % 2] += w;
-        const float scaled = w * WEIGHT_SCALE;
-        // Half a unit less, cut off: what is left is half a unit at least.
-        const uint bits = max(__float_as_uint(scaled), CUT) - CUT & ~(2 * CUT - 1);
-        leading[c] = seen ? fmaxf(__uint_as_float(bits), LEAST) : 0;
-        rest[c] = seen ? fmaxf(scaled - leading[c], LEAST) : 0;
+        seen[c] = s[c] != nothing();
+        weights[c] = seen[c] ? exp2_fast(s[c] - work.m[c % 2]) : 0;
+        work.l[c % 2] += weights[c];
     }
-    work.leading = make_uint2(transpose8(pack<HALF>(leading[0], leading[1])), transpose8(pack<HALF>(leading[2], leading[3])));
-    work.rest = make_uint2(transpose8(pack<HALF>(rest[0], rest[1])), transpose8(pack<HALF>(rest[2], rest[3])));
+    work.weights = two_terms(weights, seen);
 }
 
 // O^T += V^T P^T over 16 values.
@@ -254,8 +237,8 @@ inline void add_values(uint buffer, Work &work) {
         }
 #pragma unroll
         for (uint j = 0; j < 2; j++) {
-            mma<HALF>(work.o[i + j], a[j], work.leading);
-            mma<HALF>(work.o[i + j], a[j], work.rest);
+            mma<HALF>(work.o[i + j], a[j], work.weights.leading);
+            mma<HALF>(work.o[i + j], a[j], work.weights.rest);
         }
     }
 }

@@ -18,7 +18,7 @@ static SOURCE: Source = Source {
 };
 
 /// Keys of a unit: what one product takes.
-const UNIT: usize = 16;
+pub(super) const UNIT: usize = 16;
 /// Fewer units are not worth a block.
 const LEAST_UNITS: usize = 4;
 /// To begin and end a piece takes as long as so many units.
@@ -50,23 +50,10 @@ pub(super) struct Decode {
 }
 
 impl Decode {
-    /// None where `attend.cu` is needed: rows of several tokens that may share keys, other dtypes, more than 8 heads a
-    /// group, views that begin at odd addresses, outputs in f32.
+    /// None where `attend.cu` is needed.
     pub(super) fn new(call: &Call, limits: &Limits) -> Option<Decode> {
+        let (dtype, group) = served(call)?;
         let spec = call.layer.spec();
-        let dtype = call.q.dtype();
-        let group = call.heads / spec.kv_heads;
-        let fits = dtype != DType::F32
-            && call.out.dtype() != DType::F32
-            && [spec.k, spec.v] == [Codec::Dense(dtype); 2]
-            && call.tokens <= spec.sequences
-            && group <= MAX_GROUP
-            && call.q.byte_offset().is_multiple_of(16)
-            && call.out.byte_offset().is_multiple_of(8)
-            && [&call.layer.k, &call.layer.v].into_iter().all(attend::is_aligned);
-        if !fits {
-            return None;
-        }
         // Accumulators and queries of 512 coordinates fill the registers of four warps.
         let warps = if call.head_dim == 512 { 4 } else { 8 };
         let pairs = call.tokens * spec.kv_heads;
@@ -130,42 +117,64 @@ impl Decode {
 
     /// The launch; where `state` is, it gets the state of the cached keys, and there is no output.
     pub(super) fn launch(&self, call: &Call, b: &Builder, rows: &Rows, state: Option<&Scratch>) -> Result<Launch> {
-        let spec = call.layer.spec();
         let params = attend::params(call, rows, self.group, call.tokens, self.splits)?;
         let launch = Launch::new(NAME, &SOURCE, "attend")
-            .constant("HEAD_DIM", call.head_dim as u32)
-            .constant("DTYPE", self.dtype)
-            .constant("OUT_DTYPE", call.out.dtype())
-            .constant("GROUP", self.group as u32)
             .constant("WARPS", self.warps as u32)
             .constant("BUFFERS", self.buffers as u32)
             .constant("BULK", self.bulk)
-            .constant("TILE", UNIT as u32)
             .constant("LEAST_UNITS", self.least as u32)
             .constant("END_UNITS", END_UNITS as u32)
             .constant("CLUSTER", self.cluster as u32)
-            .constant("RING", spec.ring)
-            .constant("FRESH", false)
-            .constant("SOFTCAP", call.softcap.is_some())
             .constant("SHARED_BYTES", self.shared_bytes as u32)
-            .read(0, &call.q)
-            .read(2, &call.layer.k.low)
-            .read(5, &call.layer.v.low)
-            .read(8, &call.step.positions)
-            .read(9, &call.step.sequence)
-            .read(10, call.cached_lens())
             .params(14, &params)
             .grid([self.blocks, 1, 1], [32 * self.warps, 1, 1])
-            .threadgroup_memory(self.shared_bytes)
-            // Where tokens stand.
-            .reads_ahead(&[8, 9, 10]);
-        let launch = attend::write(launch, call, state);
+            .threadgroup_memory(self.shared_bytes);
+        let launch = bind(launch, call, self.dtype, self.group, state);
         if self.splits == 1 {
             return Ok(launch);
         }
         Shares { blocks: self.blocks, rows: self.group, items: call.tokens, cluster: self.cluster }
             .bind(launch, call, b)
     }
+}
+
+/// The dtype and the query heads of a KV head, if this kernel and that of short contexts can do it: not rows of several tokens
+/// that may share keys, other dtypes, more than 8 heads a group, views that begin at odd addresses, outputs in f32.
+pub(super) fn served(call: &Call) -> Option<(DType, usize)> {
+    let spec = call.layer.spec();
+    let dtype = call.q.dtype();
+    let group = call.heads / spec.kv_heads;
+    let fits = dtype != DType::F32
+        && call.out.dtype() != DType::F32
+        && [spec.k, spec.v] == [Codec::Dense(dtype); 2]
+        && call.tokens <= spec.sequences
+        && group <= MAX_GROUP
+        && call.q.byte_offset().is_multiple_of(16)
+        && call.out.byte_offset().is_multiple_of(8)
+        && [&call.layer.k, &call.layer.v].into_iter().all(attend::is_aligned);
+    fits.then_some((dtype, group))
+}
+
+/// The constants and buffers that both kernels have.
+pub(super) fn bind(launch: Launch, call: &Call, dtype: DType, group: usize, state: Option<&Scratch>) -> Launch {
+    let launch = launch
+        .constant("HEAD_DIM", call.head_dim as u32)
+        .constant("DTYPE", dtype)
+        .constant("OUT_DTYPE", call.out.dtype())
+        .constant("GROUP", group as u32)
+        .constant("TILE", UNIT as u32)
+        .constant("RING", call.layer.spec().ring)
+        .constant("FRESH", false)
+        .constant("SOFTCAP", call.softcap.is_some())
+        .read(0, &call.q)
+        .read(2, &call.layer.k.low)
+        .read(5, &call.layer.v.low)
+        .read(8, &call.step.positions)
+        .read(9, &call.step.sequence)
+        .read(10, call.cached_lens())
+        // Where tokens stand.
+        .reads_ahead(&[8, 9, 10]);
+    attend::write(launch, call, state)
 }
 
 /// Bytes of shared memory: the sum that `attend_decode.cu` computes.

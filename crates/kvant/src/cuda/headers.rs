@@ -67,6 +67,8 @@ const ATTEND_PREFILL_ODD_H: Header =
     Header { name: "attend_prefill_odd.h", text: || include_str!("attend_prefill_odd.h").to_string() };
 const ATTEND_DECODE_RING_H: Header =
     Header { name: "attend_decode_ring.h", text: || include_str!("attend_decode_ring.h").to_string() };
+const ATTEND_WEIGHTS_H: Header =
+    Header { name: "attend_weights.h", text: || include_str!("attend_weights.h").to_string() };
 const NORM_ROPE_H: Header = Header { name: "norm_rope.h", text: || include_str!("norm_rope.h").to_string() };
 
 /// Loads and stores by dtype.
@@ -141,7 +143,21 @@ pub(super) const ATTEND_DECODE: &[Header] = &[
     ATTEND_SOFTMAX_H,
     ATTEND_STATE_H,
     AHEAD_H,
+    ATTEND_WEIGHTS_H,
     ATTEND_DECODE_RING_H,
+    MBARRIER_H,
+];
+/// The same where contexts are short.
+pub(super) const ATTEND_SHORT: &[Header] = &[
+    CONVERT_H,
+    ELEMENTS_H,
+    FRAGMENTS_H,
+    ATTEND_PLAN_H,
+    ATTEND_CLUSTER_H,
+    ATTEND_SOFTMAX_H,
+    ATTEND_STATE_H,
+    ATTEND_WEIGHTS_H,
+    AHEAD_H,
     MBARRIER_H,
 ];
 /// Attention of many tokens over dense rows: products of warpgroups, and the barriers between those who copy and those who compute.

@@ -12,6 +12,7 @@ mod attend;
 mod attend_decode;
 mod attend_prefill;
 mod attend_quantised;
+mod attend_short;
 mod cells;
 mod copy;
 mod dequantise;
