@@ -45,6 +45,35 @@ inline void leave_state(const AttendParams &p, const Partials &to, const S &stat
     }
 }
 
+// Of a row, four coordinates each.
+constexpr uint ROW_QUADS = HEAD_DIM / 4;
+
+// The sum of four coordinates of every `step`-th of `parts`, in this order, AT_ONCE loads in flight: `quad` is where a part has
+// them, and `factor` what they are multiplied by.
+template <uint AT_ONCE, typename Quad, typename Factor>
+inline float4 sum_of_parts(Range parts, uint step, Quad quad, Factor factor) {
+    float4 o = make_float4(0, 0, 0, 0);
+#pragma unroll 1
+    for (uint first = parts.first; first < parts.end; first += step * AT_ONCE) {
+        float4 x[AT_ONCE];
+#pragma unroll
+        for (uint i = 0; i < AT_ONCE; i++) {
+            const uint part = first + i * step;
+            x[i] = make_float4(0, 0, 0, 0);
+            if (part < parts.end) {
+                x[i] = __ldcg(quad(part));
+            }
+        }
+#pragma unroll
+        for (uint i = 0; i < AT_ONCE; i++) {
+            const uint part = first + i * step;
+            const float f = part < parts.end ? factor(part) : 0;
+            o = make_float4(o.x + x[i].x * f, o.y + x[i].y * f, o.z + x[i].z * f, o.w + x[i].w * f);
+        }
+    }
+    return o;
+}
+
 // Merges `count` parts of an item, the first one and every `step`-th after it, in this order, into the state.
 template <typename S>
 inline void merge_parts(const AttendParams &p, const Partials &from, const S &state, const Piece &piece, uint rows,
@@ -82,30 +111,12 @@ inline void merge_parts(const AttendParams &p, const Partials &from, const S &st
         }
     }
     __syncthreads();
-    constexpr uint QUADS = HEAD_DIM / 4;
-    for (uint at = threadIdx.x; at < rows * QUADS; at += THREADS) {
-        const uint r = at / QUADS;
-        float4 o = make_float4(0, 0, 0, 0);
-        // Enough loads in flight.
-        constexpr uint AT_ONCE = 8;
-#pragma unroll 1
-        for (uint part = 0; part < count; part += AT_ONCE) {
-            float4 x[AT_ONCE];
-#pragma unroll
-            for (uint i = 0; i < AT_ONCE; i++) {
-                const float *of_part = from.states + in_cluster(piece.slot(first + (part + i) * step)) * stride;
-                x[i] = make_float4(0, 0, 0, 0);
-                if (part + i < count) {
-                    x[i] = __ldcg(reinterpret_cast<const float4 *>(of_part) + at);
-                }
-            }
-#pragma unroll
-            for (uint i = 0; i < AT_ONCE; i++) {
-                const float f = part + i < count ? parts[(part + i) * rows + r].x : 0;
-                o = make_float4(o.x + x[i].x * f, o.y + x[i].y * f, o.z + x[i].z * f, o.w + x[i].w * f);
-            }
-        }
-        reinterpret_cast<float4 *>(state.o())[at] = o;
+    for (uint at = threadIdx.x; at < rows * ROW_QUADS; at += THREADS) {
+        const auto quad = [&](uint part) {
+            return reinterpret_cast<const float4 *>(from.states + in_cluster(piece.slot(first + part * step)) * stride) + at;
+        };
+        const auto factor = [&](uint part) { return parts[part * rows + at / ROW_QUADS].x; };
+        reinterpret_cast<float4 *>(state.o())[at] = sum_of_parts<8>({0, count}, 1, quad, factor);
     }
     __syncthreads();
 }

@@ -106,11 +106,10 @@ inline void merge_warps(const AttendParams &p, Work &work, const State &state) {
 
 // Adds up the states of a cluster's blocks, in their order; of the rows of an item each block gets every CLUSTER-th.
 inline void merge_blocks(const State &state, const Merged &merged, uint rows) {
-    constexpr uint QUADS = HEAD_DIM / 4;
     const uint rank = blockIdx.x % CLUSTER;
 #pragma unroll 1
-    for (uint at = threadIdx.x; at < rows * QUADS; at += THREADS) {
-        const uint r = at / QUADS * CLUSTER + rank;
+    for (uint at = threadIdx.x; at < rows * ROW_QUADS; at += THREADS) {
+        const uint r = at / ROW_QUADS * CLUSTER + rank;
         float2 ends[CLUSTER];
         float4 x[CLUSTER];
         float m = nothing(), l = 0;
@@ -118,7 +117,7 @@ inline void merge_blocks(const State &state, const Merged &merged, uint rows) {
 #pragma unroll
         for (uint b = 0; b < CLUSTER; b++) {
             ends[b] = load2_in(shared_at<float2>(AT_ENDS) + r, b);
-            x[b] = load4_in(reinterpret_cast<const float4 *>(state.o() + r * HEAD_DIM) + at % QUADS, b);
+            x[b] = load4_in(reinterpret_cast<const float4 *>(state.o() + r * HEAD_DIM) + at % ROW_QUADS, b);
             m = fmaxf(m, ends[b].x);
         }
 #pragma unroll
@@ -128,8 +127,8 @@ inline void merge_blocks(const State &state, const Merged &merged, uint rows) {
             o = make_float4(o.x + x[b].x * f, o.y + x[b].y * f, o.z + x[b].z * f, o.w + x[b].w * f);
         }
         reinterpret_cast<float4 *>(merged.o())[at] = o;
-        if (at % QUADS == 0) {
-            merged.set_end(at / QUADS, m, l);
+        if (at % ROW_QUADS == 0) {
+            merged.set_end(at / ROW_QUADS, m, l);
         }
     }
 }

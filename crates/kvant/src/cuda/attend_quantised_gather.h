@@ -9,9 +9,8 @@
 // The most parts: their ends are in shared memory.
 constexpr uint MAX_GATHERED = MAX_MERGE * ROWS;
 // Threads with every SIDES-th part of the same four coordinates.
-constexpr uint QUADS = HEAD_DIM / 4;
-constexpr uint SIDES = THREADS / QUADS;
-static_assert(SIDES > 0 && SIDES * QUADS * 16 <= SUMS_BYTES, "attend: room for the sums of the sides");
+constexpr uint SIDES = THREADS / ROW_QUADS;
+static_assert(SIDES > 0 && SIDES * ROW_QUADS * 16 <= SUMS_BYTES, "attend: room for the sums of the sides");
 
 // Merges a row of all parts, always in the same order, into the first row of the state.
 inline void merge_row(const AttendParams &p, const Partials &from, const State &state, const Piece &piece, uint r) {
@@ -31,32 +30,13 @@ inline void merge_row(const AttendParams &p, const Partials &from, const State &
     for (uint step = 1; step < 32; step *= 2) {
         m = fmaxf(m, __shfl_xor_sync(0xFFFFFFFF, m, step));
     }
-    const uint side = thread / QUADS, quad = thread % QUADS;
+    const uint side = thread / ROW_QUADS, quad = thread % ROW_QUADS;
     float4 *sums = sums_of_warps();
     if (side < SIDES) {
         const float4 *row = reinterpret_cast<const float4 *>(first + r * HEAD_DIM) + quad;
-        float4 o = make_float4(0, 0, 0, 0);
-        // Enough loads in flight.
-        constexpr uint AT_ONCE = 12;
-#pragma unroll 1
-        for (uint begin = side; begin < piece.parts; begin += SIDES * AT_ONCE) {
-            float4 x[AT_ONCE];
-#pragma unroll
-            for (uint i = 0; i < AT_ONCE; i++) {
-                const uint part = begin + i * SIDES;
-                x[i] = make_float4(0, 0, 0, 0);
-                if (part < piece.parts) {
-                    x[i] = __ldcg(row + part * (stride / 4));
-                }
-            }
-#pragma unroll
-            for (uint i = 0; i < AT_ONCE; i++) {
-                const uint part = begin + i * SIDES;
-                const float f = part < piece.parts ? factor_of(ends[part].x, m) : 0;
-                o = make_float4(o.x + x[i].x * f, o.y + x[i].y * f, o.z + x[i].z * f, o.w + x[i].w * f);
-            }
-        }
-        sums[thread] = o;
+        sums[thread] = sum_of_parts<12>(
+            {side, piece.parts}, SIDES, [&](uint part) { return row + part * (stride / 4); },
+            [&](uint part) { return factor_of(ends[part].x, m); });
     }
     if (thread < 32) {
         for (uint part = lane; part < piece.parts; part += 32) {
@@ -71,11 +51,11 @@ inline void merge_row(const AttendParams &p, const Partials &from, const State &
         }
     }
     __syncthreads();
-    if (thread < QUADS) {
+    if (thread < ROW_QUADS) {
         float4 o = sums[thread];
 #pragma unroll
         for (uint i = 1; i < SIDES; i++) {
-            const float4 x = sums[i * QUADS + thread];
+            const float4 x = sums[i * ROW_QUADS + thread];
             o = make_float4(o.x + x.x, o.y + x.y, o.z + x.z, o.w + x.w);
         }
         reinterpret_cast<float4 *>(state.o())[thread] = o;
