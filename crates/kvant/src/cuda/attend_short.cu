@@ -30,7 +30,7 @@ constexpr uint STRETCH = TILE * ROW + 16;
 // 16-byte loads of a key's coordinates by a lane.
 constexpr uint LOADS = HEAD_DIM / 32;
 // Whether two blocks fit on a multiprocessor. Then the next launch may begin at once; else its blocks would crowd on
-// the few multiprocessors that this one leaves free, until the copies are there.
+// the few multiprocessors that this one leaves free, while keys are still to come.
 constexpr bool TWO_FIT = HEAD_DIM <= 128;
 // Coordinates of a warp, and how many products of values these take.
 constexpr uint SLICE = HEAD_DIM / WARPS;
@@ -68,7 +68,7 @@ inline void copy(const AttendParams &p, const uchar *plane, uint slot, uint rows
     }
 }
 
-// Asks L2 for what copy() copies, while the launch in front may still write some of it: L2 is where that meets what is there, and
+// Asks L2 for what copy() will copy, while the launch in front may still write some of it: L2 is where that meets what is there, and
 // nothing is read.
 inline void ask_ahead(const AttendParams &p, const uchar *plane, uint slot, uint rows) {
     if (IN_ORDER && (!RING || slot + rows <= p.capacity)) {
@@ -153,9 +153,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
     if (lane == 0) {
         barrier_expect(keys, rows * ROW);
         barrier_expect(values, rows * ROW);
-        if (TWO_FIT && rows > 0) {
+        // Not values: they come while scores are computed, and asked for twice they are in the way of others' keys.
+        if (rows > 0) {
             ask_ahead(p, k + plane, slot, rows);
-            ask_ahead(p, v + plane, slot, rows);
         }
     }
 
@@ -224,10 +224,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
             }
         }
     }
-    barrier_wait(values, 0);
     if (!TWO_FIT) {
         let_next_begin();
     }
+    barrier_wait(values, 0);
     // Values as B operands: of two units' first keys and second keys.
     uint2 b[WARPS][PRODUCTS];
     const uint own_coordinates = shared_address(shared.v) + lane % 8 * STRETCH + lane / 8 * ROW + warp * (SLICE * 2);
