@@ -195,18 +195,22 @@ fn many_rows_of_halves() {
     }
 }
 
-/// Many rows by affine weights, which CUDA takes from Hopper on by a kernel of their own: tiles that are full and that are not, inputs
-/// that are no whole number of its steps, more groups than it adds up at once, results that begin anywhere.
+/// Many rows by affine weights, or by bf16 where x is not: CUDA takes them from Hopper on by a kernel of their own. Tiles that are full
+/// and that are not, inputs that are no whole number of its steps, more groups than it adds up at once, results that begin anywhere.
 #[test]
-fn many_rows_of_affine_weights() {
+fn many_rows() {
     let mut rng = Rng::of("many rows");
-    for bits in [4, 6, 8] {
+    for bits in [0, 4, 6, 8] {
         for (tokens, inputs, outputs) in
             [(33, 64, 128), (64, 256, 3), (65, 320, 130), (40, 4160, 17), (300, 128, 52), (128, 384, 257)]
         {
             for x in FLOATS {
                 let group = if inputs % 128 == 0 { rng.pick(&[64, 128]) } else { 64 };
-                let kind = Kind::Affine { bits, group, scales: rng.pick(&FLOATS) };
+                let kind = match bits {
+                    0 if x == DType::BF16 => continue,
+                    0 => Kind::Dense(DType::BF16),
+                    _ => Kind::Affine { bits, group, scales: rng.pick(&FLOATS) },
+                };
                 let case =
                     Case { kind, tokens, inputs, outputs, x, out: rng.pick(&FLOATS), alpha: rng.pick(&[1.0, -0.5]) };
                 let launches = Launches::default();

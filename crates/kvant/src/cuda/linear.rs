@@ -52,7 +52,8 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
         alpha: *alpha,
     };
     let weight = parts(weight, dims.inputs);
-    if *rows > FEW_AFFINE && linear_many::suits(call, &weight, &b.limits) {
+    let many = if weight.bits != 0 { FEW_AFFINE } else { FEW };
+    if *rows > many && linear_many::suits(call, &weight, &b.limits) {
         return linear_many::build(call, &weight, &params, b);
     }
     if dequantise::suits(call, &weight) {

@@ -1,17 +1,19 @@
-// linear_many: linear (linear.cu) of many rows with one affine W, on the tensor cores of whole warpgroups.
+// linear_many: linear (linear.cu) of many rows with one W, affine or (BITS is 0) of bf16, on the tensor cores of whole warpgroups.
 //
-// What is multiplied are codes, counted from the middle of their range, which bf16 holds exactly. With w = scale * code + bias,
+// What is multiplied of an affine W are codes, counted from the middle of their range, which bf16 holds exactly. With w = scale * code + bias,
 //   out = sum over groups of  scale * (x . code)  +  sum over groups of  bias * (x . 1)
-// so that neither W nor its rounding is ever written anywhere. x of f32 is the sum of three bf16 numbers, of f16 of two: as many
-// products of the same codes. The second sum is a product, too, of biases and sums of x, as sums of TERMS bf16 numbers.
+// so that neither W nor its rounding is ever written anywhere. The second sum is a product, too, of biases and sums of x, as sums of
+// TERMS bf16 numbers. x of f32 is the sum of three bf16 numbers, of f16 of two: as many products of the same codes, or weights.
 //
 // arrange: x [rows, inputs] -> for every ROWS rows and BLOCK inputs a chunk, as wgmma.h wants a matrix: the parts of x. Behind the
-// chunks of all inputs come those of their sums, BLOCK sums and a term each. What there is not is zero. A thread has 16 bytes of a row.
+// chunks of all inputs come, for an affine W, those of their sums, BLOCK sums and a term each. What there is not is zero. A thread has
+// 16 bytes of a row.
 //
 // linear_many: out^T = W x^T. A block has OUTPUTS outputs of ROWS rows, and goes through the chunks: one thread copies them into a ring
-// in shared memory, and two warpgroups multiply, 64 outputs each. A thread reads the codes of its two outputs straight into the
+// in shared memory, and two warpgroups multiply, 64 outputs each. A thread reads the codes, or weights, of its two outputs straight into the
 // registers in which products want them: the order of inputs within BLOCK is free, so that 16 neighbours are a lane's.
-// While products of a piece of the rows run, those of the other are added, and the next codes made.
+// While products of a piece of the rows run, those of the other are scaled and added, and the next codes made. Dense ones are added
+// in the same way, BLOCK inputs at a time: tensor cores cut sums off rather than round them, which shows after some hundred inputs.
 #include "vectors.h"
 #include "affine.h"
 #include "linear.h"
@@ -20,6 +22,7 @@
 #include "wgmma.h"
 #include "ahead.h"
 
+constexpr bool AFFINE = BITS != 0;
 constexpr uint BLOCK = 64;
 constexpr uint PARTS = X_DTYPE == F32 ? 3 : X_DTYPE == F16 ? 2 : 1;
 // Bytes of one part of x, and of all; what a chunk has room for.
@@ -35,14 +38,14 @@ inline uint blocks_of(uint inputs) {
 }
 
 inline uint blocks_of_sums(uint inputs) {
-    return (inputs / BLOCK + BLOCK - 1) / BLOCK;
+    return !AFFINE ? 0 : (inputs / BLOCK + BLOCK - 1) / BLOCK;
 }
 
 inline uint chunks_of(uint inputs) {
     return blocks_of(inputs) + blocks_of_sums(inputs) * TERMS;
 }
 
-// Where a lane's 16 codes go: pair i of them are inputs 8 (i % 2) + 2 t and the next of product i / 2.
+// Where a lane's 16 codes, or weights, go: pair i of them are inputs 8 (i % 2) + 2 t and the next of product i / 2.
 constexpr uint code_of(uint pair, uint which) {
     return BITS == 4   ? pair / 4 * 8 + pair % 4 + which * 4
            : BITS == 6 ? pair / 2 * 4 + pair % 2 + which * 2
@@ -51,7 +54,7 @@ constexpr uint code_of(uint pair, uint which) {
 
 #if KERNEL_arrange
 
-// Blocks: x counts BLOCK inputs, up to a whole block of sums, y 32 rows.
+// Blocks: x counts BLOCK inputs, up to a whole block of sums if there are any, y 32 rows.
 extern "C" __global__ void __launch_bounds__(256) arrange(const uchar *x, uchar *out, const LinearParams p) {
     take_turn();
     const uint piece = threadIdx.x % 8, row = blockIdx.y * 32 + threadIdx.x / 8, r = row % ROWS, block = blockIdx.x;
@@ -81,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(256) arrange(const uchar *x, uchar 
                 make_uint4(words[0][part], words[1][part], words[2][part], words[3][part]);
         }
     }
-    if (piece == 0) {
+    if (AFFINE && piece == 0) {
         // Where `bias_pair` has the biases that go with it.
         const uint in_block = block % BLOCK, pair = in_block % 16 / 2, element = in_block / 16 * 2 + in_block % 2;
         uchar *to = chunks + (blocks_of(p.inputs) + ulong(block / BLOCK) * TERMS) * STAGE + r * 128 + (pair ^ r % 8) * 16;
@@ -106,11 +109,12 @@ constexpr uint RESULTS = OUTPUTS + 4;
 // Shared memory, after the first multiple of 1024 bytes: barriers and the ring, or the results.
 constexpr uint AT_RING = 1024;
 static_assert(1024 + AT_RING + STAGES * STAGE == SHARED_BYTES, "linear: the shared memory that Rust asks for");
-static_assert(GROUP % BLOCK == 0, "linear: one scale for BLOCK inputs");
+static_assert(!AFFINE || GROUP % BLOCK == 0, "linear: one scale for BLOCK inputs");
+static_assert(AFFINE || W_DTYPE == BF16 && W_ALIGNED, "linear: weights as products take them");
 static_assert(ROWS * RESULTS * 4 <= STAGES * STAGE && STAGES <= 64, "linear: room for results and barriers");
 
 // Codes stand for (code - MIDDLE) / UNITS.
-constexpr float MIDDLE = 1 << (BITS - 1);
+constexpr float MIDDLE = AFFINE ? 1 << (BITS - 1) : 0;
 constexpr float UNITS = BITS == 8 ? 1 : 128;
 
 // Scales and biases.
@@ -122,9 +126,10 @@ inline float float_of(uint bits) {
     return W_DTYPE == F32 ? __uint_as_float(bits) : W_DTYPE == F16 ? half_to_float(ushort(bits)) : __uint_as_float(bits << 16);
 }
 
-// What a lane reads of an output for BLOCK inputs: as it stands, so that nothing waits for it before it is used.
+// What a lane reads of an output for BLOCK inputs: as it stands, so that nothing waits for it before it is used. A dense row takes
+// two words of four.
 struct Codes {
-    uint4 words;
+    uint4 words[AFFINE ? 1 : 2];
     uint scale;
 };
 
@@ -142,9 +147,14 @@ struct Weight {
         return min(block, inputs / BLOCK - 1);
     }
     Codes load(uint output, uint block) const {
-        const uint *row = reinterpret_cast<const uint *>(codes) + ulong(output) * (inputs / 32 * BITS);
         block = block_of(block);
-        return {load_words(row, block * 4 + threadIdx.x % 4, BITS, W_ALIGNED), bits_at(scales, group_of(output, block))};
+        if constexpr (!AFFINE) {
+            const uchar *row = codes + (ulong(output) * inputs + block * BLOCK) * 2;
+            const uint4 *own = reinterpret_cast<const uint4 *>(row) + threadIdx.x % 4 * 2;
+            return {{own[0], own[1]}, 0};
+        }
+        const uint *row = reinterpret_cast<const uint *>(codes) + ulong(output) * (inputs / 32 * BITS);
+        return {{load_words(row, block * 4 + threadIdx.x % 4, BITS, W_ALIGNED)}, bits_at(scales, group_of(output, block))};
     }
     // Of codes counted from their middle.
     float bias(uint output, uint block) const {
@@ -160,8 +170,12 @@ inline uint subtract(uint a, uint b) {
     return out;
 }
 
-// Pair i of 16 codes. Behind the exponent of 1 the lowest of seven bits counts 1 / 128.
-inline uint pair_of(uint4 w, uint i) {
+// Pair i of 16 codes, or weights. Behind the exponent of 1 the lowest of seven bits counts 1 / 128.
+inline uint pair_of(const Codes &codes, uint i) {
+    const uint4 w = codes.words[AFFINE ? 0 : i / 4];
+    if (!AFFINE) {
+        return i % 4 == 0 ? w.x : i % 4 == 1 ? w.y : i % 4 == 2 ? w.z : w.w;
+    }
     constexpr uint ONES = 0x3F803F80, MIDDLES = BITS == 4 ? 0x3F883F88 : 0x3FA03FA0;
     if (BITS == 4) {
         return subtract((i < 4 ? w.x : w.y) >> i % 4 * 4 & 0x000F000F | ONES, MIDDLES);
@@ -188,7 +202,7 @@ inline void operands(const Codes (&codes)[2], uint (&a)[4][4]) {
     for (uint i = 0; i < 4; i++) {
 #pragma unroll
         for (uint j = 0; j < 4; j++) {
-            a[i][j] = pair_of(codes[j % 2].words, 2 * i + j / 2);
+            a[i][j] = pair_of(codes[j % 2], 2 * i + j / 2);
         }
     }
 }
@@ -259,6 +273,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             barrier_arrive(free + stage * 8);
         }
     };
+    const auto hold_all = [&] {
+#pragma unroll
+        for (uint piece = 0; piece < PIECES; piece++) {
+            hold(sums[piece]);
+        }
+    };
     const auto next_chunk = [&] {
         stage = stage + 1 == STAGES ? 0 : stage + 1;
         parity ^= stage == 0 ? 1 : 0;
@@ -292,7 +312,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             }
 #pragma unroll
             for (uint i = 0; i < 2; i++) {
-                scale[i] = float_of(ahead[d][i].scale) * UNITS;
+                scale[i] = AFFINE ? float_of(ahead[d][i].scale) * UNITS : 1;
                 ahead[d][i] = w.load(outputs[i], block + d + DEPTH);
             }
             if (d + 1 < DEPTH) {
@@ -330,10 +350,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         for (uint of_sums = 0; of_sums < TERMS; of_sums++) {
             wait_for_chunk();
             const ulong x = matrix(ring + stage * STAGE, 16);
-#pragma unroll
-            for (uint piece = 0; piece < PIECES; piece++) {
-                hold(sums[piece]);
-            }
+            hold_all();
 #pragma unroll
             for (uint term = 0; term < TERMS; term++) {
                 hold(a[term]);
@@ -352,10 +369,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             next_chunk();
         }
     }
-#pragma unroll
-    for (uint piece = 0; piece < PIECES; piece++) {
-        hold(sums[piece]);
-    }
+    hold_all();
 
     // By way of shared memory, so that neighbours are stored together.
     const auto meet = [] { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); };

@@ -1,4 +1,5 @@
-//! Products of many rows with an affine weight, for GPUs whose warpgroups multiply: see `linear_many.cu`.
+//! Products of many rows with an affine weight, or one of bf16 where x is not, for GPUs whose warpgroups multiply: see
+//! `linear_many.cu`.
 
 use super::{THREADS, affine::Parts, headers, linear::LinearParams};
 use crate::{
@@ -62,13 +63,19 @@ impl Chunks {
     }
 }
 
-/// Whether these kernels take the product: one matrix, whose scales are each for a whole number of blocks of inputs.
+/// Whether these kernels take the product: one matrix, of codes whose scales are each for a whole number of blocks of inputs, or of
+/// bf16 where a library would want x to be of that type.
 pub(super) fn suits(call: &Call, weight: &Parts, limits: &Limits) -> bool {
+    let takes = if weight.bits != 0 {
+        (weight.group as usize).is_multiple_of(BLOCK)
+    } else {
+        weight.dtype == DType::BF16 && weight.aligned && call.x.dtype() != DType::BF16
+    };
     limits.warpgroup_products
-        && weight.bits != 0
+        && takes
         && call.experts.is_none()
-        && (weight.group as usize).is_multiple_of(BLOCK)
         && call.dims.inputs > 0
+        && call.dims.inputs.is_multiple_of(BLOCK)
         && call.rows <= MOST_ROWS
         && Chunks::new(call, limits).is_some()
 }
@@ -78,8 +85,9 @@ pub(super) fn build(call: &Call, weight: &Parts, params: &LinearParams, b: &mut 
     let Call { dims, out, rows, .. } = call;
     let chunks = Chunks::new(call, &b.limits).expect("`suits` has made sure of that");
     let tiles = rows.div_ceil(chunks.rows);
-    let blocks_of_sums = (dims.inputs / BLOCK).div_ceil(BLOCK);
-    let of_tile = (dims.inputs / BLOCK).next_multiple_of(DEPTH) + blocks_of_sums * chunks.terms;
+    let blocks = (dims.inputs / BLOCK).next_multiple_of(DEPTH);
+    let blocks_of_sums = if weight.bits == 0 { 0 } else { blocks.div_ceil(BLOCK) };
+    let of_tile = blocks + blocks_of_sums * chunks.terms;
     let arranged = b.scratch(tiles * of_tile * chunks.bytes())?;
     let common = |launch: Launch| {
         launch
@@ -93,7 +101,7 @@ pub(super) fn build(call: &Call, weight: &Parts, params: &LinearParams, b: &mut 
             .read(0, &call.x)
             .scratch(1, &arranged, Use::Write)
             .params(2, params)
-            .grid([blocks_of_sums * BLOCK, tiles * chunks.rows / 32, 1], [THREADS, 1, 1]),
+            .grid([blocks.max(blocks_of_sums * BLOCK), tiles * chunks.rows / 32, 1], [THREADS, 1, 1]),
     )?;
     let size = out.dtype().size();
     let out_aligned = out.byte_offset().is_multiple_of(4 * size) && dims.outputs.is_multiple_of(4);
