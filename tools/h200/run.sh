@@ -149,6 +149,7 @@ conformance_rest moe_combine
 conformance_linear odd_offsets
 conformance_linear ids_out_of_range
 conformance_linear no_inputs
+conformance_linear many_rows
 conformance_linear many_rows_of_halves
 conformance_linear an_expert_is_a_matrix
 conformance_linear embed
