@@ -85,7 +85,7 @@ extern "C" __global__ void __launch_bounds__(256) arrange(const uchar *x, uchar 
         }
     }
     if (AFFINE && piece == 0) {
-        // Where `bias_pair` has the biases that go with it.
+        // Where the lane that has the bias wants it: 16 neighbours are a lane's, as with inputs, two at a time.
         const uint in_block = block % BLOCK, pair = in_block % 16 / 2, element = in_block / 16 * 2 + in_block % 2;
         uchar *to = chunks + (blocks_of(p.inputs) + ulong(block / BLOCK) * TERMS) * STAGE + r * 128 + (pair ^ r % 8) * 16;
         uint terms[TERMS];
