@@ -91,7 +91,9 @@ impl Case {
     fn run(&self, device: &Device, outliers: bool) -> Result<Vec<Output>> {
         let out = self.launch(device, outliers)?;
         let rows = if matches!(self.kind, Kind::Affine { .. }) { self.tokens } else { 0 };
-        let bound = Bound::of(self.out).of_rows(device, rows).times(if outliers { 2.0 } else { 1.0 });
+        // Where thousands of products are added one after the other in f32, the sum's own rounding shows.
+        let gain = if outliers || self.inputs > 4096 { 2.0 } else { 1.0 };
+        let bound = Bound::of(self.out).of_rows(device, rows).times(gain);
         Ok(vec![out.close_within("out", bound)?])
     }
 
