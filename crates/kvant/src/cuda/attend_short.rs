@@ -14,7 +14,7 @@ use crate::{
 static SOURCE: Source = Source {
     name: "attend_short.cu",
     text: include_str!("attend_short.cu"),
-    headers: headers::ATTEND_SHORT,
+    headers: headers::ATTEND_DECODE,
     layouts: &[AttendParams::layout],
 };
 

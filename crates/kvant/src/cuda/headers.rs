@@ -133,7 +133,7 @@ pub(super) const ATTEND_QUANTISED: &[Header] = &[
     ATTEND_QUANTISED_WAY_H,
     AHEAD_H,
 ];
-/// Decode attention over dense rows: operands of tensor cores, who works on what, and how that comes together.
+/// Decode attention over dense rows, contexts short or long: operands of tensor cores, who works on what, and how that comes together.
 pub(super) const ATTEND_DECODE: &[Header] = &[
     CONVERT_H,
     ELEMENTS_H,
@@ -145,19 +145,6 @@ pub(super) const ATTEND_DECODE: &[Header] = &[
     AHEAD_H,
     ATTEND_WEIGHTS_H,
     ATTEND_DECODE_RING_H,
-    MBARRIER_H,
-];
-/// The same where contexts are short.
-pub(super) const ATTEND_SHORT: &[Header] = &[
-    CONVERT_H,
-    ELEMENTS_H,
-    FRAGMENTS_H,
-    ATTEND_PLAN_H,
-    ATTEND_CLUSTER_H,
-    ATTEND_SOFTMAX_H,
-    ATTEND_STATE_H,
-    ATTEND_WEIGHTS_H,
-    AHEAD_H,
     MBARRIER_H,
 ];
 /// Attention of many tokens over dense rows: products of warpgroups, and the barriers between those who copy and those who compute.
