@@ -99,3 +99,33 @@ fn short_contexts_have_a_kernel_of_their_own() -> Result<()> {
     assert_eq!(kernel(13, 13, 128, 1024, None)?, "attend_decode");
     Ok(())
 }
+
+/// One for every 2^18 coordinates of its keys, while there are multiprocessors.
+#[test]
+fn a_kv_head_has_several_clusters() -> Result<()> {
+    let launches = Launches::default();
+    let device = gpu::cuda_device(launches.clone());
+    for (heads, kv_heads, head_dim, capacity, clusters, blocks) in [
+        (16, 2, 512, 512, 1, 8),
+        (16, 2, 512, 1024, 2, 8),
+        (16, 2, 512, 32768, 7, 8),
+        (16, 2, 512, 32769, 33, 2),
+        (8, 4, 512, 3072, 3, 8),
+        (8, 4, 512, 4096, 16, 2),
+        (16, 4, 256, 1280, 1, 8),
+        (16, 4, 256, 4096, 3, 8),
+        (16, 8, 256, 4096, 1, 8),
+        (16, 2, 128, 4096, 2, 8),
+        (16, 4, 256, 4097, 33, 1),
+    ] {
+        let case = Case { heads, kv_heads, head_dim, capacity, window: None, tokens: 1, codec: Codec::BF16 };
+        let (plan, all) = launched(&device, &launches, &case, true)?;
+        assert_eq!(plan.expect("it was planned").splits, clusters, "{head_dim}, {kv_heads}, {capacity}");
+        assert!(
+            all[0].contains(&format!("(\"CLUSTER\", UInt({blocks}))")),
+            "{head_dim}, {kv_heads}, {capacity}: {}",
+            all[0]
+        );
+    }
+    Ok(())
+}

@@ -304,6 +304,20 @@ pub(super) fn in_clusters(call: &Call, limits: &Limits) -> bool {
     limits.clusters && call.splits == 0 && pairs * MAX_CLUSTER <= limits.busy_groups / 4 * 3
 }
 
+/// Clusters of [`MAX_CLUSTER`] blocks that run at a time, if each block has a multiprocessor to itself.
+pub(super) fn most_clusters(limits: &Limits) -> usize {
+    // Not all multiprocessors are in groups of eight: an H200 with 132 runs 15.
+    limits.busy_groups * 7 / 8 / MAX_CLUSTER
+}
+
+/// Of these, how many each token and KV head may have; none where there are no clusters or not enough.
+pub(super) fn clusters_of_pair(call: &Call, limits: &Limits) -> usize {
+    if !in_clusters(call, limits) {
+        return 0;
+    }
+    (most_clusters(limits) / (call.tokens * call.layer.spec().kv_heads)).max(1)
+}
+
 /// Where a launch over cached keys writes: the state of them where that is wanted, or else the output.
 pub(super) fn write(launch: Launch, call: &Call, state: Option<&Scratch>) -> Launch {
     match state {

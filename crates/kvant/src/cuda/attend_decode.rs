@@ -23,8 +23,10 @@ pub(super) const UNIT: usize = 16;
 const LEAST_UNITS: usize = 4;
 /// To begin and end a piece takes as long as so many units.
 const END_UNITS: usize = 6;
-/// Keys of a context that one cluster reads fast enough, of 256 coordinates and fewer; half as many of 512.
-const CLUSTER_KEYS: usize = 4096;
+/// Coordinates of a context's keys that are worth another cluster of [`MAX_CLUSTER`].
+const LEAST_IN_CLUSTER: usize = 512 * 512;
+/// With more keys, clusters of [`MAX_CLUSTER`] gain from bulk copies, too.
+const MANY_KEYS: usize = 8192;
 /// Query rows of a product.
 const MAX_GROUP: usize = 8;
 /// More buffers of a warp were never faster.
@@ -60,23 +62,25 @@ impl Decode {
         // Of the longest context that the device may turn out to hold.
         let keys = call.window.min(spec.capacity);
         let units = keys.div_ceil(UNIT) + 1;
-        let short = keys <= CLUSTER_KEYS * 256 / call.head_dim.max(256);
+        let clusters = attend::clusters_of_pair(call, limits);
         let cluster = match call.head_dim {
-            _ if short && attend::in_clusters(call, limits) => MAX_CLUSTER,
+            _ if keys <= most_keys_in_clusters(call.head_dim, clusters, pairs, limits) => MAX_CLUSTER,
             // Long states: 4 KiB for each query head.
             512 if limits.clusters && call.tokens == 1 => 2,
             _ => 1,
         };
         // On Hopper and later; it makes loads from shared memory take longer, which those who have few multiprocessors feel.
-        let bulk =
-            limits.clusters && cluster < MAX_CLUSTER && (spec.order == SlotOrder::HeadMajor || spec.kv_heads == 1);
+        let bulk = limits.clusters
+            && (cluster < MAX_CLUSTER || keys > MANY_KEYS)
+            && (spec.order == SlotOrder::HeadMajor || spec.kv_heads == 1);
         let most = if bulk { MUCH_IN_BULK / (warps * UNIT * call.head_dim * 2) } else { MAX_BUFFERS };
         let shared = |buffers| shared_bytes(call.head_dim, group, warps, buffers, bulk);
         let fits = |&buffers: &usize| shared(buffers) <= limits.threadgroup_bytes;
         let buffers = (2..=most.clamp(2, MAX_BUFFERS)).rev().find(fits)?;
         let workers = (limits.busy_groups / cluster).max(1);
         let splits = match call.splits {
-            0 if call.tokens > MAX_SHARED_ITEMS || pairs >= 4 * limits.busy_groups || cluster == MAX_CLUSTER => 1,
+            0 if cluster == MAX_CLUSTER => clusters.min(units * UNIT * call.head_dim / LEAST_IN_CLUSTER).max(1),
+            0 if call.tokens > MAX_SHARED_ITEMS || pairs >= 4 * limits.busy_groups => 1,
             // One token's heads are equally long. No block then has parts of two heads, which costs it more time than a few
             // blocks less.
             0 if call.tokens == 1 && pairs <= workers && workers % pairs <= workers / 8 => {
@@ -85,7 +89,11 @@ impl Decode {
             splits => splits.min(MAX_SPLITS),
         };
         // Who asks for splits gets them.
-        let least = if call.splits > 0 { 1 } else { LEAST_UNITS * cluster };
+        let least = match cluster {
+            _ if call.splits > 0 => 1,
+            MAX_CLUSTER => LEAST_IN_CLUSTER / UNIT / call.head_dim,
+            _ => LEAST_UNITS * cluster,
+        };
         let workers = if splits == 0 {
             workers.min(pairs.saturating_mul(units + END_UNITS).div_ceil(least))
         } else {
@@ -135,6 +143,17 @@ impl Decode {
         }
         Shares { blocks: self.blocks, rows: self.group, items: call.tokens, cluster: self.cluster }
             .bind(launch, call, b)
+    }
+}
+
+/// The longest contexts for which a token and KV head has `clusters` clusters of [`MAX_CLUSTER`].
+fn most_keys_in_clusters(head_dim: usize, clusters: usize, pairs: usize, limits: &Limits) -> usize {
+    match (head_dim, clusters) {
+        (_, 0) => 0,
+        // Long states: better added up in clusters, even where some multiprocessors are in none.
+        (512, _) if clusters * pairs == attend::most_clusters(limits) => 32768,
+        (512, _) => (1024 * clusters).max(2048),
+        _ => 4096,
     }
 }
 
