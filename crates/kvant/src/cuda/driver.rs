@@ -85,6 +85,11 @@ impl Gpu {
         if !libraries::has_driver() {
             return Err("the NVIDIA driver (libcuda) cannot be loaded".to_string());
         }
+        if let Some(missing) = libraries::missing_in_driver() {
+            return Err(format!(
+                "the NVIDIA driver (libcuda) has no function {missing}: it is too old, or not a driver"
+            ));
+        }
         let text = |failure: Failure| failure.to_string();
         let mut version = 0;
         // SAFETY: the driver is loaded; `version` is what the function fills.
