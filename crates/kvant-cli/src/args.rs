@@ -95,6 +95,10 @@ impl FromStr for Kv {
 
     fn from_str(name: &str) -> kvant::Result<Kv> {
         let (k, v) = name.split_once(':').unwrap_or((name, name));
+        if v.contains(':') {
+            let (expected, got) = ("one codec, or two as in f16:tq4".to_string(), format!("{name:?}"));
+            return Err(kvant::Error::Value { op: "codec", arg: "kv", expected, got });
+        }
         Ok(Kv { k: k.parse()?, v: v.parse()? })
     }
 }

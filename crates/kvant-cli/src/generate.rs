@@ -24,23 +24,24 @@ pub struct Args {
     /// Directory of a checkpoint, Hugging Face or MLX layout [default: the model that ships with kvant]
     #[arg(long, value_name = "DIR")]
     model: Option<PathBuf>,
-    /// The text to continue; `-` reads it from standard input
-    #[arg(long, default_value = shipped::PROMPT, hide_default_value = true)]
+    /// The text to continue; `-` reads it from standard input. The token that begins a text is put in front, and names of
+    /// special tokens, as `<eos>`, stand for these tokens
+    #[arg(long, allow_hyphen_values = true, default_value = shipped::PROMPT, hide_default_value = true)]
     prompt: String,
     /// Stop after so many tokens, or before at the model's end of text
-    #[arg(long, value_name = "N", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..))]
     max_tokens: u32,
     /// 0 always takes the most probable token
-    #[arg(long, value_name = "T", default_value_t = 0.7)]
+    #[arg(long, value_name = "T", allow_negative_numbers = true, default_value_t = 0.7)]
     temperature: f32,
     /// Take from the most probable tokens that together have probability P
-    #[arg(long, value_name = "P", default_value_t = 0.9)]
+    #[arg(long, value_name = "P", allow_negative_numbers = true, default_value_t = 0.9)]
     top_p: f32,
     /// Take from the K most probable tokens; 0 for all
-    #[arg(long, value_name = "K", default_value_t = 0)]
+    #[arg(long, value_name = "K", allow_negative_numbers = true, default_value_t = 0)]
     top_k: usize,
     /// The same seed gives the same text
-    #[arg(long, value_name = "N", default_value_t = 0)]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, default_value_t = 0)]
     seed: u64,
     /// Cache type: f32, f16, bf16, tq8, tq6, tq5, tq4, or K:V as in f16:tq4
     #[arg(long, default_value_t = Kv::F16)]
@@ -80,11 +81,6 @@ pub fn run(args: &Args) -> Result {
     let capacity = prompt_ids.len().saturating_add(args.max_tokens as usize);
     let options = CacheOptions { k: args.kv.k, v: args.kv.v, capacity, ..CacheOptions::default() };
     let mut cache = model.new_cache(&options)?;
-    if let Some(most) = model.config().max_position_embeddings.filter(|&most| capacity > most) {
-        output::note(&format!(
-            "note: prompt and --max-tokens come to {capacity} tokens, and the model was made for at most {most}\n"
-        ))?;
-    }
 
     // The prompt and its continuation are one text, where a person sees both streams.
     if !args.json && std::io::stderr().is_terminal() {
@@ -114,7 +110,8 @@ pub fn run(args: &Args) -> Result {
         kv: args.kv.to_string(),
         device: device.to_string(),
     };
-    output::note(&report.people())?;
+    // The text is out: who does not want to read this need not.
+    let _ = output::note(&report.people());
     if args.json { output::json_line(&report) } else { Ok(()) }
 }
 

@@ -7,7 +7,7 @@ use kvant_models::{CacheOptions, Logits};
 use crate::{
     Result,
     args::{ActivationArgs, DeviceArgs, Kv},
-    output, tokens,
+    output, shipped, tokens,
 };
 
 /// Write the logits after each of some tokens to a file
@@ -16,9 +16,9 @@ use crate::{
 /// tokens 0..=t, fed from position 0. No token is added in front.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Directory of a checkpoint, Hugging Face or MLX layout
+    /// Directory of a checkpoint, Hugging Face or MLX layout [default: the model that ships with kvant]
     #[arg(long, value_name = "DIR")]
-    model: PathBuf,
+    model: Option<PathBuf>,
     #[command(flatten)]
     tokens: Tokens,
     /// Cache type: f32, f16, bf16, tq8, tq6, tq5, tq4, or K:V as in f16:tq4
@@ -53,8 +53,13 @@ pub fn run(args: &Args) -> Result {
         (None, Some(path)) => tokens::read(path)?,
         (None, None) => unreachable!("clap asks for one of them"),
     };
+    // Before what takes long.
+    if let Some(folder) = args.out.parent().filter(|folder| !folder.as_os_str().is_empty() && !folder.is_dir()) {
+        return Err(format!("--out: {}: no such directory", folder.display()).into());
+    }
+    let directory = shipped::directory(args.model.as_deref())?;
     let device = args.device.open()?;
-    let model = args.activations.load(&args.model, &device)?;
+    let model = args.activations.load(&directory, &device)?;
     let step = args.step.map_or(tokens.len(), |step| step as usize);
     let mut cache = model.new_cache(&CacheOptions {
         k: args.kv.k,

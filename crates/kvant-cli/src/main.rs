@@ -13,7 +13,7 @@ mod output;
 mod shipped;
 mod tokens;
 
-use std::process::ExitCode;
+use std::{io::IsTerminal, process::ExitCode};
 
 use clap::{Parser, Subcommand};
 
@@ -54,6 +54,14 @@ fn main() -> ExitCode {
             return if message.use_stderr() { ExitCode::FAILURE } else { ExitCode::SUCCESS };
         }
     };
+    // What the libraries warn of: a GPU that cannot be used, a cache longer than what the model was made for.
+    tracing_subscriber::fmt()
+        .with_max_level(tracing_subscriber::filter::LevelFilter::WARN)
+        .with_writer(std::io::stderr)
+        .with_ansi(std::io::stderr().is_terminal())
+        .with_target(false)
+        .without_time()
+        .init();
     let result = match cli.command {
         Command::Generate(args) => generate::run(&args),
         Command::Eval(args) => eval::run(&args),

@@ -12,6 +12,12 @@ pub const PROMPT: &str = "# Fearless Concurrency\n\n";
 /// The directory of a model: the one asked for, or the shipped one.
 pub fn directory(asked: Option<&Path>) -> Result<PathBuf> {
     if let Some(directory) = asked {
+        if !directory.is_dir() {
+            return Err(format!("{}: no such directory", directory.display()).into());
+        }
+        if !directory.join("config.json").exists() {
+            return Err(format!("{}: not a checkpoint, for it has no config.json", directory.display()).into());
+        }
         return Ok(directory.to_path_buf());
     }
     let places = places();

@@ -133,7 +133,22 @@ impl Config {
             config.eos_token_ids.extend(ids?);
             config.eos_token_ids = once_each(config.eos_token_ids);
         }
+        config.check_token_ids()?;
         Ok(config)
+    }
+
+    /// A text that begins or ends with an id that the model does not have would fail at its first token, or never end.
+    fn check_token_ids(&self) -> Result<()> {
+        let ids = self.eos_token_ids.iter().map(|&id| ("eos_token_id", id));
+        let mut all = ids.chain(self.bos_token_id.map(|id| ("bos_token_id", id)));
+        match all.find(|&(_, id)| id as usize >= self.vocab_size) {
+            Some((key, id)) => Err(Error::Config {
+                key: key.to_string(),
+                expected: format!("below the vocabulary's {}", self.vocab_size),
+                got: id.to_string(),
+            }),
+            None => Ok(()),
+        }
     }
 
     /// Checks a parsed `config.json`.

@@ -9,9 +9,18 @@ use crate::{Error, Result};
 /// More than any model's config.json, and few enough bytes to hold.
 pub(crate) const JSON_LIMIT: u64 = 16 << 20;
 
+/// Opens a file that is one: to open a pipe would wait for somebody who writes into it.
+pub(crate) fn open(path: &Path) -> Result<File> {
+    let failed = |e| Error::file(path, e);
+    if !std::fs::metadata(path).map_err(failed)?.is_file() {
+        return Err(Error::file(path, "not a regular file"));
+    }
+    File::open(path).map_err(failed)
+}
+
 /// The whole file, when it has at most `limit` bytes.
 pub(crate) fn read(path: &Path, limit: u64) -> Result<Vec<u8>> {
-    let file = File::open(path).map_err(|e| Error::file(path, e))?;
+    let file = open(path)?;
     let mut bytes = Vec::new();
     // One byte past the limit tells a file that is too long from one that just fits.
     file.take(limit + 1).read_to_end(&mut bytes).map_err(|e| Error::file(path, e))?;

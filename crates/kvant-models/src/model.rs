@@ -137,7 +137,9 @@ impl Model {
     pub fn new_cache(&self, options: &CacheOptions) -> Result<KvCache> {
         let CacheOptions { k, v, capacity, sequences, slack } = *options;
         if let Some(made_for) = self.config().max_position_embeddings.filter(|&most| capacity > most) {
-            tracing::warn!(capacity, made_for, "the cache holds longer texts than the model was made for");
+            tracing::warn!(
+                "the cache is for texts of up to {capacity} tokens, and the model was made for at most {made_for}"
+            );
         }
         let own = &self.config().layers[..self.config().cache_layers()];
         let layer = |layer: &config::LayerConfig| CacheLayer {

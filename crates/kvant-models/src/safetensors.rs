@@ -118,7 +118,9 @@ impl RawEntry {
     fn check(self, data_bytes: u64) -> std::result::Result<TensorInfo, String> {
         let (start, end) = self.data_offsets;
         if start > end || end > data_bytes {
-            return Err(format!("bytes {start}..{end} are not within the file's {data_bytes}"));
+            return Err(format!(
+                "bytes {start}..{end} are not within the {data_bytes} that the file has after its header; is it cut off?"
+            ));
         }
         let shape: Option<Vec<usize>> = self.shape.iter().map(|&d| usize::try_from(d).ok()).collect();
         let elements = self.shape.iter().try_fold(1u64, |n, &d| n.checked_mul(d));
@@ -178,7 +180,7 @@ impl SafetensorsFile {
     /// Opens a file and checks its header.
     pub fn open(path: &Path) -> Result<SafetensorsFile> {
         let failed = |e: std::io::Error| Error::file(path, e);
-        let mut file = File::open(path).map_err(failed)?;
+        let mut file = files::open(path)?;
         let length = file.metadata().map_err(failed)?.len();
         let mut prefix = [0u8; 8];
         if length < 8 {

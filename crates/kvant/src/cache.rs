@@ -20,7 +20,8 @@ pub struct CacheSpec {
     pub layers: Vec<CacheLayer>,
     /// Independent sequences, S.
     pub sequences: usize,
-    /// Tokens of a sequence that a linear layer (one without a window) holds.
+    /// Tokens of a sequence that a linear layer (one without a window) holds. Where all layers have windows it means nothing:
+    /// sequences may grow as long as positions go.
     pub capacity: usize,
     /// Slots that a ring has beyond its window. With a slack of n, the last n + 1 tokens can always be taken back
     /// ([`KvCache::truncate`]), and n + 1 tokens of a sequence can always be appended at once ([`KvCache::max_batch`]).
@@ -135,7 +136,8 @@ impl KvCache {
     /// Adds tokens to sequences: `tokens` are (sequence, count) pairs, in the order in which the step's tokens stand.
     /// A sequence's new tokens stand at the positions after its last.
     ///
-    /// Once the step's keys and values are written, each of its tokens finds its exact window in every layer.
+    /// Once the step's keys and values are written, each of its tokens finds its exact window in every layer. They count from now
+    /// on: if the pass that should write them fails, take them back with [`KvCache::truncate`].
     ///
     /// # Errors
     /// `CacheFull` when a linear layer has no room (or positions would leave u32). `Value` for a batch so long that a

@@ -150,7 +150,8 @@ impl FromStr for Codec {
         let unknown = || Error::Value {
             op: "codec",
             arg: "name",
-            expected: "f32, f16, bf16, tq8, tq6, tq5 or tq4".to_string(),
+            expected: "f32, f16, bf16, tq8, tq6, tq5 or tq4 (these four also with -rms, -least-squares or -unbiased)"
+                .to_string(),
             got: format!("{name:?}"),
         };
         let (kind, norm) = match name.split_once('-') {

@@ -131,8 +131,8 @@ impl Default for Device {
 fn first_of(devices: impl IntoIterator<Item = (Result<Device>, bool)>) -> Option<Device> {
     devices.into_iter().find_map(|(device, expected)| {
         match &device {
-            Err(reason) if expected => tracing::warn!(%reason, "a GPU is not used"),
-            Err(reason) => tracing::debug!(%reason, "no such GPU"),
+            Err(reason) if expected => tracing::warn!("a GPU is not used: {reason}"),
+            Err(reason) => tracing::debug!("no such GPU: {reason}"),
             Ok(_) => {}
         }
         device.ok()

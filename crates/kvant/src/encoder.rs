@@ -181,6 +181,8 @@ impl Submission {
 ///
 /// They are validated, planned and compiled at capture, and never again. What a replay still does depends on the
 /// device: Metal's command buffers run only once, so there it encodes the launches into a fresh one.
+///
+/// It may go to another thread, but is one thread's at a time.
 pub struct Graph {
     replay: Box<dyn Replay>,
 }

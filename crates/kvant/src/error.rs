@@ -128,7 +128,7 @@ pub enum Error {
         arg: &'static str,
     },
     /// A sequence has no room for the tokens: its linear layers are full.
-    #[error("sequence {sequence}: {tokens} tokens after position {len} exceed the capacity of {capacity}")]
+    #[error("sequence {sequence}: {tokens} tokens more than its {len} exceed the capacity of {capacity}")]
     CacheFull {
         /// The sequence.
         sequence: usize,

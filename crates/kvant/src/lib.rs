@@ -65,6 +65,8 @@
 //! | how a vector is stored | [`Codec`]: dense, or TurboQuant at 4, 5, 6 or 8 bits |
 //! | where the tokens of a pass stand | [`Step`]: position, sequence, lengths |
 //! | an operation | a function of [`ops`] and its descriptor struct with named fields |
+//! | the residual stream | [`RmsNorm::residual`](ops::RmsNorm::residual) adds, before the norm or after it |
+//! | threads | devices, tensors, caches and steps may be shared among threads; an encoder and a graph are one thread's at a time |
 //! | what is correct | [`mod@reference`], which is also a device: [`Device::reference`] |
 //! | what can go wrong | [`Error`], with the operation, the argument, what was expected and what came |
 //!

@@ -19,10 +19,12 @@ fn generate_fails(directory: &Path, message: &str) {
 fn arguments() {
     fails(&["generate", "--kv", "tq7"], "tq7");
     fails(&["generate", "--kv", "f16:"], "f16, bf16");
+    fails(&["generate", "--kv", "tq4:tq4:tq4"], "one codec, or two");
     fails(&["generate", "--device", "abacus"], "abacus");
     fails(&["generate", "--threads", "0"], "threads");
     fails(&["generate", "--device", "reference", "--threads", "2"], "--threads is for the CPU");
     fails(&["generate", "--temperature=-1"], "temperature");
+    fails(&["generate", "--temperature", "-1"], "`temperature`");
     fails(&["generate", "--temperature", "NaN"], "temperature");
     fails(&["generate", "--top-p", "0"], "top_p");
     fails(&["generate", "--max-tokens=-1"], "-1");
@@ -50,12 +52,13 @@ fn absent_devices_say_why() {
 
 #[test]
 fn files_that_are_not_there() {
-    fails(&["generate", "--model", "/nowhere/at/all"], "/nowhere/at/all");
+    fails(&["generate", "--model", "/nowhere/at/all"], "/nowhere/at/all: no such directory");
+    generate_fails(&scratch("files_that_are_not_there"), "not a checkpoint");
     fails(&["eval", "--text", "/nowhere/text"], "/nowhere/text");
     fails(&["eval", "--tokens", "/nowhere/ids"], "/nowhere/ids");
     let model = shipped();
     fails(&["logits", "--model", str(&model), "--tokens-file", "/nowhere/ids", "--out", "x"], "/nowhere/ids");
-    fails(&["logits", "--model", str(&model), "--tokens", "2", "--out", "/nowhere/out"], "/nowhere/out");
+    fails(&["logits", "--model", str(&model), "--tokens", "2", "--out", "/nowhere/out"], "/nowhere: no such directory");
 }
 
 #[test]
@@ -124,6 +127,7 @@ fn broken_configs() {
         ("\"num_hidden_layers\": 6", "\"num_hidden_layers\": 4000000000", ""),
         ("\"vocab_size\": 4096", "\"vocab_size\": 4097", ""),
         ("\"num_key_value_heads\": 2", "\"num_key_value_heads\": 3", ""),
+        ("\"bos_token_id\": 2", "\"bos_token_id\": 4096", "`bos_token_id` must be below the vocabulary's 4096"),
         ("{", "", "config.json"),
     ] {
         assert!(good.contains(from));
@@ -156,6 +160,20 @@ fn broken_tokenizers() {
 fn a_prompt_that_is_not_text() {
     let error = kvant_with_input(&["generate", "--prompt", "-", "--max-tokens", "1"], &[0xff, 0xfe, 0x00]).error();
     assert!(error.contains("standard input"), "{error}");
+}
+
+/// Nobody writes into it.
+#[cfg(unix)]
+#[test]
+fn pipes_are_no_checkpoints() {
+    let directory = copy_of_the_model("pipes_are_no_checkpoints");
+    for name in ["model.safetensors", "config.json"] {
+        let path = directory.join(name);
+        std::fs::remove_file(&path).unwrap();
+        let made = std::process::Command::new("mkfifo").arg(&path).status().unwrap();
+        assert!(made.success());
+        generate_fails(&directory, &format!("{name}: not a regular file"));
+    }
 }
 
 #[test]

@@ -60,6 +60,10 @@ impl KvCache {
     pub fn load_within(device: &Device, path: impl AsRef<Path>, max_bytes: u64) -> Result<KvCache> {
         let path = path.as_ref();
         let bad = |reason: String| Error::File { path: path.display().to_string(), reason };
+        // To open a pipe would wait for somebody who writes into it.
+        if !std::fs::metadata(path).map_err(io(path))?.is_file() {
+            return Err(bad("not a regular file".to_string()));
+        }
         let file = File::open(path).map_err(io(path))?;
         let file_len = file.metadata().map_err(io(path))?.len();
         let mut file = BufReader::new(file);
@@ -276,9 +280,12 @@ fn read_header(file: &mut impl Read, file_len: u64, path: &Path) -> Result<(Meta
 fn parse(metadata: &Option<HashMap<String, String>>) -> std::result::Result<(CacheSpec, Vec<Sequence>), String> {
     let get = |key: &str| metadata.as_ref().and_then(|m| m.get(key)).ok_or(format!("no metadata {key:?}"));
     let number = |text: &str| text.parse::<usize>().map_err(|_| format!("{text:?} is not a number"));
-    let (format, version) = (get("format")?, get("version")?);
-    if format != FORMAT || version != VERSION {
-        return Err(format!("format {format:?}, version {version:?}; this is for {FORMAT:?}, version {VERSION:?}"));
+    if get("format").ok().is_none_or(|format| format != FORMAT) {
+        return Err(format!("not a snapshot of a cache: its metadata have no format {FORMAT:?}"));
+    }
+    let version = get("version")?;
+    if version != VERSION {
+        return Err(format!("version {version:?}; this is for version {VERSION:?}"));
     }
     let layer = |text: &str| {
         let fields: Vec<&str> = text.split(':').collect();

@@ -438,6 +438,12 @@ fn lies_are_refused_before_memory_is_taken() {
     assert!(KvCache::load_within(&Device::cpu(), &file.0, limit - 1).is_err());
     std::fs::write(&file.0, [&u64::MAX.to_le_bytes()[..], &bytes[8..]].concat()).unwrap();
     assert!(matches!(KvCache::load(&Device::cpu(), &file.0), Err(Error::File { .. })));
+    // The weights of a model, say.
+    let other = br#"{"__metadata__":{"format":"pt"}}"#;
+    std::fs::write(&file.0, [&(other.len() as u64).to_le_bytes()[..], other].concat()).unwrap();
+    let error = KvCache::load(&Device::cpu(), &file.0).err().unwrap();
+    assert!(error.to_string().contains("not a snapshot"), "{error}");
+    assert!(matches!(KvCache::load(&Device::cpu(), std::env::temp_dir()), Err(Error::File { .. })));
 }
 
 #[test]

@@ -52,7 +52,8 @@ pub struct Attend<'a> {
     pub window: Option<usize>,
     /// The queries are already rotated ([`NormRope::rotate`](super::NormRope::rotate)); needs quantised keys.
     pub q_rotated: bool,
-    /// A plan made by [`plan`], to be used for all layers of a step; made here when absent.
+    /// A plan made by [`plan`], to be used for all layers of a step that have the same shape, codecs and window; made here when
+    /// absent.
     pub plan: Option<&'a Plan>,
     /// `[T, H, D]`, f32, f16 or bf16.
     pub out: &'a Tensor,
