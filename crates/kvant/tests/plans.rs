@@ -2,10 +2,10 @@
 
 mod common;
 
-use common::without_gpu::Launches;
+use common::without_gpu::{self, Launches};
 use kvant::{
     Codec, DType, Device, KvLayer, LayerSpec, Result, SlotOrder, Step, Tensor, gpu,
-    ops::{self, Attend, attend::Plan},
+    ops::{self, Affine, Attend, Linear, Weight, attend::Plan},
 };
 
 struct Case {
@@ -126,6 +126,24 @@ fn a_kv_head_has_several_clusters() -> Result<()> {
             "{head_dim}, {kv_heads}, {capacity}: {}",
             all[0]
         );
+    }
+    Ok(())
+}
+
+/// The second dimension of a grid counts rows, up to a limit: beyond it other kernels take them.
+#[test]
+fn millions_of_rows_fit_into_a_grid() -> Result<()> {
+    let device = without_gpu::device();
+    let (outputs, inputs, group) = (8, 64, 64);
+    let codes = Tensor::zeros(&device, DType::U32, &[outputs, inputs / 8])?;
+    let scales = Tensor::zeros(&device, DType::BF16, &[outputs, inputs / group])?;
+    let weight = Weight::Affine(Affine { codes: &codes, scales: &scales, biases: &scales, bits: 4, group });
+    for rows in [2_096_992, 2_097_024, 2_097_025, 2_097_120, 2_097_121] {
+        let x = Tensor::zeros(&device, DType::BF16, &[rows, inputs])?;
+        let out = Tensor::zeros(&device, DType::BF16, &[rows, outputs])?;
+        let mut enc = device.encoder()?;
+        ops::linear(&mut enc, &Linear { x: &x, weight, experts: None, alpha: 1.0, out: &out })?;
+        enc.commit()?.wait()?;
     }
     Ok(())
 }

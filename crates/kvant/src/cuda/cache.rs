@@ -66,8 +66,9 @@ fn write(folder: &Path, key: &str, code: &[u8]) -> std::io::Result<()> {
     // A reader sees a whole file or none. Writers of one key write the same.
     let path = folder.join(name_of(key));
     let temporary = path.with_extension(format!("{}-{:?}", std::process::id(), std::thread::current().id()));
-    fs::write(&temporary, file)?;
-    fs::rename(&temporary, path).inspect_err(|_| drop(fs::remove_file(&temporary)))
+    // Half a file stays where the disk is full.
+    let written = fs::write(&temporary, file).and_then(|()| fs::rename(&temporary, path));
+    written.inspect_err(|_| drop(fs::remove_file(&temporary)))
 }
 
 /// Eight bytes of length, and what follows.

@@ -26,8 +26,8 @@ const WARPGROUPS: usize = 3;
 const STAGES: std::ops::RangeInclusive<usize> = 3..=6;
 /// Rows of a chunk, where there are enough of them to keep the device busy, and else.
 const ROWS: [usize; 2] = [128, 64];
-/// The most rows: those of `arrange` are counted by the grid's second dimension, 32 together.
-const MOST_ROWS: usize = 65_535 * 32;
+/// The most rows: those of whole chunks are counted by the grid's second dimension of `arrange`, 32 together.
+const MOST_ROWS: usize = 65_535 * 32 / ROWS[0] * ROWS[0];
 
 /// How x is cut into chunks.
 struct Chunks {

@@ -74,6 +74,8 @@ impl Executor for Launches {
 
 impl LaunchPass for Launches {
     fn launch(&mut self, launch: Launch) -> Result<()> {
+        let [x, y, z] = launch.grid.groups;
+        assert!(x <= i32::MAX as u32 && y <= 65535 && z <= 65535, "{launch:?}: CUDA has no such grid");
         let key = format!("{}/{} {:?}", launch.source.name, launch.kernel, launch.constants);
         self.all.lock().unwrap().push(format!("{key} {:?}", launch.grid));
         let new = self.kernels.lock().unwrap().insert(key);
