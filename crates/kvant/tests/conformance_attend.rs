@@ -4,7 +4,14 @@ mod common;
 
 use std::collections::HashSet;
 
-use common::{FLOATS, Rng, attention::Case, devices, layers::CODECS, without_gpu};
+use common::{
+    FLOATS, Rng,
+    attention::Case,
+    devices,
+    layers::CODECS,
+    limited,
+    without_gpu::{self, Model},
+};
 use kvant::{Codec, DType, DeviceKind, SlotOrder, ops::SourceOrder};
 
 const HEAD_DIMS: [usize; 4] = [64, 128, 256, 512];
@@ -507,6 +514,32 @@ fn decode_of_what_is_not_finite() {
             }
         }
     }
+}
+
+/// A block has less shared memory on most GPUs than on an H200, which does here as if it had no more: two buffers, tiles of 16 keys,
+/// few copies of tables.
+#[test]
+fn little_shared_memory() {
+    let has_cuda = devices().iter().any(|device| device.kind() == DeviceKind::Cuda);
+    let Some(device) = has_cuda.then(|| limited::cuda_like(Model::Rtx4090)).flatten() else { return };
+    let (f32, f16, tq4, tq8) = (Codec::F32, Codec::F16, Codec::tq(4), Codec::tq(8));
+    let pairs =
+        [(f32, f32), (tq8, f16), (f16, tq8), (tq8, tq4), (f32, tq8), (tq8, f32), (Codec::tq(5), f32), (f32, tq4)];
+    let mut cases = Vec::new();
+    for (i, (k, v)) in pairs.into_iter().enumerate() {
+        for (j, head_dim) in [128, 256, 512].into_iter().enumerate() {
+            let (q, out) = (FLOATS[(i + j) % 3], FLOATS[(i + 2 * j) % 3]);
+            let sequences = [vec![(300, 1)], vec![(5, 40)], vec![(70, 3), (0, 20)]][(i + i / 3 + j) % 3].clone();
+            let case = Case { head_dim, kv_heads: 2, group: 2, k, v, q, out, sequences, ..Case::default() };
+            cases.push(match i % 4 {
+                0 => Case { fresh: Some(SourceOrder::TokenMajor), ..case },
+                1 => Case { ring: Some(50), ..case },
+                2 => Case { softcap: Some(4.0), window: Some(33), ..case },
+                _ => case,
+            });
+        }
+    }
+    on_threads(&cases, |case| case.check_on(std::slice::from_ref(&device), &case.data()));
 }
 
 /// Anything with anything.

@@ -6,7 +6,7 @@ mod common;
 
 use std::collections::HashSet;
 
-use common::without_gpu::Launches;
+use common::without_gpu::{Launches, Model};
 use kvant::{
     CacheLayer, CacheSpec, Codec, DType, Device, Encoder, KvCache, KvLayer, LayerSpec, Result, SlotOrder, Step, Tensor,
     gpu,
@@ -19,19 +19,18 @@ use kvant::{
 
 const FLOATS: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
-fn device(before_hopper: bool) -> Option<(Device, Launches)> {
+fn device(model: Model) -> Option<(Device, Launches)> {
     if !gpu::has_cuda_compiler() {
         eprintln!("libnvrtc cannot be loaded: the CUDA kernels are not compiled on this machine");
         return None;
     }
-    let arch = if before_hopper { "sm_80" } else { "sm_90a" };
-    let launches = Launches { compiles: Some(arch), before_hopper, ..Launches::default() };
+    let launches = Launches { model, compiles: true, ..Launches::default() };
     Some((gpu::cuda_device(launches.clone()), launches))
 }
 
 #[test]
 fn every_kernel_compiles() -> Result<()> {
-    let Some((device, launches)) = device(false) else { return Ok(()) };
+    let Some((device, launches)) = device(Model::H200) else { return Ok(()) };
     let mut enc = device.encoder()?;
     for dtype in FLOATS {
         elements(&device, &mut enc, dtype)?;
@@ -56,7 +55,7 @@ fn every_kernel_compiles() -> Result<()> {
 /// What few tokens and small matrices do not come to: encoding by eights, and the shapes of products of codes.
 #[test]
 fn kernels_of_large_shapes_compile() -> Result<()> {
-    let Some((device, launches)) = device(false) else { return Ok(()) };
+    let Some((device, launches)) = device(Model::H200) else { return Ok(()) };
     let mut enc = device.encoder()?;
     for (head_dim, k, v) in
         [(128, Codec::tq(4), Codec::tq(8)), (256, Codec::tq(5), Codec::tq(5)), (512, Codec::tq(6), Codec::BF16)]
@@ -83,7 +82,7 @@ fn kernels_of_large_shapes_compile() -> Result<()> {
 /// No clusters, no bulk copies, other waits, less shared memory.
 #[test]
 fn kernels_compile_for_gpus_before_hopper() -> Result<()> {
-    let Some((device, launches)) = device(true) else { return Ok(()) };
+    let Some((device, launches)) = device(Model::A100) else { return Ok(()) };
     let mut enc = device.encoder()?;
     attention(&device, &mut enc, false)?;
     for bits in [4, 6, 8] {
@@ -98,6 +97,39 @@ fn kernels_compile_for_gpus_before_hopper() -> Result<()> {
         assert!(seen.iter().any(|key| key.starts_with(part)), "{part}: nothing of it among {seen:?}");
     }
     assert!(!seen.iter().any(|key| key.contains("(\"CLUSTER\", UInt(8))") || key.contains("(\"BULK\", Bool(true))")));
+    Ok(())
+}
+
+/// What attention is compiled for where a block has 99 KiB of shared memory: two buffers, tiles of 16 keys, few copies of tables.
+#[test]
+fn attention_compiles_for_gpus_of_little_shared_memory() -> Result<()> {
+    let (tq, f16, bf16) = (Codec::tq, DType::F16, DType::BF16);
+    let cases: [Attention; 6] = [
+        (128, tq(8), Codec::F32, bf16, bf16, 2, 1),
+        (256, Codec::F32, Codec::F32, bf16, bf16, 8, 40),
+        (256, tq(8), Codec::F16, f16, f16, 1, 1),
+        (256, tq(8), tq(4), bf16, bf16, 1, 9),
+        (512, Codec::F32, Codec::F32, DType::F32, DType::F32, 8, 1),
+        (512, Codec::F32, tq(8), DType::F32, DType::F32, 1, 1),
+    ];
+    for model in [Model::Rtx4090, Model::Rtx5090] {
+        let Some((device, launches)) = device(model) else { return Ok(()) };
+        let mut enc = device.encoder()?;
+        for (i, case) in cases.into_iter().enumerate() {
+            if model == Model::Rtx4090 || i == 1 {
+                attend(&device, &mut enc, Some("attend"), 99, case, i % 2 == 1)?;
+            }
+        }
+        if model == Model::Rtx5090 {
+            // In clusters.
+            attend(&device, &mut enc, None, 9999, (128, Codec::BF16, Codec::BF16, bf16, bf16, 4, 1), false)?;
+            attend(&device, &mut enc, None, 99, (128, tq(4), tq(4), bf16, bf16, 4, 1), false)?;
+        }
+        enc.commit()?.wait()?;
+        let seen = launches.kernels.lock().unwrap();
+        println!("{model:?}: {} kernels", seen.len());
+        assert!(seen.iter().any(|key| key.contains("(\"BUFFERS\", UInt(2))")), "{seen:?}");
+    }
     Ok(())
 }
 

@@ -2,10 +2,10 @@
 
 mod common;
 
-use common::without_gpu::{self, Launches};
+use common::without_gpu::{self, Launches, Model};
 use kvant::{
     Codec, DType, Device, KvLayer, LayerSpec, Result, SlotOrder, Step, Tensor, gpu,
-    ops::{self, Affine, Attend, Linear, Weight, attend::Plan},
+    ops::{self, Affine, Attend, Fresh, Linear, SourceOrder, Weight, attend::Plan},
 };
 
 struct Case {
@@ -75,6 +75,56 @@ fn a_plan_changes_no_launch() -> Result<()> {
         clusters += usize::from(without[0].contains("(\"CLUSTER\", UInt(8))"));
     }
     assert!(clusters > 10, "{clusters} launches in clusters");
+    Ok(())
+}
+
+/// Whatever a cache holds, however many tokens come: no GPU has too little shared memory for it.
+#[test]
+fn attention_runs_on_every_gpu() -> Result<()> {
+    let codecs = [Codec::F32, Codec::F16, Codec::BF16, Codec::tq(4), Codec::tq(5), Codec::tq(6), Codec::tq(8)];
+    let floats = [DType::F32, DType::F16, DType::BF16];
+    for model in [Model::H200, Model::A100, Model::Rtx4090, Model::Rtx5090] {
+        let device = gpu::cuda_device(Launches { model, ..Launches::default() });
+        for head_dim in ops::attend::HEAD_DIMS {
+            for (k, v) in codecs.into_iter().flat_map(|k| codecs.map(|v| (k, v))) {
+                let (kv_heads, capacity, order) = (1, 99, SlotOrder::HeadMajor);
+                let spec =
+                    LayerSpec { sequences: 1, kv_heads, capacity, head_dim, k, v, window: None, ring: false, order };
+                let layer = KvLayer::new(&device, spec)?;
+                for (q, out) in floats.into_iter().flat_map(|q| floats.map(|out| (q, out))) {
+                    for tokens in [1, 3, 5, 30] {
+                        attend(&device, &layer, tokens, q, out).map_err(|e| {
+                            panic!("{model:?}, D {head_dim}, k {k}, v {v}, q {q}, out {out}, {tokens} tokens: {e}")
+                        })?;
+                    }
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Over the cache, and with keys beside it that are of the queries' dtype.
+fn attend(device: &Device, layer: &KvLayer, tokens: usize, q: DType, out: DType) -> Result<()> {
+    let head_dim = layer.spec().head_dim;
+    let positions: Vec<_> = (0..tokens as u32).map(|p| (0, p)).collect();
+    let new = Tensor::zeros(device, q, &[tokens, 1, head_dim])?;
+    let past = Tensor::zeros(device, DType::U32, &[1])?;
+    for fresh in [false, true] {
+        let args = Attend {
+            q: &Tensor::zeros(device, q, &[tokens, 2, head_dim])?,
+            layer,
+            step: &Step::new(device, 1, &positions)?,
+            fresh: fresh.then_some(Fresh { k: &new, v: &new, order: SourceOrder::TokenMajor, past: &past }),
+            scale: 1.0,
+            softcap: None,
+            window: None,
+            q_rotated: false,
+            plan: None,
+            out: &Tensor::zeros(device, out, &[tokens, 2, head_dim])?,
+        };
+        ops::attend(&mut device.encoder()?, &args)?;
+    }
     Ok(())
 }
 

@@ -134,18 +134,29 @@ inline void go_through(const AttendParams &p, const Buffers &b, const Shared &sh
                        Work &work, Prepare prepare) {
     const uint tiles = tiles_of(segment.keys);
     constexpr int AHEAD = BUFFERS / 2;
+    // Keys and values then have a buffer each: values come while scores are computed, the next keys while values are added.
+    constexpr bool TWO_BUFFERS = BUFFERS == 2;
+    static_assert(TWO_BUFFERS || BUFFERS == 4, "attend: two buffers or four");
     // Nobody reads the buffers any more.
     __syncthreads();
 #pragma unroll 1
     for (int tile = -AHEAD; tile < int(tiles); tile++) {
+        if (TWO_BUFFERS) {
+            // This tile's keys have come, and the values of the tile before it are not read any more.
+            copies_wait<0>();
+            __syncthreads();
+            copy_values(p, b, shared, segment, tiles, tile);
+        }
         if (tile >= 0) {
             attend_to(p, b, shared, segment, all, tile, work);
         }
-        // Values of the tile before this one, and its keys, are not read any more: their buffers are free.
-        copy_values(p, b, shared, segment, tiles, tile + AHEAD - 1);
+        if (!TWO_BUFFERS) {
+            // Values of the tile before this one, and its keys, are not read any more: their buffers are free.
+            copy_values(p, b, shared, segment, tiles, tile + AHEAD - 1);
+        }
         if (tile >= 0) {
-            // This tile's values and the next one's keys have come, and all weights are there.
-            copies_wait<BUFFERS - 3>();
+            // This tile's values have come, of four buffers the next one's keys, too; and all weights are there.
+            copies_wait<TWO_BUFFERS ? 0 : BUFFERS - 3>();
             __syncthreads();
         }
         copy_keys(p, b, shared, segment, tiles, tile + AHEAD);

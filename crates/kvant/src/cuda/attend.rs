@@ -48,6 +48,9 @@ pub(super) const MAX_SPLITS: usize = 512;
 pub(super) const MAX_CLUSTER: usize = 8;
 /// Query rows of a block: tiles of 8, as many as registers allow.
 const ROW_TILES: [usize; 4] = [1, 2, 4, 8];
+/// Buffers, and copies of each table of centroids: the best ones first, then what fits into less shared memory. GPUs of
+/// compute capability 8.6, 8.9 and 12.0 have 99 KiB.
+const ROOMS: [[usize; 2]; 4] = [[4, 32], [2, 32], [2, 8], [2, 4]];
 
 /// One side (keys or values) as the kernel works on it: `Side` of `attend_side.h`.
 #[derive(Clone, Copy)]
@@ -93,10 +96,11 @@ impl Side {
         low + 16 + high + high.min(16)
     }
 
+    /// Bytes of one copy of the table.
     fn table_bytes(&self) -> usize {
         match self.codec {
-            Codec::TurboQuant(tq) if tq.bits == 4 && self.parts == 1 => 256 * 128,
-            Codec::TurboQuant(tq) => 128 << tq.bits,
+            Codec::TurboQuant(tq) if tq.bits == 4 && self.parts == 1 => 256 * 4,
+            Codec::TurboQuant(tq) => 4 << tq.bits,
             Codec::Dense(_) => 0,
         }
     }
@@ -110,6 +114,7 @@ struct Kernel {
     warps: usize,
     tile: usize,
     buffers: usize,
+    lane_copies: usize,
     shared_bytes: usize,
     /// Blocks that share a multiprocessor.
     together: usize,
@@ -119,24 +124,26 @@ impl Kernel {
     fn new(k: Side, v: Side, rows: usize, limits: &Limits) -> Option<Kernel> {
         let dim = k.head_dim;
         let quantised = k.codec.is_quantised() || v.codec.is_quantised();
-        // Most query rows first; for each, warps and keys of a tile from the best to what needs the least memory.
-        let most = ROW_TILES.into_iter().rev().skip_while(|&tiles| tiles > 1 && tiles * 4 >= rows);
-        most.flat_map(|row_tiles| {
-            let shapes: &[[usize; 2]] = match (dim, row_tiles) {
-                (512, 1) if quantised => &[[16, 128], [8, 64], [4, 64], [4, 32], [4, 16]],
-                (512, 1..=2) => &[[8, 32], [4, 32], [4, 16]],
-                (128.., 4..) => &[[8, 128], [8, 64], [8, 32]],
-                _ => &[[4, 64], [4, 32]],
-            };
-            shapes.iter().map(move |&[warps, tile]| (row_tiles, warps, tile))
-        })
-        .find_map(|(row_tiles, warps, tile)| {
-            let buffers = 4;
-            let mut kernel = Kernel { k, v, row_tiles, warps, tile, buffers, shared_bytes: 0, together: 1 };
-            kernel.shared_bytes = kernel.shared();
-            kernel.together = blocks_beside_each_other(kernel.shared_bytes, limits).min(12 / warps).clamp(1, 3);
-            (kernel.shared_bytes <= limits.threadgroup_bytes).then_some(kernel)
-        })
+        // In each room most query rows first; for each, warps and keys of a tile from the best to what needs the least memory.
+        let most = ROW_TILES.into_iter().rev().skip_while(move |&tiles| tiles > 1 && tiles * 4 >= rows);
+        let rooms = ROOMS.into_iter().flat_map(|room| most.clone().map(move |row_tiles| (room, row_tiles)));
+        rooms
+            .flat_map(|(room, row_tiles)| {
+                let shapes: &[[usize; 2]] = match (dim, row_tiles) {
+                    (512, 1) if quantised => &[[16, 128], [8, 64], [4, 64], [4, 32], [4, 16]],
+                    (512, 1..=2) => &[[8, 32], [4, 32], [4, 16]],
+                    (128.., 4..) => &[[8, 128], [8, 64], [8, 32]],
+                    _ => &[[4, 64], [4, 32], [4, 16]],
+                };
+                shapes.iter().map(move |&shape| (room, row_tiles, shape))
+            })
+            .find_map(|([buffers, lane_copies], row_tiles, [warps, tile])| {
+                let mut kernel =
+                    Kernel { k, v, row_tiles, warps, tile, buffers, lane_copies, shared_bytes: 0, together: 1 };
+                kernel.shared_bytes = kernel.shared();
+                kernel.together = blocks_beside_each_other(kernel.shared_bytes, limits).min(12 / warps).clamp(1, 3);
+                (kernel.shared_bytes <= limits.threadgroup_bytes).then_some(kernel)
+            })
     }
 
     fn rows(&self) -> usize {
@@ -150,7 +157,7 @@ impl Kernel {
         let [k_norms, v_norms] = [k.row()[2], v.row()[2]];
         let buffer = tile * (k.shared_row() + k_norms + v_norms).max(v.shared_row());
         let one_table = planes::codec_code(k.codec) == planes::codec_code(v.codec);
-        let tables = v.table_bytes() + if one_table { 0 } else { k.table_bytes() };
+        let tables = self.lane_copies * (v.table_bytes() + if one_table { 0 } else { k.table_bytes() });
         let variants = if v_norms == 8 { 2 } else { 1 };
         let operands = k.terms * (dim / 16) + variants * v.terms * (tile / 16);
         (self.buffers * buffer).max(self.rows() * dim * 4)
@@ -408,7 +415,7 @@ pub(super) fn params(call: &Call, rows: &Rows, item_rows: usize, items: usize, s
 
 /// What both launches of `attend.cu` have in common.
 fn launch(call: &Call, b: &Builder, shape: &Shape, rows: &Rows) -> Result<Launch> {
-    let Kernel { k, v, row_tiles, warps, tile, buffers, shared_bytes, together } = shape.kernel;
+    let Kernel { k, v, row_tiles, warps, tile, buffers, lane_copies, shared_bytes, together } = shape.kernel;
     let params = params(call, rows, shape.item_rows, shape.items, shape.splits)?;
     let constant = |value: usize| value as u32;
     let launch = Launch::new(NAME, &SOURCE, "attend")
@@ -425,6 +432,7 @@ fn launch(call: &Call, b: &Builder, shape: &Shape, rows: &Rows) -> Result<Launch
         .constant("WARPS", constant(warps))
         .constant("TILE", constant(tile))
         .constant("BUFFERS", constant(buffers))
+        .constant("LANE_COPIES", constant(lane_copies))
         .constant("CLUSTER", 1u32)
         .constant("BLOCKS_PER_MULTIPROCESSOR", constant(together))
         .constant("SOFTCAP", call.softcap.is_some())

@@ -19,7 +19,7 @@ struct Work {
 inline void scores(const Shared &shared, const uchar *buffer, uint group, float (&s)[NT][4]) {
     const uint lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const uint2 *queries = shared.queries() + lane;
-    const uint *table = shared.k_table() + lane;
+    const uint *table = shared.k_table() + lane % LANE_COPIES;
     const float *norms = reinterpret_cast<const float *>(buffer + K_NORMS);
     float sums[CHAINS][NT][4] = {};
     const uint row = group * 16 + g;

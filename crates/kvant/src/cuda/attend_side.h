@@ -12,8 +12,6 @@
 #include "planes.h"
 #include "fragments.h"
 
-constexpr uint LANE_COPIES = 32;
-
 template <uint CODEC, uint PARTS, uint DIM>
 struct Side {
     static constexpr bool QUANTISED = CODEC >= TQ4;
@@ -27,7 +25,8 @@ struct Side {
     static constexpr uint HIGH_PITCH = HIGH_ROW + HIGH_COPY;
     static constexpr uint BLOCKS = QUANTISED ? (DIM + 255) / 256 : 0;
 
-    // Centroids in shared memory, one copy for each lane so that lookups never share a bank. PAIRED: an entry is two f16
+    // Centroids in shared memory, one copy for each lane so that lookups never share a bank; fewer where there is no room
+    // (LANE_COPIES). PAIRED: an entry is two f16
     // centroids, of both nibbles of a byte. Else it is one, split in two: the rounding in the low half, the rest above.
     static constexpr bool PAIRED = CODEC == TQ4 && PARTS == 1;
     static constexpr uint ENTRIES = !QUANTISED ? 0 : PAIRED ? 256 : 1u << CODEC;

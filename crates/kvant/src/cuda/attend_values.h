@@ -16,7 +16,7 @@ inline void multiply(const Shared &shared, const uchar *buffer, Sums &sums, Filt
     const uint slice = warp * SLICE;
     const uint variant = VARIANTS == 2 ? slice / 256 : 0;
     const uint2 *weights = shared.weights() + variant * P_TERMS * KEY_GROUPS * NT * 32 + lane;
-    const uint *table = shared.v_table() + lane;
+    const uint *table = shared.v_table() + lane % LANE_COPIES;
 #pragma unroll 2
     for (uint group = 0; group < KEY_GROUPS; group++) {
         uint2 w[P_TERMS][NT];

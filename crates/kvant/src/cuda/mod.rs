@@ -48,10 +48,12 @@ mod products;
 #[cfg(feature = "cuda")]
 mod runtime;
 
+use std::sync::Arc;
+
 use crate::{
     Device, DeviceKind, Result,
     device::not_built,
-    gpu::{Builder, Kernels, LANES as WARP, Launch, Limits, THREADS, planes},
+    gpu::{Builder, Executor, Kernels, LANES as WARP, Launch, Limits, THREADS, planes},
     ops::Call,
 };
 
@@ -69,7 +71,7 @@ fn blocks_beside_each_other(shared_bytes: usize, limits: &Limits) -> usize {
 /// The first NVIDIA GPU; always the same device.
 #[cfg(feature = "cuda")]
 pub(crate) fn open() -> Result<Device> {
-    use std::sync::{Arc, OnceLock};
+    use std::sync::OnceLock;
 
     use crate::gpu::Gpu;
 
@@ -87,6 +89,18 @@ pub(crate) fn open() -> Result<Device> {
 #[cfg(not(feature = "cuda"))]
 pub(crate) fn open() -> Result<Device> {
     not_built(DeviceKind::Cuda, "this kvant was built without the feature `cuda`")
+}
+
+/// What runs launches on the first NVIDIA GPU, apart from the device.
+#[cfg(feature = "cuda")]
+pub(crate) fn executor() -> Option<Arc<dyn Executor>> {
+    let gpu = runtime::Cuda::open().inspect_err(|why| tracing::debug!(why, "no NVIDIA GPU"));
+    gpu.ok().map(|gpu| Arc::new(gpu) as Arc<dyn Executor>)
+}
+
+#[cfg(not(feature = "cuda"))]
+pub(crate) fn executor() -> Option<Arc<dyn Executor>> {
+    None
 }
 
 /// Whether this machine should have a device of the kind: whether NVIDIA's driver is installed.

@@ -73,6 +73,11 @@ pub fn cuda_device(executor: impl Executor) -> Device {
     Device::from_backend(Arc::new(Gpu { executor: Arc::new(executor), kernels: crate::cuda::KERNELS }))
 }
 
+/// What runs launches on the first NVIDIA GPU, if there is one: for devices that say they have less than it has.
+pub fn cuda_executor() -> Option<Arc<dyn Executor>> {
+    crate::cuda::executor()
+}
+
 /// Whether [`compile_cuda`] can do its work here: whether libnvrtc can be loaded.
 pub fn has_cuda_compiler() -> bool {
     crate::cuda::has_compiler()

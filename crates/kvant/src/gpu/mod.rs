@@ -28,7 +28,9 @@ pub(crate) mod softcap;
 pub(crate) mod tables;
 mod vectors;
 
-pub use device::{Executor, LaunchPass, Limits, compile_cuda, cuda_device, has_cuda_compiler, metal_device};
+pub use device::{
+    Executor, LaunchPass, Limits, compile_cuda, cuda_device, cuda_executor, has_cuda_compiler, metal_device,
+};
 pub use launch::{Binding, Constant, Grid, Header, Launch, Product, Source, Use};
 pub use order::Order;
 pub use params::Layout;

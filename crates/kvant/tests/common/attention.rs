@@ -253,9 +253,14 @@ impl Case {
 
     /// The same with other data.
     pub fn check_data(&self, data: &Data) {
+        self.check_on(devices(), data);
+    }
+
+    /// The same on some devices.
+    pub fn check_on(&self, devices: &[Device], data: &Data) {
         let mut wrong = Vec::new();
         let mut last: Option<(Vec<Vec<u8>>, Output)> = None;
-        for device in devices() {
+        for device in devices {
             let mut check = || -> Result<Vec<String>> {
                 let layer = self.layer(device, data)?;
                 let bytes = planes(&layer)?;

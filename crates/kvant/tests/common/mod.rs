@@ -9,6 +9,7 @@
 
 pub mod attention;
 pub mod layers;
+pub mod limited;
 pub mod without_gpu;
 
 use std::{fmt::Display, sync::OnceLock};

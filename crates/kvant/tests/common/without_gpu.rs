@@ -12,13 +12,49 @@ use kvant::{
     gpu::{self, Executor, Launch, LaunchPass, Limits, Memory, Replay, Wait, compile_cuda},
 };
 
+/// The GPU that launches are made for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Model {
+    #[default]
+    H200,
+    /// Before Hopper.
+    A100,
+    /// The same, with the least shared memory: A10, L4, L40 and GeForce alike.
+    Rtx4090,
+    /// After Hopper, with as little.
+    Rtx5090,
+}
+
+impl Model {
+    /// What its kernels are compiled for.
+    pub fn arch(self) -> &'static str {
+        match self {
+            Model::H200 => "sm_90a",
+            Model::A100 => "sm_80",
+            Model::Rtx4090 => "sm_89",
+            Model::Rtx5090 => "sm_120a",
+        }
+    }
+
+    pub fn limits(self) -> Limits {
+        let (kib, busy_groups) = match self {
+            Model::H200 => (227, 132),
+            Model::A100 => (163, 108),
+            Model::Rtx4090 => (99, 128),
+            Model::Rtx5090 => (99, 170),
+        };
+        let clusters = matches!(self, Model::H200 | Model::Rtx5090);
+        let warpgroup_products = self == Model::H200;
+        Limits { threads: 1024, threadgroup_bytes: kib << 10, busy_groups, warpgroup_products, clusters }
+    }
+}
+
 /// Notes what it is asked to run.
 #[derive(Clone, Default)]
 pub struct Launches {
-    /// What each kernel is compiled for, once: `sm_80` for GPUs before Hopper.
-    pub compiles: Option<&'static str>,
-    /// Whether launches are those of a GPU before Hopper, with the shared memory of an A100.
-    pub before_hopper: bool,
+    pub model: Model,
+    /// Whether each kernel is compiled, once.
+    pub compiles: bool,
     /// File, kernel and constants of what has been launched.
     pub kernels: Arc<Mutex<HashSet<String>>>,
     /// The same of every launch, in order, and its grid.
@@ -46,14 +82,7 @@ impl Executor for Launches {
         "no GPU".to_string()
     }
     fn limits(&self) -> Limits {
-        let hopper = !self.before_hopper;
-        Limits {
-            threads: 1024,
-            threadgroup_bytes: if hopper { 227 << 10 } else { 163 << 10 },
-            busy_groups: if hopper { 132 } else { 108 },
-            warpgroup_products: hopper,
-            clusters: hopper,
-        }
+        self.model.limits()
     }
     fn allocate(&self, _bytes: usize, _zeroed: bool) -> Result<Box<dyn Memory>> {
         Ok(Box::new(Nothing))
@@ -79,9 +108,11 @@ impl LaunchPass for Launches {
         let key = format!("{}/{} {:?}", launch.source.name, launch.kernel, launch.constants);
         self.all.lock().unwrap().push(format!("{key} {:?}", launch.grid));
         let new = self.kernels.lock().unwrap().insert(key);
-        let Some(arch) = self.compiles.filter(|_| new) else { return Ok(()) };
+        if !(self.compiles && new) {
+            return Ok(());
+        }
         let fault = |reason| Error::DeviceFault { device: "nvrtc".to_string(), reason };
-        let code = compile_cuda(&launch, arch).map_err(fault)?;
+        let code = compile_cuda(&launch, self.model.arch()).map_err(fault)?;
         assert!(code.starts_with(b"\x7fELF"), "{launch:?}: not a cubin");
         Ok(())
     }
