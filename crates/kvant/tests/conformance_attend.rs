@@ -542,6 +542,55 @@ fn little_shared_memory() {
     on_threads(&cases, |case| case.check_on(std::slice::from_ref(&device), &case.data()));
 }
 
+/// Where the score of every key that is seen is minus infinity there is no softmax: the output is NaN, not the zeros of a token that
+/// sees nothing. Where one is finite the others weigh nothing.
+#[test]
+fn scores_of_minus_infinity() {
+    let mut cases = Vec::new();
+    for (head_dim, codec, kernel) in
+        [(128, Codec::F16, "attend_short"), (512, Codec::BF16, "attend_decode"), (256, Codec::F16, "attend")]
+    {
+        let Codec::Dense(dtype) = codec else { unreachable!("all are dense") };
+        let out = if kernel == "attend" { DType::F32 } else { dtype };
+        let plain = Case {
+            head_dim,
+            kv_heads: 2,
+            group: 2,
+            k: codec,
+            v: codec,
+            source: dtype,
+            q: dtype,
+            out,
+            ..Case::default()
+        };
+        let one = Case { sequences: vec![(1, 1), (0, 1)], ..plain };
+        for fresh in [None, Some(SourceOrder::TokenMajor)] {
+            cases.push((kernel, Case { fresh, ..one.clone() }));
+        }
+        let shared = if kernel == "attend" { kernel } else { "attend_decode" };
+        cases.push((shared, Case { splits: Some(3), ..one.clone() }));
+        if kernel == "attend_short" {
+            let prompt = Case { sequences: vec![(2, 32)], splits: Some(1), ..one };
+            cases.push(("attend_prefill", Case { fresh: Some(SourceOrder::HeadMajor), ..prompt }));
+        }
+    }
+    on_threads(&cases, |(kernel, case)| {
+        comes_to(case, kernel);
+        let all: Vec<usize> = (0..case.sequences.iter().map(|&(past, new)| past + new).sum()).collect();
+        // To the reference the keys of a split are NaN together.
+        let in_parts = case.fresh.is_some() || case.splits == Some(3);
+        let some = if in_parts { vec![] } else { vec![vec![0], vec![1], vec![0, 1], vec![2]] };
+        for bad in some.into_iter().chain([all]) {
+            let mut data = case.data();
+            for (token, head) in bad.iter().flat_map(|&token| [(token, 0), (token, 1)]) {
+                data.source.k[(token * case.kv_heads + head) * case.head_dim + 7] = f32::NEG_INFINITY;
+            }
+            data.queries.iter_mut().skip(7).step_by(case.head_dim).for_each(|x| *x = 1.0);
+            case.check_data(&data);
+        }
+    });
+}
+
 /// Anything with anything.
 #[test]
 fn random_combinations() {

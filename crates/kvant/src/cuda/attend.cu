@@ -324,10 +324,11 @@ inline void work_on(const AttendParams &p, const Buffers &b, const Shared &share
     if (piece.parts > 1 && !merge(p, b.to, shared, piece, item.len())) {
         return;
     }
-    finish_rows<V::QUANTISED>(b.to, shared, item.len(), [&](uint r) {
+    const auto row_of = [&](uint r) {
         const uint row = item.first + r;
         return ulong(row / p.group) * p.kv_heads * p.group + piece.head * p.group + row % p.group;
-    });
+    };
+    finish_rows<V::QUANTISED>(b.to, shared, item.len(), row_of, [&](uint r) { return sees_any(p, rows[r].token); });
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)

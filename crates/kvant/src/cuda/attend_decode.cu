@@ -425,7 +425,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
         const uint slot = cluster - own + first_part + item * p.kv_heads + head;
         const Piece piece = {item, head, {place.from, place.to}, parts, own - first_part, slot};
         const States states = {partials, counters, p.items * p.kv_heads, p.kv_heads, rank};
-        const Output output = {out, state, row};
+        const Output output = {out, state, row, place.item.keys.len() > 0};
         const Room room = {outputs, OUTPUT_PITCH, reinterpret_cast<float2 *>(memory + AT_ENDS)};
 #pragma unroll 1
         for (uint quad = thread; quad < QUADS; quad += THREADS) {

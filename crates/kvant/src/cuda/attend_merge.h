@@ -156,9 +156,9 @@ inline bool merge(const AttendParams &p, const Partials &to, const S &state, con
 }
 
 // Takes the rows of the state, rotated back if they are ROTATED, to the output, or to the state that the step's own keys
-// are added to. `row_of`: the output's row.
-template <bool ROTATED, typename S, typename RowOf>
-inline void finish_rows(const Partials &to, const S &state, uint rows, RowOf row_of) {
+// are added to. `row_of`: the output's row; `sees`: whether a row's token sees any key.
+template <bool ROTATED, typename S, typename RowOf, typename Sees>
+inline void finish_rows(const Partials &to, const S &state, uint rows, RowOf row_of, Sees sees) {
     const uint warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll 1
     for (uint r = warp; r < rows; r += WARPS) {
@@ -195,7 +195,7 @@ inline void finish_rows(const Partials &to, const S &state, uint rows, RowOf row
                 x[i] = x[i] * f + cached[lane + 32 * i] * g;
             }
         }
-        const float inverse = l == 0 ? 0 : 1 / l;
+        const float inverse = inverse_of_sum(l, [&] { return sees(r); });
 #pragma unroll
         for (uint i = 0; i < HEAD_DIM / 32; i++) {
             store(to.out, at * HEAD_DIM + lane + 32 * i, x[i] * inverse, OUT_DTYPE);

@@ -83,6 +83,20 @@ inline Range visible(const AttendParams &p, Token token) {
     return {min(first, end), end};
 }
 
+inline bool sees_any(const AttendParams &p, Token token) {
+    return token.sequence != NONE && visible(p, token).len() > 0;
+}
+
+// What a row is multiplied by whose weights have the sum `l`. It is 0 where nothing is seen, and the output then; or keys are,
+// all with a score of minus infinity, of which there is no softmax.
+template <typename Sees>
+inline float inverse_of_sum(float l, Sees sees) {
+    if (l != 0) {
+        return 1 / l;
+    }
+    return sees() ? __uint_as_float(0x7FC00000) : 0;
+}
+
 inline uint tiles_of(Range keys) {
     return keys.first >= keys.end ? 0 : (keys.end - keys.first + TILE - 1) / TILE;
 }

@@ -161,13 +161,9 @@ inline void finish(const AttendParams &p, const Shared &shared, const Item &item
             }
             continue;
         }
-        float inverse = 1 / l;
-        if (l == 0) {
-            // Nothing is seen; or keys are, all with a score of minus infinity, of which there is no softmax.
-            const Token token = shared.tokens()[(item.first_row + (writes ? r : 0)) / p.group - item.first_token];
-            const Range keys = token.sequence == NONE ? Range{0, 0} : visible(p, token);
-            inverse = keys.first < keys.end ? __uint_as_float(0x7FC00000) : 0;
-        }
+        const float inverse = inverse_of_sum(l, [&] {
+            return sees_any(p, shared.tokens()[(item.first_row + (writes ? r : 0)) / p.group - item.first_token]);
+        });
 #pragma unroll
         for (uint i = 0; i < CHUNKS * PARTS; i++) {
             // Four pairs by 8 columns each become, across the four lanes of a row, 16 bytes of 8 columns for each.

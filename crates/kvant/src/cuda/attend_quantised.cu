@@ -148,11 +148,21 @@ struct Standing {
     }
 };
 
+// Of all tokens.
+struct Places {
+    const uint *positions;
+    const uint *sequence;
+    const uint *lens;
+};
+
 // From the block's state to the output, or the partial state. A function of its own, so that it does not share registers with
 // the loop over the keys.
-__noinline__ void finish(const AttendParams &p, const Partials to, const Piece piece) {
+__noinline__ void finish(const AttendParams &p, const Partials to, const Places places, const Piece piece) {
     const State state = {};
     const ulong first_row = ulong(piece.item) * p.kv_heads * p.group + piece.head * p.group;
+    const auto sees = [&](uint) {
+        return sees_any(p, load_token(p, places.positions, places.sequence, places.lens, piece.item));
+    };
     if constexpr (CLUSTER > 1) {
         const Merged merged = {};
         const uint rank = blockIdx.x % CLUSTER, rows = (p.group + CLUSTER - 1 - rank) / CLUSTER;
@@ -167,19 +177,19 @@ __noinline__ void finish(const AttendParams &p, const Partials to, const Piece p
         if (piece.parts > 1 && !merge(p, to, merged, piece, rows)) {
             return;
         }
-        finish_rows<true>(to, merged, rows, [&](uint r) { return first_row + r * CLUSTER + rank; });
+        finish_rows<true>(to, merged, rows, [&](uint r) { return first_row + r * CLUSTER + rank; }, sees);
         return;
     }
     if constexpr (GATHER) {
         if (piece.parts > 1) {
-            gather(p, to, state, piece, first_row);
+            gather(p, to, state, piece, first_row, sees);
             return;
         }
     }
     if (piece.parts > 1 && !merge(p, to, state, piece, p.group)) {
         return;
     }
-    finish_rows<true>(to, state, p.group, [&](uint r) { return first_row + r; });
+    finish_rows<true>(to, state, p.group, [&](uint r) { return first_row + r; }, sees);
 }
 
 // One piece, from the queries to the output or the partial state.
@@ -227,7 +237,7 @@ inline void work_on(const AttendParams &p, const Buffers &b, const Piece &piece,
     standing.turn = work.turn;
     const State state = {};
     merge_warps(p, work, state);
-    finish(p, b.to, piece);
+    finish(p, b.to, {b.positions, b.sequence, b.lens}, piece);
     standing.read_by_others = CLUSTER > 1;
 }
 

@@ -106,7 +106,9 @@ inline uint owned(uint *counter, uint part, uint parts, uint owners) {
 }
 
 // Leaves this block's state; takes its rows, if it has some, to the output.
-inline void gather(const AttendParams &p, const Partials &to, const State &state, const Piece &piece, ulong first_row) {
+template <typename Sees>
+inline void gather(const AttendParams &p, const Partials &to, const State &state, const Piece &piece, ulong first_row,
+                   Sees sees) {
     const uint owners = min(p.group, piece.parts);
     uint *counter = to.counters + piece.item * p.kv_heads + piece.head;
     leave_state(p, to, state, piece.slot(piece.part), p.group);
@@ -123,7 +125,7 @@ inline void gather(const AttendParams &p, const Partials &to, const State &state
     for (uint r = 0; r < p.group; r++) {
         if ((mine >> r % owners & 1) != 0) {
             merge_row(p, to, state, piece, r);
-            finish_rows<true>(to, state, 1, [&](uint) { return first_row + r; });
+            finish_rows<true>(to, state, 1, [&](uint) { return first_row + r; }, sees);
             __syncthreads();
         }
     }

@@ -291,6 +291,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
             sum.l += shared.l[b][r] * f[b];
             sum.o = make_float4(sum.o.x + x.x * f[b], sum.o.y + x.y * f[b], sum.o.z + x.z * f[b], sum.o.w + x.w * f[b]);
         }
-        Output{out, state, row}.finish(r * (HEAD_DIM / 4) + rank * ROW_QUADS + column, sum);
+        Output{out, state, row, seen.len() > 0}.finish(r * (HEAD_DIM / 4) + rank * ROW_QUADS + column, sum);
     }
 }

@@ -70,6 +70,8 @@ struct Output {
     uchar *out;
     float *state;
     ulong row;
+    // Whether the item's token sees any key.
+    bool sees;
 
     void finish(uint quad, const Sum &sum) const {
         const ulong at = row + quad / (HEAD_DIM / 4);
@@ -86,7 +88,7 @@ struct Output {
             }
             return;
         }
-        const float inverse = sum.l == 0 ? 0 : 1 / sum.l;
+        const float inverse = inverse_of_sum(sum.l, [&] { return sees; });
         const float4 o = make_float4(sum.o.x * inverse, sum.o.y * inverse, sum.o.z * inverse, sum.o.w * inverse);
         store4(out, at * HEAD_DIM + column, o, OUT_DTYPE);
     }
