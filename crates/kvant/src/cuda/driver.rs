@@ -128,7 +128,7 @@ impl Gpu {
             driver!(cuDeviceTotalMem_v2(&mut memory_bytes, device))?;
             // The primary context, which other CUDA libraries of this process use, too.
             driver!(cuDevicePrimaryCtxRetain(&mut context, device))?;
-            driver!(cuCtxSetCurrent(context))?;
+            let _entered = enter(context)?;
             let flags = cu::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
             driver!(cuStreamCreate(&mut stream, flags))?;
             // A pool of our own keeps what is freed for the next allocation, until memory is short.
@@ -164,15 +164,14 @@ impl Gpu {
         })
     }
 
-    /// Makes the context current in this thread: before every other call.
-    pub(super) fn enter(&self) -> Result<(), Failure> {
-        // SAFETY: the context lives as long as the process.
-        unsafe { driver!(cuCtxSetCurrent(self.context)) }
+    /// Makes the context current in this thread, for as long as the guard lives: around every other call.
+    pub(super) fn enter(&self) -> Result<Entered, Failure> {
+        enter(self.context)
     }
 
     /// Memory, in the order of the stream.
     pub(super) fn allocate(self: &Arc<Self>, bytes: usize) -> crate::Result<Memory> {
-        self.enter().map_err(fault)?;
+        let _entered = self.enter().map_err(fault)?;
         // The driver refuses to allocate nothing.
         let size = bytes.max(16);
         if size > self.memory_bytes {
@@ -213,6 +212,7 @@ impl Gpu {
 
     /// An event behind all that the stream was given.
     pub(super) fn event(self: &Arc<Self>) -> Result<Event, Failure> {
+        let _entered = self.enter()?;
         let mut event = null_mut();
         // SAFETY: `event` is what the function fills.
         unsafe { driver!(cuEventCreate(&mut event, cu::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32)) }?;
@@ -220,6 +220,38 @@ impl Gpu {
         // SAFETY: both are alive and of the same context.
         unsafe { driver!(cuEventRecord(event.event, self.stream)) }?;
         Ok(event)
+    }
+}
+
+/// A context that is current in this thread. Afterwards the thread has the one again that it had before: it may belong to another
+/// library, and to another GPU.
+#[must_use]
+pub(super) struct Entered {
+    /// If that is another one; null where there was none.
+    before: Option<cu::CUcontext>,
+}
+
+fn enter(context: cu::CUcontext) -> Result<Entered, Failure> {
+    let mut before = null_mut();
+    // SAFETY: `before` is what the function fills; the context lives as long as the process.
+    unsafe {
+        driver!(cuCtxGetCurrent(&mut before))?;
+        if before == context {
+            return Ok(Entered { before: None });
+        }
+        driver!(cuCtxSetCurrent(context))?;
+    }
+    Ok(Entered { before: Some(before) })
+}
+
+impl Drop for Entered {
+    fn drop(&mut self) {
+        if let Some(before) = self.before {
+            // SAFETY: it was current in this thread.
+            if let Err(failure) = unsafe { driver!(cuCtxSetCurrent(before)) } {
+                tracing::debug!(%failure, "this thread's context is not the one before");
+            }
+        }
     }
 }
 
@@ -234,7 +266,7 @@ unsafe impl Send for Event {}
 
 impl Event {
     pub(super) fn wait(&self) -> Result<(), Failure> {
-        self.gpu.enter()?;
+        let _entered = self.gpu.enter()?;
         // SAFETY: the event is alive.
         unsafe { driver!(cuEventSynchronize(self.event)) }
     }
@@ -244,7 +276,7 @@ impl Drop for Event {
     fn drop(&mut self) {
         // SAFETY: nobody else has the event. A failure was, or will be, told by a call that returns one.
         unsafe {
-            let _ = self.gpu.enter().and_then(|()| driver!(cuEventDestroy_v2(self.event)));
+            let _ = self.gpu.enter().and_then(|_entered| driver!(cuEventDestroy_v2(self.event)));
         }
     }
 }
@@ -258,7 +290,7 @@ pub(super) struct Memory {
 
 impl Memory {
     pub(super) fn fill_with_zeros(&self) -> Result<(), Failure> {
-        self.gpu.enter()?;
+        let _entered = self.gpu.enter()?;
         // SAFETY: the range is the allocation.
         unsafe { driver!(cuMemsetD8Async(self.address, 0, self.bytes.max(16), self.gpu.stream)) }
     }
@@ -268,7 +300,7 @@ impl Memory {
     /// Panics when the range is beyond the allocation.
     pub(super) fn upload(&self, offset: usize, bytes: &[u8]) -> Result<(), Failure> {
         let to = self.at(offset, bytes.len());
-        self.gpu.enter()?;
+        let _entered = self.gpu.enter()?;
         // SAFETY: both ranges exist. From ordinary host memory the driver has taken the bytes when it returns.
         unsafe { driver!(cuMemcpyHtoDAsync_v2(to, bytes.as_ptr().cast::<c_void>(), bytes.len(), self.gpu.stream)) }
     }
@@ -278,7 +310,7 @@ impl Memory {
     /// Panics when the range is beyond the allocation.
     pub(super) fn download(&self, offset: usize, out: &mut [u8]) -> Result<(), Failure> {
         let from = self.at(offset, out.len());
-        self.gpu.enter()?;
+        let _entered = self.gpu.enter()?;
         // SAFETY: both ranges exist, and the copy is over when this returns.
         unsafe { driver!(cuMemcpyDtoHAsync_v2(out.as_mut_ptr().cast(), from, out.len(), self.gpu.stream)) }
             .and(self.gpu.synchronise())
@@ -293,7 +325,8 @@ impl Memory {
 impl Drop for Memory {
     fn drop(&mut self) {
         // SAFETY: nobody else has the allocation. A failure was, or will be, told by a call that returns one.
-        let freed = unsafe { self.gpu.enter().and_then(|()| driver!(cuMemFreeAsync(self.address, self.gpu.stream))) };
+        let freed =
+            unsafe { self.gpu.enter().and_then(|_entered| driver!(cuMemFreeAsync(self.address, self.gpu.stream))) };
         if let Err(failure) = freed {
             tracing::debug!(%failure, "an allocation was not freed");
         }
@@ -313,7 +346,7 @@ impl Function {
     /// Loads machine code and finds a kernel in it; it may use all the shared memory that the device has.
     pub(super) fn load(gpu: &Gpu, code: &[u8], name: &CStr) -> Result<Function, Failure> {
         use cu::CUfunction_attribute::*;
-        gpu.enter()?;
+        let _entered = gpu.enter()?;
         // PTX is text that ends with a NUL; machine code knows its size.
         let mut code = code.to_vec();
         code.push(0);
@@ -345,7 +378,7 @@ impl Graph {
         gpu: &Arc<Gpu>,
         record: impl FnOnce(cu::CUstream) -> crate::Result<()>,
     ) -> crate::Result<Graph> {
-        gpu.enter().map_err(fault)?;
+        let _entered = gpu.enter().map_err(fault)?;
         let (mut stream, mut graph, mut exec) = (null_mut(), null_mut(), null_mut());
         // SAFETY: every pointer is to a local; the stream is private to this function, and is destroyed in the end.
         unsafe {
@@ -372,7 +405,7 @@ impl Graph {
 
     /// Gives it to the stream.
     pub(super) fn launch(&self) -> Result<(), Failure> {
-        self.gpu.enter()?;
+        let _entered = self.gpu.enter()?;
         // SAFETY: graph and stream are alive.
         unsafe { driver!(cuGraphLaunch(self.exec, self.gpu.stream)) }
     }
@@ -382,7 +415,45 @@ impl Drop for Graph {
     fn drop(&mut self) {
         // SAFETY: nobody else has it; the driver keeps what still runs until it is done.
         unsafe {
-            let _ = self.gpu.enter().and_then(|()| driver!(cuGraphExecDestroy(self.exec)));
+            let _ = self.gpu.enter().and_then(|_entered| driver!(cuGraphExecDestroy(self.exec)));
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// `None` where there is no GPU.
+    fn gpu() -> Option<Arc<Gpu>> {
+        Gpu::open().inspect_err(|why| eprintln!("{why}")).ok().map(Arc::new)
+    }
+
+    fn current() -> cu::CUcontext {
+        let mut context = null_mut();
+        // SAFETY: `context` is what the function fills.
+        unsafe { driver!(cuCtxGetCurrent(&mut context)) }.unwrap();
+        context
+    }
+
+    #[test]
+    fn a_thread_keeps_its_context() {
+        let Some(gpu) = gpu() else { return };
+        assert!(current().is_null());
+        let memory = gpu.allocate(64).unwrap();
+        assert!(current().is_null());
+        memory.fill_with_zeros().unwrap();
+        memory.upload(0, &[1; 64]).unwrap();
+        memory.download(0, &mut [0; 64]).unwrap();
+        gpu.event().unwrap().wait().unwrap();
+        assert!(current().is_null());
+        {
+            let _entered = gpu.enter().unwrap();
+            let _again = gpu.enter().unwrap();
+            assert_eq!(current(), gpu.context);
+            drop(memory);
+            assert_eq!(current(), gpu.context);
+        }
+        assert!(current().is_null());
     }
 }

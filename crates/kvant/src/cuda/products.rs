@@ -13,7 +13,7 @@ use cudarc::{
 };
 
 use super::{
-    driver::{Gpu, Memory},
+    driver::{Gpu, Memory, fault},
     libraries,
 };
 use crate::{DType, gpu::Product};
@@ -72,8 +72,9 @@ impl Products {
             return Ok(None);
         }
         let workspace = gpu.allocate(WORKSPACE)?;
+        let _entered = gpu.enter().map_err(fault)?;
         let mut handle = null_mut();
-        // SAFETY: the context is current, since memory was allocated; `handle` is what the function fills.
+        // SAFETY: the context is current; `handle` is what the function fills.
         if let Err(error) = check("cublasLtCreate", unsafe { lt::cublasLtCreate(&mut handle) }) {
             tracing::debug!(error, "cuBLASLt is not used");
             return Ok(None);

@@ -314,7 +314,7 @@ impl LaunchPass for Pass {
 
     fn commit(self: Box<Self>) -> Result<Box<dyn Wait>> {
         let Pass { shared, launches } = *self;
-        shared.gpu.enter().map_err(fault)?;
+        let _entered = shared.gpu.enter().map_err(fault)?;
         let stream = shared.gpu.stream;
         shared.enqueue_all(&launches, stream)?;
         Ok(Box::new(shared.gpu.event().map_err(fault)?))
