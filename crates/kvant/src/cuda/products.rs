@@ -20,26 +20,47 @@ use crate::{DType, gpu::Product};
 
 /// What a product may use beside its matrices.
 const WORKSPACE: usize = 32 << 20;
+/// Plans that are kept: a prompt's length is a shape of its own.
+const MOST_PLANS: usize = 1024;
 
 /// The library, with plans by shape.
 pub(super) struct Products {
     handle: lt::cublasLtHandle_t,
     /// One is enough: products take their turns in the stream.
     workspace: Memory,
-    plans: Mutex<HashMap<Shape, Option<Plan>>>,
+    plans: Mutex<HashMap<Shape, Option<Arc<Plan>>>>,
 }
 
 /// Rows, outputs, inputs, and the two dtypes.
 type Shape = (usize, usize, usize, DType, DType);
 
-/// How the library computes products of one shape. Its descriptors are kept for good.
-#[derive(Clone, Copy)]
+/// How the library computes products of one shape.
 pub(super) struct Plan {
-    description: lt::cublasLtMatmulDesc_t,
+    description: Description,
     /// Of W, x and out.
-    layouts: [lt::cublasLtMatrixLayout_t; 3],
+    layouts: [Layout; 3],
     algorithm: lt::cublasLtMatmulAlgo_t,
 }
+
+/// Gives a handle of the library a type that ends with it.
+macro_rules! owned {
+    ($name:ident, $handle:ty, $destroy:ident) => {
+        struct $name($handle);
+
+        impl Drop for $name {
+            fn drop(&mut self) {
+                // SAFETY: nobody else has it.
+                let status = unsafe { lt::$destroy(self.0) };
+                if let Err(error) = check(stringify!($destroy), status) {
+                    tracing::debug!(error, "a descriptor of cuBLASLt was not freed");
+                }
+            }
+        }
+    };
+}
+owned!(Description, lt::cublasLtMatmulDesc_t, cublasLtMatmulDescDestroy);
+owned!(Layout, lt::cublasLtMatrixLayout_t, cublasLtMatrixLayoutDestroy);
+owned!(Preference, lt::cublasLtMatmulPreference_t, cublasLtMatmulPreferenceDestroy);
 
 // SAFETY: the handle may be used from several threads; descriptors are only read once they are made.
 unsafe impl Send for Products {}
@@ -83,52 +104,70 @@ impl Products {
     }
 
     /// How the library computes this product, if it can.
-    pub(super) fn plan(&self, product: &Product) -> Option<Plan> {
+    pub(super) fn plan(&self, gpu: &Gpu, product: &Product) -> Option<Arc<Plan>> {
         let Product { rows, outputs, inputs, dtype, out_dtype, .. } = *product;
+        let shape = (rows, outputs, inputs, dtype, out_dtype);
         let mut plans = self.plans.lock().unwrap_or_else(PoisonError::into_inner);
-        *plans.entry((rows, outputs, inputs, dtype, out_dtype)).or_insert_with(|| {
-            self.make(product).inspect_err(|error| tracing::debug!(error, ?product, "cuBLASLt has no plan")).ok()
-        })
+        if let Some(plan) = plans.get(&shape) {
+            return plan.clone();
+        }
+        // Who uses a plan has it for as long.
+        if plans.len() >= MOST_PLANS {
+            plans.clear();
+        }
+        let plan = match gpu.enter() {
+            // The library asks what device is current.
+            Ok(_entered) => self.make(product),
+            Err(failure) => Err(failure.to_string()),
+        };
+        let plan =
+            plan.inspect_err(|error| tracing::debug!(error, ?product, "cuBLASLt has no plan")).ok().map(Arc::new);
+        plans.insert(shape, plan.clone());
+        plan
     }
 
     fn make(&self, product: &Product) -> Result<Plan, String> {
         let Product { rows, outputs, inputs, .. } = *product;
         let (input, output) = (data_type(product.dtype), data_type(product.out_dtype));
-        let mut description = null_mut();
-        let mut layouts = [null_mut(); 3];
-        let mut preference = null_mut();
+        let layout = |kind, height: usize, width: usize| {
+            let mut layout = null_mut();
+            // SAFETY: `layout` is what the function fills.
+            let status = unsafe {
+                lt::cublasLtMatrixLayoutCreate(&mut layout, kind, height as u64, width as u64, height as i64)
+            };
+            check("cublasLtMatrixLayoutCreate", status).map(|()| Layout(layout))
+        };
         let mut found: lt::cublasLtMatmulHeuristicResult_t;
         let mut count = 0;
         // The library counts by columns: to it, row-major x and W are transposed, and out, transposed, is W by xᵀ.
+        let layouts = [layout(input, inputs, outputs)?, layout(input, inputs, rows)?, layout(output, outputs, rows)?];
+        let description;
         // SAFETY: every pointer is to a local of the type and size that the function takes.
         unsafe {
             found = std::mem::zeroed();
             let compute = lt::cublasComputeType_t::CUBLAS_COMPUTE_32F;
             let scale = cudaDataType::CUDA_R_32F;
-            check("cublasLtMatmulDescCreate", lt::cublasLtMatmulDescCreate(&mut description, compute, scale))?;
+            let mut made = null_mut();
+            check("cublasLtMatmulDescCreate", lt::cublasLtMatmulDescCreate(&mut made, compute, scale))?;
+            description = Description(made);
             // CUBLAS_OP_T.
             let transposed = 1i32;
             let attribute = lt::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_TRANSA;
             check(
                 "cublasLtMatmulDescSetAttribute",
                 lt::cublasLtMatmulDescSetAttribute(
-                    description,
+                    description.0,
                     attribute,
                     (&raw const transposed).cast(),
                     size_of_val(&transposed),
                 ),
             )?;
-            let shapes = [(input, inputs, outputs), (input, inputs, rows), (output, outputs, rows)];
-            for (layout, (kind, height, width)) in layouts.iter_mut().zip(shapes) {
-                check(
-                    "cublasLtMatrixLayoutCreate",
-                    lt::cublasLtMatrixLayoutCreate(layout, kind, height as u64, width as u64, height as i64),
-                )?;
-            }
-            check("cublasLtMatmulPreferenceCreate", lt::cublasLtMatmulPreferenceCreate(&mut preference))?;
+            let mut made = null_mut();
+            check("cublasLtMatmulPreferenceCreate", lt::cublasLtMatmulPreferenceCreate(&mut made))?;
+            let preference = Preference(made);
             use lt::cublasLtMatmulPreferenceAttributes_t::*;
             let set = |attribute, bytes: *const c_void, size| {
-                let status = lt::cublasLtMatmulPreferenceSetAttribute(preference, attribute, bytes, size);
+                let status = lt::cublasLtMatmulPreferenceSetAttribute(preference.0, attribute, bytes, size);
                 check("cublasLtMatmulPreferenceSetAttribute", status)
             };
             let (workspace, alignment) = (WORKSPACE, 16u32);
@@ -141,20 +180,19 @@ impl Products {
             ] {
                 set(attribute, (&raw const alignment).cast(), size_of_val(&alignment))?;
             }
-            let [w, x, out] = layouts;
+            let [w, x, out] = layouts.each_ref().map(|layout| layout.0);
             let status = lt::cublasLtMatmulAlgoGetHeuristic(
                 self.handle,
-                description,
+                description.0,
                 w,
                 x,
                 out,
                 out,
-                preference,
+                preference.0,
                 1,
                 &mut found,
                 &mut count,
             );
-            lt::cublasLtMatmulPreferenceDestroy(preference);
             check("cublasLtMatmulAlgoGetHeuristic", status)?;
         }
         if count == 0 {
@@ -176,13 +214,13 @@ impl Products {
         [x, w, out]: [CUdeviceptr; 3],
         stream: CUstream,
     ) -> Result<(), String> {
-        let [w_layout, x_layout, out_layout] = plan.layouts;
+        let [w_layout, x_layout, out_layout] = plan.layouts.each_ref().map(|layout| layout.0);
         let (alpha, beta) = (alpha, 0f32);
         // SAFETY: the caller's promise; scalars are read before the call returns.
         let status = unsafe {
             lt::cublasLtMatmul(
                 self.handle,
-                plan.description,
+                plan.description.0,
                 (&raw const alpha).cast(),
                 w as *const c_void,
                 w_layout,

@@ -50,10 +50,9 @@ struct Shared {
 }
 
 /// What runs a launch: its kernel, or the library that computes the same.
-#[derive(Clone, Copy)]
 enum Runner {
     Kernel(Function),
-    Library(Plan),
+    Library(Arc<Plan>),
 }
 
 /// A kernel with its constants: file (by address), name, values.
@@ -139,7 +138,7 @@ impl Shared {
         let mut previous = None;
         for (launch, runner) in launches {
             let overlaps = previous.is_some_and(|previous| self.may_overlap(launch, previous));
-            self.enqueue(launch, *runner, overlaps, stream)?;
+            self.enqueue(launch, runner, overlaps, stream)?;
             previous = matches!(runner, Runner::Kernel(_)).then_some(launch);
         }
         Ok(())
@@ -157,7 +156,7 @@ impl Shared {
     }
 
     /// Gives a launch to a stream; with `overlaps`, it may begin before the kernel in front of it has ended.
-    fn enqueue(&self, launch: &Launch, runner: Runner, overlaps: bool, stream: CUstream) -> Result<()> {
+    fn enqueue(&self, launch: &Launch, runner: &Runner, overlaps: bool, stream: CUstream) -> Result<()> {
         // Not opened here: that is not allowed within a capture.
         let function = match (runner, launch.product, self.products.get().and_then(Option::as_ref)) {
             (Runner::Library(plan), Some(product), Some(products)) => {
@@ -166,7 +165,7 @@ impl Shared {
                     memory_of(binding.memory()).address + binding.offset as u64
                 };
                 // SAFETY: the plan was made for this product; the memory outlives the work, as below.
-                return unsafe { products.run(&plan, product.alpha, product.bindings.map(address), stream) }
+                return unsafe { products.run(plan, product.alpha, product.bindings.map(address), stream) }
                     .map_err(|error| fault(format!("{launch:?}: {error}")));
             }
             (Runner::Kernel(function), ..) => function,
@@ -220,7 +219,7 @@ impl Shared {
             });
         }
         let plan = match launch.product {
-            Some(product) => self.products()?.and_then(|products| products.plan(&product)),
+            Some(product) => self.products()?.and_then(|products| products.plan(&self.gpu, &product)),
             None => None,
         };
         let runner = match plan {
