@@ -69,6 +69,8 @@ pub(super) struct Gpu {
     /// The most shared memory of a block, when it is asked for.
     pub shared_bytes: usize,
     pub memory_bytes: usize,
+    /// Whether copies read any host memory where it is, and not what the driver has taken of it.
+    reads_host_memory: bool,
     context: cu::CUcontext,
     pub stream: cu::CUstream,
     pool: cu::CUmemoryPool,
@@ -158,6 +160,7 @@ impl Gpu {
             threads_per_block: attribute(CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_BLOCK)? as usize,
             shared_bytes: attribute(CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as usize,
             memory_bytes,
+            reads_host_memory: attribute(CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES)? != 0,
             context,
             stream,
             pool,
@@ -301,8 +304,10 @@ impl Memory {
     pub(super) fn upload(&self, offset: usize, bytes: &[u8]) -> Result<(), Failure> {
         let to = self.at(offset, bytes.len());
         let _entered = self.gpu.enter()?;
-        // SAFETY: both ranges exist. From ordinary host memory the driver has taken the bytes when it returns.
-        unsafe { driver!(cuMemcpyHtoDAsync_v2(to, bytes.as_ptr().cast::<c_void>(), bytes.len(), self.gpu.stream)) }
+        // SAFETY: both ranges exist. From ordinary host memory the driver has taken the bytes when it returns; it is waited for
+        // where it reads them later.
+        unsafe { driver!(cuMemcpyHtoDAsync_v2(to, bytes.as_ptr().cast::<c_void>(), bytes.len(), self.gpu.stream)) }?;
+        if self.gpu.reads_host_memory || is_known(bytes) { self.gpu.synchronise() } else { Ok(()) }
     }
 
     /// Reads, after all that the stream was given.
@@ -331,6 +336,19 @@ impl Drop for Memory {
             tracing::debug!(%failure, "an allocation was not freed");
         }
     }
+}
+
+/// Whether the driver has heard of host memory: page-locked or managed, which it reads where it is.
+fn is_known(bytes: &[u8]) -> bool {
+    let is_known = |byte: &u8| {
+        let mut kind = 0u32;
+        let attribute = cu::CUpointer_attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE;
+        let address = std::ptr::from_ref(byte).addr() as u64;
+        // SAFETY: `kind` is what the function fills; it takes any address.
+        unsafe { driver!(cuPointerGetAttribute((&raw mut kind).cast(), attribute, address)) }.is_ok()
+    };
+    // Part of an allocation may be page-locked.
+    bytes.first().is_some_and(is_known) || bytes.last().is_some_and(is_known)
 }
 
 /// A loaded kernel; never unloaded.
@@ -455,5 +473,32 @@ mod tests {
             assert_eq!(current(), gpu.context);
         }
         assert!(current().is_null());
+    }
+
+    #[test]
+    fn what_was_uploaded_may_change() {
+        let Some(gpu) = gpu() else { return };
+        let len = 32 << 20;
+        let memory = gpu.allocate(len).unwrap();
+        let busy = gpu.allocate(4 << 30).unwrap();
+        let _entered = gpu.enter().unwrap();
+        let mut locked = null_mut();
+        // SAFETY: `locked` is what the function fills.
+        unsafe { driver!(cuMemAllocHost_v2(&mut locked, len)) }.unwrap();
+        // SAFETY: it has so many bytes, which nobody else knows.
+        let locked_bytes = unsafe { std::slice::from_raw_parts_mut(locked.cast::<u8>(), len) };
+        let mut ordinary = vec![0; len];
+        for bytes in [&mut *locked_bytes, &mut ordinary[..]] {
+            bytes.fill(1);
+            // The copy's turn comes later.
+            (0..20).for_each(|_| busy.fill_with_zeros().unwrap());
+            memory.upload(0, bytes).unwrap();
+            bytes.fill(2);
+            let mut got = vec![0; len];
+            memory.download(0, &mut got).unwrap();
+            assert!(got.iter().all(|&byte| byte == 1));
+        }
+        // SAFETY: nothing uses it any more.
+        unsafe { driver!(cuMemFreeHost(locked)) }.unwrap();
     }
 }
