@@ -379,6 +379,36 @@ impl Function {
         }
         Ok(Function(function))
     }
+
+    /// Whether the device has a place for so many blocks of it that are one cluster, each with all the shared memory that a block
+    /// can have.
+    pub(super) fn fits_as_cluster(self, gpu: &Gpu, blocks: u32) -> Result<bool, Failure> {
+        use cu::{CUfunction_attribute::*, CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION};
+        let _entered = gpu.enter()?;
+        let (mut clusters, mut most) = (0, 0);
+        // SAFETY: a launch attribute may be all zeros.
+        let mut attribute: cu::CUlaunchAttribute = unsafe { std::mem::zeroed() };
+        attribute.id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
+        attribute.value.clusterDim = cu::CUlaunchAttributeValue_union__bindgen_ty_1 { x: blocks, y: 1, z: 1 };
+        // SAFETY: all pointers are to locals that outlive the calls.
+        unsafe {
+            driver!(cuFuncGetAttribute(&mut most, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, self.0))?;
+            let config = cu::CUlaunchConfig {
+                gridDimX: blocks,
+                gridDimY: 1,
+                gridDimZ: 1,
+                blockDimX: 512,
+                blockDimY: 1,
+                blockDimZ: 1,
+                sharedMemBytes: most as u32,
+                hStream: gpu.stream,
+                attrs: &raw mut attribute,
+                numAttrs: 1,
+            };
+            driver!(cuOccupancyMaxActiveClusters(&mut clusters, self.0, &config))?;
+        }
+        Ok(clusters > 0)
+    }
 }
 
 /// A captured sequence of work.

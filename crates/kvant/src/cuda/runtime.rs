@@ -26,7 +26,7 @@ use super::{
 };
 use crate::{
     Error, Result,
-    gpu::{self, Constant, Executor, Launch, LaunchPass, Limits, Replay, Wait},
+    gpu::{self, Constant, Executor, Launch, LaunchPass, Limits, Replay, Source, Wait},
 };
 
 /// The most arguments of a kernel.
@@ -47,7 +47,19 @@ struct Shared {
     /// Opened when it is first needed, by whoever has the other one; empty where there is no library.
     products: OnceLock<Option<Products>>,
     opening: Mutex<()>,
+    /// Whether every cluster that attention asks for finds a place.
+    clusters: bool,
 }
+
+/// What is asked whether it fits: no kernel of clusters has more threads or shared memory.
+static EMPTY: Source = Source {
+    name: "empty.cu",
+    text: "extern \"C\" __global__ void __launch_bounds__(512, 1) empty() {}",
+    headers: &[],
+    layouts: &[],
+};
+/// Blocks of a cluster, at most.
+const MOST_BLOCKS: u32 = 8;
 
 /// What runs a launch: its kernel, or the library that computes the same.
 enum Runner {
@@ -68,7 +80,7 @@ impl Cuda {
         let target = Target::new(gpu.capability.0, gpu.capability.1)?;
         let compiler = compile::version()?;
         let environment = format!("nvrtc {compiler:?}, driver {}, {}\n", gpu.driver_version, gpu.name);
-        let shared = Shared {
+        let mut shared = Shared {
             gpu,
             target,
             environment,
@@ -76,7 +88,18 @@ impl Cuda {
             functions: Mutex::default(),
             products: OnceLock::new(),
             opening: Mutex::default(),
+            clusters: false,
         };
+        // From Hopper on, if the compiler knows it. A slice of a GPU may have too few multiprocessors that are neighbours.
+        if shared.target.has_waits() {
+            let fits = shared
+                .load(&Launch::new("open", &EMPTY, "empty"))
+                .and_then(|empty| empty.fits_as_cluster(&shared.gpu, MOST_BLOCKS).map_err(fault));
+            shared.clusters = fits.unwrap_or_else(|error| {
+                tracing::debug!(%error, "attention does without clusters");
+                false
+            });
+        }
         Ok(Cuda { shared: Arc::new(shared) })
     }
 }
@@ -252,14 +275,13 @@ impl Executor for Cuda {
     }
 
     fn limits(&self) -> Limits {
-        let Shared { gpu, target, .. } = &*self.shared;
+        let Shared { gpu, target, clusters, .. } = &*self.shared;
         Limits {
             threads: gpu.threads_per_block,
             threadgroup_bytes: gpu.shared_bytes,
             busy_groups: gpu.multiprocessors,
             warpgroup_products: target.arch == "sm_90a",
-            // From Hopper on, if the compiler knows it.
-            clusters: target.has_waits(),
+            clusters: *clusters,
         }
     }
 
