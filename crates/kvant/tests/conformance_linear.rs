@@ -164,6 +164,38 @@ fn outliers() {
     }
 }
 
+/// CUDA takes one row by bulk copies from Hopper on, where rows of weights have equal parts for its warps: one part or several each, not
+/// all warps with a last one, more parts than there is room for, blocks with fewer tiles than others.
+#[test]
+fn one_row_in_equal_parts() {
+    let mut rng = Rng::of("one row");
+    for bits in [4, 6, 8] {
+        for (inputs, outputs) in
+            [(256, 16), (512, 144), (512, 2128), (1536, 48), (4096, 32), (4608, 64), (5120, 16), (28_672, 16)]
+        {
+            for group in [32, 64, 128] {
+                let scales = rng.pick(&FLOATS);
+                let (x, out) = (rng.pick(&FLOATS), rng.pick(&FLOATS));
+                // Scales of a row are multiples of 16 bytes.
+                if !(inputs / group * scales.size()).is_multiple_of(16) || (inputs * outputs > 1 << 18 && group != 64) {
+                    continue;
+                }
+                let kind = Kind::Affine { bits, group, scales };
+                let case = Case { kind, tokens: 1, inputs, outputs, x, out, alpha: rng.pick(&[1.0, -0.5]) };
+                let launches = Launches::default();
+                case.launch(&gpu::cuda_device(launches.clone()), false).expect("it is launched");
+                let all = launches.all.lock().unwrap();
+                let bulk = all.iter().any(|launch| launch.starts_with("linear_bulk.cu/"));
+                assert!(bulk, "{case:?}: {all:?}");
+                case.check();
+                if inputs * outputs < 1 << 16 {
+                    case.check_outliers();
+                }
+            }
+        }
+    }
+}
+
 /// Shapes beyond the tiles of a matrix product.
 #[test]
 fn larger() {

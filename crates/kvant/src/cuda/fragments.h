@@ -68,6 +68,16 @@ inline uint transpose8(uint pair) {
     return out;
 }
 
+// Four matrices of 8 rows of 16 bytes, of which lane 4g + t gets word t of row g. Lane i says where row i % 8 of the i / 8-th begins.
+inline uint4 load_matrices(uint from) {
+    uint4 w;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w)
+                 : "r"(from)
+                 : "memory");
+    return w;
+}
+
 // Copies BYTES (4, 8 or 16) to shared memory behind the thread's back; zeros instead where there is nothing to read.
 template <uint BYTES>
 inline void copy_async(uint to, const uchar *from, bool there) {

@@ -9,6 +9,7 @@ const VECTORS_H: Header = Header { name: "vectors.h", text: || include_str!("vec
 const TEAM_H: Header = Header { name: "team.h", text: || include_str!("team.h").to_string() };
 const ORDERED_H: Header = Header { name: "ordered.h", text: || include_str!("ordered.h").to_string() };
 const LINEAR_H: Header = Header { name: "linear.h", text: || include_str!("linear.h").to_string() };
+const LINEAR_BYTES_H: Header = Header { name: "linear_bytes.h", text: || include_str!("linear_bytes.h").to_string() };
 const AFFINE_H: Header = Header { name: "affine.h", text: || include_str!("affine.h").to_string() };
 // Threads ask for different entries of a codebook at a time, which constant memory would serve one by one.
 const CODEBOOKS_H: Header = Header { name: "codebooks.h", text: || tables::codebooks("__device__ const float") };
@@ -82,6 +83,12 @@ pub(super) const AFFINE: &[Header] = &[CONVERT_H, ELEMENTS_H, VECTORS_H, TEAM_H,
 /// The same, multiplied.
 pub(super) const LINEAR: &[Header] =
     &[CONVERT_H, ELEMENTS_H, VECTORS_H, TEAM_H, AFFINE_H, LINEAR_H, FRAGMENTS_H, AHEAD_H];
+/// The same, by integers.
+pub(super) const LINEAR_CODES: &[Header] =
+    &[CONVERT_H, ELEMENTS_H, VECTORS_H, TEAM_H, AFFINE_H, LINEAR_H, LINEAR_BYTES_H, FRAGMENTS_H, AHEAD_H];
+/// The same, by bulk copies.
+pub(super) const LINEAR_BULK: &[Header] =
+    &[CONVERT_H, ELEMENTS_H, VECTORS_H, TEAM_H, AFFINE_H, LINEAR_H, LINEAR_BYTES_H, FRAGMENTS_H, MBARRIER_H, AHEAD_H];
 /// Many rows by an affine weight.
 pub(super) const LINEAR_MANY: &[Header] =
     &[CONVERT_H, ELEMENTS_H, VECTORS_H, AFFINE_H, LINEAR_H, FRAGMENTS_H, MBARRIER_H, WGMMA_H, AHEAD_H];

@@ -3,7 +3,7 @@ use crate::{
     cuda::{
         WARP,
         affine::{Parts, parts},
-        dequantise, headers, linear_codes, linear_many, linear_rows,
+        dequantise, headers, linear_bulk, linear_codes, linear_many, linear_rows,
     },
     gpu::{Builder, Launch, Params, Product, Source, Use, params},
     ops::linear::{Call, NAME, OwnedWeight},
@@ -68,6 +68,9 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
         FEW
     };
     if *rows > 0 && *rows <= few_rows && linear_rows::suits(call, &weight, x_aligned) {
+        if let Some(built) = linear_bulk::build(call, &weight, &params, b) {
+            return built;
+        }
         let codes = linear_codes::suits(call, &weight);
         let build = if codes { linear_codes::build } else { linear_rows::build };
         return build(call, &weight, &params, b);

@@ -20,16 +20,12 @@
 #include "elements.h"
 #include "affine.h"
 #include "linear.h"
+#include "linear_bytes.h"
 #include "fragments.h"
 #include "team.h"
 #include "ahead.h"
 
-// Codes of a lane in a span, units that are copied and unpacked together, and their words.
-constexpr uint LANE = 32;
-constexpr uint SPAN = 4 * LANE;
-constexpr uint UNIT = 16;
-constexpr uint UNITS = LANE / UNIT;
-constexpr uint UNIT_WORDS = words_of(BITS);
+// Words of a lane in a span.
 constexpr uint WORDS = UNITS * UNIT_WORDS;
 // Words that are copied at a time. With rows at multiples of 16 bytes those of 6 bits (PACKED) are copied as they stand, 96
 // bytes of a row in six pieces, whichever lane reads them.
@@ -54,7 +50,6 @@ constexpr uint KEPT_SPANS = KEPT / GROUPS;
 constexpr uint PERIODS = 1 + (STAGES + KEPT_SPANS - 1) / KEPT_SPANS;
 constexpr uint PERIOD = TILES * 32 * KEPT * size_of(W_DTYPE) / 4;
 // The bytes of a span of x, [TOKENS][3][SPAN] with gaps against bank conflicts, then zeros, and the units that the bytes count.
-constexpr uint DIGIT = 36;
 constexpr uint ZEROS = TOKENS * 3 * DIGIT;
 constexpr uint UNITS_AT = ZEROS + 8;
 constexpr uint DIGITS = UNITS_AT + 4;
@@ -63,59 +58,6 @@ constexpr uint BATCH = DEPTH * TOKENS <= 4 ? DEPTH : 4 / TOKENS;
 constexpr uint WARP_ROOM = (STAGES * STAGE + PERIODS * PERIOD + DEPTH * DIGITS + 3) / 4 * 4;
 // linear_codes.rs computes the same sum.
 static_assert(WARPS * (WARP_ROOM + OUTPUTS * TOKENS) * 4 == SHARED_BYTES, "linear: the shared memory that Rust asks for");
-
-// 1.5 * 2^23: a float whose lowest bits are an integer of up to 23 bits and a sign.
-constexpr float MAGIC = 12582912.0f;
-constexpr int MAGIC_BITS = 0x4B400000;
-
-// a * b + c of bytes.
-inline int4 mma_bytes(uint4 a, uint2 b, int4 c) {
-    int4 d;
-    asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-                 "{%10, %11, %12, %13};"
-                 : "=r"(d.x), "=r"(d.y), "=r"(d.z), "=r"(d.w)
-                 : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b.x), "r"(b.y), "r"(c.x), "r"(c.y), "r"(c.z), "r"(c.w));
-    return d;
-}
-
-// The 16 codes of a unit as bytes, in the order that in_order has for x.
-inline void unpack_unit(uint (&bytes)[4], const uint (&w)[UNIT_WORDS]) {
-    if constexpr (BITS == 4) {
-#pragma unroll
-        for (uint i = 0; i < 2; i++) {
-            bytes[2 * i] = w[i] & 0x0F0F0F0F;
-            bytes[2 * i + 1] = w[i] >> 4 & 0x0F0F0F0F;
-        }
-    } else if constexpr (BITS == 6) {
-        // Bytes 0, 3, 6 and 9 of the twelve, and those behind them: four codes are three bytes.
-        const uint a = __byte_perm(__byte_perm(w[0], w[1], 0x0630), w[2], 0x5210);
-        const uint b = __byte_perm(__byte_perm(w[0], w[1], 0x0741), w[2], 0x6210);
-        const uint c = __byte_perm(__byte_perm(w[0], w[1], 0x0052), w[2], 0x7410);
-        bytes[0] = a & 0x3F3F3F3F;
-        bytes[1] = a >> 6 & 0x03030303 | b << 2 & 0x3C3C3C3C;
-        bytes[2] = b >> 4 & 0x0F0F0F0F | c << 4 & 0x30303030;
-        bytes[3] = c >> 2 & 0x3F3F3F3F;
-    } else {
-#pragma unroll
-        for (uint i = 0; i < 4; i++) {
-            bytes[i] = w[i];
-        }
-    }
-}
-
-// The bytes of 16 neighbours in the order in which the codes of a unit are unpacked.
-inline uint4 in_order(uint4 x) {
-    if constexpr (BITS == 4) {
-        return make_uint4(__byte_perm(x.x, x.y, 0x6420), __byte_perm(x.x, x.y, 0x7531), __byte_perm(x.z, x.w, 0x6420),
-                          __byte_perm(x.z, x.w, 0x7531));
-    } else if constexpr (BITS == 6) {
-        const uint a = __byte_perm(x.x, x.y, 0x5140), b = __byte_perm(x.z, x.w, 0x5140);
-        const uint c = __byte_perm(x.x, x.y, 0x7362), d = __byte_perm(x.z, x.w, 0x7362);
-        return make_uint4(__byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632), __byte_perm(c, d, 0x5410),
-                          __byte_perm(c, d, 0x7632));
-    }
-    return x;
-}
 
 // Where a lane reads W next: its part of a span, of two rows of each tile, or PACKED pieces of three.
 constexpr uint PARTS = PACKED ? 3 : 2;
@@ -196,34 +138,6 @@ inline void unit_words(uint (&w)[UNIT_WORDS], const uint *stage, uint row, uint 
         w[i] = PACKED ? stage[row * WORDS * 32 + lane * WORDS + word]
                       : stage[row * WORDS * 32 + word / COPY * COPY * 32 + lane * COPY + word % COPY];
     }
-}
-
-inline float larger(float a, float b) {
-    float c;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
-    return c;
-}
-
-// The bytes of a span of x, of which the lane has these four neighbours. The result is the unit that they count: NaN if one of x
-// is not finite.
-inline float make_digits(uint *digits, float4 v, uint lane) {
-    const float most = larger(larger(fabsf(v.x), fabsf(v.y)), larger(fabsf(v.z), fabsf(v.w)));
-    const uint bits = __reduce_max_sync(ALL, __float_as_uint(most));
-    // Of what is as small as this, digits are lost below the smallest float.
-    const uint exponent = max(bits & 0x7F800000, 24u << 23);
-    const float scale = __uint_as_float((275u << 23) - exponent);
-    uint bytes[4];
-#pragma unroll
-    for (uint j = 0; j < 4; j++) {
-        // Bytes of v + 0x808080 are those of v, signed, plus 0x80.
-        bytes[j] = __float_as_uint(fmaf(part(v, j), scale, MAGIC)) - MAGIC_BITS + 0x808080;
-    }
-    const uint low = __byte_perm(bytes[0], bytes[1], 0x5140), high = __byte_perm(bytes[2], bytes[3], 0x5140);
-    const uint third = __byte_perm(bytes[0], bytes[1], 0x0062), fourth = __byte_perm(bytes[2], bytes[3], 0x0062);
-    digits[lane] = __byte_perm(low, high, 0x5410) ^ 0x80808080;
-    digits[DIGIT + lane] = __byte_perm(low, high, 0x7632) ^ 0x80808080;
-    digits[2 * DIGIT + lane] = __byte_perm(third, fourth, 0x5410) ^ 0x80808080;
-    return __uint_as_float(bits < 0x7F800000 ? exponent - (21u << 23) : 0x7FC00000);
 }
 
 // The bytes of DEPTH spans of TOKENS rows of x, from `first` on, or fewer at the end of the warp's part.

@@ -16,7 +16,7 @@ use crate::{
 static SOURCE: Source = Source {
     name: "linear_codes.cu",
     text: include_str!("linear_codes.cu"),
-    headers: headers::LINEAR,
+    headers: headers::LINEAR_CODES,
     layouts: &[LinearParams::layout],
 };
 

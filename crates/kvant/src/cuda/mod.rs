@@ -23,6 +23,7 @@ mod headers;
 mod kv_read;
 mod kv_write;
 mod linear;
+mod linear_bulk;
 mod linear_codes;
 mod linear_many;
 mod linear_rows;
