@@ -85,6 +85,9 @@ pub(super) unsafe fn add_values(side: &Side, part: Part, weights: *const f32, ro
 /// Of all functions: the instructions are enabled, the rows and coordinates exist.
 trait Codes: Copy {
     const BITS: u32;
+    /// Whether centroids come as integers less than they are by half a unit: what is looked up for one half of the codes is
+    /// then inverted, bit by bit, for the other.
+    const HALVES: bool;
     /// The centroids, in registers.
     type Table: Copy;
     unsafe fn table() -> Self::Table;

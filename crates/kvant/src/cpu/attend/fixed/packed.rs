@@ -27,6 +27,7 @@ unsafe fn join(low: __m512i, high: __m512i) -> __m512i {
 
 impl<const BITS: u32> Codes for Packed<BITS> {
     const BITS: u32 = BITS;
+    const HALVES: bool = false;
     type Table = [__m512i; 2];
 
     #[inline(always)]

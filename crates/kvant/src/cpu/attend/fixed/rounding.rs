@@ -10,8 +10,8 @@ use crate::{
 
 /// The outermost centroid.
 const LARGEST: f32 = 16383.0;
-/// What the magnitudes that meet in one 32-bit sum may add up to: at most i32::MAX / LARGEST = 131 080, less half for
-/// each of up to 64 that are rounded. A multiple of a tile's keys, so that equal weights are rounded to themselves.
+/// What the magnitudes that meet in one 32-bit sum may add up to: at most i32::MAX / (LARGEST + 1) = 131 071, less half
+/// for each of up to 64 that are rounded. A multiple of a tile's keys, so that equal weights are rounded to themselves.
 const SUM: f32 = 64.0 * 2047.0;
 /// What units of rounded numbers are multiplied by, and centroids' divided: units of small numbers would be subnormal.
 const UNIT: f32 = 1024.0;
@@ -19,8 +19,8 @@ const UNIT: f32 = 1024.0;
 /// Centroids of a number of bits, and what one unit is.
 pub(super) struct Table {
     pub centroids: [i16; 256],
-    /// The bytes of the centroids, lower and upper ones.
-    pub bytes: [[u8; 256]; 2],
+    /// Of the first 128 of 256 centroids, less half a unit each: the lower bytes, the upper bytes; then 64 times 255.
+    pub bytes: [u8; 5 * 64],
     /// Of a centroid, divided by [`UNIT`].
     pub unit: f32,
 }
@@ -29,10 +29,12 @@ pub(super) fn table(bits: u32) -> &'static Table {
     static TABLES: [OnceLock<Table>; 9] = [const { OnceLock::new() }; 9];
     TABLES[bits as usize].get_or_init(|| {
         let all = codec::centroids(bits).expect("a layer's codec has been checked");
-        let unit = all[all.len() - 1] / LARGEST;
+        let half = if bits == 8 { 0.5 } else { 0.0 };
+        let unit = all[all.len() - 1] / (LARGEST + half);
         // Shorter tables repeat: permutes look at as many bits as they have entries for.
-        let centroids: [i16; 256] = std::array::from_fn(|i| (all[i % all.len()] / unit).round() as i16);
-        Table { centroids, bytes: [0, 1].map(|byte| centroids.map(|c| c.to_le_bytes()[byte])), unit: unit / UNIT }
+        let centroids: [i16; 256] = std::array::from_fn(|i| (all[i % all.len()] / unit - half).round() as i16);
+        let bytes = std::array::from_fn(|i| centroids[i % 128].to_le_bytes().get(i / 128).copied().unwrap_or(255));
+        Table { centroids, bytes, unit: unit / UNIT }
     })
 }
 
@@ -115,9 +117,10 @@ fn factor(largest: f32, sum: f32, finite: bool) -> (f32, f32) {
 }
 
 /// Rounds the weights of a tile's keys, `[TILE]`, and returns what [`UNIT`] units are: such that the rounded weights add up to what
-/// the weights do. The softmax divides by the sum of the latter, so a tile would weigh too much or too little otherwise.
+/// the weights do. The softmax divides by the sum of the latter, so a tile would weigh too much or too little otherwise. The
+/// second number is the sum of the rounded weights.
 #[inline(always)]
-pub(super) unsafe fn round_weights(keys: usize, weights: *const f32, to: *mut i16) -> f32 {
+pub(super) unsafe fn round_weights(keys: usize, weights: *const f32, to: *mut i16) -> (f32, f32) {
     // SAFETY: AVX-512 is enabled; the caller has both rows, of TILE elements.
     unsafe {
         let mut w = [_mm512_setzero_ps(); TILE / 16];
@@ -141,14 +144,15 @@ pub(super) unsafe fn round_weights(keys: usize, weights: *const f32, to: *mut i1
         }
         let sum = _mm512_reduce_add_ps(sum);
         let (factor, unit) = factor(largest * power, sum, sum.is_finite());
-        let mut total = _mm512_setzero_si512();
+        let (mut total, mut signed) = (_mm512_setzero_si512(), _mm512_setzero_si512());
         for (i, &w) in w.iter().enumerate() {
             let rounded = _mm512_cvtps_epi32(_mm512_mul_ps(w, _mm512_set1_ps(factor)));
             total = _mm512_add_epi32(_mm512_abs_epi32(rounded), total);
+            signed = _mm512_add_epi32(rounded, signed);
             _mm256_storeu_si256(to.add(16 * i).cast(), _mm512_cvtepi32_epi16(rounded));
         }
         // Where there is a unit, the largest weight is 2047 of them or more, and the sum below 2^17.
         let unit = if unit > 0.0 { sum / _mm512_reduce_add_epi32(total) as f32 } else { unit };
-        unit * UNIT * power.recip()
+        (unit * UNIT * power.recip(), _mm512_reduce_add_epi32(signed) as f32)
     }
 }

@@ -65,12 +65,30 @@ impl<R: Codes> Score<R> {
             for query in query..query + Q {
                 let unit = _mm512_set1_ps(*self.part.queries.units.add(query * blocks + self.part.block));
                 let centroid = _mm512_set1_ps(rounding::table(R::BITS).unit);
+                let halves = _mm512_set1_ps(if R::HALVES { 0.5 * self.sum(query) } else { 0.0 });
                 for key in (0..TILE).step_by(16) {
                     let score = self.scores.add(query * TILE + key);
-                    let product = _mm512_mul_ps(_mm512_loadu_ps(score), centroid);
+                    let sum = _mm512_loadu_ps(score);
+                    let sum = if R::HALVES { _mm512_add_ps(sum, halves) } else { sum };
+                    let product = _mm512_mul_ps(sum, centroid);
                     _mm512_storeu_ps(score, _mm512_mul_ps(product, unit));
                 }
             }
+        }
+    }
+
+    /// The sum of a rounded query's coordinates.
+    #[inline(always)]
+    unsafe fn sum(&self, query: usize) -> f32 {
+        let Part { block, queries, .. } = self.part;
+        // SAFETY: passed on to the caller.
+        unsafe {
+            let q = queries.rounded.add(query * queries.head_dim + block * self.block);
+            let mut sum = _mm512_setzero_si512();
+            for i in (0..self.block).step_by(32) {
+                sum = dot_pairs(sum, _mm512_loadu_si512(q.add(i).cast()), _mm512_set1_epi16(1));
+            }
+            _mm512_reduce_add_epi32(sum) as f32
         }
     }
 

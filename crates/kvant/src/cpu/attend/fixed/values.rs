@@ -26,7 +26,7 @@ pub(super) unsafe fn add_all<R: Codes>(
     // SAFETY: passed on to the caller of `add_values`.
     unsafe {
         for first in (0..rows).step_by(8) {
-            let mut units = [0.0; 8];
+            let mut units = [(0.0, 0.0); 8];
             for (i, to) in units.iter_mut().enumerate().take(rows - first) {
                 let row = (first + i) * TILE;
                 *to = round_weights(part.keys, weights.add(row), rounded.add(row));
@@ -61,8 +61,8 @@ struct Add<R> {
     part: Part,
     /// `[rows, TILE]`.
     weights: *const i16,
-    /// [`UNIT`] units of eight queries' weights, from a multiple of eight on.
-    units: [f32; 8],
+    /// [`UNIT`] units of eight queries' weights, from a multiple of eight on, and the sums of what was rounded.
+    units: [(f32, f32); 8],
 }
 
 impl<R: Codes> Add<R> {
@@ -127,12 +127,15 @@ impl<R: Codes> Add<R> {
             }
             let centroid = _mm512_set1_ps(rounding::table(R::BITS).unit);
             for (i, sums) in sums.iter().enumerate() {
-                let unit = _mm512_set1_ps(self.units[(query + i) % 8]);
+                let (unit, sum) = self.units[(query + i) % 8];
+                let (unit, halves) = (_mm512_set1_ps(unit), _mm512_set1_ps(0.5 * sum));
                 let o = queries.o.add((query + i) * queries.head_dim + chunk * CHUNK + FIRST * 16);
                 for (j, sums) in sums.iter().enumerate() {
                     for (set, &sum) in sums.iter().enumerate() {
                         let o = o.add(j * CHUNK + set * 16);
-                        let sum = _mm512_mul_ps(_mm512_cvtepi32_ps(sum), centroid);
+                        let sum = _mm512_cvtepi32_ps(sum);
+                        let sum = if R::HALVES { _mm512_add_ps(sum, halves) } else { sum };
+                        let sum = _mm512_mul_ps(sum, centroid);
                         _mm512_storeu_ps(o, _mm512_fmadd_ps(sum, unit, _mm512_loadu_ps(o)));
                     }
                 }
