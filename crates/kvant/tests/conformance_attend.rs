@@ -228,7 +228,7 @@ fn forced_splits() {
     }
 }
 
-/// The K and V of the kernels of decode on CUDA: one for quantised caches, two for others.
+/// The K and V of the kernels of decode on CUDA: two for quantised caches, two for others.
 const DECODED: [(Codec, Codec); 8] = [
     (Codec::F16, Codec::F16),
     (Codec::BF16, Codec::BF16),
@@ -315,9 +315,20 @@ fn pairwise<const N: usize>(factors: [usize; N]) -> Vec<[usize; N]> {
 fn is_decoded(case: &Case) {
     let longest = case.sequences.iter().map(|&(past, _)| past + 8).max().unwrap_or(0);
     let keys = case.ring.unwrap_or(longest).min(case.window.unwrap_or(usize::MAX));
-    let short = keys <= 1024 && case.head_dim < 512 && case.splits.is_none();
-    let kernel = if short { "attend_short" } else { "attend_decode" };
-    comes_to(case, if case.k.is_quantised() { "attend_quantised" } else { kernel });
+    let (k, v, five) = (case.k, case.v, Codec::tq(5));
+    let has_room = match case.head_dim {
+        64 => k != five && v != five,
+        512 => k.is_quantised() && k == v && k != five,
+        _ => true,
+    };
+    let kernel = match (keys <= 1024 && case.splits.is_none() && has_room, k.is_quantised()) {
+        (true, true) => "attend_short_quantised",
+        (true, false) => "attend_short",
+        (false, true) if case.head_dim == 64 => "attend",
+        (false, true) => "attend_quantised",
+        (false, false) => "attend_decode",
+    };
+    comes_to(case, kernel);
 }
 
 fn comes_to(case: &Case, want: &str) {
@@ -333,6 +344,46 @@ fn comes_to(case: &Case, want: &str) {
 fn decode_kernels() {
     let cases: Vec<Case> = pairwise(FACTORS).into_iter().map(decoded).collect();
     println!("{} cases", cases.len());
+    on_threads(&cases, |case| {
+        is_decoded(case);
+        case.check();
+    });
+}
+
+/// Contexts that just fit into the shared memory of a cluster's blocks on CUDA, and those that just do not: by capacity, by the
+/// length of a ring that has come around, by a window.
+#[test]
+fn short_contexts() {
+    let contexts = [
+        // A layer has room for seven more.
+        (vec![(1016, 1)], None, None),
+        (vec![(1017, 1)], None, None),
+        (vec![(1500, 1)], Some(1024), None),
+        (vec![(1500, 1), (3, 1)], Some(1025), Some(1024)),
+        (vec![(1100, 1), (0, 1)], None, Some(130)),
+        (vec![(140, 1)], Some(131), Some(130)),
+        (vec![(300, 1)], Some(256), None),
+    ];
+    let mut cases = Vec::new();
+    for (i, (k, v)) in DECODED.into_iter().enumerate() {
+        for (j, head_dim) in HEAD_DIMS.into_iter().enumerate() {
+            let n = 2 * i + j;
+            let (sequences, ring, window) = contexts[n % contexts.len()].clone();
+            let q = if let Codec::Dense(dtype) = k { dtype } else { FLOATS[n % 3] };
+            let order = if n % 5 == 0 { SlotOrder::TokenMajor } else { SlotOrder::HeadMajor };
+            let plain = Case { head_dim, k, v, q, out: DType::BF16, order, sequences, ring, window, ..Case::default() };
+            cases.push(Case {
+                kv_heads: 1 + n % 2,
+                // All of one to eight.
+                group: 1 + (3 * i + 2 * j + n) % 8,
+                softcap: (n % 4 == 0).then_some(4.0),
+                q_rotated: k.is_quantised() && n % 7 == 0,
+                ..plain
+            });
+        }
+    }
+    let groups: HashSet<usize> = cases.iter().map(|case| case.group).collect();
+    assert_eq!(groups.len(), 8);
     on_threads(&cases, |case| {
         is_decoded(case);
         case.check();
@@ -488,7 +539,7 @@ fn on_threads<T: Sync>(items: &[T], run: impl Fn(&T) + Sync) {
 /// What is not finite shows where it is seen, and nowhere else: in keys, in values, in a query.
 #[test]
 fn decode_of_what_is_not_finite() {
-    let head_dims = [128, 512, 256];
+    let head_dims = [128, 512, 256, 64];
     for (i, (k, v)) in DECODED.into_iter().enumerate() {
         let q = if let Codec::Dense(dtype) = k { dtype } else { DType::BF16 };
         for (window, splits) in [(None, None), (Some(20), None), (None, Some(7))] {
@@ -497,7 +548,7 @@ fn decode_of_what_is_not_finite() {
             if splits.is_some() && k.is_quantised() {
                 continue;
             }
-            let (head_dim, sequences) = (head_dims[i % 3], vec![(40, 1), (70, 1)]);
+            let (head_dim, sequences) = (head_dims[i % 4], vec![(40, 1), (70, 1)]);
             let case =
                 Case { head_dim, kv_heads: 2, group: 2, k, v, q, out: q, sequences, window, splits, ..Case::default() };
             is_decoded(&case);

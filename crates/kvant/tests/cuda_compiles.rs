@@ -332,6 +332,15 @@ fn attention(device: &Device, enc: &mut Encoder, h200: bool) -> Result<()> {
         (512, tq(4), tq(4), DType::BF16, DType::BF16, 8, 1),
         (512, tq(8), tq(8), DType::F16, DType::BF16, 8, 1),
     ];
+    let short_quantised: [Attention; 7] = [
+        (64, tq(4), tq(8), DType::BF16, DType::BF16, 4, 1),
+        (64, tq(6), tq(6), DType::F16, DType::F16, 1, 1),
+        (128, tq(5), tq(5), DType::BF16, DType::BF16, 4, 1),
+        (128, tq(8), tq(6), DType::F32, DType::F16, 3, 1),
+        (256, tq(8), tq(8), DType::BF16, DType::BF16, 2, 1),
+        (256, tq(6), tq(4), DType::F16, DType::F16, 8, 1),
+        (512, tq(4), tq(4), DType::BF16, DType::BF16, 8, 1),
+    ];
     // Prompts.
     let many: [Attention; 8] = [
         (64, f16, f16, DType::F16, DType::BF16, 1, 9999),
@@ -343,11 +352,13 @@ fn attention(device: &Device, enc: &mut Encoder, h200: bool) -> Result<()> {
         (512, f16, f16, DType::F16, DType::F16, 8, 9999),
         (512, bf16, bf16, DType::BF16, DType::BF16, 8, 9999),
     ];
-    let kernels: [(&str, usize, &[Attention]); 5] = [
+    let kernels: [(&str, usize, &[Attention]); 7] = [
         ("attend", 99, &any),
         ("attend_decode", 9999, &dense),
         ("attend_short", 99, &short),
-        ("attend_quantised", 99, &quantised),
+        ("attend_quantised", 1500, &quantised),
+        ("attend_quantised", 9999, &quantised[..3]),
+        ("attend_short_quantised", 99, &short_quantised),
         ("attend_prefill", 99, &many),
     ];
     for (kernel, capacity, cases) in kernels {

@@ -128,25 +128,43 @@ fn attend(device: &Device, layer: &KvLayer, tokens: usize, q: DType, out: DType)
     Ok(())
 }
 
-/// What fits into the shared memory of a cluster's blocks: 1024 keys, of 256 coordinates and fewer.
+/// What fits into the shared memory of a cluster's blocks: 1024 keys, dense ones of 256 coordinates and fewer.
 #[test]
-fn short_contexts_have_a_kernel_of_their_own() -> Result<()> {
+fn short_contexts_have_kernels_of_their_own() -> Result<()> {
     let launches = Launches::default();
     let device = gpu::cuda_device(launches.clone());
-    let kernel = |heads, kv_heads, head_dim, capacity, window| {
-        let case = Case { heads, kv_heads, head_dim, capacity, window, tokens: 1, codec: Codec::BF16 };
+    let kernel = |codec, heads, kv_heads, head_dim, capacity, window| {
+        let case = Case { heads, kv_heads, head_dim, capacity, window, tokens: 1, codec };
         Ok::<_, kvant::Error>(launched(&device, &launches, &case, true)?.0.expect("it was planned").kernel)
     };
-    for (heads, kv_heads, head_dim) in [(32, 8, 128), (16, 8, 256), (8, 8, 64), (4, 1, 256), (12, 12, 128)] {
-        assert_eq!(kernel(heads, kv_heads, head_dim, 1024, None)?, "attend_short");
-        assert_eq!(kernel(heads, kv_heads, head_dim, 1, None)?, "attend_short");
-        assert_eq!(kernel(heads, kv_heads, head_dim, 9999, Some(1024))?, "attend_short");
-        assert_eq!(kernel(heads, kv_heads, head_dim, 1025, None)?, "attend_decode");
-        assert_eq!(kernel(heads, kv_heads, head_dim, 9999, Some(1025))?, "attend_decode");
+    let dense = (Codec::BF16, "attend_short", "attend_decode");
+    let quantised = [4, 5, 6, 8].map(|bits| (Codec::tq(bits), "attend_short_quantised", "attend_quantised"));
+    for (codec, short, long) in [dense].into_iter().chain(quantised) {
+        for (heads, kv_heads, head_dim) in [(32, 8, 128), (16, 8, 256), (4, 1, 256), (12, 12, 128)] {
+            assert_eq!(kernel(codec, heads, kv_heads, head_dim, 1024, None)?, short);
+            assert_eq!(kernel(codec, heads, kv_heads, head_dim, 1, None)?, short);
+            assert_eq!(kernel(codec, heads, kv_heads, head_dim, 9999, Some(1024))?, short);
+            assert_eq!(kernel(codec, heads, kv_heads, head_dim, 1025, None)?, long);
+            assert_eq!(kernel(codec, heads, kv_heads, head_dim, 9999, Some(1025))?, long);
+        }
+        // More clusters than a GPU has room for.
+        assert_eq!(kernel(codec, 13, 13, 128, 1024, None)?, long);
     }
-    assert_eq!(kernel(16, 2, 512, 1024, None)?, "attend_decode");
-    // More clusters than a GPU has room for.
-    assert_eq!(kernel(13, 13, 128, 1024, None)?, "attend_decode");
+    assert_eq!(kernel(Codec::BF16, 8, 8, 64, 1024, None)?, "attend_short");
+    assert_eq!(kernel(Codec::BF16, 16, 2, 512, 1024, None)?, "attend_decode");
+    // Rows of 8 bytes cannot be copied by sixteens; two tables of pairs do not fit beside rows of 512.
+    for (head_dim, bits, want) in [
+        (64, 4, "attend_short_quantised"),
+        (64, 5, "attend"),
+        (64, 6, "attend_short_quantised"),
+        (64, 8, "attend_short_quantised"),
+        (512, 4, "attend_short_quantised"),
+        (512, 5, "attend_quantised"),
+        (512, 6, "attend_short_quantised"),
+        (512, 8, "attend_short_quantised"),
+    ] {
+        assert_eq!(kernel(Codec::tq(bits), 16, 2, head_dim, 1024, None)?, want, "{head_dim}, {bits} bits");
+    }
     Ok(())
 }
 

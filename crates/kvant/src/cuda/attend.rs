@@ -5,7 +5,7 @@ use crate::{
     codec::BLOCK,
     cuda::{
         attend_decode::Decode, attend_prefill::Prefill, attend_quantised::Quantised, attend_short::Short,
-        blocks_beside_each_other, headers, planes,
+        attend_short_quantised::ShortQuantised, blocks_beside_each_other, headers, planes,
     },
     gpu::{Builder, Launch, Limits, Params, Scratch, Source, Use, params},
     ops::{
@@ -234,6 +234,9 @@ pub(crate) fn plan(call: &Call, limits: &Limits) -> Plan {
 }
 
 fn chosen(call: &Call, limits: &Limits) -> Plan {
+    if let Some(short) = ShortQuantised::new(call, limits) {
+        return short.plan();
+    }
     if let Some(quantised) = Quantised::new(call, limits) {
         return quantised.plan();
     }
@@ -275,7 +278,9 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
     // The state of the cached keys, o, m and l of every query row, for the fresh ones to be added to.
     let state =
         call.fresh.as_ref().map(|_| b.scratch(call.tokens * call.heads * (call.head_dim + 2) * 4)).transpose()?;
-    if let Some(quantised) = Quantised::new(call, &b.limits) {
+    if let Some(short) = ShortQuantised::new(call, &b.limits) {
+        b.push(short.launch(call, &rows, state.as_ref())?)?;
+    } else if let Some(quantised) = Quantised::new(call, &b.limits) {
         b.push(quantised.launch(call, b, &rows, state.as_ref())?)?;
     } else if let Some(short) = Short::new(call, &b.limits) {
         b.push(short.launch(call, &rows, state.as_ref())?)?;

@@ -61,5 +61,17 @@ inline void send(uint to, float2 x, uint barrier) {
                  "f"(x.y), "r"(barrier)
                  : "memory");
 }
+// Only if `is_so`, without a branch.
+inline void send_if(bool is_so, uint to, float2 x, uint barrier) {
+    asm volatile("{\n.reg .pred so;\nsetp.ne.u32 so, %4, 0;\n"
+                 "@so st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];\n}" ::"r"(to),
+                 "f"(x.x), "f"(x.y), "r"(barrier), "r"(uint(is_so))
+                 : "memory");
+}
+inline void send(uint to, float4 x, uint barrier) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to), "f"(x.x),
+                 "f"(x.y), "f"(x.z), "f"(x.w), "r"(barrier)
+                 : "memory");
+}
 
 #endif

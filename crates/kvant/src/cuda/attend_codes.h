@@ -78,21 +78,21 @@ inline uint choose(uint mask, uint a, uint b) {
     return out;
 }
 
-// Lookups of a lane in a table.
-template <uint CODEC>
+// Lookups of a lane in a table, which begins AT bytes after a multiple of 64 KiB.
+template <uint CODEC, uint AT = 0>
 struct Lookup {
-    // The address of the lane's column of the table.
+    // The address of the lane's column of the table, less AT.
     uint column;
     // In a cluster, a block's addresses have its number in their highest byte.
     uint window;
 
     Lookup(const uchar *table)
-        : column(shared_address(table) + threadIdx.x % 32 * 4), window(shared_address(memory) & 0xFF000000) {}
+        : column(shared_address(table) - AT + threadIdx.x % 32 * 4), window(shared_address(memory) & 0xFF000000) {}
 
     template <uint OFFSET = 0>
     static uint word(uint address) {
         uint x;
-        asm("ld.shared.u32 %0, [%1 + %2];" : "=r"(x) : "r"(address), "n"(OFFSET));
+        asm("ld.shared.u32 %0, [%1 + %2];" : "=r"(x) : "r"(address), "n"(AT + OFFSET));
         return x;
     }
     // The entry of byte `i` of a word.
@@ -148,6 +148,17 @@ inline void read_bytes(const uchar *from, uint *to) {
         static_assert(N == 2, "attend: bytes of a read");
         to[0] = *reinterpret_cast<const ushort *>(from);
     }
+}
+
+// The 16 codes of 6 bits, one a byte, of which x and y have the lower four and `bits` the upper two: code i is byte i / 4 of
+// word i % 4.
+inline void six_bits(uint x, uint y, uint bits, uint (&out)[4]) {
+    // Coordinates 4i and 4i+1 in byte i, 4i+2 and 4i+3.
+    const uint even = permute(x, y, 0x6420), odd = permute(x, y, 0x7531);
+    out[0] = choose(0x0F0F0F0F, even, bits << 4);
+    out[1] = choose(0x0F0F0F0F, even >> 4, bits << 2);
+    out[2] = choose(0x0F0F0F0F, odd, bits);
+    out[3] = choose(0x0F0F0F0F, odd >> 4, bits >> 2);
 }
 
 // A lane's coordinates of a row's block.
@@ -206,13 +217,7 @@ struct Codes {
                 out[i] = low[load][4 * unit + i];
             }
         } else {
-            const uint x = low[load][2 * unit], y = low[load][2 * unit + 1], bits = high[load][unit % HIGH_WORDS];
-            // Coordinates 4i and 4i+1 in byte i, 4i+2 and 4i+3.
-            const uint even = permute(x, y, 0x6420), odd = permute(x, y, 0x7531);
-            out[0] = choose(0x0F0F0F0F, even, bits << 4);
-            out[1] = choose(0x0F0F0F0F, even >> 4, bits << 2);
-            out[2] = choose(0x0F0F0F0F, odd, bits);
-            out[3] = choose(0x0F0F0F0F, odd >> 4, bits >> 2);
+            six_bits(low[load][2 * unit], low[load][2 * unit + 1], high[load][unit % HIGH_WORDS], out);
         }
     }
     // Where `singles` has coordinate e.
@@ -224,11 +229,23 @@ struct Codes {
     }
 };
 
+// Where a coordinate of a query stands, in elements, to meet these codes of keys: B operands of two products side by side for
+// each lane.
+template <typename C>
+inline uint query_place(uint row, uint coord) {
+    constexpr uint LANES = 4, RUN = C::RUN;
+    const uint c = coord % CHUNK;
+    const uint t = c % (RUN * LANES) / RUN;
+    // Of the lane's coordinates.
+    const uint at = coord / CHUNK * (CHUNK / LANES) + c / (RUN * LANES) * RUN + c % RUN;
+    return (at / 8 * 32 + row * 4 + t) * 8 + at % 8;
+}
+
 // The A operands of a unit's products; at 6 and 8 bits each product comes in two parts. Keys: rows are the keys x and y, `use`
 // gets (product, operands).
-template <uint CODEC, uint LANES, typename Use>
+template <uint CODEC, uint LANES, uint AT, typename Use>
 inline void key_operands(const Codes<CODEC, LANES> &x, const Codes<CODEC, LANES> &y, uint load, uint unit,
-                         const Lookup<CODEC> &lookup, Use use) {
+                         const Lookup<CODEC, AT> &lookup, Use use) {
     using C = Codes<CODEC, LANES>;
     if constexpr (C::PAIRED) {
 #pragma unroll

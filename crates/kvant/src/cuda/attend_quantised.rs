@@ -21,7 +21,7 @@ static SOURCE: Source = Source {
 const MAX_GROUP: usize = 8;
 /// Keys that a warp works on at a time, and how many lanes share a row of keys, or of values.
 const GROUP_KEYS: usize = 16;
-const K_LANES: usize = 4;
+pub(super) const K_LANES: usize = 4;
 const V_LANES: usize = 8;
 /// Keys that are shared out among clusters at a time.
 const TILE: usize = 64;
@@ -75,18 +75,11 @@ pub(super) struct Quantised {
 }
 
 impl Quantised {
-    /// None where `attend.cu` is needed: rows of several tokens that may share keys, a dense side, heads of 64, more than 8
-    /// heads a group, outputs in f32, or tables that do not fit.
+    /// None where `attend.cu` is needed: heads of 64, or tables that do not fit.
     pub(super) fn new(call: &Call, limits: &Limits) -> Option<Quantised> {
         let spec = call.layer.spec();
-        let group = call.heads / spec.kv_heads;
-        let (Codec::TurboQuant(k), Codec::TurboQuant(v)) = (spec.k, spec.v) else { return None };
-        let fits = matches!(call.head_dim, 128 | 256 | 512)
-            && call.out.dtype() != DType::F32
-            && call.tokens <= spec.sequences
-            && group <= MAX_GROUP
-            && [&call.layer.k, &call.layer.v].into_iter().all(attend::is_aligned);
-        if !fits {
+        let (k, v, group) = served(call)?;
+        if call.head_dim < 128 {
             return None;
         }
         let pairs = call.tokens * spec.kv_heads;
@@ -96,9 +89,9 @@ impl Quantised {
         let tiles = call.window.min(spec.capacity).div_ceil(TILE) + 1;
         let short = tiles <= CLUSTER_TILES && attend::in_clusters(call, limits);
         let cluster = if short { MAX_CLUSTER } else { 1 };
-        let Tuning { warps, queries_held } = Tuning::new(call.head_dim, k.bits, v.bits, short);
+        let Tuning { warps, queries_held } = Tuning::new(call.head_dim, k, v, short);
         let most = limits.threadgroup_bytes;
-        let room = (1..=warps / 2).rev().find_map(|half| Room::new(call.head_dim, k.bits, v.bits, 2 * half, most))?;
+        let room = (1..=warps / 2).rev().find_map(|half| Room::new(call.head_dim, k, v, 2 * half, most))?;
         let workers = (busy / cluster).max(1);
         let splits = match call.splits {
             0 if call.tokens > MAX_SHARED_ITEMS || pairs >= 2 * busy || cluster == MAX_CLUSTER => 1,
@@ -171,6 +164,21 @@ impl Quantised {
     }
 }
 
+/// The bits of keys and values, and the query heads of a KV head, if this kernel and that of short contexts can do it: not rows of
+/// several tokens that may share keys, a dense side, other head sizes, more than 8 heads a group, views that begin at odd addresses,
+/// outputs in f32.
+pub(super) fn served(call: &Call) -> Option<(u32, u32, usize)> {
+    let spec = call.layer.spec();
+    let group = call.heads / spec.kv_heads;
+    let (Codec::TurboQuant(k), Codec::TurboQuant(v)) = (spec.k, spec.v) else { return None };
+    let fits = matches!(call.head_dim, 64 | 128 | 256 | 512)
+        && call.out.dtype() != DType::F32
+        && call.tokens <= spec.sequences
+        && group <= MAX_GROUP
+        && [&call.layer.k, &call.layer.v].into_iter().all(attend::is_aligned);
+    fits.then_some((k.bits, v.bits, group))
+}
+
 /// Shared memory: the sums that `attend_quantised_shared.h` computes.
 #[derive(Clone, Copy)]
 struct Room {
@@ -194,7 +202,7 @@ impl Room {
 }
 
 /// Bytes of a codec's table: `Table` of `attend_codes.h`.
-fn table_bytes(bits: u32) -> usize {
+pub(super) fn table_bytes(bits: u32) -> usize {
     if bits == 5 { 128 << 10 } else { 64 << 10 }
 }
 

@@ -3,16 +3,6 @@
 #define KVANT_ATTEND_QUANTISED_QUERIES_H
 #include "attend_quantised_shared.h"
 
-// Where a coordinate of a query stands, in elements: B operands of two products side by side for each lane.
-inline uint query_place(uint row, uint coord) {
-    constexpr uint RUN = KeyCodes::RUN;
-    const uint c = coord % CHUNK;
-    const uint t = c % (RUN * K_LANES) / RUN;
-    // Of the lane's coordinates.
-    const uint at = coord / CHUNK * (CHUNK / K_LANES) + c / (RUN * K_LANES) * RUN + c % RUN;
-    return (at / 8 * 32 + row * 4 + t) * 8 + at % 8;
-}
-
 // Loads the heads of an item, rotated if need be, as B operands; rows that are not there are zeros.
 inline void load_queries(const AttendParams &p, const Buffers &b, uint token, uint head) {
     const uint warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -49,7 +39,7 @@ inline void load_queries(const AttendParams &p, const Buffers &b, uint token, ui
         const float2 range = to_half_range(largest);
 #pragma unroll
         for (uint i = 0; i < HEAD_DIM / 32; i++) {
-            to[query_place(r, lane + 32 * i)] = float_to_half(x[i] * range.x);
+            to[query_place<KeyCodes>(r, lane + 32 * i)] = float_to_half(x[i] * range.x);
         }
         if (lane == 0) {
             const float unit = SOFTCAP ? 1 / p.softcap : 1.4426950408889634f;

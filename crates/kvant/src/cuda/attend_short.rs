@@ -2,8 +2,7 @@
 
 use super::{
     attend::{self, AttendParams, MAX_CLUSTER, Rows},
-    attend_decode::{self, UNIT},
-    headers,
+    attend_decode, headers,
 };
 use crate::{
     DType, Result, SlotOrder,
@@ -18,8 +17,10 @@ static SOURCE: Source = Source {
     layouts: &[AttendParams::layout],
 };
 
+pub(super) use attend_decode::UNIT;
+
 /// A warp for each block of a cluster, whose coordinates it has.
-const WARPS: usize = MAX_CLUSTER;
+pub(super) const WARPS: usize = MAX_CLUSTER;
 /// Keys that the blocks of a cluster have room for together: 16 for each warp.
 const MAX_KEYS: usize = MAX_CLUSTER * WARPS * UNIT;
 
@@ -38,20 +39,13 @@ impl Short {
         let (dtype, group) = attend_decode::served(call)?;
         let spec = call.layer.spec();
         let shared_bytes = shared_bytes(call.head_dim, group);
-        let fits = attend::in_clusters(call, limits)
-            && call.window.min(spec.capacity) <= MAX_KEYS
-            && shared_bytes <= limits.threadgroup_bytes;
+        let fits = is_short(call, limits) && shared_bytes <= limits.threadgroup_bytes;
         let blocks = call.tokens * spec.kv_heads * MAX_CLUSTER;
         fits.then_some(Short { dtype, group, blocks, shared_bytes })
     }
 
     pub(super) fn plan(&self) -> Plan {
-        let Short { group, blocks, .. } = *self;
-        let reason = format!(
-            "{group} query heads of a token for each KV head; {blocks} blocks of {WARPS} warps, in clusters of {MAX_CLUSTER} \
-             that take one each, {UNIT} keys a warp"
-        );
-        Plan { kernel: "attend_short", reason: reason.into(), splits: 1 }
+        plan("attend_short", self.group, self.blocks)
     }
 
     /// The launch; where `state` is, it gets the state of the cached keys, and there is no output.
@@ -67,6 +61,19 @@ impl Short {
             .threadgroup_memory(self.shared_bytes);
         Ok(attend_decode::bind(launch, call, self.dtype, self.group, state))
     }
+}
+
+/// Whether the longest context that the device may turn out to hold fits into a cluster, and every token and KV head gets one.
+pub(super) fn is_short(call: &Call, limits: &Limits) -> bool {
+    attend::in_clusters(call, limits) && call.window.min(call.layer.spec().capacity) <= MAX_KEYS
+}
+
+pub(super) fn plan(kernel: &'static str, group: usize, blocks: usize) -> Plan {
+    let reason = format!(
+        "{group} query heads of a token for each KV head; {blocks} blocks of {WARPS} warps, in clusters of {MAX_CLUSTER} that \
+         take one each, {UNIT} keys a warp"
+    );
+    Plan { kernel, reason: reason.into(), splits: 1 }
 }
 
 /// Bytes of shared memory: what `Shared` of `attend_short.cu` takes.

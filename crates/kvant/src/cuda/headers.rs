@@ -70,6 +70,12 @@ const ATTEND_DECODE_RING_H: Header =
     Header { name: "attend_decode_ring.h", text: || include_str!("attend_decode_ring.h").to_string() };
 const ATTEND_WEIGHTS_H: Header =
     Header { name: "attend_weights.h", text: || include_str!("attend_weights.h").to_string() };
+const ATTEND_SHORT_COPIES_H: Header =
+    Header { name: "attend_short_copies.h", text: || include_str!("attend_short_copies.h").to_string() };
+const ATTEND_SHORT_QUERIES_H: Header =
+    Header { name: "attend_short_queries.h", text: || include_str!("attend_short_queries.h").to_string() };
+const ATTEND_SHORT_SLICES_H: Header =
+    Header { name: "attend_short_slices.h", text: || include_str!("attend_short_slices.h").to_string() };
 const NORM_ROPE_H: Header = Header { name: "norm_rope.h", text: || include_str!("norm_rope.h").to_string() };
 
 /// Loads and stores by dtype.
@@ -138,6 +144,26 @@ pub(super) const ATTEND_QUANTISED: &[Header] = &[
     ATTEND_QUANTISED_ROWS_H,
     ATTEND_QUANTISED_SCORES_H,
     ATTEND_QUANTISED_WAY_H,
+    AHEAD_H,
+];
+/// The same where contexts are short.
+pub(super) const ATTEND_SHORT_QUANTISED: &[Header] = &[
+    CONVERT_H,
+    ELEMENTS_H,
+    CODEBOOKS_H,
+    PLANES_H,
+    SIGNS_H,
+    BUTTERFLIES_H,
+    FRAGMENTS_H,
+    ATTEND_CODES_H,
+    MBARRIER_H,
+    ATTEND_PLAN_H,
+    ATTEND_CLUSTER_H,
+    ATTEND_ROTATE_H,
+    ATTEND_SOFTMAX_H,
+    ATTEND_SHORT_COPIES_H,
+    ATTEND_SHORT_QUERIES_H,
+    ATTEND_SHORT_SLICES_H,
     AHEAD_H,
 ];
 /// Decode attention over dense rows, contexts short or long: operands of tensor cores, who works on what, and how that comes together.

@@ -13,6 +13,7 @@ mod attend_decode;
 mod attend_prefill;
 mod attend_quantised;
 mod attend_short;
+mod attend_short_quantised;
 mod cells;
 mod copy;
 mod dequantise;
