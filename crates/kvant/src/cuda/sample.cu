@@ -7,7 +7,7 @@
 // Every question is the same one: which entry, in falling order of rank, is the first at which a running sum of
 // weights reaches a goal? top_k sums ones, top_p and the draw sum probabilities. The answer is found digit by digit of its rank:
 // all entries that share the digits known so far add their weight to a histogram of the next digit, and the bin in
-// which the goal falls is that digit. Probabilities are integers, in units of 2^-44: their sums are exact, whatever the order of the
+// which the goal falls is that digit. Probabilities are integers, in units of 2^-UNIT_BITS: their sums are exact, whatever the order of the
 // additions, and a row's token does not depend on how its threads are scheduled.
 #include "vectors.h"
 #include "ordered.h"
@@ -24,8 +24,8 @@ struct SampleParams {
     float min_p;
 };
 
-// KEY_DIGITS and ID_DIGITS are the digits of 8 bits of a key and of an index. The histogram is kept COPIES times, so that
-// the lanes of a warp meet less often in one bin.
+// KEY_DIGITS and ID_DIGITS are the digits of 8 bits of a key and of an index. A probability of 1 is 2^UNIT_BITS: all of a row
+// add up to less than 2^64. The histogram is kept COPIES times, so that the lanes of a warp meet less often in one bin.
 constexpr uint BINS = 256;
 
 // What the blocks of a row share: how often one came to the barrier, the largest key of each, and three histograms: one is
@@ -126,7 +126,7 @@ inline ulong search(Row row, ulong cut, Goal goal, ulong value, float min_p, His
                 ulong weight = 1;
                 if (goal != Goal::Count) {
                     const float p = probability(row, part(values, j));
-                    weight = p < min_p ? 0 : ulong(p * 17592186044416.0f);
+                    weight = p < min_p ? 0 : ulong(p * float(ulong(1) << UNIT_BITS));
                 }
                 if (weight != 0) {
                     atomicAdd(&histogram.bins[uint(rank >> shift) % BINS * COPIES + team.lane % COPIES], weight);

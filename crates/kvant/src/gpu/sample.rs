@@ -50,6 +50,8 @@ pub(crate) fn launch(call: &Call, source: &'static Source, kernel: &'static str,
         _ => 4,
     };
     let id_digits = (u32::BITS - (params.vocab - 1).leading_zeros()).div_ceil(8);
+    // Fewer than 2^44 only where as many as there are of a probability of 1 would add up to 2^64.
+    let unit_bits = params.vocab.leading_zeros() + u32::BITS;
     let threads = (vocab / 16).next_multiple_of(LANES).clamp(LANES, limits.threads.min(1024));
     Ok(Launch::new(NAME, source, kernel)
         .constant("X_DTYPE", call.logits.dtype())
@@ -58,6 +60,7 @@ pub(crate) fn launch(call: &Call, source: &'static Source, kernel: &'static str,
         .constant("TOP_P", call.top_p < 1.0)
         .constant("KEY_DIGITS", key_digits)
         .constant("ID_DIGITS", id_digits)
+        .constant("UNIT_BITS", unit_bits.min(44))
         .read(0, &call.logits)
         .read(1, &call.counter)
         .write(2, &call.out)

@@ -6,7 +6,7 @@
 // Every question is the same one: which entry, in falling order of rank, is the first at which a running sum of
 // weights reaches a goal? top_k sums ones, top_p and the draw sum probabilities. The answer is found digit by digit of its rank:
 // all entries that share the digits known so far add their weight to a histogram of the next digit, and the bin in
-// which the goal falls is that digit. Probabilities are integers, in units of 2^-44: their sums are exact, whatever the order of the
+// which the goal falls is that digit. Probabilities are integers, in units of 2^-UNIT_BITS: their sums are exact, whatever the order of the
 // additions, and a row's token does not depend on how its threads are scheduled.
 #include "vectors.h"
 #include "ordered.h"
@@ -30,6 +30,8 @@ constant bool TOP_P [[function_constant(3)]];
 // Digits of 8 bits of a key, and of an index.
 constant uint KEY_DIGITS [[function_constant(4)]];
 constant uint ID_DIGITS [[function_constant(5)]];
+// Of a probability of 1: all of a row add up to less than 2^64.
+constant uint UNIT_BITS [[function_constant(6)]];
 constant constexpr uint BINS = 256;
 
 // What a sum is compared with: a number of entries, a share of all that there is, or a number below it.
@@ -111,7 +113,7 @@ inline ulong search(Row row, ulong cut, Goal goal, ulong value, float min_p, thr
                 ulong weight = 1;
                 if (goal != Goal::Count) {
                     const float p = probability(row, values[j]);
-                    weight = p < min_p ? 0 : ulong(p * 17592186044416.0f);
+                    weight = p < min_p ? 0 : ulong(p * float(1ul << UNIT_BITS));
                 }
                 if (weight != 0) {
                     add(histogram, uint(rank >> shift) % BINS, lane, weight);
