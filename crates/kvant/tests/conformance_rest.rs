@@ -57,6 +57,29 @@ fn rms_norm_in_place() {
     }
 }
 
+/// Rows whose squares f32 cannot hold, or only as zero: rows of a SIMD-group, of a block, and longer than its registers.
+#[test]
+fn rms_norm_of_extreme_rows() {
+    for (size, eps) in [(1e20f32, 1e-6f32), (3e38, 0.0), (1e-21, 0.0), (3e-38, 0.0), (1e-30, 1e-38), (1e-25, 1e-6)] {
+        for (dim, before) in [(1, false), (63, false), (64, true), (1028, false), (1027, true), (17_000, false)] {
+            conform(format!("rms_norm of {dim} of {size:e}, eps {eps:e}, a residual before: {before}"), |device| {
+                let values = Rng::new(dim as u64).normals(2 * dim);
+                let values: Vec<f32> = values.iter().map(|x| x.clamp(-1.0, 1.0) * size).collect();
+                let x = input(device, DType::F32, &values, &[2, dim])?;
+                // It does away with half of what it is added to.
+                let half: Vec<f32> = values.iter().map(|x| -0.5 * x).collect();
+                let residual = input(device, DType::F32, &half, &[2, dim])?;
+                let (sum, out) = (Out::new(device, DType::F32, &[2, dim])?, Out::new(device, DType::F32, &[2, dim])?);
+                let added = Residual::Before { residual: &residual, sum: &sum.tensor };
+                let residual = if before { added } else { Residual::None };
+                let args = RmsNorm { x: &x, weight: None, eps, residual, scale: 1.0, out: &out.tensor };
+                run(device, |enc| ops::rms_norm(enc, &args))?;
+                Ok(vec![out.close("out")?])
+            });
+        }
+    }
+}
+
 #[derive(Clone, Copy, Debug)]
 enum Over {
     OutIsX,

@@ -104,9 +104,10 @@ unsafe fn add<S: Simd>(row: &mut [f32], added: &[f32]) {
     }
 }
 
-/// 1/√(mean x² + eps) of a row of `dim` that is padded with zeros to whole vectors.
+/// 1/√(mean x² + eps) of a row of `dim` that is padded with zeros to whole vectors. Where f32 cannot hold that, a power of two
+/// of it goes into the row.
 #[inline(always)]
-unsafe fn factor<S: Simd>(row: &[f32], dim: usize, eps: f32) -> f32 {
+unsafe fn factor<S: Simd>(row: &mut [f32], dim: usize, eps: f32) -> f32 {
     // SAFETY: the caller's promise.
     let sum = unsafe {
         let mut sums = [S::zero(); 4];
@@ -121,7 +122,14 @@ unsafe fn factor<S: Simd>(row: &[f32], dim: usize, eps: f32) -> f32 {
     }
     // The squares of very large or very small numbers leave the range of f32.
     let sum: f64 = row.iter().map(|&x| f64::from(x) * f64::from(x)).sum();
-    (sum / dim as f64 + f64::from(eps)).sqrt().recip() as f32
+    let factor = (sum / dim as f64 + f64::from(eps)).sqrt().recip();
+    let unit = match factor {
+        1e30.. => 2f64.powi(64),
+        ..1e-30 => 2f64.powi(-64),
+        _ => 1.0,
+    };
+    row.iter_mut().for_each(|x| *x *= unit as f32);
+    (factor / unit) as f32
 }
 
 #[cfg(test)]

@@ -4,7 +4,8 @@
 // BEFORE adds it to x first, and writes the sum. A row belongs to one warp of several in a block, or, when it is long, to
 // a whole block (WHOLE). A thread keeps its first HELD groups of four elements in registers; what is beyond is read twice, for
 // its mean square, then for the result. Every element is read and written by one thread, nothing is written before the mean
-// square is known, and then an element is read before it is written: so `out` and `sum` may be `x` or the residual.
+// square is known, and then an element is read before it is written: so `out` and `sum` may be `x` or the residual. Rows whose
+// squares leave the range of f32 are gone through once more, scaled by a power of two.
 //
 // Weights are read before the launch in front of this one has ended (gpu/launch.rs: `reads_ahead`).
 #include "vectors.h"
@@ -22,7 +23,7 @@ constexpr uint HELD = 4;
 
 extern "C" __global__ void __launch_bounds__(1024)
     rms_norm(const uchar *x, const uchar *weight, const uchar *residual, uchar *sum, uchar *out, const RmsNormParams p) {
-    __shared__ float room[EXCHANGE];
+    __shared__ float room[3 * EXCHANGE];
     const Team team = whole_block();
     const uint row = WHOLE ? blockIdx.x : blockIdx.x * (team.size / 32) + team.warp;
     const uint first = (WHOLE ? team.index : team.lane) * 4;
@@ -49,28 +50,47 @@ extern "C" __global__ void __launch_bounds__(1024)
         values[k] = i < p.dim ? load4(x, start + i, p.dim - i, X_DTYPE, ALIGNED) : all4(0);
         residuals[k] = i < p.dim ? residual_of(i) : all4(0);
     }
-    float squares = 0;
-#pragma unroll
-    for (uint k = 0; k < HELD; k++) {
-        values[k] = BEFORE ? values[k] + residuals[k] : values[k];
-        squares += dot(values[k], values[k]);
-    }
     const auto value_of = [&](uint i) {
         const float4 value = load4(x, start + i, p.dim - i, X_DTYPE, ALIGNED);
         return BEFORE ? value + residual_of(i) : value;
     };
-    for (ulong i = first + HELD * step; i < p.dim; i += step) {
-        const float4 value = value_of(uint(i));
-        squares += dot(value, value);
+#pragma unroll
+    for (uint k = 0; k < HELD; k++) {
+        values[k] = BEFORE ? values[k] + residuals[k] : values[k];
     }
+    // All elements of the thread; zeros behind the row.
+    const auto each = [&](auto visit) {
+#pragma unroll
+        for (uint k = 0; k < HELD; k++) {
+            visit(values[k]);
+        }
+        for (ulong i = first + HELD * step; i < p.dim; i += step) {
+            visit(value_of(uint(i)));
+        }
+    };
+    float squares = 0;
+    each([&](float4 value) { squares += dot(value, value); });
     squares = WHOLE ? over_team<Sum>(squares, room, team) : over_warp<Sum>(squares);
-    const float r = 1 / sqrtf(squares / float(p.dim) + p.eps);
+    // What the elements are multiplied with, in two steps, since squares and factors may be beyond float where the result is not.
+    float unit = 1;
+    float r = 1 / sqrtf(squares / float(p.dim) + p.eps);
+    if (is_nan_or_infinite(squares) || (squares < 1e-24f && p.eps < 1e-24f)) {
+        float largest = sqrtf(p.eps);
+        each([&](float4 value) {
+            largest = fmaxf(largest, fmaxf(fmaxf(fabsf(value.x), fabsf(value.y)), fmaxf(fabsf(value.z), fabsf(value.w))));
+        });
+        unit = unit_of(WHOLE ? over_team<Max>(largest, room + EXCHANGE, team) : over_warp<Max>(largest));
+        squares = 0;
+        each([&](float4 value) { squares += dot(unit * value, unit * value); });
+        squares = WHOLE ? over_team<Sum>(squares, room + 2 * EXCHANGE, team) : over_warp<Sum>(squares);
+        r = 1 / sqrtf(squares / float(p.dim) + p.eps * unit * unit);
+    }
 
     const auto finish = [&](uint i, float4 value, float4 other, float4 factors) {
         if (BEFORE) {
             store4(sum, start + i, p.dim - i, value, SUM_DTYPE, ALIGNED);
         }
-        value = r * value;
+        value = r * (unit * value);
         if (HAS_WEIGHT) {
             value = value * factors;
         }

@@ -4,7 +4,8 @@
 // BEFORE adds it to x first, and writes the sum. A row belongs to one SIMD-group of several in a threadgroup, or, when it is
 // long, to a whole threadgroup (WHOLE). It is read twice: for its mean square, then, mostly from a cache, for the result.
 // Every element is read and written by one thread, nothing is written in the first pass, and in the second an element
-// is read before it is written: so `out` and `sum` may be `x` or the residual.
+// is read before it is written: so `out` and `sum` may be `x` or the residual. Rows whose squares leave the range of f32 are
+// read once more, scaled by a power of two.
 #include "vectors.h"
 #include "reduce.h"
 
@@ -27,6 +28,52 @@ constant bool WHOLE [[function_constant(8)]];
 constant bool ALIGNED [[function_constant(9)]];
 constant bool HAS_RESIDUAL = AFTER || BEFORE;
 
+// What a row is read from, and the elements of it that are a thread's: from `first` on, four in every `step`.
+struct Row {
+    device const uchar *x;
+    device const uchar *residual;
+    ulong start;
+    uint dim;
+    uint first;
+    uint step;
+};
+
+// Four elements from i on, before the norm.
+inline float4 four_of(Row row, uint i) {
+    float4 value = load4(row.x, row.start + i, row.dim - i, X_DTYPE, ALIGNED);
+    if (BEFORE) {
+        value += load4(row.residual, row.start + i, row.dim - i, RESIDUAL_DTYPE, ALIGNED);
+    }
+    return value;
+}
+
+// The sum of the squares of the row, each element multiplied by `unit`.
+inline float squares_of(Row row, float unit, threadgroup float *shared, Place place) {
+    float squares = 0;
+    for (uint i = row.first; i < row.dim; i += row.step) {
+        const float4 value = four_of(row, i) * unit;
+        squares += dot(value, value);
+    }
+    return reduce<Sum>(squares, shared, place);
+}
+
+// What the row's elements are multiplied with, in two steps, since squares and factors may be beyond float where the result is
+// not.
+inline float2 factors_of(Row row, float eps, threadgroup float *shared, Place place) {
+    const float squares = squares_of(row, 1, shared, place);
+    if (is_finite(squares) && (squares >= 1e-24f || eps >= 1e-24f)) {
+        return float2(1, precise::rsqrt(squares / float(row.dim) + eps));
+    }
+    float largest = precise::sqrt(eps);
+    for (uint i = row.first; i < row.dim; i += row.step) {
+        const float4 value = abs(four_of(row, i));
+        largest = max(largest, max(max(value.x, value.y), max(value.z, value.w)));
+    }
+    const float unit = unit_of(reduce<Max>(largest, shared, place));
+    const float mean = squares_of(row, unit, shared, place) / float(row.dim);
+    return float2(unit, precise::rsqrt(mean + eps * unit * unit));
+}
+
 kernel void rms_norm(device const uchar *x [[buffer(0)]],
                      device const uchar *weight [[buffer(1), function_constant(HAS_WEIGHT)]],
                      device const uchar *residual [[buffer(2), function_constant(HAS_RESIDUAL)]],
@@ -40,26 +87,15 @@ kernel void rms_norm(device const uchar *x [[buffer(0)]],
     threadgroup float shared[32];
     // The threads of a row; `step` elements are theirs at a time.
     const Place place = WHOLE ? Place{lane, simdgroup, simdgroups} : Place{lane, 0, 1};
-    const uint row = WHOLE ? group : group * simdgroups + simdgroup;
-    if (row >= p.rows) {
+    const uint index = WHOLE ? group : group * simdgroups + simdgroup;
+    if (index >= p.rows) {
         return;
     }
-    const uint first = (place.simdgroup * 32 + lane) * 4;
-    const uint step = place.simdgroups * 32 * 4;
-    const ulong start = ulong(row) * p.dim;
+    const ulong start = ulong(index) * p.dim;
+    const Row row = {x, HAS_RESIDUAL ? residual : nullptr, start, p.dim, index_of(place) * 4, threads_of(place) * 4};
+    const float2 factors = factors_of(row, p.eps, shared, place);
 
-    float squares = 0;
-    for (uint i = first; i < p.dim; i += step) {
-        float4 value = load4(x, start + i, p.dim - i, X_DTYPE, ALIGNED);
-        if (BEFORE) {
-            value += load4(residual, start + i, p.dim - i, RESIDUAL_DTYPE, ALIGNED);
-        }
-        squares += dot(value, value);
-    }
-    squares = reduce<Sum>(squares, shared, place);
-    const float r = precise::rsqrt(squares / float(p.dim) + p.eps);
-
-    for (uint i = first; i < p.dim; i += step) {
+    for (uint i = row.first; i < p.dim; i += row.step) {
         const uint count = p.dim - i;
         float4 value = load4(x, start + i, count, X_DTYPE, ALIGNED);
         float4 other = 0;
@@ -70,7 +106,7 @@ kernel void rms_norm(device const uchar *x [[buffer(0)]],
             value += other;
             store4(sum, start + i, count, value, SUM_DTYPE, ALIGNED);
         }
-        value *= r;
+        value = value * factors.x * factors.y;
         if (HAS_WEIGHT) {
             value *= load4(weight, i, count, WEIGHT_DTYPE, ALIGNED);
         }
