@@ -221,6 +221,31 @@ fn gate_far_out() {
     }
 }
 
+/// What is not finite is as the formula says, not a large finite number: −∞ / (1 + ∞) is no number.
+#[test]
+fn gate_of_what_is_not_finite() {
+    let x = [f32::NEG_INFINITY, f32::INFINITY, f32::NAN, -f32::NAN, f32::MIN, f32::MAX, -1e30, -65504.0, 1.0];
+    let n = x.len();
+    for activation in [Activation::GeluTanh, Activation::Silu] {
+        for dtype in FLOATS {
+            conform(format!("{activation:?} of what is not finite, {dtype}"), |device| {
+                let (g, up) = (input(device, dtype, &x, &[n, 1])?, input(device, dtype, &vec![1.0; n], &[n, 1])?);
+                let out = Out::new(device, DType::F32, &[n, 1])?;
+                let (gate, up) = (Columns::all(&g), Columns::all(&up));
+                run(device, |enc| ops::gate(enc, &Gate { gate, up, activation, out: &out.tensor }))?;
+                let y = out.tensor.to_f32()?;
+                let bound = common::Bound::of(DType::F32).times(100.0);
+                let each = x.iter().zip(y).map(|(x, y)| {
+                    // As far out as this the tails are nothing.
+                    let y = if x.is_finite() && y.abs() < 1e-6 * x.abs() { 0.0 } else { y };
+                    common::Output::Close(format!("f({x})"), vec![y], bound)
+                });
+                Ok(each.collect())
+            });
+        }
+    }
+}
+
 #[test]
 fn gate_in_place() {
     for dtype in FLOATS {

@@ -86,8 +86,9 @@ impl Kernel for Piece {
                     }
                 };
                 let e = S::exp(S::sub(S::zero(), z));
-                // The exponential ends at 2¹²⁷: where it does, x must not be so large that the quotient shows.
-                let x = S::max(S::splat(-1e4), x);
+                // The exponential ends at 2¹²⁷: where it does, x must not be so large that the quotient shows. Below −10⁴ this
+                // takes away what is beyond, which leaves no number of −∞.
+                let x = S::sub(x, S::min(S::add(x, S::splat(1e4)), S::zero()));
                 S::store(g, S::mul(S::div(x, S::add(S::splat(1.0), e)), S::load(u)));
             }
             self.out.0.store::<S>(self.out.1, &gate);
