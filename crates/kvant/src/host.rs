@@ -93,7 +93,7 @@ impl Memory for HostMemory {
 pub(crate) trait Executor: Send + Sync + 'static {
     fn kind(&self) -> DeviceKind;
     fn name(&self) -> String;
-    /// The call has been validated, its index buffers too; memory is exclusively ours while it runs.
+    /// The call has been validated, its index buffers too, and writes something; memory is exclusively ours while it runs.
     fn run(&self, call: &Call) -> Result<()>;
     fn plan_attend(&self, call: &attend::Call) -> attend::Plan;
 }
@@ -125,6 +125,9 @@ impl<E: Executor> Host<E> {
         let _guard = self.lock();
         calls.into_iter().try_for_each(|call| {
             call.borrow().check_indices()?;
+            if call.borrow().writes_nothing() {
+                return Ok(());
+            }
             self.executor.run(call.borrow())
         })
     }

@@ -43,6 +43,14 @@ pub(crate) fn element_count(shape: &[usize]) -> Result<usize> {
     shape.iter().try_fold(1usize, |n, &d| n.checked_mul(d)).ok_or(Error::Overflow { op: "tensor", arg: "shape" })
 }
 
+/// The number of bytes of a shape. It is also refused where it overflows but for dimensions of zero, so that products of some
+/// of a tensor's dimensions never do.
+fn byte_count(shape: &[usize], dtype: DType) -> Result<usize> {
+    let most = shape.iter().try_fold(dtype.size(), |n, &d| n.checked_mul(d.max(1)));
+    let most = most.ok_or(Error::Overflow { op: "tensor", arg: "shape" })?;
+    Ok(if shape.contains(&0) { 0 } else { most })
+}
+
 /// Memory of one device, shared by the tensors that view it.
 pub(crate) struct Storage {
     pub(crate) device: Device,
@@ -73,10 +81,9 @@ impl Tensor {
     /// A tensor of zeros.
     ///
     /// # Errors
-    /// `Overflow` when the size does not fit `usize`, `OutOfMemory`, `Shape` beyond four dimensions.
+    /// `Overflow` when the size does not fit `usize`, nor would without dimensions of zero; `OutOfMemory`, `Shape` beyond four dimensions.
     pub fn zeros(device: &Device, dtype: DType, shape: &[usize]) -> Result<Tensor> {
-        let bytes =
-            element_count(shape)?.checked_mul(dtype.size()).ok_or(Error::Overflow { op: "tensor", arg: "shape" })?;
+        let bytes = byte_count(shape, dtype)?;
         let shape = Shape::new(shape)?;
         let memory = device.backend().allocate(bytes)?;
         let storage = Arc::new(Storage { device: device.clone(), memory });
@@ -90,7 +97,7 @@ impl Tensor {
 
     /// Uploads little-endian bytes, whose number must match `shape` and `dtype`.
     pub fn from_bytes(device: &Device, dtype: DType, shape: &[usize], bytes: &[u8]) -> Result<Tensor> {
-        if element_count(shape)?.checked_mul(dtype.size()) != Some(bytes.len()) {
+        if byte_count(shape, dtype)? != bytes.len() {
             return Err(Error::Shape {
                 op: "tensor",
                 arg: "data",
@@ -188,7 +195,7 @@ impl Tensor {
 
     /// The same elements under another shape of the same size.
     pub fn reshape(&self, shape: &[usize]) -> Result<Tensor> {
-        if element_count(shape)? != self.elements() {
+        if byte_count(shape, self.dtype)? != self.bytes() {
             return Err(Error::Shape {
                 op: "reshape",
                 arg: "shape",

@@ -194,6 +194,9 @@ impl Builder<'_> {
 impl<E: Executor> Gpu<E> {
     /// The launches of a call; `pad` is what calls of a pass share.
     fn launches(&self, call: &Call, pad: &mut Pad) -> Result<Vec<Launch>> {
+        if call.writes_nothing() {
+            return Ok(Vec::new());
+        }
         let allocate = |bytes, zeroed| self.executor.allocate(bytes, zeroed);
         let limits = self.executor.limits();
         let device = self.kernels.kind.name();

@@ -36,7 +36,10 @@ pub use rms_norm::{Residual, RmsNorm, rms_norm};
 pub use sample::{Sample, sample};
 pub use softcap::{Softcap, softcap};
 
-use crate::{Result, encoder::Touch};
+use crate::{
+    Result,
+    encoder::{Access, Touch},
+};
 
 /// The validated calls of all operations: what a backend must be able to run.
 ///
@@ -57,6 +60,13 @@ macro_rules! calls {
             /// Every tensor that the call reads or writes.
             pub(crate) fn touches(&self, visit: &mut dyn FnMut(Touch)) {
                 match self { $(Call::$variant(call) => call.touches(visit)),* }
+            }
+
+            /// Whether all that it writes is empty: then it is done before it has begun.
+            pub(crate) fn writes_nothing(&self) -> bool {
+                let mut nothing = true;
+                self.touches(&mut |touch| nothing &= touch.access == Access::Read || touch.tensor.elements() == 0);
+                nothing
             }
 
             /// The (output, input) pairs that may be the very same view of the same dtype.

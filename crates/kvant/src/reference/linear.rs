@@ -81,9 +81,11 @@ pub(crate) fn run(call: &Call) {
         None => vec![0; call.rows],
     };
     let mut out = vec![0.0; call.rows * outputs];
-    for expert in 0..call.dims.experts {
+    // Sums of nothing are zero, and there may be any number of empty matrices.
+    let matrices = if inputs == 0 { 0 } else { call.dims.experts };
+    for expert in 0..matrices {
         let rows: Vec<usize> = (0..call.rows).filter(|&row| experts[row] as usize == expert).collect();
-        if rows.is_empty() || inputs == 0 {
+        if rows.is_empty() {
             continue;
         }
         let weight = load_rows(&call.weight, inputs, expert * outputs, outputs);

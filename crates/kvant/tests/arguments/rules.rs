@@ -1,6 +1,7 @@
 //! Rules of all operations: what may overlap, tensors of another device, encoders and graphs.
 
 use super::*;
+use crate::common::sees_indices;
 
 fn f32s(device: &Device, shape: &[usize]) -> Tensor {
     let t = Tensor::zeros(device, DType::F32, shape).unwrap();
@@ -316,6 +317,81 @@ fn absurd_sizes() {
     let angles = kvant::reference::rope_angles(1, 1e4, 64, usize::MAX, None);
     assert!(matches!(angles, Err(Error::OutOfMemory { .. })), "{angles:?}");
     assert_eq!(kvant::codec::nearest(1.0, &[0.0; 1000]), 255);
+}
+
+/// A tensor of no elements may be as long as it likes in its other dimensions, as long as these can be counted.
+#[test]
+fn absurd_sizes_of_nothing() {
+    const HUGE: usize = 1 << 56;
+    let reference = Device::reference();
+    for device in devices().iter().chain([&reference]) {
+        let empty = |dtype, shape: &[usize]| Tensor::zeros(device, dtype, shape).unwrap();
+        for shape in [[0, usize::MAX], [usize::MAX, 0], [0, usize::MAX / 2]] {
+            let zeros = Tensor::zeros(device, DType::F32, &shape);
+            assert!(matches!(zeros, Err(Error::Overflow { .. })), "{device}: {zeros:?}");
+            let bytes = Tensor::from_bytes(device, DType::F32, &shape, &[]);
+            assert!(matches!(bytes, Err(Error::Overflow { .. })), "{device}: {bytes:?}");
+            let reshaped = empty(DType::F32, &[0]).reshape(&shape);
+            assert!(matches!(reshaped, Err(Error::Overflow { .. })), "{device}: {reshaped:?}");
+        }
+        let done = |what: &str, record: &dyn Fn(&mut Encoder) -> Result<()>| {
+            let result = run(device, record);
+            // A GPU's kernels count in 32 bits.
+            let may_refuse = matches!(result, Err(Error::Value { .. })) && !sees_indices(device);
+            assert!(result.is_ok() || may_refuse, "{device}: {what}: {result:?}");
+        };
+        let (wide, tall) = (empty(DType::BF16, &[0, HUGE]), empty(DType::BF16, &[HUGE, 0]));
+        let (ids, no_ids) = (indices(device, &[0], &[1]).unwrap(), empty(DType::U32, &[0]));
+        done("argmax", &|enc| ops::argmax(enc, &Argmax { x: &wide, out: &no_ids }));
+        for temperature in [0.0, 1.0] {
+            let (logits, counter, out) = (&wide, &no_ids, &no_ids.clone());
+            let (top_k, top_p, min_p, seed) = (0, 0.5, 0.0, 1);
+            let args = Sample { logits, temperature, top_k, top_p, min_p, seed, counter, out };
+            done("sample", &|enc| ops::sample(enc, &args));
+        }
+        done("softcap", &|enc| ops::softcap(enc, &Softcap { x: &tall, cap: 1.0, out: &empty(DType::F32, &[HUGE, 0]) }));
+        let (gate, up, activation) = (Columns::all(&tall), Columns::all(&tall), Activation::Silu);
+        done("gate", &|enc| ops::gate(enc, &Gate { gate, up, activation, out: &empty(DType::F32, &[HUGE, 0]) }));
+        let residual = Residual::None;
+        let args =
+            RmsNorm { x: &wide, weight: None, eps: 1e-6, residual, scale: 1.0, out: &empty(DType::F32, &[0, HUGE]) };
+        done("rms_norm", &|enc| ops::rms_norm(enc, &args));
+        let (table, out) = (Weight::Dense(&tall), &empty(DType::F32, &[1, 0]));
+        done("embed", &|enc| ops::embed(enc, &Embed { table, ids: &ids, scale: 1.0, out }));
+
+        let weights = [empty(DType::F32, &[0, 2]), empty(DType::F32, &[HUGE, 0])];
+        let sides =
+            [(&wide, &weights[0], empty(DType::F32, &[0, HUGE])), (&tall, &weights[1], empty(DType::F32, &[HUGE, 0]))];
+        done("moe_combine", &|enc| {
+            ops::moe_combine(enc, &MoeCombine { x: sides[0].0, weights: sides[0].1, out: &sides[0].2 })
+        });
+        let x = empty(DType::BF16, &[0, 0]);
+        done("moe_combine of nothing", &|enc| {
+            ops::moe_combine(enc, &MoeCombine { x: &x, weights: sides[1].1, out: &sides[1].2 })
+        });
+        let out = f32s(device, &[1, 1]);
+        let (matrices, choice) = (empty(DType::BF16, &[HUGE, 1, 0]), ids.reshape(&[1, 1]).unwrap());
+        let (x, weight, experts) =
+            (empty(DType::F32, &[1, 0]), Weight::Dense(&matrices), Experts { ids: &choice, expanded: false });
+        let args = Linear { x: &x, weight, experts: Some(experts), alpha: 1.0, out: &out };
+        done("linear", &|enc| ops::linear(enc, &args));
+        if sees_indices(device) {
+            assert_eq!(out.to_vec::<f32>().unwrap(), [0.0], "{device}: a sum of nothing");
+        }
+
+        let (heads, rope, norm) = ([0, HUGE / 64, 64], None, Some(HeadNorm { weight: None, eps: 1e-6 }));
+        let (x, out) = (empty(DType::BF16, &heads), empty(DType::F32, &heads));
+        let (rotate, out_order) = (false, SourceOrder::TokenMajor);
+        let args = NormRope { x: &x, norm, rope, positions: &no_ids, rotate, out_order, out: &out };
+        done("norm_rope", &|enc| ops::norm_rope(enc, &args));
+        let layer = KvLayer::new(device, linear_spec(1, 1, 64, Codec::F32)).unwrap();
+        let step = Step::new(device, 1, &[]).unwrap();
+        let kv = empty(DType::F32, &[0, 1, 64]);
+        let (q, k, v, q_norm, rotate_q) = (&x, &kv, &kv, norm, false);
+        let (step, layer, q_out) = (&step, &layer, &out);
+        let args = NormRopeWrite { q, k, v, q_norm, k_norm: norm, v_norm: norm, rope, rotate_q, step, layer, q_out };
+        done("norm_rope_write", &|enc| ops::norm_rope_write(enc, &args));
+    }
 }
 
 /// An empty graph and an empty encoder are fine.
