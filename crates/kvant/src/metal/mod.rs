@@ -8,6 +8,8 @@ mod argmax;
 mod attend;
 mod copy;
 mod embed;
+#[cfg(any(target_os = "macos", test))]
+mod flights;
 mod gate;
 mod hadamard;
 mod headers;

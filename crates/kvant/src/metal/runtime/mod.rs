@@ -1,8 +1,8 @@
 //! The Apple runtime: runs launches on an Apple GPU.
 //!
-//! Memory is shared with the processor, so a transfer is a copy in memory that waits for the GPU. A pass is one command
-//! buffer with one compute encoder, in which launches run at the same time unless [`Order`] puts a barrier between
-//! them. Metal is told to track no hazards of its own; passes follow one another by a fence.
+//! Memory is shared with the processor, so a transfer is a copy in memory that waits for the GPU. A pass is a few command
+//! buffers with one compute encoder each, in which launches run at the same time unless [`Order`] puts a barrier between
+//! them. Metal is told to track no hazards of its own; command buffers follow one another by a fence.
 //!
 //! `pipelines` compiles kernels, `archive` keeps what is compiled on disk, `queue` encodes passes and watches them.
 
@@ -88,7 +88,7 @@ impl Runtime {
         // Beyond an eighth of what the GPU works well with, memory that nobody holds goes back to the system.
         let spare = usize::try_from(device.recommendedMaxWorkingSetSize() / 8).unwrap_or(usize::MAX);
         let pool = Arc::new(Mutex::new(Pool::new(spare)));
-        let queue = Arc::new(Queue::new(&device, &name, pool.clone()).ok_or("Metal gives no command queue")?);
+        let queue = Arc::new(Queue::new(device.clone(), &name, pool.clone()).ok_or("Metal gives no command queue")?);
         let pipelines = Pipelines::new(device.clone(), &name, limits);
         Ok(Runtime(Arc::new(Shared { device, name, limits, pipelines, queue, pool })))
     }

@@ -1,7 +1,6 @@
 //! Encodes passes, and watches them until they are done.
 
 use std::{
-    collections::VecDeque,
     ffi::c_void,
     ptr::NonNull,
     sync::{Arc, Mutex},
@@ -18,7 +17,11 @@ use objc2_metal::{
 };
 
 use super::{Buffer, BufferPool, SharedBuffer, lock, pipelines::Pipeline};
-use crate::{Error, Result, gpu::Launch};
+use crate::{
+    Error, Result,
+    gpu::Launch,
+    metal::flights::{Flights, Work},
+};
 
 /// A launch with all that encoding it takes.
 pub(super) struct Step {
@@ -29,42 +32,92 @@ pub(super) struct Step {
     pub barrier: bool,
 }
 
-/// The command queue.
+/// Launches of a command buffer. macOS ends one that keeps the GPU from everyone else for too long, and a pass may be a long
+/// prompt's way through a whole model; every command buffer costs time of its own, though. No Mac has measured either.
+const PIECE: usize = 32;
+
+/// Where passes are committed.
 pub(super) struct Queue {
-    device: String,
-    queue: Retained<ProtocolObject<dyn MTLCommandQueue>>,
-    /// Each pass waits for the one before it, and updates the fence when it is done.
-    fence: Retained<ProtocolObject<dyn MTLFence>>,
+    device: Retained<ProtocolObject<dyn MTLDevice>>,
+    name: Arc<str>,
     pool: BufferPool,
     /// Held while a pass is encoded and committed, so that passes are committed in the order of their numbers; and
     /// during transfers.
     state: Mutex<State>,
 }
 
-#[derive(Default)]
 struct State {
-    /// Committed, not known to be done; in order.
-    flights: VecDeque<Flight>,
-    /// Faults of passes that nobody waited for yet, by number.
-    faults: Vec<(u64, Error)>,
+    line: Line,
+    flights: Flights<Flight>,
 }
 
-/// A committed pass. Command buffers do not retain what they use: this does.
+/// A command queue, and the fence that orders what is in it: each command buffer waits for the one before it, and updates the
+/// fence when it is done.
+struct Line {
+    queue: Retained<ProtocolObject<dyn MTLCommandQueue>>,
+    fence: Retained<ProtocolObject<dyn MTLFence>>,
+}
+
+impl Line {
+    fn new(device: &ProtocolObject<dyn MTLDevice>) -> Option<Line> {
+        let queue = device.newCommandQueue()?;
+        queue.setLabel(Some(&NSString::from_str("kvant")));
+        let fence = device.newFence()?;
+        fence.setLabel(Some(&NSString::from_str("kvant: from command buffer to command buffer")));
+        Some(Line { queue, fence })
+    }
+
+    /// Encodes some steps of a pass and commits them. `first`: nothing is in the queue before them.
+    fn commit(&self, steps: &[Step], first: bool) -> std::result::Result<Commands, &'static str> {
+        let commands = self.queue.commandBufferWithUnretainedReferences().ok_or("command buffer")?;
+        let encoder =
+            commands.computeCommandEncoderWithDispatchType(MTLDispatchType::Concurrent).ok_or("compute encoder")?;
+        let label = NSString::from_str(&label(steps));
+        commands.setLabel(Some(&label));
+        encoder.setLabel(Some(&label));
+        if !first {
+            encoder.waitForFence(&self.fence);
+        }
+        steps.iter().for_each(|step| encode(&encoder, step));
+        encoder.updateFence(&self.fence);
+        encoder.endEncoding();
+        commands.commit();
+        Ok(Commands(commands))
+    }
+}
+
+/// A committed pass: a command buffer for every [`PIECE`] steps. They do not retain what they use: this does.
+#[derive(Clone)]
 struct Flight {
-    pass: u64,
-    commands: Commands,
+    device: Arc<str>,
+    pieces: Arc<[Commands]>,
     steps: Arc<[Step]>,
+}
+
+impl Work for Flight {
+    fn is_done(&self) -> bool {
+        self.pieces.iter().all(Commands::is_done)
+    }
+
+    fn wait(&self) {
+        self.pieces.iter().for_each(|commands| commands.0.waitUntilCompleted());
+    }
+
+    /// Of the first command buffer that failed: those behind it may have failed because it did.
+    fn fault(&self) -> Option<Error> {
+        let mut pieces = self.pieces.iter().zip(self.steps.chunks(PIECE));
+        let (why, steps) = pieces.find_map(|(commands, steps)| Some((commands.fault()?, steps)))?;
+        Some(Error::DeviceFault { device: self.device.to_string(), reason: format!("in {}: {why}", label(steps)) })
+    }
 }
 
 /// What waiting for a pass takes.
 pub(super) struct Running {
     pass: u64,
-    commands: Commands,
-    steps: Arc<[Step]>,
+    flight: Flight,
 }
 
 /// A committed command buffer.
-#[derive(Clone)]
 struct Commands(Retained<ProtocolObject<dyn MTLCommandBuffer>>);
 
 // SAFETY: after its commit, a command buffer is only asked for its status and its error, waited for, and released: all
@@ -79,19 +132,18 @@ impl Commands {
     }
 
     /// What went wrong, once it is done.
-    fn fault(&self, device: &str, steps: &[Step]) -> Result<()> {
+    fn fault(&self) -> Option<String> {
         if self.0.status() != MTLCommandBufferStatus::Error {
-            return Ok(());
+            return None;
         }
-        let why = autoreleasepool(|_| match self.0.error() {
+        Some(autoreleasepool(|_| match self.0.error() {
             Some(error) => format!("{} (code {})", error.localizedDescription(), error.code()),
             None => "no reason given".to_string(),
-        });
-        Err(Error::DeviceFault { device: device.to_string(), reason: format!("in {}: {why}", label(steps)) })
+        }))
     }
 }
 
-/// The operations of a pass, for captures and messages.
+/// The operations of some steps, for captures and messages.
 fn label(steps: &[Step]) -> String {
     let mut ops: Vec<&str> = Vec::new();
     for step in steps {
@@ -103,12 +155,9 @@ fn label(steps: &[Step]) -> String {
 }
 
 impl Queue {
-    pub(super) fn new(device: &ProtocolObject<dyn MTLDevice>, name: &str, pool: BufferPool) -> Option<Queue> {
-        let queue = device.newCommandQueue()?;
-        queue.setLabel(Some(&NSString::from_str("kvant")));
-        let fence = device.newFence()?;
-        fence.setLabel(Some(&NSString::from_str("kvant: from pass to pass")));
-        Some(Queue { device: name.to_string(), queue, fence, pool, state: Mutex::default() })
+    pub(super) fn new(device: Retained<ProtocolObject<dyn MTLDevice>>, name: &str, pool: BufferPool) -> Option<Queue> {
+        let state = State { line: Line::new(&device)?, flights: Flights::new() };
+        Some(Queue { device, name: name.into(), pool, state: Mutex::new(state) })
     }
 
     /// Encodes the steps as one pass and commits it. Without steps there is nothing to wait for.
@@ -117,59 +166,66 @@ impl Queue {
             return Ok(None);
         }
         let mut state = lock(&self.state);
-        let finished = self.finish(&mut state);
-        let (pass, commands) = autoreleasepool(|_| -> Result<_> {
-            let refused = |what: &str| Error::DeviceFault {
-                device: self.device.clone(),
-                reason: format!("Metal gives no {what} for {}", label(&steps)),
-            };
-            let commands =
-                self.queue.commandBufferWithUnretainedReferences().ok_or_else(|| refused("command buffer"))?;
-            let encoder = commands
-                .computeCommandEncoderWithDispatchType(MTLDispatchType::Concurrent)
-                .ok_or_else(|| refused("compute encoder"))?;
-            let label = NSString::from_str(&label(&steps));
-            commands.setLabel(Some(&label));
-            encoder.setLabel(Some(&label));
-            if !state.flights.is_empty() {
-                encoder.waitForFence(&self.fence);
-            }
-            steps.iter().for_each(|step| encode(&encoder, step));
-            encoder.updateFence(&self.fence);
-            encoder.endEncoding();
+        let mut finished = self.finish(&mut state);
+        let result = autoreleasepool(|_| -> Result<Option<Running>> {
+            finished.extend(self.renew(&mut state)?);
             let pass = lock(&self.pool).commit();
-            commands.commit();
-            Ok((pass, Commands(commands)))
-        })?;
-        state.flights.push_back(Flight { pass, commands: commands.clone(), steps: steps.clone() });
+            // Each is on its way before the next is asked for: a queue has 64 at most.
+            let mut pieces = Vec::with_capacity(steps.len().div_ceil(PIECE));
+            let committed = steps.chunks(PIECE).try_for_each(|piece| {
+                let first = pieces.is_empty() && state.flights.is_empty();
+                pieces.push(state.line.commit(piece, first).map_err(|what| self.refused(what, &label(piece)))?);
+                Ok(())
+            });
+            // Also when a later piece was refused: the ones before it are on their way.
+            let flight = Flight { device: self.name.clone(), pieces: pieces.into(), steps };
+            state.flights.add(pass, flight.clone());
+            committed.map(|()| Some(Running { pass, flight }))
+        });
         drop(state);
         drop(finished);
-        Ok(Some(Running { pass, commands, steps }))
+        result
+    }
+
+    /// Another command queue, when a pass has failed: macOS may ignore what is committed to one that took too long.
+    fn renew(&self, state: &mut State) -> Result<Finished> {
+        if !state.flights.have_failed() {
+            return Ok(Finished::default());
+        }
+        state.flights.wait();
+        let finished = self.finish(state);
+        state.line = Line::new(&self.device).ok_or_else(|| self.refused("command queue", "passes after a failure"))?;
+        state.flights.forgive();
+        Ok(finished)
+    }
+
+    fn refused(&self, what: &str, purpose: &str) -> Error {
+        Error::DeviceFault { device: self.name.to_string(), reason: format!("Metal gives no {what} for {purpose}") }
     }
 
     /// Waits for a pass; what went wrong in it.
     pub(super) fn wait(&self, running: Running) -> Result<()> {
-        running.commands.0.waitUntilCompleted();
+        running.flight.wait();
         let mut state = lock(&self.state);
         let finished = self.finish(&mut state);
-        state.faults.retain(|(pass, _)| *pass != running.pass);
+        state.flights.told(running.pass);
         drop(state);
         drop(finished);
-        running.commands.fault(&self.device, &running.steps)
+        running.flight.fault().map_or(Ok(()), Err)
     }
 
     /// Waits for all committed passes and calls `access` while none can be committed. A fault that nobody has been told
     /// of is returned instead: what would be read is not what was to be computed.
     pub(super) fn exclusively(&self, access: impl FnOnce()) -> Result<()> {
         let mut state = lock(&self.state);
-        state.flights.iter().for_each(|flight| flight.commands.0.waitUntilCompleted());
+        state.flights.wait();
         let finished = self.finish(&mut state);
-        let result = match state.faults.is_empty() {
-            true => {
+        let result = match state.flights.take_fault() {
+            Some(error) => Err(error),
+            None => {
                 access();
                 Ok(())
             }
-            false => Err(state.faults.remove(0).1),
         };
         drop(state);
         drop(finished);
@@ -188,36 +244,35 @@ impl Queue {
     /// dropped after the lock: dropping memory, and what holds it, may take any time.
     #[must_use]
     fn finish(&self, state: &mut State) -> Finished {
-        let mut finished = Finished::default();
-        while state.flights.front().is_some_and(|flight| flight.commands.is_done()) {
-            let flight = state.flights.pop_front().expect("there is a front");
-            if let Err(error) = flight.commands.fault(&self.device, &flight.steps) {
-                tracing::error!("{error}");
-                state.faults.push((flight.pass, error));
-            }
-            finished.surplus.extend(lock(&self.pool).complete(flight.pass));
-            finished.flights.push(flight);
-        }
-        finished
+        let flights = state.flights.land();
+        let surplus = flights.iter().flat_map(|(pass, _)| lock(&self.pool).complete(*pass)).collect();
+        Finished { flights, surplus }
     }
 }
 
 /// Finished passes, and memory that nothing uses, until they are dropped.
 #[derive(Default)]
 struct Finished {
-    flights: Vec<Flight>,
+    flights: Vec<(u64, Flight)>,
     surplus: Vec<SharedBuffer>,
+}
+
+impl Finished {
+    fn extend(&mut self, other: Finished) {
+        self.flights.extend(other.flights);
+        self.surplus.extend(other.surplus);
+    }
 }
 
 impl Drop for Queue {
     /// What unfinished passes use must outlive them.
     fn drop(&mut self) {
         let state = self.state.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
-        state.flights.iter().for_each(|flight| flight.commands.0.waitUntilCompleted());
+        state.flights.wait();
     }
 }
 
-/// Adds a launch to the pass.
+/// Adds a launch to a command buffer.
 fn encode(encoder: &ProtocolObject<dyn MTLComputeCommandEncoder>, step: &Step) {
     let Step { launch, pipeline, barrier } = step;
     if *barrier {
