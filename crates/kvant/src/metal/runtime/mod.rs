@@ -4,9 +4,8 @@
 //! buffers with one compute encoder each, in which launches run at the same time unless [`Order`] puts a barrier between
 //! them. Metal is told to track no hazards of its own; command buffers follow one another by a fence.
 //!
-//! `pipelines` compiles kernels, `archive` keeps what is compiled on disk, `queue` encodes passes and watches them.
+//! `pipelines` compiles kernels, `queue` encodes passes and watches them.
 
-mod archive;
 mod pipelines;
 mod queue;
 
@@ -284,8 +283,6 @@ struct Started {
 
 impl Wait for Started {
     fn wait(self: Box<Self>) -> Result<()> {
-        let result = self.running.map_or(Ok(()), |running| self.shared.queue.wait(running));
-        self.shared.pipelines.save();
-        result
+        self.running.map_or(Ok(()), |running| self.shared.queue.wait(running))
     }
 }

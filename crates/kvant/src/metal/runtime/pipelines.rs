@@ -4,10 +4,7 @@ use std::{
     collections::{HashMap, hash_map::Entry},
     ffi::c_void,
     ptr::NonNull,
-    sync::{
-        Arc, Mutex,
-        atomic::{AtomicBool, Ordering},
-    },
+    sync::{Arc, Mutex},
 };
 
 use objc2::{
@@ -22,7 +19,7 @@ use objc2_metal::{
     MTLPipelineOption,
 };
 
-use super::{archive::Archive, lock};
+use super::lock;
 use crate::{
     DeviceKind, Error, Result,
     gpu::{Constant, Launch, Limits, Source},
@@ -43,8 +40,6 @@ pub(super) struct Pipelines {
     name: String,
     limits: Limits,
     cache: Mutex<Cache>,
-    /// Whether an archive holds what its file does not.
-    unsaved: AtomicBool,
 }
 
 #[derive(Default)]
@@ -59,10 +54,7 @@ struct Cache {
 type Variants = Vec<(Variant, Arc<Pipeline>)>;
 
 /// A compiled kernel file.
-struct Library {
-    library: Retained<ProtocolObject<dyn MTLLibrary>>,
-    archive: Option<Archive>,
-}
+type Library = Retained<ProtocolObject<dyn MTLLibrary>>;
 
 /// What tells pipelines of one kernel apart.
 struct Variant {
@@ -83,7 +75,7 @@ fn threads_of(launch: &Launch) -> u32 {
 
 impl Pipelines {
     pub(super) fn new(device: Retained<ProtocolObject<dyn MTLDevice>>, name: &str, limits: Limits) -> Pipelines {
-        Pipelines { device, name: name.to_string(), limits, cache: Mutex::default(), unsaved: AtomicBool::new(false) }
+        Pipelines { device, name: name.to_string(), limits, cache: Mutex::default() }
     }
 
     /// The pipeline of a launch.
@@ -101,8 +93,8 @@ impl Pipelines {
         }
         let pipeline = autoreleasepool(|_| {
             let library = match libraries.entry(source) {
-                Entry::Occupied(entry) => entry.into_mut(),
-                Entry::Vacant(entry) => entry.insert(self.library(launch.source)?),
+                Entry::Occupied(entry) => &*entry.into_mut(),
+                Entry::Vacant(entry) => &*entry.insert(self.library(launch.source)?),
             };
             self.pipeline(launch, library)
         })?;
@@ -113,39 +105,18 @@ impl Pipelines {
         Ok(pipeline)
     }
 
-    /// Writes new kernels to the archives' files.
-    pub(super) fn save(&self) {
-        if self.unsaved.swap(false, Ordering::Relaxed) {
-            let mut cache = lock(&self.cache);
-            autoreleasepool(|_| {
-                cache.libraries.values_mut().filter_map(|library| library.archive.as_mut()).for_each(Archive::save);
-            });
-        }
-    }
-
     /// Compiles a kernel file.
     fn library(&self, source: &'static Source) -> Result<Library> {
-        let text = source.expand();
-        let options = MTLCompileOptions::new();
-        options.setLanguageVersion(MTLLanguageVersion::Version3_0);
-        // NaN and infinity mean something in these kernels.
-        if available!(macos = 15.0) {
-            options.setMathMode(MTLMathMode::Safe);
-            options.setMathFloatingPointFunctions(MTLMathFloatingPointFunctions::Precise);
-        } else {
-            #[expect(deprecated, reason = "its successor is not there before macOS 15")]
-            options.setFastMathEnabled(false);
-        }
         let library = self
             .device
-            .newLibraryWithSource_options_error(&NSString::from_str(&text), Some(&options))
+            .newLibraryWithSource_options_error(&NSString::from_str(&source.expand()), Some(&options()))
             .map_err(|error| self.refused(source.name, &error))?;
         library.setLabel(Some(&NSString::from_str(source.name)));
-        Ok(Library { library, archive: Archive::open(&self.device, &self.name, source.name, &text) })
+        Ok(library)
     }
 
     /// Compiles a kernel for a launch.
-    fn pipeline(&self, launch: &Launch, library: &mut Library) -> Result<Pipeline> {
+    fn pipeline(&self, launch: &Launch, library: &Library) -> Result<Pipeline> {
         let kernel = format!("{}/{}", launch.source.name, launch.kernel);
         let values = MTLFunctionConstantValues::new();
         for &(name, value) in &launch.constants {
@@ -157,7 +128,6 @@ impl Pipelines {
             unsafe { values.setConstantValue_type_withName(value, kind, &NSString::from_str(name)) };
         }
         let function = library
-            .library
             .newFunctionWithName_constantValues_error(&NSString::from_str(launch.kernel), &values)
             .map_err(|error| self.refused(&kernel, &error))?;
         let descriptor = MTLComputePipelineDescriptor::new();
@@ -165,26 +135,10 @@ impl Pipelines {
         descriptor.setLabel(Some(&NSString::from_str(&label)));
         descriptor.setComputeFunction(Some(&function));
         descriptor.setMaxTotalThreadsPerThreadgroup(threads_of(launch) as usize);
-        // Metal archives no functions that are specialised at run time; those are in the cache that it keeps itself.
-        let archive = library.archive.as_mut().filter(|_| launch.constants.is_empty());
-        let archived = archive.as_ref().and_then(|archive| archive.pipeline(&self.device, &descriptor));
-        let state = match archived {
-            Some(state) => state,
-            None => {
-                let state = self
-                    .device
-                    .newComputePipelineStateWithDescriptor_options_reflection_error(
-                        &descriptor,
-                        MTLPipelineOption::None,
-                        None,
-                    )
-                    .map_err(|error| self.refused(&kernel, &error))?;
-                if archive.is_some_and(|archive| archive.add(&descriptor)) {
-                    self.unsaved.store(true, Ordering::Relaxed);
-                }
-                state
-            }
-        };
+        let state = self
+            .device
+            .newComputePipelineStateWithDescriptor_options_reflection_error(&descriptor, MTLPipelineOption::None, None)
+            .map_err(|error| self.refused(&kernel, &error))?;
         let width = state.threadExecutionWidth();
         if width != SIMD {
             return Err(unsupported(launch, format!("its SIMD-groups have {width} threads, the kernels take {SIMD}")));
@@ -216,6 +170,21 @@ impl Pipelines {
         let message = error.localizedDescription().to_string();
         Error::Compile { device: self.name.clone(), kernel: kernel.to_string(), message }
     }
+}
+
+/// How kernel files are compiled.
+fn options() -> Retained<MTLCompileOptions> {
+    let options = MTLCompileOptions::new();
+    options.setLanguageVersion(MTLLanguageVersion::Version3_0);
+    // NaN and infinity mean something in these kernels.
+    if available!(macos = 15.0) {
+        options.setMathMode(MTLMathMode::Safe);
+        options.setMathFloatingPointFunctions(MTLMathFloatingPointFunctions::Precise);
+    } else {
+        #[expect(deprecated, reason = "its successor is not there before macOS 15")]
+        options.setFastMathEnabled(false);
+    }
+    options
 }
 
 fn unsupported(launch: &Launch, reason: String) -> Error {
