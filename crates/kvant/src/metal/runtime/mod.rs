@@ -24,7 +24,7 @@ use objc2_foundation::NSString;
 use objc2_metal::{MTLBuffer, MTLCreateSystemDefaultDevice, MTLDevice, MTLGPUFamily, MTLResource, MTLResourceOptions};
 
 use self::{
-    pipelines::Pipelines,
+    pipelines::{Pipelines, multiplies_tiles},
     queue::{Queue, Step},
 };
 use super::pool::{Pool, size_class};
@@ -73,9 +73,13 @@ impl Runtime {
         let device =
             MTLCreateSystemDefaultDevice().ok_or("this Mac has no Metal device, or this process may not see it")?;
         let name = device.name().to_string();
-        // Every Apple GPU of a Mac is of a later family; that of a virtual machine says this one.
+        // Every Apple GPU of a Mac is of family Apple7 or later; that of a virtual machine says this one.
         if !device.supportsFamily(MTLGPUFamily::Apple5) {
             return Err(format!("an Apple GPU is needed, and this is {name}"));
+        }
+        if !device.supportsFamily(MTLGPUFamily::Apple7) {
+            multiplies_tiles(&device)
+                .map_err(|why| format!("{name} does not multiply matrices of a SIMD-group: {why}"))?;
         }
         let limits = Limits {
             threads: device.maxThreadsPerThreadgroup().width,

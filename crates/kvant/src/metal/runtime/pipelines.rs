@@ -187,6 +187,28 @@ fn options() -> Retained<MTLCompileOptions> {
     options
 }
 
+/// What every kernel of tiles does.
+const TILE: &str = "
+#include <metal_stdlib>
+using namespace metal;
+kernel void tile(device float *x [[buffer(0)]]) {
+    simdgroup_float8x8 a;
+    simdgroup_load(a, x, 8);
+    simdgroup_multiply_accumulate(a, a, a, a);
+    simdgroup_store(a, x, 8);
+}
+";
+
+/// Whether the device multiplies tiles, and if not, why: no family before Apple7 promises it.
+pub(super) fn multiplies_tiles(device: &ProtocolObject<dyn MTLDevice>) -> std::result::Result<(), String> {
+    let refused = |error: Retained<NSError>| error.localizedDescription().to_string();
+    let library = device.newLibraryWithSource_options_error(&NSString::from_str(TILE), Some(&options()));
+    let function = library.map_err(refused)?.newFunctionWithName(&NSString::from_str("tile"));
+    let function = function.ok_or("its library lacks the kernel")?;
+    device.newComputePipelineStateWithFunction_error(&function).map_err(refused)?;
+    Ok(())
+}
+
 fn unsupported(launch: &Launch, reason: String) -> Error {
     Error::Unsupported { op: launch.op, device: DeviceKind::Metal.name(), reason }
 }
