@@ -129,8 +129,8 @@ inline void multiply_keys(const Shared &shared, const KeyLookup &lookup, uint un
 }
 
 // Adds up what the cluster's blocks have sent for a row, in their order, and takes it to the output, or to the state that the step's
-// own keys are added to. One warp does it.
-inline void finish(Shared &shared, ulong row, const QueryRuns &runs, uchar *out, float *state) {
+// own keys are added to. `sees`: whether the token sees any key. One warp does it.
+inline void finish(Shared &shared, ulong row, const QueryRuns &runs, bool sees, uchar *out, float *state) {
     constexpr uint RUN = QueryRuns::RUN;
     const uint lane = threadIdx.x % 32;
     // Two of the cluster's warps for each lane: of the lower four blocks, and the upper.
@@ -170,7 +170,7 @@ inline void finish(Shared &shared, ulong row, const QueryRuns &runs, uchar *out,
     }
     transform_warp<HEAD_DIM>(x, l, lane);
     runs.flip(x);
-    const float inverse = norm_of_rotation() * (state != nullptr ? 1 : l == 0 ? 0 : 1 / l);
+    const float inverse = norm_of_rotation() * (state != nullptr ? 1 : inverse_of_sum(l, [&] { return sees; }));
 #pragma unroll
     for (uint i = 0; i < HEAD_DIM / 32; i += RUN) {
         const uint coord = QueryRuns::coord(i / RUN, lane);
@@ -442,6 +442,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
     // What has been sent for the block's row, added up in the order of blocks. Nobody writes to a block that has ended: one with a row
     // has waited for all, and nothing comes to the others.
     if (rank < GROUP && warp == 0) {
-        finish(shared, row + rank, runs, out, state);
+        finish(shared, row + rank, runs, sees_any(p, token), out, state);
     }
 }
