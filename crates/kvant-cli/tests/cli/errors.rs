@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use crate::{copy_of_the_model, kvant, kvant_with_input, scratch, shipped, str};
+use crate::{Run, command, copy_of_the_model, kvant, kvant_with_input, scratch, shipped, str};
 
 #[track_caller]
 fn fails(args: &[&str], message: &str) {
@@ -48,6 +48,27 @@ fn absent_devices_say_why() {
             fails(&["generate", "--device", kind], &format!("device {kind} is not available: "));
         }
     }
+}
+
+/// A library of the driver's name that has none of its functions: no GPU, said once, and the CPU does the work.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_driver_that_is_none() {
+    let directory = scratch("a_driver_that_is_none");
+    let source = directory.join("empty.c");
+    std::fs::write(&source, "int nothing(void) { return 0; }\n").unwrap();
+    for name in ["libcuda.so", "libcuda.so.1"] {
+        let mut cc = std::process::Command::new("cc");
+        assert!(cc.args(["-shared", "-fPIC", "-o"]).arg(directory.join(name)).arg(&source).status().unwrap().success());
+    }
+    let run = |args: &[&str]| Run::new(command(args).env("LD_LIBRARY_PATH", &directory).output().unwrap());
+    let missing = "has no function cuInit";
+    assert!(run(&["devices"]).ok().contains(missing));
+    let error = run(&["generate", "--device", "cuda"]).error();
+    assert!(error.contains(missing), "{error}");
+    let run = run(&["generate", "--max-tokens", "1"]);
+    assert!(run.stderr.contains("a GPU is not used: ") && run.stderr.contains(missing), "{}", run.stderr);
+    run.ok();
 }
 
 #[test]

@@ -87,11 +87,11 @@ impl Gpu {
         if !libraries::has_driver() {
             return Err("the NVIDIA driver (libcuda) cannot be loaded".to_string());
         }
-        if let Some(missing) = libraries::missing_in_driver() {
-            return Err(format!(
-                "the NVIDIA driver (libcuda) has no function {missing}: it is too old, or not a driver"
-            ));
-        }
+        let has = |names: &[&'static str]| match libraries::missing_in_driver(names) {
+            Some(name) => Err(format!("what is loaded as the NVIDIA driver (libcuda) has no function {name}")),
+            None => Ok(()),
+        };
+        has(&["cuInit", "cuDriverGetVersion"])?;
         let text = |failure: Failure| failure.to_string();
         let mut version = 0;
         // SAFETY: the driver is loaded; `version` is what the function fills.
@@ -103,6 +103,8 @@ impl Gpu {
             let (major, minor) = (version / 1000, version % 1000 / 10);
             return Err(format!("the NVIDIA driver supports CUDA {major}.{minor}; 12.0 is needed"));
         }
+        // Of those that came with later versions than the first ones.
+        has(&["cuMemAllocFromPoolAsync", "cuLaunchKernelEx"])?;
         if !libraries::has_nvrtc() {
             return Err(
                 "libnvrtc, which compiles the kernels, cannot be loaded: it comes with the CUDA toolkit, or as \

@@ -13,17 +13,14 @@ pub(super) fn has_driver() -> bool {
     unsafe { cudarc::driver::sys::is_culib_present() }
 }
 
-/// Functions of the driver that kvant cannot do without: the first ones it calls, and one each of what came with later versions.
-const OF_THE_DRIVER: &[&str] = &["cuInit", "cuDriverGetVersion", "cuMemAllocFromPoolAsync", "cuLaunchKernelEx"];
-
-/// What is missing in a driver that [`has_driver`]: cudarc panics when it is asked for a function that is not there.
-pub(super) fn missing_in_driver() -> Option<&'static str> {
+/// The first of these functions that a driver which [`has_driver`] lacks: cudarc panics when it is asked for one.
+pub(super) fn missing_in_driver(names: &[&'static str]) -> Option<&'static str> {
     // SAFETY: cudarc has loaded it under one of these names, so no initialiser runs now.
     let open = |name| unsafe { Library::new(name) }.ok();
     let driver = ["libcuda.so.1", "libcuda.so", "nvcuda.dll"].into_iter().find_map(open)?;
     // SAFETY: the symbol is only looked for.
     let is_missing = |name: &&&str| unsafe { driver.get::<*const ()>(name.as_bytes()) }.is_err();
-    OF_THE_DRIVER.iter().find(is_missing).copied()
+    names.iter().find(is_missing).copied()
 }
 
 /// Whether `libnvrtc`, the compiler, can be loaded.
