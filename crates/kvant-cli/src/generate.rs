@@ -29,7 +29,8 @@ pub struct Args {
     #[arg(long, allow_hyphen_values = true, default_value = shipped::PROMPT, hide_default_value = true)]
     prompt: String,
     /// Stop after so many tokens, or before at the model's end of text
-    #[arg(long, value_name = "N", allow_negative_numbers = true, default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, default_value_t = 256,
+        value_parser = clap::value_parser!(u32).range(1..))]
     max_tokens: u32,
     /// 0 always takes the most probable token
     #[arg(long, value_name = "T", allow_negative_numbers = true, default_value_t = 0.7)]

@@ -81,7 +81,7 @@ impl Tensor {
     /// A tensor of zeros.
     ///
     /// # Errors
-    /// `Overflow` when the size does not fit `usize`, nor would without dimensions of zero; `OutOfMemory`, `Shape` beyond four dimensions.
+    /// `Overflow` when the size, were no dimension zero, does not fit `usize`; `OutOfMemory`, `Shape` beyond four dimensions.
     pub fn zeros(device: &Device, dtype: DType, shape: &[usize]) -> Result<Tensor> {
         let bytes = byte_count(shape, dtype)?;
         let shape = Shape::new(shape)?;

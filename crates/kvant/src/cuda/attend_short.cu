@@ -72,7 +72,7 @@ inline void copy(const AttendParams &p, const uchar *plane, uint slot, uint rows
 // nothing is read.
 inline void ask_ahead(const AttendParams &p, const uchar *plane, uint slot, uint rows) {
     if (IN_ORDER && (!RING || slot + rows <= p.capacity)) {
-        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(plane + ulong(slot) * ROW), "r"(rows * ROW) : "memory");
+        prefetch_bulk(plane + ulong(slot) * ROW, rows * ROW);
     }
 }
 
@@ -96,15 +96,6 @@ inline void scores(const AttendParams &p, const uchar *k, const uint4 (&q)[LOADS
     for (uint c = 0; c < 4; c++) {
         s[c] = score_of(p, (sums[0][c] + sums[1][c]) + (sums[2][c] + sums[3][c]));
     }
-}
-
-inline float largest(const float (&x)[WARPS]) {
-    float m = x[0];
-#pragma unroll
-    for (uint w = 1; w < WARPS; w++) {
-        m = fmaxf(m, x[w]);
-    }
-    return m;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED

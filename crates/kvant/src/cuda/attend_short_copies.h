@@ -85,17 +85,8 @@ inline void copy(const AttendParams &p, const uchar *from, const Own &own, uint 
 template <uint ROW>
 inline void ask_ahead(const AttendParams &p, const uchar *from, const Own &own) {
     if (own.rows > 0 && IN_ORDER && (!RING || own.slot_of_rows + own.rows <= p.capacity)) {
-        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(own.rows * ROW) : "memory");
+        prefetch_bulk(from, own.rows * ROW);
     }
-}
-
-inline float largest(const float (&x)[WARPS]) {
-    float m = x[0];
-#pragma unroll
-    for (uint w = 1; w < WARPS; w++) {
-        m = fmaxf(m, x[w]);
-    }
-    return m;
 }
 
 #endif

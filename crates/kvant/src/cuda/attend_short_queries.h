@@ -44,13 +44,6 @@ inline void load_query(const uchar *q, ulong row, float (&x)[HEAD_DIM / 32]) {
     }
 }
 
-// A power of two that brings numbers of up to 2^`more` times `largest` near 2^12 or below, and its inverse.
-inline float2 to_half_range(float largest, int more) {
-    const int exponent = int(__float_as_uint(largest) >> 23) - 127;
-    const int up = exponent == 128 ? 0 : min(max(12 - more - exponent, -100), 100);
-    return make_float2(__uint_as_float(uint(127 + up) << 23), __uint_as_float(uint(127 - up) << 23));
-}
-
 // Rotates query `r` if need be, and leaves it as B operands, and what takes products with it to scores.
 inline void leave_query(const AttendParams &p, float (&x)[HEAD_DIM / 32], const QueryRuns &runs, uint r, uint4 *queries,
                         float *factors) {

@@ -32,10 +32,21 @@ inline float inverse_of_power(float x) {
     return __uint_as_float((254 << 23) - __float_as_uint(x));
 }
 
-// A power of two that brings `largest` near 2^12, exactly, and its inverse.
-inline float2 to_half_range(float largest) {
+// The largest of what the warps of a block have.
+template <uint N>
+inline float largest(const float (&x)[N]) {
+    float m = x[0];
+#pragma unroll
+    for (uint w = 1; w < N; w++) {
+        m = fmaxf(m, x[w]);
+    }
+    return m;
+}
+
+// A power of two that brings numbers of up to 2^`more` times `largest` near 2^12 or below, exactly, and its inverse.
+inline float2 to_half_range(float largest, int more = 0) {
     const int exponent = int(__float_as_uint(largest) >> 23 & 255) - 127;
-    const int up = largest == 0 || exponent == 128 ? 0 : min(max(12 - exponent, -100), 100);
+    const int up = largest == 0 || exponent == 128 ? 0 : min(max(12 - more - exponent, -100), 100);
     return make_float2(__uint_as_float(uint(127 + up) << 23), __uint_as_float(uint(127 - up) << 23));
 }
 

@@ -77,26 +77,42 @@ inline float larger(float a, float b) {
     return c;
 }
 
+// A span of x as integers of 23 bits relative to its largest, of which the lane has four neighbours.
+struct Numbers {
+    uint bits;
+    uint exponent;
+
+    Numbers(float4 v) {
+        const float most = larger(larger(fabsf(v.x), fabsf(v.y)), larger(fabsf(v.z), fabsf(v.w)));
+        bits = __reduce_max_sync(ALL, __float_as_uint(most));
+        // Of what is as small as this, digits are lost below the smallest float.
+        exponent = max(bits & 0x7F800000, 24u << 23);
+    }
+    int of(float x) const {
+        return __float_as_int(fmaf(x, __uint_as_float((275u << 23) - exponent), MAGIC)) - MAGIC_BITS;
+    }
+    // What they count: NaN if one of x is not finite.
+    float unit() const {
+        return __uint_as_float(bits < 0x7F800000 ? exponent - (21u << 23) : 0x7FC00000);
+    }
+};
+
 // The bytes of a span of x, of which the lane has four neighbours, which become word `at`. The result is the unit that they count:
 // NaN if one of x is not finite.
 inline float make_digits(uint *digits, float4 v, uint at) {
-    const float most = larger(larger(fabsf(v.x), fabsf(v.y)), larger(fabsf(v.z), fabsf(v.w)));
-    const uint bits = __reduce_max_sync(ALL, __float_as_uint(most));
-    // Of what is as small as this, digits are lost below the smallest float.
-    const uint exponent = max(bits & 0x7F800000, 24u << 23);
-    const float scale = __uint_as_float((275u << 23) - exponent);
+    const Numbers numbers(v);
     uint bytes[4];
 #pragma unroll
     for (uint j = 0; j < 4; j++) {
         // Bytes of v + 0x808080 are those of v, signed, plus 0x80.
-        bytes[j] = __float_as_uint(fmaf(part(v, j), scale, MAGIC)) - MAGIC_BITS + 0x808080;
+        bytes[j] = uint(numbers.of(part(v, j))) + 0x808080;
     }
     const uint low = __byte_perm(bytes[0], bytes[1], 0x5140), high = __byte_perm(bytes[2], bytes[3], 0x5140);
     const uint third = __byte_perm(bytes[0], bytes[1], 0x0062), fourth = __byte_perm(bytes[2], bytes[3], 0x0062);
     digits[at] = __byte_perm(low, high, 0x5410) ^ 0x80808080;
     digits[DIGIT + at] = __byte_perm(low, high, 0x7632) ^ 0x80808080;
     digits[2 * DIGIT + at] = __byte_perm(third, fourth, 0x5410) ^ 0x80808080;
-    return __uint_as_float(bits < 0x7F800000 ? exponent - (21u << 23) : 0x7FC00000);
+    return numbers.unit();
 }
 
 // Pairs of codes of 4 bits, as they stand in bytes: e + 16 o. With numbers x for e and y for o, 16 (e x + o y) is
@@ -109,14 +125,11 @@ constexpr uint PAIR_DIGITS = 8 * PAIR_DIGIT;
 // As make_digits; products with them are 16 times as large. A lane of B finds its words of the span's four stretches of 16 pairs,
 // in the order 0, 2, 1, 3, beside each other.
 inline float make_pair_digits(uint *digits, float4 v, uint lane) {
-    const float most = larger(larger(fabsf(v.x), fabsf(v.y)), larger(fabsf(v.z), fabsf(v.w)));
-    const uint bits = __reduce_max_sync(ALL, __float_as_uint(most));
-    const uint exponent = max(bits & 0x7F800000, 24u << 23);
-    const float scale = __uint_as_float((275u << 23) - exponent);
+    const Numbers numbers(v);
     int n[4];
 #pragma unroll
     for (uint j = 0; j < 4; j++) {
-        n[j] = __float_as_int(fmaf(part(v, j), scale, MAGIC)) - MAGIC_BITS;
+        n[j] = numbers.of(part(v, j));
     }
     const uint stretch = lane / 8;
     ushort *to = reinterpret_cast<ushort *>(digits) + lane % 8 / 2 * 8 + (stretch % 2 * 2 + stretch / 2) * 2 + lane % 2;
@@ -127,7 +140,7 @@ inline float make_pair_digits(uint *digits, float4 v, uint lane) {
         const uint bytes = i % 4 * 0x11 + 0x40;
         to[i * 2 * PAIR_DIGIT] = ushort(i < 4 ? __byte_perm(x[0], x[1], bytes) : __byte_perm(y[0], y[1], bytes));
     }
-    return __uint_as_float(bits < 0x7F800000 ? exponent - (21u << 23) : 0x7FC00000);
+    return numbers.unit();
 }
 
 #endif

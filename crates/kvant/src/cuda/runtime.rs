@@ -19,6 +19,7 @@ use std::{
 use cudarc::driver::sys::{self as cu, CUstream};
 
 use super::{
+    attend::MAX_CLUSTER,
     cache::Cache,
     compile::{self, Program, Target},
     driver::{Event, Function, Gpu, Graph, Memory, driver, fault},
@@ -58,8 +59,6 @@ static EMPTY: Source = Source {
     headers: &[],
     layouts: &[],
 };
-/// Blocks of a cluster, at most.
-const MOST_BLOCKS: u32 = 8;
 
 /// What runs a launch: its kernel, or the library that computes the same.
 enum Runner {
@@ -94,7 +93,7 @@ impl Cuda {
         if shared.target.has_waits() {
             let fits = shared
                 .load(&Launch::new("open", &EMPTY, "empty"))
-                .and_then(|empty| empty.fits_as_cluster(&shared.gpu, MOST_BLOCKS).map_err(fault));
+                .and_then(|empty| empty.fits_as_cluster(&shared.gpu, MAX_CLUSTER as u32).map_err(fault));
             shared.clusters = fits.unwrap_or_else(|error| {
                 tracing::debug!(%error, "attention does without clusters");
                 false
