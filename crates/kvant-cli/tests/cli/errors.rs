@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use crate::{Run, command, copy_of_the_model, kvant, kvant_with_input, scratch, shipped, str};
+use crate::{copy_of_the_model, kvant, kvant_with_input, scratch, shipped, str};
 
 #[track_caller]
 fn fails(args: &[&str], message: &str) {
@@ -61,7 +61,8 @@ fn a_driver_that_is_none() {
         let mut cc = std::process::Command::new("cc");
         assert!(cc.args(["-shared", "-fPIC", "-o"]).arg(directory.join(name)).arg(&source).status().unwrap().success());
     }
-    let run = |args: &[&str]| Run::new(command(args).env("LD_LIBRARY_PATH", &directory).output().unwrap());
+    let run =
+        |args: &[&str]| crate::Run::new(crate::command(args).env("LD_LIBRARY_PATH", &directory).output().unwrap());
     let missing = "has no function cuInit";
     assert!(run(&["devices"]).ok().contains(missing));
     let error = run(&["generate", "--device", "cuda"]).error();
