@@ -201,11 +201,13 @@ fn not_finite_keys_and_values() {
 #[test]
 fn plans_of_empty_batches() {
     for (k, q) in [(Codec::F32, DType::F32), (Codec::BF16, DType::BF16), (Codec::tq(4), DType::BF16)] {
-        let case = Case { head_dim: 128, k, v: k, q, out: q, sequences: vec![(5, 0)], ..Case::default() };
-        for device in devices().iter().chain([&without_gpu::device()]) {
-            case.kernel(device).unwrap_or_else(|e| panic!("{device}: {case}: {e}"));
+        for (head_dim, past) in [(128, 5), (128, 1100), (512, 5)] {
+            let case = Case { head_dim, k, v: k, q, out: q, sequences: vec![(past, 0)], ..Case::default() };
+            for device in devices().iter().chain([&without_gpu::device()]) {
+                case.kernel(device).unwrap_or_else(|e| panic!("{device}: {case}: {e}"));
+            }
+            case.check();
         }
-        case.check();
     }
 }
 

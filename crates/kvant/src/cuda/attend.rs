@@ -327,7 +327,8 @@ pub(super) fn clusters_of_pair(call: &Call, limits: &Limits) -> usize {
     if !in_clusters(call, limits) {
         return 0;
     }
-    (most_clusters(limits) / (call.tokens * call.layer.spec().kv_heads)).max(1)
+    // A batch may be empty; that has a plan, too.
+    (most_clusters(limits) / (call.tokens * call.layer.spec().kv_heads).max(1)).max(1)
 }
 
 /// Where a launch over cached keys writes: the state of them where that is wanted, or else the output.

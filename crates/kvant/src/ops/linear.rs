@@ -18,7 +18,7 @@ pub(crate) const NAME: &str = "linear";
 ///   f32 has 10⁻⁷ and bf16 some 10⁻³; the products take half the time. Any other level, asked for by
 ///   [`CpuOptions`](crate::CpuOptions), multiplies in f32.
 /// - On CUDA, a row or two for one matrix, and few rows of experts, count activations in steps of 2⁻²² of the largest of 128
-///   consecutive inputs: what is smaller than a step beside it is lost. An activation that is not finite, or 2¹¹⁰ and more, makes
+///   consecutive inputs: what is smaller than a step beside it is lost. An activation that is not finite, or 2¹⁰⁶ and more, makes
 ///   NaN of all results of its row.
 /// - On CUDA, 48 rows and more of bf16 with an `out` of bf16 (without experts; up to 2²⁸ elements of weight and `x` together)
 ///   take a weight with groups of 32, and before or after Hopper any, as the sum of two bf16 numbers, which keeps 16 bits of it.
