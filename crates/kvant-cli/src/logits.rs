@@ -67,18 +67,21 @@ pub fn run(args: &Args) -> Result {
         capacity: tokens.len(),
         ..CacheOptions::default()
     })?;
-    let mut logits: Vec<f32> = Vec::new();
+    let mut bytes: Vec<u8> = Vec::new();
     for chunk in tokens.chunks(step) {
-        logits.extend(model.forward(&mut cache, 0, chunk, Logits::All)?.to_f32()?);
+        let logits = model.forward(&mut cache, 0, chunk, Logits::All)?.to_f32()?;
+        bytes
+            .try_reserve(size_of_val(&logits[..]))
+            .map_err(|_| format!("there is no memory for the logits of {} tokens", tokens.len()))?;
+        bytes.extend(logits.iter().flat_map(|x| x.to_le_bytes()));
     }
-    let vocabulary = logits.len() / tokens.len();
-    write(&args.out, &logits, [tokens.len(), vocabulary])?;
+    let vocabulary = bytes.len() / 4 / tokens.len();
+    write(&args.out, &bytes, [tokens.len(), vocabulary])?;
     output::note(&format!("{}: logits [{}, {vocabulary}] on {device}\n", args.out.display(), tokens.len()))
 }
 
-fn write(path: &std::path::Path, logits: &[f32], shape: [usize; 2]) -> Result {
-    let bytes: Vec<u8> = logits.iter().flat_map(|x| x.to_le_bytes()).collect();
-    let view = safetensors::tensor::TensorView::new(safetensors::Dtype::F32, shape.to_vec(), &bytes)?;
-    let file = safetensors::serialize([("logits", view)], None)?;
-    std::fs::write(path, file).map_err(|error| format!("{}: {error}", path.display()).into())
+fn write(path: &std::path::Path, bytes: &[u8], shape: [usize; 2]) -> Result {
+    let view = safetensors::tensor::TensorView::new(safetensors::Dtype::F32, shape.to_vec(), bytes)?;
+    safetensors::serialize_to_file([("logits", view)], None, path)
+        .map_err(|error| format!("{}: {error}", path.display()).into())
 }

@@ -38,5 +38,11 @@ pub(crate) fn read_json(path: &Path) -> Result<Value> {
 
 /// As [`read_json`], `None` when there is no such file.
 pub(crate) fn read_json_if_there(path: &Path) -> Result<Option<Value>> {
-    if path.exists() { read_json(path).map(Some) } else { Ok(None) }
+    if is_there(path) { read_json(path).map(Some) } else { Ok(None) }
+}
+
+/// Whether there is such a name. A link that leads nowhere is one, and an error once it is opened: of a snapshot made of links, as
+/// the Hugging Face cache has them, no file is passed over because what it leads to is gone.
+pub(crate) fn is_there(path: &Path) -> bool {
+    !matches!(std::fs::symlink_metadata(path), Err(e) if e.kind() == std::io::ErrorKind::NotFound)
 }

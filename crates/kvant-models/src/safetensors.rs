@@ -261,12 +261,12 @@ impl Checkpoint {
     pub fn open(dir: &Path) -> Result<Checkpoint> {
         let single = dir.join("model.safetensors");
         let index = dir.join("model.safetensors.index.json");
-        if single.exists() {
+        if files::is_there(&single) {
             let file = SafetensorsFile::open(&single)?;
             let place = file.header.tensors.keys().map(|name| (name.clone(), 0)).collect();
             return Ok(Checkpoint { files: vec![file], place });
         }
-        if !index.exists() {
+        if !files::is_there(&index) {
             return Err(Error::file(dir, "has neither model.safetensors nor model.safetensors.index.json"));
         }
         let json = files::read(&index, HEADER_LIMIT)?;

@@ -37,7 +37,7 @@ impl Tokenizer {
             tokenizer.eos_token = tokenizer.named(&json["eos_token"]);
             tokenizer.eos.extend(tokenizer.eos_token);
         }
-        if dir.join("config.json").exists() {
+        if files::is_there(&dir.join("config.json")) {
             let config = Config::load(dir)?;
             tokenizer.bos = tokenizer.bos.or(config.bos_token_id);
             tokenizer.eos_token = tokenizer.eos_token.or(config.eos_token_ids.first().copied());

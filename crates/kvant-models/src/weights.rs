@@ -316,12 +316,9 @@ impl Loader<'_> {
         self.float(&self.full(name), &[len])
     }
 
-    /// A `[1]` tensor's value; 1 when there is none.
+    /// A `[1]` tensor's value.
     fn scalar(&self, name: &str) -> Result<f32> {
         let name = self.full(name);
-        if !self.checkpoint.contains(&name) {
-            return Ok(1.0);
-        }
         let value = self.float(&name, &[1])?.to_f32()?[0];
         if !value.is_finite() {
             return Err(Error::TensorValue { name, expected: "a finite number", got: value.to_string() });

@@ -43,9 +43,9 @@ pub struct Attend<'a> {
     pub step: &'a Step,
     /// Keys and values of this step's own tokens, when they are not in the cache yet.
     pub fresh: Option<Fresh<'a>>,
-    /// Multiplies the scores (often 1/√D; Gemma 4 uses 1).
+    /// Multiplies the scores (often 1/√D; Gemma 4 uses 1); at most 2.3e38 in magnitude.
     pub scale: f32,
-    /// s ← c·tanh(s/c), after the scale and before the mask; c at most 2.3e38.
+    /// s ← c·tanh(s/c), after the scale and before the mask; c from 1.2e-38 to 2.3e38.
     pub softcap: Option<f32>,
     /// How many positions a token sees, itself included; `None` for as many as [`LayerSpec::window`](crate::LayerSpec::window)
     /// says, which it must not exceed.
@@ -118,9 +118,13 @@ fn validate(args: &Attend) -> Result<Call> {
     check::shape(NAME, "out", args.out, &[("T", tokens), ("H", heads), ("D", head_dim)])?;
     args.step.validate(NAME, tokens, spec.sequences)?;
     check::finite(NAME, "scale", args.scale)?;
+    // Scores are in units of log 2.
+    let in_units = (args.scale * std::f32::consts::LOG2_E).is_finite();
+    check::value_is(NAME, "scale", in_units, "at most 2.3e38 in magnitude", args.scale)?;
     if let Some(cap) = args.softcap {
         check::positive_finite(NAME, "softcap", cap)?;
-        // Scores are in units of log 2.
+        // Scores are divided by it, by way of its inverse.
+        check::value_is(NAME, "softcap", cap >= f32::MIN_POSITIVE, "at least 1.2e-38", cap)?;
         let in_units = (cap * std::f32::consts::LOG2_E).is_finite();
         check::value_is(NAME, "softcap", in_units, "at most 2.3e38; None does without one", cap)?;
     }

@@ -11,8 +11,10 @@ pub(crate) const NAME: &str = "linear";
 /// With [`Experts`], W holds E matrices and each output row picks one.
 ///
 /// # Accuracy
-/// Products and sums are those of f32, whatever the types, with three exceptions, all of affine weights:
+/// Products and sums are those of f32, whatever the types, with four exceptions, all of affine weights:
 ///
+/// - Up to 15 rows for one matrix (with experts: of each), the CPU's level [`SimdLevel::Avx512Vnni`](crate::SimdLevel::Avx512Vnni) counts
+///   activations in steps of some 2⁻²³ of the largest of their group: what is smaller than half a step beside it is lost.
 /// - From 16 rows for one matrix on (with experts: once one of them has as many, for all), the CPU's level [`SimdLevel::Avx512Vnni`](crate::SimdLevel::Avx512Vnni) rounds activations
 ///   to 16 bits, counted from the largest of each group. That is an error of about 2·10⁻⁵ of a result's root mean square, where
 ///   f32 has 10⁻⁷ and bf16 some 10⁻³; the products take half the time. Any other level, asked for by

@@ -116,19 +116,30 @@ fn decode<'a>(layer: &'a KvLayer, q: &'a Tensor, step: &'a Step, out: &'a Tensor
     Attend { q, layer, step, fresh: None, scale: 0.125, softcap: None, window: None, q_rotated: false, plan: None, out }
 }
 
-/// The largest number is no way to say "no cap": the product with log2(e) would be infinite, and 0 · ∞ is NaN.
+/// The largest number is no way to say "no cap": the product with log2(e) would be infinite, and 0 · ∞ is NaN; so is the inverse of
+/// the smallest. Likewise the scale.
 #[test]
-fn a_softcap_has_a_largest_value() {
+fn scale_and_softcap_have_largest_values() {
     for device in devices() {
         let (q, out) = (f32s(device, &[1, 2, 64]), f32s(device, &[1, 2, 64]));
         let layer = KvLayer::new(device, linear_spec(1, 2, 64, Codec::F32)).unwrap();
         let step = Step::new(device, 1, &[(0, 0)]).unwrap();
         let with =
             |cap| run(device, |e| ops::attend(e, &Attend { softcap: Some(cap), ..decode(&layer, &q, &step, &out) }));
-        with(2.3e38).unwrap();
-        assert!(out.to_f32().unwrap().iter().all(|x| x.is_finite()), "{device}");
-        let refusal = with(f32::MAX).unwrap_err();
-        assert!(matches!(refusal, Error::Value { arg: "softcap", .. }), "{device}: {refusal}");
+        let scaled = |scale| run(device, |e| ops::attend(e, &Attend { scale, ..decode(&layer, &q, &step, &out) }));
+        for taken in [with(2.3e38), with(f32::MIN_POSITIVE), scaled(2.3e38), scaled(-2.3e38)] {
+            taken.unwrap();
+            assert!(out.to_f32().unwrap().iter().all(|x| x.is_finite()), "{device}");
+        }
+        for (refused, name) in [
+            (with(f32::MAX), "softcap"),
+            (with(1e-38), "softcap"),
+            (scaled(f32::MAX), "scale"),
+            (scaled(f32::MIN), "scale"),
+        ] {
+            let refusal = refused.unwrap_err();
+            assert!(matches!(refusal, Error::Value { arg, .. } if arg == name), "{device}: {refusal}");
+        }
     }
 }
 
