@@ -232,9 +232,9 @@ fn tensors_of_another_dtype_are_named() {
 #[cfg(unix)]
 #[test]
 fn links_that_lead_nowhere_are_errors() {
-    let parts = checkpoint("dense");
+    let parts = checkpoint("moe");
     for name in ["generation_config.json", "model.safetensors"] {
-        let dir = model_dir(&config_bytes("dense"), &parts.bytes());
+        let dir = model_dir(&config_bytes("moe"), &parts.bytes());
         let path = dir.path().join(name);
         let _ = std::fs::remove_file(&path);
         std::os::unix::fs::symlink("/nowhere/at/all", &path).unwrap();

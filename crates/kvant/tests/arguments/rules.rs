@@ -121,7 +121,7 @@ fn decode<'a>(layer: &'a KvLayer, q: &'a Tensor, step: &'a Step, out: &'a Tensor
 #[test]
 fn scale_and_softcap_have_largest_values() {
     for device in devices() {
-        let (q, out) = (f32s(device, &[1, 2, 64]), f32s(device, &[1, 2, 64]));
+        let (q, out) = (Tensor::zeros(device, DType::F32, &[1, 2, 64]).unwrap(), f32s(device, &[1, 2, 64]));
         let layer = KvLayer::new(device, linear_spec(1, 2, 64, Codec::F32)).unwrap();
         let step = Step::new(device, 1, &[(0, 0)]).unwrap();
         let with =
