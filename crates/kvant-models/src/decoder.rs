@@ -1,6 +1,6 @@
 //! Token by token through a pass that was recorded once.
 
-use kvant::{DType, Encoder, Graph, KvCache, Tensor, ops};
+use kvant::{DType, Encoder, Graph, KvCache, Submission, Tensor, ops};
 
 use crate::{Error, Model, Result, Sampling, workspace::Workspace};
 
@@ -82,7 +82,10 @@ impl<'a> Decoder<'a> {
     /// # Errors
     /// Those of [`Model::forward`], which leave the sequence as they do there.
     pub fn feed(&mut self, tokens: &[u32]) -> Result<()> {
-        self.run(tokens, Then::Nothing)
+        let before = self.cache.len(self.sequence)?;
+        let replay = self.run(tokens, Then::Nothing)?;
+        let done = wait(replay);
+        self.undo(before, done)
     }
 
     /// Feeds tokens and draws the one that follows.
@@ -92,9 +95,10 @@ impl<'a> Decoder<'a> {
     /// back, these stay.
     pub fn next(&mut self, tokens: &[u32]) -> Result<u32> {
         let before = self.cache.len(self.sequence)?;
-        self.run(tokens, Then::Draw)?;
-        // A device tells only now if a replay has failed.
-        let drawn = self.drawn.to_vec::<u32>().map_err(Error::from).and_then(|drawn| match drawn[0] {
+        let replay = self.run(tokens, Then::Draw)?;
+        // Fetching waits, too, but may find that another thread has been told of a failure; waiting after it costs nothing.
+        let fetched = self.drawn.to_vec::<u32>().map_err(Error::from);
+        let drawn = wait(replay).and(fetched).and_then(|drawn| match drawn[0] {
             // There was nothing but NaN to draw from.
             u32::MAX => {
                 Err(Error::NotANumber { position: before + tokens.len() - 1, activations: self.model.activations() })
@@ -112,19 +116,20 @@ impl<'a> Decoder<'a> {
         Ok(self.cache.truncate(self.sequence, len)?)
     }
 
-    fn run(&mut self, tokens: &[u32], then: Then) -> Result<()> {
+    /// A replay may still be on its way.
+    fn run(&mut self, tokens: &[u32], then: Then) -> Result<Option<Submission>> {
         let before = self.cache.len(self.sequence)?;
         if let &[token] = tokens {
             self.model.check(self.cache, self.sequence, tokens)?;
             let replayed = self.replay(token, then);
-            return self.undo(before, replayed);
+            return self.undo(before, replayed).map(Some);
         }
         self.model.forward_into(self.cache, self.sequence, tokens, &self.logits)?;
         if then == Then::Nothing {
-            return Ok(());
+            return Ok(None);
         }
         let drawn = self.count_and_draw();
-        self.undo(before, drawn)
+        self.undo(before, drawn).map(|()| None)
     }
 
     /// The result; a failure takes back what was fed. Where rings have moved on, it stays, and the failure is told all the same.
@@ -135,15 +140,13 @@ impl<'a> Decoder<'a> {
         result
     }
 
-    fn replay(&mut self, token: u32, then: Then) -> Result<()> {
+    fn replay(&mut self, token: u32, then: Then) -> Result<Submission> {
         self.space.views.ids.write(&[token])?;
         self.space.append(self.cache, self.sequence, 1)?;
         if self.graphs[then as usize].is_none() {
             self.graphs[then as usize] = Some(self.record(then)?);
         }
-        let submission = self.graphs[then as usize].as_ref().expect("just recorded").replay()?;
-        // What was drawn is fetched next, which waits.
-        if then == Then::Nothing { Ok(submission.wait()?) } else { Ok(()) }
+        Ok(self.graphs[then as usize].as_ref().expect("just recorded").replay()?)
     }
 
     fn record(&self, then: Then) -> Result<Graph> {
@@ -178,4 +181,8 @@ impl<'a> Decoder<'a> {
         let Sampling { temperature, top_p, top_k, min_p, seed } = self.sampling;
         ops::Sample { logits: &self.logits, temperature, top_k, top_p, min_p, seed, counter, out: &self.drawn }
     }
+}
+
+fn wait(replay: Option<Submission>) -> Result<()> {
+    Ok(replay.map_or(Ok(()), Submission::wait)?)
 }

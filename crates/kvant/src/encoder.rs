@@ -171,7 +171,8 @@ pub struct Submission {
 }
 
 impl Submission {
-    /// Returns when the work is done, with the device's error if it failed.
+    /// Returns when the work is done, with the device's error if it failed. Only this tells surely of this very work: where nobody
+    /// waits for what failed, the next transfer of any thread tells of it, once.
     pub fn wait(self) -> Result<()> {
         self.pending.map_or(Ok(()), Wait::wait)
     }

@@ -3,7 +3,7 @@
 use std::{
     ffi::{CStr, c_void},
     ptr::{null, null_mut},
-    sync::Arc,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
 use cudarc::driver::sys::{self as cu, CUresult};
@@ -74,6 +74,7 @@ pub(super) struct Gpu {
     context: cu::CUcontext,
     pub stream: cu::CUstream,
     pool: cu::CUmemoryPool,
+    turn: Mutex<()>,
 }
 
 // SAFETY: contexts, streams and pools may be used from any thread; `enter` makes the context current first.
@@ -166,7 +167,14 @@ impl Gpu {
             context,
             stream,
             pool,
+            turn: Mutex::new(()),
         })
+    }
+
+    /// While the guard lives, no other thread gives the stream a pass: what stands between two launches of one would see half of it,
+    /// and a library's product may be several kernels, with a workspace that all products share.
+    pub(super) fn turn(&self) -> MutexGuard<'_, ()> {
+        self.turn.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Makes the context current in this thread, for as long as the guard lives: around every other call.
@@ -371,13 +379,21 @@ impl Function {
         let mut code = code.to_vec();
         code.push(0);
         let (mut module, mut function, mut static_bytes) = (null_mut(), null_mut(), 0);
-        // SAFETY: the image is what the compiler made, and outlives the call; the other pointers are to locals.
-        unsafe {
-            driver!(cuModuleLoadData(&mut module, code.as_ptr().cast()))?;
-            driver!(cuModuleGetFunction(&mut function, module, name.as_ptr()))?;
-            driver!(cuFuncGetAttribute(&mut static_bytes, CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function))?;
-            let most = gpu.shared_bytes as i32 - static_bytes;
-            driver!(cuFuncSetAttribute(function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, most))?;
+        // SAFETY: the image is what the compiler made, and outlives the call; `module` is a local.
+        unsafe { driver!(cuModuleLoadData(&mut module, code.as_ptr().cast())) }?;
+        let mut find = || {
+            // SAFETY: the module is loaded; the other pointers are to locals.
+            unsafe {
+                driver!(cuModuleGetFunction(&mut function, module, name.as_ptr()))?;
+                driver!(cuFuncGetAttribute(&mut static_bytes, CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function))?;
+                let most = gpu.shared_bytes as i32 - static_bytes;
+                driver!(cuFuncSetAttribute(function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, most))
+            }
+        };
+        if let Err(failure) = find() {
+            // SAFETY: nobody has anything of the module. Whoever tries again, for want of memory perhaps, loads it anew.
+            let _ = unsafe { driver!(cuModuleUnload(module)) };
+            return Err(failure);
         }
         Ok(Function(function))
     }

@@ -335,8 +335,8 @@ impl LaunchPass for Pass {
     fn commit(self: Box<Self>) -> Result<Box<dyn Wait>> {
         let Pass { shared, launches } = *self;
         let _entered = shared.gpu.enter().map_err(fault)?;
-        let stream = shared.gpu.stream;
-        shared.enqueue_all(&launches, stream)?;
+        let _turn = shared.gpu.turn();
+        shared.enqueue_all(&launches, shared.gpu.stream)?;
         Ok(Box::new(shared.gpu.event().map_err(fault)?))
     }
 }
@@ -356,6 +356,7 @@ struct Captured {
 
 impl Replay for Captured {
     fn replay(&self) -> Result<Option<Box<dyn Wait>>> {
+        let _turn = self.gpu.turn();
         self.graph.lock().unwrap_or_else(PoisonError::into_inner).launch().map_err(fault)?;
         Ok(Some(Box::new(self.gpu.event().map_err(fault)?)))
     }

@@ -32,6 +32,9 @@ pub const HEAD_DIMS: [usize; 4] = [64, 128, 256, 512];
 /// - Elsewhere on CUDA, weights, centroids, and queries, keys and values in f32 are taken as sums of f16 or bf16 numbers,
 ///   which hold 16 bits at least with an f16 or bf16 `out`, and 22 with an f32 one.
 ///
+/// Over quantised values CUDA counts weights relative to the largest norm among the values that a block of neighbouring tokens sees: one
+/// whose norm is less than 2⁻²⁸ of that loses bits of its weight, below some 2⁻³⁸ it counts as nothing. Values of a model do not differ by so much.
+///
 /// On the CPU a result does not depend on timing; its last digits may depend on the number of threads. A token gives the same in
 /// a prompt and in decode, up to the errors above.
 pub struct Attend<'a> {
@@ -45,7 +48,8 @@ pub struct Attend<'a> {
     pub fresh: Option<Fresh<'a>>,
     /// Multiplies the scores (often 1/√D; Gemma 4 uses 1); at most 2.3e38 in magnitude.
     pub scale: f32,
-    /// s ← c·tanh(s/c), after the scale and before the mask; c from 1.2e-38 to 2.3e38.
+    /// s ← c·tanh(s/c), after the scale and before the mask; c from 1.2e-38 to 2.3e38,
+    /// and scale / c finite.
     pub softcap: Option<f32>,
     /// How many positions a token sees, itself included; `None` for as many as [`LayerSpec::window`](crate::LayerSpec::window)
     /// says, which it must not exceed.
@@ -127,6 +131,8 @@ fn validate(args: &Attend) -> Result<Call> {
         check::value_is(NAME, "softcap", cap >= f32::MIN_POSITIVE, "at least 1.2e-38", cap)?;
         let in_units = (cap * std::f32::consts::LOG2_E).is_finite();
         check::value_is(NAME, "softcap", in_units, "at most 2.3e38; None does without one", cap)?;
+        let finite = (args.scale / cap).is_finite();
+        check::value_is(NAME, "softcap", finite, "so large that scale / softcap is finite", cap)?;
     }
     let window = args.window.or(spec.window);
     if let Some(window) = window {

@@ -131,7 +131,9 @@ fn scale_and_softcap_have_largest_values() {
             taken.unwrap();
             assert!(out.to_f32().unwrap().iter().all(|x| x.is_finite()), "{device}");
         }
+        let both = Attend { scale: 8.0, softcap: Some(1.2e-38), ..decode(&layer, &q, &step, &out) };
         for (refused, name) in [
+            (run(device, |e| ops::attend(e, &both)), "softcap"),
             (with(f32::MAX), "softcap"),
             (with(1e-38), "softcap"),
             (scaled(f32::MAX), "scale"),

@@ -171,6 +171,8 @@ impl Shared {
             None => self
                 .new_buffer(size)
                 .or_else(|| {
+                    // What passes on their way use may be nobody's by now.
+                    self.queue.settle();
                     let spare = lock(&self.pool).trim();
                     drop(spare);
                     self.new_buffer(size)
