@@ -38,7 +38,7 @@ pub(crate) fn launch(call: &Call, source: &'static Source) -> Result<Launch> {
     };
     let quantised = spec.k.is_quantised() || spec.v.is_quantised();
     // A dense row is copied without a stop.
-    let row_bytes = if quantised { spec.head_dim * size_of::<f32>() + planes::WRITE_ROOM } else { 16 };
+    let row_bytes = if quantised { spec.head_dim * size_of::<f32>() } else { 16 };
     let launch = Launch::new(NAME, source, "kv_write")
         .constant("K_DTYPE", call.k.dtype())
         .constant("V_DTYPE", call.v.dtype())

@@ -14,9 +14,6 @@ params! {
     }
 }
 
-/// Bytes of threadgroup memory that storing a row takes, beyond the row: WRITE_ROOM of Metal's `turboquant.h`.
-pub(crate) const WRITE_ROOM: usize = 3 * 32 * size_of::<f32>();
-
 impl LayerParams {
     pub(crate) fn new(op: &'static str, layer: &KvLayer) -> crate::Result<LayerParams> {
         let spec = layer.spec();

@@ -29,13 +29,13 @@ constant bool V_HAS_HIGH = V_CODEC == TQ5 || V_CODEC == TQ6;
 constant bool K_HAS_NORMS = K_CODEC >= TQ4;
 constant bool V_HAS_NORMS = V_CODEC >= TQ4;
 
-// Moves one vector. `row` holds D + WRITE_ROOM floats if a side of the layer is quantised.
+// Moves one vector. `row` holds D floats if a side of the layer is quantised, `room` WRITE_ROOM.
 inline void write(device const uchar *source, ulong from, uint dtype, WritablePlanes to, ulong at, uint dim,
-                  Encoding encoding, threadgroup float *row, Place place) {
+                  Encoding encoding, threadgroup float *row, threadgroup float *room, Place place) {
     const uint index = index_of(place), threads = threads_of(place);
     if (is_quantised(encoding.codec)) {
         load_row(row, source, from * dim, dim, dtype, ALIGNED, index, threads);
-        write_row(row, row + dim, to, at, dim, encoding, ALIGNED, place);
+        write_row(row, room, to, at, dim, encoding, ALIGNED, place);
     } else {
         move_row(source, from * dim, dtype, to.low, at * dim, encoding.codec, dim, ALIGNED, index, threads);
     }
@@ -64,14 +64,15 @@ kernel void kv_write(device const uchar *k [[buffer(0)]],
         return;
     }
     const Place place = {lane, simdgroup, simdgroups};
+    threadgroup float room[WRITE_ROOM];
     const ulong source = p.first_token + token;
     const ulong from = HEAD_MAJOR ? ulong(head) * p.source_tokens + source : source * p.layer.kv_heads + head;
     const ulong at = layer_row(p.layer, seq, head, layer_slot(p.layer, position));
     if (group.z == 0) {
         const WritablePlanes to = {k_low, K_HAS_HIGH ? k_high : nullptr, K_HAS_NORMS ? k_norms : nullptr};
-        write(k, from, K_DTYPE, to, at, p.head_dim, Encoding{K_CODEC, K_NORM, p.k_scale}, row, place);
+        write(k, from, K_DTYPE, to, at, p.head_dim, Encoding{K_CODEC, K_NORM, p.k_scale}, row, room, place);
     } else {
         const WritablePlanes to = {v_low, V_HAS_HIGH ? v_high : nullptr, V_HAS_NORMS ? v_norms : nullptr};
-        write(v, from, V_DTYPE, to, at, p.head_dim, Encoding{V_CODEC, V_NORM, p.v_scale}, row, place);
+        write(v, from, V_DTYPE, to, at, p.head_dim, Encoding{V_CODEC, V_NORM, p.v_scale}, row, room, place);
     }
 }

@@ -51,7 +51,8 @@ kernel void norm_rope(device const uchar *x [[buffer(0)]],
     const Rope rope = {ANGLES, LAYOUT, HAS_TABLES ? cos : nullptr, HAS_TABLES ? sin : nullptr,
                        HAS_FACTORS ? factors : nullptr};
     const ulong from = (ulong(token) * p.heads + head) * dim;
-    norm_rope_head(row, row + dim, x, from, X_DTYPE, ALIGNED, dim, norm, rope, p.rope, position, place);
+    threadgroup float room[NORM_ROOM];
+    norm_rope_head(row, room, x, from, X_DTYPE, ALIGNED, dim, norm, rope, p.rope, position, place);
     if (ROTATE) {
         rotate(row, 1, dim, false, index, threads);
     } else {

@@ -16,14 +16,11 @@ static SOURCE: Source = Source {
     layouts: LAYOUTS,
 };
 
-/// Bytes of threadgroup memory beyond the row: NORM_ROOM of `norm_rope.h`.
-pub(super) const ROOM: usize = 32 * size_of::<f32>();
-
 pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
     let dim = call.head_dim;
     b.push(
         launch(call, &SOURCE, b)?
-            .threadgroup_memory(dim * size_of::<f32>() + ROOM)
+            .threadgroup_memory(dim * size_of::<f32>())
             .grid([call.heads, call.tokens, 1], [row_threads(dim), 1, 1]),
     )
 }

@@ -48,6 +48,8 @@ constant bool V_HAS_HIGH = V_CODEC == TQ5 || V_CODEC == TQ6;
 constant bool K_HAS_NORMS = K_CODEC >= TQ4;
 constant bool V_HAS_NORMS = V_CODEC >= TQ4;
 
+static_assert(WRITE_ROOM >= NORM_ROOM, "norm_rope_write: norm and storing use the same room");
+
 kernel void norm_rope_write(device const uchar *q [[buffer(0)]],
                             device const uchar *k [[buffer(1)]],
                             device const uchar *v [[buffer(2)]],
@@ -76,7 +78,7 @@ kernel void norm_rope_write(device const uchar *q [[buffer(0)]],
     const uint token = group.y, dim = p.head_dim, kv_heads = p.layer.kv_heads;
     const Place place = {lane, simdgroup, simdgroups};
     const uint index = index_of(place), threads = threads_of(place);
-    threadgroup float *room = row + dim;
+    threadgroup float room[WRITE_ROOM];
     const Rope rope = {ANGLES, LAYOUT, HAS_TABLES ? cos : nullptr, HAS_TABLES ? sin : nullptr,
                        HAS_FACTORS ? factors : nullptr};
     const uint position = positions[token];

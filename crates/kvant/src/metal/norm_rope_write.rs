@@ -1,10 +1,10 @@
-use super::{headers, norm_rope};
+use super::headers;
 use crate::{
     Result,
     gpu::{
         Builder, Source,
         norm_rope_write::{LAYOUTS, launch},
-        planes::{WRITE_ROOM, row_threads},
+        planes::row_threads,
     },
     ops::norm_rope_write::Call,
 };
@@ -16,14 +16,11 @@ static SOURCE: Source = Source {
     layouts: LAYOUTS,
 };
 
-/// Norm and storing use the same memory beyond the row, one after the other.
-const ROOM: usize = if norm_rope::ROOM > WRITE_ROOM { norm_rope::ROOM } else { WRITE_ROOM };
-
 pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
     let (dim, all_heads) = (call.head_dim, call.heads + 2 * call.layer.spec().kv_heads);
     b.push(
         launch(call, &SOURCE, b)?
-            .threadgroup_memory(dim * size_of::<f32>() + ROOM)
+            .threadgroup_memory(dim * size_of::<f32>())
             .grid([all_heads, call.tokens, 1], [row_threads(dim), 1, 1]),
     )
 }

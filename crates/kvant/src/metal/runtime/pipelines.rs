@@ -134,7 +134,8 @@ impl Pipelines {
         let label = format!("{}: {kernel} {:?}", launch.op, launch.constants);
         descriptor.setLabel(Some(&NSString::from_str(&label)));
         descriptor.setComputeFunction(Some(&function));
-        descriptor.setMaxTotalThreadsPerThreadgroup(threads_of(launch) as usize);
+        // Never one SIMD-group alone: where the limit says so, Apple's compiler has been seen to get barriers wrong.
+        descriptor.setMaxTotalThreadsPerThreadgroup((threads_of(launch) as usize).max(2 * SIMD));
         let state = self
             .device
             .newComputePipelineStateWithDescriptor_options_reflection_error(&descriptor, MTLPipelineOption::None, None)
