@@ -92,7 +92,7 @@ impl Encoder {
         &self.device
     }
 
-    /// Starts what was recorded. On the CPU it is done when this returns.
+    /// Starts what was recorded. On the CPU it is done when this returns. Passes of other threads come before all of it, or after.
     ///
     /// # Errors
     /// `OutOfRange` on the CPU, for what an index buffer holds; `DeviceFault`.

@@ -41,6 +41,44 @@ fn reduction_race() {
     }
 }
 
+/// Passes of several threads do not mix: not in memory that they share, nor in what a product of a library needs meanwhile.
+#[test]
+fn passes_of_two_threads() {
+    for device in devices() {
+        let (rounds, inputs) = if device.kind() == DeviceKind::Cuda { (300, 16384) } else { (3, 512) };
+        let mut rng = Rng::of("two threads");
+        let mut random = |dtype, shape: &[usize; 2]| input(device, dtype, &rng.normals(shape[0] * shape[1]), shape);
+        let weight = random(DType::BF16, &[128, inputs]).unwrap();
+        let between = Tensor::zeros(device, DType::F32, &[8, 64]).unwrap();
+        let works = [(); 2].map(|()| {
+            let (x, from) = (random(DType::BF16, &[64, inputs]).unwrap(), random(DType::F32, &[8, 64]).unwrap());
+            let product = Tensor::zeros(device, DType::BF16, &[64, 128]).unwrap();
+            (x, product, from, Tensor::zeros(device, DType::F32, &[8, 64]).unwrap())
+        });
+        let pass = |(x, product, from, to): &(Tensor, Tensor, Tensor, Tensor)| {
+            run(device, |enc| {
+                ops::hadamard(enc, &Hadamard { x: from, inverse: false, out: &between })?;
+                let weight = ops::Weight::Dense(&weight);
+                ops::linear(enc, &ops::Linear { x, weight, experts: None, alpha: 1.0, out: product })?;
+                ops::hadamard(enc, &Hadamard { x: &between, inverse: true, out: to })
+            })
+            .unwrap();
+            [bytes_of(product).unwrap(), bytes_of(to).unwrap()]
+        };
+        let alone = works.each_ref().map(pass);
+        std::thread::scope(|scope| {
+            for (work, alone) in works.iter().zip(&alone) {
+                let pass = &pass;
+                scope.spawn(move || {
+                    for round in 0..rounds {
+                        assert!(pass(work) == *alone, "{device}: round {round} gives other bits than a pass alone");
+                    }
+                });
+            }
+        });
+    }
+}
+
 /// A context in one part writes the output itself; nothing is left for a merge to do.
 #[test]
 fn one_split_writes_output() {
