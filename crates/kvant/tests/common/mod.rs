@@ -12,7 +12,10 @@ pub mod layers;
 pub mod limited;
 pub mod without_gpu;
 
-use std::{fmt::Display, sync::OnceLock};
+use std::{
+    fmt::Display,
+    sync::{Mutex, OnceLock, PoisonError},
+};
 
 use kvant::{Codec, CpuOptions, DType, Device, DeviceKind, Encoder, Float, Result, SimdLevel, Tensor, bf16, f16};
 
@@ -22,9 +25,37 @@ pub const FLOATS: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 /// Every device that is tested: those present, the Metal kernels under msl-host where that runs, and the CPU at each
 /// instruction set with 1, 2 and 3 threads. `KVANT_TEST_DEVICE=metal` leaves the devices of that kind alone;
 /// `KVANT_TEST_SIMD=NEON` does so with one instruction set of the CPU.
+///
+/// Tests that run at a time share all of them but msl-host: that runs one launch after the other, so each thread has its own.
 pub fn devices() -> &'static [Device] {
-    static DEVICES: OnceLock<Vec<Device>> = OnceLock::new();
-    DEVICES.get_or_init(|| {
+    thread_local! {
+        static LENT: Lent = Lent::new();
+    }
+    LENT.with(|lent| lent.0)
+}
+
+/// Sets of devices that no thread has.
+static IDLE: Mutex<Vec<&'static [Device]>> = Mutex::new(Vec::new());
+
+/// What a thread has until it ends: most tests are a thread.
+struct Lent(&'static [Device]);
+
+impl Lent {
+    fn new() -> Lent {
+        let idle = IDLE.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        Lent(idle.unwrap_or_else(|| Vec::leak(every_device())))
+    }
+}
+
+impl Drop for Lent {
+    fn drop(&mut self) {
+        IDLE.lock().unwrap_or_else(PoisonError::into_inner).push(self.0);
+    }
+}
+
+fn every_device() -> Vec<Device> {
+    static SHARED: OnceLock<Vec<Device>> = OnceLock::new();
+    let shared = SHARED.get_or_init(|| {
         let present = Device::list().into_iter().filter_map(|entry| entry.device.ok());
         let mut devices: Vec<Device> = present.filter(|d| d.kind() != DeviceKind::Reference).collect();
         let level = std::env::var("KVANT_TEST_SIMD").ok();
@@ -35,14 +66,16 @@ pub fn devices() -> &'static [Device] {
                 devices.push(Device::cpu_with(options).expect("the level is supported"));
             }
         }
-        let only = std::env::var("KVANT_TEST_DEVICE").ok();
-        if only.as_deref().is_none_or(|kind| kind == DeviceKind::Metal.name()) {
-            devices.extend(metal_on_this_machine());
-        }
-        devices.retain(|device| only.as_deref().is_none_or(|kind| kind == device.kind().name()));
-        assert!(!devices.is_empty(), "KVANT_TEST_DEVICE: there is no such device here");
         devices
-    })
+    });
+    let only = std::env::var("KVANT_TEST_DEVICE").ok();
+    let mut devices = shared.clone();
+    if only.as_deref().is_none_or(|kind| kind == DeviceKind::Metal.name()) {
+        devices.extend(metal_on_this_machine());
+    }
+    devices.retain(|device| only.as_deref().is_none_or(|kind| kind == device.kind().name()));
+    assert!(!devices.is_empty(), "KVANT_TEST_DEVICE: there is no such device here");
+    devices
 }
 
 /// The Metal kernels under msl-host, every launch in four ways. Another seed: `KVANT_MSL_SEED`.

@@ -234,11 +234,8 @@ impl Queue {
 
     /// Waits for all committed passes and lets go of their memory. Of what went wrong in them the next transfer tells.
     pub(super) fn settle(&self) {
-        let mut state = lock(&self.state);
-        state.flights.wait();
-        let finished = self.finish(&mut state);
-        drop(state);
-        drop(finished);
+        lock(&self.state).flights.wait();
+        self.reap();
     }
 
     /// Lets go of the memory of finished passes.
