@@ -640,18 +640,39 @@ fn scores_of_minus_infinity() {
     on_threads(&cases, |(kernel, case)| {
         comes_to(case, kernel);
         let all: Vec<usize> = (0..case.sequences.iter().map(|&(past, new)| past + new).sum()).collect();
-        // To the reference the keys of a split are NaN together.
-        let in_parts = case.fresh.is_some() || case.splits == Some(3);
-        let some = if in_parts { vec![] } else { vec![vec![0], vec![1], vec![0, 1], vec![2]] };
+        let some = [vec![0], vec![1], vec![0, 1], vec![2]];
         for bad in some.into_iter().chain([all]) {
-            let mut data = case.data();
-            for (token, head) in bad.iter().flat_map(|&token| [(token, 0), (token, 1)]) {
-                data.source.k[(token * case.kv_heads + head) * case.head_dim + 7] = f32::NEG_INFINITY;
-            }
-            data.queries.iter_mut().skip(7).step_by(case.head_dim).for_each(|x| *x = 1.0);
-            case.check_data(&data);
+            check_lost(case, bad);
         }
     });
+}
+
+/// Gives all queries scores of minus infinity for some keys.
+fn check_lost(case: &Case, lost: impl IntoIterator<Item = usize>) {
+    let mut data = case.data();
+    for row in lost.into_iter().flat_map(|token| (0..case.kv_heads).map(move |head| token * case.kv_heads + head)) {
+        data.source.k[row * case.head_dim + 7] = f32::NEG_INFINITY;
+    }
+    data.queries.iter_mut().skip(7).step_by(case.head_dim).for_each(|x| *x = 1.0);
+    case.check_data(&data);
+}
+
+/// As above, where such keys are neighbours and are worked on together: a tile of them is like none, whatever comes before and
+/// after it, and only who sees nothing else gets NaN.
+#[test]
+fn tiles_of_minus_infinity() {
+    for (k, v) in [(Codec::F32, Codec::F32), (Codec::F16, Codec::tq(8)), (Codec::BF16, Codec::tq(4))] {
+        for head_dim in [64, 512] {
+            let one = Case { head_dim, k, v, group: 2, sequences: vec![(200, 1)], ..Case::default() };
+            let prompt = Case { sequences: vec![(90, 70)], window: Some(80), ..one.clone() };
+            for case in [Case { splits: Some(3), ..one.clone() }, one, prompt] {
+                // Up to 150, most of the prompt's tokens see no other.
+                for lost in [0..64, 64..128, 0..150, 128..160] {
+                    check_lost(&case, lost);
+                }
+            }
+        }
+    }
 }
 
 /// Anything with anything.

@@ -55,7 +55,8 @@ constant bool WHOLE = !PARTIAL;
 // ------------------------------------------------------------------------------------------------------ softmax
 
 // The softmax of some keys but for the values: m the largest score, in units of log 2, l the sum of 2^(score - m).
-// With it goes o, the sum of 2^(score - m) * value. Without keys m is -inf, l and o are 0.
+// With it goes o, the sum of 2^(score - m) * value. Without keys m is -inf, l and o are 0. With keys m is -FLT_MAX at least:
+// scores of -inf weigh nothing beside others, and alone leave an l of 0.
 struct State {
     float m;
     float l;
@@ -83,9 +84,14 @@ inline float2 merge(thread State &into, State part) {
     return factors;
 }
 
-// What o is multiplied by to give the attention's result.
+// The larger one of m and the score of a key that is there. A NaN is passed over, and shows in its weight.
+inline float raised(float m, float score) {
+    return score > m ? score : max(m, -FLT_MAX);
+}
+
+// What o is multiplied by to give the attention's result: 0 without keys, infinity where all scores are -inf, and o is 0.
 inline float finish(State state) {
-    return state.l == 0 ? 0 : 1 / state.l;
+    return state.l != 0 ? 1 / state.l : state.m == -INFINITY ? 0 : INFINITY;
 }
 
 // The score of a dot product, in units of log 2.

@@ -102,9 +102,10 @@ void absorb(Keys keys, uint begin, uint end, Room<D, R> room, thread Work<D, R> 
             for (uint n = 0; n < TILE / 32; n++) {
                 const uint i = n * 32 + work.lane;
                 seen[n] = i < count && sees(row, keys.sequence_of(base + i), keys.position_of(base + i));
-                score[n] = seen[n] ? scores[i * R + r] : -INFINITY;
-                // A NaN is passed over here and shows in its weight.
-                largest = score[n] > largest ? score[n] : largest;
+                if (seen[n]) {
+                    score[n] = scores[i * R + r];
+                    largest = raised(largest, score[n]);
+                }
             }
             const float m = simd_max(largest);
             float sum = 0;

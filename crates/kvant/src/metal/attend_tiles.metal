@@ -130,16 +130,16 @@ void absorb(Keys keys, uint begin, uint end, uint first, uint last, Room room,
             if (work.seeing >> r / 8 & 1) {
                 const Row row = room.rows[r];
                 const bool seen = lane < count && sees(row, keys.sequence_of(base + lane), position);
-                float score = -INFINITY;
+                float score = 0, largest = work.states[s].m;
                 if (seen) {
                     float product = room.parts[r * KEYS + lane];
                     for (uint g = 1; g < SIMDS; g++) {
                         product += room.parts[(g * ROWS + r) * KEYS + lane];
                     }
                     score = score_of(product, p);
+                    largest = raised(largest, score);
                 }
-                // A NaN is passed over here and shows in its weight.
-                const float m = simd_max(score > work.states[s].m ? score : work.states[s].m);
+                const float m = simd_max(largest);
                 const float weight = seen ? precise::exp2(score - m) : 0;
                 const float factor = merge(work.states[s], State{m, simd_sum(weight)}).x;
                 if (lane < KEYS) {

@@ -12,7 +12,7 @@ use crate::{
 pub struct State {
     /// Σⱼ exp(scoreⱼ − m) · valueⱼ.
     pub o: Vec<f64>,
-    /// The largest score; −∞ when there was no key.
+    /// The largest score, and at least `f64::MIN`; −∞ when there was no key.
     pub m: f64,
     /// Σⱼ exp(scoreⱼ − m).
     pub l: f64,
@@ -40,9 +40,10 @@ impl State {
         State { o, m, l: a * self.l + b * other.l }
     }
 
-    /// softmax · V; zeros when there was no key.
+    /// softmax · V; zeros when there was no key, NaN when every score was −∞.
     pub fn finish(&self) -> Vec<f64> {
-        self.o.iter().map(|o| if self.l == 0.0 { 0.0 } else { o / self.l }).collect()
+        let no_key = self.m == f64::NEG_INFINITY && self.l == 0.0;
+        self.o.iter().map(|o| if no_key { 0.0 } else { o / self.l }).collect()
     }
 }
 
@@ -71,7 +72,9 @@ pub fn attend<'a>(query: Query, keys_values: impl IntoIterator<Item = (&'a [f64]
         values.push(value);
     }
     let mut state = State::empty(query.q.len());
-    state.m = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    // Not −∞, from which nothing can be subtracted: a score of −∞ weighs nothing wherever another is not.
+    let lowest = if scores.is_empty() { f64::NEG_INFINITY } else { f64::MIN };
+    state.m = scores.iter().copied().fold(lowest, f64::max);
     for (score, value) in scores.iter().zip(values) {
         let weight = (score - state.m).exp();
         state.l += weight;

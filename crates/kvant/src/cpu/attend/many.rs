@@ -356,15 +356,19 @@ impl Kernel for Softmax<'_> {
                         S::store(score, S::mul(t, S::splat(cap)));
                     }
                 }
+                // Where there is a key, the largest score counts as `lowest` at least: see `State`.
+                let (mut largest, lowest) = (S::load(m), S::splat(f32::MIN));
                 if let Some(seen) = self.tile.seen {
                     // The smaller of a NaN and a limit is the limit: what is not seen becomes −∞ whatever it was, and
                     // what is seen stays, or, a NaN, becomes ∞, of which the softmax makes a NaN again.
                     for (key, seen) in seen[..self.tile.keys].iter().enumerate() {
-                        let score = scores.add(key * rows);
-                        S::store(score, S::min(S::load(score), limit::<S>(seen, first)));
+                        let (score, limit) = (scores.add(key * rows), limit::<S>(seen, first));
+                        S::store(score, S::min(S::load(score), limit));
+                        largest = S::max(S::min(limit, lowest), largest);
                     }
+                } else {
+                    largest = S::max(largest, lowest);
                 }
-                let mut largest = S::load(m);
                 for key in 0..self.tile.keys {
                     largest = S::max(S::load(scores.add(key * rows)), largest);
                 }

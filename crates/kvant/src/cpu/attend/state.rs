@@ -3,7 +3,8 @@
 use crate::cpu::simd::Simd;
 
 /// A partial softmax of one query: with s the scores in units of log 2 and v the values of some keys,
-/// m = max s, l = Σ 2^(s − m) and o = Σ 2^(s − m)·v. Without keys: m = −∞, l = 0, o = 0.
+/// m = max s, but at least `f32::MIN`, l = Σ 2^(s − m) and o = Σ 2^(s − m)·v. Without keys: m = −∞, l = 0, o = 0. So scores of −∞
+/// weigh nothing beside others, and alone leave l = 0 with an m that tells that there were keys.
 pub(super) struct State<'a> {
     pub o: &'a mut [f32],
     pub m: &'a mut f32,
@@ -40,13 +41,14 @@ impl State<'_> {
         }
     }
 
-    /// o/l, the attention's result; zeros without keys.
+    /// o/l, the attention's result; zeros without keys, NaN where all scores are −∞.
     ///
     /// # Safety
     /// As for [`State::merge`].
     #[inline(always)]
     pub unsafe fn finish<S: Simd>(&mut self) {
-        let inverse = if *self.l == 0.0 { 0.0 } else { 1.0 / *self.l };
+        let no_keys = *self.m == f32::NEG_INFINITY && *self.l == 0.0;
+        let inverse = if no_keys { 0.0 } else { 1.0 / *self.l };
         let o = self.o.as_mut_ptr();
         for i in (0..self.o.len()).step_by(S::LANES) {
             // SAFETY: as in `merge`.
@@ -149,11 +151,23 @@ mod tests {
             let (high, low) = (Owned::new(14427.0, 1.0, 1.0), Owned::new(-14427.0, 1.0, 1.0));
             let got = merged(level, &low, &high);
             assert_eq!((&got.o, got.m, got.l), (&high.o, high.m, high.l));
-            // Every score −∞ or NaN leaves m at −∞ and a sum of NaN.
-            let mut nan = Owned::new(f32::NEG_INFINITY, f32::NAN, f32::NAN);
-            nan.m = f32::NEG_INFINITY;
+            // Scores that are all NaN leave m at its least.
+            let nan = Owned::new(f32::MIN, f32::NAN, f32::NAN);
             for got in [merged(level, &nan, &high), merged(level, &high, &nan)] {
                 assert!(got.finished(level).iter().all(|x| x.is_nan()));
+            }
+        }
+    }
+
+    #[test]
+    fn scores_of_minus_infinity_weigh_nothing_beside_others() {
+        for level in levels() {
+            let (lost, full) = (Owned::new(f32::MIN, 0.0, 0.0), Owned::new(-3.0, 2.0, 1.0));
+            for got in [merged(level, &lost, &full), merged(level, &full, &lost)] {
+                assert_eq!((&got.o, got.m, got.l), (&full.o, full.m, full.l));
+            }
+            for alone in [merged(level, &lost, &Owned::empty()), merged(level, &lost, &lost), lost] {
+                assert!(alone.finished(level).iter().all(|x| x.is_nan()));
             }
         }
     }

@@ -266,8 +266,8 @@ unsafe fn softmax<S: Simd>(source: &Source, (row, keys): (usize, usize), queries
             for i in keys..padded {
                 *scores.add(i) = f32::NEG_INFINITY;
             }
-            // A NaN score is passed over here and shows in its weight.
-            let mut largest = S::splat(f32::NEG_INFINITY);
+            // A NaN score is passed over here and shows in its weight. Not from −∞: see `State`.
+            let mut largest = S::splat(f32::MIN);
             for i in (0..padded).step_by(S::LANES) {
                 largest = S::max(S::load(scores.add(i)), largest);
             }
