@@ -4,7 +4,8 @@ use crate::cpu::simd::Simd;
 
 /// A partial softmax of one query: with s the scores in units of log 2 and v the values of some keys,
 /// m = max s, but at least `f32::MIN`, l = Σ 2^(s − m) and o = Σ 2^(s − m)·v. Without keys: m = −∞, l = 0, o = 0. So scores of −∞
-/// weigh nothing beside others, and alone leave l = 0 with an m that tells that there were keys.
+/// weigh nothing beside others, 2⁻¹²⁶ at most; alone they leave next to no l, where others leave one of at least 1, and an m that tells
+/// that there were keys.
 pub(super) struct State<'a> {
     pub o: &'a mut [f32],
     pub m: &'a mut f32,
@@ -47,8 +48,11 @@ impl State<'_> {
     /// As for [`State::merge`].
     #[inline(always)]
     pub unsafe fn finish<S: Simd>(&mut self) {
-        let no_keys = *self.m == f32::NEG_INFINITY && *self.l == 0.0;
-        let inverse = if no_keys { 0.0 } else { 1.0 / *self.l };
+        let inverse = match (*self.m, *self.l) {
+            (f32::NEG_INFINITY, 0.0) => 0.0,
+            (_, l) if l < 0.5 => f32::NAN,
+            (_, l) => 1.0 / l,
+        };
         let o = self.o.as_mut_ptr();
         for i in (0..self.o.len()).step_by(S::LANES) {
             // SAFETY: as in `merge`.
@@ -162,7 +166,7 @@ mod tests {
     #[test]
     fn scores_of_minus_infinity_weigh_nothing_beside_others() {
         for level in levels() {
-            let (lost, full) = (Owned::new(f32::MIN, 0.0, 0.0), Owned::new(-3.0, 2.0, 1.0));
+            let (lost, full) = (Owned::new(f32::MIN, 1e-37, 1e-37), Owned::new(-3.0, 2.0, 1.0));
             for got in [merged(level, &lost, &full), merged(level, &full, &lost)] {
                 assert_eq!((&got.o, got.m, got.l), (&full.o, full.m, full.l));
             }
