@@ -23,9 +23,14 @@ pub fn text(text: &str) -> Result {
     Ok(out.flush()?)
 }
 
-/// Writes text for a person: to standard output, or to standard error when that is kept for JSON.
+/// Writes text for a person: to standard output, or to standard error when that is kept for JSON. Whoever does not want to read the
+/// latter gets the JSON all the same.
 pub fn people(text: &str, json: bool) -> Result {
-    if json { note(text) } else { self::text(text) }
+    if !json {
+        return self::text(text);
+    }
+    let _ = note(text);
+    Ok(())
 }
 
 /// Writes text to standard error.

@@ -192,10 +192,7 @@ impl Config {
             final_softcap: text
                 .float_or_null("final_logit_softcapping", "positive", |c| c as f32 > 0.0 && c < 1e6)?
                 .map(|c| c as f32),
-            tie_word_embeddings: match text.bool_or_null("tie_word_embeddings")? {
-                Some(tie) => tie,
-                None => outer.bool_or_null("tie_word_embeddings")?.unwrap_or(true),
-            },
+            tie_word_embeddings: tie_word_embeddings(&text, &outer)?,
             per_layer_input: if unified { None } else { per_layer_input(&text)? },
             moe: moe(&text)?,
             quantization,
@@ -416,6 +413,17 @@ fn head_shapes(text: &Fields, kinds: &[Kind]) -> Result<Vec<(usize, usize)>> {
     Ok(shapes)
 }
 
+/// True by default. Transformers goes by the outer one of two, MLX by the inner one: they must agree.
+fn tie_word_embeddings(text: &Fields, outer: &Fields) -> Result<bool> {
+    const KEY: &str = "tie_word_embeddings";
+    match (text.bool_or_null(KEY)?, outer.bool_or_null(KEY)?) {
+        (Some(inner), Some(tie)) if inner != tie => {
+            Err(outer.error(KEY, format_args!("what it is in text_config, {inner}"), tie))
+        }
+        (inner, tie) => Ok(inner.or(tie).unwrap_or(true)),
+    }
+}
+
 fn rope(text: &Fields, kind: Kind, head_dim: usize) -> Result<RopeConfig> {
     let half = head_dim / 2;
     let quarter = head_dim / 8;
@@ -427,7 +435,16 @@ fn rope(text: &Fields, kind: Kind, head_dim: usize) -> Result<RopeConfig> {
     };
     let fields = all.object(kind.name())?.ok_or_else(|| all.missing(kind.name(), "an object"))?;
     let theta = fields.float("rope_theta", None, "a number from 1 to 1e12", |t| (1.0..=1e12).contains(&t))?;
-    match fields.string("rope_type")?.unwrap_or("default") {
+    let rope_type = fields.string("rope_type")?.unwrap_or("default");
+    // The key's old name, which MLX asks for first.
+    if let Some(old) = fields.string("type")?.filter(|old| *old != rope_type) {
+        return Err(fields.error(
+            "type",
+            format_args!("absent, or what rope_type is, {rope_type:?}"),
+            format_args!("{old:?}"),
+        ));
+    }
+    match rope_type {
         "default" => {
             // Transformers turns all pairs all the same, MLX the part: such a file has two meanings.
             let whole = "absent or 1 where rope_type is \"default\"";

@@ -246,6 +246,14 @@ impl SafetensorsFile {
         }
         Ok(())
     }
+
+    /// Bytes from `start` on, counted from the end of the header.
+    fn read_bytes(&self, start: u64, bytes: &mut [u8]) -> Result<()> {
+        let mut file = self.file.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let failed = |e: std::io::Error| Error::file(&self.path, e);
+        file.seek(SeekFrom::Start(self.data_start + start)).map_err(failed)?;
+        file.read_exact(bytes).map_err(failed)
+    }
 }
 
 /// All tensors of a model's directory.
@@ -305,6 +313,31 @@ impl Checkpoint {
     pub fn read(&self, name: &str, device: &Device) -> Result<Tensor> {
         let &file = self.place.get(name).ok_or_else(|| Error::MissingTensor { name: name.to_string() })?;
         self.files[file].read(name, device)
+    }
+
+    /// Whether two tensors have the same dtype, shape and bytes.
+    pub fn same(&self, a: &str, b: &str) -> Result<bool> {
+        let find = |name: &str| {
+            let missing = || Error::MissingTensor { name: name.to_string() };
+            let file = &self.files[*self.place.get(name).ok_or_else(missing)?];
+            Ok((file, file.header.tensors.get(name).ok_or_else(missing)?))
+        };
+        let ((file_a, a), (file_b, b)) = (find(a)?, find(b)?);
+        if (&a.dtype, &a.shape, a.end - a.start) != (&b.dtype, &b.shape, b.end - b.start) {
+            return Ok(false);
+        }
+        let bytes = a.end - a.start;
+        let piece = bytes.min(PIECE as u64) as usize;
+        let (mut of_a, mut of_b) = (vec![0u8; piece], vec![0u8; piece]);
+        for done in (0..bytes).step_by(PIECE) {
+            let count = (bytes - done).min(PIECE as u64) as usize;
+            file_a.read_bytes(a.start + done, &mut of_a[..count])?;
+            file_b.read_bytes(b.start + done, &mut of_b[..count])?;
+            if of_a[..count] != of_b[..count] {
+                return Ok(false);
+            }
+        }
+        Ok(true)
     }
 
     /// As [`Checkpoint::read`], into a tensor of the same shape and dtype.

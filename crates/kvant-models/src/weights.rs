@@ -199,7 +199,12 @@ impl Weights {
         let h = config.hidden_size;
         let embed = loader.matrix("embed_tokens", &[config.vocab_size, h])?;
         let norm = loader.vector("norm.weight", h)?;
-        let lm_head = if config.tie_word_embeddings { None } else { Some(loader.lm_head()?) };
+        let lm_head = if config.tie_word_embeddings {
+            loader.expect_tied()?;
+            None
+        } else {
+            Some(loader.lm_head()?)
+        };
         let per_layer = match config.per_layer_input {
             Some(ple) => Some(loader.per_layer(ple)?),
             None => None,
@@ -299,12 +304,34 @@ impl Loader<'_> {
     }
 
     /// The output matrix stands beside the text model, not in it.
-    fn lm_head(&mut self) -> Result<Matrix> {
-        let module = ["lm_head", "language_model.lm_head", "model.lm_head", "model.language_model.lm_head"]
+    fn lm_head_module(&self) -> Option<&'static str> {
+        ["lm_head", "language_model.lm_head", "model.lm_head", "model.language_model.lm_head"]
             .into_iter()
             .find(|module| self.checkpoint.contains(&format!("{module}.weight")))
-            .ok_or_else(|| Error::MissingTensor { name: "lm_head.weight".to_string() })?;
+    }
+
+    fn lm_head(&mut self) -> Result<Matrix> {
+        let missing = || Error::MissingTensor { name: "lm_head.weight".to_string() };
+        let module = self.lm_head_module().ok_or_else(missing)?;
         self.matrix_at(module, &[self.config.vocab_size, self.config.hidden_size])
+    }
+
+    /// Where the embedding is the output matrix, too, a file that has both must have them alike: of others, transformers takes the
+    /// second after all.
+    fn expect_tied(&self) -> Result<()> {
+        let Some(module) = self.lm_head_module() else { return Ok(()) };
+        for part in ["weight", "scales", "biases"] {
+            let (head, embed) = (format!("{module}.{part}"), self.full(&format!("embed_tokens.{part}")));
+            let (has_head, has_embed) = (self.checkpoint.contains(&head), self.checkpoint.contains(&embed));
+            if has_head != has_embed || has_head && !self.checkpoint.same(&head, &embed)? {
+                return Err(Error::TensorValue {
+                    name: head,
+                    expected: "what embed_tokens holds, as tie_word_embeddings is true or absent",
+                    got: if has_head && has_embed { "something else" } else { "only one of the two" }.to_string(),
+                });
+            }
+        }
+        Ok(())
     }
 
     fn full(&self, name: &str) -> String {

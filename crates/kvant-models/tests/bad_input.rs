@@ -253,6 +253,51 @@ fn a_layer_scalar_that_is_no_number_is_refused() {
     assert!(matches!(load(dir.path()), Err(Error::TensorValue { name: got, .. }) if got == name));
 }
 
+/// A tied model whose file has an output matrix, too: fine as a copy of the embedding, and a contradiction otherwise.
+#[test]
+fn a_second_output_matrix_must_be_the_embedding() {
+    for variant in ["dense", "dense_mlx"] {
+        let original = checkpoint(variant);
+        let modules: Vec<String> = original.names().into_iter().filter(|name| name.contains("embed_tokens.")).collect();
+        assert_eq!(modules.len(), if variant == "dense" { 1 } else { 3 });
+        // A copy of all parts, one of them with another byte, and without the last.
+        for (changed, missing) in [(None, false), (Some(0), false), (Some(modules.len() - 1), false), (None, true)] {
+            let mut parts = checkpoint(variant);
+            let copied = modules.len() - usize::from(missing && modules.len() > 1);
+            for (i, name) in modules[..copied].iter().enumerate() {
+                let mut entry = original.header[name].clone();
+                let at = |k: usize| entry["data_offsets"][k].as_u64().unwrap() as usize;
+                let mut bytes = original.data[at(0)..at(1)].to_vec();
+                if changed == Some(i) {
+                    *bytes.last_mut().unwrap() ^= 1;
+                }
+                entry["data_offsets"] = json!([parts.data.len(), parts.data.len() + bytes.len()]);
+                parts.data.extend(bytes);
+                let part = name.rsplit_once('.').unwrap().1;
+                parts.header.insert(format!("lm_head.{part}"), entry);
+            }
+            let dir = model_dir(&config_bytes(variant), &parts.bytes());
+            let result = load(dir.path());
+            if changed.is_none() && copied == modules.len() {
+                assert!(result.is_ok(), "{variant}: {:?}", result.err());
+            } else {
+                let Err(Error::TensorValue { name, .. }) = result else { panic!("{variant} {changed:?} {missing}") };
+                assert!(name.starts_with("lm_head."), "{name}");
+            }
+        }
+    }
+}
+
+#[test]
+fn two_words_on_tied_embeddings_must_agree() {
+    for (inner, outer, fine) in [(true, true, true), (true, false, false), (false, true, false)] {
+        let mut config = config_of("wide");
+        config["text_config"]["tie_word_embeddings"] = inner.into();
+        config["tie_word_embeddings"] = outer.into();
+        assert_eq!(Config::parse(&config).is_ok(), fine, "{inner} {outer}");
+    }
+}
+
 /// What f16 cannot hold, f32 can: the same model fails in one and runs in the other, a prompt and single tokens alike.
 #[test]
 fn activations_out_of_range_are_no_tokens() {
@@ -411,6 +456,8 @@ fn absurd_configurations_are_refused_by_key() {
         ("/rope_parameters/full_attention/rope_theta", json!(0)),
         ("/rope_parameters/full_attention/rope_theta", json!(null)),
         ("/rope_parameters/full_attention/rope_type", json!("yarn")),
+        ("/rope_parameters/full_attention/type", json!("linear")),
+        ("/rope_parameters/sliding_attention/type", json!("linear")),
         ("/rope_parameters/full_attention/partial_rotary_factor", json!(1.5)),
         ("/rope_parameters/sliding_attention", json!(null)),
         // Two meanings: all pairs turn in one implementation, a part in another.

@@ -23,8 +23,8 @@ pub struct CacheSpec {
     /// Tokens of a sequence that a linear layer (one without a window) holds. Where all layers have windows it means nothing:
     /// sequences may grow as long as positions go.
     pub capacity: usize,
-    /// Slots that a ring has beyond its window. With a slack of n, the last n + 1 tokens can always be taken back
-    /// ([`KvCache::truncate`]), and n + 1 tokens of a sequence can always be appended at once ([`KvCache::max_batch`]).
+    /// Slots that a ring has beyond its window. With a slack of n, the last n + 1 tokens that a sequence has ever had can always be taken
+    /// back ([`KvCache::truncate`]), and n + 1 tokens of a sequence can always be appended at once ([`KvCache::max_batch`]).
     pub slack: usize,
 }
 
@@ -146,7 +146,7 @@ impl KvCache {
     pub fn append(&mut self, tokens: &[(usize, usize)]) -> Result<Step> {
         let (mut after, mut rows) = <(Vec<Sequence>, Rows)>::default();
         self.after(tokens, true, &mut after)?;
-        rows.fill(&self.sequences, tokens);
+        rows.fill(&self.device, &self.sequences, tokens)?;
         let step = rows.upload(&self.device)?;
         self.sequences = after;
         Ok(step)
@@ -173,7 +173,7 @@ impl KvCache {
         rows: &mut Rows,
     ) -> Result<()> {
         self.after(tokens, true, after)?;
-        rows.fill(&self.sequences, tokens);
+        rows.fill(&self.device, &self.sequences, tokens)?;
         step.validate(NAME, rows.positions.len(), after.len())?;
         for (arg, tensor) in
             [("step.positions", &step.positions), ("step.sequence", &step.sequence), ("step.lens", &step.lens)]
@@ -199,7 +199,7 @@ impl KvCache {
         self.after(tokens, false, &mut after)?;
         let past: Vec<u32> = self.sequences.iter().map(|sequence| sequence.len as u32).collect();
         let past = Tensor::from_slice(&self.device, &past, &[past.len()])?;
-        rows.fill(&self.sequences, tokens);
+        rows.fill(&self.device, &self.sequences, tokens)?;
         let step = rows.upload(&self.device)?;
         self.sequences = after;
         Ok((step, past))
@@ -222,7 +222,8 @@ impl KvCache {
     ///
     /// # Errors
     /// `Value` when it has fewer than that. `RingOverwritten` when a ring no longer holds all that the next token
-    /// would have to see; taking back up to slack + 1 tokens always works, and so does going back to 0.
+    /// would have to see. Taking back up to slack + 1 tokens works, those counted that were taken back before and not written again; so
+    /// does going back to 0.
     pub fn truncate(&mut self, sequence: usize, len: usize) -> Result<()> {
         let now = self.sequence(sequence)?;
         check::value_is(NAME, "len", len <= now.len, format_args!("at most the length {}", now.len), len)?;
@@ -367,11 +368,17 @@ struct Rows {
 
 impl Rows {
     /// For `tokens` that follow the sequences as they are; lengths fit u32.
-    fn fill(&mut self, before: &[Sequence], tokens: &[(usize, usize)]) {
+    fn fill(&mut self, device: &Device, before: &[Sequence], tokens: &[(usize, usize)]) -> Result<()> {
         let Rows { positions, sequence, lens } = self;
         positions.clear();
         sequence.clear();
         lens.clear();
+        // As many as a caller says.
+        let count = tokens.iter().fold(0, |sum: usize, &(_, count)| sum.saturating_add(count));
+        for rows in [&mut *positions, &mut *sequence] {
+            let bytes = count.saturating_mul(size_of::<u32>());
+            rows.try_reserve(count).map_err(|_| Error::OutOfMemory { device: device.to_string(), bytes })?;
+        }
         lens.extend(before.iter().map(|sequence| sequence.len as u32));
         for &(index, count) in tokens {
             let end = lens[index] + count as u32;
@@ -379,6 +386,7 @@ impl Rows {
             sequence.resize(positions.len(), index as u32);
             lens[index] = end;
         }
+        Ok(())
     }
 
     fn upload(&self, device: &Device) -> Result<Step> {

@@ -671,8 +671,10 @@ fn tiles_of_minus_infinity() {
             check_lost(&one, lost.clone());
             check_lost(&prompt, lost);
         }
-        // Most of the prompt's tokens see no other.
+        // Most of the prompt's tokens see no other, and at last none does.
         check_lost(&prompt, 0..150);
+        check_lost(&Case { splits: Some(3), ..one }, 0..201);
+        check_lost(&Case { splits: Some(2), window: None, ..prompt }, 0..160);
     }
 }
 

@@ -61,6 +61,18 @@ fn a_closed_pipe_ends_it_quietly() {
     assert_eq!(stderr, "");
 }
 
+/// The JSON is for another reader than the text.
+#[test]
+fn json_comes_though_nobody_reads_the_text() {
+    let mut command = command(&["generate", "--max-tokens", "40", "--json"]);
+    let mut child = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    drop(child.stderr.take());
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(0));
+    let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(report["generated_tokens"], 40);
+}
+
 /// As the items of a list do.
 #[test]
 fn a_prompt_may_begin_with_a_hyphen() {

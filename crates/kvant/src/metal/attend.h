@@ -56,7 +56,7 @@ constant bool WHOLE = !PARTIAL;
 
 // The softmax of some keys but for the values: m the largest score, in units of log 2, l the sum of 2^(score - m).
 // With it goes o, the sum of 2^(score - m) * value. Without keys m is -inf, l and o are 0. With keys m is -FLT_MAX at least:
-// scores of -inf weigh nothing beside others, and alone leave an l of 0.
+// scores of -inf weigh nothing beside others, and alone leave an l of 0. So m tells whether there were keys, not l.
 struct State {
     float m;
     float l;

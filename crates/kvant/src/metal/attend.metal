@@ -294,7 +294,7 @@ kernel void attend_few(device const uchar *q [[buffer(0)]],
         const ulong start = ulong(rows[r].x) * D;
         if (PARTIAL) {
             const ulong at = split * (ulong(p.tokens) * p.heads) * D + start;
-            if (states[r].y != 0) {
+            if (states[r].x != -INFINITY) {
                 partial_o[at + j] = room.rows_of_d[i];
             }
             if (j == 0) {
@@ -324,7 +324,7 @@ kernel void attend_merge(device uchar *out [[buffer(1)]],
         const ulong at = split * rows + row;
         const State part = unpacked(partial_states[at]);
         // Without keys o was not written.
-        if (part.l != 0) {
+        if (part.m != -INFINITY) {
             const float2 factors = merge(total, part);
             for (uint n = 0; n < D / MERGE_THREADS; n++) {
                 o[n] = o[n] * factors.x + partial_o[at * D + n * MERGE_THREADS + index] * factors.y;

@@ -361,7 +361,7 @@ kernel void attend_tiles(device const uchar *q [[buffer(0)]],
                 const ulong at = ulong(rows[r].x) * D + i % D;
                 if (PARTIAL) {
                     const ulong part = split * (ulong(p.tokens) * p.heads) * D + at;
-                    if (states[r].y != 0) {
+                    if (states[r].x != -INFINITY) {
                         partial_o[part] = room.stage[i];
                     }
                     if (i % D == 0) {

@@ -19,7 +19,7 @@ pub const HEAD_DIMS: [usize; 4] = [64, 128, 256, 512];
 /// A token at position p of sequence s sees the cached positions j of s with j ≤ p, j < lens\[s\], j still held by the
 /// layer, and j > p − window, the narrower one of the layer's and the call's. On a ring, a slot's position is the largest one below lens\[s\] that maps to it.
 /// A token that sees nothing gets zeros. Slots that are not seen do not matter, whatever they hold. Scores of minus infinity weigh nothing
-/// beside others; one that has no others gets NaN.
+/// beside others (on the CPU 2⁻¹²⁶, as all scores that are so far below the largest); one that has no others gets NaN.
 ///
 /// Query heads h·G .. (h+1)·G share KV head h, G = H / Hk. Scores and sums are f32, as is the softmax. What is multiplied
 /// is rounded before in two cases:
