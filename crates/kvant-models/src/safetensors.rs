@@ -315,14 +315,15 @@ impl Checkpoint {
         self.files[file].read(name, device)
     }
 
+    fn find(&self, name: &str) -> Result<(&SafetensorsFile, &TensorInfo)> {
+        let missing = || Error::MissingTensor { name: name.to_string() };
+        let file = &self.files[*self.place.get(name).ok_or_else(missing)?];
+        Ok((file, file.header.tensors.get(name).ok_or_else(missing)?))
+    }
+
     /// Whether two tensors have the same dtype, shape and bytes.
     pub fn same(&self, a: &str, b: &str) -> Result<bool> {
-        let find = |name: &str| {
-            let missing = || Error::MissingTensor { name: name.to_string() };
-            let file = &self.files[*self.place.get(name).ok_or_else(missing)?];
-            Ok((file, file.header.tensors.get(name).ok_or_else(missing)?))
-        };
-        let ((file_a, a), (file_b, b)) = (find(a)?, find(b)?);
+        let ((file_a, a), (file_b, b)) = (self.find(a)?, self.find(b)?);
         if (&a.dtype, &a.shape, a.end - a.start) != (&b.dtype, &b.shape, b.end - b.start) {
             return Ok(false);
         }
