@@ -233,24 +233,21 @@ impl SafetensorsFile {
             });
         }
         let flat = tensor.reshape(&[tensor.elements()])?;
-        let mut file = self.file.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        let failed = |e: std::io::Error| Error::file(&self.path, format_args!("tensor `{name}`: {e}"));
-        file.seek(SeekFrom::Start(self.data_start + info.start)).map_err(failed)?;
         let step = PIECE / tensor.dtype().size();
         let mut piece = vec![0u8; tensor.bytes().min(PIECE)];
         for start in (0..tensor.elements()).step_by(step) {
             let part = flat.rows(start..tensor.elements().min(start + step))?;
             let bytes = &mut piece[..part.bytes()];
-            file.read_exact(bytes).map_err(failed)?;
+            self.read_bytes(name, info.start + (start * tensor.dtype().size()) as u64, bytes)?;
             part.write_bytes(bytes)?;
         }
         Ok(())
     }
 
-    /// Bytes from `start` on, counted from the end of the header.
-    fn read_bytes(&self, start: u64, bytes: &mut [u8]) -> Result<()> {
+    /// Bytes of a tensor, from `start` on, counted from the end of the header.
+    fn read_bytes(&self, name: &str, start: u64, bytes: &mut [u8]) -> Result<()> {
         let mut file = self.file.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        let failed = |e: std::io::Error| Error::file(&self.path, e);
+        let failed = |e: std::io::Error| Error::file(&self.path, format_args!("tensor `{name}`: {e}"));
         file.seek(SeekFrom::Start(self.data_start + start)).map_err(failed)?;
         file.read_exact(bytes).map_err(failed)
     }
@@ -311,40 +308,38 @@ impl Checkpoint {
 
     /// Reads a tensor to a device, in the file's own dtype.
     pub fn read(&self, name: &str, device: &Device) -> Result<Tensor> {
-        let &file = self.place.get(name).ok_or_else(|| Error::MissingTensor { name: name.to_string() })?;
-        self.files[file].read(name, device)
+        self.find(name)?.0.read(name, device)
     }
 
-    fn find(&self, name: &str) -> Result<(&SafetensorsFile, &TensorInfo)> {
-        let missing = || Error::MissingTensor { name: name.to_string() };
-        let file = &self.files[*self.place.get(name).ok_or_else(missing)?];
-        Ok((file, file.header.tensors.get(name).ok_or_else(missing)?))
+    /// As [`Checkpoint::read`], into a tensor of the same shape and dtype.
+    pub fn read_into(&self, name: &str, tensor: &Tensor) -> Result<()> {
+        self.find(name)?.0.read_into(name, tensor)
     }
 
     /// Whether two tensors have the same dtype, shape and bytes.
-    pub fn same(&self, a: &str, b: &str) -> Result<bool> {
-        let ((file_a, a), (file_b, b)) = (self.find(a)?, self.find(b)?);
-        if (&a.dtype, &a.shape, a.end - a.start) != (&b.dtype, &b.shape, b.end - b.start) {
+    pub(crate) fn same(&self, a: &str, b: &str) -> Result<bool> {
+        let ((file_a, of_a), (file_b, of_b)) = (self.find(a)?, self.find(b)?);
+        if (&of_a.dtype, &of_a.shape) != (&of_b.dtype, &of_b.shape) || of_a.end - of_a.start != of_b.end - of_b.start {
             return Ok(false);
         }
-        let bytes = a.end - a.start;
-        let piece = bytes.min(PIECE as u64) as usize;
-        let (mut of_a, mut of_b) = (vec![0u8; piece], vec![0u8; piece]);
+        let bytes = of_a.end - of_a.start;
+        let mut pieces = [(); 2].map(|()| vec![0u8; bytes.min(PIECE as u64) as usize]);
         for done in (0..bytes).step_by(PIECE) {
             let count = (bytes - done).min(PIECE as u64) as usize;
-            file_a.read_bytes(a.start + done, &mut of_a[..count])?;
-            file_b.read_bytes(b.start + done, &mut of_b[..count])?;
-            if of_a[..count] != of_b[..count] {
+            let [x, y] = pieces.each_mut().map(|piece| &mut piece[..count]);
+            file_a.read_bytes(a, of_a.start + done, x)?;
+            file_b.read_bytes(b, of_b.start + done, y)?;
+            if x != y {
                 return Ok(false);
             }
         }
         Ok(true)
     }
 
-    /// As [`Checkpoint::read`], into a tensor of the same shape and dtype.
-    pub fn read_into(&self, name: &str, tensor: &Tensor) -> Result<()> {
-        let &file = self.place.get(name).ok_or_else(|| Error::MissingTensor { name: name.to_string() })?;
-        self.files[file].read_into(name, tensor)
+    fn find(&self, name: &str) -> Result<(&SafetensorsFile, &TensorInfo)> {
+        let missing = || Error::MissingTensor { name: name.to_string() };
+        let file = &self.files[*self.place.get(name).ok_or_else(missing)?];
+        Ok((file, file.header.tensors.get(name).ok_or_else(missing)?))
     }
 }
 
