@@ -29,13 +29,19 @@ const VERSION: &str = "1";
 const MAX_HEADER: u64 = 100_000_000;
 /// Fewer bytes than any tensor takes there.
 const MIN_ENTRY: u64 = 50;
+/// A layer takes memory besides its planes, a kilobyte or two that no limit of bytes counts.
+const MAX_LAYERS: usize = 4096;
 /// Bytes moved at once.
 const CHUNK: usize = 4 << 20;
 
 impl KvCache {
     /// Writes the cache to a file: first under a temporary name beside it that nobody else has, so that a file of this name is
     /// always whole, and the last of several that are saved to it at once stays.
-    /// What an [`Encoder`](crate::Encoder) still holds has not been written, and is not saved: commit it before.
+    /// What an [`Encoder`](crate::Encoder) still holds has not been written, and is not saved: commit it before. The file holds no
+    /// token ids and does not say which model it is of: keep these beside it.
+    ///
+    /// # Errors
+    /// `Io`; `File` for more layers and sequences than a file can list; `DeviceFault`.
     pub fn save(&self, path: impl AsRef<Path>) -> Result<()> {
         let path = path.as_ref();
         let (temporary, file) = create_beside(path)?;
@@ -48,10 +54,11 @@ impl KvCache {
         written
     }
 
-    /// Reads a cache that [`KvCache::save`] wrote, up to [`LOAD_LIMIT`] bytes of it.
+    /// Reads a cache that [`KvCache::save`] wrote. One that would take more than [`LOAD_LIMIT`] bytes of memory, its capacity included,
+    /// is refused, however short the file: [`KvCache::load_within`] has another limit.
     ///
     /// # Errors
-    /// `Io`; `File` for anything else than a whole, consistent snapshot; `OutOfMemory`.
+    /// `Io`; `File` for anything else than a whole, consistent snapshot; `OutOfMemory`; `DeviceFault`.
     pub fn load(device: &Device, path: impl AsRef<Path>) -> Result<KvCache> {
         KvCache::load_within(device, path, LOAD_LIMIT)
     }
@@ -109,7 +116,9 @@ impl KvCache {
     fn write_file(&self, file: File, path: &Path) -> Result<()> {
         let bad = |reason: &str| Error::File { path: path.display().to_string(), reason: reason.to_string() };
         let too_many = "too many layers and sequences for one file";
-        if self.stored_count().is_none_or(|count| count as u64 > MAX_HEADER / MIN_ENTRY) {
+        if self.layers.len() > MAX_LAYERS
+            || self.stored_count().is_none_or(|count| count as u64 > MAX_HEADER / MIN_ENTRY)
+        {
             return Err(bad(too_many));
         }
         let stored = self.stored();
@@ -294,7 +303,11 @@ fn parse(metadata: &Option<HashMap<String, String>>) -> std::result::Result<(Cac
         let (k, v) = (parse_codec(k)?, parse_codec(v)?);
         Ok(CacheLayer { kv_heads: number(kv_heads)?, head_dim: number(head_dim)?, window, k, v })
     };
-    let layers = get("layers")?.split(';').map(layer).collect::<std::result::Result<_, _>>()?;
+    let layers = get("layers")?;
+    if layers.split(';').nth(MAX_LAYERS).is_some() {
+        return Err(format!("more than {MAX_LAYERS} layers"));
+    }
+    let layers = layers.split(';').map(layer).collect::<std::result::Result<_, _>>()?;
     let sequence = |text: &str| {
         let (len, written) = text.split_once('/').ok_or(format!("length {text:?}"))?;
         Ok::<_, String>(Sequence { len: number(len)?, written: number(written)? })

@@ -432,6 +432,12 @@ fn lies_are_refused_before_memory_is_taken() {
         let error = KvCache::load(&Device::cpu(), &file.0).err().unwrap_or_else(|| panic!("{from} -> {to} was loaded"));
         assert!(matches!(error, Error::File { .. }), "{from} -> {to}: {error}");
     }
+    let layers = header.split_once(r#""layers":""#).and_then(|(_, rest)| rest.split_once('"')).unwrap().0;
+    let lie = header.replace(layers, &[layers; 4096].join(";"));
+    let file_bytes = [&(lie.len() as u64).to_le_bytes()[..], lie.as_bytes(), &bytes[8 + header_len..]].concat();
+    std::fs::write(&file.0, file_bytes).unwrap();
+    let error = KvCache::load(&Device::cpu(), &file.0).err().unwrap();
+    assert!(error.to_string().contains("more than 4096 layers"), "{error}");
     std::fs::write(&file.0, &bytes).unwrap();
     let limit = KvCache::load(&Device::cpu(), &file.0).unwrap().bytes() as u64;
     assert!(KvCache::load_within(&Device::cpu(), &file.0, limit).is_ok());
