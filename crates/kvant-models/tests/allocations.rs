@@ -8,7 +8,10 @@ use std::{
     sync::atomic::{AtomicUsize, Ordering::Relaxed},
 };
 
-use kvant::{Codec, CpuOptions, DType, Device, Tensor};
+use kvant::{
+    Codec, CpuOptions, DType, Device, Encoder, KvLayer, LayerSpec, SlotOrder, Step, Tensor,
+    ops::{self, KvWrite, SourceOrder},
+};
 use kvant_models::{CacheOptions, Decoder, Model, Sampling};
 
 struct Counting;
@@ -36,6 +39,18 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
+/// Which thread does what differs from step to step, and each keeps scratch memory of its own.
+fn check(what: &str, steps: &mut dyn FnMut(u32)) {
+    let mut steps = (0..60).map(|token| {
+        let taken = TAKEN.load(Relaxed);
+        steps(token);
+        TAKEN.load(Relaxed) - taken
+    });
+    let warm_up: Vec<usize> = steps.by_ref().take(50).collect();
+    let after: Vec<usize> = steps.collect();
+    assert!(after.iter().all(|&taken| taken == 0), "{what}: {warm_up:?}, then {after:?}");
+}
+
 #[test]
 fn a_decode_step_allocates_nothing() {
     let taken = TAKEN.load(Relaxed);
@@ -51,21 +66,33 @@ fn a_decode_step_allocates_nothing() {
         let logits = Tensor::zeros(&device, DType::F32, &[1, model.vocab_size()]).unwrap();
         let prompt: Vec<u32> = (0..140).collect();
         model.forward_into(&mut cache, 0, &prompt, &logits).unwrap();
-        // Which thread does what differs from step to step, and each keeps scratch memory of its own.
-        let check = |what: &str, steps: &mut dyn FnMut(u32)| {
-            let mut steps = (0..60).map(|token| {
-                let taken = TAKEN.load(Relaxed);
-                steps(token);
-                TAKEN.load(Relaxed) - taken
-            });
-            let warm_up: Vec<usize> = steps.by_ref().take(50).collect();
-            let after: Vec<usize> = steps.collect();
-            assert!(after.iter().all(|&taken| taken == 0), "{what}, {codec}: {warm_up:?}, then {after:?}");
-        };
-        check("forward", &mut |token| model.forward_into(&mut cache, 0, &[token], &logits).unwrap());
+        check(&format!("forward, {codec}"), &mut |token| model.forward_into(&mut cache, 0, &[token], &logits).unwrap());
         let sampling = Sampling { temperature: 1.0, top_k: 40, ..Sampling::default() };
         cache.truncate(0, 140).unwrap();
         let mut decoder = Decoder::new(&model, &mut cache, 0, sampling).unwrap();
-        check("decoder", &mut |token| decoder.feed(&[token]).unwrap());
+        check(&format!("decoder, {codec}"), &mut |token| decoder.feed(&[token]).unwrap());
     }
+
+    // Many sequences, in no order.
+    let device = Device::cpu_with(CpuOptions { threads: Some(2), simd: None }).unwrap();
+    let (sequences, kv_heads, head_dim) = (64, 8, 128);
+    let spec = LayerSpec {
+        sequences,
+        kv_heads,
+        capacity: 4,
+        head_dim,
+        k: Codec::F16,
+        v: Codec::tq(4),
+        window: None,
+        ring: false,
+        order: SlotOrder::HeadMajor,
+    };
+    let layer = KvLayer::new(&device, spec).unwrap();
+    let places: Vec<(u32, u32)> = (0..sequences as u32).rev().map(|sequence| (sequence, 0)).collect();
+    let step = Step::new(&device, sequences, &places).unwrap();
+    let new = Tensor::zeros(&device, DType::F32, &[sequences, kv_heads, head_dim]).unwrap();
+    let order = SourceOrder::TokenMajor;
+    let write = KvWrite { k: &new, v: &new, order, first_token: 0, step: &step, layer: &layer };
+    let graph = Encoder::capture(&device, |enc| ops::kv_write(enc, &write)).unwrap();
+    check("kv_write", &mut |_| graph.replay().unwrap().wait().unwrap());
 }

@@ -66,6 +66,21 @@ fn in_place_and_back() {
     }
 }
 
+/// Sums beyond f32 on the way to a result that is not.
+#[test]
+fn large_numbers() {
+    for (dim, x) in [(64, 1e37f32), (1024, 5e36), (4096, 1e36)] {
+        for inverse in [false, true] {
+            conform(format!("hadamard of {dim} times {x:e}, inverse {inverse}"), |device| {
+                let x = input(device, DType::F32, &vec![x; dim], &[1, dim])?;
+                let y = Out::new(device, DType::F32, &[1, dim])?;
+                run(device, |enc| ops::hadamard(enc, &Hadamard { x: &x, inverse, out: &y.tensor }))?;
+                Ok(vec![y.close("out")?])
+            });
+        }
+    }
+}
+
 /// One coordinate at a time: each column of the matrix has entries ±1/√D with the signs of Sylvester's, times that
 /// coordinate's fixed sign.
 #[test]

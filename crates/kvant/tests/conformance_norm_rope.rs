@@ -265,20 +265,22 @@ fn small_inputs() {
 /// Heads whose squares are beyond f32, at either end, have a norm all the same; what is no number stays in its head.
 #[test]
 fn extreme_heads() {
-    for head_dim in [64, 256] {
+    for (head_dim, weighted) in [(64, false), (256, false), (20, true)] {
         for eps in [1e-6, 0.0] {
             conform(format!("extreme heads, D {head_dim}, eps {eps}"), |device| {
                 let mut rows: Vec<Vec<f32>> = (0..6).map(|_| Rng::of(eps).normals(head_dim)).collect();
                 for (row, factor) in rows.iter_mut().zip([1e30f32, 1e20, 1e-15, 1e-30]) {
                     row.iter_mut().for_each(|x| *x *= factor);
                 }
+                rows[5].iter_mut().for_each(|x| *x = x.clamp(-1.0, 1.0) * 3e38);
+                let weight = input(device, DType::F32, &vec![1e-4; head_dim], &[head_dim])?;
                 rows[4][head_dim - 1] = f32::NAN;
                 let shape = [6, 1, head_dim];
                 let x = input(device, DType::F32, &rows.concat(), &shape)?;
                 let out = Out::new(device, DType::F32, &shape)?;
                 let args = NormRope {
                     x: &x,
-                    norm: Some(HeadNorm { weight: None, eps }),
+                    norm: Some(HeadNorm { weight: weighted.then_some(&weight), eps }),
                     rope: None,
                     positions: &indices(device, &[0; 6], &[6])?,
                     rotate: false,

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{FLOATS, Out, Rng, conform, devices, indices, input, run};
+use common::{Bound, FLOATS, Out, Output, Rng, conform, devices, indices, input, run};
 use kvant::{
     DType, Device, Result, Tensor,
     ops::{self, Activation, Argmax, Columns, Gate, MoeCombine, MoeRoute, Residual, RmsNorm, Sample, Softcap},
@@ -77,6 +77,31 @@ fn rms_norm_of_extreme_rows() {
                 Ok(vec![out.close("out")?])
             });
         }
+    }
+}
+
+/// What is no number, or has no norm (eps 0), stays in its row.
+#[test]
+fn rms_norm_of_what_is_not_finite() {
+    for (dim, before) in [1usize, 3, 17, 65, 1028, 1027].into_iter().flat_map(|dim| [(dim, false), (dim, true)]) {
+        conform(format!("rms_norm of {dim} that are not finite, a residual before: {before}"), |device| {
+            let mut rows: Vec<Vec<f32>> = (0..9).map(|i| Rng::new(i).normals(dim)).collect();
+            rows[0][dim - 1] = f32::NAN;
+            rows[2].fill(0.0);
+            rows[4][dim / 2] = f32::INFINITY;
+            rows[6].fill(0.0);
+            let x = input(device, DType::F32, &rows.concat(), &[9, dim])?;
+            let residual = input(device, DType::F32, &vec![0.0; 9 * dim], &[9, dim])?;
+            let (sum, out) = (Out::new(device, DType::F32, &[9, dim])?, Out::new(device, DType::F32, &[9, dim])?);
+            let added = Residual::Before { residual: &residual, sum: &sum.tensor };
+            let residual = if before { added } else { Residual::None };
+            let args = RmsNorm { x: &x, weight: None, eps: 0.0, residual, scale: 1.0, out: &out.tensor };
+            run(device, |enc| ops::rms_norm(enc, &args))?;
+            let all = out.tensor.to_f32()?;
+            let row =
+                |(r, row): (usize, &[f32])| Output::Close(format!("row {r}"), row.to_vec(), Bound::of(DType::F32));
+            Ok(all.chunks(dim).enumerate().map(row).collect())
+        });
     }
 }
 

@@ -67,7 +67,11 @@ impl Kernel for Task<'_> {
             unsafe {
                 convert::load_row::<S>(self.x.row(r, dim), self.x.dtype, row);
                 if self.inverse {
-                    unrotate::<S>(row, self.signs);
+                    // As `unrotate`, but normalised first, for the reason that `rotate` has.
+                    let factor = (1.0 / (dim as f64).sqrt()) as f32;
+                    row.iter_mut().for_each(|x| *x *= factor);
+                    transform::<S>(row);
+                    row.iter_mut().zip(self.signs).for_each(|(x, s)| *x *= s);
                 } else {
                     rotate::<S>(row, self.signs);
                 }
@@ -96,7 +100,7 @@ pub(super) unsafe fn rotate<S: Simd>(row: &mut [f32], signs: &[f32]) {
     }
 }
 
-/// row ← signs ⊙ (H·row)/√D: the inverse of [`rotate`].
+/// row ← signs ⊙ (H·row)/√D: the inverse of [`rotate`], for rows whose length times √D is a finite f32.
 ///
 /// # Safety
 /// The level's instructions are enabled.

@@ -46,6 +46,8 @@ pub struct CpuOptions {
     pub simd: Option<SimdLevel>,
 }
 
+const MAX_THREADS: usize = 1024;
+
 /// The CPU device's executor.
 pub(crate) struct Cpu {
     pool: Pool,
@@ -54,9 +56,9 @@ pub(crate) struct Cpu {
 
 impl Cpu {
     pub(crate) fn new(options: CpuOptions) -> Result<Cpu> {
-        let cores = || std::thread::available_parallelism().map_or(1, usize::from);
+        let cores = || std::thread::available_parallelism().map_or(1, usize::from).min(MAX_THREADS);
         let threads = options.threads.unwrap_or_else(cores);
-        check::value_is("cpu", "threads", (1..=1024).contains(&threads), "1 to 1024", threads)?;
+        check::value_is("cpu", "threads", (1..=MAX_THREADS).contains(&threads), "1 to 1024", threads)?;
         let level = options.simd.unwrap_or_else(SimdLevel::best);
         check::value_is("cpu", "simd", level.is_supported(), "an instruction set of this machine", level)?;
         Ok(Cpu { pool: Pool::new(threads), level })

@@ -191,7 +191,7 @@ impl HeadNorm {
             }
         }
         for i in whole..n {
-            row[i] *= factor * weight.map_or(1.0, |weight| weight[i]);
+            row[i] = row[i] * factor * weight.map_or(1.0, |weight| weight[i]);
         }
     }
 }

@@ -1,5 +1,7 @@
 //! The rows of one side of a cache layer, as kernels load and store them, whatever the codec.
 
+use std::cell::RefCell;
+
 use super::{
     convert,
     simd::Simd,
@@ -105,6 +107,11 @@ impl PlaneRows {
     }
 }
 
+thread_local! {
+    /// Kept, so that a step allocates nothing once it has warmed up.
+    static PLACES: RefCell<Vec<(u32, u32)>> = const { RefCell::new(Vec::new()) };
+}
+
 /// The contents of a step's buffers.
 #[derive(Clone, Copy)]
 pub(super) struct Tokens<'a> {
@@ -130,12 +137,15 @@ impl<'a> Tokens<'a> {
     /// Whether no two tokens have the same place, so that threads can store them in any order. A caller's own step may
     /// repeat one; then the last token wins, as on one thread.
     pub(super) fn are_distinct(&self) -> bool {
-        let places = || self.sequence.iter().zip(self.positions);
+        let places = || self.sequence.iter().copied().zip(self.positions.iter().copied());
         if places().is_sorted_by(|a, b| a < b) {
             return true;
         }
-        let mut places: Vec<_> = places().collect();
-        places.sort_unstable();
-        places.is_sorted_by(|a, b| a < b)
+        PLACES.with_borrow_mut(|sorted| {
+            sorted.clear();
+            sorted.extend(places());
+            sorted.sort_unstable();
+            sorted.is_sorted_by(|a, b| a < b)
+        })
     }
 }

@@ -106,7 +106,7 @@ impl Pool {
         shared.state.fetch_and(!OPEN, AcqRel);
         let mut spins = 0u32;
         while shared.state.load(Acquire) != number {
-            spins += 1;
+            spins = spins.wrapping_add(1);
             // On a crowded machine the worker may have lost its core: let it have ours.
             if spins.is_multiple_of(4096) { std::thread::yield_now() } else { std::hint::spin_loop() }
         }

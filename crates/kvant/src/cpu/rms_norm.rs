@@ -70,6 +70,8 @@ impl Kernel for Rows {
             for r in self.rows {
                 let start = r * dim;
                 x.load::<S>(start, &mut row[..dim]);
+                // The row before left NaN there if its factor was not finite.
+                row[dim..].fill(0.0);
                 if let Some(residual) = residual {
                     residual.load::<S>(start, &mut added[..dim]);
                 }

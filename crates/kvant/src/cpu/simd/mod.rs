@@ -301,7 +301,7 @@ pub(crate) trait Simd: Copy + 'static {
         }
     }
 
-    /// eˣ, with the range and accuracy of [`Simd::exp2`].
+    /// eˣ, with the range of [`Simd::exp2`]; the relative error grows as |x|·6e-8.
     #[inline(always)]
     unsafe fn exp(x: Self::F) -> Self::F {
         // SAFETY: the caller's promise.
