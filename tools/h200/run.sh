@@ -15,8 +15,8 @@
 # Runs of it do not go beside each other: one test takes all of the device's memory. What racecheck says of attend_prefill and of
 # cuBLASLt, docs/verification.md says, too.
 #
-# LIMIT is how many seconds a binary may take (400), or one test under a sanitizer. The exit status is 1 if anything failed, was
-# missing, or ran no test.
+# LIMIT is how many seconds a binary may take (400), or one test under a sanitizer; TOOLS says which of these (memcheck
+# racecheck). The exit status is 1 if anything failed, was missing, or ran no test.
 set -uo pipefail
 if [ $# -lt 3 ]; then
     sed -n '4p' "$0" >&2
@@ -128,7 +128,7 @@ if step sanitizer; then
             missing+=" $name "
             continue
         fi
-        for tool in memcheck racecheck; do
+        for tool in ${TOOLS:-memcheck racecheck}; do
             sanitize "$tool" "$name" "$filter"
         done
     done <<'LIST'

@@ -15,6 +15,17 @@ struct Work {
     float norm;
 };
 
+// Pairs of 16-bit numbers, infinities as the largest finite ones.
+template <bool HALF> inline uint made_finite(uint pair) {
+    uint y;
+    if constexpr (HALF) {
+        asm("{\n.reg .b32 t;\nmin.f16x2 t, %1, %2;\nmax.f16x2 %0, t, %3;\n}" : "=r"(y) : "r"(pair), "r"(0x7BFF7BFF), "r"(0xFBFFFBFF));
+    } else {
+        asm("{\n.reg .b32 t;\nmin.bf16x2 t, %1, %2;\nmax.bf16x2 %0, t, %3;\n}" : "=r"(y) : "r"(pair), "r"(0x7F7F7F7F), "r"(0xFF7FFF7F));
+    }
+    return y;
+}
+
 // S^T of 16 keys: raw products, with the keys' norms.
 inline void scores(const Shared &shared, const uchar *buffer, uint group, float (&s)[NT][4]) {
     const uint lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -37,6 +48,15 @@ inline void scores(const Shared &shared, const uchar *buffer, uint group, float 
             for (uint step = 0; step < K::LOAD_STEPS; step++) {
                 uint a[K_PARTS][4];
                 K::key_operand(x, y, step, table, a);
+                // An infinite coordinate meets a query's first term; 0, as later ones may be, would make NaN of it.
+                constexpr bool INFINITE = Q_TERMS > 1 && !K::QUANTISED;
+                uint finite[4];
+                if (INFINITE) {
+#pragma unroll
+                    for (uint i = 0; i < 4; i++) {
+                        finite[i] = made_finite<K::HALF>(a[0][i]);
+                    }
+                }
 #pragma unroll
                 for (uint term = 0; term < Q_TERMS; term++) {
 #pragma unroll
@@ -44,7 +64,8 @@ inline void scores(const Shared &shared, const uchar *buffer, uint group, float 
                         const uint2 q = queries[((term * STEPS + i * K::LOAD_STEPS + step) * NT + n) * 32];
 #pragma unroll
                         for (uint part = 0; part < K_PARTS; part++) {
-                            mma<K::HALF>(sums[chain_of(step + j, term, part)][n], a[part], q);
+                            mma<K::HALF>(sums[chain_of(step + j, term, part)][n],
+                                         INFINITE && term > 0 && part == 0 ? finite : a[part], q);
                         }
                     }
                 }

@@ -109,7 +109,8 @@ impl Gpu {
         if !libraries::has_nvrtc() {
             return Err(
                 "libnvrtc, which compiles the kernels, cannot be loaded: it comes with the CUDA toolkit, or as \
-                        the Python package nvidia-cuda-nvrtc; LD_LIBRARY_PATH says where it is"
+                        the Python package nvidia-cuda-nvrtc (nvidia-cuda-nvrtc-cu12 for drivers of CUDA 12); \
+                        LD_LIBRARY_PATH says where it is"
                     .to_string(),
             );
         }
@@ -352,10 +353,13 @@ impl Drop for Memory {
 fn is_known(bytes: &[u8]) -> bool {
     let is_known = |byte: &u8| {
         let mut kind = 0u32;
-        let attribute = cu::CUpointer_attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE;
+        let mut attribute = cu::CUpointer_attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE;
+        let mut filled = (&raw mut kind).cast();
         let address = std::ptr::from_ref(byte).addr() as u64;
-        // SAFETY: `kind` is what the function fills; it takes any address.
-        unsafe { driver!(cuPointerGetAttribute((&raw mut kind).cast(), attribute, address)) }.is_ok()
+        // It takes any address, and has a kind of 0 for other memory, where its twin for one attribute reports an error.
+        // SAFETY: one attribute, and `kind` is what the function fills.
+        let asked = unsafe { driver!(cuPointerGetAttributes(1, &mut attribute, &mut filled, address)) };
+        asked.is_ok() && kind != 0
     };
     // Part of an allocation may be page-locked.
     bytes.first().is_some_and(is_known) || bytes.last().is_some_and(is_known)

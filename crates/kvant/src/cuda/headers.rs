@@ -12,7 +12,8 @@ const LINEAR_H: Header = Header { name: "linear.h", text: || include_str!("linea
 const LINEAR_BYTES_H: Header = Header { name: "linear_bytes.h", text: || include_str!("linear_bytes.h").to_string() };
 const AFFINE_H: Header = Header { name: "affine.h", text: || include_str!("affine.h").to_string() };
 // Threads ask for different entries of a codebook at a time, which constant memory would serve one by one.
-const CODEBOOKS_H: Header = Header { name: "codebooks.h", text: || tables::codebooks("__device__ const float") };
+const CODEBOOKS_H: Header =
+    Header { name: "codebooks.h", text: || tables::codebooks("__device__ __align__(8) const float") };
 const SIGNS_H: Header = Header { name: "signs.h", text: || tables::signs("__device__ const unsigned") };
 const ROTATE_H: Header = Header { name: "rotate.h", text: || include_str!("rotate.h").to_string() };
 const BUTTERFLIES_H: Header = Header { name: "butterflies.h", text: || include_str!("butterflies.h").to_string() };

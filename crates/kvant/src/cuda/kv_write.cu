@@ -93,6 +93,7 @@ inline void encode(const uchar *source, WritablePlanes to, float scale, const ui
         Place place = place_of(p, first + lane / 4);
         Strips<HEAD_DIM> strips;
         strips.load(source_of(place));
+        copies_wait<0>();
         __syncthreads();
 #pragma unroll 1
         for (uint block_first = blockIdx.x * (THREADS / 4); block_first < all; block_first += step) {
@@ -119,6 +120,7 @@ inline void encode(const uchar *source, WritablePlanes to, float scale, const ui
                    const uint *lens, const KvWriteParams &p, uint *tables) {
     if constexpr (is_quantised(CODEC)) {
         Nearest<CODEC, TABLE_COPIES>::fill(tables);
+        copies_wait<0>();
         __syncthreads();
     }
     const uint lane = threadIdx.x % LANES;

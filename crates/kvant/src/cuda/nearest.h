@@ -28,7 +28,7 @@ inline constexpr uint table_words(uint codec, uint copies) {
     return is_quantised(codec) ? 2 * cells_of(codec) * cell_copies(copies) + (1u << codec) * copies : 0;
 }
 
-template <uint CODEC> inline const float *cells_table() {
+template <uint CODEC> inline const Cell *cells_table() {
     return CODEC == TQ4 ? CELLS_4 : CODEC == TQ5 ? CELLS_5 : CODEC == TQ6 ? CELLS_6 : CELLS_8;
 }
 
@@ -42,12 +42,24 @@ template <uint CODEC, uint COPIES> struct Nearest {
     uint cells;
     uint centroids;
 
-    // Fills the tables. All threads of the block call it; a barrier has to follow. Nobody ever writes to what it reads.
+    // Fills the tables, which begin at a multiple of 8 bytes. All threads of the block call it; copies_wait and a barrier have
+    // to follow. Nobody ever writes to what it reads.
     static inline void fill(uint *tables) {
+        if constexpr (COPIES == 1) {
+            // As they lie: all of it is on its way at once, while the thread does other things.
+            const uint to = shared_address(tables);
+            for (uint i = threadIdx.x; i < CELLS; i += blockDim.x) {
+                copy_async<8>(to + i * 8, reinterpret_cast<const uchar *>(cells_table<CODEC>() + i), true);
+            }
+            for (uint i = threadIdx.x; i < (1u << CODEC) / 2; i += blockDim.x) {
+                copy_async<8>(to + CELLS * 8 + i * 8, reinterpret_cast<const uchar *>(centroids_table<CODEC>() + 2 * i), true);
+            }
+            copies_commit();
+            return;
+        }
         for (uint i = threadIdx.x; i < CELLS * CELL_COPIES; i += blockDim.x) {
-            const uint cell = i / CELL_COPIES;
-            const float threshold = cells_table<CODEC>()[2 * cell], below = cells_table<CODEC>()[2 * cell + 1];
-            reinterpret_cast<uint2 *>(tables)[i] = make_uint2(__float_as_uint(threshold), uint(below));
+            const Cell cell = cells_table<CODEC>()[i / CELL_COPIES];
+            reinterpret_cast<uint2 *>(tables)[i] = make_uint2(__float_as_uint(cell.threshold), cell.below);
         }
         for (uint i = threadIdx.x; i < (1u << CODEC) * COPIES; i += blockDim.x) {
             tables[2 * CELLS * CELL_COPIES + i] = __float_as_uint(centroids_table<CODEC>()[i / COPIES]);

@@ -122,6 +122,8 @@ extern "C" __global__ void norm_rope_write(const uchar *q, const uchar *k, const
     const uint head = blockIdx.y - p.heads - (is_key ? 0 : kv_heads);
     const ulong from = (ulong(token) * kv_heads + head) * dim;
     const float squares = is_key ? load_head(row, k, from, K_DTYPE, dim, team) : load_head(row, v, from, V_DTYPE, dim, team);
+    // The tables; norm_rope_head ends with a barrier.
+    copies_wait<0>();
     if (is_key) {
         norm_rope_head(row, room, squares, dim, k_norm, rope, p.rope, position, n, team);
     } else {

@@ -78,6 +78,14 @@ impl Cuda {
         let gpu = Arc::new(Gpu::open()?);
         let target = Target::new(gpu.capability.0, gpu.capability.1)?;
         let compiler = compile::version()?;
+        let driver = (gpu.driver_version / 1000, gpu.driver_version % 1000 / 10);
+        if compiler.0 > driver.0 {
+            // A driver loads what compilers of its own major version make, and of older ones.
+            return Err(format!(
+                "libnvrtc {}.{} is too new for the NVIDIA driver, which supports CUDA {}.{}: a libnvrtc {} is needed",
+                compiler.0, compiler.1, driver.0, driver.1, driver.0
+            ));
+        }
         let environment = format!("nvrtc {compiler:?}, driver {}, {}\n", gpu.driver_version, gpu.name);
         let mut shared = Shared {
             gpu,
@@ -129,7 +137,11 @@ impl Shared {
                 Err(failure) => tracing::debug!(kernel = launch.kernel, %failure, "kept code does not load"),
             }
         }
-        let code = program.compile(&self.target).map_err(fault)?;
+        let code = program.compile(&self.target).map_err(|message| Error::Compile {
+            device: self.gpu.name.clone(),
+            kernel: format!("{} of {}", launch.kernel, launch.source.name),
+            message,
+        })?;
         let function = Function::load(&self.gpu, &code, &name).map_err(|failure| {
             if failure.is_out_of_memory() {
                 self.gpu.out_of_memory(code.len())
