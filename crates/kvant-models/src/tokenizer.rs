@@ -59,6 +59,9 @@ impl Tokenizer {
     }
 
     /// The ids of a text, with the id that starts a text in front if asked (and if there is one).
+    ///
+    /// Where the text contains the name of a special token, it gets that token, whoever wrote it: take them out of text that you do
+    /// not trust.
     pub fn encode(&self, text: &str, add_bos: bool) -> Result<Vec<u32>> {
         let encoding = guarded(|| self.inner.encode_fast(text, false))?;
         let bos = self.bos.filter(|_| add_bos);

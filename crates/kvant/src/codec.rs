@@ -35,7 +35,7 @@ pub struct TurboQuant {
     /// 4, 5, 6 or 8.
     pub bits: u32,
     /// Multiplies the normalised coordinates before the nearest centroid is sought, and is undone in the stored norm;
-    /// 1 but for experiments. The name of a codec does not tell it.
+    /// 1 but for experiments; 0.001 to 1000. The name of a codec does not tell it.
     pub scale: f32,
     /// Which number is stored as a block's norm.
     pub norm: Norm,
@@ -117,8 +117,9 @@ impl Codec {
                 if !matches!(tq.bits, 4 | 5 | 6 | 8) {
                     return fail("a TurboQuant codec of 4, 5, 6 or 8 bits", tq.bits.to_string());
                 }
-                if !(tq.scale.is_finite() && tq.scale > 0.0) {
-                    return fail("a TurboQuant codec with a positive finite scale", tq.scale.to_string());
+                // Beyond that, norms divided by it would leave f32 where vectors do not.
+                if !(1e-3..=1e3).contains(&tq.scale) {
+                    return fail("a TurboQuant codec with a scale from 0.001 to 1000", tq.scale.to_string());
                 }
                 if !head_dim.is_power_of_two() || !(8..=4096).contains(&head_dim) {
                     return fail(

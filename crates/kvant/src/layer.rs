@@ -94,8 +94,8 @@ impl Planes {
 /// Keys and values of one layer, for several sequences: linear or a ring, dense or quantised.
 ///
 /// Cloning is cheap and shares the memory. [`KvCache`](crate::KvCache) makes one per layer and keeps the lengths;
-/// an engine with a cache manager of its own can make its own, also around memory it already has
-/// ([`KvLayer::from_dense`]).
+/// an engine with a cache manager of its own can make its own, also around [`Tensor`]s that it already has
+/// ([`KvLayer::from_dense`]). Memory that kvant did not allocate cannot be wrapped.
 #[derive(Clone, Debug)]
 pub struct KvLayer {
     spec: LayerSpec,

@@ -228,7 +228,9 @@ fn zeros_and_what_is_not_finite() {
 fn bad_arguments_are_refused() {
     let good = tq(4, Norm::Rms);
     assert!(encode(TurboQuant { bits: 7, ..good }, &[0.0; 64]).is_err());
-    assert!(encode(TurboQuant { scale: f32::NAN, ..good }, &[0.0; 64]).is_err());
+    for scale in [f32::NAN, f32::INFINITY, 0.0, -1.0, 1e-39, 1e4] {
+        assert!(encode(TurboQuant { scale, ..good }, &[0.0; 64]).is_err());
+    }
     assert!(encode(good, &[0.0; 96]).is_err());
     let mut encoded = encode(good, &[1.0; 64]).unwrap();
     encoded.indices[5] = 16;

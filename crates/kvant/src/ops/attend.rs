@@ -4,7 +4,7 @@ use std::borrow::Cow;
 
 use super::{check, kv_write::SourceOrder};
 use crate::{
-    DType, Device, Encoder, KvLayer, Result, Step, Tensor,
+    DType, Device, Encoder, Error, KvLayer, Result, Step, Tensor,
     encoder::{Access::*, Touch},
 };
 
@@ -77,7 +77,8 @@ pub struct Fresh<'a> {
     pub v: &'a Tensor,
     /// The layout of both.
     pub order: SourceOrder,
-    /// u32 `[S]`: the lengths before this step. They stand for `step.lens` in what is said of cached positions.
+    /// u32 `[S]`: the lengths before this step, no more than the position of any of its tokens; never `step.lens`, which counts
+    /// these tokens. They stand for `step.lens` in what is said of cached positions.
     pub past: &'a Tensor,
 }
 
@@ -230,7 +231,19 @@ impl Call {
                 Some(fresh) => {
                     self.step.check_indices(NAME, None)?;
                     let limit = linear_capacity.map_or(usize::MAX, |capacity| capacity.saturating_add(1));
-                    check::indices_below(NAME, "fresh.past", &fresh.past, limit)
+                    check::indices_below(NAME, "fresh.past", &fresh.past, limit)?;
+                    // What is cached at a token's own position, or after it, would be attended to beside the fresh keys.
+                    let past = fresh.past.host_slice::<u32>();
+                    let (positions, sequence) =
+                        (self.step.positions.host_slice::<u32>(), self.step.sequence.host_slice::<u32>());
+                    for (&position, &sequence) in positions.iter().zip(sequence) {
+                        let (index, limit) = (sequence as usize, u64::from(position) + 1);
+                        if u64::from(past[index]) >= limit {
+                            let got = past[index].into();
+                            return Err(Error::OutOfRange { op: NAME, arg: "fresh.past", index, got, limit });
+                        }
+                    }
+                    Ok(())
                 }
             }
         }

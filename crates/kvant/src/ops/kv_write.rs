@@ -10,7 +10,8 @@ pub(crate) const NAME: &str = "kv_write";
 ///
 /// Entry i of the step describes source token `first_token + i`. Its slot is its position (linear layer) or its
 /// position mod the capacity (ring). A token is stored when its position is among the last `capacity` ones below its
-/// sequence's length, so a batch longer than a ring writes each slot once: the last tokens win.
+/// sequence's length, so a batch longer than a ring writes each slot once: the last tokens win. What a later token has taken the
+/// place of cannot be attended to: [`Fresh`](super::Fresh) is for such batches.
 ///
 /// A dense destination of the source's dtype gets the source's bits, NaN payloads included; f32 to f16 or bf16 rounds
 /// to nearest, ties to even, and overflows to infinity.
@@ -133,5 +134,5 @@ impl Call {
 /// Whether the token at `position` of a sequence of `len` tokens is still held by the layer once the step is written.
 #[inline]
 pub(crate) fn is_kept(position: usize, len: usize, capacity: usize) -> bool {
-    position < len && position + capacity >= len
+    position < len && len - position <= capacity
 }

@@ -55,7 +55,7 @@ pub enum Weight<'a> {
 pub struct Affine<'a> {
     /// u32 `[N, K·bits/32]` (or `[E, N, ..]`).
     pub codes: &'a Tensor,
-    /// `[N, K/group]`, f32, f16 or bf16.
+    /// `[N, K/group]` (or `[E, N, K/group]`), f32, f16 or bf16.
     pub scales: &'a Tensor,
     /// As `scales`.
     pub biases: &'a Tensor,

@@ -31,7 +31,9 @@ pub struct Sample<'a> {
     pub min_p: f32,
     /// The stream of random numbers.
     pub seed: u64,
-    /// u32 `[T]`: the place of each row in the stream, usually its position.
+    /// u32 `[T]`: the place of each row in the stream. Rows with equal counters draw with the same number: for one sequence its
+    /// position will do; sequences that are sampled together need counters that differ, `position * sequences + sequence`, say, or
+    /// calls with seeds of their own.
     pub counter: &'a Tensor,
     /// u32 `[T]`.
     pub out: &'a Tensor,

@@ -418,3 +418,26 @@ fn nothing_recorded() {
         let _ = input(device, DType::F32, &[1.0], &[1]).unwrap();
     }
 }
+
+/// `step.lens` in place of the lengths before the step: what the step brings would be attended to beside itself.
+#[test]
+fn past_ends_before_the_step() {
+    for device in devices().iter().filter(|device| sees_indices(device)) {
+        let spec = LayerSpec { sequences: 2, ..linear_spec(1, 4, 64, Codec::F32) };
+        let layer = KvLayer::new(device, spec).unwrap();
+        let step = Step::new(device, 2, &[(1, 0), (1, 1)]).unwrap();
+        let (x, out) = (f32s(device, &[2, 1, 64]), f32s(device, &[2, 1, 64]));
+        let attend = |past: &Tensor| {
+            let fresh = Some(Fresh { k: &x, v: &x, order: SourceOrder::TokenMajor, past });
+            run(device, |enc| ops::attend(enc, &Attend { fresh, ..decode(&layer, &x, &step, &out) }))
+        };
+        attend(&indices(device, &[0, 0], &[2]).unwrap()).unwrap();
+        // Another sequence may be as long as it likes.
+        attend(&indices(device, &[2, 0], &[2]).unwrap()).unwrap();
+        let before = out.to_vec::<f32>().unwrap();
+        let result = attend(&step.lens);
+        let refused = matches!(result, Err(Error::OutOfRange { arg: "fresh.past", index: 1, got: 2, limit: 1, .. }));
+        assert!(refused, "{device}: {result:?}");
+        assert_eq!(out.to_vec::<f32>().unwrap(), before, "{device}");
+    }
+}
