@@ -1,5 +1,5 @@
-//! The jobs of mlx-native's entry points, done here: one test for each row of the table in `docs/from-mlx-native.md`,
-//! on every device.
+//! The jobs of mlx-native's entry points, done here: the kernels in the tables of `docs/from-mlx-native.md`, on every
+//! device.
 
 mod common;
 

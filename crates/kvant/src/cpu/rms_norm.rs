@@ -56,7 +56,7 @@ impl Kernel for Rows {
         let Norm { x, weight, residual, sum, out, dim, eps, scale } = self.norm;
         let padded = dim.next_multiple_of(S::LANES);
         let buffer = &mut *scratch::take(3 * padded);
-        // What stands behind a row stays zero and adds nothing to its mean square.
+        // What stands behind a row is zero and adds nothing to its mean square.
         buffer.fill(0.0);
         let (row, buffer) = buffer.split_at_mut(padded);
         let (factors, added) = buffer.split_at_mut(padded);

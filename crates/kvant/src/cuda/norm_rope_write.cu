@@ -92,6 +92,8 @@ extern "C" __global__ void norm_rope_write(const uchar *q, const uchar *k, const
     }
     take_turn();
     if (!known) {
+        // Nothing is on its way to the memory of a block that has ended.
+        copies_wait<0>();
         return;
     }
     if (is_query) {
