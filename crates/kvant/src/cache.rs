@@ -21,7 +21,7 @@ pub struct CacheSpec {
     /// Independent sequences, S.
     pub sequences: usize,
     /// Tokens of a sequence that a linear layer (one without a window) holds. Where all layers have windows it means nothing:
-    /// sequences may grow as long as positions go.
+    /// sequences may grow as long as positions go (it still must be one that u32 can name).
     pub capacity: usize,
     /// Slots that a ring has beyond its window. With a slack of n, the last n + 1 tokens that a sequence has ever had can always be taken
     /// back ([`KvCache::truncate`]), and n + 1 tokens of a sequence can always be appended at once ([`KvCache::max_batch`]).
@@ -108,7 +108,12 @@ impl KvCache {
     pub fn new(device: &Device, spec: &CacheSpec) -> Result<KvCache> {
         let layers = layer_specs(spec)?;
         let layers = layers.into_iter().map(|layer| KvLayer::new(device, layer)).collect::<Result<_>>()?;
-        let sequences = vec![Sequence::default(); spec.sequences];
+        let mut sequences = Vec::new();
+        let bytes = spec.sequences.saturating_mul(size_of::<Sequence>());
+        sequences
+            .try_reserve_exact(spec.sequences)
+            .map_err(|_| Error::OutOfMemory { device: device.to_string(), bytes })?;
+        sequences.resize(spec.sequences, Sequence::default());
         Ok(KvCache { device: device.clone(), spec: spec.clone(), layers, sequences, spare: Default::default() })
     }
 
@@ -192,6 +197,10 @@ impl KvCache {
     /// ([`Fresh`](ops::Fresh)), which are written to the cache afterwards. Also returns `past`, u32 `[S]`: the lengths
     /// before, as `Fresh` wants them.
     ///
+    /// A batch of more than [`KvCache::max_batch`] tokens may count as having overwritten what rings held, also if its pass fails before
+    /// it writes: [`KvCache::truncate`] then refuses to go back to the length before. [`KvCache::fork`] the sequence first where that
+    /// must not happen.
+    ///
     /// # Errors
     /// `CacheFull` as for [`KvCache::append`].
     pub fn append_fresh(&mut self, tokens: &[(usize, usize)]) -> Result<(Step, Tensor)> {
@@ -268,7 +277,8 @@ impl KvCache {
     }
 
     /// The positions of a sequence that a layer still holds: those that [`kv_read`](ops::kv_read()) can give. On a ring that
-    /// has lost some, they begin later than 0, and tokens that were taken back have cost some, too.
+    /// has lost some, they begin later than 0, and tokens that were taken back have cost some, too. On a ring of window 1 it may be fewer
+    /// than there are.
     pub fn held(&self, sequence: usize, layer: usize) -> Result<std::ops::Range<usize>> {
         let (sequence, spec) = (self.sequence(sequence)?, self.layer(layer)?.spec());
         let first = if spec.ring { sequence.written.saturating_sub(spec.capacity) } else { 0 };

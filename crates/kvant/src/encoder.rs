@@ -35,7 +35,8 @@ pub(crate) struct Touch<'a> {
 ///
 /// An operation's arguments are checked when it is recorded, with nothing written by an error. The contents of index buffers
 /// (positions, sequences, ids) may themselves be computed, so the CPU checks them when the operation runs: `commit` returns
-/// the error, the operations before have run, that one and the later ones have not. A GPU's kernels leave such entries alone.
+/// the error, the operations before have run, that one and the later ones have not. A GPU's kernels skip such an entry, or write zeros
+/// where the operation says so.
 ///
 /// ```
 /// use kvant::{Device, DType, Tensor, ops};
@@ -69,7 +70,8 @@ impl Encoder {
     /// replay the same graph for the next token.
     ///
     /// # Errors
-    /// Those of `record`; `Value` when it puts another encoder in place of the one that it gets.
+    /// Those of `record`; `Value` when it puts another encoder in place of the one that it gets. On a GPU also those that kernels bring
+    /// (`Unsupported`, `Compile`, `OutOfMemory`, `DeviceFault`): they are compiled once `record` has returned.
     pub fn capture(device: &Device, record: impl FnOnce(&mut Encoder) -> Result<()>) -> Result<Graph> {
         let mut enc = Encoder { device: device.clone(), mode: Mode::Capture(Vec::new()) };
         record(&mut enc)?;
@@ -92,7 +94,8 @@ impl Encoder {
         &self.device
     }
 
-    /// Starts what was recorded. On the CPU it is done when this returns. Passes of other threads come before all of it, or after.
+    /// Starts what was recorded. On the CPU it is done when this returns. Passes of other threads come before all of it, or after,
+    /// and so do what they write to tensors and read.
     ///
     /// # Errors
     /// `OutOfRange` on the CPU, for what an index buffer holds; `DeviceFault`.
@@ -172,7 +175,8 @@ pub struct Submission {
 
 impl Submission {
     /// Returns when the work is done, with the device's error if it failed. Only this tells surely of this very work: where nobody
-    /// waits for what failed, the next transfer of any thread tells of it, once.
+    /// waits for what failed, the next transfer of any thread tells of it: on Metal once, on CUDA, where a device that failed stays so, and
+    /// every call after it, too.
     pub fn wait(self) -> Result<()> {
         self.pending.map_or(Ok(()), Wait::wait)
     }

@@ -101,7 +101,7 @@ pub enum Error {
         /// Why it is not there.
         reason: String,
     },
-    /// The device's compiler refused a kernel: on Metal and CUDA, when an operation is recorded.
+    /// The device's compiler refused a kernel: on Metal and CUDA, when an operation is recorded or captured.
     #[error("{device} does not compile {kernel}: {message}")]
     Compile {
         /// The device.

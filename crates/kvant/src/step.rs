@@ -13,7 +13,7 @@ use crate::{
 /// position: if they do, what a write leaves in that one slot is unspecified (on a GPU, a mix of both).
 ///
 /// The CPU refuses an entry that is out of range, when the operation runs ([`Encoder::commit`](crate::Encoder::commit)). A GPU's
-/// kernels leave such a token alone, and neither read nor write outside the layer.
+/// kernels skip such a token, or write zeros for it where the operation says so, and neither read nor write outside the layer.
 #[derive(Clone, Debug)]
 pub struct Step {
     /// u32 `[T]`: the logical position of each token, counted from 0 in its sequence.

@@ -27,7 +27,7 @@ pub struct HeadStats {
 /// any device; computed on the host.
 ///
 /// # Errors
-/// `Shape` for another rank, `DType` for another dtype, `Value` for a D that the codec does not take.
+/// `Shape` for another rank, `DType` for another dtype, `Value` for a D that the codec does not take, `OutOfMemory`.
 pub fn stats(x: &Tensor, tq: TurboQuant) -> Result<Vec<HeadStats>> {
     let (heads, dim) = match *x.shape() {
         [_, heads, dim] => (heads, dim),
@@ -42,7 +42,10 @@ pub fn stats(x: &Tensor, tq: TurboQuant) -> Result<Vec<HeadStats>> {
         }
     };
     Codec::TurboQuant(tq).validate("stats", "x", dim)?;
-    let mut sums = vec![Sums::default(); heads];
+    let mut sums = Vec::new();
+    let bytes = heads.saturating_mul(size_of::<Sums>());
+    sums.try_reserve_exact(heads).map_err(|_| Error::OutOfMemory { device: "the host".to_string(), bytes })?;
+    sums.resize(heads, Sums::default());
     for (row, x) in x.to_f32()?.chunks(dim).enumerate() {
         let x: Vec<f64> = x.iter().map(|&x| x.into()).collect();
         sums[row % heads].add(tq, &x)?;

@@ -172,7 +172,7 @@ impl Gpu {
         })
     }
 
-    /// While the guard lives, no other thread gives the stream a pass: what stands between two launches of one would see half of it,
+    /// While the guard lives, no other thread gives the stream a pass or a transfer: what stands between two launches of one would see half of it,
     /// and a library's product may be several kernels, with a workspace that all products share.
     pub(super) fn turn(&self) -> MutexGuard<'_, ()> {
         self.turn.lock().unwrap_or_else(PoisonError::into_inner)
@@ -315,9 +315,11 @@ impl Memory {
     pub(super) fn upload(&self, offset: usize, bytes: &[u8]) -> Result<(), Failure> {
         let to = self.at(offset, bytes.len());
         let _entered = self.gpu.enter()?;
+        let turn = self.gpu.turn();
         // SAFETY: both ranges exist. From ordinary host memory the driver has taken the bytes when it returns; it is waited for
         // where it reads them later.
         unsafe { driver!(cuMemcpyHtoDAsync_v2(to, bytes.as_ptr().cast::<c_void>(), bytes.len(), self.gpu.stream)) }?;
+        drop(turn);
         if self.gpu.reads_host_memory || is_known(bytes) { self.gpu.synchronise() } else { Ok(()) }
     }
 
@@ -327,9 +329,11 @@ impl Memory {
     pub(super) fn download(&self, offset: usize, out: &mut [u8]) -> Result<(), Failure> {
         let from = self.at(offset, out.len());
         let _entered = self.gpu.enter()?;
+        let turn = self.gpu.turn();
         // SAFETY: both ranges exist, and the copy is over when this returns.
-        unsafe { driver!(cuMemcpyDtoHAsync_v2(out.as_mut_ptr().cast(), from, out.len(), self.gpu.stream)) }
-            .and(self.gpu.synchronise())
+        let begun = unsafe { driver!(cuMemcpyDtoHAsync_v2(out.as_mut_ptr().cast(), from, out.len(), self.gpu.stream)) };
+        drop(turn);
+        begun.and(self.gpu.synchronise())
     }
 
     fn at(&self, offset: usize, len: usize) -> cu::CUdeviceptr {

@@ -49,7 +49,7 @@ pub struct Attend<'a> {
     pub fresh: Option<Fresh<'a>>,
     /// Multiplies the scores (often 1/√D; Gemma 4 uses 1); at most 2.3e38 in magnitude.
     pub scale: f32,
-    /// s ← c·tanh(s/c), after the scale and before the mask; c from 1.2e-38 to 2.3e38,
+    /// s ← c·tanh(s/c), after the scale and before the mask; c from 1.2e-38 to 1e30,
     /// and scale / c finite.
     pub softcap: Option<f32>,
     /// How many positions a token sees, itself included; `None` for as many as [`LayerSpec::window`](crate::LayerSpec::window)
@@ -128,11 +128,7 @@ fn validate(args: &Attend) -> Result<Call> {
     let in_units = (args.scale * std::f32::consts::LOG2_E).is_finite();
     check::value_is(NAME, "scale", in_units, "at most 2.3e38 in magnitude", args.scale)?;
     if let Some(cap) = args.softcap {
-        check::positive_finite(NAME, "softcap", cap)?;
-        // Scores are divided by it, by way of its inverse.
-        check::value_is(NAME, "softcap", cap >= f32::MIN_POSITIVE, "at least 1.2e-38", cap)?;
-        let in_units = (cap * std::f32::consts::LOG2_E).is_finite();
-        check::value_is(NAME, "softcap", in_units, "at most 2.3e38; None does without one", cap)?;
+        check::cap(NAME, "softcap", cap)?;
         let finite = (args.scale / cap).is_finite();
         check::value_is(NAME, "softcap", finite, "so large that scale / softcap is finite", cap)?;
     }

@@ -49,8 +49,9 @@ pub(crate) fn at_most(op: &'static str, arg: &'static str, value: usize, limit: 
     value_is(op, arg, value <= limit, format_args!("at most {limit}"), value)
 }
 
-pub(crate) fn positive_finite(op: &'static str, arg: &'static str, value: f32) -> Result<()> {
-    value_is(op, arg, value.is_finite() && value > 0.0, "positive and finite", value)
+/// What tanh(x / cap) is taken of, which a GPU may take for zero below 1.2e-38: ordinary numbers by larger caps are, and smaller caps.
+pub(crate) fn cap(op: &'static str, arg: &'static str, value: f32) -> Result<()> {
+    value_is(op, arg, (f32::MIN_POSITIVE..=1e30).contains(&value), "1.2e-38 to 1e30", value)
 }
 
 pub(crate) fn finite(op: &'static str, arg: &'static str, value: f32) -> Result<()> {

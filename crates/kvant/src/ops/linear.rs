@@ -25,7 +25,8 @@ pub(crate) const NAME: &str = "linear";
 /// - On CUDA, 48 rows and more of bf16 with an `out` of bf16 (without experts; up to 2²⁸ elements of weight and `x` together)
 ///   take a weight with groups of 32, and before or after Hopper any, as the sum of two bf16 numbers, which keeps 16 bits of it.
 ///
-/// On CUDA an infinite activation may make NaN of a result that would be infinite.
+/// On CUDA an infinite activation may make NaN of a result that would be infinite; so may, on Metal up to 8 rows of affine weights, one
+/// that is infinite or so large that its products with codes are.
 pub struct Linear<'a> {
     /// `[T, K]`, f32, f16 or bf16.
     pub x: &'a Tensor,

@@ -3,11 +3,14 @@
 //! Each operation is a function of an [`Encoder`](crate::Encoder) and a descriptor struct with named fields. It
 //! checks every argument, then hands a validated `Call` to the device; nothing is written when it returns an error.
 //!
+//! A GPU may take numbers below 1.2e-38 in magnitude for zero wherever they come up: in a tensor, an `eps` or on the way.
+//!
 //! # Errors
 //! Of every operation, when it is recorded: `Shape`, `DType`, `Value` (numbers such as `scale` and `eps` are finite, too), `Overflow`
 //! for arguments that do not fit together; `WrongDevice`; `Overlap`. On a GPU also `Unsupported`, `Compile`, `OutOfMemory` and
-//! `DeviceFault`: kernels are compiled and scratch memory is allocated then, so that a first call can take seconds. At the commit,
-//! on the CPU, `OutOfRange` for what an index tensor holds.
+//! `DeviceFault`: kernels are compiled and scratch memory is allocated then, so that a first call can take seconds; under
+//! [`Encoder::capture`](crate::Encoder::capture) it is the capture that compiles and says so. At the commit, on the CPU, `OutOfRange` for
+//! what an index tensor holds.
 
 pub(crate) mod argmax;
 pub mod attend;

@@ -10,7 +10,7 @@ pub(crate) const NAME: &str = "softcap";
 pub struct Softcap<'a> {
     /// f32, f16 or bf16, of any shape.
     pub x: &'a Tensor,
-    /// Positive and finite.
+    /// 1.2e-38 to 1e30.
     pub cap: f32,
     /// As many elements as `x`, f32, f16 or bf16.
     pub out: &'a Tensor,
@@ -20,7 +20,7 @@ pub struct Softcap<'a> {
 pub fn softcap(enc: &mut Encoder, args: &Softcap) -> Result<()> {
     check::float(NAME, "x", args.x)?;
     check::float(NAME, "out", args.out)?;
-    check::positive_finite(NAME, "cap", args.cap)?;
+    check::cap(NAME, "cap", args.cap)?;
     let elements = args.x.elements();
     check::value_is(
         NAME,

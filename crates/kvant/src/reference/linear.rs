@@ -22,11 +22,12 @@ pub struct AffineRow<'a> {
 /// The weights of an affine row: scale · code + bias.
 ///
 /// # Errors
-/// `Shape` when the parts do not fit together, `Value` for more than 32 bits.
+/// `Shape` when the parts do not fit together, `Value` for no bits or more than 32.
 pub fn dequantise(row: AffineRow) -> Result<Vec<f64>> {
     let op = "dequantise";
-    if row.bits > 32 {
-        return Err(Error::Value { op, arg: "bits", expected: "at most 32".to_string(), got: row.bits.to_string() });
+    // No bits would be no codes, for however many inputs.
+    if !(1..=32).contains(&row.bits) {
+        return Err(Error::Value { op, arg: "bits", expected: "1 to 32".to_string(), got: row.bits.to_string() });
     }
     let overflow = Error::Overflow { op, arg: "scales" };
     let inputs = row.scales.len().checked_mul(row.group).filter(|n| n.checked_mul(32).is_some()).ok_or(overflow)?;
@@ -118,6 +119,7 @@ mod tests {
         assert!(dequantise(AffineRow { codes: &codes[1..], ..row }).is_err());
         assert!(dequantise(AffineRow { biases: &[], ..row }).is_err());
         assert!(dequantise(AffineRow { bits: 33, ..row }).is_err());
+        assert!(dequantise(AffineRow { bits: 0, codes: &[], group: 1 << 58, ..row }).is_err());
         assert!(dequantise(AffineRow { group: usize::MAX, ..row }).is_err());
     }
 }
