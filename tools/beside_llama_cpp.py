@@ -5,6 +5,8 @@
     .venv/bin/python tools/beside_llama_cpp.py
 
 llama-cpp-python compiles llama.cpp for the machine it is installed on, which takes some minutes and cmake.
+Where a processor advertises AMX and does not execute it, as some virtual machines' do, llama.cpp ends with a fault:
+`CMAKE_ARGS="-DCMAKE_C_FLAGS='-mno-amx-tile -mno-amx-int8 -mno-amx-bf16'"`, and the same for CMAKE_CXX_FLAGS, leave AMX out.
 
 Weights: MLX's affine 4 bit in groups of 64 (w = scale * q + bias) is what llama.cpp calls q4_1, with one scale and bias
 for each 32 weights: the same codes, every scale and bias twice, and bf16 fits into f16 without loss unless it is tiny
