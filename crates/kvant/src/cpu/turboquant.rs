@@ -1,14 +1,14 @@
 //! The TurboQuant codec on rows of f32.
 //!
 //! Encoding: rotate; for each block of B = min(D, 256) coordinates its RMS n, then for each coordinate the number of
-//! thresholds that z = y/n exceeds (a search tree, one permute and one comparison a level), packed into planes.
+//! thresholds that z = y/n exceeds, packed into planes.
 //! Decoding: norm × centroid, rotated back unless asked not to.
 
 use std::sync::LazyLock;
 
 use super::{
     hadamard,
-    simd::{SearchTree, Simd},
+    simd::{Simd, Thresholds},
 };
 use crate::codec::{self, BLOCK, Norm, TurboQuant};
 
@@ -25,7 +25,8 @@ pub(super) struct Quantiser {
     signs: &'static [f32],
     centroids: &'static [f32],
     thresholds: &'static [f32],
-    tree: &'static SearchTree,
+    /// The same, for vectors.
+    search: &'static Thresholds,
 }
 
 /// Where the planes of one vector are.
@@ -63,14 +64,14 @@ fn plane_bytes(bits: u32, dim: usize) -> (usize, usize) {
 impl Quantiser {
     /// For vectors of `dim`; codec and dimension have been validated where the layer was made.
     pub(super) fn new(tq: TurboQuant, dim: usize) -> Quantiser {
-        static TREES: LazyLock<[SearchTree; 4]> = LazyLock::new(|| {
-            [4, 5, 6, 8].map(|bits| SearchTree::new(codec::thresholds(bits).expect("these codebooks exist")))
+        static SEARCHES: LazyLock<[Thresholds; 4]> = LazyLock::new(|| {
+            [4, 5, 6, 8].map(|bits| Thresholds::new(codec::thresholds(bits).expect("these codebooks exist")))
         });
-        let tree = match tq.bits {
-            4 => &TREES[0],
-            5 => &TREES[1],
-            6 => &TREES[2],
-            _ => &TREES[3],
+        let search = match tq.bits {
+            4 => &SEARCHES[0],
+            5 => &SEARCHES[1],
+            6 => &SEARCHES[2],
+            _ => &SEARCHES[3],
         };
         let valid = "a layer is made only with codecs that exist";
         Quantiser {
@@ -78,7 +79,7 @@ impl Quantiser {
             signs: hadamard::signs(dim),
             centroids: codec::centroids(tq.bits).expect(valid),
             thresholds: codec::thresholds(tq.bits).expect(valid),
-            tree,
+            search,
         }
     }
 
@@ -140,8 +141,12 @@ impl Quantiser {
                 let n = (energy / block.len() as f32).sqrt() / self.tq.scale;
                 let factor = 1.0 / n;
                 let norm = if energy > SMALL && factor.is_finite() {
-                    self.find_codes::<S, BITS>(block, factor, codes);
-                    self.stored_norm::<S, BITS>(n, energy, block, codes)
+                    let (yc, cc) = self.find_codes::<S, BITS>(block, factor, codes);
+                    match self.tq.norm {
+                        Norm::Rms => n,
+                        Norm::LeastSquares => yc / cc,
+                        Norm::Unbiased => energy / yc,
+                    }
                 } else {
                     self.encode_small(block, codes)
                 };
@@ -152,54 +157,42 @@ impl Quantiser {
         }
     }
 
-    /// codes ← how many thresholds block · factor exceeds.
+    /// codes ← how many thresholds block · factor exceeds; ⟨y, c⟩ and ⟨c, c⟩ for the block y and their centroids c.
     #[inline(always)]
-    unsafe fn find_codes<S: Simd, const BITS: usize>(&self, block: &[f32], factor: f32, codes: &mut [u8]) {
+    unsafe fn find_codes<S: Simd, const BITS: usize>(
+        &self,
+        block: &[f32],
+        factor: f32,
+        codes: &mut [u8],
+    ) -> (f32, f32) {
         let whole = block.len() - block.len() % S::LANES;
-        // SAFETY: whole vectors of both, which are equally long.
-        unsafe {
-            let splat = S::splat(factor);
-            for i in (0..whole).step_by(S::LANES) {
-                let z = S::mul(S::load(block.as_ptr().add(i)), splat);
-                S::search::<BITS>(z, self.tree, codes.as_mut_ptr().add(i));
-            }
-        }
-        for i in whole..block.len() {
-            codes[i] = codec::nearest(block[i] * factor, self.thresholds);
-        }
-    }
-
-    /// The number to store for a block that was divided by `n`.
-    #[inline(always)]
-    unsafe fn stored_norm<S: Simd, const BITS: usize>(&self, n: f32, energy: f32, block: &[f32], codes: &[u8]) -> f32 {
-        if self.tq.norm == Norm::Rms {
-            return n;
-        }
-        let whole = block.len() - block.len() % S::LANES;
-        // ⟨y, c⟩ and ⟨c, c⟩ for the chosen centroids c.
         // SAFETY: whole vectors of both, which are equally long; the tables have 2^BITS entries.
         let (mut yc, mut cc) = unsafe {
             let table = self.centroids.as_ptr();
+            // Two chains of additions each, in turn.
             let (mut yc, mut cc) = ([S::zero(); 2], [S::zero(); 2]);
-            for (i, at) in (0..whole).step_by(S::LANES).enumerate() {
-                let index = S::codes8(codes.as_ptr().add(at));
+            let factor = S::splat(factor);
+            for at in (0..whole).step_by(S::LANES) {
+                let y = S::load(block.as_ptr().add(at));
+                let index = S::search::<BITS>(S::mul(y, factor), self.search, codes.as_mut_ptr().add(at));
                 let c = match BITS {
                     4 => S::lookup16(&*table.cast(), index),
                     5 => S::lookup32(&*table.cast(), index),
                     6 => S::lookup64(&*table.cast(), index),
                     _ => S::lookup256(&*table.cast(), index),
                 };
-                yc[i % 2] = S::fma(S::load(block.as_ptr().add(at)), c, yc[i % 2]);
-                cc[i % 2] = S::fma(c, c, cc[i % 2]);
+                yc = [yc[1], S::fma(y, c, yc[0])];
+                cc = [cc[1], S::fma(c, c, cc[0])];
             }
             (S::sum(S::add(yc[0], yc[1])), S::sum(S::add(cc[0], cc[1])))
         };
-        for (y, &code) in block[whole..].iter().zip(&codes[whole..]) {
-            let c = self.centroids[usize::from(code)];
+        for (&y, code) in block[whole..].iter().zip(&mut codes[whole..]) {
+            *code = codec::nearest(y * factor, self.thresholds);
+            let c = self.centroids[usize::from(*code)];
             yc += y * c;
             cc += c * c;
         }
-        if self.tq.norm == Norm::LeastSquares { yc / cc } else { energy / yc }
+        (yc, cc)
     }
 
     /// Codes and norm of a block whose squares have lost digits in f32, or of one that is zero.

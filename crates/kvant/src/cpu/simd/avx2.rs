@@ -2,7 +2,7 @@
 
 use std::arch::x86_64::*;
 
-use super::{Kernel, SearchTree, Simd, SimdLevel};
+use super::{Kernel, Simd, SimdLevel, Thresholds};
 
 #[derive(Clone, Copy)]
 pub(crate) struct Avx2;
@@ -269,12 +269,12 @@ impl Simd for Avx2 {
         unsafe { _mm256_i32gather_ps::<4>(table.as_ptr(), _mm256_and_si256(index, _mm256_set1_epi32(255))) }
     }
     #[inline(always)]
-    unsafe fn search<const BITS: usize>(x: __m256, tree: &SearchTree, to: *mut u8) {
+    unsafe fn search<const BITS: usize>(x: __m256, thresholds: &Thresholds, to: *mut u8) -> __m256i {
         unsafe {
             // The path so far: the number of the node within its level.
             let mut path = _mm256_setzero_si256();
             for level in 0..BITS {
-                let nodes = tree.0.as_ptr().add(1 << level);
+                let nodes = thresholds.tree.as_ptr().add(1 << level);
                 let threshold = match level {
                     0 => _mm256_set1_ps(*nodes),
                     1..=3 => _mm256_permutevar8x32_ps(_mm256_loadu_ps(nodes), path),
@@ -286,6 +286,7 @@ impl Simd for Avx2 {
             }
             let words = _mm_packus_epi32(_mm256_castsi256_si128(path), _mm256_extracti128_si256::<1>(path));
             _mm_storel_epi64(to.cast(), _mm_packus_epi16(words, words));
+            path
         }
     }
 }

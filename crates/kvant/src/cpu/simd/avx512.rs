@@ -2,7 +2,7 @@
 
 use std::arch::x86_64::*;
 
-use super::{Kernel, SearchTree, Simd, SimdLevel};
+use super::{Cells, Kernel, Simd, SimdLevel, Thresholds};
 
 #[derive(Clone, Copy)]
 pub(crate) struct Avx512;
@@ -314,30 +314,62 @@ impl Simd for Avx512 {
         }
     }
     #[inline(always)]
-    unsafe fn search<const BITS: usize>(x: __m512, tree: &SearchTree, to: *mut u8) {
+    unsafe fn search<const BITS: usize>(x: __m512, thresholds: &Thresholds, to: *mut u8) -> __m512i {
         unsafe {
-            // The path so far: the number of the node within its level.
-            let mut path = _mm512_setzero_si512();
-            for level in 0..BITS {
-                let nodes = tree.0.as_ptr().add(1 << level);
-                let threshold = match level {
-                    0 => _mm512_set1_ps(*nodes),
-                    1..=4 => _mm512_permutexvar_ps(path, _mm512_loadu_ps(nodes)),
-                    5 => permute32(nodes, path),
-                    6 => Self::lookup64(&*nodes.cast(), path),
-                    _ => {
-                        let upper = _mm512_test_epi32_mask(path, _mm512_set1_epi32(64));
-                        let first = Self::lookup64(&*nodes.cast(), path);
-                        let second = Self::lookup64(&*nodes.add(64).cast(), path);
-                        _mm512_mask_blend_ps(upper, first, second)
-                    }
-                };
-                let above = _mm512_cmp_ps_mask::<_CMP_GT_OQ>(x, threshold);
-                path = _mm512_add_epi32(path, path);
-                path = _mm512_mask_add_epi32(path, above, path, _mm512_set1_epi32(1));
-            }
-            _mm_storeu_si128(to.cast(), _mm512_cvtepi32_epi8(path));
+            // Where the compiler knows it, an addition that a mask governs becomes three instructions.
+            let one = _mm512_set1_epi32(thresholds.one);
+            let codes = if BITS <= 5 {
+                search_cells::<BITS>(x, &thresholds.cells, one)
+            } else {
+                search_tree::<BITS>(x, &thresholds.tree, one)
+            };
+            _mm_storeu_si128(to.cast(), _mm512_cvtepi32_epi8(codes));
+            codes
         }
+    }
+}
+
+/// How many thresholds each lane exceeds: those of cells before its own, and that of its own, maybe.
+#[inline(always)]
+unsafe fn search_cells<const BITS: usize>(x: __m512, cells: &Cells, one: __m512i) -> __m512i {
+    // SAFETY: AVX-512 is enabled; tables have 64 entries.
+    unsafe {
+        let cell = _mm512_fmadd_ps(x, _mm512_set1_ps(cells.factor), _mm512_set1_ps(cells.offset));
+        let cell = _mm512_min_ps(_mm512_max_ps(cell, _mm512_setzero_ps()), _mm512_set1_ps(cells.last));
+        let cell = _mm512_cvtps_epi32(cell);
+        let [threshold, below] = [cells.threshold.as_ptr(), cells.below.as_ptr().cast()]
+            .map(|table| if BITS == 4 { permute32(table, cell) } else { Avx512::lookup64(&*table.cast(), cell) });
+        let (above, below) = (_mm512_cmp_ps_mask::<_CMP_GT_OQ>(x, threshold), _mm512_castps_si512(below));
+        _mm512_mask_add_epi32(below, above, below, one)
+    }
+}
+
+/// The same by a tree of thresholds.
+#[inline(always)]
+unsafe fn search_tree<const BITS: usize>(x: __m512, tree: &[f32; 256 + 16], one: __m512i) -> __m512i {
+    // SAFETY: AVX-512 is enabled; a level's nodes, and what is looked up with them, are within the tree.
+    unsafe {
+        // The path so far: the number of the node within its level.
+        let mut path = _mm512_setzero_si512();
+        for level in 0..BITS {
+            let nodes = tree.as_ptr().add(1 << level);
+            let threshold = match level {
+                0 => _mm512_set1_ps(*nodes),
+                1..=4 => _mm512_permutexvar_ps(path, _mm512_loadu_ps(nodes)),
+                5 => permute32(nodes, path),
+                6 => Avx512::lookup64(&*nodes.cast(), path),
+                _ => {
+                    let upper = _mm512_test_epi32_mask(path, _mm512_set1_epi32(64));
+                    let first = Avx512::lookup64(&*nodes.cast(), path);
+                    let second = Avx512::lookup64(&*nodes.add(64).cast(), path);
+                    _mm512_mask_blend_ps(upper, first, second)
+                }
+            };
+            let above = _mm512_cmp_ps_mask::<_CMP_GT_OQ>(x, threshold);
+            path = _mm512_add_epi32(path, path);
+            path = _mm512_mask_add_epi32(path, above, path, one);
+        }
+        path
     }
 }
 

@@ -101,13 +101,31 @@ impl fmt::Display for SimdLevel {
     }
 }
 
-/// A binary search tree of up to 8 levels over sorted thresholds, for [`Simd::search`]: node 1 is the root, and the
-/// children of node n are 2n and 2n + 1. Node 0 and what follows the last level are padding.
-pub(crate) struct SearchTree(pub(crate) [f32; 256 + 16]);
+/// Sorted thresholds, for [`Simd::search`].
+pub(crate) struct Thresholds {
+    /// A binary search tree of up to 8 levels: node 1 is the root, and the children of node n are 2n and 2n + 1. Node 0 and
+    /// what follows the last level are padding.
+    pub(crate) tree: [f32; 256 + 16],
+    /// Of at most 31 thresholds; else it is not used.
+    pub(crate) cells: Cells,
+    /// 1, where no compiler knows it.
+    pub(crate) one: i32,
+}
 
-impl SearchTree {
-    /// The tree over 2ⁿ − 1 ascending thresholds, n at most 8.
-    pub(crate) fn new(thresholds: &[f32]) -> SearchTree {
+/// Equal parts of the line that hold one threshold each, or none: x is in cell x · factor + offset, rounded, or at the nearer end.
+pub(crate) struct Cells {
+    pub(crate) factor: f32,
+    pub(crate) offset: f32,
+    pub(crate) last: f32,
+    /// A cell's threshold; infinity where it has none.
+    pub(crate) threshold: [f32; 64],
+    /// How many thresholds are in the cells before.
+    pub(crate) below: [u32; 64],
+}
+
+impl Thresholds {
+    /// Of 2ⁿ − 1 ascending thresholds, n at most 8.
+    pub(crate) fn new(thresholds: &[f32]) -> Thresholds {
         let leaves = thresholds.len() + 1;
         assert!(leaves.is_power_of_two() && leaves <= 256);
         let mut tree = [0.0; 256 + 16];
@@ -116,7 +134,31 @@ impl SearchTree {
             // Node `level + j` splits the j-th of `level` equal parts of the leaves.
             *value = thresholds[(2 * (node - level) + 1) * (leaves / level / 2) - 1];
         }
-        SearchTree(tree)
+        let cells = Cells::new(if leaves <= 32 { thresholds } else { &[] }, 2 * leaves);
+        Thresholds { tree, cells, one: std::hint::black_box(1) }
+    }
+}
+
+impl Cells {
+    fn new(thresholds: &[f32], count: usize) -> Cells {
+        let last = (count - 1) as f32;
+        // The outermost thresholds are in the outermost cells but one.
+        let (first, end) = (thresholds.first().unwrap_or(&-1.0), thresholds.last().unwrap_or(&1.0));
+        let factor = (last - 2.0) / (end - first);
+        let offset = 1.0 - first * factor;
+        let mut cells = Cells { factor, offset, last, threshold: [f32::INFINITY; 64], below: [0; 64] };
+        for &x in thresholds {
+            let cell = cells.of(x);
+            assert!(cells.threshold[cell] == f32::INFINITY, "a cell has one threshold");
+            cells.threshold[cell] = x;
+            cells.below[cell + 1..].iter_mut().for_each(|below| *below += 1);
+        }
+        cells
+    }
+
+    /// What vectors compute.
+    fn of(&self, x: f32) -> usize {
+        x.mul_add(self.factor, self.offset).clamp(0.0, self.last).round_ties_even() as usize
     }
 }
 
@@ -241,17 +283,19 @@ pub(crate) trait Simd: Copy + 'static {
         unsafe { Self::load(lanes.as_ptr()) }
     }
 
-    /// How many of the tree's 2^BITS − 1 thresholds each lane exceeds (none if it is NaN), stored as `LANES` bytes.
+    /// How many of the 2^BITS − 1 thresholds each lane exceeds (none if it is NaN), also stored as `LANES` bytes.
     #[inline(always)]
-    unsafe fn search<const BITS: usize>(x: Self::F, tree: &SearchTree, to: *mut u8) {
+    unsafe fn search<const BITS: usize>(x: Self::F, thresholds: &Thresholds, to: *mut u8) -> Self::I {
         let mut lanes = [0f32; 16];
         // SAFETY: no level has more than 16 lanes; the rest is the caller's promise.
         unsafe { Self::store(lanes.as_mut_ptr(), x) };
         for (i, &x) in lanes.iter().enumerate().take(Self::LANES) {
-            let node = (0..BITS).fold(1, |node, _| 2 * node + usize::from(x > tree.0[node]));
+            let node = (0..BITS).fold(1, |node, _| 2 * node + usize::from(x > thresholds.tree[node]));
             // SAFETY: `to` is valid for LANES bytes.
             unsafe { *to.add(i) = (node - (1 << BITS)) as u8 };
         }
+        // SAFETY: as above.
+        unsafe { Self::codes8(to) }
     }
 
     /// Entries `codes[lane] & 15` of a table of 16, for `LANES` bytes that hold a nibble each in their low half.

@@ -2,7 +2,8 @@
 
 use half::{bf16, f16};
 
-use super::{Kernel, Simd, SimdLevel};
+use super::{Kernel, Simd, SimdLevel, Thresholds};
+use crate::codec;
 
 /// Finite numbers, ties of both half types, overflow to infinity, subnormals, zeros, infinities, NaN.
 fn numbers() -> Vec<f32> {
@@ -261,4 +262,53 @@ fn functions_at_the_edges() {
         assert_eq!(tanh[..7], [0.0, -1.0, -1.0, -1.0, 1.0, 1.0, 1.0], "{level}");
         assert!(exp2[7].is_nan() && exp[7].is_nan() && tanh[7].is_nan(), "{level}: NaN is lost");
     }
+}
+
+struct Search<'a, const BITS: usize> {
+    x: &'a [f32],
+    thresholds: &'a Thresholds,
+}
+
+impl<const BITS: usize> Kernel for Search<'_, BITS> {
+    /// As bytes, and by the table of all numbers from 0 on.
+    type Output = (Vec<u8>, Vec<f32>);
+    #[inline(always)]
+    fn run<S: Simd>(self) -> Self::Output {
+        let table: [f32; 256] = std::array::from_fn(|i| i as f32 - 127.5);
+        let (mut bytes, mut found) = (vec![0; self.x.len()], Vec::new());
+        for (x, to) in self.x.chunks(S::LANES).zip(bytes.chunks_mut(S::LANES)) {
+            // SAFETY: `dispatch` enables the instructions; both are a vector long, and the table has all entries.
+            unsafe {
+                let index = S::search::<BITS>(S::load(x.as_ptr()), self.thresholds, to.as_mut_ptr());
+                found.extend(lanes::<S>(S::lookup256(&table, index)));
+            }
+        }
+        (bytes, found)
+    }
+}
+
+fn searches<const BITS: usize>() {
+    let thresholds = codec::thresholds(BITS as u32).unwrap();
+    let mut x: Vec<f32> = thresholds.iter().flat_map(|t| [t.next_down(), *t, t.next_up()]).collect();
+    x.extend([0.0, -0.0, 1e-40, f32::MAX, f32::MIN, f32::INFINITY, f32::NEG_INFINITY, f32::NAN, -f32::NAN]);
+    // Everywhere, and beyond both ends.
+    x.extend((-10_000..10_000).map(|i| i as f32 * 5e-4));
+    x.resize(x.len().next_multiple_of(16), 0.0);
+    let want: Vec<u8> = x.iter().map(|&x| codec::nearest(x, thresholds)).collect();
+    for level in levels() {
+        let (bytes, found) = level.dispatch(Search::<BITS> { x: &x, thresholds: &Thresholds::new(thresholds) });
+        for (i, &want) in want.iter().enumerate() {
+            let got = (bytes[i], found[i]);
+            assert_eq!(got, (want, f32::from(want) - 127.5), "{level:?}, {BITS} bits: {}", x[i]);
+        }
+    }
+}
+
+/// At the thresholds and beside them, everywhere else, and what is not finite.
+#[test]
+fn searches_find_the_nearest() {
+    searches::<4>();
+    searches::<5>();
+    searches::<6>();
+    searches::<8>();
 }
