@@ -228,8 +228,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     if (threadIdx.x == 0) {
         for (uint i = 0; i < STAGES; i++) {
-            barrier_init(shared.address() + AT_FULL + i * 8, 1);
-            barrier_init(shared.address() + AT_FREE + i * 8, CONSUMERS / 32);
+            barrier_init(shared.address() + AT_FULL + i * 8, 32);
+            barrier_init(shared.address() + AT_FREE + i * 8, CONSUMERS);
         }
     }
     load_item(p, shared, item, positions, sequence, lens);

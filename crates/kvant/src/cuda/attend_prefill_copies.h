@@ -42,7 +42,7 @@ inline void copy_chunk(const AttendParams &p, const uchar *plane, Range keys, ui
 // The chunks in the order in which they are used: keys of tile i, values of tile i - `ahead`.
 inline void produce(const AttendParams &p, const Shared &shared, const Item &item, const uchar *k, const uchar *v,
                     uint ahead, Cursor &cursor) {
-    const uint warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, base = shared.address();
+    const uint warp = threadIdx.x / 32 % 4, base = shared.address();
     uint number = 0;
     each_segment(shared, [&](Range keys, uint sequence) {
         const ulong plane = (sequence * p.row_sequence + item.head * p.row_head) * ROW;
@@ -60,10 +60,7 @@ inline void produce(const AttendParams &p, const Shared &shared, const Item &ite
                     copies_commit();
                     copies_wait<0>();
                     show_to_products();
-                    __syncwarp();
-                    if (lane == 0) {
-                        barrier_arrive(base + AT_FULL + cursor.stage * 8);
-                    }
+                    barrier_arrive(base + AT_FULL + cursor.stage * 8);
                 }
                 number++;
                 cursor.next();

@@ -77,9 +77,7 @@ inline void scale(Work &work, const float (&f)[2]) {
 }
 
 inline void release(uint base, uint stage) {
-    if (threadIdx.x % 32 == 0) {
-        barrier_arrive(base + AT_FREE + stage * 8);
-    }
+    barrier_arrive(base + AT_FREE + stage * 8);
 }
 
 // Begins S = q K^T for the tile at the cursor; chunks of keys are given back, but for the last.

@@ -253,7 +253,7 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1), BESIDE)
             for (uint s = 0; s < STAGES; s++) {
                 // Who asks for codes, and each lane's copies of factors.
                 barrier_init(full + s * 8, 1 + 32);
-                barrier_init(empty + s * 8, WARPS);
+                barrier_init(empty + s * 8, WARPS * 32);
             }
             show_barriers_to_copies();
         }
@@ -412,8 +412,7 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1), BESIDE)
                     }
                 }
                 // What has been read may be overwritten.
-                __syncwarp();
-                if (items > STAGES && lane == 0) {
+                if (items > STAGES) {
                     barrier_arrive(empty + turn.slot * 8);
                 }
                 turn.next();
