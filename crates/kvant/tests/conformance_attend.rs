@@ -320,7 +320,7 @@ fn is_decoded(case: &Case) {
     let (k, v, five) = (case.k, case.v, Codec::tq(5));
     let has_room = match case.head_dim {
         64 => k != five && v != five,
-        512 => k.is_quantised() && k == v && k != five,
+        512 => k.is_quantised() && k == v,
         _ => true,
     };
     let kernel = match (keys <= 1024 && case.splits.is_none() && has_room, k.is_quantised()) {

@@ -332,7 +332,7 @@ fn attention(device: &Device, enc: &mut Encoder, h200: bool) -> Result<()> {
         (512, tq(4), tq(4), DType::BF16, DType::BF16, 8, 1),
         (512, tq(8), tq(8), DType::F16, DType::BF16, 8, 1),
     ];
-    let short_quantised: [Attention; 7] = [
+    let short_quantised: [Attention; 10] = [
         (64, tq(4), tq(8), DType::BF16, DType::BF16, 4, 1),
         (64, tq(6), tq(6), DType::F16, DType::F16, 1, 1),
         (128, tq(5), tq(5), DType::BF16, DType::BF16, 4, 1),
@@ -340,6 +340,10 @@ fn attention(device: &Device, enc: &mut Encoder, h200: bool) -> Result<()> {
         (256, tq(8), tq(8), DType::BF16, DType::BF16, 2, 1),
         (256, tq(6), tq(4), DType::F16, DType::F16, 8, 1),
         (512, tq(4), tq(4), DType::BF16, DType::BF16, 8, 1),
+        // No room for pairs of 5 bits.
+        (128, tq(8), tq(5), DType::BF16, DType::BF16, 8, 1),
+        (256, tq(5), tq(6), DType::BF16, DType::BF16, 8, 1),
+        (512, tq(5), tq(5), DType::BF16, DType::BF16, 8, 1),
     ];
     // Prompts.
     let many: [Attention; 8] = [

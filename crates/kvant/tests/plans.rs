@@ -152,14 +152,14 @@ fn short_contexts_have_kernels_of_their_own() -> Result<()> {
     }
     assert_eq!(kernel(Codec::BF16, 8, 8, 64, 1024, None)?, "attend_short");
     assert_eq!(kernel(Codec::BF16, 16, 2, 512, 1024, None)?, "attend_decode");
-    // Rows of 8 bytes cannot be copied by sixteens; two tables of pairs do not fit beside rows of 512.
+    // Rows of 8 bytes cannot be copied by sixteens.
     for (head_dim, bits, want) in [
         (64, 4, "attend_short_quantised"),
         (64, 5, "attend"),
         (64, 6, "attend_short_quantised"),
         (64, 8, "attend_short_quantised"),
         (512, 4, "attend_short_quantised"),
-        (512, 5, "attend_quantised"),
+        (512, 5, "attend_short_quantised"),
         (512, 6, "attend_short_quantised"),
         (512, 8, "attend_short_quantised"),
     ] {

@@ -8,9 +8,10 @@
 // permutation of bytes makes an address of a code (its second byte), 4 * lane (its first) and the table's place.
 //
 //   4 bits: an entry is a pair of centroids, for both nibbles of a byte.
-//   5 bits: the same; the fifth bits of both are bits 7 and 16 of the offset, so the table is full, and twice as long.
+//   5 bits: the same; the fifth bits of both are bits 7 and 16 of the offset, so the table is full, and twice as long. Without
+//           FIVES_IN_PAIRS as 6 bits.
 //   6 bits: an entry is (centroid, 0) and, 128 bytes on, (0, centroid). A pair is never put together: two products take
-//           half of it each. The upper two bits of the byte are whatever they are, every entry stands four times.
+//           half of it each. The bits of the byte above the code are whatever they are: every entry stands four times (5: eight).
 //   8 bits: likewise.
 #ifndef KVANT_ATTEND_CODES_H
 #define KVANT_ATTEND_CODES_H
@@ -21,13 +22,18 @@ constexpr uint CHUNK = HEAD_DIM < 256 ? HEAD_DIM : 256;
 // Of a row: blocks that have a norm each.
 constexpr uint BLOCKS = HEAD_DIM / CHUNK;
 
+// Whether an entry of a codec's table is a pair.
+inline constexpr bool in_pairs(uint codec) {
+    return codec == TQ4 || (codec == TQ5 && FIVES_IN_PAIRS);
+}
+
 extern __shared__ __align__(128) uchar memory[];
 
 // ------------------------------------------------------------------------------------------------------------- tables
 
 template <uint CODEC>
 struct Table {
-    static constexpr uint BYTES = CODEC == TQ5 ? 128 << 10 : 64 << 10;
+    static constexpr uint BYTES = CODEC == TQ5 && FIVES_IN_PAIRS ? 128 << 10 : 64 << 10;
     // What centroids are multiplied by: of thousands of numbers from 1 to 2 that with which their rounding to f16 errs least.
     // Of a vector's square the error is 1.5e-9, 6.7e-9, 1.4e-8, 2.9e-8 for 4, 5, 6, 8 bits; with 1, 3.1e-8 to 4.7e-8.
     static constexpr float SCALE = CODEC == TQ4   ? 1.26016724f
@@ -43,11 +49,12 @@ struct Table {
         if (CODEC == TQ4) {
             return pack<true>(CENTROIDS_4[byte & 15] * SCALE, CENTROIDS_4[byte >> 4] * SCALE);
         }
-        if (CODEC == TQ5) {
+        if (CODEC == TQ5 && FIVES_IN_PAIRS) {
             return pack<true>(CENTROIDS_5[(byte & 15) + 16 * seventh] * SCALE,
                               CENTROIDS_5[(byte >> 4) + (at >> 16) * 16] * SCALE);
         }
-        const float c = (CODEC == TQ6 ? CENTROIDS_6[byte & 63] : CENTROIDS_8[byte]) * SCALE;
+        const float centroid = CODEC == TQ5 ? CENTROIDS_5[byte & 31] : CODEC == TQ6 ? CENTROIDS_6[byte & 63] : CENTROIDS_8[byte];
+        const float c = centroid * SCALE;
         return pack<true>(seventh != 0 ? 0 : c, seventh != 0 ? c : 0);
     }
 
@@ -100,7 +107,7 @@ struct Lookup {
     uint entry(uint codes, uint i) const {
         return word<OFFSET>(permute(codes, column, 0x7604 | i << 4));
     }
-    // 6 and 8 bits: the code in byte `i`, as the first of a pair whose other is 0, or as the second.
+    // Not in pairs: the code in byte `i`, as the first of a pair whose other is 0, or as the second.
     uint low(uint codes, uint i) const {
         return entry(codes, i);
     }
@@ -114,7 +121,7 @@ struct Lookup {
         const uint spread = permute(high, 0, 0x4140), columns = permute(column, 0, 0x2020);
         return (spread & 0x00030003 << 2 * i) * (1u << (7 - 2 * i)) + columns;
     }
-    // 4 and 5 bits: the pair of byte `i` of a word; the first or second of two words with their upper bits.
+    // In pairs: that of byte `i` of a word; the first or second of two words with their upper bits.
     uint pair(uint codes, uint upper, uint which, uint i) const {
         if constexpr (CODEC == TQ4) {
             return entry(codes, i);
@@ -161,10 +168,21 @@ inline void six_bits(uint x, uint y, uint bits, uint (&out)[4]) {
     out[3] = choose(0x0F0F0F0F, odd >> 4, bits >> 2);
 }
 
+// The same for 5 bits: `bits` has 16 of them.
+inline void five_bits(uint x, uint y, uint bits, uint (&out)[4]) {
+    const uint even = permute(x, y, 0x6420), odd = permute(x, y, 0x7531);
+    // Those of coordinates 4i to 4i+3 begin byte i.
+    const uint spread = permute(bits, bits >> 4, 0x5140);
+    out[0] = choose(0x0F0F0F0F, even, spread << 4);
+    out[1] = choose(0x0F0F0F0F, even >> 4, spread << 3);
+    out[2] = choose(0x0F0F0F0F, odd, spread << 2);
+    out[3] = choose(0x0F0F0F0F, odd >> 4, spread << 1);
+}
+
 // A lane's coordinates of a row's block.
 template <uint CODEC, uint LANES>
 struct Codes {
-    static constexpr bool PAIRED = CODEC == TQ4 || CODEC == TQ5;
+    static constexpr bool PAIRED = in_pairs(CODEC);
     static constexpr uint LOW_BITS = CODEC == TQ8 ? 8 : 4;
     static constexpr uint HIGH_BITS = CODEC == TQ5 ? 1 : CODEC == TQ6 ? 2 : 0;
     // Where four lanes share a row, two rows beside each other in shared memory meet in no bank when a lane has 32 bytes.
@@ -209,15 +227,17 @@ struct Codes {
         return unit % 2 == 0 ? high[load][unit / 2] : high[load][unit / 2] >> 16;
     }
 
-    // 6 and 8 bits: the 16 codes of a unit, one a byte.
+    // The 16 codes of a unit of 5, 6 or 8 bits, one a byte.
     void singles(uint load, uint unit, uint (&out)[4]) const {
         if constexpr (CODEC == TQ8) {
 #pragma unroll
             for (uint i = 0; i < 4; i++) {
                 out[i] = low[load][4 * unit + i];
             }
-        } else {
+        } else if constexpr (CODEC == TQ6) {
             six_bits(low[load][2 * unit], low[load][2 * unit + 1], high[load][unit % HIGH_WORDS], out);
+        } else {
+            five_bits(low[load][2 * unit], low[load][2 * unit + 1], upper(load, unit), out);
         }
     }
     // Where `singles` has coordinate e.
@@ -241,7 +261,7 @@ inline uint query_place(uint row, uint coord) {
     return (at / 8 * 32 + row * 4 + t) * 8 + at % 8;
 }
 
-// The A operands of a unit's products; at 6 and 8 bits each product comes in two parts. Keys: rows are the keys x and y, `use`
+// The A operands of a unit's products; without pairs each product comes in two parts. Keys: rows are the keys x and y, `use`
 // gets (product, operands).
 template <uint CODEC, uint LANES, uint AT, typename Use>
 inline void key_operands(const Codes<CODEC, LANES> &x, const Codes<CODEC, LANES> &y, uint load, uint unit,

@@ -136,6 +136,7 @@ impl Quantised {
             .constant("V_CODEC", planes::codec_code(spec.v))
             .constant("WARPS", warps as u32)
             .constant("QUERIES_HELD", self.queries_held)
+            .constant("FIVES_IN_PAIRS", true)
             .constant("GATHER", self.gather)
             .constant("TILE", TILE as u32)
             .constant("END_TILES", END_TILES as u32)
@@ -189,7 +190,7 @@ struct Room {
 impl Room {
     /// All of the `most` bytes that there are: sums are merged together as many as there fit. None where that is too little.
     fn new(head_dim: usize, k: u32, v: u32, warps: usize, most: usize) -> Option<Room> {
-        let tables = table_bytes(k) + if k == v { 0 } else { table_bytes(v) };
+        let tables = tables_bytes(k, v, true);
         let before = (TABLES_AT - RESERVED_BYTES).checked_sub(small_bytes(head_dim, warps))?;
         let after = most.checked_sub(TABLES_AT + tables)?;
         // Codes and norms of a group of keys for each warp: before the tables as many as there fit.
@@ -201,9 +202,10 @@ impl Room {
     }
 }
 
-/// Bytes of a codec's table: `Table` of `attend_codes.h`.
-pub(super) fn table_bytes(bits: u32) -> usize {
-    if bits == 5 { 128 << 10 } else { 64 << 10 }
+/// Bytes of the codecs' tables, or of their only one: `Table` of `attend_codes.h`.
+pub(super) fn tables_bytes(k: u32, v: u32, fives_in_pairs: bool) -> usize {
+    let table = |bits| if bits == 5 && fives_in_pairs { 128 << 10 } else { 64 << 10 };
+    table(k) + if k == v { 0 } else { table(v) }
 }
 
 /// Bytes of the codes of a group of keys, or values, which a warp has, and of what keeps rows apart: `Codes` of

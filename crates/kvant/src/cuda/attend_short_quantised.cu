@@ -208,8 +208,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
         barrier_init(values, WARPS);
         barrier_init(all_ends, 1);
         barrier_init(all_o, 1);
-        barrier_expect(all_ends, sizeof(shared.ends));
-        barrier_expect(all_o, sizeof(shared.o));
     }
     show_barriers_to_copies();
     __syncthreads();
@@ -251,6 +249,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
         if constexpr (KeyCodes::HIGH_BITS > 0) {
             ask_ahead<KeyCodes::HIGH_ROW>(p, k_high_from, own);
         }
+    }
+    // Not where the barriers are made: racecheck would take it for a race.
+    if (thread == 0) {
+        barrier_expect(all_ends, sizeof(shared.ends));
+        barrier_expect(all_o, sizeof(shared.o));
     }
     // All blocks of the cluster have begun.
     cluster_wait();

@@ -29,8 +29,8 @@ struct SliceCodes {
         }
     }
 
-    // The A operands of the products: rows are the coordinates 2i and 2i + 1 of the lane for product i, columns the four values. At
-    // 6 and 8 bits each product comes in two parts.
+    // The A operands of the products: rows are the coordinates 2i and 2i + 1 of the lane for product i, columns the four values.
+    // Without pairs each product comes in two parts.
     template <uint AT, typename Use>
     void operands(const Lookup<CODEC, AT> &lookup, Use use) const {
         if constexpr (C::PAIRED) {
@@ -58,7 +58,10 @@ struct SliceCodes {
         } else {
             // Codes of the first two values, and of the last two, that are even and odd.
             uint of_first[4], of_second[4];
-            if constexpr (CODEC == TQ6) {
+            if constexpr (CODEC == TQ5) {
+                five_bits(low[0][0], low[2][0], high[0] | high[2] << 8, of_first);
+                five_bits(low[1][0], low[3][0], high[1] | high[3] << 8, of_second);
+            } else if constexpr (CODEC == TQ6) {
                 six_bits(low[0][0], low[2][0], high[0] | high[2] << 16, of_first);
                 six_bits(low[1][0], low[3][0], high[1] | high[3] << 16, of_second);
             } else {
@@ -71,8 +74,8 @@ struct SliceCodes {
                 }
             }
             // Coordinate e of the first of two values, or of the second.
-            const auto word = [](uint j, uint e) { return CODEC == TQ6 ? e % 4 : 2 * j + e / 4; };
-            const auto byte = [](uint j, uint e) { return CODEC == TQ6 ? 2 * j + e / 4 : e % 4; };
+            const auto word = [](uint j, uint e) { return CODEC == TQ8 ? 2 * j + e / 4 : e % 4; };
+            const auto byte = [](uint j, uint e) { return CODEC == TQ8 ? e % 4 : 2 * j + e / 4; };
             const auto first = [&](uint j, uint e) { return lookup.low(of_first[word(j, e)], byte(j, e)); };
             const auto second = [&](uint j, uint e) { return lookup.high(of_second[word(j, e)], byte(j, e)); };
 #pragma unroll
