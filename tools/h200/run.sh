@@ -85,17 +85,21 @@ tests() {
     grep ' FAILED$' "$log"
 }
 
-# Runs one test under a tool of compute-sanitizer. Racecheck leaves cuBLASLt's own kernels (nvjet_*), of which it reports hazards, alone.
+# Runs one test under a tool of compute-sanitizer. What racecheck reports of cuBLASLt's own kernels (nvjet_*) counts as none; told to leave
+# these alone it ends with an internal error.
 sanitize() {
-    local tool=$1 name=$2 filter=$3 status ran options=()
-    [ "$tool" = racecheck ] && options=(--kernel-name-exclude kns=nvjet)
+    local tool=$1 name=$2 filter=$3 status ran races
     local log=$out/$tool-$name-${filter//::/-}.log
     (cd "$(crate_of "$name")" && timeout "$limit" compute-sanitizer --error-exitcode 99 --tool "$tool" \
-        ${options[@]+"${options[@]}"} "$binaries/$name" "$filter" --exact --test-threads 1) >"$log" 2>&1
+        "$binaries/$name" "$filter" --exact --test-threads 1) >"$log" 2>&1
     status=$?
     ran=$(sed -n 's/^test result: .* \([0-9]*\) passed; \([0-9]*\) failed.*/\1 \2/p' "$log" | tail -1)
     if [ "$status" = 0 ] && { [ -z "$ran" ] || [ "$ran" = "0 0" ]; }; then
         status="0, but no test ran"
+    fi
+    races=$(grep 'Race reported' "$log")
+    if [ "$tool $status $ran" = "racecheck 99 1 0" ] && [ -n "$races" ] && ! grep -qv nvjet <<<"$races"; then
+        status=0
     fi
     [ "$status" = 0 ] || failed
     say "| $tool | $name $filter | $(grep 'SUMMARY' "$log" | tail -1 | tr -d '=' | xargs) | status $status |"

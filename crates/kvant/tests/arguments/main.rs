@@ -359,7 +359,7 @@ proptest! {
         range in (any::<u8>(), any::<u8>()),
         numbers in prop::collection::vec(prop_oneof![0usize..9, Just(64), Just(usize::MAX), Just(1usize << 33)], 4),
         bits in prop_oneof![Just(4u32), Just(8), 0u32..10, Just(u32::MAX)],
-        scale in prop_oneof![Just(1.0f32), Just(f32::NAN), Just(0.0), any::<f32>()],
+        scale in prop_oneof![Just(1.0f32), Just(f32::NAN), Just(0.0), Just(1e-3), Just(9e-4), Just(1000.0), Just(1001.0), any::<f32>()],
     ) {
         for device in present() {
             // Dimensions of zero do not make up for the others.
@@ -385,8 +385,7 @@ proptest! {
                 let valid = small
                     && !numbers.contains(&0)
                     && [4, 5, 6, 8].contains(&bits)
-                    && scale.is_finite()
-                    && scale > 0.0
+                    && (1e-3..=1000.0).contains(&scale)
                     && head_dim.is_power_of_two()
                     && head_dim >= 8;
                 prop_assert_eq!(KvLayer::new(&device, spec).is_ok(), valid, "{:?}", spec);
