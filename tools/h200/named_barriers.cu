@@ -9,7 +9,7 @@
 // 1 (bar.sync, the barrier's number in a register) and 2 (in the instruction): 4 hazards each, all of them where the block exchanges
 // through b; 5 (an mbarrier, one lane arrives for its warp after __syncwarp): 5.
 //
-// So the kernels in which parts of a block hand buffers to one another have mbarriers, where every thread arrives.
+// So every thread arrives at the mbarriers of kernels in which parts of a block hand one another what ordinary instructions copied.
 #include <cstdio>
 
 // What a team of 64 threads does between writing and reading.

@@ -113,7 +113,7 @@ inline void attend_carefully(const AttendParams &p, const Shared &shared, const 
             Cursor used = cursor;
             if (is_odd(base, cursor)) {
                 add_by_keys(base, cursor, w, seen, key, work);
-                // Lane 0 gives the chunks back for all.
+                // Products are the warp's together.
                 __syncwarp();
             } else {
                 begin_values(base, cursor, w, work);

@@ -107,8 +107,10 @@ pub(crate) struct Thresholds {
     /// what follows the last level are padding.
     pub(crate) tree: [f32; 256 + 16],
     /// Of at most 31 thresholds; else it is not used.
+    #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "AVX-512 has permutes for it"))]
     pub(crate) cells: Cells,
     /// 1, where no compiler knows it.
+    #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "for AVX-512"))]
     pub(crate) one: i32,
 }
 
