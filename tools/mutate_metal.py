@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Breaks the Metal kernels, one small change at a time, and sees whether the tests notice.
 
-    tools/mutate_metal.py [--only softcap,attend] [--per-file 8] [--report FILE.md]
+    tools/mutate_metal.py [--only softcap,attend,attend/keys] [--per-file 8] [--report FILE.md]
 
 Each mutant is a copy of crates/kvant/src/metal with one change in one file; the conformance suites of that file's
 operations run against it on the msl-host device (KVANT_METAL_DIR). The changes:
@@ -30,30 +30,31 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 METAL = ROOT / "crates/kvant/src/metal"
 
-# The tests that judge a file: (test binary, names that a test must contain; none for all).
+# The tests that judge a file: parts of their names in the library's suite. The first that fails ends the trial, so the
+# quick ones come first.
 SUITES = {
-    "argmax": [("conformance_rest", ["argmax"])],
-    "attend": [("conformance_attend", []), ("hazards", ["attend", "ring", "window", "tail", "prefill", "verify", "split", "softcap", "determinism"])],
-    "copy": [("cache", [])],
-    "embed": [("conformance_linear", ["embed", "ids_out_of_range"])],
-    "gate": [("conformance_rest", ["gate"])],
-    "hadamard": [("conformance_hadamard", []), ("hazards", ["large_head"])],
-    "kv_read": [("conformance_kv", [])],
-    "kv_write": [("conformance_kv", []), ("conformance_codec", [])],
-    "linear": [("conformance_linear", [])],
-    "moe": [("conformance_rest", ["moe"])],
-    "norm_rope": [("conformance_norm_rope", []), ("hazards", ["rope", "rotary"])],
-    "norm_rope_write": [("conformance_norm_rope", [])],
-    "positions": [("hazards", ["position_out_of_range"])],
-    "rms_norm": [("conformance_rest", ["rms_norm"]), ("hazards", ["reduction_race"])],
-    "sample": [("conformance_rest", ["sample"])],
-    "softcap": [("conformance_rest", ["softcap"])],
+    "argmax": ["conformance::sample::argmax", "conformance::sample::signed_zeros"],
+    "attend": ["conformance::attend::", "hazards::"],
+    "copy": ["cache::"],
+    "embed": ["conformance::linear::embed", "ids_out_of_range"],
+    "gate": ["conformance::gate::"],
+    "hadamard": ["conformance::hadamard::", "large_head"],
+    "kv_read": ["conformance::kv::"],
+    "kv_write": ["conformance::kv::", "conformance::codec::"],
+    "linear": ["conformance::linear::"],
+    "moe": ["conformance::moe::"],
+    "norm_rope": ["conformance::norm_rope::", "rope", "rotary"],
+    "norm_rope_write": ["conformance::norm_rope::"],
+    "positions": ["position_out_of_range"],
+    "rms_norm": ["conformance::rms_norm::", "reduction_race"],
+    "sample": ["conformance::sample::"],
+    "softcap": ["conformance::softcap::"],
 }
 
-# Headers belong to the kernels that include them; these suites judge them.
+# Headers belong to the kernels that include them; these suites judge them. Files of a folder belong to the operation that
+# the folder is named after.
 HEADERS = {
     "affine": ["linear", "embed"],
-    "attend": ["attend"],
     "elements": ["softcap", "kv_write"],
     "ordered": ["argmax", "sample"],
     "planes": ["attend", "kv_read"],
@@ -61,10 +62,9 @@ HEADERS = {
     "rotate": ["hadamard"],
     "rows": ["hadamard", "kv_read", "kv_write", "norm_rope"],
     "slots": ["kv_read", "kv_write", "positions"],
-    "team": ["kv_write", "norm_rope"],
     "turboquant": ["kv_write", "norm_rope_write"],
+    "upper_half": ["norm_rope", "sample"],
     "vectors": ["linear", "gate"],
-    "wide": ["norm_rope", "sample"],
 }
 
 # Mutants that compute the same: (file, line of text, why). The script says so instead of failing.
@@ -104,60 +104,60 @@ def chosen(name, text, per_file):
     return [m for m in found if m[0] == "barrier"], rest[: 3 * per_file]
 
 
-def binaries():
-    """The test executables of the library, built."""
-    command = ["cargo", "test", "-p", "kvant", "--tests", "--no-run", "--message-format=json", "--quiet"]
+def build():
+    """The suite's executable, built."""
+    command = ["cargo", "test", "-p", "kvant", "--test", "suite", "--no-run", "--message-format=json", "--quiet"]
     out = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout
-    found = {}
-    for line in out.splitlines():
-        message = json.loads(line)
-        if message.get("executable") and message["target"]["kind"] == ["test"]:
-            found[message["target"]["name"]] = message["executable"]
-    return found
+    messages = [json.loads(line) for line in out.splitlines()]
+    return next(m["executable"] for m in messages if m.get("executable") and m["target"]["name"] == "suite")
 
 
-def noticed(folder, suites, tests, limit):
+def tests_of(suite, names):
+    """The tests whose names contain one of `names`, in this order."""
+    listed = subprocess.run([suite, "--list"], stdout=subprocess.PIPE, text=True, check=True).stdout
+    tests = re.findall(r"^(.*): test$", listed, flags=re.M)
+    return list(dict.fromkeys(test for name in names for test in tests if name in test))
+
+
+def noticed(folder, suite, tests, limit):
     """The first test that fails with the kernels of `folder`; None if all pass; 'compile' if clang refuses."""
     env = dict(os.environ, KVANT_METAL_DIR=str(folder), KVANT_TEST_DEVICE="metal", RUST_BACKTRACE="0")
-    for binary, names in suites:
-        if binary not in tests:
-            continue
-        listed = subprocess.run([tests[binary], "--list", *names], stdout=subprocess.PIPE, text=True).stdout
-        for test in re.findall(r"^(.*): test$", listed, flags=re.M):
-            try:
-                run = subprocess.run(
-                    [tests[binary], "--exact", test], cwd=ROOT / "crates/kvant", env=env, timeout=limit,
-                    stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                )
-            except subprocess.TimeoutExpired:
-                return f"{binary}::{test} (no end)"
-            if "does not compile" in run.stdout:
-                return "compile"
-            if run.returncode != 0:
-                return f"{binary}::{test}"
+    for test in tests:
+        try:
+            run = subprocess.run(
+                [suite, "--exact", test], cwd=ROOT / "crates/kvant", env=env, timeout=limit,
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            )
+        except subprocess.TimeoutExpired:
+            return f"{test} (no end)"
+        if "does not compile" in run.stdout:
+            return "compile"
+        if run.returncode != 0:
+            return test
     return None
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", help="files, by name without the ending")
+    parser.add_argument("--only", default="", help="files, by path without the ending, or folders")
     parser.add_argument("--per-file", type=int, default=8, help="mutants of a file beside its barriers")
     parser.add_argument("--limit", type=int, default=600, help="seconds for one test")
     parser.add_argument("--report", help="write a table in Markdown")
     args = parser.parse_args()
     only = [name for name in args.only.split(",") if name]
-    tests = binaries()
+    suite = build()
     table, survivors = [], 0
-    for path in sorted([*METAL.glob("*.metal"), *METAL.glob("*.h")]):
-        name, text = path.stem, path.read_text()
-        if only and name not in only:
+    for path in sorted([*METAL.rglob("*.metal"), *METAL.rglob("*.h")]):
+        relative = path.relative_to(METAL)
+        name, text = relative.with_suffix("").as_posix(), path.read_text()
+        if only and not any(name == one or name.startswith(one + "/") for one in only):
             continue
         owners = [name] if name in SUITES else HEADERS.get(name)
         if owners is None:
-            owners = [owner for owner in SUITES if name.startswith(owner)]
+            owners = [owner for owner in SUITES if name.startswith(owner + "/")]
         if not owners:
-            sys.exit(f"{path.name}: no suite is known for it")
-        suites = [suite for owner in owners for suite in SUITES[owner]]
+            sys.exit(f"{relative}: no suite is known for it")
+        tests = tests_of(suite, [name for owner in owners for name in SUITES[owner]])
         barriers, rest = chosen(name, text, args.per_file)
         tally, drawn = {}, 0
         for kind, at, old, new in [*barriers, *rest]:
@@ -166,22 +166,22 @@ def main():
             with tempfile.TemporaryDirectory() as temporary:
                 folder = Path(temporary) / "metal"
                 shutil.copytree(METAL, folder)
-                (folder / path.name).write_text(text[:at] + new + text[at + len(old) :])
+                (folder / relative).write_text(text[:at] + new + text[at + len(old) :])
                 start = time.monotonic()
-                by = noticed(folder, suites, tests, args.limit)
+                by = noticed(folder, suite, tests, args.limit)
             line = text.count("\n", 0, at) + 1
             source = text.splitlines()[line - 1].strip()
             if by == "compile":
                 continue
             drawn += kind != "barrier"
             made, seen, same = tally.get(kind, (0, 0, 0))
-            why = next((why for file, part, why in EQUIVALENT if file == path.name and part in source), None)
+            why = next((why for file, part, why in EQUIVALENT if file == relative.as_posix() and part in source), None)
             verdict = by or (f"the same: {why}" if why else "SURVIVED")
             survivors += by is None and why is None
             tally[kind] = (made + 1, seen + (by is not None), same + (by is None and why is not None))
-            print(f"{path.name}:{line}: {kind} `{old.strip()}` -> `{new.strip()}` in `{source}`: {verdict} ({time.monotonic() - start:.0f} s)", flush=True)
+            print(f"{relative}:{line}: {kind} `{old.strip()}` -> `{new.strip()}` in `{source}`: {verdict} ({time.monotonic() - start:.0f} s)", flush=True)
         for kind, (made, seen, same) in sorted(tally.items()):
-            table.append((path.name, kind, made, seen, same))
+            table.append((relative.as_posix(), kind, made, seen, same))
     lines = ["| file | change | mutants | noticed | compute the same |", "|---|---|---|---|---|"]
     lines += [f"| {file} | {kind} | {made} | {seen} | {same} |" for file, kind, made, seen, same in table]
     total = [sum(row[i] for row in table) for i in (2, 3, 4)]

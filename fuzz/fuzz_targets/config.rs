@@ -1,5 +1,5 @@
 //! Any bytes as config.json: an error, or a configuration within the documented limits.
-#![no_main]
+#![cfg_attr(fuzzing, no_main)]
 
 use kvant_models::Config;
 use libfuzzer_sys::fuzz_target;
@@ -16,3 +16,7 @@ fuzz_target!(|bytes: &[u8]| {
         assert!(layer.kv_source.is_none_or(|source| source < l && config.layers[source].kv_source.is_none()));
     }
 });
+
+/// Outside cargo-fuzz a target is only compiled.
+#[cfg(not(fuzzing))]
+fn main() {}

@@ -1,5 +1,5 @@
 //! Any bytes as a checkpoint file: an error, or tensors that can be read.
-#![no_main]
+#![cfg_attr(fuzzing, no_main)]
 
 use kvant::Device;
 use kvant_models::safetensors::SafetensorsFile;
@@ -15,3 +15,7 @@ fuzz_target!(|bytes: &[u8]| {
         }
     }
 });
+
+/// Outside cargo-fuzz a target is only compiled.
+#[cfg(not(fuzzing))]
+fn main() {}

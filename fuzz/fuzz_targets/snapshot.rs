@@ -1,5 +1,5 @@
 //! Any bytes as a snapshot of a cache: an error, or a cache that can be used and saved again.
-#![no_main]
+#![cfg_attr(fuzzing, no_main)]
 
 use kvant::{Device, KvCache};
 use libfuzzer_sys::fuzz_target;
@@ -16,3 +16,7 @@ fuzz_target!(|bytes: &[u8]| {
     }
     cache.save(&path).expect("a cache can be saved");
 });
+
+/// Outside cargo-fuzz a target is only compiled.
+#[cfg(not(fuzzing))]
+fn main() {}

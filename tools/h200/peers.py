@@ -1,9 +1,10 @@
-"""What other kernels take for the decode attention that kvant's test `speed` measures, on the same machine.
+"""Times other kernels on the attention that kvant's test `speed` measures, on the same machine.
 
     python3 tools/h200/peers.py [SPEED_LOG]
 
-PyTorch's FlashAttention and cuDNN, and FlashInfer if it can be imported (it compiles its kernels when first used, with
-nvcc and ninja). One token over a full bf16 cache of one sequence. A time is the median of seven replays of a CUDA graph
+Decode: PyTorch's FlashAttention and cuDNN, and FlashInfer if it can be imported (it compiles its kernels when first used,
+with nvcc and ninja); one token over a full bf16 cache of one sequence. Prompts: PyTorch's FlashAttention, cuDNN and
+memory-efficient kernels, causal, without windows; 4096 tokens of one sequence. A time is the median of seven replays of a CUDA graph
 that holds calls over buffers that together exceed the L2 cache several times; GB/s is bytes of keys and values by time.
 With the output of `speed`, the table has kvant's time and how its speed compares with the best of the others.
 """
@@ -20,6 +21,8 @@ ROWS = [
     (256, 16, 8, 1024), (256, 16, 8, 4096), (256, 16, 8, 32768), (256, 16, 8, 131072),
     (512, 16, 2, 1024), (512, 16, 2, 32768), (512, 16, 2, 131072), (512, 8, 4, 32768),
 ]
+# Coordinates, query heads, KV heads, tokens.
+PROMPTS = [(64, 32, 8, 4096), (128, 32, 8, 4096), (256, 16, 8, 4096), (512, 16, 2, 4096)]
 DEVICE = torch.device("cuda")
 
 
@@ -58,11 +61,12 @@ def attempt(name, time):
         return None
 
 
-def scaled_dot_product(backend, q, kv, calls):
+def scaled_dot_product(backend, q, kv, calls, causal=False):
     """q [1, H, T, D], keys and values [1, Hk, N, D]."""
+    gqa = q.shape[1] != kv[0][0].shape[1]
     with sdpa_kernel(backend):
         def call(i):
-            F.scaled_dot_product_attention(q, *kv[i], enable_gqa=True)
+            F.scaled_dot_product_attention(q, *kv[i], is_causal=causal, enable_gqa=gqa)
         return replay(call, len(kv), calls)
 
 
@@ -92,13 +96,39 @@ def flashinfer_decode(tensor_cores, q, kv, calls):
 
 
 def ours(path):
-    """Microseconds of kvant by row, from the output of `speed`."""
+    """Microseconds of kvant by row and number of query tokens, from the output of `speed`."""
     found = {}
     for line in open(path):
-        match = re.match(r"\| attend (\d+), (\d+), (\d+), (\d+) bf16, 1 tokens, window None \| ([\d.]+) \|", line)
+        match = re.match(r"\| attend (\d+), (\d+), (\d+), (\d+) bf16, (\d+) tokens, window None \| ([\d.]+) \|", line)
         if match:
-            found[tuple(map(int, match.groups()[:4]))] = float(match[5])
+            found[tuple(map(int, match.groups()[:5]))] = float(match[6])
     return found
+
+
+def prompts(kvant):
+    """The second table: a prompt's attention, in microseconds."""
+    names = ["FlashAttention", "cuDNN", "memory-efficient, keys repeated"]
+    backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+    print("\nPrompts, causal, microseconds.\n")
+    print("| D, H, Hk, tokens | kvant | " + " | ".join(names) + " | kvant by best |")
+    print("|---|---|" + "---|" * (len(names) + 1))
+    for row in PROMPTS:
+        dim, heads, kv_heads, length = row
+        copies = max(1, min(64, 300_000_000 // (2 * 2 * dim * kv_heads * length) + 1))
+        kv = [tuple(torch.randn(1, kv_heads, length, dim, device=DEVICE).bfloat16() for _ in "kv") for _ in range(copies)]
+        repeated = [tuple(x.repeat_interleave(heads // kv_heads, 1) for x in pair) for pair in kv]
+        q = torch.randn(1, heads, length, dim, device=DEVICE).bfloat16()
+        times = [
+            attempt(name, lambda: scaled_dot_product(backend, q, repeated if "repeated" in name else kv, copies, causal=True))
+            for name, backend in zip(names, backends)
+        ]
+        cells = ["–" if us is None else f"{us:.1f}" for us in [kvant.get((*row, length)), *times]]
+        best = min((us for us in times if us is not None), default=None)
+        mine = kvant.get((*row, length))
+        ratio = "–" if mine is None or best is None else f"{best / mine:.2f}"
+        print(f"| {dim}, {heads}, {kv_heads}, {length} | " + " | ".join([*cells, ratio]) + " |", flush=True)
+        del kv, repeated
+        torch.cuda.empty_cache()
 
 
 def main():
@@ -129,10 +159,12 @@ def main():
         def cell(us):
             return "–" if us is None else f"{us:.2f}, {bytes_ / us / 1e3:.0f}"
         best = min((us for us in times if us is not None), default=None)
-        ratio = f"{best / kvant[row]:.2f}" if row in kvant and best is not None else "–"
-        print(f"| {dim}, {heads}, {kv_heads}, {length} | {cell(kvant.get(row))} | " + " | ".join(map(cell, times)) + f" | {ratio} |", flush=True)
+        mine = kvant.get((*row, 1))
+        ratio = "–" if mine is None or best is None else f"{best / mine:.2f}"
+        print(f"| {dim}, {heads}, {kv_heads}, {length} | {cell(mine)} | " + " | ".join(map(cell, times)) + f" | {ratio} |", flush=True)
         del kv, batched
         torch.cuda.empty_cache()
+    prompts(kvant)
 
 
 if __name__ == "__main__":

@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
-# Everything that is to be known about kvant on a machine with an H200 and CUDA 13, from binaries built elsewhere.
+# Runs conformance, sanitizers and speed of kvant on a machine with an H200 and CUDA 13, from binaries built elsewhere.
 #
-#   tools/h200/run.sh BINARIES OUT BUILD [STEP|BINARY..]
+#   tools/h200/run.sh BINARIES OUT BUILD [STEP|MODULE..]
 #
-# BINARIES is a folder with the test binaries of kvant under their names, without the hash (cargo test --no-run says where
-# they are): conformance_*, hazards, arguments, golden, cache, speed, and gpu of kvant-models. OUT gets a report, DATE-h200.md,
-# and the logs. BUILD is the folder of the sources that the binaries were built from: some look for files there, so it becomes
-# a link to this checkout, unless it is this checkout or some other folder.
+# BINARIES is a folder with two test binaries under their names, without the hash (cargo test --no-run prints their paths): suite
+# of kvant, gpu of kvant-models. OUT gets a report, DATE-h200.md, and the logs. BUILD is the folder of the sources that the
+# binaries were built from: some look for files there, so it becomes a link to this checkout, unless it is this checkout or
+# some other folder.
 #
-# Steps, all of them when none is named: conformance, sanitizer, speed, peers. The first two run those binaries that are named,
-# all when none is. The last needs a python3 with PyTorch, and FlashInfer if it is to be in the table (flashinfer-python 0.5.3
-# with apache-tvm-ffi and nvidia-cudnn-frontend from wheels beside it, on PYTHONPATH).
+# Steps, all of them when none is named: conformance, sanitizer, speed, peers. The first two run the named modules of the suite
+# (conformance::attend, hazards, ...) and gpu, all when none is named. The last needs a python3 with PyTorch, and FlashInfer for
+# its columns of the table (flashinfer-python 0.5.3, apache-tvm-ffi and nvidia-cudnn-frontend from wheels, on PYTHONPATH).
 #
-# Runs of it do not go beside each other on one device: one test takes all of its memory.
+# Run it once at a time on a device: one test allocates all of its memory.
 #
-# LIMIT is how many seconds a binary may take (400), or one test under a sanitizer; TOOLS says which of these (memcheck
+# LIMIT is the most seconds for a module (400), or for one test under a sanitizer; TOOLS names the sanitizers (memcheck
 # racecheck). The exit status is 1 if anything failed, was missing, or ran no test.
 set -uo pipefail
 if [ $# -lt 3 ]; then
@@ -63,23 +63,28 @@ say "# kvant on $(nvidia-smi --query-gpu=name,driver_version --format=csv,nohead
 say ""
 
 crate_of() { [ "$1" = gpu ] && echo "$root/crates/kvant-models" || echo "$root/crates/kvant"; }
+binary_of() { [ "$1" = gpu ] && echo gpu || echo suite; }
 
-# Whether a binary is there; if it is not, a line of the table says so.
+# Whether the binary of a module is there; if it is not, a line of the table says so.
 is_there() {
-    [ -x "$binaries/$1" ] && return
+    [ -x "$binaries/$(binary_of "$1")" ] && return
     say "| $1 | missing | | |"
     failed
     return 1
 }
 
-# Runs a binary; prints its result line and the names of what failed.
+# Runs a module of the suite, or gpu; prints its result line and the names of what failed.
 tests() {
-    local name=$1 start=$SECONDS status
+    local name=$1 start=$SECONDS status filter=()
     shift
-    local log=$out/$name.log
-    (cd "$(crate_of "$name")" && timeout "$limit" "$binaries/$name" "$@") >"$log" 2>&1
+    [ "$name" = gpu ] || filter=("$name::")
+    local log=$out/${name//::/-}.log
+    (cd "$(crate_of "$name")" && timeout "$limit" "$binaries/$(binary_of "$name")" "${filter[@]}" "$@") >"$log" 2>&1
     status=$?
-    [ $status = 0 ] || failed
+    if [ "$status" = 0 ] && grep -q 'test result: .* 0 passed; 0 failed' "$log"; then
+        status="0, but no test ran"
+    fi
+    [ "$status" = 0 ] || failed
     say "| $name | $(grep -o 'test result: .* ignored' "$log" | tail -1) | status $status | $((SECONDS - start)) s |"
     grep -A2 '^---- ' "$log" | head -40
     grep ' FAILED$' "$log"
@@ -89,9 +94,10 @@ tests() {
 # these alone it ends with an internal error.
 sanitize() {
     local tool=$1 name=$2 filter=$3 status ran races
-    local log=$out/$tool-$name-${filter//::/-}.log
+    local log=$out/$tool-${name//::/-}-${filter//::/-}.log test=$filter
+    [ "$name" = gpu ] || test=$name::$filter
     (cd "$(crate_of "$name")" && timeout "$limit" compute-sanitizer --error-exitcode 99 --tool "$tool" \
-        "$binaries/$name" "$filter" --exact --test-threads 1) >"$log" 2>&1
+        "$binaries/$(binary_of "$name")" "$test" --exact --test-threads 1) >"$log" 2>&1
     status=$?
     ran=$(sed -n 's/^test result: .* \([0-9]*\) passed; \([0-9]*\) failed.*/\1 \2/p' "$log" | tail -1)
     if [ "$status" = 0 ] && { [ -z "$ran" ] || [ "$ran" = "0 0" ]; }; then
@@ -111,8 +117,8 @@ if step conformance; then
     say "| test | result | | |"
     say "|---|---|---|---|"
     # The last: whole models, kvant-models' tests/gpu.rs.
-    for name in conformance_hadamard conformance_rest conformance_kv conformance_norm_rope conformance_linear conformance_codec \
-        conformance_attend hazards arguments golden cache gpu; do
+    for name in conformance::{hadamard,gate,moe,rms_norm,sample,softcap,kv,norm_rope,linear,codec,attend} \
+        hazards arguments golden cache gpu; do
         wanted "$name" && is_there "$name" && tests "$name" --test-threads 12
     done
     say ""
@@ -123,53 +129,54 @@ if step sanitizer; then
     say ""
     say "| tool | test | errors | |"
     say "|---|---|---|---|"
-    # One small test per kernel: name of the binary, filter. What decode_kernels and the like compile, conformance has left on disk.
+    # One small test per kernel: module, test. What decode_kernels and the like compile, conformance has left on disk.
     missing=
     while read -r name filter; do
         wanted "$name" || continue
-        if [ ! -x "$binaries/$name" ]; then
-            [[ $missing == *" $name "* ]] || is_there "$name"
-            missing+=" $name "
+        binary=$(binary_of "$name")
+        if [ ! -x "$binaries/$binary" ]; then
+            [[ $missing == *" $binary "* ]] || is_there "$name"
+            missing+=" $binary "
             continue
         fi
         for tool in ${TOOLS:-memcheck racecheck}; do
             sanitize "$tool" "$name" "$filter"
         done
     done <<'LIST'
-conformance_hadamard in_place_and_back
-conformance_kv a_wrapped_ring_is_read_in_order
-conformance_kv odd_vectors_stay_by_themselves
-conformance_kv many_rows_are_alike
-conformance_norm_rope in_place
-conformance_norm_rope fused_equals_its_parts
-conformance_rest rms_norm_in_place
-conformance_rest rms_norm_of_extreme_rows
-conformance_rest gate_in_place
-conformance_rest samples_of_odd_rows
-conformance_rest samples_of_a_large_vocabulary
-conformance_rest softcap
-conformance_rest argmax_of_what_is_not_finite
-conformance_rest moe_route
-conformance_rest moe_combine
-conformance_linear odd_offsets
-conformance_linear ids_out_of_range
-conformance_linear no_inputs
-conformance_linear many_rows
-conformance_linear many_rows_of_halves
-conformance_linear one_row_in_equal_parts
-conformance_linear an_expert_is_a_matrix
-conformance_linear embed
+conformance::hadamard in_place_and_back
+conformance::kv a_wrapped_ring_is_read_in_order
+conformance::kv odd_vectors_stay_by_themselves
+conformance::kv many_rows_are_alike
+conformance::norm_rope in_place
+conformance::norm_rope fused_equals_its_parts
+conformance::rms_norm rms_norm_in_place
+conformance::rms_norm rms_norm_of_extreme_rows
+conformance::gate gate_in_place
+conformance::sample samples_of_odd_rows
+conformance::sample samples_of_a_large_vocabulary
+conformance::softcap softcap
+conformance::sample argmax_of_what_is_not_finite
+conformance::moe moe_route
+conformance::moe moe_combine
+conformance::linear odd_offsets
+conformance::linear ids_out_of_range
+conformance::linear no_inputs
+conformance::linear many_rows
+conformance::linear many_rows_of_halves
+conformance::linear one_row_in_equal_parts
+conformance::linear an_expert_is_a_matrix
+conformance::linear embed
 cache forks_hold_the_same
-conformance_attend forced_splits
-conformance_attend fresh_keys_and_values
-conformance_attend not_finite_keys_and_values
-conformance_attend little_shared_memory
-conformance_attend scores_of_minus_infinity
-conformance_attend short_contexts
-conformance_attend decode_kernels
-conformance_attend decode_of_what_is_not_finite
-conformance_attend prefill_kernels
-conformance_attend prefill_of_what_is_not_finite
+conformance::attend forced_splits
+conformance::attend fresh_keys_and_values
+conformance::attend not_finite_keys_and_values
+conformance::attend little_shared_memory
+conformance::attend scores_of_minus_infinity
+conformance::attend short_contexts
+conformance::attend decode_kernels
+conformance::attend decode_of_what_is_not_finite
+conformance::attend prefill_kernels
+conformance::attend prefill_of_what_is_not_finite
 hazards places::positions_near_the_end
 gpu the_shipped_model_matches_the_cpu
 LIST
@@ -180,7 +187,7 @@ if step speed; then
     say "## Speed"
     say ""
     if is_there speed; then
-        "$binaries/speed" --ignored --nocapture --test-threads 1 2>"$out/speed.log" | tee "$out/speed.out" | grep '^|' |
+        "$binaries/suite" speed:: --ignored --nocapture --test-threads 1 2>"$out/speed.log" | tee "$out/speed.out" | grep '^|' |
             tee "$out/speed.md" | tee -a "$report"
         grep -q '^test result: ok' "$out/speed.out" || failed
     fi

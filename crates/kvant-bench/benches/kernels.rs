@@ -1,9 +1,11 @@
-//! Criterion benches of single kernels: for work on one of them, before and after.
+//! Criterion benches of single kernels, to compare a kernel before and after a change.
 //!
-//!     cargo bench --manifest-path crates/kvant-bench/Cargo.toml -- attend/f16
+//! ```text
+//! cargo bench -p kvant-bench -- attend/f16
+//! ```
 //!
-//! Everything here comes from the processor's caches, so that the kernel shows and not the memory; `kvant bench` and
-//! `kvant-bench` rotate over memory.
+//! All data comes from the processor's caches, so that the benches measure the kernel and not the memory. `kvant
+//! bench` and `kvant-bench` rotate over memory.
 
 use std::{hint::black_box, time::Duration};
 

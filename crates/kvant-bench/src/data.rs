@@ -1,10 +1,10 @@
-//! Numbers to compute with, and how much memory they may take.
+//! Random test data, and the amount of memory to rotate over.
 
 use kvant::{Device, Tensor};
 
 use crate::Result;
 
-/// Bytes that a case rotates over when it is to read from memory: far more than a processor's caches hold.
+/// Bytes that a case rotates over to read from memory: far more than a processor's caches.
 pub const ROTATION: usize = 700_000_000;
 
 /// So many copies of something of `bytes` bytes make [`ROTATION`].

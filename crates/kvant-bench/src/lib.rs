@@ -1,7 +1,7 @@
-//! Operations of kvant, ready to be called again and again: what the benches time and what the counter counts.
+//! kvant's operations, prepared to be called repeatedly: the subjects of the benches and of the instruction counter.
 //!
-//! Nothing here measures. The programs do: `kvant-bench` beside the peers, `cargo bench` on its own, `counted` under
-//! valgrind.
+//! Nothing here measures. The programs do: `kvant-bench` compares with other libraries, `cargo bench` measures
+//! kernels alone, and `counted` counts instructions under valgrind.
 
 use std::error::Error;
 
@@ -11,7 +11,7 @@ pub mod linear;
 pub mod rope;
 pub mod writing;
 
-/// What goes wrong while preparing: an error of kvant, of a peer, or a bad argument.
+/// An error while preparing: of kvant, of another library, or a bad argument.
 pub type Result<T = ()> = std::result::Result<T, Box<dyn Error>>;
 
 /// The sizes of an attention layer.

@@ -1,4 +1,4 @@
-//! The per-head RMS norm and the rotary embedding of a query, in one operation.
+//! The per-head RMS norm and rotary embedding of queries, in one operation.
 
 use kvant::{DType, Device, Tensor, ops};
 

@@ -1,4 +1,4 @@
-//! New keys and values into the cache, with whatever encoding its codec asks for.
+//! Writing new keys and values to the cache, with the encoding of its codec.
 
 use kvant::{Codec, DType, Device, KvLayer, LayerSpec, SlotOrder, Step, Tensor, ops};
 

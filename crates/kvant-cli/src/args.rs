@@ -1,16 +1,16 @@
 //! Arguments that several subcommands share.
 
-use std::{fmt, path::Path, str::FromStr};
+use std::{fmt, str::FromStr};
 
 use kvant::{Codec, CpuOptions, DType, Device, device::DeviceKind};
-use kvant_models::{LoadOptions, Model};
+use kvant_models::{Files, LoadOptions, Model};
 
 use crate::Result;
 
 /// `--device` and `--threads`.
 #[derive(clap::Args)]
 pub struct DeviceArgs {
-    /// Where to run; `auto` takes Metal, then CUDA, then the CPU
+    /// Where to run; `auto` selects Metal, then CUDA, then the CPU
     #[arg(long, value_enum, default_value_t = DeviceChoice::Auto)]
     device: DeviceChoice,
     /// Threads of the CPU device [default: one per core]
@@ -24,12 +24,12 @@ enum DeviceChoice {
     Cpu,
     Cuda,
     Metal,
-    /// Plain f64 loops: slow, and the definition of correct
+    /// Plain f64 loops: slow; the definition of correct
     Reference,
 }
 
 impl DeviceArgs {
-    /// The device asked for, or the reason why it is not there.
+    /// The requested device, or the reason why it is not available.
     pub fn open(&self) -> Result<Device> {
         let kind = match self.device {
             DeviceChoice::Auto => Device::default().kind(),
@@ -41,7 +41,7 @@ impl DeviceArgs {
         match (kind, self.threads) {
             (kind, None) => Ok(Device::open(kind)?),
             (DeviceKind::Cpu, threads) => Ok(Device::cpu_with(CpuOptions { threads, simd: None })?),
-            (kind, Some(_)) => Err(format!("--threads is for the CPU, and the device is {kind}").into()),
+            (kind, Some(_)) => Err(format!("--threads is for the CPU device, got --device {kind}").into()),
         }
     }
 }
@@ -49,9 +49,9 @@ impl DeviceArgs {
 /// `--activations`.
 #[derive(clap::Args)]
 pub struct ActivationArgs {
-    /// Type of the numbers between operations. Caches and weights keep theirs, sums are f32 either way; the fastest
-    /// attention on CUDA wants f16 or bf16 here and the same in --kv, or a tq cache. f16 ends at 65504: where a model's
-    /// numbers exceed that, take bf16
+    /// Dtype of activations. Caches and weights keep their dtypes; sums are always f32. The fastest attention on CUDA
+    /// requires f16 or bf16 here, and the same dtype or a tq type in --kv. f16 overflows above 65504; use bf16 for
+    /// models whose activations exceed that
     #[arg(long, value_name = "TYPE", value_enum, default_value_t = Activations::F32)]
     activations: Activations,
 }
@@ -72,13 +72,13 @@ impl ActivationArgs {
         }
     }
 
-    /// A checkpoint, to run with such activations.
-    pub fn load(&self, directory: &Path, device: &Device) -> Result<Model> {
-        Ok(Model::load_with(directory, device, &LoadOptions { activations: self.dtype() })?)
+    /// Loads a checkpoint to run with these activations.
+    pub fn load(&self, files: &Files, device: &Device) -> Result<Model> {
+        Ok(Model::load_files(files, device, &LoadOptions { activations: self.dtype() })?)
     }
 }
 
-/// How keys and values are stored: `f16`, or `K:V` as in `f16:tq4`.
+/// The codecs of keys and values: `f16`, or `K:V` as in `f16:tq4`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Kv {
     pub k: Codec,
@@ -118,7 +118,7 @@ pub struct Heads {
 }
 
 impl Heads {
-    /// Larger numbers are slips of the hand.
+    /// Larger numbers are typing errors.
     const MOST: usize = 65536;
 }
 

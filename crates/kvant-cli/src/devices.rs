@@ -1,4 +1,4 @@
-//! `kvant devices`: what is there, and why the rest is not.
+//! `kvant devices`: lists devices, with the reasons for those that are not available.
 
 use std::fmt::Write;
 
@@ -7,7 +7,7 @@ use serde::Serialize;
 
 use crate::{Result, output};
 
-/// List the devices, and say why the absent ones are absent
+/// List the devices, and the reasons for those that are not available
 #[derive(clap::Args)]
 pub struct Args {
     /// One JSON object per line: kind, available, default, name, reason
@@ -19,7 +19,7 @@ pub struct Args {
 struct Line {
     kind: &'static str,
     available: bool,
-    /// Whether `--device auto` takes it.
+    /// Whether `--device auto` selects it.
     default: bool,
     name: Option<String>,
     reason: Option<String>,

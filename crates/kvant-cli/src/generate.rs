@@ -4,10 +4,11 @@ use std::{
     io::{IsTerminal, Read},
     ops::ControlFlow,
     path::PathBuf,
+    time::Instant,
 };
 
-use kvant::Codec;
-use kvant_models::{CacheOptions, Request, Sampling, TextStream, Tokenizer, generate};
+use kvant::{Codec, KvCache, device::DeviceKind};
+use kvant_models::{CacheOptions, Model, Request, Sampling, TextStream, Tokenizer, generate};
 use serde::Serialize;
 
 use crate::{
@@ -21,24 +22,24 @@ use crate::{
 /// Without arguments: the small model that ships with kvant, and a prompt that suits it.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Directory of a checkpoint, Hugging Face or MLX layout [default: the model that ships with kvant]
+    /// Directory of a checkpoint in Hugging Face or MLX layout [default: the model that ships with kvant]
     #[arg(long, value_name = "DIR")]
     model: Option<PathBuf>,
-    /// The text to continue; `-` reads it from standard input. The token that begins a text is put in front, and names of
-    /// special tokens, as `<eos>`, stand for these tokens
+    /// The text to continue; `-` reads it from standard input. Names of special tokens, such as `<eos>`, become these
+    /// tokens. The token that starts a text is added if it is missing
     #[arg(long, allow_hyphen_values = true, default_value = shipped::PROMPT, hide_default_value = true)]
     prompt: String,
-    /// Stop after so many tokens, or before at the model's end of text
+    /// Stop after N tokens, or earlier at the model's end of text
     #[arg(long, value_name = "N", allow_negative_numbers = true, default_value_t = 256,
         value_parser = clap::value_parser!(u32).range(1..))]
     max_tokens: u32,
-    /// 0 always takes the most probable token
+    /// 0 always selects the most probable token
     #[arg(long, value_name = "T", allow_negative_numbers = true, default_value_t = 0.7)]
     temperature: f32,
-    /// Take from the most probable tokens that together have probability P
+    /// Sample from the most probable tokens with a total probability of P
     #[arg(long, value_name = "P", allow_negative_numbers = true, default_value_t = 0.9)]
     top_p: f32,
-    /// Take from the K most probable tokens; 0 for all
+    /// Sample from the K most probable tokens; 0 for all
     #[arg(long, value_name = "K", allow_negative_numbers = true, default_value_t = 0)]
     top_k: usize,
     /// The same seed gives the same text
@@ -51,8 +52,8 @@ pub struct Args {
     activations: ActivationArgs,
     #[command(flatten)]
     device: DeviceArgs,
-    /// One JSON object: text, prompt_tokens, generated_tokens, prompt_tokens_per_s, decode_tokens_per_s, cache_bytes,
-    /// cache_bytes_f16, kv, device; the text streams to standard error
+    /// One JSON object: text, prompt_tokens, generated_tokens, decode_steps, warm_up_seconds, prompt_tokens_per_s,
+    /// decode_tokens_per_s, cache_bytes, cache_bytes_f16, kv, device; the text streams to standard error
     #[arg(long)]
     json: bool,
 }
@@ -62,7 +63,13 @@ struct Report {
     text: String,
     prompt_tokens: usize,
     generated_tokens: usize,
+    /// Passes of one token after the prompt. The prompt's pass gives the first token.
+    decode_steps: usize,
+    /// Time to compile kernels, which is not part of the rates; 0 on the CPU.
+    warm_up_seconds: f64,
+    /// Of the prompt's pass, the first draw included.
     prompt_tokens_per_s: f64,
+    /// Of the decode steps.
     decode_tokens_per_s: f64,
     /// Of the whole cache, as allocated.
     cache_bytes: usize,
@@ -73,12 +80,12 @@ struct Report {
 }
 
 pub fn run(args: &Args) -> Result {
-    let directory = shipped::directory(args.model.as_deref())?;
+    let files = shipped::files(args.model.as_deref())?;
     let device = args.device.open()?;
     let prompt = prompt(args)?;
-    let tokenizer = Tokenizer::load(&directory)?;
-    let prompt_ids = tokenizer.encode(&prompt, true)?;
-    let model = args.activations.load(&directory, &device)?;
+    let tokenizer = Tokenizer::load_files(&files)?;
+    let prompt_ids = tokenizer.encode_prompt(&prompt)?;
+    let model = args.activations.load(&files, &device)?;
     let capacity = prompt_ids.len().saturating_add(args.max_tokens as usize);
     let options = CacheOptions { k: args.kv.k, v: args.kv.v, capacity, ..CacheOptions::default() };
     let mut cache = model.new_cache(&options)?;
@@ -91,6 +98,10 @@ pub fn run(args: &Args) -> Result {
         Sampling { temperature: args.temperature, top_p: args.top_p, top_k: args.top_k, min_p: 0.0, seed: args.seed };
     let max_tokens = args.max_tokens as usize;
     let request = Request { max_tokens, sampling, stop: tokenizer.eos(), ..Request::new(&prompt_ids) };
+    let warm_up_seconds = match device.kind() {
+        DeviceKind::Cuda | DeviceKind::Metal => warm_up(&model, &mut cache, &request)?,
+        _ => 0.0,
+    };
     let mut writer = Writer { stream: tokenizer.stream(), text: String::new(), json: args.json };
     let mut written = Ok(());
     let stats = generate(&model, &mut cache, &request, |token| {
@@ -104,6 +115,8 @@ pub fn run(args: &Args) -> Result {
         text,
         prompt_tokens: stats.prompt_tokens,
         generated_tokens: stats.generated_tokens,
+        decode_steps: stats.decode_steps,
+        warm_up_seconds: output::round3(warm_up_seconds),
         prompt_tokens_per_s: rate(stats.prompt_tokens, stats.prompt_seconds),
         decode_tokens_per_s: rate(stats.decode_steps, stats.decode_seconds),
         cache_bytes: cache.bytes(),
@@ -114,6 +127,20 @@ pub fn run(args: &Args) -> Result {
     // The text is out: who does not want to read this need not.
     let _ = output::note(&report.people());
     if args.json { output::json_line(&report) } else { Ok(()) }
+}
+
+/// Runs the kernels of a request once, because a GPU compiles them at their first use. Returns the time. The sequence
+/// is empty before and after.
+fn warm_up(model: &Model, cache: &mut KvCache, request: &Request) -> Result<f64> {
+    let started = Instant::now();
+    // A pass takes at most so many tokens. Kernels depend on the tokens of a pass: one full pass, and the rest.
+    let pass = cache.max_batch().clamp(1, 512);
+    let tokens = request.prompt.len();
+    let prompt = &request.prompt[..tokens.min(pass + tokens % pass)];
+    let request = Request { prompt, max_tokens: request.max_tokens.min(3), stop: &[], ..*request };
+    generate(model, cache, &request, |_| ControlFlow::Continue(()))?;
+    cache.clear(request.sequence)?;
+    Ok(started.elapsed().as_secs_f64())
 }
 
 /// Where the text goes, piece by piece.
@@ -143,12 +170,18 @@ impl Writer<'_> {
 
 impl Report {
     fn people(&self) -> String {
+        let warm_up = match self.warm_up_seconds {
+            0.0 => String::new(),
+            seconds => format!("kernels compiled or loaded in {seconds:.1} s, not part of the rates\n"),
+        };
         format!(
-            "\nprompt {} tokens, {:.0} tokens/s; decode {} tokens, {:.0} tokens/s; on {}\n\
+            "\nprompt: {} tokens, {:.0} tokens/s; generated: {} tokens, in {} decode steps after the first, {:.0} tokens/s\n\
+             {warm_up}device: {}\n\
              cache {}: {}, where f16 would take {}\n",
             self.prompt_tokens,
             self.prompt_tokens_per_s,
             self.generated_tokens,
+            self.decode_steps,
             self.decode_tokens_per_s,
             self.device,
             self.kv,
@@ -170,4 +203,35 @@ fn prompt(args: &Args) -> Result<String> {
     let mut text = String::new();
     std::io::stdin().lock().read_to_string(&mut text).map_err(|error| format!("standard input: {error}"))?;
     Ok(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use kvant::Device;
+
+    use super::*;
+
+    #[test]
+    fn a_warm_up_leaves_no_trace() {
+        let files = kvant_models::Files::directory(concat!(env!("CARGO_MANIFEST_DIR"), "/model"));
+        let model = Model::load_files(&files, &Device::cpu(), &Default::default()).unwrap();
+        let prompt: Vec<u32> = (0..300).map(|i| i * 37 % 4000 + 5).collect();
+        let sampling = Sampling { temperature: 1.0, seed: 3, ..Sampling::default() };
+        let request = Request { max_tokens: 5, sampling, ..Request::new(&prompt) };
+        let run = |warm: bool| {
+            let mut cache = model.new_cache(&CacheOptions { capacity: 305, ..CacheOptions::default() }).unwrap();
+            if warm {
+                assert!(warm_up(&model, &mut cache, &request).unwrap() > 0.0);
+                assert_eq!(cache.len(0).unwrap(), 0);
+            }
+            let mut tokens = Vec::new();
+            let stats = generate(&model, &mut cache, &request, |token| {
+                tokens.push(token);
+                ControlFlow::Continue(())
+            });
+            stats.unwrap();
+            tokens
+        };
+        assert_eq!(run(true), run(false));
+    }
 }

@@ -1,4 +1,4 @@
-//! `kvant logits`: what a model predicts after each of some tokens.
+//! `kvant logits`: writes a model's predictions after each of some tokens.
 
 use std::path::PathBuf;
 
@@ -12,11 +12,11 @@ use crate::{
 
 /// Write the logits after each of some tokens to a file
 ///
-/// The file is a safetensors file with one f32 tensor `logits` [T, vocabulary]; row t is what the model predicts after
-/// tokens 0..=t, fed from position 0. No token is added in front.
+/// The file is a safetensors file with one f32 tensor `logits` [T, vocabulary]. Row t is the model's prediction after
+/// tokens 0..=t, fed from position 0. No token is added.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Directory of a checkpoint, Hugging Face or MLX layout [default: the model that ships with kvant]
+    /// Directory of a checkpoint in Hugging Face or MLX layout [default: the model that ships with kvant]
     #[arg(long, value_name = "DIR")]
     model: Option<PathBuf>,
     #[command(flatten)]
@@ -53,13 +53,13 @@ pub fn run(args: &Args) -> Result {
         (None, Some(path)) => tokens::read(path)?,
         (None, None) => unreachable!("clap asks for one of them"),
     };
-    // Before what takes long.
+    // Checked before the slow part.
     if let Some(folder) = args.out.parent().filter(|folder| !folder.as_os_str().is_empty() && !folder.is_dir()) {
         return Err(format!("--out: {}: no such directory", folder.display()).into());
     }
-    let directory = shipped::directory(args.model.as_deref())?;
+    let files = shipped::files(args.model.as_deref())?;
     let device = args.device.open()?;
-    let model = args.activations.load(&directory, &device)?;
+    let model = args.activations.load(&files, &device)?;
     let step = args.step.map_or(tokens.len(), |step| step as usize);
     let mut cache = model.new_cache(&CacheOptions {
         k: args.kv.k,

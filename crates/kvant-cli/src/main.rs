@@ -1,6 +1,6 @@
-//! The `kvant` command: generate text, measure what a cache type costs, time the operations.
+//! The `kvant` command: generate text, measure the quality of cache types, and time operations.
 //!
-//! Results go to standard output (with `--json`, one JSON object per line), everything else to standard error. Any
+//! Results go to standard output (with `--json`, one JSON object per line), everything else to standard error. An
 //! error is one message on standard error and exit code 1.
 
 mod args;
@@ -17,7 +17,7 @@ use std::{io::IsTerminal, process::ExitCode};
 
 use clap::{Parser, Subcommand};
 
-/// What every subcommand returns. The message is all that a person gets to see, so it says what to change.
+/// The result of every subcommand. Users see only the message, so it says what to change.
 type Result<T = ()> = std::result::Result<T, Box<dyn std::error::Error>>;
 
 /// LLM inference on kvant: a KV cache in f32, f16, bf16 or TurboQuant, and attention over it.
@@ -41,7 +41,7 @@ enum Command {
 fn main() -> ExitCode {
     let hook = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
-        // What becomes an error is told as one.
+        // Panics that become errors are reported as errors.
         if !kvant_models::Tokenizer::catches_panics() {
             hook(panic);
         }
@@ -49,12 +49,12 @@ fn main() -> ExitCode {
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(message) => {
-            // Help and the version are not errors. If standard output or error is closed, nobody is there to tell.
+            // Help and the version are not errors. A closed standard output or error cannot be reported.
             let _ = message.print();
             return if message.use_stderr() { ExitCode::FAILURE } else { ExitCode::SUCCESS };
         }
     };
-    // What the libraries warn of: a GPU that cannot be used, a cache longer than what the model was made for.
+    // Warnings of the libraries: a GPU that cannot be used, or a cache longer than the model's context.
     tracing_subscriber::fmt()
         .with_max_level(tracing_subscriber::filter::LevelFilter::WARN)
         .with_writer(std::io::stderr)

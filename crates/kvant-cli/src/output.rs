@@ -1,4 +1,4 @@
-//! Standard output for results, standard error for the rest; a closed pipe ends the command quietly.
+//! Standard output for results, standard error for everything else. A closed pipe ends the command silently.
 
 use std::{
     error::Error,
@@ -9,22 +9,22 @@ use serde::Serialize;
 
 use crate::Result;
 
-/// Writes one JSON object as a line on standard output.
+/// Writes one JSON object as a line to standard output.
 pub fn json_line(value: &impl Serialize) -> Result {
     let mut line = serde_json::to_string(value)?;
     line.push('\n');
     text(&line)
 }
 
-/// Writes text to standard output, at once.
+/// Writes text to standard output and flushes it.
 pub fn text(text: &str) -> Result {
     let mut out = io::stdout().lock();
     out.write_all(text.as_bytes())?;
     Ok(out.flush()?)
 }
 
-/// Writes text for a person: to standard output, or to standard error when that is kept for JSON. Whoever does not want to read the
-/// latter gets the JSON all the same.
+/// Writes text for humans: to standard output, or to standard error if standard output is used for JSON. In the
+/// latter case, a closed standard error is not an error.
 pub fn people(text: &str, json: bool) -> Result {
     if !json {
         return self::text(text);
@@ -40,12 +40,12 @@ pub fn note(text: &str) -> Result {
     Ok(err.flush()?)
 }
 
-/// Whether an error means that the reader of our output has gone (`kvant … | head`).
+/// Whether an error means that the reader of standard output has closed it (`kvant … | head`).
 pub fn is_closed(error: &(dyn Error + 'static)) -> bool {
     error.downcast_ref::<io::Error>().is_some_and(|e| e.kind() == io::ErrorKind::BrokenPipe)
 }
 
-/// Writes an error's message, and those of its causes that it does not already quote.
+/// Writes an error's message, and those of its causes that it does not quote.
 pub fn report(error: &(dyn Error + 'static)) {
     let mut message = error.to_string();
     let mut cause = error.source();
@@ -56,11 +56,11 @@ pub fn report(error: &(dyn Error + 'static)) {
         }
         cause = inner.source();
     }
-    // If standard error is closed, nobody is there to tell.
+    // A closed standard error cannot be reported.
     let _ = note(&format!("error: {message}\n"));
 }
 
-/// Bytes for a person: `512 B`, `7.9 KiB`, `3.0 MiB`.
+/// Bytes for humans: `512 B`, `7.9 KiB`, `3.0 MiB`.
 pub fn bytes(bytes: usize) -> String {
     let mut value = bytes as f64;
     for unit in ["B", "KiB", "MiB", "GiB"] {
@@ -73,7 +73,7 @@ pub fn bytes(bytes: usize) -> String {
     format!("{value:.1} TiB")
 }
 
-/// Three decimals are more than a clock is worth.
+/// Rounds to three decimals, which exceed the precision of a clock.
 pub fn round3(value: f64) -> f64 {
     (value * 1e3).round() / 1e3
 }

@@ -1,37 +1,64 @@
-//! The model that ships with the project.
+//! Finds a model: the directory that `--model` names, or the files that are part of the command.
 
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path};
+
+use kvant_models::Files;
 
 use crate::Result;
 
-const NAME: &str = "rustdoc-11m-4bit";
-
-/// A start in the manner of what the model was trained on.
+/// A beginning in the style of the shipped model's training data.
 pub const PROMPT: &str = "# Fearless Concurrency\n\n";
 
-/// The directory of a model: the one asked for, or the shipped one.
-pub fn directory(asked: Option<&Path>) -> Result<PathBuf> {
-    if let Some(directory) = asked {
-        if !directory.is_dir() {
-            return Err(format!("{}: no such directory", directory.display()).into());
-        }
-        if !directory.join("config.json").exists() {
-            return Err(format!("{}: not a checkpoint, for it has no config.json", directory.display()).into());
-        }
-        return Ok(directory.to_path_buf());
+/// The files of the requested model, or of the shipped one.
+pub fn files(asked: Option<&Path>) -> Result<Files> {
+    let Some(directory) = asked else { return shipped() };
+    let name = directory.display();
+    if directory.join("config.json").exists() {
+        Ok(Files::directory(directory))
+    } else if directory.is_dir() {
+        Err(format!("{name}: not a checkpoint: it has no config.json").into())
+    } else if directory.exists() {
+        Err(format!("{name}: expected the directory of a checkpoint, got a file").into())
+    } else if is_hub_name(directory) {
+        let hint = "kvant does not download models yet: download this one and give its directory";
+        Err(format!("{name}: no such directory. If this is a name on the Hugging Face Hub: {hint}").into())
+    } else {
+        Err(format!("{name}: no such directory").into())
     }
-    let places = places();
-    let found = places.iter().find(|place| place.join("config.json").is_file());
-    found.cloned().ok_or_else(|| {
-        let places: Vec<String> = places.iter().map(|place| place.display().to_string()).collect();
-        format!("the model {NAME} is not where it should be ({}): name one with --model", places.join(", ")).into()
-    })
 }
 
-/// Beside the executable, in the working directory, and in the workspace that this was built from.
-fn places() -> Vec<PathBuf> {
-    let executable = std::env::current_exe().ok().and_then(|path| Some(path.parent()?.to_path_buf()));
-    let here = std::env::current_dir().ok();
-    let workspace = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).map(Path::to_path_buf);
-    [executable, here, workspace].into_iter().flatten().map(|place| place.join("models").join(NAME)).collect()
+/// Whether a path that does not exist looks like `organisation/model`. If its first part is a directory, it is a
+/// mistyped path.
+fn is_hub_name(path: &Path) -> bool {
+    let parts: Vec<Component> = path.components().collect();
+    let &[Component::Normal(organisation), Component::Normal(_)] = &parts[..] else { return false };
+    !Path::new(organisation).exists()
+}
+
+#[cfg(feature = "shipped-model")]
+fn shipped() -> Result<Files> {
+    macro_rules! embedded {
+        ($($name:literal)*) => { [$(($name, include_bytes!(concat!("../model/", $name)) as &[u8])),*] };
+    }
+    static FILES: [(&str, &[u8]); 4] =
+        embedded!["config.json" "model.safetensors" "tokenizer.json" "tokenizer_config.json"];
+    Ok(Files::embedded(&FILES))
+}
+
+#[cfg(not(feature = "shipped-model"))]
+fn shipped() -> Result<Files> {
+    Err("this kvant was built without a model (feature shipped-model): give the directory of one with --model".into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_of_the_hub() {
+        assert!(is_hub_name(Path::new("google/gemma-3-1b-it")));
+        for path in ["gemma", "/google/gemma", "./google", "../google/gemma", "a/b/c", "src/gemma"] {
+            assert!(!is_hub_name(Path::new(path)), "{path}");
+        }
+    }
 }

@@ -10,11 +10,11 @@ use std::{
 
 use serde_json::Value;
 
-use crate::{Error, Result, files};
+use crate::{Error, Files, Result};
 use fields::Fields;
 pub use quantization::{Quantization, Scheme};
 
-/// A Gemma 4 text model, as its configuration describes it.
+/// The configuration of a Gemma 4 text model.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Config {
     /// Width of the residual stream.
@@ -27,19 +27,19 @@ pub struct Config {
     pub layers: Vec<LayerConfig>,
     /// The epsilon of every norm.
     pub rms_norm_eps: f32,
-    /// c of the final c·tanh(logit/c).
+    /// The cap c of the final c·tanh(logit/c).
     pub final_softcap: Option<f32>,
-    /// Whether the embedding serves as the output matrix.
+    /// Whether the embedding is also the output matrix.
     pub tie_word_embeddings: bool,
     /// Per-layer input embeddings.
     pub per_layer_input: Option<PerLayerInput>,
-    /// The mixture of experts beside every layer's MLP.
+    /// The mixture of experts that runs in parallel with every layer's MLP.
     pub moe: Option<Moe>,
-    /// Bits of the quantised tensors.
+    /// The formats of quantised tensors.
     pub quantization: Quantization,
     /// The longest context that the model was made for.
     pub max_position_embeddings: Option<usize>,
-    /// The id that starts a text, if the file says.
+    /// The id that starts a text, if the file has one.
     pub bos_token_id: Option<u32>,
     /// The ids that end a text, in the file's order.
     pub eos_token_ids: Vec<u32>,
@@ -56,16 +56,17 @@ pub struct LayerConfig {
     pub window: Option<usize>,
     /// The rotary embedding.
     pub rope: RopeConfig,
-    /// Values are the raw keys: there is no v_proj.
+    /// Whether values are the raw keys, so that there is no v_proj.
     pub k_eq_v: bool,
     /// Width of the MLP.
     pub intermediate_size: usize,
-    /// The earlier layer whose keys and values this one attends to; `None` when it has its own.
+    /// The earlier layer whose keys and values this layer attends to; `None` if it has its own.
     pub kv_source: Option<usize>,
 }
 
 impl LayerConfig {
-    /// Projections of this layer's own keys and values: none where it attends to an earlier layer's, one where values are keys.
+    /// The number of key and value projections of this layer: none if it attends to an earlier layer's keys and
+    /// values, one if values are keys.
     pub(crate) fn kv_projections(&self) -> usize {
         match (self.kv_source, self.k_eq_v) {
             (Some(_), _) => 0,
@@ -80,7 +81,7 @@ impl LayerConfig {
 pub struct RopeConfig {
     /// The base.
     pub theta: f64,
-    /// Pairs that turn.
+    /// The number of rotated pairs.
     pub rotated_pairs: usize,
     /// Divides every frequency.
     pub factor: f32,
@@ -100,13 +101,14 @@ pub struct PerLayerInput {
 pub struct Moe {
     /// Experts, E.
     pub experts: usize,
-    /// Experts that each token takes.
+    /// Experts per token.
     pub top_k: usize,
     /// Width of an expert.
     pub intermediate_size: usize,
 }
 
-// Limits of a configuration: several times what exists, and small enough that no product of two overflows.
+// Limits of a configuration: several times the size of existing models, and small enough that no product of two
+// overflows.
 const MAX_WIDTH: usize = 1 << 18;
 const MAX_LAYERS: usize = 1024;
 const MAX_HEADS: usize = 1024;
@@ -114,17 +116,24 @@ const MAX_VOCAB: usize = 1 << 24;
 const MAX_EXPERTS: usize = 4096;
 const MAX_POSITIONS: usize = u32::MAX as usize;
 
-/// Every so many layers one is full, when the file does not say which.
+/// Without `layer_types`, every sixth layer is full.
 const PATTERN: usize = 6;
 
 impl Config {
-    /// Reads `config.json`, and the end-of-text ids of `generation_config.json` if that is there.
+    /// Reads `config.json`, and the end-of-text ids of `generation_config.json` if that file exists.
+    ///
+    /// # Errors
+    /// As [`Config::parse`]; `File` if a file cannot be read; `Config` for a token id outside the vocabulary.
     pub fn load(dir: &Path) -> Result<Config> {
-        let mut config = Config::parse(&files::read_json(&dir.join("config.json"))?)?;
-        let path = dir.join("generation_config.json");
-        if let Some(generation) = files::read_json_if_there(&path)? {
+        Config::load_files(&Files::directory(dir))
+    }
+
+    pub(crate) fn load_files(files: &Files) -> Result<Config> {
+        let mut config = Config::parse(&files.read_json("config.json")?)?;
+        if let Some(generation) = files.read_json_if_there("generation_config.json")? {
+            let path = files.path("generation_config.json");
             let ids = Fields::new(&generation)?.token_ids("eos_token_id").map_err(|error| match error {
-                // Not the file that this kind of error names.
+                // The message of `Error::Config` names config.json, but the key is in another file.
                 Error::Config { key, expected, got } => {
                     Error::file(&path, format_args!("`{key}` must be {expected}, got {got}"))
                 }
@@ -137,7 +146,7 @@ impl Config {
         Ok(config)
     }
 
-    /// A text that begins or ends with an id that the model does not have would fail at its first token, or never end.
+    /// Checks that token ids are in the vocabulary. Otherwise, a text would fail at its first token, or never end.
     fn check_token_ids(&self) -> Result<()> {
         let ids = self.eos_token_ids.iter().map(|&id| ("eos_token_id", id));
         let mut all = ids.chain(self.bos_token_id.map(|id| ("bos_token_id", id)));
@@ -154,7 +163,7 @@ impl Config {
     /// Checks a parsed `config.json`.
     ///
     /// # Errors
-    /// `Config` naming the key, its range and what was found; `Unsupported` for another architecture.
+    /// `Config` with the key, the accepted and the actual value; `Unsupported` for another architecture.
     pub fn parse(json: &Value) -> Result<Config> {
         let outer = Fields::new(json)?;
         let mut text = outer.clone();
@@ -209,23 +218,23 @@ impl Config {
         })
     }
 
-    /// How many layers have keys and values of their own; they come first.
+    /// The number of layers with their own keys and values. These come first.
     pub fn cache_layers(&self) -> usize {
         self.layers.iter().filter(|layer| layer.kv_source.is_none()).count()
     }
 }
 
-/// Without those that came before.
+/// Removes ids that occurred before.
 fn once_each(mut ids: Vec<u32>) -> Vec<u32> {
     let mut seen = HashSet::new();
     ids.retain(|&id| seen.insert(id));
     ids
 }
 
-/// What can be read, in words.
+/// The supported model types, for messages.
 const TYPES: &str = "\"gemma4\", \"gemma4_text\", \"gemma4_unified\" or \"gemma4_unified_text\"";
 
-/// The `model_type`; files without one may still name their architecture.
+/// The `model_type`, or for files without one the type of their `architectures` entry.
 fn model_type(fields: &Fields) -> Result<String> {
     if let Some(name) = fields.string("model_type")? {
         return Ok(name.to_string());
@@ -241,11 +250,15 @@ fn model_type(fields: &Fields) -> Result<String> {
 }
 
 fn unsupported(what: String) -> Error {
-    Error::Unsupported { what, reason: format!("this crate runs the text part of Gemma 4 models (model_type {TYPES})") }
+    Error::Unsupported {
+        what,
+        reason: format!("kvant-models runs the text part of Gemma 4 models (model_type {TYPES})"),
+    }
 }
 
-/// The text part of a unified model (Gemma 4 12B) is Gemma 4's without per-layer inputs and experts. Transformers ignores the
-/// keys that ask for them, MLX does not: a file that does has two meanings.
+/// The text part of a unified model (Gemma 4 12B) is Gemma 4's without per-layer inputs and experts. For the keys
+/// that enable these, transformers and MLX differ: transformers ignores them, MLX does not. Such a file is ambiguous,
+/// and an error.
 fn refuse_in_unified(text: &Fields) -> Result<()> {
     if text.count("hidden_size_per_layer_input", Some(0), MAX_WIDTH)? != 0 {
         let expected = "absent, null or 0 in a gemma4_unified model";
@@ -257,7 +270,7 @@ fn refuse_in_unified(text: &Fields) -> Result<()> {
     Ok(())
 }
 
-/// Switches that would change the arithmetic in ways that are not implemented.
+/// Rejects switches that would change the arithmetic in ways that are not implemented.
 fn refuse_variants(text: &Fields) -> Result<()> {
     if text.bool_or_null("attention_bias")? == Some(true) {
         return Err(text.error("attention_bias", "false", "true"));
@@ -310,7 +323,8 @@ fn layers(text: &Fields, heads: usize) -> Result<Vec<LayerConfig>> {
         if let Some(source) = kv_source
             && shapes[source] != shapes[l]
         {
-            let expected = format!("such that layer {l} has the KV shape of layer {source}, which it shares");
+            let expected =
+                format!("a number for which layer {l} has the KV shape of layer {source}, whose KV it shares");
             return Err(text.error("num_kv_shared_layers", expected, shared));
         }
         layers.push(LayerConfig {
@@ -326,10 +340,10 @@ fn layers(text: &Fields, heads: usize) -> Result<Vec<LayerConfig>> {
     Ok(layers)
 }
 
-/// The last layer of the same kind among those that own keys and values.
+/// The last layer of the same kind among those with their own keys and values.
 fn kv_source(text: &Fields, own: &[Kind], kind: Kind, layer: usize) -> Result<usize> {
     own.iter().rposition(|&k| k == kind).ok_or_else(|| {
-        let expected = format!("small enough to leave layer {layer} a {} layer to share", kind.name());
+        let expected = format!("small enough that layer {layer} has a {} layer to share KV with", kind.name());
         text.error("num_kv_shared_layers", expected, text.get("num_kv_shared_layers").unwrap_or(&Value::Null))
     })
 }
@@ -337,7 +351,7 @@ fn kv_source(text: &Fields, own: &[Kind], kind: Kind, layer: usize) -> Result<us
 fn layer_kinds(text: &Fields, count: usize) -> Result<Vec<Kind>> {
     let names = match text.get("layer_types") {
         None | Some(Value::Null) => {
-            // Transformers does not read the key, MLX does: with another number the file has two meanings.
+            // Transformers ignores the key, MLX reads it: with another number, the file is ambiguous.
             if let Some(pattern) = text.size_or_null("sliding_window_pattern", MAX_LAYERS)?.filter(|&n| n != PATTERN) {
                 let expected = format!("absent or {PATTERN} where layer_types is absent");
                 return Err(text.error("sliding_window_pattern", expected, pattern));
@@ -349,7 +363,7 @@ fn layer_kinds(text: &Fields, count: usize) -> Result<Vec<Kind>> {
         Some(other) => return Err(text.error("layer_types", "an array", other)),
     };
     if names.len() != count {
-        return Err(text.error("layer_types", format_args!("{count} names, as num_hidden_layers says"), names.len()));
+        return Err(text.error("layer_types", format_args!("{count} names, like num_hidden_layers"), names.len()));
     }
     let mut kinds = Vec::with_capacity(count);
     for (l, name) in names.iter().enumerate() {
@@ -362,7 +376,7 @@ fn layer_kinds(text: &Fields, count: usize) -> Result<Vec<Kind>> {
             }
         });
     }
-    // Transformers makes the last layer full whatever the file says, MLX does not: such a file has two meanings.
+    // Transformers always makes the last layer full, MLX does not: such a file is ambiguous.
     if kinds.last() == Some(&Kind::Sliding) {
         let key = format!("layer_types[{}]", count - 1);
         return Err(text.error(&key, "\"full_attention\" in the last layer", "\"sliding_attention\""));
@@ -370,7 +384,7 @@ fn layer_kinds(text: &Fields, count: usize) -> Result<Vec<Kind>> {
     Ok(kinds)
 }
 
-/// (head_dim, kv_heads) of every layer, from `per_layer_config` where there is one, else from the `global_` keys.
+/// (head_dim, kv_heads) of every layer, from `per_layer_config` if present, or else from the `global_` keys.
 fn head_shapes(text: &Fields, kinds: &[Kind]) -> Result<Vec<(usize, usize)>> {
     let head_dim = text.size("head_dim", Some(256), MAX_WIDTH)?;
     let kv_heads = text.size("num_key_value_heads", None, MAX_HEADS)?;
@@ -381,13 +395,17 @@ fn head_shapes(text: &Fields, kinds: &[Kind]) -> Result<Vec<(usize, usize)>> {
             // Indices are strings, possibly with leading zeros.
             let layer = key.parse::<usize>().ok().filter(|&l| l < kinds.len() && !seen[l]);
             let Some(layer) = layer else {
-                let expected = format!("named once per layer, by numbers below {}", kinds.len());
+                let expected = format!("an index below {}, at most once per layer", kinds.len());
                 return Err(overrides.error(key, expected, format_args!("{key:?}")));
             };
             seen[layer] = true;
             let fields = overrides.object(key)?.ok_or_else(|| overrides.missing(key, "an object"))?;
             if let Some(other) = fields.keys().find(|k| !matches!(*k, "head_dim" | "num_key_value_heads")) {
-                return Err(fields.error(other, "absent: only head_dim and num_key_value_heads vary by layer", "it"));
+                return Err(fields.error(
+                    other,
+                    "absent: only head_dim and num_key_value_heads can vary by layer",
+                    "present",
+                ));
             }
             shapes[layer] = (
                 fields.size("head_dim", Some(head_dim), MAX_WIDTH)?,
@@ -398,7 +416,7 @@ fn head_shapes(text: &Fields, kinds: &[Kind]) -> Result<Vec<(usize, usize)>> {
         let global_dim = text.size("global_head_dim", Some(512), MAX_WIDTH)?;
         let global_heads = match text.bool_or_null("attention_k_eq_v")? {
             Some(true) => text.size_or_null("num_global_key_value_heads", MAX_HEADS)?.unwrap_or(kv_heads),
-            // Without K = V the key has no effect.
+            // Without K = V, the key has no effect.
             _ => kv_heads,
         };
         for (shape, _) in shapes.iter_mut().zip(kinds).filter(|(_, kind)| **kind == Kind::Full) {
@@ -413,12 +431,12 @@ fn head_shapes(text: &Fields, kinds: &[Kind]) -> Result<Vec<(usize, usize)>> {
     Ok(shapes)
 }
 
-/// True by default. Transformers goes by the outer one of two, MLX by the inner one: they must agree.
+/// True by default. Transformers reads the outer of two keys, MLX the inner one: they must agree.
 fn tie_word_embeddings(text: &Fields, outer: &Fields) -> Result<bool> {
     const KEY: &str = "tie_word_embeddings";
     match (text.bool_or_null(KEY)?, outer.bool_or_null(KEY)?) {
         (Some(inner), Some(tie)) if inner != tie => {
-            Err(outer.error(KEY, format_args!("what it is in text_config, {inner}"), tie))
+            Err(outer.error(KEY, format_args!("the same as in text_config, {inner}"), tie))
         }
         (inner, tie) => Ok(inner.or(tie).unwrap_or(true)),
     }
@@ -436,17 +454,17 @@ fn rope(text: &Fields, kind: Kind, head_dim: usize) -> Result<RopeConfig> {
     let fields = all.object(kind.name())?.ok_or_else(|| all.missing(kind.name(), "an object"))?;
     let theta = fields.float("rope_theta", None, "a number from 1 to 1e12", |t| (1.0..=1e12).contains(&t))?;
     let rope_type = fields.string("rope_type")?.unwrap_or("default");
-    // The key's old name, which MLX asks for first.
+    // The key's old name, which MLX reads first.
     if let Some(old) = fields.string("type")?.filter(|old| *old != rope_type) {
         return Err(fields.error(
             "type",
-            format_args!("absent, or what rope_type is, {rope_type:?}"),
+            format_args!("absent or the same as rope_type, {rope_type:?}"),
             format_args!("{old:?}"),
         ));
     }
     match rope_type {
         "default" => {
-            // Transformers turns all pairs all the same, MLX the part: such a file has two meanings.
+            // Transformers rotates all pairs regardless, MLX only this share: such a file is ambiguous.
             let whole = "absent or 1 where rope_type is \"default\"";
             fields.float("partial_rotary_factor", Some(1.0), whole, |part| part == 1.0)?;
             Ok(RopeConfig { theta, rotated_pairs: half, factor: 1.0 })
@@ -464,7 +482,7 @@ fn rope(text: &Fields, kind: Kind, head_dim: usize) -> Result<RopeConfig> {
 }
 
 fn per_layer_input(text: &Fields) -> Result<Option<PerLayerInput>> {
-    // Absent means 256, null and 0 mean none.
+    // Absent means 256; null and 0 mean none.
     let size = match text.get("hidden_size_per_layer_input") {
         Some(Value::Null) => 0,
         _ => text.count("hidden_size_per_layer_input", Some(256), MAX_WIDTH)?,
@@ -488,7 +506,7 @@ fn moe(text: &Fields) -> Result<Option<Moe>> {
     }))
 }
 
-/// Names without what checkpoints put in front of a text model's own.
+/// Removes the prefixes that checkpoints add to a text model's tensor names.
 pub(crate) fn canonical(name: &str) -> &str {
     ["model.language_model.", "language_model.model.", "language_model.", "model."]
         .iter()

@@ -1,14 +1,14 @@
-//! Token by token through a pass that was recorded once.
+//! Decoding token by token with a pass that was recorded once.
 
 use kvant::{DType, Encoder, Graph, KvCache, Submission, Tensor, ops};
 
 use crate::{Error, Model, Result, Sampling, workspace::Workspace};
 
-/// Feeds one sequence of a cache, and draws the tokens that follow.
+/// Feeds tokens to one sequence of a cache, and draws the next tokens.
 ///
-/// A pass of a single token is recorded the first time and replayed for every other one, drawing included: token, position
-/// and lengths are read from device memory, so nothing is planned or validated again. On CUDA this is a CUDA graph. Results
-/// are those of [`Model::forward`].
+/// A pass of a single token is recorded the first time and replayed afterwards, including the draw. Token, position
+/// and lengths are read from device memory, so nothing is planned or validated again. On CUDA, the recorded pass is a
+/// CUDA graph. Results are those of [`Model::forward`].
 ///
 /// ```no_run
 /// use kvant::Device;
@@ -27,17 +27,17 @@ pub struct Decoder<'a> {
     cache: &'a mut KvCache,
     sequence: usize,
     sampling: Sampling,
-    /// Of one token.
+    /// Scratch for one token.
     space: Workspace,
     logits: Tensor,
-    /// The number of the draw, where it is not recorded.
+    /// The counter of a draw that is not recorded.
     counter: Tensor,
     drawn: Tensor,
-    /// The pass alone, and with the draw after it.
+    /// The recorded pass without and with the draw.
     graphs: [Option<Graph>; 2],
 }
 
-/// What follows a pass.
+/// The operation after a pass.
 #[derive(Clone, Copy, PartialEq)]
 enum Then {
     Nothing,
@@ -45,7 +45,7 @@ enum Then {
 }
 
 impl<'a> Decoder<'a> {
-    /// Goes on with a sequence of `cache`, which need not be empty.
+    /// Continues a sequence of `cache`, which need not be empty.
     ///
     /// # Errors
     /// `Kvant` for sampling parameters out of range.
@@ -62,12 +62,12 @@ impl<'a> Decoder<'a> {
             drawn: Tensor::zeros(device, DType::U32, &[1])?,
             graphs: [None, None],
         };
-        // Parameters out of range are refused now, not when the prompt has been fed.
+        // Invalid sampling parameters are errors now, before a prompt is fed.
         decoder.draw()?;
         Ok(decoder)
     }
 
-    /// The cache that is fed.
+    /// The cache.
     pub fn cache(&self) -> &KvCache {
         self.cache
     }
@@ -77,10 +77,10 @@ impl<'a> Decoder<'a> {
         &self.logits
     }
 
-    /// Feeds tokens; [`Decoder::logits`] are the last one's then.
+    /// Feeds tokens. [`Decoder::logits`] then holds the logits of the last one.
     ///
     /// # Errors
-    /// Those of [`Model::forward`], which leave the sequence as they do there.
+    /// Those of [`Model::forward`], with the same effect on the sequence.
     pub fn feed(&mut self, tokens: &[u32]) -> Result<()> {
         let before = self.cache.len(self.sequence)?;
         let replay = self.run(tokens, Then::Nothing)?;
@@ -88,18 +88,19 @@ impl<'a> Decoder<'a> {
         self.undo(before, done)
     }
 
-    /// Feeds tokens and draws the one that follows.
+    /// Feeds tokens and draws the next one.
     ///
     /// # Errors
-    /// As of [`Decoder::feed`], and `NotANumber`. When only the draw fails, after more tokens than sliding windows let one take
-    /// back, these stay.
+    /// As [`Decoder::feed`]; `NotANumber`. If only the draw fails, the fed tokens are removed again, unless they are
+    /// more than sliding windows can restore: then they stay.
     pub fn next(&mut self, tokens: &[u32]) -> Result<u32> {
         let before = self.cache.len(self.sequence)?;
         let replay = self.run(tokens, Then::Draw)?;
-        // Fetching waits, too, but may find that another thread has been told of a failure; waiting after it costs nothing.
+        // The download also waits, but another thread may already have received the failure of this replay. `wait`
+        // afterwards returns it in any case.
         let fetched = self.drawn.to_vec::<u32>().map_err(Error::from);
         let drawn = wait(replay).and(fetched).and_then(|drawn| match drawn[0] {
-            // There was nothing but NaN to draw from.
+            // All logits are NaN.
             u32::MAX => {
                 Err(Error::NotANumber { position: before + tokens.len() - 1, activations: self.model.activations() })
             }
@@ -108,15 +109,15 @@ impl<'a> Decoder<'a> {
         self.undo(before, drawn)
     }
 
-    /// Takes tokens back: the sequence has `len` afterwards.
+    /// Truncates the sequence to `len` tokens.
     ///
     /// # Errors
-    /// `Kvant`, as of [`KvCache::truncate`].
+    /// `Kvant`, as [`KvCache::truncate`].
     pub fn truncate(&mut self, len: usize) -> Result<()> {
         Ok(self.cache.truncate(self.sequence, len)?)
     }
 
-    /// A replay may still be on its way.
+    /// Runs a pass. The returned replay may not have finished.
     fn run(&mut self, tokens: &[u32], then: Then) -> Result<Option<Submission>> {
         let before = self.cache.len(self.sequence)?;
         if let &[token] = tokens {
@@ -132,7 +133,8 @@ impl<'a> Decoder<'a> {
         self.undo(before, drawn).map(|()| None)
     }
 
-    /// The result; a failure takes back what was fed. Where rings have moved on, it stays, and the failure is told all the same.
+    /// Removes the fed tokens if `result` is an error. If rings have overwritten the positions before, the tokens
+    /// stay; the error is returned in any case.
     fn undo<T>(&mut self, before: usize, result: Result<T>) -> Result<T> {
         if result.is_err() {
             let _ = self.cache.truncate(self.sequence, before);
@@ -154,7 +156,7 @@ impl<'a> Decoder<'a> {
         let graph = Encoder::capture(self.model.device(), |enc| {
             encoded = self.model.gemma4().encode(enc, &self.space, self.cache, Some(&self.logits));
             if encoded.is_ok() && then == Then::Draw {
-                // The number of the position, as in `count_and_draw`, from where the step has it.
+                // The counter is the position, as in `count_and_draw`, read from the step.
                 let counter = self.space.parts().0.lens.rows(self.sequence..self.sequence + 1)?;
                 ops::sample(enc, &self.sample(&counter))?;
             }
@@ -166,7 +168,8 @@ impl<'a> Decoder<'a> {
 
     /// Draws after a pass that is not recorded.
     fn count_and_draw(&self) -> Result<()> {
-        // A position draws its own number, so that a run continued from a snapshot goes on as it would have.
+        // The counter depends only on the position, so that a run that continues from a snapshot draws the same
+        // tokens.
         self.counter.write(&[self.cache.len(self.sequence)? as u32])?;
         self.draw()
     }

@@ -1,20 +1,20 @@
-//! The one error type of the crate.
+//! The error type of the crate.
 
 use std::path::Path;
 
 use kvant::DType;
 
-/// What every fallible function of this crate returns.
+/// The result of every fallible function of this crate.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// Everything that can go wrong between a directory of files and a token.
+/// An error while loading or running a model.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// An operation, the cache or the device refused.
+    /// An error of an operation, the cache or the device.
     #[error(transparent)]
     Kvant(#[from] kvant::Error),
-    /// A file is not there, cannot be read, or is not what it claims to be.
+    /// A file does not exist, cannot be read, or has invalid contents.
     #[error("{path}: {reason}")]
     File {
         /// The file.
@@ -25,55 +25,55 @@ pub enum Error {
     /// A key of `config.json` is missing, out of range or of the wrong type.
     #[error("config.json: `{key}` must be {expected}, got {got}")]
     Config {
-        /// The key, with those of the objects around it.
+        /// The key, with the keys of the enclosing objects.
         key: String,
-        /// The accepted values in words.
+        /// The accepted values, in words.
         expected: String,
-        /// What the file says.
+        /// The value in the file.
         got: String,
     },
-    /// The file asks for something that this crate does not do.
+    /// The file requires a feature that this crate does not support.
     #[error("{what} is not supported: {reason}")]
     Unsupported {
-        /// What was asked for, e.g. `model_type "llama"`.
+        /// The feature, e.g. `model_type "llama"`.
         what: String,
-        /// What would be.
+        /// What is supported.
         reason: String,
     },
-    /// The checkpoint lacks a tensor that the configuration calls for.
+    /// The checkpoint lacks a tensor that the configuration requires.
     #[error("the checkpoint has no tensor `{name}`")]
     MissingTensor {
         /// Its full name.
         name: String,
     },
-    /// A tensor of the checkpoint has other dimensions than the configuration implies.
+    /// The shape of a tensor does not match the configuration.
     #[error("tensor `{name}` must have shape {expected:?}, got {got:?}")]
     TensorShape {
         /// Its full name.
         name: String,
-        /// What the configuration implies.
+        /// The shape that the configuration implies.
         expected: Vec<usize>,
-        /// What the file says.
+        /// The shape in the file.
         got: Vec<usize>,
     },
-    /// A tensor of the checkpoint has a dtype that cannot be used in its place.
+    /// A tensor has a dtype that cannot be used for its purpose.
     #[error("tensor `{name}` must be {expected}, got {got}")]
     TensorDType {
         /// Its full name.
         name: String,
         /// The accepted dtypes.
         expected: &'static str,
-        /// The dtype in the file's words.
+        /// The dtype, as the file names it.
         got: String,
     },
-    /// A tensor of the checkpoint holds a value that makes no sense in its place.
+    /// A tensor holds an invalid value.
     #[error("tensor `{name}` must hold {expected}, got {got}")]
     TensorValue {
         /// Its full name.
         name: String,
         /// The accepted values.
         expected: &'static str,
-        /// The value found.
+        /// The actual value.
         got: String,
     },
     /// An argument does not fit the model.
@@ -81,20 +81,20 @@ pub enum Error {
     Argument {
         /// The argument.
         arg: &'static str,
-        /// The accepted values in words.
+        /// The accepted values, in words.
         expected: String,
-        /// What came.
+        /// The actual value.
         got: String,
     },
-    /// No token can be drawn: all logits are NaN. Activations that leave the range of their dtype end like that.
-    #[error("the logits of position {position} are NaN: the model's activations have left the range of {activations}")]
+    /// No token can be drawn because all logits are NaN. The usual cause is activations that overflow their dtype.
+    #[error("the logits of position {position} are NaN: the model's activations overflow {activations}")]
     NotANumber {
-        /// The position of the token whose logits they are.
+        /// The position of the token whose logits are NaN.
         position: usize,
         /// The dtype of activations ([`LoadOptions`](crate::LoadOptions)).
         activations: DType,
     },
-    /// The tokenizer refused.
+    /// The tokenizer failed.
     #[error("tokenizer: {reason}")]
     Tokenizer {
         /// Its message.

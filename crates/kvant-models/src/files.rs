@@ -1,15 +1,180 @@
-//! Reading small files whole, without trusting their size.
+//! The files of a checkpoint. Small files are read completely, with a limit on their size.
 
-use std::{fs::File, io::Read, path::Path};
+use std::{
+    borrow::Cow,
+    fmt,
+    fs::File,
+    io::{self, Read, Seek, SeekFrom},
+    path::{Path, PathBuf},
+};
 
 use serde_json::Value;
 
 use crate::{Error, Result};
 
-/// More than any model's config.json, and few enough bytes to hold.
-pub(crate) const JSON_LIMIT: u64 = 16 << 20;
+/// Larger than any model's config.json, and small enough to hold in memory.
+const JSON_LIMIT: u64 = 16 << 20;
 
-/// Opens a file that is one: to open a pipe would wait for somebody who writes into it.
+/// The files of a checkpoint: a directory, or bytes that are part of the program.
+///
+/// ```no_run
+/// use kvant::Device;
+/// use kvant_models::{Files, LoadOptions, Model, Tokenizer};
+/// static FILES: [(&str, &[u8]); 2] = [
+///     ("config.json", b"..."), // include_bytes!("config.json")
+///     ("model.safetensors", b"..."),
+/// ];
+/// let files = Files::embedded(&FILES);
+/// let model = Model::load_files(&files, &Device::default(), &LoadOptions::default())?;
+/// # Ok::<(), kvant_models::Error>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct Files(Place);
+
+#[derive(Clone)]
+enum Place {
+    Directory(PathBuf),
+    Embedded(&'static [(&'static str, &'static [u8])]),
+}
+
+/// An open file.
+pub(crate) enum OpenFile {
+    Disk(File),
+    Memory(&'static [u8]),
+}
+
+impl OpenFile {
+    pub(crate) fn len(&self) -> io::Result<u64> {
+        match self {
+            OpenFile::Disk(file) => Ok(file.metadata()?.len()),
+            OpenFile::Memory(contents) => Ok(contents.len() as u64),
+        }
+    }
+
+    /// Fills `bytes` from position `start` on.
+    pub(crate) fn read_at(&mut self, start: u64, bytes: &mut [u8]) -> io::Result<()> {
+        match self {
+            OpenFile::Disk(file) => {
+                file.seek(SeekFrom::Start(start))?;
+                file.read_exact(bytes)
+            }
+            OpenFile::Memory(contents) => {
+                let rest = usize::try_from(start).ok().and_then(|start| contents.get(start..));
+                rest.unwrap_or_default().read_exact(bytes)
+            }
+        }
+    }
+}
+
+impl fmt::Debug for OpenFile {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            OpenFile::Disk(file) => file.fmt(f),
+            OpenFile::Memory(contents) => write!(f, "{} bytes", contents.len()),
+        }
+    }
+}
+
+impl Files {
+    /// The files in a directory.
+    pub fn directory(path: impl Into<PathBuf>) -> Files {
+        Files(Place::Directory(path.into()))
+    }
+
+    /// Files in memory, as pairs of a name and the contents.
+    pub fn embedded(files: &'static [(&'static str, &'static [u8])]) -> Files {
+        Files(Place::Embedded(files))
+    }
+
+    /// The name of a file in messages.
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
+        match &self.0 {
+            Place::Directory(directory) => directory.join(name),
+            Place::Embedded(_) => PathBuf::from(name),
+        }
+    }
+
+    /// An error about the files as a whole.
+    pub(crate) fn error(&self, reason: &str) -> Error {
+        match &self.0 {
+            Place::Directory(directory) => Error::file(directory, reason),
+            Place::Embedded(_) => Error::file(Path::new("the embedded model"), reason),
+        }
+    }
+
+    /// Checks that the directory exists.
+    pub(crate) fn check(&self) -> Result<()> {
+        match &self.0 {
+            Place::Directory(directory) if !directory.is_dir() => Err(self.error("not a directory")),
+            _ => Ok(()),
+        }
+    }
+
+    /// Whether a file of this name exists. A dangling link counts, and is an error when it is opened: in a snapshot
+    /// of links, as in the Hugging Face cache, a file with a lost target must not be skipped.
+    pub(crate) fn has(&self, name: &str) -> bool {
+        match &self.0 {
+            Place::Directory(directory) => {
+                let found = std::fs::symlink_metadata(directory.join(name));
+                !matches!(found, Err(e) if e.kind() == io::ErrorKind::NotFound)
+            }
+            Place::Embedded(_) => self.in_memory(name).is_some(),
+        }
+    }
+
+    pub(crate) fn open(&self, name: &str) -> Result<OpenFile> {
+        match &self.0 {
+            Place::Directory(directory) => Ok(OpenFile::Disk(open(&directory.join(name))?)),
+            Place::Embedded(_) => match self.in_memory(name) {
+                Some(bytes) => Ok(OpenFile::Memory(bytes)),
+                None => Err(Error::file(Path::new(name), "not in the embedded model")),
+            },
+        }
+    }
+
+    fn in_memory(&self, name: &str) -> Option<&'static [u8]> {
+        match self.0 {
+            Place::Directory(_) => None,
+            Place::Embedded(files) => files.iter().find(|(file, _)| *file == name).map(|&(_, bytes)| bytes),
+        }
+    }
+
+    /// Reads a file of at most `limit` bytes.
+    pub(crate) fn read(&self, name: &str, limit: u64) -> Result<Cow<'static, [u8]>> {
+        let path = self.path(name);
+        let bytes = match self.open(name)? {
+            OpenFile::Memory(bytes) => Cow::Borrowed(bytes),
+            OpenFile::Disk(file) => {
+                let mut bytes = Vec::new();
+                // One byte past the limit distinguishes a file that is too long from one that just fits.
+                file.take(limit + 1).read_to_end(&mut bytes).map_err(|e| Error::file(&path, e))?;
+                Cow::Owned(bytes)
+            }
+        };
+        if bytes.len() as u64 > limit {
+            return Err(Error::file(&path, format_args!("longer than the limit of {limit} bytes")));
+        }
+        Ok(bytes)
+    }
+
+    /// Reads a JSON object from a file.
+    pub(crate) fn read_json(&self, name: &str) -> Result<Value> {
+        let bytes = self.read(name, JSON_LIMIT)?;
+        let value: Value = serde_json::from_slice(&bytes).map_err(|e| Error::file(&self.path(name), e))?;
+        if value.is_object() {
+            Ok(value)
+        } else {
+            Err(Error::file(&self.path(name), "the contents must be a JSON object"))
+        }
+    }
+
+    /// As [`Files::read_json`]; `None` if the file does not exist.
+    pub(crate) fn read_json_if_there(&self, name: &str) -> Result<Option<Value>> {
+        if self.has(name) { self.read_json(name).map(Some) } else { Ok(None) }
+    }
+}
+
+/// Opens a regular file. Opening a pipe would block until a writer appears.
 pub(crate) fn open(path: &Path) -> Result<File> {
     let failed = |e| Error::file(path, e);
     if !std::fs::metadata(path).map_err(failed)?.is_file() {
@@ -18,31 +183,12 @@ pub(crate) fn open(path: &Path) -> Result<File> {
     File::open(path).map_err(failed)
 }
 
-/// The whole file, when it has at most `limit` bytes.
-pub(crate) fn read(path: &Path, limit: u64) -> Result<Vec<u8>> {
-    let file = open(path)?;
-    let mut bytes = Vec::new();
-    // One byte past the limit tells a file that is too long from one that just fits.
-    file.take(limit + 1).read_to_end(&mut bytes).map_err(|e| Error::file(path, e))?;
-    if bytes.len() as u64 > limit {
-        return Err(Error::file(path, format_args!("longer than the {limit} bytes that such a file may have")));
+/// Prints names only: the contents are megabytes.
+impl fmt::Debug for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Place::Directory(directory) => directory.fmt(f),
+            Place::Embedded(files) => f.debug_list().entries(files.iter().map(|(name, _)| name)).finish(),
+        }
     }
-    Ok(bytes)
-}
-
-/// A JSON object from a file.
-pub(crate) fn read_json(path: &Path) -> Result<Value> {
-    let value: Value = serde_json::from_slice(&read(path, JSON_LIMIT)?).map_err(|e| Error::file(path, e))?;
-    if value.is_object() { Ok(value) } else { Err(Error::file(path, "not a JSON object")) }
-}
-
-/// As [`read_json`], `None` when there is no such file.
-pub(crate) fn read_json_if_there(path: &Path) -> Result<Option<Value>> {
-    if is_there(path) { read_json(path).map(Some) } else { Ok(None) }
-}
-
-/// Whether there is such a name. A link that leads nowhere is one, and an error once it is opened: of a snapshot made of links, as
-/// the Hugging Face cache has them, no file is passed over because what it leads to is gone.
-pub(crate) fn is_there(path: &Path) -> bool {
-    !matches!(std::fs::symlink_metadata(path), Err(e) if e.kind() == std::io::ErrorKind::NotFound)
 }

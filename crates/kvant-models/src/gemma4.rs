@@ -1,13 +1,15 @@
 //! The forward pass of Gemma 4 text.
 //!
+//! ```text
 //! h = embedding · √hidden, then for each layer
 //!   h += post_attention_norm(attention(input_norm(h)))
-//!   h += post_feedforward_norm(mlp(pre_feedforward_norm(h)))     with a mixture of experts beside the MLP, or not
-//!   h += post_per_layer_input_norm(projection(gelu(gate(h)) · input of this layer))      where there are such inputs
+//!   h += post_feedforward_norm(mlp(pre_feedforward_norm(h)))                          with or without parallel experts
+//!   h += post_per_layer_input_norm(projection(gelu(gate(h)) · input of this layer))   if the model has such inputs
 //!   h *= layer_scalar
 //! and logits = norm(h) · embeddingᵀ, softcapped.
+//! ```
 //!
-//! Every line is one operation or a few; all of a pass goes into one encoder.
+//! Every line is one or a few operations. One encoder records the whole pass.
 
 mod feedforward;
 mod per_layer;
@@ -46,8 +48,8 @@ impl Gemma4 {
         Ok(Gemma4 { config, weights, freq_factors })
     }
 
-    /// Encodes the pass over the tokens whose ids are in the workspace and whose places are in its step. `logits` takes
-    /// the last rows' logits, as many as it has rows; `None` when only the cache matters.
+    /// Encodes the pass over the tokens whose ids are in the workspace and whose positions are in its step. `logits`
+    /// receives the logits of the last rows, as many as it has rows; `None` computes none.
     pub(crate) fn encode(
         &self,
         enc: &mut Encoder,
@@ -68,20 +70,20 @@ impl Gemma4 {
     }
 }
 
-/// One forward pass on its way.
+/// One forward pass that is being encoded.
 struct Pass<'a> {
     model: &'a Gemma4,
     enc: &'a mut Encoder,
     views: &'a Views,
     step: &'a Step,
-    /// How attention runs, for the latest shapes that were met.
+    /// Attention plans for the most recent shapes.
     plans: [Option<(AttentionShape, ops::attend::Plan)>; SHAPES],
 }
 
-/// Shapes of attention whose plans are kept: families have two.
+/// The number of attention shapes whose plans are kept. Families have two.
 const SHAPES: usize = 4;
 
-/// What an attention plan depends on.
+/// The inputs of an attention plan.
 #[derive(Clone, Copy, PartialEq)]
 struct AttentionShape {
     head_dim: usize,
@@ -109,7 +111,7 @@ impl Pass<'_> {
     fn layer(&mut self, l: usize, cache: &KvCache) -> Result<()> {
         let views = self.views;
         let layer = &self.model.weights.layers[l];
-        // The factor goes with the last addition to the residual stream.
+        // The factor is applied with the last addition to the residual stream.
         let last_scale = |is_last: bool| if is_last { layer.scalar } else { 1.0 };
         self.norm(&views.h, Some(&layer.input_norm), &views.x)?;
         self.attention(l, cache)?;
@@ -150,7 +152,7 @@ impl Pass<'_> {
         self.linear(&own.attended[0], &weights.o, &views.y)
     }
 
-    /// Norms and turns queries and keys, norms values, and stores keys and values.
+    /// Applies norm and RoPE to queries and keys and the norm to values, and stores keys and values.
     fn prepare_and_write(&mut self, l: usize, own: &LayerViews, k_norm: &Tensor, layer: &KvLayer) -> Result<()> {
         let weights: &LayerWeights = &self.model.weights.layers[l];
         let norm = |weight| Some(self.model.head_norm(weight));
@@ -159,7 +161,7 @@ impl Pass<'_> {
             &NormRopeWrite {
                 q: &own.q[1],
                 k: &own.k[1],
-                // Without a projection of their own, values are the keys before norm and rotation.
+                // Without their own projection, values are the keys before norm and rotation.
                 v: if self.model.config.layers[l].k_eq_v { &own.k[1] } else { &own.v[1] },
                 q_norm: norm(Some(&weights.q_norm)),
                 k_norm: norm(Some(k_norm)),
@@ -228,7 +230,7 @@ impl Pass<'_> {
         Ok(ops::linear(self.enc, &args)?)
     }
 
-    /// What a stack of matrices makes of x: part by part, or all in one `row` for a single token.
+    /// Multiplies x by a stack of matrices: one product into `row` for a single token, or else one product per part.
     fn project(&mut self, stack: &Stack, row: Option<&Tensor>, outs: &[&Tensor]) -> Result<()> {
         let x = &self.views.x;
         if let (Some(whole), Some(row)) = (&stack.whole, row) {

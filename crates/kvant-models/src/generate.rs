@@ -1,4 +1,4 @@
-//! Prompt in, tokens out.
+//! Generating tokens from a prompt.
 
 use std::{ops::ControlFlow, time::Instant};
 
@@ -6,18 +6,19 @@ use kvant::KvCache;
 
 use crate::{Decoder, Error, Model, Result};
 
-/// How a token is drawn from its logits; see [`kvant::ops::Sample`] for the order of the cuts.
+/// How tokens are drawn from logits. [`kvant::ops::Sample`] defines the order of the cuts.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Sampling {
-    /// 0 or more; 0 takes the likeliest.
+    /// 0 or more; 0 takes the most probable token.
     pub temperature: f32,
-    /// Only the likeliest tokens that together reach this share, above 0 and at most 1; 1 for all.
+    /// Keeps the most probable tokens that together reach this probability; above 0 and at most 1; 1 for all.
     pub top_p: f32,
-    /// Only so many of the likeliest tokens; 0 for all.
+    /// Keeps this many of the most probable tokens; 0 for all.
     pub top_k: usize,
-    /// Only tokens at least this likely relative to the likeliest, at least 0 and below 1; 0 for all.
+    /// Keeps tokens with at least this probability relative to the most probable one; at least 0 and below 1; 0 for
+    /// all.
     pub min_p: f32,
-    /// The stream of random numbers: the same seed gives the same text.
+    /// Selects the stream of random numbers: the same seed gives the same text.
     pub seed: u64,
 }
 
@@ -28,23 +29,23 @@ impl Default for Sampling {
     }
 }
 
-/// What [`generate()`] is asked for.
+/// The arguments of [`generate()`].
 #[derive(Clone, Copy, Debug)]
 pub struct Request<'a> {
-    /// The ids that the sequence is fed first; at least one.
+    /// The ids to feed first; at least one.
     pub prompt: &'a [u32],
-    /// How many tokens to make at most.
+    /// The largest number of tokens to generate.
     pub max_tokens: usize,
-    /// How they are drawn.
+    /// How tokens are drawn.
     pub sampling: Sampling,
-    /// Ids that end the text; they are not handed out.
+    /// Ids that end the text; they are not passed to the callback.
     pub stop: &'a [u32],
-    /// The sequence of the cache that goes on; it need not be empty.
+    /// The sequence of the cache to continue; it need not be empty.
     pub sequence: usize,
 }
 
 impl<'a> Request<'a> {
-    /// 128 tokens, greedily, for sequence 0.
+    /// A request for 128 tokens, greedy, for sequence 0.
     pub fn new(prompt: &'a [u32]) -> Request<'a> {
         Request { prompt, max_tokens: 128, sampling: Sampling::default(), stop: &[], sequence: 0 }
     }
@@ -53,39 +54,41 @@ impl<'a> Request<'a> {
 /// Why [`generate()`] ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Finish {
-    /// The model chose one of the stop ids.
+    /// The model chose a stop id.
     Stop,
-    /// `max_tokens` were made.
+    /// `max_tokens` tokens were generated.
     Length,
     /// The cache has no room for another token.
     CacheFull,
-    /// The callback said so.
+    /// The callback returned `Break`.
     Cancelled,
 }
 
-/// What [`generate()`] did, and how long it took.
+/// Counts and times of a [`generate()`] call.
 #[derive(Clone, Copy, Debug)]
 pub struct GenerateStats {
     /// Tokens of the prompt.
     pub prompt_tokens: usize,
-    /// Tokens handed out.
+    /// Tokens passed to the callback.
     pub generated_tokens: usize,
     /// Time to feed the prompt and draw the first token.
     pub prompt_seconds: f64,
-    /// Passes of a single token after that.
+    /// Passes of a single token after the prompt.
     pub decode_steps: usize,
-    /// Time for these.
+    /// Time of the decode steps, without the callback.
     pub decode_seconds: f64,
-    /// Why it ended.
+    /// Why generation ended.
     pub finish: Finish,
 }
 
-/// Feeds a prompt and draws tokens one after another, handing each to `on_token`, which can end it.
+/// Feeds a prompt and draws tokens one after another. Each token is passed to `on_token`, which can end the
+/// generation.
 ///
-/// The last token handed out has not been fed: the sequence ends before it.
+/// The last token passed to the callback is not fed: the sequence ends before it.
 ///
 /// # Errors
-/// Those of [`Model::forward`], `NotANumber`, and `Kvant` for sampling parameters out of range.
+/// Those of [`Model::forward`]; `NotANumber`; `Argument` if `max_tokens` is 0; `Kvant` for sampling parameters out of
+/// range.
 pub fn generate(
     model: &Model,
     cache: &mut KvCache,
@@ -123,7 +126,7 @@ pub fn generate(
             stats.finish = Finish::CacheFull;
             break;
         }
-        // The time of the callback is the caller's.
+        // Time in the callback does not count.
         let started = Instant::now();
         token = decoder.next(&[token])?;
         stats.decode_seconds += started.elapsed().as_secs_f64();

@@ -1,16 +1,17 @@
-//! Runs Gemma 4 text models on [kvant], from Hugging Face and MLX checkpoints; of multimodal ones (`gemma4`, `gemma4_unified`) the
-//! text part.
+//! Runs Gemma 4 text models on [kvant], from Hugging Face and MLX checkpoints. Multimodal checkpoints (`gemma4`,
+//! `gemma4_unified`) run as text models.
 //!
-//! | what | where |
+//! | task | item |
 //! |---|---|
-//! | a directory of files becomes a model on a device | [`Model::load`] |
-//! | the same with 16-bit activations, which the fastest attention on CUDA wants | [`Model::load_with`], [`LoadOptions`] |
-//! | what the model is, with every number checked | [`Config`] |
-//! | its keys and values, in any codec | [`Model::new_cache`] |
-//! | tokens in, logits out | [`Model::forward`] |
-//! | text to tokens and back, also as a stream | [`Tokenizer`], [`TextStream`] |
-//! | token by token, the pass recorded once (a CUDA graph) | [`Decoder`] |
-//! | a prompt in, tokens out | [`generate()`] |
+//! | load a model from a directory | [`Model::load`] |
+//! | load a model that is embedded in the program | [`Model::load_files`], [`Files`] |
+//! | load it with 16-bit activations, for the fastest attention on CUDA | [`Model::load_with`], [`LoadOptions`] |
+//! | read and check its configuration | [`Config`] |
+//! | make a cache for it, in any codec | [`Model::new_cache`] |
+//! | compute logits from tokens | [`Model::forward`] |
+//! | convert text to tokens and back, also as a stream | [`Tokenizer`], [`TextStream`] |
+//! | decode token by token with a recorded pass (a CUDA graph) | [`Decoder`] |
+//! | generate tokens from a prompt | [`generate()`] |
 //!
 //! ```no_run
 //! use std::ops::ControlFlow;
@@ -33,7 +34,7 @@
 //! # Ok::<(), kvant_models::Error>(())
 //! ```
 //!
-//! Files are untrusted: each reader checks sizes before it allocates, and what it refuses it names ([`Error`]).
+//! Files are untrusted: each reader checks sizes before it allocates, and every [`Error`] names the file, key or tensor.
 
 pub mod config;
 mod decoder;
@@ -50,6 +51,12 @@ mod workspace;
 pub use config::{Config, LayerConfig};
 pub use decoder::Decoder;
 pub use error::{Error, Result};
+pub use files::Files;
 pub use generate::{Finish, GenerateStats, Request, Sampling, generate};
 pub use model::{CacheOptions, LoadOptions, Logits, Model};
 pub use tokenizer::{TextStream, Tokenizer};
+
+/// The crate's README as a doctest.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -1,4 +1,4 @@
-//! A loaded model, and running it.
+//! Loading and running a model.
 
 use std::{
     path::Path,
@@ -8,17 +8,21 @@ use std::{
 use kvant::{CacheLayer, CacheSpec, Codec, DType, Device, KvCache, Tensor};
 
 use crate::{
-    Config, Error, Result, config, gemma4::Gemma4, safetensors::Checkpoint, weights::Weights, workspace::Workspace,
+    Config, Error, Files, Result, config, gemma4::Gemma4, safetensors::Checkpoint, weights::Weights,
+    workspace::Workspace,
 };
 
-/// Tokens that one pass takes at most: enough to keep matrix products busy, few enough for scratch to stay small.
+/// The largest number of tokens in one pass: large enough to keep matrix products busy, small enough to limit scratch
+/// memory.
 const MAX_CHUNK: usize = 512;
 
-/// How a model is loaded.
+/// Options of [`Model::load_with`].
 #[derive(Clone, Copy, Debug)]
 pub struct LoadOptions {
-    /// The dtype of activations: f32 (the default), f16 or bf16. Weights stay as the file has them. f16 ends at 65504, which the
-    /// activations of a model that was trained in bf16 may exceed: logits are NaN then ([`Error::NotANumber`]).
+    /// The dtype of activations: f32 (the default), f16 or bf16. Weights keep the dtype of the file.
+    ///
+    /// f16 overflows above 65504. A model that was trained in bf16 may exceed this; its logits are then NaN
+    /// ([`Error::NotANumber`]).
     pub activations: DType,
 }
 
@@ -28,34 +32,34 @@ impl Default for LoadOptions {
     }
 }
 
-/// What a model's cache is made of.
+/// Options of [`Model::new_cache`].
 #[derive(Clone, Copy, Debug)]
 pub struct CacheOptions {
-    /// How keys are stored.
+    /// The codec of keys.
     pub k: Codec,
-    /// How values are stored.
+    /// The codec of values.
     pub v: Codec,
-    /// Tokens that a sequence can have.
+    /// The largest number of tokens of a sequence.
     pub capacity: usize,
     /// Independent sequences.
     pub sequences: usize,
-    /// Slots that sliding-window layers have beyond their window: a pass takes up to slack + 1 tokens at once.
+    /// Slots of sliding-window layers in addition to their window: a pass takes up to slack + 1 tokens at once.
     pub slack: usize,
 }
 
 impl Default for CacheOptions {
-    /// f16, one sequence of up to 4096 tokens, passes of up to 256.
+    /// f16, one sequence of up to 4096 tokens, passes of up to 256 tokens.
     fn default() -> Self {
         CacheOptions { k: Codec::F16, v: Codec::F16, capacity: 4096, sequences: 1, slack: 255 }
     }
 }
 
-/// Which tokens' logits a pass returns.
+/// The tokens whose logits a pass returns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Logits {
-    /// Those of every token given.
+    /// Every token.
     All,
-    /// Those of the last one.
+    /// The last token.
     Last,
 }
 
@@ -74,31 +78,35 @@ pub struct Model {
     gemma4: Gemma4,
     device: Device,
     activations: DType,
-    /// Scratch that no pass is using.
+    /// Unused scratch.
     spaces: Mutex<Vec<Workspace>>,
 }
 
 impl Model {
-    /// Loads a directory: `config.json` and `model.safetensors`, or shards under `model.safetensors.index.json`.
+    /// Loads a directory with `config.json` and either `model.safetensors` or shards under
+    /// `model.safetensors.index.json`.
     ///
     /// # Errors
-    /// `File`, `Config`, `Unsupported`, `MissingTensor`, `TensorShape`, `TensorDType`, `TensorValue`, each naming
-    /// what it is about; `Kvant` when the device has no room.
+    /// `File`, `Config`, `Unsupported`, `MissingTensor`, `TensorShape`, `TensorDType` or `TensorValue` for invalid
+    /// files; each names the file, key or tensor. `Kvant` if the device has too little memory.
     pub fn load(dir: &Path, device: &Device) -> Result<Model> {
         Model::load_with(dir, device, &LoadOptions::default())
     }
 
     /// As [`Model::load`], with options.
     pub fn load_with(dir: &Path, device: &Device, options: &LoadOptions) -> Result<Model> {
+        Model::load_files(&Files::directory(dir), device, options)
+    }
+
+    /// As [`Model::load_with`], from any [`Files`].
+    pub fn load_files(files: &Files, device: &Device, options: &LoadOptions) -> Result<Model> {
         if !options.activations.is_float() {
             return Err(Error::argument("activations", "f32, f16 or bf16", options.activations));
         }
-        if !dir.is_dir() {
-            return Err(Error::file(dir, "not a directory"));
-        }
-        let config = Config::load(dir)?;
-        let weights = Weights::load(&config, &Checkpoint::open(dir)?, device)?;
-        tracing::info!(dir = %dir.display(), %device, layers = config.layers.len(), bytes = weights.bytes, "loaded");
+        files.check()?;
+        let config = Config::load_files(files)?;
+        let weights = Weights::load(&config, &Checkpoint::open_files(files)?, device)?;
+        tracing::info!(?files, %device, layers = config.layers.len(), bytes = weights.bytes, "loaded");
         Ok(Model {
             gemma4: Gemma4::new(config, weights)?,
             device: device.clone(),
@@ -107,17 +115,17 @@ impl Model {
         })
     }
 
-    /// What the model is.
+    /// The model's configuration.
     pub fn config(&self) -> &Config {
         &self.gemma4.config
     }
 
-    /// How many logits a token has.
+    /// The number of logits per token.
     pub fn vocab_size(&self) -> usize {
         self.config().vocab_size
     }
 
-    /// Where it runs.
+    /// The device that the model runs on.
     pub fn device(&self) -> &Device {
         &self.device
     }
@@ -127,13 +135,20 @@ impl Model {
         self.activations
     }
 
-    /// Bytes of the weights' matrices.
+    /// Bytes of the weight matrices.
     pub fn weight_bytes(&self) -> usize {
         self.gemma4.weights.bytes
     }
 
-    /// An empty cache with a layer for each of the model's that has keys and values of its own.
-    /// One for longer texts than the model was made for is logged as a warning.
+    /// Bytes of the matrices that a pass of one token reads. Of a mixture of experts, these are the `top_k` experts
+    /// of the token. A table of embeddings counts one row, unless it is also the output matrix.
+    pub fn weight_bytes_per_token(&self) -> usize {
+        self.gemma4.weights.bytes_per_token(self.config())
+    }
+
+    /// Makes an empty cache with one layer for each model layer that has its own keys and values.
+    ///
+    /// Logs a warning if the capacity exceeds the context that the model was made for.
     pub fn new_cache(&self, options: &CacheOptions) -> Result<KvCache> {
         let CacheOptions { k, v, capacity, sequences, slack } = *options;
         if let Some(made_for) = self.config().max_position_embeddings.filter(|&most| capacity > most) {
@@ -153,16 +168,19 @@ impl Model {
         Ok(KvCache::new(&self.device, &spec)?)
     }
 
-    /// Feeds `tokens` to a sequence and returns logits, f32 `[tokens or 1, vocab_size]`. A token's logits are about
-    /// the one that follows it.
+    /// Feeds `tokens` to a sequence and returns logits, f32 `[tokens or 1, vocab_size]`. The logits of a token
+    /// predict the next token.
     ///
-    /// Any number of tokens, however few the cache takes at once. Feeding them together, in pieces or one by one gives the
-    /// same up to rounding: kernels differ with the number of rows ([`kvant::ops::Linear`], "Accuracy").
+    /// Any number of tokens can be fed, regardless of the number that the cache takes at once. Feeding tokens
+    /// together, in chunks or one by one gives the same results up to rounding: kernels depend on the number of rows
+    /// ([accuracy](kvant::ops#accuracy)).
     ///
     /// # Errors
-    /// `Argument` for no tokens, ids outside the vocabulary or a cache of another model; `Kvant` with `CacheFull`
-    /// when the sequence has no room. All these come before anything is done. After another error the sequence is as
-    /// long as before, or, when sliding windows no longer hold what that needs, as long as the pieces that were done.
+    /// `Argument` for no tokens, ids outside the vocabulary, or a cache of another model. `Kvant` with `CacheFull` if
+    /// the sequence has no room. In all these cases, nothing has changed.
+    ///
+    /// After any other error, the sequence has its previous length. If rings have overwritten positions that this
+    /// length needs, the sequence keeps the chunks that were completed.
     pub fn forward(&self, cache: &mut KvCache, sequence: usize, tokens: &[u32], logits: Logits) -> Result<Tensor> {
         self.check(cache, sequence, tokens)?;
         let rows = if logits == Logits::All { tokens.len() } else { 1 };
@@ -171,8 +189,8 @@ impl Model {
         Ok(out)
     }
 
-    /// As [`Model::forward`], into a tensor that exists: `[tokens, vocab_size]` for the logits of all tokens, or
-    /// `[n, vocab_size]` for those of the last n, f32, f16 or bf16.
+    /// As [`Model::forward`], into an existing tensor. `out` is `[n, vocab_size]`, f32, f16 or bf16, and receives the
+    /// logits of the last n tokens, with n from 1 to the number of tokens.
     pub fn forward_into(&self, cache: &mut KvCache, sequence: usize, tokens: &[u32], out: &Tensor) -> Result<()> {
         self.check(cache, sequence, tokens)?;
         let vocab = self.vocab_size();
@@ -184,7 +202,7 @@ impl Model {
         self.run(cache, sequence, tokens, out)
     }
 
-    /// Everything that the caller can have got wrong.
+    /// Checks every argument of a pass.
     pub(crate) fn check(&self, cache: &KvCache, sequence: usize, tokens: &[u32]) -> Result<()> {
         if tokens.is_empty() {
             return Err(Error::argument("tokens", "at least one token", "none"));
@@ -214,7 +232,7 @@ impl Model {
         Ok(())
     }
 
-    /// Feeds checked tokens, a piece at a time; `out` takes the logits of the last ones, as many as it has rows.
+    /// Feeds checked tokens in chunks. `out` receives the logits of the last tokens, as many as it has rows.
     fn run(&self, cache: &mut KvCache, sequence: usize, tokens: &[u32], out: &Tensor) -> Result<()> {
         let most = cache.max_batch().clamp(1, MAX_CHUNK);
         let mut space = self.space(tokens.len().min(most), most)?;
@@ -234,14 +252,14 @@ impl Model {
             done = end;
         }
         if result.is_err() && cache.truncate(sequence, before).is_err() {
-            // The rings have moved on: keep the pieces that are whole.
+            // Rings have overwritten older positions: keep the completed chunks.
             cache.truncate(sequence, before + done)?;
         }
         self.lock_spaces().push(space);
         result
     }
 
-    /// One pass. The piece's logits from row `skip` on go to `out`, if any are wanted.
+    /// Runs one pass. The logits of the chunk from row `skip` on go to `out`, if any are requested.
     fn piece(
         &self,
         space: &mut Workspace,
@@ -259,27 +277,27 @@ impl Model {
         Ok(enc.commit()?.wait()?)
     }
 
-    /// What is run.
+    /// The model's configuration and tensors.
     pub(crate) fn gemma4(&self) -> &Gemma4 {
         &self.gemma4
     }
 
-    /// New scratch, for passes of `rows` tokens.
+    /// Allocates scratch for passes of `rows` tokens.
     pub(crate) fn workspace(&self, rows: usize) -> Result<Workspace> {
         Workspace::new(self.config(), &self.device, self.activations, rows)
     }
 
-    /// Scratch for passes of `rows` tokens: one that is free, or a new one.
+    /// Scratch for passes of `rows` tokens: unused scratch, or a new allocation.
     fn space(&self, rows: usize, most: usize) -> Result<Workspace> {
         match self.lock_spaces().pop() {
             Some(space) if space.rows() >= rows => Ok(space),
-            // Sizes grow in steps, so that prompts of rising length do not each allocate.
+            // Sizes grow in powers of two, so that prompts of increasing length do not each allocate.
             _ => self.workspace(rows.next_power_of_two().min(most)),
         }
     }
 
     fn lock_spaces(&self) -> std::sync::MutexGuard<'_, Vec<Workspace>> {
-        // Nothing is left half-changed in a list of scratch memory.
+        // A panic cannot leave a list of scratch memory in an invalid state.
         self.spaces.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -1,14 +1,12 @@
-//! Checkpoint files: one safetensors file, or several under an index.
+//! Checkpoint files: one safetensors file, or several with an index.
 //!
-//! The format: eight bytes of header length (little endian), a JSON header that gives each tensor's dtype, shape and
-//! byte range, then the bytes. Everything in it is checked before anything is allocated, and tensors go from the
-//! file to the device in pieces, so that no file is ever held or mapped whole.
+//! The format: eight bytes of header length (little endian), a JSON header with the dtype, shape and byte range of
+//! each tensor, then the data. Everything is checked before any allocation. Tensors go from the file to the device in
+//! chunks, so that no file is held or mapped as a whole.
 
 use std::{
     collections::HashMap,
-    fmt,
-    fs::File,
-    io::{Read, Seek, SeekFrom},
+    fmt, io,
     path::{Path, PathBuf},
     sync::Mutex,
 };
@@ -16,19 +14,22 @@ use std::{
 use kvant::{DType, Device, Tensor};
 use serde::de::{Deserialize, Deserializer, IgnoredAny, MapAccess, Visitor};
 
-use crate::{Error, Result, files};
+use crate::{
+    Error, Files, Result,
+    files::{self, OpenFile},
+};
 
-/// The format's own limit of a header.
+/// The format's limit on a header.
 const HEADER_LIMIT: u64 = 100_000_000;
-/// Checkpoints come in a few dozen shards at most.
+/// The largest number of shards. Checkpoints have a few dozen.
 const SHARD_LIMIT: usize = 4096;
-/// Bytes on their way from a file to a device.
+/// Bytes per transfer from a file to a device.
 const PIECE: usize = 8 << 20;
 
 /// One tensor of a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TensorInfo {
-    /// The dtype in the file's words: `F32`, `BF16`, `U32`, …
+    /// The dtype as the file names it: `F32`, `BF16`, `U32`, …
     pub dtype: String,
     /// The dimensions, outermost first.
     pub shape: Vec<usize>,
@@ -39,7 +40,7 @@ pub struct TensorInfo {
 }
 
 impl TensorInfo {
-    /// The dtype, when it is one that tensors here can have.
+    /// The dtype, if kvant has it.
     pub fn dtype(&self) -> Option<DType> {
         Some(match self.dtype.as_str() {
             "F32" => DType::F32,
@@ -52,7 +53,7 @@ impl TensorInfo {
     }
 }
 
-/// Bits of one element of the dtypes that the format knows; `None` for others, whose length cannot be checked.
+/// Bits per element of the format's dtypes; `None` for unknown ones, whose length cannot be checked.
 fn element_bits(dtype: &str) -> Option<u64> {
     Some(match dtype {
         "F4" => 4,
@@ -65,17 +66,17 @@ fn element_bits(dtype: &str) -> Option<u64> {
     })
 }
 
-/// The header of a file, checked: names are unique, ranges match shapes, and the tensors cover the data exactly.
+/// The checked header of a file: names are unique, ranges match shapes, and the tensors cover the data exactly.
 #[derive(Clone, Debug, Default)]
 pub struct Header {
     tensors: HashMap<String, TensorInfo>,
 }
 
 impl Header {
-    /// Parses a header's JSON; `data_bytes` is what the file has after it.
+    /// Parses a header's JSON. `data_bytes` is the number of bytes in the file after the header.
     ///
     /// # Errors
-    /// What is wrong, in words.
+    /// A description of what is wrong.
     pub fn parse(json: &[u8], data_bytes: u64) -> std::result::Result<Header, String> {
         let RawHeader(entries) = serde_json::from_slice(json).map_err(|e| format!("header: {e}"))?;
         let mut tensors = HashMap::with_capacity(entries.len());
@@ -119,7 +120,7 @@ impl RawEntry {
         let (start, end) = self.data_offsets;
         if start > end || end > data_bytes {
             return Err(format!(
-                "bytes {start}..{end} are not within the {data_bytes} that the file has after its header; is it cut off?"
+                "bytes {start}..{end} are outside of the {data_bytes} bytes that the file has after its header; it may be truncated"
             ));
         }
         let shape: Option<Vec<usize>> = self.shape.iter().map(|&d| usize::try_from(d).ok()).collect();
@@ -130,14 +131,19 @@ impl RawEntry {
         if let Some(bits) = element_bits(&self.dtype) {
             let bytes = elements.checked_mul(bits).map(|bits| bits.div_ceil(8));
             if bytes != Some(end - start) {
-                return Err(format!("{} bytes for {:?} of {}", end - start, self.shape, self.dtype));
+                return Err(format!(
+                    "a shape of {:?} and dtype {} do not match {} bytes",
+                    self.shape,
+                    self.dtype,
+                    end - start
+                ));
             }
         }
         Ok(TensorInfo { dtype: self.dtype, shape, start, end })
     }
 }
 
-/// The header's entries in order, duplicates included: a map would hide them.
+/// The header's entries in order, including duplicates, which a map would hide.
 struct RawHeader(Vec<(String, RawEntry)>);
 
 impl<'de> Deserialize<'de> for RawHeader {
@@ -170,8 +176,8 @@ impl<'de> Deserialize<'de> for RawHeader {
 #[derive(Debug)]
 pub struct SafetensorsFile {
     path: PathBuf,
-    /// A read moves the file's position, so that readers take turns.
-    file: Mutex<File>,
+    /// Reading moves the file's position, so readers take turns.
+    file: Mutex<OpenFile>,
     data_start: u64,
     header: Header,
 }
@@ -179,33 +185,36 @@ pub struct SafetensorsFile {
 impl SafetensorsFile {
     /// Opens a file and checks its header.
     pub fn open(path: &Path) -> Result<SafetensorsFile> {
-        let failed = |e: std::io::Error| Error::file(path, e);
-        let mut file = files::open(path)?;
-        let length = file.metadata().map_err(failed)?.len();
+        SafetensorsFile::new(path.to_path_buf(), OpenFile::Disk(files::open(path)?))
+    }
+
+    fn new(path: PathBuf, mut file: OpenFile) -> Result<SafetensorsFile> {
+        let failed = |e: io::Error| Error::file(&path, e);
+        let length = file.len().map_err(failed)?;
         let mut prefix = [0u8; 8];
         if length < 8 {
-            return Err(Error::file(path, "too short for a safetensors file"));
+            return Err(Error::file(&path, "the file is too short for a safetensors header"));
         }
-        file.read_exact(&mut prefix).map_err(failed)?;
+        file.read_at(0, &mut prefix).map_err(failed)?;
         let header_bytes = u64::from_le_bytes(prefix);
         if header_bytes > HEADER_LIMIT || header_bytes > length - 8 {
             let reason =
                 format!("the header claims {header_bytes} bytes, the file has {} after its length", length - 8);
-            return Err(Error::file(path, reason));
+            return Err(Error::file(&path, reason));
         }
         let mut json = vec![0; header_bytes as usize];
-        file.read_exact(&mut json).map_err(failed)?;
+        file.read_at(8, &mut json).map_err(failed)?;
         let data_start = 8 + header_bytes;
-        let header = Header::parse(&json, length - data_start).map_err(|reason| Error::file(path, reason))?;
-        Ok(SafetensorsFile { path: path.to_path_buf(), file: Mutex::new(file), data_start, header })
+        let header = Header::parse(&json, length - data_start).map_err(|reason| Error::file(&path, reason))?;
+        Ok(SafetensorsFile { path, file: Mutex::new(file), data_start, header })
     }
 
-    /// What is in it.
+    /// The file's header.
     pub fn header(&self) -> &Header {
         &self.header
     }
 
-    /// Reads a tensor to a device, in the file's own dtype.
+    /// Reads a tensor to a device, in the file's dtype.
     pub fn read(&self, name: &str, device: &Device) -> Result<Tensor> {
         let info = self.header.tensors.get(name).ok_or_else(|| Error::MissingTensor { name: name.to_string() })?;
         let dtype = info.dtype().ok_or_else(|| Error::TensorDType {
@@ -228,7 +237,7 @@ impl SafetensorsFile {
         if info.dtype() != Some(tensor.dtype()) {
             return Err(Error::TensorDType {
                 name: name.to_string(),
-                expected: "the dtype of the tensor that it is read into",
+                expected: "of the destination's dtype",
                 got: info.dtype.clone(),
             });
         }
@@ -244,37 +253,41 @@ impl SafetensorsFile {
         Ok(())
     }
 
-    /// Bytes of a tensor, from `start` on, counted from the end of the header.
+    /// Reads bytes of a tensor. `start` is counted from the end of the header.
     fn read_bytes(&self, name: &str, start: u64, bytes: &mut [u8]) -> Result<()> {
         let mut file = self.file.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        let failed = |e: std::io::Error| Error::file(&self.path, format_args!("tensor `{name}`: {e}"));
-        file.seek(SeekFrom::Start(self.data_start + start)).map_err(failed)?;
-        file.read_exact(bytes).map_err(failed)
+        let read = file.read_at(self.data_start + start, bytes);
+        read.map_err(|e| Error::file(&self.path, format_args!("tensor `{name}`: {e}")))
     }
 }
 
-/// All tensors of a model's directory.
+/// All tensors of a checkpoint.
 #[derive(Debug)]
 pub struct Checkpoint {
     files: Vec<SafetensorsFile>,
-    /// Which file each tensor is in.
+    /// The file of each tensor.
     place: HashMap<String, usize>,
 }
 
 impl Checkpoint {
     /// Opens `model.safetensors`, or the shards that `model.safetensors.index.json` names.
     pub fn open(dir: &Path) -> Result<Checkpoint> {
-        let single = dir.join("model.safetensors");
-        let index = dir.join("model.safetensors.index.json");
-        if files::is_there(&single) {
-            let file = SafetensorsFile::open(&single)?;
+        Checkpoint::open_files(&Files::directory(dir))
+    }
+
+    pub(crate) fn open_files(from: &Files) -> Result<Checkpoint> {
+        let open = |name: &str| SafetensorsFile::new(from.path(name), from.open(name)?);
+        let (single, index) = ("model.safetensors", "model.safetensors.index.json");
+        if from.has(single) {
+            let file = open(single)?;
             let place = file.header.tensors.keys().map(|name| (name.clone(), 0)).collect();
             return Ok(Checkpoint { files: vec![file], place });
         }
-        if !files::is_there(&index) {
-            return Err(Error::file(dir, "has neither model.safetensors nor model.safetensors.index.json"));
+        if !from.has(index) {
+            return Err(from.error("has neither model.safetensors nor model.safetensors.index.json"));
         }
-        let json = files::read(&index, HEADER_LIMIT)?;
+        let json = from.read(index, HEADER_LIMIT)?;
+        let index = from.path(index);
         let map = parse_index(&json).map_err(|reason| Error::file(&index, reason))?;
         let mut files = Vec::new();
         let mut opened = HashMap::new();
@@ -283,7 +296,7 @@ impl Checkpoint {
             let file = match opened.get(&shard) {
                 Some(&file) => file,
                 None => {
-                    files.push(SafetensorsFile::open(&dir.join(&shard))?);
+                    files.push(open(&shard)?);
                     opened.insert(shard.clone(), files.len() - 1);
                     files.len() - 1
                 }
@@ -296,17 +309,17 @@ impl Checkpoint {
         Ok(Checkpoint { files, place })
     }
 
-    /// Whether there is a tensor of this name.
+    /// Whether a tensor of this name exists.
     pub fn contains(&self, name: &str) -> bool {
         self.place.contains_key(name)
     }
 
-    /// What a file says of a tensor.
+    /// The dtype, shape and range of a tensor.
     pub fn info(&self, name: &str) -> Option<&TensorInfo> {
         self.files[*self.place.get(name)?].header.tensors.get(name)
     }
 
-    /// Reads a tensor to a device, in the file's own dtype.
+    /// Reads a tensor to a device, in the file's dtype.
     pub fn read(&self, name: &str, device: &Device) -> Result<Tensor> {
         self.find(name)?.0.read(name, device)
     }
@@ -346,7 +359,7 @@ impl Checkpoint {
 /// The tensor names of an index, each with the file name of its shard.
 ///
 /// # Errors
-/// What is wrong, in words: also a shard that is not a plain name of a `.safetensors` file in the same directory.
+/// A description of what is wrong. A shard must be the plain name of a `.safetensors` file in the same directory.
 pub fn parse_index(json: &[u8]) -> std::result::Result<Vec<(String, String)>, String> {
     #[derive(serde::Deserialize)]
     struct Index {

@@ -1,4 +1,4 @@
-//! Text to token ids and back, by the model's own `tokenizer.json`.
+//! Converting text to token ids and back with the model's `tokenizer.json`.
 
 use std::{
     cell::Cell,
@@ -8,16 +8,16 @@ use std::{
 
 use serde_json::Value;
 
-use crate::{Config, Error, Result, files};
+use crate::{Config, Error, Files, Result};
 
-/// Several times the largest vocabulary there is.
+/// Several times the size of the largest existing vocabulary.
 const TOKENIZER_LIMIT: u64 = 256 << 20;
 
 /// A model's tokenizer.
 ///
-/// The `tokenizers` crate, which does the work, panics on some files that are well formed but make no sense. Here that is an error;
-/// only where panics abort (`panic = "abort"`) such a file ends the process. A panic hook can keep quiet about these panics
-/// by [`Tokenizer::catches_panics`].
+/// The underlying `tokenizers` crate panics on some well-formed files with inconsistent contents. This type returns
+/// an error instead, except with `panic = "abort"`, where such a file ends the process. A panic hook can use
+/// [`Tokenizer::catches_panics`] to stay silent for these panics.
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
     bos: Option<u32>,
@@ -26,19 +26,26 @@ pub struct Tokenizer {
 }
 
 impl Tokenizer {
-    /// Loads `tokenizer.json`; which ids start and end a text comes from `tokenizer_config.json`, `config.json` and
-    /// `generation_config.json`, as far as they are there.
+    /// Loads `tokenizer.json`. The ids that start and end a text come from `tokenizer_config.json`, `config.json` and
+    /// `generation_config.json`, as far as these exist.
+    ///
+    /// # Errors
+    /// `File`, `Config` or `Tokenizer`.
     pub fn load(dir: &Path) -> Result<Tokenizer> {
-        let path = dir.join("tokenizer.json");
-        let mut tokenizer =
-            Tokenizer::parse(&files::read(&path, TOKENIZER_LIMIT)?).map_err(|e| Error::file(&path, e))?;
-        if let Some(json) = files::read_json_if_there(&dir.join("tokenizer_config.json"))? {
+        Tokenizer::load_files(&Files::directory(dir))
+    }
+
+    /// As [`Tokenizer::load`], from any [`Files`].
+    pub fn load_files(files: &Files) -> Result<Tokenizer> {
+        let json = files.read("tokenizer.json", TOKENIZER_LIMIT)?;
+        let mut tokenizer = Tokenizer::parse(&json).map_err(|e| Error::file(&files.path("tokenizer.json"), e))?;
+        if let Some(json) = files.read_json_if_there("tokenizer_config.json")? {
             tokenizer.bos = tokenizer.named(&json["bos_token"]);
             tokenizer.eos_token = tokenizer.named(&json["eos_token"]);
             tokenizer.eos.extend(tokenizer.eos_token);
         }
-        if files::is_there(&dir.join("config.json")) {
-            let config = Config::load(dir)?;
+        if files.has("config.json") {
+            let config = Config::load_files(files)?;
             tokenizer.bos = tokenizer.bos.or(config.bos_token_id);
             tokenizer.eos_token = tokenizer.eos_token.or(config.eos_token_ids.first().copied());
             tokenizer.eos.extend(config.eos_token_ids);
@@ -48,32 +55,46 @@ impl Tokenizer {
         Ok(tokenizer)
     }
 
-    /// Parses the contents of a `tokenizer.json`, which does not say which ids start and end a text.
+    /// Parses the contents of a `tokenizer.json`. The ids that start and end a text are unknown in this case.
+    ///
+    /// # Errors
+    /// `Tokenizer`.
     pub fn parse(json: &[u8]) -> Result<Tokenizer> {
         check_sections(json)?;
         let mut inner = guarded(|| tokenizers::Tokenizer::from_bytes(json))?;
-        // A prompt must never be cut or padded behind the caller's back.
+        // A prompt must never be truncated or padded implicitly.
         guarded(|| inner.with_truncation(None).map(|_| ()))?;
         inner.with_padding(None);
         Ok(Tokenizer { inner, bos: None, eos: Vec::new(), eos_token: None })
     }
 
-    /// The ids of a text, with the id that starts a text in front if asked (and if there is one).
+    /// Converts a text to ids. With `add_bos`, [`Tokenizer::bos`] comes first, if the model has such an id, as in transformers:
+    /// also where the text starts with the name of this token.
     ///
-    /// Where the text contains the name of a special token, it gets that token, whoever wrote it: take them out of text that you do
-    /// not trust.
+    /// The name of a special token in the text becomes that token, whoever wrote it. Remove such names from untrusted
+    /// text.
     pub fn encode(&self, text: &str, add_bos: bool) -> Result<Vec<u32>> {
         let encoding = guarded(|| self.inner.encode_fast(text, false))?;
         let bos = self.bos.filter(|_| add_bos);
         Ok(bos.into_iter().chain(encoding.get_ids().iter().copied()).collect())
     }
 
-    /// The text of ids, without special tokens. Bytes that are not UTF-8 become U+FFFD.
+    /// Converts a prompt to ids. They start with [`Tokenizer::bos`], if the model has such an id, which a prompt that starts with
+    /// its name gets only once.
+    pub fn encode_prompt(&self, text: &str) -> Result<Vec<u32>> {
+        let mut ids = self.encode(text, false)?;
+        if let Some(bos) = self.bos.filter(|bos| ids.first() != Some(bos)) {
+            ids.insert(0, bos);
+        }
+        Ok(ids)
+    }
+
+    /// Converts ids to text, without special tokens. Bytes that are not UTF-8 become U+FFFD.
     pub fn decode(&self, ids: &[u32]) -> Result<String> {
         guarded(|| self.inner.decode(ids, true))
     }
 
-    /// The text of ids, special tokens by their names.
+    /// Converts ids to text, with the names of special tokens.
     pub fn decode_with_special(&self, ids: &[u32]) -> Result<String> {
         guarded(|| self.inner.decode(ids, false))
     }
@@ -83,32 +104,32 @@ impl Tokenizer {
         self.bos
     }
 
-    /// The id that stands behind a whole text, as in training: the tokenizer's `eos_token`.
+    /// The id that ends a text in training: the tokenizer's `eos_token`.
     pub fn eos_token(&self) -> Option<u32> {
         self.eos_token
     }
 
-    /// The ids at which generation ends: [`Tokenizer::eos_token`], and for instance those that end a turn.
+    /// The ids that end generation: [`Tokenizer::eos_token`] and others, such as those that end a turn.
     pub fn eos(&self) -> &[u32] {
         &self.eos
     }
 
-    /// Whether this thread is in a call whose panic becomes an error.
+    /// Whether this thread is in a call that converts panics to errors.
     pub fn catches_panics() -> bool {
         GUARDED.get()
     }
 
-    /// How many ids there are, added ones included.
+    /// The number of ids, including added ones.
     pub fn vocab_size(&self) -> usize {
         self.inner.get_vocab_size(true)
     }
 
-    /// Decodes ids as they come.
+    /// Decodes ids one by one.
     pub fn stream(&self) -> TextStream<'_> {
         TextStream { tokenizer: self, ids: Vec::new(), known: 0, text: String::new() }
     }
 
-    /// The id of a token given by its text, or by an object that holds it as `content`.
+    /// The id of a token, given as its text or as an object with the text in `content`.
     fn named(&self, token: &Value) -> Option<u32> {
         let text = token.as_str().or_else(|| token["content"].as_str())?;
         self.inner.token_to_id(text)
@@ -121,10 +142,10 @@ impl std::fmt::Debug for Tokenizer {
     }
 }
 
-/// Parses the parts whose readers in the `tokenizers` crate panic on broken JSON: here it is an error.
+/// Parses the sections on whose broken JSON the `tokenizers` crate panics, to return an error instead.
 fn check_sections(json: &[u8]) -> Result<()> {
     #[derive(serde::Deserialize)]
-    #[expect(dead_code, reason = "parsed to see that it can be")]
+    #[expect(dead_code, reason = "parsed only to check that it is valid")]
     struct Sections {
         #[serde(default)]
         normalizer: Value,
@@ -145,7 +166,7 @@ thread_local! {
     static GUARDED: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Calls the `tokenizers` crate, which panics on some files whose JSON is well formed: an error as well.
+/// Calls the `tokenizers` crate and converts its panics to errors.
 fn guarded<T>(call: impl FnOnce() -> std::result::Result<T, tokenizers::Error>) -> Result<T> {
     GUARDED.set(true);
     let result = catch_unwind(AssertUnwindSafe(call));
@@ -156,42 +177,43 @@ fn guarded<T>(call: impl FnOnce() -> std::result::Result<T, tokenizers::Error>) 
         Err(panic) => {
             let message = panic.downcast_ref::<&str>().map(|s| s.to_string());
             let message = message.or_else(|| panic.downcast_ref::<String>().cloned());
-            format!("the file makes no sense ({})", message.unwrap_or_default())
+            format!("the file's contents are inconsistent ({})", message.unwrap_or_default())
         }
     };
     Err(Error::Tokenizer { reason })
 }
 
-/// How many ids the stream lets wait for a character before it takes them for bytes that are no text.
+/// The number of ids that the stream holds back for an incomplete character, before it treats them as invalid bytes.
 const LONGEST: usize = 64;
 
-/// Decodes ids one by one into pieces of whole characters. Where the ids are text, the pieces together are what
-/// [`Tokenizer::decode`] gives for all of them at once.
+/// Decodes ids one by one into pieces of whole characters. If the ids are valid text, the concatenated pieces equal
+/// [`Tokenizer::decode`] of all ids.
 ///
-/// A character may be spread over several tokens, and what a token's text is can depend on those before: so the stream
-/// decodes new ids together with those of the piece before, and hands out what ends with a whole character.
+/// A character may span several tokens, and the text of a token can depend on the previous tokens. The stream
+/// therefore decodes new ids together with those of the previous piece, and returns text that ends with a whole
+/// character.
 ///
-/// Where bytes are no text, some decoders (`ByteFallback`) make U+FFFD of every byte beside them, also of characters that
-/// were whole. The stream has given these out then, and does not take them back: it differs from
-/// [`Tokenizer::decode`] in them and in the number of U+FFFD, and in nothing else.
+/// If bytes are not valid text, some decoders (`ByteFallback`) replace every neighbouring byte by U+FFFD, including
+/// those of complete characters. The stream has already returned these characters. In this case it differs from
+/// [`Tokenizer::decode`] in these characters and in the number of U+FFFD, and in nothing else.
 pub struct TextStream<'a> {
     tokenizer: &'a Tokenizer,
-    /// The ids of the last piece, and those whose text waits.
+    /// The ids of the last piece, and those whose text is held back.
     ids: Vec<u32>,
-    /// How many the former are.
+    /// The number of ids of the last piece.
     known: usize,
-    /// Their text when they stand alone.
+    /// The text of the last piece's ids alone.
     text: String,
 }
 
 impl TextStream<'_> {
-    /// Takes an id and returns the text that has become certain, often that of this id, sometimes nothing.
+    /// Takes an id and returns the text that is now complete: usually that of this id, sometimes nothing.
     pub fn push(&mut self, id: u32) -> Result<String> {
         self.ids.push(id);
         let piece = self.waiting()?;
         let patient = self.ids.len() - self.known < LONGEST;
         if piece.is_empty() {
-            // Ids without a text of their own can matter for the next, but not in any number.
+            // Ids without text can affect the next ones, but only a limited number is kept.
             if !patient {
                 self.ids.truncate(self.known);
             }
@@ -207,17 +229,17 @@ impl TextStream<'_> {
         Ok(piece)
     }
 
-    /// The rest: what was waiting for bytes that did not come.
+    /// Returns the text that was held back for bytes that did not follow.
     pub fn finish(self) -> Result<String> {
         self.waiting()
     }
 
-    /// The text of the ids behind the last piece.
+    /// The text of the ids after the last piece.
     fn waiting(&self) -> Result<String> {
         let text = self.tokenizer.decode(&self.ids)?;
         match text.strip_prefix(&self.text) {
             Some(rest) => Ok(rest.to_string()),
-            // What they do to the text of the last piece comes too late for it.
+            // The new ids change the text of the last piece, which has already been returned.
             None => self.tokenizer.decode(&self.ids[self.known..]),
         }
     }

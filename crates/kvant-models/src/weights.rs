@@ -1,5 +1,5 @@
-//! Gemma 4's tensors, found under any of the names that checkpoints give them, with the shapes that the
-//! configuration implies.
+//! Gemma 4's tensors, found under any of the names that checkpoints use, with the shapes that the configuration
+//! implies.
 
 use std::ops::Range;
 
@@ -22,7 +22,7 @@ pub(crate) enum Matrix {
 }
 
 impl Matrix {
-    /// As the operations take it.
+    /// The matrix as an argument of operations.
     pub(crate) fn weight(&self) -> Weight<'_> {
         match self {
             Matrix::Dense(tensor) => Weight::Dense(tensor),
@@ -66,7 +66,7 @@ impl Matrix {
     }
 }
 
-/// How a matrix is stored.
+/// The storage format of a matrix.
 #[derive(Clone, Copy, PartialEq)]
 enum Form {
     Dense(DType),
@@ -74,7 +74,7 @@ enum Form {
 }
 
 impl Form {
-    /// The shape of the codes' words, for a matrix of `shape`; of the elements, if dense.
+    /// For a matrix of `shape`, the shape of the codes' words, or of the elements if it is dense.
     fn words(self, shape: &[usize]) -> Vec<usize> {
         match self {
             Form::Dense(_) => shape.to_vec(),
@@ -96,12 +96,12 @@ fn with_inputs(shape: &[usize], change: impl Fn(usize) -> usize) -> Vec<usize> {
     [rows, &[change(inputs)]].concat()
 }
 
-/// Matrices that take the same inputs.
+/// Matrices with the same inputs.
 #[derive(Debug)]
 pub(crate) struct Stack {
-    /// All of them in one, if they are stored alike: a single token goes through them in one product.
+    /// All of them as one matrix, if they have the same format. A single token is multiplied by it in one product.
     pub whole: Option<Matrix>,
-    /// Each; parts of the whole's memory.
+    /// Each matrix; they are views of `whole`.
     pub parts: Vec<Matrix>,
 }
 
@@ -110,7 +110,7 @@ pub(crate) struct Stack {
 pub(crate) struct Weights {
     pub embed: Matrix,
     pub norm: Tensor,
-    /// Absent when the embedding serves.
+    /// Absent if the embedding is the output matrix.
     pub lm_head: Option<Matrix>,
     pub per_layer: Option<PerLayerWeights>,
     pub layers: Vec<LayerWeights>,
@@ -118,7 +118,7 @@ pub(crate) struct Weights {
     pub bytes: usize,
 }
 
-/// What makes the per-layer inputs.
+/// The weights that compute per-layer inputs.
 #[derive(Debug)]
 pub(crate) struct PerLayerWeights {
     /// `[Vp, L·P]`.
@@ -132,15 +132,16 @@ pub(crate) struct PerLayerWeights {
 #[derive(Debug)]
 pub(crate) struct LayerWeights {
     pub input_norm: Tensor,
-    /// Queries, and unless the layer attends to another's, keys and values; no values where they are the raw keys.
+    /// Queries, keys and values. No keys and values if the layer attends to another layer's; no values if they are
+    /// the raw keys.
     pub qkv: Stack,
     pub q_norm: Tensor,
-    /// Absent when the layer attends to another's keys and values.
+    /// Absent if the layer attends to another layer's keys and values.
     pub k_norm: Option<Tensor>,
     pub o: Matrix,
     pub post_attention_norm: Tensor,
     pub pre_feedforward_norm: Tensor,
-    /// The gate and what it gates.
+    /// The gate and up projections.
     pub gate_up: Stack,
     pub down: Matrix,
     pub post_feedforward_norm: Tensor,
@@ -168,17 +169,17 @@ pub(crate) struct MoeWeights {
     pub post_norm_2: Tensor,
 }
 
-/// The first half of every expert.
+/// The gate and up matrices of every expert.
 #[derive(Debug)]
 #[allow(clippy::large_enum_variant)] // One a layer: nothing is gained by a box.
 pub(crate) enum GateUp {
-    /// Hugging Face: `[E, 2I, H]`, the gate's rows first.
+    /// Hugging Face: `[E, 2I, H]`, with the gate's rows first.
     Fused(Matrix),
     /// MLX: `[E, I, H]` each.
     Split { gate: Matrix, up: Matrix },
 }
 
-/// How a layer takes in its per-layer input.
+/// The weights that add a layer's per-layer input.
 #[derive(Debug)]
 pub(crate) struct LayerInputWeights {
     /// `[P, H]`.
@@ -189,7 +190,8 @@ pub(crate) struct LayerInputWeights {
 }
 
 impl Weights {
-    /// Reads what the configuration calls for, and nothing else: towers for images and sound stay in the file.
+    /// Reads the tensors that the configuration requires, and no others: encoders of images and sound stay in the
+    /// file.
     pub(crate) fn load(config: &Config, checkpoint: &Checkpoint, device: &Device) -> Result<Weights> {
         let prefix = ["model.", "model.language_model.", "language_model.model.", "language_model.", ""]
             .into_iter()
@@ -213,13 +215,36 @@ impl Weights {
             config.layers.iter().enumerate().map(|(l, layer)| loader.layer(l, layer)).collect::<Result<_>>()?;
         Ok(Weights { embed, norm, lm_head, per_layer, layers, bytes: loader.bytes })
     }
+
+    /// Bytes of the matrices that a pass of one token reads.
+    pub(crate) fn bytes_per_token(&self, config: &Config) -> usize {
+        // All but `read` of `count` equal parts of a matrix.
+        let skipped = |matrix: &Matrix, read: usize, count: usize| matrix.bytes() / count * (count - read);
+        let mut bytes = self.bytes;
+        if self.lm_head.is_some() {
+            bytes -= skipped(&self.embed, 1, config.vocab_size);
+        }
+        if let (Some(weights), Some(ple)) = (&self.per_layer, config.per_layer_input) {
+            bytes -= skipped(&weights.embed, 1, ple.vocab_size);
+        }
+        for weights in self.layers.iter().filter_map(|layer| layer.moe.as_ref()) {
+            let Some(moe) = config.moe else { continue };
+            let skipped = |matrix| skipped(matrix, moe.top_k, moe.experts);
+            bytes -= skipped(&weights.down);
+            bytes -= match &weights.gate_up {
+                GateUp::Fused(matrix) => skipped(matrix),
+                GateUp::Split { gate, up } => skipped(gate) + skipped(up),
+            };
+        }
+        bytes
+    }
 }
 
 struct Loader<'a> {
     config: &'a Config,
     checkpoint: &'a Checkpoint,
     device: &'a Device,
-    /// What stands before the names of the text model.
+    /// The prefix of the text model's names.
     prefix: &'static str,
     bytes: usize,
 }
@@ -303,7 +328,7 @@ impl Loader<'_> {
         })
     }
 
-    /// The output matrix stands beside the text model, not in it.
+    /// The output matrix is outside of the text model.
     fn lm_head_module(&self) -> Option<&'static str> {
         ["lm_head", "language_model.lm_head", "model.lm_head", "model.language_model.lm_head"]
             .into_iter()
@@ -316,8 +341,8 @@ impl Loader<'_> {
         self.matrix_at(module, &[self.config.vocab_size, self.config.hidden_size])
     }
 
-    /// Where the embedding is the output matrix, too, a file that has both must have them alike: of others, transformers takes the
-    /// second after all.
+    /// If the embedding is also the output matrix, a file that has both must have identical ones. Otherwise,
+    /// transformers uses the second one regardless.
     fn expect_tied(&self) -> Result<()> {
         let Some(module) = self.lm_head_module() else { return Ok(()) };
         for part in ["weight", "scales", "biases"] {
@@ -326,8 +351,9 @@ impl Loader<'_> {
             if has_head != has_embed || has_head && !self.checkpoint.same(&head, &embed)? {
                 return Err(Error::TensorValue {
                     name: head,
-                    expected: "what embed_tokens holds, as tie_word_embeddings is true or absent",
-                    got: if has_head && has_embed { "something else" } else { "only one of the two" }.to_string(),
+                    expected: "a copy of embed_tokens, because tie_word_embeddings is true or absent",
+                    got: if has_head && has_embed { "different values" } else { "only one of the two tensors" }
+                        .to_string(),
                 });
             }
         }
@@ -338,12 +364,12 @@ impl Loader<'_> {
         format!("{}{name}", self.prefix)
     }
 
-    /// A float vector of `len`.
+    /// A float vector of `len` elements.
     fn vector(&self, name: &str, len: usize) -> Result<Tensor> {
         self.float(&self.full(name), &[len])
     }
 
-    /// A `[1]` tensor's value.
+    /// The value of a `[1]` tensor.
     fn scalar(&self, name: &str) -> Result<f32> {
         let name = self.full(name);
         let value = self.float(&name, &[1])?.to_f32()?[0];
@@ -358,7 +384,7 @@ impl Loader<'_> {
         self.matrix_at(&self.full(module), shape)
     }
 
-    /// Modules of so many outputs each, that take the same inputs.
+    /// Modules with the given numbers of outputs and the same inputs.
     fn stack(&mut self, modules: &[(String, usize)], inputs: usize) -> Result<Stack> {
         let forms = modules.iter().map(|(module, outputs)| self.form(&self.full(module), &[*outputs, inputs]));
         let forms = forms.collect::<Result<Vec<_>>>()?;
@@ -387,7 +413,7 @@ impl Loader<'_> {
         Ok(matrix)
     }
 
-    /// How the file has a matrix; everything about it is checked.
+    /// The format of a matrix in the file, completely checked.
     fn form(&self, module: &str, shape: &[usize]) -> Result<Form> {
         let weight = format!("{module}.weight");
         let scales = format!("{module}.scales");
@@ -396,7 +422,7 @@ impl Loader<'_> {
         }
         let scheme = self.config.quantization.scheme(module).ok_or_else(|| Error::Config {
             key: "quantization".to_string(),
-            expected: format!("the bits and group size of `{module}`, which is quantised"),
+            expected: format!("an object with the bits and group size of `{module}`, which is quantised"),
             got: "nothing".to_string(),
         })?;
         let &inputs = shape.last().expect("a matrix has dimensions");
@@ -412,7 +438,7 @@ impl Loader<'_> {
         self.expect_shape(&weight, &any.words(shape))?;
         let info = self.checkpoint.info(&weight).expect("expect_shape found it");
         if info.dtype() != Some(DType::U32) {
-            let (expected, got) = ("u32 beside its scales", info.dtype.clone());
+            let (expected, got) = ("U32, because it has scales", info.dtype.clone());
             return Err(Error::TensorDType { name: weight, expected, got });
         }
         let dtype = self.float_dtype(&scales, &any.groups(shape))?;
@@ -424,7 +450,7 @@ impl Loader<'_> {
         Ok(form(dtype))
     }
 
-    /// Reads a matrix whose form has been checked.
+    /// Reads a matrix whose format has been checked.
     fn fill(&self, matrix: &Matrix, module: &str) -> Result<()> {
         let read = |part: &str, to: &Tensor| self.checkpoint.read_into(&format!("{module}.{part}"), to);
         match matrix {
@@ -448,7 +474,7 @@ impl Loader<'_> {
         self.checkpoint.read(name, self.device)
     }
 
-    /// Asked of the header, too.
+    /// Read from the header.
     fn float_dtype(&self, name: &str, shape: &[usize]) -> Result<DType> {
         self.expect_shape(name, shape)?;
         let info = self.checkpoint.info(name).expect("expect_shape found it");
@@ -459,7 +485,7 @@ impl Loader<'_> {
         })
     }
 
-    /// Asked of the header, before anything is allocated.
+    /// Read from the header, before any allocation.
     fn expect_shape(&self, name: &str, expected: &[usize]) -> Result<()> {
         let info = self.checkpoint.info(name).ok_or_else(|| Error::MissingTensor { name: name.to_string() })?;
         if info.shape == expected {

@@ -4,7 +4,7 @@ use kvant::{DType, Device, KvCache, Step, Tensor};
 
 use crate::{Result, config::Config};
 
-/// Scratch for passes of up to `rows` tokens, and views of it for the latest number of tokens.
+/// Scratch for passes of up to `rows` tokens, with views for the latest number of tokens.
 pub(crate) struct Workspace {
     rows: usize,
     buffers: Buffers,
@@ -12,7 +12,8 @@ pub(crate) struct Workspace {
     step: Option<Step>,
 }
 
-/// One-dimensional: each pass takes the front of them in the shapes it needs, so that views are contiguous.
+/// One-dimensional buffers. Each pass uses the first elements in the shapes that it needs, so that views are
+/// contiguous.
 struct Buffers {
     ids: Tensor,
     hidden: [Tensor; 4],
@@ -23,28 +24,28 @@ struct Buffers {
     moe: Option<[Tensor; 6]>,
 }
 
-/// The buffers as a pass of `tokens` tokens sees them.
+/// The buffers in the shapes of a pass of `tokens` tokens.
 pub(crate) struct Views {
     pub tokens: usize,
     /// u32 `[T]`.
     pub ids: Tensor,
     /// The residual stream, `[T, H]`.
     pub h: Tensor,
-    /// What a block reads, `[T, H]`.
+    /// The input of a block, `[T, H]`.
     pub x: Tensor,
-    /// What a block makes, `[T, H]`.
+    /// The output of a block, `[T, H]`.
     pub y: Tensor,
-    /// What the dense branch makes beside the experts, `[T, H]`.
+    /// The output of the dense branch that runs in parallel with the experts, `[T, H]`.
     pub y1: Tensor,
     pub layers: Vec<LayerViews>,
     pub per_layer: Option<PerLayerViews>,
     pub moe: Option<MoeViews>,
 }
 
-/// The pairs are one buffer in two shapes: `[T, heads·D]` for the projections, `[T, heads, D]` for the rest. Queries, keys
-/// and values follow each other in memory, and so do gate and up.
+/// A pair is one buffer in two shapes: `[T, heads·D]` for the projections, `[T, heads, D]` for the rest. Queries,
+/// keys and values are adjacent in memory, and so are gate and up.
 pub(crate) struct LayerViews {
-    /// Of a pass of one token: q, k and v in one row, or what of them the layer projects.
+    /// In a pass of one token: the projected ones of q, k and v in one row.
     pub qkv: Option<Tensor>,
     pub q: [Tensor; 2],
     pub k: [Tensor; 2],
@@ -52,14 +53,14 @@ pub(crate) struct LayerViews {
     pub attended: [Tensor; 2],
     pub gate: Tensor,
     pub up: Tensor,
-    /// Of a pass of one token: gate and up in one row.
+    /// In a pass of one token: gate and up in one row.
     pub gate_up: Option<Tensor>,
 }
 
 pub(crate) struct PerLayerViews {
     /// The embedded ids, `[T, L·P]` and `[T·L, P]`.
     pub embedded: [Tensor; 2],
-    /// The projected embedding, then its sum with the former; the same shapes.
+    /// The projected embedding, then its sum with `embedded`; the same shapes.
     pub input: [Tensor; 2],
     /// `[T, P]`.
     pub gate: Tensor,
@@ -74,7 +75,7 @@ pub(crate) struct MoeViews {
     pub weights: Tensor,
     /// `[T·top_k, 2I]` for the fused projection.
     pub gate_up: Tensor,
-    /// `[T·top_k, I]`, in the memory of `gate_up`: for projections of their own.
+    /// `[T·top_k, I]`, in the memory of `gate_up`, for separate projections.
     pub up: Tensor,
     /// `[T·top_k, I]`.
     pub gate: Tensor,
@@ -83,19 +84,19 @@ pub(crate) struct MoeViews {
 }
 
 impl Workspace {
-    /// For passes of up to `rows` tokens.
+    /// Allocates scratch for passes of up to `rows` tokens.
     pub(crate) fn new(config: &Config, device: &Device, dtype: DType, rows: usize) -> Result<Workspace> {
         let buffers = Buffers::new(config, device, dtype, rows)?;
         let views = buffers.views(config, rows)?;
         Ok(Workspace { rows, buffers, views, step: None })
     }
 
-    /// The most tokens of a pass.
+    /// The largest number of tokens in a pass.
     pub(crate) fn rows(&self) -> usize {
         self.rows
     }
 
-    /// Makes the views fit a pass of `tokens`, at most [`Workspace::rows`].
+    /// Adapts the views to a pass of `tokens` tokens, at most [`Workspace::rows`].
     pub(crate) fn fit(&mut self, config: &Config, tokens: usize) -> Result<()> {
         if self.views.tokens != tokens {
             self.views = self.buffers.views(config, tokens)?;
@@ -104,7 +105,7 @@ impl Workspace {
         Ok(())
     }
 
-    /// Makes room in the cache for `tokens` more tokens, reusing the last step's buffers when they fit.
+    /// Appends `tokens` tokens to the cache, reusing the last step's buffers if they fit.
     pub(crate) fn append(&mut self, cache: &mut KvCache, sequence: usize, tokens: usize) -> Result<()> {
         let entry = [(sequence, tokens)];
         match &self.step {

@@ -4,7 +4,10 @@ mod common;
 
 use common::{VARIANTS, exact, floats, golden, ids, max_difference};
 use kvant::{Device, KvCache};
-use kvant_models::{Logits, Model};
+use kvant_models::{
+    Logits, Model,
+    safetensors::{Checkpoint, SafetensorsFile},
+};
 
 /// What the logits may differ by, with an f32 cache.
 const TOLERANCE: f32 = 2e-3;
@@ -67,6 +70,45 @@ fn both_forms_of_head_sizes_are_the_same_model() {
             (Model::load(&golden(variant), &Device::cpu()).unwrap(), Model::load(dir.path(), &Device::cpu()).unwrap());
         assert_eq!(old.config().layers, new.config().layers);
         check(&new, variant);
+    }
+}
+
+/// One token reads one row of a table, and of the experts those that it is routed to.
+#[test]
+fn a_token_reads_a_part_of_the_weights() {
+    for variant in VARIANTS {
+        let model = Model::load(&golden(variant), &Device::cpu()).unwrap();
+        let checkpoint = Checkpoint::open(&golden(variant)).unwrap();
+        let bytes_of = |part: &str| -> usize {
+            let index = golden(variant).join("model.safetensors.index.json");
+            let files = if index.exists() {
+                ["model-00001-of-00002", "model-00002-of-00002"].as_slice()
+            } else {
+                ["model"].as_slice()
+            };
+            let files = files.iter().map(|name| golden(variant).join(format!("{name}.safetensors")));
+            let names = files.flat_map(|file| {
+                let file = SafetensorsFile::open(&file).unwrap();
+                file.header().tensors().keys().cloned().collect::<Vec<_>>()
+            });
+            let infos = names.filter(|name| name.contains(part)).map(|name| checkpoint.info(&name).unwrap().clone());
+            infos.map(|info| (info.end - info.start) as usize).sum()
+        };
+        let mut expected = model.weight_bytes();
+        if let Some(moe) = model.config().moe {
+            let experts = bytes_of("experts.");
+            assert!(experts > 0 && moe.top_k < moe.experts);
+            expected -= experts / moe.experts * (moe.experts - moe.top_k);
+        }
+        if let Some(table) = model.config().per_layer_input {
+            let bytes = bytes_of("embed_tokens_per_layer");
+            assert!(bytes > 0);
+            expected -= bytes / table.vocab_size * (table.vocab_size - 1);
+        }
+        if !model.config().tie_word_embeddings {
+            expected -= bytes_of("embed_tokens.") / model.vocab_size() * (model.vocab_size() - 1);
+        }
+        assert_eq!(model.weight_bytes_per_token(), expected, "{variant}");
     }
 }
 

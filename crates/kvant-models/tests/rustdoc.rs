@@ -117,6 +117,19 @@ fn mean_kl(p: &[f32], q: &[f32], vocab: usize) -> f64 {
     rows.sum::<f64>() / (p.len() / vocab) as f64
 }
 
+/// Whoever writes the token that begins a text gets it once.
+#[test]
+fn a_prompt_begins_once() {
+    let tokenizer = Tokenizer::load(&shipped()).unwrap();
+    let bos = tokenizer.bos().unwrap();
+    let plain = tokenizer.encode_prompt("a").unwrap();
+    assert_eq!(plain[0], bos);
+    assert_eq!(tokenizer.encode_prompt("<bos>a").unwrap(), plain);
+    assert_eq!(tokenizer.encode("<bos>a", false).unwrap(), plain);
+    assert_eq!(tokenizer.encode_prompt("<bos><bos>a").unwrap()[..2], [bos; 2], "two that were written stay two");
+    assert_eq!(tokenizer.encode_prompt("").unwrap(), [bos]);
+}
+
 /// 4096 tokens through rings of the window and a little more, against prompts run from nothing through a cache that
 /// holds every position.
 #[test]

@@ -20,24 +20,71 @@ pub use msl_host::{Build, Schedule};
 
 /// How each launch is run.
 #[derive(Clone, Debug)]
-pub struct Runs(Vec<(Build, Schedule)>);
+pub struct Runs {
+    ways: Vec<(Build, Schedule)>,
+    seed: u64,
+    /// The number of launches seen of each kind, where later launches of a kind run in one way only.
+    seen: Option<Arc<Mutex<HashMap<String, usize>>>>,
+}
 
 impl Runs {
     /// Four times: the plain build forward, in reverse and at random, then the checker build. All four must leave the
     /// same bytes, and the checker must have nothing to report.
     pub fn all(seed: u64) -> Runs {
-        Runs(vec![
+        let ways = vec![
             (Build::Plain, Schedule::Forward),
             (Build::Plain, Schedule::Reverse),
             (Build::Plain, Schedule::Random(seed)),
             (Build::Checker, Schedule::Random(seed.wrapping_add(1))),
-        ])
+        ];
+        Runs { ways, seed, seen: None }
+    }
+
+    /// The first launch of a kind runs in all four ways, each later one once, at random: in the checker build the second, the
+    /// fourth, the eighth and so on, in the plain build the others. A kind is a kernel with its constants and the class of its
+    /// grid: the threads of a group, and the number of groups up to a power of two. Launches of very many threads, of which the
+    /// same kernels have small ones elsewhere, leave the checker build out: it takes ten times as long.
+    pub fn first_of_a_kind(seed: u64) -> Runs {
+        Runs { seen: Some(Arc::default()), ..Runs::all(seed) }
     }
 
     /// Once.
     pub fn once(build: Build, schedule: Schedule) -> Runs {
-        Runs(vec![(build, schedule)])
+        Runs { ways: vec![(build, schedule)], seed: 0, seen: None }
     }
+
+    /// Forgets which kinds were launched, so that what runs next does not depend on what ran before.
+    pub fn forget(&self) {
+        if let Some(seen) = &self.seen {
+            seen.lock().unwrap_or_else(PoisonError::into_inner).clear();
+        }
+    }
+
+    /// How this launch is run.
+    fn ways_of(&self, launch: &Launch) -> Vec<(Build, Schedule)> {
+        let Some(seen) = &self.seen else { return self.ways.clone() };
+        let groups = launch.grid.groups.map(u32::next_power_of_two);
+        let Launch { source, kernel, constants, .. } = launch;
+        let kind = format!("{}/{kernel} {constants:?} {groups:?} of {:?}", source.name, launch.grid.threads);
+        let mut seen = seen.lock().unwrap_or_else(PoisonError::into_inner);
+        let count = seen.entry(kind).or_default();
+        *count += 1;
+        let at_random = Schedule::Random(self.seed.wrapping_add(*count as u64));
+        let small = threads(launch) <= CHECKED_THREADS;
+        match *count {
+            1 if small => self.ways.clone(),
+            1 => self.ways.iter().filter(|(build, _)| *build == Build::Plain).copied().collect(),
+            n if small && n.is_power_of_two() => vec![(Build::Checker, at_random)],
+            _ => vec![(Build::Plain, at_random)],
+        }
+    }
+}
+
+/// More threads than these do not run in the checker build, unless every launch does.
+const CHECKED_THREADS: u64 = 16 << 10;
+
+fn threads(launch: &Launch) -> u64 {
+    launch.grid.groups.iter().chain(&launch.grid.threads).map(|&n| u64::from(n)).product()
 }
 
 /// The device.
@@ -94,9 +141,10 @@ fn address(memory: &dyn gpu::Memory) -> *mut u8 {
 
 impl Executor for MslHost {
     fn name(&self) -> String {
-        match self.shared.runs.0.as_slice() {
-            [(build, schedule)] => format!("msl-host, {build:?} build, {schedule:?}"),
-            _ => format!("msl-host, {} runs a launch", self.shared.runs.0.len()),
+        match (self.shared.runs.ways.as_slice(), &self.shared.runs.seen) {
+            ([(build, schedule)], _) => format!("msl-host, {build:?} build, {schedule:?}"),
+            (ways, None) => format!("msl-host, {} runs a launch", ways.len()),
+            (ways, Some(_)) => format!("msl-host, {} runs of the first launch of a kind", ways.len()),
         }
     }
 
@@ -195,7 +243,8 @@ impl Shared {
 impl Inner {
     /// Runs a launch in each of the ways asked for, each time from the same memory.
     fn run(&mut self, launch: &Launch, runs: &Runs) -> Result<()> {
-        let [first, rest @ ..] = runs.0.as_slice() else { return Ok(()) };
+        let ways = runs.ways_of(launch);
+        let [first, rest @ ..] = ways.as_slice() else { return Ok(()) };
         let before = if rest.is_empty() { Vec::new() } else { written(launch) };
         self.run_once(launch, *first)?;
         let wanted = if rest.is_empty() { Vec::new() } else { written(launch) };
@@ -253,8 +302,8 @@ impl Inner {
         }
         let text = text_of(source.name, || source.text.to_string());
         let mut msl = msl_host::Source::new(source.name, &format!("{text}\n{}", source.assertions()));
-        for header in source.headers {
-            msl = msl.header(header.name, &text_of(header.name, header.text));
+        for (name, text) in source.included_by(&text, &|header| text_of(header.name, header.text)) {
+            msl = msl.header(name, &text);
         }
         let library = Arc::new(self.host.compile(&msl, build).map_err(|e| fault(format!("{}: {e}", source.name)))?);
         self.libraries.insert(key, library.clone());
@@ -295,3 +344,8 @@ fn restore(launch: &Launch, before: &[Vec<u8>]) {
         }
     }
 }
+
+/// The example in the repository's README is a test: here, because a published crate has only its own files.
+#[cfg(doctest)]
+#[doc = include_str!("../../../README.md")]
+struct Readme;

@@ -1,7 +1,6 @@
-//! The two operations that everything else is built around: write keys and values to a layer, attend over it.
+//! The two central operations: write keys and values to a layer, then attend over it.
 //!
-//! An engine with a cache manager of its own needs no more than this. Run it with
-//! `cargo run -p kvant --example 01-attend`.
+//! An engine with its own cache manager needs only these. Run it with `cargo run -p kvant --example 01-attend`.
 
 use kvant::{Codec, DType, Device, KvLayer, LayerSpec, Result, SlotOrder, Step, Tensor, ops};
 
@@ -12,7 +11,8 @@ const HEAD_DIM: usize = 64;
 fn main() -> Result<()> {
     let device = Device::cpu();
 
-    // One sequence, 16 slots a head, in f16. Query heads 0 and 1 share KV head 0, heads 2 and 3 share KV head 1.
+    // One sequence with 16 slots per head, in f16. Query heads 0 and 1 share KV head 0; heads 2 and 3 share KV head
+    // 1.
     let layer = KvLayer::new(
         &device,
         LayerSpec {
@@ -42,7 +42,7 @@ fn main() -> Result<()> {
     let k = Tensor::from_slice(&device, &keys, &[3, KV_HEADS, HEAD_DIM])?;
     let v = Tensor::from_slice(&device, &values, &[3, KV_HEADS, HEAD_DIM])?;
 
-    // All three ask for the key along axis 1.
+    // All three queries point along axis 1, like the key of token 1.
     let mut queries = vec![0f32; 3 * HEADS * HEAD_DIM];
     queries.chunks_exact_mut(HEAD_DIM).for_each(|q| q[1] = 8.0);
     let q = Tensor::from_slice(&device, &queries, &[3, HEADS, HEAD_DIM])?;
@@ -72,7 +72,7 @@ fn main() -> Result<()> {
     for token in 0..3 {
         println!("token {token} gets {:.3}", out[token * HEADS * HEAD_DIM]);
     }
-    // Token 0 sees only itself. Tokens 1 and 2 see key 1 and find it; token 2 does not care that key 2 exists.
+    // Token 0 sees only itself. Tokens 1 and 2 see key 1, which dominates; key 2 does not match the query of token 2.
     assert_eq!(out[0], 0.0);
     assert!((out[HEADS * HEAD_DIM] - 1.0).abs() < 1e-3);
     assert!((out[2 * HEADS * HEAD_DIM] - 1.0).abs() < 1e-3);

@@ -1,4 +1,4 @@
-//! What quantising a cache costs and saves: write the same vectors in every codec and read them back.
+//! The error and the size of each codec: writes the same vectors in every codec and reads them back.
 //!
 //! Run it with `cargo run --release -p kvant --example 03-turboquant`.
 
@@ -13,25 +13,26 @@ fn main() -> Result<()> {
     let x = vectors_with_outliers();
     let source = Tensor::from_slice(&device, &x, &[TOKENS, KV_HEADS, HEAD_DIM])?;
 
-    println!("codec   bytes a vector   relative squared error");
+    println!("codec   bytes / vector   relative squared error");
     for codec in [Codec::F16, Codec::tq(8), Codec::tq(6), Codec::tq(5), Codec::tq(4)] {
         let back = there_and_back(&device, codec, &source)?;
         let error: f64 = x.iter().zip(&back).map(|(a, b)| f64::from(a - b).powi(2)).sum();
         let energy: f64 = x.iter().map(|a| f64::from(*a).powi(2)).sum();
         println!("{:<7} {:>14} {:>24.3e}", codec.to_string(), codec.bytes_per_vector(HEAD_DIM), error / energy);
         if let Codec::TurboQuant(tq) = codec {
-            // The distortion of the optimal quantiser of a normal variable: the rotation makes coordinates so.
+            // The distortion of the optimal quantiser of a normal variable. The rotation makes coordinates nearly
+            // normal.
             let optimal = [(4, 9.501e-3), (5, 2.505e-3), (6, 6.44e-4), (8, 4.12e-5)];
             let (_, optimal) = optimal.into_iter().find(|&(bits, _)| bits == tq.bits).expect("one of the four");
-            // A block's norm is fitted to its own coordinates, which makes it a little better than that.
+            // A block's norm is fitted to its own coordinates, so the result can be slightly better.
             let ratio = error / energy / optimal;
-            assert!((0.8..1.05).contains(&ratio), "{codec}: {ratio} of what theory says");
+            assert!((0.8..1.05).contains(&ratio), "{codec}: {ratio} of the optimal distortion");
         }
     }
     Ok(())
 }
 
-/// Writes the vectors to a layer of this codec, and reads them out again.
+/// Writes the vectors to a layer of this codec and reads them back.
 fn there_and_back(device: &Device, codec: Codec, source: &Tensor) -> Result<Vec<f32>> {
     let layer = KvLayer::new(
         device,
@@ -62,8 +63,8 @@ fn there_and_back(device: &Device, codec: Codec, source: &Tensor) -> Result<Vec<
     out.to_f32()
 }
 
-/// Vectors in which every 64th coordinate is 20 times larger than the others, as in real keys. Rounding them as they
-/// are would spend the whole range on those few; the rotation spreads them over all coordinates first.
+/// Vectors in which every 64th coordinate is 20 times larger than the others, as in real keys. A plain quantiser
+/// would spend its range on these few; the rotation first spreads them over all coordinates.
 fn vectors_with_outliers() -> Vec<f32> {
     let mut state = 1u32;
     let mut uniform = || {

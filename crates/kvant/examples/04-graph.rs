@@ -1,7 +1,7 @@
-//! Record a decode step once, replay it for every token.
+//! Records a decode step once and replays it for every token.
 //!
-//! Positions and lengths live in device buffers. A captured graph reads them anew at each replay, so the step that was
-//! recorded for one token serves for all. Run it with `cargo run -p kvant --example 04-graph`.
+//! Positions and lengths are in device buffers. A captured graph reads them at each replay, so the step that was
+//! recorded for one token serves all tokens. Run it with `cargo run -p kvant --example 04-graph`.
 
 use kvant::{Codec, DType, Device, Encoder, KvLayer, LayerSpec, Result, SlotOrder, Step, Tensor, ops};
 
@@ -23,7 +23,7 @@ fn main() -> Result<()> {
     };
     let layer = KvLayer::new(&device, spec)?;
 
-    // What changes from token to token: its query, key and value, its position, and the length of the sequence.
+    // These change from token to token: query, key and value, the position, and the length of the sequence.
     let shape = [1, 1, HEAD_DIM];
     let q = Tensor::zeros(&device, DType::F32, &shape)?;
     let k = Tensor::zeros(&device, DType::F32, &shape)?;
@@ -50,7 +50,7 @@ fn main() -> Result<()> {
     })?;
 
     for token in 0..TOKENS {
-        // Keys and queries are zero, so all weights are equal: attention gives the mean of the values so far.
+        // Keys and queries are zero, so all weights are equal and attention returns the mean of the values so far.
         v.write(&[token as f32; HEAD_DIM])?;
         step.positions.write(&[token as u32])?;
         step.lens.write(&[token as u32 + 1])?;

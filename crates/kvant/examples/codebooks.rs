@@ -5,14 +5,14 @@
 //! ```
 //!
 //! A Lloyd–Max quantiser (Max 1960, Lloyd 1982) is the fixed point of two conditions: each threshold is the midpoint
-//! of its centroids, each centroid the mean of the density over its cell. For a log-concave density the fixed point
-//! is unique. The optimum is symmetric, so the unknowns are the positive centroids c₁ < … < cₙ; threshold 0 is 0.
-//! Newton's method finds them: every equation involves a centroid and its two neighbours, so a step is one
+//! of its centroids, and each centroid is the mean of the density over its cell. For a log-concave density, the fixed
+//! point is unique. The optimum is symmetric, so the unknowns are the positive centroids c₁ < … < cₙ; threshold 0 is
+//! 0. Newton's method finds them: every equation involves a centroid and its two neighbours, so a step is one
 //! tridiagonal solve.
 //!
-//! Precision: the equations of 256 levels amplify an error in a cell's mean by some thousands. Every integral is
-//! therefore taken relative to the cell's own centroid, from gaps between centroids, and never as a difference of
-//! two distribution functions.
+//! Precision: with 256 levels, the equations amplify an error in a cell's mean several thousand times. Every integral
+//! is therefore computed relative to the cell's own centroid, from gaps between centroids, and never as a difference
+//! of two distribution functions.
 
 /// Points and weights of a Gauss–Legendre rule on [-1, 1].
 struct Gauss(Vec<(f64, f64)>);

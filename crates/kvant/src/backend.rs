@@ -1,4 +1,4 @@
-//! What a backend provides: memory, and the execution of validated calls. Private; `ops/` is its only caller.
+//! The interface of a backend: memory, and the execution of validated calls. Private; `ops/` is its only caller.
 
 use std::{any::Any, ptr::NonNull, sync::Arc};
 
@@ -19,7 +19,7 @@ pub trait Memory: Send + Sync {
 /// A device. Calls arrive validated: a backend never checks an argument.
 pub(crate) trait Backend: Send + Sync {
     fn kind(&self) -> DeviceKind;
-    /// What a person calls it: model, SIMD level, threads.
+    /// A name for people: model, SIMD level, threads.
     fn name(&self) -> String;
     /// Zeroed memory.
     fn allocate(&self, bytes: usize) -> Result<Box<dyn Memory>>;
@@ -35,8 +35,8 @@ pub(crate) trait Backend: Send + Sync {
     fn plan_attend(&self, call: &attend::Call) -> attend::Plan;
 }
 
-/// A pass being recorded. Nothing of it runs before it is committed, whatever the device: what is written for one means the
-/// same on another.
+/// A pass being recorded. Nothing of it runs before it is committed, on any device: code written for one has the same
+/// meaning on another.
 pub(crate) trait Pass: Send {
     fn submit(&mut self, call: Call) -> Result<()>;
     fn commit(self: Box<Self>) -> Result<Box<dyn Wait>>;
@@ -44,12 +44,12 @@ pub(crate) trait Pass: Send {
 
 /// Committed work.
 pub trait Wait: Send {
-    /// Returns when it is done, with what went wrong.
+    /// Returns when it is done, with its fault if it failed.
     fn wait(self: Box<Self>) -> Result<()>;
 }
 
 /// Captured work.
 pub trait Replay: Send {
-    /// Runs it once more; the answer is `None` when it is already done.
+    /// Runs it once more; returns `None` if it is already done.
     fn replay(&self) -> Result<Option<Box<dyn Wait>>>;
 }

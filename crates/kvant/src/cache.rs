@@ -1,4 +1,4 @@
-//! The cache of a model: one [`KvLayer`] per layer, and how long each sequence is.
+//! The cache of a model: one [`KvLayer`] per layer, and the length of each sequence.
 
 use crate::{
     Codec, DType, Device, Error, KvLayer, LayerSpec, Planes, Result, SlotOrder, Step, Tensor,
@@ -13,18 +13,19 @@ pub use snapshot::LOAD_LIMIT;
 
 const NAME: &str = "kv_cache";
 
-/// What a [`KvCache`] is made of.
+/// The specification of a [`KvCache`].
 #[derive(Clone, Debug, PartialEq)]
 pub struct CacheSpec {
     /// One entry per layer.
     pub layers: Vec<CacheLayer>,
-    /// Independent sequences, S.
+    /// The number of independent sequences, S.
     pub sequences: usize,
-    /// Tokens of a sequence that a linear layer (one without a window) holds. Where all layers have windows it means nothing:
-    /// sequences may grow as long as positions go (it still must be one that u32 can name).
+    /// The number of tokens per sequence in a linear layer (a layer without a window). It must fit in u32. If all
+    /// layers have windows, it has no effect: sequences can grow until positions overflow u32.
     pub capacity: usize,
-    /// Slots that a ring has beyond its window. With a slack of n, the last n + 1 tokens that a sequence has ever had can always be taken
-    /// back ([`KvCache::truncate`]), and n + 1 tokens of a sequence can always be appended at once ([`KvCache::max_batch`]).
+    /// Slots of a ring in addition to its window. With a slack of n, the last n + 1 tokens that a sequence has ever
+    /// had can always be truncated ([`KvCache::truncate`]), and n + 1 tokens can always be appended to a sequence at
+    /// once ([`KvCache::max_batch`]).
     pub slack: usize,
 }
 
@@ -35,37 +36,37 @@ pub struct CacheLayer {
     pub kv_heads: usize,
     /// Coordinates of a key or value, D.
     pub head_dim: usize,
-    /// How many positions a token sees, itself included; `None` for all. [`attend`](ops::attend()) finds it in the layer.
-    /// With a window the layer is a ring of window + slack slots, unless the capacity that the linear layers impose is smaller:
-    /// then it never wraps.
+    /// How many positions a token sees, itself included; `None` for all. [`attend`](ops::attend()) applies it. A
+    /// layer with a window is a ring of window + slack slots. If the linear layers limit sequences to that many
+    /// tokens or fewer, the layer is linear.
     pub window: Option<usize>,
-    /// How keys are stored.
+    /// The codec of keys.
     pub k: Codec,
-    /// How values are stored.
+    /// The codec of values.
     pub v: Codec,
 }
 
 /// The memory of one layer of a [`KvCache`].
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LayerBytes {
-    /// How keys are stored.
+    /// The codec of keys.
     pub k: Codec,
     /// Bytes of the keys.
     pub k_bytes: usize,
-    /// How values are stored.
+    /// The codec of values.
     pub v: Codec,
     /// Bytes of the values.
     pub v_bytes: usize,
 }
 
-/// Keys and values of several sequences in all layers of a model, and the lengths of the sequences.
+/// Keys and values of several sequences in all layers of a model, with the lengths of the sequences.
 ///
-/// Memory is allocated once, at the start. A forward pass asks for a [`Step`] with [`KvCache::append`], which says
-/// where its tokens stand, then writes and attends with it, layer by layer. Layers with a window are rings that hold
-/// the last window + slack positions; the cache keeps track of what a ring has lost and refuses what it could not
-/// answer exactly.
+/// The constructor allocates all memory. A forward pass calls [`KvCache::append`], which returns a [`Step`] with the
+/// positions of the new tokens, then writes and attends with this step in every layer. Layers with a window are rings
+/// that hold the last window + slack positions. The cache records which positions a ring has overwritten, and refuses
+/// requests that need them.
 ///
-/// Every call either does all of what it says or returns an error and leaves the cache as it was.
+/// Every call either succeeds completely or returns an error and leaves the cache unchanged.
 ///
 /// ```
 /// use kvant::{CacheLayer, CacheSpec, Codec, Device, KvCache};
@@ -76,8 +77,8 @@ pub struct LayerBytes {
 ///
 /// let step = cache.append(&[(0, 20)])?; // a prompt of 20 tokens
 /// assert_eq!(step.positions.to_vec::<u32>()?[19], 19);
-/// let step = cache.append(&[(0, 4)])?; // a token and a draft of three …
-/// cache.truncate(0, 22)?; // … of which one was right
+/// let step = cache.append(&[(0, 4)])?; // one token and a draft of three
+/// cache.truncate(0, 22)?; // one token of the draft was accepted
 /// assert_eq!(cache.len(0)?, 22);
 /// assert!(cache.bytes() < cache.bytes_as(Codec::F16));
 /// # Ok::<(), kvant::Error>(())
@@ -87,24 +88,24 @@ pub struct KvCache {
     spec: CacheSpec,
     layers: Vec<KvLayer>,
     sequences: Vec<Sequence>,
-    /// What [`KvCache::append_into`] works in, kept so that a step allocates nothing.
+    /// The buffers of [`KvCache::append_into`], kept so that a step allocates nothing.
     spare: (Vec<Sequence>, Rows),
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 struct Sequence {
-    /// Tokens it has.
+    /// The number of tokens.
     len: usize,
-    /// The largest length since it was last empty. A ring of n slots holds the positions from `written - n` on:
-    /// truncation does not bring back what has been overwritten. 0 exactly when `len` is.
+    /// The largest length since the sequence was last empty; 0 exactly when `len` is 0. A ring of n slots holds the
+    /// positions from `written - n` on: truncation does not restore overwritten slots.
     written: usize,
 }
 
 impl KvCache {
-    /// An empty cache.
+    /// Allocates an empty cache.
     ///
     /// # Errors
-    /// `Value`, `DType`, `Overflow` for a specification that makes no sense, `OutOfMemory`.
+    /// `Value`, `DType` or `Overflow` for an invalid specification; `OutOfMemory`.
     pub fn new(device: &Device, spec: &CacheSpec) -> Result<KvCache> {
         let layers = layer_specs(spec)?;
         let layers = layers.into_iter().map(|layer| KvLayer::new(device, layer)).collect::<Result<_>>()?;
@@ -117,12 +118,12 @@ impl KvCache {
         Ok(KvCache { device: device.clone(), spec: spec.clone(), layers, sequences, spare: Default::default() })
     }
 
-    /// What it is made of.
+    /// The specification.
     pub fn spec(&self) -> &CacheSpec {
         &self.spec
     }
 
-    /// The device that holds it.
+    /// The device that holds the cache.
     pub fn device(&self) -> &Device {
         &self.device
     }
@@ -133,21 +134,23 @@ impl KvCache {
         self.layers.get(index).ok_or_else(|| value("layer", below(), index))
     }
 
-    /// How many tokens a sequence has.
+    /// The number of tokens of a sequence.
     pub fn len(&self, sequence: usize) -> Result<usize> {
         Ok(self.sequence(sequence)?.len)
     }
 
-    /// Adds tokens to sequences: `tokens` are (sequence, count) pairs, in the order in which the step's tokens stand.
-    /// A sequence's new tokens stand at the positions after its last.
+    /// Appends tokens to sequences. `tokens` are (sequence, count) pairs, in the order of the step's tokens. A
+    /// sequence's new tokens get the positions after its last one.
     ///
-    /// Once the step's keys and values are written, each of its tokens finds its exact window in every layer. They count from now
-    /// on: if the pass that should write them fails, take them back with [`KvCache::truncate`].
+    /// After the step's keys and values are written, each of its tokens finds its complete window in every layer. The
+    /// new tokens count from now on: if the pass that should write them fails, remove them with
+    /// [`KvCache::truncate`].
     ///
     /// # Errors
-    /// `CacheFull` when a linear layer has no room (or positions would leave u32). `Value` for a batch so long that a
-    /// ring would lose what its first token must see: up to [`KvCache::max_batch`] tokens of a sequence always fit,
-    /// [`KvCache::room`] says how many do now, and [`KvCache::append_fresh`] takes any number.
+    /// - `CacheFull` if a linear layer has too few free slots, or if positions would overflow u32.
+    /// - `Value` if the batch is so long that a ring would overwrite positions that its first token sees. Up to
+    ///   [`KvCache::max_batch`] tokens per sequence always fit; [`KvCache::room`] returns how many fit now;
+    ///   [`KvCache::append_fresh`] accepts any number.
     pub fn append(&mut self, tokens: &[(usize, usize)]) -> Result<Step> {
         let (mut after, mut rows) = <(Vec<Sequence>, Rows)>::default();
         self.after(tokens, true, &mut after)?;
@@ -157,9 +160,10 @@ impl KvCache {
         Ok(step)
     }
 
-    /// As [`KvCache::append`], but rewrites the buffers of an existing step: for a captured [`Graph`](crate::Graph).
-    /// The number of tokens must be the step's. Operations that take the step and are not committed yet will find the new
-    /// tokens in it: commit them before.
+    /// As [`KvCache::append`], but rewrites the buffers of an existing step, for a captured [`Graph`](crate::Graph).
+    ///
+    /// The number of tokens must be the step's. Commit operations that use the step before this call: operations that
+    /// are still recorded would read the new tokens.
     pub fn append_into(&mut self, tokens: &[(usize, usize)], step: &Step) -> Result<()> {
         let (mut after, mut rows) = std::mem::take(&mut self.spare);
         let result = self.write_step(tokens, step, &mut after, &mut rows);
@@ -193,16 +197,17 @@ impl KvCache {
         step.lens.write(&rows.lens)
     }
 
-    /// As [`KvCache::append`], for a batch of any length: its tokens attend to the new keys and values as they come
-    /// ([`Fresh`](ops::Fresh)), which are written to the cache afterwards. Also returns `past`, u32 `[S]`: the lengths
-    /// before, as `Fresh` wants them.
+    /// As [`KvCache::append`], for a batch of any length. The tokens attend to their raw keys and values
+    /// ([`Fresh`](ops::Fresh)), which are written to the cache afterwards.
     ///
-    /// A batch of more than [`KvCache::max_batch`] tokens may count as having overwritten what rings held, also if its pass fails before
-    /// it writes: [`KvCache::truncate`] then refuses to go back to the length before. [`KvCache::fork`] the sequence first where that
-    /// must not happen.
+    /// Also returns `past` for `Fresh`: u32 `[S]`, the lengths before the call.
+    ///
+    /// A batch of more than [`KvCache::max_batch`] tokens may count as having overwritten positions of the rings,
+    /// even if its pass fails before it writes. [`KvCache::truncate`] then cannot restore the previous length.
+    /// [`KvCache::fork`] the sequence first if that must not happen.
     ///
     /// # Errors
-    /// `CacheFull` as for [`KvCache::append`].
+    /// `CacheFull`, as for [`KvCache::append`].
     pub fn append_fresh(&mut self, tokens: &[(usize, usize)]) -> Result<(Step, Tensor)> {
         let (mut after, mut rows) = <(Vec<Sequence>, Rows)>::default();
         self.after(tokens, false, &mut after)?;
@@ -214,25 +219,27 @@ impl KvCache {
         Ok((step, past))
     }
 
-    /// How many tokens of one sequence can always be appended at once, capacity permitting: slack + 1 where there are
-    /// rings, else the capacity.
+    /// The number of tokens of one sequence that can always be appended at once, if the capacity permits: slack + 1
+    /// if there are rings, else the capacity.
     pub fn max_batch(&self) -> usize {
         let rings = self.rings().map(|(_, window, slots)| slots - window + 1);
         rings.min().unwrap_or(self.spec.capacity)
     }
 
-    /// How many tokens can be appended to a sequence at once now.
+    /// The number of tokens that can be appended to a sequence at once now.
     pub fn room(&self, sequence: usize) -> Result<usize> {
         let sequence = self.sequence(sequence)?;
         Ok(self.ring_room(sequence).min(self.limit() - sequence.len))
     }
 
-    /// Takes tokens back, so that a sequence has `len` of them.
+    /// Truncates a sequence to its first `len` tokens.
+    ///
+    /// Removing up to slack + 1 tokens always succeeds. The count includes tokens that were removed before and not
+    /// written again. Truncating to 0 always succeeds.
     ///
     /// # Errors
-    /// `Value` when it has fewer than that. `RingOverwritten` when a ring no longer holds all that the next token
-    /// would have to see. Taking back up to slack + 1 tokens works, those counted that were taken back before and not written again; so
-    /// does going back to 0.
+    /// - `Value` if the sequence has fewer than `len` tokens.
+    /// - `RingOverwritten` if a ring no longer holds all positions that the next token would see.
     pub fn truncate(&mut self, sequence: usize, len: usize) -> Result<()> {
         let now = self.sequence(sequence)?;
         check::value_is(NAME, "len", len <= now.len, format_args!("at most the length {}", now.len), len)?;
@@ -247,12 +254,18 @@ impl KvCache {
         Ok(())
     }
 
-    /// Copies a sequence to another one, which must be empty. What an [`Encoder`](crate::Encoder) still holds has not been
-    /// written, and is not copied: commit it before.
+    /// Copies a sequence to another one, which must be empty. Commit operations that write to the sequence before
+    /// this call: writes that an [`Encoder`](crate::Encoder) has only recorded are not copied.
     pub fn fork(&mut self, from: usize, to: usize) -> Result<()> {
         let source = self.sequence(from)?;
         let target = self.sequence(to)?;
-        check::value_is(NAME, "to", target.len == 0, "an empty sequence", format_args!("one of {}", target.len))?;
+        check::value_is(
+            NAME,
+            "to",
+            target.len == 0,
+            "an empty sequence",
+            format_args!("a sequence of {} tokens", target.len),
+        )?;
         let mut enc = self.device.encoder()?;
         for layer in &self.layers {
             let used = used_slots(layer, source);
@@ -276,9 +289,9 @@ impl KvCache {
         Ok(())
     }
 
-    /// The positions of a sequence that a layer still holds: those that [`kv_read`](ops::kv_read()) can give. On a ring that
-    /// has lost some, they begin later than 0, and tokens that were taken back have cost some, too. On a ring of window 1 it may be fewer
-    /// than there are.
+    /// The positions of a sequence that a layer still holds, and that [`kv_read`](ops::kv_read()) can return. On a
+    /// ring, the range starts after the overwritten positions; removed tokens have also overwritten positions. On a
+    /// ring of window 1, the range can be shorter than the positions in the ring.
     pub fn held(&self, sequence: usize, layer: usize) -> Result<std::ops::Range<usize>> {
         let (sequence, spec) = (self.sequence(sequence)?, self.layer(layer)?.spec());
         let first = if spec.ring { sequence.written.saturating_sub(spec.capacity) } else { 0 };
@@ -290,7 +303,7 @@ impl KvCache {
         self.layers.iter().map(KvLayer::bytes).sum()
     }
 
-    /// Bytes of each layer, with the codecs.
+    /// The codecs and bytes of each layer.
     pub fn layer_bytes(&self) -> Vec<LayerBytes> {
         let bytes = |layer: &KvLayer| {
             let (k, v): (&Planes, &Planes) = (&layer.k, &layer.v);
@@ -299,7 +312,7 @@ impl KvCache {
         self.layers.iter().map(bytes).collect()
     }
 
-    /// What the same slots would take if all keys and values were stored with `codec`.
+    /// Bytes that the same slots would take if `codec` stored all keys and values.
     pub fn bytes_as(&self, codec: Codec) -> usize {
         let bytes = |layer: &KvLayer| {
             let s = layer.spec();
@@ -322,8 +335,8 @@ impl KvCache {
         })
     }
 
-    /// The first layer that no longer holds what the next token of such a sequence sees besides itself, with the oldest
-    /// position it sees and the oldest that is held.
+    /// The first layer that no longer holds all positions that the next token of the sequence sees, the token itself
+    /// excluded. Returns the layer, the oldest position that the token sees, and the oldest position that is held.
     fn lost(&self, sequence: Sequence) -> Option<(usize, usize, usize)> {
         let mut layers = self.rings().map(|(layer, window, slots)| {
             (layer, oldest_seen(sequence.len, window), sequence.written.saturating_sub(slots))
@@ -331,19 +344,19 @@ impl KvCache {
         layers.find(|&(_, needed, oldest)| needed < sequence.len && needed < oldest)
     }
 
-    /// How long a sequence can become.
+    /// The longest length of a sequence.
     fn limit(&self) -> usize {
         length_limit(&self.spec)
     }
 
-    /// How many tokens the rings let be appended: appending n keeps the positions from max(written, len + n) − slots
-    /// on, and the first new token sees those from `oldest_seen(len)` on.
+    /// The number of tokens that the rings can take at once. Appending n tokens keeps the positions from max(written,
+    /// len + n) − slots on, and the first new token sees those from `oldest_seen(len)` on.
     fn ring_room(&self, sequence: Sequence) -> usize {
         let room = |(_, window, slots)| oldest_seen(sequence.len, window) + slots - sequence.len;
         self.rings().map(room).min().unwrap_or(usize::MAX)
     }
 
-    /// Puts into `after` the sequences when `tokens` have been appended, or says why they cannot be.
+    /// Sets `after` to the sequences after appending `tokens`, or returns why that is impossible.
     fn after(&self, tokens: &[(usize, usize)], through_cache: bool, after: &mut Vec<Sequence>) -> Result<()> {
         after.clone_from(&self.sequences);
         for &(index, count) in tokens {
@@ -357,8 +370,8 @@ impl KvCache {
             if through_cache && added > self.ring_room(before) {
                 let room = self.ring_room(before);
                 let expected = format!(
-                    "at most {room} of sequence {index} at once, which its rings can hold besides what the first of \
-                     them sees (use smaller batches or append_fresh)"
+                    "at most {room} for sequence {index} at once, or its rings would overwrite positions that the \
+                     first new token sees (use smaller batches or append_fresh)"
                 );
                 return Err(value("tokens", expected, added));
             }
@@ -377,13 +390,13 @@ struct Rows {
 }
 
 impl Rows {
-    /// For `tokens` that follow the sequences as they are; lengths fit u32.
+    /// Fills the buffers for `tokens` appended to `before`. Lengths fit in u32.
     fn fill(&mut self, device: &Device, before: &[Sequence], tokens: &[(usize, usize)]) -> Result<()> {
         let Rows { positions, sequence, lens } = self;
         positions.clear();
         sequence.clear();
         lens.clear();
-        // As many as a caller says.
+        // The caller chooses the count, so the allocation can fail.
         let count = tokens.iter().fold(0, |sum: usize, &(_, count)| sum.saturating_add(count));
         for rows in [&mut *positions, &mut *sequence] {
             let bytes = count.saturating_mul(size_of::<u32>());
@@ -410,13 +423,13 @@ fn oldest_seen(position: usize, window: usize) -> usize {
     (position + 1).saturating_sub(window)
 }
 
-/// How long a sequence can become: what its linear layers hold, else what a u32 counts.
+/// The longest length of a sequence: the capacity of its linear layers, or else the range of u32.
 fn length_limit(spec: &CacheSpec) -> usize {
     let linear = spec.layers.iter().any(|layer| layer.window.is_none());
     if linear { spec.capacity } else { u32::MAX as usize }
 }
 
-/// The layers that a specification asks for. Nothing is allocated.
+/// The layers of a specification. Allocates no device memory.
 fn layer_specs(spec: &CacheSpec) -> Result<Vec<LayerSpec>> {
     check::value_is(NAME, "layers", !spec.layers.is_empty(), "at least one layer", 0)?;
     check::at_most(NAME, "capacity", spec.capacity, u32::MAX as usize)?;
@@ -437,7 +450,7 @@ fn layer_specs(spec: &CacheSpec) -> Result<Vec<LayerSpec>> {
     spec.layers.iter().map(layer).collect()
 }
 
-/// How many slots of each head hold something of a sequence: the first ones, until a ring has wrapped.
+/// The number of slots per head that hold data of a sequence. They are the first slots until a ring has wrapped.
 fn used_slots(layer: &KvLayer, sequence: Sequence) -> usize {
     let spec = layer.spec();
     if spec.ring { sequence.written.min(spec.capacity) } else { sequence.len }

@@ -1,4 +1,4 @@
-//! How a vector is stored in the cache. The format, byte by byte: `docs/codec.md`.
+//! The storage formats of cached vectors. `docs/codec.md` specifies the bytes.
 
 use std::{fmt, str::FromStr};
 
@@ -20,12 +20,20 @@ pub use turboquant::{Encoded, decode, decode_rotated, encode};
 /// Coordinates that share one TurboQuant norm.
 pub const BLOCK: usize = 256;
 
-/// How the vectors of a cache are stored.
+/// The storage format of the vectors of a cache.
+///
+/// ```
+/// use kvant::Codec;
+/// let codec: Codec = "tq4".parse()?;
+/// assert_eq!(codec, Codec::tq(4));
+/// assert_eq!(codec.bytes_per_vector(128), 68); // f16: 256
+/// # Ok::<(), kvant::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Codec {
-    /// As they are, in f32, f16 or bf16.
+    /// Unquantised, in f32, f16 or bf16.
     Dense(DType),
-    /// Rotated and quantised to 4, 5, 6 or 8 bits a coordinate.
+    /// Rotated and quantised to 4, 5, 6 or 8 bits per coordinate.
     TurboQuant(TurboQuant),
 }
 
@@ -34,31 +42,31 @@ pub enum Codec {
 pub struct TurboQuant {
     /// 4, 5, 6 or 8.
     pub bits: u32,
-    /// Multiplies the normalised coordinates before the nearest centroid is sought, and is undone in the stored norm;
-    /// 1 but for experiments; 0.001 to 1000. The name of a codec does not tell it.
+    /// Multiplies the normalised coordinates before they are quantised; the stored norm compensates. Between 0.001
+    /// and 1000; use 1 except in experiments. The name of a codec does not contain it.
     pub scale: f32,
-    /// Which number is stored as a block's norm.
+    /// The number that is stored as a block's norm.
     pub norm: Norm,
 }
 
-/// Which number a TurboQuant block stores beside its indices. Decoding is the same for all: norm × centroid.
+/// The number that a TurboQuant block stores with its indices. Decoding is the same for all: norm × centroid.
 ///
-/// With y the rotated block of B coordinates and c the chosen centroids:
+/// In the formulas, y is the rotated block of B coordinates and c are the chosen centroids.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Norm {
-    /// ‖y‖/(√B·scale): the one that the indices were chosen with.
+    /// ‖y‖/(√B·scale): the norm that the indices were chosen with.
     Rms,
-    /// ⟨y,c⟩/⟨c,c⟩: the least squared error for these indices.
+    /// ⟨y,c⟩/⟨c,c⟩: the least squared error for these indices. The default.
     LeastSquares,
     /// ‖y‖²/⟨y,c⟩: unbiased inner products (EDEN).
     Unbiased,
 }
 
 impl Norm {
-    /// [`Norm::default`], where a constant is needed. Why this one: `docs/codec.md`.
+    /// [`Norm::default`] as a constant. `docs/codec.md` gives the reason for the choice.
     const DEFAULT: Norm = Norm::LeastSquares;
 
-    /// What a codec's name says of it: nothing for the default.
+    /// The norm's part of a codec's name; empty for the default.
     fn suffix(self) -> &'static str {
         if self == Norm::DEFAULT {
             return "";
@@ -80,22 +88,22 @@ impl Default for Norm {
 impl Codec {
     /// 32-bit floats.
     pub const F32: Codec = Codec::Dense(DType::F32);
-    /// Half precision.
+    /// 16-bit floats (half precision).
     pub const F16: Codec = Codec::Dense(DType::F16);
     /// bfloat16.
     pub const BF16: Codec = Codec::Dense(DType::BF16);
 
-    /// TurboQuant with its usual parameters; `bits` must be 4, 5, 6 or 8 (checked where a cache is made).
+    /// TurboQuant with default parameters. `bits` must be 4, 5, 6 or 8; this is checked when a cache is made.
     pub const fn tq(bits: u32) -> Codec {
         Codec::TurboQuant(TurboQuant { bits, scale: 1.0, norm: Norm::DEFAULT })
     }
 
-    /// Whether the stored vectors are rotated.
+    /// Whether the stored vectors are quantised, and therefore rotated.
     pub const fn is_quantised(self) -> bool {
         matches!(self, Codec::TurboQuant(_))
     }
 
-    /// Bytes that one vector of `head_dim` takes, all planes together; `usize::MAX` when they are more.
+    /// Bytes of one vector of `head_dim` coordinates in all planes; `usize::MAX` if the number overflows.
     pub fn bytes_per_vector(self, head_dim: usize) -> usize {
         match self {
             Codec::Dense(dtype) => head_dim.saturating_mul(dtype.size()),
@@ -106,7 +114,8 @@ impl Codec {
         }
     }
 
-    /// Whether vectors of `head_dim` can be stored: dense ones always, TurboQuant at powers of two from 8 to 4096.
+    /// Checks that vectors of `head_dim` can be stored: any size for dense codecs, powers of two from 8 to 4096 for
+    /// TurboQuant.
     pub(crate) fn validate(self, op: &'static str, arg: &'static str, head_dim: usize) -> Result<()> {
         match self {
             Codec::Dense(dtype) if dtype.is_float() => Ok(()),
@@ -117,13 +126,14 @@ impl Codec {
                 if !matches!(tq.bits, 4 | 5 | 6 | 8) {
                     return fail("a TurboQuant codec of 4, 5, 6 or 8 bits", tq.bits.to_string());
                 }
-                // Beyond that, norms divided by it would leave f32 where vectors do not.
+                // Beyond this range, norms divided by the scale could leave the range of f32 where the vectors do
+                // not.
                 if !(1e-3..=1e3).contains(&tq.scale) {
                     return fail("a TurboQuant codec with a scale from 0.001 to 1000", tq.scale.to_string());
                 }
                 if !head_dim.is_power_of_two() || !(8..=4096).contains(&head_dim) {
                     return fail(
-                        "a TurboQuant codec over a head_dim that is a power of two, 8 to 4096",
+                        "a TurboQuant codec with a head_dim that is a power of two from 8 to 4096",
                         head_dim.to_string(),
                     );
                 }
@@ -142,8 +152,8 @@ impl fmt::Display for Codec {
     }
 }
 
-/// `f32`, `f16`, `bf16`, or `tq8`, `tq6`, `tq5`, `tq4` with an optional choice of norm: `tq4-rms`,
-/// `tq4-least-squares`, `tq4-unbiased`.
+/// Parses `f32`, `f16`, `bf16`, `tq8`, `tq6`, `tq5` or `tq4`. A TurboQuant name can end with a choice of norm:
+/// `tq4-rms`, `tq4-least-squares`, `tq4-unbiased`.
 impl FromStr for Codec {
     type Err = Error;
 

@@ -1,4 +1,4 @@
-//! Devices: what there is, and why the rest is not.
+//! Devices: opening and listing them.
 
 use std::{
     fmt,
@@ -18,7 +18,7 @@ pub enum DeviceKind {
     Cuda,
     /// The host's processor.
     Cpu,
-    /// Plain f64 loops on the host: slow, and the definition of correct.
+    /// The reference: plain f64 loops on the host. Slow, and the definition of correct.
     Reference,
 }
 
@@ -40,22 +40,31 @@ impl fmt::Display for DeviceKind {
     }
 }
 
-/// A place where tensors live and operations run. Cloning is cheap; clones are the same device.
+/// A place where tensors live and operations run. Cloning is cheap; clones are equal.
 #[derive(Clone)]
 pub struct Device {
     backend: Arc<dyn Backend>,
 }
 
-/// A line of [`Device::list`].
+/// An entry of [`Device::list`].
 pub struct DeviceEntry {
     /// The kind of device.
     pub kind: DeviceKind,
-    /// The device, or why there is none.
+    /// The device, or the reason why it is not available.
     pub device: Result<Device>,
 }
 
 impl Device {
-    /// Every kind of device, best first, with the reason for the absent ones.
+    /// Every kind of device, best first, with the reason for each that is not available.
+    ///
+    /// ```
+    /// for entry in kvant::Device::list() {
+    ///     match entry.device {
+    ///         Ok(device) => println!("{device}"),
+    ///         Err(reason) => println!("{}: {reason}", entry.kind),
+    ///     }
+    /// }
+    /// ```
     pub fn list() -> Vec<DeviceEntry> {
         [DeviceKind::Metal, DeviceKind::Cuda, DeviceKind::Cpu, DeviceKind::Reference]
             .into_iter()
@@ -63,7 +72,10 @@ impl Device {
             .collect()
     }
 
-    /// The device of a kind, or `NoDevice` with the reason.
+    /// Opens the device of a kind.
+    ///
+    /// # Errors
+    /// `NoDevice` with the reason.
     pub fn open(kind: DeviceKind) -> Result<Device> {
         match kind {
             DeviceKind::Metal => metal::open(),
@@ -73,22 +85,22 @@ impl Device {
         }
     }
 
-    /// The CPU with the best instructions it has and all its cores; always the same device.
+    /// The CPU with its best instruction set and all its cores. Every call returns the same device.
     pub fn cpu() -> Device {
         static CPU: OnceLock<Device> = OnceLock::new();
         CPU.get_or_init(|| Device::cpu_with(CpuOptions::default()).expect("the default options fit every machine"))
             .clone()
     }
 
-    /// A CPU device of its own, with a given number of threads or instruction set.
+    /// A separate CPU device with a given number of threads or instruction set.
     ///
     /// # Errors
-    /// `Value` for zero or absurdly many threads, or an instruction set that this machine lacks.
+    /// `Value` for zero or too many threads, or for an instruction set that this machine lacks.
     pub fn cpu_with(options: CpuOptions) -> Result<Device> {
         Ok(Device::from_backend(Arc::new(Host::new(cpu::Cpu::new(options)?))))
     }
 
-    /// The reference device: every operation in plain f64 loops; always the same device.
+    /// The reference device: every operation in plain f64 loops. Every call returns the same device.
     pub fn reference() -> Device {
         static REFERENCE: OnceLock<Device> = OnceLock::new();
         REFERENCE.get_or_init(|| Device::from_backend(Arc::new(Host::new(reference::Reference)))).clone()
@@ -104,7 +116,7 @@ impl Device {
         self.backend.kind()
     }
 
-    /// What a person calls it.
+    /// The device's name for humans.
     pub fn name(&self) -> String {
         self.backend.name()
     }
@@ -119,15 +131,18 @@ impl Device {
 }
 
 impl Default for Device {
-    /// Metal on a Mac, CUDA where there are a GPU, its driver and NVRTC, else the CPU. What kept it from a GPU is logged: as a
-    /// warning where there seems to be one (on a Mac; where NVIDIA's driver is installed), else for debugging.
+    /// Opens Metal on a Mac, CUDA if there are a GPU, its driver and NVRTC, or else the CPU.
+    ///
+    /// The reason why a GPU cannot be used is logged: as a warning if there appears to be one (on a Mac, or where
+    /// NVIDIA's driver is installed), otherwise at debug level.
     fn default() -> Self {
         let gpus = [(DeviceKind::Metal, metal::is_expected()), (DeviceKind::Cuda, cuda::is_expected())];
         first_of(gpus.into_iter().map(|(kind, expected)| (Device::open(kind), expected))).unwrap_or_else(Device::cpu)
     }
 }
 
-/// The first that is there; says why the ones before are not, louder where one was expected.
+/// Returns the first available device, and logs why those before it are not available: as a warning if one was
+/// expected.
 fn first_of(devices: impl IntoIterator<Item = (Result<Device>, bool)>) -> Option<Device> {
     devices.into_iter().find_map(|(device, expected)| {
         match &device {
@@ -159,7 +174,7 @@ impl fmt::Debug for Device {
     }
 }
 
-/// The answer of a backend that this build does not contain.
+/// The error of a backend that this build does not contain.
 pub(crate) fn not_built(kind: DeviceKind, reason: &str) -> Result<Device> {
     Err(Error::NoDevice { kind, reason: reason.to_string() })
 }
@@ -172,7 +187,7 @@ mod tests {
 
     use super::*;
 
-    /// Keeps the level of every event, and what it says.
+    /// Stores the level and text of every event.
     #[derive(Clone, Default)]
     struct Log(Arc<Mutex<Vec<(Level, String)>>>);
 
@@ -194,7 +209,7 @@ mod tests {
         fn exit(&self, _: &span::Id) {}
     }
 
-    /// Whoever has a GPU and gets the CPU is told why.
+    /// A user who has a GPU and gets the CPU learns why.
     #[test]
     fn a_gpu_that_is_not_used_is_logged() {
         let missing = |kind, reason| not_built(kind, reason);

@@ -9,7 +9,7 @@ pub enum DType {
     F32,
     /// IEEE 754 half precision.
     F16,
-    /// The upper half of an f32.
+    /// bfloat16: the upper half of an f32.
     BF16,
     /// Positions, sequence numbers, token ids, packed weights.
     U32,
@@ -27,7 +27,7 @@ impl DType {
         }
     }
 
-    /// Whether this is one of the activation types f32, f16, bf16.
+    /// Whether this is a floating-point type: f32, f16 or bf16.
     pub const fn is_float(self) -> bool {
         matches!(self, DType::F32 | DType::F16 | DType::BF16)
     }
@@ -54,7 +54,7 @@ mod sealed {
     pub trait Sealed {}
 }
 
-/// A Rust type that is the element of some [`DType`].
+/// A Rust type that is the element of a [`DType`].
 pub trait Element: bytemuck::Pod + sealed::Sealed {
     /// The matching dtype.
     const DTYPE: DType;
@@ -68,9 +68,9 @@ macro_rules! element {
 }
 element!(f32 => F32, f16 => F16, bf16 => BF16, u32 => U32, u8 => U8);
 
-/// A floating-point [`Element`]: the three activation types.
+/// A floating-point [`Element`].
 pub trait Float: Element {
-    /// Widens, exactly.
+    /// Converts to f32, exactly.
     fn to_f32(self) -> f32;
     /// Rounds to nearest, ties to even; overflows to infinity.
     fn from_f32(x: f32) -> Self;

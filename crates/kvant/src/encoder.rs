@@ -8,35 +8,38 @@ use crate::{
     ops::Call,
 };
 
-/// How an operation touches a tensor.
+/// How an operation accesses a tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Access {
     /// Reads it.
     Read,
-    /// Writes it (all of it, or the part the operation defines).
+    /// Writes all of it, or the part that the operation defines.
     Write,
 }
 
-/// One tensor that an operation touches.
+/// One tensor that an operation accesses.
 pub(crate) struct Touch<'a> {
     pub arg: &'static str,
     pub tensor: &'a Tensor,
     pub access: Access,
 }
 
-/// Takes operations in order, and starts them at [`Encoder::commit`]: the same on every device, the CPU too. What is dropped
-/// without it never runs. Every operation declares which tensors it reads and writes, and the backend derives the ordering
-/// from that: an operation always sees what the ones before it wrote.
+/// Records operations in order and runs them at [`Encoder::commit`], on every device, the CPU included.
 ///
-/// **What is not an operation does not wait for the encoder.** [`Tensor::write`], [`Tensor::to_vec`] and their like,
+/// Each operation declares the tensors that it reads and writes. The backend derives the order from these: an
+/// operation sees the writes of all operations before it. Dropping an encoder discards its operations.
+///
+/// **Only operations wait for the encoder.** [`Tensor::write`], [`Tensor::to_vec`] and the other transfers,
 /// [`KvCache::append_into`](crate::KvCache::append_into), [`KvCache::fork`](crate::KvCache::fork) and
-/// [`KvCache::save`](crate::KvCache::save) act at once: they find the memory as the last commit left it, and what they write
-/// is what the recorded operations will read. Commit first.
+/// [`KvCache::save`](crate::KvCache::save) act at once. They see the memory after the last commit, and recorded
+/// operations read what they write. Commit first.
 ///
-/// An operation's arguments are checked when it is recorded, with nothing written by an error. The contents of index buffers
-/// (positions, sequences, ids) may themselves be computed, so the CPU checks them when the operation runs: `commit` returns
-/// the error, the operations before have run, that one and the later ones have not. A GPU's kernels skip such an entry, or write zeros
-/// where the operation says so.
+/// # Errors
+///
+/// Arguments are checked when an operation is recorded; a call that returns an error writes nothing. The contents of
+/// index buffers (positions, sequences, ids) may themselves be computed, so the CPU checks them when the operation
+/// runs. If such a check fails, `commit` returns the error: the operations before have run, this one and the later
+/// ones have not. A GPU kernel skips an invalid entry, or writes zeros where the operation says so.
 ///
 /// ```
 /// use kvant::{Device, DType, Tensor, ops};
@@ -66,12 +69,27 @@ impl Encoder {
 
     /// Records what `record` encodes, without running it, as a [`Graph`] that can be replayed.
     ///
-    /// Positions, sequence numbers and lengths are read from their device buffers at each replay: rewrite those and
-    /// replay the same graph for the next token.
+    /// Each replay reads positions, sequences and lengths from their device buffers. To run the graph for the next
+    /// token, rewrite these buffers and replay.
     ///
     /// # Errors
-    /// Those of `record`; `Value` when it puts another encoder in place of the one that it gets. On a GPU also those that kernels bring
-    /// (`Unsupported`, `Compile`, `OutOfMemory`, `DeviceFault`): they are compiled once `record` has returned.
+    /// Those of `record`; `Value` if `record` replaces the encoder that it is given. On a GPU also `Unsupported`,
+    /// `Compile`, `OutOfMemory` and `DeviceFault`, because kernels are compiled when `record` has returned.
+    ///
+    /// # Example
+    /// ```
+    /// use kvant::{Device, DType, Encoder, Tensor, ops};
+    /// let device = Device::cpu();
+    /// let x = Tensor::zeros(&device, DType::F32, &[1])?;
+    /// let y = Tensor::zeros(&device, DType::F32, &[1])?;
+    /// let graph = Encoder::capture(&device, |enc| ops::softcap(enc, &ops::Softcap { x: &x, cap: 1., out: &y }))?;
+    /// for input in [0f32, 100.] {
+    ///     x.write(&[input])?;
+    ///     graph.replay()?.wait()?;
+    ///     println!("{:?}", y.to_vec::<f32>()?); // [0.0], then [1.0]
+    /// }
+    /// # Ok::<(), kvant::Error>(())
+    /// ```
     pub fn capture(device: &Device, record: impl FnOnce(&mut Encoder) -> Result<()>) -> Result<Graph> {
         let mut enc = Encoder { device: device.clone(), mode: Mode::Capture(Vec::new()) };
         record(&mut enc)?;
@@ -79,26 +97,28 @@ impl Encoder {
             Mode::Capture(calls) if enc.device == *device => {
                 Ok(Graph { replay: device.backend().clone().capture(calls)? })
             }
-            // A `&mut` can be assigned to.
+            // `record` can assign another encoder through its `&mut`.
             _ => Err(Error::Value {
                 op: "capture",
                 arg: "record",
-                expected: "to leave the encoder that it gets in its place".to_string(),
-                got: format!("another encoder, for {}", enc.device),
+                expected: "a closure that does not replace its encoder".to_string(),
+                got: format!("one that replaced it with an encoder for {}", enc.device),
             }),
         }
     }
 
-    /// The device whose tensors it takes.
+    /// The device of the encoder's tensors.
     pub fn device(&self) -> &Device {
         &self.device
     }
 
-    /// Starts what was recorded. On the CPU it is done when this returns. Passes of other threads come before all of it, or after,
-    /// and so do what they write to tensors and read.
+    /// Starts the recorded operations. On the CPU, they have finished when this returns.
+    ///
+    /// Passes are atomic with respect to other threads: a pass or transfer of another thread runs before all of the
+    /// operations or after all of them.
     ///
     /// # Errors
-    /// `OutOfRange` on the CPU, for what an index buffer holds; `DeviceFault`.
+    /// `OutOfRange` on the CPU, for the contents of an index buffer; `DeviceFault`.
     pub fn commit(self) -> Result<Submission> {
         match self.mode {
             Mode::Run(pass) => Ok(Submission { pending: Some(pass.commit()?) }),
@@ -106,7 +126,7 @@ impl Encoder {
         }
     }
 
-    /// Takes a call whose shapes, dtypes and values `ops/` has validated.
+    /// Accepts a call whose shapes, dtypes and values `ops/` has validated.
     pub(crate) fn submit(&mut self, call: Call) -> Result<()> {
         self.check_tensors(&call)?;
         match &mut self.mode {
@@ -118,8 +138,8 @@ impl Encoder {
         }
     }
 
-    /// Every tensor is on this device, and no output overlaps another argument, unless it is that very argument and
-    /// the operation works in place on that pair.
+    /// Checks that every tensor is on this device, and that no output overlaps another argument. An output may be
+    /// another argument if the operation works in place on that pair.
     fn check_tensors(&self, call: &Call) -> Result<()> {
         let op = call.name();
         let mut wrong = Ok(());
@@ -167,33 +187,35 @@ fn overlap(a: &Tensor, b: &Tensor) -> bool {
     std::sync::Arc::ptr_eq(a.storage(), b.storage()) && ra.start < rb.end && rb.start < ra.end
 }
 
-/// Work that has been started.
-#[must_use = "wait for it, or drop it to go on without waiting"]
+/// Committed work.
+#[must_use = "call `wait`, or drop it to continue without waiting"]
 pub struct Submission {
     pending: Option<Box<dyn Wait>>,
 }
 
 impl Submission {
-    /// Returns when the work is done, with the device's error if it failed. Only this tells surely of this very work: where nobody
-    /// waits for what failed, the next transfer of any thread tells of it: on Metal once, on CUDA, where a device that failed stays so, and
-    /// every call after it, too.
+    /// Waits until the work is done, and returns the device's error if it failed.
+    ///
+    /// Only `wait` reports whether this submission failed. If nobody waits for a failed submission, the next transfer
+    /// of any thread reports the failure: once on Metal, and on every later call on CUDA, where a failed device stays
+    /// failed.
     pub fn wait(self) -> Result<()> {
         self.pending.map_or(Ok(()), Wait::wait)
     }
 }
 
-/// Operations captured once, to be run again and again.
+/// Operations that were captured once and can run many times.
 ///
-/// They are validated, planned and compiled at capture, and never again. What a replay still does depends on the
-/// device: Metal's command buffers run only once, so there it encodes the launches into a fresh one.
+/// They are validated, planned and compiled only at capture. The cost of a replay depends on the device: Metal's
+/// command buffers run only once, so a replay there encodes the launches into a new one.
 ///
-/// It may go to another thread, but is one thread's at a time.
+/// A graph can be sent to another thread, but only one thread at a time can use it.
 pub struct Graph {
     replay: Box<dyn Replay>,
 }
 
 impl Graph {
-    /// Runs the captured operations once more.
+    /// Runs the captured operations again.
     pub fn replay(&self) -> Result<Submission> {
         Ok(Submission { pending: self.replay.replay()? })
     }

@@ -1,82 +1,82 @@
-//! The one error type of the library.
+//! The error type of the library.
 
 use crate::{DType, device::DeviceKind};
 
-/// What every fallible function of kvant returns.
+/// The result of every fallible function of kvant.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// Everything that can go wrong, with the operation, the argument, what was expected and what came.
+/// An error, with the operation, the argument, the expected and the actual value.
 ///
-/// Validation happens before any write: when an operation returns one of these, its outputs are as they were.
+/// Arguments are checked before any write: when an operation returns an error, its outputs are unchanged.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// A tensor has the wrong number of elements or the wrong dimensions.
     #[error("{op}: `{arg}` must have shape {expected}, got {got:?}")]
     Shape {
-        /// The operation that refused.
+        /// The operation.
         op: &'static str,
-        /// The argument it refused.
+        /// The argument.
         arg: &'static str,
-        /// The shape in the words of the contract, e.g. `[tokens 4, heads 8, head_dim 64]`.
+        /// The expected shape, e.g. `[tokens 4, heads 8, head_dim 64]`.
         expected: String,
-        /// The shape that came.
+        /// The actual shape.
         got: Vec<usize>,
     },
     /// A tensor has a dtype that the argument does not accept.
     #[error("{op}: `{arg}` must be {expected}, got {got}")]
     DType {
-        /// The operation that refused.
+        /// The operation.
         op: &'static str,
-        /// The argument it refused.
+        /// The argument.
         arg: &'static str,
         /// The accepted dtypes.
         expected: &'static str,
-        /// The dtype that came.
+        /// The actual dtype.
         got: DType,
     },
     /// A number is outside the range that the argument accepts.
     #[error("{op}: `{arg}` must be {expected}, got {got}")]
     Value {
-        /// The operation that refused.
+        /// The operation.
         op: &'static str,
-        /// The argument it refused.
+        /// The argument.
         arg: &'static str,
-        /// The accepted range in words.
+        /// The accepted range, in words.
         expected: String,
-        /// The value that came.
+        /// The actual value.
         got: String,
     },
     /// An index read from a device buffer (position, sequence, token id) is out of range.
     #[error("{op}: `{arg}[{index}]` is {got}, must be below {limit}")]
     OutOfRange {
-        /// The operation that refused.
+        /// The operation.
         op: &'static str,
         /// The buffer that holds the index.
         arg: &'static str,
-        /// Which element of the buffer.
+        /// The element of the buffer.
         index: usize,
-        /// The value found there.
+        /// The value of the element.
         got: u64,
-        /// The first value that is too large.
+        /// The smallest value that is too large.
         limit: u64,
     },
-    /// A tensor lives on another device than the encoder.
-    #[error("{op}: `{arg}` lives on {got}, the encoder is for {expected}")]
+    /// A tensor is on another device than the encoder.
+    #[error("{op}: `{arg}` must be on {expected}, got {got}")]
     WrongDevice {
-        /// The operation that refused.
+        /// The operation.
         op: &'static str,
-        /// The argument it refused.
+        /// The argument.
         arg: &'static str,
         /// The encoder's device.
         expected: String,
         /// The tensor's device.
         got: String,
     },
-    /// An output overlaps another argument in a way the operation does not allow.
+    /// An output overlaps another argument in a way that the operation does not allow.
     #[error("{op}: output `{output}` overlaps `{other}` in memory")]
     Overlap {
-        /// The operation that refused.
+        /// The operation.
         op: &'static str,
         /// The written argument.
         output: &'static str,
@@ -88,70 +88,70 @@ pub enum Error {
     Unsupported {
         /// The operation.
         op: &'static str,
-        /// The device asked.
+        /// The device.
         device: &'static str,
-        /// Why.
+        /// Why it is not supported.
         reason: String,
     },
     /// The device is not available on this machine.
     #[error("device {kind} is not available: {reason}")]
     NoDevice {
-        /// The kind of device asked for.
+        /// The requested kind of device.
         kind: DeviceKind,
-        /// Why it is not there.
+        /// Why it is not available.
         reason: String,
     },
-    /// The device's compiler refused a kernel: on Metal and CUDA, when an operation is recorded or captured.
-    #[error("{device} does not compile {kernel}: {message}")]
+    /// The device's compiler rejected a kernel. Metal and CUDA return this when an operation is recorded or captured.
+    #[error("{device} cannot compile {kernel}: {message}")]
     Compile {
         /// The device.
         device: String,
-        /// The kernel file, and the kernel in it where one was asked for.
+        /// The kernel file, and the name of the kernel in it if one was requested.
         kernel: String,
-        /// What the compiler said.
+        /// The compiler's message.
         message: String,
     },
-    /// The device could not provide the memory; nothing that existed before is lost.
-    #[error("out of memory on {device}: {bytes} bytes asked for")]
+    /// A memory allocation failed. Existing data is unaffected.
+    #[error("out of memory on {device}: an allocation of {bytes} bytes failed")]
     OutOfMemory {
-        /// The device asked.
+        /// The device.
         device: String,
-        /// The size of the one allocation that failed.
+        /// The size of the allocation that failed.
         bytes: usize,
     },
     /// A size does not fit the machine's `usize`.
     #[error("{op}: the size of `{arg}` overflows")]
     Overflow {
-        /// The operation that refused.
+        /// The operation.
         op: &'static str,
         /// The argument whose size overflows.
         arg: &'static str,
     },
     /// A sequence has no room for the tokens: its linear layers are full.
-    #[error("sequence {sequence}: {tokens} tokens more than its {len} exceed the capacity of {capacity}")]
+    #[error("sequence {sequence}: {tokens} new tokens after {len} exceed the capacity of {capacity}")]
     CacheFull {
         /// The sequence.
         sequence: usize,
         /// Its length before the call.
         len: usize,
-        /// The tokens that were to be appended.
+        /// The number of tokens to append.
         tokens: usize,
         /// Slots of a linear layer.
         capacity: usize,
     },
-    /// The ring no longer holds what the request would need.
-    #[error("sequence {sequence}: layer {layer} no longer holds position {needed} (oldest kept: {oldest})")]
+    /// A ring has overwritten positions that the request needs.
+    #[error("sequence {sequence}: layer {layer} no longer holds position {needed}; the oldest it holds is {oldest}")]
     RingOverwritten {
         /// The sequence.
         sequence: usize,
-        /// The first layer that lost what is needed.
+        /// The first layer that has overwritten one.
         layer: usize,
-        /// The oldest position that would be needed.
+        /// The oldest position that the request needs.
         needed: usize,
-        /// The oldest position still held.
+        /// The oldest position that the layer holds.
         oldest: usize,
     },
-    /// A file is not what it claims to be.
+    /// The contents of a file are invalid.
     #[error("{path}: {reason}")]
     File {
         /// The file.
@@ -164,7 +164,7 @@ pub enum Error {
     Io {
         /// The file.
         path: String,
-        /// The system's answer.
+        /// The operating system's error.
         source: std::io::Error,
     },
     /// A device reported a fault.

@@ -52,8 +52,8 @@ impl HostMemory {
     }
 }
 
-/// A huge page. Blocks from here on begin with one and ask for them: reading a cache or weights in pages of 4 KiB is bound by
-/// address translation. The price: what is touched first takes 2 MiB, so a cache of large capacity, head by head, takes that
+/// A huge page. Larger blocks are aligned to one and request huge pages: reading a cache or weights in pages of 4 KiB is
+/// bound by address translation. The cost: the first access to a page takes 2 MiB, so a cache of large capacity takes that
 /// much for each head as soon as it holds one token.
 const HUGE: usize = 2 << 20;
 
@@ -90,7 +90,7 @@ impl Memory for HostMemory {
 }
 
 /// The part of a host device that differs: what runs a call.
-pub(crate) trait Executor: Send + Sync + 'static {
+pub(crate) trait HostExecutor: Send + Sync + 'static {
     fn kind(&self) -> DeviceKind;
     fn name(&self) -> String;
     /// The call has been validated, its index buffers too, and writes something; memory is exclusively ours while it runs.
@@ -110,7 +110,7 @@ pub(crate) struct Host<E> {
 #[allow(clippy::vec_box, reason = "a pass is handed out in its box, and a new box would be an allocation")]
 type Passes<E> = Vec<Box<HostPass<E>>>;
 
-impl<E: Executor> Host<E> {
+impl<E: HostExecutor> Host<E> {
     pub(crate) fn new(executor: E) -> Self {
         Host { executor, lock: Mutex::new(()), spare: Mutex::default() }
     }
@@ -137,7 +137,7 @@ impl<E: Executor> Host<E> {
     }
 }
 
-impl<E: Executor> Backend for Host<E> {
+impl<E: HostExecutor> Backend for Host<E> {
     fn kind(&self) -> DeviceKind {
         self.executor.kind()
     }
@@ -190,7 +190,7 @@ struct HostPass<E> {
     calls: Vec<Call>,
 }
 
-impl<E: Executor> Pass for HostPass<E> {
+impl<E: HostExecutor> Pass for HostPass<E> {
     fn submit(&mut self, call: Call) -> Result<()> {
         self.calls.push(call);
         Ok(())
@@ -218,7 +218,7 @@ struct HostGraph<E> {
     calls: Vec<Call>,
 }
 
-impl<E: Executor> Replay for HostGraph<E> {
+impl<E: HostExecutor> Replay for HostGraph<E> {
     fn replay(&self) -> Result<Option<Box<dyn Wait>>> {
         self.host.run(&self.calls)?;
         Ok(None)

@@ -7,7 +7,7 @@ use crate::{
     ops::check,
 };
 
-/// What a [`KvLayer`] is made of.
+/// The specification of a [`KvLayer`].
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LayerSpec {
     /// Independent sequences, S.
@@ -18,17 +18,20 @@ pub struct LayerSpec {
     pub capacity: usize,
     /// Coordinates of a key or value, D.
     pub head_dim: usize,
-    /// How keys are stored.
+    /// The codec of keys.
     pub k: Codec,
-    /// How values are stored.
+    /// The codec of values.
     pub v: Codec,
-    /// How many positions a token sees, itself included; `None` for all that the layer holds. It is
-    /// [`attend`](crate::ops::attend())'s window where the call names none, and a wider one is refused: on a ring from which
-    /// tokens were taken back, these stand where the oldest ones were, and lengths do not tell. At most `capacity` on a ring.
+    /// How many positions a token sees, itself included; `None` for all that the layer holds. At most `capacity` on a
+    /// ring.
+    ///
+    /// [`attend`](crate::ops::attend()) uses this window if the call names none, and rejects a wider one. On a ring,
+    /// a wider window could reach tokens that were truncated: they overwrite the oldest slots, and lengths do not
+    /// record that.
     pub window: Option<usize>,
-    /// Whether position p lives in slot p mod cap (a ring) or in slot p (linear; p < cap).
+    /// Whether position p is stored in slot p mod cap (a ring) or in slot p (linear; p < cap).
     pub ring: bool,
-    /// Where a vector stands in memory.
+    /// The order of vectors in memory.
     pub order: SlotOrder,
 }
 
@@ -42,15 +45,17 @@ pub enum SlotOrder {
     TokenMajor,
 }
 
-/// The vectors of one side (keys or values) of a layer: `rows` vectors of `head_dim`, in one or more planes.
+/// The vectors of one side (keys or values) of a layer: `rows` vectors of `head_dim` coordinates, in one or more
+/// planes.
 #[derive(Clone, Debug)]
 pub struct Planes {
     codec: Codec,
-    /// Dense: `[rows, D]`. TurboQuant: u8 `[rows, D/2]` nibbles (4, 5, 6 bits) or `[rows, D]` bytes (8 bits).
+    /// Dense: `[rows, D]`. TurboQuant: u8 `[rows, D/2]` with two 4-bit parts per byte (4, 5, 6 bits), or u8 `[rows,
+    /// D]` (8 bits).
     pub(crate) low: Tensor,
-    /// 5 bits: u8 `[rows, D/8]`; 6 bits: u8 `[rows, D/4]`.
+    /// The upper bits of indices. 5 bits: u8 `[rows, D/8]`; 6 bits: u8 `[rows, D/4]`.
     pub(crate) high: Option<Tensor>,
-    /// TurboQuant: f32 `[rows, D/B]`.
+    /// TurboQuant: f32 `[rows, D/B]`, one per block of B coordinates.
     pub(crate) norms: Option<Tensor>,
 }
 
@@ -73,7 +78,7 @@ impl Planes {
         })
     }
 
-    /// How the vectors are stored.
+    /// The codec of the vectors.
     pub fn codec(&self) -> Codec {
         self.codec
     }
@@ -91,11 +96,30 @@ impl Planes {
     }
 }
 
-/// Keys and values of one layer, for several sequences: linear or a ring, dense or quantised.
+/// Keys and values of one layer for several sequences: linear or a ring, dense or quantised.
 ///
-/// Cloning is cheap and shares the memory. [`KvCache`](crate::KvCache) makes one per layer and keeps the lengths;
-/// an engine with a cache manager of its own can make its own, also around [`Tensor`]s that it already has
+/// Cloning is cheap and shares the memory. [`KvCache`](crate::KvCache) makes one per layer and keeps the lengths. An
+/// engine with its own cache manager can make layers itself, also over existing [`Tensor`]s
 /// ([`KvLayer::from_dense`]). Memory that kvant did not allocate cannot be wrapped.
+///
+/// ```
+/// use kvant::{Codec, Device, KvLayer, LayerSpec, SlotOrder};
+/// let spec = LayerSpec {
+///     sequences: 4,
+///     kv_heads: 2,
+///     capacity: 1024,
+///     head_dim: 128,
+///     k: Codec::F16,
+///     v: Codec::tq(8),
+///     window: Some(1000),
+///     ring: true,
+///     order: SlotOrder::HeadMajor,
+/// };
+/// let layer = KvLayer::new(&Device::cpu(), spec)?;
+/// assert_eq!(layer.slot(1030), 6);
+/// assert_eq!(layer.bytes(), 4 * 2 * 1024 * (256 + 132));
+/// # Ok::<(), kvant::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct KvLayer {
     spec: LayerSpec,
@@ -104,7 +128,10 @@ pub struct KvLayer {
 }
 
 impl KvLayer {
-    /// An empty layer.
+    /// Allocates an empty layer.
+    ///
+    /// # Errors
+    /// `Value`, `DType` or `Overflow` for an invalid specification; `OutOfMemory`.
     pub fn new(device: &Device, spec: LayerSpec) -> Result<KvLayer> {
         let rows = validate(&spec)?;
         Ok(KvLayer {
@@ -114,8 +141,11 @@ impl KvLayer {
         })
     }
 
-    /// A layer over existing dense tensors of S·Hk·cap·D elements each, in the order that `spec` says; their dtypes
-    /// must be those of `spec.k` and `spec.v`.
+    /// Makes a layer over existing dense tensors of S·Hk·cap·D elements each, in the order of `spec.order`. Their
+    /// dtypes must be those of `spec.k` and `spec.v`.
+    ///
+    /// # Errors
+    /// As [`KvLayer::new`]; `Shape` or `DType` for tensors that do not match, `Value` for a quantised codec.
     pub fn from_dense(spec: LayerSpec, k: &Tensor, v: &Tensor) -> Result<KvLayer> {
         let op = "kv_layer";
         let rows = validate(&spec)?;
@@ -147,7 +177,7 @@ impl KvLayer {
         Ok(KvLayer { spec, k: side("k", spec.k, k)?, v: side("v", spec.v, v)? })
     }
 
-    /// What the layer is made of.
+    /// The specification.
     pub fn spec(&self) -> &LayerSpec {
         &self.spec
     }
@@ -167,13 +197,13 @@ impl KvLayer {
         self.k.bytes() + self.v.bytes()
     }
 
-    /// The device that holds it.
+    /// The device that holds the layer.
     pub fn device(&self) -> &Device {
         self.k.low.device()
     }
 
-    /// The row of a vector within each plane, for a sequence, a head and a slot that the layer has. Beyond them
-    /// it is no row, or another one; never a panic.
+    /// The row of a vector within each plane, for an existing sequence, head and slot. Other arguments return a row
+    /// that does not exist or belongs to another vector; they never panic.
     #[inline]
     pub fn row(&self, sequence: usize, head: usize, slot: usize) -> usize {
         let s = &self.spec;
@@ -187,7 +217,7 @@ impl KvLayer {
         }
     }
 
-    /// Rows between a head's slot and its next one.
+    /// The number of rows between a head's slot and its next slot.
     #[inline]
     pub fn slot_stride(&self) -> usize {
         match self.spec.order {
@@ -196,7 +226,7 @@ impl KvLayer {
         }
     }
 
-    /// The slot of a position; the position must be below the capacity when the layer is linear.
+    /// The slot of a position. The position must be below the capacity if the layer is linear.
     #[inline]
     pub fn slot(&self, position: usize) -> usize {
         if self.spec.ring { position % self.spec.capacity } else { position }

@@ -1,13 +1,15 @@
-//! The KV cache and the attention of transformer inference.
+//! The KV cache and attention of transformer inference, on CPU, Metal and CUDA.
 //!
-//! kvant writes new keys and values into a cache (linear or sliding-window ring; f32, f16, bf16 or TurboQuant at 4, 5,
-//! 6 or 8 bits), attends over that cache, and prepares queries and keys (per-head RMS norm and RoPE) in fused kernels. Around
-//! that stand the few other operations of a decoder layer. Each operation has one contract and one validation, in
-//! [`ops`]; [`mod@reference`] defines in plain f64 loops what is correct; devices follow.
+//! kvant stores new keys and values in a cache, attends over the cache, and prepares queries and keys (per-head RMS norm
+//! and RoPE) in fused kernels. It also has the other operations of a decoder layer. A cache is linear or a sliding-window
+//! ring, in f32, f16, bf16 or TurboQuant at 4, 5, 6 or 8 bits.
+//!
+//! Each operation has one contract and one validation, in [`ops`]. [`mod@reference`] defines the exact results in plain
+//! f64 loops, and every device is tested against it.
 //!
 //! # Quick start
 //!
-//! One decode step of one layer: ask the cache where the token stands, write its key and value, attend.
+//! One decode step of one layer: append a token to the cache, write its key and value, attend.
 //!
 //! ```
 //! use kvant::{CacheLayer, CacheSpec, Codec, DType, Device, KvCache, Tensor, ops};
@@ -18,7 +20,7 @@
 //! let spec = CacheSpec { layers: vec![layer], sequences: 1, capacity: 4096, slack: 0 };
 //! let mut cache = KvCache::new(&device, &spec)?;
 //!
-//! // What the model computed for the new token: [tokens, heads, head_dim].
+//! // The model's projections of the new token: [tokens, heads, head_dim].
 //! let q = Tensor::from_slice(&device, &vec![0.5f32; heads * head_dim], &[1, heads, head_dim])?;
 //! let k = Tensor::from_slice(&device, &vec![0.5f32; kv_heads * head_dim], &[1, kv_heads, head_dim])?;
 //! let v = Tensor::from_slice(&device, &vec![0.5f32; kv_heads * head_dim], &[1, kv_heads, head_dim])?;
@@ -45,30 +47,36 @@
 //!     },
 //! )?;
 //! enc.commit()?.wait()?;
-//! assert!((out.to_f32()?[0] - 0.5).abs() < 0.1); // the only value it can see
+//! assert!((out.to_f32()?[0] - 0.5).abs() < 0.1); // the token sees only its own value
 //! # Ok::<(), kvant::Error>(())
 //! ```
 //!
-//! More, in `examples/`: `01-attend` (layers without a [`KvCache`]), `02-cache` (rings, drafts, forks), `03-turboquant`
-//! (what each codec costs), `04-graph` (record once, replay for every token).
+//! `examples/` has more:
+//!
+//! | example | shows |
+//! |---|---|
+//! | `01-attend` | layers without a [`KvCache`] |
+//! | `02-cache` | rings, drafts, forks |
+//! | `03-turboquant` | the error and size of each codec |
+//! | `04-graph` | recording a step once and replaying it for every token |
 //!
 //! # Concepts
 //!
 //! | concept | here |
 //! |---|---|
-//! | where tensors live and operations run | [`Device`]; [`Device::list`] says what is there and why the rest is not |
-//! | an array | [`Tensor`]: row-major, shared memory, [`rows`](Tensor::rows) is a view |
-//! | a forward pass | [`Encoder`]: operations in order, which run at [`commit`](Encoder::commit); every one sees what the ones before it wrote |
-//! | the same pass again, for the next token | [`Encoder::capture`] gives a [`Graph`]; positions and lengths are read from device buffers at each replay |
+//! | the place where tensors live and operations run | [`Device`]; [`Device::list`] reports which devices are available, and why others are not |
+//! | an array | [`Tensor`]: row-major; clones and [`rows`](Tensor::rows) share its memory |
+//! | a forward pass | [`Encoder`]: records operations and runs them at [`commit`](Encoder::commit); each sees the writes of the previous ones |
+//! | the same pass for the next token | [`Encoder::capture`] makes a [`Graph`]; each replay reads positions and lengths from device buffers |
 //! | keys and values of a model | [`KvCache`]: sequences, lengths, rings; append, truncate, fork, save, load |
-//! | keys and values of one layer | [`KvLayer`]: memory only, for engines that keep their own books |
-//! | how a vector is stored | [`Codec`]: dense, or TurboQuant at 4, 5, 6 or 8 bits |
-//! | where the tokens of a pass stand | [`Step`]: position, sequence, lengths |
-//! | an operation | a function of [`ops`] and its descriptor struct with named fields |
-//! | the residual stream | [`RmsNorm::residual`](ops::RmsNorm::residual) adds, before the norm or after it |
-//! | threads | devices, tensors, caches and steps may be shared among threads; an encoder and a graph are one thread's at a time |
-//! | what is correct | [`mod@reference`], which is also a device: [`Device::reference`] |
-//! | what can go wrong | [`Error`], with the operation, the argument, what was expected and what came |
+//! | keys and values of one layer | [`KvLayer`]: memory only, for engines with their own cache manager |
+//! | the storage format of a vector | [`Codec`]: dense, or TurboQuant at 4, 5, 6 or 8 bits |
+//! | the positions of a pass's tokens | [`Step`]: position and sequence of each token, length of each sequence |
+//! | an operation | a function in [`ops`] and its descriptor struct with named fields |
+//! | the residual stream | [`RmsNorm::residual`](ops::RmsNorm::residual) adds it before or after the norm |
+//! | threads | devices, tensors, caches and steps can be shared among threads; only one thread at a time can use an encoder or a graph |
+//! | the definition of correct | [`mod@reference`], also available as a device: [`Device::reference`] |
+//! | errors | [`Error`]: names the operation, the argument, the expected and the actual value |
 //!
 //! # Operations
 //!
@@ -83,15 +91,16 @@
 //! | [`moe_route`](ops::moe_route()), [`moe_combine`](ops::moe_combine()) | yes | yes | yes | yes |
 //! | [`argmax`](ops::argmax()), [`sample`](ops::sample()) | yes | yes | yes | yes |
 //!
-//! No Apple hardware has run the Metal kernels yet: they are executed on Linux, by a test tool. `docs/verification.md` says
-//! what that shows and what it cannot show, and what ran on CUDA devices. A device that is not there says why:
-//! [`Device::list`].
+//! The Metal kernels are untested on Apple hardware; a test tool runs them on Linux. `docs/verification.md` lists what has
+//! been tested where, and the gaps.
 //!
 //! # Features
 //!
-//! `cuda` (default): the CUDA backend. It needs nothing to be built; driver and compiler are looked for at run time: a GPU of
-//! compute capability 8.0, a driver for CUDA 12.0, NVRTC. Its fastest attention is for q, cache and out of one 16-bit type, and
-//! for quantised caches with a 16-bit out. The other backends depend on the system alone.
+//! `cuda` (default): the CUDA backend. It has no build-time dependencies. At run time it requires a GPU of compute
+//! capability 8.0 or newer, a driver for CUDA 12.0 or newer, and NVRTC. Attention is fastest if q, cache and out have the
+//! same 16-bit dtype, or if the cache is quantised and out has 16 bits.
+//!
+//! The other backends have no feature: the CPU backend is always built, the Metal backend on macOS.
 
 mod backend;
 mod cache;
@@ -124,7 +133,7 @@ pub use tensor::{MAX_RANK, Tensor};
 
 pub use half::{bf16, f16};
 
-/// The example in the README is a test.
+/// The example in the crate's README runs as a doctest. `kvant-msl`, which is not published, tests the repository's README.
 #[cfg(doctest)]
-#[doc = include_str!("../../../README.md")]
+#[doc = include_str!("../README.md")]
 struct Readme;

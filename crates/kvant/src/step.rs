@@ -1,4 +1,4 @@
-//! Where the tokens of one step stand.
+//! The positions of one step's tokens.
 
 use crate::{
     DType, Device, Error, Result, Tensor,
@@ -6,31 +6,44 @@ use crate::{
     ops::check,
 };
 
-/// The tokens of one forward pass: T tokens of up to S sequences, each at its own position.
+/// The tokens of one forward pass: T tokens of up to S sequences, each with its own position.
 ///
-/// The three tensors live on the device, so that a captured [`Graph`](crate::Graph) follows when they are rewritten.
-/// A [`KvCache`](crate::KvCache) makes them; an engine with its own bookkeeping can, too. No two tokens share sequence and
-/// position: if they do, what a write leaves in that one slot is unspecified (on a GPU, a mix of both).
+/// [`KvCache`](crate::KvCache) makes steps; an engine with its own cache manager can make them itself. The three
+/// tensors are stored on the device, so that a captured [`Graph`](crate::Graph) reads the new values when they are
+/// rewritten.
 ///
-/// The CPU refuses an entry that is out of range, when the operation runs ([`Encoder::commit`](crate::Encoder::commit)). A GPU's
-/// kernels skip such a token, or write zeros for it where the operation says so, and neither read nor write outside the layer.
+/// No two tokens may have the same sequence and position. If two do, the contents of their slot are unspecified (on a
+/// GPU, a mix of both).
+///
+/// On the CPU, an entry that is out of range is an error when the operation runs
+/// ([`Encoder::commit`](crate::Encoder::commit)). A GPU kernel skips such a token, or writes zeros for it where the
+/// operation says so. It never reads or writes outside the layer.
 #[derive(Clone, Debug)]
 pub struct Step {
-    /// u32 `[T]`: the logical position of each token, counted from 0 in its sequence.
+    /// u32 `[T]`: the position of each token, counted from 0 in its sequence.
     pub positions: Tensor,
     /// u32 `[T]`: the sequence of each token, below S.
     pub sequence: Tensor,
-    /// u32 `[S]`: how many tokens of each sequence the cache holds (or has held, on a ring) once this step's are
-    /// written. A position is below its sequence's length.
+    /// u32 `[S]`: the number of tokens of each sequence after this step's tokens are written, including those that a
+    /// ring has overwritten. Each position is below its sequence's length.
     pub lens: Tensor,
 }
 
 impl Step {
-    /// Uploads a step for a cache of `sequences` sequences, in which every length ends with this step's last token:
-    /// `tokens` are (sequence, position) pairs.
+    /// Uploads a step for a cache of `sequences` sequences. `tokens` are (sequence, position) pairs. The length of
+    /// each sequence is its largest position in this step plus one; sequences without tokens have length 0.
     ///
     /// # Errors
-    /// `OutOfRange` for a sequence that does not exist, `Value`, `Overflow`, `OutOfMemory`.
+    /// `OutOfRange` for a sequence that does not exist; `Value`, `Overflow`, `OutOfMemory`.
+    ///
+    /// # Example
+    /// ```
+    /// use kvant::{Device, Step};
+    /// // Two tokens of sequence 0, and one of sequence 2.
+    /// let step = Step::new(&Device::cpu(), 3, &[(0, 5), (0, 6), (2, 0)])?;
+    /// assert_eq!(step.lens.to_vec::<u32>()?, [7, 0, 1]);
+    /// # Ok::<(), kvant::Error>(())
+    /// ```
     pub fn new(device: &Device, sequences: usize, tokens: &[(u32, u32)]) -> Result<Step> {
         check::at_most("step", "sequences", sequences, u32::MAX as usize)?;
         let (mut lens, bytes) = (Vec::new(), sequences.saturating_mul(size_of::<u32>()));
@@ -56,12 +69,12 @@ impl Step {
         })
     }
 
-    /// Number of tokens, T.
+    /// The number of tokens, T.
     pub fn tokens(&self) -> usize {
         self.positions.elements()
     }
 
-    /// Dtypes and shapes, for `tokens` tokens of a layer of `sequences`.
+    /// Checks dtypes and shapes for `tokens` tokens of a layer of `sequences` sequences.
     pub(crate) fn validate(&self, op: &'static str, tokens: usize, sequences: usize) -> Result<()> {
         for (arg, tensor, len) in [
             ("step.positions", &self.positions, tokens),
@@ -74,10 +87,11 @@ impl Step {
         Ok(())
     }
 
-    /// What is in the buffers: sequences exist, lengths fit a linear layer, and positions are below the lengths.
+    /// Checks the contents of the buffers: sequences exist, lengths fit a linear layer, and positions are below the
+    /// lengths.
     ///
     /// # Safety
-    /// The buffers are in host memory and the device's lock is held.
+    /// The buffers are in host memory, and the caller holds the device's lock.
     pub(crate) unsafe fn check_indices(&self, op: &'static str, linear_capacity: Option<usize>) -> Result<()> {
         // SAFETY: passed on to the caller.
         let (positions, sequence, lens) = unsafe {

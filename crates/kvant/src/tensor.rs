@@ -8,10 +8,10 @@ use crate::{
     dtype::{Element, Float},
 };
 
-/// Most dimensions a tensor has.
+/// The largest number of dimensions of a tensor.
 pub const MAX_RANK: usize = 4;
 
-/// Up to [`MAX_RANK`] dimensions, without an allocation.
+/// Up to [`MAX_RANK`] dimensions, stored inline.
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct Shape {
     dims: [usize; MAX_RANK],
@@ -38,13 +38,13 @@ impl Shape {
     }
 }
 
-/// The number of elements of a shape, or an error when it overflows.
+/// The number of elements of a shape, or an error if it overflows.
 pub(crate) fn element_count(shape: &[usize]) -> Result<usize> {
     shape.iter().try_fold(1usize, |n, &d| n.checked_mul(d)).ok_or(Error::Overflow { op: "tensor", arg: "shape" })
 }
 
-/// The number of bytes of a shape. It is also refused where it overflows but for dimensions of zero, so that products of some
-/// of a tensor's dimensions never do.
+/// The number of bytes of a shape. Dimensions of zero count as one for the overflow check, so that no product of some
+/// of a tensor's dimensions overflows.
 fn byte_count(shape: &[usize], dtype: DType) -> Result<usize> {
     let most = shape.iter().try_fold(dtype.size(), |n, &d| n.checked_mul(d.max(1)));
     let most = most.ok_or(Error::Overflow { op: "tensor", arg: "shape" })?;
@@ -59,8 +59,8 @@ pub(crate) struct Storage {
 
 /// A contiguous, row-major array on a [`Device`].
 ///
-/// Cloning is cheap and shares the memory; [`Tensor::rows`] makes a view of part of it. Operations write through
-/// `&Tensor`: the encoder orders them, so that one that reads what another wrote comes after it.
+/// Cloning is cheap and shares the memory; [`Tensor::rows`] makes a view of some rows. Operations write through
+/// `&Tensor`. The encoder orders them: an operation sees the writes of the operations before it.
 ///
 /// ```
 /// use kvant::{Device, Tensor};
@@ -78,10 +78,11 @@ pub struct Tensor {
 }
 
 impl Tensor {
-    /// A tensor of zeros.
+    /// Allocates a tensor of zeros.
     ///
     /// # Errors
-    /// `Overflow` when the size, were no dimension zero, does not fit `usize`; `OutOfMemory`, `Shape` beyond four dimensions.
+    /// `Overflow` if the size in bytes, with dimensions of zero counted as one, does not fit `usize`; `OutOfMemory`;
+    /// `Shape` for more than [`MAX_RANK`] dimensions.
     pub fn zeros(device: &Device, dtype: DType, shape: &[usize]) -> Result<Tensor> {
         let bytes = byte_count(shape, dtype)?;
         let shape = Shape::new(shape)?;
@@ -91,11 +92,17 @@ impl Tensor {
     }
 
     /// Uploads `data`, whose length must be the product of `shape`.
+    ///
+    /// # Errors
+    /// As [`Tensor::zeros`]; `Shape` for another length.
     pub fn from_slice<E: Element>(device: &Device, data: &[E], shape: &[usize]) -> Result<Tensor> {
         Self::from_bytes(device, E::DTYPE, shape, bytemuck::cast_slice(data))
     }
 
     /// Uploads little-endian bytes, whose number must match `shape` and `dtype`.
+    ///
+    /// # Errors
+    /// As [`Tensor::zeros`]; `Shape` for another number of bytes.
     pub fn from_bytes(device: &Device, dtype: DType, shape: &[usize], bytes: &[u8]) -> Result<Tensor> {
         if byte_count(shape, dtype)? != bytes.len() {
             return Err(Error::Shape {
@@ -110,8 +117,13 @@ impl Tensor {
         Ok(tensor)
     }
 
-    /// Overwrites the whole tensor with `data` of the same dtype and length, once committed work is done. Operations that an
-    /// [`Encoder`](crate::Encoder) holds read the new data: commit before, if they are to read the old.
+    /// Overwrites the tensor with `data` of the same dtype and length, after committed work has finished.
+    ///
+    /// Operations that an [`Encoder`](crate::Encoder) has recorded and not committed read the new data. Commit first
+    /// if they must read the old data.
+    ///
+    /// # Errors
+    /// `DType` or `Shape` for data that does not match; `DeviceFault`.
     pub fn write<E: Element>(&self, data: &[E]) -> Result<()> {
         self.expect_element::<E>("write")?;
         if data.len() != self.elements() {
@@ -125,8 +137,11 @@ impl Tensor {
         self.write_bytes(bytemuck::cast_slice(data))
     }
 
-    /// Overwrites the whole tensor with little-endian bytes; their number must be [`Tensor::bytes`]. As
-    /// [`Tensor::write`], it does not wait for what is not committed.
+    /// Overwrites the tensor with little-endian bytes; their number must be [`Tensor::bytes`]. As [`Tensor::write`],
+    /// it waits for committed work only.
+    ///
+    /// # Errors
+    /// `Value` for another number of bytes; `DeviceFault`.
     pub fn write_bytes(&self, data: &[u8]) -> Result<()> {
         if data.len() != self.bytes() {
             return Err(Error::Value {
@@ -139,8 +154,11 @@ impl Tensor {
         self.device().backend().upload(&*self.storage.memory, self.offset, data)
     }
 
-    /// Downloads the elements; `E` must match the dtype. This waits for committed work; what an [`Encoder`](crate::Encoder)
-    /// still holds has not run.
+    /// Downloads the elements; `E` must match the dtype. Waits for committed work. Operations that an
+    /// [`Encoder`](crate::Encoder) has recorded and not committed have not run.
+    ///
+    /// # Errors
+    /// `DType` for another element type; `DeviceFault`.
     pub fn to_vec<E: Element>(&self) -> Result<Vec<E>> {
         self.expect_element::<E>("to_vec")?;
         let mut out = vec![E::zeroed(); self.elements()];
@@ -148,7 +166,10 @@ impl Tensor {
         Ok(out)
     }
 
-    /// Downloads the raw bytes into `out`; its length must be [`Tensor::bytes`]. Waits as [`Tensor::to_vec`] does.
+    /// Downloads the raw bytes into `out`, whose length must be [`Tensor::bytes`]. Waits like [`Tensor::to_vec`].
+    ///
+    /// # Errors
+    /// `Value` for another number of bytes; `DeviceFault`.
     pub fn read_bytes(&self, out: &mut [u8]) -> Result<()> {
         if out.len() != self.bytes() {
             return Err(Error::Value {
@@ -161,7 +182,10 @@ impl Tensor {
         self.device().backend().download(&*self.storage.memory, self.offset, out)
     }
 
-    /// Downloads the elements as f32, whatever the floating-point dtype.
+    /// Downloads the elements of a floating-point tensor, converted to f32.
+    ///
+    /// # Errors
+    /// `DType` for an integer tensor; `DeviceFault`.
     pub fn to_f32(&self) -> Result<Vec<f32>> {
         fn widen<E: Float>(t: &Tensor) -> Result<Vec<f32>> {
             Ok(t.to_vec::<E>()?.into_iter().map(E::to_f32).collect())
@@ -174,9 +198,12 @@ impl Tensor {
         }
     }
 
-    /// Rows `range` of the first dimension, as a view of the same memory.
+    /// Returns rows `range` of the first dimension as a view of the same memory.
+    ///
+    /// # Errors
+    /// `Value` for a range beyond the rows, or for a tensor without dimensions.
     pub fn rows(&self, range: std::ops::Range<usize>) -> Result<Tensor> {
-        // A tensor without dimensions has no rows, not even an empty range of them.
+        // A tensor without dimensions has no rows, so even an empty range is out of bounds.
         let rows = self.shape().first().copied();
         if rows.is_none_or(|rows| range.start > range.end || range.end > rows) {
             return Err(Error::Value {
@@ -193,7 +220,10 @@ impl Tensor {
         Ok(view)
     }
 
-    /// The same elements under another shape of the same size.
+    /// Returns the same elements with another shape of the same size.
+    ///
+    /// # Errors
+    /// `Shape` for another number of elements.
     pub fn reshape(&self, shape: &[usize]) -> Result<Tensor> {
         if byte_count(shape, self.dtype)? != self.bytes() {
             return Err(Error::Shape {
@@ -221,12 +251,12 @@ impl Tensor {
         &self.storage.device
     }
 
-    /// Number of elements.
+    /// The number of elements.
     pub fn elements(&self) -> usize {
         self.shape().iter().product()
     }
 
-    /// Number of bytes.
+    /// The number of bytes.
     pub fn bytes(&self) -> usize {
         self.elements() * self.dtype.size()
     }

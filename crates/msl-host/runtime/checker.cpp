@@ -45,10 +45,11 @@ static void check(char *address, size_t bytes, Use use, uintptr_t pc) {
   if (!state || state->current < 0) return;
   State &s = *state;
   const char *verb = use.write ? "write" : "read";
-  Bound *b = s.find(address);
-  if (!b) {
-    if (!private_memory(s, address)) fatal(s, OUT_OF_BOUNDS, pc, "%s of %zu bytes at %p, which is in no bound buffer", verb, bytes, (void *)address);
-    return;
+  Bound *b = s.last_bound;
+  if (!b || !b->region->contains(address)) {
+    if (private_memory(s, address)) return;
+    b = s.find(address);
+    if (!b) fatal(s, OUT_OF_BOUNDS, pc, "%s of %zu bytes at %p, which is in no bound buffer", verb, bytes, (void *)address);
   }
   long offset = address - b->region->base;
   const Extent *within = nullptr, *readable = nullptr;  // an extent that covers the access; one that also permits it

@@ -46,8 +46,7 @@ long Region::damage() const {
   return (long)capacity + 1;
 }
 
-Bound *State::find(const char *address) {
-  if (last_bound && last_bound->region->contains(address)) return last_bound;
+Bound *State::find_among_all(const char *address) {
   for (Bound *b : bounds)
     if (b->region->contains(address)) return last_bound = b;
   return nullptr;

@@ -94,7 +94,12 @@ struct State {
     random ^= random << 17;
     return (unsigned)(random >> 20);
   }
-  Bound *find(const char *address);
+  // The bound region that holds an address, or null. Accesses come in runs, so the last answer is tried first.
+  Bound *find(const char *address) {
+    if (last_bound && last_bound->region->contains(address)) return last_bound;
+    return find_among_all(address);
+  }
+  Bound *find_among_all(const char *address);
   Bound *bind(Region *region, const char *name, bool threadgroup, bool owned);
   void release_bounds();
   // Adds a finding (or counts it, if one of the same kind and place is there).

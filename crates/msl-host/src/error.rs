@@ -1,45 +1,45 @@
-//! The one error type of the crate.
+//! The error type of the crate.
 
 use std::fmt;
 use std::path::PathBuf;
 
 use crate::report::Findings;
 
-/// What every fallible function of this crate returns.
+/// The result of every fallible function of this crate.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// Everything that can go wrong between a `.metal` source and its results.
+/// An error between a `.metal` source and its results.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// This machine cannot run kernels.
-    #[error("msl-host runs kernels on x86-64 Linux with AVX2, FMA and F16C only; this is {0}")]
+    #[error("msl-host requires x86-64 Linux with AVX2, FMA and F16C, got {0}")]
     Unsupported(String),
-    /// No usable compiler.
+    /// No usable compiler was found.
     #[error(
-        "msl-host needs clang++ 19 and found none (tried {tried}). Install it with `apt-get install clang-19`, \
-         or name one in the environment variable MSL_HOST_CLANG"
+        "msl-host requires clang++ 19 and found none (tried {tried}). Install it with `apt-get install clang-19`, \
+         or set the environment variable MSL_HOST_CLANG to a clang++ of this version"
     )]
     NoClang {
         /// The programs that were tried.
         tried: String,
     },
-    /// A file or a process of the tool chain failed.
+    /// A file operation or a process of the toolchain failed.
     #[error("{what} {path}: {source}")]
     Io {
-        /// What was attempted.
+        /// The operation.
         what: &'static str,
-        /// On which file.
+        /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The operating system's error.
         source: std::io::Error,
     },
-    /// The source was refused: by the front end, by the lint, or by clang in either pass.
+    /// The front end, the lint, or clang in either pass rejected the source.
     #[error("{name} does not compile:\n{}", list(.diagnostics))]
     Compile {
         /// The source's name.
         name: String,
-        /// What is wrong, in order; never empty.
+        /// The errors, in order; never empty.
         diagnostics: Vec<Diagnostic>,
     },
     /// A compiled library could not be loaded.
@@ -47,19 +47,19 @@ pub enum Error {
     Load {
         /// The library.
         path: PathBuf,
-        /// What the loader said.
+        /// The loader's error.
         source: libloading::Error,
     },
     /// A launch does not fit its kernel or the limits of Metal.
     #[error("kernel {kernel}: {reason}")]
     Launch {
-        /// The kernel that was asked for.
+        /// The requested kernel.
         kernel: String,
         /// What does not fit.
         reason: String,
     },
     /// The system had no memory for a guarded buffer or for the fibers.
-    #[error("no memory for {0}")]
+    #[error("out of memory for {0}")]
     NoMemory(&'static str),
     /// The kernel ran and did something wrong.
     #[error("{0}")]
@@ -67,7 +67,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// The findings of a run, if that is what this error is.
+    /// The findings, if this is [`Error::Findings`].
     pub fn findings(&self) -> Option<&Findings> {
         match self {
             Error::Findings(findings) => Some(findings),
@@ -81,14 +81,14 @@ impl Error {
     }
 }
 
-/// One complaint about a source.
+/// One error in a source.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Diagnostic {
     /// The source or header.
     pub file: String,
-    /// Counted from 1.
+    /// The line, counted from 1.
     pub line: u32,
-    /// The complaint itself.
+    /// The message.
     pub message: String,
 }
 

@@ -1,4 +1,4 @@
-//! The machine that plays the GPU: compiler, runtime, and the memory it gives out.
+//! The host that simulates the GPU: compiler, runtime, and memory.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -16,7 +16,7 @@ pub(crate) struct Shared {
     pub toolchain: Toolchain,
     pub runtime: Runtime,
     pub runtime_path: PathBuf,
-    /// Memory given out, by its first address.
+    /// Allocated memory, by its first address.
     memories: Mutex<BTreeMap<usize, Given>>,
 }
 
@@ -25,11 +25,11 @@ struct Given {
     len: usize,
     region: *mut Region,
 }
-// SAFETY: the map only remembers the pointer; who uses it holds a `Memory` or a binding of one.
+// SAFETY: the map only stores the pointer; its users hold a `Memory` or a binding of one.
 unsafe impl Send for Given {}
 
 impl Shared {
-    /// The memory that holds `address..address + len`: its region, and the offset in it.
+    /// The memory that contains `address..address + len`: its region, and the offset in it.
     pub fn find(&self, address: usize, len: usize) -> Option<(*mut Region, usize)> {
         let memories = self.memories.lock().unwrap_or_else(|e| e.into_inner());
         let (start, given) = memories.range(..=address).next_back()?;
@@ -38,7 +38,7 @@ impl Shared {
     }
 }
 
-/// Compiles kernels and gives out memory for them. Cheap to clone.
+/// Compiles kernels and allocates memory for them. Cloning is cheap.
 #[derive(Clone)]
 pub struct Host {
     shared: Arc<Shared>,
@@ -54,7 +54,7 @@ impl Host {
     /// Finds clang 19 and loads the runtime, which is compiled on first use.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] on another machine than x86-64 Linux with AVX2; [`Error::NoClang`] without the compiler.
+    /// [`Error::Unsupported`] unless the machine is x86-64 Linux with AVX2; [`Error::NoClang`] without the compiler.
     pub fn new() -> Result<Host> {
         supported()?;
         let toolchain = Toolchain::find()?;
@@ -63,20 +63,21 @@ impl Host {
         Ok(Host { shared: Arc::new(Shared { toolchain, runtime, runtime_path, memories: Mutex::default() }) })
     }
 
-    /// Compiles a source, or finds it compiled: the result is kept by the hash of the preprocessed text and the options.
+    /// Compiles a source, or loads the cached result. The cache key is the hash of the preprocessed text and the
+    /// options.
     ///
-    /// The lint and the typed pass come first, so that a pointer without an address space, a mix of address spaces or a warning is an
-    /// error whatever the build.
+    /// The lint and the typed pass run first. A pointer without an address space, a mix of address spaces, or a
+    /// warning is therefore an error in every build.
     pub fn compile(&self, source: &Source, build: Build) -> Result<Library> {
         Library::compile(Arc::clone(&self.shared), source, build)
     }
 
-    /// Memory that launches use in place: it ends at a guard page and is filled with 0xFF.
+    /// Allocates memory that launches use in place. It ends at a guard page and is filled with 0xFF.
     pub fn memory(&self, len: usize) -> Result<Memory> {
         self.new_memory(len, false)
     }
 
-    /// As [`Host::memory`], but of zeros; pages that nobody touches take no room.
+    /// As [`Host::memory`], filled with zeros. Untouched pages use no memory.
     pub fn zeroed_memory(&self, len: usize) -> Result<Memory> {
         self.new_memory(len, true)
     }
@@ -97,13 +98,13 @@ fn supported() -> Result<()> {
             && is_x86_feature_detected!("fma")
             && is_x86_feature_detected!("f16c")
             && is_x86_feature_detected!("bmi2");
-        if there { Ok(()) } else { Err(Error::Unsupported("an older processor".into())) }
+        if there { Ok(()) } else { Err(Error::Unsupported("a processor without these".into())) }
     }
     #[cfg(not(all(target_os = "linux", target_arch = "x86_64")))]
     Err(Error::Unsupported(format!("{} on {}", std::env::consts::OS, std::env::consts::ARCH)))
 }
 
-/// Bytes between guard pages. A kernel that is bound to them through any pointer into them works on them in place.
+/// Memory between guard pages. A kernel works in place on it through any binding of a pointer into it.
 pub struct Memory {
     shared: Arc<Shared>,
     region: *mut Region,
@@ -117,7 +118,7 @@ unsafe impl Send for Memory {}
 unsafe impl Sync for Memory {}
 
 impl Memory {
-    /// Its first byte.
+    /// A pointer to the first byte.
     pub fn as_mut_ptr(&self) -> *mut u8 {
         self.pointer
     }
@@ -147,7 +148,7 @@ impl fmt::Debug for Memory {
 impl Drop for Memory {
     fn drop(&mut self) {
         self.shared.memories.lock().unwrap_or_else(|e| e.into_inner()).remove(&(self.pointer as usize));
-        // SAFETY: the region is this Memory's own, and nobody finds it any more.
+        // SAFETY: this Memory owns the region, and the map no longer lists it.
         unsafe { self.shared.runtime.free(self.region) }
     }
 }

@@ -1,18 +1,18 @@
-//! What a launch consists of: the same things that a Metal compute encoder is told.
+//! The description of a launch: the same information that a Metal compute encoder receives.
 
 use std::marker::PhantomData;
 use std::time::Duration;
 
 use crate::runtime::{READ, WRITE};
 
-/// What a kernel does with a buffer. The checker holds it to that.
+/// How a kernel accesses a buffer. The checker enforces it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Access {
-    /// Only read.
+    /// Reads only.
     Read,
-    /// Only written; a read of a byte that the launch has not written itself is a finding.
+    /// Writes only. A read of a byte that the launch has not written is a finding.
     Write,
-    /// Both.
+    /// Reads and writes.
     ReadWrite,
 }
 
@@ -26,10 +26,10 @@ impl Access {
     }
 }
 
-/// A buffer binding: an allocation, where in it the kernel's pointer points, and how much of it the kernel may touch.
+/// A buffer binding: an allocation, the offset of the kernel's pointer, and the range that the kernel may access.
 ///
-/// Memory of [`crate::Host::memory`] is used in place. Other memory is copied between guard pages before the run and, if it may be
-/// written, back after it; bindings of overlapping memory share one copy.
+/// Memory from [`crate::Host::memory`] is used in place. Other memory is copied between guard pages before the run
+/// and, if it is writable, copied back afterwards. Bindings of overlapping memory share one copy.
 #[derive(Clone, Copy, Debug)]
 pub struct Buffer<'a> {
     pub(crate) pointer: *mut u8,
@@ -73,18 +73,18 @@ impl<'a> Buffer<'a> {
     /// A buffer by its address.
     ///
     /// # Safety
-    /// `pointer..pointer + len` is allocated while `'a` lasts; nobody writes it during a run, and nobody reads it if `access` includes
-    /// writing.
+    /// `pointer..pointer + len` is allocated while `'a` lasts. During a run, nobody else writes it, and nobody else
+    /// reads it if `access` includes writing.
     pub unsafe fn raw(pointer: *mut u8, len: usize, access: Access) -> Buffer<'a> {
         Buffer { pointer, len, offset: 0, extent: None, access, memory: PhantomData }
     }
 
-    /// The kernel's pointer points `bytes` into the allocation.
+    /// Sets the kernel's pointer to `bytes` after the start of the allocation.
     pub fn offset(self, bytes: usize) -> Buffer<'a> {
         Buffer { offset: bytes, ..self }
     }
 
-    /// The kernel may touch `bytes` from the offset on. Without this, all up to the end of the allocation.
+    /// Limits the kernel to `bytes` from the offset on. The default is the rest of the allocation.
     pub fn extent(self, bytes: usize) -> Buffer<'a> {
         Buffer { extent: Some(bytes), ..self }
     }
@@ -103,7 +103,7 @@ pub enum Constant {
     UInt(u32),
     Long(i64),
     ULong(u64),
-    /// By its bits.
+    /// As bits.
     Half(u16),
     Float(f32),
 }
@@ -132,33 +132,33 @@ impl Constant {
     }
 }
 
-/// How many threads run.
+/// The number of threads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Grid {
     /// `dispatchThreadgroups`: whole threadgroups.
     Threadgroups {
         /// Threadgroups in the grid.
         groups: [u32; 3],
-        /// Threads in each.
+        /// Threads per threadgroup.
         threads: [u32; 3],
     },
-    /// `dispatchThreads`: threadgroups at the edge of the grid are cut to fit.
+    /// `dispatchThreads`: threadgroups at the edge of the grid are truncated to fit.
     Threads {
         /// Threads in the grid.
         total: [u32; 3],
-        /// Threads in a threadgroup that is not cut.
+        /// Threads in a whole threadgroup.
         threads: [u32; 3],
     },
 }
 
-/// In which order threads and threadgroups run. Each run is reproducible.
+/// The order in which threads and threadgroups run. Each run is reproducible.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Schedule {
     /// The first thread first, until it waits.
     Forward,
     /// The last thread first.
     Reverse,
-    /// Drawn from a seed.
+    /// A random order from a seed.
     Random(u64),
 }
 
@@ -175,7 +175,7 @@ pub struct Launch<'a> {
 }
 
 impl<'a> Launch<'a> {
-    /// A launch of `kernel` that binds nothing yet. It may take 60 seconds of CPU time.
+    /// A launch of `kernel` without bindings, with a limit of 60 seconds of CPU time.
     pub fn new(kernel: &'a str, grid: Grid) -> Launch<'a> {
         Launch {
             kernel,
@@ -194,42 +194,43 @@ impl<'a> Launch<'a> {
         self
     }
 
-    /// `setBytes`: binds `[[buffer(index)]]` to a few constant bytes.
+    /// `setBytes`: binds `[[buffer(index)]]` to constant bytes.
     pub fn bytes(self, index: u32, bytes: &'a [u8]) -> Launch<'a> {
         self.buffer(index, Buffer::read(bytes))
     }
 
-    /// `setThreadgroupMemoryLength`: gives `[[threadgroup(index)]]` its room.
+    /// `setThreadgroupMemoryLength`: sets the size of `[[threadgroup(index)]]`.
     pub fn threadgroup_memory(mut self, index: u32, bytes: usize) -> Launch<'a> {
         self.threadgroup_bytes.push((index, bytes));
         self
     }
 
-    /// Gives the constant with `[[function_constant(index)]]` its value.
+    /// Sets the value of the constant with `[[function_constant(index)]]`.
     pub fn constant(mut self, index: u32, value: Constant) -> Launch<'a> {
         self.constants.push((index, value));
         self
     }
 
-    /// SIMD-group functions that not all lanes reach are allowed, and work over the lanes that do. Without this they are findings.
+    /// Allows SIMD-group functions that not all lanes reach; they operate on the lanes that do. By default, these are
+    /// findings.
     pub fn allow_divergence(mut self) -> Launch<'a> {
         self.allow_divergence = true;
         self
     }
 
-    /// CPU time after which the kernel is taken to run forever.
+    /// The CPU time after which the kernel counts as endless.
     pub fn time_limit(mut self, limit: Duration) -> Launch<'a> {
         self.time_limit = limit;
         self
     }
 }
 
-/// What a clean run tells of itself.
+/// Statistics of a run without findings.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stats {
     /// Threads that ran.
     pub threads: u64,
-    /// Times that one thread had to make room for another.
+    /// Switches from one thread to another.
     pub switches: u64,
     /// Arrivals at barriers and SIMD-group functions.
     pub rendezvous: u64,

@@ -1,4 +1,4 @@
-//! Preprocessed source as tokens. Comments are gone by then; line markers tell where each token came from.
+//! Tokens of preprocessed source. Comments have been removed; line markers give the origin of each token.
 
 use crate::error::Diagnostic;
 
@@ -7,7 +7,7 @@ pub(crate) enum Kind {
     Word,
     Number,
     Text,
-    /// Always a single character: `>>` is two tokens, which is what template brackets need.
+    /// Always a single character: `>>` is two tokens, as template brackets require.
     Punct(u8),
 }
 
@@ -103,7 +103,7 @@ impl<'a> Tokens<'a> {
         self.list.get(i).is_some_and(|t| matches!(t.kind, Kind::Punct(c) if set.contains(&c)))
     }
 
-    /// `::` at `i`.
+    /// Whether `::` is at `i`.
     pub fn is_scope(&self, i: usize) -> bool {
         self.is(i, b':') && self.is(i + 1, b':')
     }
@@ -112,7 +112,7 @@ impl<'a> Tokens<'a> {
         self.list.get(i).map_or("", |t| &self.text[t.start..t.end])
     }
 
-    /// The source from token `a` up to and without token `b`.
+    /// The source from token `a` up to and excluding token `b`.
     pub fn range(&self, a: usize, b: usize) -> &'a str {
         if a >= b || b > self.len() { "" } else { &self.text[self.list[a].start..self.list[b - 1].end] }
     }
@@ -133,7 +133,7 @@ impl<'a> Tokens<'a> {
         None
     }
 
-    /// The bracket that opens the one that closes at `close`.
+    /// The bracket that opens the one at `close`.
     pub fn open(&self, close: usize) -> Option<usize> {
         let mut depth = 0usize;
         for i in (0..=close).rev() {
@@ -149,7 +149,7 @@ impl<'a> Tokens<'a> {
         None
     }
 
-    /// The `>` of the template arguments that `<` at `open` begins; none if it is a comparison.
+    /// The `>` that closes the template arguments at `open`; `None` if `<` is a comparison.
     pub fn close_angle(&self, open: usize) -> Option<usize> {
         let (mut depth, mut i) = (0usize, open);
         while i < self.len() {
@@ -170,7 +170,7 @@ impl<'a> Tokens<'a> {
         None
     }
 
-    /// The `<` that belongs to `>` at `close`.
+    /// The `<` that belongs to the `>` at `close`.
     pub fn open_angle(&self, close: usize) -> Option<usize> {
         let (mut depth, mut i) = (0usize, close);
         loop {
@@ -190,7 +190,7 @@ impl<'a> Tokens<'a> {
         }
     }
 
-    /// `a..b` split at its outermost commas, empty parts left out.
+    /// `a..b` split at its outermost commas, without empty parts.
     pub fn split(&self, a: usize, b: usize) -> Vec<(usize, usize)> {
         let (mut parts, mut from, mut i) = (Vec::new(), a, a);
         while i < b {

@@ -1,4 +1,4 @@
-//! Runs Metal compute kernels on x86-64 Linux, and says what is wrong with them.
+//! Runs Metal compute kernels on x86-64 Linux, and reports their errors.
 //!
 //! ```
 //! use msl_host::{Buffer, Build, Grid, Host, Launch, Schedule, Source};
@@ -18,15 +18,21 @@
 //! # Ok::<(), msl_host::Error>(())
 //! ```
 //!
-//! | thing | where |
+//! | subject | items |
 //! |---|---|
 //! | compiler, memory | [`Host`], [`Memory`] |
 //! | a source and its compiled form | [`Source`], [`Library`], [`Kernel`], [`Build`] |
 //! | a dispatch | [`Launch`], [`Buffer`], [`Access`], [`Constant`], [`Grid`], [`Schedule`], [`Stats`] |
-//! | what went wrong | [`Error`], [`Diagnostic`] (compiling), [`Findings`], [`Finding`], [`Kind`] (running) |
+//! | errors | [`Error`], [`Diagnostic`] (compiling), [`Findings`], [`Finding`], [`Kind`] (running) |
 //!
-//! The way of a source: clang's preprocessor; `lexer` and `parse` find kernels; `lint` looks for pointers without an address space;
-//! `rewrite` turns MSL into C++; clang judges that with address spaces as types, then compiles it without them; `runtime/` runs it.
+//! A source passes these stages:
+//!
+//! 1. clang's preprocessor;
+//! 2. `lexer` and `parse` find kernels;
+//! 3. `lint` finds pointers without an address space;
+//! 4. `rewrite` converts MSL to C++;
+//! 5. clang checks the types, with address spaces as part of them, then compiles the source without them;
+//! 6. `runtime/` runs it.
 
 mod error;
 mod host;

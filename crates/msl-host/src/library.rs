@@ -1,4 +1,4 @@
-//! A compiled source: its kernels, and how one is launched.
+//! A compiled source: its kernels, and their launches.
 
 use std::ffi::{CString, c_void};
 use std::fmt;
@@ -68,24 +68,24 @@ impl Library {
         self.constants.iter().find(|c| c.name == name).map(|c| c.index)
     }
 
-    /// The kernels that can be launched: those that are no templates, and every instantiation.
+    /// The kernels that can be launched: those that are not templates, and every instantiation.
     pub fn kernels(&self) -> &[Kernel] {
         &self.kernels
     }
 
-    /// The build it was compiled for.
+    /// The build that the library was compiled for.
     pub fn build(&self) -> Build {
         self.build
     }
 
     /// Runs a launch to its end.
     ///
-    /// The kernel is native code in this process. What it does outside of its buffers is caught by guard pages, and in the checker build
-    /// before it happens; a plain build that strikes far past the guards may hit anything.
+    /// The kernel is native code in this process. Guard pages catch accesses outside of its buffers; the checker
+    /// build detects them before they happen. In a plain build, an access far beyond the guards may hit anything.
     ///
     /// # Errors
-    /// [`Error::Launch`] if the launch does not fit the kernel, [`Error::Findings`] if the run was not clean. Outputs are copied back in
-    /// the latter case too.
+    /// [`Error::Launch`] if the launch does not fit the kernel. [`Error::Findings`] if the run had errors; outputs
+    /// are copied back in this case too.
     pub fn run(&self, launch: &Launch<'_>, schedule: Schedule) -> Result<Stats> {
         let refused = |reason: String| Error::Launch { kernel: launch.kernel.into(), reason };
         let number = self.kernels.iter().position(|k| k.name == launch.kernel).ok_or_else(|| {
@@ -120,8 +120,8 @@ impl Library {
         self.set_constants(&constants)?;
         let mut list = Vec::new();
         let mut lines = None;
-        // SAFETY: the entry belongs to this library, the regions live until `regions` is dropped, and their contents are borrowed by
-        // the launch as its accesses demand.
+        // SAFETY: the entry belongs to this library, the regions live until `regions` is dropped, and the launch borrows
+        // their contents for its accesses.
         let stats = unsafe {
             self.shared.runtime.dispatch(&raw, |finding| {
                 let lines = lines.get_or_insert_with(|| Lines::new(&self.path, self.shared.toolchain.include()));
@@ -161,15 +161,15 @@ impl Library {
         Ok(values)
     }
 
-    /// Function constants are thread-local in the library: this sets them for the calling thread, which will run the kernel.
+    /// Sets the function constants, which are thread-local, for the calling thread, which will run the kernel.
     fn set_constants(&self, values: &[(u32, [u8; 8], usize)]) -> Result<()> {
         if self.constants.is_empty() {
             return Ok(());
         }
         let (forget, constant, derive) =
             (self.symbol("msl_forget_constants")?, self.symbol("msl_constant")?, self.symbol("msl_derive_constants")?);
-        // SAFETY: rewrite.rs gave the three functions these types; `msl_constant` returns the address of a variable whose type, and
-        // so its length, was checked.
+        // SAFETY: rewrite.rs gives the three functions these types; `msl_constant` returns the address of a variable whose
+        // type, and therefore length, was checked.
         unsafe {
             std::mem::transmute::<*const c_void, extern "C" fn()>(forget)();
             let address = std::mem::transmute::<*const c_void, extern "C" fn(u32) -> *mut u8>(constant);
@@ -185,7 +185,7 @@ impl Library {
         let bound = |index: u32| launch.buffers.iter().any(|b| b.0 == index);
         let roomy = |index: u32| launch.threadgroup_bytes.iter().any(|b| b.0 == index && b.1 > 0);
         for argument in &kernel.arguments {
-            // A parameter that hangs on a false or undefined function constant does not exist.
+            // A parameter that depends on a false or undefined function constant does not exist.
             let value = argument.only_if.as_ref().and_then(|name| self.constants.iter().find(|c| &c.name == name));
             let value = value.and_then(|c| launch.constants.iter().find(|v| v.0 == c.index));
             let absent = argument.only_if.is_some() && value.is_none_or(|v| v.1.parts().1 == [0; 8]);
@@ -332,7 +332,7 @@ impl<'a> Regions<'a> {
                 _ => match regions.copies.iter().find(|c| c.start <= address && address < c.end && b.len > 0) {
                     Some(copy) => (copy.region, address - copy.start),
                     None => {
-                        // Nothing to copy, but a place of its own.
+                        // Nothing to copy, but the binding needs its own address.
                         let region = shared.runtime.allocate(0, false)?;
                         regions.copies.push(Copy { start: 0, end: 0, region, written: false });
                         (region, 0)
@@ -353,7 +353,7 @@ impl<'a> Regions<'a> {
 
     fn copy_back(&self) {
         for copy in self.copies.iter().filter(|c| c.written) {
-            // SAFETY: as for the way in; a binding with write access vouches that the memory may be written.
+            // SAFETY: as for the first copy; a binding with write access guarantees that the memory may be written.
             unsafe {
                 std::ptr::copy_nonoverlapping(
                     self.shared.runtime.base(copy.region),

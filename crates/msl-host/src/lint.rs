@@ -1,12 +1,12 @@
-//! Finds pointers and references that name no address space. MSL wants one on each (`thread` for locals); clang, for which no
-//! qualifier means the default space, would not complain.
+//! Finds pointers and references without an address space. MSL requires one on each (`thread` for locals). clang
+//! treats a missing qualifier as the default space and does not report it.
 
 use crate::error::Diagnostic;
 use crate::lexer::{Kind, Tokens};
 use crate::parse::{Statement, Unit, outside};
 use crate::rewrite::is_address_space;
 
-/// All pointers and references without an address space, in order of their place.
+/// All pointers and references without an address space, in source order.
 pub(crate) fn missing_qualifiers(t: &Tokens<'_>, unit: &Unit) -> Vec<Diagnostic> {
     let mut found = Vec::new();
     for s in &unit.statements {
@@ -49,7 +49,7 @@ fn spaced(t: &Tokens<'_>, a: usize, b: usize) -> bool {
     (a..b).any(|i| t.word(i).is_some_and(is_address_space))
 }
 
-/// A `*` or `&` that is no `&&`, outside of template arguments, in `a..b`; also in `(&name)[n]`.
+/// A `*` or `&` that is not part of `&&`, outside of template arguments, in `a..b`; also in `(&name)[n]`.
 fn indirection(t: &Tokens<'_>, a: usize, b: usize) -> Option<usize> {
     let mut i = a;
     while i < b {
@@ -68,7 +68,7 @@ fn indirection(t: &Tokens<'_>, a: usize, b: usize) -> Option<usize> {
     None
 }
 
-/// The parameters of a function, and what it returns.
+/// The parameters and the return type of a function.
 fn signature(t: &Tokens<'_>, s: &Statement, found: &mut Vec<usize>) {
     if matches!(
         t.word(s.first),
@@ -115,7 +115,7 @@ fn members(t: &Tokens<'_>, open: usize, close: usize, found: &mut Vec<usize>) {
             }
             i = end;
         } else if t.is(i, b'{') {
-            i = t.close(i).unwrap_or(close); // a body: its declarations are looked at elsewhere
+            i = t.close(i).unwrap_or(close); // a body: its declarations are checked elsewhere
         }
         i += 1;
     }
@@ -145,7 +145,7 @@ fn declarations(t: &Tokens<'_>, open: usize, close: usize, found: &mut Vec<usize
     }
 }
 
-/// The end of a type's name at `i`, if there is one and it carries no address space.
+/// The end of a type's name at `i`, if it exists and has no address space.
 fn type_end(t: &Tokens<'_>, i: usize) -> Option<usize> {
     let mut at = i;
     loop {
@@ -167,7 +167,7 @@ fn type_end(t: &Tokens<'_>, i: usize) -> Option<usize> {
     }
 }
 
-/// `(float *)p`, `reinterpret_cast<float *>(p)`, `using P = float *;`: a `*` with no operand behind it ends a type.
+/// `(float *)p`, `reinterpret_cast<float *>(p)`, `using P = float *;`: a `*` without a following operand ends a type.
 fn casts(t: &Tokens<'_>, found: &mut Vec<usize>) {
     for i in 1..t.len() {
         if !t.is(i, b'*') || !t.any(i + 1, b")>;,") {
@@ -180,7 +180,7 @@ fn casts(t: &Tokens<'_>, found: &mut Vec<usize>) {
         {
             from -= 1;
         }
-        // `<` before the type opens the template arguments it stands in; the words before that are not part of it.
+        // `<` before the type opens the enclosing template arguments; the words before it are not part of the type.
         if from < i && !spaced(t, from, i) {
             found.push(i);
         }

@@ -1,9 +1,10 @@
-//! Finds what the front end has to know of a source: kernels with their attributes, instantiations, function constants.
+//! Finds the parts of a source that the front end needs: kernels with their attributes, instantiations, function
+//! constants.
 
 use crate::error::Diagnostic;
 use crate::lexer::{Kind, Tokens};
 
-/// A kernel as a launch sees it.
+/// A kernel, as launches see it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Kernel {
     /// Its name, or its `host_name`.
@@ -18,13 +19,13 @@ pub struct Kernel {
 pub struct Argument {
     /// Its name in the source.
     pub name: String,
-    /// Where its value comes from.
+    /// The source of its value.
     pub kind: ArgumentKind,
     /// The function constant that decides whether it exists.
     pub only_if: Option<String>,
 }
 
-/// Where the value of a parameter comes from.
+/// The source of a parameter's value.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ArgumentKind {
     /// `[[buffer(n)]]`
@@ -180,7 +181,7 @@ fn instantiate(templates: &[Kernel], name: &str, function: &str) -> Option<Kerne
     Some(Kernel { name: name.into(), arguments: template.arguments.clone(), function: function.into() })
 }
 
-/// Adds instantiations that the caller asked for.
+/// Adds the instantiations that the caller requested.
 pub(crate) fn instantiate_all(t: &Tokens<'_>, unit: &mut Unit, wanted: &[(String, String)]) -> Result<(), Diagnostic> {
     let mut templates = Vec::new();
     for &index in &unit.kernel_statements {
@@ -288,7 +289,7 @@ fn function_constant(t: &Tokens<'_>, s: &Statement) -> Result<Option<FunctionCon
     Ok(Some(FunctionConstant { index, name, kind: t.range(s.first + 1, a - 1).to_string() }))
 }
 
-/// `constant T name = ...;` that mentions a function constant, or one so derived.
+/// `constant T name = ...;` that depends on a function constant, directly or through another such constant.
 fn derived_constant(t: &Tokens<'_>, s: &Statement, unit: &Unit) -> Result<Option<String>, Diagnostic> {
     if !t.is_word(s.first, "constant") || unit.constants.is_empty() {
         return Ok(None);

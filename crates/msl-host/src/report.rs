@@ -1,4 +1,4 @@
-//! What went wrong in a run, and how to read it.
+//! The findings of a run, and their text.
 
 use std::fmt;
 use std::path::Path;
@@ -7,28 +7,28 @@ use crate::launch::Schedule;
 use crate::runtime::RawFinding;
 use crate::toolchain::Build;
 
-/// The kinds of wrongdoing.
+/// The kinds of findings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Kind {
     /// An access outside of a buffer, of threadgroup memory or of a local array.
     OutOfBounds,
     /// A write to a buffer that the launch declares read-only.
     UndeclaredAccess,
-    /// A read of threadgroup memory, or of a buffer declared write-only, before anything wrote it.
+    /// A read of threadgroup memory, or of a buffer declared write-only, before any write.
     UninitialisedRead,
-    /// Two threads touch the same byte, one of them writes, and no barrier orders them.
+    /// Two threads access the same byte, at least one of them writes, and no barrier orders them.
     Race,
     /// Threads wait at different barriers or SIMD-group functions, or some have returned.
     Divergence,
     /// The kernel did not end.
     TimeLimit,
-    /// More locals than a fiber has room for.
+    /// The locals exceed a fiber's stack.
     StackOverflow,
     /// An integer division by zero.
     Arithmetic,
-    /// An access that its type's alignment forbids.
+    /// An access that violates its type's alignment.
     Misaligned,
-    /// More threadgroup memory than Metal grants.
+    /// More threadgroup memory than Metal allows.
     Limit,
 }
 
@@ -45,12 +45,12 @@ const KINDS: [Kind; 10] = [
     Kind::Limit,
 ];
 
-/// A place in a source.
+/// A position in a source.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Location {
     /// The source or header.
     pub file: String,
-    /// Counted from 1.
+    /// The line, counted from 1.
     pub line: u32,
 }
 
@@ -60,7 +60,7 @@ impl fmt::Display for Location {
     }
 }
 
-/// Which thread did it.
+/// A thread of the grid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Thread {
     /// `[[threadgroup_position_in_grid]]`
@@ -73,20 +73,20 @@ pub struct Thread {
     pub lane: u32,
 }
 
-/// One thing that went wrong. The same thing at the same place is one finding, however often it happened.
+/// One error of a run. The same error at the same position is one finding, however often it happened.
 #[derive(Clone, Debug)]
 pub struct Finding {
-    /// What sort of thing.
+    /// The kind of error.
     pub kind: Kind,
-    /// In words.
+    /// The description.
     pub message: String,
-    /// Where.
+    /// The position in the source.
     pub location: Option<Location>,
-    /// Of a race: where the other access is.
+    /// For a race: the position of the other access.
     pub other: Option<Location>,
-    /// The first thread that did it.
+    /// The first thread that caused it.
     pub thread: Option<Thread>,
-    /// How often it happened; of a race, how many bytes.
+    /// How often it happened; for a race, the number of bytes.
     pub count: u64,
 }
 
@@ -114,16 +114,16 @@ impl fmt::Display for Finding {
     }
 }
 
-/// All that went wrong in one run, with what it takes to run it again.
+/// All findings of one run, with the information to reproduce it.
 #[derive(Clone, Debug)]
 pub struct Findings {
     /// The kernel.
     pub kernel: String,
-    /// The build it ran in.
+    /// The build.
     pub build: Build,
     /// The schedule, with its seed.
     pub schedule: Schedule,
-    /// What went wrong; never empty.
+    /// The findings; never empty.
     pub list: Vec<Finding>,
 }
 
@@ -137,7 +137,7 @@ impl fmt::Display for Findings {
     }
 }
 
-/// Turns offsets into a compiled library into lines of its source.
+/// Maps offsets in a compiled library to lines of its source.
 pub(crate) struct Lines<'a> {
     loader: Option<addr2line::Loader>,
     include: &'a Path,
@@ -145,12 +145,12 @@ pub(crate) struct Lines<'a> {
 
 impl<'a> Lines<'a> {
     pub fn new(library: &Path, include: &'a Path) -> Lines<'a> {
-        // A library without a line table still gives findings, only without places.
+        // A library without a line table still gives findings, without locations.
         Lines { loader: addr2line::Loader::new(library).ok(), include }
     }
 
-    /// The innermost line of the user's own source at `pc`: inlined calls of the Metal library are climbed out of. An instruction that
-    /// the compiler gives no line has that of the last one before it that has.
+    /// The innermost line of the user's source at `pc`: inlined calls of the Metal library are skipped. An instruction
+    /// without a line has the line of the last instruction before it that has one.
     fn locate(&self, pc: u64) -> Option<Location> {
         (0..64).find_map(|back| self.locate_exactly(pc.checked_sub(back)?))
     }
@@ -160,7 +160,7 @@ impl<'a> Lines<'a> {
         while let Ok(Some(frame)) = frames.next() {
             let Some((file, line)) = frame.location.and_then(|l| Some((l.file?, l.line?))) else { continue };
             if line > 0 && !Path::new(file).starts_with(self.include) && !file.ends_with("entry points") {
-                // The compiler ran on standard input in the cache folder, and puts that before the name.
+                // The compiler read standard input in the cache directory, and prefixes names with it.
                 let short = self.include.parent().and_then(|cache| Path::new(file).strip_prefix(cache).ok());
                 return Some(Location { file: short.unwrap_or(Path::new(file)).display().to_string(), line });
             }

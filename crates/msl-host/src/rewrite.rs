@@ -1,4 +1,4 @@
-//! Turns MSL into C++ that clang accepts, by small edits that keep every line where it was.
+//! Converts MSL to C++ that clang accepts, with small edits that preserve line numbers.
 //!
 //! | MSL | becomes |
 //! |---|---|
@@ -32,7 +32,7 @@ impl Edits<'_, '_> {
         self.list.push(Edit { start: self.t.list[a].start, end: self.t.list[b - 1].end, with: with.into() });
     }
 
-    /// Inserts behind token `at - 1`.
+    /// Inserts after token `at - 1`.
     fn insert(&mut self, at: usize, with: &str) {
         let place = self.t.list[at - 1].end;
         self.list.push(Edit { start: place, end: place, with: with.into() });
@@ -44,7 +44,7 @@ impl Edits<'_, '_> {
         let (mut out, mut at) = (String::with_capacity(text.len() + text.len() / 8), 0);
         for e in &self.list {
             if e.start < at {
-                continue; // inside of what an earlier edit took away, as an attribute of a function constant is
+                continue; // inside of an earlier edit, e.g. the attribute of a function constant
             }
             out.push_str(&text[at..e.start]);
             out.push_str(&e.with);
@@ -89,8 +89,8 @@ fn constants(edits: &mut Edits<'_, '_>, unit: &Unit) {
     }
 }
 
-/// Each `threadgroup T a[n], b;` of a kernel's body: the declaration becomes a typedef of the variables' types, and behind it come
-/// references of those types.
+/// Each `threadgroup T a[n], b;` of a kernel's body: the declaration becomes a typedef of the variables' types, followed
+/// by references of those types.
 fn threadgroup_variables(
     edits: &mut Edits<'_, '_>,
     open: usize,
@@ -103,7 +103,7 @@ fn threadgroup_variables(
             continue;
         }
         let Some(end) = outside(t, i, close, |k| t.is(k, b';')) else { continue };
-        // A pointer, a reference or an initialised variable lives elsewhere.
+        // A pointer, a reference or an initialised variable is not threadgroup memory itself.
         if outside(t, i, end, |k| t.any(k, b"*&=(")).is_some() {
             continue;
         }
@@ -204,8 +204,8 @@ fn types(edits: &mut Edits<'_, '_>) {
     }
 }
 
-/// The end of the operand of a cast, which begins at `i`: prefix operators and casts, a name, a number or parentheses, and all the calls,
-/// indices and members behind. None if no operand stands there, so that this was no cast.
+/// The end of the operand of a cast that starts at `i`: prefix operators and casts; a name, a number or parentheses; and
+/// all following calls, indices and members. `None` if there is no operand, so that this is not a cast.
 fn operand(t: &Tokens<'_>, i: usize) -> Option<usize> {
     let mut at = i;
     while t.any(at, b"-+!~*&") {
@@ -242,7 +242,7 @@ fn operand(t: &Tokens<'_>, i: usize) -> Option<usize> {
     }
 }
 
-/// Do tokens `a..b` read `const device vec<T, 4> *`: a pointer with an address space and nothing else?
+/// Whether tokens `a..b` are a pointer type with an address space and nothing else, such as `const device vec<T, 4> *`.
 fn is_pointer_type(t: &Tokens<'_>, a: usize, b: usize) -> bool {
     let spaced = (a..b).any(|i| t.word(i).is_some_and(is_address_space));
     let plain = (a..b).all(|i| matches!(t.list[i].kind, Kind::Word | Kind::Number) || t.any(i, b"*:<>,"));
@@ -324,7 +324,7 @@ mod tests {
         }
     }
 
-    /// Whatever the tokens, the front end answers and keeps every line where it was.
+    /// For any tokens, the front end terminates and preserves line numbers.
     #[test]
     fn any_soup_of_tokens_is_survived() {
         let words = [

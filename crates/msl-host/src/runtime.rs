@@ -1,4 +1,4 @@
-//! The C++ runtime, loaded. `runtime/abi.h` declares the same types; keep them in step.
+//! The loaded C++ runtime. `runtime/abi.h` declares the same types; change both together.
 
 use std::ffi::{CStr, c_char, c_void};
 use std::path::Path;
@@ -72,7 +72,7 @@ pub(crate) struct RawStats {
 
 #[derive(Clone, Copy)]
 struct State(*mut c_void);
-// SAFETY: a state is plain memory that one thread uses at a time; the pool hands it to one.
+// SAFETY: a state is plain memory that one thread uses at a time; the pool gives it to one thread only.
 unsafe impl Send for State {}
 
 pub(crate) struct Runtime {
@@ -109,9 +109,9 @@ impl Runtime {
         }
     }
 
-    /// Guarded and poisoned memory; the caller frees it.
+    /// Allocates guarded and poisoned memory, which the caller frees.
     pub fn allocate(&self, bytes: usize, zeroed: bool) -> Result<*mut Region> {
-        // SAFETY: any size is allowed; null says that it failed.
+        // SAFETY: any size is allowed; null means failure.
         let region = unsafe { (self.region_new)(bytes as u64, zeroed) };
         if region.is_null() { Err(Error::NoMemory("a guarded buffer")) } else { Ok(region) }
     }
@@ -130,10 +130,10 @@ impl Runtime {
         unsafe { (self.region_base)(region) }
     }
 
-    /// Runs a launch and hands each finding to `each`.
+    /// Runs a launch and passes each finding to `each`.
     ///
     /// # Safety
-    /// The launch's pointers are valid, and its regions are used by nobody else who writes.
+    /// The launch's pointers are valid, and nobody else writes to its regions.
     pub unsafe fn dispatch(&self, launch: &RawLaunch, mut each: impl FnMut(&RawFinding)) -> Result<RawStats> {
         let pooled = self.idle.lock().unwrap_or_else(|e| e.into_inner()).pop();
         // SAFETY: takes no arguments.
@@ -142,7 +142,7 @@ impl Runtime {
             return Err(Error::NoMemory("the stacks of 1024 threads"));
         }
         let mut stats = RawStats::default();
-        // SAFETY: the state is ours alone, the launch is valid as promised, and finding numbers below the count exist.
+        // SAFETY: nobody else uses the state, the caller guarantees a valid launch, and findings below the count exist.
         unsafe {
             let count = (self.dispatch)(state.0, launch, &mut stats);
             for i in 0..count {
@@ -159,7 +159,7 @@ impl Runtime {
 impl Drop for Runtime {
     fn drop(&mut self) {
         for state in self.idle.lock().unwrap_or_else(|e| e.into_inner()).drain(..) {
-            // SAFETY: an idle state is used by nobody.
+            // SAFETY: nobody uses an idle state.
             unsafe { (self.state_free)(state.0) }
         }
     }

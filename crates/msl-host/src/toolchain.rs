@@ -1,4 +1,4 @@
-//! Finds clang 19, knows its options, and keeps what it made.
+//! Finds clang 19, defines its options, and caches its results.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -6,16 +6,17 @@ use std::process::{Command, Stdio};
 
 use crate::error::{Diagnostic, Error, Result};
 
-/// How kernels are built.
+/// The build of a kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Build {
-    /// Optimised; faults at guard pages, poison shows what was not written.
+    /// Optimised. Guard pages catch accesses outside of buffers; poison shows in results that depend on unwritten
+    /// memory.
     Plain,
-    /// Every access of memory is judged: bounds, declared access, initialisation, races. Much slower.
+    /// Checks every memory access: bounds, declared access, initialisation, races. Much slower.
     Checker,
 }
 
-/// The files that play the Metal standard library, and the sources of the runtime.
+/// The files that replace the Metal standard library, and the sources of the runtime.
 const INCLUDE: &[(&str, &str)] = &[
     ("msl_host.h", include_str!("../include/msl_host.h")),
     ("msl/context.h", include_str!("../include/msl/context.h")),
@@ -34,7 +35,22 @@ const RUNTIME: &[(&str, &str)] = &[
     ("checker.cpp", include_str!("../runtime/checker.cpp")),
     ("dispatch.cpp", include_str!("../runtime/dispatch.cpp")),
 ];
-/// Standard headers that a source may include; empty, since `msl_host.h` is put before the preprocessed text.
+/// `-ftls-model=initial-exec`: every access reads `running`, which only one library of the process defines, so the loader can
+/// place it in the thread's static block.
+const RUNTIME_OPTIONS: &[&str] = &[
+    "-std=c++17",
+    "-O2",
+    "-g1",
+    "-march=x86-64-v3",
+    "-fPIC",
+    "-shared",
+    "-ftls-model=initial-exec",
+    "-fno-semantic-interposition",
+    "-fno-omit-frame-pointer",
+    "-fno-exceptions",
+    "-fno-rtti",
+];
+/// Standard headers that a source may include. They are empty, because `msl_host.h` precedes the preprocessed text.
 const STANDARD: &[&str] = &[
     "metal_stdlib",
     "metal_atomic",
@@ -53,9 +69,12 @@ const STANDARD: &[&str] = &[
     "metal_pack",
 ];
 
-/// `-ffp-contract=off` and the excess-precision options make every operation round as written; without `-fno-finite-loops` clang
-/// deletes loops that never end; `-fconvergent-functions` forbids to copy or merge calls that wait for other threads; frame
-/// pointers give each of those calls its path.
+/// Options of every compilation.
+///
+/// - `-ffp-contract=off` and the excess-precision options: every operation rounds as written.
+/// - `-fno-finite-loops`: clang does not delete endless loops.
+/// - `-fconvergent-functions`: clang does not copy or merge calls that wait for other threads.
+/// - Frame pointers: each of those calls is identified by its call chain.
 const COMMON: &[&str] = &[
     "-x",
     "c++",
@@ -115,7 +134,7 @@ const CHECKER: &[&str] = &[
     "-fsanitize=bounds,alignment,integer-divide-by-zero",
 ];
 
-/// A compiler, and a folder for what it makes.
+/// A compiler, and a directory for its results.
 #[derive(Debug)]
 pub(crate) struct Toolchain {
     clang: PathBuf,
@@ -154,15 +173,21 @@ impl Toolchain {
         Ok(toolchain)
     }
 
-    /// Where `msl_host.h` lies; reports leave its lines out.
+    /// The directory of `msl_host.h`; reports omit its lines.
     pub fn include(&self) -> &Path {
         &self.include
     }
 
-    /// The runtime as a shared object, compiled if this is the first time.
+    /// The runtime as a shared object, compiled on first use.
     pub fn runtime(&self) -> Result<PathBuf> {
         let context = INCLUDE[1].1;
-        let hash = hash(RUNTIME.iter().flat_map(|(name, text)| [*name, *text]).chain([context, &self.version]));
+        let hash = hash(
+            RUNTIME
+                .iter()
+                .flat_map(|(name, text)| [*name, *text])
+                .chain([context, &self.version])
+                .chain(RUNTIME_OPTIONS.iter().copied()),
+        );
         let library = self.cache.join(format!("libmsl_runtime-{hash}.so"));
         if library.exists() {
             return Ok(library);
@@ -175,17 +200,7 @@ impl Toolchain {
         }
         let scratch = Scratch::beside(&library);
         let mut command = Command::new(&self.clang);
-        command.args([
-            "-std=c++17",
-            "-O2",
-            "-g1",
-            "-march=x86-64-v3",
-            "-fPIC",
-            "-shared",
-            "-fno-omit-frame-pointer",
-            "-fno-exceptions",
-            "-fno-rtti",
-        ]);
+        command.args(RUNTIME_OPTIONS);
         command.arg(format!("-Wl,-soname,{}", file_name(&library))).arg("-o").arg(&scratch.0);
         command.args(
             RUNTIME
@@ -198,7 +213,7 @@ impl Toolchain {
         Ok(library)
     }
 
-    /// The source after its preprocessor, in which `# line "file"` markers are left.
+    /// The source after the preprocessor, with `# line "file"` markers.
     pub fn preprocess(&self, source: &crate::Source) -> Result<String> {
         let mut command = Command::new(&self.clang);
         command.arg("-E").args(COMMON).arg("-I").arg(self.include.join("stub"));
@@ -215,7 +230,7 @@ impl Toolchain {
             own_headers = Some(format!("\"{}/", dir.display()));
         }
         for dir in &source.include_dirs {
-            // The compiler runs in another folder.
+            // The compiler runs in another directory.
             command.arg("-I").arg(std::path::absolute(dir).map_err(Error::io("finding", dir))?);
         }
         for (name, value) in &source.defines {
@@ -223,14 +238,14 @@ impl Toolchain {
         }
         let input = format!("#line 1 \"{}\"\n{}", source.name, source.text);
         let text = self.expect(command.arg("-"), &source.name, Some(&input))?;
-        // Line markers name headers as the source does, not by where they were put.
+        // Line markers name headers as the source does, not by their temporary paths.
         Ok(match own_headers {
             Some(folder) => text.replace(&folder, "\""),
             None => text,
         })
     }
 
-    /// Judges the types of a rewritten source, address spaces included.
+    /// Checks the types of a rewritten source, including address spaces.
     pub fn check_types(&self, name: &str, text: &str) -> Result<()> {
         let mark = self.cache.join(format!(
             "typed-{}",
@@ -280,7 +295,7 @@ impl Toolchain {
         Ok(library)
     }
 
-    /// Runs the compiler; what it prints, or its diagnostics as an error.
+    /// Runs the compiler and returns its output, or its diagnostics as an error.
     fn expect(&self, command: &mut Command, name: &str, input: Option<&str>) -> Result<String> {
         let (success, (out, err)) = self.communicate(command, input)?;
         if success {
@@ -300,10 +315,10 @@ impl Toolchain {
         let mut child = command.spawn().map_err(failed())?;
         let stdin = child.stdin.take();
         let output = std::thread::scope(|scope| {
-            // From a thread of its own: the compiler may fill its output before it has read all input.
+            // On a separate thread: the compiler may fill its output pipe before it has read all input.
             scope.spawn(move || {
                 if let (Some(mut stdin), Some(input)) = (stdin, input) {
-                    // A compiler that stops early closes the pipe; its messages say why.
+                    // A compiler that stops early closes the pipe; its messages give the reason.
                     let _ = stdin.write_all(input.as_bytes());
                 }
             });
@@ -315,13 +330,13 @@ impl Toolchain {
     }
 }
 
-/// `MSL_HOST_CACHE`, or `msl-host` in the target folder that this program was built in, or in the temporary folder.
+/// `MSL_HOST_CACHE`, or `msl-host` in the target directory of this program, or in the temporary directory.
 fn cache_folder() -> PathBuf {
     if let Some(named) = std::env::var_os("MSL_HOST_CACHE") {
         return named.into();
     }
     let program = std::env::current_exe().unwrap_or_default();
-    // Cargo tags its target folder.
+    // Cargo tags its target directory.
     let target = program.ancestors().find(|dir| dir.join("CACHEDIR.TAG").exists());
     target.map_or_else(std::env::temp_dir, Path::to_path_buf).join("msl-host")
 }
@@ -341,7 +356,7 @@ fn file_name(path: &Path) -> String {
     path.file_name().unwrap_or_default().to_string_lossy().into_owned()
 }
 
-/// A file that several processes may write at once: each writes its own, and the last rename wins.
+/// A file that several processes may write at once: each writes a temporary file, and the last rename wins.
 struct Scratch(PathBuf);
 
 impl Scratch {
@@ -378,11 +393,11 @@ fn write_once(path: &Path, text: &str) -> Result<()> {
 
 struct Found {
     diagnostic: Diagnostic,
-    /// clang's C++ has no implicit copy of a struct into or out of another address space, which MSL has.
+    /// MSL copies structs implicitly between address spaces; clang's C++ does not.
     copies_across_spaces: bool,
 }
 
-/// The errors in clang's output. One inside of `msl_host.h` is moved to the user's line that led there.
+/// The errors in clang's output. An error inside of `msl_host.h` is reported at the user's line that caused it.
 fn diagnostics(output: &str, include: &Path) -> Vec<Found> {
     let include = include.display().to_string();
     let mut list: Vec<Found> = Vec::new();

@@ -1,12 +1,14 @@
-//! How many instructions some kernels take, counted by valgrind's callgrind: a check of speed that no clock and no busy
-//! machine disturbs. What it cannot see is what memory and branches cost.
+//! Counts the instructions of some kernels with valgrind's callgrind: a measure of speed that does not depend on a
+//! clock or a busy machine. It does not include the cost of memory accesses and branches.
 //!
-//!     counted               count, and compare with instructions.txt
-//!     counted --update      count, and write instructions.txt
-//!     counted --case NAME   prepare a case and run it once: what valgrind runs
+//! ```text
+//! counted               count, and compare with instructions.txt
+//! counted --update      count, and write instructions.txt
+//! counted --case NAME   prepare a case and run it once: the command that valgrind runs
+//! ```
 //!
-//! One thread and always AVX2, which is what valgrind knows. The compiler chooses instructions too, so the file says
-//! which it was, and another one gets more room.
+//! One thread and always AVX2, the best level that valgrind supports. The compiler also affects the counts, so the
+//! file records it, and the tolerance is larger for another compiler.
 
 use std::{collections::BTreeMap, fmt::Write, path::PathBuf, process::Command};
 
@@ -167,6 +169,6 @@ fn compare(counts: &BTreeMap<String, u64>) -> Result {
     if wrong.is_empty() {
         return Ok(());
     }
-    let how = "if that is meant, record it: cargo run --release --manifest-path crates/kvant-bench/Cargo.toml --bin counted -- --update";
+    let how = "if that is meant, record it: cargo run --release -p kvant-bench --bin counted -- --update";
     Err(format!("instruction counts changed by more than {:.0} %:\n{wrong}{how}", 100.0 * tolerance).into())
 }

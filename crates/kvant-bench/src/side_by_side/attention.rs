@@ -1,4 +1,4 @@
-//! The table of decode attention: ours in every codec, ggml in both layouts, candle, and what memory allows.
+//! The table of decode attention: kvant in every codec, ggml in both layouts, candle, and the limit of memory.
 
 use std::{cell::RefCell, collections::BTreeMap};
 

@@ -1,4 +1,4 @@
-//! kvant's kernels and their peers, side by side in one run: `README.md` of this package says how and what.
+//! Compares kvant's kernels with those of other libraries in one run. The package's `README.md` describes the method.
 
 mod attention;
 mod memory;

@@ -1,4 +1,4 @@
-//! What the memory gives: the ceiling of everything that reads each byte once.
+//! The memory's read rate: the limit of everything that reads each byte once.
 
 use std::hint::black_box;
 

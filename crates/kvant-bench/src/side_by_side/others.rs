@@ -1,4 +1,4 @@
-//! The tables beside attention: writing, norm and RoPE, matrix products, windows, threads.
+//! The tables other than attention: writing, norm and RoPE, matrix products, windows, threads.
 
 use kvant::{Codec, CpuOptions, DType, Device};
 use kvant_bench::{
@@ -21,7 +21,7 @@ const WRITTEN: Shape = Shape::new(256, 16, 8);
 /// Tokens of a prefill chunk.
 const CHUNK: usize = 512;
 
-/// Writing into the cache, dense and encoded, beside ggml's `set_rows` and a plain copy.
+/// Writing into the cache, dense and encoded, compared with ggml's `set_rows` and a plain copy.
 pub fn writing(options: &Options) -> Result {
     let shape = WRITTEN;
     let batch = |source, codec| Batch { shape, source, codec, tokens: CHUNK };
@@ -77,7 +77,7 @@ pub fn writing(options: &Options) -> Result {
     Ok(())
 }
 
-/// Norm and RoPE of one token and of a chunk, beside ggml's three operators.
+/// Norm and RoPE of one token and of a chunk, compared with ggml's three operators.
 pub fn norm_rope(options: &Options) -> Result {
     let (heads, head_dim) = (24, 256);
     println!("\n### norm_rope of {heads} heads of {head_dim}, f32\n");

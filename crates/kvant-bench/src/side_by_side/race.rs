@@ -1,10 +1,10 @@
-//! Contenders take turns, so that whatever the machine does in the meantime meets all of them.
+//! Contenders take turns, so that other load on the machine affects all of them.
 
 use std::time::{Duration, Instant};
 
 use kvant_bench::Result;
 
-/// One of several that do the same work.
+/// One of several contenders that do the same work.
 pub struct Contender<'a> {
     /// What its line is called.
     pub name: String,

@@ -1,4 +1,4 @@
-//! `kvant bench attend`: decode attention of one sequence, the query at the last position.
+//! `kvant bench attend`: decode attention of one sequence, with the query at the last position.
 
 use std::time::Duration;
 
@@ -26,7 +26,7 @@ pub fn measure(device: &Device, case: &Case, budget: Duration) -> Result<Measure
         plan: None,
         out: &out,
     };
-    // An engine plans once a step, for all its layers.
+    // An engine plans once per step, for all its layers.
     let plan = ops::attend::plan(&attend, device)?;
     attend.plan = Some(&plan);
     let timing = timing::repeat(budget, |i| {

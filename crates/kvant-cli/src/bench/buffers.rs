@@ -1,4 +1,4 @@
-//! What the cases run on: random numbers, and enough cache layers that a processor's cache cannot hold them.
+//! Test data of the benches: random numbers, and enough cache layers to exceed a processor's cache.
 
 use kvant::{DType, Device, KvLayer, LayerSpec, SlotOrder, Step, Tensor, bf16, device::DeviceKind, f16, ops};
 
@@ -7,7 +7,7 @@ use crate::{Result, args::Kv, output};
 
 /// Bytes of cached keys and values that a case rotates over.
 const ROTATION: usize = 700_000_000;
-/// Tokens that are written at once while filling.
+/// Tokens per write while filling.
 const CHUNK: usize = 1024;
 
 /// Keys and values of new tokens, `[tokens, kv_heads, head_dim]`.
@@ -23,7 +23,7 @@ impl Source {
     }
 }
 
-/// Full linear layers of `capacity` slots, as many as [`ROTATION`] and the memory ask for.
+/// Full linear layers of `capacity` slots, as many as [`ROTATION`] requires and memory permits.
 pub fn layers(device: &Device, case: &Case, capacity: usize) -> Result<Vec<KvLayer>> {
     let Kv { k, v } = case.kv;
     let (kv_heads, head_dim) = (case.shape.kv_heads, case.shape.head_dim);
@@ -36,7 +36,7 @@ pub fn layers(device: &Device, case: &Case, capacity: usize) -> Result<Vec<KvLay
     for _ in 1..count {
         all.push(KvLayer::new(device, spec)?);
     }
-    // The others hold what the first holds: copying bytes is faster than encoding again.
+    // The other layers are copies of the first: copying is faster than encoding again.
     let mut bytes = Vec::new();
     for side in [KvLayer::k, KvLayer::v] {
         for (plane, (_, source)) in side(&all[0]).tensors().enumerate() {
@@ -51,7 +51,7 @@ pub fn layers(device: &Device, case: &Case, capacity: usize) -> Result<Vec<KvLay
     Ok(all)
 }
 
-/// Bytes that one token's key and value take in a layer of the case.
+/// Bytes of one token's key and value in a layer of the case.
 pub fn token_bytes(case: &Case) -> usize {
     let Kv { k, v } = case.kv;
     let dim = case.shape.head_dim;
@@ -67,22 +67,22 @@ fn layer_count(device: &Device, spec: &LayerSpec) -> Result<usize> {
     Ok(if in_host_memory { wanted.min(usable_memory() / bytes) } else { wanted })
 }
 
-/// Refuses what would make the system swap, or kill us.
+/// Rejects sizes that would make the system swap or run out of memory.
 fn must_fit(bytes: usize) -> Result {
     let usable = usable_memory();
     if bytes <= usable {
         return Ok(());
     }
     let (need, have) = (output::bytes(bytes), output::bytes(usable));
-    Err(format!("this shape and context take {need} of memory, and only {have} can be spared").into())
+    Err(format!("this shape and context require {need} of memory, and only {have} are available").into())
 }
 
-/// Three quarters of what is free, where the system says so.
+/// Three quarters of the free memory, if the system reports it.
 fn usable_memory() -> usize {
     available_memory().map_or(usize::MAX, |bytes| bytes / 4 * 3)
 }
 
-/// What the system could give us now, where it says so.
+/// The available memory, if the system reports it.
 fn available_memory() -> Option<usize> {
     let info = std::fs::read_to_string("/proc/meminfo").ok()?;
     let line = info.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
@@ -107,16 +107,16 @@ fn fill(layer: &KvLayer, case: &Case) -> Result {
     Ok(())
 }
 
-/// The positions `start..end` of the only sequence.
+/// A step of positions `start..end` of the only sequence.
 pub fn step(device: &Device, start: usize, end: usize) -> Result<Step> {
     let tokens = (start..end).map(|position| Ok((0, u32::try_from(position)?))).collect::<Result<Vec<_>>>()?;
     Ok(Step::new(device, 1, &tokens)?)
 }
 
-/// Random numbers of variance 1: sums of four uniform ones, which is normal enough for a clock.
+/// Random numbers of variance 1: sums of four uniform numbers, which are sufficiently normal for a timing.
 pub fn random(device: &Device, dtype: DType, shape: &[usize], seed: u64) -> Result<Tensor> {
     let elements = shape.iter().fold(1usize, |n, &dim| n.saturating_mul(dim));
-    must_fit(elements.saturating_mul(2 * size_of::<f32>()))?; // here and on the device
+    must_fit(elements.saturating_mul(2 * size_of::<f32>()))?; // on the host and on the device
     let mut state = seed;
     let uniform_variance = 1.0f32 / 12.0;
     let scale = 1.0 / (65536.0 * (4.0 * uniform_variance).sqrt());

@@ -1,6 +1,6 @@
-//! `kvant bench decode`: a decode step of a model, without the sampling.
+//! `kvant bench decode`: a decode step of a model, without sampling.
 //!
-//! Every step feeds the same token at the same position, and takes it back.
+//! Every step feeds the same token at the same position and removes it again.
 
 use std::{path::PathBuf, time::Duration};
 
@@ -15,7 +15,7 @@ use crate::{
 
 #[derive(clap::Args)]
 pub struct Args {
-    /// Directory of a checkpoint, Hugging Face or MLX layout [default: the model that ships with kvant]
+    /// Directory of a checkpoint in Hugging Face or MLX layout [default: the model that ships with kvant]
     #[arg(long, value_name = "DIR")]
     model: Option<PathBuf>,
     /// Tokens in the cache, the new one included
@@ -39,10 +39,10 @@ pub struct Args {
 }
 
 pub fn run(args: &Args) -> Result {
-    let directory = shipped::directory(args.model.as_deref())?;
+    let files = shipped::files(args.model.as_deref())?;
     let budget = args.how.budget()?;
     let device = args.device.open()?;
-    let model = args.activations.load(&directory, &device)?;
+    let model = args.activations.load(&files, &device)?;
     for &context in &args.context {
         for &kv in &args.kv {
             let measured = measure(&model, kv, context as usize, budget)?;
@@ -58,7 +58,7 @@ fn measure(model: &Model, kv: Kv, context: usize, budget: Duration) -> Result<Me
     let mut cache = model.new_cache(&options)?;
     let past = context - 1;
     if past > 0 {
-        // Any ids do: the time does not depend on them.
+        // The ids do not affect the time.
         let ids: Vec<u32> = (0..past).map(|i| (i * 37 % model.vocab_size()) as u32).collect();
         model.forward(&mut cache, 0, &ids, Logits::Last)?;
     }
@@ -71,6 +71,6 @@ fn measure(model: &Model, kv: Kv, context: usize, budget: Duration) -> Result<Me
         let vector = kv.k.bytes_per_vector(layer.head_dim) + kv.v.bytes_per_vector(layer.head_dim);
         context.min(layer.window.unwrap_or(usize::MAX)) * layer.kv_heads * vector
     };
-    let bytes = model.weight_bytes() + model.config().layers.iter().map(read).sum::<usize>();
+    let bytes = model.weight_bytes_per_token() + model.config().layers.iter().map(read).sum::<usize>();
     Ok(Measured { timing, bytes })
 }

@@ -1,7 +1,7 @@
-//! `kvant bench kv-write` and `encode`: new keys and values into the cache.
+//! `kvant bench kv-write` and `encode`: writing new keys and values to the cache.
 //!
-//! The slots rotate. The new keys and values do not: a model has just computed them, and they are wherever that
-//! leaves them.
+//! The slots rotate. The new keys and values do not: in a model they have just been computed and are in the same
+//! cache level.
 
 use std::time::Duration;
 

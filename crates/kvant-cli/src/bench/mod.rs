@@ -1,4 +1,4 @@
-//! `kvant bench`: the time of one operation, case by case.
+//! `kvant bench`: times one operation, case by case.
 
 mod attend;
 mod buffers;
@@ -20,26 +20,27 @@ use crate::{
 
 /// Time one operation.
 ///
-/// Each case runs for about a second after its buffers are filled; the median and the fastest call are printed, and
-/// the bytes that a call must move at the least, per median time. Cached keys and values rotate over buffers of at
-/// least 700 MB together, as far as memory allows, so that they come from memory and not from a processor's cache.
-/// On a GPU each call is recorded, sent off and waited for, which is in the time and longer than a small kernel; `decode` replays a
-/// graph.
+/// Each case fills its buffers and then runs for about a second. The output has the median and the fastest call, and
+/// the bytes that a call must move, divided by the median time. Cached keys and values rotate over buffers of at
+/// least 700 MB in total, as far as memory permits, so that they come from memory and not from a processor's cache.
+/// On a GPU, the time includes recording, submitting and waiting for each call, which takes longer than a small
+/// kernel; `decode` replays a graph.
 #[derive(clap::Subcommand)]
 pub enum Bench {
-    /// Attention of one new token over `context` cached ones; bytes: the keys and values read
+    /// Attention of one new token over `context` cached ones; bytes: keys and values read
     Attend(OpArgs),
     /// Write `context` new tokens at once; bytes: new keys and values read, cached ones written
     KvWrite(OpArgs),
-    /// Per-head RMS norm and RoPE of `context` tokens of H heads at once; bytes: in and out
+    /// Per-head RMS norm and RoPE of `context` tokens of H heads at once; bytes: inputs and outputs
     NormRope(OpArgs),
-    /// Encode and write `context` new tokens at once to a TurboQuant cache; bytes as for kv-write
+    /// Encode `context` new tokens at once and write them to a TurboQuant cache; bytes: as for kv-write
     Encode(OpArgs),
-    /// One token through a whole model, its logits included; bytes: all weights, and the keys and values read
+    /// One token through a whole model, its logits included; bytes: the weights, keys and values read (of a mixture of
+    /// experts those that a token takes, of a table of embeddings one row)
     Decode(decode::Args),
 }
 
-/// The cases: every shape with every context and every cache type.
+/// The cases: every combination of shape, context and cache type.
 #[derive(clap::Args)]
 pub struct OpArgs {
     #[command(flatten)]
@@ -49,17 +50,17 @@ pub struct OpArgs {
     /// head_dim:heads:kv_heads of the attention layers
     #[arg(long, value_name = "D:H:Hk,…", value_delimiter = ',', default_value = "128:32:8,256:16:8,512:16:2")]
     shapes: Vec<Heads>,
-    /// Tokens in the cache (attend), or in one call (the others) [default: 1024,32768 or 1,512]
+    /// Tokens in the cache (attend) or in one call (others) [default: 1024,32768 or 1,512]
     #[arg(long, value_name = "N,…", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..))]
     context: Option<Vec<u32>>,
-    /// Cache types: f32, f16, bf16, tq8, tq6, tq5, tq4, or K:V [default: those that the operation is about]
+    /// Cache types: f32, f16, bf16, tq8, tq6, tq5, tq4, or K:V [default: depends on the operation]
     #[arg(long, value_name = "KV,…", value_delimiter = ',')]
     kv: Option<Vec<Kv>>,
     #[command(flatten)]
     how: How,
 }
 
-/// How long, and how to print.
+/// The duration and the output format.
 #[derive(clap::Args)]
 struct How {
     /// Seconds of measurement per case
@@ -72,25 +73,26 @@ struct How {
 
 impl How {
     fn budget(&self) -> Result<Duration> {
-        Duration::try_from_secs_f64(self.seconds).map_err(|_| format!("--seconds {}: not a time", self.seconds).into())
+        Duration::try_from_secs_f64(self.seconds)
+            .map_err(|_| format!("--seconds must be a duration, got {}", self.seconds).into())
     }
 }
 
-/// What one case is about.
+/// One case.
 struct Case {
     shape: Heads,
-    /// Tokens; the operation says of what.
+    /// Tokens; their role depends on the operation.
     context: u32,
-    /// Means nothing to operations without a cache.
+    /// Not used by operations without a cache.
     kv: Kv,
-    /// Of queries, new keys and values, and outputs.
+    /// The dtype of queries, new keys and values, and outputs.
     activations: DType,
 }
 
-/// What came out.
+/// The result of a case.
 struct Measured {
     timing: timing::Timing,
-    /// What one call moves at the least.
+    /// The bytes that one call must move.
     bytes: usize,
 }
 
@@ -99,7 +101,7 @@ struct Measured {
 struct Line {
     op: &'static str,
     device: String,
-    /// The shape is null where layers differ (`decode`).
+    /// The shape is null if layers differ (`decode`).
     head_dim: Option<usize>,
     heads: Option<usize>,
     kv_heads: Option<usize>,
@@ -108,7 +110,7 @@ struct Line {
     us_median: f64,
     us_min: f64,
     bytes: usize,
-    /// `bytes` per median time, in 1e9 a second.
+    /// `bytes` per median time, in 1e9 bytes per second.
     gbps: f64,
 }
 
@@ -119,7 +121,9 @@ pub fn run(bench: &Bench) -> Result {
         Bench::NormRope(args) => cases("norm-rope", args, (&[1, 512], &[]), norm_rope::measure),
         Bench::Encode(args) => {
             if args.kv.iter().flatten().any(|kv| !(kv.k.is_quantised() && kv.v.is_quantised())) {
-                return Err("encode is about tq8, tq6, tq5 and tq4; bench kv-write takes every cache type".into());
+                return Err(
+                    "bench encode requires --kv of tq8, tq6, tq5 and tq4; bench kv-write takes every cache type".into(),
+                );
             }
             cases("encode", args, (&[512], &["tq8", "tq6", "tq5", "tq4"]), kv_write::measure)
         }
@@ -127,7 +131,7 @@ pub fn run(bench: &Bench) -> Result {
     }
 }
 
-/// Measures every combination; `defaults` are the contexts and cache types of an operation.
+/// Measures every combination. `defaults` are the contexts and cache types of an operation.
 fn cases(
     op: &'static str,
     args: &OpArgs,
@@ -139,7 +143,7 @@ fn cases(
     let contexts = args.context.clone().unwrap_or_else(|| defaults.0.to_vec());
     let has_cache = !defaults.1.is_empty();
     let kvs = match &args.kv {
-        Some(_) if !has_cache => return Err(format!("{op} has no cache: --kv says nothing").into()),
+        Some(_) if !has_cache => return Err(format!("bench {op} has no cache and does not take --kv").into()),
         None if !has_cache => vec![Kv::F32],
         Some(kvs) => kvs.clone(),
         None => defaults.1.iter().map(|name| name.parse()).collect::<kvant::Result<_>>()?,

@@ -1,6 +1,6 @@
-//! `kvant bench norm-rope`: the query heads of some tokens, normed and turned.
+//! `kvant bench norm-rope`: norm and RoPE of the query heads of some tokens.
 //!
-//! Nothing rotates here: activations are where the projection before has left them.
+//! The data does not rotate: activations are in the cache level where the projection has left them.
 
 use std::time::Duration;
 

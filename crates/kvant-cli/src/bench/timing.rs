@@ -4,20 +4,20 @@ use std::time::{Duration, Instant};
 
 use crate::Result;
 
-/// Calls that are thrown away: threads wake up, scratch memory is made.
+/// Calls before the measurement, in which threads wake up and scratch memory is allocated.
 const WARM_UP: usize = 3;
-/// Fewest calls that are measured, whatever they take.
+/// The smallest number of measured calls, regardless of the time.
 const FEWEST: usize = 3;
-/// Most calls: a median needs no more.
+/// The largest number of measured calls; a median needs no more.
 const MOST: usize = 100_000;
 
-/// What the calls took, in microseconds.
+/// The time of a call, in microseconds.
 pub struct Timing {
     pub median_us: f64,
     pub min_us: f64,
 }
 
-/// Measures `call`, which gets a running number to rotate its buffers by.
+/// Measures `call`, which gets a running number to select its buffers.
 pub fn repeat(budget: Duration, mut call: impl FnMut(usize) -> Result) -> Result<Timing> {
     for i in 0..WARM_UP {
         call(i)?;

@@ -1,38 +1,41 @@
-//! `kvant eval`: what a cache type costs in prediction, and saves in memory.
+//! `kvant eval`: measures the prediction quality and memory of cache types.
 //!
-//! The tokens are cut into windows. Each starts with an empty cache at position 0 and predicts its second token to its
-//! last. All caches, the f32 one among them, advance through a window together, a few tokens at a time: the f32 logits
-//! are computed once, and never more than a few rows of logits are held.
+//! The tokens are cut into windows. Each starts with an empty cache at position 0 and predicts its second to its last
+//! token. All caches, including the f32 one, advance through a window together, a few tokens at a time: the f32
+//! logits are computed once, and only a few rows of logits are held.
 
+mod progress;
 mod score;
 mod stream;
 
 use std::path::PathBuf;
 
-use indicatif::{ProgressBar, ProgressStyle};
 use kvant::{KvCache, Tensor};
-use kvant_models::{CacheOptions, Logits, Tokenizer};
+use kvant_models::{CacheOptions, Files, Logits, Tokenizer};
 use serde::Serialize;
 
-use self::score::{Prediction, Score};
+use self::{
+    progress::Progress,
+    score::{Prediction, Score},
+};
 use crate::{
     Result,
     args::{ActivationArgs, DeviceArgs, Kv},
     output, shipped, tokens,
 };
 
-/// Tokens that are fed at once. All that a token sees comes out of the cache, as in decoding, so that their number
-/// decides only how fast this is, and how many logits are held.
+/// Tokens per pass. As in decoding, a token sees only the contents of the cache, so this number affects only the
+/// speed and the memory for logits.
 const CHUNK: usize = 64;
 
-/// Measure cache types by how well a model predicts a text with them
+/// Measure how well a model predicts a text with each cache type
 ///
-/// The tokens are cut into windows; each starts with an empty cache and predicts its second token to its last.
-/// Divergence and agreement compare the next-token distributions with those of an f32 cache. Bytes per token: what the
-/// keys and values of one token take, all layers together.
+/// The tokens are cut into windows. Each starts with an empty cache and predicts its second to its last token.
+/// Divergence and agreement compare the next-token distributions with those of an f32 cache. Bytes per token are
+/// those of the keys and values of one token in all layers.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Directory of a checkpoint, Hugging Face or MLX layout [default: the model that ships with kvant]
+    /// Directory of a checkpoint in Hugging Face or MLX layout [default: the model that ships with kvant]
     #[arg(long, value_name = "DIR")]
     model: Option<PathBuf>,
     #[command(flatten)]
@@ -59,7 +62,7 @@ struct Source {
     /// Text file; documents are separated by lines `<|doc|>`, and each becomes `<bos> text <eos>`
     #[arg(long, value_name = "FILE")]
     text: Option<PathBuf>,
-    /// File of token ids, separated by white space; nothing is added
+    /// The number of predictions.
     #[arg(long, value_name = "FILE")]
     tokens: Option<PathBuf>,
 }
@@ -77,7 +80,7 @@ struct Line {
     bytes_per_token: usize,
 }
 
-/// A cache type under test.
+/// A cache type and its results.
 struct Candidate {
     kv: Kv,
     cache: KvCache,
@@ -85,17 +88,17 @@ struct Candidate {
 }
 
 pub fn run(args: &Args) -> Result {
-    let directory = shipped::directory(args.model.as_deref())?;
+    let files = shipped::files(args.model.as_deref())?;
     let device = args.device.open()?;
-    let tokens = read(&args.source, &directory)?;
+    let tokens = read(&args.source, &files)?;
     let windows = stream::windows(&tokens, args.window_tokens as usize);
     if windows.is_empty() {
-        return Err("nothing to predict: there must be at least 2 tokens".into());
+        return Err("nothing to predict: at least 2 tokens are required".into());
     }
-    let model = args.activations.load(&directory, &device)?;
+    let model = args.activations.load(&files, &device)?;
     let vocabulary = model.vocab_size();
     if let Some((index, id)) = tokens.iter().enumerate().find(|&(_, &id)| id as usize >= vocabulary) {
-        return Err(format!("token {index} is {id}, and the model knows ids below {vocabulary}").into());
+        return Err(format!("token {index} must be below the vocabulary's {vocabulary}, got {id}").into());
     }
     let capacity = windows[0].len();
     let new_cache = |kv: Kv| model.new_cache(&CacheOptions { k: kv.k, v: kv.v, capacity, ..CacheOptions::default() });
@@ -105,7 +108,7 @@ pub fn run(args: &Args) -> Result {
         candidates.push(Candidate { kv, cache: new_cache(kv)?, score: Score::default() });
     }
 
-    let progress = progress_bar(windows.iter().map(|window| window.len()).sum());
+    let mut progress = Progress::new(windows.iter().map(|window| window.len()).sum());
     for window in windows {
         exact.clear(0)?;
         candidates.iter_mut().try_for_each(|candidate| candidate.cache.clear(0))?;
@@ -118,11 +121,11 @@ pub fn run(args: &Args) -> Result {
                     candidate.score.add(exact, other, token);
                 }
             }
-            progress.inc(chunk.len() as u64);
+            progress.add(chunk.len());
         }
-        progress.inc(1);
+        progress.add(1);
     }
-    progress.finish_and_clear();
+    progress.finish();
 
     if !args.json {
         output::text("kv         tokens   nats/token  perplexity   KL mean    KL p99     top-1     bytes/token\n")?;
@@ -131,13 +134,13 @@ pub fn run(args: &Args) -> Result {
 }
 
 /// The tokens to predict.
-fn read(source: &Source, directory: &std::path::Path) -> Result<Vec<u32>> {
+fn read(source: &Source, files: &Files) -> Result<Vec<u32>> {
     if let Some(path) = &source.tokens {
         return tokens::read(path);
     }
     let Some(path) = &source.text else { unreachable!("clap asks for one of them") };
     let text = tokens::read_text(path)?;
-    let tokenizer = Tokenizer::load(directory)?;
+    let tokenizer = Tokenizer::load_files(files)?;
     let mut tokens = Vec::new();
     for document in stream::documents(&text) {
         tokens.extend(tokenizer.encode(&document, true)?);
@@ -149,12 +152,6 @@ fn read(source: &Source, directory: &std::path::Path) -> Result<Vec<u32>> {
 fn predictions(logits: &Tensor) -> Result<Vec<Prediction>> {
     let vocabulary = logits.shape().last().copied().unwrap_or(0).max(1);
     Ok(logits.to_f32()?.chunks_exact(vocabulary).map(Prediction::new).collect())
-}
-
-/// On a terminal only: indicatif draws nothing elsewhere.
-fn progress_bar(tokens: usize) -> ProgressBar {
-    let style = ProgressStyle::with_template("{bar:40} {pos}/{len} tokens, {eta} left").expect("the template is right");
-    ProgressBar::new(tokens as u64).with_style(style)
 }
 
 fn print(candidate: &Candidate, json: bool) -> Result {

@@ -1,6 +1,6 @@
-//! How far the predictions with one cache are from the text, and from the predictions with an f32 cache.
+//! The distance of a cache's predictions from the text, and from the predictions with an f32 cache.
 
-/// ln of the probabilities, and the most probable token.
+/// Logarithms of the probabilities, and the most probable token.
 pub struct Prediction {
     pub ln_p: Vec<f64>,
     pub top: usize,
@@ -16,7 +16,7 @@ impl Prediction {
     }
 }
 
-/// The first of the largest. NaN is larger than all, so that it shows.
+/// The index of the first largest value. NaN counts as larger than all numbers, so that it is visible.
 fn argmax(values: &[f32]) -> usize {
     let beats = |a: f32, b: f32| a > b || (a.is_nan() && !b.is_nan());
     (0..values.len()).fold(0, |best, i| if beats(values[i], values[best]) { i } else { best })
@@ -26,25 +26,25 @@ fn argmax(values: &[f32]) -> usize {
 #[derive(Default)]
 pub struct Score {
     nats: f64,
-    /// KL divergence of each prediction from the f32 cache's, in nats.
+    /// KL divergence of each prediction from that of the f32 cache, in nats.
     divergences: Vec<f64>,
     agreements: usize,
 }
 
 impl Score {
-    /// Adds the prediction of `token`, which `exact` made with an f32 cache and `other` with this one.
+    /// Adds the prediction of `token` by `exact`, with an f32 cache, and `other`, with the cache type under test.
     pub fn add(&mut self, exact: &Prediction, other: &Prediction, token: u32) {
         self.nats -= other.ln_p[token as usize];
         let terms = exact.ln_p.iter().zip(&other.ln_p).map(|(&p, &q)| p.exp() * (p - q));
-        // Never negative but by rounding. A NaN stays.
+        // Negative only by rounding. A NaN is kept.
         let divergence: f64 = terms.sum();
         self.divergences.push(if divergence < 0.0 { 0.0 } else { divergence });
-        // NaN is like nothing, itself included.
+        // NaN agrees with nothing, including NaN.
         let numbers = !(exact.ln_p[exact.top] + other.ln_p[other.top]).is_nan();
         self.agreements += usize::from(numbers && exact.top == other.top);
     }
 
-    /// Predictions so far.
+    /// The number of predictions.
     pub fn tokens(&self) -> usize {
         self.divergences.len()
     }
@@ -66,7 +66,7 @@ impl Score {
         sorted.get(rank.wrapping_sub(1)).copied().unwrap_or(f64::NAN)
     }
 
-    /// How often both caches have the same most probable token, 0 to 1.
+    /// The share of predictions in which both caches have the same most probable token, 0 to 1.
     pub fn top1_agreement(&self) -> f64 {
         self.agreements as f64 / self.tokens() as f64
     }

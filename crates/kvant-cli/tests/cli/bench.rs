@@ -62,6 +62,22 @@ fn decode_times_a_step_of_the_model() {
     assert!(bytes(2) > bytes(0), "a longer context reads more");
 }
 
+/// Of a mixture of experts, a token reads those that it is routed to.
+#[test]
+fn decode_counts_what_a_token_reads() {
+    let model = concat!(env!("CARGO_MANIFEST_DIR"), "/../kvant-models/tests/golden/moe");
+    let args = ["bench", "decode", "--model", model, "--context", "1", "--kv", "f32", "--seconds", "0", "--json"];
+    let bytes = kvant(&args).json()[0]["bytes"].as_u64().unwrap();
+    // Matrices are bf16, all inputs 32. Two layers of heads of 64, one of a head of 128 whose values are its keys.
+    let attention = 2 * (128 + 64 + 64 + 128) + (256 + 128 + 256);
+    // In each of 3 layers: the MLP's 3 matrices, the router of 6 experts, 3 matrices of each of 2 experts.
+    let feed_forward = 3 * (3 * 32 + 6 + 2 * 3 * 32);
+    // A row of the embedding, and the output matrix.
+    let tables = 1 + 96;
+    let keys_and_values = 4 * (2 * (64 + 64) + (128 + 128));
+    assert_eq!(bytes, (attention + feed_forward + tables) * 32 * 2 + keys_and_values);
+}
+
 #[test]
 fn threads_are_the_cpu_devices() {
     let args = "bench norm-rope --shapes 64:4:2 --context 1 --seconds 0 --json --device cpu --threads 3";

@@ -75,7 +75,17 @@ fn a_driver_that_is_none() {
 #[test]
 fn files_that_are_not_there() {
     fails(&["generate", "--model", "/nowhere/at/all"], "/nowhere/at/all: no such directory");
-    generate_fails(&scratch("files_that_are_not_there"), "not a checkpoint");
+    let empty = scratch("files_that_are_not_there");
+    generate_fails(&empty, "not a checkpoint: it has no config.json");
+    // What exists is not said to be absent.
+    generate_fails(&shipped().join("config.json"), "config.json: expected the directory of a checkpoint");
+    fails(
+        &["eval", "--model", str(&shipped().join("config.json")), "--tokens", "x"],
+        "expected the directory of a checkpoint",
+    );
+    fails(&["generate", "--model", "google/gemma-3-1b-it"], "kvant does not download models yet");
+    let typo = kvant(&["generate", "--model", str(&empty.join("gemma"))]).error();
+    assert!(typo.contains("no such directory") && !typo.contains("Hub"), "{typo}");
     fails(&["eval", "--text", "/nowhere/text"], "/nowhere/text");
     fails(&["eval", "--tokens", "/nowhere/ids"], "/nowhere/ids");
     let model = shipped();
@@ -173,7 +183,7 @@ fn broken_tokenizers() {
         serde_json::from_slice(&std::fs::read(shipped().join("tokenizer.json")).unwrap()).unwrap();
     senseless["normalizer"] = serde_json::json!({"type": "Precompiled", "precompiled_charsmap": "AAAA"});
     std::fs::write(&tokenizer, senseless.to_string()).unwrap();
-    generate_fails(&directory, "makes no sense");
+    generate_fails(&directory, "inconsistent");
     std::fs::remove_file(&tokenizer).unwrap();
     generate_fails(&directory, "tokenizer.json");
 }

@@ -2,14 +2,35 @@ use std::process::Stdio;
 
 use crate::{assert_keys, command, copy_of_the_model, kvant, kvant_with_input, shipped, str};
 
-const KEYS: &str = "text prompt_tokens generated_tokens prompt_tokens_per_s decode_tokens_per_s cache_bytes \
-                    cache_bytes_f16 kv device";
+const KEYS: &str = "text prompt_tokens generated_tokens decode_steps warm_up_seconds prompt_tokens_per_s \
+                    decode_tokens_per_s cache_bytes cache_bytes_f16 kv device";
 
 #[test]
 fn without_arguments_it_writes_a_text() {
     let run = kvant(&["generate", "--max-tokens", "24"]);
     assert!(run.stderr.contains("tokens/s") && run.stderr.contains("f16"), "{}", run.stderr);
     assert!(run.ok().split_whitespace().count() > 5);
+}
+
+/// A rate is about the passes that were timed: the first token comes from the prompt's.
+#[test]
+fn a_rate_names_the_steps_that_it_counts() {
+    let args = ["generate", "--device", "cpu", "--max-tokens", "8"];
+    let run = kvant(&args);
+    assert!(run.stderr.contains("generated: 8 tokens, in 7 decode steps after the first"), "{}", run.stderr);
+    let line = kvant(&[&args[..], &["--json"]].concat()).json().remove(0);
+    assert_eq!((&line["generated_tokens"], &line["decode_steps"]), (&8.into(), &7.into()));
+    assert_eq!(line["warm_up_seconds"], 0.0, "the CPU compiles no kernels");
+}
+
+/// Whoever writes the token that begins a text gets it once.
+#[test]
+fn a_prompt_begins_once() {
+    let tokens = |prompt| {
+        let args = ["generate", "--prompt", prompt, "--max-tokens", "1", "--json"];
+        kvant(&args).json()[0]["prompt_tokens"].clone()
+    };
+    assert_eq!(tokens("<bos>a"), tokens("a"));
 }
 
 #[test]

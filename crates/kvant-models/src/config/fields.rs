@@ -1,4 +1,4 @@
-//! Typed, range-checked access to the keys of a JSON object; every refusal names the key.
+//! Typed, range-checked access to the keys of a JSON object. Every error names the key.
 
 use std::fmt::Display;
 
@@ -6,7 +6,7 @@ use serde_json::{Map, Value};
 
 use crate::{Error, Result};
 
-/// A JSON object, and where it stands in the file.
+/// A JSON object and its path in the file.
 #[derive(Clone)]
 pub(super) struct Fields<'a> {
     map: &'a Map<String, Value>,
@@ -33,7 +33,7 @@ impl<'a> Fields<'a> {
 
     pub(super) fn error(&self, key: &str, expected: impl Display, got: impl Display) -> Error {
         let mut got = got.to_string();
-        // A hostile file's value need not fill the screen.
+        // Values in malicious files can be long.
         if let Some((end, _)) = got.char_indices().nth(80) {
             got.truncate(end);
             got.push('…');
@@ -45,19 +45,19 @@ impl<'a> Fields<'a> {
         self.error(key, expected, "nothing")
     }
 
-    /// The value, when there is one and it is not null.
+    /// The value, if it exists and is not null.
     fn present(&self, key: &str) -> Option<&'a Value> {
         self.map.get(key).filter(|value| !value.is_null())
     }
 
-    /// An object within; `None` when it is absent or null.
+    /// A nested object; `None` if it is absent or null.
     pub(super) fn object(&self, key: &str) -> Result<Option<Fields<'a>>> {
         let Some(value) = self.present(key) else { return Ok(None) };
         let map = value.as_object().ok_or_else(|| self.error(key, "an object", shown(value)))?;
         Ok(Some(Fields { map, path: format!("{}{key}.", self.path) }))
     }
 
-    /// The first of these objects that is there.
+    /// The first of these objects that exists.
     pub(super) fn first_of(&self, keys: &[&str]) -> Result<Option<Fields<'a>>> {
         for key in keys {
             if let Some(fields) = self.object(key)? {
@@ -77,7 +77,7 @@ impl<'a> Fields<'a> {
         value.as_bool().map(Some).ok_or_else(|| self.error(key, "true or false", shown(value)))
     }
 
-    /// A whole number from `least` to `most`; `None` when it is absent or null.
+    /// A whole number from `least` to `most`; `None` if it is absent or null.
     fn whole(&self, key: &str, least: usize, most: usize) -> Result<Option<usize>> {
         let Some(value) = self.present(key) else { return Ok(None) };
         let number = value.as_u64().and_then(|n| usize::try_from(n).ok()).filter(|n| (least..=most).contains(n));
@@ -86,18 +86,18 @@ impl<'a> Fields<'a> {
             .ok_or_else(|| self.error(key, format_args!("a whole number from {least} to {most}"), shown(value)))
     }
 
-    /// A number from 1 to `most`; absent only where there is a default.
+    /// A number from 1 to `most`. Without a default, it must exist.
     pub(super) fn size(&self, key: &str, default: Option<usize>, most: usize) -> Result<usize> {
         let found = self.whole(key, 1, most)?.or(default);
         found.ok_or_else(|| self.missing(key, format_args!("a whole number from 1 to {most}")))
     }
 
-    /// A number from 1 to `most`, if there is one.
+    /// A number from 1 to `most`; `None` if it is absent or null.
     pub(super) fn size_or_null(&self, key: &str, most: usize) -> Result<Option<usize>> {
         self.whole(key, 1, most)
     }
 
-    /// A number from 0 to `most`.
+    /// A number from 0 to `most`. Without a default, it must exist.
     pub(super) fn count(&self, key: &str, default: Option<usize>, most: usize) -> Result<usize> {
         let found = self.whole(key, 0, most)?.or(default);
         found.ok_or_else(|| self.missing(key, format_args!("a whole number from 0 to {most}")))
@@ -119,7 +119,7 @@ impl<'a> Fields<'a> {
         self.float_or_null(key, expected, ok)?.or(default).ok_or_else(|| self.missing(key, expected))
     }
 
-    /// One id or several; none when the key is absent or null.
+    /// One or several token ids; none if the key is absent or null.
     pub(super) fn token_ids(&self, key: &str) -> Result<Vec<u32>> {
         let id = |value: &Value| {
             let id = value.as_u64().and_then(|id| u32::try_from(id).ok());
@@ -133,7 +133,7 @@ impl<'a> Fields<'a> {
     }
 }
 
-/// A value for an error message: containers by their kind, since they may be long.
+/// A value for an error message. Arrays and objects are shown by their kind, because they may be long.
 fn shown(value: &Value) -> String {
     match value {
         Value::Array(_) => "an array".to_string(),

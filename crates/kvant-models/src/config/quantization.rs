@@ -5,7 +5,7 @@ use serde_json::Value;
 use super::{Overrides, canonical, fields::Fields};
 use crate::Result;
 
-/// How one tensor is quantised.
+/// The quantisation of one tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Scheme {
     /// 4, 6 or 8.
@@ -14,7 +14,7 @@ pub struct Scheme {
     pub group: usize,
 }
 
-/// How the tensors are quantised; whether one is shows in the file, by the scales beside it.
+/// The quantisation of all tensors. A tensor is quantised if the file has scales for it.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Quantization {
     default: Option<Scheme>,
@@ -22,8 +22,8 @@ pub struct Quantization {
 }
 
 impl Quantization {
-    /// The scheme of a module such as `model.layers.0.mlp.up_proj`, whatever its prefix. `None` when the
-    /// configuration has none, or says `false` for this module.
+    /// The scheme of a module such as `model.layers.0.mlp.up_proj`, with any prefix. `None` if the configuration has
+    /// no scheme, or has `false` for this module.
     pub fn scheme(&self, module: &str) -> Option<Scheme> {
         self.overrides.get(canonical(module)).copied().unwrap_or(self.default)
     }
@@ -32,7 +32,7 @@ impl Quantization {
         if let Some(method) = fields.string("quant_method")? {
             return Err(fields.error(
                 "quant_method",
-                "absent: only MLX's affine form is read",
+                "absent: only MLX's affine format is supported",
                 format_args!("{method:?}"),
             ));
         }
@@ -56,7 +56,7 @@ impl Quantization {
     }
 }
 
-/// Bits and group of one object; an override inherits what it does not say.
+/// Bits and group size of one object; an override inherits missing values.
 fn scheme(fields: &Fields, default: Option<Scheme>) -> Result<Scheme> {
     let mode = fields.string("mode")?.unwrap_or("affine");
     if mode != "affine" {

@@ -1,4 +1,4 @@
-//! The second block of a layer: a gated MLP, and a mixture of experts beside it where the model has one.
+//! The second block of a layer: a gated MLP, and in some models a parallel mixture of experts.
 
 use kvant::{
     Tensor,
@@ -25,7 +25,7 @@ impl Pass<'_> {
         if let (Some(moe), Some(moe_views)) = (&layer.moe, &views.moe) {
             self.norm(&views.y, Some(&moe.post_norm_1), &views.y1)?;
             self.experts(moe, moe_views)?;
-            // The sum of both branches, each under a norm of its own.
+            // The sum of both branches, each with its own norm.
             ops::rms_norm(
                 self.enc,
                 &RmsNorm {
@@ -45,7 +45,7 @@ impl Pass<'_> {
     fn experts(&mut self, moe: &MoeWeights, own: &MoeViews) -> Result<()> {
         let views = self.views;
         let config = &self.model.config;
-        // The router sees the residual stream under a norm whose weight is its own scale.
+        // The router reads the residual stream under a norm whose weight is the router's scale.
         ops::rms_norm(
             self.enc,
             &RmsNorm {
@@ -80,7 +80,7 @@ impl Pass<'_> {
         Ok(())
     }
 
-    /// Each row through the matrix of its expert.
+    /// Multiplies each row by the matrix of its expert.
     fn expert_linear(&mut self, x: &Tensor, matrix: &Matrix, expanded: bool, out: &Tensor) -> Result<()> {
         let ids = &self.views.moe.as_ref().expect("asked only with experts").ids;
         let experts = Some(Experts { ids, expanded });

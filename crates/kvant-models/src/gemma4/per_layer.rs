@@ -1,6 +1,7 @@
-//! Per-layer inputs: every token brings P numbers of its own to each layer.
+//! Per-layer inputs: every token has P additional inputs for each layer.
 //!
-//! input\[l\] = (table\[id\]\[l\] · √P + norm(projection(embedding) · hidden^-½)\[l\]) · 2^-½, made once a pass.
+//! input\[l\] = (table\[id\]\[l\] · √P + norm(projection(embedding) · hidden^-½)\[l\]) · 2^-½, computed once per
+//! pass.
 
 use kvant::ops::{self, Columns, Embed, Linear, Residual, RmsNorm};
 
@@ -8,7 +9,7 @@ use super::Pass;
 use crate::{Result, weights::LayerInputWeights};
 
 impl Pass<'_> {
-    /// Makes the inputs of all layers, where the model has them. `h` still is the scaled embedding.
+    /// Computes the inputs of all layers, if the model has them. `h` is still the scaled embedding.
     pub(super) fn per_layer_inputs(&mut self) -> Result<()> {
         let config = &self.model.config;
         let (Some(weights), Some(own), Some(ple)) =

@@ -1,8 +1,8 @@
-//! A cache in a file: safetensors, with the specification and the lengths in its metadata.
+//! A cache in a safetensors file, with the specification and the lengths in its metadata.
 //!
-//! Only slots in use are stored, a tensor `[Hk, used slots, row]` per layer, side, sequence and plane, named
-//! `layer.side.sequence.plane`. A file is untrusted: everything it says is checked, with limits, before memory is
-//! allocated for it.
+//! Only slots in use are stored: a tensor `[Hk, used slots, row]` per layer, side, sequence and plane, named
+//! `layer.side.sequence.plane`. Files are untrusted: the reader checks all sizes against limits before it allocates
+//! memory.
 
 use std::{
     collections::HashMap,
@@ -20,45 +20,51 @@ use safetensors::{
 use super::*;
 use crate::codec::{Norm, TurboQuant};
 
-/// Bytes of the largest cache that [`KvCache::load`] allocates; [`KvCache::load_within`] takes another limit.
+/// Bytes of the largest cache that [`KvCache::load`] allocates. [`KvCache::load_within`] takes another limit.
 pub const LOAD_LIMIT: u64 = 64 << 30;
 
 const FORMAT: &str = "kvant-cache";
 const VERSION: &str = "1";
-/// The limit of the safetensors format.
+/// The safetensors format's limit.
 const MAX_HEADER: u64 = 100_000_000;
-/// Fewer bytes than any tensor takes there.
+/// A lower bound on the header bytes of one tensor.
 const MIN_ENTRY: u64 = 50;
-/// A layer takes memory besides its planes, a kilobyte or two that no limit of bytes counts.
+/// Each layer also takes one or two kilobytes outside of its planes, which the limit in bytes does not count.
 const MAX_LAYERS: usize = 4096;
-/// Bytes moved at once.
+/// Bytes per transfer.
 const CHUNK: usize = 4 << 20;
 
 impl KvCache {
-    /// Writes the cache to a file: first under a temporary name beside it that nobody else has, so that a file of this name is
-    /// always whole, and the last of several that are saved to it at once stays.
-    /// What an [`Encoder`](crate::Encoder) still holds has not been written, and is not saved: commit it before. The file holds no
-    /// token ids and does not say which model it is of: keep these beside it.
+    /// Writes the cache to a file.
+    ///
+    /// The data is written to a unique temporary file in the same directory, which is then renamed. A file of this
+    /// name is therefore always complete; if several threads save to one path, the last one wins.
+    ///
+    /// Commit operations that write to the cache before this call: it does not save what an
+    /// [`Encoder`](crate::Encoder) has recorded and not run. The file holds neither token ids nor the identity of the
+    /// model; store these separately.
     ///
     /// # Errors
-    /// `Io`; `File` for more layers and sequences than a file can list; `DeviceFault`.
+    /// `Io`; `File` if the cache has more layers and sequences than a file can list; `DeviceFault`.
     pub fn save(&self, path: impl AsRef<Path>) -> Result<()> {
         let path = path.as_ref();
         let (temporary, file) = create_beside(path)?;
         let written = self.write_file(file, &temporary);
         let written = written.and_then(|()| std::fs::rename(&temporary, path).map_err(io(path)));
         if written.is_err() {
-            // The error that matters is the first one.
+            // The first error is the one to return.
             let _ = std::fs::remove_file(&temporary);
         }
         written
     }
 
-    /// Reads a cache that [`KvCache::save`] wrote. One that would take more than [`LOAD_LIMIT`] bytes of memory, its capacity included,
-    /// is refused, however short the file: [`KvCache::load_within`] has another limit.
+    /// Reads a cache that [`KvCache::save`] wrote.
+    ///
+    /// A cache of more than [`LOAD_LIMIT`] bytes of memory, its full capacity included, is an error, however short
+    /// the file is. [`KvCache::load_within`] takes another limit.
     ///
     /// # Errors
-    /// `Io`; `File` for anything else than a whole, consistent snapshot; `OutOfMemory`; `DeviceFault`.
+    /// `Io`; `File` if the file is not a complete, consistent snapshot; `OutOfMemory`; `DeviceFault`.
     pub fn load(device: &Device, path: impl AsRef<Path>) -> Result<KvCache> {
         KvCache::load_within(device, path, LOAD_LIMIT)
     }
@@ -67,7 +73,7 @@ impl KvCache {
     pub fn load_within(device: &Device, path: impl AsRef<Path>, max_bytes: u64) -> Result<KvCache> {
         let path = path.as_ref();
         let bad = |reason: String| Error::File { path: path.display().to_string(), reason };
-        // To open a pipe would wait for somebody who writes into it.
+        // Opening a pipe would block until a writer appears.
         if !std::fs::metadata(path).map_err(io(path))?.is_file() {
             return Err(bad("not a regular file".to_string()));
         }
@@ -78,18 +84,18 @@ impl KvCache {
         let (spec, sequences) = parse(metadata.metadata()).map_err(bad)?;
         let bytes = total_bytes(&spec).map_err(|error| bad(error.to_string()))?;
         if bytes.is_none_or(|bytes| bytes as u64 > max_bytes) {
-            return Err(bad(format!("a cache of more than {max_bytes} bytes")));
+            return Err(bad(format!("the cache takes more than the limit of {max_bytes} bytes of memory")));
         }
         let mut cache = KvCache::new(device, &spec).map_err(|error| match error {
             Error::OutOfMemory { .. } | Error::DeviceFault { .. } => error,
             error => bad(error.to_string()),
         })?;
         cache.sequences = sequences;
-        // The list of what belongs in the file can be far longer than the file: first its length.
+        // The list of expected tensors can be far longer than the file, so its length is checked first.
         let (found, belong) = (metadata.tensors().len(), cache.stored_count());
         if belong != Some(found) {
             let belong = belong.map_or("too many".to_string(), |n| n.to_string());
-            return Err(bad(format!("{found} tensors where {belong} belong")));
+            return Err(bad(format!("the file has {found} tensors, expected {belong}")));
         }
         for (index, sequence) in cache.sequences.iter().enumerate() {
             cache.check_sequence(*sequence).map_err(|reason| bad(format!("sequence {index}: {reason}")))?;
@@ -99,7 +105,7 @@ impl KvCache {
             let info = metadata.info(&part.name).ok_or_else(|| bad(format!("tensor {} is missing", part.name)))?;
             if info.dtype != part.info.dtype || info.shape != part.info.shape {
                 let (got, want) = ((info.dtype, &info.shape), (part.info.dtype, &part.info.shape));
-                return Err(bad(format!("tensor {} is {got:?}, not {want:?}", part.name)));
+                return Err(bad(format!("tensor {} must be {want:?}, got {got:?}", part.name)));
             }
             Ok(info.data_offsets.0 as u64)
         });
@@ -115,7 +121,7 @@ impl KvCache {
 
     fn write_file(&self, file: File, path: &Path) -> Result<()> {
         let bad = |reason: &str| Error::File { path: path.display().to_string(), reason: reason.to_string() };
-        let too_many = "too many layers and sequences for one file";
+        let too_many = "too many layers and sequences for one snapshot file";
         if self.layers.len() > MAX_LAYERS
             || self.stored_count().is_none_or(|count| count as u64 > MAX_HEADER / MIN_ENTRY)
         {
@@ -130,7 +136,7 @@ impl KvCache {
         });
         let metadata = Metadata::new(Some(self.describe()), infos.collect()).map_err(|e| bad(&e.to_string()))?;
         let mut header = serde_json::to_vec(&metadata).map_err(|e| bad(&e.to_string()))?;
-        // The format wants the data to start at a multiple of 8.
+        // The data starts at a multiple of 8.
         header.resize(header.len().next_multiple_of(8), b' ');
         if header.len() as u64 > MAX_HEADER {
             return Err(bad(too_many));
@@ -148,14 +154,14 @@ impl KvCache {
         file.sync_all().map_err(io(path))
     }
 
-    /// How many tensors a file of this cache contains: those of the sequences that have tokens.
+    /// The number of tensors in a file of this cache: those of sequences that have tokens.
     fn stored_count(&self) -> Option<usize> {
         let planes = self.layers.iter().map(|layer| layer.k.tensors().count() + layer.v.tensors().count());
         let used = self.sequences.iter().filter(|sequence| sequence.len > 0).count();
         planes.sum::<usize>().checked_mul(used)
     }
 
-    /// What a file of this cache contains, in order.
+    /// The tensors in a file of this cache, in order.
     fn stored(&self) -> Vec<Stored<'_>> {
         let mut stored = Vec::new();
         for (index, layer) in self.layers.iter().enumerate() {
@@ -200,25 +206,25 @@ impl KvCache {
         entries.into_iter().map(|(key, value)| (key.to_string(), value)).collect()
     }
 
-    /// Whether a sequence can be in this state: the same that `append` and `truncate` keep true.
+    /// Whether a sequence can be in this state: the invariant that `append` and `truncate` maintain.
     fn check_sequence(&self, sequence: Sequence) -> std::result::Result<(), String> {
         let Sequence { len, written } = sequence;
         if len > written || written > self.limit() || (len == 0) != (written == 0) {
-            return Err(format!("length {len} of {written} written"));
+            return Err(format!("length {len} contradicts the largest length {written}"));
         }
         if len == 0 {
-            // There can be many, and each layer would be asked.
+            // There can be many empty sequences, and the check below visits every layer.
             return Ok(());
         }
         match self.lost(sequence) {
-            Some((layer, ..)) => Err(format!("layer {layer} no longer holds what length {len} needs")),
+            Some((layer, ..)) => Err(format!("layer {layer} does not hold the positions that length {len} needs")),
             None => Ok(()),
         }
     }
 }
 
-/// A new file beside `path`, and its name. Other threads may save to the same path at the same time, and a process of the same
-/// number may have left such a file behind.
+/// Creates a new temporary file next to `path` and returns its name. Other threads may save to the same path at the
+/// same time, and another process with the same id may have left a file behind.
 fn create_beside(path: &Path) -> Result<(PathBuf, File)> {
     static NEXT: AtomicU64 = AtomicU64::new(0);
     loop {
@@ -232,7 +238,7 @@ fn create_beside(path: &Path) -> Result<(PathBuf, File)> {
     }
 }
 
-/// A tensor of the file, and the rows of the cache that it is.
+/// A tensor of the file, and the rows of the cache that it holds.
 struct Stored<'a> {
     name: String,
     info: TensorInfo,
@@ -251,7 +257,7 @@ impl Stored<'_> {
         self.layer.spec().kv_heads * self.used * self.row_bytes()
     }
 
-    /// Calls `visit` with views of the rows, in the file's order, and a buffer of their size.
+    /// Calls `visit` with views of the rows, in the file's order, and with a buffer of each view's size.
     fn each_chunk(&self, mut visit: impl FnMut(&Tensor, &mut [u8]) -> Result<()>) -> Result<()> {
         let step = (CHUNK / self.row_bytes()).max(1);
         let mut buffer = Vec::new();
@@ -266,39 +272,43 @@ impl Stored<'_> {
     }
 }
 
-/// Reads and checks the header; returns it and where the data starts. The tensors cover the rest of the file exactly.
+/// Reads and checks the header. Returns it with the offset of the data. The tensors cover the rest of the file
+/// exactly.
 fn read_header(file: &mut impl Read, file_len: u64, path: &Path) -> Result<(Metadata, u64)> {
     let bad = |reason: &str| Error::File { path: path.display().to_string(), reason: reason.to_string() };
     let mut prefix = [0; 8];
-    let Some(rest) = file_len.checked_sub(prefix.len() as u64) else { return Err(bad("too short for a header")) };
+    let Some(rest) = file_len.checked_sub(prefix.len() as u64) else {
+        return Err(bad("the file is too short for a safetensors header"));
+    };
     file.read_exact(&mut prefix).map_err(io(path))?;
     let header_len = u64::from_le_bytes(prefix);
     if header_len > rest.min(MAX_HEADER) {
-        return Err(bad("the header is longer than the file or the format allows"));
+        return Err(bad("the header is longer than the file, or than the format allows"));
     }
     let mut header = vec![0; header_len as usize];
     file.read_exact(&mut header).map_err(io(path))?;
     let metadata: Metadata = serde_json::from_slice(&header).map_err(|error| bad(&format!("header: {error}")))?;
     if metadata.data_len() as u64 != rest - header_len {
-        return Err(bad("the file is not as long as its header says"));
+        return Err(bad("the length of the file does not match its header"));
     }
     Ok((metadata, 8 + header_len))
 }
 
-/// The specification and the lengths. Their sizes are bounded by that of the header.
+/// Parses the specification and the lengths. The size of the header bounds their sizes.
 fn parse(metadata: &Option<HashMap<String, String>>) -> std::result::Result<(CacheSpec, Vec<Sequence>), String> {
-    let get = |key: &str| metadata.as_ref().and_then(|m| m.get(key)).ok_or(format!("no metadata {key:?}"));
-    let number = |text: &str| text.parse::<usize>().map_err(|_| format!("{text:?} is not a number"));
+    let get =
+        |key: &str| metadata.as_ref().and_then(|m| m.get(key)).ok_or(format!("the metadata has no entry {key:?}"));
+    let number = |text: &str| text.parse::<usize>().map_err(|_| format!("expected a number, got {text:?}"));
     if get("format").ok().is_none_or(|format| format != FORMAT) {
-        return Err(format!("not a snapshot of a cache: its metadata have no format {FORMAT:?}"));
+        return Err(format!("not a snapshot of a cache: its metadata has no format {FORMAT:?}"));
     }
     let version = get("version")?;
     if version != VERSION {
-        return Err(format!("version {version:?}; this is for version {VERSION:?}"));
+        return Err(format!("snapshot version must be {VERSION:?}, got {version:?}"));
     }
     let layer = |text: &str| {
         let fields: Vec<&str> = text.split(':').collect();
-        let [kv_heads, head_dim, window, k, v] = fields[..] else { return Err(format!("layer {text:?}")) };
+        let [kv_heads, head_dim, window, k, v] = fields[..] else { return Err(format!("invalid layer {text:?}")) };
         let window = if window == "all" { None } else { Some(number(window)?) };
         let (k, v) = (parse_codec(k)?, parse_codec(v)?);
         Ok(CacheLayer { kv_heads: number(kv_heads)?, head_dim: number(head_dim)?, window, k, v })
@@ -309,7 +319,7 @@ fn parse(metadata: &Option<HashMap<String, String>>) -> std::result::Result<(Cac
     }
     let layers = layers.split(';').map(layer).collect::<std::result::Result<_, _>>()?;
     let sequence = |text: &str| {
-        let (len, written) = text.split_once('/').ok_or(format!("length {text:?}"))?;
+        let (len, written) = text.split_once('/').ok_or(format!("invalid length {text:?}"))?;
         Ok::<_, String>(Sequence { len: number(len)?, written: number(written)? })
     };
     let lengths = get("lengths")?.split(';').map(sequence).collect::<std::result::Result<Vec<_>, _>>()?;
@@ -321,14 +331,14 @@ fn parse(metadata: &Option<HashMap<String, String>>) -> std::result::Result<(Cac
     Ok((spec, lengths))
 }
 
-/// Bytes of a cache, `None` when they overflow.
+/// Bytes of a cache; `None` if they overflow.
 fn total_bytes(spec: &CacheSpec) -> Result<Option<usize>> {
     let mut total = Some(0usize);
     for layer in layer_specs(spec)? {
-        // The codec's own size only makes sense for a head size that it takes.
+        // The size of a vector is defined only for head sizes that the codec supports.
         layer.k.validate(NAME, "k", layer.head_dim)?;
         layer.v.validate(NAME, "v", layer.head_dim)?;
-        // Two vectors of at most 4 bytes a coordinate (8-bit codes with their norms are less).
+        // Two vectors of at most 4 bytes per coordinate (8-bit codes with their norms are smaller).
         let widest = layer.head_dim.checked_mul(8);
         let vector =
             widest.map(|_| layer.k.bytes_per_vector(layer.head_dim) + layer.v.bytes_per_vector(layer.head_dim));
@@ -350,7 +360,7 @@ fn codec_name(codec: Codec) -> String {
 }
 
 fn parse_codec(text: &str) -> std::result::Result<Codec, String> {
-    let bad = || format!("codec {text:?}");
+    let bad = || format!("invalid codec {text:?}");
     let mut fields = text.split('/');
     let codec: Codec = fields.next().unwrap_or_default().parse().map_err(|_| bad())?;
     let codec = match codec {

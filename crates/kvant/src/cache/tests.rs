@@ -1,4 +1,4 @@
-//! The cache against a model that remembers every token, and its files against damage.
+//! Tests the cache against a model that remembers every token, and its files against damage.
 
 use proptest::prelude::*;
 
@@ -18,7 +18,7 @@ fn cache(layers: Vec<CacheLayer>, capacity: usize, slack: usize) -> KvCache {
     KvCache::new(&Device::cpu(), &CacheSpec { layers, sequences: 3, capacity, slack }).unwrap()
 }
 
-/// What stands in a sequence, and in each slot of each layer.
+/// The tokens of a sequence, and the contents of each slot of each layer.
 #[derive(Clone, Default)]
 struct Model {
     tokens: Vec<u32>,
@@ -40,7 +40,7 @@ impl Model {
         }
     }
 
-    /// Whether every token from `first` on, and the next one, finds all it sees in a layer.
+    /// Whether every token from `first` on, and the next one, finds all positions that it sees in every layer.
     fn serves(&self, first: usize, cache: &KvCache) -> bool {
         self.slots.iter().zip(&cache.spec.layers).all(|(slots, layer)| {
             (first..=self.tokens.len()).all(|position| {
@@ -89,7 +89,7 @@ fn write(cache: &KvCache, step: &Step, ids: &[u32]) {
     enc.commit().unwrap().wait().unwrap();
 }
 
-/// Every layer holds what the next token of each sequence sees.
+/// Every layer holds all positions that the next token of each sequence sees.
 fn check_contents(cache: &KvCache, models: &[Model]) {
     for (sequence, model) in models.iter().enumerate() {
         assert_eq!(cache.len(sequence).unwrap(), model.tokens.len());
@@ -111,7 +111,7 @@ fn check_contents(cache: &KvCache, models: &[Model]) {
     }
 }
 
-/// Applies an operation to both; they must agree on whether it is possible and why not.
+/// Applies an operation to the cache and the models; they must agree on whether and why it fails.
 fn apply(cache: &mut KvCache, models: &mut [Model], op: &Op, next_id: &mut u32) {
     let before = cache.sequences.clone();
     let has_linear = cache.spec.layers.iter().any(|layer| layer.window.is_none());
@@ -246,7 +246,7 @@ proptest! {
             apply(&mut cache, &mut models, op, &mut next_id);
             check_contents(&cache, &models);
         }
-        // A copy from a file goes on as the original does.
+        // A copy from a file behaves like the original.
         let file = TempFile::new();
         cache.save(&file.0).unwrap();
         let loaded = KvCache::load(cache.device(), &file.0).unwrap();
@@ -315,7 +315,7 @@ fn bytes_by_layer_and_codec() {
     assert_eq!((cache.max_batch(), cache.room(0).unwrap()), (7, 16));
 }
 
-/// A path of its own, removed at the end.
+/// A unique path, removed on drop.
 struct TempFile(std::path::PathBuf);
 
 impl TempFile {
@@ -376,7 +376,7 @@ fn a_file_brings_back_every_plane() {
             }
         }
     }
-    // Only what is in use is stored.
+    // Only slots in use are stored.
     let stored = std::fs::metadata(&file.0).unwrap().len();
     assert!(stored < cache.bytes() as u64 + 3000, "{stored}");
 }
@@ -444,7 +444,7 @@ fn lies_are_refused_before_memory_is_taken() {
     assert!(KvCache::load_within(&Device::cpu(), &file.0, limit - 1).is_err());
     std::fs::write(&file.0, [&u64::MAX.to_le_bytes()[..], &bytes[8..]].concat()).unwrap();
     assert!(matches!(KvCache::load(&Device::cpu(), &file.0), Err(Error::File { .. })));
-    // The weights of a model, say.
+    // For example, the weights of a model.
     let other = br#"{"__metadata__":{"format":"pt"}}"#;
     std::fs::write(&file.0, [&(other.len() as u64).to_le_bytes()[..], other].concat()).unwrap();
     let error = KvCache::load(&Device::cpu(), &file.0).err().unwrap();
@@ -466,7 +466,7 @@ fn a_failed_save_leaves_nothing() {
     std::fs::remove_dir_all(&directory.0).unwrap();
 }
 
-/// How many files have a name that begins as this one's.
+/// The number of files whose names start with this one's.
 fn beside(file: &TempFile) -> usize {
     let name = file.0.file_name().unwrap().to_str().unwrap();
     let entries = std::fs::read_dir(file.0.parent().unwrap()).unwrap().map(|entry| entry.unwrap().file_name());
@@ -490,7 +490,7 @@ fn a_file_is_whole_whoever_saves_to_it() {
         }
     });
     assert_eq!(beside(&file), 1);
-    // A file that a process of the same number left behind is in nobody's way, and not destroyed.
+    // A file that another process with the same id left behind neither blocks a save nor is destroyed.
     let stale: Vec<_> = (0..500).map(|n| format!("{}.{}.{n}.tmp", file.0.display(), std::process::id())).collect();
     stale.iter().for_each(|stale| std::fs::write(stale, "kept").unwrap());
     cache.save(&file.0).unwrap();
@@ -501,7 +501,7 @@ fn a_file_is_whole_whoever_saves_to_it() {
     }
 }
 
-/// A small file may describe a cache of small memory with more tensors than would fit any.
+/// A small file can describe a cache with little memory and more tensors than any memory can list.
 #[test]
 fn a_file_without_its_tensors_is_refused_before_they_are_listed() {
     let layer = CacheLayer { kv_heads: 1, head_dim: 8, window: None, k: Codec::BF16, v: Codec::BF16 };
@@ -513,10 +513,10 @@ fn a_file_without_its_tensors_is_refused_before_they_are_listed() {
     let header = String::from_utf8(bytes[8..].to_vec()).unwrap();
     let lie = header.replace("0/0", "1/1");
     std::fs::write(&file.0, [&(lie.len() as u64).to_le_bytes()[..], lie.as_bytes()].concat()).unwrap();
-    // Listing 80 million of them takes minutes and 13 GB.
+    // Listing 80 million tensors takes minutes and 13 GB.
     let start = std::time::Instant::now();
     let error = KvCache::load(&Device::cpu(), &file.0).err().unwrap();
-    assert!(matches!(&error, Error::File { reason, .. } if reason.contains("0 tensors where 80000000")), "{error}");
+    assert!(matches!(&error, Error::File { reason, .. } if reason.contains("0 tensors, expected 80000000")), "{error}");
     cache.sequences.fill(Sequence { len: 1, written: 1 });
     let error = cache.save(&file.0).err().unwrap();
     assert!(matches!(&error, Error::File { reason, .. } if reason.contains("too many layers")), "{error}");
@@ -534,7 +534,7 @@ proptest! {
             bytes[at] = byte;
         }
         std::fs::write(&file.0, bytes).unwrap();
-        // Damage to the vectors themselves cannot be seen; to anything else it is an error.
+        // Damage to the vectors themselves is undetectable; any other damage is an error.
         if let Ok(cache) = KvCache::load(&Device::cpu(), &file.0) {
             prop_assert!(cache.bytes() < 1 << 20);
         }

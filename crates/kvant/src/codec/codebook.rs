@@ -1,8 +1,8 @@
 use super::codebook_table::{HALF_4, HALF_5, HALF_6, HALF_8};
 use crate::{Error, Result};
 
-/// The centroids of the Lloyd–Max quantiser of N(0, 1) with 2^`bits` levels, ascending and symmetric; `bits` is 4, 5,
-/// 6 or 8. Optimal values (`examples/codebooks.rs` computes them), rounded to f32.
+/// The centroids of the Lloyd–Max quantiser of N(0, 1) with 2^`bits` levels, ascending and symmetric. `bits` is 4, 5,
+/// 6 or 8. `examples/codebooks.rs` computes the optimal values; they are rounded to f32.
 ///
 /// # Errors
 /// `Value` for another number of bits.
@@ -14,8 +14,8 @@ pub fn centroids(bits: u32) -> Result<&'static [f32]> {
     select(bits, [&C4, &C5, &C6, &C8])
 }
 
-/// The 2^`bits` − 1 thresholds between the [`centroids`]: midpoints of the exact centroids, rounded to f32. The middle
-/// one is 0.
+/// The 2^`bits` − 1 thresholds between the [`centroids`]: midpoints of the exact centroids, rounded to f32. The
+/// middle threshold is 0.
 ///
 /// # Errors
 /// `Value` for another number of bits.
@@ -27,10 +27,10 @@ pub fn thresholds(bits: u32) -> Result<&'static [f32]> {
     select(bits, [&T4, &T5, &T6, &T8])
 }
 
-/// The index of z: how many of the ascending `thresholds` are below it. That is the nearest centroid, the lower of two
-/// at a tie; and 0 for NaN. No more than 255 of them count.
+/// The index of z: the number of ascending `thresholds` below z, at most 255.
 ///
-/// This comparison in f32 is what defines an index: given the same z, every device finds the same one.
+/// This is the nearest centroid, with the lower one at a tie, and 0 for NaN. The comparison in f32 defines an index:
+/// given the same z, every device finds the same index.
 #[inline]
 pub fn nearest(z: f32, thresholds: &[f32]) -> u8 {
     thresholds.partition_point(|&t| z > t).min(255) as u8
@@ -74,7 +74,7 @@ const fn all_thresholds<const HALF: usize, const ALL: usize>(half: &[f64; HALF])
     all
 }
 
-/// The program that made the table, so that its numbers can be compared.
+/// The program that made the table, to compare its numbers.
 #[cfg(test)]
 #[path = "../../examples/codebooks.rs"]
 mod generator;
@@ -94,7 +94,7 @@ mod tests {
         }
     }
 
-    /// Moments 0, 1 and 2 of N(0, 1) over [a, b] by Simpson's rule: not the way the generator integrates.
+    /// Moments 0, 1 and 2 of N(0, 1) over [a, b] by Simpson's rule, which the generator does not use.
     fn moments(a: f64, b: f64) -> [f64; 3] {
         let n = 2 * ((b - a) / 4e-4).ceil() as usize;
         let h = (b - a) / n as f64;
@@ -110,7 +110,7 @@ mod tests {
         sum
     }
 
-    /// Cell i of the positive half, and its centroid.
+    /// The bounds and centroid of each cell in the positive half.
     fn cells(half: &[f64]) -> impl Iterator<Item = (f64, f64, f64)> {
         (0..half.len()).map(|i| {
             let left = if i == 0 { 0.0 } else { (half[i - 1] + half[i]) / 2.0 };

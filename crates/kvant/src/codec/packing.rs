@@ -17,12 +17,12 @@ pub fn plane_bytes(bits: u32, dim: usize) -> Result<(usize, usize)> {
     }
 }
 
-/// Packs one index a byte into planes; each plane has the length that [`plane_bytes`] says.
+/// Packs indices, one per byte, into planes. Each plane has the length that [`plane_bytes`] returns.
 ///
 /// - 8 bits: `low[j]` is index j.
-/// - 4 bits: `low[j/2]` holds index j, an even j in the low half of the byte, an odd one in the high half.
-/// - 5 and 6 bits: the low 4 bits of the indices as at 4 bits; above them, w = 1 or 2 bits of index j stand in
-///   `high[j·w/8]` from bit (j·w mod 8) upwards.
+/// - 4 bits: `low[j/2]` holds index j, in its low half for an even j and in its high half for an odd j.
+/// - 5 and 6 bits: the low plane holds the low 4 bits of each index, as at 4 bits. The upper w = 1 or 2 bits of index
+///   j are in `high[j·w/8]`, from bit (j·w mod 8) upwards.
 ///
 /// Bits of an index beyond `bits` are dropped.
 ///
@@ -73,7 +73,7 @@ pub fn unpack(bits: u32, low: &[u8], high: &[u8], indices: &mut [u8]) -> Result<
     Ok(())
 }
 
-/// How many bits of an index stand in the high plane, and as many ones.
+/// The number of bits of an index in the high plane, and a mask of as many ones.
 fn high_bits(bits: u32) -> (usize, u8) {
     if bits == 5 { (1, 1) } else { (2, 3) }
 }

@@ -2,14 +2,14 @@ use std::sync::OnceLock;
 
 use crate::{Error, Result};
 
-/// The largest dimension that the rotation takes, as a power of two.
+/// Log2 of the largest dimension of the rotation.
 const MAX_LOG2: usize = 12;
 
 /// The fixed ±1 vector s of the rotation y = H_D·(s ⊙ x)/√D, for D a power of two from 2 to 4096.
 ///
-/// Sign j of dimension D is the top bit of one SplitMix64 output (Steele et al. 2014): with
-/// z = (D·2³² + j + 1)·0x9E3779B97F4A7C15 mod 2⁶⁴, mixed as [`sign_is_negative`] does, the sign is −1 when bit 63 is
-/// set. Integer arithmetic alone, so that every device gets the same vector.
+/// Sign j of dimension D is the top bit of one SplitMix64 output (Steele et al. 2014): with z = (D·2³² + j +
+/// 1)·0x9E3779B97F4A7C15 mod 2⁶⁴, mixed as in [`sign_is_negative`], the sign is −1 if bit 63 is set. The computation
+/// uses only integers, so that every device gets the same vector.
 ///
 /// # Errors
 /// `Value` for any other dimension.
@@ -19,7 +19,7 @@ pub fn signs(dim: usize) -> Result<&'static [f32]> {
         return Err(Error::Value {
             op: "signs",
             arg: "dim",
-            expected: "a power of two, 2 to 4096".to_string(),
+            expected: "a power of two from 2 to 4096".to_string(),
             got: dim.to_string(),
         });
     }
@@ -59,7 +59,7 @@ mod tests {
         }
     }
 
-    /// A change here would make every stored cache unreadable.
+    /// A change would make every stored cache unreadable.
     #[test]
     fn signs_of_64_never_change() {
         let bits = signs(64).unwrap().iter().rev().fold(0u64, |bits, &s| bits << 1 | u64::from(s < 0.0));

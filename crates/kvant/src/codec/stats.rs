@@ -3,31 +3,32 @@ use std::ops::Range;
 use super::{Codec, TurboQuant, centroids, decode_rotated, encode, unpack};
 use crate::{Error, Planes, Result, Tensor, codec::BLOCK, reference::hadamard};
 
-/// What TurboQuant makes of the vectors of one head.
+/// TurboQuant's statistics of the vectors of one head.
 ///
-/// z are the rotated coordinates as they meet the codebook: divided by their block's root mean square, times the
-/// codec's scale. The codebook is made for the normal distribution: `kurtosis` says how far z is from it.
+/// z are the rotated coordinates before quantisation: divided by their block's root mean square, times the codec's
+/// scale. The codebook is optimal for the normal distribution; `kurtosis` measures how far z is from it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct HeadStats {
-    /// Vectors seen.
+    /// The number of vectors.
     pub vectors: usize,
-    /// Those that are not finite; the figures below leave them out.
+    /// The number of vectors that are not finite. The other statistics exclude them.
     pub non_finite: usize,
-    /// The root mean square of z: the codec's scale, or less when there are blocks of zeros.
+    /// The root mean square of z: the codec's scale, or less if some blocks are zero.
     pub rms: f64,
-    /// The mean of z⁴ over the square of the mean of z²: 3 for a normal distribution, 0 without a z.
+    /// The mean of z⁴ over the square of the mean of z²: 3 for a normal distribution, 0 if there is no z.
     pub kurtosis: f64,
-    /// The share of z that lies beyond the outermost centroids.
+    /// The share of z beyond the outermost centroids.
     pub clip_fraction: f64,
-    /// Σ‖x − decoded‖² / Σ‖x‖²; 0 without an x.
+    /// Σ‖x − decoded‖² / Σ‖x‖²; 0 if there is no x.
     pub distortion: f64,
 }
 
-/// How well TurboQuant stores a tensor `[T, H, D]`: one entry per head; or `[T, D]`: one entry. f32, f16 or bf16, on
-/// any device; computed on the host.
+/// Measures how well TurboQuant stores a tensor `[T, H, D]` (one entry per head) or `[T, D]` (one entry). The tensor
+/// is f32, f16 or bf16, on any device; the computation runs on the host.
 ///
 /// # Errors
-/// `Shape` for another rank, `DType` for another dtype, `Value` for a D that the codec does not take, `OutOfMemory`.
+/// `Shape` for another rank, `DType` for another dtype, `Value` for a D that the codec does not support,
+/// `OutOfMemory`.
 pub fn stats(x: &Tensor, tq: TurboQuant) -> Result<Vec<HeadStats>> {
     let (heads, dim) = match *x.shape() {
         [_, heads, dim] => (heads, dim),
@@ -74,7 +75,7 @@ impl Sums {
             return Ok(());
         }
         let outermost = centroids(tq.bits)?.last().copied().map_or(0.0, f64::from);
-        // The rotation keeps lengths, so the error can be taken before it is undone.
+        // The rotation preserves lengths, so the error can be measured in the rotated basis.
         let (y, decoded) = (hadamard(x, false)?, decode_rotated(tq, &encoded)?);
         for (y, decoded) in y.chunks(BLOCK).zip(decoded.chunks(BLOCK)) {
             let squares: f64 = y.iter().map(|y| y * y).sum();
@@ -105,8 +106,8 @@ impl Sums {
     }
 }
 
-/// The codebook indices of vectors `rows` of a quantised side, one a byte, D per vector, whatever the packing; from
-/// any device. For comparing what two devices stored.
+/// The codebook indices of vectors `rows` of a quantised side, one per byte, D per vector, for every packing and
+/// device. Use it to compare what two devices stored.
 ///
 /// # Errors
 /// `Value` for dense planes or rows that do not exist.
@@ -117,7 +118,7 @@ pub fn indices(planes: &Planes, rows: Range<usize>) -> Result<Vec<u8>> {
     };
     let low: Vec<u8> = planes.low.rows(rows.clone())?.to_vec()?;
     let high: Vec<u8> = planes.high.as_ref().map_or(Ok(Vec::new()), |high| high.rows(rows)?.to_vec())?;
-    // Every row is a whole number of bytes in each plane, so all of them unpack like one long row.
+    // Every row is a whole number of bytes in each plane, so all rows unpack like one long row.
     let mut indices = vec![0; if tq.bits == 8 { low.len() } else { 2 * low.len() }];
     unpack(tq.bits, &low, &high, &mut indices)?;
     Ok(indices)

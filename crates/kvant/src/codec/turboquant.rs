@@ -1,7 +1,7 @@
 use super::{BLOCK, Codec, Norm, TurboQuant, centroids, nearest, thresholds};
 use crate::{Result, reference::hadamard};
 
-/// One vector as TurboQuant stores it, before its indices are [packed](super::pack).
+/// One vector in TurboQuant form, before its indices are [packed](super::pack).
 #[derive(Clone, Debug, PartialEq)]
 pub struct Encoded {
     /// One per coordinate of the rotated vector, below 2^bits.
@@ -10,26 +10,38 @@ pub struct Encoded {
     pub norms: Vec<f32>,
 }
 
-/// Encodes one vector: the definition that every kernel is held against.
+/// Encodes one vector. This function is the definition that every kernel is tested against.
 ///
-/// The vector is rotated (y = [`hadamard`] of x) and cut into blocks of B = min(D, [`BLOCK`]) coordinates. For each
-/// block n = ‖y‖/(√B·scale); coordinate j gets the index of the centroid [`nearest`] to yⱼ/n. The block's norm says
-/// what indices mean: coordinate = norm · centroid. Which number that is, [`Norm`] chooses; `Norm::Rms` is n.
+/// 1. The vector is rotated (y = [`hadamard`] of x) and cut into blocks of B = min(D, [`BLOCK`]) coordinates.
+/// 2. For each block, n = ‖y‖/(√B·scale). Coordinate j gets the index of the centroid [`nearest`] to yⱼ/n.
+/// 3. The block stores a norm, so that coordinate = norm · centroid. [`Norm`] selects which number is stored;
+///    `Norm::Rms` stores n.
 ///
-/// - A block of zeros has norm 0.
-/// - A vector that is not finite, or whose squared length is beyond f32, gets index 0 everywhere and NaN norms: it
-///   shows, and touches nothing else.
+/// A block of zeros has norm 0. A vector that is not finite, or whose squared length overflows f32, gets index 0
+/// everywhere and NaN norms; it does not affect other vectors.
 ///
-/// Here y and n are f64. A kernel computes them in f32, so that a coordinate next to a threshold may get the other
-/// index.
+/// y and n are f64 here. A kernel computes them in f32, so that a coordinate next to a threshold may get the
+/// neighbouring index.
 ///
 /// # Errors
-/// `Value` when the codec or the length is not one that [`Codec`] accepts.
+/// `Value` if [`Codec`] does not support the codec's parameters or the length.
+///
+/// # Example
+/// ```
+/// use kvant::{Codec, codec};
+/// let Codec::TurboQuant(tq) = Codec::tq(8) else { unreachable!() };
+/// let x: Vec<f64> = (0..64).map(|i| f64::from(i).sin()).collect();
+/// let back = codec::decode(tq, &codec::encode(tq, &x)?)?;
+/// let error: f64 = x.iter().zip(&back).map(|(a, b)| (a - b).powi(2)).sum();
+/// let energy: f64 = x.iter().map(|a| a * a).sum();
+/// assert!(error / energy < 1e-4);
+/// # Ok::<(), kvant::Error>(())
+/// ```
 pub fn encode(tq: TurboQuant, x: &[f64]) -> Result<Encoded> {
     Codec::TurboQuant(tq).validate("encode", "x", x.len())?;
     let (centroids, thresholds) = (centroids(tq.bits)?, thresholds(tq.bits)?);
     let squares: f64 = x.iter().map(|x| x * x).sum();
-    // False for NaN, too.
+    // Also false for NaN.
     let storable = squares <= f64::from(f32::MAX);
     if !storable {
         return Ok(Encoded { indices: vec![0; x.len()], norms: vec![f32::NAN; x.len().div_ceil(BLOCK)] });
@@ -46,7 +58,7 @@ pub fn encode(tq: TurboQuant, x: &[f64]) -> Result<Encoded> {
     Ok(encoded)
 }
 
-/// The number that is stored for a block.
+/// The norm that is stored for a block.
 fn stored_norm(norm: Norm, n: f64, y: &[f64], indices: &[u8], centroids: &[f32]) -> f64 {
     if n == 0.0 {
         return 0.0;
@@ -65,10 +77,10 @@ fn stored_norm(norm: Norm, n: f64, y: &[f64], indices: &[u8], centroids: &[f32])
     }
 }
 
-/// The rotated vector that is stored: norm · centroid.
+/// Decodes a vector without undoing the rotation: norm · centroid.
 ///
 /// # Errors
-/// `Value` when the codec or the lengths do not fit, or an index is beyond the codebook.
+/// `Value` if the codec or the lengths do not fit together, or if an index is beyond the codebook.
 pub fn decode_rotated(tq: TurboQuant, encoded: &Encoded) -> Result<Vec<f64>> {
     let dim = encoded.indices.len();
     Codec::TurboQuant(tq).validate("decode", "indices", dim)?;
@@ -87,7 +99,7 @@ pub fn decode_rotated(tq: TurboQuant, encoded: &Encoded) -> Result<Vec<f64>> {
     Ok(encoded.indices.iter().enumerate().map(coordinate).collect())
 }
 
-/// The vector that is stored, with the rotation undone.
+/// Decodes a vector and undoes the rotation.
 ///
 /// # Errors
 /// As [`decode_rotated`].

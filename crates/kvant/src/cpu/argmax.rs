@@ -1,11 +1,13 @@
-//! The index of the largest element of each row; the lowest among equals, never NaN. Threads share the rows, and
-//! pieces of long rows; each piece gives its largest element, and the first piece with the largest of those wins.
+//! The index of the largest element of each row: the lowest index among equals, never that of a NaN.
+//!
+//! Threads share the rows, and parts of long rows. Each part yields its largest element; the first part with the largest of
+//! those wins.
 
 use super::{
     Cpu,
-    elements::{Elements, PIECE, Padded, Parts},
+    elements::{Elements, PIECE, Padded, SliceParts},
     scratch,
-    simd::{Kernel, Simd},
+    simd::{Simd, SimdKernel},
 };
 use crate::ops::argmax::Call;
 
@@ -22,8 +24,8 @@ pub(crate) fn run(cpu: &Cpu, call: &Call) {
 pub(super) fn rows(cpu: &Cpu, x: Elements, dim: usize, out: &mut [u32]) {
     if dim < TASK / 2 {
         let per_task = TASK / dim;
-        let parts = Parts::new(out, per_task);
-        return cpu.pool.run(parts.count(), |task| {
+        let parts = SliceParts::new(out, per_task);
+        return cpu.threads.run(parts.count(), |task| {
             // SAFETY: each task takes its own part.
             let out = unsafe { parts.part(task) };
             for (i, out) in out.iter_mut().enumerate() {
@@ -35,8 +37,8 @@ pub(super) fn rows(cpu: &Cpu, x: Elements, dim: usize, out: &mut [u32]) {
     let pieces = dim.div_ceil(TASK);
     let found = &mut *scratch::take(2 * pieces);
     for (row, out) in out.iter_mut().enumerate() {
-        let parts = Parts::new(found, 2);
-        cpu.pool.run(pieces, |task| {
+        let parts = SliceParts::new(found, 2);
+        cpu.threads.run(pieces, |task| {
             // SAFETY: each task takes its own part.
             let found = unsafe { parts.part(task) };
             let len = TASK.min(dim - task * TASK);
@@ -54,14 +56,14 @@ pub(super) fn rows(cpu: &Cpu, x: Elements, dim: usize, out: &mut [u32]) {
     }
 }
 
-/// The largest of `len` elements from `start` on, and where it first stands; `None` when all are NaN.
+/// The largest of `len` elements from `start` on, and its first index; `None` when all are NaN.
 struct Largest {
     x: Elements,
     start: usize,
     len: usize,
 }
 
-impl Kernel for Largest {
+impl SimdKernel for Largest {
     type Output = Option<(f32, usize)>;
     #[inline(always)]
     fn run<S: Simd>(self) -> Self::Output {

@@ -1,6 +1,6 @@
-//! Rows of f32, f16 or bf16 to and from f32: how kernels load activations and store results.
+//! Conversion of rows between f32, f16 or bf16 and f32: how kernels load activations and store results.
 //!
-//! Widening is exact; narrowing rounds to nearest even and overflows to infinity, as IEEE says.
+//! Widening is exact. Narrowing rounds to nearest even and overflows to infinity, as in IEEE 754.
 
 use half::{bf16, f16};
 
@@ -130,7 +130,7 @@ unsafe fn vectors<S: Simd, const FROM: usize, const TO: usize>(from: *const u8, 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cpu::simd::{Kernel, SimdLevel};
+    use crate::cpu::simd::{SimdKernel, SimdLevel};
 
     struct RoundTrip<'a> {
         dtype: DType,
@@ -139,7 +139,7 @@ mod tests {
         loaded: &'a mut [f32],
     }
 
-    impl Kernel for RoundTrip<'_> {
+    impl SimdKernel for RoundTrip<'_> {
         type Output = ();
         #[inline(always)]
         fn run<S: Simd>(self) {

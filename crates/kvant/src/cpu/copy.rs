@@ -1,5 +1,4 @@
-//! Bytes from one tensor to another: the memory is the limit, so one thread is enough for what is small, and large
-//! copies are cut into pieces that the threads share.
+//! Copies bytes from one tensor to another. Bound by memory: one thread copies small tensors, all threads share large ones.
 
 use super::Cpu;
 use crate::ops::copy::Call;
@@ -28,7 +27,7 @@ impl Span {
 pub(crate) fn run(cpu: &Cpu, call: &Call) {
     let bytes = call.from.bytes();
     let span = Span { from: call.from.host_ptr(), to: call.to.host_ptr() };
-    cpu.pool.run(bytes.div_ceil(TASK), |task| {
+    cpu.threads.run(bytes.div_ceil(TASK), |task| {
         let start = task * TASK;
         // SAFETY: start < bytes, and the piece ends at `bytes` at the latest.
         unsafe { span.copy(start, TASK.min(bytes - start)) }

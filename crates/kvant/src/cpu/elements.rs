@@ -54,7 +54,7 @@ impl Elements {
 }
 
 /// A slice in parts of equal length (the last may be shorter), each for one task.
-pub(super) struct Parts<'a, T> {
+pub(super) struct SliceParts<'a, T> {
     start: *mut T,
     len: usize,
     part: usize,
@@ -62,11 +62,11 @@ pub(super) struct Parts<'a, T> {
 }
 
 // SAFETY: it hands out disjoint parts of a slice that it borrows exclusively.
-unsafe impl<T: Send> Sync for Parts<'_, T> {}
+unsafe impl<T: Send> Sync for SliceParts<'_, T> {}
 
-impl<'a, T> Parts<'a, T> {
+impl<'a, T> SliceParts<'a, T> {
     pub(super) fn new(slice: &'a mut [T], part: usize) -> Self {
-        Parts { start: slice.as_mut_ptr(), len: slice.len(), part: part.max(1), life: std::marker::PhantomData }
+        SliceParts { start: slice.as_mut_ptr(), len: slice.len(), part: part.max(1), life: std::marker::PhantomData }
     }
 
     pub(super) fn count(&self) -> usize {

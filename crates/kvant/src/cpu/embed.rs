@@ -5,7 +5,7 @@ use super::{
     elements::Elements,
     linear::matrix::Matrix,
     scratch,
-    simd::{Kernel, Simd},
+    simd::{Simd, SimdKernel},
 };
 use crate::ops::embed::Call;
 
@@ -18,15 +18,15 @@ pub(crate) fn run(cpu: &Cpu, call: &Call) {
     // SAFETY: calls run under the device's lock, and the ids are an input only.
     let ids = unsafe { call.ids.host_slice::<u32>() };
     let rows = TASK / table.inputs.max(1) + 1;
-    cpu.pool.run(ids.len().div_ceil(rows), |task| {
+    cpu.threads.run(ids.len().div_ceil(rows), |task| {
         let first = task * rows;
         let ids = &ids[first..ids.len().min(first + rows)];
-        cpu.level.dispatch(Rows { table, ids, scale: call.scale, first, out });
+        cpu.level.dispatch(EmbedRows { table, ids, scale: call.scale, first, out });
     });
 }
 
 /// The rows of `ids`, to the output's rows from `first` on.
-struct Rows<'a> {
+struct EmbedRows<'a> {
     table: Matrix,
     ids: &'a [u32],
     scale: f32,
@@ -34,7 +34,7 @@ struct Rows<'a> {
     out: Elements,
 }
 
-impl Kernel for Rows<'_> {
+impl SimdKernel for EmbedRows<'_> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self) {

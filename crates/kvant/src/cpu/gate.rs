@@ -1,12 +1,11 @@
-//! out = activation(gate) · up, element by element. Threads share the rows, or pieces of them.
+//! out = activation(gate) · up, element by element. Threads share the rows, or parts of them.
 //!
-//! Both activations are x/(1 + e⁻ᶻ): SiLU with z = x; GELU-tanh, because ½(1 + tanh u) = 1/(1 + e⁻²ᵘ), with
-//! z = 2√(2/π)(x + 0.044715x³).
+//! Both activations are x/(1 + e⁻ᶻ). SiLU: z = x. GELU-tanh: z = 2√(2/π)(x + 0.044715x³), because ½(1 + tanh u) = 1/(1 + e⁻²ᵘ).
 
 use super::{
     Cpu,
     elements::{Elements, PIECE, Padded},
-    simd::{Kernel, Simd},
+    simd::{Simd, SimdKernel},
 };
 use crate::ops::{
     Activation,
@@ -17,7 +16,7 @@ use crate::ops::{
 const TASK: usize = 8 * 1024;
 
 pub(crate) fn run(cpu: &Cpu, call: &Call) {
-    let (gate, up, out) = (Columns::new(&call.gate), Columns::new(&call.up), Elements::of(&call.out));
+    let (gate, up, out) = (GateColumns::new(&call.gate), GateColumns::new(&call.up), Elements::of(&call.out));
     if call.dim == 0 {
         return;
     }
@@ -25,14 +24,14 @@ pub(crate) fn run(cpu: &Cpu, call: &Call) {
     let columns = call.dim.min(TASK);
     let rows = (TASK / columns).max(1);
     let across = call.dim.div_ceil(columns);
-    cpu.pool.run(call.rows.div_ceil(rows) * across, |task| {
+    cpu.threads.run(call.rows.div_ceil(rows) * across, |task| {
         let (first, start) = (task / across * rows, task % across * columns);
         for row in first..call.rows.min(first + rows) {
             for start in (start..call.dim.min(start + columns)).step_by(PIECE) {
                 let len = PIECE.min(call.dim.min(start - start % columns + columns) - start);
                 let at = row * call.dim + start;
                 let (gate, up) = ((gate.elements, gate.at(row, start)), (up.elements, up.at(row, start)));
-                cpu.level.dispatch(Piece { gate, up, out: (out, at), len, activation: call.activation });
+                cpu.level.dispatch(GatePiece { gate, up, out: (out, at), len, activation: call.activation });
             }
         }
     });
@@ -40,15 +39,15 @@ pub(crate) fn run(cpu: &Cpu, call: &Call) {
 
 /// Columns of a tensor: where the first row's begin, and the distance to the next row's.
 #[derive(Clone, Copy)]
-struct Columns {
+struct GateColumns {
     elements: Elements,
     start: usize,
     width: usize,
 }
 
-impl Columns {
+impl GateColumns {
     fn new(columns: &OwnedColumns) -> Self {
-        Columns { elements: Elements::of(&columns.tensor), start: columns.start, width: columns.width }
+        GateColumns { elements: Elements::of(&columns.tensor), start: columns.start, width: columns.width }
     }
 
     fn at(&self, row: usize, column: usize) -> usize {
@@ -57,7 +56,7 @@ impl Columns {
 }
 
 /// `len` elements, at most [`PIECE`], from an index on.
-struct Piece {
+struct GatePiece {
     gate: (Elements, usize),
     up: (Elements, usize),
     out: (Elements, usize),
@@ -65,7 +64,7 @@ struct Piece {
     activation: Activation,
 }
 
-impl Kernel for Piece {
+impl SimdKernel for GatePiece {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self) {
@@ -107,7 +106,7 @@ mod tests {
     const FLOATS: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
     #[derive(Clone, Copy, Debug)]
-    struct Case {
+    struct GateCase {
         rows: usize,
         dim: usize,
         dtypes: [DType; 3],
@@ -115,7 +114,7 @@ mod tests {
         in_place: bool,
     }
 
-    impl Case {
+    impl GateCase {
         fn run(&self, device: &Device) -> Tensor {
             let (t, n) = (self.rows, self.dim);
             let mut data = Numbers(3).floats(t * (2 * n + 5));
@@ -144,7 +143,7 @@ mod tests {
             for activation in [Activation::GeluTanh, Activation::Silu] {
                 for dtypes in [FLOATS, [DType::F16; 3], [DType::BF16, DType::F32, DType::F32]] {
                     for in_place in [false, true] {
-                        let case = Case { rows, dim, dtypes, activation, in_place };
+                        let case = GateCase { rows, dim, dtypes, activation, in_place };
                         let want = case.run(&Device::reference());
                         devices.iter().for_each(|d| assert_close(&case.run(d), &want, 3e-4, &(d, case)));
                     }

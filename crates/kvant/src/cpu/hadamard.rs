@@ -1,12 +1,12 @@
 //! The randomised Hadamard rotation: y = H_D·(s ⊙ x)/√D and x = s ⊙ (H_D·y)/√D, for rows of D = 2 … 4096.
 //!
-//! The fast Walsh–Hadamard transform in place: butterflies of distance D/2, …, 2, 1. Those at least a vector apart
-//! work on whole vectors, two distances in one pass over the row; the rest stay within a vector. Every level does the
-//! same additions in the same order, so all of them get the same bits. Threads share the rows.
+//! A fast Walsh–Hadamard transform in place: butterflies of distance D/2, …, 2, 1. Distances of a vector or more work on
+//! whole vectors, two distances in one pass over the row; shorter ones work within a vector. Every level does the same
+//! additions in the same order, so all levels give the same bits. Threads share the rows.
 
 use super::{
     Cpu, convert, scratch,
-    simd::{Kernel, Simd},
+    simd::{Simd, SimdKernel},
 };
 use crate::{DType, codec, ops::hadamard::Call};
 
@@ -16,27 +16,27 @@ const TASK: usize = 16 * 1024;
 pub(crate) fn run(cpu: &Cpu, call: &Call) {
     let rows_per_task = (TASK / call.dim).max(1);
     let signs = signs(call.dim);
-    let (x, out) = (Rows::new(&call.x), Rows::new(&call.out));
-    cpu.pool.run(call.rows.div_ceil(rows_per_task), |task| {
+    let (x, out) = (TensorRows::new(&call.x), TensorRows::new(&call.out));
+    cpu.threads.run(call.rows.div_ceil(rows_per_task), |task| {
         let first = task * rows_per_task;
         let rows = first..(first + rows_per_task).min(call.rows);
-        cpu.level.dispatch(Task { x, out, rows, signs, inverse: call.inverse });
+        cpu.level.dispatch(HadamardTask { x, out, rows, signs, inverse: call.inverse });
     });
 }
 
 /// A tensor's rows, as the tasks see them.
 #[derive(Clone, Copy)]
-struct Rows {
+struct TensorRows {
     start: *mut u8,
     dtype: DType,
 }
 
 // SAFETY: tasks touch disjoint rows, and the device's lock excludes everyone else.
-unsafe impl Sync for Rows {}
+unsafe impl Sync for TensorRows {}
 
-impl Rows {
-    fn new(tensor: &crate::Tensor) -> Rows {
-        Rows { start: tensor.host_ptr(), dtype: tensor.dtype() }
+impl TensorRows {
+    fn new(tensor: &crate::Tensor) -> TensorRows {
+        TensorRows { start: tensor.host_ptr(), dtype: tensor.dtype() }
     }
 
     /// # Safety
@@ -47,15 +47,15 @@ impl Rows {
     }
 }
 
-struct Task<'a> {
-    x: Rows,
-    out: Rows,
+struct HadamardTask<'a> {
+    x: TensorRows,
+    out: TensorRows,
     rows: std::ops::Range<usize>,
     signs: &'a [f32],
     inverse: bool,
 }
 
-impl Kernel for Task<'_> {
+impl SimdKernel for HadamardTask<'_> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self) {

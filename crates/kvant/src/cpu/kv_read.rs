@@ -1,4 +1,4 @@
-//! A logical range of a cache layer to a dense tensor, in order: decoded, or as bytes where the dtypes agree.
+//! Reads a logical range of a cache layer into a dense tensor, in order: decoded, or copied if the dtypes agree.
 //!
 //! Out is `[n, Hk, D]` or `[Hk, n, D]`. Threads share the positions.
 
@@ -6,7 +6,7 @@ use super::{
     Cpu, convert,
     planes::PlaneRows,
     scratch,
-    simd::{Kernel, Simd},
+    simd::{Simd, SimdKernel},
 };
 use crate::{DType, ops::kv_read::Call};
 
@@ -16,30 +16,30 @@ const TASK: usize = 32 * 1024;
 pub(crate) fn run(cpu: &Cpu, call: &Call) {
     let spec = call.layer.spec();
     let planes = PlaneRows::new(call.planes(), spec.head_dim);
-    let out = Out { start: call.out.host_ptr(), dtype: call.out.dtype() };
+    let out = ReadOutput { start: call.out.host_ptr(), dtype: call.out.dtype() };
     let per_task = (TASK / (spec.kv_heads * spec.head_dim)).max(1);
-    cpu.pool.run(call.tokens.div_ceil(per_task), |task| {
+    cpu.threads.run(call.tokens.div_ceil(per_task), |task| {
         let range = task * per_task..((task + 1) * per_task).min(call.tokens);
-        cpu.level.dispatch(Task { call, planes: &planes, out: &out, range });
+        cpu.level.dispatch(KvReadTask { call, planes: &planes, out: &out, range });
     });
 }
 
-struct Out {
+struct ReadOutput {
     start: *mut u8,
     dtype: DType,
 }
 
 // SAFETY: tasks write disjoint rows, and the device's lock excludes everyone else.
-unsafe impl Sync for Out {}
+unsafe impl Sync for ReadOutput {}
 
-struct Task<'a> {
+struct KvReadTask<'a> {
     call: &'a Call,
     planes: &'a PlaneRows,
-    out: &'a Out,
+    out: &'a ReadOutput,
     range: std::ops::Range<usize>,
 }
 
-impl Kernel for Task<'_> {
+impl SimdKernel for KvReadTask<'_> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self) {

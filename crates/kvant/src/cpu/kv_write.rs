@@ -1,14 +1,14 @@
-//! New keys and values into a cache layer: dense to dense as bytes or converted, dense to TurboQuant encoded.
+//! Writes new keys and values to a cache layer: copied or converted to dense codecs, encoded to TurboQuant.
 //!
 //! Sources are `[T, Hk, D]` or `[Hk, T, D]`, the layer `[S, Hk, cap, D]` or `[S, cap, Hk, D]`. Threads share the
-//! tokens. Within a task, tokens that stand one after another in a sequence form a run; where source and layer have
-//! the same order, a run is contiguous in both and moves as one piece.
+//! tokens. Within a task, consecutive tokens of a sequence form a run. If source and layer have the same order, a run is
+//! contiguous in both and is copied as a whole.
 
 use super::{
     Cpu, convert,
     planes::{PlaneRows, Tokens},
     scratch,
-    simd::{Kernel, Simd},
+    simd::{Simd, SimdKernel},
 };
 use crate::{
     DType, KvLayer, SlotOrder, Tensor,
@@ -23,49 +23,49 @@ pub(crate) fn run(cpu: &Cpu, call: &Call) {
     // SAFETY: kernels run under the device's lock, and this one does not write to the step.
     let tokens = unsafe { Tokens::new(&call.step) };
     let sides = [
-        Side { source: Source::new(&call.k), planes: PlaneRows::new(&call.layer.k, spec.head_dim) },
-        Side { source: Source::new(&call.v), planes: PlaneRows::new(&call.layer.v, spec.head_dim) },
+        SourceAndPlanes { source: SourceRows::new(&call.k), planes: PlaneRows::new(&call.layer.k, spec.head_dim) },
+        SourceAndPlanes { source: SourceRows::new(&call.v), planes: PlaneRows::new(&call.layer.v, spec.head_dim) },
     ];
     // Longer pieces of a head's memory are written faster, as long as the sources stay in the second-level cache.
     let [least, most] = [TASK, 8 * TASK].map(|elements| (elements / (spec.kv_heads * spec.head_dim)).max(1));
-    let mut per_task = call.tokens.div_ceil(4 * cpu.pool.threads()).clamp(least, most);
+    let mut per_task = call.tokens.div_ceil(4 * cpu.threads.threads()).clamp(least, most);
     if per_task < call.tokens && !tokens.are_distinct() {
         per_task = call.tokens;
     }
-    cpu.pool.run(call.tokens.div_ceil(per_task), |task| {
+    cpu.threads.run(call.tokens.div_ceil(per_task), |task| {
         let range = task * per_task..((task + 1) * per_task).min(call.tokens);
-        cpu.level.dispatch(Task { call, tokens, sides: &sides, range });
+        cpu.level.dispatch(KvWriteTask { call, tokens, sides: &sides, range });
     });
 }
 
-struct Side {
-    source: Source,
+struct SourceAndPlanes {
+    source: SourceRows,
     planes: PlaneRows,
 }
 
 #[derive(Clone, Copy)]
-struct Source {
+struct SourceRows {
     start: *const u8,
     dtype: DType,
 }
 
 // SAFETY: sources are only read.
-unsafe impl Sync for Source {}
+unsafe impl Sync for SourceRows {}
 
-impl Source {
-    fn new(tensor: &Tensor) -> Source {
-        Source { start: tensor.host_ptr(), dtype: tensor.dtype() }
+impl SourceRows {
+    fn new(tensor: &Tensor) -> SourceRows {
+        SourceRows { start: tensor.host_ptr(), dtype: tensor.dtype() }
     }
 }
 
-struct Task<'a> {
+struct KvWriteTask<'a> {
     call: &'a Call,
     tokens: Tokens<'a>,
-    sides: &'a [Side; 2],
+    sides: &'a [SourceAndPlanes; 2],
     range: std::ops::Range<usize>,
 }
 
-impl Kernel for Task<'_> {
+impl SimdKernel for KvWriteTask<'_> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self) {
@@ -101,13 +101,13 @@ fn run_length(step: &Tokens, layer: &KvLayer, tokens: std::ops::Range<usize>) ->
     1 + (1..longest).take_while(follows).count()
 }
 
-impl Task<'_> {
+impl KvWriteTask<'_> {
     /// Writes one side of a run.
     ///
     /// # Safety
     /// The level's instructions are enabled; the tokens exist and go to consecutive slots.
     #[inline(always)]
-    unsafe fn write<S: Simd>(&self, side: &Side, token: usize, run: usize) {
+    unsafe fn write<S: Simd>(&self, side: &SourceAndPlanes, token: usize, run: usize) {
         let (call, layer) = (self.call, &self.call.layer);
         let spec = layer.spec();
         let sequence = self.tokens.sequence[token] as usize;
@@ -196,7 +196,7 @@ mod tests {
     }
 
     #[derive(Clone, Debug)]
-    struct Case {
+    struct KvWriteCase {
         spec: LayerSpec,
         source: DType,
         order: SourceOrder,
@@ -206,7 +206,7 @@ mod tests {
     }
 
     /// The layer after a write of the case's tokens.
-    fn write(device: &Device, case: &Case) -> Result<KvLayer> {
+    fn write(device: &Device, case: &KvWriteCase) -> Result<KvLayer> {
         let layer = KvLayer::new(device, case.spec)?;
         let (heads, dim) = (case.spec.kv_heads, case.spec.head_dim);
         let source_tokens = case.first_token + case.tokens.len() + 2;
@@ -275,7 +275,7 @@ mod tests {
                             } else {
                                 TOKENS.to_vec()
                             };
-                            let case = Case { spec, source, order: source_order, tokens, first_token: 1 };
+                            let case = KvWriteCase { spec, source, order: source_order, tokens, first_token: 1 };
                             let (got, want) = (write(&device, &case).unwrap(), write(&reference, &case).unwrap());
                             assert_eq!(difference(&got, &want).0, 0, "{device} {case:?}");
                         }
@@ -296,7 +296,8 @@ mod tests {
                         let k = Codec::TurboQuant(TurboQuant { bits, scale, norm });
                         let spec = linear(dim, k, Codec::tq(4));
                         let order = SourceOrder::TokenMajor;
-                        let case = Case { spec, source: DType::F16, order, tokens: TOKENS.to_vec(), first_token: 0 };
+                        let case =
+                            KvWriteCase { spec, source: DType::F16, order, tokens: TOKENS.to_vec(), first_token: 0 };
                         let (got, want) = (write(&device, &case).unwrap(), write(&reference, &case).unwrap());
                         let (different, all, norms) = difference(&got, &want);
                         // f32 moves a coordinate across a threshold about once in 10⁵ (8 bits).

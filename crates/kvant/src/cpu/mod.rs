@@ -1,11 +1,9 @@
 //! The CPU backend.
 
-use std::borrow::Cow;
-
 use crate::{
     Result,
     device::DeviceKind,
-    host::Executor,
+    host::HostExecutor,
     ops::{self, Call, check},
 };
 
@@ -24,7 +22,6 @@ mod moe;
 mod norm_rope;
 mod norm_rope_write;
 mod planes;
-mod pool;
 mod rms_norm;
 mod sample;
 mod scratch;
@@ -32,12 +29,13 @@ mod simd;
 mod softcap;
 #[cfg(test)]
 mod testing;
+mod thread_pool;
 mod turboquant;
 
-use pool::Pool;
 pub use simd::SimdLevel;
+use thread_pool::ThreadPool;
 
-/// How a CPU device is made; the default takes the best that the machine has.
+/// Options of a CPU device; the default uses the best instruction set and all cores.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct CpuOptions {
     /// Threads, the calling one included; `None` for one per core.
@@ -50,7 +48,7 @@ const MAX_THREADS: usize = 1024;
 
 /// The CPU device's executor.
 pub(crate) struct Cpu {
-    pool: Pool,
+    threads: ThreadPool,
     level: SimdLevel,
 }
 
@@ -61,17 +59,17 @@ impl Cpu {
         check::value_is("cpu", "threads", (1..=MAX_THREADS).contains(&threads), "1 to 1024", threads)?;
         let level = options.simd.unwrap_or_else(SimdLevel::best);
         check::value_is("cpu", "simd", level.is_supported(), "an instruction set of this machine", level)?;
-        Ok(Cpu { pool: Pool::new(threads), level })
+        Ok(Cpu { threads: ThreadPool::new(threads), level })
     }
 }
 
-impl Executor for Cpu {
+impl HostExecutor for Cpu {
     fn kind(&self) -> DeviceKind {
         DeviceKind::Cpu
     }
 
     fn name(&self) -> String {
-        format!("{}, {} threads", self.level, self.pool.threads())
+        format!("{}, {} threads", self.level, self.threads.threads())
     }
 
     fn run(&self, call: &Call) -> Result<()> {
@@ -96,8 +94,7 @@ impl Executor for Cpu {
         Ok(())
     }
 
-    fn plan_attend(&self, _: &ops::attend::Call) -> ops::attend::Plan {
-        // The lengths may have grown when a captured step is replayed, so the kernel splits by those it finds.
-        ops::attend::Plan { kernel: "cpu", reason: Cow::Borrowed("one tiled kernel for every shape"), splits: 0 }
+    fn plan_attend(&self, call: &ops::attend::Call) -> ops::attend::Plan {
+        attend::explain(self, call)
     }
 }

@@ -1,11 +1,13 @@
-//! The two ends of a mixture of experts. Route: the top_k largest logits of each token and the softmax over them.
-//! Combine: out\[t\] = Σⱼ weights\[t, j\] · x\[t·top_k + j\]. Threads share the tokens.
+//! Both ends of a mixture of experts. Threads share the tokens.
+//!
+//! Route: the top_k largest logits of each token, and the softmax over them.
+//! Combine: out\[t\] = Σⱼ weights\[t, j\] · x\[t·top_k + j\].
 
 use super::{
     Cpu,
-    elements::{Elements, PIECE, Padded, Parts},
+    elements::{Elements, PIECE, Padded, SliceParts},
     scratch,
-    simd::{Kernel, Simd},
+    simd::{Simd, SimdKernel},
 };
 use crate::ops::moe::{combine, route};
 
@@ -21,8 +23,8 @@ pub(crate) fn run_route(cpu: &Cpu, call: &route::Call) {
     };
     // Each choice looks at all experts.
     let tokens = (TASK / call.experts / call.top_k).max(1);
-    let (ids, weights) = (Parts::new(ids, tokens * call.top_k), Parts::new(weights, tokens * call.top_k));
-    cpu.pool.run(ids.count(), |task| {
+    let (ids, weights) = (SliceParts::new(ids, tokens * call.top_k), SliceParts::new(weights, tokens * call.top_k));
+    cpu.threads.run(ids.count(), |task| {
         // SAFETY: each task takes its own parts.
         let (ids, weights) = unsafe { (ids.part(task), weights.part(task)) };
         let (experts, top_k, first) = (call.experts, call.top_k, task * tokens);
@@ -41,7 +43,7 @@ struct Route<'a> {
     weights: &'a mut [f32],
 }
 
-impl Kernel for Route<'_> {
+impl SimdKernel for Route<'_> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self) {
@@ -80,7 +82,7 @@ pub(crate) fn run_combine(cpu: &Cpu, call: &combine::Call) {
     let weights = unsafe { call.weights.host_slice::<f32>() };
     let (dim, top_k) = (call.dim, call.top_k);
     let tokens = TASK / (dim * top_k).max(1) + 1;
-    cpu.pool.run(call.tokens.div_ceil(tokens), |task| {
+    cpu.threads.run(call.tokens.div_ceil(tokens), |task| {
         let tokens = task * tokens..call.tokens.min((task + 1) * tokens);
         cpu.level.dispatch(Combine { x, weights, tokens, top_k, dim, out });
     });
@@ -95,7 +97,7 @@ struct Combine<'a> {
     out: Elements,
 }
 
-impl Kernel for Combine<'_> {
+impl SimdKernel for Combine<'_> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self) {

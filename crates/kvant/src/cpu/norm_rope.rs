@@ -1,14 +1,14 @@
 //! Per-head RMS norm, rotary embedding and optional Hadamard rotation: `[T, H, D]` to `[T, H, D]` or `[H, T, D]`.
 //!
-//! A head is widened to f32, transformed in scratch memory and stored, rounded once. Cosines and sines are made once
-//! per token, for all its heads: position · frequency in f64, in turns, of which the fraction is exact enough for f32
-//! from there on. Threads share the tokens.
+//! A head is widened to f32, transformed in scratch memory, and rounded once when it is stored. Cosines and sines are
+//! computed once per token for all heads: position · frequency in f64, in turns; the fraction of a turn is exact enough for
+//! f32. Threads share the tokens.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::{
     Cpu, convert, hadamard, scratch,
-    simd::{Kernel, Simd},
+    simd::{Simd, SimdKernel},
 };
 use crate::{
     DType, Tensor,
@@ -22,20 +22,20 @@ use crate::{
 const TASK: usize = 16 * 1024;
 
 pub(crate) fn run(cpu: &Cpu, call: &Call) {
-    let work = Work {
+    let work = NormRopeWork {
         call,
         // SAFETY: kernels run under the device's lock, and this one does not write to the positions.
         positions: unsafe { call.positions.host_slice() },
         x: Activations::new(&call.x, call.head_dim),
         out: Activations::new(&call.out, call.head_dim),
-        norm: HeadNorm::new(cpu, call.norm.as_ref()),
+        norm: HeadRmsNorm::new(cpu, call.norm.as_ref()),
         rotary: call.rope.as_ref().map(|rope| Rotary::new(rope, call.head_dim)),
         signs: call.rotate.then(|| hadamard::signs(call.head_dim)),
     };
     let per_task = tokens_per_task(call.heads * call.head_dim);
-    cpu.pool.run(call.tokens.div_ceil(per_task), |task| {
+    cpu.threads.run(call.tokens.div_ceil(per_task), |task| {
         let tokens = task * per_task..((task + 1) * per_task).min(call.tokens);
-        cpu.level.dispatch(Task { work: &work, tokens });
+        cpu.level.dispatch(NormRopeTask { work: &work, tokens });
     });
 }
 
@@ -81,26 +81,26 @@ impl Activations {
     }
 }
 
-struct Work<'a> {
+struct NormRopeWork<'a> {
     call: &'a Call,
     positions: &'a [u32],
     x: Activations,
     out: Activations,
-    norm: Option<HeadNorm>,
+    norm: Option<HeadRmsNorm>,
     rotary: Option<Rotary<'a>>,
     signs: Option<&'static [f32]>,
 }
 
-struct Task<'a> {
-    work: &'a Work<'a>,
+struct NormRopeTask<'a> {
+    work: &'a NormRopeWork<'a>,
     tokens: std::ops::Range<usize>,
 }
 
-impl Kernel for Task<'_> {
+impl SimdKernel for NormRopeTask<'_> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self) {
-        let Work { call, positions, x, out, ref norm, ref rotary, signs } = *self.work;
+        let NormRopeWork { call, positions, x, out, ref norm, ref rotary, signs } = *self.work;
         let pairs = rotary.as_ref().map_or(0, Rotary::pairs);
         let memory = &mut *scratch::take(call.head_dim + 2 * pairs);
         let (row, turns) = memory.split_at_mut(call.head_dim);
@@ -130,20 +130,20 @@ impl Kernel for Task<'_> {
 }
 
 /// The RMS norm of a head, its weight in f32.
-pub(super) struct HeadNorm {
-    weight: Option<scratch::Scratch>,
+pub(super) struct HeadRmsNorm {
+    weight: Option<scratch::ScratchFloats>,
     eps: f32,
 }
 
-impl HeadNorm {
-    pub(super) fn new(cpu: &Cpu, call: Option<&NormCall>) -> Option<HeadNorm> {
+impl HeadRmsNorm {
+    pub(super) fn new(cpu: &Cpu, call: Option<&NormCall>) -> Option<HeadRmsNorm> {
         let call = call?;
         let weight = call.weight.as_ref().map(|weight| {
             let mut row = scratch::take(weight.elements());
-            cpu.level.dispatch(Load { from: Activations::new(weight, row.len()), to: &mut row });
+            cpu.level.dispatch(LoadTensor { from: Activations::new(weight, row.len()), to: &mut row });
             row
         });
-        Some(HeadNorm { weight, eps: call.eps })
+        Some(HeadRmsNorm { weight, eps: call.eps })
     }
 
     /// row ← row · weight / √(mean row² + eps).
@@ -197,12 +197,12 @@ impl HeadNorm {
 }
 
 /// Loads a whole tensor as one row.
-struct Load<'a> {
+struct LoadTensor<'a> {
     from: Activations,
     to: &'a mut [f32],
 }
 
-impl Kernel for Load<'_> {
+impl SimdKernel for LoadTensor<'_> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self) {
@@ -215,10 +215,10 @@ impl Kernel for Load<'_> {
 pub(super) struct Rotary<'a> {
     layout: PairLayout,
     pairs: usize,
-    angles: Angles<'a>,
+    angles: PairAngles<'a>,
 }
 
-enum Angles<'a> {
+enum PairAngles<'a> {
     /// The turns of each pair per position, frequency / 2π, and what divides them.
     Frequencies {
         turns: Arc<[f64]>,
@@ -235,13 +235,13 @@ impl<'a> Rotary<'a> {
         let (layout, pairs) = (call.layout, call.rotated_pairs);
         let angles = match &call.angles {
             AnglesCall::Tables { cos, sin, .. } => {
-                Angles::Tables { cos: Activations::new(cos, pairs), sin: Activations::new(sin, pairs) }
+                PairAngles::Tables { cos: Activations::new(cos, pairs), sin: Activations::new(sin, pairs) }
             }
             &AnglesCall::Theta(theta) => {
                 let turns = turns_per_position(theta, layout.frequency_base(head_dim, pairs), pairs);
                 // SAFETY: kernels run under the device's lock, and none writes to its inputs.
                 let factors = call.freq_factors.as_ref().map(|factors| unsafe { factors.host_slice::<f32>() });
-                Angles::Frequencies { turns, factors }
+                PairAngles::Frequencies { turns, factors }
             }
         };
         Rotary { layout, pairs, angles }
@@ -261,11 +261,11 @@ impl<'a> Rotary<'a> {
         // SAFETY: passed on to the caller.
         unsafe {
             match &self.angles {
-                Angles::Tables { cos: cos_table, sin: sin_table } => {
+                PairAngles::Tables { cos: cos_table, sin: sin_table } => {
                     cos_table.load::<S>(position as usize, cos);
                     sin_table.load::<S>(position as usize, sin);
                 }
-                Angles::Frequencies { turns, factors } => {
+                PairAngles::Frequencies { turns, factors } => {
                     let position = f64::from(position);
                     // Two loops, the first without a question that would keep it from being vectorised.
                     let Some(factors) = factors else {
@@ -410,7 +410,7 @@ mod tests {
     };
 
     #[derive(Clone, Debug)]
-    struct Case {
+    struct NormRopeCase {
         dims: [usize; 3],
         dtypes: [DType; 3],
         layout: PairLayout,
@@ -422,7 +422,7 @@ mod tests {
     }
 
     /// The output of a case, with positions up to a million.
-    fn norm_rope(device: &Device, case: &Case, [with_norm, with_rope]: [bool; 2]) -> Tensor {
+    fn norm_rope(device: &Device, case: &NormRopeCase, [with_norm, with_rope]: [bool; 2]) -> Tensor {
         let [tokens, heads, dim] = case.dims;
         let mut numbers = Numbers(7);
         let x = tensor(device, case.dtypes[0], &numbers.floats(tokens * heads * dim), &case.dims);
@@ -481,7 +481,7 @@ mod tests {
                         let (tables, factors) = (turn % 3 == 0, turn % 3 == 1);
                         let rotate = turn % 2 == 0 && dim.is_power_of_two();
                         let dims = [turn % 6 + 1, turn % 3 + 1, dim];
-                        let case = Case { dims, dtypes, layout, pairs, tables, factors, rotate, order };
+                        let case = NormRopeCase { dims, dtypes, layout, pairs, tables, factors, rotate, order };
                         for parts in [[true, true], [false, true], [true, false], [false, false]] {
                             let want = norm_rope(&reference, &case, parts);
                             // Angles are within 1e-6; normalised heads have entries of a few units.
@@ -496,7 +496,7 @@ mod tests {
     #[test]
     fn rope_far_position() {
         struct Far;
-        impl Kernel for Far {
+        impl SimdKernel for Far {
             type Output = f64;
             #[inline(always)]
             fn run<S: Simd>(self) -> f64 {
@@ -505,7 +505,7 @@ mod tests {
                     for theta in [1e4f64, 1e6] {
                         let (layout, pairs) = (PairLayout::Halves, 119);
                         let turns = turns_per_position(theta, 512, pairs);
-                        let angles = Angles::Frequencies { turns, factors: None };
+                        let angles = PairAngles::Frequencies { turns, factors: None };
                         let rotary = Rotary { layout, pairs, angles };
                         let mut turns = vec![0.0; 2 * pairs];
                         // SAFETY: `dispatch` enables the instructions.

@@ -1,35 +1,35 @@
-//! Norm and rotary embedding of Q, K and V, and the writing of K and V to the cache, in one pass over the tokens.
+//! Norm and rotary embedding of Q, K and V, and the write of K and V to the cache, in one pass over the tokens.
 //!
 //! q `[T, H, D]` to q_out; k and v `[T, Hk, D]` to the layer, encoded from f32. Threads share the tokens. A token's keys
-//! and values are done before its queries, so that `q_out` may share memory with any of the inputs.
+//! and values are processed before its queries, so `q_out` may share memory with any of the inputs.
 
 use super::{
     Cpu, hadamard,
-    norm_rope::{Activations, HeadNorm, Rotary, tokens_per_task},
+    norm_rope::{Activations, HeadRmsNorm, Rotary, tokens_per_task},
     planes::{PlaneRows, Tokens},
     scratch,
-    simd::{Kernel, Simd},
+    simd::{Simd, SimdKernel},
 };
 use crate::ops::{kv_write::is_kept, norm_rope_write::Call};
 
 pub(crate) fn run(cpu: &Cpu, call: &Call) {
     let dim = call.head_dim;
     let spec = call.layer.spec();
-    let work = Work {
+    let work = NormRopeWriteWork {
         call,
         // SAFETY: kernels run under the device's lock, and this one does not write to the step.
         tokens: unsafe { Tokens::new(&call.step) },
         q: Activations::new(&call.q, dim),
         q_out: Activations::new(&call.q_out, dim),
-        q_norm: HeadNorm::new(cpu, call.q_norm.as_ref()),
-        k: Stored {
+        q_norm: HeadRmsNorm::new(cpu, call.q_norm.as_ref()),
+        k: CachedSide {
             source: Activations::new(&call.k, dim),
-            norm: HeadNorm::new(cpu, call.k_norm.as_ref()),
+            norm: HeadRmsNorm::new(cpu, call.k_norm.as_ref()),
             planes: PlaneRows::new(&call.layer.k, dim),
         },
-        v: Stored {
+        v: CachedSide {
             source: Activations::new(&call.v, dim),
-            norm: HeadNorm::new(cpu, call.v_norm.as_ref()),
+            norm: HeadRmsNorm::new(cpu, call.v_norm.as_ref()),
             planes: PlaneRows::new(&call.layer.v, dim),
         },
         rotary: call.rope.as_ref().map(|rope| Rotary::new(rope, dim)),
@@ -39,41 +39,41 @@ pub(crate) fn run(cpu: &Cpu, call: &Call) {
     if per_task < call.tokens && !work.tokens.are_distinct() {
         per_task = call.tokens;
     }
-    cpu.pool.run(call.tokens.div_ceil(per_task), |task| {
+    cpu.threads.run(call.tokens.div_ceil(per_task), |task| {
         let range = task * per_task..((task + 1) * per_task).min(call.tokens);
-        cpu.level.dispatch(Task { work: &work, range });
+        cpu.level.dispatch(NormRopeWriteTask { work: &work, range });
     });
 }
 
-struct Work<'a> {
+struct NormRopeWriteWork<'a> {
     call: &'a Call,
     tokens: Tokens<'a>,
     q: Activations,
     q_out: Activations,
-    q_norm: Option<HeadNorm>,
-    k: Stored,
-    v: Stored,
+    q_norm: Option<HeadRmsNorm>,
+    k: CachedSide,
+    v: CachedSide,
     rotary: Option<Rotary<'a>>,
     signs: Option<&'static [f32]>,
 }
 
 /// Keys or values: where from, their norm, where to.
-struct Stored {
+struct CachedSide {
     source: Activations,
-    norm: Option<HeadNorm>,
+    norm: Option<HeadRmsNorm>,
     planes: PlaneRows,
 }
 
-struct Task<'a> {
-    work: &'a Work<'a>,
+struct NormRopeWriteTask<'a> {
+    work: &'a NormRopeWriteWork<'a>,
     range: std::ops::Range<usize>,
 }
 
-impl Kernel for Task<'_> {
+impl SimdKernel for NormRopeWriteTask<'_> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self) {
-        let Work { call, tokens, rotary, signs, .. } = self.work;
+        let NormRopeWriteWork { call, tokens, rotary, signs, .. } = self.work;
         let spec = call.layer.spec();
         let pairs = rotary.as_ref().map_or(0, Rotary::pairs);
         let memory = &mut *scratch::take(call.head_dim + 2 * pairs);
@@ -115,7 +115,7 @@ impl Kernel for Task<'_> {
 /// # Safety
 /// The level's instructions are enabled; `turns` is what [`Rotary::turns`] made.
 #[inline(always)]
-unsafe fn prepare<S: Simd>(row: &mut [f32], norm: Option<&HeadNorm>, rotary: Option<&Rotary>, turns: &[f32]) {
+unsafe fn prepare<S: Simd>(row: &mut [f32], norm: Option<&HeadRmsNorm>, rotary: Option<&Rotary>, turns: &[f32]) {
     // SAFETY: passed on to the caller.
     unsafe {
         if let Some(norm) = norm {

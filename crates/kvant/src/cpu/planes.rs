@@ -1,10 +1,10 @@
-//! The rows of one side of a cache layer, as kernels load and store them, whatever the codec.
+//! The rows of the keys or values of a cache layer, loaded and stored by kernels, for every codec.
 
 use std::cell::RefCell;
 
 use super::{
     convert,
-    simd::Simd,
+    simd::{Simd, SimdKernel},
     turboquant::{Quantiser, Vector},
 };
 use crate::{Codec, DType, Planes, Step};
@@ -84,7 +84,10 @@ impl PlaneRows {
         unsafe {
             match &self.format {
                 &Format::Dense(dtype) => convert::store_row::<S>(x, self.dense_row(row, dtype), dtype),
-                Format::TurboQuant(quantiser) => quantiser.encode::<S>(x, self.vector(row, quantiser)),
+                // A call of its own: encoding is compiled once per level, not into every operation that stores rows.
+                Format::TurboQuant(quantiser) => {
+                    S::LEVEL.dispatch(EncodeRow { quantiser, x, to: self.vector(row, quantiser) })
+                }
             }
         }
     }
@@ -104,6 +107,22 @@ impl PlaneRows {
                 }
             }
         }
+    }
+}
+
+/// [`Quantiser::encode`].
+struct EncodeRow<'a> {
+    quantiser: &'a Quantiser,
+    x: &'a mut [f32],
+    to: Vector,
+}
+
+impl SimdKernel for EncodeRow<'_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self) {
+        // SAFETY: `dispatch` enables the instructions; the caller of `store` vouches for the row.
+        unsafe { self.quantiser.encode::<S>(self.x, self.to) }
     }
 }
 

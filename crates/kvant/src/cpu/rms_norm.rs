@@ -1,11 +1,10 @@
-//! n(x) = x · weight / √(mean x² + eps) of each row, with a residual added before or after. Threads share the rows; a
-//! row is one thread's.
+//! out = x · weight / √(mean x² + eps) of each row, with a residual added before or after. Threads share the rows.
 
 use super::{
     Cpu,
     elements::Elements,
     scratch,
-    simd::{Kernel, Simd},
+    simd::{Simd, SimdKernel},
 };
 use crate::ops::rms_norm::Call;
 
@@ -14,7 +13,7 @@ const TASK: usize = 8 * 1024;
 
 pub(crate) fn run(cpu: &Cpu, call: &Call) {
     let optional = |tensor: &Option<crate::Tensor>| tensor.as_ref().map(Elements::of);
-    let norm = Norm {
+    let norm = RmsNormTensors {
         x: Elements::of(&call.x),
         weight: optional(&call.weight),
         residual: optional(&call.residual),
@@ -25,14 +24,14 @@ pub(crate) fn run(cpu: &Cpu, call: &Call) {
         scale: call.scale,
     };
     let rows = (TASK / call.dim).max(1);
-    cpu.pool.run(call.rows.div_ceil(rows), |task| {
+    cpu.threads.run(call.rows.div_ceil(rows), |task| {
         let rows = task * rows..call.rows.min((task + 1) * rows);
-        cpu.level.dispatch(Rows { norm, rows });
+        cpu.level.dispatch(RmsNormRows { norm, rows });
     });
 }
 
 #[derive(Clone, Copy)]
-struct Norm {
+struct RmsNormTensors {
     x: Elements,
     weight: Option<Elements>,
     residual: Option<Elements>,
@@ -44,19 +43,19 @@ struct Norm {
     scale: f32,
 }
 
-struct Rows {
-    norm: Norm,
+struct RmsNormRows {
+    norm: RmsNormTensors,
     rows: std::ops::Range<usize>,
 }
 
-impl Kernel for Rows {
+impl SimdKernel for RmsNormRows {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self) {
-        let Norm { x, weight, residual, sum, out, dim, eps, scale } = self.norm;
+        let RmsNormTensors { x, weight, residual, sum, out, dim, eps, scale } = self.norm;
         let padded = dim.next_multiple_of(S::LANES);
         let buffer = &mut *scratch::take(3 * padded);
-        // What stands behind a row is zero and adds nothing to its mean square.
+        // The padding is zero and adds nothing to the mean square.
         buffer.fill(0.0);
         let (row, buffer) = buffer.split_at_mut(padded);
         let (factors, added) = buffer.split_at_mut(padded);
@@ -70,7 +69,7 @@ impl Kernel for Rows {
             for r in self.rows {
                 let start = r * dim;
                 x.load::<S>(start, &mut row[..dim]);
-                // The row before left NaN there if its factor was not finite.
+                // The previous row leaves NaN in the padding if its factor was not finite.
                 row[dim..].fill(0.0);
                 if let Some(residual) = residual {
                     residual.load::<S>(start, &mut added[..dim]);
@@ -106,8 +105,8 @@ unsafe fn add<S: Simd>(row: &mut [f32], added: &[f32]) {
     }
 }
 
-/// 1/√(mean x² + eps) of a row of `dim` that is padded with zeros to whole vectors. Where f32 cannot hold that, a power of two
-/// of it goes into the row.
+/// 1/√(mean x² + eps) of a row of `dim`, padded with zeros to whole vectors. If f32 cannot represent the result, a power of
+/// two is multiplied into the row instead.
 #[inline(always)]
 unsafe fn factor<S: Simd>(row: &mut [f32], dim: usize, eps: f32) -> f32 {
     // SAFETY: the caller's promise.
@@ -143,7 +142,7 @@ mod tests {
     };
 
     #[derive(Clone, Copy, Debug)]
-    enum Add {
+    enum ResidualUse {
         None,
         After,
         Before,
@@ -152,17 +151,17 @@ mod tests {
     }
 
     #[derive(Clone, Copy, Debug)]
-    struct Case {
+    struct RmsNormCase {
         rows: usize,
         dim: usize,
         /// Of x, the weight, the residual, the outputs.
         dtypes: [DType; 4],
         weight: bool,
-        add: Add,
+        add: ResidualUse,
         magnitude: f32,
     }
 
-    impl Case {
+    impl RmsNormCase {
         fn run(&self, device: &Device) -> [Tensor; 2] {
             let mut numbers = Numbers(5);
             let mut make = |dtype, rows, magnitude| {
@@ -174,7 +173,7 @@ mod tests {
             let weight = make(self.dtypes[1], 1, 1.0).reshape(&[self.dim]).unwrap();
             let [sum, out] = [0, 1].map(|_| Tensor::zeros(device, self.dtypes[3], &[self.rows, self.dim]).unwrap());
             let (sum, out) = match self.add {
-                Add::BeforeInPlace => (residual.clone(), x.clone()),
+                ResidualUse::BeforeInPlace => (residual.clone(), x.clone()),
                 _ => (sum, out),
             };
             let mut enc = device.encoder().unwrap();
@@ -183,8 +182,8 @@ mod tests {
                 weight: self.weight.then_some(&weight),
                 eps: 1e-6,
                 residual: match self.add {
-                    Add::None => Residual::None,
-                    Add::After => Residual::After(&residual),
+                    ResidualUse::None => Residual::None,
+                    ResidualUse::After => Residual::After(&residual),
                     _ => Residual::Before { residual: &residual, sum: &sum },
                 },
                 scale: 0.75,
@@ -200,7 +199,7 @@ mod tests {
             for device in devices {
                 let [sum, out] = self.run(device);
                 assert_close(&sum, &want_sum, 2e-7 * self.magnitude, &(device, self));
-                let added = if matches!(self.add, Add::After) { self.magnitude } else { 0.0 };
+                let added = if matches!(self.add, ResidualUse::After) { self.magnitude } else { 0.0 };
                 assert_close(&out, &want, 2e-6 + 2e-7 * added, &(device, self));
             }
         }
@@ -213,9 +212,9 @@ mod tests {
         let devices = devices();
         for (rows, dim) in [(0, 3), (1, 1), (3, 17), (2, 256), (1, 20_001), (150, 130)] {
             for dtypes in [[F[0]; 4], [F[1]; 4], [F[2]; 4], [F[0], F[1], F[2], F[1]], [F[2], F[0], F[1], F[0]]] {
-                for add in [Add::None, Add::After, Add::Before, Add::BeforeInPlace] {
+                for add in [ResidualUse::None, ResidualUse::After, ResidualUse::Before, ResidualUse::BeforeInPlace] {
                     for weight in [false, true] {
-                        Case { rows, dim, dtypes, weight, add, magnitude: 3.0 }.check(&devices);
+                        RmsNormCase { rows, dim, dtypes, weight, add, magnitude: 3.0 }.check(&devices);
                     }
                 }
             }
@@ -226,8 +225,8 @@ mod tests {
     fn squares_beyond_the_range_of_f32() {
         let devices = devices();
         for magnitude in [1e-30, 1e25, 1e38] {
-            for add in [Add::None, Add::After] {
-                Case { rows: 2, dim: 77, dtypes: [F[0]; 4], weight: true, add, magnitude }.check(&devices);
+            for add in [ResidualUse::None, ResidualUse::After] {
+                RmsNormCase { rows: 2, dim: 77, dtypes: [F[0]; 4], weight: true, add, magnitude }.check(&devices);
             }
         }
     }

@@ -1,16 +1,16 @@
 //! Draws one token per row of logits. Threads share the rows.
 //!
-//! The contract speaks of all entries in falling order, but every cut keeps a prefix of that order, and the draw ends
-//! within it: a partial selection finds the few largest entries, and only when they do not reach far enough, more.
+//! The contract describes all entries in descending order. Every cut keeps a prefix of that order, and the draw ends within
+//! it. So a partial selection finds the few largest entries, and more only if those do not suffice.
 
 use std::cell::RefCell;
 
 use super::{
     Cpu,
     argmax::{self, largest},
-    elements::{Elements, Parts},
+    elements::{Elements, SliceParts},
     scratch,
-    simd::{Kernel, Simd},
+    simd::{Simd, SimdKernel},
 };
 use crate::ops::{Sample, sample::Call};
 
@@ -31,8 +31,8 @@ pub(crate) fn run(cpu: &Cpu, call: &Call) {
     if call.temperature == 0.0 {
         return argmax::rows(cpu, logits, call.vocab, out);
     }
-    let rows = Parts::new(out, 1);
-    cpu.pool.run(rows.count(), |row| {
+    let rows = SliceParts::new(out, 1);
+    cpu.threads.run(rows.count(), |row| {
         let u = Sample::uniform(call.seed, counters[row]).into();
         // SAFETY: each task takes its own part, of one row.
         let out = unsafe { rows.part(row) };
@@ -48,7 +48,7 @@ struct Draw<'a> {
     u: f64,
 }
 
-impl Kernel for Draw<'_> {
+impl SimdKernel for Draw<'_> {
     type Output = u32;
     #[inline(always)]
     fn run<S: Simd>(self) -> u32 {
@@ -235,7 +235,7 @@ mod tests {
     };
 
     #[derive(Clone, Copy, Debug)]
-    struct Case {
+    struct SampleCase {
         vocab: usize,
         rows: usize,
         dtype: DType,
@@ -245,16 +245,16 @@ mod tests {
         min_p: f32,
     }
 
-    const PLAIN: Case =
-        Case { vocab: 50, rows: 300, dtype: DType::F32, temperature: 0.8, top_k: 0, top_p: 1.0, min_p: 0.0 };
+    const PLAIN: SampleCase =
+        SampleCase { vocab: 50, rows: 300, dtype: DType::F32, temperature: 0.8, top_k: 0, top_p: 1.0, min_p: 0.0 };
 
-    impl Case {
+    impl SampleCase {
         fn run(&self, device: &Device, logits: &[f32]) -> Vec<u32> {
             let logits = tensor(device, self.dtype, logits, &[self.rows, self.vocab]);
             let counter: Vec<u32> = (0..self.rows as u32).collect();
             let counter = Tensor::from_slice(device, &counter, &[self.rows]).unwrap();
             let out = Tensor::from_slice(device, &vec![77u32; self.rows], &[self.rows]).unwrap();
-            let Case { temperature, top_k, top_p, min_p, .. } = *self;
+            let SampleCase { temperature, top_k, top_p, min_p, .. } = *self;
             let sample =
                 Sample { logits: &logits, temperature, top_k, top_p, min_p, seed: 42, counter: &counter, out: &out };
             let mut enc = device.encoder().unwrap();
@@ -274,7 +274,7 @@ mod tests {
         }
     }
 
-    fn logits(case: &Case, spread: f32) -> Vec<f32> {
+    fn logits(case: &SampleCase, spread: f32) -> Vec<f32> {
         Numbers(10).floats(case.rows * case.vocab).into_iter().map(|x| x * spread).collect()
     }
 
@@ -296,7 +296,7 @@ mod tests {
                 ];
                 for (i, (top_k, top_p, min_p)) in cuts.into_iter().enumerate() {
                     let dtype = [DType::F32, DType::F16, DType::BF16][(i + i / 3 + vocab) % 3];
-                    let case = Case { vocab, dtype, top_k, top_p, min_p, ..PLAIN };
+                    let case = SampleCase { vocab, dtype, top_k, top_p, min_p, ..PLAIN };
                     case.check(&logits(&case, spread), &devices);
                 }
             }
@@ -307,7 +307,7 @@ mod tests {
     fn equals_nan_and_infinities() {
         let devices = devices();
         for vocab in [3, 200] {
-            let case = Case { vocab, ..PLAIN };
+            let case = SampleCase { vocab, ..PLAIN };
             let mut numbers = Numbers(11);
             let special = [0.5, -0.0, 0.0, f32::NAN, f32::NEG_INFINITY];
             let mut some = logits(&case, 1.0);
@@ -324,7 +324,7 @@ mod tests {
                     (0.5, 0, 0.6, 0.1),
                     (1e-40, 9, 0.5, 0.0),
                 ] {
-                    Case { temperature, top_k, top_p, min_p, ..case }.check(&logits, &devices);
+                    SampleCase { temperature, top_k, top_p, min_p, ..case }.check(&logits, &devices);
                 }
             }
         }
@@ -334,7 +334,7 @@ mod tests {
     fn what_is_masked_is_never_drawn() {
         // Flat logits: the draw reaches far into the order, up to the entries of −∞.
         for device in devices() {
-            let case = Case { vocab: 3000, rows: 2000, temperature: 1.0, ..PLAIN };
+            let case = SampleCase { vocab: 3000, rows: 2000, temperature: 1.0, ..PLAIN };
             let mut logits = logits(&case, 0.01);
             logits.iter_mut().enumerate().filter(|(i, _)| i % 3 != 1).for_each(|(_, x)| *x = f32::NEG_INFINITY);
             for (row, id) in case.run(&device, &logits).into_iter().enumerate() {
@@ -348,7 +348,7 @@ mod tests {
         let devices = devices();
         for (top_k, top_p, min_p) in [(0, 1.0, 0.0), (40, 0.95, 0.0), (0, 0.95, 0.01), (100_000, 1.0, 0.0)] {
             for spread in [0.1, 12.0] {
-                let case = Case { vocab: 262_144, rows: 2, top_k, top_p, min_p, ..PLAIN };
+                let case = SampleCase { vocab: 262_144, rows: 2, top_k, top_p, min_p, ..PLAIN };
                 case.check(&logits(&case, spread), &devices);
             }
         }

@@ -1,4 +1,4 @@
-//! Per-thread scratch memory that is kept, so that a step allocates nothing once it has warmed up.
+//! Scratch memory per thread, kept between calls: after warm-up a step allocates nothing.
 
 use std::{
     cell::RefCell,
@@ -13,22 +13,22 @@ thread_local! {
 ///
 /// A value and not a function that takes a closure: kernels hold one, and a closure would be compiled as a function of
 /// its own, without the instructions that the kernel's caller enables.
-pub(super) struct Scratch {
+pub(super) struct ScratchFloats {
     buffer: Vec<f32>,
     len: usize,
 }
 
 /// `len` floats of unspecified content.
 #[inline]
-pub(super) fn take(len: usize) -> Scratch {
+pub(super) fn take(len: usize) -> ScratchFloats {
     let mut buffer = FREE.with_borrow_mut(Vec::pop).unwrap_or_default();
     if buffer.len() < len {
         buffer.resize(len, 0.0);
     }
-    Scratch { buffer, len }
+    ScratchFloats { buffer, len }
 }
 
-impl Drop for Scratch {
+impl Drop for ScratchFloats {
     fn drop(&mut self) {
         let buffer = std::mem::take(&mut self.buffer);
         // While a thread ends there is no list left to give it back to.
@@ -36,7 +36,7 @@ impl Drop for Scratch {
     }
 }
 
-impl Deref for Scratch {
+impl Deref for ScratchFloats {
     type Target = [f32];
     #[inline(always)]
     fn deref(&self) -> &[f32] {
@@ -44,7 +44,7 @@ impl Deref for Scratch {
     }
 }
 
-impl DerefMut for Scratch {
+impl DerefMut for ScratchFloats {
     #[inline(always)]
     fn deref_mut(&mut self) -> &mut [f32] {
         &mut self.buffer[..self.len]

@@ -3,7 +3,7 @@
 use super::{
     Cpu,
     elements::{Elements, PIECE, Padded},
-    simd::{Kernel, Simd},
+    simd::{Simd, SimdKernel},
 };
 use crate::ops::softcap::Call;
 
@@ -12,7 +12,7 @@ const TASK: usize = 4 * 1024;
 
 pub(crate) fn run(cpu: &Cpu, call: &Call) {
     let (x, out) = (Elements::of(&call.x), Elements::of(&call.out));
-    cpu.pool.run(call.elements.div_ceil(TASK), |task| {
+    cpu.threads.run(call.elements.div_ceil(TASK), |task| {
         let range = task * TASK..call.elements.min((task + 1) * TASK);
         cpu.level.dispatch(Range { x, out, range, cap: call.cap });
     });
@@ -25,7 +25,7 @@ struct Range {
     cap: f32,
 }
 
-impl Kernel for Range {
+impl SimdKernel for Range {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self) {

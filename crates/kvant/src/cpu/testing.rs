@@ -1,12 +1,16 @@
-//! What the tests of CPU kernels share: devices of every kind, numbers, comparison with the reference.
+//! What the tests of CPU kernels share: devices of every kind, numbers, and the comparison with the reference.
 
 use crate::{CpuOptions, DType, Device, SimdLevel, Tensor, bf16, f16};
 
-/// A CPU device of each supported instruction set, with one thread and with two.
+/// A CPU device of each supported instruction set, with one thread and with two; if `KVANT_TEST_SCOPE` is `quick`, only of the
+/// best instruction set.
 pub(super) fn devices() -> Vec<Device> {
-    let levels = SimdLevel::ALL.into_iter().filter(|level| level.is_supported());
-    levels
-        .flat_map(|level| [1, 2].map(|threads| CpuOptions { threads: Some(threads), simd: Some(level) }))
+    let levels: Vec<_> = SimdLevel::ALL.into_iter().filter(|level| level.is_supported()).collect();
+    let quick = std::env::var("KVANT_TEST_SCOPE").is_ok_and(|scope| scope == "quick");
+    let first = if quick { levels.len() - 1 } else { 0 };
+    levels[first..]
+        .iter()
+        .flat_map(|&level| [1, 2].map(|threads| CpuOptions { threads: Some(threads), simd: Some(level) }))
         .map(|options| Device::cpu_with(options).expect("the level is supported"))
         .collect()
 }

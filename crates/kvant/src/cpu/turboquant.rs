@@ -1,8 +1,8 @@
 //! The TurboQuant codec on rows of f32.
 //!
-//! Encoding: rotate; for each block of B = min(D, 256) coordinates its RMS n, then for each coordinate the number of
-//! thresholds that z = y/n exceeds, packed into planes.
-//! Decoding: norm × centroid, rotated back unless asked not to.
+//! Encoding: rotate; compute the RMS n of each block of B = min(D, 256) coordinates; count for each coordinate y the
+//! thresholds that y/n exceeds; pack these codes into planes.
+//! Decoding: norm × centroid, rotated back unless the caller keeps the rotation.
 
 use std::sync::LazyLock;
 

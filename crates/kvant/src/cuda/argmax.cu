@@ -1,19 +1,19 @@
 // argmax: the index of the largest element of each row, the lowest among equals; NaN never: a row of nothing else gives
 // 0xFFFFFFFF.
 //
-// x is [rows, dim], f32, f16 or bf16; out is [rows]. BLOCKS blocks share a row; each thread keeps the best of every so many
-// elements. Where there are several, each leaves its best in `parts`, [rows][1 + BLOCKS] of 64 bits, and the last one to come,
-// whichever it is, takes the best of all.
-#include "vectors.h"
-#include "ordered.h"
-#include "team.h"
-#include "ahead.h"
+// x is [rows, dim], f32, f16 or bf16; out is [rows]. BLOCKS blocks share a row; each thread keeps the best of every so
+// many elements. Where there are several, each leaves its best in `parts`, [rows][1 + BLOCKS] of 64 bits, and the last
+// one to come, whichever it is, takes the best of all.
+#include "device/dependent_launch.h"
+#include "device/float_order.h"
+#include "device/reduce.h"
+#include "device/vectors.h"
 
 struct ArgmaxParams {
     uint dim;
 };
 
-extern "C" __global__ void argmax(const uchar *x, uint *out, const ArgmaxParams p, ulong *parts) {
+extern "C" __global__ void KVANT_KERNEL(const uchar *x, uint *out, const ArgmaxParams p, ulong *parts) {
     take_turn();
     __shared__ uint room[2 * EXCHANGE];
     __shared__ bool last;

@@ -1,15 +1,15 @@
 // copy: bytes from one buffer to another.
 //
-// Each thread moves one UNIT of 16, 4 or 1 bytes, whatever both sides are aligned to; the last one moves what is left
-// by bytes.
-#include "convert.h"
-#include "ahead.h"
+// Each thread moves one UNIT of 16, 4 or 1 bytes, to which both sides are aligned; the last one moves the rest by
+// bytes.
+#include "device/convert.h"
+#include "device/dependent_launch.h"
 
 struct CopyParams {
     ulong bytes;
 };
 
-extern "C" __global__ void copy(const uchar *from, uchar *to, const CopyParams p) {
+extern "C" __global__ void KVANT_KERNEL(const uchar *from, uchar *to, const CopyParams p) {
     take_turn();
     const ulong at = (ulong(blockIdx.x) * blockDim.x + threadIdx.x) * UNIT;
     if (at + UNIT <= p.bytes) {

@@ -1,22 +1,12 @@
 use crate::{
     Result,
     cuda::{THREADS, headers},
-    gpu::{Builder, Launch, Params, Source, params},
+    gpu::{Builder, Launch, Params, Source, copy::CopyParams},
     ops::copy::{Call, NAME},
 };
 
-params! {
-    pub(crate) struct CopyParams {
-        pub bytes: u64,
-    }
-}
-
-static SOURCE: Source = Source {
-    name: "copy.cu",
-    text: include_str!("copy.cu"),
-    headers: headers::ELEMENTS,
-    layouts: &[CopyParams::layout],
-};
+static SOURCE: Source =
+    Source { name: "copy.cu", text: include_str!("copy.cu"), headers: headers::ALL, layouts: &[CopyParams::layout] };
 
 pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
     let bytes = call.from.bytes();

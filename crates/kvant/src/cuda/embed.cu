@@ -1,11 +1,11 @@
 // embed: out[t] = scale * table[ids[t]]; zeros where the id is beyond the table.
 //
 // The table is [vocab, dim], f32, f16 or bf16, or MLX's affine codes [vocab, dim * bits / 32] with scales and biases
-// [vocab, dim / group]; ids is [tokens]; out is [tokens, dim], f32, f16 or bf16. One thread per four elements of a row, or
-// per 16 when the table is affine (BITS is not 0); then TABLE_DTYPE is that of scales and biases.
-#include "vectors.h"
-#include "affine.h"
-#include "ahead.h"
+// [vocab, dim / group]; ids is [tokens]; out is [tokens, dim], f32, f16 or bf16. One thread per four elements of a row,
+// or per 16 when the table is affine (BITS is not 0); then TABLE_DTYPE is that of scales and biases.
+#include "device/affine.h"
+#include "device/dependent_launch.h"
+#include "device/vectors.h"
 
 struct EmbedParams {
     uint vocab;
@@ -14,7 +14,7 @@ struct EmbedParams {
     float scale;
 };
 
-extern "C" __global__ void embed(const uchar *table, const uchar *scales, const uchar *biases, const uint *ids, uchar *out,
+extern "C" __global__ void KVANT_KERNEL(const uchar *table, const uchar *scales, const uchar *biases, const uint *ids, uchar *out,
                                  const EmbedParams p) {
     take_turn();
     const uint2 at = row_and_four();

@@ -1,9 +1,9 @@
 // gate: out = activation(gate) * up, element by element; f32, f16 or bf16 in and out.
 //
-// out is [rows, dim]; gate and up are columns of tensors with rows of gate_width and up_width elements, from gate_start and
-// up_start on. One thread per four elements of a row. `out` may be the gate's tensor.
-#include "vectors.h"
-#include "ahead.h"
+// out is [rows, dim]; gate and up are columns of tensors with rows of gate_width and up_width elements, from gate_start
+// and up_start on. One thread per four elements of a row. `out` may be the gate's tensor.
+#include "device/dependent_launch.h"
+#include "device/vectors.h"
 
 struct GateParams {
     uint rows;
@@ -21,7 +21,7 @@ inline float activate(float x) {
     return x / (1.0f + expf(-z));
 }
 
-extern "C" __global__ void gate(const uchar *gate, const uchar *up, uchar *out, const GateParams p) {
+extern "C" __global__ void KVANT_KERNEL(const uchar *gate, const uchar *up, uchar *out, const GateParams p) {
     take_turn();
     const uint2 at = row_and_four();
     const uint i = at.y * 4;

@@ -1,4 +1,4 @@
-use super::{headers, vectors::grid};
+use super::{grids::grid, headers};
 use crate::{
     Result,
     gpu::{
@@ -9,7 +9,7 @@ use crate::{
 };
 
 static SOURCE: Source =
-    Source { name: "gate.cu", text: include_str!("gate.cu"), headers: headers::VECTORS, layouts: LAYOUTS };
+    Source { name: "gate.cu", text: include_str!("gate.cu"), headers: headers::ALL, layouts: LAYOUTS };
 
 pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
     let (groups, threads) = grid(call.rows, call.dim);

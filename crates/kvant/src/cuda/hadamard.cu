@@ -2,9 +2,9 @@
 //
 // A block takes p.group_rows rows: one of 1024 elements or more, or as many as make 1024. They are rotated in shared
 // memory (p.group_rows * D floats). `out` may be `x`.
-#include "elements.h"
-#include "rotate.h"
-#include "ahead.h"
+#include "codec/rotate_block.h"
+#include "device/dependent_launch.h"
+#include "device/elements.h"
 
 struct HadamardParams {
     ulong rows;
@@ -12,7 +12,7 @@ struct HadamardParams {
     uint group_rows;
 };
 
-extern "C" __global__ void hadamard(const uchar *x, uchar *out, const HadamardParams p) {
+extern "C" __global__ void KVANT_KERNEL(const uchar *x, uchar *out, const HadamardParams p) {
     take_turn();
     extern __shared__ float tile[];
     const ulong first = ulong(blockIdx.x) * p.group_rows;

@@ -9,7 +9,7 @@ use crate::{
 };
 
 static SOURCE: Source =
-    Source { name: "hadamard.cu", text: include_str!("hadamard.cu"), headers: headers::ROTATE, layouts: LAYOUTS };
+    Source { name: "hadamard.cu", text: include_str!("hadamard.cu"), headers: headers::ALL, layouts: LAYOUTS };
 
 pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
     b.push(launch(call, &SOURCE))

@@ -2,11 +2,11 @@
 //
 // A block takes one vector: blockIdx.x counts the positions, y is its head. A quantised vector is decoded to
 // shared memory, and rotated back there unless KEEP_ROTATED. A dense one of out's dtype keeps its bits.
-#include "elements.h"
-#include "planes.h"
-#include "rotate.h"
-#include "slots.h"
-#include "ahead.h"
+#include "codec/planes.h"
+#include "codec/rotate_block.h"
+#include "device/cache_slots.h"
+#include "device/dependent_launch.h"
+#include "device/elements.h"
 
 struct KvReadParams {
     ulong start;
@@ -16,7 +16,7 @@ struct KvReadParams {
     LayerParams layer;
 };
 
-extern "C" __global__ void kv_read(const uchar *low, const uchar *high, const float *norms, uchar *out,
+extern "C" __global__ void KVANT_KERNEL(const uchar *low, const uchar *high, const float *norms, uchar *out,
                                    const __grid_constant__ KvReadParams p) {
     take_turn();
     extern __shared__ float row[];

@@ -10,7 +10,7 @@ use crate::{
 };
 
 static SOURCE: Source =
-    Source { name: "kv_read.cu", text: include_str!("kv_read.cu"), headers: headers::READ, layouts: LAYOUTS };
+    Source { name: "kv_read.cu", text: include_str!("kv_read.cu"), headers: headers::ALL, layouts: LAYOUTS };
 
 pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
     let spec = call.layer.spec();

@@ -1,19 +1,18 @@
 // kv_write: new keys and values, [T, Hk, D] or [Hk, T, D], into the slots of a cache layer, both in one launch.
 //
-// blockIdx.y is 0 for keys and 1 for values. A row is one head of one token. For layers with codes: ENCODE, HEAD_DIM / PER
-// lanes of a warp have a row in registers (turboquant.h); TILES, a warp has eight (encode_tiles.h), and goes on to others.
-// Otherwise rows are moved: blockDim.x threads have 16 bytes (or 4 elements, or fewer) of a row at a time, blockDim.y rows
-// beside each other, ROWS one behind the other; what they move is on its way before it is known where to. A dense layer of the
-// source's dtype gets its bits.
-// A token that the layer does not hold when the step is written, or whose sequence or position is out of range, is
-// skipped, so that no slot is written twice.
-#include "elements.h"
-#include "slots.h"
-#include "turboquant.h"
+// blockIdx.y is 0 for keys and 1 for values. A row is one head of one token. For layers with codes: ENCODE, HEAD_DIM /
+// PER lanes of a warp have a row in registers (codec/encode_rows.h); TILES, a warp has eight rows at a time
+// (codec/encode_tiles.h). Otherwise rows are moved: blockDim.x threads have 16 bytes (or 4 elements, or fewer) of a row
+// at a time, blockDim.y rows side by side, ROWS one after the other; they are loaded before their destination is known.
+// A dense layer of the source's dtype gets its bits. A token that the layer does not hold when the step is written, or
+// whose sequence or position is out of range, is skipped, so that no slot is written twice.
+#include "codec/encode_rows.h"
+#include "device/cache_slots.h"
+#include "device/elements.h"
 #if TILES
-#include "encode_tiles.h"
+#include "codec/encode_tiles.h"
 #endif
-#include "ahead.h"
+#include "device/dependent_launch.h"
 
 struct KvWriteParams {
     ulong first_token;
@@ -99,7 +98,7 @@ inline void encode(const uchar *source, WritablePlanes to, float scale, const ui
         for (uint block_first = blockIdx.x * (THREADS / 4); block_first < all; block_first += step) {
             float y[2][2][HEAD_DIM / 16];
             strips.template rotate<DTYPE == F16>(y, a, signs);
-            // The next eight are on their way meanwhile; of rows that do not exist it is the first once more.
+            // Loads the next eight meanwhile; the first row again for rows that do not exist.
             first += step;
             const Place next = place_of(p, first + lane / 4);
             strips.load(source_of(next));
@@ -186,7 +185,7 @@ inline void move(const uchar *source, uchar *to, const uint *positions, const ui
 #endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, MINBLOCKS)
-    kv_write(const uchar *k, const uchar *v, const uint *positions, const uint *sequence, const uint *lens, uchar *k_low,
+    KVANT_KERNEL(const uchar *k, const uchar *v, const uint *positions, const uint *sequence, const uint *lens, uchar *k_low,
              uchar *k_high, float *k_norms, uchar *v_low, uchar *v_high, float *v_norms,
              const __grid_constant__ KvWriteParams p) {
     take_turn();

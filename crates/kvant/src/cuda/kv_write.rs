@@ -1,4 +1,4 @@
-use super::{THREADS, blocks_beside_each_other, cells, headers};
+use super::{THREADS, blocks_per_multiprocessor, codec::threshold_cells as cells, headers};
 use crate::{
     Codec, Result, Tensor,
     gpu::{
@@ -9,24 +9,24 @@ use crate::{
 };
 
 static SOURCE: Source =
-    Source { name: "kv_write.cu", text: include_str!("kv_write.cu"), headers: headers::WRITE, layouts: LAYOUTS };
+    Source { name: "kv_write.cu", text: include_str!("kv_write.cu"), headers: headers::ALL, layouts: LAYOUTS };
 
 /// Threads of a block that encodes.
 const ENCODERS: usize = 128;
 /// Threads of a block whose warps encode eight rows at a time.
 const EIGHTS: usize = 256;
-/// Copies of the tables in which indices are looked up, if there is room: one for each lane, or fewer of the long ones of 8
-/// bits, which take their time to fill.
+/// Copies of the lookup tables, as many as there is room for: one for each lane, or fewer of the long tables of 8 bits,
+/// which take longer to fill.
 const COPIES: [usize; 5] = [32, 16, 8, 4, 2];
 const COPIES_OF_8: usize = 8;
 
-/// Coordinates of a row that a lane encodes, of 32 that there are at the most.
+/// Coordinates of a row that a lane encodes; up to 32 lanes share a row.
 fn per_lane(dim: usize) -> usize {
     dim.min(32).max(dim / LANES)
 }
 
-/// Whether warps encode eight rows at a time (encode_tiles.h): many of 16-bit numbers, beginning at multiples of 16 bytes, of
-/// heads that fit.
+/// Whether warps encode eight rows at a time (`codec/encode_tiles.h`): many rows of 16-bit numbers that begin at
+/// multiples of 16 bytes.
 fn by_eights(call: &Call, all: usize, busy_groups: usize) -> bool {
     let (spec, layer) = (call.layer.spec(), &call.layer);
     let aligned16 = |t: &Tensor| t.byte_offset().is_multiple_of(16);
@@ -36,7 +36,7 @@ fn by_eights(call: &Call, all: usize, busy_groups: usize) -> bool {
     };
     let sides = encodes(&call.k, spec.k, &layer.k.low) && encodes(&call.v, spec.v, &layer.v.low);
     let quantised = spec.k.is_quantised() || spec.v.is_quantised();
-    // Enough for all warps; and numbers of rows do not wrap.
+    // Enough for all warps, and few enough that 32-bit row numbers do not overflow.
     let many = (EIGHTS / 8 * busy_groups..1 << 31).contains(&all);
     sides && quantised && many && matches!(spec.head_dim, 128 | 256 | 512)
 }
@@ -46,7 +46,7 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
     let dim = spec.head_dim;
     let all = Launch::uint(NAME, "T", call.tokens.saturating_mul(spec.kv_heads))? as usize;
     if by_eights(call, all, b.limits.busy_groups) {
-        // A block for each multiprocessor, twice: for keys and for values. Eight rows of 512 coordinates fill its registers.
+        // One block per multiprocessor for keys, and one for values. Eight rows of 512 coordinates fill its registers.
         let blocks = all.div_ceil(EIGHTS / 4).min(b.limits.busy_groups);
         let at_once = if dim == 512 { 1 } else { 2 };
         let bits = |codec| match codec {
@@ -56,7 +56,7 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
         let (k, v) = (bits(spec.k), bits(spec.v));
         let tables = |copies| 2 * dim + cells::table_bytes(k, copies).max(cells::table_bytes(v, copies));
         let most = if k.max(v) == 8 { COPIES_OF_8 } else { COPIES[0] };
-        let fits = |&copies: &usize| copies <= most && blocks_beside_each_other(tables(copies), &b.limits) >= at_once;
+        let fits = |&copies: &usize| copies <= most && blocks_per_multiprocessor(tables(copies), &b.limits) >= at_once;
         let copies = COPIES.into_iter().find(fits).unwrap_or(1);
         return b.push(
             launch(call, &SOURCE)?
@@ -87,7 +87,7 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
     }
     let aligned16 = |t: &Tensor| t.byte_offset().is_multiple_of(16) && (dim * t.dtype().size()).is_multiple_of(16);
     let wide = [&call.k, &call.v, &layer.k.low, &layer.v.low].into_iter().all(aligned16);
-    // Pieces of four elements, or of 16 bytes.
+    // Four elements a thread, or 16 bytes.
     let across = dim.div_ceil(if wide && call.k.dtype().size() == 2 { 8 } else { 4 }).clamp(1, THREADS);
     let down = (THREADS / across).min(all.max(1));
     b.push(

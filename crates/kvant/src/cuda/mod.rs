@@ -1,54 +1,41 @@
 //! The CUDA backend: the kernels, and the runtime that runs them on an NVIDIA GPU.
 //!
-//! `NAME.cu` holds the kernels of an operation, `NAME.rs` builds their launches and, where an operation has several files
-//! (`attend*`, `linear*` with `dequantise`), chooses between them; `headers.rs` lists what kernel files include. `runtime.rs` runs
-//! launches: `driver.rs` is what it needs of the driver, `products.rs` is cuBLASLt, `libraries.rs` finds NVIDIA's libraries,
-//! `compile.rs` and `cache.rs` make and keep machine code. Nothing of CUDA is needed to
-//! build kvant, and a machine without it says so when it is asked for the device.
+//! An operation of one kernel file is `NAME.cu`, the kernels, and `NAME.rs`, which builds their launches. An operation
+//! of several is a folder: `attend/`, `linear/`, `norm_rope/`. In the first two `route.rs` selects the kernel.
+//!
+//! | shared | contents |
+//! |---|---|
+//! | `device/` | device headers: dtypes, loads and stores, warp products, barriers, clusters |
+//! | `codec/` | device headers: reading and encoding of quantised rows, the Hadamard rotation |
+//! | `headers.rs` | the table of headers, and which of them a kernel file includes |
+//! | `entry.rs` | the names of compiled kernels, as profilers show them |
+//! | `runtime/` | the executor: driver, compiler, kernel cache, cuBLASLt |
+//!
+//! Building kvant needs nothing of CUDA. The libraries are loaded at run time; without them, opening the device is an
+//! error.
 
 mod affine;
 mod argmax;
 mod attend;
-mod attend_decode;
-mod attend_prefill;
-mod attend_quantised;
-mod attend_short;
-mod attend_short_quantised;
-mod cells;
+mod codec;
 mod copy;
-mod dequantise;
 mod embed;
+#[cfg(feature = "cuda")]
+mod entry;
 mod gate;
+mod grids;
 mod hadamard;
 mod headers;
 mod kv_read;
 mod kv_write;
 mod linear;
-mod linear_bulk;
-mod linear_codes;
-mod linear_many;
-mod linear_rows;
-mod linear_shape;
 mod moe;
 mod norm_rope;
-mod norm_rope_write;
 mod rms_norm;
-mod sample;
-mod softcap;
-mod vectors;
-
-#[cfg(feature = "cuda")]
-mod cache;
-#[cfg(feature = "cuda")]
-mod compile;
-#[cfg(feature = "cuda")]
-mod driver;
-#[cfg(feature = "cuda")]
-mod libraries;
-#[cfg(feature = "cuda")]
-mod products;
 #[cfg(feature = "cuda")]
 mod runtime;
+mod sample;
+mod softcap;
 
 use std::sync::Arc;
 
@@ -62,11 +49,11 @@ use crate::{
 /// The CUDA kernels, for any executor.
 pub(crate) const KERNELS: Kernels = Kernels { kind: DeviceKind::Cuda, build, plan_attend: attend::plan };
 
-/// What the hardware keeps of a block's shared memory for itself.
+/// Shared memory of a block that the hardware reserves.
 const RESERVED_BYTES: usize = 1 << 10;
 
-/// How many blocks with so much shared memory each fit on a multiprocessor.
-fn blocks_beside_each_other(shared_bytes: usize, limits: &Limits) -> usize {
+/// Blocks with so much shared memory each that fit on a multiprocessor.
+fn blocks_per_multiprocessor(shared_bytes: usize, limits: &Limits) -> usize {
     (limits.threadgroup_bytes + RESERVED_BYTES) / (shared_bytes + RESERVED_BYTES)
 }
 
@@ -79,7 +66,7 @@ pub(crate) fn open() -> Result<Device> {
 
     static DEVICE: OnceLock<std::result::Result<Device, String>> = OnceLock::new();
     let open = || {
-        let executor = Arc::new(runtime::Cuda::open()?);
+        let executor = Arc::new(runtime::CudaExecutor::open()?);
         Ok(Device::from_backend(Arc::new(Gpu { executor, kernels: KERNELS })))
     };
     match DEVICE.get_or_init(open) {
@@ -93,10 +80,10 @@ pub(crate) fn open() -> Result<Device> {
     not_built(DeviceKind::Cuda, "this kvant was built without the feature `cuda`")
 }
 
-/// What runs launches on the first NVIDIA GPU, apart from the device.
+/// The executor of launches on the first NVIDIA GPU, without the device.
 #[cfg(feature = "cuda")]
 pub(crate) fn executor() -> Option<Arc<dyn Executor>> {
-    let gpu = runtime::Cuda::open().inspect_err(|why| tracing::debug!(why, "no NVIDIA GPU"));
+    let gpu = runtime::CudaExecutor::open().inspect_err(|why| tracing::debug!(why, "no NVIDIA GPU"));
     gpu.ok().map(|gpu| Arc::new(gpu) as Arc<dyn Executor>)
 }
 
@@ -105,10 +92,10 @@ pub(crate) fn executor() -> Option<Arc<dyn Executor>> {
     None
 }
 
-/// Whether this machine should have a device of the kind: whether NVIDIA's driver is installed.
+/// Whether NVIDIA's driver is installed, so that this machine should have a device.
 pub(crate) fn is_expected() -> bool {
     #[cfg(feature = "cuda")]
-    return libraries::has_driver();
+    return runtime::libraries::has_driver();
     #[cfg(not(feature = "cuda"))]
     false
 }
@@ -116,7 +103,7 @@ pub(crate) fn is_expected() -> bool {
 /// Whether kernels can be compiled on this machine, GPU or not.
 pub(crate) fn has_compiler() -> bool {
     #[cfg(feature = "cuda")]
-    return libraries::has_nvrtc();
+    return runtime::libraries::has_nvrtc();
     #[cfg(not(feature = "cuda"))]
     false
 }
@@ -124,10 +111,10 @@ pub(crate) fn has_compiler() -> bool {
 /// The machine code of a launch's kernel for `arch` (`sm_90a`), for tests on machines without a GPU.
 ///
 /// # Errors
-/// The compiler's complaint.
+/// The compiler's messages.
 #[cfg(feature = "cuda")]
 pub(crate) fn compile_only(launch: &Launch, arch: &str) -> std::result::Result<Vec<u8>, String> {
-    compile::Program::of(launch).compile(&compile::Target { arch: arch.to_string() })
+    runtime::compile::KernelProgram::of(launch).compile(&runtime::compile::CompileTarget { arch: arch.to_string() })
 }
 
 #[cfg(not(feature = "cuda"))]
@@ -149,7 +136,7 @@ fn build(call: &Call, b: &mut Builder) -> Result<()> {
         Call::MoeCombine(call) => moe::build_combine(call, b),
         Call::MoeRoute(call) => moe::build_route(call, b),
         Call::NormRope(call) => norm_rope::build(call, b),
-        Call::NormRopeWrite(call) => norm_rope_write::build(call, b),
+        Call::NormRopeWrite(call) => norm_rope::write::build(call, b),
         Call::RmsNorm(call) => rms_norm::build(call, b),
         Call::Sample(call) => sample::build(call, b),
         Call::Softcap(call) => softcap::build(call, b),

@@ -1,12 +1,13 @@
-// moe_route: the top_k largest logits of each token in falling order, the lower expert first among equals, NaN last; the
-// softmax over just those, times a factor per expert. moe_combine: out[t] = sum over j of weights[t, j] * x[t * top_k + j].
+// moe_route: the top_k largest logits of each token in falling order, the lower expert first among equals, NaN last;
+// the softmax over just those, times a factor per expert. moe_combine: out[t] = sum over j of weights[t, j] * x[t *
+// top_k + j].
 //
 // logits is [tokens, experts], x is [tokens * top_k, dim], out is [tokens, dim], each f32, f16 or bf16; expert_scale is
 // [experts], ids and weights are [tokens, top_k].
-#include "vectors.h"
-#include "ordered.h"
-#include "team.h"
-#include "ahead.h"
+#include "device/dependent_launch.h"
+#include "device/float_order.h"
+#include "device/reduce.h"
+#include "device/vectors.h"
 
 struct MoeRouteParams {
     uint tokens;
@@ -23,7 +24,7 @@ struct MoeCombineParams {
 #if KERNEL_moe_route
 
 // A warp per token. Each round finds the largest logit behind the one of the round before.
-extern "C" __global__ void moe_route(const uchar *logits, const float *expert_scale, uint *ids, float *weights,
+extern "C" __global__ void KVANT_KERNEL(const uchar *logits, const float *expert_scale, uint *ids, float *weights,
                                      const MoeRouteParams p) {
     take_turn();
     const uint lane = threadIdx.x % 32;
@@ -69,7 +70,7 @@ extern "C" __global__ void moe_route(const uchar *logits, const float *expert_sc
 #else
 
 // One thread per four elements of a row.
-extern "C" __global__ void moe_combine(const uchar *x, const float *weights, uchar *out, const MoeCombineParams p) {
+extern "C" __global__ void KVANT_KERNEL(const uchar *x, const float *weights, uchar *out, const MoeCombineParams p) {
     take_turn();
     const uint2 at = row_and_four();
     const uint i = at.y * 4;

@@ -1,4 +1,4 @@
-use super::{headers, vectors::grid};
+use super::{grids::grid, headers};
 use crate::{
     Result,
     gpu::{
@@ -9,7 +9,7 @@ use crate::{
 };
 
 static SOURCE: Source =
-    Source { name: "moe.cu", text: include_str!("moe.cu"), headers: headers::ROWS, layouts: LAYOUTS };
+    Source { name: "moe.cu", text: include_str!("moe.cu"), headers: headers::ALL, layouts: LAYOUTS };
 
 pub(crate) fn build_route(call: &route::Call, b: &mut Builder) -> Result<()> {
     b.push(moe::route(call, &SOURCE)?)

@@ -1,16 +1,16 @@
 // rms_norm: out = scale * (x * weight / sqrt(mean x^2 + eps)) of each row, f32, f16 or bf16 in and out.
 //
-// x, residual, sum and out are [rows, dim]; weight is [dim]. AFTER adds the residual to the normed row, before the scale;
-// BEFORE adds it to x first, and writes the sum. A row belongs to one warp of several in a block, or, when it is long, to
-// a whole block (WHOLE). A thread keeps its first HELD groups of four elements in registers; what is beyond is read twice, for
-// its mean square, then for the result. Every element is read and written by one thread, nothing is written before the mean
-// square is known, and then an element is read before it is written: so `out` and `sum` may be `x` or the residual. Rows whose
-// squares leave the range of f32 are gone through once more, scaled by a power of two.
+// x, residual, sum and out are [rows, dim]; weight is [dim]. AFTER adds the residual to the normed row, before the
+// scale; BEFORE adds it to x first, and writes the sum. A row belongs to one warp of several in a block, or, when it is
+// long, to a whole block (WHOLE). A thread keeps its first HELD groups of four elements in registers; what is beyond is
+// read twice, for its mean square, then for the result. Every element is read and written by one thread, nothing is
+// written before the mean square is known, and then an element is read before it is written: so `out` and `sum` may be
+// `x` or the residual. Rows whose squares leave the range of f32 are gone through once more, scaled by a power of two.
 //
-// Weights are read before the launch in front of this one has ended (gpu/launch.rs: `reads_ahead`).
-#include "vectors.h"
-#include "team.h"
-#include "ahead.h"
+// Weights are read before the previous kernel has ended (device/dependent_launch.h).
+#include "device/dependent_launch.h"
+#include "device/reduce.h"
+#include "device/vectors.h"
 
 struct RmsNormParams {
     uint rows;
@@ -22,7 +22,7 @@ struct RmsNormParams {
 constexpr uint HELD = 4;
 
 extern "C" __global__ void __launch_bounds__(1024)
-    rms_norm(const uchar *x, const uchar *weight, const uchar *residual, uchar *sum, uchar *out, const RmsNormParams p) {
+    KVANT_KERNEL(const uchar *x, const uchar *weight, const uchar *residual, uchar *sum, uchar *out, const RmsNormParams p) {
     __shared__ float room[3 * EXCHANGE];
     const Team team = whole_block();
     const uint row = WHOLE ? blockIdx.x : blockIdx.x * (team.size / 32) + team.warp;
@@ -71,7 +71,8 @@ extern "C" __global__ void __launch_bounds__(1024)
     float squares = 0;
     each([&](float4 value) { squares += dot(value, value); });
     squares = WHOLE ? over_team<Sum>(squares, room, team) : over_warp<Sum>(squares);
-    // What the elements are multiplied with, in two steps, since squares and factors may be beyond float where the result is not.
+    // What the elements are multiplied with, in two steps, since squares and factors may be beyond float where the
+    // result is not.
     float unit = 1;
     float r = 1 / sqrtf(squares / float(p.dim) + p.eps);
     if (is_nan_or_infinite(squares) || (squares < 1e-24f && p.eps < 1e-24f)) {

@@ -9,7 +9,7 @@ use crate::{
 };
 
 static SOURCE: Source =
-    Source { name: "rms_norm.cu", text: include_str!("rms_norm.cu"), headers: headers::ROWS, layouts: LAYOUTS };
+    Source { name: "rms_norm.cu", text: include_str!("rms_norm.cu"), headers: headers::ALL, layouts: LAYOUTS };
 
 pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
     b.push(launch(call, &SOURCE)?.reads_ahead(&[1]))

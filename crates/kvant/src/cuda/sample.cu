@@ -1,18 +1,19 @@
-// sample: draws one token per row of logits, as ops/sample.rs says: softmax at a temperature, cut down by top_k, top_p and min_p.
+// sample: draws one token per row of logits, as ops/sample.rs says: softmax at a temperature, cut down by top_k, top_p
+// and min_p.
 //
-// logits is [rows, vocab], f32, f16 or bf16; counter and out are [rows]. BLOCKS blocks, a power of two, share a row: all blocks
-// of the grid are resident at once, and meet at barriers in `shares`, [rows][SHARE] of 64 bits.
+// logits is [rows, vocab], f32, f16 or bf16; counter and out are [rows]. BLOCKS blocks, a power of two, share a row:
+// all blocks of the grid are resident at once, and meet at barriers in `shares`, [rows][SHARE] of 64 bits.
 //
-// Nothing is sorted. Every entry has a rank: the ordered bits of its logit, then its index, so that larger ranks come first.
-// Every question is the same one: which entry, in falling order of rank, is the first at which a running sum of
-// weights reaches a goal? top_k sums ones, top_p and the draw sum probabilities. The answer is found digit by digit of its rank:
-// all entries that share the digits known so far add their weight to a histogram of the next digit, and the bin in
-// which the goal falls is that digit. Probabilities are integers, in units of 2^-UNIT_BITS: their sums are exact, whatever the order of the
-// additions, and a row's token does not depend on how its threads are scheduled.
-#include "vectors.h"
-#include "ordered.h"
-#include "team.h"
-#include "ahead.h"
+// Nothing is sorted. Every entry has a rank: the ordered bits of its logit, then its index, so that larger ranks come
+// first. Every question is the same one: which entry, in falling order of rank, is the first at which a running sum of
+// weights reaches a goal? top_k sums ones, top_p and the draw sum probabilities. The answer is found digit by digit of
+// its rank: all entries that share the digits known so far add their weight to a histogram of the next digit, and the
+// bin in which the goal falls is that digit. Probabilities are integers, in units of 2^-UNIT_BITS: their sums are
+// exact, whatever the order of the additions, and a row's token does not depend on how its threads are scheduled.
+#include "device/dependent_launch.h"
+#include "device/float_order.h"
+#include "device/reduce.h"
+#include "device/vectors.h"
 
 struct SampleParams {
     ulong seed;
@@ -24,12 +25,13 @@ struct SampleParams {
     float min_p;
 };
 
-// KEY_DIGITS and ID_DIGITS are the digits of 8 bits of a key and of an index. A probability of 1 is 2^UNIT_BITS: all of a row
-// add up to less than 2^64. The histogram is kept COPIES times, so that the lanes of a warp meet less often in one bin.
+// KEY_DIGITS and ID_DIGITS are the digits of 8 bits of a key and of an index. A probability of 1 is 2^UNIT_BITS: all of
+// a row add up to less than 2^64. The histogram is kept COPIES times, so that the lanes of a warp meet less often in
+// one bin.
 constexpr uint BINS = 256;
 
-// What the blocks of a row share: how often one came to the barrier, the largest key of each, and three histograms: one is
-// added to, one is read, and one made empty.
+// What the blocks of a row share: how often one came to the barrier, the largest key of each, and three histograms: one
+// is added to, one is read, and one made empty.
 constexpr uint SHARE = 8 + BLOCKS + 3 * BINS;
 
 struct Shared {
@@ -108,8 +110,8 @@ struct Histogram {
     ulong left;
 };
 
-// The rank of the entry, in falling order, at which the running sum reaches the goal, of the entries with ranks from `cut` on.
-// The histogram is empty before and after. All threads of the block call it.
+// The rank of the entry, in falling order, at which the running sum reaches the goal, of the entries with ranks from
+// `cut` on. The histogram is empty before and after. All threads of the block call it.
 inline ulong search(Row row, ulong cut, Goal goal, ulong value, float min_p, Histogram &histogram, Shared &shared, Team team) {
     ulong prefix = 0;
     for (uint digit = 0; digit < KEY_DIGITS + ID_DIGITS; digit++) {
@@ -201,7 +203,7 @@ inline ulong search(Row row, ulong cut, Goal goal, ulong value, float min_p, His
     return prefix;
 }
 
-extern "C" __global__ void sample(const uchar *logits, const uint *counter, uint *out, const SampleParams p, ulong *shares) {
+extern "C" __global__ void KVANT_KERNEL(const uchar *logits, const uint *counter, uint *out, const SampleParams p, ulong *shares) {
     take_turn();
     __shared__ Histogram histogram;
     __shared__ uint room[EXCHANGE];

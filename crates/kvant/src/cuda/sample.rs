@@ -9,11 +9,11 @@ use crate::{
 };
 
 static SOURCE: Source =
-    Source { name: "sample.cu", text: include_str!("sample.cu"), headers: headers::ROWS, layouts: LAYOUTS };
+    Source { name: "sample.cu", text: include_str!("sample.cu"), headers: headers::ALL, layouts: LAYOUTS };
 
-/// Entries that are enough for a block of several.
+/// The fewest entries of a block, where several share a row.
 const PART: usize = 4096;
-/// Of a histogram: `sample.cu` has them.
+/// Bins of a histogram: `BINS` of `sample.cu`.
 const BINS: usize = 256;
 
 pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
@@ -21,7 +21,7 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
         return argmax::build_for(NAME, &call, b);
     }
     let rows = call.out.elements();
-    // Blocks that share a row wait for each other, so all of them must fit on the device at once.
+    // Blocks that share a row wait for each other, so all of them must run at once.
     let most = (b.limits.busy_groups / rows.max(1)).min(call.vocab / PART).max(1);
     let blocks = 1 << most.ilog2();
     let copies = if call.vocab < LONG { 1u32 } else { 8 };

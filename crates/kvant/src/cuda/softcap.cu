@@ -1,15 +1,15 @@
 // softcap: out = cap * tanh(x / cap), element by element, f32, f16 or bf16 in and out.
 //
 // One thread per element. `out` may be `x`.
-#include "elements.h"
-#include "ahead.h"
+#include "device/dependent_launch.h"
+#include "device/elements.h"
 
 struct SoftcapParams {
     uint elements;
     float cap;
 };
 
-extern "C" __global__ void softcap(const uchar *x, uchar *out, const SoftcapParams p) {
+extern "C" __global__ void KVANT_KERNEL(const uchar *x, uchar *out, const SoftcapParams p) {
     take_turn();
     const uint i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < p.elements) {

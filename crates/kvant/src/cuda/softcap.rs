@@ -9,7 +9,7 @@ use crate::{
 };
 
 static SOURCE: Source =
-    Source { name: "softcap.cu", text: include_str!("softcap.cu"), headers: headers::ELEMENTS, layouts: LAYOUTS };
+    Source { name: "softcap.cu", text: include_str!("softcap.cu"), headers: headers::ALL, layouts: LAYOUTS };
 
 pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
     b.push(launch(call, &SOURCE)?)

@@ -1,4 +1,4 @@
-//! Weights as kernels are told of them: see `affine.h` of either backend.
+//! Weights as the kernels see them: see `affine.h` of either backend.
 
 use super::Launch;
 use crate::{
@@ -46,7 +46,7 @@ impl Parts<'_> {
             },
         }
     }
-    /// What every kernel of `linear` is told of a call with this weight: types and codes, and the buffers 0 to 5.
+    /// Binds what every kernel of `linear` needs of a call with this weight: types and codes, and the buffers 0 to 5.
     pub(crate) fn bind(&self, launch: Launch, call: &Call) -> Launch {
         let Call { x, experts: ids, out, .. } = call;
         launch

@@ -100,10 +100,10 @@ pub(crate) struct Gpu<E> {
 /// The scratch memory of calls that run one after the other: each takes of it what the ones before have left.
 #[derive(Default)]
 pub(crate) struct Pad {
-    blocks: Vec<Block>,
+    blocks: Vec<PadBlock>,
 }
 
-struct Block {
+struct PadBlock {
     memory: Arc<dyn Memory>,
     bytes: usize,
     taken: bool,
@@ -117,7 +117,7 @@ impl Pad {
 
     /// The smallest free block that is large enough, or a new one.
     fn take(&mut self, bytes: usize, new: impl FnOnce() -> Result<Box<dyn Memory>>) -> Result<Scratch> {
-        let fits = |block: &&mut Block| !block.taken && block.bytes >= bytes;
+        let fits = |block: &&mut PadBlock| !block.taken && block.bytes >= bytes;
         let memory = match self.blocks.iter_mut().filter(fits).min_by_key(|block| block.bytes) {
             Some(block) => {
                 block.taken = true;
@@ -125,7 +125,7 @@ impl Pad {
             }
             None => {
                 let memory: Arc<dyn Memory> = new()?.into();
-                self.blocks.push(Block { memory: memory.clone(), bytes, taken: true });
+                self.blocks.push(PadBlock { memory: memory.clone(), bytes, taken: true });
                 memory
             }
         };

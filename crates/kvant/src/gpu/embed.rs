@@ -1,4 +1,4 @@
-//! The launch of `embed` but for its grid.
+//! The launch of `embed` except its grid.
 
 use super::{Launch, Layout, Params, Source, affine::Parts, params, rows_aligned4};
 use crate::{

@@ -1,4 +1,4 @@
-//! The launch of `gate` but for its grid.
+//! The launch of `gate` except its grid.
 
 use super::{Launch, Layout, Params, Source, aligned4, params};
 use crate::{

@@ -1,4 +1,4 @@
-//! The launch of `kv_read` but for its grid.
+//! The launch of `kv_read` except its grid.
 
 use super::{
     Launch, Layout, Params, Source, Use, params,

@@ -2,7 +2,10 @@
 
 use std::{ops::Range, sync::Arc};
 
-use super::params::{Layout, Params};
+use super::{
+    headers::{Header, included, included_name},
+    params::{Layout, Params},
+};
 use crate::{DType, Error, Result, Tensor, backend::Memory, tensor::Storage};
 
 /// A kernel file: its text, the headers it includes, and the parameter structs that Rust fills for it.
@@ -12,22 +15,23 @@ pub struct Source {
     pub name: &'static str,
     /// The text of the file.
     pub text: &'static str,
-    /// What `#include "NAME"` means in the text and in headers.
+    /// All headers of the backend. [`Source::included`] selects those that the text includes.
     pub headers: &'static [Header],
     /// The structs whose layout the compiler must confirm.
     pub layouts: &'static [fn() -> Layout],
 }
 
-/// A header that kernel files include.
-#[derive(Debug)]
-pub struct Header {
-    /// As `#include "NAME"` says it.
-    pub name: &'static str,
-    /// Its text; a function, since tables are generated.
-    pub text: fn() -> String,
-}
-
 impl Source {
+    /// The headers that the text includes, directly or through another: name and text, each once, in order of inclusion.
+    pub fn included(&self) -> Vec<(&'static str, String)> {
+        included(self.text, self.headers, &|header| (header.text)())
+    }
+
+    /// The same where `text` replaces this file's text and `text_of` the headers' texts.
+    pub fn included_by(&self, text: &str, text_of: &dyn Fn(&Header) -> String) -> Vec<(&'static str, String)> {
+        included(text, self.headers, text_of)
+    }
+
     /// The text with its headers in place, each once, and with assertions that the parameter structs are laid out as
     /// in Rust: for compilers that take one string.
     pub fn expand(&self) -> String {
@@ -45,7 +49,7 @@ impl Source {
     fn inline(&self, text: &str, seen: &mut Vec<&'static str>) -> String {
         let mut out = String::with_capacity(text.len());
         for line in text.lines() {
-            let name = line.strip_prefix("#include \"").and_then(|rest| rest.strip_suffix('"'));
+            let name = included_name(line);
             match self.headers.iter().find(|header| Some(header.name) == name) {
                 Some(header) if seen.contains(&header.name) => {}
                 Some(header) => {
@@ -128,7 +132,7 @@ impl Binding {
         }
     }
 
-    /// What tells one allocation from another.
+    /// What identifies an allocation.
     pub fn allocation(&self) -> usize {
         std::ptr::from_ref(self.memory()).cast::<()>() as usize
     }
@@ -147,7 +151,7 @@ pub(crate) struct Scratch {
     pub bytes: usize,
 }
 
-/// One dispatch of one kernel: all that a GPU is told.
+/// One dispatch of one kernel: everything that a GPU needs to know.
 #[derive(Clone)]
 pub struct Launch {
     /// The operation, for labels and messages.
@@ -166,8 +170,8 @@ pub struct Launch {
     pub grid: Grid,
     /// Bytes of `[[threadgroup(0)]]` memory, a multiple of 16; 0 when the kernel has none.
     pub threadgroup_bytes: u32,
-    /// Indices of buffers that the kernel may read before the launches in front of it have ended, unless the one right in
-    /// front writes to them. Most kernels read nothing ahead, and where launches never overlap it means nothing.
+    /// Indices of buffers that the kernel may read before the previous launches have ended, unless the last of them writes to
+    /// these buffers. Most kernels read nothing early. Without effect where launches never overlap.
     pub ahead: &'static [u32],
     /// What the kernel computes, if it is a plain product of matrices: an executor may leave it to a library.
     pub product: Option<Product>,

@@ -1,21 +1,24 @@
 //! What both GPUs share: the [`Launch`], and the device made of an [`Executor`] that runs launches.
 //!
-//! For each operation `metal/NAME.rs` (or `cuda/NAME.rs`) turns the validated `Call` into launches: kernel, buffers,
-//! parameters, grid. What both do alike is in `NAME.rs` here: parameters, constants, what is bound where. An executor
-//! knows nothing of operations; it runs launches: the Apple runtime, the CUDA runtime, and in tests a machine that
-//! plays the GPU. All of them get the very same `Launch`.
+//! For each operation `metal/NAME.rs` and `cuda/NAME.rs` turn the validated `Call` into launches: kernel, buffers,
+//! parameters, grid. What both have in common is in `NAME.rs` here: parameters, constants, bindings. An executor runs
+//! launches and knows no operations: the Apple runtime, the CUDA runtime, and in tests a machine that simulates the GPU. All
+//! of them get the same `Launch`.
 //!
 //! Not part of the stable interface: it is public for such executors.
 
 pub(crate) mod affine;
 pub(crate) mod argmax;
+pub(crate) mod copy;
 mod device;
 pub(crate) mod embed;
 pub(crate) mod gate;
 pub(crate) mod hadamard;
+mod headers;
 pub(crate) mod kv_read;
 pub(crate) mod kv_write;
 mod launch;
+pub(crate) mod linear;
 pub(crate) mod moe;
 pub(crate) mod norm_rope;
 pub(crate) mod norm_rope_write;
@@ -31,13 +34,17 @@ mod vectors;
 pub use device::{
     Executor, LaunchPass, Limits, compile_cuda, cuda_device, cuda_executor, has_cuda_compiler, metal_device,
 };
-pub use launch::{Binding, Constant, Grid, Header, Launch, Product, Source, Use};
+pub use headers::Header;
+pub use launch::{Binding, Constant, Grid, Launch, Product, Source, Use};
 pub use order::Order;
 pub use params::Layout;
 
 #[cfg(feature = "cuda")]
 pub(crate) use device::Gpu;
 pub(crate) use device::{Builder, Kernels};
+#[cfg(test)]
+pub(crate) use headers::assert_table_is_exact;
+pub(crate) use headers::headers;
 pub(crate) use launch::{Scratch, dtype_code};
 pub(crate) use params::{Params, params};
 pub(crate) use vectors::{aligned4, rows_aligned4};

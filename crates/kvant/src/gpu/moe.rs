@@ -1,4 +1,4 @@
-//! The launches of `moe_route`, and of `moe_combine` but for its grid.
+//! The launches of `moe_route`, and of `moe_combine` except its grid.
 
 use super::{LANES, Launch, Layout, Params, Source, params, rows_aligned4};
 use crate::{

@@ -1,4 +1,4 @@
-//! The launch of `norm_rope` but for its grid and its threadgroup memory; what `norm_rope_write` takes from it.
+//! The launch of `norm_rope` except its grid and its threadgroup memory; `norm_rope_write` shares parts of it.
 
 use std::f64::consts::TAU;
 
@@ -64,7 +64,7 @@ pub(crate) fn eps(norm: Option<&NormCall>) -> f32 {
     norm.map_or(0.0, |norm| norm.eps)
 }
 
-/// A norm as kernels are told of it: its number in `norm_rope.h`, its weight and the weight's dtype.
+/// A norm as the kernels see it: its number in `norm_rope.h`, its weight and the weight's dtype.
 pub(crate) fn norm_constants(norm: Option<&NormCall>) -> (u32, Option<&Tensor>, DType) {
     let weight = norm.and_then(|norm| norm.weight.as_ref());
     let kind = match (norm, weight) {

@@ -1,4 +1,4 @@
-//! Which launches must wait for which: derived from what they declare.
+//! Which launches must wait for which, derived from their declared accesses.
 
 use std::ops::Range;
 
@@ -87,7 +87,7 @@ mod tests {
         }
     }
 
-    /// What a kernel reads ahead of its turn, the launch in front must not write; the rest it reads in its turn.
+    /// The previous launch must not write what a kernel reads early; the rest is read in order.
     #[test]
     fn only_what_is_read_ahead_keeps_launches_apart() {
         let (t, other) = (&tensor(), &tensor());

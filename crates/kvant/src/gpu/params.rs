@@ -1,4 +1,4 @@
-//! Parameter structs: one definition in Rust, one in the kernel file, and the compiler's word that they agree.
+//! Parameter structs: one definition in Rust, one in the kernel file; the kernel's compiler checks that they agree.
 
 use std::fmt::Write;
 

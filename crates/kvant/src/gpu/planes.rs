@@ -1,4 +1,4 @@
-//! The planes of a cache layer as kernels are told of them.
+//! The planes of a cache layer as the kernels see them.
 
 use super::{LANES, Launch, THREADS, Use, dtype_code, params};
 use crate::{Codec, KvLayer, Planes, SlotOrder, codec::Norm};

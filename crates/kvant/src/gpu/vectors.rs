@@ -1,4 +1,4 @@
-//! When kernels may take four elements at a time: see `vectors.h` of either backend.
+//! When kernels may process four elements at a time: see `vectors.h` of either backend.
 
 use crate::Tensor;
 

@@ -1,4 +1,4 @@
-//! Weights as kernels are told of them: see `affine.h`.
+//! Weights as the kernels see them: see `affine.h`.
 
 use crate::{
     gpu::{affine::Parts, rows_aligned4},

@@ -1,4 +1,4 @@
-use super::headers;
+use super::headers::HEADERS;
 use crate::{
     Result,
     gpu::{
@@ -9,7 +9,7 @@ use crate::{
 };
 
 static SOURCE: Source =
-    Source { name: "argmax.metal", text: include_str!("argmax.metal"), headers: headers::ROWS, layouts: LAYOUTS };
+    Source { name: "argmax.metal", text: include_str!("argmax.metal"), headers: HEADERS, layouts: LAYOUTS };
 
 pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
     build_for(NAME, call, b)

@@ -1,15 +1,9 @@
 use crate::{
     Result,
-    gpu::{Builder, Launch, Params, Source, params},
+    gpu::{Builder, Launch, Params, Source, copy::CopyParams},
     metal::THREADS,
     ops::copy::{Call, NAME},
 };
-
-params! {
-    pub(crate) struct CopyParams {
-        pub bytes: u64,
-    }
-}
 
 static SOURCE: Source =
     Source { name: "copy.metal", text: include_str!("copy.metal"), headers: &[], layouts: &[CopyParams::layout] };

@@ -1,4 +1,4 @@
-use super::{affine::parts, headers, vectors::grid};
+use super::{affine::parts, headers::HEADERS, vectors::grid};
 use crate::{
     Result,
     gpu::{
@@ -9,7 +9,7 @@ use crate::{
 };
 
 static SOURCE: Source =
-    Source { name: "embed.metal", text: include_str!("embed.metal"), headers: headers::AFFINE, layouts: LAYOUTS };
+    Source { name: "embed.metal", text: include_str!("embed.metal"), headers: HEADERS, layouts: LAYOUTS };
 
 pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
     let dim = call.dims.inputs;

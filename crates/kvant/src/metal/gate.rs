@@ -1,4 +1,4 @@
-use super::{headers, vectors::grid};
+use super::{headers::HEADERS, vectors::grid};
 use crate::{
     Result,
     gpu::{
@@ -9,7 +9,7 @@ use crate::{
 };
 
 static SOURCE: Source =
-    Source { name: "gate.metal", text: include_str!("gate.metal"), headers: headers::VECTORS, layouts: LAYOUTS };
+    Source { name: "gate.metal", text: include_str!("gate.metal"), headers: HEADERS, layouts: LAYOUTS };
 
 pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
     let (groups, threads) = grid(call.rows, call.dim);

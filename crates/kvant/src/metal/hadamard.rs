@@ -1,4 +1,4 @@
-use super::headers;
+use super::headers::HEADERS;
 use crate::{
     Result,
     gpu::{
@@ -9,7 +9,7 @@ use crate::{
 };
 
 static SOURCE: Source =
-    Source { name: "hadamard.metal", text: include_str!("hadamard.metal"), headers: headers::ROTATE, layouts: LAYOUTS };
+    Source { name: "hadamard.metal", text: include_str!("hadamard.metal"), headers: HEADERS, layouts: LAYOUTS };
 
 pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
     b.push(launch(call, &SOURCE))

@@ -1,4 +1,4 @@
-use super::headers;
+use super::headers::HEADERS;
 use crate::{
     Result,
     gpu::{
@@ -10,7 +10,7 @@ use crate::{
 };
 
 static SOURCE: Source =
-    Source { name: "kv_read.metal", text: include_str!("kv_read.metal"), headers: headers::READ, layouts: LAYOUTS };
+    Source { name: "kv_read.metal", text: include_str!("kv_read.metal"), headers: HEADERS, layouts: LAYOUTS };
 
 pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
     let spec = call.layer.spec();

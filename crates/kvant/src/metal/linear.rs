@@ -1,38 +1,52 @@
 use crate::{
     Result,
-    gpu::{Builder, Launch, Params, Source, aligned4, params},
-    metal::{SIMD, affine::parts, headers},
+    gpu::{Builder, Launch, Params, Source, aligned4, linear::LinearParams},
+    metal::{SIMD, affine::parts, headers::HEADERS},
     ops::linear::{Call, NAME},
 };
-
-params! {
-    pub(crate) struct LinearParams {
-        pub rows: u32,
-        pub outputs: u32,
-        pub inputs: u32,
-        pub experts: u32,
-        pub rows_per_input: u32,
-        pub alpha: f32,
-    }
-}
 
 static SOURCE: Source = Source {
     name: "linear.metal",
     text: include_str!("linear.metal"),
-    headers: headers::AFFINE,
+    headers: HEADERS,
     layouts: &[LinearParams::layout],
 };
 
-/// Rows up to which the weight is read once per four of them rather than multiplied by tiles.
-const FEW: usize = 8;
-/// As many rows per expert are few.
-const FEW_PER_EXPERT: usize = 2;
+/// The most rows for which a weight is read once per four rows instead of multiplied by tiles.
+const FEW_ROWS: usize = 8;
+/// The same per expert.
+const FEW_ROWS_PER_EXPERT: usize = 2;
 /// SIMD-groups of a threadgroup of `linear_few`, and outputs of each.
 const SIMDGROUPS: usize = 4;
 const ROWS: usize = 4;
 /// Rows, outputs and threads of a tile.
 const TILE: [usize; 2] = [32, 64];
 const TILE_THREADS: usize = 128;
+
+/// A kernel of `linear.metal`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum LinearKernel {
+    /// `linear_few_N`: reads the weight once for `together` rows. Bound by memory.
+    FewRows { together: usize },
+    /// `linear_tiles`: matrix products. Bound by arithmetic.
+    Tiles,
+}
+
+/// Selects the kernel for `rows` output rows; `experts`: how many there are, where rows choose one.
+fn select(rows: usize, experts: Option<usize>) -> LinearKernel {
+    let few = experts.map_or(FEW_ROWS, |experts| FEW_ROWS.max(FEW_ROWS_PER_EXPERT * experts));
+    if rows > few {
+        return LinearKernel::Tiles;
+    }
+    let together = match rows {
+        // Rows of different experts share no weight.
+        _ if experts.is_some() => 1,
+        0 | 1 => 1,
+        2 => 2,
+        _ => 4,
+    };
+    LinearKernel::FewRows { together }
+}
 
 pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
     let Call { x, weight, dims, experts: ids, rows_per_input, alpha, rows, .. } = call;
@@ -46,25 +60,41 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
         alpha: *alpha,
     };
     let weight = parts(weight, dims.inputs);
-    let few = *rows <= if ids.is_some() { FEW.max(FEW_PER_EXPERT * dims.experts) } else { FEW };
-    let (kernel, groups, threads) = if few {
-        let (kernel, tokens) = match rows {
-            _ if ids.is_some() => ("linear_few_1", 1),
-            0 | 1 => ("linear_few_1", 1),
-            2 => ("linear_few_2", 2),
-            _ => ("linear_few_4", 4),
-        };
-        (kernel, [dims.outputs.div_ceil(ROWS * SIMDGROUPS), rows.div_ceil(tokens)], SIMDGROUPS * SIMD)
-    } else {
-        let down = if ids.is_some() { dims.experts } else { rows.div_ceil(TILE[0]) };
-        ("linear_tiles", [dims.outputs.div_ceil(TILE[1]), down], TILE_THREADS)
+    let (entry, groups, threads) = match select(*rows, ids.is_some().then_some(dims.experts)) {
+        LinearKernel::FewRows { together } => {
+            let entry = match together {
+                1 => "linear_few_1",
+                2 => "linear_few_2",
+                _ => "linear_few_4",
+            };
+            (entry, [dims.outputs.div_ceil(ROWS * SIMDGROUPS), rows.div_ceil(together)], SIMDGROUPS * SIMD)
+        }
+        LinearKernel::Tiles => {
+            let down = if ids.is_some() { dims.experts } else { rows.div_ceil(TILE[0]) };
+            ("linear_tiles", [dims.outputs.div_ceil(TILE[1]), down], TILE_THREADS)
+        }
     };
     b.push(
         weight
-            .bind(Launch::new(NAME, &SOURCE, kernel), call)
+            .bind(Launch::new(NAME, &SOURCE, entry), call)
             .constant("X_ALIGNED", dims.inputs.is_multiple_of(4) && aligned4(x))
             .constant("W_ALIGNED", weight.aligned)
             .params(6, &params)
             .grid([groups[0], groups[1], 1], [threads, 1, 1]),
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{LinearKernel::*, *};
+
+    #[test]
+    fn few_rows_read_the_weight_together_and_many_go_by_tiles() {
+        let few = |together| FewRows { together };
+        assert_eq!([1, 2, 3, 8].map(|rows| select(rows, None)), [few(1), few(2), few(4), few(4)]);
+        assert_eq!(select(9, None), Tiles);
+        assert_eq!([1, 8].map(|rows| select(rows, Some(2))), [few(1); 2]);
+        assert_eq!(select(9, Some(4)), Tiles);
+        assert_eq!([256, 257].map(|rows| select(rows, Some(128))), [few(1), Tiles]);
+    }
 }

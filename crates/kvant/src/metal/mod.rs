@@ -1,26 +1,27 @@
 //! The Metal backend: the kernels, and the Apple runtime that runs them.
 //!
-//! `NAME.metal` holds the kernels of an operation, `NAME.rs` builds their launches; `runtime/` drives an Apple GPU.
-//! Everything but the runtime is compiled on every system, so that tests can run the launches elsewhere.
+//! `NAME.metal` holds the kernels of an operation, `NAME.rs` builds their launches; an operation of several files is a
+//! folder. `runtime/` drives an Apple GPU. Everything except the runtime is compiled on every system, so that tests can run
+//! the launches elsewhere.
 
 mod affine;
 mod argmax;
 mod attend;
+#[cfg(any(target_os = "macos", test))]
+mod buffer_pool;
 mod copy;
 mod embed;
-#[cfg(any(target_os = "macos", test))]
-mod flights;
 mod gate;
 mod hadamard;
 mod headers;
+#[cfg(any(target_os = "macos", test))]
+mod in_flight;
 mod kv_read;
 mod kv_write;
 mod linear;
 mod moe;
 mod norm_rope;
 mod norm_rope_write;
-#[cfg(any(target_os = "macos", test))]
-mod pool;
 mod rms_norm;
 #[cfg(target_os = "macos")]
 mod runtime;

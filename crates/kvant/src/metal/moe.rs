@@ -1,4 +1,4 @@
-use super::{headers, vectors::grid};
+use super::{headers::HEADERS, vectors::grid};
 use crate::{
     Result,
     gpu::{
@@ -9,7 +9,7 @@ use crate::{
 };
 
 static SOURCE: Source =
-    Source { name: "moe.metal", text: include_str!("moe.metal"), headers: headers::ROWS, layouts: LAYOUTS };
+    Source { name: "moe.metal", text: include_str!("moe.metal"), headers: HEADERS, layouts: LAYOUTS };
 
 pub(crate) fn build_route(call: &route::Call, b: &mut Builder) -> Result<()> {
     b.push(moe::route(call, &SOURCE)?)

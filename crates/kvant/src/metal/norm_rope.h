@@ -6,7 +6,7 @@
 #define KVANT_NORM_ROPE_H
 #include "reduce.h"
 #include "rows.h"
-#include "wide.h"
+#include "upper_half.h"
 
 // The numbers of norms, of where angles come from, and of layouts (metal/norm_rope.rs).
 constant constexpr uint NO_NORM = 0;

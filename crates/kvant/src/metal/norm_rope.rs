@@ -1,4 +1,4 @@
-use super::headers;
+use super::headers::HEADERS;
 use crate::{
     Result,
     gpu::{
@@ -9,12 +9,8 @@ use crate::{
     ops::norm_rope::Call,
 };
 
-static SOURCE: Source = Source {
-    name: "norm_rope.metal",
-    text: include_str!("norm_rope.metal"),
-    headers: headers::NORM_ROPE,
-    layouts: LAYOUTS,
-};
+static SOURCE: Source =
+    Source { name: "norm_rope.metal", text: include_str!("norm_rope.metal"), headers: HEADERS, layouts: LAYOUTS };
 
 pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
     let dim = call.head_dim;

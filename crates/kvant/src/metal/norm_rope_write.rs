@@ -1,4 +1,4 @@
-use super::headers;
+use super::headers::HEADERS;
 use crate::{
     Result,
     gpu::{
@@ -12,7 +12,7 @@ use crate::{
 static SOURCE: Source = Source {
     name: "norm_rope_write.metal",
     text: include_str!("norm_rope_write.metal"),
-    headers: headers::NORM_ROPE_WRITE,
+    headers: HEADERS,
     layouts: LAYOUTS,
 };
 

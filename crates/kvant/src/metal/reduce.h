@@ -4,7 +4,7 @@
 #include <metal_stdlib>
 using namespace metal;
 
-// Where a thread stands in its threadgroup, whose threads are whole SIMD-groups of 32.
+// The place of a thread in its threadgroup, whose threads are whole SIMD-groups of 32.
 struct Place {
     uint lane;
     uint simdgroup;

@@ -1,4 +1,4 @@
-use super::headers;
+use super::headers::HEADERS;
 use crate::{
     Result,
     gpu::{
@@ -9,7 +9,7 @@ use crate::{
 };
 
 static SOURCE: Source =
-    Source { name: "rms_norm.metal", text: include_str!("rms_norm.metal"), headers: headers::ROWS, layouts: LAYOUTS };
+    Source { name: "rms_norm.metal", text: include_str!("rms_norm.metal"), headers: HEADERS, layouts: LAYOUTS };
 
 pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
     b.push(launch(call, &SOURCE)?)

@@ -24,7 +24,7 @@ inline float rotation_scale(uint dim) {
     return ldexp(log2 % 2 != 0 ? M_SQRT1_2_F : 1.0f, -(log2 / 2));
 }
 
-// Rotates `rows` rows of `dim` elements that stand one behind the other; dim is a power of two, 2 to 4096. All threads
+// Rotates `rows` consecutive rows of `dim` elements; dim is a power of two, 2 to 4096. All threads
 // of the threadgroup call it, thread `index` of `threads`. It begins and ends with a barrier: callers need none.
 inline void rotate(threadgroup float *x, uint rows, uint dim, bool inverse, uint index, uint threads) {
     // Made small first, so that sums overflow only where the result nearly does.

@@ -11,7 +11,7 @@
 #include "vectors.h"
 #include "ordered.h"
 #include "reduce.h"
-#include "wide.h"
+#include "upper_half.h"
 
 struct SampleParams {
     ulong seed;

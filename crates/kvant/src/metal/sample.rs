@@ -1,4 +1,4 @@
-use super::{argmax, headers};
+use super::{argmax, headers::HEADERS};
 use crate::{
     Result,
     gpu::{
@@ -9,7 +9,7 @@ use crate::{
 };
 
 static SOURCE: Source =
-    Source { name: "sample.metal", text: include_str!("sample.metal"), headers: headers::ROWS, layouts: LAYOUTS };
+    Source { name: "sample.metal", text: include_str!("sample.metal"), headers: HEADERS, layouts: LAYOUTS };
 
 pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
     if let Some(call) = greedy(call) {

@@ -1,4 +1,4 @@
-// Where the tokens of a step stand in a cache layer: ops/kv_write.rs, layer.rs.
+// The slots of a step's tokens in a cache layer: ops/kv_write.rs, layer.rs.
 #ifndef KVANT_SLOTS_H
 #define KVANT_SLOTS_H
 #include <metal_stdlib>

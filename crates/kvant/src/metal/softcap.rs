@@ -1,4 +1,4 @@
-use super::headers;
+use super::headers::HEADERS;
 use crate::{
     Result,
     gpu::{
@@ -9,7 +9,7 @@ use crate::{
 };
 
 static SOURCE: Source =
-    Source { name: "softcap.metal", text: include_str!("softcap.metal"), headers: headers::ELEMENTS, layouts: LAYOUTS };
+    Source { name: "softcap.metal", text: include_str!("softcap.metal"), headers: HEADERS, layouts: LAYOUTS };
 
 pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
     b.push(launch(call, &SOURCE)?)

@@ -1,4 +1,4 @@
-//! Grids of kernels that take four elements at a time: see `vectors.h`.
+//! Grids of kernels that process four elements at a time: see `vectors.h`.
 
 use crate::gpu::{LANES, THREADS};
 

@@ -6,16 +6,34 @@ use crate::{
 
 pub(crate) const NAME: &str = "argmax";
 
-/// The index of the largest element of each row; the lowest one among equals. NaN is never chosen; a row of nothing
-/// but NaN gives `u32::MAX`, which is no index.
+/// Arguments of [`argmax`](argmax()): the index of the largest element of each row.
+///
+/// Among equal elements, the lowest index wins. NaN is never chosen; a row that holds only NaN gives `u32::MAX`,
+/// which is not a valid index.
+///
+/// # Example
+/// ```
+/// use kvant::{DType, Device, Tensor, ops};
+/// let device = Device::cpu();
+/// let x = Tensor::from_slice(&device, &[1f32, 7., f32::NAN, 7.], &[1, 4])?;
+/// let out = Tensor::zeros(&device, DType::U32, &[1])?;
+/// let mut enc = device.encoder()?;
+/// ops::argmax(&mut enc, &ops::Argmax { x: &x, out: &out })?;
+/// enc.commit()?.wait()?;
+/// assert_eq!(out.to_vec::<u32>()?, [1]);
+/// # Ok::<(), kvant::Error>(())
+/// ```
 pub struct Argmax<'a> {
-    /// `[T, N]`, f32, f16 or bf16, N at least 1.
+    /// `[T, N]`, f32, f16 or bf16; N is at least 1.
     pub x: &'a Tensor,
     /// u32 `[T]`.
     pub out: &'a Tensor,
 }
 
 /// Runs [`Argmax`].
+///
+/// # Errors
+/// Those of [every operation](crate::ops#errors).
 pub fn argmax(enc: &mut Encoder, args: &Argmax) -> Result<()> {
     let [rows, dim] = check::rank(NAME, "x", args.x, ["T", "N"])?;
     check::float(NAME, "x", args.x)?;

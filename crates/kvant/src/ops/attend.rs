@@ -10,90 +10,102 @@ use crate::{
 
 pub(crate) const NAME: &str = "attend";
 
-/// Head sizes that attention has kernels for.
+/// The head sizes that [`attend`](attend()) supports.
 pub const HEAD_DIMS: [usize; 4] = [64, 128, 256, 512];
 
-/// out = softmax(scale · q·Kᵀ \[softcap\] + mask) · V over a cache layer: decode (one token a sequence), verification (a
-/// few) and prefill (many) alike.
+/// Arguments of [`attend`](attend()): out = softmax(scale · q·Kᵀ \[softcap\] + mask) · V over a cache layer.
 ///
-/// A token at position p of sequence s sees the cached positions j of s with j ≤ p, j < lens\[s\], j still held by the
-/// layer, and j > p − window, the narrower one of the layer's and the call's. On a ring, a slot's position is the largest one below lens\[s\] that maps to it.
-/// A token that sees nothing gets zeros. Slots that are not seen do not matter, whatever they hold. Scores of minus infinity weigh nothing
-/// beside others (on the CPU 2⁻¹²⁶, as all scores that are so far below the largest); one that has no others gets NaN.
+/// The same operation serves decode (one token per sequence), verification of drafts (a few) and prefill (many).
 ///
-/// Query heads h·G .. (h+1)·G share KV head h, G = H / Hk. Scores and sums are f32, as is the softmax. What is multiplied
-/// is rounded before in two cases:
+/// # Which positions a token sees
 ///
-/// - Over a quantised layer, the centroids and what they are multiplied by: CUDA, with an f16 or bf16 `out`, rounds them to
-///   f16 (a relative error of at most 2⁻¹² each); the CPU at
-///   [`SimdLevel::Avx512Vnni`](crate::SimdLevel::Avx512Vnni), the default where the processor has it, takes them in fixed
-///   point. With normal keys and queries, the root mean square error is 1.5·10⁻⁴ of a result at scale 1/√D; at scale 1, where
-///   scores are larger, up to 4.4·10⁻⁴ at D = 256 and 6.1·10⁻⁴ at 512 (measured).
-///   [`CpuOptions`](crate::CpuOptions)` { simd: Some(SimdLevel::Avx512), .. }` computes in f32 instead.
-/// - Elsewhere on CUDA, weights, centroids, and queries, keys and values in f32 are taken as sums of f16 or bf16 numbers,
-///   which hold 16 bits at least with an f16 or bf16 `out`, and 22 with an f32 one.
+/// A token at position p of sequence s sees the cached positions j of s for which
 ///
-/// Over quantised values CUDA counts weights relative to the largest norm among the values that a block of neighbouring tokens sees: one
-/// whose norm is less than 2⁻²⁸ of that loses bits of its weight, below some 2⁻³⁸ it counts as nothing. Values of a model do not differ by so much.
+/// - j ≤ p,
+/// - j < lens\[s\],
+/// - the layer still holds j, and
+/// - j > p − window, with the narrower of the layer's and the call's window.
 ///
-/// On the CPU a result does not depend on timing; its last digits may depend on the number of threads. A token gives the same in
-/// a prompt and in decode, up to the errors above.
+/// On a ring, the position of a slot is the largest position below lens\[s\] that maps to the slot. Slots that are
+/// not seen have no effect, whatever they hold.
+///
+/// A token that sees nothing gets zeros. A score of −∞ has weight zero if another score is larger (on the CPU 2⁻¹²⁶,
+/// like every score that is far below the largest). If all scores are −∞, the result is NaN.
+///
+/// # Heads
+///
+/// Query heads h·G .. (h+1)·G share KV head h, with G = H / Hk.
+///
+/// # Determinism and accuracy
+///
+/// Scores, softmax and sums are f32; the [table](crate::ops#accuracy) lists the cases in which factors are rounded.
+/// On the CPU, results do not depend on timing; their last digits may depend on the number of threads. A token gets
+/// the same result in a prompt and in decode, up to the errors in the table.
 pub struct Attend<'a> {
-    /// `[T, H, D]`, f32, f16 or bf16; H a multiple of the layer's KV heads, D one of [`HEAD_DIMS`].
+    /// `[T, H, D]`, f32, f16 or bf16. H is a multiple of the layer's KV heads; D is one of [`HEAD_DIMS`].
     pub q: &'a Tensor,
     /// The keys and values.
     pub layer: &'a KvLayer,
-    /// Where the query tokens stand.
+    /// The positions, sequences and lengths of the query tokens.
     pub step: &'a Step,
-    /// Keys and values of this step's own tokens, when they are not in the cache yet.
+    /// Keys and values of this step's tokens that are not in the cache yet.
     pub fresh: Option<Fresh<'a>>,
-    /// Multiplies the scores (often 1/√D; Gemma 4 uses 1); at most 2.3e38 in magnitude.
+    /// Multiplies the scores (often 1/√D; Gemma 4 uses 1). At most 2.3e38 in magnitude.
     pub scale: f32,
-    /// s ← c·tanh(s/c), after the scale and before the mask; c from 1.2e-38 to 1e30,
-    /// and scale / c finite.
+    /// s ← c·tanh(s/c), applied after the scale and before the mask. c is between 1.2e-38 and 1e30, and scale / c
+    /// must be finite.
     pub softcap: Option<f32>,
-    /// How many positions a token sees, itself included; `None` for as many as [`LayerSpec::window`](crate::LayerSpec::window)
-    /// says, which it must not exceed.
+    /// How many positions a token sees, itself included. `None` uses [`LayerSpec::window`](crate::LayerSpec::window);
+    /// a wider window than the layer's is an error.
     pub window: Option<usize>,
-    /// The queries are already rotated ([`NormRope::rotate`](super::NormRope::rotate)); needs quantised keys.
+    /// Whether the queries are already rotated ([`NormRope::rotate`](super::NormRope::rotate)). Requires quantised
+    /// keys, and no `fresh` keys, which are not rotated.
     pub q_rotated: bool,
-    /// A plan made by [`plan`], to be used for all layers of a step that have the same shape, codecs and window; made here when
-    /// absent.
+    /// A plan made by [`plan`], reused for all layers of a step with the same shape, codecs and window. `None` makes
+    /// one for this call.
     pub plan: Option<&'a Plan>,
     /// `[T, H, D]`, f32, f16 or bf16.
     pub out: &'a Tensor,
 }
 
-/// New keys and values that attention reads raw, before they are stored: for a prompt longer than what a ring could
-/// hold at once. Write them with [`kv_write`](super::kv_write()) afterwards.
+/// New keys and values that attention reads raw, before they are stored.
 ///
-/// A token sees, besides what the cache holds, the fresh tokens of its own sequence at positions up to its own,
+/// Use it for a prompt that is longer than a ring can hold at once. Store the tokens afterwards with
+/// [`kv_write`](super::kv_write()).
+///
+/// In addition to the cached positions, a token sees the fresh tokens of its own sequence at positions up to its own,
 /// within the window.
 #[derive(Clone, Copy)]
 pub struct Fresh<'a> {
     /// `[T, Hk, D]` or `[Hk, T, D]`, f32, f16 or bf16.
     pub k: &'a Tensor,
-    /// As `k`.
+    /// As `k`; the dtype may differ.
     pub v: &'a Tensor,
-    /// The layout of both.
+    /// The layout of `k` and `v`.
     pub order: SourceOrder,
-    /// u32 `[S]`: the lengths before this step, no more than the position of any of its tokens; never `step.lens`, which counts
-    /// these tokens. They stand for `step.lens` in what is said of cached positions.
+    /// u32 `[S]`: the lengths before this step. Each must be at most the position of every fresh token of its
+    /// sequence. Do not pass `step.lens`, which counts the fresh tokens. For cached positions, `past` replaces
+    /// `step.lens`.
     pub past: &'a Tensor,
 }
 
-/// How an attention will be run.
+/// The kernel that an attention call will use.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Plan {
-    /// The kernel.
+    /// The kernel's name.
     pub kernel: &'static str,
-    /// Why this one.
+    /// Why this kernel was chosen.
     pub reason: Cow<'static, str>,
-    /// Into how many parts the context of each (sequence, KV head) is to be split; 0 leaves it to the kernel.
+    /// The number of parts into which the context of each (sequence, KV head) is split; 0 leaves the choice to the
+    /// kernel.
     pub splits: usize,
 }
 
-/// Which kernel a device would run, and why. Make it once a step and pass it to every layer of the same shape.
+/// Returns the kernel that a device would run, and why. Make a plan once per step and pass it to every layer of the
+/// same shape.
+///
+/// # Errors
+/// Those of [`attend`](attend()) when it is recorded.
 pub fn plan(args: &Attend, device: &Device) -> Result<Plan> {
     let plan = device.backend().plan_attend(&validate(args)?);
     tracing::debug!(device = %device, kernel = plan.kernel, reason = %plan.reason, splits = plan.splits, "attend");
@@ -101,6 +113,15 @@ pub fn plan(args: &Attend, device: &Device) -> Result<Plan> {
 }
 
 /// Runs [`Attend`].
+///
+/// # Errors
+/// Those of [every operation](crate::ops#errors). On the CPU, the commit returns `OutOfRange`
+///
+/// - for a sequence that does not exist, or a position that is not below its sequence's length;
+/// - for a length beyond the capacity of a linear layer;
+/// - for a `fresh.past` beyond the position of a token of its sequence.
+///
+/// A GPU does not check these values; see [`Step`].
 pub fn attend(enc: &mut Encoder, args: &Attend) -> Result<()> {
     let call = validate(args)?;
     enc.submit(super::Call::Attend(call))
@@ -124,7 +145,7 @@ fn validate(args: &Attend) -> Result<Call> {
     check::shape(NAME, "out", args.out, &[("T", tokens), ("H", heads), ("D", head_dim)])?;
     args.step.validate(NAME, tokens, spec.sequences)?;
     check::finite(NAME, "scale", args.scale)?;
-    // Scores are in units of log 2.
+    // Kernels compute scores in units of log 2.
     let in_units = (args.scale * std::f32::consts::LOG2_E).is_finite();
     check::value_is(NAME, "scale", in_units, "at most 2.3e38 in magnitude", args.scale)?;
     if let Some(cap) = args.softcap {
@@ -184,10 +205,10 @@ pub(crate) struct Call {
     pub fresh: Option<FreshCall>,
     pub scale: f32,
     pub softcap: Option<f32>,
-    /// `usize::MAX` when there is none.
+    /// `usize::MAX` without a window.
     pub window: usize,
     pub q_rotated: bool,
-    /// 0: the kernel's choice.
+    /// 0 leaves the choice to the kernel.
     pub splits: usize,
     pub out: Tensor,
     pub tokens: usize,
@@ -196,7 +217,7 @@ pub(crate) struct Call {
 }
 
 impl Call {
-    /// The lengths that say what the cache holds: those before the step when its tokens are fresh.
+    /// The lengths of the cached part: those before the step if its tokens are fresh.
     pub(crate) fn cached_lens(&self) -> &Tensor {
         self.fresh.as_ref().map_or(&self.step.lens, |fresh| &fresh.past)
     }
@@ -228,7 +249,7 @@ impl Call {
                     self.step.check_indices(NAME, None)?;
                     let limit = linear_capacity.map_or(usize::MAX, |capacity| capacity.saturating_add(1));
                     check::indices_below(NAME, "fresh.past", &fresh.past, limit)?;
-                    // What is cached at a token's own position, or after it, would be attended to beside the fresh keys.
+                    // A cached token at or after a fresh token's position would be counted twice.
                     let past = fresh.past.host_slice::<u32>();
                     let (positions, sequence) =
                         (self.step.positions.host_slice::<u32>(), self.step.sequence.host_slice::<u32>());
@@ -246,7 +267,7 @@ impl Call {
     }
 }
 
-/// The cached positions `first..end` that a token at `position` sees, given its sequence's cached length.
+/// The cached positions `first..end` that a token at `position` sees, given the cached length of its sequence.
 #[inline]
 pub(crate) fn visible(position: usize, len: usize, capacity: usize, window: usize) -> std::ops::Range<usize> {
     let end = len.min(position + 1);

@@ -1,8 +1,8 @@
-//! The checks that operations share. Each names the operation and the argument it refuses.
+//! The checks that operations share. Every error names the operation and the argument.
 
 use crate::{DType, Error, Result, Tensor};
 
-/// The tensor has exactly these dimensions; the names are for the message.
+/// The tensor has exactly these dimensions; the error message uses the names.
 pub(crate) fn shape(op: &'static str, arg: &'static str, tensor: &Tensor, dims: &[(&str, usize)]) -> Result<()> {
     if tensor.shape().iter().copied().eq(dims.iter().map(|d| d.1)) {
         return Ok(());
@@ -11,7 +11,7 @@ pub(crate) fn shape(op: &'static str, arg: &'static str, tensor: &Tensor, dims: 
     Err(Error::Shape { op, arg, expected: format!("[{}]", named.join(", ")), got: tensor.shape().to_vec() })
 }
 
-/// The tensor's dimensions, when it has `N` of them.
+/// Returns the tensor's dimensions if it has `N` of them.
 pub(crate) fn rank<const N: usize>(
     op: &'static str,
     arg: &'static str,
@@ -33,7 +33,7 @@ pub(crate) fn dtype(op: &'static str, arg: &'static str, tensor: &Tensor, want: 
     Err(Error::DType { op, arg, expected: want.name(), got: tensor.dtype() })
 }
 
-/// f32, f16 or bf16.
+/// The dtype is f32, f16 or bf16.
 pub(crate) fn float(op: &'static str, arg: &'static str, tensor: &Tensor) -> Result<()> {
     if tensor.dtype().is_float() {
         return Ok(());
@@ -49,7 +49,8 @@ pub(crate) fn at_most(op: &'static str, arg: &'static str, value: usize, limit: 
     value_is(op, arg, value <= limit, format_args!("at most {limit}"), value)
 }
 
-/// What tanh(x / cap) is taken of, which a GPU may take for zero below 1.2e-38: ordinary numbers by larger caps are, and smaller caps.
+/// A softcap: tanh(x / cap) would see zeros if a GPU flushed a small cap, or ordinary numbers divided by a larger
+/// one.
 pub(crate) fn cap(op: &'static str, arg: &'static str, value: f32) -> Result<()> {
     value_is(op, arg, (f32::MIN_POSITIVE..=1e30).contains(&value), "1.2e-38 to 1e30", value)
 }
@@ -58,7 +59,7 @@ pub(crate) fn finite(op: &'static str, arg: &'static str, value: f32) -> Result<
     value_is(op, arg, value.is_finite(), "finite", value)
 }
 
-/// `ok`, or a `Value` error.
+/// Returns a `Value` error unless `ok`.
 pub(crate) fn value_is(
     op: &'static str,
     arg: &'static str,
@@ -75,7 +76,7 @@ pub(crate) fn value_is(
 /// Every element of a u32 index buffer in host memory is below `limit`.
 ///
 /// # Safety
-/// The device's lock is held.
+/// The caller holds the device's lock.
 pub(crate) unsafe fn indices_below(op: &'static str, arg: &'static str, tensor: &Tensor, limit: usize) -> Result<()> {
     // SAFETY: passed on to the caller.
     for (index, &got) in unsafe { tensor.host_slice::<u32>() }.iter().enumerate() {

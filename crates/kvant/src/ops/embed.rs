@@ -6,13 +6,13 @@ use crate::{
 
 pub(crate) const NAME: &str = "embed";
 
-/// out\[t\] = scale · table\[ids\[t\]\], dequantised when the table is affine.
+/// Arguments of [`embed`](embed()): out\[t\] = scale · table\[ids\[t\]\], dequantised if the table is affine.
 pub struct Embed<'a> {
-    /// `[V, N]`: one row per token id; dense or affine.
+    /// `[V, N]`: one row per token id, dense or affine.
     pub table: Weight<'a>,
     /// u32 `[T]`, each below V.
     pub ids: &'a Tensor,
-    /// Multiplies every element (Gemma: √hidden).
+    /// Multiplies every element (Gemma uses √hidden).
     pub scale: f32,
     /// `[T, N]`, f32, f16 or bf16.
     pub out: &'a Tensor,
@@ -21,7 +21,8 @@ pub struct Embed<'a> {
 /// Runs [`Embed`].
 ///
 /// # Errors
-/// At the commit, `OutOfRange` when an id is not below V, on devices where the host sees the ids; elsewhere such a row is zeros.
+/// Those of [every operation](crate::ops#errors). On the CPU, the commit returns `OutOfRange` for an id that is not
+/// below V; a GPU writes zeros for such a token.
 pub fn embed(enc: &mut Encoder, args: &Embed) -> Result<()> {
     let [tokens] = check::rank(NAME, "ids", args.ids, ["T"])?;
     check::dtype(NAME, "ids", args.ids, DType::U32)?;

@@ -6,22 +6,24 @@ use crate::{
 
 pub(crate) const NAME: &str = "gate";
 
-/// out = activation(gate) · up, element by element: the middle of a gated MLP.
+/// Arguments of [`gate`](gate()): out = activation(gate) · up, element by element. This is the middle of a gated MLP.
 ///
-/// `gate` and `up` may be columns of one tensor (a fused projection) or of two; `out` may be the gate's tensor when
-/// the gate is all of its columns.
+/// `gate` and `up` may be columns of one tensor (a fused projection) or of two tensors. `out` may be the gate's
+/// tensor if the gate covers all of its columns.
+///
+/// The formulas also hold for infinities: both activations of −∞ are NaN.
 pub struct Gate<'a> {
-    /// What the activation is applied to.
+    /// The input of the activation.
     pub gate: Columns<'a>,
-    /// What it multiplies.
+    /// The factor.
     pub up: Columns<'a>,
-    /// The function.
+    /// The activation function.
     pub activation: Activation,
     /// `[T, N]`, f32, f16 or bf16.
     pub out: &'a Tensor,
 }
 
-/// Columns `start .. start + N` of a tensor `[T, W]`, f32, f16 or bf16; N comes from the output.
+/// Columns `start .. start + N` of a tensor `[T, W]`, f32, f16 or bf16. N is the width of the output.
 #[derive(Clone, Copy)]
 pub struct Columns<'a> {
     /// `[T, W]`.
@@ -31,7 +33,7 @@ pub struct Columns<'a> {
 }
 
 impl<'a> Columns<'a> {
-    /// Columns from the first.
+    /// Columns from the first one on.
     pub fn all(tensor: &'a Tensor) -> Self {
         Columns { tensor, start: 0 }
     }
@@ -47,6 +49,9 @@ pub enum Activation {
 }
 
 /// Runs [`Gate`].
+///
+/// # Errors
+/// Those of [every operation](crate::ops#errors).
 pub fn gate(enc: &mut Encoder, args: &Gate) -> Result<()> {
     let [rows, dim] = check::rank(NAME, "out", args.out, ["T", "N"])?;
     check::float(NAME, "out", args.out)?;

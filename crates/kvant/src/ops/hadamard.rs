@@ -6,26 +6,30 @@ use crate::{
 
 pub(crate) const NAME: &str = "hadamard";
 
-/// The randomised Hadamard rotation of each row: y = H_D·(s ⊙ x)/√D, or its inverse x = s ⊙ (H_D·y)/√D.
+/// Arguments of [`hadamard`](hadamard()): the randomised Hadamard rotation of each row, y = H_D·(s ⊙ x)/√D, or its
+/// inverse x = s ⊙ (H_D·y)/√D.
 ///
-/// H_D is the Sylvester matrix, s the fixed signs of [`codec::signs`](crate::codec::signs). Orthonormal: lengths and
-/// inner products are kept. `out` may be `x`.
+/// H_D is the Sylvester matrix; s are the fixed signs of [`codec::signs`](crate::codec::signs). The rotation is
+/// orthonormal: it preserves lengths and inner products. `out` may be `x`.
 pub struct Hadamard<'a> {
-    /// `[.., D]`, f32, f16 or bf16; D a power of two, 2 to 4096.
+    /// `[.., D]`, f32, f16 or bf16; D is a power of two from 2 to 4096.
     pub x: &'a Tensor,
-    /// Undo the rotation.
+    /// Whether to undo the rotation.
     pub inverse: bool,
     /// The shape of `x`, f32, f16 or bf16.
     pub out: &'a Tensor,
 }
 
 /// Runs [`Hadamard`].
+///
+/// # Errors
+/// Those of [every operation](crate::ops#errors).
 pub fn hadamard(enc: &mut Encoder, args: &Hadamard) -> Result<()> {
     check::float(NAME, "x", args.x)?;
     check::float(NAME, "out", args.out)?;
     let dim = args.x.shape().last().copied().unwrap_or(0);
     let ok = dim.is_power_of_two() && (2..=4096).contains(&dim);
-    check::value_is(NAME, "D", ok, "a power of two, 2 to 4096", dim)?;
+    check::value_is(NAME, "D", ok, "a power of two from 2 to 4096", dim)?;
     let dims: Vec<(&str, usize)> = args.x.shape().iter().map(|&n| ("", n)).collect();
     check::shape(NAME, "out", args.out, &dims)?;
     let rows = args.x.elements() / dim;

@@ -6,23 +6,26 @@ use crate::{
 
 pub(crate) const NAME: &str = "kv_read";
 
-/// Copies a logical range of positions out of a layer, in order, to a dense tensor: the inverse of
-/// [`kv_write`](super::kv_write()).
+/// Arguments of [`kv_read`](kv_read()): copies a range of positions of a layer, in order, to a dense tensor. It is
+/// the inverse of [`kv_write`](super::kv_write()).
+///
+/// Reading a dense layer into its own dtype gives the stored bits.
 pub struct KvRead<'a> {
-    /// Where from.
+    /// The layer to read.
     pub layer: &'a KvLayer,
     /// Keys or values.
     pub side: KvSide,
-    /// The sequence.
+    /// The sequence, below S.
     pub sequence: usize,
-    /// The first position. On a ring the caller knows which positions are still held
-    /// ([`KvCache::held`](crate::KvCache::held)): in the slots of others stand later ones, or some that were taken back.
+    /// The first position. On a ring, the caller must know which positions are held
+    /// ([`KvCache::held`](crate::KvCache::held)): the slots of other positions contain later positions, or positions
+    /// that were truncated.
     pub start: usize,
-    /// Leave TurboQuant vectors rotated instead of undoing the rotation. No effect on dense ones.
+    /// Whether to leave TurboQuant vectors rotated. No effect on dense vectors.
     pub keep_rotated: bool,
     /// The layout of `out`.
     pub order: SourceOrder,
-    /// `[n, Hk, D]` or `[Hk, n, D]`, f32, f16 or bf16: positions `start .. start + n`, n at most the capacity.
+    /// `[n, Hk, D]` or `[Hk, n, D]`, f32, f16 or bf16: positions `start .. start + n`, with n at most the capacity.
     pub out: &'a Tensor,
 }
 
@@ -37,7 +40,8 @@ pub enum KvSide {
 
 /// Runs [`KvRead`].
 ///
-/// A dense layer read into its own dtype gives the stored bits.
+/// # Errors
+/// Those of [every operation](crate::ops#errors); `Value` for a range that does not fit the layer.
 pub fn kv_read(enc: &mut Encoder, args: &KvRead) -> Result<()> {
     let spec = args.layer.spec();
     check::float(NAME, "out", args.out)?;

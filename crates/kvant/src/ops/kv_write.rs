@@ -6,27 +6,30 @@ use crate::{
 
 pub(crate) const NAME: &str = "kv_write";
 
-/// Puts K and V of new tokens into a cache layer, encoding them as the layer's codecs say.
+/// Arguments of [`kv_write`](kv_write()): stores keys and values of new tokens in a cache layer, encoded with the
+/// layer's codecs.
 ///
 /// Entry i of the step describes source token `first_token + i`. Its slot is its position (linear layer) or its
-/// position mod the capacity (ring). A token is stored when its position is among the last `capacity` ones below its
-/// sequence's length, so a batch longer than a ring writes each slot once: the last tokens win. What a later token has taken the
-/// place of cannot be attended to: [`Fresh`](super::Fresh) is for such batches.
+/// position mod the capacity (ring).
 ///
-/// A dense destination of the source's dtype gets the source's bits, NaN payloads included; f32 to f16 or bf16 rounds
-/// to nearest, ties to even, and overflows to infinity.
+/// A token is stored if its position is among the last `capacity` positions below its sequence's length. A batch that
+/// is longer than a ring therefore writes each slot once, and the last tokens win. Later tokens overwrite slots that
+/// earlier tokens of the batch may need; use [`Fresh`](super::Fresh) to attend within such a batch.
+///
+/// A dense destination with the source's dtype gets the source's bits, NaN payloads included. Conversion from f32 to
+/// f16 or bf16 rounds to nearest, ties to even, and overflows to infinity.
 pub struct KvWrite<'a> {
     /// `[T, Hk, D]` or `[Hk, T, D]`, f32, f16 or bf16.
     pub k: &'a Tensor,
-    /// As `k`; its dtype may differ.
+    /// As `k`; the dtype may differ.
     pub v: &'a Tensor,
-    /// How the sources are laid out.
+    /// The layout of `k` and `v`.
     pub order: SourceOrder,
     /// The source token that the step's first entry describes.
     pub first_token: usize,
-    /// Where the tokens stand: `step.tokens()` of them are written.
+    /// Positions, sequences and lengths of the tokens; `step.tokens()` tokens are written.
     pub step: &'a Step,
-    /// Where they go.
+    /// The destination.
     pub layer: &'a KvLayer,
 }
 
@@ -41,7 +44,7 @@ pub enum SourceOrder {
 }
 
 impl SourceOrder {
-    /// (tokens, heads, head_dim) of a source.
+    /// The (tokens, heads, head_dim) of a source.
     pub(crate) fn dims(self, op: &'static str, arg: &'static str, tensor: &Tensor) -> Result<[usize; 3]> {
         Ok(match self {
             SourceOrder::TokenMajor => check::rank(op, arg, tensor, ["T", "heads", "D"])?,
@@ -71,11 +74,12 @@ impl SourceOrder {
     }
 }
 
-/// Runs [`KvWrite`]: one launch however many tokens.
+/// Runs [`KvWrite`], in one launch for any number of tokens.
 ///
 /// # Errors
-/// `Shape`, `DType`, `Value` for arguments that do not fit together; at the commit, `OutOfRange` for a position beyond a linear
-/// layer or its sequence's length, where the host sees the positions (elsewhere the kernel skips the token).
+/// Those of [every operation](crate::ops#errors). On the CPU, the commit returns `OutOfRange` for a sequence that
+/// does not exist, a position that is not below its sequence's length, or a length beyond the capacity of a linear
+/// layer. A GPU skips a token that is out of range; see [`Step`].
 pub fn kv_write(enc: &mut Encoder, args: &KvWrite) -> Result<()> {
     let spec = args.layer.spec();
     let [source_tokens, ..] = args.order.dims(NAME, "k", args.k)?;
@@ -86,8 +90,14 @@ pub fn kv_write(enc: &mut Encoder, args: &KvWrite) -> Result<()> {
     let tokens = args.step.tokens();
     args.step.validate(NAME, tokens, spec.sequences)?;
     let fits = args.first_token.checked_add(tokens).is_some_and(|end| end <= source_tokens);
-    let got = format_args!("{} tokens from {} on", tokens, args.first_token);
-    check::value_is(NAME, "first_token", fits, format_args!("within the source's {source_tokens} tokens"), got)?;
+    let got = format_args!("{} tokens from token {} on", tokens, args.first_token);
+    check::value_is(
+        NAME,
+        "first_token",
+        fits,
+        format_args!("a range within the source's {source_tokens} tokens"),
+        got,
+    )?;
     enc.submit(super::Call::KvWrite(Call {
         k: args.k.clone(),
         v: args.v.clone(),
@@ -131,7 +141,8 @@ impl Call {
     }
 }
 
-/// Whether the token at `position` of a sequence of `len` tokens is still held by the layer once the step is written.
+/// Whether a layer still holds the token at `position` after the step is written, if the sequence then has `len`
+/// tokens.
 #[inline]
 pub(crate) fn is_kept(position: usize, len: usize, capacity: usize) -> bool {
     position < len && len - position <= capacity

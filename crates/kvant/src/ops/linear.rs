@@ -6,33 +6,41 @@ use crate::{
 
 pub(crate) const NAME: &str = "linear";
 
-/// out\[t\] = alpha · x\[t\] · Wᵀ, for the shapes of decode (T = 1) and prefill alike.
+/// Arguments of [`linear`](linear()): out\[t\] = alpha · x\[t\] · Wᵀ, for decode (T = 1) and prefill.
 ///
-/// With [`Experts`], W holds E matrices and each output row picks one.
+/// With [`Experts`], W holds E matrices and each output row selects one.
 ///
-/// # Accuracy
-/// Products and sums are those of f32, whatever the types, with four exceptions, all of affine weights:
+/// Products and sums are f32 for every dtype. The [table](crate::ops#accuracy) lists the cases of affine weights in
+/// which activations or weights are rounded.
 ///
-/// - Up to 15 rows for one matrix (with experts: of each), the CPU's level [`SimdLevel::Avx512Vnni`](crate::SimdLevel::Avx512Vnni) counts
-///   activations in steps of some 2⁻²³ of the largest of their group: what is smaller than half a step beside it is lost.
-/// - From 16 rows for one matrix on (with experts: once one of them has as many, for all), the CPU's level [`SimdLevel::Avx512Vnni`](crate::SimdLevel::Avx512Vnni) rounds activations
-///   to 16 bits, counted from the largest of each group. That is an error of about 2·10⁻⁵ of a result's root mean square, where
-///   f32 has 10⁻⁷ and bf16 some 10⁻³; the products take half the time. Any other level, asked for by
-///   [`CpuOptions`](crate::CpuOptions), multiplies in f32.
-/// - On CUDA, a row or two for one matrix, and few rows of experts, count activations in steps of 2⁻²² of the largest of 128
-///   consecutive inputs: what is smaller than a step beside it is lost. An activation that is not finite, or 2¹⁰⁶ and more, makes
-///   NaN of all results of its row.
-/// - On CUDA, 48 rows and more of bf16 with an `out` of bf16 (without experts; up to 2²⁸ elements of weight and `x` together)
-///   take a weight with groups of 32, and before or after Hopper any, as the sum of two bf16 numbers, which keeps 16 bits of it.
+/// # Infinities
 ///
-/// On CUDA an infinite activation may make NaN of a result that would be infinite; so may, on Metal up to 8 rows of affine weights, one
-/// that is infinite or so large that its products with codes are.
+/// - On CUDA, with one or two rows for one matrix or few rows of experts of affine weights, an activation that is not
+///   finite or at least 2¹⁰⁶ in magnitude makes all results of its row NaN.
+/// - On CUDA, an infinite activation may make a result NaN that would be infinite.
+/// - On Metal, up to 8 rows of affine weights: so may an activation that is infinite, or so large that its products
+///   with codes are infinite.
+///
+/// # Example
+/// ```
+/// use kvant::{DType, Device, Tensor, ops};
+/// let device = Device::cpu();
+/// let x = Tensor::from_slice(&device, &[1f32, 2.], &[1, 2])?;
+/// let w = Tensor::from_slice(&device, &[1f32, 0., 0., 1., 1., 1.], &[3, 2])?;
+/// let out = Tensor::zeros(&device, DType::F32, &[1, 3])?;
+/// let mut enc = device.encoder()?;
+/// let weight = ops::Weight::Dense(&w);
+/// ops::linear(&mut enc, &ops::Linear { x: &x, weight, experts: None, alpha: 1., out: &out })?;
+/// enc.commit()?.wait()?;
+/// assert_eq!(out.to_vec::<f32>()?, [1., 2., 3.]);
+/// # Ok::<(), kvant::Error>(())
+/// ```
 pub struct Linear<'a> {
     /// `[T, K]`, f32, f16 or bf16.
     pub x: &'a Tensor,
     /// `[N, K]`, or `[E, N, K]` with experts: one row per output.
     pub weight: Weight<'a>,
-    /// A mixture of experts' choice, or `None` for one matrix.
+    /// The experts of each row, or `None` for one matrix.
     pub experts: Option<Experts<'a>>,
     /// Multiplies the result; 1 for a plain product.
     pub alpha: f32,
@@ -45,42 +53,42 @@ pub struct Linear<'a> {
 pub enum Weight<'a> {
     /// `[N, K]` or `[E, N, K]`, f32, f16 or bf16.
     Dense(&'a Tensor),
-    /// Quantised as MLX does.
+    /// Quantised in MLX's affine format.
     Affine(Affine<'a>),
 }
 
-/// MLX's affine quantisation: w = scale · q + bias, per group of consecutive inputs.
+/// MLX's affine quantisation: w = scale · q + bias, with one scale and one bias per group of consecutive inputs.
 ///
-/// The codes of a row are one little-endian bit stream: code i takes bits `i·bits .. (i+1)·bits` of it.
+/// The codes of a row are one little-endian bit stream: code i is bits `i·bits .. (i+1)·bits`.
 #[derive(Clone, Copy)]
 pub struct Affine<'a> {
-    /// u32 `[N, K·bits/32]` (or `[E, N, ..]`).
+    /// u32 `[N, K·bits/32]`, or `[E, N, K·bits/32]`.
     pub codes: &'a Tensor,
-    /// `[N, K/group]` (or `[E, N, K/group]`), f32, f16 or bf16.
+    /// `[N, K/group]`, or `[E, N, K/group]`; f32, f16 or bf16.
     pub scales: &'a Tensor,
-    /// As `scales`.
+    /// The shape and dtype of `scales`.
     pub biases: &'a Tensor,
-    /// 4, 6 or 8.
+    /// Bits of a code: 4, 6 or 8.
     pub bits: u32,
     /// Inputs that share a scale and a bias: 32, 64 or 128.
     pub group: usize,
 }
 
-/// Which expert's matrix each row goes through.
+/// The expert matrix of each row.
 #[derive(Clone, Copy)]
 pub struct Experts<'a> {
     /// u32 `[T, top_k]`, each below E.
     pub ids: &'a Tensor,
-    /// Whether `x` has one row per (token, choice), `[T·top_k, K]`, rather than one per token that all its choices
-    /// share.
+    /// Whether `x` has one row per (token, choice), `[T·top_k, K]`. If false, it has one row per token, which all
+    /// choices of the token share.
     pub expanded: bool,
 }
 
 /// Runs [`Linear`].
 ///
 /// # Errors
-/// At the commit, `OutOfRange` when an expert id is not below E, on devices where the host sees the ids; elsewhere such a row is
-/// zeros.
+/// Those of [every operation](crate::ops#errors). On the CPU, the commit returns `OutOfRange` for an expert id that
+/// is not below E; a GPU writes zeros for such a row.
 pub fn linear(enc: &mut Encoder, args: &Linear) -> Result<()> {
     check::float(NAME, "x", args.x)?;
     check::float(NAME, "out", args.out)?;
@@ -102,7 +110,7 @@ pub fn linear(enc: &mut Encoder, args: &Linear) -> Result<()> {
     check::shape(NAME, "x", args.x, &[("T", x_rows), ("K", dims.inputs)])?;
     let rows = experts.as_ref().map_or(x_rows, |ids: &Tensor| ids.elements());
     check::shape(NAME, "out", args.out, &[("T", rows), ("N", dims.outputs)])?;
-    // A GPU does not know the ids, and there would be no matrix to take instead of one that is not there.
+    // A GPU cannot check the ids, and with no experts there is no valid matrix to read.
     check::value_is(NAME, "E", dims.experts > 0 || rows == 0, "at least 1", dims.experts)?;
     enc.submit(super::Call::Linear(Call {
         x: args.x.clone(),
@@ -128,7 +136,7 @@ pub(crate) struct WeightDims {
 }
 
 impl Weight<'_> {
-    /// Checks the parts against each other. `experts` asks for a leading dimension E.
+    /// Checks the parts against each other. `experts` requires a leading dimension E.
     pub(crate) fn validate(&self, op: &'static str, arg: &'static str, experts: Option<()>) -> Result<WeightDims> {
         let dims = |tensor: &Tensor| -> Result<[usize; 3]> {
             if experts.is_some() {
@@ -151,7 +159,7 @@ impl Weight<'_> {
         let [e, outputs, words] = dims(affine.codes)?;
         let [_, _, groups] = dims(affine.scales)?;
         let inputs = groups.saturating_mul(affine.group);
-        // A group of 32 codes or more is a whole number of words at each width.
+        // At every width, a group of 32 or more codes is a whole number of words.
         let words_ok = inputs.checked_mul(affine.bits as usize).is_some_and(|bits| bits / 32 == words);
         check::value_is(op, arg, words_ok, format_args!("K·bits/32 words for K = {inputs}"), words)?;
         for (arg, tensor) in [("scales", affine.scales), ("biases", affine.biases)] {

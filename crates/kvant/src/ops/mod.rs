@@ -1,16 +1,89 @@
-//! The operations: one file each, with its contract, its validation and its dispatch.
+//! The operations of a decoder layer.
 //!
-//! Each operation is a function of an [`Encoder`](crate::Encoder) and a descriptor struct with named fields. It
-//! checks every argument, then hands a validated `Call` to the device; nothing is written when it returns an error.
+//! Each operation is a function of an [`Encoder`](crate::Encoder) and a descriptor struct with named fields. The
+//! function checks every argument and records the call; it writes nothing when it returns an error.
+//! [`mod@crate::reference`] defines the exact result of every operation in f64.
 //!
-//! A GPU may take numbers below 1.2e-38 in magnitude for zero wherever they come up: in a tensor, an `eps` or on the way.
+//! # Shapes and dtypes
+//!
+//! Tensors are row-major. Documentation names dimensions by letters:
+//!
+//! | letter | dimension |
+//! |---|---|
+//! | T | tokens (rows) of the call |
+//! | H, Hk | query heads, KV heads |
+//! | D | coordinates of a head (head size) |
+//! | S | sequences of the cache |
+//! | K, N | inputs and outputs of a matrix; N is also the width of a row |
+//! | E | experts |
+//! | V | vocabulary |
+//! | P | positions of a table |
+//!
+//! Floating-point tensors are f32, f16 or bf16, each independently of the others, unless the operation says
+//! otherwise. Numbers such as `scale` and `eps` must be finite. A call whose outputs are all empty does nothing.
+//!
+//! # Memory
+//!
+//! An output must not overlap any other argument. The exceptions are the in-place pairs that an operation names:
+//! there, both arguments are the same view with the same dtype.
 //!
 //! # Errors
-//! Of every operation, when it is recorded: `Shape`, `DType`, `Value` (numbers such as `scale` and `eps` are finite, too), `Overflow`
-//! for arguments that do not fit together; `WrongDevice`; `Overlap`. On a GPU also `Unsupported`, `Compile`, `OutOfMemory` and
-//! `DeviceFault`: kernels are compiled and scratch memory is allocated then, so that a first call can take seconds; under
-//! [`Encoder::capture`](crate::Encoder::capture) it is the capture that compiles and says so. At the commit, on the CPU, `OutOfRange` for
-//! what an index tensor holds.
+//!
+//! When an operation is recorded, it returns
+//!
+//! - `Shape`, `DType`, `Value` or `Overflow` for arguments that do not fit together;
+//! - `WrongDevice` for a tensor on another device than the encoder;
+//! - `Overlap` for an output that overlaps another argument;
+//! - on a GPU also `Unsupported`, `Compile`, `OutOfMemory` and `DeviceFault`, because kernels are compiled and
+//!   scratch memory is allocated at that point. The first call can take seconds. Under
+//!   [`Encoder::capture`](crate::Encoder::capture), the capture compiles and returns these errors.
+//!
+//! Index tensors (positions, sequences, ids) are read when the call runs. On the CPU,
+//! [`Encoder::commit`](crate::Encoder::commit) returns `OutOfRange` for an index that is out of range. A GPU kernel
+//! skips such an entry, or writes zeros if the operation's documentation says so.
+//!
+//! # Accuracy
+//!
+//! Every device except the reference reads its inputs as f32, computes in f32 or more precisely, and rounds each result
+//! once to the dtype of the output. The table lists the exceptions. Rounding is to nearest, ties to even; values beyond
+//! the largest finite number overflow to infinity. A GPU may flush subnormals (magnitudes below 1.2e-38) to zero in
+//! tensors, in arguments such as `eps`, and in intermediate results.
+//!
+//! The conformance tests compare every device with the f64 reference. Let u be the unit roundoff of the output (2⁻²⁴,
+//! 2⁻¹¹ or 2⁻⁸ for f32, f16 or bf16) and a = 16·2⁻²⁴. The normalised squared error Σ(x−y)²/Σy², without the worst element,
+//! must be at most u² + (g·a + r)². The last column has the gain g of an operation (1 if not given), the rounding r of a
+//! case (0 if not given), and measured errors. For attention, g = max(1, |scale|·√D).
+//!
+//! | operation | case | sums in | rounding besides the final one | error |
+//! |---|---|---|---|---|
+//! | [`kv_write`](kv_write()), [`kv_read`](kv_read()) | dense to the same dtype | none | none | bits are copied, NaN payloads included |
+//! | | dense to another dtype | none | none | correctly rounded |
+//! | | TurboQuant | f32 (the reference uses f64) | as the codec defines ([`codec::encode`](crate::codec::encode)) | a coordinate next to a threshold may get the neighbouring index |
+//! | [`attend`](attend()) | unless below | f32, softmax included | none | g as above; r = u of `q` for rotated f16 or bf16 queries |
+//! | | quantised keys or values; CPU at [`Avx512Vnni`](crate::SimdLevel::Avx512Vnni) (default where available) | integers | centroids and their factors are rounded to fixed point | r = 2⁻¹² + g/2¹⁴. RMS error with normal keys and queries, measured: 1.5·10⁻⁴ of a result at scale 1/√D; at scale 1 up to 4.4·10⁻⁴ (D = 256) and 6.1·10⁻⁴ (D = 512) |
+//! | | quantised keys or values; CUDA, f16 or bf16 `out` | f32 | centroids and their factors are rounded to f16 | r = g/2¹¹: a relative error of at most 2⁻¹² for each rounded factor |
+//! | | other caches; CUDA, f16 or bf16 `out` | f32 | softmax weights and f32 queries, keys and values are split into sums of f16 or bf16 numbers | at least 16 bits of each factor |
+//! | | CUDA, f32 `out` | f32 | as above, and centroids | at least 22 bits of each factor |
+//! | | quantised values; CUDA | f32 | weights are scaled by the largest norm among the values that a block of neighbouring tokens sees | values with a norm below 2⁻²⁸ of the largest lose bits of their weight; below about 2⁻³⁸ they count as zero |
+//! | [`norm_rope`](norm_rope()) | [`Angles::Theta`] | f32 | angles are exact to 1e-5 rad up to position 1 048 576 | r = 1e-5 · position / 2²⁰ |
+//! | [`norm_rope_write`](norm_rope_write()) | | f32 | none: keys and values are encoded from f32 | as `norm_rope`, then as `kv_write` |
+//! | [`hadamard`](hadamard()) | | f32 | none | |
+//! | [`linear`](linear()) | unless below | f32 | none | g = 2 for K > 4096 |
+//! | | affine, up to 15 rows for one matrix (with experts: for each); CPU at `Avx512Vnni` | integers per group (8-bit codes: f32), then f32 | activations are rounded to steps of about 2⁻²³ of the largest of their group | activations below half a step count as zero |
+//! | | affine, 16 rows or more for one matrix (with experts: all rows, once one expert has 16); CPU at `Avx512Vnni` | integers per group, then f32 | activations are rounded to 16 bits, relative to the largest of their group | r = 2⁻¹⁵. Measured: about 2·10⁻⁵ of the RMS of a result (f32: 10⁻⁷, bf16: about 10⁻³) |
+//! | | affine, one or two rows for one matrix, or few rows of experts; CUDA | integers per group, then f32 | activations are rounded to steps of 2⁻²² of the largest of 128 consecutive inputs | activations below one step count as zero |
+//! | | affine, bf16 `x` and `out`, 48 rows or more, no experts, at most 2²⁸ elements of weight and `x` together; CUDA, for groups of 32, and for any group on GPUs other than Hopper | f32 | a weight is split into the sum of two bf16 numbers | 16 bits of each weight |
+//! | [`embed`](embed()) | | none | none | |
+//! | [`rms_norm`](rms_norm()) | | f32; rows whose squares leave the range of f32 are rescaled | none | |
+//! | [`gate`](gate()) | | none | none | g = 8 |
+//! | [`softcap`](softcap()) | | none | none | |
+//! | [`moe_route`](moe_route()) | | f32 | none | ids are exact |
+//! | [`moe_combine`](moe_combine()) | | f32 | none | |
+//! | [`argmax`](argmax()) | | none | none | exact |
+//! | [`sample`](sample()) | | f32 or wider | none | a random number within rounding of the border between two candidates may pick either |
+//!
+//! To multiply in f32 on a CPU with VNNI, at about half the speed for [`linear`](linear()), open the device with
+//! [`CpuOptions`](crate::CpuOptions)` { simd: Some(SimdLevel::Avx512), .. }`.
 
 pub(crate) mod argmax;
 pub mod attend;
@@ -50,12 +123,12 @@ use crate::{
     encoder::{Access, Touch},
 };
 
-/// The validated calls of all operations: what a backend must be able to run.
+/// The validated calls of all operations: the set that a backend must run.
 ///
 /// Each file's `Call` holds owned tensors and the dimensions that validation resolved.
 macro_rules! calls {
     ($($variant:ident($module:ident)),* $(,)?) => {
-        // Boxing the large ones would allocate at every operation.
+        // Boxing the large variants would allocate on every call.
         #[allow(clippy::large_enum_variant)]
         #[derive(Clone, Debug)]
         pub(crate) enum Call { $($variant($module::Call)),* }
@@ -66,26 +139,26 @@ macro_rules! calls {
                 match self { $(Call::$variant(_) => $module::NAME),* }
             }
 
-            /// Every tensor that the call reads or writes.
+            /// Visits every tensor that the call reads or writes.
             pub(crate) fn touches(&self, visit: &mut dyn FnMut(Touch)) {
                 match self { $(Call::$variant(call) => call.touches(visit)),* }
             }
 
-            /// Whether all that it writes is empty: then it is done before it has begun.
+            /// Whether every output is empty, so that the call has no effect.
             pub(crate) fn writes_nothing(&self) -> bool {
                 let mut nothing = true;
                 self.touches(&mut |touch| nothing &= touch.access == Access::Read || touch.tensor.elements() == 0);
                 nothing
             }
 
-            /// The (output, input) pairs that may be the very same view of the same dtype.
+            /// The (output, input) pairs that may be the same view with the same dtype.
             pub(crate) fn in_place(&self) -> &'static [(&'static str, &'static str)] {
                 match self { $(Call::$variant(call) => call.in_place()),* }
             }
 
             /// Checks the contents of index buffers (positions, sequences, ids).
             ///
-            /// Only for devices in host memory, under their lock: elsewhere the kernels skip what is out of range.
+            /// Only for devices in host memory, under their lock. GPU kernels skip entries that are out of range.
             pub(crate) fn check_indices(&self) -> Result<()> {
                 match self { $(Call::$variant(call) => call.check_indices()),* }
             }

@@ -1,5 +1,5 @@
-//! The two ends of a mixture of experts: choosing, and summing up. Between them stands
-//! [`linear`](super::linear()) with [`Experts`](super::Experts).
+//! The routing of a mixture of experts: choosing the experts of each token, and summing their outputs.
+//! [`linear`](super::linear()) with [`Experts`](super::Experts) computes the experts in between.
 
 pub use combine::{MoeCombine, moe_combine};
 pub use route::{MoeRoute, moe_route};
@@ -13,20 +13,25 @@ pub(crate) mod route {
 
     pub(crate) const NAME: &str = "moe_route";
 
-    /// The top_k largest logits of each token, in falling order (the lower id first among equals), their softmax
-    /// over just those, times a factor per expert.
+    /// Arguments of [`moe_route`](moe_route()): the experts of each token and their weights.
+    ///
+    /// The operation takes the `top_k` largest logits of each token in falling order, with the lower id first among
+    /// equals and NaN last. The weights are the softmax over these logits only, times a factor per expert.
     pub struct MoeRoute<'a> {
         /// `[T, E]`, f32, f16 or bf16.
         pub logits: &'a Tensor,
         /// f32 `[E]`: multiplies the weight of each chosen expert.
         pub expert_scale: Option<&'a Tensor>,
-        /// u32 `[T, top_k]`, top_k from 1 to E.
+        /// The chosen experts: u32 `[T, top_k]`, with top_k from 1 to E.
         pub ids: &'a Tensor,
-        /// f32 `[T, top_k]`.
+        /// The weights of the chosen experts: f32 `[T, top_k]`.
         pub weights: &'a Tensor,
     }
 
     /// Runs [`MoeRoute`].
+    ///
+    /// # Errors
+    /// Those of [every operation](crate::ops#errors).
     pub fn moe_route(enc: &mut Encoder, args: &MoeRoute) -> Result<()> {
         check::float(NAME, "logits", args.logits)?;
         let [tokens, experts] = check::rank(NAME, "logits", args.logits, ["T", "E"])?;
@@ -91,7 +96,8 @@ pub(crate) mod combine {
 
     pub(crate) const NAME: &str = "moe_combine";
 
-    /// out\[t\] = Σⱼ weights\[t, j\] · x\[t·top_k + j\].
+    /// Arguments of [`moe_combine`](moe_combine()): the weighted sum of the experts' outputs, out\[t\] = Σⱼ
+    /// weights\[t, j\] · x\[t·top_k + j\].
     pub struct MoeCombine<'a> {
         /// `[T·top_k, N]`, f32, f16 or bf16.
         pub x: &'a Tensor,
@@ -102,6 +108,9 @@ pub(crate) mod combine {
     }
 
     /// Runs [`MoeCombine`].
+    ///
+    /// # Errors
+    /// Those of [every operation](crate::ops#errors).
     pub fn moe_combine(enc: &mut Encoder, args: &MoeCombine) -> Result<()> {
         check::float(NAME, "x", args.x)?;
         check::float(NAME, "out", args.out)?;

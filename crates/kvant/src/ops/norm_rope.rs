@@ -6,10 +6,40 @@ use crate::{
 
 pub(crate) const NAME: &str = "norm_rope";
 
-/// Per-head RMS norm, then rotary embedding, in one pass: y = rope(x · weight / √(mean x² + eps)) for each head of
-/// each token, with an optional Hadamard rotation of the result.
+/// Arguments of [`norm_rope`](norm_rope()): per-head RMS norm and rotary embedding in one pass, y = rope(x · weight /
+/// √(mean x² + eps)), for each head of each token. The result can also be rotated for a quantised cache.
 ///
-/// `out` may be `x` when both are token-major.
+/// `out` may be `x` if both are token-major.
+///
+/// # Example
+/// ```
+/// use kvant::{DType, Device, Tensor, ops};
+/// let device = Device::cpu();
+/// let (heads, head_dim) = (2, 64);
+/// let q = Tensor::from_slice(&device, &vec![1f32; heads * head_dim], &[1, heads, head_dim])?;
+/// let positions = Tensor::from_slice(&device, &[17u32], &[1])?;
+/// let rope = ops::Rope {
+///     angles: ops::Angles::Theta(10_000.),
+///     rotated_pairs: head_dim / 2,
+///     layout: ops::PairLayout::Halves,
+///     freq_factors: None,
+/// };
+/// let mut enc = device.encoder()?;
+/// ops::norm_rope(
+///     &mut enc,
+///     &ops::NormRope {
+///         x: &q,
+///         norm: Some(ops::HeadNorm { weight: None, eps: 1e-6 }),
+///         rope: Some(rope),
+///         positions: &positions,
+///         rotate: false,
+///         out_order: ops::SourceOrder::TokenMajor,
+///         out: &q, // in place
+///     },
+/// )?;
+/// enc.commit()?.wait()?;
+/// # Ok::<(), kvant::Error>(())
+/// ```
 pub struct NormRope<'a> {
     /// `[T, H, D]`, f32, f16 or bf16.
     pub x: &'a Tensor,
@@ -17,9 +47,10 @@ pub struct NormRope<'a> {
     pub norm: Option<HeadNorm<'a>>,
     /// The rotary embedding; `None` skips it (Gemma 4's values).
     pub rope: Option<Rope<'a>>,
-    /// u32 `[T]`.
+    /// u32 `[T]`: the position of each token.
     pub positions: &'a Tensor,
-    /// Apply the Hadamard rotation to the result: queries for a TurboQuant cache. D a power of two, 2 to 4096.
+    /// Whether to apply the Hadamard rotation to the result, as queries for a TurboQuant cache need it. D must be a
+    /// power of two from 2 to 4096.
     pub rotate: bool,
     /// The layout of `out`.
     pub out_order: SourceOrder,
@@ -27,35 +58,36 @@ pub struct NormRope<'a> {
     pub out: &'a Tensor,
 }
 
-/// An RMS norm over each head's D coordinates.
+/// An RMS norm over the D coordinates of each head.
 #[derive(Clone, Copy)]
 pub struct HeadNorm<'a> {
-    /// `[D]`, f32, f16 or bf16, multiplied as it is (add 1 before where a family wants 1 + w); `None` for ones.
+    /// `[D]`, f32, f16 or bf16, used as it is; `None` for ones. For models that multiply by 1 + w, pass 1 + w.
     pub weight: Option<&'a Tensor>,
-    /// Added to the mean square.
+    /// Added to the mean square; finite and not negative.
     pub eps: f32,
 }
 
-/// Rotary position embedding (Su et al. 2021): pair i of a head turns by the angle position · frequencyᵢ.
+/// Rotary position embedding (Su et al. 2021): rotates pair i of a head by the angle position · frequencyᵢ.
 #[derive(Clone, Copy)]
 pub struct Rope<'a> {
-    /// Where the angles come from.
+    /// The source of the angles.
     pub angles: Angles<'a>,
-    /// How many pairs turn; the other coordinates pass through. At most D/2.
+    /// How many pairs are rotated, at most D/2. The other coordinates pass through.
     pub rotated_pairs: usize,
     /// Which coordinates form a pair.
     pub layout: PairLayout,
-    /// f32 `[rotated_pairs]`: divides the angle of each pair (Llama 3's scaling, say). Only with `Angles::Theta`.
+    /// f32 `[rotated_pairs]`: divides the angle of each pair (Llama 3's scaling, for example). Only with
+    /// `Angles::Theta`.
     pub freq_factors: Option<&'a Tensor>,
 }
 
-/// Where the angles of a [`Rope`] come from.
+/// The source of the angles of a [`Rope`].
 #[derive(Clone, Copy)]
 pub enum Angles<'a> {
-    /// frequencyᵢ = theta^(−2i/n), with n = D for [`PairLayout::Halves`] and n = 2·rotated_pairs for the others.
-    /// Angles hold to 1e-5 rad up to position 1 048 576.
+    /// frequencyᵢ = theta^(−2i/n), with n = D for [`PairLayout::Halves`] and n = 2·rotated_pairs for the other
+    /// layouts. Angles are exact to 1e-5 rad up to position 1 048 576.
     Theta(f64),
-    /// Cosines and sines, f32 `[P, rotated_pairs]` each, row p for position p: positions must be below P.
+    /// Cosines and sines, f32 `[P, rotated_pairs]` each; row p is for position p. Positions must be below P.
     Tables {
         /// cos(angle).
         cos: &'a Tensor,
@@ -67,11 +99,11 @@ pub enum Angles<'a> {
 /// Which coordinates of a head form pair i.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PairLayout {
-    /// (i, i + D/2): NeoX; with fewer than D/2 pairs, Gemma 4's "proportional".
+    /// (i, i + D/2): NeoX. With fewer than D/2 pairs, this is Gemma 4's "proportional" layout.
     Halves,
-    /// (i, i + rotated_pairs): GPT-NeoX partial rotary, MLX's default with `dims` = 2·rotated_pairs.
+    /// (i, i + rotated_pairs): GPT-NeoX partial rotary; MLX's default with `dims` = 2·rotated_pairs.
     LeadingHalves,
-    /// (2i, 2i + 1): GPT-J, MLX's "traditional".
+    /// (2i, 2i + 1): GPT-J; MLX's "traditional".
     Interleaved,
 }
 
@@ -95,11 +127,11 @@ impl PairLayout {
     }
 }
 
-/// Runs [`NormRope`]: the same kernel for one token and for many.
+/// Runs [`NormRope`], with the same kernel for one token and for many.
 ///
 /// # Errors
-/// At the commit, `OutOfRange` for a position beyond the tables, where the host sees the positions (elsewhere the kernel skips
-/// the token).
+/// Those of [every operation](crate::ops#errors). On the CPU, the commit returns `OutOfRange` for a position beyond
+/// the tables; a GPU skips such a token.
 pub fn norm_rope(enc: &mut Encoder, args: &NormRope) -> Result<()> {
     let [tokens, heads, head_dim] = check::rank(NAME, "x", args.x, ["T", "H", "D"])?;
     check::float(NAME, "x", args.x)?;
@@ -125,10 +157,10 @@ pub fn norm_rope(enc: &mut Encoder, args: &NormRope) -> Result<()> {
     }))
 }
 
-/// A rotated result needs a head size that the Hadamard transform takes.
+/// The Hadamard rotation requires a head size that is a power of two.
 pub(crate) fn check_rotate(op: &'static str, rotate: bool, head_dim: usize) -> Result<()> {
     let ok = !rotate || (head_dim.is_power_of_two() && (2..=4096).contains(&head_dim));
-    check::value_is(op, "rotate", ok, "false unless D is a power of two, 2 to 4096", head_dim)
+    check::value_is(op, "rotate", ok, "false unless D is a power of two from 2 to 4096", head_dim)
 }
 
 impl HeadNorm<'_> {
@@ -147,7 +179,7 @@ impl Rope<'_> {
         let pairs = self.rotated_pairs;
         let expected = format_args!("at most D/2 = {}", head_dim / 2);
         check::value_is(op, "rope.rotated_pairs", pairs <= head_dim / 2, expected, pairs)?;
-        // Pairs (i, i + D/2) cover a head only when it is even.
+        // Pairs (i, i + D/2) cover a head only if D is even.
         let even = self.layout != PairLayout::Halves || head_dim.is_multiple_of(2);
         check::value_is(op, "D", even, "even for PairLayout::Halves", head_dim)?;
         let angles = match self.angles {
@@ -163,7 +195,7 @@ impl Rope<'_> {
                     check::shape(op, arg, table, &[("P", rows), ("rotated_pairs", pairs)])?;
                 }
                 let none = self.freq_factors.is_none();
-                check::value_is(op, "rope.freq_factors", none, "absent with tables", "some")?;
+                check::value_is(op, "rope.freq_factors", none, "None with Angles::Tables", "Some")?;
                 AnglesCall::Tables { cos: cos.clone(), sin: sin.clone(), rows }
             }
         };
@@ -218,7 +250,7 @@ impl RopeCall {
     /// Positions are within the tables.
     ///
     /// # Safety
-    /// The device's lock is held.
+    /// The caller holds the device's lock.
     pub(crate) unsafe fn check_positions(&self, op: &'static str, arg: &'static str, positions: &Tensor) -> Result<()> {
         match self.angles {
             AnglesCall::Theta(_) => Ok(()),

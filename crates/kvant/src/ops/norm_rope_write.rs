@@ -9,11 +9,14 @@ use crate::{
 
 pub(crate) const NAME: &str = "norm_rope_write";
 
-/// [`norm_rope`](super::norm_rope()) of Q, K and V, and [`kv_write`](super::kv_write()) of the new K and V, in one
-/// launch: what stands between a layer's projections and its attention.
+/// Arguments of [`norm_rope_write`](norm_rope_write()): [`norm_rope`](super::norm_rope()) of Q, K and V and
+/// [`kv_write`](super::kv_write()) of the new K and V in one launch. It covers the work between a layer's projections
+/// and its attention.
 ///
-/// Queries and keys get norm and RoPE, values only their norm. K and V are encoded from f32, without a rounding to
-/// the activation dtype in between. `q_out` may be `q`. `v` may be the tensor `k` (Gemma 4's full-attention layers).
+/// Queries and keys get norm and RoPE; values get only their norm. K and V are encoded from f32, without rounding to
+/// the activation dtype in between.
+///
+/// `q_out` may be `q`. `v` may be the tensor `k` (Gemma 4's full-attention layers).
 pub struct NormRopeWrite<'a> {
     /// `[T, H, D]`, f32, f16 or bf16.
     pub q: &'a Tensor,
@@ -29,11 +32,11 @@ pub struct NormRopeWrite<'a> {
     pub v_norm: Option<HeadNorm<'a>>,
     /// The rotary embedding of queries and keys.
     pub rope: Option<Rope<'a>>,
-    /// Apply the Hadamard rotation to the queries.
+    /// Whether to apply the Hadamard rotation to the queries.
     pub rotate_q: bool,
-    /// Where the tokens stand; all T of them.
+    /// Positions, sequences and lengths of all T tokens.
     pub step: &'a Step,
-    /// Where K and V go.
+    /// The layer that stores K and V.
     pub layer: &'a KvLayer,
     /// `[T, H, D]`, f32, f16 or bf16.
     pub q_out: &'a Tensor,
@@ -42,7 +45,7 @@ pub struct NormRopeWrite<'a> {
 /// Runs [`NormRopeWrite`].
 ///
 /// # Errors
-/// Those of its two parts.
+/// Those of [`norm_rope`](super::norm_rope()) and [`kv_write`](super::kv_write()).
 pub fn norm_rope_write(enc: &mut Encoder, args: &NormRopeWrite) -> Result<()> {
     let spec = args.layer.spec();
     let [tokens, heads, head_dim] = check::rank(NAME, "q", args.q, ["T", "H", "D"])?;

@@ -6,19 +6,36 @@ use crate::{
 
 pub(crate) const NAME: &str = "rms_norm";
 
-/// n(x) = x · weight / √(mean x² + eps) of each row, with a residual addition on either side:
+/// Arguments of [`rms_norm`](rms_norm()): n(x) = x · weight / √(mean x² + eps) of each row, with an optional residual
+/// addition before or after the norm.
 ///
-/// - [`Residual::None`]: out = scale · n(x);
-/// - [`Residual::After`]: out = scale · (residual + n(x)), the sandwich norm of Gemma;
-/// - [`Residual::Before`]: sum = residual + x, out = scale · n(sum), the pre-norm of Llama and most others.
+/// | residual | result |
+/// |---|---|
+/// | [`Residual::None`] | out = scale · n(x) |
+/// | [`Residual::After`] | out = scale · (residual + n(x)): the sandwich norm of Gemma |
+/// | [`Residual::Before`] | sum = residual + x, out = scale · n(sum): the pre-norm of Llama and most others |
 ///
-/// `out` and `sum` may each be `x` or the residual; they must not be the same.
+/// `out` and `sum` may each be `x` or the residual, but not the same tensor.
+///
+/// # Example
+/// ```
+/// use kvant::{DType, Device, Tensor, ops};
+/// let device = Device::cpu();
+/// let x = Tensor::from_slice(&device, &[3f32, -3., 3., 3.], &[1, 4])?;
+/// let out = Tensor::zeros(&device, DType::F32, &[1, 4])?;
+/// let residual = ops::Residual::None;
+/// let mut enc = device.encoder()?;
+/// ops::rms_norm(&mut enc, &ops::RmsNorm { x: &x, weight: None, eps: 0., residual, scale: 1., out: &out })?;
+/// enc.commit()?.wait()?;
+/// assert!((out.to_vec::<f32>()?[1] + 1.).abs() < 1e-6);
+/// # Ok::<(), kvant::Error>(())
+/// ```
 pub struct RmsNorm<'a> {
-    /// `[T, N]`, f32, f16 or bf16, N at least 1.
+    /// `[T, N]`, f32, f16 or bf16; N is at least 1.
     pub x: &'a Tensor,
-    /// `[N]`, f32, f16 or bf16; multiplied as it is. `None` for ones.
+    /// `[N]`, f32, f16 or bf16, used as it is; `None` for ones.
     pub weight: Option<&'a Tensor>,
-    /// Added to the mean square.
+    /// Added to the mean square; finite and not negative.
     pub eps: f32,
     /// The residual addition.
     pub residual: Residual<'a>,
@@ -28,23 +45,26 @@ pub struct RmsNorm<'a> {
     pub out: &'a Tensor,
 }
 
-/// The addition that goes with a norm. Tensors are `[T, N]`, f32, f16 or bf16.
+/// The residual addition of an [`RmsNorm`]. Tensors are `[T, N]`, f32, f16 or bf16.
 #[derive(Clone, Copy)]
 pub enum Residual<'a> {
-    /// None.
+    /// No addition.
     None,
-    /// Added to the normed rows.
+    /// Adds the tensor to the normed rows.
     After(&'a Tensor),
-    /// Added to the rows before they are normed.
+    /// Adds the tensor to the rows before the norm.
     Before {
-        /// What is added.
+        /// The tensor to add.
         residual: &'a Tensor,
-        /// Where the sum goes.
+        /// Receives the sum.
         sum: &'a Tensor,
     },
 }
 
 /// Runs [`RmsNorm`].
+///
+/// # Errors
+/// Those of [every operation](crate::ops#errors).
 pub fn rms_norm(enc: &mut Encoder, args: &RmsNorm) -> Result<()> {
     let [rows, dim] = check::rank(NAME, "x", args.x, ["T", "N"])?;
     check::positive(NAME, "N", dim)?;
@@ -91,7 +111,7 @@ pub(crate) struct Call {
     pub weight: Option<Tensor>,
     pub eps: f32,
     pub residual: Option<Tensor>,
-    /// Present: the residual is added before the norm, and the sum goes here.
+    /// If present, the residual is added before the norm and the sum is stored here.
     pub sum: Option<Tensor>,
     pub scale: f32,
     pub out: Tensor,

@@ -6,34 +6,39 @@ use crate::{
 
 pub(crate) const NAME: &str = "sample";
 
-/// Draws one token per row of logits.
+/// Arguments of [`sample`](sample()): draws one token per row of logits.
 ///
-/// The candidates are the entries in falling order of logit (the lower id first among equals; NaN left out), with
-/// p = softmax(logit / temperature). They are cut down to the first `top_k`; then to the shortest prefix whose share
-/// of what is left reaches `top_p`; then to those with p ≥ `min_p` · the largest p. A uniform number u in [0, 1)
-/// picks the first candidate at which the running sum of p exceeds u times the sum of what is left.
+/// The candidates are the entries in falling order of logit, with the lower id first among equals and without NaN.
+/// Their probabilities are p = softmax(logit / temperature). Three cuts follow, in this order:
 ///
-/// A row of nothing but NaN draws `u32::MAX`, which is no id: logits are like that when activations have left the range of
-/// their dtype, and a token made of them would look like any other.
+/// 1. keep the first `top_k` candidates;
+/// 2. keep the shortest prefix whose share of the remaining probability reaches `top_p`;
+/// 3. keep the candidates with p ≥ `min_p` · the largest p.
 ///
-/// u depends on `seed` and the row's counter alone ([`Sample::uniform`]), so that a captured step draws anew at each
-/// position and a run can be repeated. Temperature 0 takes the largest.
+/// A uniform number u in [0, 1) selects the first candidate at which the running sum of p exceeds u times the sum
+/// over the remaining candidates. Temperature 0 selects the largest logit.
+///
+/// u depends only on `seed` and the row's counter ([`Sample::uniform`]). A captured step therefore draws a new number
+/// at each position, and a run can be repeated.
+///
+/// A row that holds only NaN draws `u32::MAX`, which is not a valid id. Activations that overflow their dtype produce
+/// such logits.
 pub struct Sample<'a> {
-    /// `[T, V]`, f32, f16 or bf16, V at least 1.
+    /// `[T, V]`, f32, f16 or bf16; V is at least 1.
     pub logits: &'a Tensor,
     /// 0 or more; 0 is greedy.
     pub temperature: f32,
-    /// How many candidates; 0 for all.
+    /// The number of candidates to keep; 0 for all.
     pub top_k: usize,
     /// 0 < top_p ≤ 1; 1 for all.
     pub top_p: f32,
     /// 0 ≤ min_p < 1; 0 for all.
     pub min_p: f32,
-    /// The stream of random numbers.
+    /// Selects the stream of random numbers.
     pub seed: u64,
-    /// u32 `[T]`: the place of each row in the stream. Rows with equal counters draw with the same number: for one sequence its
-    /// position will do; sequences that are sampled together need counters that differ, `position * sequences + sequence`, say, or
-    /// calls with seeds of their own.
+    /// u32 `[T]`: the index of each row in the stream. Rows with equal counters draw with the same number. For one
+    /// sequence, its position is a suitable counter. Sequences that are sampled together need different counters, for
+    /// example `position * sequences + sequence`, or separate calls with different seeds.
     pub counter: &'a Tensor,
     /// u32 `[T]`.
     pub out: &'a Tensor,
@@ -51,6 +56,9 @@ impl Sample<'_> {
 }
 
 /// Runs [`Sample`].
+///
+/// # Errors
+/// Those of [every operation](crate::ops#errors).
 pub fn sample(enc: &mut Encoder, args: &Sample) -> Result<()> {
     check::float(NAME, "logits", args.logits)?;
     let [rows, vocab] = check::rank(NAME, "logits", args.logits, ["T", "V"])?;

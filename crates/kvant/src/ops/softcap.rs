@@ -6,7 +6,7 @@ use crate::{
 
 pub(crate) const NAME: &str = "softcap";
 
-/// out = cap · tanh(x / cap), element by element. `out` may be `x`.
+/// Arguments of [`softcap`](softcap()): out = cap · tanh(x / cap), element by element. `out` may be `x`.
 pub struct Softcap<'a> {
     /// f32, f16 or bf16, of any shape.
     pub x: &'a Tensor,
@@ -17,6 +17,9 @@ pub struct Softcap<'a> {
 }
 
 /// Runs [`Softcap`].
+///
+/// # Errors
+/// Those of [every operation](crate::ops#errors).
 pub fn softcap(enc: &mut Encoder, args: &Softcap) -> Result<()> {
     check::float(NAME, "x", args.x)?;
     check::float(NAME, "out", args.out)?;

@@ -1,6 +1,6 @@
-//! Tensors to f64 and back, and the vectors of a cache layer.
+//! Conversion of tensors to f64 and back, and the vectors of a cache layer.
 //!
-//! Everything here runs within `Executor::run`: the device's lock is held, and no slice of one call outlives the
+//! Everything here runs within `HostExecutor::run`: the device's lock is held, and no slice of one call outlives the
 //! function that made it.
 
 use half::{bf16, f16};

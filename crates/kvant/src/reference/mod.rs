@@ -8,7 +8,7 @@ use std::borrow::Cow;
 use crate::{
     Error, Result,
     device::DeviceKind,
-    host::Executor,
+    host::HostExecutor,
     ops::{self, Call},
 };
 
@@ -44,7 +44,7 @@ pub use softcap::softcap;
 /// The reference device's executor.
 pub(crate) struct Reference;
 
-impl Executor for Reference {
+impl HostExecutor for Reference {
     fn kind(&self) -> DeviceKind {
         DeviceKind::Reference
     }

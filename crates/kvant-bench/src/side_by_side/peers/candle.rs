@@ -1,4 +1,4 @@
-//! candle's own attention for CPUs.
+//! candle's attention for CPUs.
 
 use candle_core::{DType, Device, Tensor};
 use candle_nn::attention::{AttnMask, flash_attn};

@@ -1,6 +1,6 @@
 //! ggml's CPU operators, through the bindings of llama-cpp-sys-2.
 //!
-//! A [`Graph`] holds the same operation several times, each over other memory: one start of ggml's threads for all of
+//! A [`Graph`] holds the same operation several times, each over other memory: ggml's threads start once for all of
 //! them, as in a whole model.
 
 use std::{cell::UnsafeCell, ptr::null_mut, rc::Rc};

@@ -1,4 +1,4 @@
-//! What kvant is measured beside.
+//! The libraries that kvant is compared with.
 
 pub mod candle;
 pub mod ggml;

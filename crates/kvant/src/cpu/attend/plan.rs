@@ -5,44 +5,44 @@ use std::ops::Range;
 use super::tile::TILE;
 use crate::ops::attend::visible;
 
-/// Query rows (tokens × query heads of a KV head) that share a key once it is loaded: their queries and sums must
-/// fit into the second-level cache.
+/// Floats of the query rows (tokens × query heads of a KV head) of a block: queries and sums must fit into the
+/// second-level cache.
 const BLOCK_FLOATS: usize = 8192;
-/// The same where keys are widened once for all of them: the more there are, the less that costs.
+/// The same for `many_rows`, which widens keys once for all rows of a block.
 const MANY_FLOATS: usize = 16384;
 const BLOCK_ROWS: Range<usize> = 16..64;
 const BLOCK_TOKENS: usize = 32;
 
-/// Fewer keys are not worth a task of their own.
+/// The fewest keys of a task where the number of splits is ours to choose.
 const SPLIT_KEYS: usize = 256;
-/// Tasks per thread, so that one that loses its core for a while does not hold up the others.
+/// Tasks per thread: a thread that loses its core for a while does not delay the others.
 const TASKS_PER_THREAD: usize = 4;
-/// Against absurd demands: of a block, and of all partial states together.
+/// Limits against absurd requests: splits of a block, and floats of all partial states.
 const MAX_SPLITS: usize = 4096;
 const PARTIAL_FLOATS: usize = 1 << 26;
 
-/// What the plan is made from.
-pub(super) struct Shape<'a> {
+/// The input of a plan.
+pub(super) struct BatchShape<'a> {
     pub positions: &'a [u32],
     pub sequence: &'a [u32],
     /// Cached lengths.
     pub lens: &'a [u32],
     pub capacity: usize,
     pub window: usize,
-    /// Whether the step's own keys are read beside the cache.
+    /// Whether the step's own keys are read in addition to the cache.
     pub fresh: bool,
     pub kv_heads: usize,
     /// Query heads of a KV head.
     pub group: usize,
     pub head_dim: usize,
-    /// Whether blocks of many query rows go through [`super::many`].
+    /// Whether blocks of many query rows go through [`super::many_rows`].
     pub many: bool,
     pub threads: usize,
     /// 0: as many as the threads need.
     pub splits: usize,
 }
 
-/// Tokens of one sequence at consecutive positions, which stand together in the batch.
+/// Consecutive tokens of the batch, of one sequence and at consecutive positions.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Segment {
     pub token: usize,
@@ -51,9 +51,9 @@ pub(super) struct Segment {
     pub position: usize,
 }
 
-/// A segment whose queries are worked on together.
+/// A segment whose queries are processed together.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct Block {
+pub(super) struct QueryBlock {
     pub segment: Segment,
     /// Keys that at least one of its tokens may see, over all sources.
     pub keys: usize,
@@ -64,9 +64,9 @@ pub(super) struct Block {
     pub first_partial: usize,
 }
 
-/// Where keys and values come from, as far as positions are concerned.
+/// The origin of keys and values.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Origin {
+pub(super) enum KeyOrigin {
     /// The cache, which holds a sequence of this length.
     Cached { len: usize },
     /// The step's own tokens.
@@ -74,20 +74,20 @@ pub(super) enum Origin {
 }
 
 #[derive(Default)]
-pub(super) struct Plan {
-    pub blocks: Vec<Block>,
+pub(super) struct WorkPlan {
+    pub blocks: Vec<QueryBlock>,
     /// The longest segments: the fresh keys.
     pub segments: Vec<Segment>,
     pub tasks: usize,
     pub partial_rows: usize,
 }
 
-impl Shape<'_> {
+impl BatchShape<'_> {
     /// Positions of `origin` that a token at `position` sees.
-    pub fn seen(&self, origin: Origin, position: usize) -> Range<usize> {
+    pub fn seen(&self, origin: KeyOrigin, position: usize) -> Range<usize> {
         match origin {
-            Origin::Cached { len } => visible(position, len, self.capacity, self.window),
-            Origin::Fresh(segment) => {
+            KeyOrigin::Cached { len } => visible(position, len, self.capacity, self.window),
+            KeyOrigin::Fresh(segment) => {
                 let held = segment.position..segment.position + segment.tokens;
                 let end = (position + 1).clamp(held.start, held.end);
                 (position + 1).saturating_sub(self.window).clamp(held.start, end)..end
@@ -96,22 +96,22 @@ impl Shape<'_> {
     }
 
     /// Positions that contain all that the tokens of `block` see.
-    pub fn seen_by_any(&self, origin: Origin, block: &Segment) -> Range<usize> {
+    pub fn seen_by_any(&self, origin: KeyOrigin, block: &Segment) -> Range<usize> {
         let first = self.seen(origin, block.position);
         first.start..self.seen(origin, block.position + block.tokens - 1).end
     }
 
     /// Positions that every token of `block` sees.
-    pub fn seen_by_all(&self, origin: Origin, block: &Segment) -> Range<usize> {
+    pub fn seen_by_all(&self, origin: KeyOrigin, block: &Segment) -> Range<usize> {
         let end = self.seen(origin, block.position).end;
         self.seen(origin, block.position + block.tokens - 1).start.min(end)..end
     }
 
     /// The cache, then the fresh segments of the sequence: the order in which keys are counted.
-    pub fn origins<'a>(&'a self, plan: &'a [Segment], sequence: usize) -> impl Iterator<Item = Origin> + 'a {
+    pub fn origins<'a>(&'a self, plan: &'a [Segment], sequence: usize) -> impl Iterator<Item = KeyOrigin> + 'a {
         let len = self.lens[sequence] as usize;
         let fresh = plan.iter().filter(move |segment| segment.sequence == sequence);
-        std::iter::once(Origin::Cached { len }).chain(fresh.map(|&segment| Origin::Fresh(segment)))
+        std::iter::once(KeyOrigin::Cached { len }).chain(fresh.map(|&segment| KeyOrigin::Fresh(segment)))
     }
 
     fn next_segment(&self, token: usize, most: usize) -> Segment {
@@ -124,7 +124,7 @@ impl Shape<'_> {
     }
 }
 
-impl Block {
+impl QueryBlock {
     /// The keys of a split. Cuts are where tiles end, unless there would be less than a tile for each.
     pub fn part(&self, split: usize) -> Range<usize> {
         let unit = if self.keys >= self.splits * TILE { TILE } else { 1 };
@@ -133,9 +133,16 @@ impl Block {
     }
 }
 
-impl Plan {
-    /// The same shape gives the same plan, and the plan alone says in which order numbers are added.
-    pub fn make(&mut self, shape: &Shape) {
+/// The most tokens of a block. `many`: blocks go to `many_rows`; `group`: query heads per KV head.
+pub(super) fn block_tokens(many: bool, head_dim: usize, group: usize) -> usize {
+    let floats = if many { MANY_FLOATS } else { BLOCK_FLOATS };
+    let rows = (floats / head_dim).clamp(BLOCK_ROWS.start, BLOCK_ROWS.end);
+    (rows / group).clamp(1, BLOCK_TOKENS)
+}
+
+impl WorkPlan {
+    /// The same shape gives the same plan, and the plan alone determines the order of sums.
+    pub fn make(&mut self, shape: &BatchShape) {
         self.blocks.clear();
         self.segments.clear();
         let tokens = shape.positions.len();
@@ -147,9 +154,7 @@ impl Plan {
                 self.segments.push(segment);
             }
         }
-        let floats = if shape.many { MANY_FLOATS } else { BLOCK_FLOATS };
-        let rows = (floats / shape.head_dim).clamp(BLOCK_ROWS.start, BLOCK_ROWS.end);
-        let most = (rows / shape.group).clamp(1, BLOCK_TOKENS);
+        let most = block_tokens(shape.many, shape.head_dim, shape.group);
         let mut token = 0;
         let mut all_keys = 0usize;
         while token < tokens {
@@ -158,12 +163,12 @@ impl Plan {
             let origins = shape.origins(&self.segments, segment.sequence);
             let keys = origins.map(|origin| shape.seen_by_any(origin, &segment).len()).sum();
             all_keys = all_keys.saturating_add(keys);
-            self.blocks.push(Block { segment, keys, splits: 1, first_task: 0, first_partial: 0 });
+            self.blocks.push(QueryBlock { segment, keys, splits: 1, first_task: 0, first_partial: 0 });
         }
         self.split(shape, all_keys);
     }
 
-    fn split(&mut self, shape: &Shape, all_keys: usize) {
+    fn split(&mut self, shape: &BatchShape, all_keys: usize) {
         let shares = shape.threads * TASKS_PER_THREAD;
         let share = all_keys.saturating_mul(shape.kv_heads).div_ceil(shares).max(SPLIT_KEYS);
         let mut floats = 0usize;
@@ -194,7 +199,7 @@ impl Plan {
     }
 
     /// The block of a task, and its KV head and split.
-    pub fn task(&self, task: usize) -> (&Block, usize, usize) {
+    pub fn task(&self, task: usize) -> (&QueryBlock, usize, usize) {
         let block = &self.blocks[self.blocks.partition_point(|block| block.first_task <= task) - 1];
         let i = task - block.first_task;
         (block, i / block.splits, i % block.splits)
@@ -205,9 +210,9 @@ impl Plan {
 mod tests {
     use super::*;
 
-    fn shape<'a>(tokens: &'a [(u32, u32)], lens: &'a [u32], buffers: &'a mut [Vec<u32>; 2]) -> Shape<'a> {
+    fn shape<'a>(tokens: &'a [(u32, u32)], lens: &'a [u32], buffers: &'a mut [Vec<u32>; 2]) -> BatchShape<'a> {
         *buffers = [tokens.iter().map(|t| t.1).collect(), tokens.iter().map(|t| t.0).collect()];
-        Shape {
+        BatchShape {
             positions: &buffers[0],
             sequence: &buffers[1],
             lens,
@@ -225,7 +230,7 @@ mod tests {
 
     #[test]
     fn one_sequence_with_one_head_uses_every_thread() {
-        let mut plan = Plan::default();
+        let mut plan = WorkPlan::default();
         plan.make(&shape(&[(0, 8191)], &[8192], &mut Default::default()));
         assert_eq!((plan.blocks.len(), plan.tasks, plan.partial_rows), (1, 16, 64));
         plan.make(&shape(&[(0, 99)], &[100], &mut Default::default()));
@@ -234,12 +239,12 @@ mod tests {
 
     #[test]
     fn absurd_demands_are_cut() {
-        let mut plan = Plan::default();
+        let mut plan = WorkPlan::default();
         for (tokens, splits) in [(1, 4096), (2, 4080), (1024, 7), (20_000, 1)] {
             let all: Vec<(u32, u32)> = (0..tokens).map(|i| (0, 100_000 + i)).collect();
             let (lens, mut buffers) = ([130_000], Default::default());
             let shape = shape(&all, &lens, &mut buffers);
-            plan.make(&Shape { splits: usize::MAX, kv_heads: 4, head_dim: 512, ..shape });
+            plan.make(&BatchShape { splits: usize::MAX, kv_heads: 4, head_dim: 512, ..shape });
             let floats = plan.partial_rows * 514;
             assert!(floats <= PARTIAL_FLOATS, "{tokens} tokens: {floats} floats");
             assert_eq!(plan.blocks[0].splits, splits);
@@ -252,7 +257,7 @@ mod tests {
         for (keys, splits) in
             [(1, 1), (3000, 7), (64 * 5, 5), (64 * 5 + 1, 5), (64 * 5 - 1, 5), (100, 100), (1 << 32, 4096)]
         {
-            let block = Block { segment, keys, splits, first_task: 0, first_partial: 0 };
+            let block = QueryBlock { segment, keys, splits, first_task: 0, first_partial: 0 };
             let ends: Vec<usize> = (0..splits).map(|i| block.part(i).end).collect();
             let starts = (0..splits).map(|i| block.part(i).start);
             assert!(
@@ -267,11 +272,11 @@ mod tests {
 
     #[test]
     fn the_window_bounds_the_work() {
-        let mut plan = Plan::default();
+        let mut plan = WorkPlan::default();
         for position in [2000, 1_000_000] {
             let (lens, mut buffers) = ([position + 1], Default::default());
             let tokens = [(0, position)];
-            plan.make(&Shape { window: 1024, ..shape(&tokens, &lens, &mut buffers) });
+            plan.make(&BatchShape { window: 1024, ..shape(&tokens, &lens, &mut buffers) });
             assert_eq!((plan.blocks[0].keys, plan.tasks), (1024, 4));
         }
     }
@@ -280,8 +285,8 @@ mod tests {
     fn blocks_follow_sequences_and_positions() {
         let tokens = [(0, 5), (0, 6), (1, 7), (1, 8), (1, 10), (0, 7)];
         let (lens, mut buffers) = ([9, 11], Default::default());
-        let mut plan = Plan::default();
-        plan.make(&Shape { fresh: true, splits: 3, ..shape(&tokens, &lens, &mut buffers) });
+        let mut plan = WorkPlan::default();
+        plan.make(&BatchShape { fresh: true, splits: 3, ..shape(&tokens, &lens, &mut buffers) });
         let starts: Vec<_> = plan.blocks.iter().map(|b| (b.segment.token, b.segment.tokens)).collect();
         assert_eq!(starts, [(0, 2), (2, 2), (4, 1), (5, 1)]);
         // The cache up to the token, and the fresh tokens up to it: 7 + 2, 9 + 2, 11 + 3, 8 + 3.
@@ -298,7 +303,7 @@ mod tests {
         for (capacity, window) in [(64, usize::MAX), (64, 5), (20, usize::MAX), (8, 3), (20, 12)] {
             (shape.capacity, shape.window) = (capacity, window);
             let fresh = Segment { token: 0, tokens: 9, sequence: 0, position: 28 };
-            for origin in [Origin::Cached { len: 40 }, Origin::Fresh(fresh)] {
+            for origin in [KeyOrigin::Cached { len: 40 }, KeyOrigin::Fresh(fresh)] {
                 for (position, tokens) in (0..40).flat_map(|p| (1..10).map(move |n| (p, n))) {
                     let block = Segment { token: 0, tokens, sequence: 0, position };
                     let (any, all) = (shape.seen_by_any(origin, &block), shape.seen_by_all(origin, &block));

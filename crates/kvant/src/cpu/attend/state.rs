@@ -1,18 +1,19 @@
-//! The softmax over part of the keys, and how two parts become one.
+//! The softmax over part of the keys, and the merge of two parts.
 
 use crate::cpu::simd::Simd;
 
 /// A partial softmax of one query: with s the scores in units of log 2 and v the values of some keys,
-/// m = max s, but at least `f32::MIN`, l = Σ 2^(s − m) and o = Σ 2^(s − m)·v. Without keys: m = −∞, l = 0, o = 0. So scores of −∞
-/// weigh nothing beside others, 2⁻¹²⁶ at most; alone they leave next to no l, where others leave one of at least 1, and an m that tells
-/// that there were keys.
-pub(super) struct State<'a> {
+/// m = max(s, `f32::MIN`), l = Σ 2^(s − m) and o = Σ 2^(s − m)·v. Without keys: m = −∞, l = 0, o = 0.
+///
+/// Scores of −∞ weigh at most 2⁻¹²⁶ next to finite ones. If all scores are −∞, l is close to 0, where finite scores give at
+/// least 1, and m is finite, which distinguishes that from a state without keys.
+pub(super) struct SoftmaxState<'a> {
     pub o: &'a mut [f32],
     pub m: &'a mut f32,
     pub l: &'a mut f32,
 }
 
-impl State<'_> {
+impl SoftmaxState<'_> {
     /// The state without keys.
     pub fn clear(&mut self) {
         self.o.fill(0.0);
@@ -25,9 +26,9 @@ impl State<'_> {
     /// # Safety
     /// The level's instructions are enabled; both `o` have the same length, a multiple of `LANES`.
     #[inline(always)]
-    pub unsafe fn merge<S: Simd>(&mut self, other: &State) {
+    pub unsafe fn merge<S: Simd>(&mut self, other: &SoftmaxState) {
         let m = self.m.max(*other.m);
-        // Equal maxima, infinite ones included, need no factor; a NaN stays where it is, in l and o.
+        // Equal maxima, infinite ones included, need no factor. A NaN stays in l and o.
         let factor = |part: f32| if part == m { 1.0 } else { (part - m).exp2() };
         let (a, b) = (factor(*self.m), factor(*other.m));
         *self.l = *self.l * a + *other.l * b;
@@ -45,7 +46,7 @@ impl State<'_> {
     /// o/l, the attention's result; zeros without keys, NaN where all scores are −∞.
     ///
     /// # Safety
-    /// As for [`State::merge`].
+    /// As for [`SoftmaxState::merge`].
     #[inline(always)]
     pub unsafe fn finish<S: Simd>(&mut self) {
         let inverse = match (*self.m, *self.l) {
@@ -64,31 +65,31 @@ impl State<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cpu::simd::{Kernel, SimdLevel};
+    use crate::cpu::simd::{SimdKernel, SimdLevel};
 
     #[derive(Clone, Debug)]
-    struct Owned {
+    struct OwnedState {
         o: Vec<f32>,
         m: f32,
         l: f32,
     }
 
-    impl Owned {
-        fn new(m: f32, l: f32, o: f32) -> Owned {
-            Owned { o: (0..16).map(|i| o * (i as f32 - 7.0)).collect(), m, l }
+    impl OwnedState {
+        fn new(m: f32, l: f32, o: f32) -> OwnedState {
+            OwnedState { o: (0..16).map(|i| o * (i as f32 - 7.0)).collect(), m, l }
         }
-        fn empty() -> Owned {
-            let mut empty = Owned::new(1.0, 2.0, 3.0);
+        fn empty() -> OwnedState {
+            let mut empty = OwnedState::new(1.0, 2.0, 3.0);
             empty.as_state().clear();
             empty
         }
-        fn as_state(&mut self) -> State<'_> {
-            State { o: &mut self.o, m: &mut self.m, l: &mut self.l }
+        fn as_state(&mut self) -> SoftmaxState<'_> {
+            SoftmaxState { o: &mut self.o, m: &mut self.m, l: &mut self.l }
         }
         /// The result.
         fn finished(mut self, level: SimdLevel) -> Vec<f32> {
-            struct Finish<'a>(State<'a>);
-            impl Kernel for Finish<'_> {
+            struct FinishState<'a>(SoftmaxState<'a>);
+            impl SimdKernel for FinishState<'_> {
                 type Output = ();
                 #[inline(always)]
                 fn run<S: Simd>(mut self) {
@@ -96,14 +97,14 @@ mod tests {
                     unsafe { self.0.finish::<S>() }
                 }
             }
-            level.dispatch(Finish(self.as_state()));
+            level.dispatch(FinishState(self.as_state()));
             self.o
         }
     }
 
-    fn merged(level: SimdLevel, a: &Owned, b: &Owned) -> Owned {
-        struct Merge<'a>(State<'a>, State<'a>);
-        impl Kernel for Merge<'_> {
+    fn merged(level: SimdLevel, a: &OwnedState, b: &OwnedState) -> OwnedState {
+        struct MergePair<'a>(SoftmaxState<'a>, SoftmaxState<'a>);
+        impl SimdKernel for MergePair<'_> {
             type Output = ();
             #[inline(always)]
             fn run<S: Simd>(mut self) {
@@ -112,7 +113,7 @@ mod tests {
             }
         }
         let (mut a, mut b) = (a.clone(), b.clone());
-        level.dispatch(Merge(a.as_state(), b.as_state()));
+        level.dispatch(MergePair(a.as_state(), b.as_state()));
         a
     }
 
@@ -122,7 +123,8 @@ mod tests {
 
     #[test]
     fn merging_is_associative_and_commutative() {
-        let parts = [Owned::new(3.0, 1.5, 2.0), Owned::new(-20.0, 7.0, -1.0), Owned::new(5.5, 1.0, 0.25)];
+        let parts =
+            [OwnedState::new(3.0, 1.5, 2.0), OwnedState::new(-20.0, 7.0, -1.0), OwnedState::new(5.5, 1.0, 0.25)];
         for level in levels() {
             let [a, b, c] = &parts;
             let left = merged(level, &merged(level, a, b), c);
@@ -139,11 +141,11 @@ mod tests {
     #[test]
     fn empty_state_merge() {
         for level in levels() {
-            let full = Owned::new(-3.0, 2.0, 1.0);
-            for got in [merged(level, &full, &Owned::empty()), merged(level, &Owned::empty(), &full)] {
+            let full = OwnedState::new(-3.0, 2.0, 1.0);
+            for got in [merged(level, &full, &OwnedState::empty()), merged(level, &OwnedState::empty(), &full)] {
                 assert_eq!((&got.o, got.m, got.l), (&full.o, full.m, full.l));
             }
-            let none = merged(level, &Owned::empty(), &Owned::empty());
+            let none = merged(level, &OwnedState::empty(), &OwnedState::empty());
             assert_eq!((none.m, none.l), (f32::NEG_INFINITY, 0.0));
             assert_eq!(none.finished(level), vec![0.0; 16]);
         }
@@ -152,11 +154,11 @@ mod tests {
     #[test]
     fn far_scores_do_not_overflow_and_nan_stays() {
         for level in levels() {
-            let (high, low) = (Owned::new(14427.0, 1.0, 1.0), Owned::new(-14427.0, 1.0, 1.0));
+            let (high, low) = (OwnedState::new(14427.0, 1.0, 1.0), OwnedState::new(-14427.0, 1.0, 1.0));
             let got = merged(level, &low, &high);
             assert_eq!((&got.o, got.m, got.l), (&high.o, high.m, high.l));
             // Scores that are all NaN leave m at its least.
-            let nan = Owned::new(f32::MIN, f32::NAN, f32::NAN);
+            let nan = OwnedState::new(f32::MIN, f32::NAN, f32::NAN);
             for got in [merged(level, &nan, &high), merged(level, &high, &nan)] {
                 assert!(got.finished(level).iter().all(|x| x.is_nan()));
             }
@@ -166,11 +168,11 @@ mod tests {
     #[test]
     fn scores_of_minus_infinity_weigh_nothing_beside_others() {
         for level in levels() {
-            let (lost, full) = (Owned::new(f32::MIN, 1e-37, 1e-37), Owned::new(-3.0, 2.0, 1.0));
+            let (lost, full) = (OwnedState::new(f32::MIN, 1e-37, 1e-37), OwnedState::new(-3.0, 2.0, 1.0));
             for got in [merged(level, &lost, &full), merged(level, &full, &lost)] {
                 assert_eq!((&got.o, got.m, got.l), (&full.o, full.m, full.l));
             }
-            for alone in [merged(level, &lost, &Owned::empty()), merged(level, &lost, &lost), lost] {
+            for alone in [merged(level, &lost, &OwnedState::empty()), merged(level, &lost, &lost), lost] {
                 assert!(alone.finished(level).iter().all(|x| x.is_nan()));
             }
         }

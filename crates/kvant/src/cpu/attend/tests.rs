@@ -8,7 +8,7 @@ use crate::{
 };
 
 #[derive(Clone)]
-struct Case {
+struct AttendCase {
     k: Codec,
     v: Codec,
     head_dim: usize,
@@ -32,9 +32,9 @@ struct Case {
     nan: Option<(usize, usize)>,
 }
 
-impl Default for Case {
-    fn default() -> Case {
-        Case {
+impl Default for AttendCase {
+    fn default() -> AttendCase {
+        AttendCase {
             k: Codec::F16,
             v: Codec::F16,
             head_dim: 64,
@@ -100,7 +100,7 @@ fn fill(planes: &Planes, seed: u64, poisoned: &[bool]) -> Result<()> {
     Ok(())
 }
 
-impl Case {
+impl AttendCase {
     fn run(&self, device: &Device) -> Result<Vec<f32>> {
         let (heads, tokens, sequences) = (self.kv_heads * self.group, self.tokens.len(), self.lens.len());
         let spec = LayerSpec {
@@ -224,8 +224,9 @@ fn every_codec_at_every_head_size() {
         for (j, k) in CODECS.into_iter().enumerate() {
             // Different codecs for keys and values, every group size, a context that is no multiple of a tile.
             let v = CODECS[(j + i + 1) % 7];
-            Case { k, v, head_dim, group: [1, 2, 3, 8][(i + j) % 4], splits: j % 4, ..Case::default() }.check(&devices);
-            Case { k, v: k, head_dim, kv_heads: 1, group: 4, ..Case::default() }.check(&devices);
+            AttendCase { k, v, head_dim, group: [1, 2, 3, 8][(i + j) % 4], splits: j % 4, ..AttendCase::default() }
+                .check(&devices);
+            AttendCase { k, v: k, head_dim, kv_heads: 1, group: 4, ..AttendCase::default() }.check(&devices);
         }
     }
 }
@@ -235,7 +236,7 @@ fn every_group_size() {
     let devices = devices();
     for group in 1..=9 {
         for (k, v) in [(Codec::F16, Codec::F32), (Codec::tq(4), Codec::tq(8))] {
-            Case { k, v, group, ..Case::default() }.check(&devices);
+            AttendCase { k, v, group, ..AttendCase::default() }.check(&devices);
         }
     }
 }
@@ -243,14 +244,19 @@ fn every_group_size() {
 #[test]
 fn ring_wrap() {
     let devices = devices();
-    let ring =
-        |len: u32| Case { ring: true, capacity: 70, lens: vec![len], tokens: vec![(0, len - 1)], ..Case::default() };
+    let ring = |len: u32| AttendCase {
+        ring: true,
+        capacity: 70,
+        lens: vec![len],
+        tokens: vec![(0, len - 1)],
+        ..AttendCase::default()
+    };
     for len in [1, 5, 69, 70, 71, 100, 140, 141, 7_000_003] {
         for order in [SlotOrder::HeadMajor, SlotOrder::TokenMajor] {
-            let case = Case { order, ..ring(len) };
+            let case = AttendCase { order, ..ring(len) };
             case.check(&devices);
-            Case { window: Some(33), splits: 3, k: Codec::tq(6), ..case.clone() }.check(&devices);
-            Case { window: Some(1), v: Codec::tq(5), ..case }.check(&devices);
+            AttendCase { window: Some(33), splits: 3, k: Codec::tq(6), ..case.clone() }.check(&devices);
+            AttendCase { window: Some(1), v: Codec::tq(5), ..case }.check(&devices);
         }
     }
 }
@@ -259,12 +265,12 @@ fn ring_wrap() {
 fn multi_token_on_wrapped_ring() {
     let devices = devices();
     let tokens: Vec<(u32, u32)> = (10..14).map(|p| (0, p)).collect();
-    let case = Case { ring: true, capacity: 8, lens: vec![14], tokens, ..Case::default() };
+    let case = AttendCase { ring: true, capacity: 8, lens: vec![14], tokens, ..AttendCase::default() };
     case.check(&devices);
-    Case { window: Some(3), ..case.clone() }.check(&devices);
+    AttendCase { window: Some(3), ..case.clone() }.check(&devices);
     // The first of these tokens are themselves overwritten: they see nothing, and get zeros.
     let tokens: Vec<(u32, u32)> = (0..14).map(|p| (0, p)).collect();
-    let case = Case { tokens, ..case };
+    let case = AttendCase { tokens, ..case };
     case.check(&devices);
     let out = case.run(&devices[0]).unwrap();
     assert!(out[..6 * 4 * 64].iter().all(|x| *x == 0.0) && out[6 * 4 * 64..].iter().all(|x| *x != 0.0));
@@ -277,9 +283,9 @@ fn prompts() {
         for (group, window) in [(1, None), (2, Some(3)), (3, Some(40)), (8, None)] {
             let tokens: Vec<(u32, u32)> = (0..tokens).map(|i| (0, 80 + i)).collect();
             let lens = vec![80 + tokens.len() as u32];
-            let case = Case { tokens, lens, group, window, ..Case::default() };
+            let case = AttendCase { tokens, lens, group, window, ..AttendCase::default() };
             case.check(&devices);
-            Case { k: Codec::tq(4), v: Codec::BF16, splits: 2, head_dim: 128, ..case }.check(&devices);
+            AttendCase { k: Codec::tq(4), v: Codec::BF16, splits: 2, head_dim: 128, ..case }.check(&devices);
         }
     }
 }
@@ -289,9 +295,9 @@ fn several_sequences_in_any_order() {
     let devices = devices();
     let mut tokens: Vec<(u32, u32)> = (3..40).map(|p| (2, p)).collect();
     tokens.extend([(0, 149), (1, 0), (1, 1), (0, 148), (2, 5), (2, 5), (3, 77)]);
-    let case = Case { tokens, lens: vec![150, 2, 40, 78], ..Case::default() };
+    let case = AttendCase { tokens, lens: vec![150, 2, 40, 78], ..AttendCase::default() };
     case.check(&devices);
-    Case { window: Some(20), order: SlotOrder::TokenMajor, splits: 4, ..case }.check(&devices);
+    AttendCase { window: Some(20), order: SlotOrder::TokenMajor, splits: 4, ..case }.check(&devices);
 }
 
 #[test]
@@ -303,10 +309,11 @@ fn fresh_keys() {
             all.extend([(0, 7), (0, 8)]);
             let fresh = Some((vec![7, past], order));
             let lens = vec![9, past + tokens];
-            let case = Case { tokens: all, lens, fresh, window, ring: true, capacity: 100, ..Case::default() };
+            let case =
+                AttendCase { tokens: all, lens, fresh, window, ring: true, capacity: 100, ..AttendCase::default() };
             case.check(&devices);
-            Case { k: Codec::tq(4), v: Codec::tq(8), splits: 3, ..case.clone() }.check(&devices);
-            Case { v: Codec::tq(6), head_dim: 512, group: 1, ..case }.check(&devices);
+            AttendCase { k: Codec::tq(4), v: Codec::tq(8), splits: 3, ..case.clone() }.check(&devices);
+            AttendCase { v: Codec::tq(6), head_dim: 512, group: 1, ..case }.check(&devices);
         }
     }
 }
@@ -315,25 +322,25 @@ fn fresh_keys() {
 fn fresh_keys_of_scattered_tokens() {
     let tokens = vec![(0, 12), (1, 4), (0, 10), (0, 11), (1, 3), (0, 13)];
     let fresh = Some((vec![10, 3], SourceOrder::TokenMajor));
-    Case { tokens, lens: vec![14, 5], fresh, ..Case::default() }.check(&devices());
+    AttendCase { tokens, lens: vec![14, 5], fresh, ..AttendCase::default() }.check(&devices());
 }
 
 #[test]
 fn softcap_used() {
     let devices = devices();
     for (softcap, scale) in [(50.0, 20.0), (0.5, 0.2), (1000.0, 3.0)] {
-        let case = Case { softcap: Some(softcap), scale, k: Codec::F32, v: Codec::F32, ..Case::default() };
+        let case = AttendCase { softcap: Some(softcap), scale, k: Codec::F32, v: Codec::F32, ..AttendCase::default() };
         case.check(&devices);
-        let without = Case { softcap: None, ..case.clone() }.run(&devices[0]).unwrap();
+        let without = AttendCase { softcap: None, ..case.clone() }.run(&devices[0]).unwrap();
         assert!(case.run(&devices[0]).unwrap() != without);
     }
 }
 
 #[test]
 fn large_scores_do_not_overflow() {
-    // Scores up to ±1e4: the softmax picks one key, but for the rounding of scores of that size.
+    // Scores up to ±1e4: the softmax picks one key, up to the rounding of scores of that size.
     for scale in [1500.0, -1500.0] {
-        let case = Case { scale, k: Codec::F32, v: Codec::F32, tokens: vec![(0, 40)], ..Case::default() };
+        let case = AttendCase { scale, k: Codec::F32, v: Codec::F32, tokens: vec![(0, 40)], ..AttendCase::default() };
         let want = case.run(&Device::reference()).unwrap();
         for device in devices() {
             for (got, want) in case.run(&device).unwrap().iter().zip(&want) {
@@ -347,7 +354,7 @@ fn large_scores_do_not_overflow() {
 fn activation_dtypes() {
     let devices = devices();
     for dtype in [DType::F16, DType::BF16] {
-        Case { dtype, k: Codec::tq(8), v: Codec::F32, ..Case::default() }.check(&devices);
+        AttendCase { dtype, k: Codec::tq(8), v: Codec::F32, ..AttendCase::default() }.check(&devices);
     }
 }
 
@@ -355,7 +362,7 @@ fn activation_dtypes() {
 fn rotated_queries() {
     let devices = devices();
     for (k, v) in [(Codec::tq(4), Codec::F16), (Codec::tq(8), Codec::tq(4))] {
-        Case { k, v, q_rotated: true, head_dim: 256, ..Case::default() }.check(&devices);
+        AttendCase { k, v, q_rotated: true, head_dim: 256, ..AttendCase::default() }.check(&devices);
     }
 }
 
@@ -367,7 +374,7 @@ fn nan_shows_to_those_who_see_it() {
         // Seen by the first tokens only, by the last only, by all.
         for position in [85, 117, 95] {
             let nan = Some((0, position));
-            let case = Case { k, v, window: Some(30), nan, tokens: tokens.clone(), ..Case::default() };
+            let case = AttendCase { k, v, window: Some(30), nan, tokens: tokens.clone(), ..AttendCase::default() };
             case.check(&devices);
             assert!(case.run(&devices[0]).unwrap().iter().any(|x| x.is_nan()));
         }
@@ -378,14 +385,14 @@ fn nan_shows_to_those_who_see_it() {
 fn one_split_writes_output() {
     let devices = devices();
     for splits in [1, 2, 7, 150, 1000] {
-        Case { splits, ..Case::default() }.check(&devices);
+        AttendCase { splits, ..AttendCase::default() }.check(&devices);
     }
 }
 
 #[test]
 fn determinism() {
     let tokens = vec![(0, 3000), (1, 2999), (1, 3000)];
-    let case = Case { tokens, lens: vec![3001; 2], capacity: 3001, k: Codec::tq(5), ..Case::default() };
+    let case = AttendCase { tokens, lens: vec![3001; 2], capacity: 3001, k: Codec::tq(5), ..AttendCase::default() };
     for level in SimdLevel::ALL.into_iter().filter(|level| level.is_supported()) {
         for threads in [1, 2, 3] {
             let device = device(level, threads);
@@ -539,7 +546,8 @@ fn threads_change_next_to_nothing() {
     // Splits end where tiles do: only the order in which tiles are added differs.
     for (k, v) in [(Codec::tq(4), Codec::tq(4)), (Codec::tq(8), Codec::tq(8)), (Codec::tq(6), Codec::F16)] {
         let tokens = vec![(0, 2999)];
-        let case = Case { k, v, tokens, lens: vec![3000], capacity: 3001, head_dim: 128, ..Case::default() };
+        let case =
+            AttendCase { k, v, tokens, lens: vec![3000], capacity: 3001, head_dim: 128, ..AttendCase::default() };
         for level in SimdLevel::ALL.into_iter().filter(|level| level.is_supported()) {
             let one = case.run(&device(level, 1)).unwrap();
             for threads in [2, 3] {
@@ -554,7 +562,7 @@ fn threads_change_next_to_nothing() {
 fn view_offset() {
     // The output and the queries in the middle of larger tensors; what surrounds the output stays.
     for device in devices() {
-        let case = Case::default();
+        let case = AttendCase::default();
         let want = case.run(&device).unwrap();
         let all = Tensor::from_slice(&device, &vec![7f32; 3 * want.len()], &[3, 4, 64]).unwrap();
         let out = all.rows(1..2).unwrap();

@@ -1,9 +1,9 @@
-//! Which outputs are computed together, and in which order a matrix is read.
+//! The order in which the rows of a matrix are read, and the outputs that are computed together.
 //!
-//! The hardware reads ahead along streams of addresses, as long as they go on: several rows side by side, each of which
-//! ends soon, are the worst that it can be given. So where rows are long the outputs of a task are four streams of
-//! consecutive rows, a quarter of the task apart, and rows of all four are multiplied together. Short rows are taken as
-//! they follow one another. Either way lines are asked for ahead, because the hardware stops at the end of a page.
+//! The hardware prefetches along streams of addresses; several short streams side by side are its worst case. So if rows
+//! are long, the outputs of a task form four streams of consecutive rows, a quarter of the task apart, and rows of all
+//! four are multiplied together. Short rows are processed one after the other. Lines are also prefetched in software,
+//! because the hardware stops at the end of a page.
 
 use std::ops::Range;
 
@@ -17,31 +17,32 @@ const RUN: usize = OUTPUTS / STREAMS;
 /// Bytes of a row from which on there are streams.
 const LONG: usize = 1 << 10;
 
-/// Bytes that are asked for ahead, into the second cache: of a stream, and of rows that follow one another.
-const AHEAD_STREAM: usize = 2 << 10;
-const AHEAD: usize = 48 << 10;
+/// Bytes to prefetch ahead, into the second-level cache: of a stream, and of consecutive rows.
+const PREFETCH_STREAM: usize = 2 << 10;
+const PREFETCH_ROWS: usize = 48 << 10;
 
 /// Outputs that are computed together.
 #[derive(Clone, Copy)]
-pub(super) struct Block<'a> {
+pub(super) struct OutputBlock<'a> {
     first: usize,
     pub count: usize,
     /// From an output of one stream to that of the next; 0 where outputs follow one another.
     apart: usize,
-    /// Of affine rows, widened: as many rows of scales as [`Block::count`], then as many of biases; in the order of [`Block::runs`].
+    /// Of affine rows, in f32: [`OutputBlock::count`] rows of scales, then as many of biases, in the order of
+    /// [`OutputBlock::runs`].
     pub scales: &'a [f32],
 }
 
-impl<'a> Block<'a> {
+impl<'a> OutputBlock<'a> {
     /// The blocks that `outputs` consist of.
     #[inline(always)]
-    pub fn all(outputs: Range<usize>, row_bytes: usize) -> impl Iterator<Item = Block<'a>> {
+    pub fn all(outputs: Range<usize>, row_bytes: usize) -> impl Iterator<Item = OutputBlock<'a>> {
         let whole = outputs.len() / OUTPUTS;
         let streams = whole > 1 && row_bytes >= LONG;
         (0..outputs.len().div_ceil(OUTPUTS)).map(move |i| {
             let (apart, step) = if streams && i < whole { (whole * RUN, RUN) } else { (0, OUTPUTS) };
             let first = outputs.start + i * step;
-            Block { first, count: (outputs.len() - i * OUTPUTS).min(OUTPUTS), apart, scales: &[] }
+            OutputBlock { first, count: (outputs.len() - i * OUTPUTS).min(OUTPUTS), apart, scales: &[] }
         })
     }
 
@@ -49,19 +50,19 @@ impl<'a> Block<'a> {
         self.apart > 0
     }
 
-    /// Consecutive outputs, of which as many results stand together.
+    /// Runs of consecutive outputs, and the places of their results.
     #[inline(always)]
     pub fn runs(&self) -> impl Iterator<Item = (usize, Range<usize>)> + use<> {
-        let Block { first, count, apart, .. } = *self;
+        let OutputBlock { first, count, apart, .. } = *self;
         let len = if apart > 0 { RUN } else { count };
         (0..count.div_ceil(len)).map(move |run| (first + run * apart, run * len..(run + 1) * len))
     }
 
-    /// The next of the block's outputs to be computed together, after the first `n`; and how many have been computed then. Some
-    /// may be computed once more.
+    /// The next outputs of the block to compute together, after the first `n`, and the number computed then. Some may be
+    /// computed twice.
     #[inline(always)]
     pub fn next<const R: usize>(&self, n: usize) -> (Together, usize) {
-        let Block { first, count, apart, .. } = *self;
+        let OutputBlock { first, count, apart, .. } = *self;
         if apart > 0 {
             let (place, output) = (n % STREAMS * RUN + n / STREAMS, first + n % STREAMS * apart + n / STREAMS);
             return (Together { place, places_apart: RUN, output, apart }, n + R);
@@ -71,11 +72,11 @@ impl<'a> Block<'a> {
         (Together { place: n, places_apart: apart, output: first + n, apart }, n + if apart == 0 { 1 } else { R })
     }
 
-    /// What is asked for while rows of `row_bytes` are read, the first of which stands at `row`.
+    /// What to prefetch while rows of `row_bytes` are read, the first of them at `row`.
     #[inline(always)]
-    pub fn ahead(&self, row: *const u8, row_bytes: usize) -> Ahead {
-        let distance = if self.streams() { AHEAD_STREAM } else { AHEAD };
-        Ahead { start: row.wrapping_add(distance), apart: self.apart * row_bytes }
+    pub fn prefetch(&self, row: *const u8, row_bytes: usize) -> WeightPrefetch {
+        let distance = if self.streams() { PREFETCH_STREAM } else { PREFETCH_ROWS };
+        WeightPrefetch { start: row.wrapping_add(distance), apart: self.apart * row_bytes }
     }
 }
 
@@ -90,19 +91,19 @@ pub(super) struct Together {
     pub apart: usize,
 }
 
-/// What is asked for while R rows are read side by side.
+/// Prefetches ahead of R rows that are read side by side.
 #[derive(Clone, Copy)]
-pub(super) struct Ahead {
+pub(super) struct WeightPrefetch {
     start: *const u8,
     /// From a row to the next; 0 where rows follow one another.
     apart: usize,
 }
 
-impl Ahead {
-    /// Where to ask while `bytes` bytes of each row are read, those with number `index`: for the first row, and how much
-    /// further for each of the others.
+impl WeightPrefetch {
+    /// The address to prefetch while the `index`th `bytes` bytes of each row are read: of the first row, and the distance
+    /// to that of the next row.
     #[inline(always)]
-    #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "`bytes` asks"))]
+    #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "only `integers` calls it"))]
     pub fn at<const R: usize>(&self, index: usize, bytes: usize) -> (*const u8, usize) {
         match self.apart {
             // In the order of addresses, whichever row this is.
@@ -111,7 +112,7 @@ impl Ahead {
         }
     }
 
-    /// Asks for as many lines as there are in so many bytes of all rows, which are of streams or follow one another.
+    /// Prefetches the lines of `bytes` bytes of all rows, which belong to streams or are consecutive.
     ///
     /// # Safety
     /// The level's instructions are enabled.
@@ -135,15 +136,15 @@ impl Ahead {
 }
 
 /// Affine rows of a matrix at equal distances: the first one's codes, scales and biases, how many bytes of codes and how many
-/// scales (and biases) further each of the others has its own, and what to ask for meanwhile.
-#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "`bytes` reads them"))]
-pub(super) struct Rows {
+/// scales (and biases) further each of the others has its own, and what to prefetch meanwhile.
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "only `integers` reads them"))]
+pub(super) struct AffineRows {
     pub codes: *const u8,
     pub codes_apart: usize,
     pub scales: *const f32,
     pub biases: *const f32,
     pub scales_apart: usize,
-    pub ahead: Ahead,
+    pub prefetch: WeightPrefetch,
 }
 
 #[cfg(test)]
@@ -153,7 +154,7 @@ mod tests {
     /// The place of every output that blocks of R rows compute is the one from which it is stored, and all are there.
     fn check<const R: usize>(outputs: Range<usize>, row_bytes: usize) {
         let mut computed = vec![0; outputs.end];
-        for block in Block::all(outputs.clone(), row_bytes) {
+        for block in OutputBlock::all(outputs.clone(), row_bytes) {
             let mut stored = [usize::MAX; OUTPUTS];
             for (first, run) in block.runs() {
                 run.clone().for_each(|place| stored[place] = first + place - run.start);

@@ -1,23 +1,21 @@
 //! A few rows of activations times a matrix: decode and verification.
 //!
-//! out\[t\]\[n\] = alpha · Σₖ x\[t\]\[k\] · w\[n\]\[k\] for the outputs n of one task. Bound by reading the weights, so each is
-//! read from memory once, whatever the number of rows, and its codes are unpacked in registers. An affine row is
-//! Σ over groups of scale · Σ q·x + bias · Σ x: the sums of x per group come with the prepared activations, a sum for
-//! each lane, so that everything is added lane by lane and across them once, at the end. Where the processor multiplies
-//! bytes, affine rows go through `bytes`. In which order rows are read is `block`'s.
+//! out\[t\]\[n\] = alpha · Σₖ x\[t\]\[k\] · w\[n\]\[k\] for the outputs n of one task. Bound by reading the weights: each is
+//! read from memory once for all rows, and its codes are unpacked in registers. The product with an affine row is
+//! Σ over groups of (scale · Σ q·x + bias · Σ x). The sums of x per group are part of the prepared activations, one per
+//! lane, so everything is added lane by lane, and across lanes once at the end. `block` has the order of reading.
 
 use std::ops::Range;
 
 use super::{
-    super::{elements::Elements, scratch, simd::Kernel, simd::Simd},
-    block::{self, Block, OUTPUTS, Together},
-    bytes,
-    matrix::{self, Affine, Kind, Matrix, UNIT},
-    words,
+    super::{elements::Elements, scratch, simd::Simd, simd::SimdKernel},
+    block::{self, OUTPUTS, OutputBlock, Together},
+    integers::{IntegerLayout, byte_products, word_products},
+    matrix::{self, AffineMatrix, Matrix, MatrixKind, UNIT},
 };
 use crate::DType;
 
-/// Rows of activations taken together.
+/// Rows of activations that are processed together.
 const ROWS: usize = 8;
 
 /// Floats between the sums of two groups: the widest vector.
@@ -43,9 +41,9 @@ impl<'a> Prepared<'a> {
         Prepared { floats, inputs: matrix.inputs.next_multiple_of(UNIT), stride: stride(matrix) }
     }
 
-    /// Rows that [`bytes::prepare`] made: as one part.
-    pub(super) fn bytes(layout: bytes::Layout, floats: &'a [f32]) -> Self {
-        Prepared { floats, inputs: layout.words(), stride: layout.words() }
+    /// Rows that [`byte_products::prepare`] made: as one part.
+    pub(super) fn bytes(layout: IntegerLayout, floats: &'a [f32]) -> Self {
+        Prepared { floats, inputs: byte_products::stride(layout), stride: byte_products::stride(layout) }
     }
 
     /// A row, and its sums by group.
@@ -59,9 +57,9 @@ impl<'a> Prepared<'a> {
 #[derive(Clone, Copy)]
 pub(super) enum Integers {
     /// For a few rows: three bytes each.
-    Bytes(bytes::Layout),
+    Bytes(IntegerLayout),
     /// For many rows: two bytes each.
-    Words(bytes::Layout),
+    Words(IntegerLayout),
 }
 
 impl Integers {
@@ -73,8 +71,8 @@ impl Integers {
     /// Floats per prepared row.
     pub(super) fn stride(&self) -> usize {
         match self {
-            Integers::Bytes(layout) => layout.words(),
-            Integers::Words(layout) => words::stride(*layout),
+            Integers::Bytes(layout) => byte_products::stride(*layout),
+            Integers::Words(layout) => word_products::stride(*layout),
         }
     }
 }
@@ -87,7 +85,7 @@ pub(super) struct Prepare<'a> {
     pub to: &'a mut [f32],
 }
 
-impl Kernel for Prepare<'_> {
+impl SimdKernel for Prepare<'_> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self) {
@@ -126,7 +124,7 @@ pub(super) struct PrepareIntegers<'a> {
     pub to: &'a mut [f32],
 }
 
-impl Kernel for PrepareIntegers<'_> {
+impl SimdKernel for PrepareIntegers<'_> {
     type Output = bool;
     #[inline(always)]
     fn run<S: Simd>(self) -> bool {
@@ -143,8 +141,8 @@ impl Kernel for PrepareIntegers<'_> {
                     &*buffer
                 };
                 match self.integers {
-                    Integers::Bytes(layout) => bytes::prepare(layout, row, to),
-                    Integers::Words(layout) => words::prepare(layout, row, to),
+                    Integers::Bytes(layout) => byte_products::prepare(layout, row, to),
+                    Integers::Words(layout) => word_products::prepare(layout, row, to),
                 }
             }
         })
@@ -158,8 +156,6 @@ pub(super) struct FewRows<'a> {
     pub base: usize,
     pub outputs: Range<usize>,
     pub x: Prepared<'a>,
-    /// Whether they were prepared for `bytes`.
-    pub in_bytes: Option<bytes::Layout>,
     /// (row of `x`, row of `out`) of each product.
     pub rows: &'a [[u32; 2]],
     pub alpha: f32,
@@ -168,29 +164,47 @@ pub(super) struct FewRows<'a> {
     pub width: usize,
 }
 
-impl Kernel for FewRows<'_> {
+impl SimdKernel for FewRows<'_> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self) {
         // SAFETY: `dispatch` enables the instructions, validation made the shapes agree, and no other task writes
         // these outputs.
         unsafe {
-            match (self.matrix.kind, self.in_bytes) {
-                (Kind::Dense(weights), _) => match weights.dtype {
-                    DType::F32 => self.blocks::<S, _>(Dense::<0> { weights, inputs: self.matrix.inputs }),
-                    DType::F16 => self.blocks::<S, _>(Dense::<1> { weights, inputs: self.matrix.inputs }),
-                    _ => self.blocks::<S, _>(Dense::<2> { weights, inputs: self.matrix.inputs }),
+            match self.matrix.kind {
+                MatrixKind::Dense(weights) => match weights.dtype {
+                    DType::F32 => self.blocks::<S, _>(DenseWeights::<0> { weights, inputs: self.matrix.inputs }),
+                    DType::F16 => self.blocks::<S, _>(DenseWeights::<1> { weights, inputs: self.matrix.inputs }),
+                    _ => self.blocks::<S, _>(DenseWeights::<2> { weights, inputs: self.matrix.inputs }),
                 },
-                (Kind::Affine(affine), Some(layout)) => match affine.bits {
-                    4 => self.blocks::<S, _>(Bytes::<4> { affine, layout }),
-                    6 => self.blocks::<S, _>(Bytes::<6> { affine, layout }),
-                    _ => self.blocks::<S, _>(Bytes::<8> { affine, layout }),
+                MatrixKind::Affine(affine) => match affine.bits {
+                    4 => self.blocks::<S, _>(AffineWeights::<4> { affine, inputs: self.matrix.inputs }),
+                    6 => self.blocks::<S, _>(AffineWeights::<6> { affine, inputs: self.matrix.inputs }),
+                    _ => self.blocks::<S, _>(AffineWeights::<8> { affine, inputs: self.matrix.inputs }),
                 },
-                (Kind::Affine(affine), None) => match affine.bits {
-                    4 => self.blocks::<S, _>(Grouped::<4> { affine, inputs: self.matrix.inputs }),
-                    6 => self.blocks::<S, _>(Grouped::<6> { affine, inputs: self.matrix.inputs }),
-                    _ => self.blocks::<S, _>(Grouped::<8> { affine, inputs: self.matrix.inputs }),
-                },
+            }
+        }
+    }
+}
+
+/// The same for affine weights and activations that [`byte_products::prepare`] made. Only on `Avx512Vnni`.
+pub(super) struct FewRowsByBytes<'a> {
+    pub rows: FewRows<'a>,
+    pub affine: AffineMatrix,
+    pub layout: IntegerLayout,
+}
+
+impl SimdKernel for FewRowsByBytes<'_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self) {
+        let FewRowsByBytes { rows, affine, layout } = self;
+        // SAFETY: as in `FewRows::run`, by `dispatch_vnni`.
+        unsafe {
+            match affine.bits {
+                4 => rows.blocks::<S, _>(ByteProducts::<4> { affine, layout }),
+                6 => rows.blocks::<S, _>(ByteProducts::<6> { affine, layout }),
+                _ => rows.blocks::<S, _>(ByteProducts::<8> { affine, layout }),
             }
         }
     }
@@ -198,11 +212,11 @@ impl Kernel for FewRows<'_> {
 
 impl FewRows<'_> {
     #[inline(always)]
-    unsafe fn blocks<S: Simd, W: Rows>(&self, weights: W) {
+    unsafe fn blocks<S: Simd, W: WeightRows>(&self, weights: W) {
         let mut result = [[0.0; OUTPUTS]; ROWS];
         let groups = weights.groups();
         let scales = &mut *scratch::take(2 * OUTPUTS * groups);
-        for mut block in Block::all(self.outputs.clone(), weights.row_bytes()) {
+        for mut block in OutputBlock::all(self.outputs.clone(), weights.row_bytes()) {
             let (scales_of, biases_of) = scales.split_at_mut(block.count * groups);
             for (first, run) in block.runs() {
                 let (first, run) = (self.base + first, run.start * groups..run.end * groups);
@@ -238,10 +252,10 @@ impl FewRows<'_> {
 
     /// The block's outputs of the first T rows, R at a time; returns T.
     #[inline(always)]
-    unsafe fn tile<S: Simd, W: Rows, const R: usize, const T: usize>(
+    unsafe fn tile<S: Simd, W: WeightRows, const R: usize, const T: usize>(
         &self,
         weights: W,
-        block: &Block,
+        block: &OutputBlock,
         rows: &[[u32; 2]],
         result: &mut [[f32; OUTPUTS]],
     ) -> usize {
@@ -265,10 +279,10 @@ impl FewRows<'_> {
 }
 
 /// A prepared row of activations and its sums by group.
-type X<'a> = (&'a [f32], &'a [f32]);
+type PreparedRow<'a> = (&'a [f32], &'a [f32]);
 
 /// R rows of a block of weights, each times T rows of activations.
-trait Rows: Copy {
+trait WeightRows: Copy {
     /// Whether eight rows at a time, rather than four, are better for one row of activations.
     const EIGHT: bool = false;
 
@@ -279,7 +293,7 @@ trait Rows: Copy {
         0
     }
 
-    /// Prepares some of [`Block::scales`], from those of row `first` on.
+    /// Prepares some of [`OutputBlock::scales`], from those of row `first` on.
     ///
     /// # Safety
     /// The rows exist, and the level's instructions are enabled.
@@ -291,20 +305,20 @@ trait Rows: Copy {
     /// The rows exist, the activations are as long as they are, and the level's instructions are enabled.
     unsafe fn dots<S: Simd, const R: usize, const T: usize>(
         &self,
-        block: &Block,
+        block: &OutputBlock,
         rows: Together,
-        x: &[X; T],
+        x: &[PreparedRow; T],
     ) -> [[f32; T]; R];
 }
 
 /// Dense rows; f32, f16 or bf16 as DTYPE is 0, 1 or 2.
 #[derive(Clone, Copy)]
-struct Dense<const DTYPE: usize> {
+struct DenseWeights<const DTYPE: usize> {
     weights: Elements,
     inputs: usize,
 }
 
-impl<const DTYPE: usize> Dense<DTYPE> {
+impl<const DTYPE: usize> DenseWeights<DTYPE> {
     #[inline(always)]
     unsafe fn load<S: Simd>(from: *const u8) -> S::F {
         // SAFETY: the caller's promise.
@@ -318,7 +332,7 @@ impl<const DTYPE: usize> Dense<DTYPE> {
     }
 }
 
-impl<const DTYPE: usize> Rows for Dense<DTYPE> {
+impl<const DTYPE: usize> WeightRows for DenseWeights<DTYPE> {
     fn row_bytes(&self) -> usize {
         self.inputs * if DTYPE == 0 { 4 } else { 2 }
     }
@@ -329,9 +343,9 @@ impl<const DTYPE: usize> Rows for Dense<DTYPE> {
     #[inline(always)]
     unsafe fn dots<S: Simd, const R: usize, const T: usize>(
         &self,
-        _: &Block,
+        _: &OutputBlock,
         rows: Together,
-        x: &[X; T],
+        x: &[PreparedRow; T],
     ) -> [[f32; T]; R] {
         let size = if DTYPE == 0 { 4 } else { 2 };
         let whole = self.inputs - self.inputs % S::LANES;
@@ -366,12 +380,12 @@ impl<const DTYPE: usize> Rows for Dense<DTYPE> {
 
 /// Affine rows.
 #[derive(Clone, Copy)]
-struct Grouped<const BITS: usize> {
-    affine: Affine,
+struct AffineWeights<const BITS: usize> {
+    affine: AffineMatrix,
     inputs: usize,
 }
 
-impl<const BITS: usize> Rows for Grouped<BITS> {
+impl<const BITS: usize> WeightRows for AffineWeights<BITS> {
     fn row_bytes(&self) -> usize {
         self.inputs / 8 * BITS
     }
@@ -389,14 +403,14 @@ impl<const BITS: usize> Rows for Grouped<BITS> {
     #[inline(always)]
     unsafe fn dots<S: Simd, const R: usize, const T: usize>(
         &self,
-        block: &Block,
+        block: &OutputBlock,
         rows: Together,
-        x: &[X; T],
+        x: &[PreparedRow; T],
     ) -> [[f32; T]; R] {
         // SAFETY: the caller's promise.
         unsafe {
             // Where it counts most, the number of units in a group is a constant: the loop over them unrolls. So is, for
-            // short rows, what is asked for ahead.
+            // short rows, the distance of prefetching.
             match (self.affine.group, block.streams()) {
                 (32, false) if T == 1 => self.dots_by::<S, R, T, false>(block, rows, x, 1),
                 (64, false) if T == 1 => self.dots_by::<S, R, T, false>(block, rows, x, 2),
@@ -408,13 +422,13 @@ impl<const BITS: usize> Rows for Grouped<BITS> {
     }
 }
 
-impl<const BITS: usize> Grouped<BITS> {
+impl<const BITS: usize> AffineWeights<BITS> {
     #[inline(always)]
     unsafe fn dots_by<S: Simd, const R: usize, const T: usize, const STREAMS: bool>(
         &self,
-        block: &Block,
+        block: &OutputBlock,
         rows: Together,
-        x: &[X; T],
+        x: &[PreparedRow; T],
         units: usize,
     ) -> [[f32; T]; R] {
         let groups = self.inputs / (units * UNIT);
@@ -423,13 +437,13 @@ impl<const BITS: usize> Grouped<BITS> {
             let codes: [_; R] = std::array::from_fn(|r| self.affine.codes(rows.output + r * rows.apart, self.inputs));
             let scales: [_; R] =
                 std::array::from_fn(|r| block.scales.as_ptr().add((rows.place + r * rows.places_apart) * groups));
-            let ahead = block.ahead(codes[0], self.row_bytes());
+            let prefetch = block.prefetch(codes[0], self.row_bytes());
             let biases = block.count * groups;
             let mut total = [[S::zero(); T]; R];
             let bytes = units * UNIT / 8 * BITS;
             for group in 0..groups {
                 let mut dot = [[S::zero(); T]; R];
-                ahead.fetch::<S, R, STREAMS>(group, bytes);
+                prefetch.fetch::<S, R, STREAMS>(group, bytes);
                 for unit in 0..units {
                     let at = (group * units + unit) * UNIT;
                     for r in 0..R {
@@ -458,12 +472,12 @@ impl<const BITS: usize> Grouped<BITS> {
 
 /// Affine rows, by products of bytes.
 #[derive(Clone, Copy)]
-struct Bytes<const BITS: usize> {
-    affine: Affine,
-    layout: bytes::Layout,
+struct ByteProducts<const BITS: usize> {
+    affine: AffineMatrix,
+    layout: IntegerLayout,
 }
 
-impl<const BITS: usize> Rows for Bytes<BITS> {
+impl<const BITS: usize> WeightRows for ByteProducts<BITS> {
     /// There are registers for them, and what is done once for all of them counts where rows are short.
     const EIGHT: bool = true;
 
@@ -484,23 +498,23 @@ impl<const BITS: usize> Rows for Bytes<BITS> {
     #[inline(always)]
     unsafe fn dots<S: Simd, const R: usize, const T: usize>(
         &self,
-        block: &Block,
+        block: &OutputBlock,
         rows: Together,
-        x: &[X; T],
+        x: &[PreparedRow; T],
     ) -> [[f32; T]; R] {
         let (groups, scales) = (self.groups(), block.scales.as_ptr());
         // SAFETY: the caller's promise; the rows lie within the block.
         unsafe {
             let codes = self.affine.codes(rows.output, self.layout.inputs());
-            let rows = block::Rows {
+            let rows = block::AffineRows {
                 codes,
                 codes_apart: rows.apart * self.row_bytes(),
                 scales: scales.add(rows.place * groups),
                 biases: scales.add((block.count + rows.place) * groups),
                 scales_apart: rows.places_apart * groups,
-                ahead: block.ahead(codes, self.row_bytes()),
+                prefetch: block.prefetch(codes, self.row_bytes()),
             };
-            bytes::dots::<BITS, R, T>(self.layout, &rows, x.map(|x| x.0.as_ptr()))
+            byte_products::dots::<BITS, R, T>(self.layout, &rows, x.map(|x| x.0.as_ptr()))
         }
     }
 }

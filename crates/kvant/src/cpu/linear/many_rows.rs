@@ -1,8 +1,8 @@
 //! Many rows of activations times a matrix: prefill.
 //!
-//! A task takes some outputs of one matrix: it widens their weights to f32 in scratch memory, once for all rows, and
-//! multiplies with the `gemm` crate, which packs and blocks for the caches. Where the processor multiplies words, affine
-//! rows go through `words` instead.
+//! A task computes some outputs of one matrix. It widens their weights to f32 in scratch memory, once for all rows, and
+//! multiplies with the `gemm-f32` crate, which packs and blocks for the caches. [`ManyRowsByWords`] unpacks affine weights to
+//! 16-bit integers instead.
 
 use std::ops::Range;
 
@@ -10,11 +10,10 @@ use super::{
     super::{
         elements::Elements,
         scratch,
-        simd::{Kernel, Simd},
+        simd::{Simd, SimdKernel},
     },
-    bytes::Layout,
-    matrix::{Affine, Kind, Matrix},
-    words,
+    integers::{IntegerLayout, word_products},
+    matrix::{AffineMatrix, Matrix, MatrixKind},
 };
 use crate::DType;
 
@@ -44,13 +43,13 @@ struct View {
     stride: usize,
 }
 
-impl Kernel for ManyRows<'_> {
+impl SimdKernel for ManyRows<'_> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self) {
         let inputs = self.matrix.inputs;
         match self.matrix.kind {
-            Kind::Dense(elements) if elements.dtype == DType::F32 => {
+            MatrixKind::Dense(elements) if elements.dtype == DType::F32 => {
                 // SAFETY: the row exists.
                 let start = unsafe { elements.at((self.base + self.outputs.start) * inputs) };
                 self.gather::<S>(View { start: start.cast(), stride: inputs });
@@ -62,12 +61,10 @@ impl Kernel for ManyRows<'_> {
                 let first = self.base + self.outputs.start;
                 // SAFETY: the rows exist; `dispatch` enables the instructions.
                 unsafe {
-                    if stride == inputs {
-                        self.matrix.rows::<S>(first, self.outputs.len(), weights);
-                    } else {
-                        for (n, row) in weights.chunks_exact_mut(stride).enumerate() {
-                            self.matrix.rows::<S>(first + n, 1, row);
-                        }
+                    // All rows at once where they are contiguous.
+                    let at_once = if stride == inputs { self.outputs.len().max(1) } else { 1 };
+                    for (n, rows) in weights.chunks_exact_mut(at_once * stride).enumerate() {
+                        self.matrix.rows::<S>(first + n, at_once, rows);
                     }
                 }
                 self.gather::<S>(View { start: weights.as_ptr(), stride });
@@ -110,40 +107,44 @@ impl ManyRows<'_> {
     }
 
     fn multiply(&self, weights: View, x: View, to: *mut f32, to_stride: usize) {
+        let (x, weights) = ((self.rows.len(), x), (self.outputs.len(), weights));
+        // gemm_f32 wants the longer steps between columns. The product is stored by rows, so it computes the transpose.
+        let (left, right, column_step, row_step) =
+            if to_stride > 1 { (weights, x, to_stride, 1) } else { (x, weights, 1, to_stride) };
         // SAFETY: `x` has `rows` rows and `weights` has `outputs` rows of `inputs` floats each; `to` has room for
         // `rows` rows of `outputs`, `to_stride` apart, and overlaps neither.
         unsafe {
-            gemm::gemm::<f32>(
-                self.rows.len(),
-                self.outputs.len(),
+            gemm_f32::gemm::f32::get_gemm_fn()(
+                left.0,
+                right.0,
                 self.matrix.inputs,
                 to,
-                1,
-                to_stride as isize,
+                column_step as isize,
+                row_step as isize,
                 false,
-                x.start,
+                left.1.start,
                 1,
-                x.stride as isize,
-                weights.start,
-                weights.stride as isize,
+                left.1.stride as isize,
+                right.1.start,
+                right.1.stride as isize,
                 1,
                 0.0,
                 self.alpha,
                 false,
                 false,
                 false,
-                gemm::Parallelism::None,
+                gemm_common::Parallelism::None,
             );
         }
     }
 }
 
-/// Computes `outputs` of the rows of activations listed in `rows`, which [`words::prepare`] made.
+/// Computes `outputs` of the rows of activations listed in `rows`, which [`word_products::prepare`] made.
 ///
 /// Only where the processor multiplies words.
-pub(super) struct ManyWords<'a> {
-    pub affine: Affine,
-    pub layout: Layout,
+pub(super) struct ManyRowsByWords<'a> {
+    pub affine: AffineMatrix,
+    pub layout: IntegerLayout,
     /// The first row of the expert's matrix.
     pub base: usize,
     pub outputs: Range<usize>,
@@ -156,7 +157,7 @@ pub(super) struct ManyWords<'a> {
     pub width: usize,
 }
 
-impl Kernel for ManyWords<'_> {
+impl SimdKernel for ManyRowsByWords<'_> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self) {
@@ -168,41 +169,42 @@ impl Kernel for ManyWords<'_> {
     }
 }
 
-impl ManyWords<'_> {
+impl ManyRowsByWords<'_> {
     #[inline(always)]
     fn panels<S: Simd, const BITS: usize>(&self) {
         let (layout, inputs, groups) = (self.layout, self.layout.inputs(), self.layout.groups());
-        let stride = words::stride(layout);
-        let panel = &mut *scratch::take(words::panel(layout) + 16);
+        let stride = word_products::stride(layout);
+        let panel = &mut *scratch::take(word_products::panel(layout) + 16);
         // A vector that straddles two lines of the cache costs two reads.
         let aligned = panel.as_ptr().align_offset(64).min(16);
-        let panel = &mut panel[aligned..][..words::panel(layout)];
-        let factors = &mut *scratch::take(2 * words::OUTPUTS * groups);
+        let panel = &mut panel[aligned..][..word_products::panel(layout)];
+        let factors = &mut *scratch::take(2 * word_products::OUTPUTS * groups);
         // What is not f32 is rounded on its way.
         let start = self.x.as_ptr();
         let direct = self.out.dtype == DType::F32;
-        let mut products = [[0.0; words::OUTPUTS]; words::ROWS];
-        for first in self.outputs.clone().step_by(words::OUTPUTS) {
-            let count = (self.outputs.end - first).min(words::OUTPUTS);
-            // SAFETY: the rows exist; `dispatch_bytes` enables the instructions. No other task writes these outputs.
+        let mut products = [[0.0; word_products::OUTPUTS]; word_products::ROWS];
+        for first in self.outputs.clone().step_by(word_products::OUTPUTS) {
+            let count = (self.outputs.end - first).min(word_products::OUTPUTS);
+            // SAFETY: the rows exist; `dispatch_vnni` enables the instructions. No other task writes these outputs.
             unsafe {
                 let factors = &mut factors[..2 * count * groups];
                 let (scales, biases) = factors.split_at_mut(count * groups);
                 self.affine.scales::<S>(self.base + first, inputs, scales, biases);
                 // At the end the last output is computed more than once.
                 let row = |n: usize| n.min(count - 1);
-                let to = &mut panel[words::OUTPUTS * inputs / 2..];
-                for (i, to) in to.chunks_exact_mut(words::OUTPUTS).enumerate() {
+                let to = &mut panel[word_products::OUTPUTS * inputs / 2..];
+                for (i, to) in to.chunks_exact_mut(word_products::OUTPUTS).enumerate() {
                     let (from, group) = if i < groups { (0, i) } else { (count, i - groups) };
                     for (n, to) in to.iter_mut().enumerate() {
                         *to = factors[(from + row(n)) * groups + group];
                     }
                 }
                 let codes = std::array::from_fn(|n| self.affine.codes(self.base + first + row(n), inputs));
-                words::unpack::<BITS>(layout, codes, panel);
-                for rows in self.rows.chunks(words::ROWS) {
+                word_products::unpack::<BITS>(layout, codes, panel);
+                for rows in self.rows.chunks(word_products::ROWS) {
                     // So is the last row of activations.
-                    let (mut x, mut places) = ([std::ptr::null(); words::ROWS], [std::ptr::null_mut(); words::ROWS]);
+                    let (mut x, mut places) =
+                        ([std::ptr::null(); word_products::ROWS], [std::ptr::null_mut(); word_products::ROWS]);
                     for (t, (x, place)) in x.iter_mut().zip(&mut places).enumerate() {
                         let [from, to] = rows[t.min(rows.len() - 1)];
                         *x = start.add(from as usize * stride);
@@ -212,8 +214,8 @@ impl ManyWords<'_> {
                             products[t].as_mut_ptr()
                         };
                     }
-                    let to = words::To { rows: places, outputs: count, alpha: self.alpha };
-                    words::products(layout, panel, x, &to);
+                    let to = word_products::PanelOutputs { rows: places, outputs: count, alpha: self.alpha };
+                    word_products::products(layout, panel, x, &to);
                     if !direct {
                         for (row, &[_, out]) in products.iter().zip(rows) {
                             self.out.store::<S>(out as usize * self.width + first, &row[..count]);

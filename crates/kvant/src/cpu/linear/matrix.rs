@@ -1,12 +1,11 @@
-//! One weight matrix as the kernels see it, and the order in which they take its inputs.
+//! A weight matrix, and the order in which kernels process its inputs.
 //!
-//! Affine 4-bit codes lie two in a byte. Taking LANES bytes at a time gives LANES even inputs, then LANES odd ones, with
-//! no interleaving; the activations (and dequantised rows) are put into the same order instead, once. Everything else
-//! keeps the natural order.
+//! A byte holds two affine 4-bit codes. LANES bytes give LANES even inputs and LANES odd ones without interleaving; the
+//! activations and dequantised rows are permuted to the same order once. All other weights keep the natural order.
 
 use super::{
     super::{elements::Elements, scratch, simd::Simd},
-    bytes,
+    integers::IntegerLayout,
 };
 use crate::ops::linear::OwnedWeight;
 
@@ -16,19 +15,19 @@ pub(in crate::cpu) const UNIT: usize = 32;
 /// A matrix of `outputs` rows of `inputs` each; with experts, all of them below one another.
 #[derive(Clone, Copy)]
 pub(in crate::cpu) struct Matrix {
-    pub kind: Kind,
+    pub kind: MatrixKind,
     pub inputs: usize,
 }
 
 #[derive(Clone, Copy)]
-pub(in crate::cpu) enum Kind {
+pub(in crate::cpu) enum MatrixKind {
     Dense(Elements),
-    Affine(Affine),
+    Affine(AffineMatrix),
 }
 
 #[derive(Clone, Copy)]
-pub(in crate::cpu) struct Affine {
-    codes: Codes,
+pub(in crate::cpu) struct AffineMatrix {
+    codes: CodePointer,
     scales: Elements,
     biases: Elements,
     pub bits: usize,
@@ -37,19 +36,19 @@ pub(in crate::cpu) struct Affine {
 
 /// Packed codes; only read.
 #[derive(Clone, Copy)]
-struct Codes(*const u8);
+struct CodePointer(*const u8);
 
 // SAFETY: nothing writes to a weight while a call reads it: the device's lock is held.
-unsafe impl Send for Codes {}
+unsafe impl Send for CodePointer {}
 // SAFETY: as above.
-unsafe impl Sync for Codes {}
+unsafe impl Sync for CodePointer {}
 
 impl Matrix {
     pub(in crate::cpu) fn new(weight: &OwnedWeight, inputs: usize) -> Matrix {
         let kind = match weight {
-            OwnedWeight::Dense(tensor) => Kind::Dense(Elements::of(tensor)),
-            OwnedWeight::Affine { codes, scales, biases, bits, group } => Kind::Affine(Affine {
-                codes: Codes(codes.host_ptr()),
+            OwnedWeight::Dense(tensor) => MatrixKind::Dense(Elements::of(tensor)),
+            OwnedWeight::Affine { codes, scales, biases, bits, group } => MatrixKind::Affine(AffineMatrix {
+                codes: CodePointer(codes.host_ptr()),
                 scales: Elements::of(scales),
                 biases: Elements::of(biases),
                 bits: *bits as usize,
@@ -61,22 +60,22 @@ impl Matrix {
 
     /// Whether the kernels take the inputs in halves of even and odd ones.
     pub(super) fn splits_pairs(&self) -> bool {
-        matches!(self.kind, Kind::Affine(Affine { bits: 4, .. }))
+        matches!(self.kind, MatrixKind::Affine(AffineMatrix { bits: 4, .. }))
     }
 
     /// Inputs per scale, of an affine matrix.
     pub(super) fn group(&self) -> Option<usize> {
         match self.kind {
-            Kind::Dense(_) => None,
-            Kind::Affine(affine) => Some(affine.group),
+            MatrixKind::Dense(_) => None,
+            MatrixKind::Affine(affine) => Some(affine.group),
         }
     }
 
-    /// What `bytes` wants to know of an affine matrix.
-    pub(super) fn layout(&self) -> Option<bytes::Layout> {
+    /// The layout of an affine matrix.
+    pub(super) fn layout(&self) -> Option<IntegerLayout> {
         match self.kind {
-            Kind::Dense(_) => None,
-            Kind::Affine(Affine { bits, group, .. }) => Some(bytes::Layout::new(self.inputs, bits, group)),
+            MatrixKind::Dense(_) => None,
+            MatrixKind::Affine(AffineMatrix { bits, group, .. }) => Some(IntegerLayout::new(self.inputs, bits, group)),
         }
     }
 
@@ -113,8 +112,8 @@ impl Matrix {
         // SAFETY: the caller's promise.
         unsafe {
             match self.kind {
-                Kind::Dense(elements) => elements.load::<S>(first * self.inputs, out),
-                Kind::Affine(affine) => match affine.bits {
+                MatrixKind::Dense(elements) => elements.load::<S>(first * self.inputs, out),
+                MatrixKind::Affine(affine) => match affine.bits {
                     4 => affine.rows::<S, 4>(first, count, out),
                     6 => affine.rows::<S, 6>(first, count, out),
                     _ => affine.rows::<S, 8>(first, count, out),
@@ -124,7 +123,7 @@ impl Matrix {
     }
 }
 
-impl Affine {
+impl AffineMatrix {
     /// The codes of a row.
     ///
     /// # Safety
@@ -156,7 +155,7 @@ impl Affine {
 
     #[inline(always)]
     unsafe fn rows<S: Simd, const BITS: usize>(&self, first: usize, count: usize, out: &mut [f32]) {
-        // A group is a whole number of bytes, and rows follow one another: no need to tell them apart.
+        // A group is a whole number of bytes, and rows follow one another: rows need no distinction.
         let groups = out.len() / self.group;
         let factors = &mut *scratch::take(2 * groups);
         // SAFETY: the caller's promise; a group is a whole number of units.

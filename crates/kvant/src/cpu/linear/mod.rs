@@ -1,39 +1,34 @@
-//! out\[r\] = alpha · x\[r / rows_per_input\] · Wᵀ, with one matrix or with one of E for each row.
+//! out\[r\] = alpha · x\[r / rows_per_input\] · Wᵀ, with one matrix, or with one of E per row.
 //!
-//! The activations are first widened to f32, in the order in which the kernels take their inputs; where weights are
-//! affine and the processor multiplies integers, they become those. The output rows are listed by matrix, so that each
-//! matrix that was chosen is read once; a task is a range of outputs of one of them. A matrix that few rows chose goes
-//! through `few_rows` (bound by memory), one that many chose through `many_rows` (bound by arithmetic).
+//! The activations are prepared first: widened to f32 in the kernel's order of inputs, or converted to integers. The output
+//! rows are listed by matrix, so each chosen matrix is read once. A task is a range of outputs of one matrix. [`route`]
+//! selects the kernel by the number of rows of a matrix: reading weights once is bound by memory, widening them by
+//! arithmetic.
 
 mod block;
-#[cfg_attr(not(target_arch = "x86_64"), path = "no_bytes.rs")]
-mod bytes;
 mod few_rows;
+#[cfg_attr(not(target_arch = "x86_64"), path = "integers_stub.rs")]
+mod integers;
 mod many_rows;
 pub(super) mod matrix;
-#[cfg_attr(not(target_arch = "x86_64"), path = "no_words.rs")]
-mod words;
+mod route;
 
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
-use few_rows::{FewRows, Integers, Prepare, PrepareIntegers, Prepared};
-use many_rows::{ManyRows, ManyWords};
-use matrix::{Kind, Matrix};
+use few_rows::{FewRows, FewRowsByBytes, Integers, Prepare, PrepareIntegers, Prepared};
+use many_rows::{ManyRows, ManyRowsByWords};
+use matrix::{Matrix, MatrixKind};
+use route::{LinearKernel, select, select_f32};
 
 use super::{
-    Cpu, SimdLevel,
-    elements::{Elements, Parts},
+    Cpu,
+    elements::{Elements, SliceParts},
     scratch,
 };
 use crate::ops::linear::Call;
 
 /// Rows of activations prepared at a time: bounds the scratch memory.
 const X_ROWS: usize = 1024;
-/// As many output rows as this for one matrix, and it is widened and multiplied: there the two ways were measured to be
-/// equally fast.
-const MANY: usize = 64;
-/// The same for products of words instead of bytes: from here on those are faster.
-const MANY_WORDS: usize = 16;
 /// Outputs of a task that widens weights.
 const MANY_TILE: usize = 128;
 /// Floats of a line of the cache.
@@ -74,8 +69,12 @@ fn run_rows(cpu: &Cpu, call: &Call, first: usize, x_rows: usize) {
             most = most.max((bounds[expert + 1] - bounds[expert]) as usize);
         }
     }
-    let integers = matrix.layout().filter(|_| cpu.level == SimdLevel::Avx512Vnni && matrix.inputs > 0);
-    let integers = integers.map(if most < MANY_WORDS { Integers::Bytes } else { Integers::Words });
+    let kernel = select(cpu.level, matrix.layout().is_some(), most);
+    let integers = match kernel {
+        LinearKernel::ByteProducts => matrix.layout().map(Integers::Bytes),
+        LinearKernel::WordProducts => matrix.layout().map(Integers::Words),
+        LinearKernel::FewRows | LinearKernel::ManyRows => None,
+    };
     let stride = few_rows::stride(&matrix);
     let len = x_rows * integers.map_or(stride, |integers| integers.stride()).max(stride);
     let prepared = &mut *scratch::take(len + LINE);
@@ -86,19 +85,20 @@ fn run_rows(cpu: &Cpu, call: &Call, first: usize, x_rows: usize) {
     let integers = integers.filter(|&integers| {
         let failed = AtomicBool::new(false);
         prepare(cpu, integers.stride(), &mut prepared[..x_rows * integers.stride()], |row, to| {
-            if !cpu.level.dispatch_bytes(PrepareIntegers { integers, x, first: first + row, to }) {
+            if !cpu.level.dispatch_vnni(PrepareIntegers { integers, x, first: first + row, to }) {
                 failed.store(true, Relaxed);
             }
         });
         !failed.into_inner()
     });
-    // One row that integers cannot stand for, and all are floats.
+    // If integers cannot represent one row, all are floats.
+    let kernel = if integers.is_some() { kernel } else { select_f32(most) };
     if integers.is_none() {
         prepare(cpu, stride, &mut prepared[..x_rows * stride], |row, to| {
             cpu.level.dispatch(Prepare { matrix, x, first: first + row, to });
         });
     }
-    Products { call, matrix, floats: prepared, integers, rows, bounds, chosen: &chosen[..count] }.run(cpu, most);
+    LinearJob { call, matrix, floats: prepared, integers, rows, bounds, chosen: &chosen[..count] }.run(cpu, kernel);
 }
 
 /// Calls `run` with the number of a row and space for it and some that follow, for all rows of `stride`.
@@ -109,9 +109,9 @@ fn prepare(cpu: &Cpu, stride: usize, prepared: &mut [f32], run: impl Fn(usize, &
     if prepared.len() < ALONE_PREPARE {
         return run(0, prepared);
     }
-    let rows = (prepared.len() / stride).div_ceil(4 * cpu.pool.threads());
-    let parts = Parts::new(prepared, rows * stride);
-    cpu.pool.run(parts.count(), |task| {
+    let rows = (prepared.len() / stride).div_ceil(4 * cpu.threads.threads());
+    let parts = SliceParts::new(prepared, rows * stride);
+    cpu.threads.run(parts.count(), |task| {
         // SAFETY: each task takes its own part.
         run(task * rows, unsafe { parts.part(task) });
     });
@@ -144,7 +144,7 @@ fn list_rows(call: &Call, first: usize, list: &mut [[u32; 2]], bounds: &mut [u32
 }
 
 /// What is to be multiplied.
-struct Products<'a> {
+struct LinearJob<'a> {
     call: &'a Call,
     matrix: Matrix,
     /// The prepared activations.
@@ -158,20 +158,20 @@ struct Products<'a> {
     chosen: &'a [u32],
 }
 
-impl Products<'_> {
-    /// `most` rows have the same matrix.
-    fn run(&self, cpu: &Cpu, most: usize) {
-        let (outputs, threads) = (self.call.dims.outputs, cpu.pool.threads());
-        let work = self.rows.len().saturating_mul(outputs).saturating_mul(self.matrix.inputs.max(1));
+impl LinearJob<'_> {
+    /// `kernel`: that of the matrix with the most rows.
+    fn run(&self, cpu: &Cpu, kernel: LinearKernel) {
+        let (outputs, threads) = (self.call.dims.outputs, cpu.threads.threads());
+        let work = self.rows.len().saturating_mul(outputs).saturating_mul(self.matrix.inputs);
         if work < ALONE {
             return (0..self.chosen.len()).for_each(|i| self.tile(cpu, i, 0..outputs));
         }
         let pieces = (work / ALONE).clamp(threads, 4 * threads).div_ceil(self.chosen.len());
         let tile = outputs.div_ceil(pieces).next_multiple_of(32);
-        let widened = most >= MANY || matches!(self.integers, Some(Integers::Words(_)));
+        let widened = matches!(kernel, LinearKernel::ManyRows | LinearKernel::WordProducts);
         let tile = if widened { tile.min(MANY_TILE) } else { tile };
         let tiles = outputs.div_ceil(tile);
-        cpu.pool.run(self.chosen.len() * tiles, |task| {
+        cpu.threads.run(self.chosen.len() * tiles, |task| {
             let start = task % tiles * tile;
             self.tile(cpu, task / tiles, start..(start + tile).min(outputs));
         });
@@ -189,17 +189,21 @@ impl Products<'_> {
             (self.matrix, self.call.alpha, Elements::of(&self.call.out), self.call.dims.outputs);
         let base = expert * width;
         let (x, stride) = (self.floats, few_rows::stride(&matrix));
-        let in_bytes = match (self.integers, matrix.kind) {
-            (Some(Integers::Words(layout)), Kind::Affine(affine)) => {
-                let words = ManyWords { affine, layout, base, outputs, x, rows, alpha, out, width };
-                return cpu.level.dispatch_bytes(words);
+        match (self.integers, matrix.kind) {
+            (Some(Integers::Words(layout)), MatrixKind::Affine(affine)) => {
+                let words = ManyRowsByWords { affine, layout, base, outputs, x, rows, alpha, out, width };
+                return cpu.level.dispatch_vnni(words);
             }
-            (Some(Integers::Bytes(layout)), _) => Some(layout),
-            _ => None,
-        };
-        if rows.len() < MANY || matrix.inputs == 0 {
-            let x = in_bytes.map_or_else(|| Prepared::new(&matrix, x), |layout| Prepared::bytes(layout, x));
-            return cpu.level.dispatch_bytes(FewRows { matrix, base, outputs, x, in_bytes, rows, alpha, out, width });
+            (Some(Integers::Bytes(layout)), MatrixKind::Affine(affine)) => {
+                let x = Prepared::bytes(layout, x);
+                let rows = FewRows { matrix, base, outputs, x, rows, alpha, out, width };
+                return cpu.level.dispatch_vnni(FewRowsByBytes { rows, affine, layout });
+            }
+            _ => {}
+        }
+        if select_f32(rows.len()) == LinearKernel::FewRows {
+            let x = Prepared::new(&matrix, x);
+            return cpu.level.dispatch(FewRows { matrix, base, outputs, x, rows, alpha, out, width });
         }
         let in_order = self.call.experts.is_none();
         cpu.level.dispatch(ManyRows { matrix, base, outputs, x, stride, rows, in_order, alpha, out, width });

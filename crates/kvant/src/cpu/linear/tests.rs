@@ -8,14 +8,14 @@ const FLOATS: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
 /// How the weights are stored.
 #[derive(Clone, Copy, Debug)]
-enum Kind {
+enum WeightKind {
     Dense(DType),
     Affine { bits: u32, group: usize, scales: DType },
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Case {
-    kind: Kind,
+struct LinearCase {
+    kind: WeightKind,
     inputs: usize,
     outputs: usize,
     tokens: usize,
@@ -26,9 +26,9 @@ struct Case {
     alpha: f32,
 }
 
-impl Case {
-    fn plain(kind: Kind, tokens: usize, inputs: usize, outputs: usize) -> Case {
-        Case { kind, inputs, outputs, tokens, experts: None, x: DType::F32, out: DType::F32, alpha: 1.0 }
+impl LinearCase {
+    fn plain(kind: WeightKind, tokens: usize, inputs: usize, outputs: usize) -> LinearCase {
+        LinearCase { kind, inputs, outputs, tokens, experts: None, x: DType::F32, out: DType::F32, alpha: 1.0 }
     }
 
     fn run(&self, device: &Device) -> Tensor {
@@ -38,8 +38,8 @@ impl Case {
             if self.experts.is_some() { vec![e, n, columns] } else { vec![n, columns] }
         };
         let parts = match self.kind {
-            Kind::Dense(dtype) => vec![tensor(device, dtype, &numbers.floats(e * n * k), &shape(k))],
-            Kind::Affine { bits, group, scales } => {
+            WeightKind::Dense(dtype) => vec![tensor(device, dtype, &numbers.floats(e * n * k), &shape(k))],
+            WeightKind::Affine { bits, group, scales } => {
                 let words: Vec<u32> = (0..e * n * k * bits as usize / 32).map(|_| numbers.bits()).collect();
                 let mut scale = || tensor(device, scales, &numbers.floats(e * n * k / group), &shape(k / group));
                 let (scales, biases) = (scale(), scale());
@@ -47,8 +47,8 @@ impl Case {
             }
         };
         let weight = match self.kind {
-            Kind::Dense(_) => Weight::Dense(&parts[0]),
-            Kind::Affine { bits, group, .. } => {
+            WeightKind::Dense(_) => Weight::Dense(&parts[0]),
+            WeightKind::Affine { bits, group, .. } => {
                 let [codes, scales, biases] = &parts[..] else { unreachable!() };
                 Weight::Affine(ops::Affine { codes, scales, biases, bits, group })
             }
@@ -73,17 +73,17 @@ impl Case {
         // Weights are at most 1 (dense) or 256; a sum of K products of f32 errs by some √K · 2⁻²⁴ of the largest. Of many rows, which
         // the `gemm` crate multiplies, a long sum may be in one go: that errs by some K · 2⁻²⁷, six times as much in one of thousands.
         let largest = match self.kind {
-            Kind::Dense(_) => 1.0,
-            Kind::Affine { bits, .. } => (1u32 << bits) as f32,
+            WeightKind::Dense(_) => 1.0,
+            WeightKind::Affine { bits, .. } => (1u32 << bits) as f32,
         };
-        let words = matches!(self.kind, Kind::Affine { .. }) && self.tokens >= super::MANY_WORDS;
+        let words = matches!(self.kind, WeightKind::Affine { .. }) && self.tokens >= super::route::MANY_ROWS_BY_WORDS;
         for device in devices {
             // Activations of 16 bits err by 2⁻¹⁷ or less, and codes are up to a half of `largest`.
             let words = words && device.name().starts_with(&SimdLevel::Avx512Vnni.to_string());
             let inputs = self.inputs as f32;
             let sums = match () {
                 () if words => 1e-5 * inputs.sqrt(),
-                () if self.tokens >= super::MANY => 1e-6 * inputs.sqrt().max(inputs / 20.0),
+                () if self.tokens >= super::route::MANY_ROWS => 1e-6 * inputs.sqrt().max(inputs / 20.0),
                 () => 1e-6 * inputs.sqrt(),
             };
             let bound = self.alpha.abs() * largest * sums;
@@ -92,11 +92,11 @@ impl Case {
     }
 }
 
-fn kinds() -> Vec<Kind> {
-    let mut kinds: Vec<Kind> = FLOATS.map(Kind::Dense).to_vec();
+fn kinds() -> Vec<WeightKind> {
+    let mut kinds: Vec<WeightKind> = FLOATS.map(WeightKind::Dense).to_vec();
     for bits in [4, 6, 8] {
         for (group, scales) in [(32, DType::F32), (64, DType::BF16), (128, DType::F16)] {
-            kinds.push(Kind::Affine { bits, group, scales });
+            kinds.push(WeightKind::Affine { bits, group, scales });
         }
     }
     kinds
@@ -108,7 +108,7 @@ fn every_weight_with_few_and_many_rows() {
     for kind in kinds() {
         for tokens in [1, 2, 3, 4, 5, 7, 8, 9, 63, 64, 75] {
             for (inputs, outputs) in [(128, 1), (384, 37), (2176, 66)] {
-                Case::plain(kind, tokens, inputs, outputs).check(&devices);
+                LinearCase::plain(kind, tokens, inputs, outputs).check(&devices);
             }
         }
     }
@@ -119,7 +119,7 @@ fn long_rows_in_streams() {
     let devices = devices();
     for kind in kinds() {
         for tokens in [1, 3, 6] {
-            Case::plain(kind, tokens, 2048, 293).check(&devices);
+            LinearCase::plain(kind, tokens, 2048, 293).check(&devices);
         }
     }
 }
@@ -130,7 +130,7 @@ fn dense_rows_of_any_length() {
     for dtype in FLOATS {
         for inputs in [1, 2, 7, 15, 16, 17, 31, 33, 100, 257] {
             for tokens in [1, 3, 66] {
-                Case::plain(Kind::Dense(dtype), tokens, inputs, 9).check(&devices);
+                LinearCase::plain(WeightKind::Dense(dtype), tokens, inputs, 9).check(&devices);
             }
         }
     }
@@ -142,8 +142,8 @@ fn affine_rows_of_odd_group_counts() {
     for bits in [4, 6, 8] {
         for (group, groups) in [(32, 1), (32, 17), (64, 3), (64, 33), (128, 1), (128, 16)] {
             for tokens in [1, 66] {
-                let kind = Kind::Affine { bits, group, scales: DType::F16 };
-                Case::plain(kind, tokens, group * groups, 13).check(&devices);
+                let kind = WeightKind::Affine { bits, group, scales: DType::F16 };
+                LinearCase::plain(kind, tokens, group * groups, 13).check(&devices);
             }
         }
     }
@@ -152,11 +152,11 @@ fn affine_rows_of_odd_group_counts() {
 #[test]
 fn activations_of_every_dtype_and_alpha() {
     let devices = devices();
-    for kind in [Kind::Dense(DType::F32), Kind::Dense(DType::BF16), kinds()[4]] {
+    for kind in [WeightKind::Dense(DType::F32), WeightKind::Dense(DType::BF16), kinds()[4]] {
         for x in FLOATS {
             for out in FLOATS {
                 for tokens in [1, 6, 70] {
-                    Case { x, out, alpha: -2.5, ..Case::plain(kind, tokens, 256, 70) }.check(&devices);
+                    LinearCase { x, out, alpha: -2.5, ..LinearCase::plain(kind, tokens, 256, 70) }.check(&devices);
                 }
             }
         }
@@ -170,7 +170,8 @@ fn experts_choose_their_matrix() {
         for tokens in [1, 5, 200] {
             for experts in [(1, 1, false), (6, 3, false), (6, 3, true), (64, 2, false)] {
                 for out in [DType::F32, DType::F16] {
-                    Case { experts: Some(experts), out, ..Case::plain(kind, tokens, 128, 35) }.check(&devices);
+                    LinearCase { experts: Some(experts), out, ..LinearCase::plain(kind, tokens, 128, 35) }
+                        .check(&devices);
                 }
             }
         }
@@ -181,8 +182,8 @@ fn experts_choose_their_matrix() {
 fn more_rows_than_are_prepared_at_a_time() {
     let devices = devices();
     for experts in [None, Some((5, 2, false)), Some((5, 2, true))] {
-        Case { experts, ..Case::plain(kinds()[4], 1030, 64, 33) }.check(&devices);
-        Case { experts, ..Case::plain(Kind::Dense(DType::F32), 2050, 20, 3) }.check(&devices);
+        LinearCase { experts, ..LinearCase::plain(kinds()[4], 1030, 64, 33) }.check(&devices);
+        LinearCase { experts, ..LinearCase::plain(WeightKind::Dense(DType::F32), 2050, 20, 3) }.check(&devices);
     }
 }
 
@@ -192,8 +193,9 @@ fn nothing_in_nothing_out() {
     for kind in kinds() {
         for tokens in [0, 1, 70] {
             for (inputs, outputs) in [(0, 5), (128, 0), (0, 0), (128, 5)] {
-                Case::plain(kind, tokens, inputs, outputs).check(&devices);
-                Case { experts: Some((3, 2, true)), ..Case::plain(kind, tokens, inputs, outputs) }.check(&devices);
+                LinearCase::plain(kind, tokens, inputs, outputs).check(&devices);
+                LinearCase { experts: Some((3, 2, true)), ..LinearCase::plain(kind, tokens, inputs, outputs) }
+                    .check(&devices);
             }
         }
     }
@@ -203,7 +205,7 @@ fn nothing_in_nothing_out() {
 fn threads_do_not_change_a_bit() {
     let devices = devices();
     for tokens in [1, 6, 70] {
-        let case = Case::plain(kinds()[4], tokens, 512, 300);
+        let case = LinearCase::plain(kinds()[4], tokens, 512, 300);
         for pair in devices.chunks(2) {
             let [one, two] = [0, 1].map(|i| case.run(&pair[i]).to_vec::<f32>().unwrap());
             assert_eq!(one, two, "{:?}", pair[1]);
@@ -211,7 +213,7 @@ fn threads_do_not_change_a_bit() {
     }
 }
 
-/// Integers cannot stand for what is not finite, nor for the tiny or huge: such rows are computed all the same, and their
+/// Integers cannot represent what is not finite, nor the tiny or huge: such rows are computed all the same, and their
 /// neighbours do not notice.
 #[test]
 fn rows_that_integers_cannot_stand_for() {

@@ -2,7 +2,7 @@
 
 use std::arch::x86_64::*;
 
-use super::{Kernel, Simd, SimdLevel, Thresholds};
+use super::{Simd, SimdKernel, SimdLevel, Thresholds};
 
 #[derive(Clone, Copy)]
 pub(crate) struct Avx2;
@@ -16,7 +16,7 @@ pub(super) fn is_supported() -> bool {
 /// # Safety
 /// `is_supported` holds.
 #[target_feature(enable = "avx2,fma,f16c")]
-pub(super) unsafe fn call<K: Kernel>(kernel: K) -> K::Output {
+pub(super) unsafe fn call<K: SimdKernel>(kernel: K) -> K::Output {
     kernel.run::<Avx2>()
 }
 
@@ -221,7 +221,7 @@ impl Simd for Avx2 {
     unsafe fn codes5(low: *const u8, high: *const u8) -> (__m256i, __m256i) {
         unsafe {
             let (even, odd) = Self::codes4(low);
-            // Bit 2·lane (+ 1) comes to stand at bit 4.
+            // Bit 2·lane (+ 1) moves to bit 4.
             let bits = _mm256_set1_epi32(i32::from(high.cast::<u16>().read_unaligned()) << 4);
             let shift = _mm256_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14);
             let even_bits = _mm256_srlv_epi32(bits, shift);
@@ -234,7 +234,7 @@ impl Simd for Avx2 {
     unsafe fn codes6(low: *const u8, high: *const u8) -> (__m256i, __m256i) {
         unsafe {
             let (even, odd) = Self::codes4(low);
-            // Bits 4·lane (+ 2) and the next come to stand at bits 4 and 5.
+            // Bits 4·lane (+ 2) and the next move to bits 4 and 5.
             let bits = _mm256_set1_epi32(high.cast::<i32>().read_unaligned());
             let even_bits = _mm256_srlv_epi32(bits, _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28));
             let upper = _mm256_set1_epi32(0x30);

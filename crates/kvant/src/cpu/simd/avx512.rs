@@ -2,7 +2,7 @@
 
 use std::arch::x86_64::*;
 
-use super::{Cells, Kernel, Simd, SimdLevel, Thresholds};
+use super::{Simd, SimdKernel, SimdLevel, ThresholdCells, Thresholds};
 
 #[derive(Clone, Copy)]
 pub(crate) struct Avx512;
@@ -36,7 +36,7 @@ const SIXES: [[u8; 4]; 16] = {
 /// # Safety
 /// `is_supported` holds.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")]
-pub(super) unsafe fn call<K: Kernel>(kernel: K) -> K::Output {
+pub(super) unsafe fn call<K: SimdKernel>(kernel: K) -> K::Output {
     kernel.run::<Avx512>()
 }
 
@@ -45,7 +45,7 @@ pub(super) unsafe fn call<K: Kernel>(kernel: K) -> K::Output {
 /// # Safety
 /// `has_vnni` holds.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni,avx2,fma,f16c")]
-pub(super) unsafe fn call_vnni<K: Kernel>(kernel: K) -> K::Output {
+pub(super) unsafe fn call_vnni<K: SimdKernel>(kernel: K) -> K::Output {
     kernel.run::<Avx512>()
 }
 
@@ -249,7 +249,7 @@ impl Simd for Avx512 {
         unsafe {
             let (even, odd) = Self::codes4(low);
             let bits = _mm512_set1_epi32(high.cast::<i32>().read_unaligned());
-            // Rotated right by 2·lane − 4, bit 2·lane stands at bit 4.
+            // Rotated right by 2·lane − 4, bit 2·lane is at bit 4.
             let turn = _mm512_setr_epi32(28, 30, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26);
             let bits = _mm512_rorv_epi32(bits, turn);
             let fifth = _mm512_set1_epi32(16);
@@ -268,7 +268,7 @@ impl Simd for Avx512 {
             // The first eight lanes take the first 32 bits.
             let word = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
             let bits = _mm512_permutexvar_epi32(word, high);
-            // Rotated right by 4·lane − 4, bits 4·lane and the next stand at bits 4 and 5.
+            // Rotated right by 4·lane − 4, bits 4·lane and the next are at bits 4 and 5.
             let turn = _mm512_setr_epi32(28, 0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24);
             let bits = _mm512_rorv_epi32(bits, turn);
             let upper = _mm512_set1_epi32(0x30);
@@ -331,7 +331,7 @@ impl Simd for Avx512 {
 
 /// How many thresholds each lane exceeds: those of cells before its own, and that of its own, maybe.
 #[inline(always)]
-unsafe fn search_cells<const BITS: usize>(x: __m512, cells: &Cells, one: __m512i) -> __m512i {
+unsafe fn search_cells<const BITS: usize>(x: __m512, cells: &ThresholdCells, one: __m512i) -> __m512i {
     // SAFETY: AVX-512 is enabled; tables have 64 entries.
     unsafe {
         let cell = _mm512_fmadd_ps(x, _mm512_set1_ps(cells.factor), _mm512_set1_ps(cells.offset));

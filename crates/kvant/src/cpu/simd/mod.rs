@@ -1,8 +1,9 @@
-//! Vectors of f32, written for each instruction set once; kernels are written over the trait.
+//! Vectors of f32, implemented once per instruction set; kernels are written over the trait.
 //!
-//! A kernel is a type that implements [`Kernel`]; [`SimdLevel::dispatch`] runs it with the instructions of a level.
-//! Everything on the way down must be `#[inline(always)]`: only then is it compiled inside the function that enables
-//! the instructions. A closure cannot be: one that calls [`Simd`] methods may end up with each instruction a call.
+//! A kernel is a type that implements [`SimdKernel`]; [`SimdLevel::dispatch`] runs it with the instructions of a level.
+//! Every function that a kernel calls must be `#[inline(always)]`: only then is it compiled inside the function that enables
+//! the instructions. Closures must not call [`Simd`] methods: a closure may be compiled without the instructions, and each
+//! method becomes a call.
 
 use std::fmt;
 
@@ -62,7 +63,7 @@ impl SimdLevel {
 
     /// Runs a kernel with this level's instructions.
     #[inline]
-    pub(crate) fn dispatch<K: Kernel>(self, kernel: K) -> K::Output {
+    pub(crate) fn dispatch<K: SimdKernel>(self, kernel: K) -> K::Output {
         match self {
             // SAFETY: a device is made only with a level that `is_supported` (`Cpu::new`).
             #[cfg(target_arch = "x86_64")]
@@ -77,15 +78,16 @@ impl SimdLevel {
         }
     }
 
-    /// As [`SimdLevel::dispatch`], for a kernel that calls functions which multiply bytes where this level does.
+    /// Runs a kernel that needs the instructions of `Avx512Vnni`, on this level only: it is compiled for no other.
     #[inline]
-    pub(crate) fn dispatch_bytes<K: Kernel>(self, kernel: K) -> K::Output {
+    pub(crate) fn dispatch_vnni<K: SimdKernel>(self, kernel: K) -> K::Output {
         #[cfg(target_arch = "x86_64")]
         if self == SimdLevel::Avx512Vnni {
             // SAFETY: as above.
             return unsafe { avx512::call_vnni(kernel) };
         }
-        self.dispatch(kernel)
+        let _ = kernel;
+        unreachable!("{self} does not multiply integers")
     }
 }
 
@@ -108,14 +110,14 @@ pub(crate) struct Thresholds {
     pub(crate) tree: [f32; 256 + 16],
     /// Of at most 31 thresholds; else it is not used.
     #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "AVX-512 has permutes for it"))]
-    pub(crate) cells: Cells,
+    pub(crate) cells: ThresholdCells,
     /// 1, where no compiler knows it.
     #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "for AVX-512"))]
     pub(crate) one: i32,
 }
 
 /// Equal parts of the line that hold one threshold each, or none: x is in cell x · factor + offset, rounded, or at the nearer end.
-pub(crate) struct Cells {
+pub(crate) struct ThresholdCells {
     pub(crate) factor: f32,
     pub(crate) offset: f32,
     pub(crate) last: f32,
@@ -136,19 +138,19 @@ impl Thresholds {
             // Node `level + j` splits the j-th of `level` equal parts of the leaves.
             *value = thresholds[(2 * (node - level) + 1) * (leaves / level / 2) - 1];
         }
-        let cells = Cells::new(if leaves <= 32 { thresholds } else { &[] }, 2 * leaves);
+        let cells = ThresholdCells::new(if leaves <= 32 { thresholds } else { &[] }, 2 * leaves);
         Thresholds { tree, cells, one: std::hint::black_box(1) }
     }
 }
 
-impl Cells {
-    fn new(thresholds: &[f32], count: usize) -> Cells {
+impl ThresholdCells {
+    fn new(thresholds: &[f32], count: usize) -> ThresholdCells {
         let last = (count - 1) as f32;
         // The outermost thresholds are in the outermost cells but one.
         let (first, end) = (thresholds.first().unwrap_or(&-1.0), thresholds.last().unwrap_or(&1.0));
         let factor = (last - 2.0) / (end - first);
         let offset = 1.0 - first * factor;
-        let mut cells = Cells { factor, offset, last, threshold: [f32::INFINITY; 64], below: [0; 64] };
+        let mut cells = ThresholdCells { factor, offset, last, threshold: [f32::INFINITY; 64], below: [0; 64] };
         for &x in thresholds {
             let cell = cells.of(x);
             assert!(cells.threshold[cell] == f32::INFINITY, "a cell has one threshold");
@@ -165,7 +167,7 @@ impl Cells {
 }
 
 /// A computation over vectors of any level.
-pub(crate) trait Kernel {
+pub(crate) trait SimdKernel {
     type Output;
     /// Must be `#[inline(always)]`.
     fn run<S: Simd>(self) -> Self::Output;
@@ -174,7 +176,7 @@ pub(crate) trait Kernel {
 /// Vectors of [`Simd::LANES`] f32.
 ///
 /// # Safety
-/// Every function may be called only where the level's instructions are enabled (inside a [`Kernel`]); those that
+/// Every function may be called only where the level's instructions are enabled (inside a [`SimdKernel`]); those that
 /// take a pointer need it valid for `LANES` elements of the named type, of any alignment.
 #[allow(clippy::missing_safety_doc, reason = "said once, above")]
 pub(crate) trait Simd: Copy + 'static {
@@ -183,8 +185,10 @@ pub(crate) trait Simd: Copy + 'static {
     /// `LANES` indices into a table; bits that the table's size does not need are ignored.
     type I: Copy;
     const LANES: usize;
-    /// Which level this is, for the few places that specialise.
+    /// The level, for the few places that specialise.
     const LEVEL: SimdLevel;
+    /// Whether the registers hold 16 sums and their operands; 8 otherwise. A constant: the compiler skips the other branch.
+    const MANY_REGISTERS: bool = matches!(Self::LEVEL, SimdLevel::Avx512 | SimdLevel::Neon);
 
     unsafe fn splat(x: f32) -> Self::F;
     #[inline(always)]

@@ -2,7 +2,7 @@
 
 use std::arch::{aarch64::*, asm};
 
-use super::{Kernel, Simd, SimdLevel};
+use super::{Simd, SimdKernel, SimdLevel};
 
 #[derive(Clone, Copy)]
 pub(crate) struct Neon;
@@ -12,7 +12,7 @@ pub(crate) struct Neon;
 /// # Safety
 /// The machine has NEON.
 #[target_feature(enable = "neon")]
-pub(super) unsafe fn call<K: Kernel>(kernel: K) -> K::Output {
+pub(super) unsafe fn call<K: SimdKernel>(kernel: K) -> K::Output {
     kernel.run::<Neon>()
 }
 
@@ -186,7 +186,7 @@ impl Simd for Neon {
     unsafe fn codes5(low: *const u8, high: *const u8) -> (uint32x4_t, uint32x4_t) {
         unsafe {
             let (even, odd) = Self::codes4(low);
-            // Bit 2·lane (+ 1) comes to stand at bit 4.
+            // Bit 2·lane (+ 1) moves to bit 4.
             let bits = vdupq_n_u32(u32::from(*high) << 4);
             let bits = vshlq_u32(bits, vld1q_s32([0, -2, -4, -6].as_ptr()));
             let fifth = vdupq_n_u32(16);
@@ -197,7 +197,7 @@ impl Simd for Neon {
     unsafe fn codes6(low: *const u8, high: *const u8) -> (uint32x4_t, uint32x4_t) {
         unsafe {
             let (even, odd) = Self::codes4(low);
-            // Bits 4·lane (+ 2) and the next come to stand at bits 4 and 5.
+            // Bits 4·lane (+ 2) and the next move to bits 4 and 5.
             let bits = vdupq_n_u32(u32::from(high.cast::<u16>().read_unaligned()) << 4);
             let bits = vshlq_u32(bits, vld1q_s32([0, -4, -8, -12].as_ptr()));
             let upper = vdupq_n_u32(0x30);

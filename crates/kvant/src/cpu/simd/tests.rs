@@ -1,8 +1,8 @@
-//! Every method of every level that this machine has, against scalar code.
+//! Every method of every level that this machine supports, against scalar code.
 
 use half::{bf16, f16};
 
-use super::{Kernel, Simd, SimdLevel, Thresholds};
+use super::{Simd, SimdKernel, SimdLevel, Thresholds};
 use crate::codec;
 
 /// Finite numbers, ties of both half types, overflow to infinity, subnormals, zeros, infinities, NaN.
@@ -61,7 +61,7 @@ fn lanes<S: Simd>(x: S::F) -> Vec<f32> {
 
 // SAFETY of every block below: `dispatch` enables the instructions, and every slice is at least a vector long.
 #[allow(clippy::undocumented_unsafe_blocks)]
-impl Kernel for Check {
+impl SimdKernel for Check {
     type Output = ();
 
     #[inline(always)]
@@ -195,7 +195,7 @@ struct Functions<'a> {
     out: [&'a mut Vec<f32>; 3],
 }
 
-impl Kernel for Functions<'_> {
+impl SimdKernel for Functions<'_> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self) {
@@ -269,7 +269,7 @@ struct Search<'a, const BITS: usize> {
     thresholds: &'a Thresholds,
 }
 
-impl<const BITS: usize> Kernel for Search<'_, BITS> {
+impl<const BITS: usize> SimdKernel for Search<'_, BITS> {
     /// As bytes, and by the table of all numbers from 0 on.
     type Output = (Vec<u8>, Vec<f32>);
     #[inline(always)]
@@ -304,7 +304,7 @@ fn searches<const BITS: usize>() {
     }
 }
 
-/// At the thresholds and beside them, everywhere else, and what is not finite.
+/// At the thresholds, next to them, elsewhere, and for numbers that are not finite.
 #[test]
 fn searches_find_the_nearest() {
     searches::<4>();

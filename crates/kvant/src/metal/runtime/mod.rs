@@ -2,7 +2,7 @@
 //!
 //! Memory is shared with the processor, so a transfer is a copy in memory that waits for the GPU. A pass is a few command
 //! buffers with one compute encoder each, in which launches run at the same time unless [`Order`] puts a barrier between
-//! them. Metal is told to track no hazards of its own; command buffers follow one another by a fence.
+//! them. Metal's hazard tracking is off; a fence orders the command buffers.
 //!
 //! `pipelines` compiles kernels, `queue` encodes passes and watches them.
 
@@ -25,9 +25,9 @@ use objc2_metal::{MTLBuffer, MTLCreateSystemDefaultDevice, MTLDevice, MTLGPUFami
 
 use self::{
     pipelines::{Pipelines, multiplies_tiles},
-    queue::{Queue, Step},
+    queue::{PreparedLaunch, Queue},
 };
-use super::pool::{Pool, size_class};
+use super::buffer_pool::{BufferPool, size_class};
 use crate::{
     Device, DeviceKind, Error, Result,
     gpu::{Executor, Launch, LaunchPass, Limits, Memory, Order, Replay, Wait, metal_device},
@@ -46,19 +46,19 @@ pub(super) fn open() -> Result<Device> {
         .map_err(|reason| Error::NoDevice { kind: DeviceKind::Metal, reason })
 }
 
-struct Runtime(Arc<Shared>);
+struct Runtime(Arc<RuntimeShared>);
 
 /// What passes and graphs hold on to.
-struct Shared {
+struct RuntimeShared {
     device: Retained<ProtocolObject<dyn MTLDevice>>,
     name: String,
     limits: Limits,
     pipelines: Pipelines,
     queue: Arc<Queue>,
-    pool: BufferPool,
+    pool: SharedPool,
 }
 
-type BufferPool = Arc<Mutex<Pool<SharedBuffer>>>;
+type SharedPool = Arc<Mutex<BufferPool<SharedBuffer>>>;
 
 /// A lock that a panic elsewhere does not close: what these protect is consistent between any two statements.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -90,16 +90,16 @@ impl Runtime {
         };
         // Beyond an eighth of what the GPU works well with, memory that nobody holds goes back to the system.
         let spare = usize::try_from(device.recommendedMaxWorkingSetSize() / 8).unwrap_or(usize::MAX);
-        let pool = Arc::new(Mutex::new(Pool::new(spare)));
+        let pool = Arc::new(Mutex::new(BufferPool::new(spare)));
         let queue = Arc::new(Queue::new(device.clone(), &name, pool.clone()).ok_or("Metal gives no command queue")?);
         let pipelines = Pipelines::new(device.clone(), &name, limits);
-        Ok(Runtime(Arc::new(Shared { device, name, limits, pipelines, queue, pool })))
+        Ok(Runtime(Arc::new(RuntimeShared { device, name, limits, pipelines, queue, pool })))
     }
 }
 
 /// Threadgroups that keep the device busy.
 ///
-/// Metal does not tell how many cores a GPU has, so this is an estimate from its name: the smallest GPU sold under the
+/// Metal does not report the number of GPU cores, so this is an estimate from its name: the smallest GPU sold under the
 /// name's suffix, and four threadgroups a core. Too few splits leave cores idle, too many cost a longer merge; results
 /// are right with any.
 fn busy_groups(name: &str) -> usize {
@@ -126,7 +126,7 @@ impl Executor for Runtime {
     }
 
     fn upload(&self, memory: &dyn Memory, offset: usize, bytes: &[u8]) -> Result<()> {
-        let start = Buffer::of(memory).address();
+        let start = MetalBuffer::of(memory).address();
         self.0.queue.exclusively(|| {
             // SAFETY: the caller keeps the range within the allocation; no committed pass is unfinished and none can be
             // committed meanwhile, nor can another transfer run.
@@ -135,7 +135,7 @@ impl Executor for Runtime {
     }
 
     fn download(&self, memory: &dyn Memory, offset: usize, out: &mut [u8]) -> Result<()> {
-        let start = Buffer::of(memory).address();
+        let start = MetalBuffer::of(memory).address();
         self.0.queue.exclusively(|| {
             // SAFETY: as in `upload`.
             unsafe { std::ptr::copy_nonoverlapping(start.as_ptr().add(offset), out.as_mut_ptr(), out.len()) }
@@ -143,18 +143,18 @@ impl Executor for Runtime {
     }
 
     fn begin(&self) -> Result<Box<dyn LaunchPass>> {
-        Ok(Box::new(Pass { shared: self.0.clone(), order: Order::new(), steps: Vec::new() }))
+        Ok(Box::new(RecordedPass { shared: self.0.clone(), order: Order::new(), steps: Vec::new() }))
     }
 
     fn capture(self: Arc<Self>, launches: Vec<Launch>) -> Result<Box<dyn Replay>> {
-        let mut pass = Pass { shared: self.0.clone(), order: Order::new(), steps: Vec::new() };
+        let mut pass = RecordedPass { shared: self.0.clone(), order: Order::new(), steps: Vec::new() };
         launches.into_iter().try_for_each(|launch| pass.launch(launch))?;
-        Ok(Box::new(Captured { shared: pass.shared, steps: pass.steps.into() }))
+        Ok(Box::new(CapturedLaunches { shared: pass.shared, steps: pass.steps.into() }))
     }
 }
 
-impl Shared {
-    fn allocate(&self, bytes: usize, zeroed: bool) -> Result<Buffer> {
+impl RuntimeShared {
+    fn allocate(&self, bytes: usize, zeroed: bool) -> Result<MetalBuffer> {
         let out_of_memory = || Error::OutOfMemory { device: self.name.clone(), bytes };
         let size = size_class(bytes).filter(|size| *size <= self.device.maxBufferLength()).ok_or_else(out_of_memory)?;
         self.queue.reap();
@@ -179,7 +179,7 @@ impl Shared {
                 })
                 .ok_or_else(out_of_memory)?,
         };
-        Ok(Buffer { buffer: Some(buffer), size, pool: self.pool.clone() })
+        Ok(MetalBuffer { buffer: Some(buffer), size, pool: self.pool.clone() })
     }
 
     fn new_buffer(&self, size: usize) -> Option<SharedBuffer> {
@@ -202,15 +202,15 @@ unsafe impl Send for SharedBuffer {}
 unsafe impl Sync for SharedBuffer {}
 
 /// An allocation. Goes to the pool when it is dropped.
-struct Buffer {
+struct MetalBuffer {
     /// There until it is dropped.
     buffer: Option<SharedBuffer>,
     size: usize,
-    pool: BufferPool,
+    pool: SharedPool,
 }
 
-impl Buffer {
-    fn of(memory: &dyn Memory) -> &Buffer {
+impl MetalBuffer {
+    fn of(memory: &dyn Memory) -> &MetalBuffer {
         memory.as_any().downcast_ref().expect("memory of this device")
     }
 
@@ -223,7 +223,7 @@ impl Buffer {
     }
 }
 
-impl Memory for Buffer {
+impl Memory for MetalBuffer {
     fn host(&self) -> Option<NonNull<u8>> {
         Some(self.address())
     }
@@ -233,7 +233,7 @@ impl Memory for Buffer {
     }
 }
 
-impl Drop for Buffer {
+impl Drop for MetalBuffer {
     fn drop(&mut self) {
         // What the pool does not keep is released after its lock.
         let _surplus = self.buffer.take().and_then(|buffer| lock(&self.pool).give(self.size, buffer));
@@ -242,17 +242,17 @@ impl Drop for Buffer {
 
 /// A pass that is being recorded: pipelines and barriers are found launch by launch, so that what is wrong shows where
 /// it was asked for; Metal's commands are encoded at commit.
-struct Pass {
-    shared: Arc<Shared>,
+struct RecordedPass {
+    shared: Arc<RuntimeShared>,
     order: Order,
-    steps: Vec<Step>,
+    steps: Vec<PreparedLaunch>,
 }
 
-impl LaunchPass for Pass {
+impl LaunchPass for RecordedPass {
     fn launch(&mut self, launch: Launch) -> Result<()> {
         let pipeline = self.shared.pipelines.get(&launch)?;
         let barrier = self.order.needs_barrier(&launch);
-        self.steps.push(Step { launch, pipeline, barrier });
+        self.steps.push(PreparedLaunch { launch, pipeline, barrier });
         Ok(())
     }
 
@@ -263,19 +263,19 @@ impl LaunchPass for Pass {
 
 /// Captured work: what was validated, planned and compiled once. Metal's command buffers run once, so each replay
 /// encodes the launches into a fresh one, and does nothing else.
-struct Captured {
-    shared: Arc<Shared>,
-    steps: Arc<[Step]>,
+struct CapturedLaunches {
+    shared: Arc<RuntimeShared>,
+    steps: Arc<[PreparedLaunch]>,
 }
 
-impl Replay for Captured {
+impl Replay for CapturedLaunches {
     fn replay(&self) -> Result<Option<Box<dyn Wait>>> {
         self.shared.start(self.steps.clone()).map(Some)
     }
 }
 
-impl Shared {
-    fn start(self: &Arc<Self>, steps: Arc<[Step]>) -> Result<Box<dyn Wait>> {
+impl RuntimeShared {
+    fn start(self: &Arc<Self>, steps: Arc<[PreparedLaunch]>) -> Result<Box<dyn Wait>> {
         let running = self.queue.commit(steps)?;
         Ok(Box::new(Started { shared: self.clone(), running }))
     }
@@ -283,7 +283,7 @@ impl Shared {
 
 /// A committed pass.
 struct Started {
-    shared: Arc<Shared>,
+    shared: Arc<RuntimeShared>,
     running: Option<queue::Running>,
 }
 

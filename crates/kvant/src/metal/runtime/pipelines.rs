@@ -39,11 +39,11 @@ pub(super) struct Pipelines {
     device: Retained<ProtocolObject<dyn MTLDevice>>,
     name: String,
     limits: Limits,
-    cache: Mutex<Cache>,
+    cache: Mutex<PipelineCache>,
 }
 
 #[derive(Default)]
-struct Cache {
+struct PipelineCache {
     /// By the address of their source.
     libraries: HashMap<usize, Library>,
     /// By source and kernel.
@@ -56,7 +56,7 @@ type Variants = Vec<(Variant, Arc<Pipeline>)>;
 /// A compiled kernel file.
 type Library = Retained<ProtocolObject<dyn MTLLibrary>>;
 
-/// What tells pipelines of one kernel apart.
+/// What distinguishes pipelines of one kernel.
 struct Variant {
     constants: Vec<(&'static str, Constant)>,
     /// Threads of a threadgroup: the compiler gives each as many registers as so many threads leave.
@@ -84,7 +84,7 @@ impl Pipelines {
     /// `Compile` when Metal refuses the kernel, `Unsupported` when the launch is more than the pipeline allows.
     pub(super) fn get(&self, launch: &Launch) -> Result<Arc<Pipeline>> {
         let mut cache = lock(&self.cache);
-        let Cache { libraries, kernels } = &mut *cache;
+        let PipelineCache { libraries, kernels } = &mut *cache;
         let source = std::ptr::from_ref(launch.source) as usize;
         let variants = kernels.entry((source, launch.kernel)).or_default();
         if let Some((_, pipeline)) = variants.iter().find(|(variant, _)| variant.fits(launch)) {

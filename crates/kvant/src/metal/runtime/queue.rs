@@ -16,15 +16,15 @@ use objc2_metal::{
     MTLComputeCommandEncoder, MTLDevice, MTLDispatchType, MTLFence, MTLSize,
 };
 
-use super::{Buffer, BufferPool, SharedBuffer, lock, pipelines::Pipeline};
+use super::{MetalBuffer, SharedBuffer, SharedPool, lock, pipelines::Pipeline};
 use crate::{
     Error, Result,
     gpu::Launch,
-    metal::flights::{Flights, Work},
+    metal::in_flight::{CommittedWork, InFlight},
 };
 
-/// A launch with all that encoding it takes.
-pub(super) struct Step {
+/// A launch with its pipeline, ready to encode.
+pub(super) struct PreparedLaunch {
     /// Holds the memory that the launch uses.
     pub launch: Launch,
     pub pipeline: Arc<Pipeline>,
@@ -32,23 +32,23 @@ pub(super) struct Step {
     pub barrier: bool,
 }
 
-/// Launches of a command buffer. macOS ends one that keeps the GPU from everyone else for too long, and a pass may be a long
+/// Launches of a command buffer. macOS aborts one that occupies the GPU for too long, and a pass may be a long
 /// prompt's way through a whole model; every command buffer costs time of its own, though. No Mac has measured either.
-const PIECE: usize = 32;
+const LAUNCHES: usize = 32;
 
 /// Where passes are committed.
 pub(super) struct Queue {
     device: Retained<ProtocolObject<dyn MTLDevice>>,
     name: Arc<str>,
-    pool: BufferPool,
+    pool: SharedPool,
     /// Held while a pass is encoded and committed, so that passes are committed in the order of their numbers; and
     /// during transfers.
-    state: Mutex<State>,
+    state: Mutex<QueueState>,
 }
 
-struct State {
+struct QueueState {
     line: Line,
-    flights: Flights<Flight>,
+    flights: InFlight<CommittedPass>,
 }
 
 /// A command queue, and the fence that orders what is in it: each command buffer waits for the one before it, and updates the
@@ -68,7 +68,7 @@ impl Line {
     }
 
     /// Encodes some steps of a pass and commits them. `first`: nothing is in the queue before them.
-    fn commit(&self, steps: &[Step], first: bool) -> std::result::Result<Commands, &'static str> {
+    fn commit(&self, steps: &[PreparedLaunch], first: bool) -> std::result::Result<Commands, &'static str> {
         let commands = self.queue.commandBufferWithUnretainedReferences().ok_or("command buffer")?;
         let encoder =
             commands.computeCommandEncoderWithDispatchType(MTLDispatchType::Concurrent).ok_or("compute encoder")?;
@@ -86,15 +86,15 @@ impl Line {
     }
 }
 
-/// A committed pass: a command buffer for every [`PIECE`] steps. They do not retain what they use: this does.
+/// A committed pass: a command buffer for every [`LAUNCHES`] steps. They do not retain what they use: this does.
 #[derive(Clone)]
-struct Flight {
+struct CommittedPass {
     device: Arc<str>,
     pieces: Arc<[Commands]>,
-    steps: Arc<[Step]>,
+    steps: Arc<[PreparedLaunch]>,
 }
 
-impl Work for Flight {
+impl CommittedWork for CommittedPass {
     fn is_done(&self) -> bool {
         self.pieces.iter().all(Commands::is_done)
     }
@@ -105,16 +105,16 @@ impl Work for Flight {
 
     /// Of the first command buffer that failed: those behind it may have failed because it did.
     fn fault(&self) -> Option<Error> {
-        let mut pieces = self.pieces.iter().zip(self.steps.chunks(PIECE));
+        let mut pieces = self.pieces.iter().zip(self.steps.chunks(LAUNCHES));
         let (why, steps) = pieces.find_map(|(commands, steps)| Some((commands.fault()?, steps)))?;
         Some(Error::DeviceFault { device: self.device.to_string(), reason: format!("in {}: {why}", label(steps)) })
     }
 }
 
-/// What waiting for a pass takes.
+/// A committed pass to wait for.
 pub(super) struct Running {
     pass: u64,
-    flight: Flight,
+    flight: CommittedPass,
 }
 
 /// A committed command buffer.
@@ -144,7 +144,7 @@ impl Commands {
 }
 
 /// The operations of some steps, for captures and messages.
-fn label(steps: &[Step]) -> String {
+fn label(steps: &[PreparedLaunch]) -> String {
     let mut ops: Vec<&str> = Vec::new();
     for step in steps {
         if !ops.contains(&step.launch.op) {
@@ -155,13 +155,13 @@ fn label(steps: &[Step]) -> String {
 }
 
 impl Queue {
-    pub(super) fn new(device: Retained<ProtocolObject<dyn MTLDevice>>, name: &str, pool: BufferPool) -> Option<Queue> {
-        let state = State { line: Line::new(&device)?, flights: Flights::new() };
+    pub(super) fn new(device: Retained<ProtocolObject<dyn MTLDevice>>, name: &str, pool: SharedPool) -> Option<Queue> {
+        let state = QueueState { line: Line::new(&device)?, flights: InFlight::new() };
         Some(Queue { device, name: name.into(), pool, state: Mutex::new(state) })
     }
 
     /// Encodes the steps as one pass and commits it. Without steps there is nothing to wait for.
-    pub(super) fn commit(&self, steps: Arc<[Step]>) -> Result<Option<Running>> {
+    pub(super) fn commit(&self, steps: Arc<[PreparedLaunch]>) -> Result<Option<Running>> {
         if steps.is_empty() {
             return Ok(None);
         }
@@ -170,15 +170,15 @@ impl Queue {
         let result = autoreleasepool(|_| -> Result<Option<Running>> {
             finished.extend(self.renew(&mut state)?);
             let pass = lock(&self.pool).commit();
-            // Each is on its way before the next is asked for: a queue has 64 at most.
-            let mut pieces = Vec::with_capacity(steps.len().div_ceil(PIECE));
-            let committed = steps.chunks(PIECE).try_for_each(|piece| {
+            // Each is committed before the next is requested: a queue has at most 64.
+            let mut pieces = Vec::with_capacity(steps.len().div_ceil(LAUNCHES));
+            let committed = steps.chunks(LAUNCHES).try_for_each(|piece| {
                 let first = pieces.is_empty() && state.flights.is_empty();
                 pieces.push(state.line.commit(piece, first).map_err(|what| self.refused(what, &label(piece)))?);
                 Ok(())
             });
-            // Also when a later piece was refused: the ones before it are on their way.
-            let flight = Flight { device: self.name.clone(), pieces: pieces.into(), steps };
+            // Also when a later piece was refused: the previous ones are committed.
+            let flight = CommittedPass { device: self.name.clone(), pieces: pieces.into(), steps };
             state.flights.add(pass, flight.clone());
             committed.map(|()| Some(Running { pass, flight }))
         });
@@ -188,7 +188,7 @@ impl Queue {
     }
 
     /// Another command queue, when a pass has failed: macOS may ignore what is committed to one that took too long.
-    fn renew(&self, state: &mut State) -> Result<Finished> {
+    fn renew(&self, state: &mut QueueState) -> Result<Finished> {
         if !state.flights.have_failed() {
             return Ok(Finished::default());
         }
@@ -208,14 +208,14 @@ impl Queue {
         running.flight.wait();
         let mut state = lock(&self.state);
         let finished = self.finish(&mut state);
-        state.flights.told(running.pass);
+        state.flights.reported(running.pass);
         drop(state);
         drop(finished);
         running.flight.fault().map_or(Ok(()), Err)
     }
 
-    /// Waits for all committed passes and calls `access` while none can be committed. A fault that nobody has been told
-    /// of is returned instead: what would be read is not what was to be computed.
+    /// Waits for all committed passes and calls `access` while none can be committed. If a fault has not been reported, it is
+    /// returned instead: the memory does not hold the results.
     pub(super) fn exclusively(&self, access: impl FnOnce()) -> Result<()> {
         let mut state = lock(&self.state);
         state.flights.wait();
@@ -232,13 +232,13 @@ impl Queue {
         result
     }
 
-    /// Waits for all committed passes and lets go of their memory. Of what went wrong in them the next transfer tells.
+    /// Waits for all committed passes and releases their memory. The next transfer reports their faults.
     pub(super) fn settle(&self) {
         lock(&self.state).flights.wait();
         self.reap();
     }
 
-    /// Lets go of the memory of finished passes.
+    /// Releases the memory of finished passes.
     pub(super) fn reap(&self) {
         let mut state = lock(&self.state);
         let finished = self.finish(&mut state);
@@ -249,7 +249,7 @@ impl Queue {
     /// Takes the finished passes off the list, with the memory that the pool gives back to the system. They are to be
     /// dropped after the lock: dropping memory, and what holds it, may take any time.
     #[must_use]
-    fn finish(&self, state: &mut State) -> Finished {
+    fn finish(&self, state: &mut QueueState) -> Finished {
         let flights = state.flights.land();
         let surplus = flights.iter().flat_map(|(pass, _)| lock(&self.pool).complete(*pass)).collect();
         Finished { flights, surplus }
@@ -259,7 +259,7 @@ impl Queue {
 /// Finished passes, and memory that nothing uses, until they are dropped.
 #[derive(Default)]
 struct Finished {
-    flights: Vec<(u64, Flight)>,
+    flights: Vec<(u64, CommittedPass)>,
     surplus: Vec<SharedBuffer>,
 }
 
@@ -279,14 +279,14 @@ impl Drop for Queue {
 }
 
 /// Adds a launch to a command buffer.
-fn encode(encoder: &ProtocolObject<dyn MTLComputeCommandEncoder>, step: &Step) {
-    let Step { launch, pipeline, barrier } = step;
+fn encode(encoder: &ProtocolObject<dyn MTLComputeCommandEncoder>, step: &PreparedLaunch) {
+    let PreparedLaunch { launch, pipeline, barrier } = step;
     if *barrier {
         encoder.memoryBarrierWithScope(MTLBarrierScope::Buffers);
     }
     encoder.setComputePipelineState(&pipeline.state);
     for binding in &launch.bindings {
-        let buffer = Buffer::of(binding.memory());
+        let buffer = MetalBuffer::of(binding.memory());
         // SAFETY: the binding lies within the buffer, and the flight keeps the launch, which keeps the buffer. The
         // kernel takes it for what it is: layouts and kernels are tested launch by launch.
         unsafe { encoder.setBuffer_offset_atIndex(Some(buffer.metal()), binding.offset, binding.index as usize) };

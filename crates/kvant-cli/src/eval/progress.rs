@@ -1,0 +1,61 @@
+//! The progress of an evaluation: one line on standard error that is overwritten, on terminals only.
+
+use std::{
+    io::IsTerminal,
+    time::{Duration, Instant},
+};
+
+use crate::output;
+
+/// The time between two updates.
+const INTERVAL: Duration = Duration::from_millis(200);
+
+pub struct Progress {
+    total: usize,
+    done: usize,
+    started: Instant,
+    /// `None` if standard error is not a terminal.
+    last_shown: Option<Instant>,
+}
+
+impl Progress {
+    /// The progress of an evaluation of `total` tokens.
+    pub fn new(total: usize) -> Progress {
+        let now = Instant::now();
+        Progress { total, done: 0, started: now, last_shown: std::io::stderr().is_terminal().then_some(now) }
+    }
+
+    /// Counts tokens.
+    pub fn add(&mut self, tokens: usize) {
+        self.done += tokens;
+        if self.last_shown.is_some_and(|last| last.elapsed() >= INTERVAL) {
+            self.last_shown = Some(Instant::now());
+            // A closed standard error is no reason to stop.
+            let _ = output::note(&format!("\r\x1b[K{}", line(self.done, self.total, self.started.elapsed())));
+        }
+    }
+
+    /// Removes the line.
+    pub fn finish(self) {
+        if self.last_shown.is_some() {
+            let _ = output::note("\r\x1b[K");
+        }
+    }
+}
+
+fn line(done: usize, total: usize, elapsed: Duration) -> String {
+    let left = elapsed.as_secs_f64() / done.max(1) as f64 * total.saturating_sub(done) as f64;
+    format!("{done}/{total} tokens, {left:.0} s left")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_rest_takes_as_long_a_token_as_what_is_done() {
+        assert_eq!(line(64, 256, Duration::from_secs(10)), "64/256 tokens, 30 s left");
+        assert_eq!(line(0, 256, Duration::ZERO), "0/256 tokens, 0 s left");
+        assert_eq!(line(256, 256, Duration::from_secs(40)), "256/256 tokens, 0 s left");
+    }
+}

@@ -1,0 +1,259 @@
+//! Attention of a few query rows: decode and verification, in tiles of up to 64 keys and values.
+//!
+//! Scores are computed for a block of keys × queries in registers. One softmax step follows for the whole tile. Then
+//! the values are accumulated into a block of queries × coordinates in registers. The values are prefetched while scores
+//! are computed, and the next keys while values are accumulated. A tile has no mask: callers pass only keys that every
+//! query row sees.
+
+use std::ops::Range;
+
+use super::{
+    fixed_point,
+    kv_rows::{KvSource, LoadRows, RowLoader, with_loader},
+    prefetch::{PrefetchRuns, Prefetcher},
+    tile::{FixedPart, Queries, TILE, tiles},
+};
+use crate::{
+    codec::BLOCK,
+    cpu::simd::{Simd, SimdKernel, SimdLevel},
+};
+
+pub(super) mod scores;
+mod values;
+
+use scores::score;
+use values::add_values;
+
+/// Keys that are widened at a time: they and the queries fit into the first-level cache.
+const STAGED_KEYS: usize = 8;
+/// Coordinates of all the tile's values that are widened at a time.
+const STAGED_COORDINATES: usize = 64;
+
+/// Scratch memory of a tile.
+#[derive(Clone, Copy)]
+pub(super) struct TileMemory {
+    /// `[blocks, rows, TILE]`: scores, then weights; `blocks` is the larger number of norms of a key or value.
+    scores: *mut f32,
+    /// `[TILE]`.
+    norms: *mut f32,
+    /// `[STAGED_KEYS, head_dim]`, `[TILE, STAGED_COORDINATES]`, or `[rows, TILE]` of i16.
+    staged: *mut f32,
+}
+
+impl TileMemory {
+    fn parts(rows: usize, head_dim: usize) -> [usize; 3] {
+        let staged = (STAGED_KEYS * head_dim).max(TILE * STAGED_COORDINATES).max(rows * TILE / 2);
+        [rows * TILE * head_dim.div_ceil(BLOCK), TILE, staged]
+    }
+
+    pub fn len(rows: usize, head_dim: usize) -> usize {
+        TileMemory::parts(rows, head_dim).iter().sum()
+    }
+
+    /// In `room`, of [`TileMemory::len`] floats.
+    pub fn new(room: &mut [f32], rows: usize, head_dim: usize) -> TileMemory {
+        assert!(room.len() >= TileMemory::len(rows, head_dim));
+        let [scores, norms, _] = TileMemory::parts(rows, head_dim);
+        let (scores, rest) = room.split_at_mut(scores);
+        let (norms, staged) = rest.split_at_mut(norms);
+        TileMemory { scores: scores.as_mut_ptr(), norms: norms.as_mut_ptr(), staged: staged.as_mut_ptr() }
+    }
+}
+
+/// More query rows than this read keys and values from a copy that was widened to f32 once.
+#[inline(always)]
+fn direct_rows<S: Simd>() -> usize {
+    if S::MANY_REGISTERS { 8 } else { 4 }
+}
+
+/// Adds the keys and values of `positions` to the states of `queries`.
+///
+/// # Safety
+/// The level is supported; the source has the positions; `queries` and `room` are as their types say.
+pub(super) unsafe fn absorb(
+    level: SimdLevel,
+    source: &KvSource,
+    positions: Range<usize>,
+    queries: Queries,
+    room: TileMemory,
+) {
+    if positions.is_empty() {
+        return;
+    }
+    let mut tiles = tiles(source, &positions).peekable();
+    while let Some(tile) = tiles.next() {
+        let next = tiles.peek().copied().unwrap_or((0, 0));
+        level.dispatch(FewRowsTile { source, tile, next, queries, room });
+    }
+}
+
+/// A tile whose keys all rows see.
+struct FewRowsTile<'a> {
+    source: &'a KvSource,
+    /// The first row and the number of the keys, at most [`TILE`]; then those of the next tile.
+    tile: (usize, usize),
+    next: (usize, usize),
+    queries: Queries,
+    room: TileMemory,
+}
+
+impl SimdKernel for FewRowsTile<'_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self) {
+        let FewRowsTile { source, tile: (row, keys), next, queries, room } = self;
+        let KvSource { k, v, .. } = source;
+        let chunk = 2 * S::LANES;
+        let plane = queries.rows * TILE;
+        // SAFETY: `dispatch` enables the instructions; the caller of `absorb` vouches for the rest. Blocks divide head_dim,
+        // and chunks divide blocks.
+        unsafe {
+            let (blocks, wanted) = (queries.head_dim / k.block, PrefetchRuns::new(&v.planes, row, keys));
+            let mut prefetch = Prefetcher::new(&wanted);
+            for block in 0..blocks {
+                let chunks = block * k.block / chunk..(block + 1) * k.block / chunk;
+                let scores = room.scores.add(block * plane);
+                let lines = prefetch.left().div_ceil(blocks - block);
+                if k.fixed {
+                    let part = FixedPart { row, keys, block, queries, lines };
+                    fixed_point::score(k, part, scores, &mut prefetch);
+                    continue;
+                }
+                let part = TilePart { row, keys, first_chunk: chunks.start, chunks, queries, lines };
+                with_loader!(k.loader, rows => score::<S, _>(rows, part, scores, room.staged, &mut prefetch));
+            }
+            softmax::<S>(source, (row, keys), queries, room);
+            let (blocks, wanted) = (queries.head_dim / v.block, PrefetchRuns::new(&k.planes, next.0, next.1));
+            let mut prefetch = Prefetcher::new(&wanted);
+            for block in 0..blocks {
+                let chunks = block * v.block / chunk..(block + 1) * v.block / chunk;
+                let weights = room.scores.add(block * plane).cast_const();
+                let lines = prefetch.left().div_ceil(blocks - block);
+                if v.fixed {
+                    let part = FixedPart { row, keys, block, queries, lines };
+                    fixed_point::add_values(v, part, weights, room.staged.cast(), &mut prefetch);
+                    continue;
+                }
+                let part = TilePart { row, keys, first_chunk: chunks.start, chunks, queries, lines };
+                with_loader!(v.loader, rows => add_values::<S, _>(rows, part, weights, room.staged, &mut prefetch));
+            }
+        }
+    }
+}
+
+/// Rows of a loader, the chunks of them to process, and the queries.
+#[derive(Clone)]
+struct TilePart {
+    pub row: usize,
+    pub keys: usize,
+    /// The queries' chunks, and which chunk of the loader the first of them meets.
+    pub chunks: Range<usize>,
+    pub first_chunk: usize,
+    pub queries: Queries,
+    /// Cache lines to prefetch meanwhile.
+    pub lines: usize,
+}
+
+/// Widens a part's rows to f32, each to `stride` floats.
+struct WidenRows<R> {
+    pub rows: R,
+    pub part: TilePart,
+    pub to: *mut f32,
+    pub stride: usize,
+}
+
+impl<R: LoadRows> SimdKernel for WidenRows<R> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self) {
+        let TilePart { row, keys, first_chunk, ref chunks, .. } = self.part;
+        for key in 0..keys {
+            for chunk in 0..chunks.len() {
+                // SAFETY: `dispatch` enables the instructions; the caller of `score` and `add_values` vouches for the
+                // rows and the room.
+                unsafe {
+                    let (a, b) = self.rows.chunk::<S>(row + key, first_chunk + chunk);
+                    let to = self.to.add(key * self.stride + chunk * 2 * S::LANES);
+                    S::store(to, a);
+                    S::store(to.add(S::LANES), b);
+                }
+            }
+        }
+    }
+}
+
+/// Scores to weights 2^(s − m), with m raised to the tile's largest score; l and o are rescaled to it.
+///
+/// # Safety
+/// As for [`absorb`].
+#[inline(always)]
+unsafe fn softmax<S: Simd>(source: &KvSource, (row, keys): (usize, usize), queries: Queries, room: TileMemory) {
+    let KvSource { k, v, .. } = source;
+    let (plane, head_dim) = (queries.rows * TILE, queries.head_dim);
+    let padded = keys.next_multiple_of(S::LANES);
+    // SAFETY: passed on to the caller; `padded` is at most TILE, a multiple of every level's lanes.
+    unsafe {
+        if k.quantised {
+            for block in 0..head_dim / k.block {
+                k.norms(row, block, std::slice::from_raw_parts_mut(room.norms, keys));
+                for query in 0..queries.rows {
+                    let total = room.scores.add(query * TILE);
+                    let part = total.add(block * plane);
+                    for i in (0..padded).step_by(S::LANES) {
+                        let product = S::mul(S::load(part.add(i)), S::load(room.norms.add(i)));
+                        let sum = if block == 0 { product } else { S::add(S::load(total.add(i)), product) };
+                        S::store(total.add(i), sum);
+                    }
+                }
+            }
+        }
+        for query in 0..queries.rows {
+            let scores = room.scores.add(query * TILE);
+            if let Some(cap) = queries.softcap {
+                for i in (0..padded).step_by(S::LANES) {
+                    let t = S::tanh(S::mul(S::load(scores.add(i)), S::splat(1.0 / cap)));
+                    S::store(scores.add(i), S::mul(t, S::splat(cap)));
+                }
+            }
+            for i in keys..padded {
+                *scores.add(i) = f32::NEG_INFINITY;
+            }
+            // A NaN score is passed over here and shows in its weight. Not from −∞: see `SoftmaxState`.
+            let mut largest = S::splat(f32::MIN);
+            for i in (0..padded).step_by(S::LANES) {
+                largest = S::max(S::load(scores.add(i)), largest);
+            }
+            let (before, l) = (*queries.m.add(query), &mut *queries.l.add(query));
+            let m = before.max(S::max_lane(largest));
+            if m > before {
+                let factor = (before - m).exp2();
+                *l *= factor;
+                let o = queries.o.add(query * head_dim);
+                for i in (0..head_dim).step_by(S::LANES) {
+                    S::store(o.add(i), S::mul(S::load(o.add(i)), S::splat(factor)));
+                }
+                *queries.m.add(query) = m;
+            }
+            let mut sum = S::zero();
+            for i in (0..padded).step_by(S::LANES) {
+                let weight = S::exp2(S::sub(S::load(scores.add(i)), S::splat(m)));
+                S::store(scores.add(i), weight);
+                sum = S::add(sum, weight);
+            }
+            *l += S::sum(sum);
+        }
+        if v.quantised {
+            // The last block first: the first one's plane is what all are made from.
+            for block in (0..head_dim / v.block).rev() {
+                v.norms(row, block, std::slice::from_raw_parts_mut(room.norms, keys));
+                for query in 0..queries.rows {
+                    let weights = room.scores.add(query * TILE);
+                    let part = weights.add(block * plane);
+                    for i in (0..padded).step_by(S::LANES) {
+                        S::store(part.add(i), S::mul(S::load(weights.add(i)), S::load(room.norms.add(i))));
+                    }
+                }
+            }
+        }
+    }
+}

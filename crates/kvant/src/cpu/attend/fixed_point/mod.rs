@@ -1,0 +1,115 @@
+//! Quantised keys and values in fixed point, where the processor multiplies pairs of 16-bit integers (AVX-512 VNNI).
+//!
+//! One or two permutes turn 32 codes into signed 14-bit centroids, half as many as f32 needs. An instruction adds 32
+//! products to 16 sums, twice as many as in f32, and the sums are exact. The operands are rounded: a query relative to the
+//! largest lane sum of its block, the weights of a tile relative to their sum. So no 32-bit sum overflows, and the sum of
+//! the weights is kept. [`Attend`](crate::ops::Attend) and docs/notes/cpu-attention.md state the error; relative to a vector stored in
+//! 8 bits it is 6·10⁻³.
+//!
+//! Packed codes are processed 64 coordinates at a time, as 16 words of four nibbles: word i holds coordinates 4i to 4i + 3.
+//! Queries and sums meanwhile have the 16 coordinates 4i first, then the 16 coordinates 4i + 1, and so on: four sets. A
+//! vector of keys holds two sets, one after the other; a vector of values holds one set of two keys, alternating. Bytes
+//! have the orders of the instructions that interleave two vectors of bytes: in sums a set is the same four of every 16
+//! coordinates.
+
+use std::arch::x86_64::*;
+
+use super::{
+    kv_rows::{KvRows, RowLoader},
+    prefetch::Prefetcher,
+    tile::FixedPart,
+};
+
+mod byte_codes;
+mod packed_codes;
+mod rounding;
+mod scores;
+mod values;
+
+pub(super) use rounding::round_query;
+use scores::score_all;
+use values::add_all;
+
+/// Coordinates that are processed at a time.
+const CHUNK: usize = 64;
+
+/// Brings a sum into the order of coordinates.
+pub(super) fn order_sum(side: &KvRows, o: &mut [f32]) {
+    for chunk in o.chunks_exact_mut(CHUNK) {
+        let mut copy = [0.0; CHUNK];
+        copy.copy_from_slice(chunk);
+        for (at, &x) in copy.iter().enumerate() {
+            let (set, lane) = (at / 16, at % 16);
+            chunk[if side.interleaved { 4 * lane + set } else { lane / 4 * 16 + set * 4 + lane % 4 }] = x;
+        }
+    }
+}
+
+/// Scores without norms into `scores`, `[rows, TILE]`.
+///
+/// # Safety
+/// The processor has the instructions of `Avx512Vnni`; everything that `part` names exists.
+pub(super) unsafe fn score(side: &KvRows, part: FixedPart, scores: *mut f32, prefetch: &mut Prefetcher) {
+    // SAFETY: passed on to the caller.
+    unsafe {
+        match side.loader {
+            RowLoader::Tq4(rows) => score_all(rows, side.block, part, scores, prefetch),
+            RowLoader::Tq5(rows) => score_all(rows, side.block, part, scores, prefetch),
+            RowLoader::Tq6(rows) => score_all(rows, side.block, part, scores, prefetch),
+            RowLoader::Tq8(rows) => score_all(rows, side.block, part, scores, prefetch),
+            _ => unreachable!("only quantised sides are in fixed point"),
+        }
+    }
+}
+
+/// Adds the values, by `weights` (`[rows, TILE]`), to the queries' sums. `rounded` has room for as many i16.
+///
+/// # Safety
+/// As for [`score`].
+pub(super) unsafe fn add_values(
+    side: &KvRows,
+    part: FixedPart,
+    weights: *const f32,
+    rounded: *mut i16,
+    prefetch: &mut Prefetcher,
+) {
+    // SAFETY: passed on to the caller.
+    unsafe {
+        match side.loader {
+            RowLoader::Tq4(rows) => add_all(rows, side.block, part, weights, rounded, prefetch),
+            RowLoader::Tq5(rows) => add_all(rows, side.block, part, weights, rounded, prefetch),
+            RowLoader::Tq6(rows) => add_all(rows, side.block, part, weights, rounded, prefetch),
+            RowLoader::Tq8(rows) => add_all(rows, side.block, part, weights, rounded, prefetch),
+            _ => unreachable!("only quantised sides are in fixed point"),
+        }
+    }
+}
+
+/// Rows as centroids of 16 bits.
+///
+/// # Safety
+/// Of all functions: the instructions are enabled, the rows and coordinates exist.
+trait FixedCodes: Copy {
+    const BITS: u32;
+    /// Whether looked-up centroids are half a unit too small: half of the codes then invert the bits of the other half.
+    const HALVES: bool;
+    /// The centroids, in registers.
+    type Table: Copy;
+    unsafe fn table() -> Self::Table;
+    /// Coordinates `64 · chunk ..` of a key.
+    unsafe fn key(&self, table: Self::Table, row: usize, chunk: usize) -> [__m512i; 2];
+    /// `SETS` sets of 16 coordinates of a chunk, from set `FIRST` on, of two values in turn.
+    unsafe fn pair<const SETS: usize, const FIRST: usize>(
+        &self,
+        table: Self::Table,
+        rows: [usize; 2],
+        chunk: usize,
+    ) -> [__m512i; SETS];
+}
+
+#[inline(always)]
+unsafe fn vector<T, const N: usize>(of: &[T; N]) -> __m512i {
+    const { assert!(N * size_of::<T>() == 64) };
+    // SAFETY: as long as a vector; AVX-512 is enabled.
+    unsafe { _mm512_loadu_si512(of.as_ptr().cast()) }
+}

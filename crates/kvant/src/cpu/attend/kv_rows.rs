@@ -1,0 +1,314 @@
+//! Rows of keys and values as vectors: one loader per codec, and the source of both.
+
+use half::{bf16, f16};
+
+use super::{plan::Segment, prefetch::Plane};
+use crate::{
+    DType, KvLayer, Planes,
+    codec::{self, BLOCK, Codec},
+    cpu::simd::Simd,
+};
+
+/// Reads vectors of a cache, in chunks of 2·`LANES` coordinates.
+pub(super) trait LoadRows: Copy {
+    /// # Safety
+    /// The level's instructions are enabled; the row exists and has the chunk.
+    unsafe fn chunk<S: Simd>(&self, row: usize, chunk: usize) -> (S::F, S::F);
+}
+
+/// Elements as they are; a chunk's vectors are its first and second half.
+#[derive(Clone, Copy)]
+pub(super) struct DenseRows<E> {
+    pub start: *const E,
+    /// Elements from a row to the next.
+    pub stride: usize,
+}
+
+pub(super) trait DenseElement: Copy {
+    /// # Safety
+    /// The level's instructions are enabled; `from` is valid for a vector.
+    unsafe fn load<S: Simd>(from: *const Self) -> S::F;
+}
+
+macro_rules! dense_element {
+    ($($type:ty: $load:ident),*) => { $(
+        impl DenseElement for $type {
+            #[inline(always)]
+            unsafe fn load<S: Simd>(from: *const Self) -> S::F {
+                // SAFETY: passed on to the caller.
+                unsafe { S::$load(from.cast()) }
+            }
+        }
+    )* };
+}
+dense_element!(f32: load, f16: load_f16, bf16: load_bf16);
+
+impl<E: DenseElement> LoadRows for DenseRows<E> {
+    #[inline(always)]
+    unsafe fn chunk<S: Simd>(&self, row: usize, chunk: usize) -> (S::F, S::F) {
+        // SAFETY: passed on to the caller.
+        unsafe {
+            let at = self.start.add(row * self.stride + chunk * 2 * S::LANES);
+            (E::load::<S>(at), E::load::<S>(at.add(S::LANES)))
+        }
+    }
+}
+
+/// TurboQuant of 4, 5 and 6 bits without its norms; a chunk's vectors are its even and its odd coordinates.
+#[derive(Clone, Copy)]
+pub(super) struct PackedRows<const BITS: u32> {
+    low: *const u8,
+    high: *const u8,
+    /// Bytes from a row to the next, in each plane.
+    low_stride: usize,
+    high_stride: usize,
+    table: *const f32,
+}
+
+impl<const BITS: u32> PackedRows<BITS> {
+    /// The lowest four bits of a row's codes.
+    #[cfg(target_arch = "x86_64")]
+    #[inline(always)]
+    pub fn low(&self, row: usize) -> *const u8 {
+        self.low.wrapping_add(row * self.low_stride)
+    }
+
+    /// Their further bits.
+    #[cfg(target_arch = "x86_64")]
+    #[inline(always)]
+    pub fn high(&self, row: usize) -> *const u8 {
+        self.high.wrapping_add(row * self.high_stride)
+    }
+}
+
+impl<const BITS: u32> LoadRows for PackedRows<BITS> {
+    #[inline(always)]
+    unsafe fn chunk<S: Simd>(&self, row: usize, chunk: usize) -> (S::F, S::F) {
+        // SAFETY: passed on to the caller; the table has 2^BITS entries.
+        unsafe {
+            let low = self.low.add(row * self.low_stride + chunk * S::LANES);
+            // 2·LANES coordinates of BITS − 4 bits each.
+            let high = self.high.wrapping_add(row * self.high_stride + chunk * S::LANES / 4 * (BITS as usize - 4));
+            match BITS {
+                4 => {
+                    let (even, odd) = S::codes4(low);
+                    let table = &*self.table.cast();
+                    (S::lookup16(table, even), S::lookup16(table, odd))
+                }
+                5 => {
+                    let (even, odd) = S::codes5(low, high);
+                    let table = &*self.table.cast();
+                    (S::lookup32(table, even), S::lookup32(table, odd))
+                }
+                _ => {
+                    let (even, odd) = S::codes6(low, high);
+                    let table = &*self.table.cast();
+                    (S::lookup64(table, even), S::lookup64(table, odd))
+                }
+            }
+        }
+    }
+}
+
+/// TurboQuant of 8 bits without its norms; a chunk's vectors are its first and second half.
+#[derive(Clone, Copy)]
+pub(super) struct ByteRows {
+    low: *const u8,
+    stride: usize,
+    table: *const f32,
+}
+
+impl ByteRows {
+    #[cfg(target_arch = "x86_64")]
+    #[inline(always)]
+    pub fn row(&self, row: usize) -> *const u8 {
+        self.low.wrapping_add(row * self.stride)
+    }
+}
+
+impl LoadRows for ByteRows {
+    #[inline(always)]
+    unsafe fn chunk<S: Simd>(&self, row: usize, chunk: usize) -> (S::F, S::F) {
+        // SAFETY: passed on to the caller; the table has 256 entries.
+        unsafe {
+            let at = self.low.add(row * self.stride + chunk * 2 * S::LANES);
+            let table = &*self.table.cast();
+            (S::lookup256(table, S::codes8(at)), S::lookup256(table, S::codes8(at.add(S::LANES))))
+        }
+    }
+}
+
+/// A loader of any codec.
+#[derive(Clone, Copy)]
+pub(super) enum RowLoader {
+    F32(DenseRows<f32>),
+    F16(DenseRows<f16>),
+    Bf16(DenseRows<bf16>),
+    Tq4(PackedRows<4>),
+    Tq5(PackedRows<5>),
+    Tq6(PackedRows<6>),
+    Tq8(ByteRows),
+}
+
+/// Calls `$body` with the loader that a [`RowLoader`] holds.
+macro_rules! with_loader {
+    ($loader:expr, $rows:ident => $body:expr) => {
+        match $loader {
+            RowLoader::F32($rows) => $body,
+            RowLoader::F16($rows) => $body,
+            RowLoader::Bf16($rows) => $body,
+            RowLoader::Tq4($rows) => $body,
+            RowLoader::Tq5($rows) => $body,
+            RowLoader::Tq6($rows) => $body,
+            RowLoader::Tq8($rows) => $body,
+        }
+    };
+}
+pub(super) use with_loader;
+
+/// The keys or the values of one KV head.
+#[derive(Clone, Copy)]
+pub(super) struct KvRows {
+    pub loader: RowLoader,
+    /// Whether chunks come as even and odd coordinates.
+    pub interleaved: bool,
+    /// Whether the vectors are rotated and come with norms.
+    pub quantised: bool,
+    /// Whether they are computed in fixed point.
+    pub fixed: bool,
+    /// Floats, `blocks` for each row.
+    norms: *const f32,
+    norm_stride: usize,
+    /// Coordinates that share a norm; all of them when there are no norms.
+    pub block: usize,
+    /// The memory of the rows, for prefetching.
+    pub planes: [Plane; 3],
+}
+
+impl KvRows {
+    /// Vectors of `planes` from row `first` on, every `stride`-th.
+    pub fn new(planes: &Planes, first: usize, stride: usize, head_dim: usize) -> KvRows {
+        let tq = match planes.codec() {
+            Codec::Dense(dtype) => return KvRows::dense(planes.low.host_ptr(), dtype, first, stride, head_dim),
+            Codec::TurboQuant(tq) => tq,
+        };
+        let table = codec::centroids(tq.bits).expect("a layer's codec has been checked").as_ptr();
+        let (low_bytes, high_bytes) =
+            codec::plane_bytes(tq.bits, head_dim).expect("a layer's codec and head size have been checked");
+        let blocks = head_dim.div_ceil(BLOCK);
+        let low = planes.low.host_ptr().cast_const().wrapping_add(first * low_bytes);
+        let high = planes.high.as_ref().map_or(low, |t| t.host_ptr().cast_const().wrapping_add(first * high_bytes));
+        let norms = planes.norms.as_ref().expect("TurboQuant has norms").host_ptr().cast::<f32>().cast_const();
+        let (low_stride, high_stride) = (low_bytes * stride, high_bytes * stride);
+        KvRows {
+            loader: match tq.bits {
+                4 => RowLoader::Tq4(PackedRows { low, high, low_stride, high_stride, table }),
+                5 => RowLoader::Tq5(PackedRows { low, high, low_stride, high_stride, table }),
+                6 => RowLoader::Tq6(PackedRows { low, high, low_stride, high_stride, table }),
+                _ => RowLoader::Tq8(ByteRows { low, stride: low_stride, table }),
+            },
+            interleaved: tq.bits != 8,
+            quantised: true,
+            fixed: false,
+            norms: norms.wrapping_add(first * blocks),
+            norm_stride: blocks * stride,
+            block: head_dim.min(BLOCK),
+            planes: [
+                Plane { start: low, stride: low_stride, bytes: low_bytes },
+                Plane { start: high, stride: high_stride, bytes: high_bytes },
+                Plane {
+                    start: norms.wrapping_add(first * blocks).cast(),
+                    stride: 4 * blocks * stride,
+                    bytes: 4 * blocks,
+                },
+            ],
+        }
+    }
+
+    /// Vectors of `dtype` from row `first` on, every `stride`-th.
+    pub fn dense(start: *const u8, dtype: DType, first: usize, stride: usize, head_dim: usize) -> KvRows {
+        let start = start.wrapping_add(first * head_dim * dtype.size());
+        let stride = stride * head_dim;
+        KvRows {
+            loader: match dtype {
+                DType::F32 => RowLoader::F32(DenseRows { start: start.cast(), stride }),
+                DType::F16 => RowLoader::F16(DenseRows { start: start.cast(), stride }),
+                _ => RowLoader::Bf16(DenseRows { start: start.cast(), stride }),
+            },
+            interleaved: false,
+            quantised: false,
+            fixed: false,
+            norms: std::ptr::null(),
+            norm_stride: 0,
+            block: head_dim,
+            planes: [
+                Plane { start, stride: stride * dtype.size(), bytes: head_dim * dtype.size() },
+                Plane::NONE,
+                Plane::NONE,
+            ],
+        }
+    }
+
+    /// The norm of a block of a row.
+    ///
+    /// # Safety
+    /// As for [`KvRows::norms`].
+    #[inline(always)]
+    pub unsafe fn norm(&self, row: usize, block: usize) -> f32 {
+        // SAFETY: the caller's promise.
+        unsafe { *self.norms.add(row * self.norm_stride + block) }
+    }
+
+    /// Copies the norms of block `block` of `out.len()` rows.
+    ///
+    /// # Safety
+    /// The side is quantised and has the rows and the block.
+    #[inline(always)]
+    pub unsafe fn norms(&self, first: usize, block: usize, out: &mut [f32]) {
+        // SAFETY: passed on to the caller.
+        unsafe {
+            let from = self.norms.add(first * self.norm_stride + block);
+            if self.norm_stride == 1 {
+                std::ptr::copy_nonoverlapping(from, out.as_mut_ptr(), out.len());
+            } else {
+                out.iter_mut().enumerate().for_each(|(i, n)| *n = *from.add(i * self.norm_stride));
+            }
+        }
+    }
+}
+
+/// Keys and values of one KV head of one sequence, from the cache or fresh.
+#[derive(Clone, Copy)]
+pub(super) struct KvSource {
+    pub k: KvRows,
+    pub v: KvRows,
+    /// The position of the first row.
+    base: usize,
+    /// Rows after which positions start over.
+    capacity: usize,
+}
+
+impl KvSource {
+    /// `fixed`: quantised rows are computed in fixed point.
+    pub fn cached(layer: &KvLayer, sequence: usize, head: usize, fixed: bool) -> KvSource {
+        let spec = layer.spec();
+        let (first, stride) = (layer.row(sequence, head, 0), layer.slot_stride());
+        let side = |planes| {
+            let side = KvRows::new(planes, first, stride, spec.head_dim);
+            KvRows { fixed: fixed && side.quantised, ..side }
+        };
+        KvSource { k: side(&layer.k), v: side(&layer.v), base: 0, capacity: spec.capacity }
+    }
+
+    /// Sides whose first row is the segment's first token.
+    pub fn fresh(k: KvRows, v: KvRows, segment: &Segment) -> KvSource {
+        KvSource { k, v, base: segment.position, capacity: usize::MAX }
+    }
+
+    /// The rows of `len` positions from `start` on, as (first row, number): a ring may wrap once.
+    pub fn runs(&self, start: usize, len: usize) -> [(usize, usize); 2] {
+        let row = (start - self.base) % self.capacity;
+        let first = len.min(self.capacity - row);
+        [(row, first), (0, len - first)]
+    }
+}

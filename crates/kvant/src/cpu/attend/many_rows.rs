@@ -1,0 +1,528 @@
+//! Attention of many query rows: prompts, and groups of many heads. Two matrix products per tile of keys, in f32.
+//!
+//! A lane is a query row, so no sum or maximum runs across lanes. Scores are keys × query rows: queries are transposed
+//! once per task, keys are widened 12 at a time. The softmax processes a vector of rows at once. Values are widened 64
+//! coordinates at a time and multiplied by the weights in place.
+//!
+//! At the diagonal and at a window's edge some rows do not see some keys. Their scores are masked before the softmax, and
+//! products of whole vectors or rows that see nothing are skipped. A weight of zero does not hide a value that is not
+//! finite, so a tile with such a value at an edge is processed token by token ([`QueryLanes::absorb`] reports it).
+
+use std::ops::Range;
+
+use super::{
+    kv_rows::{KvRows, KvSource, LoadRows, RowLoader, with_loader},
+    prefetch::{PrefetchRuns, Prefetcher},
+    tile::{Queries, TILE},
+};
+use crate::cpu::simd::{Simd, SimdKernel, SimdLevel};
+
+/// Keys that are widened at a time; their sums stay in registers.
+const KEYS: usize = 12;
+/// Floats from a widened key to the next: known to the compiler, and no multiple of what the caches' sets span.
+const STRIDE: usize = 512 + 16;
+/// Coordinates of all the tile's values that are widened at a time.
+const COORDINATES: usize = 64;
+/// The most lanes of any level: rows are padded to a multiple.
+const LANES: usize = 16;
+
+/// The limits of scores in [`limit`]: −∞ for rows that do not see a key, ∞ for those that do.
+const LIMITS: [f32; 3 * LANES] = {
+    let mut limits = [f32::NEG_INFINITY; 3 * LANES];
+    let mut i = LANES;
+    while i < 2 * LANES {
+        limits[i] = f32::INFINITY;
+        i += 1;
+    }
+    limits
+};
+
+/// Query rows, and memory for a tile.
+#[derive(Clone, Copy)]
+pub(super) struct QueryLanes {
+    queries: Queries,
+    /// Rows, padded.
+    rows: usize,
+    /// `[rows / LANES, head_dim, LANES]`.
+    q: *mut f32,
+    /// `[TILE, rows]`: scores, then weights.
+    scores: *mut f32,
+    /// `[KEYS, STRIDE]` or `[TILE, COORDINATES]`.
+    staged: *mut f32,
+    /// `[rows]` each.
+    m: *mut f32,
+    l: *mut f32,
+}
+
+/// Some keys of a source, and which query rows see each.
+pub(super) struct KeyTile<'a> {
+    pub row: usize,
+    pub keys: usize,
+    /// The row and the number of the keys that come next.
+    pub next: (usize, usize),
+    /// Of each key; `None`: all rows see all of them.
+    pub seen: Option<&'a [Range<usize>; TILE]>,
+}
+
+/// Makes [`QueryLanes`] of queries, in [`QueryLanes::len`] floats of memory.
+pub(super) struct TransposeQueries<'a> {
+    pub queries: Queries,
+    pub memory: &'a mut [f32],
+}
+
+impl SimdKernel for TransposeQueries<'_> {
+    type Output = QueryLanes;
+    #[inline(always)]
+    fn run<S: Simd>(self) -> QueryLanes {
+        // SAFETY: `dispatch` enables the instructions; the queries are as their type says.
+        unsafe { QueryLanes::new::<S>(self.queries, self.memory) }
+    }
+}
+
+/// [`QueryLanes::absorb`].
+pub(super) struct AbsorbTile<'a> {
+    pub many: QueryLanes,
+    pub source: &'a KvSource,
+    pub tile: &'a KeyTile<'a>,
+}
+
+impl SimdKernel for AbsorbTile<'_> {
+    type Output = bool;
+    #[inline(always)]
+    fn run<S: Simd>(self) -> bool {
+        // SAFETY: `dispatch` enables the instructions; the source has the keys.
+        unsafe { self.many.absorb::<S>(self.source, self.tile) }
+    }
+}
+
+impl QueryLanes {
+    /// Floats of memory for so many query rows.
+    pub fn len(rows: usize, head_dim: usize) -> usize {
+        let rows = rows.next_multiple_of(LANES);
+        rows * (head_dim + TILE + 2) + (KEYS * STRIDE).max(TILE * COORDINATES)
+    }
+
+    /// Transposes the queries into `memory`, of [`QueryLanes::len`] floats.
+    ///
+    /// # Safety
+    /// The level's instructions are enabled; `queries` are as their type says, and nobody else holds their states.
+    #[inline(always)]
+    unsafe fn new<S: Simd>(queries: Queries, memory: &mut [f32]) -> QueryLanes {
+        let (rows, dim) = (queries.rows.next_multiple_of(LANES), queries.head_dim);
+        assert!(memory.len() >= QueryLanes::len(queries.rows, dim));
+        let (q, memory) = memory.split_at_mut(rows * dim);
+        let (scores, memory) = memory.split_at_mut(rows * TILE);
+        let (m, memory) = memory.split_at_mut(rows);
+        let (l, staged) = memory.split_at_mut(rows);
+        let whole = queries.rows / LANES;
+        for (vector, to) in q.chunks_exact_mut(LANES * dim).enumerate() {
+            // SAFETY: the rows are the queries', and a square of LANES goes to as many floats.
+            unsafe {
+                if vector < whole {
+                    let from = queries.q.add(vector * LANES * dim);
+                    for i in (0..dim).step_by(LANES) {
+                        S::transpose16(from.add(i), dim, to.as_mut_ptr().add(i * LANES));
+                    }
+                    continue;
+                }
+                to.fill(0.0);
+                for row in whole * LANES..queries.rows {
+                    for (i, to) in to.iter_mut().skip(row % LANES).step_by(LANES).enumerate() {
+                        *to = *queries.q.add(row * dim + i);
+                    }
+                }
+            }
+        }
+        m.fill(f32::NEG_INFINITY);
+        l.fill(0.0);
+        QueryLanes {
+            queries,
+            rows,
+            q: q.as_mut_ptr(),
+            scores: scores.as_mut_ptr(),
+            staged: staged.as_mut_ptr(),
+            m: m.as_mut_ptr(),
+            l: l.as_mut_ptr(),
+        }
+    }
+
+    /// Copies `m` and `l` from the states.
+    ///
+    /// # Safety
+    /// Nobody else holds them.
+    pub unsafe fn load_states(&self) {
+        // SAFETY: the caller's promise; there are as many rows in both.
+        unsafe {
+            self.m.copy_from_nonoverlapping(self.queries.m, self.queries.rows);
+            self.l.copy_from_nonoverlapping(self.queries.l, self.queries.rows);
+        }
+    }
+
+    /// # Safety
+    /// As for [`QueryLanes::load_states`].
+    pub unsafe fn store_states(&self) {
+        // SAFETY: as above.
+        unsafe {
+            self.queries.m.copy_from_nonoverlapping(self.m, self.queries.rows);
+            self.queries.l.copy_from_nonoverlapping(self.l, self.queries.rows);
+        }
+    }
+
+    /// Adds the keys and values of a tile to the states. Returns false, and does nothing, if some rows do not see all of
+    /// the values and one of those values is not finite.
+    ///
+    /// # Safety
+    /// The level's instructions are enabled; the source has the keys, and no side of it is in fixed point.
+    #[inline(always)]
+    unsafe fn absorb<S: Simd>(&self, source: &KvSource, tile: &KeyTile) -> bool {
+        let (KvSource { k, v, .. }, level, dim) = (source, S::LEVEL, self.queries.head_dim);
+        let place =
+            |side, row, keys, first, to, stride| StagedPart { side, row, keys, first, coordinates: 0, to, stride };
+        // SAFETY: passed on to the caller; what is staged fits.
+        unsafe {
+            if let Some(seen) = tile.seen {
+                let hidden = |key: &usize| seen[*key].len() < self.queries.rows;
+                for key in (0..tile.keys).filter(hidden) {
+                    let part = StagedPart { coordinates: dim, ..place(v, tile.row + key, 1, 0, self.staged, STRIDE) };
+                    if !stage(level, part) {
+                        return false;
+                    }
+                }
+            }
+            // Values are prefetched while scores are computed, and the next keys while values are accumulated.
+            let wanted = PrefetchRuns::new(&v.planes, tile.row, tile.keys);
+            let mut prefetch = Prefetcher::new(&wanted);
+            let share = prefetch.left().div_ceil(tile.keys.div_ceil(KEYS).max(1));
+            for key in (0..tile.keys).step_by(KEYS) {
+                let keys = KEYS.min(tile.keys - key);
+                let part = StagedPart { coordinates: dim, ..place(k, tile.row + key, keys, 0, self.staged, STRIDE) };
+                stage(level, part);
+                prefetch.fetch::<S>(share);
+                level.dispatch(LaneScores { many: *self, tile, key, keys });
+            }
+            level.dispatch(LaneSoftmax { many: *self, tile });
+            let wanted = PrefetchRuns::new(&k.planes, tile.next.0, tile.next.1);
+            let mut prefetch = Prefetcher::new(&wanted);
+            let share = prefetch.left().div_ceil(dim / COORDINATES);
+            for first in (0..dim).step_by(COORDINATES) {
+                let part = place(v, tile.row, tile.keys, first, self.staged, COORDINATES);
+                stage(level, StagedPart { coordinates: COORDINATES, ..part });
+                prefetch.fetch::<S>(share);
+                level.dispatch(LaneSums { many: *self, tile, first });
+            }
+        }
+        true
+    }
+}
+
+/// Widens some coordinates of some rows to f32, times their norms. Returns whether all are finite.
+///
+/// # Safety
+/// The side has the rows, `to` has room for them, `stride` apart; the level is supported.
+unsafe fn stage(level: SimdLevel, part: StagedPart) -> bool {
+    with_loader!(part.side.loader, rows => level.dispatch(StageKernel { rows, part }))
+}
+
+struct StagedPart<'a> {
+    side: &'a KvRows,
+    row: usize,
+    keys: usize,
+    /// Whole chunks.
+    first: usize,
+    coordinates: usize,
+    to: *mut f32,
+    stride: usize,
+}
+
+struct StageKernel<'a, R> {
+    rows: R,
+    part: StagedPart<'a>,
+}
+
+impl<R: LoadRows> SimdKernel for StageKernel<'_, R> {
+    type Output = bool;
+    #[inline(always)]
+    fn run<S: Simd>(self) -> bool {
+        let StagedPart { side, row, keys, first, coordinates, to, stride } = self.part;
+        let width = 2 * S::LANES;
+        // SAFETY: `dispatch` enables the instructions; the caller of `stage` vouches for the rows and the room.
+        unsafe {
+            // A zero, or NaN where something is not finite.
+            let mut zeros = [S::zero(); 2];
+            for key in 0..keys {
+                let to = to.add(key * stride);
+                for at in (0..coordinates).step_by(width) {
+                    let (mut a, mut b) = self.rows.chunk::<S>(row + key, (first + at) / width);
+                    if side.quantised {
+                        let norm = S::splat(side.norm(row + key, (first + at) / side.block));
+                        (a, b) = (S::mul(a, norm), S::mul(b, norm));
+                    }
+                    S::store(to.add(at), a);
+                    S::store(to.add(at + S::LANES), b);
+                    zeros = [S::fma(a, S::zero(), zeros[0]), S::fma(b, S::zero(), zeros[1])];
+                }
+            }
+            S::sum(S::add(zeros[0], zeros[1])) == 0.0
+        }
+    }
+}
+
+/// Scores of the staged keys, `key ..` of the tile.
+struct LaneScores<'a> {
+    many: QueryLanes,
+    tile: &'a KeyTile<'a>,
+    key: usize,
+    keys: usize,
+}
+
+impl SimdKernel for LaneScores<'_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self) {
+        let vectors = self.many.rows / S::LANES;
+        // The vectors of rows that see any of these keys.
+        let seen = self.tile.seen.map_or(0..vectors, |seen| {
+            let seen = &seen[self.key..self.key + self.keys];
+            let first = seen.iter().filter(|rows| !rows.is_empty()).map(|rows| rows.start).min().unwrap_or(0);
+            let end = seen.iter().map(|rows| rows.end).max().unwrap_or(0);
+            first / S::LANES..end.div_ceil(S::LANES)
+        });
+        let mut vector = seen.start;
+        // SAFETY: `dispatch` enables the instructions; the vectors are rows' and the keys are staged.
+        unsafe {
+            while vector < seen.end {
+                if vector + 2 <= seen.end {
+                    self.vectors::<S, 2>(vector);
+                } else {
+                    self.vectors::<S, 1>(vector);
+                }
+                vector += 2;
+            }
+        }
+    }
+}
+
+impl LaneScores<'_> {
+    /// All keys with `V` vectors of rows.
+    #[inline(always)]
+    unsafe fn vectors<S: Simd, const V: usize>(&self, vector: usize) {
+        let mut key = 0;
+        // SAFETY: passed on to the caller.
+        unsafe {
+            if S::MANY_REGISTERS {
+                while key + 12 <= self.keys {
+                    self.block::<S, V, 12>(vector, key);
+                    key += 12;
+                }
+            } else {
+                while key + 6 <= self.keys {
+                    self.block::<S, V, 6>(vector, key);
+                    key += 6;
+                }
+            }
+            while key + 4 <= self.keys {
+                self.block::<S, V, 4>(vector, key);
+                key += 4;
+            }
+            while key < self.keys {
+                self.block::<S, V, 1>(vector, key);
+                key += 1;
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn block<S: Simd, const V: usize, const K: usize>(&self, vector: usize, key: usize) {
+        let QueryLanes { queries, rows, q, scores, staged, .. } = self.many;
+        // SAFETY: passed on to the caller.
+        unsafe {
+            let mut sums = [[S::zero(); V]; K];
+            // A vector is a part of LANES rows, which are contiguous.
+            let q: [*const f32; V] = std::array::from_fn(|v| {
+                let row = (vector + v) * S::LANES;
+                q.add(row / LANES * LANES * queries.head_dim + row % LANES).cast_const()
+            });
+            let keys = staged.add(key * STRIDE);
+            for i in 0..queries.head_dim {
+                let mut x = [S::zero(); V];
+                for (x, q) in x.iter_mut().zip(q) {
+                    *x = S::load(q.add(i * LANES));
+                }
+                for (k, sums) in sums.iter_mut().enumerate() {
+                    let key = S::splat(*keys.add(k * STRIDE + i));
+                    for (sum, &x) in sums.iter_mut().zip(&x) {
+                        *sum = S::fma(x, key, *sum);
+                    }
+                }
+            }
+            for (k, sums) in sums.iter().enumerate() {
+                for (v, &sum) in sums.iter().enumerate() {
+                    S::store(scores.add((self.key + key + k) * rows + (vector + v) * S::LANES), sum);
+                }
+            }
+        }
+    }
+}
+
+/// Scores to weights 2^(s − m), with m raised to each row's largest score; l and o are rescaled to it.
+struct LaneSoftmax<'a> {
+    many: QueryLanes,
+    tile: &'a KeyTile<'a>,
+}
+
+impl SimdKernel for LaneSoftmax<'_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self) {
+        let QueryLanes { queries, rows, scores, m, l, .. } = self.many;
+        for vector in 0..rows / S::LANES {
+            let first = vector * S::LANES;
+            // SAFETY: `dispatch` enables the instructions; rows are padded to whole vectors.
+            unsafe {
+                let (scores, m, l) = (scores.add(first), m.add(first), l.add(first));
+                if let Some(cap) = queries.softcap {
+                    for key in 0..self.tile.keys {
+                        let score = scores.add(key * rows);
+                        let t = S::tanh(S::mul(S::load(score), S::splat(1.0 / cap)));
+                        S::store(score, S::mul(t, S::splat(cap)));
+                    }
+                }
+                // Where there is a key, the largest score counts as `lowest` at least: see `SoftmaxState`.
+                let (mut largest, lowest) = (S::load(m), S::splat(f32::MIN));
+                if let Some(seen) = self.tile.seen {
+                    // The smaller of a NaN and a limit is the limit: what is not seen becomes −∞ whatever it was, and
+                    // what is seen stays, or, a NaN, becomes ∞, of which the softmax makes a NaN again.
+                    for (key, seen) in seen[..self.tile.keys].iter().enumerate() {
+                        let (score, limit) = (scores.add(key * rows), limit::<S>(seen, first));
+                        S::store(score, S::min(S::load(score), limit));
+                        largest = S::max(S::min(limit, lowest), largest);
+                    }
+                } else {
+                    largest = S::max(largest, lowest);
+                }
+                for key in 0..self.tile.keys {
+                    largest = S::max(S::load(scores.add(key * rows)), largest);
+                }
+                let mut raised = [0.0; LANES];
+                S::store(raised.as_mut_ptr(), largest);
+                for (lane, &raised) in raised[..S::LANES].iter().enumerate() {
+                    let before = *m.add(lane);
+                    if raised > before && first + lane < queries.rows {
+                        let factor = (before - raised).exp2();
+                        *l.add(lane) *= factor;
+                        let o = queries.o.add((first + lane) * queries.head_dim);
+                        for i in (0..queries.head_dim).step_by(S::LANES) {
+                            S::store(o.add(i), S::mul(S::load(o.add(i)), S::splat(factor)));
+                        }
+                    }
+                }
+                S::store(m, largest);
+                let mut sums = [S::zero(); 2];
+                for key in 0..self.tile.keys {
+                    let score = scores.add(key * rows);
+                    let mut weight = S::exp2(S::sub(S::load(score), largest));
+                    if let Some(seen) = self.tile.seen {
+                        // Zero, or the weight; a NaN becomes ∞ and divided by the sum, ∞ too, again a NaN.
+                        weight = S::min(weight, S::max(limit::<S>(&seen[key], first), S::zero()));
+                    }
+                    S::store(score, weight);
+                    sums = [sums[1], S::add(sums[0], weight)];
+                }
+                S::store(l, S::add(S::load(l), S::add(sums[0], sums[1])));
+            }
+        }
+    }
+}
+
+/// ∞ in the lanes of rows that see a key, −∞ in others; the first lane is row `first`.
+#[inline(always)]
+unsafe fn limit<S: Simd>(seen: &Range<usize>, first: usize) -> S::F {
+    let lane = |row: usize| row.saturating_sub(first).min(S::LANES);
+    // Lanes from the start on, and lanes before the end.
+    let (from, to) = (LANES - lane(seen.start), 2 * LANES - lane(seen.end));
+    // SAFETY: both are followed by a vector; the caller enables the instructions.
+    unsafe { S::min(S::load(LIMITS.as_ptr().add(from)), S::load(LIMITS.as_ptr().add(to))) }
+}
+
+/// Adds the staged values, coordinates `first ..`, by the weights to the sums.
+struct LaneSums<'a> {
+    many: QueryLanes,
+    tile: &'a KeyTile<'a>,
+    first: usize,
+}
+
+impl SimdKernel for LaneSums<'_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self) {
+        let rows = self.many.queries.rows;
+        let mut row = 0;
+        // SAFETY: `dispatch` enables the instructions; the rows exist and the values are staged.
+        unsafe {
+            while row + 4 <= rows {
+                self.rows::<S, 4>(row);
+                row += 4;
+            }
+            while row < rows {
+                self.rows::<S, 1>(row);
+                row += 1;
+            }
+        }
+    }
+}
+
+impl LaneSums<'_> {
+    /// All the values that one of `R` rows sees.
+    #[inline(always)]
+    unsafe fn rows<S: Simd, const R: usize>(&self, row: usize) {
+        let keys = self.tile.seen.map_or(0..self.tile.keys, |seen| {
+            let sees = |key: &usize| seen[*key].start < row + R && seen[*key].end > row;
+            let first = (0..self.tile.keys).find(sees).unwrap_or(0);
+            first..(first..self.tile.keys).rev().find(sees).map_or(first, |last| last + 1)
+        });
+        // SAFETY: passed on to the caller; both divide COORDINATES.
+        unsafe {
+            if S::MANY_REGISTERS {
+                self.columns::<S, R, 4>(row, keys);
+            } else {
+                self.columns::<S, R, 2>(row, keys);
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn columns<S: Simd, const R: usize, const C: usize>(&self, row: usize, keys: Range<usize>) {
+        let QueryLanes { queries, rows, scores, staged, .. } = self.many;
+        for column in (0..COORDINATES).step_by(C * S::LANES) {
+            // SAFETY: passed on to the caller.
+            unsafe {
+                let o = queries.o.add(row * queries.head_dim + self.first + column);
+                let mut sums = [[S::zero(); C]; R];
+                for (r, sums) in sums.iter_mut().enumerate() {
+                    for (c, sum) in sums.iter_mut().enumerate() {
+                        *sum = S::load(o.add(r * queries.head_dim + c * S::LANES));
+                    }
+                }
+                for key in keys.clone() {
+                    let values = staged.add(key * COORDINATES + column);
+                    let weights = scores.add(key * rows + row);
+                    let mut v = [S::zero(); C];
+                    for (c, v) in v.iter_mut().enumerate() {
+                        *v = S::load(values.add(c * S::LANES));
+                    }
+                    for (r, sums) in sums.iter_mut().enumerate() {
+                        let weight = S::splat(*weights.add(r));
+                        for (sum, &v) in sums.iter_mut().zip(&v) {
+                            *sum = S::fma(v, weight, *sum);
+                        }
+                    }
+                }
+                for (r, sums) in sums.iter().enumerate() {
+                    for (c, &sum) in sums.iter().enumerate() {
+                        S::store(o.add(r * queries.head_dim + c * S::LANES), sum);
+                    }
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,82 @@
+//! Selects the kernel: one function for running and for explaining.
+
+use super::plan::block_tokens;
+use crate::{
+    cpu::{Cpu, SimdLevel},
+    ops::attend::{Call, Plan},
+};
+
+/// Query rows from which on keys and values are widened once for all of them.
+pub(super) const MANY_ROWS: usize = 16;
+
+/// A kernel of attention. The rows of a block are its query tokens × the query heads of one KV head.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum AttendKernel {
+    /// Tiles of keys that all rows see, in f32: [`few_rows`](super::few_rows).
+    FewRows,
+    /// The same tiles; quantised keys or values as 16-bit integers: [`fixed_point`](super::fixed_point).
+    FixedPoint,
+    /// Matrix products over masked tiles, a row in each lane: [`many_rows`](super::many_rows).
+    ManyRows,
+}
+
+/// The kernel for `rows` query rows over keys and values from one source, of which one or both are `quantised`.
+pub(super) fn select(level: SimdLevel, quantised: bool, rows: usize) -> AttendKernel {
+    // Whatever the number of rows: integers hold twice as many keys a vector as f32.
+    if quantised && level == SimdLevel::Avx512Vnni {
+        return AttendKernel::FixedPoint;
+    }
+    if rows >= MANY_ROWS {
+        return AttendKernel::ManyRows;
+    }
+    AttendKernel::FewRows
+}
+
+/// Whether any vector of the call's cache layer is quantised.
+pub(super) fn is_quantised(call: &Call) -> bool {
+    let spec = call.layer.spec();
+    spec.k.is_quantised() || spec.v.is_quantised()
+}
+
+/// Explains the kernel of a call. The positions of a step are known only when it runs: as many tokens as sequences are
+/// assumed to be one of each, more are assumed to be consecutive tokens of one sequence.
+pub(in crate::cpu) fn explain(cpu: &Cpu, call: &Call) -> Plan {
+    let (spec, quantised) = (call.layer.spec(), is_quantised(call));
+    let group = call.heads / spec.kv_heads;
+    let tokens = if call.tokens <= spec.sequences { 1 } else { call.tokens };
+    let many = select(cpu.level, quantised, MANY_ROWS) == AttendKernel::ManyRows;
+    let rows = group * tokens.min(block_tokens(many, call.head_dim, group));
+    // Models ask in every step, which must not allocate: the reasons are constants.
+    let (kernel, reason) = match select(cpu.level, quantised, rows) {
+        AttendKernel::FewRows => ("few_rows", "few query rows per KV head: each key is read once, in tiles of 64"),
+        AttendKernel::FixedPoint => ("fixed_point", "a quantised cache and AVX-512 VNNI: products of integers"),
+        AttendKernel::ManyRows => ("many_rows", "many query rows per KV head: matrix products over tiles of 64 keys"),
+    };
+    // Lengths may have grown when a captured step is replayed, so the kernel itself splits by those that it finds.
+    Plan { kernel, reason: reason.into(), splits: 0 }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{AttendKernel::*, *};
+
+    #[test]
+    fn rows_decide_between_the_f32_kernels() {
+        for level in [SimdLevel::Portable, SimdLevel::Avx2, SimdLevel::Avx512, SimdLevel::Neon] {
+            for quantised in [false, true] {
+                assert_eq!(select(level, quantised, 1), FewRows);
+                assert_eq!(select(level, quantised, MANY_ROWS - 1), FewRows);
+                assert_eq!(select(level, quantised, MANY_ROWS), ManyRows);
+            }
+        }
+    }
+
+    #[test]
+    fn fixed_point_serves_every_number_of_rows_over_a_quantised_cache() {
+        for rows in [1, MANY_ROWS, 64] {
+            assert_eq!(select(SimdLevel::Avx512Vnni, true, rows), FixedPoint);
+        }
+        assert_eq!(select(SimdLevel::Avx512Vnni, false, 1), FewRows);
+        assert_eq!(select(SimdLevel::Avx512Vnni, false, MANY_ROWS), ManyRows);
+    }
+}

@@ -1,0 +1,74 @@
+//! Replaces `integers` on processors other than x86-64, where [`select`](super::route::select) never chooses its kernels.
+
+#[derive(Clone, Copy)]
+pub struct IntegerLayout;
+
+impl IntegerLayout {
+    pub fn new(_: usize, _: usize, _: usize) -> IntegerLayout {
+        IntegerLayout
+    }
+
+    pub fn inputs(&self) -> usize {
+        0
+    }
+
+    pub fn groups(&self) -> usize {
+        0
+    }
+}
+
+const WHY: &str = "no activations are prepared as integers";
+
+pub mod byte_products {
+    use super::{super::block::AffineRows, IntegerLayout, WHY};
+
+    pub fn stride(_: IntegerLayout) -> usize {
+        unreachable!("{WHY}")
+    }
+
+    pub unsafe fn prepare(_: IntegerLayout, _: &[f32], _: &mut [f32]) -> bool {
+        unreachable!("{WHY}")
+    }
+
+    pub unsafe fn dots<const BITS: usize, const R: usize, const T: usize>(
+        _: IntegerLayout,
+        _: &AffineRows,
+        _: [*const f32; T],
+    ) -> [[f32; T]; R] {
+        unreachable!("{WHY}")
+    }
+}
+
+pub mod word_products {
+    use super::{IntegerLayout, WHY};
+
+    pub const OUTPUTS: usize = 1;
+    pub const ROWS: usize = 1;
+
+    pub fn stride(_: IntegerLayout) -> usize {
+        unreachable!("{WHY}")
+    }
+
+    pub fn panel(_: IntegerLayout) -> usize {
+        unreachable!("{WHY}")
+    }
+
+    pub unsafe fn prepare(_: IntegerLayout, _: &[f32], _: &mut [f32]) -> bool {
+        unreachable!("{WHY}")
+    }
+
+    pub unsafe fn unpack<const BITS: usize>(_: IntegerLayout, _: [*const u8; OUTPUTS], _: &mut [f32]) {
+        unreachable!("{WHY}")
+    }
+
+    #[allow(dead_code, reason = "nothing reads it here")]
+    pub struct PanelOutputs {
+        pub rows: [*mut f32; ROWS],
+        pub outputs: usize,
+        pub alpha: f32,
+    }
+
+    pub unsafe fn products(_: IntegerLayout, _: &[f32], _: [*const f32; ROWS], _: &PanelOutputs) {
+        unreachable!("{WHY}")
+    }
+}

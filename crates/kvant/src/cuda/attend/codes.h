@@ -1,0 +1,368 @@
+// The codes of quantised rows in a lane's registers, and their lookup.
+//
+// A block of up to 256 coordinates (CHUNK) of a row is shared by LANES lanes, each of which has runs of consecutive
+// coordinates: 16 or 32 bytes where there are as many. A run is made of units of 16 coordinates.
+//
+// A table in shared memory maps codes to f16 centroids. Every entry has 32 copies side by side, one for each lane, so
+// that lookups of a warp have no bank conflicts. Entries are 256 bytes apart and tables begin at multiples of 64 KiB.
+// So one permutation of bytes makes an address of the code (second byte), 4 * lane (first byte) and the table's
+// address.
+//
+//   4 bits: an entry is a pair of centroids, for both nibbles of a byte.
+//   5 bits: the same; the fifth bits of both are bits 7 and 16 of the offset, so the table is full, and twice as long.
+//     Without
+//           FIVES_IN_PAIRS as 6 bits.
+//   6 bits: an entry is (centroid, 0) and, 128 bytes on, (0, centroid). A pair is never put together: two products take
+//           half of it each. The bits of the byte above the code are arbitrary: every entry is stored four times (5
+//             bits: eight).
+//   8 bits: likewise.
+#ifndef KVANT_CUDA_ATTEND_CODES_H
+#define KVANT_CUDA_ATTEND_CODES_H
+#include "codec/planes.h"
+#include "device/fragments.h"
+
+constexpr uint CHUNK = HEAD_DIM < 256 ? HEAD_DIM : 256;
+// Of a row: blocks that have a norm each.
+constexpr uint BLOCKS = HEAD_DIM / CHUNK;
+
+// Whether an entry of a codec's table is a pair.
+inline constexpr bool in_pairs(uint codec) {
+    return codec == TQ4 || (codec == TQ5 && FIVES_IN_PAIRS);
+}
+
+extern __shared__ __align__(128) uchar memory[];
+
+// ------------------------------------------------------------------------------------------------------------- tables
+
+template <uint CODEC>
+struct Table {
+    static constexpr uint BYTES = CODEC == TQ5 && FIVES_IN_PAIRS ? 128 << 10 : 64 << 10;
+    // The factor of centroids: among thousands of numbers from 1 to 2, that with the least error of rounding to f16.
+    // Of a vector's square the error is 1.5e-9, 6.7e-9, 1.4e-8, 2.9e-8 for 4, 5, 6, 8 bits; with 1, 3.1e-8 to 4.7e-8.
+    static constexpr float SCALE = CODEC == TQ4   ? 1.26016724f
+                                   : CODEC == TQ5 ? 1.95522618f
+                                   : CODEC == TQ6 ? 1.90302241f
+                                                  : 1.86773717f;
+
+    // Between entries: bit 7 is never looked up at 4 bits.
+    static constexpr uint PITCH = CODEC == TQ4 ? 256 : 128;
+
+    static uint entry(uint at) {
+        const uint byte = at >> 8 & 255, seventh = at >> 7 & 1;
+        if (CODEC == TQ4) {
+            return pack<true>(CENTROIDS_4[byte & 15] * SCALE, CENTROIDS_4[byte >> 4] * SCALE);
+        }
+        if (CODEC == TQ5 && FIVES_IN_PAIRS) {
+            return pack<true>(CENTROIDS_5[(byte & 15) + 16 * seventh] * SCALE,
+                              CENTROIDS_5[(byte >> 4) + (at >> 16) * 16] * SCALE);
+        }
+        const float centroid = CODEC == TQ5 ? CENTROIDS_5[byte & 31] : CODEC == TQ6 ? CENTROIDS_6[byte & 63] : CENTROIDS_8[byte];
+        const float c = centroid * SCALE;
+        return pack<true>(seventh != 0 ? 0 : c, seventh != 0 ? c : 0);
+    }
+
+    // A thread has every `threads`-th entry, and begins somewhere in it, lest threads meet in a bank.
+    static void fill(uchar *table, uint thread, uint threads) {
+#pragma unroll 2
+        for (uint at = thread * PITCH; at < BYTES; at += threads * PITCH) {
+            const uint x = entry(at);
+#pragma unroll
+            for (uint i = 0; i < 8; i++) {
+                *reinterpret_cast<uint4 *>(table + at + (thread + i) % 8 * 16) = make_uint4(x, x, x, x);
+            }
+        }
+    }
+};
+
+// The bytes of `a` (0 to 3) and of `b` (4 to 7) that the nibbles of `which` name; 8 more: eight times the byte's sign.
+inline uint permute(uint a, uint b, uint which) {
+    uint out;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(which));
+    return out;
+}
+
+// Where the mask is set a, else b: one instruction, of which the compiler makes two.
+inline uint choose(uint mask, uint a, uint b) {
+    uint out;
+    asm("lop3.b32 %0, %1, %2, %3, 0xCA;" : "=r"(out) : "r"(mask), "r"(a), "r"(b));
+    return out;
+}
+
+// Lookups of a lane in a table, which begins AT bytes after a multiple of 64 KiB.
+template <uint CODEC, uint AT = 0>
+struct Lookup {
+    // The address of the lane's column of the table, less AT.
+    uint column;
+    // In a cluster, a block's addresses have its number in their highest byte.
+    uint window;
+
+    Lookup(const uchar *table)
+        : column(shared_address(table) - AT + threadIdx.x % 32 * 4), window(shared_address(memory) & 0xFF000000) {}
+
+    template <uint OFFSET = 0>
+    static uint word(uint address) {
+        uint x;
+        asm("ld.shared.u32 %0, [%1 + %2];" : "=r"(x) : "r"(address), "n"(AT + OFFSET));
+        return x;
+    }
+    // The entry of byte `i` of a word.
+    template <uint OFFSET = 0>
+    uint entry(uint codes, uint i) const {
+        return word<OFFSET>(permute(codes, column, 0x7604 | i << 4));
+    }
+    // Not in pairs: the code in byte `i`, as the first of a pair whose other is 0, or as the second.
+    uint low(uint codes, uint i) const {
+        return entry(codes, i);
+    }
+    uint high(uint codes, uint i) const {
+        return entry<128>(codes, i);
+    }
+    // 5 bits: the upper bits of the nibbles of bytes `i` of two words, from the lower half of `high`, where two words
+    // have 16 bits; in place for `pair`.
+    uint upper(uint high, uint i) const {
+        // Two bits go to bits 7 and 8 of each half: the latter counts tables, as byte 2 of the address will.
+        const uint spread = permute(high, 0, 0x4140), columns = permute(column, 0, 0x2020);
+        return (spread & 0x00030003 << 2 * i) * (1u << (7 - 2 * i)) + columns;
+    }
+    // In pairs: that of byte `i` of a word; the first or second of two words with their upper bits.
+    uint pair(uint codes, uint upper, uint which, uint i) const {
+        if constexpr (CODEC == TQ4) {
+            return entry(codes, i);
+        }
+        const uint place = permute(codes, upper, (which == 0 ? 0xD504 : 0xD706) | i << 4);
+        return word(CLUSTER > 1 ? place + window : place);
+    }
+};
+
+// -------------------------------------------------------------------------------------------------------------- codes
+
+// Reads N bytes of shared memory.
+template <uint N>
+inline void read_bytes(const uchar *from, uint *to) {
+    if constexpr (N >= 16) {
+#pragma unroll
+        for (uint i = 0; i < N / 16; i++) {
+            const uint4 x = reinterpret_cast<const uint4 *>(from)[i];
+            to[4 * i] = x.x;
+            to[4 * i + 1] = x.y;
+            to[4 * i + 2] = x.z;
+            to[4 * i + 3] = x.w;
+        }
+    } else if constexpr (N == 8) {
+        const uint2 x = *reinterpret_cast<const uint2 *>(from);
+        to[0] = x.x;
+        to[1] = x.y;
+    } else if constexpr (N == 4) {
+        to[0] = *reinterpret_cast<const uint *>(from);
+    } else {
+        static_assert(N == 2, "attend: bytes of a read");
+        to[0] = *reinterpret_cast<const ushort *>(from);
+    }
+}
+
+// 16 codes, one per byte: code i is byte i / 4 of word i % 4. x and y have the lower four bits of each, upper(j) the
+// bits above them in the bytes of word j.
+template <typename Upper>
+inline void join_bits(uint x, uint y, Upper upper, uint (&out)[4]) {
+    // Coordinates 4i and 4i+1 in byte i, and 4i+2 and 4i+3.
+    const uint even = permute(x, y, 0x6420), odd = permute(x, y, 0x7531);
+    out[0] = choose(0x0F0F0F0F, even, upper(0));
+    out[1] = choose(0x0F0F0F0F, even >> 4, upper(1));
+    out[2] = choose(0x0F0F0F0F, odd, upper(2));
+    out[3] = choose(0x0F0F0F0F, odd >> 4, upper(3));
+}
+
+// The 16 codes of 6 bits of which `bits` has the upper two of each.
+inline void six_bits(uint x, uint y, uint bits, uint (&out)[4]) {
+    join_bits(x, y, [&](uint j) { return j == 0 ? bits << 4 : j == 1 ? bits << 2 : j == 2 ? bits : bits >> 2; }, out);
+}
+
+// The 16 codes of 5 bits of which `bits` has the upper one of each.
+inline void five_bits(uint x, uint y, uint bits, uint (&out)[4]) {
+    // The bits of coordinates 4i to 4i+3 begin byte i.
+    const uint spread = permute(bits, bits >> 4, 0x5140);
+    join_bits(x, y, [&](uint j) { return spread << (4 - j); }, out);
+}
+
+// A lane's coordinates of a row's block.
+template <uint CODEC, uint LANES>
+struct Codes {
+    static constexpr bool PAIRED = in_pairs(CODEC);
+    static constexpr uint LOW_BITS = CODEC == TQ8 ? 8 : 4;
+    static constexpr uint HIGH_BITS = CODEC == TQ5 ? 1 : CODEC == TQ6 ? 2 : 0;
+    // Where four lanes share a row, two adjacent rows in shared memory have no bank conflicts if a lane has 32 bytes.
+    static constexpr uint MOST_RUN = (LANES == 4 ? 256 : 128) / LOW_BITS;
+    static constexpr uint RUN = CHUNK / LANES < MOST_RUN ? CHUNK / LANES : MOST_RUN;
+    static constexpr uint LOADS = CHUNK / LANES / RUN;
+    static constexpr uint UNITS = RUN / 16;
+    static_assert(RUN % 16 == 0, "attend: units of 16 coordinates");
+    // Bytes.
+    static constexpr uint LOW_ROW = HEAD_DIM * LOW_BITS / 8;
+    static constexpr uint HIGH_ROW = HEAD_DIM * HIGH_BITS / 8;
+    static constexpr uint LOW_RUN = RUN * LOW_BITS / 8;
+    static constexpr uint HIGH_RUN = RUN * HIGH_BITS / 8;
+    static constexpr uint HIGH_WORDS = HIGH_RUN < 4 ? 1 : HIGH_RUN / 4;
+    // Of the block's share of a row, and how far apart these lie in shared memory: such that lanes never meet in a
+    // bank.
+    static constexpr uint LOW_BYTES = CHUNK * LOW_BITS / 8;
+    static constexpr uint HIGH_BYTES = CHUNK * HIGH_BITS / 8;
+    static constexpr uint LOW_PITCH = LOW_BYTES + (LANES == 4 && LOW_RUN == 16 ? 0 : 16);
+    static constexpr uint HIGH_PITCH = HIGH_BYTES + (LANES == 8 && HIGH_BYTES > 16 ? 16 : 0);
+
+    uint low[LOADS][LOW_RUN / 4];
+    uint high[LOADS][HIGH_WORDS];
+
+    // Within the block, the coordinate of the lane's e-th.
+    static constexpr uint coord(uint lane, uint e) {
+        return e / RUN * (RUN * LANES) + lane * RUN + e % RUN;
+    }
+
+    // From the lane's first coordinate of rows in shared memory.
+    void read(const uchar *low_row, const uchar *high_row) {
+#pragma unroll
+        for (uint i = 0; i < LOADS; i++) {
+            read_bytes<LOW_RUN>(low_row + i * (LOW_RUN * LANES), low[i]);
+            if constexpr (HIGH_BITS > 0) {
+                read_bytes<HIGH_RUN>(high_row + i * (HIGH_RUN * LANES), high[i]);
+            }
+        }
+    }
+
+    // Upper bits of a unit at 5 bits, in the lower half.
+    uint upper(uint load, uint unit) const {
+        return unit % 2 == 0 ? high[load][unit / 2] : high[load][unit / 2] >> 16;
+    }
+
+    // The 16 codes of a unit of 5, 6 or 8 bits, one a byte.
+    void singles(uint load, uint unit, uint (&out)[4]) const {
+        if constexpr (CODEC == TQ8) {
+#pragma unroll
+            for (uint i = 0; i < 4; i++) {
+                out[i] = low[load][4 * unit + i];
+            }
+        } else if constexpr (CODEC == TQ6) {
+            six_bits(low[load][2 * unit], low[load][2 * unit + 1], high[load][unit % HIGH_WORDS], out);
+        } else {
+            five_bits(low[load][2 * unit], low[load][2 * unit + 1], upper(load, unit), out);
+        }
+    }
+    // Where `singles` has coordinate e.
+    static constexpr uint word_of(uint e) {
+        return CODEC == TQ8 ? e / 4 : e % 4;
+    }
+    static constexpr uint byte_of(uint e) {
+        return CODEC == TQ8 ? e % 4 : e / 4;
+    }
+};
+
+// The place of a query's coordinate, in elements, among B operands that match these codes of keys: those of two
+// products are adjacent for each lane.
+template <typename C>
+inline uint query_place(uint row, uint coord) {
+    constexpr uint LANES = 4, RUN = C::RUN;
+    const uint c = coord % CHUNK;
+    const uint t = c % (RUN * LANES) / RUN;
+    // Of the lane's coordinates.
+    const uint at = coord / CHUNK * (CHUNK / LANES) + c / (RUN * LANES) * RUN + c % RUN;
+    return (at / 8 * 32 + row * 4 + t) * 8 + at % 8;
+}
+
+// The A operands of a unit's products; without pairs each product comes in two parts. Keys: rows are the keys x and y,
+// `use` gets (product, operands).
+template <uint CODEC, uint LANES, uint AT, typename Use>
+inline void key_operands(const Codes<CODEC, LANES> &x, const Codes<CODEC, LANES> &y, uint load, uint unit,
+                         const Lookup<CODEC, AT> &lookup, Use use) {
+    using C = Codes<CODEC, LANES>;
+    if constexpr (C::PAIRED) {
+#pragma unroll
+        for (uint i = 0; i < 4; i += 2) {
+            uint of_x[2] = {}, of_y[2] = {};
+            if constexpr (CODEC == TQ5) {
+#pragma unroll
+                for (uint j = 0; j < 2; j++) {
+                    of_x[j] = lookup.upper(x.upper(load, unit), i + j);
+                    of_y[j] = lookup.upper(y.upper(load, unit), i + j);
+                }
+            }
+#pragma unroll
+            for (uint w = 0; w < 2; w++) {
+                const uint codes_x = x.low[load][2 * unit + w], codes_y = y.low[load][2 * unit + w];
+                const uint a[4] = {lookup.pair(codes_x, of_x[0], w, i), lookup.pair(codes_y, of_y[0], w, i),
+                                   lookup.pair(codes_x, of_x[1], w, i + 1), lookup.pair(codes_y, of_y[1], w, i + 1)};
+                use(2 * w + i / 2, a);
+            }
+        }
+    } else {
+        uint of_x[4], of_y[4];
+        x.singles(load, unit, of_x);
+        y.singles(load, unit, of_y);
+        const auto low = [&](const uint(&codes)[4], uint e) { return lookup.low(codes[C::word_of(e)], C::byte_of(e)); };
+        const auto high = [&](const uint(&codes)[4], uint e) { return lookup.high(codes[C::word_of(e)], C::byte_of(e)); };
+#pragma unroll
+        for (uint e = 0; e < 16; e += 4) {
+            const uint a[4] = {low(of_x, e), low(of_y, e), low(of_x, e + 2), low(of_y, e + 2)};
+            use(e / 4, a);
+            const uint b[4] = {high(of_x, e + 1), high(of_y, e + 1), high(of_x, e + 3), high(of_y, e + 3)};
+            use(e / 4, b);
+        }
+    }
+}
+
+// Values: rows are two coordinates of the lane, columns the four values.
+template <uint CODEC, uint LANES, typename Use>
+inline void value_operands(const Codes<CODEC, LANES> (&v)[4], uint load, uint unit, const Lookup<CODEC> &lookup, Use use) {
+    using C = Codes<CODEC, LANES>;
+    if constexpr (C::PAIRED) {
+        // A byte of `even` holds an even coordinate of two values, one of `odd` the coordinate after it.
+        uint even[2][2], odd[2][2], high_even[2] = {}, high_odd[2] = {};
+#pragma unroll
+        for (uint j = 0; j < 2; j++) {
+            const C &first = v[2 * j], &second = v[2 * j + 1];
+#pragma unroll
+            for (uint w = 0; w < 2; w++) {
+                const uint x = first.low[load][2 * unit + w], y = second.low[load][2 * unit + w];
+                even[j][w] = choose(0x0F0F0F0F, x, y << 4);
+                odd[j][w] = choose(0x0F0F0F0F, x >> 4, y);
+            }
+            if constexpr (CODEC == TQ5) {
+                const uint x = first.upper(load, unit), y = second.upper(load, unit);
+                high_even[j] = choose(0x55555555, x, y << 1);
+                high_odd[j] = choose(0x55555555, x >> 1, y);
+            }
+        }
+#pragma unroll
+        for (uint i = 0; i < 4; i++) {
+            uint of_even[2] = {}, of_odd[2] = {};
+            if constexpr (CODEC == TQ5) {
+#pragma unroll
+                for (uint j = 0; j < 2; j++) {
+                    of_even[j] = lookup.upper(high_even[j], i);
+                    of_odd[j] = lookup.upper(high_odd[j], i);
+                }
+            }
+#pragma unroll
+            for (uint w = 0; w < 2; w++) {
+                const uint a[4] = {lookup.pair(even[0][w], of_even[0], w, i), lookup.pair(odd[0][w], of_odd[0], w, i),
+                                   lookup.pair(even[1][w], of_even[1], w, i), lookup.pair(odd[1][w], of_odd[1], w, i)};
+                use(4 * w + i, a);
+            }
+        }
+    } else {
+        uint codes[4][4];
+#pragma unroll
+        for (uint j = 0; j < 4; j++) {
+            v[j].singles(load, unit, codes[j]);
+        }
+        const auto low = [&](uint j, uint e) { return lookup.low(codes[j][C::word_of(e)], C::byte_of(e)); };
+        const auto high = [&](uint j, uint e) { return lookup.high(codes[j][C::word_of(e)], C::byte_of(e)); };
+#pragma unroll
+        for (uint e = 0; e < 16; e += 2) {
+            const uint a[4] = {low(0, e), low(0, e + 1), low(2, e), low(2, e + 1)};
+            use(e / 2, a);
+            const uint b[4] = {high(1, e), high(1, e + 1), high(3, e), high(3, e + 1)};
+            use(e / 2, b);
+        }
+    }
+}
+
+#endif

@@ -1,0 +1,470 @@
+// attend_decode: softmax(scale * q K^T [softcap] + mask) V for decode over dense 16-bit keys and values: every token is
+// of another sequence.
+//
+// q [T, H, D] -> out [T, H, D]; q, K and V have one 16-bit dtype, out that or the other one.
+//
+// A work item (work.h) is a token; the GROUP <= 8 query heads of a KV head are computed together, so that each key and
+// value is read once. The keys of an item are divided into units of 16. The units of all items and heads are
+// concatenated and divided evenly among clusters of CLUSTER blocks, and those of each part among the blocks of the
+// cluster and then their warps. Each warp works by itself, with its own ring of buffers and its own softmax state
+// (state.h). For each unit:
+//
+//   scores   S^T = K q^T on tensor cores: 16 keys by 8 query rows, queries in registers;
+//   weights  P = exp2(S - max), transposed into B operands within the warp, each the sum of two 16-bit numbers;
+//   values   O^T += V^T P^T.
+//
+// A warp waits only for its own copies, which prefetch across the ends of parts. At the end of a part the states of the
+// warps are merged, then those of the cluster's blocks, through distributed shared memory. If several clusters share an
+// item and head, the last one to finish merges their states.
+//
+// Positions, sequences and lengths are read before the previous kernel has ended (device/dependent_launch.h).
+#include "attend/decode/ring.h"
+#include "attend/dense.h"
+#include "attend/division.h"
+#include "attend/merge_quads.h"
+#include "attend/work.h"
+#include "device/cluster.h"
+#include "device/convert.h"
+#include "device/dependent_launch.h"
+#include "device/elements.h"
+#include "device/fragments.h"
+
+static_assert(TILE == 16, "attend: a unit is what a product takes");
+
+// Products of values.
+constexpr uint PRODUCTS = HEAD_DIM / 16;
+
+// With BULK all rows begin at the same bank. To reduce bank conflicts some lanes load in another order and swap
+// afterwards. At D = 512 there are too few registers for that.
+constexpr bool SWAPS = BULK && HEAD_DIM < 512;
+
+template <typename T>
+inline void swap(T &a, T &b) {
+    const T c = a;
+    a = b;
+    b = c;
+}
+
+// Shared memory, in bytes; decode/mod.rs computes the same sum. Rows of outputs are padded by 16 bytes against bank
+// conflicts.
+constexpr uint OUTPUT_PITCH = HEAD_DIM + 4;
+constexpr uint AT_OUTPUTS = WARPS * RING_BYTES;
+constexpr uint AT_SUMS = AT_OUTPUTS + WARPS * GROUP * OUTPUT_PITCH * 4;
+// m and l of the block's state, whose o overwrites that of the first warp.
+constexpr uint AT_ENDS = AT_SUMS + WARPS * 8 * 8;
+constexpr uint AT_BARRIERS = AT_ENDS + 64;
+constexpr uint AT_ITEMS = AT_BARRIERS + WARPS * BUFFERS * 8;
+constexpr uint AT_FLAG = AT_ITEMS + MAX_SHARED_ITEMS * 16;
+static_assert(AT_FLAG + 16 == SHARED_BYTES, "attend: the shared memory that Rust asks for");
+
+// An item: its keys, its sequence, and the units of one head in all items before it.
+struct Item {
+    Range keys;
+    uint sequence;
+    uint before;
+};
+
+inline Item item_of(const AttendParams &p, Token token) {
+    return token.sequence == NONE ? Item{{0, 0}, 0, 0} : Item{visible(p, token), token.sequence, 0};
+}
+
+// At least one, so that a block writes the output.
+inline uint units_of(const Item &item) {
+    return max(tiles_of(item.keys), 1u);
+}
+
+// The concatenated units of which the cluster has a share, and the end of that.
+struct Stretch {
+    // The items: in shared memory, or the only one.
+    const Item *items;
+    Item only;
+    uint count;
+    uint heads;
+    // Empty units after those of each head: they account for the time to begin and end a part.
+    uint ends;
+    uint end;
+
+    uint length_of(const Item &item) const {
+        return units_of(item) + ends;
+    }
+};
+
+// A part of an item and head, and the block's share of it.
+struct Place {
+    Item item;
+    uint index;
+    uint head;
+    // The first unit of the item and head among all.
+    uint first;
+    // The block's units, among those of the item.
+    uint from;
+    uint to;
+    // Where the next part begins.
+    uint next;
+};
+
+// The part that begins at unit `at`, in an item from `index` on. It is empty if it has no units.
+inline Place place_at(const Stretch &stretch, uint at, uint index) {
+    const uint heads = stretch.heads;
+    Item item = stretch.only;
+    if (stretch.count > 1) {
+        while (true) {
+            item = stretch.items[index];
+            if ((item.before + stretch.length_of(item)) * heads > at) {
+                break;
+            }
+            index++;
+        }
+    }
+    const uint length = stretch.length_of(item), units = units_of(item);
+    const uint head = (at - item.before * heads) / length;
+    const uint first = item.before * heads + head * length;
+    const uint from = min(at - first, units), to = min(stretch.end - first, units);
+    const EvenSplit blocks(to - from, CLUSTER);
+    const uint rank = blockIdx.x % CLUSTER;
+    return {item, index, head, first, from + blocks.first(rank), from + blocks.first(rank + 1), first + length};
+}
+
+// The warp's first unit of a place. Warps take the concatenated units in turn, so that short parts do not all fall to
+// the same warps.
+inline uint first_of_warp(const Place &place) {
+    return place.from + (threadIdx.x / 32 - place.first - place.from) % WARPS;
+}
+
+// A lane's share of its warp's softmax state.
+struct Work {
+    // For query rows 2t and 2t + 1: the maximum, and this lane's part of the sum.
+    float m[2];
+    float l[2];
+    // Coordinates 16 i + g and 16 i + g + 8, by the same query rows.
+    float o[PRODUCTS][4];
+    // Of the current unit, as B operands.
+    Weights weights;
+};
+
+// The scores of 16 keys, of which the first `there` are visible; the new maxima; the weights.
+inline void scores(const AttendParams &p, const uchar *buffer, const uint4 (&q)[LOADS], uint there, Work &work) {
+    const uint lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    constexpr uint CHAINS = 4;
+    float sums[CHAINS][4] = {};
+    const uchar *row = buffer + g * PITCH + t * 32;
+#pragma unroll
+    for (uint i = 0; i < LOADS; i += 2) {
+        uint4 x[2], y[2];
+#pragma unroll
+        for (uint j = 0; j < 2; j++) {
+            const uint at = i * 64 + (SWAPS ? j ^ g % 2 : j) * 16;
+            x[j] = *reinterpret_cast<const uint4 *>(row + at);
+            y[j] = *reinterpret_cast<const uint4 *>(row + 8 * PITCH + at);
+        }
+        if (SWAPS && g % 2 == 1) {
+            swap(x[0], x[1]);
+            swap(y[0], y[1]);
+        }
+#pragma unroll
+        for (uint j = 0; j < 2; j++) {
+            const uint first[4] = {x[j].x, y[j].x, x[j].y, y[j].y}, second[4] = {x[j].z, y[j].z, x[j].w, y[j].w};
+            mma<HALF>(sums[2 * (i + j) % CHAINS], first, make_uint2(q[i + j].x, q[i + j].y));
+            mma<HALF>(sums[(2 * (i + j) + 1) % CHAINS], second, make_uint2(q[i + j].z, q[i + j].w));
+        }
+    }
+    float s[4];
+#pragma unroll
+    for (uint c = 0; c < 4; c++) {
+        const float score = score_of(p, (sums[0][c] + sums[1][c]) + (sums[2][c] + sums[3][c]));
+        s[c] = g + c / 2 * 8 < there ? score : nothing();
+    }
+    float m[2] = {fmaxf(s[0], s[2]), fmaxf(s[1], s[3])};
+#pragma unroll
+    for (uint step = 4; step < 32; step *= 2) {
+        m[0] = fmaxf(m[0], __shfl_xor_sync(0xFFFFFFFF, m[0], step));
+        m[1] = fmaxf(m[1], __shfl_xor_sync(0xFFFFFFFF, m[1], step));
+    }
+    if (__any_sync(0xFFFFFFFF, m[0] > work.m[0] || m[1] > work.m[1])) {
+        float f[2];
+#pragma unroll
+        for (uint c = 0; c < 2; c++) {
+            m[c] = fmaxf(m[c], work.m[c]);
+            f[c] = factor_of(work.m[c], m[c]);
+            work.m[c] = m[c];
+            work.l[c] *= f[c];
+        }
+#pragma unroll
+        for (uint i = 0; i < PRODUCTS; i++) {
+#pragma unroll
+            for (uint c = 0; c < 4; c++) {
+                work.o[i][c] *= f[c % 2];
+            }
+        }
+    }
+    bool seen[4];
+    float weights[4];
+#pragma unroll
+    for (uint c = 0; c < 4; c++) {
+        seen[c] = s[c] != nothing();
+        weights[c] = seen[c] ? exp2_fast(s[c] - work.m[c % 2]) : 0;
+        work.l[c % 2] += weights[c];
+    }
+    work.weights = two_terms(weights, seen);
+}
+
+// O^T += V^T P^T over 16 values.
+inline void add_values(uint buffer, Work &work) {
+    const uint lane = threadIdx.x % 32;
+    // Lanes 0-7 address keys 0-7 at coordinates 0-7, lanes 8-15 at coordinates 8-15; lanes 16-31 the same of keys 8-15.
+    // With BULK the two are exchanged for odd keys, and with SWAPS every other pair of keys has the coordinates of two
+    // successive products exchanged.
+    const uint key = lane / 16 * 8 + lane % 8;
+    const uint from = buffer + key * PITCH + (lane / 8 + (BULK ? key : 0)) % 2 * 16;
+    const uint other = SWAPS ? key / 2 % 2 * 32 : 0;
+#pragma unroll
+    for (uint i = 0; i < PRODUCTS; i += 2) {
+        uint a[2][4];
+#pragma unroll
+        for (uint j = 0; j < 2; j++) {
+            asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                         : "=r"(a[j][0]), "=r"(a[j][1]), "=r"(a[j][2]), "=r"(a[j][3])
+                         : "r"((j == 0 ? from + other : from - other) + (i + j) * 32)
+                         : "memory");
+            if (BULK) {
+#pragma unroll
+                for (uint n = 0; n < 4; n += 2) {
+                    const uint x = a[j][n], y = a[j][n + 1];
+                    a[j][n] = __byte_perm(x, y, 0x7610);
+                    a[j][n + 1] = __byte_perm(y, x, 0x7610);
+                }
+            }
+        }
+        if (SWAPS && lane % 2 == 1) {
+#pragma unroll
+            for (uint n = 0; n < 4; n++) {
+                swap(a[0][n], a[1][n]);
+            }
+        }
+#pragma unroll
+        for (uint j = 0; j < 2; j++) {
+            mma<HALF>(work.o[i + j], a[j], work.weights.leading);
+            mma<HALF>(work.o[i + j], a[j], work.weights.rest);
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
+    KVANT_KERNEL(const uchar *q, uchar *out, const uchar *k, const uchar *, const float *, const uchar *v, const uchar *,
+           const float *, const uint *positions, const uint *sequence, const uint *lens, float *partials, uint *counters,
+           float *state, const AttendParams p) {
+    extern __shared__ __align__(128) uchar memory[];
+    const uint thread = threadIdx.x, warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
+    const uint rank = blockIdx.x % CLUSTER;
+    float *outputs = reinterpret_cast<float *>(memory + AT_OUTPUTS);
+    float2 *sums = reinterpret_cast<float2 *>(memory + AT_SUMS);
+    Item *shared_items = reinterpret_cast<Item *>(memory + AT_ITEMS);
+    uint *flag = reinterpret_cast<uint *>(memory + AT_FLAG);
+
+    const Division division(p);
+    const uint items = division.items, heads = division.heads;
+    const uint first_item = division.first_item, first_head = division.first_head(p);
+    Stretch stretch = {shared_items, {{0, 0}, 0, 0}, items, heads, items > 1 ? END_UNITS : 0, 0};
+    uint length;
+    if (items == 1) {
+        stretch.only = item_of(p, load_token_early(p, positions, sequence, lens, first_item));
+        length = stretch.length_of(stretch.only) * heads;
+    } else {
+#pragma unroll 1
+        for (uint i = thread; i < items; i += THREADS) {
+            shared_items[i] = item_of(p, load_token(p, positions, sequence, lens, i));
+        }
+        __syncthreads();
+        if (warp == 0) {
+            uint before = 0;
+#pragma unroll 1
+            for (uint first = 0; first < items; first += 32) {
+                const uint own = first + lane < items ? stretch.length_of(shared_items[first + lane]) : 0;
+                uint sum = own;
+#pragma unroll
+                for (uint step = 1; step < 32; step *= 2) {
+                    const uint x = __shfl_up_sync(0xFFFFFFFF, sum, step);
+                    sum += lane >= step ? x : 0;
+                }
+                if (first + lane < items) {
+                    shared_items[first + lane].before = before + sum - own;
+                }
+                before += __shfl_sync(0xFFFFFFFF, sum, 31);
+            }
+        }
+        __syncthreads();
+        length = (shared_items[items - 1].before + stretch.length_of(shared_items[items - 1])) * heads;
+    }
+    const uint sharers = min(division.sharers(), (length + LEAST_UNITS - 1) / LEAST_UNITS);
+    const uint own = division.own();
+    // Blocks that return here have not waited; the first block of the first head does (device/dependent_launch.h).
+    if (own >= sharers) {
+        return;
+    }
+    const EvenSplit line(length, sharers);
+    stretch.end = line.first(own + 1);
+    Place place = place_at(stretch, line.first(own), 0);
+    if (line.first(own) - place.first >= units_of(place.item)) {
+        if (place.next >= stretch.end) {
+            return;
+        }
+        place = place_at(stretch, place.next, place.index);
+    }
+
+    wait_for_previous();
+
+    // The next unit that this warp fetches.
+    Place ahead = place;
+    uint ahead_unit = first_of_warp(ahead);
+    const uchar *own_ring = memory + warp * RING_BYTES;
+    Buffers ring(shared_address(own_ring), shared_address(memory + AT_BARRIERS) + warp * BUFFERS * 8);
+    bool of_values = false, more = true;
+
+    bool begun = false, read_by_others = false;
+    // Before the block's state is overwritten, and before the block ends.
+    const auto wait_for_others = [&] {
+        if (read_by_others) {
+            cluster_wait();
+        }
+        read_by_others = false;
+    };
+#pragma unroll 1
+    while (true) {
+        const uint head = first_head + place.head;
+        const ulong row = (ulong(first_item + place.index) * p.kv_heads + head) * GROUP;
+        uint4 queries[LOADS];
+        load_queries(q, row, queries);
+        Work work;
+        work.m[0] = work.m[1] = nothing();
+        work.l[0] = work.l[1] = 0;
+#pragma unroll
+        for (uint i = 0; i < PRODUCTS; i++) {
+#pragma unroll
+            for (uint c = 0; c < 4; c++) {
+                work.o[i][c] = 0;
+            }
+        }
+        // Keys and values of a unit take one step each. The first BUFFERS steps only fetch.
+        uint unit = first_of_warp(place);
+        bool values_next = false;
+        int step = begun ? 0 : -int(BUFFERS);
+        begun = true;
+#pragma unroll 1
+        while (step < 0 || unit < place.to) {
+            if (step >= 0) {
+                const uint buffer = ring.wait();
+                if (!values_next) {
+                    const uint first = place.item.keys.first + unit * TILE;
+                    const uint there = first < place.item.keys.end ? place.item.keys.end - first : 0;
+                    scores(p, own_ring + buffer, queries, there, work);
+                } else {
+                    add_values(ring.base + buffer, work);
+                    unit += WARPS;
+                }
+                values_next = !values_next;
+                ring.empty();
+            }
+            step++;
+            // The buffer of BUFFERS steps ago is free.
+            while (more && ahead_unit >= ahead.to) {
+                more = ahead.next < stretch.end;
+                if (more) {
+                    ahead = place_at(stretch, ahead.next, ahead.index);
+                    ahead_unit = first_of_warp(ahead);
+                }
+            }
+            if (more) {
+                const ulong plane = ahead.item.sequence * p.row_sequence + (first_head + ahead.head) * p.row_head;
+                ring.fill(p, (of_values ? v : k) + plane * ROW, ahead.item.keys, ahead_unit);
+                ahead_unit += of_values ? WARPS : 0;
+                of_values = !of_values;
+            }
+            ring.end_turn();
+        }
+
+        // Not earlier: blocks of the next kernel would share the few multiprocessors that this one leaves free.
+        if (place.next >= stretch.end) {
+            let_next_begin();
+        }
+        // The warps' states, merged.
+        wait_for_others();
+        const uint first_part = line.part_of(place.first), last_part = line.part_of(place.first + units_of(place.item) - 1);
+        __syncthreads();
+#pragma unroll
+        for (uint c = 0; c < 2; c++) {
+            float l = work.l[c];
+#pragma unroll
+            for (uint step = 4; step < 32; step *= 2) {
+                l += __shfl_xor_sync(0xFFFFFFFF, l, step);
+            }
+            if (g == 0) {
+                sums[warp * 8 + 2 * t + c] = make_float2(work.m[c], l);
+            }
+            if (2 * t + c < GROUP) {
+                float *to = outputs + (warp * GROUP + 2 * t + c) * OUTPUT_PITCH + g;
+#pragma unroll
+                for (uint i = 0; i < PRODUCTS; i++) {
+                    to[16 * i] = work.o[i][c];
+                    to[16 * i + 8] = work.o[i][c + 2];
+                }
+            }
+        }
+        __syncthreads();
+        const uint parts = last_part - first_part + 1, item = first_item + place.index;
+        // Counts all earlier items and heads, and all earlier clusters: no two parts have the same slot.
+        const uint slot = division.block - own + first_part + item * p.kv_heads + head;
+        const ItemPart part_of_item = {item, head, {place.from, place.to}, parts, own - first_part, slot};
+        const States states = {partials, counters, p.items * p.kv_heads, p.kv_heads, rank};
+        const Output output = {out, state, row, place.item.keys.len() > 0};
+        const SharedState own_state = {outputs, OUTPUT_PITCH, reinterpret_cast<float2 *>(memory + AT_ENDS)};
+#pragma unroll 1
+        for (uint quad = thread; quad < QUADS; quad += THREADS) {
+            const uint r = quad / (HEAD_DIM / 4), column = quad % (HEAD_DIM / 4);
+            SoftmaxState sum;
+#pragma unroll
+            for (uint w = 0; w < WARPS; w++) {
+                sum.cover(sums[w * 8 + r].x);
+            }
+#pragma unroll
+            for (uint w = 0; w < WARPS; w++) {
+                const float2 of_warp = sums[w * 8 + r];
+                const float *from = outputs + (w * GROUP + r) * OUTPUT_PITCH + column * 4;
+                sum.add(of_warp, *reinterpret_cast<const float4 *>(from));
+            }
+            const float unscale = 1 / WEIGHT_SCALE;
+            sum.o = make_float4(sum.o.x * unscale, sum.o.y * unscale, sum.o.z * unscale, sum.o.w * unscale);
+            if (CLUSTER > 1) {
+                *own_state.at(quad) = sum.o;
+                if (column == 0) {
+                    own_state.ml[r] = make_float2(sum.m, sum.l);
+                }
+            } else if (parts == 1) {
+                output.finish(quad, sum);
+            } else {
+                states.leave(part_of_item.slot(part_of_item.part), quad, sum);
+            }
+        }
+        if constexpr (CLUSTER > 1) {
+            cluster_arrive();
+            cluster_wait();
+            merge_in_cluster(own_state, rank, [&](uint quad, const SoftmaxState &sum) {
+                if (parts == 1) {
+                    output.finish(quad, sum);
+                } else {
+                    states.leave(part_of_item.slot(part_of_item.part), quad, sum);
+                }
+            });
+            cluster_arrive();
+            read_by_others = true;
+        }
+        if (parts > 1) {
+            wait_for_others();
+            merge(states, part_of_item, output, flag, outputs);
+        }
+        if (place.next >= stretch.end) {
+            break;
+        }
+        place = place_at(stretch, place.next, place.index);
+    }
+    wait_for_others();
+}

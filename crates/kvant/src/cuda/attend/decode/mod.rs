@@ -1,0 +1,192 @@
+//! Decode attention over dense 16-bit caches.
+
+use crate::{
+    DType, Result, SlotOrder,
+    cuda::{
+        attend::{
+            AttendParams, MAX_CLUSTER, MAX_SHARED_ITEMS, MAX_SPLITS, PartialStates, RowStrides, bind_result,
+            clusters_per_pair, longest_context, most_clusters, pairs, params,
+        },
+        headers,
+    },
+    gpu::{Builder, Launch, Limits, Params, Scratch, Source},
+    ops::attend::{Call, NAME},
+};
+
+static SOURCE: Source = Source {
+    name: "attend_decode.cu",
+    text: include_str!("attend_decode.cu"),
+    headers: headers::ALL,
+    layouts: &[AttendParams::layout],
+};
+
+/// Keys of a unit, which one product takes.
+pub(super) const UNIT: usize = 16;
+/// Fewer units are not worth a block.
+const LEAST_UNITS: usize = 4;
+/// Beginning and ending a part of a work item takes as long as so many units.
+const END_UNITS: usize = 6;
+/// Coordinates of a context's keys that are worth another cluster of [`MAX_CLUSTER`].
+const LEAST_IN_CLUSTER: usize = 512 * 512;
+/// With more keys, clusters of [`MAX_CLUSTER`] gain from bulk copies, too.
+const MANY_KEYS: usize = 8192;
+/// More buffers per warp were never faster.
+const MAX_BUFFERS: usize = 6;
+/// More bytes in flight by bulk copies were not faster, either.
+const MAX_BULK_BYTES: usize = 64 << 10;
+
+/// How the work is divided among blocks.
+pub(super) struct AttendDecode {
+    dtype: DType,
+    group: usize,
+    warps: usize,
+    buffers: usize,
+    /// Whether one copy fetches a whole unit.
+    bulk: bool,
+    /// Blocks of a cluster, and the fewest units that are worth another cluster.
+    cluster: usize,
+    least: usize,
+    shared_bytes: usize,
+    /// 0: the blocks share all units evenly.
+    splits: usize,
+    blocks: usize,
+}
+
+impl AttendDecode {
+    /// None if a block has too little shared memory.
+    pub(super) fn new(call: &Call, limits: &Limits) -> Option<AttendDecode> {
+        let spec = call.layer.spec();
+        let group = call.heads / spec.kv_heads;
+        // Accumulators and queries of 512 coordinates fill the registers of four warps.
+        let warps = if call.head_dim == 512 { 4 } else { 8 };
+        let pairs = pairs(call);
+        let keys = longest_context(call);
+        let units = keys.div_ceil(UNIT) + 1;
+        let clusters = clusters_per_pair(call, limits);
+        let cluster = match call.head_dim {
+            _ if keys <= most_keys_in_clusters(call.head_dim, clusters, pairs, limits) => MAX_CLUSTER,
+            // Long states: 4 KiB for each query head.
+            512 if limits.clusters && call.tokens == 1 => 2,
+            _ => 1,
+        };
+        // On Hopper and later. Bulk copies make loads from shared memory slower, which clusters with few
+        // multiprocessors feel.
+        let bulk = limits.clusters
+            && (cluster < MAX_CLUSTER || keys > MANY_KEYS)
+            && (spec.order == SlotOrder::HeadMajor || spec.kv_heads == 1);
+        let most = if bulk { MAX_BULK_BYTES / (warps * UNIT * call.head_dim * 2) } else { MAX_BUFFERS };
+        let shared = |buffers| shared_bytes(call.head_dim, group, warps, buffers, bulk);
+        let fits = |&buffers: &usize| shared(buffers) <= limits.threadgroup_bytes;
+        let buffers = (2..=most.clamp(2, MAX_BUFFERS)).rev().find(fits)?;
+        let workers = (limits.busy_groups / cluster).max(1);
+        let splits = match call.splits {
+            0 if cluster == MAX_CLUSTER => clusters.min(units * UNIT * call.head_dim / LEAST_IN_CLUSTER).max(1),
+            0 if call.tokens > MAX_SHARED_ITEMS || pairs >= 4 * limits.busy_groups => 1,
+            // The heads of one token have equally many keys. So no block has parts of two heads, which would cost it
+            // more time than a few blocks less.
+            0 if call.tokens == 1 && pairs <= workers && workers % pairs <= workers / 8 => {
+                (workers / pairs).min(units.div_ceil(LEAST_UNITS * cluster))
+            }
+            splits => splits.min(MAX_SPLITS),
+        };
+        // Requested splits are made however few units they get.
+        let least = match cluster {
+            _ if call.splits > 0 => 1,
+            MAX_CLUSTER => LEAST_IN_CLUSTER / UNIT / call.head_dim,
+            _ => LEAST_UNITS * cluster,
+        };
+        let workers = if splits == 0 {
+            workers.min(pairs.saturating_mul(units + END_UNITS).div_ceil(least))
+        } else {
+            pairs.saturating_mul(splits)
+        };
+        Some(AttendDecode {
+            dtype: call.q.dtype(),
+            group,
+            warps,
+            buffers,
+            bulk,
+            cluster,
+            least,
+            shared_bytes: shared(buffers),
+            splits,
+            blocks: workers * cluster,
+        })
+    }
+
+    pub(super) fn reason(&self) -> String {
+        let AttendDecode { group, warps, cluster, splits, blocks, .. } = *self;
+        let how = if splits == 0 { "share the keys of all tokens evenly" } else { "take one part each" };
+        format!(
+            "{group} query heads of a token per KV head; {blocks} blocks of {warps} warps, in clusters of {cluster}, {how}; \
+             {UNIT} keys a warp at a time"
+        )
+    }
+
+    /// The launch.
+    pub(super) fn launch(
+        &self,
+        name: &'static str,
+        call: &Call,
+        b: &Builder,
+        state: Option<&Scratch>,
+    ) -> Result<Launch> {
+        let params = params(call, &RowStrides::of_cache(call), self.group, call.tokens, self.splits)?;
+        let launch = Launch::new(NAME, &SOURCE, name)
+            .constant("WARPS", self.warps as u32)
+            .constant("BUFFERS", self.buffers as u32)
+            .constant("BULK", self.bulk)
+            .constant("LEAST_UNITS", self.least as u32)
+            .constant("END_UNITS", END_UNITS as u32)
+            .constant("CLUSTER", self.cluster as u32)
+            .constant("SHARED_BYTES", self.shared_bytes as u32)
+            .params(14, &params)
+            .grid([self.blocks, 1, 1], [32 * self.warps, 1, 1])
+            .threadgroup_memory(self.shared_bytes);
+        let launch = bind_dense(launch, call, self.dtype, self.group, state);
+        if self.splits == 1 {
+            return Ok(launch);
+        }
+        PartialStates { blocks: self.blocks, rows: self.group, items: call.tokens, cluster: self.cluster }
+            .bind(launch, call, b)
+    }
+}
+
+/// The longest contexts for which a (token, KV head) pair gets `clusters` clusters of [`MAX_CLUSTER`].
+fn most_keys_in_clusters(head_dim: usize, clusters: usize, pairs: usize, limits: &Limits) -> usize {
+    match (head_dim, clusters) {
+        (_, 0) => 0,
+        // Long states are better merged in clusters, even if some multiprocessors belong to none.
+        (512, _) if clusters * pairs == most_clusters(limits) => 32768,
+        (512, _) => (1024 * clusters).max(2048),
+        _ => 4096,
+    }
+}
+
+/// The constants and buffers that this kernel and that of short contexts have in common.
+pub(super) fn bind_dense(launch: Launch, call: &Call, dtype: DType, group: usize, state: Option<&Scratch>) -> Launch {
+    let launch = launch
+        .constant("HEAD_DIM", call.head_dim as u32)
+        .constant("DTYPE", dtype)
+        .constant("OUT_DTYPE", call.out.dtype())
+        .constant("GROUP", group as u32)
+        .constant("TILE", UNIT as u32)
+        .constant("RING", call.layer.spec().ring)
+        .constant("FRESH", false)
+        .constant("SOFTCAP", call.softcap.is_some())
+        .read(0, &call.q)
+        .read(2, &call.layer.k.low)
+        .read(5, &call.layer.v.low)
+        .read(8, &call.step.positions)
+        .read(9, &call.step.sequence)
+        .read(10, call.cached_lens())
+        // Positions, sequences and lengths.
+        .reads_ahead(&[8, 9, 10]);
+    bind_result(launch, call, state)
+}
+
+/// Bytes of shared memory: the sum that `attend_decode.cu` computes.
+fn shared_bytes(head_dim: usize, group: usize, warps: usize, buffers: usize, bulk: bool) -> usize {
+    let pitch = head_dim * 2 + if bulk { 0 } else { 16 };
+    warps * buffers * (UNIT * pitch + 8) + warps * (group * (head_dim + 4) * 4 + 64) + 64 + MAX_SHARED_ITEMS * 16 + 16
+}

@@ -1,0 +1,85 @@
+// The parts of work items that a block, or a cluster of blocks, has: see work.h.
+#ifndef KVANT_CUDA_ATTEND_DIVISION_H
+#define KVANT_CUDA_ATTEND_DIVISION_H
+#include "attend/work.h"
+
+// Which items and heads this block works on, and with how many others.
+struct Division {
+    // All blocks share the tiles of all items and heads. Otherwise `splits` blocks share those of one item and head.
+    bool shared_evenly;
+    uint splits;
+    // This block's number, and the number of blocks.
+    uint block;
+    uint blocks;
+    // The number of the block's item and head among all of them, if it has only one.
+    uint pair;
+    // The items and heads whose tiles are shared, and the first item.
+    uint items;
+    uint heads;
+    uint first_item;
+
+    Division(const AttendParams &p, bool may_share = true) {
+        block = blockIdx.x / CLUSTER;
+        blocks = gridDim.x / CLUSTER;
+        shared_evenly = may_share && p.splits == 0;
+        splits = max(p.splits, 1u);
+        pair = block / splits;
+        items = shared_evenly ? p.items : 1;
+        heads = shared_evenly ? p.kv_heads : 1;
+        first_item = shared_evenly ? 0 : pair / p.kv_heads;
+    }
+    // The first head.
+    uint first_head(const AttendParams &p) const {
+        return shared_evenly ? 0 : pair % p.kv_heads;
+    }
+    // The blocks that share the tiles, and this one's number among them.
+    uint sharers() const {
+        return shared_evenly ? blocks : splits;
+    }
+    uint own() const {
+        return shared_evenly ? block : block % splits;
+    }
+};
+
+// Calls use(part) for each part of an item that this block has. prefix[i] is the number of tiles of one head before
+// item i. With PADDED, `padding` of an item's tiles are empty ones at its end: they account for the time to begin and
+// end a part.
+template <bool PADDED, typename Use>
+inline void each_part(const AttendParams &p, const Division &d, const uint *prefix, uint padding, Use use) {
+    const uint tiles = prefix[d.items] * d.heads;
+    const uint sharers = min(d.sharers(), tiles), own = d.own();
+    if (own >= sharers) {
+        return;
+    }
+    const EvenSplit split(tiles, sharers);
+    uint at = split.first(own);
+    const uint end = split.first(own + 1);
+    uint item = 0;
+#pragma unroll 1
+    while (at < end) {
+        while (prefix[item + 1] * d.heads <= at) {
+            item++;
+        }
+        const uint length = prefix[item + 1] - prefix[item], of_item = PADDED ? length - padding : length;
+        const uint head = (at - prefix[item] * d.heads) / length;
+        const uint first = prefix[item] * d.heads + head * length;
+        if (PADDED && at - first >= of_item) {
+            at = first + length;
+            continue;
+        }
+        const uint first_sharer = split.part_of(first), last_sharer = split.part_of(first + of_item - 1);
+        const uint of_head = d.shared_evenly ? head : d.pair % p.kv_heads;
+        const ItemPart part = {d.first_item + item,
+                               of_head,
+                               {at - first, min(end - first, of_item)},
+                               last_sharer - first_sharer + 1,
+                               own - first_sharer,
+                               // Counts all earlier items and heads, and all earlier blocks: no two parts have the same
+                               // slot.
+                               d.block - own + first_sharer + (d.first_item + item) * p.kv_heads + of_head};
+        use(part);
+        at = first + (PADDED ? length : part.tiles.end);
+    }
+}
+
+#endif

@@ -1,0 +1,380 @@
+// attend_generic: softmax(scale * q K^T [softcap] + mask) V over a cache layer of any codec, or (FRESH) over the step's
+// own keys: decode, verification and prompts.
+//
+// q [T, H, D] -> out [T, H, D].
+//
+// A block has parts of work items (work.h): up to 8 NT query rows that share a KV head, over some tiles of TILE keys.
+// So each key and value is read once for all heads of the group. Tiles of keys and of values pass in turn through a
+// ring of BUFFERS in shared memory, which asynchronous copies fill some tiles ahead. For each tile:
+//
+//   scores   each warp has 16 keys: S^T = K q^T on tensor cores, rows are keys, columns are queries;
+//   softmax  the rows' maxima over all warps; P = exp2(S - max), stored in shared memory as B operands;
+//   values   each warp has a slice of the coordinates: O^T += V^T P^T, over all keys of the tile.
+//
+// Operands are f16 (for f16 and quantised planes) or bf16 (for bf16 and f32 planes). A float that does not fit into one
+// is split into a sum of several: Q_TERMS for queries, P_TERMS for weights, K_PARTS and V_PARTS for stored coordinates.
+// All products of these are computed, and summed in float. Over quantised planes P includes the norm of its value,
+// relative to the largest so far; o is scaled back at the end. Scores are in units of log 2.
+//
+// Over quantised keys the queries are rotated when they are loaded; over quantised values the output is rotated back
+// once.
+//
+// Positions, sequences and lengths are read before the previous kernel has ended (device/dependent_launch.h).
+#include "attend/division.h"
+#include "attend/generic/queries.h"
+#include "attend/generic/tiles.h"
+#include "attend/generic/values.h"
+#include "device/dependent_launch.h"
+
+// The scores of a tile, the new maxima, and the weights.
+inline void attend_to(const AttendParams &p, const Buffers &b, const Shared &shared, const Segment &segment, Range all,
+                      uint tile, Work &work) {
+    const uint warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const uchar *buffer = shared.buffer(2 * tile);
+    const uint first = segment.keys.first + tile * TILE;
+    const bool whole = !FRESH && first >= all.first && first < all.end && all.end - first >= TILE;
+    float s[WARP_GROUPS][NT][4];
+    float largest[NT][2], norm = 0;
+#pragma unroll
+    for (uint n = 0; n < NT; n++) {
+        largest[n][0] = largest[n][1] = nothing();
+    }
+#pragma unroll
+    for (uint j = 0; j < WARP_GROUPS; j++) {
+        const uint group = warp + j * WARPS;
+        if (group >= KEY_GROUPS) {
+            break;
+        }
+        uint position[2];
+#pragma unroll
+        for (uint i = 0; i < 2; i++) {
+            const uint key = first + group * 16 + g + 8 * i;
+            position[i] = key;
+            if (FRESH) {
+                const bool own = key < segment.keys.end && b.sequence[key] == segment.sequence;
+                position[i] = own ? b.positions[key] : NONE;
+            }
+        }
+        scores(shared, buffer, group, s[j]);
+        shape_scores(p, shared, position[0], position[1], whole, s[j]);
+        if (V::QUANTISED) {
+            norm = fmaxf(norm, largest_norm(buffer, group));
+        }
+#pragma unroll
+        for (uint n = 0; n < NT; n++) {
+#pragma unroll
+            for (uint c = 0; c < 4; c++) {
+                largest[n][c % 2] = fmaxf(largest[n][c % 2], s[j][n][c]);
+            }
+        }
+    }
+    // Over the keys of this warp, then of all.
+    float *maxima = shared.maxima();
+#pragma unroll
+    for (uint step = 4; step < 32; step *= 2) {
+#pragma unroll
+        for (uint n = 0; n < NT; n++) {
+            largest[n][0] = fmaxf(largest[n][0], __shfl_xor_sync(0xFFFFFFFF, largest[n][0], step));
+            largest[n][1] = fmaxf(largest[n][1], __shfl_xor_sync(0xFFFFFFFF, largest[n][1], step));
+        }
+        if (V::QUANTISED) {
+            norm = fmaxf(norm, __shfl_xor_sync(0xFFFFFFFF, norm, step));
+        }
+    }
+    if (g == 0) {
+#pragma unroll
+        for (uint n = 0; n < NT; n++) {
+            *reinterpret_cast<float2 *>(maxima + warp * (ROWS + 4) + n * 8 + 2 * t) =
+                make_float2(largest[n][0], largest[n][1]);
+        }
+        if (t == 0) {
+            maxima[warp * (ROWS + 4) + ROWS] = norm;
+        }
+    }
+    __syncthreads();
+    float decay = 1;
+    if (V::QUANTISED) {
+#pragma unroll
+        for (uint w = 0; w < WARPS; w++) {
+            norm = fmaxf(norm, maxima[w * (ROWS + 4) + ROWS]);
+        }
+        const float grown = fmaxf(work.norm, power_above(norm));
+        decay = work.norm / grown;
+        work.norm = grown;
+    }
+#pragma unroll
+    for (uint n = 0; n < NT; n++) {
+        float2 m = make_float2(work.m[n][0], work.m[n][1]);
+#pragma unroll
+        for (uint w = 0; w < WARPS; w++) {
+            const float2 of_warp = *reinterpret_cast<const float2 *>(maxima + w * (ROWS + 4) + n * 8 + 2 * t);
+            m = make_float2(fmaxf(m.x, of_warp.x), fmaxf(m.y, of_warp.y));
+        }
+        const float f[2] = {factor_of(work.m[n][0], m.x), factor_of(work.m[n][1], m.y)};
+        work.m[n][0] = m.x;
+        work.m[n][1] = m.y;
+        work.l[n][0] *= f[0];
+        work.l[n][1] *= f[1];
+#pragma unroll
+        for (uint i = 0; i < PRODUCTS; i++) {
+#pragma unroll
+            for (uint c = 0; c < 4; c++) {
+                work.o[i][n][c] *= f[c % 2] * decay;
+            }
+        }
+    }
+#pragma unroll
+    for (uint j = 0; j < WARP_GROUPS; j++) {
+        const uint group = warp + j * WARPS;
+        if (group < KEY_GROUPS) {
+            weights(shared, buffer, group, s[j], work);
+        }
+    }
+}
+
+// Computes the tiles of a segment. `all` are the positions that every row sees. `prepare` runs while the first tiles
+// are copied.
+template <typename Prepare>
+inline void go_through(const AttendParams &p, const Buffers &b, const Shared &shared, const Segment &segment, Range all,
+                       Work &work, Prepare prepare) {
+    const uint tiles = tiles_of(segment.keys);
+    constexpr int AHEAD = BUFFERS / 2;
+    // Keys and values then have a buffer each: values come while scores are computed, the next keys while values are
+    // added.
+    constexpr bool TWO_BUFFERS = BUFFERS == 2;
+    static_assert(TWO_BUFFERS || BUFFERS == 4, "attend: two buffers or four");
+    // No thread reads the buffers any more.
+    __syncthreads();
+#pragma unroll 1
+    for (int tile = -AHEAD; tile < int(tiles); tile++) {
+        if (TWO_BUFFERS) {
+            // This tile's keys have come, and the values of the tile before it are not read any more.
+            copies_wait<0>();
+            __syncthreads();
+            copy_values(p, b, shared, segment, tiles, tile);
+        }
+        if (tile >= 0) {
+            attend_to(p, b, shared, segment, all, tile, work);
+        }
+        if (!TWO_BUFFERS) {
+            // Values of the tile before this one, and its keys, are not read any more: their buffers are free.
+            copy_values(p, b, shared, segment, tiles, tile + AHEAD - 1);
+        }
+        if (tile >= 0) {
+            // This tile's values have come, of four buffers the next one's keys, too; and all weights are there.
+            copies_wait<TWO_BUFFERS ? 0 : BUFFERS - 3>();
+            __syncthreads();
+        }
+        copy_keys(p, b, shared, segment, tiles, tile + AHEAD);
+        if (tile == -1) {
+            prepare();
+            copies_wait<BUFFERS - 2>();
+            __syncthreads();
+        }
+        if (tile >= 0) {
+            add_values(b, shared, shared.buffer(2 * tile + 1), segment, segment.keys.first + tile * TILE, work);
+        }
+    }
+}
+
+// The part of a segment's tiles that lies within `tiles`, where `before` tiles come before the segment.
+inline Range part_of(Range keys, uint before, Range tiles) {
+    const uint all = tiles_of(keys);
+    const uint from = min(max(tiles.first, before) - before, all);
+    const uint to = min(max(tiles.end, before) - before, all);
+    return {keys.first + min(from * TILE, keys.len()), keys.first + min(to * TILE, keys.len())};
+}
+
+// One part of a work item, from the queries to the output or the state.
+inline void work_on(const AttendParams &p, const Buffers &b, const Shared &shared, const ItemPart &part,
+                    bool &tables_filled) {
+    const uint thread = threadIdx.x, warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
+    const Range item = rows_of(p, part.item);
+    Row *rows = shared.rows();
+    // The previous part no longer uses shared memory.
+    __syncthreads();
+    for (uint r = thread; r < ROWS; r += THREADS) {
+        Token token = {0, NONE, 0};
+        if (r < item.len()) {
+            token = p.tokens == 1 ? b.only
+                                  : load_token(p, b.positions, b.sequence, b.lens, (item.first + r) / p.group);
+        }
+        rows[r].token = token;
+    }
+    __syncthreads();
+
+    Work work;
+    work.norm = 0;
+#pragma unroll
+    for (uint n = 0; n < NT; n++) {
+        work.m[n][0] = work.m[n][1] = nothing();
+        work.l[n][0] = work.l[n][1] = 0;
+#pragma unroll
+        for (uint i = 0; i < PRODUCTS; i++) {
+#pragma unroll
+            for (uint c = 0; c < 4; c++) {
+                work.o[i][n][c] = 0;
+            }
+        }
+    }
+    bool queries_loaded = false;
+    auto prepare = [&] {
+        if (!tables_filled) {
+            tables_filled = true;
+            K::fill_table(shared.k_table(), thread, THREADS);
+            if (!ONE_TABLE) {
+                V::fill_table(shared.v_table(), thread, THREADS);
+            }
+        }
+        if (!queries_loaded) {
+            queries_loaded = true;
+            load_queries(p, b, shared, item, part.head);
+        }
+    };
+    uint before = 0;
+#pragma unroll 1
+    for (uint lead = 0; lead < item.len(); lead++) {
+        const uint sequence = rows[lead].token.sequence;
+        bool leads = sequence != NONE && (p.tokens > 1 || lead == 0);
+        for (uint r = 0; p.tokens > 1 && leads && r < lead; r++) {
+            leads = rows[r].token.sequence != sequence;
+        }
+        if (!leads) {
+            continue;
+        }
+        Range any = {0, 0}, all = {0, NONE};
+        if (p.tokens == 1) {
+            any = all = visible(p, b.only);
+        }
+        for (uint r = 0; p.tokens > 1 && r < item.len(); r++) {
+            const Token token = rows[r].token;
+            const Range seen = token.sequence == sequence ? visible(p, token) : Range{0, 0};
+            any = join(any, seen);
+            all = {max(all.first, seen.first), min(all.end, seen.end)};
+        }
+        __syncthreads();
+        for (uint r = thread; r < ROWS; r += THREADS) {
+            rows[r].seen = rows[r].token.sequence == sequence ? visible(p, rows[r].token) : Range{0, 0};
+        }
+        Segment segment = {any, sequence, 0};
+        if (FRESH) {
+            // From the first to the last token of the batch that any row sees.
+            if (thread == 0) {
+                shared.words()[0] = NONE;
+                shared.words()[1] = 0;
+            }
+            __syncthreads();
+            for (uint i = thread; i < p.tokens; i += THREADS) {
+                if (b.sequence[i] == sequence && b.positions[i] >= any.first && b.positions[i] < any.end) {
+                    atomicMin(shared.words(), i);
+                    atomicMax(shared.words() + 1, i + 1);
+                }
+            }
+            __syncthreads();
+            segment.keys = {min(shared.words()[0], shared.words()[1]), shared.words()[1]};
+            segment.first_row = part.head * p.row_head;
+        } else {
+            segment.keys = part_of(any, before, part.tiles);
+            before += tiles_of(any);
+            segment.first_row = sequence * p.row_sequence + part.head * p.row_head;
+        }
+        if (segment.keys.first < segment.keys.end) {
+            go_through(p, b, shared, segment, all, work, prepare);
+        }
+    }
+    copies_wait<0>();
+    __syncthreads();
+
+    // l over all lanes and warps; o to shared memory, in order.
+    float *sums = shared.maxima();
+#pragma unroll
+    for (uint n = 0; n < NT; n++) {
+#pragma unroll
+        for (uint c = 0; c < 2; c++) {
+            float l = work.l[n][c];
+#pragma unroll
+            for (uint step = 4; step < 32; step *= 2) {
+                l += __shfl_xor_sync(0xFFFFFFFF, l, step);
+            }
+            if (g == 0) {
+                sums[warp * (ROWS + 4) + n * 8 + 2 * t + c] = l;
+                if (warp == 0) {
+                    rows[n * 8 + 2 * t + c].m = work.m[n][c];
+                }
+            }
+        }
+    }
+    const float unscale = (V::QUANTISED ? work.norm : 1.0f) * (1 / WEIGHT_SCALE);
+    float *output = shared.output();
+#pragma unroll
+    for (uint i = 0; i < PRODUCTS; i++) {
+#pragma unroll
+        for (uint n = 0; n < NT; n++) {
+#pragma unroll
+            for (uint c = 0; c < 4; c++) {
+                const uint coord = warp * SLICE + Values::coord(2 * i + c / 2, g);
+                output[(n * 8 + 2 * t + c % 2) * HEAD_DIM + coord] = work.o[i][n][c] * unscale;
+            }
+        }
+    }
+    __syncthreads();
+    for (uint r = thread; r < ROWS; r += THREADS) {
+        float l = 0;
+#pragma unroll
+        for (uint w = 0; w < WARPS; w++) {
+            l += sums[w * (ROWS + 4) + r];
+        }
+        rows[r].l = l;
+    }
+    __syncthreads();
+    if (part.parts > 1 && !merge(p, b.to, shared, part, item.len())) {
+        return;
+    }
+    const auto row_of = [&](uint r) {
+        const uint row = item.first + r;
+        return ulong(row / p.group) * p.kv_heads * p.group + part.head * p.group + row % p.group;
+    };
+    finish_rows<V::QUANTISED>(b.to, shared, item.len(), row_of, [&](uint r) { return sees_any(p, rows[r].token); });
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
+    KVANT_KERNEL(const uchar *q, uchar *out, const uchar *k_low, const uchar *k_high, const float *k_norms, const uchar *v_low,
+           const uchar *v_high, const float *v_norms, const uint *positions, const uint *sequence, const uint *lens,
+           float *partials, uint *counters, float *state, const AttendParams p) {
+    extern __shared__ __align__(128) uchar memory[];
+    const Shared shared = {memory};
+    Token only = {0, NONE, 0};
+    if (p.tokens == 1) {
+        only = load_token(p, positions, sequence, lens, 0);
+    }
+    const Buffers b = {only,     q,    {k_low, k_high, k_norms}, {v_low, v_high, v_norms}, positions,
+                       sequence, lens, {partials, counters, state, out}};
+    const uint thread = threadIdx.x;
+    bool tables_filled = false;
+
+    const Division division(p, !FRESH);
+    const uint items = division.items;
+    uint *prefix = shared.prefix();
+#pragma unroll 1
+    for (uint i = thread; i < items; i += THREADS) {
+        prefix[i + 1] = FRESH ? 1 : item_tiles(p, b, division.first_item + i);
+    }
+    if (thread == 0) {
+        prefix[0] = 0;
+    }
+    __syncthreads();
+    if (thread == 0) {
+#pragma unroll 1
+        for (uint i = 1; i < items; i++) {
+            prefix[i + 1] += prefix[i];
+        }
+    }
+    __syncthreads();
+    take_turn();
+    // Prefetches the queries.
+    constexpr uint Q_LINE = 128 / size_of(Q_DTYPE);
+    if (threadIdx.x * ulong(Q_LINE) < ulong(p.tokens) * p.kv_heads * p.group * HEAD_DIM) {
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(q + threadIdx.x * 128));
+    }
+    each_part<false>(p, division, prefix, 0, [&](const ItemPart &part) { work_on(p, b, shared, part, tables_filled); });
+}

@@ -1,0 +1,139 @@
+// The parts of attend_generic.cu in common: the division of the work among warps, the layout of shared memory, the
+// kernel's arguments.
+#ifndef KVANT_CUDA_ATTEND_GENERIC_LAYOUT_H
+#define KVANT_CUDA_ATTEND_GENERIC_LAYOUT_H
+#include "attend/generic/operands.h"
+#include "attend/merge_rows.h"
+#include "codec/planes.h"
+
+using K = Operand<K_CODEC, K_PARTS, HEAD_DIM>;
+using V = Operand<V_CODEC, V_PARTS, HEAD_DIM>;
+
+constexpr uint ROWS = 8 * NT;
+constexpr uint STEPS = HEAD_DIM / 16;
+constexpr uint KEY_GROUPS = TILE / 16;
+constexpr uint WARP_GROUPS = (KEY_GROUPS + WARPS - 1) / WARPS;
+constexpr uint SLICE = HEAD_DIM / WARPS;
+using Values = V::Values<SLICE>;
+constexpr uint PRODUCTS = SLICE / 16;
+// Weights differ by the norm of the value's block.
+constexpr uint VARIANTS = V::BLOCKS == 2 ? 2 : 1;
+// Independent sums, so that one product need not wait for the one before it, and so that small terms are not added to
+// large sums one by one: tensor cores cut off what does not fit.
+constexpr bool SMALL_TERMS = Q_TERMS * K_PARTS > 1;
+constexpr uint CHAINS = NT == 1 ? 4 : NT == 2 || SMALL_TERMS ? 2 : 1;
+
+inline constexpr uint chain_of(uint step, uint term, uint part) {
+    if constexpr (SMALL_TERMS) {
+        return step % (CHAINS / 2) + (term + part > 0 ? CHAINS / 2 : 0);
+    }
+    return step % CHAINS;
+}
+
+// Weights in f16 are scaled up, so that small ones keep their bits.
+constexpr float WEIGHT_SCALE = V::HALF ? 16384.0f : 1.0f;
+
+// Shared memory, in bytes. A buffer: rows of the low plane, of the high plane, norms; buffers of keys hold the norms of
+// the tile's values, too. generic/mod.rs computes the same sum.
+constexpr uint max_of(uint a, uint b) {
+    return a > b ? a : b;
+}
+constexpr uint K_HIGH = TILE * K::PITCH;
+constexpr uint K_NORMS = K_HIGH + TILE * K::HIGH_PITCH;
+constexpr uint V_NORMS = K_NORMS + TILE * K::BLOCKS * 4;
+constexpr uint V_HIGH = TILE * V::PITCH;
+constexpr uint BUFFER = max_of(V_NORMS + TILE * V::BLOCKS * 4, V_HIGH + TILE * V::HIGH_PITCH);
+constexpr bool ONE_TABLE = K_CODEC == V_CODEC;
+constexpr uint AT_TABLES = max_of(BUFFERS * BUFFER, ROWS * HEAD_DIM * 4);
+constexpr uint AT_V_TABLE = ONE_TABLE ? AT_TABLES : AT_TABLES + K::TABLE_BYTES;
+constexpr uint AT_QUERIES = AT_V_TABLE + V::TABLE_BYTES;
+constexpr uint AT_WEIGHTS = AT_QUERIES + Q_TERMS * STEPS * NT * 256;
+constexpr uint AT_MAXIMA = AT_WEIGHTS + VARIANTS * P_TERMS * KEY_GROUPS * NT * 256;
+constexpr uint AT_ROWS = AT_MAXIMA + WARPS * (ROWS + 4) * 4;
+constexpr uint ROW_BYTES = 32;
+constexpr uint AT_PREFIX = AT_ROWS + ROWS * ROW_BYTES;
+constexpr uint AT_END = AT_PREFIX + (MAX_SHARED_ITEMS + 8) * 4;
+static_assert(AT_END == SHARED_BYTES, "attend: the shared memory that Rust asks for");
+static_assert(MAX_MERGE * ROWS * 8 <= AT_MAXIMA - AT_QUERIES, "attend: room for the parts that are merged");
+static_assert(PRODUCTS * 16 * WARPS == HEAD_DIM, "attend: every warp has a slice");
+
+// A query row.
+struct Row {
+    Token token;
+    // The positions it sees; none outside of its sequence's segment.
+    Range seen;
+    // Takes a product of its queries and a key to a score.
+    float factor;
+    float m;
+    float l;
+};
+static_assert(sizeof(Row) == ROW_BYTES, "attend: Row");
+
+struct Buffers {
+    // The batch's token when it is the only one.
+    Token only;
+    const uchar *q;
+    Planes k;
+    Planes v;
+    const uint *positions;
+    const uint *sequence;
+    const uint *lens;
+    Partials to;
+};
+
+struct Shared {
+    uchar *base;
+
+    uchar *buffer(uint i) const {
+        return base + i % BUFFERS * BUFFER;
+    }
+    float *output() const {
+        return reinterpret_cast<float *>(base);
+    }
+    uint *k_table() const {
+        return reinterpret_cast<uint *>(base + AT_TABLES);
+    }
+    uint *v_table() const {
+        return reinterpret_cast<uint *>(base + AT_V_TABLE);
+    }
+    uint2 *queries() const {
+        return reinterpret_cast<uint2 *>(base + AT_QUERIES);
+    }
+    uint2 *weights() const {
+        return reinterpret_cast<uint2 *>(base + AT_WEIGHTS);
+    }
+    float *maxima() const {
+        return reinterpret_cast<float *>(base + AT_MAXIMA);
+    }
+    Row *rows() const {
+        return reinterpret_cast<Row *>(base + AT_ROWS);
+    }
+    // 8 words of the block, then the prefix sums of the items' tiles.
+    uint *words() const {
+        return reinterpret_cast<uint *>(base + AT_PREFIX);
+    }
+    uint *prefix() const {
+        return words() + 7;
+    }
+
+    // The state of an item's rows, for merge_rows.h; its parts use the memory of the queries, which are no longer
+    // needed.
+    float *o() const {
+        return output();
+    }
+    float2 end(uint r) const {
+        return make_float2(rows()[r].m, rows()[r].l);
+    }
+    void set_end(uint r, float m, float l) const {
+        rows()[r].m = m;
+        rows()[r].l = l;
+    }
+    float2 *parts() const {
+        return reinterpret_cast<float2 *>(queries());
+    }
+    uint *flag() const {
+        return words() + 2;
+    }
+};
+
+#endif

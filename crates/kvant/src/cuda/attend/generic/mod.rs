@@ -1,0 +1,317 @@
+//! Attention over anything: any codec, any dtype, any number of tokens, also the step's own keys.
+
+use crate::{
+    Codec, DType, Error, Result, Tensor,
+    codec::BLOCK,
+    cuda::{
+        attend::{
+            AttendParams, MAX_SHARED_ITEMS, MAX_SPLITS, PartialStates, RowStrides, bind_result, is_aligned,
+            is_aligned16, params,
+        },
+        blocks_per_multiprocessor, headers, planes,
+    },
+    gpu::{Builder, Launch, Limits, Params, Scratch, Source, Use},
+    ops::attend::{Call, FreshCall, NAME},
+};
+
+static SOURCE: Source = Source {
+    name: "attend_generic.cu",
+    text: include_str!("attend_generic.cu"),
+    headers: headers::ALL,
+    layouts: &[AttendParams::layout],
+};
+
+/// Query rows of a block: tiles of 8, as many as registers allow.
+const ROW_TILES: [usize; 4] = [1, 2, 4, 8];
+/// Buffers, and copies of each table of centroids, from the best to the smallest. GPUs of compute capability 8.6, 8.9
+/// and 12.0 have 99 KiB.
+const MEMORY_LEVELS: [[usize; 2]; 4] = [[4, 32], [2, 32], [2, 8], [2, 4]];
+
+/// Keys or values as operands of products: `Operand` of `operands.h`.
+#[derive(Clone, Copy)]
+struct GenericOperand {
+    codec: Codec,
+    head_dim: usize,
+    /// 16-bit numbers whose sum is a coordinate.
+    parts: usize,
+    /// 16-bit numbers whose sum is the other factor, a query or a weight.
+    terms: usize,
+}
+
+impl GenericOperand {
+    /// `factor` is the dtype of the other factor. With `precise`, products have the precision of f32. Otherwise they
+    /// have what a 16-bit output can show, except that centroids are rounded to f16 once.
+    fn new(codec: Codec, head_dim: usize, factor: DType, precise: bool) -> GenericOperand {
+        let (parts, terms) = match codec {
+            Codec::TurboQuant(_) => (1 + usize::from(precise), 1 + usize::from(precise)),
+            Codec::Dense(dtype) if dtype == factor && dtype != DType::F32 => (1, 1),
+            Codec::Dense(DType::F16) => (1, 2),
+            Codec::Dense(DType::F32) => (2 + usize::from(precise), 2 + usize::from(precise)),
+            Codec::Dense(_) => (1, 2 + usize::from(precise)),
+        };
+        GenericOperand { codec, head_dim, parts, terms }
+    }
+
+    /// Bytes of a row in the planes `low` and `high`, and of its norms.
+    fn row(&self) -> [usize; 3] {
+        let dim = self.head_dim;
+        match self.codec {
+            Codec::Dense(dtype) => [dim * dtype.size(), 0, 0],
+            Codec::TurboQuant(tq) => {
+                let low = if tq.bits == 8 { dim } else { dim / 2 };
+                let high = if tq.bits == 8 { 0 } else { dim * (tq.bits as usize - 4) / 8 };
+                [low, high, 4 * dim.div_ceil(BLOCK)]
+            }
+        }
+    }
+
+    /// Bytes of a row in shared memory, without its norms.
+    fn shared_row(&self) -> usize {
+        let [low, high, _] = self.row();
+        low + 16 + high + high.min(16)
+    }
+
+    /// Bytes of one copy of the table of centroids.
+    fn table_bytes(&self) -> usize {
+        match self.codec {
+            Codec::TurboQuant(tq) if tq.bits == 4 && self.parts == 1 => 256 * 4,
+            Codec::TurboQuant(tq) => 4 << tq.bits,
+            Codec::Dense(_) => 0,
+        }
+    }
+}
+
+/// What the kernel is compiled for.
+struct GenericTiling {
+    k: GenericOperand,
+    v: GenericOperand,
+    row_tiles: usize,
+    warps: usize,
+    tile: usize,
+    buffers: usize,
+    lane_copies: usize,
+    shared_bytes: usize,
+    blocks_per_multiprocessor: usize,
+}
+
+impl GenericTiling {
+    /// The best one for so many rows that fits into shared memory.
+    fn new(k: GenericOperand, v: GenericOperand, rows: usize, limits: &Limits) -> Option<GenericTiling> {
+        let dim = k.head_dim;
+        let quantised = k.codec.is_quantised() || v.codec.is_quantised();
+        // At each memory level, most query rows first; for these, warps and keys of a tile from the best to the
+        // smallest.
+        let most = ROW_TILES.into_iter().rev().skip_while(move |&tiles| tiles > 1 && tiles * 4 >= rows);
+        let levels = MEMORY_LEVELS.into_iter().flat_map(|level| most.clone().map(move |row_tiles| (level, row_tiles)));
+        levels
+            .flat_map(|(level, row_tiles)| {
+                let shapes: &[[usize; 2]] = match (dim, row_tiles) {
+                    (512, 1) if quantised => &[[16, 128], [8, 64], [4, 64], [4, 32], [4, 16]],
+                    (512, 1..=2) => &[[8, 32], [4, 32], [4, 16]],
+                    (128.., 4..) => &[[8, 128], [8, 64], [8, 32]],
+                    _ => &[[4, 64], [4, 32], [4, 16]],
+                };
+                shapes.iter().map(move |&shape| (level, row_tiles, shape))
+            })
+            .find_map(|([buffers, lane_copies], row_tiles, [warps, tile])| {
+                let mut tiling = GenericTiling {
+                    k,
+                    v,
+                    row_tiles,
+                    warps,
+                    tile,
+                    buffers,
+                    lane_copies,
+                    shared_bytes: 0,
+                    blocks_per_multiprocessor: 1,
+                };
+                tiling.shared_bytes = tiling.shared();
+                tiling.blocks_per_multiprocessor =
+                    blocks_per_multiprocessor(tiling.shared_bytes, limits).min(12 / warps).clamp(1, 3);
+                (tiling.shared_bytes <= limits.threadgroup_bytes).then_some(tiling)
+            })
+    }
+
+    fn rows(&self) -> usize {
+        8 * self.row_tiles
+    }
+
+    /// Bytes of shared memory: the sum that `layout.h` computes.
+    fn shared(&self) -> usize {
+        let GenericTiling { k, v, row_tiles, warps, tile, .. } = *self;
+        let dim = k.head_dim;
+        let [k_norms, v_norms] = [k.row()[2], v.row()[2]];
+        let buffer = tile * (k.shared_row() + k_norms + v_norms).max(v.shared_row());
+        let one_table = planes::codec_code(k.codec) == planes::codec_code(v.codec);
+        let tables = self.lane_copies * (v.table_bytes() + if one_table { 0 } else { k.table_bytes() });
+        let variants = if v_norms == 8 { 2 } else { 1 };
+        let operands = k.terms * (dim / 16) + variants * v.terms * (tile / 16);
+        (self.buffers * buffer).max(self.rows() * dim * 4)
+            + tables
+            + operands * row_tiles * 256
+            + warps * (self.rows() + 4) * 4
+            + self.rows() * 32
+            + (MAX_SHARED_ITEMS + 8) * 4
+    }
+}
+
+/// How the work is divided among blocks.
+pub(super) struct AttendGeneric {
+    tiling: GenericTiling,
+    item_rows: usize,
+    items: usize,
+    /// 0: the blocks share all tiles evenly.
+    splits: usize,
+    blocks: usize,
+}
+
+impl AttendGeneric {
+    /// For the cached keys, or for the step's own.
+    ///
+    /// # Errors
+    /// A block has too little shared memory.
+    pub(super) fn new(call: &Call, fresh: Option<&FreshCall>, limits: &Limits) -> Result<AttendGeneric> {
+        let spec = call.layer.spec();
+        let precise = call.out.dtype() == DType::F32;
+        let [k, v] = match fresh {
+            Some(fresh) => [Codec::Dense(fresh.k.dtype()), Codec::Dense(fresh.v.dtype())],
+            None => [spec.k, spec.v],
+        };
+        let group = call.heads / spec.kv_heads;
+        // Only the device knows the sequences. With no more tokens than sequences, each token is most likely of another
+        // one.
+        let tokens_of_sequence = call.tokens.div_ceil(spec.sequences);
+        let wanted = tokens_of_sequence.saturating_mul(group).max(1);
+        // Weights are f32.
+        let k = GenericOperand::new(k, call.head_dim, call.q.dtype(), precise);
+        let v = GenericOperand::new(v, call.head_dim, DType::F32, precise);
+        // Precise sums take three times the registers.
+        let most = if call.head_dim == 512 { 32 } else { 64 } / if precise { 2 } else { 1 };
+        let tiling = GenericTiling::new(k, v, wanted.min(most), limits).ok_or_else(|| Error::Unsupported {
+            op: NAME,
+            device: "cuda",
+            reason: format!(
+                "attend_generic needs more than {} bytes of shared memory per block",
+                limits.threadgroup_bytes
+            ),
+        })?;
+        let item_rows = wanted.min(tiling.rows());
+        let items = (call.tokens * group).div_ceil(item_rows);
+        let pairs = items * spec.kv_heads;
+        // No more parts of a work item than can be merged.
+        let busy = (limits.busy_groups * tiling.blocks_per_multiprocessor).min(MAX_SPLITS);
+        let splits = match call.splits {
+            _ if fresh.is_some() => 1,
+            0 if items > MAX_SHARED_ITEMS || pairs >= 2 * busy => 1,
+            splits => splits.min(MAX_SPLITS),
+        };
+        // The most keys that a work item may see.
+        let seen = call.window.saturating_add(tokens_of_sequence).min(spec.capacity);
+        let blocks = if splits == 0 {
+            busy.min(pairs.saturating_mul(seen.div_ceil(tiling.tile) + 1))
+        } else {
+            pairs.saturating_mul(splits)
+        };
+        Ok(AttendGeneric { tiling, item_rows, items, splits, blocks })
+    }
+
+    pub(super) fn reason(&self) -> String {
+        let AttendGeneric { tiling: GenericTiling { warps, tile, .. }, item_rows, items, splits, blocks } = *self;
+        let how = if splits == 0 { "share all tiles evenly" } else { "take one item each" };
+        format!(
+            "{items} work items of up to {item_rows} query rows per KV head; {blocks} blocks of {warps} warps {how}; {tile} keys \
+             a tile"
+        )
+    }
+
+    /// The launch over the cached keys.
+    pub(super) fn launch(
+        &self,
+        name: &'static str,
+        call: &Call,
+        b: &Builder,
+        state: Option<&Scratch>,
+    ) -> Result<Launch> {
+        let [k, v] = [&call.layer.k, &call.layer.v];
+        let rotate = k.codec().is_quantised() && !call.q_rotated;
+        let launch = self
+            .common(name, call, b, &RowStrides::of_cache(call))?
+            .constant("RING", call.layer.spec().ring)
+            .constant("FRESH", false)
+            .constant("ALIGNED", is_aligned(k) && is_aligned(v))
+            .constant("ROTATE_Q", rotate);
+        let launch = planes::bind(planes::bind(launch, 2, k, Use::Read), 5, v, Use::Read).read(10, call.cached_lens());
+        Ok(bind_result(launch, call, state))
+    }
+
+    /// The launch over the step's own keys.
+    pub(super) fn launch_fresh(
+        &self,
+        name: &'static str,
+        call: &Call,
+        b: &Builder,
+        fresh: &FreshCall,
+        state: &Scratch,
+    ) -> Result<Launch> {
+        let aligned = |tensor: &Tensor| is_aligned16(tensor);
+        Ok(self
+            .common(name, call, b, &RowStrides::of_fresh(call, fresh))?
+            .constant("RING", false)
+            .constant("FRESH", true)
+            .constant("ALIGNED", aligned(&fresh.k) && aligned(&fresh.v))
+            .constant("ROTATE_Q", false)
+            .write(1, &call.out)
+            .read(2, &fresh.k)
+            .read(5, &fresh.v)
+            .read(10, call.cached_lens())
+            .scratch(13, state, Use::Read))
+    }
+
+    /// What both launches have in common.
+    fn common(&self, name: &'static str, call: &Call, b: &Builder, rows: &RowStrides) -> Result<Launch> {
+        let GenericTiling {
+            k,
+            v,
+            row_tiles,
+            warps,
+            tile,
+            buffers,
+            lane_copies,
+            shared_bytes,
+            blocks_per_multiprocessor,
+        } = self.tiling;
+        let params = params(call, rows, self.item_rows, self.items, self.splits)?;
+        let constant = |value: usize| value as u32;
+        let launch = Launch::new(NAME, &SOURCE, name)
+            .constant("HEAD_DIM", constant(call.head_dim))
+            .constant("Q_DTYPE", call.q.dtype())
+            .constant("OUT_DTYPE", call.out.dtype())
+            .constant("K_CODEC", planes::codec_code(k.codec))
+            .constant("V_CODEC", planes::codec_code(v.codec))
+            .constant("K_PARTS", constant(k.parts))
+            .constant("V_PARTS", constant(v.parts))
+            .constant("Q_TERMS", constant(k.terms))
+            .constant("P_TERMS", constant(v.terms))
+            .constant("NT", constant(row_tiles))
+            .constant("WARPS", constant(warps))
+            .constant("TILE", constant(tile))
+            .constant("BUFFERS", constant(buffers))
+            .constant("LANE_COPIES", constant(lane_copies))
+            .constant("CLUSTER", 1u32)
+            .constant("BLOCKS_PER_MULTIPROCESSOR", constant(blocks_per_multiprocessor))
+            .constant("SOFTCAP", call.softcap.is_some())
+            .constant("SHARED_BYTES", constant(shared_bytes))
+            .read(0, &call.q)
+            .read(8, &call.step.positions)
+            .read(9, &call.step.sequence)
+            .params(14, &params)
+            .grid([self.blocks, 1, 1], [32 * warps, 1, 1])
+            .threadgroup_memory(shared_bytes)
+            // Positions, sequences and lengths.
+            .reads_ahead(&[8, 9, 10]);
+        if self.splits == 1 {
+            return Ok(launch);
+        }
+        PartialStates { blocks: self.blocks, rows: self.item_rows, items: self.items, cluster: 1 }.bind(launch, call, b)
+    }
+}

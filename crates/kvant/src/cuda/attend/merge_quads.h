@@ -1,0 +1,216 @@
+// Merging of the states (state.h) that blocks have of one work item, quad by quad, for the kernels of dense decode: the
+// GROUP query rows of one KV head. A thread has four coordinates of a row, a quad.
+//
+// The blocks of a cluster merge through distributed shared memory (merge_in_cluster). The blocks of different clusters
+// leave their states in device memory (States), and the last to arrive merges them (merge).
+#ifndef KVANT_CUDA_ATTEND_MERGE_QUADS_H
+#define KVANT_CUDA_ATTEND_MERGE_QUADS_H
+#include "attend/state.h"
+#include "attend/work.h"
+#include "device/cluster.h"
+#include "device/elements.h"
+
+constexpr uint QUADS = GROUP * HEAD_DIM / 4;
+// Quads that one block of a cluster merges.
+constexpr uint SHARE = (QUADS + CLUSTER - 1) / CLUSTER;
+// The most bytes of states that one block merges.
+constexpr uint MOST_MERGED_BYTES = 192 * 1024;
+
+// States in device memory, and the counters of blocks that have left theirs. A block of a cluster leaves its share of
+// the cluster's state, for the blocks of other clusters that have the same share.
+struct States {
+    float *partials;
+    uint *counters;
+    uint pairs;
+    uint kv_heads;
+    // The block's number in its cluster.
+    uint rank;
+
+    // o, then m and l for each block of a cluster; a multiple of 16 bytes.
+    float *at(uint slot) const {
+        return partials + slot * ulong(GROUP * HEAD_DIM + (CLUSTER * GROUP * 2 + 3) / 4 * 4);
+    }
+    uint end_of(uint quad) const {
+        return GROUP * HEAD_DIM + (rank * GROUP + quad / (HEAD_DIM / 4)) * 2;
+    }
+    void leave(uint slot, uint quad, const SoftmaxState &sum) const {
+        float *to = at(slot);
+        __stcg(reinterpret_cast<float4 *>(to) + quad, sum.o);
+        if (quad % (HEAD_DIM / 4) == 0 || quad == rank * SHARE) {
+            __stcg(reinterpret_cast<float2 *>(to + end_of(quad)), make_float2(sum.m, sum.l));
+        }
+    }
+    // The counter of an item and head, or of a slot.
+    uint *counter(uint number) const {
+        return counters + number * CLUSTER + rank;
+    }
+};
+
+// The destination of the rows of an item and head: the output, or the state to which the step's own keys are added.
+struct Output {
+    uchar *out;
+    float *state;
+    ulong row;
+    // Whether the item's token sees any key.
+    bool sees;
+
+    void finish(uint quad, const SoftmaxState &sum) const {
+        const ulong at = row + quad / (HEAD_DIM / 4);
+        const uint column = quad % (HEAD_DIM / 4) * 4;
+        if (state != nullptr) {
+            float *to = state + at * (HEAD_DIM + 2);
+            to[column] = sum.o.x;
+            to[column + 1] = sum.o.y;
+            to[column + 2] = sum.o.z;
+            to[column + 3] = sum.o.w;
+            if (column == 0) {
+                to[HEAD_DIM] = sum.m;
+                to[HEAD_DIM + 1] = sum.l;
+            }
+            return;
+        }
+        const float inverse = inverse_of_sum(sum.l, [&] { return sees; });
+        const float4 o = make_float4(sum.o.x * inverse, sum.o.y * inverse, sum.o.z * inverse, sum.o.w * inverse);
+        store4(out, at * HEAD_DIM + column, o, OUT_DTYPE);
+    }
+};
+
+// A block's state in shared memory, where the cluster's other blocks read it: rows are `pitch` floats apart.
+struct SharedState {
+    float *o;
+    uint pitch;
+    float2 *ml;
+
+    float4 *at(uint quad) const {
+        return reinterpret_cast<float4 *>(o + quad / (HEAD_DIM / 4) * pitch + quad % (HEAD_DIM / 4) * 4);
+    }
+};
+
+// Merges the states of the cluster's blocks, in their order, for the quads of this block's share; calls use(quad,
+// state) for each.
+template <typename Use>
+inline void merge_in_cluster(const SharedState &own, uint rank, Use use) {
+#if CLUSTER > 1
+#pragma unroll 1
+    for (uint quad = rank * SHARE + threadIdx.x; quad < min((rank + 1) * SHARE, QUADS); quad += THREADS) {
+        float2 ml[CLUSTER];
+        float4 x[CLUSTER];
+        SoftmaxState sum;
+#pragma unroll
+        for (uint b = 0; b < CLUSTER; b++) {
+            ml[b] = load2_in(own.ml + quad / (HEAD_DIM / 4), b);
+            x[b] = load4_in(own.at(quad), b);
+            sum.cover(ml[b].x);
+        }
+#pragma unroll
+        for (uint b = 0; b < CLUSTER; b++) {
+            sum.add(ml[b], x[b]);
+        }
+        use(quad, sum);
+    }
+#endif
+}
+
+// Called when this block has left its state. The last block to arrive merges the parts; many parts are first merged in
+// groups of about the square root of their number. `room` is unused shared memory, of 96 bytes for each quad of the
+// share.
+inline void merge(const States &states, const ItemPart &part_of_item, const Output &output, uint *flag, float *room) {
+    constexpr uint OWN = (SHARE + THREADS - 1) / THREADS;
+    constexpr uint TOGETHER = OWN >= 8 ? 3 : OWN >= 4 ? 6 : OWN >= 2 ? 10 : 12;
+    // With enough threads, several have parts of the same quad.
+    constexpr uint SIDES = THREADS / SHARE > 4 ? 4 : THREADS / SHARE > 1 ? THREADS / SHARE : 1;
+    const uint side = SIDES > 1 ? threadIdx.x / SHARE : 0;
+    const uint thread = threadIdx.x - side * SHARE, first_quad = states.rank * SHARE, end_quad = min(first_quad + SHARE, QUADS);
+    float4 *room_o = reinterpret_cast<float4 *>(room);
+    float2 *room_ml = reinterpret_cast<float2 *>(room + (SIDES - 1) * SHARE * 4);
+    uint group = part_of_item.parts;
+    if (part_of_item.parts * (SHARE * 16) > MOST_MERGED_BYTES) {
+        group = uint(ceilf(sqrtf(float(part_of_item.parts))));
+    }
+    const uint groups = (part_of_item.parts + group - 1) / group;
+    const uint first = part_of_item.part / group * group;
+    uint *of_item = states.counter(part_of_item.item * states.kv_heads + part_of_item.head);
+    uint *counter = groups == 1 ? of_item : states.counter(states.pairs + part_of_item.slot(first));
+    // First the members of the group, then the groups, each in the slot of its first member.
+    uint begin = first, count = min(group, part_of_item.parts - first), step = 1;
+#pragma unroll 1
+    while (arrive(flag, counter, count)) {
+        // All quads of a thread at a time, so that enough loads are in flight.
+        SoftmaxState sums[OWN];
+#pragma unroll 1
+        for (uint part = side; part < count && side < SIDES; part += TOGETHER * SIDES) {
+            float2 ml[TOGETHER][OWN];
+            float4 x[TOGETHER][OWN];
+#pragma unroll
+            for (uint i = 0; i < TOGETHER; i++) {
+                const float *from = states.at(part_of_item.slot(begin + min(part + i * SIDES, count - 1) * step));
+#pragma unroll
+                for (uint j = 0; j < OWN; j++) {
+                    const uint quad = first_quad + thread + j * THREADS;
+                    ml[i][j] = make_float2(nothing(), 0);
+                    x[i][j] = make_float4(0, 0, 0, 0);
+                    if (part + i * SIDES < count && quad < end_quad) {
+                        x[i][j] = __ldcg(reinterpret_cast<const float4 *>(from) + quad);
+                        ml[i][j] = __ldcg(reinterpret_cast<const float2 *>(from + states.end_of(quad)));
+                    }
+                }
+            }
+#pragma unroll
+            for (uint j = 0; j < OWN; j++) {
+                float m = sums[j].m;
+#pragma unroll
+                for (uint i = 0; i < TOGETHER; i++) {
+                    m = fmaxf(m, ml[i][j].x);
+                }
+                sums[j].raise(m);
+#pragma unroll
+                for (uint i = 0; i < TOGETHER; i++) {
+                    sums[j].add(ml[i][j], x[i][j]);
+                }
+            }
+        }
+        if constexpr (SIDES > 1) {
+            if (side > 0 && side < SIDES) {
+                room_o[(side - 1) * SHARE + thread] = sums[0].o;
+                room_ml[(side - 1) * SHARE + thread] = make_float2(sums[0].m, sums[0].l);
+            }
+        }
+        // The state of the first member may then be overwritten.
+        __syncthreads();
+        if constexpr (SIDES > 1) {
+            if (side == 0) {
+                float m = sums[0].m;
+#pragma unroll
+                for (uint i = 1; i < SIDES; i++) {
+                    m = fmaxf(m, room_ml[(i - 1) * SHARE + thread].x);
+                }
+                sums[0].raise(m);
+#pragma unroll
+                for (uint i = 1; i < SIDES; i++) {
+                    sums[0].add(room_ml[(i - 1) * SHARE + thread], room_o[(i - 1) * SHARE + thread]);
+                }
+            }
+        }
+#pragma unroll
+        for (uint j = 0; j < OWN; j++) {
+            const uint quad = first_quad + thread + j * THREADS;
+            if (quad >= end_quad || side > 0) {
+                continue;
+            }
+            if (counter == of_item) {
+                output.finish(quad, sums[j]);
+            } else {
+                states.leave(part_of_item.slot(first), quad, sums[j]);
+            }
+        }
+        if (counter == of_item) {
+            return;
+        }
+        counter = of_item;
+        begin = 0;
+        count = groups;
+        step = group;
+    }
+}
+
+#endif

@@ -1,0 +1,223 @@
+//! Attention on CUDA.
+//!
+//! [`route`] selects a kernel for a call, both to run it and to explain it. Each kernel has a folder: `mod.rs` divides
+//! the work among blocks and builds the launch, `attend_NAME.cu` is the kernel, and headers that only it needs are next
+//! to it.
+//!
+//! | folder | serves | on |
+//! |---|---|---|
+//! | `short` | decode over dense 16-bit caches of at most 1024 keys | GPUs with clusters |
+//! | `decode` | decode over dense 16-bit caches | all |
+//! | `short_quantised` | decode over quantised caches of at most 1024 keys | GPUs with clusters |
+//! | `quantised` | decode over quantised caches | all |
+//! | `prefill` | many tokens over dense 16-bit caches | Hopper |
+//! | `generic` | everything else | all |
+//!
+//! Headers that several kernels share:
+//!
+//! | header | contents |
+//! |---|---|
+//! | `work.h` | parameters, visible keys, and how work items are divided among blocks |
+//! | `state.h` | the state of a softmax (m, l, o) and its merge |
+//! | `softmax.h` | numbers of the softmax: exponentials, factors, powers of two |
+//! | `dense.h` | queries, scores and weights over dense 16-bit keys |
+//! | `codes.h` | lookup of quantised coordinates |
+//! | `merge_rows.h`, `merge_quads.h` | merging of the states that several blocks have of one work item |
+
+use crate::{
+    Planes, Result, SlotOrder, Tensor,
+    gpu::{Builder, Launch, Limits, Scratch, Use, params},
+    ops::{
+        SourceOrder,
+        attend::{Call, FreshCall, NAME, Plan},
+    },
+};
+
+mod decode;
+mod generic;
+mod prefill;
+mod quantised;
+mod route;
+mod short;
+mod short_quantised;
+
+params! {
+    pub(crate) struct AttendParams {
+        pub row_sequence: u64,
+        pub row_head: u64,
+        pub row_slot: u32,
+        pub tokens: u32,
+        pub sequences: u32,
+        pub kv_heads: u32,
+        pub group: u32,
+        pub capacity: u32,
+        pub window: u32,
+        pub item_rows: u32,
+        pub items: u32,
+        pub splits: u32,
+        pub scale: f32,
+        pub softcap: f32,
+    }
+}
+
+/// The most work items whose tiles blocks share evenly: `MAX_SHARED_ITEMS` of `work.h`.
+const MAX_SHARED_ITEMS: usize = 256;
+/// The most parts that a work item is split into.
+const MAX_SPLITS: usize = 512;
+/// Blocks of a cluster, at most.
+pub(super) const MAX_CLUSTER: usize = 8;
+/// The most query heads of a KV head in the decode kernels: the columns of a tensor-core product.
+const MAX_GROUP: usize = 8;
+
+/// The kernel that would run, and why.
+///
+/// A plan that is passed to a call must lead to the launch that it describes. Splits alone describe neither clusters
+/// nor even shares, so the plan keeps the splits that were requested.
+pub(crate) fn plan(call: &Call, limits: &Limits) -> Plan {
+    let (kernel, reason) = match route::select(call, limits) {
+        Ok(kernel) => (kernel.name(), kernel.reason()),
+        Err(error) => ("none", error.to_string()),
+    };
+    Plan { kernel, reason: reason.into(), splits: call.splits }
+}
+
+/// Launches attention over the cached keys and, if the step has fresh keys, over those.
+pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
+    if call.tokens == 0 {
+        return Ok(());
+    }
+    // The softmax state over cached keys, (o, m, l) of every query row, to which the fresh keys are added.
+    let state_bytes = call.tokens * call.heads * (call.head_dim + 2) * 4;
+    let state = call.fresh.as_ref().map(|_| b.scratch(state_bytes)).transpose()?;
+    b.push(route::select(call, &b.limits)?.launch(call, b, state.as_ref())?)?;
+    let (Some(fresh), Some(state)) = (&call.fresh, &state) else { return Ok(()) };
+    b.push(route::select_fresh(call, fresh, &b.limits)?.launch(call, b, fresh, state)?)
+}
+
+/// Where rows of keys or values are: distances, in rows, between sequences, KV heads and slots, and the number of
+/// slots.
+struct RowStrides {
+    sequence: u64,
+    head: u64,
+    slot: u64,
+    capacity: u64,
+}
+
+impl RowStrides {
+    fn of_cache(call: &Call) -> RowStrides {
+        let spec = call.layer.spec();
+        debug_assert!(spec.sequences > 0);
+        let (kv_heads, capacity) = (spec.kv_heads as u64, spec.capacity as u64);
+        let (head, slot) = match spec.order {
+            SlotOrder::HeadMajor => (capacity, 1),
+            SlotOrder::TokenMajor => (1, kv_heads),
+        };
+        RowStrides { sequence: kv_heads * capacity, head, slot, capacity }
+    }
+
+    fn of_fresh(call: &Call, fresh: &FreshCall) -> RowStrides {
+        let (tokens, kv_heads) = (call.tokens as u64, call.layer.spec().kv_heads as u64);
+        let (head, slot) = match fresh.order {
+            SourceOrder::TokenMajor => (1, kv_heads),
+            SourceOrder::HeadMajor => (tokens, 1),
+        };
+        RowStrides { sequence: 0, head, slot, capacity: tokens }
+    }
+}
+
+fn params(call: &Call, rows: &RowStrides, item_rows: usize, items: usize, splits: usize) -> Result<AttendParams> {
+    let spec = call.layer.spec();
+    let uint = |arg, value: usize| Launch::uint(NAME, arg, value);
+    Ok(AttendParams {
+        row_sequence: rows.sequence,
+        row_head: rows.head,
+        row_slot: uint("layer.kv_heads", rows.slot as usize)?,
+        tokens: uint("q", call.tokens)?,
+        sequences: uint("layer.sequences", spec.sequences)?,
+        kv_heads: uint("layer.kv_heads", spec.kv_heads)?,
+        group: uint("q", call.heads / spec.kv_heads)?,
+        capacity: uint("layer.capacity", rows.capacity as usize)?,
+        window: u32::try_from(call.window).unwrap_or(u32::MAX),
+        item_rows: uint("q", item_rows)?,
+        items: uint("q", items)?,
+        splits: splits as u32,
+        scale: call.scale,
+        softcap: call.softcap.unwrap_or(0.0),
+    })
+}
+
+/// Binds what a launch over cached keys writes: the softmax state if fresh keys follow, otherwise the output.
+fn bind_result(launch: Launch, call: &Call, state: Option<&Scratch>) -> Launch {
+    match state {
+        Some(state) => launch.scratch(13, state, Use::Write),
+        None => launch.write(1, &call.out),
+    }
+}
+
+/// The longest context, in keys, that the device may find in the lengths.
+fn longest_context(call: &Call) -> usize {
+    call.window.min(call.layer.spec().capacity)
+}
+
+/// The (token, KV head) pairs of a call.
+fn pairs(call: &Call) -> usize {
+    call.tokens * call.layer.spec().kv_heads
+}
+
+/// Whether every (token, KV head) pair of a decode call can have a cluster of [`MAX_CLUSTER`] blocks, which merge their
+/// states through distributed shared memory. A call that requests splits gets splits instead.
+fn has_clusters(call: &Call, limits: &Limits) -> bool {
+    // Not every multiprocessor belongs to a group of eight that can form a cluster.
+    limits.clusters && call.splits == 0 && pairs(call) * MAX_CLUSTER <= limits.busy_groups / 4 * 3
+}
+
+/// Clusters of [`MAX_CLUSTER`] blocks that run at once, if each block has a multiprocessor to itself.
+fn most_clusters(limits: &Limits) -> usize {
+    // Not every multiprocessor belongs to a group of eight: an H200 with 132 runs 15.
+    limits.busy_groups * 7 / 8 / MAX_CLUSTER
+}
+
+/// Clusters for each (token, KV head) pair; 0 if there are none or too few.
+fn clusters_per_pair(call: &Call, limits: &Limits) -> usize {
+    if !has_clusters(call, limits) {
+        return 0;
+    }
+    // An empty batch has a plan, too.
+    (most_clusters(limits) / pairs(call).max(1)).max(1)
+}
+
+/// Scratch memory for the partial softmax states of work items that several blocks share.
+struct PartialStates {
+    blocks: usize,
+    /// Query rows of a work item, and work items of a KV head.
+    rows: usize,
+    items: usize,
+    /// Blocks of a cluster, each of which has a share of the cluster's state.
+    cluster: usize,
+}
+
+impl PartialStates {
+    /// Allocates and binds it.
+    fn bind(self, launch: Launch, call: &Call, b: &Builder) -> Result<Launch> {
+        // A part of a work item begins where a cluster's share of the keys begins, or at the first key of an item and
+        // head. Each part has a slot for its state. Each slot, and each item and head, has a counter for every block of
+        // a cluster.
+        let pairs = self.items * call.layer.spec().kv_heads;
+        let slots = self.blocks / self.cluster + pairs;
+        // The blocks of a cluster divide the rows among them, or the coordinates of rows.
+        let rows = self.rows.next_multiple_of(self.cluster);
+        let state = rows * call.head_dim + self.cluster * (2 * self.rows).next_multiple_of(4);
+        let partials = b.scratch(slots * state * 4)?;
+        let counters = b.zeroed_scratch((slots + pairs) * self.cluster * 4)?;
+        Ok(launch.scratch(11, &partials, Use::ReadWrite).scratch(12, &counters, Use::ReadWrite))
+    }
+}
+
+/// Whether rows can be read 16 bytes at a time.
+fn is_aligned(planes: &Planes) -> bool {
+    planes.tensors().all(|(_, tensor)| is_aligned16(tensor))
+}
+
+fn is_aligned16(tensor: &Tensor) -> bool {
+    tensor.byte_offset().is_multiple_of(16)
+}

@@ -1,0 +1,269 @@
+// attend_prefill: softmax(scale * q K^T [softcap] + mask) V for many tokens over dense 16-bit keys and values, on
+// Hopper's warpgroup products.
+//
+// q [T, H, D] -> out [T, H, D]; q, K and V have one 16-bit dtype, out that or the other one.
+//
+// A block has one work item: ROWS query rows of one KV head, numbered token by token, the heads of the group within;
+// and all keys that any of them sees, sequence by sequence (segments), in tiles of TILE. These are the cached keys or
+// (FRESH) those of the batch's own tokens; then a key's number is that of its token. Three warpgroups share the work:
+//
+//   the last copies keys and values into a ring of STAGES buffers ("chunks": COLUMNS coordinates of a tile's keys or
+//     values), each warp
+//     every fourth chunk; barriers signal full and free buffers;
+//   the others have 64 rows each and all coordinates. At head size 512, whose sums fill the registers of both, they
+//     have the same 64 rows
+//     and half of the values' coordinates each; scores are then computed twice.
+//
+// For each tile: S = q K^T, both in shared memory; P = exp2(S - max), converted to operands within the thread as a sum
+// of P_TERMS 16-bit numbers; O += P V. The scores of a tile are computed together with the values of the previous tile.
+//
+// 0 times a value that is not finite is NaN, so rows may get NaN from keys that they do not see. If a result is not
+// finite, the item is computed again, and tiles with such values are added key by key (nonfinite.h).
+#include "attend/prefill/copies.h"
+#include "attend/prefill/nonfinite.h"
+#include "attend/prefill/products.h"
+#include "attend/state.h"
+
+// Registers of a thread that copies, and of one that computes: together those of the block.
+constexpr uint PRODUCER_REGISTERS = 40;
+constexpr uint CONSUMER_REGISTERS = 232;
+
+// Positions and sequences of the batch's tokens.
+struct Batch {
+    const uint *positions;
+    const uint *sequence;
+};
+
+// What this thread sees of the keys of a sequence.
+inline Seen seen_by(const AttendParams &p, const Shared &shared, const Item &item, const Batch &batch, Range keys,
+                    uint sequence) {
+    Seen seen;
+    seen.positions = batch.positions;
+    seen.sequences = batch.sequence;
+    seen.sequence = sequence;
+    seen.end = keys.end;
+#pragma unroll
+    for (uint c = 0; c < 2; c++) {
+        const uint r = own_row(c);
+        // Rows that do not exist need no mask.
+        seen.row[c] = {0, NONE};
+        if (r < item.rows) {
+            const Token token = shared.tokens()[(item.first_row + r) / p.group - item.first_token];
+            seen.row[c] = token.sequence == sequence ? visible(p, token) : Range{0, 0};
+        }
+    }
+    seen.all.first = __reduce_max_sync(0xFFFFFFFF, max(seen.row[0].first, seen.row[1].first));
+    seen.all.end = __reduce_min_sync(0xFFFFFFFF, min(seen.row[0].end, seen.row[1].end));
+    return seen;
+}
+
+inline void attend_to(const AttendParams &p, const Shared &shared, const Item &item, const Batch &batch, Cursor &cursor,
+                      Work &work) {
+    const uint base = shared.address();
+    clear(work);
+    each_segment(shared, [&](Range keys, uint sequence) {
+        const Seen seen = seen_by(p, shared, item, batch, keys, sequence);
+        const uint tiles = tiles_of(keys);
+        float s[TILE / 2], f[2];
+        uint w[P_TERMS][TILE / 16][4];
+        uint key = keys.first;
+        begin_scores(base, cursor, s);
+        products_wait<0>();
+        hold(s);
+        release(base, cursor.before());
+        soften(p, seen, key, s, work, f);
+#pragma unroll 1
+        for (uint tile = 1; tile < tiles; tile++) {
+            scale(work, f);
+            make_operands(s, w);
+            begin_scores(base, cursor, s);
+            const uint of_keys = cursor.before();
+            Cursor used = cursor;
+            begin_values(base, cursor, w, work);
+            products_wait<CHUNKS>();
+            hold(s);
+            release(base, of_keys);
+            key += TILE;
+            soften(p, seen, key, s, work, f);
+            end_values(base, used, work);
+        }
+        scale(work, f);
+        make_operands(s, w);
+        Cursor used = cursor;
+        begin_values(base, cursor, w, work);
+        end_values(base, used, work);
+    });
+}
+
+// The same, tile by tile, with values that may not be finite.
+inline void attend_carefully(const AttendParams &p, const Shared &shared, const Item &item, const Batch &batch,
+                             Cursor &cursor, Work &work) {
+    const uint base = shared.address();
+    clear(work);
+    each_segment(shared, [&](Range keys, uint sequence) {
+        const Seen seen = seen_by(p, shared, item, batch, keys, sequence);
+        const uint tiles = tiles_of(keys);
+        float s[TILE / 2], f[2];
+        uint w[P_TERMS][TILE / 16][4];
+#pragma unroll 1
+        for (uint tile = 0; tile < tiles; tile++) {
+            const uint key = keys.first + tile * TILE;
+            begin_scores(base, cursor, s);
+            products_wait<0>();
+            hold(s);
+            release(base, cursor.before());
+            soften(p, seen, key, s, work, f);
+            scale(work, f);
+            make_operands(s, w);
+            Cursor used = cursor;
+            if (values_are_nonfinite(base, cursor)) {
+                add_by_keys(base, cursor, w, seen, key, work);
+                // Products are the warp's together.
+                __syncwarp();
+            } else {
+                begin_values(base, cursor, w, work);
+            }
+            end_values(base, used, work);
+        }
+    });
+}
+
+// Writes the thread's results to the output, or to the state to which the step's own keys are added. FRESH: merges them
+// with that state.
+inline void finish(const AttendParams &p, const Shared &shared, const Item &item, Work &work, uchar *out, float *state) {
+    const uint group = threadIdx.x / 128, t = threadIdx.x % 4;
+    const uint first_column = SHARED_ROWS ? group * (HEAD_DIM / 2) : 0;
+#pragma unroll
+    for (uint c = 0; c < 2; c++) {
+        work.l[c] += __shfl_xor_sync(0xFFFFFFFF, work.l[c], 1);
+        work.l[c] += __shfl_xor_sync(0xFFFFFFFF, work.l[c], 2);
+        const uint r = own_row(c);
+        const bool writes = r < item.rows;
+        const ulong row = row_of(p, item, writes ? r : 0);
+        constexpr float unscale = 1.0f / (1 << WEIGHT_BITS);
+        float *of_row = state + row * (HEAD_DIM + 2);
+        float factor = 1, cached_factor = 0, l = work.l[c];
+        if (FRESH) {
+            // Merged with the state of the cached keys.
+            const MergeFactors factors(work.m[c], of_row[HEAD_DIM], unscale);
+            factor = factors.first;
+            cached_factor = factors.second;
+            l = factors.merge(l, of_row[HEAD_DIM + 1]);
+        } else if (state != nullptr) {
+#pragma unroll
+            for (uint i = 0; i < CHUNKS * PARTS; i++) {
+#pragma unroll
+                for (uint j = 2 * c; j < WIDTH / 2; j += 4) {
+                    const uint column = first_column + i * WIDTH + j / 4 * 8 + 2 * t;
+                    if (writes) {
+                        of_row[column] = work.o[i][j] * unscale;
+                        of_row[column + 1] = work.o[i][j + 1] * unscale;
+                    }
+                }
+            }
+            if (writes && t == 0 && (!SHARED_ROWS || group == 0)) {
+                of_row[HEAD_DIM] = work.m[c];
+                of_row[HEAD_DIM + 1] = l * unscale;
+            }
+            continue;
+        }
+        const float inverse = inverse_of_sum(l, [&] {
+            return sees_any(p, shared.tokens()[(item.first_row + (writes ? r : 0)) / p.group - item.first_token]);
+        });
+#pragma unroll
+        for (uint i = 0; i < CHUNKS * PARTS; i++) {
+            // Four pairs by 8 columns each become, across the four lanes of a row, 16 bytes of 8 columns for each.
+#pragma unroll
+            for (uint j = 0; j < WIDTH / 8; j += 4) {
+                uint pairs[4];
+#pragma unroll
+                for (uint n = 0; n < 4; n++) {
+                    float x = work.o[i][4 * (j + n) + 2 * c], y = work.o[i][4 * (j + n) + 2 * c + 1];
+                    if (FRESH) {
+                        const float *cached = of_row + first_column + i * WIDTH + (j + n) * 8 + 2 * t;
+                        x = x * factor + cached[0] * cached_factor;
+                        y = y * factor + cached[1] * cached_factor;
+                    }
+                    pairs[n] = pack<OUT_DTYPE == F16>(x * inverse, y * inverse);
+                }
+                // With lane t ^ 1, then t ^ 2.
+#pragma unroll
+                for (uint n = 0; n < 4; n += 2) {
+                    const uint other = __shfl_xor_sync(0xFFFFFFFF, t % 2 == 0 ? pairs[n + 1] : pairs[n], 1);
+                    pairs[n] = t % 2 == 0 ? pairs[n] : other;
+                    pairs[n + 1] = t % 2 == 0 ? other : pairs[n + 1];
+                }
+#pragma unroll
+                for (uint n = 0; n < 2; n++) {
+                    const uint other = __shfl_xor_sync(0xFFFFFFFF, t < 2 ? pairs[n + 2] : pairs[n], 2);
+                    pairs[n] = t < 2 ? pairs[n] : other;
+                    pairs[n + 2] = t < 2 ? other : pairs[n + 2];
+                }
+                if (writes) {
+                    const uint column = first_column + i * WIDTH + (j + t) * 8;
+                    *reinterpret_cast<uint4 *>(out + row * ROW + column * 2) =
+                        make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+                }
+            }
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    KVANT_KERNEL(const uchar *q, uchar *out, const uchar *k, const uchar *, const float *, const uchar *v, const uchar *,
+           const float *, const uint *positions, const uint *sequence, const uint *lens, float *, uint *, float *state,
+           const AttendParams p) {
+    extern __shared__ __align__(1024) uchar memory[];
+    const Shared shared = {memory};
+    // What wgmma.h needs; it always holds.
+    if (shared_address(memory) % 1024 != 0) {
+        __trap();
+    }
+    // The last items, which see the most keys, come first.
+    Item item;
+    const uint number = p.items - 1 - blockIdx.x / p.kv_heads;
+    item.head = blockIdx.x % p.kv_heads;
+    item.first_row = number * ROWS;
+    item.rows = min(p.tokens * p.group - item.first_row, ROWS);
+    item.first_token = item.first_row / p.group;
+    item.tokens = (item.first_row + item.rows - 1) / p.group + 1 - item.first_token;
+
+    const bool consumes = threadIdx.x < CONSUMERS;
+    if (consumes) {
+        copy_queries(p, shared, item, q);
+    }
+    if (threadIdx.x == 0) {
+        for (uint i = 0; i < STAGES; i++) {
+            barrier_init(shared.address() + AT_FULL + i * 8, 32);
+            barrier_init(shared.address() + AT_FREE + i * 8, CONSUMERS);
+        }
+    }
+    load_item(p, shared, item, positions, sequence, lens);
+    Cursor cursor;
+    if (!consumes) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
+#pragma unroll 1
+        for (uint ahead = 1; ahead != NONE; ahead = ahead == 1 && shared.words()[1] != 0 ? 0 : NONE) {
+            produce(p, shared, item, k, v, ahead, cursor);
+            if (ahead == 1) {
+                meet(0, THREADS);
+            }
+        }
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
+        copies_wait<0>();
+        show_to_products();
+        meet(1, CONSUMERS);
+        Work work;
+        const Batch batch = {positions, sequence};
+        attend_to(p, shared, item, batch, cursor, work);
+        if (results_are_nonfinite(item, work)) {
+            atomicOr(shared.words() + 1, 1u);
+        }
+        meet(0, THREADS);
+        if (shared.words()[1] != 0) {
+            attend_carefully(p, shared, item, batch, cursor, work);
+        }
+        finish(p, shared, item, work, out, state);
+    }
+}

@@ -1,0 +1,88 @@
+// Copies of queries, keys and values to the shared memory of attend_prefill.cu, in the layout of matrices that wgmma.h
+// describes.
+#ifndef KVANT_CUDA_ATTEND_PREFILL_COPIES_H
+#define KVANT_CUDA_ATTEND_PREFILL_COPIES_H
+#include "attend/prefill/layout.h"
+
+// Copies chunk `chunk` of the keys or values from `first` on; zeros where there is no key.
+inline void copy_chunk(const AttendParams &p, const uchar *plane, Range keys, uint first, uint chunk, bool of_values,
+                       uint to) {
+    constexpr uint PIECES = COLUMNS / 8;
+    constexpr uint TOGETHER = 32 / PIECES;
+    const uint lane = threadIdx.x % 32, piece = lane % PIECES, in_block = piece % 8;
+    uint column = chunk * COLUMNS * 2 + piece * 16;
+    if (SHARED_ROWS && of_values) {
+        // Each consumer's block.
+        column = piece / 8 * (HEAD_DIM / 2) * 2 + chunk * 128 + in_block * 16;
+    }
+    const uint there = min(keys.end - first, TILE);
+    const uint slot0 = RING ? first % p.capacity : first;
+    const uint step = p.row_slot * ROW;
+    to += piece / 8 * BLOCK;
+    const uint r0 = lane / PIECES;
+    if (there == TILE && (!RING || slot0 + TILE <= p.capacity)) {
+        const uchar *from = plane + ulong(slot0 + r0) * step + column;
+#pragma unroll 8
+        for (uint r = r0; r < TILE; r += TOGETHER) {
+            copy_async<16>(to + r * 128 + (in_block ^ r % 8) * 16, from, true);
+            from += TOGETHER * step;
+        }
+    } else {
+#pragma unroll 1
+        for (uint r = r0; r < TILE; r += TOGETHER) {
+            const bool is_there = r < there;
+            uint slot = slot0 + (is_there ? r : 0);
+            if (RING && slot >= p.capacity) {
+                slot %= p.capacity;
+            }
+            copy_async<16>(to + r * 128 + (in_block ^ r % 8) * 16, plane + ulong(slot) * step + column, is_there);
+        }
+    }
+}
+
+// The chunks in the order in which they are used: keys of tile i, values of tile i - `ahead`.
+inline void produce(const AttendParams &p, const Shared &shared, const Item &item, const uchar *k, const uchar *v,
+                    uint ahead, Cursor &cursor) {
+    const uint warp = threadIdx.x / 32 % 4, base = shared.address();
+    uint number = 0;
+    each_segment(shared, [&](Range keys, uint sequence) {
+        const ulong plane = (sequence * p.row_sequence + item.head * p.row_head) * ROW;
+        const uint tiles = tiles_of(keys);
+#pragma unroll 1
+        for (uint tile = 0; tile < tiles + ahead; tile++) {
+#pragma unroll 1
+            for (uint i = tile < tiles ? 0 : CHUNKS; i < (tile < ahead ? CHUNKS : 2 * CHUNKS); i++) {
+                if (number % 4 == warp) {
+                    const bool of_values = i >= CHUNKS;
+                    const uint first = keys.first + (of_values ? tile - ahead : tile) * TILE;
+                    barrier_wait(base + AT_FREE + cursor.stage * 8, cursor.parity ^ 1);
+                    copy_chunk(p, (of_values ? v : k) + plane, keys, first, of_values ? i - CHUNKS : i, of_values,
+                               base + AT_RING + cursor.stage * CHUNK);
+                    copies_commit();
+                    copies_wait<0>();
+                    show_to_products();
+                    barrier_arrive(base + AT_FULL + cursor.stage * 8);
+                }
+                number++;
+                cursor.next();
+            }
+        }
+    });
+}
+
+// Copies the warpgroup's queries, or its half of those of both; zeros for rows that do not exist.
+inline void copy_queries(const AttendParams &p, const Shared &shared, const Item &item, const uchar *q) {
+    constexpr uint PIECES = HEAD_DIM / 8;
+    constexpr uint COPIED = ROWS / 2 * PIECES;
+    const uint first = threadIdx.x / 128 * (ROWS / 2), base = shared.address();
+#pragma unroll 4
+    for (uint i = threadIdx.x % 128; i < COPIED; i += 128) {
+        const uint r = first + i / PIECES, piece = i % PIECES;
+        const bool there = r < item.rows;
+        copy_async<16>(base + piece / 8 * Q_BLOCK + r * 128 + (piece % 8 ^ r % 8) * 16,
+                       q + row_of(p, item, there ? r : 0) * ROW + piece * 16, there);
+    }
+    copies_commit();
+}
+
+#endif

@@ -1,0 +1,155 @@
+// The parts of attend_prefill.cu in common: the division of the work, the layout of shared memory, and barriers.
+#ifndef KVANT_CUDA_ATTEND_PREFILL_LAYOUT_H
+#define KVANT_CUDA_ATTEND_PREFILL_LAYOUT_H
+#include "attend/work.h"
+#include "device/elements.h"
+#include "device/fragments.h"
+#include "device/mbarrier.h"
+#include "device/ring_cursor.h"
+
+constexpr bool HALF = DTYPE == F16;
+constexpr uint ROW = HEAD_DIM * 2;
+constexpr uint CONSUMERS = 256;
+// Both consumers have the same rows, and half of the values' coordinates each.
+constexpr bool SHARED_ROWS = HEAD_DIM == 512;
+constexpr uint ROWS = SHARED_ROWS ? 64 : 128;
+constexpr uint COLUMNS = HEAD_DIM < 512 ? HEAD_DIM : 128;
+constexpr uint CHUNKS = HEAD_DIM / COLUMNS;
+constexpr uint CHUNK = TILE * COLUMNS * 2;
+// Coordinates of a product of values, and such products of a chunk and a warpgroup.
+constexpr uint WIDTH = SHARED_ROWS || HEAD_DIM == 64 ? 64 : 128;
+constexpr uint PARTS = SHARED_ROWS ? 1 : COLUMNS / WIDTH;
+// Bytes of a block of 64 columns.
+constexpr uint BLOCK = TILE * 128;
+constexpr uint Q_BLOCK = ROWS * 128;
+static_assert(TILE % 16 == 0, "attend: tiles are made of products");
+// Each of the four copying warps fills or checks a buffer at most one lap late. Consumers hold the last chunk of a
+// tile's keys and all chunks of the previous tile's values.
+static_assert(STAGES >= 4 && STAGES > CHUNKS, "attend: enough buffers, or warps wait forever");
+
+// Shared memory, in bytes; prefill/mod.rs computes the same sum.
+constexpr uint AT_RING = ROWS * ROW;
+constexpr uint AT_FULL = AT_RING + STAGES * CHUNK;
+constexpr uint AT_FREE = AT_FULL + STAGES * 8;
+constexpr uint AT_TOKENS = (AT_FREE + STAGES * 8 + 15) / 16 * 16;
+constexpr uint AT_KEYS = AT_TOKENS + ROWS * 12;
+constexpr uint AT_WORDS = AT_KEYS + ROWS * 8;
+static_assert(AT_WORDS + 32 == SHARED_BYTES, "attend: the shared memory that Rust asks for");
+
+struct Shared {
+    uchar *base;
+
+    uint address() const {
+        return shared_address(base);
+    }
+    // The tokens of the item; by the first token of each sequence, the keys that any of its tokens sees.
+    Token *tokens() const {
+        return reinterpret_cast<Token *>(base + AT_TOKENS);
+    }
+    Range *keys() const {
+        return reinterpret_cast<Range *>(base + AT_KEYS);
+    }
+    // 0: how many of `keys` may hold something. 1: whether there are results that are not finite.
+    uint *words() const {
+        return reinterpret_cast<uint *>(base + AT_WORDS);
+    }
+};
+
+struct Item {
+    uint head;
+    // Among the rows of the KV head.
+    uint first_row;
+    uint rows;
+    uint first_token;
+    uint tokens;
+};
+
+// The next chunk of the ring.
+using Cursor = RingCursor<STAGES>;
+
+// Waits for the warps of one warpgroup, or of both consumers.
+inline void meet(uint barrier, uint threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// What ordinary stores and copies have written, products may read.
+inline void show_to_products() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// The row of q and of out that a row of the item is.
+inline ulong row_of(const AttendParams &p, const Item &item, uint r) {
+    const uint row = item.first_row + r;
+    return (ulong(row / p.group) * p.kv_heads + item.head) * p.group + row % p.group;
+}
+
+inline void load_item(const AttendParams &p, const Shared &shared, const Item &item, const uint *positions,
+                      const uint *sequence, const uint *lens) {
+    const uint thread = threadIdx.x;
+    Token token = {0, NONE, 0};
+    if (thread < ROWS) {
+        if (thread < item.tokens) {
+            token = load_token(p, positions, sequence, lens, item.first_token + thread);
+        }
+        shared.tokens()[thread] = token;
+        shared.keys()[thread] = {NONE, 0};
+    }
+    if (thread < 8) {
+        shared.words()[thread] = 0;
+    }
+    __syncthreads();
+    if (token.sequence != NONE) {
+        uint first = 0;
+        while (shared.tokens()[first].sequence != token.sequence) {
+            first++;
+        }
+        const Range seen = visible(p, token);
+        if (seen.first < seen.end) {
+            atomicMin(&shared.keys()[first].first, seen.first);
+            atomicMax(&shared.keys()[first].end, seen.end);
+            atomicMax(shared.words(), first + 1);
+        }
+    }
+    __syncthreads();
+    if (FRESH) {
+        // From positions to tokens of the batch: from the first to the last that any of the item's sees.
+        const uint count = shared.words()[0];
+#pragma unroll 1
+        for (uint i = 0; i < count; i++) {
+            const Range seen = shared.keys()[i];
+            const uint own = shared.tokens()[i].sequence;
+            __syncthreads();
+            if (seen.first >= seen.end) {
+                continue;
+            }
+            if (thread == 0) {
+                shared.keys()[i] = {NONE, 0};
+            }
+            __syncthreads();
+            Range keys = {NONE, 0};
+            for (uint key = thread; key < p.tokens; key += THREADS) {
+                if (sequence[key] == own && positions[key] >= seen.first && positions[key] < seen.end) {
+                    keys = {min(keys.first, key), key + 1};
+                }
+            }
+            atomicMin(&shared.keys()[i].first, keys.first);
+            atomicMax(&shared.keys()[i].end, keys.end);
+        }
+        __syncthreads();
+    }
+}
+
+// Calls use(keys, sequence) for each sequence of the item that has keys.
+template <typename Use>
+inline void each_segment(const Shared &shared, Use use) {
+    const uint count = shared.words()[0];
+#pragma unroll 1
+    for (uint i = 0; i < count; i++) {
+        const Range keys = shared.keys()[i];
+        if (keys.first < keys.end) {
+            use(keys, shared.tokens()[i].sequence);
+        }
+    }
+}
+
+#endif

@@ -1,0 +1,211 @@
+//! Decode attention over quantised caches.
+
+use crate::{
+    Result,
+    cuda::{
+        attend::{
+            AttendParams, MAX_CLUSTER, MAX_GROUP, MAX_SHARED_ITEMS, MAX_SPLITS, PartialStates, RowStrides, bind_result,
+            has_clusters, longest_context, pairs, params,
+        },
+        headers, planes,
+    },
+    gpu::{Builder, Launch, Limits, Params, Scratch, Source, Use},
+    ops::attend::{Call, NAME},
+};
+
+static SOURCE: Source = Source {
+    name: "attend_quantised.cu",
+    text: include_str!("attend_quantised.cu"),
+    headers: headers::ALL,
+    layouts: &[AttendParams::layout],
+};
+
+/// Keys that a warp works on at a time.
+const GROUP_KEYS: usize = 16;
+/// Lanes that share a row of keys, and a row of values.
+pub(super) const K_LANES: usize = 4;
+const V_LANES: usize = 8;
+/// Keys of a tile, the unit in which keys are divided among clusters.
+const TILE: usize = 64;
+/// Beginning and ending a part of a work item takes as long as so many tiles.
+const END_TILES: usize = 10;
+/// Contexts that one cluster reads fast enough.
+const CLUSTER_TILES: usize = 2048 / TILE + 1;
+/// The tables begin here at the latest; everything before them fits below, with the kilobyte that the hardware
+/// reserves.
+const TABLES_AT: usize = 64 << 10;
+const RESERVED_BYTES: usize = 1 << 10;
+/// `MAX_MERGE` of `work.h`.
+const MAX_MERGE: usize = 24;
+/// The most parts that blocks wait for.
+const MAX_GATHERED: usize = MAX_MERGE * MAX_GROUP;
+
+/// How the kernel uses registers: what was fastest for a head size and a codec.
+#[derive(Clone, Copy)]
+struct QuantisedTuning {
+    /// Fewer where shared memory has no room for so many.
+    warps: usize,
+    /// Operands of so many pairs of products stay in registers.
+    queries_held: u32,
+}
+
+impl QuantisedTuning {
+    /// `short`: few keys, so that no warp gets many.
+    fn new(head_dim: usize, [k, v]: [u32; 2], short: bool) -> QuantisedTuning {
+        let (warps, queries_held) = match (head_dim, k.max(v)) {
+            _ if short => (8, 8),
+            // There is room for ten warps, which are slower.
+            (512, 5) => (8, 8),
+            (256.., 4) => (12, 4),
+            _ => (12, 0),
+        };
+        QuantisedTuning { warps, queries_held }
+    }
+}
+
+/// How the work is divided among blocks.
+pub(super) struct AttendQuantised {
+    group: usize,
+    warps: usize,
+    queries_held: u32,
+    shared_bytes: usize,
+    /// All blocks run at once, with one part of a work item each, and wait for the other parts.
+    gather: bool,
+    /// Blocks of a cluster.
+    cluster: usize,
+    /// 0: the clusters share all tiles evenly.
+    splits: usize,
+    blocks: usize,
+}
+
+impl AttendQuantised {
+    /// For keys and values of so many `bits`; None if the tables do not fit into shared memory.
+    pub(super) fn new(call: &Call, bits: [u32; 2], limits: &Limits) -> Option<AttendQuantised> {
+        let group = call.heads / call.layer.spec().kv_heads;
+        let pairs = pairs(call);
+        // No more parts of a work item than can be merged.
+        let busy = limits.busy_groups.min(MAX_SPLITS);
+        let tiles = longest_context(call).div_ceil(TILE) + 1;
+        let short = tiles <= CLUSTER_TILES && has_clusters(call, limits);
+        let cluster = if short { MAX_CLUSTER } else { 1 };
+        let QuantisedTuning { warps, queries_held } = QuantisedTuning::new(call.head_dim, bits, short);
+        // All the shared memory there is: the more, the more sums are merged at a time.
+        let shared_bytes = limits.threadgroup_bytes;
+        let fits = |&warps: &usize| fits(call.head_dim, bits, warps, shared_bytes);
+        let warps = (1..=warps / 2).rev().map(|half| 2 * half).find(fits)?;
+        let workers = (busy / cluster).max(1);
+        let splits = match call.splits {
+            0 if call.tokens > MAX_SHARED_ITEMS || pairs >= 2 * busy || cluster == MAX_CLUSTER => 1,
+            // The heads of one token have equally many keys. So no block has parts of two heads, which would cost it
+            // more time than a few blocks less.
+            0 if call.tokens == 1 && pairs <= workers && workers % pairs <= workers / 8 => workers / pairs,
+            splits => splits.min(MAX_SPLITS),
+        };
+        let workers = if splits == 0 {
+            workers.min(pairs.saturating_mul(tiles + END_TILES))
+        } else {
+            pairs.saturating_mul(splits)
+        };
+        // Worth it where states are long, and blocks that wait for each other fit on the device at once.
+        let gather = call.head_dim > 256
+            && cluster == 1
+            && (2..=MAX_GATHERED).contains(&splits)
+            && workers <= limits.busy_groups;
+        let blocks = workers * cluster;
+        Some(AttendQuantised { group, warps, queries_held, shared_bytes, gather, cluster, splits, blocks })
+    }
+
+    pub(super) fn reason(&self) -> String {
+        let AttendQuantised { group, warps, cluster, splits, blocks, .. } = *self;
+        let how = if splits == 0 { "share the keys of all tokens evenly" } else { "take one part each" };
+        format!(
+            "{group} query heads of a token per KV head; {blocks} blocks of {warps} warps, in clusters of {cluster}, {how}; \
+             {GROUP_KEYS} keys a warp at a time"
+        )
+    }
+
+    /// The launch.
+    pub(super) fn launch(
+        &self,
+        name: &'static str,
+        call: &Call,
+        b: &Builder,
+        state: Option<&Scratch>,
+    ) -> Result<Launch> {
+        let spec = call.layer.spec();
+        let params = params(call, &RowStrides::of_cache(call), self.group, call.tokens, self.splits)?;
+        let launch = Launch::new(NAME, &SOURCE, name)
+            .constant("HEAD_DIM", call.head_dim as u32)
+            .constant("Q_DTYPE", call.q.dtype())
+            .constant("OUT_DTYPE", call.out.dtype())
+            .constant("K_CODEC", planes::codec_code(spec.k))
+            .constant("V_CODEC", planes::codec_code(spec.v))
+            .constant("WARPS", self.warps as u32)
+            .constant("QUERIES_HELD", self.queries_held)
+            .constant("FIVES_IN_PAIRS", true)
+            .constant("GATHER", self.gather)
+            .constant("TILE", TILE as u32)
+            .constant("END_TILES", END_TILES as u32)
+            .constant("CLUSTER", self.cluster as u32)
+            .constant("RING", spec.ring)
+            .constant("FRESH", false)
+            .constant("SOFTCAP", call.softcap.is_some())
+            .constant("ROTATE_Q", !call.q_rotated)
+            .constant("SHARED_BYTES", self.shared_bytes as u32)
+            .read(0, &call.q)
+            .read(8, &call.step.positions)
+            .read(9, &call.step.sequence)
+            .read(10, call.cached_lens())
+            .params(14, &params)
+            .grid([self.blocks, 1, 1], [32 * self.warps, 1, 1])
+            .threadgroup_memory(self.shared_bytes)
+            // Positions, sequences and lengths.
+            .reads_ahead(&[8, 9, 10]);
+        let launch = planes::bind(planes::bind(launch, 2, &call.layer.k, Use::Read), 5, &call.layer.v, Use::Read);
+        let launch = bind_result(launch, call, state);
+        if self.splits == 1 {
+            return Ok(launch);
+        }
+        PartialStates { blocks: self.blocks, rows: self.group, items: call.tokens, cluster: self.cluster }
+            .bind(launch, call, b)
+    }
+}
+
+/// Whether everything fits into so many bytes of shared memory: the sums that `layout.h` computes.
+fn fits(head_dim: usize, bits: [u32; 2], warps: usize, shared_bytes: usize) -> bool {
+    let before = (TABLES_AT - RESERVED_BYTES).checked_sub(small_bytes(head_dim, warps));
+    let after = shared_bytes.checked_sub(TABLES_AT + table_bytes(bits, true));
+    let (Some(before), Some(after)) = (before, after) else { return false };
+    let Some(sums_before) = before.checked_sub(MAX_GROUP * head_dim * 4) else { return false };
+    // Codes and norms of a group of keys for each warp: as many as fit before the tables, the others after them.
+    let [k, v] = bits;
+    let box_bytes = 2 * GROUP_KEYS * 4 + codes_bytes(head_dim, k, K_LANES) + codes_bytes(head_dim, v, V_LANES);
+    let boxes_fit = warps.saturating_sub(before / box_bytes) * box_bytes <= after;
+    let sums_fit = warps * (head_dim.min(256) / 16 / 8) * 512 <= after.max(sums_before);
+    boxes_fit && sums_fit
+}
+
+/// Bytes of the tables of keys' and values' codecs, which are one if the codecs are: `Table` of `codes.h`.
+pub(super) fn table_bytes([k, v]: [u32; 2], fives_in_pairs: bool) -> usize {
+    let table = |bits| if bits == 5 && fives_in_pairs { 128 << 10 } else { 64 << 10 };
+    table(k) + if k == v { 0 } else { table(v) }
+}
+
+/// Bytes of the codes that a warp has of a group of keys, or of values, with the padding between rows: `Codes` of
+/// `codes.h`.
+fn codes_bytes(head_dim: usize, bits: u32, lanes: usize) -> usize {
+    let coordinates = head_dim.min(256);
+    let low = coordinates * if bits == 8 { 8 } else { 4 } / 8;
+    let high = coordinates * if bits == 8 { 0 } else { bits as usize - 4 } / 8;
+    let low_gap = if lanes == K_LANES && low == 64 { 0 } else { 16 };
+    let high_gap = if lanes == V_LANES && high > 16 { 16 } else { 0 };
+    GROUP_KEYS * (low + low_gap + high + high_gap)
+}
+
+/// Bytes of shared memory before the output and the sums of a part.
+fn small_bytes(head_dim: usize, warps: usize) -> usize {
+    let rows = MAX_GROUP;
+    let small =
+        rows * head_dim * 2 + MAX_MERGE * rows * 8 + warps * rows * 8 + rows * 20 + 64 + (MAX_SHARED_ITEMS + 8) * 4;
+    small.next_multiple_of(128) + if head_dim > 256 { 2 * warps * 512 } else { 0 }
+}

@@ -1,0 +1,285 @@
+//! Selection of the attention kernel.
+//!
+//! [`select`] is a decision tree, read from the top: the first kernel whose conditions hold and whose shared memory
+//! fits takes the call. It is used to run a call and to explain it, so a plan and a launch cannot disagree.
+
+use super::{
+    MAX_GROUP, decode::AttendDecode, generic::AttendGeneric, has_clusters, is_aligned, is_aligned16, longest_context,
+    prefill::AttendPrefill, quantised::AttendQuantised, short::AttendShort, short_quantised::AttendShortQuantised,
+};
+use crate::{
+    Codec, DType, Result, Tensor,
+    gpu::{Builder, Launch, Limits, Scratch},
+    ops::attend::{Call, FreshCall},
+};
+
+/// The kernel for the cached keys of a call, with its division of the work.
+pub(super) enum CudaAttendKernel {
+    ShortQuantised(AttendShortQuantised),
+    Quantised(AttendQuantised),
+    Short(AttendShort),
+    Decode(AttendDecode),
+    Prefill(AttendPrefill),
+    Generic(AttendGeneric),
+}
+
+/// The kernel for the step's own (fresh) keys, whose result is merged with the state of the cached ones.
+pub(super) enum FreshAttendKernel {
+    Prefill(AttendPrefill),
+    Generic(AttendGeneric),
+}
+
+/// What the selection depends on, besides shared memory.
+struct AttendTraits {
+    /// No more tokens than sequences: most likely one token of each sequence, so that tokens share no keys.
+    one_token_each: bool,
+    /// At most [`MAX_GROUP`] query heads share a KV head.
+    few_heads: bool,
+    /// The output is f16 or bf16.
+    output_is_16_bit: bool,
+    /// Queries begin at a multiple of 16 bytes, and the output at a multiple of 8.
+    has_aligned_rows: bool,
+    /// Rows of the cache begin at multiples of 16 bytes.
+    has_aligned_cache: bool,
+    /// Bits of keys and values, if both are quantised.
+    quantised: Option<[u32; 2]>,
+    /// Keys and values are dense, and of the queries' 16-bit dtype.
+    dense_16_bit: bool,
+    /// Every context fits into one cluster of blocks, and there are enough clusters.
+    fits_in_cluster: bool,
+}
+
+impl AttendTraits {
+    fn new(call: &Call, limits: &Limits) -> AttendTraits {
+        let spec = call.layer.spec();
+        let dtype = call.q.dtype();
+        AttendTraits {
+            one_token_each: call.tokens <= spec.sequences,
+            few_heads: call.heads / spec.kv_heads <= MAX_GROUP,
+            output_is_16_bit: call.out.dtype() != DType::F32,
+            has_aligned_rows: is_aligned16(&call.q) && call.out.byte_offset().is_multiple_of(8),
+            has_aligned_cache: [&call.layer.k, &call.layer.v].into_iter().all(is_aligned),
+            quantised: match [spec.k, spec.v] {
+                [Codec::TurboQuant(k), Codec::TurboQuant(v)] => Some([k.bits, v.bits]),
+                _ => None,
+            },
+            dense_16_bit: dtype != DType::F32 && [spec.k, spec.v] == [Codec::Dense(dtype); 2],
+            fits_in_cluster: has_clusters(call, limits) && longest_context(call) <= super::short::MAX_KEYS,
+        }
+    }
+}
+
+/// The kernel for the cached keys.
+///
+/// # Errors
+/// A block has too little shared memory for any kernel.
+pub(super) fn select(call: &Call, limits: &Limits) -> Result<CudaAttendKernel> {
+    let t = AttendTraits::new(call, limits);
+    let is_decode = t.one_token_each && t.few_heads && t.output_is_16_bit && t.has_aligned_cache;
+    if is_decode && let Some(bits) = t.quantised {
+        if t.fits_in_cluster
+            && t.has_aligned_rows
+            && let Some(kernel) = AttendShortQuantised::new(call, bits, limits)
+        {
+            return Ok(CudaAttendKernel::ShortQuantised(kernel));
+        }
+        if call.head_dim >= 128
+            && let Some(kernel) = AttendQuantised::new(call, bits, limits)
+        {
+            return Ok(CudaAttendKernel::Quantised(kernel));
+        }
+    }
+    if is_decode && t.dense_16_bit && t.has_aligned_rows {
+        if t.fits_in_cluster
+            && let Some(kernel) = AttendShort::new(call, limits)
+        {
+            return Ok(CudaAttendKernel::Short(kernel));
+        }
+        if let Some(kernel) = AttendDecode::new(call, limits) {
+            return Ok(CudaAttendKernel::Decode(kernel));
+        }
+    }
+    if t.dense_16_bit
+        && t.has_aligned_cache
+        && is_prompt(call, limits)
+        && let Some(kernel) = AttendPrefill::new(call, limits)
+    {
+        return Ok(CudaAttendKernel::Prefill(kernel));
+    }
+    Ok(CudaAttendKernel::Generic(AttendGeneric::new(call, None, limits)?))
+}
+
+/// The kernel for the step's own keys.
+///
+/// # Errors
+/// As [`select`].
+pub(super) fn select_fresh(call: &Call, fresh: &FreshCall, limits: &Limits) -> Result<FreshAttendKernel> {
+    let fits = |side: &Tensor| side.dtype() == call.q.dtype() && is_aligned16(side);
+    if fits(&fresh.k)
+        && fits(&fresh.v)
+        && is_prompt(call, limits)
+        && let Some(kernel) = AttendPrefill::new(call, limits)
+    {
+        return Ok(FreshAttendKernel::Prefill(kernel));
+    }
+    Ok(FreshAttendKernel::Generic(AttendGeneric::new(call, Some(fresh), limits)?))
+}
+
+/// Whether the queries of a call suit the kernel of prompts, whatever the keys are.
+fn is_prompt(call: &Call, limits: &Limits) -> bool {
+    limits.warpgroup_products
+        && call.q.dtype() != DType::F32
+        && call.out.dtype() != DType::F32
+        && is_aligned16(&call.q)
+        && is_aligned16(&call.out)
+        // A negative scale reverses the order of scores.
+        && call.scale > 0.0
+        // A block takes all keys of its rows.
+        && call.splits <= 1
+        && AttendPrefill::has_enough_rows(call, limits)
+}
+
+impl CudaAttendKernel {
+    /// The kernel's name, which begins the name that a profiler shows.
+    pub(super) fn name(&self) -> &'static str {
+        match self {
+            CudaAttendKernel::ShortQuantised(_) => "attend_short_quantised",
+            CudaAttendKernel::Quantised(_) => "attend_quantised",
+            CudaAttendKernel::Short(_) => "attend_short",
+            CudaAttendKernel::Decode(_) => "attend_decode",
+            CudaAttendKernel::Prefill(_) => "attend_prefill",
+            CudaAttendKernel::Generic(_) => "attend_generic",
+        }
+    }
+
+    /// How the kernel divides the work.
+    pub(super) fn reason(&self) -> String {
+        match self {
+            CudaAttendKernel::ShortQuantised(kernel) => kernel.reason(),
+            CudaAttendKernel::Quantised(kernel) => kernel.reason(),
+            CudaAttendKernel::Short(kernel) => kernel.reason(),
+            CudaAttendKernel::Decode(kernel) => kernel.reason(),
+            CudaAttendKernel::Prefill(kernel) => kernel.reason(),
+            CudaAttendKernel::Generic(kernel) => kernel.reason(),
+        }
+    }
+
+    /// The launch. It writes to `state` if there is one, and otherwise to the output.
+    pub(super) fn launch(&self, call: &Call, b: &Builder, state: Option<&Scratch>) -> Result<Launch> {
+        match self {
+            CudaAttendKernel::ShortQuantised(kernel) => kernel.launch(self.name(), call, state),
+            CudaAttendKernel::Quantised(kernel) => kernel.launch(self.name(), call, b, state),
+            CudaAttendKernel::Short(kernel) => kernel.launch(self.name(), call, state),
+            CudaAttendKernel::Decode(kernel) => kernel.launch(self.name(), call, b, state),
+            CudaAttendKernel::Prefill(kernel) => kernel.launch(self.name(), call, state),
+            CudaAttendKernel::Generic(kernel) => kernel.launch(self.name(), call, b, state),
+        }
+    }
+}
+
+impl FreshAttendKernel {
+    /// The launch. It merges the result with `state` and writes the output.
+    pub(super) fn launch(&self, call: &Call, b: &Builder, fresh: &FreshCall, state: &Scratch) -> Result<Launch> {
+        match self {
+            FreshAttendKernel::Prefill(kernel) => kernel.launch_fresh("attend_prefill", call, fresh, state),
+            FreshAttendKernel::Generic(kernel) => kernel.launch_fresh("attend_generic", call, b, fresh, state),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Device, KvLayer, LayerSpec, SlotOrder, Step};
+
+    const H200: Limits = Limits {
+        threads: 1024,
+        threadgroup_bytes: 227 << 10,
+        busy_groups: 132,
+        warpgroup_products: true,
+        clusters: true,
+    };
+    const A100: Limits =
+        Limits { threadgroup_bytes: 163 << 10, busy_groups: 108, warpgroup_products: false, clusters: false, ..H200 };
+    const RTX_4090: Limits = Limits { threadgroup_bytes: 99 << 10, busy_groups: 128, ..A100 };
+
+    /// Heads, KV heads and head size of a model's layers.
+    #[derive(Clone, Copy)]
+    struct Heads(usize, usize, usize);
+
+    const LLAMA_3_8B: Heads = Heads(32, 8, 128);
+    const LLAMA_3_70B: Heads = Heads(64, 8, 128);
+    const QWEN_3_30B_A3B: Heads = Heads(32, 4, 128);
+    const GEMMA_3_27B: Heads = Heads(32, 16, 128);
+    const GEMMA_3_4B: Heads = Heads(8, 4, 256);
+
+    /// The kernel for `tokens` bf16 queries of one sequence (`decode`: of as many sequences), on a GPU.
+    fn kernel(
+        heads: Heads,
+        codec: Codec,
+        capacity: usize,
+        tokens: usize,
+        decode: bool,
+        limits: &Limits,
+    ) -> &'static str {
+        let Heads(heads, kv_heads, head_dim) = heads;
+        let device = Device::reference();
+        let sequences = if decode { tokens } else { 1 };
+        let order = SlotOrder::HeadMajor;
+        let spec =
+            LayerSpec { sequences, kv_heads, capacity, head_dim, k: codec, v: codec, window: None, ring: false, order };
+        let rows: Vec<_> = (0..tokens as u32).map(|t| if decode { (t, 0) } else { (0, t) }).collect();
+        let bf16 = || Tensor::zeros(&device, DType::BF16, &[tokens, heads, head_dim]).unwrap();
+        let call = Call {
+            q: bf16(),
+            layer: KvLayer::new(&device, spec).unwrap(),
+            step: Step::new(&device, sequences, &rows).unwrap(),
+            fresh: None,
+            scale: 1.0,
+            softcap: None,
+            window: usize::MAX,
+            q_rotated: false,
+            splits: 0,
+            out: bf16(),
+            tokens,
+            heads,
+            head_dim,
+        };
+        select(&call, limits).unwrap().name()
+    }
+
+    /// One sequence, decode. Columns: H200, A100, RTX 4090.
+    #[test]
+    fn decode_of_known_models() {
+        let (bf16, tq4, tq8) = (Codec::BF16, Codec::tq(4), Codec::tq(8));
+        #[rustfmt::skip]
+        let cases = [
+            (LLAMA_3_70B,    bf16, 8192, ["attend_decode",          "attend_decode",    "attend_generic"]),
+            (LLAMA_3_70B,    bf16, 1024, ["attend_short",           "attend_decode",    "attend_generic"]),
+            (LLAMA_3_70B,    tq4,  8192, ["attend_quantised",       "attend_quantised", "attend_generic"]),
+            (LLAMA_3_70B,    tq4,  1024, ["attend_short_quantised", "attend_quantised", "attend_generic"]),
+            (LLAMA_3_8B,     bf16, 8192, ["attend_decode",          "attend_decode",    "attend_decode"]),
+            (LLAMA_3_8B,     bf16, 1024, ["attend_short",           "attend_decode",    "attend_decode"]),
+            (QWEN_3_30B_A3B, bf16, 8192, ["attend_decode",          "attend_decode",    "attend_generic"]),
+            (GEMMA_3_27B,    bf16, 1024, ["attend_decode",          "attend_decode",    "attend_decode"]),
+            (GEMMA_3_4B,     bf16, 1024, ["attend_short",           "attend_decode",    "attend_generic"]),
+            (GEMMA_3_4B,     tq8,  8192, ["attend_quantised",       "attend_quantised", "attend_generic"]),
+        ];
+        for (heads, codec, capacity, want) in cases {
+            let got = [H200, A100, RTX_4090].map(|limits| kernel(heads, codec, capacity, 1, true, &limits));
+            let Heads(q, kv, dim) = heads;
+            assert_eq!(got, want, "{q} heads, {kv} KV heads, D {dim}, {codec}, {capacity} keys");
+        }
+    }
+
+    /// Llama-3-70B on an H200: more sequences, longer prompts.
+    #[test]
+    fn batches_and_prompts() {
+        let kernel = |codec, tokens, decode| kernel(LLAMA_3_70B, codec, 2048, tokens, decode, &H200);
+        assert_eq!(kernel(Codec::BF16, 32, true), "attend_decode");
+        assert_eq!(kernel(Codec::tq(4), 32, true), "attend_quantised");
+        assert_eq!(kernel(Codec::BF16, 512, false), "attend_prefill");
+        assert_eq!(kernel(Codec::BF16, 4, false), "attend_generic");
+        assert_eq!(kernel(Codec::tq(4), 512, false), "attend_generic");
+    }
+}

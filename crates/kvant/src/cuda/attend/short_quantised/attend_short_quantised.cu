@@ -1,0 +1,459 @@
+// attend_short_quantised: attend_quantised for short contexts: decode over quantised keys and values that fit into the
+// shared memory of a cluster; one query token at a time, up to 8 query heads (rows below) of a KV head.
+//
+// q [T, H, D] -> out [T, H, D].
+//
+// As in attend_short.cu every token and KV head has a cluster of blocks, and a block copies all of its codes at once
+// (copies.h). Then
+//
+//   a warp rotates a query (queries.h);
+//   it computes the scores of 16 keys, S^T = K q^T, and their weights relative to its own maximum, times the norms of
+//     the values;
+//   after a barrier it computes 64 of the output's coordinates, O^T = V^T P^T, over the block's keys or a part of them
+//     (values.h);
+//   the block adds up these parts and sends each row to the shared memory of the cluster's block with the row's number;
+//   that block merges the states of all blocks and rotates the row back.
+//
+// Centroids are looked up in tables in shared memory (attend/codes.h). They begin where the block's memory begins, not
+// at a multiple of 64 KiB, which leaves room for more codes. Operands are f16, products are summed in float.
+//
+// Tables are filled, and positions, sequences and lengths are read, before the previous kernel has ended
+// (device/dependent_launch.h).
+#include "attend/short_quantised/copies.h"
+#include "attend/short_quantised/queries.h"
+#include "attend/short_quantised/values.h"
+#include "device/dependent_launch.h"
+
+using ValueCodes = SliceCodes<V_CODEC>;
+using ValueRows = ValueCodes::C;
+using ValueTable = Table<V_CODEC>;
+
+// Between stretches, so that two rows of each of them never meet in a bank: `RUN` bytes of a row for each of four
+// lanes.
+inline constexpr uint gap(uint run) {
+    return run >= 32 || run <= 4 ? 16 : 4 * run;
+}
+constexpr uint K_LOW = TILE * KeyCodes::LOW_ROW + gap(KeyCodes::LOW_RUN);
+constexpr uint K_HIGH = TILE * KeyCodes::HIGH_ROW + gap(KeyCodes::HIGH_RUN);
+constexpr uint V_LOW = TILE * ValueRows::LOW_ROW + 16;
+constexpr uint V_HIGH = TILE * ValueRows::HIGH_ROW + 16;
+
+// Whether rows have so many bytes that copies of values would delay those of keys. Then values are copied after all
+// keys.
+constexpr uint K_ROW = KeyCodes::LOW_ROW + KeyCodes::HIGH_ROW, V_ROW = ValueRows::LOW_ROW + ValueRows::HIGH_ROW;
+constexpr bool VALUES_LATER = K_ROW + V_ROW >= 256;
+
+// Slices of a row; into how many parts the keys are divided among warps.
+constexpr uint SLICES = HEAD_DIM / SLICE;
+constexpr uint PARTS = WARPS / SLICES;
+// Bytes from one row of the parts to the next: so that few lanes meet in a bank.
+constexpr uint PARTS_ROW = WARPS * SLICE * 4 + 32;
+constexpr uint PARTS_BYTES = PARTS > 1 ? GROUP * PARTS_ROW : 0;
+constexpr uint K_BYTES = WARPS * K_LOW > PARTS_BYTES ? WARPS * K_LOW : PARTS_BYTES;
+constexpr float WEIGHT_SCALE = 16384;
+constexpr float LOWEST = -3.402823466e38f;
+
+// short_quantised/mod.rs computes the same size.
+struct Shared {
+    // Where the keys were, the parts of the output come, a row of all warps after the other.
+    uchar k_low[K_BYTES];
+    uchar v_low[WARPS * V_LOW];
+    uchar k_high[KeyCodes::HIGH_BITS > 0 ? WARPS * K_HIGH : 16];
+    uchar v_high[ValueRows::HIGH_BITS > 0 ? WARPS * V_HIGH : 16];
+    // B operands of the products with keys, and with values.
+    uint4 queries[HEAD_DIM];
+    uint2 weights[BLOCKS][WARPS][32];
+    // From the cluster's blocks: outputs, and for each warp the largest score and the sum of the weights.
+    float o[CLUSTER][HEAD_DIM];
+    float2 ends[CLUSTER][WARPS];
+    // By warps: a whole number above the scores of each query row, a power of two above the norms of the values.
+    float maxima[8][WARPS];
+    float norms[BLOCKS][WARPS];
+    // From a product to a score.
+    float factors[8];
+    // Barriers: for keys, values, ends, outputs.
+    ulong keys;
+    ulong values;
+    ulong all_ends;
+    ulong all_o;
+};
+
+// Tables first. The hardware reserves the first 1024 bytes, or none.
+constexpr uint AT_TABLES = 1024;
+constexpr uint AT_V_TABLE = AT_TABLES + (K_CODEC == V_CODEC ? 0 : KeyTable::BYTES);
+using KeyLookup = Lookup<K_CODEC, AT_TABLES>;
+using ValueLookup = Lookup<V_CODEC, AT_V_TABLE>;
+constexpr uint AT_SHARED = AT_V_TABLE + ValueTable::BYTES;
+static_assert(AT_SHARED + (sizeof(Shared) + 15) / 16 * 16 == SHARED_BYTES, "attend: the shared memory that Rust asks for");
+
+inline uchar *at_place(uint place) {
+    return memory + (place - (shared_address(memory) & 0xFFFFFF));
+}
+
+// Pairs of f16.
+inline uint multiply_halves(uint a, uint b) {
+    uint out;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+    return out;
+}
+
+// Products of 16 keys, without their norms: of a key of stretch g and the next one, both `unit` rows into it, by query
+// rows 2t and 2t + 1; and so for each block of the coordinates.
+inline void multiply_keys(const Shared &shared, const KeyLookup &lookup, uint unit, float (&s)[BLOCKS][4]) {
+    const uint lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    constexpr uint CHAINS = 4;
+#pragma unroll
+    for (uint b = 0; b < BLOCKS; b++) {
+        float sums[CHAINS][4] = {};
+        KeyCodes keys[2];
+#pragma unroll
+        for (uint i = 0; i < 2; i++) {
+            const uint row = 2 * unit + i;
+            const uint low = row * KeyCodes::LOW_ROW + b * KeyCodes::LOW_BYTES + t * KeyCodes::LOW_RUN;
+            const uint high = row * KeyCodes::HIGH_ROW + b * KeyCodes::HIGH_BYTES + t * KeyCodes::HIGH_RUN;
+            keys[i].read(shared.k_low + g * K_LOW + low, shared.k_high + g * K_HIGH + high);
+        }
+        uint chain = 0;
+#pragma unroll
+        for (uint i = 0; i < KeyCodes::LOADS * KeyCodes::UNITS; i++) {
+            uint4 q[2] = {};
+            if (g < GROUP) {
+#pragma unroll
+                for (uint j = 0; j < 2; j++) {
+                    q[j] = shared.queries[(b * (CHUNK / 32) + i * 2 + j) * 32 + lane];
+                }
+            }
+            const auto multiply = [&](uint product, const uint(&a)[4]) {
+                const uint4 of = q[product / 2];
+                mma<true>(sums[chain++ % CHAINS], a, product % 2 == 0 ? make_uint2(of.x, of.y) : make_uint2(of.z, of.w));
+            };
+            key_operands(keys[0], keys[1], i / KeyCodes::UNITS, i % KeyCodes::UNITS, lookup, multiply);
+        }
+#pragma unroll
+        for (uint c = 0; c < 4; c++) {
+            s[b][c] = (sums[0][c] + sums[1][c]) + (sums[2][c] + sums[3][c]);
+        }
+    }
+}
+
+// Merges what the cluster's blocks have sent for a row, in their order, and writes it to the output, or to the state to
+// which the step's own keys are added. `sees`: whether the token sees any key. One warp calls it.
+inline void finish(Shared &shared, ulong row, const QueryRuns &runs, bool sees, uchar *out, float *state) {
+    constexpr uint RUN = QueryRuns::RUN;
+    const uint lane = threadIdx.x % 32;
+    // Two of the cluster's warps for each lane: of the lower four blocks, and the upper.
+    barrier_wait(shared_address(&shared.all_ends), 0);
+    const float2 low = shared.ends[0][lane], high = shared.ends[CLUSTER / 2][lane];
+    float m[2] = {low.x, high.x};
+#pragma unroll
+    for (uint step = 1; step < WARPS; step *= 2) {
+        m[0] = fmaxf(m[0], __shfl_xor_sync(0xFFFFFFFF, m[0], step));
+        m[1] = fmaxf(m[1], __shfl_xor_sync(0xFFFFFFFF, m[1], step));
+    }
+    float whole = fmaxf(m[0], m[1]);
+#pragma unroll
+    for (uint step = WARPS; step < 32; step *= 2) {
+        whole = fmaxf(whole, __shfl_xor_sync(0xFFFFFFFF, whole, step));
+    }
+    float l = low.y * factor_of(low.x, whole) + high.y * factor_of(high.x, whole);
+    const float of_blocks[2] = {factor_of(m[0], whole), factor_of(m[1], whole)};
+    float f[CLUSTER];
+#pragma unroll
+    for (uint b = 0; b < CLUSTER; b++) {
+        f[b] = __shfl_sync(0xFFFFFFFF, of_blocks[b / (CLUSTER / 2)], b % (CLUSTER / 2) * WARPS);
+    }
+    barrier_wait(shared_address(&shared.all_o), 0);
+    float x[HEAD_DIM / 32] = {};
+#pragma unroll
+    for (uint b = 0; b < CLUSTER; b++) {
+#pragma unroll
+        for (uint i = 0; i < HEAD_DIM / 32; i += RUN) {
+            uint of_block[RUN];
+            read_bytes<4 * RUN>(reinterpret_cast<const uchar *>(&shared.o[b][QueryRuns::coord(i / RUN, lane)]), of_block);
+#pragma unroll
+            for (uint j = 0; j < RUN; j++) {
+                x[i + j] += __uint_as_float(of_block[j]) * f[b];
+            }
+        }
+    }
+    transform_warp<HEAD_DIM>(x, l, lane);
+    runs.flip(x);
+    const float inverse = norm_of_rotation() * (state != nullptr ? 1 : inverse_of_sum(l, [&] { return sees; }));
+#pragma unroll
+    for (uint i = 0; i < HEAD_DIM / 32; i += RUN) {
+        const uint coord = QueryRuns::coord(i / RUN, lane);
+        if (state != nullptr) {
+#pragma unroll
+            for (uint j = 0; j < RUN; j++) {
+                state[row * (HEAD_DIM + 2) + coord + j] = x[i + j] * inverse;
+            }
+        } else if constexpr (RUN == 4) {
+            const float4 four = make_float4(x[i] * inverse, x[i + 1] * inverse, x[i + 2] * inverse, x[i + 3] * inverse);
+            store4(out, row * HEAD_DIM + coord, four, OUT_DTYPE);
+        } else {
+            store(out, row * HEAD_DIM + coord, x[i] * inverse, OUT_DTYPE);
+            store(out, row * HEAD_DIM + coord + 1, x[i + 1] * inverse, OUT_DTYPE);
+        }
+    }
+    if (state != nullptr && lane == 0) {
+        state[row * (HEAD_DIM + 2) + HEAD_DIM] = whole == LOWEST ? nothing() : whole;
+        state[row * (HEAD_DIM + 2) + HEAD_DIM + 1] = l;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
+    KVANT_KERNEL(const uchar *q, uchar *out, const uchar *k_low, const uchar *k_high, const float *k_norms, const uchar *v_low,
+           const uchar *v_high, const float *v_norms, const uint *positions, const uint *sequence, const uint *lens, float *, uint *,
+           float *state, const AttendParams p) {
+    Shared &shared = *reinterpret_cast<Shared *>(at_place(AT_SHARED));
+    const uint thread = threadIdx.x, warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
+    const uint rank = blockIdx.x % CLUSTER, pair = blockIdx.x / CLUSTER;
+    const uint item = pair / p.kv_heads, head = pair % p.kv_heads;
+    const uint keys = shared_address(&shared.keys), values = shared_address(&shared.values);
+    const uint all_ends = shared_address(&shared.all_ends), all_o = shared_address(&shared.all_o);
+    if (thread == 0) {
+        barrier_init(keys, WARPS);
+        barrier_init(values, WARPS);
+        barrier_init(all_ends, 1);
+        barrier_init(all_o, 1);
+    }
+    show_barriers_to_copies();
+    __syncthreads();
+    cluster_arrive_early();
+
+    const Token token = load_token_early(p, positions, sequence, lens, item);
+    const QueryRuns runs(lane);
+    // Meanwhile.
+    KeyTable::fill(at_place(AT_TABLES), thread, THREADS);
+    if (K_CODEC != V_CODEC) {
+        ValueTable::fill(at_place(AT_V_TABLE), thread, THREADS);
+    }
+    const Own own(p, token, head);
+    // The two keys whose scores the lane has, among the block's, and where their norms are.
+    const uint first_key = g * own.length + warp * 2;
+    bool there[2];
+    ulong norms_at[2];
+#pragma unroll
+    for (uint i = 0; i < 2; i++) {
+        there[i] = warp * 2 < own.length && first_key + i < own.count;
+        norms_at[i] = (own.plane + ulong(own.slot_of(p, there[i] ? first_key + i : 0)) * p.row_slot) * BLOCKS;
+        if (there[i]) {
+            asm volatile("prefetch.global.L2 [%0];" ::"l"((t < 2 ? k_norms : v_norms) + norms_at[i]) : "memory");
+        }
+    }
+    // Addresses are there before the wait.
+    const uchar *k_low_from = stretch_of<KeyCodes::LOW_ROW>(p, k_low, own);
+    const uchar *k_high_from = stretch_of<KeyCodes::HIGH_ROW>(p, k_high, own);
+    const uchar *v_low_from = stretch_of<ValueRows::LOW_ROW>(p, v_low, own);
+    const uchar *v_high_from = stretch_of<ValueRows::HIGH_ROW>(p, v_high, own);
+    const uint k_low_at = shared_address(shared.k_low + warp * K_LOW);
+    const uint k_high_at = shared_address(shared.k_high + warp * K_HIGH);
+    const uint v_low_at = shared_address(shared.v_low + warp * V_LOW);
+    const uint v_high_at = shared_address(shared.v_high + warp * V_HIGH);
+    if (lane == 0) {
+        barrier_expect(keys, own.rows * K_ROW);
+        barrier_expect(values, own.rows * V_ROW);
+        prefetch_rows<KeyCodes::LOW_ROW>(p, k_low_from, own);
+        if constexpr (KeyCodes::HIGH_BITS > 0) {
+            prefetch_rows<KeyCodes::HIGH_ROW>(p, k_high_from, own);
+        }
+    }
+    // Not next to barrier_init: racecheck would report a race.
+    if (thread == 0) {
+        barrier_expect(all_ends, sizeof(shared.ends));
+        barrier_expect(all_o, sizeof(shared.o));
+    }
+    // All blocks of the cluster have begun.
+    cluster_wait();
+    const auto copy_values = [&] {
+        copy<ValueRows::LOW_ROW>(p, v_low_from, own, v_low_at, values);
+        if constexpr (ValueRows::HIGH_BITS > 0) {
+            copy<ValueRows::HIGH_ROW>(p, v_high_from, own, v_high_at, values);
+        }
+    };
+
+    wait_for_previous();
+    let_next_begin();
+    const ulong row = (ulong(item) * p.kv_heads + head) * GROUP;
+    float x[HEAD_DIM / 32];
+    if (warp < GROUP) {
+        load_query(q, row + warp, x);
+    }
+    float of_keys[BLOCKS][2], of_values[BLOCKS][2];
+#pragma unroll
+    for (uint b = 0; b < BLOCKS; b++) {
+#pragma unroll
+        for (uint i = 0; i < 2; i++) {
+            of_keys[b][i] = there[i] ? k_norms[norms_at[i] + b] : 0;
+            of_values[b][i] = there[i] ? v_norms[norms_at[i] + b] : 0;
+        }
+    }
+    if (lane == 0) {
+        copy<KeyCodes::LOW_ROW>(p, k_low_from, own, k_low_at, keys);
+        if constexpr (KeyCodes::HIGH_BITS > 0) {
+            copy<KeyCodes::HIGH_ROW>(p, k_high_from, own, k_high_at, keys);
+        }
+        if (!VALUES_LATER) {
+            copy_values();
+        }
+    }
+    __syncwarp();
+    if (warp < GROUP) {
+        leave_query(p, x, runs, warp, shared.queries, shared.factors);
+    }
+    __syncthreads();
+    if (VALUES_LATER && lane == 0) {
+        copy_values();
+    }
+    __syncwarp();
+    // The largest norm of the warp's values.
+    uint largest_norm[BLOCKS];
+#pragma unroll
+    for (uint b = 0; b < BLOCKS; b++) {
+        largest_norm[b] = max_of_warp(__float_as_uint(fmaxf(fabsf(of_values[b][0]), fabsf(of_values[b][1]))));
+    }
+
+    float s[4] = {nothing(), nothing(), nothing(), nothing()};
+    if (warp * 2 < own.length) {
+        barrier_wait(keys, 0);
+        float products[BLOCKS][4];
+        multiply_keys(shared, KeyLookup(at_place(AT_TABLES)), warp, products);
+        const float factors[2] = {shared.factors[2 * t], shared.factors[2 * t + 1]};
+#pragma unroll
+        for (uint c = 0; c < 4; c++) {
+            float sum = 0;
+#pragma unroll
+            for (uint b = 0; b < BLOCKS; b++) {
+                sum += products[b][c] * of_keys[b][c / 2];
+            }
+            sum *= factors[c % 2];
+            if (SOFTCAP) {
+                sum = p.softcap * LOG2_E * tanhf(sum);
+            }
+            s[c] = there[c / 2] ? sum : nothing();
+        }
+    }
+    // Of query rows 2t and 2t + 1.
+    float m[2] = {fmaxf(s[0], s[2]), fmaxf(s[1], s[3])};
+#pragma unroll
+    for (uint step = 4; step < 32; step *= 2) {
+        m[0] = fmaxf(m[0], __shfl_xor_sync(0xFFFFFFFF, m[0], step));
+        m[1] = fmaxf(m[1], __shfl_xor_sync(0xFFFFFFFF, m[1], step));
+    }
+    // Weights are relative to powers of two: so is one warp's to another's.
+    m[0] = ceilf(fmaxf(m[0], LOWEST));
+    m[1] = ceilf(fmaxf(m[1], LOWEST));
+    float weights[4];
+#pragma unroll
+    for (uint c = 0; c < 4; c++) {
+        weights[c] = exp2_fast(s[c] - m[c % 2]);
+    }
+#pragma unroll
+    for (uint b = 0; b < BLOCKS; b++) {
+        const float norm = power_above(__uint_as_float(largest_norm[b])), inverse = WEIGHT_SCALE * inverse_of_power(norm);
+        const float first = of_values[b][0] * inverse, second = of_values[b][1] * inverse;
+        shared.weights[b][warp][lane] = make_uint2(transpose8(pack<true>(weights[0] * first, weights[1] * first)),
+                                                   transpose8(pack<true>(weights[2] * second, weights[3] * second)));
+        if (lane == 0) {
+            shared.norms[b][warp] = norm;
+        }
+    }
+    if (g == 0) {
+        shared.maxima[2 * t][warp] = m[0];
+        shared.maxima[2 * t + 1][warp] = m[1];
+    }
+    float l[2] = {weights[0] + weights[2], weights[1] + weights[3]};
+#pragma unroll
+    for (uint step = 4; step < 32; step *= 2) {
+        l[0] += __shfl_xor_sync(0xFFFFFFFF, l[0], step);
+        l[1] += __shfl_xor_sync(0xFFFFFFFF, l[1], step);
+    }
+#pragma unroll
+    for (uint c = 0; c < 2; c++) {
+        const uint r = min(2 * t + c, GROUP - 1);
+        send_if(g == 0 && 2 * t + c < GROUP, address_in(&shared.ends[rank][warp], r), make_float2(m[c], l[c]),
+                address_in(&shared.all_ends, r));
+    }
+    __syncthreads();
+
+    barrier_wait(values, 0);
+    const uint slice = warp % SLICES, block = slice / (256 / SLICE);
+    const ValueLookup lookup(at_place(AT_V_TABLE));
+    const uchar *low = shared.v_low + 2 * t * V_LOW + (slice * 8 + g) * ValueCodes::LOW;
+    const uchar *high = shared.v_high + 2 * t * V_HIGH + (slice * 8 + g) * ValueCodes::HIGH;
+    constexpr uint UNITS = WARPS / PARTS;
+    ValueCodes codes[UNITS];
+#pragma unroll
+    for (uint u = 0; u < UNITS; u++) {
+        const uint unit = u * PARTS + warp / SLICES;
+#pragma unroll
+        for (uint j = 0; j < 4; j++) {
+            const uint r = unit * 2 + j / 2;
+            codes[u].read(j, low + j % 2 * V_LOW + r * ValueRows::LOW_ROW, high + j % 2 * V_HIGH + r * ValueRows::HIGH_ROW);
+        }
+    }
+    // Of query rows 2t and 2t + 1, coordinates 2i and 2i + 1 of the lane's eight, relative to the block's largest.
+    // Weights are of row g.
+    float o[4][4] = {};
+    const uint column = g < GROUP ? g : 0;
+    const float most = largest(shared.maxima[column]), norm = largest(shared.norms[block]);
+#pragma unroll
+    for (uint u = 0; u < UNITS; u++) {
+        const uint unit = u * PARTS + warp / SLICES;
+        if (unit * 2 < own.length) {
+            const uint2 w = shared.weights[block][unit][lane];
+            const float f = factor_of(shared.maxima[column][unit], most) * (shared.norms[block][unit] * inverse_of_power(norm));
+            const uint both = pack<true>(f, f);
+            const uint2 weights = make_uint2(multiply_halves(w.x, both), multiply_halves(w.y, both));
+            codes[u].operands(lookup, [&](uint i, const uint(&a)[4]) { mma<true>(o[i], a, weights); });
+        }
+    }
+    const float scale = norm * (1 / WEIGHT_SCALE / ValueTable::SCALE);
+    // Coordinates of a row of the warp's slice.
+    const auto quad = [&](uint i, uint c) {
+        return make_float4(o[i][c] * scale, o[i][c + 2] * scale, o[i + 1][c] * scale, o[i + 1][c + 2] * scale);
+    };
+    if constexpr (PARTS > 1) {
+        uchar *parts = shared.k_low;
+#pragma unroll
+        for (uint c = 0; c < 2; c++) {
+            if (2 * t + c < GROUP) {
+                float4 *to = reinterpret_cast<float4 *>(parts + (2 * t + c) * PARTS_ROW) + (warp * SLICE + 8 * g) / 4;
+                to[0] = quad(0, c);
+                to[1] = quad(2, c);
+            }
+        }
+        __syncthreads();
+#pragma unroll
+        for (uint first = 0; first < GROUP * HEAD_DIM / 4; first += THREADS) {
+            const uint at = first + thread, r = at / (HEAD_DIM / 4), column = at % (HEAD_DIM / 4);
+            if (GROUP * HEAD_DIM / 4 % THREADS != 0 && r >= GROUP) {
+                break;
+            }
+            const float4 *from = reinterpret_cast<const float4 *>(parts + r * PARTS_ROW) + column;
+            float4 sum = from[0];
+#pragma unroll
+            for (uint part = 1; part < PARTS; part++) {
+                const float4 x = from[part * (HEAD_DIM / 4)];
+                sum = make_float4(sum.x + x.x, sum.y + x.y, sum.z + x.z, sum.w + x.w);
+            }
+            send(address_in(&shared.o[rank][column * 4], r), sum, address_in(&shared.all_o, r));
+        }
+    } else {
+#pragma unroll
+        for (uint c = 0; c < 2; c++) {
+            if (2 * t + c < GROUP) {
+                const uint to = address_in(&shared.o[rank][slice * SLICE + 8 * g], 2 * t + c);
+                const uint barrier = address_in(&shared.all_o, 2 * t + c);
+                send(to, quad(0, c), barrier);
+                send(to + 16, quad(2, c), barrier);
+            }
+        }
+    }
+
+    // Merges the states of the block's row. No block writes to one that has ended: a block with a row has waited for
+    // all, and the others receive nothing.
+    if (rank < GROUP && warp == 0) {
+        finish(shared, row + rank, runs, sees_any(p, token), out, state);
+    }
+}

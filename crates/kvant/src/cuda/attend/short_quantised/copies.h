@@ -1,0 +1,84 @@
+// The keys that a block of a cluster has, and their copies to its shared memory, for attend_short_quantised.cu.
+//
+// The cluster's blocks divide the keys evenly. A block's keys are in one stretch per warp, which the warp copies at
+// once. A product takes two keys of every stretch.
+#ifndef KVANT_CUDA_ATTEND_SHORT_QUANTISED_COPIES_H
+#define KVANT_CUDA_ATTEND_SHORT_QUANTISED_COPIES_H
+#include "attend/work.h"
+#include "device/cluster.h"
+#include "device/mbarrier.h"
+
+static_assert(WARPS == CLUSTER, "attend: what a warp has goes to the block of its number");
+static_assert(TILE == 16, "attend: a product takes two keys of eight stretches");
+
+// The keys of a block and of a warp of it.
+struct Own {
+    // How many the block has, and how many of these are in a stretch: an even number.
+    uint count;
+    uint length;
+    // Row and slot of the first one; rows of the warp's stretch, and the slot of the first of them.
+    ulong plane;
+    uint slot;
+    uint rows;
+    uint slot_of_rows;
+
+    Own(const AttendParams &p, const Token &token, uint head) {
+        const bool exists = token.sequence != NONE;
+        const Range seen = exists ? visible(p, token) : Range{0, 0};
+        const uint rank = blockIdx.x % CLUSTER;
+        const EvenSplit line(tiles_of(seen), CLUSTER);
+        const uint first = min(line.first(rank) * TILE, seen.len());
+        count = min(line.first(rank + 1) * TILE, seen.len()) - first;
+        length = (count + TILE - 1) / TILE * 2;
+        plane = exists ? token.sequence * p.row_sequence + head * p.row_head : 0;
+        slot = RING ? (seen.first + first) % p.capacity : seen.first + first;
+        const uint before = threadIdx.x / 32 * length;
+        rows = before < count ? min(count - before, length) : 0;
+        slot_of_rows = slot_of(p, before);
+    }
+    // Of the block's key `i`; for one that is not there, any.
+    uint slot_of(const AttendParams &p, uint i) const {
+        const uint at = slot + i;
+        return RING && at >= p.capacity ? at - p.capacity : at;
+    }
+};
+
+// The first byte of a warp's stretch of a plane.
+template <uint ROW>
+inline const uchar *stretch_of(const AttendParams &p, const uchar *plane, const Own &own) {
+    return plane + (own.plane + ulong(own.slot_of_rows) * p.row_slot) * ROW;
+}
+
+// Copies the rows of a warp's stretch, ROW bytes each, to consecutive rows in shared memory.
+template <uint ROW>
+inline void copy(const AttendParams &p, const uchar *from, const Own &own, uint to, uint barrier) {
+    // Of a ring up to the end, and from its beginning on.
+    const uint left = p.capacity - own.slot_of_rows;
+    if constexpr (IN_ORDER) {
+        const uint run = RING ? min(own.rows, left) : own.rows;
+        if (run > 0) {
+            copy_bulk(to, from, run * ROW, barrier);
+        }
+        if (RING && run < own.rows) {
+            copy_bulk(to + run * ROW, from - ulong(own.slot_of_rows) * ROW, (own.rows - run) * ROW, barrier);
+        }
+    } else {
+        // Other heads' rows are in between.
+        const ulong step = ulong(p.row_slot) * ROW;
+#pragma unroll 1
+        for (uint row = 0; row < own.rows; row++) {
+            copy_bulk(to + row * ROW, from + (ulong(row) - (RING && row >= left ? p.capacity : 0)) * step, ROW, barrier);
+        }
+    }
+}
+
+// Prefetches what copy() will copy to L2. The previous kernel may still write some of it; L2 is coherent, and nothing
+// is read.
+template <uint ROW>
+inline void prefetch_rows(const AttendParams &p, const uchar *from, const Own &own) {
+    if (own.rows > 0 && IN_ORDER && (!RING || own.slot_of_rows + own.rows <= p.capacity)) {
+        prefetch_bulk(from, own.rows * ROW);
+    }
+}
+
+#endif

@@ -1,0 +1,119 @@
+//! Decode attention over quantised caches whose contexts are short.
+
+use crate::{
+    Result, SlotOrder,
+    codec::BLOCK,
+    cuda::{
+        attend::{
+            AttendParams, MAX_CLUSTER, RowStrides, bind_result, pairs, params,
+            quantised::{K_LANES, table_bytes},
+            short::{self, WARP_KEYS, WARPS},
+        },
+        headers, planes,
+    },
+    gpu::{Launch, Limits, Params, Scratch, Source, Use},
+    ops::attend::{Call, NAME},
+};
+
+static SOURCE: Source = Source {
+    name: "attend_short_quantised.cu",
+    text: include_str!("attend_short_quantised.cu"),
+    headers: headers::ALL,
+    layouts: &[AttendParams::layout],
+};
+
+/// The tables begin here: the hardware may reserve everything before.
+const TABLES_AT: usize = 1 << 10;
+/// Coordinates of a warp.
+const SLICE: usize = 64;
+
+/// A cluster of blocks for every token and KV head.
+pub(super) struct AttendShortQuantised {
+    group: usize,
+    blocks: usize,
+    /// Faster, with a table for 5 bits that is twice as long.
+    fives_in_pairs: bool,
+    shared_bytes: usize,
+    /// At least half of a multiprocessor's, so that no two blocks share one: lookups take all the bandwidth of its
+    /// shared memory.
+    requested_bytes: usize,
+}
+
+impl AttendShortQuantised {
+    /// For keys and values of so many `bits`; None if a block has too little shared memory, or if rows of a plane
+    /// cannot be copied 16 bytes at a time.
+    pub(super) fn new(call: &Call, bits: [u32; 2], limits: &Limits) -> Option<AttendShortQuantised> {
+        let group = call.heads / call.layer.spec().kv_heads;
+        if !bits.into_iter().all(|bits| (call.head_dim * high_bits(bits) / 8).is_multiple_of(16)) {
+            return None;
+        }
+        let sizes = [true, false].map(|in_pairs| (in_pairs, shared_bytes(call.head_dim, bits, in_pairs, group)));
+        let (fives_in_pairs, shared_bytes) = sizes.into_iter().find(|&(_, bytes)| bytes <= limits.threadgroup_bytes)?;
+        let requested_bytes = shared_bytes.max(limits.threadgroup_bytes / 2 + TABLES_AT);
+        let blocks = pairs(call) * MAX_CLUSTER;
+        Some(AttendShortQuantised { group, blocks, fives_in_pairs, shared_bytes, requested_bytes })
+    }
+
+    pub(super) fn reason(&self) -> String {
+        short::reason(self.group, self.blocks)
+    }
+
+    /// The launch.
+    pub(super) fn launch(&self, name: &'static str, call: &Call, state: Option<&Scratch>) -> Result<Launch> {
+        let spec = call.layer.spec();
+        let launch = Launch::new(NAME, &SOURCE, name)
+            .constant("HEAD_DIM", call.head_dim as u32)
+            .constant("Q_DTYPE", call.q.dtype())
+            .constant("OUT_DTYPE", call.out.dtype())
+            .constant("K_CODEC", planes::codec_code(spec.k))
+            .constant("V_CODEC", planes::codec_code(spec.v))
+            .constant("FIVES_IN_PAIRS", self.fives_in_pairs)
+            .constant("GROUP", self.group as u32)
+            .constant("TILE", WARP_KEYS as u32)
+            .constant("WARPS", WARPS as u32)
+            .constant("CLUSTER", MAX_CLUSTER as u32)
+            .constant("IN_ORDER", spec.order == SlotOrder::HeadMajor || spec.kv_heads == 1)
+            .constant("RING", spec.ring)
+            .constant("FRESH", false)
+            .constant("SOFTCAP", call.softcap.is_some())
+            .constant("ROTATE_Q", !call.q_rotated)
+            .constant("SHARED_BYTES", self.shared_bytes as u32)
+            .read(0, &call.q)
+            .read(8, &call.step.positions)
+            .read(9, &call.step.sequence)
+            .read(10, call.cached_lens())
+            .params(14, &params(call, &RowStrides::of_cache(call), self.group, call.tokens, 1)?)
+            .grid([self.blocks, 1, 1], [32 * WARPS, 1, 1])
+            .threadgroup_memory(self.requested_bytes)
+            // Positions, sequences and lengths.
+            .reads_ahead(&[8, 9, 10]);
+        let launch = planes::bind(planes::bind(launch, 2, &call.layer.k, Use::Read), 5, &call.layer.v, Use::Read);
+        Ok(bind_result(launch, call, state))
+    }
+}
+
+/// Bits of a code in the plane `high`.
+fn high_bits(bits: u32) -> usize {
+    if bits == 8 { 0 } else { bits as usize - 4 }
+}
+
+/// Bytes of shared memory: the tables, and `Shared` of `attend_short_quantised.cu`.
+fn shared_bytes(head_dim: usize, [k, v]: [u32; 2], fives_in_pairs: bool, group: usize) -> usize {
+    let tables = table_bytes([k, v], fives_in_pairs);
+    let low_bits = |bits: u32| if bits == 8 { 8 } else { 4 };
+    // A lane's share of a key that it reads at a time.
+    let run = (head_dim.min(BLOCK) / K_LANES).min(32 * 8 / low_bits(k));
+    let gap = |run: usize| if (5..32).contains(&run) { K_LANES * run } else { 16 };
+    let rows = |bits: usize, gap: usize| {
+        if bits == 0 { 16 } else { WARPS * (WARP_KEYS * head_dim * bits / 8 + gap) }
+    };
+    let parts = if head_dim < WARPS * SLICE { group * (WARPS * SLICE * 4 + 32) } else { 0 };
+    let keys =
+        rows(low_bits(k), gap(run * low_bits(k) / 8)).max(parts) + rows(high_bits(k), gap(run * high_bits(k) / 8));
+    let values = rows(low_bits(v), 16) + rows(high_bits(v), 16);
+    let blocks = head_dim.div_ceil(BLOCK);
+    let operands = 8 * head_dim * 2 + blocks * WARPS * 32 * 8;
+    let sent = MAX_CLUSTER * (head_dim * 4 + WARPS * 8);
+    let of_warps = (8 + blocks) * WARPS * 4 + 8 * 4;
+    TABLES_AT + tables + (keys + values + operands + sent + of_warps + 4 * 8).next_multiple_of(16)
+}

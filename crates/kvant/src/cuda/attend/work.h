@@ -1,0 +1,173 @@
+// How the blocks of an attention launch divide the work.
+//
+// A work item is up to `item_rows` query rows of one KV head. Rows are numbered token by token, the query heads of a
+// group within a token. The keys of an item are those that any of its tokens sees, in tiles of TILE.
+//
+// With `splits` = 0 the tiles of all items and heads are concatenated, and the blocks share them evenly. So a batch of
+// mixed lengths, or one long sequence, keeps all blocks equally busy, whatever lengths the device finds. Otherwise the
+// tiles of every item and head are divided among `splits` blocks. A block that has a part of an item leaves its softmax
+// state (state.h); the last one merges them.
+//
+// Where blocks form clusters, read "cluster" for "block": the blocks of a cluster divide each of its parts among them.
+#ifndef KVANT_CUDA_ATTEND_WORK_H
+#define KVANT_CUDA_ATTEND_WORK_H
+#include "device/convert.h"
+
+struct AttendParams {
+    // Rows of the planes between sequences and between KV heads.
+    ulong row_sequence;
+    ulong row_head;
+    // Rows between slots.
+    uint row_slot;
+    uint tokens;
+    uint sequences;
+    uint kv_heads;
+    // Query heads of a KV head.
+    uint group;
+    uint capacity;
+    uint window;
+    // Query rows of an item, items of a KV head, and blocks that share an item and head (0: all blocks share all items
+    // evenly).
+    uint item_rows;
+    uint items;
+    uint splits;
+    float scale;
+    float softcap;
+};
+
+constexpr uint NONE = 0xFFFFFFFF;
+
+constexpr uint THREADS = 32 * WARPS;
+
+// The most items whose tiles blocks share evenly.
+constexpr uint MAX_SHARED_ITEMS = 256;
+
+// The most states that are merged at once.
+constexpr uint MAX_MERGE = 24;
+
+struct Range {
+    uint first;
+    uint end;
+
+    uint len() const {
+        return end - first;
+    }
+};
+
+// Position and sequence of a token, and the length of that sequence; NONE for a sequence that does not exist.
+struct Token {
+    uint position;
+    uint sequence;
+    uint len;
+};
+
+inline Token load_token(const AttendParams &p, const uint *positions, const uint *sequence, const uint *lens, uint token) {
+    Token t = {positions[token], sequence[token], 0};
+    if (t.sequence < p.sequences) {
+        t.len = lens[t.sequence];
+    } else {
+        t.sequence = NONE;
+    }
+    return t;
+}
+
+// As load_token, with one dependent load less if the token's sequence is 0, as it most likely is: its length is loaded
+// at once.
+inline Token load_token_early(const AttendParams &p, const uint *positions, const uint *sequence, const uint *lens, uint token) {
+    const uint len = lens[0];
+    Token t = {positions[token], sequence[token], len};
+    if (t.sequence > 0) {
+        t = load_token(p, positions, sequence, lens, token);
+    }
+    return t;
+}
+
+// The positions that a token sees: among the cached ones, or (FRESH) of the batch's tokens.
+inline Range visible(const AttendParams &p, Token token) {
+    const uint after = token.position == NONE ? NONE : token.position + 1;
+    const uint window_first = after > p.window ? after - p.window : 0;
+    if (FRESH) {
+        // There is no key at position NONE, not even the token's own.
+        return token.position == NONE ? Range{0, 0} : Range{window_first, after};
+    }
+    uint end = min(token.len, after);
+    const uint held = token.len > p.capacity ? token.len - p.capacity : 0;
+    if (!RING) {
+        end = min(end, p.capacity);
+    }
+    const uint first = max(held, window_first);
+    return {min(first, end), end};
+}
+
+inline bool sees_any(const AttendParams &p, Token token) {
+    return token.sequence != NONE && visible(p, token).len() > 0;
+}
+
+// The factor of a row whose weights have the sum l: 1 / l. The sum is 0 in two cases: no key is seen, and the output is
+// 0; or every score is -inf, and the output is NaN.
+template <typename Sees>
+inline float inverse_of_sum(float l, Sees sees) {
+    if (l != 0) {
+        return 1 / l;
+    }
+    return sees() ? __uint_as_float(0x7FC00000) : 0;
+}
+
+inline uint tiles_of(Range keys) {
+    return keys.first >= keys.end ? 0 : (keys.end - keys.first + TILE - 1) / TILE;
+}
+
+// Consecutive tiles divided into parts that differ by one tile at most; the longer parts come first.
+struct EvenSplit {
+    uint most;
+    uint longer;
+
+    EvenSplit(uint tiles, uint parts) : most(tiles / parts + 1), longer(tiles % parts) {}
+
+    // The first tile of a part.
+    uint first(uint part) const {
+        return part * (most - 1) + min(part, longer);
+    }
+    // The part that has a tile.
+    uint part_of(uint tile) const {
+        const uint in_longer = longer * most;
+        return tile < in_longer ? tile / most : longer + (tile - in_longer) / (most - 1);
+    }
+};
+
+// A block's part of one work item.
+struct ItemPart {
+    uint item;
+    uint head;
+    // The part's tiles, among those of the item.
+    Range tiles;
+    // The number of parts of the item, and this part's number. With more than one: the slot of the first part's state,
+    // which the slots of the others follow.
+    uint parts;
+    uint part;
+    uint first_slot;
+
+    uint slot(uint part) const {
+        return first_slot + part;
+    }
+};
+
+// Counts this block's arrival. Returns whether it is the last of `all`; that one sees the states that the others have
+// left.
+inline bool arrive(uint *flag, uint *counter, uint all) {
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        uint before;
+        asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+        const bool last = before == all - 1;
+        if (last) {
+            // For the next launch.
+            *counter = 0;
+        }
+        *flag = last;
+    }
+    __syncthreads();
+    return *flag != 0;
+}
+
+#endif

@@ -1,0 +1,196 @@
+// Rows of a cache layer, encoded and stored: dense ones converted, TurboQuant as codec/turboquant.rs defines it.
+//
+// SHARERS neighbouring lanes of a warp hold a row in registers, MINE coordinates each, from MINE * i on in the i-th:
+// whole bytes of every plane. Distances of the rotation below MINE are within a lane, the others are exchanges of
+// lanes; there is no barrier. Sums are trees over neighbouring coordinates, then pairs of these, and so on: the same
+// bits whatever MINE is. All lanes of a warp call these functions, also those whose row is not `kept`.
+#ifndef KVANT_CUDA_CODEC_ENCODE_ROWS_H
+#define KVANT_CUDA_CODEC_ENCODE_ROWS_H
+#include "codec/butterflies.h"
+#include "codec/nearest_centroid.h"
+#include "codec/planes.h"
+#include "codec/rotate_block.h"
+#include "device/reduce.h"
+
+// The numbers of norms (gpu/planes.rs).
+constexpr uint NORM_RMS = 0;
+constexpr uint NORM_LEAST_SQUARES = 1;
+constexpr uint NORM_UNBIASED = 2;
+
+struct WritablePlanes {
+    uchar *low;
+    uchar *high;
+    float *norms;
+};
+
+// f(base) + .. + f(base + N - 1), as a tree. Nothing is contracted.
+template <uint N, typename F> inline float tree_sum(F f, uint base = 0) {
+    if constexpr (N == 1) {
+        return f(base);
+    } else {
+        return __fadd_rn(tree_sum<N / 2>(f, base), tree_sum<N / 2>(f, base + N / 2));
+    }
+}
+
+// The sum over the COUNT lanes that hold the block of this lane, from those of BEGUN lanes.
+template <uint COUNT, uint BEGUN = 1> inline float lane_sum(float x) {
+#pragma unroll
+    for (uint distance = BEGUN; distance < COUNT; distance *= 2) {
+        x = __fadd_rn(x, __shfl_xor_sync(ALL, x, distance));
+    }
+    return x;
+}
+
+// The signs of a lane's coordinates.
+template <uint MINE> struct Signs {
+    uint bits[(MINE + 31) / 32];
+
+    // `lane` of SHARERS. Nobody ever writes to the table.
+    inline Signs(uint sharers, uint lane) {
+#pragma unroll
+        for (uint i = 0; i < (MINE + 31) / 32; i++) {
+            const uint bit = MINE * sharers + lane * MINE + 32 * i;
+            bits[i] = SIGN_BITS[bit / 32] >> (bit % 32);
+        }
+    }
+
+    inline float flip(float y, uint j) const {
+        return __uint_as_float(__float_as_uint(y) ^ (bits[j / 32] << (31 - j % 32) & 0x80000000));
+    }
+};
+
+// The rotation of a row, `lane` of SHARERS.
+template <uint MINE, uint SHARERS> inline void rotate_row(float (&y)[MINE], const Signs<MINE> &signs, uint lane) {
+    constexpr uint DIM = MINE * SHARERS;
+    const float scale = rotation_scale(DIM);
+#pragma unroll
+    for (uint j = 0; j < MINE; j++) {
+        y[j] = signs.flip(y[j] * scale, j);
+    }
+    transform(y);
+#pragma unroll
+    for (uint distance = 1; distance < SHARERS; distance *= 2) {
+        const float own = (lane & distance) != 0 ? -1.0f : 1.0f;
+#pragma unroll
+        for (uint j = 0; j < MINE; j++) {
+            y[j] = fmaf(y[j], own, __shfl_xor_sync(ALL, y[j], distance));
+        }
+    }
+}
+
+// WORDS words to a place that is a multiple of their size, or of 16 bytes.
+template <uint WORDS> inline void store_words(uchar *to, const uint (&words)[WORDS]) {
+    if constexpr (WORDS % 4 == 0) {
+#pragma unroll
+        for (uint i = 0; i < WORDS; i += 4) {
+            reinterpret_cast<uint4 *>(to)[i / 4] = make_uint4(words[i], words[i + 1], words[i + 2], words[i + 3]);
+        }
+    } else {
+#pragma unroll
+        for (uint i = 0; i < WORDS; i++) {
+            reinterpret_cast<uint *>(to)[i] = words[i];
+        }
+    }
+}
+
+// BITS bits, from bit FROM on, of each index, one behind the other: MINE / 8 * BITS bytes, a lane's part of a plane.
+template <uint BITS, uint FROM, uint MINE> inline void store_bits(uchar *to, const uint (&index)[MINE]) {
+    constexpr uint EACH = 32 / BITS, WORDS = (MINE + EACH - 1) / EACH;
+    uint words[WORDS] = {};
+#pragma unroll
+    for (uint j = 0; j < MINE; j++) {
+        words[j / EACH] |= (index[j] >> FROM & ((1u << BITS) - 1)) << (j % EACH * BITS);
+    }
+    if constexpr (MINE >= EACH) {
+        store_words<WORDS>(to, words);
+    } else if constexpr (MINE * BITS == 16) {
+        *reinterpret_cast<ushort *>(to) = ushort(words[0]);
+    } else {
+        *to = uchar(words[0]);
+    }
+}
+
+// Encodes the rotated row y as row `at` of the planes, if it is `kept`.
+template <uint MINE, uint SHARERS, uint CODEC, uint NORM, uint COPIES>
+inline void store_encoded(float (&y)[MINE], WritablePlanes to, ulong at, bool kept, float scale, uint lane,
+                          const Nearest<CODEC, COPIES> &nearest_to) {
+    constexpr uint DIM = MINE * SHARERS, BLOCK = DIM < 256 ? DIM : 256, BLOCK_LANES = BLOCK / MINE;
+    const auto square = [&](uint j) { return __fmul_rn(y[j], y[j]); };
+    float energy = lane_sum<BLOCK_LANES>(tree_sum<MINE>(square));
+    const float total = lane_sum<SHARERS, BLOCK_LANES>(energy);
+    const bool storable = !is_nan_or_infinite(total);
+    float unit = 1;
+    if (__any_sync(ALL, total < 1e-24f)) {
+        // Squares this small have lost digits: once more, with the coordinates near 1.
+        float largest = 0;
+#pragma unroll
+        for (uint j = 0; j < MINE; j++) {
+            largest = fmaxf(largest, fabsf(y[j]));
+        }
+#pragma unroll
+        for (uint distance = 1; distance < SHARERS; distance *= 2) {
+            largest = fmaxf(largest, __shfl_xor_sync(ALL, largest, distance));
+        }
+        unit = total < 1e-24f ? unit_of(largest) : 1;
+#pragma unroll
+        for (uint j = 0; j < MINE; j++) {
+            y[j] *= unit;
+        }
+        energy = lane_sum<BLOCK_LANES>(tree_sum<MINE>(square));
+    }
+    const float n = sqrtf(energy / float(BLOCK)) / scale;
+    const float inverse = n > 0 ? 1 / n : 0;
+    uint index[MINE];
+    float c[MINE];
+#pragma unroll
+    for (uint j = 0; j < MINE; j++) {
+        index[j] = nearest_to(y[j] * inverse, c[j]);
+        index[j] = storable ? index[j] : 0;
+    }
+    float norm = n;
+    if (NORM != NORM_RMS) {
+        const float yc = lane_sum<BLOCK_LANES>(tree_sum<MINE>([&](uint j) { return __fmul_rn(y[j], c[j]); }));
+        if (NORM == NORM_LEAST_SQUARES) {
+            const float cc = lane_sum<BLOCK_LANES>(tree_sum<MINE>([&](uint j) { return __fmul_rn(c[j], c[j]); }));
+            norm = yc / cc;
+        } else {
+            norm = energy / yc;
+        }
+    }
+    if (!kept) {
+        return;
+    }
+    norm = !storable ? __uint_as_float(0x7FC00000) : energy > 0 ? norm / unit : 0;
+    if (lane % BLOCK_LANES == 0) {
+        to.norms[at * (DIM / BLOCK) + lane / BLOCK_LANES] = norm;
+    }
+    if (CODEC == TQ8) {
+        store_bits<8, 0>(to.low + at * DIM + lane * MINE, index);
+        return;
+    }
+    store_bits<4, 0>(to.low + at * (DIM / 2) + lane * (MINE / 2), index);
+    if (CODEC == TQ5) {
+        store_bits<1, 4>(to.high + at * (DIM / 8) + lane * (MINE / 8), index);
+    } else if (CODEC == TQ6) {
+        store_bits<2, 4>(to.high + at * (DIM / 4) + lane * (MINE / 4), index);
+    }
+}
+
+// Stores the row y, dense or encoded, as row `at` of the planes. `aligned`, a constant, is that of store4.
+template <uint MINE, uint SHARERS, uint CODEC, uint NORM, uint COPIES>
+inline void store_row(float (&y)[MINE], WritablePlanes to, ulong at, bool kept, float scale, uint lane, const uint *tables,
+                      bool aligned) {
+    if constexpr (is_quantised(CODEC)) {
+        rotate_row<MINE, SHARERS>(y, Signs<MINE>(SHARERS, lane), lane);
+        const Nearest<CODEC, COPIES> nearest_to(tables);
+        store_encoded<MINE, SHARERS, CODEC, NORM, COPIES>(y, to, at, kept, scale, lane, nearest_to);
+    } else if (kept) {
+#pragma unroll
+        for (uint j = 0; j < MINE; j += 4) {
+            const float4 four = make_float4(y[j], y[j + 1], y[j + 2], y[j + 3]);
+            store4(to.low, at * (MINE * SHARERS) + lane * MINE + j, 4, four, CODEC, aligned);
+        }
+    }
+}
+
+#endif

@@ -1,0 +1,248 @@
+// Rows of a cache layer, encoded eight at a time by a warp from sources of 16 bits: kv_write's way for many of them.
+//
+// The D coordinates of a row are 16 strips of STRIP neighbours, D = 16 * STRIP, and the rotation is one over the strips
+// followed by one within them. Over the strips it is a product with Sylvester's matrix of 16 on tensor cores, whose
+// operands are exact: A is that matrix, B coordinate c of each strip of eight rows (n). Lane 4g + t reads of row g the
+// strips t, t + 4, t + 8 and t + 12, so that four lanes read neighbours, and gets of the rows 2t and 2t + 1 the strips
+// g and g + 8, whole: the rest of the rotation is within a lane. k = 2t + i + 8j is strip t + 4i + 8j.
+#ifndef KVANT_CUDA_CODEC_ENCODE_TILES_H
+#define KVANT_CUDA_CODEC_ENCODE_TILES_H
+#include "codec/encode_rows.h"
+#include "codec/nearest_centroid.h"
+#include "device/fragments.h"
+
+// The signs of pairs of coordinates, as the highest bits of 16.
+template <uint DIM> inline void fill_signs(uint *signs) {
+    for (uint i = threadIdx.x; i < DIM / 2; i += blockDim.x) {
+        const uint bit = DIM + 2 * i, two = SIGN_BITS[bit / 32] >> (bit % 32);
+        signs[i] = (two & 1) << 15 | (two & 2) << 30;
+    }
+}
+
+// Of Sylvester's matrix of 16, scaled: the lane's part of A.
+template <bool HALF> inline void strip_matrix(uint (&a)[4], uint lane, float scale) {
+#pragma unroll
+    for (uint i = 0; i < 4; i++) {
+        const uint row = lane / 4 + i % 2 * 8, strip = lane % 4 + i / 2 * 8;
+        const auto entry = [&](uint strip) { return __popc(row & strip) % 2 != 0 ? -scale : scale; };
+        a[i] = pack<HALF>(entry(strip), entry(strip + 4));
+    }
+}
+
+// The sum over the eight lanes with the same t.
+inline float strips_sum(float x) {
+#pragma unroll
+    for (uint distance = 4; distance < 32; distance *= 2) {
+        x += __shfl_xor_sync(ALL, x, distance);
+    }
+    return x;
+}
+
+// BITS bits of each index from bit FROM on, one behind the other.
+template <uint BITS, uint FROM, uint N, bool WHOLE> inline void store_fields(uchar *to, const uint (&index)[N]) {
+    constexpr uint EACH = 32 / BITS, WORDS = (N + EACH - 1) / EACH;
+    uint words[WORDS] = {};
+#pragma unroll
+    for (uint j = 0; j < N; j++) {
+        const uint field = WHOLE ? index[j] : index[j] >> FROM & ((1u << BITS) - 1);
+        words[j / EACH] += field << (j % EACH * BITS);
+    }
+    if constexpr (N >= EACH) {
+        if constexpr (WORDS == 2) {
+            *reinterpret_cast<uint2 *>(to) = make_uint2(words[0], words[1]);
+        } else {
+            store_words<WORDS>(to, words);
+        }
+    } else if constexpr (N * BITS == 16) {
+        *reinterpret_cast<ushort *>(to) = ushort(words[0]);
+    } else {
+        *to = uchar(words[0]);
+    }
+}
+
+// A lane's four strips of eight rows of 16-bit numbers.
+template <uint DIM> struct Strips {
+    static constexpr uint STRIP = DIM / 16, PIECES = STRIP / 8;
+    uint4 words[4][PIECES];
+
+    static inline uint first_of(uint strip) {
+        return (threadIdx.x % 4 + strip * 4) * PIECES;
+    }
+
+    // `source` is row lane / 4.
+    inline void load(const uchar *source) {
+#pragma unroll
+        for (uint s = 0; s < 4; s++) {
+#pragma unroll
+            for (uint i = 0; i < PIECES; i++) {
+                words[s][i] = reinterpret_cast<const uint4 *>(source)[first_of(s) + i];
+            }
+        }
+    }
+
+    // Word i of a strip, with the signs of its coordinates.
+    inline uint flipped(uint s, uint i, const uint4 *signs) const {
+        const uint4 x = words[s][i / 4], flip = signs[first_of(s) + i / 4];
+        return i % 4 == 0 ? x.x ^ flip.x : i % 4 == 1 ? x.y ^ flip.y : i % 4 == 2 ? x.z ^ flip.z : x.w ^ flip.w;
+    }
+
+    // y[r][s][c]: coordinate c of strip g + 8 s of row 2t + r, rotated.
+    template <bool HALF> inline void rotate(float (&y)[2][2][STRIP], const uint (&a)[4], const uint *signs) const {
+        const uint4 *flips = reinterpret_cast<const uint4 *>(signs);
+#pragma unroll
+        for (uint i = 0; i < STRIP / 2; i++) {
+            const uint w[4] = {flipped(0, i, flips), flipped(1, i, flips), flipped(2, i, flips), flipped(3, i, flips)};
+#pragma unroll
+            for (uint half = 0; half < 2; half++) {
+                const uint halves = half == 0 ? 0x5410 : 0x7632, c = 2 * i + half;
+                float sum[4] = {};
+                mma<HALF>(sum, a, make_uint2(__byte_perm(w[0], w[1], halves), __byte_perm(w[2], w[3], halves)));
+                y[0][0][c] = sum[0];
+                y[1][0][c] = sum[1];
+                y[0][1][c] = sum[2];
+                y[1][1][c] = sum[3];
+            }
+        }
+#pragma unroll
+        for (uint i = 0; i < 4; i++) {
+            transform<STRIP>(y[i / 2][i % 2]);
+        }
+        if (DIM != 256) {
+#pragma unroll
+            for (uint i = 0; i < 4 * STRIP; i++) {
+                // What is left of 1 / sqrt(DIM).
+                y[i / STRIP / 2][i / STRIP % 2][i % STRIP] *= 0.70710678118654752f;
+            }
+        }
+    }
+};
+
+// Encodes eight rotated rows. `row` is the row of the planes that takes row lane / 4, if `kept`.
+template <uint DIM, uint CODEC, uint NORM, uint COPIES>
+inline void store_eight(float (&y)[2][2][DIM / 16], WritablePlanes to, ulong row, bool kept, float scale,
+                        const Nearest<CODEC, COPIES> &nearest_to, uint lane) {
+    constexpr uint STRIP = DIM / 16, BLOCK = DIM < 256 ? DIM : 256, BLOCKS = DIM / BLOCK;
+    const uint g = lane / 4, t = lane % 4;
+    // Of row r and block b of it (both strips are in one where there is one).
+    float energy[2][BLOCKS] = {};
+#pragma unroll
+    for (uint r = 0; r < 2; r++) {
+#pragma unroll
+        for (uint s = 0; s < 2; s++) {
+            float sum = 0;
+#pragma unroll
+            for (uint c = 0; c < STRIP; c++) {
+                sum = fmaf(y[r][s][c], y[r][s][c], sum);
+            }
+            energy[r][s % BLOCKS] += sum;
+        }
+    }
+    float total[2], unit[2] = {1, 1};
+#pragma unroll
+    for (uint r = 0; r < 2; r++) {
+        total[r] = 0;
+#pragma unroll
+        for (uint b = 0; b < BLOCKS; b++) {
+            energy[r][b] = strips_sum(energy[r][b]);
+            total[r] += energy[r][b];
+        }
+    }
+    if (__any_sync(ALL, fminf(total[0], total[1]) < 1e-24f)) {
+        // Squares this small have lost digits: once more, with the coordinates near 1.
+#pragma unroll
+        for (uint r = 0; r < 2; r++) {
+            float largest = 0;
+#pragma unroll
+            for (uint i = 0; i < 2 * STRIP; i++) {
+                largest = fmaxf(largest, fabsf(y[r][i / STRIP][i % STRIP]));
+            }
+#pragma unroll
+            for (uint distance = 4; distance < 32; distance *= 2) {
+                largest = fmaxf(largest, __shfl_xor_sync(ALL, largest, distance));
+            }
+            unit[r] = total[r] < 1e-24f ? unit_of(largest) : 1;
+            float again[BLOCKS] = {};
+#pragma unroll
+            for (uint i = 0; i < 2 * STRIP; i++) {
+                float &x = y[r][i / STRIP][i % STRIP];
+                x *= unit[r];
+                again[i / STRIP % BLOCKS] = fmaf(x, x, again[i / STRIP % BLOCKS]);
+            }
+#pragma unroll
+            for (uint b = 0; b < BLOCKS; b++) {
+                energy[r][b] = strips_sum(again[b]);
+            }
+        }
+    }
+    // Each lane has the norm of one of the rows' blocks to work out.
+    const uint my_row = g % 2, my_block = g / 2 % BLOCKS;
+    const float my_energy = BLOCKS == 1 || my_block == 0 ? (my_row == 0 ? energy[0][0] : energy[1][0])
+                                                         : (my_row == 0 ? energy[0][BLOCKS - 1] : energy[1][BLOCKS - 1]);
+    const float n = sqrtf(my_energy / float(BLOCK)) / scale;
+    const float my_inverse = n > 0 ? 1 / n : 0;
+    float yc[2][BLOCKS] = {}, cc[2][BLOCKS] = {};
+#pragma unroll
+    for (uint r = 0; r < 2; r++) {
+        const ulong at = __shfl_sync(ALL, row, (2 * t + r) * 4);
+        const bool stored = __shfl_sync(ALL, int(kept), (2 * t + r) * 4) != 0;
+        const bool storable = !is_nan_or_infinite(total[r]);
+#pragma unroll
+        for (uint s = 0; s < 2; s++) {
+            const uint b = s % BLOCKS;
+            const float inverse = __shfl_sync(ALL, my_inverse, b * 8 + r * 4 + t);
+            uint index[STRIP];
+            float products[2] = {}, squares[2] = {};
+#pragma unroll
+            for (uint c = 0; c < STRIP; c++) {
+                float value;
+                index[c] = nearest_to(y[r][s][c] * inverse, value);
+                products[c % 2] = fmaf(y[r][s][c], value, products[c % 2]);
+                squares[c % 2] = fmaf(value, value, squares[c % 2]);
+            }
+            yc[r][b] += products[0] + products[1];
+            cc[r][b] += squares[0] + squares[1];
+            if (!storable) {
+#pragma unroll
+                for (uint c = 0; c < STRIP; c++) {
+                    index[c] = 0;
+                }
+            }
+            if (stored) {
+                const uint strip = g + s * 8;
+                if (CODEC == TQ8) {
+                    store_fields<8, 0, STRIP, true>(to.low + at * DIM + strip * STRIP, index);
+                } else {
+                    store_fields<4, 0, STRIP, CODEC == TQ4>(to.low + at * (DIM / 2) + strip * (STRIP / 2), index);
+                }
+                if (CODEC == TQ5) {
+                    store_fields<1, 4, STRIP, false>(to.high + at * (DIM / 8) + strip * (STRIP / 8), index);
+                } else if (CODEC == TQ6) {
+                    store_fields<2, 4, STRIP, false>(to.high + at * (DIM / 4) + strip * (STRIP / 4), index);
+                }
+            }
+        }
+    }
+    if (NORM != NORM_RMS) {
+#pragma unroll
+        for (uint i = 0; i < 2 * BLOCKS; i++) {
+            yc[i / BLOCKS][i % BLOCKS] = strips_sum(yc[i / BLOCKS][i % BLOCKS]);
+            if (NORM == NORM_LEAST_SQUARES) {
+                cc[i / BLOCKS][i % BLOCKS] = strips_sum(cc[i / BLOCKS][i % BLOCKS]);
+            }
+        }
+    }
+    const auto mine = [&](const float(&of)[2][BLOCKS]) {
+        const float first = my_row == 0 ? of[0][0] : of[1][0], last = my_row == 0 ? of[0][BLOCKS - 1] : of[1][BLOCKS - 1];
+        return my_block == 0 ? first : last;
+    };
+    const ulong at = __shfl_sync(ALL, row, (2 * t + my_row) * 4);
+    const bool stored = __shfl_sync(ALL, int(kept), (2 * t + my_row) * 4) != 0;
+    if (stored && g < 2 * BLOCKS) {
+        const float norm = NORM == NORM_RMS ? n : NORM == NORM_LEAST_SQUARES ? mine(yc) / mine(cc) : my_energy / mine(yc);
+        const bool storable = !is_nan_or_infinite(my_row == 0 ? total[0] : total[1]);
+        to.norms[at * BLOCKS + my_block] =
+            !storable ? __uint_as_float(0x7FC00000) : my_energy > 0 ? norm / (my_row == 0 ? unit[0] : unit[1]) : 0;
+    }
+}
+
+#endif

@@ -1,0 +1,88 @@
+// The index of the centroid nearest to a number, by arithmetic and one comparison.
+//
+// Cells of even width hold at most one threshold of a codebook each; a table has for each cell that threshold, or the
+// next above, and how many lie below the cell (threshold_cells.rs). Lanes have copies of it, and of the centroids, in
+// banks of shared memory of their own, as far as there is room: they read different cells. Entries of 8 bytes are read
+// by 16 lanes at a time, so no more copies of them than that are of use.
+#ifndef KVANT_CUDA_CODEC_NEAREST_CENTROID_H
+#define KVANT_CUDA_CODEC_NEAREST_CENTROID_H
+#include "codec/planes.h"
+#include "codec/threshold_cells.h"
+#include "device/fragments.h"
+
+// The cells of a codec, and the middle of the last; that of the first is as far below 0.
+inline constexpr uint cells_of(uint codec) {
+    return codec == TQ4 ? CELL_COUNT_4 : codec == TQ5 ? CELL_COUNT_5 : codec == TQ6 ? CELL_COUNT_6 : CELL_COUNT_8;
+}
+
+inline constexpr float reach_of(uint codec) {
+    return codec == TQ4 ? REACH_4 : codec == TQ5 ? REACH_5 : codec == TQ6 ? REACH_6 : REACH_8;
+}
+
+inline constexpr uint cell_copies(uint copies) {
+    return copies < 16 ? copies : 16;
+}
+
+// Words of shared memory for the tables of a codec: [cells][cell copies][threshold, index], [centroids][copies].
+inline constexpr uint table_words(uint codec, uint copies) {
+    return is_quantised(codec) ? 2 * cells_of(codec) * cell_copies(copies) + (1u << codec) * copies : 0;
+}
+
+template <uint CODEC> inline const Cell *cells_table() {
+    return CODEC == TQ4 ? CELLS_4 : CODEC == TQ5 ? CELLS_5 : CODEC == TQ6 ? CELLS_6 : CELLS_8;
+}
+
+template <uint CODEC> inline const float *centroids_table() {
+    return CODEC == TQ4 ? CENTROIDS_4 : CODEC == TQ5 ? CENTROIDS_5 : CODEC == TQ6 ? CENTROIDS_6 : CENTROIDS_8;
+}
+
+template <uint CODEC, uint COPIES> struct Nearest {
+    static constexpr uint CELLS = cells_of(CODEC), CELL_COPIES = cell_copies(COPIES);
+    // Addresses in shared memory, of this lane's copies.
+    uint cells;
+    uint centroids;
+
+    // Fills the tables, which begin at a multiple of 8 bytes. All threads of the block call it; copies_wait and a
+    // barrier have to follow. Nobody ever writes to what it reads.
+    static inline void fill(uint *tables) {
+        if constexpr (COPIES == 1) {
+            // Asynchronous copies of the whole tables; the thread continues meanwhile.
+            const uint to = shared_address(tables);
+            for (uint i = threadIdx.x; i < CELLS; i += blockDim.x) {
+                copy_async<8>(to + i * 8, reinterpret_cast<const uchar *>(cells_table<CODEC>() + i), true);
+            }
+            for (uint i = threadIdx.x; i < (1u << CODEC) / 2; i += blockDim.x) {
+                copy_async<8>(to + CELLS * 8 + i * 8, reinterpret_cast<const uchar *>(centroids_table<CODEC>() + 2 * i), true);
+            }
+            copies_commit();
+            return;
+        }
+        for (uint i = threadIdx.x; i < CELLS * CELL_COPIES; i += blockDim.x) {
+            const Cell cell = cells_table<CODEC>()[i / CELL_COPIES];
+            reinterpret_cast<uint2 *>(tables)[i] = make_uint2(__float_as_uint(cell.threshold), cell.below);
+        }
+        for (uint i = threadIdx.x; i < (1u << CODEC) * COPIES; i += blockDim.x) {
+            tables[2 * CELLS * CELL_COPIES + i] = __float_as_uint(centroids_table<CODEC>()[i / COPIES]);
+        }
+    }
+
+    inline Nearest(const uint *tables) {
+        // A cell's number is added to 2^23.
+        cells = shared_address(tables) + threadIdx.x % CELL_COPIES * 8 - 0x4B000000 * (CELL_COPIES * 8);
+        centroids = shared_address(tables) + (2 * CELLS * CELL_COPIES + threadIdx.x % COPIES) * 4;
+    }
+
+    // The index, and the centroid. Any of them for NaN.
+    inline uint operator()(float z, float &c) const {
+        const float place = __saturatef(fmaf(z, 0.5f / reach_of(CODEC), 0.5f));
+        const uint cell = __float_as_uint(fmaf(place, float(CELLS - 1), 8388608.0f));
+        float threshold;
+        uint index;
+        asm("ld.shared.v2.b32 {%0, %1}, [%2];" : "=f"(threshold), "=r"(index) : "r"(cell * (CELL_COPIES * 8) + cells));
+        index += z > threshold ? 1 : 0;
+        asm("ld.shared.b32 %0, [%1];" : "=f"(c) : "r"(index * (COPIES * 4) + centroids));
+        return index;
+    }
+};
+
+#endif

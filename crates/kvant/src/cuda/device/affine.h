@@ -1,0 +1,59 @@
+// MLX's affine quantisation: w = scale * code + bias, one scale and bias per group of 32, 64 or 128 inputs.
+//
+// The codes of a row are one little-endian bit stream of 4, 6 or 8 bits each. They are taken 16 at a time: 2, 3 or 4
+// words, all of one group.
+#ifndef KVANT_CUDA_DEVICE_AFFINE_H
+#define KVANT_CUDA_DEVICE_AFFINE_H
+#include "device/vectors.h"
+
+// Words that hold 16 codes.
+inline constexpr uint words_of(uint bits) {
+    return bits / 2;
+}
+
+// The words of codes 16 c .. 16 c + 15 of the row whose first word is `row`. `aligned`, a constant, says that rows
+// begin at multiples of 16 bytes.
+inline uint4 load_words(const uint *row, uint c, uint bits, bool aligned) {
+    const uint *at = row + c * words_of(bits);
+    if (bits == 4) {
+        const uint2 two = aligned ? *reinterpret_cast<const uint2 *>(at) : make_uint2(at[0], at[1]);
+        return make_uint4(two.x, two.y, 0, 0);
+    }
+    if (bits == 6) {
+        return make_uint4(at[0], at[1], at[2], 0);
+    }
+    return aligned ? *reinterpret_cast<const uint4 *>(at) : make_uint4(at[0], at[1], at[2], at[3]);
+}
+
+// A code of few bits as a float without a conversion, which is slow: the bits behind a 2^23, less that.
+inline float from_bits(uint bits) {
+    return __uint_as_float(bits | 0x4B000000) - 8388608.0f;
+}
+
+// Codes 4 i .. 4 i + 3 of those 16, the j-th in units of 1 / part(field_units(bits), j); i is known when the loop
+// around it is unrolled. Codes of 4 bits are not shifted within their 16 bits.
+inline float4 fields_of(uint4 words, uint i, uint bits) {
+    if (bits == 4) {
+        const uint w = (i < 2 ? words.x : words.y) >> (i % 2 * 16);
+        return make_float4(from_bits(w & 0xF), from_bits(w & 0xF0), from_bits(w & 0xF00), from_bits(w & 0xF000));
+    }
+    if (bits == 6) {
+        // 24 bits, from bit 24 i on.
+        const uint w = i == 0 ? words.x : i == 1 ? words.x >> 24 | words.y << 8 : i == 2 ? words.y >> 16 | words.z << 16
+                                                                                         : words.z >> 8;
+        return make_float4(from_bits(w & 63), from_bits(w >> 6 & 63), from_bits(w >> 12 & 63), from_bits(w >> 18 & 63));
+    }
+    const uint w = i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w;
+    return make_float4(from_bits(w & 255), from_bits(w >> 8 & 255), from_bits(w >> 16 & 255), from_bits(w >> 24));
+}
+
+inline float4 field_units(uint bits) {
+    return bits == 4 ? make_float4(1, 1 / 16.0f, 1 / 256.0f, 1 / 4096.0f) : all4(1);
+}
+
+// The same as plain codes.
+inline float4 codes_of(uint4 words, uint i, uint bits) {
+    return field_units(bits) * fields_of(words, i, bits);
+}
+
+#endif

@@ -1,0 +1,30 @@
+// Programmatic dependent launch: kernels that may begin before the previous kernel has ended (gpu/launch.rs:
+// `reads_ahead`).
+//
+// Such a kernel waits before it accesses any buffer other than those that it may read ahead, in every thread that
+// accesses one, and only then lets the next kernel begin. So at most two kernels run at a time, and all earlier ones
+// have ended. A block without work may end without waiting, as long as one block of its grid waits.
+#ifndef KVANT_CUDA_DEVICE_DEPENDENT_LAUNCH_H
+#define KVANT_CUDA_DEVICE_DEPENDENT_LAUNCH_H
+
+// Returns when all earlier kernels have ended and their results are visible.
+inline void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// The next kernel may begin when every block has called this or has ended.
+inline void let_next_begin() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// For kernels that read nothing ahead.
+inline void take_turn() {
+    wait_for_previous();
+    let_next_begin();
+}
+
+#endif

@@ -1,0 +1,109 @@
+// Tensor-core products, and the 16-bit pairs that go in and out of them.
+//
+// A warp multiplies A (16 x 16) by B (16 x 8) and adds to C (16 x 8, float). Lane 4g + t holds of A the rows g and
+// g + 8, of B the column g, of C the rows g and g + 8 at the columns 2t and 2t + 1:
+//   a[0]: row g, k 2t, 2t+1   a[1]: row g+8, the same k   a[2]: row g, k 2t+8, 2t+9   a[3]: row g+8, the same k
+//   b.x: k 2t, 2t+1           b.y: k 2t+8, 2t+9
+//   c[0], c[1]: row g         c[2], c[3]: row g+8
+// The order of k is free as long as A and B agree on it.
+#ifndef KVANT_CUDA_DEVICE_FRAGMENTS_H
+#define KVANT_CUDA_DEVICE_FRAGMENTS_H
+#include "device/convert.h"
+
+// c += a * b over f16 (HALF) or bf16 operands.
+template <bool HALF>
+inline void mma(float (&c)[4], const uint (&a)[4], uint2 b) {
+    if constexpr (HALF) {
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                     "{%0, %1, %2, %3};"
+                     : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y));
+    } else {
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, "
+                     "%9}, {%0, %1, %2, %3};"
+                     : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y));
+    }
+}
+
+// Two floats as a pair, the first in the low half.
+template <bool HALF>
+inline uint pack(float low, float high) {
+    uint pair;
+    if constexpr (HALF) {
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    } else {
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    }
+    return pair;
+}
+
+template <bool HALF>
+inline float2 unpack(uint pair) {
+    if constexpr (HALF) {
+        return make_float2(half_to_float(ushort(pair)), half_to_float(ushort(pair >> 16)));
+    } else {
+        return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xFFFF0000u));
+    }
+}
+
+// Two floats as a sum of TERMS pairs, each the rounding of what the ones before it left: 11 bits more with every f16
+// term, 8 with every bf16 term.
+template <bool HALF, uint TERMS>
+inline void split(float x, float y, uint (&terms)[TERMS]) {
+#pragma unroll
+    for (uint i = 0; i < TERMS; i++) {
+        terms[i] = pack<HALF>(x, y);
+        const float2 taken = unpack<HALF>(terms[i]);
+        // An infinity or a NaN is in the first term; the rest would be NaN.
+        x = isfinite(taken.x) ? x - taken.x : 0;
+        y = isfinite(taken.y) ? y - taken.y : 0;
+    }
+}
+
+// The transpose of an 8 x 8 matrix of 16-bit elements: lane 4g + t holds row g, columns 2t and 2t + 1.
+inline uint transpose8(uint pair) {
+    uint out;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(pair));
+    return out;
+}
+
+// Four matrices of 8 rows of 16 bytes, of which lane 4g + t gets word t of row g. Lane i says where row i % 8 of the i
+// / 8-th begins.
+inline uint4 load_matrices(uint from) {
+    uint4 w;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w)
+                 : "r"(from)
+                 : "memory");
+    return w;
+}
+
+// Copies BYTES (4, 8 or 16) to shared memory asynchronously; zeros if not `there`.
+template <uint BYTES>
+inline void copy_async(uint to, const uchar *from, bool there) {
+    const uint bytes = there ? BYTES : 0;
+    if constexpr (BYTES == 16) {
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+    } else {
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %3, %2;" ::"r"(to), "l"(from), "r"(bytes), "n"(BYTES)
+                     : "memory");
+    }
+}
+
+// Closes the group of copies that were begun since the last one.
+inline void copies_commit() {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Waits until all groups of this thread except the last PENDING have completed.
+template <uint PENDING>
+inline void copies_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+inline uint shared_address(const void *p) {
+    return uint(__cvta_generic_to_shared(p));
+}
+
+#endif

@@ -1,0 +1,69 @@
+// Barriers in shared memory (mbarrier), for threads that pass buffers to each other, and bulk copies.
+#ifndef KVANT_CUDA_DEVICE_MBARRIER_H
+#define KVANT_CUDA_DEVICE_MBARRIER_H
+#include "device/convert.h"
+
+// A barrier is 8 bytes at `at`; its phase ends when `count` threads have arrived.
+inline void barrier_init(uint at, uint count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(count) : "memory");
+}
+
+// Where ordinary instructions read and overwrite a buffer, every thread arrives itself. For one lane that arrives for
+// its warp after __syncwarp, racecheck of compute-sanitizer reports false hazards (tools/h200/named_barriers.cu). It is
+// as fast.
+inline void barrier_arrive(uint at) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
+}
+
+// Later bulk copies may use the barriers initialised before.
+inline void show_barriers_to_copies() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// Later bulk copies are ordered after earlier stores to shared memory.
+inline void show_to_copies() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Arrives, and adds `bytes` of copies that the phase waits for.
+inline void barrier_expect(uint at, uint bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
+}
+
+// Arrives when all cp.async copies of this thread have completed.
+inline void barrier_arrive_behind_copies(uint at) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(at) : "memory");
+}
+
+// True in one lane of a warp, in a form that the compiler recognises; otherwise it compiles bulk copies to a loop over
+// lanes. All lanes call it.
+inline bool elected() {
+    uint is;
+    asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xFFFFFFFF;\nselp.b32 %0, 1, 0, p;\n}" : "=r"(is));
+    return is != 0;
+}
+
+// Copies `bytes`, a multiple of 16, between multiples of 16, to shared memory asynchronously, and signals the barrier.
+inline void copy_bulk(uint to, const uchar *from, uint bytes, uint barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(barrier)
+                 : "memory");
+}
+
+// Prefetches `bytes`, a multiple of 16, from a multiple of 16 on, to L2.
+inline void prefetch_bulk(const uchar *from, uint bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+
+// Waits for the end of a phase. The first phase has parity 0; waiting for parity 1 before that returns at once.
+inline void barrier_wait(uint at, uint parity) {
+#if __CUDA_ARCH__ >= 900
+#define WAIT "mbarrier.try_wait.parity.shared::cta.b64"
+#else
+#define WAIT "mbarrier.test_wait.parity.shared::cta.b64"
+#endif
+    asm volatile("{\n.reg .pred over;\nagain:\n" WAIT " over, [%0], %1;\n@!over bra again;\n}" ::"r"(at), "r"(parity) : "memory");
+#undef WAIT
+}
+
+#endif

@@ -1,0 +1,70 @@
+// Sums, minima and maxima over the threads of a warp or of a block.
+//
+// The order of the additions depends on the number of threads alone.
+#ifndef KVANT_CUDA_DEVICE_REDUCE_H
+#define KVANT_CUDA_DEVICE_REDUCE_H
+#include "device/convert.h"
+
+constexpr uint ALL = 0xFFFFFFFF;
+
+struct Sum {
+    static float of(float a, float b) { return a + b; }
+    static constexpr float none = 0;
+};
+
+struct Max {
+    template <typename T> static T of(T a, T b) { return a > b ? a : b; }
+    static constexpr uint none = 0;
+};
+
+struct Min {
+    static uint of(uint a, uint b) { return a < b ? a : b; }
+    static constexpr uint none = 0xFFFFFFFF;
+};
+
+// All lanes of the warp call it, and all get the result.
+template <typename Op, typename T> inline T over_warp(T x) {
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) {
+        x = Op::of(x, __shfl_xor_sync(ALL, x, distance));
+    }
+    return x;
+}
+
+// The threads that share a row: whole warps of 32.
+struct Team {
+    uint index; // of the thread
+    uint size;  // threads
+    uint lane;  // of the warp
+    uint warp;  // which warp
+};
+
+inline Team whole_block() {
+    return Team{threadIdx.x, blockDim.x, threadIdx.x % 32, threadIdx.x / 32};
+}
+
+// Floats of shared memory that one exchange takes: one for each warp, or each 128 coordinates of a row.
+constexpr uint EXCHANGE = 32;
+
+// All threads of the block call it, and all get the result. `room` holds EXCHANGE values that nobody uses; there is one
+// barrier, before they are read.
+template <typename Op, typename T> inline T over_team(T x, T *room, Team team) {
+    x = over_warp<Op>(x);
+    if (team.lane == 0) {
+        room[team.warp] = x;
+    }
+    __syncthreads();
+    return over_warp<Op>(team.lane < team.size / 32 ? room[team.lane] : T(Op::none));
+}
+
+inline bool is_nan_or_infinite(float x) {
+    return (__float_as_uint(x) & 0x7F800000) == 0x7F800000;
+}
+
+// The power of two that brings x, at least 0, to about 1: 2^-126 to 2^126.
+inline float unit_of(float x) {
+    const int exponent = int(__float_as_uint(x) >> 23) - 127;
+    return __uint_as_float(uint(127 - max(-126, min(exponent, 126))) << 23);
+}
+
+#endif

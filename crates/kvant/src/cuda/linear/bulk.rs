@@ -1,0 +1,179 @@
+//! Products of affine codes with one row, by bulk copies.
+
+use super::{LinearParams, warp_tiling::TILE};
+use crate::cuda::{affine::Parts, headers};
+use crate::{
+    cuda::{WARP, blocks_per_multiprocessor},
+    gpu::{Launch, Limits, Params, Source},
+    ops::linear::{Call, NAME},
+};
+
+static SOURCE: Source = Source {
+    name: "linear_bulk.cu",
+    text: include_str!("linear_bulk.cu"),
+    headers: headers::ALL,
+    layouts: &[LinearParams::layout],
+};
+
+/// Warps of a block that multiply, at most.
+const WARPS: usize = 8;
+/// Inputs of a span: `SPAN` of `integer_products.h`.
+const SPAN: usize = 128;
+/// Stages of W in flight for a block that has a multiprocessor to itself: at most, and at least if there are so many.
+/// With codes of 4 and 6 bits it is one less at most where a warp has several parts of x.
+const STAGES: usize = 5;
+const FEWEST_STAGES: usize = 3;
+/// Bytes of W per block up to which a second block, of the next launch, shares the multiprocessor: while this one
+/// computes, half of its W is fetched to shared memory and half to L2. All of it in shared memory would delay the end
+/// of the previous kernel.
+const SHORT: usize = 100 << 10;
+/// Between SHORT and this, codes of 8 bits are no faster than by `linear_codes`. Nor are codes of 6 bits above SHORT if
+/// a fourth of the multiprocessors would be idle.
+const LONG: usize = 160 << 10;
+
+/// How the work is divided: a block has so many tiles of outputs, a warp so many spans of inputs at a time.
+#[derive(Clone, Copy)]
+pub(super) struct BulkTiling {
+    tiles: usize,
+    spans: usize,
+    warps: usize,
+    stages: usize,
+    /// Stages that are copied before the previous kernel has ended, and further ones that are prefetched to L2.
+    ahead: [usize; 2],
+    /// Blocks of a multiprocessor.
+    beside: usize,
+    /// Shared memory of a block.
+    bytes: usize,
+}
+
+impl BulkTiling {
+    /// None if the kernel does not take the product on this device; it is one that `linear_codes` takes, too.
+    pub(super) fn new(call: &Call, weight: &Parts, limits: &Limits) -> Option<BulkTiling> {
+        let (Some(scales), Some(biases)) = (weight.scales, weight.biases) else { return None };
+        let (inputs, outputs) = (call.dims.inputs, call.dims.outputs);
+        let aligned = [weight.weight, scales, biases].into_iter().all(|t| t.byte_offset().is_multiple_of(16));
+        let factor_row = inputs / weight.group as usize * weight.dtype.size();
+        let whole = outputs > 0 && outputs.is_multiple_of(TILE) && factor_row.is_multiple_of(16);
+        if !limits.clusters || call.rows != 1 || call.experts.is_some() || !aligned || !whole {
+            return None;
+        }
+        let tiles = (outputs / TILE).div_ceil(limits.busy_groups);
+        let bytes = tiles * TILE * inputs / 8 * weight.bits as usize;
+        let short = bytes <= SHORT;
+        let idle = outputs / TILE * 4 <= limits.busy_groups * tiles * 3;
+        if !short && (weight.bits == 8 && bytes < LONG || weight.bits == 6 && tiles > 1 && idle) {
+            return None;
+        }
+        // The bytes of x and the scales of four spans fit into registers if they are few. Codes of 6 bits need all
+        // warps.
+        let few = weight.group >= 64 && weight.dtype.size() == 2;
+        let spans = match weight.bits {
+            4 if few && !short => [4, 4],
+            4 if few => [4, 2],
+            6 if few && !short && chunks(inputs, 4) == Some((1, WARPS)) => [4, 2],
+            8 if few && !short => [2, 4],
+            _ => [2, 2],
+        };
+        let shape = |spans| {
+            let (chunks, _) = chunks(inputs, spans)?;
+            let items = tiles * chunks;
+            let of = |stages| within(weight, inputs, [tiles, spans, stages]);
+            if short {
+                let two = |shape: &BulkTiling| blocks_per_multiprocessor(shape.bytes, limits) >= 2;
+                let shape = (1..=items).rev().filter_map(of).find(two)?;
+                let ahead = items.div_ceil(2).min(shape.stages);
+                return Some(BulkTiling { ahead: [ahead, items - ahead], beside: 2, ..shape });
+            }
+            let most = if chunks == 1 || weight.bits == 8 { STAGES } else { STAGES - 1 };
+            let fits = |shape: &BulkTiling| shape.bytes <= limits.threadgroup_bytes;
+            (FEWEST_STAGES.min(items)..=most.min(items)).rev().filter_map(of).find(fits)
+        };
+        spans.into_iter().find_map(shape)
+    }
+
+    /// The launch.
+    pub(super) fn launch(&self, name: &'static str, call: &Call, weight: &Parts, params: &LinearParams) -> Launch {
+        weight
+            .bind(Launch::new(NAME, &SOURCE, name), call)
+            .constant("INPUTS", params.inputs)
+            .constant("TILES", self.tiles as u32)
+            .constant("SPANS", self.spans as u32)
+            .constant("WARPS", self.warps as u32)
+            .constant("STAGES", self.stages as u32)
+            .constant("AHEAD", self.ahead[0] as u32)
+            .constant("AHEAD_L2", self.ahead[1] as u32)
+            .constant("BESIDE", self.beside as u32)
+            .constant("SHARED_BYTES", self.bytes as u32)
+            .params(6, params)
+            .threadgroup_memory(self.bytes)
+            .grid([call.dims.outputs.div_ceil(TILE * self.tiles), 1, 1], [(self.warps + 1) * WARP, 1, 1])
+            .reads_ahead(&[1, 2, 3])
+    }
+}
+
+/// How many parts of such a row a warp has, and how many warps there are; None if the row is not a whole number of
+/// parts.
+fn chunks(inputs: usize, spans: usize) -> Option<(usize, usize)> {
+    let parts = inputs / (spans * SPAN);
+    if parts == 0 || !inputs.is_multiple_of(spans * SPAN) {
+        return None;
+    }
+    let chunks = parts.div_ceil(WARPS);
+    Some((chunks, parts.div_ceil(chunks)))
+}
+
+/// The tiling with so many tiles, spans and stages.
+fn within(weight: &Parts, inputs: usize, [tiles, spans, stages]: [usize; 3]) -> Option<BulkTiling> {
+    let bits = weight.bits as usize;
+    let (chunks, warps) = chunks(inputs, spans)?;
+    let pitch = (warps * spans * SPAN / 8 * bits).next_multiple_of(128) + if bits == 6 { 32 } else { 16 };
+    let row = inputs / weight.group as usize * weight.dtype.size();
+    let factors = TILE * (row + if (row / 16).is_multiple_of(2) { 16 } else { 0 });
+    let slots = if chunks == 1 { stages } else { tiles };
+    let digits = spans * if bits == 4 { 128 } else { 3 * 36 + 4 } * 4;
+    let sums = tiles * TILE * size_of::<f32>();
+    let bytes = stages * TILE * pitch + slots * 2 * factors + warps * (digits + sums) + stages * 16;
+    Some(BulkTiling { tiles, spans, warps, stages, ahead: [stages, 0], beside: 1, bytes })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cuda::{
+        affine::parts,
+        linear::rows::tests::{H200, calls},
+    };
+
+    #[test]
+    fn a_block_fits_into_what_devices_have() {
+        let mut taken = 0;
+        for bytes in [48 << 10, 99 << 10, 227 << 10] {
+            let limits = Limits { threadgroup_bytes: bytes, ..H200 };
+            for call in calls() {
+                let weight = parts(&call.weight, call.dims.inputs);
+                if weight.bits == 0 {
+                    continue;
+                }
+                let case = format!("{} bits, {:?}, {}, {bytes} bytes", weight.bits, call.x.shape(), call.x.dtype());
+                let Some(shape) = BulkTiling::new(&call, &weight, &limits) else { continue };
+                taken += 1;
+                assert!(shape.bytes * shape.beside <= bytes, "{case}: {}", shape.bytes);
+                assert!(shape.ahead[0] <= shape.stages && shape.stages > 0, "{case}");
+                // Every warp has a part, of all that there is.
+                let parts = call.dims.inputs / (shape.spans * SPAN);
+                assert!(
+                    shape.warps <= WARPS.min(parts) && parts.div_ceil(shape.warps) == parts.div_ceil(WARPS),
+                    "{case}"
+                );
+            }
+        }
+        assert!(taken > 0);
+    }
+
+    #[test]
+    fn devices_before_hopper_have_no_bulk_copies() {
+        let limits = Limits { clusters: false, ..H200 };
+        let none = |call: &Call| BulkTiling::new(call, &parts(&call.weight, call.dims.inputs), &limits).is_none();
+        assert!(calls().all(|call| none(&call)));
+    }
+}

@@ -1,0 +1,147 @@
+//! Products of affine codes with one or two rows, or with few rows of experts, on integer tensor cores.
+
+use super::{
+    LinearParams,
+    warp_tiling::{TILE, WarpTiling, vector},
+};
+use crate::cuda::{affine::Parts, headers};
+use crate::{
+    cuda::{WARP, blocks_per_multiprocessor},
+    gpu::{Launch, Limits, Params, Source},
+    ops::linear::Call,
+};
+
+static SOURCE: Source = Source {
+    name: "linear_codes.cu",
+    text: include_str!("linear_codes.cu"),
+    headers: headers::ALL,
+    layouts: &[LinearParams::layout],
+};
+
+/// The most rows that a block takes: every block converts x to bytes again.
+const TOKENS: usize = 2;
+/// Warps of a block.
+const WARPS: usize = 8;
+/// Rows of so many inputs and more are divided among twice as many warps.
+const LONG: usize = 8192;
+/// Tiles of a block, at most.
+const TILES: usize = 7;
+/// Tiles of a block where there are very many, and its warps: more, where they have equal parts and two such blocks
+/// fit.
+const SMALL: usize = 4;
+const SMALL_WARPS: [usize; 2] = [5, 4];
+/// Inputs of a span, as `linear_codes.cu` has them.
+const SPAN: usize = 128;
+/// Spans of x that a warp converts to integers together, at most.
+const DEPTH: usize = 8;
+
+/// Whether the kernel takes these rows, which `linear_rows` would.
+pub(super) fn suits(call: &Call, weight: &Parts) -> bool {
+    weight.bits != 0 && (call.rows <= TOKENS || call.experts.is_some())
+}
+
+/// As many outputs per block as give every multiprocessor one block, so that all have as much to do; or a tiling that
+/// needs less shared memory, where there is little.
+pub(super) fn tiling(call: &Call, weight: &Parts, limits: &Limits) -> WarpTiling {
+    let tiles = if call.experts.is_some() { 1 } else { call.dims.outputs.div_ceil(TILE).div_ceil(limits.busy_groups) };
+    let with = |tiles, warps, stages| within(call, weight, [tiles, warps, stages]);
+    let fits = |tiling: &WarpTiling| tiling.bytes <= limits.threadgroup_bytes;
+    // Blocks that come in many rounds are small, so that others run while one begins or ends.
+    let [more, small] = SMALL_WARPS.map(|warps| with(SMALL, warps, if weight.bits == 4 { 4 } else { 2 }));
+    let even = call.dims.inputs.div_ceil(SPAN).is_multiple_of(SMALL_WARPS[0]);
+    let small = if even && blocks_per_multiprocessor(more.bytes, limits) >= 2 { more } else { small };
+    if tiles > 4 * TILES && fits(&small) {
+        return small;
+    }
+    let mut tiles = tiles.clamp(1, TILES);
+    if weight.bits == 6 && tiles > 3 {
+        // Codes of 6 bits take the most instructions: two blocks at a time, of half as much.
+        tiles = tiles.div_ceil(2);
+        let two = [WARPS, WARPS / 2].map(|warps| with(tiles, warps, 2));
+        if let Some(shape) = two.into_iter().find(|shape| blocks_per_multiprocessor(shape.bytes, limits) >= 2) {
+            return shape;
+        }
+    }
+    // Long rows need more warps, so that a warp's part is short.
+    let warps = if call.dims.inputs >= LONG { 2 * WARPS } else { WARPS };
+    // Few tiles leave room for more stages.
+    let stages = if tiles <= 2 { 3 } else { 2 };
+    let wanted = [(warps, stages), (warps, 2), (WARPS, stages), (WARPS, 2), (4, 2)];
+    let wanted = wanted.into_iter().map(|(warps, stages)| with(tiles, warps, stages));
+    let smaller = [(tiles.min(2), 4), (1, 4), (1, 2)].into_iter().map(|(t, w)| with(t, w, 2));
+    wanted.chain(smaller).find(fits).unwrap_or_else(|| with(1, 1, 2))
+}
+
+/// Spans of x that each of so many warps converts to integers together.
+fn depth(call: &Call, warps: usize) -> usize {
+    call.dims.inputs.div_ceil(SPAN).div_ceil(warps).clamp(1, DEPTH)
+}
+
+/// The tiling with so many tiles, at most so many warps, and so many stages.
+fn within(call: &Call, weight: &Parts, [tiles, most_warps, stages]: [usize; 3]) -> WarpTiling {
+    let groups = (SPAN / weight.group as usize).max(1);
+    let tokens = if call.experts.is_some() { 1 } else { call.rows.clamp(1, TOKENS) };
+    let spans = call.dims.inputs.div_ceil(SPAN);
+    let vector = vector(weight, call.dims.inputs, |_| true);
+    let kept = vector.max(groups);
+    // No more rounds than with all of them, and no warp without a part. Where parts are hardly longer for it they are
+    // whole periods of scales, of which none is fetched twice then; codes of 6 bits rather have all warps.
+    let part = spans.div_ceil(most_warps);
+    let whole = part.next_multiple_of(kept / groups);
+    let better = weight.bits != 6 && whole <= part + part / 4 && spans.is_multiple_of(whole);
+    let warps = spans.div_ceil(if better { whole } else { part });
+    let stages = stages.min(spans.div_ceil(warps)).max(2);
+    let stage = 2 * tiles * 4 * weight.bits as usize * WARP;
+    let periods = 1 + stages.div_ceil(kept / groups);
+    let factors = periods * tiles * WARP * kept * weight.dtype.size();
+    let digits = depth(call, warps) * (tokens * 3 * 36 + 12) * 4;
+    let sums = TILE * tiles * tokens * size_of::<f32>();
+    let room = (stages * stage + factors + digits).next_multiple_of(16);
+    WarpTiling { tokens, tiles, stages, warps, vector, bytes: warps * (room + sums) }
+}
+
+/// The launch.
+pub(super) fn launch(
+    name: &'static str,
+    tiling: &WarpTiling,
+    call: &Call,
+    weight: &Parts,
+    params: &LinearParams,
+) -> Launch {
+    tiling
+        .launch(&SOURCE, name, call, weight, params)
+        .constant("DEPTH", depth(call, tiling.warps) as u32)
+        .constant("W_ALIGNED", weight.aligned && (call.dims.inputs / 32 * weight.bits as usize).is_multiple_of(4))
+        .constant("WHOLE", call.dims.inputs.is_multiple_of(SPAN))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cuda::{
+        affine::parts,
+        linear::rows::tests::{H200, calls},
+    };
+
+    #[test]
+    fn a_block_fits_into_what_devices_have() {
+        for bytes in [48 << 10, 99 << 10, 163 << 10, 227 << 10] {
+            let limits = Limits { threadgroup_bytes: bytes, ..H200 };
+            let mut tiles = 0;
+            for call in calls() {
+                let weight = parts(&call.weight, call.dims.inputs);
+                if !suits(&call, &weight) {
+                    continue;
+                }
+                let shape = tiling(&call, &weight, &limits);
+                let case = format!("{} bits, {:?}, {}, {bytes} bytes", weight.bits, call.x.shape(), call.x.dtype());
+                assert!(shape.bytes <= bytes, "{case}: {}", shape.bytes);
+                // Every warp has a part, of all that there is.
+                let spans = call.dims.inputs.div_ceil(SPAN);
+                assert!((shape.warps - 1) * spans.div_ceil(shape.warps) < spans, "{case}: {} warps", shape.warps);
+                tiles = tiles.max(shape.tiles);
+            }
+            assert!(bytes != H200.threadgroup_bytes || tiles > 1);
+        }
+    }
+}

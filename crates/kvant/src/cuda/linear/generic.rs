@@ -1,0 +1,115 @@
+//! Products that no other kernel takes; many dense rows, which cuBLASLt multiplies where it is installed.
+
+use super::{LinearParams, aligned16};
+use crate::{
+    DType, Result,
+    cuda::{WARP, affine::Parts, headers},
+    gpu::{Launch, Params, Product, Scratch, Source, Use},
+    ops::linear::{Call, NAME, OwnedWeight},
+};
+
+static SOURCE: Source = Source {
+    name: "linear_generic.cu",
+    text: include_str!("linear_generic.cu"),
+    headers: headers::ALL,
+    layouts: &[LinearParams::layout],
+};
+
+/// Warps of a block of `linear_few`, and outputs of each.
+const WARPS: usize = 4;
+const ROWS: usize = 2;
+/// Rows, outputs and threads of a tile.
+const TILE: [usize; 2] = [64, 64];
+const TILE_THREADS: usize = 256;
+
+/// The kernels of the file.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum GenericKernel {
+    /// A warp for each two outputs.
+    Few,
+    /// Tiles of rows and outputs.
+    Tiles,
+}
+
+/// The launch.
+pub(super) fn launch(
+    kernel: GenericKernel,
+    name: &'static str,
+    call: &Call,
+    weight: &Parts,
+    params: &LinearParams,
+    x_aligned: bool,
+) -> Launch {
+    let Call { dims, experts: ids, rows, .. } = call;
+    let few = kernel == GenericKernel::Few;
+    let tokens = match rows {
+        _ if !few || ids.is_some() => 1,
+        0 | 1 => 1,
+        2 => 2,
+        _ => 4,
+    };
+    let (groups, threads) = if few {
+        ([dims.outputs.div_ceil(ROWS * WARPS), rows.div_ceil(tokens)], WARPS * WARP)
+    } else {
+        let down = if ids.is_some() { dims.experts } else { rows.div_ceil(TILE[0]) };
+        ([dims.outputs.div_ceil(TILE[1]), down], TILE_THREADS)
+    };
+    let product = (!few).then(|| product(call)).flatten();
+    let launch = weight
+        .bind(Launch::new(NAME, &SOURCE, name), call)
+        .constant("TOKENS", tokens as u32)
+        .constant("X_ALIGNED", x_aligned)
+        .constant("W_ALIGNED", weight.aligned)
+        .params(6, params)
+        .grid([groups[0], groups[1], 1], [threads, 1, 1]);
+    Launch { product, ..launch }
+}
+
+/// The launch over dense bf16 matrices `[rows, 2 · inputs]` and `[outputs, 2 · inputs]`, which begin at multiples of 16
+/// bytes.
+pub(super) fn launch_dense(call: &Call, [x, w]: &[Scratch; 2], params: &LinearParams) -> Result<Launch> {
+    let Call { dims, alpha, out, rows, .. } = call;
+    let inputs = 2 * dims.inputs;
+    let product = Product {
+        rows: *rows,
+        outputs: dims.outputs,
+        inputs,
+        alpha: *alpha,
+        dtype: DType::BF16,
+        out_dtype: out.dtype(),
+        bindings: [0, 1, 5],
+    };
+    let launch = Launch::new(NAME, &SOURCE, "linear_tiles")
+        .constant("TOKENS", 1)
+        .constant("X_DTYPE", DType::BF16)
+        .constant("OUT_DTYPE", out.dtype())
+        .constant("W_DTYPE", DType::BF16)
+        .constant("BITS", 0)
+        .constant("GROUP", 1)
+        .constant("EXPERTS", false)
+        .constant("X_ALIGNED", true)
+        .constant("W_ALIGNED", true)
+        .scratch(0, x, Use::Read)
+        .scratch(1, w, Use::Read)
+        .write(5, out)
+        .params(6, &LinearParams { inputs: Launch::uint(NAME, "x", inputs)?, ..*params })
+        .grid([dims.outputs.div_ceil(TILE[1]), rows.div_ceil(TILE[0]), 1], [TILE_THREADS, 1, 1]);
+    Ok(Launch { product: Some(product), ..launch })
+}
+
+/// The product that a library may compute instead: dense, of one dtype, and no less precise.
+fn product(call: &Call) -> Option<Product> {
+    let OwnedWeight::Dense(weight) = &call.weight else { return None };
+    let Call { x, dims, alpha, out, rows, .. } = call;
+    let dtypes = x.dtype() == weight.dtype() && (out.dtype() == x.dtype() || out.dtype() == DType::F32);
+    let aligned = aligned16(x, dims.inputs) && aligned16(weight, dims.inputs) && aligned16(out, dims.outputs);
+    (call.experts.is_none() && dims.inputs > 0 && dtypes && aligned).then(|| Product {
+        rows: *rows,
+        outputs: dims.outputs,
+        inputs: dims.inputs,
+        alpha: *alpha,
+        dtype: x.dtype(),
+        out_dtype: out.dtype(),
+        bindings: [0, 1, 5],
+    })
+}

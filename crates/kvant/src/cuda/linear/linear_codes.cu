@@ -1,0 +1,376 @@
+// linear_codes: linear (linear_generic.cu) for affine codes and one or two rows, or few rows of experts, on integer
+// tensor cores. Reading W is the limit.
+//
+// x is [.., inputs], f32, f16 or bf16; W is [outputs, inputs], codes of 4, 6 or 8 bits. Rows of both begin at multiples
+// of 16 bytes (of 8 for codes of 6 bits).
+//
+// A block has TILES tiles of 16 outputs for TOKENS rows; its warps divide the inputs among them. A warp takes SPAN
+// inputs at a time. W is the A of its products, 16 outputs by 32 inputs, bytes that are codes: those of 8 bits as they
+// are, the others unpacked four at a time. Lane 4g + t has LANE neighbouring codes of the outputs g and g + 8, or two
+// times 16 of them. Asynchronous copies bring them to shared memory, STAGES spans ahead of their use, as they do scales
+// and biases. Only the warp's own lanes use them, so the block has a single barrier, at the end.
+//
+// x becomes an integer of 23 bits, relative to the largest of its span: three signed bytes, each in a column of B of
+// its own. DEPTH spans become that at a time, so that the steps of one do not wait for those of another. Where a span
+// has several groups, each has columns of its own, zero at the inputs of the others. Sums of products are exact; a
+// group's are multiplied by its scale in float, and its bias by the sum of x, a product with ones. If one x of a span
+// is not finite, or 2^110 and more, the row's results are NaN.
+//
+// Copies of W begin before the previous kernel has ended (device/dependent_launch.h); x is read later.
+#include "device/affine.h"
+#include "device/dependent_launch.h"
+#include "device/elements.h"
+#include "device/fragments.h"
+#include "device/reduce.h"
+#include "linear/integer_products.h"
+#include "linear/params.h"
+
+// Words of a lane in a span.
+constexpr uint WORDS = UNITS * UNIT_WORDS;
+// Words that are copied at a time. With rows at multiples of 16 bytes those of 6 bits (PACKED) are copied unchanged: 96
+// bytes of a row by six lanes, whichever lanes read them later.
+constexpr bool PACKED = BITS == 6 && W_ALIGNED;
+constexpr uint COPY = BITS == 6 && !PACKED ? 2 : 4;
+// Units of 16 bytes are adjacent to those of the three other lanes.
+constexpr bool SIDE_BY_SIDE = UNIT_WORDS == COPY;
+constexpr uint UNIT_STEP = SIDE_BY_SIDE ? 4 * UNIT : UNIT;
+constexpr uint LANE_STEP = SIDE_BY_SIDE ? UNIT : LANE;
+constexpr uint GROUPS = SPAN > GROUP ? SPAN / GROUP : 1;
+// Four columns, of which three are bytes of x, for each group of each token; eight to a product.
+constexpr uint QUADS = TOKENS * GROUPS;
+constexpr uint WIDE = (QUADS + 1) / 2;
+constexpr uint OUTPUTS = 16 * TILES;
+
+// Words of shared memory that a warp has for a span of W.
+constexpr uint STAGE = 2 * TILES * WORDS * 32;
+// Scales and biases are read VECTOR at a time (each row of them is a multiple of that), some spans' together, PERIODS
+// such ahead: [PERIODS][TILES][scales or biases][16 outputs][KEPT].
+constexpr uint KEPT = VECTOR > GROUPS ? VECTOR : GROUPS;
+constexpr uint KEPT_SPANS = KEPT / GROUPS;
+constexpr uint PERIODS = 1 + (STAGES + KEPT_SPANS - 1) / KEPT_SPANS;
+constexpr uint PERIOD = TILES * 32 * KEPT * size_of(W_DTYPE) / 4;
+// The bytes of a span of x, [TOKENS][3][SPAN] with gaps against bank conflicts, then zeros, and the units that the
+// bytes count.
+constexpr uint ZEROS = TOKENS * 3 * DIGIT;
+constexpr uint UNITS_AT = ZEROS + 8;
+constexpr uint DIGITS = UNITS_AT + 4;
+// Spans of x that are read before the first becomes bytes.
+constexpr uint BATCH = DEPTH * TOKENS <= 4 ? DEPTH : 4 / TOKENS;
+constexpr uint WARP_WORDS = (STAGES * STAGE + PERIODS * PERIOD + DEPTH * DIGITS + 3) / 4 * 4;
+// codes.rs computes the same sum.
+static_assert(WARPS * (WARP_WORDS + OUTPUTS * TOKENS) * 4 == SHARED_BYTES, "linear: the shared memory that Rust asks for");
+
+// The lane's next addresses in W: its part of a span, of two rows of each tile, or PACKED parts of three.
+constexpr uint PARTS = PACKED ? 3 : 2;
+struct Rows {
+    const uchar *values[TILES][PARTS];
+};
+
+// The row of a tile, and the bytes into its span, at which a part begins.
+inline uint2 part_of(uint part, uint lane) {
+    const uint piece = part * 32 + lane;
+    return PACKED ? make_uint2(piece / 6, piece % 6 * 16)
+                  : make_uint2(part * 8 + lane / 4, lane % 4 * (SIDE_BY_SIDE ? COPY * 4 : WORDS * 4));
+}
+
+// Begins to copy a lane's codes of a span, zeros beyond the inputs, and advances to the next span.
+inline void begin_span(uint *stage, Rows &rows, uint span, uint lane, uint inputs) {
+    if (PACKED) {
+#pragma unroll
+        for (uint part = 0; part < PARTS; part++) {
+            // Rows end with whole parts.
+            const bool there = WHOLE || (span * (SPAN / 32 * 24) + part_of(part, lane).y) < inputs / 32 * 24;
+#pragma unroll
+            for (uint tile = 0; tile < TILES; tile++) {
+                const uint *to = stage + tile * 2 * WORDS * 32 + (part * 32 + lane) * 4;
+                copy_async<16>(shared_address(to), rows.values[tile][part], there);
+            }
+        }
+    } else {
+#pragma unroll
+        for (uint i = 0; i < WORDS; i += COPY) {
+            const uint unit = i / UNIT_WORDS;
+            const bool there = WHOLE || span * SPAN + lane % 4 * LANE_STEP + unit * UNIT_STEP < inputs;
+            const uint at = SIDE_BY_SIDE ? unit * (4 * COPY * 4) : i * 4;
+#pragma unroll
+            for (uint tile = 0; tile < TILES; tile++) {
+#pragma unroll
+                for (uint r = 0; r < 2; r++) {
+                    const uint *to = stage + (tile * 2 + r) * WORDS * 32 + i * 32 + lane * COPY;
+                    copy_async<COPY * 4>(shared_address(to), rows.values[tile][r] + (there ? at : 0), there);
+                }
+            }
+        }
+    }
+#pragma unroll
+    for (uint tile = 0; tile < TILES; tile++) {
+#pragma unroll
+        for (uint part = 0; part < PARTS; part++) {
+            rows.values[tile][part] += 4 * WORDS * 4;
+        }
+    }
+}
+
+// Begins to copy the scales (lanes below 16) or biases (the others) of a period, of output lane % 16 of each tile.
+inline void begin_factors(uint *to, const uchar *from, const ulong (&starts)[TILES], uint period, uint lane, uint groups) {
+    constexpr uint SIZE = size_of(W_DTYPE), BYTES = VECTOR * SIZE;
+#pragma unroll
+    for (uint tile = 0; tile < TILES; tile++) {
+        uchar *row = reinterpret_cast<uchar *>(to) + (tile * 32 + lane) * KEPT * SIZE;
+#pragma unroll
+        for (uint i = 0; i < KEPT; i += VECTOR) {
+            const uint first = period * KEPT + i;
+            const bool there = first < groups;
+            const uchar *at = from + (starts[tile] + (there ? first : 0)) * SIZE;
+            if constexpr (BYTES >= 4) {
+                copy_async<BYTES>(shared_address(row + i * SIZE), at, there);
+            } else {
+                *reinterpret_cast<ushort *>(row + i * SIZE) = there ? *reinterpret_cast<const ushort *>(at) : 0;
+            }
+        }
+    }
+}
+
+// The words of one unit of a lane's codes.
+inline void unit_words(uint (&w)[UNIT_WORDS], const uint *stage, uint row, uint unit, uint lane) {
+#pragma unroll
+    for (uint i = 0; i < UNIT_WORDS; i++) {
+        const uint word = unit * UNIT_WORDS + i;
+        w[i] = PACKED ? stage[row * WORDS * 32 + lane * WORDS + word]
+                      : stage[row * WORDS * 32 + word / COPY * COPY * 32 + lane * COPY + word % COPY];
+    }
+}
+
+// The bytes of DEPTH spans of TOKENS rows of x, from `first` on, or fewer at the end of the warp's part.
+inline void next_digits(uint *digits, const uchar *x, const ulong (&x_rows)[TOKENS], uint first, uint end, uint lane, uint inputs) {
+#pragma unroll
+    for (uint batch = 0; batch < DEPTH; batch += BATCH) {
+        float4 v[BATCH][TOKENS];
+#pragma unroll
+        for (uint s = 0; s < BATCH; s++) {
+            // Beyond the end the last one again, which is not used.
+            const uint i = min(first + batch + s, end - 1) * SPAN + lane * 4;
+#pragma unroll
+            for (uint token = 0; token < TOKENS; token++) {
+                v[s][token] = WHOLE || i < inputs ? load4(x, x_rows[token] + i, X_DTYPE) : make_float4(0, 0, 0, 0);
+            }
+        }
+#pragma unroll
+        for (uint s = 0; s < BATCH && batch + s < DEPTH; s++) {
+            uint *to = digits + (batch + s) * DIGITS;
+#pragma unroll
+            for (uint token = 0; token < TOKENS; token++) {
+                const float unit = make_digits(to + token * 3 * DIGIT, v[s][token], lane);
+                if (lane == 0) {
+                    to[UNITS_AT + token] = __float_as_uint(unit);
+                }
+            }
+        }
+    }
+}
+
+// Blocks: x counts tiles of outputs, y the rows, TOKENS each (one with experts).
+extern "C" __global__ void __launch_bounds__(32 * WARPS)
+    KVANT_KERNEL(const uchar *x, const uchar *values, const uchar *scales, const uchar *biases, const uint *ids, uchar *out,
+                 const LinearParams p) {
+    extern __shared__ __align__(16) uint shared[];
+    const uint lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+    const uint first_output = blockIdx.x * OUTPUTS, first_row = blockIdx.y * TOKENS;
+    const uint spans = (p.inputs + SPAN - 1) / SPAN, each = (spans + WARPS - 1) / WARPS;
+    const uint begin = min(warp * each, spans), end = min(begin + each, spans);
+    const uint groups = p.inputs / GROUP;
+    uint *stages = shared + warp * WARP_WORDS;
+    uint *factors = stages + STAGES * STAGE;
+    uint *digits = factors + PERIODS * PERIOD;
+
+    if (EXPERTS) {
+        wait_for_previous();
+    }
+    const uint expert = EXPERTS ? ids[first_row] : 0;
+    const bool known = expert < p.experts;
+    // Beyond the last output the last is computed again, and not stored.
+    Rows rows;
+    ulong starts[TILES];
+    const ulong row_bytes = ulong(p.inputs) / 8 * BITS;
+#pragma unroll
+    for (uint tile = 0; tile < TILES; tile++) {
+#pragma unroll
+        for (uint part = 0; part < PARTS; part++) {
+            const uint2 at = part_of(part, lane);
+            const ulong row = ulong(known ? expert : 0) * p.outputs + min(first_output + tile * 16 + at.x, p.outputs - 1);
+            rows.values[tile][part] = values + row * row_bytes + begin * (4 * WORDS * 4) + at.y;
+        }
+        starts[tile] = (ulong(known ? expert : 0) * p.outputs + min(first_output + tile * 16 + lane % 16, p.outputs - 1)) * groups;
+    }
+    const uchar *factors_from = lane < 16 ? scales : biases;
+    const uint first_period = begin * GROUPS / KEPT, end_period = (end * GROUPS + KEPT - 1) / KEPT;
+#pragma unroll
+    for (uint s = 0; s < STAGES; s++) {
+        if (begin + s < end) {
+            begin_span(stages + s * STAGE, rows, begin + s, lane, p.inputs);
+        }
+        if (s == 0 && begin < end) {
+#pragma unroll
+            for (uint i = 0; i < PERIODS; i++) {
+                if (first_period + i < end_period) {
+                    begin_factors(factors + (first_period + i) % PERIODS * PERIOD, factors_from, starts, first_period + i, lane, groups);
+                }
+            }
+        }
+        copies_commit();
+    }
+
+    // Zeros, for the columns of other groups.
+    if (lane < 8) {
+#pragma unroll
+        for (uint s = 0; s < DEPTH; s++) {
+            digits[s * DIGITS + ZEROS + lane] = 0;
+        }
+    }
+    // The lane's column of B, byte g % 4 of x for a group of a token, at the inputs of each unit.
+    uint digits_at[WIDE][UNITS];
+#pragma unroll
+    for (uint b = 0; b < WIDE; b++) {
+        const uint quad = 2 * b + g / 4, token = quad / GROUPS, group = quad % GROUPS;
+#pragma unroll
+        for (uint unit = 0; unit < UNITS; unit++) {
+            const bool mine = g % 4 < 3 && quad < QUADS && (GROUPS == 1 || (t * LANE_STEP + unit * UNIT_STEP) / GROUP == group);
+            digits_at[b][unit] = mine ? (token * 3 + g % 4) * DIGIT + (t * LANE_STEP + unit * UNIT_STEP) / 4 : ZEROS;
+        }
+    }
+    // The lane's two columns of results: the lowest two bytes of x, or the highest.
+    const float2 weights = t % 2 == 0 ? make_float2(1, 256) : make_float2(65536, 0);
+    const int4 none = make_int4(MAGIC_BITS, MAGIC_BITS, MAGIC_BITS, MAGIC_BITS);
+    const float magic = -MAGIC * (weights.x + weights.y);
+
+    float sums[TILES][WIDE][2] = {};
+    ulong x_rows[TOKENS];
+#pragma unroll
+    for (uint token = 0; token < TOKENS; token++) {
+        x_rows[token] = ulong(min(first_row + token, p.rows - 1) / p.rows_per_input) * p.inputs;
+    }
+    if (!EXPERTS) {
+        wait_for_previous();
+    }
+    let_next_begin();
+    uint slot = 0, at = DEPTH;
+    for (uint span = begin; span < end; span++, at++) {
+        if (at == DEPTH) {
+            __syncwarp();
+            next_digits(digits, x, x_rows, span, end, lane, p.inputs);
+            at = 0;
+        }
+        const uint *in_digits = digits + at * DIGITS;
+        const uint period = span * GROUPS / KEPT, kept = span * GROUPS % KEPT;
+        copies_wait<STAGES - 1>();
+        __syncwarp();
+        const uint *stage = stages + slot * STAGE;
+        uint4 in[WIDE][UNITS];
+#pragma unroll
+        for (uint b = 0; b < WIDE; b++) {
+#pragma unroll
+            for (uint unit = 0; unit < UNITS; unit++) {
+                in[b][unit] = in_order(*reinterpret_cast<const uint4 *>(in_digits + digits_at[b][unit]));
+            }
+        }
+        // What x adds up to in each column.
+        float2 scaled[WIDE];
+        float less[WIDE], ones[WIDE];
+#pragma unroll
+        for (uint b = 0; b < WIDE; b++) {
+            int4 count = none;
+            const uint4 all = make_uint4(0x01010101, 0x01010101, 0x01010101, 0x01010101);
+#pragma unroll
+            for (uint unit = 0; unit < UNITS; unit++) {
+                count = mma_bytes(all, make_uint2(in[b][unit].x, in[b][unit].y), count);
+                count = mma_bytes(all, make_uint2(in[b][unit].z, in[b][unit].w), count);
+            }
+            const uint quad = 2 * b + t / 2;
+            const float unit = __uint_as_float(in_digits[UNITS_AT + min(quad / GROUPS, TOKENS - 1)]);
+            scaled[b] = make_float2(unit * weights.x, unit * weights.y);
+            less[b] = unit * magic;
+            ones[b] = fmaf(__int_as_float(count.x), scaled[b].x, fmaf(__int_as_float(count.y), scaled[b].y, less[b]));
+        }
+#pragma unroll
+        for (uint tile = 0; tile < TILES; tile++) {
+            int4 products[WIDE];
+#pragma unroll
+            for (uint b = 0; b < WIDE; b++) {
+                products[b] = none;
+            }
+#pragma unroll
+            for (uint unit = 0; unit < UNITS; unit++) {
+                uint words[2][UNIT_WORDS], low[4], high[4];
+                unit_words(words[0], stage, tile * 2, unit, lane);
+                unit_words(words[1], stage, tile * 2 + 1, unit, lane);
+                unpack_unit(low, words[0]);
+                unpack_unit(high, words[1]);
+                const uint4 first = make_uint4(low[0], high[0], low[1], high[1]), second = make_uint4(low[2], high[2], low[3], high[3]);
+#pragma unroll
+                for (uint b = 0; b < WIDE; b++) {
+                    products[b] = mma_bytes(first, make_uint2(in[b][unit].x, in[b][unit].y), products[b]);
+                    products[b] = mma_bytes(second, make_uint2(in[b][unit].z, in[b][unit].w), products[b]);
+                }
+            }
+            const uchar *row = reinterpret_cast<const uchar *>(factors + period % PERIODS * PERIOD);
+#pragma unroll
+            for (uint b = 0; b < WIDE; b++) {
+                const uint group = (2 * b + t / 2) % GROUPS;
+#pragma unroll
+                for (uint r = 0; r < 2; r++) {
+                    const uint at = (tile * 32 + r * 8 + g) * KEPT + kept + group;
+                    const float scale = load(row, at, W_DTYPE), bias = load(row, at + 16 * KEPT, W_DTYPE);
+                    const int low = r == 0 ? products[b].x : products[b].z, high = r == 0 ? products[b].y : products[b].w;
+                    const float product = fmaf(__int_as_float(low), scaled[b].x, fmaf(__int_as_float(high), scaled[b].y, less[b]));
+                    sums[tile][b][r] = fmaf(scale, product, fmaf(bias, ones[b], sums[tile][b][r]));
+                }
+            }
+        }
+        __syncwarp();
+        if (span + STAGES < end) {
+            begin_span(stages + slot * STAGE, rows, span + STAGES, lane, p.inputs);
+        }
+        // The period behind the last that was fetched, where the one that ends here was.
+        const uint coming = period + PERIODS;
+        if ((span + 1) * GROUPS % KEPT == 0 && coming < end_period) {
+            begin_factors(factors + coming % PERIODS * PERIOD, factors_from, starts, coming, lane, groups);
+        }
+        copies_commit();
+        slot = slot + 1 == STAGES ? 0 : slot + 1;
+    }
+
+    // The sums of all warps: [WARPS][OUTPUTS][TOKENS], where the stages were not.
+    float *parts = reinterpret_cast<float *>(shared + WARPS * WARP_WORDS);
+#pragma unroll
+    for (uint tile = 0; tile < TILES; tile++) {
+#pragma unroll
+        for (uint r = 0; r < 2; r++) {
+            float *of = parts + (warp * OUTPUTS + tile * 16 + r * 8 + g) * TOKENS;
+#pragma unroll
+            for (uint b = 0; b < WIDE; b += GROUPS == 4 ? 2 : 1) {
+                float sum = GROUPS == 4 ? sums[tile][b][r] + sums[tile][b + 1][r] : sums[tile][b][r];
+                sum += __shfl_xor_sync(ALL, sum, 1);
+                if (GROUPS >= 2) {
+                    sum += __shfl_xor_sync(ALL, sum, 2);
+                }
+                const uint token = (2 * b + t / 2) / GROUPS;
+                if (t % (GROUPS >= 2 ? 4 : 2) == 0 && token < TOKENS) {
+                    of[token] = sum;
+                }
+            }
+        }
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (uint i = threadIdx.x; i < OUTPUTS * TOKENS; i += 32 * WARPS) {
+        const uint output = i % OUTPUTS, token = i / OUTPUTS;
+        float sum = 0;
+#pragma unroll
+        for (uint w = 0; w < WARPS; w++) {
+            sum += parts[(w * OUTPUTS + output) * TOKENS + token];
+        }
+        if (first_output + output < p.outputs && first_row + token < p.rows) {
+            store(out, ulong(first_row + token) * p.outputs + first_output + output, known ? p.alpha * sum : 0.0f, OUT_DTYPE);
+        }
+    }
+}

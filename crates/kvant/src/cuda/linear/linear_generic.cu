@@ -1,0 +1,331 @@
+// linear: out[r] = alpha * W x[r / rows_per_input], f32, f16 or bf16 in and out.
+//
+// x has rows of `inputs`; W is [outputs, inputs], f32, f16 or bf16, or MLX's affine codes [outputs, inputs * bits / 32]
+// with scales and biases [outputs, inputs / group] (BITS is not 0; then W_DTYPE is theirs); out is [rows, outputs].
+// With EXPERTS there are several such matrices, one after the other, and ids[r] is the one of row r; the output is 0 if
+// there is no such matrix.
+//
+// Two kernels, for products that the other kernels of linear do not take (route.rs): odd alignments, weights of f32,
+// mixed dtypes, experts of many rows. linear_few is for a few rows; reading W is its limit. A warp has ROWS outputs of
+// TOKENS rows; its lanes read neighbouring chunks of 16 bytes of W, several before the first is used, so that all of a
+// small matrix is in flight at once. linear_tiles, for more rows, multiplies tiles of x and W, which are converted to
+// float in shared memory.
+#include "device/affine.h"
+#include "device/dependent_launch.h"
+#include "device/reduce.h"
+#include "device/vectors.h"
+#include "linear/params.h"
+
+struct Weight {
+    const uchar *values;
+    const uchar *scales;
+    const uchar *biases;
+};
+
+constexpr bool AFFINE = BITS != 0;
+
+// Inputs of a chunk, which lie in 16 bytes (8 at 4 bits, 12 at 6), and groups of four inputs.
+constexpr uint CHUNK = AFFINE ? 16 : 16 / size_of(W_DTYPE);
+constexpr uint FOURS = CHUNK / 4;
+
+// A chunk as it is stored; the weights of an affine one are scale * code + bias.
+struct Chunk {
+    uint4 words;
+    float scale;
+    float bias;
+};
+
+// Four elements of 16 bits, f16 or bf16, of two words.
+inline float4 halves_of(uint a, uint b, uint dtype) {
+    if (dtype == F16) {
+        return make_float4(half_to_float(ushort(a)), half_to_float(ushort(a >> 16)), half_to_float(ushort(b)),
+                           half_to_float(ushort(b >> 16)));
+    }
+    return make_float4(__uint_as_float(a << 16), __uint_as_float(a & 0xFFFF0000), __uint_as_float(b << 16),
+                       __uint_as_float(b & 0xFFFF0000));
+}
+
+inline uint4 dense_words(const uchar *values, ulong i, uint count) {
+    if (W_ALIGNED) {
+        return *reinterpret_cast<const uint4 *>(values + i * size_of(W_DTYPE));
+    }
+    uint words[4] = {};
+#pragma unroll
+    for (uint j = 0; j < CHUNK; j++) {
+        if (j < count) {
+            if (W_DTYPE == F32) {
+                words[j] = reinterpret_cast<const uint *>(values)[i + j];
+            } else {
+                words[j / 2] |= uint(reinterpret_cast<const ushort *>(values)[i + j]) << (j % 2 * 16);
+            }
+        }
+    }
+    return make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+// Chunk c of a row; its inputs exist.
+inline Chunk load_chunk(Weight w, ulong row, uint c, uint inputs) {
+    if (!AFFINE) {
+        return Chunk{dense_words(w.values, row * inputs + c * CHUNK, inputs - c * CHUNK), 1, 0};
+    }
+    const uint *codes = reinterpret_cast<const uint *>(w.values) + row * (inputs / 32 * BITS);
+    const uint4 words = load_words(codes, c, BITS, W_ALIGNED);
+    const ulong group = row * (inputs / GROUP) + c * CHUNK / GROUP;
+    return Chunk{words, load(w.scales, group, W_DTYPE), load(w.biases, group, W_DTYPE)};
+}
+
+// Weights, or fields of codes, 4 i .. 4 i + 3 of a chunk.
+inline float4 fields_of(const Chunk &chunk, uint i) {
+    const uint4 w = chunk.words;
+    if (AFFINE) {
+        return fields_of(w, i, BITS);
+    }
+    if (W_DTYPE == F32) {
+        return make_float4(__uint_as_float(w.x), __uint_as_float(w.y), __uint_as_float(w.z), __uint_as_float(w.w));
+    }
+    return i == 0 ? halves_of(w.x, w.y, W_DTYPE) : halves_of(w.z, w.w, W_DTYPE);
+}
+
+#if KERNEL_linear_few
+
+// The inputs of chunk c of a row of x, by 16 bytes where rows begin at multiples of them: neighbouring lanes read
+// neighbouring 16 bytes, so that a warp touches few cache lines at a time.
+inline void load_inputs(float4 (&inputs)[FOURS], const uchar *x, ulong start, uint c, uint count) {
+    const uint first = c * CHUNK;
+    if (X_ALIGNED && X_DTYPE != F32 && FOURS % 2 == 0) {
+#pragma unroll
+        for (uint j = 0; j < FOURS; j += 2) {
+            const uint4 eight = first + j * 4 < count
+                                    ? *reinterpret_cast<const uint4 *>(x + (start + first + j * 4) * 2)
+                                    : make_uint4(0, 0, 0, 0);
+            inputs[j] = halves_of(eight.x, eight.y, X_DTYPE);
+            inputs[j + 1] = halves_of(eight.z, eight.w, X_DTYPE);
+        }
+        return;
+    }
+#pragma unroll
+    for (uint j = 0; j < FOURS; j++) {
+        const uint i = first + j * 4;
+        inputs[j] = i < count ? load4(x, start + i, count - i, X_DTYPE, X_ALIGNED) : all4(0);
+    }
+}
+
+// Outputs of a warp, and chunks of a row that a lane reads before it uses them; generic.rs has the first.
+constexpr uint ROWS = 2;
+constexpr uint AHEAD = TOKENS > 2 ? 2 : AFFINE && TOKENS == 1 && BITS == 4 ? 8 : 4;
+
+// Blocks: x counts ROWS outputs per warp, y the rows, TOKENS each (one with experts).
+extern "C" __global__ void __launch_bounds__(128)
+    KVANT_KERNEL(const uchar *x, const uchar *values, const uchar *scales, const uchar *biases, const uint *ids, uchar *out,
+               const LinearParams p) {
+    take_turn();
+    const Weight w = {values, scales, biases};
+    const uint lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+    const uint first_output = (blockIdx.x * warps + warp) * ROWS;
+    const uint first_row = blockIdx.y * TOKENS;
+    if (first_output >= p.outputs) {
+        return;
+    }
+    const uint expert = EXPERTS ? ids[first_row] : 0;
+    const bool known = expert < p.experts;
+
+    // Beyond the last row or output the last is computed again, and not stored.
+    ulong x_start[TOKENS], w_row[ROWS];
+#pragma unroll
+    for (uint t = 0; t < TOKENS; t++) {
+        x_start[t] = ulong(min(first_row + t, p.rows - 1) / p.rows_per_input) * p.inputs;
+    }
+#pragma unroll
+    for (uint r = 0; r < ROWS; r++) {
+        w_row[r] = ulong(known ? expert : 0) * p.outputs + min(first_output + r, p.outputs - 1);
+    }
+    float sums[TOKENS][ROWS] = {};
+    const uint chunks = (p.inputs + CHUNK - 1) / CHUNK;
+    for (uint start = lane; start < chunks; start += 32 * AHEAD) {
+        Chunk read[AHEAD][ROWS];
+#pragma unroll
+        for (uint a = 0; a < AHEAD; a++) {
+#pragma unroll
+            for (uint r = 0; r < ROWS; r++) {
+                const uint c = start + 32 * a;
+                read[a][r] = c < chunks ? load_chunk(w, w_row[r], c, p.inputs) : Chunk{};
+            }
+        }
+#pragma unroll
+        for (uint a = 0; a < AHEAD; a++) {
+            const uint c = start + 32 * a;
+            if (c >= chunks) {
+                break;
+            }
+#pragma unroll
+            for (uint t = 0; t < TOKENS; t++) {
+                float4 inputs[FOURS];
+                load_inputs(inputs, x, x_start[t], c, p.inputs);
+                // A bias counts as often as the sum of its inputs says.
+                float sum = 0;
+                if (AFFINE) {
+#pragma unroll
+                    for (uint j = 0; j < FOURS; j++) {
+                        sum += total(inputs[j]);
+                    }
+                }
+#pragma unroll
+                for (uint r = 0; r < ROWS; r++) {
+                    float4 products = all4(0);
+#pragma unroll
+                    for (uint j = 0; j < FOURS; j++) {
+                        products = products + fields_of(read[a][r], j) * inputs[j];
+                    }
+                    if (AFFINE) {
+                        const float product = dot(products, field_units(BITS));
+                        sums[t][r] += read[a][r].scale * product + read[a][r].bias * sum;
+                    } else {
+                        sums[t][r] += total(products);
+                    }
+                }
+            }
+        }
+    }
+#pragma unroll
+    for (uint t = 0; t < TOKENS; t++) {
+#pragma unroll
+        for (uint r = 0; r < ROWS; r++) {
+            const float sum = over_warp<Sum>(sums[t][r]);
+            const uint row = first_row + t, output = first_output + r;
+            if (lane == r && row < p.rows && output < p.outputs) {
+                store(out, ulong(row) * p.outputs + output, known ? p.alpha * sum : 0.0f, OUT_DTYPE);
+            }
+        }
+    }
+}
+
+#else
+
+// A tile: rows, outputs and inputs; generic.rs has the first two. Rows of the tiles have one float4 more, so that
+// threads which read neighbouring columns meet in few banks.
+constexpr uint TILE_M = 64;
+constexpr uint TILE_N = 64;
+constexpr uint TILE_K = 32;
+constexpr uint STRIDE = 68;
+constexpr uint THREADS = 256;
+
+// The next rows, from `cursor` on, that chose `expert`: at most TILE_M, their numbers into `list`. Every warp finds
+// them, the first writes them down.
+inline uint gather(const uint *ids, uint rows, uint expert, uint &cursor, uint *list, uint lane, uint warp) {
+    uint count = 0;
+    while (count < TILE_M && cursor < rows) {
+        const uint row = cursor + lane;
+        const bool chosen = row < rows && ids[row] == expert;
+        const uint place = count + __popc(__ballot_sync(ALL, chosen) & ((1u << lane) - 1));
+        const bool fits = chosen && place < TILE_M;
+        if (fits && warp == 0) {
+            list[place] = row;
+        }
+        // What does not fit is where the next call begins.
+        const uint left = __ballot_sync(ALL, chosen && !fits);
+        cursor += left != 0 ? __ffs(left) - 1 : 32;
+        count += __popc(__ballot_sync(ALL, fits));
+    }
+    return count;
+}
+
+// Blocks: x counts TILE_N outputs, y TILE_M rows, or the experts. A thread has 4 rows and 4 outputs of a tile.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    KVANT_KERNEL(const uchar *x, const uchar *values, const uchar *scales, const uchar *biases, const uint *ids, uchar *out,
+                 const LinearParams p) {
+    take_turn();
+    __shared__ __align__(16) float x_tile[TILE_K * STRIDE];
+    __shared__ __align__(16) float w_tile[TILE_K * STRIDE];
+    __shared__ uint list[TILE_M];
+    const Weight w = {values, scales, biases};
+    const uint lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const uint m = threadIdx.x / 16 * 4, n = threadIdx.x % 16 * 4;
+    const uint first_output = blockIdx.x * TILE_N;
+    const uint expert = EXPERTS ? blockIdx.y : 0;
+    const ulong first_w_row = ulong(expert) * p.outputs + first_output;
+
+    if (EXPERTS && expert == 0) {
+        for (uint row = threadIdx.x; row < p.rows; row += THREADS) {
+            if (ids[row] >= p.experts) {
+                for (uint i = first_output; i < min(first_output + TILE_N, p.outputs); i++) {
+                    store(out, ulong(row) * p.outputs + i, 0.0f, OUT_DTYPE);
+                }
+            }
+        }
+    }
+
+    uint cursor = EXPERTS ? 0 : blockIdx.y * TILE_M;
+    while (cursor < p.rows) {
+        const uint first_row = cursor;
+        uint count;
+        if (EXPERTS) {
+            count = gather(ids, p.rows, expert, cursor, list, lane, warp);
+            __syncthreads();
+        } else {
+            count = min(TILE_M, p.rows - cursor);
+            cursor = p.rows;
+        }
+        if (count == 0) {
+            break;
+        }
+        float sums[4][4] = {};
+        for (uint k = 0; k < p.inputs; k += TILE_K) {
+            // Rows, outputs and inputs that do not exist are zeros.
+            for (uint f = threadIdx.x; f < TILE_M * TILE_K / 4; f += THREADS) {
+                const uint i = f % TILE_M, j = f / TILE_M * 4;
+                float4 four = all4(0);
+                if (i < count && k + j < p.inputs) {
+                    const uint row = (EXPERTS ? list[i] : first_row + i) / p.rows_per_input;
+                    four = load4(x, ulong(row) * p.inputs + k + j, p.inputs - k - j, X_DTYPE, X_ALIGNED);
+                }
+#pragma unroll
+                for (uint e = 0; e < 4; e++) {
+                    x_tile[(j + e) * STRIDE + i] = part(four, e);
+                }
+            }
+            for (uint f = threadIdx.x; f < TILE_N * TILE_K / CHUNK; f += THREADS) {
+                const uint i = f % TILE_N, j = f / TILE_N * CHUNK;
+                Chunk chunk = {};
+                if (first_output + i < p.outputs && k + j < p.inputs) {
+                    chunk = load_chunk(w, first_w_row + i, (k + j) / CHUNK, p.inputs);
+                }
+#pragma unroll
+                for (uint four = 0; four < FOURS; four++) {
+                    const float4 v = AFFINE ? field_units(BITS) * fields_of(chunk, four) : fields_of(chunk, four);
+#pragma unroll
+                    for (uint e = 0; e < 4; e++) {
+                        w_tile[(j + four * 4 + e) * STRIDE + i] =
+                            AFFINE ? chunk.scale * part(v, e) + chunk.bias : part(v, e);
+                    }
+                }
+            }
+            __syncthreads();
+#pragma unroll 8
+            for (uint step = 0; step < TILE_K; step++) {
+                const float4 a = *reinterpret_cast<const float4 *>(x_tile + step * STRIDE + m);
+                const float4 b = *reinterpret_cast<const float4 *>(w_tile + step * STRIDE + n);
+#pragma unroll
+                for (uint i = 0; i < 4; i++) {
+#pragma unroll
+                    for (uint j = 0; j < 4; j++) {
+                        sums[i][j] += part(a, i) * part(b, j);
+                    }
+                }
+            }
+            __syncthreads();
+        }
+#pragma unroll
+        for (uint i = 0; i < 4; i++) {
+#pragma unroll
+            for (uint j = 0; j < 4; j++) {
+                if (m + i < count && first_output + n + j < p.outputs) {
+                    const ulong row = EXPERTS ? list[m + i] : first_row + m + i;
+                    store(out, row * p.outputs + first_output + n + j, p.alpha * sums[i][j], OUT_DTYPE);
+                }
+            }
+        }
+        __syncthreads();
+    }
+}
+
+#endif

@@ -1,0 +1,394 @@
+// linear_many: linear (linear_generic.cu) of many rows with one W, affine or (BITS is 0) of bf16, on the tensor cores
+// of whole warpgroups.
+//
+// The products of an affine W use its codes, counted from the middle of their range, which bf16 holds exactly. With w =
+// scale * code + bias,
+//   out = sum over groups of  scale * (x . code)  +  sum over groups of  bias * (x . 1)
+// so W is never dequantised. The second sum is a product, too: of biases and sums of x, each a sum of TERMS bf16
+// numbers. An x of f32 is a sum of three bf16 numbers, one of f16 of two: as many products of the same codes, or
+// weights.
+//
+// linear_many_arrange: x [rows, inputs] -> for every ROWS rows and BLOCK inputs a chunk, a matrix in the layout of
+// wgmma.h: the parts of x. For an affine W, chunks of their sums follow, of BLOCK sums and one term each. The padding
+// is zeros. A thread has 16 bytes of a row.
+//
+// linear_many: out^T = W x^T. A block has OUTPUTS outputs of ROWS rows and loops over the chunks: one thread copies
+// them into a ring in shared memory, and two warpgroups multiply, 64 outputs each. A thread reads the codes, or
+// weights, of its two outputs directly into the registers of the products' operands: the order of inputs within BLOCK
+// is free, so a lane has 16 neighbours. While the products of 64 rows run, those of the other 64 are scaled and added,
+// and the next codes converted. Dense products are added in the same way, BLOCK inputs at a time: tensor cores truncate
+// sums instead of rounding them, which is visible after some hundred inputs.
+#include "device/affine.h"
+#include "device/dependent_launch.h"
+#include "device/fragments.h"
+#include "device/mbarrier.h"
+#include "device/ring_cursor.h"
+#include "device/vectors.h"
+#include "device/wgmma.h"
+#include "linear/params.h"
+
+constexpr bool AFFINE = BITS != 0;
+constexpr uint BLOCK = 64;
+constexpr uint PARTS = X_DTYPE == F32 ? 3 : X_DTYPE == F16 ? 2 : 1;
+// Bytes of one part of x, and of all; what a chunk has room for.
+constexpr uint PART = ROWS * BLOCK * 2;
+constexpr uint STAGE = PARTS * PART;
+// Numbers of 16 bits that make a bias, or a sum.
+constexpr uint TERMS = OUT_DTYPE == F32 ? 3 : 2;
+// Blocks of inputs for which products follow each other without a gap: there are whole ones.
+constexpr uint DEPTH = 4;
+
+inline uint blocks_of(uint inputs) {
+    return (inputs / BLOCK + DEPTH - 1) / DEPTH * DEPTH;
+}
+
+inline uint blocks_of_sums(uint inputs) {
+    return !AFFINE ? 0 : (inputs / BLOCK + BLOCK - 1) / BLOCK;
+}
+
+inline uint chunks_of(uint inputs) {
+    return blocks_of(inputs) + blocks_of_sums(inputs) * TERMS;
+}
+
+// The order of a lane's 16 codes, or weights: pair i are inputs 8 (i % 2) + 2 t and the next one of product i / 2.
+constexpr uint code_of(uint pair, uint which) {
+    return BITS == 4   ? pair / 4 * 8 + pair % 4 + which * 4
+           : BITS == 6 ? pair / 2 * 4 + pair % 2 + which * 2
+                       : pair * 2 + which;
+}
+
+#if KERNEL_linear_many_arrange
+
+// Blocks: x counts BLOCK inputs, up to a whole block of sums if there are any, y 32 rows.
+extern "C" __global__ void __launch_bounds__(256) KVANT_KERNEL(const uchar *x, uchar *out, const LinearParams p) {
+    take_turn();
+    const uint piece = threadIdx.x % 8, row = blockIdx.y * 32 + threadIdx.x / 8, r = row % ROWS, block = blockIdx.x;
+    const bool there = row < p.rows && block < p.inputs / BLOCK;
+    const ulong from = there ? ulong(row) * p.inputs + block * BLOCK : 0;
+    float values[8];
+    float sum = 0;
+#pragma unroll
+    for (uint i = 0; i < 8; i++) {
+        values[i] = there ? load(x, from + i / 2 * 16 + code_of(piece, i % 2), X_DTYPE) : 0;
+        sum += values[i];
+    }
+#pragma unroll
+    for (uint step = 1; step < 8; step *= 2) {
+        sum += __shfl_xor_sync(0xFFFFFFFF, sum, step);
+    }
+    uchar *chunks = out + ulong(row / ROWS) * chunks_of(p.inputs) * STAGE;
+    if (block < blocks_of(p.inputs)) {
+        uint words[4][PARTS];
+#pragma unroll
+        for (uint i = 0; i < 4; i++) {
+            split<false>(values[2 * i], values[2 * i + 1], words[i]);
+        }
+#pragma unroll
+        for (uint part = 0; part < PARTS; part++) {
+            *reinterpret_cast<uint4 *>(chunks + ulong(block) * STAGE + part * PART + r * 128 + (piece ^ r % 8) * 16) =
+                make_uint4(words[0][part], words[1][part], words[2][part], words[3][part]);
+        }
+    }
+    if (AFFINE && piece == 0) {
+        // In the order of the lanes that have the biases: 16 neighbours are a lane's, as with inputs, two at a time.
+        const uint in_block = block % BLOCK, pair = in_block % 16 / 2, element = in_block / 16 * 2 + in_block % 2;
+        uchar *to = chunks + (blocks_of(p.inputs) + ulong(block / BLOCK) * TERMS) * STAGE + r * 128 + (pair ^ r % 8) * 16;
+        uint terms[TERMS];
+        split<false>(sum, 0, terms);
+#pragma unroll
+        for (uint term = 0; term < TERMS; term++) {
+            reinterpret_cast<ushort *>(to + term * STAGE)[element] = ushort(terms[term]);
+        }
+    }
+}
+
+#else
+
+constexpr uint OUTPUTS = 128;
+constexpr uint CONSUMERS = 256;
+constexpr uint THREADS = CONSUMERS + 128;
+// Pieces of 64 rows: products of one run while those of the other are added.
+constexpr uint PIECES = ROWS / 64;
+// Rows of the tile of results, in floats: threads meet in no bank.
+constexpr uint RESULTS = OUTPUTS + 4;
+// Shared memory, after the first multiple of 1024 bytes: barriers and the ring, or the results.
+constexpr uint AT_RING = 1024;
+static_assert(1024 + AT_RING + STAGES * STAGE == SHARED_BYTES, "linear: the shared memory that Rust asks for");
+static_assert(!AFFINE || GROUP % BLOCK == 0, "linear: one scale for BLOCK inputs");
+static_assert(AFFINE || W_DTYPE == BF16 && W_ALIGNED, "linear: weights as products take them");
+static_assert(ROWS * RESULTS * 4 <= STAGES * STAGE && STAGES <= 64, "linear: room for results and barriers");
+
+// Converted codes are (code - MIDDLE) / UNITS.
+constexpr float MIDDLE = AFFINE ? 1 << (BITS - 1) : 0;
+constexpr float UNITS = BITS == 8 ? 1 : 128;
+
+// Scales and biases.
+inline uint bits_at(const uchar *from, ulong i) {
+    return W_DTYPE == F32 ? reinterpret_cast<const uint *>(from)[i] : reinterpret_cast<const ushort *>(from)[i];
+}
+
+inline float float_of(uint bits) {
+    return W_DTYPE == F32 ? __uint_as_float(bits) : W_DTYPE == F16 ? half_to_float(ushort(bits)) : __uint_as_float(bits << 16);
+}
+
+// A lane's codes of an output for BLOCK inputs, not yet converted, so that nothing waits for the load before they are
+// used. A dense row has two words of four.
+struct Codes {
+    uint4 words[AFFINE ? 1 : 2];
+    uint scale;
+};
+
+struct Weight {
+    const uchar *codes;
+    const uchar *scales;
+    const uchar *biases;
+    uint inputs;
+
+    ulong group_of(uint output, uint block) const {
+        return ulong(output) * (inputs / GROUP) + block * BLOCK / GROUP;
+    }
+    // Past the last block, the last.
+    uint block_of(uint block) const {
+        return min(block, inputs / BLOCK - 1);
+    }
+    Codes load(uint output, uint block) const {
+        block = block_of(block);
+        if constexpr (!AFFINE) {
+            const uchar *row = codes + (ulong(output) * inputs + block * BLOCK) * 2;
+            const uint4 *own = reinterpret_cast<const uint4 *>(row) + threadIdx.x % 4 * 2;
+            return {{own[0], own[1]}, 0};
+        }
+        const uint *row = reinterpret_cast<const uint *>(codes) + ulong(output) * (inputs / 32 * BITS);
+        return {{load_words(row, block * 4 + threadIdx.x % 4, BITS, W_ALIGNED)}, bits_at(scales, group_of(output, block))};
+    }
+    // Of codes counted from their middle.
+    float bias(uint output, uint block) const {
+        const ulong group = group_of(output, block_of(block));
+        return float_of(bits_at(biases, group)) + float_of(bits_at(scales, group)) * MIDDLE;
+    }
+};
+
+// a - b of bf16 pairs; exact here.
+inline uint subtract(uint a, uint b) {
+    uint out;
+    asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+    return out;
+}
+
+// Pair i of 16 codes, or weights. Behind the exponent of 1 the lowest of seven bits counts 1 / 128.
+inline uint pair_of(const Codes &codes, uint i) {
+    const uint4 w = codes.words[AFFINE ? 0 : i / 4];
+    if (!AFFINE) {
+        return i % 4 == 0 ? w.x : i % 4 == 1 ? w.y : i % 4 == 2 ? w.z : w.w;
+    }
+    constexpr uint ONES = 0x3F803F80, MIDDLES = BITS == 4 ? 0x3F883F88 : 0x3FA03FA0;
+    if (BITS == 4) {
+        return subtract((i < 4 ? w.x : w.y) >> i % 4 * 4 & 0x000F000F | ONES, MIDDLES);
+    }
+    if (BITS == 6) {
+        // 24 bits, from bit 24 (i / 2) on, of which the pair has bits 0 and 12, or 6 and 18.
+        const uint quad = i / 2;
+        const uint four = quad == 0 ? w.x : quad == 1 ? __funnelshift_r(w.x, w.y, 24) : quad == 2 ? __funnelshift_r(w.y, w.z, 16)
+                                                                                                   : w.z >> 8;
+        const uint two = four >> i % 2 * 6;
+        return subtract(two & 0x3F | two << 4 & 0x3F0000 | ONES, MIDDLES);
+    }
+    const uint word = i / 2 == 0 ? w.x : i / 2 == 1 ? w.y : i / 2 == 2 ? w.z : w.w;
+    const uint two = word >> i % 2 * 16;
+    // 2^23 plus the code; minus 2^23 and the middle it has 8 bits, all in the upper half of the float.
+    constexpr float OFF = 8388608 + MIDDLE;
+    const float low = __uint_as_float(two & 255 | 0x4B000000) - OFF, high = __uint_as_float(two >> 8 & 255 | 0x4B000000) - OFF;
+    return __byte_perm(__float_as_uint(low), __float_as_uint(high), 0x7632);
+}
+
+// The left sides of the products of BLOCK inputs: rows g and g + 8 of the warp's outputs.
+inline void operands(const Codes (&codes)[2], uint (&a)[4][4]) {
+#pragma unroll
+    for (uint i = 0; i < 4; i++) {
+#pragma unroll
+        for (uint j = 0; j < 4; j++) {
+            a[i][j] = pair_of(codes[j % 2], 2 * i + j / 2);
+        }
+    }
+}
+
+// Blocks: x counts OUTPUTS outputs, y ROWS rows.
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    KVANT_KERNEL(const uchar *chunks, const uchar *codes, const uchar *scales, const uchar *biases, uchar *out,
+                const LinearParams p) {
+    extern __shared__ uchar memory[];
+    const uint base = (shared_address(memory) + 1023) / 1024 * 1024;
+    const uint full = base, free = base + STAGES * 8, ring = base + AT_RING;
+    const uint thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+    if (thread == 0) {
+        for (uint i = 0; i < STAGES; i++) {
+            barrier_init(full + i * 8, 1);
+            barrier_init(free + i * 8, CONSUMERS / 32);
+        }
+        show_barriers_to_copies();
+    }
+    __syncthreads();
+    take_turn();
+    // The consumers get the registers.
+    if (thread >= CONSUMERS) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+        if (thread == CONSUMERS) {
+            const uint count = chunks_of(p.inputs);
+            const uchar *from = chunks + ulong(blockIdx.y) * count * STAGE;
+            // Of the phases in which buffers become free, the first is over.
+            RingCursor<STAGES> cursor = {0, 1};
+            for (uint chunk = 0; chunk < count; chunk++) {
+                // A term of sums is a part.
+                const uint bytes = chunk < blocks_of(p.inputs) ? STAGE : PART;
+                barrier_wait(free + cursor.stage * 8, cursor.parity);
+                barrier_expect(full + cursor.stage * 8, bytes);
+                copy_bulk(ring + cursor.stage * STAGE, from + ulong(chunk) * STAGE, bytes, full + cursor.stage * 8);
+                cursor.next();
+            }
+        }
+        return;
+    }
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+
+    const uint g = lane / 4, t = lane % 4;
+    const uint own = warp * 16 + g, first_output = blockIdx.x * OUTPUTS;
+    // Beyond the last output the last is computed again, and not stored.
+    const uint outputs[2] = {min(first_output + own, p.outputs - 1), min(first_output + own + 8, p.outputs - 1)};
+    const Weight w = {codes, scales, biases, p.inputs};
+    // Loaded DEPTH blocks ahead.
+    Codes ahead[DEPTH][2];
+#pragma unroll
+    for (uint d = 0; d < DEPTH; d++) {
+        ahead[d][0] = w.load(outputs[0], d);
+        ahead[d][1] = w.load(outputs[1], d);
+    }
+    float sums[PIECES][32] = {}, products[PIECES][32];
+    // Of the block whose products run.
+    float scale[2];
+    const auto add = [&](uint piece) {
+        hold(products[piece]);
+#pragma unroll
+        for (uint i = 0; i < 32; i++) {
+            sums[piece][i] += scale[i / 2 % 2] * products[piece][i];
+        }
+    };
+    RingCursor<STAGES> cursor;
+    const auto wait_for_chunk = [&] { barrier_wait(full + cursor.stage * 8, cursor.parity); };
+    const auto give_back = [&](uint stage) {
+        if (lane == 0) {
+            barrier_arrive(free + stage * 8);
+        }
+    };
+    const auto hold_all = [&] {
+#pragma unroll
+        for (uint piece = 0; piece < PIECES; piece++) {
+            hold(sums[piece]);
+        }
+    };
+    const uint blocks = blocks_of(p.inputs);
+#pragma unroll 1
+    for (uint block = 0; block < blocks; block += DEPTH) {
+#pragma unroll
+        for (uint d = 0; d < DEPTH; d++) {
+            uint a[4][4];
+            operands(ahead[d], a);
+            wait_for_chunk();
+            const ulong x = matrix(ring + cursor.stage * STAGE, 16);
+#pragma unroll
+            for (uint piece = 0; piece < PIECES; piece++) {
+                if (d > 0) {
+                    products_wait<PIECES - 1>();
+                    add(piece);
+                }
+                hold(a);
+                products_begin();
+#pragma unroll
+                for (uint i = 0; i < 4 * PARTS; i++) {
+                    const uint at = i % PARTS * PART + piece * 64 * 128 + i / PARTS * 32;
+                    multiply<false>(products[piece], a[i / PARTS], x + at / 16, i > 0);
+                }
+                products_commit();
+            }
+            if (d > 0) {
+                give_back(cursor.before());
+            }
+#pragma unroll
+            for (uint i = 0; i < 2; i++) {
+                scale[i] = AFFINE ? float_of(ahead[d][i].scale) * UNITS : 1;
+                ahead[d][i] = w.load(outputs[i], block + d + DEPTH);
+            }
+            if (d + 1 < DEPTH) {
+                cursor.next();
+            }
+        }
+        products_wait<PIECES - 1>();
+        add(0);
+        if (PIECES > 1) {
+            products_wait<0>();
+            add(PIECES - 1);
+        }
+        give_back(cursor.stage);
+        cursor.next();
+    }
+
+    // Biases by sums of x: the larger of the products of their terms.
+#pragma unroll 1
+    for (uint block = 0; block < blocks_of_sums(p.inputs); block++) {
+        uint a[TERMS][4][4];
+#pragma unroll
+        for (uint i = 0; i < 4; i++) {
+#pragma unroll
+            for (uint j = 0; j < 4; j++) {
+                const uint first = block * BLOCK + t * 16 + (2 * i + j / 2) * 2;
+                uint terms[TERMS];
+                split<false>(w.bias(outputs[j % 2], first), w.bias(outputs[j % 2], first + 1), terms);
+#pragma unroll
+                for (uint term = 0; term < TERMS; term++) {
+                    a[term][i][j] = terms[term];
+                }
+            }
+        }
+#pragma unroll
+        for (uint of_sums = 0; of_sums < TERMS; of_sums++) {
+            wait_for_chunk();
+            const ulong x = matrix(ring + cursor.stage * STAGE, 16);
+            hold_all();
+#pragma unroll
+            for (uint term = 0; term < TERMS; term++) {
+                hold(a[term]);
+            }
+            products_begin();
+#pragma unroll
+            for (uint term = 0; term + of_sums < TERMS; term++) {
+#pragma unroll
+                for (uint i = 0; i < 4 * PIECES; i++) {
+                    multiply<false>(sums[i / 4], a[term][i % 4], x + (i / 4 * 64 * 128 + i % 4 * 32) / 16, true);
+                }
+            }
+            products_commit();
+            products_wait<0>();
+            give_back(cursor.stage);
+            cursor.next();
+        }
+    }
+    hold_all();
+
+    // By way of shared memory, so that neighbours are stored together.
+    const auto meet = [] { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); };
+    float *results = reinterpret_cast<float *>(memory + (ring - shared_address(memory)));
+    meet();
+#pragma unroll
+    for (uint i = 0; i < ROWS / 2; i++) {
+        results[(i / 4 * 8 + 2 * t + i % 2) * RESULTS + own + i / 2 % 2 * 8] = p.alpha * sums[i / 32][i % 32];
+    }
+    meet();
+    for (uint i = thread; i < ROWS * OUTPUTS / 4; i += CONSUMERS) {
+        const uint r = i / (OUTPUTS / 4), row = blockIdx.y * ROWS + r, output = first_output + i % (OUTPUTS / 4) * 4;
+        if (row < p.rows && output < p.outputs) {
+            const float4 four = *reinterpret_cast<const float4 *>(results + r * RESULTS + i % (OUTPUTS / 4) * 4);
+            store4(out, ulong(row) * p.outputs + output, p.outputs - output, four, OUT_DTYPE, OUT_ALIGNED);
+        }
+    }
+}
+
+#endif

@@ -1,0 +1,440 @@
+// linear_rows: linear (linear_generic.cu) for the few rows of a decode step, on tensor cores. Reading W is the limit.
+//
+// x is [.., inputs], f32, f16 or bf16; W is [outputs, inputs], dense of x's dtype (or bf16 for x of f32), or affine
+// codes. Rows of both begin at multiples of 16 bytes (of 8 for codes of 6 bits).
+//
+// A block has TILES tiles of 16 outputs for TOKENS rows; its warps divide the inputs among them. A warp takes SPAN
+// inputs at a time: W is the A of its products, 16 outputs by 16 inputs, x the B, 16 inputs by 8 columns. Lane 4g + t
+// reads LANE neighbouring weights of the outputs g and g + 8 from part t of the span, 16 bytes at a time, into shared
+// memory, STAGES spans ahead of their use, and so is x; only the warp's own lanes use them, so the block has no barrier
+// but the one before the warps' sums are added. Which inputs meet in one product is arbitrary, so long as A and B
+// agree: each lane takes its own, in the order in which codes fall out of their words.
+//
+// Codes are integers that f16 and bf16 hold exactly; scale and bias are applied in float to the sums over a group, and
+// a bias counts as often as a product with ones says. Where a span has several groups, a token has a column for each,
+// zero at the inputs of the others. An x of f32 is a sum of three bf16 numbers, each in a column of its own: nothing is
+// rounded.
+//
+// Copies of W begin before the previous kernel has ended (device/dependent_launch.h); x is read later.
+#include "device/affine.h"
+#include "device/dependent_launch.h"
+#include "device/elements.h"
+#include "device/fragments.h"
+#include "device/reduce.h"
+#include "linear/params.h"
+
+constexpr bool AFFINE = BITS != 0;
+constexpr bool HALF = X_DTYPE == F16;
+constexpr uint TERMS = X_DTYPE == F32 ? 3 : 1;
+
+// Weights that fall out of their words together, the words, and the products of four that they make.
+constexpr uint UNIT = AFFINE ? 16 : 8;
+constexpr uint UNIT_WORDS = AFFINE ? words_of(BITS) : 4;
+constexpr uint UNIT_PRODUCTS = UNIT / 4;
+// Weights of a lane in a span, their words, and how many of these are copied at a time.
+constexpr uint LANE = 32;
+constexpr uint UNITS = LANE / UNIT;
+constexpr uint WORDS = UNITS * UNIT_WORDS;
+constexpr uint COPY = BITS == 6 ? 2 : 4;
+// From a unit of a lane to the next, and from a lane's first unit to that of the next lane: units as long as a copy lie
+// next to those of the three other lanes.
+constexpr bool SIDE_BY_SIDE = UNIT_WORDS == COPY;
+constexpr uint UNIT_STEP = SIDE_BY_SIDE ? 4 * UNIT : UNIT;
+constexpr uint LANE_STEP = SIDE_BY_SIDE ? UNIT : LANE;
+constexpr uint SPAN = 4 * LANE;
+// Groups of a span, columns of x, and products side by side that have them.
+constexpr uint GROUPS = AFFINE && SPAN > GROUP ? SPAN / GROUP : 1;
+constexpr uint COLUMNS = TOKENS * TERMS * GROUPS;
+constexpr uint WIDE = (COLUMNS + 7) / 8;
+// Groups whose scales a lane needs: those of its two columns.
+constexpr uint MINE = GROUPS > 1 ? 2 : 1;
+// Whether codes keep the bits above them in their 16 bits, which are then subtracted from the sums: where the error is
+// no larger than that of rounding the result.
+constexpr bool FOLD = (BITS == 4 || BITS == 6) && !HALF && OUT_DTYPE != F32;
+constexpr uint OUTPUTS = 16 * TILES;
+// Words of shared memory that a warp has for a span of W and of x, and pieces of 16 bytes of x.
+constexpr uint W_STAGE = 2 * TILES * WORDS * 32;
+constexpr uint X_ROW = SPAN * size_of(X_DTYPE);
+constexpr uint X_PIECES = X_ROW / 16;
+constexpr uint STAGE = W_STAGE + TOKENS * X_ROW / 4;
+// Scales and biases are read VECTOR at a time (each row of them is a multiple of that), and kept for some spans:
+// [TILES][scales or biases][16 outputs][KEPT].
+constexpr uint KEPT = VECTOR > GROUPS ? VECTOR : GROUPS;
+constexpr uint KEPT_SPANS = KEPT / GROUPS;
+constexpr uint FACTOR_WORDS = AFFINE ? TILES * 2 * 16 * KEPT * size_of(W_DTYPE) / 4 : 0;
+constexpr uint WARP_WORDS = STAGES * STAGE + FACTOR_WORDS;
+// rows.rs computes the same sum.
+static_assert(WARPS * (WARP_WORDS + OUTPUTS * WIDE * 8) * 4 == SHARED_BYTES, "linear: the shared memory that Rust asks for");
+constexpr uint MY_PIECES = (TOKENS * X_PIECES + 31) / 32;
+
+// The pairs (a - c, b - c) of the halves of a word.
+inline uint minus(uint pair, uint constant) {
+    uint out;
+    if constexpr (HALF) {
+        asm("sub.f16x2 %0, %1, %2;" : "=r"(out) : "r"(pair), "r"(constant));
+    } else {
+        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(constant), "r"(0xBF80BF80), "r"(pair));
+    }
+    return out;
+}
+
+// Behind these bits a code of few bits is a number of that much more: 1024 in f16, 128 in bf16.
+constexpr uint MAGIC = HALF ? 0x64006400 : 0x43004300;
+constexpr uint ONES = HALF ? 0x3C003C00 : 0x3F803F80;
+
+// The code under the mask, in both halves of a word.
+inline uint code_of(uint word, uint mask) {
+    uint number;
+    // (word & mask) | MAGIC, in one instruction.
+    asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(number) : "r"(word), "r"(mask), "r"(MAGIC));
+    return FOLD ? number : minus(number, MAGIC);
+}
+
+// Pair i of the codes of a unit; in_pairs has the same order for x. i is known when the loop around it is unrolled.
+inline uint code_pair(const uint (&w)[UNIT_WORDS], uint i) {
+    if constexpr (!AFFINE) {
+        return w[i];
+    } else if constexpr (BITS == 4) {
+        // Codes j and j + 4 of a word.
+        return code_of(w[i / 4] >> (i % 4 * 4), 0x000F000F);
+    } else if constexpr (BITS == 6) {
+        // Codes i and i + 8 of 96 bits: 16 of them from bits 6 i / 8 * 8 on, of both halves.
+        const uint from = i / 2;
+        const uint both = from == 0   ? __byte_perm(w[0], __funnelshift_r(w[1], w[2], 16), 0x5410)
+                          : from == 1 ? __byte_perm(w[0], __funnelshift_r(w[1], w[2], 16), 0x6521)
+                          : from == 2 ? __byte_perm(__funnelshift_r(w[0], w[1], 24), w[2], 0x6510)
+                                      : __byte_perm(w[1], w[2], 0x7610);
+        return code_of(both >> (i % 2 * 6 + from % 2 * 4), 0x003F003F);
+    } else {
+        // Codes j and j + 2 of a word.
+        const uint two = w[i / 2] >> (i % 2 * 8);
+        if constexpr (HALF) {
+            return code_of(two, 0x00FF00FF);
+        }
+        // The highest bit coincides with the 128 of MAGIC, which is subtracted where the bit is 0.
+        return minus(two & 0x007F007F | MAGIC, (~two & 0x00800080) * 0x86);
+    }
+}
+
+// Pair i of x, of the neighbouring pairs of a unit.
+inline uint in_pairs(const uint (&x)[UNIT / 2], uint i) {
+    if constexpr (!AFFINE) {
+        return x[i];
+    } else if constexpr (BITS == 4) {
+        const uint j = i / 4 * 4 + i % 4 / 2;
+        return __byte_perm(x[j], x[j + 2], i % 2 == 0 ? 0x5410 : 0x7632);
+    } else if constexpr (BITS == 6) {
+        return __byte_perm(x[i / 2], x[i / 2 + 4], i % 2 == 0 ? 0x5410 : 0x7632);
+    } else {
+        return __byte_perm(x[i / 2 * 2], x[i / 2 * 2 + 1], i % 2 == 0 ? 0x5410 : 0x7632);
+    }
+}
+
+// A pair of floats, or what the first terms leave of it, as 16-bit numbers.
+inline uint term_of(float a, float b, uint term) {
+    uint terms[3];
+    split<false>(a, b, terms);
+    return term == 0 ? terms[0] : term == 1 ? terms[1] : terms[2];
+}
+
+// A unit of x as neighbouring pairs, of one term.
+inline void load_pairs(uint (&pairs)[UNIT / 2], const uint *shared, uint term) {
+    const uchar *x = reinterpret_cast<const uchar *>(shared);
+#pragma unroll
+    for (uint i = 0; i < UNIT / 2; i += 4) {
+        uint4 four;
+        if (X_DTYPE == F32) {
+            const float4 a = *reinterpret_cast<const float4 *>(x + i * 8), b = *reinterpret_cast<const float4 *>(x + i * 8 + 16);
+            four = make_uint4(term_of(a.x, a.y, term), term_of(a.z, a.w, term), term_of(b.x, b.y, term), term_of(b.z, b.w, term));
+        } else {
+            four = *reinterpret_cast<const uint4 *>(x + i * 4);
+        }
+        pairs[i] = four.x;
+        pairs[i + 1] = four.y;
+        pairs[i + 2] = four.z;
+        pairs[i + 3] = four.w;
+    }
+}
+
+// Where a lane reads W: its part of the first span.
+struct Rows {
+    const uchar *values[TILES][2];
+};
+
+template <uint BYTES> struct Bytes;
+template <> struct Bytes<2> { typedef ushort Type; };
+template <> struct Bytes<4> { typedef uint Type; };
+template <> struct Bytes<8> { typedef uint2 Type; };
+template <> struct Bytes<16> { typedef uint4 Type; };
+
+// Lane l fetches for the warp, of output l % 16 of each tile, the scales (below lane 16) or the biases.
+typedef Bytes<VECTOR * size_of(W_DTYPE)>::Type Vector;
+struct Fetched {
+    Vector values[TILES][KEPT / VECTOR];
+};
+
+// Of some spans from `span` on.
+inline void fetch(Fetched &to, const uchar *from, const ulong (&starts)[TILES], uint span, uint groups) {
+#pragma unroll
+    for (uint tile = 0; tile < TILES; tile++) {
+#pragma unroll
+        for (uint i = 0; i < KEPT / VECTOR; i++) {
+            const uint first = span * SPAN / GROUP + i * VECTOR;
+            // Without a branch, all loads are in flight at once.
+            const ulong at = starts[tile] + min(first, groups - VECTOR);
+            const Vector value = *reinterpret_cast<const Vector *>(from + at * size_of(W_DTYPE));
+            to.values[tile][i] = first < groups ? value : Vector{};
+        }
+    }
+}
+
+// Two neighbouring scales or biases, the first at an even place; or one of them twice.
+inline float2 factors_at(const uchar *factors, uint i) {
+    if (MINE == 1) {
+        const float one = load(factors, i, W_DTYPE);
+        return make_float2(one, one);
+    }
+    if (W_DTYPE == F32) {
+        return *reinterpret_cast<const float2 *>(factors + i * 4);
+    }
+    const uint pair = *reinterpret_cast<const uint *>(factors + i * 2);
+    return W_DTYPE == F16 ? unpack<true>(pair) : unpack<false>(pair);
+}
+
+// Begins to copy a lane's weights of a span, zeros where they are beyond the inputs.
+inline void begin_span(uint *stage, const Rows &rows, uint span, uint lane, uint inputs) {
+    const ulong offset = ulong(span) * (4 * WORDS * 4);
+#pragma unroll
+    for (uint i = 0; i < WORDS; i += COPY) {
+        const uint unit = i / UNIT_WORDS;
+        const bool there = span * SPAN + lane % 4 * LANE_STEP + unit * UNIT_STEP < inputs;
+        const uint at = SIDE_BY_SIDE ? unit * (4 * COPY * 4) : i * 4;
+#pragma unroll
+        for (uint tile = 0; tile < TILES; tile++) {
+#pragma unroll
+            for (uint r = 0; r < 2; r++) {
+                const uint *to = stage + (tile * 2 + r) * WORDS * 32 + i * 32 + lane * COPY;
+                copy_async<COPY * 4>(shared_address(to), rows.values[tile][r] + (there ? offset + at : 0), there);
+            }
+        }
+    }
+}
+
+// The pieces of x that a lane copies of every span.
+struct Pieces {
+    const uchar *from[MY_PIECES];
+};
+
+// Begins to copy a warp's span of x, zeros beyond the inputs.
+inline void begin_inputs(uint *stage, const Pieces &pieces, uint span, uint lane, uint inputs) {
+#pragma unroll
+    for (uint i = 0; i < MY_PIECES; i++) {
+        const uint piece = i * 32 + lane;
+        if (piece < TOKENS * X_PIECES) {
+            const bool there = span * SPAN + piece % X_PIECES * (16 / size_of(X_DTYPE)) < inputs;
+            copy_async<16>(shared_address(stage + W_STAGE + piece * 4), pieces.from[i] + (there ? ulong(span) * X_ROW : 0), there);
+        }
+    }
+}
+
+// The words of one unit of a lane's weights.
+inline void unit_words(uint (&w)[UNIT_WORDS], const uint *stage, uint row, uint unit, uint lane) {
+#pragma unroll
+    for (uint i = 0; i < UNIT_WORDS; i++) {
+        const uint word = unit * UNIT_WORDS + i;
+        w[i] = stage[row * WORDS * 32 + word / COPY * COPY * 32 + lane * COPY + word % COPY];
+    }
+}
+
+// Blocks: x counts tiles of outputs, y the rows, TOKENS each (one with experts).
+extern "C" __global__ void __launch_bounds__(32 * WARPS)
+    KVANT_KERNEL(const uchar *x, const uchar *values, const uchar *scales, const uchar *biases, const uint *ids, uchar *out,
+                const LinearParams p) {
+    extern __shared__ __align__(16) uint shared[];
+    const uint lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+    const uint first_output = blockIdx.x * OUTPUTS, first_row = blockIdx.y * TOKENS;
+    const uint spans = (p.inputs + SPAN - 1) / SPAN, each = (spans + WARPS - 1) / WARPS;
+    const uint begin = min(warp * each, spans), end = min(begin + each, spans);
+    const uint groups = AFFINE ? p.inputs / GROUP : 0;
+    uint *stages = shared + warp * WARP_WORDS;
+    uchar *factors = reinterpret_cast<uchar *>(stages + STAGES * STAGE);
+
+    if (EXPERTS) {
+        wait_for_previous();
+    }
+    const uint expert = EXPERTS ? ids[first_row] : 0;
+    const bool known = expert < p.experts;
+    // Beyond the last output the last is computed again, and not stored.
+    Rows rows;
+    ulong starts[TILES];
+    const ulong row_bytes = AFFINE ? ulong(p.inputs) / 8 * BITS : ulong(p.inputs) * 2;
+#pragma unroll
+    for (uint tile = 0; tile < TILES; tile++) {
+#pragma unroll
+        for (uint r = 0; r < 2; r++) {
+            const ulong row = ulong(known ? expert : 0) * p.outputs + min(first_output + tile * 16 + r * 8 + g, p.outputs - 1);
+            rows.values[tile][r] = values + row * row_bytes + t * (SIDE_BY_SIDE ? COPY * 4 : WORDS * 4);
+        }
+        starts[tile] = (ulong(known ? expert : 0) * p.outputs + min(first_output + tile * 16 + lane % 16, p.outputs - 1)) * groups;
+    }
+#pragma unroll
+    for (uint s = 0; s < STAGES; s++) {
+        if (begin + s < end) {
+            begin_span(stages + s * STAGE, rows, begin + s, lane, p.inputs);
+        }
+    }
+    const uchar *factors_from = lane < 16 ? scales : biases;
+    Fetched fetched = {};
+    if (AFFINE && begin < end) {
+        fetch(fetched, factors_from, starts, begin, groups);
+    }
+    if (!EXPERTS) {
+        wait_for_previous();
+    }
+    let_next_begin();
+
+    Pieces pieces;
+#pragma unroll
+    for (uint i = 0; i < MY_PIECES; i++) {
+        const uint piece = i * 32 + lane;
+        const ulong row = min(first_row + piece / X_PIECES, p.rows - 1) / p.rows_per_input;
+        pieces.from[i] = x + row * p.inputs * size_of(X_DTYPE) + piece % X_PIECES * 16;
+    }
+#pragma unroll
+    for (uint s = 0; s < STAGES; s++) {
+        if (begin + s < end) {
+            begin_inputs(stages + s * STAGE, pieces, begin + s, lane, p.inputs);
+        }
+        // The first group holds what was begun of W, too.
+        copies_commit();
+    }
+
+    // The lane's column of B: a term of a token, at the inputs of one group; words from the beginning of a stage.
+    uint inputs_at[WIDE], term[WIDE];
+    uint group[WIDE];
+    bool mine[WIDE];
+#pragma unroll
+    for (uint b = 0; b < WIDE; b++) {
+        const uint column = 8 * b + g, token = column / GROUPS / TERMS;
+        term[b] = column / GROUPS % TERMS;
+        mine[b] = column < COLUMNS;
+        group[b] = column % GROUPS;
+        inputs_at[b] = W_STAGE + (token * X_ROW + t * LANE_STEP * size_of(X_DTYPE)) / 4;
+    }
+
+    // Odd and even products are added up by themselves: a product waits for the one whose sum it continues.
+    float sums[TILES][WIDE][4] = {};
+    uint slot = 0;
+    for (uint span = begin; span < end; span++) {
+        const uint kept = (span - begin) % KEPT_SPANS;
+        if (AFFINE && kept == 0) {
+#pragma unroll
+            for (uint tile = 0; tile < TILES; tile++) {
+#pragma unroll
+                for (uint i = 0; i < KEPT / VECTOR; i++) {
+                    reinterpret_cast<Vector *>(factors)[(tile * 32 + lane) * (KEPT / VECTOR) + i] = fetched.values[tile][i];
+                }
+            }
+            if (span + KEPT_SPANS < end) {
+                fetch(fetched, factors_from, starts, span + KEPT_SPANS, groups);
+            }
+        }
+        copies_wait<STAGES - 1>();
+        __syncwarp();
+        const uint *stage = stages + slot * STAGE;
+        float products[TILES][WIDE][2][4] = {}, ones[WIDE][2][4] = {};
+#pragma unroll
+        for (uint unit = 0; unit < UNITS; unit++) {
+            uint in[WIDE][UNIT / 2] = {};
+#pragma unroll
+            for (uint b = 0; b < WIDE; b++) {
+                if (mine[b] && (GROUPS == 1 || (unit * UNIT_STEP + t * LANE_STEP) / GROUP == group[b])) {
+                    load_pairs(in[b], stage + inputs_at[b] + unit * UNIT_STEP * size_of(X_DTYPE) / 4, term[b]);
+                }
+            }
+#pragma unroll
+            for (uint tile = 0; tile < TILES; tile++) {
+                uint low[UNIT_WORDS], high[UNIT_WORDS];
+                unit_words(low, stage, tile * 2, unit, lane);
+                unit_words(high, stage, tile * 2 + 1, unit, lane);
+#pragma unroll
+                for (uint i = 0; i < UNIT_PRODUCTS; i++) {
+                    const uint a[4] = {code_pair(low, 2 * i), code_pair(high, 2 * i), code_pair(low, 2 * i + 1),
+                                       code_pair(high, 2 * i + 1)};
+#pragma unroll
+                    for (uint b = 0; b < WIDE; b++) {
+                        const uint2 four = make_uint2(in_pairs(in[b], 2 * i), in_pairs(in[b], 2 * i + 1));
+                        mma<HALF>(products[tile][b][i % 2], a, four);
+                        if (AFFINE && tile == 0) {
+                            const uint all[4] = {ONES, ONES, ONES, ONES};
+                            mma<HALF>(ones[b][i % 2], all, four);
+                        }
+                    }
+                }
+            }
+        }
+#pragma unroll
+        for (uint tile = 0; tile < TILES; tile++) {
+#pragma unroll
+            for (uint r = 0; r < 2; r++) {
+                float2 scale = make_float2(1, 1), bias = make_float2(0, 0);
+                if (AFFINE) {
+                    const uint at = (tile * 32 + r * 8 + g) * KEPT + kept * GROUPS + (GROUPS == 4 ? t % 2 * 2 : 0);
+                    scale = factors_at(factors, at);
+                    bias = factors_at(factors, at + 16 * KEPT);
+                }
+#pragma unroll
+                for (uint b = 0; b < WIDE; b++) {
+#pragma unroll
+                    for (uint j = 0; j < 2; j++) {
+                        const uint i = 2 * r + j;
+                        float product = products[tile][b][0][i] + products[tile][b][1][i];
+                        if (AFFINE) {
+                            const float one = ones[b][0][i] + ones[b][1][i];
+                            product = FOLD ? product - 128 * one : product;
+                            product = (j == 0 ? scale.x : scale.y) * product + (j == 0 ? bias.x : bias.y) * one;
+                        }
+                        sums[tile][b][i] += product;
+                    }
+                }
+            }
+        }
+        __syncwarp();
+        if (span + STAGES < end) {
+            begin_span(stages + slot * STAGE, rows, span + STAGES, lane, p.inputs);
+            begin_inputs(stages + slot * STAGE, pieces, span + STAGES, lane, p.inputs);
+        }
+        copies_commit();
+        slot = slot + 1 == STAGES ? 0 : slot + 1;
+    }
+
+    // The sums of all warps: [WARPS][OUTPUTS][8 WIDE], where the stages were not.
+    float *parts = reinterpret_cast<float *>(shared + WARPS * WARP_WORDS);
+#pragma unroll
+    for (uint tile = 0; tile < TILES; tile++) {
+#pragma unroll
+        for (uint b = 0; b < WIDE; b++) {
+#pragma unroll
+            for (uint r = 0; r < 2; r++) {
+                const uint at = ((warp * OUTPUTS + tile * 16 + r * 8 + g) * WIDE + b) * 8 + 2 * t;
+                *reinterpret_cast<float2 *>(parts + at) = make_float2(sums[tile][b][2 * r], sums[tile][b][2 * r + 1]);
+            }
+        }
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (uint i = threadIdx.x; i < OUTPUTS * TOKENS; i += 32 * WARPS) {
+        const uint output = i % OUTPUTS, token = i / OUTPUTS;
+        float sum = 0;
+#pragma unroll
+        for (uint w = 0; w < WARPS; w++) {
+#pragma unroll
+            for (uint c = 0; c < TERMS * GROUPS; c++) {
+                sum += parts[(w * OUTPUTS + output) * WIDE * 8 + token * TERMS * GROUPS + c];
+            }
+        }
+        if (first_output + output < p.outputs && first_row + token < p.rows) {
+            store(out, ulong(first_row + token) * p.outputs + first_output + output, known ? p.alpha * sum : 0.0f, OUT_DTYPE);
+        }
+    }
+}

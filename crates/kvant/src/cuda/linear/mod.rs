@@ -1,0 +1,53 @@
+//! Products with a weight on CUDA.
+//!
+//! [`route`] selects a kernel for a call. Each kernel has a file of its name: `NAME.rs` divides the work among blocks
+//! and builds the launches, `linear_NAME.cu` is the kernel.
+//!
+//! | kernel | serves | limit |
+//! |---|---|---|
+//! | `bulk` | one row, affine weight, GPUs with bulk copies | reading W |
+//! | `codes` | one or two rows, or few rows of experts, affine weight | reading W |
+//! | `rows` | few rows | reading W |
+//! | `many` | many rows, affine weight (or bf16 with other x), Hopper | tensor cores |
+//! | `dequantise` | many rows of bf16, affine weight: makes both sides dense for cuBLASLt | tensor cores |
+//! | `generic` | everything else: odd alignments, f32 weights, mixed dtypes, many rows of experts | |
+//!
+//! `integer_products.h` has the exact integer products of `codes` and `bulk`; `warp_tiling.rs` what the launches of
+//! `rows` and `codes` have in common.
+
+mod bulk;
+mod codes;
+mod dequantise;
+mod generic;
+mod many;
+mod route;
+mod rows;
+mod warp_tiling;
+
+use super::affine::parts;
+use crate::{
+    Result, Tensor,
+    gpu::{Builder, Launch, linear::LinearParams},
+    ops::linear::{Call, NAME},
+};
+
+/// Launches the product.
+pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
+    let Call { weight, dims, rows_per_input, alpha, rows, .. } = call;
+    let uint = |arg, value| Launch::uint(NAME, arg, value);
+    let params = LinearParams {
+        rows: uint("out", *rows)?,
+        outputs: uint("weight", dims.outputs)?,
+        inputs: uint("weight", dims.inputs)?,
+        experts: uint("weight", dims.experts)?,
+        rows_per_input: uint("experts.ids", *rows_per_input)?,
+        alpha: *alpha,
+    };
+    let weight = parts(weight, dims.inputs);
+    route::select(call, &weight, &b.limits).build(call, &weight, &params, b)
+}
+
+/// Whether all rows of `row` elements begin at multiples of 16 bytes.
+fn aligned16(tensor: &Tensor, row: usize) -> bool {
+    tensor.byte_offset().is_multiple_of(16) && (row * tensor.dtype().size()).is_multiple_of(16)
+}

@@ -1,0 +1,143 @@
+//! Selection of the kernel of a product.
+//!
+//! [`select`] is a decision tree, read from the top: the first kernel whose conditions hold takes the call.
+
+use super::{
+    LinearParams, aligned16,
+    bulk::BulkTiling,
+    codes, dequantise,
+    generic::{self, GenericKernel},
+    many::ManyChunks,
+    rows,
+    warp_tiling::WarpTiling,
+};
+use crate::{
+    Result,
+    cuda::affine::Parts,
+    gpu::{Builder, Limits},
+    ops::linear::Call,
+};
+
+/// The kernel of a product, with its division of the work.
+pub(super) enum CudaLinearKernel {
+    Many(ManyChunks),
+    Dequantise,
+    Bulk(BulkTiling),
+    Codes(WarpTiling),
+    Rows(WarpTiling),
+    Few,
+    Tiles,
+}
+
+/// Dense rows up to which reading the weight is the limit.
+const FEW: usize = 8;
+/// The same for affine weights, which no library multiplies.
+const FEW_AFFINE: usize = 32;
+/// The same per expert.
+const FEW_PER_EXPERT: usize = 2;
+
+/// The kernel that takes a product.
+pub(super) fn select(call: &Call, weight: &Parts, limits: &Limits) -> CudaLinearKernel {
+    let is_affine = weight.bits != 0;
+    let few_of_experts = FEW.max(FEW_PER_EXPERT * call.dims.experts);
+    let few = match (call.experts.is_some(), is_affine) {
+        (true, _) => few_of_experts,
+        (false, true) => FEW_AFFINE,
+        (false, false) => FEW,
+    };
+    // Many rows.
+    if call.rows > if is_affine { FEW_AFFINE } else { FEW }
+        && let Some(chunks) = ManyChunks::new(call, weight, limits)
+    {
+        return CudaLinearKernel::Many(chunks);
+    }
+    if dequantise::suits(call, weight) {
+        return CudaLinearKernel::Dequantise;
+    }
+    // Few rows.
+    if (1..=few).contains(&call.rows) && rows::suits(call, weight) {
+        if let Some(tiling) = BulkTiling::new(call, weight, limits) {
+            return CudaLinearKernel::Bulk(tiling);
+        }
+        if codes::suits(call, weight) {
+            return CudaLinearKernel::Codes(codes::tiling(call, weight, limits));
+        }
+        return CudaLinearKernel::Rows(rows::tiling(call, weight, limits));
+    }
+    // Everything else.
+    if call.rows <= if call.experts.is_some() { few_of_experts } else { FEW } {
+        return CudaLinearKernel::Few;
+    }
+    CudaLinearKernel::Tiles
+}
+
+impl CudaLinearKernel {
+    /// The kernel's name, which begins the name that a profiler shows.
+    pub(super) fn name(&self) -> &'static str {
+        match self {
+            CudaLinearKernel::Many(_) => "linear_many",
+            CudaLinearKernel::Dequantise => "linear_dequantise",
+            CudaLinearKernel::Bulk(_) => "linear_bulk",
+            CudaLinearKernel::Codes(_) => "linear_codes",
+            CudaLinearKernel::Rows(_) => "linear_rows",
+            CudaLinearKernel::Few => "linear_few",
+            CudaLinearKernel::Tiles => "linear_tiles",
+        }
+    }
+
+    /// Adds the launches.
+    pub(super) fn build(&self, call: &Call, weight: &Parts, params: &LinearParams, b: &mut Builder) -> Result<()> {
+        let x_aligned = aligned16(&call.x, call.dims.inputs);
+        match self {
+            CudaLinearKernel::Many(chunks) => chunks.build(self.name(), call, weight, params, b),
+            CudaLinearKernel::Dequantise => dequantise::build(self.name(), call, weight, params, b),
+            CudaLinearKernel::Bulk(tiling) => b.push(tiling.launch(self.name(), call, weight, params)),
+            CudaLinearKernel::Codes(tiling) => b.push(codes::launch(self.name(), tiling, call, weight, params)),
+            CudaLinearKernel::Rows(tiling) => b.push(rows::launch(self.name(), tiling, call, weight, params)),
+            CudaLinearKernel::Few => {
+                b.push(generic::launch(GenericKernel::Few, self.name(), call, weight, params, x_aligned))
+            }
+            CudaLinearKernel::Tiles => {
+                b.push(generic::launch(GenericKernel::Tiles, self.name(), call, weight, params, x_aligned))
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        DType,
+        cuda::{
+            affine::parts,
+            linear::rows::tests::{H200, call},
+        },
+    };
+
+    const A100: Limits =
+        Limits { threadgroup_bytes: 163 << 10, busy_groups: 108, warpgroup_products: false, clusters: false, ..H200 };
+    const RTX_4090: Limits = Limits { threadgroup_bytes: 99 << 10, busy_groups: 128, ..A100 };
+
+    /// bf16 rows, matrices of 4096 inputs. Columns: H200, A100, RTX 4090.
+    #[test]
+    fn kernels_of_typical_products() {
+        const DENSE: u32 = 0;
+        #[rustfmt::skip]
+        let cases = [
+            (4,     1,   4096, false, ["linear_bulk",  "linear_codes",      "linear_codes"]),
+            (4,     2,   4096, false, ["linear_codes", "linear_codes",      "linear_codes"]),
+            (4,     8,   4096, false, ["linear_rows",  "linear_rows",       "linear_rows"]),
+            (4,     512, 4096, false, ["linear_dequantise", "linear_dequantise", "linear_dequantise"]),
+            (4,     1,   1024, true,  ["linear_codes", "linear_codes",      "linear_codes"]),
+            (DENSE, 1,   4096, false, ["linear_rows",  "linear_rows",       "linear_rows"]),
+            (DENSE, 512, 4096, false, ["linear_tiles", "linear_tiles",      "linear_tiles"]),
+        ];
+        for (bits, rows, outputs, experts, want) in cases {
+            let call = call(bits, DType::BF16, [rows, outputs, 4096], experts);
+            let weight = parts(&call.weight, 4096);
+            let got = [H200, A100, RTX_4090].map(|limits| select(&call, &weight, &limits).name());
+            assert_eq!(got, want, "{bits} bits, {rows} rows, {outputs} outputs, experts: {experts}");
+        }
+    }
+}

@@ -1,0 +1,561 @@
+//! The parts of the CUDA driver that the runtime uses, with every status checked.
+
+use std::{
+    ffi::{CStr, c_void},
+    ptr::{null, null_mut},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
+
+use cudarc::driver::sys::{self as cu, CUresult};
+
+use super::libraries;
+use crate::Error;
+
+/// A call of the driver that failed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct DriverError {
+    call: &'static str,
+    status: CUresult,
+}
+
+impl DriverError {
+    pub(super) fn is_out_of_memory(self) -> bool {
+        self.status == CUresult::CUDA_ERROR_OUT_OF_MEMORY
+    }
+}
+
+impl std::fmt::Display for DriverError {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let mut text = null();
+        // SAFETY: the function fills the pointer with a string that lives forever, or fails.
+        let known =
+            unsafe { cu::cuGetErrorString(self.status, &mut text) } == CUresult::CUDA_SUCCESS && !text.is_null();
+        let what = if known {
+            // SAFETY: see above.
+            unsafe { CStr::from_ptr(text) }.to_string_lossy()
+        } else {
+            "an unknown status".into()
+        };
+        write!(f, "{}: {what} ({:?})", self.call, self.status)
+    }
+}
+
+/// A failure on the device, as the library's error.
+pub(super) fn fault(reason: impl ToString) -> Error {
+    Error::DeviceFault { device: "cuda".to_string(), reason: reason.to_string() }
+}
+
+/// A status as a result.
+pub(super) fn check(call: &'static str, status: CUresult) -> Result<(), DriverError> {
+    if status == CUresult::CUDA_SUCCESS { Ok(()) } else { Err(DriverError { call, status }) }
+}
+
+/// Calls a function of the driver and returns its failure. The caller is responsible for the arguments, in its `unsafe`
+/// block.
+macro_rules! driver {
+    ($name:ident($($arg:expr),* $(,)?)) => {
+        $crate::cuda::runtime::driver::check(stringify!($name), ::cudarc::driver::sys::$name($($arg),*))
+    };
+}
+pub(super) use driver;
+
+/// A device, its context, the one stream that all work goes through, and the memory pool of that stream.
+pub(super) struct CudaDevice {
+    pub name: String,
+    /// Compute capability.
+    pub capability: (i32, i32),
+    pub driver_version: i32,
+    pub multiprocessors: usize,
+    pub threads_per_block: usize,
+    /// The most shared memory that a block can request.
+    pub shared_bytes: usize,
+    pub memory_bytes: usize,
+    /// Whether copies read pageable host memory in place, rather than a copy that the driver has made of it.
+    reads_host_memory: bool,
+    context: cu::CUcontext,
+    pub stream: cu::CUstream,
+    pool: cu::CUmemoryPool,
+    turn: Mutex<()>,
+}
+
+// SAFETY: contexts, streams and pools may be used from any thread; `enter` makes the context current first.
+unsafe impl Send for CudaDevice {}
+// SAFETY: as above; the driver locks its own state.
+unsafe impl Sync for CudaDevice {}
+
+impl CudaDevice {
+    /// The first device, or why there is none.
+    pub(super) fn open() -> Result<CudaDevice, String> {
+        if !libraries::has_driver() {
+            return Err("the NVIDIA driver (libcuda) cannot be loaded".to_string());
+        }
+        let has = |names: &[&'static str]| match libraries::missing_in_driver(names) {
+            Some(name) => Err(format!("the loaded NVIDIA driver (libcuda) has no function {name}")),
+            None => Ok(()),
+        };
+        has(&["cuInit", "cuDriverGetVersion"])?;
+        let text = |failure: DriverError| failure.to_string();
+        let mut version = 0;
+        // SAFETY: the driver is loaded; `version` is what the function fills.
+        unsafe {
+            driver!(cuInit(0)).map_err(text)?;
+            driver!(cuDriverGetVersion(&mut version)).map_err(text)?;
+        }
+        if version < 12000 {
+            let (major, minor) = (version / 1000, version % 1000 / 10);
+            return Err(format!("the NVIDIA driver supports CUDA {major}.{minor}; 12.0 is needed"));
+        }
+        // The newest functions that the runtime calls.
+        has(&["cuMemAllocFromPoolAsync", "cuLaunchKernelEx"])?;
+        if !libraries::has_nvrtc() {
+            return Err(
+                "libnvrtc, which compiles the kernels, cannot be loaded: it comes with the CUDA toolkit, or as \
+                        the Python package nvidia-cuda-nvrtc (nvidia-cuda-nvrtc-cu12 for drivers of CUDA 12); \
+                        LD_LIBRARY_PATH says where it is"
+                    .to_string(),
+            );
+        }
+        let gpu = CudaDevice::first(version).map_err(text)?;
+        // The kernels use tensor cores and asynchronous copies as GPUs have them since Ampere.
+        let (major, minor) = gpu.capability;
+        if major < 8 {
+            return Err(format!("{} has compute capability {major}.{minor}; 8.0 is needed", gpu.name));
+        }
+        Ok(gpu)
+    }
+
+    fn first(driver_version: i32) -> Result<CudaDevice, DriverError> {
+        use cu::CUdevice_attribute::*;
+        let (mut device, mut context, mut name, mut memory_bytes) = (0, null_mut(), [0u8; 256], 0);
+        let (mut stream, mut pool) = (null_mut(), null_mut());
+        // SAFETY: every pointer is to a local of the type that the function fills; the name has 256 bytes.
+        unsafe {
+            driver!(cuDeviceGet(&mut device, 0))?;
+            driver!(cuDeviceGetName(name.as_mut_ptr().cast(), name.len() as i32, device))?;
+            driver!(cuDeviceTotalMem_v2(&mut memory_bytes, device))?;
+            // The primary context, which other CUDA libraries of the process share.
+            driver!(cuDevicePrimaryCtxRetain(&mut context, device))?;
+            let _entered = enter(context)?;
+            let flags = cu::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
+            driver!(cuStreamCreate(&mut stream, flags))?;
+            // A pool of our own keeps freed memory for later allocations until memory runs out.
+            let mut props: cu::CUmemPoolProps = std::mem::zeroed();
+            props.allocType = cu::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED;
+            props.location.type_ = cu::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE;
+            props.location.id = device;
+            driver!(cuMemPoolCreate(&mut pool, &props))?;
+            let mut keep = u64::MAX;
+            let threshold = cu::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
+            driver!(cuMemPoolSetAttribute(pool, threshold, (&raw mut keep).cast()))?;
+        }
+        let attribute = |attribute| {
+            let mut value = 0;
+            // SAFETY: `value` is what the function fills.
+            unsafe { driver!(cuDeviceGetAttribute(&mut value, attribute, device)) }.map(|()| value)
+        };
+        let name = CStr::from_bytes_until_nul(&name).map_or_else(|_| "?".into(), CStr::to_string_lossy);
+        Ok(CudaDevice {
+            name: name.into_owned(),
+            capability: (
+                attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+                attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+            ),
+            driver_version,
+            multiprocessors: attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as usize,
+            threads_per_block: attribute(CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_BLOCK)? as usize,
+            shared_bytes: attribute(CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as usize,
+            memory_bytes,
+            reads_host_memory: attribute(CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES)? != 0,
+            context,
+            stream,
+            pool,
+            turn: Mutex::new(()),
+        })
+    }
+
+    /// Locks the stream: while the guard lives, no other thread enqueues a pass or a transfer. Work between two
+    /// launches of a pass would see half of its results, and a library's product may be several kernels, which share a
+    /// workspace.
+    pub(super) fn turn(&self) -> MutexGuard<'_, ()> {
+        self.turn.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Makes the context current in this thread while the guard lives. Every other call needs it.
+    pub(super) fn enter(&self) -> Result<ContextGuard, DriverError> {
+        enter(self.context)
+    }
+
+    /// CudaMemory, in the order of the stream.
+    pub(super) fn allocate(self: &Arc<Self>, bytes: usize) -> crate::Result<CudaMemory> {
+        let _entered = self.enter().map_err(fault)?;
+        // The driver refuses to allocate nothing.
+        let size = bytes.max(16);
+        if size > self.memory_bytes {
+            return Err(self.out_of_memory(bytes));
+        }
+        let allocate = || {
+            let mut address = 0;
+            // SAFETY: pool and stream are alive; `address` is what the function fills.
+            unsafe { driver!(cuMemAllocFromPoolAsync(&mut address, size, self.pool, self.stream)) }.map(|()| address)
+        };
+        let address = match allocate() {
+            Err(failure) if failure.is_out_of_memory() => {
+                // Freed memory may be fragmented: return it to the driver and try again.
+                self.synchronise().map_err(fault)?;
+                // SAFETY: the pool is alive.
+                unsafe { driver!(cuMemPoolTrimTo(self.pool, 0)) }.map_err(fault)?;
+                allocate()
+            }
+            first => first,
+        };
+        match address {
+            Ok(address) => Ok(CudaMemory { address, bytes, gpu: self.clone() }),
+            Err(failure) if failure.is_out_of_memory() => Err(self.out_of_memory(bytes)),
+            Err(failure) => Err(fault(failure)),
+        }
+    }
+
+    /// The error of too little memory for so many bytes.
+    pub(super) fn out_of_memory(&self, bytes: usize) -> Error {
+        Error::OutOfMemory { device: format!("cuda ({})", self.name), bytes }
+    }
+
+    /// Waits for all work enqueued in the stream.
+    pub(super) fn synchronise(&self) -> Result<(), DriverError> {
+        // SAFETY: the stream lives as long as this.
+        unsafe { driver!(cuStreamSynchronize(self.stream)) }
+    }
+
+    /// An event after all work enqueued in the stream.
+    pub(super) fn event(self: &Arc<Self>) -> Result<CudaEvent, DriverError> {
+        let _entered = self.enter()?;
+        let mut event = null_mut();
+        // SAFETY: `event` is what the function fills.
+        unsafe { driver!(cuEventCreate(&mut event, cu::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32)) }?;
+        let event = CudaEvent { event, gpu: self.clone() };
+        // SAFETY: both are alive and of the same context.
+        unsafe { driver!(cuEventRecord(event.event, self.stream)) }?;
+        Ok(event)
+    }
+}
+
+/// Keeps a context current in this thread. Dropping it restores the previous one, which may belong to another library
+/// and another GPU.
+#[must_use]
+pub(super) struct ContextGuard {
+    /// The previous context, if it is another one; null if there was none.
+    before: Option<cu::CUcontext>,
+}
+
+fn enter(context: cu::CUcontext) -> Result<ContextGuard, DriverError> {
+    let mut before = null_mut();
+    // SAFETY: `before` is what the function fills; the context lives as long as the process.
+    unsafe {
+        driver!(cuCtxGetCurrent(&mut before))?;
+        if before == context {
+            return Ok(ContextGuard { before: None });
+        }
+        driver!(cuCtxSetCurrent(context))?;
+    }
+    Ok(ContextGuard { before: Some(before) })
+}
+
+impl Drop for ContextGuard {
+    fn drop(&mut self) {
+        if let Some(before) = self.before {
+            // SAFETY: it was current in this thread.
+            if let Err(failure) = unsafe { driver!(cuCtxSetCurrent(before)) } {
+                tracing::debug!(%failure, "this thread's context is not the one before");
+            }
+        }
+    }
+}
+
+/// A point in the order of the stream.
+pub(super) struct CudaEvent {
+    event: cu::CUevent,
+    gpu: Arc<CudaDevice>,
+}
+
+// SAFETY: events may be used from any thread.
+unsafe impl Send for CudaEvent {}
+
+impl CudaEvent {
+    pub(super) fn wait(&self) -> Result<(), DriverError> {
+        let _entered = self.gpu.enter()?;
+        // SAFETY: the event is alive.
+        unsafe { driver!(cuEventSynchronize(self.event)) }
+    }
+}
+
+impl Drop for CudaEvent {
+    fn drop(&mut self) {
+        // SAFETY: nobody else has the event. Another call reports or has reported the failure.
+        unsafe {
+            let _ = self.gpu.enter().and_then(|_entered| driver!(cuEventDestroy_v2(self.event)));
+        }
+    }
+}
+
+/// An allocation. It is freed in stream order: work enqueued before may still use it.
+pub(super) struct CudaMemory {
+    pub address: cu::CUdeviceptr,
+    pub bytes: usize,
+    gpu: Arc<CudaDevice>,
+}
+
+impl CudaMemory {
+    pub(super) fn fill_with_zeros(&self) -> Result<(), DriverError> {
+        let _entered = self.gpu.enter()?;
+        // SAFETY: the range is the allocation.
+        unsafe { driver!(cuMemsetD8Async(self.address, 0, self.bytes.max(16), self.gpu.stream)) }
+    }
+
+    /// Writes in stream order; returns when `bytes` may change.
+    ///
+    /// Panics when the range is beyond the allocation.
+    pub(super) fn upload(&self, offset: usize, bytes: &[u8]) -> Result<(), DriverError> {
+        let to = self.at(offset, bytes.len());
+        let _entered = self.gpu.enter()?;
+        let turn = self.gpu.turn();
+        // SAFETY: both ranges exist. The driver has copied pageable host memory when it returns; where it reads later,
+        // the stream is synchronised below.
+        unsafe { driver!(cuMemcpyHtoDAsync_v2(to, bytes.as_ptr().cast::<c_void>(), bytes.len(), self.gpu.stream)) }?;
+        drop(turn);
+        if self.gpu.reads_host_memory || is_known(bytes) { self.gpu.synchronise() } else { Ok(()) }
+    }
+
+    /// Reads after all work enqueued in the stream.
+    ///
+    /// Panics when the range is beyond the allocation.
+    pub(super) fn download(&self, offset: usize, out: &mut [u8]) -> Result<(), DriverError> {
+        let from = self.at(offset, out.len());
+        let _entered = self.gpu.enter()?;
+        let turn = self.gpu.turn();
+        // SAFETY: both ranges exist, and the copy is over when this returns.
+        let begun = unsafe { driver!(cuMemcpyDtoHAsync_v2(out.as_mut_ptr().cast(), from, out.len(), self.gpu.stream)) };
+        drop(turn);
+        begun.and(self.gpu.synchronise())
+    }
+
+    fn at(&self, offset: usize, len: usize) -> cu::CUdeviceptr {
+        assert!(offset.checked_add(len).is_some_and(|end| end <= self.bytes), "the caller keeps to the allocation");
+        self.address + offset as u64
+    }
+}
+
+impl Drop for CudaMemory {
+    fn drop(&mut self) {
+        // SAFETY: nobody else has the allocation. Another call reports or has reported the failure.
+        let freed =
+            unsafe { self.gpu.enter().and_then(|_entered| driver!(cuMemFreeAsync(self.address, self.gpu.stream))) };
+        if let Err(failure) = freed {
+            tracing::debug!(%failure, "an allocation was not freed");
+        }
+    }
+}
+
+/// Whether the driver knows this host memory, page-locked or managed, which it reads in place.
+fn is_known(bytes: &[u8]) -> bool {
+    let is_known = |byte: &u8| {
+        let mut kind = 0u32;
+        let mut attribute = cu::CUpointer_attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE;
+        let mut filled = (&raw mut kind).cast();
+        let address = std::ptr::from_ref(byte).addr() as u64;
+        // The function takes any address and returns kind 0 for other memory; its variant for one attribute would
+        // report an error. SAFETY: one attribute, and `kind` is what the function fills.
+        let asked = unsafe { driver!(cuPointerGetAttributes(1, &mut attribute, &mut filled, address)) };
+        asked.is_ok() && kind != 0
+    };
+    // Part of an allocation may be page-locked.
+    bytes.first().is_some_and(is_known) || bytes.last().is_some_and(is_known)
+}
+
+/// A loaded kernel; never unloaded.
+#[derive(Clone, Copy)]
+pub(super) struct CudaFunction(pub cu::CUfunction);
+
+// SAFETY: a function handle may be used from any thread.
+unsafe impl Send for CudaFunction {}
+// SAFETY: as above.
+unsafe impl Sync for CudaFunction {}
+
+impl CudaFunction {
+    /// Loads machine code and finds a kernel in it, which may then use all of a block's shared memory.
+    pub(super) fn load(gpu: &CudaDevice, code: &[u8], name: &CStr) -> Result<CudaFunction, DriverError> {
+        use cu::CUfunction_attribute::*;
+        let _entered = gpu.enter()?;
+        // PTX is text that ends with a NUL; machine code knows its size.
+        let mut code = code.to_vec();
+        code.push(0);
+        let (mut module, mut function, mut static_bytes) = (null_mut(), null_mut(), 0);
+        // SAFETY: the image is what the compiler made, and outlives the call; `module` is a local.
+        unsafe { driver!(cuModuleLoadData(&mut module, code.as_ptr().cast())) }?;
+        let mut find = || {
+            // SAFETY: the module is loaded; the other pointers are to locals.
+            unsafe {
+                driver!(cuModuleGetFunction(&mut function, module, name.as_ptr()))?;
+                driver!(cuFuncGetAttribute(&mut static_bytes, CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function))?;
+                let most = gpu.shared_bytes as i32 - static_bytes;
+                driver!(cuFuncSetAttribute(function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, most))
+            }
+        };
+        if let Err(failure) = find() {
+            // SAFETY: nothing uses the module. A later attempt loads it again.
+            let _ = unsafe { driver!(cuModuleUnload(module)) };
+            return Err(failure);
+        }
+        Ok(CudaFunction(function))
+    }
+
+    /// Whether the device can run a cluster of so many blocks, each with all the shared memory that a block can have.
+    pub(super) fn fits_as_cluster(self, gpu: &CudaDevice, blocks: u32) -> Result<bool, DriverError> {
+        use cu::{CUfunction_attribute::*, CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION};
+        let _entered = gpu.enter()?;
+        let (mut clusters, mut most) = (0, 0);
+        // SAFETY: a launch attribute may be all zeros.
+        let mut attribute: cu::CUlaunchAttribute = unsafe { std::mem::zeroed() };
+        attribute.id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
+        attribute.value.clusterDim = cu::CUlaunchAttributeValue_union__bindgen_ty_1 { x: blocks, y: 1, z: 1 };
+        // SAFETY: all pointers are to locals that outlive the calls.
+        unsafe {
+            driver!(cuFuncGetAttribute(&mut most, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, self.0))?;
+            let config = cu::CUlaunchConfig {
+                gridDimX: blocks,
+                gridDimY: 1,
+                gridDimZ: 1,
+                blockDimX: 512,
+                blockDimY: 1,
+                blockDimZ: 1,
+                sharedMemBytes: most as u32,
+                hStream: gpu.stream,
+                attrs: &raw mut attribute,
+                numAttrs: 1,
+            };
+            driver!(cuOccupancyMaxActiveClusters(&mut clusters, self.0, &config))?;
+        }
+        Ok(clusters > 0)
+    }
+}
+
+/// A captured sequence of work.
+pub(super) struct CudaGraph {
+    exec: cu::CUgraphExec,
+    gpu: Arc<CudaDevice>,
+}
+
+// SAFETY: graphs may be used from any thread, one at a time: the owner sees to that.
+unsafe impl Send for CudaGraph {}
+
+impl CudaGraph {
+    /// Captures the work that `record` enqueues in the stream that it gets.
+    pub(super) fn capture(
+        gpu: &Arc<CudaDevice>,
+        record: impl FnOnce(cu::CUstream) -> crate::Result<()>,
+    ) -> crate::Result<CudaGraph> {
+        let _entered = gpu.enter().map_err(fault)?;
+        let (mut stream, mut graph, mut exec) = (null_mut(), null_mut(), null_mut());
+        // SAFETY: every pointer is to a local; the stream is private to this function, and is destroyed in the end.
+        unsafe {
+            driver!(cuStreamCreate(&mut stream, cu::CUstream_flags::CU_STREAM_NON_BLOCKING as u32)).map_err(fault)?;
+            let mode = cu::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+            let recorded = match driver!(cuStreamBeginCapture_v2(stream, mode)) {
+                Ok(()) => {
+                    let recorded = record(stream);
+                    // Ends the capture also when recording failed.
+                    let ended = driver!(cuStreamEndCapture(stream, &mut graph));
+                    recorded.and(ended.map_err(fault))
+                }
+                Err(failure) => Err(fault(failure)),
+            };
+            let made = recorded.and_then(|()| driver!(cuGraphInstantiateWithFlags(&mut exec, graph, 0)).map_err(fault));
+            if !graph.is_null() {
+                let _ = driver!(cuGraphDestroy(graph));
+            }
+            let _ = driver!(cuStreamDestroy_v2(stream));
+            made?;
+        }
+        Ok(CudaGraph { exec, gpu: gpu.clone() })
+    }
+
+    /// Enqueues it in the stream.
+    pub(super) fn launch(&self) -> Result<(), DriverError> {
+        let _entered = self.gpu.enter()?;
+        // SAFETY: graph and stream are alive.
+        unsafe { driver!(cuGraphLaunch(self.exec, self.gpu.stream)) }
+    }
+}
+
+impl Drop for CudaGraph {
+    fn drop(&mut self) {
+        // SAFETY: nobody else has it; the driver keeps what still runs until it is done.
+        unsafe {
+            let _ = self.gpu.enter().and_then(|_entered| driver!(cuGraphExecDestroy(self.exec)));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// `None` where there is no GPU.
+    fn gpu() -> Option<Arc<CudaDevice>> {
+        CudaDevice::open().inspect_err(|why| eprintln!("{why}")).ok().map(Arc::new)
+    }
+
+    fn current() -> cu::CUcontext {
+        let mut context = null_mut();
+        // SAFETY: `context` is what the function fills.
+        unsafe { driver!(cuCtxGetCurrent(&mut context)) }.unwrap();
+        context
+    }
+
+    #[test]
+    fn a_thread_keeps_its_context() {
+        let Some(gpu) = gpu() else { return };
+        assert!(current().is_null());
+        let memory = gpu.allocate(64).unwrap();
+        assert!(current().is_null());
+        memory.fill_with_zeros().unwrap();
+        memory.upload(0, &[1; 64]).unwrap();
+        memory.download(0, &mut [0; 64]).unwrap();
+        gpu.event().unwrap().wait().unwrap();
+        assert!(current().is_null());
+        {
+            let _entered = gpu.enter().unwrap();
+            let _again = gpu.enter().unwrap();
+            assert_eq!(current(), gpu.context);
+            drop(memory);
+            assert_eq!(current(), gpu.context);
+        }
+        assert!(current().is_null());
+    }
+
+    #[test]
+    fn host_memory_may_change_after_an_upload() {
+        let Some(gpu) = gpu() else { return };
+        let len = 32 << 20;
+        let memory = gpu.allocate(len).unwrap();
+        let busy = gpu.allocate(4 << 30).unwrap();
+        let _entered = gpu.enter().unwrap();
+        let mut locked = null_mut();
+        // SAFETY: `locked` is what the function fills.
+        unsafe { driver!(cuMemAllocHost_v2(&mut locked, len)) }.unwrap();
+        // SAFETY: it has so many bytes, which nobody else knows.
+        let locked_bytes = unsafe { std::slice::from_raw_parts_mut(locked.cast::<u8>(), len) };
+        let mut ordinary = vec![0; len];
+        for bytes in [&mut *locked_bytes, &mut ordinary[..]] {
+            bytes.fill(1);
+            // Delays the copy.
+            (0..20).for_each(|_| busy.fill_with_zeros().unwrap());
+            memory.upload(0, bytes).unwrap();
+            bytes.fill(2);
+            let mut got = vec![0; len];
+            memory.download(0, &mut got).unwrap();
+            assert!(got.iter().all(|&byte| byte == 1));
+        }
+        // SAFETY: nothing uses it any more.
+        unsafe { driver!(cuMemFreeHost(locked)) }.unwrap();
+    }
+}

@@ -1,0 +1,385 @@
+//! Runs launches on an NVIDIA GPU, through the driver that is found at run time.
+//!
+//! All work goes to one stream, so a launch sees what earlier ones wrote; transfers, allocations and frees are in the
+//! same order. A [`Launch`] becomes a kernel call:
+//!
+//! - Its file is compiled for this device, once, with its constants as macros. The code is kept in memory and on disk.
+//! - The kernel's argument i is the address bound to index i, or the parameter struct, by value, if that has the index.
+//!   An index without a binding is a null pointer: an optional buffer that is absent.
+//! - `threadgroup_bytes` is the dynamic shared memory of a block.
+
+use std::{
+    any::Any,
+    collections::HashMap,
+    ffi::{CString, c_void},
+    ptr::NonNull,
+    sync::{Arc, Mutex, OnceLock, PoisonError},
+};
+
+use cudarc::driver::sys::{self as cu, CUstream};
+
+pub(super) mod compile;
+mod cublaslt;
+mod driver;
+mod kernel_cache;
+pub(super) mod libraries;
+
+use compile::{CompileTarget, KernelProgram};
+use cublaslt::{CublasLt, CublasLtPlan};
+use driver::{CudaDevice, CudaEvent, CudaFunction, CudaGraph, CudaMemory, driver, fault};
+use kernel_cache::KernelCache;
+
+use crate::{
+    Error, Result,
+    cuda::{attend::MAX_CLUSTER, headers},
+    gpu::{self, Constant, Executor, Launch, LaunchPass, Limits, Replay, Source, Wait},
+};
+
+/// The most arguments of a kernel.
+const ARGUMENTS: usize = 64;
+
+/// The executor.
+pub(super) struct CudaExecutor {
+    launcher: Arc<Launcher>,
+}
+
+struct Launcher {
+    gpu: Arc<CudaDevice>,
+    target: CompileTarget,
+    /// Compiler, driver and device, on which the machine code depends besides its source.
+    environment: String,
+    cache: KernelCache,
+    functions: Mutex<HashMap<SpecialisedKernel, FunctionSlot>>,
+    /// Opened when it is first needed, under the lock `opening`; None if there is no library.
+    cublaslt: OnceLock<Option<CublasLt>>,
+    opening: Mutex<()>,
+    /// Whether the device can run every cluster that attention uses.
+    clusters: bool,
+}
+
+/// A kernel whose clusters need at least as many resources as any other: most threads and all shared memory.
+static EMPTY: Source = Source {
+    name: "empty.cu",
+    text: "extern \"C\" __global__ void __launch_bounds__(512, 1) KVANT_KERNEL() {}",
+    headers: &[],
+    layouts: &[],
+};
+
+/// What runs a launch: its kernel, or the library that computes the same product.
+enum Runner {
+    Kernel(CudaFunction),
+    Library(Arc<CublasLtPlan>),
+}
+
+/// A kernel with its constants: file (by address), name, values.
+type SpecialisedKernel = (usize, &'static str, Vec<(&'static str, Constant)>);
+
+/// A kernel that the first thread to need it loads, while others wait. A failure, of memory for example, is not kept:
+/// the next launch tries again.
+type FunctionSlot = Arc<Mutex<Option<CudaFunction>>>;
+
+impl CudaExecutor {
+    /// The first NVIDIA GPU, or why there is none.
+    pub(super) fn open() -> std::result::Result<CudaExecutor, String> {
+        let gpu = Arc::new(CudaDevice::open()?);
+        let target = CompileTarget::new(gpu.capability.0, gpu.capability.1)?;
+        let compiler = compile::version()?;
+        let driver = (gpu.driver_version / 1000, gpu.driver_version % 1000 / 10);
+        if compiler.0 > driver.0 {
+            // A driver loads what compilers of its own major version make, and of older ones.
+            return Err(format!(
+                "libnvrtc {}.{} is too new for the NVIDIA driver, which supports CUDA {}.{}: a libnvrtc {} is needed",
+                compiler.0, compiler.1, driver.0, driver.1, driver.0
+            ));
+        }
+        let environment = format!("nvrtc {compiler:?}, driver {}, {}\n", gpu.driver_version, gpu.name);
+        let mut launcher = Launcher {
+            gpu,
+            target,
+            environment,
+            cache: KernelCache::of_user(),
+            functions: Mutex::default(),
+            cublaslt: OnceLock::new(),
+            opening: Mutex::default(),
+            clusters: false,
+        };
+        // On Hopper and later, if the compiler supports it. A slice of a GPU may have too few neighbouring
+        // multiprocessors.
+        if launcher.target.has_waits() {
+            let fits = launcher
+                .load(&Launch::new("open", &EMPTY, "empty"))
+                .and_then(|empty| empty.fits_as_cluster(&launcher.gpu, MAX_CLUSTER as u32).map_err(fault));
+            launcher.clusters = fits.unwrap_or_else(|error| {
+                tracing::debug!(%error, "attention uses no clusters");
+                false
+            });
+        }
+        Ok(CudaExecutor { launcher: Arc::new(launcher) })
+    }
+}
+
+impl Launcher {
+    fn function(&self, launch: &Launch) -> Result<CudaFunction> {
+        let key = (std::ptr::from_ref(launch.source) as usize, launch.kernel, launch.constants.clone());
+        let loading = {
+            let mut functions = self.functions.lock().unwrap_or_else(PoisonError::into_inner);
+            functions.entry(key).or_default().clone()
+        };
+        let mut loaded = loading.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(function) = *loaded {
+            return Ok(function);
+        }
+        let function = self.load(launch)?;
+        *loaded = Some(function);
+        Ok(function)
+    }
+
+    fn load(&self, launch: &Launch) -> Result<CudaFunction> {
+        let program = KernelProgram::of(launch);
+        let name = CString::new(program.entry.as_str()).map_err(fault)?;
+        let key = self.environment.clone() + &program.key(&self.target);
+        if let Some(code) = self.cache.get(&key) {
+            match CudaFunction::load(&self.gpu, &code, &name) {
+                Ok(function) => return Ok(function),
+                Err(failure) => tracing::debug!(kernel = program.entry, %failure, "stored code does not load"),
+            }
+        }
+        let code = program.compile(&self.target).map_err(|message| Error::Compile {
+            device: self.gpu.name.clone(),
+            kernel: format!("{} of {}", program.entry, launch.source.name),
+            message,
+        })?;
+        let function = CudaFunction::load(&self.gpu, &code, &name).map_err(|failure| {
+            if failure.is_out_of_memory() {
+                self.gpu.out_of_memory(code.len())
+            } else {
+                fault(format!("{launch:?}: {failure}"))
+            }
+        })?;
+        self.cache.put(&key, &code);
+        Ok(function)
+    }
+
+    /// The library, if it is installed.
+    ///
+    /// # Errors
+    /// There is no memory for its workspace; the next call tries again.
+    fn cublaslt(&self) -> Result<Option<&CublasLt>> {
+        let _guard = match self.cublaslt.get() {
+            Some(opened) => return Ok(opened.as_ref()),
+            None => self.opening.lock().unwrap_or_else(PoisonError::into_inner),
+        };
+        if self.cublaslt.get().is_none() {
+            let opened = CublasLt::open(&self.gpu)?;
+            return Ok(self.cublaslt.get_or_init(|| opened).as_ref());
+        }
+        Ok(self.cublaslt.get().and_then(Option::as_ref))
+    }
+
+    /// Enqueues launches in a stream, in their order.
+    fn enqueue_all(&self, launches: &[(Launch, Runner)], stream: CUstream) -> Result<()> {
+        let mut previous = None;
+        for (launch, runner) in launches {
+            let overlaps = previous.is_some_and(|previous| self.may_overlap(launch, previous));
+            self.enqueue(launch, runner, overlaps, stream)?;
+            previous = matches!(runner, Runner::Kernel(_)).then_some(launch);
+        }
+        Ok(())
+    }
+
+    /// Whether a kernel may begin before the previous one has ended: if it waits for that itself
+    /// (`device/dependent_launch.h`), and what it reads before is not what the previous one writes. Kernels before
+    /// `previous` have ended by then: a kernel lets the next one begin after it has waited.
+    fn may_overlap(&self, launch: &Launch, previous: &Launch) -> bool {
+        // Graphs have such edges since CUDA 12.3.
+        self.target.has_waits()
+            && self.gpu.driver_version >= 12030
+            && headers::waits_itself(launch.source)
+            && launch.may_read_beside(previous)
+    }
+
+    /// Enqueues a launch in a stream; with `overlaps`, it may begin before the previous kernel has ended.
+    fn enqueue(&self, launch: &Launch, runner: &Runner, overlaps: bool, stream: CUstream) -> Result<()> {
+        // The library is not opened here, which a capture would not allow.
+        let function = match (runner, launch.product, self.cublaslt.get().and_then(Option::as_ref)) {
+            (Runner::Library(plan), Some(product), Some(cublaslt)) => {
+                let address = |index| {
+                    let binding = launch.bindings.iter().find(|b| b.index == index).expect("a product binds all three");
+                    memory_of(binding.memory()).address + binding.offset as u64
+                };
+                // SAFETY: the plan was made for this product; the memory outlives the work, as below.
+                return unsafe { cublaslt.run(plan, product.alpha, product.bindings.map(address), stream) }
+                    .map_err(|error| fault(format!("{launch:?}: {error}")));
+            }
+            (Runner::Kernel(function), ..) => function,
+            (Runner::Library(_), ..) => unreachable!("only products are prepared for the library"),
+        };
+        let mut values = [0u64; ARGUMENTS];
+        for binding in &launch.bindings {
+            let memory = memory_of(binding.memory());
+            values[binding.index as usize] = memory.address + binding.offset as u64;
+        }
+        let mut pointers = [std::ptr::null_mut::<c_void>(); ARGUMENTS];
+        for (pointer, value) in pointers.iter_mut().zip(&mut values) {
+            *pointer = std::ptr::from_mut(value).cast();
+        }
+        if let Some((index, bytes)) = &launch.params {
+            pointers[*index as usize] = bytes.as_ptr().cast_mut().cast();
+        }
+        let ([gx, gy, gz], [bx, by, bz]) = (launch.grid.groups, launch.grid.threads);
+        let mut attribute = cu::CUlaunchAttribute {
+            id: cu::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+            pad: [0; 4],
+            value: cu::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+        };
+        let config = cu::CUlaunchConfig {
+            gridDimX: gx,
+            gridDimY: gy,
+            gridDimZ: gz,
+            blockDimX: bx,
+            blockDimY: by,
+            blockDimZ: bz,
+            sharedMemBytes: launch.threadgroup_bytes,
+            hStream: stream,
+            attrs: &raw mut attribute,
+            numAttrs: overlaps.into(),
+        };
+        // SAFETY: the driver copies as many arguments as the kernel has, each of its own size: addresses of 8 bytes,
+        // and the struct whose layout the compiler has checked. The memory outlives the work: it is freed in stream
+        // order.
+        unsafe { driver!(cuLaunchKernelEx(&config, function.0, pointers.as_mut_ptr(), std::ptr::null_mut())) }
+            .map_err(|failure| fault(format!("{launch:?}: {failure}")))
+    }
+
+    /// Loads the kernel of a launch, or plans its product.
+    fn prepare(&self, launch: Launch) -> Result<(Launch, Runner)> {
+        let [gx, gy, gz] = launch.grid.groups;
+        let highest = launch.bindings.iter().map(|b| b.index).chain(launch.params.iter().map(|p| p.0)).max();
+        if gy > 65535 || gz > 65535 || gx > i32::MAX as u32 || highest >= Some(ARGUMENTS as u32) {
+            return Err(Error::Unsupported {
+                op: launch.op,
+                device: "cuda",
+                reason: format!("a grid of {:?} blocks, or argument {highest:?}", launch.grid.groups),
+            });
+        }
+        let plan = match launch.product {
+            Some(product) => self.cublaslt()?.and_then(|cublaslt| cublaslt.plan(&self.gpu, &product)),
+            None => None,
+        };
+        let runner = match plan {
+            Some(plan) => Runner::Library(plan),
+            None => Runner::Kernel(self.function(&launch)?),
+        };
+        Ok((launch, runner))
+    }
+}
+
+/// The memory of this backend behind the trait.
+fn memory_of(memory: &dyn gpu::Memory) -> &CudaMemory {
+    memory.as_any().downcast_ref().expect("the encoder has checked that tensors are of this device")
+}
+
+impl gpu::Memory for CudaMemory {
+    fn host(&self) -> Option<NonNull<u8>> {
+        None
+    }
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+impl Executor for CudaExecutor {
+    fn name(&self) -> String {
+        let gpu = &self.launcher.gpu;
+        let (major, minor) = (gpu.driver_version / 1000, gpu.driver_version % 1000 / 10);
+        format!("{}, {} GiB, {}, CUDA {major}.{minor}", gpu.name, gpu.memory_bytes >> 30, self.launcher.target.arch)
+    }
+
+    fn limits(&self) -> Limits {
+        let Launcher { gpu, target, clusters, .. } = &*self.launcher;
+        Limits {
+            threads: gpu.threads_per_block,
+            threadgroup_bytes: gpu.shared_bytes,
+            busy_groups: gpu.multiprocessors,
+            warpgroup_products: target.arch == "sm_90a",
+            clusters: *clusters,
+        }
+    }
+
+    /// All launches are in one stream. A kernel that begins before the previous one has ended waits before it uses
+    /// scratch memory (`device/dependent_launch.h`).
+    fn in_order(&self) -> bool {
+        true
+    }
+
+    fn allocate(&self, bytes: usize, zeroed: bool) -> Result<Box<dyn gpu::Memory>> {
+        let memory = self.launcher.gpu.allocate(bytes)?;
+        if zeroed {
+            memory.fill_with_zeros().map_err(fault)?;
+        }
+        Ok(Box::new(memory))
+    }
+
+    fn upload(&self, memory: &dyn gpu::Memory, offset: usize, bytes: &[u8]) -> Result<()> {
+        memory_of(memory).upload(offset, bytes).map_err(fault)
+    }
+
+    fn download(&self, memory: &dyn gpu::Memory, offset: usize, out: &mut [u8]) -> Result<()> {
+        memory_of(memory).download(offset, out).map_err(fault)
+    }
+
+    fn begin(&self) -> Result<Box<dyn LaunchPass>> {
+        Ok(Box::new(CudaPass { launcher: self.launcher.clone(), launches: Vec::new() }))
+    }
+
+    fn capture(self: Arc<Self>, launches: Vec<Launch>) -> Result<Box<dyn Replay>> {
+        let launcher = self.launcher.clone();
+        // Before the capture, within which kernels cannot be loaded.
+        let launches = launches.into_iter().map(|launch| launcher.prepare(launch)).collect::<Result<Vec<_>>>()?;
+        let graph = CudaGraph::capture(&launcher.gpu, |stream| launcher.enqueue_all(&launches, stream))?;
+        let launches = launches.into_iter().map(|(launch, _)| launch).collect();
+        Ok(Box::new(CudaReplay { graph: Mutex::new(graph), gpu: launcher.gpu.clone(), _launches: launches }))
+    }
+}
+
+/// Launches to be enqueued by the commit: a dropped pass does nothing.
+struct CudaPass {
+    launcher: Arc<Launcher>,
+    launches: Vec<(Launch, Runner)>,
+}
+
+impl LaunchPass for CudaPass {
+    fn launch(&mut self, launch: Launch) -> Result<()> {
+        self.launches.push(self.launcher.prepare(launch)?);
+        Ok(())
+    }
+
+    fn commit(self: Box<Self>) -> Result<Box<dyn Wait>> {
+        let CudaPass { launcher, launches } = *self;
+        let _entered = launcher.gpu.enter().map_err(fault)?;
+        let _turn = launcher.gpu.turn();
+        launcher.enqueue_all(&launches, launcher.gpu.stream)?;
+        Ok(Box::new(launcher.gpu.event().map_err(fault)?))
+    }
+}
+
+impl Wait for CudaEvent {
+    fn wait(self: Box<Self>) -> Result<()> {
+        CudaEvent::wait(&self).map_err(fault)
+    }
+}
+
+/// A CUDA graph, with the memory that its kernels use.
+struct CudaReplay {
+    graph: Mutex<CudaGraph>,
+    gpu: Arc<CudaDevice>,
+    _launches: Vec<Launch>,
+}
+
+impl Replay for CudaReplay {
+    fn replay(&self) -> Result<Option<Box<dyn Wait>>> {
+        let _turn = self.gpu.turn();
+        self.graph.lock().unwrap_or_else(PoisonError::into_inner).launch().map_err(fault)?;
+        Ok(Some(Box::new(self.gpu.event().map_err(fault)?)))
+    }
+}

@@ -1,0 +1,174 @@
+// Query rows, and the keys that each sees.
+//
+// Query rows of KV head h are (token, head h·G .. (h+1)·G), counted token by token. A tile is some consecutive rows, of
+// tokens of any sequences. Its keys come in passes: the cached positions of each sequence among its tokens, then the
+// step's own keys (FRESH). A pass is divided among p.splits threadgroups. A row sees key j of a pass if the sequences
+// agree and j's position is within the row's bounds.
+#ifndef KVANT_ATTEND_KEYS_H
+#define KVANT_ATTEND_KEYS_H
+#include "attend/params.h"
+#include "vectors.h"
+
+// A query row: x, the vector of q and out that it is (token · H + head); y, its token's sequence; z and w, the first and
+// the last position that it sees in the present pass, none when z > w.
+typedef uint4 Row;
+
+constant constexpr uint NONE = 0xFFFFFFFF;
+
+inline bool is_there(Row row) {
+    return row.x != NONE;
+}
+
+inline bool sees(Row row, uint sequence, uint position) {
+    return row.y == sequence && row.z <= position && position <= row.w;
+}
+
+// Row `i` of the tile, and its position. One that is not there, or whose sequence is not, belongs to sequence NONE and
+// never sees anything.
+inline Row row_of(uint tile, uint i, uint kv_head, device const uint *positions, device const uint *sequences,
+                  constant MetalAttendParams &p, thread uint &position) {
+    Row row = uint4(NONE, NONE, NONE, 0);
+    const ulong at = ulong(tile) * p.tile_rows + i;
+    position = 0;
+    if (i < p.tile_rows && at < ulong(p.tokens) * p.group) {
+        const uint token = uint(at / p.group);
+        row.x = token * p.heads + kv_head * p.group + uint(at % p.group);
+        position = positions[token];
+        if (sequences[token] < p.sequences) {
+            row.y = sequences[token];
+        }
+    }
+    return row;
+}
+
+inline uint window_start(uint position, uint window) {
+    return position >= window ? position - window + 1 : 0;
+}
+
+// The row as it sees the cached keys of `sequence`, of which there are `len`.
+inline Row seeing_cached(Row row, uint position, uint sequence, uint len, constant MetalAttendParams &p) {
+    const uint stored = RING ? len : min(len, p.capacity);
+    if (row.y == sequence && stored > 0) {
+        const uint held = stored > p.capacity ? stored - p.capacity : 0;
+        const uint first = max(held, window_start(position, p.window)), last = min(position, stored - 1);
+        if (first <= last) {
+            return uint4(row.xy, first, last);
+        }
+    }
+    return uint4(row.xy, NONE, 0);
+}
+
+// The row as it sees the step's own keys.
+inline Row seeing_fresh(Row row, uint position, constant MetalAttendParams &p) {
+    if (row.y != NONE) {
+        return uint4(row.xy, window_start(position, p.window), position);
+    }
+    return uint4(row.xy, NONE, 0);
+}
+
+// The part of `count` keys that a split takes: begin and end.
+inline uint2 part_of(uint count, uint split, uint tile, constant MetalAttendParams &p) {
+    const ulong share = (ulong(count) + p.splits - 1) / p.splits;
+    const ulong keys = (max(share, ulong(p.least_keys)) + tile - 1) / tile * tile;
+    return uint2(uint(min(ulong(count), split * keys)), uint(min(ulong(count), (split + 1) * keys)));
+}
+
+// The cached keys of a sequence and KV head, from position `first` on.
+struct Cached {
+    Planes k;
+    Planes v;
+    ulong row;     // of slot 0
+    uint stride;   // rows from a slot to the next one
+    uint sequence;
+    uint first;
+    uint slot;     // of position `first`
+    uint capacity;
+
+    uint position_of(uint i) const {
+        return first + i;
+    }
+    uint sequence_of(uint) const {
+        return sequence;
+    }
+    ulong row_of(uint i) const {
+        // At most one time around the ring.
+        const uint before_end = capacity - slot;
+        return row + ulong(i < before_end ? slot + i : i - before_end) * stride;
+    }
+    float4 key4(ulong row, uint j, uint head_dim) const {
+        return K_QUANTISED ? load_row4(k, row, j, head_dim, K_CODEC)
+                           : load4(k.low, row * head_dim + j, 4, K_CODEC, K_ALIGNED);
+    }
+    float4 value4(ulong row, uint j, uint head_dim) const {
+        return V_QUANTISED ? load_row4(v, row, j, head_dim, V_CODEC)
+                           : load4(v.low, row * head_dim + j, 4, V_CODEC, V_ALIGNED);
+    }
+};
+
+inline Cached cached_keys(Planes k, Planes v, uint sequence, uint kv_head, uint first, constant MetalAttendParams &p) {
+    const ulong row = TOKEN_MAJOR ? ulong(sequence) * p.capacity * p.kv_heads + kv_head
+                                  : (ulong(sequence) * p.kv_heads + kv_head) * p.capacity;
+    return Cached{k, v, row, TOKEN_MAJOR ? p.kv_heads : 1, sequence, first, RING ? first % p.capacity : first,
+                  p.capacity};
+}
+
+// The step's own keys of a KV head, from token `first` on: in the order of the batch, whatever their positions.
+struct FreshKeys {
+    device const uchar *k;
+    device const uchar *v;
+    device const uint *positions;
+    device const uint *sequences;
+    ulong row;   // of token 0
+    uint stride; // rows from a token to the next one
+    uint first;
+
+    uint position_of(uint i) const {
+        return positions[first + i];
+    }
+    uint sequence_of(uint i) const {
+        return sequences[first + i];
+    }
+    ulong row_of(uint i) const {
+        return row + ulong(first + i) * stride;
+    }
+    float4 key4(ulong row, uint j, uint head_dim) const {
+        return load4(k, row * head_dim + j, 4, FRESH_K_DTYPE, FRESH_ALIGNED);
+    }
+    float4 value4(ulong row, uint j, uint head_dim) const {
+        return load4(v, row * head_dim + j, 4, FRESH_V_DTYPE, FRESH_ALIGNED);
+    }
+};
+
+// The fresh tokens lo .. hi among which are all whose positions lie between first and last. All threads call it; a
+// SIMD-group writes two numbers to `shared`, which serves once.
+inline uint2 fresh_range(device const uint *positions, uint first, uint last, threadgroup uint *shared, uint index,
+                         uint threads, constant MetalAttendParams &p) {
+    uint lo = NONE, hi = 0;
+    for (uint token = index; token < p.tokens; token += threads) {
+        const uint position = positions[token];
+        if (first <= position && position <= last) {
+            lo = min(lo, token);
+            hi = token + 1;
+        }
+    }
+    lo = simd_min(lo);
+    hi = simd_max(hi);
+    if (index % 32 == 0) {
+        shared[index / 32 * 2] = lo;
+        shared[index / 32 * 2 + 1] = hi;
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (uint i = 0; i < threads / 32; i++) {
+        lo = min(lo, shared[2 * i]);
+        hi = max(hi, shared[2 * i + 1]);
+    }
+    return lo < hi ? uint2(lo, hi) : uint2(0);
+}
+
+inline FreshKeys fresh_keys(device const uchar *k, device const uchar *v, device const uint *positions,
+                            device const uint *sequences, uint kv_head, uint first, constant MetalAttendParams &p) {
+    return FreshKeys{k, v, positions, sequences, FRESH_TOKEN_MAJOR ? ulong(kv_head) : ulong(kv_head) * p.tokens,
+                     FRESH_TOKEN_MAJOR ? p.kv_heads : 1, first};
+}
+
+#endif

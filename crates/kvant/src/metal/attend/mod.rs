@@ -1,0 +1,157 @@
+//! The launches of attention: [`route`] selects the kernel and the splits.
+
+mod route;
+
+use route::{AttendKernel, AttendRoute, AttendSize, by_head_dim, select};
+
+use crate::{
+    DType, Planes, Result, SlotOrder, Tensor,
+    gpu::{Builder, Constant, Launch, Limits, Params, Source, Use, dtype_code, params},
+    metal::{headers::HEADERS, planes::codec_code},
+    ops::{
+        SourceOrder,
+        attend::{Call, NAME, Plan},
+    },
+};
+
+params! {
+    pub(crate) struct MetalAttendParams {
+        pub tokens: u32,
+        pub sequences: u32,
+        pub heads: u32,
+        pub kv_heads: u32,
+        pub group: u32,
+        pub capacity: u32,
+        pub window: u32,
+        pub tile_rows: u32,
+        pub splits: u32,
+        pub least_keys: u32,
+        pub scale: f32,
+        pub softcap: f32,
+    }
+}
+
+static FEW_ROWS: Source = Source {
+    name: "attend/few_rows.metal",
+    text: include_str!("few_rows.metal"),
+    headers: HEADERS,
+    layouts: &[MetalAttendParams::layout],
+};
+
+static TILES: Source = Source {
+    name: "attend/tiles.metal",
+    text: include_str!("tiles.metal"),
+    headers: HEADERS,
+    layouts: &[MetalAttendParams::layout],
+};
+
+static MERGE: Source = Source {
+    name: "attend/merge.metal",
+    text: include_str!("merge.metal"),
+    headers: HEADERS,
+    layouts: &[MetalAttendParams::layout],
+};
+
+/// Threads of `attend_merge`.
+const MERGE_THREADS: usize = 64;
+/// The fewest keys of a split, except the last one; kernels round up to their tiles.
+const LEAST_KEYS: usize = 64;
+
+/// By head size.
+const MERGE_ENTRIES: [&str; 4] = ["attend_merge_64", "attend_merge_128", "attend_merge_256", "attend_merge_512"];
+
+pub(crate) fn plan(call: &Call, limits: &Limits) -> Plan {
+    let AttendRoute { entry, splits, reason, .. } = select(AttendSize::of(call), limits);
+    Plan { kernel: entry, reason: reason.into(), splits }
+}
+
+pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
+    if call.tokens == 0 {
+        return Ok(());
+    }
+    let route = select(AttendSize::of(call), &b.limits);
+    let source = match route.kernel {
+        AttendKernel::FewRows => &FEW_ROWS,
+        AttendKernel::Tiles => &TILES,
+    };
+    let spec = call.layer.spec();
+    let uint = |arg, value| Launch::uint(NAME, arg, value);
+    let params = MetalAttendParams {
+        tokens: uint("T", call.tokens)?,
+        sequences: uint("S", spec.sequences)?,
+        heads: uint("H", call.heads)?,
+        kv_heads: uint("Hk", spec.kv_heads)?,
+        group: uint("H", call.heads / spec.kv_heads)?,
+        capacity: uint("capacity", spec.capacity)?,
+        window: u32::try_from(call.window).unwrap_or(u32::MAX),
+        tile_rows: route.tile_rows as u32,
+        splits: route.splits as u32,
+        least_keys: LEAST_KEYS as u32,
+        scale: call.scale,
+        softcap: call.softcap.unwrap_or(1.0),
+    };
+    let partial = route.splits > 1;
+    let rows = call.tokens * call.heads;
+    uint("T·H", rows)?;
+    let mut launch = specialise(Launch::new(NAME, source, route.entry), call, partial)
+        .read(0, &call.q)
+        .read(2, &call.step.positions)
+        .read(3, &call.step.sequence)
+        .read(4, call.cached_lens());
+    for (index, side) in [(5, &call.layer.k), (8, &call.layer.v)] {
+        launch = launch
+            .read(index, &side.low)
+            .read_if(index + 1, side.high.as_ref())
+            .read_if(index + 2, side.norms.as_ref());
+    }
+    if let Some(fresh) = &call.fresh {
+        launch = launch.read(11, &fresh.k).read(12, &fresh.v);
+    }
+    launch = launch.params(15, &params).grid([route.tiles, spec.kv_heads, route.splits], [route.threads, 1, 1]);
+    if !partial {
+        return b.push(launch.write(1, &call.out));
+    }
+    let o = b.scratch(route.splits * rows * call.head_dim * size_of::<f32>())?;
+    let states = b.scratch(route.splits * rows * 2 * size_of::<f32>())?;
+    b.push(launch.scratch(13, &o, Use::Write).scratch(14, &states, Use::Write))?;
+    b.push(
+        specialise(Launch::new(NAME, &MERGE, MERGE_ENTRIES[by_head_dim(call.head_dim)]), call, partial)
+            .write(1, &call.out)
+            .scratch(13, &o, Use::Read)
+            .scratch(14, &states, Use::Read)
+            .params(15, &params)
+            .grid([rows, 1, 1], [MERGE_THREADS, 1, 1]),
+    )
+}
+
+/// Whether a tensor begins where four elements may be loaded at once.
+fn aligned(tensor: &Tensor) -> bool {
+    tensor.byte_offset().is_multiple_of(4 * tensor.dtype().size())
+}
+
+/// The function constants.
+fn specialise(launch: Launch, call: &Call, partial: bool) -> Launch {
+    let spec = call.layer.spec();
+    let side = |side: &Planes| (Constant::UInt(codec_code(side.codec())), aligned(&side.low));
+    let ((k_codec, k_aligned), (v_codec, v_aligned)) = (side(&call.layer.k), side(&call.layer.v));
+    let fresh = call.fresh.as_ref();
+    let fresh_dtype = |of: fn(&crate::ops::attend::FreshCall) -> DType| fresh.map_or(0, |fresh| dtype_code(of(fresh)));
+    launch
+        .constant("Q_DTYPE", call.q.dtype())
+        .constant("OUT_DTYPE", call.out.dtype())
+        .constant("K_CODEC", k_codec)
+        .constant("V_CODEC", v_codec)
+        .constant("K_ALIGNED", k_aligned)
+        .constant("V_ALIGNED", v_aligned)
+        .constant("Q_ALIGNED", aligned(&call.q))
+        .constant("RING", spec.ring)
+        .constant("TOKEN_MAJOR", spec.order == SlotOrder::TokenMajor)
+        .constant("SOFTCAP", call.softcap.is_some())
+        .constant("Q_ROTATED", call.q_rotated)
+        .constant("FRESH", fresh.is_some())
+        .constant("FRESH_K_DTYPE", fresh_dtype(|fresh| fresh.k.dtype()))
+        .constant("FRESH_V_DTYPE", fresh_dtype(|fresh| fresh.v.dtype()))
+        .constant("FRESH_TOKEN_MAJOR", fresh.is_some_and(|fresh| fresh.order == SourceOrder::TokenMajor))
+        .constant("FRESH_ALIGNED", fresh.is_some_and(|fresh| aligned(&fresh.k) && aligned(&fresh.v)))
+        .constant("PARTIAL", partial)
+}

@@ -1,0 +1,48 @@
+// Parameters and function constants of the attention kernels.
+#ifndef KVANT_ATTEND_PARAMS_H
+#define KVANT_ATTEND_PARAMS_H
+#include "planes.h"
+
+struct MetalAttendParams {
+    uint tokens;
+    uint sequences;
+    uint heads;
+    uint kv_heads;
+    uint group;      // query heads of a KV head, G
+    uint capacity;
+    uint window;     // 2^32 - 1: none
+    uint tile_rows;  // of a threadgroup
+    uint splits;
+    uint least_keys; // of a split, except the last one
+    float scale;
+    float softcap;
+};
+
+constant uint Q_DTYPE [[function_constant(0)]];
+constant uint OUT_DTYPE [[function_constant(1)]];
+constant uint K_CODEC [[function_constant(2)]];
+constant uint V_CODEC [[function_constant(3)]];
+// Whether dense keys (values) may be loaded four at a time, and queries.
+constant bool K_ALIGNED [[function_constant(4)]];
+constant bool V_ALIGNED [[function_constant(5)]];
+constant bool Q_ALIGNED [[function_constant(6)]];
+constant bool RING [[function_constant(7)]];
+// The layer's order: a token's vectors are contiguous, rather than a head's.
+constant bool TOKEN_MAJOR [[function_constant(8)]];
+constant bool SOFTCAP [[function_constant(9)]];
+constant bool Q_ROTATED [[function_constant(10)]];
+constant bool FRESH [[function_constant(11)]];
+constant uint FRESH_K_DTYPE [[function_constant(12)]];
+constant uint FRESH_V_DTYPE [[function_constant(13)]];
+constant bool FRESH_TOKEN_MAJOR [[function_constant(14)]];
+constant bool FRESH_ALIGNED [[function_constant(15)]];
+// The kernel writes states for attend_merge instead of results.
+constant bool PARTIAL [[function_constant(16)]];
+
+constant bool K_QUANTISED = K_CODEC >= TQ4;
+constant bool V_QUANTISED = V_CODEC >= TQ4;
+constant bool K_HIGH = K_CODEC == TQ5 || K_CODEC == TQ6;
+constant bool V_HIGH = V_CODEC == TQ5 || V_CODEC == TQ6;
+constant bool WHOLE = !PARTIAL;
+
+#endif

@@ -1,0 +1,178 @@
+//! Selects the kernel of attention and how a call is divided: one function for running and for explaining.
+
+use super::LEAST_KEYS;
+use crate::{gpu::Limits, ops::attend::Call};
+
+/// The most query rows of a threadgroup of `attend_few`.
+const FEW_ROWS: usize = 8;
+const FEW_THREADS: usize = 128;
+/// Keys that make another split worth its merge, where the number of splits is ours to choose.
+const SPLIT_KEYS: usize = 256;
+/// The most splits.
+const MAX_SPLITS: usize = 256;
+
+/// A kernel of attention. Entry points are named after it, the head size and the rows of a tile.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum AttendKernel {
+    /// `few_rows.metal`: decode and verification.
+    FewRows,
+    /// `tiles.metal`: prompts.
+    Tiles,
+}
+
+/// What the selection depends on: all of it is known before the step's positions are.
+#[derive(Clone, Copy)]
+pub(super) struct AttendSize {
+    tokens: usize,
+    sequences: usize,
+    kv_heads: usize,
+    /// Query heads of a KV head.
+    group: usize,
+    head_dim: usize,
+    capacity: usize,
+    window: usize,
+    fresh: bool,
+    /// 0: ours to choose.
+    splits: usize,
+}
+
+impl AttendSize {
+    pub(super) fn of(call: &Call) -> AttendSize {
+        let spec = call.layer.spec();
+        AttendSize {
+            tokens: call.tokens,
+            sequences: spec.sequences,
+            kv_heads: spec.kv_heads,
+            group: call.heads / spec.kv_heads,
+            head_dim: call.head_dim,
+            capacity: spec.capacity,
+            window: call.window,
+            fresh: call.fresh.is_some(),
+            splits: call.splits,
+        }
+    }
+}
+
+/// The kernel, and how the call is divided among threadgroups.
+pub(super) struct AttendRoute {
+    pub kernel: AttendKernel,
+    pub entry: &'static str,
+    pub threads: usize,
+    /// Query rows of a tile, and tiles of a KV head.
+    pub tile_rows: usize,
+    pub tiles: usize,
+    pub splits: usize,
+    pub reason: String,
+}
+
+/// Selects the kernel.
+pub(super) fn select(size: AttendSize, limits: &Limits) -> AttendRoute {
+    // The sequence of each token is known only to the device. With no more tokens than sequences, one of each is assumed;
+    // otherwise all of one sequence.
+    let together = if size.tokens <= size.sequences { 1 } else { size.tokens };
+    let rows = together * size.group;
+    let (kernel, than) =
+        if rows <= FEW_ROWS { (AttendKernel::FewRows, "at most") } else { (AttendKernel::Tiles, "more than") };
+    let head_dim = by_head_dim(size.head_dim);
+    let (entry, threads, tile_rows) = match kernel {
+        AttendKernel::FewRows => {
+            (FEW_ROWS_ENTRIES[head_dim][rows.next_power_of_two().ilog2() as usize], FEW_THREADS, rows)
+        }
+        AttendKernel::Tiles => TILES_ENTRIES[head_dim],
+    };
+    let tiles = (size.tokens * size.group).div_ceil(tile_rows);
+    // The most keys that a token may see: a captured launch serves any length.
+    let most = size.window.saturating_add(together).min(size.capacity) + if size.fresh { size.tokens } else { 0 };
+    let groups = tiles * size.kv_heads;
+    let (splits, why) = match size.splits {
+        0 => {
+            let busy = limits.busy_groups;
+            let splits = busy.div_ceil(groups.max(1)).min(most.div_ceil(SPLIT_KEYS));
+            (splits, format!("{groups} threadgroups per split, {busy} keep the device busy"))
+        }
+        forced => (forced.min(most.div_ceil(LEAST_KEYS)), format!("{forced} splits requested")),
+    };
+    let reason = format!(
+        "{rows} query rows read the same keys, {than} {FEW_ROWS}; {why}; at most {most} keys; tiles of {tile_rows} rows"
+    );
+    AttendRoute { kernel, entry, threads, tile_rows, tiles, splits: splits.clamp(1, MAX_SPLITS), reason }
+}
+
+/// The index of a head size, 64 to 512, in the tables of entry points.
+pub(super) fn by_head_dim(head_dim: usize) -> usize {
+    head_dim.ilog2() as usize - 6
+}
+
+/// By head size, then by rows: 1, 2, 4, 8.
+const FEW_ROWS_ENTRIES: [[&str; 4]; 4] = [
+    ["attend_few_64_1", "attend_few_64_2", "attend_few_64_4", "attend_few_64_8"],
+    ["attend_few_128_1", "attend_few_128_2", "attend_few_128_4", "attend_few_128_8"],
+    ["attend_few_256_1", "attend_few_256_2", "attend_few_256_4", "attend_few_256_8"],
+    ["attend_few_512_1", "attend_few_512_2", "attend_few_512_4", "attend_few_512_8"],
+];
+
+/// By head size: the entry point, its threads, the query rows of a tile.
+const TILES_ENTRIES: [(&str, usize, usize); 4] = [
+    ("attend_tiles_64", 128, 32),
+    ("attend_tiles_128", 128, 32),
+    ("attend_tiles_256", 256, 32),
+    ("attend_tiles_512", 256, 16),
+];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LIMITS: Limits = Limits {
+        threads: 1024,
+        threadgroup_bytes: 32 << 10,
+        busy_groups: 64,
+        warpgroup_products: false,
+        clusters: false,
+    };
+    /// A decode step of one sequence.
+    const DECODE: AttendSize = AttendSize {
+        tokens: 1,
+        sequences: 1,
+        kv_heads: 4,
+        group: 2,
+        head_dim: 256,
+        capacity: 1 << 20,
+        window: usize::MAX,
+        fresh: false,
+        splits: 0,
+    };
+
+    fn routed(size: AttendSize) -> (&'static str, [usize; 3]) {
+        let AttendRoute { kernel, entry, tile_rows, tiles, splits, .. } = select(size, &LIMITS);
+        assert_eq!(kernel == AttendKernel::FewRows, entry.starts_with("attend_few_"));
+        (entry, [tile_rows, tiles, splits])
+    }
+
+    #[test]
+    fn few_rows_split_the_context_until_the_device_is_busy() {
+        assert_eq!(routed(DECODE), ("attend_few_256_2", [2, 1, 16]));
+        assert_eq!(routed(AttendSize { kv_heads: 64, ..DECODE }), ("attend_few_256_2", [2, 1, 1]));
+        assert_eq!(routed(AttendSize { tokens: 4, ..DECODE }), ("attend_few_256_8", [8, 1, 16]));
+        assert_eq!(routed(AttendSize { group: 3, head_dim: 64, ..DECODE }), ("attend_few_64_4", [3, 1, 16]));
+        // A token of each sequence: a tile each.
+        assert_eq!(routed(AttendSize { tokens: 8, sequences: 8, ..DECODE }), ("attend_few_256_2", [2, 8, 2]));
+    }
+
+    #[test]
+    fn capacity_and_window_bound_the_splits() {
+        assert_eq!(routed(AttendSize { capacity: 1000, ..DECODE }).1, [2, 1, 4]);
+        assert_eq!(routed(AttendSize { window: 500, ..DECODE }).1, [2, 1, 2]);
+        assert_eq!(routed(AttendSize { capacity: 64, ..DECODE }).1, [2, 1, 1]);
+        assert_eq!(routed(AttendSize { splits: 7, ..DECODE }).1, [2, 1, 7]);
+        assert_eq!(routed(AttendSize { splits: 7, capacity: 100, ..DECODE }).1, [2, 1, 2]);
+        assert_eq!(routed(AttendSize { splits: usize::MAX, ..DECODE }).1, [2, 1, MAX_SPLITS]);
+    }
+
+    #[test]
+    fn many_rows_go_by_tiles() {
+        assert_eq!(routed(AttendSize { tokens: 5, ..DECODE }), ("attend_tiles_256", [32, 1, 16]));
+        assert_eq!(routed(AttendSize { group: 16, head_dim: 512, ..DECODE }), ("attend_tiles_512", [16, 1, 16]));
+        assert_eq!(routed(AttendSize { tokens: 1000, ..DECODE }), ("attend_tiles_256", [32, 63, 1]));
+    }
+}

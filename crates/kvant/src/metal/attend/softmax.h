@@ -1,0 +1,55 @@
+// The online softmax: scores, the state over some keys, and the merge of two states.
+#ifndef KVANT_ATTEND_SOFTMAX_H
+#define KVANT_ATTEND_SOFTMAX_H
+#include "attend/params.h"
+
+// The softmax state of some keys: m, the largest score in units of log 2, and l, the sum of 2^(score - m). The sum o of
+// 2^(score - m) * value is kept elsewhere. Without keys m is -inf, and l and o are 0. With keys m is at least -FLT_MAX:
+// scores of -inf weigh nothing next to finite ones, and l is 0 if all are -inf. So m, not l, says whether there were keys.
+struct State {
+    float m;
+    float l;
+};
+
+inline float2 packed(State state) {
+    return float2(state.m, state.l);
+}
+
+inline State unpacked(float2 state) {
+    return State{state.x, state.y};
+}
+
+inline State no_keys() {
+    return State{-INFINITY, 0};
+}
+
+// Makes `into` the state of both parts' keys. Returns what their o are multiplied by before they are added.
+inline float2 merge(thread State &into, State part) {
+    const float m = part.m > into.m ? part.m : into.m;
+    // Equal maxima, infinite ones included, need no factor; a NaN stays where it is, in l and o.
+    const float2 factors =
+        float2(into.m == m ? 1 : precise::exp2(into.m - m), part.m == m ? 1 : precise::exp2(part.m - m));
+    into = State{m, into.l * factors.x + part.l * factors.y};
+    return factors;
+}
+
+// The larger one of m and the score of a key that is there. A NaN is passed over, and shows in its weight.
+inline float raised(float m, float score) {
+    return score > m ? score : max(m, -FLT_MAX);
+}
+
+// What o is multiplied by to give the attention's result: 0 without keys, infinity where all scores are -inf, and o is 0.
+inline float finish(State state) {
+    return state.l != 0 ? 1 / state.l : state.m == -INFINITY ? 0 : INFINITY;
+}
+
+// The score of a dot product, in units of log 2.
+inline float score_of(float product, constant MetalAttendParams &p) {
+    float score = product * p.scale;
+    if (SOFTCAP) {
+        score = p.softcap * precise::tanh(score / p.softcap);
+    }
+    return score * M_LOG2E_F;
+}
+
+#endif

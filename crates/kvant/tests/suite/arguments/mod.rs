@@ -1,0 +1,393 @@
+//! Arguments of every kind: an operation takes them or says why not, and writes nothing when it does not.
+//!
+//! Proptest makes a tape of bytes, and every choice in the making of a call reads one: byte 0 is always the plainest
+//! choice, so a tape of zeros is a valid call, and shrinking a failing tape brings out the one choice that matters.
+//! Each tensor is a view inside a larger allocation, and every byte of every allocation is looked at afterwards.
+
+mod operations;
+mod rules;
+
+use crate::common::{FLOATS, bytes_of, devices, indices, input, layers::linear_spec, proptest_cases, run};
+use kvant::{
+    Codec, CpuOptions, DType, Device, Encoder, Error, KvLayer, LayerSpec, Result, SlotOrder, Step, Tensor,
+    codec::{Norm, TurboQuant},
+    ops::{
+        self, Activation, Affine, Angles, Argmax, Attend, Columns, Embed, Experts, Fresh, Gate, Hadamard, HeadNorm,
+        KvRead, KvSide, KvWrite, Linear, MoeCombine, MoeRoute, NormRope, NormRopeWrite, PairLayout, Residual, RmsNorm,
+        Rope, Sample, Softcap, SourceOrder, Weight, attend::Plan,
+    },
+};
+use operations::*;
+use proptest::prelude::*;
+
+// ------------------------------------------------------------------------------------------------------------- the tape
+
+struct Tape<'a> {
+    bytes: &'a [u8],
+}
+
+impl Tape<'_> {
+    fn next(&mut self) -> u8 {
+        let Some((&first, rest)) = self.bytes.split_first() else { return 0 };
+        self.bytes = rest;
+        first
+    }
+
+    fn pick<T: Copy>(&mut self, from: &[T]) -> T {
+        from[self.next() as usize % from.len()]
+    }
+
+    /// Rarely true.
+    fn fault(&mut self) -> bool {
+        self.next() > 246
+    }
+
+    fn flag(&mut self) -> bool {
+        self.next() % 2 == 1
+    }
+
+    /// A valid number, or now and then any.
+    fn number(&mut self, valid: &[f32]) -> f32 {
+        if self.fault() {
+            self.pick(&[f32::NAN, f32::INFINITY, -1.0, 0.0, f32::MAX, 1e-45, 2.0])
+        } else {
+            self.pick(valid)
+        }
+    }
+
+    fn size(&mut self, valid: &[usize]) -> usize {
+        if self.fault() {
+            self.pick(&[0, 1, 5, usize::MAX, usize::MAX / 2, u32::MAX as usize, 1 << 33])
+        } else {
+            self.pick(valid)
+        }
+    }
+}
+
+/// What a tensor holds.
+#[derive(Clone, Copy)]
+enum Content {
+    Floats,
+    /// u32 below a limit, mostly.
+    Below(usize),
+    /// Any u32.
+    Words,
+}
+
+/// An allocation, and the part of it that an operation is given.
+struct Made {
+    whole: Tensor,
+    view: Tensor,
+    written: bool,
+}
+
+struct World<'t> {
+    tape: Tape<'t>,
+    device: Device,
+    /// For a tensor that is not where it should be.
+    other: Device,
+    made: Vec<Made>,
+}
+
+impl<'t> World<'t> {
+    fn new(device: &Device, bytes: &'t [u8]) -> World<'t> {
+        let other = if *device == Device::reference() { Device::cpu() } else { Device::reference() };
+        World { tape: Tape { bytes }, device: device.clone(), other, made: Vec::new() }
+    }
+
+    /// A tensor of one of the dtypes (the first by default) and the shape; with faults in either, in its device, or an
+    /// alias of one made before.
+    fn tensor(&mut self, accepts: &[DType], shape: &[usize], content: Content, written: bool) -> Tensor {
+        if self.tape.fault() && !self.made.is_empty() {
+            let at = self.tape.next() as usize % self.made.len();
+            self.made[at].written |= written;
+            let made = &self.made[at].view;
+            return made.reshape(shape).unwrap_or_else(|_| made.clone());
+        }
+        let mut shape = shape.to_vec();
+        if self.tape.fault() {
+            match self.tape.next() % 6 {
+                0 => drop(shape.pop()),
+                1 if shape.len() < 4 => shape.push(1),
+                2 => shape.reverse(),
+                3 => shape.iter_mut().take(1).for_each(|d| *d += 1),
+                4 => shape.iter_mut().take(1).for_each(|d| *d = d.saturating_sub(1)),
+                _ => shape.iter_mut().skip(1).take(1).for_each(|d| *d = self.tape.pick(&[0, 1, 3, 64])),
+            }
+        }
+        let any = [DType::F32, DType::F16, DType::BF16, DType::U32, DType::U8];
+        let dtype = if self.tape.fault() { self.tape.pick(&any) } else { self.tape.pick(accepts) };
+        let device = if self.tape.fault() { self.other.clone() } else { self.device.clone() };
+        let count: usize = shape.iter().product();
+        let before = self.tape.pick(&[0, 1, 3]);
+        let whole = Tensor::zeros(&device, dtype, &[before + count + 5]).unwrap();
+        let bytes = self.content(dtype, before + count + 5, content);
+        whole.write_bytes(&bytes).unwrap();
+        let view = whole.rows(before..before + count).unwrap().reshape(&shape).unwrap();
+        self.made.push(Made { whole, view: view.clone(), written });
+        view
+    }
+
+    fn content(&mut self, dtype: DType, count: usize, content: Content) -> Vec<u8> {
+        // One byte of the tape seeds all of a tensor.
+        let seed = self.tape.next();
+        let mut rng = crate::common::Rng::new(seed.into());
+        let wild = self.tape.fault();
+        match (dtype, content) {
+            (DType::U32, Content::Below(limit)) => {
+                let far = [limit as u32, u32::MAX, limit as u32 + 1];
+                let values = (0..count)
+                    .map(|_| if wild && rng.below(4) == 0 { rng.pick(&far) } else { rng.below(limit.max(1)) as u32 });
+                values.flat_map(u32::to_le_bytes).collect()
+            }
+            (DType::U32 | DType::U8, _) => (0..count * dtype.size()).map(|_| rng.bits() as u8).collect(),
+            _ => {
+                let odd = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 3e38, 1e-42, -0.0];
+                let mut values = rng.normals(count);
+                if wild {
+                    values.iter_mut().for_each(|x| *x = if rng.below(4) == 0 { rng.pick(&odd) } else { *x });
+                }
+                crate::common::encode(dtype, &values)
+            }
+        }
+    }
+
+    fn input(&mut self, shape: &[usize]) -> Tensor {
+        self.tensor(&FLOATS, shape, Content::Floats, false)
+    }
+
+    fn f32(&mut self, shape: &[usize]) -> Tensor {
+        self.tensor(&[DType::F32], shape, Content::Floats, false)
+    }
+
+    fn output(&mut self, shape: &[usize]) -> Tensor {
+        self.tensor(&FLOATS, shape, Content::Floats, true)
+    }
+
+    fn u32s(&mut self, shape: &[usize], limit: usize, written: bool) -> Tensor {
+        self.tensor(&[DType::U32], shape, Content::Below(limit), written)
+    }
+
+    fn weight(&mut self, shape: &[usize]) -> Option<Tensor> {
+        self.tape.flag().then(|| self.input(shape))
+    }
+
+    /// A layer and its planes among the tensors that are watched.
+    fn layer(&mut self, written: bool) -> KvLayer {
+        let tape = &mut self.tape;
+        let quantised = Codec::TurboQuant(TurboQuant {
+            bits: tape.pick(&[4, 5, 6, 8]),
+            scale: 1.0,
+            norm: tape.pick(&[Norm::Rms, Norm::LeastSquares, Norm::Unbiased]),
+        });
+        let codecs = [Codec::F32, quantised, Codec::F16, Codec::BF16];
+        let spec = LayerSpec {
+            sequences: tape.pick(&[1, 2]),
+            kv_heads: tape.pick(&[1, 2, 3]),
+            capacity: tape.pick(&[9, 4, 1, 33]),
+            head_dim: tape.pick(&[64, 128, 8, 64]),
+            k: tape.pick(&codecs),
+            v: tape.pick(&codecs),
+            window: None,
+            ring: tape.flag(),
+            order: tape.pick(&[SlotOrder::HeadMajor, SlotOrder::TokenMajor]),
+        };
+        let device = if tape.fault() { &self.other } else { &self.device };
+        let layer = KvLayer::new(device, spec).unwrap();
+        for (_, plane) in layer.k().tensors().chain(layer.v().tensors()) {
+            self.made.push(Made { whole: plane.clone(), view: plane.clone(), written });
+        }
+        layer
+    }
+
+    /// A step of so many tokens that fits the layer, but for faults.
+    fn step(&mut self, layer: &KvLayer, tokens: usize) -> Step {
+        let spec = layer.spec();
+        let mut places = Vec::new();
+        let limit = if spec.ring { 100 } else { spec.capacity };
+        // Each position once in its sequence: two tokens for one slot would race for it.
+        for i in 0..tokens {
+            places.push(((i % spec.sequences) as u32, (i / spec.sequences % limit) as u32));
+        }
+        let plain = Step::new(&self.device, spec.sequences, &places).unwrap();
+        let mut guarded = |values: &Tensor, limit: usize| {
+            let made = self.u32s(&[values.elements()], limit, false);
+            let keep = self.tape.fault();
+            if !keep && made.dtype() == DType::U32 && made.elements() == values.elements() {
+                made.write(&values.to_vec::<u32>().unwrap()).unwrap();
+            }
+            made
+        };
+        Step {
+            positions: guarded(&plain.positions, limit),
+            sequence: guarded(&plain.sequence, spec.sequences),
+            lens: guarded(&plain.lens, limit + 1),
+        }
+    }
+
+    fn norm(&mut self, head_dim: usize) -> (bool, Option<Tensor>, f32) {
+        let present = !self.tape.flag();
+        (present, self.weight(&[head_dim]), self.tape.number(&[1e-6, 0.0]))
+    }
+
+    /// Takes or refuses; either way the memory is as it must be. Some calls are captured and replayed.
+    fn attempt(&mut self, what: &str, record: impl Fn(&mut Encoder) -> Result<()>) -> Result<()> {
+        let before: Vec<Vec<u8>> = self.made.iter().map(|made| bytes_of(&made.whole).unwrap()).collect();
+        let result = if self.tape.flag() {
+            Encoder::capture(&self.device, record).and_then(|graph| {
+                let after: Vec<Vec<u8>> = self.made.iter().map(|made| bytes_of(&made.whole).unwrap()).collect();
+                assert!(before == after, "{}: {what}: a capture runs nothing", self.device);
+                graph.replay()?.wait()
+            })
+        } else {
+            run(&self.device, record)
+        };
+        for (i, (made, before)) in self.made.iter().zip(&before).enumerate() {
+            let after = bytes_of(&made.whole).unwrap();
+            let from = made.view.byte_offset() - made.whole.byte_offset();
+            let inside = from..from + made.view.bytes();
+            for (at, (x, y)) in before.iter().zip(&after).enumerate() {
+                let allowed = result.is_ok() && made.written && inside.contains(&at);
+                assert!(
+                    allowed || x == y,
+                    "{}: {what}: byte {at} of tensor {i} {:?} changed; result {result:?}",
+                    self.device,
+                    made.view
+                );
+            }
+        }
+        result
+    }
+}
+
+type Operation = fn(&mut World) -> Result<()>;
+
+const OPERATIONS: [(&str, Operation); 15] = [
+    ("kv_write", kv_write),
+    ("kv_read", kv_read),
+    ("attend", attend),
+    ("norm_rope", norm_rope),
+    ("norm_rope_write", norm_rope_write),
+    ("rms_norm", rms_norm),
+    ("hadamard", hadamard),
+    ("linear", linear),
+    ("embed", embed),
+    ("gate", gate),
+    ("softcap", softcap),
+    ("argmax", argmax),
+    ("sample", sample),
+    ("moe_route", moe_route),
+    ("moe_combine", moe_combine),
+];
+
+/// The devices that are present, the reference among them.
+fn present() -> Vec<Device> {
+    Device::list().into_iter().filter_map(|entry| entry.device.ok()).collect()
+}
+
+/// The plainest arguments are valid: what the property tests vary are not hopeless calls.
+#[test]
+fn plain_arguments_are_taken() {
+    for device in present() {
+        for (name, operation) in OPERATIONS {
+            operation(&mut World::new(&device, &[])).unwrap_or_else(|e| panic!("{device}: {name}: {e}"));
+        }
+    }
+}
+
+/// Of random tapes, many calls are taken and many refused; else the property would say little.
+#[test]
+fn tapes_reach_both_ends() {
+    let mut rng = crate::common::Rng::of("tapes");
+    for (name, operation) in OPERATIONS {
+        let mut taken = 0;
+        for _ in 0..200 {
+            let tape: Vec<u8> = (0..96).map(|_| rng.bits() as u8).collect();
+            taken += usize::from(operation(&mut World::new(&Device::cpu(), &tape)).is_ok());
+        }
+        assert!((20..=195).contains(&taken), "{name}: {taken} of 200 calls are taken");
+    }
+}
+
+macro_rules! taken_or_refused {
+    ($($operation:ident),* $(,)?) => {
+        mod taken_or_refused {
+            use super::*;
+
+            proptest! {
+                #![proptest_config(ProptestConfig { cases: proptest_cases(400), failure_persistence: None, ..ProptestConfig::default() })]
+                $(
+                    #[test]
+                    fn $operation(tape in prop::collection::vec(any::<u8>(), 0..128)) {
+                        for device in present() {
+                            // Whatever comes back is fine; `attempt` has looked at the memory.
+                            let _ = super::$operation(&mut World::new(&device, &tape));
+                        }
+                    }
+                )*
+            }
+        }
+    };
+}
+taken_or_refused!(
+    kv_write,
+    kv_read,
+    attend,
+    norm_rope,
+    norm_rope_write,
+    rms_norm,
+    hadamard,
+    linear,
+    embed,
+    gate,
+    softcap,
+    argmax,
+    sample,
+    moe_route,
+    moe_combine,
+);
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: proptest_cases(256), failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// Tensors and layers of any description: made, or refused without an attempt at the memory.
+    #[test]
+    fn tensors_and_layers(
+        shape in prop::collection::vec(prop_oneof![0usize..5, Just(usize::MAX), Just(1 << 40)], 0..6),
+        range in (any::<u8>(), any::<u8>()),
+        numbers in prop::collection::vec(prop_oneof![0usize..9, Just(64), Just(usize::MAX), Just(1usize << 33)], 4),
+        bits in prop_oneof![Just(4u32), Just(8), 0u32..10, Just(u32::MAX)],
+        scale in prop_oneof![Just(1.0f32), Just(f32::NAN), Just(0.0), Just(1e-3), Just(9e-4), Just(1000.0), Just(1001.0), any::<f32>()],
+    ) {
+        for device in present() {
+            // Dimensions of zero do not make up for the others.
+            let most = shape.iter().try_fold(4usize, |n, &d| n.checked_mul(d.max(1)));
+            if shape.len() > 4 || most.is_none() {
+                prop_assert!(Tensor::zeros(&device, DType::F32, &shape).is_err());
+            } else if shape.contains(&0) || most.is_some_and(|bytes| bytes <= 4 << 20) {
+                let t = Tensor::zeros(&device, DType::F16, &shape).unwrap();
+                prop_assert_eq!(t.shape(), &shape[..]);
+                let (a, b) = (range.0 as usize % 6, range.1 as usize % 6);
+                let valid = a <= b && b <= shape.first().copied().unwrap_or(0);
+                prop_assert_eq!(t.rows(a..b).is_ok(), valid && !shape.is_empty());
+                let other = t.reshape(&[t.elements() + 1]);
+                prop_assert!(t.reshape(&[t.elements()]).is_ok() && other.is_err());
+                prop_assert!(t.read_bytes(&mut vec![0; t.bytes() + 1]).is_err() && t.write_bytes(&[0; 1 << 12]).is_err() || t.bytes() == 1 << 12);
+            }
+            let k = Codec::TurboQuant(TurboQuant { bits, scale, norm: Norm::Rms });
+            let [sequences, kv_heads, capacity, head_dim] = [numbers[0], numbers[1], numbers[2], numbers[3]];
+            let small = numbers.iter().all(|&n| n <= 64);
+            let spec = LayerSpec { sequences, kv_heads, capacity, head_dim, k, ..linear_spec(1, 1, 1, Codec::F16) };
+            let bytes = numbers.iter().try_fold(4usize, |n, &d| n.checked_mul(d));
+            if small || bytes.is_none() || numbers.contains(&0) {
+                let valid = small
+                    && !numbers.contains(&0)
+                    && [4, 5, 6, 8].contains(&bits)
+                    && (1e-3..=1000.0).contains(&scale)
+                    && head_dim.is_power_of_two()
+                    && head_dim >= 8;
+                prop_assert_eq!(KvLayer::new(&device, spec).is_ok(), valid, "{:?}", spec);
+            }
+        }
+    }
+}

@@ -1,0 +1,212 @@
+//! A plan that is passed on leads to the launches that are made without one: what CUDA would launch, on any machine.
+
+use crate::common::without_gpu::{self, Launches, Model};
+use kvant::{
+    Codec, DType, Device, KvLayer, LayerSpec, Result, SlotOrder, Step, Tensor, gpu,
+    ops::{self, Affine, Attend, Fresh, Linear, SourceOrder, Weight, attend::Plan},
+};
+
+struct Case {
+    heads: usize,
+    kv_heads: usize,
+    head_dim: usize,
+    capacity: usize,
+    window: Option<usize>,
+    tokens: usize,
+    codec: Codec,
+}
+
+/// The layers of small and large models, in decode and in prompts, over caches that are short and long.
+fn cases() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for (heads, kv_heads, head_dim) in [(4, 2, 256), (4, 1, 512), (16, 2, 512), (16, 8, 256), (32, 8, 128), (8, 8, 64)]
+    {
+        for (capacity, window) in [(383, Some(128)), (1024, None), (4096, None), (131_072, None)] {
+            for codec in [Codec::F32, Codec::F16, Codec::BF16, Codec::tq(4), Codec::tq(5), Codec::tq(8)] {
+                for tokens in [1, 5, 300] {
+                    cases.push(Case { heads, kv_heads, head_dim, capacity, window, tokens, codec });
+                }
+            }
+        }
+    }
+    cases
+}
+
+fn launched(device: &Device, launches: &Launches, case: &Case, plans: bool) -> Result<(Option<Plan>, Vec<String>)> {
+    let &Case { heads, kv_heads, head_dim, capacity, window, tokens, codec } = case;
+    let (ring, order) = (window.is_some(), SlotOrder::HeadMajor);
+    let spec = LayerSpec { sequences: 1, kv_heads, capacity, head_dim, k: codec, v: codec, window: None, ring, order };
+    let layer = KvLayer::new(device, spec)?;
+    let positions: Vec<_> = (0..tokens as u32).map(|p| (0, p)).collect();
+    let mut args = Attend {
+        q: &Tensor::zeros(device, DType::BF16, &[tokens, heads, head_dim])?,
+        layer: &layer,
+        step: &Step::new(device, 1, &positions)?,
+        fresh: None,
+        scale: 1.0,
+        softcap: None,
+        window,
+        q_rotated: false,
+        plan: None,
+        out: &Tensor::zeros(device, DType::BF16, &[tokens, heads, head_dim])?,
+    };
+    let plan = plans.then(|| ops::attend::plan(&args, device)).transpose()?;
+    args.plan = plan.as_ref();
+    launches.all.lock().unwrap().clear();
+    let mut enc = device.encoder()?;
+    ops::attend(&mut enc, &args)?;
+    enc.commit()?.wait()?;
+    let all = launches.all.lock().unwrap().clone();
+    Ok((plan, all))
+}
+
+#[test]
+fn a_plan_changes_no_launch() -> Result<()> {
+    let launches = Launches::default();
+    let device = gpu::cuda_device(launches.clone());
+    let mut clusters = 0;
+    for case in cases() {
+        let (_, without) = launched(&device, &launches, &case, false)?;
+        let (plan, with) = launched(&device, &launches, &case, true)?;
+        assert!(!without.is_empty());
+        assert_eq!(with, without, "{plan:?}");
+        clusters += usize::from(without[0].contains("(\"CLUSTER\", UInt(8))"));
+    }
+    assert!(clusters > 10, "{clusters} launches in clusters");
+    Ok(())
+}
+
+/// Whatever a cache holds, however many tokens come: no GPU has too little shared memory for it.
+#[test]
+fn attention_runs_on_every_gpu() -> Result<()> {
+    let codecs = [Codec::F32, Codec::F16, Codec::BF16, Codec::tq(4), Codec::tq(5), Codec::tq(6), Codec::tq(8)];
+    let floats = [DType::F32, DType::F16, DType::BF16];
+    for model in [Model::H200, Model::A100, Model::Rtx4090, Model::Rtx5090] {
+        let device = gpu::cuda_device(Launches { model, ..Launches::default() });
+        for head_dim in ops::attend::HEAD_DIMS {
+            for (k, v) in codecs.into_iter().flat_map(|k| codecs.map(|v| (k, v))) {
+                let (kv_heads, capacity, order) = (1, 99, SlotOrder::HeadMajor);
+                let spec =
+                    LayerSpec { sequences: 1, kv_heads, capacity, head_dim, k, v, window: None, ring: false, order };
+                let layer = KvLayer::new(&device, spec)?;
+                for (q, out) in floats.into_iter().flat_map(|q| floats.map(|out| (q, out))) {
+                    for tokens in [1, 3, 5, 30] {
+                        attend(&device, &layer, tokens, q, out).map_err(|e| {
+                            panic!("{model:?}, D {head_dim}, k {k}, v {v}, q {q}, out {out}, {tokens} tokens: {e}")
+                        })?;
+                    }
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Over the cache, and with keys beside it that are of the queries' dtype.
+fn attend(device: &Device, layer: &KvLayer, tokens: usize, q: DType, out: DType) -> Result<()> {
+    let head_dim = layer.spec().head_dim;
+    let positions: Vec<_> = (0..tokens as u32).map(|p| (0, p)).collect();
+    let new = Tensor::zeros(device, q, &[tokens, 1, head_dim])?;
+    let past = Tensor::zeros(device, DType::U32, &[1])?;
+    for fresh in [false, true] {
+        let args = Attend {
+            q: &Tensor::zeros(device, q, &[tokens, 2, head_dim])?,
+            layer,
+            step: &Step::new(device, 1, &positions)?,
+            fresh: fresh.then_some(Fresh { k: &new, v: &new, order: SourceOrder::TokenMajor, past: &past }),
+            scale: 1.0,
+            softcap: None,
+            window: None,
+            q_rotated: false,
+            plan: None,
+            out: &Tensor::zeros(device, out, &[tokens, 2, head_dim])?,
+        };
+        ops::attend(&mut device.encoder()?, &args)?;
+    }
+    Ok(())
+}
+
+/// What fits into the shared memory of a cluster's blocks: 1024 keys, dense ones of 256 coordinates and fewer.
+#[test]
+fn short_contexts_have_kernels_of_their_own() -> Result<()> {
+    let launches = Launches::default();
+    let device = gpu::cuda_device(launches.clone());
+    let kernel = |codec, heads, kv_heads, head_dim, capacity, window| {
+        let case = Case { heads, kv_heads, head_dim, capacity, window, tokens: 1, codec };
+        Ok::<_, kvant::Error>(launched(&device, &launches, &case, true)?.0.expect("it was planned").kernel)
+    };
+    let dense = (Codec::BF16, "attend_short", "attend_decode");
+    let quantised = [4, 5, 6, 8].map(|bits| (Codec::tq(bits), "attend_short_quantised", "attend_quantised"));
+    for (codec, short, long) in [dense].into_iter().chain(quantised) {
+        for (heads, kv_heads, head_dim) in [(32, 8, 128), (16, 8, 256), (4, 1, 256), (12, 12, 128)] {
+            assert_eq!(kernel(codec, heads, kv_heads, head_dim, 1024, None)?, short);
+            assert_eq!(kernel(codec, heads, kv_heads, head_dim, 1, None)?, short);
+            assert_eq!(kernel(codec, heads, kv_heads, head_dim, 9999, Some(1024))?, short);
+            assert_eq!(kernel(codec, heads, kv_heads, head_dim, 1025, None)?, long);
+            assert_eq!(kernel(codec, heads, kv_heads, head_dim, 9999, Some(1025))?, long);
+        }
+        // More clusters than a GPU has room for.
+        assert_eq!(kernel(codec, 13, 13, 128, 1024, None)?, long);
+    }
+    assert_eq!(kernel(Codec::BF16, 8, 8, 64, 1024, None)?, "attend_short");
+    assert_eq!(kernel(Codec::BF16, 16, 2, 512, 1024, None)?, "attend_decode");
+    // Rows of 8 bytes cannot be copied by sixteens.
+    for (head_dim, bits, want) in [
+        (64, 4, "attend_short_quantised"),
+        (64, 5, "attend_generic"),
+        (64, 6, "attend_short_quantised"),
+        (64, 8, "attend_short_quantised"),
+        (512, 4, "attend_short_quantised"),
+        (512, 5, "attend_short_quantised"),
+        (512, 6, "attend_short_quantised"),
+        (512, 8, "attend_short_quantised"),
+    ] {
+        assert_eq!(kernel(Codec::tq(bits), 16, 2, head_dim, 1024, None)?, want, "{head_dim}, {bits} bits");
+    }
+    Ok(())
+}
+
+/// One for every 2^18 coordinates of its keys, while there are multiprocessors.
+#[test]
+fn a_kv_head_has_several_clusters() -> Result<()> {
+    let launches = Launches::default();
+    let device = gpu::cuda_device(launches.clone());
+    for (heads, kv_heads, head_dim, capacity, clusters, blocks) in [
+        (16, 2, 512, 512, 1, 8),
+        (16, 2, 512, 1024, 2, 8),
+        (16, 2, 512, 32768, 7, 8),
+        (16, 2, 512, 32769, 33, 2),
+        (8, 4, 512, 3072, 3, 8),
+        (8, 4, 512, 4096, 16, 2),
+        (16, 4, 256, 1280, 1, 8),
+        (16, 4, 256, 4096, 3, 8),
+        (16, 8, 256, 4096, 1, 8),
+        (16, 2, 128, 4096, 2, 8),
+        (16, 4, 256, 4097, 33, 1),
+    ] {
+        let case = Case { heads, kv_heads, head_dim, capacity, window: None, tokens: 1, codec: Codec::BF16 };
+        let (_, all) = launched(&device, &launches, &case, true)?;
+        let what = format!("{head_dim}, {kv_heads}, {capacity}: {}", all[0]);
+        assert!(all[0].contains(&format!("(\"CLUSTER\", UInt({blocks}))")), "{what}");
+        assert!(all[0].contains(&format!("groups: [{}, 1, 1]", clusters * kv_heads * blocks)), "{what}");
+    }
+    Ok(())
+}
+
+/// The second dimension of a grid counts rows, up to a limit: beyond it other kernels take them.
+#[test]
+fn millions_of_rows_fit_into_a_grid() -> Result<()> {
+    let device = without_gpu::device();
+    let (outputs, inputs, group) = (8, 64, 64);
+    let codes = Tensor::zeros(&device, DType::U32, &[outputs, inputs / 8])?;
+    let scales = Tensor::zeros(&device, DType::BF16, &[outputs, inputs / group])?;
+    let weight = Weight::Affine(Affine { codes: &codes, scales: &scales, biases: &scales, bits: 4, group });
+    for rows in [2_096_992, 2_097_024, 2_097_025, 2_097_120, 2_097_121] {
+        let x = Tensor::zeros(&device, DType::BF16, &[rows, inputs])?;
+        let out = Tensor::zeros(&device, DType::BF16, &[rows, outputs])?;
+        let mut enc = device.encoder()?;
+        ops::linear(&mut enc, &Linear { x: &x, weight, experts: None, alpha: 1.0, out: &out })?;
+        enc.commit()?.wait()?;
+    }
+    Ok(())
+}

@@ -1,0 +1,530 @@
+//! What all tests of the library share: the devices, random data, guarded tensors, and the comparison with the
+//! reference device.
+//!
+//! A test never looks at a device's memory but through uploads and downloads, so that the same file judges the CPU and
+//! the GPUs. Every input stands between rows of NaN and every output between rows of a known pattern: a kernel that
+//! reads or writes next to its tensor is found out wherever it is tested.
+
+#![allow(dead_code, reason = "each test binary uses its part")]
+
+pub mod attention;
+pub mod layers;
+pub mod limited;
+pub mod without_gpu;
+
+use std::{
+    cell::Cell,
+    fmt::Display,
+    sync::{Mutex, OnceLock, PoisonError},
+};
+
+use kvant::{Codec, CpuOptions, DType, Device, DeviceKind, Encoder, Float, Result, SimdLevel, Tensor, bf16, f16};
+
+/// The three activation types.
+pub const FLOATS: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
+
+/// How many devices a case runs on, by `KVANT_TEST_SCOPE`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Scope {
+    /// The CPU's best instruction set, and one schedule of msl-host: for every edit.
+    Quick,
+    /// Every instruction set, the thread counts taken in turn from case to case. The first case of each test runs on every
+    /// pair of them. msl-host runs all its schedules for the first launches of a kind, one afterwards: before a submission.
+    Default,
+    /// Every device for every case, every schedule for every launch: before a release.
+    All,
+}
+
+impl Scope {
+    pub fn get() -> Scope {
+        match std::env::var("KVANT_TEST_SCOPE").as_deref() {
+            Ok("quick") => Scope::Quick,
+            Ok("all") => Scope::All,
+            Ok("default") | Err(_) => Scope::Default,
+            Ok(other) => panic!("KVANT_TEST_SCOPE is {other}, not quick, default or all"),
+        }
+    }
+}
+
+/// The random cases of a property, by [`Scope`].
+pub fn proptest_cases(usual: u32) -> u32 {
+    match Scope::get() {
+        Scope::Quick => usual.div_ceil(16),
+        Scope::Default => usual,
+        Scope::All => 4 * usual,
+    }
+}
+
+/// The devices that this case is tested on: those present, the Metal kernels under msl-host where that runs, and the CPU at
+/// each instruction set with 1, 2 and 3 threads, as far as [`Scope`] says. Each call is a case: call it once for each.
+///
+/// `KVANT_TEST_SHARE=20` runs the first and then every twentieth case of each test; the others have no device. For emulators.
+/// `KVANT_TEST_DEVICE=metal` leaves the devices of that kind alone; `KVANT_TEST_SIMD=NEON` does so with one instruction set of
+/// the CPU.
+///
+/// Tests that run at a time share all devices except msl-host, which runs one launch after the other: each thread has its own.
+pub fn devices() -> &'static [Device] {
+    thread_local! {
+        static LENT: Lent = Lent::new();
+    }
+    LENT.with(|lent| {
+        let case = lent.cases.replace(lent.cases.get() + 1);
+        if case % share() != 0 {
+            return [].as_slice();
+        }
+        let case = case / share();
+        let Devices { every, in_turn, .. } = lent.devices;
+        match Scope::get() {
+            // An emulator has no time for every pair.
+            Scope::Default if case == 0 && share() == 1 => every,
+            Scope::All => every,
+            Scope::Quick | Scope::Default => &in_turn[case % in_turn.len()],
+        }
+    })
+}
+
+/// One of how many cases runs.
+fn share() -> usize {
+    let share = std::env::var("KVANT_TEST_SHARE");
+    share
+        .map_or(1, |share| share.parse().ok().filter(|&share| share > 0).expect("KVANT_TEST_SHARE is a number above 0"))
+}
+
+/// All devices, and the smaller sets that cases take in turn.
+struct Devices {
+    every: Vec<Device>,
+    in_turn: Vec<Vec<Device>>,
+    /// Starts the Metal kernels' choice of schedules anew.
+    start: Box<dyn Fn() + Send + Sync>,
+}
+
+/// Sets of devices that no thread has.
+static IDLE: Mutex<Vec<&'static Devices>> = Mutex::new(Vec::new());
+
+/// What a thread has until it ends: each test is a thread.
+struct Lent {
+    devices: &'static Devices,
+    cases: Cell<usize>,
+}
+
+impl Lent {
+    fn new() -> Lent {
+        let idle = IDLE.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        let devices = idle.unwrap_or_else(|| Box::leak(Box::new(Devices::new())));
+        // A test runs the same whichever tests the set's last users were.
+        (devices.start)();
+        Lent { devices, cases: Cell::new(0) }
+    }
+}
+
+impl Drop for Lent {
+    fn drop(&mut self) {
+        IDLE.lock().unwrap_or_else(PoisonError::into_inner).push(self.devices);
+    }
+}
+
+/// The CPU with 1, 2, ... threads at each instruction set.
+const THREADS: usize = 3;
+
+impl Devices {
+    fn new() -> Devices {
+        let only = std::env::var("KVANT_TEST_DEVICE").ok();
+        let wanted = |kind: DeviceKind| only.as_deref().is_none_or(|only| only == kind.name());
+        let Shared { present, cpus } = shared();
+        let gpus = present.iter().filter(|device| device.kind() != DeviceKind::Cpu);
+        let mut gpus: Vec<Device> = gpus.filter(|device| wanted(device.kind())).cloned().collect();
+        let metal = if wanted(DeviceKind::Metal) { metal_on_this_machine() } else { None };
+        let (metal, start): (Option<Device>, Box<dyn Fn() + Send + Sync>) = match metal {
+            Some((device, start)) => (Some(device), Box::new(start)),
+            None => (None, Box::new(|| ())),
+        };
+        gpus.extend(metal);
+        let cpus = if wanted(DeviceKind::Cpu) { &cpus[..] } else { &[] };
+        // The device that a user gets by default comes first.
+        let default = present.iter().filter(|device| device.kind() == DeviceKind::Cpu && wanted(DeviceKind::Cpu));
+        let every: Vec<Device> = default.chain(cpus.iter().flatten()).chain(&gpus).cloned().collect();
+        assert!(!every.is_empty(), "KVANT_TEST_DEVICE: there is no such device here");
+        let in_turn = (0..THREADS).map(|turn| {
+            let levels = cpus.iter().enumerate();
+            let levels =
+                if Scope::get() == Scope::Quick { levels.rev().take(1) } else { levels.rev().take(usize::MAX) };
+            levels.map(|(i, level)| &level[(turn + i) % THREADS]).chain(&gpus).cloned().collect()
+        });
+        let in_turn = in_turn.collect();
+        Devices { every, in_turn, start }
+    }
+}
+
+/// The devices that all threads share.
+struct Shared {
+    present: Vec<Device>,
+    /// By instruction set, the best one last, and number of threads.
+    cpus: Vec<Vec<Device>>,
+}
+
+fn shared() -> &'static Shared {
+    static SHARED: OnceLock<Shared> = OnceLock::new();
+    SHARED.get_or_init(|| {
+        let present = Device::list().into_iter().filter_map(|entry| entry.device.ok());
+        let present = present.filter(|device| device.kind() != DeviceKind::Reference).collect();
+        let only = std::env::var("KVANT_TEST_SIMD").ok();
+        let levels = SimdLevel::ALL.into_iter().filter(|simd| simd.is_supported());
+        let levels = levels.filter(|simd| only.as_deref().is_none_or(|only| only == simd.to_string()));
+        let with = |simd, threads| {
+            let options = CpuOptions { threads: Some(threads), simd: Some(simd) };
+            Device::cpu_with(options).expect("the level is supported")
+        };
+        let cpus = levels.map(|simd| (1..=THREADS).map(|threads| with(simd, threads)).collect()).collect();
+        Shared { present, cpus }
+    })
+}
+
+/// The Metal kernels under msl-host. Another seed of its schedules: `KVANT_MSL_SEED`.
+#[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+fn metal_on_this_machine() -> Option<(Device, impl Fn() + Send + Sync + 'static)> {
+    let seed = std::env::var("KVANT_MSL_SEED").map_or(1, |seed| seed.parse().expect("KVANT_MSL_SEED is a number"));
+    let runs = match Scope::get() {
+        Scope::Quick => kvant_msl::Runs::once(kvant_msl::Build::Plain, kvant_msl::Schedule::Random(seed)),
+        Scope::Default => kvant_msl::Runs::first_of_a_kind(seed),
+        Scope::All => kvant_msl::Runs::all(seed),
+    };
+    let device = kvant_msl::device(runs.clone()).unwrap_or_else(|e| panic!("{e}"));
+    Some((device, move || runs.forget()))
+}
+
+#[cfg(not(all(target_os = "linux", target_arch = "x86_64")))]
+fn metal_on_this_machine() -> Option<(Device, fn())> {
+    None
+}
+
+/// Whether the device sees the contents of index buffers when it validates, and so refuses what is out of range.
+/// Elsewhere kernels skip it.
+pub fn sees_indices(device: &Device) -> bool {
+    matches!(device.kind(), DeviceKind::Cpu | DeviceKind::Reference)
+}
+
+/// Runs what `record` encodes, to its end.
+pub fn run(device: &Device, record: impl FnOnce(&mut Encoder) -> Result<()>) -> Result<()> {
+    let mut enc = device.encoder()?;
+    record(&mut enc)?;
+    enc.commit()?.wait()
+}
+
+// ---------------------------------------------------------------------------------------------------------- random data
+
+/// SplitMix64 (Steele et al. 2014): the same numbers on every machine.
+pub struct Rng(u64);
+
+impl Rng {
+    pub fn new(seed: u64) -> Rng {
+        Rng(seed)
+    }
+
+    /// A generator for a named case.
+    pub fn of(name: impl Display) -> Rng {
+        // FNV-1a.
+        let hash = name
+            .to_string()
+            .bytes()
+            .fold(0xcbf2_9ce4_8422_2325u64, |h, b| (h ^ u64::from(b)).wrapping_mul(0x0100_0000_01b3));
+        Rng(hash)
+    }
+
+    pub fn bits(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        z ^ (z >> 31)
+    }
+
+    /// Below `n`.
+    pub fn below(&mut self, n: usize) -> usize {
+        (self.bits() % n as u64) as usize
+    }
+
+    pub fn pick<T: Copy>(&mut self, from: &[T]) -> T {
+        from[self.below(from.len())]
+    }
+
+    /// In (0, 1).
+    pub fn uniform(&mut self) -> f64 {
+        ((self.bits() >> 11) as f64 + 0.5) / (1u64 << 53) as f64
+    }
+
+    /// Standard normal (Box and Muller).
+    pub fn normal(&mut self) -> f64 {
+        let (r, angle) = ((-2.0 * self.uniform().ln()).sqrt(), std::f64::consts::TAU * self.uniform());
+        r * angle.cos()
+    }
+
+    pub fn normals(&mut self, n: usize) -> Vec<f32> {
+        (0..n).map(|_| self.normal() as f32).collect()
+    }
+
+    pub fn shuffle<T>(&mut self, items: &mut [T]) {
+        for i in (1..items.len()).rev() {
+            items.swap(i, self.below(i + 1));
+        }
+    }
+}
+
+// -------------------------------------------------------------------------------------------------------------- tensors
+
+/// The bytes of `values` in a dtype.
+pub fn encode(dtype: DType, values: &[f32]) -> Vec<u8> {
+    fn narrow<E: Float>(values: &[f32]) -> Vec<u8> {
+        values.iter().flat_map(|&x| bytemuck::bytes_of(&E::from_f32(x)).to_vec()).collect()
+    }
+    match dtype {
+        DType::F32 => narrow::<f32>(values),
+        DType::F16 => narrow::<f16>(values),
+        DType::BF16 => narrow::<bf16>(values),
+        DType::U32 | DType::U8 => panic!("{dtype} is not a float"),
+    }
+}
+
+/// What the values become when they are stored in a dtype.
+pub fn rounded(dtype: DType, values: &[f32]) -> Vec<f32> {
+    match dtype {
+        DType::F16 => values.iter().map(|&x| f16::from_f32(x).to_f32()).collect(),
+        DType::BF16 => values.iter().map(|&x| bf16::from_f32(x).to_f32()).collect(),
+        _ => values.to_vec(),
+    }
+}
+
+/// A tensor of any float dtype, between rows of NaN.
+pub fn input(device: &Device, dtype: DType, values: &[f32], shape: &[usize]) -> Result<Tensor> {
+    let row: usize = shape[1..].iter().product();
+    let nan = encode(dtype, &vec![f32::NAN; row]);
+    let bytes = [nan.clone(), encode(dtype, values), nan].concat();
+    between_rows(device, dtype, &bytes, shape)
+}
+
+/// Indices, between rows of numbers that are out of any range.
+pub fn indices(device: &Device, values: &[u32], shape: &[usize]) -> Result<Tensor> {
+    let row: usize = shape[1..].iter().product();
+    let far = vec![0xFFFF_FFF0u32; row];
+    let all = [far.as_slice(), values, far.as_slice()].concat();
+    between_rows(device, DType::U32, bytemuck::cast_slice(&all), shape)
+}
+
+/// Uploads `bytes` of one more row on either side than `shape` says, and returns what is between.
+fn between_rows(device: &Device, dtype: DType, bytes: &[u8], shape: &[usize]) -> Result<Tensor> {
+    let mut whole = shape.to_vec();
+    whole[0] += 2;
+    Tensor::from_bytes(device, dtype, &whole, bytes)?.rows(1..shape[0] + 1)
+}
+
+/// An output tensor between rows of a pattern.
+pub struct Out {
+    whole: Tensor,
+    /// What an operation is given.
+    pub tensor: Tensor,
+}
+
+/// A byte that none of the dtypes reads as a likely value.
+const PATTERN: u8 = 0xA5;
+
+impl Out {
+    pub fn new(device: &Device, dtype: DType, shape: &[usize]) -> Result<Out> {
+        let mut all = shape.to_vec();
+        all[0] += 2;
+        let whole = Tensor::zeros(device, dtype, &all)?;
+        whole.write_bytes(&vec![PATTERN; whole.bytes()])?;
+        let tensor = whole.rows(1..shape[0] + 1)?;
+        Ok(Out { whole, tensor })
+    }
+
+    /// The output's bytes; the rows around it must still hold the pattern.
+    pub fn bytes(&self) -> Result<Vec<u8>> {
+        let all = bytes_of(&self.whole)?;
+        let row = (all.len() - self.tensor.bytes()) / 2;
+        let (before, rest) = all.split_at(row);
+        let (inside, after) = rest.split_at(rest.len() - row);
+        assert!(before.iter().all(|&b| b == PATTERN), "wrote before {:?}", self.tensor);
+        assert!(after.iter().all(|&b| b == PATTERN), "wrote behind {:?}", self.tensor);
+        Ok(inside.to_vec())
+    }
+
+    pub fn untouched(&self) -> Result<bool> {
+        Ok(bytes_of(&self.whole)?.iter().all(|&b| b == PATTERN))
+    }
+
+    /// The values, to be compared within the bound of the output's dtype.
+    pub fn close(&self, name: &str) -> Result<Output> {
+        self.close_within(name, Bound::of(self.tensor.dtype()))
+    }
+
+    pub fn close_within(&self, name: &str, bound: Bound) -> Result<Output> {
+        self.bytes()?;
+        Ok(Output::Close(name.to_string(), self.tensor.to_f32()?, bound))
+    }
+
+    /// The bits, to be compared exactly.
+    pub fn same(&self, name: &str) -> Result<Output> {
+        Ok(Output::Same(name.to_string(), self.bytes()?))
+    }
+}
+
+pub fn bytes_of(tensor: &Tensor) -> Result<Vec<u8>> {
+    let mut bytes = vec![0; tensor.bytes()];
+    tensor.read_bytes(&mut bytes)?;
+    Ok(bytes)
+}
+
+// ----------------------------------------------------------------------------------------------------------- comparison
+
+/// One result of a run, and how it is compared.
+pub enum Output {
+    /// Numbers within a bound.
+    Close(String, Vec<f32>, Bound),
+    /// Bytes that must be the same.
+    Same(String, Vec<u8>),
+}
+
+/// How far a result may be from the reference.
+///
+/// Both round to the dtype at the end, so where they agree before that they differ by one rounding at most: `unit` is
+/// the dtype's unit roundoff (2⁻²⁴, 2⁻¹¹, 2⁻⁸). Before that the device computes in f32: `arithmetic` is the relative
+/// error that this may bring, 2⁻²⁴ times the growth of an ordinary sum. What a device rounds by more than f32, where its
+/// contract says so, is `rounding`: known better, so that single elements may not stray as far.
+///
+/// Two things are required: the normalised squared error Σ(x−y)²/Σy² is at most `unit² + (arithmetic + rounding)²`, and no
+/// single element is further away than `2·unit·|y| + (100·arithmetic + 8·rounding)·rms(y)`. The squared error leaves out the
+/// worst element: where there are few, one that lies on a tie of the last rounding and falls to the other side is all of it.
+#[derive(Clone, Copy, Debug)]
+pub struct Bound {
+    pub unit: f64,
+    pub arithmetic: f64,
+    pub rounding: f64,
+}
+
+/// The unit roundoff of f32, in which kernels compute.
+pub const EPS: f64 = 1.0 / (1u64 << 24) as f64;
+
+/// Whether the device is the CPU with VNNI.
+fn multiplies_integers(device: &Device) -> bool {
+    device.kind() == DeviceKind::Cpu && device.name().starts_with(&SimdLevel::Avx512Vnni.to_string())
+}
+
+impl Bound {
+    /// The bound of an operation that is well conditioned.
+    pub fn of(dtype: DType) -> Bound {
+        let unit = match dtype {
+            DType::F32 => EPS,
+            DType::F16 => 1.0 / 2048.0,
+            DType::BF16 => 1.0 / 256.0,
+            DType::U32 | DType::U8 => panic!("{dtype} is compared exactly"),
+        };
+        Bound { unit, arithmetic: 16.0 * EPS, rounding: 0.0 }
+    }
+
+    /// For an operation that magnifies the errors of its inputs.
+    pub fn times(self, gain: f64) -> Bound {
+        Bound { arithmetic: self.arithmetic * gain, ..self }
+    }
+
+    /// For an attention over keys or values of `codec`, whose scores have a standard deviation of `spread`. The CPU with VNNI
+    /// takes quantised ones, queries and weights in fixed point: the weights cost most where scores are even, and what a score is
+    /// off by grows with it.
+    pub fn over(self, device: &Device, codec: Codec, spread: f64) -> Bound {
+        let fixed = multiplies_integers(device) && codec.is_quantised();
+        let rounding = if fixed { 1.0 / 4096.0 + spread / 16384.0 } else { 0.0 };
+        Bound { rounding: self.rounding + rounding, ..self }
+    }
+
+    /// For products of affine weights with `rows` rows of activations. The CPU with VNNI rounds those of many rows to 16
+    /// bits of the largest in a group: 2.0e-5 of the root mean square in these tests.
+    pub fn of_rows(self, device: &Device, rows: usize) -> Bound {
+        let rounding = if multiplies_integers(device) && rows >= 16 { 1.0 / 32768.0 } else { 0.0 };
+        Bound { rounding: self.rounding + rounding, ..self }
+    }
+
+    fn judge(&self, got: &[f32], want: &[f32]) -> std::result::Result<(), String> {
+        if got.len() != want.len() {
+            return Err(format!("{} elements, not {}", got.len(), want.len()));
+        }
+        let finite = |x: &f32| x.is_finite();
+        let squares = want.iter().filter(|y| finite(y)).map(|&y| f64::from(y).powi(2));
+        let (total, count) = (squares.clone().sum::<f64>(), squares.count().max(1));
+        let rms = (total / count as f64).sqrt();
+        let (mut error, mut worst) = (0.0, 0.0f64);
+        for (i, (&x, &y)) in got.iter().zip(want).enumerate() {
+            if !x.is_finite() || !y.is_finite() {
+                if x == y || (x.is_nan() && y.is_nan()) {
+                    continue;
+                }
+                return Err(format!("element {i} is {x}, not {y}"));
+            }
+            let distance = f64::from(x) - f64::from(y);
+            let limit = 2.0 * self.unit * f64::from(y).abs() + (100.0 * self.arithmetic + 8.0 * self.rounding) * rms;
+            if distance.abs() > limit {
+                return Err(format!("element {i} is {x}, not {y} (further than {limit:.3e})"));
+            }
+            error += distance * distance;
+            worst = worst.max(distance * distance);
+        }
+        error -= worst;
+        let limit = (self.unit.powi(2) + (self.arithmetic + self.rounding).powi(2)) * total;
+        if error > limit {
+            return Err(format!("normalised squared error {:.3e}, more than {:.3e}", error / total, limit / total));
+        }
+        Ok(())
+    }
+}
+
+/// What is wrong with `got`, compared with what the reference gave, by the bounds of `got`.
+pub fn differences(got: &[Output], want: &[Output]) -> Vec<String> {
+    assert_eq!(got.len(), want.len(), "the same run gives the same outputs");
+    let mut wrong = Vec::new();
+    for pair in got.iter().zip(want) {
+        match pair {
+            (Output::Close(name, got, bound), Output::Close(_, want, _)) => {
+                if let Err(why) = bound.judge(got, want) {
+                    wrong.push(format!("{name}: {why}"));
+                }
+            }
+            (Output::Same(name, got), Output::Same(_, want)) => {
+                if let Some(at) = (0..got.len().max(want.len())).find(|&i| got.get(i) != want.get(i)) {
+                    let (got, want) = (&got[at / 4 * 4..], &want[at / 4 * 4..]);
+                    let (got, want) = (&got[..got.len().min(8)], &want[..want.len().min(8)]);
+                    wrong.push(format!("{name}: byte {at}: {got:02x?}, not {want:02x?}"));
+                }
+            }
+            _ => panic!("the same run gives the same kinds of output"),
+        }
+    }
+    wrong
+}
+
+/// Runs a case on the reference and on every device, and panics with all devices that are wrong.
+pub fn conform(case: impl Display, run: impl Fn(&Device) -> Result<Vec<Output>>) {
+    let devices = devices();
+    if devices.is_empty() {
+        return;
+    }
+    let want = run(&Device::reference()).unwrap_or_else(|e| panic!("{case}: on the reference: {e}"));
+    let mut wrong = Vec::new();
+    for device in devices {
+        match run(device) {
+            Ok(got) => wrong.extend(differences(&got, &want).into_iter().map(|why| format!("{device}: {why}"))),
+            Err(e) => wrong.push(format!("{device}: {e}")),
+        }
+    }
+    assert!(wrong.is_empty(), "{case}:\n  {}", wrong.join("\n  "));
+}
+
+/// Panics unless `got` is within the bound of `want`.
+pub fn assert_close(what: impl Display, got: &[f32], want: &[f32], bound: Bound) {
+    if let Err(why) = bound.judge(got, want) {
+        panic!("{what}: {why}");
+    }
+}
+
+/// Σ(x−y)²/Σy².
+pub fn nmse(got: &[f32], want: &[f32]) -> f64 {
+    let sum =
+        |f: &dyn Fn(f64, f64) -> f64| got.iter().zip(want).map(|(&x, &y)| f(f64::from(x), f64::from(y))).sum::<f64>();
+    sum(&|x, y| (x - y) * (x - y)) / sum(&|_, y| y * y)
+}

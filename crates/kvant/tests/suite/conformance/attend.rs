@@ -1,0 +1,710 @@
+//! attend against the reference over the same cache bytes.
+
+use std::collections::HashSet;
+
+use crate::common::{
+    FLOATS, Rng,
+    attention::Case,
+    devices,
+    layers::CODECS,
+    limited,
+    without_gpu::{self, Model},
+};
+use kvant::{Codec, DType, DeviceKind, SlotOrder, ops::SourceOrder};
+
+const HEAD_DIMS: [usize; 4] = [64, 128, 256, 512];
+const GROUPS: [usize; 4] = [1, 2, 3, 8];
+
+/// Lengths around the sizes that kernels split a context at.
+#[test]
+fn contexts_and_batches() {
+    for past in [0, 1, 2, 63, 64, 65, 200] {
+        for new in [1, 2, 5, 33] {
+            Case { kv_heads: 2, group: 2, sequences: vec![(past, new)], ..Case::default() }.check();
+        }
+    }
+}
+
+#[test]
+fn head_sizes_and_ratios() {
+    for head_dim in HEAD_DIMS {
+        for group in GROUPS {
+            for (sequences, kv_heads) in [(vec![(65, 1)], 1), (vec![(12, 5)], 2), (vec![(0, 33)], 1)] {
+                Case { head_dim, group, kv_heads, sequences, ..Case::default() }.check();
+            }
+        }
+    }
+}
+
+/// Keys and values of every pair of codecs, at every head size.
+#[test]
+fn codec_pairs() {
+    for head_dim in HEAD_DIMS {
+        for k in CODECS {
+            for v in CODECS {
+                Case { head_dim, k, v, group: 2, sequences: vec![(37, 2)], ..Case::default() }.check();
+            }
+        }
+    }
+}
+
+#[test]
+fn activation_dtypes() {
+    for source in FLOATS {
+        for q in FLOATS {
+            for out in FLOATS {
+                let case = Case { source, q, out, kv_heads: 3, group: 2, ..Case::default() };
+                Case { k: Codec::F16, v: Codec::BF16, sequences: vec![(66, 1)], ..case.clone() }.check();
+                Case { k: Codec::tq(4), v: Codec::tq(6), sequences: vec![(20, 5)], head_dim: 128, ..case.clone() }
+                    .check();
+                Case { sequences: vec![(20, 5)], fresh: Some(SourceOrder::TokenMajor), ..case }.check();
+            }
+        }
+    }
+}
+
+/// Sequences of different lengths, some without a new token, in one batch; their tokens interleave.
+#[test]
+fn several_sequences() {
+    let batches: [Vec<(usize, usize)>; 4] = [
+        vec![(10, 1), (0, 1), (130, 1)],
+        vec![(0, 7), (64, 1), (5, 0), (33, 3)],
+        vec![(0, 0), (1, 1)],
+        vec![(200, 2), (3, 33), (63, 1), (0, 5), (17, 0), (1, 1)],
+    ];
+    for sequences in batches {
+        for (k, v) in [(Codec::F32, Codec::F32), (Codec::F16, Codec::tq(8)), (Codec::tq(4), Codec::tq(5))] {
+            for order in [SlotOrder::HeadMajor, SlotOrder::TokenMajor] {
+                let case = Case { kv_heads: 2, group: 3, k, v, order, sequences: sequences.clone(), ..Case::default() };
+                Case { window: Some(9), ring: Some(11), ..case.clone() }.check();
+                case.check();
+            }
+        }
+    }
+}
+
+#[test]
+fn windows() {
+    for window in [1, 2, 7, 64, 65, 1000, usize::MAX] {
+        for (past, new) in [(0, 5), (66, 1), (70, 9), (200, 33)] {
+            for codec in [Codec::F32, Codec::tq(8)] {
+                let sequences = vec![(past, new)];
+                Case { window: Some(window), k: codec, v: codec, kv_heads: 2, group: 2, sequences, ..Case::default() }
+                    .check();
+            }
+        }
+    }
+}
+
+#[test]
+fn softcaps() {
+    for softcap in [0.5, 5.0, 50.0, 1e30] {
+        for (k, v) in [(Codec::F32, Codec::F32), (Codec::BF16, Codec::tq(4)), (Codec::tq(6), Codec::F16)] {
+            for sequences in [vec![(70, 1)], vec![(13, 6)]] {
+                Case { softcap: Some(softcap), scale: 0.5, k, v, group: 2, sequences, ..Case::default() }.check();
+            }
+        }
+    }
+}
+
+/// Scores far beyond what exp can take; a negative and a zero scale.
+#[test]
+fn scales() {
+    for scale in [1.0, 1000.0, -1.0, 1e-30] {
+        for sequences in [vec![(70, 1)], vec![(3, 20)]] {
+            Case { scale, group: 2, sequences: sequences.clone(), ..Case::default() }.check();
+            Case { scale, softcap: Some(30.0), k: Codec::F16, v: Codec::F16, sequences, ..Case::default() }.check();
+        }
+    }
+}
+
+/// Rings before, at and long after they wrap; a token of a batch longer than the ring may see nothing.
+#[test]
+fn rings() {
+    for ring in [1, 8, 13, 64] {
+        for (past, new) in [(0, 1), (ring - 1, 1), (ring, 1), (5 * ring + 3, 1), (ring + 2, 4), (3, 2 * ring + 3)] {
+            for order in [SlotOrder::HeadMajor, SlotOrder::TokenMajor] {
+                for window in [None, Some(6)] {
+                    let ring = Some(ring);
+                    let sequences = vec![(past, new)];
+                    let case = Case { ring, order, window, kv_heads: 2, group: 2, sequences, ..Case::default() };
+                    Case { k: Codec::tq(5), v: Codec::BF16, ..case.clone() }.check();
+                    case.check();
+                }
+            }
+        }
+    }
+}
+
+/// A step's own keys and values beside the cache, raw, in both layouts.
+#[test]
+fn fresh_keys_and_values() {
+    for order in [SourceOrder::TokenMajor, SourceOrder::HeadMajor] {
+        for (past, new) in [(0, 1), (0, 33), (5, 2), (64, 5), (200, 17)] {
+            for (k, v) in [(Codec::F32, Codec::F32), (Codec::tq(4), Codec::tq(8)), (Codec::F16, Codec::tq(6))] {
+                let (fresh, sequences) = (Some(order), vec![(past, new)]);
+                let case = Case { fresh, k, v, kv_heads: 2, group: 2, sequences, ..Case::default() };
+                Case { ring: Some(16), window: Some(12), ..case.clone() }.check();
+                Case { ring: Some(9), head_dim: 128, ..case.clone() }.check();
+                case.check();
+            }
+        }
+        // More tokens than a threadgroup has threads.
+        Case { fresh: Some(order), ring: Some(16), window: Some(20), sequences: vec![(3, 150)], ..Case::default() }
+            .check();
+        let sequences = vec![(0, 9), (30, 1), (7, 0), (12, 20)];
+        Case { fresh: Some(order), ring: Some(16), source: DType::BF16, kv_heads: 3, sequences, ..Case::default() }
+            .check();
+    }
+}
+
+#[test]
+fn rotated_queries() {
+    for head_dim in HEAD_DIMS {
+        for (k, v) in [(Codec::tq(4), Codec::tq(4)), (Codec::tq(8), Codec::F32), (Codec::tq(6), Codec::tq(5))] {
+            for sequences in [vec![(70, 1)], vec![(4, 5), (9, 2)]] {
+                Case { q_rotated: true, head_dim, k, v, kv_heads: 2, group: 2, sequences, ..Case::default() }.check();
+            }
+        }
+    }
+}
+
+/// A key or a value that is not a number shows in the rows of the tokens that see it, and in no other: neither of its
+/// tile nor of its batch. An infinity likewise.
+#[test]
+fn not_finite_keys_and_values() {
+    for (k, v) in
+        [(Codec::F32, Codec::F32), (Codec::F16, Codec::BF16), (Codec::F32, Codec::tq(5)), (Codec::tq(4), Codec::F16)]
+    {
+        for (sequences, window) in
+            [(vec![(0, 40)], Some(9)), (vec![(0, 40)], None), (vec![(20, 3)], Some(2)), (vec![(12, 8), (12, 12)], None)]
+        {
+            for fresh in [None, Some(SourceOrder::TokenMajor)] {
+                for bad in [f32::NAN, f32::INFINITY] {
+                    let sequences = sequences.clone();
+                    let case = Case { k, v, group: 2, sequences, window, fresh, ..Case::default() };
+                    let mut data = case.data();
+                    data.source.k[11 * case.head_dim + 7] = f32::NAN;
+                    for token in [9, 21] {
+                        data.source.v[token * case.head_dim + 5] = bad;
+                    }
+                    case.check_data(&data);
+                }
+            }
+        }
+    }
+}
+
+/// A batch may be empty; that has a plan, too.
+#[test]
+fn plans_of_empty_batches() {
+    for (k, q) in [(Codec::F32, DType::F32), (Codec::BF16, DType::BF16), (Codec::tq(4), DType::BF16)] {
+        for (head_dim, past) in [(128, 5), (128, 1100), (512, 5)] {
+            let case = Case { head_dim, k, v: k, q, out: q, sequences: vec![(past, 0)], ..Case::default() };
+            for device in devices().iter().chain([&without_gpu::device()]) {
+                case.kernel(device).unwrap_or_else(|e| panic!("{device}: {case}: {e}"));
+            }
+            case.check();
+        }
+    }
+}
+
+/// However the context is split, also into more parts than it has positions.
+#[test]
+fn forced_splits() {
+    for splits in [1, 2, 3, 7, 64] {
+        for sequences in
+            [vec![(0, 1)], vec![(1, 1)], vec![(64, 1)], vec![(199, 1)], vec![(30, 5)], vec![(9, 1), (150, 2)]]
+        {
+            for (k, v) in [(Codec::F32, Codec::F32), (Codec::tq(4), Codec::tq(8))] {
+                let splits = Some(splits);
+                let case =
+                    Case { splits, k, v, kv_heads: 2, group: 3, sequences: sequences.clone(), ..Case::default() };
+                Case { ring: Some(16), window: Some(10), ..case.clone() }.check();
+                Case { fresh: Some(SourceOrder::HeadMajor), ..case.clone() }.check();
+                case.check();
+            }
+        }
+    }
+}
+
+/// The K and V of the kernels of decode on CUDA: two for quantised caches, two for others.
+const DECODED: [(Codec, Codec); 8] = [
+    (Codec::F16, Codec::F16),
+    (Codec::BF16, Codec::BF16),
+    (Codec::tq(4), Codec::tq(4)),
+    (Codec::tq(5), Codec::tq(5)),
+    (Codec::tq(6), Codec::tq(6)),
+    (Codec::tq(8), Codec::tq(8)),
+    (Codec::tq(8), Codec::tq(6)),
+    (Codec::tq(4), Codec::tq(8)),
+];
+
+/// What [`decode_kernels`] varies, and the number of values of each: codecs, what else is asked for, past length, splits,
+/// query heads of a KV head, head size, sequences, dtype of q, dtype of out.
+const FACTORS: [usize; 9] = [8, 8, 8, 4, 4, 3, 2, 3, 2];
+
+/// One token a sequence, as the kernels of decode on CUDA take it.
+fn decoded(choice: [usize; 9]) -> Case {
+    let [codecs, besides, past, splits, group, head_dim, sequences, q, out] = choice;
+    let (k, v) = DECODED[codecs];
+    let past = [0, 14, 15, 16, 63, 64, 199, 3000][past];
+    let plain = Case {
+        head_dim: HEAD_DIMS[1 + head_dim],
+        kv_heads: if GROUPS[group] < 8 && past < 1000 { 2 } else { 1 },
+        group: GROUPS[group],
+        k,
+        v,
+        q: if let Codec::Dense(dtype) = k { dtype } else { FLOATS[q] },
+        out: [DType::F16, DType::BF16][out],
+        sequences: [vec![(past, 1)], vec![(past, 1), (past / 2 + 1, 1), (7, 1)]][sequences].clone(),
+        splits: [None, Some(1), Some(7), Some(64)][splits],
+        ..Case::default()
+    };
+    // Wrapped, unless it is larger than the past.
+    let ring = Some(past / 2 + 13);
+    match besides {
+        0 => plain,
+        1 => Case { ring, ..plain },
+        2 => Case { window: Some(past / 3 + 2), ..plain },
+        3 => Case { softcap: Some(4.0), scale: 0.5, ..plain },
+        4 => Case { fresh: Some(SourceOrder::TokenMajor), ..plain },
+        5 => Case { q_rotated: k.is_quantised(), ..plain },
+        6 => Case { order: SlotOrder::TokenMajor, ..plain },
+        _ => Case {
+            ring,
+            window: Some(past / 3 + 9),
+            softcap: Some(30.0),
+            fresh: Some(SourceOrder::HeadMajor),
+            order: SlotOrder::TokenMajor,
+            ..plain
+        },
+    }
+}
+
+/// Choices in which every value of a factor meets every value of every other.
+fn pairwise<const N: usize>(factors: [usize; N]) -> Vec<[usize; N]> {
+    let pairs_of = |choice: &[usize; N]| {
+        let choice = *choice;
+        (0..N).flat_map(move |a| (0..a).map(move |b| (a, choice[a], b, choice[b])))
+    };
+    let mut rng = Rng::of("pairs");
+    let mut met = HashSet::new();
+    let all: usize = (0..N).flat_map(|a| (0..a).map(move |b| factors[a] * factors[b])).sum();
+    let mut choices = Vec::new();
+    while met.len() < all {
+        // The best of some, of which the first has a pair that is missing.
+        let a_missing = (0..N)
+            .flat_map(|a| (0..a).map(move |b| (a, b)))
+            .flat_map(|(a, b)| (0..factors[a]).flat_map(move |x| (0..factors[b]).map(move |y| (a, x, b, y))))
+            .find(|pair| !met.contains(pair));
+        let mut random = || factors.map(|values| rng.below(values));
+        let mut candidates: Vec<[usize; N]> = (0..60).map(|_| random()).collect();
+        if let Some((a, x, b, y)) = a_missing {
+            candidates.iter_mut().for_each(|choice| (choice[a], choice[b]) = (x, y));
+        }
+        let new = |choice: &[usize; N]| pairs_of(choice).filter(|pair| !met.contains(pair)).count();
+        let best = candidates.into_iter().max_by_key(new).expect("there are some");
+        met.extend(pairs_of(&best));
+        choices.push(best);
+    }
+    choices
+}
+
+/// Panics if CUDA takes another kernel than that of decode; also where there is no GPU.
+fn is_decoded(case: &Case) {
+    let longest = case.sequences.iter().map(|&(past, _)| past + 8).max().unwrap_or(0);
+    let keys = case.ring.unwrap_or(longest).min(case.window.unwrap_or(usize::MAX));
+    let (k, v, five) = (case.k, case.v, Codec::tq(5));
+    let has_room = match case.head_dim {
+        64 => k != five && v != five,
+        512 => k.is_quantised() && k == v,
+        _ => true,
+    };
+    let kernel = match (keys <= 1024 && case.splits.is_none() && has_room, k.is_quantised()) {
+        (true, true) => "attend_short_quantised",
+        (true, false) => "attend_short",
+        (false, true) if case.head_dim == 64 => "attend_generic",
+        (false, true) => "attend_quantised",
+        (false, false) => "attend_decode",
+    };
+    comes_to(case, kernel);
+}
+
+fn comes_to(case: &Case, want: &str) {
+    let compiler = without_gpu::device();
+    let cuda = devices().iter().filter(|device| device.kind() == DeviceKind::Cuda);
+    for device in cuda.chain([&compiler]) {
+        assert_eq!(case.kernel(device).unwrap(), want, "{device}: {case}");
+    }
+}
+
+/// One token a sequence over caches of 16 bits or fewer: what CUDA has kernels of its own for.
+#[test]
+fn decode_kernels() {
+    let cases: Vec<Case> = pairwise(FACTORS).into_iter().map(decoded).collect();
+    println!("{} cases", cases.len());
+    for_cuda(&cases, is_decoded, Case::check);
+}
+
+/// Contexts that just fit into the shared memory of a cluster's blocks on CUDA, and those that just do not: by capacity, by the
+/// length of a ring that has come around, by a window.
+#[test]
+fn short_contexts() {
+    let contexts = [
+        // A layer has room for seven more.
+        (vec![(1016, 1)], None, None),
+        (vec![(1017, 1)], None, None),
+        (vec![(1500, 1)], Some(1024), None),
+        (vec![(1500, 1), (3, 1)], Some(1025), Some(1024)),
+        (vec![(1100, 1), (0, 1)], None, Some(130)),
+        (vec![(140, 1)], Some(131), Some(130)),
+        (vec![(300, 1)], Some(256), None),
+    ];
+    let mut cases = Vec::new();
+    for (i, (k, v)) in DECODED.into_iter().enumerate() {
+        for (j, head_dim) in HEAD_DIMS.into_iter().enumerate() {
+            let n = 2 * i + j;
+            let (sequences, ring, window) = contexts[n % contexts.len()].clone();
+            let q = if let Codec::Dense(dtype) = k { dtype } else { FLOATS[n % 3] };
+            let order = if n % 5 == 0 { SlotOrder::TokenMajor } else { SlotOrder::HeadMajor };
+            let plain = Case { head_dim, k, v, q, out: DType::BF16, order, sequences, ring, window, ..Case::default() };
+            cases.push(Case {
+                kv_heads: 1 + n % 2,
+                // All of one to eight.
+                group: 1 + (3 * i + 2 * j + n) % 8,
+                softcap: (n % 4 == 0).then_some(4.0),
+                q_rotated: k.is_quantised() && n % 7 == 0,
+                ..plain
+            });
+        }
+    }
+    let groups: HashSet<usize> = cases.iter().map(|case| case.group).collect();
+    assert_eq!(groups.len(), 8);
+    for_cuda(&cases, is_decoded, Case::check);
+}
+
+/// What [`prefill_kernels`] varies: what else is asked for, batches, query heads of a KV head, head size, dtype of q, K and V,
+/// dtype of out.
+const PREFILL_FACTORS: [usize; 6] = [8, 5, 4, 4, 2, 2];
+
+/// Many tokens a sequence over 16 bits, not split, as the kernel of prefill on CUDA takes them.
+fn prefilled(choice: [usize; 6]) -> Case {
+    let [besides, batch, group, head_dim, dtype, out] = choice;
+    let dtype = [DType::F16, DType::BF16][dtype];
+    let codec = Codec::Dense(dtype);
+    // Past tokens and new query rows of a head, around tiles of 64 and 128 keys, items of 64 and 128 rows. In the last one
+    // tokens of four sequences meet in an item.
+    let batches = [
+        vec![(0, 130)],
+        vec![(63, 66)],
+        vec![(200, 64)],
+        vec![(5, 64), (0, 71)],
+        vec![(0, 65), (100, 64), (127, 97), (1, 32)],
+    ];
+    let sequences = batches[batch].iter().map(|&(past, rows): &(usize, usize)| (past, rows.div_ceil(GROUPS[group])));
+    let plain = Case {
+        head_dim: HEAD_DIMS[head_dim],
+        kv_heads: if GROUPS[group] < 3 { 2 } else { 1 },
+        group: GROUPS[group],
+        k: codec,
+        v: codec,
+        source: dtype,
+        q: dtype,
+        out: [DType::F16, DType::BF16][out],
+        sequences: sequences.collect(),
+        splits: Some(1),
+        ..Case::default()
+    };
+    match besides {
+        0 => plain,
+        1 => Case { ring: Some(50), ..plain },
+        2 => Case { window: Some(40), ..plain },
+        3 => Case { softcap: Some(4.0), scale: 0.5, ..plain },
+        4 => Case { fresh: Some(SourceOrder::TokenMajor), ..plain },
+        5 => Case { order: SlotOrder::TokenMajor, ..plain },
+        6 => Case { ring: Some(150), window: Some(70), order: SlotOrder::TokenMajor, ..plain },
+        _ => {
+            Case { ring: Some(90), window: Some(33), softcap: Some(30.0), fresh: Some(SourceOrder::HeadMajor), ..plain }
+        }
+    }
+}
+
+/// Many tokens a sequence over caches of 16 bits: what CUDA has a kernel of its own for, on GPUs whose warpgroups multiply.
+#[test]
+fn prefill_kernels() {
+    let cases: Vec<Case> = pairwise(PREFILL_FACTORS).into_iter().map(prefilled).collect();
+    println!("{} cases", cases.len());
+    for_cuda(&cases, |case| comes_to(case, "attend_prefill"), Case::check);
+}
+
+/// A prompt of many tiles, the step's own: rings of buffers come around several times.
+#[test]
+fn long_prefills() {
+    let cases = [(64, DType::F16), (128, DType::BF16)].map(|(head_dim, dtype)| {
+        let (k, v) = (Codec::Dense(dtype), Codec::Dense(dtype));
+        let (source, q, out, sequences, splits) = (dtype, dtype, dtype, vec![(61, 1701)], Some(1));
+        let fresh = Some(SourceOrder::HeadMajor);
+        Case { head_dim, k, v, source, q, out, sequences, fresh, splits, ..Case::default() }
+    });
+    for_cuda(&cases, |case| comes_to(case, "attend_prefill"), Case::check);
+}
+
+/// Without being asked not to split: when there are blocks enough. What the kernel cannot do is another's.
+#[test]
+fn kernels_of_many_tokens() {
+    let codec = Codec::BF16;
+    let bf16 = DType::BF16;
+    let many = Case {
+        head_dim: 128,
+        kv_heads: 8,
+        group: 8,
+        k: codec,
+        v: codec,
+        q: bf16,
+        out: bf16,
+        sequences: vec![(3, 130)],
+        window: Some(5),
+        ..Case::default()
+    };
+    comes_to(&many, "attend_prefill");
+    many.check();
+    let others = [
+        Case { sequences: vec![(0, 7)], ..many.clone() },
+        Case { sequences: vec![(7, 2); 300], ..many.clone() },
+        Case { scale: -0.1, ..many.clone() },
+        Case { out: DType::F32, ..many.clone() },
+        Case { q: DType::F16, ..many.clone() },
+        Case { k: Codec::F16, ..many.clone() },
+        Case { v: Codec::tq(4), ..many.clone() },
+        Case { splits: Some(3), ..many },
+    ];
+    for case in others {
+        comes_to(&case, "attend_generic");
+    }
+}
+
+/// What is not finite shows where it is seen, and nowhere else: in keys, in values, in a query.
+#[test]
+fn prefill_of_what_is_not_finite() {
+    let mut cases = Vec::new();
+    for (head_dim, codec) in [(64, Codec::BF16), (128, Codec::F16), (256, Codec::BF16), (512, Codec::F16)] {
+        let Codec::Dense(dtype) = codec else { unreachable!("both are dense") };
+        for (sequences, window) in [(vec![(30, 33)], None), (vec![(0, 70)], Some(20)), (vec![(20, 32), (0, 45)], None)]
+        {
+            let (kv_heads, group, splits) = (2, 2, Some(1));
+            let (k, v, q, out) = (codec, codec, dtype, dtype);
+            cases.push(Case { head_dim, kv_heads, group, k, v, q, out, sequences, window, splits, ..Case::default() });
+        }
+    }
+    for_cuda(
+        &cases,
+        |case| comes_to(case, "attend_prefill"),
+        |case| {
+            // Head 1 of a token that later ones see, and earlier ones do not.
+            check_not_finite(case, 41, 11);
+        },
+    );
+}
+
+/// What is not finite in a key and in a value, those of a token's head 1, and in a row of queries.
+fn check_not_finite(case: &Case, token: usize, query_row: usize) {
+    for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+        let at = (token * case.kv_heads + 1) * case.head_dim + 7;
+        let (mut key, mut value, mut query) = (case.data(), case.data(), case.data());
+        key.source.k[at] = bad;
+        value.source.v[at] = bad;
+        query.queries[query_row * case.head_dim + 7] = bad;
+        for data in [key, value, query] {
+            case.check_data(&data);
+        }
+    }
+}
+
+/// Cases that are many because CUDA has kernels of its own for them. Elsewhere each is one of what other tests have many of, so
+/// every fifth is enough; what CUDA would choose is seen to for all.
+fn for_cuda(cases: &[Case], chosen: impl Fn(&Case) + Sync, check: impl Fn(&Case) + Sync) {
+    let has_cuda = devices().iter().any(|device| device.kind() == DeviceKind::Cuda);
+    let numbered: Vec<(usize, &Case)> = cases.iter().enumerate().collect();
+    on_threads(&numbered, |&(i, case)| {
+        chosen(case);
+        if has_cuda || i % 5 == 0 {
+            check(case);
+        }
+    });
+}
+
+/// On a GPU most of the time goes into compiling kernels, one after the other.
+fn on_threads<T: Sync>(items: &[T], run: impl Fn(&T) + Sync) {
+    let threads = std::thread::available_parallelism().map_or(1, usize::from).min(8);
+    let run = &run;
+    std::thread::scope(|scope| {
+        for first in 0..threads {
+            scope.spawn(move || items.iter().skip(first).step_by(threads).for_each(run));
+        }
+    });
+}
+
+/// What is not finite shows where it is seen, and nowhere else: in keys, in values, in a query.
+#[test]
+fn decode_of_what_is_not_finite() {
+    let (head_dims, mut cases) = ([128, 512, 256, 64], Vec::new());
+    for (i, (k, v)) in DECODED.into_iter().enumerate() {
+        let q = if let Codec::Dense(dtype) = k { dtype } else { DType::BF16 };
+        for (window, splits) in [(None, None), (Some(20), None), (None, Some(7))] {
+            // The sums of what is rotated are NaN of either sign, and msl-host compares partial results bit by bit. CUDA shares
+            // two tiles of keys among blocks by itself.
+            if splits.is_some() && k.is_quantised() {
+                continue;
+            }
+            let (head_dim, sequences) = (head_dims[i % 4], vec![(40, 1), (70, 1)]);
+            cases.push(Case {
+                head_dim,
+                kv_heads: 2,
+                group: 2,
+                k,
+                v,
+                q,
+                out: q,
+                sequences,
+                window,
+                splits,
+                ..Case::default()
+            });
+        }
+    }
+    // A token that the window hides from its sequence.
+    for_cuda(&cases, is_decoded, |case| check_not_finite(case, 11, 1));
+}
+
+/// A block has less shared memory on most GPUs than on an H200, which does here as if it had no more: two buffers, tiles of 16 keys,
+/// few copies of tables.
+#[test]
+fn little_shared_memory() {
+    let has_cuda = devices().iter().any(|device| device.kind() == DeviceKind::Cuda);
+    let Some(device) = has_cuda.then(|| limited::cuda_like(Model::Rtx4090)).flatten() else { return };
+    let (f32, f16, tq4, tq8) = (Codec::F32, Codec::F16, Codec::tq(4), Codec::tq(8));
+    let pairs =
+        [(f32, f32), (tq8, f16), (f16, tq8), (tq8, tq4), (f32, tq8), (tq8, f32), (Codec::tq(5), f32), (f32, tq4)];
+    let mut cases = Vec::new();
+    for (i, (k, v)) in pairs.into_iter().enumerate() {
+        for (j, head_dim) in [128, 256, 512].into_iter().enumerate() {
+            let (q, out) = (FLOATS[(i + j) % 3], FLOATS[(i + 2 * j) % 3]);
+            let sequences = [vec![(300, 1)], vec![(5, 40)], vec![(70, 3), (0, 20)]][(i + i / 3 + j) % 3].clone();
+            let case = Case { head_dim, kv_heads: 2, group: 2, k, v, q, out, sequences, ..Case::default() };
+            cases.push(match i % 4 {
+                0 => Case { fresh: Some(SourceOrder::TokenMajor), ..case },
+                1 => Case { ring: Some(50), ..case },
+                2 => Case { softcap: Some(4.0), window: Some(33), ..case },
+                _ => case,
+            });
+        }
+    }
+    on_threads(&cases, |case| case.check_on(std::slice::from_ref(&device), &case.data()));
+}
+
+/// Where the score of every key that is seen is minus infinity there is no softmax: the output is NaN, not the zeros of a token that
+/// sees nothing. Where one is finite the others weigh nothing.
+#[test]
+fn scores_of_minus_infinity() {
+    let mut cases = Vec::new();
+    for (head_dim, codec, kernel) in
+        [(128, Codec::F16, "attend_short"), (512, Codec::BF16, "attend_decode"), (256, Codec::F16, "attend_generic")]
+    {
+        let Codec::Dense(dtype) = codec else { unreachable!("all are dense") };
+        let out = if kernel == "attend_generic" { DType::F32 } else { dtype };
+        let plain = Case {
+            head_dim,
+            kv_heads: 2,
+            group: 2,
+            k: codec,
+            v: codec,
+            source: dtype,
+            q: dtype,
+            out,
+            ..Case::default()
+        };
+        let one = Case { sequences: vec![(1, 1), (0, 1)], ..plain };
+        for fresh in [None, Some(SourceOrder::TokenMajor)] {
+            cases.push((kernel, Case { fresh, ..one.clone() }));
+        }
+        let shared = if kernel == "attend_generic" { kernel } else { "attend_decode" };
+        cases.push((shared, Case { splits: Some(3), ..one.clone() }));
+        if kernel == "attend_short" {
+            let prompt = Case { sequences: vec![(2, 32)], splits: Some(1), ..one };
+            cases.push(("attend_prefill", Case { fresh: Some(SourceOrder::HeadMajor), ..prompt }));
+        }
+    }
+    on_threads(&cases, |(kernel, case)| {
+        comes_to(case, kernel);
+        let all: Vec<usize> = (0..case.sequences.iter().map(|&(past, new)| past + new).sum()).collect();
+        let some = [vec![0], vec![1], vec![0, 1], vec![2]];
+        for bad in some.into_iter().chain([all]) {
+            check_lost(case, bad);
+        }
+    });
+}
+
+/// Gives all queries scores of minus infinity for some keys.
+fn check_lost(case: &Case, lost: impl IntoIterator<Item = usize>) {
+    let mut data = case.data();
+    for row in lost.into_iter().flat_map(|token| (0..case.kv_heads).map(move |head| token * case.kv_heads + head)) {
+        data.source.k[row * case.head_dim + 7] = f32::NEG_INFINITY;
+    }
+    data.queries.iter_mut().skip(7).step_by(case.head_dim).for_each(|x| *x = 1.0);
+    case.check_data(&data);
+}
+
+/// As above, where such keys are neighbours and are worked on together: a tile of them is like none, whatever comes before and
+/// after it, and only who sees nothing else gets NaN.
+#[test]
+fn tiles_of_minus_infinity() {
+    for (head_dim, k, v) in
+        [(64, Codec::F32, Codec::F32), (128, Codec::F16, Codec::tq(8)), (512, Codec::BF16, Codec::tq(4))]
+    {
+        let one = Case { head_dim, k, v, group: 2, sequences: vec![(200, 1)], ..Case::default() };
+        let prompt = Case { sequences: vec![(90, 70)], window: Some(80), ..one.clone() };
+        for lost in [0..64, 128..160] {
+            check_lost(&Case { splits: Some(3), ..one.clone() }, lost.clone());
+            check_lost(&one, lost.clone());
+            check_lost(&prompt, lost);
+        }
+        // Most of the prompt's tokens see no other, and at last none does.
+        check_lost(&prompt, 0..150);
+        check_lost(&Case { splits: Some(3), ..one }, 0..201);
+        check_lost(&Case { splits: Some(2), window: None, ..prompt }, 0..160);
+    }
+}
+
+/// Anything with anything.
+#[test]
+fn random_combinations() {
+    let mut rng = Rng::of("random attention");
+    for _ in 0..100 {
+        let k = rng.pick(&CODECS);
+        let fresh = rng.pick(&[None, None, Some(SourceOrder::TokenMajor), Some(SourceOrder::HeadMajor)]);
+        let sequences = (0..rng.pick(&[1, 1, 2, 4]))
+            .map(|_| (rng.pick(&[0, 1, 2, 31, 63, 64, 65, 140]), rng.pick(&[0, 1, 1, 2, 5, 18])))
+            .collect();
+        Case {
+            head_dim: rng.pick(&HEAD_DIMS),
+            kv_heads: rng.pick(&[1, 2, 3]),
+            group: rng.pick(&GROUPS),
+            k,
+            v: rng.pick(&CODECS),
+            source: rng.pick(&FLOATS),
+            q: rng.pick(&FLOATS),
+            out: rng.pick(&FLOATS),
+            ring: rng.pick(&[None, Some(7), Some(32), Some(100)]),
+            order: rng.pick(&[SlotOrder::HeadMajor, SlotOrder::TokenMajor]),
+            sequences,
+            scale: rng.pick(&[0.0, 0.0, 0.3]),
+            softcap: rng.pick(&[None, None, Some(4.0)]),
+            window: rng.pick(&[None, Some(1), Some(20)]),
+            fresh,
+            q_rotated: k.is_quantised() && fresh.is_none() && rng.below(2) == 0,
+            splits: rng.pick(&[None, None, Some(1), Some(4)]),
+        }
+        .check();
+    }
+}

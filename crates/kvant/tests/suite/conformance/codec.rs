@@ -1,0 +1,130 @@
+//! The TurboQuant codec on every device: its distortion is the one of the optimal quantiser.
+
+use crate::common::{
+    Rng, devices,
+    layers::{self, Source, linear_spec},
+    nmse,
+};
+use kvant::{
+    Codec, KvLayer,
+    codec::{Norm, TurboQuant},
+    ops::KvSide,
+};
+
+/// The mean squared errors of the optimal quantisers of N(0, 1).
+const GAUSSIAN_MSE: [(u32, f64); 4] = [(4, 9.501e-3), (5, 2.505e-3), (6, 6.44e-4), (8, 4.12e-5)];
+
+/// Σ(x−y)²/Σx² of keys that went through a layer.
+fn distortion(device: &kvant::Device, codec: Codec, data: &Source) -> f64 {
+    let tokens = data.tokens();
+    let layer = KvLayer::new(device, linear_spec(data.heads, tokens, data.dim, codec)).unwrap();
+    layers::write_at(&layer, data, 0).unwrap();
+    nmse(&layers::read(&layer, KvSide::K, 0, 0..tokens).unwrap(), &data.k)
+}
+
+fn source(dim: usize, mut value: impl FnMut() -> f32) -> Source {
+    let tokens = 64 * 1024 / dim;
+    Source { k: (0..tokens * dim).map(|_| value()).collect(), v: vec![0.0; tokens * dim], heads: 1, dim }
+}
+
+#[test]
+fn gaussian_vectors_have_the_optimal_distortion() {
+    for dim in [64, 128, 256, 512, 1024, 4096] {
+        let mut rng = Rng::new(dim as u64);
+        let data = source(dim, || rng.normal() as f32);
+        // A block of few coordinates has a known length, and is a little easier than independent normals.
+        let tolerance = 0.03 + 2.0 / dim.min(256) as f64;
+        for (bits, optimum) in GAUSSIAN_MSE {
+            for device in devices() {
+                let with = |norm| distortion(device, Codec::TurboQuant(TurboQuant { bits, scale: 1.0, norm }), &data);
+                // The figures are those of the norm that the indices were chosen with.
+                let got = with(Norm::Rms);
+                let off = (got / optimum - 1.0).abs();
+                assert!(off < tolerance, "{device}: tq{bits}, D {dim}: {got:.4e}, not {optimum:.4e}");
+                let default = with(Norm::default());
+                assert!(default <= got, "{device}: tq{bits}, D {dim}: {default:.4e}, above {got:.4e}");
+            }
+        }
+    }
+}
+
+/// The rotation makes any vector look Gaussian, so heavy tails cost nothing.
+#[test]
+fn heavy_tails_cost_nothing() {
+    for dim in [128, 256, 512, 2048] {
+        let mut rng = Rng::new(dim as u64);
+        // One coordinate in 64 is ten times as large: a kurtosis of 70.
+        let data = source(dim, || rng.normal() as f32 * if rng.below(64) == 0 { 10.0 } else { 1.0 });
+        for (bits, optimum) in GAUSSIAN_MSE {
+            for device in devices() {
+                let got = distortion(device, Codec::tq(bits), &data);
+                // A short vector's few outliers make steps, not a bell: those are a little easier still.
+                let ratio = got / optimum;
+                assert!((0.85..1.06).contains(&ratio), "{device}: tq{bits}, D {dim}: {got:.4e}, not {optimum:.4e}");
+            }
+        }
+    }
+}
+
+#[test]
+fn more_bits_are_closer_at_every_size() {
+    for dim in [8, 16, 32, 64, 4096] {
+        let mut rng = Rng::new(dim as u64);
+        let data = source(dim, || rng.normal() as f32);
+        for device in devices() {
+            let errors = [4, 5, 6, 8].map(|bits| distortion(device, Codec::tq(bits), &data));
+            assert!(errors.is_sorted_by(|a, b| a > b), "{device}: D {dim}: {errors:?}");
+            assert!(errors[3] < 2e-4, "{device}: D {dim}: {errors:?}");
+        }
+    }
+}
+
+/// Each choice of what is stored does what it is for.
+#[test]
+fn the_least_squares_norm_has_the_least_error() {
+    let mut rng = Rng::new(7);
+    let data = source(256, || rng.normal() as f32);
+    for device in devices() {
+        for bits in [4, 5, 6, 8] {
+            let error = |norm| distortion(device, Codec::TurboQuant(TurboQuant { bits, scale: 1.0, norm }), &data);
+            let [rms, least, unbiased] = [Norm::Rms, Norm::LeastSquares, Norm::Unbiased].map(error);
+            assert!(least <= rms && least < unbiased, "{device}: tq{bits}: {least:.5e} {rms:.5e} {unbiased:.5e}");
+        }
+    }
+}
+
+/// ⟨x, decoded x⟩ = ‖x‖² for the unbiased norm, block by block.
+#[test]
+fn the_unbiased_norm_keeps_the_inner_product() {
+    let mut rng = Rng::new(8);
+    for dim in [64, 256] {
+        let data = source(dim, || rng.normal() as f32);
+        for device in devices() {
+            let codec = Codec::TurboQuant(TurboQuant { bits: 4, scale: 1.0, norm: Norm::Unbiased });
+            let layer = KvLayer::new(device, linear_spec(1, data.tokens(), dim, codec)).unwrap();
+            layers::write_at(&layer, &data, 0).unwrap();
+            let read = layers::read(&layer, KvSide::K, 0, 0..data.tokens()).unwrap();
+            for (x, y) in data.k.chunks(dim).zip(read.chunks(dim)) {
+                let dot =
+                    |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(&a, &b)| f64::from(a) * f64::from(b)).sum::<f64>();
+                let ratio = dot(x, y) / dot(x, x);
+                assert!((ratio - 1.0).abs() < 1e-5, "{device}: D {dim}: {ratio}");
+            }
+        }
+    }
+}
+
+/// A vector's length does not change what it becomes but for its length, down to what f32 holds.
+#[test]
+fn any_length() {
+    let mut rng = Rng::new(9);
+    let data = source(256, || rng.normal() as f32);
+    for device in devices() {
+        let plain = distortion(device, Codec::tq(4), &data);
+        for factor in [1e-15f32, 1e-6, 1e6, 1e15] {
+            let scaled = Source { k: data.k.iter().map(|x| x * factor).collect(), ..data.clone() };
+            let got = distortion(device, Codec::tq(4), &scaled);
+            assert!((got / plain - 1.0).abs() < 1e-3, "{device}: times {factor:e}: {got:.4e}, not {plain:.4e}");
+        }
+    }
+}

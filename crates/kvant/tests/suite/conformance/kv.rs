@@ -1,0 +1,475 @@
+//! kv_write and kv_read against the reference: dtypes, codecs, layouts, rings, several sequences, odd sizes.
+
+use crate::common::{
+    Bound, EPS, FLOATS, Out, Output, Rng, conform, devices, indices, input,
+    layers::{self, CODECS, Source, copy_to, fill, linear_spec, ordered, ring_spec, same_planes, step},
+    nmse, run,
+};
+use kvant::{
+    Codec, DType, Device, DeviceKind, KvLayer, LayerSpec, Result, SlotOrder, Tensor,
+    codec::{Norm, TurboQuant},
+    ops::{self, KvRead, KvSide, KvWrite, SourceOrder},
+};
+
+const ORDERS: [SourceOrder; 2] = [SourceOrder::TokenMajor, SourceOrder::HeadMajor];
+const SLOT_ORDERS: [SlotOrder; 2] = [SlotOrder::HeadMajor, SlotOrder::TokenMajor];
+
+/// Finite and infinite values at which conversions go wrong: halfway points, the largest numbers, subnormals, zeros.
+fn corners() -> Vec<f32> {
+    let mut values = vec![0.0, -0.0, f32::INFINITY, f32::NEG_INFINITY, f32::MAX, f32::MIN, f32::MIN_POSITIVE, 1e-45];
+    values.extend([65504.0, 65519.99, 65520.0, -65520.0, 65536.0, 1e-8, 5.96e-8, 2.98e-8, 2.980_233e-8, 6.1e-5]);
+    for exponent in [-30, -20, -14, -1, 0, 1, 10, 15] {
+        let one = 2f32.powi(exponent);
+        // Halfway between neighbours of f16 and of bf16, below an even and below an odd one, and just beside.
+        for step in [2f32.powi(-11), 2f32.powi(-8)] {
+            for odd in [1.0, 3.0] {
+                let half = one * (1.0 + odd * step);
+                values.extend([half, f32::from_bits(half.to_bits() + 1), f32::from_bits(half.to_bits() - 1), -half]);
+            }
+        }
+    }
+    values
+}
+
+/// A batch of tokens of several sequences, to be written in one launch.
+struct Batch {
+    spec: LayerSpec,
+    k_type: DType,
+    v_type: DType,
+    order: SourceOrder,
+    first_token: usize,
+    /// (sequence, position) of each entry.
+    tokens: Vec<(u32, u32)>,
+    /// Tokens of the source that follow the last entry.
+    behind: usize,
+}
+
+impl Batch {
+    fn write(&self, device: &Device, data: &Source) -> Result<KvLayer> {
+        let layer = KvLayer::new(device, self.spec)?;
+        // What is not written must stay.
+        fill(&layer, 0x3C)?;
+        let dims = [data.tokens(), self.spec.kv_heads, self.spec.head_dim];
+        let side = |values: &[f32], dtype| {
+            let (values, shape) = ordered(values, self.order, dims);
+            input(device, dtype, &values, &shape)
+        };
+        let (k, v) = (side(&data.k, self.k_type)?, side(&data.v, self.v_type)?);
+        let step = step(device, self.spec.sequences, &self.tokens)?;
+        let (order, first_token) = (self.order, self.first_token);
+        run(device, |enc| {
+            ops::kv_write(enc, &KvWrite { k: &k, v: &v, order, first_token, step: &step, layer: &layer })
+        })?;
+        Ok(layer)
+    }
+
+    fn source(&self, rng: &mut Rng) -> Source {
+        let tokens = self.first_token + self.tokens.len() + self.behind;
+        let mut data = Source::random(rng, tokens, self.spec.kv_heads, self.spec.head_dim);
+        if !self.spec.k.is_quantised() {
+            let corners = corners();
+            for x in data.k.iter_mut().chain(&mut data.v) {
+                if rng.below(8) == 0 {
+                    *x = rng.pick(&corners);
+                }
+            }
+        }
+        data
+    }
+}
+
+fn name(batch: &Batch) -> String {
+    let LayerSpec { sequences, kv_heads, capacity, head_dim, k, v, ring, order, .. } = batch.spec;
+    format!(
+        "{} {:?} +{} -> k {k}, v {v}, {order:?}, ring {ring}, S {sequences}, Hk {kv_heads}, cap {capacity}, D {head_dim}, T {}",
+        batch.k_type,
+        batch.order,
+        batch.first_token,
+        batch.tokens.len()
+    )
+}
+
+#[test]
+fn dense_planes_are_the_same_bytes() {
+    let mut rng = Rng::of("dense planes");
+    for from in FLOATS {
+        for to in FLOATS {
+            for order in ORDERS {
+                for slots in SLOT_ORDERS {
+                    for ring in [false, true] {
+                        let (head_dim, kv_heads) = (rng.pick(&[1, 7, 64, 80, 129]), rng.pick(&[1, 2, 3]));
+                        let (capacity, sequences) = (rng.pick(&[5, 16, 33]), rng.pick(&[1, 3]));
+                        let spec = LayerSpec {
+                            sequences,
+                            ring,
+                            order: slots,
+                            k: Codec::Dense(to),
+                            v: Codec::Dense(rng.pick(&FLOATS)),
+                            ..linear_spec(kv_heads, capacity, head_dim, Codec::F32)
+                        };
+                        let mut tokens = Vec::new();
+                        for s in 0..sequences {
+                            let start = if ring { rng.below(3 * capacity) } else { rng.below(capacity - 2) };
+                            let room = if ring { 2 * capacity } else { capacity - start };
+                            tokens.extend((start..start + rng.below(room + 1)).map(|p| (s as u32, p as u32)));
+                        }
+                        rng.shuffle(&mut tokens);
+                        let (first_token, behind) = (rng.below(3), rng.below(3));
+                        let v_type = rng.pick(&FLOATS);
+                        let batch = Batch { spec, k_type: from, v_type, order, first_token, tokens, behind };
+                        let data = batch.source(&mut rng);
+                        conform(name(&batch), |device| same_planes(&batch.write(device, &data)?));
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Bit for bit, also what is no number: a copy must not go through arithmetic.
+#[test]
+fn the_same_dtype_keeps_nan_payloads() {
+    // Also beside codes.
+    let layers_of = |dtype| {
+        let dense = Codec::Dense(dtype);
+        [(67, dense, dense), (64, Codec::tq(4), dense), (256, Codec::tq(5), dense), (8, dense, Codec::tq(8))]
+            .map(|(dim, k, v)| (dtype, dim, k, v))
+    };
+    for (dtype, dim, k_codec, v_codec) in FLOATS.into_iter().flat_map(layers_of) {
+        for device in devices() {
+            let spec = LayerSpec { k: k_codec, v: v_codec, ..linear_spec(2, 4, dim, k_codec) };
+            let layer = KvLayer::new(device, spec).unwrap();
+            let mut rng = Rng::of(dtype);
+            // Random bytes hold every kind of NaN.
+            let mut random = || -> Vec<u8> { (0..3 * 2 * dim * dtype.size()).map(|_| rng.bits() as u8).collect() };
+            let (k_bytes, v_bytes) = (random(), random());
+            let upload = |bytes: &[u8]| Tensor::from_bytes(device, dtype, &[3, 2, dim], bytes).unwrap();
+            let (k, v) = (upload(&k_bytes), upload(&v_bytes));
+            let step = layers::range_step(device, 1, 1..4).unwrap();
+            run(device, |enc| {
+                let order = SourceOrder::TokenMajor;
+                ops::kv_write(enc, &KvWrite { k: &k, v: &v, order, first_token: 0, step: &step, layer: &layer })
+            })
+            .unwrap();
+            for (side, codec, bytes) in [(KvSide::K, k_codec, k_bytes), (KvSide::V, v_codec, v_bytes)] {
+                if codec.is_quantised() {
+                    continue;
+                }
+                let out = Out::new(device, dtype, &[3, 2, dim]).unwrap();
+                let order = SourceOrder::TokenMajor;
+                let read =
+                    KvRead { layer: &layer, side, sequence: 0, start: 1, keep_rotated: false, order, out: &out.tensor };
+                run(device, |enc| ops::kv_read(enc, &read)).unwrap();
+                assert!(
+                    out.bytes().unwrap() == bytes,
+                    "{device}: k {k_codec}, v {v_codec}, {side:?}: the bits changed"
+                );
+            }
+        }
+    }
+}
+
+/// NaN of one dtype is NaN of another, and stays where it is.
+#[test]
+fn nan_is_converted_to_nan() {
+    for (from, to) in FLOATS.into_iter().flat_map(|a| FLOATS.map(|b| (a, b))) {
+        for device in devices() {
+            let layer = KvLayer::new(device, linear_spec(1, 2, 37, Codec::Dense(to))).unwrap();
+            let mut data = Source { k: vec![1.0; 37], v: vec![2.0; 37], heads: 1, dim: 37 };
+            (data.k[17], data.v[36]) = (f32::NAN, -f32::NAN);
+            layers::write(&layer, &data, from, &layers::range_step(device, 1, 0..1).unwrap()).unwrap();
+            for (side, want) in [(KvSide::K, &data.k), (KvSide::V, &data.v)] {
+                let got = layers::read(&layer, side, 0, 0..1).unwrap();
+                for (i, (x, y)) in got.iter().zip(want).enumerate() {
+                    let same = x == y || (x.is_nan() && y.is_nan());
+                    assert!(same, "{device}: {from} -> {to}, {side:?} {i}: {x}, not {y}");
+                }
+            }
+        }
+    }
+}
+
+/// How a layer's planes differ from the reference's: encoding in f32 may choose the other of two centroids for a
+/// coordinate that stands between them, rarely, and norms differ by the rounding of a sum. A side's norms come after its
+/// indices: the least-squares and unbiased norms depend on them, so as many norms as indices may be further off.
+fn quantised_alike(case: &str, got: &[Output], want: &[Output]) -> Vec<String> {
+    let mut wrong = Vec::new();
+    let mut other_indices = 0;
+    for (got, want) in got.iter().zip(want) {
+        let (Output::Same(plane, got), Output::Same(_, want)) = (got, want) else { unreachable!() };
+        if plane.ends_with("norms") {
+            let floats =
+                |bytes: &[u8]| -> Vec<f32> { bytes.chunks_exact(4).map(bytemuck::pod_read_unaligned).collect() };
+            for (i, (x, y)) in floats(got).into_iter().zip(floats(want)).enumerate() {
+                let off = (x - y).abs() / y.abs();
+                if x == y || off <= 1e-4 || (x.is_nan() && y.is_nan()) {
+                    continue;
+                }
+                if other_indices > 0 && off <= 0.2 {
+                    other_indices -= 1;
+                } else {
+                    wrong.push(format!("{case}: {plane} {i} is {x}, not {y}"));
+                }
+            }
+            other_indices = 0;
+        } else {
+            let changed = got.iter().zip(want).filter(|(x, y)| x != y).count();
+            other_indices += changed;
+            if changed > 1 + got.len() / 2000 {
+                wrong.push(format!("{case}: {changed} of {} bytes of {plane} differ", got.len()));
+            }
+        }
+    }
+    wrong
+}
+
+#[test]
+fn quantised_planes_are_alike() {
+    let mut rng = Rng::of("quantised planes");
+    for bits in [4, 5, 6, 8] {
+        for from in FLOATS {
+            for ring in [false, true] {
+                let (order, slots) = (rng.pick(&ORDERS), rng.pick(&SLOT_ORDERS));
+                let norm = rng.pick(&[Norm::Rms, Norm::LeastSquares, Norm::Unbiased]);
+                let scale = rng.pick(&[1.0, 1.0, 0.9, 1.25]);
+                let (head_dim, kv_heads) = (rng.pick(&[8, 64, 128, 256, 512, 2048]), rng.pick(&[1, 2, 3]));
+                let v = rng.pick(&CODECS);
+                let spec = LayerSpec {
+                    sequences: 2,
+                    ring,
+                    order: slots,
+                    k: Codec::TurboQuant(TurboQuant { bits, scale, norm }),
+                    v,
+                    ..linear_spec(kv_heads, 19, head_dim, Codec::F32)
+                };
+                let mut tokens: Vec<(u32, u32)> = (3..19).map(|p| (1, p)).collect();
+                tokens.extend((0..if ring { 30 } else { 11 }).map(|p| (0, p)));
+                rng.shuffle(&mut tokens);
+                let batch = Batch { spec, k_type: from, v_type: from, order, first_token: 1, tokens, behind: 1 };
+                let data = batch.source(&mut rng);
+                let want = same_planes(&batch.write(&Device::reference(), &data).unwrap()).unwrap();
+                for device in devices() {
+                    let got = same_planes(&batch.write(device, &data).unwrap()).unwrap();
+                    let wrong = quantised_alike(&name(&batch), &got, &want);
+                    assert!(wrong.is_empty(), "{device}: {}", wrong.join("\n  "));
+                }
+            }
+        }
+    }
+}
+
+/// Rows enough for what CUDA does only with many.
+#[test]
+fn many_rows_are_alike() {
+    let devices: Vec<_> = devices().iter().filter(|device| device.kind() == DeviceKind::Cuda).collect();
+    if devices.is_empty() {
+        return;
+    }
+    let mut rng = Rng::of("many rows");
+    for (bits, from, head_dim, ring) in [
+        (4, DType::BF16, 256, false),
+        (5, DType::F16, 128, true),
+        (6, DType::BF16, 512, false),
+        (8, DType::F16, 256, true),
+    ] {
+        let norm = rng.pick(&[Norm::Rms, Norm::LeastSquares, Norm::Unbiased]);
+        let spec = LayerSpec {
+            sequences: 1,
+            ring,
+            order: rng.pick(&SLOT_ORDERS),
+            k: Codec::TurboQuant(TurboQuant { bits, scale: 1.0, norm }),
+            v: if ring { Codec::Dense(from) } else { Codec::tq(12 - bits) },
+            ..linear_spec(12, if ring { 400 } else { 600 }, head_dim, Codec::F32)
+        };
+        let mut tokens: Vec<(u32, u32)> = (0..500).map(|p| (0, p)).collect();
+        rng.shuffle(&mut tokens);
+        let order = rng.pick(&ORDERS);
+        let batch = Batch { spec, k_type: from, v_type: from, order, first_token: 1, tokens, behind: 1 };
+        let data = batch.source(&mut rng);
+        let want = same_planes(&batch.write(&Device::reference(), &data).unwrap()).unwrap();
+        for device in &devices {
+            let got = same_planes(&batch.write(device, &data).unwrap()).unwrap();
+            // Byte by byte, where a row is dense.
+            let wrong = quantised_alike(&name(&batch), &got, &want);
+            assert!(wrong.is_empty(), "{device}: {}", wrong.join("\n  "));
+        }
+    }
+}
+
+/// What is read back is as far from what was written as on the reference, and not merely close to it.
+#[test]
+fn quantised_distortion_is_the_references() {
+    for bits in [4, 5, 6, 8] {
+        for head_dim in [64, 128, 256, 512] {
+            let data = Source::random(&mut Rng::of(format!("{bits} {head_dim}")), 65, 2, head_dim);
+            let distortion = |device: &Device| -> Result<(f64, f64)> {
+                let layer = KvLayer::new(device, linear_spec(2, 70, head_dim, Codec::tq(bits)))?;
+                layers::write_at(&layer, &data, 0)?;
+                let k = layers::read(&layer, KvSide::K, 0, 0..65)?;
+                let v = layers::read(&layer, KvSide::V, 0, 0..65)?;
+                Ok((nmse(&k, &data.k), nmse(&v, &data.v)))
+            };
+            let want = distortion(&Device::reference()).unwrap();
+            for device in devices() {
+                let got = distortion(device).unwrap();
+                for (got, want) in [(got.0, want.0), (got.1, want.1)] {
+                    let close = (got / want - 1.0).abs() < 1e-3;
+                    assert!(close, "{device}: tq{bits}, D {head_dim}: distortion {got:.5e}, not {want:.5e}");
+                }
+            }
+        }
+    }
+}
+
+/// Reads are compared over the same bytes: every codec into every dtype, in order out of a wrapped ring, both layouts.
+#[test]
+fn reads_agree() {
+    let mut rng = Rng::of("reads");
+    for codec in CODECS {
+        for to in FLOATS {
+            for order in ORDERS {
+                for keep_rotated in [false, true] {
+                    let head_dim =
+                        if codec.is_quantised() { rng.pick(&[8, 64, 256, 512]) } else { rng.pick(&[7, 64, 96]) };
+                    let (kv_heads, slots) = (rng.pick(&[1, 2, 3]), rng.pick(&SLOT_ORDERS));
+                    let ring = rng.below(2) == 0;
+                    let other = if codec.is_quantised() { rng.pick(&CODECS) } else { Codec::F16 };
+                    let side = rng.pick(&[KvSide::K, KvSide::V]);
+                    let (k, v) = if side == KvSide::K { (codec, other) } else { (other, codec) };
+                    let plain = linear_spec(kv_heads, 17, head_dim, codec);
+                    let spec = LayerSpec { sequences: 2, k, v, ring, order: slots, ..plain };
+                    let len: usize = if ring { rng.pick(&[5, 17, 18, 40]) } else { 17 };
+                    let data = Source::random(&mut rng, len, kv_heads, head_dim);
+                    let tokens: Vec<(u32, u32)> = (0..len as u32).map(|p| (1, p)).collect();
+                    let held = len.saturating_sub(17);
+                    let start = held + rng.below(len - held);
+                    let count = rng.below(len - start + 1);
+                    let case = format!(
+                        "{side:?} of {spec:?}, {start}+{count} of {len} -> {to} {order:?}, kept {keep_rotated}"
+                    );
+                    for device in devices() {
+                        let layer = KvLayer::new(device, spec).unwrap();
+                        fill(&layer, 0xFF).unwrap();
+                        let step = step(device, 2, &tokens).unwrap();
+                        layers::write(&layer, &data, DType::F32, &step).unwrap();
+                        let copy = copy_to(&layer, &Device::reference()).unwrap();
+                        let read = |layer: &KvLayer| -> Result<Output> {
+                            let shape = match order {
+                                SourceOrder::TokenMajor => [count, kv_heads, head_dim],
+                                SourceOrder::HeadMajor => [kv_heads, count, head_dim],
+                            };
+                            let out = Out::new(layer.device(), to, &shape)?;
+                            let args =
+                                KvRead { layer, side, sequence: 1, start, keep_rotated, order, out: &out.tensor };
+                            run(layer.device(), |enc| ops::kv_read(enc, &args))?;
+                            if codec.is_quantised() { out.close("read") } else { out.same("read") }
+                        };
+                        let wrong = crate::common::differences(&[read(&layer).unwrap()], &[read(&copy).unwrap()]);
+                        assert!(wrong.is_empty(), "{device}: {case}: {}", wrong.join(", "));
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// A ring read at every position gives what was written there.
+#[test]
+fn a_wrapped_ring_is_read_in_order() {
+    for device in devices() {
+        let layer = KvLayer::new(device, ring_spec(2, 8, 64, Codec::F32)).unwrap();
+        let data = Source::random(&mut Rng::of("order"), 29, 2, 64);
+        for p in 0..29 {
+            layers::write_at(&layer, &data.part(p..p + 1), p).unwrap();
+            let held = (p + 1).saturating_sub(8)..p + 1;
+            let want = data.part(held.clone());
+            assert_eq!(layers::read(&layer, KvSide::K, 0, held.clone()).unwrap(), want.k, "{device}: K after {p}");
+            assert_eq!(layers::read(&layer, KvSide::V, 0, held).unwrap(), want.v, "{device}: V after {p}");
+        }
+    }
+}
+
+/// A vector that is no vector of numbers shows as NaN and leaves its neighbours alone; zeros stay zeros.
+#[test]
+fn odd_vectors_stay_by_themselves() {
+    for bits in [4, 5, 6, 8] {
+        for head_dim in [64, 512, 2048] {
+            let mut data = Source::random(&mut Rng::of("odd vectors"), 6, 1, head_dim);
+            data.k[head_dim + 3] = f32::NAN;
+            data.k[3 * head_dim + head_dim - 1] = f32::INFINITY;
+            data.k[4 * head_dim..5 * head_dim].fill(0.0);
+            for device in devices() {
+                let layer = KvLayer::new(device, linear_spec(1, 6, head_dim, Codec::tq(bits))).unwrap();
+                layers::write_at(&layer, &data, 0).unwrap();
+                let read = layers::read(&layer, KvSide::K, 0, 0..6).unwrap();
+                let row = |t: usize| &read[t * head_dim..][..head_dim];
+                let case = format!("{device}: tq{bits}, D {head_dim}");
+                assert!(row(1).iter().all(|x| x.is_nan()), "{case}: NaN must show");
+                assert!(row(3).iter().all(|x| x.is_nan()), "{case}: infinity must show");
+                assert!(row(4).iter().all(|&x| x == 0.0), "{case}: zeros must stay zeros");
+                for t in [0, 2, 5] {
+                    let error = nmse(row(t), &data.k[t * head_dim..][..head_dim]);
+                    assert!(error < 0.02, "{case}: neighbour {t} is off by {error:.3e}");
+                }
+            }
+        }
+    }
+}
+
+/// Lengths at which squares are beyond f32, at either end, and vectors along one axis: as on the reference.
+#[test]
+fn extreme_vectors_are_alike() {
+    for bits in [4, 5, 6, 8] {
+        for head_dim in [8, 64, 512] {
+            let mut data = Source::random(&mut Rng::of("extreme vectors"), 8, 1, head_dim);
+            for (t, factor) in [1e-25f32, 1e-34, 1e17, 1e30, 1.0, 0.0].into_iter().enumerate() {
+                data.k[t * head_dim..][..head_dim].iter_mut().for_each(|x| *x *= factor);
+            }
+            data.k[6 * head_dim + 1..7 * head_dim].fill(0.0);
+            for norm in [Norm::Rms, Norm::LeastSquares, Norm::Unbiased] {
+                let codec = Codec::TurboQuant(TurboQuant { bits, scale: 1.0, norm });
+                let write = |device: &Device| -> Result<Vec<Output>> {
+                    let layer = KvLayer::new(device, linear_spec(1, 8, head_dim, codec))?;
+                    layers::write_at(&layer, &data, 0)?;
+                    same_planes(&layer)
+                };
+                let want = write(&Device::reference()).unwrap();
+                for device in devices() {
+                    let wrong = quantised_alike(&format!("{codec} D {head_dim}"), &write(device).unwrap(), &want);
+                    assert!(wrong.is_empty(), "{device}: {}", wrong.join("\n  "));
+                }
+            }
+        }
+    }
+}
+
+/// Positions and lengths of a step that a cache would not make, but the contract allows: a length beyond the step's own
+/// tokens, on a ring, means that older tokens of the batch are not kept.
+#[test]
+fn a_length_beyond_the_step_drops_what_the_ring_has_lost() {
+    let data = Source::random(&mut Rng::of("dropped"), 6, 2, 64);
+    conform("positions 0..6 of a sequence of 9 in a ring of 5", |device| {
+        let layer = KvLayer::new(device, ring_spec(2, 5, 64, Codec::F16))?;
+        fill(&layer, 0x3C)?;
+        let mut step = layers::range_step(device, 1, 0..6)?;
+        step.lens = indices(device, &[9], &[1])?;
+        layers::write(&layer, &data, DType::F32, &step)?;
+        same_planes(&layer)
+    });
+}
+
+/// The bound is not a formality: the smallest change of a stored number is outside of it.
+#[test]
+fn the_comparison_notices_one_wrong_element() {
+    let want: Vec<f32> = Rng::of("comparison").normals(10_000);
+    let mut got = want.clone();
+    got[1234] += 0.01;
+    for dtype in [DType::F32, DType::F16] {
+        let as_output = |v: &[f32]| Output::Close("x".into(), v.to_vec(), Bound::of(dtype));
+        assert_eq!(crate::common::differences(&[as_output(&got)], &[as_output(&want)]).len(), 1);
+        assert!(crate::common::differences(&[as_output(&want)], &[as_output(&want)]).is_empty());
+    }
+    let nearly: Vec<f32> = want.iter().map(|x| x * (1.0 + 4.0 * EPS as f32)).collect();
+    let as_output = |v: &[f32]| Output::Close("x".into(), v.to_vec(), Bound::of(DType::F32));
+    assert!(crate::common::differences(&[as_output(&nearly)], &[as_output(&want)]).is_empty());
+}

@@ -1,0 +1,432 @@
+//! linear and embed against the reference: dense and affine weights, mixtures of experts, odd sizes.
+
+use crate::common::{Bound, FLOATS, Out, Output, Rng, conform, indices, input, run, without_gpu::Launches};
+use kvant::{
+    DType, Device, Result, Tensor, gpu,
+    ops::{self, Affine, Embed, Experts, Linear, Weight},
+};
+
+/// A weight of E matrices (or just one) with rows of K inputs.
+#[derive(Clone, Copy, Debug)]
+enum Kind {
+    Dense(DType),
+    Affine { bits: u32, group: usize, scales: DType },
+}
+
+struct Matrices {
+    kind: Kind,
+    /// Dense: the weights. Affine: codes, scales, biases.
+    tensors: Vec<Tensor>,
+}
+
+impl Matrices {
+    /// `lead` is `[N]` or `[E, N]`.
+    fn new(device: &Device, rng: &mut Rng, kind: Kind, lead: &[usize], inputs: usize) -> Result<Matrices> {
+        let shape = |last: usize| [lead, &[last]].concat();
+        let rows: usize = lead.iter().product();
+        let tensors = match kind {
+            Kind::Dense(dtype) => vec![input(device, dtype, &rng.normals(rows * inputs), &shape(inputs))?],
+            Kind::Affine { bits, group, scales } => {
+                let words = inputs * bits as usize / 32;
+                let codes: Vec<u32> = (0..rows * words).map(|_| rng.bits() as u32).collect();
+                let groups = inputs / group;
+                let step = 4.0 / (1u32 << bits) as f32;
+                let scale: Vec<f32> = (0..rows * groups).map(|_| step * (0.5 + rng.uniform() as f32)).collect();
+                let bias: Vec<f32> = (0..rows * groups).map(|_| -2.0 + 0.3 * rng.normal() as f32).collect();
+                vec![
+                    indices(device, &codes, &shape(words))?,
+                    input(device, scales, &scale, &shape(groups))?,
+                    input(device, scales, &bias, &shape(groups))?,
+                ]
+            }
+        };
+        Ok(Matrices { kind, tensors })
+    }
+
+    fn weight(&self) -> Weight<'_> {
+        match self.kind {
+            Kind::Dense(_) => Weight::Dense(&self.tensors[0]),
+            Kind::Affine { bits, group, .. } => Weight::Affine(Affine {
+                codes: &self.tensors[0],
+                scales: &self.tensors[1],
+                biases: &self.tensors[2],
+                bits,
+                group,
+            }),
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Case {
+    kind: Kind,
+    tokens: usize,
+    inputs: usize,
+    outputs: usize,
+    x: DType,
+    out: DType,
+    alpha: f32,
+}
+
+impl Case {
+    /// With `outliers`, one of each row's inputs is a thousand: an integer of 23 bits, 2^-22 of the largest beside it, errs by
+    /// more there than elsewhere.
+    fn launch(&self, device: &Device, outliers: bool) -> Result<Out> {
+        let mut rng = Rng::of(format!("{self:?}"));
+        let w = Matrices::new(device, &mut rng, self.kind, &[self.outputs], self.inputs)?;
+        let shape = [self.tokens, self.inputs];
+        let mut x = rng.normals(shape.iter().product());
+        if outliers {
+            x.chunks_exact_mut(self.inputs).for_each(|row| row[rng.bits() as usize % self.inputs] = 1000.0);
+        }
+        let x = input(device, self.x, &x, &shape)?;
+        let out = Out::new(device, self.out, &[self.tokens, self.outputs])?;
+        let args = Linear { x: &x, weight: w.weight(), experts: None, alpha: self.alpha, out: &out.tensor };
+        run(device, |enc| ops::linear(enc, &args))?;
+        Ok(out)
+    }
+
+    fn run(&self, device: &Device, outliers: bool) -> Result<Vec<Output>> {
+        let out = self.launch(device, outliers)?;
+        let rows = if matches!(self.kind, Kind::Affine { .. }) { self.tokens } else { 0 };
+        // Where thousands of products are added one after the other in f32, the sum's own rounding shows.
+        let gain = if outliers || self.inputs > 4096 { 2.0 } else { 1.0 };
+        let bound = Bound::of(self.out).of_rows(device, rows).times(gain);
+        Ok(vec![out.close_within("out", bound)?])
+    }
+
+    fn check(self) {
+        conform(format!("{self:?}"), |device| self.run(device, false));
+    }
+
+    fn check_outliers(self) {
+        conform(format!("{self:?}, outliers"), |device| self.run(device, true));
+    }
+}
+
+const TOKENS: [usize; 7] = [0, 1, 2, 5, 8, 16, 33];
+
+#[test]
+fn dense() {
+    let mut rng = Rng::of("dense");
+    for w in FLOATS {
+        for x in FLOATS {
+            for out in FLOATS {
+                for tokens in TOKENS {
+                    let (inputs, outputs) = (rng.pick(&[1, 7, 64, 100, 257]), rng.pick(&[1, 3, 16, 65]));
+                    let alpha = rng.pick(&[1.0, 1.0, -0.37]);
+                    Case { kind: Kind::Dense(w), tokens, inputs, outputs, x, out, alpha }.check();
+                }
+            }
+        }
+    }
+}
+
+/// A sum over nothing is zero.
+#[test]
+fn no_inputs() {
+    for tokens in [1, 33] {
+        for kind in [Kind::Dense(DType::F16), Kind::Affine { bits: 4, group: 64, scales: DType::F32 }] {
+            Case { kind, tokens, inputs: 0, outputs: 5, x: DType::F32, out: DType::F32, alpha: 2.0 }.check();
+        }
+    }
+}
+
+#[test]
+fn affine() {
+    let mut rng = Rng::of("affine");
+    for bits in [4, 6, 8] {
+        for group in [32, 64, 128] {
+            for scales in FLOATS {
+                for tokens in TOKENS {
+                    let kind = Kind::Affine { bits, group, scales };
+                    let (inputs, outputs) = (group * rng.pick(&[1, 2, 3, 5]), rng.pick(&[1, 3, 16, 65]));
+                    let (x, out, alpha) = (rng.pick(&FLOATS), rng.pick(&FLOATS), rng.pick(&[1.0, 1.0, 2.5]));
+                    Case { kind, tokens, inputs, outputs, x, out, alpha }.check();
+                }
+            }
+        }
+    }
+}
+
+/// Kernels that make integers of a few rows of activations keep the small ones beside one that is large.
+#[test]
+fn outliers() {
+    for bits in [4, 6, 8] {
+        for (x, out) in [(DType::F32, DType::F32), (DType::BF16, DType::F32), (DType::F16, DType::F16)] {
+            for (tokens, inputs, outputs) in [(1, 128, 65), (1, 2048, 40), (2, 448, 33), (5, 320, 64)] {
+                let kind = Kind::Affine { bits, group: 64, scales: x };
+                Case { kind, tokens, inputs, outputs, x, out, alpha: 1.0 }.check_outliers();
+            }
+        }
+    }
+}
+
+/// CUDA takes one row by bulk copies from Hopper on, where rows of weights have equal parts for its warps: one part or several each, not
+/// all warps with a last one, more parts than there is room for, blocks with fewer tiles than others.
+#[test]
+fn one_row_in_equal_parts() {
+    let mut rng = Rng::of("one row");
+    for bits in [4, 6, 8] {
+        for (inputs, outputs) in
+            [(256, 16), (512, 144), (512, 2128), (1536, 48), (4096, 32), (4608, 64), (5120, 16), (28_672, 16)]
+        {
+            for group in [32, 64, 128] {
+                let scales = rng.pick(&FLOATS);
+                let (x, out) = (rng.pick(&FLOATS), rng.pick(&FLOATS));
+                // Scales of a row are multiples of 16 bytes.
+                if !(inputs / group * scales.size()).is_multiple_of(16) || (inputs * outputs > 1 << 18 && group != 64) {
+                    continue;
+                }
+                let kind = Kind::Affine { bits, group, scales };
+                let case = Case { kind, tokens: 1, inputs, outputs, x, out, alpha: rng.pick(&[1.0, -0.5]) };
+                let launches = Launches::default();
+                case.launch(&gpu::cuda_device(launches.clone()), false).expect("it is launched");
+                let all = launches.all.lock().unwrap();
+                let bulk = all.iter().any(|launch| launch.starts_with("linear_bulk.cu/"));
+                assert!(bulk, "{case:?}: {all:?}");
+                case.check();
+                if inputs * outputs < 1 << 16 {
+                    case.check_outliers();
+                }
+            }
+        }
+    }
+}
+
+/// Shapes beyond the tiles of a matrix product.
+#[test]
+fn larger() {
+    for kind in [
+        Kind::Dense(DType::F32),
+        Kind::Dense(DType::BF16),
+        Kind::Affine { bits: 4, group: 64, scales: DType::BF16 },
+        Kind::Affine { bits: 6, group: 32, scales: DType::F16 },
+    ] {
+        for (tokens, inputs, outputs) in
+            [(1, 1024, 771), (70, 384, 130), (129, 640, 67), (1, 192, 5000), (2, 256, 9001)]
+        {
+            let (x, out) = (DType::F32, DType::F32);
+            Case { kind, tokens, inputs, outputs, x, out, alpha: 1.0 }.check();
+        }
+    }
+}
+
+/// Prompts in half precision: what a backend may leave to matrix units, or to a library.
+#[test]
+fn many_rows_of_halves() {
+    let affine = [(4, 64), (6, 32), (8, 128)].map(|(bits, group)| Kind::Affine { bits, group, scales: DType::BF16 });
+    for dtype in [DType::BF16, DType::F16] {
+        for kind in affine.into_iter().chain([Kind::Dense(dtype)]) {
+            for (tokens, inputs, outputs) in [(70, 384, 136), (129, 640, 64)] {
+                for out in [dtype, DType::F32] {
+                    Case { kind, tokens, inputs, outputs, x: dtype, out, alpha: 0.75 }.check();
+                }
+            }
+        }
+    }
+}
+
+/// Many rows by affine weights, or by bf16 where x is not: CUDA takes them from Hopper on by a kernel of their own. Tiles that are full
+/// and that are not, inputs that are no whole number of its steps, more groups than it adds up at once, results that begin anywhere.
+#[test]
+fn many_rows() {
+    let mut rng = Rng::of("many rows");
+    for bits in [0, 4, 6, 8] {
+        for (tokens, inputs, outputs) in
+            [(33, 64, 128), (64, 256, 3), (65, 320, 130), (40, 4160, 17), (300, 128, 52), (128, 384, 257)]
+        {
+            for x in FLOATS {
+                let group = if inputs % 128 == 0 { rng.pick(&[64, 128]) } else { 64 };
+                let kind = match bits {
+                    0 if x == DType::BF16 => continue,
+                    0 => Kind::Dense(DType::BF16),
+                    _ => Kind::Affine { bits, group, scales: rng.pick(&FLOATS) },
+                };
+                let case =
+                    Case { kind, tokens, inputs, outputs, x, out: rng.pick(&FLOATS), alpha: rng.pick(&[1.0, -0.5]) };
+                let launches = Launches::default();
+                case.launch(&gpu::cuda_device(launches.clone()), false).expect("it is launched");
+                let all = launches.all.lock().unwrap();
+                assert!(all.iter().any(|launch| launch.starts_with("linear_many.cu/")), "{case:?}: {all:?}");
+                case.check();
+            }
+        }
+    }
+}
+
+#[test]
+fn experts() {
+    let mut rng = Rng::of("experts");
+    let kinds = FLOATS.map(Kind::Dense).into_iter().chain([4, 6, 8].into_iter().flat_map(|bits| {
+        [32, 64].map(|group| Kind::Affine { bits, group, scales: if group == 32 { DType::F32 } else { DType::BF16 } })
+    }));
+    for kind in kinds {
+        for expanded in [false, true] {
+            for (tokens, top_k) in [(1, 1), (1, 3), (5, 2), (70, 2)] {
+                let (inputs, outputs, experts) = (64 * rng.pick(&[1, 3]), rng.pick(&[1, 5, 33]), 4);
+                let (x_type, out_type) = (rng.pick(&FLOATS), rng.pick(&FLOATS));
+                let case = format!("{kind:?}, expanded {expanded}, T {tokens}, top {top_k}, {x_type} -> {out_type}");
+                conform(&case, |device| {
+                    let mut rng = Rng::of(&case);
+                    let w = Matrices::new(device, &mut rng, kind, &[experts, outputs], inputs)?;
+                    let rows = if expanded { tokens * top_k } else { tokens };
+                    let x = input(device, x_type, &rng.normals(rows * inputs), &[rows, inputs])?;
+                    // Some experts are chosen by nobody.
+                    let ids: Vec<u32> = (0..tokens * top_k).map(|_| rng.pick(&[0, 1, 3])).collect();
+                    let ids = indices(device, &ids, &[tokens, top_k])?;
+                    let out = Out::new(device, out_type, &[tokens * top_k, outputs])?;
+                    let experts = Some(Experts { ids: &ids, expanded });
+                    let args = Linear { x: &x, weight: w.weight(), experts, alpha: 0.5, out: &out.tensor };
+                    run(device, |enc| ops::linear(enc, &args))?;
+                    let rows = if matches!(kind, Kind::Affine { .. }) { tokens * top_k } else { 0 };
+                    Ok(vec![out.close_within("out", Bound::of(out_type).of_rows(device, rows))?])
+                });
+            }
+        }
+    }
+}
+
+#[test]
+fn embed() {
+    let affine = [4, 6, 8].into_iter().flat_map(|bits| {
+        [32, 64, 128].into_iter().flat_map(move |group| FLOATS.map(|scales| Kind::Affine { bits, group, scales }))
+    });
+    for kind in FLOATS.map(Kind::Dense).into_iter().chain(affine) {
+        for out_type in FLOATS {
+            for (tokens, scale) in [(0, 1.0), (1, 1.0), (7, 11.313_708), (65, -1.0)] {
+                let case = format!("embed {kind:?} -> {out_type}, T {tokens}, scale {scale}");
+                conform(&case, |device| {
+                    let mut rng = Rng::of(&case);
+                    let width = if matches!(kind, Kind::Dense(_)) { 37 } else { 128 * rng.pick(&[1, 2]) };
+                    let table = Matrices::new(device, &mut rng, kind, &[29], width)?;
+                    let ids: Vec<u32> = (0..tokens).map(|t| if t == 0 { 28 } else { rng.below(29) as u32 }).collect();
+                    let ids = indices(device, &ids, &[tokens])?;
+                    let out = Out::new(device, out_type, &[tokens, width])?;
+                    let args = Embed { table: table.weight(), ids: &ids, scale, out: &out.tensor };
+                    run(device, |enc| ops::embed(enc, &args))?;
+                    Ok(vec![out.close("out")?])
+                });
+            }
+        }
+    }
+}
+
+/// Tensors that begin at no multiple of a vector: rows of them are read and written element by element.
+#[test]
+fn odd_offsets() {
+    let kinds = FLOATS.map(Kind::Dense).into_iter().chain([4, 6, 8].map(|bits| {
+        let scales = DType::F16;
+        Kind::Affine { bits, group: 32, scales }
+    }));
+    for kind in kinds {
+        for tokens in [1, 2, 5, 33] {
+            let dtype = DType::BF16;
+            let case = format!("at odd offsets: {kind:?}, T {tokens}");
+            conform(&case, |device| {
+                let mut rng = Rng::of(&case);
+                let (inputs, outputs) = (64, 20);
+                // One element into a flat tensor of the same dtype.
+                let shifted = |tensor: &Tensor| -> Result<Tensor> {
+                    let bytes = crate::common::bytes_of(tensor)?;
+                    let flat = [vec![0xFF; tensor.dtype().size()], bytes].concat();
+                    let flat = Tensor::from_bytes(device, tensor.dtype(), &[tensor.elements() + 1], &flat)?;
+                    flat.rows(1..tensor.elements() + 1)?.reshape(tensor.shape())
+                };
+                let mut w = Matrices::new(device, &mut rng, kind, &[outputs], inputs)?;
+                w.tensors = w.tensors.iter().map(shifted).collect::<Result<_>>()?;
+                let x = shifted(&input(device, dtype, &rng.normals(tokens * inputs), &[tokens, inputs])?)?;
+                let out = shifted(&Tensor::zeros(device, dtype, &[tokens, outputs])?)?;
+                run(device, |enc| {
+                    ops::linear(enc, &Linear { x: &x, weight: w.weight(), experts: None, alpha: 1.0, out: &out })
+                })?;
+                let ids: Vec<u32> = (0..tokens).map(|_| rng.below(outputs) as u32).collect();
+                let ids = indices(device, &ids, &[tokens])?;
+                let rows = shifted(&Tensor::zeros(device, dtype, &[tokens, inputs])?)?;
+                run(device, |enc| ops::embed(enc, &Embed { table: w.weight(), ids: &ids, scale: 2.0, out: &rows }))?;
+                let close = |name: &str, tensor: &Tensor| -> Result<Output> {
+                    Ok(Output::Close(name.to_string(), tensor.to_f32()?, crate::common::Bound::of(dtype)))
+                };
+                Ok(vec![close("linear", &out)?, close("embed", &rows)?])
+            });
+        }
+    }
+}
+
+/// An id that names no row of the table or no expert: an error where the host sees it, a row of zeros elsewhere.
+#[test]
+fn ids_out_of_range() {
+    for kind in [Kind::Dense(DType::F32), Kind::Affine { bits: 4, group: 32, scales: DType::F16 }] {
+        for (device, tokens) in crate::common::devices().iter().flat_map(|d| [3, 40].map(|tokens| (d, tokens))) {
+            let mut rng = Rng::of("out of range");
+            let (experts, outputs, inputs) = (4, 9, 64);
+            let w = Matrices::new(device, &mut rng, kind, &[experts, outputs], inputs).unwrap();
+            let table = Matrices::new(device, &mut rng, kind, &[experts], inputs).unwrap();
+            let x = input(device, DType::F32, &rng.normals(tokens * inputs), &[tokens, inputs]).unwrap();
+            let ids: Vec<u32> = (0..tokens).map(|t| [3, 4, 0, u32::MAX, 1][t % 5]).collect();
+            let (rows, choices) =
+                (indices(device, &ids, &[tokens]).unwrap(), indices(device, &ids, &[tokens, 1]).unwrap());
+            let out = Out::new(device, DType::F32, &[tokens, outputs]).unwrap();
+            let embedded = Out::new(device, DType::F32, &[tokens, inputs]).unwrap();
+            let experts_of = Some(Experts { ids: &choices, expanded: false });
+            let linear = run(device, |enc| {
+                let (weight, experts) = (w.weight(), experts_of);
+                ops::linear(enc, &Linear { x: &x, weight, experts, alpha: 1.0, out: &out.tensor })
+            });
+            let embed = run(device, |enc| {
+                ops::embed(enc, &Embed { table: table.weight(), ids: &rows, scale: 1.0, out: &embedded.tensor })
+            });
+            if crate::common::sees_indices(device) {
+                let refused = |result| matches!(result, Err(kvant::Error::OutOfRange { got: 4, .. }));
+                assert!(refused(linear) && refused(embed), "{device}: {kind:?}");
+                assert!(out.untouched().unwrap() && embedded.untouched().unwrap(), "{device}: {kind:?}");
+                continue;
+            }
+            linear.unwrap();
+            embed.unwrap();
+            for (out, dim) in [(&out, outputs), (&embedded, inputs)] {
+                out.bytes().unwrap();
+                for (row, id) in out.tensor.to_f32().unwrap().chunks(dim).zip(&ids) {
+                    let zeros = row.iter().all(|&y| y == 0.0);
+                    assert_eq!(zeros, *id as usize >= experts, "{device}: {kind:?}, id {id}: {row:?}");
+                }
+            }
+        }
+    }
+}
+
+/// What an expert's matrix gives is what that matrix alone gives.
+#[test]
+fn an_expert_is_a_matrix() {
+    for device in crate::common::devices() {
+        let mut rng = Rng::of("one expert");
+        let kind = Kind::Dense(DType::F32);
+        let w = Matrices::new(device, &mut rng, kind, &[3, 5], 64).unwrap();
+        let x = input(device, DType::F32, &rng.normals(2 * 64), &[2, 64]).unwrap();
+        let ids = indices(device, &[2, 0], &[2, 1]).unwrap();
+        let out = Out::new(device, DType::F32, &[2, 5]).unwrap();
+        let experts = Some(Experts { ids: &ids, expanded: false });
+        run(device, |enc| {
+            ops::linear(enc, &Linear { x: &x, weight: w.weight(), experts, alpha: 1.0, out: &out.tensor })
+        })
+        .unwrap();
+        let got = out.tensor.to_f32().unwrap();
+        for (row, expert) in [(0, 2), (1, 0)] {
+            let matrix = w.tensors[0].rows(expert..expert + 1).unwrap().reshape(&[5, 64]).unwrap();
+            let alone = Out::new(device, DType::F32, &[1, 5]).unwrap();
+            let x = x.rows(row..row + 1).unwrap();
+            let weight = Weight::Dense(&matrix);
+            run(device, |enc| {
+                ops::linear(enc, &Linear { x: &x, weight, experts: None, alpha: 1.0, out: &alone.tensor })
+            })
+            .unwrap();
+            let (got, want) = (&got[row * 5..][..5], alone.tensor.to_f32().unwrap());
+            crate::common::assert_close(
+                format!("{device}: row {row}"),
+                got,
+                &want,
+                crate::common::Bound::of(DType::F32),
+            );
+        }
+    }
+}

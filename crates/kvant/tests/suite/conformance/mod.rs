@@ -1,0 +1,16 @@
+//! Every operation on every device against the f64 reference.
+
+mod attend;
+mod codec;
+mod gate;
+mod hadamard;
+mod kv;
+mod linear;
+mod moe;
+mod norm_rope;
+mod rms_norm;
+mod sample;
+mod softcap;
+
+/// Rows and columns of element-wise operations: none, one, no multiple of a vector, more than a threadgroup.
+const SIZES: [(usize, usize); 8] = [(0, 5), (1, 1), (1, 256), (3, 7), (5, 65), (2, 1023), (2, 1028), (33, 64)];

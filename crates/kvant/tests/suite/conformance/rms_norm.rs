@@ -1,0 +1,175 @@
+//! rms_norm against the reference.
+
+use super::SIZES;
+use crate::common::{Bound, FLOATS, Out, Output, Rng, conform, encode, input, run};
+use kvant::{
+    DType, Result,
+    ops::{self, Residual, RmsNorm},
+};
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Add {
+    None,
+    After,
+    Before,
+}
+
+#[test]
+fn rms_norm() {
+    let mut rng = Rng::of("rms_norm");
+    for size in SIZES {
+        for add in [Add::None, Add::After, Add::Before] {
+            for x in FLOATS {
+                for out in FLOATS {
+                    let weight = rng.pick(&[None, Some(DType::F32), Some(DType::F16), Some(DType::BF16)]);
+                    let (other, sum, scale) = (rng.pick(&FLOATS), rng.pick(&FLOATS), rng.pick(&[1.0, 1.0, 0.73]));
+                    let eps = rng.pick(&[1e-6, 1e-5]);
+                    norm_case(&Norm { size, add, x, out, weight, other, sum, scale, eps, in_place: None });
+                }
+            }
+        }
+    }
+}
+
+/// Each output may be `x` or the residual.
+#[test]
+fn rms_norm_in_place() {
+    for dtype in FLOATS {
+        for add in [Add::None, Add::After, Add::Before] {
+            for over in [Over::OutIsX, Over::OutIsResidual, Over::SumIsX, Over::SumIsResidual, Over::Swapped] {
+                let needs = match over {
+                    Over::OutIsX => true,
+                    Over::OutIsResidual => add != Add::None,
+                    _ => add == Add::Before,
+                };
+                if needs {
+                    let (x, out, other, sum, weight) = (dtype, dtype, dtype, dtype, Some(dtype));
+                    let size = (9, 131);
+                    let in_place = Some(over);
+                    norm_case(&Norm { size, add, x, out, weight, other, sum, scale: 1.5, eps: 1e-6, in_place });
+                }
+            }
+        }
+    }
+}
+
+/// Rows whose squares f32 cannot hold, or only as zero: rows of a SIMD-group, of a block, and longer than its registers.
+#[test]
+fn rms_norm_of_extreme_rows() {
+    // Apple's GPUs take numbers below 1.2e-38 for zero.
+    let subnormal = if cfg!(target_os = "macos") { &[][..] } else { &[(3e-38, 0.0), (1e-30, 1e-38)] };
+    let normal = [(1e20f32, 1e-6f32), (3e38, 0.0), (1e-21, 0.0), (1e-33, 0.0), (1e-30, 2e-38), (1e-25, 1e-6)];
+    for &(size, eps) in normal.iter().chain(subnormal) {
+        for (dim, before) in [(1, false), (63, false), (64, true), (1028, false), (1027, true), (17_000, false)] {
+            conform(format!("rms_norm of {dim} of {size:e}, eps {eps:e}, a residual before: {before}"), |device| {
+                let values = Rng::new(dim as u64).normals(2 * dim);
+                let values: Vec<f32> = values.iter().map(|x| x.clamp(-1.0, 1.0) * size).collect();
+                let x = input(device, DType::F32, &values, &[2, dim])?;
+                // It does away with half of what it is added to.
+                let half: Vec<f32> = values.iter().map(|x| -0.5 * x).collect();
+                let residual = input(device, DType::F32, &half, &[2, dim])?;
+                let (sum, out) = (Out::new(device, DType::F32, &[2, dim])?, Out::new(device, DType::F32, &[2, dim])?);
+                let added = Residual::Before { residual: &residual, sum: &sum.tensor };
+                let residual = if before { added } else { Residual::None };
+                let args = RmsNorm { x: &x, weight: None, eps, residual, scale: 1.0, out: &out.tensor };
+                run(device, |enc| ops::rms_norm(enc, &args))?;
+                Ok(vec![out.close("out")?])
+            });
+        }
+    }
+}
+
+/// What is no number, or has no norm (eps 0), stays in its row.
+#[test]
+fn rms_norm_of_what_is_not_finite() {
+    for (dim, before) in [1usize, 3, 17, 65, 1028, 1027].into_iter().flat_map(|dim| [(dim, false), (dim, true)]) {
+        conform(format!("rms_norm of {dim} that are not finite, a residual before: {before}"), |device| {
+            let mut rows: Vec<Vec<f32>> = (0..9).map(|i| Rng::new(i).normals(dim)).collect();
+            rows[0][dim - 1] = f32::NAN;
+            rows[2].fill(0.0);
+            rows[4][dim / 2] = f32::INFINITY;
+            rows[6].fill(0.0);
+            let x = input(device, DType::F32, &rows.concat(), &[9, dim])?;
+            let residual = input(device, DType::F32, &vec![0.0; 9 * dim], &[9, dim])?;
+            let (sum, out) = (Out::new(device, DType::F32, &[9, dim])?, Out::new(device, DType::F32, &[9, dim])?);
+            let added = Residual::Before { residual: &residual, sum: &sum.tensor };
+            let residual = if before { added } else { Residual::None };
+            let args = RmsNorm { x: &x, weight: None, eps: 0.0, residual, scale: 1.0, out: &out.tensor };
+            run(device, |enc| ops::rms_norm(enc, &args))?;
+            let all = out.tensor.to_f32()?;
+            let row =
+                |(r, row): (usize, &[f32])| Output::Close(format!("row {r}"), row.to_vec(), Bound::of(DType::F32));
+            Ok(all.chunks(dim).enumerate().map(row).collect())
+        });
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Over {
+    OutIsX,
+    OutIsResidual,
+    SumIsX,
+    SumIsResidual,
+    /// The sum goes over the residual and the result over x.
+    Swapped,
+}
+
+#[derive(Debug)]
+struct Norm {
+    size: (usize, usize),
+    add: Add,
+    x: DType,
+    out: DType,
+    weight: Option<DType>,
+    other: DType,
+    sum: DType,
+    scale: f32,
+    eps: f32,
+    in_place: Option<Over>,
+}
+
+fn norm_case(case: &Norm) {
+    conform(format!("rms_norm {case:?}"), |device| {
+        let mut rng = Rng::of(format!("{case:?}"));
+        let (rows, dim) = case.size;
+        let shape = [rows, dim];
+        let upload = |rng: &mut Rng, dtype| -> Result<Out> {
+            let values: Vec<f32> = rng.normals(rows * dim).iter().map(|x| x * 3.0).collect();
+            let t = Out::new(device, dtype, &shape)?;
+            t.tensor.write_bytes(&encode(dtype, &values))?;
+            Ok(t)
+        };
+        let (x, residual) = (upload(&mut rng, case.x)?, upload(&mut rng, case.other)?);
+        let weight = match case.weight {
+            Some(dtype) => Some(input(device, dtype, &rng.normals(dim), &[dim])?),
+            None => None,
+        };
+        let (out, sum) = (Out::new(device, case.out, &shape)?, Out::new(device, case.sum, &shape)?);
+        let (out, sum) = match case.in_place {
+            None => (&out, &sum),
+            Some(Over::OutIsX) => (&x, &sum),
+            Some(Over::OutIsResidual) => (&residual, &sum),
+            Some(Over::SumIsX) => (&out, &x),
+            Some(Over::SumIsResidual) => (&out, &residual),
+            Some(Over::Swapped) => (&x, &residual),
+        };
+        let args = RmsNorm {
+            x: &x.tensor,
+            weight: weight.as_ref(),
+            eps: case.eps,
+            residual: match case.add {
+                Add::None => Residual::None,
+                Add::After => Residual::After(&residual.tensor),
+                Add::Before => Residual::Before { residual: &residual.tensor, sum: &sum.tensor },
+            },
+            scale: case.scale,
+            out: &out.tensor,
+        };
+        run(device, |enc| ops::rms_norm(enc, &args))?;
+        let mut outputs = vec![out.close("out")?];
+        if case.add == Add::Before {
+            outputs.push(sum.close("sum")?);
+        }
+        Ok(outputs)
+    });
+}

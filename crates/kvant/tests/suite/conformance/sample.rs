@@ -1,0 +1,240 @@
+//! argmax and sample against the reference.
+
+use crate::common::{FLOATS, Out, Output, Rng, conform, devices, indices, input, run};
+use kvant::{
+    DType, Device, Result, Tensor,
+    ops::{self, Argmax, MoeRoute, Sample},
+};
+
+/// Rows of logits with every corner: equals, infinities, NaN, nothing but NaN.
+fn logits(rng: &mut Rng, rows: usize, dim: usize) -> Vec<f32> {
+    let mut values = rng.normals(rows * dim);
+    for (r, row) in values.chunks_mut(dim).enumerate() {
+        let at = rng.below(dim);
+        match r % 6 {
+            0 => {}
+            1 => row.fill(-2.5),
+            2 => row[at] = f32::NAN,
+            3 => row.fill(f32::NAN),
+            4 => {
+                row.fill(f32::NEG_INFINITY);
+                row[at] = -1e30;
+            }
+            _ => {
+                let other = rng.below(dim);
+                row[at] = 9.0;
+                row[other] = 9.0;
+            }
+        }
+    }
+    values
+}
+
+#[test]
+fn argmax() {
+    for dim in [1, 2, 7, 64, 65, 1000, 5003] {
+        for dtype in FLOATS {
+            conform(format!("argmax of {dim} {dtype}"), |device| {
+                let x = input(device, dtype, &logits(&mut Rng::new(dim as u64), 13, dim), &[13, dim])?;
+                let out = Out::new(device, DType::U32, &[13])?;
+                run(device, |enc| ops::argmax(enc, &Argmax { x: &x, out: &out.tensor }))?;
+                Ok(vec![out.same("out")?])
+            });
+        }
+    }
+}
+
+/// Infinities are numbers like others, NaN is none: a row of nothing else has no largest.
+#[test]
+fn argmax_of_what_is_not_finite() {
+    let (inf, nan) = (f32::INFINITY, f32::NAN);
+    let rows =
+        [1.0, inf, inf, 2.0, -inf, nan, -inf, nan, nan, nan, nan, nan, nan, -inf, 3.0, -inf, -nan, inf, nan, 0.0];
+    for dtype in FLOATS {
+        conform(format!("argmax of what is not finite, {dtype}"), |device| {
+            let x = input(device, dtype, &rows, &[5, 4])?;
+            let out = Out::new(device, DType::U32, &[5])?;
+            run(device, |enc| ops::argmax(enc, &Argmax { x: &x, out: &out.tensor }))?;
+            assert_eq!(out.tensor.to_vec::<u32>()?, [1, 0, u32::MAX, 2, 1], "{device}");
+            Ok(vec![out.same("out")?])
+        });
+    }
+}
+
+/// Rows of nothing but NaN, short ones and such as several blocks share, have no token whatever the cuts.
+#[test]
+fn nan_is_never_drawn() {
+    for device in devices() {
+        for (vocab, dtype) in [(1, DType::F32), (7, DType::BF16), (300, DType::F16), (9001, DType::F32)] {
+            let logits = input(device, dtype, &vec![f32::NAN; 2 * vocab], &[2, vocab]).unwrap();
+            for how in &DRAWS {
+                let drawn = draw(device, &logits, how, 1, &[0, 7]).unwrap();
+                assert_eq!(drawn, [u32::MAX; 2], "{device}: {vocab} of {dtype} at temperature {}", how.temperature);
+            }
+        }
+    }
+}
+
+/// Zeros are equal whatever their signs, in all three orders.
+#[test]
+fn signed_zeros() {
+    for dtype in FLOATS {
+        conform(format!("signed zeros, {dtype}"), |device| {
+            let rows = [-1.0, -0.0, 0.0, -0.0, -0.0, 0.0, -2.0, 0.0, 0.0, -0.0, -0.0, -3.0];
+            let x = input(device, dtype, &rows, &[3, 4])?;
+            let largest = Out::new(device, DType::U32, &[3])?;
+            let ids = Out::new(device, DType::U32, &[3, 3])?;
+            let weights = Out::new(device, DType::F32, &[3, 3])?;
+            run(device, |enc| {
+                ops::argmax(enc, &Argmax { x: &x, out: &largest.tensor })?;
+                let (ids, weights) = (&ids.tensor, &weights.tensor);
+                ops::moe_route(enc, &MoeRoute { logits: &x, expert_scale: None, ids, weights })
+            })?;
+            let how = Draw { temperature: 1.0, top_k: 2, top_p: 1.0, min_p: 0.0 };
+            let drawn = draw(device, &x, &how, 3, &[1, 2, 3])?;
+            let drawn = Output::Same("drawn".into(), bytemuck::cast_slice(&drawn).to_vec());
+            Ok(vec![largest.same("argmax")?, ids.same("ids")?, weights.close("weights")?, drawn])
+        });
+    }
+}
+
+struct Draw {
+    temperature: f32,
+    top_k: usize,
+    top_p: f32,
+    min_p: f32,
+}
+
+fn draw(device: &Device, logits: &Tensor, how: &Draw, seed: u64, counters: &[u32]) -> Result<Vec<u32>> {
+    let &Draw { temperature, top_k, top_p, min_p } = how;
+    let counter = indices(device, counters, &[counters.len()])?;
+    let out = Out::new(device, DType::U32, &[counters.len()])?;
+    let args = Sample { logits, temperature, top_k, top_p, min_p, seed, counter: &counter, out: &out.tensor };
+    run(device, |enc| ops::sample(enc, &args))?;
+    out.bytes()?;
+    out.tensor.to_vec::<u32>()
+}
+
+const DRAWS: [Draw; 8] = [
+    Draw { temperature: 0.0, top_k: 0, top_p: 1.0, min_p: 0.0 },
+    Draw { temperature: 1.0, top_k: 0, top_p: 1.0, min_p: 0.0 },
+    Draw { temperature: 0.7, top_k: 40, top_p: 1.0, min_p: 0.0 },
+    Draw { temperature: 1.0, top_k: 0, top_p: 0.9, min_p: 0.0 },
+    Draw { temperature: 1.3, top_k: 0, top_p: 1.0, min_p: 0.05 },
+    Draw { temperature: 0.8, top_k: 20, top_p: 0.8, min_p: 0.02 },
+    Draw { temperature: 2.0, top_k: 1, top_p: 0.5, min_p: 0.5 },
+    Draw { temperature: 100.0, top_k: 1_000_000, top_p: 1e-6, min_p: 0.999 },
+];
+
+/// The same tokens as the reference draws. A number that falls within rounding of the border between two candidates
+/// may pick either, so one row in 500 is allowed to differ.
+#[test]
+fn samples() {
+    for (case, how) in DRAWS.iter().enumerate() {
+        for vocab in [1, 5, 300, 4001] {
+            for dtype in FLOATS {
+                let rows = 97;
+                let values = Rng::new(vocab as u64).normals(rows * vocab);
+                let spread: Vec<f32> = values.iter().map(|x| x * 2.0).collect();
+                let counters: Vec<u32> = (0..rows as u32).map(|r| r * 31 + 5).collect();
+                let drawn = |device: &Device| {
+                    let logits = input(device, dtype, &spread, &[rows, vocab]).unwrap();
+                    draw(device, &logits, how, 42, &counters).unwrap_or_else(|e| panic!("{device}: {e}"))
+                };
+                let want = drawn(&Device::reference());
+                for device in devices() {
+                    let got = drawn(device);
+                    let changed = got.iter().zip(&want).filter(|(a, b)| a != b).count();
+                    assert!(changed <= 1, "{device}: draw {case}, {vocab} {dtype}: {changed} of {rows} tokens differ");
+                }
+            }
+        }
+    }
+}
+
+/// As many tokens as models have. Over all draws one may fall within rounding of a border.
+#[test]
+fn samples_of_a_large_vocabulary() {
+    let cases = DRAWS[1..].iter().enumerate().map(|(i, how)| (how, FLOATS[i % 3], 20_001, 5));
+    let cases: Vec<_> = cases.chain([(&DRAWS[5], DType::BF16, 262_144, 2)]).collect();
+    let drawn = |device: &Device| -> Vec<u32> {
+        let tokens = cases.iter().flat_map(|&(how, dtype, vocab, rows)| {
+            let values = Rng::new(vocab as u64).normals(rows * vocab);
+            let spread: Vec<f32> = values.iter().map(|x| x * 3.0).collect();
+            let counters: Vec<u32> = (0..rows as u32).map(|r| r * 1000).collect();
+            let logits = input(device, dtype, &spread, &[rows, vocab]).unwrap();
+            draw(device, &logits, how, 7, &counters).unwrap_or_else(|e| panic!("{device}: {e}"))
+        });
+        tokens.collect()
+    };
+    let want = drawn(&Device::reference());
+    for device in devices() {
+        let changed = drawn(device).iter().zip(&want).filter(|(a, b)| a != b).count();
+        assert!(changed <= 1, "{device}: {changed} of {} tokens differ", want.len());
+    }
+}
+
+/// More tokens than probabilities of 44 bits can be added up for in 64; all are equal, so that the sums are exact.
+#[test]
+fn samples_of_a_million_equals() {
+    let vocab = 1 << 20;
+    let drawn = |device: &Device| {
+        let logits = input(device, DType::BF16, &vec![0.0; vocab], &[1, vocab]).unwrap();
+        draw(device, &logits, &DRAWS[1], 42, &[3]).unwrap_or_else(|e| panic!("{device}: {e}"))
+    };
+    let want = drawn(&Device::reference());
+    devices().iter().for_each(|device| assert_eq!(drawn(device), want, "{device}"));
+}
+
+/// Shares and uniform numbers that lie on a border exactly: equals have exact sums. A share reached is enough, a uniform
+/// number has to be exceeded.
+#[test]
+fn samples_on_the_border() {
+    const ZERO: u32 = 34_260_546;
+    const HALF: u32 = 7_954_382;
+    assert_eq!([ZERO, HALF].map(|counter| Sample::uniform(42, counter)), [0.0, 0.5]);
+    let all = Draw { temperature: 1.0, top_k: 0, top_p: 1.0, min_p: 0.0 };
+    let half = Draw { top_p: 0.5, ..all };
+    let tiny = Draw { top_p: 1e-30, ..all };
+    for device in devices() {
+        let logits = input(device, DType::F32, &[-9.0, 1.5, 1.5, f32::NEG_INFINITY], &[1, 4]).unwrap();
+        for (how, counter, want) in [(&all, HALF, 2), (&half, HALF, 1), (&tiny, HALF, 1), (&all, ZERO, 1)] {
+            // Of two equal candidates each has half.
+            let how = Draw { top_k: 2, ..*how };
+            let got = draw(device, &logits, &how, 42, &[counter]).unwrap();
+            assert_eq!(got, [want], "{device}: top_p {}, counter {counter}", how.top_p);
+        }
+    }
+}
+
+#[test]
+fn samples_of_odd_rows() {
+    for how in &DRAWS[..6] {
+        for vocab in [1, 7, 300] {
+            conform(format!("sample of odd rows of {vocab} at temperature {}", how.temperature), |device| {
+                let logits = input(device, DType::F32, &logits(&mut Rng::new(5), 12, vocab), &[12, vocab])?;
+                let drawn = draw(device, &logits, how, 1, &[7; 12])?;
+                Ok(vec![Output::Same("out".into(), bytemuck::cast_slice(&drawn).to_vec())])
+            });
+        }
+    }
+}
+
+/// Frequencies follow the distribution.
+#[test]
+fn samples_follow_the_distribution() {
+    let p = [0.5f64, 0.25, 0.125, 0.0625, 0.0625];
+    let rows = 4096;
+    let row: Vec<f32> = p.iter().map(|p| p.ln() as f32).collect();
+    let counters: Vec<u32> = (0..rows as u32).collect();
+    for device in devices() {
+        let logits = input(device, DType::F32, &row.repeat(rows), &[rows, 5]).unwrap();
+        let how = Draw { temperature: 1.0, top_k: 0, top_p: 1.0, min_p: 0.0 };
+        let drawn = draw(device, &logits, &how, 99, &counters).unwrap();
+        for (id, p) in p.iter().enumerate() {
+            let share = drawn.iter().filter(|&&t| t as usize == id).count() as f64 / rows as f64;
+            let deviation = (p * (1.0 - p) / rows as f64).sqrt();
+            assert!((share - p).abs() < 4.0 * deviation, "{device}: token {id}: {share}, not {p}");
+        }
+    }
+}

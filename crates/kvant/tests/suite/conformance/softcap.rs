@@ -1,0 +1,28 @@
+//! softcap against the reference.
+
+use super::SIZES;
+use crate::common::{FLOATS, Out, Rng, bytes_of, conform, input, run};
+use kvant::ops::{self, Softcap};
+
+#[test]
+fn softcap() {
+    for (rows, dim) in SIZES {
+        for x_type in FLOATS {
+            for out_type in FLOATS {
+                for (cap, in_place) in [(30.0, false), (0.5, false), (1e30, false), (5.0, x_type == out_type)] {
+                    conform(format!("softcap {cap} [{rows}, {dim}] {x_type} -> {out_type}, {in_place}"), |device| {
+                        let values: Vec<f32> = Rng::new(3).normals(rows * dim).iter().map(|x| x * 20.0).collect();
+                        let x = input(device, x_type, &values, &[rows, dim])?;
+                        let out = Out::new(device, out_type, &[rows, dim])?;
+                        if in_place {
+                            out.tensor.write_bytes(&bytes_of(&x)?)?;
+                        }
+                        let x = if in_place { &out.tensor } else { &x };
+                        run(device, |enc| ops::softcap(enc, &Softcap { x, cap, out: &out.tensor }))?;
+                        Ok(vec![out.close("out")?])
+                    });
+                }
+            }
+        }
+    }
+}

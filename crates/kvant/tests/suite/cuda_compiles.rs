@@ -1,0 +1,430 @@
+//! Every CUDA kernel compiles for an H200, and those that differ compile for GPUs before Hopper. This needs libnvrtc
+//! and no GPU: the launches that operations build go to the compiler. Whether the kernels are correct, the conformance
+//! tests check on a GPU.
+
+use std::{collections::HashSet, path::Path};
+
+use crate::common::without_gpu::{Launches, Model};
+use kvant::{
+    CacheLayer, CacheSpec, Codec, DType, Device, Encoder, KvCache, KvLayer, LayerSpec, Result, SlotOrder, Step, Tensor,
+    gpu,
+    ops::{
+        self, Activation, Affine, Angles, Argmax, Attend, Columns, Embed, Experts, Fresh, Gate, Hadamard, HeadNorm,
+        KvRead, KvSide, KvWrite, Linear, MoeCombine, MoeRoute, NormRope, NormRopeWrite, PairLayout, Residual, RmsNorm,
+        Rope, Sample, Softcap, SourceOrder, Weight,
+    },
+};
+
+const FLOATS: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
+
+fn device(model: Model) -> Option<(Device, Launches)> {
+    if !gpu::has_cuda_compiler() {
+        eprintln!("libnvrtc cannot be loaded: the CUDA kernels are not compiled on this machine");
+        return None;
+    }
+    let launches = Launches { model, compiles: true, ..Launches::default() };
+    Some((gpu::cuda_device(launches.clone()), launches))
+}
+
+#[test]
+fn every_kernel_compiles() -> Result<()> {
+    let Some((device, launches)) = device(Model::H200) else { return Ok(()) };
+    let mut enc = device.encoder()?;
+    for dtype in FLOATS {
+        elements(&device, &mut enc, dtype)?;
+        products(&device, &mut enc, dtype)?;
+    }
+    for codec in [Codec::F32, Codec::F16, Codec::BF16, Codec::tq(4), Codec::tq(5), Codec::tq(6), Codec::tq(8)] {
+        caches(&device, &mut enc, codec)?;
+    }
+    attention(&device, &mut enc, true)?;
+    enc.commit()?.wait()?;
+    forks(&device)?;
+    let seen = launches.kernels.lock().unwrap();
+    let compiled: HashSet<&str> = seen.iter().filter_map(|key| key.split('/').next()).collect();
+    println!("{} kernels of {} files", seen.len(), compiled.len());
+    for name in kernel_files(Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/src/cuda"))) {
+        assert!(compiled.contains(name.as_str()), "{name}: no kernel of it was compiled");
+    }
+    Ok(())
+}
+
+/// The names of the kernel files below a folder.
+fn kernel_files(folder: &Path) -> Vec<String> {
+    let mut names = Vec::new();
+    for entry in std::fs::read_dir(folder).expect("the sources are there") {
+        let path = entry.expect("an entry").path();
+        if path.is_dir() {
+            names.extend(kernel_files(&path));
+        } else if path.extension().is_some_and(|extension| extension == "cu") {
+            names.push(path.file_name().expect("a name").to_str().expect("an ASCII name").to_string());
+        }
+    }
+    names
+}
+
+/// Kernels that few tokens and small matrices do not select: encoding by eights, and the tilings of products of codes.
+#[test]
+fn kernels_of_large_shapes_compile() -> Result<()> {
+    let Some((device, launches)) = device(Model::H200) else { return Ok(()) };
+    let mut enc = device.encoder()?;
+    for (head_dim, k, v) in
+        [(128, Codec::tq(4), Codec::tq(8)), (256, Codec::tq(5), Codec::tq(5)), (512, Codec::tq(6), Codec::BF16)]
+    {
+        for dtype in [DType::F16, DType::BF16] {
+            write_many(&device, &mut enc, dtype, head_dim, k, v)?;
+        }
+    }
+    for (bits, group, inputs) in
+        [(4, 32, 96), (4, 128, 256), (6, 64, 192), (6, 32, 96), (8, 32, 96), (8, 64, 192), (4, 64, 4096)]
+    {
+        affine_products(&device, &mut enc, bits, group, inputs)?;
+    }
+    enc.commit()?.wait()?;
+    let seen = launches.kernels.lock().unwrap();
+    println!("{} kernels", seen.len());
+    for part in ["kv_write.cu/", "linear_codes.cu/", "linear_bulk.cu/"] {
+        assert!(seen.iter().any(|key| key.starts_with(part)), "no kernel of {part} among {seen:?}");
+    }
+    assert!(seen.iter().any(|key| key.contains("\"TILES\", Bool(true)")), "nothing is encoded by eights: {seen:?}");
+    Ok(())
+}
+
+/// No clusters, no bulk copies, other waits, less shared memory.
+#[test]
+fn kernels_compile_for_gpus_before_hopper() -> Result<()> {
+    let Some((device, launches)) = device(Model::A100) else { return Ok(()) };
+    let mut enc = device.encoder()?;
+    attention(&device, &mut enc, false)?;
+    for bits in [4, 6, 8] {
+        affine_products(&device, &mut enc, bits, 64, 4096)?;
+    }
+    products(&device, &mut enc, DType::BF16)?;
+    write_many(&device, &mut enc, DType::BF16, 256, Codec::tq(4), Codec::tq(8))?;
+    enc.commit()?.wait()?;
+    let seen = launches.kernels.lock().unwrap();
+    println!("{} kernels", seen.len());
+    for part in ["attend_generic.cu/", "attend_decode.cu/", "attend_quantised.cu/", "linear_codes.cu/", "kv_write.cu/"]
+    {
+        assert!(seen.iter().any(|key| key.starts_with(part)), "no kernel of {part} among {seen:?}");
+    }
+    let later = ["linear_bulk.cu/", "(\"CLUSTER\", UInt(8))", "(\"BULK\", Bool(true))"];
+    assert!(!seen.iter().any(|key| later.iter().any(|part| key.contains(part))), "{seen:?}");
+    Ok(())
+}
+
+/// Attention on GPUs with 99 KiB of shared memory per block: two buffers, tiles of 16 keys, few copies of tables.
+#[test]
+fn attention_compiles_for_gpus_of_little_shared_memory() -> Result<()> {
+    let (tq, f16, bf16) = (Codec::tq, DType::F16, DType::BF16);
+    let cases: [Attention; 6] = [
+        (128, tq(8), Codec::F32, bf16, bf16, 2, 1),
+        (256, Codec::F32, Codec::F32, bf16, bf16, 8, 40),
+        (256, tq(8), Codec::F16, f16, f16, 1, 1),
+        (256, tq(8), tq(4), bf16, bf16, 1, 9),
+        (512, Codec::F32, Codec::F32, DType::F32, DType::F32, 8, 1),
+        (512, Codec::F32, tq(8), DType::F32, DType::F32, 1, 1),
+    ];
+    for model in [Model::Rtx4090, Model::Rtx5090] {
+        let Some((device, launches)) = device(model) else { return Ok(()) };
+        let mut enc = device.encoder()?;
+        for (i, case) in cases.into_iter().enumerate() {
+            if model == Model::Rtx4090 || i == 1 {
+                attend(&device, &mut enc, Some("attend_generic"), 99, case, i % 2 == 1)?;
+            }
+        }
+        if model == Model::Rtx5090 {
+            // In clusters.
+            attend(&device, &mut enc, None, 9999, (128, Codec::BF16, Codec::BF16, bf16, bf16, 4, 1), false)?;
+            attend(&device, &mut enc, None, 99, (128, tq(4), tq(4), bf16, bf16, 4, 1), false)?;
+        }
+        enc.commit()?.wait()?;
+        let seen = launches.kernels.lock().unwrap();
+        println!("{model:?}: {} kernels", seen.len());
+        assert!(seen.iter().any(|key| key.contains("(\"BUFFERS\", UInt(2))")), "{seen:?}");
+    }
+    Ok(())
+}
+
+fn write_many(device: &Device, enc: &mut Encoder, dtype: DType, head_dim: usize, k: Codec, v: Codec) -> Result<()> {
+    let (tokens, kv_heads, order) = (600, 8, SlotOrder::HeadMajor);
+    let spec = LayerSpec { sequences: 1, kv_heads, capacity: tokens, head_dim, k, v, window: None, ring: false, order };
+    let layer = KvLayer::new(device, spec)?;
+    let step = Step::new(device, 1, &(0..tokens as u32).map(|p| (0, p)).collect::<Vec<_>>())?;
+    let new = zeros(device, dtype, &[tokens, kv_heads, head_dim])?;
+    let order = SourceOrder::TokenMajor;
+    ops::kv_write(enc, &KvWrite { k: &new, v: &new, order, first_token: 0, step: &step, layer: &layer })
+}
+
+/// One row and two of few outputs and of many, and of experts.
+fn affine_products(device: &Device, enc: &mut Encoder, bits: usize, group: usize, inputs: usize) -> Result<()> {
+    let dtype = DType::BF16;
+    for outputs in [40, 2128, 9001] {
+        let codes = zeros(device, DType::U32, &[outputs, inputs * bits / 32])?;
+        let scales = zeros(device, dtype, &[outputs, inputs / group])?;
+        let weight =
+            Weight::Affine(Affine { codes: &codes, scales: &scales, biases: &scales, bits: bits as u32, group });
+        for rows in [1, 2] {
+            let (x, out) = (zeros(device, dtype, &[rows, inputs])?, zeros(device, dtype, &[rows, outputs])?);
+            ops::linear(enc, &Linear { x: &x, weight, experts: None, alpha: 1.0, out: &out })?;
+        }
+    }
+    let codes = zeros(device, DType::U32, &[4, 64, inputs * bits / 32])?;
+    let scales = zeros(device, dtype, &[4, 64, inputs / group])?;
+    let weight = Weight::Affine(Affine { codes: &codes, scales: &scales, biases: &scales, bits: bits as u32, group });
+    let (x, ids) = (zeros(device, dtype, &[1, inputs])?, zeros(device, DType::U32, &[1, 2])?);
+    let out = zeros(device, dtype, &[2, 64])?;
+    let experts = Some(Experts { ids: &ids, expanded: false });
+    ops::linear(enc, &Linear { x: &x, weight, experts, alpha: 1.0, out: &out })
+}
+
+fn zeros(device: &Device, dtype: DType, shape: &[usize]) -> Result<Tensor> {
+    Tensor::zeros(device, dtype, shape)
+}
+
+fn elements(device: &Device, enc: &mut Encoder, dtype: DType) -> Result<()> {
+    // Aligned rows, and rows that are not.
+    for dim in [64, 67] {
+        let x = zeros(device, dtype, &[3, dim])?;
+        let (out, other) = (zeros(device, DType::BF16, &[3, dim])?, zeros(device, dtype, &[3, dim])?);
+        ops::softcap(enc, &Softcap { x: &x, cap: 30.0, out: &out })?;
+        let weight = zeros(device, dtype, &[dim])?;
+        let residuals = [Residual::None, Residual::After(&other), Residual::Before { residual: &other, sum: &other }];
+        for residual in residuals {
+            ops::rms_norm(enc, &RmsNorm { x: &x, weight: Some(&weight), eps: 1e-6, residual, scale: 1.0, out: &out })?;
+        }
+        for activation in [Activation::GeluTanh, Activation::Silu] {
+            let (gate, up) = (Columns::all(&x), Columns::all(&other));
+            ops::gate(enc, &Gate { gate, up, activation, out: &out })?;
+        }
+        let ids = zeros(device, DType::U32, &[3])?;
+        ops::argmax(enc, &Argmax { x: &x, out: &ids })?;
+        for (top_k, top_p) in [(0, 1.0), (5, 1.0), (5, 0.5)] {
+            let (counter, seed) = (&ids.reshape(&[3])?, 1);
+            let drawn = zeros(device, DType::U32, &[3])?;
+            let args = Sample { logits: &x, temperature: 1.0, top_k, top_p, min_p: 0.1, seed, counter, out: &drawn };
+            ops::sample(enc, &args)?;
+        }
+        let weights = zeros(device, DType::F32, &[3, 2])?;
+        let chosen = zeros(device, DType::U32, &[3, 2])?;
+        ops::moe_route(enc, &MoeRoute { logits: &x, expert_scale: None, ids: &chosen, weights: &weights })?;
+        let rows = zeros(device, dtype, &[6, dim])?;
+        ops::moe_combine(enc, &MoeCombine { x: &rows, weights: &weights, out: &out })?;
+    }
+    let rows = zeros(device, dtype, &[3, 512])?;
+    let out = zeros(device, DType::F32, &[3, 512])?;
+    for inverse in [false, true] {
+        ops::hadamard(enc, &Hadamard { x: &rows, inverse, out: &out })?;
+    }
+    Ok(())
+}
+
+fn products(device: &Device, enc: &mut Encoder, dtype: DType) -> Result<()> {
+    let (n, k) = (64, 256);
+    let dense = zeros(device, dtype, &[n, k])?;
+    let ids = zeros(device, DType::U32, &[3])?;
+    let embedded = zeros(device, DType::BF16, &[3, k])?;
+    for bits in [0usize, 4, 6, 8] {
+        let codes = zeros(device, DType::U32, &[n, k * bits.max(1) / 32])?;
+        let scales = zeros(device, dtype, &[n, k / 64])?;
+        let affine = Affine { codes: &codes, scales: &scales, biases: &scales, bits: bits as u32, group: 64 };
+        let weight = if bits == 0 { Weight::Dense(&dense) } else { Weight::Affine(affine) };
+        ops::embed(enc, &Embed { table: weight, ids: &ids, scale: 1.0, out: &embedded })?;
+        // Few rows, and many.
+        for rows in [1, 2, 5, 60] {
+            let (x, out) = (zeros(device, dtype, &[rows, k])?, zeros(device, dtype, &[rows, n])?);
+            ops::linear(enc, &Linear { x: &x, weight, experts: None, alpha: 1.0, out: &out })?;
+        }
+    }
+    // Groups of 32, which only the dequantising route takes.
+    let (codes, scales) = (zeros(device, DType::U32, &[n, k / 8])?, zeros(device, dtype, &[n, k / 32])?);
+    let weight = Weight::Affine(Affine { codes: &codes, scales: &scales, biases: &scales, bits: 4, group: 32 });
+    let (x, out) = (zeros(device, dtype, &[60, k])?, zeros(device, dtype, &[60, n])?);
+    ops::linear(enc, &Linear { x: &x, weight, experts: None, alpha: 1.0, out: &out })?;
+    let experts = zeros(device, dtype, &[2, n, k])?;
+    for tokens in [1, 30] {
+        let (x, ids) = (zeros(device, dtype, &[tokens, k])?, zeros(device, DType::U32, &[tokens, 2])?);
+        let out = zeros(device, dtype, &[2 * tokens, n])?;
+        let choice = Some(Experts { ids: &ids, expanded: false });
+        let weight = Weight::Dense(&experts);
+        ops::linear(enc, &Linear { x: &x, weight, experts: choice, alpha: 1.0, out: &out })?;
+    }
+    Ok(())
+}
+
+fn caches(device: &Device, enc: &mut Encoder, codec: Codec) -> Result<()> {
+    let (sequences, kv_heads, capacity, head_dim) = (1, 2, 8, 64);
+    let order = SlotOrder::HeadMajor;
+    let spec =
+        LayerSpec { sequences, kv_heads, capacity, head_dim, k: codec, v: codec, window: None, ring: true, order };
+    let layer = KvLayer::new(device, spec)?;
+    let step = Step::new(device, 1, &[(0, 0), (0, 1)])?;
+    let order = SourceOrder::TokenMajor;
+    let tables = zeros(device, DType::F32, &[16, 32])?;
+    let factors = zeros(device, DType::F32, &[32])?;
+    for dtype in FLOATS {
+        let (kv, q) = (zeros(device, dtype, &[2, 2, 64])?, zeros(device, dtype, &[2, 4, 64])?);
+        let (back, q_out) = (zeros(device, dtype, &[2, 2, 64])?, zeros(device, DType::BF16, &[2, 4, 64])?);
+        ops::kv_write(enc, &KvWrite { k: &kv, v: &kv, order, first_token: 0, step: &step, layer: &layer })?;
+        for keep_rotated in [false, true] {
+            let (side, sequence, start) = (KvSide::K, 0, 0);
+            let args = KvRead { layer: &layer, side, sequence, start, keep_rotated, order, out: &back };
+            ops::kv_read(enc, &args)?;
+        }
+        let weight = zeros(device, dtype, &[64])?;
+        let norm = Some(HeadNorm { weight: Some(&weight), eps: 1e-6 });
+        let angles = [
+            (Angles::Theta(1e4), None),
+            (Angles::Theta(1e4), Some(&factors)),
+            (Angles::Tables { cos: &tables, sin: &tables }, None),
+        ];
+        for (angles, freq_factors) in angles {
+            for layout in [PairLayout::Halves, PairLayout::Interleaved] {
+                let rope = Some(Rope { angles, rotated_pairs: 32, layout, freq_factors });
+                let rotate_q = codec.is_quantised();
+                let args = NormRopeWrite {
+                    q: &q,
+                    k: &kv,
+                    v: &kv,
+                    q_norm: norm,
+                    k_norm: norm,
+                    v_norm: None,
+                    rope,
+                    rotate_q,
+                    step: &step,
+                    layer: &layer,
+                    q_out: &q_out,
+                };
+                ops::norm_rope_write(enc, &args)?;
+                let positions = &step.positions;
+                let args = NormRope { x: &q, norm, rope, positions, rotate: rotate_q, out_order: order, out: &q_out };
+                ops::norm_rope(enc, &args)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// (head size, K, V, q, out, query heads of a KV head, tokens)
+type Attention = (usize, Codec, Codec, DType, DType, usize, usize);
+
+/// On an H200 each case selects the kernel that it is meant for.
+fn attention(device: &Device, enc: &mut Encoder, h200: bool) -> Result<()> {
+    let tq = Codec::tq;
+    let (f16, bf16) = (Codec::F16, Codec::BF16);
+    // Many rows, f32 outputs, different codecs for keys and values: attend_generic.
+    let any: [Attention; 6] = [
+        (64, Codec::F32, f16, DType::F32, DType::F32, 1, 1),
+        (128, bf16, bf16, DType::BF16, DType::BF16, 2, 40),
+        (256, tq(4), tq(4), DType::BF16, DType::BF16, 8, 40),
+        (256, tq(5), bf16, DType::F16, DType::F16, 2, 1),
+        (512, tq(8), tq(6), DType::F16, DType::F32, 3, 9),
+        (512, f16, f16, DType::F16, DType::F16, 2, 40),
+    ];
+    // Contexts that may be long.
+    let dense: [Attention; 5] = [
+        (64, f16, f16, DType::F16, DType::BF16, 1, 1),
+        (128, bf16, bf16, DType::BF16, DType::BF16, 4, 1),
+        (256, f16, f16, DType::F16, DType::F16, 2, 1),
+        (256, bf16, bf16, DType::BF16, DType::F16, 8, 1),
+        (512, bf16, bf16, DType::BF16, DType::BF16, 8, 1),
+    ];
+    let short: [Attention; 5] = [
+        (64, bf16, bf16, DType::BF16, DType::F16, 3, 1),
+        (128, f16, f16, DType::F16, DType::F16, 8, 1),
+        (128, bf16, bf16, DType::BF16, DType::BF16, 4, 1),
+        (256, bf16, bf16, DType::BF16, DType::BF16, 2, 1),
+        (256, f16, f16, DType::F16, DType::BF16, 8, 1),
+    ];
+    let quantised: [Attention; 6] = [
+        (128, tq(4), tq(4), DType::BF16, DType::BF16, 4, 1),
+        (128, tq(8), tq(6), DType::F32, DType::F16, 3, 1),
+        (256, tq(5), tq(5), DType::BF16, DType::BF16, 2, 1),
+        (256, tq(6), tq(6), DType::F16, DType::F16, 1, 1),
+        (512, tq(4), tq(4), DType::BF16, DType::BF16, 8, 1),
+        (512, tq(8), tq(8), DType::F16, DType::BF16, 8, 1),
+    ];
+    let short_quantised: [Attention; 10] = [
+        (64, tq(4), tq(8), DType::BF16, DType::BF16, 4, 1),
+        (64, tq(6), tq(6), DType::F16, DType::F16, 1, 1),
+        (128, tq(5), tq(5), DType::BF16, DType::BF16, 4, 1),
+        (128, tq(8), tq(6), DType::F32, DType::F16, 3, 1),
+        (256, tq(8), tq(8), DType::BF16, DType::BF16, 2, 1),
+        (256, tq(6), tq(4), DType::F16, DType::F16, 8, 1),
+        (512, tq(4), tq(4), DType::BF16, DType::BF16, 8, 1),
+        // Shared memory has no room for pairs of 5 bits.
+        (128, tq(8), tq(5), DType::BF16, DType::BF16, 8, 1),
+        (256, tq(5), tq(6), DType::BF16, DType::BF16, 8, 1),
+        (512, tq(5), tq(5), DType::BF16, DType::BF16, 8, 1),
+    ];
+    // Prompts.
+    let many: [Attention; 8] = [
+        (64, f16, f16, DType::F16, DType::BF16, 1, 9999),
+        (64, bf16, bf16, DType::BF16, DType::BF16, 2, 9999),
+        (128, bf16, bf16, DType::BF16, DType::BF16, 4, 9999),
+        (128, f16, f16, DType::F16, DType::F16, 1, 9999),
+        (256, bf16, bf16, DType::BF16, DType::F16, 3, 9999),
+        (256, f16, f16, DType::F16, DType::F16, 2, 9999),
+        (512, f16, f16, DType::F16, DType::F16, 8, 9999),
+        (512, bf16, bf16, DType::BF16, DType::BF16, 8, 9999),
+    ];
+    let kernels: [(&str, usize, &[Attention]); 7] = [
+        ("attend_generic", 99, &any),
+        ("attend_decode", 9999, &dense),
+        ("attend_short", 99, &short),
+        ("attend_quantised", 1500, &quantised),
+        ("attend_quantised", 9999, &quantised[..3]),
+        ("attend_short_quantised", 99, &short_quantised),
+        ("attend_prefill", 99, &many),
+    ];
+    for (kernel, capacity, cases) in kernels {
+        for (i, case) in cases.iter().enumerate() {
+            attend(device, enc, h200.then_some(kernel), capacity, *case, i % 2 == 1)?;
+        }
+    }
+    Ok(())
+}
+
+/// The cases with a ring have a softcap and fresh keys, too.
+fn attend(
+    device: &Device,
+    enc: &mut Encoder,
+    kernel: Option<&str>,
+    capacity: usize,
+    case: Attention,
+    ring: bool,
+) -> Result<()> {
+    let (head_dim, k, v, q, out, group, tokens) = case;
+    let (kv_heads, order) = (2, SlotOrder::HeadMajor);
+    let spec = LayerSpec { sequences: 1, kv_heads, capacity, head_dim, k, v, window: None, ring, order };
+    let layer = KvLayer::new(device, spec)?;
+    let step = Step::new(device, 1, &(0..tokens as u32).map(|p| (0, p)).collect::<Vec<_>>())?;
+    let shape = [tokens, kv_heads * group, head_dim];
+    let fresh = zeros(device, q, &[tokens, kv_heads, head_dim])?;
+    let past = zeros(device, DType::U32, &[1])?;
+    let fresh = Fresh { k: &fresh, v: &fresh, order: SourceOrder::TokenMajor, past: &past };
+    let args = Attend {
+        q: &zeros(device, q, &shape)?,
+        layer: &layer,
+        step: &step,
+        fresh: ring.then_some(fresh),
+        scale: 1.0,
+        softcap: ring.then_some(30.0),
+        window: ring.then_some(capacity - 35),
+        q_rotated: false,
+        plan: None,
+        out: &zeros(device, out, &shape)?,
+    };
+    let plan = ops::attend::plan(&args, device)?;
+    assert!(kernel.is_none_or(|kernel| plan.kernel == kernel), "{case:?}: {plan:?}");
+    ops::attend(enc, &args)
+}
+
+/// Rows of 4 and 16 bytes, and of one.
+fn forks(device: &Device) -> Result<()> {
+    let layer = |head_dim, codec| CacheLayer { kv_heads: 1, head_dim, window: None, k: codec, v: codec };
+    let layers = vec![layer(64, Codec::F16), layer(8, Codec::tq(5))];
+    let mut cache = KvCache::new(device, &CacheSpec { layers, sequences: 2, capacity: 7, slack: 0 })?;
+    cache.append(&[(0, 3)])?;
+    cache.fork(0, 1)
+}

@@ -1,0 +1,282 @@
+//! Results of MLX, on every device. The data and its format: `tests/golden/README.md`.
+
+use std::{collections::HashMap, path::Path};
+
+use crate::common::{Bound, Out, devices, input, layers, rounded, run};
+use kvant::{
+    Codec, DType, Device, KvLayer, LayerSpec, SlotOrder, Tensor,
+    ops::{
+        self, Affine, Angles, Attend, Embed, HeadNorm, KvWrite, Linear, NormRope, PairLayout, Residual, RmsNorm, Rope,
+        SourceOrder, Weight,
+    },
+};
+use safetensors::{Dtype, SafeTensors};
+use serde_json::Value;
+
+/// The cases of one file.
+struct Golden {
+    cases: Vec<Case>,
+}
+
+struct Case {
+    name: String,
+    params: Value,
+    tensors: HashMap<String, (DType, Vec<usize>, Vec<u8>)>,
+}
+
+impl Golden {
+    fn load(operation: &str) -> Golden {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("tests/golden/{operation}.safetensors"));
+        let bytes = std::fs::read(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
+        let (_, header) = SafeTensors::read_metadata(&bytes).expect("a safetensors header");
+        let file = SafeTensors::deserialize(&bytes).expect("a safetensors file");
+        let metadata = header.metadata().as_ref().expect("the cases are in the metadata");
+        let mut cases: Vec<Case> = metadata
+            .iter()
+            .map(|(name, params)| {
+                let params = serde_json::from_str(params).expect("a case's parameters are JSON");
+                Case { name: name.clone(), params, tensors: HashMap::new() }
+            })
+            .collect();
+        cases.sort_by(|a, b| a.name.cmp(&b.name));
+        for (name, view) in file.iter() {
+            let (case, tensor) = name.split_once('/').expect("tensors are named CASE/TENSOR");
+            let case = cases.iter_mut().find(|c| c.name == case).expect("a tensor belongs to a case");
+            let dtype = match view.dtype() {
+                Dtype::F32 => DType::F32,
+                Dtype::F16 => DType::F16,
+                Dtype::BF16 => DType::BF16,
+                Dtype::U32 => DType::U32,
+                other => panic!("{name}: {other:?}"),
+            };
+            case.tensors.insert(tensor.to_string(), (dtype, view.shape().to_vec(), view.data().to_vec()));
+        }
+        assert!(cases.len() >= 10, "{operation}: the file holds cases");
+        Golden { cases }
+    }
+}
+
+impl Case {
+    fn has(&self, tensor: &str) -> bool {
+        self.tensors.contains_key(tensor)
+    }
+
+    fn shape(&self, tensor: &str) -> [usize; 3] {
+        self.tensors[tensor].1.as_slice().try_into().expect("three dimensions")
+    }
+
+    fn tensor(&self, device: &Device, name: &str) -> Tensor {
+        let (dtype, shape, bytes) = &self.tensors[name];
+        Tensor::from_bytes(device, *dtype, shape, bytes).unwrap()
+    }
+
+    fn optional(&self, device: &Device, name: &str) -> Option<Tensor> {
+        self.has(name).then(|| self.tensor(device, name))
+    }
+
+    fn number(&self, key: &str) -> f64 {
+        self.params[key].as_f64().unwrap_or_else(|| panic!("{}: no number {key}", self.name))
+    }
+
+    fn integer(&self, key: &str) -> usize {
+        self.params[key].as_u64().unwrap_or_else(|| panic!("{}: no integer {key}", self.name)) as usize
+    }
+
+    fn dtype(&self) -> DType {
+        match self.params["dtype"].as_str() {
+            Some("f32") => DType::F32,
+            Some("f16") => DType::F16,
+            Some("bf16") => DType::BF16,
+            other => panic!("{}: dtype {other:?}", self.name),
+        }
+    }
+
+    /// Every element within the golden data's own error (`mlx_err`), ours at f32, and one rounding to the dtype on each
+    /// side; `magnitude` is how large the numbers are that f32 adds up on the way.
+    fn compare(&self, device: &Device, got: &[f32], want: &str, magnitude: f64) {
+        if let Some(why) = self.difference(got, want, magnitude) {
+            panic!("{device}: {}: {why}", self.name);
+        }
+    }
+
+    fn difference(&self, got: &[f32], want: &str, magnitude: f64) -> Option<String> {
+        let (dtype, shape, bytes) = &self.tensors[want];
+        let reference = Device::reference();
+        let want = Tensor::from_bytes(&reference, *dtype, shape, bytes).unwrap().to_f32().unwrap();
+        if got.len() != want.len() {
+            return Some(format!("{} elements, not {}", got.len(), want.len()));
+        }
+        let unit = Bound::of(self.dtype()).unit;
+        let limit = |y: f32| self.number("mlx_err") + 4e-6 * magnitude + 2.0 * unit * f64::from(y).abs();
+        let near = |x: f32, y: f32| (f64::from(x) - f64::from(y)).abs() <= limit(y);
+        let at = (0..got.len()).find(|&i| !near(got[i], want[i]))?;
+        Some(format!("element {at} is {}, MLX has {} (limit {:.2e})", got[at], want[at], limit(want[at])))
+    }
+}
+
+#[test]
+fn rms_norm() {
+    for case in &Golden::load("rms_norm").cases {
+        for device in devices() {
+            let x = case.tensor(device, "x");
+            let weight = case.optional(device, "weight");
+            let out = Out::new(device, case.dtype(), x.shape()).unwrap();
+            let args = RmsNorm {
+                x: &x,
+                weight: weight.as_ref(),
+                eps: case.number("eps") as f32,
+                residual: Residual::None,
+                scale: 1.0,
+                out: &out.tensor,
+            };
+            run(device, |enc| ops::rms_norm(enc, &args)).unwrap();
+            case.compare(device, &out.tensor.to_f32().unwrap(), "out", 1.0);
+        }
+    }
+}
+
+#[test]
+fn rope() {
+    for case in &Golden::load("rope").cases {
+        for device in devices() {
+            let x = case.tensor(device, "x");
+            let (weight, factors) = (case.optional(device, "weight"), case.optional(device, "freq_factors"));
+            let layout = match case.params["layout"].as_str() {
+                Some("halves") => PairLayout::Halves,
+                Some("leading_halves") => PairLayout::LeadingHalves,
+                Some("interleaved") => PairLayout::Interleaved,
+                other => panic!("{}: layout {other:?}", case.name),
+            };
+            let rotated_pairs = case.integer("rotated_pairs");
+            let ours = if layout == PairLayout::Halves { x.shape()[2] } else { 2 * rotated_pairs };
+            assert_eq!(case.integer("freq_denominator"), ours, "{}: the layout says the frequencies", case.name);
+            let out = Out::new(device, case.dtype(), x.shape()).unwrap();
+            let args = NormRope {
+                x: &x,
+                norm: case
+                    .params
+                    .get("eps")
+                    .map(|_| HeadNorm { weight: weight.as_ref(), eps: case.number("eps") as f32 }),
+                rope: Some(Rope {
+                    angles: Angles::Theta(case.number("theta")),
+                    rotated_pairs,
+                    layout,
+                    freq_factors: factors.as_ref(),
+                }),
+                positions: &case.tensor(device, "positions"),
+                rotate: false,
+                out_order: SourceOrder::TokenMajor,
+                out: &out.tensor,
+            };
+            run(device, |enc| ops::norm_rope(enc, &args)).unwrap();
+            // An angle may be off by 1e-5 rad at the farthest positions.
+            let magnitude = if case.name.starts_with("far") { 12.0 } else { 4.0 };
+            case.compare(device, &out.tensor.to_f32().unwrap(), "out", magnitude);
+        }
+    }
+}
+
+/// Through a cache: the keys and values are written to an f32 layer, then attended to.
+#[test]
+fn sdpa() {
+    for case in &Golden::load("sdpa").cases {
+        for device in devices() {
+            let [tokens, heads, head_dim] = case.shape("q");
+            let [kv_heads, len, _] = case.shape("k");
+            let spec = LayerSpec {
+                sequences: 1,
+                kv_heads,
+                capacity: len + 5,
+                head_dim,
+                k: Codec::F32,
+                v: Codec::F32,
+                window: None,
+                ring: false,
+                order: SlotOrder::HeadMajor,
+            };
+            let layer = KvLayer::new(device, spec).unwrap();
+            layers::fill(&layer, 0xFF).unwrap();
+            let (k, v, q) = (case.tensor(device, "k"), case.tensor(device, "v"), case.tensor(device, "q"));
+            let (all, new) = (
+                layers::range_step(device, 1, 0..len).unwrap(),
+                layers::range_step(device, 1, len - tokens..len).unwrap(),
+            );
+            let out = Out::new(device, case.dtype(), &[tokens, heads, head_dim]).unwrap();
+            run(device, |enc| {
+                let (order, first_token) = (SourceOrder::HeadMajor, 0);
+                ops::kv_write(enc, &KvWrite { k: &k, v: &v, order, first_token, step: &all, layer: &layer })?;
+                let args = Attend {
+                    q: &q,
+                    layer: &layer,
+                    step: &new,
+                    fresh: None,
+                    scale: case.number("scale") as f32,
+                    softcap: case.params["softcap"].as_f64().map(|c| c as f32),
+                    window: case.params["window"].as_u64().map(|w| w as usize),
+                    q_rotated: false,
+                    plan: None,
+                    out: &out.tensor,
+                };
+                ops::attend(enc, &args)
+            })
+            .unwrap();
+            // Scores of thousands carry their own rounding into the weights.
+            let magnitude = if case.name.contains("sharp") { 400.0 } else { 4.0 };
+            case.compare(device, &out.tensor.to_f32().unwrap(), "out", magnitude);
+        }
+    }
+}
+
+#[test]
+fn quantized() {
+    for case in &Golden::load("quantized").cases {
+        let (inputs, outputs, tokens) = (case.integer("k"), case.integer("n"), case.integer("tokens"));
+        for device in devices() {
+            let (codes, scales) = (case.tensor(device, "w"), case.tensor(device, "scales"));
+            let (biases, x) = (case.tensor(device, "biases"), case.tensor(device, "x"));
+            let weight = Weight::Affine(Affine {
+                codes: &codes,
+                scales: &scales,
+                biases: &biases,
+                bits: case.integer("bits") as u32,
+                group: case.integer("group_size"),
+            });
+            let out = Out::new(device, DType::F32, &[tokens, outputs]).unwrap();
+            let args = Linear { x: &x, weight, experts: None, alpha: 1.0, out: &out.tensor };
+            run(device, |enc| ops::linear(enc, &args)).unwrap();
+            let want = if case.has("exact") { "exact" } else { "out" };
+            case.compare(device, &out.tensor.to_f32().unwrap(), want, 10.0);
+
+            // Every row of the table, dequantised.
+            let ids = Tensor::from_slice(device, &(0..outputs as u32).collect::<Vec<_>>(), &[outputs]).unwrap();
+            let table = Out::new(device, case.dtype(), &[outputs, inputs]).unwrap();
+            let args = Embed { table: weight, ids: &ids, scale: 1.0, out: &table.tensor };
+            run(device, |enc| ops::embed(enc, &args)).unwrap();
+            let want = case.tensor(&Device::reference(), "dequantized").to_f32().unwrap();
+            // MLX rounds scale · q to the dtype before it adds the bias: an error of the larger of the two.
+            let scale = want.iter().fold(1.0f32, |m, x| m.max(x.abs()));
+            let bound = 2.0 * Bound::of(case.dtype()).unit as f32 * scale;
+            for (i, (x, y)) in table.tensor.to_f32().unwrap().iter().zip(&want).enumerate() {
+                assert!((x - y).abs() <= bound, "{device}: {}: weight {i} is {x}, MLX has {y}", case.name);
+            }
+        }
+    }
+}
+
+/// The golden data is not what any attention gives: a changed input is noticed.
+#[test]
+fn a_changed_input_is_noticed() {
+    let golden = Golden::load("rms_norm");
+    let case = golden.cases.iter().find(|c| c.name == "f32_t17_d64_w").expect("the case exists");
+    let device = Device::reference();
+    let mut values = case.tensor(&device, "x").to_f32().unwrap();
+    values[100] += 0.01;
+    let x = input(&device, DType::F32, &rounded(DType::F32, &values), &[17, 64]).unwrap();
+    let weight = case.tensor(&device, "weight");
+    let out = Out::new(&device, DType::F32, &[17, 64]).unwrap();
+    let residual = Residual::None;
+    let args = RmsNorm { x: &x, weight: Some(&weight), eps: 1e-6, residual, scale: 1.0, out: &out.tensor };
+    run(&device, |enc| ops::rms_norm(enc, &args)).unwrap();
+    let got = out.tensor.to_f32().unwrap();
+    assert!(case.difference(&got, "out", 1.0).is_some(), "a difference of 0.01 in one element must be noticed");
+}

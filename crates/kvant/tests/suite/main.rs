@@ -1,0 +1,16 @@
+//! The tests of the library: one binary, so that its helpers compile once and its tests share the cores.
+//!
+//! `KVANT_TEST_SCOPE` says how much runs, see [`common::Scope`]: `quick`, `default` or `all`.
+
+mod arguments;
+mod attend_routes;
+mod cache;
+mod codec;
+mod common;
+mod conformance;
+mod cuda_compiles;
+mod from_mlx_native;
+mod golden;
+mod hazards;
+mod reference;
+mod speed;

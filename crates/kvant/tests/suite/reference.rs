@@ -1,0 +1,388 @@
+//! The reference device against a model that knows no slots: every vector ever written, by sequence and position.
+
+use std::ops::Range;
+
+use kvant::{
+    Codec, DType, Device, KvLayer, LayerSpec, Result, SlotOrder, Step, Tensor, f16,
+    ops::{
+        Angles, Attend, Fresh, HeadNorm, KvRead, KvSide, KvWrite, NormRope, NormRopeWrite, PairLayout, Residual,
+        RmsNorm, Rope, SourceOrder, attend, kv_read, kv_write, norm_rope, norm_rope_write, rms_norm,
+    },
+    reference,
+};
+use proptest::prelude::*;
+
+const DIM: usize = 64;
+
+fn device() -> Device {
+    Device::reference()
+}
+
+fn run(record: impl FnOnce(&mut kvant::Encoder) -> Result<()>) {
+    let mut enc = device().encoder().unwrap();
+    record(&mut enc).unwrap();
+    enc.commit().unwrap().wait().unwrap();
+}
+
+fn tensor(data: &[f32], shape: &[usize]) -> Tensor {
+    Tensor::from_slice(&device(), data, shape).unwrap()
+}
+
+/// Coordinate i of a vector that belongs to a side, sequence, position and head, and to no other.
+fn coordinate(side: usize, sequence: usize, position: usize, head: usize, i: usize) -> f32 {
+    let x = ((side * 7 + sequence) * 1009 + position) * 31 + head;
+    ((x * 131 + i * 17) as f32 * 0.37).sin()
+}
+
+/// Keys or values of some tokens (sequence, position), in an order.
+fn source(side: usize, tokens: &[(u32, u32)], heads: usize, order: SourceOrder) -> Tensor {
+    let mut data = vec![0.0; tokens.len() * heads * DIM];
+    for (token, &(sequence, position)) in tokens.iter().enumerate() {
+        for head in 0..heads {
+            let row = match order {
+                SourceOrder::TokenMajor => token * heads + head,
+                SourceOrder::HeadMajor => head * tokens.len() + token,
+            };
+            for i in 0..DIM {
+                data[row * DIM + i] = coordinate(side, sequence as usize, position as usize, head, i);
+            }
+        }
+    }
+    let shape = match order {
+        SourceOrder::TokenMajor => [tokens.len(), heads, DIM],
+        SourceOrder::HeadMajor => [heads, tokens.len(), DIM],
+    };
+    tensor(&data, &shape)
+}
+
+#[derive(Clone, Debug)]
+struct Case {
+    spec: LayerSpec,
+    source: SourceOrder,
+    /// Tokens of each sequence that arrive with each step.
+    steps: Vec<Vec<usize>>,
+    window: Option<usize>,
+    softcap: Option<f32>,
+    splits: usize,
+}
+
+fn cases(codec: Codec) -> impl Strategy<Value = Case> {
+    let order = prop::sample::select(vec![SlotOrder::HeadMajor, SlotOrder::TokenMajor]);
+    let source = prop::sample::select(vec![SourceOrder::HeadMajor, SourceOrder::TokenMajor]);
+    let layer = (1..3usize, 1..3usize, 1..9usize, any::<bool>(), order, source);
+    let steps = prop::collection::vec(prop::collection::vec(0..6usize, 2), 1..5);
+    let masks = (prop::option::of(1..7usize), prop::option::of(0.5f32..3.0), 0..4usize);
+    (layer, steps, masks).prop_map(move |(layer, mut steps, (window, softcap, splits))| {
+        let (sequences, kv_heads, capacity, ring, order, source) = layer;
+        let capacity = if ring { capacity } else { 24 };
+        steps.iter_mut().for_each(|step| step.truncate(sequences));
+        let spec =
+            LayerSpec { sequences, kv_heads, capacity, head_dim: DIM, k: codec, v: codec, window: None, ring, order };
+        Case { spec, source, steps, window, softcap, splits }
+    })
+}
+
+/// The tokens of a step, one sequence after the other, and the lengths after it.
+fn advance(lens: &mut [usize], arrivals: &[usize]) -> Vec<(u32, u32)> {
+    let mut tokens = Vec::new();
+    for (sequence, (len, n)) in lens.iter_mut().zip(arrivals).enumerate() {
+        tokens.extend((*len..*len + n).map(|position| (sequence as u32, position as u32)));
+        *len += n;
+    }
+    tokens
+}
+
+/// `Step::new` takes lengths from the tokens at hand; a sequence without any keeps its length here.
+fn step(tokens: &[(u32, u32)], lens: &[usize]) -> Step {
+    let step = Step::new(&device(), lens.len(), tokens).unwrap();
+    step.lens.write(&lens.iter().map(|&n| n as u32).collect::<Vec<_>>()).unwrap();
+    step
+}
+
+/// Softmax by hand, over the positions a token may see.
+fn expected(case: &Case, q: &[f32], sequence: usize, head: usize, seen: Range<usize>) -> Vec<f64> {
+    let scores: Vec<f64> = seen
+        .clone()
+        .map(|j| {
+            let k = |i| f64::from(coordinate(0, sequence, j, head, i));
+            let s = 0.3f32 as f64 * (0..DIM).map(|i| f64::from(q[i]) * k(i)).sum::<f64>();
+            case.softcap.map_or(s, |cap| f64::from(cap) * (s / f64::from(cap)).tanh())
+        })
+        .collect();
+    let sum: f64 = scores.iter().map(|s| s.exp()).sum();
+    let mut out = vec![0.0; DIM];
+    for (j, s) in seen.zip(scores) {
+        for (i, out) in out.iter_mut().enumerate() {
+            *out += s.exp() / sum * f64::from(coordinate(1, sequence, j, head, i));
+        }
+    }
+    out
+}
+
+/// Runs the case; with `fresh`, each step attends to its own keys and values before they are written.
+fn check(case: &Case, fresh: bool) -> std::result::Result<(), TestCaseError> {
+    let spec = case.spec;
+    let heads = 2 * spec.kv_heads;
+    let layer = KvLayer::new(&device(), spec).unwrap();
+    let mut lens = vec![0; spec.sequences];
+    for arrivals in &case.steps {
+        let past: Vec<u32> = lens.iter().map(|&n| n as u32).collect();
+        let tokens = advance(&mut lens, arrivals);
+        let step = step(&tokens, &lens);
+        let (k, v) = (source(0, &tokens, spec.kv_heads, case.source), source(1, &tokens, spec.kv_heads, case.source));
+        let q: Vec<f32> = (0..tokens.len() * heads * DIM).map(|i| (i as f32 * 0.71).cos()).collect();
+        let q_tensor = tensor(&q, &[tokens.len(), heads, DIM]);
+        let out = tensor(&vec![f32::NAN; q.len()], &[tokens.len(), heads, DIM]);
+        let past_tensor = Tensor::from_slice(&device(), &past, &[past.len()]).unwrap();
+        let plan = kvant::ops::attend::Plan { kernel: "", reason: "".into(), splits: case.splits };
+        let args = Attend {
+            q: &q_tensor,
+            layer: &layer,
+            step: &step,
+            fresh: fresh.then_some(Fresh { k: &k, v: &v, order: case.source, past: &past_tensor }),
+            scale: 0.3,
+            softcap: case.softcap,
+            window: case.window,
+            q_rotated: false,
+            plan: Some(&plan),
+            out: &out,
+        };
+        let write = KvWrite { k: &k, v: &v, order: case.source, first_token: 0, step: &step, layer: &layer };
+        run(|enc| if fresh { attend(enc, &args) } else { kv_write(enc, &write) });
+        run(|enc| if fresh { kv_write(enc, &write) } else { attend(enc, &args) });
+        let out = out.to_vec::<f32>().unwrap();
+        for (token, &(sequence, position)) in tokens.iter().enumerate() {
+            let (sequence, position) = (sequence as usize, position as usize);
+            // What is held: the last `capacity` positions of the cache, and with them the fresh ones.
+            let cached = if fresh { past[sequence] as usize } else { lens[sequence] };
+            let oldest = cached.saturating_sub(spec.capacity);
+            let first = oldest.max((position + 1).saturating_sub(case.window.unwrap_or(usize::MAX)));
+            for head in 0..heads {
+                let at = (token * heads + head) * DIM;
+                let expected =
+                    expected(case, &q[at..at + DIM], sequence, head / 2, first.min(position + 1)..position + 1);
+                for i in 0..DIM {
+                    prop_assert!((f64::from(out[at + i]) - expected[i]).abs() < 1e-6, "token {token}, head {head}");
+                }
+            }
+        }
+    }
+    // Reading gives back what is still held, bit for bit.
+    for (sequence, &len) in lens.iter().enumerate() {
+        let held = len.saturating_sub(spec.capacity)..len;
+        let tokens: Vec<(u32, u32)> = held.clone().map(|position| (sequence as u32, position as u32)).collect();
+        for (side, number) in [(KvSide::K, 0), (KvSide::V, 1)] {
+            let wanted = source(number, &tokens, spec.kv_heads, case.source);
+            let out = Tensor::zeros(&device(), DType::F32, wanted.shape()).unwrap();
+            let order = case.source;
+            let args =
+                KvRead { layer: &layer, side, sequence, start: held.start, keep_rotated: false, order, out: &out };
+            run(|enc| kv_read(enc, &args));
+            prop_assert_eq!(out.to_vec::<f32>().unwrap(), wanted.to_vec::<f32>().unwrap());
+        }
+    }
+    Ok(())
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(crate::common::proptest_cases(128)))]
+
+    #[test]
+    fn writing_then_attending_is_softmax_over_history(case in cases(Codec::F32)) {
+        check(&case, false)?;
+    }
+
+    #[test]
+    fn attending_to_fresh_tokens_is_softmax_over_history(case in cases(Codec::F32)) {
+        check(&case, true)?;
+    }
+}
+
+/// Attention over a quantised layer is attention over what can be read from it, and rotating the query changes
+/// nothing.
+#[test]
+fn quantised_attention_is_attention_over_what_is_read() {
+    let tokens: Vec<(u32, u32)> = (0..9).map(|position| (0, position)).collect();
+    for (k_codec, v_codec) in [(Codec::tq(4), Codec::tq(6)), (Codec::tq(8), Codec::F16), (Codec::BF16, Codec::tq(5))] {
+        let spec = LayerSpec {
+            sequences: 1,
+            kv_heads: 1,
+            capacity: 6,
+            head_dim: DIM,
+            k: k_codec,
+            v: v_codec,
+            window: None,
+            ring: true,
+            order: SlotOrder::HeadMajor,
+        };
+        let layer = KvLayer::new(&device(), spec).unwrap();
+        let order = SourceOrder::TokenMajor;
+        let (k, v) = (source(0, &tokens, 1, order), source(1, &tokens, 1, order));
+        let written = step(&tokens, &[9]);
+        run(|enc| kv_write(enc, &KvWrite { k: &k, v: &v, order, first_token: 0, step: &written, layer: &layer }));
+        let read = |side| {
+            let out = Tensor::zeros(&device(), DType::F32, &[6, 1, DIM]).unwrap();
+            let args = KvRead { layer: &layer, side, sequence: 0, start: 3, keep_rotated: false, order, out: &out };
+            run(|enc| kv_read(enc, &args));
+            out.to_vec::<f32>().unwrap()
+        };
+        let (keys, values) = (read(KvSide::K), read(KvSide::V));
+        let wide = |x: &[f32]| x.iter().map(|&x| f64::from(x)).collect::<Vec<_>>();
+        let (keys, values) = (wide(&keys), wide(&values));
+        let q: Vec<f32> = (0..DIM).map(|i| coordinate(2, 0, 0, 0, i)).collect();
+        let query = reference::Query { q: &wide(&q), scale: 0.5, softcap: None };
+        let expected = reference::attend(query, keys.chunks(DIM).zip(values.chunks(DIM))).unwrap().finish();
+
+        let last = step(&tokens[8..], &[9]);
+        let rotated: Vec<f32> = reference::hadamard(&wide(&q), false).unwrap().iter().map(|&x| x as f32).collect();
+        for (q, q_rotated) in [(&q, false), (&rotated, true)] {
+            if q_rotated && !k_codec.is_quantised() {
+                continue;
+            }
+            let (q, out) = (tensor(q, &[1, 1, DIM]), tensor(&[f32::NAN; DIM], &[1, 1, DIM]));
+            let args = Attend {
+                q: &q,
+                layer: &layer,
+                step: &last,
+                fresh: None,
+                scale: 0.5,
+                softcap: None,
+                window: None,
+                q_rotated,
+                plan: None,
+                out: &out,
+            };
+            run(|enc| attend(enc, &args));
+            let out = out.to_vec::<f32>().unwrap();
+            assert!(out.iter().zip(&expected).all(|(a, e)| (f64::from(*a) - e).abs() < 1e-5));
+        }
+    }
+}
+
+/// Keys and values reach a TurboQuant or dense layer without a rounding in between: from f32 sources the fused form
+/// is the two operations one after the other, to within that rounding.
+#[test]
+fn fused_write_is_its_two_parts() {
+    let tokens: Vec<(u32, u32)> = vec![(1, 5), (0, 0), (1, 6)];
+    let (kv_heads, heads) = (2, 4);
+    let random = |n: usize, seed: usize| (0..n).map(|i| coordinate(3, seed, i, 1, i)).collect::<Vec<f32>>();
+    let q = tensor(&random(3 * heads * DIM, 0), &[3, heads, DIM]);
+    let k = tensor(&random(3 * kv_heads * DIM, 1), &[3, kv_heads, DIM]);
+    let weight = tensor(&random(DIM, 2), &[DIM]);
+    let norm = HeadNorm { weight: Some(&weight), eps: 1e-6 };
+    let rope = Rope { angles: Angles::Theta(1e4), rotated_pairs: 16, layout: PairLayout::Halves, freq_factors: None };
+    for codec in [Codec::F32, Codec::tq(8)] {
+        let spec = LayerSpec {
+            sequences: 2,
+            kv_heads,
+            capacity: 4,
+            head_dim: DIM,
+            k: codec,
+            v: codec,
+            window: None,
+            ring: true,
+            order: SlotOrder::TokenMajor,
+        };
+        let layers = [0, 1].map(|_| KvLayer::new(&device(), spec).unwrap());
+        let step = step(&tokens, &[1, 7]);
+        let outs = [0, 1].map(|_| Tensor::zeros(&device(), DType::F32, q.shape()).unwrap());
+        // Values are the raw keys, normed without a weight: one tensor for both.
+        let fused = NormRopeWrite {
+            q: &q,
+            k: &k,
+            v: &k,
+            q_norm: Some(norm),
+            k_norm: Some(norm),
+            v_norm: Some(HeadNorm { weight: None, eps: 1e-6 }),
+            rope: Some(rope),
+            rotate_q: true,
+            step: &step,
+            layer: &layers[0],
+            q_out: &outs[0],
+        };
+        run(|enc| norm_rope_write(enc, &fused));
+        let part = |x: &Tensor, norm, rope, rotate, out: &Tensor| {
+            let out_order = SourceOrder::TokenMajor;
+            let args = NormRope { x, norm: Some(norm), rope, positions: &step.positions, rotate, out_order, out };
+            run(|enc| norm_rope(enc, &args));
+        };
+        let [k_out, v_out] = [0, 1].map(|_| Tensor::zeros(&device(), DType::F32, k.shape()).unwrap());
+        part(&q, norm, Some(rope), true, &outs[1]);
+        part(&k, norm, Some(rope), false, &k_out);
+        part(&k, HeadNorm { weight: None, eps: 1e-6 }, None, false, &v_out);
+        let order = SourceOrder::TokenMajor;
+        let write = KvWrite { k: &k_out, v: &v_out, order, first_token: 0, step: &step, layer: &layers[1] };
+        run(|enc| kv_write(enc, &write));
+        assert_eq!(outs[0].to_vec::<f32>().unwrap(), outs[1].to_vec::<f32>().unwrap());
+        for (sequence, start, n) in [(0, 0, 1), (1, 5, 2)] {
+            for side in [KvSide::K, KvSide::V] {
+                let [a, b] = [0, 1].map(|i| {
+                    let out = Tensor::zeros(&device(), DType::F32, &[n, kv_heads, DIM]).unwrap();
+                    let args =
+                        KvRead { layer: &layers[i], side, sequence, start, keep_rotated: false, order, out: &out };
+                    run(|enc| kv_read(enc, &args));
+                    out.to_vec::<f32>().unwrap()
+                });
+                assert!(a.iter().any(|x| *x != 0.0));
+                assert!(a.iter().zip(&b).all(|(a, b)| (a - b).abs() < 1e-6), "{codec} {side:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn same_dtype_keeps_the_bits_of_nan() {
+    let bits: Vec<f16> = (0..DIM as u16).map(|i| f16::from_bits(0x7c01 + i * 13)).collect();
+    assert!(bits.iter().all(|x| x.is_nan()));
+    let source = Tensor::from_slice(&device(), &bits, &[1, 1, DIM]).unwrap();
+    let spec = LayerSpec {
+        sequences: 1,
+        kv_heads: 1,
+        capacity: 1,
+        head_dim: DIM,
+        k: Codec::F16,
+        v: Codec::F32,
+        window: None,
+        ring: false,
+        order: SlotOrder::HeadMajor,
+    };
+    let layer = KvLayer::new(&device(), spec).unwrap();
+    let (step, order) = (step(&[(0, 0)], &[1]), SourceOrder::HeadMajor);
+    run(|enc| kv_write(enc, &KvWrite { k: &source, v: &source, order, first_token: 0, step: &step, layer: &layer }));
+    let stored: Vec<f16> = layer.k().tensors().next().unwrap().1.to_vec().unwrap();
+    assert!(stored.iter().zip(&bits).all(|(a, b)| a.to_bits() == b.to_bits()));
+    let widened: Vec<f32> = layer.v().tensors().next().unwrap().1.to_vec().unwrap();
+    assert!(widened.iter().all(|x| x.is_nan()));
+}
+
+/// Each kind of residual, with outputs on top of inputs.
+#[test]
+fn norms_in_place() {
+    let (x, r): (Vec<f32>, Vec<f32>) = (0..3 * 8).map(|i| ((i as f32).sin(), (i as f32 * 0.4).cos())).unzip();
+    let weight = [1.0, 2.0, 0.5, -1.0, 3.0, 0.0, 1.5, 1.0];
+    let normed = |row: &[f32]| {
+        let mean = row.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>() / 8.0;
+        let r = 1.0 / (mean + f64::from(1e-5f32)).sqrt();
+        row.iter().zip(weight).map(|(x, w)| f64::from(*x) * r * f64::from(w)).collect::<Vec<_>>()
+    };
+    let w = tensor(&weight, &[8]);
+    let close = |t: &Tensor, expected: &[f64]| {
+        let got = t.to_vec::<f32>().unwrap();
+        assert!(got.iter().zip(expected).all(|(a, b)| (f64::from(*a) - b).abs() < 1e-6), "{got:?} {expected:?}");
+    };
+    let call = |x: &Tensor, residual: Residual, out: &Tensor| {
+        run(|enc| rms_norm(enc, &RmsNorm { x, weight: Some(&w), eps: 1e-5, residual, scale: 2.0, out }));
+    };
+    let all: Vec<f64> = x.chunks(8).flat_map(normed).collect();
+    let t = tensor(&x, &[3, 8]);
+    call(&t, Residual::None, &t);
+    close(&t, &all.iter().map(|n| 2.0 * n).collect::<Vec<_>>());
+    let (t, residual) = (tensor(&x, &[3, 8]), tensor(&r, &[3, 8]));
+    call(&t, Residual::After(&residual), &residual);
+    close(&residual, &all.iter().zip(&r).map(|(n, r)| 2.0 * (n + f64::from(*r))).collect::<Vec<_>>());
+    let (t, residual) = (tensor(&x, &[3, 8]), tensor(&r, &[3, 8]));
+    call(&t, Residual::Before { residual: &residual, sum: &residual }, &t);
+    let sum: Vec<f32> = x.iter().zip(&r).map(|(x, r)| x + r).collect();
+    close(&residual, &sum.iter().map(|&s| s.into()).collect::<Vec<_>>());
+    close(&t, &sum.chunks(8).flat_map(normed).map(|n| 2.0 * n).collect::<Vec<_>>());
+}

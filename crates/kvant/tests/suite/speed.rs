@@ -1,0 +1,427 @@
+//! How fast the operations are on a GPU, as a table: `KVANT_TEST_DEVICE=cuda cargo test --release -p kvant --test suite
+//! -- speed:: --ignored --nocapture --test-threads 1`; KVANT_SPEED is a part of the names of the lines that are wanted. Nothing is
+//! judged. What PyTorch and FlashInfer take for the same attention is for tools/h200/peers.py to say.
+//!
+//! Every figure is of replays of a graph that holds the operation many times over buffers that together exceed the
+//! caches. GB/s counts each input read once and each output written once.
+
+use std::time::{Duration, Instant};
+
+use kvant::{
+    Codec, DType, Device, DeviceKind, Encoder, KvLayer, LayerSpec, Result, SlotOrder, Step, Tensor,
+    ops::{
+        self, Activation, Affine, Angles, Argmax, Attend, Columns, Embed, Gate, Hadamard, HeadNorm, KvWrite, Linear,
+        NormRope, NormRopeWrite, PairLayout, Residual, RmsNorm, Rope, Sample, SourceOrder, Weight,
+    },
+};
+
+/// Together, buffers are larger than this.
+const CACHE: usize = 256 << 20;
+
+#[test]
+#[ignore = "a measurement"]
+fn attention() -> Result<()> {
+    attend(&device()?)
+}
+
+#[test]
+#[ignore = "a measurement"]
+fn steps() -> Result<()> {
+    around_attention(&device()?)
+}
+
+#[test]
+#[ignore = "a measurement"]
+fn cache() -> Result<()> {
+    kv(&device()?)
+}
+
+#[test]
+#[ignore = "a measurement"]
+fn products() -> Result<()> {
+    linear(&device()?)
+}
+
+#[test]
+#[ignore = "a measurement"]
+fn others() -> Result<()> {
+    rest(&device()?)
+}
+
+fn device() -> Result<Device> {
+    let kind = std::env::var("KVANT_TEST_DEVICE").unwrap_or_default();
+    let kind = [DeviceKind::Cuda, DeviceKind::Metal, DeviceKind::Cpu].into_iter().find(|k| k.name() == kind);
+    let device = kind.map_or_else(|| Ok(Device::default()), Device::open)?;
+    println!("| operation on {} | µs | GB/s |\n|---|---|---|", device.name());
+    Ok(device)
+}
+
+/// Times `record`, whose argument counts from 0 to `copies`, and prints a line.
+fn line(
+    device: &Device,
+    name: &str,
+    bytes: usize,
+    copies: usize,
+    record: impl Fn(&mut Encoder, usize) -> Result<()>,
+) -> Result<()> {
+    if std::env::var("KVANT_SPEED").is_ok_and(|part| !name.contains(&part)) {
+        return Ok(());
+    }
+    let calls = copies.max(60).next_multiple_of(copies);
+    let graph = Encoder::capture(device, |enc| (0..calls).try_for_each(|i| record(enc, i % copies)))?;
+    // While the host made its numbers the device slept, and it wakes slowly.
+    let start = Instant::now();
+    while start.elapsed() < Duration::from_millis(150) {
+        graph.replay()?.wait()?;
+    }
+    let mut times: Vec<f64> = (0..15)
+        .map(|_| {
+            let start = Instant::now();
+            graph.replay()?.wait()?;
+            Ok(start.elapsed().as_secs_f64() / calls as f64)
+        })
+        .collect::<Result<_>>()?;
+    times.sort_by(f64::total_cmp);
+    println!("| {name} | {:.2} | {:.0} |", times[7] * 1e6, bytes as f64 / times[7] / 1e9);
+    Ok(())
+}
+
+/// Numbers that are neither zero nor alike.
+fn noise(device: &Device, dtype: DType, shape: &[usize]) -> Result<Tensor> {
+    let n: usize = shape.iter().product();
+    let mut z = 1u64;
+    let mut next = || {
+        z = z.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        (z >> 40) as f32 / (1u64 << 24) as f32 - 0.5
+    };
+    let bytes: Vec<u8> = match dtype {
+        DType::F32 => (0..n).flat_map(|_| next().to_le_bytes()).collect(),
+        DType::F16 => (0..n).flat_map(|_| kvant::f16::from_f32(next()).to_le_bytes()).collect(),
+        DType::BF16 => (0..n).flat_map(|_| kvant::bf16::from_f32(next()).to_le_bytes()).collect(),
+        DType::U32 => (0..n).flat_map(|_| next().to_bits().to_le_bytes()).collect(),
+        DType::U8 => (0..n).map(|_| next().to_bits() as u8).collect(),
+    };
+    Tensor::from_bytes(device, dtype, shape, &bytes)
+}
+
+/// Bits without a pattern that are finite numbers below 2 as bf16.
+fn random_bits(bytes: usize) -> Vec<u8> {
+    let mut z = 1u64;
+    let words = (0..bytes.div_ceil(8)).map(|_| {
+        z = z.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        (z ^ z >> 29) & 0xBFFF_BFFF_BFFF_BFFF
+    });
+    let mut all: Vec<u8> = words.flat_map(u64::to_le_bytes).collect();
+    all.truncate(bytes);
+    all
+}
+
+fn copies(bytes: usize) -> usize {
+    CACHE.div_ceil(bytes).min(64)
+}
+
+/// Decode attention of one token over a full cache, and (tokens > 1) the last tokens of a prompt.
+fn attend(device: &Device) -> Result<()> {
+    let (bf16, all) = (Codec::BF16, None);
+    let quantised = [bf16, Codec::F16, Codec::tq(8), Codec::tq(6), Codec::tq(5), Codec::tq(4)];
+    // Coordinates, query heads, KV heads, keys, query tokens, window.
+    for (dim, heads, kv_heads, len, tokens, window) in [
+        (128, 32, 8, 1024, 1, all),
+        (128, 32, 8, 32768, 1, all),
+        (128, 32, 8, 131072, 1, all),
+        (256, 16, 8, 1024, 1, all),
+        (256, 16, 8, 4096, 1, all),
+        (256, 16, 8, 32768, 1, all),
+        (256, 16, 8, 131072, 1, all),
+        (512, 16, 2, 1024, 1, all),
+        (512, 16, 2, 32768, 1, all),
+        (512, 16, 2, 131072, 1, all),
+        (512, 8, 4, 32768, 1, all),
+        (256, 16, 8, 32768, 4, all),
+        (256, 16, 8, 32768, 8, all),
+        (64, 32, 8, 4096, 4096, all),
+        (128, 32, 8, 4096, 4096, all),
+        (256, 16, 8, 4096, 4096, all),
+        (256, 16, 8, 4096, 4096, Some(1024)),
+        (512, 16, 2, 4096, 4096, all),
+    ] {
+        for codec in if tokens == 1 { &quantised[..] } else { &quantised[..1] } {
+            let filled = Filled::new(device, *codec, [dim, heads, kv_heads, len, tokens], None)?;
+            let name = format!("attend {dim}, {heads}, {kv_heads}, {len} {codec}, {tokens} tokens, window {window:?}");
+            filled.time(device, &name, window, len)?;
+        }
+    }
+    // A ring of a window.
+    for position in [2000, 1_000_000] {
+        let filled = Filled::new(device, bf16, [256, 16, 8, 1024, 1], Some(position))?;
+        filled.time(
+            device,
+            &format!("attend 256, 16, 8 bf16, ring, window 1024, position {position}"),
+            Some(1024),
+            1024,
+        )?;
+    }
+    Ok(())
+}
+
+/// Decode attention between what a layer does before and after it: launches may begin before those in front of them have ended.
+fn around_attention(device: &Device) -> Result<()> {
+    for (dim, heads, kv_heads) in [(128, 32, 8), (256, 16, 8), (512, 16, 2)] {
+        for codec in [Codec::BF16, Codec::tq(4)] {
+            for len in [1024, 4096, 32768] {
+                Filled::new(device, codec, [dim, heads, kv_heads, len, 1], None)?.time_step(device)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Layers full of keys, and the queries of the last tokens.
+struct Filled {
+    layers: Vec<KvLayer>,
+    step: Step,
+    q: Tensor,
+    out: Tensor,
+}
+
+impl Filled {
+    fn new(device: &Device, codec: Codec, shape: [usize; 5], ring: Option<usize>) -> Result<Filled> {
+        let [head_dim, heads, kv_heads, len, tokens] = shape;
+        let order = SlotOrder::HeadMajor;
+        let spec = LayerSpec {
+            sequences: 1,
+            kv_heads,
+            capacity: len,
+            head_dim,
+            k: codec,
+            v: codec,
+            window: None,
+            ring: ring.is_some(),
+            order,
+        };
+        // The cache ends with the last token, wherever that is.
+        let end = ring.map_or(len, |position| position + 1);
+        let chunk = len.min(1024);
+        let rows = noise(device, DType::BF16, &[chunk, kv_heads, head_dim])?;
+        let mut layers = vec![KvLayer::new(device, spec)?];
+        layers.resize_with(copies(layers[0].bytes()), || KvLayer::new(device, spec).expect("memory"));
+        for layer in &layers {
+            for first in (end - len..end).step_by(chunk) {
+                let at: Vec<(u32, u32)> = (first..first + chunk).map(|position| (0, position as u32)).collect();
+                let step = Step::new(device, 1, &at)?;
+                let mut enc = device.encoder()?;
+                let order = SourceOrder::TokenMajor;
+                ops::kv_write(&mut enc, &KvWrite { k: &rows, v: &rows, order, first_token: 0, step: &step, layer })?;
+                enc.commit()?.wait()?;
+            }
+        }
+        let at: Vec<(u32, u32)> = (end - tokens..end).map(|position| (0, position as u32)).collect();
+        let dtype = if codec == Codec::F16 { DType::F16 } else { DType::BF16 };
+        let q = noise(device, dtype, &[tokens, heads, head_dim])?;
+        let out = noise(device, dtype, &[tokens, heads, head_dim])?;
+        Ok(Filled { layers, step: Step::new(device, 1, &at)?, q, out })
+    }
+
+    fn time(&self, device: &Device, name: &str, window: Option<usize>, keys: usize) -> Result<()> {
+        let Filled { layers, step, q, out } = self;
+        let bytes = layers[0].bytes() / layers[0].spec().capacity * keys;
+        let scale = (layers[0].spec().head_dim as f32).powf(-0.5);
+        line(device, name, bytes, layers.len(), |enc, i| {
+            let layer = &layers[i];
+            let (fresh, softcap, q_rotated, plan) = (None, None, false, None);
+            ops::attend(enc, &Attend { q, layer, step, fresh, scale, softcap, window, q_rotated, plan, out })
+        })
+    }
+
+    /// What a layer does before and after attention, too, as far as that is small.
+    fn time_step(&self, device: &Device) -> Result<()> {
+        let Filled { layers, step, q, out } = self;
+        let LayerSpec { head_dim, kv_heads, capacity, k, .. } = *layers[0].spec();
+        let heads = q.shape()[1];
+        let [one, weight] = [&[1, kv_heads, head_dim][..], &[head_dim]].map(|shape| noise(device, DType::BF16, shape));
+        let (one, weight) = (one?, weight?);
+        let norm = Some(HeadNorm { weight: Some(&weight), eps: 1e-6 });
+        let rotated = Tensor::zeros(device, DType::BF16, q.shape())?;
+        let x = out.reshape(&[1, heads * head_dim])?;
+        let matrix = noise(device, DType::BF16, &[1024, heads * head_dim])?;
+        let sums = Tensor::zeros(device, DType::BF16, &[1, 1024])?;
+        let name = format!("norm_rope_write, attend, linear of {head_dim}, {heads}, {kv_heads}, {capacity} {k}");
+        line(device, &name, layers[0].bytes(), layers.len(), |enc, i| {
+            let layer = &layers[i];
+            let rotate_q = k.is_quantised();
+            let (k, v, q_norm, k_norm, v_norm, rope) = (&one, &one, norm, norm, norm, None);
+            let q_out = &rotated;
+            ops::norm_rope_write(
+                enc,
+                &NormRopeWrite { q, k, v, q_norm, k_norm, v_norm, rope, rotate_q, step, layer, q_out },
+            )?;
+            let (q, scale, q_rotated) = (&rotated, (head_dim as f32).powf(-0.5), rotate_q);
+            let (fresh, softcap, window, plan) = (None, None, None, None);
+            ops::attend(enc, &Attend { q, layer, step, fresh, scale, softcap, window, q_rotated, plan, out })?;
+            let weight = Weight::Dense(&matrix);
+            ops::linear(enc, &Linear { x: &x, weight, experts: None, alpha: 1.0, out: &sums })
+        })
+    }
+}
+
+fn kv(device: &Device) -> Result<()> {
+    let (tokens, heads, dim) = (8192, 8, 256);
+    // Three of each, so that none is read from a cache.
+    let sources = (0..6).map(|_| noise(device, DType::BF16, &[tokens, heads, dim])).collect::<Result<Vec<_>>>()?;
+    let at: Vec<(u32, u32)> = (0..tokens as u32).map(|p| (0, p)).collect();
+    let step = Step::new(device, 1, &at)?;
+    for codec in [Codec::BF16, Codec::tq(8), Codec::tq(6), Codec::tq(5), Codec::tq(4)] {
+        let spec = LayerSpec {
+            sequences: 1,
+            kv_heads: heads,
+            capacity: tokens,
+            head_dim: dim,
+            k: codec,
+            v: codec,
+            window: None,
+            ring: false,
+            order: SlotOrder::HeadMajor,
+        };
+        let layers = [KvLayer::new(device, spec)?, KvLayer::new(device, spec)?, KvLayer::new(device, spec)?];
+        let bytes = 2 * sources[0].bytes() + layers[0].bytes();
+        line(device, &format!("kv_write 8192 × 8 × 256 bf16 → {codec}"), bytes, 3, |enc, i| {
+            let order = SourceOrder::TokenMajor;
+            let (k, v) = (&sources[2 * i], &sources[2 * i + 1]);
+            ops::kv_write(enc, &KvWrite { k, v, order, first_token: 0, step: &step, layer: &layers[i] })
+        })?;
+        let q = noise(device, DType::BF16, &[1, 16, dim])?;
+        let (one, other) = (sources[0].rows(0..1)?, sources[1].rows(0..1)?);
+        let one_step = Step::new(device, 1, &[(0, 4097)])?;
+        let weight = noise(device, DType::BF16, &[dim])?;
+        let norm = Some(HeadNorm { weight: Some(&weight), eps: 1e-6 });
+        let rope = Some(Rope {
+            angles: Angles::Theta(1e6),
+            rotated_pairs: dim / 2,
+            layout: PairLayout::Halves,
+            freq_factors: None,
+        });
+        let name = format!("norm_rope_write of 1 token, 16 + 8 + 8 heads × 256, bf16 → {codec}");
+        line(device, &name, 0, 3, |enc, i| {
+            let args = NormRopeWrite {
+                q: &q,
+                k: &one,
+                v: &other,
+                q_norm: norm,
+                k_norm: norm,
+                v_norm: norm,
+                rope,
+                rotate_q: codec.is_quantised(),
+                step: &one_step,
+                layer: &layers[i],
+                q_out: &q,
+            };
+            ops::norm_rope_write(enc, &args)
+        })?;
+    }
+    let q = noise(device, DType::BF16, &[4096, 16, dim])?;
+    let positions = Tensor::from_slice(device, &(0..4096).collect::<Vec<u32>>(), &[4096])?;
+    let rope = Some(Rope {
+        angles: Angles::Theta(1e6),
+        rotated_pairs: dim / 2,
+        layout: PairLayout::Halves,
+        freq_factors: None,
+    });
+    line(device, "norm_rope 4096 × 16 × 256 bf16", 2 * q.bytes(), 1, |enc, _| {
+        let args = NormRope {
+            x: &q,
+            norm: Some(HeadNorm { weight: None, eps: 1e-6 }),
+            rope,
+            positions: &positions,
+            rotate: false,
+            out_order: SourceOrder::TokenMajor,
+            out: &q,
+        };
+        ops::norm_rope(enc, &args)
+    })
+}
+
+fn linear(device: &Device) -> Result<()> {
+    for (n, k) in [(4096, 4096), (14336, 4096), (4096, 14336), (2048, 1152)] {
+        for bits in [0usize, 4, 6, 8] {
+            let bytes = if bits == 0 { n * k * 2 } else { n * k * bits / 8 + n * k / 64 * 4 };
+            let copies = copies(bytes);
+            let values = random_bits(if bits == 0 { n * k * 2 } else { n * k * bits / 8 });
+            let scales = random_bits(n * k / 64 * 2);
+            let weights: Vec<[Tensor; 3]> = (0..copies)
+                .map(|_| {
+                    let scales = || Tensor::from_bytes(device, DType::BF16, &[n, k / 64], &scales);
+                    let codes = if bits == 0 {
+                        Tensor::from_bytes(device, DType::BF16, &[n, k], &values)?
+                    } else {
+                        Tensor::from_bytes(device, DType::U32, &[n, k * bits / 32], &values)?
+                    };
+                    Ok([codes, scales()?, scales()?])
+                })
+                .collect::<Result<_>>()?;
+            for rows in [1, 4, 8, 1024] {
+                if rows >= 8 && (n, k) != (4096, 4096) {
+                    continue;
+                }
+                let x = noise(device, DType::BF16, &[rows, k])?;
+                let out = Tensor::zeros(device, DType::BF16, &[rows, n])?;
+                let kind = if bits == 0 { "bf16".to_string() } else { format!("{bits} bit") };
+                line(device, &format!("linear {rows} × {n} × {k}, {kind}"), bytes, copies, |enc, i| {
+                    let [codes, scales, biases] = &weights[i];
+                    let weight = if bits == 0 {
+                        Weight::Dense(codes)
+                    } else {
+                        Weight::Affine(Affine { codes, scales, biases, bits: bits as u32, group: 64 })
+                    };
+                    ops::linear(enc, &Linear { x: &x, weight, experts: None, alpha: 1.0, out: &out })
+                })?;
+            }
+        }
+    }
+    Ok(())
+}
+
+fn rest(device: &Device) -> Result<()> {
+    for rows in [1, 4096] {
+        let x = noise(device, DType::BF16, &[rows, 4096])?;
+        let (out, weight) = (noise(device, DType::BF16, &[rows, 4096])?, noise(device, DType::BF16, &[4096])?);
+        line(device, &format!("rms_norm {rows} × 4096 bf16, after a residual"), 3 * x.bytes(), 1, |enc, _| {
+            let residual = Residual::After(&out);
+            let args = RmsNorm { x: &x, weight: Some(&weight), eps: 1e-6, residual, scale: 1.0, out: &out };
+            ops::rms_norm(enc, &args)
+        })?;
+        line(device, &format!("gate {rows} × 4096 bf16"), 3 * x.bytes(), 1, |enc, _| {
+            let (gate, up) = (Columns::all(&x), Columns::all(&out));
+            ops::gate(enc, &Gate { gate, up, activation: Activation::GeluTanh, out: &x })
+        })?;
+        let heads = x.reshape(&[rows * 16, 256])?;
+        line(device, &format!("hadamard {} × 256 bf16", rows * 16), 2 * x.bytes(), 1, |enc, _| {
+            ops::hadamard(enc, &Hadamard { x: &heads, inverse: false, out: &heads })
+        })?;
+    }
+    let logits = noise(device, DType::BF16, &[1, 262_144])?;
+    let (id, counter) = (Tensor::zeros(device, DType::U32, &[1])?, Tensor::zeros(device, DType::U32, &[1])?);
+    line(device, "argmax of 262144 bf16", logits.bytes(), 1, |enc, _| {
+        ops::argmax(enc, &Argmax { x: &logits, out: &id })
+    })?;
+    for (top_k, top_p) in [(0, 1.0), (64, 0.95)] {
+        line(device, &format!("sample of 262144 bf16, top_k {top_k}, top_p {top_p}"), logits.bytes(), 1, |enc, _| {
+            let args = Sample {
+                logits: &logits,
+                temperature: 0.01,
+                top_k,
+                top_p,
+                min_p: 0.0,
+                seed: 1,
+                counter: &counter,
+                out: &id,
+            };
+            ops::sample(enc, &args)
+        })?;
+    }
+    let table = noise(device, DType::BF16, &[4096, 4096])?;
+    let ids = Tensor::from_slice(device, &(0..512).collect::<Vec<u32>>(), &[512])?;
+    let out = Tensor::zeros(device, DType::BF16, &[512, 4096])?;
+    line(device, "embed 512 × 4096 bf16", 2 * out.bytes(), 1, |enc, _| {
+        ops::embed(enc, &Embed { table: Weight::Dense(&table), ids: &ids, scale: 1.0, out: &out })
+    })
+}

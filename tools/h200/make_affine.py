@@ -1,0 +1,144 @@
+"""Makes Gemma 4 checkpoints of released sizes with random weights, in MLX's affine 4-bit form with groups of 64.
+
+    python3 tools/h200/make_affine.py OUT [--tokenizer DIR] 31b 26b
+
+Writes OUT/31b and OUT/26b (17.27 and 14.19 GB). Random weights are as large and as fast as trained ones; the text is noise. --tokenizer copies
+tokenizer.json and tokenizer_config.json of a checkpoint, so that `kvant generate` runs. Needs a GPU and PyTorch.
+"""
+
+import argparse
+import json
+import math
+import os
+import shutil
+import time
+
+import torch
+from safetensors.torch import save_file
+
+DEVICE = "cuda"
+GROUP = 64
+# The standard deviation of uniform 4-bit codes.
+CODE_DEVIATION = 4.61
+
+
+def save_in_shards(tensors, directory, limit=6_000_000_000):
+    """Writes pairs (name, tensor) as safetensors files of at most `limit` bytes, with an index."""
+    os.makedirs(directory, exist_ok=True)
+    index, shard, size, total, count = {}, {}, 0, 0, 0
+
+    def flush():
+        nonlocal shard, size, count
+        if shard:
+            name = f"model-{count:05d}.safetensors"
+            save_file(shard, os.path.join(directory, name))
+            index.update(dict.fromkeys(shard, name))
+            shard, size, count = {}, 0, count + 1
+
+    for name, tensor in tensors:
+        tensor = tensor.cpu().contiguous()
+        bytes_ = tensor.numel() * tensor.element_size()
+        if size + bytes_ > limit:
+            flush()
+        shard[name] = tensor
+        size, total = size + bytes_, total + bytes_
+    flush()
+    with open(os.path.join(directory, "model.safetensors.index.json"), "w") as file:
+        json.dump({"metadata": {"total_size": total}, "weight_map": index}, file)
+    return total
+
+
+def affine(name, outputs, inputs, lead=()):
+    """A matrix of random codes; products keep the size of their input."""
+    codes = torch.randint(-2**31, 2**31 - 1, (*lead, outputs, inputs // 8), dtype=torch.int32, device=DEVICE)
+    scale = 1 / (CODE_DEVIATION * math.sqrt(inputs))
+    scales = torch.full((*lead, outputs, inputs // GROUP), scale, dtype=torch.bfloat16, device=DEVICE)
+    yield name + ".weight", codes.view(torch.uint32)
+    yield name + ".scales", scales
+    yield name + ".biases", scales * -7.5
+
+
+def ones(name, size):
+    yield name, torch.ones(size, dtype=torch.bfloat16, device=DEVICE)
+
+
+def gemma(config):
+    """All tensors of a model, layer by layer."""
+    hidden, wide = config["hidden_size"], config["intermediate_size"]
+    heads = config["num_attention_heads"]
+    yield from affine("model.embed_tokens", config["vocab_size"], hidden)
+    yield from ones("model.norm.weight", hidden)
+    for layer, kind in enumerate(config["layer_types"]):
+        prefix = f"model.layers.{layer}."
+        full = kind == "full_attention"
+        dim = config["global_head_dim"] if full else config["head_dim"]
+        kv_heads = config["num_global_key_value_heads"] if full else config["num_key_value_heads"]
+        yield from affine(prefix + "self_attn.q_proj", heads * dim, hidden)
+        yield from affine(prefix + "self_attn.k_proj", kv_heads * dim, hidden)
+        if not full:
+            # In full layers values are the keys.
+            yield from affine(prefix + "self_attn.v_proj", kv_heads * dim, hidden)
+        yield from affine(prefix + "self_attn.o_proj", hidden, heads * dim)
+        yield from ones(prefix + "self_attn.q_norm.weight", dim)
+        yield from ones(prefix + "self_attn.k_norm.weight", dim)
+        for norm in ("input", "post_attention", "pre_feedforward", "post_feedforward"):
+            yield from ones(f"{prefix}{norm}_layernorm.weight", hidden)
+        yield from affine(prefix + "mlp.gate_proj", wide, hidden)
+        yield from affine(prefix + "mlp.up_proj", wide, hidden)
+        yield from affine(prefix + "mlp.down_proj", hidden, wide)
+        yield from ones(prefix + "layer_scalar", 1)
+        if config.get("enable_moe_block"):
+            experts, width = config["num_experts"], config["moe_intermediate_size"]
+            for norm in ("post_feedforward_layernorm_1", "post_feedforward_layernorm_2", "pre_feedforward_layernorm_2"):
+                yield from ones(f"{prefix}{norm}.weight", hidden)
+            yield from affine(prefix + "router.proj", experts, hidden)
+            yield from ones(prefix + "router.scale", hidden)
+            yield from ones(prefix + "router.per_expert_scale", experts)
+            yield from affine(prefix + "experts.switch_glu.gate_proj", width, hidden, (experts,))
+            yield from affine(prefix + "experts.switch_glu.up_proj", width, hidden, (experts,))
+            yield from affine(prefix + "experts.switch_glu.down_proj", hidden, width, (experts,))
+
+
+def layers(count):
+    return ["full_attention" if (i + 1) % 6 == 0 else "sliding_attention" for i in range(count)]
+
+
+SHARED = dict(
+    model_type="gemma4_text", vocab_size=262144, rms_norm_eps=1e-6, head_dim=256, global_head_dim=512, sliding_window=1024,
+    final_logit_softcapping=30.0, attention_k_eq_v=True, hidden_size_per_layer_input=0, max_position_embeddings=262144,
+    tie_word_embeddings=True, hidden_activation="gelu_pytorch_tanh", eos_token_id=1, bos_token_id=2,
+    rope_parameters={
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
+    },
+    quantization={"group_size": GROUP, "bits": 4})
+CONFIGS = {
+    "31b": dict(SHARED, hidden_size=5376, intermediate_size=21504, num_hidden_layers=60, num_attention_heads=32,
+                num_key_value_heads=16, num_global_key_value_heads=4, layer_types=layers(60)),
+    "26b": dict(SHARED, hidden_size=2816, intermediate_size=2112, num_hidden_layers=30, num_attention_heads=16,
+                num_key_value_heads=8, num_global_key_value_heads=2, layer_types=layers(30), enable_moe_block=True, num_experts=128,
+                top_k_experts=8, moe_intermediate_size=704),
+}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out")
+    parser.add_argument("--tokenizer", metavar="DIR")
+    parser.add_argument("models", nargs="+", choices=list(CONFIGS))
+    args = parser.parse_args()
+    torch.manual_seed(1)
+    for name in args.models:
+        start = time.time()
+        directory = os.path.join(args.out, name)
+        total = save_in_shards(gemma(CONFIGS[name]), directory)
+        with open(os.path.join(directory, "config.json"), "w") as file:
+            json.dump(CONFIGS[name], file)
+        if args.tokenizer:
+            for file in ("tokenizer.json", "tokenizer_config.json"):
+                shutil.copy(os.path.join(args.tokenizer, file), directory)
+        print(f"{name}: {total / 1e9:.2f} GB in {time.time() - start:.1f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
