@@ -274,7 +274,7 @@ def kvant_speeds(binary, model, prompt, decode, threads):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", type=Path, default=ROOT / "models/rustdoc-11m-4bit")
+    parser.add_argument("--model", type=Path, default=ROOT / "crates/kvant-cli/model")
     parser.add_argument("--text", type=Path, default=ROOT / "models/rustdoc-valid.txt", help="where prompts come from")
     parser.add_argument("--kvant", default=ROOT / "target/release/kvant", help="the command")
     parser.add_argument("--types", default="f16,q8_0,q4_0,q4_1")

@@ -13,7 +13,7 @@ use crate::{Error, Model, Result, Sampling, workspace::Workspace};
 /// ```no_run
 /// use kvant::Device;
 /// use kvant_models::{CacheOptions, Decoder, Model, Sampling};
-/// let model = Model::load("models/rustdoc-11m-4bit".as_ref(), &Device::default())?;
+/// let model = Model::load("path/to/a/model".as_ref(), &Device::default())?;
 /// let mut cache = model.new_cache(&CacheOptions::default())?;
 /// let mut decoder = Decoder::new(&model, &mut cache, 0, Sampling::default())?;
 /// let mut token = decoder.next(&[2, 17, 300])?;

@@ -17,7 +17,7 @@
 //! use std::ops::ControlFlow;
 //! use kvant::Device;
 //! use kvant_models::{CacheOptions, Model, Request, Sampling, Tokenizer, generate};
-//! let dir = "models/rustdoc-11m-4bit".as_ref();
+//! let dir = "path/to/a/model".as_ref();
 //! let (model, tokenizer) = (Model::load(dir, &Device::default())?, Tokenizer::load(dir)?);
 //! let mut cache = model.new_cache(&CacheOptions::default())?;
 //! let prompt = tokenizer.encode("# Fearless Concurrency", true)?;

@@ -68,7 +68,7 @@ pub enum Logits {
 /// ```no_run
 /// use kvant::Device;
 /// use kvant_models::{CacheOptions, Logits, Model};
-/// let model = Model::load("models/rustdoc-11m-4bit".as_ref(), &Device::default())?;
+/// let model = Model::load("path/to/a/model".as_ref(), &Device::default())?;
 /// let mut cache = model.new_cache(&CacheOptions::default())?;
 /// let logits = model.forward(&mut cache, 0, &[2, 17, 300], Logits::Last)?;
 /// assert_eq!(logits.shape(), [1, model.vocab_size()]);

@@ -57,7 +57,7 @@ fn a_decode_step_allocates_nothing() {
     std::hint::black_box(vec![1u8; 100]);
     assert!(TAKEN.load(Relaxed) > taken, "the allocator counts");
 
-    let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/rustdoc-11m-4bit");
+    let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("../kvant-cli/model");
     for (threads, codec) in [(1, Codec::F16), (2, Codec::tq(4))] {
         let device = Device::cpu_with(CpuOptions { threads: Some(threads), simd: None }).unwrap();
         let model = Model::load(&directory, &device).unwrap();

@@ -95,7 +95,7 @@ fn assert_keys(value: &Value, expected: &str) {
 
 /// The model that ships with the project.
 fn shipped() -> PathBuf {
-    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../models/rustdoc-11m-4bit")
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("model")
 }
 
 /// A fresh directory for one test.

@@ -16,7 +16,7 @@ pub fn golden(name: &str) -> PathBuf {
 
 /// The model that ships with the project.
 pub fn shipped() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/rustdoc-11m-4bit")
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../kvant-cli/model")
 }
 
 /// A tensor of a golden file.
