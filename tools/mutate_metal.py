@@ -34,17 +34,18 @@ METAL = ROOT / "crates/kvant/src/metal"
 # quick ones come first.
 SUITES = {
     "argmax": ["conformance::sample::argmax", "conformance::sample::signed_zeros"],
-    "attend": ["conformance::attend::", "hazards::"],
-    "copy": ["cache::"],
+    "attend": ["conformance::attend::", "hazards::", "pages::"],
+    "copy": ["pages::random_histories"],
     "embed": ["conformance::linear::embed", "ids_out_of_range"],
     "gate": ["conformance::gate::"],
     "hadamard": ["conformance::hadamard::", "large_head"],
-    "kv_read": ["conformance::kv::"],
-    "kv_write": ["conformance::kv::", "conformance::codec::"],
+    "kv_read": ["conformance::kv::", "pages::reads", "pages::positions"],
+    "kv_write": ["conformance::kv::", "conformance::codec::", "pages::"],
     "linear": ["conformance::linear::"],
     "moe": ["conformance::moe::"],
     "norm_rope": ["conformance::norm_rope::", "rope", "rotary"],
-    "norm_rope_write": ["conformance::norm_rope::"],
+    "norm_rope_write": ["conformance::norm_rope::", "pages::norm_rope", "pages::positions"],
+    "pages": ["pages::"],
     "positions": ["position_out_of_range"],
     "rms_norm": ["conformance::rms_norm::", "reduction_race"],
     "sample": ["conformance::sample::"],
@@ -69,6 +70,8 @@ HEADERS = {
 
 # Mutants that compute the same: (file, line of text, why). The script says so instead of failing.
 EQUIVALENT = [
+    ("attend/keys.h", "return lo < hi ?", "the range is empty either way"),
+    ("attend/softmax.h", "part.m > into.m ?", "where both are equal, either will do"),
     ("copy.metal", "at + 4 <= p.bytes", "the last word is copied byte by byte instead"),
     ("linear.metal", "if (first_output >= p.outputs) {", "outputs that do not exist are computed, and not stored"),
     ("sample.metal", "// The histogram is empty.", "all have met in `reduce` since; the barrier orders memory, as msl-host always does"),

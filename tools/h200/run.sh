@@ -118,7 +118,7 @@ if step conformance; then
     say "|---|---|---|---|"
     # The last: whole models, kvant-models' tests/gpu.rs.
     for name in conformance::{hadamard,gate,moe,rms_norm,sample,softcap,kv,norm_rope,linear,codec,attend} \
-        hazards arguments golden cache gpu; do
+        hazards arguments golden pages gpu; do
         wanted "$name" && is_there "$name" && tests "$name" --test-threads 12
     done
     say ""
@@ -166,7 +166,7 @@ conformance::linear many_rows_of_halves
 conformance::linear one_row_in_equal_parts
 conformance::linear an_expert_is_a_matrix
 conformance::linear embed
-cache forks_hold_the_same
+pages random_histories_match_naive_attention
 conformance::attend forced_splits
 conformance::attend fresh_keys_and_values
 conformance::attend not_finite_keys_and_values

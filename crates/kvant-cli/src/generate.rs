@@ -7,8 +7,8 @@ use std::{
     time::Instant,
 };
 
-use kvant::{Codec, KvCache, device::DeviceKind};
-use kvant_models::{CacheOptions, Model, Request, Sampling, TextStream, Tokenizer, generate};
+use kvant::{Codec, Sequence, device::DeviceKind};
+use kvant_models::{Model, PoolOptions, Request, Sampling, TextStream, Tokenizer, generate};
 use serde::Serialize;
 
 use crate::{
@@ -86,9 +86,10 @@ pub fn run(args: &Args) -> Result {
     let tokenizer = Tokenizer::load_files(&files)?;
     let prompt_ids = tokenizer.encode_prompt(&prompt)?;
     let model = args.activations.load(&files, &device)?;
-    let capacity = prompt_ids.len().saturating_add(args.max_tokens as usize);
-    let options = CacheOptions { k: args.kv.k, v: args.kv.v, capacity, ..CacheOptions::default() };
-    let mut cache = model.new_cache(&options)?;
+    let longest = prompt_ids.len().saturating_add(args.max_tokens as usize);
+    let options = PoolOptions { k: args.kv.k, v: args.kv.v, longest, ..PoolOptions::default() };
+    let as_f16 = PoolOptions { k: Codec::F16, v: Codec::F16, ..options };
+    let mut sequence = model.new_pool(&options)?.sequence();
 
     // The prompt and its continuation are one text, where a person sees both streams.
     if !args.json && std::io::stderr().is_terminal() {
@@ -99,12 +100,12 @@ pub fn run(args: &Args) -> Result {
     let max_tokens = args.max_tokens as usize;
     let request = Request { max_tokens, sampling, stop: tokenizer.eos(), ..Request::new(&prompt_ids) };
     let warm_up_seconds = match device.kind() {
-        DeviceKind::Cuda | DeviceKind::Metal => warm_up(&model, &mut cache, &request)?,
+        DeviceKind::Cuda | DeviceKind::Metal => warm_up(&model, &mut sequence, &request)?,
         _ => 0.0,
     };
     let mut writer = Writer { stream: tokenizer.stream(), text: String::new(), json: args.json };
     let mut written = Ok(());
-    let stats = generate(&model, &mut cache, &request, |token| {
+    let stats = generate(&model, &mut sequence, &request, |token| {
         written = writer.push(token);
         if written.is_ok() { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
     })?;
@@ -119,8 +120,8 @@ pub fn run(args: &Args) -> Result {
         warm_up_seconds: output::round3(warm_up_seconds),
         prompt_tokens_per_s: rate(stats.prompt_tokens, stats.prompt_seconds),
         decode_tokens_per_s: rate(stats.decode_steps, stats.decode_seconds),
-        cache_bytes: cache.bytes(),
-        cache_bytes_f16: cache.bytes_as(Codec::F16),
+        cache_bytes: sequence.pool().spec().bytes,
+        cache_bytes_f16: model.pool_spec(&as_f16)?.bytes,
         kv: args.kv.to_string(),
         device: device.to_string(),
     };
@@ -131,15 +132,15 @@ pub fn run(args: &Args) -> Result {
 
 /// Runs the kernels of a request once, because a GPU compiles them at their first use. Returns the time. The sequence
 /// is empty before and after.
-fn warm_up(model: &Model, cache: &mut KvCache, request: &Request) -> Result<f64> {
+fn warm_up(model: &Model, sequence: &mut Sequence, request: &Request) -> Result<f64> {
     let started = Instant::now();
     // A pass takes at most so many tokens. Kernels depend on the tokens of a pass: one full pass, and the rest.
-    let pass = cache.max_batch().clamp(1, 512);
+    let pass = 512;
     let tokens = request.prompt.len();
     let prompt = &request.prompt[..tokens.min(pass + tokens % pass)];
     let request = Request { prompt, max_tokens: request.max_tokens.min(3), stop: &[], ..*request };
-    generate(model, cache, &request, |_| ControlFlow::Continue(()))?;
-    cache.clear(request.sequence)?;
+    generate(model, sequence, &request, |_| ControlFlow::Continue(()))?;
+    sequence.truncate(0)?;
     Ok(started.elapsed().as_secs_f64())
 }
 
@@ -219,13 +220,14 @@ mod tests {
         let sampling = Sampling { temperature: 1.0, seed: 3, ..Sampling::default() };
         let request = Request { max_tokens: 5, sampling, ..Request::new(&prompt) };
         let run = |warm: bool| {
-            let mut cache = model.new_cache(&CacheOptions { capacity: 305, ..CacheOptions::default() }).unwrap();
+            let mut sequence =
+                model.new_pool(&PoolOptions { longest: 305, ..PoolOptions::default() }).unwrap().sequence();
             if warm {
-                assert!(warm_up(&model, &mut cache, &request).unwrap() > 0.0);
-                assert_eq!(cache.len(0).unwrap(), 0);
+                assert!(warm_up(&model, &mut sequence, &request).unwrap() > 0.0);
+                assert!(sequence.is_empty());
             }
             let mut tokens = Vec::new();
-            let stats = generate(&model, &mut cache, &request, |token| {
+            let stats = generate(&model, &mut sequence, &request, |token| {
                 tokens.push(token);
                 ControlFlow::Continue(())
             });

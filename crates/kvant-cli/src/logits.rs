@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use kvant_models::{CacheOptions, Logits};
+use kvant_models::{Logits, PoolOptions};
 
 use crate::{
     Result,
@@ -61,15 +61,12 @@ pub fn run(args: &Args) -> Result {
     let device = args.device.open()?;
     let model = args.activations.load(&files, &device)?;
     let step = args.step.map_or(tokens.len(), |step| step as usize);
-    let mut cache = model.new_cache(&CacheOptions {
-        k: args.kv.k,
-        v: args.kv.v,
-        capacity: tokens.len(),
-        ..CacheOptions::default()
-    })?;
+    let mut sequence = model
+        .new_pool(&PoolOptions { k: args.kv.k, v: args.kv.v, longest: tokens.len(), ..PoolOptions::default() })?
+        .sequence();
     let mut bytes: Vec<u8> = Vec::new();
     for chunk in tokens.chunks(step) {
-        let logits = model.forward(&mut cache, 0, chunk, Logits::All)?.to_f32()?;
+        let logits = model.feed(&mut sequence, chunk, Logits::All)?.to_f32()?;
         bytes
             .try_reserve(size_of_val(&logits[..]))
             .map_err(|_| format!("there is no memory for the logits of {} tokens", tokens.len()))?;

@@ -199,7 +199,9 @@ impl Config {
             layers: layers(&text, heads)?,
             rms_norm_eps: eps as f32,
             final_softcap: text
-                .float_or_null("final_logit_softcapping", "positive", |c| c as f32 > 0.0 && c < 1e6)?
+                .float_or_null("final_logit_softcapping", "at least 1.2e-38", |c| {
+                    c as f32 >= f32::MIN_POSITIVE && c < 1e6
+                })?
                 .map(|c| c as f32),
             tie_word_embeddings: tie_word_embeddings(&text, &outer)?,
             per_layer_input: if unified { None } else { per_layer_input(&text)? },

@@ -1,21 +1,21 @@
 //! Decoding token by token with a pass that was recorded once.
 
-use kvant::{DType, Encoder, Graph, KvCache, Submission, Tensor, ops};
+use kvant::{DType, Encoder, Graph, Sequence, Step, StepSize, Submission, Tensor, ops};
 
-use crate::{Error, Model, Result, Sampling, workspace::Workspace};
+use crate::{Error, Model, Result, Sampling, gemma4::Wanted, workspace::Workspace};
 
-/// Feeds tokens to one sequence of a cache, and draws the next tokens.
+/// Feeds tokens to one sequence, and draws the next tokens.
 ///
 /// A pass of a single token is recorded the first time and replayed afterwards, including the draw. Token, position
 /// and lengths are read from device memory, so nothing is planned or validated again. On CUDA, the recorded pass is a
-/// CUDA graph. Results are those of [`Model::forward`].
+/// CUDA graph. Results are those of [`Model::feed`].
 ///
 /// ```no_run
 /// use kvant::Device;
-/// use kvant_models::{CacheOptions, Decoder, Model, Sampling};
+/// use kvant_models::{Decoder, Model, PoolOptions, Sampling};
 /// let model = Model::load("path/to/a/model".as_ref(), &Device::default())?;
-/// let mut cache = model.new_cache(&CacheOptions::default())?;
-/// let mut decoder = Decoder::new(&model, &mut cache, 0, Sampling::default())?;
+/// let mut sequence = model.new_pool(&PoolOptions::default())?.sequence();
+/// let mut decoder = Decoder::new(&model, &mut sequence, Sampling::default())?;
 /// let mut token = decoder.next(&[2, 17, 300])?;
 /// for _ in 0..10 {
 ///     token = decoder.next(&[token])?;
@@ -24,9 +24,11 @@ use crate::{Error, Model, Result, Sampling, workspace::Workspace};
 /// ```
 pub struct Decoder<'a> {
     model: &'a Model,
-    cache: &'a mut KvCache,
-    sequence: usize,
+    sequence: &'a mut Sequence,
     sampling: Sampling,
+    /// The step of the recorded passes, for lengths up to `longest`.
+    step: Step,
+    longest: usize,
     /// Scratch for one token.
     space: Workspace,
     logits: Tensor,
@@ -37,6 +39,11 @@ pub struct Decoder<'a> {
     graphs: [Option<Graph>; 2],
 }
 
+/// The first length that passes are recorded for; each next one is [`GROWTH`] times as long. Kernels and page tables
+/// depend on it.
+const FIRST_LONGEST: usize = 1024;
+const GROWTH: usize = 4;
+
 /// The operation after a pass.
 #[derive(Clone, Copy, PartialEq)]
 enum Then {
@@ -45,16 +52,19 @@ enum Then {
 }
 
 impl<'a> Decoder<'a> {
-    /// Continues a sequence of `cache`, which need not be empty.
+    /// Continues a sequence, which need not be empty.
     ///
     /// # Errors
-    /// `Kvant` for sampling parameters out of range.
-    pub fn new(model: &'a Model, cache: &'a mut KvCache, sequence: usize, sampling: Sampling) -> Result<Decoder<'a>> {
+    /// `Argument` for a sequence of another model's pool; `Kvant` for sampling parameters out of range.
+    pub fn new(model: &'a Model, sequence: &'a mut Sequence, sampling: Sampling) -> Result<Decoder<'a>> {
         let device = model.device();
+        model.check_pool(sequence.pool())?;
+        let longest = FIRST_LONGEST;
         let decoder = Decoder {
             space: model.workspace(1)?,
+            step: sequence.pool().reserve_step(StepSize::decode(1, longest))?,
+            longest,
             model,
-            cache,
             sequence,
             sampling,
             logits: Tensor::zeros(device, DType::F32, &[1, model.vocab_size()])?,
@@ -67,9 +77,9 @@ impl<'a> Decoder<'a> {
         Ok(decoder)
     }
 
-    /// The cache.
-    pub fn cache(&self) -> &KvCache {
-        self.cache
+    /// The sequence.
+    pub fn sequence(&self) -> &Sequence {
+        self.sequence
     }
 
     /// The logits of the last token fed, f32 `[1, vocab_size]`.
@@ -80,9 +90,9 @@ impl<'a> Decoder<'a> {
     /// Feeds tokens. [`Decoder::logits`] then holds the logits of the last one.
     ///
     /// # Errors
-    /// Those of [`Model::forward`], with the same effect on the sequence.
+    /// Those of [`Model::feed`], with the same effect on the sequence.
     pub fn feed(&mut self, tokens: &[u32]) -> Result<()> {
-        let before = self.cache.len(self.sequence)?;
+        let before = self.sequence.len();
         let replay = self.run(tokens, Then::Nothing)?;
         let done = wait(replay);
         self.undo(before, done)
@@ -94,7 +104,7 @@ impl<'a> Decoder<'a> {
     /// As [`Decoder::feed`]; `NotANumber`. If only the draw fails, the fed tokens are removed again, unless they are
     /// more than sliding windows can restore: then they stay.
     pub fn next(&mut self, tokens: &[u32]) -> Result<u32> {
-        let before = self.cache.len(self.sequence)?;
+        let before = self.sequence.len();
         let replay = self.run(tokens, Then::Draw)?;
         // The download also waits, but another thread may already have received the failure of this replay. `wait`
         // afterwards returns it in any case.
@@ -112,20 +122,20 @@ impl<'a> Decoder<'a> {
     /// Truncates the sequence to `len` tokens.
     ///
     /// # Errors
-    /// `Kvant`, as [`KvCache::truncate`].
+    /// `Kvant`, as [`Sequence::truncate`].
     pub fn truncate(&mut self, len: usize) -> Result<()> {
-        Ok(self.cache.truncate(self.sequence, len)?)
+        Ok(self.sequence.truncate(len)?)
     }
 
     /// Runs a pass. The returned replay may not have finished.
     fn run(&mut self, tokens: &[u32], then: Then) -> Result<Option<Submission>> {
-        let before = self.cache.len(self.sequence)?;
+        let before = self.sequence.len();
         if let &[token] = tokens {
-            self.model.check(self.cache, self.sequence, tokens)?;
+            self.model.check_tokens(tokens)?;
             let replayed = self.replay(token, then);
             return self.undo(before, replayed).map(Some);
         }
-        self.model.forward_into(self.cache, self.sequence, tokens, &self.logits)?;
+        self.model.feed_into(self.sequence, tokens, &self.logits)?;
         if then == Then::Nothing {
             return Ok(None);
         }
@@ -133,18 +143,24 @@ impl<'a> Decoder<'a> {
         self.undo(before, drawn).map(|()| None)
     }
 
-    /// Removes the fed tokens if `result` is an error. If rings have overwritten the positions before, the tokens
-    /// stay; the error is returned in any case.
+    /// Removes the fed tokens if `result` is an error. If windows have passed the positions before, the tokens stay; the
+    /// error is returned in any case.
     fn undo<T>(&mut self, before: usize, result: Result<T>) -> Result<T> {
         if result.is_err() {
-            let _ = self.cache.truncate(self.sequence, before);
+            let _ = self.sequence.truncate(before);
         }
         result
     }
 
     fn replay(&mut self, token: u32, then: Then) -> Result<Submission> {
+        let pool = self.sequence.pool().clone();
+        while self.sequence.len() >= self.longest {
+            self.longest = self.longest.saturating_mul(GROWTH);
+            self.step = pool.reserve_step(StepSize::decode(1, self.longest))?;
+            self.graphs = [None, None];
+        }
         self.space.views.ids.write(&[token])?;
-        self.space.append(self.cache, self.sequence, 1)?;
+        pool.step_into(&mut [(&mut *self.sequence, 1)], &self.step)?;
         if self.graphs[then as usize].is_none() {
             self.graphs[then as usize] = Some(self.record(then)?);
         }
@@ -154,11 +170,11 @@ impl<'a> Decoder<'a> {
     fn record(&self, then: Then) -> Result<Graph> {
         let mut encoded = Ok(());
         let graph = Encoder::capture(self.model.device(), |enc| {
-            encoded = self.model.gemma4().encode(enc, &self.space, self.cache, Some(&self.logits));
+            let wanted = Wanted::Every { logits: &self.logits };
+            encoded = self.model.gemma4().encode(enc, &self.space.views, self.sequence.pool(), &self.step, &wanted);
             if encoded.is_ok() && then == Then::Draw {
-                // The counter is the position, as in `count_and_draw`, read from the step.
-                let counter = self.space.parts().0.lens.rows(self.sequence..self.sequence + 1)?;
-                ops::sample(enc, &self.sample(&counter))?;
+                // The counter is the length, as in `count_and_draw`, read from the step.
+                ops::sample(enc, &self.sample(self.step.lens()))?;
             }
             Ok(())
         });
@@ -170,7 +186,7 @@ impl<'a> Decoder<'a> {
     fn count_and_draw(&self) -> Result<()> {
         // The counter depends only on the position, so that a run that continues from a snapshot draws the same
         // tokens.
-        self.counter.write(&[self.cache.len(self.sequence)? as u32])?;
+        self.counter.write(&[self.sequence.len() as u32])?;
         self.draw()
     }
 

@@ -15,15 +15,18 @@ mod feedforward;
 mod per_layer;
 
 use kvant::{
-    Codec, Encoder, KvCache, KvLayer, Step, Tensor,
-    ops::{self, Angles, Attend, HeadNorm, NormRope, NormRopeWrite, PairLayout, Residual, RmsNorm, Rope, SourceOrder},
+    Encoder, KvLayer, KvPool, Step, Tensor,
+    ops::{
+        self, Angles, Attend, HeadNorm, NormRope, NormRopeWrite, PairLayout, Residual, RmsNorm, Rope, SourceOrder,
+        Weight,
+    },
 };
 
 use crate::{
     Result,
     config::{Config, LayerConfig, RopeConfig},
     weights::{LayerWeights, Matrix, Stack, Weights},
-    workspace::{LayerViews, Views, Workspace},
+    workspace::{LayerViews, Views},
 };
 
 /// A model's configuration and tensors.
@@ -48,26 +51,54 @@ impl Gemma4 {
         Ok(Gemma4 { config, weights, freq_factors })
     }
 
-    /// Encodes the pass over the tokens whose ids are in the workspace and whose positions are in its step. `logits`
-    /// receives the logits of the last rows, as many as it has rows; `None` computes none.
+    /// Encodes the pass over the tokens of a step, whose ids are in `views`. `wanted` says which rows get logits, and
+    /// where these go.
     pub(crate) fn encode(
         &self,
         enc: &mut Encoder,
-        space: &Workspace,
-        cache: &KvCache,
-        logits: Option<&Tensor>,
+        views: &Views,
+        pool: &KvPool,
+        step: &Step,
+        wanted: &Wanted,
     ) -> Result<()> {
-        let (step, views) = space.parts();
-        let mut pass = Pass { model: self, enc, views, step, plans: [const { None }; SHAPES] };
+        let mut pass = Pass { model: self, enc, views, step };
         pass.embed()?;
-        for l in 0..self.config.layers.len() {
-            pass.layer(l, cache)?;
+        // The layers from here on write no keys: they run for the rows that are wanted alone.
+        let own = self.config.cache_layers();
+        for l in 0..own {
+            pass.layer(l, pool)?;
         }
-        match logits {
-            Some(logits) => pass.logits(logits),
-            None => Ok(()),
+        match *wanted {
+            Wanted::Nothing => return Ok(()),
+            Wanted::Every { .. } => {}
+            Wanted::Some { rows, views, step, .. } => {
+                pass.gather(rows, views)?;
+                (pass.views, pass.step) = (views, step);
+            }
+        }
+        for l in own..self.config.layers.len() {
+            pass.layer(l, pool)?;
+        }
+        match *wanted {
+            Wanted::Nothing => Ok(()),
+            Wanted::Every { logits } | Wanted::Some { logits, .. } => pass.logits(logits),
         }
     }
+}
+
+/// The rows of a pass whose logits are wanted.
+pub(crate) enum Wanted<'a> {
+    Nothing,
+    Every {
+        logits: &'a Tensor,
+    },
+    /// Some rows, by their indices (u32 `[n]`), with tensors and a step for them alone.
+    Some {
+        rows: &'a Tensor,
+        views: &'a Views,
+        step: &'a Step,
+        logits: &'a Tensor,
+    },
 }
 
 /// One forward pass that is being encoded.
@@ -76,21 +107,6 @@ struct Pass<'a> {
     enc: &'a mut Encoder,
     views: &'a Views,
     step: &'a Step,
-    /// Attention plans for the most recent shapes.
-    plans: [Option<(AttentionShape, ops::attend::Plan)>; SHAPES],
-}
-
-/// The number of attention shapes whose plans are kept. Families have two.
-const SHAPES: usize = 4;
-
-/// The inputs of an attention plan.
-#[derive(Clone, Copy, PartialEq)]
-struct AttentionShape {
-    head_dim: usize,
-    kv_heads: usize,
-    window: Option<usize>,
-    capacity: usize,
-    codecs: (Codec, Codec),
 }
 
 impl Pass<'_> {
@@ -108,13 +124,25 @@ impl Pass<'_> {
         self.per_layer_inputs()
     }
 
-    fn layer(&mut self, l: usize, cache: &KvCache) -> Result<()> {
+    /// Copies the rows of the residual stream, and of the layers' inputs, that `rows` names.
+    fn gather(&mut self, rows: &Tensor, to: &Views) -> Result<()> {
+        let mut copy = |from: &Tensor, out: &Tensor| {
+            ops::embed(self.enc, &ops::Embed { table: Weight::Dense(from), ids: rows, scale: 1.0, out })
+        };
+        copy(&self.views.h, &to.h)?;
+        if let (Some(from), Some(to)) = (&self.views.per_layer, &to.per_layer) {
+            copy(&from.input[0], &to.input[0])?;
+        }
+        Ok(())
+    }
+
+    fn layer(&mut self, l: usize, pool: &KvPool) -> Result<()> {
         let views = self.views;
         let layer = &self.model.weights.layers[l];
         // The factor is applied with the last addition to the residual stream.
         let last_scale = |is_last: bool| if is_last { layer.scalar } else { 1.0 };
         self.norm(&views.h, Some(&layer.input_norm), &views.x)?;
-        self.attention(l, cache)?;
+        self.attention(l, pool)?;
         self.add_normed(&views.y, &layer.post_attention_norm, 1.0)?;
         self.feedforward(l)?;
         self.add_normed(&views.y, &layer.post_feedforward_norm, last_scale(layer.per_layer.is_none()))?;
@@ -125,12 +153,12 @@ impl Pass<'_> {
     }
 
     /// y = attention(x).
-    fn attention(&mut self, l: usize, cache: &KvCache) -> Result<()> {
+    fn attention(&mut self, l: usize, pool: &KvPool) -> Result<()> {
         let views = self.views;
         let config = &self.model.config.layers[l];
         let weights = &self.model.weights.layers[l];
         let own = &views.layers[l];
-        let kv = cache.layer(config.kv_source.unwrap_or(l))?;
+        let kv = pool.layer(config.kv_source.unwrap_or(l))?;
         let rotate = kv.spec().k.is_quantised();
         self.project(&weights.qkv, own.qkv.as_ref(), &[&own.q[0], &own.k[0], &own.v[0]])?;
         match &weights.k_norm {
@@ -141,7 +169,7 @@ impl Pass<'_> {
                     x: &own.q[1],
                     norm: Some(self.model.head_norm(Some(&weights.q_norm))),
                     rope: Some(self.model.rope(l)),
-                    positions: &self.step.positions,
+                    positions: self.step.positions(),
                     rotate,
                     out_order: SourceOrder::TokenMajor,
                     out: &own.q[1],
@@ -177,14 +205,6 @@ impl Pass<'_> {
     }
 
     fn attend(&mut self, config: &LayerConfig, own: &LayerViews, layer: &KvLayer) -> Result<()> {
-        let spec = layer.spec();
-        let shape = AttentionShape {
-            head_dim: config.head_dim,
-            kv_heads: config.kv_heads,
-            window: config.window,
-            capacity: spec.capacity,
-            codecs: (spec.k, spec.v),
-        };
         let args = Attend {
             q: &own.q[1],
             layer,
@@ -193,32 +213,18 @@ impl Pass<'_> {
             scale: 1.0,
             softcap: None,
             window: config.window,
-            q_rotated: spec.k.is_quantised(),
+            q_rotated: layer.spec().k.is_quantised(),
             plan: None,
             out: &own.attended[1],
         };
-        let is_known = |plan: &Option<_>| matches!(plan, Some((known, _)) if *known == shape);
-        if !is_known(&self.plans[0]) {
-            match self.plans.iter().position(is_known) {
-                Some(known) => self.plans.swap(0, known),
-                None => {
-                    self.plans.rotate_right(1);
-                    self.plans[0] = Some((shape, ops::attend::plan(&args, self.enc.device())?));
-                }
-            }
-        }
-        let plan = self.plans[0].as_ref().map(|(_, plan)| plan);
-        ops::attend(self.enc, &Attend { plan, ..args })?;
-        Ok(())
+        Ok(ops::attend(self.enc, &args)?)
     }
 
-    /// The logits of the last rows.
+    /// The logits of all rows.
     fn logits(&mut self, out: &Tensor) -> Result<()> {
         let (views, weights) = (self.views, &self.model.weights);
-        let rows = views.tokens - out.shape()[0]..views.tokens;
-        let x = views.x.rows(rows.clone())?;
-        self.norm(&views.h.rows(rows)?, Some(&weights.norm), &x)?;
-        self.linear(&x, weights.lm_head.as_ref().unwrap_or(&weights.embed), out)?;
+        self.norm(&views.h, Some(&weights.norm), &views.x)?;
+        self.linear(&views.x, weights.lm_head.as_ref().unwrap_or(&weights.embed), out)?;
         if let Some(cap) = self.model.config.final_softcap {
             ops::softcap(self.enc, &ops::Softcap { x: out, cap, out })?;
         }

@@ -2,7 +2,7 @@
 
 use std::{ops::ControlFlow, time::Instant};
 
-use kvant::KvCache;
+use kvant::Sequence;
 
 use crate::{Decoder, Error, Model, Result};
 
@@ -40,14 +40,12 @@ pub struct Request<'a> {
     pub sampling: Sampling,
     /// Ids that end the text; they are not passed to the callback.
     pub stop: &'a [u32],
-    /// The sequence of the cache to continue; it need not be empty.
-    pub sequence: usize,
 }
 
 impl<'a> Request<'a> {
-    /// A request for 128 tokens, greedy, for sequence 0.
+    /// A request for 128 tokens, greedy.
     pub fn new(prompt: &'a [u32]) -> Request<'a> {
-        Request { prompt, max_tokens: 128, sampling: Sampling::default(), stop: &[], sequence: 0 }
+        Request { prompt, max_tokens: 128, sampling: Sampling::default(), stop: &[] }
     }
 }
 
@@ -58,8 +56,8 @@ pub enum Finish {
     Stop,
     /// `max_tokens` tokens were generated.
     Length,
-    /// The cache has no room for another token.
-    CacheFull,
+    /// The pool has no page for another token.
+    OutOfPages,
     /// The callback returned `Break`.
     Cancelled,
 }
@@ -81,24 +79,24 @@ pub struct GenerateStats {
     pub finish: Finish,
 }
 
-/// Feeds a prompt and draws tokens one after another. Each token is passed to `on_token`, which can end the
+/// Feeds a prompt to a sequence, which need not be empty, and draws tokens one after another. Each token is passed to `on_token`, which can end the
 /// generation.
 ///
 /// The last token passed to the callback is not fed: the sequence ends before it.
 ///
 /// # Errors
-/// Those of [`Model::forward`]; `NotANumber`; `Argument` if `max_tokens` is 0; `Kvant` for sampling parameters out of
+/// Those of [`Model::feed`]; `NotANumber`; `Argument` if `max_tokens` is 0; `Kvant` for sampling parameters out of
 /// range.
 pub fn generate(
     model: &Model,
-    cache: &mut KvCache,
+    sequence: &mut Sequence,
     request: &Request,
     mut on_token: impl FnMut(u32) -> ControlFlow<()>,
 ) -> Result<GenerateStats> {
     if request.max_tokens == 0 {
         return Err(Error::argument("max_tokens", "at least 1", 0));
     }
-    let mut decoder = Decoder::new(model, cache, request.sequence, request.sampling)?;
+    let mut decoder = Decoder::new(model, sequence, request.sampling)?;
     let started = Instant::now();
     let mut token = decoder.next(request.prompt)?;
     let mut stats = GenerateStats {
@@ -122,13 +120,15 @@ pub fn generate(
         if stats.generated_tokens == request.max_tokens {
             break;
         }
-        if decoder.cache().room(request.sequence)? == 0 {
-            stats.finish = Finish::CacheFull;
-            break;
-        }
         // Time in the callback does not count.
         let started = Instant::now();
-        token = decoder.next(&[token])?;
+        token = match decoder.next(&[token]) {
+            Err(Error::Kvant(kvant::Error::OutOfPages { .. })) => {
+                stats.finish = Finish::OutOfPages;
+                break;
+            }
+            token => token?,
+        };
         stats.decode_seconds += started.elapsed().as_secs_f64();
         stats.decode_steps += 1;
     }

@@ -7,8 +7,9 @@
 //! | load a model that is embedded in the program | [`Model::load_files`], [`Files`] |
 //! | load it with 16-bit activations, for the fastest attention on CUDA | [`Model::load_with`], [`LoadOptions`] |
 //! | read and check its configuration | [`Config`] |
-//! | make a cache for it, in any codec | [`Model::new_cache`] |
-//! | compute logits from tokens | [`Model::forward`] |
+//! | make a pool for its keys and values, in any codec | [`Model::new_pool`] |
+//! | compute logits of one sequence's tokens | [`Model::feed`] |
+//! | compute logits of a batch of sequences | [`Model::forward`] |
 //! | convert text to tokens and back, also as a stream | [`Tokenizer`], [`TextStream`] |
 //! | decode token by token with a recorded pass (a CUDA graph) | [`Decoder`] |
 //! | generate tokens from a prompt | [`generate()`] |
@@ -16,15 +17,15 @@
 //! ```no_run
 //! use std::ops::ControlFlow;
 //! use kvant::Device;
-//! use kvant_models::{CacheOptions, Model, Request, Sampling, Tokenizer, generate};
+//! use kvant_models::{PoolOptions, Model, Request, Sampling, Tokenizer, generate};
 //! let dir = "path/to/a/model".as_ref();
 //! let (model, tokenizer) = (Model::load(dir, &Device::default())?, Tokenizer::load(dir)?);
-//! let mut cache = model.new_cache(&CacheOptions::default())?;
+//! let mut sequence = model.new_pool(&PoolOptions::default())?.sequence();
 //! let prompt = tokenizer.encode("# Fearless Concurrency", true)?;
 //! let sampling = Sampling { temperature: 0.7, top_p: 0.9, ..Sampling::default() };
 //! let request = Request { max_tokens: 100, sampling, stop: tokenizer.eos(), ..Request::new(&prompt) };
 //! let mut text = tokenizer.stream();
-//! generate(&model, &mut cache, &request, |token| {
+//! generate(&model, &mut sequence, &request, |token| {
 //!     if let Ok(piece) = text.push(token) {
 //!         print!("{piece}");
 //!     }
@@ -53,7 +54,7 @@ pub use decoder::Decoder;
 pub use error::{Error, Result};
 pub use files::Files;
 pub use generate::{Finish, GenerateStats, Request, Sampling, generate};
-pub use model::{CacheOptions, LoadOptions, Logits, Model};
+pub use model::{LoadOptions, Logits, Model, PoolOptions};
 pub use tokenizer::{TextStream, Tokenizer};
 
 /// The crate's README as a doctest.

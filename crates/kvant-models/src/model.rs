@@ -5,10 +5,13 @@ use std::{
     sync::{Mutex, PoisonError},
 };
 
-use kvant::{CacheLayer, CacheSpec, Codec, DType, Device, KvCache, Tensor};
+use kvant::{CacheLayer, Codec, DType, Device, KvPool, PoolSpec, Sequence, Step, Tensor};
 
 use crate::{
-    Config, Error, Files, Result, config, gemma4::Gemma4, safetensors::Checkpoint, weights::Weights,
+    Config, Error, Files, Result, config,
+    gemma4::{Gemma4, Wanted},
+    safetensors::Checkpoint,
+    weights::Weights,
     workspace::Workspace,
 };
 
@@ -32,29 +35,29 @@ impl Default for LoadOptions {
     }
 }
 
-/// Options of [`Model::new_cache`].
+/// Options of [`Model::new_pool`].
 #[derive(Clone, Copy, Debug)]
-pub struct CacheOptions {
+pub struct PoolOptions {
     /// The codec of keys.
     pub k: Codec,
     /// The codec of values.
     pub v: Codec,
-    /// The largest number of tokens of a sequence.
-    pub capacity: usize,
-    /// Independent sequences.
+    /// The sequences that the pool has room for at once.
     pub sequences: usize,
-    /// Slots of sliding-window layers in addition to their window: a pass takes up to slack + 1 tokens at once.
-    pub slack: usize,
+    /// The longest of them, in tokens. More and shorter sequences fit as well.
+    pub longest: usize,
+    /// Positions of a page: 16, 32, 64, 128 or 256.
+    pub page_tokens: usize,
 }
 
-impl Default for CacheOptions {
-    /// f16, one sequence of up to 4096 tokens, passes of up to 256 tokens.
+impl Default for PoolOptions {
+    /// f16, room for one sequence of 4096 tokens, pages of 64.
     fn default() -> Self {
-        CacheOptions { k: Codec::F16, v: Codec::F16, capacity: 4096, sequences: 1, slack: 255 }
+        PoolOptions { k: Codec::F16, v: Codec::F16, sequences: 1, longest: 4096, page_tokens: 64 }
     }
 }
 
-/// The tokens whose logits a pass returns.
+/// The tokens whose logits [`Model::feed`] returns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Logits {
     /// Every token.
@@ -67,11 +70,19 @@ pub enum Logits {
 ///
 /// ```no_run
 /// use kvant::Device;
-/// use kvant_models::{CacheOptions, Logits, Model};
+/// use kvant_models::{Logits, Model, PoolOptions};
 /// let model = Model::load("path/to/a/model".as_ref(), &Device::default())?;
-/// let mut cache = model.new_cache(&CacheOptions::default())?;
-/// let logits = model.forward(&mut cache, 0, &[2, 17, 300], Logits::Last)?;
+/// let pool = model.new_pool(&PoolOptions::default())?;
+///
+/// let mut a = pool.sequence();
+/// let logits = model.feed(&mut a, &[2, 17, 300], Logits::Last)?;
 /// assert_eq!(logits.shape(), [1, model.vocab_size()]);
+///
+/// // A batch: the next token of `a`, and the prompt of another sequence. Logits for the last token of each.
+/// let mut b = pool.sequence();
+/// let step = pool.step(&mut [(&mut a, 1), (&mut b, 4)])?;
+/// let logits = model.forward(&pool, &step, &[5, 2, 90, 91, 92], &[0, 4])?;
+/// assert_eq!(logits.shape(), [2, model.vocab_size()]);
 /// # Ok::<(), kvant_models::Error>(())
 /// ```
 pub struct Model {
@@ -146,16 +157,28 @@ impl Model {
         self.gemma4.weights.bytes_per_token(self.config())
     }
 
-    /// Makes an empty cache with one layer for each model layer that has its own keys and values.
+    /// Makes a pool with one layer for each model layer that has its own keys and values.
     ///
-    /// Logs a warning if the capacity exceeds the context that the model was made for.
-    pub fn new_cache(&self, options: &CacheOptions) -> Result<KvCache> {
-        let CacheOptions { k, v, capacity, sequences, slack } = *options;
-        if let Some(made_for) = self.config().max_position_embeddings.filter(|&most| capacity > most) {
+    /// Logs a warning if the longest sequence exceeds the context that the model was made for.
+    pub fn new_pool(&self, options: &PoolOptions) -> Result<KvPool> {
+        let longest = options.longest;
+        if let Some(made_for) = self.config().max_position_embeddings.filter(|&most| longest > most) {
             tracing::warn!(
-                "the cache is for texts of up to {capacity} tokens, and the model was made for at most {made_for}"
+                "the pool is for texts of up to {longest} tokens, and the model was made for at most {made_for}"
             );
         }
+        Ok(KvPool::new(&self.device, &self.pool_spec(options)?)?)
+    }
+
+    /// The specification of such a pool, which says how many bytes it takes.
+    pub fn pool_spec(&self, options: &PoolOptions) -> Result<PoolSpec> {
+        let PoolOptions { k, v, sequences, longest, page_tokens } = *options;
+        let spec = PoolSpec::new(self.cache_layers(k, v), 0).page_tokens(page_tokens);
+        Ok(spec.room_for(sequences, longest, MAX_CHUNK)?)
+    }
+
+    /// The layers of a pool for this model: those that have their own keys and values.
+    pub fn cache_layers(&self, k: Codec, v: Codec) -> Vec<CacheLayer> {
         let own = &self.config().layers[..self.config().cache_layers()];
         let layer = |layer: &config::LayerConfig| CacheLayer {
             kv_heads: layer.kv_heads,
@@ -164,117 +187,167 @@ impl Model {
             k,
             v,
         };
-        let spec = CacheSpec { layers: own.iter().map(layer).collect(), sequences, capacity, slack };
-        Ok(KvCache::new(&self.device, &spec)?)
+        own.iter().map(layer).collect()
     }
 
-    /// Feeds `tokens` to a sequence and returns logits, f32 `[tokens or 1, vocab_size]`. The logits of a token
-    /// predict the next token.
+    /// Runs a batch: any mixture of sequences and numbers of tokens. `step` is of `pool`, and `tokens` are the ids of its
+    /// tokens. Returns the logits of some of the tokens, f32 `[rows.len(), vocab_size]`; the logits of a token predict the
+    /// next one of its sequence.
     ///
-    /// Any number of tokens can be fed, regardless of the number that the cache takes at once. Feeding tokens
-    /// together, in chunks or one by one gives the same results up to rounding: kernels depend on the number of rows
-    /// ([accuracy](kvant::ops#accuracy)).
+    /// Layers that write no keys run for the tokens in `rows` alone. The whole batch is one pass: divide long prompts,
+    /// as [`Model::feed`] does.
+    ///
+    /// Feeding tokens together, in chunks or one by one gives the same results up to rounding: kernels depend on the
+    /// number of rows ([accuracy](kvant::ops#accuracy)).
     ///
     /// # Errors
-    /// `Argument` for no tokens, ids outside the vocabulary, or a cache of another model. `Kvant` with `CacheFull` if
-    /// the sequence has no room. In all these cases, nothing has changed.
-    ///
-    /// After any other error, the sequence has its previous length. If rings have overwritten positions that this
-    /// length needs, the sequence keeps the chunks that were completed.
-    pub fn forward(&self, cache: &mut KvCache, sequence: usize, tokens: &[u32], logits: Logits) -> Result<Tensor> {
-        self.check(cache, sequence, tokens)?;
-        let rows = if logits == Logits::All { tokens.len() } else { 1 };
-        let out = Tensor::zeros(&self.device, DType::F32, &[rows, self.vocab_size()])?;
-        self.run(cache, sequence, tokens, &out)?;
+    /// `Argument` for ids outside the vocabulary, another number of ids than the step has tokens, rows that are not
+    /// there, or a pool of another model. `Kvant` for a step that is out of date. The sequences keep their tokens:
+    /// truncate them if the pass failed.
+    pub fn forward(&self, pool: &KvPool, step: &Step, tokens: &[u32], rows: &[usize]) -> Result<Tensor> {
+        let out = Tensor::zeros(&self.device, DType::F32, &[rows.len(), self.vocab_size()])?;
+        self.forward_into(pool, step, tokens, rows, &out)?;
         Ok(out)
     }
 
-    /// As [`Model::forward`], into an existing tensor. `out` is `[n, vocab_size]`, f32, f16 or bf16, and receives the
+    /// As [`Model::forward`], into an existing tensor, f32, f16 or bf16.
+    pub fn forward_into(&self, pool: &KvPool, step: &Step, tokens: &[u32], rows: &[usize], out: &Tensor) -> Result<()> {
+        self.check_pool(pool)?;
+        self.check_tokens(tokens)?;
+        if tokens.len() != step.tokens() {
+            return Err(Error::argument("tokens", format_args!("{} ids", step.tokens()), tokens.len()));
+        }
+        if let Some(&row) = rows.iter().find(|&&row| row >= tokens.len()) {
+            return Err(Error::argument("rows", format_args!("below {}", tokens.len()), row));
+        }
+        let vocab = self.vocab_size();
+        if out.shape() != [rows.len(), vocab] || !out.dtype().is_float() || out.device() != &self.device {
+            let expected = format!("[{}, {vocab}] of floats on {}", rows.len(), self.device);
+            return Err(Error::argument("out", expected, format_args!("{out:?}")));
+        }
+        if tokens.is_empty() {
+            return Ok(());
+        }
+        let mut space = self.space(tokens.len())?;
+        let every = rows.len() == tokens.len() && rows.iter().enumerate().all(|(index, &row)| index == row);
+        let mut fewer = if every || rows.is_empty() { None } else { Some(self.space(rows.len())?) };
+        let result = self.pass(pool, step, tokens, rows, &mut space, fewer.as_mut(), out);
+        let mut spaces = self.lock_spaces();
+        spaces.push(space);
+        spaces.extend(fewer);
+        result
+    }
+
+    #[allow(clippy::too_many_arguments, reason = "checked arguments of one call")]
+    fn pass(
+        &self,
+        pool: &KvPool,
+        step: &Step,
+        tokens: &[u32],
+        rows: &[usize],
+        space: &mut Workspace,
+        fewer: Option<&mut Workspace>,
+        out: &Tensor,
+    ) -> Result<()> {
+        space.fit(self.config(), tokens.len())?;
+        space.views.ids.write(tokens)?;
+        let mut enc = self.device.encoder()?;
+        match fewer {
+            None if rows.is_empty() => self.gemma4.encode(&mut enc, &space.views, pool, step, &Wanted::Nothing)?,
+            None => self.gemma4.encode(&mut enc, &space.views, pool, step, &Wanted::Every { logits: out })?,
+            Some(fewer) => {
+                fewer.fit(self.config(), rows.len())?;
+                let indices: Vec<u32> = rows.iter().map(|&row| row as u32).collect();
+                fewer.views.ids.write(&indices)?;
+                let (step_of_rows, views) = (step.select(rows)?, &fewer.views);
+                let wanted = Wanted::Some { rows: &views.ids, views, step: &step_of_rows, logits: out };
+                self.gemma4.encode(&mut enc, &space.views, pool, step, &wanted)?;
+            }
+        }
+        Ok(enc.commit()?.wait()?)
+    }
+
+    /// Feeds any number of tokens to one sequence, in passes of up to 512, and returns logits, f32
+    /// `[tokens or 1, vocab_size]`.
+    ///
+    /// # Errors
+    /// `Argument` for no tokens, ids outside the vocabulary, or a sequence of another model's pool. `Kvant` with
+    /// `OutOfPages` if the pool has no room.
+    ///
+    /// After an error, the sequence has its previous length, unless windows have passed positions that this length
+    /// needs: then it keeps the passes that were completed.
+    pub fn feed(&self, sequence: &mut Sequence, tokens: &[u32], logits: Logits) -> Result<Tensor> {
+        let rows = if logits == Logits::All { tokens.len() } else { 1 };
+        let out = Tensor::zeros(&self.device, DType::F32, &[rows, self.vocab_size()])?;
+        self.feed_into(sequence, tokens, &out)?;
+        Ok(out)
+    }
+
+    /// As [`Model::feed`], into an existing tensor. `out` is `[n, vocab_size]`, f32, f16 or bf16, and receives the
     /// logits of the last n tokens, with n from 1 to the number of tokens.
-    pub fn forward_into(&self, cache: &mut KvCache, sequence: usize, tokens: &[u32], out: &Tensor) -> Result<()> {
-        self.check(cache, sequence, tokens)?;
+    pub fn feed_into(&self, sequence: &mut Sequence, tokens: &[u32], out: &Tensor) -> Result<()> {
+        let pool = sequence.pool().clone();
+        if tokens.is_empty() {
+            return Err(Error::argument("tokens", "at least one token", "none"));
+        }
+        self.check_pool(&pool)?;
+        self.check_tokens(tokens)?;
         let vocab = self.vocab_size();
         let ok = matches!(out.shape(), &[rows, width] if (1..=tokens.len()).contains(&rows) && width == vocab);
         if !ok || !out.dtype().is_float() || out.device() != &self.device {
             let expected = format!("[1 to {}, {vocab}] of floats on {}", tokens.len(), self.device);
             return Err(Error::argument("out", expected, format_args!("{out:?}")));
         }
-        self.run(cache, sequence, tokens, out)
-    }
-
-    /// Checks every argument of a pass.
-    pub(crate) fn check(&self, cache: &KvCache, sequence: usize, tokens: &[u32]) -> Result<()> {
-        if tokens.is_empty() {
-            return Err(Error::argument("tokens", "at least one token", "none"));
-        }
-        let config = self.config();
-        let ple_vocab = config.per_layer_input.map_or(usize::MAX, |ple| ple.vocab_size);
-        let vocab = config.vocab_size.min(ple_vocab);
-        if let Some((i, id)) = tokens.iter().enumerate().find(|&(_, &id)| id as usize >= vocab) {
-            return Err(Error::argument("tokens", format_args!("ids below {vocab}"), format_args!("{id} at {i}")));
-        }
-        if cache.device() != &self.device {
-            return Err(Error::argument("cache", format_args!("on {}", self.device), cache.device()));
-        }
-        let (spec, own) = (cache.spec(), &config.layers[..config.cache_layers()]);
-        let same = |(cached, layer): (&CacheLayer, &config::LayerConfig)| {
-            (cached.kv_heads, cached.head_dim, cached.window) == (layer.kv_heads, layer.head_dim, layer.window)
-        };
-        if spec.layers.len() != own.len() || !spec.layers.iter().zip(own).all(same) {
-            return Err(Error::argument("cache", "one made for this model", "layers of other shapes"));
-        }
-        let len = cache.len(sequence)?;
-        let bounded = own.iter().any(|layer| layer.window.is_none());
-        if bounded && tokens.len() > spec.capacity.saturating_sub(len) {
-            let (tokens, capacity) = (tokens.len(), spec.capacity);
-            return Err(kvant::Error::CacheFull { sequence, len, tokens, capacity }.into());
+        let (before, first_row) = (sequence.len(), tokens.len() - out.shape()[0]);
+        let mut done = 0;
+        for piece in tokens.chunks(MAX_CHUNK) {
+            let end = done + piece.len();
+            let wanted = done.max(first_row).min(end)..end;
+            let rows: Vec<usize> = (wanted.start - done..piece.len()).collect();
+            let pass = || -> Result<()> {
+                let step = pool.step(&mut [(&mut *sequence, piece.len())])?;
+                let skip = done.saturating_sub(first_row);
+                let out = out.rows(skip..skip + rows.len())?;
+                self.forward_into(&pool, &step, piece, &rows, &out)
+            };
+            if let Err(error) = { pass }() {
+                if sequence.truncate(before).is_err() {
+                    // The windows have passed older positions: keep the completed passes.
+                    sequence.truncate(before + done)?;
+                }
+                return Err(error);
+            }
+            done = end;
         }
         Ok(())
     }
 
-    /// Feeds checked tokens in chunks. `out` receives the logits of the last tokens, as many as it has rows.
-    fn run(&self, cache: &mut KvCache, sequence: usize, tokens: &[u32], out: &Tensor) -> Result<()> {
-        let most = cache.max_batch().clamp(1, MAX_CHUNK);
-        let mut space = self.space(tokens.len().min(most), most)?;
-        let first_row = tokens.len() - out.shape()[0];
-        let before = cache.len(sequence)?;
-        let mut done = 0;
-        let mut result = Ok(());
-        for piece in tokens.chunks(most) {
-            let end = done + piece.len();
-            let rows = done.max(first_row).min(end)..end;
-            result = self.piece(&mut space, cache, (sequence, piece), rows.start - done, || {
-                Ok(out.rows(rows.start - first_row..rows.end - first_row)?)
-            });
-            if result.is_err() {
-                break;
+    /// Checks ids.
+    pub(crate) fn check_tokens(&self, tokens: &[u32]) -> Result<()> {
+        let config = self.config();
+        let ple_vocab = config.per_layer_input.map_or(usize::MAX, |ple| ple.vocab_size);
+        let vocab = config.vocab_size.min(ple_vocab);
+        match tokens.iter().enumerate().find(|&(_, &id)| id as usize >= vocab) {
+            Some((i, id)) => {
+                Err(Error::argument("tokens", format_args!("ids below {vocab}"), format_args!("{id} at {i}")))
             }
-            done = end;
+            None => Ok(()),
         }
-        if result.is_err() && cache.truncate(sequence, before).is_err() {
-            // Rings have overwritten older positions: keep the completed chunks.
-            cache.truncate(sequence, before + done)?;
-        }
-        self.lock_spaces().push(space);
-        result
     }
 
-    /// Runs one pass. The logits of the chunk from row `skip` on go to `out`, if any are requested.
-    fn piece(
-        &self,
-        space: &mut Workspace,
-        cache: &mut KvCache,
-        (sequence, piece): (usize, &[u32]),
-        skip: usize,
-        out: impl FnOnce() -> Result<Tensor>,
-    ) -> Result<()> {
-        let out = if skip < piece.len() { Some(out()?) } else { None };
-        space.fit(&self.gemma4.config, piece.len())?;
-        space.views.ids.write(piece)?;
-        space.append(cache, sequence, piece.len())?;
-        let mut enc = self.device.encoder()?;
-        self.gemma4.encode(&mut enc, space, cache, out.as_ref())?;
-        Ok(enc.commit()?.wait()?)
+    /// Checks that a pool was made for this model.
+    pub(crate) fn check_pool(&self, pool: &KvPool) -> Result<()> {
+        if pool.device() != &self.device {
+            return Err(Error::argument("pool", format_args!("on {}", self.device), pool.device()));
+        }
+        let (layers, own) = (&pool.spec().layers, &self.config().layers[..self.config().cache_layers()]);
+        let same = |(cached, layer): (&CacheLayer, &config::LayerConfig)| {
+            (cached.kv_heads, cached.head_dim, cached.window) == (layer.kv_heads, layer.head_dim, layer.window)
+        };
+        if layers.len() != own.len() || !layers.iter().zip(own).all(same) {
+            return Err(Error::argument("pool", "one made for this model", "layers of other shapes"));
+        }
+        Ok(())
     }
 
     /// The model's configuration and tensors.
@@ -288,12 +361,17 @@ impl Model {
     }
 
     /// Scratch for passes of `rows` tokens: unused scratch, or a new allocation.
-    fn space(&self, rows: usize, most: usize) -> Result<Workspace> {
-        match self.lock_spaces().pop() {
-            Some(space) if space.rows() >= rows => Ok(space),
-            // Sizes grow in powers of two, so that prompts of increasing length do not each allocate.
-            _ => self.workspace(rows.next_power_of_two().min(most)),
+    fn space(&self, rows: usize) -> Result<Workspace> {
+        let mut spaces = self.lock_spaces();
+        let fits = spaces.iter().enumerate().filter(|(_, space)| space.rows() >= rows);
+        if let Some((index, _)) = fits.min_by_key(|(_, space)| space.rows()) {
+            return Ok(spaces.swap_remove(index));
         }
+        // It replaces one that is too small. Sizes grow in powers of two, so that prompts of increasing length do not
+        // each allocate.
+        spaces.pop();
+        drop(spaces);
+        self.workspace(rows.next_power_of_two())
     }
 
     fn lock_spaces(&self) -> std::sync::MutexGuard<'_, Vec<Workspace>> {

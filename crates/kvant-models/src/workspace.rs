@@ -1,6 +1,6 @@
 //! The tensors between the operations of a pass, allocated once and used by every step.
 
-use kvant::{DType, Device, KvCache, Step, Tensor};
+use kvant::{DType, Device, Tensor};
 
 use crate::{Result, config::Config};
 
@@ -9,7 +9,6 @@ pub(crate) struct Workspace {
     rows: usize,
     buffers: Buffers,
     pub views: Views,
-    step: Option<Step>,
 }
 
 /// One-dimensional buffers. Each pass uses the first elements in the shapes that it needs, so that views are
@@ -88,7 +87,7 @@ impl Workspace {
     pub(crate) fn new(config: &Config, device: &Device, dtype: DType, rows: usize) -> Result<Workspace> {
         let buffers = Buffers::new(config, device, dtype, rows)?;
         let views = buffers.views(config, rows)?;
-        Ok(Workspace { rows, buffers, views, step: None })
+        Ok(Workspace { rows, buffers, views })
     }
 
     /// The largest number of tokens in a pass.
@@ -100,26 +99,8 @@ impl Workspace {
     pub(crate) fn fit(&mut self, config: &Config, tokens: usize) -> Result<()> {
         if self.views.tokens != tokens {
             self.views = self.buffers.views(config, tokens)?;
-            self.step = None;
         }
         Ok(())
-    }
-
-    /// Appends `tokens` tokens to the cache, reusing the last step's buffers if they fit.
-    pub(crate) fn append(&mut self, cache: &mut KvCache, sequence: usize, tokens: usize) -> Result<()> {
-        let entry = [(sequence, tokens)];
-        match &self.step {
-            Some(step) if step.tokens() == tokens && step.lens.elements() == cache.spec().sequences => {
-                cache.append_into(&entry, step)?;
-            }
-            _ => self.step = Some(cache.append(&entry)?),
-        }
-        Ok(())
-    }
-
-    /// The step of the latest [`Workspace::append`], and the views.
-    pub(crate) fn parts(&self) -> (&Step, &Views) {
-        (self.step.as_ref().expect("append comes first"), &self.views)
     }
 }
 

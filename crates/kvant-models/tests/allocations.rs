@@ -9,10 +9,10 @@ use std::{
 };
 
 use kvant::{
-    Codec, CpuOptions, DType, Device, Encoder, KvLayer, LayerSpec, SlotOrder, Step, Tensor,
+    Codec, CpuOptions, DType, Device, Encoder, KvLayer, LayerSpec, SlotOrder, Step, StepSize, Tensor,
     ops::{self, KvWrite, SourceOrder},
 };
-use kvant_models::{CacheOptions, Decoder, Model, Sampling};
+use kvant_models::{Decoder, Model, PoolOptions, Sampling};
 
 struct Counting;
 
@@ -61,15 +61,22 @@ fn a_decode_step_allocates_nothing() {
     for (threads, codec) in [(1, Codec::F16), (2, Codec::tq(4))] {
         let device = Device::cpu_with(CpuOptions { threads: Some(threads), simd: None }).unwrap();
         let model = Model::load(&directory, &device).unwrap();
-        let options = CacheOptions { k: codec, v: codec, capacity: 256, ..CacheOptions::default() };
-        let mut cache = model.new_cache(&options).unwrap();
+        let options = PoolOptions { k: codec, v: codec, longest: 256, ..PoolOptions::default() };
+        let mut sequence = model.new_pool(&options).unwrap().sequence();
+        // All is truncated again below.
+        sequence.hold(100);
         let logits = Tensor::zeros(&device, DType::F32, &[1, model.vocab_size()]).unwrap();
         let prompt: Vec<u32> = (0..140).collect();
-        model.forward_into(&mut cache, 0, &prompt, &logits).unwrap();
-        check(&format!("forward, {codec}"), &mut |token| model.forward_into(&mut cache, 0, &[token], &logits).unwrap());
+        model.feed_into(&mut sequence, &prompt, &logits).unwrap();
+        let pool = sequence.pool().clone();
+        let step = pool.reserve_step(StepSize::decode(1, 256)).unwrap();
+        check(&format!("forward, {codec}"), &mut |token| {
+            pool.step_into(&mut [(&mut sequence, 1)], &step).unwrap();
+            model.forward_into(&pool, &step, &[token], &[0], &logits).unwrap();
+        });
         let sampling = Sampling { temperature: 1.0, top_k: 40, ..Sampling::default() };
-        cache.truncate(0, 140).unwrap();
-        let mut decoder = Decoder::new(&model, &mut cache, 0, sampling).unwrap();
+        sequence.truncate(140).unwrap();
+        let mut decoder = Decoder::new(&model, &mut sequence, sampling).unwrap();
         check(&format!("decoder, {codec}"), &mut |token| decoder.feed(&[token]).unwrap());
     }
 

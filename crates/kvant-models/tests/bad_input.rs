@@ -14,7 +14,7 @@ use common::{Parts, golden, model_dir, shipped, with_header};
 use half::bf16;
 use kvant::{DType, Device};
 use kvant_models::{
-    CacheOptions, Config, Decoder, Error, LoadOptions, Logits, Model, Request, Sampling, Tokenizer, generate,
+    Config, Decoder, Error, LoadOptions, Logits, Model, PoolOptions, Request, Sampling, Tokenizer, generate,
     safetensors::{Checkpoint, Header, SafetensorsFile, parse_index},
 };
 use proptest::prelude::*;
@@ -310,12 +310,13 @@ fn activations_out_of_range_are_no_tokens() {
     for device in [Device::reference(), Device::cpu()] {
         for (activations, fails) in [(DType::F32, false), (DType::F16, true)] {
             let model = Model::load_with(dir.path(), &device, &LoadOptions { activations }).unwrap();
-            let mut cache = model.new_cache(&CacheOptions { capacity: 16, ..CacheOptions::default() }).unwrap();
-            let mut decoder = Decoder::new(&model, &mut cache, 0, Sampling::default()).unwrap();
+            let mut sequence =
+                model.new_pool(&PoolOptions { longest: 16, ..PoolOptions::default() }).unwrap().sequence();
+            let mut decoder = Decoder::new(&model, &mut sequence, Sampling::default()).unwrap();
             for (tokens, position) in [(&[2, 5, 7][..], 2), (&[2], 0)] {
                 match decoder.next(tokens) {
                     Err(Error::NotANumber { position: at, activations: DType::F16 }) if fails => {
-                        assert_eq!((at, decoder.cache().len(0).unwrap()), (position, 0));
+                        assert_eq!((at, decoder.sequence().len()), (position, 0));
                     }
                     Ok(token) if !fails => {
                         assert!((token as usize) < model.vocab_size());
@@ -324,7 +325,7 @@ fn activations_out_of_range_are_no_tokens() {
                     other => panic!("{device}, {activations}: {other:?}"),
                 }
             }
-            let generated = generate(&model, &mut cache, &Request::new(&[2, 5]), |_| ControlFlow::Break(()));
+            let generated = generate(&model, &mut sequence, &Request::new(&[2, 5]), |_| ControlFlow::Break(()));
             assert_eq!(matches!(generated, Err(Error::NotANumber { .. })), fails, "{device}, {activations}");
         }
     }
@@ -683,9 +684,9 @@ proptest! {
         std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
         std::fs::copy(path, dir.path().join("model.safetensors")).unwrap();
         if let Ok(model) = load(dir.path()) {
-            let options = CacheOptions { capacity: 16, slack: 3, ..CacheOptions::default() };
-            let mut cache = model.new_cache(&options).unwrap();
-            let logits = model.forward(&mut cache, 0, &[1, 2, 3], Logits::All).unwrap();
+            let options = PoolOptions { longest: 16, ..PoolOptions::default() };
+            let mut sequence = model.new_pool(&options).unwrap().sequence();
+            let logits = model.feed(&mut sequence, &[1, 2, 3], Logits::All).unwrap();
             prop_assert_eq!(logits.shape()[1], model.vocab_size());
             assert_modest();
         }

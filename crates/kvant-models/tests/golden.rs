@@ -3,9 +3,9 @@
 mod common;
 
 use common::{VARIANTS, exact, floats, golden, ids, max_difference};
-use kvant::{Device, KvCache};
+use kvant::{Device, Sequence};
 use kvant_models::{
-    Logits, Model,
+    Logits, Model, PoolOptions,
     safetensors::{Checkpoint, SafetensorsFile},
 };
 
@@ -13,32 +13,58 @@ use kvant_models::{
 const TOLERANCE: f32 = 2e-3;
 
 /// Feeds tokens `step` at a time and returns all logits.
-fn stepwise(model: &Model, cache: &mut KvCache, tokens: &[u32], step: usize) -> Vec<f32> {
+fn stepwise(model: &Model, sequence: &mut Sequence, tokens: &[u32], step: usize) -> Vec<f32> {
     let pieces = tokens.chunks(step);
-    pieces.flat_map(|piece| model.forward(cache, 0, piece, Logits::All).unwrap().to_f32().unwrap()).collect()
+    pieces.flat_map(|piece| model.feed(sequence, piece, Logits::All).unwrap().to_f32().unwrap()).collect()
 }
 
 fn check(model: &Model, variant: &str) {
     let file = golden(variant).join("logits.safetensors");
     let (tokens, expected) = (ids(&file, "tokens"), floats(&file, "logits"));
-    // (tokens at a time, slack): rings with room for all, rings that wrap under pieces of a call, and rings of just
-    // the window.
-    for (step, slack) in [(tokens.len(), 63), (tokens.len(), 3), (1, 0), (7, 6), (7, 2)] {
-        let mut cache = model.new_cache(&exact(1024, slack)).unwrap();
-        let got = stepwise(model, &mut cache, &tokens, step);
+    for (step, page_tokens) in [(tokens.len(), 64), (tokens.len(), 16), (1, 16), (7, 16), (7, 64)] {
+        let mut sequence = model.new_pool(&PoolOptions { page_tokens, ..exact(1024) }).unwrap().sequence();
+        let got = stepwise(model, &mut sequence, &tokens, step);
         let worst = max_difference(&got, &expected);
-        println!("{variant}: {step} at a time, slack {slack}: {worst:.1e}");
-        assert!(worst < TOLERANCE, "{variant}: {step} at a time, slack {slack}: off by {worst}");
-        assert_eq!(cache.len(0).unwrap(), tokens.len());
+        println!("{variant}: {step} at a time, pages of {page_tokens}: {worst:.1e}");
+        assert!(worst < TOLERANCE, "{variant}: {step} at a time, pages of {page_tokens}: off by {worst}");
+        assert_eq!(sequence.len(), tokens.len());
     }
-    // The last token's logits alone, with and without pieces.
-    let last = &expected[expected.len() - model.vocab_size()..];
-    for slack in [63, 4] {
-        let mut cache = model.new_cache(&exact(1024, slack)).unwrap();
-        let got = model.forward(&mut cache, 0, &tokens, Logits::Last).unwrap();
-        assert_eq!(got.shape(), [1, model.vocab_size()]);
-        let worst = max_difference(&got.to_f32().unwrap(), last);
-        assert!(worst < TOLERANCE, "{variant}: last row, slack {slack}: off by {worst}");
+    // The last token's logits alone: layers that write no keys run for it only.
+    let vocab = model.vocab_size();
+    let last = &expected[expected.len() - vocab..];
+    let mut sequence = model.new_pool(&exact(1024)).unwrap().sequence();
+    let got = model.feed(&mut sequence, &tokens, Logits::Last).unwrap();
+    assert_eq!(got.shape(), [1, vocab]);
+    let worst = max_difference(&got.to_f32().unwrap(), last);
+    assert!(worst < TOLERANCE, "{variant}: last row: off by {worst}");
+    check_batches(model, variant, &tokens, &expected);
+}
+
+/// Three sequences in batches of any mixture: one alone, prompts together, a prompt beside single tokens; logits for chosen
+/// rows, in any order.
+fn check_batches(model: &Model, variant: &str, tokens: &[u32], expected: &[f32]) {
+    let vocab = model.vocab_size();
+    let pool = model.new_pool(&PoolOptions { sequences: 3, page_tokens: 16, ..exact(64) }).unwrap();
+    let mut sequences = [pool.sequence(), pool.sequence(), pool.sequence()];
+    let n = tokens.len();
+    for counts in [[n - 6, 0, 0], [1, 5, 0], [1, n - 12, 7], [2, 1, 1], [1, 1, n - 9], [0, 3, 0]] {
+        let starts = sequences.each_ref().map(|sequence| sequence.len());
+        let mut batch: Vec<_> = sequences.iter_mut().zip(counts).filter(|(_, count)| *count > 0).collect();
+        let step = pool.step(&mut batch).unwrap();
+        let places: Vec<usize> = starts.iter().zip(counts).flat_map(|(&start, count)| start..start + count).collect();
+        let ids: Vec<u32> = places.iter().map(|&place| tokens[place]).collect();
+        let every: Vec<usize> = (0..ids.len()).collect();
+        let some = [ids.len() - 1, 0];
+        for rows in [&every[..], &some[..], &[]] {
+            let got = model.forward(&pool, &step, &ids, rows).unwrap().to_f32().unwrap();
+            let want: Vec<f32> = rows
+                .iter()
+                .flat_map(|&row| &expected[places[row] * vocab..(places[row] + 1) * vocab])
+                .copied()
+                .collect();
+            let worst = max_difference(&got, &want);
+            assert!(worst < TOLERANCE, "{variant}: {counts:?} tokens, rows {rows:?}: off by {worst}");
+        }
     }
 }
 
@@ -112,22 +138,21 @@ fn a_token_reads_a_part_of_the_weights() {
     }
 }
 
-/// Sequences of one cache do not see each other.
+/// Sequences of one pool do not see each other.
 #[test]
 fn sequences_are_independent() {
     let model = Model::load(&golden("ple_shared"), &Device::cpu()).unwrap();
     let file = golden("ple_shared").join("logits.safetensors");
     let (tokens, expected) = (ids(&file, "tokens"), floats(&file, "logits"));
     let vocab = model.vocab_size();
-    let options = kvant_models::CacheOptions { sequences: 3, ..exact(64, 4) };
-    let mut cache = model.new_cache(&options).unwrap();
+    let pool = model.new_pool(&PoolOptions { sequences: 3, ..exact(64) }).unwrap();
+    let [mut ours, mut theirs] = [pool.sequence(), pool.sequence()];
     let other: Vec<u32> = tokens.iter().rev().copied().collect();
     for (t, &token) in tokens.iter().enumerate() {
-        model.forward(&mut cache, 0, &other[t..t + 1], Logits::Last).unwrap();
-        let got = model.forward(&mut cache, 2, &[token], Logits::Last).unwrap().to_f32().unwrap();
+        model.feed(&mut theirs, &other[t..t + 1], Logits::Last).unwrap();
+        let got = model.feed(&mut ours, &[token], Logits::Last).unwrap().to_f32().unwrap();
         assert!(max_difference(&got, &expected[t * vocab..(t + 1) * vocab]) < TOLERANCE, "token {t}");
     }
-    assert_eq!(cache.len(1).unwrap(), 0);
 }
 
 /// A factor so large that nothing turns comes to the same as no pairs that turn.
@@ -141,9 +166,9 @@ fn a_rope_factor_divides_the_frequencies() {
         config["rope_parameters"]["full_attention"][key] = value.into();
         std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
         let model = Model::load(dir.path(), &Device::cpu()).unwrap();
-        let mut cache = model.new_cache(&exact(64, 63)).unwrap();
+        let mut sequence = model.new_pool(&exact(64)).unwrap().sequence();
         let tokens = ids(&golden("moe").join("logits.safetensors"), "tokens");
-        model.forward(&mut cache, 0, &tokens, Logits::All).unwrap().to_f32().unwrap()
+        model.feed(&mut sequence, &tokens, Logits::All).unwrap().to_f32().unwrap()
     };
     let still = with("factor", 1e6);
     assert!(max_difference(&still, &with("partial_rotary_factor", 1e-3)) < 1e-3);
@@ -160,8 +185,8 @@ fn threads_share_a_model() {
         for step in [1, 5, 48] {
             let (model, tokens, expected) = (&model, &tokens, &expected);
             scope.spawn(move || {
-                let mut cache = model.new_cache(&exact(64, 5)).unwrap();
-                assert!(max_difference(&stepwise(model, &mut cache, tokens, step), expected) < TOLERANCE);
+                let mut sequence = model.new_pool(&exact(64)).unwrap().sequence();
+                assert!(max_difference(&stepwise(model, &mut sequence, tokens, step), expected) < TOLERANCE);
             });
         }
     });

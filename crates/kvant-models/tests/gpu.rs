@@ -4,19 +4,19 @@ mod common;
 
 use common::{VARIANTS, exact, floats, golden, ids, max_difference, shipped};
 use kvant::{Codec, Device, DeviceKind};
-use kvant_models::{CacheOptions, Decoder, Logits, Model, Sampling};
+use kvant_models::{Decoder, Logits, Model, PoolOptions, Sampling};
 
 /// What the logits may differ by, with an f32 cache.
 const TOLERANCE: f32 = 2e-3;
 
 /// The logits of `tokens`: the first `prompt` at once, the others one by one, half of these by a pass that is recorded.
-fn logits(model: &Model, options: &CacheOptions, tokens: &[u32], prompt: usize) -> Vec<f32> {
-    let mut cache = model.new_cache(options).unwrap();
+fn logits(model: &Model, options: &PoolOptions, tokens: &[u32], prompt: usize) -> Vec<f32> {
+    let mut sequence = model.new_pool(options).unwrap().sequence();
     let recorded = prompt + (tokens.len() - prompt) / 2;
     let pieces = std::iter::once(&tokens[..prompt]).chain(tokens[prompt..recorded].chunks(1));
-    let forward = |piece| model.forward(&mut cache, 0, piece, Logits::All).unwrap().to_f32().unwrap();
+    let forward = |piece| model.feed(&mut sequence, piece, Logits::All).unwrap().to_f32().unwrap();
     let mut logits: Vec<f32> = pieces.flat_map(forward).collect();
-    let mut decoder = Decoder::new(model, &mut cache, 0, Sampling::default()).unwrap();
+    let mut decoder = Decoder::new(model, &mut sequence, Sampling::default()).unwrap();
     for token in tokens[recorded..].chunks(1) {
         decoder.feed(token).unwrap();
         logits.extend(decoder.logits().to_f32().unwrap());
@@ -56,7 +56,7 @@ fn every_variant_matches() {
             let (mut tokens, expected) = (ids(&file, "tokens"), floats(&file, "logits"));
             tokens.truncate(most);
             let model = Model::load(&golden(variant), &device).unwrap();
-            let got = logits(&model, &exact(1024, 63), &tokens, tokens.len() * 3 / 4);
+            let got = logits(&model, &exact(1024), &tokens, tokens.len() * 3 / 4);
             let worst = max_difference(&got, &expected[..got.len()]);
             println!("{device}, {variant}: {worst:.1e}");
             assert!(worst < TOLERANCE, "{device}, {variant}: off by {worst}");
@@ -73,11 +73,11 @@ fn the_shipped_model_matches_the_cpu() {
         let model = Model::load(&shipped(), &device).unwrap();
         let tokens = &all[..most.min(all.len())];
         for (codec, tolerance) in [(Codec::F32, TOLERANCE), (Codec::BF16, 0.1), (Codec::tq(8), 0.1)] {
-            let options = CacheOptions { k: codec, v: codec, ..exact(256, 63) };
+            let options = PoolOptions { k: codec, v: codec, ..exact(256) };
             let prompt = tokens.len() * 3 / 4;
             // In pieces so short that the CPU multiplies in f32: of 16 tokens and more it rounds activations to 16 bits.
-            let mut cache = cpu.new_cache(&options).unwrap();
-            let exact = |piece| cpu.forward(&mut cache, 0, piece, Logits::All).unwrap().to_f32().unwrap();
+            let mut sequence = cpu.new_pool(&options).unwrap().sequence();
+            let exact = |piece| cpu.feed(&mut sequence, piece, Logits::All).unwrap().to_f32().unwrap();
             let want: Vec<f32> = tokens.chunks(7).flat_map(exact).collect();
             let got = logits(&model, &options, tokens, prompt);
             let worst = max_difference(&got, &want);

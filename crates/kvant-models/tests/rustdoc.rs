@@ -7,7 +7,7 @@ use std::{ops::ControlFlow, path::Path};
 use common::{exact, floats, golden, ids, max_difference, nats, shipped};
 use kvant::{Codec, CpuOptions, DType, Device, SimdLevel, Tensor, ops};
 use kvant_models::{
-    CacheOptions, Decoder, Error, Finish, LoadOptions, Logits, Model, Request, Sampling, Tokenizer, generate,
+    Decoder, Error, Finish, LoadOptions, Logits, Model, PoolOptions, Request, Sampling, Tokenizer, generate,
 };
 use serde_json::Value;
 
@@ -29,10 +29,10 @@ fn check_golden(model: &Model, name: &str, prompt: f32) -> f64 {
     let vocab = model.vocab_size();
     let mut mean = 0.0;
     for step in [tokens.len(), 1, 7] {
-        let mut cache = model.new_cache(&exact(256, step.min(64) - 1)).unwrap();
+        let mut sequence = model.new_pool(&exact(256)).unwrap().sequence();
         let logits: Vec<f32> = tokens
             .chunks(step)
-            .flat_map(|piece| model.forward(&mut cache, 0, piece, Logits::All).unwrap().to_f32().unwrap())
+            .flat_map(|piece| model.feed(&mut sequence, piece, Logits::All).unwrap().to_f32().unwrap())
             .collect();
         let row = |&row: &u32| logits[row as usize * vocab..(row as usize + 1) * vocab].to_vec();
         let got: Vec<f32> = rows.iter().flat_map(row).collect();
@@ -78,9 +78,9 @@ fn bf16_form_matches() {
 fn other_dtypes_stay_close() {
     let tokens = ids(&golden("rustdoc-11m").join("4bit.safetensors"), "tokens");
     let run = |model: &Model, codec: Codec| {
-        let options = CacheOptions { k: codec, v: codec, ..exact(256, 15) };
-        let mut cache = model.new_cache(&options).unwrap();
-        model.forward(&mut cache, 0, &tokens, Logits::All).unwrap().to_f32().unwrap()
+        let options = PoolOptions { k: codec, v: codec, ..exact(256) };
+        let mut sequence = model.new_pool(&options).unwrap().sequence();
+        model.feed(&mut sequence, &tokens, Logits::All).unwrap().to_f32().unwrap()
     };
     let f32_model = model();
     let vocab = f32_model.vocab_size();
@@ -130,36 +130,33 @@ fn a_prompt_begins_once() {
     assert_eq!(tokenizer.encode_prompt("").unwrap(), [bos]);
 }
 
-/// 4096 tokens through rings of the window and a little more, against prompts run from nothing through a cache that
-/// holds every position.
+/// 4096 tokens, whose windows pass many pages, against prompts run from nothing.
 #[test]
 fn long_generation_equals_recomputation() {
     let model = model();
     let tokenizer = Tokenizer::load(&shipped()).unwrap();
     let mut tokens = tokenizer.encode("# Fearless Concurrency", true).unwrap();
-    let mut cache = model.new_cache(&exact(4200, 7)).unwrap();
-    assert!(cache.layer(0).unwrap().spec().capacity < 140, "the rings wrap many times");
+    let mut sequence = model.new_pool(&exact(4200)).unwrap().sequence();
     let sampling = Sampling { temperature: 0.8, top_p: 0.95, seed: 7, ..Sampling::default() };
     let mut fed = 0;
     for until in [100, 129, 700, 2050, 4096] {
         // Generation goes on where it stopped, then feeds its last token to show its logits.
         let prompt = tokens[fed..].to_vec();
         let request = Request { max_tokens: until - tokens.len(), sampling, ..Request::new(&prompt) };
-        let stats = generate(&model, &mut cache, &request, |token| {
+        let stats = generate(&model, &mut sequence, &request, |token| {
             tokens.push(token);
             ControlFlow::Continue(())
         })
         .unwrap();
         assert_eq!((stats.finish, tokens.len()), (Finish::Length, until));
         let last = tokens[until - 1];
-        let went_on = model.forward(&mut cache, 0, &[last], Logits::Last).unwrap().to_f32().unwrap();
+        let went_on = model.feed(&mut sequence, &[last], Logits::Last).unwrap().to_f32().unwrap();
         fed = until;
         // The next stretch starts with the likeliest token.
         tokens.push(argmax(&went_on));
 
-        let mut fresh = model.new_cache(&exact(4200, 4200)).unwrap();
-        assert!(!fresh.layer(0).unwrap().spec().ring);
-        let at_once = model.forward(&mut fresh, 0, &tokens[..until], Logits::Last).unwrap().to_f32().unwrap();
+        let mut fresh = model.new_pool(&exact(4200)).unwrap().sequence();
+        let at_once = model.feed(&mut fresh, &tokens[..until], Logits::Last).unwrap().to_f32().unwrap();
         let worst = max_difference(&went_on, &at_once);
         println!("after {until} tokens: off by {worst:.1e}");
         // Recomputed as a prompt.
@@ -178,16 +175,16 @@ fn generation_is_reproducible_and_seeded() {
     let tokenizer = Tokenizer::load(&shipped()).unwrap();
     let prompt = tokenizer.encode("A `Vec<T>` is", true).unwrap();
     let run = |sampling: Sampling| {
-        let mut cache = model.new_cache(&CacheOptions::default()).unwrap();
+        let mut sequence = model.new_pool(&PoolOptions::default()).unwrap().sequence();
         let request = Request { max_tokens: 40, sampling, ..Request::new(&prompt) };
         let mut tokens = Vec::new();
-        let stats = generate(&model, &mut cache, &request, |token| {
+        let stats = generate(&model, &mut sequence, &request, |token| {
             tokens.push(token);
             ControlFlow::Continue(())
         })
         .unwrap();
         assert_eq!((stats.prompt_tokens, stats.generated_tokens), (prompt.len(), 40));
-        assert_eq!(cache.len(0).unwrap(), prompt.len() + 39);
+        assert_eq!(sequence.len(), prompt.len() + 39);
         tokens
     };
     let greedy = run(Sampling::default());
@@ -197,8 +194,8 @@ fn generation_is_reproducible_and_seeded() {
     assert_ne!(run(seeded(1)), run(seeded(2)));
 
     // Greedy decoding is the argmax of the logits that forward gives.
-    let mut cache = model.new_cache(&CacheOptions::default()).unwrap();
-    let logits = model.forward(&mut cache, 0, &prompt, Logits::Last).unwrap().to_f32().unwrap();
+    let mut sequence = model.new_pool(&PoolOptions::default()).unwrap().sequence();
+    let logits = model.feed(&mut sequence, &prompt, Logits::Last).unwrap().to_f32().unwrap();
     assert_eq!(greedy[0], argmax(&logits));
 }
 
@@ -206,11 +203,12 @@ fn generation_is_reproducible_and_seeded() {
 fn generation_ends_for_the_reason_it_gives() {
     let model = model();
     let prompt = [2, 100, 200];
-    let run = |capacity: usize, stop: &[u32], cancel_after: usize| {
-        let mut cache = model.new_cache(&CacheOptions { capacity, ..CacheOptions::default() }).unwrap();
+    let run = |longest: usize, stop: &[u32], cancel_after: usize| {
+        let mut sequence =
+            model.new_pool(&PoolOptions { longest, page_tokens: 16, ..PoolOptions::default() }).unwrap().sequence();
         let mut tokens = Vec::new();
-        let request = Request { max_tokens: 6, stop, ..Request::new(&prompt) };
-        let stats = generate(&model, &mut cache, &request, |token| {
+        let request = Request { max_tokens: 16, stop, ..Request::new(&prompt) };
+        let stats = generate(&model, &mut sequence, &request, |token| {
             tokens.push(token);
             if tokens.len() == cancel_after { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
         })
@@ -218,10 +216,10 @@ fn generation_ends_for_the_reason_it_gives() {
         (stats.finish, tokens)
     };
     let (finish, tokens) = run(64, &[], 100);
-    assert_eq!((finish, tokens.len()), (Finish::Length, 6));
+    assert_eq!((finish, tokens.len()), (Finish::Length, 16));
     assert_eq!(run(64, &[], 2), (Finish::Cancelled, tokens[..2].to_vec()));
-    // Three prompt tokens and two fed ones fill five slots.
-    assert_eq!(run(5, &[], 100), (Finish::CacheFull, tokens[..3].to_vec()));
+    // Three prompt tokens and 13 fed ones fill a page.
+    assert_eq!(run(16, &[], 100), (Finish::OutOfPages, tokens[..14].to_vec()));
     let first = tokens.iter().position(|&t| t == tokens[3]).unwrap();
     assert_eq!(run(64, &[tokens[3]], 100), (Finish::Stop, tokens[..first].to_vec()));
 }
@@ -231,14 +229,13 @@ fn generation_ends_for_the_reason_it_gives() {
 fn a_decoder_does_what_forward_does() {
     let model = model();
     let sampling = Sampling { temperature: 0.9, top_p: 0.9, seed: 3, ..Sampling::default() };
-    let options = CacheOptions { sequences: 3, ..exact(300, 7) };
-    let (mut fed, mut straight) = (model.new_cache(&options).unwrap(), model.new_cache(&options).unwrap());
-    let mut decoder = Decoder::new(&model, &mut fed, 1, sampling).unwrap();
+    let [mut fed, mut straight] = [(); 2].map(|()| model.new_pool(&exact(300)).unwrap().sequence());
+    let mut decoder = Decoder::new(&model, &mut fed, sampling).unwrap();
     let mut drawn = decoder.next(&[2, 17, 300]).unwrap();
-    let mut want = model.forward(&mut straight, 1, &[2, 17, 300], Logits::Last).unwrap().to_f32().unwrap();
+    let mut want = model.feed(&mut straight, &[2, 17, 300], Logits::Last).unwrap().to_f32().unwrap();
     for i in 0..200 {
         assert_eq!(decoder.logits().to_f32().unwrap(), want, "token {i}");
-        want = model.forward(&mut straight, 1, &[drawn], Logits::Last).unwrap().to_f32().unwrap();
+        want = model.feed(&mut straight, &[drawn], Logits::Last).unwrap().to_f32().unwrap();
         if i % 7 == 3 {
             decoder.feed(&[drawn]).unwrap();
             drawn = argmax(&want);
@@ -247,75 +244,73 @@ fn a_decoder_does_what_forward_does() {
         }
         if i % 50 == 49 {
             decoder.truncate(3 + i - 2).unwrap();
-            straight.truncate(1, 3 + i - 2).unwrap();
-            want = model.forward(&mut straight, 1, &[5, 6, 7], Logits::Last).unwrap().to_f32().unwrap();
+            straight.truncate(3 + i - 2).unwrap();
+            want = model.feed(&mut straight, &[5, 6, 7], Logits::Last).unwrap().to_f32().unwrap();
             drawn = decoder.next(&[5, 6, 7]).unwrap();
         }
     }
     // Drawn alike after a pass that is recorded and after one that is not: a position draws its own number.
-    let len = decoder.cache().len(1).unwrap();
+    let len = decoder.sequence().len();
     let at_once = decoder.next(&[40, 50, 60]).unwrap();
     decoder.truncate(len).unwrap();
     decoder.feed(&[40, 50]).unwrap();
     assert_eq!(decoder.next(&[60]).unwrap(), at_once);
     // What is refused changes nothing.
-    let len = decoder.cache().len(1).unwrap();
+    let len = decoder.sequence().len();
     assert!(matches!(decoder.next(&[1 << 20]).unwrap_err(), Error::Argument { arg: "tokens", .. }));
     assert!(decoder.feed(&[]).is_err());
-    assert_eq!(decoder.cache().len(1).unwrap(), len);
-    while decoder.cache().room(1).unwrap() > 0 {
-        decoder.feed(&[4]).unwrap();
-    }
-    assert!(matches!(decoder.feed(&[4]).unwrap_err(), Error::Kvant(kvant::Error::CacheFull { .. })));
-    assert_eq!(decoder.cache().len(1).unwrap(), 300);
+    assert_eq!(decoder.sequence().len(), len);
+    while decoder.feed(&[4]).is_ok() {}
+    let len = decoder.sequence().len();
+    assert!(len >= 320, "five pages of 64 have room for 300 tokens");
+    assert!(matches!(decoder.feed(&[4]).unwrap_err(), Error::Kvant(kvant::Error::OutOfPages { .. })));
+    assert_eq!(decoder.sequence().len(), len);
 }
 
-/// Errors come before anything is done, and the cache goes on as if the call had not been.
+/// Errors come before anything is done, and the sequence goes on as if the call had not been.
 #[test]
-fn refused_calls_leave_the_cache_alone() {
+fn refused_calls_leave_the_sequence_alone() {
     let model = model();
     let tokens: Vec<u32> = (10..40).collect();
-    let mut cache = model.new_cache(&exact(40, 3)).unwrap();
-    model.forward(&mut cache, 0, &tokens, Logits::Last).unwrap();
-    let full = model.forward(&mut cache, 0, &tokens, Logits::Last).unwrap_err();
-    assert!(matches!(full, Error::Kvant(kvant::Error::CacheFull { len: 30, tokens: 30, .. })), "{full}");
-    let empty = model.forward(&mut cache, 0, &[], Logits::Last).unwrap_err();
+    let mut sequence = model.new_pool(&exact(40)).unwrap().sequence();
+    model.feed(&mut sequence, &tokens, Logits::Last).unwrap();
+    let full = model.feed(&mut sequence, &[7; 600], Logits::Last).unwrap_err();
+    assert!(matches!(full, Error::Kvant(kvant::Error::OutOfPages { .. })), "{full}");
+    let empty = model.feed(&mut sequence, &[], Logits::Last).unwrap_err();
     assert!(matches!(empty, Error::Argument { arg: "tokens", .. }), "{empty}");
-    let outside = model.forward(&mut cache, 0, &[1, 4096], Logits::Last).unwrap_err();
+    let outside = model.feed(&mut sequence, &[1, 4096], Logits::Last).unwrap_err();
     assert!(matches!(outside, Error::Argument { arg: "tokens", .. }), "{outside}");
     assert!(outside.to_string().contains("4096 at 1"), "{outside}");
-    let sequence = model.forward(&mut cache, 1, &[1], Logits::Last).unwrap_err();
-    assert!(matches!(sequence, Error::Kvant(kvant::Error::Value { arg: "sequence", .. })), "{sequence}");
     let out = Tensor::zeros(&Device::cpu(), DType::F32, &[2, 4096]).unwrap();
-    let rows = model.forward_into(&mut cache, 0, &[1], &out).unwrap_err();
+    let rows = model.feed_into(&mut sequence, &[1], &out).unwrap_err();
     assert!(matches!(rows, Error::Argument { arg: "out", .. }), "{rows}");
     let request = Request { sampling: Sampling { top_p: 0.0, ..Sampling::default() }, ..Request::new(&[1]) };
-    let sampling = generate(&model, &mut cache, &request, |_| ControlFlow::Continue(())).unwrap_err();
+    let sampling = generate(&model, &mut sequence, &request, |_| ControlFlow::Continue(())).unwrap_err();
     assert!(matches!(sampling, Error::Kvant(kvant::Error::Value { arg: "top_p", .. })), "{sampling}");
     let other = Model::load(&golden("dense"), &Device::cpu()).unwrap();
-    let foreign = other.forward(&mut cache, 0, &[1], Logits::Last).unwrap_err();
-    assert!(matches!(foreign, Error::Argument { arg: "cache", .. }), "{foreign}");
-    assert_eq!(cache.len(0).unwrap(), 30);
+    let foreign = other.feed(&mut sequence, &[1], Logits::Last).unwrap_err();
+    assert!(matches!(foreign, Error::Argument { arg: "pool", .. }), "{foreign}");
+    assert_eq!(sequence.len(), 30);
 
-    let mut untouched = model.new_cache(&exact(40, 3)).unwrap();
-    model.forward(&mut untouched, 0, &tokens, Logits::Last).unwrap();
-    let next = |cache: &mut _| model.forward(cache, 0, &[5], Logits::Last).unwrap().to_f32().unwrap();
-    assert_eq!(next(&mut cache), next(&mut untouched));
+    let mut untouched = model.new_pool(&exact(40)).unwrap().sequence();
+    model.feed(&mut untouched, &tokens, Logits::Last).unwrap();
+    let next = |sequence: &mut _| model.feed(sequence, &[5], Logits::Last).unwrap().to_f32().unwrap();
+    assert_eq!(next(&mut sequence), next(&mut untouched));
 }
 
-/// Taking tokens back and feeding them anew comes to the same, on rings that have wrapped.
+/// Taking tokens back and feeding them anew comes to the same, after windows have passed pages.
 #[test]
 fn truncated_sequences_go_on_exactly() {
     let model = model();
     let tokens: Vec<u32> = (0..300).map(|i| (i * 37 + 11) % 4096).collect();
-    let mut cache = model.new_cache(&exact(400, 7)).unwrap();
-    model.forward(&mut cache, 0, &tokens, Logits::Last).unwrap();
-    model.forward(&mut cache, 0, &[7, 8, 9], Logits::All).unwrap();
-    cache.truncate(0, 300).unwrap();
-    let again = model.forward(&mut cache, 0, &[20, 21], Logits::Last).unwrap().to_f32().unwrap();
-    let mut straight = model.new_cache(&exact(400, 300)).unwrap();
+    let mut sequence = model.new_pool(&exact(400)).unwrap().sequence();
+    model.feed(&mut sequence, &tokens, Logits::Last).unwrap();
+    model.feed(&mut sequence, &[7, 8, 9], Logits::All).unwrap();
+    sequence.truncate(300).unwrap();
+    let again = model.feed(&mut sequence, &[20, 21], Logits::Last).unwrap().to_f32().unwrap();
+    let mut straight = model.new_pool(&exact(400)).unwrap().sequence();
     let all = [&tokens[..], &[20, 21]].concat();
-    let expected = model.forward(&mut straight, 0, &all, Logits::Last).unwrap().to_f32().unwrap();
+    let expected = model.feed(&mut straight, &all, Logits::Last).unwrap().to_f32().unwrap();
     // Prompts may be rounded to 16 bits on the way, a few tokens to 24 (`ops::Linear`).
     assert!(max_difference(&again, &expected) < 5e-3);
 }
@@ -388,12 +383,12 @@ fn streams_survive_bytes_that_are_no_text() {
 fn forward_into_takes_the_last_rows() {
     let model = model();
     let tokens: Vec<u32> = (100..150).collect();
-    let mut cache = model.new_cache(&exact(64, 8)).unwrap();
-    let all = model.forward(&mut cache, 0, &tokens, Logits::All).unwrap().to_f32().unwrap();
+    let mut sequence = model.new_pool(&exact(64)).unwrap().sequence();
+    let all = model.feed(&mut sequence, &tokens, Logits::All).unwrap().to_f32().unwrap();
     for rows in [1, 9, 20, 50] {
-        cache.clear(0).unwrap();
+        sequence.truncate(0).unwrap();
         let out = Tensor::zeros(&Device::cpu(), DType::F32, &[rows, 4096]).unwrap();
-        model.forward_into(&mut cache, 0, &tokens, &out).unwrap();
+        model.feed_into(&mut sequence, &tokens, &out).unwrap();
         // A few rows may be computed more precisely than many (`ops::Linear`).
         let bound = if rows < 16 { 5e-3 } else { 1e-4 };
         assert!(max_difference(&out.to_f32().unwrap(), &all[(50 - rows) * 4096..]) < bound, "{rows} rows");

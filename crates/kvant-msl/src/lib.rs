@@ -211,6 +211,10 @@ impl Wait for Done {
     fn wait(self: Box<Self>) -> Result<()> {
         self.0
     }
+
+    fn is_done(&self) -> bool {
+        true
+    }
 }
 
 struct Graph {

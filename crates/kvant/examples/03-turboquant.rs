@@ -57,7 +57,8 @@ fn there_and_back(device: &Device, codec: Codec, source: &Tensor) -> Result<Vec<
     let write = ops::KvWrite { k: source, v: source, order, first_token: 0, step: &step, layer: &layer };
     ops::kv_write(&mut enc, &write)?;
     let side = ops::KvSide::K;
-    let read = ops::KvRead { layer: &layer, side, sequence: 0, start: 0, keep_rotated: false, order, out: &out };
+    let read =
+        ops::KvRead { layer: &layer, side, sequence: 0, start: 0, keep_rotated: false, order, out: &out, step: None };
     ops::kv_read(&mut enc, &read)?;
     enc.commit()?.wait()?;
     out.to_f32()

@@ -52,8 +52,8 @@ fn main() -> Result<()> {
     for token in 0..TOKENS {
         // Keys and queries are zero, so all weights are equal and attention returns the mean of the values so far.
         v.write(&[token as f32; HEAD_DIM])?;
-        step.positions.write(&[token as u32])?;
-        step.lens.write(&[token as u32 + 1])?;
+        step.positions().write(&[token as u32])?;
+        step.lens().write(&[token as u32 + 1])?;
         graph.replay()?.wait()?;
 
         let mean = out.to_f32()?[0];

@@ -23,6 +23,10 @@ pub(crate) trait Backend: Send + Sync {
     fn name(&self) -> String;
     /// Zeroed memory.
     fn allocate(&self, bytes: usize) -> Result<Box<dyn Memory>>;
+    /// Zeroed memory of which only parts are used. On the host the system provides them as they are used.
+    fn allocate_sparse(&self, bytes: usize) -> Result<Box<dyn Memory>> {
+        self.allocate(bytes)
+    }
     /// `offset + bytes.len()` is within the allocation.
     fn upload(&self, memory: &dyn Memory, offset: usize, bytes: &[u8]) -> Result<()>;
     /// `offset + out.len()` is within the allocation; waits for committed work.
@@ -46,6 +50,8 @@ pub(crate) trait Pass: Send {
 pub trait Wait: Send {
     /// Returns when it is done, with its fault if it failed.
     fn wait(self: Box<Self>) -> Result<()>;
+    /// Whether [`Wait::wait`] would return at once.
+    fn is_done(&self) -> bool;
 }
 
 /// Captured work.

@@ -30,8 +30,8 @@ pub(crate) struct Touch<'a> {
 /// operation sees the writes of all operations before it. Dropping an encoder discards its operations.
 ///
 /// **Only operations wait for the encoder.** [`Tensor::write`], [`Tensor::to_vec`] and the other transfers,
-/// [`KvCache::append_into`](crate::KvCache::append_into), [`KvCache::fork`](crate::KvCache::fork) and
-/// [`KvCache::save`](crate::KvCache::save) act at once. They see the memory after the last commit, and recorded
+/// [`KvPool::step`](crate::KvPool::step), [`KvPool::step_into`](crate::KvPool::step_into) and
+/// [`Sequence::export`](crate::Sequence::export) act at once. They see the memory after the last commit, and recorded
 /// operations read what they write. Commit first.
 ///
 /// # Errors
@@ -52,6 +52,7 @@ pub(crate) struct Touch<'a> {
 /// assert!(y.to_vec::<f32>()?[1] > -30.);
 /// # Ok::<(), kvant::Error>(())
 /// ```
+#[must_use = "operations run when the encoder is committed"]
 pub struct Encoder {
     device: Device,
     mode: Mode,
@@ -201,6 +202,11 @@ impl Submission {
     /// failed.
     pub fn wait(self) -> Result<()> {
         self.pending.map_or(Ok(()), Wait::wait)
+    }
+
+    /// Whether the work is done, or has failed: [`Submission::wait`] returns at once.
+    pub fn is_done(&self) -> bool {
+        self.pending.as_ref().is_none_or(|pending| pending.is_done())
     }
 }
 

@@ -127,28 +127,18 @@ pub enum Error {
         /// The argument whose size overflows.
         arg: &'static str,
     },
-    /// A sequence has no room for the tokens: its linear layers are full.
-    #[error("sequence {sequence}: {tokens} new tokens after {len} exceed the capacity of {capacity}")]
-    CacheFull {
-        /// The sequence.
-        sequence: usize,
-        /// Its length before the call.
-        len: usize,
-        /// The number of tokens to append.
-        tokens: usize,
-        /// Slots of a linear layer.
-        capacity: usize,
+    /// A step needs more pages than the pool has. Ending or truncating sequences gives pages back.
+    #[error("out of pages: {missing} more are needed")]
+    OutOfPages {
+        /// Pages that the pool lacks, when no prefix is kept.
+        missing: usize,
     },
-    /// A ring has overwritten positions that the request needs.
-    #[error("sequence {sequence}: layer {layer} no longer holds position {needed}; the oldest it holds is {oldest}")]
-    RingOverwritten {
-        /// The sequence.
-        sequence: usize,
-        /// The first layer that has overwritten one.
-        layer: usize,
-        /// The oldest position that the request needs.
+    /// A layer no longer holds a position that the next token would see.
+    #[error("position {needed} is no longer held; the oldest is {oldest}")]
+    NotHeld {
+        /// The oldest position that is needed.
         needed: usize,
-        /// The oldest position that the layer holds.
+        /// The oldest position that is held.
         oldest: usize,
     },
     /// The contents of a file are invalid.

@@ -31,7 +31,8 @@ unsafe impl Send for HostMemory {}
 unsafe impl Sync for HostMemory {}
 
 impl HostMemory {
-    fn new(bytes: usize, device: &str) -> Result<Self> {
+    /// `sparse`: memory that is used here and there, so that a huge page at each first use would be a waste.
+    fn new(bytes: usize, device: &str, sparse: bool) -> Result<Self> {
         let dangling = std::ptr::without_provenance_mut::<u8>(ALIGN);
         if bytes == 0 {
             return Ok(HostMemory { block: None, start: NonNull::new(dangling).expect("64 is not null") });
@@ -47,7 +48,9 @@ impl HostMemory {
         let skip = block.align_offset(align);
         // SAFETY: `skip` is less than `align`, and the block is that much longer than asked for.
         let start = unsafe { block.add(skip) };
-        want_huge_pages(start, bytes);
+        if !sparse {
+            want_huge_pages(start, bytes);
+        }
         Ok(HostMemory { block: Some((block, layout)), start })
     }
 }
@@ -70,6 +73,23 @@ fn want_huge_pages(start: NonNull<u8>, bytes: usize) {
 
 #[cfg(not(target_os = "linux"))]
 fn want_huge_pages(_: NonNull<u8>, _: usize) {}
+
+/// Moves a part of a block that is in use for good into huge pages, with its neighbours up to their ends. Nothing happens
+/// for memory of a GPU, or where the system cannot.
+pub(crate) fn settle(tensor: &crate::Tensor) {
+    #[cfg(target_os = "linux")]
+    if tensor.storage().memory.host().is_some() {
+        /// Since Linux 6.1.
+        const MADV_COLLAPSE: i32 = 25;
+        let start = tensor.host_ptr() as usize;
+        let (first, end) = (start / HUGE * HUGE, (start + tensor.bytes()).next_multiple_of(HUGE));
+        let pages = std::ptr::with_exposed_provenance_mut(first);
+        // SAFETY: the advice changes neither contents nor protection, and fails for what is not mapped.
+        unsafe { libc::madvise(pages, end - first, MADV_COLLAPSE) };
+    }
+    #[cfg(not(target_os = "linux"))]
+    let _ = tensor;
+}
 
 impl Drop for HostMemory {
     fn drop(&mut self) {
@@ -147,7 +167,11 @@ impl<E: HostExecutor> Backend for Host<E> {
     }
 
     fn allocate(&self, bytes: usize) -> Result<Box<dyn Memory>> {
-        Ok(Box::new(HostMemory::new(bytes, self.kind().name())?))
+        Ok(Box::new(HostMemory::new(bytes, self.kind().name(), false)?))
+    }
+
+    fn allocate_sparse(&self, bytes: usize) -> Result<Box<dyn Memory>> {
+        Ok(Box::new(HostMemory::new(bytes, self.kind().name(), true)?))
     }
 
     fn upload(&self, memory: &dyn Memory, offset: usize, bytes: &[u8]) -> Result<()> {
@@ -210,6 +234,10 @@ struct Done;
 impl Wait for Done {
     fn wait(self: Box<Self>) -> Result<()> {
         Ok(())
+    }
+
+    fn is_done(&self) -> bool {
+        true
     }
 }
 

@@ -78,6 +78,11 @@ impl Planes {
         })
     }
 
+    /// The planes of a layer of a pool.
+    pub(crate) fn of_pages(codec: Codec, low: Tensor, high: Option<Tensor>, norms: Option<Tensor>) -> Planes {
+        Planes { codec, low, high, norms }
+    }
+
     /// The codec of the vectors.
     pub fn codec(&self) -> Codec {
         self.codec
@@ -98,7 +103,7 @@ impl Planes {
 
 /// Keys and values of one layer for several sequences: linear or a ring, dense or quantised.
 ///
-/// Cloning is cheap and shares the memory. [`KvCache`](crate::KvCache) makes one per layer and keeps the lengths. An
+/// Cloning is cheap and shares the memory. [`KvPool`](crate::KvPool) makes layers in pages, for many sequences. An
 /// engine with its own cache manager can make layers itself, also over existing [`Tensor`]s
 /// ([`KvLayer::from_dense`]). Memory that kvant did not allocate cannot be wrapped.
 ///
@@ -125,6 +130,43 @@ pub struct KvLayer {
     spec: LayerSpec,
     pub(crate) k: Planes,
     pub(crate) v: Planes,
+    pages: Option<LayerPages>,
+}
+
+/// What a page table counts in: an entry is the distance of a page from the start of the pool's memory, in units of this
+/// many bytes.
+pub(crate) const PAGE_UNIT: usize = 256;
+
+/// How positions are found in a layer of a [`KvPool`](crate::KvPool): through the page table of the layer's group.
+///
+/// A page holds `page_tokens` consecutive positions of every layer of the group. Within a page each plane of a layer is
+/// `[Hk, page_tokens]` rows. The planes of the layer begin where they would be in a page at the start of the pool's
+/// memory, so that the address of a row is the start of its plane, plus `PAGE_UNIT` times the entry, plus the row
+/// within the page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct LayerPages {
+    /// The pool. A step of another pool is rejected.
+    pub pool: u64,
+    /// The index of the group: of its page table in a [`Step`](crate::Step).
+    pub group: usize,
+    /// Positions of a page: a power of two.
+    pub page_tokens: usize,
+    /// Entries from this one on are not pages.
+    pub entries: u32,
+}
+
+/// A page table in host memory: `[S, width]` entries. Empty for a contiguous layer.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct PageTable<'a> {
+    pub entries: &'a [u32],
+    pub width: usize,
+}
+
+/// Where a vector is: the row of each plane, counted from `bytes` bytes after the start of the plane.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct RowPlace {
+    pub bytes: usize,
+    pub row: usize,
 }
 
 impl KvLayer {
@@ -138,7 +180,13 @@ impl KvLayer {
             spec,
             k: Planes::zeros(device, spec.k, rows, spec.head_dim)?,
             v: Planes::zeros(device, spec.v, rows, spec.head_dim)?,
+            pages: None,
         })
+    }
+
+    /// A layer of a pool. The planes begin where they are in a page at the start of `memory`, and end where it does.
+    pub(crate) fn paged(spec: LayerSpec, pages: LayerPages, k: Planes, v: Planes) -> KvLayer {
+        KvLayer { spec, k, v, pages: Some(pages) }
     }
 
     /// Makes a layer over existing dense tensors of S·Hk·cap·D elements each, in the order of `spec.order`. Their
@@ -174,7 +222,7 @@ impl KvLayer {
             }
             Ok(Planes { codec, low: tensor.reshape(&[rows, spec.head_dim])?, high: None, norms: None })
         };
-        Ok(KvLayer { spec, k: side("k", spec.k, k)?, v: side("v", spec.v, v)? })
+        Ok(KvLayer { spec, k: side("k", spec.k, k)?, v: side("v", spec.v, v)?, pages: None })
     }
 
     /// The specification.
@@ -217,6 +265,51 @@ impl KvLayer {
         }
     }
 
+    /// How positions are found, if the layer belongs to a pool.
+    pub(crate) fn pages(&self) -> Option<&LayerPages> {
+        self.pages.as_ref()
+    }
+
+    /// Whether the layer is part of a [`KvPool`](crate::KvPool), so that positions are found through a page table.
+    pub fn is_paged(&self) -> bool {
+        self.pages.is_some()
+    }
+
+    /// The most positions of a sequence, if the layer has slots for no more: those of a linear layer.
+    pub(crate) fn limit(&self) -> Option<usize> {
+        (!self.spec.ring && self.pages.is_none()).then_some(self.spec.capacity)
+    }
+
+    /// Where the vector of a position is, for an existing head. `None` if the table has no page for the position, or an
+    /// entry that is not a page.
+    #[inline]
+    pub(crate) fn place(&self, table: PageTable, sequence: usize, head: usize, position: usize) -> Option<RowPlace> {
+        let Some(pages) = &self.pages else {
+            return Some(RowPlace { bytes: 0, row: self.row(sequence, head, self.slot(position)) });
+        };
+        let bytes = pages.page(table, sequence, position / pages.page_tokens)?;
+        Some(RowPlace { bytes, row: head * pages.page_tokens + position % pages.page_tokens })
+    }
+
+    /// The number of rows between a head's first row and the next head's, within a page if the layer has pages.
+    #[inline]
+    pub(crate) fn head_stride(&self) -> usize {
+        match (&self.pages, self.spec.order) {
+            (Some(pages), _) => pages.page_tokens,
+            (None, SlotOrder::HeadMajor) => self.spec.capacity,
+            (None, SlotOrder::TokenMajor) => 1,
+        }
+    }
+
+    /// The number of positions from this one on that are in consecutive slots, up to the end of a ring or a page.
+    #[inline]
+    pub(crate) fn contiguous_from(&self, position: usize) -> usize {
+        match &self.pages {
+            Some(pages) => pages.page_tokens - position % pages.page_tokens,
+            None => self.spec.capacity - self.slot(position),
+        }
+    }
+
     /// The number of rows between a head's slot and its next slot.
     #[inline]
     pub fn slot_stride(&self) -> usize {
@@ -234,9 +327,26 @@ impl KvLayer {
 
     /// Calls `visit` with every plane.
     pub(crate) fn touches(&self, access: Access, visit: &mut dyn FnMut(Touch)) {
+        if self.pages.is_some() {
+            // The planes of all pages: one range of the pool's memory, which contains both sides.
+            visit(Touch { arg: "layer", tensor: &self.k.low, access });
+            return;
+        }
         for (arg, planes) in [("layer.k", &self.k), ("layer.v", &self.v)] {
             planes.tensors().for_each(|(_, tensor)| visit(Touch { arg, tensor, access }));
         }
+    }
+}
+
+impl LayerPages {
+    /// The distance in bytes of page `index` of a sequence from the start of the pool's memory.
+    #[inline]
+    pub(crate) fn page(&self, table: PageTable, sequence: usize, index: usize) -> Option<usize> {
+        if index >= table.width {
+            return None;
+        }
+        let entry = *table.entries.get(sequence * table.width + index)?;
+        (entry < self.entries).then_some(entry as usize * PAGE_UNIT)
     }
 }
 

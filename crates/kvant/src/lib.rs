@@ -1,53 +1,38 @@
 //! The KV cache and attention of transformer inference, on CPU, Metal and CUDA.
 //!
 //! kvant stores new keys and values in a cache, attends over the cache, and prepares queries and keys (per-head RMS norm
-//! and RoPE) in fused kernels. It also has the other operations of a decoder layer. A cache is linear or a sliding-window
-//! ring, in f32, f16, bf16 or TurboQuant at 4, 5, 6 or 8 bits.
+//! and RoPE) in fused kernels. It also has the other operations of a decoder layer. Caches are
+//! in f32, f16, bf16 or TurboQuant at 4, 5, 6 or 8 bits, in pages that many sequences share.
 //!
 //! Each operation has one contract and one validation, in [`ops`]. [`mod@reference`] defines the exact results in plain
 //! f64 loops, and every device is tested against it.
 //!
 //! # Quick start
 //!
-//! One decode step of one layer: append a token to the cache, write its key and value, attend.
+//! A prompt and then one token of one layer: make a step, write keys and values, attend.
 //!
 //! ```
-//! use kvant::{CacheLayer, CacheSpec, Codec, DType, Device, KvCache, Tensor, ops};
+//! use kvant::{CacheLayer, Codec, DType, Device, KvPool, PoolSpec, Tensor, ops};
 //!
 //! let device = Device::default();
-//! let (heads, kv_heads, head_dim) = (8, 2, 64);
-//! let layer = CacheLayer { kv_heads, head_dim, window: None, k: Codec::F16, v: Codec::tq(8) };
-//! let spec = CacheSpec { layers: vec![layer], sequences: 1, capacity: 4096, slack: 0 };
-//! let mut cache = KvCache::new(&device, &spec)?;
+//! let layer = CacheLayer { kv_heads: 2, head_dim: 64, window: None, k: Codec::F16, v: Codec::tq(8) };
+//! let pool = KvPool::new(&device, &PoolSpec::new(vec![layer], 16 << 20))?; // 16 MiB for all sequences
+//! let mut sequence = pool.sequence();
 //!
-//! // The model's projections of the new token: [tokens, heads, head_dim].
-//! let q = Tensor::from_slice(&device, &vec![0.5f32; heads * head_dim], &[1, heads, head_dim])?;
-//! let k = Tensor::from_slice(&device, &vec![0.5f32; kv_heads * head_dim], &[1, kv_heads, head_dim])?;
-//! let v = Tensor::from_slice(&device, &vec![0.5f32; kv_heads * head_dim], &[1, kv_heads, head_dim])?;
-//! let out = Tensor::zeros(&device, DType::F32, &[1, heads, head_dim])?;
+//! for tokens in [5, 1] {
+//!     // What a model computes for the new tokens: 8 query heads share 2 KV heads.
+//!     let q = Tensor::from_slice(&device, &vec![0.5f32; tokens * 8 * 64], &[tokens, 8, 64])?;
+//!     let kv = Tensor::from_slice(&device, &vec![0.5f32; tokens * 2 * 64], &[tokens, 2, 64])?;
+//!     let out = Tensor::zeros(&device, DType::F32, &[tokens, 8, 64])?;
 //!
-//! let step = cache.append(&[(0, 1)])?; // one token for sequence 0
-//! let layer = cache.layer(0)?;
-//! let mut enc = device.encoder()?;
-//! let order = ops::SourceOrder::TokenMajor;
-//! ops::kv_write(&mut enc, &ops::KvWrite { k: &k, v: &v, order, first_token: 0, step: &step, layer })?;
-//! ops::attend(
-//!     &mut enc,
-//!     &ops::Attend {
-//!         q: &q,
-//!         layer,
-//!         step: &step,
-//!         fresh: None,
-//!         scale: (head_dim as f32).sqrt().recip(),
-//!         softcap: None,
-//!         window: None,
-//!         q_rotated: false,
-//!         plan: None,
-//!         out: &out,
-//!     },
-//! )?;
-//! enc.commit()?.wait()?;
-//! assert!((out.to_f32()?[0] - 0.5).abs() < 0.1); // the token sees only its own value
+//!     let step = pool.step(&mut [(&mut sequence, tokens)])?;
+//!     let mut enc = device.encoder()?;
+//!     ops::kv_write(&mut enc, &ops::KvWrite::new(&kv, &kv, &step, pool.layer(0)?))?;
+//!     ops::attend(&mut enc, &ops::Attend::new(&q, pool.layer(0)?, &step, &out))?;
+//!     enc.commit()?.wait()?;
+//!     assert!((out.to_f32()?[0] - 0.5).abs() < 0.1); // all values are alike
+//! }
+//! assert_eq!(sequence.len(), 6);
 //! # Ok::<(), kvant::Error>(())
 //! ```
 //!
@@ -55,8 +40,8 @@
 //!
 //! | example | shows |
 //! |---|---|
-//! | `01-attend` | layers without a [`KvCache`] |
-//! | `02-cache` | rings, drafts, forks |
+//! | `01-attend` | layers with memory of their own |
+//! | `02-pool` | windows, drafts, forks, shared prefixes |
 //! | `03-turboquant` | the error and size of each codec |
 //! | `04-graph` | recording a step once and replaying it for every token |
 //!
@@ -68,7 +53,8 @@
 //! | an array | [`Tensor`]: row-major; clones and [`rows`](Tensor::rows) share its memory |
 //! | a forward pass | [`Encoder`]: records operations and runs them at [`commit`](Encoder::commit); each sees the writes of the previous ones |
 //! | the same pass for the next token | [`Encoder::capture`] makes a [`Graph`]; each replay reads positions and lengths from device buffers |
-//! | keys and values of a model | [`KvCache`]: sequences, lengths, rings; append, truncate, fork, save, load |
+//! | keys and values of a model, for many sequences | [`KvPool`]: pages under one budget; [`Sequence`]: append, truncate, fork, export |
+//! | prompts that begin alike | [`PrefixCache`] |
 //! | keys and values of one layer | [`KvLayer`]: memory only, for engines with their own cache manager |
 //! | the storage format of a vector | [`Codec`]: dense, or TurboQuant at 4, 5, 6 or 8 bits |
 //! | the positions of a pass's tokens | [`Step`]: position and sequence of each token, length of each sequence |
@@ -82,7 +68,7 @@
 //!
 //! | operation | reference | CPU | Metal | CUDA |
 //! |---|---|---|---|---|
-//! | [`kv_write`](ops::kv_write()), [`kv_read`](ops::kv_read()): every dtype and codec, linear and ring | yes | yes | yes | yes |
+//! | [`kv_write`](ops::kv_write()), [`kv_read`](ops::kv_read()): every dtype and codec; pages, linear, ring | yes | yes | yes | yes |
 //! | [`attend`](ops::attend()): decode, verification, prefill; head sizes 64, 128, 256, 512 | yes | yes | yes | yes |
 //! | [`norm_rope`](ops::norm_rope()), [`norm_rope_write`](ops::norm_rope_write()) | yes | yes | yes | yes |
 //! | [`hadamard`](ops::hadamard()) | yes | yes | yes | yes |
@@ -103,7 +89,6 @@
 //! The other backends have no feature: the CPU backend is always built, the Metal backend on macOS.
 
 mod backend;
-mod cache;
 pub mod codec;
 mod cpu;
 mod cuda;
@@ -114,6 +99,7 @@ mod error;
 #[doc(hidden)]
 pub mod gpu;
 mod host;
+mod kv;
 mod layer;
 mod metal;
 pub mod ops;
@@ -121,14 +107,14 @@ pub mod reference;
 mod step;
 mod tensor;
 
-pub use cache::{CacheLayer, CacheSpec, KvCache, LOAD_LIMIT, LayerBytes};
 pub use codec::Codec;
 pub use device::{CpuOptions, Device, DeviceEntry, DeviceKind, SimdLevel};
 pub use dtype::{DType, Element, Float};
 pub use encoder::{Encoder, Graph, Submission};
 pub use error::{Error, Result};
+pub use kv::{CacheLayer, KvPool, PoolSpec, PoolUsage, PrefixCache, Sequence, StepSize};
 pub use layer::{KvLayer, LayerSpec, Planes, SlotOrder};
-pub use step::Step;
+pub use step::{Batch, Step};
 pub use tensor::{MAX_RANK, Tensor};
 
 pub use half::{bf16, f16};

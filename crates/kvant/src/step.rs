@@ -1,37 +1,99 @@
 //! The positions of one step's tokens.
 
+use std::sync::{
+    Arc, Mutex, PoisonError,
+    atomic::{AtomicU64, Ordering},
+};
+
 use crate::{
-    DType, Device, Error, Result, Tensor,
+    DType, Device, Error, KvLayer, Result, Tensor,
     encoder::{Access, Touch},
+    layer::PageTable,
     ops::check,
 };
 
 /// The tokens of one forward pass: T tokens of up to S sequences, each with its own position.
 ///
-/// [`KvCache`](crate::KvCache) makes steps; an engine with its own cache manager can make them itself. The three
-/// tensors are stored on the device, so that a captured [`Graph`](crate::Graph) reads the new values when they are
-/// rewritten.
+/// [`KvPool`](crate::KvPool) makes steps for its layers; for layers with memory of their own, an engine makes them itself. Positions, sequences, lengths and page tables are on the device, so
+/// that a captured [`Graph`](crate::Graph) reads the new values when they are rewritten. What the host knows of them is
+/// in [`Step::batch`].
 ///
 /// No two tokens may have the same sequence and position. If two do, the contents of their slot are unspecified (on a
 /// GPU, a mix of both).
 ///
-/// On the CPU, an entry that is out of range is an error when the operation runs
+/// A row whose sequence is [`Step::INACTIVE`] is no token, on every device: nothing is stored for it, and
+/// [`attend`](crate::ops::attend()) writes zeros. A position without a page, or whose entry in the page table is not a
+/// page of the pool, is not held: it is not written, and not seen.
+///
+/// On the CPU, any other entry that is out of range is an error when the operation runs
 /// ([`Encoder::commit`](crate::Encoder::commit)). A GPU kernel skips such a token, or writes zeros for it where the
 /// operation says so. It never reads or writes outside the layer.
 #[derive(Clone, Debug)]
 pub struct Step {
-    /// u32 `[T]`: the position of each token, counted from 0 in its sequence.
-    pub positions: Tensor,
-    /// u32 `[T]`: the sequence of each token, below S.
-    pub sequence: Tensor,
-    /// u32 `[S]`: the number of tokens of each sequence after this step's tokens are written, including those that a
-    /// ring has overwritten. Each position is below its sequence's length.
-    pub lens: Tensor,
+    pub(crate) positions: Tensor,
+    pub(crate) sequence: Tensor,
+    pub(crate) lens: Tensor,
+    pub(crate) pages: Option<Arc<StepPages>>,
+    batch: Batch,
+}
+
+/// What the host knows of a step, which decides how kernels divide the work. Results do not depend on it, up to
+/// rounding.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Batch {
+    /// Sequences that have tokens in the step.
+    pub sequences: usize,
+    /// The longest length of a sequence after the step; `usize::MAX` if that is not known.
+    pub longest: usize,
+    /// The most tokens of one sequence.
+    pub most_new: usize,
+}
+
+impl Batch {
+    /// The guess where only the numbers of tokens and sequences are known: a token of each sequence if there are no more
+    /// tokens than sequences, otherwise all tokens of one sequence.
+    pub fn guess(tokens: usize, sequences: usize) -> Batch {
+        let most_new = if tokens <= sequences { 1 } else { tokens };
+        Batch { sequences: tokens.min(sequences), longest: usize::MAX, most_new }
+    }
+}
+
+/// The part of a step that ties it to a pool.
+#[derive(Clone, Debug)]
+pub(crate) struct StepPages {
+    pub pool: u64,
+    /// For each group, u32 `[S, width]`.
+    pub tables: Vec<Tensor>,
+    pub stamps: Arc<Mutex<Vec<Stamp>>>,
+    /// The positions and sequences of the tokens, as they were written.
+    pub tokens: Arc<Mutex<Vec<u32>>>,
+    /// What all tensors of the step are parts of.
+    pub base: Tensor,
+}
+
+/// The state of a sequence that a step was made for.
+#[derive(Clone, Debug)]
+pub(crate) struct Stamp {
+    /// How often the sequence has changed.
+    pub changes: Arc<AtomicU64>,
+    pub seen: u64,
+}
+
+impl StepPages {
+    /// Whether a sequence has changed since.
+    fn is_stale(&self) -> bool {
+        let stamps = self.stamps.lock().unwrap_or_else(PoisonError::into_inner);
+        stamps.iter().any(|stamp| stamp.changes.load(Ordering::Relaxed) != stamp.seen)
+    }
 }
 
 impl Step {
+    /// The sequence of a row that is no token.
+    pub const INACTIVE: u32 = u32::MAX;
+
     /// Uploads a step for a cache of `sequences` sequences. `tokens` are (sequence, position) pairs. The length of
-    /// each sequence is its largest position in this step plus one; sequences without tokens have length 0.
+    /// each sequence is its largest position in this step plus one; sequences without tokens have length 0. A row whose
+    /// sequence is [`Step::INACTIVE`] is no token.
     ///
     /// # Errors
     /// `OutOfRange` for a sequence that does not exist; `Value`, `Overflow`, `OutOfMemory`.
@@ -41,7 +103,7 @@ impl Step {
     /// use kvant::{Device, Step};
     /// // Two tokens of sequence 0, and one of sequence 2.
     /// let step = Step::new(&Device::cpu(), 3, &[(0, 5), (0, 6), (2, 0)])?;
-    /// assert_eq!(step.lens.to_vec::<u32>()?, [7, 0, 1]);
+    /// assert_eq!(step.lens().to_vec::<u32>()?, [7, 0, 1]);
     /// # Ok::<(), kvant::Error>(())
     /// ```
     pub fn new(device: &Device, sequences: usize, tokens: &[(u32, u32)]) -> Result<Step> {
@@ -51,6 +113,9 @@ impl Step {
         lens.try_reserve_exact(sequences).map_err(failed)?;
         lens.resize(sequences, 0u32);
         for (index, &(sequence, position)) in tokens.iter().enumerate() {
+            if sequence == Step::INACTIVE {
+                continue;
+            }
             let len = lens.get_mut(sequence as usize).ok_or(Error::OutOfRange {
                 op: "step",
                 arg: "sequence",
@@ -62,11 +127,115 @@ impl Step {
             *len = end.max(*len);
         }
         let (sequence, positions): (Vec<u32>, Vec<u32>) = tokens.iter().copied().unzip();
-        Ok(Step {
-            positions: Tensor::from_slice(device, &positions, &[tokens.len()])?,
-            sequence: Tensor::from_slice(device, &sequence, &[tokens.len()])?,
-            lens: Tensor::from_slice(device, &lens, &[sequences])?,
-        })
+        let (live, most_new) = distinct(&sequence);
+        // Lengths may grow when the tensors are rewritten.
+        let batch = Batch { sequences: live, longest: usize::MAX, most_new };
+        let positions = Tensor::from_slice(device, &positions, &[tokens.len()])?;
+        let sequence = Tensor::from_slice(device, &sequence, &[tokens.len()])?;
+        Ok(Step::from_tensors(positions, sequence, Tensor::from_slice(device, &lens, &[sequences])?).with_batch(batch))
+    }
+
+    /// A step of existing tensors: u32 `[T]`, `[T]` and `[S]`, as [`Step::positions`], [`Step::sequence`] and
+    /// [`Step::lens`] return them. The operations check dtypes and shapes. The host knows nothing of the contents, so
+    /// that [`Step::batch`] is [`Batch::guess`]; [`Step::with_batch`] corrects it.
+    pub fn from_tensors(positions: Tensor, sequence: Tensor, lens: Tensor) -> Step {
+        let batch = Batch::guess(positions.elements(), lens.elements());
+        Step { positions, sequence, lens, pages: None, batch }
+    }
+
+    pub(crate) fn with_pages(self, pages: StepPages) -> Step {
+        Step { pages: Some(Arc::new(pages)), ..self }
+    }
+
+    /// The same tensors with another [`Step::batch`].
+    #[must_use]
+    pub fn with_batch(self, batch: Batch) -> Step {
+        Step { batch, ..self }
+    }
+
+    /// u32 `[T]`: the position of each token, counted from 0 in its sequence.
+    pub fn positions(&self) -> &Tensor {
+        &self.positions
+    }
+
+    /// u32 `[T]`: the sequence of each token, below S, or [`Step::INACTIVE`].
+    pub fn sequence(&self) -> &Tensor {
+        &self.sequence
+    }
+
+    /// u32 `[S]`: the number of tokens of each sequence after this step's tokens are written, including those that are
+    /// no longer held. Each position is below its sequence's length.
+    pub fn lens(&self) -> &Tensor {
+        &self.lens
+    }
+
+    /// The page tables of a step of a [`KvPool`](crate::KvPool), one for each layer group: u32 `[S, width]`.
+    pub fn page_tables(&self) -> &[Tensor] {
+        self.pages.as_ref().map_or(&[], |pages| &pages.tables)
+    }
+
+    /// A step of some tokens of this step of a [`KvPool`](crate::KvPool): for operations that need no others. Lengths and
+    /// page tables are this step's.
+    ///
+    /// # Errors
+    /// `Value` for a step that no pool has made; `OutOfRange` for a token that is not there; `OutOfMemory`.
+    pub fn select(&self, tokens: &[usize]) -> Result<Step> {
+        let (op, count) = ("step", self.tokens());
+        let Some(pages) = &self.pages else {
+            return check::value_is(op, "self", false, "a step of a pool", "another").map(|()| self.clone());
+        };
+        let written = self.lock_tokens();
+        let at_sequence = written.len().saturating_sub(count);
+        let (mut positions, mut sequence) = (Vec::with_capacity(tokens.len()), Vec::with_capacity(tokens.len()));
+        for (index, &token) in tokens.iter().enumerate() {
+            if token >= count || written.is_empty() {
+                let (got, limit) = (token as u64, count as u64);
+                return Err(Error::OutOfRange { op, arg: "tokens", index, got, limit });
+            }
+            positions.push(written[token]);
+            sequence.push(written[at_sequence + token]);
+        }
+        drop(written);
+        let (sequences, most_new) = distinct(&sequence);
+        let upload = |words: &[u32]| Tensor::from_slice(self.positions.device(), words, &[words.len()]);
+        let step = Step { positions: upload(&positions)?, sequence: upload(&sequence)?, ..self.clone() };
+        let tokens = Arc::new(Mutex::new([positions, sequence].concat()));
+        let batch = Batch { sequences, most_new, longest: self.batch.longest };
+        Ok(step.with_pages(StepPages { tokens, ..StepPages::clone(pages) }).with_batch(batch))
+    }
+
+    /// Positions and sequences of a pool's step on the host; empty for other steps.
+    pub(crate) fn lock_tokens(&self) -> std::sync::MutexGuard<'_, Vec<u32>> {
+        static NONE: Mutex<Vec<u32>> = Mutex::new(Vec::new());
+        let tokens = self.pages.as_ref().map_or(&NONE, |pages| &*pages.tokens);
+        tokens.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What the host knows of the step.
+    pub fn batch(&self) -> Batch {
+        self.batch
+    }
+
+    /// The number of sequences, S: of rows of the page tables, and of lengths.
+    pub(crate) fn sequences(&self) -> usize {
+        self.lens.elements()
+    }
+
+    /// The page table of a layer, which has been validated; nothing for a contiguous layer.
+    pub(crate) fn table_of(&self, layer: &KvLayer) -> Option<&Tensor> {
+        self.pages.as_ref()?.tables.get(layer.pages()?.group)
+    }
+
+    /// The page table of a layer in host memory.
+    ///
+    /// # Safety
+    /// The tables are in host memory, the caller holds the device's lock, and nothing writes to them meanwhile.
+    pub(crate) unsafe fn page_table(&self, layer: &KvLayer) -> PageTable<'_> {
+        match self.table_of(layer) {
+            // SAFETY: passed on to the caller.
+            Some(table) => PageTable { entries: unsafe { table.host_slice() }, width: table.shape()[1] },
+            None => PageTable::default(),
+        }
     }
 
     /// The number of tokens, T.
@@ -74,8 +243,9 @@ impl Step {
         self.positions.elements()
     }
 
-    /// Checks dtypes and shapes for `tokens` tokens of a layer of `sequences` sequences.
-    pub(crate) fn validate(&self, op: &'static str, tokens: usize, sequences: usize) -> Result<()> {
+    /// Checks dtypes and shapes for `tokens` tokens of a layer, and that layer and step belong together.
+    pub(crate) fn validate(&self, op: &'static str, tokens: usize, layer: &KvLayer) -> Result<()> {
+        let sequences = if layer.is_paged() { self.sequences() } else { layer.spec().sequences };
         for (arg, tensor, len) in [
             ("step.positions", &self.positions, tokens),
             ("step.sequence", &self.sequence, tokens),
@@ -84,7 +254,14 @@ impl Step {
             check::dtype(op, arg, tensor, DType::U32)?;
             check::shape(op, arg, tensor, &[("", len)])?;
         }
-        Ok(())
+        let of_pool = |pool: Option<u64>| pool.map_or("layers outside of pools".into(), |pool| format!("pool {pool}"));
+        let (wanted, got) = (layer.pages().map(|pages| pages.pool), self.pages.as_ref().map(|pages| pages.pool));
+        if wanted != got {
+            let expected = format!("a step of {}", of_pool(wanted));
+            return Err(Error::Value { op, arg: "step", expected, got: format!("a step of {}", of_pool(got)) });
+        }
+        let is_stale = self.pages.as_ref().is_some_and(|pages| pages.is_stale());
+        check::value_is(op, "step", !is_stale, "the latest step of its sequences", "one that is out of date")
     }
 
     /// Checks the contents of the buffers: sequences exist, lengths fit a linear layer, and positions are below the
@@ -106,6 +283,9 @@ impl Step {
             }
         }
         for (index, (&position, &seq)) in positions.iter().zip(sequence).enumerate() {
+            if seq == Step::INACTIVE {
+                continue;
+            }
             let Some(&len) = lens.get(seq as usize) else {
                 let limit = lens.len() as u64;
                 return Err(Error::OutOfRange { op, arg: "step.sequence", index, got: seq.into(), limit });
@@ -124,5 +304,16 @@ impl Step {
         {
             visit(Touch { arg, tensor, access: Access::Read });
         }
+        for tensor in self.page_tables() {
+            visit(Touch { arg: "step.page_tables", tensor, access: Access::Read });
+        }
     }
+}
+
+/// How many sequences have tokens, and the most tokens of one.
+fn distinct(sequence: &[u32]) -> (usize, usize) {
+    let mut sorted: Vec<u32> = sequence.iter().copied().filter(|&sequence| sequence != Step::INACTIVE).collect();
+    sorted.sort_unstable();
+    let of_one = || sorted.chunk_by(|a, b| a == b).map(<[u32]>::len);
+    (of_one().count(), of_one().max().unwrap_or(0))
 }

@@ -91,6 +91,15 @@ impl Tensor {
         Ok(Tensor { storage, dtype, shape, offset: 0 })
     }
 
+    /// As [`Tensor::zeros`], for memory of which only parts are used.
+    pub(crate) fn sparse(device: &Device, dtype: DType, shape: &[usize]) -> Result<Tensor> {
+        let bytes = byte_count(shape, dtype)?;
+        let shape = Shape::new(shape)?;
+        let memory = device.backend().allocate_sparse(bytes)?;
+        let storage = Arc::new(Storage { device: device.clone(), memory });
+        Ok(Tensor { storage, dtype, shape, offset: 0 })
+    }
+
     /// Uploads `data`, whose length must be the product of `shape`.
     ///
     /// # Errors
@@ -218,6 +227,24 @@ impl Tensor {
         view.shape.dims[0] = range.end - range.start;
         view.offset += range.start * row_bytes;
         Ok(view)
+    }
+
+    /// The elements of `dtype` from byte `at` of this tensor to its end, as one dimension.
+    ///
+    /// # Errors
+    /// `Value` if `at` is beyond the end or not aligned for the dtype.
+    pub(crate) fn typed_from(&self, at: usize, dtype: DType) -> Result<Tensor> {
+        let fits = at <= self.bytes() && (self.offset + at).is_multiple_of(dtype.size());
+        if !fits {
+            return Err(Error::Value {
+                op: "tensor",
+                arg: "at",
+                expected: format!("aligned and at most {}", self.bytes()),
+                got: at.to_string(),
+            });
+        }
+        let shape = Shape::new(&[(self.bytes() - at) / dtype.size()])?;
+        Ok(Tensor { dtype, shape, offset: self.offset + at, ..self.clone() })
     }
 
     /// Returns the same elements with another shape of the same size.

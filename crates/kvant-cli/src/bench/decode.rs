@@ -4,7 +4,7 @@
 
 use std::{path::PathBuf, time::Duration};
 
-use kvant_models::{CacheOptions, Decoder, Logits, Model, Sampling};
+use kvant_models::{Decoder, Logits, Model, PoolOptions, Sampling};
 
 use super::{How, Line, Measured, print, timing};
 use crate::{
@@ -54,15 +54,15 @@ pub fn run(args: &Args) -> Result {
 }
 
 fn measure(model: &Model, kv: Kv, context: usize, budget: Duration) -> Result<Measured> {
-    let options = CacheOptions { k: kv.k, v: kv.v, capacity: context, ..CacheOptions::default() };
-    let mut cache = model.new_cache(&options)?;
+    let options = PoolOptions { k: kv.k, v: kv.v, longest: context, ..PoolOptions::default() };
+    let mut sequence = model.new_pool(&options)?.sequence();
     let past = context - 1;
     if past > 0 {
         // The ids do not affect the time.
         let ids: Vec<u32> = (0..past).map(|i| (i * 37 % model.vocab_size()) as u32).collect();
-        model.forward(&mut cache, 0, &ids, Logits::Last)?;
+        model.feed(&mut sequence, &ids, Logits::Last)?;
     }
-    let mut decoder = Decoder::new(model, &mut cache, 0, Sampling::default())?;
+    let mut decoder = Decoder::new(model, &mut sequence, Sampling::default())?;
     let timing = timing::repeat(budget, |_| {
         decoder.feed(&[0])?;
         Ok(decoder.truncate(past)?)

@@ -10,8 +10,8 @@ mod stream;
 
 use std::path::PathBuf;
 
-use kvant::{KvCache, Tensor};
-use kvant_models::{CacheOptions, Files, Logits, Tokenizer};
+use kvant::{Sequence, Tensor};
+use kvant_models::{Files, Logits, PoolOptions, Tokenizer};
 use serde::Serialize;
 
 use self::{
@@ -83,7 +83,7 @@ struct Line {
 /// A cache type and its results.
 struct Candidate {
     kv: Kv,
-    cache: KvCache,
+    sequence: Sequence,
     score: Score,
 }
 
@@ -100,23 +100,25 @@ pub fn run(args: &Args) -> Result {
     if let Some((index, id)) = tokens.iter().enumerate().find(|&(_, &id)| id as usize >= vocabulary) {
         return Err(format!("token {index} must be below the vocabulary's {vocabulary}, got {id}").into());
     }
-    let capacity = windows[0].len();
-    let new_cache = |kv: Kv| model.new_cache(&CacheOptions { k: kv.k, v: kv.v, capacity, ..CacheOptions::default() });
-    let mut exact = new_cache(Kv::F32)?;
+    let longest = windows[0].len();
+    let new_sequence = |kv: Kv| -> kvant_models::Result<Sequence> {
+        Ok(model.new_pool(&PoolOptions { k: kv.k, v: kv.v, longest, ..PoolOptions::default() })?.sequence())
+    };
+    let mut exact = new_sequence(Kv::F32)?;
     let mut candidates = Vec::new();
     for &kv in &args.kv {
-        candidates.push(Candidate { kv, cache: new_cache(kv)?, score: Score::default() });
+        candidates.push(Candidate { kv, sequence: new_sequence(kv)?, score: Score::default() });
     }
 
     let mut progress = Progress::new(windows.iter().map(|window| window.len()).sum());
     for window in windows {
-        exact.clear(0)?;
-        candidates.iter_mut().try_for_each(|candidate| candidate.cache.clear(0))?;
+        exact.truncate(0)?;
+        candidates.iter_mut().try_for_each(|candidate| candidate.sequence.truncate(0))?;
         // The last token is predicted, but predicts nothing.
         for (chunk, targets) in window[..window.len() - 1].chunks(CHUNK).zip(window[1..].chunks(CHUNK)) {
-            let reference = predictions(&model.forward(&mut exact, 0, chunk, Logits::All)?)?;
+            let reference = predictions(&model.feed(&mut exact, chunk, Logits::All)?)?;
             for candidate in &mut candidates {
-                let logits = model.forward(&mut candidate.cache, 0, chunk, Logits::All)?;
+                let logits = model.feed(&mut candidate.sequence, chunk, Logits::All)?;
                 for ((exact, other), &token) in reference.iter().zip(&predictions(&logits)?).zip(targets) {
                     candidate.score.add(exact, other, token);
                 }
@@ -155,8 +157,8 @@ fn predictions(logits: &Tensor) -> Result<Vec<Prediction>> {
 }
 
 fn print(candidate: &Candidate, json: bool) -> Result {
-    let Candidate { kv, cache, score } = candidate;
-    let layers = &cache.spec().layers;
+    let Candidate { kv, sequence, score } = candidate;
+    let layers = &sequence.pool().spec().layers;
     let bytes =
         layers.iter().map(|l| l.kv_heads * (l.k.bytes_per_vector(l.head_dim) + l.v.bytes_per_vector(l.head_dim)));
     let line = Line {

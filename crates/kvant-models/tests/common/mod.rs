@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 
 use kvant::{Codec, Device};
-use kvant_models::{CacheOptions, safetensors::SafetensorsFile};
+use kvant_models::{PoolOptions, safetensors::SafetensorsFile};
 use serde_json::{Map, Value};
 
 /// The folders of random checkpoints.
@@ -29,8 +29,8 @@ pub fn ids(file: &Path, name: &str) -> Vec<u32> {
 }
 
 /// An f32 cache.
-pub fn exact(capacity: usize, slack: usize) -> CacheOptions {
-    CacheOptions { k: Codec::F32, v: Codec::F32, capacity, sequences: 1, slack }
+pub fn exact(longest: usize) -> PoolOptions {
+    PoolOptions { k: Codec::F32, v: Codec::F32, longest, ..PoolOptions::default() }
 }
 
 pub fn max_difference(a: &[f32], b: &[f32]) -> f32 {

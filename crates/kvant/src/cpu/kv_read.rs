@@ -8,7 +8,11 @@ use super::{
     scratch,
     simd::{Simd, SimdKernel},
 };
-use crate::{DType, ops::kv_read::Call};
+use crate::{
+    DType,
+    layer::{PageTable, RowPlace},
+    ops::kv_read::Call,
+};
 
 /// Elements that make a task worth a thread.
 const TASK: usize = 32 * 1024;
@@ -16,11 +20,13 @@ const TASK: usize = 32 * 1024;
 pub(crate) fn run(cpu: &Cpu, call: &Call) {
     let spec = call.layer.spec();
     let planes = PlaneRows::new(call.planes(), spec.head_dim);
+    // SAFETY: the device's lock is held while a call runs, and the call does not write to the step.
+    let table = call.step.as_ref().map_or_else(PageTable::default, |step| unsafe { step.page_table(&call.layer) });
     let out = ReadOutput { start: call.out.host_ptr(), dtype: call.out.dtype() };
     let per_task = (TASK / (spec.kv_heads * spec.head_dim)).max(1);
     cpu.threads.run(call.tokens.div_ceil(per_task), |task| {
         let range = task * per_task..((task + 1) * per_task).min(call.tokens);
-        cpu.level.dispatch(KvReadTask { call, planes: &planes, out: &out, range });
+        cpu.level.dispatch(KvReadTask { call, table, planes: &planes, out: &out, range });
     });
 }
 
@@ -34,6 +40,7 @@ unsafe impl Sync for ReadOutput {}
 
 struct KvReadTask<'a> {
     call: &'a Call,
+    table: PageTable<'a>,
     planes: &'a PlaneRows,
     out: &'a ReadOutput,
     range: std::ops::Range<usize>,
@@ -48,16 +55,21 @@ impl SimdKernel for KvReadTask<'_> {
         let x = &mut *scratch::take(spec.head_dim);
         for head in 0..spec.kv_heads {
             for i in self.range.clone() {
-                let row = call.layer.row(call.sequence, head, call.layer.slot(call.start + i));
+                let place = call.layer.place(self.table, call.sequence, head, call.start + i);
                 let out_row = call.order.row(i, head, call.tokens, spec.kv_heads);
                 // SAFETY: `dispatch` enables the instructions; validation keeps the rows within layer and out.
                 unsafe {
                     let to = out.start.add(out_row * spec.head_dim * out.dtype.size());
-                    if let Some(dtype) = self.planes.dense() {
-                        let from = self.planes.dense_row(row, dtype);
+                    let Some(RowPlace { bytes, row }) = place else {
+                        to.write_bytes(0, spec.head_dim * out.dtype.size());
+                        continue;
+                    };
+                    let planes = self.planes.shifted(bytes);
+                    if let Some(dtype) = planes.dense() {
+                        let from = planes.dense_row(row, dtype);
                         convert::convert_row::<S>(from, dtype, to, out.dtype, spec.head_dim);
                     } else {
-                        self.planes.load::<S>(row, x, call.keep_rotated);
+                        planes.load::<S>(row, x, call.keep_rotated);
                         convert::store_row::<S>(x, to, out.dtype);
                     }
                 }
@@ -93,7 +105,7 @@ mod tests {
         let write = ops::KvWrite { k: &x, v: &x, order: source, first_token: 0, step: &step, layer: &layer };
         ops::kv_write(&mut enc, &write).unwrap();
         let (layer, side, out_ref) = (&layer, KvSide::K, &out);
-        let read = ops::KvRead { layer, side, sequence: 1, start: 8, keep_rotated, order, out: out_ref };
+        let read = ops::KvRead { layer, side, sequence: 1, start: 8, keep_rotated, order, out: out_ref, step: None };
         ops::kv_read(&mut enc, &read).unwrap();
         enc.commit().unwrap().wait().unwrap();
         out.to_f32().unwrap()

@@ -12,6 +12,7 @@ use super::{
 };
 use crate::{
     DType, KvLayer, SlotOrder, Tensor,
+    layer::RowPlace,
     ops::kv_write::{Call, SourceOrder, is_kept},
 };
 
@@ -21,7 +22,7 @@ const TASK: usize = 16 * 1024;
 pub(crate) fn run(cpu: &Cpu, call: &Call) {
     let spec = call.layer.spec();
     // SAFETY: kernels run under the device's lock, and this one does not write to the step.
-    let tokens = unsafe { Tokens::new(&call.step) };
+    let tokens = unsafe { Tokens::new(&call.step, &call.layer) };
     let sides = [
         SourceAndPlanes { source: SourceRows::new(&call.k), planes: PlaneRows::new(&call.layer.k, spec.head_dim) },
         SourceAndPlanes { source: SourceRows::new(&call.v), planes: PlaneRows::new(&call.layer.v, spec.head_dim) },
@@ -71,28 +72,26 @@ impl SimdKernel for KvWriteTask<'_> {
     fn run<S: Simd>(self) {
         let mut token = self.range.start;
         while token < self.range.end {
-            let run = run_length(&self.tokens, &self.call.layer, token..self.range.end);
-            if run > 0 {
+            let place = self.tokens.place(&self.call.layer, token);
+            let run = place.map_or(1, |_| run_length(&self.tokens, &self.call.layer, token..self.range.end));
+            if let Some(place) = place {
                 for side in self.sides {
                     // SAFETY: `dispatch` enables the instructions; the run's tokens exist and are kept.
-                    unsafe { self.write::<S>(side, token, run) }
+                    unsafe { self.write::<S>(side, token, run, place) }
                 }
             }
-            token += run.max(1);
+            token += run;
         }
     }
 }
 
-/// How many tokens from the first of `tokens` on go to consecutive slots of one sequence; 0 when it is not kept.
+/// How many tokens from the first of `tokens` on, which is kept, go to consecutive slots of one sequence.
 #[inline(always)]
 fn run_length(step: &Tokens, layer: &KvLayer, tokens: std::ops::Range<usize>) -> usize {
     let first = tokens.start;
     let (sequence, position) = (step.sequence[first], step.positions[first] as usize);
     let (len, capacity) = (step.lens[sequence as usize] as usize, layer.spec().capacity);
-    if !is_kept(position, len, capacity) {
-        return 0;
-    }
-    let longest = tokens.len().min(capacity - layer.slot(position));
+    let longest = tokens.len().min(layer.contiguous_from(position));
     let follows = |&i: &usize| {
         step.sequence[first + i] == sequence
             && step.positions[first + i] as usize == position + i
@@ -102,39 +101,39 @@ fn run_length(step: &Tokens, layer: &KvLayer, tokens: std::ops::Range<usize>) ->
 }
 
 impl KvWriteTask<'_> {
-    /// Writes one side of a run.
+    /// Writes one side of a run, whose first token goes to `place` (of head 0).
     ///
     /// # Safety
     /// The level's instructions are enabled; the tokens exist and go to consecutive slots.
     #[inline(always)]
-    unsafe fn write<S: Simd>(&self, side: &SourceAndPlanes, token: usize, run: usize) {
+    unsafe fn write<S: Simd>(&self, side: &SourceAndPlanes, token: usize, run: usize, place: RowPlace) {
         let (call, layer) = (self.call, &self.call.layer);
         let spec = layer.spec();
-        let sequence = self.tokens.sequence[token] as usize;
-        let slot = layer.slot(self.tokens.positions[token] as usize);
+        let planes = &side.planes.shifted(place.bytes);
+        let row = |head, i| place.row + head * layer.head_stride() + i * layer.slot_stride();
         let from = |token, head| {
             let row = call.order.row(call.first_token + token, head, call.source_tokens, spec.kv_heads);
             side.source.start.wrapping_add(row * spec.head_dim * side.source.dtype.size())
         };
-        // SAFETY: the rows exist in the source and in the layer (validated, or checked by `is_kept`), and no other
+        // SAFETY: the rows exist in the source and in the layer (validated, or checked by `Tokens::place`), and no other
         // task writes to those slots.
         unsafe {
-            match (call.order, spec.order, side.planes.dense()) {
+            match (call.order, spec.order, planes.dense()) {
                 (SourceOrder::HeadMajor, SlotOrder::HeadMajor, Some(dtype)) => {
                     for head in 0..spec.kv_heads {
-                        let to = side.planes.dense_row(layer.row(sequence, head, slot), dtype);
+                        let to = planes.dense_row(row(head, 0), dtype);
                         convert::convert_row::<S>(from(token, head), side.source.dtype, to, dtype, run * spec.head_dim);
                     }
                 }
                 (SourceOrder::TokenMajor, SlotOrder::TokenMajor, Some(dtype)) => {
-                    let to = side.planes.dense_row(layer.row(sequence, 0, slot), dtype);
+                    let to = planes.dense_row(row(0, 0), dtype);
                     let elements = run * spec.kv_heads * spec.head_dim;
                     convert::convert_row::<S>(from(token, 0), side.source.dtype, to, dtype, elements);
                 }
                 (_, _, Some(dtype)) => {
                     for head in 0..spec.kv_heads {
                         for i in 0..run {
-                            let to = side.planes.dense_row(layer.row(sequence, head, slot + i), dtype);
+                            let to = planes.dense_row(row(head, i), dtype);
                             convert::convert_row::<S>(
                                 from(token + i, head),
                                 side.source.dtype,
@@ -150,7 +149,7 @@ impl KvWriteTask<'_> {
                     for head in 0..spec.kv_heads {
                         for i in 0..run {
                             convert::load_row::<S>(from(token + i, head), side.source.dtype, x);
-                            side.planes.store::<S>(layer.row(sequence, head, slot + i), x);
+                            planes.store::<S>(row(head, i), x);
                         }
                     }
                 }
@@ -383,6 +382,7 @@ mod tests {
                     keep_rotated: false,
                     order,
                     out: out_ref,
+                    step: None,
                 };
                 ops::kv_read(&mut enc, &read).unwrap();
                 enc.commit().unwrap().wait().unwrap();

@@ -10,7 +10,7 @@ use super::{
     scratch,
     simd::{Simd, SimdKernel},
 };
-use crate::ops::{kv_write::is_kept, norm_rope_write::Call};
+use crate::ops::norm_rope_write::Call;
 
 pub(crate) fn run(cpu: &Cpu, call: &Call) {
     let dim = call.head_dim;
@@ -18,7 +18,7 @@ pub(crate) fn run(cpu: &Cpu, call: &Call) {
     let work = NormRopeWriteWork {
         call,
         // SAFETY: kernels run under the device's lock, and this one does not write to the step.
-        tokens: unsafe { Tokens::new(&call.step) },
+        tokens: unsafe { Tokens::new(&call.step, &call.layer) },
         q: Activations::new(&call.q, dim),
         q_out: Activations::new(&call.q_out, dim),
         q_norm: HeadRmsNorm::new(cpu, call.q_norm.as_ref()),
@@ -79,21 +79,20 @@ impl SimdKernel for NormRopeWriteTask<'_> {
         let memory = &mut *scratch::take(call.head_dim + 2 * pairs);
         let (row, turns) = memory.split_at_mut(call.head_dim);
         for token in self.range {
-            let (position, sequence) = (tokens.positions[token], tokens.sequence[token] as usize);
+            let position = tokens.positions[token];
             // SAFETY: `dispatch` enables the instructions; rows are within the tensors and, for tokens that are
             // kept, within the layer. No other task has this token, nor its slot.
             unsafe {
                 if let Some(rotary) = rotary {
                     rotary.turns::<S>(position, turns);
                 }
-                let position = position as usize;
-                if is_kept(position, tokens.lens[sequence] as usize, spec.capacity) {
-                    let slot = call.layer.slot(position);
+                if let Some(place) = tokens.place(&call.layer, token) {
                     for (side, rotary) in [(&self.work.k, rotary.as_ref()), (&self.work.v, None)] {
+                        let planes = side.planes.shifted(place.bytes);
                         for head in 0..spec.kv_heads {
                             side.source.load::<S>(token * spec.kv_heads + head, row);
                             prepare::<S>(row, side.norm.as_ref(), rotary, turns);
-                            side.planes.store::<S>(call.layer.row(sequence, head, slot), row);
+                            planes.store::<S>(place.row + head * call.layer.head_stride(), row);
                         }
                     }
                 }
@@ -173,7 +172,16 @@ mod tests {
         let read = |enc: &mut _, side| {
             let out = Tensor::zeros(device, DType::F32, &[5, kv_heads, dim]).unwrap();
             let (order, keep_rotated) = (SourceOrder::TokenMajor, false);
-            let read = ops::KvRead { layer: &layer, side, sequence: 1, start: 102, keep_rotated, order, out: &out };
+            let read = ops::KvRead {
+                layer: &layer,
+                side,
+                sequence: 1,
+                start: 102,
+                keep_rotated,
+                order,
+                out: &out,
+                step: None,
+            };
             ops::kv_read(enc, &read).unwrap();
             out
         };

@@ -7,7 +7,11 @@ use super::{
     simd::{Simd, SimdKernel},
     turboquant::{Quantiser, Vector},
 };
-use crate::{Codec, DType, Planes, Step};
+use crate::{
+    Codec, DType, KvLayer, Planes, Step,
+    layer::{PageTable, RowPlace},
+    ops::kv_write::is_kept,
+};
 
 /// Keys or values of a layer in memory.
 #[derive(Clone, Copy)]
@@ -39,6 +43,17 @@ impl PlaneRows {
         };
         let (low, high, norms) = (planes.low.host_ptr(), pointer(&planes.high), pointer(&planes.norms).cast());
         PlaneRows { format, low, high, norms, dim }
+    }
+
+    /// The side whose planes begin `bytes` bytes later: another page of a pool.
+    #[inline(always)]
+    pub(super) fn shifted(&self, bytes: usize) -> PlaneRows {
+        PlaneRows {
+            low: self.low.wrapping_add(bytes),
+            high: self.high.wrapping_add(bytes),
+            norms: self.norms.wrapping_byte_add(bytes),
+            ..*self
+        }
     }
 
     /// The dtype of a dense side.
@@ -137,26 +152,41 @@ pub(super) struct Tokens<'a> {
     pub positions: &'a [u32],
     pub sequence: &'a [u32],
     pub lens: &'a [u32],
+    pub table: PageTable<'a>,
 }
 
 impl<'a> Tokens<'a> {
     /// # Safety
     /// The device's lock is held and nothing writes to the buffers while this lives.
-    pub(super) unsafe fn new(step: &'a Step) -> Tokens<'a> {
+    pub(super) unsafe fn new(step: &'a Step, layer: &KvLayer) -> Tokens<'a> {
         // SAFETY: passed on to the caller.
         unsafe {
             Tokens {
                 positions: step.positions.host_slice(),
                 sequence: step.sequence.host_slice(),
                 lens: step.lens.host_slice(),
+                table: step.page_table(layer),
             }
+        }
+    }
+
+    /// Where a token's vectors of head 0 are stored; `None` if the layer does not keep the token, or it is no token.
+    #[inline(always)]
+    pub(super) fn place(&self, layer: &KvLayer, token: usize) -> Option<RowPlace> {
+        let (sequence, position) = (self.sequence[token] as usize, self.positions[token] as usize);
+        let len = *self.lens.get(sequence)? as usize;
+        if is_kept(position, len, layer.spec().capacity) {
+            layer.place(self.table, sequence, 0, position)
+        } else {
+            None
         }
     }
 
     /// Whether no two tokens have the same place, so that threads can store them in any order. A caller's own step may
     /// repeat one; then the last token wins, as on one thread.
     pub(super) fn are_distinct(&self) -> bool {
-        let places = || self.sequence.iter().copied().zip(self.positions.iter().copied());
+        let tokens = || self.sequence.iter().copied().zip(self.positions.iter().copied());
+        let places = || tokens().filter(|&(sequence, _)| sequence != Step::INACTIVE);
         if places().is_sorted_by(|a, b| a < b) {
             return true;
         }

@@ -1,7 +1,8 @@
 // kv_read: positions start .. start+n of one side of a cache layer, in order, to out [n, Hk, D] or [Hk, n, D].
 //
 // A block takes one vector: blockIdx.x counts the positions, y is its head. A quantised vector is decoded to
-// shared memory, and rotated back there unless KEEP_ROTATED. A dense one of out's dtype keeps its bits.
+// shared memory, and rotated back there unless KEEP_ROTATED. A dense one of out's dtype keeps its bits. A position for
+// which the sequence has no page is zeros.
 #include "codec/planes.h"
 #include "codec/rotate_block.h"
 #include "device/cache_slots.h"
@@ -17,15 +18,25 @@ struct KvReadParams {
 };
 
 extern "C" __global__ void KVANT_KERNEL(const uchar *low, const uchar *high, const float *norms, uchar *out,
-                                   const __grid_constant__ KvReadParams p) {
+                                   const __grid_constant__ KvReadParams p, const uint *table) {
     take_turn();
     extern __shared__ float row[];
     const uint token = blockIdx.x, head = blockIdx.y, dim = p.head_dim;
     // On a ring the position may be beyond 32 bits.
     const ulong position = p.start + token;
-    const uint slot = uint(p.layer.ring != 0 ? position % p.layer.capacity : position);
-    const ulong from = layer_row(p.layer, p.sequence, head, slot);
     const ulong to = (HEAD_MAJOR ? ulong(head) * p.tokens + token : ulong(token) * p.layer.kv_heads + head) * dim;
+    RowPlace place;
+    if (PAGE_SHIFT == 0) {
+        const uint slot = uint(p.layer.ring != 0 ? position % p.layer.capacity : position);
+        place = {layer_row(p.layer, p.sequence, head, slot), 0};
+    } else if (!find_in_pages(p.layer, table, p.sequence, head, position, place)) {
+        for (uint j = threadIdx.x; j < dim; j += blockDim.x) {
+            store(out, to + j, 0, OUT_DTYPE);
+        }
+        return;
+    }
+    const ulong from = place.row, moved = page_bytes(place.page);
+    low += moved;
     if (!is_quantised(CODEC)) {
         for (uint j = threadIdx.x; j < dim; j += blockDim.x) {
             if (CODEC == OUT_DTYPE) {
@@ -36,7 +47,7 @@ extern "C" __global__ void KVANT_KERNEL(const uchar *low, const uchar *high, con
         }
         return;
     }
-    const Planes planes = {low, high, norms};
+    const Planes planes = {low, high + moved, norms + moved / sizeof(float)};
     for (uint j = 4 * threadIdx.x; j < dim; j += 4 * blockDim.x) {
         const float4 y = load_row4(planes, from, j, dim, CODEC);
         row[j] = y.x;

@@ -4,8 +4,9 @@
 // PER lanes of a warp have a row in registers (codec/encode_rows.h); TILES, a warp has eight rows at a time
 // (codec/encode_tiles.h). Otherwise rows are moved: blockDim.x threads have 16 bytes (or 4 elements, or fewer) of a row
 // at a time, blockDim.y rows side by side, ROWS one after the other; they are loaded before their destination is known.
-// A dense layer of the source's dtype gets its bits. A token that the layer does not hold when the step is written, or
-// whose sequence or position is out of range, is skipped, so that no slot is written twice.
+// A dense layer of the source's dtype gets its bits. A token that the layer does not hold when the step is written, for
+// which its sequence has no page, or whose sequence or position is out of range, is skipped, so that no slot is written
+// twice.
 #include "codec/encode_rows.h"
 #include "device/cache_slots.h"
 #include "device/elements.h"
@@ -43,14 +44,24 @@ inline ulong source_row(const KvWriteParams &p, Place place) {
     return HEAD_MAJOR ? place.head * p.source_tokens + token : token * p.layer.kv_heads + place.head;
 }
 
+// The tokens of the step, and the page table of the layer's group.
+struct Tokens {
+    const uint *positions;
+    const uint *sequence;
+    const uint *lens;
+    const uint *table;
+};
+
 // The row of the layer that takes it; false when none does.
-inline bool target_row(const KvWriteParams &p, Place place, const uint *positions, const uint *sequence, const uint *lens,
-                       ulong &row) {
-    const uint position = positions[place.token], seq = sequence[place.token];
-    if (!place.exists || !is_kept(p.layer, seq, position, lens)) {
+inline bool target_row(const KvWriteParams &p, Place place, const Tokens &tokens, RowPlace &to) {
+    const uint position = tokens.positions[place.token], seq = tokens.sequence[place.token];
+    if (!place.exists || !is_kept(p.layer, seq, position, tokens.lens)) {
         return false;
     }
-    row = layer_row(p.layer, seq, place.head, layer_slot(p.layer, position));
+    if (PAGE_SHIFT > 0) {
+        return find_in_pages(p.layer, tokens.table, seq, place.head, position, to);
+    }
+    to = {layer_row(p.layer, seq, place.head, layer_slot(p.layer, position)), 0};
     return true;
 }
 
@@ -61,8 +72,8 @@ static_assert(HEAD_DIM * 2 + (K_WORDS > V_WORDS ? K_WORDS : V_WORDS) * 4 == SHAR
 
 // Each warp takes eight rows at a time, as often as there are any left.
 template <uint DTYPE, uint CODEC, uint NORM>
-inline void encode(const uchar *source, WritablePlanes to, float scale, const uint *positions, const uint *sequence,
-                   const uint *lens, const KvWriteParams &p, uint *tables) {
+inline void encode(const uchar *source, WritablePlanes to, float scale, const Tokens &tokens, const KvWriteParams &p,
+                   uint *tables) {
     const uint all = uint(p.tokens) * p.layer.kv_heads;
     if constexpr (CODEC == DTYPE) {
         // The dense side of a layer of which the other is quantised: its bits.
@@ -70,9 +81,9 @@ inline void encode(const uchar *source, WritablePlanes to, float scale, const ui
         const uint j = threadIdx.x % PIECES;
         for (uint i = blockIdx.x * BESIDE + threadIdx.x / PIECES; i < all; i += gridDim.x * BESIDE) {
             const Place place = place_of(p, i);
-            ulong row;
-            if (target_row(p, place, positions, sequence, lens, row)) {
-                reinterpret_cast<uint4 *>(to.low)[row * PIECES + j] =
+            RowPlace at;
+            if (target_row(p, place, tokens, at)) {
+                reinterpret_cast<uint4 *>(to.low + page_bytes(at.page))[at.row * PIECES + j] =
                     reinterpret_cast<const uint4 *>(source)[source_row(p, place) * PIECES + j];
             }
         }
@@ -102,9 +113,9 @@ inline void encode(const uchar *source, WritablePlanes to, float scale, const ui
             first += step;
             const Place next = place_of(p, first + lane / 4);
             strips.load(source_of(next));
-            ulong row = 0;
-            const bool kept = target_row(p, place, positions, sequence, lens, row);
-            store_eight<HEAD_DIM, CODEC, NORM>(y, to, row, kept, scale, nearest_to, lane);
+            RowPlace at = {0, 0};
+            const bool kept = target_row(p, place, tokens, at);
+            store_eight<HEAD_DIM, CODEC, NORM>(y, to, at, kept, scale, nearest_to, lane);
             place = next;
         }
     }
@@ -115,8 +126,8 @@ inline void encode(const uchar *source, WritablePlanes to, float scale, const ui
 constexpr uint LANES = HEAD_DIM / PER;
 
 template <uint DTYPE, uint CODEC, uint NORM>
-inline void encode(const uchar *source, WritablePlanes to, float scale, const uint *positions, const uint *sequence,
-                   const uint *lens, const KvWriteParams &p, uint *tables) {
+inline void encode(const uchar *source, WritablePlanes to, float scale, const Tokens &tokens, const KvWriteParams &p,
+                   uint *tables) {
     if constexpr (is_quantised(CODEC)) {
         Nearest<CODEC, TABLE_COPIES>::fill(tables);
         copies_wait<0>();
@@ -125,11 +136,12 @@ inline void encode(const uchar *source, WritablePlanes to, float scale, const ui
     const uint lane = threadIdx.x % LANES;
     const Place place = place_of(p, blockIdx.x * (blockDim.x / LANES) + threadIdx.x / LANES);
     const ulong from = source_row(p, place) * HEAD_DIM + lane * PER;
-    ulong row = 0;
+    RowPlace at = {0, 0};
     if (CODEC == DTYPE) {
         // The dense side of a layer of which the other is quantised: its bits.
-        if (target_row(p, place, positions, sequence, lens, row)) {
-            move_row(source, from, DTYPE, to.low, row * HEAD_DIM + lane * PER, DTYPE, PER, ALIGNED, 0, 1);
+        if (target_row(p, place, tokens, at)) {
+            uchar *low = to.low + page_bytes(at.page);
+            move_row(source, from, DTYPE, low, at.row * HEAD_DIM + lane * PER, DTYPE, PER, ALIGNED, 0, 1);
         }
         return;
     }
@@ -142,16 +154,15 @@ inline void encode(const uchar *source, WritablePlanes to, float scale, const ui
         y[j + 2] = four.z;
         y[j + 3] = four.w;
     }
-    const bool kept = target_row(p, place, positions, sequence, lens, row);
-    store_row<PER, LANES, CODEC, NORM, TABLE_COPIES>(y, to, row, kept, scale, lane, tables, ALIGNED);
+    const bool kept = target_row(p, place, tokens, at);
+    store_row<PER, LANES, CODEC, NORM, TABLE_COPIES>(y, to.of_page(at.page), at.row, kept, scale, lane, tables, ALIGNED);
 }
 
 #else
 
 // A piece of a row: 16 bytes where rows of both sides begin at multiples of them and have one dtype, else 4 elements.
 template <uint DTYPE, uint CODEC>
-inline void move(const uchar *source, uchar *to, const uint *positions, const uint *sequence, const uint *lens,
-                 const KvWriteParams &p) {
+inline void move(const uchar *source, uchar *to, const Tokens &tokens, const KvWriteParams &p) {
     constexpr bool WIDE = ALIGNED16 && DTYPE == CODEC;
     constexpr uint PIECE = WIDE ? 16 / size_of(DTYPE) : 4;
     for (uint j = threadIdx.x * PIECE; j < p.head_dim; j += blockDim.x * PIECE) {
@@ -167,16 +178,17 @@ inline void move(const uchar *source, uchar *to, const uint *positions, const ui
         }
 #pragma unroll
         for (uint r = 0; r < ROWS; r++) {
-            ulong row;
-            if (!target_row(p, places[r], positions, sequence, lens, row)) {
+            RowPlace at;
+            if (!target_row(p, places[r], tokens, at)) {
                 continue;
             }
+            uchar *page = to + page_bytes(at.page);
             if (WIDE) {
-                *reinterpret_cast<uint4 *>(to + (row * p.head_dim + j) * size_of(CODEC)) = moved[r];
+                *reinterpret_cast<uint4 *>(page + (at.row * p.head_dim + j) * size_of(CODEC)) = moved[r];
             } else {
                 const uint count = min(4u, p.head_dim - j);
-                move_row(source, source_row(p, places[r]) * p.head_dim + j, DTYPE, to, row * p.head_dim + j, CODEC, count,
-                         ALIGNED, 0, 1);
+                move_row(source, source_row(p, places[r]) * p.head_dim + j, DTYPE, page, at.row * p.head_dim + j, CODEC,
+                         count, ALIGNED, 0, 1);
             }
         }
     }
@@ -187,8 +199,9 @@ inline void move(const uchar *source, uchar *to, const uint *positions, const ui
 extern "C" __global__ void __launch_bounds__(THREADS, MINBLOCKS)
     KVANT_KERNEL(const uchar *k, const uchar *v, const uint *positions, const uint *sequence, const uint *lens, uchar *k_low,
              uchar *k_high, float *k_norms, uchar *v_low, uchar *v_high, float *v_norms,
-             const __grid_constant__ KvWriteParams p) {
+             const __grid_constant__ KvWriteParams p, const uint *table) {
     take_turn();
+    const Tokens tokens = {positions, sequence, lens, table};
     const bool is_key = blockIdx.y == 0;
 #if TILES || ENCODE
 #if TILES
@@ -203,15 +216,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MINBLOCKS)
     const float scale = is_key ? p.k_scale : p.v_scale;
     // The same code where both are encoded alike.
     if (is_key || (K_DTYPE == V_DTYPE && K_CODEC == V_CODEC && K_NORM == V_NORM)) {
-        encode<K_DTYPE, K_CODEC, K_NORM>(source, to, scale, positions, sequence, lens, p, tables);
+        encode<K_DTYPE, K_CODEC, K_NORM>(source, to, scale, tokens, p, tables);
     } else {
-        encode<V_DTYPE, V_CODEC, V_NORM>(source, to, scale, positions, sequence, lens, p, tables);
+        encode<V_DTYPE, V_CODEC, V_NORM>(source, to, scale, tokens, p, tables);
     }
 #else
     if (is_key) {
-        move<K_DTYPE, K_CODEC>(k, k_low, positions, sequence, lens, p);
+        move<K_DTYPE, K_CODEC>(k, k_low, tokens, p);
     } else {
-        move<V_DTYPE, V_CODEC>(v, v_low, positions, sequence, lens, p);
+        move<V_DTYPE, V_CODEC>(v, v_low, tokens, p);
     }
 #endif
 }

@@ -2,7 +2,7 @@
 
 use super::{
     Launch, Layout, Params, Source, Use, params,
-    planes::{self, LayerParams, codec_code},
+    planes::{self, LayerParams, codec_code, page_shift},
     rows_aligned4,
 };
 use crate::{
@@ -33,16 +33,18 @@ pub(crate) fn launch(call: &Call, source: &'static Source) -> Result<Launch> {
         tokens: Launch::uint(NAME, "out", call.tokens)?,
         sequence: Launch::uint(NAME, "sequence", call.sequence)?,
         head_dim: Launch::uint(NAME, "D", spec.head_dim)?,
-        layer: LayerParams::new(NAME, &call.layer)?,
+        layer: LayerParams::new(NAME, &call.layer, call.step.as_ref())?,
     };
     let launch = Launch::new(NAME, source, "kv_read")
         .constant("CODEC", codec_code(codec))
         .constant("OUT_DTYPE", call.out.dtype())
         .constant("HEAD_MAJOR", call.order == SourceOrder::HeadMajor)
         .constant("KEEP_ROTATED", call.keep_rotated)
+        .constant("PAGE_SHIFT", page_shift(&call.layer))
         .constant("ALIGNED", rows_aligned4(spec.head_dim, [&call.planes().low, &call.out]));
     Ok(planes::bind(launch, 0, call.planes(), Use::Read)
         .write(3, &call.out)
+        .read_if(5, call.step.as_ref().and_then(|step| step.table_of(&call.layer)))
         .params(4, &params)
         .threadgroup_memory(if codec.is_quantised() { spec.head_dim * size_of::<f32>() } else { 16 }))
 }

@@ -2,7 +2,7 @@
 
 use super::{
     Launch, Layout, Params, Source, Use, params,
-    planes::{self, LayerParams, codec_code, norm_code},
+    planes::{self, LayerParams, codec_code, norm_code, page_shift},
     rows_aligned4,
 };
 use crate::{
@@ -31,7 +31,7 @@ pub(crate) fn launch(call: &Call, source: &'static Source) -> Result<Launch> {
         first_token: call.first_token as u64,
         source_tokens: call.source_tokens as u64,
         tokens: call.tokens as u64,
-        layer: LayerParams::new(NAME, layer)?,
+        layer: LayerParams::new(NAME, layer, Some(&call.step))?,
         k_scale,
         v_scale,
         head_dim: Launch::uint(NAME, "D", spec.head_dim)?,
@@ -47,12 +47,14 @@ pub(crate) fn launch(call: &Call, source: &'static Source) -> Result<Launch> {
         .constant("K_NORM", k_norm)
         .constant("V_NORM", v_norm)
         .constant("HEAD_MAJOR", call.order == SourceOrder::HeadMajor)
+        .constant("PAGE_SHIFT", page_shift(layer))
         .constant("ALIGNED", rows_aligned4(spec.head_dim, [&call.k, &call.v, &layer.k.low, &layer.v.low]))
         .read(0, &call.k)
         .read(1, &call.v)
         .read(2, &call.step.positions)
         .read(3, &call.step.sequence)
-        .read(4, &call.step.lens);
+        .read(4, &call.step.lens)
+        .read_if(12, call.step.table_of(layer));
     let launch = planes::bind(launch, 5, layer.k(), Use::Write);
     let launch = planes::bind(launch, 8, layer.v(), Use::Write);
     Ok(launch.params(11, &params).threadgroup_memory(row_bytes))

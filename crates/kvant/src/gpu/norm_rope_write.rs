@@ -4,7 +4,7 @@ use super::{
     Builder, Launch, Layout, Params, Source, Use,
     norm_rope::{RopeParams, bind_rope, eps, norm_constants},
     params,
-    planes::{self, LayerParams, codec_code, norm_code},
+    planes::{self, LayerParams, codec_code, norm_code, page_shift},
     rows_aligned4,
 };
 use crate::{
@@ -33,7 +33,7 @@ pub(crate) fn launch(call: &Call, source: &'static Source, b: &Builder) -> Resul
     let ((k_stored, k_scale), (v_stored, v_scale)) = (norm_code(spec.k), norm_code(spec.v));
     let params = NormRopeWriteParams {
         rope: RopeParams::new(NAME, call.rope.as_ref(), dim, b)?,
-        layer: LayerParams::new(NAME, layer)?,
+        layer: LayerParams::new(NAME, layer, Some(&call.step))?,
         heads: Launch::uint(NAME, "q", call.heads)?,
         head_dim: Launch::uint(NAME, "D", dim)?,
         q_eps: eps(call.q_norm.as_ref()),
@@ -62,6 +62,7 @@ pub(crate) fn launch(call: &Call, source: &'static Source, b: &Builder) -> Resul
         .constant("V_CODEC", codec_code(spec.v))
         .constant("K_STORED_NORM", k_stored)
         .constant("V_STORED_NORM", v_stored)
+        .constant("PAGE_SHIFT", page_shift(layer))
         .constant("ALIGNED", aligned)
         .read(0, &call.q)
         .read(1, &call.k)
@@ -73,7 +74,8 @@ pub(crate) fn launch(call: &Call, source: &'static Source, b: &Builder) -> Resul
         .read(9, &call.step.positions)
         .read(10, &call.step.sequence)
         .read(11, &call.step.lens)
-        .write(12, &call.q_out);
+        .write(12, &call.q_out)
+        .read_if(20, call.step.table_of(layer));
     let launch = planes::bind(launch, 13, layer.k(), Use::Write);
     let launch = planes::bind(launch, 16, layer.v(), Use::Write);
     Ok(launch.params(19, &params))

@@ -1,31 +1,44 @@
 //! The planes of a cache layer as the kernels see them.
 
 use super::{LANES, Launch, THREADS, Use, dtype_code, params};
-use crate::{Codec, KvLayer, Planes, SlotOrder, codec::Norm};
+use crate::{Codec, KvLayer, Planes, SlotOrder, Step, codec::Norm};
 
 params! {
-    /// The shape of a layer.
+    /// The shape of a layer, and of its page table in a step: u32 `[sequences, page_width]`, where entries from
+    /// `page_entries` on are no pages. Both are 0 for a contiguous layer. The constant PAGE_SHIFT has the size of pages.
     pub(crate) struct LayerParams {
         pub sequences: u32,
         pub kv_heads: u32,
         pub capacity: u32,
         pub ring: u32,
         pub token_major: u32,
+        pub page_width: u32,
+        pub page_entries: u32,
     }
 }
 
 impl LayerParams {
-    pub(crate) fn new(op: &'static str, layer: &KvLayer) -> crate::Result<LayerParams> {
+    /// `step`: whose page table is used; none for a contiguous layer that is read.
+    pub(crate) fn new(op: &'static str, layer: &KvLayer, step: Option<&Step>) -> crate::Result<LayerParams> {
         let spec = layer.spec();
         let uint = |arg, n| Launch::uint(op, arg, n);
+        let sequences = step.map_or(spec.sequences, Step::sequences);
+        let width = step.and_then(|step| step.table_of(layer)).map_or(0, |table| table.shape()[1]);
         Ok(LayerParams {
-            sequences: uint("layer.sequences", spec.sequences)?,
+            sequences: uint("layer.sequences", sequences)?,
             kv_heads: uint("layer.kv_heads", spec.kv_heads)?,
             capacity: uint("layer.capacity", spec.capacity)?,
             ring: spec.ring.into(),
             token_major: (spec.order == SlotOrder::TokenMajor).into(),
+            page_width: uint("step.page_tables", width)?,
+            page_entries: layer.pages().map_or(0, |pages| pages.entries),
         })
     }
+}
+
+/// The constant PAGE_SHIFT of kernels: a page holds 2 to this power positions; 0 for a contiguous layer.
+pub(crate) fn page_shift(layer: &KvLayer) -> u32 {
+    layer.pages().map_or(0, |pages| pages.page_tokens.trailing_zeros())
 }
 
 /// The number of a codec in kernels: `planes.h` has the same.

@@ -11,6 +11,7 @@ pub(super) static HEADERS: &[Header] = headers![
     "elements.h",
     "norm_rope.h",
     "ordered.h",
+    "pages.h",
     "planes.h",
     "reduce.h",
     "rotate.h",

@@ -1,7 +1,8 @@
 // kv_read: positions start .. start+n of one side of a cache layer, in order, to out [n, Hk, D] or [Hk, n, D].
 //
 // A threadgroup takes one vector: group.x is its head, group.y counts the positions. A quantised vector is decoded to
-// threadgroup memory, and rotated back there unless KEEP_ROTATED. A dense one of out's dtype keeps its bits.
+// threadgroup memory, and rotated back there unless KEEP_ROTATED. A dense one of out's dtype keeps its bits. A position
+// without a page gives zeros.
 #include "planes.h"
 #include "rotate.h"
 #include "rows.h"
@@ -20,6 +21,8 @@ constant uint OUT_DTYPE [[function_constant(1)]];
 constant bool HEAD_MAJOR [[function_constant(2)]];
 constant bool KEEP_ROTATED [[function_constant(3)]];
 constant bool ALIGNED [[function_constant(4)]];
+constant uint PAGE_SHIFT [[function_constant(5)]];
+constant bool PAGED = PAGE_SHIFT != 0;
 constant bool HAS_HIGH = CODEC == TQ5 || CODEC == TQ6;
 constant bool HAS_NORMS = CODEC >= TQ4;
 
@@ -28,23 +31,28 @@ kernel void kv_read(device const uchar *low [[buffer(0)]],
                     device const float *norms [[buffer(2), function_constant(HAS_NORMS)]],
                     device uchar *out [[buffer(3)]],
                     constant KvReadParams &p [[buffer(4)]],
+                    device const uint *table [[buffer(5), function_constant(PAGED)]],
                     threadgroup float *row [[threadgroup(0)]],
                     uint3 group [[threadgroup_position_in_grid]],
                     uint index [[thread_index_in_threadgroup]],
                     uint3 threads [[threads_per_threadgroup]]) {
     const uint head = group.x, token = group.y, dim = p.head_dim;
-    // On a ring the position may be beyond 32 bits.
-    const ulong position = p.start + token;
-    const uint slot = uint(p.layer.ring != 0 ? position % p.layer.capacity : position);
-    const ulong from = layer_row(p.layer, p.sequence, head, slot);
+    const RowPlace from = layer_place(p.layer, PAGED ? table : nullptr, PAGE_SHIFT, p.sequence, head, p.start + token);
     const ulong to = (HEAD_MAJOR ? ulong(head) * p.tokens + token : ulong(token) * p.layer.kv_heads + head) * dim;
-    if (!is_quantised(CODEC)) {
-        move_row(low, from * dim, CODEC, out, to, OUT_DTYPE, dim, ALIGNED, index, threads.x);
+    if (!from.held) {
+        for (uint j = 4 * index; j < dim; j += 4 * threads.x) {
+            store4(out, to + j, dim - j, float4(0), OUT_DTYPE, ALIGNED);
+        }
         return;
     }
-    const Planes planes = {low, HAS_HIGH ? high : nullptr, HAS_NORMS ? norms : nullptr};
+    if (!is_quantised(CODEC)) {
+        move_row(low + from.bytes, from.row * dim, CODEC, out, to, OUT_DTYPE, dim, ALIGNED, index, threads.x);
+        return;
+    }
+    const Planes all = {low, HAS_HIGH ? high : nullptr, HAS_NORMS ? norms : nullptr};
+    const Planes planes = shifted(all, from.bytes, CODEC);
     for (uint j = 4 * index; j < dim; j += 4 * threads.x) {
-        put4(row, j, 4, load_row4(planes, from, j, dim, CODEC), true);
+        put4(row, j, 4, load_row4(planes, from.row, j, dim, CODEC), true);
     }
     // A thread stores the coordinates that it loaded, unless they were rotated.
     if (!KEEP_ROTATED) {

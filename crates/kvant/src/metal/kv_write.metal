@@ -1,8 +1,8 @@
 // kv_write: new keys and values, [T, Hk, D] or [Hk, T, D], into the slots of a cache layer, both in one launch.
 //
 // A threadgroup takes one vector: group.x is its head, group.y the token, group.z 0 for the key and 1 for the value. A
-// dense layer of the source's dtype gets its bits. A token that the layer does not hold when the step is written, or
-// whose sequence or position is out of range, is skipped, so that no slot is written twice.
+// dense layer of the source's dtype gets its bits. A token that the layer does not hold when the step is written, that
+// has no page, or whose sequence or position is out of range, is skipped, so that no slot is written twice.
 #include "slots.h"
 #include "turboquant.h"
 
@@ -24,20 +24,23 @@ constant uint K_NORM [[function_constant(4)]];
 constant uint V_NORM [[function_constant(5)]];
 constant bool HEAD_MAJOR [[function_constant(6)]];
 constant bool ALIGNED [[function_constant(7)]];
+constant uint PAGE_SHIFT [[function_constant(8)]];
+constant bool PAGED = PAGE_SHIFT != 0;
 constant bool K_HAS_HIGH = K_CODEC == TQ5 || K_CODEC == TQ6;
 constant bool V_HAS_HIGH = V_CODEC == TQ5 || V_CODEC == TQ6;
 constant bool K_HAS_NORMS = K_CODEC >= TQ4;
 constant bool V_HAS_NORMS = V_CODEC >= TQ4;
 
 // Moves one vector. `row` holds D floats if a side of the layer is quantised, `room` WRITE_ROOM.
-inline void write(device const uchar *source, ulong from, uint dtype, WritablePlanes to, ulong at, uint dim,
+inline void write(device const uchar *source, ulong from, uint dtype, WritablePlanes planes, RowPlace at, uint dim,
                   Encoding encoding, threadgroup float *row, threadgroup float *room, Place place) {
+    const WritablePlanes to = shifted(planes, at.bytes, encoding.codec);
     const uint index = index_of(place), threads = threads_of(place);
     if (is_quantised(encoding.codec)) {
         load_row(row, source, from * dim, dim, dtype, ALIGNED, index, threads);
-        write_row(row, room, to, at, dim, encoding, ALIGNED, place);
+        write_row(row, room, to, at.row, dim, encoding, ALIGNED, place);
     } else {
-        move_row(source, from * dim, dtype, to.low, at * dim, encoding.codec, dim, ALIGNED, index, threads);
+        move_row(source, from * dim, dtype, to.low, at.row * dim, encoding.codec, dim, ALIGNED, index, threads);
     }
 }
 
@@ -53,6 +56,7 @@ kernel void kv_write(device const uchar *k [[buffer(0)]],
                      device uchar *v_high [[buffer(9), function_constant(V_HAS_HIGH)]],
                      device float *v_norms [[buffer(10), function_constant(V_HAS_NORMS)]],
                      constant KvWriteParams &p [[buffer(11)]],
+                     device const uint *table [[buffer(12), function_constant(PAGED)]],
                      threadgroup float *row [[threadgroup(0)]],
                      uint3 group [[threadgroup_position_in_grid]],
                      uint lane [[thread_index_in_simdgroup]],
@@ -63,11 +67,14 @@ kernel void kv_write(device const uchar *k [[buffer(0)]],
     if (!is_kept(p.layer, seq, position, lens)) {
         return;
     }
+    const RowPlace at = layer_place(p.layer, PAGED ? table : nullptr, PAGE_SHIFT, seq, head, position);
+    if (!at.held) {
+        return;
+    }
     const Place place = {lane, simdgroup, simdgroups};
     threadgroup float room[WRITE_ROOM];
     const ulong source = p.first_token + token;
     const ulong from = HEAD_MAJOR ? ulong(head) * p.source_tokens + source : source * p.layer.kv_heads + head;
-    const ulong at = layer_row(p.layer, seq, head, layer_slot(p.layer, position));
     if (group.z == 0) {
         const WritablePlanes to = {k_low, K_HAS_HIGH ? k_high : nullptr, K_HAS_NORMS ? k_norms : nullptr};
         write(k, from, K_DTYPE, to, at, p.head_dim, Encoding{K_CODEC, K_NORM, p.k_scale}, row, room, place);

@@ -3,7 +3,8 @@
 //
 // A threadgroup takes one head of one token, group.y: with group.x below H a query, then Hk keys, then Hk values. All
 // of a head is read before anything is written, so that `q_out` may be `q`. Keys and values of tokens that the layer does
-// not hold when the step is written are skipped, as are tokens whose sequence or position is out of range.
+// not hold when the step is written are skipped, as are tokens whose sequence or position is out of range, or that have no
+// page.
 #include "norm_rope.h"
 #include "slots.h"
 #include "turboquant.h"
@@ -38,6 +39,8 @@ constant uint V_CODEC [[function_constant(14)]];
 constant uint K_STORED_NORM [[function_constant(15)]];
 constant uint V_STORED_NORM [[function_constant(16)]];
 constant bool ALIGNED [[function_constant(17)]];
+constant uint PAGE_SHIFT [[function_constant(18)]];
+constant bool PAGED = PAGE_SHIFT != 0;
 constant bool Q_HAS_WEIGHT = Q_NORM == WEIGHTED_NORM;
 constant bool K_HAS_WEIGHT = K_NORM == WEIGHTED_NORM;
 constant bool V_HAS_WEIGHT = V_NORM == WEIGHTED_NORM;
@@ -70,6 +73,7 @@ kernel void norm_rope_write(device const uchar *q [[buffer(0)]],
                             device uchar *v_high [[buffer(17), function_constant(V_HAS_HIGH)]],
                             device float *v_norms [[buffer(18), function_constant(V_HAS_NORMS)]],
                             constant NormRopeWriteParams &p [[buffer(19)]],
+                            device const uint *table [[buffer(20), function_constant(PAGED)]],
                             threadgroup float *row [[threadgroup(0)]],
                             uint3 group [[threadgroup_position_in_grid]],
                             uint lane [[thread_index_in_simdgroup]],
@@ -104,17 +108,22 @@ kernel void norm_rope_write(device const uchar *q [[buffer(0)]],
     const bool is_key = group.x < p.heads + kv_heads;
     const uint head = group.x - p.heads - (is_key ? 0 : kv_heads);
     const ulong from = (ulong(token) * kv_heads + head) * dim;
-    const ulong at = layer_row(p.layer, seq, head, layer_slot(p.layer, position));
+    const RowPlace at = layer_place(p.layer, PAGED ? table : nullptr, PAGE_SHIFT, seq, head, position);
+    if (!at.held) {
+        return;
+    }
     if (is_key) {
         const Norm norm = {K_NORM, K_HAS_WEIGHT ? k_weight : nullptr, K_WEIGHT_DTYPE, p.k_eps};
         const WritablePlanes to = {k_low, K_HAS_HIGH ? k_high : nullptr, K_HAS_NORMS ? k_norms : nullptr};
         norm_rope_head(row, room, k, from, K_DTYPE, ALIGNED, dim, norm, rope, p.rope, position, place);
-        write_row(row, room, to, at, dim, Encoding{K_CODEC, K_STORED_NORM, p.k_scale}, ALIGNED, place);
+        write_row(row, room, shifted(to, at.bytes, K_CODEC), at.row, dim, Encoding{K_CODEC, K_STORED_NORM, p.k_scale},
+                  ALIGNED, place);
     } else {
         const Norm norm = {V_NORM, V_HAS_WEIGHT ? v_weight : nullptr, V_WEIGHT_DTYPE, p.v_eps};
         const Rope none = {NO_ROPE, HALVES, nullptr, nullptr, nullptr};
         const WritablePlanes to = {v_low, V_HAS_HIGH ? v_high : nullptr, V_HAS_NORMS ? v_norms : nullptr};
         norm_rope_head(row, room, v, from, V_DTYPE, ALIGNED, dim, norm, none, p.rope, position, place);
-        write_row(row, room, to, at, dim, Encoding{V_CODEC, V_STORED_NORM, p.v_scale}, ALIGNED, place);
+        write_row(row, room, shifted(to, at.bytes, V_CODEC), at.row, dim, Encoding{V_CODEC, V_STORED_NORM, p.v_scale},
+                  ALIGNED, place);
     }
 }

@@ -24,8 +24,15 @@ struct Planes {
     device const float *norms;
 };
 
-// The four indices of coordinates j .. j+3 of a row, j a multiple of 4. Quantised planes are allocations of their own, so
-// that all of them lie at multiples of 4 bytes.
+// The planes, to read or to write, from `bytes` bytes on. Only those that the codec has are there.
+template <typename P> inline P shifted(P planes, ulong bytes, uint codec) {
+    const bool has_high = codec == TQ5 || codec == TQ6;
+    return P{planes.low + bytes, has_high ? planes.high + bytes : nullptr,
+             is_quantised(codec) ? planes.norms + bytes / sizeof(float) : nullptr};
+}
+
+// The four indices of coordinates j .. j+3 of a row, j a multiple of 4. Quantised planes begin at multiples of 4 bytes,
+// as allocations of their own or within a page.
 inline uint4 load_indices(Planes planes, ulong row, uint j, uint head_dim, uint codec) {
     if (codec == TQ8) {
         const uint four = *reinterpret_cast<device const uint *>(planes.low + row * head_dim + j);

@@ -1,16 +1,17 @@
 // The slots of a step's tokens in a cache layer: ops/kv_write.rs, layer.rs.
 #ifndef KVANT_SLOTS_H
 #define KVANT_SLOTS_H
-#include <metal_stdlib>
-using namespace metal;
+#include "pages.h"
 
-// A layer's shape. ring and token_major are 0 or 1.
+// A layer's shape, and that of its page table. ring and token_major are 0 or 1.
 struct LayerParams {
     uint sequences;
     uint kv_heads;
     uint capacity;
     uint ring;
     uint token_major;
+    uint page_width;
+    uint page_entries;
 };
 
 // The row of a vector within each plane.
@@ -21,8 +22,20 @@ inline ulong layer_row(constant LayerParams &layer, uint sequence, uint head, ui
     return (ulong(sequence) * layer.kv_heads + head) * layer.capacity + slot;
 }
 
-inline uint layer_slot(constant LayerParams &layer, uint position) {
-    return layer.ring != 0 ? position % layer.capacity : position;
+// A position may be beyond 32 bits on a ring that is read.
+template <typename P> inline uint layer_slot(constant LayerParams &layer, P position) {
+    return uint(layer.ring != 0 ? position % layer.capacity : position);
+}
+
+// Where the vector of a position is. `page_shift`, a function constant, is 0 without pages; there is no table then.
+template <typename P>
+inline RowPlace layer_place(constant LayerParams &layer, device const uint *table, uint page_shift, uint sequence,
+                            uint head, P position) {
+    if (page_shift != 0) {
+        const PageTable pages = {table, layer.page_width, layer.page_entries};
+        return place_in_page(pages, sequence, head, uint(position), page_shift);
+    }
+    return RowPlace{0, layer_row(layer, sequence, head, layer_slot(layer, position)), true};
 }
 
 // Whether the layer holds the token once the step is written. Sequences, positions and lengths are what somebody put

@@ -23,13 +23,14 @@ pub const HEAD_DIMS: [usize; 4] = [64, 128, 256, 512];
 ///
 /// - j ≤ p,
 /// - j < lens\[s\],
-/// - the layer still holds j, and
+/// - the layer holds j: a ring holds the last `capacity` positions, a pool those that the step's page table has pages
+///   for, and
 /// - j > p − window, with the narrower of the layer's and the call's window.
 ///
 /// On a ring, the position of a slot is the largest position below lens\[s\] that maps to the slot. Slots that are
 /// not seen have no effect, whatever they hold.
 ///
-/// A token that sees nothing gets zeros. A score of −∞ has weight zero if another score is larger (on the CPU 2⁻¹²⁶,
+/// A token that sees nothing, or whose row is [`Step::INACTIVE`], gets zeros. A score of −∞ has weight zero if another score is larger (on the CPU 2⁻¹²⁶,
 /// like every score that is far below the largest). If all scores are −∞, the result is NaN.
 ///
 /// # Heads
@@ -66,6 +67,33 @@ pub struct Attend<'a> {
     pub plan: Option<&'a Plan>,
     /// `[T, H, D]`, f32, f16 or bf16.
     pub out: &'a Tensor,
+}
+
+impl<'a> Attend<'a> {
+    /// Attention with scale 1/√D and the layer's window.
+    pub fn new(q: &'a Tensor, layer: &'a KvLayer, step: &'a Step, out: &'a Tensor) -> Attend<'a> {
+        let scale = (layer.spec().head_dim as f32).sqrt().recip();
+        let (fresh, softcap, window, q_rotated, plan) = (None, None, None, false, None);
+        Attend { q, layer, step, fresh, scale, softcap, window, q_rotated, plan, out }
+    }
+
+    /// Sets [`Attend::scale`].
+    #[must_use]
+    pub fn scale(self, scale: f32) -> Self {
+        Attend { scale, ..self }
+    }
+
+    /// Sets [`Attend::softcap`].
+    #[must_use]
+    pub fn softcap(self, softcap: f32) -> Self {
+        Attend { softcap: Some(softcap), ..self }
+    }
+
+    /// Sets [`Attend::window`].
+    #[must_use]
+    pub fn window(self, window: usize) -> Self {
+        Attend { window: Some(window), ..self }
+    }
 }
 
 /// New keys and values that attention reads raw, before they are stored.
@@ -143,7 +171,7 @@ fn validate(args: &Attend) -> Result<Call> {
     check::value_is(NAME, "H", multiple, format_args!("a multiple of the layer's {} KV heads", spec.kv_heads), heads)?;
     check::float(NAME, "out", args.out)?;
     check::shape(NAME, "out", args.out, &[("T", tokens), ("H", heads), ("D", head_dim)])?;
-    args.step.validate(NAME, tokens, spec.sequences)?;
+    args.step.validate(NAME, tokens, args.layer)?;
     check::finite(NAME, "scale", args.scale)?;
     // Kernels compute scores in units of log 2.
     let in_units = (args.scale * std::f32::consts::LOG2_E).is_finite();
@@ -162,6 +190,7 @@ fn validate(args: &Attend) -> Result<Call> {
     let rotated_ok = !args.q_rotated || spec.k.is_quantised();
     check::value_is(NAME, "q_rotated", rotated_ok, "false over dense keys", "true")?;
     let fresh = args.fresh.map(|fresh| {
+        check::value_is(NAME, "fresh", !args.layer.is_paged(), "none over the pages of a pool", "some")?;
         for (arg, tensor) in [("fresh.k", fresh.k), ("fresh.v", fresh.v)] {
             check::float(NAME, arg, tensor)?;
             fresh.order.check(NAME, arg, tensor, [tokens, spec.kv_heads, head_dim])?;
@@ -239,8 +268,7 @@ impl Call {
     }
 
     pub(crate) fn check_indices(&self) -> Result<()> {
-        let spec = self.layer.spec();
-        let linear_capacity = (!spec.ring).then_some(spec.capacity);
+        let linear_capacity = self.layer.limit();
         // SAFETY: `Call::check_indices` runs under the lock of a host device.
         unsafe {
             match &self.fresh {
@@ -253,7 +281,8 @@ impl Call {
                     let past = fresh.past.host_slice::<u32>();
                     let (positions, sequence) =
                         (self.step.positions.host_slice::<u32>(), self.step.sequence.host_slice::<u32>());
-                    for (&position, &sequence) in positions.iter().zip(sequence) {
+                    let tokens = positions.iter().zip(sequence).filter(|(_, sequence)| **sequence != Step::INACTIVE);
+                    for (&position, &sequence) in tokens {
                         let (index, limit) = (sequence as usize, u64::from(position) + 1);
                         if u64::from(past[index]) >= limit {
                             let got = past[index].into();

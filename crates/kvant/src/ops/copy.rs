@@ -7,7 +7,10 @@ use crate::{
 pub(crate) const NAME: &str = "copy";
 
 /// Copies the bytes of `from` to `to`. Both have the same number of bytes; dtypes and shapes may differ.
-pub(crate) fn copy(enc: &mut Encoder, from: &Tensor, to: &Tensor) -> Result<()> {
+///
+/// # Errors
+/// Those of [every operation](crate::ops#errors); `Value` for another number of bytes.
+pub fn copy(enc: &mut Encoder, from: &Tensor, to: &Tensor) -> Result<()> {
     check::value_is(NAME, "to", from.bytes() == to.bytes(), format_args!("{} bytes", from.bytes()), to.bytes())?;
     enc.submit(super::Call::Copy(Call { from: from.clone(), to: to.clone() }))
 }

@@ -1,6 +1,6 @@
 use super::{check, kv_write::SourceOrder};
 use crate::{
-    Encoder, Error, KvLayer, Planes, Result, Tensor,
+    Encoder, Error, KvLayer, Planes, Result, Step, Tensor,
     encoder::{Access::*, Touch},
 };
 
@@ -17,9 +17,11 @@ pub struct KvRead<'a> {
     pub side: KvSide,
     /// The sequence, below S.
     pub sequence: usize,
-    /// The first position. On a ring, the caller must know which positions are held
-    /// ([`KvCache::held`](crate::KvCache::held)): the slots of other positions contain later positions, or positions
-    /// that were truncated.
+    /// The step whose page table has the sequence's pages, for a layer of a [`KvPool`](crate::KvPool). `None` for other
+    /// layers.
+    pub step: Option<&'a Step>,
+    /// The first position. On a ring, the caller must know which positions are held: the slots of other positions contain later positions, or positions
+    /// that were truncated. Positions without a page are read as zeros.
     pub start: usize,
     /// Whether to leave TurboQuant vectors rotated. No effect on dense vectors.
     pub keep_rotated: bool,
@@ -47,16 +49,34 @@ pub fn kv_read(enc: &mut Encoder, args: &KvRead) -> Result<()> {
     check::float(NAME, "out", args.out)?;
     let [tokens, ..] = args.order.dims(NAME, "out", args.out)?;
     args.order.check(NAME, "out", args.out, [tokens, spec.kv_heads, spec.head_dim])?;
-    let below = format_args!("below {}", spec.sequences);
-    check::value_is(NAME, "sequence", args.sequence < spec.sequences, below, args.sequence)?;
     let end = args.start.checked_add(tokens).ok_or(Error::Overflow { op: NAME, arg: "start" })?;
-    let fits = tokens <= spec.capacity && (spec.ring || end <= spec.capacity);
-    let expected = format_args!("a range within {} slots", spec.capacity);
-    check::value_is(NAME, "start", fits, expected, format_args!("{}..{end}", args.start))?;
+    let sequences = match args.step {
+        Some(step) if args.layer.is_paged() => {
+            step.validate(NAME, step.tokens(), args.layer)?;
+            step.sequences()
+        }
+        None if !args.layer.is_paged() => spec.sequences,
+        step => {
+            let words = |some: bool| if some { "a step" } else { "none" };
+            return check::value_is(NAME, "step", false, words(args.layer.is_paged()), words(step.is_some()));
+        }
+    };
+    check::value_is(NAME, "sequence", args.sequence < sequences, format_args!("below {sequences}"), args.sequence)?;
+    // Positions are u32 on the device.
+    let most = if args.layer.is_paged() { u32::MAX as usize } else { spec.capacity };
+    let fits = tokens <= most && (spec.ring || end <= most);
+    check::value_is(
+        NAME,
+        "start",
+        fits,
+        format_args!("a range within {most} slots"),
+        format_args!("{}..{end}", args.start),
+    )?;
     enc.submit(super::Call::KvRead(Call {
         layer: args.layer.clone(),
         side: args.side,
         sequence: args.sequence,
+        step: args.step.cloned(),
         start: args.start,
         tokens,
         keep_rotated: args.keep_rotated,
@@ -70,6 +90,7 @@ pub(crate) struct Call {
     pub layer: KvLayer,
     pub side: KvSide,
     pub sequence: usize,
+    pub step: Option<Step>,
     pub start: usize,
     pub tokens: usize,
     pub keep_rotated: bool,
@@ -87,6 +108,9 @@ impl Call {
 
     pub(crate) fn touches(&self, visit: &mut dyn FnMut(Touch)) {
         self.layer.touches(Read, visit);
+        if let Some(step) = &self.step {
+            step.touches(visit);
+        }
         visit(Touch { arg: "out", tensor: &self.out, access: Write });
     }
 

@@ -33,6 +33,13 @@ pub struct KvWrite<'a> {
     pub layer: &'a KvLayer,
 }
 
+impl<'a> KvWrite<'a> {
+    /// Stores all tokens of a step, whose keys and values are `[T, Hk, D]`.
+    pub fn new(k: &'a Tensor, v: &'a Tensor, step: &'a Step, layer: &'a KvLayer) -> KvWrite<'a> {
+        KvWrite { k, v, order: SourceOrder::TokenMajor, first_token: 0, step, layer }
+    }
+}
+
 /// The layout of new keys and values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum SourceOrder {
@@ -88,7 +95,7 @@ pub fn kv_write(enc: &mut Encoder, args: &KvWrite) -> Result<()> {
         args.order.check(NAME, arg, source, [source_tokens, spec.kv_heads, spec.head_dim])?;
     }
     let tokens = args.step.tokens();
-    args.step.validate(NAME, tokens, spec.sequences)?;
+    args.step.validate(NAME, tokens, args.layer)?;
     let fits = args.first_token.checked_add(tokens).is_some_and(|end| end <= source_tokens);
     let got = format_args!("{} tokens from token {} on", tokens, args.first_token);
     check::value_is(
@@ -135,9 +142,8 @@ impl Call {
     }
 
     pub(crate) fn check_indices(&self) -> Result<()> {
-        let spec = self.layer.spec();
         // SAFETY: `Call::check_indices` runs under the lock of a host device.
-        unsafe { self.step.check_indices(NAME, (!spec.ring).then_some(spec.capacity)) }
+        unsafe { self.step.check_indices(NAME, self.layer.limit()) }
     }
 }
 

@@ -73,6 +73,7 @@
 //! | | affine, 16 rows or more for one matrix (with experts: all rows, once one expert has 16); CPU at `Avx512Vnni` | integers per group, then f32 | activations are rounded to 16 bits, relative to the largest of their group | r = 2⁻¹⁵. Measured: about 2·10⁻⁵ of the RMS of a result (f32: 10⁻⁷, bf16: about 10⁻³) |
 //! | | affine, one or two rows for one matrix, or few rows of experts; CUDA | integers per group, then f32 | activations are rounded to steps of 2⁻²² of the largest of 128 consecutive inputs | activations below one step count as zero |
 //! | | affine, bf16 `x` and `out`, 48 rows or more, no experts, at most 2²⁸ elements of weight and `x` together; CUDA, for groups of 32, and for any group on GPUs other than Hopper | f32 | a weight is split into the sum of two bf16 numbers | 16 bits of each weight |
+//! | [`copy`](copy()) | | none | none | bits are copied |
 //! | [`embed`](embed()) | | none | none | |
 //! | [`rms_norm`](rms_norm()) | | f32; rows whose squares leave the range of f32 are rescaled | none | |
 //! | [`gate`](gate()) | | none | none | g = 8 |
@@ -104,7 +105,7 @@ pub(crate) mod softcap;
 
 pub use argmax::{Argmax, argmax};
 pub use attend::{Attend, Fresh, attend};
-pub(crate) use copy::copy;
+pub use copy::copy;
 pub use embed::{Embed, embed};
 pub use gate::{Activation, Columns, Gate, gate};
 pub use hadamard::{Hadamard, hadamard};

@@ -55,7 +55,7 @@ pub fn norm_rope_write(enc: &mut Encoder, args: &NormRopeWrite) -> Result<()> {
         check::float(NAME, arg, tensor)?;
         check::shape(NAME, arg, tensor, &[("T", tokens), ("heads", h), ("head_dim", spec.head_dim)])?;
     }
-    args.step.validate(NAME, tokens, spec.sequences)?;
+    args.step.validate(NAME, tokens, args.layer)?;
     let norm = |arg, norm: Option<HeadNorm>| norm.map(|norm| norm.validate(NAME, arg, head_dim)).transpose();
     let rope = args.rope.map(|rope| rope.validate(NAME, head_dim)).transpose()?;
     check_rotate(NAME, args.rotate_q, head_dim)?;
@@ -120,10 +120,9 @@ impl Call {
     }
 
     pub(crate) fn check_indices(&self) -> Result<()> {
-        let spec = self.layer.spec();
         // SAFETY: `Call::check_indices` runs under the lock of a host device.
         unsafe {
-            self.step.check_indices(NAME, (!spec.ring).then_some(spec.capacity))?;
+            self.step.check_indices(NAME, self.layer.limit())?;
             self.rope.as_ref().map_or(Ok(()), |rope| rope.check_positions(NAME, "step.positions", &self.step.positions))
         }
     }

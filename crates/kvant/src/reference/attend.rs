@@ -132,6 +132,8 @@ pub(crate) fn run(call: &Call) {
     let (q, lens) = (io::load(&call.q), io::load_u32(call.cached_lens()));
     let positions = io::load_u32(&call.step.positions);
     let sequences = io::load_u32(&call.step.sequence);
+    // SAFETY: the device's lock is held, and nothing writes to the step.
+    let table = unsafe { call.step.page_table(layer) };
     let mut out = vec![0.0; q.len()];
     for (sequence, &len) in lens.iter().enumerate() {
         let tokens: Vec<(usize, usize)> = (0..call.tokens)
@@ -143,8 +145,8 @@ pub(crate) fn run(call: &Call) {
             let mut context = Context { call, cached: BTreeMap::new(), fresh: Vec::new() };
             for &(_, position) in &tokens {
                 for j in seen(position) {
-                    let row = layer.row(sequence, kv_head, layer.slot(j));
-                    let load = || [&layer.k, &layer.v].map(|side| io::load_vector(side, row, dim, false));
+                    let Some(place) = layer.place(table, sequence, kv_head, j) else { continue };
+                    let load = || [&layer.k, &layer.v].map(|side| io::load_vector(side, place, dim, false));
                     context.cached.entry(j).or_insert_with(load);
                 }
             }

@@ -9,6 +9,7 @@ use crate::{
     Codec, DType, Planes, Tensor,
     codec::{self, Encoded},
     dtype::{Element, Float},
+    layer::RowPlace,
 };
 
 /// The elements of a float tensor.
@@ -105,36 +106,46 @@ fn round_to(x: f64, precision: i32, min_exponent: i32, max: f64) -> f32 {
     if rounded.abs() > max { f32::INFINITY.copysign(x as f32) } else { rounded as f32 }
 }
 
-/// Vector `row` of a layer's side, decoded; `keep_rotated` leaves a quantised one in the rotated basis.
-pub(super) fn load_vector(planes: &Planes, row: usize, dim: usize, keep_rotated: bool) -> Vec<f64> {
+/// The element of a plane at which a row of `per_row` elements begins.
+pub(super) fn first_element(plane: &Tensor, place: RowPlace, per_row: usize) -> usize {
+    place.bytes / plane.dtype().size() + place.row * per_row
+}
+
+/// A vector of a layer's side, decoded; `keep_rotated` leaves a quantised one in the rotated basis.
+pub(super) fn load_vector(planes: &Planes, place: RowPlace, dim: usize, keep_rotated: bool) -> Vec<f64> {
+    let range = |plane: &Tensor, per_row: usize| {
+        let first = first_element(plane, place, per_row);
+        first..first + per_row
+    };
     let Codec::TurboQuant(tq) = planes.codec() else {
-        return load_range(&planes.low, row * dim..(row + 1) * dim);
+        return load_range(&planes.low, range(&planes.low, dim));
     };
     let (low, high) = codec::plane_bytes(tq.bits, dim).expect("the layer checked its codec");
     let blocks = dim.div_ceil(codec::BLOCK);
-    let low = load_u8(&planes.low, row * low..(row + 1) * low);
-    let high = planes.high.as_ref().map_or(Vec::new(), |plane| load_u8(plane, row * high..(row + 1) * high));
-    let norms = load_range(norms_plane(planes), row * blocks..(row + 1) * blocks);
+    let low = load_u8(&planes.low, range(&planes.low, low));
+    let high = planes.high.as_ref().map_or(Vec::new(), |plane| load_u8(plane, range(plane, high)));
+    let norms = load_range(norms_plane(planes), range(norms_plane(planes), blocks));
     let mut encoded = Encoded { indices: vec![0; dim], norms: norms.iter().map(|&n| n as f32).collect() };
     codec::unpack(tq.bits, &low, &high, &mut encoded.indices).expect("the planes have the lengths of their codec");
     let decoded = if keep_rotated { codec::decode_rotated(tq, &encoded) } else { codec::decode(tq, &encoded) };
     decoded.expect("the layer checked its codec, and unpacked indices are within the codebook")
 }
 
-/// Encodes a vector into `row` of a layer's side.
-pub(super) fn store_vector(planes: &Planes, row: usize, x: &[f64]) {
+/// Encodes a vector into a row of a layer's side.
+pub(super) fn store_vector(planes: &Planes, place: RowPlace, x: &[f64]) {
     let Codec::TurboQuant(tq) = planes.codec() else {
-        return store_range(&planes.low, row * x.len(), x);
+        return store_range(&planes.low, first_element(&planes.low, place, x.len()), x);
     };
     let encoded = codec::encode(tq, x).expect("the layer checked its codec");
     let (low, high) = codec::plane_bytes(tq.bits, x.len()).expect("the layer checked its codec");
     let (mut low, mut high) = (vec![0; low], vec![0; high]);
     codec::pack(tq.bits, &encoded.indices, &mut low, &mut high).expect("the planes have the lengths of their codec");
-    store_raw(&planes.low, row * low.len(), &low);
+    store_raw(&planes.low, first_element(&planes.low, place, low.len()), &low);
     if let Some(plane) = &planes.high {
-        store_raw(plane, row * high.len(), &high);
+        store_raw(plane, first_element(plane, place, high.len()), &high);
     }
-    store_raw(norms_plane(planes), row * encoded.norms.len(), &encoded.norms);
+    let norms = norms_plane(planes);
+    store_raw(norms, first_element(norms, place, encoded.norms.len()), &encoded.norms);
 }
 
 fn norms_plane(planes: &Planes) -> &Tensor {

@@ -1,17 +1,21 @@
 use super::io;
-use crate::ops::kv_read::Call;
+use crate::{layer::PageTable, ops::kv_read::Call};
 
 pub(crate) fn run(call: &Call) {
     let spec = call.layer.spec();
+    // SAFETY: the device's lock is held, and nothing writes to the step.
+    let table = call.step.as_ref().map_or_else(PageTable::default, |step| unsafe { step.page_table(&call.layer) });
     let (planes, dim) = (call.planes(), spec.head_dim);
     for token in 0..call.tokens {
         for head in 0..spec.kv_heads {
-            let row = call.layer.row(call.sequence, head, call.layer.slot(call.start + token));
+            let place = call.layer.place(table, call.sequence, head, call.start + token);
             let to = call.order.row(token, head, call.tokens, spec.kv_heads) * dim;
-            if call.out.dtype() == planes.low.dtype() {
-                io::copy_elements(&planes.low, row * dim, &call.out, to, dim);
-            } else {
-                io::store_range(&call.out, to, &io::load_vector(planes, row, dim, call.keep_rotated));
+            match place {
+                None => io::store_range(&call.out, to, &vec![0.0; dim]),
+                Some(place) if call.out.dtype() == planes.low.dtype() => {
+                    io::copy_elements(&planes.low, io::first_element(&planes.low, place, dim), &call.out, to, dim);
+                }
+                Some(place) => io::store_range(&call.out, to, &io::load_vector(planes, place, dim, call.keep_rotated)),
             }
         }
     }

@@ -14,9 +14,9 @@ pub(crate) fn run(call: &Call) {
     let k = all_heads(&call.k, kv_heads, Head::new(call.k_norm.as_ref(), rope, false));
     let v = all_heads(&call.v, kv_heads, Head::new(call.v_norm.as_ref(), None, false));
     for (planes, rows) in [(&call.layer.k, &k), (&call.layer.v, &v)] {
-        for (token, head, row) in kv_write::destinations(&call.step, &call.layer) {
+        for (token, head, place) in kv_write::destinations(&call.step, &call.layer) {
             let from = (token * kv_heads + head) * call.head_dim;
-            io::store_vector(planes, row, &rows[from..from + call.head_dim]);
+            io::store_vector(planes, place, &rows[from..from + call.head_dim]);
         }
     }
     io::store(&call.q_out, &q);

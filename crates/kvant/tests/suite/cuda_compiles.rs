@@ -6,8 +6,8 @@ use std::{collections::HashSet, path::Path};
 
 use crate::common::without_gpu::{Launches, Model};
 use kvant::{
-    CacheLayer, CacheSpec, Codec, DType, Device, Encoder, KvCache, KvLayer, LayerSpec, Result, SlotOrder, Step, Tensor,
-    gpu,
+    CacheLayer, Codec, DType, Device, Encoder, KvLayer, KvPool, LayerSpec, PoolSpec, Result, SlotOrder, Step, StepSize,
+    Tensor, gpu,
     ops::{
         self, Activation, Affine, Angles, Argmax, Attend, Columns, Embed, Experts, Fresh, Gate, Hadamard, HeadNorm,
         KvRead, KvSide, KvWrite, Linear, MoeCombine, MoeRoute, NormRope, NormRopeWrite, PairLayout, Residual, RmsNorm,
@@ -146,6 +146,112 @@ fn attention_compiles_for_gpus_of_little_shared_memory() -> Result<()> {
     Ok(())
 }
 
+/// Everything that finds rows through page tables, with pages of several sizes.
+#[test]
+fn kernels_over_pages_compile() -> Result<()> {
+    for model in [Model::H200, Model::A100] {
+        let Some((device, launches)) = device(model) else { return Ok(()) };
+        let mut enc = device.encoder()?;
+        attention_over_pages(&device, &mut enc, model)?;
+        if model == Model::H200 {
+            for (i, codec) in [Codec::F32, Codec::BF16, Codec::tq(4), Codec::tq(5)].into_iter().enumerate() {
+                caches_over_pages(&device, &mut enc, 16 << i, codec)?;
+            }
+        }
+        enc.commit()?.wait()?;
+        let seen = launches.kernels.lock().unwrap();
+        println!("{model:?}: {} kernels", seen.len());
+        assert!(!seen.iter().any(|key| key.contains("(\"PAGE_SHIFT\", UInt(0))")), "{seen:?}");
+    }
+    Ok(())
+}
+
+fn attention_over_pages(device: &Device, enc: &mut Encoder, model: Model) -> Result<()> {
+    let (tq, bf16, f16) = (Codec::tq, DType::BF16, DType::F16);
+    let [dense_bf16, dense_f16] = [Codec::BF16, Codec::F16];
+    // Kernel, longest context, window.
+    let cases: [(&str, usize, Option<usize>, Attention); 16] = [
+        ("attend_generic", 9999, None, (64, Codec::F32, dense_f16, DType::F32, DType::F32, 1, 1)),
+        ("attend_generic", 99, Some(40), (256, tq(5), dense_bf16, f16, f16, 2, 9)),
+        ("attend_generic", 9999, None, (512, tq(8), tq(6), f16, DType::F32, 3, 9)),
+        ("attend_decode", 9999, None, (128, dense_bf16, dense_bf16, bf16, bf16, 4, 1)),
+        ("attend_decode", 3000, Some(2000), (256, dense_f16, dense_f16, f16, bf16, 8, 1)),
+        ("attend_decode", 9999, None, (512, dense_bf16, dense_bf16, bf16, bf16, 8, 1)),
+        ("attend_short", 9999, Some(1024), (128, dense_bf16, dense_bf16, bf16, bf16, 4, 1)),
+        ("attend_short", 99, None, (256, dense_f16, dense_f16, f16, f16, 2, 1)),
+        ("attend_quantised", 9999, None, (128, tq(4), tq(4), bf16, bf16, 4, 1)),
+        ("attend_quantised", 1500, None, (256, tq(5), tq(5), bf16, bf16, 2, 1)),
+        ("attend_quantised", 9999, None, (512, tq(8), tq(8), f16, bf16, 8, 1)),
+        ("attend_short_quantised", 9999, Some(512), (128, tq(8), tq(6), DType::F32, f16, 3, 1)),
+        ("attend_short_quantised", 99, None, (512, tq(5), tq(5), bf16, bf16, 8, 1)),
+        ("attend_prefill", 9999, None, (128, dense_bf16, dense_bf16, bf16, bf16, 4, 9999)),
+        ("attend_prefill", 9999, Some(99), (256, dense_bf16, dense_bf16, bf16, f16, 3, 9999)),
+        ("attend_prefill", 9999, None, (512, dense_f16, dense_f16, f16, f16, 8, 9999)),
+    ];
+    for (i, (kernel, longest, window, (head_dim, k, v, q, out, group, tokens))) in cases.into_iter().enumerate() {
+        // Before Hopper: decode without clusters and bulk copies.
+        if model != Model::H200 && ![0, 3, 8].contains(&i) {
+            continue;
+        }
+        let kv_heads = 2;
+        let layer = CacheLayer { kv_heads, head_dim, window, k, v };
+        let pool = KvPool::new(device, &PoolSpec::new(vec![layer], 64 << 20).page_tokens(16 << (i % 5)))?;
+        let step = pool.reserve_step(StepSize::decode(1, longest).tokens(tokens, tokens))?;
+        let shape = [tokens, kv_heads * group, head_dim];
+        let args = Attend {
+            q: &zeros(device, q, &shape)?,
+            layer: pool.layer(0)?,
+            step: &step,
+            fresh: None,
+            scale: 1.0,
+            softcap: (i % 2 == 1).then_some(30.0),
+            window: None,
+            q_rotated: false,
+            plan: None,
+            out: &zeros(device, out, &shape)?,
+        };
+        let plan = ops::attend::plan(&args, device)?;
+        assert_eq!(plan.kernel, kernel, "case {i}: {plan:?}");
+        ops::attend(enc, &args)?;
+    }
+    Ok(())
+}
+
+fn caches_over_pages(device: &Device, enc: &mut Encoder, page_tokens: usize, codec: Codec) -> Result<()> {
+    let (kv_heads, head_dim, order) = (8, 128, SourceOrder::TokenMajor);
+    let layer = CacheLayer { kv_heads, head_dim, window: None, k: codec, v: Codec::BF16 };
+    let pool = KvPool::new(device, &PoolSpec::new(vec![layer], 64 << 20).page_tokens(page_tokens))?;
+    let layer = pool.layer(0)?;
+    for (dtype, tokens) in [(DType::F32, 2), (DType::BF16, 600)] {
+        let step = pool.reserve_step(StepSize::decode(1, 999).tokens(tokens, tokens))?;
+        let kv = zeros(device, dtype, &[tokens, kv_heads, head_dim])?;
+        ops::kv_write(enc, &KvWrite { k: &kv, v: &kv, order, first_token: 0, step: &step, layer })?;
+        for (side, keep_rotated) in [(KvSide::K, true), (KvSide::K, false), (KvSide::V, false)] {
+            let (sequence, start, step) = (0, 5, Some(&step));
+            ops::kv_read(enc, &KvRead { layer, side, sequence, start, keep_rotated, order, out: &kv, step })?;
+        }
+        let q = zeros(device, dtype, &[tokens, 2 * kv_heads, head_dim])?;
+        let rotate_q = codec.is_quantised();
+        let (norm, rope) = (Some(HeadNorm { weight: None, eps: 1e-6 }), None);
+        let [q_norm, k_norm, v_norm] = [norm; 3];
+        let args = NormRopeWrite {
+            q: &q,
+            k: &kv,
+            v: &kv,
+            q_norm,
+            k_norm,
+            v_norm,
+            rope,
+            rotate_q,
+            step: &step,
+            layer,
+            q_out: &q,
+        };
+        ops::norm_rope_write(enc, &args)?;
+    }
+    Ok(())
+}
+
 fn write_many(device: &Device, enc: &mut Encoder, dtype: DType, head_dim: usize, k: Codec, v: Codec) -> Result<()> {
     let (tokens, kv_heads, order) = (600, 8, SlotOrder::HeadMajor);
     let spec = LayerSpec { sequences: 1, kv_heads, capacity: tokens, head_dim, k, v, window: None, ring: false, order };
@@ -268,7 +374,7 @@ fn caches(device: &Device, enc: &mut Encoder, codec: Codec) -> Result<()> {
         ops::kv_write(enc, &KvWrite { k: &kv, v: &kv, order, first_token: 0, step: &step, layer: &layer })?;
         for keep_rotated in [false, true] {
             let (side, sequence, start) = (KvSide::K, 0, 0);
-            let args = KvRead { layer: &layer, side, sequence, start, keep_rotated, order, out: &back };
+            let args = KvRead { layer: &layer, side, sequence, start, keep_rotated, order, out: &back, step: None };
             ops::kv_read(enc, &args)?;
         }
         let weight = zeros(device, dtype, &[64])?;
@@ -296,7 +402,7 @@ fn caches(device: &Device, enc: &mut Encoder, codec: Codec) -> Result<()> {
                     q_out: &q_out,
                 };
                 ops::norm_rope_write(enc, &args)?;
-                let positions = &step.positions;
+                let positions = step.positions();
                 let args = NormRope { x: &q, norm, rope, positions, rotate: rotate_q, out_order: order, out: &q_out };
                 ops::norm_rope(enc, &args)?;
             }
@@ -424,7 +530,10 @@ fn attend(
 fn forks(device: &Device) -> Result<()> {
     let layer = |head_dim, codec| CacheLayer { kv_heads: 1, head_dim, window: None, k: codec, v: codec };
     let layers = vec![layer(64, Codec::F16), layer(8, Codec::tq(5))];
-    let mut cache = KvCache::new(device, &CacheSpec { layers, sequences: 2, capacity: 7, slack: 0 })?;
-    cache.append(&[(0, 3)])?;
-    cache.fork(0, 1)
+    let pool = KvPool::new(device, &PoolSpec::new(layers, 1 << 20).page_tokens(16))?;
+    let mut from = pool.sequence();
+    pool.step(&mut [(&mut from, 3)])?;
+    // The fork copies the page that both would write to.
+    let mut fork = from.fork();
+    pool.step(&mut [(&mut fork, 1)]).map(drop)
 }

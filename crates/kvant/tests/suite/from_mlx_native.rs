@@ -59,8 +59,8 @@ fn kv_cache_copy() {
                         assert!(cache[slot * row..][..row] == want[t * row..][..row], "{device}: {from}, token {t}");
                     }
                 }
-                // A linear cache that would overflow refuses; here where the host sees positions, else the cache's
-                // own bookkeeping does (`KvCache::append`), and the kernel skips the token.
+                // A linear cache that would overflow refuses where the host sees positions; elsewhere the kernel skips
+                // the token.
                 if !sliding {
                     let before = planes(&layer).unwrap();
                     let overflow = write_range(&layer, (&k, &v), SourceOrder::TokenMajor, 0, 4..9);
@@ -340,6 +340,7 @@ fn hadamard_quantize_kv_hb() {
                     keep_rotated: true,
                     order: SourceOrder::TokenMajor,
                     out: &out.tensor,
+                    step: None,
                 };
                 run(device, |enc| ops::kv_read(enc, &args)).unwrap();
                 let rotated = out.tensor.to_f32().unwrap();
@@ -543,6 +544,6 @@ fn device_buffer_encoder_error() {
         assert_eq!((*op, *arg), ("softcap", "cap"));
         // Steps are made from plain numbers.
         let step = Step::new(device, 2, &[(0, 3), (1, 0), (0, 4)]).unwrap();
-        assert_eq!(step.lens.to_vec::<u32>().unwrap(), [5, 1], "{device}");
+        assert_eq!(step.lens().to_vec::<u32>().unwrap(), [5, 1], "{device}");
     }
 }

@@ -4,7 +4,6 @@
 
 mod arguments;
 mod attend_routes;
-mod cache;
 mod codec;
 mod common;
 mod conformance;
@@ -12,5 +11,6 @@ mod cuda_compiles;
 mod from_mlx_native;
 mod golden;
 mod hazards;
+mod pages;
 mod reference;
 mod speed;

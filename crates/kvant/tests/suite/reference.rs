@@ -95,7 +95,7 @@ fn advance(lens: &mut [usize], arrivals: &[usize]) -> Vec<(u32, u32)> {
 /// `Step::new` takes lengths from the tokens at hand; a sequence without any keeps its length here.
 fn step(tokens: &[(u32, u32)], lens: &[usize]) -> Step {
     let step = Step::new(&device(), lens.len(), tokens).unwrap();
-    step.lens.write(&lens.iter().map(|&n| n as u32).collect::<Vec<_>>()).unwrap();
+    step.lens().write(&lens.iter().map(|&n| n as u32).collect::<Vec<_>>()).unwrap();
     step
 }
 
@@ -175,8 +175,16 @@ fn check(case: &Case, fresh: bool) -> std::result::Result<(), TestCaseError> {
             let wanted = source(number, &tokens, spec.kv_heads, case.source);
             let out = Tensor::zeros(&device(), DType::F32, wanted.shape()).unwrap();
             let order = case.source;
-            let args =
-                KvRead { layer: &layer, side, sequence, start: held.start, keep_rotated: false, order, out: &out };
+            let args = KvRead {
+                layer: &layer,
+                side,
+                sequence,
+                start: held.start,
+                keep_rotated: false,
+                order,
+                out: &out,
+                step: None,
+            };
             run(|enc| kv_read(enc, &args));
             prop_assert_eq!(out.to_vec::<f32>().unwrap(), wanted.to_vec::<f32>().unwrap());
         }
@@ -222,7 +230,16 @@ fn quantised_attention_is_attention_over_what_is_read() {
         run(|enc| kv_write(enc, &KvWrite { k: &k, v: &v, order, first_token: 0, step: &written, layer: &layer }));
         let read = |side| {
             let out = Tensor::zeros(&device(), DType::F32, &[6, 1, DIM]).unwrap();
-            let args = KvRead { layer: &layer, side, sequence: 0, start: 3, keep_rotated: false, order, out: &out };
+            let args = KvRead {
+                layer: &layer,
+                side,
+                sequence: 0,
+                start: 3,
+                keep_rotated: false,
+                order,
+                out: &out,
+                step: None,
+            };
             run(|enc| kv_read(enc, &args));
             out.to_vec::<f32>().unwrap()
         };
@@ -303,7 +320,7 @@ fn fused_write_is_its_two_parts() {
         run(|enc| norm_rope_write(enc, &fused));
         let part = |x: &Tensor, norm, rope, rotate, out: &Tensor| {
             let out_order = SourceOrder::TokenMajor;
-            let args = NormRope { x, norm: Some(norm), rope, positions: &step.positions, rotate, out_order, out };
+            let args = NormRope { x, norm: Some(norm), rope, positions: step.positions(), rotate, out_order, out };
             run(|enc| norm_rope(enc, &args));
         };
         let [k_out, v_out] = [0, 1].map(|_| Tensor::zeros(&device(), DType::F32, k.shape()).unwrap());
@@ -318,8 +335,16 @@ fn fused_write_is_its_two_parts() {
             for side in [KvSide::K, KvSide::V] {
                 let [a, b] = [0, 1].map(|i| {
                     let out = Tensor::zeros(&device(), DType::F32, &[n, kv_heads, DIM]).unwrap();
-                    let args =
-                        KvRead { layer: &layers[i], side, sequence, start, keep_rotated: false, order, out: &out };
+                    let args = KvRead {
+                        layer: &layers[i],
+                        side,
+                        sequence,
+                        start,
+                        keep_rotated: false,
+                        order,
+                        out: &out,
+                        step: None,
+                    };
                     run(|enc| kv_read(enc, &args));
                     out.to_vec::<f32>().unwrap()
                 });

@@ -8,7 +8,8 @@
 use std::time::{Duration, Instant};
 
 use kvant::{
-    Codec, DType, Device, DeviceKind, Encoder, KvLayer, LayerSpec, Result, SlotOrder, Step, Tensor,
+    Batch, CacheLayer, Codec, DType, Device, DeviceKind, Encoder, KvLayer, KvPool, LayerSpec, PoolSpec, Result,
+    SlotOrder, Step, Tensor,
     ops::{
         self, Activation, Affine, Angles, Argmax, Attend, Columns, Embed, Gate, Hadamard, HeadNorm, KvWrite, Linear,
         NormRope, NormRopeWrite, PairLayout, Residual, RmsNorm, Rope, Sample, SourceOrder, Weight,
@@ -22,6 +23,12 @@ const CACHE: usize = 256 << 20;
 #[ignore = "a measurement"]
 fn attention() -> Result<()> {
     attend(&device()?)
+}
+
+#[test]
+#[ignore = "a measurement"]
+fn pages() -> Result<()> {
+    over_pages(&device()?)
 }
 
 #[test]
@@ -165,6 +172,96 @@ fn attend(device: &Device) -> Result<()> {
 }
 
 /// Decode attention between what a layer does before and after it: launches may begin before those in front of them have ended.
+/// One decode step over a contiguous layer, then over pages of 32, 64 and 128 positions, in turns: the times of the first in
+/// µs, and what the others take of it. The dtype of queries and output is the one with the fast kernels.
+fn over_pages(device: &Device) -> Result<()> {
+    const SIZES: [usize; 3] = [32, 64, 128];
+    let dtype = if device.kind() == DeviceKind::Cpu { DType::F32 } else { DType::BF16 };
+    println!("| D | cache | keys | contiguous, µs | 32 | 64 | 128 |\n|---|---|---|---|---|---|---|");
+    let (heads, kv_heads) = (8, 2);
+    for keys in [1024, 131_072] {
+        for head_dim in [64, 128, 256, 512] {
+            let dense = if device.kind() == DeviceKind::Cpu { Codec::F16 } else { Codec::BF16 };
+            for codec in [dense, Codec::tq(8), Codec::tq(6), Codec::tq(5), Codec::tq(4)] {
+                let name = format!("{head_dim} {codec} {keys}");
+                if std::env::var("KVANT_SPEED").is_ok_and(|part| !name.contains(&part)) {
+                    continue;
+                }
+                let bytes = 2 * kv_heads * keys * codec.bytes_per_vector(head_dim);
+                let copies = (CACHE / 2).div_ceil(bytes).min(64);
+                let spec = LayerSpec {
+                    sequences: 1,
+                    kv_heads,
+                    capacity: keys,
+                    head_dim,
+                    k: codec,
+                    v: codec,
+                    window: None,
+                    ring: false,
+                    order: SlotOrder::HeadMajor,
+                };
+                let mut layers = Vec::new();
+                for _ in 0..copies {
+                    let layer = KvLayer::new(device, spec)?;
+                    for planes in [layer.k(), layer.v()] {
+                        planes.tensors().try_for_each(|(_, plane)| plane.write_bytes(&random_bits(plane.bytes())))?;
+                    }
+                    layers.push(layer);
+                }
+                let slots = Step::new(device, 1, &[(0, keys as u32 - 1)])?;
+                let slots = slots.with_batch(Batch { sequences: 1, longest: keys, most_new: 1 });
+                let mut ways = vec![(layers, slots, None)];
+                for page_tokens in SIZES {
+                    let layer = CacheLayer { kv_heads, head_dim, window: None, k: codec, v: codec };
+                    let room = copies * (bytes + 4096 * keys.div_ceil(page_tokens));
+                    let pool = KvPool::new(device, &PoolSpec::new(vec![layer; copies], room).page_tokens(page_tokens))?;
+                    if let Some((_, memory)) = pool.layer(0)?.k().tensors().next() {
+                        memory.write_bytes(&random_bits(memory.bytes()))?;
+                    }
+                    let mut sequence = pool.sequence();
+                    pool.step(&mut [(&mut sequence, keys - 1)])?;
+                    let step = pool.step(&mut [(&mut sequence, 1)])?;
+                    let layers = (0..copies).map(|index| pool.layer(index).cloned()).collect::<Result<_>>()?;
+                    ways.push((layers, step, Some(sequence)));
+                }
+                let q = noise(device, dtype, &[1, heads, head_dim])?;
+                let out = Tensor::zeros(device, dtype, &[1, heads, head_dim])?;
+                let calls = copies.max(if keys > 10_000 { copies } else { 60 });
+                let graphs = ways.iter().map(|(layers, step, _)| {
+                    Encoder::capture(device, |enc| {
+                        (0..calls).try_for_each(|call| {
+                            let layer = &layers[call % copies];
+                            let (fresh, softcap, window, plan) = (None, None, None, None);
+                            let (q, out, q_rotated, scale) = (&q, &out, layer.spec().k.is_quantised(), 0.1);
+                            ops::attend(
+                                enc,
+                                &Attend { q, layer, step, fresh, scale, softcap, window, q_rotated, plan, out },
+                            )
+                        })
+                    })
+                });
+                let graphs = graphs.collect::<Result<Vec<_>>>()?;
+                let mut times = vec![Vec::new(); graphs.len()];
+                for _ in 0..12 {
+                    for (graph, times) in graphs.iter().zip(&mut times) {
+                        let start = Instant::now();
+                        graph.replay()?.wait()?;
+                        times.push(start.elapsed().as_secs_f64() / calls as f64);
+                    }
+                }
+                let median = |times: &mut Vec<f64>| {
+                    times.sort_by(f64::total_cmp);
+                    times[times.len() / 2]
+                };
+                let medians: Vec<f64> = times.iter_mut().map(median).collect();
+                let ratios: Vec<String> = medians[1..].iter().map(|time| format!("{:.3}", time / medians[0])).collect();
+                println!("| {head_dim} | {codec} | {keys} | {:.2} | {} |", medians[0] * 1e6, ratios.join(" | "));
+            }
+        }
+    }
+    Ok(())
+}
+
 fn around_attention(device: &Device) -> Result<()> {
     for (dim, heads, kv_heads) in [(128, 32, 8), (256, 16, 8), (512, 16, 2)] {
         for codec in [Codec::BF16, Codec::tq(4)] {

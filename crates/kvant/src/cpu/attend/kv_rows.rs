@@ -1,5 +1,7 @@
 //! Rows of keys and values as vectors: one loader per codec, and the source of both.
 
+use std::ops::Range;
+
 use half::{bf16, f16};
 
 use super::{plan::Segment, prefetch::Plane};
@@ -7,6 +9,7 @@ use crate::{
     DType, KvLayer, Planes,
     codec::{self, BLOCK, Codec},
     cpu::simd::Simd,
+    layer::{LayerPages, PageTable},
 };
 
 /// Reads vectors of a cache, in chunks of 2·`LANES` coordinates.
@@ -66,6 +69,11 @@ pub(super) struct PackedRows<const BITS: u32> {
 }
 
 impl<const BITS: u32> PackedRows<BITS> {
+    #[inline(always)]
+    fn shifted(self, bytes: usize) -> Self {
+        PackedRows { low: self.low.wrapping_add(bytes), high: self.high.wrapping_add(bytes), ..self }
+    }
+
     /// The lowest four bits of a row's codes.
     #[cfg(target_arch = "x86_64")]
     #[inline(always)]
@@ -225,6 +233,29 @@ impl KvRows {
         }
     }
 
+    /// The same rows `bytes` bytes further on: those of another page.
+    #[inline(always)]
+    fn shifted(&self, bytes: usize) -> KvRows {
+        let moved = |start: *const u8| start.wrapping_add(bytes);
+        let loader = match self.loader {
+            RowLoader::F32(DenseRows { start, stride }) => {
+                RowLoader::F32(DenseRows { start: start.wrapping_byte_add(bytes), stride })
+            }
+            RowLoader::F16(DenseRows { start, stride }) => {
+                RowLoader::F16(DenseRows { start: start.wrapping_byte_add(bytes), stride })
+            }
+            RowLoader::Bf16(DenseRows { start, stride }) => {
+                RowLoader::Bf16(DenseRows { start: start.wrapping_byte_add(bytes), stride })
+            }
+            RowLoader::Tq4(rows) => RowLoader::Tq4(rows.shifted(bytes)),
+            RowLoader::Tq5(rows) => RowLoader::Tq5(rows.shifted(bytes)),
+            RowLoader::Tq6(rows) => RowLoader::Tq6(rows.shifted(bytes)),
+            RowLoader::Tq8(rows) => RowLoader::Tq8(ByteRows { low: moved(rows.low), ..rows }),
+        };
+        let norms = self.norms.wrapping_byte_add(bytes);
+        KvRows { loader, norms, planes: self.planes.map(|plane| Plane { start: moved(plane.start), ..plane }), ..*self }
+    }
+
     /// Vectors of `dtype` from row `first` on, every `stride`-th.
     pub fn dense(start: *const u8, dtype: DType, first: usize, stride: usize, head_dim: usize) -> KvRows {
         let start = start.wrapping_add(first * head_dim * dtype.size());
@@ -279,36 +310,85 @@ impl KvRows {
 
 /// Keys and values of one KV head of one sequence, from the cache or fresh.
 #[derive(Clone, Copy)]
-pub(super) struct KvSource {
+pub(super) struct KvSource<'a> {
     pub k: KvRows,
     pub v: KvRows,
     /// The position of the first row.
     base: usize,
-    /// Rows after which positions start over.
+    /// Rows after which positions start over, or positions of a page.
     capacity: usize,
+    /// The pages of the sequence; `None` if its rows are in one place.
+    pages: Option<PagesOfSequence<'a>>,
 }
 
-impl KvSource {
+/// Where the pages of a sequence are.
+#[derive(Clone, Copy)]
+struct PagesOfSequence<'a> {
+    layer: &'a LayerPages,
+    table: PageTable<'a>,
+    sequence: usize,
+}
+
+/// Keys and values at consecutive positions, in consecutive rows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct KvRun {
+    pub position: usize,
+    /// The first row, counted from `bytes` bytes after the start of each plane.
+    pub bytes: usize,
+    pub row: usize,
+    pub keys: usize,
+}
+
+impl KvRun {
+    pub const NONE: KvRun = KvRun { position: 0, bytes: 0, row: 0, keys: 0 };
+}
+
+impl<'a> KvSource<'a> {
     /// `fixed`: quantised rows are computed in fixed point.
-    pub fn cached(layer: &KvLayer, sequence: usize, head: usize, fixed: bool) -> KvSource {
+    pub fn cached(layer: &'a KvLayer, table: PageTable<'a>, sequence: usize, head: usize, fixed: bool) -> KvSource<'a> {
         let spec = layer.spec();
-        let (first, stride) = (layer.row(sequence, head, 0), layer.slot_stride());
+        let (pages, capacity, first) = match layer.pages() {
+            Some(pages) => {
+                (Some(PagesOfSequence { layer: pages, table, sequence }), pages.page_tokens, head * pages.page_tokens)
+            }
+            None => (None, spec.capacity, layer.row(sequence, head, 0)),
+        };
         let side = |planes| {
-            let side = KvRows::new(planes, first, stride, spec.head_dim);
+            let side = KvRows::new(planes, first, layer.slot_stride(), spec.head_dim);
             KvRows { fixed: fixed && side.quantised, ..side }
         };
-        KvSource { k: side(&layer.k), v: side(&layer.v), base: 0, capacity: spec.capacity }
+        KvSource { k: side(&layer.k), v: side(&layer.v), base: 0, capacity, pages }
     }
 
     /// Sides whose first row is the segment's first token.
-    pub fn fresh(k: KvRows, v: KvRows, segment: &Segment) -> KvSource {
-        KvSource { k, v, base: segment.position, capacity: usize::MAX }
+    pub fn fresh(k: KvRows, v: KvRows, segment: &Segment) -> KvSource<'static> {
+        KvSource { k, v, base: segment.position, capacity: usize::MAX, pages: None }
     }
 
-    /// The rows of `len` positions from `start` on, as (first row, number): a ring may wrap once.
-    pub fn runs(&self, start: usize, len: usize) -> [(usize, usize); 2] {
-        let row = (start - self.base) % self.capacity;
-        let first = len.min(self.capacity - row);
-        [(row, first), (0, len - first)]
+    /// The source whose planes begin `bytes` bytes later.
+    #[inline(always)]
+    pub fn shifted(&self, bytes: usize) -> KvSource<'a> {
+        KvSource { k: self.k.shifted(bytes), v: self.v.shifted(bytes), ..*self }
+    }
+
+    /// The runs of `positions`, in order: those until a ring wraps, or those of a page. Positions without a page are left
+    /// out.
+    pub fn runs(&self, positions: Range<usize>) -> impl Iterator<Item = KvRun> + use<'a> {
+        let (KvSource { base, capacity, pages, .. }, mut next) = (*self, positions.start);
+        std::iter::from_fn(move || {
+            while next < positions.end {
+                let (position, row) = (next, (next - base) % capacity);
+                let keys = (capacity - row).min(positions.end - position);
+                next += keys;
+                let bytes = match pages {
+                    None => Some(0),
+                    Some(pages) => pages.layer.page(pages.table, pages.sequence, position / capacity),
+                };
+                if let Some(bytes) = bytes {
+                    return Some(KvRun { position, bytes, row, keys });
+                }
+            }
+            None
+        })
     }
 }

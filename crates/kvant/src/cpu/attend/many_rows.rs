@@ -11,7 +11,7 @@
 use std::ops::Range;
 
 use super::{
-    kv_rows::{KvRows, KvSource, LoadRows, RowLoader, with_loader},
+    kv_rows::{KvRows, KvRun, KvSource, LoadRows, RowLoader, with_loader},
     prefetch::{PrefetchRuns, Prefetcher},
     tile::{Queries, TILE},
 };
@@ -58,8 +58,9 @@ pub(super) struct QueryLanes {
 pub(super) struct KeyTile<'a> {
     pub row: usize,
     pub keys: usize,
-    /// The row and the number of the keys that come next.
-    pub next: (usize, usize),
+    /// The keys that come next, counted from the start of `next_from`.
+    pub next: KvRun,
+    pub next_from: &'a KvSource<'a>,
     /// Of each key; `None`: all rows see all of them.
     pub seen: Option<&'a [Range<usize>; TILE]>,
 }
@@ -82,7 +83,7 @@ impl SimdKernel for TransposeQueries<'_> {
 /// [`QueryLanes::absorb`].
 pub(super) struct AbsorbTile<'a> {
     pub many: QueryLanes,
-    pub source: &'a KvSource,
+    pub source: &'a KvSource<'a>,
     pub tile: &'a KeyTile<'a>,
 }
 
@@ -190,7 +191,7 @@ impl QueryLanes {
                 }
             }
             // Values are prefetched while scores are computed, and the next keys while values are accumulated.
-            let wanted = PrefetchRuns::new(&v.planes, tile.row, tile.keys);
+            let wanted = PrefetchRuns::new(&v.planes, 0, tile.row, tile.keys);
             let mut prefetch = Prefetcher::new(&wanted);
             let share = prefetch.left().div_ceil(tile.keys.div_ceil(KEYS).max(1));
             for key in (0..tile.keys).step_by(KEYS) {
@@ -201,7 +202,7 @@ impl QueryLanes {
                 level.dispatch(LaneScores { many: *self, tile, key, keys });
             }
             level.dispatch(LaneSoftmax { many: *self, tile });
-            let wanted = PrefetchRuns::new(&k.planes, tile.next.0, tile.next.1);
+            let wanted = PrefetchRuns::new(&tile.next_from.k.planes, tile.next.bytes, tile.next.row, tile.next.keys);
             let mut prefetch = Prefetcher::new(&wanted);
             let share = prefetch.left().div_ceil(dim / COORDINATES);
             for first in (0..dim).step_by(COORDINATES) {

@@ -26,7 +26,7 @@ use super::{
     Cpu, convert, scratch,
     simd::{Simd, SimdKernel, SimdLevel},
 };
-use crate::ops::attend::Call;
+use crate::{layer::PageTable, ops::attend::Call};
 
 mod few_rows;
 #[cfg_attr(not(target_arch = "x86_64"), path = "fixed_point_stub.rs")]
@@ -80,7 +80,9 @@ pub(crate) fn run(cpu: &Cpu, call: &Call) {
     let partials = &mut *scratch::take(plan.partial_rows * partial_len);
     let partials = Partials(partials.as_mut_ptr());
     let fixed = select(cpu.level, quantised, 1) == AttendKernel::FixedPoint;
-    let job = AttendJob { call, shape: &shape, plan: &plan, partials, level: cpu.level, fixed };
+    // SAFETY: as above.
+    let table = unsafe { call.step.page_table(&call.layer) };
+    let job = AttendJob { call, table, shape: &shape, plan: &plan, partials, level: cpu.level, fixed };
     // The last tokens of a prompt see the most: the largest tasks come first.
     cpu.threads.run(plan.tasks, |task| run_task(&job, plan.tasks - 1 - task));
     if plan.partial_rows > 0 {
@@ -96,6 +98,7 @@ pub(crate) fn run(cpu: &Cpu, call: &Call) {
 /// What the tasks of one call share.
 struct AttendJob<'a> {
     call: &'a Call,
+    table: PageTable<'a>,
     shape: &'a BatchShape<'a>,
     plan: &'a WorkPlan,
     partials: Partials,

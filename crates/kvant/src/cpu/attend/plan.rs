@@ -109,7 +109,8 @@ impl BatchShape<'_> {
 
     /// The cache, then the fresh segments of the sequence: the order in which keys are counted.
     pub fn origins<'a>(&'a self, plan: &'a [Segment], sequence: usize) -> impl Iterator<Item = KeyOrigin> + 'a {
-        let len = self.lens[sequence] as usize;
+        // An inactive row is of no sequence, and sees nothing.
+        let len = self.lens.get(sequence).map_or(0, |&len| len as usize);
         let fresh = plan.iter().filter(move |segment| segment.sequence == sequence);
         std::iter::once(KeyOrigin::Cached { len }).chain(fresh.map(|&segment| KeyOrigin::Fresh(segment)))
     }

@@ -37,12 +37,14 @@ pub(super) struct PrefetchRuns {
 }
 
 impl PrefetchRuns {
-    /// `rows` rows from `first` on.
-    pub fn new(planes: &[Plane; 3], first: usize, rows: usize) -> PrefetchRuns {
+    /// `rows` rows from `first` on, counted from `bytes` bytes after the start of each plane.
+    pub fn new(planes: &[Plane; 3], bytes: usize, first: usize, rows: usize) -> PrefetchRuns {
         let nothing = LineRuns { start: std::ptr::null(), stride: 0, bytes: 0, count: 0 };
         let mut wanted = PrefetchRuns { runs: [nothing; 3], lines: 0 };
         let planes = planes.iter().filter(|plane| plane.bytes > 0);
+        let from = bytes;
         for (to, &Plane { start, stride, bytes }) in wanted.runs.iter_mut().zip(planes) {
+            let start = start.wrapping_add(from);
             let (count, bytes) = if stride == bytes { (1, rows * bytes) } else { (rows, bytes) };
             *to = LineRuns { start: start.wrapping_add(first * stride), stride, bytes, count };
             wanted.lines += count * bytes.div_ceil(LINE);

@@ -38,12 +38,12 @@ pub(super) fn is_quantised(call: &Call) -> bool {
     spec.k.is_quantised() || spec.v.is_quantised()
 }
 
-/// Explains the kernel of a call. The positions of a step are known only when it runs: as many tokens as sequences are
-/// assumed to be one of each, more are assumed to be consecutive tokens of one sequence.
+/// Explains the kernel of a call for the most tokens that a sequence has in the step. A sequence with fewer tokens may
+/// get another kernel when the call runs.
 pub(in crate::cpu) fn explain(cpu: &Cpu, call: &Call) -> Plan {
     let (spec, quantised) = (call.layer.spec(), is_quantised(call));
     let group = call.heads / spec.kv_heads;
-    let tokens = if call.tokens <= spec.sequences { 1 } else { call.tokens };
+    let tokens = call.step.batch().most_new.max(1);
     let many = select(cpu.level, quantised, MANY_ROWS) == AttendKernel::ManyRows;
     let rows = group * tokens.min(block_tokens(many, call.head_dim, group));
     // Models ask in every step, which must not allocate: the reasons are constants.

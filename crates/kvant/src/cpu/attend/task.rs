@@ -6,7 +6,7 @@ use super::{
     AttendJob, SoftmaxStates, few_rows,
     few_rows::TileMemory,
     fixed_point,
-    kv_rows::{KvRows, KvSource},
+    kv_rows::{KvRows, KvRun, KvSource},
     many_rows::{AbsorbTile, KeyTile, QueryLanes, TransposeQueries},
     plan::{KeyOrigin, QueryBlock},
     route::{AttendKernel, MANY_ROWS, select},
@@ -104,7 +104,7 @@ impl<'a> BlockWork<'a> {
             if !matches!(origin, KeyOrigin::Cached { .. }) || positions.is_empty() {
                 continue;
             }
-            let source = KvSource::cached(&job.call.layer, sequence, self.head, job.fixed);
+            let source = KvSource::cached(&job.call.layer, job.table, sequence, self.head, job.fixed);
             let (k, v) = (&source.k, &source.v);
             self.load_queries(k.quantised && !job.call.q_rotated, k.interleaved && !k.fixed);
             if k.fixed {
@@ -231,14 +231,14 @@ impl BlockWork<'_> {
         unsafe {
             let many = level.dispatch(TransposeQueries { queries, memory: self.many });
             many.load_states();
-            let mut position = positions.start;
-            let mut tiles = tile::tiles(source, &positions).peekable();
-            while let Some((row, keys)) = tiles.next() {
-                let next = tiles.peek().copied().unwrap_or((0, 0));
+            let mut tiles = tile::tiles(source, positions).peekable();
+            while let Some(KvRun { position, bytes, row, keys }) = tiles.next() {
+                let (next, next_from) = (tiles.peek().copied().unwrap_or(KvRun::NONE), source);
                 let held = position..position + keys;
-                position = held.end;
+                let page = &source.shifted(bytes);
                 if all.start <= held.start && held.end <= all.end {
-                    level.dispatch(AbsorbTile { many, source, tile: &KeyTile { row, keys, next, seen: None } });
+                    let tile = &KeyTile { row, keys, next, next_from, seen: None };
+                    level.dispatch(AbsorbTile { many, source: page, tile });
                     continue;
                 }
                 let mut seen = [const { 0..0 }; TILE];
@@ -251,7 +251,8 @@ impl BlockWork<'_> {
                         *seen = start..rows.end;
                     }
                 }
-                if level.dispatch(AbsorbTile { many, source, tile: &KeyTile { row, keys, next, seen: Some(&seen) } }) {
+                let tile = &KeyTile { row, keys, next, next_from, seen: Some(&seen) };
+                if level.dispatch(AbsorbTile { many, source: page, tile }) {
                     continue;
                 }
                 many.store_states();

@@ -130,11 +130,11 @@ impl AttendCase {
         fill(&layer.k, 1, &poisoned)?;
         fill(&layer.v, 2, &poisoned)?;
         let (positions, sequence): (Vec<u32>, Vec<u32>) = self.tokens.iter().map(|t| (t.1, t.0)).unzip();
-        let step = Step {
-            positions: Tensor::from_slice(device, &positions, &[tokens])?,
-            sequence: Tensor::from_slice(device, &sequence, &[tokens])?,
-            lens: Tensor::from_slice(device, &self.lens, &[sequences])?,
-        };
+        let step = Step::from_tensors(
+            Tensor::from_slice(device, &positions, &[tokens])?,
+            Tensor::from_slice(device, &sequence, &[tokens])?,
+            Tensor::from_slice(device, &self.lens, &[sequences])?,
+        );
         let shape = [tokens, heads, self.head_dim];
         let q = tensor(device, self.dtype, &shape, &random(3, shape.iter().product()))?;
         let out = Tensor::zeros(device, self.dtype, &shape)?;

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::kv_rows::KvSource;
+use super::kv_rows::{KvRun, KvSource};
 use crate::codec::BLOCK;
 
 /// Keys of a tile.
@@ -47,11 +47,12 @@ impl Queries {
     }
 }
 
-/// The tiles of `positions`, in order, as (first row, number of keys).
-pub(super) fn tiles(source: &KvSource, positions: &Range<usize>) -> impl Iterator<Item = (usize, usize)> {
-    let [first, second] = source.runs(positions.start, positions.len());
-    let of = |(row, len): (usize, usize)| (0..len).step_by(TILE).map(move |i| (row + i, TILE.min(len - i)));
-    of(first).chain(of(second))
+/// The tiles of `positions`, in order: runs of at most [`TILE`] keys.
+pub(super) fn tiles<'a>(source: &KvSource<'a>, positions: Range<usize>) -> impl Iterator<Item = KvRun> + use<'a> {
+    source.runs(positions).flat_map(|run| {
+        let cut = move |i| KvRun { position: run.position + i, row: run.row + i, keys: TILE.min(run.keys - i), ..run };
+        (0..run.keys).step_by(TILE).map(cut)
+    })
 }
 
 /// Work in fixed point: keys of a tile, and a block of coordinates that share a norm.

@@ -51,8 +51,10 @@ struct Output {
     uchar *out;
     float *state;
     ulong row;
-    // Whether the item's token sees any key.
+    // Whether the item's token sees any key if pages hold all; over pages, these keys.
     bool sees;
+    Range seen;
+    Pages pages;
 
     void finish(uint quad, const SoftmaxState &sum) const {
         const ulong at = row + quad / (HEAD_DIM / 4);
@@ -69,7 +71,7 @@ struct Output {
             }
             return;
         }
-        const float inverse = inverse_of_sum(sum.l, [&] { return sees; });
+        const float inverse = inverse_of_sum(sum.l, [&] { return sees && (PAGE_SHIFT == 0 || pages.hold_any(seen)); });
         const float4 o = make_float4(sum.o.x * inverse, sum.o.y * inverse, sum.o.z * inverse, sum.o.w * inverse);
         store4(out, at * HEAD_DIM + column, o, OUT_DTYPE);
     }

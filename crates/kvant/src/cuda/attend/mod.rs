@@ -26,7 +26,7 @@
 
 use crate::{
     Planes, Result, SlotOrder, Tensor,
-    gpu::{Builder, Launch, Limits, Scratch, Use, params},
+    gpu::{Builder, Launch, Limits, Scratch, Use, params, planes::page_shift},
     ops::{
         SourceOrder,
         attend::{Call, FreshCall, NAME, Plan},
@@ -57,6 +57,8 @@ params! {
         pub splits: u32,
         pub scale: f32,
         pub softcap: f32,
+        pub page_width: u32,
+        pub page_entries: u32,
     }
 }
 
@@ -95,24 +97,32 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
 }
 
 /// Where rows of keys or values are: distances, in rows, between sequences, KV heads and slots, and the number of
-/// slots.
+/// slots. Over pages, the place within a page, and the shape of the page table.
 struct RowStrides {
     sequence: u64,
     head: u64,
     slot: u64,
     capacity: u64,
+    page_width: u64,
+    page_entries: u32,
 }
 
 impl RowStrides {
     fn of_cache(call: &Call) -> RowStrides {
         let spec = call.layer.spec();
+        if let (Some(pages), Some(table)) = (call.layer.pages(), call.step.table_of(&call.layer)) {
+            let (head, page_width) = (pages.page_tokens as u64, table.shape()[1] as u64);
+            // Positions without an entry in the table are not held.
+            let capacity = page_width.saturating_mul(head).min(u32::MAX.into());
+            return RowStrides { sequence: 0, head, slot: 1, capacity, page_width, page_entries: pages.entries };
+        }
         debug_assert!(spec.sequences > 0);
         let (kv_heads, capacity) = (spec.kv_heads as u64, spec.capacity as u64);
         let (head, slot) = match spec.order {
             SlotOrder::HeadMajor => (capacity, 1),
             SlotOrder::TokenMajor => (1, kv_heads),
         };
-        RowStrides { sequence: kv_heads * capacity, head, slot, capacity }
+        RowStrides { sequence: kv_heads * capacity, head, slot, capacity, page_width: 0, page_entries: 0 }
     }
 
     fn of_fresh(call: &Call, fresh: &FreshCall) -> RowStrides {
@@ -121,7 +131,7 @@ impl RowStrides {
             SourceOrder::TokenMajor => (1, kv_heads),
             SourceOrder::HeadMajor => (tokens, 1),
         };
-        RowStrides { sequence: 0, head, slot, capacity: tokens }
+        RowStrides { sequence: 0, head, slot, capacity: tokens, page_width: 0, page_entries: 0 }
     }
 }
 
@@ -133,7 +143,7 @@ fn params(call: &Call, rows: &RowStrides, item_rows: usize, items: usize, splits
         row_head: rows.head,
         row_slot: uint("layer.kv_heads", rows.slot as usize)?,
         tokens: uint("q", call.tokens)?,
-        sequences: uint("layer.sequences", spec.sequences)?,
+        sequences: uint("layer.sequences", call.step.sequences())?,
         kv_heads: uint("layer.kv_heads", spec.kv_heads)?,
         group: uint("q", call.heads / spec.kv_heads)?,
         capacity: uint("layer.capacity", rows.capacity as usize)?,
@@ -143,7 +153,14 @@ fn params(call: &Call, rows: &RowStrides, item_rows: usize, items: usize, splits
         splits: splits as u32,
         scale: call.scale,
         softcap: call.softcap.unwrap_or(0.0),
+        page_width: uint("step.page_tables", rows.page_width as usize)?,
+        page_entries: rows.page_entries,
     })
+}
+
+/// Binds the page table of the layer, if it has pages.
+fn bind_pages(launch: Launch, call: &Call) -> Launch {
+    launch.constant("PAGE_SHIFT", page_shift(&call.layer)).read_if(15, call.step.table_of(&call.layer))
 }
 
 /// Binds what a launch over cached keys writes: the softmax state if fresh keys follow, otherwise the output.
@@ -154,9 +171,19 @@ fn bind_result(launch: Launch, call: &Call, state: Option<&Scratch>) -> Launch {
     }
 }
 
+/// The most keys of a sequence that the device may find.
+fn most_keys(call: &Call) -> usize {
+    match call.step.table_of(&call.layer) {
+        // What the table has entries for. Not what the host knows of the lengths: a kernel for short contexts must not
+        // find longer ones.
+        Some(_) => RowStrides::of_cache(call).capacity as usize,
+        None => call.layer.spec().capacity,
+    }
+}
+
 /// The longest context, in keys, that the device may find in the lengths.
 fn longest_context(call: &Call) -> usize {
-    call.window.min(call.layer.spec().capacity)
+    call.window.min(most_keys(call))
 }
 
 /// The (token, KV head) pairs of a call.

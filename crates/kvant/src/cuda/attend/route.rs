@@ -31,7 +31,7 @@ pub(super) enum FreshAttendKernel {
 
 /// What the selection depends on, besides shared memory.
 struct AttendTraits {
-    /// No more tokens than sequences: most likely one token of each sequence, so that tokens share no keys.
+    /// No sequence has two tokens, so that tokens share no keys.
     one_token_each: bool,
     /// At most [`MAX_GROUP`] query heads share a KV head.
     few_heads: bool,
@@ -54,7 +54,7 @@ impl AttendTraits {
         let spec = call.layer.spec();
         let dtype = call.q.dtype();
         AttendTraits {
-            one_token_each: call.tokens <= spec.sequences,
+            one_token_each: call.step.batch().most_new <= 1,
             few_heads: call.heads / spec.kv_heads <= MAX_GROUP,
             output_is_16_bit: call.out.dtype() != DType::F32,
             has_aligned_rows: is_aligned16(&call.q) && call.out.byte_offset().is_multiple_of(8),

@@ -33,6 +33,9 @@ struct AttendParams {
     uint splits;
     float scale;
     float softcap;
+    // Entries of a sequence in the page table; those from page_entries on are no pages.
+    uint page_width;
+    uint page_entries;
 };
 
 constexpr uint NONE = 0xFFFFFFFF;
@@ -91,7 +94,8 @@ inline Range visible(const AttendParams &p, Token token) {
         return token.position == NONE ? Range{0, 0} : Range{window_first, after};
     }
     uint end = min(token.len, after);
-    const uint held = token.len > p.capacity ? token.len - p.capacity : 0;
+    // Over pages the capacity is what the page table has entries for.
+    const uint held = PAGE_SHIFT == 0 && token.len > p.capacity ? token.len - p.capacity : 0;
     if (!RING) {
         end = min(end, p.capacity);
     }
@@ -99,8 +103,93 @@ inline Range visible(const AttendParams &p, Token token) {
     return {min(first, end), end};
 }
 
-inline bool sees_any(const AttendParams &p, Token token) {
-    return token.sequence != NONE && visible(p, token).len() > 0;
+// What entries of a page table count in: layer.rs.
+constexpr uint PAGE_UNIT = 256;
+constexpr uint PAGE_KEYS = 1u << PAGE_SHIFT;
+
+// The pages of a sequence, over a layer of a pool (PAGE_SHIFT > 0). A page holds PAGE_KEYS positions, which begin at a
+// multiple of that; all planes are moved by page_bytes() for its rows.
+struct Pages {
+    const uint *entries;
+    // Entries from this one on are no pages.
+    uint count;
+
+    // The entry of a position below p.capacity, and the page that an entry is: NONE if it is none.
+    inline uint entry(uint position) const {
+        return entries[position >> PAGE_SHIFT];
+    }
+    inline uint page(uint entry) const {
+        return entry < count ? entry : NONE;
+    }
+    // The page that holds a position below p.capacity; NONE if none does.
+    inline uint of(uint position) const {
+        return page(entry(position));
+    }
+    inline bool hold_any(Range keys) const {
+        const uint last = (keys.end - 1) >> PAGE_SHIFT;
+        for (uint i = keys.first >> PAGE_SHIFT; keys.len() > 0 && i <= last; i++) {
+            if (page(entries[i]) != NONE) {
+                return true;
+            }
+        }
+        return false;
+    }
+};
+
+// Those of a sequence that exists.
+inline Pages pages_of(const AttendParams &p, const uint *table, uint sequence) {
+    return {table + ulong(sequence) * p.page_width, p.page_entries};
+}
+
+// How far all planes are moved for the rows of a page; not at all for NONE.
+inline ulong page_bytes(uint page) {
+    return page == NONE ? 0 : ulong(page) * PAGE_UNIT;
+}
+
+// Over pages, units of 16 keys begin at multiples of 16, so that no unit belongs to two pages: the range with what
+// comes before its first key in that key's unit.
+inline Range in_units(Range keys) {
+    return {PAGE_SHIFT == 0 ? keys.first : keys.first & ~15u, keys.end};
+}
+
+// Up to 16 consecutive positions of a sequence: pages hold the first of them, and those after the first page's end.
+struct RowsInPages {
+    uint page[2];
+    uint count[2];
+    // The first row's place in its page.
+    uint slot;
+
+    inline RowsInPages(const Pages &pages, uint position, uint rows) : slot(position % PAGE_KEYS) {
+        count[0] = min(rows, PAGE_KEYS - slot);
+        count[1] = rows - count[0];
+        page[0] = count[0] > 0 ? pages.of(position) : NONE;
+        page[1] = count[1] > 0 ? pages.of(position + count[0]) : NONE;
+    }
+    inline bool hold(uint row) const {
+        return row < count[0] ? page[0] != NONE : row < count[0] + count[1] && page[1] != NONE;
+    }
+    // How many rows pages hold.
+    inline uint held() const {
+        return (page[0] != NONE ? count[0] : 0) + (page[1] != NONE ? count[1] : 0);
+    }
+    // Calls use(row, page, slot, rows) for the rows in each page.
+    template <typename Use> inline void each_page(Use use) const {
+        if (page[0] != NONE) {
+            use(0u, page[0], slot, count[0]);
+        }
+        if (page[1] != NONE) {
+            use(count[0], page[1], 0u, count[1]);
+        }
+    }
+};
+
+// Whether the token sees any key. The positions that it may see are those of visible(); some may have no page.
+inline bool sees_any(const AttendParams &p, const uint *table, Token token) {
+    if (token.sequence == NONE) {
+        return false;
+    }
+    const Range seen = visible(p, token);
+    return PAGE_SHIFT == 0 ? seen.len() > 0 : pages_of(p, table, token.sequence).hold_any(seen);
 }
 
 // The factor of a row whose weights have the sum l: 1 / l. The sum is 0 in two cases: no key is seen, and the output is

@@ -10,6 +10,7 @@
 #include "codec/nearest_centroid.h"
 #include "codec/planes.h"
 #include "codec/rotate_block.h"
+#include "device/cache_slots.h"
 #include "device/reduce.h"
 
 // The numbers of norms (gpu/planes.rs).
@@ -21,6 +22,12 @@ struct WritablePlanes {
     uchar *low;
     uchar *high;
     float *norms;
+
+    // Where rows of a page are counted from.
+    inline WritablePlanes of_page(uint page) const {
+        const ulong bytes = page_bytes(page);
+        return {low + bytes, high + bytes, norms + bytes / sizeof(float)};
+    }
 };
 
 // f(base) + .. + f(base + N - 1), as a tree. Nothing is contracted.

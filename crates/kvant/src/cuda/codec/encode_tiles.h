@@ -117,9 +117,9 @@ template <uint DIM> struct Strips {
     }
 };
 
-// Encodes eight rotated rows. `row` is the row of the planes that takes row lane / 4, if `kept`.
+// Encodes eight rotated rows. `place` is where row lane / 4 goes, if `kept`.
 template <uint DIM, uint CODEC, uint NORM, uint COPIES>
-inline void store_eight(float (&y)[2][2][DIM / 16], WritablePlanes to, ulong row, bool kept, float scale,
+inline void store_eight(float (&y)[2][2][DIM / 16], const WritablePlanes all_pages, RowPlace place, bool kept, float scale,
                         const Nearest<CODEC, COPIES> &nearest_to, uint lane) {
     constexpr uint STRIP = DIM / 16, BLOCK = DIM < 256 ? DIM : 256, BLOCKS = DIM / BLOCK;
     const uint g = lane / 4, t = lane % 4;
@@ -183,7 +183,8 @@ inline void store_eight(float (&y)[2][2][DIM / 16], WritablePlanes to, ulong row
     float yc[2][BLOCKS] = {}, cc[2][BLOCKS] = {};
 #pragma unroll
     for (uint r = 0; r < 2; r++) {
-        const ulong at = __shfl_sync(ALL, row, (2 * t + r) * 4);
+        const ulong at = __shfl_sync(ALL, place.row, (2 * t + r) * 4);
+        const WritablePlanes to = all_pages.of_page(PAGE_SHIFT == 0 ? 0 : __shfl_sync(ALL, place.page, (2 * t + r) * 4));
         const bool stored = __shfl_sync(ALL, int(kept), (2 * t + r) * 4) != 0;
         const bool storable = !is_nan_or_infinite(total[r]);
 #pragma unroll
@@ -235,7 +236,8 @@ inline void store_eight(float (&y)[2][2][DIM / 16], WritablePlanes to, ulong row
         const float first = my_row == 0 ? of[0][0] : of[1][0], last = my_row == 0 ? of[0][BLOCKS - 1] : of[1][BLOCKS - 1];
         return my_block == 0 ? first : last;
     };
-    const ulong at = __shfl_sync(ALL, row, (2 * t + my_row) * 4);
+    const ulong at = __shfl_sync(ALL, place.row, (2 * t + my_row) * 4);
+    const WritablePlanes to = all_pages.of_page(PAGE_SHIFT == 0 ? 0 : __shfl_sync(ALL, place.page, (2 * t + my_row) * 4));
     const bool stored = __shfl_sync(ALL, int(kept), (2 * t + my_row) * 4) != 0;
     if (stored && g < 2 * BLOCKS) {
         const float norm = NORM == NORM_RMS ? n : NORM == NORM_LEAST_SQUARES ? mine(yc) / mine(cc) : my_energy / mine(yc);

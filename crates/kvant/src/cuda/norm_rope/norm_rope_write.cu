@@ -3,9 +3,10 @@
 //
 // A block takes one head of one token, blockIdx.x: with blockIdx.y below H a query, then Hk keys, then Hk values. All
 // of a head is read before anything is written, so that `q_out` may be `q`. Keys and values of tokens that the layer
-// does not hold when the step is written are skipped, as are tokens whose sequence or position is out of range.
+// does not hold when the step is written, or for which their sequence has no page, are skipped, as are tokens whose
+// sequence or position is out of range.
 //
-// Positions, sequences, lengths, weights and angles are read before the previous kernel has ended
+// Positions, sequences, lengths, page tables, weights and angles are read before the previous kernel has ended
 // (device/dependent_launch.h).
 #include "codec/encode_rows.h"
 #include "device/cache_slots.h"
@@ -51,7 +52,8 @@ extern "C" __global__ void KVANT_KERNEL(const uchar *q, const uchar *k, const uc
                                            const float *sin, const float *factors, const uint *positions,
                                            const uint *sequence, const uint *lens, uchar *q_out, uchar *k_low,
                                            uchar *k_high, float *k_norms, uchar *v_low, uchar *v_high,
-                                           float *v_norms, const __grid_constant__ NormRopeWriteParams p) {
+                                           float *v_norms, const __grid_constant__ NormRopeWriteParams p,
+                                           const uint *table) {
     extern __shared__ float row[];
     const uint token = blockIdx.x, kv_heads = p.layer.kv_heads;
     constexpr uint dim = HEAD_DIM;
@@ -82,7 +84,12 @@ extern "C" __global__ void KVANT_KERNEL(const uchar *q, const uchar *k, const uc
                v_norm = {V_NORM, v_weight, V_WEIGHT_DTYPE, p.v_eps};
     const uint position = positions[token], seq = sequence[token];
     const bool known = !HAS_TABLES || position < p.rope.table_rows;
-    const bool kept = !is_query && is_kept(p.layer, seq, position, lens);
+    const uint head = blockIdx.y - p.heads - (is_key ? 0 : kv_heads);
+    bool kept = !is_query && is_kept(p.layer, seq, position, lens);
+    RowPlace place = {0, 0};
+    if (PAGE_SHIFT > 0 && kept) {
+        kept = find_in_pages(p.layer, table, seq, head, position, place);
+    }
     Needed n;
     if (known && is_query) {
         n = needed(dim, q_norm, rope, p.rope, position, team);
@@ -122,7 +129,6 @@ extern "C" __global__ void KVANT_KERNEL(const uchar *q, const uchar *k, const uc
         }
         return;
     }
-    const uint head = blockIdx.y - p.heads - (is_key ? 0 : kv_heads);
     const ulong from = (ulong(token) * kv_heads + head) * dim;
     const float squares = is_key ? load_head(row, k, from, K_DTYPE, dim, team) : load_head(row, v, from, V_DTYPE, dim, team);
     // The tables; norm_rope_head ends with a barrier.
@@ -135,16 +141,18 @@ extern "C" __global__ void KVANT_KERNEL(const uchar *q, const uchar *k, const uc
     if (!kept) {
         return;
     }
-    const ulong at = layer_row(p.layer, seq, head, layer_slot(p.layer, position));
+    const ulong at = PAGE_SHIFT > 0 ? place.row : layer_row(p.layer, seq, head, layer_slot(p.layer, position));
     const uint codec = is_key ? K_CODEC : V_CODEC;
     if (!is_quantised(codec)) {
+        uchar *low = (is_key ? k_low : v_low) + page_bytes(place.page);
         for (uint j = threadIdx.x; j < dim; j += blockDim.x) {
-            store(is_key ? k_low : v_low, at * dim + j, row[j], codec);
+            store(low, at * dim + j, row[j], codec);
         }
         return;
     }
 #if IN_REGISTERS
-    const WritablePlanes to = is_key ? WritablePlanes{k_low, k_high, k_norms} : WritablePlanes{v_low, v_high, v_norms};
+    const WritablePlanes planes = is_key ? WritablePlanes{k_low, k_high, k_norms} : WritablePlanes{v_low, v_high, v_norms};
+    const WritablePlanes to = planes.of_page(place.page);
     const float scale = is_key ? p.k_scale : p.v_scale;
     if (threadIdx.x < 32) {
         float y[PER];

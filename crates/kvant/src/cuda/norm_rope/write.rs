@@ -30,8 +30,8 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
             .constant("PER", per as u32)
             .constant("THREADS", threads as u32)
             .threadgroup_memory(dim * size_of::<f32>() + norm_rope::SCRATCH_BYTES)
-            // Weights, angles, positions, sequences and lengths.
-            .reads_ahead(&[3, 4, 5, 6, 7, 8, 9, 10, 11])
+            // Weights, angles, positions, sequences, lengths and page tables.
+            .reads_ahead(&[3, 4, 5, 6, 7, 8, 9, 10, 11, 20])
             .grid([call.tokens, all_heads, 1], [threads, 1, 1]),
     )
 }

@@ -286,6 +286,13 @@ impl CudaEvent {
         // SAFETY: the event is alive.
         unsafe { driver!(cuEventSynchronize(self.event)) }
     }
+
+    /// Whether the work before it is done, or has failed.
+    pub(super) fn is_done(&self) -> bool {
+        // SAFETY: the event is alive.
+        let asked = self.gpu.enter().and_then(|_entered| unsafe { driver!(cuEventQuery(self.event)) });
+        !matches!(asked, Err(DriverError { status: CUresult::CUDA_ERROR_NOT_READY, .. }))
+    }
 }
 
 impl Drop for CudaEvent {

@@ -367,6 +367,10 @@ impl Wait for CudaEvent {
     fn wait(self: Box<Self>) -> Result<()> {
         CudaEvent::wait(&self).map_err(fault)
     }
+
+    fn is_done(&self) -> bool {
+        CudaEvent::is_done(self)
+    }
 }
 
 /// A CUDA graph, with the memory that its kernels use.

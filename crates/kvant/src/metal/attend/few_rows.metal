@@ -48,18 +48,18 @@ void absorb(Keys keys, uint begin, uint end, Room<D, R> room, thread Work<D, R> 
         const uint count = min(TILE, end - base);
         for (uint step = 0; step < count; step += KEYS * KEYS_AT_ONCE) {
             float sums[KEYS_AT_ONCE][R];
-            ulong at[KEYS_AT_ONCE];
+            RowPlace at[KEYS_AT_ONCE];
             bool wanted[KEYS_AT_ONCE];
             for (uint n = 0; n < KEYS_AT_ONCE; n++) {
                 const uint i = step + n * KEYS + group;
                 wanted[n] = false;
-                at[n] = 0;
+                at[n] = RowPlace{0, 0, false};
                 if (i < count) {
                     const uint sequence = keys.sequence_of(base + i), position = keys.position_of(base + i);
                     for (uint r = 0; r < R; r++) {
                         wanted[n] = wanted[n] || sees(room.rows[r], sequence, position);
                     }
-                    at[n] = keys.row_of(base + i);
+                    at[n] = keys.place_of(base + i);
                 }
                 for (uint r = 0; r < R; r++) {
                     sums[n][r] = 0;
@@ -134,7 +134,7 @@ void absorb(Keys keys, uint begin, uint end, Room<D, R> room, thread Work<D, R> 
                 wanted = wanted || !(weights[r] < 0);
             }
             if (wanted) {
-                const float4 value = keys.value4(keys.row_of(base + i), quad, D);
+                const float4 value = keys.value4(keys.place_of(base + i), quad, D);
                 for (uint r = 0; r < R; r++) {
                     // By choice, not by a factor of 0: a value that is not seen may be anything.
                     if (!(weights[r] < 0)) {
@@ -201,6 +201,7 @@ kernel void attend_few(device const uchar *q [[buffer(0)]],
                        device float *partial_o [[buffer(13), function_constant(PARTIAL)]],
                        device float2 *partial_states [[buffer(14), function_constant(PARTIAL)]],
                        constant MetalAttendParams &p [[buffer(15)]],
+                       device const uint *table [[buffer(16), function_constant(PAGED)]],
                        uint3 group [[threadgroup_position_in_grid]],
                        uint index [[thread_index_in_threadgroup]],
                        uint lane [[thread_index_in_simdgroup]],
@@ -247,7 +248,8 @@ kernel void attend_few(device const uchar *q [[buffer(0)]],
                 rows[index] = row;
             }
             threadgroup_barrier(mem_flags::mem_threadgroup);
-            absorb(cached_keys(keys, values, sequence, kv_head, first, p), part.x, part.y, room, work, p);
+            const Cached cached = cached_keys(keys, values, PAGED ? table : nullptr, sequence, kv_head, first, p);
+            absorb(cached, part.x, part.y, room, work, p);
             rotated = V_QUANTISED;
         }
         sequence = simd_min(row.y > sequence ? row.y : NONE);

@@ -3,10 +3,12 @@
 // Query rows of KV head h are (token, head h·G .. (h+1)·G), counted token by token. A tile is some consecutive rows, of
 // tokens of any sequences. Its keys come in passes: the cached positions of each sequence among its tokens, then the
 // step's own keys (FRESH). A pass is divided among p.splits threadgroups. A row sees key j of a pass if the sequences
-// agree and j's position is within the row's bounds.
+// agree and j's position is within the row's bounds. For a key without a page position_of returns NONE, which is within no
+// bounds.
 #ifndef KVANT_ATTEND_KEYS_H
 #define KVANT_ATTEND_KEYS_H
 #include "attend/params.h"
+#include "pages.h"
 #include "vectors.h"
 
 // A query row: x, the vector of q and out that it is (token · H + head); y, its token's sequence; z and w, the first and
@@ -77,39 +79,45 @@ inline uint2 part_of(uint count, uint split, uint tile, constant MetalAttendPara
 struct Cached {
     Planes k;
     Planes v;
-    ulong row;     // of slot 0
+    ulong row;     // of slot 0, without pages
     uint stride;   // rows from a slot to the next one
     uint sequence;
     uint first;
     uint slot;     // of position `first`
     uint capacity;
+    uint kv_head;
+    PageTable pages;
 
     uint position_of(uint i) const {
-        return first + i;
+        return PAGED && !place_of(i).held ? NONE : first + i;
     }
     uint sequence_of(uint) const {
         return sequence;
     }
-    ulong row_of(uint i) const {
+    RowPlace place_of(uint i) const {
+        if (PAGED) {
+            return place_in_page(pages, sequence, kv_head, first + i, PAGE_SHIFT);
+        }
         // At most one time around the ring.
         const uint before_end = capacity - slot;
-        return row + ulong(i < before_end ? slot + i : i - before_end) * stride;
+        return RowPlace{0, row + ulong(i < before_end ? slot + i : i - before_end) * stride, true};
     }
-    float4 key4(ulong row, uint j, uint head_dim) const {
-        return K_QUANTISED ? load_row4(k, row, j, head_dim, K_CODEC)
-                           : load4(k.low, row * head_dim + j, 4, K_CODEC, K_ALIGNED);
+    float4 key4(RowPlace at, uint j, uint head_dim) const {
+        return K_QUANTISED ? load_row4(shifted(k, at.bytes, K_CODEC), at.row, j, head_dim, K_CODEC)
+                           : load4(k.low + at.bytes, at.row * head_dim + j, 4, K_CODEC, K_ALIGNED);
     }
-    float4 value4(ulong row, uint j, uint head_dim) const {
-        return V_QUANTISED ? load_row4(v, row, j, head_dim, V_CODEC)
-                           : load4(v.low, row * head_dim + j, 4, V_CODEC, V_ALIGNED);
+    float4 value4(RowPlace at, uint j, uint head_dim) const {
+        return V_QUANTISED ? load_row4(shifted(v, at.bytes, V_CODEC), at.row, j, head_dim, V_CODEC)
+                           : load4(v.low + at.bytes, at.row * head_dim + j, 4, V_CODEC, V_ALIGNED);
     }
 };
 
-inline Cached cached_keys(Planes k, Planes v, uint sequence, uint kv_head, uint first, constant MetalAttendParams &p) {
+inline Cached cached_keys(Planes k, Planes v, device const uint *table, uint sequence, uint kv_head, uint first,
+                          constant MetalAttendParams &p) {
     const ulong row = TOKEN_MAJOR ? ulong(sequence) * p.capacity * p.kv_heads + kv_head
                                   : (ulong(sequence) * p.kv_heads + kv_head) * p.capacity;
     return Cached{k, v, row, TOKEN_MAJOR ? p.kv_heads : 1, sequence, first, RING ? first % p.capacity : first,
-                  p.capacity};
+                  p.capacity, kv_head, PageTable{table, p.page_width, p.page_entries}};
 }
 
 // The step's own keys of a KV head, from token `first` on: in the order of the batch, whatever their positions.
@@ -128,14 +136,14 @@ struct FreshKeys {
     uint sequence_of(uint i) const {
         return sequences[first + i];
     }
-    ulong row_of(uint i) const {
-        return row + ulong(first + i) * stride;
+    RowPlace place_of(uint i) const {
+        return RowPlace{0, row + ulong(first + i) * stride, true};
     }
-    float4 key4(ulong row, uint j, uint head_dim) const {
-        return load4(k, row * head_dim + j, 4, FRESH_K_DTYPE, FRESH_ALIGNED);
+    float4 key4(RowPlace at, uint j, uint head_dim) const {
+        return load4(k, at.row * head_dim + j, 4, FRESH_K_DTYPE, FRESH_ALIGNED);
     }
-    float4 value4(ulong row, uint j, uint head_dim) const {
-        return load4(v, row * head_dim + j, 4, FRESH_V_DTYPE, FRESH_ALIGNED);
+    float4 value4(RowPlace at, uint j, uint head_dim) const {
+        return load4(v, at.row * head_dim + j, 4, FRESH_V_DTYPE, FRESH_ALIGNED);
     }
 };
 

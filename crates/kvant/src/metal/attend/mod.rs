@@ -7,7 +7,10 @@ use route::{AttendKernel, AttendRoute, AttendSize, by_head_dim, select};
 use crate::{
     DType, Planes, Result, SlotOrder, Tensor,
     gpu::{Builder, Constant, Launch, Limits, Params, Source, Use, dtype_code, params},
-    metal::{headers::HEADERS, planes::codec_code},
+    metal::{
+        headers::HEADERS,
+        planes::{codec_code, page_shift},
+    },
     ops::{
         SourceOrder,
         attend::{Call, NAME, Plan},
@@ -28,6 +31,8 @@ params! {
         pub least_keys: u32,
         pub scale: f32,
         pub softcap: f32,
+        pub page_width: u32,
+        pub page_entries: u32,
     }
 }
 
@@ -75,20 +80,23 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
         AttendKernel::Tiles => &TILES,
     };
     let spec = call.layer.spec();
+    let table = call.step.table_of(&call.layer);
     let uint = |arg, value| Launch::uint(NAME, arg, value);
     let params = MetalAttendParams {
         tokens: uint("T", call.tokens)?,
-        sequences: uint("S", spec.sequences)?,
+        sequences: uint("S", call.step.sequences())?,
         heads: uint("H", call.heads)?,
         kv_heads: uint("Hk", spec.kv_heads)?,
         group: uint("H", call.heads / spec.kv_heads)?,
-        capacity: uint("capacity", spec.capacity)?,
+        capacity: uint("capacity", capacity(call))?,
         window: u32::try_from(call.window).unwrap_or(u32::MAX),
         tile_rows: route.tile_rows as u32,
         splits: route.splits as u32,
         least_keys: LEAST_KEYS as u32,
         scale: call.scale,
         softcap: call.softcap.unwrap_or(1.0),
+        page_width: uint("step.page_tables", table.map_or(0, |table| table.shape()[1]))?,
+        page_entries: call.layer.pages().map_or(0, |pages| pages.entries),
     };
     let partial = route.splits > 1;
     let rows = call.tokens * call.heads;
@@ -97,7 +105,8 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
         .read(0, &call.q)
         .read(2, &call.step.positions)
         .read(3, &call.step.sequence)
-        .read(4, call.cached_lens());
+        .read(4, call.cached_lens())
+        .read_if(16, table);
     for (index, side) in [(5, &call.layer.k), (8, &call.layer.v)] {
         launch = launch
             .read(index, &side.low)
@@ -122,6 +131,12 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
             .params(15, &params)
             .grid([rows, 1, 1], [MERGE_THREADS, 1, 1]),
     )
+}
+
+/// The most positions of a sequence that the cache may hold: with pages, those that the page table has entries for.
+fn capacity(call: &Call) -> usize {
+    let of_table = |table: &Tensor| table.shape()[1] << page_shift(&call.layer);
+    call.step.table_of(&call.layer).map_or(usize::MAX, of_table).min(call.layer.spec().capacity)
 }
 
 /// Whether a tensor begins where four elements may be loaded at once.
@@ -154,4 +169,5 @@ fn specialise(launch: Launch, call: &Call, partial: bool) -> Launch {
         .constant("FRESH_TOKEN_MAJOR", fresh.is_some_and(|fresh| fresh.order == SourceOrder::TokenMajor))
         .constant("FRESH_ALIGNED", fresh.is_some_and(|fresh| aligned(&fresh.k) && aligned(&fresh.v)))
         .constant("PARTIAL", partial)
+        .constant("PAGE_SHIFT", page_shift(&call.layer))
 }

@@ -9,13 +9,15 @@ struct MetalAttendParams {
     uint heads;
     uint kv_heads;
     uint group;      // query heads of a KV head, G
-    uint capacity;
+    uint capacity;   // positions that may be held; with pages those that the page table has entries for
     uint window;     // 2^32 - 1: none
     uint tile_rows;  // of a threadgroup
     uint splits;
     uint least_keys; // of a split, except the last one
     float scale;
     float softcap;
+    uint page_width;
+    uint page_entries;
 };
 
 constant uint Q_DTYPE [[function_constant(0)]];
@@ -38,11 +40,14 @@ constant bool FRESH_TOKEN_MAJOR [[function_constant(14)]];
 constant bool FRESH_ALIGNED [[function_constant(15)]];
 // The kernel writes states for attend_merge instead of results.
 constant bool PARTIAL [[function_constant(16)]];
+// A page holds 2 to this power positions; 0 without pages.
+constant uint PAGE_SHIFT [[function_constant(17)]];
 
 constant bool K_QUANTISED = K_CODEC >= TQ4;
 constant bool V_QUANTISED = V_CODEC >= TQ4;
 constant bool K_HIGH = K_CODEC == TQ5 || K_CODEC == TQ6;
 constant bool V_HIGH = V_CODEC == TQ5 || V_CODEC == TQ6;
 constant bool WHOLE = !PARTIAL;
+constant bool PAGED = PAGE_SHIFT != 0;
 
 #endif

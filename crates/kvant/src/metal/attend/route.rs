@@ -1,6 +1,6 @@
 //! Selects the kernel of attention and how a call is divided: one function for running and for explaining.
 
-use super::LEAST_KEYS;
+use super::{LEAST_KEYS, capacity};
 use crate::{gpu::Limits, ops::attend::Call};
 
 /// The most query rows of a threadgroup of `attend_few`.
@@ -24,11 +24,13 @@ pub(super) enum AttendKernel {
 #[derive(Clone, Copy)]
 pub(super) struct AttendSize {
     tokens: usize,
-    sequences: usize,
+    /// The most tokens of one sequence.
+    most_new: usize,
     kv_heads: usize,
     /// Query heads of a KV head.
     group: usize,
     head_dim: usize,
+    /// The most positions of a sequence in the cache.
     capacity: usize,
     window: usize,
     fresh: bool,
@@ -41,11 +43,11 @@ impl AttendSize {
         let spec = call.layer.spec();
         AttendSize {
             tokens: call.tokens,
-            sequences: spec.sequences,
+            most_new: call.step.batch().most_new,
             kv_heads: spec.kv_heads,
             group: call.heads / spec.kv_heads,
             head_dim: call.head_dim,
-            capacity: spec.capacity,
+            capacity: if call.layer.is_paged() { capacity(call).min(call.step.batch().longest) } else { spec.capacity },
             window: call.window,
             fresh: call.fresh.is_some(),
             splits: call.splits,
@@ -67,9 +69,7 @@ pub(super) struct AttendRoute {
 
 /// Selects the kernel.
 pub(super) fn select(size: AttendSize, limits: &Limits) -> AttendRoute {
-    // The sequence of each token is known only to the device. With no more tokens than sequences, one of each is assumed;
-    // otherwise all of one sequence.
-    let together = if size.tokens <= size.sequences { 1 } else { size.tokens };
+    let together = size.most_new.max(1);
     let rows = together * size.group;
     let (kernel, than) =
         if rows <= FEW_ROWS { (AttendKernel::FewRows, "at most") } else { (AttendKernel::Tiles, "more than") };
@@ -133,7 +133,7 @@ mod tests {
     /// A decode step of one sequence.
     const DECODE: AttendSize = AttendSize {
         tokens: 1,
-        sequences: 1,
+        most_new: 1,
         kv_heads: 4,
         group: 2,
         head_dim: 256,
@@ -153,10 +153,12 @@ mod tests {
     fn few_rows_split_the_context_until_the_device_is_busy() {
         assert_eq!(routed(DECODE), ("attend_few_256_2", [2, 1, 16]));
         assert_eq!(routed(AttendSize { kv_heads: 64, ..DECODE }), ("attend_few_256_2", [2, 1, 1]));
-        assert_eq!(routed(AttendSize { tokens: 4, ..DECODE }), ("attend_few_256_8", [8, 1, 16]));
+        assert_eq!(routed(AttendSize { tokens: 4, most_new: 4, ..DECODE }), ("attend_few_256_8", [8, 1, 16]));
         assert_eq!(routed(AttendSize { group: 3, head_dim: 64, ..DECODE }), ("attend_few_64_4", [3, 1, 16]));
+        // Eight drafts of four tokens share keys by fours.
+        assert_eq!(routed(AttendSize { tokens: 32, most_new: 4, ..DECODE }), ("attend_few_256_8", [8, 8, 2]));
         // A token of each sequence: a tile each.
-        assert_eq!(routed(AttendSize { tokens: 8, sequences: 8, ..DECODE }), ("attend_few_256_2", [2, 8, 2]));
+        assert_eq!(routed(AttendSize { tokens: 8, ..DECODE }), ("attend_few_256_2", [2, 8, 2]));
     }
 
     #[test]
@@ -171,8 +173,8 @@ mod tests {
 
     #[test]
     fn many_rows_go_by_tiles() {
-        assert_eq!(routed(AttendSize { tokens: 5, ..DECODE }), ("attend_tiles_256", [32, 1, 16]));
+        assert_eq!(routed(AttendSize { tokens: 5, most_new: 5, ..DECODE }), ("attend_tiles_256", [32, 1, 16]));
         assert_eq!(routed(AttendSize { group: 16, head_dim: 512, ..DECODE }), ("attend_tiles_512", [16, 1, 16]));
-        assert_eq!(routed(AttendSize { tokens: 1000, ..DECODE }), ("attend_tiles_256", [32, 63, 1]));
+        assert_eq!(routed(AttendSize { tokens: 1000, most_new: 1000, ..DECODE }), ("attend_tiles_256", [32, 63, 1]));
     }
 }

@@ -33,16 +33,17 @@ template <uint D, uint ROWS, uint SIMDS, uint KEYS> struct Work {
     uint simd;
 };
 
-// Brings coordinates first .. first + WIDTH of keys (or values) base .. base + 8, zeros from `end` on, into `stage`
-// [8, WIDTH]. Returns whether all that this thread brought is finite.
+// Brings coordinates first .. first + WIDTH of keys (or values) base .. base + 8 into `stage` [8, WIDTH]: zeros from
+// `end` on, and where there is no page. Returns whether all that this thread brought is finite.
 template <bool VALUES, uint D, uint WIDTH, typename Keys>
 bool bring(Keys keys, uint base, uint end, uint first, threadgroup float *stage, uint lane) {
     bool finite = true;
     for (uint i = lane; i < 8 * WIDTH / 4; i += 32) {
         const uint key = base + i / (WIDTH / 4), j = first + i % (WIDTH / 4) * 4;
         float4 x = float4(0);
-        if (key < end) {
-            x = VALUES ? keys.value4(keys.row_of(key), j, D) : keys.key4(keys.row_of(key), j, D);
+        const RowPlace at = key < end ? keys.place_of(key) : RowPlace{0, 0, false};
+        if (at.held) {
+            x = VALUES ? keys.value4(at, j, D) : keys.key4(at, j, D);
         }
         finite = finite && is_finite(x.x) && is_finite(x.y) && is_finite(x.z) && is_finite(x.w);
         *reinterpret_cast<threadgroup float4 *>(stage + i * 4) = x;
@@ -255,6 +256,7 @@ kernel void attend_tiles(device const uchar *q [[buffer(0)]],
                          device float *partial_o [[buffer(13), function_constant(PARTIAL)]],
                          device float2 *partial_states [[buffer(14), function_constant(PARTIAL)]],
                          constant MetalAttendParams &p [[buffer(15)]],
+                         device const uint *table [[buffer(16), function_constant(PAGED)]],
                          uint3 group [[threadgroup_position_in_grid]],
                          uint index [[thread_index_in_threadgroup]],
                          uint lane [[thread_index_in_simdgroup]],
@@ -307,7 +309,8 @@ kernel void attend_tiles(device const uchar *q [[buffer(0)]],
                 rows[index] = row;
             }
             work.seeing = simd_or(row.z <= row.w ? 1u << lane / 8 : 0);
-            absorb(cached_keys(keys, values, sequence, kv_head, first, p), part.x, part.y, first, last, room, work, p);
+            const Cached cached = cached_keys(keys, values, PAGED ? table : nullptr, sequence, kv_head, first, p);
+            absorb(cached, part.x, part.y, first, last, room, work, p);
             rotated = V_QUANTISED;
         }
         sequence = simd_min(row.y > sequence ? row.y : NONE);

@@ -291,4 +291,8 @@ impl Wait for Started {
     fn wait(self: Box<Self>) -> Result<()> {
         self.running.map_or(Ok(()), |running| self.shared.queue.wait(running))
     }
+
+    fn is_done(&self) -> bool {
+        self.running.as_ref().is_none_or(queue::Running::is_done)
+    }
 }

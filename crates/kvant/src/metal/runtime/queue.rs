@@ -117,6 +117,12 @@ pub(super) struct Running {
     flight: CommittedPass,
 }
 
+impl Running {
+    pub(super) fn is_done(&self) -> bool {
+        self.flight.is_done()
+    }
+}
+
 /// A committed command buffer.
 struct Commands(Retained<ProtocolObject<dyn MTLCommandBuffer>>);
 

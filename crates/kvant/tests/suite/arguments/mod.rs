@@ -218,11 +218,9 @@ impl<'t> World<'t> {
             }
             made
         };
-        Step {
-            positions: guarded(&plain.positions, limit),
-            sequence: guarded(&plain.sequence, spec.sequences),
-            lens: guarded(&plain.lens, limit + 1),
-        }
+        let positions = guarded(plain.positions(), limit);
+        let sequence = guarded(plain.sequence(), spec.sequences);
+        Step::from_tensors(positions, sequence, guarded(plain.lens(), limit + 1))
     }
 
     fn norm(&mut self, head_dim: usize) -> (bool, Option<Tensor>, f32) {

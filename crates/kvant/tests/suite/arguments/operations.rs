@@ -35,7 +35,7 @@ pub(super) fn kv_read(w: &mut World) -> Result<()> {
     let (start, sequence) = (w.tape.size(&[0, spec.capacity - tokens]), w.tape.size(&[0, spec.sequences - 1]));
     let (side, keep_rotated) = (w.tape.pick(&[KvSide::K, KvSide::V]), w.tape.flag());
     w.attempt("kv_read", |enc| {
-        ops::kv_read(enc, &KvRead { layer: &layer, side, sequence, start, keep_rotated, order, out: &out })
+        ops::kv_read(enc, &KvRead { layer: &layer, side, sequence, start, keep_rotated, order, out: &out, step: None })
     })
 }
 

@@ -235,11 +235,8 @@ fn a_replayed_decode_step_advances() {
                 let spec = LayerSpec { ring, ..linear_spec(kv_heads, capacity, dim, codec) };
                 let (q, out) = (f32s(device, &[1, heads, dim]), f32s(device, &[1, heads, dim]));
                 let (k, v) = (f32s(device, &[1, kv_heads, dim]), f32s(device, &[1, kv_heads, dim]));
-                let step = Step {
-                    positions: indices(device, &[0], &[1]).unwrap(),
-                    sequence: indices(device, &[0], &[1]).unwrap(),
-                    lens: indices(device, &[1], &[1]).unwrap(),
-                };
+                let index = |value| indices(device, &[value], &[1]).unwrap();
+                let step = Step::from_tensors(index(0), index(0), index(1));
                 let (captured, plain) = (KvLayer::new(device, spec).unwrap(), KvLayer::new(device, spec).unwrap());
                 let record = |enc: &mut Encoder, layer: &KvLayer| {
                     let rope = Some(Rope {
@@ -275,8 +272,8 @@ fn a_replayed_decode_step_advances() {
                 for position in 0..steps {
                     let (query, key, value) =
                         (rng.normals(heads * dim), rng.normals(kv_heads * dim), rng.normals(kv_heads * dim));
-                    step.positions.write(&[position as u32]).unwrap();
-                    step.lens.write(&[position as u32 + 1]).unwrap();
+                    step.positions().write(&[position as u32]).unwrap();
+                    step.lens().write(&[position as u32 + 1]).unwrap();
                     k.write(&key).unwrap();
                     v.write(&value).unwrap();
                     q.write(&query).unwrap();
@@ -423,7 +420,7 @@ fn nothing_recorded() {
     }
 }
 
-/// `step.lens` in place of the lengths before the step: what the step brings would be attended to beside itself.
+/// `step.lens()` in place of the lengths before the step: what the step brings would be attended to beside itself.
 #[test]
 fn past_ends_before_the_step() {
     for device in devices().iter().filter(|device| sees_indices(device)) {
@@ -439,7 +436,7 @@ fn past_ends_before_the_step() {
         // Another sequence may be as long as it likes.
         attend(&indices(device, &[2, 0], &[2]).unwrap()).unwrap();
         let before = out.to_vec::<f32>().unwrap();
-        let result = attend(&step.lens);
+        let result = attend(step.lens());
         let refused = matches!(result, Err(Error::OutOfRange { arg: "fresh.past", index: 1, got: 2, limit: 1, .. }));
         assert!(refused, "{device}: {result:?}");
         assert_eq!(out.to_vec::<f32>().unwrap(), before, "{device}");

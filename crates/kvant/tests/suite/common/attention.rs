@@ -156,10 +156,10 @@ impl Case {
 
     /// Where the query tokens stand. A sequence without new tokens has its past as length.
     pub fn step(&self, device: &Device, data: &Data) -> Result<Step> {
-        let mut step = step(device, self.sequences.len(), &data.tokens)?;
+        let step = step(device, self.sequences.len(), &data.tokens)?;
         let lens: Vec<u32> = self.sequences.iter().map(|&(past, new)| (past + new) as u32).collect();
-        step.lens = indices(device, &lens, &[lens.len()])?;
-        Ok(step)
+        let lens = indices(device, &lens, &[lens.len()])?;
+        Ok(Step::from_tensors(step.positions().clone(), step.sequence().clone(), lens).with_batch(step.batch()))
     }
 
     /// The attention's output over a layer that is already written.

@@ -79,7 +79,8 @@ pub fn ordered(values: &[f32], order: SourceOrder, [tokens, heads, dim]: [usize;
 pub fn step(device: &Device, sequences: usize, tokens: &[(u32, u32)]) -> Result<Step> {
     let plain = Step::new(device, sequences, tokens)?;
     let guarded = |t: &kvant::Tensor| indices(device, &t.to_vec::<u32>()?, t.shape());
-    Ok(Step { positions: guarded(&plain.positions)?, sequence: guarded(&plain.sequence)?, lens: guarded(&plain.lens)? })
+    let step = Step::from_tensors(guarded(plain.positions())?, guarded(plain.sequence())?, guarded(plain.lens())?);
+    Ok(step.with_batch(plain.batch()))
 }
 
 /// Positions `range` of sequence 0.
@@ -106,11 +107,32 @@ pub fn write_at(layer: &KvLayer, source: &Source, start: usize) -> Result<()> {
 
 /// Positions `range` of one side, token-major, as f32.
 pub fn read(layer: &KvLayer, side: KvSide, sequence: usize, range: std::ops::Range<usize>) -> Result<Vec<f32>> {
+    read_with(layer, side, None, sequence, range)
+}
+
+/// The same over the pages of a step.
+pub fn read_paged(
+    layer: &KvLayer,
+    side: KvSide,
+    step: &Step,
+    sequence: usize,
+    range: std::ops::Range<usize>,
+) -> Result<Vec<f32>> {
+    read_with(layer, side, Some(step), sequence, range)
+}
+
+fn read_with(
+    layer: &KvLayer,
+    side: KvSide,
+    step: Option<&Step>,
+    sequence: usize,
+    range: std::ops::Range<usize>,
+) -> Result<Vec<f32>> {
     let spec = layer.spec();
     let out = Out::new(layer.device(), DType::F32, &[range.len(), spec.kv_heads, spec.head_dim])?;
     run(layer.device(), |enc| {
         let (start, order) = (range.start, SourceOrder::TokenMajor);
-        ops::kv_read(enc, &KvRead { layer, side, sequence, start, keep_rotated: false, order, out: &out.tensor })
+        ops::kv_read(enc, &KvRead { layer, side, sequence, start, keep_rotated: false, order, out: &out.tensor, step })
     })?;
     out.bytes()?;
     out.tensor.to_f32()

@@ -6,7 +6,7 @@ use crate::common::{
     nmse, run,
 };
 use kvant::{
-    Codec, DType, Device, DeviceKind, KvLayer, LayerSpec, Result, SlotOrder, Tensor,
+    Codec, DType, Device, DeviceKind, KvLayer, LayerSpec, Result, SlotOrder, Step, Tensor,
     codec::{Norm, TurboQuant},
     ops::{self, KvRead, KvSide, KvWrite, SourceOrder},
 };
@@ -157,8 +157,16 @@ fn the_same_dtype_keeps_nan_payloads() {
                 }
                 let out = Out::new(device, dtype, &[3, 2, dim]).unwrap();
                 let order = SourceOrder::TokenMajor;
-                let read =
-                    KvRead { layer: &layer, side, sequence: 0, start: 1, keep_rotated: false, order, out: &out.tensor };
+                let read = KvRead {
+                    layer: &layer,
+                    side,
+                    sequence: 0,
+                    start: 1,
+                    keep_rotated: false,
+                    order,
+                    out: &out.tensor,
+                    step: None,
+                };
                 run(device, |enc| ops::kv_read(enc, &read)).unwrap();
                 assert!(
                     out.bytes().unwrap() == bytes,
@@ -359,8 +367,16 @@ fn reads_agree() {
                                 SourceOrder::HeadMajor => [kv_heads, count, head_dim],
                             };
                             let out = Out::new(layer.device(), to, &shape)?;
-                            let args =
-                                KvRead { layer, side, sequence: 1, start, keep_rotated, order, out: &out.tensor };
+                            let args = KvRead {
+                                layer,
+                                side,
+                                sequence: 1,
+                                start,
+                                keep_rotated,
+                                order,
+                                out: &out.tensor,
+                                step: None,
+                            };
                             run(layer.device(), |enc| ops::kv_read(enc, &args))?;
                             if codec.is_quantised() { out.close("read") } else { out.same("read") }
                         };
@@ -451,8 +467,9 @@ fn a_length_beyond_the_step_drops_what_the_ring_has_lost() {
     conform("positions 0..6 of a sequence of 9 in a ring of 5", |device| {
         let layer = KvLayer::new(device, ring_spec(2, 5, 64, Codec::F16))?;
         fill(&layer, 0x3C)?;
-        let mut step = layers::range_step(device, 1, 0..6)?;
-        step.lens = indices(device, &[9], &[1])?;
+        let step = layers::range_step(device, 1, 0..6)?;
+        let lens = indices(device, &[9], &[1])?;
+        let step = Step::from_tensors(step.positions().clone(), step.sequence().clone(), lens);
         layers::write(&layer, &data, DType::F32, &step)?;
         same_planes(&layer)
     });

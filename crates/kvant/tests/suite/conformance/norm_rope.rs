@@ -523,7 +523,7 @@ fn fused_equals_its_parts() {
                 (&v, plain, None, false, &v_parts.tensor),
             ] {
                 let out_order = SourceOrder::TokenMajor;
-                ops::norm_rope(enc, &NormRope { x, norm, rope, positions: &step.positions, rotate, out_order, out })?;
+                ops::norm_rope(enc, &NormRope { x, norm, rope, positions: step.positions(), rotate, out_order, out })?;
             }
             let (order, first_token) = (SourceOrder::TokenMajor, 0);
             let (k, v) = (&k_parts.tensor, &v_parts.tensor);
@@ -561,7 +561,7 @@ fn positions_beyond_the_tables_are_skipped() {
         let (alone, fused) =
             (Out::new(device, DType::F32, &[4, 1, dim]).unwrap(), Out::new(device, DType::F32, &[4, 1, dim]).unwrap());
         run(device, |enc| {
-            let (positions, out_order, out) = (&step.positions, SourceOrder::TokenMajor, &alone.tensor);
+            let (positions, out_order, out) = (step.positions(), SourceOrder::TokenMajor, &alone.tensor);
             ops::norm_rope(enc, &NormRope { x: &x, norm: None, rope, positions, rotate: false, out_order, out })?;
             let (q_norm, k_norm, v_norm) = (None, None, None);
             let (rotate_q, step, layer, q_out) = (false, &step, &layer, &fused.tensor);

@@ -14,8 +14,8 @@ use crate::common::{
     nmse, run, sees_indices,
 };
 use kvant::{
-    CacheLayer, CacheSpec, Codec, DType, Device, DeviceKind, Encoder, Error, KvCache, KvLayer, LayerSpec, Result,
-    SlotOrder, Step, Tensor,
+    CacheLayer, Codec, DType, Device, DeviceKind, Encoder, Error, KvLayer, KvPool, LayerSpec, PoolSpec, Result,
+    Sequence, SlotOrder, Step, StepSize, Tensor,
     ops::{
         self, Angles, Attend, Fresh, Hadamard, HeadNorm, KvRead, KvSide, KvWrite, NormRope, PairLayout, Residual,
         RmsNorm, Rope, Softcap, SourceOrder, attend::Plan,

@@ -75,6 +75,7 @@ fn head_512_two_blocks() {
                     keep_rotated,
                     order: SourceOrder::TokenMajor,
                     out: &out.tensor,
+                    step: None,
                 };
                 run(device, |enc| ops::kv_read(enc, &args)).unwrap();
                 out.tensor.to_f32().unwrap()

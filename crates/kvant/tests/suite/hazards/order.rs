@@ -325,42 +325,43 @@ fn nothing_runs_before_the_commit() {
         assert!(got.iter().all(|y| (y - 5.0).abs() < 1e-4), "{device}: read before the commit: {got:?}");
 
         let layer = CacheLayer { kv_heads: 1, head_dim: 64, window: None, k: Codec::F32, v: Codec::F32 };
-        let spec = CacheSpec { layers: vec![layer], sequences: 2, capacity: 4, slack: 0 };
-        let write = |enc: &mut Encoder, cache: &KvCache, step: &Step, token: &Tensor| {
-            let (layer, order, first_token) = (cache.layer(0).unwrap(), SourceOrder::TokenMajor, 0);
+        let pool = KvPool::new(device, &PoolSpec::new(vec![layer], 1 << 20).page_tokens(16)).unwrap();
+        let write = |enc: &mut Encoder, step: &Step, token: &Tensor| {
+            let (layer, order, first_token) = (pool.layer(0).unwrap(), SourceOrder::TokenMajor, 0);
             ops::kv_write(enc, &KvWrite { k: token, v: token, order, first_token, step, layer }).unwrap();
         };
-        let read = |cache: &KvCache, sequence: usize, tokens: usize| -> Vec<f32> {
-            let keys = layers::read(cache.layer(0).unwrap(), KvSide::K, sequence, 0..tokens).unwrap();
+        let read = |sequence: &Sequence| -> Vec<f32> {
+            let mut same = sequence.fork();
+            let step = pool.step(&mut [(&mut same, 0)]).unwrap();
+            let keys = layers::read_paged(pool.layer(0).unwrap(), KvSide::K, &step, 0, 0..sequence.len()).unwrap();
             keys.chunks(64).map(|key| key[0]).collect()
         };
         let (one, two) = (ones(device), ones(device));
         two.write(&all(2.0)).unwrap();
 
-        // A fork and a snapshot have what was committed.
-        let name = format!("kvant-commit-{}-{:?}.safetensors", std::process::id(), device.kind());
-        let path = std::env::temp_dir().join(name);
-        let mut cache = KvCache::new(device, &spec).unwrap();
-        let step = cache.append(&[(0, 1)]).unwrap();
+        // A fork that gets a page of its own, and an export, have what was committed.
+        let mut a = pool.sequence();
+        let step = pool.step(&mut [(&mut a, 1)]).unwrap();
         let mut enc = device.encoder().unwrap();
-        write(&mut enc, &cache, &step, &one);
-        cache.fork(0, 1).unwrap();
-        cache.save(&path).unwrap();
+        write(&mut enc, &step, &one);
+        let exported = a.export().unwrap();
+        let mut fork = a.fork();
+        pool.step(&mut [(&mut fork, 1)]).unwrap();
         enc.commit().unwrap().wait().unwrap();
-        let saved = KvCache::load(device, &path);
-        std::fs::remove_file(&path).unwrap();
-        let got = [read(&cache, 0, 1), read(&cache, 1, 1), read(&saved.unwrap(), 0, 1)].concat();
-        assert_eq!(got, [1.0, 0.0, 0.0], "{device}: written, forked, saved");
+        let imported = pool.import(&exported).unwrap();
+        let got = [read(&a), read(&fork)[..1].to_vec(), read(&imported)].concat();
+        assert_eq!(got, [1.0, 0.0, 0.0], "{device}: written, forked, exported");
 
         // A step that is rewritten is another step for all that was recorded with it.
-        let mut cache = KvCache::new(device, &spec).unwrap();
-        let step = cache.append(&[(0, 1)]).unwrap();
+        let mut b = pool.sequence();
+        let step = pool.reserve_step(StepSize::decode(1, 16)).unwrap();
+        pool.step_into(&mut [(&mut b, 1)], &step).unwrap();
         let mut enc = device.encoder().unwrap();
-        write(&mut enc, &cache, &step, &one);
-        cache.append_into(&[(0, 1)], &step).unwrap();
-        write(&mut enc, &cache, &step, &two);
+        write(&mut enc, &step, &one);
+        pool.step_into(&mut [(&mut b, 1)], &step).unwrap();
+        write(&mut enc, &step, &two);
         enc.commit().unwrap().wait().unwrap();
-        assert_eq!(read(&cache, 0, 2), [0.0, 2.0], "{device}: two tokens through one step");
+        assert_eq!(read(&b), [0.0, 2.0], "{device}: two tokens through one step");
     }
 }
 
@@ -392,8 +393,8 @@ fn indices_are_those_of_the_moment() {
         // The same step, bad when it is recorded and good when it runs.
         let mut enc = device.encoder().unwrap();
         write(&mut enc, &bad).unwrap();
-        bad.positions.write(&[1u32]).unwrap();
-        bad.lens.write(&[2u32]).unwrap();
+        bad.positions().write(&[1u32]).unwrap();
+        bad.lens().write(&[2u32]).unwrap();
         enc.commit().unwrap().wait().unwrap();
     }
 }

@@ -97,8 +97,9 @@ fn positions_near_the_end() {
                     assert_close(what, &far, &near, Bound::of(dtype));
                 }
             }
-            let mut step = range_step(device, 1, end - 1..end).unwrap();
-            step.positions = indices(device, &[u32::MAX], &[1]).unwrap();
+            let step = range_step(device, 1, end - 1..end).unwrap();
+            let positions = indices(device, &[u32::MAX], &[1]).unwrap();
+            let step = Step::from_tensors(positions, step.sequence().clone(), step.lens().clone());
             let beyond = result(&layers[0].0, &step, None);
             assert!(sees_indices(device) == beyond.is_err(), "{device}: {codec}: {beyond:?}");
         }
@@ -119,9 +120,10 @@ fn fresh_key_at_the_very_end() {
             // Not split: on CUDA that is the kernel of prompts.
             let plan = Plan { kernel: "forced", reason: "by a test".into(), splits: 1 };
             let result = |position: u32, coordinate: f32| -> Result<Vec<f32>> {
-                let mut step = range_step(device, 1, 0..tokens)?;
+                let step = range_step(device, 1, 0..tokens)?;
                 let positions: Vec<u32> = (0..tokens as u32 - 1).chain([position]).collect();
-                step.positions = indices(device, &positions, &[tokens])?;
+                let positions = indices(device, &positions, &[tokens])?;
+                let step = Step::from_tensors(positions, step.sequence().clone(), step.lens().clone());
                 let side = |values: &[f32]| {
                     let mut values = values.to_vec();
                     values[(tokens - 1) * kv_heads * dim..].fill(coordinate);
@@ -191,7 +193,7 @@ fn view_offset() {
         let (q, k, v, out) = (view(3, heads), view(20, kv_heads), view(31, kv_heads), view(41, heads));
         let numbers = Tensor::from_slice(device, &[9u32, 0, 1, 2, 3, 9, 0, 0, 0, 0, 9, 4, 9], &[13]).unwrap();
         let part = |start, len| numbers.rows(start..start + len).unwrap();
-        let step = Step { positions: part(1, 4), sequence: part(6, 4), lens: part(11, 1) };
+        let step = Step::from_tensors(part(1, 4), part(6, 4), part(11, 1));
         let layer = KvLayer::new(device, linear_spec(kv_heads, 4, dim, Codec::F32)).unwrap();
         let record = |enc: &mut Encoder| {
             let (order, first_token) = (SourceOrder::TokenMajor, 0);
@@ -267,7 +269,7 @@ fn unaligned_tensor_offset() {
                         x: &q,
                         norm,
                         rope: Some(rope),
-                        positions: &step.positions,
+                        positions: step.positions(),
                         rotate: true,
                         out_order: SourceOrder::TokenMajor,
                         out: &normed,

@@ -61,7 +61,7 @@ impl Valid {
             x: &self.q,
             norm: Some(HeadNorm { weight: Some(&self.weight), eps: 1e-6 }),
             rope: None,
-            positions: &self.step.positions,
+            positions: self.step.positions(),
             rotate: false,
             out_order: SourceOrder::TokenMajor,
             out: &self.out,
@@ -82,9 +82,13 @@ fn undersized_tensor() {
         let w = v.watched();
         let two = |t: &Tensor| t.rows(0..2).unwrap();
         let (q, kv, weight, out) = (two(&v.q), two(&v.kv), v.weight.rows(0..63).unwrap(), two(&v.out));
-        let short = Step { positions: two(&v.step.positions), ..v.step.clone() };
-        let sequence = Step { sequence: two(&v.step.sequence), ..v.step.clone() };
-        let lens = Step { lens: v.step.lens.rows(0..0).unwrap(), ..v.step.clone() };
+        let [positions, sequence, lens] = [v.step.positions(), v.step.sequence(), v.step.lens()].map(Tensor::clone);
+        let with = |positions: &Tensor, sequence: &Tensor, lens: &Tensor| {
+            Step::from_tensors(positions.clone(), sequence.clone(), lens.clone())
+        };
+        let short = with(&two(&positions), &sequence, &lens);
+        let lens = with(&positions, &sequence, &lens.rows(0..0).unwrap());
+        let sequence = with(&positions, &two(&sequence), v.step.lens());
         refused("attend: q too short", device, &w, |e| ops::attend(e, &Attend { q: &q, ..v.attend() }), shape);
         refused("attend: out too short", device, &w, |e| ops::attend(e, &Attend { out: &out, ..v.attend() }), shape);
         for step in [&short, &sequence, &lens] {
@@ -111,7 +115,7 @@ fn undersized_tensor() {
             "norm_rope: positions",
             device,
             &w,
-            |e| ops::norm_rope(e, &NormRope { positions: &short.positions, ..v.norm() }),
+            |e| ops::norm_rope(e, &NormRope { positions: short.positions(), ..v.norm() }),
             shape,
         );
         let k = Tensor::zeros(device, DType::F32, &[1, 2, 3, 64]).unwrap();
@@ -135,10 +139,11 @@ fn wrong_dtype() {
         let (q, kv, out) = (ints(&v.q), ints(&v.kv), ints(&v.out));
         refused("attend: q", device, &w, |e| ops::attend(e, &Attend { q: &q, ..v.attend() }), dtype);
         refused("attend: out", device, &w, |e| ops::attend(e, &Attend { out: &out, ..v.attend() }), dtype);
+        let [positions, sequence, lens] = [v.step.positions(), v.step.sequence(), v.step.lens()].map(Tensor::clone);
         for step in [
-            Step { positions: floats(&v.step.positions), ..v.step.clone() },
-            Step { sequence: floats(&v.step.sequence), ..v.step.clone() },
-            Step { lens: floats(&v.step.lens), ..v.step.clone() },
+            Step::from_tensors(floats(&positions), sequence.clone(), lens.clone()),
+            Step::from_tensors(positions.clone(), floats(&sequence), lens.clone()),
+            Step::from_tensors(positions, sequence, floats(&lens)),
         ] {
             refused("attend: step", device, &w, |e| ops::attend(e, &Attend { step: &step, ..v.attend() }), dtype);
             refused("kv_write: step", device, &w, |e| ops::kv_write(e, &KvWrite { step: &step, ..v.write() }), dtype);
@@ -148,7 +153,7 @@ fn wrong_dtype() {
         refused("norm_rope: out", device, &w, |e| ops::norm_rope(e, &NormRope { out: &out, ..v.norm() }), dtype);
         let made = KvLayer::from_dense(linear_spec(2, 4, 64, Codec::F16), v.layer.k().tensors().next().unwrap().1, &kv);
         assert!(matches!(made, Err(Error::DType { .. })), "{device}: a layer over another dtype");
-        assert!(v.q.to_vec::<u32>().is_err() && v.step.lens.to_f32().is_err(), "{device}: downloads are typed");
+        assert!(v.q.to_vec::<u32>().is_err() && v.step.lens().to_f32().is_err(), "{device}: downloads are typed");
     }
 }
 
@@ -163,11 +168,11 @@ fn position_out_of_range() {
             ("a length beyond the capacity", vec![0, 1, 2], vec![0, 0, 0], vec![5]),
             ("a position at the length", vec![0, 1, 3], vec![0, 0, 0], vec![3]),
             ("a sequence that is not there", vec![0, 1, 2], vec![0, 1, 0], vec![3]),
-            ("a sequence far out", vec![0, 1, 2], vec![0, u32::MAX, 0], vec![3]),
+            ("a sequence far out", vec![0, 1, 2], vec![0, u32::MAX - 1, 0], vec![3]),
         ];
         for (what, positions, sequence, lens) in bad {
             let u32s = |x: &[u32]| Tensor::from_slice(device, x, &[x.len()]).unwrap();
-            let step = Step { positions: u32s(&positions), sequence: u32s(&sequence), lens: u32s(&lens) };
+            let step = Step::from_tensors(u32s(&positions), u32s(&sequence), u32s(&lens));
             let range = |e: &Error| matches!(e, Error::OutOfRange { .. });
             let (write, attend) = (KvWrite { step: &step, ..v.write() }, Attend { step: &step, ..v.attend() });
             if sees_indices(device) {

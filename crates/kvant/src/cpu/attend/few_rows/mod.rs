@@ -9,7 +9,7 @@ use std::ops::Range;
 
 use super::{
     fixed_point,
-    kv_rows::{KvSource, LoadRows, RowLoader, with_loader},
+    kv_rows::{KvRun, KvSource, LoadRows, RowLoader, with_loader},
     prefetch::{PrefetchRuns, Prefetcher},
     tile::{FixedPart, Queries, TILE, tiles},
 };
@@ -80,19 +80,29 @@ pub(super) unsafe fn absorb(
     if positions.is_empty() {
         return;
     }
-    let mut tiles = tiles(source, &positions).peekable();
+    let mut tiles = tiles(source, positions).peekable();
     while let Some(tile) = tiles.next() {
-        let next = tiles.peek().copied().unwrap_or((0, 0));
-        level.dispatch(FewRowsTile { source, tile, next, queries, room });
+        let next = tiles.peek().copied().unwrap_or(KvRun::NONE);
+        level.dispatch(FewRowsTile {
+            source: &source.shifted(tile.bytes),
+            keys_from: source,
+            tile,
+            next,
+            queries,
+            room,
+        });
     }
 }
 
 /// A tile whose keys all rows see.
 struct FewRowsTile<'a> {
-    source: &'a KvSource,
-    /// The first row and the number of the keys, at most [`TILE`]; then those of the next tile.
-    tile: (usize, usize),
-    next: (usize, usize),
+    /// The source of the tile's rows.
+    source: &'a KvSource<'a>,
+    /// The source from whose start `next` counts.
+    keys_from: &'a KvSource<'a>,
+    /// At most [`TILE`] keys, and the next ones.
+    tile: KvRun,
+    next: KvRun,
     queries: Queries,
     room: TileMemory,
 }
@@ -101,14 +111,14 @@ impl SimdKernel for FewRowsTile<'_> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self) {
-        let FewRowsTile { source, tile: (row, keys), next, queries, room } = self;
+        let FewRowsTile { source, keys_from, tile: KvRun { row, keys, .. }, next, queries, room } = self;
         let KvSource { k, v, .. } = source;
         let chunk = 2 * S::LANES;
         let plane = queries.rows * TILE;
         // SAFETY: `dispatch` enables the instructions; the caller of `absorb` vouches for the rest. Blocks divide head_dim,
         // and chunks divide blocks.
         unsafe {
-            let (blocks, wanted) = (queries.head_dim / k.block, PrefetchRuns::new(&v.planes, row, keys));
+            let (blocks, wanted) = (queries.head_dim / k.block, PrefetchRuns::new(&v.planes, 0, row, keys));
             let mut prefetch = Prefetcher::new(&wanted);
             for block in 0..blocks {
                 let chunks = block * k.block / chunk..(block + 1) * k.block / chunk;
@@ -123,7 +133,8 @@ impl SimdKernel for FewRowsTile<'_> {
                 with_loader!(k.loader, rows => score::<S, _>(rows, part, scores, room.staged, &mut prefetch));
             }
             softmax::<S>(source, (row, keys), queries, room);
-            let (blocks, wanted) = (queries.head_dim / v.block, PrefetchRuns::new(&k.planes, next.0, next.1));
+            let wanted = PrefetchRuns::new(&keys_from.k.planes, next.bytes, next.row, next.keys);
+            let blocks = queries.head_dim / v.block;
             let mut prefetch = Prefetcher::new(&wanted);
             for block in 0..blocks {
                 let chunks = block * v.block / chunk..(block + 1) * v.block / chunk;

@@ -17,7 +17,11 @@
 // warps are merged, then those of the cluster's blocks, through distributed shared memory. If several clusters share an
 // item and head, the last one to finish merges their states.
 //
-// Positions, sequences and lengths are read before the previous kernel has ended (device/dependent_launch.h).
+// Over pages (work.h) a unit is in one page, which is looked up when the unit before it is fetched, and once more for
+// its scores. A key that no page holds is zeros, and masked.
+//
+// Positions, sequences, lengths and page tables are read before the previous kernel has ended
+// (device/dependent_launch.h).
 #include "attend/decode/ring.h"
 #include "attend/dense.h"
 #include "attend/division.h"
@@ -70,7 +74,13 @@ inline Item item_of(const AttendParams &p, Token token) {
 
 // At least one, so that a block writes the output.
 inline uint units_of(const Item &item) {
-    return max(tiles_of(item.keys), 1u);
+    return max(tiles_of(in_units(item.keys)), 1u);
+}
+
+// The entry of a unit in the page table.
+inline uint entry_of(const AttendParams &p, const uint *table, const Item &item, uint unit) {
+    const uint first = in_units(item.keys).first + unit * TILE;
+    return first < item.keys.end ? pages_of(p, table, item.sequence).entry(first) : NONE;
 }
 
 // The concatenated units of which the cluster has a share, and the end of that.
@@ -142,8 +152,8 @@ struct Work {
     Weights weights;
 };
 
-// The scores of 16 keys, of which the first `there` are visible; the new maxima; the weights.
-inline void scores(const AttendParams &p, const uchar *buffer, const uint4 (&q)[LOADS], uint there, Work &work) {
+// The scores of 16 keys, of which those `there` are visible; the new maxima; the weights.
+inline void scores(const AttendParams &p, const uchar *buffer, const uint4 (&q)[LOADS], Range there, Work &work) {
     const uint lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     constexpr uint CHAINS = 4;
     float sums[CHAINS][4] = {};
@@ -172,7 +182,8 @@ inline void scores(const AttendParams &p, const uchar *buffer, const uint4 (&q)[
 #pragma unroll
     for (uint c = 0; c < 4; c++) {
         const float score = score_of(p, (sums[0][c] + sums[1][c]) + (sums[2][c] + sums[3][c]));
-        s[c] = g + c / 2 * 8 < there ? score : nothing();
+        const uint key = g + c / 2 * 8;
+        s[c] = key >= there.first && key < there.end ? score : nothing();
     }
     float m[2] = {fmaxf(s[0], s[2]), fmaxf(s[1], s[3])};
 #pragma unroll
@@ -252,7 +263,7 @@ inline void add_values(uint buffer, Work &work) {
 extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
     KVANT_KERNEL(const uchar *q, uchar *out, const uchar *k, const uchar *, const float *, const uchar *v, const uchar *,
            const float *, const uint *positions, const uint *sequence, const uint *lens, float *partials, uint *counters,
-           float *state, const AttendParams p) {
+           float *state, const AttendParams p, const uint *table) {
     extern __shared__ __align__(128) uchar memory[];
     const uint thread = threadIdx.x, warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
     const uint rank = blockIdx.x % CLUSTER;
@@ -311,11 +322,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
         place = place_at(stretch, place.next, place.index);
     }
 
+    // The next unit that this warp fetches, and over pages its entry in the page table.
+    Place ahead = place;
+    uint ahead_unit = first_of_warp(ahead), ahead_entry = NONE;
+    const auto look_up = [&] {
+        if (PAGE_SHIFT > 0 && ahead_unit < ahead.to) {
+            ahead_entry = entry_of(p, table, ahead.item, ahead_unit);
+        }
+    };
+    look_up();
+
     wait_for_previous();
 
-    // The next unit that this warp fetches.
-    Place ahead = place;
-    uint ahead_unit = first_of_warp(ahead);
     const uchar *own_ring = memory + warp * RING_BYTES;
     Buffers ring(shared_address(own_ring), shared_address(memory + AT_BARRIERS) + warp * BUFFERS * 8);
     bool of_values = false, more = true;
@@ -352,10 +370,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
 #pragma unroll 1
         while (step < 0 || unit < place.to) {
             if (step >= 0) {
+                // Looked up while the copy is awaited.
+                const uint entry = PAGE_SHIFT > 0 && !values_next ? entry_of(p, table, place.item, unit) : NONE;
                 const uint buffer = ring.wait();
                 if (!values_next) {
-                    const uint first = place.item.keys.first + unit * TILE;
-                    const uint there = first < place.item.keys.end ? place.item.keys.end - first : 0;
+                    const Range keys = place.item.keys;
+                    const uint first = in_units(keys).first + unit * TILE;
+                    Range there = {0, first < keys.end ? keys.end - first : 0};
+                    if (PAGE_SHIFT > 0) {
+                        there.first = keys.first > first ? keys.first - first : 0;
+                        there.end = entry < p.page_entries ? there.end : 0;
+                    }
                     scores(p, own_ring + buffer, queries, there, work);
                 } else {
                     add_values(ring.base + buffer, work);
@@ -371,12 +396,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
                 if (more) {
                     ahead = place_at(stretch, ahead.next, ahead.index);
                     ahead_unit = first_of_warp(ahead);
+                    look_up();
                 }
             }
             if (more) {
                 const ulong plane = ahead.item.sequence * p.row_sequence + (first_head + ahead.head) * p.row_head;
-                ring.fill(p, (of_values ? v : k) + plane * ROW, ahead.item.keys, ahead_unit);
+                const uint page = ahead_entry < p.page_entries ? ahead_entry : NONE;
+                ring.fill(p, (of_values ? v : k) + plane * ROW, ahead.item.keys, ahead_unit, page);
                 ahead_unit += of_values ? WARPS : 0;
+                if (of_values) {
+                    look_up();
+                }
                 of_values = !of_values;
             }
             ring.end_turn();
@@ -415,7 +445,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
         const uint slot = division.block - own + first_part + item * p.kv_heads + head;
         const ItemPart part_of_item = {item, head, {place.from, place.to}, parts, own - first_part, slot};
         const States states = {partials, counters, p.items * p.kv_heads, p.kv_heads, rank};
-        const Output output = {out, state, row, place.item.keys.len() > 0};
+        const Pages pages = pages_of(p, table, place.item.sequence);
+        const Output output = {out, state, row, place.item.keys.len() > 0, place.item.keys, pages};
         const SharedState own_state = {outputs, OUTPUT_PITCH, reinterpret_cast<float2 *>(memory + AT_ENDS)};
 #pragma unroll 1
         for (uint quad = thread; quad < QUADS; quad += THREADS) {

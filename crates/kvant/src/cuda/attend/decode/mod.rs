@@ -4,8 +4,8 @@ use crate::{
     DType, Result, SlotOrder,
     cuda::{
         attend::{
-            AttendParams, MAX_CLUSTER, MAX_SHARED_ITEMS, MAX_SPLITS, PartialStates, RowStrides, bind_result,
-            clusters_per_pair, longest_context, most_clusters, pairs, params,
+            AttendParams, MAX_CLUSTER, MAX_SHARED_ITEMS, MAX_SPLITS, PartialStates, RowStrides, bind_pages,
+            bind_result, clusters_per_pair, longest_context, most_clusters, pairs, params,
         },
         headers,
     },
@@ -180,9 +180,9 @@ pub(super) fn bind_dense(launch: Launch, call: &Call, dtype: DType, group: usize
         .read(8, &call.step.positions)
         .read(9, &call.step.sequence)
         .read(10, call.cached_lens())
-        // Positions, sequences and lengths.
-        .reads_ahead(&[8, 9, 10]);
-    bind_result(launch, call, state)
+        // Positions, sequences, lengths and page tables.
+        .reads_ahead(&[8, 9, 10, 15]);
+    bind_result(bind_pages(launch, call), call, state)
 }
 
 /// Bytes of shared memory: the sum that `attend_decode.cu` computes.

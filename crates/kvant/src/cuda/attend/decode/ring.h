@@ -3,7 +3,7 @@
 //
 // With BULK one copy brings a whole unit, whose rows are consecutive in the cache and in the buffer: an H200 reads 4.6
 // TB/s this way, and 4.25 TB/s where lanes copy 16 bytes each. Without BULK, rows are padded by 16 bytes in the buffer,
-// so that loads have no bank conflicts.
+// so that loads have no bank conflicts. Over pages a unit is in one page (in_units of work.h).
 #ifndef KVANT_CUDA_ATTEND_DECODE_RING_H
 #define KVANT_CUDA_ATTEND_DECODE_RING_H
 #include "attend/dense.h"
@@ -37,11 +37,19 @@ struct Buffers {
         }
     }
 
-    // Begins to copy 16 rows, those from key `first` on of a plane that begins at `plane`; zeros where there is no key.
-    void fill(const AttendParams &p, const uchar *plane, Range keys, uint unit) {
-        const uint first = keys.first + unit * TILE;
-        const uint there = first < keys.end ? min(keys.end - first, TILE) : 0;
-        const uint slot = RING ? first % p.capacity : first;
+    // Begins to copy a unit's rows of a plane that begins at `plane`; zeros where there is no key. Over pages, `page`
+    // holds the unit, or NONE.
+    void fill(const AttendParams &p, const uchar *plane, Range keys, uint unit, uint page) {
+        const uint first = in_units(keys).first + unit * TILE;
+        // The unit's rows that are keys.
+        Range there = {0, first < keys.end ? min(keys.end - first, TILE) : 0};
+        uint slot = RING ? first % p.capacity : first;
+        if (PAGE_SHIFT > 0) {
+            there.end = page != NONE ? there.end : 0;
+            there.first = keys.first > first ? min(keys.first - first, there.end) : 0;
+            plane += page_bytes(page);
+            slot = first % PAGE_KEYS;
+        }
         const uint to = base + filled * BUFFER;
         if constexpr (BULK) {
             copy_whole(p, plane, slot, there, to, barriers + filled * 8);
@@ -51,32 +59,39 @@ struct Buffers {
         filled = filled + 1 == BUFFERS ? 0 : filled + 1;
     }
 
-    static void copy_whole(const AttendParams &p, const uchar *plane, uint slot, uint there, uint to, uint barrier) {
+    static void clear(uint to, uint from, uint end) {
+        for (uint at = from + threadIdx.x % 32 * 16; at < end; at += 512) {
+            asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(to + at), "r"(0) : "memory");
+        }
+    }
+
+    static void copy_whole(const AttendParams &p, const uchar *plane, uint slot, Range there, uint to, uint barrier) {
         const uint lane = threadIdx.x % 32;
-        if (there < TILE) {
-            for (uint at = there * ROW + lane * 16; at < BUFFER; at += 512) {
-                asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(to + at), "r"(0) : "memory");
+        if (there.len() < TILE) {
+            clear(to, there.end * ROW, BUFFER);
+            if (PAGE_SHIFT > 0) {
+                clear(to, 0, there.first * ROW);
             }
             // Before the buffer's next copy.
             show_to_copies();
         }
         if (lane == 0) {
             // Up to the end of a ring, and from its beginning on.
-            const uint before = RING ? min(there, p.capacity - slot) : there;
-            barrier_expect(barrier, there * ROW);
-            if (there > 0) {
-                copy_bulk(to, plane + ulong(slot) * ROW, before * ROW, barrier);
+            const uint before = RING ? min(there.end, p.capacity - slot) : there.end;
+            barrier_expect(barrier, there.len() * ROW);
+            if (there.len() > 0) {
+                copy_bulk(to + there.first * ROW, plane + ulong(slot + there.first) * ROW, (before - there.first) * ROW, barrier);
             }
-            if (before < there) {
-                copy_bulk(to + before * ROW, plane, (there - before) * ROW, barrier);
+            if (before < there.end) {
+                copy_bulk(to + before * ROW, plane, (there.end - before) * ROW, barrier);
             }
         }
     }
 
-    static void copy_rows(const AttendParams &p, const uchar *plane, uint slot, uint there, uint to) {
+    static void copy_rows(const AttendParams &p, const uchar *plane, uint slot, Range there, uint to) {
         constexpr uint COPIES = TILE * ROW / 512;
         const uint lane = threadIdx.x % 32, step = p.row_slot * ROW, column = lane * 16 % ROW;
-        if (there == TILE && (!RING || slot + TILE <= p.capacity)) {
+        if (there.len() == TILE && (!RING || slot + TILE <= p.capacity)) {
             const uchar *from = plane + ulong(slot + lane * 16 / ROW) * step + column;
             to += lane * 16 / ROW * PITCH + column;
 #pragma unroll
@@ -97,7 +112,8 @@ struct Buffers {
                 if (RING && row_slot >= p.capacity) {
                     row_slot %= p.capacity;
                 }
-                copy_async<16>(to + row * PITCH + byte, plane + ulong(row_slot) * step + byte, row < there);
+                const bool is_there = row >= there.first && row < there.end;
+                copy_async<16>(to + row * PITCH + byte, plane + ulong(row_slot) * step + byte, is_there);
             }
         }
     }

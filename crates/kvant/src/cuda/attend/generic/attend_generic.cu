@@ -19,6 +19,8 @@
 // Over quantised keys the queries are rotated when they are loaded; over quantised values the output is rotated back
 // once.
 //
+// Over pages (work.h) a row's place is looked up when it is copied. A key that no page holds is zeros, and masked.
+//
 // Positions, sequences and lengths are read before the previous kernel has ended (device/dependent_launch.h).
 #include "attend/division.h"
 #include "attend/generic/queries.h"
@@ -48,15 +50,11 @@ inline void attend_to(const AttendParams &p, const Buffers &b, const Shared &sha
         uint position[2];
 #pragma unroll
         for (uint i = 0; i < 2; i++) {
-            const uint key = first + group * 16 + g + 8 * i;
-            position[i] = key;
-            if (FRESH) {
-                const bool own = key < segment.keys.end && b.sequence[key] == segment.sequence;
-                position[i] = own ? b.positions[key] : NONE;
-            }
+            position[i] = segment.position(b, first, group * 16 + g + 8 * i);
         }
+        const bool held = PAGE_SHIFT == 0 || (position[0] != NONE && position[1] != NONE);
         scores(shared, buffer, group, s[j]);
-        shape_scores(p, shared, position[0], position[1], whole, s[j]);
+        shape_scores(p, shared, position[0], position[1], whole && held, s[j]);
         if (V::QUANTISED) {
             norm = fmaxf(norm, largest_norm(buffer, group));
         }
@@ -256,7 +254,7 @@ inline void work_on(const AttendParams &p, const Buffers &b, const Shared &share
         for (uint r = thread; r < ROWS; r += THREADS) {
             rows[r].seen = rows[r].token.sequence == sequence ? visible(p, rows[r].token) : Range{0, 0};
         }
-        Segment segment = {any, sequence, 0};
+        Segment segment = {any, sequence, 0, pages_of(p, b.table, sequence)};
         if (FRESH) {
             // From the first to the last token of the batch that any row sees.
             if (thread == 0) {
@@ -334,13 +332,13 @@ inline void work_on(const AttendParams &p, const Buffers &b, const Shared &share
         const uint row = item.first + r;
         return ulong(row / p.group) * p.kv_heads * p.group + part.head * p.group + row % p.group;
     };
-    finish_rows<V::QUANTISED>(b.to, shared, item.len(), row_of, [&](uint r) { return sees_any(p, rows[r].token); });
+    finish_rows<V::QUANTISED>(b.to, shared, item.len(), row_of, [&](uint r) { return sees_any(p, b.table, rows[r].token); });
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
     KVANT_KERNEL(const uchar *q, uchar *out, const uchar *k_low, const uchar *k_high, const float *k_norms, const uchar *v_low,
            const uchar *v_high, const float *v_norms, const uint *positions, const uint *sequence, const uint *lens,
-           float *partials, uint *counters, float *state, const AttendParams p) {
+           float *partials, uint *counters, float *state, const AttendParams p, const uint *table) {
     extern __shared__ __align__(128) uchar memory[];
     const Shared shared = {memory};
     Token only = {0, NONE, 0};
@@ -348,7 +346,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
         only = load_token(p, positions, sequence, lens, 0);
     }
     const Buffers b = {only,     q,    {k_low, k_high, k_norms}, {v_low, v_high, v_norms}, positions,
-                       sequence, lens, {partials, counters, state, out}};
+                       sequence, lens, {partials, counters, state, out},       table};
     const uint thread = threadIdx.x;
     bool tables_filled = false;
 

@@ -79,6 +79,7 @@ struct Buffers {
     const uint *sequence;
     const uint *lens;
     Partials to;
+    const uint *table;
 };
 
 struct Shared {

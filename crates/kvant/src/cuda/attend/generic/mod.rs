@@ -5,8 +5,8 @@ use crate::{
     codec::BLOCK,
     cuda::{
         attend::{
-            AttendParams, MAX_SHARED_ITEMS, MAX_SPLITS, PartialStates, RowStrides, bind_result, is_aligned,
-            is_aligned16, params,
+            AttendParams, MAX_SHARED_ITEMS, MAX_SPLITS, PartialStates, RowStrides, bind_pages, bind_result, is_aligned,
+            is_aligned16, most_keys, params,
         },
         blocks_per_multiprocessor, headers, planes,
     },
@@ -178,9 +178,7 @@ impl AttendGeneric {
             None => [spec.k, spec.v],
         };
         let group = call.heads / spec.kv_heads;
-        // Only the device knows the sequences. With no more tokens than sequences, each token is most likely of another
-        // one.
-        let tokens_of_sequence = call.tokens.div_ceil(spec.sequences);
+        let tokens_of_sequence = call.step.batch().most_new;
         let wanted = tokens_of_sequence.saturating_mul(group).max(1);
         // Weights are f32.
         let k = GenericOperand::new(k, call.head_dim, call.q.dtype(), precise);
@@ -206,7 +204,7 @@ impl AttendGeneric {
             splits => splits.min(MAX_SPLITS),
         };
         // The most keys that a work item may see.
-        let seen = call.window.saturating_add(tokens_of_sequence).min(spec.capacity);
+        let seen = call.window.saturating_add(tokens_of_sequence).min(most_keys(call));
         let blocks = if splits == 0 {
             busy.min(pairs.saturating_mul(seen.div_ceil(tiling.tile) + 1))
         } else {
@@ -241,7 +239,7 @@ impl AttendGeneric {
             .constant("ALIGNED", is_aligned(k) && is_aligned(v))
             .constant("ROTATE_Q", rotate);
         let launch = planes::bind(planes::bind(launch, 2, k, Use::Read), 5, v, Use::Read).read(10, call.cached_lens());
-        Ok(bind_result(launch, call, state))
+        Ok(bind_result(bind_pages(launch, call), call, state))
     }
 
     /// The launch over the step's own keys.
@@ -258,6 +256,7 @@ impl AttendGeneric {
             .common(name, call, b, &RowStrides::of_fresh(call, fresh))?
             .constant("RING", false)
             .constant("FRESH", true)
+            .constant("PAGE_SHIFT", 0u32)
             .constant("ALIGNED", aligned(&fresh.k) && aligned(&fresh.v))
             .constant("ROTATE_Q", false)
             .write(1, &call.out)

@@ -43,11 +43,25 @@ inline uint item_tiles(const AttendParams &p, const Buffers &b, uint item) {
     return max(tiles, 1u);
 }
 
-// The keys of one sequence in a part: key indices are positions, or (FRESH) tokens of the batch.
+// The keys of one sequence in a part: key indices are positions, or (FRESH) tokens of the batch. Without pages
+// first_row is the row of key 0, otherwise that of the head in each page.
 struct Segment {
     Range keys;
     uint sequence;
     ulong first_row;
+    Pages pages;
+
+    // The position of the key `at` further than `first`: NONE if it is of another sequence, or if no page holds it.
+    inline uint position(const Buffers &b, uint first, uint at) const {
+        const uint key = first + at;
+        if (FRESH) {
+            return key < keys.end && b.sequence[key] == sequence ? b.positions[key] : NONE;
+        }
+        if (PAGE_SHIFT > 0) {
+            return at < keys.end - first && pages.of(key) != NONE ? key : NONE;
+        }
+        return key;
+    }
 };
 
 // Begins to copy rows of a plane: ROW bytes each, in steps of COPY; a row of shared memory is PITCH bytes.
@@ -64,15 +78,23 @@ inline void copy_rows(const AttendParams &p, const void *plane, const Segment &s
     const uint row_bytes = p.row_slot * ROW;
 #pragma unroll 4
     for (uint i = threadIdx.x / CHUNKS; i < TILE; i += TOGETHER) {
-        const bool there = i < segment.keys.end - first;
+        bool there = i < segment.keys.end - first;
         uint slot = slot0 + i;
+        ulong moved = 0;
+        if (PAGE_SHIFT > 0) {
+            // A row that no page holds is zeros.
+            const uint page = there ? segment.pages.of(slot) : NONE;
+            there = page != NONE;
+            moved = there ? page_bytes(page) : 0;
+            slot %= PAGE_KEYS;
+        }
         if (RING && slot >= p.capacity) {
             slot -= p.capacity;
             if (slot >= p.capacity) {
                 slot %= p.capacity;
             }
         }
-        const uchar *row = from + ulong(slot) * row_bytes;
+        const uchar *row = from + moved + ulong(slot) * row_bytes;
         const uint at = to + i * PITCH + lane * COPY;
         if constexpr (ELEMENT >= COPY) {
             copy_async<COPY>(at, row, there);

@@ -74,11 +74,7 @@ inline void multiply_by_rows(const Buffers &b, const Shared &shared, const uchar
             uint mask[2] = {0, 0};
 #pragma unroll
             for (uint k = 0; k < 4; k++) {
-                const uint key = first + group * 16 + 2 * t + k % 2 + k / 2 * 8;
-                uint position = key;
-                if (FRESH) {
-                    position = key < segment.keys.end && b.sequence[key] == segment.sequence ? b.positions[key] : NONE;
-                }
+                const uint position = segment.position(b, first, group * 16 + 2 * t + k % 2 + k / 2 * 8);
                 const bool sees = position >= seen.first && position < seen.end;
                 mask[k / 2] |= sees ? 0xFFFF << 16 * (k % 2) : 0;
             }

@@ -17,6 +17,9 @@
 // For each tile: S = q K^T, both in shared memory; P = exp2(S - max), converted to operands within the thread as a sum
 // of P_TERMS 16-bit numbers; O += P V. The scores of a tile are computed together with the values of the previous tile.
 //
+// Over pages (work.h) segments begin at multiples of 16 keys, so that a unit of 16 is in one page. Lanes of a warp look
+// up a tile's units. Keys that no page holds are zeros, and masked.
+//
 // 0 times a value that is not finite is NaN, so rows may get NaN from keys that they do not see. If a result is not
 // finite, the item is computed again, and tiles with such values are added key by key (nonfinite.h).
 #include "attend/prefill/copies.h"
@@ -28,10 +31,11 @@
 constexpr uint PRODUCER_REGISTERS = 40;
 constexpr uint CONSUMER_REGISTERS = 232;
 
-// Positions and sequences of the batch's tokens.
+// Positions and sequences of the batch's tokens, and the page table.
 struct Batch {
     const uint *positions;
     const uint *sequence;
+    const uint *table;
 };
 
 // What this thread sees of the keys of a sequence.
@@ -42,6 +46,7 @@ inline Seen seen_by(const AttendParams &p, const Shared &shared, const Item &ite
     seen.sequences = batch.sequence;
     seen.sequence = sequence;
     seen.end = keys.end;
+    seen.pages = pages_of(p, batch.table, sequence);
 #pragma unroll
     for (uint c = 0; c < 2; c++) {
         const uint r = own_row(c);
@@ -66,16 +71,17 @@ inline void attend_to(const AttendParams &p, const Shared &shared, const Item &i
         const uint tiles = tiles_of(keys);
         float s[TILE / 2], f[2];
         uint w[P_TERMS][TILE / 16][4];
-        uint key = keys.first;
+        uint key = keys.first, entry = seen.entry(key);
         begin_scores(base, cursor, s);
         products_wait<0>();
         hold(s);
         release(base, cursor.before());
-        soften(p, seen, key, s, work, f);
+        soften(p, seen, key, seen.held(entry), s, work, f);
 #pragma unroll 1
         for (uint tile = 1; tile < tiles; tile++) {
             scale(work, f);
             make_operands(s, w);
+            entry = seen.entry(key + TILE);
             begin_scores(base, cursor, s);
             const uint of_keys = cursor.before();
             Cursor used = cursor;
@@ -84,7 +90,7 @@ inline void attend_to(const AttendParams &p, const Shared &shared, const Item &i
             hold(s);
             release(base, of_keys);
             key += TILE;
-            soften(p, seen, key, s, work, f);
+            soften(p, seen, key, seen.held(entry), s, work, f);
             end_values(base, used, work);
         }
         scale(work, f);
@@ -107,17 +113,17 @@ inline void attend_carefully(const AttendParams &p, const Shared &shared, const 
         uint w[P_TERMS][TILE / 16][4];
 #pragma unroll 1
         for (uint tile = 0; tile < tiles; tile++) {
-            const uint key = keys.first + tile * TILE;
+            const uint key = keys.first + tile * TILE, held = seen.held(seen.entry(key));
             begin_scores(base, cursor, s);
             products_wait<0>();
             hold(s);
             release(base, cursor.before());
-            soften(p, seen, key, s, work, f);
+            soften(p, seen, key, held, s, work, f);
             scale(work, f);
             make_operands(s, w);
             Cursor used = cursor;
             if (values_are_nonfinite(base, cursor)) {
-                add_by_keys(base, cursor, w, seen, key, work);
+                add_by_keys(base, cursor, w, seen, key, held, work);
                 // Products are the warp's together.
                 __syncwarp();
             } else {
@@ -130,7 +136,8 @@ inline void attend_carefully(const AttendParams &p, const Shared &shared, const 
 
 // Writes the thread's results to the output, or to the state to which the step's own keys are added. FRESH: merges them
 // with that state.
-inline void finish(const AttendParams &p, const Shared &shared, const Item &item, Work &work, uchar *out, float *state) {
+inline void finish(const AttendParams &p, const Shared &shared, const Item &item, const uint *table, Work &work, uchar *out,
+                   float *state) {
     const uint group = threadIdx.x / 128, t = threadIdx.x % 4;
     const uint first_column = SHARED_ROWS ? group * (HEAD_DIM / 2) : 0;
 #pragma unroll
@@ -168,7 +175,7 @@ inline void finish(const AttendParams &p, const Shared &shared, const Item &item
             continue;
         }
         const float inverse = inverse_of_sum(l, [&] {
-            return sees_any(p, shared.tokens()[(item.first_row + (writes ? r : 0)) / p.group - item.first_token]);
+            return sees_any(p, table, shared.tokens()[(item.first_row + (writes ? r : 0)) / p.group - item.first_token]);
         });
 #pragma unroll
         for (uint i = 0; i < CHUNKS * PARTS; i++) {
@@ -212,7 +219,7 @@ inline void finish(const AttendParams &p, const Shared &shared, const Item &item
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     KVANT_KERNEL(const uchar *q, uchar *out, const uchar *k, const uchar *, const float *, const uchar *v, const uchar *,
            const float *, const uint *positions, const uint *sequence, const uint *lens, float *, uint *, float *state,
-           const AttendParams p) {
+           const AttendParams p, const uint *table) {
     extern __shared__ __align__(1024) uchar memory[];
     const Shared shared = {memory};
     // What wgmma.h needs; it always holds.
@@ -244,7 +251,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
 #pragma unroll 1
         for (uint ahead = 1; ahead != NONE; ahead = ahead == 1 && shared.words()[1] != 0 ? 0 : NONE) {
-            produce(p, shared, item, k, v, ahead, cursor);
+            produce(p, shared, item, k, v, table, ahead, cursor);
             if (ahead == 1) {
                 meet(0, THREADS);
             }
@@ -255,7 +262,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         show_to_products();
         meet(1, CONSUMERS);
         Work work;
-        const Batch batch = {positions, sequence};
+        const Batch batch = {positions, sequence, table};
         attend_to(p, shared, item, batch, cursor, work);
         if (results_are_nonfinite(item, work)) {
             atomicOr(shared.words() + 1, 1u);
@@ -264,6 +271,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (shared.words()[1] != 0) {
             attend_carefully(p, shared, item, batch, cursor, work);
         }
-        finish(p, shared, item, work, out, state);
+        finish(p, shared, item, table, work, out, state);
     }
 }

@@ -4,9 +4,10 @@
 #define KVANT_CUDA_ATTEND_PREFILL_COPIES_H
 #include "attend/prefill/layout.h"
 
-// Copies chunk `chunk` of the keys or values from `first` on; zeros where there is no key.
+// Copies chunk `chunk` of the keys or values from `first` on; zeros where there is no key, or no page holds it. `page`
+// is that of the lane's unit (entry_of_lane).
 inline void copy_chunk(const AttendParams &p, const uchar *plane, Range keys, uint first, uint chunk, bool of_values,
-                       uint to) {
+                       uint to, uint page) {
     constexpr uint PIECES = COLUMNS / 8;
     constexpr uint TOGETHER = 32 / PIECES;
     const uint lane = threadIdx.x % 32, piece = lane % PIECES, in_block = piece % 8;
@@ -20,6 +21,20 @@ inline void copy_chunk(const AttendParams &p, const uchar *plane, Range keys, ui
     const uint step = p.row_slot * ROW;
     to += piece / 8 * BLOCK;
     const uint r0 = lane / PIECES;
+    if constexpr (PAGE_SHIFT > 0) {
+#pragma unroll 1
+        for (uint unit = 0; unit < TILE / 16; unit++) {
+            const uint of_unit = __shfl_sync(0xFFFFFFFF, page, unit), slot = (first + unit * 16) % PAGE_KEYS;
+            const uchar *from = plane + page_bytes(of_unit) + (slot + r0) * ROW + column;
+#pragma unroll
+            for (uint i = 0; i < 16; i += TOGETHER) {
+                const uint r = unit * 16 + r0 + i;
+                copy_async<16>(to + r * 128 + (in_block ^ r % 8) * 16, from, r < there && of_unit != NONE);
+                from += TOGETHER * ROW;
+            }
+        }
+        return;
+    }
     if (there == TILE && (!RING || slot0 + TILE <= p.capacity)) {
         const uchar *from = plane + ulong(slot0 + r0) * step + column;
 #pragma unroll 8
@@ -42,7 +57,7 @@ inline void copy_chunk(const AttendParams &p, const uchar *plane, Range keys, ui
 
 // The chunks in the order in which they are used: keys of tile i, values of tile i - `ahead`.
 inline void produce(const AttendParams &p, const Shared &shared, const Item &item, const uchar *k, const uchar *v,
-                    uint ahead, Cursor &cursor) {
+                    const uint *table, uint ahead, Cursor &cursor) {
     const uint warp = threadIdx.x / 32 % 4, base = shared.address();
     uint number = 0;
     each_segment(shared, [&](Range keys, uint sequence) {
@@ -55,9 +70,11 @@ inline void produce(const AttendParams &p, const Shared &shared, const Item &ite
                 if (number % 4 == warp) {
                     const bool of_values = i >= CHUNKS;
                     const uint first = keys.first + (of_values ? tile - ahead : tile) * TILE;
+                    const Pages pages = pages_of(p, table, sequence);
+                    const uint entry = entry_of_lane(pages, first, keys.end);
                     barrier_wait(base + AT_FREE + cursor.stage * 8, cursor.parity ^ 1);
                     copy_chunk(p, (of_values ? v : k) + plane, keys, first, of_values ? i - CHUNKS : i, of_values,
-                               base + AT_RING + cursor.stage * CHUNK);
+                               base + AT_RING + cursor.stage * CHUNK, pages.page(entry));
                     copies_commit();
                     copies_wait<0>();
                     show_to_products();

@@ -105,7 +105,7 @@ inline void load_item(const AttendParams &p, const Shared &shared, const Item &i
         }
         const Range seen = visible(p, token);
         if (seen.first < seen.end) {
-            atomicMin(&shared.keys()[first].first, seen.first);
+            atomicMin(&shared.keys()[first].first, in_units(seen).first);
             atomicMax(&shared.keys()[first].end, seen.end);
             atomicMax(shared.words(), first + 1);
         }
@@ -137,6 +137,13 @@ inline void load_item(const AttendParams &p, const Shared &shared, const Item &i
         }
         __syncthreads();
     }
+}
+
+// Over pages: the entry of the unit of 16 keys that the lane looks up for all of its warp, of the tile that begins with
+// key `first` of a segment that ends at `end`; NONE if there is no such unit.
+inline uint entry_of_lane(const Pages &pages, uint first, uint end) {
+    const uint at = threadIdx.x % 32 * 16;
+    return PAGE_SHIFT > 0 && at < TILE && at < end - first ? pages.entry(first + at) : NONE;
 }
 
 // Calls use(keys, sequence) for each sequence of the item that has keys.

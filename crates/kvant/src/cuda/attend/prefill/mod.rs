@@ -3,7 +3,7 @@
 use crate::{
     DType, Result,
     cuda::{
-        attend::{AttendParams, RowStrides, bind_result, params},
+        attend::{AttendParams, RowStrides, bind_pages, bind_result, params},
         headers,
     },
     gpu::{Launch, Limits, Params, Scratch, Source, Use},
@@ -49,10 +49,10 @@ fn items(call: &Call) -> usize {
 }
 
 impl AttendPrefill {
-    /// Whether sequences fill at least half a work item, and the work items at least a tenth of the device.
+    /// Whether the largest number of tokens of a sequence fills at least half a work item, and the work items at least a tenth of the device.
     pub(super) fn has_enough_rows(call: &Call, limits: &Limits) -> bool {
         let spec = call.layer.spec();
-        let rows_of_sequence = call.tokens.div_ceil(spec.sequences).saturating_mul(call.heads / spec.kv_heads);
+        let rows_of_sequence = call.step.batch().most_new.saturating_mul(call.heads / spec.kv_heads);
         let blocks = items(call).saturating_mul(spec.kv_heads);
         // On an H200, 8 blocks over 4096 keys took a tenth longer than attend_generic, which divides the keys among all
         // blocks; 16 blocks were faster.
@@ -88,7 +88,7 @@ impl AttendPrefill {
             .constant("FRESH", false)
             .read(2, &call.layer.k.low)
             .read(5, &call.layer.v.low);
-        Ok(bind_result(launch, call, state))
+        Ok(bind_result(bind_pages(launch, call), call, state))
     }
 
     /// The launch over the step's own keys.
@@ -103,6 +103,7 @@ impl AttendPrefill {
             .common(name, call, &RowStrides::of_fresh(call, fresh))?
             .constant("RING", false)
             .constant("FRESH", true)
+            .constant("PAGE_SHIFT", 0u32)
             .write(1, &call.out)
             .read(2, &fresh.k)
             .read(5, &fresh.v)

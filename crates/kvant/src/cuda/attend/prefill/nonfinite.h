@@ -36,7 +36,7 @@ inline bool values_are_nonfinite(uint base, Cursor cursor) {
 
 // O += P V for the tile at the cursor, whose first key is `first`, key by key over those that a row sees.
 inline void add_by_keys(uint base, Cursor &cursor, const uint (&w)[P_TERMS][TILE / 16][4], const Seen &seen, uint first,
-                        Work &work) {
+                        uint held, Work &work) {
     const uint t = threadIdx.x % 4, own_block = SHARED_ROWS ? threadIdx.x / 128 * BLOCK : 0;
     // Far below what the output shows, but not 0, for an infinite value.
     constexpr float LEAST = 1.0f / (1ull << 60);
@@ -64,7 +64,7 @@ inline void add_by_keys(uint base, Cursor &cursor, const uint (&w)[P_TERMS][TILE
             bool sees[2];
 #pragma unroll
             for (uint c = 0; c < 2; c++) {
-                sees[c] = position >= seen.row[c].first && position < seen.row[c].end;
+                sees[c] = position >= seen.row[c].first && position < seen.row[c].end && seen.holds(held, key / 16);
                 weight[c] = __shfl_sync(0xFFFFFFFF, weight[c], key % 8 / 2, 4);
                 weight[c] = weight[c] < LEAST ? LEAST : weight[c];
             }

@@ -24,6 +24,23 @@ struct Seen {
     const uint *sequences;
     uint sequence;
     uint end;
+    // Over pages: those of the sequence.
+    Pages pages;
+
+    // Over pages: the lane's entry for the tile that begins with `first` (entry_of_lane), and which units of 16 keys of
+    // the tile pages hold, as bits, from the entries of all lanes.
+    uint entry(uint first) const {
+        return entry_of_lane(pages, first, end);
+    }
+    uint held(uint entry) const {
+        return PAGE_SHIFT > 0 ? __ballot_sync(0xFFFFFFFF, pages.page(entry) != NONE) : 0;
+    }
+    static bool holds(uint held, uint unit) {
+        return PAGE_SHIFT == 0 || (held >> unit & 1) != 0;
+    }
+    static bool holds_all(uint held) {
+        return PAGE_SHIFT == 0 || held == (1u << TILE / 16) - 1;
+    }
 
     // The position of a key: NONE if it is of another sequence.
     uint position(uint key) const {
@@ -141,8 +158,9 @@ inline void end_values(uint base, Cursor used, Work &work) {
     }
 }
 
-// From scores to weights, and the factors of what was summed before.
-inline void soften(const AttendParams &p, const Seen &seen, uint first, float (&s)[TILE / 2], Work &work, float (&f)[2]) {
+// From scores to weights, and the factors of what was summed before. Pages hold the units `held`.
+inline void soften(const AttendParams &p, const Seen &seen, uint first, uint held, float (&s)[TILE / 2], Work &work,
+                   float (&f)[2]) {
     const uint t = threadIdx.x % 4;
     float factor = p.scale * LOG2_E;
     if (SOFTCAP) {
@@ -153,12 +171,12 @@ inline void soften(const AttendParams &p, const Seen &seen, uint first, float (&
             s[i] = tanhf(s[i] * inner);
         }
     }
-    if (!seen.all_see(first)) {
+    if (!(seen.holds_all(held) && seen.all_see(first))) {
 #pragma unroll
         for (uint i = 0; i < TILE / 2; i++) {
             const Range row = seen.row[i / 2 % 2];
             const uint position = seen.position(first + i / 4 * 8 + 2 * t + i % 2);
-            s[i] = position >= row.first && position < row.end ? s[i] : nothing();
+            s[i] = position >= row.first && position < row.end && seen.holds(held, i / 8) ? s[i] : nothing();
         }
     }
 #pragma unroll

@@ -27,6 +27,9 @@
 // Where contexts are short and the device has clusters, the eight blocks of a cluster share an item and merge their
 // states through distributed shared memory (device/cluster.h).
 //
+// Over pages (work.h) a group is in one page, which is looked up while the group before it is worked on. A key that no
+// page holds is zeros, and masked.
+//
 // Tables are filled, and positions, sequences and lengths are read, before the previous kernel has ended
 // (device/dependent_launch.h).
 #include "attend/division.h"
@@ -149,11 +152,16 @@ struct BlockState {
     }
 };
 
-// Positions and sequences of all tokens, lengths of all sequences.
+// Positions and sequences of all tokens, lengths and pages of all sequences.
 struct TokenPlaces {
     const uint *positions;
     const uint *sequence;
     const uint *lens;
+#if PAGE_SHIFT > 0
+    const uint *table;
+#else
+    static constexpr const uint *table = nullptr;
+#endif
 };
 
 // From the block's state to the output, or to a state in device memory. Not inlined, so that it does not share
@@ -162,7 +170,7 @@ __noinline__ void finish(const AttendParams &p, const Partials to, const TokenPl
     const State state = {};
     const ulong first_row = ulong(part.item) * p.kv_heads * p.group + part.head * p.group;
     const auto sees = [&](uint) {
-        return sees_any(p, load_token(p, places.positions, places.sequence, places.lens, part.item));
+        return sees_any(p, places.table, load_token(p, places.positions, places.sequence, places.lens, part.item));
     };
     if constexpr (CLUSTER > 1) {
         const Merged merged = {};
@@ -198,8 +206,10 @@ inline void work_on(const AttendParams &p, const Buffers &b, const ItemPart &par
     const uint thread = threadIdx.x, lane = thread % 32;
     const Token token = b.alone ? b.only : load_token(p, b.positions, b.sequence, b.lens, part_of_item.item);
     Range keys = {0, 0};
+    uint first_seen = 0;
     if (token.sequence != NONE) {
-        const Range seen = visible(p, token);
+        const Range seen_keys = visible(p, token), seen = in_units(seen_keys);
+        first_seen = seen_keys.first;
         keys = {seen.first + min(part_of_item.tiles.first * TILE, seen.len()), seen.first + min(part_of_item.tiles.end * TILE, seen.len())};
         if (CLUSTER > 1) {
             const EvenSplit blocks((keys.len() + KEYS - 1) / KEYS, CLUSTER);
@@ -225,7 +235,7 @@ inline void work_on(const AttendParams &p, const Buffers &b, const ItemPart &par
                               plane(b.v.high, ValueCodes::HIGH_ROW, max(ValueCodes::HIGH_BYTES, 16u)),
                               reinterpret_cast<const uchar *>((lane < KEYS ? b.k : b.v).norms + row * BLOCKS + part),
                               p.row_slot};
-        loop.begin(p, from, keys);
+        loop.begin(p, from, keys, pages_of(p, b.table, token.sequence), first_seen);
     }
     load_queries(p, b, part_of_item.item, part_of_item.head);
     __syncthreads();
@@ -238,7 +248,11 @@ inline void work_on(const AttendParams &p, const Buffers &b, const ItemPart &par
     block.turn = work.turn;
     const State state = {};
     merge_warps(p, work, state);
+#if PAGE_SHIFT > 0
+    finish(p, b.to, {b.positions, b.sequence, b.lens, b.table}, part_of_item);
+#else
     finish(p, b.to, {b.positions, b.sequence, b.lens}, part_of_item);
+#endif
     block.read_by_others = CLUSTER > 1;
 }
 
@@ -246,7 +260,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
     KVANT_KERNEL(const uchar *q, uchar *out, const uchar *k_low, const uchar *k_high, const float *k_norms,
                      const uchar *v_low, const uchar *v_high, const float *v_norms, const uint *positions,
                      const uint *sequence, const uint *lens, float *partials, uint *counters, float *state,
-                     const __grid_constant__ AttendParams p) {
+                     const __grid_constant__ AttendParams p, const uint *table) {
     const uint thread = threadIdx.x;
     const Division division(p);
     const uint items = division.items, first_item = division.first_item;
@@ -271,7 +285,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
     // So far the kernel has read only buffers that the previous kernel does not write (gpu/launch.rs: `reads_ahead`).
     take_turn();
     const Buffers b = {q,         {k_low, k_high, k_norms}, {v_low, v_high, v_norms}, positions, sequence, lens,
-                       {partials, counters, state, out},    items == 1,               only};
+                       {partials, counters, state, out},    items == 1,               only,      table};
     BlockState block_state = {false, 0};
     // Empty tiles after those of each head: they account for the time to begin and end a part.
     const uint ends = items > 1 ? END_TILES : 0;
@@ -279,7 +293,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
     for (uint i = thread; i < items; i += THREADS) {
         const Token token = b.alone ? only : load_token(p, positions, sequence, lens, first_item + i);
         // At least one, so that a block writes the output.
-        prefix[i + 1] = (token.sequence == NONE ? 1 : max(tiles_of(visible(p, token)), 1u)) + ends;
+        prefix[i + 1] = (token.sequence == NONE ? 1 : max(tiles_of(in_units(visible(p, token))), 1u)) + ends;
     }
     if (thread == 0) {
         prefix[0] = 0;

@@ -3,10 +3,28 @@
 #define KVANT_CUDA_ATTEND_QUANTISED_COPIES_H
 #include "attend/quantised/layout.h"
 
-// The rows of a group of keys: key i of the group is at slot `slot` + i of a ring; past the last, the last.
+// The rows of a group of keys: key i of the group is at slot `slot` + i of a ring; past the last, the last. Over pages
+// `page` holds the group, or NONE, and its slots are those of the page; the keys before `skip` are not of the part.
 struct Group {
     uint slot;
     uint last;
+    uint page;
+    uint skip;
+
+    // Whether some of the keys are masked, and whether key i is.
+    bool lacks_any() const {
+        return last + 1 < KEYS || (PAGE_SHIFT > 0 && (skip > 0 || page == NONE));
+    }
+    bool lacks(uint i) const {
+        return i > last || (PAGE_SHIFT > 0 && (i < skip || page == NONE));
+    }
+    // Whether there is anything to copy, and how far planes are moved for it.
+    bool is_held() const {
+        return PAGE_SHIFT == 0 || page != NONE;
+    }
+    ulong moved() const {
+        return PAGE_SHIFT == 0 ? 0 : page_bytes(page);
+    }
 
     uint slot_of(const AttendParams &p, uint i) const {
         uint at = slot + min(i, last);
@@ -40,7 +58,7 @@ inline const uchar *row_at(const uchar *first, uint row_slot, uint slot) {
     return row;
 }
 
-// Copies a plane's rows of a group, PITCH bytes apart: BYTES of each.
+// Copies a plane's rows of a group, PITCH bytes apart: BYTES of each; zeros if no page holds them.
 template <uint BYTES, uint PITCH, uint ROW>
 inline void copy_rows(const AttendParams &p, const uchar *first, uint row_slot, Group group, uint to) {
     constexpr uint LANES = BYTES / 16, AT_ONCE = 32 / LANES;
@@ -49,7 +67,8 @@ inline void copy_rows(const AttendParams &p, const uchar *first, uint row_slot, 
     for (uint i = 0; i < KEYS; i += AT_ONCE) {
         const uint row = i + lane / LANES;
         if (AT_ONCE <= KEYS || row < KEYS) {
-            copy_async<16>(to + row * PITCH + lane % LANES * 16, row_at<ROW>(first, row_slot, group.slot_of(p, row)), true);
+            copy_async<16>(to + row * PITCH + lane % LANES * 16, row_at<ROW>(first + group.moved(), row_slot, group.slot_of(p, row)),
+                           group.is_held());
         }
     }
 }
@@ -77,7 +96,8 @@ struct Box {
         const uint lane = threadIdx.x % 32;
         copy_codes<KeyCodes>(p, from.k_low, from.k_high, from.row_slot, group, shared_address(at));
         copy_async<4>(shared_address(at + AT_BOX_NORMS) + lane * 4,
-                      row_at<4 * BLOCKS>(from.norms, from.row_slot, group.slot_of(p, lane % KEYS)), true);
+                      row_at<4 * BLOCKS>(from.norms + group.moved(), from.row_slot, group.slot_of(p, lane % KEYS)),
+                      group.is_held());
     }
     void copy_values(const AttendParams &p, const Sources &from, Group group) const {
         copy_codes<ValueCodes>(p, from.v_low, from.v_high, from.row_slot, group, shared_address(at + AT_BOX_VALUES));

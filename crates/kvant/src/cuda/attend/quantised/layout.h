@@ -136,6 +136,7 @@ struct Buffers {
     // The only token, if `alone`.
     bool alone;
     Token only;
+    const uint *table;
 };
 
 #endif

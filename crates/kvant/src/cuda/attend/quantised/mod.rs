@@ -4,8 +4,8 @@ use crate::{
     Result,
     cuda::{
         attend::{
-            AttendParams, MAX_CLUSTER, MAX_GROUP, MAX_SHARED_ITEMS, MAX_SPLITS, PartialStates, RowStrides, bind_result,
-            has_clusters, longest_context, pairs, params,
+            AttendParams, MAX_CLUSTER, MAX_GROUP, MAX_SHARED_ITEMS, MAX_SPLITS, PartialStates, RowStrides, bind_pages,
+            bind_result, has_clusters, longest_context, pairs, params,
         },
         headers, planes,
     },
@@ -161,6 +161,7 @@ impl AttendQuantised {
             .threadgroup_memory(self.shared_bytes)
             // Positions, sequences and lengths.
             .reads_ahead(&[8, 9, 10]);
+        let launch = bind_pages(launch, call);
         let launch = planes::bind(planes::bind(launch, 2, &call.layer.k, Use::Read), 5, &call.layer.v, Use::Read);
         let launch = bind_result(launch, call, state);
         if self.splits == 1 {

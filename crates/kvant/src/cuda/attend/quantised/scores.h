@@ -113,8 +113,8 @@ inline void grow(const float (&s)[4], float norm, Work &work) {
     }
 }
 
-// The weights of a group up to its key `last` from its raw scores, as B operands.
-inline uint2 weigh(const AttendParams &p, uint last, const float (&factor)[2], Norms &norms, float (&s)[4], Work &work) {
+// The weights of a group's keys from their raw scores, as B operands.
+inline uint2 weigh(const AttendParams &p, const Group &group, const float (&factor)[2], Norms &norms, float (&s)[4], Work &work) {
     const uint g = threadIdx.x % 32 / 4;
 #pragma unroll
     for (uint c = 0; c < 4; c++) {
@@ -123,10 +123,10 @@ inline uint2 weigh(const AttendParams &p, uint last, const float (&factor)[2], N
             s[c] = p.softcap * 1.4426950408889634f * tanhf(s[c]);
         }
     }
-    if (last + 1 < KEYS) {
+    if (group.lacks_any()) {
 #pragma unroll
         for (uint i = 0; i < 2; i++) {
-            if (g + 8 * i > last) {
+            if (group.lacks(g + 8 * i)) {
                 s[2 * i] = s[2 * i + 1] = nothing();
                 norms[i] = 0;
             }

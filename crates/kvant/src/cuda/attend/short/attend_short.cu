@@ -13,7 +13,11 @@
 // So no sums are added within a block. A warp sends its coordinates to the shared memory of the cluster's block with
 // its number, which merges the states of all blocks.
 //
-// Positions, sequences and lengths are read before the previous kernel has ended (device/dependent_launch.h).
+// Over pages (work.h) a warp copies its keys from the one or two pages that hold them. A key that no page holds is
+// masked, and its value is zeros.
+//
+// Positions, sequences, lengths and page tables are read before the previous kernel has ended
+// (device/dependent_launch.h).
 #include "attend/dense.h"
 #include "attend/merge_quads.h"
 #include "attend/work.h"
@@ -69,6 +73,13 @@ inline void copy(const AttendParams &p, const uchar *plane, uint slot, uint rows
     }
 }
 
+// The same over pages.
+inline void copy_from_pages(const RowsInPages &rows, const uchar *plane, uint to, uint barrier) {
+    rows.each_page([&](uint row, uint page, uint slot, uint count) {
+        copy_bulk(to + row * ROW, plane + page_bytes(page) + slot * ROW, count * ROW, barrier);
+    });
+}
+
 // Prefetches what copy() will copy to L2. The previous kernel may still write some of it; L2 is coherent, and nothing
 // is read.
 inline void prefetch_rows(const AttendParams &p, const uchar *plane, uint slot, uint rows) {
@@ -102,7 +113,7 @@ inline void scores(const AttendParams &p, const uchar *k, const uint4 (&q)[LOADS
 extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
     KVANT_KERNEL(const uchar *q, uchar *out, const uchar *k, const uchar *, const float *, const uchar *v, const uchar *,
            const float *, const uint *positions, const uint *sequence, const uint *lens, float *, uint *, float *state,
-           const AttendParams p) {
+           const AttendParams p, const uint *table) {
     extern __shared__ __align__(128) uchar memory[];
     Shared &shared = *reinterpret_cast<Shared *>(memory);
     const uint thread = threadIdx.x, warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
@@ -131,15 +142,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
     const uint before = warp * length, rows = before < count ? min(count - before, length) : 0;
     const uint slot = RING ? (seen.first + first + before) % p.capacity : seen.first + first + before;
     const uint own_k = shared_address(shared.k + warp * STRETCH), own_v = shared_address(shared.v + warp * STRETCH);
+    // Over pages: those of the warp's stretch; and the entries of the two keys whose scores the lane has.
+    const Pages pages = pages_of(p, table, exists ? token.sequence : 0);
+    const RowsInPages own(pages, slot, PAGE_SHIFT > 0 ? rows : 0);
+    uint entries[2] = {NONE, NONE};
+    if (PAGE_SHIFT > 0) {
+#pragma unroll
+        for (uint i = 0; i < 2; i++) {
+            const uint key = g * length + warp * 2 + i;
+            if (warp * 2 < length && key < count) {
+                entries[i] = pages.entry(seen.first + first + key);
+            }
+        }
+    }
+    const uint held = PAGE_SHIFT > 0 ? own.held() : rows;
     // Zeros for values that do not exist: their weights are multiplied, too.
-    for (uint at = rows * ROW + lane * 16; at < TILE * ROW; at += 512) {
-        asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(own_v + at), "r"(0) : "memory");
+    for (uint at = (PAGE_SHIFT > 0 ? 0 : rows * ROW) + lane * 16; at < TILE * ROW; at += 512) {
+        if (PAGE_SHIFT == 0 || !own.hold(at / ROW)) {
+            asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(own_v + at), "r"(0) : "memory");
+        }
     }
     if (lane == 0) {
-        barrier_expect(keys, rows * ROW);
-        barrier_expect(values, rows * ROW);
+        barrier_expect(keys, held * ROW);
+        barrier_expect(values, held * ROW);
         // Not values: they arrive while scores are computed, and prefetching them delays the keys of other blocks.
-        if (rows > 0) {
+        if (PAGE_SHIFT > 0) {
+            own.each_page([&](uint, uint page, uint slot, uint count) {
+                prefetch_bulk(k + plane + page_bytes(page) + slot * ROW, count * ROW);
+            });
+        } else if (rows > 0) {
             prefetch_rows(p, k + plane, slot, rows);
         }
     }
@@ -154,8 +185,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
         let_next_begin();
     }
     if (lane == 0) {
-        copy(p, k + plane, slot, rows, own_k, keys);
-        copy(p, v + plane, slot, rows, own_v, values);
+        if (PAGE_SHIFT > 0) {
+            copy_from_pages(own, k + plane, own_k, keys);
+            copy_from_pages(own, v + plane, own_v, values);
+        } else {
+            copy(p, k + plane, slot, rows, own_k, keys);
+            copy(p, v + plane, slot, rows, own_v, values);
+        }
     }
     __syncwarp();
 
@@ -169,7 +205,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
         const uint key = g * length + warp * 2;
 #pragma unroll
         for (uint c = 0; c < 4; c++) {
-            s[c] = key + c / 2 < count ? s[c] : nothing();
+            const bool is_held = PAGE_SHIFT == 0 || entries[c / 2] < p.page_entries;
+            s[c] = key + c / 2 < count && is_held ? s[c] : nothing();
         }
     }
     // Of query rows 2t and 2t + 1.
@@ -276,6 +313,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
             const float4 x = *reinterpret_cast<const float4 *>(&shared.o[b][r][column * 4]);
             sum.add(shared.l[b][r], x, f[b]);
         }
-        Output{out, state, row, seen.len() > 0}.finish(r * (HEAD_DIM / 4) + rank * ROW_QUADS + column, sum);
+        Output{out, state, row, seen.len() > 0, seen, pages}.finish(r * (HEAD_DIM / 4) + rank * ROW_QUADS + column, sum);
     }
 }

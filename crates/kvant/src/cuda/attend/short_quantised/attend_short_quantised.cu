@@ -17,7 +17,10 @@
 // Centroids are looked up in tables in shared memory (attend/codes.h). They begin where the block's memory begins, not
 // at a multiple of 64 KiB, which leaves room for more codes. Operands are f16, products are summed in float.
 //
-// Tables are filled, and positions, sequences and lengths are read, before the previous kernel has ended
+// Over pages (work.h) a warp copies its keys from the one or two pages that hold them. A key that no page holds is
+// masked.
+//
+// Tables are filled, and positions, sequences, lengths and page tables are read, before the previous kernel has ended
 // (device/dependent_launch.h).
 #include "attend/short_quantised/copies.h"
 #include "attend/short_quantised/queries.h"
@@ -137,8 +140,9 @@ inline void multiply_keys(const Shared &shared, const KeyLookup &lookup, uint un
 }
 
 // Merges what the cluster's blocks have sent for a row, in their order, and writes it to the output, or to the state to
-// which the step's own keys are added. `sees`: whether the token sees any key. One warp calls it.
-inline void finish(Shared &shared, ulong row, const QueryRuns &runs, bool sees, uchar *out, float *state) {
+// which the step's own keys are added. sees(): whether the token sees any key. One warp calls it.
+template <typename Sees>
+inline void finish(Shared &shared, ulong row, const QueryRuns &runs, Sees sees, uchar *out, float *state) {
     constexpr uint RUN = QueryRuns::RUN;
     const uint lane = threadIdx.x % 32;
     // Two of the cluster's warps for each lane: of the lower four blocks, and the upper.
@@ -178,7 +182,7 @@ inline void finish(Shared &shared, ulong row, const QueryRuns &runs, bool sees, 
     }
     transform_warp<HEAD_DIM>(x, l, lane);
     runs.flip(x);
-    const float inverse = norm_of_rotation() * (state != nullptr ? 1 : inverse_of_sum(l, [&] { return sees; }));
+    const float inverse = norm_of_rotation() * (state != nullptr ? 1 : inverse_of_sum(l, sees));
 #pragma unroll
     for (uint i = 0; i < HEAD_DIM / 32; i += RUN) {
         const uint coord = QueryRuns::coord(i / RUN, lane);
@@ -204,7 +208,7 @@ inline void finish(Shared &shared, ulong row, const QueryRuns &runs, bool sees, 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
     KVANT_KERNEL(const uchar *q, uchar *out, const uchar *k_low, const uchar *k_high, const float *k_norms, const uchar *v_low,
            const uchar *v_high, const float *v_norms, const uint *positions, const uint *sequence, const uint *lens, float *, uint *,
-           float *state, const AttendParams p) {
+           float *state, const AttendParams p, const uint *table) {
     Shared &shared = *reinterpret_cast<Shared *>(at_place(AT_SHARED));
     const uint thread = threadIdx.x, warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
     const uint rank = blockIdx.x % CLUSTER, pair = blockIdx.x / CLUSTER;
@@ -228,7 +232,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
     if (K_CODEC != V_CODEC) {
         ValueTable::fill(at_place(AT_V_TABLE), thread, THREADS);
     }
-    const Own own(p, token, head);
+    const Own own(p, table, token, head);
     // The two keys whose scores the lane has, among the block's, and where their norms are.
     const uint first_key = g * own.length + warp * 2;
     bool there[2];
@@ -236,7 +240,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
 #pragma unroll
     for (uint i = 0; i < 2; i++) {
         there[i] = warp * 2 < own.length && first_key + i < own.count;
-        norms_at[i] = (own.plane + ulong(own.slot_of(p, there[i] ? first_key + i : 0)) * p.row_slot) * BLOCKS;
+        uint slot = own.slot_of(p, there[i] ? first_key + i : 0);
+        ulong moved = 0;
+        if (PAGE_SHIFT > 0) {
+            const uint page = there[i] ? own.pages.of(slot) : NONE;
+            there[i] = page != NONE;
+            moved = page_bytes(page) / sizeof(float);
+            slot %= PAGE_KEYS;
+        }
+        norms_at[i] = moved + (own.plane + ulong(slot) * p.row_slot) * BLOCKS;
         if (there[i]) {
             asm volatile("prefetch.global.L2 [%0];" ::"l"((t < 2 ? k_norms : v_norms) + norms_at[i]) : "memory");
         }
@@ -251,8 +263,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
     const uint v_low_at = shared_address(shared.v_low + warp * V_LOW);
     const uint v_high_at = shared_address(shared.v_high + warp * V_HIGH);
     if (lane == 0) {
-        barrier_expect(keys, own.rows * K_ROW);
-        barrier_expect(values, own.rows * V_ROW);
+        barrier_expect(keys, own.held() * K_ROW);
+        barrier_expect(values, own.held() * V_ROW);
         prefetch_rows<KeyCodes::LOW_ROW>(p, k_low_from, own);
         if constexpr (KeyCodes::HIGH_BITS > 0) {
             prefetch_rows<KeyCodes::HIGH_ROW>(p, k_high_from, own);
@@ -454,6 +466,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
     // Merges the states of the block's row. No block writes to one that has ended: a block with a row has waited for
     // all, and the others receive nothing.
     if (rank < GROUP && warp == 0) {
-        finish(shared, row + rank, runs, sees_any(p, token), out, state);
+        // Pages are looked at only if need be.
+        const bool any = PAGE_SHIFT == 0 && sees_any(p, table, token);
+        finish(shared, row + rank, runs, [&] { return PAGE_SHIFT == 0 ? any : sees_any(p, table, token); }, out, state);
     }
 }

@@ -21,8 +21,12 @@ struct Own {
     uint slot;
     uint rows;
     uint slot_of_rows;
+    // Over pages: those of the sequence, and those of the stretch; `plane` is the head's first row in a page, and slots
+    // are positions.
+    Pages pages;
+    RowsInPages in_pages;
 
-    Own(const AttendParams &p, const Token &token, uint head) {
+    Own(const AttendParams &p, const uint *table, const Token &token, uint head) : in_pages({nullptr, 0}, 0, 0) {
         const bool exists = token.sequence != NONE;
         const Range seen = exists ? visible(p, token) : Range{0, 0};
         const uint rank = blockIdx.x % CLUSTER;
@@ -35,6 +39,14 @@ struct Own {
         const uint before = threadIdx.x / 32 * length;
         rows = before < count ? min(count - before, length) : 0;
         slot_of_rows = slot_of(p, before);
+        pages = pages_of(p, table, exists ? token.sequence : 0);
+        if (PAGE_SHIFT > 0) {
+            in_pages = RowsInPages(pages, slot_of_rows, rows);
+        }
+    }
+    // How many rows of the stretch are copied.
+    uint held() const {
+        return PAGE_SHIFT > 0 ? in_pages.held() : rows;
     }
     // Of the block's key `i`; for one that is not there, any.
     uint slot_of(const AttendParams &p, uint i) const {
@@ -43,9 +55,12 @@ struct Own {
     }
 };
 
-// The first byte of a warp's stretch of a plane.
+// The first byte of a warp's stretch of a plane; over pages that of the head's rows in a page.
 template <uint ROW>
 inline const uchar *stretch_of(const AttendParams &p, const uchar *plane, const Own &own) {
+    if (PAGE_SHIFT > 0) {
+        return plane + own.plane * ROW;
+    }
     return plane + (own.plane + ulong(own.slot_of_rows) * p.row_slot) * ROW;
 }
 
@@ -54,7 +69,11 @@ template <uint ROW>
 inline void copy(const AttendParams &p, const uchar *from, const Own &own, uint to, uint barrier) {
     // Of a ring up to the end, and from its beginning on.
     const uint left = p.capacity - own.slot_of_rows;
-    if constexpr (IN_ORDER) {
+    if constexpr (PAGE_SHIFT > 0) {
+        own.in_pages.each_page([&](uint row, uint page, uint slot, uint rows) {
+            copy_bulk(to + row * ROW, from + page_bytes(page) + slot * ROW, rows * ROW, barrier);
+        });
+    } else if constexpr (IN_ORDER) {
         const uint run = RING ? min(own.rows, left) : own.rows;
         if (run > 0) {
             copy_bulk(to, from, run * ROW, barrier);
@@ -76,7 +95,11 @@ inline void copy(const AttendParams &p, const uchar *from, const Own &own, uint 
 // is read.
 template <uint ROW>
 inline void prefetch_rows(const AttendParams &p, const uchar *from, const Own &own) {
-    if (own.rows > 0 && IN_ORDER && (!RING || own.slot_of_rows + own.rows <= p.capacity)) {
+    if (PAGE_SHIFT > 0) {
+        own.in_pages.each_page([&](uint, uint page, uint slot, uint rows) {
+            prefetch_bulk(from + page_bytes(page) + slot * ROW, rows * ROW);
+        });
+    } else if (own.rows > 0 && IN_ORDER && (!RING || own.slot_of_rows + own.rows <= p.capacity)) {
         prefetch_bulk(from, own.rows * ROW);
     }
 }

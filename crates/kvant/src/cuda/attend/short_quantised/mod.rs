@@ -5,7 +5,7 @@ use crate::{
     codec::BLOCK,
     cuda::{
         attend::{
-            AttendParams, MAX_CLUSTER, RowStrides, bind_result, pairs, params,
+            AttendParams, MAX_CLUSTER, RowStrides, bind_pages, bind_result, pairs, params,
             quantised::{K_LANES, table_bytes},
             short::{self, WARP_KEYS, WARPS},
         },
@@ -85,10 +85,10 @@ impl AttendShortQuantised {
             .params(14, &params(call, &RowStrides::of_cache(call), self.group, call.tokens, 1)?)
             .grid([self.blocks, 1, 1], [32 * WARPS, 1, 1])
             .threadgroup_memory(self.requested_bytes)
-            // Positions, sequences and lengths.
-            .reads_ahead(&[8, 9, 10]);
+            // Positions, sequences, lengths and page tables.
+            .reads_ahead(&[8, 9, 10, 15]);
         let launch = planes::bind(planes::bind(launch, 2, &call.layer.k, Use::Read), 5, &call.layer.v, Use::Read);
-        Ok(bind_result(launch, call, state))
+        Ok(bind_result(bind_pages(launch, call), call, state))
     }
 }
 

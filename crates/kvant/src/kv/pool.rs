@@ -1,0 +1,755 @@
+//! The memory of many sequences, and the steps of batches.
+
+use std::sync::{
+    Arc, Mutex, MutexGuard, PoisonError,
+    atomic::{AtomicU64, Ordering},
+};
+
+use super::{
+    pages::{Page, Pages},
+    prefix::Prefixes,
+    sequence::{Sequence, SequencePages},
+};
+use crate::{
+    Batch, Codec, DType, Device, Error, KvLayer, LayerSpec, Planes, Result, SlotOrder, Step, Tensor,
+    codec::{self, BLOCK},
+    layer::{LayerPages, PAGE_UNIT},
+    ops::{self, check},
+    step::StepPages,
+};
+
+pub(super) const NAME: &str = "kv_pool";
+
+/// One layer of a [`PoolSpec`].
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct CacheLayer {
+    /// KV heads, Hk.
+    pub kv_heads: usize,
+    /// Coordinates of a key or value, D.
+    pub head_dim: usize,
+    /// How many positions a token sees, itself included; `None` for all. [`attend`](ops::attend()) applies it.
+    pub window: Option<usize>,
+    /// The codec of keys.
+    pub k: Codec,
+    /// The codec of values.
+    pub v: Codec,
+}
+
+/// The specification of a [`KvPool`].
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct PoolSpec {
+    /// One entry per layer.
+    pub layers: Vec<CacheLayer>,
+    /// Bytes of all pages together.
+    pub bytes: usize,
+    /// Positions of a page: 16, 32, 64, 128 or 256.
+    pub page_tokens: usize,
+    /// Bytes of host memory for pages of prefixes that the device has no room for.
+    pub host_bytes: usize,
+}
+
+impl PoolSpec {
+    /// Layers and a budget in bytes for the pages of all of them. A page has 64 positions, and no host memory is used.
+    pub fn new(layers: Vec<CacheLayer>, bytes: usize) -> PoolSpec {
+        PoolSpec { layers, bytes, page_tokens: 64, host_bytes: 0 }
+    }
+
+    /// Sets the positions of a page.
+    #[must_use]
+    pub fn page_tokens(self, page_tokens: usize) -> PoolSpec {
+        PoolSpec { page_tokens, ..self }
+    }
+
+    /// Sets the budget so that so many sequences of up to `longest` tokens fit at once, fed with up to `most_new` tokens
+    /// at a time each. The size of pages and the layers must be set before.
+    ///
+    /// # Errors
+    /// As [`KvPool::new`].
+    pub fn room_for(self, sequences: usize, longest: usize, most_new: usize) -> Result<PoolSpec> {
+        let (groups, _, _) = layer_groups(&self)?;
+        let slab = groups.iter().map(|group| group.page_bytes).max().unwrap_or(PAGE_UNIT);
+        let of_group = |group: &LayerGroup| {
+            let all = longest.div_ceil(self.page_tokens);
+            // The window may begin and end within a page.
+            let in_window =
+                |window: usize| window.saturating_add(most_new).div_ceil(self.page_tokens).saturating_add(1);
+            let pages = group.window.map_or(all, |window| in_window(window).min(all)).max(1);
+            pages.checked_mul(sequences.max(1))?.div_ceil(slab / group.page_bytes).checked_mul(slab)
+        };
+        let bytes = groups.iter().map(of_group).try_fold(0usize, |sum, bytes| sum.checked_add(bytes?));
+        Ok(PoolSpec { bytes: bytes.ok_or(Error::Overflow { op: NAME, arg: "longest" })?, ..self })
+    }
+
+    /// Sets the bytes of host memory for evicted prefixes.
+    #[must_use]
+    pub fn host_bytes(self, host_bytes: usize) -> PoolSpec {
+        PoolSpec { host_bytes, ..self }
+    }
+}
+
+/// The most that a step for a captured [`Graph`](crate::Graph) can hold ([`KvPool::reserve_step`]).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct StepSize {
+    /// Sequences.
+    pub sequences: usize,
+    /// Tokens, of all sequences together.
+    pub tokens: usize,
+    /// The longest length of a sequence.
+    pub longest: usize,
+    /// The most tokens of one sequence.
+    pub most_new: usize,
+}
+
+impl StepSize {
+    /// A decode step: one token for each of `sequences` sequences of at most `longest` tokens.
+    pub fn decode(sequences: usize, longest: usize) -> StepSize {
+        StepSize { sequences, tokens: sequences, longest, most_new: 1 }
+    }
+
+    /// Sets the number of tokens, and how many of them one sequence can have.
+    #[must_use]
+    pub fn tokens(self, tokens: usize, most_new: usize) -> StepSize {
+        StepSize { tokens, most_new, ..self }
+    }
+}
+
+/// How much of a pool is in use.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct PoolUsage {
+    /// Bytes of all pages.
+    pub bytes: usize,
+    /// Bytes of pages that a sequence or the prefix cache holds.
+    pub used: usize,
+    /// Bytes of host memory that evicted prefixes take.
+    pub host: usize,
+}
+
+/// Keys and values of many sequences in all layers of a model, in pages.
+///
+/// A page holds `page_tokens` consecutive positions of all layers that have the same window. A [`Sequence`] takes pages
+/// as it grows, gives back those that its windows have passed, and shares them with its forks. All groups of layers take
+/// pages from one budget of bytes. Cloning a pool is cheap and gives the same pool.
+///
+/// A forward pass calls [`KvPool::step`] for a batch of any mixture of sequences and numbers of tokens, then writes and
+/// attends with this step in every layer.
+///
+/// Every call either succeeds completely or returns an error and leaves pool and sequences unchanged.
+///
+/// ```
+/// use kvant::{CacheLayer, Codec, Device, KvPool, PoolSpec};
+/// let full = CacheLayer { kv_heads: 2, head_dim: 64, window: None, k: Codec::F16, v: Codec::F16 };
+/// let sliding = CacheLayer { window: Some(128), ..full };
+/// let pool = KvPool::new(&Device::cpu(), &PoolSpec::new(vec![sliding, full], 4 << 20))?;
+///
+/// let (mut a, mut b) = (pool.sequence(), pool.sequence());
+/// let step = pool.step(&mut [(&mut a, 20), (&mut b, 7)])?; // two prompts
+/// assert_eq!(step.lens().to_vec::<u32>()?, [20, 7]);
+/// let mut c = a.fork(); // shares the pages of `a`
+/// pool.step(&mut [(&mut a, 1), (&mut c, 4)])?; // one token, and a draft of four
+/// c.truncate(22)?; // two tokens of the draft were accepted
+/// assert_eq!((a.len(), b.len(), c.len()), (21, 7, 22));
+/// drop((a, b, c));
+/// assert_eq!(pool.usage().used, 0);
+/// # Ok::<(), kvant::Error>(())
+/// ```
+#[derive(Clone)]
+pub struct KvPool(Arc<Shared>);
+
+struct Shared {
+    id: u64,
+    device: Device,
+    spec: PoolSpec,
+    layout: PoolLayout,
+    layers: Vec<KvLayer>,
+    memory: Tensor,
+    state: Mutex<PoolState>,
+}
+
+pub(super) struct PoolState {
+    pub pages: Pages,
+    pub prefixes: Prefixes,
+    /// Kept between steps, so that a step allocates nothing.
+    log: Vec<Change>,
+    words: Vec<u32>,
+}
+
+/// How the memory of a pool is divided: follows from its specification.
+#[derive(Clone, Debug)]
+pub(super) struct PoolLayout {
+    pub groups: Vec<LayerGroup>,
+    /// The group of each layer.
+    layer_groups: Vec<usize>,
+    pub page_tokens: usize,
+    slab_units: u32,
+    slabs: u32,
+}
+
+/// Layers with the same window, which hold the same positions.
+#[derive(Clone, Debug)]
+pub(super) struct LayerGroup {
+    pub window: Option<usize>,
+    pub page_bytes: usize,
+}
+
+impl LayerGroup {
+    /// The oldest position that a token at `position` sees.
+    pub fn oldest_seen(&self, position: usize) -> usize {
+        self.window.map_or(0, |window| (position + 1).saturating_sub(window))
+    }
+}
+
+/// What a step changes in the books. `sequence` is an index of the batch.
+#[derive(Clone, Copy, Debug)]
+enum Change {
+    /// The oldest page, which the window has passed.
+    Passed { sequence: usize, group: usize, page: Page },
+    /// The last page, which others hold too, and its copy.
+    Copied { sequence: usize, group: usize, from: Page, to: Page },
+    /// A new last page.
+    New { sequence: usize, group: usize, page: Page },
+}
+
+impl KvPool {
+    /// Allocates the memory of a pool. On the CPU the system provides it page by page as it is used.
+    ///
+    /// # Errors
+    /// `Value`, `DType` or `Overflow` for an invalid specification, and for a budget without room for a page of each
+    /// group; `OutOfMemory`.
+    pub fn new(device: &Device, spec: &PoolSpec) -> Result<KvPool> {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        let (layout, offsets) = PoolLayout::new(spec)?;
+        let bytes = layout.slabs as usize * layout.slab_units as usize * PAGE_UNIT;
+        let memory = Tensor::sparse(device, DType::U8, &[bytes])?;
+        let id = NEXT.fetch_add(1, Ordering::Relaxed);
+        let layers = spec.layers.iter().zip(&layout.layer_groups).zip(&offsets);
+        let layers = layers.map(|((layer, &group), offsets)| {
+            let entries = (bytes - layout.groups[group].page_bytes) / PAGE_UNIT + 1;
+            let pages = LayerPages { pool: id, group, page_tokens: layout.page_tokens, entries: entries as u32 };
+            let CacheLayer { kv_heads, head_dim, window, k, v } = *layer;
+            let (sequences, capacity) = (u32::MAX as usize, u32::MAX as usize);
+            let order = SlotOrder::HeadMajor;
+            let spec = LayerSpec { sequences, kv_heads, capacity, head_dim, k, v, window, ring: false, order };
+            let [k, v] = [(k, offsets[0]), (v, offsets[1])].map(|(codec, at)| planes_at(&memory, codec, at));
+            Ok(KvLayer::paged(spec, pages, k?, v?))
+        });
+        let layers = layers.collect::<Result<_>>()?;
+        let units: Vec<u32> = layout.groups.iter().map(|group| (group.page_bytes / PAGE_UNIT) as u32).collect();
+        let state = PoolState {
+            pages: Pages::new(layout.slabs, layout.slab_units, &units),
+            prefixes: Prefixes::new(spec.host_bytes),
+            log: Vec::new(),
+            words: Vec::new(),
+        };
+        let (device, spec, state) = (device.clone(), spec.clone(), Mutex::new(state));
+        Ok(KvPool(Arc::new(Shared { id, device, spec, layout, layers, memory, state })))
+    }
+
+    /// The specification.
+    pub fn spec(&self) -> &PoolSpec {
+        &self.0.spec
+    }
+
+    /// The device that holds the pool.
+    pub fn device(&self) -> &Device {
+        &self.0.device
+    }
+
+    /// The keys and values of a layer.
+    ///
+    /// # Errors
+    /// `Value` for a layer that does not exist.
+    pub fn layer(&self, index: usize) -> Result<&KvLayer> {
+        self.layout().group_of(index)?;
+        Ok(&self.0.layers[index])
+    }
+
+    /// How much is in use.
+    pub fn usage(&self) -> PoolUsage {
+        let state = self.lock();
+        let groups = self.layout().groups.iter().enumerate();
+        let used = groups.map(|(index, group)| state.pages.in_use(index) * group.page_bytes).sum();
+        PoolUsage { bytes: self.0.memory.bytes(), used, host: state.prefixes.host_bytes() }
+    }
+
+    /// An empty sequence. It has no page yet.
+    pub fn sequence(&self) -> Sequence {
+        Sequence::new(self.clone(), SequencePages::new(self.layout().groups.len()))
+    }
+
+    /// Appends tokens to sequences: `batch` has each sequence and the number of its new tokens, which may be 0. Row i of
+    /// the step's lengths and page tables is sequence i of the batch; its tokens get the positions after its last one.
+    ///
+    /// The new tokens count from now on: if the pass that should write them fails, remove them with
+    /// [`Sequence::truncate`]. A step is valid until one of its sequences changes.
+    ///
+    /// Commit operations that write to a sequence before this call: it may copy a page that two sequences share.
+    ///
+    /// # Errors
+    /// - `OutOfPages` with the number of pages that are missing, counted when no prefix would be kept.
+    /// - `Value` for a sequence of another pool; `Overflow` for a position beyond u32; `OutOfMemory`, `DeviceFault`.
+    pub fn step(&self, batch: &mut [(&mut Sequence, usize)]) -> Result<Step> {
+        let (mut tokens, mut longest, mut most_new) = (0usize, 0, 0);
+        for (sequence, count) in &mut *batch {
+            let overflow = Error::Overflow { op: NAME, arg: "batch" };
+            let len = sequence.len().checked_add(*count).filter(|&len| len < u32::MAX as usize).ok_or(overflow)?;
+            (tokens, longest, most_new) = (tokens.saturating_add(*count), len.max(longest), most_new.max(*count));
+        }
+        let sequences = batch.len();
+        // Nothing is missing in a step that nobody rewrites: only sequences with tokens count.
+        let live = batch.iter().filter(|(_, count)| *count > 0).count();
+        let step = self.empty_step(StepSize { sequences, tokens, longest, most_new })?;
+        let step = step.with_batch(Batch { sequences: live, longest, most_new });
+        self.step_into(batch, &step)?;
+        Ok(step)
+    }
+
+    /// A step for a captured [`Graph`](crate::Graph), which [`KvPool::step_into`] rewrites for each replay. Its rows are
+    /// inactive until then.
+    ///
+    /// # Errors
+    /// `Overflow`, `OutOfMemory`.
+    pub fn reserve_step(&self, size: StepSize) -> Result<Step> {
+        let step = self.empty_step(size)?;
+        let shape = self.step_shape(&step);
+        let mut words = Vec::new();
+        shape.fill(&mut words, &[]);
+        shape.base.write(&words)?;
+        Ok(step)
+    }
+
+    /// As [`KvPool::step`], but rewrites the buffers of an existing step. The batch can have fewer sequences and tokens
+    /// than the step: the other rows are inactive.
+    ///
+    /// # Errors
+    /// As [`KvPool::step`]; `Value` for a batch that is larger than the step, and for a step of another pool.
+    pub fn step_into(&self, batch: &mut [(&mut Sequence, usize)], step: &Step) -> Result<()> {
+        let of_pool = step.pages.as_ref().is_some_and(|pages| pages.pool == self.0.id);
+        check::value_is(NAME, "step", of_pool, "a step of this pool", "another")?;
+        self.check_batch(batch, step)?;
+        let mut state = self.lock();
+        self.take_pages(&mut state, batch)?;
+        let written = self.write_step(&mut state, batch, step);
+        let PoolState { pages, log, .. } = &mut *state;
+        if let Err(error) = written {
+            undo(pages, log);
+            return Err(error);
+        }
+        apply(log, batch);
+        drop(state);
+        self.settle(batch);
+        let mut stamps = step.pages.as_ref().map(|pages| pages.stamps.lock().unwrap_or_else(PoisonError::into_inner));
+        let stamps = stamps.as_mut().expect("it is a step of this pool");
+        stamps.clear();
+        for (sequence, count) in batch {
+            if *count > 0 {
+                sequence.pages.len += *count;
+                sequence.pages.changed();
+            }
+            stamps.push(sequence.pages.stamp());
+        }
+        Ok(())
+    }
+
+    /// Checks a batch against the limits of its step.
+    fn check_batch(&self, batch: &[(&mut Sequence, usize)], step: &Step) -> Result<()> {
+        let StepShape { tokens: most_tokens, sequences, width, .. } = self.step_shape(step);
+        let limits = step.batch();
+        let longest = limits.longest.min(width * self.layout().page_tokens);
+        check::at_most(NAME, "batch", batch.len(), sequences)?;
+        let mut tokens = 0usize;
+        for (sequence, count) in batch {
+            let own = sequence.pool() == self;
+            check::value_is(NAME, "batch", own, "sequences of this pool", "one of another pool")?;
+            check::at_most(NAME, "batch (tokens of a sequence)", *count, limits.most_new)?;
+            let len = sequence.len().saturating_add(*count);
+            check::at_most(NAME, "batch (length of a sequence)", len, longest)?;
+            tokens = tokens.saturating_add(*count);
+        }
+        check::at_most(NAME, "batch (tokens)", tokens, most_tokens)
+    }
+
+    /// Takes the pages of a batch and writes to the log what changes. Evicts prefixes if that gives enough pages.
+    fn take_pages(&self, state: &mut PoolState, batch: &[(&mut Sequence, usize)]) -> Result<()> {
+        let PoolState { pages, prefixes, log, .. } = state;
+        let layout = self.layout();
+        if grow(pages, layout, batch, log) == 0 {
+            return Ok(());
+        }
+        undo(pages, log);
+        // Would it fit without the prefixes that nobody uses?
+        let mut trial = pages.clone();
+        prefixes.evictable(pages).into_iter().for_each(|page| {
+            trial.release(page);
+        });
+        let missing = grow(&mut trial, layout, batch, log);
+        log.clear();
+        if missing > 0 {
+            return Err(Error::OutOfPages { missing });
+        }
+        loop {
+            if !prefixes.evict(pages, self) {
+                return Err(Error::OutOfPages { missing: 1 });
+            }
+            if grow(pages, layout, batch, log) == 0 {
+                return Ok(());
+            }
+            undo(pages, log);
+        }
+    }
+
+    /// Copies shared pages and uploads the step.
+    fn write_step(&self, state: &mut PoolState, batch: &[(&mut Sequence, usize)], step: &Step) -> Result<()> {
+        let mut copies = state.log.iter().filter_map(|change| match *change {
+            Change::Copied { group, from, to, .. } => Some((self.page(group, from), self.page(group, to))),
+            _ => None,
+        });
+        if let Some(first) = copies.next() {
+            let mut enc = self.0.device.encoder()?;
+            for (from, to) in std::iter::once(first).chain(copies) {
+                ops::copy(&mut enc, &from?, &to?)?;
+            }
+            enc.commit()?.wait()?;
+        }
+        let shape = self.step_shape(step);
+        let PoolState { log, words, .. } = state;
+        shape.fill(words, batch);
+        shape.fill_pages(words, log, batch);
+        shape.base.write(words)?;
+        let mut tokens = step.lock_tokens();
+        tokens.clear();
+        tokens.extend_from_slice(&words[..shape.at_sequence() + step.tokens()]);
+        Ok(())
+    }
+
+    /// Tells the host's memory of the pages that are full: they are read many times, and huge pages make that faster.
+    fn settle(&self, batch: &mut [(&mut Sequence, usize)]) {
+        for (sequence, _) in batch.iter_mut().filter(|(_, count)| *count > 0) {
+            let (full, pages) = (sequence.len() / self.layout().page_tokens, &mut sequence.pages);
+            for (group, held) in pages.groups.iter_mut().enumerate() {
+                for index in held.settled.max(held.first)..full {
+                    let page = held.pages.get(index - held.first).map(|&page| self.page(group, page));
+                    if let Some(Ok(memory)) = page {
+                        crate::host::settle(&memory);
+                    }
+                }
+                held.settled = full;
+            }
+        }
+    }
+
+    /// A step whose contents are not written yet.
+    fn empty_step(&self, size: StepSize) -> Result<Step> {
+        let StepSize { sequences, tokens, longest, most_new } = size;
+        let groups = self.layout().groups.len();
+        check::at_most(NAME, "sequences", sequences, u32::MAX as usize - 1)?;
+        let width = longest.div_ceil(self.layout().page_tokens);
+        let overflow = || Error::Overflow { op: NAME, arg: "sequences" };
+        let table = sequences.checked_mul(width).and_then(padded).ok_or_else(overflow)?;
+        let [at_sequence, at_lens] = [1, 2].map(|n| padded(tokens)?.checked_mul(n));
+        let (at_sequence, at_lens) = (at_sequence.ok_or_else(overflow)?, at_lens.ok_or_else(overflow)?);
+        let at_tables = padded(sequences).and_then(|n| n.checked_add(at_lens)).ok_or_else(overflow)?;
+        let total = table.checked_mul(groups).and_then(|n| n.checked_add(at_tables)).ok_or_else(overflow)?;
+        let base = Tensor::zeros(&self.0.device, DType::U32, &[total])?;
+        let part = |first: usize, len: usize| base.rows(first..first + len);
+        let tables =
+            (0..groups).map(|group| part(at_tables + group * table, sequences * width)?.reshape(&[sequences, width]));
+        let pages = StepPages {
+            pool: self.0.id,
+            tables: tables.collect::<Result<_>>()?,
+            stamps: Arc::default(),
+            tokens: Arc::default(),
+            base: base.clone(),
+        };
+        let step = Step::from_tensors(part(0, tokens)?, part(at_sequence, tokens)?, part(at_lens, sequences)?);
+        Ok(step.with_pages(pages).with_batch(Batch { sequences, longest, most_new }))
+    }
+
+    fn step_shape<'a>(&self, step: &'a Step) -> StepShape<'a> {
+        let pages = step.pages.as_ref().expect("a step of a pool has pages");
+        let width = pages.tables.first().map_or(0, |table| table.shape()[1]);
+        StepShape { base: &pages.base, tokens: step.tokens(), sequences: step.sequences(), width }
+    }
+
+    pub(super) fn layout(&self) -> &PoolLayout {
+        &self.0.layout
+    }
+
+    pub(super) fn lock(&self) -> MutexGuard<'_, PoolState> {
+        // A panic elsewhere leaves the books as they were, or as they should be: changes are applied at once.
+        self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    #[cfg(all(test, target_os = "linux"))]
+    pub(super) fn memory(&self) -> &Tensor {
+        &self.0.memory
+    }
+
+    /// The memory of a page.
+    pub(super) fn page(&self, group: usize, page: Page) -> Result<Tensor> {
+        let first = page as usize * PAGE_UNIT;
+        self.0.memory.rows(first..first + self.layout().groups[group].page_bytes)
+    }
+}
+
+impl PartialEq for KvPool {
+    fn eq(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+}
+
+impl Eq for KvPool {}
+
+impl std::fmt::Debug for KvPool {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "KvPool({} layers on {})", self.0.layers.len(), self.0.device)
+    }
+}
+
+/// Takes the pages of a batch and gives back those that windows have passed. Returns the number of pages that are
+/// missing; the log has the changes that were made.
+fn grow(pages: &mut Pages, layout: &PoolLayout, batch: &[(&mut Sequence, usize)], log: &mut Vec<Change>) -> usize {
+    log.clear();
+    let mut missing = 0;
+    let growing = || batch.iter().enumerate().filter(|(_, (_, count))| *count > 0);
+    for (sequence, (owner, _)) in growing() {
+        let owner = &owner.pages;
+        for (group, held) in owner.groups.iter().enumerate() {
+            let oldest = layout.groups[group].oldest_seen(owner.len).saturating_sub(owner.hold);
+            let passed = (oldest / layout.page_tokens).saturating_sub(held.first).min(held.pages.len());
+            for &page in &held.pages[..passed] {
+                pages.release(page);
+                log.push(Change::Passed { sequence, group, page });
+            }
+        }
+    }
+    for (sequence, (owner, count)) in growing() {
+        let owner = &owner.pages;
+        for (group, held) in owner.groups.iter().enumerate() {
+            let mut take = |change: &dyn Fn(Page) -> Change| match pages.take(group) {
+                Some(page) => log.push(change(page)),
+                None => missing += 1,
+            };
+            let end = held.first + held.pages.len();
+            (end..(owner.len + count).div_ceil(layout.page_tokens))
+                .for_each(|_| take(&|page| Change::New { sequence, group, page }));
+            // The last page gets new tokens: a copy, unless it is held by this sequence only.
+            if owner.len % layout.page_tokens != 0
+                && let Some(&from) = held.pages.last()
+                && pages.holds(from) > 1
+            {
+                match pages.take(group) {
+                    Some(to) => {
+                        pages.release(from);
+                        log.push(Change::Copied { sequence, group, from, to });
+                    }
+                    None => missing += 1,
+                }
+            }
+        }
+    }
+    missing
+}
+
+/// Undoes the changes of [`grow`].
+fn undo(pages: &mut Pages, log: &mut Vec<Change>) {
+    for change in log.drain(..).rev() {
+        match change {
+            Change::Passed { group, page, .. } => pages.undo_release(group, page),
+            Change::Copied { group, from, to, .. } => {
+                pages.undo_release(group, from);
+                pages.release(to);
+            }
+            Change::New { page, .. } => {
+                pages.release(page);
+            }
+        }
+    }
+}
+
+/// Writes the changes of [`grow`] to the sequences.
+fn apply(log: &mut Vec<Change>, batch: &mut [(&mut Sequence, usize)]) {
+    for change in log.drain(..) {
+        match change {
+            Change::Passed { sequence, group, .. } => {
+                let held = &mut batch[sequence].0.pages.groups[group];
+                held.pages.remove(0);
+                held.first += 1;
+            }
+            Change::Copied { sequence, group, from, to } => {
+                let held = &mut batch[sequence].0.pages.groups[group].pages;
+                held.iter_mut().filter(|page| **page == from).for_each(|page| *page = to);
+            }
+            Change::New { sequence, group, page } => batch[sequence].0.pages.groups[group].pages.push(page),
+        }
+    }
+}
+
+/// The parts of a step's one upload: positions, sequences, lengths, and the table of each group.
+struct StepShape<'a> {
+    base: &'a Tensor,
+    tokens: usize,
+    sequences: usize,
+    width: usize,
+}
+
+/// A count of words, rounded up so that what follows is aligned to 16 bytes.
+fn padded(words: usize) -> Option<usize> {
+    words.checked_next_multiple_of(4)
+}
+
+impl StepShape<'_> {
+    /// The first word of the sequences.
+    fn at_sequence(&self) -> usize {
+        padded(self.tokens).expect("the step's size has been checked")
+    }
+
+    /// The first word of a group's table row.
+    fn table_row(&self, group: usize, sequence: usize) -> usize {
+        let [tokens, sequences, table] = [self.tokens, self.sequences, self.sequences * self.width]
+            .map(|words| padded(words).expect("the step's size has been checked"));
+        2 * tokens + sequences + group * table + sequence * self.width
+    }
+
+    /// Fills positions, sequences and lengths after the step, and the pages that the sequences hold before it.
+    fn fill(&self, words: &mut Vec<u32>, batch: &[(&mut Sequence, usize)]) {
+        words.clear();
+        words.resize(self.base.elements(), Step::INACTIVE);
+        let at_sequence = self.at_sequence();
+        let at_lens = 2 * at_sequence;
+        words[..self.tokens].fill(0);
+        words[at_lens..at_lens + self.sequences].fill(0);
+        let mut token = 0;
+        for (index, (sequence, count)) in batch.iter().enumerate() {
+            let (len, end) = (sequence.len(), sequence.len() + count);
+            for position in len..end {
+                words[token] = position as u32;
+                words[at_sequence + token] = index as u32;
+                token += 1;
+            }
+            words[at_lens + index] = end as u32;
+            for (group, held) in sequence.pages.groups.iter().enumerate() {
+                let row = self.table_row(group, index);
+                words[row + held.first..][..held.pages.len()].copy_from_slice(&held.pages);
+            }
+        }
+    }
+
+    /// Brings the tables up to date with the changes of a step.
+    fn fill_pages(&self, words: &mut [u32], log: &[Change], batch: &[(&mut Sequence, usize)]) {
+        // A sequence's new pages follow one another in the log.
+        let mut next = (usize::MAX, usize::MAX, 0);
+        for change in log {
+            match *change {
+                Change::Passed { sequence, group, page } => {
+                    let row = self.table_row(group, sequence);
+                    words[row..row + self.width].iter_mut().filter(|entry| **entry == page).for_each(|entry| {
+                        *entry = Step::INACTIVE;
+                    });
+                }
+                Change::Copied { sequence, group, from, to } => {
+                    let row = self.table_row(group, sequence);
+                    words[row..row + self.width].iter_mut().filter(|entry| **entry == from).for_each(|entry| {
+                        *entry = to;
+                    });
+                }
+                Change::New { sequence, group, page } => {
+                    if (next.0, next.1) != (sequence, group) {
+                        let held = &batch[sequence].0.pages.groups[group];
+                        next = (sequence, group, held.first + held.pages.len());
+                    }
+                    words[self.table_row(group, sequence) + next.2] = page;
+                    next.2 += 1;
+                }
+            }
+        }
+    }
+}
+
+/// The planes of one side within a page: bytes from the start of the page.
+type PlaneOffsets = [Option<usize>; 3];
+
+/// The planes of a side over all pages: each begins where it is in a page at the start of the memory.
+fn planes_at(memory: &Tensor, codec: Codec, [low, high, norms]: PlaneOffsets) -> Result<Planes> {
+    let view = |at: Option<usize>, dtype| at.map(|at| memory.typed_from(at, dtype)).transpose();
+    let low_dtype = if let Codec::Dense(dtype) = codec { dtype } else { DType::U8 };
+    let low = view(low, low_dtype)?.expect("each codec has a low plane");
+    Ok(Planes::of_pages(codec, low, view(high, DType::U8)?, view(norms, DType::F32)?))
+}
+
+/// The groups of a specification, the group of each layer, and where the planes of its keys and values are in a page.
+#[allow(clippy::type_complexity, reason = "three lists that are made together")]
+fn layer_groups(spec: &PoolSpec) -> Result<(Vec<LayerGroup>, Vec<usize>, Vec<[PlaneOffsets; 2]>)> {
+    let page_tokens = spec.page_tokens;
+    let sizes = page_tokens.is_power_of_two() && (16..=256).contains(&page_tokens);
+    check::value_is(NAME, "page_tokens", sizes, "16, 32, 64, 128 or 256", page_tokens)?;
+    check::value_is(NAME, "layers", !spec.layers.is_empty(), "at least one layer", 0)?;
+    let mut groups: Vec<LayerGroup> = Vec::new();
+    let (mut layer_groups, mut offsets) = (Vec::new(), Vec::new());
+    for layer in &spec.layers {
+        check::positive(NAME, "kv_heads", layer.kv_heads)?;
+        check::positive(NAME, "head_dim", layer.head_dim)?;
+        layer.window.map_or(Ok(()), |window| check::positive(NAME, "window", window))?;
+        layer.k.validate(NAME, "k", layer.head_dim)?;
+        layer.v.validate(NAME, "v", layer.head_dim)?;
+        let group = groups.iter().position(|group| group.window == layer.window).unwrap_or_else(|| {
+            groups.push(LayerGroup { window: layer.window, page_bytes: 0 });
+            groups.len() - 1
+        });
+        let overflow = || Error::Overflow { op: NAME, arg: "layers" };
+        let rows = layer.kv_heads.checked_mul(page_tokens).ok_or_else(overflow)?;
+        let mut at = groups[group].page_bytes;
+        let mut side = |codec| -> Result<PlaneOffsets> {
+            let mut planes = [None; 3];
+            for (plane, row_bytes) in planes.iter_mut().zip(plane_row_bytes(codec, layer.head_dim)) {
+                let Some(row_bytes) = row_bytes else { continue };
+                let bytes = row_bytes.checked_mul(rows).and_then(|n| n.checked_next_multiple_of(PAGE_UNIT));
+                *plane = Some(at);
+                at = bytes.and_then(|bytes| at.checked_add(bytes)).ok_or_else(overflow)?;
+            }
+            Ok(planes)
+        };
+        offsets.push([side(layer.k)?, side(layer.v)?]);
+        groups[group].page_bytes = at;
+        layer_groups.push(group);
+    }
+    Ok((groups, layer_groups, offsets))
+}
+
+impl PoolLayout {
+    /// The layout, and where the planes of each layer's keys and values are in a page.
+    fn new(spec: &PoolSpec) -> Result<(PoolLayout, Vec<[PlaneOffsets; 2]>)> {
+        let (groups, layer_groups, offsets) = layer_groups(spec)?;
+        let page_tokens = spec.page_tokens;
+        let slab = groups.iter().map(|group| group.page_bytes).max().unwrap_or(PAGE_UNIT);
+        let least: usize = groups.iter().map(|group| group.page_bytes).fold(0, usize::saturating_add);
+        let enough = spec.bytes / slab >= groups.len();
+        let expected =
+            format_args!("at least {} for a page of each group", slab.saturating_mul(groups.len()).max(least));
+        check::value_is(NAME, "bytes", enough, expected, spec.bytes)?;
+        let units = spec.bytes / slab * (slab / PAGE_UNIT);
+        check::value_is(NAME, "bytes", units < u32::MAX as usize, "less than 1 TiB", spec.bytes)?;
+        let (slabs, slab_units) = ((spec.bytes / slab) as u32, (slab / PAGE_UNIT) as u32);
+        Ok((PoolLayout { groups, layer_groups, page_tokens, slab_units, slabs }, offsets))
+    }
+
+    /// The group of a layer.
+    pub fn group_of(&self, layer: usize) -> Result<usize> {
+        let layers = self.layer_groups.len();
+        check::value_is(NAME, "layer", layer < layers, format_args!("below {layers}"), layer)?;
+        Ok(self.layer_groups[layer])
+    }
+}
+
+/// Bytes of a row in each plane of a codec that has been checked.
+fn plane_row_bytes(codec: Codec, head_dim: usize) -> [Option<usize>; 3] {
+    match codec {
+        Codec::Dense(dtype) => [Some(head_dim * dtype.size()), None, None],
+        Codec::TurboQuant(tq) => {
+            let (low, high) = codec::plane_bytes(tq.bits, head_dim).expect("the codec has been checked");
+            [Some(low), (high > 0).then_some(high), Some(head_dim.div_ceil(BLOCK) * size_of::<f32>())]
+        }
+    }
+}

@@ -1,0 +1,466 @@
+//! Pages found by the tokens that they hold.
+//!
+//! The pages form a tree. A node has the tokens of one page of positions, and one page for each layer group that still
+//! has one; the path from its root has the tokens before. Children are found by a hash of their tokens, and compared
+//! token by token.
+//!
+//! A sequence can continue after a node if every group has the pages that the next token sees: a group without window all
+//! pages of the path, a group with a window the last ones. Those are kept at the end of each prefix that is kept.
+
+use std::{
+    collections::{HashMap, hash_map::RandomState},
+    hash::BuildHasher,
+};
+
+use super::{
+    pages::{Page, Pages},
+    pool::{KvPool, NAME, PoolLayout},
+    sequence::{GroupPages, Sequence, SequencePages},
+};
+use crate::{Result, ops::check};
+
+/// Prefixes of a [`KvPool`] that new sequences can continue, without computing their keys and values again.
+///
+/// A pool keeps the prefixes of all its caches. Only full pages are shared, so a prefix ends at a multiple of
+/// [`PoolSpec::page_tokens`](crate::PoolSpec::page_tokens). When a step needs more pages than are free, the pool evicts
+/// those that were used least recently and that no sequence holds, from the ends of prefixes.
+///
+/// ```
+/// use kvant::{CacheLayer, Codec, Device, KvPool, PoolSpec, PrefixCache};
+/// let layer = CacheLayer { kv_heads: 2, head_dim: 64, window: None, k: Codec::F16, v: Codec::F16 };
+/// let pool = KvPool::new(&Device::cpu(), &PoolSpec::new(vec![layer], 4 << 20))?;
+/// let cache = PrefixCache::new(&pool, b"model");
+///
+/// let prompt: Vec<u32> = (0..150).collect();
+/// let mut a = pool.sequence();
+/// pool.step(&mut [(&mut a, prompt.len())])?; // then run the model, which writes keys and values
+/// cache.keep(&a, &prompt)?;
+///
+/// // At least one token is left to compute, as its logits are needed.
+/// let b = cache.find(&prompt[..prompt.len() - 1])?;
+/// assert_eq!(b.len(), 128); // two pages of 64
+/// # Ok::<(), kvant::Error>(())
+/// ```
+pub struct PrefixCache {
+    pool: KvPool,
+    salt: Box<[u8]>,
+}
+
+/// The prefixes of a pool.
+pub(super) struct Prefixes {
+    /// A free place is not alive.
+    nodes: Vec<Node>,
+    free: Vec<usize>,
+    roots: HashMap<Box<[u8]>, usize>,
+    /// By parent and hash of the tokens.
+    children: HashMap<(usize, u64), Vec<usize>>,
+    hasher: RandomState,
+    /// Counts uses.
+    clock: u64,
+    host_bytes: usize,
+    host_limit: usize,
+}
+
+#[derive(Debug, Default)]
+struct Node {
+    /// False for a free place.
+    is_alive: bool,
+    parent: Option<usize>,
+    hash: u64,
+    tokens: Box<[u32]>,
+    /// One for each group.
+    pages: Vec<PagePlace>,
+    children: usize,
+    /// Children with a page on the device.
+    device_children: usize,
+    used: u64,
+}
+
+/// A page of a node.
+#[derive(Debug, Default)]
+enum PagePlace {
+    #[default]
+    Nowhere,
+    Device(Page),
+    Host(Box<[u8]>),
+}
+
+impl Node {
+    fn device_pages(&self) -> impl Iterator<Item = Page> + '_ {
+        self.pages.iter().filter_map(|held| if let PagePlace::Device(page) = held { Some(*page) } else { None })
+    }
+
+    fn is_on_device(&self) -> bool {
+        self.device_pages().next().is_some()
+    }
+
+    fn host_bytes(&self) -> usize {
+        self.pages.iter().map(|held| if let PagePlace::Host(bytes) = held { bytes.len() } else { 0 }).sum()
+    }
+
+    /// Whether a sequence holds one of its pages.
+    fn is_in_use(&self, pages: &Pages) -> bool {
+        self.device_pages().any(|page| pages.holds(page) > 1)
+    }
+}
+
+impl PrefixCache {
+    /// A cache of a pool's prefixes. Prefixes are shared among caches of one pool and salt: the salt names what else
+    /// decides keys and values, such as model, adapter or tenant.
+    pub fn new(pool: &KvPool, salt: &[u8]) -> PrefixCache {
+        PrefixCache { pool: pool.clone(), salt: salt.into() }
+    }
+
+    /// Keeps the full pages of a sequence whose tokens are `tokens`, for sequences that begin alike. The prefix can be
+    /// continued where its last full page ends.
+    ///
+    /// Commit the pass that writes the tokens' keys and values before another sequence uses them.
+    ///
+    /// # Errors
+    /// `Value` if there are not as many tokens as the sequence has, or for a sequence of another pool.
+    pub fn keep(&self, sequence: &Sequence, tokens: &[u32]) -> Result<()> {
+        check::value_is(NAME, "sequence", *sequence.pool() == self.pool, "of this pool", "of another pool")?;
+        let expected = format_args!("the sequence's {} tokens", sequence.len());
+        check::value_is(NAME, "tokens", tokens.len() == sequence.len(), expected, tokens.len())?;
+        let state = &mut *self.pool.lock();
+        state.prefixes.keep(&mut state.pages, self.pool.layout(), &self.salt, &sequence.pages, tokens);
+        Ok(())
+    }
+
+    /// The longest kept prefix of `tokens` that every layer can continue, as a sequence: empty if there is none.
+    ///
+    /// # Errors
+    /// `DeviceFault` if pages cannot be copied back from host memory.
+    pub fn find(&self, tokens: &[u32]) -> Result<Sequence> {
+        let mut state = self.pool.lock();
+        let found = state.find(&self.pool, &self.salt, tokens);
+        drop(state);
+        Ok(Sequence::new(self.pool.clone(), found?))
+    }
+
+    /// Forgets all prefixes of the pool, also those in host memory. Pages that sequences hold remain theirs.
+    pub fn clear(&self) {
+        let state = &mut *self.pool.lock();
+        state.prefixes.clear(&mut state.pages);
+    }
+}
+
+impl super::pool::PoolState {
+    fn find(&mut self, pool: &KvPool, salt: &[u8], tokens: &[u32]) -> Result<SequencePages> {
+        let layout = pool.layout();
+        let path = self.prefixes.path(salt, tokens, layout.page_tokens);
+        for host in [true, false] {
+            let depth = self.prefixes.continuable(&path, layout, host);
+            if let Some(found) = self.acquire(pool, &path[..depth])? {
+                return Ok(found);
+            }
+        }
+        Ok(SequencePages::new(layout.groups.len()))
+    }
+
+    /// Holds the pages of a path that can be continued. `None` if pages in host memory find no room on the device.
+    fn acquire(&mut self, pool: &KvPool, path: &[usize]) -> Result<Option<SequencePages>> {
+        let layout = pool.layout();
+        let mut found = SequencePages::new(layout.groups.len());
+        found.len = path.len() * layout.page_tokens;
+        // First those on the device: what is held is not evicted for the others.
+        let mut missing = Vec::new();
+        for (group, held) in found.groups.iter_mut().enumerate() {
+            held.first = first_needed(layout, group, path.len());
+            for &node in &path[held.first.min(path.len())..] {
+                match self.prefixes.nodes[node].pages[group] {
+                    PagePlace::Device(page) => {
+                        self.pages.hold(page);
+                        held.pages.push(page);
+                    }
+                    _ => {
+                        missing.push((group, held.pages.len(), node));
+                        held.pages.push(Page::MAX);
+                    }
+                }
+            }
+        }
+        let restored = self.restore(pool, &missing, &mut found.groups);
+        if !matches!(restored, Ok(true)) {
+            for group in &mut found.groups {
+                group.pages.retain(|&page| page != Page::MAX);
+            }
+            found.release(&mut self.pages);
+            return restored.map(|_| None);
+        }
+        Ok(Some(found))
+    }
+
+    /// Copies pages from host memory to the device: (group, place in the sequence, node). Returns whether there was room.
+    fn restore(&mut self, pool: &KvPool, missing: &[(usize, usize, usize)], groups: &mut [GroupPages]) -> Result<bool> {
+        for &(group, place, node) in missing {
+            let page = loop {
+                if let Some(page) = self.pages.take(group) {
+                    break page;
+                }
+                if !self.prefixes.evict(&mut self.pages, pool) {
+                    return Ok(false);
+                }
+            };
+            // Making room may have taken the page out of host memory.
+            let PagePlace::Host(bytes) = &self.prefixes.nodes[node].pages[group] else {
+                self.pages.release(page);
+                return Ok(false);
+            };
+            if let Err(error) = pool.page(group, page).and_then(|memory| memory.write_bytes(bytes)) {
+                self.pages.release(page);
+                return Err(error);
+            }
+            // PagePlace by the sequence and by the tree.
+            self.pages.hold(page);
+            self.prefixes.set(node, group, PagePlace::Device(page));
+            groups[group].pages[place] = page;
+        }
+        Ok(true)
+    }
+}
+
+/// The first page that a group needs, for a sequence of `depth` full pages.
+fn first_needed(layout: &PoolLayout, group: usize, depth: usize) -> usize {
+    layout.groups[group].oldest_seen(depth * layout.page_tokens) / layout.page_tokens
+}
+
+impl Prefixes {
+    pub fn new(host_limit: usize) -> Prefixes {
+        Prefixes {
+            nodes: Vec::new(),
+            free: Vec::new(),
+            roots: HashMap::new(),
+            children: HashMap::new(),
+            hasher: RandomState::new(),
+            clock: 0,
+            host_bytes: 0,
+            host_limit,
+        }
+    }
+
+    /// Bytes of pages in host memory.
+    pub fn host_bytes(&self) -> usize {
+        self.host_bytes
+    }
+
+    fn new_node(&mut self, node: Node) -> usize {
+        let index = self.free.pop().unwrap_or_else(|| {
+            self.nodes.push(Node::default());
+            self.nodes.len() - 1
+        });
+        if let Some(parent) = node.parent {
+            self.nodes[parent].children += 1;
+            self.children.entry((parent, node.hash)).or_default().push(index);
+        }
+        self.nodes[index] = Node { is_alive: true, ..node };
+        index
+    }
+
+    fn child(&self, parent: usize, tokens: &[u32]) -> Option<usize> {
+        let children = self.children.get(&(parent, self.hasher.hash_one(tokens)))?;
+        children.iter().copied().find(|&child| *self.nodes[child].tokens == *tokens)
+    }
+
+    /// The nodes of the full pages of `tokens` that are there, without the root. All are used now.
+    fn path(&mut self, salt: &[u8], tokens: &[u32], page_tokens: usize) -> Vec<usize> {
+        self.clock += 1;
+        let mut path = Vec::new();
+        let Some(&(mut at)) = self.roots.get(salt) else { return path };
+        for page in tokens.chunks_exact(page_tokens) {
+            let Some(child) = self.child(at, page) else { break };
+            self.nodes[child].used = self.clock;
+            path.push(child);
+            at = child;
+        }
+        path
+    }
+
+    /// The most nodes of a path after which every group can continue; `host`: with pages in host memory.
+    fn continuable(&self, path: &[usize], layout: &PoolLayout, host: bool) -> usize {
+        let has = |node: usize, group: usize| match self.nodes[node].pages[group] {
+            PagePlace::Device(_) => true,
+            PagePlace::Host(_) => host,
+            PagePlace::Nowhere => false,
+        };
+        let groups = 0..layout.groups.len();
+        let fits = |depth: usize| {
+            groups.clone().all(|group| {
+                let first = first_needed(layout, group, depth).min(depth);
+                path[first..depth].iter().all(|&node| has(node, group))
+            })
+        };
+        (1..=path.len()).rev().find(|&depth| fits(depth)).unwrap_or(0)
+    }
+
+    fn keep(&mut self, pages: &mut Pages, layout: &PoolLayout, salt: &[u8], from: &SequencePages, tokens: &[u32]) {
+        self.clock += 1;
+        let depth = tokens.len() / layout.page_tokens;
+        if depth == 0 {
+            return;
+        }
+        let mut at = match self.roots.get(salt) {
+            Some(&root) => root,
+            None => {
+                let root = self.new_node(Node::default());
+                self.roots.insert(salt.into(), root);
+                root
+            }
+        };
+        for (index, tokens) in tokens.chunks_exact(layout.page_tokens).enumerate() {
+            let node = self.child(at, tokens).unwrap_or_else(|| {
+                let pages = layout.groups.iter().map(|_| PagePlace::Nowhere).collect();
+                let (parent, hash) = (Some(at), self.hasher.hash_one(tokens));
+                self.new_node(Node { parent, hash, tokens: tokens.into(), pages, ..Node::default() })
+            });
+            self.nodes[node].used = self.clock;
+            for (group, held) in from.groups.iter().enumerate() {
+                // A window's pages are kept only where the prefix ends.
+                let needed = index >= first_needed(layout, group, depth);
+                let place = index.checked_sub(held.first).and_then(|place| held.pages.get(place));
+                if let (true, Some(&page), false) =
+                    (needed, place, matches!(self.nodes[node].pages[group], PagePlace::Device(_)))
+                {
+                    pages.hold(page);
+                    self.set(node, group, PagePlace::Device(page));
+                }
+            }
+            at = node;
+        }
+        // A path without any page of its own, which a window group alone may leave, serves nobody.
+        self.prune(at);
+    }
+
+    /// Sets a page of a node, and keeps the counts that follow from it.
+    fn set(&mut self, node: usize, group: usize, held: PagePlace) {
+        let before = (self.nodes[node].is_on_device(), self.nodes[node].host_bytes());
+        self.nodes[node].pages[group] = held;
+        let after = (self.nodes[node].is_on_device(), self.nodes[node].host_bytes());
+        self.host_bytes = self.host_bytes + after.1 - before.1;
+        if let Some(parent) = self.nodes[node].parent {
+            let count = &mut self.nodes[parent].device_children;
+            *count = *count + usize::from(after.0) - usize::from(before.0);
+        }
+    }
+
+    /// Removes a node without pages and children, and its ancestors that are left without either.
+    fn prune(&mut self, mut node: usize) {
+        loop {
+            let Node { is_alive, parent, hash, ref pages, children, .. } = self.nodes[node];
+            if !is_alive || children > 0 || pages.iter().any(|held| !matches!(held, PagePlace::Nowhere)) {
+                return;
+            }
+            let Some(parent) = parent else {
+                self.roots.retain(|_, root| *root != node);
+                self.nodes[node] = Node::default();
+                self.free.push(node);
+                return;
+            };
+            if let Some(siblings) = self.children.get_mut(&(parent, hash)) {
+                siblings.retain(|&sibling| sibling != node);
+                if siblings.is_empty() {
+                    self.children.remove(&(parent, hash));
+                }
+            }
+            self.nodes[node] = Node::default();
+            self.free.push(node);
+            self.nodes[parent].children -= 1;
+            node = parent;
+        }
+    }
+
+    /// The pages that [`Prefixes::evict`] would free if it were called again and again.
+    pub fn evictable(&self, pages: &Pages) -> Vec<Page> {
+        // A node stays as long as a node below it is in use.
+        let mut stays = vec![false; self.nodes.len()];
+        for (index, node) in self.nodes.iter().enumerate() {
+            if node.is_in_use(pages) {
+                let mut at = Some(index);
+                while let Some(node) = at.filter(|&node| !stays[node]) {
+                    stays[node] = true;
+                    at = self.nodes[node].parent;
+                }
+            }
+        }
+        let free = self.nodes.iter().zip(&stays).filter(|(_, stays)| !**stays);
+        free.flat_map(|(node, _)| node.device_pages()).collect()
+    }
+
+    /// Takes the pages of the least recently used node off the device, of those that no sequence uses and that have no
+    /// node with pages on the device below them. They go to host memory if there is room. Returns whether there was one.
+    ///
+    /// A node gives up the pages of all its groups at once: a window's pages are never taken from under pages that need
+    /// them.
+    pub fn evict(&mut self, pages: &mut Pages, pool: &KvPool) -> bool {
+        let leaves = self.nodes.iter().enumerate().filter(|(_, node)| node.is_on_device() && node.device_children == 0);
+        let unused = leaves.filter(|(_, node)| !node.is_in_use(pages));
+        let Some((index, _)) = unused.min_by_key(|(_, node)| node.used) else { return false };
+        for group in 0..self.nodes[index].pages.len() {
+            let PagePlace::Device(page) = self.nodes[index].pages[group] else { continue };
+            let saved = self.save(pool, group, page, index);
+            self.set(index, group, saved.map_or(PagePlace::Nowhere, PagePlace::Host));
+            pages.release(page);
+        }
+        // What is below can be reached through this node only: it is useless if a group without window lost its page.
+        if self.nodes[index].pages.iter().all(|held| matches!(held, PagePlace::Nowhere)) {
+            self.drop_below(index);
+        }
+        self.prune(index);
+        true
+    }
+
+    /// A page's bytes, if host memory has room for them after older ones have gone.
+    fn save(&mut self, pool: &KvPool, group: usize, page: Page, node: usize) -> Option<Box<[u8]>> {
+        let bytes = pool.layout().groups[group].page_bytes;
+        while self.host_bytes.saturating_add(bytes) > self.host_limit {
+            let leaf = |node: &Node| node.children == 0 && !node.is_on_device() && node.host_bytes() > 0;
+            let leaves = self.nodes.iter().enumerate().filter(|&(index, other)| index != node && leaf(other));
+            let (oldest, _) = leaves.min_by_key(|(_, node)| node.used)?;
+            self.forget(oldest);
+        }
+        let mut copy = Vec::new();
+        copy.try_reserve_exact(bytes).ok()?;
+        copy.resize(bytes, 0);
+        pool.page(group, page).and_then(|memory| memory.read_bytes(&mut copy)).ok()?;
+        Some(copy.into())
+    }
+
+    /// Removes a node that has no children and nothing on the device.
+    fn forget(&mut self, node: usize) {
+        for group in 0..self.nodes[node].pages.len() {
+            self.set(node, group, PagePlace::Nowhere);
+        }
+        self.prune(node);
+    }
+
+    /// Removes all nodes below one that have nothing on the device.
+    fn drop_below(&mut self, node: usize) {
+        let is_below = |nodes: &[Node], mut at: usize| {
+            while let Some(parent) = nodes[at].parent {
+                if parent == node {
+                    return true;
+                }
+                at = parent;
+            }
+            false
+        };
+        let below: Vec<usize> = (0..self.nodes.len()).filter(|&at| is_below(&self.nodes, at)).collect();
+        for at in below {
+            for group in 0..self.nodes[at].pages.len() {
+                self.set(at, group, PagePlace::Nowhere);
+            }
+            self.prune(at);
+        }
+    }
+
+    fn clear(&mut self, pages: &mut Pages) {
+        for index in 0..self.nodes.len() {
+            for group in 0..self.nodes[index].pages.len() {
+                if let PagePlace::Device(page) = self.nodes[index].pages[group] {
+                    pages.release(page);
+                }
+            }
+        }
+        *self = Prefixes::new(self.host_limit);
+    }
+}
