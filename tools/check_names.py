@@ -3,7 +3,7 @@
 
     tools/check_names.py [CRATE ...]
 
-Reads crates/CRATE/src (default: kvant) and compares the names of all structs, enums, traits, unions and type aliases,
+Reads crates/CRATE/src (default: of every crate) and compares the names of all structs, enums, traits, unions and type aliases,
 private ones and those of unit tests included. Associated types may repeat, and NAME_stub.rs has the names of the module
 that it stands in for. The other exceptions are listed in ALLOWED.
 """
@@ -43,7 +43,7 @@ def types(crate):
 
 def main():
     repeated = 0
-    for crate in sys.argv[1:] or ["kvant"]:
+    for crate in sys.argv[1:] or sorted(path.name for path in (ROOT / "crates").iterdir() if (path / "src").is_dir()):
         for name, places in sorted(types(crate).items()):
             if len(places) > 1 and name not in ALLOWED.get(crate, {}):
                 print(f"{crate}: {name} is the name of {len(places)} types: {', '.join(places)}")

@@ -9,14 +9,14 @@ use crate::{Result, output};
 
 /// List the devices, and the reasons for those that are not available
 #[derive(clap::Args)]
-pub struct Args {
+pub struct DevicesArgs {
     /// One JSON object per line: kind, available, default, name, reason
     #[arg(long)]
     json: bool,
 }
 
 #[derive(Serialize)]
-struct Line {
+struct DeviceLine {
     kind: &'static str,
     available: bool,
     /// Whether `--device auto` selects it.
@@ -25,7 +25,7 @@ struct Line {
     reason: Option<String>,
 }
 
-pub fn run(args: &Args) -> Result {
+pub fn run(args: &DevicesArgs) -> Result {
     let default = Device::default().kind();
     let mut people = String::new();
     for entry in Device::list() {
@@ -34,7 +34,7 @@ pub fn run(args: &Args) -> Result {
             Ok(device) => (Some(device.name()), None),
             Err(error) => (None, Some(error.to_string())),
         };
-        let line = Line { kind, available: name.is_some(), default: entry.kind == default, name, reason };
+        let line = DeviceLine { kind, available: name.is_some(), default: entry.kind == default, name, reason };
         if args.json {
             output::json_line(&line)?;
             continue;

@@ -21,7 +21,7 @@ use crate::{
 ///
 /// Without arguments: the small model that ships with kvant, and a prompt that suits it.
 #[derive(clap::Args)]
-pub struct Args {
+pub struct GenerateArgs {
     /// Directory of a checkpoint in Hugging Face or MLX layout [default: the model that ships with kvant]
     #[arg(long, value_name = "DIR")]
     model: Option<PathBuf>,
@@ -79,7 +79,7 @@ struct Report {
     device: String,
 }
 
-pub fn run(args: &Args) -> Result {
+pub fn run(args: &GenerateArgs) -> Result {
     let files = shipped::files(args.model.as_deref())?;
     let device = args.device.open()?;
     let prompt = prompt(args)?;
@@ -197,7 +197,7 @@ fn rate(tokens: usize, seconds: f64) -> f64 {
     if tokens == 0 { 0.0 } else { output::round3(tokens as f64 / seconds.max(1e-9)) }
 }
 
-fn prompt(args: &Args) -> Result<String> {
+fn prompt(args: &GenerateArgs) -> Result<String> {
     if args.prompt != "-" {
         return Ok(args.prompt.clone());
     }

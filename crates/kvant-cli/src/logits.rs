@@ -15,7 +15,7 @@ use crate::{
 /// The file is a safetensors file with one f32 tensor `logits` [T, vocabulary]. Row t is the model's prediction after
 /// tokens 0..=t, fed from position 0. No token is added.
 #[derive(clap::Args)]
-pub struct Args {
+pub struct LogitsArgs {
     /// Directory of a checkpoint in Hugging Face or MLX layout [default: the model that ships with kvant]
     #[arg(long, value_name = "DIR")]
     model: Option<PathBuf>,
@@ -47,7 +47,7 @@ struct Tokens {
     tokens_file: Option<PathBuf>,
 }
 
-pub fn run(args: &Args) -> Result {
+pub fn run(args: &LogitsArgs) -> Result {
     let tokens = match (&args.tokens.tokens, &args.tokens.tokens_file) {
         (Some(text), _) => tokens::parse(text, "--tokens")?,
         (None, Some(path)) => tokens::read(path)?,

@@ -30,10 +30,10 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    Generate(generate::Args),
-    Eval(eval::Args),
-    Logits(logits::Args),
-    Devices(devices::Args),
+    Generate(generate::GenerateArgs),
+    Eval(eval::EvalArgs),
+    Logits(logits::LogitsArgs),
+    Devices(devices::DevicesArgs),
     #[command(subcommand)]
     Bench(bench::Bench),
 }

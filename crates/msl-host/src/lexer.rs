@@ -3,7 +3,7 @@
 use crate::error::Diagnostic;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Kind {
+pub(crate) enum TokenKind {
     Word,
     Number,
     Text,
@@ -13,7 +13,7 @@ pub(crate) enum Kind {
 
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Token {
-    pub kind: Kind,
+    pub kind: TokenKind,
     pub start: usize,
     pub end: usize,
     /// Index into [`Tokens::files`].
@@ -63,20 +63,20 @@ impl<'a> Tokens<'a> {
                 {
                     at += 1;
                 }
-                Kind::Word
+                TokenKind::Word
             } else if c.is_ascii_digit() || (c == b'.' && bytes.get(at + 1).is_some_and(u8::is_ascii_digit)) {
                 at = number_end(bytes, at);
-                Kind::Number
+                TokenKind::Number
             } else if c == b'"' || c == b'\'' {
                 at += 1;
                 while at < bytes.len() && bytes[at] != c && bytes[at] != b'\n' {
                     at += if bytes[at] == b'\\' { 2 } else { 1 };
                 }
                 at = (at + 1).min(bytes.len());
-                Kind::Text
+                TokenKind::Text
             } else {
                 at += 1;
-                Kind::Punct(c)
+                TokenKind::Punct(c)
             };
             tokens.list.push(Token { kind, start, end: at, file, line });
         }
@@ -88,7 +88,7 @@ impl<'a> Tokens<'a> {
     }
 
     pub fn word(&self, i: usize) -> Option<&'a str> {
-        self.list.get(i).filter(|t| t.kind == Kind::Word).map(|t| &self.text[t.start..t.end])
+        self.list.get(i).filter(|t| t.kind == TokenKind::Word).map(|t| &self.text[t.start..t.end])
     }
 
     pub fn is_word(&self, i: usize, word: &str) -> bool {
@@ -96,11 +96,11 @@ impl<'a> Tokens<'a> {
     }
 
     pub fn is(&self, i: usize, c: u8) -> bool {
-        self.list.get(i).is_some_and(|t| t.kind == Kind::Punct(c))
+        self.list.get(i).is_some_and(|t| t.kind == TokenKind::Punct(c))
     }
 
     pub fn any(&self, i: usize, set: &[u8]) -> bool {
-        self.list.get(i).is_some_and(|t| matches!(t.kind, Kind::Punct(c) if set.contains(&c)))
+        self.list.get(i).is_some_and(|t| matches!(t.kind, TokenKind::Punct(c) if set.contains(&c)))
     }
 
     /// Whether `::` is at `i`.

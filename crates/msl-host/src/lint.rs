@@ -2,7 +2,7 @@
 //! treats a missing qualifier as the default space and does not report it.
 
 use crate::error::Diagnostic;
-use crate::lexer::{Kind, Tokens};
+use crate::lexer::{TokenKind, Tokens};
 use crate::parse::{Statement, Unit, outside};
 use crate::rewrite::is_address_space;
 
@@ -175,7 +175,7 @@ fn casts(t: &Tokens<'_>, found: &mut Vec<usize>) {
         }
         let mut from = i;
         while from > 0
-            && (matches!(t.list[from - 1].kind, Kind::Word | Kind::Number) || t.any(from - 1, b":*<>"))
+            && (matches!(t.list[from - 1].kind, TokenKind::Word | TokenKind::Number) || t.any(from - 1, b":*<>"))
             && !t.is_word(from - 1, "return")
         {
             from -= 1;

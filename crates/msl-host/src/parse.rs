@@ -2,7 +2,7 @@
 //! constants.
 
 use crate::error::Diagnostic;
-use crate::lexer::{Kind, Tokens};
+use crate::lexer::{TokenKind, Tokens};
 
 /// A kernel, as launches see it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -201,7 +201,7 @@ fn instantiation(t: &Tokens<'_>, s: &Statement) -> Result<Option<(String, String
     let mut name = None;
     for (a, b) in attributes(t, s.first, s.last) {
         if let Some(at) = (a..b).find(|&i| t.is_word(i, "host_name")) {
-            let texts = (at..b).filter(|&i| t.list[i].kind == Kind::Text);
+            let texts = (at..b).filter(|&i| t.list[i].kind == TokenKind::Text);
             name = Some(texts.map(|i| t.str(i).trim_matches('"')).collect::<String>());
         }
     }

@@ -12,7 +12,7 @@
 use std::collections::HashSet;
 
 use crate::error::Diagnostic;
-use crate::lexer::{Kind, Tokens};
+use crate::lexer::{TokenKind, Tokens};
 use crate::parse::{ArgumentKind, Unit, attributes, outside};
 
 struct Edit {
@@ -214,10 +214,12 @@ fn operand(t: &Tokens<'_>, i: usize) -> Option<usize> {
     if t.is(at, b'(') {
         at = t.close(at)? + 1;
         // `(a) b` is a cast of b.
-        if matches!(t.list.get(at).map(|n| n.kind), Some(Kind::Word | Kind::Number)) && !t.is_word(at, "const") {
+        if matches!(t.list.get(at).map(|n| n.kind), Some(TokenKind::Word | TokenKind::Number))
+            && !t.is_word(at, "const")
+        {
             return operand(t, at);
         }
-    } else if matches!(t.list.get(at)?.kind, Kind::Word | Kind::Number) {
+    } else if matches!(t.list.get(at)?.kind, TokenKind::Word | TokenKind::Number) {
         at += 1;
     } else {
         return None;
@@ -245,7 +247,7 @@ fn operand(t: &Tokens<'_>, i: usize) -> Option<usize> {
 /// Whether tokens `a..b` are a pointer type with an address space and nothing else, such as `const device vec<T, 4> *`.
 fn is_pointer_type(t: &Tokens<'_>, a: usize, b: usize) -> bool {
     let spaced = (a..b).any(|i| t.word(i).is_some_and(is_address_space));
-    let plain = (a..b).all(|i| matches!(t.list[i].kind, Kind::Word | Kind::Number) || t.any(i, b"*:<>,"));
+    let plain = (a..b).all(|i| matches!(t.list[i].kind, TokenKind::Word | TokenKind::Number) || t.any(i, b"*:<>,"));
     spaced && plain && (a..b).any(|i| t.is(i, b'*')) && (t.is(b - 1, b'*') || t.is_word(b - 1, "const"))
 }
 

@@ -151,13 +151,13 @@ fn measure(options: &Options, shape: Shape, tokens: usize) -> Result<Row> {
         };
         let bytes = sides[0].len() + sides[1].len();
         let (query, threads, copies) = (&query, options.threads, data::copies(bytes));
-        let attention = ggml::Attention { shape, kind, layout, tokens, query, sides, threads, copies };
+        let attention = ggml::GgmlAttention { shape, kind, layout, tokens, query, sides, threads, copies };
         Ok((RefCell::new(attention.build()?), bytes))
     });
     let ggml = ggml.into_iter().collect::<Result<Vec<_>>>()?;
     let candle = CANDLE.map(|(_, dtype)| {
         let bytes = dtype.size_in_bytes() * (numbers[0].len() + numbers[1].len());
-        let attention = candle::Attention::new(shape, dtype, &query, &numbers, data::copies(bytes))?;
+        let attention = candle::CandleAttention::new(shape, dtype, &query, &numbers, data::copies(bytes))?;
         Ok((RefCell::new(attention), bytes))
     });
     let candle = candle.into_iter().collect::<Result<Vec<_>>>()?;

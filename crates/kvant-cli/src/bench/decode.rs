@@ -14,7 +14,7 @@ use crate::{
 };
 
 #[derive(clap::Args)]
-pub struct Args {
+pub struct DecodeArgs {
     /// Directory of a checkpoint in Hugging Face or MLX layout [default: the model that ships with kvant]
     #[arg(long, value_name = "DIR")]
     model: Option<PathBuf>,
@@ -38,7 +38,7 @@ pub struct Args {
     how: How,
 }
 
-pub fn run(args: &Args) -> Result {
+pub fn run(args: &DecodeArgs) -> Result {
     let files = shipped::files(args.model.as_deref())?;
     let budget = args.how.budget()?;
     let device = args.device.open()?;

@@ -37,7 +37,7 @@ pub enum Bench {
     Encode(OpArgs),
     /// One token through a whole model, its logits included; bytes: the weights, keys and values read (of a mixture of
     /// experts those that a token takes, of a table of embeddings one row)
-    Decode(decode::Args),
+    Decode(decode::DecodeArgs),
 }
 
 /// The cases: every combination of shape, context and cache type.

@@ -34,12 +34,12 @@ const CHUNK: usize = 64;
 /// Divergence and agreement compare the next-token distributions with those of an f32 cache. Bytes per token are
 /// those of the keys and values of one token in all layers.
 #[derive(clap::Args)]
-pub struct Args {
+pub struct EvalArgs {
     /// Directory of a checkpoint in Hugging Face or MLX layout [default: the model that ships with kvant]
     #[arg(long, value_name = "DIR")]
     model: Option<PathBuf>,
     #[command(flatten)]
-    source: Source,
+    source: TextSource,
     /// Cache types: f32, f16, bf16, tq8, tq6, tq5, tq4, or K:V as in f16:tq4
     #[arg(long, value_name = "KV,…", value_delimiter = ',', default_value = "f16,tq8,tq6,tq5,tq4")]
     kv: Vec<Kv>,
@@ -58,7 +58,7 @@ pub struct Args {
 
 #[derive(clap::Args)]
 #[group(required = true, multiple = false)]
-struct Source {
+struct TextSource {
     /// Text file; documents are separated by lines `<|doc|>`, and each becomes `<bos> text <eos>`
     #[arg(long, value_name = "FILE")]
     text: Option<PathBuf>,
@@ -68,7 +68,7 @@ struct Source {
 }
 
 #[derive(Serialize)]
-struct Line {
+struct EvalLine {
     kv: String,
     /// Predictions.
     tokens: usize,
@@ -87,7 +87,7 @@ struct Candidate {
     score: Score,
 }
 
-pub fn run(args: &Args) -> Result {
+pub fn run(args: &EvalArgs) -> Result {
     let files = shipped::files(args.model.as_deref())?;
     let device = args.device.open()?;
     let tokens = read(&args.source, &files)?;
@@ -136,7 +136,7 @@ pub fn run(args: &Args) -> Result {
 }
 
 /// The tokens to predict.
-fn read(source: &Source, files: &Files) -> Result<Vec<u32>> {
+fn read(source: &TextSource, files: &Files) -> Result<Vec<u32>> {
     if let Some(path) = &source.tokens {
         return tokens::read(path);
     }
@@ -161,7 +161,7 @@ fn print(candidate: &Candidate, json: bool) -> Result {
     let layers = &sequence.pool().spec().layers;
     let bytes =
         layers.iter().map(|l| l.kv_heads * (l.k.bytes_per_vector(l.head_dim) + l.v.bytes_per_vector(l.head_dim)));
-    let line = Line {
+    let line = EvalLine {
         kv: kv.to_string(),
         tokens: score.tokens(),
         nats_per_token: score.nats_per_token(),

@@ -9,8 +9,7 @@ use std::{borrow::Cow, collections::HashMap};
 use safetensors::{Dtype, SafeTensors, View};
 
 use super::{
-    pages::Page,
-    pool::{CacheLayer, KvPool, PoolLayout},
+    pool::{CacheLayer, KvPool, PoolLayout, PoolState},
     sequence::{GroupPages, Sequence, SequencePages},
 };
 use crate::{Error, Result};
@@ -120,30 +119,27 @@ impl KvPool {
     /// Takes the pages of a sequence of `len` tokens: the first page and the bytes of each group.
     fn take_all(&self, len: usize, contents: &[(usize, &[u8])]) -> Result<SequencePages> {
         let layout = self.layout();
-        let state = &mut *self.lock();
+        let PoolState { pages, prefixes, .. } = &mut *self.lock();
+        let counts = || contents.iter().zip(&layout.groups).map(|((_, bytes), group)| bytes.len() / group.page_bytes);
+        prefixes.make_room(pages, self, |trial| {
+            let lacks = |(group, count): (usize, usize)| (0..count).filter(|_| trial.take(group).is_none()).count();
+            counts().enumerate().map(lacks).sum()
+        })?;
         let mut taken = SequencePages::new(layout.groups.len());
-        let mut missing = 0;
-        for (index, &(first, bytes)) in contents.iter().enumerate() {
-            let mut pages: Vec<Page> = Vec::new();
-            for _ in 0..bytes.len() / layout.groups[index].page_bytes {
-                loop {
-                    if let Some(page) = state.pages.take(index) {
-                        pages.push(page);
-                        break;
-                    }
-                    if !state.prefixes.evict(&mut state.pages, self) {
-                        missing += 1;
-                        break;
+        for (group, count) in counts().enumerate() {
+            let first = contents[group].0;
+            taken.groups[group] = GroupPages { first, pages: Vec::with_capacity(count), settled: first };
+            for _ in 0..count {
+                match pages.take(group) {
+                    Some(page) => taken.groups[group].pages.push(page),
+                    None => {
+                        taken.release(pages);
+                        return Err(Error::OutOfPages { missing: 1 });
                     }
                 }
             }
-            taken.groups[index] = GroupPages { first, pages, settled: first };
         }
         taken.len = len;
-        if missing > 0 {
-            taken.release(&mut state.pages);
-            return Err(Error::OutOfPages { missing });
-        }
         Ok(taken)
     }
 }

@@ -379,25 +379,14 @@ impl KvPool {
             return Ok(());
         }
         undo(pages, log);
-        // Would it fit without the prefixes that nobody uses?
-        let mut trial = pages.clone();
-        prefixes.evictable(pages).into_iter().for_each(|page| {
-            trial.release(page);
-        });
-        let missing = grow(&mut trial, layout, batch, log);
-        log.clear();
-        if missing > 0 {
-            return Err(Error::OutOfPages { missing });
-        }
-        loop {
-            if !prefixes.evict(pages, self) {
-                return Err(Error::OutOfPages { missing: 1 });
-            }
-            if grow(pages, layout, batch, log) == 0 {
-                return Ok(());
-            }
-            undo(pages, log);
-        }
+        prefixes.make_room(pages, self, |trial| {
+            let missing = grow(trial, layout, batch, log);
+            log.clear();
+            missing
+        })?;
+        let missing = grow(pages, layout, batch, log);
+        debug_assert_eq!(missing, 0);
+        Ok(())
     }
 
     /// Copies shared pages and uploads the step.

@@ -17,7 +17,7 @@ use super::{
     pool::{KvPool, NAME, PoolLayout},
     sequence::{GroupPages, Sequence, SequencePages},
 };
-use crate::{Result, ops::check};
+use crate::{Error, Result, ops::check};
 
 /// Prefixes of a [`KvPool`] that new sequences can continue, without computing their keys and values again.
 ///
@@ -369,8 +369,34 @@ impl Prefixes {
         }
     }
 
+    /// Evicts prefixes until `missing`, which takes pages on a copy of the books, finds none missing.
+    ///
+    /// # Errors
+    /// `OutOfPages` if evicting all that nobody uses would not be enough. Then nothing is evicted.
+    pub fn make_room(
+        &mut self,
+        pages: &mut Pages,
+        pool: &KvPool,
+        mut missing: impl FnMut(&mut Pages) -> usize,
+    ) -> Result<()> {
+        let mut without_prefixes = pages.clone();
+        self.evictable(pages).into_iter().for_each(|page| {
+            without_prefixes.release(page);
+        });
+        let lacking = missing(&mut without_prefixes);
+        if lacking > 0 {
+            return Err(Error::OutOfPages { missing: lacking });
+        }
+        while missing(&mut pages.clone()) > 0 {
+            if !self.evict(pages, pool) {
+                return Err(Error::OutOfPages { missing: 1 });
+            }
+        }
+        Ok(())
+    }
+
     /// The pages that [`Prefixes::evict`] would free if it were called again and again.
-    pub fn evictable(&self, pages: &Pages) -> Vec<Page> {
+    fn evictable(&self, pages: &Pages) -> Vec<Page> {
         // A node stays as long as a node below it is in use.
         let mut stays = vec![false; self.nodes.len()];
         for (index, node) in self.nodes.iter().enumerate() {

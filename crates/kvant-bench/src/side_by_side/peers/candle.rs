@@ -5,7 +5,7 @@ use candle_nn::attention::{AttnMask, flash_attn};
 use kvant_bench::{Result, Shape};
 
 /// Attention of one query over a rotation of layers, `[1, tokens, kv_heads, head_dim]` as candle has it.
-pub struct Attention {
+pub struct CandleAttention {
     shape: Shape,
     tokens: usize,
     dtype: DType,
@@ -15,9 +15,15 @@ pub struct Attention {
     out: Option<Tensor>,
 }
 
-impl Attention {
+impl CandleAttention {
     /// `sides` are the keys and the values, `[kv_heads, tokens, head_dim]`; kept and computed in f32 or f16.
-    pub fn new(shape: Shape, dtype: DType, query: &[f32], sides: &[Vec<f32>; 2], copies: usize) -> Result<Attention> {
+    pub fn new(
+        shape: Shape,
+        dtype: DType,
+        query: &[f32],
+        sides: &[Vec<f32>; 2],
+        copies: usize,
+    ) -> Result<CandleAttention> {
         let (cpu, tokens) = (&Device::Cpu, sides[0].len() / shape.elements(1));
         let query = Tensor::from_slice(query, (1, 1, shape.heads, shape.head_dim), cpu)?.to_dtype(dtype)?;
         let side = |numbers: &[f32]| -> Result<Tensor> {
@@ -29,7 +35,7 @@ impl Attention {
             let [k, v] = &layers[0];
             layers.push([k.copy()?, v.copy()?]);
         }
-        Ok(Attention { shape, tokens, dtype, query, layers, next: 0, out: None })
+        Ok(CandleAttention { shape, tokens, dtype, query, layers, next: 0, out: None })
     }
 
     /// One call, over the next layer.

@@ -231,7 +231,7 @@ impl Rotation {
 }
 
 /// Flash attention of one query over keys and values, each `[kv_heads, tokens, head_dim]` in `kind`.
-pub struct Attention<'a> {
+pub struct GgmlAttention<'a> {
     pub shape: Shape,
     pub kind: Type,
     pub layout: Layout,
@@ -242,7 +242,7 @@ pub struct Attention<'a> {
     pub copies: usize,
 }
 
-impl Attention<'_> {
+impl GgmlAttention<'_> {
     /// Operations of a graph: several where they are short.
     fn nodes(&self) -> usize {
         (16 * 1024 / self.tokens).clamp(1, 16).min(self.copies)
