@@ -70,6 +70,7 @@ HEADERS = {
 
 # Mutants that compute the same: (file, line of text, why). The script says so instead of failing.
 EQUIVALENT = [
+    ("norm_rope_write.metal", "static_assert(", "the compiler asserts it, and both hold"),
     ("attend/keys.h", "return lo < hi ?", "the range is empty either way"),
     ("attend/softmax.h", "part.m > into.m ?", "where both are equal, either will do"),
     ("copy.metal", "at + 4 <= p.bytes", "the last word is copied byte by byte instead"),

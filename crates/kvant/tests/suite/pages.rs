@@ -832,6 +832,107 @@ fn feed(pool: &KvPool, sequence: &mut Sequence, tokens: &[u32]) -> Vec<Vec<u8>> 
         .collect()
 }
 
+/// A full and a sliding layer.
+fn two_layers() -> Vec<CacheLayer> {
+    let full = CacheLayer { kv_heads: 1, head_dim: DIM, window: None, k: Codec::F32, v: Codec::F32 };
+    vec![CacheLayer { window: Some(WINDOW), ..full }, full]
+}
+
+/// The last page of a fork is its own as soon as one of the two writes to it.
+#[test]
+fn forks_do_not_see_each_other() {
+    for device in devices() {
+        let pool = KvPool::new(device, &PoolSpec::new(two_layers(), 1 << 20).page_tokens(16)).unwrap();
+        let tails = [0, 1].map(|tail| (0..31).map(|at| if at < 20 { at } else { at + 100 * (tail + 1) }).collect());
+        let tails: [Vec<u32>; 2] = tails;
+        let mut a = pool.sequence();
+        feed(&pool, &mut a, &tails[0][..20]);
+        let mut b = a.fork();
+        for end in [30, 31] {
+            for (sequence, tokens) in [(&mut a, &tails[0]), (&mut b, &tails[1])] {
+                let got = feed(&pool, sequence, &tokens[..end]);
+                let mut alone = pool.sequence();
+                for end in [20, 30, 31].into_iter().take_while(|&before| before < end) {
+                    feed(&pool, &mut alone, &tokens[..end]);
+                }
+                assert!(feed(&pool, &mut alone, &tokens[..end]) == got, "{device}: {end} tokens");
+            }
+        }
+    }
+}
+
+/// A prefix ends where all windows have their positions, and nowhere else.
+#[test]
+fn prefixes_need_their_windows() {
+    let pool = KvPool::new(&Device::cpu(), &PoolSpec::new(two_layers(), 1 << 20).page_tokens(16)).unwrap();
+    let cache = PrefixCache::new(&pool, b"windows");
+    let tokens: Vec<u32> = (0..70).collect();
+    let mut sequence = pool.sequence();
+    feed(&pool, &mut sequence, &tokens);
+    cache.keep(&sequence, &tokens).unwrap();
+    for (asked, found) in [(70, 64), (64, 64), (63, 0), (40, 0), (15, 0)] {
+        assert_eq!(cache.find(&tokens[..asked]).unwrap().len(), found, "{asked} tokens");
+    }
+    let mut other = tokens.clone();
+    other[5] = 1000;
+    assert!(cache.find(&other).unwrap().is_empty());
+    assert!(PrefixCache::new(&pool, b"another model").find(&tokens).unwrap().is_empty());
+}
+
+/// Eviction takes prefixes that nobody uses, the least recently used first, and nothing else.
+#[test]
+fn prefixes_in_use_stay() {
+    let spec = PoolSpec::new(two_layers(), 0).page_tokens(16).room_for(3, 48, 48).unwrap();
+    let pool = KvPool::new(&Device::cpu(), &spec).unwrap();
+    let cache = PrefixCache::new(&pool, b"use");
+    let prompts = [0u32, 1, 2].map(|prompt| (0..33).map(|at| 100 * prompt + at).collect::<Vec<u32>>());
+    for tokens in &prompts {
+        let mut sequence = pool.sequence();
+        feed(&pool, &mut sequence, &tokens[..32]);
+        cache.keep(&sequence, &tokens[..32]).unwrap();
+    }
+    // The first is in use, the second is older than the third.
+    let mut held = cache.find(&prompts[0][..32]).unwrap();
+    assert_eq!(cache.find(&prompts[2][..32]).unwrap().len(), 32);
+    let mut others: Vec<Sequence> = Vec::new();
+    loop {
+        let mut other = pool.sequence();
+        match pool.step(&mut [(&mut other, 1)]) {
+            Ok(_) => others.push(other),
+            Err(Error::OutOfPages { missing }) => break assert!(missing > 0),
+            Err(error) => panic!("{error}"),
+        }
+    }
+    assert!(cache.find(&prompts[1][..32]).unwrap().is_empty() && cache.find(&prompts[2][..32]).unwrap().is_empty());
+    drop(others);
+    let got = feed(&pool, &mut held, &prompts[0]);
+    cache.clear();
+    let mut again = pool.sequence();
+    feed(&pool, &mut again, &prompts[0][..32]);
+    assert!(feed(&pool, &mut again, &prompts[0]) == got, "what is in use has not changed");
+}
+
+/// A sequence can be truncated exactly as far as its windows are held.
+#[test]
+fn truncation_ends_where_positions_are_gone() {
+    let pool = KvPool::new(&Device::cpu(), &PoolSpec::new(two_layers(), 1 << 20).page_tokens(16)).unwrap();
+    for hold in [0, 1, 16, 40, 1000] {
+        let mut sequence = pool.sequence();
+        sequence.hold(hold);
+        for _ in 0..100 {
+            pool.step(&mut [(&mut sequence, 1)]).unwrap();
+        }
+        let oldest = sequence.held(0).unwrap().start;
+        assert!(oldest <= (100 - WINDOW).saturating_sub(hold), "hold {hold}: {oldest}");
+        assert!(oldest + 16 > (100 - WINDOW).saturating_sub(hold), "hold {hold}: pages that have passed are gone");
+        for len in 0..=100 {
+            let needed = (len + 1usize).saturating_sub(WINDOW);
+            let truncated = sequence.fork().truncate(len);
+            assert_eq!(truncated.is_ok(), len == 0 || needed >= oldest, "hold {hold}: to {len}: {truncated:?}");
+        }
+    }
+}
+
 /// Evicted prefixes wait in host memory, and come back as they were.
 #[test]
 fn prefixes_come_back_from_host_memory() {

@@ -475,6 +475,28 @@ fn a_length_beyond_the_step_drops_what_the_ring_has_lost() {
     });
 }
 
+/// Heads so wide that a thread has several parts of a row.
+#[test]
+fn wide_heads_are_written_and_read() {
+    for codec in [Codec::F32, Codec::BF16] {
+        let data = Source::random(&mut Rng::of(format!("wide {codec}")), 3, 2, 4096);
+        conform(format!("heads of 4096, {codec}"), |device| {
+            let layer = KvLayer::new(device, layers::linear_spec(2, 4, 4096, codec))?;
+            layers::write(&layer, &data, DType::F32, &layers::range_step(device, 1, 0..3)?)?;
+            let mut outputs = Vec::new();
+            for dtype in [DType::F32, DType::F16] {
+                let out = Out::new(device, dtype, &[3, 2, 4096])?;
+                let (layer, side, order) = (&layer, KvSide::K, SourceOrder::TokenMajor);
+                let (sequence, start, keep_rotated, step) = (0, 0, false, None);
+                let read = KvRead { layer, side, sequence, start, keep_rotated, order, out: &out.tensor, step };
+                run(device, |enc| ops::kv_read(enc, &read))?;
+                outputs.push(out.close(&dtype.to_string())?);
+            }
+            Ok(outputs)
+        });
+    }
+}
+
 /// The bound is not a formality: the smallest change of a stored number is outside of it.
 #[test]
 fn the_comparison_notices_one_wrong_element() {
