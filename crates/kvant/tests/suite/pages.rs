@@ -264,8 +264,10 @@ fn the_reference_computes_the_same_over_pages_and_over_slots() {
 /// What was written is read back, and positions that have no page are zeros.
 #[test]
 fn reads_what_was_written() {
-    for codec in CODECS {
-        let case = Case { k: codec, v: Codec::F32, window: Some(20), sequences: vec![(70, 3)], ..CASE };
+    // The widest heads: a thread has several parts of a row.
+    let cases = CODECS.into_iter().map(|codec| (codec, 64)).chain([(Codec::F32, 4096)]);
+    for (codec, head_dim) in cases {
+        let case = Case { head_dim, k: codec, v: Codec::F32, window: Some(20), sequences: vec![(70, 3)], ..CASE };
         let source = case.source();
         conform(format!("kv_read of {codec}"), |device| {
             let Filled { pool, step, new, sequences } = case.filled(device, &source)?;
@@ -275,9 +277,14 @@ fn reads_what_was_written() {
             for (side, order) in [(KvSide::K, SourceOrder::TokenMajor), (KvSide::V, SourceOrder::HeadMajor)] {
                 for start in [sequences[0].held(1)?.start, 0] {
                     let (tokens, heads) = (73 - start, case.kv_heads);
-                    let shape =
-                        if order == SourceOrder::TokenMajor { [tokens, heads, 64] } else { [heads, tokens, 64] };
+                    let shape = if order == SourceOrder::TokenMajor {
+                        [tokens, heads, head_dim]
+                    } else {
+                        [heads, tokens, head_dim]
+                    };
                     let out = Out::new(device, DType::F32, &shape)?;
+                    // Zeros must be written, too.
+                    out.tensor.write(&vec![f32::NAN; out.tensor.elements()])?;
                     let (sequence, keep_rotated, step) = (0, false, Some(&step));
                     let read = KvRead { layer, side, sequence, start, keep_rotated, order, out: &out.tensor, step };
                     run(device, |enc| ops::kv_read(enc, &read))?;
@@ -292,8 +299,10 @@ fn reads_what_was_written() {
 /// The fused operation finds the same rows: without norms and a rotation it stores what `kv_write` would.
 #[test]
 fn norm_rope_write_stores_on_pages() {
-    for codec in CODECS {
-        let case = Case { k: codec, v: Codec::BF16, sequences: vec![(70, 20), (20, 1)], ..CASE };
+    // The widest heads: a thread has several parts of a row.
+    let cases = CODECS.into_iter().map(|codec| (codec, 64)).chain([(Codec::F32, 4096)]);
+    for (codec, head_dim) in cases {
+        let case = Case { head_dim, k: codec, v: Codec::BF16, sequences: vec![(70, 20), (20, 1)], ..CASE };
         let source = case.source();
         conform(format!("norm_rope_write of {codec}"), |device| {
             let Filled { pool, step, new, sequences } = case.filled(device, &source)?;
