@@ -877,9 +877,12 @@ fn prefixes_need_their_windows() {
     let cache = PrefixCache::new(&pool, b"windows");
     let tokens: Vec<u32> = (0..70).collect();
     let mut sequence = pool.sequence();
-    feed(&pool, &mut sequence, &tokens);
-    cache.keep(&sequence, &tokens).unwrap();
-    for (asked, found) in [(70, 64), (64, 64), (63, 0), (40, 0), (15, 0)] {
+    // The full layer has all pages; the sliding one those before the ends of what was kept.
+    for end in [33, 70] {
+        feed(&pool, &mut sequence, &tokens[..end]);
+        cache.keep(&sequence, &tokens[..end]).unwrap();
+    }
+    for (asked, found) in [(70, 64), (64, 64), (63, 32), (50, 32), (32, 32), (31, 0), (15, 0)] {
         assert_eq!(cache.find(&tokens[..asked]).unwrap().len(), found, "{asked} tokens");
     }
     let mut other = tokens.clone();
@@ -913,6 +916,7 @@ fn prefixes_in_use_stay() {
         }
     }
     assert!(cache.find(&prompts[1][..32]).unwrap().is_empty() && cache.find(&prompts[2][..32]).unwrap().is_empty());
+    assert_eq!(cache.find(&prompts[0][..32]).unwrap().len(), 32, "the prefix in use is still there");
     drop(others);
     let got = feed(&pool, &mut held, &prompts[0]);
     cache.clear();
