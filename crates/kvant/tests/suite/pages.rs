@@ -882,7 +882,8 @@ fn prefixes_need_their_windows() {
         feed(&pool, &mut sequence, &tokens[..end]);
         cache.keep(&sequence, &tokens[..end]).unwrap();
     }
-    for (asked, found) in [(70, 64), (64, 64), (63, 32), (50, 32), (32, 32), (31, 0), (15, 0)] {
+    // Windows of 21: what was kept of the two ends also serves 48.
+    for (asked, found) in [(70, 64), (64, 64), (63, 48), (50, 48), (47, 32), (32, 32), (31, 16), (15, 0)] {
         assert_eq!(cache.find(&tokens[..asked]).unwrap().len(), found, "{asked} tokens");
     }
     let mut other = tokens.clone();

@@ -79,6 +79,23 @@ fn rms_norm_of_extreme_rows() {
     }
 }
 
+/// The only large element of a row is its last: each thread looks at all of its elements for the largest.
+#[test]
+fn rms_norm_of_one_extreme_element() {
+    for dim in [1028, 17_000] {
+        conform(format!("rms_norm of {dim}, the last of 3e38"), |device| {
+            let mut values = Rng::new(dim as u64).normals(dim);
+            values[dim - 1] = 3e38;
+            let x = input(device, DType::F32, &values, &[1, dim])?;
+            let out = Out::new(device, DType::F32, &[1, dim])?;
+            let (residual, scale) = (Residual::None, 1.0);
+            let args = RmsNorm { x: &x, weight: None, eps: 0.0, residual, scale, out: &out.tensor };
+            run(device, |enc| ops::rms_norm(enc, &args))?;
+            Ok(vec![out.close("out")?])
+        });
+    }
+}
+
 /// What is no number, or has no norm (eps 0), stays in its row.
 #[test]
 fn rms_norm_of_what_is_not_finite() {
