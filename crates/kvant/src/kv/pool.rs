@@ -298,7 +298,7 @@ impl KvPool {
             (tokens, longest, most_new) = (tokens.saturating_add(*count), len.max(longest), most_new.max(*count));
         }
         let sequences = batch.len();
-        // Nothing is missing in a step that nobody rewrites: only sequences with tokens count.
+        // Sequences without new tokens are in the step to be read only.
         let live = batch.iter().filter(|(_, count)| *count > 0).count();
         let step = self.empty_step(StepSize { sequences, tokens, longest, most_new })?;
         let step = step.with_batch(Batch { sequences: live, longest, most_new });
