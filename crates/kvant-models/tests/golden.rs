@@ -40,7 +40,7 @@ fn check(model: &Model, variant: &str) {
     check_batches(model, variant, &tokens, &expected);
 }
 
-/// Three sequences in batches of any mixture: one alone, prompts together, a prompt beside single tokens; logits for chosen
+/// Three sequences in batches of any mixture: one alone, prompts together, a prompt and single tokens; logits for chosen
 /// rows, in any order.
 fn check_batches(model: &Model, variant: &str, tokens: &[u32], expected: &[f32]) {
     let vocab = model.vocab_size();

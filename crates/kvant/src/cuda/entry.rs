@@ -17,7 +17,7 @@ pub(super) fn name(kernel: &str, constants: &[(&'static str, Constant)]) -> Stri
         Constant::Bool(_) => None,
     };
     let mut parts = vec![kernel.to_string()];
-    // A weight, or otherwise the dtype of what is read.
+    // The kind of weight; without a weight, the dtype of the input.
     match (value("BITS"), value("GROUP"), value("W_DTYPE")) {
         (Some(bits @ 1..), Some(group), _) => parts.push(format!("affine{bits}_g{group}")),
         (Some(0), _, Some(dtype)) => parts.push(dtype_name(dtype)),

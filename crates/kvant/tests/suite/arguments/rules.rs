@@ -420,7 +420,7 @@ fn nothing_recorded() {
     }
 }
 
-/// `step.lens()` in place of the lengths before the step: what the step brings would be attended to beside itself.
+/// `step.lens()` in place of the lengths before the step: tokens would attend to the step's own keys twice.
 #[test]
 fn past_ends_before_the_step() {
     for device in devices().iter().filter(|device| sees_indices(device)) {
