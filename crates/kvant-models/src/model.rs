@@ -1,6 +1,7 @@
 //! Loading and running a model.
 
 use std::{
+    ops::RangeInclusive,
     path::Path,
     sync::{Mutex, PoisonError},
 };
@@ -220,14 +221,15 @@ impl Model {
         if let Some(&row) = rows.iter().find(|&&row| row >= tokens.len()) {
             return Err(Error::argument("rows", format_args!("below {}", tokens.len()), row));
         }
-        let vocab = self.vocab_size();
-        if out.shape() != [rows.len(), vocab] || !out.dtype().is_float() || out.device() != &self.device {
-            let expected = format!("[{}, {vocab}] of floats on {}", rows.len(), self.device);
-            return Err(Error::argument("out", expected, format_args!("{out:?}")));
-        }
+        self.check_out(out, rows.len()..=rows.len())?;
         if tokens.is_empty() {
             return Ok(());
         }
+        self.run(pool, step, tokens, rows, out)
+    }
+
+    /// Runs a batch whose arguments have been checked.
+    fn run(&self, pool: &KvPool, step: &Step, tokens: &[u32], rows: &[usize], out: &Tensor) -> Result<()> {
         let mut space = self.space(tokens.len())?;
         let every = rows.len() == tokens.len() && rows.iter().enumerate().all(|(index, &row)| index == row);
         let mut fewer = if every || rows.is_empty() { None } else { Some(self.space(rows.len())?) };
@@ -292,25 +294,17 @@ impl Model {
         }
         self.check_pool(&pool)?;
         self.check_tokens(tokens)?;
-        let vocab = self.vocab_size();
-        let ok = matches!(out.shape(), &[rows, width] if (1..=tokens.len()).contains(&rows) && width == vocab);
-        if !ok || !out.dtype().is_float() || out.device() != &self.device {
-            let expected = format!("[1 to {}, {vocab}] of floats on {}", tokens.len(), self.device);
-            return Err(Error::argument("out", expected, format_args!("{out:?}")));
-        }
+        self.check_out(out, 1..=tokens.len())?;
         let (before, first_row) = (sequence.len(), tokens.len() - out.shape()[0]);
         let mut done = 0;
         for piece in tokens.chunks(MAX_CHUNK) {
             let end = done + piece.len();
             let wanted = done.max(first_row).min(end)..end;
             let rows: Vec<usize> = (wanted.start - done..piece.len()).collect();
-            let pass = || -> Result<()> {
-                let step = pool.step(&mut [(&mut *sequence, piece.len())])?;
-                let skip = done.saturating_sub(first_row);
-                let out = out.rows(skip..skip + rows.len())?;
-                self.forward_into(&pool, &step, piece, &rows, &out)
-            };
-            if let Err(error) = { pass }() {
+            let first_out = wanted.start.saturating_sub(first_row).min(out.shape()[0]);
+            let out = out.rows(first_out..first_out + rows.len())?;
+            let step = pool.step(&mut [(&mut *sequence, piece.len())]).map_err(Error::from);
+            if let Err(error) = step.and_then(|step| self.run(&pool, &step, piece, &rows, &out)) {
                 if sequence.truncate(before).is_err() {
                     // The windows have passed older positions: keep the completed passes.
                     sequence.truncate(before + done)?;
@@ -333,6 +327,18 @@ impl Model {
             }
             None => Ok(()),
         }
+    }
+
+    /// Checks a tensor for the logits of so many rows.
+    fn check_out(&self, out: &Tensor, rows: RangeInclusive<usize>) -> Result<()> {
+        let vocab = self.vocab_size();
+        let fits = matches!(out.shape(), &[count, width] if rows.contains(&count) && width == vocab);
+        if fits && out.dtype().is_float() && out.device() == &self.device {
+            return Ok(());
+        }
+        let (least, most) = (rows.start(), rows.end());
+        let rows = if least == most { most.to_string() } else { format!("{least} to {most}") };
+        Err(Error::argument("out", format!("[{rows}, {vocab}] of floats on {}", self.device), format_args!("{out:?}")))
     }
 
     /// Checks that a pool was made for this model.

@@ -2,7 +2,7 @@
 
 use crate::{
     DType, Device, Error, Result, Tensor,
-    codec::{BLOCK, Codec},
+    codec::{self, BLOCK, Codec},
     encoder::{Access, Touch},
     ops::check,
 };
@@ -60,27 +60,41 @@ pub struct Planes {
 }
 
 impl Planes {
-    fn zeros(device: &Device, codec: Codec, rows: usize, dim: usize) -> Result<Planes> {
-        let Codec::TurboQuant(tq) = codec else {
-            let Codec::Dense(dtype) = codec else { unreachable!() };
-            return Ok(Planes { codec, low: Tensor::zeros(device, dtype, &[rows, dim])?, high: None, norms: None });
-        };
-        let plane = |bits: usize| Tensor::zeros(device, DType::U8, &[rows, dim * bits / 8]);
-        Ok(Planes {
-            codec,
-            low: plane(if tq.bits == 8 { 8 } else { 4 })?,
-            high: match tq.bits {
-                5 => Some(plane(1)?),
-                6 => Some(plane(2)?),
-                _ => None,
-            },
-            norms: Some(Tensor::zeros(device, DType::F32, &[rows, dim.div_ceil(BLOCK)])?),
-        })
+    /// The dtype of each plane of a codec that has been checked, and its elements per vector of `dim` coordinates: `low`,
+    /// `high`, `norms`.
+    fn row_sizes(codec: Codec, dim: usize) -> [Option<(DType, usize)>; 3] {
+        match codec {
+            Codec::Dense(dtype) => [Some((dtype, dim)), None, None],
+            Codec::TurboQuant(tq) => {
+                let (low, high) = codec::plane_bytes(tq.bits, dim).expect("the codec has been checked");
+                let high = (high > 0).then_some((DType::U8, high));
+                [Some((DType::U8, low)), high, Some((DType::F32, dim.div_ceil(BLOCK)))]
+            }
+        }
     }
 
-    /// The planes of a layer of a pool.
-    pub(crate) fn of_pages(codec: Codec, low: Tensor, high: Option<Tensor>, norms: Option<Tensor>) -> Planes {
-        Planes { codec, low, high, norms }
+    /// The bytes of a row in each plane: `low`, `high`, `norms`.
+    pub(crate) fn row_bytes(codec: Codec, dim: usize) -> [Option<usize>; 3] {
+        Planes::row_sizes(codec, dim).map(|plane| plane.map(|(dtype, elements)| elements * dtype.size()))
+    }
+
+    fn zeros(device: &Device, codec: Codec, rows: usize, dim: usize) -> Result<Planes> {
+        let plane = |size: Option<(DType, usize)>| {
+            size.map(|(dtype, elements)| Tensor::zeros(device, dtype, &[rows, elements])).transpose()
+        };
+        let [low, high, norms] = Planes::row_sizes(codec, dim);
+        let low = plane(low)?.expect("every codec has a low plane");
+        Ok(Planes { codec, low, high: plane(high)?, norms: plane(norms)? })
+    }
+
+    /// The planes of a layer of a pool, which begin at these bytes of its memory and end where it does.
+    pub(crate) fn of_pages(memory: &Tensor, codec: Codec, dim: usize, starts: [Option<usize>; 3]) -> Result<Planes> {
+        let [low, high, norms] = Planes::row_sizes(codec, dim);
+        let plane = |size: Option<(DType, usize)>, start: Option<usize>| {
+            size.zip(start).map(|((dtype, _), start)| memory.typed_from(start, dtype)).transpose()
+        };
+        let low = plane(low, starts[0])?.expect("every codec has a low plane");
+        Ok(Planes { codec, low, high: plane(high, starts[1])?, norms: plane(norms, starts[2])? })
     }
 
     /// The codec of the vectors.

@@ -1,7 +1,7 @@
 //! The positions of one step's tokens.
 
 use std::sync::{
-    Arc, Mutex, PoisonError,
+    Arc, Mutex, MutexGuard, PoisonError,
     atomic::{AtomicU64, Ordering},
 };
 
@@ -14,9 +14,9 @@ use crate::{
 
 /// The tokens of one forward pass: T tokens of up to S sequences, each with its own position.
 ///
-/// [`KvPool`](crate::KvPool) makes steps for its layers; for layers with memory of their own, an engine makes them itself. Positions, sequences, lengths and page tables are on the device, so
-/// that a captured [`Graph`](crate::Graph) reads the new values when they are rewritten. What the host knows of them is
-/// in [`Step::batch`].
+/// [`KvPool`](crate::KvPool) makes steps for its layers; for layers with memory of their own, an engine makes them
+/// itself. Positions, sequences, lengths and page tables are on the device, so that a captured [`Graph`](crate::Graph)
+/// reads the new values when they are rewritten. What the host knows of them is in [`Step::batch`].
 ///
 /// No two tokens may have the same sequence and position. If two do, the contents of their slot are unspecified (on a
 /// GPU, a mix of both).
@@ -59,16 +59,23 @@ impl Batch {
 }
 
 /// The part of a step that ties it to a pool.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub(crate) struct StepPages {
     pub pool: u64,
     /// For each group, u32 `[S, width]`.
     pub tables: Vec<Tensor>,
-    pub stamps: Arc<Mutex<Vec<Stamp>>>,
-    /// The positions and sequences of the tokens, as they were written.
-    pub tokens: Arc<Mutex<Vec<u32>>>,
     /// What all tensors of the step are parts of.
     pub base: Tensor,
+    pub written: Mutex<WrittenStep>,
+}
+
+/// What a pool wrote to a step last.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct WrittenStep {
+    /// The sequences, as they were then.
+    pub stamps: Vec<Stamp>,
+    /// The positions of the tokens, and at the end their sequences.
+    pub tokens: Vec<u32>,
 }
 
 /// The state of a sequence that a step was made for.
@@ -80,10 +87,13 @@ pub(crate) struct Stamp {
 }
 
 impl StepPages {
+    pub fn lock(&self) -> MutexGuard<'_, WrittenStep> {
+        self.written.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Whether a sequence has changed since.
     fn is_stale(&self) -> bool {
-        let stamps = self.stamps.lock().unwrap_or_else(PoisonError::into_inner);
-        stamps.iter().any(|stamp| stamp.changes.load(Ordering::Relaxed) != stamp.seen)
+        self.lock().stamps.iter().any(|stamp| stamp.changes.load(Ordering::Relaxed) != stamp.seen)
     }
 }
 
@@ -184,7 +194,7 @@ impl Step {
         let Some(pages) = &self.pages else {
             return check::value_is(op, "self", false, "a step of a pool", "another").map(|()| self.clone());
         };
-        let written = self.lock_tokens();
+        let WrittenStep { stamps, tokens: written } = pages.lock().clone();
         let at_sequence = written.len().saturating_sub(count);
         let (mut positions, mut sequence) = (Vec::with_capacity(tokens.len()), Vec::with_capacity(tokens.len()));
         for (index, &token) in tokens.iter().enumerate() {
@@ -195,20 +205,13 @@ impl Step {
             positions.push(written[token]);
             sequence.push(written[at_sequence + token]);
         }
-        drop(written);
         let (sequences, most_new) = distinct(&sequence);
         let upload = |words: &[u32]| Tensor::from_slice(self.positions.device(), words, &[words.len()]);
         let step = Step { positions: upload(&positions)?, sequence: upload(&sequence)?, ..self.clone() };
-        let tokens = Arc::new(Mutex::new([positions, sequence].concat()));
+        let written = Mutex::new(WrittenStep { stamps, tokens: [positions, sequence].concat() });
+        let (tables, base) = (pages.tables.clone(), pages.base.clone());
         let batch = Batch { sequences, most_new, longest: self.batch.longest };
-        Ok(step.with_pages(StepPages { tokens, ..StepPages::clone(pages) }).with_batch(batch))
-    }
-
-    /// Positions and sequences of a pool's step on the host; empty for other steps.
-    pub(crate) fn lock_tokens(&self) -> std::sync::MutexGuard<'_, Vec<u32>> {
-        static NONE: Mutex<Vec<u32>> = Mutex::new(Vec::new());
-        let tokens = self.pages.as_ref().map_or(&NONE, |pages| &*pages.tokens);
-        tokens.lock().unwrap_or_else(PoisonError::into_inner)
+        Ok(step.with_pages(StepPages { pool: pages.pool, tables, base, written }).with_batch(batch))
     }
 
     /// What the host knows of the step.

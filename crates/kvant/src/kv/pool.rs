@@ -12,7 +12,6 @@ use super::{
 };
 use crate::{
     Batch, Codec, DType, Device, Error, KvLayer, LayerSpec, Planes, Result, SlotOrder, Step, Tensor,
-    codec::{self, BLOCK},
     layer::{LayerPages, PAGE_UNIT},
     ops::{self, check},
     step::StepPages,
@@ -232,7 +231,8 @@ impl KvPool {
             let (sequences, capacity) = (u32::MAX as usize, u32::MAX as usize);
             let order = SlotOrder::HeadMajor;
             let spec = LayerSpec { sequences, kv_heads, capacity, head_dim, k, v, window, ring: false, order };
-            let [k, v] = [(k, offsets[0]), (v, offsets[1])].map(|(codec, at)| planes_at(&memory, codec, at));
+            let [k, v] =
+                [(k, offsets[0]), (v, offsets[1])].map(|(codec, at)| Planes::of_pages(&memory, codec, head_dim, at));
             Ok(KvLayer::paged(spec, pages, k?, v?))
         });
         let layers = layers.collect::<Result<_>>()?;
@@ -313,10 +313,11 @@ impl KvPool {
     /// `Overflow`, `OutOfMemory`.
     pub fn reserve_step(&self, size: StepSize) -> Result<Step> {
         let step = self.empty_step(size)?;
-        let shape = self.step_shape(&step);
-        let mut words = Vec::new();
-        shape.fill(&mut words, &[]);
-        shape.base.write(&words)?;
+        if let Some(pages) = &step.pages {
+            let (shape, mut words) = (StepShape::of(&step, pages), Vec::new());
+            shape.fill(&mut words, &[]);
+            shape.base.write(&words)?;
+        }
         Ok(step)
     }
 
@@ -326,36 +327,38 @@ impl KvPool {
     /// # Errors
     /// As [`KvPool::step`]; `Value` for a batch that is larger than the step, and for a step of another pool.
     pub fn step_into(&self, batch: &mut [(&mut Sequence, usize)], step: &Step) -> Result<()> {
-        let of_pool = step.pages.as_ref().is_some_and(|pages| pages.pool == self.0.id);
-        check::value_is(NAME, "step", of_pool, "a step of this pool", "another")?;
-        self.check_batch(batch, step)?;
+        let Some(of_pool) = step.pages.as_ref().filter(|pages| pages.pool == self.0.id) else {
+            return check::value_is(NAME, "step", false, "a step of this pool", "another");
+        };
+        let shape = StepShape::of(step, of_pool);
+        self.check_batch(batch, step, &shape)?;
         let mut state = self.lock();
         self.take_pages(&mut state, batch)?;
-        let written = self.write_step(&mut state, batch, step);
-        let PoolState { pages, log, .. } = &mut *state;
+        let written = self.write_step(&mut state, batch, &shape);
+        let PoolState { pages, log, words, .. } = &mut *state;
         if let Err(error) = written {
             undo(pages, log);
             return Err(error);
         }
         apply(log, batch);
-        drop(state);
         self.settle(batch);
-        let mut stamps = step.pages.as_ref().map(|pages| pages.stamps.lock().unwrap_or_else(PoisonError::into_inner));
-        let stamps = stamps.as_mut().expect("it is a step of this pool");
-        stamps.clear();
+        let mut written = of_pool.lock();
+        written.tokens.clear();
+        written.tokens.extend_from_slice(&words[..shape.at_sequence() + shape.tokens]);
+        written.stamps.clear();
         for (sequence, count) in batch {
             if *count > 0 {
                 sequence.pages.len += *count;
                 sequence.pages.changed();
             }
-            stamps.push(sequence.pages.stamp());
+            written.stamps.push(sequence.pages.stamp());
         }
         Ok(())
     }
 
     /// Checks a batch against the limits of its step.
-    fn check_batch(&self, batch: &[(&mut Sequence, usize)], step: &Step) -> Result<()> {
-        let StepShape { tokens: most_tokens, sequences, width, .. } = self.step_shape(step);
+    fn check_batch(&self, batch: &[(&mut Sequence, usize)], step: &Step, shape: &StepShape) -> Result<()> {
+        let StepShape { tokens: most_tokens, sequences, width, .. } = *shape;
         let limits = step.batch();
         let longest = limits.longest.min(width * self.layout().page_tokens);
         check::at_most(NAME, "batch", batch.len(), sequences)?;
@@ -390,7 +393,7 @@ impl KvPool {
     }
 
     /// Copies shared pages and uploads the step.
-    fn write_step(&self, state: &mut PoolState, batch: &[(&mut Sequence, usize)], step: &Step) -> Result<()> {
+    fn write_step(&self, state: &mut PoolState, batch: &[(&mut Sequence, usize)], shape: &StepShape) -> Result<()> {
         let mut copies = state.log.iter().filter_map(|change| match *change {
             Change::Copied { group, from, to, .. } => Some((self.page(group, from), self.page(group, to))),
             _ => None,
@@ -402,15 +405,10 @@ impl KvPool {
             }
             enc.commit()?.wait()?;
         }
-        let shape = self.step_shape(step);
         let PoolState { log, words, .. } = state;
         shape.fill(words, batch);
         shape.fill_pages(words, log, batch);
-        shape.base.write(words)?;
-        let mut tokens = step.lock_tokens();
-        tokens.clear();
-        tokens.extend_from_slice(&words[..shape.at_sequence() + step.tokens()]);
-        Ok(())
+        shape.base.write(words)
     }
 
     /// Tells the host's memory of the pages that are full: they are read many times, and huge pages make that faster.
@@ -448,18 +446,11 @@ impl KvPool {
         let pages = StepPages {
             pool: self.0.id,
             tables: tables.collect::<Result<_>>()?,
-            stamps: Arc::default(),
-            tokens: Arc::default(),
+            written: Mutex::default(),
             base: base.clone(),
         };
         let step = Step::from_tensors(part(0, tokens)?, part(at_sequence, tokens)?, part(at_lens, sequences)?);
         Ok(step.with_pages(pages).with_batch(Batch { sequences, longest, most_new }))
-    }
-
-    fn step_shape<'a>(&self, step: &'a Step) -> StepShape<'a> {
-        let pages = step.pages.as_ref().expect("a step of a pool has pages");
-        let width = pages.tables.first().map_or(0, |table| table.shape()[1]);
-        StepShape { base: &pages.base, tokens: step.tokens(), sequences: step.sequences(), width }
     }
 
     pub(super) fn layout(&self) -> &PoolLayout {
@@ -517,13 +508,13 @@ fn grow(pages: &mut Pages, layout: &PoolLayout, batch: &[(&mut Sequence, usize)]
     for (sequence, (owner, count)) in growing() {
         let owner = &owner.pages;
         for (group, held) in owner.groups.iter().enumerate() {
-            let mut take = |change: &dyn Fn(Page) -> Change| match pages.take(group) {
-                Some(page) => log.push(change(page)),
-                None => missing += 1,
-            };
             let end = held.first + held.pages.len();
-            (end..(owner.len + count).div_ceil(layout.page_tokens))
-                .for_each(|_| take(&|page| Change::New { sequence, group, page }));
+            for _ in end..(owner.len + count).div_ceil(layout.page_tokens) {
+                match pages.take(group) {
+                    Some(page) => log.push(Change::New { sequence, group, page }),
+                    None => missing += 1,
+                }
+            }
             // The last page gets new tokens: a copy, unless it is held by this sequence only.
             if owner.len % layout.page_tokens != 0
                 && let Some(&from) = held.pages.last()
@@ -589,7 +580,12 @@ fn padded(words: usize) -> Option<usize> {
     words.checked_next_multiple_of(4)
 }
 
-impl StepShape<'_> {
+impl<'a> StepShape<'a> {
+    fn of(step: &Step, pages: &'a StepPages) -> StepShape<'a> {
+        let width = pages.tables.first().map_or(0, |table| table.shape()[1]);
+        StepShape { base: &pages.base, tokens: step.tokens(), sequences: step.sequences(), width }
+    }
+
     /// The first word of the sequences.
     fn at_sequence(&self) -> usize {
         padded(self.tokens).expect("the step's size has been checked")
@@ -660,14 +656,6 @@ impl StepShape<'_> {
 /// The planes of one side within a page: bytes from the start of the page.
 type PlaneOffsets = [Option<usize>; 3];
 
-/// The planes of a side over all pages: each begins where it is in a page at the start of the memory.
-fn planes_at(memory: &Tensor, codec: Codec, [low, high, norms]: PlaneOffsets) -> Result<Planes> {
-    let view = |at: Option<usize>, dtype| at.map(|at| memory.typed_from(at, dtype)).transpose();
-    let low_dtype = if let Codec::Dense(dtype) = codec { dtype } else { DType::U8 };
-    let low = view(low, low_dtype)?.expect("each codec has a low plane");
-    Ok(Planes::of_pages(codec, low, view(high, DType::U8)?, view(norms, DType::F32)?))
-}
-
 /// The groups of a specification, the group of each layer, and where the planes of its keys and values are in a page.
 #[allow(clippy::type_complexity, reason = "three lists that are made together")]
 fn layer_groups(spec: &PoolSpec) -> Result<(Vec<LayerGroup>, Vec<usize>, Vec<[PlaneOffsets; 2]>)> {
@@ -692,7 +680,7 @@ fn layer_groups(spec: &PoolSpec) -> Result<(Vec<LayerGroup>, Vec<usize>, Vec<[Pl
         let mut at = groups[group].page_bytes;
         let mut side = |codec| -> Result<PlaneOffsets> {
             let mut planes = [None; 3];
-            for (plane, row_bytes) in planes.iter_mut().zip(plane_row_bytes(codec, layer.head_dim)) {
+            for (plane, row_bytes) in planes.iter_mut().zip(Planes::row_bytes(codec, layer.head_dim)) {
                 let Some(row_bytes) = row_bytes else { continue };
                 let bytes = row_bytes.checked_mul(rows).and_then(|n| n.checked_next_multiple_of(PAGE_UNIT));
                 *plane = Some(at);
@@ -713,10 +701,8 @@ impl PoolLayout {
         let (groups, layer_groups, offsets) = layer_groups(spec)?;
         let page_tokens = spec.page_tokens;
         let slab = groups.iter().map(|group| group.page_bytes).max().unwrap_or(PAGE_UNIT);
-        let least: usize = groups.iter().map(|group| group.page_bytes).fold(0, usize::saturating_add);
         let enough = spec.bytes / slab >= groups.len();
-        let expected =
-            format_args!("at least {} for a page of each group", slab.saturating_mul(groups.len()).max(least));
+        let expected = format_args!("at least {} for a page of each group", slab.saturating_mul(groups.len()));
         check::value_is(NAME, "bytes", enough, expected, spec.bytes)?;
         let units = spec.bytes / slab * (slab / PAGE_UNIT);
         check::value_is(NAME, "bytes", units < u32::MAX as usize, "less than 1 TiB", spec.bytes)?;
@@ -729,16 +715,5 @@ impl PoolLayout {
         let layers = self.layer_groups.len();
         check::value_is(NAME, "layer", layer < layers, format_args!("below {layers}"), layer)?;
         Ok(self.layer_groups[layer])
-    }
-}
-
-/// Bytes of a row in each plane of a codec that has been checked.
-fn plane_row_bytes(codec: Codec, head_dim: usize) -> [Option<usize>; 3] {
-    match codec {
-        Codec::Dense(dtype) => [Some(head_dim * dtype.size()), None, None],
-        Codec::TurboQuant(tq) => {
-            let (low, high) = codec::plane_bytes(tq.bits, head_dim).expect("the codec has been checked");
-            [Some(low), (high > 0).then_some(high), Some(head_dim.div_ceil(BLOCK) * size_of::<f32>())]
-        }
     }
 }

@@ -211,7 +211,7 @@ impl super::pool::PoolState {
                 self.pages.release(page);
                 return Err(error);
             }
-            // PagePlace by the sequence and by the tree.
+            // Held by the sequence and by the tree.
             self.pages.hold(page);
             self.prefixes.set(node, group, PagePlace::Device(page));
             groups[group].pages[place] = page;

@@ -495,6 +495,19 @@ fn steps_belong_to_a_pool_and_a_moment() {
     write(ours.layer(0).unwrap(), &new).unwrap();
     drop(a);
     refused(write(ours.layer(0).unwrap(), &new));
+    // A part of a step is as old as the step was.
+    let mut c = ours.sequence();
+    let whole = ours.reserve_step(StepSize::decode(1, 40).tokens(3, 3)).unwrap();
+    ours.step_into(&mut [(&mut c, 3)], &whole).unwrap();
+    let part = whole.select(&[2]).unwrap();
+    assert_eq!(part.positions().to_vec::<u32>().unwrap(), [2]);
+    let one = Tensor::zeros(&device, DType::F32, &[1, 1, 64]).unwrap();
+    let write_part =
+        |part: &Step| run(&device, |enc| ops::kv_write(enc, &KvWrite::new(&one, &one, part, ours.layer(0).unwrap())));
+    write_part(&part).unwrap();
+    assert!(matches!(whole.select(&[3]), Err(Error::OutOfRange { .. })));
+    ours.step_into(&mut [(&mut c, 3)], &whole).unwrap();
+    refused(write_part(&part));
     let mut foreign = other.sequence();
     assert!(matches!(ours.step(&mut [(&mut foreign, 1)]), Err(Error::Value { .. })));
     assert!(matches!(other.step_into(&mut [(&mut foreign, 1)], &new), Err(Error::Value { .. })));
