@@ -3,15 +3,15 @@
 #![cfg_attr(fuzzing, no_main)]
 
 use kvant::{
-    CacheLayer, Codec, DType, Device, KvPool, PoolSpec, Tensor,
-    ops::{self, KvWrite, SourceOrder},
+    CacheLayer, Codec, DType, Device, HeadOrder, KvPool, PoolSpec, Tensor,
+    ops::{self, KvWrite},
 };
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|bytes: &[u8]| {
     let device = Device::cpu();
-    let full = CacheLayer { kv_heads: 1, head_dim: 64, window: None, k: Codec::F16, v: Codec::tq(4) };
-    let layers = vec![full, CacheLayer { window: Some(20), ..full }];
+    let full = CacheLayer::new(1, 64, Codec::F16).v(Codec::tq(4));
+    let layers = vec![full, full.window(Some(20))];
     let pool = KvPool::new(&device, &PoolSpec::new(layers, 1 << 18).page_tokens(16)).expect("a valid specification");
     if let Ok(mut sequence) = pool.import(bytes) {
         let len = sequence.len();
@@ -31,8 +31,8 @@ fuzz_target!(|bytes: &[u8]| {
     let x = Tensor::zeros(&device, DType::F32, &[40, 1, 64]).expect("room for it");
     let mut enc = device.encoder().expect("an encoder");
     for index in 0..2 {
-        let (layer, order) = (pool.layer(index).expect("the layer exists"), SourceOrder::TokenMajor);
-        let write = KvWrite { k: &x, v: &x, order, first_token: 0, step: &step, layer };
+        let (layer, order) = (pool.layer(index).expect("the layer exists"), HeadOrder::TokenMajor);
+        let write = KvWrite::new(&x, &x, &step, layer).order(order);
         ops::kv_write(&mut enc, &write).expect("a valid call");
     }
     enc.commit().expect("entries that are no pages are skipped").wait().expect("as above");

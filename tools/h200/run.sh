@@ -168,7 +168,7 @@ conformance::linear an_expert_is_a_matrix
 conformance::linear embed
 pages random_histories_match_naive_attention
 conformance::attend forced_splits
-conformance::attend fresh_keys_and_values
+conformance::attend sinks
 conformance::attend not_finite_keys_and_values
 conformance::attend little_shared_memory
 conformance::attend scores_of_minus_infinity

@@ -1,6 +1,6 @@
 //! Decode attention: one query token over cached keys and values.
 
-use kvant::{Codec, DType, Device, KvLayer, LayerSpec, SlotOrder, Step, Tensor, ops};
+use kvant::{Codec, DType, Device, KvLayer, LayerSpec, Step, Tensor, ops};
 
 use crate::{Result, Shape, data};
 
@@ -37,17 +37,9 @@ impl Context {
     }
 
     fn spec(&self) -> LayerSpec {
-        LayerSpec {
-            sequences: 1,
-            kv_heads: self.shape.kv_heads,
-            capacity: self.window.unwrap_or(self.position + 1),
-            head_dim: self.shape.head_dim,
-            k: self.codec,
-            v: self.codec,
-            window: self.window,
-            ring: self.window.is_some(),
-            order: SlotOrder::HeadMajor,
-        }
+        LayerSpec::new(self.shape.kv_heads, self.shape.head_dim, self.window.unwrap_or(self.position + 1), self.codec)
+            .window(self.window)
+            .ring(self.window.is_some())
     }
 }
 
@@ -60,7 +52,6 @@ pub struct Attention {
     q: Tensor,
     out: Tensor,
     step: Step,
-    plan: ops::attend::Plan,
     next: usize,
 }
 
@@ -77,10 +68,8 @@ impl Attention {
         let q = data::tensor(device, &[1, shape.heads, shape.head_dim], 3)?;
         let out = Tensor::zeros(device, DType::F32, q.shape())?;
         let step = Step::new(device, 1, &[(0, u32::try_from(context.position)?)])?;
-        // An engine plans once a step, for all its layers.
-        let plan = ops::attend::plan(&describe(&layers[0], context.window, &q, &step, &out), device)?;
         let (device, window) = (device.clone(), context.window);
-        Ok(Attention { device, shape, window, layers, q, out, step, plan, next: 0 })
+        Ok(Attention { device, shape, window, layers, q, out, step, next: 0 })
     }
 
     /// One call, over the next layer.
@@ -89,7 +78,7 @@ impl Attention {
         self.next += 1;
         let attend = describe(layer, self.window, &self.q, &self.step, &self.out);
         let mut enc = self.device.encoder()?;
-        ops::attend(&mut enc, &ops::Attend { plan: Some(&self.plan), ..attend })?;
+        ops::attend(&mut enc, &attend)?;
         Ok(enc.commit()?.wait()?)
     }
 
@@ -128,7 +117,7 @@ fn describe<'a>(
     out: &'a Tensor,
 ) -> ops::Attend<'a> {
     let scale = (layer.spec().head_dim as f32).sqrt().recip();
-    ops::Attend { q, layer, step, fresh: None, scale, softcap: None, window, q_rotated: false, plan: None, out }
+    ops::Attend::new(q, layer, step, out).scale(scale).window(window)
 }
 
 /// Writes the tokens that the query sees: the same thousand over and over.
@@ -143,7 +132,7 @@ fn fill(layer: &KvLayer, context: &Context) -> Result {
         let tokens = (start..stop).map(|at| Ok((0, u32::try_from(at)?))).collect::<Result<Vec<_>>>()?;
         let step = Step::new(device, 1, &tokens)?;
         let (k, v) = (&k, &v);
-        let write = ops::KvWrite { k, v, order: ops::SourceOrder::TokenMajor, first_token: 0, step: &step, layer };
+        let write = ops::KvWrite::new(k, v, &step, layer);
         let mut enc = device.encoder()?;
         ops::kv_write(&mut enc, &write)?;
         enc.commit()?.wait()?;

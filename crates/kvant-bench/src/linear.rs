@@ -80,7 +80,7 @@ impl Linear {
         };
         self.next += 1;
         let mut enc = self.device.encoder()?;
-        ops::linear(&mut enc, &ops::Linear { x: &self.x, weight, experts: None, alpha: 1.0, out: &self.out })?;
+        ops::linear(&mut enc, &ops::Linear::new(&self.x, weight, &self.out))?;
         Ok(enc.commit()?.wait()?)
     }
 }

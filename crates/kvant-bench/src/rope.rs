@@ -29,20 +29,9 @@ impl NormRope {
 
     /// One call.
     pub fn call(&mut self) -> Result {
-        let norm_rope = ops::NormRope {
-            x: &self.x,
-            norm: Some(ops::HeadNorm { weight: Some(&self.weight), eps: 1e-6 }),
-            rope: Some(ops::Rope {
-                angles: ops::Angles::Theta(1e4),
-                rotated_pairs: self.weight.elements() / 2,
-                layout: ops::PairLayout::Halves,
-                freq_factors: None,
-            }),
-            positions: &self.positions,
-            rotate: false,
-            out_order: ops::SourceOrder::TokenMajor,
-            out: &self.out,
-        };
+        let norm_rope = ops::NormRope::new(&self.x, &self.positions, &self.out)
+            .norm(Some(ops::HeadNorm::new(1e-6).weight(Some(&self.weight))))
+            .rope(Some(ops::Rope::new(1e4, self.weight.elements() / 2)));
         let mut enc = self.device.encoder()?;
         ops::norm_rope(&mut enc, &norm_rope)?;
         Ok(enc.commit()?.wait()?)

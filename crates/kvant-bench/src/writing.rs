@@ -1,6 +1,6 @@
 //! Writing new keys and values to the cache, with the encoding of its codec.
 
-use kvant::{Codec, DType, Device, KvLayer, LayerSpec, SlotOrder, Step, Tensor, ops};
+use kvant::{Codec, DType, Device, KvLayer, LayerSpec, Step, Tensor, ops};
 
 use crate::{Result, Shape, data};
 
@@ -48,17 +48,7 @@ impl Writing {
     pub fn new(device: &Device, batch: &Batch, rotation: usize) -> Result<Writing> {
         let Batch { shape, source, codec, tokens } = *batch;
         let capacity = CAPACITY.max(tokens);
-        let spec = LayerSpec {
-            sequences: 1,
-            kv_heads: shape.kv_heads,
-            capacity,
-            head_dim: shape.head_dim,
-            k: codec,
-            v: codec,
-            window: None,
-            ring: false,
-            order: SlotOrder::HeadMajor,
-        };
+        let spec = LayerSpec::new(shape.kv_heads, shape.head_dim, capacity, codec);
         let steps = (0..capacity / tokens).map(|i| {
             let positions = i * tokens..(i + 1) * tokens;
             let tokens = positions.map(|at| Ok((0, u32::try_from(at)?))).collect::<Result<Vec<_>>>()?;
@@ -79,14 +69,12 @@ impl Writing {
     /// One call: all the tokens of a batch.
     pub fn call(&mut self) -> Result {
         let (layers, steps) = (self.layers.len(), self.steps.len());
-        let write = ops::KvWrite {
-            k: &self.k,
-            v: &self.v,
-            order: ops::SourceOrder::TokenMajor,
-            first_token: 0,
-            step: &self.steps[self.next / layers % steps],
-            layer: &self.layers[self.next % layers],
-        };
+        let write = ops::KvWrite::new(
+            &self.k,
+            &self.v,
+            &self.steps[self.next / layers % steps],
+            &self.layers[self.next % layers],
+        );
         self.next += 1;
         let mut enc = self.device.encoder()?;
         ops::kv_write(&mut enc, &write)?;

@@ -10,36 +10,53 @@ use crate::Result;
 /// `--device` and `--threads`.
 #[derive(clap::Args)]
 pub struct DeviceArgs {
-    /// Where to run; `auto` selects Metal, then CUDA, then the CPU
-    #[arg(long, value_enum, default_value_t = DeviceChoice::Auto)]
+    /// Where to run: auto (Metal, then CUDA, then the CPU), cpu, cuda, cuda:N (the GPU with this number), metal, or
+    /// reference (plain f64 loops: slow; the definition of correct)
+    #[arg(long, value_name = "DEVICE", default_value = "auto")]
     device: DeviceChoice,
     /// Threads of the CPU device [default: one per core]
     #[arg(long, value_name = "N")]
     threads: Option<usize>,
 }
 
-#[derive(Clone, Copy, clap::ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 enum DeviceChoice {
     Auto,
     Cpu,
-    Cuda,
+    Cuda(usize),
     Metal,
-    /// Plain f64 loops: slow; the definition of correct
     Reference,
+}
+
+impl FromStr for DeviceChoice {
+    type Err = String;
+
+    fn from_str(name: &str) -> std::result::Result<DeviceChoice, String> {
+        let number = name.strip_prefix("cuda:").and_then(|number| number.parse().ok());
+        match (name, number) {
+            ("auto", _) => Ok(DeviceChoice::Auto),
+            ("cpu", _) => Ok(DeviceChoice::Cpu),
+            ("cuda", _) => Ok(DeviceChoice::Cuda(0)),
+            ("metal", _) => Ok(DeviceChoice::Metal),
+            ("reference", _) => Ok(DeviceChoice::Reference),
+            (_, Some(number)) => Ok(DeviceChoice::Cuda(number)),
+            _ => Err("expected auto, cpu, cuda, cuda:N, metal or reference".to_string()),
+        }
+    }
 }
 
 impl DeviceArgs {
     /// The requested device, or the reason why it is not available.
     pub fn open(&self) -> Result<Device> {
-        let kind = match self.device {
-            DeviceChoice::Auto => Device::default().kind(),
-            DeviceChoice::Cpu => DeviceKind::Cpu,
-            DeviceChoice::Cuda => DeviceKind::Cuda,
-            DeviceChoice::Metal => DeviceKind::Metal,
-            DeviceChoice::Reference => DeviceKind::Reference,
+        let device = match self.device {
+            DeviceChoice::Auto => Device::default(),
+            DeviceChoice::Cpu => Device::cpu(),
+            DeviceChoice::Cuda(number) => Device::cuda(number)?,
+            DeviceChoice::Metal => Device::open(DeviceKind::Metal)?,
+            DeviceChoice::Reference => Device::reference(),
         };
-        match (kind, self.threads) {
-            (kind, None) => Ok(Device::open(kind)?),
+        match (device.kind(), self.threads) {
+            (_, None) => Ok(device),
             (DeviceKind::Cpu, threads) => Ok(Device::cpu_with(CpuOptions { threads, simd: None })?),
             (kind, Some(_)) => Err(format!("--threads is for the CPU device, got --device {kind}").into()),
         }
@@ -138,6 +155,16 @@ impl FromStr for Heads {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn gpus_have_numbers() {
+        assert_eq!("cuda".parse(), Ok(DeviceChoice::Cuda(0)));
+        assert_eq!("cuda:1".parse(), Ok(DeviceChoice::Cuda(1)));
+        assert_eq!("auto".parse(), Ok(DeviceChoice::Auto));
+        for bad in ["", "gpu", "cuda:", "cuda:-1", "cuda:x", "cpu:0", "CUDA"] {
+            assert!(bad.parse::<DeviceChoice>().is_err(), "{bad:?}");
+        }
+    }
 
     #[test]
     fn kv_is_one_codec_or_two() {

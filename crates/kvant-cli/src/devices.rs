@@ -10,7 +10,7 @@ use crate::{Result, output};
 /// List the devices, and the reasons for those that are not available
 #[derive(clap::Args)]
 pub struct DevicesArgs {
-    /// One JSON object per line: kind, available, default, name, reason
+    /// One JSON object per line: kind, index, available, default, name, reason, memory_bytes, free_bytes
     #[arg(long)]
     json: bool,
 }
@@ -18,30 +18,48 @@ pub struct DevicesArgs {
 #[derive(Serialize)]
 struct DeviceLine {
     kind: &'static str,
+    /// Among the devices of its kind: `--device cuda:1` selects number 1.
+    index: usize,
     available: bool,
     /// Whether `--device auto` selects it.
     default: bool,
     name: Option<String>,
     reason: Option<String>,
+    memory_bytes: Option<usize>,
+    free_bytes: Option<usize>,
 }
 
 pub fn run(args: &DevicesArgs) -> Result {
-    let default = Device::default().kind();
+    let default = Device::default();
     let mut people = String::new();
     for entry in Device::list() {
         let kind = entry.kind.name();
-        let (name, reason) = match entry.device {
-            Ok(device) => (Some(device.name()), None),
+        let (device, reason) = match entry.device {
+            Ok(device) => (Some(device), None),
             Err(error) => (None, Some(error.to_string())),
         };
-        let line = DeviceLine { kind, available: name.is_some(), default: entry.kind == default, name, reason };
+        let memory = device.as_ref().and_then(|device| device.memory().ok());
+        let line = DeviceLine {
+            kind,
+            index: entry.index,
+            available: device.is_some(),
+            default: device.as_ref() == Some(&default),
+            name: device.map(|device| device.name()),
+            reason,
+            memory_bytes: memory.map(|memory| memory.total),
+            free_bytes: memory.map(|memory| memory.free),
+        };
         if args.json {
             output::json_line(&line)?;
             continue;
         }
         let mark = if line.default { "*" } else { " " };
         let text = line.name.or(line.reason).unwrap_or_default();
-        writeln!(people, "{mark} {kind:<10} {text}")?;
+        let name = if line.index == 0 { kind.to_string() } else { format!("{kind}:{}", line.index) };
+        let gib = |bytes: usize| bytes as f64 / f64::from(1 << 30);
+        let free = line.free_bytes.zip(line.memory_bytes);
+        let free = free.map_or(String::new(), |(free, all)| format!(", {:.1} of {:.1} GiB free", gib(free), gib(all)));
+        writeln!(people, "{mark} {name:<10} {text}{free}")?;
     }
     if args.json { Ok(()) } else { output::text(&people) }
 }

@@ -198,7 +198,12 @@ impl<'a> Decoder<'a> {
 
     fn sample<'s>(&'s self, counter: &'s Tensor) -> ops::Sample<'s> {
         let Sampling { temperature, top_p, top_k, min_p, seed } = self.sampling;
-        ops::Sample { logits: &self.logits, temperature, top_k, top_p, min_p, seed, counter, out: &self.drawn }
+        ops::Sample::new(&self.logits, counter, &self.drawn)
+            .temperature(temperature)
+            .top_k(top_k)
+            .top_p(top_p)
+            .min_p(min_p)
+            .seed(seed)
     }
 }
 

@@ -15,18 +15,15 @@ mod feedforward;
 mod per_layer;
 
 use kvant::{
-    Encoder, KvLayer, KvPool, Step, Tensor,
-    ops::{
-        self, Angles, Attend, HeadNorm, NormRope, NormRopeWrite, PairLayout, Residual, RmsNorm, Rope, SourceOrder,
-        Weight,
-    },
+    Encoder, KvPool, Step, Tensor,
+    ops::{self, Attend, HeadNorm, NormRope, NormRopeWrite, Residual, RmsNorm, Rope},
 };
 
 use crate::{
     Result,
-    config::{Config, LayerConfig, RopeConfig},
-    weights::{LayerWeights, Matrix, Stack, Weights},
-    workspace::{LayerViews, Views},
+    config::{Config, RopeConfig},
+    weights::{Matrix, Stack, Weights},
+    workspace::Views,
 };
 
 /// A model's configuration and tensors.
@@ -114,21 +111,15 @@ impl Pass<'_> {
         let config = &self.model.config;
         ops::embed(
             self.enc,
-            &ops::Embed {
-                table: self.model.weights.embed.weight(),
-                ids: &self.views.ids,
-                scale: (config.hidden_size as f32).sqrt(),
-                out: &self.views.h,
-            },
+            &ops::Embed::new(self.model.weights.embed.weight(), &self.views.ids, &self.views.h)
+                .scale((config.hidden_size as f32).sqrt()),
         )?;
         self.per_layer_inputs()
     }
 
     /// Copies the rows of the residual stream, and of the layers' inputs, that `rows` names.
     fn gather(&mut self, rows: &Tensor, to: &Views) -> Result<()> {
-        let mut copy = |from: &Tensor, out: &Tensor| {
-            ops::embed(self.enc, &ops::Embed { table: Weight::Dense(from), ids: rows, scale: 1.0, out })
-        };
+        let mut copy = |from: &Tensor, out: &Tensor| ops::embed(self.enc, &ops::Embed::new(from, rows, out));
         copy(&self.views.h, &to.h)?;
         if let (Some(from), Some(to)) = (&self.views.per_layer, &to.per_layer) {
             copy(&from.input[0], &to.input[0])?;
@@ -159,65 +150,30 @@ impl Pass<'_> {
         let weights = &self.model.weights.layers[l];
         let own = &views.layers[l];
         let kv = pool.layer(config.kv_source.unwrap_or(l))?;
-        let rotate = kv.spec().k.is_quantised();
         self.project(&weights.qkv, own.qkv.as_ref(), &[&own.q[0], &own.k[0], &own.v[0]])?;
-        match &weights.k_norm {
-            Some(k_norm) => self.prepare_and_write(l, own, k_norm, kv)?,
-            None => ops::norm_rope(
-                self.enc,
-                &NormRope {
-                    x: &own.q[1],
-                    norm: Some(self.model.head_norm(Some(&weights.q_norm))),
-                    rope: Some(self.model.rope(l)),
-                    positions: self.step.positions(),
-                    rotate,
-                    out_order: SourceOrder::TokenMajor,
-                    out: &own.q[1],
-                },
-            )?,
-        }
-        self.attend(config, own, kv)?;
-        self.linear(&own.attended[0], &weights.o, &views.y)
-    }
-
-    /// Applies norm and RoPE to queries and keys and the norm to values, and stores keys and values.
-    fn prepare_and_write(&mut self, l: usize, own: &LayerViews, k_norm: &Tensor, layer: &KvLayer) -> Result<()> {
-        let weights: &LayerWeights = &self.model.weights.layers[l];
         let norm = |weight| Some(self.model.head_norm(weight));
-        ops::norm_rope_write(
-            self.enc,
-            &NormRopeWrite {
-                q: &own.q[1],
-                k: &own.k[1],
+        let q = match &weights.k_norm {
+            Some(k_norm) => {
                 // Without their own projection, values are the keys before norm and rotation.
-                v: if self.model.config.layers[l].k_eq_v { &own.k[1] } else { &own.v[1] },
-                q_norm: norm(Some(&weights.q_norm)),
-                k_norm: norm(Some(k_norm)),
-                v_norm: norm(None),
-                rope: Some(self.model.rope(l)),
-                rotate_q: layer.spec().k.is_quantised(),
-                step: self.step,
-                layer,
-                q_out: &own.q[1],
-            },
-        )?;
-        Ok(())
-    }
-
-    fn attend(&mut self, config: &LayerConfig, own: &LayerViews, layer: &KvLayer) -> Result<()> {
-        let args = Attend {
-            q: &own.q[1],
-            layer,
-            step: self.step,
-            fresh: None,
-            scale: 1.0,
-            softcap: None,
-            window: config.window,
-            q_rotated: layer.spec().k.is_quantised(),
-            plan: None,
-            out: &own.attended[1],
+                let v = if config.k_eq_v { &own.k[1] } else { &own.v[1] };
+                let args = NormRopeWrite::new(&own.q[1], &own.k[1], v, self.step, kv, &own.q[1])
+                    .q_norm(norm(Some(&weights.q_norm)))
+                    .k_norm(norm(Some(k_norm)))
+                    .v_norm(norm(None))
+                    .rope(Some(self.model.rope(l)));
+                ops::norm_rope_write(self.enc, &args)?
+            }
+            None => {
+                let args = NormRope::new(&own.q[1], self.step.positions(), &own.q[1])
+                    .norm(norm(Some(&weights.q_norm)))
+                    .rope(Some(self.model.rope(l)))
+                    .rotate(kv.spec().k.is_quantised());
+                ops::norm_rope(self.enc, &args)?
+            }
         };
-        Ok(ops::attend(self.enc, &args)?)
+        let attend = Attend::new(q, kv, self.step, &own.attended[1]);
+        ops::attend(self.enc, &attend.scale(1.0).window(config.window))?;
+        self.linear(&own.attended[0], &weights.o, &views.y)
     }
 
     /// The logits of all rows.
@@ -226,13 +182,13 @@ impl Pass<'_> {
         self.norm(&views.h, Some(&weights.norm), &views.x)?;
         self.linear(&views.x, weights.lm_head.as_ref().unwrap_or(&weights.embed), out)?;
         if let Some(cap) = self.model.config.final_softcap {
-            ops::softcap(self.enc, &ops::Softcap { x: out, cap, out })?;
+            ops::softcap(self.enc, &ops::Softcap::new(out, cap, out))?;
         }
         Ok(())
     }
 
     fn linear(&mut self, x: &Tensor, weight: &Matrix, out: &Tensor) -> Result<()> {
-        let args = ops::Linear { x, weight: weight.weight(), experts: None, alpha: 1.0, out };
+        let args = ops::Linear::new(x, weight.weight(), out);
         Ok(ops::linear(self.enc, &args)?)
     }
 
@@ -248,7 +204,7 @@ impl Pass<'_> {
     /// out = norm(x).
     fn norm(&mut self, x: &Tensor, weight: Option<&Tensor>, out: &Tensor) -> Result<()> {
         let eps = self.model.config.rms_norm_eps;
-        let args = RmsNorm { x, weight, eps, residual: Residual::None, scale: 1.0, out };
+        let args = RmsNorm::new(x, eps, out).weight(weight);
         Ok(ops::rms_norm(self.enc, &args)?)
     }
 
@@ -256,23 +212,18 @@ impl Pass<'_> {
     fn add_normed(&mut self, x: &Tensor, weight: &Tensor, scale: f32) -> Result<()> {
         let h = &self.views.h;
         let eps = self.model.config.rms_norm_eps;
-        let args = RmsNorm { x, weight: Some(weight), eps, residual: Residual::After(h), scale, out: h };
+        let args = RmsNorm::new(x, eps, h).weight(Some(weight)).residual(Residual::After(h)).scale(scale);
         Ok(ops::rms_norm(self.enc, &args)?)
     }
 }
 
 impl Gemma4 {
     fn head_norm<'a>(&self, weight: Option<&'a Tensor>) -> HeadNorm<'a> {
-        HeadNorm { weight, eps: self.config.rms_norm_eps }
+        HeadNorm::new(self.config.rms_norm_eps).weight(weight)
     }
 
     fn rope(&self, l: usize) -> Rope<'_> {
         let RopeConfig { theta, rotated_pairs, .. } = self.config.layers[l].rope;
-        Rope {
-            angles: Angles::Theta(theta),
-            rotated_pairs,
-            layout: PairLayout::Halves,
-            freq_factors: self.freq_factors[l].as_ref(),
-        }
+        Rope::new(theta, rotated_pairs).freq_factors(self.freq_factors[l].as_ref())
     }
 }

@@ -181,13 +181,8 @@ impl Model {
     /// The layers of a pool for this model: those that have their own keys and values.
     pub fn cache_layers(&self, k: Codec, v: Codec) -> Vec<CacheLayer> {
         let own = &self.config().layers[..self.config().cache_layers()];
-        let layer = |layer: &config::LayerConfig| CacheLayer {
-            kv_heads: layer.kv_heads,
-            head_dim: layer.head_dim,
-            window: layer.window,
-            k,
-            v,
-        };
+        let layer =
+            |layer: &config::LayerConfig| CacheLayer::new(layer.kv_heads, layer.head_dim, k).v(v).window(layer.window);
         own.iter().map(layer).collect()
     }
 

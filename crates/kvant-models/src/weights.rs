@@ -27,7 +27,7 @@ impl Matrix {
         match self {
             Matrix::Dense(tensor) => Weight::Dense(tensor),
             Matrix::Affine { codes, scales, biases, bits, group } => {
-                Weight::Affine(Affine { codes, scales, biases, bits: *bits, group: *group })
+                Affine { codes, scales, biases, bits: *bits, group: *group }.into()
             }
         }
     }

@@ -9,8 +9,8 @@ use std::{
 };
 
 use kvant::{
-    Codec, CpuOptions, DType, Device, Encoder, KvLayer, LayerSpec, SlotOrder, Step, StepSize, Tensor,
-    ops::{self, KvWrite, SourceOrder},
+    Codec, CpuOptions, DType, Device, Encoder, HeadOrder, KvLayer, LayerSpec, Step, StepSize, Tensor,
+    ops::{self, KvWrite},
 };
 use kvant_models::{Decoder, Model, PoolOptions, Sampling};
 
@@ -83,23 +83,13 @@ fn a_decode_step_allocates_nothing() {
     // Many sequences, in no order.
     let device = Device::cpu_with(CpuOptions { threads: Some(2), simd: None }).unwrap();
     let (sequences, kv_heads, head_dim) = (64, 8, 128);
-    let spec = LayerSpec {
-        sequences,
-        kv_heads,
-        capacity: 4,
-        head_dim,
-        k: Codec::F16,
-        v: Codec::tq(4),
-        window: None,
-        ring: false,
-        order: SlotOrder::HeadMajor,
-    };
+    let spec = LayerSpec::new(kv_heads, head_dim, 4, Codec::F16).sequences(sequences).v(Codec::tq(4));
     let layer = KvLayer::new(&device, spec).unwrap();
     let places: Vec<(u32, u32)> = (0..sequences as u32).rev().map(|sequence| (sequence, 0)).collect();
     let step = Step::new(&device, sequences, &places).unwrap();
     let new = Tensor::zeros(&device, DType::F32, &[sequences, kv_heads, head_dim]).unwrap();
-    let order = SourceOrder::TokenMajor;
-    let write = KvWrite { k: &new, v: &new, order, first_token: 0, step: &step, layer: &layer };
+    let order = HeadOrder::TokenMajor;
+    let write = KvWrite::new(&new, &new, &step, &layer).order(order);
     let graph = Encoder::capture(&device, |enc| ops::kv_write(enc, &write)).unwrap();
     check("kv_write", &mut |_| graph.replay().unwrap().wait().unwrap());
 }

@@ -397,7 +397,7 @@ fn forward_into_takes_the_last_rows() {
     let best = Tensor::zeros(&Device::cpu(), DType::U32, &[50]).unwrap();
     let x = Tensor::from_slice(&Device::cpu(), &all, &[50, 4096]).unwrap();
     let mut enc = Device::cpu().encoder().unwrap();
-    ops::argmax(&mut enc, &ops::Argmax { x: &x, out: &best }).unwrap();
+    ops::argmax(&mut enc, &ops::Argmax::new(&x, &best)).unwrap();
     enc.commit().unwrap().wait().unwrap();
     let expected: Vec<u32> = all.chunks(4096).map(argmax).collect();
     assert_eq!(best.to_vec::<u32>().unwrap(), expected);

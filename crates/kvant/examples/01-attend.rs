@@ -2,7 +2,7 @@
 //!
 //! An engine with its own cache manager needs only these. Run it with `cargo run -p kvant --example 01-attend`.
 
-use kvant::{Codec, DType, Device, KvLayer, LayerSpec, Result, SlotOrder, Step, Tensor, ops};
+use kvant::{Codec, DType, Device, HeadOrder, KvLayer, LayerSpec, Result, Step, Tensor, ops};
 
 const HEADS: usize = 4;
 const KV_HEADS: usize = 2;
@@ -13,20 +13,7 @@ fn main() -> Result<()> {
 
     // One sequence with 16 slots per head, in f16. Query heads 0 and 1 share KV head 0; heads 2 and 3 share KV head
     // 1.
-    let layer = KvLayer::new(
-        &device,
-        LayerSpec {
-            sequences: 1,
-            kv_heads: KV_HEADS,
-            capacity: 16,
-            head_dim: HEAD_DIM,
-            k: Codec::F16,
-            v: Codec::F16,
-            window: None,
-            ring: false,
-            order: SlotOrder::HeadMajor,
-        },
-    )?;
+    let layer = KvLayer::new(&device, LayerSpec::new(KV_HEADS, HEAD_DIM, 16, Codec::F16))?;
 
     // Three tokens at positions 0, 1, 2. The key of token t points along axis t; its value is t everywhere.
     let step = Step::new(&device, 1, &[(0, 0), (0, 1), (0, 2)])?;
@@ -49,23 +36,9 @@ fn main() -> Result<()> {
     let out = Tensor::zeros(&device, DType::F32, &[3, HEADS, HEAD_DIM])?;
 
     let mut enc = device.encoder()?;
-    let order = ops::SourceOrder::TokenMajor;
-    ops::kv_write(&mut enc, &ops::KvWrite { k: &k, v: &v, order, first_token: 0, step: &step, layer: &layer })?;
-    ops::attend(
-        &mut enc,
-        &ops::Attend {
-            q: &q,
-            layer: &layer,
-            step: &step,
-            fresh: None,
-            scale: 1.0,
-            softcap: None,
-            window: None,
-            q_rotated: false,
-            plan: None,
-            out: &out,
-        },
-    )?;
+    let order = HeadOrder::TokenMajor;
+    ops::kv_write(&mut enc, &ops::KvWrite::new(&k, &v, &step, &layer).order(order))?;
+    ops::attend(&mut enc, &ops::Attend::new(&q, &layer, &step, &out).scale(1.0))?;
     enc.commit()?.wait()?;
 
     let out = out.to_f32()?;

@@ -2,13 +2,15 @@
 //!
 //! Run it with `cargo run -p kvant --example 02-pool`.
 
-use kvant::{CacheLayer, Codec, DType, Device, Error, KvPool, PoolSpec, PrefixCache, Result, Sequence, Tensor, ops};
+use kvant::{
+    CacheLayer, Codec, DType, Device, Error, HeadOrder, KvPool, PoolSpec, PrefixCache, Result, Sequence, Tensor, ops,
+};
 
 fn main() -> Result<()> {
     // A sliding layer that sees the last 20 positions, and a full layer whose values are quantised to 4 bits. Both take
     // pages of 16 positions from one budget.
-    let full = CacheLayer { kv_heads: 1, head_dim: 64, window: None, k: Codec::F16, v: Codec::tq(4) };
-    let sliding = CacheLayer { window: Some(20), v: Codec::F16, ..full };
+    let full = CacheLayer::new(1, 64, Codec::F16).v(Codec::tq(4));
+    let sliding = full.v(Codec::F16).window(Some(20));
     let spec = PoolSpec::new(vec![sliding, full], 1 << 20).page_tokens(16);
     let pool = KvPool::new(&Device::cpu(), &spec)?;
 
@@ -58,8 +60,8 @@ fn append(sequence: &mut Sequence, tokens: usize) -> Result<()> {
     let rows = Tensor::from_slice(pool.device(), &rows, &[tokens, 1, 64])?;
     let mut enc = pool.device().encoder()?;
     for index in 0..pool.spec().layers.len() {
-        let (layer, order) = (pool.layer(index)?, ops::SourceOrder::TokenMajor);
-        ops::kv_write(&mut enc, &ops::KvWrite { k: &rows, v: &rows, order, first_token: 0, step: &step, layer })?;
+        let (layer, order) = (pool.layer(index)?, HeadOrder::TokenMajor);
+        ops::kv_write(&mut enc, &ops::KvWrite::new(&rows, &rows, &step, layer).order(order))?;
     }
     enc.commit()?.wait()
 }
@@ -71,10 +73,18 @@ fn read(sequence: &Sequence, positions: std::ops::Range<usize>) -> Result<Vec<f3
     let mut same = sequence.fork();
     let step = pool.step(&mut [(&mut same, 0)])?;
     let out = Tensor::zeros(pool.device(), DType::F32, &[positions.len(), 1, 64])?;
-    let (layer, side, order) = (pool.layer(0)?, ops::KvSide::K, ops::SourceOrder::TokenMajor);
+    let (layer, side, order) = (pool.layer(0)?, ops::KvSide::K, HeadOrder::TokenMajor);
     let (sequence, start, keep_rotated, step) = (0, positions.start, false, Some(&step));
     let mut enc = pool.device().encoder()?;
-    ops::kv_read(&mut enc, &ops::KvRead { layer, side, sequence, start, keep_rotated, order, out: &out, step })?;
+    ops::kv_read(
+        &mut enc,
+        &ops::KvRead::new(layer, side, &out)
+            .sequence(sequence)
+            .step(step)
+            .start(start)
+            .keep_rotated(keep_rotated)
+            .order(order),
+    )?;
     enc.commit()?.wait()?;
     Ok(out.to_f32()?.chunks_exact(64).map(|row| row[0]).collect())
 }

@@ -2,7 +2,7 @@
 //!
 //! Run it with `cargo run --release -p kvant --example 03-turboquant`.
 
-use kvant::{Codec, DType, Device, KvLayer, LayerSpec, Result, SlotOrder, Step, Tensor, ops};
+use kvant::{Codec, DType, Device, HeadOrder, KvLayer, LayerSpec, Result, Step, Tensor, ops};
 
 const TOKENS: usize = 512;
 const KV_HEADS: usize = 2;
@@ -34,31 +34,17 @@ fn main() -> Result<()> {
 
 /// Writes the vectors to a layer of this codec and reads them back.
 fn there_and_back(device: &Device, codec: Codec, source: &Tensor) -> Result<Vec<f32>> {
-    let layer = KvLayer::new(
-        device,
-        LayerSpec {
-            sequences: 1,
-            kv_heads: KV_HEADS,
-            capacity: TOKENS,
-            head_dim: HEAD_DIM,
-            k: codec,
-            v: codec,
-            window: None,
-            ring: false,
-            order: SlotOrder::HeadMajor,
-        },
-    )?;
+    let layer = KvLayer::new(device, LayerSpec::new(KV_HEADS, HEAD_DIM, TOKENS, codec))?;
     let positions: Vec<(u32, u32)> = (0..TOKENS as u32).map(|position| (0, position)).collect();
     let step = Step::new(device, 1, &positions)?;
     let out = Tensor::zeros(device, DType::F32, source.shape())?;
-    let order = ops::SourceOrder::TokenMajor;
+    let order = HeadOrder::TokenMajor;
 
     let mut enc = device.encoder()?;
-    let write = ops::KvWrite { k: source, v: source, order, first_token: 0, step: &step, layer: &layer };
+    let write = ops::KvWrite::new(source, source, &step, &layer).order(order);
     ops::kv_write(&mut enc, &write)?;
     let side = ops::KvSide::K;
-    let read =
-        ops::KvRead { layer: &layer, side, sequence: 0, start: 0, keep_rotated: false, order, out: &out, step: None };
+    let read = ops::KvRead::new(&layer, side, &out).order(order);
     ops::kv_read(&mut enc, &read)?;
     enc.commit()?.wait()?;
     out.to_f32()

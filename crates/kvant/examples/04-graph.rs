@@ -3,24 +3,14 @@
 //! Positions and lengths are in device buffers. A captured graph reads them at each replay, so the step that was
 //! recorded for one token serves all tokens. Run it with `cargo run -p kvant --example 04-graph`.
 
-use kvant::{Codec, DType, Device, Encoder, KvLayer, LayerSpec, Result, SlotOrder, Step, Tensor, ops};
+use kvant::{Codec, DType, Device, Encoder, HeadOrder, KvLayer, LayerSpec, Result, Step, Tensor, ops};
 
 const HEAD_DIM: usize = 64;
 const TOKENS: usize = 6;
 
 fn main() -> Result<()> {
     let device = Device::cpu();
-    let spec = LayerSpec {
-        sequences: 1,
-        kv_heads: 1,
-        capacity: TOKENS,
-        head_dim: HEAD_DIM,
-        k: Codec::F32,
-        v: Codec::F32,
-        window: None,
-        ring: false,
-        order: SlotOrder::HeadMajor,
-    };
+    let spec = LayerSpec::new(1, HEAD_DIM, TOKENS, Codec::F32);
     let layer = KvLayer::new(&device, spec)?;
 
     // These change from token to token: query, key and value, the position, and the length of the sequence.
@@ -32,20 +22,9 @@ fn main() -> Result<()> {
     let step = Step::new(&device, 1, &[(0, 0)])?;
 
     let graph = Encoder::capture(&device, |enc| {
-        let order = ops::SourceOrder::TokenMajor;
-        ops::kv_write(enc, &ops::KvWrite { k: &k, v: &v, order, first_token: 0, step: &step, layer: &layer })?;
-        let attend = ops::Attend {
-            q: &q,
-            layer: &layer,
-            step: &step,
-            fresh: None,
-            scale: 1.0,
-            softcap: None,
-            window: None,
-            q_rotated: false,
-            plan: None,
-            out: &out,
-        };
+        let order = HeadOrder::TokenMajor;
+        ops::kv_write(enc, &ops::KvWrite::new(&k, &v, &step, &layer).order(order))?;
+        let attend = ops::Attend::new(&q, &layer, &step, &out).scale(1.0);
         ops::attend(enc, &attend)
     })?;
 

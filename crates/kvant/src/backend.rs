@@ -4,7 +4,7 @@ use std::{any::Any, ptr::NonNull, sync::Arc};
 
 use crate::{
     Result,
-    device::DeviceKind,
+    device::{DeviceKind, MemoryInfo},
     ops::{Call, attend},
 };
 
@@ -35,8 +35,11 @@ pub(crate) trait Backend: Send + Sync {
     fn begin(self: Arc<Self>) -> Result<Box<dyn Pass>>;
     /// Prepares calls for replay.
     fn capture(self: Arc<Self>, calls: Vec<Call>) -> Result<Box<dyn Replay>>;
-    /// Which kernel and how many splits of the context this attention gets.
-    fn plan_attend(&self, call: &attend::Call) -> attend::Plan;
+    fn memory(&self) -> Result<MemoryInfo>;
+    /// Returns memory that nobody uses to the system.
+    fn trim(&self) -> Result<()>;
+    /// The kernel that this attention gets, and why.
+    fn explain_attend(&self, call: &attend::Call) -> attend::Explanation;
 }
 
 /// A pass being recorded. Nothing of it runs before it is committed, on any device: code written for one has the same

@@ -46,16 +46,32 @@ pub struct Device {
     backend: Arc<dyn Backend>,
 }
 
+/// The memory of a device, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct MemoryInfo {
+    /// All memory that programs can use.
+    pub total: usize,
+    /// What any program can still allocate.
+    pub free: usize,
+    /// Memory of tensors that are gone, which the device keeps for new ones. Other programs cannot use it;
+    /// [`Device::trim`] returns it to the system.
+    pub held: usize,
+}
+
 /// An entry of [`Device::list`].
+#[non_exhaustive]
 pub struct DeviceEntry {
     /// The kind of device.
     pub kind: DeviceKind,
+    /// The number of the device among those of its kind; 0 except with several NVIDIA GPUs.
+    pub index: usize,
     /// The device, or the reason why it is not available.
     pub device: Result<Device>,
 }
 
 impl Device {
-    /// Every kind of device, best first, with the reason for each that is not available.
+    /// Every device, best kind first, with the reason for each kind that is not available.
     ///
     /// ```
     /// for entry in kvant::Device::list() {
@@ -66,23 +82,40 @@ impl Device {
     /// }
     /// ```
     pub fn list() -> Vec<DeviceEntry> {
-        [DeviceKind::Metal, DeviceKind::Cuda, DeviceKind::Cpu, DeviceKind::Reference]
-            .into_iter()
-            .map(|kind| DeviceEntry { kind, device: Device::open(kind) })
-            .collect()
+        let entry = |kind, index, device| DeviceEntry { kind, index, device };
+        let gpus = (0..cuda::count().max(1)).map(|index| entry(DeviceKind::Cuda, index, Device::cuda(index)));
+        let others = [DeviceKind::Cpu, DeviceKind::Reference].map(|kind| entry(kind, 0, Device::open(kind)));
+        [entry(DeviceKind::Metal, 0, metal::open())].into_iter().chain(gpus).chain(others).collect()
     }
 
-    /// Opens the device of a kind.
+    /// Opens the device of a kind: of several NVIDIA GPUs the first. Every call that succeeds returns the same device; after
+    /// a failure the next call tries again.
     ///
     /// # Errors
     /// `NoDevice` with the reason.
     pub fn open(kind: DeviceKind) -> Result<Device> {
         match kind {
             DeviceKind::Metal => metal::open(),
-            DeviceKind::Cuda => cuda::open(),
+            DeviceKind::Cuda => Device::cuda(0),
             DeviceKind::Cpu => Ok(Device::cpu()),
             DeviceKind::Reference => Ok(Device::reference()),
         }
+    }
+
+    /// Opens an NVIDIA GPU, by its number. Every call for a number that succeeds returns the same device.
+    ///
+    /// # Errors
+    /// `NoDevice` with the reason.
+    ///
+    /// ```
+    /// match kvant::Device::cuda(1) {
+    ///     Ok(second) => println!("{second}: {} bytes are free", second.memory()?.free),
+    ///     Err(reason) => println!("no second GPU: {reason}"),
+    /// }
+    /// # Ok::<(), kvant::Error>(())
+    /// ```
+    pub fn cuda(index: usize) -> Result<Device> {
+        cuda::open(index)
     }
 
     /// The CPU with its best instruction set and all its cores. Every call returns the same device.
@@ -119,6 +152,23 @@ impl Device {
     /// The device's name for humans.
     pub fn name(&self) -> String {
         self.backend.name()
+    }
+
+    /// How much memory the device has, and how much of it is free. In a Linux container with a limit, the CPU's memory is
+    /// what the limit leaves.
+    ///
+    /// # Errors
+    /// `Unsupported` for the CPU of systems other than Linux; `DeviceFault`.
+    pub fn memory(&self) -> Result<MemoryInfo> {
+        self.backend.memory()
+    }
+
+    /// Returns memory that the device keeps for new tensors to the system, after all committed work has finished.
+    ///
+    /// # Errors
+    /// `DeviceFault`.
+    pub fn trim(&self) -> Result<()> {
+        self.backend.trim()
     }
 
     pub(crate) fn from_backend(backend: Arc<dyn Backend>) -> Device {

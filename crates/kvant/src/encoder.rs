@@ -47,7 +47,7 @@ pub(crate) struct Touch<'a> {
 /// let x = Tensor::from_slice(&device, &[3f32, -100.], &[2])?;
 /// let y = Tensor::zeros(&device, DType::F32, &[2])?;
 /// let mut enc = device.encoder()?;
-/// ops::softcap(&mut enc, &ops::Softcap { x: &x, cap: 30., out: &y })?;
+/// ops::softcap(&mut enc, &ops::Softcap::new(&x, 30., &y))?;
 /// enc.commit()?.wait()?;
 /// assert!(y.to_vec::<f32>()?[1] > -30.);
 /// # Ok::<(), kvant::Error>(())
@@ -83,7 +83,7 @@ impl Encoder {
     /// let device = Device::cpu();
     /// let x = Tensor::zeros(&device, DType::F32, &[1])?;
     /// let y = Tensor::zeros(&device, DType::F32, &[1])?;
-    /// let graph = Encoder::capture(&device, |enc| ops::softcap(enc, &ops::Softcap { x: &x, cap: 1., out: &y }))?;
+    /// let graph = Encoder::capture(&device, |enc| ops::softcap(enc, &ops::Softcap::new(&x, 1., &y)))?;
     /// for input in [0f32, 100.] {
     ///     x.write(&[input])?;
     ///     graph.replay()?.wait()?;

@@ -10,8 +10,9 @@ use std::{
 use crate::{
     Error, Result, Tensor,
     backend::{Backend, Memory, Pass, Replay, Wait},
-    device::DeviceKind,
+    device::{DeviceKind, MemoryInfo},
     dtype::Element,
+    host_memory,
     ops::{Call, attend},
 };
 
@@ -115,7 +116,7 @@ pub(crate) trait HostExecutor: Send + Sync + 'static {
     fn name(&self) -> String;
     /// The call has been validated, its index buffers too, and writes something; memory is exclusively ours while it runs.
     fn run(&self, call: &Call) -> Result<()>;
-    fn plan_attend(&self, call: &attend::Call) -> attend::Plan;
+    fn explain_attend(&self, call: &attend::Call) -> attend::Explanation;
 }
 
 /// A device in host memory. Its lock is held during every transfer and every pass: that is what makes writing
@@ -202,9 +203,22 @@ impl<E: HostExecutor> Backend for Host<E> {
         Ok(Box::new(HostGraph { host: self, calls }))
     }
 
-    fn plan_attend(&self, call: &attend::Call) -> attend::Plan {
+    fn memory(&self) -> Result<MemoryInfo> {
+        host_memory::info().ok_or_else(|| Error::Unsupported {
+            op: "memory",
+            device: "cpu",
+            reason: format!("the free memory of {} is not known", std::env::consts::OS),
+        })
+    }
+
+    /// The host's allocator keeps what it wants.
+    fn trim(&self) -> Result<()> {
+        Ok(())
+    }
+
+    fn explain_attend(&self, call: &attend::Call) -> attend::Explanation {
         let _guard = self.lock();
-        self.executor.plan_attend(call)
+        self.executor.explain_attend(call)
     }
 }
 

@@ -9,6 +9,7 @@ use crate::{
 
 /// The specification of a [`KvLayer`].
 #[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct LayerSpec {
     /// Independent sequences, S.
     pub sequences: usize,
@@ -32,17 +33,67 @@ pub struct LayerSpec {
     /// Whether position p is stored in slot p mod cap (a ring) or in slot p (linear; p < cap).
     pub ring: bool,
     /// The order of vectors in memory.
-    pub order: SlotOrder,
+    pub order: HeadOrder,
 }
 
-/// The order of vectors in a layer's memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
-pub enum SlotOrder {
-    /// `[S, Hk, cap, D]`: a head's vectors are contiguous.
-    #[default]
-    HeadMajor,
-    /// `[S, cap, Hk, D]`: a token's vectors are contiguous.
+impl LayerSpec {
+    /// A linear layer for one sequence of up to `capacity` tokens, with keys and values in `codec`, head-major.
+    pub fn new(kv_heads: usize, head_dim: usize, capacity: usize, codec: Codec) -> LayerSpec {
+        let (sequences, window, ring, order) = (1, None, false, HeadOrder::HeadMajor);
+        LayerSpec { sequences, kv_heads, capacity, head_dim, k: codec, v: codec, window, ring, order }
+    }
+}
+
+setters! { LayerSpec {
+    sequences: usize,
+    kv_heads: usize,
+    capacity: usize,
+    head_dim: usize,
+    k: Codec,
+    v: Codec,
+    window: Option<usize>,
+    ring: bool,
+    order: HeadOrder,
+} }
+
+/// Whether the vectors of a token or those of a head are contiguous.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HeadOrder {
+    /// `[T, Hk, D]`, and in the memory of a layer `[S, cap, Hk, D]`: a token's vectors are contiguous.
     TokenMajor,
+    /// `[Hk, T, D]`, and in the memory of a layer `[S, Hk, cap, D]`: a head's vectors are contiguous.
+    HeadMajor,
+}
+
+impl HeadOrder {
+    /// The (tokens, heads, head_dim) of a source.
+    pub(crate) fn dims(self, op: &'static str, arg: &'static str, tensor: &Tensor) -> Result<[usize; 3]> {
+        Ok(match self {
+            HeadOrder::TokenMajor => check::rank(op, arg, tensor, ["T", "heads", "D"])?,
+            HeadOrder::HeadMajor => {
+                let [heads, tokens, dim] = check::rank(op, arg, tensor, ["heads", "T", "D"])?;
+                [tokens, heads, dim]
+            }
+        })
+    }
+
+    /// The row of (token, head) in a source.
+    #[inline]
+    pub(crate) fn row(self, token: usize, head: usize, tokens: usize, heads: usize) -> usize {
+        match self {
+            HeadOrder::TokenMajor => token * heads + head,
+            HeadOrder::HeadMajor => head * tokens + token,
+        }
+    }
+
+    /// Checks that a source is `[T, heads, D]` in this order.
+    pub(crate) fn check(self, op: &'static str, arg: &'static str, t: &Tensor, dims: [usize; 3]) -> Result<()> {
+        let [tokens, heads, dim] = dims;
+        match self {
+            HeadOrder::TokenMajor => check::shape(op, arg, t, &[("T", tokens), ("heads", heads), ("head_dim", dim)]),
+            HeadOrder::HeadMajor => check::shape(op, arg, t, &[("heads", heads), ("T", tokens), ("head_dim", dim)]),
+        }
+    }
 }
 
 /// The vectors of one side (keys or values) of a layer: `rows` vectors of `head_dim` coordinates, in one or more
@@ -122,18 +173,8 @@ impl Planes {
 /// ([`KvLayer::from_dense`]). Memory that kvant did not allocate cannot be wrapped.
 ///
 /// ```
-/// use kvant::{Codec, Device, KvLayer, LayerSpec, SlotOrder};
-/// let spec = LayerSpec {
-///     sequences: 4,
-///     kv_heads: 2,
-///     capacity: 1024,
-///     head_dim: 128,
-///     k: Codec::F16,
-///     v: Codec::tq(8),
-///     window: Some(1000),
-///     ring: true,
-///     order: SlotOrder::HeadMajor,
-/// };
+/// use kvant::{Codec, Device, KvLayer, LayerSpec};
+/// let spec = LayerSpec::new(2, 128, 1024, Codec::F16).sequences(4).v(Codec::tq(8)).window(Some(1000)).ring(true);
 /// let layer = KvLayer::new(&Device::cpu(), spec)?;
 /// assert_eq!(layer.slot(1030), 6);
 /// assert_eq!(layer.bytes(), 4 * 2 * 1024 * (256 + 132));
@@ -229,8 +270,8 @@ impl KvLayer {
             if tensor.elements() != rows * spec.head_dim {
                 let (s, h, c, d) = (spec.sequences, spec.kv_heads, spec.capacity, spec.head_dim);
                 let expected = match spec.order {
-                    SlotOrder::HeadMajor => format!("[sequences {s}, kv_heads {h}, capacity {c}, head_dim {d}]"),
-                    SlotOrder::TokenMajor => format!("[sequences {s}, capacity {c}, kv_heads {h}, head_dim {d}]"),
+                    HeadOrder::HeadMajor => format!("[sequences {s}, kv_heads {h}, capacity {c}, head_dim {d}]"),
+                    HeadOrder::TokenMajor => format!("[sequences {s}, capacity {c}, kv_heads {h}, head_dim {d}]"),
                 };
                 return Err(Error::Shape { op, arg, expected, got: tensor.shape().to_vec() });
             }
@@ -270,10 +311,10 @@ impl KvLayer {
     pub fn row(&self, sequence: usize, head: usize, slot: usize) -> usize {
         let s = &self.spec;
         match s.order {
-            SlotOrder::HeadMajor => {
+            HeadOrder::HeadMajor => {
                 sequence.saturating_mul(s.kv_heads).saturating_add(head).saturating_mul(s.capacity).saturating_add(slot)
             }
-            SlotOrder::TokenMajor => {
+            HeadOrder::TokenMajor => {
                 sequence.saturating_mul(s.capacity).saturating_add(slot).saturating_mul(s.kv_heads).saturating_add(head)
             }
         }
@@ -310,8 +351,8 @@ impl KvLayer {
     pub(crate) fn head_stride(&self) -> usize {
         match (&self.pages, self.spec.order) {
             (Some(pages), _) => pages.page_tokens,
-            (None, SlotOrder::HeadMajor) => self.spec.capacity,
-            (None, SlotOrder::TokenMajor) => 1,
+            (None, HeadOrder::HeadMajor) => self.spec.capacity,
+            (None, HeadOrder::TokenMajor) => 1,
         }
     }
 
@@ -328,8 +369,8 @@ impl KvLayer {
     #[inline]
     pub fn slot_stride(&self) -> usize {
         match self.spec.order {
-            SlotOrder::HeadMajor => 1,
-            SlotOrder::TokenMajor => self.spec.kv_heads,
+            HeadOrder::HeadMajor => 1,
+            HeadOrder::TokenMajor => self.spec.kv_heads,
         }
     }
 

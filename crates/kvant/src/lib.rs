@@ -15,7 +15,7 @@
 //! use kvant::{CacheLayer, Codec, DType, Device, KvPool, PoolSpec, Tensor, ops};
 //!
 //! let device = Device::default();
-//! let layer = CacheLayer { kv_heads: 2, head_dim: 64, window: None, k: Codec::F16, v: Codec::tq(8) };
+//! let layer = CacheLayer::new(2, 64, Codec::F16).v(Codec::tq(8));
 //! let pool = KvPool::new(&device, &PoolSpec::new(vec![layer], 16 << 20))?; // 16 MiB for all sequences
 //! let mut sequence = pool.sequence();
 //!
@@ -88,6 +88,9 @@
 //!
 //! The other backends have no feature: the CPU backend is always built, the Metal backend on macOS.
 
+#[macro_use]
+mod descriptor;
+
 mod backend;
 pub mod codec;
 mod cpu;
@@ -99,6 +102,7 @@ mod error;
 #[doc(hidden)]
 pub mod gpu;
 mod host;
+mod host_memory;
 mod kv;
 mod layer;
 mod metal;
@@ -108,12 +112,12 @@ mod step;
 mod tensor;
 
 pub use codec::Codec;
-pub use device::{CpuOptions, Device, DeviceEntry, DeviceKind, SimdLevel};
+pub use device::{CpuOptions, Device, DeviceEntry, DeviceKind, MemoryInfo, SimdLevel};
 pub use dtype::{DType, Element, Float};
 pub use encoder::{Encoder, Graph, Submission};
 pub use error::{Error, Result};
 pub use kv::{CacheLayer, KvPool, PoolSpec, PoolUsage, PrefixCache, Sequence, StepSize};
-pub use layer::{KvLayer, LayerSpec, Planes, SlotOrder};
+pub use layer::{HeadOrder, KvLayer, LayerSpec, Planes};
 pub use step::{Batch, Step};
 pub use tensor::{MAX_RANK, Tensor};
 

@@ -14,21 +14,7 @@ pub fn measure(device: &Device, case: &Case, budget: Duration) -> Result<Measure
     let q = buffers::random(device, case.activations, &shape, 3)?;
     let out = Tensor::zeros(device, case.activations, &shape)?;
     let step = buffers::step(device, context - 1, context)?;
-    let mut attend = ops::Attend {
-        q: &q,
-        layer: &layers[0],
-        step: &step,
-        fresh: None,
-        scale: (case.shape.head_dim as f32).sqrt().recip(),
-        softcap: None,
-        window: None,
-        q_rotated: false,
-        plan: None,
-        out: &out,
-    };
-    // An engine plans once per step, for all its layers.
-    let plan = ops::attend::plan(&attend, device)?;
-    attend.plan = Some(&plan);
+    let mut attend = ops::Attend::new(&q, &layers[0], &step, &out);
     let timing = timing::repeat(budget, |i| {
         attend.layer = &layers[i % layers.len()];
         let mut enc = device.encoder()?;

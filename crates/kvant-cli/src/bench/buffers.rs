@@ -1,6 +1,6 @@
 //! Test data of the benches: random numbers, and enough cache layers to exceed a processor's cache.
 
-use kvant::{DType, Device, KvLayer, LayerSpec, SlotOrder, Step, Tensor, bf16, device::DeviceKind, f16, ops};
+use kvant::{DType, Device, HeadOrder, KvLayer, LayerSpec, Step, Tensor, bf16, device::DeviceKind, f16, ops};
 
 use super::Case;
 use crate::{Result, args::Kv, output};
@@ -27,8 +27,8 @@ impl Source {
 pub fn layers(device: &Device, case: &Case, capacity: usize) -> Result<Vec<KvLayer>> {
     let Kv { k, v } = case.kv;
     let (kv_heads, head_dim) = (case.shape.kv_heads, case.shape.head_dim);
-    let order = SlotOrder::HeadMajor;
-    let spec = LayerSpec { sequences: 1, kv_heads, capacity, head_dim, k, v, window: None, ring: false, order };
+    let order = HeadOrder::HeadMajor;
+    let spec = LayerSpec::new(kv_heads, head_dim, capacity, k).v(v).order(order);
     let count = layer_count(device, &spec)?;
     let first = KvLayer::new(device, spec)?;
     fill(&first, case)?;
@@ -99,7 +99,7 @@ fn fill(layer: &KvLayer, case: &Case) -> Result {
         let end = capacity.min(start + CHUNK);
         let step = step(device, start, end)?;
         let (k, v) = (&source.k, &source.v);
-        let write = ops::KvWrite { k, v, order: ops::SourceOrder::TokenMajor, first_token: 0, step: &step, layer };
+        let write = ops::KvWrite::new(k, v, &step, layer);
         let mut enc = device.encoder()?;
         ops::kv_write(&mut enc, &write)?;
         enc.commit()?.wait()?;

@@ -21,14 +21,8 @@ pub fn measure(device: &Device, case: &Case, budget: Duration) -> Result<Measure
     let steps: Vec<Step> =
         (0..capacity / tokens).map(|i| buffers::step(device, i * tokens, (i + 1) * tokens)).collect::<Result<_>>()?;
     let timing = timing::repeat(budget, |i| {
-        let write = ops::KvWrite {
-            k: &source.k,
-            v: &source.v,
-            order: ops::SourceOrder::TokenMajor,
-            first_token: 0,
-            step: &steps[i / layers.len() % steps.len()],
-            layer: &layers[i % layers.len()],
-        };
+        let write =
+            ops::KvWrite::new(&source.k, &source.v, &steps[i / layers.len() % steps.len()], &layers[i % layers.len()]);
         let mut enc = device.encoder()?;
         ops::kv_write(&mut enc, &write)?;
         Ok(enc.commit()?.wait()?)

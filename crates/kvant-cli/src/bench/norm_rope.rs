@@ -17,20 +17,9 @@ pub fn measure(device: &Device, case: &Case, budget: Duration) -> Result<Measure
     let out = Tensor::zeros(device, case.activations, &shape)?;
     let positions: Vec<u32> = (0..case.context).collect();
     let positions = Tensor::from_slice(device, &positions, &[tokens])?;
-    let norm_rope = ops::NormRope {
-        x: &x,
-        norm: Some(ops::HeadNorm { weight: Some(&weight), eps: 1e-6 }),
-        rope: Some(ops::Rope {
-            angles: ops::Angles::Theta(1e4),
-            rotated_pairs: head_dim / 2,
-            layout: ops::PairLayout::Halves,
-            freq_factors: None,
-        }),
-        positions: &positions,
-        rotate: false,
-        out_order: ops::SourceOrder::TokenMajor,
-        out: &out,
-    };
+    let norm_rope = ops::NormRope::new(&x, &positions, &out)
+        .norm(Some(ops::HeadNorm::new(1e-6).weight(Some(&weight))))
+        .rope(Some(ops::Rope::new(1e4, head_dim / 2)));
     let timing = timing::repeat(budget, |_| {
         let mut enc = device.encoder()?;
         ops::norm_rope(&mut enc, &norm_rope)?;

@@ -19,20 +19,16 @@ impl Pass<'_> {
         };
         let scale = (ple.size as f32).sqrt();
         let out = &own.embedded[0];
-        ops::embed(self.enc, &Embed { table: weights.embed.weight(), ids: &self.views.ids, scale, out })?;
+        ops::embed(self.enc, &Embed::new(weights.embed.weight(), &self.views.ids, out).scale(scale))?;
         let alpha = (config.hidden_size as f32).sqrt().recip();
         let (x, weight) = (&self.views.h, weights.projection.weight());
-        ops::linear(self.enc, &Linear { x, weight, experts: None, alpha, out: &own.input[0] })?;
+        ops::linear(self.enc, &Linear::new(x, weight, &own.input[0]).alpha(alpha))?;
         ops::rms_norm(
             self.enc,
-            &RmsNorm {
-                x: &own.input[1],
-                weight: Some(&weights.norm),
-                eps: config.rms_norm_eps,
-                residual: Residual::After(&own.embedded[1]),
-                scale: std::f32::consts::FRAC_1_SQRT_2,
-                out: &own.input[1],
-            },
+            &RmsNorm::new(&own.input[1], config.rms_norm_eps, &own.input[1])
+                .weight(Some(&weights.norm))
+                .residual(Residual::After(&own.embedded[1]))
+                .scale(std::f32::consts::FRAC_1_SQRT_2),
         )?;
         Ok(())
     }
@@ -44,7 +40,7 @@ impl Pass<'_> {
         self.linear(&views.h, &weights.gate, &own.gate)?;
         let size = own.gate.shape()[1];
         let input = Columns { tensor: &own.input[0], start: l * size };
-        self.gelu_gate(Columns::all(&own.gate), input, &own.gate)?;
+        self.gelu_gate(Columns::from(&own.gate), input, &own.gate)?;
         self.linear(&own.gate, &weights.projection, &views.y)?;
         self.add_normed(&views.y, &weights.norm, scale)
     }

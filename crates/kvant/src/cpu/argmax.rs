@@ -116,7 +116,7 @@ mod tests {
         let x = tensor(device, dtype, data, &[rows, data.len() / rows]);
         let out = Tensor::from_slice(device, &vec![77u32; rows], &[rows]).unwrap();
         let mut enc = device.encoder().unwrap();
-        ops::argmax(&mut enc, &Argmax { x: &x, out: &out }).unwrap();
+        ops::argmax(&mut enc, &Argmax::new(&x, &out)).unwrap();
         enc.commit().unwrap().wait().unwrap();
         out.to_vec().unwrap()
     }

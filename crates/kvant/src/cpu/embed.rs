@@ -65,7 +65,7 @@ mod tests {
         let ids = Tensor::from_slice(device, ids, &[ids.len()]).unwrap();
         let out = tensor(device, out, &vec![7.0; ids.elements() * dim], &[ids.elements(), dim]);
         let mut enc = device.encoder().unwrap();
-        ops::embed(&mut enc, &Embed { table, ids: &ids, scale: 16.5, out: &out }).unwrap();
+        ops::embed(&mut enc, &Embed::new(table, &ids, &out).scale(16.5)).unwrap();
         enc.commit().unwrap().wait().unwrap();
         out
     }

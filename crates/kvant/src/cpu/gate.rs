@@ -125,12 +125,12 @@ mod tests {
             let out = tensor(device, self.dtypes[2], &vec![7.0; t * n], &[t, n]);
             let up = Columns { tensor: &both, start: n + 3 };
             let (gate, out) = if self.in_place {
-                (Columns::all(&alone), &alone)
+                (Columns::from(&alone), &alone)
             } else {
                 (Columns { tensor: &both, start: 1 }, &out)
             };
             let mut enc = device.encoder().unwrap();
-            ops::gate(&mut enc, &Gate { gate, up, activation: self.activation, out }).unwrap();
+            ops::gate(&mut enc, &Gate::new(gate, up, self.activation, out)).unwrap();
             enc.commit().unwrap().wait().unwrap();
             out.clone()
         }
@@ -159,9 +159,9 @@ mod tests {
             let go = |device: &Device| {
                 let x = tensor(device, DType::F32, &data, &[1, data.len()]);
                 let up = tensor(device, DType::F32, &[1.0; 12], &[1, data.len()]);
-                let (gate, up) = (Columns::all(&x), Columns::all(&up));
+                let (gate, up) = (Columns::from(&x), Columns::from(&up));
                 let mut enc = device.encoder().unwrap();
-                ops::gate(&mut enc, &Gate { gate, up, activation, out: &x }).unwrap();
+                ops::gate(&mut enc, &Gate::new(gate, up, activation, &x)).unwrap();
                 enc.commit().unwrap().wait().unwrap();
                 x.to_vec::<f32>().unwrap()
             };

@@ -204,7 +204,7 @@ mod tests {
     fn hadamard(device: &Device, x: &Tensor, inverse: bool) -> Result<Tensor> {
         let out = Tensor::zeros(device, x.dtype(), x.shape())?;
         let mut enc = device.encoder()?;
-        ops::hadamard(&mut enc, &ops::Hadamard { x, inverse, out: &out })?;
+        ops::hadamard(&mut enc, &ops::Hadamard::new(x, &out).inverse(inverse))?;
         enc.commit()?.wait()?;
         Ok(out)
     }
@@ -274,8 +274,8 @@ mod tests {
             let data = numbers(300 * 128);
             let x = Tensor::from_slice(&device, &data, &[300, 128]).unwrap();
             let mut enc = device.encoder().unwrap();
-            ops::hadamard(&mut enc, &ops::Hadamard { x: &x, inverse: false, out: &x }).unwrap();
-            ops::hadamard(&mut enc, &ops::Hadamard { x: &x, inverse: true, out: &x }).unwrap();
+            ops::hadamard(&mut enc, &ops::Hadamard::new(&x, &x)).unwrap();
+            ops::hadamard(&mut enc, &ops::Hadamard::new(&x, &x).inverse(true)).unwrap();
             enc.commit().unwrap().wait().unwrap();
             for (got, want) in x.to_f32().unwrap().iter().zip(&data) {
                 assert!((got - want).abs() < 2e-6);

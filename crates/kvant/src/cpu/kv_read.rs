@@ -81,31 +81,30 @@ impl SimdKernel for KvReadTask<'_> {
 #[cfg(test)]
 mod tests {
     use crate::{
-        Codec, CpuOptions, DType, Device, KvLayer, LayerSpec, SimdLevel, SlotOrder, Step, Tensor,
-        ops::{self, KvSide, SourceOrder},
+        Codec, CpuOptions, DType, Device, HeadOrder, KvLayer, LayerSpec, SimdLevel, Step, Tensor,
+        ops::{self, KvSide},
     };
 
     /// Writes 17 tokens to a ring of 12 and reads the last nine.
-    fn read(device: &Device, codec: Codec, slots: SlotOrder, order: SourceOrder, out: (DType, bool)) -> Vec<f32> {
+    fn read(device: &Device, codec: Codec, slots: HeadOrder, order: HeadOrder, out: (DType, bool)) -> Vec<f32> {
         let (ring, sequences) = (true, 2);
         let (k, v) = (codec, Codec::F32);
-        let spec =
-            LayerSpec { sequences, kv_heads: 3, capacity: 12, head_dim: 64, k, v, window: None, ring, order: slots };
+        let spec = LayerSpec::new(3, 64, 12, k).sequences(sequences).v(v).ring(ring).order(slots);
         let layer = KvLayer::new(device, spec).unwrap();
         let x: Vec<f32> =
             (0..17 * 3 * 64u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 20) as f32 / 2048. - 1.).collect();
         let x = Tensor::from_slice(device, &x, &[17, 3, 64]).unwrap();
         let tokens: Vec<_> = (0..17).map(|p| (1, p)).collect();
         let step = Step::new(device, 2, &tokens).unwrap();
-        let shape = if order == SourceOrder::TokenMajor { [9, 3, 64] } else { [3, 9, 64] };
+        let shape = if order == HeadOrder::TokenMajor { [9, 3, 64] } else { [3, 9, 64] };
         let (dtype, keep_rotated) = out;
         let out = Tensor::zeros(device, dtype, &shape).unwrap();
         let mut enc = device.encoder().unwrap();
-        let source = SourceOrder::TokenMajor;
-        let write = ops::KvWrite { k: &x, v: &x, order: source, first_token: 0, step: &step, layer: &layer };
+        let source = HeadOrder::TokenMajor;
+        let write = ops::KvWrite::new(&x, &x, &step, &layer).order(source);
         ops::kv_write(&mut enc, &write).unwrap();
         let (layer, side, out_ref) = (&layer, KvSide::K, &out);
-        let read = ops::KvRead { layer, side, sequence: 1, start: 8, keep_rotated, order, out: out_ref, step: None };
+        let read = ops::KvRead::new(layer, side, out_ref).sequence(1).start(8).keep_rotated(keep_rotated).order(order);
         ops::kv_read(&mut enc, &read).unwrap();
         enc.commit().unwrap().wait().unwrap();
         out.to_f32().unwrap()
@@ -117,8 +116,8 @@ mod tests {
         for level in SimdLevel::ALL.into_iter().filter(|level| level.is_supported()) {
             let device = Device::cpu_with(CpuOptions { threads: Some(2), simd: Some(level) }).unwrap();
             for codec in codecs {
-                for slots in [SlotOrder::HeadMajor, SlotOrder::TokenMajor] {
-                    for order in [SourceOrder::HeadMajor, SourceOrder::TokenMajor] {
+                for slots in [HeadOrder::HeadMajor, HeadOrder::TokenMajor] {
+                    for order in [HeadOrder::HeadMajor, HeadOrder::TokenMajor] {
                         for out in [(DType::F32, false), (DType::F32, true), (DType::BF16, false)] {
                             let got = read(&device, codec, slots, order, out);
                             let want = read(&Device::reference(), codec, slots, order, out);

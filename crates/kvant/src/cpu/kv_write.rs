@@ -11,9 +11,9 @@ use super::{
     simd::{Simd, SimdKernel},
 };
 use crate::{
-    DType, KvLayer, SlotOrder, Tensor,
+    DType, HeadOrder, KvLayer, Tensor,
     layer::RowPlace,
-    ops::kv_write::{Call, SourceOrder, is_kept},
+    ops::kv_write::{Call, is_kept},
 };
 
 /// Elements of K (and as many of V) that make a task worth a thread.
@@ -119,13 +119,13 @@ impl KvWriteTask<'_> {
         // task writes to those slots.
         unsafe {
             match (call.order, spec.order, planes.dense()) {
-                (SourceOrder::HeadMajor, SlotOrder::HeadMajor, Some(dtype)) => {
+                (HeadOrder::HeadMajor, HeadOrder::HeadMajor, Some(dtype)) => {
                     for head in 0..spec.kv_heads {
                         let to = planes.dense_row(row(head, 0), dtype);
                         convert::convert_row::<S>(from(token, head), side.source.dtype, to, dtype, run * spec.head_dim);
                     }
                 }
-                (SourceOrder::TokenMajor, SlotOrder::TokenMajor, Some(dtype)) => {
+                (HeadOrder::TokenMajor, HeadOrder::TokenMajor, Some(dtype)) => {
                     let to = planes.dense_row(row(0, 0), dtype);
                     let elements = run * spec.kv_heads * spec.head_dim;
                     convert::convert_row::<S>(from(token, 0), side.source.dtype, to, dtype, elements);
@@ -161,10 +161,10 @@ impl KvWriteTask<'_> {
 #[cfg(test)]
 mod tests {
     use crate::{
-        Codec, CpuOptions, DType, Device, KvLayer, LayerSpec, Result, SimdLevel, SlotOrder, Step, Tensor, bf16,
+        Codec, CpuOptions, DType, Device, HeadOrder, KvLayer, LayerSpec, Result, SimdLevel, Step, Tensor, bf16,
         codec::{Norm, TurboQuant},
         f16,
-        ops::{self, KvSide, SourceOrder},
+        ops::{self, KvSide},
     };
 
     fn devices() -> Vec<Device> {
@@ -198,7 +198,7 @@ mod tests {
     struct KvWriteCase {
         spec: LayerSpec,
         source: DType,
-        order: SourceOrder,
+        order: HeadOrder,
         /// (sequence, position), and where in the source they start.
         tokens: Vec<(u32, u32)>,
         first_token: usize,
@@ -210,15 +210,15 @@ mod tests {
         let (heads, dim) = (case.spec.kv_heads, case.spec.head_dim);
         let source_tokens = case.first_token + case.tokens.len() + 2;
         let shape = match case.order {
-            SourceOrder::TokenMajor => [source_tokens, heads, dim],
-            SourceOrder::HeadMajor => [heads, source_tokens, dim],
+            HeadOrder::TokenMajor => [source_tokens, heads, dim],
+            HeadOrder::HeadMajor => [heads, source_tokens, dim],
         };
         let source = |seed| upload(device, case.source, &numbers(source_tokens * heads * dim, seed), &shape);
         let (k, v) = (source(1), source(2));
         let step = Step::new(device, case.spec.sequences, &case.tokens)?;
         let mut enc = device.encoder()?;
         let (order, first_token) = (case.order, case.first_token);
-        ops::kv_write(&mut enc, &ops::KvWrite { k: &k, v: &v, order, first_token, step: &step, layer: &layer })?;
+        ops::kv_write(&mut enc, &ops::KvWrite::new(&k, &v, &step, &layer).order(order).first_token(first_token))?;
         enc.commit()?.wait()?;
         Ok(layer)
     }
@@ -247,8 +247,8 @@ mod tests {
     }
 
     fn linear(head_dim: usize, k: Codec, v: Codec) -> LayerSpec {
-        let order = SlotOrder::HeadMajor;
-        LayerSpec { sequences: 2, kv_heads: 3, capacity: 11, head_dim, k, v, window: None, ring: false, order }
+        let order = HeadOrder::HeadMajor;
+        LayerSpec::new(3, head_dim, 11, k).sequences(2).v(v).order(order)
     }
 
     /// Two sequences, with gaps and a run.
@@ -261,13 +261,13 @@ mod tests {
             for (k, v) in [(Codec::F32, Codec::F16), (Codec::BF16, Codec::F32), (Codec::F16, Codec::BF16)] {
                 for source in [DType::F32, DType::F16, DType::BF16] {
                     for (ring, order) in [
-                        (false, SlotOrder::HeadMajor),
-                        (true, SlotOrder::HeadMajor),
-                        (false, SlotOrder::TokenMajor),
-                        (true, SlotOrder::TokenMajor),
+                        (false, HeadOrder::HeadMajor),
+                        (true, HeadOrder::HeadMajor),
+                        (false, HeadOrder::TokenMajor),
+                        (true, HeadOrder::TokenMajor),
                     ] {
-                        for source_order in [SourceOrder::TokenMajor, SourceOrder::HeadMajor] {
-                            let spec = LayerSpec { ring, order, ..linear(20, k, v) };
+                        for source_order in [HeadOrder::TokenMajor, HeadOrder::HeadMajor] {
+                            let spec = linear(20, k, v).ring(ring).order(order);
                             let tokens = if ring {
                                 // Longer than the ring, across its end.
                                 (7..30).map(|p| (1, p)).chain([(0, 25)]).collect()
@@ -294,7 +294,7 @@ mod tests {
                         let scale = if dim == 128 { 1.07 } else { 1.0 };
                         let k = Codec::TurboQuant(TurboQuant { bits, scale, norm });
                         let spec = linear(dim, k, Codec::tq(4));
-                        let order = SourceOrder::TokenMajor;
+                        let order = HeadOrder::TokenMajor;
                         let case =
                             KvWriteCase { spec, source: DType::F16, order, tokens: TOKENS.to_vec(), first_token: 0 };
                         let (got, want) = (write(&device, &case).unwrap(), write(&reference, &case).unwrap());
@@ -314,7 +314,7 @@ mod tests {
         for bits in [4, 5, 6, 8] {
             for dim in [8, 64, 512] {
                 let codec = Codec::tq(bits);
-                let spec = LayerSpec { sequences: 1, kv_heads: 1, ..linear(dim, codec, codec) };
+                let spec = linear(dim, codec, codec).kv_heads(1).sequences(1);
                 let mut rows = vec![numbers(dim, 5); 10];
                 rows[1].fill(0.0);
                 rows[2][3] = f32::NAN;
@@ -330,8 +330,8 @@ mod tests {
                     let tokens: Vec<_> = (0..10).map(|p| (0, p)).collect();
                     let step = Step::new(device, 1, &tokens).unwrap();
                     let mut enc = device.encoder().unwrap();
-                    let order = SourceOrder::TokenMajor;
-                    let write = ops::KvWrite { k: &x, v: &x, order, first_token: 0, step: &step, layer: &layer };
+                    let order = HeadOrder::TokenMajor;
+                    let write = ops::KvWrite::new(&x, &x, &step, &layer).order(order);
                     ops::kv_write(&mut enc, &write).unwrap();
                     enc.commit().unwrap().wait().unwrap();
                     let norms = layer.k().norms.as_ref().unwrap().to_f32().unwrap();
@@ -362,28 +362,19 @@ mod tests {
     #[test]
     fn dense_copies_keep_nan_payloads() {
         for device in devices() {
-            for order in [SourceOrder::TokenMajor, SourceOrder::HeadMajor] {
-                let spec = LayerSpec { sequences: 1, kv_heads: 2, ..linear(24, Codec::F16, Codec::F16) };
+            for order in [HeadOrder::TokenMajor, HeadOrder::HeadMajor] {
+                let spec = linear(24, Codec::F16, Codec::F16).kv_heads(2).sequences(1);
                 let bits: Vec<f16> = (0..2 * 3 * 24).map(|i| f16::from_bits(0x7c01 + i as u16)).collect();
-                let shape = if order == SourceOrder::TokenMajor { [3, 2, 24] } else { [2, 3, 24] };
+                let shape = if order == HeadOrder::TokenMajor { [3, 2, 24] } else { [2, 3, 24] };
                 let x = Tensor::from_slice(&device, &bits, &shape).unwrap();
                 let layer = KvLayer::new(&device, spec).unwrap();
                 let step = Step::new(&device, 1, &[(0, 4), (0, 5), (0, 6)]).unwrap();
                 let out = Tensor::zeros(&device, DType::F16, &shape).unwrap();
                 let mut enc = device.encoder().unwrap();
-                let write = ops::KvWrite { k: &x, v: &x, order, first_token: 0, step: &step, layer: &layer };
+                let write = ops::KvWrite::new(&x, &x, &step, &layer).order(order);
                 ops::kv_write(&mut enc, &write).unwrap();
                 let (side, out_ref) = (KvSide::V, &out);
-                let read = ops::KvRead {
-                    layer: &layer,
-                    side,
-                    sequence: 0,
-                    start: 4,
-                    keep_rotated: false,
-                    order,
-                    out: out_ref,
-                    step: None,
-                };
+                let read = ops::KvRead::new(&layer, side, out_ref).start(4).order(order);
                 ops::kv_read(&mut enc, &read).unwrap();
                 enc.commit().unwrap().wait().unwrap();
                 assert_eq!(bytes(&out), bytes(&x), "{device}");
@@ -394,7 +385,7 @@ mod tests {
     #[test]
     fn many_tokens_on_many_threads_equal_one_by_one() {
         for device in devices() {
-            let spec = LayerSpec { sequences: 1, capacity: 700, ring: true, ..linear(128, Codec::tq(5), Codec::F16) };
+            let spec = linear(128, Codec::tq(5), Codec::F16).capacity(700).sequences(1).ring(true);
             let all = 1000;
             let write_in = |batch: u32| {
                 let layer = KvLayer::new(&device, spec).unwrap();
@@ -403,8 +394,8 @@ mod tests {
                 for start in (0..all).step_by(batch as usize) {
                     let tokens: Vec<_> = (start..all.min(start + batch)).map(|p| (0, p)).collect();
                     let step = Step::new(&device, 1, &tokens).unwrap();
-                    let (order, first_token) = (SourceOrder::TokenMajor, start as usize);
-                    let write = ops::KvWrite { k: &x, v: &x, order, first_token, step: &step, layer: &layer };
+                    let (order, first_token) = (HeadOrder::TokenMajor, start as usize);
+                    let write = ops::KvWrite::new(&x, &x, &step, &layer).order(order).first_token(first_token);
                     ops::kv_write(&mut enc, &write).unwrap();
                 }
                 enc.commit().unwrap().wait().unwrap();

@@ -94,7 +94,7 @@ impl HostExecutor for Cpu {
         Ok(())
     }
 
-    fn plan_attend(&self, call: &ops::attend::Call) -> ops::attend::Plan {
+    fn explain_attend(&self, call: &ops::attend::Call) -> ops::attend::Explanation {
         attend::explain(self, call)
     }
 }

@@ -145,7 +145,7 @@ mod tests {
         let weights = Tensor::zeros(device, DType::F32, &[tokens, top_k]).unwrap();
         let mut enc = device.encoder().unwrap();
         let expert_scale = scaled.then_some(&scale);
-        ops::moe_route(&mut enc, &MoeRoute { logits: &logits, expert_scale, ids: &ids, weights: &weights }).unwrap();
+        ops::moe_route(&mut enc, &MoeRoute::new(&logits, &ids, &weights).expert_scale(expert_scale)).unwrap();
         enc.commit().unwrap().wait().unwrap();
         (ids.to_vec().unwrap(), weights)
     }
@@ -184,7 +184,7 @@ mod tests {
                     let weights = tensor(device, DType::F32, &numbers.floats(tokens * top_k), &[tokens, top_k]);
                     let out = tensor(device, out, &vec![7.0; tokens * dim], &[tokens, dim]);
                     let mut enc = device.encoder().unwrap();
-                    ops::moe_combine(&mut enc, &MoeCombine { x: &x, weights: &weights, out: &out }).unwrap();
+                    ops::moe_combine(&mut enc, &MoeCombine::new(&x, &weights, &out)).unwrap();
                     enc.commit().unwrap().wait().unwrap();
                     out
                 };

@@ -404,9 +404,9 @@ unsafe fn cos_sin_lanes<S: Simd>(turns: S::F) -> (S::F, S::F) {
 mod tests {
     use super::*;
     use crate::{
-        Device,
+        Device, HeadOrder,
         cpu::testing::{Numbers, assert_close, devices, tensor},
-        ops::{self, HeadNorm, Rope, SourceOrder},
+        ops::{self, HeadNorm, Rope},
     };
 
     #[derive(Clone, Debug)]
@@ -418,7 +418,7 @@ mod tests {
         tables: bool,
         factors: bool,
         rotate: bool,
-        order: SourceOrder,
+        order: HeadOrder,
     }
 
     /// The output of a case, with positions up to a million.
@@ -443,23 +443,19 @@ mod tests {
         let angles =
             if case.tables { ops::Angles::Tables { cos: &cos, sin: &sin } } else { ops::Angles::Theta(10_000.0) };
         let freq_factors = (case.factors && !case.tables).then_some(&factors);
-        let rope = Rope { angles, rotated_pairs: case.pairs, layout: case.layout, freq_factors };
+        let rope = Rope::new(angles, case.pairs).layout(case.layout).freq_factors(freq_factors);
         let weight = (case.dims[0] != 2).then_some(&weight);
         let shape = match case.order {
-            SourceOrder::TokenMajor => [tokens, heads, dim],
-            SourceOrder::HeadMajor => [heads, tokens, dim],
+            HeadOrder::TokenMajor => [tokens, heads, dim],
+            HeadOrder::HeadMajor => [heads, tokens, dim],
         };
         let out = Tensor::zeros(device, case.dtypes[2], &shape).unwrap();
         let mut enc = device.encoder().unwrap();
-        let args = ops::NormRope {
-            x: &x,
-            norm: with_norm.then_some(HeadNorm { weight, eps: 1e-6 }),
-            rope: with_rope.then_some(rope),
-            positions: &positions,
-            rotate: case.rotate,
-            out_order: case.order,
-            out: &out,
-        };
+        let args = ops::NormRope::new(&x, &positions, &out)
+            .norm(with_norm.then_some(HeadNorm::new(1e-6).weight(weight)))
+            .rope(with_rope.then_some(rope))
+            .rotate(case.rotate)
+            .out_order(case.order);
         ops::norm_rope(&mut enc, &args).unwrap();
         enc.commit().unwrap().wait().unwrap();
         out
@@ -477,7 +473,7 @@ mod tests {
                     for pairs in [0, 1, dim / 4, dim / 2] {
                         turn += 1;
                         let dtypes = [[F32; 3], [F16, BF16, F32], [BF16, F32, F16], [BF16; 3]][turn % 4];
-                        let order = [SourceOrder::TokenMajor, SourceOrder::HeadMajor][turn % 2];
+                        let order = [HeadOrder::TokenMajor, HeadOrder::HeadMajor][turn % 2];
                         let (tables, factors) = (turn % 3 == 0, turn % 3 == 1);
                         let rotate = turn % 2 == 0 && dim.is_power_of_two();
                         let dims = [turn % 6 + 1, turn % 3 + 1, dim];
@@ -534,15 +530,7 @@ mod tests {
                 let x = tensor(&device, DType::F32, &[size, -size, size, size], &[1, 1, 4]);
                 let positions = Tensor::from_slice(&device, &[3u32], &[1]).unwrap();
                 let mut enc = device.encoder().unwrap();
-                let args = ops::NormRope {
-                    x: &x,
-                    norm: Some(HeadNorm { weight: None, eps }),
-                    rope: None,
-                    positions: &positions,
-                    rotate: false,
-                    out_order: SourceOrder::TokenMajor,
-                    out: &x,
-                };
+                let args = ops::NormRope::new(&x, &positions, &x).norm(Some(HeadNorm::new(eps)));
                 ops::norm_rope(&mut enc, &args).unwrap();
                 enc.commit().unwrap().wait().unwrap();
                 let want = tensor(&device, DType::F32, &[1.0, -1.0, 1.0, 1.0], &[1, 1, 4]);

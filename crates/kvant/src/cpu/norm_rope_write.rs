@@ -129,17 +129,17 @@ unsafe fn prepare<S: Simd>(row: &mut [f32], norm: Option<&HeadRmsNorm>, rotary: 
 #[cfg(test)]
 mod tests {
     use crate::{
-        Codec, DType, Device, KvLayer, LayerSpec, SlotOrder, Step, Tensor,
+        Codec, DType, Device, HeadOrder, KvLayer, LayerSpec, Step, Tensor,
         cpu::testing::{Numbers, assert_close, devices, tensor},
-        ops::{self, Angles, HeadNorm, KvSide, PairLayout, Rope, SourceOrder},
+        ops::{self, Angles, HeadNorm, KvSide, PairLayout, Rope},
     };
 
     /// (q_out, the last keys, the last values) after seven tokens on a ring of five.
     fn run(device: &Device, dim: usize, [k, v]: [Codec; 2], in_place: bool) -> [Tensor; 3] {
-        let (sequences, kv_heads, capacity, ring, order) = (2, 2, 5, true, SlotOrder::HeadMajor);
+        let (sequences, kv_heads, capacity, ring, order) = (2, 2, 5, true, HeadOrder::HeadMajor);
         let layer = KvLayer::new(
             device,
-            LayerSpec { sequences, kv_heads, capacity, head_dim: dim, k, v, window: None, ring, order },
+            LayerSpec::new(kv_heads, dim, capacity, k).sequences(sequences).v(v).ring(ring).order(order),
         )
         .unwrap();
         let (tokens, heads) = (9, 6);
@@ -148,40 +148,24 @@ mod tests {
         let q = random(DType::F16, &[tokens, heads, dim]);
         let kv = [random(DType::BF16, &[tokens, kv_heads, dim]), random(DType::F32, &[tokens, kv_heads, dim])];
         let (q_weight, k_weight) = (random(DType::BF16, &[dim]), random(DType::F32, &[dim]));
-        let norm = |weight| Some(HeadNorm { weight, eps: 1e-6 });
+        let norm = |weight| Some(HeadNorm::new(1e-6).weight(weight));
         let places: Vec<_> = (0..7).map(|p| (1, p + 100)).chain([(0, 0), (0, 1)]).collect();
         let step = Step::new(device, sequences, &places).unwrap();
         let (layout, freq_factors) = (PairLayout::Halves, None);
-        let rope = Rope { angles: Angles::Theta(1e6), rotated_pairs: dim / 8, layout, freq_factors };
+        let rope = Rope::new(1e6, dim / 8).layout(layout).freq_factors(freq_factors);
         let q_out = if in_place { q.clone() } else { Tensor::zeros(device, DType::F32, q.shape()).unwrap() };
         let mut enc = device.encoder().unwrap();
-        let args = ops::NormRopeWrite {
-            q: &q,
-            k: &kv[0],
-            v: &kv[1],
-            q_norm: norm(Some(&q_weight)),
-            k_norm: norm(Some(&k_weight)),
-            v_norm: norm(None),
-            rope: Some(rope),
-            rotate_q: k.is_quantised(),
-            step: &step,
-            layer: &layer,
-            q_out: &q_out,
-        };
+        let args = ops::NormRopeWrite::new(&q, &kv[0], &kv[1], &step, &layer, &q_out)
+            .q_norm(norm(Some(&q_weight)))
+            .k_norm(norm(Some(&k_weight)))
+            .v_norm(norm(None))
+            .rope(Some(rope));
         ops::norm_rope_write(&mut enc, &args).unwrap();
         let read = |enc: &mut _, side| {
             let out = Tensor::zeros(device, DType::F32, &[5, kv_heads, dim]).unwrap();
-            let (order, keep_rotated) = (SourceOrder::TokenMajor, false);
-            let read = ops::KvRead {
-                layer: &layer,
-                side,
-                sequence: 1,
-                start: 102,
-                keep_rotated,
-                order,
-                out: &out,
-                step: None,
-            };
+            let (order, keep_rotated) = (HeadOrder::TokenMajor, false);
+            let read =
+                ops::KvRead::new(&layer, side, &out).sequence(1).start(102).keep_rotated(keep_rotated).order(order);
             ops::kv_read(enc, &read).unwrap();
             out
         };
@@ -220,38 +204,27 @@ mod tests {
         for device in devices() {
             let dim = 64;
             let (sequences, kv_heads, capacity, ring) = (1, 1, 50, false);
-            let (k, v, order) = (Codec::tq(6), Codec::F32, SlotOrder::HeadMajor);
-            let spec = LayerSpec { sequences, kv_heads, capacity, head_dim: dim, k, v, window: None, ring, order };
+            let (k, v, order) = (Codec::tq(6), Codec::F32, HeadOrder::HeadMajor);
+            let spec = LayerSpec::new(kv_heads, dim, capacity, k).sequences(sequences).v(v).ring(ring).order(order);
             let (fused, parts) = (KvLayer::new(&device, spec).unwrap(), KvLayer::new(&device, spec).unwrap());
             let x = tensor(&device, DType::F32, &Numbers(1).floats(40 * dim), &[40, 1, dim]);
             let [q_out, normed_k, normed_v] = [(); 3].map(|()| Tensor::zeros(&device, DType::F32, x.shape()).unwrap());
             let places: Vec<_> = (0..40).map(|p| (0, p)).collect();
             let step = Step::new(&device, 1, &places).unwrap();
-            let norm = Some(HeadNorm { weight: None, eps: 1e-5 });
+            let norm = Some(HeadNorm::new(1e-5));
             let (layout, freq_factors, angles) = (PairLayout::Interleaved, None, Angles::Theta(1e4));
-            let rope = Some(Rope { angles, rotated_pairs: dim / 2, layout, freq_factors });
+            let rope = Some(Rope::new(angles, dim / 2).layout(layout).freq_factors(freq_factors));
             let mut enc = device.encoder().unwrap();
-            let args = ops::NormRopeWrite {
-                q: &x,
-                k: &x,
-                v: &x,
-                q_norm: None,
-                k_norm: norm,
-                v_norm: norm,
-                rope,
-                rotate_q: false,
-                step: &step,
-                layer: &fused,
-                q_out: &q_out,
-            };
+            let args = ops::NormRopeWrite::new(&x, &x, &x, &step, &fused, &q_out).k_norm(norm).v_norm(norm).rope(rope);
             ops::norm_rope_write(&mut enc, &args).unwrap();
-            let (positions, rotate, out_order) = (&step.positions, false, SourceOrder::TokenMajor);
+            let (positions, rotate, out_order) = (&step.positions, false, HeadOrder::TokenMajor);
             for (rope, out) in [(rope, &normed_k), (None, &normed_v)] {
-                let args = ops::NormRope { x: &x, norm, rope, positions, rotate, out_order, out };
+                let args =
+                    ops::NormRope::new(&x, positions, out).norm(norm).rope(rope).rotate(rotate).out_order(out_order);
                 ops::norm_rope(&mut enc, &args).unwrap();
             }
-            let (k, v, order) = (&normed_k, &normed_v, SourceOrder::TokenMajor);
-            let write = ops::KvWrite { k, v, order, first_token: 0, step: &step, layer: &parts };
+            let (k, v, order) = (&normed_k, &normed_v, HeadOrder::TokenMajor);
+            let write = ops::KvWrite::new(k, v, &step, &parts).order(order);
             ops::kv_write(&mut enc, &write).unwrap();
             enc.commit().unwrap().wait().unwrap();
             let planes = |layer: &KvLayer| {

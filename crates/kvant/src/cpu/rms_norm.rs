@@ -177,18 +177,14 @@ mod tests {
                 _ => (sum, out),
             };
             let mut enc = device.encoder().unwrap();
-            let norm = RmsNorm {
-                x: &x,
-                weight: self.weight.then_some(&weight),
-                eps: 1e-6,
-                residual: match self.add {
+            let norm = RmsNorm::new(&x, 1e-6, &out)
+                .weight(self.weight.then_some(&weight))
+                .residual(match self.add {
                     ResidualUse::None => Residual::None,
                     ResidualUse::After => Residual::After(&residual),
                     _ => Residual::Before { residual: &residual, sum: &sum },
-                },
-                scale: 0.75,
-                out: &out,
-            };
+                })
+                .scale(0.75);
             ops::rms_norm(&mut enc, &norm).unwrap();
             enc.commit().unwrap().wait().unwrap();
             [sum, out]

@@ -255,8 +255,12 @@ mod tests {
             let counter = Tensor::from_slice(device, &counter, &[self.rows]).unwrap();
             let out = Tensor::from_slice(device, &vec![77u32; self.rows], &[self.rows]).unwrap();
             let SampleCase { temperature, top_k, top_p, min_p, .. } = *self;
-            let sample =
-                Sample { logits: &logits, temperature, top_k, top_p, min_p, seed: 42, counter: &counter, out: &out };
+            let sample = Sample::new(&logits, &counter, &out)
+                .temperature(temperature)
+                .top_k(top_k)
+                .top_p(top_p)
+                .min_p(min_p)
+                .seed(42);
             let mut enc = device.encoder().unwrap();
             ops::sample(&mut enc, &sample).unwrap();
             enc.commit().unwrap().wait().unwrap();

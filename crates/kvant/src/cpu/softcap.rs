@@ -70,7 +70,7 @@ mod tests {
                         let other = tensor(device, dtype, &vec![7.0; n], &[n]);
                         let out = if in_place { &x } else { &other };
                         let mut enc = device.encoder().unwrap();
-                        ops::softcap(&mut enc, &Softcap { x: &x, cap: 30.0, out }).unwrap();
+                        ops::softcap(&mut enc, &Softcap::new(&x, 30.0, out)).unwrap();
                         enc.commit().unwrap().wait().unwrap();
                         out.to_f32().unwrap()
                     };

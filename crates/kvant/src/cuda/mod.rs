@@ -37,6 +37,8 @@ mod runtime;
 mod sample;
 mod softcap;
 
+#[cfg(feature = "cuda")]
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use crate::{
@@ -47,7 +49,7 @@ use crate::{
 };
 
 /// The CUDA kernels, for any executor.
-pub(crate) const KERNELS: Kernels = Kernels { kind: DeviceKind::Cuda, build, plan_attend: attend::plan };
+pub(crate) const KERNELS: Kernels = Kernels { kind: DeviceKind::Cuda, build, explain_attend: attend::explain };
 
 /// Shared memory of a block that the hardware reserves.
 const RESERVED_BYTES: usize = 1 << 10;
@@ -57,33 +59,45 @@ fn blocks_per_multiprocessor(shared_bytes: usize, limits: &Limits) -> usize {
     (limits.threadgroup_bytes + RESERVED_BYTES) / (shared_bytes + RESERVED_BYTES)
 }
 
-/// The first NVIDIA GPU; always the same device.
+/// An NVIDIA GPU. A device that has been opened is kept; a failure is not.
 #[cfg(feature = "cuda")]
-pub(crate) fn open() -> Result<Device> {
-    use std::sync::OnceLock;
+pub(crate) fn open(index: usize) -> Result<Device> {
+    use std::sync::{Mutex, PoisonError};
 
     use crate::gpu::Gpu;
 
-    static DEVICE: OnceLock<std::result::Result<Device, String>> = OnceLock::new();
-    let open = || {
-        let executor = Arc::new(runtime::CudaExecutor::open()?);
-        Ok(Device::from_backend(Arc::new(Gpu { executor, kernels: KERNELS })))
-    };
-    match DEVICE.get_or_init(open) {
-        Ok(device) => Ok(device.clone()),
-        Err(reason) => not_built(DeviceKind::Cuda, reason),
+    static OPENED: Mutex<BTreeMap<usize, Device>> = Mutex::new(BTreeMap::new());
+    // The lock is held while a device is opened: two threads get the same one.
+    let mut opened = OPENED.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(device) = opened.get(&index) {
+        return Ok(device.clone());
+    }
+    match runtime::CudaExecutor::open(index) {
+        Ok(executor) => {
+            let device = Device::from_backend(Arc::new(Gpu { executor: Arc::new(executor), kernels: KERNELS }));
+            Ok(opened.entry(index).or_insert(device).clone())
+        }
+        Err(reason) => not_built(DeviceKind::Cuda, &reason),
     }
 }
 
 #[cfg(not(feature = "cuda"))]
-pub(crate) fn open() -> Result<Device> {
+pub(crate) fn open(_: usize) -> Result<Device> {
     not_built(DeviceKind::Cuda, "this kvant was built without the feature `cuda`")
+}
+
+/// NVIDIA GPUs that the driver reports; 0 without a driver.
+pub(crate) fn count() -> usize {
+    #[cfg(feature = "cuda")]
+    return runtime::count();
+    #[cfg(not(feature = "cuda"))]
+    0
 }
 
 /// The executor of launches on the first NVIDIA GPU, without the device.
 #[cfg(feature = "cuda")]
 pub(crate) fn executor() -> Option<Arc<dyn Executor>> {
-    let gpu = runtime::CudaExecutor::open().inspect_err(|why| tracing::debug!(why, "no NVIDIA GPU"));
+    let gpu = runtime::CudaExecutor::open(0).inspect_err(|why| tracing::debug!(why, "no NVIDIA GPU"));
     gpu.ok().map(|gpu| Arc::new(gpu) as Arc<dyn Executor>)
 }
 

@@ -4,7 +4,7 @@ use std::{cell::RefCell, sync::Arc};
 
 use super::launch::{Launch, Scratch};
 use crate::{
-    Device, DeviceKind, Error, Result,
+    Device, DeviceKind, Error, MemoryInfo, Result,
     backend::{Backend, Memory, Pass, Replay, Wait},
     ops::{Call, attend},
 };
@@ -40,6 +40,14 @@ pub trait Executor: Send + Sync + 'static {
     fn upload(&self, memory: &dyn Memory, offset: usize, bytes: &[u8]) -> Result<()>;
     /// Waits for committed work, then reads. `offset + out.len()` is within the allocation.
     fn download(&self, memory: &dyn Memory, offset: usize, out: &mut [u8]) -> Result<()>;
+    /// How much memory there is. Machines that play a GPU have none of their own.
+    fn memory(&self) -> Result<MemoryInfo> {
+        Err(Error::Unsupported { op: "memory", device: "gpu", reason: "the executor does not report it".to_string() })
+    }
+    /// Returns memory that nobody uses to the system.
+    fn trim(&self) -> Result<()> {
+        Ok(())
+    }
     /// Starts a pass.
     fn begin(&self) -> Result<Box<dyn LaunchPass>>;
     /// Prepares launches to be run again and again, in order.
@@ -60,7 +68,7 @@ pub(crate) struct Kernels {
     pub kind: DeviceKind,
     /// Turns a call into launches.
     pub build: fn(&Call, &mut Builder) -> Result<()>,
-    pub plan_attend: fn(&attend::Call, &Limits) -> attend::Plan,
+    pub explain_attend: fn(&attend::Call, &Limits) -> attend::Explanation,
 }
 
 /// A device that runs the Metal kernels on `executor`: the Apple runtime, or a machine that plays it.
@@ -242,8 +250,16 @@ impl<E: Executor> Backend for Gpu<E> {
         self.executor.clone().capture(launches)
     }
 
-    fn plan_attend(&self, call: &attend::Call) -> attend::Plan {
-        (self.kernels.plan_attend)(call, &self.executor.limits())
+    fn memory(&self) -> Result<MemoryInfo> {
+        self.executor.memory()
+    }
+
+    fn trim(&self) -> Result<()> {
+        self.executor.trim()
+    }
+
+    fn explain_attend(&self, call: &attend::Call) -> attend::Explanation {
+        (self.kernels.explain_attend)(call, &self.executor.limits())
     }
 }
 

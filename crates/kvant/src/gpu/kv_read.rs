@@ -6,11 +6,8 @@ use super::{
     rows_aligned4,
 };
 use crate::{
-    Result,
-    ops::{
-        kv_read::{Call, NAME},
-        kv_write::SourceOrder,
-    },
+    HeadOrder, Result,
+    ops::kv_read::{Call, NAME},
 };
 
 params! {
@@ -38,7 +35,7 @@ pub(crate) fn launch(call: &Call, source: &'static Source) -> Result<Launch> {
     let launch = Launch::new(NAME, source, "kv_read")
         .constant("CODEC", codec_code(codec))
         .constant("OUT_DTYPE", call.out.dtype())
-        .constant("HEAD_MAJOR", call.order == SourceOrder::HeadMajor)
+        .constant("HEAD_MAJOR", call.order == HeadOrder::HeadMajor)
         .constant("KEEP_ROTATED", call.keep_rotated)
         .constant("PAGE_SHIFT", page_shift(&call.layer))
         .constant("ALIGNED", rows_aligned4(spec.head_dim, [&call.planes().low, &call.out]));

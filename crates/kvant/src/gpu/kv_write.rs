@@ -6,8 +6,8 @@ use super::{
     rows_aligned4,
 };
 use crate::{
-    Result,
-    ops::kv_write::{Call, NAME, SourceOrder},
+    HeadOrder, Result,
+    ops::kv_write::{Call, NAME},
 };
 
 params! {
@@ -46,7 +46,7 @@ pub(crate) fn launch(call: &Call, source: &'static Source) -> Result<Launch> {
         .constant("V_CODEC", codec_code(spec.v))
         .constant("K_NORM", k_norm)
         .constant("V_NORM", v_norm)
-        .constant("HEAD_MAJOR", call.order == SourceOrder::HeadMajor)
+        .constant("HEAD_MAJOR", call.order == HeadOrder::HeadMajor)
         .constant("PAGE_SHIFT", page_shift(layer))
         .constant("ALIGNED", rows_aligned4(spec.head_dim, [&call.k, &call.v, &layer.k.low, &layer.v.low]))
         .read(0, &call.k)

@@ -4,10 +4,9 @@ use std::f64::consts::TAU;
 
 use super::{Builder, Launch, Layout, Params, Source, params, rows_aligned4};
 use crate::{
-    DType, Result, Tensor,
+    DType, HeadOrder, Result, Tensor,
     ops::{
         PairLayout,
-        kv_write::SourceOrder,
         norm_rope::{AnglesCall, Call, NAME, NormCall, RopeCall},
     },
 };
@@ -49,7 +48,7 @@ pub(crate) fn launch(call: &Call, source: &'static Source, b: &Builder) -> Resul
         .constant("NORM", norm)
         .constant("WEIGHT_DTYPE", weight_dtype)
         .constant("ROTATE", call.rotate)
-        .constant("HEAD_MAJOR", call.out_order == SourceOrder::HeadMajor)
+        .constant("HEAD_MAJOR", call.out_order == HeadOrder::HeadMajor)
         .constant("ALIGNED", rows_aligned4(dim, [&call.x, &call.out]))
         .read(0, &call.x)
         .read(1, &call.positions)

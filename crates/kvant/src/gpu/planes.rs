@@ -1,7 +1,7 @@
 //! The planes of a cache layer as the kernels see them.
 
 use super::{LANES, Launch, THREADS, Use, dtype_code, params};
-use crate::{Codec, KvLayer, Planes, SlotOrder, Step, codec::Norm};
+use crate::{Codec, HeadOrder, KvLayer, Planes, Step, codec::Norm};
 
 params! {
     /// The shape of a layer, and of its page table in a step: u32 `[sequences, page_width]`, where entries from
@@ -29,7 +29,7 @@ impl LayerParams {
             kv_heads: uint("layer.kv_heads", spec.kv_heads)?,
             capacity: uint("layer.capacity", spec.capacity)?,
             ring: spec.ring.into(),
-            token_major: (spec.order == SlotOrder::TokenMajor).into(),
+            token_major: (spec.order == HeadOrder::TokenMajor).into(),
             page_width: uint("step.page_tables", width)?,
             page_entries: layer.pages().map_or(0, |pages| pages.entries),
         })

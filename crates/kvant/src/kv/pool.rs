@@ -11,7 +11,7 @@ use super::{
     sequence::{Sequence, SequencePages},
 };
 use crate::{
-    Batch, Codec, DType, Device, Error, KvLayer, LayerSpec, Planes, Result, SlotOrder, Step, Tensor,
+    Batch, Codec, DType, Device, Error, HeadOrder, KvLayer, LayerSpec, Planes, Result, Step, Tensor,
     layer::{LayerPages, PAGE_UNIT},
     ops::{self, check},
     step::StepPages,
@@ -21,6 +21,7 @@ pub(super) const NAME: &str = "kv_pool";
 
 /// One layer of a [`PoolSpec`].
 #[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct CacheLayer {
     /// KV heads, Hk.
     pub kv_heads: usize,
@@ -33,6 +34,19 @@ pub struct CacheLayer {
     /// The codec of values.
     pub v: Codec,
 }
+
+impl CacheLayer {
+    /// A layer whose tokens see all positions, with keys and values in `codec`.
+    pub fn new(kv_heads: usize, head_dim: usize, codec: Codec) -> CacheLayer {
+        CacheLayer { kv_heads, head_dim, window: None, k: codec, v: codec }
+    }
+}
+
+setters! { CacheLayer {
+    window: Option<usize>,
+    k: Codec,
+    v: Codec,
+} }
 
 /// The specification of a [`KvPool`].
 #[derive(Clone, Debug, PartialEq)]
@@ -54,12 +68,6 @@ impl PoolSpec {
         PoolSpec { layers, bytes, page_tokens: 64, host_bytes: 0 }
     }
 
-    /// Sets the positions of a page.
-    #[must_use]
-    pub fn page_tokens(self, page_tokens: usize) -> PoolSpec {
-        PoolSpec { page_tokens, ..self }
-    }
-
     /// Sets the budget so that so many sequences of up to `longest` tokens fit at once, fed with up to `most_new` tokens
     /// at a time each. The size of pages and the layers must be set before.
     ///
@@ -79,13 +87,12 @@ impl PoolSpec {
         let bytes = groups.iter().map(of_group).try_fold(0usize, |sum, bytes| sum.checked_add(bytes?));
         Ok(PoolSpec { bytes: bytes.ok_or(Error::Overflow { op: NAME, arg: "longest" })?, ..self })
     }
-
-    /// Sets the bytes of host memory for evicted prefixes.
-    #[must_use]
-    pub fn host_bytes(self, host_bytes: usize) -> PoolSpec {
-        PoolSpec { host_bytes, ..self }
-    }
 }
+
+setters! { PoolSpec {
+    page_tokens: usize,
+    host_bytes: usize,
+} }
 
 /// The most that a step for a captured [`Graph`](crate::Graph) can hold ([`KvPool::reserve_step`]).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -229,7 +236,7 @@ impl KvPool {
             let pages = LayerPages { pool: id, group, page_tokens: layout.page_tokens, entries: entries as u32 };
             let CacheLayer { kv_heads, head_dim, window, k, v } = *layer;
             let (sequences, capacity) = (u32::MAX as usize, u32::MAX as usize);
-            let order = SlotOrder::HeadMajor;
+            let order = HeadOrder::HeadMajor;
             let spec = LayerSpec { sequences, kv_heads, capacity, head_dim, k, v, window, ring: false, order };
             let [k, v] =
                 [(k, offsets[0]), (v, offsets[1])].map(|(codec, at)| Planes::of_pages(&memory, codec, head_dim, at));

@@ -27,7 +27,7 @@ use crate::{Error, Result, ops::check};
 ///
 /// ```
 /// use kvant::{CacheLayer, Codec, Device, KvPool, PoolSpec, PrefixCache};
-/// let layer = CacheLayer { kv_heads: 2, head_dim: 64, window: None, k: Codec::F16, v: Codec::F16 };
+/// let layer = CacheLayer::new(2, 64, Codec::F16);
 /// let pool = KvPool::new(&Device::cpu(), &PoolSpec::new(vec![layer], 4 << 20))?;
 /// let cache = PrefixCache::new(&pool, b"model");
 ///

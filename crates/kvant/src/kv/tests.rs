@@ -7,7 +7,7 @@ use crate::{Codec, DType, Device, Tensor, ops};
 #[test]
 fn memory_follows_the_work() {
     let (device, layers, kv_heads, head_dim) = (Device::cpu(), 32, 8, 128);
-    let layer = CacheLayer { kv_heads, head_dim, window: None, k: Codec::F16, v: Codec::F16 };
+    let layer = CacheLayer::new(kv_heads, head_dim, Codec::F16);
     let spec = PoolSpec::new(vec![layer; layers], 0).room_for(1, 32_768, 1).unwrap();
     let pool = KvPool::new(&device, &spec).unwrap();
     assert!(pool.usage().bytes >= 4 << 30);

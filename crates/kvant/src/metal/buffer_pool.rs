@@ -82,6 +82,11 @@ impl<M> BufferPool<M> {
         std::mem::take(&mut self.ready).into_values().flatten().collect()
     }
 
+    /// Bytes that [`BufferPool::trim`] gives back.
+    pub(super) fn ready_bytes(&self) -> usize {
+        self.ready_bytes
+    }
+
     fn keep(&mut self, size: usize, memory: M) -> Option<M> {
         match self.ready_bytes.checked_add(size) {
             Some(total) if total <= self.most_ready_bytes => {
@@ -198,7 +203,11 @@ mod tests {
                         dropped = pool.complete(completed);
                     }
                     PoolAction::Complete => {}
-                    PoolAction::Trim => dropped = pool.trim(),
+                    PoolAction::Trim => {
+                        let ready = pool.ready_bytes();
+                        dropped = pool.trim();
+                        prop_assert_eq!((dropped.is_empty(), pool.ready_bytes()), (ready == 0, 0));
+                    }
                 }
                 for memory in dropped {
                     prop_assert!(last_use.get(&memory).is_none_or(|pass| *pass <= completed), "dropped in use");

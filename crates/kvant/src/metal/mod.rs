@@ -36,7 +36,7 @@ use crate::{
 };
 
 /// The Metal kernels, for any executor.
-pub(crate) const KERNELS: Kernels = Kernels { kind: DeviceKind::Metal, build, plan_attend: attend::plan };
+pub(crate) const KERNELS: Kernels = Kernels { kind: DeviceKind::Metal, build, explain_attend: attend::explain };
 
 /// Whether this machine should have a device of the kind.
 pub(crate) fn is_expected() -> bool {

@@ -23,11 +23,20 @@ pub(crate) const NAME: &str = "argmax";
 /// assert_eq!(out.to_vec::<u32>()?, [1]);
 /// # Ok::<(), kvant::Error>(())
 /// ```
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub struct Argmax<'a> {
     /// `[T, N]`, f32, f16 or bf16; N is at least 1.
     pub x: &'a Tensor,
     /// u32 `[T]`.
     pub out: &'a Tensor,
+}
+
+impl<'a> Argmax<'a> {
+    /// The largest element of each row of `x`.
+    pub fn new(x: &'a Tensor, out: &'a Tensor) -> Self {
+        Argmax { x, out }
+    }
 }
 
 /// Runs [`Argmax`].

@@ -2,9 +2,9 @@
 
 use std::borrow::Cow;
 
-use super::{check, kv_write::SourceOrder};
+use super::check;
 use crate::{
-    DType, Device, Encoder, Error, KvLayer, Result, Step, Tensor,
+    DType, Device, Encoder, KvLayer, Result, Step, Tensor,
     encoder::{Access::*, Touch},
 };
 
@@ -31,7 +31,7 @@ pub const HEAD_DIMS: [usize; 4] = [64, 128, 256, 512];
 /// not seen have no effect, whatever they hold.
 ///
 /// A token that sees nothing, or whose row is [`Step::INACTIVE`], gets zeros. A score of −∞ has weight zero if another score is larger (on the CPU 2⁻¹²⁶,
-/// like every score that is far below the largest). If all scores are −∞, the result is NaN.
+/// like every score that is far below the largest). If all scores are −∞ and there is no sink, the result is NaN.
 ///
 /// # Heads
 ///
@@ -42,16 +42,16 @@ pub const HEAD_DIMS: [usize; 4] = [64, 128, 256, 512];
 /// Scores, softmax and sums are f32; the [table](crate::ops#accuracy) lists the cases in which factors are rounded.
 /// On the CPU, results do not depend on timing; their last digits may depend on the number of threads. A token gets
 /// the same result in a prompt and in decode, up to the errors in the table.
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub struct Attend<'a> {
     /// `[T, H, D]`, f32, f16 or bf16. H is a multiple of the layer's KV heads; D is one of [`HEAD_DIMS`].
-    pub q: &'a Tensor,
+    pub q: Query<'a>,
     /// The keys and values.
     pub layer: &'a KvLayer,
     /// The positions, sequences and lengths of the query tokens.
     pub step: &'a Step,
-    /// Keys and values of this step's tokens that are not in the cache yet.
-    pub fresh: Option<Fresh<'a>>,
-    /// Multiplies the scores (often 1/√D; Gemma 4 uses 1). At most 2.3e38 in magnitude.
+    /// Multiplies the scores. 1/√D unless set; Gemma 4 uses 1. At most 2.3e38 in magnitude.
     pub scale: f32,
     /// s ← c·tanh(s/c), applied after the scale and before the mask. c is between 1.2e-38 and 1e30, and scale / c
     /// must be finite.
@@ -59,85 +59,85 @@ pub struct Attend<'a> {
     /// How many positions a token sees, itself included. `None` uses [`LayerSpec::window`](crate::LayerSpec::window);
     /// a wider window than the layer's is an error.
     pub window: Option<usize>,
-    /// Whether the queries are already rotated ([`NormRope::rotate`](super::NormRope::rotate)). Requires quantised
-    /// keys, and no `fresh` keys, which are not rotated.
-    pub q_rotated: bool,
-    /// A plan made by [`plan`], reused for all layers of a step with the same shape, codecs and window. `None` makes
-    /// one for this call.
-    pub plan: Option<&'a Plan>,
+    /// f32 `[H]`: the sink of each query head, a learned score that takes its share of the softmax and has no value
+    /// (gpt-oss): out = Σⱼ exp(sⱼ)·vⱼ / (exp(sink) + Σⱼ exp(sⱼ)). Finite. The scale and the softcap do not apply to it.
+    pub sinks: Option<&'a Tensor>,
+    /// The number of parts into which the context of each (sequence, KV head) is split; `None` leaves the choice to the
+    /// kernel. Results differ by rounding only. For tests and measurements.
+    pub splits: Option<usize>,
     /// `[T, H, D]`, f32, f16 or bf16.
     pub out: &'a Tensor,
 }
 
 impl<'a> Attend<'a> {
     /// Attention with scale 1/√D and the layer's window.
-    pub fn new(q: &'a Tensor, layer: &'a KvLayer, step: &'a Step, out: &'a Tensor) -> Attend<'a> {
+    pub fn new(q: impl Into<Query<'a>>, layer: &'a KvLayer, step: &'a Step, out: &'a Tensor) -> Attend<'a> {
         let scale = (layer.spec().head_dim as f32).sqrt().recip();
-        let (fresh, softcap, window, q_rotated, plan) = (None, None, None, false, None);
-        Attend { q, layer, step, fresh, scale, softcap, window, q_rotated, plan, out }
-    }
-
-    /// Sets [`Attend::scale`].
-    #[must_use]
-    pub fn scale(self, scale: f32) -> Self {
-        Attend { scale, ..self }
-    }
-
-    /// Sets [`Attend::softcap`].
-    #[must_use]
-    pub fn softcap(self, softcap: f32) -> Self {
-        Attend { softcap: Some(softcap), ..self }
-    }
-
-    /// Sets [`Attend::window`].
-    #[must_use]
-    pub fn window(self, window: usize) -> Self {
-        Attend { window: Some(window), ..self }
+        Attend { q: q.into(), layer, step, scale, softcap: None, window: None, sinks: None, splits: None, out }
     }
 }
 
-/// New keys and values that attention reads raw, before they are stored.
+setters! { Attend<'a> {
+    scale: f32,
+    softcap: Option<f32>,
+    window: Option<usize>,
+    sinks: Option<&'a Tensor>,
+    splits: Option<usize>,
+} }
+
+/// The queries of an attention: as they are, or with the Hadamard rotation that quantised keys have.
 ///
-/// Use it for a prompt that is longer than a ring can hold at once. Store the tokens afterwards with
-/// [`kv_write`](super::kv_write()).
-///
-/// In addition to the cached positions, a token sees the fresh tokens of its own sequence at positions up to its own,
-/// within the window.
-#[derive(Clone, Copy)]
-pub struct Fresh<'a> {
-    /// `[T, Hk, D]` or `[Hk, T, D]`, f32, f16 or bf16.
-    pub k: &'a Tensor,
-    /// As `k`; the dtype may differ.
-    pub v: &'a Tensor,
-    /// The layout of `k` and `v`.
-    pub order: SourceOrder,
-    /// u32 `[S]`: the lengths before this step. Each must be at most the position of every fresh token of its
-    /// sequence. Do not pass `step.lens`, which counts the fresh tokens. For cached positions, `past` replaces
-    /// `step.lens`.
-    pub past: &'a Tensor,
+/// [`norm_rope_write`](super::norm_rope_write()) and [`norm_rope`](super::norm_rope()) return the one that they wrote. A
+/// tensor converts to raw queries, which attention over quantised keys rotates itself.
+#[derive(Clone, Copy, Debug)]
+pub enum Query<'a> {
+    /// Not rotated.
+    Raw(&'a Tensor),
+    /// Rotated, as [`hadamard`](super::hadamard()) does it. Only for quantised keys.
+    Rotated(&'a Tensor),
 }
 
-/// The kernel that an attention call will use.
+impl<'a> Query<'a> {
+    /// The tensor, rotated or not.
+    pub fn tensor(self) -> &'a Tensor {
+        match self {
+            Query::Raw(tensor) | Query::Rotated(tensor) => tensor,
+        }
+    }
+
+    /// Whether the queries are rotated.
+    pub fn is_rotated(self) -> bool {
+        matches!(self, Query::Rotated(_))
+    }
+
+    /// Queries in `tensor`, rotated if `rotated`.
+    pub(crate) fn of(tensor: &'a Tensor, rotated: bool) -> Query<'a> {
+        if rotated { Query::Rotated(tensor) } else { Query::Raw(tensor) }
+    }
+}
+
+impl<'a> From<&'a Tensor> for Query<'a> {
+    fn from(tensor: &'a Tensor) -> Query<'a> {
+        Query::Raw(tensor)
+    }
+}
+
+/// The kernel that an attention call runs, and why: [`explain`].
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Plan {
+#[non_exhaustive]
+pub struct Explanation {
     /// The kernel's name.
     pub kernel: &'static str,
-    /// Why this kernel was chosen.
+    /// Why this kernel was chosen, and how it divides the work.
     pub reason: Cow<'static, str>,
-    /// The number of parts into which the context of each (sequence, KV head) is split; 0 leaves the choice to the
-    /// kernel.
-    pub splits: usize,
 }
 
-/// Returns the kernel that a device would run, and why. Make a plan once per step and pass it to every layer of the
-/// same shape.
+/// Returns the kernel that a device would run for a call, and why. For people and tests: nothing else needs it.
 ///
 /// # Errors
 /// Those of [`attend`](attend()) when it is recorded.
-pub fn plan(args: &Attend, device: &Device) -> Result<Plan> {
-    let plan = device.backend().plan_attend(&validate(args)?);
-    tracing::debug!(device = %device, kernel = plan.kernel, reason = %plan.reason, splits = plan.splits, "attend");
-    Ok(plan)
+pub fn explain(args: &Attend, device: &Device) -> Result<Explanation> {
+    Ok(device.backend().explain_attend(&validate(args)?))
 }
 
 /// Runs [`Attend`].
@@ -146,8 +146,7 @@ pub fn plan(args: &Attend, device: &Device) -> Result<Plan> {
 /// Those of [every operation](crate::ops#errors). On the CPU, the commit returns `OutOfRange`
 ///
 /// - for a sequence that does not exist, or a position that is not below its sequence's length;
-/// - for a length beyond the capacity of a linear layer;
-/// - for a `fresh.past` beyond the position of a token of its sequence.
+/// - for a length beyond the capacity of a linear layer.
 ///
 /// A GPU does not check these values; see [`Step`].
 pub fn attend(enc: &mut Encoder, args: &Attend) -> Result<()> {
@@ -156,9 +155,9 @@ pub fn attend(enc: &mut Encoder, args: &Attend) -> Result<()> {
 }
 
 fn validate(args: &Attend) -> Result<Call> {
-    let spec = args.layer.spec();
-    let [tokens, heads, head_dim] = check::rank(NAME, "q", args.q, ["T", "H", "D"])?;
-    check::float(NAME, "q", args.q)?;
+    let (spec, q) = (args.layer.spec(), args.q.tensor());
+    let [tokens, heads, head_dim] = check::rank(NAME, "q", q, ["T", "H", "D"])?;
+    check::float(NAME, "q", q)?;
     check::value_is(NAME, "D", HEAD_DIMS.contains(&head_dim), "64, 128, 256 or 512", head_dim)?;
     check::value_is(
         NAME,
@@ -187,30 +186,25 @@ fn validate(args: &Attend) -> Result<Call> {
         let most = spec.window.unwrap_or(usize::MAX);
         check::value_is(NAME, "window", window <= most, format_args!("at most the layer's {most}"), window)?;
     }
-    let rotated_ok = !args.q_rotated || spec.k.is_quantised();
-    check::value_is(NAME, "q_rotated", rotated_ok, "false over dense keys", "true")?;
-    let fresh = args.fresh.map(|fresh| {
-        check::value_is(NAME, "fresh", !args.layer.is_paged(), "none over the pages of a pool", "some")?;
-        for (arg, tensor) in [("fresh.k", fresh.k), ("fresh.v", fresh.v)] {
-            check::float(NAME, arg, tensor)?;
-            fresh.order.check(NAME, arg, tensor, [tokens, spec.kv_heads, head_dim])?;
-        }
-        check::value_is(NAME, "q_rotated", !args.q_rotated, "false with fresh keys, which are not rotated", "true")?;
-        check::dtype(NAME, "fresh.past", fresh.past, DType::U32)?;
-        check::shape(NAME, "fresh.past", fresh.past, &[("S", spec.sequences)])?;
-        let (k, v, past) = (fresh.k.clone(), fresh.v.clone(), fresh.past.clone());
-        Ok(FreshCall { k, v, order: fresh.order, past })
-    });
+    let rotated_ok = !args.q.is_rotated() || spec.k.is_quantised();
+    check::value_is(NAME, "q", rotated_ok, "raw queries over dense keys", "rotated ones")?;
+    if let Some(sinks) = args.sinks {
+        check::dtype(NAME, "sinks", sinks, DType::F32)?;
+        check::shape(NAME, "sinks", sinks, &[("H", heads)])?;
+    }
+    if let Some(splits) = args.splits {
+        check::positive(NAME, "splits", splits)?;
+    }
     Ok(Call {
-        q: args.q.clone(),
+        q: q.clone(),
         layer: args.layer.clone(),
         step: args.step.clone(),
-        fresh: fresh.transpose()?,
         scale: args.scale,
         softcap: args.softcap,
         window: window.unwrap_or(usize::MAX),
-        q_rotated: args.q_rotated,
-        splits: args.plan.map_or(0, |plan| plan.splits),
+        q_rotated: args.q.is_rotated(),
+        sinks: args.sinks.cloned(),
+        splits: args.splits.unwrap_or(0),
         out: args.out.clone(),
         tokens,
         heads,
@@ -219,24 +213,17 @@ fn validate(args: &Attend) -> Result<Call> {
 }
 
 #[derive(Clone, Debug)]
-pub(crate) struct FreshCall {
-    pub k: Tensor,
-    pub v: Tensor,
-    pub order: SourceOrder,
-    pub past: Tensor,
-}
-
-#[derive(Clone, Debug)]
 pub(crate) struct Call {
     pub q: Tensor,
     pub layer: KvLayer,
     pub step: Step,
-    pub fresh: Option<FreshCall>,
     pub scale: f32,
     pub softcap: Option<f32>,
     /// `usize::MAX` without a window.
     pub window: usize,
     pub q_rotated: bool,
+    /// f32 `[H]`.
+    pub sinks: Option<Tensor>,
     /// 0 leaves the choice to the kernel.
     pub splits: usize,
     pub out: Tensor,
@@ -246,19 +233,12 @@ pub(crate) struct Call {
 }
 
 impl Call {
-    /// The lengths of the cached part: those before the step if its tokens are fresh.
-    pub(crate) fn cached_lens(&self) -> &Tensor {
-        self.fresh.as_ref().map_or(&self.step.lens, |fresh| &fresh.past)
-    }
-
     pub(crate) fn touches(&self, visit: &mut dyn FnMut(Touch)) {
         visit(Touch { arg: "q", tensor: &self.q, access: Read });
         self.layer.touches(Read, visit);
         self.step.touches(visit);
-        if let Some(fresh) = &self.fresh {
-            visit(Touch { arg: "fresh.k", tensor: &fresh.k, access: Read });
-            visit(Touch { arg: "fresh.v", tensor: &fresh.v, access: Read });
-            visit(Touch { arg: "fresh.past", tensor: &fresh.past, access: Read });
+        if let Some(tensor) = &self.sinks {
+            visit(Touch { arg: "sinks", tensor, access: Read });
         }
         visit(Touch { arg: "out", tensor: &self.out, access: Write });
     }
@@ -268,31 +248,8 @@ impl Call {
     }
 
     pub(crate) fn check_indices(&self) -> Result<()> {
-        let linear_capacity = self.layer.limit();
         // SAFETY: `Call::check_indices` runs under the lock of a host device.
-        unsafe {
-            match &self.fresh {
-                None => self.step.check_indices(NAME, linear_capacity),
-                Some(fresh) => {
-                    self.step.check_indices(NAME, None)?;
-                    let limit = linear_capacity.map_or(usize::MAX, |capacity| capacity.saturating_add(1));
-                    check::indices_below(NAME, "fresh.past", &fresh.past, limit)?;
-                    // A cached token at or after a fresh token's position would be counted twice.
-                    let past = fresh.past.host_slice::<u32>();
-                    let (positions, sequence) =
-                        (self.step.positions.host_slice::<u32>(), self.step.sequence.host_slice::<u32>());
-                    let tokens = positions.iter().zip(sequence).filter(|(_, sequence)| **sequence != Step::INACTIVE);
-                    for (&position, &sequence) in tokens {
-                        let (index, limit) = (sequence as usize, u64::from(position) + 1);
-                        if u64::from(past[index]) >= limit {
-                            let got = past[index].into();
-                            return Err(Error::OutOfRange { op: NAME, arg: "fresh.past", index, got, limit });
-                        }
-                    }
-                    Ok(())
-                }
-            }
-        }
+        unsafe { self.step.check_indices(NAME, self.layer.limit()) }
     }
 }
 

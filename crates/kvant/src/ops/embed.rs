@@ -7,6 +7,8 @@ use crate::{
 pub(crate) const NAME: &str = "embed";
 
 /// Arguments of [`embed`](embed()): out\[t\] = scale · table\[ids\[t\]\], dequantised if the table is affine.
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub struct Embed<'a> {
     /// `[V, N]`: one row per token id, dense or affine.
     pub table: Weight<'a>,
@@ -17,6 +19,17 @@ pub struct Embed<'a> {
     /// `[T, N]`, f32, f16 or bf16.
     pub out: &'a Tensor,
 }
+
+impl<'a> Embed<'a> {
+    /// The rows of `table` that `ids` name.
+    pub fn new(table: impl Into<Weight<'a>>, ids: &'a Tensor, out: &'a Tensor) -> Self {
+        Embed { table: table.into(), ids, out, scale: 1.0 }
+    }
+}
+
+setters! { Embed<'a> {
+    scale: f32,
+} }
 
 /// Runs [`Embed`].
 ///

@@ -12,6 +12,8 @@ pub(crate) const NAME: &str = "gate";
 /// tensor if the gate covers all of its columns.
 ///
 /// The formulas also hold for infinities: both activations of −∞ are NaN.
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub struct Gate<'a> {
     /// The input of the activation.
     pub gate: Columns<'a>,
@@ -23,8 +25,20 @@ pub struct Gate<'a> {
     pub out: &'a Tensor,
 }
 
+impl<'a> Gate<'a> {
+    /// Gates `up` by `gate`.
+    pub fn new(
+        gate: impl Into<Columns<'a>>,
+        up: impl Into<Columns<'a>>,
+        activation: Activation,
+        out: &'a Tensor,
+    ) -> Self {
+        Gate { gate: gate.into(), up: up.into(), activation, out }
+    }
+}
+
 /// Columns `start .. start + N` of a tensor `[T, W]`, f32, f16 or bf16. N is the width of the output.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 pub struct Columns<'a> {
     /// `[T, W]`.
     pub tensor: &'a Tensor,
@@ -32,9 +46,9 @@ pub struct Columns<'a> {
     pub start: usize,
 }
 
-impl<'a> Columns<'a> {
+impl<'a> From<&'a Tensor> for Columns<'a> {
     /// Columns from the first one on.
-    pub fn all(tensor: &'a Tensor) -> Self {
+    fn from(tensor: &'a Tensor) -> Columns<'a> {
         Columns { tensor, start: 0 }
     }
 }

@@ -11,6 +11,8 @@ pub(crate) const NAME: &str = "hadamard";
 ///
 /// H_D is the Sylvester matrix; s are the fixed signs of [`codec::signs`](crate::codec::signs). The rotation is
 /// orthonormal: it preserves lengths and inner products. `out` may be `x`.
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub struct Hadamard<'a> {
     /// `[.., D]`, f32, f16 or bf16; D is a power of two from 2 to 4096.
     pub x: &'a Tensor,
@@ -19,6 +21,17 @@ pub struct Hadamard<'a> {
     /// The shape of `x`, f32, f16 or bf16.
     pub out: &'a Tensor,
 }
+
+impl<'a> Hadamard<'a> {
+    /// Rotates the rows of `x`.
+    pub fn new(x: &'a Tensor, out: &'a Tensor) -> Self {
+        Hadamard { x, out, inverse: false }
+    }
+}
+
+setters! { Hadamard<'a> {
+    inverse: bool,
+} }
 
 /// Runs [`Hadamard`].
 ///

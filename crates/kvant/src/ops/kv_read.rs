@@ -1,6 +1,6 @@
-use super::{check, kv_write::SourceOrder};
+use super::check;
 use crate::{
-    Encoder, Error, KvLayer, Planes, Result, Step, Tensor,
+    Encoder, Error, HeadOrder, KvLayer, Planes, Result, Step, Tensor,
     encoder::{Access::*, Touch},
 };
 
@@ -10,6 +10,8 @@ pub(crate) const NAME: &str = "kv_read";
 /// the inverse of [`kv_write`](super::kv_write()).
 ///
 /// Reading a dense layer into its own dtype gives the stored bits.
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub struct KvRead<'a> {
     /// The layer to read.
     pub layer: &'a KvLayer,
@@ -26,10 +28,34 @@ pub struct KvRead<'a> {
     /// Whether to leave TurboQuant vectors rotated. No effect on dense vectors.
     pub keep_rotated: bool,
     /// The layout of `out`.
-    pub order: SourceOrder,
+    pub order: HeadOrder,
     /// `[n, Hk, D]` or `[Hk, n, D]`, f32, f16 or bf16: positions `start .. start + n`, with n at most the capacity.
     pub out: &'a Tensor,
 }
+
+impl<'a> KvRead<'a> {
+    /// Reads from position 0 of sequence 0 on.
+    pub fn new(layer: &'a KvLayer, side: KvSide, out: &'a Tensor) -> Self {
+        KvRead {
+            layer,
+            side,
+            out,
+            sequence: 0,
+            step: None,
+            start: 0,
+            keep_rotated: false,
+            order: HeadOrder::TokenMajor,
+        }
+    }
+}
+
+setters! { KvRead<'a> {
+    sequence: usize,
+    step: Option<&'a Step>,
+    start: usize,
+    keep_rotated: bool,
+    order: HeadOrder,
+} }
 
 /// Keys or values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -94,7 +120,7 @@ pub(crate) struct Call {
     pub start: usize,
     pub tokens: usize,
     pub keep_rotated: bool,
-    pub order: SourceOrder,
+    pub order: HeadOrder,
     pub out: Tensor,
 }
 

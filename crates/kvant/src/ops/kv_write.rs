@@ -1,6 +1,6 @@
 use super::check;
 use crate::{
-    Encoder, KvLayer, Result, Step, Tensor,
+    Encoder, HeadOrder, KvLayer, Result, Step, Tensor,
     encoder::{Access::*, Touch},
 };
 
@@ -14,17 +14,20 @@ pub(crate) const NAME: &str = "kv_write";
 ///
 /// A token is stored if its position is among the last `capacity` positions below its sequence's length. A batch that
 /// is longer than a ring therefore writes each slot once, and the last tokens win. Later tokens overwrite slots that
-/// earlier tokens of the batch may need; use [`Fresh`](super::Fresh) to attend within such a batch.
+/// earlier tokens of the batch may need: to attend within a batch, feed at most `capacity − window + 1` tokens at once,
+/// or use pages ([`KvPool`](crate::KvPool)), which have no such limit.
 ///
 /// A dense destination with the source's dtype gets the source's bits, NaN payloads included. Conversion from f32 to
 /// f16 or bf16 rounds to nearest, ties to even, and overflows to infinity.
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub struct KvWrite<'a> {
     /// `[T, Hk, D]` or `[Hk, T, D]`, f32, f16 or bf16.
     pub k: &'a Tensor,
     /// As `k`; the dtype may differ.
     pub v: &'a Tensor,
     /// The layout of `k` and `v`.
-    pub order: SourceOrder,
+    pub order: HeadOrder,
     /// The source token that the step's first entry describes.
     pub first_token: usize,
     /// Positions, sequences and lengths of the tokens; `step.tokens()` tokens are written.
@@ -35,51 +38,15 @@ pub struct KvWrite<'a> {
 
 impl<'a> KvWrite<'a> {
     /// Stores all tokens of a step, whose keys and values are `[T, Hk, D]`.
-    pub fn new(k: &'a Tensor, v: &'a Tensor, step: &'a Step, layer: &'a KvLayer) -> KvWrite<'a> {
-        KvWrite { k, v, order: SourceOrder::TokenMajor, first_token: 0, step, layer }
+    pub fn new(k: &'a Tensor, v: &'a Tensor, step: &'a Step, layer: &'a KvLayer) -> Self {
+        KvWrite { k, v, order: HeadOrder::TokenMajor, first_token: 0, step, layer }
     }
 }
 
-/// The layout of new keys and values.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
-pub enum SourceOrder {
-    /// `[T, Hk, D]`.
-    #[default]
-    TokenMajor,
-    /// `[Hk, T, D]`.
-    HeadMajor,
-}
-
-impl SourceOrder {
-    /// The (tokens, heads, head_dim) of a source.
-    pub(crate) fn dims(self, op: &'static str, arg: &'static str, tensor: &Tensor) -> Result<[usize; 3]> {
-        Ok(match self {
-            SourceOrder::TokenMajor => check::rank(op, arg, tensor, ["T", "heads", "D"])?,
-            SourceOrder::HeadMajor => {
-                let [heads, tokens, dim] = check::rank(op, arg, tensor, ["heads", "T", "D"])?;
-                [tokens, heads, dim]
-            }
-        })
-    }
-
-    /// The row of (token, head) in a source.
-    #[inline]
-    pub(crate) fn row(self, token: usize, head: usize, tokens: usize, heads: usize) -> usize {
-        match self {
-            SourceOrder::TokenMajor => token * heads + head,
-            SourceOrder::HeadMajor => head * tokens + token,
-        }
-    }
-
-    /// Checks that a source is `[T, heads, D]` in this order.
-    pub(crate) fn check(self, op: &'static str, arg: &'static str, t: &Tensor, dims: [usize; 3]) -> Result<()> {
-        let [tokens, heads, dim] = dims;
-        match self {
-            SourceOrder::TokenMajor => check::shape(op, arg, t, &[("T", tokens), ("heads", heads), ("head_dim", dim)]),
-            SourceOrder::HeadMajor => check::shape(op, arg, t, &[("heads", heads), ("T", tokens), ("head_dim", dim)]),
-        }
-    }
-}
+setters! { KvWrite<'a> {
+    order: HeadOrder,
+    first_token: usize,
+} }
 
 /// Runs [`KvWrite`], in one launch for any number of tokens.
 ///
@@ -121,7 +88,7 @@ pub fn kv_write(enc: &mut Encoder, args: &KvWrite) -> Result<()> {
 pub(crate) struct Call {
     pub k: Tensor,
     pub v: Tensor,
-    pub order: SourceOrder,
+    pub order: HeadOrder,
     pub source_tokens: usize,
     pub first_token: usize,
     pub tokens: usize,

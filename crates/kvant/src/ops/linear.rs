@@ -35,6 +35,8 @@ pub(crate) const NAME: &str = "linear";
 /// assert_eq!(out.to_vec::<f32>()?, [1., 2., 3.]);
 /// # Ok::<(), kvant::Error>(())
 /// ```
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub struct Linear<'a> {
     /// `[T, K]`, f32, f16 or bf16.
     pub x: &'a Tensor,
@@ -48,8 +50,20 @@ pub struct Linear<'a> {
     pub out: &'a Tensor,
 }
 
+impl<'a> Linear<'a> {
+    /// The product of each row of `x` and a matrix.
+    pub fn new(x: &'a Tensor, weight: impl Into<Weight<'a>>, out: &'a Tensor) -> Self {
+        Linear { x, weight: weight.into(), out, experts: None, alpha: 1.0 }
+    }
+}
+
+setters! { Linear<'a> {
+    experts: Option<Experts<'a>>,
+    alpha: f32,
+} }
+
 /// A weight matrix: rows of K inputs each.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 pub enum Weight<'a> {
     /// `[N, K]` or `[E, N, K]`, f32, f16 or bf16.
     Dense(&'a Tensor),
@@ -57,10 +71,22 @@ pub enum Weight<'a> {
     Affine(Affine<'a>),
 }
 
+impl<'a> From<&'a Tensor> for Weight<'a> {
+    fn from(tensor: &'a Tensor) -> Weight<'a> {
+        Weight::Dense(tensor)
+    }
+}
+
+impl<'a> From<Affine<'a>> for Weight<'a> {
+    fn from(affine: Affine<'a>) -> Weight<'a> {
+        Weight::Affine(affine)
+    }
+}
+
 /// MLX's affine quantisation: w = scale · q + bias, with one scale and one bias per group of consecutive inputs.
 ///
 /// The codes of a row are one little-endian bit stream: code i is bits `i·bits .. (i+1)·bits`.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 pub struct Affine<'a> {
     /// u32 `[N, K·bits/32]`, or `[E, N, K·bits/32]`.
     pub codes: &'a Tensor,
@@ -75,7 +101,8 @@ pub struct Affine<'a> {
 }
 
 /// The expert matrix of each row.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub struct Experts<'a> {
     /// u32 `[T, top_k]`, each below E.
     pub ids: &'a Tensor,
@@ -83,6 +110,17 @@ pub struct Experts<'a> {
     /// choices of the token share.
     pub expanded: bool,
 }
+
+impl<'a> Experts<'a> {
+    /// The experts `ids`, of an `x` with one row per token.
+    pub fn new(ids: &'a Tensor) -> Self {
+        Experts { ids, expanded: false }
+    }
+}
+
+setters! { Experts<'a> {
+    expanded: bool,
+} }
 
 /// Runs [`Linear`].
 ///

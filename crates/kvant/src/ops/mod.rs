@@ -104,13 +104,13 @@ pub(crate) mod sample;
 pub(crate) mod softcap;
 
 pub use argmax::{Argmax, argmax};
-pub use attend::{Attend, Fresh, attend};
+pub use attend::{Attend, Explanation, Query, attend, explain};
 pub use copy::copy;
 pub use embed::{Embed, embed};
 pub use gate::{Activation, Columns, Gate, gate};
 pub use hadamard::{Hadamard, hadamard};
 pub use kv_read::{KvRead, KvSide, kv_read};
-pub use kv_write::{KvWrite, SourceOrder, kv_write};
+pub use kv_write::{KvWrite, kv_write};
 pub use linear::{Affine, Experts, Linear, Weight, linear};
 pub use moe::{MoeCombine, MoeRoute, moe_combine, moe_route};
 pub use norm_rope::{Angles, HeadNorm, NormRope, PairLayout, Rope, norm_rope};

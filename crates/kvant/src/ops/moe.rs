@@ -17,6 +17,8 @@ pub(crate) mod route {
     ///
     /// The operation takes the `top_k` largest logits of each token in falling order, with the lower id first among
     /// equals and NaN last. The weights are the softmax over these logits only, times a factor per expert.
+    #[derive(Clone, Copy, Debug)]
+    #[non_exhaustive]
     pub struct MoeRoute<'a> {
         /// `[T, E]`, f32, f16 or bf16.
         pub logits: &'a Tensor,
@@ -27,6 +29,17 @@ pub(crate) mod route {
         /// The weights of the chosen experts: f32 `[T, top_k]`.
         pub weights: &'a Tensor,
     }
+
+    impl<'a> MoeRoute<'a> {
+        /// The `ids` and `weights` of the largest logits.
+        pub fn new(logits: &'a Tensor, ids: &'a Tensor, weights: &'a Tensor) -> Self {
+            MoeRoute { logits, ids, weights, expert_scale: None }
+        }
+    }
+
+    setters! { MoeRoute<'a> {
+        expert_scale: Option<&'a Tensor>,
+    } }
 
     /// Runs [`MoeRoute`].
     ///
@@ -98,6 +111,8 @@ pub(crate) mod combine {
 
     /// Arguments of [`moe_combine`](moe_combine()): the weighted sum of the experts' outputs, out\[t\] = Σⱼ
     /// weights\[t, j\] · x\[t·top_k + j\].
+    #[derive(Clone, Copy, Debug)]
+    #[non_exhaustive]
     pub struct MoeCombine<'a> {
         /// `[T·top_k, N]`, f32, f16 or bf16.
         pub x: &'a Tensor,
@@ -105,6 +120,13 @@ pub(crate) mod combine {
         pub weights: &'a Tensor,
         /// `[T, N]`, f32, f16 or bf16.
         pub out: &'a Tensor,
+    }
+
+    impl<'a> MoeCombine<'a> {
+        /// The weighted sum of the rows of `x`.
+        pub fn new(x: &'a Tensor, weights: &'a Tensor, out: &'a Tensor) -> Self {
+            MoeCombine { x, weights, out }
+        }
     }
 
     /// Runs [`MoeCombine`].

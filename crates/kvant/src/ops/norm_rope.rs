@@ -1,6 +1,6 @@
-use super::{check, kv_write::SourceOrder, rms_norm::check_eps};
+use super::{Query, check, rms_norm::check_eps};
 use crate::{
-    DType, Encoder, Result, Tensor,
+    DType, Encoder, HeadOrder, Result, Tensor,
     encoder::{Access::*, Touch},
 };
 
@@ -13,33 +13,20 @@ pub(crate) const NAME: &str = "norm_rope";
 ///
 /// # Example
 /// ```
-/// use kvant::{DType, Device, Tensor, ops};
+/// use kvant::{Device, Tensor, ops};
 /// let device = Device::cpu();
 /// let (heads, head_dim) = (2, 64);
 /// let q = Tensor::from_slice(&device, &vec![1f32; heads * head_dim], &[1, heads, head_dim])?;
 /// let positions = Tensor::from_slice(&device, &[17u32], &[1])?;
-/// let rope = ops::Rope {
-///     angles: ops::Angles::Theta(10_000.),
-///     rotated_pairs: head_dim / 2,
-///     layout: ops::PairLayout::Halves,
-///     freq_factors: None,
-/// };
+/// let rope = ops::Rope::new(10_000.0, head_dim / 2);
 /// let mut enc = device.encoder()?;
-/// ops::norm_rope(
-///     &mut enc,
-///     &ops::NormRope {
-///         x: &q,
-///         norm: Some(ops::HeadNorm { weight: None, eps: 1e-6 }),
-///         rope: Some(rope),
-///         positions: &positions,
-///         rotate: false,
-///         out_order: ops::SourceOrder::TokenMajor,
-///         out: &q, // in place
-///     },
-/// )?;
+/// let in_place = ops::NormRope::new(&q, &positions, &q);
+/// ops::norm_rope(&mut enc, &in_place.norm(Some(ops::HeadNorm::new(1e-6))).rope(Some(rope)))?;
 /// enc.commit()?.wait()?;
 /// # Ok::<(), kvant::Error>(())
 /// ```
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub struct NormRope<'a> {
     /// `[T, H, D]`, f32, f16 or bf16.
     pub x: &'a Tensor,
@@ -53,13 +40,28 @@ pub struct NormRope<'a> {
     /// power of two from 2 to 4096.
     pub rotate: bool,
     /// The layout of `out`.
-    pub out_order: SourceOrder,
+    pub out_order: HeadOrder,
     /// `[T, H, D]` or `[H, T, D]`, f32, f16 or bf16.
     pub out: &'a Tensor,
 }
 
+impl<'a> NormRope<'a> {
+    /// Copies `x`: without norm, embedding or rotation.
+    pub fn new(x: &'a Tensor, positions: &'a Tensor, out: &'a Tensor) -> Self {
+        NormRope { x, positions, out, norm: None, rope: None, rotate: false, out_order: HeadOrder::TokenMajor }
+    }
+}
+
+setters! { NormRope<'a> {
+    norm: Option<HeadNorm<'a>>,
+    rope: Option<Rope<'a>>,
+    rotate: bool,
+    out_order: HeadOrder,
+} }
+
 /// An RMS norm over the D coordinates of each head.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub struct HeadNorm<'a> {
     /// `[D]`, f32, f16 or bf16, used as it is; `None` for ones. For models that multiply by 1 + w, pass 1 + w.
     pub weight: Option<&'a Tensor>,
@@ -67,8 +69,20 @@ pub struct HeadNorm<'a> {
     pub eps: f32,
 }
 
+impl<'a> HeadNorm<'a> {
+    /// A norm without a weight.
+    pub fn new(eps: f32) -> Self {
+        HeadNorm { eps, weight: None }
+    }
+}
+
+setters! { HeadNorm<'a> {
+    weight: Option<&'a Tensor>,
+} }
+
 /// Rotary position embedding (Su et al. 2021): rotates pair i of a head by the angle position · frequencyᵢ.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub struct Rope<'a> {
     /// The source of the angles.
     pub angles: Angles<'a>,
@@ -81,8 +95,20 @@ pub struct Rope<'a> {
     pub freq_factors: Option<&'a Tensor>,
 }
 
+impl<'a> Rope<'a> {
+    /// Rotates pairs of the layout [`PairLayout::Halves`].
+    pub fn new(angles: impl Into<Angles<'a>>, rotated_pairs: usize) -> Self {
+        Rope { angles: angles.into(), rotated_pairs, layout: PairLayout::Halves, freq_factors: None }
+    }
+}
+
+setters! { Rope<'a> {
+    layout: PairLayout,
+    freq_factors: Option<&'a Tensor>,
+} }
+
 /// The source of the angles of a [`Rope`].
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 pub enum Angles<'a> {
     /// frequencyᵢ = theta^(−2i/n), with n = D for [`PairLayout::Halves`] and n = 2·rotated_pairs for the other
     /// layouts. Angles are exact to 1e-5 rad up to position 1 048 576.
@@ -94,6 +120,13 @@ pub enum Angles<'a> {
         /// sin(angle).
         sin: &'a Tensor,
     },
+}
+
+impl From<f64> for Angles<'_> {
+    /// [`Angles::Theta`].
+    fn from(theta: f64) -> Self {
+        Angles::Theta(theta)
+    }
 }
 
 /// Which coordinates of a head form pair i.
@@ -127,12 +160,13 @@ impl PairLayout {
     }
 }
 
-/// Runs [`NormRope`], with the same kernel for one token and for many.
+/// Runs [`NormRope`], with the same kernel for one token and for many. Returns the result as queries: rotated if
+/// [`NormRope::rotate`] is set.
 ///
 /// # Errors
 /// Those of [every operation](crate::ops#errors). On the CPU, the commit returns `OutOfRange` for a position beyond
 /// the tables; a GPU skips such a token.
-pub fn norm_rope(enc: &mut Encoder, args: &NormRope) -> Result<()> {
+pub fn norm_rope<'a>(enc: &mut Encoder, args: &NormRope<'a>) -> Result<Query<'a>> {
     let [tokens, heads, head_dim] = check::rank(NAME, "x", args.x, ["T", "H", "D"])?;
     check::float(NAME, "x", args.x)?;
     check::float(NAME, "out", args.out)?;
@@ -154,7 +188,8 @@ pub fn norm_rope(enc: &mut Encoder, args: &NormRope) -> Result<()> {
         tokens,
         heads,
         head_dim,
-    }))
+    }))?;
+    Ok(Query::of(args.out, args.rotate))
 }
 
 /// The Hadamard rotation requires a head size that is a power of two.
@@ -267,7 +302,7 @@ pub(crate) struct Call {
     pub rope: Option<RopeCall>,
     pub positions: Tensor,
     pub rotate: bool,
-    pub out_order: SourceOrder,
+    pub out_order: HeadOrder,
     pub out: Tensor,
     pub tokens: usize,
     pub heads: usize,
@@ -289,8 +324,8 @@ impl Call {
 
     pub(crate) fn in_place(&self) -> &'static [(&'static str, &'static str)] {
         match self.out_order {
-            SourceOrder::TokenMajor => &[("out", "x")],
-            SourceOrder::HeadMajor => &[],
+            HeadOrder::TokenMajor => &[("out", "x")],
+            HeadOrder::HeadMajor => &[],
         }
     }
 

@@ -1,6 +1,6 @@
 use super::{
-    check,
-    norm_rope::{HeadNorm, NormCall, Rope, RopeCall, check_rotate},
+    Query, check,
+    norm_rope::{HeadNorm, NormCall, Rope, RopeCall},
 };
 use crate::{
     Encoder, KvLayer, Result, Step, Tensor,
@@ -14,9 +14,11 @@ pub(crate) const NAME: &str = "norm_rope_write";
 /// and its attention.
 ///
 /// Queries and keys get norm and RoPE; values get only their norm. K and V are encoded from f32, without rounding to
-/// the activation dtype in between.
+/// the activation dtype in between. Queries get the Hadamard rotation if the layer's keys are quantised.
 ///
 /// `q_out` may be `q`. `v` may be the tensor `k` (Gemma 4's full-attention layers).
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub struct NormRopeWrite<'a> {
     /// `[T, H, D]`, f32, f16 or bf16.
     pub q: &'a Tensor,
@@ -32,8 +34,6 @@ pub struct NormRopeWrite<'a> {
     pub v_norm: Option<HeadNorm<'a>>,
     /// The rotary embedding of queries and keys.
     pub rope: Option<Rope<'a>>,
-    /// Whether to apply the Hadamard rotation to the queries.
-    pub rotate_q: bool,
     /// Positions, sequences and lengths of all T tokens.
     pub step: &'a Step,
     /// The layer that stores K and V.
@@ -42,12 +42,34 @@ pub struct NormRopeWrite<'a> {
     pub q_out: &'a Tensor,
 }
 
-/// Runs [`NormRopeWrite`].
+impl<'a> NormRopeWrite<'a> {
+    /// Writes queries to `q_out`, and `k` and `v` to the layer, without norms or embedding.
+    pub fn new(
+        q: &'a Tensor,
+        k: &'a Tensor,
+        v: &'a Tensor,
+        step: &'a Step,
+        layer: &'a KvLayer,
+        q_out: &'a Tensor,
+    ) -> Self {
+        NormRopeWrite { q, k, v, step, layer, q_out, q_norm: None, k_norm: None, v_norm: None, rope: None }
+    }
+}
+
+setters! { NormRopeWrite<'a> {
+    q_norm: Option<HeadNorm<'a>>,
+    k_norm: Option<HeadNorm<'a>>,
+    v_norm: Option<HeadNorm<'a>>,
+    rope: Option<Rope<'a>>,
+} }
+
+/// Runs [`NormRopeWrite`], and returns the queries for [`attend`](super::attend()).
 ///
 /// # Errors
 /// Those of [`norm_rope`](super::norm_rope()) and [`kv_write`](super::kv_write()).
-pub fn norm_rope_write(enc: &mut Encoder, args: &NormRopeWrite) -> Result<()> {
+pub fn norm_rope_write<'a>(enc: &mut Encoder, args: &NormRopeWrite<'a>) -> Result<Query<'a>> {
     let spec = args.layer.spec();
+    let rotate_q = spec.k.is_quantised();
     let [tokens, heads, head_dim] = check::rank(NAME, "q", args.q, ["T", "H", "D"])?;
     for (arg, tensor, h) in
         [("q", args.q, heads), ("q_out", args.q_out, heads), ("k", args.k, spec.kv_heads), ("v", args.v, spec.kv_heads)]
@@ -58,7 +80,6 @@ pub fn norm_rope_write(enc: &mut Encoder, args: &NormRopeWrite) -> Result<()> {
     args.step.validate(NAME, tokens, args.layer)?;
     let norm = |arg, norm: Option<HeadNorm>| norm.map(|norm| norm.validate(NAME, arg, head_dim)).transpose();
     let rope = args.rope.map(|rope| rope.validate(NAME, head_dim)).transpose()?;
-    check_rotate(NAME, args.rotate_q, head_dim)?;
     enc.submit(super::Call::NormRopeWrite(Call {
         q: args.q.clone(),
         k: args.k.clone(),
@@ -67,14 +88,15 @@ pub fn norm_rope_write(enc: &mut Encoder, args: &NormRopeWrite) -> Result<()> {
         k_norm: norm("k_norm.weight", args.k_norm)?,
         v_norm: norm("v_norm.weight", args.v_norm)?,
         rope,
-        rotate_q: args.rotate_q,
+        rotate_q,
         step: args.step.clone(),
         layer: args.layer.clone(),
         q_out: args.q_out.clone(),
         tokens,
         heads,
         head_dim,
-    }))
+    }))?;
+    Ok(Query::of(args.q_out, rotate_q))
 }
 
 #[derive(Clone, Debug)]

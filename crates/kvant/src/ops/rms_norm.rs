@@ -30,6 +30,8 @@ pub(crate) const NAME: &str = "rms_norm";
 /// assert!((out.to_vec::<f32>()?[1] + 1.).abs() < 1e-6);
 /// # Ok::<(), kvant::Error>(())
 /// ```
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub struct RmsNorm<'a> {
     /// `[T, N]`, f32, f16 or bf16; N is at least 1.
     pub x: &'a Tensor,
@@ -45,8 +47,21 @@ pub struct RmsNorm<'a> {
     pub out: &'a Tensor,
 }
 
+impl<'a> RmsNorm<'a> {
+    /// The norm of each row of `x`, without a weight or a residual.
+    pub fn new(x: &'a Tensor, eps: f32, out: &'a Tensor) -> Self {
+        RmsNorm { x, eps, out, weight: None, residual: Residual::None, scale: 1.0 }
+    }
+}
+
+setters! { RmsNorm<'a> {
+    weight: Option<&'a Tensor>,
+    residual: Residual<'a>,
+    scale: f32,
+} }
+
 /// The residual addition of an [`RmsNorm`]. Tensors are `[T, N]`, f32, f16 or bf16.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 pub enum Residual<'a> {
     /// No addition.
     None,

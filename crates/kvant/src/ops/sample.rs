@@ -23,6 +23,8 @@ pub(crate) const NAME: &str = "sample";
 ///
 /// A row that holds only NaN draws `u32::MAX`, which is not a valid id. Activations that overflow their dtype produce
 /// such logits.
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub struct Sample<'a> {
     /// `[T, V]`, f32, f16 or bf16; V is at least 1.
     pub logits: &'a Tensor,
@@ -43,6 +45,21 @@ pub struct Sample<'a> {
     /// u32 `[T]`.
     pub out: &'a Tensor,
 }
+
+impl<'a> Sample<'a> {
+    /// Greedy: the largest logit of each row.
+    pub fn new(logits: &'a Tensor, counter: &'a Tensor, out: &'a Tensor) -> Self {
+        Sample { logits, counter, out, temperature: 0.0, top_k: 0, top_p: 1.0, min_p: 0.0, seed: 0 }
+    }
+}
+
+setters! { Sample<'a> {
+    temperature: f32,
+    top_k: usize,
+    top_p: f32,
+    min_p: f32,
+    seed: u64,
+} }
 
 impl Sample<'_> {
     /// The uniform number in [0, 1) of a seed and a counter: 24 bits of a SplitMix64 step (Steele et al. 2014).

@@ -7,6 +7,8 @@ use crate::{
 pub(crate) const NAME: &str = "softcap";
 
 /// Arguments of [`softcap`](softcap()): out = cap · tanh(x / cap), element by element. `out` may be `x`.
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub struct Softcap<'a> {
     /// f32, f16 or bf16, of any shape.
     pub x: &'a Tensor,
@@ -14,6 +16,13 @@ pub struct Softcap<'a> {
     pub cap: f32,
     /// As many elements as `x`, f32, f16 or bf16.
     pub out: &'a Tensor,
+}
+
+impl<'a> Softcap<'a> {
+    /// Softcaps the elements of `x`.
+    pub fn new(x: &'a Tensor, cap: f32, out: &'a Tensor) -> Self {
+        Softcap { x, cap, out }
+    }
 }
 
 /// Runs [`Softcap`].

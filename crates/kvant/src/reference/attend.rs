@@ -3,7 +3,7 @@ use std::{collections::BTreeMap, ops::Range};
 use super::{check_len, hadamard, io, softcap};
 use crate::{
     Result,
-    ops::attend::{Call, FreshCall, visible},
+    ops::attend::{Call, visible},
 };
 
 /// A partial result of attention, over some of the keys: enough to go on from, or to be merged with the result over
@@ -49,7 +49,7 @@ impl State {
 
 /// One query vector, and how its scores are made.
 #[derive(Clone, Copy, Debug)]
-pub struct Query<'a> {
+pub struct QueryVector<'a> {
     /// D coordinates.
     pub q: &'a [f64],
     /// Multiplies the scores.
@@ -62,7 +62,7 @@ pub struct Query<'a> {
 ///
 /// # Errors
 /// `Shape` when a key or a value is not as long as the query.
-pub fn attend<'a>(query: Query, keys_values: impl IntoIterator<Item = (&'a [f64], &'a [f64])>) -> Result<State> {
+pub fn attend<'a>(query: QueryVector, keys_values: impl IntoIterator<Item = (&'a [f64], &'a [f64])>) -> Result<State> {
     let (mut scores, mut values) = (Vec::new(), Vec::new());
     for (key, value) in keys_values {
         check_len("attend", "key", query.q.len(), key.len())?;
@@ -88,13 +88,11 @@ struct Context<'a> {
     call: &'a Call,
     /// By position: those in the cache that some token sees. A vector that none sees is not even decoded.
     cached: BTreeMap<usize, [Vec<f64>; 2]>,
-    /// Position, key and value of each fresh token.
-    fresh: Vec<(usize, [Vec<f64>; 2])>,
 }
 
 impl Context<'_> {
-    fn attend(&self, query: Query, position: usize, seen: Range<usize>) -> State {
-        let Call { window, splits, head_dim, .. } = *self.call;
+    fn attend(&self, query: QueryVector, seen: Range<usize>) -> State {
+        let Call { splits, head_dim, .. } = *self.call;
         let over = |keys_values: Vec<(&[f64], &[f64])>| {
             attend(query, keys_values).expect("all vectors have the layer's head_dim")
         };
@@ -104,34 +102,18 @@ impl Context<'_> {
             let range = self.cached.range(first..seen.end.min(first + part));
             state = state.merge(over(range.map(|(_, [k, v])| (&k[..], &v[..])).collect()));
         }
-        let sees = |j: usize| j <= position && position - j < window;
-        let fresh = self.fresh.iter().filter(|(j, _)| sees(*j));
-        state.merge(over(fresh.map(|(_, [k, v])| (&k[..], &v[..])).collect()))
+        state
     }
-}
-
-/// Keys and values of the fresh tokens of a sequence.
-fn load_fresh(
-    call: &Call,
-    fresh: &FreshCall,
-    tokens: &[(usize, usize)],
-    kv_head: usize,
-) -> Vec<(usize, [Vec<f64>; 2])> {
-    let (kv_heads, dim) = (call.layer.spec().kv_heads, call.head_dim);
-    let load = |&(token, position): &(usize, usize)| {
-        let from = fresh.order.row(token, kv_head, call.tokens, kv_heads) * dim;
-        (position, [&fresh.k, &fresh.v].map(|tensor| io::load_range(tensor, from..from + dim)))
-    };
-    tokens.iter().map(load).collect()
 }
 
 pub(crate) fn run(call: &Call) {
     let (layer, dim) = (&call.layer, call.head_dim);
     let spec = layer.spec();
     let group = call.heads / spec.kv_heads;
-    let (q, lens) = (io::load(&call.q), io::load_u32(call.cached_lens()));
+    let (q, lens) = (io::load(&call.q), io::load_u32(&call.step.lens));
     let positions = io::load_u32(&call.step.positions);
     let sequences = io::load_u32(&call.step.sequence);
+    let sinks = call.sinks.as_ref().map(io::load);
     // SAFETY: the device's lock is held, and nothing writes to the step.
     let table = unsafe { call.step.page_table(layer) };
     let mut out = vec![0.0; q.len()];
@@ -142,16 +124,13 @@ pub(crate) fn run(call: &Call) {
             .collect();
         let seen = |position: usize| visible(position, len as usize, spec.capacity, call.window);
         for kv_head in 0..spec.kv_heads {
-            let mut context = Context { call, cached: BTreeMap::new(), fresh: Vec::new() };
+            let mut context = Context { call, cached: BTreeMap::new() };
             for &(_, position) in &tokens {
                 for j in seen(position) {
                     let Some(place) = layer.place(table, sequence, kv_head, j) else { continue };
                     let load = || [&layer.k, &layer.v].map(|side| io::load_vector(side, place, dim, false));
                     context.cached.entry(j).or_insert_with(load);
                 }
-            }
-            if let Some(fresh) = &call.fresh {
-                context.fresh = load_fresh(call, fresh, &tokens, kv_head);
             }
             for &(token, position) in &tokens {
                 for head in kv_head * group..(kv_head + 1) * group {
@@ -161,8 +140,11 @@ pub(crate) fn run(call: &Call) {
                         q = hadamard(&q, true).expect("validation checked D");
                     }
                     let softcap = call.softcap.map(f64::from);
-                    let query = Query { q: &q, scale: call.scale.into(), softcap };
-                    let state = context.attend(query, position, seen(position));
+                    let query = QueryVector { q: &q, scale: call.scale.into(), softcap };
+                    let mut state = context.attend(query, seen(position));
+                    if let Some(sinks) = &sinks {
+                        state = state.merge(State { o: vec![0.0; dim], m: sinks[head], l: 1.0 });
+                    }
                     out[at..at + dim].copy_from_slice(&state.finish());
                 }
             }
@@ -210,7 +192,7 @@ mod tests {
             rows in prop::collection::vec(prop::collection::vec(-3.0..3.0, 8), 2..20),
             cut in any::<prop::sample::Index>(),
         ) {
-            let query = Query { q: &rows[0][..4], scale: 50.0, softcap: None };
+            let query = QueryVector { q: &rows[0][..4], scale: 50.0, softcap: None };
             let over = |rows: &[Vec<f64>]| attend(query, rows.iter().map(|row| row.split_at(4))).unwrap();
             let cut = cut.index(rows.len());
             let (whole, parts) = (over(&rows), over(&rows[..cut]).merge(over(&rows[cut..])));
@@ -225,7 +207,7 @@ mod tests {
 
     #[test]
     fn softmax_by_hand() {
-        let query = Query { q: &[2.0, 0.0], scale: 0.5, softcap: Some(3.0) };
+        let query = QueryVector { q: &[2.0, 0.0], scale: 0.5, softcap: Some(3.0) };
         let (k0, k1) = ([1.0, 9.0], [-4.0, 9.0]);
         let out = attend(query, [(&k0[..], &[1.0, 0.0][..]), (&k1[..], &[0.0, 1.0][..])]).unwrap().finish();
         let (s0, s1) = (3.0 * (1.0f64 / 3.0).tanh(), 3.0 * (-4.0f64 / 3.0).tanh());

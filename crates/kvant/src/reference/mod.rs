@@ -30,7 +30,7 @@ mod sample;
 mod softcap;
 
 pub use argmax::argmax;
-pub use attend::{Query, State, attend};
+pub use attend::{QueryVector, State, attend};
 pub use embed::embed;
 pub use gate::{activate, gate};
 pub use hadamard::hadamard;
@@ -75,8 +75,8 @@ impl HostExecutor for Reference {
         Ok(())
     }
 
-    fn plan_attend(&self, _: &ops::attend::Call) -> ops::attend::Plan {
-        ops::attend::Plan { kernel: "reference", reason: Cow::Borrowed("the only kernel"), splits: 1 }
+    fn explain_attend(&self, _: &ops::attend::Call) -> ops::attend::Explanation {
+        ops::attend::Explanation { kernel: "reference", reason: Cow::Borrowed("the only kernel") }
     }
 }
 

@@ -1,9 +1,9 @@
-//! A plan that is passed on leads to the launches that are made without one: what CUDA would launch, on any machine.
+//! What CUDA would launch for an attention, on any machine.
 
 use crate::common::without_gpu::{self, Launches, Model};
 use kvant::{
-    Codec, DType, Device, KvLayer, LayerSpec, Result, SlotOrder, Step, Tensor, gpu,
-    ops::{self, Affine, Attend, Fresh, Linear, SourceOrder, Weight, attend::Plan},
+    Codec, DType, Device, HeadOrder, KvLayer, LayerSpec, Result, Step, Tensor, gpu,
+    ops::{self, Affine, Attend, Explanation, Linear, Weight},
 };
 
 struct Case {
@@ -32,45 +32,38 @@ fn cases() -> Vec<Case> {
     cases
 }
 
-fn launched(device: &Device, launches: &Launches, case: &Case, plans: bool) -> Result<(Option<Plan>, Vec<String>)> {
+fn launched(device: &Device, launches: &Launches, case: &Case) -> Result<(Explanation, Vec<String>)> {
     let &Case { heads, kv_heads, head_dim, capacity, window, tokens, codec } = case;
-    let (ring, order) = (window.is_some(), SlotOrder::HeadMajor);
-    let spec = LayerSpec { sequences: 1, kv_heads, capacity, head_dim, k: codec, v: codec, window: None, ring, order };
+    let (ring, order) = (window.is_some(), HeadOrder::HeadMajor);
+    let spec = LayerSpec::new(kv_heads, head_dim, capacity, codec).ring(ring).order(order);
     let layer = KvLayer::new(device, spec)?;
     let positions: Vec<_> = (0..tokens as u32).map(|p| (0, p)).collect();
-    let mut args = Attend {
-        q: &Tensor::zeros(device, DType::BF16, &[tokens, heads, head_dim])?,
-        layer: &layer,
-        step: &Step::new(device, 1, &positions)?,
-        fresh: None,
-        scale: 1.0,
-        softcap: None,
-        window,
-        q_rotated: false,
-        plan: None,
-        out: &Tensor::zeros(device, DType::BF16, &[tokens, heads, head_dim])?,
-    };
-    let plan = plans.then(|| ops::attend::plan(&args, device)).transpose()?;
-    args.plan = plan.as_ref();
+    let (q, step, out) = (
+        Tensor::zeros(device, DType::BF16, &[tokens, heads, head_dim])?,
+        Step::new(device, 1, &positions)?,
+        Tensor::zeros(device, DType::BF16, &[tokens, heads, head_dim])?,
+    );
+    let args = Attend::new(&q, &layer, &step, &out).scale(1.0).window(window);
+    let explanation = ops::explain(&args, device)?;
     launches.all.lock().unwrap().clear();
     let mut enc = device.encoder()?;
     ops::attend(&mut enc, &args)?;
     enc.commit()?.wait()?;
     let all = launches.all.lock().unwrap().clone();
-    Ok((plan, all))
+    Ok((explanation, all))
 }
 
 #[test]
-fn a_plan_changes_no_launch() -> Result<()> {
+fn explained_kernel_is_launched() -> Result<()> {
     let launches = Launches::default();
     let device = gpu::cuda_device(launches.clone());
     let mut clusters = 0;
     for case in cases() {
-        let (_, without) = launched(&device, &launches, &case, false)?;
-        let (plan, with) = launched(&device, &launches, &case, true)?;
-        assert!(!without.is_empty());
-        assert_eq!(with, without, "{plan:?}");
-        clusters += usize::from(without[0].contains("(\"CLUSTER\", UInt(8))"));
+        let (explanation, launched) = launched(&device, &launches, &case)?;
+        let [launch] = &launched[..] else { panic!("{launched:?}") };
+        assert!(launch.contains(explanation.kernel), "{explanation:?}: {launch}");
+        assert!(!explanation.reason.is_empty());
+        clusters += usize::from(launch.contains("(\"CLUSTER\", UInt(8))"));
     }
     assert!(clusters > 10, "{clusters} launches in clusters");
     Ok(())
@@ -85,9 +78,8 @@ fn attention_runs_on_every_gpu() -> Result<()> {
         let device = gpu::cuda_device(Launches { model, ..Launches::default() });
         for head_dim in ops::attend::HEAD_DIMS {
             for (k, v) in codecs.into_iter().flat_map(|k| codecs.map(|v| (k, v))) {
-                let (kv_heads, capacity, order) = (1, 99, SlotOrder::HeadMajor);
-                let spec =
-                    LayerSpec { sequences: 1, kv_heads, capacity, head_dim, k, v, window: None, ring: false, order };
+                let (kv_heads, capacity, order) = (1, 99, HeadOrder::HeadMajor);
+                let spec = LayerSpec::new(kv_heads, head_dim, capacity, k).v(v).order(order);
                 let layer = KvLayer::new(&device, spec)?;
                 for (q, out) in floats.into_iter().flat_map(|q| floats.map(|out| (q, out))) {
                     for tokens in [1, 3, 5, 30] {
@@ -102,28 +94,13 @@ fn attention_runs_on_every_gpu() -> Result<()> {
     Ok(())
 }
 
-/// Over the cache, and with keys beside it that are of the queries' dtype.
 fn attend(device: &Device, layer: &KvLayer, tokens: usize, q: DType, out: DType) -> Result<()> {
     let head_dim = layer.spec().head_dim;
     let positions: Vec<_> = (0..tokens as u32).map(|p| (0, p)).collect();
-    let new = Tensor::zeros(device, q, &[tokens, 1, head_dim])?;
-    let past = Tensor::zeros(device, DType::U32, &[1])?;
-    for fresh in [false, true] {
-        let args = Attend {
-            q: &Tensor::zeros(device, q, &[tokens, 2, head_dim])?,
-            layer,
-            step: &Step::new(device, 1, &positions)?,
-            fresh: fresh.then_some(Fresh { k: &new, v: &new, order: SourceOrder::TokenMajor, past: &past }),
-            scale: 1.0,
-            softcap: None,
-            window: None,
-            q_rotated: false,
-            plan: None,
-            out: &Tensor::zeros(device, out, &[tokens, 2, head_dim])?,
-        };
-        ops::attend(&mut device.encoder()?, &args)?;
-    }
-    Ok(())
+    let q = Tensor::zeros(device, q, &[tokens, 2, head_dim])?;
+    let out = Tensor::zeros(device, out, &[tokens, 2, head_dim])?;
+    let step = Step::new(device, 1, &positions)?;
+    ops::attend(&mut device.encoder()?, &Attend::new(&q, layer, &step, &out))
 }
 
 /// What fits into the shared memory of a cluster's blocks: 1024 keys, dense ones of 256 coordinates and fewer.
@@ -133,7 +110,7 @@ fn short_contexts_have_kernels_of_their_own() -> Result<()> {
     let device = gpu::cuda_device(launches.clone());
     let kernel = |codec, heads, kv_heads, head_dim, capacity, window| {
         let case = Case { heads, kv_heads, head_dim, capacity, window, tokens: 1, codec };
-        Ok::<_, kvant::Error>(launched(&device, &launches, &case, true)?.0.expect("it was planned").kernel)
+        Ok::<_, kvant::Error>(launched(&device, &launches, &case)?.0.kernel)
     };
     let dense = (Codec::BF16, "attend_short", "attend_decode");
     let quantised = [4, 5, 6, 8].map(|bits| (Codec::tq(bits), "attend_short_quantised", "attend_quantised"));
@@ -185,7 +162,7 @@ fn a_kv_head_has_several_clusters() -> Result<()> {
         (16, 4, 256, 4097, 33, 1),
     ] {
         let case = Case { heads, kv_heads, head_dim, capacity, window: None, tokens: 1, codec: Codec::BF16 };
-        let (_, all) = launched(&device, &launches, &case, true)?;
+        let (_, all) = launched(&device, &launches, &case)?;
         let what = format!("{head_dim}, {kv_heads}, {capacity}: {}", all[0]);
         assert!(all[0].contains(&format!("(\"CLUSTER\", UInt({blocks}))")), "{what}");
         assert!(all[0].contains(&format!("groups: [{}, 1, 1]", clusters * kv_heads * blocks)), "{what}");
@@ -205,7 +182,7 @@ fn millions_of_rows_fit_into_a_grid() -> Result<()> {
         let x = Tensor::zeros(&device, DType::BF16, &[rows, inputs])?;
         let out = Tensor::zeros(&device, DType::BF16, &[rows, outputs])?;
         let mut enc = device.encoder()?;
-        ops::linear(&mut enc, &Linear { x: &x, weight, experts: None, alpha: 1.0, out: &out })?;
+        ops::linear(&mut enc, &Linear::new(&x, weight, &out))?;
         enc.commit()?.wait()?;
     }
     Ok(())

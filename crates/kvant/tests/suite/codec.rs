@@ -1,9 +1,9 @@
 //! The TurboQuant codec: its distortion, its edge cases, its diagnostics.
 
 use kvant::{
-    Codec, Device, Error, KvLayer, LayerSpec, SlotOrder, Step, Tensor,
+    Codec, Device, Error, HeadOrder, KvLayer, LayerSpec, Step, Tensor,
     codec::{self, BLOCK, Norm, TurboQuant, centroids, decode, decode_rotated, encode, stats, thresholds},
-    ops::{KvWrite, SourceOrder, kv_write},
+    ops::{KvWrite, kv_write},
     reference::hadamard,
 };
 
@@ -264,17 +264,7 @@ fn bytes_per_vector_are_those_of_the_planes() {
 
 /// Two heads, two slots.
 fn spec(codec: Codec, head_dim: usize) -> LayerSpec {
-    LayerSpec {
-        sequences: 1,
-        kv_heads: 2,
-        capacity: 2,
-        head_dim,
-        k: codec,
-        v: codec,
-        window: None,
-        ring: false,
-        order: SlotOrder::HeadMajor,
-    }
+    LayerSpec::new(2, head_dim, 2, codec)
 }
 
 /// Writes `x` `[2, 2, D]` as keys and values of both tokens of a layer.
@@ -282,8 +272,8 @@ fn write(device: &Device, layer: &KvLayer, x: &[f32]) {
     let x = Tensor::from_slice(device, x, &[2, 2, layer.spec().head_dim]).unwrap();
     let step = Step::new(device, 1, &[(0, 0), (0, 1)]).unwrap();
     let mut enc = device.encoder().unwrap();
-    let order = SourceOrder::TokenMajor;
-    kv_write(&mut enc, &KvWrite { k: &x, v: &x, order, first_token: 0, step: &step, layer }).unwrap();
+    let order = HeadOrder::TokenMajor;
+    kv_write(&mut enc, &KvWrite::new(&x, &x, &step, layer).order(order)).unwrap();
     enc.commit().unwrap().wait().unwrap();
 }
 

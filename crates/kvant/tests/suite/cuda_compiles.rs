@@ -6,12 +6,12 @@ use std::{collections::HashSet, path::Path};
 
 use crate::common::without_gpu::{Launches, Model};
 use kvant::{
-    CacheLayer, Codec, DType, Device, Encoder, KvLayer, KvPool, LayerSpec, PoolSpec, Result, SlotOrder, Step, StepSize,
+    CacheLayer, Codec, DType, Device, Encoder, HeadOrder, KvLayer, KvPool, LayerSpec, PoolSpec, Result, Step, StepSize,
     Tensor, gpu,
     ops::{
-        self, Activation, Affine, Angles, Argmax, Attend, Columns, Embed, Experts, Fresh, Gate, Hadamard, HeadNorm,
-        KvRead, KvSide, KvWrite, Linear, MoeCombine, MoeRoute, NormRope, NormRopeWrite, PairLayout, Residual, RmsNorm,
-        Rope, Sample, Softcap, SourceOrder, Weight,
+        self, Activation, Affine, Angles, Argmax, Attend, Columns, Embed, Experts, Gate, Hadamard, HeadNorm, KvRead,
+        KvSide, KvWrite, Linear, MoeCombine, MoeRoute, NormRope, NormRopeWrite, PairLayout, Residual, RmsNorm, Rope,
+        Sample, Softcap, Weight,
     },
 };
 
@@ -194,72 +194,56 @@ fn attention_over_pages(device: &Device, enc: &mut Encoder, model: Model) -> Res
             continue;
         }
         let kv_heads = 2;
-        let layer = CacheLayer { kv_heads, head_dim, window, k, v };
+        let layer = CacheLayer::new(kv_heads, head_dim, k).v(v).window(window);
         let pool = KvPool::new(device, &PoolSpec::new(vec![layer], 64 << 20).page_tokens(16 << (i % 5)))?;
         let step = pool.reserve_step(StepSize::decode(1, longest).tokens(tokens, tokens))?;
         let shape = [tokens, kv_heads * group, head_dim];
-        let args = Attend {
-            q: &zeros(device, q, &shape)?,
-            layer: pool.layer(0)?,
-            step: &step,
-            fresh: None,
-            scale: 1.0,
-            softcap: (i % 2 == 1).then_some(30.0),
-            window: None,
-            q_rotated: false,
-            plan: None,
-            out: &zeros(device, out, &shape)?,
-        };
-        let plan = ops::attend::plan(&args, device)?;
-        assert_eq!(plan.kernel, kernel, "case {i}: {plan:?}");
+        let (q, out) = (zeros(device, q, &shape)?, zeros(device, out, &shape)?);
+        let args = Attend::new(&q, pool.layer(0)?, &step, &out).scale(1.0).softcap((i % 2 == 1).then_some(30.0));
+        let explained = ops::explain(&args, device)?;
+        assert_eq!(explained.kernel, kernel, "case {i}: {explained:?}");
         ops::attend(enc, &args)?;
     }
     Ok(())
 }
 
 fn caches_over_pages(device: &Device, enc: &mut Encoder, page_tokens: usize, codec: Codec) -> Result<()> {
-    let (kv_heads, head_dim, order) = (8, 128, SourceOrder::TokenMajor);
-    let layer = CacheLayer { kv_heads, head_dim, window: None, k: codec, v: Codec::BF16 };
+    let (kv_heads, head_dim, order) = (8, 128, HeadOrder::TokenMajor);
+    let layer = CacheLayer::new(kv_heads, head_dim, codec).v(Codec::BF16);
     let pool = KvPool::new(device, &PoolSpec::new(vec![layer], 64 << 20).page_tokens(page_tokens))?;
     let layer = pool.layer(0)?;
     for (dtype, tokens) in [(DType::F32, 2), (DType::BF16, 600)] {
         let step = pool.reserve_step(StepSize::decode(1, 999).tokens(tokens, tokens))?;
         let kv = zeros(device, dtype, &[tokens, kv_heads, head_dim])?;
-        ops::kv_write(enc, &KvWrite { k: &kv, v: &kv, order, first_token: 0, step: &step, layer })?;
+        ops::kv_write(enc, &KvWrite::new(&kv, &kv, &step, layer).order(order))?;
         for (side, keep_rotated) in [(KvSide::K, true), (KvSide::K, false), (KvSide::V, false)] {
             let (sequence, start, step) = (0, 5, Some(&step));
-            ops::kv_read(enc, &KvRead { layer, side, sequence, start, keep_rotated, order, out: &kv, step })?;
+            ops::kv_read(
+                enc,
+                &KvRead::new(layer, side, &kv)
+                    .sequence(sequence)
+                    .step(step)
+                    .start(start)
+                    .keep_rotated(keep_rotated)
+                    .order(order),
+            )?;
         }
         let q = zeros(device, dtype, &[tokens, 2 * kv_heads, head_dim])?;
-        let rotate_q = codec.is_quantised();
-        let (norm, rope) = (Some(HeadNorm { weight: None, eps: 1e-6 }), None);
-        let [q_norm, k_norm, v_norm] = [norm; 3];
-        let args = NormRopeWrite {
-            q: &q,
-            k: &kv,
-            v: &kv,
-            q_norm,
-            k_norm,
-            v_norm,
-            rope,
-            rotate_q,
-            step: &step,
-            layer,
-            q_out: &q,
-        };
+        let norm = Some(HeadNorm::new(1e-6));
+        let args = NormRopeWrite::new(&q, &kv, &kv, &step, layer, &q).q_norm(norm).k_norm(norm).v_norm(norm);
         ops::norm_rope_write(enc, &args)?;
     }
     Ok(())
 }
 
 fn write_many(device: &Device, enc: &mut Encoder, dtype: DType, head_dim: usize, k: Codec, v: Codec) -> Result<()> {
-    let (tokens, kv_heads, order) = (600, 8, SlotOrder::HeadMajor);
-    let spec = LayerSpec { sequences: 1, kv_heads, capacity: tokens, head_dim, k, v, window: None, ring: false, order };
+    let (tokens, kv_heads, order) = (600, 8, HeadOrder::HeadMajor);
+    let spec = LayerSpec::new(kv_heads, head_dim, tokens, k).v(v).order(order);
     let layer = KvLayer::new(device, spec)?;
     let step = Step::new(device, 1, &(0..tokens as u32).map(|p| (0, p)).collect::<Vec<_>>())?;
     let new = zeros(device, dtype, &[tokens, kv_heads, head_dim])?;
-    let order = SourceOrder::TokenMajor;
-    ops::kv_write(enc, &KvWrite { k: &new, v: &new, order, first_token: 0, step: &step, layer: &layer })
+    let order = HeadOrder::TokenMajor;
+    ops::kv_write(enc, &KvWrite::new(&new, &new, &step, &layer).order(order))
 }
 
 /// One row and two of few outputs and of many, and of experts.
@@ -272,7 +256,7 @@ fn affine_products(device: &Device, enc: &mut Encoder, bits: usize, group: usize
             Weight::Affine(Affine { codes: &codes, scales: &scales, biases: &scales, bits: bits as u32, group });
         for rows in [1, 2] {
             let (x, out) = (zeros(device, dtype, &[rows, inputs])?, zeros(device, dtype, &[rows, outputs])?);
-            ops::linear(enc, &Linear { x: &x, weight, experts: None, alpha: 1.0, out: &out })?;
+            ops::linear(enc, &Linear::new(&x, weight, &out))?;
         }
     }
     let codes = zeros(device, DType::U32, &[4, 64, inputs * bits / 32])?;
@@ -280,8 +264,8 @@ fn affine_products(device: &Device, enc: &mut Encoder, bits: usize, group: usize
     let weight = Weight::Affine(Affine { codes: &codes, scales: &scales, biases: &scales, bits: bits as u32, group });
     let (x, ids) = (zeros(device, dtype, &[1, inputs])?, zeros(device, DType::U32, &[1, 2])?);
     let out = zeros(device, dtype, &[2, 64])?;
-    let experts = Some(Experts { ids: &ids, expanded: false });
-    ops::linear(enc, &Linear { x: &x, weight, experts, alpha: 1.0, out: &out })
+    let experts = Some(Experts::new(&ids));
+    ops::linear(enc, &Linear::new(&x, weight, &out).experts(experts))
 }
 
 fn zeros(device: &Device, dtype: DType, shape: &[usize]) -> Result<Tensor> {
@@ -293,34 +277,35 @@ fn elements(device: &Device, enc: &mut Encoder, dtype: DType) -> Result<()> {
     for dim in [64, 67] {
         let x = zeros(device, dtype, &[3, dim])?;
         let (out, other) = (zeros(device, DType::BF16, &[3, dim])?, zeros(device, dtype, &[3, dim])?);
-        ops::softcap(enc, &Softcap { x: &x, cap: 30.0, out: &out })?;
+        ops::softcap(enc, &Softcap::new(&x, 30.0, &out))?;
         let weight = zeros(device, dtype, &[dim])?;
         let residuals = [Residual::None, Residual::After(&other), Residual::Before { residual: &other, sum: &other }];
         for residual in residuals {
-            ops::rms_norm(enc, &RmsNorm { x: &x, weight: Some(&weight), eps: 1e-6, residual, scale: 1.0, out: &out })?;
+            ops::rms_norm(enc, &RmsNorm::new(&x, 1e-6, &out).weight(Some(&weight)).residual(residual))?;
         }
         for activation in [Activation::GeluTanh, Activation::Silu] {
-            let (gate, up) = (Columns::all(&x), Columns::all(&other));
-            ops::gate(enc, &Gate { gate, up, activation, out: &out })?;
+            let (gate, up) = (Columns::from(&x), Columns::from(&other));
+            ops::gate(enc, &Gate::new(gate, up, activation, &out))?;
         }
         let ids = zeros(device, DType::U32, &[3])?;
-        ops::argmax(enc, &Argmax { x: &x, out: &ids })?;
+        ops::argmax(enc, &Argmax::new(&x, &ids))?;
         for (top_k, top_p) in [(0, 1.0), (5, 1.0), (5, 0.5)] {
             let (counter, seed) = (&ids.reshape(&[3])?, 1);
             let drawn = zeros(device, DType::U32, &[3])?;
-            let args = Sample { logits: &x, temperature: 1.0, top_k, top_p, min_p: 0.1, seed, counter, out: &drawn };
+            let args =
+                Sample::new(&x, counter, &drawn).temperature(1.0).top_k(top_k).top_p(top_p).min_p(0.1).seed(seed);
             ops::sample(enc, &args)?;
         }
         let weights = zeros(device, DType::F32, &[3, 2])?;
         let chosen = zeros(device, DType::U32, &[3, 2])?;
-        ops::moe_route(enc, &MoeRoute { logits: &x, expert_scale: None, ids: &chosen, weights: &weights })?;
+        ops::moe_route(enc, &MoeRoute::new(&x, &chosen, &weights))?;
         let rows = zeros(device, dtype, &[6, dim])?;
-        ops::moe_combine(enc, &MoeCombine { x: &rows, weights: &weights, out: &out })?;
+        ops::moe_combine(enc, &MoeCombine::new(&rows, &weights, &out))?;
     }
     let rows = zeros(device, dtype, &[3, 512])?;
     let out = zeros(device, DType::F32, &[3, 512])?;
     for inverse in [false, true] {
-        ops::hadamard(enc, &Hadamard { x: &rows, inverse, out: &out })?;
+        ops::hadamard(enc, &Hadamard::new(&rows, &out).inverse(inverse))?;
     }
     Ok(())
 }
@@ -335,50 +320,53 @@ fn products(device: &Device, enc: &mut Encoder, dtype: DType) -> Result<()> {
         let scales = zeros(device, dtype, &[n, k / 64])?;
         let affine = Affine { codes: &codes, scales: &scales, biases: &scales, bits: bits as u32, group: 64 };
         let weight = if bits == 0 { Weight::Dense(&dense) } else { Weight::Affine(affine) };
-        ops::embed(enc, &Embed { table: weight, ids: &ids, scale: 1.0, out: &embedded })?;
+        ops::embed(enc, &Embed::new(weight, &ids, &embedded))?;
         // Few rows, and many.
         for rows in [1, 2, 5, 60] {
             let (x, out) = (zeros(device, dtype, &[rows, k])?, zeros(device, dtype, &[rows, n])?);
-            ops::linear(enc, &Linear { x: &x, weight, experts: None, alpha: 1.0, out: &out })?;
+            ops::linear(enc, &Linear::new(&x, weight, &out))?;
         }
     }
     // Groups of 32, which only the dequantising route takes.
     let (codes, scales) = (zeros(device, DType::U32, &[n, k / 8])?, zeros(device, dtype, &[n, k / 32])?);
     let weight = Weight::Affine(Affine { codes: &codes, scales: &scales, biases: &scales, bits: 4, group: 32 });
     let (x, out) = (zeros(device, dtype, &[60, k])?, zeros(device, dtype, &[60, n])?);
-    ops::linear(enc, &Linear { x: &x, weight, experts: None, alpha: 1.0, out: &out })?;
+    ops::linear(enc, &Linear::new(&x, weight, &out))?;
     let experts = zeros(device, dtype, &[2, n, k])?;
     for tokens in [1, 30] {
         let (x, ids) = (zeros(device, dtype, &[tokens, k])?, zeros(device, DType::U32, &[tokens, 2])?);
         let out = zeros(device, dtype, &[2 * tokens, n])?;
-        let choice = Some(Experts { ids: &ids, expanded: false });
+        let choice = Some(Experts::new(&ids));
         let weight = Weight::Dense(&experts);
-        ops::linear(enc, &Linear { x: &x, weight, experts: choice, alpha: 1.0, out: &out })?;
+        ops::linear(enc, &Linear::new(&x, weight, &out).experts(choice))?;
     }
     Ok(())
 }
 
 fn caches(device: &Device, enc: &mut Encoder, codec: Codec) -> Result<()> {
     let (sequences, kv_heads, capacity, head_dim) = (1, 2, 8, 64);
-    let order = SlotOrder::HeadMajor;
-    let spec =
-        LayerSpec { sequences, kv_heads, capacity, head_dim, k: codec, v: codec, window: None, ring: true, order };
+    let order = HeadOrder::HeadMajor;
+    let spec = LayerSpec::new(kv_heads, head_dim, capacity, codec).sequences(sequences).ring(true).order(order);
     let layer = KvLayer::new(device, spec)?;
     let step = Step::new(device, 1, &[(0, 0), (0, 1)])?;
-    let order = SourceOrder::TokenMajor;
+    let order = HeadOrder::TokenMajor;
     let tables = zeros(device, DType::F32, &[16, 32])?;
     let factors = zeros(device, DType::F32, &[32])?;
     for dtype in FLOATS {
         let (kv, q) = (zeros(device, dtype, &[2, 2, 64])?, zeros(device, dtype, &[2, 4, 64])?);
         let (back, q_out) = (zeros(device, dtype, &[2, 2, 64])?, zeros(device, DType::BF16, &[2, 4, 64])?);
-        ops::kv_write(enc, &KvWrite { k: &kv, v: &kv, order, first_token: 0, step: &step, layer: &layer })?;
+        ops::kv_write(enc, &KvWrite::new(&kv, &kv, &step, &layer).order(order))?;
         for keep_rotated in [false, true] {
             let (side, sequence, start) = (KvSide::K, 0, 0);
-            let args = KvRead { layer: &layer, side, sequence, start, keep_rotated, order, out: &back, step: None };
+            let args = KvRead::new(&layer, side, &back)
+                .sequence(sequence)
+                .start(start)
+                .keep_rotated(keep_rotated)
+                .order(order);
             ops::kv_read(enc, &args)?;
         }
         let weight = zeros(device, dtype, &[64])?;
-        let norm = Some(HeadNorm { weight: Some(&weight), eps: 1e-6 });
+        let norm = Some(HeadNorm::new(1e-6).weight(Some(&weight)));
         let angles = [
             (Angles::Theta(1e4), None),
             (Angles::Theta(1e4), Some(&factors)),
@@ -386,24 +374,12 @@ fn caches(device: &Device, enc: &mut Encoder, codec: Codec) -> Result<()> {
         ];
         for (angles, freq_factors) in angles {
             for layout in [PairLayout::Halves, PairLayout::Interleaved] {
-                let rope = Some(Rope { angles, rotated_pairs: 32, layout, freq_factors });
+                let rope = Some(Rope::new(angles, 32).layout(layout).freq_factors(freq_factors));
                 let rotate_q = codec.is_quantised();
-                let args = NormRopeWrite {
-                    q: &q,
-                    k: &kv,
-                    v: &kv,
-                    q_norm: norm,
-                    k_norm: norm,
-                    v_norm: None,
-                    rope,
-                    rotate_q,
-                    step: &step,
-                    layer: &layer,
-                    q_out: &q_out,
-                };
+                let args = NormRopeWrite::new(&q, &kv, &kv, &step, &layer, &q_out).q_norm(norm).k_norm(norm).rope(rope);
                 ops::norm_rope_write(enc, &args)?;
                 let positions = step.positions();
-                let args = NormRope { x: &q, norm, rope, positions, rotate: rotate_q, out_order: order, out: &q_out };
+                let args = NormRope::new(&q, positions, &q_out).norm(norm).rope(rope).rotate(rotate_q).out_order(order);
                 ops::norm_rope(enc, &args)?;
             }
         }
@@ -491,7 +467,7 @@ fn attention(device: &Device, enc: &mut Encoder, h200: bool) -> Result<()> {
     Ok(())
 }
 
-/// The cases with a ring have a softcap and fresh keys, too.
+/// The cases with a ring have a softcap and sinks, too.
 fn attend(
     device: &Device,
     enc: &mut Encoder,
@@ -501,34 +477,26 @@ fn attend(
     ring: bool,
 ) -> Result<()> {
     let (head_dim, k, v, q, out, group, tokens) = case;
-    let (kv_heads, order) = (2, SlotOrder::HeadMajor);
-    let spec = LayerSpec { sequences: 1, kv_heads, capacity, head_dim, k, v, window: None, ring, order };
+    let (kv_heads, order) = (2, HeadOrder::HeadMajor);
+    let spec = LayerSpec::new(kv_heads, head_dim, capacity, k).v(v).ring(ring).order(order);
     let layer = KvLayer::new(device, spec)?;
     let step = Step::new(device, 1, &(0..tokens as u32).map(|p| (0, p)).collect::<Vec<_>>())?;
     let shape = [tokens, kv_heads * group, head_dim];
-    let fresh = zeros(device, q, &[tokens, kv_heads, head_dim])?;
-    let past = zeros(device, DType::U32, &[1])?;
-    let fresh = Fresh { k: &fresh, v: &fresh, order: SourceOrder::TokenMajor, past: &past };
-    let args = Attend {
-        q: &zeros(device, q, &shape)?,
-        layer: &layer,
-        step: &step,
-        fresh: ring.then_some(fresh),
-        scale: 1.0,
-        softcap: ring.then_some(30.0),
-        window: ring.then_some(capacity - 35),
-        q_rotated: false,
-        plan: None,
-        out: &zeros(device, out, &shape)?,
-    };
-    let plan = ops::attend::plan(&args, device)?;
-    assert!(kernel.is_none_or(|kernel| plan.kernel == kernel), "{case:?}: {plan:?}");
+    let sinks = zeros(device, DType::F32, &[shape[1]])?;
+    let (q, out) = (zeros(device, q, &shape)?, zeros(device, out, &shape)?);
+    let args = Attend::new(&q, &layer, &step, &out)
+        .scale(1.0)
+        .softcap(ring.then_some(30.0))
+        .window(ring.then_some(capacity - 35))
+        .sinks(ring.then_some(&sinks));
+    let explained = ops::explain(&args, device)?;
+    assert!(kernel.is_none_or(|kernel| explained.kernel == kernel), "{case:?}: {explained:?}");
     ops::attend(enc, &args)
 }
 
 /// Rows of 4 and 16 bytes, and of one.
 fn forks(device: &Device) -> Result<()> {
-    let layer = |head_dim, codec| CacheLayer { kv_heads: 1, head_dim, window: None, k: codec, v: codec };
+    let layer = |head_dim, codec| CacheLayer::new(1, head_dim, codec);
     let layers = vec![layer(64, Codec::F16), layer(8, Codec::tq(5))];
     let pool = KvPool::new(device, &PoolSpec::new(layers, 1 << 20).page_tokens(16))?;
     let mut from = pool.sequence();

@@ -7,9 +7,9 @@ use crate::common::{
     nmse, rounded, run, sees_indices,
 };
 use kvant::{
-    Codec, DType, Device, Encoder, Error, KvLayer, LayerSpec, Result, SlotOrder, Step, Tensor,
+    Codec, DType, Device, Encoder, Error, HeadOrder, KvLayer, Result, Step, Tensor,
     codec::{self, Norm, TurboQuant},
-    ops::{self, Angles, Attend, HeadNorm, KvRead, KvSide, KvWrite, NormRope, PairLayout, Rope, SourceOrder},
+    ops::{self, Angles, Attend, HeadNorm, KvRead, KvSide, KvWrite, NormRope, PairLayout, Rope},
 };
 
 /// The bytes of each plane's one dense tensor, as f32.
@@ -21,13 +21,13 @@ fn dense(layer: &KvLayer) -> [Vec<f32>; 2] {
 fn write_range(
     layer: &KvLayer,
     (k, v): (&Tensor, &Tensor),
-    order: SourceOrder,
+    order: HeadOrder,
     first_token: usize,
     positions: std::ops::Range<usize>,
 ) -> Result<()> {
     let device = layer.device();
     let step = range_step(device, layer.spec().sequences, positions)?;
-    run(device, |enc| ops::kv_write(enc, &KvWrite { k, v, order, first_token, step: &step, layer }))
+    run(device, |enc| ops::kv_write(enc, &KvWrite::new(k, v, &step, layer).order(order).first_token(first_token)))
 }
 
 fn upload(device: &Device, dtype: DType, values: &[f32], shape: &[usize]) -> Tensor {
@@ -44,13 +44,13 @@ fn kv_cache_copy() {
             // The engine's own buffers, [cap, row].
             let memory = [0; 2].map(|_| Tensor::zeros(device, to_type, &[8, row]).unwrap());
             for sliding in [false, true] {
-                let spec = LayerSpec { ring: sliding, order: SlotOrder::TokenMajor, ..linear_spec(heads, 8, dim, to) };
+                let spec = linear_spec(heads, 8, dim, to).ring(sliding).order(HeadOrder::TokenMajor);
                 let layer = KvLayer::from_dense(spec, &memory[0], &memory[1]).unwrap();
                 let data = Source::random(&mut Rng::of("copy"), 5, heads, dim);
                 let shape = [5, heads, dim];
                 let (k, v) = (upload(device, from, &data.k, &shape), upload(device, from, &data.v, &shape));
                 let start = if sliding { 6 } else { 2 };
-                write_range(&layer, (&k, &v), SourceOrder::TokenMajor, 0, start..start + 5).unwrap();
+                write_range(&layer, (&k, &v), HeadOrder::TokenMajor, 0, start..start + 5).unwrap();
                 for (memory, values) in memory.iter().zip([&data.k, &data.v]) {
                     let cache = memory.to_f32().unwrap();
                     let want = rounded(from, values);
@@ -63,7 +63,7 @@ fn kv_cache_copy() {
                 // the token.
                 if !sliding {
                     let before = planes(&layer).unwrap();
-                    let overflow = write_range(&layer, (&k, &v), SourceOrder::TokenMajor, 0, 4..9);
+                    let overflow = write_range(&layer, (&k, &v), HeadOrder::TokenMajor, 0, 4..9);
                     if sees_indices(device) {
                         assert!(matches!(overflow, Err(Error::OutOfRange { .. })), "{device}: {overflow:?}");
                         assert!(planes(&layer).unwrap() == before, "{device}: nothing is written");
@@ -71,7 +71,7 @@ fn kv_cache_copy() {
                 }
                 // No tokens: nothing happens.
                 let before = planes(&layer).unwrap();
-                write_range(&layer, (&k, &v), SourceOrder::TokenMajor, 5, 5..5).unwrap();
+                write_range(&layer, (&k, &v), HeadOrder::TokenMajor, 5, 5..5).unwrap();
                 assert!(planes(&layer).unwrap() == before, "{device}: no token, no change");
             }
         }
@@ -88,7 +88,7 @@ fn one_token_of_all_heads() {
             let data = Source::random(&mut Rng::of("one"), 1, heads, dim);
             let shape = [1, heads, dim];
             let (k, v) = (upload(device, DType::F32, &data.k, &shape), upload(device, DType::F32, &data.v, &shape));
-            write_range(&layer, (&k, &v), SourceOrder::TokenMajor, 0, 5..6).unwrap();
+            write_range(&layer, (&k, &v), HeadOrder::TokenMajor, 0, 5..6).unwrap();
             for (cache, values) in dense(&layer).iter().zip([&data.k, &data.v]) {
                 let values = rounded(to, values);
                 for (at, row) in cache.chunks(dim).enumerate() {
@@ -113,7 +113,7 @@ fn a_token_range_into_a_ring() {
             let (k, v) = (upload(device, DType::F32, &data.k, &shape), upload(device, DType::F32, &data.v, &shape));
             // A sliding prefill: the last min(T, cap) tokens.
             let offset = total - cap;
-            write_range(&layer, (&k, &v), SourceOrder::TokenMajor, offset, offset..total).unwrap();
+            write_range(&layer, (&k, &v), HeadOrder::TokenMajor, offset, offset..total).unwrap();
             for (cache, values) in dense(&layer).iter().zip([&data.k, &data.v]) {
                 let values = rounded(to, values);
                 for position in offset..total {
@@ -125,7 +125,7 @@ fn a_token_range_into_a_ring() {
             }
             // Nobody has to cut the prompt: all of it at once leaves the same.
             let whole = KvLayer::new(device, *layer.spec()).unwrap();
-            write_range(&whole, (&k, &v), SourceOrder::TokenMajor, 0, 0..total).unwrap();
+            write_range(&whole, (&k, &v), HeadOrder::TokenMajor, 0, 0..total).unwrap();
             assert!(planes(&whole).unwrap() == planes(&layer).unwrap(), "{device}: the last tokens win");
         }
     }
@@ -155,7 +155,7 @@ fn head_major_bf16_bit_for_bit() {
         let up = |bytes: &[u8]| Tensor::from_bytes(device, DType::BF16, &shape, bytes).unwrap();
         let (k, v) = (up(&k_bytes), up(&v_bytes));
         let layer = KvLayer::new(device, linear_spec(heads, tokens, dim, Codec::BF16)).unwrap();
-        write_range(&layer, (&k, &v), SourceOrder::HeadMajor, 0, 0..tokens).unwrap();
+        write_range(&layer, (&k, &v), HeadOrder::HeadMajor, 0, 0..tokens).unwrap();
         assert!(planes(&layer).unwrap() == [k_bytes, v_bytes], "{device}: NaN payloads and all");
     }
 }
@@ -216,18 +216,10 @@ fn flash_attn_vec() {
                 let step = range_step(device, 1, len - 1..len).unwrap();
                 for (window, softcap) in [(None, None), (Some(16), None), (None, Some(2.0))] {
                     let out = Out::new(device, DType::F32, &[1, heads, dim]).unwrap();
-                    let args = Attend {
-                        q: &q,
-                        layer: &layer,
-                        step: &step,
-                        fresh: None,
-                        scale: (dim as f32).powf(-0.5),
-                        softcap,
-                        window,
-                        q_rotated: false,
-                        plan: None,
-                        out: &out.tensor,
-                    };
+                    let args = Attend::new(&q, &layer, &step, &out.tensor)
+                        .scale((dim as f32).powf(-0.5))
+                        .softcap(softcap)
+                        .window(window);
                     run(device, |enc| ops::attend(enc, &args)).unwrap();
                     let seen = window.map_or(0, |w| len - w)..len;
                     let shape = [heads, kv_heads, cap, dim];
@@ -297,9 +289,9 @@ fn hadamard_quantize_kv_seq() {
         let (k, v) = (upload(device, DType::F32, &data.k, &shape), upload(device, DType::F32, &data.v, &shape));
         let spec = linear_spec(heads, 10, dim, Codec::tq(4));
         let (at_once, one_by_one) = (KvLayer::new(device, spec).unwrap(), KvLayer::new(device, spec).unwrap());
-        write_range(&at_once, (&k, &v), SourceOrder::TokenMajor, 3, 1..8).unwrap();
+        write_range(&at_once, (&k, &v), HeadOrder::TokenMajor, 3, 1..8).unwrap();
         for t in 0..7 {
-            write_range(&one_by_one, (&k, &v), SourceOrder::TokenMajor, 3 + t, 1 + t..2 + t).unwrap();
+            write_range(&one_by_one, (&k, &v), HeadOrder::TokenMajor, 3 + t, 1 + t..2 + t).unwrap();
         }
         assert!(planes(&at_once).unwrap() == planes(&one_by_one).unwrap(), "{device}");
         let read = layers::read(&at_once, KvSide::V, 0, 1..8).unwrap();
@@ -332,16 +324,7 @@ fn hadamard_quantize_kv_hb() {
                 let centroids = codec::centroids(bits).unwrap();
                 // norm × centroid is what is read, while it is still rotated.
                 let out = Out::new(device, DType::F32, &[5, 2, dim]).unwrap();
-                let args = KvRead {
-                    layer: &layer,
-                    side: KvSide::K,
-                    sequence: 0,
-                    start: 0,
-                    keep_rotated: true,
-                    order: SourceOrder::TokenMajor,
-                    out: &out.tensor,
-                    step: None,
-                };
+                let args = KvRead::new(&layer, KvSide::K, &out.tensor).keep_rotated(true);
                 run(device, |enc| ops::kv_read(enc, &args)).unwrap();
                 let rotated = out.tensor.to_f32().unwrap();
                 let norms = layer.k().tensors().last().unwrap().1.to_f32().unwrap();
@@ -356,7 +339,7 @@ fn hadamard_quantize_kv_hb() {
                 let wrong = Source { k: data.k[dim..].to_vec(), ..data.clone() };
                 let refused = {
                     let short = upload(device, DType::F32, &wrong.k[..8 * dim], &[4, 2, dim]);
-                    write_range(&layer, (&short, &short), SourceOrder::TokenMajor, 0, 0..5)
+                    write_range(&layer, (&short, &short), HeadOrder::TokenMajor, 0, 0..5)
                 };
                 assert!(matches!(refused, Err(Error::Value { .. })), "{device}: a source too short is refused");
             }
@@ -430,21 +413,13 @@ fn fused_head_norm_rope() {
             let positions = indices(device, &[position as u32], &[1]).unwrap();
             for weighted in [false, true] {
                 let record = |enc: &mut Encoder, out: &Tensor| {
-                    let args = NormRope {
-                        x: &x_up,
-                        norm: Some(HeadNorm { weight: weighted.then_some(&w_up), eps: 1e-6 }),
-                        rope: Some(Rope {
-                            angles: Angles::Tables { cos: &cos, sin: &sin },
-                            rotated_pairs: half_rope,
-                            layout: PairLayout::LeadingHalves,
-                            freq_factors: None,
-                        }),
-                        positions: &positions,
-                        rotate: false,
-                        out_order: SourceOrder::TokenMajor,
-                        out,
-                    };
-                    ops::norm_rope(enc, &args)
+                    let args = NormRope::new(&x_up, &positions, out)
+                        .norm(Some(HeadNorm::new(1e-6).weight(weighted.then_some(&w_up))))
+                        .rope(Some(
+                            Rope::new(Angles::Tables { cos: &cos, sin: &sin }, half_rope)
+                                .layout(PairLayout::LeadingHalves),
+                        ));
+                    ops::norm_rope(enc, &args).map(drop)
                 };
                 let got = norm_rope(device, record, &[1, heads, dim]);
                 let pairs: Vec<(usize, usize)> = (0..half_rope).map(|i| (i, i + half_rope)).collect();
@@ -478,21 +453,10 @@ fn fused_head_norm_rope_batch() {
                     let x = upload(device, DType::BF16, &x[range.start * row..range.end * row], &[n, heads, dim]);
                     let positions = indices(device, &positions[range], &[n]).unwrap();
                     let record = |enc: &mut Encoder, out: &Tensor| {
-                        let args = NormRope {
-                            x: &x,
-                            norm: Some(HeadNorm { weight: Some(&w_up), eps: 1e-6 }),
-                            rope: Some(Rope {
-                                angles: Angles::Theta(theta),
-                                rotated_pairs: half_rope,
-                                layout: PairLayout::Halves,
-                                freq_factors: scaled.then_some(&f_up),
-                            }),
-                            positions: &positions,
-                            rotate: false,
-                            out_order: SourceOrder::TokenMajor,
-                            out,
-                        };
-                        ops::norm_rope(enc, &args)
+                        let args = NormRope::new(&x, &positions, out)
+                            .norm(Some(HeadNorm::new(1e-6).weight(Some(&w_up))))
+                            .rope(Some(Rope::new(theta, half_rope).freq_factors(scaled.then_some(&f_up))));
+                        ops::norm_rope(enc, &args).map(drop)
                     };
                     norm_rope(device, record, &[n, heads, dim])
                 };
@@ -532,14 +496,14 @@ fn device_buffer_encoder_error() {
         let mut enc = device.encoder().unwrap();
         let (y, z) =
             (Tensor::zeros(device, DType::F32, &[2, 2]).unwrap(), Tensor::zeros(device, DType::F32, &[2, 2]).unwrap());
-        ops::softcap(&mut enc, &ops::Softcap { x: &x, cap: 2.0, out: &y }).unwrap();
-        ops::softcap(&mut enc, &ops::Softcap { x: &y, cap: 1.0, out: &z }).unwrap();
+        ops::softcap(&mut enc, &ops::Softcap::new(&x, 2.0, &y)).unwrap();
+        ops::softcap(&mut enc, &ops::Softcap::new(&y, 1.0, &z)).unwrap();
         enc.commit().unwrap().wait().unwrap();
         let want: Vec<f32> = [1f64, 2.0, 3.0, 4.0].iter().map(|x| (2.0 * (x / 2.0).tanh()).tanh() as f32).collect();
         assert_close(format!("{device}"), &z.to_f32().unwrap(), &want, Bound::of(DType::F32));
         // Bad input is an error with the operation and the argument in it, not a panic.
         let mut enc = device.encoder().unwrap();
-        let error = ops::softcap(&mut enc, &ops::Softcap { x: &x, cap: f32::NAN, out: &y }).unwrap_err();
+        let error = ops::softcap(&mut enc, &ops::Softcap::new(&x, f32::NAN, &y)).unwrap_err();
         let Error::Value { op, arg, .. } = &error else { panic!("{device}: {error:?}") };
         assert_eq!((*op, *arg), ("softcap", "cap"));
         // Steps are made from plain numbers.

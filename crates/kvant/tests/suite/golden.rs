@@ -4,10 +4,9 @@ use std::{collections::HashMap, path::Path};
 
 use crate::common::{Bound, Out, devices, input, layers, rounded, run};
 use kvant::{
-    Codec, DType, Device, KvLayer, LayerSpec, SlotOrder, Tensor,
+    Codec, DType, Device, HeadOrder, KvLayer, LayerSpec, Tensor,
     ops::{
-        self, Affine, Angles, Attend, Embed, HeadNorm, KvWrite, Linear, NormRope, PairLayout, Residual, RmsNorm, Rope,
-        SourceOrder, Weight,
+        self, Affine, Attend, Embed, HeadNorm, KvWrite, Linear, NormRope, PairLayout, Residual, RmsNorm, Rope, Weight,
     },
 };
 use safetensors::{Dtype, SafeTensors};
@@ -121,14 +120,7 @@ fn rms_norm() {
             let x = case.tensor(device, "x");
             let weight = case.optional(device, "weight");
             let out = Out::new(device, case.dtype(), x.shape()).unwrap();
-            let args = RmsNorm {
-                x: &x,
-                weight: weight.as_ref(),
-                eps: case.number("eps") as f32,
-                residual: Residual::None,
-                scale: 1.0,
-                out: &out.tensor,
-            };
+            let args = RmsNorm::new(&x, case.number("eps") as f32, &out.tensor).weight(weight.as_ref());
             run(device, |enc| ops::rms_norm(enc, &args)).unwrap();
             case.compare(device, &out.tensor.to_f32().unwrap(), "out", 1.0);
         }
@@ -151,23 +143,12 @@ fn rope() {
             let ours = if layout == PairLayout::Halves { x.shape()[2] } else { 2 * rotated_pairs };
             assert_eq!(case.integer("freq_denominator"), ours, "{}: the layout says the frequencies", case.name);
             let out = Out::new(device, case.dtype(), x.shape()).unwrap();
-            let args = NormRope {
-                x: &x,
-                norm: case
-                    .params
-                    .get("eps")
-                    .map(|_| HeadNorm { weight: weight.as_ref(), eps: case.number("eps") as f32 }),
-                rope: Some(Rope {
-                    angles: Angles::Theta(case.number("theta")),
-                    rotated_pairs,
-                    layout,
-                    freq_factors: factors.as_ref(),
-                }),
-                positions: &case.tensor(device, "positions"),
-                rotate: false,
-                out_order: SourceOrder::TokenMajor,
-                out: &out.tensor,
-            };
+            let positions = case.tensor(device, "positions");
+            let args = NormRope::new(&x, &positions, &out.tensor)
+                .norm(case.params.get("eps").map(|_| HeadNorm::new(case.number("eps") as f32).weight(weight.as_ref())))
+                .rope(Some(
+                    Rope::new(case.number("theta"), rotated_pairs).layout(layout).freq_factors(factors.as_ref()),
+                ));
             run(device, |enc| ops::norm_rope(enc, &args)).unwrap();
             // An angle may be off by 1e-5 rad at the farthest positions.
             let magnitude = if case.name.starts_with("far") { 12.0 } else { 4.0 };
@@ -183,17 +164,7 @@ fn sdpa() {
         for device in devices() {
             let [tokens, heads, head_dim] = case.shape("q");
             let [kv_heads, len, _] = case.shape("k");
-            let spec = LayerSpec {
-                sequences: 1,
-                kv_heads,
-                capacity: len + 5,
-                head_dim,
-                k: Codec::F32,
-                v: Codec::F32,
-                window: None,
-                ring: false,
-                order: SlotOrder::HeadMajor,
-            };
+            let spec = LayerSpec::new(kv_heads, head_dim, len + 5, Codec::F32);
             let layer = KvLayer::new(device, spec).unwrap();
             layers::fill(&layer, 0xFF).unwrap();
             let (k, v, q) = (case.tensor(device, "k"), case.tensor(device, "v"), case.tensor(device, "q"));
@@ -203,20 +174,12 @@ fn sdpa() {
             );
             let out = Out::new(device, case.dtype(), &[tokens, heads, head_dim]).unwrap();
             run(device, |enc| {
-                let (order, first_token) = (SourceOrder::HeadMajor, 0);
-                ops::kv_write(enc, &KvWrite { k: &k, v: &v, order, first_token, step: &all, layer: &layer })?;
-                let args = Attend {
-                    q: &q,
-                    layer: &layer,
-                    step: &new,
-                    fresh: None,
-                    scale: case.number("scale") as f32,
-                    softcap: case.params["softcap"].as_f64().map(|c| c as f32),
-                    window: case.params["window"].as_u64().map(|w| w as usize),
-                    q_rotated: false,
-                    plan: None,
-                    out: &out.tensor,
-                };
+                let (order, first_token) = (HeadOrder::HeadMajor, 0);
+                ops::kv_write(enc, &KvWrite::new(&k, &v, &all, &layer).order(order).first_token(first_token))?;
+                let args = Attend::new(&q, &layer, &new, &out.tensor)
+                    .scale(case.number("scale") as f32)
+                    .softcap(case.params["softcap"].as_f64().map(|c| c as f32))
+                    .window(case.params["window"].as_u64().map(|w| w as usize));
                 ops::attend(enc, &args)
             })
             .unwrap();
@@ -242,7 +205,7 @@ fn quantized() {
                 group: case.integer("group_size"),
             });
             let out = Out::new(device, DType::F32, &[tokens, outputs]).unwrap();
-            let args = Linear { x: &x, weight, experts: None, alpha: 1.0, out: &out.tensor };
+            let args = Linear::new(&x, weight, &out.tensor);
             run(device, |enc| ops::linear(enc, &args)).unwrap();
             let want = if case.has("exact") { "exact" } else { "out" };
             case.compare(device, &out.tensor.to_f32().unwrap(), want, 10.0);
@@ -250,7 +213,7 @@ fn quantized() {
             // Every row of the table, dequantised.
             let ids = Tensor::from_slice(device, &(0..outputs as u32).collect::<Vec<_>>(), &[outputs]).unwrap();
             let table = Out::new(device, case.dtype(), &[outputs, inputs]).unwrap();
-            let args = Embed { table: weight, ids: &ids, scale: 1.0, out: &table.tensor };
+            let args = Embed::new(weight, &ids, &table.tensor);
             run(device, |enc| ops::embed(enc, &args)).unwrap();
             let want = case.tensor(&Device::reference(), "dequantized").to_f32().unwrap();
             // MLX rounds scale · q to the dtype before it adds the bias: an error of the larger of the two.
@@ -275,7 +238,7 @@ fn a_changed_input_is_noticed() {
     let weight = case.tensor(&device, "weight");
     let out = Out::new(&device, DType::F32, &[17, 64]).unwrap();
     let residual = Residual::None;
-    let args = RmsNorm { x: &x, weight: Some(&weight), eps: 1e-6, residual, scale: 1.0, out: &out.tensor };
+    let args = RmsNorm::new(&x, 1e-6, &out.tensor).weight(Some(&weight)).residual(residual);
     run(&device, |enc| ops::rms_norm(enc, &args)).unwrap();
     let got = out.tensor.to_f32().unwrap();
     assert!(case.difference(&got, "out", 1.0).is_some(), "a difference of 0.01 in one element must be noticed");

@@ -8,10 +8,10 @@ use crate::common::{
     proptest_cases, run,
 };
 use kvant::{
-    CacheLayer, Codec, DType, Device, Encoder, Error, KvLayer, KvPool, LayerSpec, PoolSpec, PrefixCache, Result,
-    Sequence, SlotOrder, Step, StepSize, Tensor,
+    CacheLayer, Codec, DType, Device, Encoder, Error, HeadOrder, KvLayer, KvPool, LayerSpec, PoolSpec, PrefixCache,
+    Result, Sequence, Step, StepSize, Tensor,
     codec::{self, TurboQuant},
-    ops::{self, Attend, KvRead, KvSide, KvWrite, NormRopeWrite, SourceOrder},
+    ops::{self, Attend, KvRead, KvSide, KvWrite, NormRopeWrite},
 };
 use proptest::prelude::*;
 
@@ -52,7 +52,7 @@ struct Filled {
 
 impl Case {
     fn layer(&self) -> CacheLayer {
-        CacheLayer { kv_heads: self.kv_heads, head_dim: self.head_dim, window: self.window, k: self.k, v: self.v }
+        CacheLayer::new(self.kv_heads, self.head_dim, self.k).v(self.v).window(self.window)
     }
 
     /// The keys and values of all sequences, one after the other.
@@ -70,7 +70,7 @@ impl Case {
             (vector(self.k) + vector(self.v)) * self.kv_heads * self.page_tokens + 2048
         };
         // Another layer of the same group, so that the tested one does not begin where the page does.
-        let before = CacheLayer { k: Codec::BF16, v: Codec::tq(5), ..self.layer() };
+        let before = self.layer().k(Codec::BF16).v(Codec::tq(5));
         let bytes = 4 * pages * bytes_per_page + (1 << 16);
         let spec = PoolSpec::new(vec![before, self.layer()], bytes).page_tokens(self.page_tokens);
         let pool = KvPool::new(device, &spec)?;
@@ -118,7 +118,7 @@ impl Case {
         let device = layer.device();
         let q = input(device, self.dtype, &self.queries(step.tokens()), &shape)?;
         let out = Out::new(device, self.dtype, &shape)?;
-        run(device, |enc| ops::attend(enc, &attend(&q, layer, step, &out.tensor)))?;
+        run(device, |enc| ops::attend(enc, &Attend::new(&q, layer, step, &out.tensor)))?;
         Ok(out)
     }
 
@@ -163,24 +163,6 @@ impl Case {
             assert!(wrong.is_empty(), "{self:?} on {device}:\n  {}", wrong.join("\n  "));
         }
     }
-}
-
-fn attend<'a>(q: &'a Tensor, layer: &'a KvLayer, step: &'a Step, out: &'a Tensor) -> Attend<'a> {
-    let scale = (layer.spec().head_dim as f32).powf(-0.5);
-    let (fresh, softcap, window, q_rotated, plan) = (None, None, None, false, None);
-    Attend { q, layer, step, fresh, scale, softcap, window, q_rotated, plan, out }
-}
-
-/// Neither norms nor a rotation; the queries are the keys.
-fn plain_norm_rope_write<'a>(
-    k: &'a Tensor,
-    v: &'a Tensor,
-    layer: &'a KvLayer,
-    step: &'a Step,
-    q_out: &'a Tensor,
-) -> NormRopeWrite<'a> {
-    let (q_norm, k_norm, v_norm, rope, rotate_q) = (None, None, None, None, false);
-    NormRopeWrite { q: k, k, v, q_norm, k_norm, v_norm, rope, rotate_q, step, layer, q_out }
 }
 
 #[test]
@@ -247,9 +229,10 @@ fn the_reference_computes_the_same_over_pages_and_over_slots() {
             layers::write(pool.layer(1).unwrap(), &source.gather(&new), DType::F32, &step).unwrap();
             let paged = case.attend(pool.layer(1).unwrap(), &step).unwrap().bytes().unwrap();
 
-            let (ring, order) = (false, SlotOrder::HeadMajor);
-            let CacheLayer { kv_heads, head_dim, window, k, v } = case.layer();
-            let spec = LayerSpec { sequences: 2, kv_heads, capacity: 60, head_dim, k, v, window, ring, order };
+            let (ring, order) = (false, HeadOrder::HeadMajor);
+            let CacheLayer { kv_heads, head_dim, window, k, v, .. } = case.layer();
+            let spec =
+                LayerSpec::new(kv_heads, head_dim, 60, k).sequences(2).v(v).window(window).ring(ring).order(order);
             let layer = KvLayer::new(&device, spec).unwrap();
             let all: Vec<(u32, u32)> = (0..53).map(|p| (0, p)).chain((0..11).map(|p| (1, p))).collect();
             let written = Step::new(&device, 2, &all).unwrap();
@@ -274,10 +257,10 @@ fn reads_what_was_written() {
             let layer = pool.layer(1)?;
             layers::write(layer, &source.gather(&new), DType::F32, &step)?;
             let mut outputs = Vec::new();
-            for (side, order) in [(KvSide::K, SourceOrder::TokenMajor), (KvSide::V, SourceOrder::HeadMajor)] {
+            for (side, order) in [(KvSide::K, HeadOrder::TokenMajor), (KvSide::V, HeadOrder::HeadMajor)] {
                 for start in [sequences[0].held(1)?.start, 0] {
                     let (tokens, heads) = (73 - start, case.kv_heads);
-                    let shape = if order == SourceOrder::TokenMajor {
+                    let shape = if order == HeadOrder::TokenMajor {
                         [tokens, heads, head_dim]
                     } else {
                         [heads, tokens, head_dim]
@@ -286,7 +269,12 @@ fn reads_what_was_written() {
                     // Zeros must be written, too.
                     out.tensor.write(&vec![f32::NAN; out.tensor.elements()])?;
                     let (sequence, keep_rotated, step) = (0, false, Some(&step));
-                    let read = KvRead { layer, side, sequence, start, keep_rotated, order, out: &out.tensor, step };
+                    let read = KvRead::new(layer, side, &out.tensor)
+                        .sequence(sequence)
+                        .step(step)
+                        .start(start)
+                        .keep_rotated(keep_rotated)
+                        .order(order);
                     run(device, |enc| ops::kv_read(enc, &read))?;
                     outputs.push(out.close(&format!("{side:?} from {start}"))?);
                 }
@@ -310,14 +298,19 @@ fn norm_rope_write_stores_on_pages() {
             let x = |values: &[f32]| input(device, DType::F32, values, &[new.len(), case.kv_heads, case.head_dim]);
             let (k, v) = (x(&data.k)?, x(&data.v)?);
             let q_out = Out::new(device, DType::F32, &[new.len(), case.kv_heads, case.head_dim])?;
-            let args = plain_norm_rope_write(&k, &v, layer, &step, &q_out.tensor);
+            let args = NormRopeWrite::new(&k, &k, &v, &step, layer, &q_out.tensor);
             run(device, |enc| ops::norm_rope_write(enc, &args))?;
             let mut outputs = vec![q_out.close("q_out")?];
             for (sequence, held) in sequences.iter().enumerate() {
                 for side in [KvSide::K, KvSide::V] {
                     let out = Out::new(device, DType::F32, &[held.len(), case.kv_heads, case.head_dim])?;
-                    let (start, keep_rotated, order, step) = (0, false, SourceOrder::TokenMajor, Some(&step));
-                    let read = KvRead { layer, side, sequence, start, keep_rotated, order, out: &out.tensor, step };
+                    let (start, keep_rotated, order, step) = (0, false, HeadOrder::TokenMajor, Some(&step));
+                    let read = KvRead::new(layer, side, &out.tensor)
+                        .sequence(sequence)
+                        .step(step)
+                        .start(start)
+                        .keep_rotated(keep_rotated)
+                        .order(order);
                     run(device, |enc| ops::kv_read(enc, &read))?;
                     outputs.push(out.close(&format!("{side:?} of sequence {sequence}"))?);
                 }
@@ -349,20 +342,25 @@ fn positions_beyond_the_table_are_skipped() {
             let shape = [2, case.kv_heads, case.head_dim];
             let (k, v) = (input(device, DType::F32, &other.k, &shape)?, input(device, DType::F32, &other.v, &shape)?);
             let q_out = Out::new(device, DType::F32, &shape)?;
-            run(device, |enc| ops::norm_rope_write(enc, &plain_norm_rope_write(&k, &v, layer, &step, &q_out.tensor)))?;
+            run(device, |enc| ops::norm_rope_write(enc, &NormRopeWrite::new(&k, &k, &v, &step, layer, &q_out.tensor)))?;
             let mut outputs = vec![q_out.close("q_out")?];
             for (sequence, start, tokens) in [(0, 0, 21), (0, end, 16), (1, 0, 7)] {
                 let out = Out::new(device, DType::F32, &[tokens, case.kv_heads, case.head_dim])?;
-                let (side, keep_rotated, order) = (KvSide::K, false, SourceOrder::TokenMajor);
+                let (side, keep_rotated, order) = (KvSide::K, false, HeadOrder::TokenMajor);
                 let step = Some(&step);
-                let read = KvRead { layer, side, sequence, start, keep_rotated, order, out: &out.tensor, step };
+                let read = KvRead::new(layer, side, &out.tensor)
+                    .sequence(sequence)
+                    .step(step)
+                    .start(start)
+                    .keep_rotated(keep_rotated)
+                    .order(order);
                 run(device, |enc| ops::kv_read(enc, &read))?;
                 outputs.push(out.close(&format!("{tokens} from {start} of sequence {sequence}"))?);
             }
             // Within the window there are only positions past the end.
             let out = Out::new(device, DType::F32, &shape)?;
             let window = Some(2);
-            run(device, |enc| ops::attend(enc, &Attend { window, ..attend(&k, layer, &step, &out.tensor) }))?;
+            run(device, |enc| ops::attend(enc, &Attend::new(&k, layer, &step, &out.tensor).window(window)))?;
             outputs.push(out.close_within("attend", case.bound(device))?);
             drop(sequences);
             Ok(outputs)
@@ -418,15 +416,20 @@ fn random_tables_stay_within_the_pool() {
 #[test]
 fn pages_end_within_the_pool() {
     for device in devices() {
-        let layer = CacheLayer { kv_heads: 1, head_dim: 64, window: None, k: Codec::F32, v: Codec::F32 };
+        let layer = CacheLayer::new(1, 64, Codec::F32);
         let pool = KvPool::new(device, &PoolSpec::new(vec![layer], 40 << 10).page_tokens(16)).unwrap();
         let mut sequence = pool.sequence();
         let step = pool.step(&mut [(&mut sequence, 64)]).unwrap();
         let (table, layer) = (&step.page_tables()[0], pool.layer(0).unwrap());
-        let (start, tokens, order, keep_rotated) = (0, 64, SourceOrder::TokenMajor, false);
+        let (start, tokens, order, keep_rotated) = (0, 64, HeadOrder::TokenMajor, false);
         let out = Tensor::zeros(device, DType::F32, &[tokens, 1, 64]).unwrap();
         let (side, sequence) = (KvSide::V, 0);
-        let read = KvRead { layer, side, sequence, start, keep_rotated, order, out: &out, step: Some(&step) };
+        let read = KvRead::new(layer, side, &out)
+            .sequence(sequence)
+            .step(Some(&step))
+            .start(start)
+            .keep_rotated(keep_rotated)
+            .order(order);
         for first in (0..200).step_by(4) {
             let entries: Vec<u32> = (0..table.elements() as u32).map(|i| first + i).collect();
             table.write(&entries).unwrap();
@@ -440,7 +443,7 @@ fn pages_end_within_the_pool() {
 fn inactive_rows_do_nothing() {
     for codec in [Codec::F16, Codec::tq(4)] {
         conform(format!("inactive rows over {codec}"), |device| {
-            let layer = CacheLayer { kv_heads: 2, head_dim: 64, window: None, k: codec, v: codec };
+            let layer = CacheLayer::new(2, 64, codec);
             let pool = KvPool::new(device, &PoolSpec::new(vec![layer], 1 << 20))?;
             let (mut a, mut b) = (pool.sequence(), pool.sequence());
             let step = pool.reserve_step(StepSize::decode(5, 100))?;
@@ -455,7 +458,7 @@ fn inactive_rows_do_nothing() {
                 layers::write(layer, &data, DType::F32, &step)?;
                 let q = input(device, DType::F32, &rng.normals(5 * 4 * 64), &[5, 4, 64])?;
                 let out = Out::new(device, DType::F32, &[5, 4, 64])?;
-                run(device, |enc| ops::attend(enc, &attend(&q, layer, &step, &out.tensor)))?;
+                run(device, |enc| ops::attend(enc, &Attend::new(&q, layer, &step, &out.tensor)))?;
                 let values = out.tensor.to_f32()?;
                 assert!(values[round * 4 * 64..].iter().all(|&x| x == 0.0), "{device}: rows from {round} on");
                 outputs.push(out.close_within("out", Bound::of(DType::F32).over(device, codec, 1.0))?);
@@ -468,15 +471,15 @@ fn inactive_rows_do_nothing() {
 #[test]
 fn steps_belong_to_a_pool_and_a_moment() {
     let device = Device::cpu();
-    let layer = CacheLayer { kv_heads: 1, head_dim: 64, window: None, k: Codec::F32, v: Codec::F32 };
+    let layer = CacheLayer::new(1, 64, Codec::F32);
     let pool = |_| KvPool::new(&device, &PoolSpec::new(vec![layer], 1 << 20)).unwrap();
     let [ours, other] = [0, 1].map(pool);
     let mut a = ours.sequence();
     let old = ours.step(&mut [(&mut a, 3)]).unwrap();
     let x = Tensor::zeros(&device, DType::F32, &[3, 1, 64]).unwrap();
     let write = |layer: &KvLayer, step: &Step| {
-        let order = SourceOrder::TokenMajor;
-        run(&device, |enc| ops::kv_write(enc, &KvWrite { k: &x, v: &x, order, first_token: 0, step, layer }))
+        let order = HeadOrder::TokenMajor;
+        run(&device, |enc| ops::kv_write(enc, &KvWrite::new(&x, &x, step, layer).order(order)))
     };
     let refused = |result: Result<()>| assert!(matches!(result, Err(Error::Value { arg: "step", .. })), "{result:?}");
     write(ours.layer(0).unwrap(), &old).unwrap();
@@ -594,8 +597,8 @@ fn stored(codec: Codec, x: Vec<f32>) -> Vec<f64> {
 
 impl History {
     fn new(device: &Device, codec: Codec, bytes: usize) -> History {
-        let full = CacheLayer { kv_heads: 1, head_dim: DIM, window: None, k: codec, v: codec };
-        let sliding = CacheLayer { window: Some(WINDOW), ..full };
+        let full = CacheLayer::new(1, DIM, codec);
+        let sliding = full.window(Some(WINDOW));
         let spec = PoolSpec::new(vec![sliding, full, sliding], bytes).page_tokens(16).host_bytes(bytes / 4);
         let pool = KvPool::new(device, &spec).unwrap();
         let cache = PrefixCache::new(&pool, b"history");
@@ -653,7 +656,7 @@ impl History {
             layers::write(kv_layer, &Source { k: side(0), v: side(1), heads: 1, dim: DIM }, DType::F32, step).unwrap();
             let q_tensor = Tensor::from_slice(device, &q, &[tokens, 2, DIM]).unwrap();
             let out = Tensor::zeros(device, DType::F32, &[tokens, 2, DIM]).unwrap();
-            run(device, |enc: &mut Encoder| ops::attend(enc, &attend(&q_tensor, kv_layer, step, &out))).unwrap();
+            run(device, |enc: &mut Encoder| ops::attend(enc, &Attend::new(&q_tensor, kv_layer, step, &out))).unwrap();
             let mut want = Vec::new();
             for &(index, count) in order {
                 let all = &self.told[index].tokens;
@@ -806,8 +809,8 @@ fn a_found_prefix_gives_the_same_bits() {
             let lengths =
                 if device.kind() == kvant::DeviceKind::Metal { vec![17, 40, 63] } else { (17..=64).collect() };
             for len in lengths {
-                let full = CacheLayer { kv_heads: 1, head_dim: DIM, window: None, k: codec, v: codec };
-                let sliding = CacheLayer { window: Some(WINDOW), ..full };
+                let full = CacheLayer::new(1, DIM, codec);
+                let sliding = full.window(Some(WINDOW));
                 let spec = PoolSpec::new(vec![sliding, full], 0).page_tokens(PAGE);
                 // Room for the kept prefix and one sequence.
                 let pool = KvPool::new(device, &spec.room_for(2, len + 1, len).unwrap()).unwrap();
@@ -848,7 +851,7 @@ fn feed(pool: &KvPool, sequence: &mut Sequence, tokens: &[u32]) -> Vec<Vec<u8>> 
             let side = |side| (start..tokens.len()).flat_map(|at| vector(side, index, &tokens[..=at])).collect();
             layers::write(layer, &Source { k: side(0), v: side(1), heads: 1, dim: DIM }, DType::F32, &step).unwrap();
             let out = Tensor::zeros(pool.device(), DType::F32, &[count, 2, DIM]).unwrap();
-            run(pool.device(), |enc| ops::attend(enc, &attend(&q, layer, &step, &out))).unwrap();
+            run(pool.device(), |enc| ops::attend(enc, &Attend::new(&q, layer, &step, &out))).unwrap();
             bytes_of(&out).unwrap()
         })
         .collect()
@@ -856,8 +859,8 @@ fn feed(pool: &KvPool, sequence: &mut Sequence, tokens: &[u32]) -> Vec<Vec<u8>> 
 
 /// A full and a sliding layer.
 fn two_layers() -> Vec<CacheLayer> {
-    let full = CacheLayer { kv_heads: 1, head_dim: DIM, window: None, k: Codec::F32, v: Codec::F32 };
-    vec![CacheLayer { window: Some(WINDOW), ..full }, full]
+    let full = CacheLayer::new(1, DIM, Codec::F32);
+    vec![full.window(Some(WINDOW)), full]
 }
 
 /// The last page of a fork is its own as soon as one of the two writes to it.
@@ -964,8 +967,8 @@ fn truncation_ends_where_positions_are_gone() {
 #[test]
 fn prefixes_come_back_from_host_memory() {
     for device in devices() {
-        let layer = CacheLayer { kv_heads: 1, head_dim: DIM, window: None, k: Codec::F32, v: Codec::F32 };
-        let layers = vec![layer, CacheLayer { window: Some(WINDOW), ..layer }];
+        let layer = CacheLayer::new(1, DIM, Codec::F32);
+        let layers = vec![layer, layer.window(Some(WINDOW))];
         let spec = PoolSpec::new(layers, 0).page_tokens(16).room_for(1, 64, 64).unwrap().host_bytes(1 << 20);
         let pool = KvPool::new(device, &spec).unwrap();
         let cache = PrefixCache::new(&pool, b"host");
@@ -994,8 +997,8 @@ fn prefixes_come_back_from_host_memory() {
 #[test]
 fn exports_come_back_or_are_refused() {
     for device in devices() {
-        let layer = CacheLayer { kv_heads: 1, head_dim: DIM, window: None, k: Codec::tq(5), v: Codec::BF16 };
-        let spec = PoolSpec::new(vec![layer, CacheLayer { window: Some(WINDOW), ..layer }], 1 << 20).page_tokens(16);
+        let layer = CacheLayer::new(1, DIM, Codec::tq(5)).v(Codec::BF16);
+        let spec = PoolSpec::new(vec![layer, layer.window(Some(WINDOW))], 1 << 20).page_tokens(16);
         let (pool, other) = (KvPool::new(device, &spec).unwrap(), KvPool::new(device, &spec).unwrap());
         let tokens: Vec<u32> = (0..70).map(|at| prompt_token(0, at)).collect();
         let mut sequence = pool.sequence();
@@ -1034,8 +1037,8 @@ fn exports_come_back_or_are_refused() {
 fn a_graph_serves_sequences_that_join_and_leave() {
     for device in devices() {
         let steps = if device.kind() == kvant::DeviceKind::Metal { 12 } else { 300 };
-        let layer = CacheLayer { kv_heads: 1, head_dim: DIM, window: None, k: Codec::F32, v: Codec::F32 };
-        let spec = PoolSpec::new(vec![layer, CacheLayer { window: Some(WINDOW), ..layer }], 4 << 20).page_tokens(16);
+        let layer = CacheLayer::new(1, DIM, Codec::F32);
+        let spec = PoolSpec::new(vec![layer, layer.window(Some(WINDOW))], 4 << 20).page_tokens(16);
         let pool = KvPool::new(device, &spec).unwrap();
         let step = pool.reserve_step(StepSize::decode(32, 1000)).unwrap();
         let tensor = |heads| Tensor::zeros(device, DType::F32, &[32, heads, DIM]).unwrap();
@@ -1044,9 +1047,9 @@ fn a_graph_serves_sequences_that_join_and_leave() {
         let graph = Encoder::capture(device, |enc| {
             for (index, out) in outs.iter().enumerate() {
                 let layer = pool.layer(index)?;
-                let order = SourceOrder::TokenMajor;
-                ops::kv_write(enc, &KvWrite { k: &k, v: &v, order, first_token: 0, step: &step, layer })?;
-                ops::attend(enc, &attend(&q, layer, &step, out))?;
+                let order = HeadOrder::TokenMajor;
+                ops::kv_write(enc, &KvWrite::new(&k, &v, &step, layer).order(order))?;
+                ops::attend(enc, &Attend::new(&q, layer, &step, out))?;
             }
             Ok(())
         });
@@ -1082,7 +1085,8 @@ fn a_graph_serves_sequences_that_join_and_leave() {
                         let q: Vec<f64> = q_data[at..at + DIM].iter().map(|&x| f64::from(x)).collect();
                         let wide = |x: &[f32]| x[first * DIM..].chunks_exact(DIM).map(widen).collect::<Vec<_>>();
                         let (keys, values) = (wide(keys), wide(values));
-                        let query = kvant::reference::Query { q: &q, scale: (DIM as f64).powf(-0.5), softcap: None };
+                        let query =
+                            kvant::reference::QueryVector { q: &q, scale: (DIM as f64).powf(-0.5), softcap: None };
                         let pairs = keys.iter().zip(&values).map(|(k, v)| (&k[..], &v[..]));
                         let state = kvant::reference::attend(query, pairs).unwrap();
                         want[at..at + DIM].iter_mut().zip(state.finish()).for_each(|(to, x)| *to = x as f32);

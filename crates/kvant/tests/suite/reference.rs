@@ -2,11 +2,12 @@
 
 use std::ops::Range;
 
+use crate::common::query;
 use kvant::{
-    Codec, DType, Device, KvLayer, LayerSpec, Result, SlotOrder, Step, Tensor, f16,
+    Codec, DType, Device, HeadOrder, KvLayer, LayerSpec, Result, Step, Tensor, f16,
     ops::{
-        Angles, Attend, Fresh, HeadNorm, KvRead, KvSide, KvWrite, NormRope, NormRopeWrite, PairLayout, Residual,
-        RmsNorm, Rope, SourceOrder, attend, kv_read, kv_write, norm_rope, norm_rope_write, rms_norm,
+        Attend, HeadNorm, KvRead, KvSide, KvWrite, NormRope, NormRopeWrite, Residual, RmsNorm, Rope, attend, kv_read,
+        kv_write, norm_rope, norm_rope_write, rms_norm,
     },
     reference,
 };
@@ -35,13 +36,13 @@ fn coordinate(side: usize, sequence: usize, position: usize, head: usize, i: usi
 }
 
 /// Keys or values of some tokens (sequence, position), in an order.
-fn source(side: usize, tokens: &[(u32, u32)], heads: usize, order: SourceOrder) -> Tensor {
+fn source(side: usize, tokens: &[(u32, u32)], heads: usize, order: HeadOrder) -> Tensor {
     let mut data = vec![0.0; tokens.len() * heads * DIM];
     for (token, &(sequence, position)) in tokens.iter().enumerate() {
         for head in 0..heads {
             let row = match order {
-                SourceOrder::TokenMajor => token * heads + head,
-                SourceOrder::HeadMajor => head * tokens.len() + token,
+                HeadOrder::TokenMajor => token * heads + head,
+                HeadOrder::HeadMajor => head * tokens.len() + token,
             };
             for i in 0..DIM {
                 data[row * DIM + i] = coordinate(side, sequence as usize, position as usize, head, i);
@@ -49,8 +50,8 @@ fn source(side: usize, tokens: &[(u32, u32)], heads: usize, order: SourceOrder) 
         }
     }
     let shape = match order {
-        SourceOrder::TokenMajor => [tokens.len(), heads, DIM],
-        SourceOrder::HeadMajor => [heads, tokens.len(), DIM],
+        HeadOrder::TokenMajor => [tokens.len(), heads, DIM],
+        HeadOrder::HeadMajor => [heads, tokens.len(), DIM],
     };
     tensor(&data, &shape)
 }
@@ -58,7 +59,7 @@ fn source(side: usize, tokens: &[(u32, u32)], heads: usize, order: SourceOrder) 
 #[derive(Clone, Debug)]
 struct Case {
     spec: LayerSpec,
-    source: SourceOrder,
+    source: HeadOrder,
     /// Tokens of each sequence that arrive with each step.
     steps: Vec<Vec<usize>>,
     window: Option<usize>,
@@ -67,8 +68,8 @@ struct Case {
 }
 
 fn cases(codec: Codec) -> impl Strategy<Value = Case> {
-    let order = prop::sample::select(vec![SlotOrder::HeadMajor, SlotOrder::TokenMajor]);
-    let source = prop::sample::select(vec![SourceOrder::HeadMajor, SourceOrder::TokenMajor]);
+    let order = prop::sample::select(vec![HeadOrder::HeadMajor, HeadOrder::TokenMajor]);
+    let source = prop::sample::select(vec![HeadOrder::HeadMajor, HeadOrder::TokenMajor]);
     let layer = (1..3usize, 1..3usize, 1..9usize, any::<bool>(), order, source);
     let steps = prop::collection::vec(prop::collection::vec(0..6usize, 2), 1..5);
     let masks = (prop::option::of(1..7usize), prop::option::of(0.5f32..3.0), 0..4usize);
@@ -76,8 +77,7 @@ fn cases(codec: Codec) -> impl Strategy<Value = Case> {
         let (sequences, kv_heads, capacity, ring, order, source) = layer;
         let capacity = if ring { capacity } else { 24 };
         steps.iter_mut().for_each(|step| step.truncate(sequences));
-        let spec =
-            LayerSpec { sequences, kv_heads, capacity, head_dim: DIM, k: codec, v: codec, window: None, ring, order };
+        let spec = LayerSpec::new(kv_heads, DIM, capacity, codec).sequences(sequences).ring(ring).order(order);
         Case { spec, source, steps, window, softcap, splits }
     })
 }
@@ -119,43 +119,32 @@ fn expected(case: &Case, q: &[f32], sequence: usize, head: usize, seen: Range<us
     out
 }
 
-/// Runs the case; with `fresh`, each step attends to its own keys and values before they are written.
-fn check(case: &Case, fresh: bool) -> std::result::Result<(), TestCaseError> {
+/// Runs the case: each step is written, then attended to.
+fn check(case: &Case) -> std::result::Result<(), TestCaseError> {
     let spec = case.spec;
     let heads = 2 * spec.kv_heads;
     let layer = KvLayer::new(&device(), spec).unwrap();
     let mut lens = vec![0; spec.sequences];
     for arrivals in &case.steps {
-        let past: Vec<u32> = lens.iter().map(|&n| n as u32).collect();
         let tokens = advance(&mut lens, arrivals);
         let step = step(&tokens, &lens);
         let (k, v) = (source(0, &tokens, spec.kv_heads, case.source), source(1, &tokens, spec.kv_heads, case.source));
         let q: Vec<f32> = (0..tokens.len() * heads * DIM).map(|i| (i as f32 * 0.71).cos()).collect();
         let q_tensor = tensor(&q, &[tokens.len(), heads, DIM]);
         let out = tensor(&vec![f32::NAN; q.len()], &[tokens.len(), heads, DIM]);
-        let past_tensor = Tensor::from_slice(&device(), &past, &[past.len()]).unwrap();
-        let plan = kvant::ops::attend::Plan { kernel: "", reason: "".into(), splits: case.splits };
-        let args = Attend {
-            q: &q_tensor,
-            layer: &layer,
-            step: &step,
-            fresh: fresh.then_some(Fresh { k: &k, v: &v, order: case.source, past: &past_tensor }),
-            scale: 0.3,
-            softcap: case.softcap,
-            window: case.window,
-            q_rotated: false,
-            plan: Some(&plan),
-            out: &out,
-        };
-        let write = KvWrite { k: &k, v: &v, order: case.source, first_token: 0, step: &step, layer: &layer };
-        run(|enc| if fresh { attend(enc, &args) } else { kv_write(enc, &write) });
-        run(|enc| if fresh { kv_write(enc, &write) } else { attend(enc, &args) });
+        let args = Attend::new(&q_tensor, &layer, &step, &out)
+            .scale(0.3)
+            .softcap(case.softcap)
+            .window(case.window)
+            .splits((case.splits > 0).then_some(case.splits));
+        let write = KvWrite::new(&k, &v, &step, &layer).order(case.source);
+        run(|enc| kv_write(enc, &write));
+        run(|enc| attend(enc, &args));
         let out = out.to_vec::<f32>().unwrap();
         for (token, &(sequence, position)) in tokens.iter().enumerate() {
             let (sequence, position) = (sequence as usize, position as usize);
-            // What is held: the last `capacity` positions of the cache, and with them the fresh ones.
-            let cached = if fresh { past[sequence] as usize } else { lens[sequence] };
-            let oldest = cached.saturating_sub(spec.capacity);
+            // What is held: the last `capacity` positions.
+            let oldest = lens[sequence].saturating_sub(spec.capacity);
             let first = oldest.max((position + 1).saturating_sub(case.window.unwrap_or(usize::MAX)));
             for head in 0..heads {
                 let at = (token * heads + head) * DIM;
@@ -175,16 +164,7 @@ fn check(case: &Case, fresh: bool) -> std::result::Result<(), TestCaseError> {
             let wanted = source(number, &tokens, spec.kv_heads, case.source);
             let out = Tensor::zeros(&device(), DType::F32, wanted.shape()).unwrap();
             let order = case.source;
-            let args = KvRead {
-                layer: &layer,
-                side,
-                sequence,
-                start: held.start,
-                keep_rotated: false,
-                order,
-                out: &out,
-                step: None,
-            };
+            let args = KvRead::new(&layer, side, &out).sequence(sequence).start(held.start).order(order);
             run(|enc| kv_read(enc, &args));
             prop_assert_eq!(out.to_vec::<f32>().unwrap(), wanted.to_vec::<f32>().unwrap());
         }
@@ -197,12 +177,7 @@ proptest! {
 
     #[test]
     fn writing_then_attending_is_softmax_over_history(case in cases(Codec::F32)) {
-        check(&case, false)?;
-    }
-
-    #[test]
-    fn attending_to_fresh_tokens_is_softmax_over_history(case in cases(Codec::F32)) {
-        check(&case, true)?;
+        check(&case)?;
     }
 }
 
@@ -212,34 +187,15 @@ proptest! {
 fn quantised_attention_is_attention_over_what_is_read() {
     let tokens: Vec<(u32, u32)> = (0..9).map(|position| (0, position)).collect();
     for (k_codec, v_codec) in [(Codec::tq(4), Codec::tq(6)), (Codec::tq(8), Codec::F16), (Codec::BF16, Codec::tq(5))] {
-        let spec = LayerSpec {
-            sequences: 1,
-            kv_heads: 1,
-            capacity: 6,
-            head_dim: DIM,
-            k: k_codec,
-            v: v_codec,
-            window: None,
-            ring: true,
-            order: SlotOrder::HeadMajor,
-        };
+        let spec = LayerSpec::new(1, DIM, 6, k_codec).v(v_codec).ring(true);
         let layer = KvLayer::new(&device(), spec).unwrap();
-        let order = SourceOrder::TokenMajor;
+        let order = HeadOrder::TokenMajor;
         let (k, v) = (source(0, &tokens, 1, order), source(1, &tokens, 1, order));
         let written = step(&tokens, &[9]);
-        run(|enc| kv_write(enc, &KvWrite { k: &k, v: &v, order, first_token: 0, step: &written, layer: &layer }));
+        run(|enc| kv_write(enc, &KvWrite::new(&k, &v, &written, &layer).order(order)));
         let read = |side| {
             let out = Tensor::zeros(&device(), DType::F32, &[6, 1, DIM]).unwrap();
-            let args = KvRead {
-                layer: &layer,
-                side,
-                sequence: 0,
-                start: 3,
-                keep_rotated: false,
-                order,
-                out: &out,
-                step: None,
-            };
+            let args = KvRead::new(&layer, side, &out).start(3).order(order);
             run(|enc| kv_read(enc, &args));
             out.to_vec::<f32>().unwrap()
         };
@@ -247,8 +203,8 @@ fn quantised_attention_is_attention_over_what_is_read() {
         let wide = |x: &[f32]| x.iter().map(|&x| f64::from(x)).collect::<Vec<_>>();
         let (keys, values) = (wide(&keys), wide(&values));
         let q: Vec<f32> = (0..DIM).map(|i| coordinate(2, 0, 0, 0, i)).collect();
-        let query = reference::Query { q: &wide(&q), scale: 0.5, softcap: None };
-        let expected = reference::attend(query, keys.chunks(DIM).zip(values.chunks(DIM))).unwrap().finish();
+        let vector = reference::QueryVector { q: &wide(&q), scale: 0.5, softcap: None };
+        let expected = reference::attend(vector, keys.chunks(DIM).zip(values.chunks(DIM))).unwrap().finish();
 
         let last = step(&tokens[8..], &[9]);
         let rotated: Vec<f32> = reference::hadamard(&wide(&q), false).unwrap().iter().map(|&x| x as f32).collect();
@@ -257,18 +213,7 @@ fn quantised_attention_is_attention_over_what_is_read() {
                 continue;
             }
             let (q, out) = (tensor(q, &[1, 1, DIM]), tensor(&[f32::NAN; DIM], &[1, 1, DIM]));
-            let args = Attend {
-                q: &q,
-                layer: &layer,
-                step: &last,
-                fresh: None,
-                scale: 0.5,
-                softcap: None,
-                window: None,
-                q_rotated,
-                plan: None,
-                out: &out,
-            };
+            let args = Attend::new(query(&q, q_rotated), &layer, &last, &out).scale(0.5);
             run(|enc| attend(enc, &args));
             let out = out.to_vec::<f32>().unwrap();
             assert!(out.iter().zip(&expected).all(|(a, e)| (f64::from(*a) - e).abs() < 1e-5));
@@ -286,65 +231,39 @@ fn fused_write_is_its_two_parts() {
     let q = tensor(&random(3 * heads * DIM, 0), &[3, heads, DIM]);
     let k = tensor(&random(3 * kv_heads * DIM, 1), &[3, kv_heads, DIM]);
     let weight = tensor(&random(DIM, 2), &[DIM]);
-    let norm = HeadNorm { weight: Some(&weight), eps: 1e-6 };
-    let rope = Rope { angles: Angles::Theta(1e4), rotated_pairs: 16, layout: PairLayout::Halves, freq_factors: None };
+    let norm = HeadNorm::new(1e-6).weight(Some(&weight));
+    let rope = Rope::new(1e4, 16);
     for codec in [Codec::F32, Codec::tq(8)] {
-        let spec = LayerSpec {
-            sequences: 2,
-            kv_heads,
-            capacity: 4,
-            head_dim: DIM,
-            k: codec,
-            v: codec,
-            window: None,
-            ring: true,
-            order: SlotOrder::TokenMajor,
-        };
+        let spec = LayerSpec::new(kv_heads, DIM, 4, codec).sequences(2).ring(true).order(HeadOrder::TokenMajor);
         let layers = [0, 1].map(|_| KvLayer::new(&device(), spec).unwrap());
         let step = step(&tokens, &[1, 7]);
         let outs = [0, 1].map(|_| Tensor::zeros(&device(), DType::F32, q.shape()).unwrap());
         // Values are the raw keys, normed without a weight: one tensor for both.
-        let fused = NormRopeWrite {
-            q: &q,
-            k: &k,
-            v: &k,
-            q_norm: Some(norm),
-            k_norm: Some(norm),
-            v_norm: Some(HeadNorm { weight: None, eps: 1e-6 }),
-            rope: Some(rope),
-            rotate_q: true,
-            step: &step,
-            layer: &layers[0],
-            q_out: &outs[0],
-        };
-        run(|enc| norm_rope_write(enc, &fused));
+        let fused = NormRopeWrite::new(&q, &k, &k, &step, &layers[0], &outs[0])
+            .q_norm(Some(norm))
+            .k_norm(Some(norm))
+            .v_norm(Some(HeadNorm::new(1e-6)))
+            .rope(Some(rope));
+        run(|enc| norm_rope_write(enc, &fused).map(drop));
         let part = |x: &Tensor, norm, rope, rotate, out: &Tensor| {
-            let out_order = SourceOrder::TokenMajor;
-            let args = NormRope { x, norm: Some(norm), rope, positions: step.positions(), rotate, out_order, out };
-            run(|enc| norm_rope(enc, &args));
+            let out_order = HeadOrder::TokenMajor;
+            let args =
+                NormRope::new(x, step.positions(), out).norm(Some(norm)).rope(rope).rotate(rotate).out_order(out_order);
+            run(|enc| norm_rope(enc, &args).map(drop));
         };
         let [k_out, v_out] = [0, 1].map(|_| Tensor::zeros(&device(), DType::F32, k.shape()).unwrap());
-        part(&q, norm, Some(rope), true, &outs[1]);
+        part(&q, norm, Some(rope), codec.is_quantised(), &outs[1]);
         part(&k, norm, Some(rope), false, &k_out);
-        part(&k, HeadNorm { weight: None, eps: 1e-6 }, None, false, &v_out);
-        let order = SourceOrder::TokenMajor;
-        let write = KvWrite { k: &k_out, v: &v_out, order, first_token: 0, step: &step, layer: &layers[1] };
+        part(&k, HeadNorm::new(1e-6), None, false, &v_out);
+        let order = HeadOrder::TokenMajor;
+        let write = KvWrite::new(&k_out, &v_out, &step, &layers[1]).order(order);
         run(|enc| kv_write(enc, &write));
         assert_eq!(outs[0].to_vec::<f32>().unwrap(), outs[1].to_vec::<f32>().unwrap());
         for (sequence, start, n) in [(0, 0, 1), (1, 5, 2)] {
             for side in [KvSide::K, KvSide::V] {
                 let [a, b] = [0, 1].map(|i| {
                     let out = Tensor::zeros(&device(), DType::F32, &[n, kv_heads, DIM]).unwrap();
-                    let args = KvRead {
-                        layer: &layers[i],
-                        side,
-                        sequence,
-                        start,
-                        keep_rotated: false,
-                        order,
-                        out: &out,
-                        step: None,
-                    };
+                    let args = KvRead::new(&layers[i], side, &out).sequence(sequence).start(start).order(order);
                     run(|enc| kv_read(enc, &args));
                     out.to_vec::<f32>().unwrap()
                 });
@@ -360,20 +279,10 @@ fn same_dtype_keeps_the_bits_of_nan() {
     let bits: Vec<f16> = (0..DIM as u16).map(|i| f16::from_bits(0x7c01 + i * 13)).collect();
     assert!(bits.iter().all(|x| x.is_nan()));
     let source = Tensor::from_slice(&device(), &bits, &[1, 1, DIM]).unwrap();
-    let spec = LayerSpec {
-        sequences: 1,
-        kv_heads: 1,
-        capacity: 1,
-        head_dim: DIM,
-        k: Codec::F16,
-        v: Codec::F32,
-        window: None,
-        ring: false,
-        order: SlotOrder::HeadMajor,
-    };
+    let spec = LayerSpec::new(1, DIM, 1, Codec::F16).v(Codec::F32);
     let layer = KvLayer::new(&device(), spec).unwrap();
-    let (step, order) = (step(&[(0, 0)], &[1]), SourceOrder::HeadMajor);
-    run(|enc| kv_write(enc, &KvWrite { k: &source, v: &source, order, first_token: 0, step: &step, layer: &layer }));
+    let (step, order) = (step(&[(0, 0)], &[1]), HeadOrder::HeadMajor);
+    run(|enc| kv_write(enc, &KvWrite::new(&source, &source, &step, &layer).order(order)));
     let stored: Vec<f16> = layer.k().tensors().next().unwrap().1.to_vec().unwrap();
     assert!(stored.iter().zip(&bits).all(|(a, b)| a.to_bits() == b.to_bits()));
     let widened: Vec<f32> = layer.v().tensors().next().unwrap().1.to_vec().unwrap();
@@ -396,7 +305,7 @@ fn norms_in_place() {
         assert!(got.iter().zip(expected).all(|(a, b)| (f64::from(*a) - b).abs() < 1e-6), "{got:?} {expected:?}");
     };
     let call = |x: &Tensor, residual: Residual, out: &Tensor| {
-        run(|enc| rms_norm(enc, &RmsNorm { x, weight: Some(&w), eps: 1e-5, residual, scale: 2.0, out }));
+        run(|enc| rms_norm(enc, &RmsNorm::new(x, 1e-5, out).weight(Some(&w)).residual(residual).scale(2.0)));
     };
     let all: Vec<f64> = x.chunks(8).flat_map(normed).collect();
     let t = tensor(&x, &[3, 8]);

@@ -7,12 +7,14 @@
 
 use std::time::{Duration, Instant};
 
+use crate::common::query;
+
 use kvant::{
-    Batch, CacheLayer, Codec, DType, Device, DeviceKind, Encoder, KvLayer, KvPool, LayerSpec, PoolSpec, Result,
-    SlotOrder, Step, Tensor,
+    Batch, CacheLayer, Codec, DType, Device, DeviceKind, Encoder, HeadOrder, KvLayer, KvPool, LayerSpec, PoolSpec,
+    Result, Step, Tensor,
     ops::{
-        self, Activation, Affine, Angles, Argmax, Attend, Columns, Embed, Gate, Hadamard, HeadNorm, KvWrite, Linear,
-        NormRope, NormRopeWrite, PairLayout, Residual, RmsNorm, Rope, Sample, SourceOrder, Weight,
+        self, Activation, Affine, Argmax, Attend, Columns, Embed, Gate, Hadamard, HeadNorm, KvWrite, Linear, NormRope,
+        NormRopeWrite, Residual, RmsNorm, Rope, Sample, Weight,
     },
 };
 
@@ -189,17 +191,7 @@ fn over_pages(device: &Device) -> Result<()> {
                 }
                 let bytes = 2 * kv_heads * keys * codec.bytes_per_vector(head_dim);
                 let copies = (CACHE / 2).div_ceil(bytes).min(64);
-                let spec = LayerSpec {
-                    sequences: 1,
-                    kv_heads,
-                    capacity: keys,
-                    head_dim,
-                    k: codec,
-                    v: codec,
-                    window: None,
-                    ring: false,
-                    order: SlotOrder::HeadMajor,
-                };
+                let spec = LayerSpec::new(kv_heads, head_dim, keys, codec);
                 let mut layers = Vec::new();
                 for _ in 0..copies {
                     let layer = KvLayer::new(device, spec)?;
@@ -212,7 +204,7 @@ fn over_pages(device: &Device) -> Result<()> {
                 let slots = slots.with_batch(Batch { sequences: 1, longest: keys, most_new: 1 });
                 let mut ways = vec![(layers, slots, None)];
                 for page_tokens in SIZES {
-                    let layer = CacheLayer { kv_heads, head_dim, window: None, k: codec, v: codec };
+                    let layer = CacheLayer::new(kv_heads, head_dim, codec);
                     let room = copies * (bytes + 4096 * keys.div_ceil(page_tokens));
                     let pool = KvPool::new(device, &PoolSpec::new(vec![layer; copies], room).page_tokens(page_tokens))?;
                     if let Some((_, memory)) = pool.layer(0)?.k().tensors().next() {
@@ -231,12 +223,8 @@ fn over_pages(device: &Device) -> Result<()> {
                     Encoder::capture(device, |enc| {
                         (0..calls).try_for_each(|call| {
                             let layer = &layers[call % copies];
-                            let (fresh, softcap, window, plan) = (None, None, None, None);
-                            let (q, out, q_rotated, scale) = (&q, &out, layer.spec().k.is_quantised(), 0.1);
-                            ops::attend(
-                                enc,
-                                &Attend { q, layer, step, fresh, scale, softcap, window, q_rotated, plan, out },
-                            )
+                            let q = query(&q, layer.spec().k.is_quantised());
+                            ops::attend(enc, &Attend::new(q, layer, step, &out).scale(0.1))
                         })
                     })
                 });
@@ -284,18 +272,8 @@ struct Filled {
 impl Filled {
     fn new(device: &Device, codec: Codec, shape: [usize; 5], ring: Option<usize>) -> Result<Filled> {
         let [head_dim, heads, kv_heads, len, tokens] = shape;
-        let order = SlotOrder::HeadMajor;
-        let spec = LayerSpec {
-            sequences: 1,
-            kv_heads,
-            capacity: len,
-            head_dim,
-            k: codec,
-            v: codec,
-            window: None,
-            ring: ring.is_some(),
-            order,
-        };
+        let order = HeadOrder::HeadMajor;
+        let spec = LayerSpec::new(kv_heads, head_dim, len, codec).ring(ring.is_some()).order(order);
         // The cache ends with the last token, wherever that is.
         let end = ring.map_or(len, |position| position + 1);
         let chunk = len.min(1024);
@@ -307,8 +285,8 @@ impl Filled {
                 let at: Vec<(u32, u32)> = (first..first + chunk).map(|position| (0, position as u32)).collect();
                 let step = Step::new(device, 1, &at)?;
                 let mut enc = device.encoder()?;
-                let order = SourceOrder::TokenMajor;
-                ops::kv_write(&mut enc, &KvWrite { k: &rows, v: &rows, order, first_token: 0, step: &step, layer })?;
+                let order = HeadOrder::TokenMajor;
+                ops::kv_write(&mut enc, &KvWrite::new(&rows, &rows, &step, layer).order(order))?;
                 enc.commit()?.wait()?;
             }
         }
@@ -325,8 +303,7 @@ impl Filled {
         let scale = (layers[0].spec().head_dim as f32).powf(-0.5);
         line(device, name, bytes, layers.len(), |enc, i| {
             let layer = &layers[i];
-            let (fresh, softcap, q_rotated, plan) = (None, None, false, None);
-            ops::attend(enc, &Attend { q, layer, step, fresh, scale, softcap, window, q_rotated, plan, out })
+            ops::attend(enc, &Attend::new(q, layer, step, out).scale(scale).window(window))
         })
     }
 
@@ -337,7 +314,7 @@ impl Filled {
         let heads = q.shape()[1];
         let [one, weight] = [&[1, kv_heads, head_dim][..], &[head_dim]].map(|shape| noise(device, DType::BF16, shape));
         let (one, weight) = (one?, weight?);
-        let norm = Some(HeadNorm { weight: Some(&weight), eps: 1e-6 });
+        let norm = Some(HeadNorm::new(1e-6).weight(Some(&weight)));
         let rotated = Tensor::zeros(device, DType::BF16, q.shape())?;
         let x = out.reshape(&[1, heads * head_dim])?;
         let matrix = noise(device, DType::BF16, &[1024, heads * head_dim])?;
@@ -345,18 +322,10 @@ impl Filled {
         let name = format!("norm_rope_write, attend, linear of {head_dim}, {heads}, {kv_heads}, {capacity} {k}");
         line(device, &name, layers[0].bytes(), layers.len(), |enc, i| {
             let layer = &layers[i];
-            let rotate_q = k.is_quantised();
-            let (k, v, q_norm, k_norm, v_norm, rope) = (&one, &one, norm, norm, norm, None);
-            let q_out = &rotated;
-            ops::norm_rope_write(
-                enc,
-                &NormRopeWrite { q, k, v, q_norm, k_norm, v_norm, rope, rotate_q, step, layer, q_out },
-            )?;
-            let (q, scale, q_rotated) = (&rotated, (head_dim as f32).powf(-0.5), rotate_q);
-            let (fresh, softcap, window, plan) = (None, None, None, None);
-            ops::attend(enc, &Attend { q, layer, step, fresh, scale, softcap, window, q_rotated, plan, out })?;
-            let weight = Weight::Dense(&matrix);
-            ops::linear(enc, &Linear { x: &x, weight, experts: None, alpha: 1.0, out: &sums })
+            let write = NormRopeWrite::new(q, &one, &one, step, layer, &rotated);
+            let q = ops::norm_rope_write(enc, &write.q_norm(norm).k_norm(norm).v_norm(norm))?;
+            ops::attend(enc, &Attend::new(q, layer, step, out))?;
+            ops::linear(enc, &Linear::new(&x, &matrix, &sums))
         })
     }
 }
@@ -368,72 +337,36 @@ fn kv(device: &Device) -> Result<()> {
     let at: Vec<(u32, u32)> = (0..tokens as u32).map(|p| (0, p)).collect();
     let step = Step::new(device, 1, &at)?;
     for codec in [Codec::BF16, Codec::tq(8), Codec::tq(6), Codec::tq(5), Codec::tq(4)] {
-        let spec = LayerSpec {
-            sequences: 1,
-            kv_heads: heads,
-            capacity: tokens,
-            head_dim: dim,
-            k: codec,
-            v: codec,
-            window: None,
-            ring: false,
-            order: SlotOrder::HeadMajor,
-        };
+        let spec = LayerSpec::new(heads, dim, tokens, codec);
         let layers = [KvLayer::new(device, spec)?, KvLayer::new(device, spec)?, KvLayer::new(device, spec)?];
         let bytes = 2 * sources[0].bytes() + layers[0].bytes();
         line(device, &format!("kv_write 8192 × 8 × 256 bf16 → {codec}"), bytes, 3, |enc, i| {
-            let order = SourceOrder::TokenMajor;
+            let order = HeadOrder::TokenMajor;
             let (k, v) = (&sources[2 * i], &sources[2 * i + 1]);
-            ops::kv_write(enc, &KvWrite { k, v, order, first_token: 0, step: &step, layer: &layers[i] })
+            ops::kv_write(enc, &KvWrite::new(k, v, &step, &layers[i]).order(order))
         })?;
         let q = noise(device, DType::BF16, &[1, 16, dim])?;
         let (one, other) = (sources[0].rows(0..1)?, sources[1].rows(0..1)?);
         let one_step = Step::new(device, 1, &[(0, 4097)])?;
         let weight = noise(device, DType::BF16, &[dim])?;
-        let norm = Some(HeadNorm { weight: Some(&weight), eps: 1e-6 });
-        let rope = Some(Rope {
-            angles: Angles::Theta(1e6),
-            rotated_pairs: dim / 2,
-            layout: PairLayout::Halves,
-            freq_factors: None,
-        });
+        let norm = Some(HeadNorm::new(1e-6).weight(Some(&weight)));
+        let rope = Some(Rope::new(1e6, dim / 2));
         let name = format!("norm_rope_write of 1 token, 16 + 8 + 8 heads × 256, bf16 → {codec}");
         line(device, &name, 0, 3, |enc, i| {
-            let args = NormRopeWrite {
-                q: &q,
-                k: &one,
-                v: &other,
-                q_norm: norm,
-                k_norm: norm,
-                v_norm: norm,
-                rope,
-                rotate_q: codec.is_quantised(),
-                step: &one_step,
-                layer: &layers[i],
-                q_out: &q,
-            };
-            ops::norm_rope_write(enc, &args)
+            let args = NormRopeWrite::new(&q, &one, &other, &one_step, &layers[i], &q)
+                .q_norm(norm)
+                .k_norm(norm)
+                .v_norm(norm)
+                .rope(rope);
+            ops::norm_rope_write(enc, &args).map(drop)
         })?;
     }
     let q = noise(device, DType::BF16, &[4096, 16, dim])?;
     let positions = Tensor::from_slice(device, &(0..4096).collect::<Vec<u32>>(), &[4096])?;
-    let rope = Some(Rope {
-        angles: Angles::Theta(1e6),
-        rotated_pairs: dim / 2,
-        layout: PairLayout::Halves,
-        freq_factors: None,
-    });
+    let rope = Some(Rope::new(1e6, dim / 2));
     line(device, "norm_rope 4096 × 16 × 256 bf16", 2 * q.bytes(), 1, |enc, _| {
-        let args = NormRope {
-            x: &q,
-            norm: Some(HeadNorm { weight: None, eps: 1e-6 }),
-            rope,
-            positions: &positions,
-            rotate: false,
-            out_order: SourceOrder::TokenMajor,
-            out: &q,
-        };
-        ops::norm_rope(enc, &args)
+        let args = NormRope::new(&q, &positions, &q).norm(Some(HeadNorm::new(1e-6))).rope(rope);
+        ops::norm_rope(enc, &args).map(drop)
     })
 }
 
@@ -469,7 +402,7 @@ fn linear(device: &Device) -> Result<()> {
                     } else {
                         Weight::Affine(Affine { codes, scales, biases, bits: bits as u32, group: 64 })
                     };
-                    ops::linear(enc, &Linear { x: &x, weight, experts: None, alpha: 1.0, out: &out })
+                    ops::linear(enc, &Linear::new(&x, weight, &out))
                 })?;
             }
         }
@@ -483,35 +416,24 @@ fn rest(device: &Device) -> Result<()> {
         let (out, weight) = (noise(device, DType::BF16, &[rows, 4096])?, noise(device, DType::BF16, &[4096])?);
         line(device, &format!("rms_norm {rows} × 4096 bf16, after a residual"), 3 * x.bytes(), 1, |enc, _| {
             let residual = Residual::After(&out);
-            let args = RmsNorm { x: &x, weight: Some(&weight), eps: 1e-6, residual, scale: 1.0, out: &out };
+            let args = RmsNorm::new(&x, 1e-6, &out).weight(Some(&weight)).residual(residual);
             ops::rms_norm(enc, &args)
         })?;
         line(device, &format!("gate {rows} × 4096 bf16"), 3 * x.bytes(), 1, |enc, _| {
-            let (gate, up) = (Columns::all(&x), Columns::all(&out));
-            ops::gate(enc, &Gate { gate, up, activation: Activation::GeluTanh, out: &x })
+            let (gate, up) = (Columns::from(&x), Columns::from(&out));
+            ops::gate(enc, &Gate::new(gate, up, Activation::GeluTanh, &x))
         })?;
         let heads = x.reshape(&[rows * 16, 256])?;
         line(device, &format!("hadamard {} × 256 bf16", rows * 16), 2 * x.bytes(), 1, |enc, _| {
-            ops::hadamard(enc, &Hadamard { x: &heads, inverse: false, out: &heads })
+            ops::hadamard(enc, &Hadamard::new(&heads, &heads))
         })?;
     }
     let logits = noise(device, DType::BF16, &[1, 262_144])?;
     let (id, counter) = (Tensor::zeros(device, DType::U32, &[1])?, Tensor::zeros(device, DType::U32, &[1])?);
-    line(device, "argmax of 262144 bf16", logits.bytes(), 1, |enc, _| {
-        ops::argmax(enc, &Argmax { x: &logits, out: &id })
-    })?;
+    line(device, "argmax of 262144 bf16", logits.bytes(), 1, |enc, _| ops::argmax(enc, &Argmax::new(&logits, &id)))?;
     for (top_k, top_p) in [(0, 1.0), (64, 0.95)] {
         line(device, &format!("sample of 262144 bf16, top_k {top_k}, top_p {top_p}"), logits.bytes(), 1, |enc, _| {
-            let args = Sample {
-                logits: &logits,
-                temperature: 0.01,
-                top_k,
-                top_p,
-                min_p: 0.0,
-                seed: 1,
-                counter: &counter,
-                out: &id,
-            };
+            let args = Sample::new(&logits, &counter, &id).temperature(0.01).top_k(top_k).top_p(top_p).seed(1);
             ops::sample(enc, &args)
         })?;
     }
@@ -519,6 +441,6 @@ fn rest(device: &Device) -> Result<()> {
     let ids = Tensor::from_slice(device, &(0..512).collect::<Vec<u32>>(), &[512])?;
     let out = Tensor::zeros(device, DType::BF16, &[512, 4096])?;
     line(device, "embed 512 × 4096 bf16", 2 * out.bytes(), 1, |enc, _| {
-        ops::embed(enc, &Embed { table: Weight::Dense(&table), ids: &ids, scale: 1.0, out: &out })
+        ops::embed(enc, &Embed::new(&table, &ids, &out))
     })
 }

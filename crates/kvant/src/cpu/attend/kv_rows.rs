@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use half::{bf16, f16};
 
-use super::{plan::Segment, prefetch::Plane};
+use super::prefetch::Plane;
 use crate::{
     DType, KvLayer, Planes,
     codec::{self, BLOCK, Codec},
@@ -257,7 +257,7 @@ impl KvRows {
     }
 
     /// Vectors of `dtype` from row `first` on, every `stride`-th.
-    pub fn dense(start: *const u8, dtype: DType, first: usize, stride: usize, head_dim: usize) -> KvRows {
+    fn dense(start: *const u8, dtype: DType, first: usize, stride: usize, head_dim: usize) -> KvRows {
         let start = start.wrapping_add(first * head_dim * dtype.size());
         let stride = stride * head_dim;
         KvRows {
@@ -308,13 +308,11 @@ impl KvRows {
     }
 }
 
-/// Keys and values of one KV head of one sequence, from the cache or fresh.
+/// Keys and values of one KV head of one sequence.
 #[derive(Clone, Copy)]
 pub(super) struct KvSource<'a> {
     pub k: KvRows,
     pub v: KvRows,
-    /// The position of the first row.
-    base: usize,
     /// Rows after which positions start over, or positions of a page.
     capacity: usize,
     /// The pages of the sequence; `None` if its rows are in one place.
@@ -345,7 +343,7 @@ impl KvRun {
 
 impl<'a> KvSource<'a> {
     /// `fixed`: quantised rows are computed in fixed point.
-    pub fn cached(layer: &'a KvLayer, table: PageTable<'a>, sequence: usize, head: usize, fixed: bool) -> KvSource<'a> {
+    pub fn new(layer: &'a KvLayer, table: PageTable<'a>, sequence: usize, head: usize, fixed: bool) -> KvSource<'a> {
         let spec = layer.spec();
         let (pages, capacity, first) = match layer.pages() {
             Some(pages) => {
@@ -357,12 +355,7 @@ impl<'a> KvSource<'a> {
             let side = KvRows::new(planes, first, layer.slot_stride(), spec.head_dim);
             KvRows { fixed: fixed && side.quantised, ..side }
         };
-        KvSource { k: side(&layer.k), v: side(&layer.v), base: 0, capacity, pages }
-    }
-
-    /// Sides whose first row is the segment's first token.
-    pub fn fresh(k: KvRows, v: KvRows, segment: &Segment) -> KvSource<'static> {
-        KvSource { k, v, base: segment.position, capacity: usize::MAX, pages: None }
+        KvSource { k: side(&layer.k), v: side(&layer.v), capacity, pages }
     }
 
     /// The source whose planes begin `bytes` bytes later.
@@ -374,10 +367,10 @@ impl<'a> KvSource<'a> {
     /// The runs of `positions`, in order: those until a ring wraps, or those of a page. Positions without a page are left
     /// out.
     pub fn runs(&self, positions: Range<usize>) -> impl Iterator<Item = KvRun> + use<'a> {
-        let (KvSource { base, capacity, pages, .. }, mut next) = (*self, positions.start);
+        let (KvSource { capacity, pages, .. }, mut next) = (*self, positions.start);
         std::iter::from_fn(move || {
             while next < positions.end {
-                let (position, row) = (next, (next - base) % capacity);
+                let (position, row) = (next, next % capacity);
                 let keys = (capacity - row).min(positions.end - position);
                 next += keys;
                 let bytes = match pages {

@@ -57,7 +57,7 @@ pub(crate) fn run(cpu: &Cpu, call: &Call) {
     let spec = call.layer.spec();
     // SAFETY: the device's lock is held while a call runs, and the call writes none of these.
     let (positions, sequence, lens) =
-        unsafe { (call.step.positions.host_slice(), call.step.sequence.host_slice(), call.cached_lens().host_slice()) };
+        unsafe { (call.step.positions.host_slice(), call.step.sequence.host_slice(), call.step.lens.host_slice()) };
     let quantised = is_quantised(call);
     let shape = BatchShape {
         positions,
@@ -65,7 +65,6 @@ pub(crate) fn run(cpu: &Cpu, call: &Call) {
         lens,
         capacity: spec.capacity,
         window: call.window,
-        fresh: call.fresh.is_some(),
         kv_heads: spec.kv_heads,
         group: call.heads / spec.kv_heads,
         head_dim: call.head_dim,
@@ -134,11 +133,16 @@ impl AttendJob<'_> {
     /// The level's instructions are enabled; the states are those of the block's rows, which nobody else writes.
     #[inline(always)]
     unsafe fn write<S: Simd>(&self, states: &mut SoftmaxStates, block: &QueryBlock, head: usize) {
-        let out = &self.call.out;
+        let (out, group) = (&self.call.out, self.shape.group);
+        // SAFETY: the device's lock is held while a call runs, and the call writes to `out` alone.
+        let sinks: Option<&[f32]> = self.call.sinks.as_ref().map(|sinks| unsafe { sinks.host_slice() });
         for row in 0..states.rows() {
             let mut state = states.row(row);
             // SAFETY: passed on to the caller.
             unsafe {
+                if let Some(sinks) = sinks {
+                    state.add_sink::<S>(sinks[head * group + row % group] * std::f32::consts::LOG2_E);
+                }
                 state.finish::<S>();
                 let to = out.host_ptr().add(self.offset(block, head, row) * out.dtype().size());
                 convert::store_row::<S>(state.o, to, out.dtype());

@@ -25,12 +25,9 @@ const PARTIAL_FLOATS: usize = 1 << 26;
 pub(super) struct BatchShape<'a> {
     pub positions: &'a [u32],
     pub sequence: &'a [u32],
-    /// Cached lengths.
     pub lens: &'a [u32],
     pub capacity: usize,
     pub window: usize,
-    /// Whether the step's own keys are read in addition to the cache.
-    pub fresh: bool,
     pub kv_heads: usize,
     /// Query heads of a KV head.
     pub group: usize,
@@ -55,7 +52,7 @@ pub(super) struct Segment {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct QueryBlock {
     pub segment: Segment,
-    /// Keys that at least one of its tokens may see, over all sources.
+    /// Keys that at least one of its tokens may see.
     pub keys: usize,
     pub splits: usize,
     /// Its tasks are this one and the next `kv_heads · splits − 1`; the split runs fastest.
@@ -64,55 +61,35 @@ pub(super) struct QueryBlock {
     pub first_partial: usize,
 }
 
-/// The origin of keys and values.
-#[derive(Clone, Copy, Debug)]
-pub(super) enum KeyOrigin {
-    /// The cache, which holds a sequence of this length.
-    Cached { len: usize },
-    /// The step's own tokens.
-    Fresh(Segment),
-}
-
 #[derive(Default)]
 pub(super) struct WorkPlan {
     pub blocks: Vec<QueryBlock>,
-    /// The longest segments: the fresh keys.
-    pub segments: Vec<Segment>,
     pub tasks: usize,
     pub partial_rows: usize,
 }
 
 impl BatchShape<'_> {
-    /// Positions of `origin` that a token at `position` sees.
-    pub fn seen(&self, origin: KeyOrigin, position: usize) -> Range<usize> {
-        match origin {
-            KeyOrigin::Cached { len } => visible(position, len, self.capacity, self.window),
-            KeyOrigin::Fresh(segment) => {
-                let held = segment.position..segment.position + segment.tokens;
-                let end = (position + 1).clamp(held.start, held.end);
-                (position + 1).saturating_sub(self.window).clamp(held.start, end)..end
-            }
-        }
+    /// The length of a sequence. An inactive row is of no sequence, and sees nothing.
+    pub fn len(&self, sequence: usize) -> usize {
+        self.lens.get(sequence).map_or(0, |&len| len as usize)
+    }
+
+    /// The positions of a sequence of `len` tokens that a token at `position` sees.
+    pub fn seen(&self, len: usize, position: usize) -> Range<usize> {
+        visible(position, len, self.capacity, self.window)
     }
 
     /// Positions that contain all that the tokens of `block` see.
-    pub fn seen_by_any(&self, origin: KeyOrigin, block: &Segment) -> Range<usize> {
-        let first = self.seen(origin, block.position);
-        first.start..self.seen(origin, block.position + block.tokens - 1).end
+    pub fn seen_by_any(&self, block: &Segment) -> Range<usize> {
+        let len = self.len(block.sequence);
+        self.seen(len, block.position).start..self.seen(len, block.position + block.tokens - 1).end
     }
 
     /// Positions that every token of `block` sees.
-    pub fn seen_by_all(&self, origin: KeyOrigin, block: &Segment) -> Range<usize> {
-        let end = self.seen(origin, block.position).end;
-        self.seen(origin, block.position + block.tokens - 1).start.min(end)..end
-    }
-
-    /// The cache, then the fresh segments of the sequence: the order in which keys are counted.
-    pub fn origins<'a>(&'a self, plan: &'a [Segment], sequence: usize) -> impl Iterator<Item = KeyOrigin> + 'a {
-        // An inactive row is of no sequence, and sees nothing.
-        let len = self.lens.get(sequence).map_or(0, |&len| len as usize);
-        let fresh = plan.iter().filter(move |segment| segment.sequence == sequence);
-        std::iter::once(KeyOrigin::Cached { len }).chain(fresh.map(|&segment| KeyOrigin::Fresh(segment)))
+    pub fn seen_by_all(&self, block: &Segment) -> Range<usize> {
+        let len = self.len(block.sequence);
+        let end = self.seen(len, block.position).end;
+        self.seen(len, block.position + block.tokens - 1).start.min(end)..end
     }
 
     fn next_segment(&self, token: usize, most: usize) -> Segment {
@@ -145,24 +122,14 @@ impl WorkPlan {
     /// The same shape gives the same plan, and the plan alone determines the order of sums.
     pub fn make(&mut self, shape: &BatchShape) {
         self.blocks.clear();
-        self.segments.clear();
         let tokens = shape.positions.len();
-        if shape.fresh {
-            let mut token = 0;
-            while token < tokens {
-                let segment = shape.next_segment(token, tokens);
-                token += segment.tokens;
-                self.segments.push(segment);
-            }
-        }
         let most = block_tokens(shape.many, shape.head_dim, shape.group);
         let mut token = 0;
         let mut all_keys = 0usize;
         while token < tokens {
             let segment = shape.next_segment(token, most);
             token += segment.tokens;
-            let origins = shape.origins(&self.segments, segment.sequence);
-            let keys = origins.map(|origin| shape.seen_by_any(origin, &segment).len()).sum();
+            let keys = shape.seen_by_any(&segment).len();
             all_keys = all_keys.saturating_add(keys);
             self.blocks.push(QueryBlock { segment, keys, splits: 1, first_task: 0, first_partial: 0 });
         }
@@ -219,7 +186,6 @@ mod tests {
             lens,
             capacity: 1 << 20,
             window: usize::MAX,
-            fresh: false,
             kv_heads: 1,
             group: 4,
             head_dim: 256,
@@ -287,11 +253,11 @@ mod tests {
         let tokens = [(0, 5), (0, 6), (1, 7), (1, 8), (1, 10), (0, 7)];
         let (lens, mut buffers) = ([9, 11], Default::default());
         let mut plan = WorkPlan::default();
-        plan.make(&BatchShape { fresh: true, splits: 3, ..shape(&tokens, &lens, &mut buffers) });
+        plan.make(&BatchShape { splits: 3, ..shape(&tokens, &lens, &mut buffers) });
         let starts: Vec<_> = plan.blocks.iter().map(|b| (b.segment.token, b.segment.tokens)).collect();
         assert_eq!(starts, [(0, 2), (2, 2), (4, 1), (5, 1)]);
-        // The cache up to the token, and the fresh tokens up to it: 7 + 2, 9 + 2, 11 + 3, 8 + 3.
-        assert_eq!(plan.blocks.iter().map(|b| b.keys).collect::<Vec<_>>(), [9, 11, 14, 11]);
+        // Up to the last token of the block.
+        assert_eq!(plan.blocks.iter().map(|b| b.keys).collect::<Vec<_>>(), [7, 9, 11, 8]);
         assert_eq!(plan.tasks, 12);
         let (block, head, split) = plan.task(7);
         assert_eq!((block.segment.token, head, split), (4, 0, 1));
@@ -303,17 +269,14 @@ mod tests {
         let mut shape = shape(&[(0, 30)], &lens, &mut buffers);
         for (capacity, window) in [(64, usize::MAX), (64, 5), (20, usize::MAX), (8, 3), (20, 12)] {
             (shape.capacity, shape.window) = (capacity, window);
-            let fresh = Segment { token: 0, tokens: 9, sequence: 0, position: 28 };
-            for origin in [KeyOrigin::Cached { len: 40 }, KeyOrigin::Fresh(fresh)] {
-                for (position, tokens) in (0..40).flat_map(|p| (1..10).map(move |n| (p, n))) {
-                    let block = Segment { token: 0, tokens, sequence: 0, position };
-                    let (any, all) = (shape.seen_by_any(origin, &block), shape.seen_by_all(origin, &block));
-                    for p in position..position + tokens {
-                        for key in 0..50 {
-                            let seen = shape.seen(origin, p).contains(&key);
-                            assert!(!seen || any.contains(&key));
-                            assert!(seen || !all.contains(&key));
-                        }
+            for (position, tokens) in (0..40).flat_map(|p| (1..10).map(move |n| (p, n))) {
+                let block = Segment { token: 0, tokens, sequence: 0, position };
+                let (any, all) = (shape.seen_by_any(&block), shape.seen_by_all(&block));
+                for p in position..position + tokens {
+                    for key in 0..50 {
+                        let seen = shape.seen(40, p).contains(&key);
+                        assert!(!seen || any.contains(&key));
+                        assert!(seen || !all.contains(&key));
                     }
                 }
             }

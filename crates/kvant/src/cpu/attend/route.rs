@@ -3,7 +3,7 @@
 use super::plan::block_tokens;
 use crate::{
     cpu::{Cpu, SimdLevel},
-    ops::attend::{Call, Plan},
+    ops::attend::{Call, Explanation},
 };
 
 /// Query rows from which on keys and values are widened once for all of them.
@@ -40,20 +40,18 @@ pub(super) fn is_quantised(call: &Call) -> bool {
 
 /// Explains the kernel of a call for the most tokens that a sequence has in the step. A sequence with fewer tokens may
 /// get another kernel when the call runs.
-pub(in crate::cpu) fn explain(cpu: &Cpu, call: &Call) -> Plan {
+pub(in crate::cpu) fn explain(cpu: &Cpu, call: &Call) -> Explanation {
     let (spec, quantised) = (call.layer.spec(), is_quantised(call));
     let group = call.heads / spec.kv_heads;
     let tokens = call.step.batch().most_new.max(1);
     let many = select(cpu.level, quantised, MANY_ROWS) == AttendKernel::ManyRows;
     let rows = group * tokens.min(block_tokens(many, call.head_dim, group));
-    // Models ask in every step, which must not allocate: the reasons are constants.
     let (kernel, reason) = match select(cpu.level, quantised, rows) {
         AttendKernel::FewRows => ("few_rows", "few query rows per KV head: each key is read once, in tiles of 64"),
         AttendKernel::FixedPoint => ("fixed_point", "a quantised cache and AVX-512 VNNI: products of integers"),
         AttendKernel::ManyRows => ("many_rows", "many query rows per KV head: matrix products over tiles of 64 keys"),
     };
-    // Lengths may have grown when a captured step is replayed, so the kernel itself splits by those that it finds.
-    Plan { kernel, reason: reason.into(), splits: 0 }
+    Explanation { kernel, reason: reason.into() }
 }
 
 #[cfg(test)]

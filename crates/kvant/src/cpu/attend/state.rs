@@ -43,6 +43,24 @@ impl SoftmaxState<'_> {
         }
     }
 
+    /// Adds a score in units of log 2 that has no value.
+    ///
+    /// # Safety
+    /// As for [`SoftmaxState::merge`].
+    #[inline(always)]
+    pub unsafe fn add_sink<S: Simd>(&mut self, score: f32) {
+        let m = self.m.max(score);
+        let factor = |part: f32| if part == m { 1.0 } else { (part - m).exp2() };
+        let of_keys = factor(*self.m);
+        *self.l = *self.l * of_keys + factor(score);
+        *self.m = m;
+        let o = self.o.as_mut_ptr();
+        for i in (0..self.o.len()).step_by(S::LANES) {
+            // SAFETY: as in `merge`.
+            unsafe { S::store(o.add(i), S::mul(S::load(o.add(i)), S::splat(of_keys))) }
+        }
+    }
+
     /// o/l, the attention's result; zeros without keys, NaN where all scores are −∞.
     ///
     /// # Safety

@@ -8,7 +8,7 @@ use super::{
     fixed_point,
     kv_rows::{KvRows, KvRun, KvSource},
     many_rows::{AbsorbTile, KeyTile, QueryLanes, TransposeQueries},
-    plan::{KeyOrigin, QueryBlock},
+    plan::QueryBlock,
     route::{AttendKernel, MANY_ROWS, select},
     tile::{self, Queries, TILE},
 };
@@ -26,47 +26,34 @@ pub(super) fn run_task(job: &AttendJob, task: usize) {
     let (rows, head_dim) = (block.segment.tokens * job.shape.group, job.shape.head_dim);
     let len = rows * (head_dim + 2);
     let rounded = if job.fixed { rows * (head_dim / 2 + head_dim.div_ceil(BLOCK)) } else { 0 };
-    let fresh = if job.shape.fresh { len } else { 0 };
     let many = if rows >= MANY_ROWS { QueryLanes::len(rows, head_dim) } else { 0 };
-    let sizes = [rows * head_dim, rounded, len, fresh, TileMemory::len(rows, head_dim), many];
-    with_aligned(sizes, |[q, rounded, states, fresh, room, many]| {
+    let sizes = [rows * head_dim, rounded, len, TileMemory::len(rows, head_dim), many];
+    with_aligned(sizes, |[q, rounded, states, room, many]| {
         let room = TileMemory::new(room, rows, head_dim);
         let mut work = BlockWork { job, block, head, keys: block.part(split), q, rounded, room, many };
         let mut states = SoftmaxStates::new(states, rows, head_dim);
-        let mut fresh = job.shape.fresh.then(|| SoftmaxStates::new(fresh, rows, head_dim));
         // SAFETY: the plan gives every task its own rows.
-        unsafe {
-            work.absorb_cached(&mut states);
-            if let Some(fresh) = &mut fresh {
-                work.absorb_fresh(fresh);
-            }
-        }
-        job.level.dispatch(FinishTask { job, block, head, split, states, fresh });
+        unsafe { work.run(&mut states) };
+        job.level.dispatch(FinishTask { job, block, head, split, states });
     });
 }
 
-/// Merges both states of a task, then writes the result, or the partial states if there are more splits.
+/// Writes the result of a task, or its partial states if there are more splits.
 struct FinishTask<'a> {
     job: &'a AttendJob<'a>,
     block: &'a QueryBlock,
     head: usize,
     split: usize,
-    /// Over the cached keys.
     states: SoftmaxStates<'a>,
-    /// Over the step's own keys.
-    fresh: Option<SoftmaxStates<'a>>,
 }
 
 impl SimdKernel for FinishTask<'_> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self) {
-        let FinishTask { job, block, head, split, mut states, fresh } = self;
+        let FinishTask { job, block, head, split, mut states } = self;
         // SAFETY: `dispatch` enables the instructions; the plan gives every task its own rows.
         unsafe {
-            if let Some(mut fresh) = fresh {
-                states.merge::<S>(&mut fresh);
-            }
             if block.splits == 1 {
                 job.write::<S>(&mut states, block, head);
             } else {
@@ -84,7 +71,7 @@ struct BlockWork<'a> {
     job: &'a AttendJob<'a>,
     block: &'a QueryBlock,
     head: usize,
-    /// Its part of the block's keys, counted over all origins.
+    /// Its part of the block's keys, counted from the first that any of its tokens sees.
     keys: Range<usize>,
     /// `[rows, head_dim]`.
     q: &'a mut [f32],
@@ -95,64 +82,31 @@ struct BlockWork<'a> {
     many: &'a mut [f32],
 }
 
-impl<'a> BlockWork<'a> {
-    /// The states of the block's queries over the cached keys.
-    unsafe fn absorb_cached(&mut self, states: &mut SoftmaxStates) {
+impl BlockWork<'_> {
+    /// The states of the block's queries over the task's keys.
+    unsafe fn run(&mut self, states: &mut SoftmaxStates) {
         states.clear();
-        let (job, sequence) = (self.job, self.block.segment.sequence);
-        for (origin, positions) in self.parts() {
-            if !matches!(origin, KeyOrigin::Cached { .. }) || positions.is_empty() {
-                continue;
-            }
-            let source = KvSource::cached(&job.call.layer, job.table, sequence, self.head, job.fixed);
-            let (k, v) = (&source.k, &source.v);
-            self.load_queries(k.quantised && !job.call.q_rotated, k.interleaved && !k.fixed);
-            if k.fixed {
-                self.round_queries(k);
-            }
-            // SAFETY: passed on to the caller.
-            unsafe { self.absorb(&source, origin, positions, states) };
-            if v.quantised {
-                if v.fixed {
-                    fixed_point::order_sum(v, states.o);
-                }
-                let interleaved = v.interleaved && !v.fixed;
-                job.level.dispatch(UnrotateSums { interleaved, o: states.o, head_dim: job.shape.head_dim });
-            }
+        let (job, segment) = (self.job, &self.block.segment);
+        let first = job.shape.seen_by_any(segment).start;
+        let positions = first + self.keys.start..first + self.keys.end;
+        if positions.is_empty() {
+            return;
         }
-    }
-
-    /// The states of the block's queries over the step's own keys.
-    unsafe fn absorb_fresh(&mut self, states: &mut SoftmaxStates) {
-        states.clear();
-        let (job, head) = (self.job, self.head);
-        let Some(fresh) = &job.call.fresh else { return };
-        self.load_queries(false, false);
-        let (tokens, heads, head_dim) = (job.call.tokens, job.shape.kv_heads, job.shape.head_dim);
-        for (origin, positions) in self.parts() {
-            let KeyOrigin::Fresh(segment) = origin else { continue };
-            let first = fresh.order.row(segment.token, head, tokens, heads);
-            let stride = fresh.order.row(1, 0, tokens, heads);
-            let side = |t: &crate::Tensor| KvRows::dense(t.host_ptr(), t.dtype(), first, stride, head_dim);
-            let source = KvSource::fresh(side(&fresh.k), side(&fresh.v), &segment);
-            // SAFETY: passed on to the caller.
-            unsafe { self.absorb(&source, origin, positions, states) };
+        let source = KvSource::new(&job.call.layer, job.table, segment.sequence, self.head, job.fixed);
+        let (k, v) = (&source.k, &source.v);
+        self.load_queries(k.quantised && !job.call.q_rotated, k.interleaved && !k.fixed);
+        if k.fixed {
+            self.round_queries(k);
         }
-    }
-
-    /// The origins, and the positions of each that are this task's.
-    fn parts(&self) -> impl Iterator<Item = (KeyOrigin, Range<usize>)> + use<'a> {
-        let AttendJob { shape, plan, .. } = *self.job;
-        let (keys, segment) = (self.keys.clone(), self.block.segment);
-        let mut before = 0;
-        shape.origins(&plan.segments, segment.sequence).map(move |origin| {
-            let seen = shape.seen_by_any(origin, &segment);
-            let end = before + seen.len();
-            let part = keys.start.clamp(before, end)..keys.end.clamp(before, end);
-            let part = part.start - before + seen.start..part.end - before + seen.start;
-            before = end;
-            (origin, part)
-        })
+        // SAFETY: passed on to the caller.
+        unsafe { self.absorb(&source, positions, states) };
+        if v.quantised {
+            if v.fixed {
+                fixed_point::order_sum(v, states.o);
+            }
+            let interleaved = v.interleaved && !v.fixed;
+            job.level.dispatch(UnrotateSums { interleaved, o: states.o, head_dim: job.shape.head_dim });
+        }
     }
 
     /// The block's queries in f32, times scale · log2 e.
@@ -173,14 +127,9 @@ impl<'a> BlockWork<'a> {
     }
 
     /// Adds `positions` of a source to the states of the rows that see them.
-    unsafe fn absorb(
-        &mut self,
-        source: &KvSource,
-        origin: KeyOrigin,
-        positions: Range<usize>,
-        states: &mut SoftmaxStates,
-    ) {
+    unsafe fn absorb(&mut self, source: &KvSource, positions: Range<usize>, states: &mut SoftmaxStates) {
         let (level, shape, segment) = (self.job.level, self.job.shape, &self.block.segment);
+        let len = shape.len(segment.sequence);
         let queries = Queries {
             q: self.q.as_ptr(),
             o: states.o.as_mut_ptr(),
@@ -193,16 +142,16 @@ impl<'a> BlockWork<'a> {
             softcap: self.job.call.softcap.map(|cap| cap * std::f32::consts::LOG2_E),
         };
         let within = |seen: Range<usize>| seen.start.max(positions.start)..seen.end.min(positions.end);
-        let all = within(shape.seen_by_all(origin, segment));
+        let all = within(shape.seen_by_all(segment));
         if select(self.job.level, source.k.quantised || source.v.quantised, queries.rows) == AttendKernel::ManyRows {
             // SAFETY: passed on to the caller.
-            return unsafe { self.absorb_many(source, origin, positions, queries) };
+            return unsafe { self.absorb_many(source, positions, queries) };
         }
         // SAFETY: only rows that exist, and positions that the source holds: a token sees no others.
         unsafe {
             few_rows::absorb(level, source, all.clone(), queries, self.room);
             for token in 0..segment.tokens {
-                let seen = within(shape.seen(origin, segment.position + token));
+                let seen = within(shape.seen(len, segment.position + token));
                 let queries = queries.rows(token * shape.group..(token + 1) * shape.group);
                 if all.is_empty() {
                     few_rows::absorb(level, source, seen, queries, self.room);
@@ -217,11 +166,12 @@ impl<'a> BlockWork<'a> {
 
 impl BlockWork<'_> {
     /// As [`BlockWork::absorb`], for [`MANY_ROWS`] query rows.
-    unsafe fn absorb_many(&mut self, source: &KvSource, origin: KeyOrigin, positions: Range<usize>, queries: Queries) {
+    unsafe fn absorb_many(&mut self, source: &KvSource, positions: Range<usize>, queries: Queries) {
         let (level, shape, segment) = (self.job.level, self.job.shape, &self.block.segment);
-        let all = shape.seen_by_all(origin, segment);
+        let len = shape.len(segment.sequence);
+        let all = shape.seen_by_all(segment);
         // In a batch longer than a ring the first tokens see nothing: their slots have been overwritten.
-        let seen = (0..segment.tokens).map(|token| shape.seen(origin, segment.position + token));
+        let seen = (0..segment.tokens).map(|token| shape.seen(len, segment.position + token));
         let Some(first) = seen.filter(|seen| !seen.is_empty()).map(|seen| seen.start).min() else { return };
         let positions = positions.start.max(first)..positions.end;
         if positions.is_empty() {
@@ -244,7 +194,7 @@ impl BlockWork<'_> {
                 let mut seen = [const { 0..0 }; TILE];
                 for token in 0..segment.tokens {
                     let rows = token * shape.group..(token + 1) * shape.group;
-                    let by = shape.seen(origin, segment.position + token);
+                    let by = shape.seen(len, segment.position + token);
                     for key in by.start.max(held.start)..by.end.min(held.end) {
                         let seen = &mut seen[key - held.start];
                         let start = if seen.start == seen.end { rows.start } else { seen.start };
@@ -257,7 +207,7 @@ impl BlockWork<'_> {
                 }
                 many.store_states();
                 for token in 0..segment.tokens {
-                    let by = shape.seen(origin, segment.position + token);
+                    let by = shape.seen(len, segment.position + token);
                     let queries = queries.rows(token * shape.group..(token + 1) * shape.group);
                     let seen = by.start.max(held.start)..by.end.min(held.end);
                     if !seen.is_empty() {

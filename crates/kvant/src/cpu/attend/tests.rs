@@ -3,8 +3,8 @@
 use half::{bf16, f16};
 
 use crate::{
-    Codec, CpuOptions, DType, Device, KvLayer, LayerSpec, Planes, Result, SimdLevel, SlotOrder, Step, Tensor,
-    ops::{self, Attend, Fresh, SourceOrder, attend::visible},
+    Codec, CpuOptions, DType, Device, HeadOrder, KvLayer, LayerSpec, Planes, Result, SimdLevel, Step, Tensor,
+    ops::{self, Attend, Query, attend::visible},
 };
 
 #[derive(Clone)]
@@ -16,18 +16,17 @@ struct AttendCase {
     group: usize,
     capacity: usize,
     ring: bool,
-    order: SlotOrder,
+    order: HeadOrder,
     /// (sequence, position).
     tokens: Vec<(u32, u32)>,
     lens: Vec<u32>,
     window: Option<usize>,
     softcap: Option<f32>,
     scale: f32,
-    /// Lengths before the step, when its keys are fresh, and their layout.
-    fresh: Option<(Vec<u32>, SourceOrder)>,
+    sinks: bool,
     q_rotated: bool,
     dtype: DType,
-    splits: usize,
+    splits: Option<usize>,
     /// (sequence, position) of a key and value that are NaN.
     nan: Option<(usize, usize)>,
 }
@@ -42,16 +41,16 @@ impl Default for AttendCase {
             group: 2,
             capacity: 160,
             ring: false,
-            order: SlotOrder::HeadMajor,
+            order: HeadOrder::HeadMajor,
             tokens: vec![(0, 149)],
             lens: vec![150],
             window: None,
             softcap: None,
             scale: 0.2,
-            fresh: None,
+            sinks: false,
             q_rotated: false,
             dtype: DType::F32,
-            splits: 0,
+            splits: None,
             nan: None,
         }
     }
@@ -103,26 +102,19 @@ fn fill(planes: &Planes, seed: u64, poisoned: &[bool]) -> Result<()> {
 impl AttendCase {
     fn run(&self, device: &Device) -> Result<Vec<f32>> {
         let (heads, tokens, sequences) = (self.kv_heads * self.group, self.tokens.len(), self.lens.len());
-        let spec = LayerSpec {
-            sequences,
-            kv_heads: self.kv_heads,
-            capacity: self.capacity,
-            head_dim: self.head_dim,
-            k: self.k,
-            v: self.v,
-            window: None,
-            ring: self.ring,
-            order: self.order,
-        };
+        let spec = LayerSpec::new(self.kv_heads, self.head_dim, self.capacity, self.k)
+            .sequences(sequences)
+            .v(self.v)
+            .ring(self.ring)
+            .order(self.order);
         let layer = KvLayer::new(device, spec)?;
-        let cached = self.fresh.as_ref().map_or(&self.lens, |(past, _)| past);
         // Whatever no token sees is poison.
         let mut poisoned = vec![true; sequences * self.kv_heads * self.capacity];
         for head in 0..self.kv_heads {
             for &(sequence, position) in &self.tokens {
                 let sequence = sequence as usize;
                 let window = self.window.unwrap_or(usize::MAX);
-                for j in visible(position as usize, cached[sequence] as usize, self.capacity, window) {
+                for j in visible(position as usize, self.lens[sequence] as usize, self.capacity, window) {
                     poisoned[layer.row(sequence, head, layer.slot(j))] = self.nan == Some((sequence, j));
                 }
             }
@@ -138,32 +130,14 @@ impl AttendCase {
         let shape = [tokens, heads, self.head_dim];
         let q = tensor(device, self.dtype, &shape, &random(3, shape.iter().product()))?;
         let out = Tensor::zeros(device, self.dtype, &shape)?;
-        let own = match &self.fresh {
-            None => None,
-            Some((past, order)) => {
-                let shape = match order {
-                    SourceOrder::TokenMajor => [tokens, self.kv_heads, self.head_dim],
-                    SourceOrder::HeadMajor => [self.kv_heads, tokens, self.head_dim],
-                };
-                let n = shape.iter().product();
-                let (k, v) = (tensor(device, DType::F32, &shape, &random(4, n))?, random(5, n));
-                let v = tensor(device, DType::BF16, &shape, &v)?;
-                Some((k, v, *order, Tensor::from_slice(device, past, &[sequences])?))
-            }
-        };
-        let plan = ops::attend::Plan { kernel: "", reason: "".into(), splits: self.splits };
-        let args = Attend {
-            q: &q,
-            layer: &layer,
-            step: &step,
-            fresh: own.as_ref().map(|(k, v, order, past)| Fresh { k, v, order: *order, past }),
-            scale: self.scale,
-            softcap: self.softcap,
-            window: self.window,
-            q_rotated: self.q_rotated,
-            plan: Some(&plan),
-            out: &out,
-        };
+        let q = if self.q_rotated { Query::Rotated(&q) } else { Query::Raw(&q) };
+        let sinks = Tensor::from_slice(device, &random(6, heads), &[heads])?;
+        let args = Attend::new(q, &layer, &step, &out)
+            .scale(self.scale)
+            .softcap(self.softcap)
+            .window(self.window)
+            .sinks(self.sinks.then_some(&sinks))
+            .splits(self.splits);
         let mut enc = device.encoder()?;
         ops::attend(&mut enc, &args)?;
         enc.commit()?.wait()?;
@@ -224,8 +198,15 @@ fn every_codec_at_every_head_size() {
         for (j, k) in CODECS.into_iter().enumerate() {
             // Different codecs for keys and values, every group size, a context that is no multiple of a tile.
             let v = CODECS[(j + i + 1) % 7];
-            AttendCase { k, v, head_dim, group: [1, 2, 3, 8][(i + j) % 4], splits: j % 4, ..AttendCase::default() }
-                .check(&devices);
+            AttendCase {
+                k,
+                v,
+                head_dim,
+                group: [1, 2, 3, 8][(i + j) % 4],
+                splits: (j % 4 > 0).then_some(j % 4),
+                ..AttendCase::default()
+            }
+            .check(&devices);
             AttendCase { k, v: k, head_dim, kv_heads: 1, group: 4, ..AttendCase::default() }.check(&devices);
         }
     }
@@ -252,10 +233,10 @@ fn ring_wrap() {
         ..AttendCase::default()
     };
     for len in [1, 5, 69, 70, 71, 100, 140, 141, 7_000_003] {
-        for order in [SlotOrder::HeadMajor, SlotOrder::TokenMajor] {
+        for order in [HeadOrder::HeadMajor, HeadOrder::TokenMajor] {
             let case = AttendCase { order, ..ring(len) };
             case.check(&devices);
-            AttendCase { window: Some(33), splits: 3, k: Codec::tq(6), ..case.clone() }.check(&devices);
+            AttendCase { window: Some(33), splits: Some(3), k: Codec::tq(6), ..case.clone() }.check(&devices);
             AttendCase { window: Some(1), v: Codec::tq(5), ..case }.check(&devices);
         }
     }
@@ -285,7 +266,7 @@ fn prompts() {
             let lens = vec![80 + tokens.len() as u32];
             let case = AttendCase { tokens, lens, group, window, ..AttendCase::default() };
             case.check(&devices);
-            AttendCase { k: Codec::tq(4), v: Codec::BF16, splits: 2, head_dim: 128, ..case }.check(&devices);
+            AttendCase { k: Codec::tq(4), v: Codec::BF16, splits: Some(2), head_dim: 128, ..case }.check(&devices);
         }
     }
 }
@@ -297,32 +278,31 @@ fn several_sequences_in_any_order() {
     tokens.extend([(0, 149), (1, 0), (1, 1), (0, 148), (2, 5), (2, 5), (3, 77)]);
     let case = AttendCase { tokens, lens: vec![150, 2, 40, 78], ..AttendCase::default() };
     case.check(&devices);
-    AttendCase { window: Some(20), order: SlotOrder::TokenMajor, splits: 4, ..case }.check(&devices);
+    AttendCase { window: Some(20), order: HeadOrder::TokenMajor, splits: Some(4), ..case }.check(&devices);
 }
 
 #[test]
-fn fresh_keys() {
+fn sinks() {
     let devices = devices();
     for (past, tokens) in [(0u32, 33u32), (50, 1), (50, 12), (130, 90)] {
-        for (order, window) in [(SourceOrder::TokenMajor, None), (SourceOrder::HeadMajor, Some(30))] {
+        for window in [None, Some(30)] {
             let mut all: Vec<(u32, u32)> = (past..past + tokens).map(|p| (1, p)).collect();
             all.extend([(0, 7), (0, 8)]);
-            let fresh = Some((vec![7, past], order));
             let lens = vec![9, past + tokens];
-            let case =
-                AttendCase { tokens: all, lens, fresh, window, ring: true, capacity: 100, ..AttendCase::default() };
+            let case = AttendCase {
+                tokens: all,
+                lens,
+                sinks: true,
+                window,
+                ring: true,
+                capacity: 100,
+                ..AttendCase::default()
+            };
             case.check(&devices);
-            AttendCase { k: Codec::tq(4), v: Codec::tq(8), splits: 3, ..case.clone() }.check(&devices);
+            AttendCase { k: Codec::tq(4), v: Codec::tq(8), splits: Some(3), ..case.clone() }.check(&devices);
             AttendCase { v: Codec::tq(6), head_dim: 512, group: 1, ..case }.check(&devices);
         }
     }
-}
-
-#[test]
-fn fresh_keys_of_scattered_tokens() {
-    let tokens = vec![(0, 12), (1, 4), (0, 10), (0, 11), (1, 3), (0, 13)];
-    let fresh = Some((vec![10, 3], SourceOrder::TokenMajor));
-    AttendCase { tokens, lens: vec![14, 5], fresh, ..AttendCase::default() }.check(&devices());
 }
 
 #[test]
@@ -385,7 +365,7 @@ fn nan_shows_to_those_who_see_it() {
 fn one_split_writes_output() {
     let devices = devices();
     for splits in [1, 2, 7, 150, 1000] {
-        AttendCase { splits, ..AttendCase::default() }.check(&devices);
+        AttendCase { splits: Some(splits), ..AttendCase::default() }.check(&devices);
     }
 }
 
@@ -421,17 +401,7 @@ impl Chosen {
 
     fn run(&self, device: &Device) -> Vec<f32> {
         let keys = self.norms.len();
-        let spec = LayerSpec {
-            sequences: 1,
-            kv_heads: 1,
-            capacity: keys,
-            head_dim: self.head_dim,
-            k: self.codec,
-            v: self.codec,
-            window: None,
-            ring: false,
-            order: SlotOrder::HeadMajor,
-        };
+        let spec = LayerSpec::new(1, self.head_dim, keys, self.codec);
         let layer = KvLayer::new(device, spec).unwrap();
         for (side, planes) in [&layer.k, &layer.v].into_iter().enumerate() {
             for (name, plane) in planes.tensors() {
@@ -451,18 +421,8 @@ impl Chosen {
         let shape = [1, Self::HEADS, self.head_dim];
         let q = Tensor::from_slice(device, &self.q, &shape).unwrap();
         let out = Tensor::zeros(device, DType::F32, &shape).unwrap();
-        let args = Attend {
-            q: &q,
-            layer: &layer,
-            step: &Step::new(device, 1, &[(0, keys as u32 - 1)]).unwrap(),
-            fresh: None,
-            scale: self.scale,
-            softcap: None,
-            window: None,
-            q_rotated: true,
-            plan: None,
-            out: &out,
-        };
+        let step = Step::new(device, 1, &[(0, keys as u32 - 1)]).unwrap();
+        let args = Attend::new(Query::Rotated(&q), &layer, &step, &out).scale(self.scale);
         let mut enc = device.encoder().unwrap();
         ops::attend(&mut enc, &args).unwrap();
         enc.commit().unwrap().wait().unwrap();
@@ -567,33 +527,12 @@ fn view_offset() {
         let all = Tensor::from_slice(&device, &vec![7f32; 3 * want.len()], &[3, 4, 64]).unwrap();
         let out = all.rows(1..2).unwrap();
         out.write(&want).unwrap();
-        let spec = LayerSpec {
-            sequences: 1,
-            kv_heads: 2,
-            capacity: 4,
-            head_dim: 64,
-            k: Codec::F32,
-            v: Codec::F32,
-            window: None,
-            ring: false,
-            order: SlotOrder::HeadMajor,
-        };
+        let spec = LayerSpec::new(2, 64, 4, Codec::F32);
         let layer = KvLayer::new(&device, spec).unwrap();
         let step = Step::new(&device, 1, &[(0, 2)]).unwrap();
-        let q = Tensor::from_slice(&device, &random(1, 3 * 256), &[3, 4, 64]).unwrap();
+        let q = Tensor::from_slice(&device, &random(1, 3 * 256), &[3, 4, 64]).unwrap().rows(2..3).unwrap();
         let mut enc = device.encoder().unwrap();
-        let args = Attend {
-            q: &q.rows(2..3).unwrap(),
-            layer: &layer,
-            step: &step,
-            fresh: None,
-            scale: 1.0,
-            softcap: None,
-            window: None,
-            q_rotated: false,
-            plan: None,
-            out: &out,
-        };
+        let args = Attend::new(&q, &layer, &step, &out).scale(1.0);
         ops::attend(&mut enc, &args).unwrap();
         enc.commit().unwrap().wait().unwrap();
         let all = all.to_vec::<f32>().unwrap();

@@ -61,9 +61,9 @@ impl LinearCase {
         let x_rows = if expanded { rows } else { self.tokens };
         let x = tensor(device, self.x, &numbers.floats(x_rows * k), &[x_rows, k]);
         let out = tensor(device, self.out, &vec![7.0; rows * n], &[rows, n]);
-        let experts = self.experts.map(|_| Experts { ids: &ids, expanded });
+        let experts = self.experts.map(|_| Experts::new(&ids).expanded(expanded));
         let mut enc = device.encoder().unwrap();
-        ops::linear(&mut enc, &Linear { x: &x, weight, experts, alpha: self.alpha, out: &out }).unwrap();
+        ops::linear(&mut enc, &Linear::new(&x, weight, &out).experts(experts).alpha(self.alpha)).unwrap();
         enc.commit().unwrap().wait().unwrap();
         out
     }
@@ -240,7 +240,7 @@ fn rows_that_integers_cannot_stand_for() {
                 let weight = Weight::Affine(ops::Affine { codes, scales, biases, bits: bits as u32, group });
                 let out = tensor(device, DType::F32, &vec![7.0; tokens * outputs], &[tokens, outputs]);
                 let mut enc = device.encoder().unwrap();
-                ops::linear(&mut enc, &Linear { x: &x, weight, experts: None, alpha: 1.0, out: &out }).unwrap();
+                ops::linear(&mut enc, &Linear::new(&x, weight, &out)).unwrap();
                 enc.commit().unwrap().wait().unwrap();
                 out.to_f32().unwrap()
             };

@@ -18,10 +18,10 @@ struct Division {
     uint heads;
     uint first_item;
 
-    Division(const AttendParams &p, bool may_share = true) {
+    explicit Division(const AttendParams &p) {
         block = blockIdx.x / CLUSTER;
         blocks = gridDim.x / CLUSTER;
-        shared_evenly = may_share && p.splits == 0;
+        shared_evenly = p.splits == 0;
         splits = max(p.splits, 1u);
         pair = block / splits;
         items = shared_evenly ? p.items : 1;

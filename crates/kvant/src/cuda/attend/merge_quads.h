@@ -46,10 +46,11 @@ struct States {
     }
 };
 
-// The destination of the rows of an item and head: the output, or the state to which the step's own keys are added.
+// The destination of the rows of an item and head.
 struct Output {
+    const AttendParams &p;
     uchar *out;
-    float *state;
+    const float *sinks;
     ulong row;
     // Whether the item's token sees any key if pages hold all; over pages, these keys.
     bool sees;
@@ -59,19 +60,8 @@ struct Output {
     void finish(uint quad, const SoftmaxState &sum) const {
         const ulong at = row + quad / (HEAD_DIM / 4);
         const uint column = quad % (HEAD_DIM / 4) * 4;
-        if (state != nullptr) {
-            float *to = state + at * (HEAD_DIM + 2);
-            to[column] = sum.o.x;
-            to[column + 1] = sum.o.y;
-            to[column + 2] = sum.o.z;
-            to[column + 3] = sum.o.w;
-            if (column == 0) {
-                to[HEAD_DIM] = sum.m;
-                to[HEAD_DIM + 1] = sum.l;
-            }
-            return;
-        }
-        const float inverse = inverse_of_sum(sum.l, [&] { return sees && (PAGE_SHIFT == 0 || pages.hold_any(seen)); });
+        const float l = with_sink(p, sinks, at, sum.m, sum.l);
+        const float inverse = inverse_of_sum(l, [&] { return sees && (PAGE_SHIFT == 0 || pages.hold_any(seen)); });
         const float4 o = make_float4(sum.o.x * inverse, sum.o.y * inverse, sum.o.z * inverse, sum.o.w * inverse);
         store4(out, at * HEAD_DIM + column, o, OUT_DTYPE);
     }

@@ -18,8 +18,7 @@
 struct Partials {
     float *states;
     uint *counters;
-    // The state to which the step's own keys are added; or null.
-    float *cached;
+    const float *sinks;
     uchar *out;
 };
 
@@ -156,16 +155,13 @@ inline bool merge(const AttendParams &p, const Partials &to, const S &state, con
     }
 }
 
-// Writes the rows of the state, rotated back if they are ROTATED, to the output or to the state to which the step's own
-// keys are added. row_of(r) is the output's row, sees(r) whether the row's token sees any key.
+// Writes the rows of the state, rotated back if they are ROTATED, to the output. row_of(r) is the output's row, sees(r) whether the row's token sees any key.
 template <bool ROTATED, typename S, typename RowOf, typename Sees>
-inline void finish_rows(const Partials &to, const S &state, uint rows, RowOf row_of, Sees sees) {
+inline void finish_rows(const AttendParams &p, const Partials &to, const S &state, uint rows, RowOf row_of, Sees sees) {
     const uint warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll 1
     for (uint r = warp; r < rows; r += WARPS) {
         const ulong at = row_of(r);
-        const float m = state.end(r).x;
-        float l = state.end(r).y;
         float x[HEAD_DIM / 32];
 #pragma unroll
         for (uint i = 0; i < HEAD_DIM / 32; i++) {
@@ -174,27 +170,8 @@ inline void finish_rows(const Partials &to, const S &state, uint rows, RowOf row
         if (ROTATED) {
             unrotate<HEAD_DIM>(x, lane);
         }
-        if (to.cached != nullptr) {
-            float *cached = to.cached + at * (HEAD_DIM + 2);
-            if (!FRESH) {
-#pragma unroll
-                for (uint i = 0; i < HEAD_DIM / 32; i++) {
-                    cached[lane + 32 * i] = x[i];
-                }
-                if (lane == 0) {
-                    cached[HEAD_DIM] = m;
-                    cached[HEAD_DIM + 1] = l;
-                }
-                continue;
-            }
-            const float cached_m = cached[HEAD_DIM], cached_l = cached[HEAD_DIM + 1];
-            const MergeFactors factors(m, cached_m);
-            l = factors.merge(l, cached_l);
-#pragma unroll
-            for (uint i = 0; i < HEAD_DIM / 32; i++) {
-                x[i] = factors.merge(x[i], cached[lane + 32 * i]);
-            }
-        }
+        const float2 end = state.end(r);
+        const float l = with_sink(p, to.sinks, at, end.x, end.y);
         const float inverse = inverse_of_sum(l, [&] { return sees(r); });
 #pragma unroll
         for (uint i = 0; i < HEAD_DIM / 32; i++) {

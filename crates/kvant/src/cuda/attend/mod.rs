@@ -25,12 +25,9 @@
 //! | `merge_rows.h`, `merge_quads.h` | merging of the states that several blocks have of one work item |
 
 use crate::{
-    Planes, Result, SlotOrder, Tensor,
-    gpu::{Builder, Launch, Limits, Scratch, Use, params, planes::page_shift},
-    ops::{
-        SourceOrder,
-        attend::{Call, FreshCall, NAME, Plan},
-    },
+    HeadOrder, Planes, Result, Tensor,
+    gpu::{Builder, Launch, Limits, Use, params, planes::page_shift},
+    ops::attend::{Call, Explanation, NAME},
 };
 
 mod decode;
@@ -72,28 +69,19 @@ pub(super) const MAX_CLUSTER: usize = 8;
 const MAX_GROUP: usize = 8;
 
 /// The kernel that would run, and why.
-///
-/// A plan that is passed to a call must lead to the launch that it describes. Splits alone describe neither clusters
-/// nor even shares, so the plan keeps the splits that were requested.
-pub(crate) fn plan(call: &Call, limits: &Limits) -> Plan {
+pub(crate) fn explain(call: &Call, limits: &Limits) -> Explanation {
     let (kernel, reason) = match route::select(call, limits) {
         Ok(kernel) => (kernel.name(), kernel.reason()),
         Err(error) => ("none", error.to_string()),
     };
-    Plan { kernel, reason: reason.into(), splits: call.splits }
+    Explanation { kernel, reason: reason.into() }
 }
 
-/// Launches attention over the cached keys and, if the step has fresh keys, over those.
 pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
     if call.tokens == 0 {
         return Ok(());
     }
-    // The softmax state over cached keys, (o, m, l) of every query row, to which the fresh keys are added.
-    let state_bytes = call.tokens * call.heads * (call.head_dim + 2) * 4;
-    let state = call.fresh.as_ref().map(|_| b.scratch(state_bytes)).transpose()?;
-    b.push(route::select(call, &b.limits)?.launch(call, b, state.as_ref())?)?;
-    let (Some(fresh), Some(state)) = (&call.fresh, &state) else { return Ok(()) };
-    b.push(route::select_fresh(call, fresh, &b.limits)?.launch(call, b, fresh, state)?)
+    b.push(route::select(call, &b.limits)?.launch(call, b)?)
 }
 
 /// Where rows of keys or values are: distances, in rows, between sequences, KV heads and slots, and the number of
@@ -119,19 +107,10 @@ impl RowStrides {
         debug_assert!(spec.sequences > 0);
         let (kv_heads, capacity) = (spec.kv_heads as u64, spec.capacity as u64);
         let (head, slot) = match spec.order {
-            SlotOrder::HeadMajor => (capacity, 1),
-            SlotOrder::TokenMajor => (1, kv_heads),
+            HeadOrder::HeadMajor => (capacity, 1),
+            HeadOrder::TokenMajor => (1, kv_heads),
         };
         RowStrides { sequence: kv_heads * capacity, head, slot, capacity, page_width: 0, page_entries: 0 }
-    }
-
-    fn of_fresh(call: &Call, fresh: &FreshCall) -> RowStrides {
-        let (tokens, kv_heads) = (call.tokens as u64, call.layer.spec().kv_heads as u64);
-        let (head, slot) = match fresh.order {
-            SourceOrder::TokenMajor => (1, kv_heads),
-            SourceOrder::HeadMajor => (tokens, 1),
-        };
-        RowStrides { sequence: 0, head, slot, capacity: tokens, page_width: 0, page_entries: 0 }
     }
 }
 
@@ -158,17 +137,14 @@ fn params(call: &Call, rows: &RowStrides, item_rows: usize, items: usize, splits
     })
 }
 
-/// Binds the page table of the layer, if it has pages.
-fn bind_pages(launch: Launch, call: &Call) -> Launch {
-    launch.constant("PAGE_SHIFT", page_shift(&call.layer)).read_if(15, call.step.table_of(&call.layer))
-}
-
-/// Binds what a launch over cached keys writes: the softmax state if fresh keys follow, otherwise the output.
-fn bind_result(launch: Launch, call: &Call, state: Option<&Scratch>) -> Launch {
-    match state {
-        Some(state) => launch.scratch(13, state, Use::Write),
-        None => launch.write(1, &call.out),
-    }
+/// Binds what every kernel has: the output, the page table of a layer with pages, and the sinks.
+fn bind_result(launch: Launch, call: &Call) -> Launch {
+    launch
+        .write(1, &call.out)
+        .constant("SINKS", call.sinks.is_some())
+        .read_if(13, call.sinks.as_ref())
+        .constant("PAGE_SHIFT", page_shift(&call.layer))
+        .read_if(15, call.step.table_of(&call.layer))
 }
 
 /// The most keys of a sequence that the device may find.

@@ -1,30 +1,24 @@
 //! Selection of the attention kernel.
 //!
 //! [`select`] is a decision tree, read from the top: the first kernel whose conditions hold and whose shared memory
-//! fits takes the call. It is used to run a call and to explain it, so a plan and a launch cannot disagree.
+//! fits takes the call. It is used to run a call and to explain it.
 
 use super::{
     MAX_GROUP, decode::AttendDecode, generic::AttendGeneric, has_clusters, is_aligned, is_aligned16, longest_context,
     prefill::AttendPrefill, quantised::AttendQuantised, short::AttendShort, short_quantised::AttendShortQuantised,
 };
 use crate::{
-    Codec, DType, Result, Tensor,
-    gpu::{Builder, Launch, Limits, Scratch},
-    ops::attend::{Call, FreshCall},
+    Codec, DType, Result,
+    gpu::{Builder, Launch, Limits},
+    ops::attend::Call,
 };
 
-/// The kernel for the cached keys of a call, with its division of the work.
+/// The kernel of a call, with its division of the work.
 pub(super) enum CudaAttendKernel {
     ShortQuantised(AttendShortQuantised),
     Quantised(AttendQuantised),
     Short(AttendShort),
     Decode(AttendDecode),
-    Prefill(AttendPrefill),
-    Generic(AttendGeneric),
-}
-
-/// The kernel for the step's own (fresh) keys, whose result is merged with the state of the cached ones.
-pub(super) enum FreshAttendKernel {
     Prefill(AttendPrefill),
     Generic(AttendGeneric),
 }
@@ -69,7 +63,7 @@ impl AttendTraits {
     }
 }
 
-/// The kernel for the cached keys.
+/// The kernel of a call.
 ///
 /// # Errors
 /// A block has too little shared memory for any kernel.
@@ -106,26 +100,10 @@ pub(super) fn select(call: &Call, limits: &Limits) -> Result<CudaAttendKernel> {
     {
         return Ok(CudaAttendKernel::Prefill(kernel));
     }
-    Ok(CudaAttendKernel::Generic(AttendGeneric::new(call, None, limits)?))
+    Ok(CudaAttendKernel::Generic(AttendGeneric::new(call, limits)?))
 }
 
-/// The kernel for the step's own keys.
-///
-/// # Errors
-/// As [`select`].
-pub(super) fn select_fresh(call: &Call, fresh: &FreshCall, limits: &Limits) -> Result<FreshAttendKernel> {
-    let fits = |side: &Tensor| side.dtype() == call.q.dtype() && is_aligned16(side);
-    if fits(&fresh.k)
-        && fits(&fresh.v)
-        && is_prompt(call, limits)
-        && let Some(kernel) = AttendPrefill::new(call, limits)
-    {
-        return Ok(FreshAttendKernel::Prefill(kernel));
-    }
-    Ok(FreshAttendKernel::Generic(AttendGeneric::new(call, Some(fresh), limits)?))
-}
-
-/// Whether the queries of a call suit the kernel of prompts, whatever the keys are.
+/// Whether a call suits the kernel of prompts, whatever its keys are.
 fn is_prompt(call: &Call, limits: &Limits) -> bool {
     limits.warpgroup_products
         && call.q.dtype() != DType::F32
@@ -164,25 +142,15 @@ impl CudaAttendKernel {
         }
     }
 
-    /// The launch. It writes to `state` if there is one, and otherwise to the output.
-    pub(super) fn launch(&self, call: &Call, b: &Builder, state: Option<&Scratch>) -> Result<Launch> {
+    /// The launch.
+    pub(super) fn launch(&self, call: &Call, b: &Builder) -> Result<Launch> {
         match self {
-            CudaAttendKernel::ShortQuantised(kernel) => kernel.launch(self.name(), call, state),
-            CudaAttendKernel::Quantised(kernel) => kernel.launch(self.name(), call, b, state),
-            CudaAttendKernel::Short(kernel) => kernel.launch(self.name(), call, state),
-            CudaAttendKernel::Decode(kernel) => kernel.launch(self.name(), call, b, state),
-            CudaAttendKernel::Prefill(kernel) => kernel.launch(self.name(), call, state),
-            CudaAttendKernel::Generic(kernel) => kernel.launch(self.name(), call, b, state),
-        }
-    }
-}
-
-impl FreshAttendKernel {
-    /// The launch. It merges the result with `state` and writes the output.
-    pub(super) fn launch(&self, call: &Call, b: &Builder, fresh: &FreshCall, state: &Scratch) -> Result<Launch> {
-        match self {
-            FreshAttendKernel::Prefill(kernel) => kernel.launch_fresh("attend_prefill", call, fresh, state),
-            FreshAttendKernel::Generic(kernel) => kernel.launch_fresh("attend_generic", call, b, fresh, state),
+            CudaAttendKernel::ShortQuantised(kernel) => kernel.launch(self.name(), call),
+            CudaAttendKernel::Quantised(kernel) => kernel.launch(self.name(), call, b),
+            CudaAttendKernel::Short(kernel) => kernel.launch(self.name(), call),
+            CudaAttendKernel::Decode(kernel) => kernel.launch(self.name(), call, b),
+            CudaAttendKernel::Prefill(kernel) => kernel.launch(self.name(), call),
+            CudaAttendKernel::Generic(kernel) => kernel.launch(self.name(), call, b),
         }
     }
 }
@@ -190,7 +158,7 @@ impl FreshAttendKernel {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Device, KvLayer, LayerSpec, SlotOrder, Step};
+    use crate::{Device, HeadOrder, KvLayer, LayerSpec, Step, Tensor};
 
     const H200: Limits = Limits {
         threads: 1024,
@@ -225,21 +193,20 @@ mod tests {
         let Heads(heads, kv_heads, head_dim) = heads;
         let device = Device::reference();
         let sequences = if decode { tokens } else { 1 };
-        let order = SlotOrder::HeadMajor;
-        let spec =
-            LayerSpec { sequences, kv_heads, capacity, head_dim, k: codec, v: codec, window: None, ring: false, order };
+        let order = HeadOrder::HeadMajor;
+        let spec = LayerSpec::new(kv_heads, head_dim, capacity, codec).sequences(sequences).order(order);
         let rows: Vec<_> = (0..tokens as u32).map(|t| if decode { (t, 0) } else { (0, t) }).collect();
         let bf16 = || Tensor::zeros(&device, DType::BF16, &[tokens, heads, head_dim]).unwrap();
         let call = Call {
             q: bf16(),
             layer: KvLayer::new(&device, spec).unwrap(),
             step: Step::new(&device, sequences, &rows).unwrap(),
-            fresh: None,
             scale: 1.0,
             softcap: None,
             window: usize::MAX,
             q_rotated: false,
             splits: 0,
+            sinks: None,
             out: bf16(),
             tokens,
             heads,

@@ -11,6 +11,7 @@
 // Where blocks form clusters, read "cluster" for "block": the blocks of a cluster divide each of its parts among them.
 #ifndef KVANT_CUDA_ATTEND_WORK_H
 #define KVANT_CUDA_ATTEND_WORK_H
+#include "attend/softmax.h"
 #include "device/convert.h"
 
 struct AttendParams {
@@ -85,14 +86,10 @@ inline Token load_token_early(const AttendParams &p, const uint *positions, cons
     return t;
 }
 
-// The positions that a token sees: among the cached ones, or (FRESH) of the batch's tokens.
+// The positions that a token sees.
 inline Range visible(const AttendParams &p, Token token) {
     const uint after = token.position == NONE ? NONE : token.position + 1;
     const uint window_first = after > p.window ? after - p.window : 0;
-    if (FRESH) {
-        // There is no key at position NONE, not even the token's own.
-        return token.position == NONE ? Range{0, 0} : Range{window_first, after};
-    }
     uint end = min(token.len, after);
     // Over pages the capacity is what the page table has entries for.
     const uint held = PAGE_SHIFT == 0 && token.len > p.capacity ? token.len - p.capacity : 0;
@@ -190,6 +187,12 @@ inline bool sees_any(const AttendParams &p, const uint *table, Token token) {
     }
     const Range seen = visible(p, token);
     return PAGE_SHIFT == 0 ? seen.len() > 0 : pages_of(p, table, token.sequence).hold_any(seen);
+}
+
+// The sum of the weights of row `row` of the output, with that of its head's sink, a score without a value. m is the
+// largest score, and l is the sum of the weights times `scale`.
+inline float with_sink(const AttendParams &p, const float *sinks, ulong row, float m, float l, float scale = 1) {
+    return SINKS ? l + scale * factor_of(sinks[row % (p.kv_heads * p.group)] * LOG2_E, m) : l;
 }
 
 // The factor of a row whose weights have the sum l: 1 / l. The sum is 0 in two cases: no key is seen, and the output is

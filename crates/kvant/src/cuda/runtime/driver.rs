@@ -9,7 +9,7 @@ use std::{
 use cudarc::driver::sys::{self as cu, CUresult};
 
 use super::libraries;
-use crate::Error;
+use crate::{Error, device::MemoryInfo};
 
 /// A call of the driver that failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -59,6 +59,43 @@ macro_rules! driver {
 }
 pub(super) use driver;
 
+/// Initialises the driver, and returns the version of CUDA that it supports: 12030 for 12.3.
+fn initialise() -> Result<i32, String> {
+    if !libraries::has_driver() {
+        return Err("the NVIDIA driver (libcuda) cannot be loaded".to_string());
+    }
+    require(&["cuInit", "cuDriverGetVersion", "cuDeviceGetCount"])?;
+    let text = |failure: DriverError| failure.to_string();
+    let mut version = 0;
+    // SAFETY: the driver is loaded; `version` is what the function fills.
+    unsafe {
+        driver!(cuInit(0)).map_err(text)?;
+        driver!(cuDriverGetVersion(&mut version)).map_err(text)?;
+    }
+    Ok(version)
+}
+
+/// The loaded driver has these functions.
+fn require(names: &[&'static str]) -> Result<(), String> {
+    match libraries::missing_in_driver(names) {
+        Some(name) => Err(format!("the loaded NVIDIA driver (libcuda) has no function {name}")),
+        None => Ok(()),
+    }
+}
+
+/// GPUs, once the driver is initialised.
+fn device_count() -> Result<usize, DriverError> {
+    let mut count = 0;
+    // SAFETY: `count` is what the function fills.
+    unsafe { driver!(cuDeviceGetCount(&mut count)) }?;
+    Ok(usize::try_from(count).unwrap_or(0))
+}
+
+/// GPUs that the driver reports; 0 if it cannot be used.
+pub(in crate::cuda) fn count() -> usize {
+    initialise().ok().and_then(|_| device_count().ok()).unwrap_or(0)
+}
+
 /// A device, its context, the one stream that all work goes through, and the memory pool of that stream.
 pub(super) struct CudaDevice {
     pub name: String,
@@ -84,29 +121,16 @@ unsafe impl Send for CudaDevice {}
 unsafe impl Sync for CudaDevice {}
 
 impl CudaDevice {
-    /// The first device, or why there is none.
-    pub(super) fn open() -> Result<CudaDevice, String> {
-        if !libraries::has_driver() {
-            return Err("the NVIDIA driver (libcuda) cannot be loaded".to_string());
-        }
-        let has = |names: &[&'static str]| match libraries::missing_in_driver(names) {
-            Some(name) => Err(format!("the loaded NVIDIA driver (libcuda) has no function {name}")),
-            None => Ok(()),
-        };
-        has(&["cuInit", "cuDriverGetVersion"])?;
+    /// A device by its number, or why it cannot be used.
+    pub(super) fn open(index: usize) -> Result<CudaDevice, String> {
         let text = |failure: DriverError| failure.to_string();
-        let mut version = 0;
-        // SAFETY: the driver is loaded; `version` is what the function fills.
-        unsafe {
-            driver!(cuInit(0)).map_err(text)?;
-            driver!(cuDriverGetVersion(&mut version)).map_err(text)?;
-        }
+        let version = initialise()?;
         if version < 12000 {
             let (major, minor) = (version / 1000, version % 1000 / 10);
             return Err(format!("the NVIDIA driver supports CUDA {major}.{minor}; 12.0 is needed"));
         }
         // The newest functions that the runtime calls.
-        has(&["cuMemAllocFromPoolAsync", "cuLaunchKernelEx"])?;
+        require(&["cuMemAllocFromPoolAsync", "cuLaunchKernelEx"])?;
         if !libraries::has_nvrtc() {
             return Err(
                 "libnvrtc, which compiles the kernels, cannot be loaded: it comes with the CUDA toolkit, or as \
@@ -115,7 +139,11 @@ impl CudaDevice {
                     .to_string(),
             );
         }
-        let gpu = CudaDevice::first(version).map_err(text)?;
+        let all = device_count().map_err(text)?;
+        if index >= all {
+            return Err(format!("there is no GPU {index}: the NVIDIA driver reports {all}"));
+        }
+        let gpu = CudaDevice::numbered(index as i32, version).map_err(text)?;
         // The kernels use tensor cores and asynchronous copies as GPUs have them since Ampere.
         let (major, minor) = gpu.capability;
         if major < 8 {
@@ -124,13 +152,13 @@ impl CudaDevice {
         Ok(gpu)
     }
 
-    fn first(driver_version: i32) -> Result<CudaDevice, DriverError> {
+    fn numbered(index: i32, driver_version: i32) -> Result<CudaDevice, DriverError> {
         use cu::CUdevice_attribute::*;
         let (mut device, mut context, mut name, mut memory_bytes) = (0, null_mut(), [0u8; 256], 0);
         let (mut stream, mut pool) = (null_mut(), null_mut());
         // SAFETY: every pointer is to a local of the type that the function fills; the name has 256 bytes.
         unsafe {
-            driver!(cuDeviceGet(&mut device, 0))?;
+            driver!(cuDeviceGet(&mut device, index))?;
             driver!(cuDeviceGetName(name.as_mut_ptr().cast(), name.len() as i32, device))?;
             driver!(cuDeviceTotalMem_v2(&mut memory_bytes, device))?;
             // The primary context, which other CUDA libraries of the process share.
@@ -185,6 +213,29 @@ impl CudaDevice {
         enter(self.context)
     }
 
+    pub(super) fn memory(&self) -> Result<MemoryInfo, DriverError> {
+        let _entered = self.enter()?;
+        let (mut free, mut total) = (0, 0);
+        let (mut reserved, mut used) = (0u64, 0u64);
+        use cu::CUmemPool_attribute::*;
+        // SAFETY: the pool is alive; the functions fill what they are given.
+        unsafe {
+            driver!(cuMemGetInfo_v2(&mut free, &mut total))?;
+            let reserved = (&raw mut reserved).cast();
+            driver!(cuMemPoolGetAttribute(self.pool, CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT, reserved))?;
+            driver!(cuMemPoolGetAttribute(self.pool, CU_MEMPOOL_ATTR_USED_MEM_CURRENT, (&raw mut used).cast()))?;
+        }
+        Ok(MemoryInfo { total, free, held: usize::try_from(reserved.saturating_sub(used)).unwrap_or(usize::MAX) })
+    }
+
+    /// Returns memory of the pool that nobody uses to the driver.
+    pub(super) fn trim(&self) -> Result<(), DriverError> {
+        let _entered = self.enter()?;
+        self.synchronise()?;
+        // SAFETY: the pool is alive.
+        unsafe { driver!(cuMemPoolTrimTo(self.pool, 0)) }
+    }
+
     /// CudaMemory, in the order of the stream.
     pub(super) fn allocate(self: &Arc<Self>, bytes: usize) -> crate::Result<CudaMemory> {
         let _entered = self.enter().map_err(fault)?;
@@ -201,9 +252,7 @@ impl CudaDevice {
         let address = match allocate() {
             Err(failure) if failure.is_out_of_memory() => {
                 // Freed memory may be fragmented: return it to the driver and try again.
-                self.synchronise().map_err(fault)?;
-                // SAFETY: the pool is alive.
-                unsafe { driver!(cuMemPoolTrimTo(self.pool, 0)) }.map_err(fault)?;
+                self.trim().map_err(fault)?;
                 allocate()
             }
             first => first,
@@ -508,7 +557,7 @@ mod tests {
 
     /// `None` where there is no GPU.
     fn gpu() -> Option<Arc<CudaDevice>> {
-        CudaDevice::open().inspect_err(|why| eprintln!("{why}")).ok().map(Arc::new)
+        CudaDevice::open(0).inspect_err(|why| eprintln!("{why}")).ok().map(Arc::new)
     }
 
     fn current() -> cu::CUcontext {

@@ -26,12 +26,14 @@ pub(super) mod libraries;
 
 use compile::{CompileTarget, KernelProgram};
 use cublaslt::{CublasLt, CublasLtPlan};
+pub(super) use driver::count;
 use driver::{CudaDevice, CudaEvent, CudaFunction, CudaGraph, CudaMemory, driver, fault};
 use kernel_cache::KernelCache;
 
 use crate::{
     Error, Result,
     cuda::{attend::MAX_CLUSTER, headers},
+    device::MemoryInfo,
     gpu::{self, Constant, Executor, Launch, LaunchPass, Limits, Replay, Source, Wait},
 };
 
@@ -79,9 +81,9 @@ type SpecialisedKernel = (usize, &'static str, Vec<(&'static str, Constant)>);
 type FunctionSlot = Arc<Mutex<Option<CudaFunction>>>;
 
 impl CudaExecutor {
-    /// The first NVIDIA GPU, or why there is none.
-    pub(super) fn open() -> std::result::Result<CudaExecutor, String> {
-        let gpu = Arc::new(CudaDevice::open()?);
+    /// An NVIDIA GPU by its number, or why it cannot be used.
+    pub(super) fn open(index: usize) -> std::result::Result<CudaExecutor, String> {
+        let gpu = Arc::new(CudaDevice::open(index)?);
         let target = CompileTarget::new(gpu.capability.0, gpu.capability.1)?;
         let compiler = compile::version()?;
         let driver = (gpu.driver_version / 1000, gpu.driver_version % 1000 / 10);
@@ -318,6 +320,14 @@ impl Executor for CudaExecutor {
             memory.fill_with_zeros().map_err(fault)?;
         }
         Ok(Box::new(memory))
+    }
+
+    fn memory(&self) -> Result<MemoryInfo> {
+        self.launcher.gpu.memory().map_err(fault)
+    }
+
+    fn trim(&self) -> Result<()> {
+        self.launcher.gpu.trim().map_err(fault)
     }
 
     fn upload(&self, memory: &dyn gpu::Memory, offset: usize, bytes: &[u8]) -> Result<()> {

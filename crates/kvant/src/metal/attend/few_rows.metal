@@ -36,8 +36,8 @@ template <uint D, uint R> struct Work {
 };
 
 // Takes keys begin .. end of a pass into the states; all threads.
-template <uint D, uint R, typename Keys>
-void absorb(Keys keys, uint begin, uint end, Room<D, R> room, thread Work<D, R> &work, constant MetalAttendParams &p) {
+template <uint D, uint R>
+void absorb(CachedKeys keys, uint begin, uint end, Room<D, R> room, thread Work<D, R> &work, constant MetalAttendParams &p) {
     constexpr uint KEYS = THREADS / KEY_THREADS;
     constexpr uint QUADS = D / 4, SLICES = THREADS / QUADS;
     const uint group = work.index / KEY_THREADS, of_key = work.index % KEY_THREADS;
@@ -55,7 +55,7 @@ void absorb(Keys keys, uint begin, uint end, Room<D, R> room, thread Work<D, R> 
                 wanted[n] = false;
                 at[n] = RowPlace{0, 0, false};
                 if (i < count) {
-                    const uint sequence = keys.sequence_of(base + i), position = keys.position_of(base + i);
+                    const uint sequence = keys.sequence, position = keys.position_of(base + i);
                     for (uint r = 0; r < R; r++) {
                         wanted[n] = wanted[n] || sees(room.rows[r], sequence, position);
                     }
@@ -101,7 +101,7 @@ void absorb(Keys keys, uint begin, uint end, Room<D, R> room, thread Work<D, R> 
             float largest = work.states[s].m;
             for (uint n = 0; n < TILE / 32; n++) {
                 const uint i = n * 32 + work.lane;
-                seen[n] = i < count && sees(row, keys.sequence_of(base + i), keys.position_of(base + i));
+                seen[n] = i < count && sees(row, keys.sequence, keys.position_of(base + i));
                 if (seen[n]) {
                     score[n] = scores[i * R + r];
                     largest = raised(largest, score[n]);
@@ -147,16 +147,16 @@ void absorb(Keys keys, uint begin, uint end, Room<D, R> room, thread Work<D, R> 
     }
 }
 
-// Loads the queries of the tile's rows, rotated or as they are; ends with a barrier.
+// Loads the queries of the tile's rows, rotated if the keys are; ends with a barrier.
 template <uint D, uint R>
-void load_queries(device const uchar *q, bool rotated, Room<D, R> room, uint index, constant MetalAttendParams &p) {
+void load_queries(device const uchar *q, Room<D, R> room, uint index, constant MetalAttendParams &p) {
     for (uint i = index; i < R * D / 4; i += THREADS) {
         const Row row = room.rows[i / (D / 4)];
         const ulong at = ulong(row.x) * D + i % (D / 4) * 4;
         *reinterpret_cast<threadgroup float4 *>(room.rows_of_d + i * 4) =
             is_there(row) ? load4(q, at, 4, Q_DTYPE, Q_ALIGNED) : float4(0);
     }
-    if (rotated) {
+    if (K_QUANTISED && !Q_ROTATED) {
         rotate(room.rows_of_d, p.tile_rows, D, false, index, THREADS);
     } else {
         threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -196,8 +196,7 @@ kernel void attend_few(device const uchar *q [[buffer(0)]],
                        device const uchar *v_low [[buffer(8)]],
                        device const uchar *v_high [[buffer(9), function_constant(V_HIGH)]],
                        device const float *v_norms [[buffer(10), function_constant(V_QUANTISED)]],
-                       device const uchar *fresh_k [[buffer(11), function_constant(FRESH)]],
-                       device const uchar *fresh_v [[buffer(12), function_constant(FRESH)]],
+                       device const float *sinks [[buffer(11), function_constant(SINKS_HERE)]],
                        device float *partial_o [[buffer(13), function_constant(PARTIAL)]],
                        device float2 *partial_states [[buffer(14), function_constant(PARTIAL)]],
                        constant MetalAttendParams &p [[buffer(15)]],
@@ -206,13 +205,11 @@ kernel void attend_few(device const uchar *q [[buffer(0)]],
                        uint index [[thread_index_in_threadgroup]],
                        uint lane [[thread_index_in_simdgroup]],
                        uint simd [[simdgroup_index_in_threadgroup]]) {
-    constexpr uint QUADS = D / 4;
     threadgroup float4 rows_of_d[R * THREADS];
     threadgroup float scores[2 * TILE * R];
     threadgroup float factors[R];
     threadgroup Row rows[R];
     threadgroup float2 states[R];
-    threadgroup uint shared[2 * SIMDS];
     const Room<D, R> room = Room<D, R>{reinterpret_cast<threadgroup float *>(rows_of_d), scores, factors, rows};
     const uint kv_head = group.y, split = group.z;
     const Planes keys = {k_low, K_HIGH ? k_high : nullptr, K_QUANTISED ? k_norms : nullptr};
@@ -235,12 +232,10 @@ kernel void attend_few(device const uchar *q [[buffer(0)]],
         rows[index] = row;
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    load_queries(q, K_QUANTISED && !Q_ROTATED, room, index, p);
+    load_queries(q, room, index, p);
 
-    // Whether o is a sum of rotated values.
-    bool rotated = false;
     for (uint sequence = simd_min(row.y); sequence != NONE;) {
-        row = seeing_cached(row, position, sequence, lens[sequence], p);
+        row = seeing(row, position, sequence, lens[sequence], p);
         const uint first = simd_min(row.z), last = simd_max(row.w);
         const uint2 part = first <= last ? part_of(last - first + 1, split, TILE, p) : uint2(0);
         if (part.x < part.y) {
@@ -248,35 +243,10 @@ kernel void attend_few(device const uchar *q [[buffer(0)]],
                 rows[index] = row;
             }
             threadgroup_barrier(mem_flags::mem_threadgroup);
-            const Cached cached = cached_keys(keys, values, PAGED ? table : nullptr, sequence, kv_head, first, p);
-            absorb(cached, part.x, part.y, room, work, p);
-            rotated = V_QUANTISED;
+            const CachedKeys seen = keys_of(keys, values, PAGED ? table : nullptr, sequence, kv_head, first, p);
+            absorb(seen, part.x, part.y, room, work, p);
         }
         sequence = simd_min(row.y > sequence ? row.y : NONE);
-    }
-    if (FRESH) {
-        row = seeing_fresh(row, position, p);
-        const uint2 range = fresh_range(positions, simd_min(row.z), simd_max(row.w), shared, index, THREADS, p);
-        const uint2 part = part_of(range.y - range.x, split, TILE, p);
-        if (part.x < part.y) {
-            // These keys and values are not rotated.
-            if (rotated) {
-                rotated = false;
-                collect(room, work);
-                rotate(room.rows_of_d, p.tile_rows, D, true, index, THREADS);
-                for (uint r = 0; r < R; r++) {
-                    work.o[r] = index < QUADS ? rows_of_d[r * QUADS + index] : float4(0);
-                }
-            }
-            if (index < R) {
-                rows[index] = row;
-            }
-            threadgroup_barrier(mem_flags::mem_threadgroup);
-            if (K_QUANTISED || V_QUANTISED) {
-                load_queries(q, false, room, index, p);
-            }
-            absorb(fresh_keys(fresh_k, fresh_v, positions, sequences, kv_head, range.x, p), part.x, part.y, room, work, p);
-        }
     }
 
     for (uint s = 0; simd + s * SIMDS < R; s++) {
@@ -285,7 +255,7 @@ kernel void attend_few(device const uchar *q [[buffer(0)]],
         }
     }
     collect(room, work);
-    if (rotated) {
+    if (V_QUANTISED) {
         rotate(room.rows_of_d, p.tile_rows, D, true, index, THREADS);
     }
     for (uint i = index; i < R * D; i += THREADS) {
@@ -303,7 +273,7 @@ kernel void attend_few(device const uchar *q [[buffer(0)]],
                 partial_states[at / D] = states[r];
             }
         } else {
-            store(out, start + j, room.rows_of_d[i] * finish(unpacked(states[r])), OUT_DTYPE);
+            store(out, start + j, room.rows_of_d[i] * finish(with_sink(unpacked(states[r]), SINKS_HERE ? sinks : nullptr, rows[r].x, p)), OUT_DTYPE);
         }
     }
 }

@@ -1,10 +1,9 @@
 // Query rows, and the keys that each sees.
 //
 // Query rows of KV head h are (token, head h·G .. (h+1)·G), counted token by token. A tile is some consecutive rows, of
-// tokens of any sequences. Its keys come in passes: the cached positions of each sequence among its tokens, then the
-// step's own keys (FRESH). A pass is divided among p.splits threadgroups. A row sees key j of a pass if the sequences
-// agree and j's position is within the row's bounds. For a key without a page position_of returns NONE, which is within no
-// bounds.
+// tokens of any sequences. Its keys come in passes, one for each sequence among its tokens. A pass is divided among
+// p.splits threadgroups. A row sees a key of a pass if the sequences agree and the key's position is within the row's
+// bounds. For a key without a page position_of returns NONE, which is within no bounds.
 #ifndef KVANT_ATTEND_KEYS_H
 #define KVANT_ATTEND_KEYS_H
 #include "attend/params.h"
@@ -47,8 +46,8 @@ inline uint window_start(uint position, uint window) {
     return position >= window ? position - window + 1 : 0;
 }
 
-// The row as it sees the cached keys of `sequence`, of which there are `len`.
-inline Row seeing_cached(Row row, uint position, uint sequence, uint len, constant MetalAttendParams &p) {
+// The row as it sees the keys of `sequence`, of which there are `len`.
+inline Row seeing(Row row, uint position, uint sequence, uint len, constant MetalAttendParams &p) {
     const uint stored = RING ? len : min(len, p.capacity);
     if (row.y == sequence && stored > 0) {
         const uint held = stored > p.capacity ? stored - p.capacity : 0;
@@ -60,14 +59,6 @@ inline Row seeing_cached(Row row, uint position, uint sequence, uint len, consta
     return uint4(row.xy, NONE, 0);
 }
 
-// The row as it sees the step's own keys.
-inline Row seeing_fresh(Row row, uint position, constant MetalAttendParams &p) {
-    if (row.y != NONE) {
-        return uint4(row.xy, window_start(position, p.window), position);
-    }
-    return uint4(row.xy, NONE, 0);
-}
-
 // The part of `count` keys that a split takes: begin and end.
 inline uint2 part_of(uint count, uint split, uint tile, constant MetalAttendParams &p) {
     const ulong share = (ulong(count) + p.splits - 1) / p.splits;
@@ -75,8 +66,8 @@ inline uint2 part_of(uint count, uint split, uint tile, constant MetalAttendPara
     return uint2(uint(min(ulong(count), split * keys)), uint(min(ulong(count), (split + 1) * keys)));
 }
 
-// The cached keys of a sequence and KV head, from position `first` on.
-struct Cached {
+// The keys of a sequence and KV head, from position `first` on.
+struct CachedKeys {
     Planes k;
     Planes v;
     ulong row;     // of slot 0, without pages
@@ -90,9 +81,6 @@ struct Cached {
 
     uint position_of(uint i) const {
         return PAGED && !place_of(i).held ? NONE : first + i;
-    }
-    uint sequence_of(uint) const {
-        return sequence;
     }
     RowPlace place_of(uint i) const {
         if (PAGED) {
@@ -112,71 +100,12 @@ struct Cached {
     }
 };
 
-inline Cached cached_keys(Planes k, Planes v, device const uint *table, uint sequence, uint kv_head, uint first,
+inline CachedKeys keys_of(Planes k, Planes v, device const uint *table, uint sequence, uint kv_head, uint first,
                           constant MetalAttendParams &p) {
     const ulong row = TOKEN_MAJOR ? ulong(sequence) * p.capacity * p.kv_heads + kv_head
                                   : (ulong(sequence) * p.kv_heads + kv_head) * p.capacity;
-    return Cached{k, v, row, TOKEN_MAJOR ? p.kv_heads : 1, sequence, first, RING ? first % p.capacity : first,
+    return CachedKeys{k, v, row, TOKEN_MAJOR ? p.kv_heads : 1, sequence, first, RING ? first % p.capacity : first,
                   p.capacity, kv_head, PageTable{table, p.page_width, p.page_entries}};
-}
-
-// The step's own keys of a KV head, from token `first` on: in the order of the batch, whatever their positions.
-struct FreshKeys {
-    device const uchar *k;
-    device const uchar *v;
-    device const uint *positions;
-    device const uint *sequences;
-    ulong row;   // of token 0
-    uint stride; // rows from a token to the next one
-    uint first;
-
-    uint position_of(uint i) const {
-        return positions[first + i];
-    }
-    uint sequence_of(uint i) const {
-        return sequences[first + i];
-    }
-    RowPlace place_of(uint i) const {
-        return RowPlace{0, row + ulong(first + i) * stride, true};
-    }
-    float4 key4(RowPlace at, uint j, uint head_dim) const {
-        return load4(k, at.row * head_dim + j, 4, FRESH_K_DTYPE, FRESH_ALIGNED);
-    }
-    float4 value4(RowPlace at, uint j, uint head_dim) const {
-        return load4(v, at.row * head_dim + j, 4, FRESH_V_DTYPE, FRESH_ALIGNED);
-    }
-};
-
-// The fresh tokens lo .. hi among which are all whose positions lie between first and last. All threads call it; a
-// SIMD-group writes two numbers to `shared`, which serves once.
-inline uint2 fresh_range(device const uint *positions, uint first, uint last, threadgroup uint *shared, uint index,
-                         uint threads, constant MetalAttendParams &p) {
-    uint lo = NONE, hi = 0;
-    for (uint token = index; token < p.tokens; token += threads) {
-        const uint position = positions[token];
-        if (first <= position && position <= last) {
-            lo = min(lo, token);
-            hi = token + 1;
-        }
-    }
-    lo = simd_min(lo);
-    hi = simd_max(hi);
-    if (index % 32 == 0) {
-        shared[index / 32 * 2] = lo;
-        shared[index / 32 * 2 + 1] = hi;
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    for (uint i = 0; i < threads / 32; i++) {
-        lo = min(lo, shared[2 * i]);
-        hi = max(hi, shared[2 * i + 1]);
-    }
-    return lo < hi ? uint2(lo, hi) : uint2(0);
-}
-
-inline FreshKeys fresh_keys(device const uchar *k, device const uchar *v, device const uint *positions,
-                            device const uint *sequences, uint kv_head, uint first, constant MetalAttendParams &p) {
-    return FreshKeys{k, v, positions, sequences, FRESH_TOKEN_MAJOR ? ulong(kv_head) : ulong(kv_head) * p.tokens,
-                     FRESH_TOKEN_MAJOR ? p.kv_heads : 1, first};
 }
 
 #endif

@@ -6,6 +6,7 @@
 
 template <uint D>
 kernel void attend_merge(device uchar *out [[buffer(1)]],
+                         device const float *sinks [[buffer(11), function_constant(SINKS)]],
                          device const float *partial_o [[buffer(13)]],
                          device const float2 *partial_states [[buffer(14)]],
                          constant MetalAttendParams &p [[buffer(15)]],
@@ -29,7 +30,7 @@ kernel void attend_merge(device uchar *out [[buffer(1)]],
             }
         }
     }
-    const float factor = finish(total);
+    const float factor = finish(with_sink(total, SINKS ? sinks : nullptr, row, p));
     for (uint n = 0; n < D / MERGE_THREADS; n++) {
         store(out, ulong(row) * D + n * MERGE_THREADS + index, o[n] * factor, OUT_DTYPE);
     }

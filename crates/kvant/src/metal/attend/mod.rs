@@ -5,16 +5,13 @@ mod route;
 use route::{AttendKernel, AttendRoute, AttendSize, by_head_dim, select};
 
 use crate::{
-    DType, Planes, Result, SlotOrder, Tensor,
-    gpu::{Builder, Constant, Launch, Limits, Params, Source, Use, dtype_code, params},
+    HeadOrder, Planes, Result, Tensor,
+    gpu::{Builder, Constant, Launch, Limits, Params, Source, Use, params},
     metal::{
         headers::HEADERS,
         planes::{codec_code, page_shift},
     },
-    ops::{
-        SourceOrder,
-        attend::{Call, NAME, Plan},
-    },
+    ops::attend::{Call, Explanation, NAME},
 };
 
 params! {
@@ -65,9 +62,9 @@ const LEAST_KEYS: usize = 64;
 /// By head size.
 const MERGE_ENTRIES: [&str; 4] = ["attend_merge_64", "attend_merge_128", "attend_merge_256", "attend_merge_512"];
 
-pub(crate) fn plan(call: &Call, limits: &Limits) -> Plan {
-    let AttendRoute { entry, splits, reason, .. } = select(AttendSize::of(call), limits);
-    Plan { kernel: entry, reason: reason.into(), splits }
+pub(crate) fn explain(call: &Call, limits: &Limits) -> Explanation {
+    let AttendRoute { entry, reason, .. } = select(AttendSize::of(call), limits);
+    Explanation { kernel: entry, reason: reason.into() }
 }
 
 pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
@@ -105,7 +102,7 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
         .read(0, &call.q)
         .read(2, &call.step.positions)
         .read(3, &call.step.sequence)
-        .read(4, call.cached_lens())
+        .read(4, &call.step.lens)
         .read_if(16, table);
     for (index, side) in [(5, &call.layer.k), (8, &call.layer.v)] {
         launch = launch
@@ -113,12 +110,9 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
             .read_if(index + 1, side.high.as_ref())
             .read_if(index + 2, side.norms.as_ref());
     }
-    if let Some(fresh) = &call.fresh {
-        launch = launch.read(11, &fresh.k).read(12, &fresh.v);
-    }
     launch = launch.params(15, &params).grid([route.tiles, spec.kv_heads, route.splits], [route.threads, 1, 1]);
     if !partial {
-        return b.push(launch.write(1, &call.out));
+        return b.push(launch.write(1, &call.out).read_if(11, call.sinks.as_ref()));
     }
     let o = b.scratch(route.splits * rows * call.head_dim * size_of::<f32>())?;
     let states = b.scratch(route.splits * rows * 2 * size_of::<f32>())?;
@@ -126,6 +120,7 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
     b.push(
         specialise(Launch::new(NAME, &MERGE, MERGE_ENTRIES[by_head_dim(call.head_dim)]), call, partial)
             .write(1, &call.out)
+            .read_if(11, call.sinks.as_ref())
             .scratch(13, &o, Use::Read)
             .scratch(14, &states, Use::Read)
             .params(15, &params)
@@ -149,8 +144,6 @@ fn specialise(launch: Launch, call: &Call, partial: bool) -> Launch {
     let spec = call.layer.spec();
     let side = |side: &Planes| (Constant::UInt(codec_code(side.codec())), aligned(&side.low));
     let ((k_codec, k_aligned), (v_codec, v_aligned)) = (side(&call.layer.k), side(&call.layer.v));
-    let fresh = call.fresh.as_ref();
-    let fresh_dtype = |of: fn(&crate::ops::attend::FreshCall) -> DType| fresh.map_or(0, |fresh| dtype_code(of(fresh)));
     launch
         .constant("Q_DTYPE", call.q.dtype())
         .constant("OUT_DTYPE", call.out.dtype())
@@ -160,14 +153,10 @@ fn specialise(launch: Launch, call: &Call, partial: bool) -> Launch {
         .constant("V_ALIGNED", v_aligned)
         .constant("Q_ALIGNED", aligned(&call.q))
         .constant("RING", spec.ring)
-        .constant("TOKEN_MAJOR", spec.order == SlotOrder::TokenMajor)
+        .constant("TOKEN_MAJOR", spec.order == HeadOrder::TokenMajor)
         .constant("SOFTCAP", call.softcap.is_some())
         .constant("Q_ROTATED", call.q_rotated)
-        .constant("FRESH", fresh.is_some())
-        .constant("FRESH_K_DTYPE", fresh_dtype(|fresh| fresh.k.dtype()))
-        .constant("FRESH_V_DTYPE", fresh_dtype(|fresh| fresh.v.dtype()))
-        .constant("FRESH_TOKEN_MAJOR", fresh.is_some_and(|fresh| fresh.order == SourceOrder::TokenMajor))
-        .constant("FRESH_ALIGNED", fresh.is_some_and(|fresh| aligned(&fresh.k) && aligned(&fresh.v)))
         .constant("PARTIAL", partial)
+        .constant("SINKS", call.sinks.is_some())
         .constant("PAGE_SHIFT", page_shift(&call.layer))
 }

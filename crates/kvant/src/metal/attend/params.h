@@ -33,15 +33,13 @@ constant bool RING [[function_constant(7)]];
 constant bool TOKEN_MAJOR [[function_constant(8)]];
 constant bool SOFTCAP [[function_constant(9)]];
 constant bool Q_ROTATED [[function_constant(10)]];
-constant bool FRESH [[function_constant(11)]];
-constant uint FRESH_K_DTYPE [[function_constant(12)]];
-constant uint FRESH_V_DTYPE [[function_constant(13)]];
-constant bool FRESH_TOKEN_MAJOR [[function_constant(14)]];
-constant bool FRESH_ALIGNED [[function_constant(15)]];
 // The kernel writes states for attend_merge instead of results.
-constant bool PARTIAL [[function_constant(16)]];
+constant bool PARTIAL [[function_constant(11)]];
 // A page holds 2 to this power positions; 0 without pages.
-constant uint PAGE_SHIFT [[function_constant(17)]];
+constant uint PAGE_SHIFT [[function_constant(12)]];
+
+// Each query head has a score without a value.
+constant bool SINKS [[function_constant(13)]];
 
 constant bool K_QUANTISED = K_CODEC >= TQ4;
 constant bool V_QUANTISED = V_CODEC >= TQ4;
@@ -49,5 +47,6 @@ constant bool K_HIGH = K_CODEC == TQ5 || K_CODEC == TQ6;
 constant bool V_HIGH = V_CODEC == TQ5 || V_CODEC == TQ6;
 constant bool WHOLE = !PARTIAL;
 constant bool PAGED = PAGE_SHIFT != 0;
+constant bool SINKS_HERE = SINKS && WHOLE;
 
 #endif

@@ -33,7 +33,6 @@ pub(super) struct AttendSize {
     /// The most positions of a sequence in the cache.
     capacity: usize,
     window: usize,
-    fresh: bool,
     /// 0: ours to choose.
     splits: usize,
 }
@@ -49,7 +48,6 @@ impl AttendSize {
             head_dim: call.head_dim,
             capacity: if call.layer.is_paged() { capacity(call).min(call.step.batch().longest) } else { spec.capacity },
             window: call.window,
-            fresh: call.fresh.is_some(),
             splits: call.splits,
         }
     }
@@ -82,7 +80,7 @@ pub(super) fn select(size: AttendSize, limits: &Limits) -> AttendRoute {
     };
     let tiles = (size.tokens * size.group).div_ceil(tile_rows);
     // The most keys that a token may see: a captured launch serves any length.
-    let most = size.window.saturating_add(together).min(size.capacity) + if size.fresh { size.tokens } else { 0 };
+    let most = size.window.saturating_add(together).min(size.capacity);
     let groups = tiles * size.kv_heads;
     let (splits, why) = match size.splits {
         0 => {
@@ -139,7 +137,6 @@ mod tests {
         head_dim: 256,
         capacity: 1 << 20,
         window: usize::MAX,
-        fresh: false,
         splits: 0,
     };
 

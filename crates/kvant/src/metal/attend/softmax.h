@@ -43,6 +43,14 @@ inline float finish(State state) {
     return state.l != 0 ? 1 / state.l : state.m == -INFINITY ? 0 : INFINITY;
 }
 
+// The state with the sink of a query row's head: a score without a value.
+inline State with_sink(State state, device const float *sinks, uint row, constant MetalAttendParams &p) {
+    if (SINKS) {
+        state.l += precise::exp2(sinks[row % p.heads] * M_LOG2E_F - state.m);
+    }
+    return state;
+}
+
 // The score of a dot product, in units of log 2.
 inline float score_of(float product, constant MetalAttendParams &p) {
     float score = product * p.scale;

@@ -35,8 +35,8 @@ template <uint D, uint ROWS, uint SIMDS, uint KEYS> struct Work {
 
 // Brings coordinates first .. first + WIDTH of keys (or values) base .. base + 8 into `stage` [8, WIDTH]: zeros from
 // `end` on, and where there is no page. Returns whether all that this thread brought is finite.
-template <bool VALUES, uint D, uint WIDTH, typename Keys>
-bool bring(Keys keys, uint base, uint end, uint first, threadgroup float *stage, uint lane) {
+template <bool VALUES, uint D, uint WIDTH>
+bool bring(CachedKeys keys, uint base, uint end, uint first, threadgroup float *stage, uint lane) {
     bool finite = true;
     for (uint i = lane; i < 8 * WIDTH / 4; i += 32) {
         const uint key = base + i / (WIDTH / 4), j = first + i % (WIDTH / 4) * 4;
@@ -52,8 +52,8 @@ bool bring(Keys keys, uint base, uint end, uint first, threadgroup float *stage,
 }
 
 // Adds 8 values, some not finite, to o: only what a row sees may touch it, so element by element.
-template <uint D, uint ROWS, uint SIMDS, uint KEYS, typename Keys>
-void add_values_one_by_one(Keys keys, uint base, uint end, threadgroup const float *weights,
+template <uint D, uint ROWS, uint SIMDS, uint KEYS>
+void add_values_one_by_one(CachedKeys keys, uint base, uint end, threadgroup const float *weights,
                            threadgroup const float *values, Room room, thread Work<D, ROWS, SIMDS, KEYS> &work) {
     constexpr uint WIDTH = D / SIMDS;
     // This SIMD-group's products are used up.
@@ -72,7 +72,7 @@ void add_values_one_by_one(Keys keys, uint base, uint end, threadgroup const flo
                 const Row row = room.rows[r];
                 float sum = patch[i];
                 for (uint key = base; key < min(base + 8, end); key++) {
-                    if (sees(row, keys.sequence_of(key), keys.position_of(key))) {
+                    if (sees(row, keys.sequence, keys.position_of(key))) {
                         sum += weights[r * KEYS + key - base] * values[(key - base) * WIDTH + m * 8 + i % 8];
                     }
                 }
@@ -85,8 +85,8 @@ void add_values_one_by_one(Keys keys, uint base, uint end, threadgroup const flo
 }
 
 // Takes keys begin .. end of a pass, whose rows see positions first .. last, into the states; all threads.
-template <uint D, uint ROWS, uint SIMDS, uint KEYS, typename Keys>
-void absorb(Keys keys, uint begin, uint end, uint first, uint last, Room room,
+template <uint D, uint ROWS, uint SIMDS, uint KEYS>
+void absorb(CachedKeys keys, uint begin, uint end, uint first, uint last, Room room,
             thread Work<D, ROWS, SIMDS, KEYS> &work, constant MetalAttendParams &p) {
     constexpr uint WIDTH = D / SIMDS, BLOCKS = ROWS / 8, MATRICES = WIDTH / 8;
     const uint lane = work.lane, simd = work.simd;
@@ -132,7 +132,7 @@ void absorb(Keys keys, uint begin, uint end, uint first, uint last, Room room,
             const uint r = simd + s * SIMDS;
             if (work.seeing >> r / 8 & 1) {
                 const Row row = room.rows[r];
-                const bool seen = lane < count && sees(row, keys.sequence_of(base + lane), position);
+                const bool seen = lane < count && sees(row, keys.sequence, position);
                 float score = 0, largest = work.states[s].m;
                 if (seen) {
                     float product = room.parts[r * KEYS + lane];
@@ -195,9 +195,9 @@ void absorb(Keys keys, uint begin, uint end, uint first, uint last, Room room,
     }
 }
 
-// Loads the queries, rotated or as they are. Begins with a barrier; `stage` is free again after the next one.
+// Loads the queries, rotated if the keys are. Begins with a barrier; `stage` is free again after the next one.
 template <uint D, uint ROWS, uint SIMDS, uint KEYS>
-void load_queries(device const uchar *q, bool rotated, Room room, thread Work<D, ROWS, SIMDS, KEYS> &work,
+void load_queries(device const uchar *q, Room room, thread Work<D, ROWS, SIMDS, KEYS> &work,
                   constant MetalAttendParams &p) {
     constexpr uint THREADS = 32 * SIMDS, WIDTH = D / SIMDS;
 #pragma unroll
@@ -210,7 +210,7 @@ void load_queries(device const uchar *q, bool rotated, Room room, thread Work<D,
                 *reinterpret_cast<threadgroup float4 *>(room.stage + i * 4) =
                     is_there(row) ? load4(q, at, 4, Q_DTYPE, Q_ALIGNED) : float4(0);
             }
-            if (rotated) {
+            if (K_QUANTISED && !Q_ROTATED) {
                 rotate(room.stage, 8, D, false, work.index, THREADS);
             } else {
                 threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -223,16 +223,16 @@ void load_queries(device const uchar *q, bool rotated, Room room, thread Work<D,
     }
 }
 
-// Puts o of block b into `stage`, [8, D], rotated back or as it is. Begins and ends with a barrier.
+// Puts o of block b into `stage`, [8, D], rotated back if the values are rotated. Begins and ends with a barrier.
 template <uint D, uint ROWS, uint SIMDS, uint KEYS>
-void collect(uint b, bool rotated, Room room, thread Work<D, ROWS, SIMDS, KEYS> &work) {
+void collect(uint b, Room room, thread Work<D, ROWS, SIMDS, KEYS> &work) {
     constexpr uint WIDTH = D / SIMDS;
     threadgroup_barrier(mem_flags::mem_threadgroup);
 #pragma unroll
     for (uint m = 0; m < WIDTH / 8; m++) {
         simdgroup_store(work.o[b][m], room.stage + work.simd * WIDTH + m * 8, D);
     }
-    if (rotated) {
+    if (V_QUANTISED) {
         rotate(room.stage, 8, D, true, work.index, 32 * SIMDS);
     } else {
         threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -251,8 +251,7 @@ kernel void attend_tiles(device const uchar *q [[buffer(0)]],
                          device const uchar *v_low [[buffer(8)]],
                          device const uchar *v_high [[buffer(9), function_constant(V_HIGH)]],
                          device const float *v_norms [[buffer(10), function_constant(V_QUANTISED)]],
-                         device const uchar *fresh_k [[buffer(11), function_constant(FRESH)]],
-                         device const uchar *fresh_v [[buffer(12), function_constant(FRESH)]],
+                         device const float *sinks [[buffer(11), function_constant(SINKS_HERE)]],
                          device float *partial_o [[buffer(13), function_constant(PARTIAL)]],
                          device float2 *partial_states [[buffer(14), function_constant(PARTIAL)]],
                          constant MetalAttendParams &p [[buffer(15)]],
@@ -268,7 +267,6 @@ kernel void attend_tiles(device const uchar *q [[buffer(0)]],
     threadgroup float factors[ROWS * 8];
     threadgroup Row rows[ROWS];
     threadgroup float2 states[ROWS];
-    threadgroup uint shared[2 * SIMDS];
     const Room room = Room{parts, weights, reinterpret_cast<threadgroup float *>(stage), factors, rows};
     const uint kv_head = group.y, split = group.z;
     const Planes keys = {k_low, K_HIGH ? k_high : nullptr, K_QUANTISED ? k_norms : nullptr};
@@ -295,12 +293,10 @@ kernel void attend_tiles(device const uchar *q [[buffer(0)]],
     if (index < ROWS) {
         rows[index] = row;
     }
-    load_queries(q, K_QUANTISED && !Q_ROTATED, room, work, p);
+    load_queries(q, room, work, p);
 
-    // Whether o is a sum of rotated values.
-    bool rotated = false;
     for (uint sequence = simd_min(row.y); sequence != NONE;) {
-        row = seeing_cached(row, position, sequence, lens[sequence], p);
+        row = seeing(row, position, sequence, lens[sequence], p);
         const uint first = simd_min(row.z), last = simd_max(row.w);
         const uint2 part = first <= last ? part_of(last - first + 1, split, KEYS, p) : uint2(0);
         if (part.x < part.y) {
@@ -309,43 +305,10 @@ kernel void attend_tiles(device const uchar *q [[buffer(0)]],
                 rows[index] = row;
             }
             work.seeing = simd_or(row.z <= row.w ? 1u << lane / 8 : 0);
-            const Cached cached = cached_keys(keys, values, PAGED ? table : nullptr, sequence, kv_head, first, p);
-            absorb(cached, part.x, part.y, first, last, room, work, p);
-            rotated = V_QUANTISED;
+            const CachedKeys seen = keys_of(keys, values, PAGED ? table : nullptr, sequence, kv_head, first, p);
+            absorb(seen, part.x, part.y, first, last, room, work, p);
         }
         sequence = simd_min(row.y > sequence ? row.y : NONE);
-    }
-    if (FRESH) {
-        row = seeing_fresh(row, position, p);
-        const uint first = simd_min(row.z), last = simd_max(row.w);
-        const uint2 range = fresh_range(positions, first, last, shared, index, THREADS, p);
-        const uint2 part = part_of(range.y - range.x, split, KEYS, p);
-        if (part.x < part.y) {
-            // These keys and values are not rotated.
-            if (rotated) {
-                rotated = false;
-#pragma unroll
-                for (uint b = 0; b < ROWS / 8; b++) {
-                    if (b < work.blocks) {
-                        collect(b, true, room, work);
-#pragma unroll
-                        for (uint m = 0; m < WIDTH / 8; m++) {
-                            simdgroup_load(work.o[b][m], room.stage + simd * WIDTH + m * 8, D);
-                        }
-                    }
-                }
-            }
-            if (index < ROWS) {
-                rows[index] = row;
-            }
-            if (K_QUANTISED) {
-                load_queries(q, false, room, work, p);
-            }
-            threadgroup_barrier(mem_flags::mem_threadgroup);
-            work.seeing = simd_or(row.z <= row.w ? 1u << lane / 8 : 0);
-            absorb(fresh_keys(fresh_k, fresh_v, positions, sequences, kv_head, range.x, p), part.x, part.y, first, last,
-                   room, work, p);
-        }
     }
 
     if (lane == 0) {
@@ -357,7 +320,7 @@ kernel void attend_tiles(device const uchar *q [[buffer(0)]],
 #pragma unroll
     for (uint b = 0; b < ROWS / 8; b++) {
         if (b < work.blocks) {
-            collect(b, rotated, room, work);
+            collect(b, room, work);
             for (uint i = index; i < 8 * D; i += THREADS) {
                 const uint r = b * 8 + i / D;
                 if (!is_there(rows[r])) {
@@ -373,7 +336,7 @@ kernel void attend_tiles(device const uchar *q [[buffer(0)]],
                         partial_states[part / D] = states[r];
                     }
                 } else {
-                    store(out, at, room.stage[i] * finish(unpacked(states[r])), OUT_DTYPE);
+                    store(out, at, room.stage[i] * finish(with_sink(unpacked(states[r]), SINKS_HERE ? sinks : nullptr, rows[r].x, p)), OUT_DTYPE);
                 }
             }
         }

@@ -12,7 +12,7 @@ mod queue;
 use std::{
     any::Any,
     ptr::NonNull,
-    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
 use objc2::{
@@ -29,7 +29,7 @@ use self::{
 };
 use super::buffer_pool::{BufferPool, size_class};
 use crate::{
-    Device, DeviceKind, Error, Result,
+    Device, DeviceKind, Error, MemoryInfo, Result,
     gpu::{Executor, Launch, LaunchPass, Limits, Memory, Order, Replay, Wait, metal_device},
 };
 
@@ -37,13 +37,18 @@ use crate::{
 #[link(name = "CoreGraphics", kind = "framework")]
 unsafe extern "C" {}
 
-/// The GPU of this Mac; always the same device.
+/// The GPU of this Mac. A device that has been opened is kept; a failure is not.
 pub(super) fn open() -> Result<Device> {
-    static METAL: OnceLock<std::result::Result<Device, String>> = OnceLock::new();
-    METAL
-        .get_or_init(|| autoreleasepool(|_| Runtime::new()).map(metal_device))
-        .clone()
-        .map_err(|reason| Error::NoDevice { kind: DeviceKind::Metal, reason })
+    static OPENED: Mutex<Option<Device>> = Mutex::new(None);
+    // The lock is held while the device is opened: two threads get the same one.
+    let mut opened = lock(&OPENED);
+    if let Some(device) = &*opened {
+        return Ok(device.clone());
+    }
+    let device = autoreleasepool(|_| Runtime::new())
+        .map(metal_device)
+        .map_err(|reason| Error::NoDevice { kind: DeviceKind::Metal, reason })?;
+    Ok(opened.insert(device).clone())
 }
 
 struct Runtime(Arc<RuntimeShared>);
@@ -123,6 +128,21 @@ impl Executor for Runtime {
 
     fn allocate(&self, bytes: usize, zeroed: bool) -> Result<Box<dyn Memory>> {
         Ok(Box::new(self.0.allocate(bytes, zeroed)?))
+    }
+
+    fn memory(&self) -> Result<MemoryInfo> {
+        // What the GPU works well with; more would be swapped.
+        let bytes = |bytes: u64| usize::try_from(bytes).unwrap_or(usize::MAX);
+        let total = bytes(self.0.device.recommendedMaxWorkingSetSize());
+        let free = total.saturating_sub(self.0.device.currentAllocatedSize());
+        Ok(MemoryInfo { total, free, held: lock(&self.0.pool).ready_bytes() })
+    }
+
+    fn trim(&self) -> Result<()> {
+        // Waits for committed passes, so that what they have used is ready.
+        self.0.queue.exclusively(|| ())?;
+        drop(lock(&self.0.pool).trim());
+        Ok(())
     }
 
     fn upload(&self, memory: &dyn Memory, offset: usize, bytes: &[u8]) -> Result<()> {

@@ -9,12 +9,12 @@ mod rules;
 
 use crate::common::{FLOATS, bytes_of, devices, indices, input, layers::linear_spec, proptest_cases, run};
 use kvant::{
-    Codec, CpuOptions, DType, Device, Encoder, Error, KvLayer, LayerSpec, Result, SlotOrder, Step, Tensor,
+    Codec, CpuOptions, DType, Device, Encoder, Error, HeadOrder, KvLayer, LayerSpec, Result, Step, Tensor,
     codec::{Norm, TurboQuant},
     ops::{
-        self, Activation, Affine, Angles, Argmax, Attend, Columns, Embed, Experts, Fresh, Gate, Hadamard, HeadNorm,
-        KvRead, KvSide, KvWrite, Linear, MoeCombine, MoeRoute, NormRope, NormRopeWrite, PairLayout, Residual, RmsNorm,
-        Rope, Sample, Softcap, SourceOrder, Weight, attend::Plan,
+        self, Activation, Affine, Angles, Argmax, Attend, Columns, Embed, Experts, Gate, Hadamard, HeadNorm, KvRead,
+        KvSide, KvWrite, Linear, MoeCombine, MoeRoute, NormRope, NormRopeWrite, PairLayout, Residual, RmsNorm, Rope,
+        Sample, Softcap, Weight,
     },
 };
 use operations::*;
@@ -181,17 +181,15 @@ impl<'t> World<'t> {
             norm: tape.pick(&[Norm::Rms, Norm::LeastSquares, Norm::Unbiased]),
         });
         let codecs = [Codec::F32, quantised, Codec::F16, Codec::BF16];
-        let spec = LayerSpec {
-            sequences: tape.pick(&[1, 2]),
-            kv_heads: tape.pick(&[1, 2, 3]),
-            capacity: tape.pick(&[9, 4, 1, 33]),
-            head_dim: tape.pick(&[64, 128, 8, 64]),
-            k: tape.pick(&codecs),
-            v: tape.pick(&codecs),
-            window: None,
-            ring: tape.flag(),
-            order: tape.pick(&[SlotOrder::HeadMajor, SlotOrder::TokenMajor]),
-        };
+        let spec = LayerSpec::new(
+            tape.pick(&[1, 2, 3]),
+            tape.pick(&[64, 128, 8, 64]),
+            tape.pick(&[9, 4, 1, 33]),
+            tape.pick(&codecs),
+        )
+        .sequences(tape.pick(&[1, 2]))
+        .ring(tape.flag())
+        .order(tape.pick(&[HeadOrder::HeadMajor, HeadOrder::TokenMajor]));
         let device = if tape.fault() { &self.other } else { &self.device };
         let layer = KvLayer::new(device, spec).unwrap();
         for (_, plane) in layer.k().tensors().chain(layer.v().tensors()) {
@@ -375,7 +373,7 @@ proptest! {
             let k = Codec::TurboQuant(TurboQuant { bits, scale, norm: Norm::Rms });
             let [sequences, kv_heads, capacity, head_dim] = [numbers[0], numbers[1], numbers[2], numbers[3]];
             let small = numbers.iter().all(|&n| n <= 64);
-            let spec = LayerSpec { sequences, kv_heads, capacity, head_dim, k, ..linear_spec(1, 1, 1, Codec::F16) };
+            let spec = linear_spec(1, 1, 1, Codec::F16).kv_heads(kv_heads).capacity(capacity).head_dim(head_dim).k(k).sequences(sequences);
             let bytes = numbers.iter().try_fold(4usize, |n, &d| n.checked_mul(d));
             if small || bytes.is_none() || numbers.contains(&0) {
                 let valid = small

@@ -1,15 +1,16 @@
 //! A call of each operation, its arguments drawn from a tape.
 
 use super::*;
+use crate::common::query;
 
-pub(super) fn source_shape(order: SourceOrder, tokens: usize, heads: usize, dim: usize) -> [usize; 3] {
+pub(super) fn source_shape(order: HeadOrder, tokens: usize, heads: usize, dim: usize) -> [usize; 3] {
     match order {
-        SourceOrder::TokenMajor => [tokens, heads, dim],
-        SourceOrder::HeadMajor => [heads, tokens, dim],
+        HeadOrder::TokenMajor => [tokens, heads, dim],
+        HeadOrder::HeadMajor => [heads, tokens, dim],
     }
 }
 
-const ORDERS: [SourceOrder; 2] = [SourceOrder::TokenMajor, SourceOrder::HeadMajor];
+const ORDERS: [HeadOrder; 2] = [HeadOrder::TokenMajor, HeadOrder::HeadMajor];
 const COUNTS: [usize; 6] = [2, 1, 3, 5, 0, 9];
 const WIDTHS: [usize; 6] = [64, 1, 7, 65, 128, 33];
 
@@ -23,7 +24,7 @@ pub(super) fn kv_write(w: &mut World) -> Result<()> {
     let step = w.step(&layer, tokens);
     let first_token = w.tape.size(&[0, extra]);
     w.attempt("kv_write", |enc| {
-        ops::kv_write(enc, &KvWrite { k: &k, v: &v, order, first_token, step: &step, layer: &layer })
+        ops::kv_write(enc, &KvWrite::new(&k, &v, &step, &layer).order(order).first_token(first_token))
     })
 }
 
@@ -35,7 +36,10 @@ pub(super) fn kv_read(w: &mut World) -> Result<()> {
     let (start, sequence) = (w.tape.size(&[0, spec.capacity - tokens]), w.tape.size(&[0, spec.sequences - 1]));
     let (side, keep_rotated) = (w.tape.pick(&[KvSide::K, KvSide::V]), w.tape.flag());
     w.attempt("kv_read", |enc| {
-        ops::kv_read(enc, &KvRead { layer: &layer, side, sequence, start, keep_rotated, order, out: &out, step: None })
+        ops::kv_read(
+            enc,
+            &KvRead::new(&layer, side, &out).sequence(sequence).start(start).keep_rotated(keep_rotated).order(order),
+        )
     })
 }
 
@@ -46,34 +50,22 @@ pub(super) fn attend(w: &mut World) -> Result<()> {
     let shape = [tokens, spec.kv_heads * group, spec.head_dim];
     let (q, out) = (w.input(&shape), w.output(&shape));
     let step = w.step(&layer, tokens);
-    let order = w.tape.pick(&ORDERS);
-    let fresh_shape = source_shape(order, tokens, spec.kv_heads, spec.head_dim);
-    let fresh = w
-        .tape
-        .flag()
-        .then(|| (w.input(&fresh_shape), w.input(&fresh_shape), w.u32s(&[spec.sequences], spec.capacity + 1, false)));
-    let fresh = fresh.as_ref().map(|(k, v, past)| Fresh { k, v, order, past });
-    let plan = w.tape.flag().then(|| Plan { kernel: "any", reason: "any".into(), splits: w.tape.size(&[0, 1, 3]) });
+    let sinks = w.tape.flag().then(|| w.input(&[shape[1]]));
+    let splits = w.tape.flag().then(|| w.tape.size(&[1, 3]));
     let softcap = w.tape.flag().then(|| w.tape.number(&[30.0, 0.5]));
     let window = w.tape.flag().then(|| w.tape.size(&[1, 4, usize::MAX]));
     let (scale, q_rotated) = (w.tape.number(&[0.125, 1.0]), w.tape.fault());
     w.attempt("attend", |enc| {
-        let args = Attend {
-            q: &q,
-            layer: &layer,
-            step: &step,
-            fresh,
-            scale,
-            softcap,
-            window,
-            q_rotated,
-            plan: plan.as_ref(),
-            out: &out,
-        };
-        // A plan can be asked for whenever the call is valid.
-        let planned = ops::attend::plan(&args, enc.device());
+        let args = Attend::new(query(&q, q_rotated), &layer, &step, &out)
+            .scale(scale)
+            .softcap(softcap)
+            .window(window)
+            .sinks(sinks.as_ref())
+            .splits(splits);
+        // Whenever the call is valid, it can be explained.
+        let explained = ops::explain(&args, enc.device());
         let result = ops::attend(enc, &args);
-        assert!(planned.is_ok() || result.is_err(), "a call without a plan: {planned:?}");
+        assert!(explained.is_ok() || result.is_err(), "a call without an explanation: {explained:?}");
         result
     })
 }
@@ -107,7 +99,7 @@ impl Turn {
             None => Angles::Theta(self.theta),
         };
         let Turn { rotated_pairs, layout, .. } = *self;
-        Rope { angles, rotated_pairs, layout, freq_factors: self.factors.as_ref() }
+        Rope::new(angles, rotated_pairs).layout(layout).freq_factors(self.factors.as_ref())
     }
 }
 
@@ -121,16 +113,12 @@ pub(super) fn norm_rope(w: &mut World) -> Result<()> {
     let turn = Turn::new(w, dim);
     let rotate = w.tape.fault();
     w.attempt("norm_rope", |enc| {
-        let args = NormRope {
-            x: &x,
-            norm: normed.then_some(HeadNorm { weight: weight.as_ref(), eps }),
-            rope: turn.as_ref().map(Turn::rope),
-            positions: &positions,
-            rotate,
-            out_order,
-            out: &out,
-        };
-        ops::norm_rope(enc, &args)
+        let args = NormRope::new(&x, &positions, &out)
+            .norm(normed.then_some(HeadNorm::new(eps).weight(weight.as_ref())))
+            .rope(turn.as_ref().map(Turn::rope))
+            .rotate(rotate)
+            .out_order(out_order);
+        ops::norm_rope(enc, &args).map(drop)
     })
 }
 
@@ -143,26 +131,17 @@ pub(super) fn norm_rope_write(w: &mut World) -> Result<()> {
     let norms = [(); 3].map(|()| w.norm(spec.head_dim));
     let norm = |i: usize| {
         let (present, weight, eps) = &norms[i];
-        present.then_some(HeadNorm { weight: weight.as_ref(), eps: *eps })
+        present.then_some(HeadNorm::new(*eps).weight(weight.as_ref()))
     };
     let turn = Turn::new(w, spec.head_dim);
     let step = w.step(&layer, tokens);
-    let rotate_q = w.tape.flag();
     w.attempt("norm_rope_write", |enc| {
-        let args = NormRopeWrite {
-            q: &q,
-            k: &k,
-            v: &v,
-            q_norm: norm(0),
-            k_norm: norm(1),
-            v_norm: norm(2),
-            rope: turn.as_ref().map(Turn::rope),
-            rotate_q,
-            step: &step,
-            layer: &layer,
-            q_out: &q_out,
-        };
-        ops::norm_rope_write(enc, &args)
+        let args = NormRopeWrite::new(&q, &k, &v, &step, &layer, &q_out)
+            .q_norm(norm(0))
+            .k_norm(norm(1))
+            .v_norm(norm(2))
+            .rope(turn.as_ref().map(Turn::rope));
+        ops::norm_rope_write(enc, &args).map(drop)
     })
 }
 
@@ -178,7 +157,7 @@ pub(super) fn rms_norm(w: &mut World) -> Result<()> {
             1 => Residual::After(&residual),
             _ => Residual::Before { residual: &residual, sum: &sum },
         };
-        ops::rms_norm(enc, &RmsNorm { x: &x, weight: weight.as_ref(), eps, residual, scale, out: &out })
+        ops::rms_norm(enc, &RmsNorm::new(&x, eps, &out).weight(weight.as_ref()).residual(residual).scale(scale))
     })
 }
 
@@ -187,7 +166,7 @@ pub(super) fn hadamard(w: &mut World) -> Result<()> {
     let shape = [w.tape.pick(&COUNTS), w.tape.pick(&[1, 2]), dim];
     let shape = &shape[w.tape.pick(&[0, 1, 2])..];
     let (x, out, inverse) = (w.input(shape), w.output(shape), w.tape.flag());
-    w.attempt("hadamard", |enc| ops::hadamard(enc, &Hadamard { x: &x, inverse, out: &out }))
+    w.attempt("hadamard", |enc| ops::hadamard(enc, &Hadamard::new(&x, &out).inverse(inverse)))
 }
 
 /// A dense or affine matrix.
@@ -254,8 +233,8 @@ pub(super) fn linear(w: &mut World) -> Result<()> {
     let out = w.output(&[if mixture { tokens * top_k } else { tokens }, outputs]);
     let alpha = w.tape.number(&[1.0, 0.5]);
     w.attempt("linear", |enc| {
-        let experts = ids.as_ref().map(|ids| Experts { ids, expanded });
-        ops::linear(enc, &Linear { x: &x, weight: matrix.weight(), experts, alpha, out: &out })
+        let experts = ids.as_ref().map(|ids| Experts::new(ids).expanded(expanded));
+        ops::linear(enc, &Linear::new(&x, matrix.weight(), &out).experts(experts).alpha(alpha))
     })
 }
 
@@ -265,7 +244,7 @@ pub(super) fn embed(w: &mut World) -> Result<()> {
     let table = Matrix::new(w, &[rows], affine, inputs);
     let (ids, out) = (w.u32s(&[tokens], rows, false), w.output(&[tokens, inputs]));
     let scale = w.tape.number(&[1.0, 8.0]);
-    w.attempt("embed", |enc| ops::embed(enc, &Embed { table: table.weight(), ids: &ids, scale, out: &out }))
+    w.attempt("embed", |enc| ops::embed(enc, &Embed::new(table.weight(), &ids, &out).scale(scale)))
 }
 
 pub(super) fn gate(w: &mut World) -> Result<()> {
@@ -275,21 +254,21 @@ pub(super) fn gate(w: &mut World) -> Result<()> {
     let out = w.output(&[rows, dim]);
     let (start, activation) = (w.tape.size(&[before]), w.tape.pick(&[Activation::GeluTanh, Activation::Silu]));
     w.attempt("gate", |enc| {
-        let (gate, up) = (Columns { tensor: &one, start }, Columns::all(&two));
-        ops::gate(enc, &Gate { gate, up, activation, out: &out })
+        let (gate, up) = (Columns { tensor: &one, start }, Columns::from(&two));
+        ops::gate(enc, &Gate::new(gate, up, activation, &out))
     })
 }
 
 pub(super) fn softcap(w: &mut World) -> Result<()> {
     let shape = [w.tape.pick(&COUNTS), w.tape.pick(&WIDTHS)];
     let (x, out, cap) = (w.input(&shape), w.output(&shape), w.tape.number(&[30.0, 0.1]));
-    w.attempt("softcap", |enc| ops::softcap(enc, &Softcap { x: &x, cap, out: &out }))
+    w.attempt("softcap", |enc| ops::softcap(enc, &Softcap::new(&x, cap, &out)))
 }
 
 pub(super) fn argmax(w: &mut World) -> Result<()> {
     let (rows, dim) = (w.tape.pick(&COUNTS), w.tape.pick(&[64, 1, 1000, 0]));
     let (x, out) = (w.input(&[rows, dim]), w.u32s(&[rows], 10, true));
-    w.attempt("argmax", |enc| ops::argmax(enc, &Argmax { x: &x, out: &out }))
+    w.attempt("argmax", |enc| ops::argmax(enc, &Argmax::new(&x, &out)))
 }
 
 pub(super) fn sample(w: &mut World) -> Result<()> {
@@ -300,7 +279,15 @@ pub(super) fn sample(w: &mut World) -> Result<()> {
     let seed = u64::from(w.tape.next()) << 56;
     w.attempt("sample", |enc| {
         let (logits, counter, out) = (&logits, &counter, &out);
-        ops::sample(enc, &Sample { logits, temperature, top_k, top_p, min_p, seed, counter, out })
+        ops::sample(
+            enc,
+            &Sample::new(logits, counter, out)
+                .temperature(temperature)
+                .top_k(top_k)
+                .top_p(top_p)
+                .min_p(min_p)
+                .seed(seed),
+        )
     })
 }
 
@@ -313,12 +300,12 @@ pub(super) fn moe_route(w: &mut World) -> Result<()> {
     let weights = w.tensor(&[DType::F32], &[tokens, top_k], Content::Floats, true);
     w.attempt("moe_route", |enc| {
         let (logits, ids, weights) = (&logits, &ids, &weights);
-        ops::moe_route(enc, &MoeRoute { logits, expert_scale: scale.as_ref(), ids, weights })
+        ops::moe_route(enc, &MoeRoute::new(logits, ids, weights).expert_scale(scale.as_ref()))
     })
 }
 
 pub(super) fn moe_combine(w: &mut World) -> Result<()> {
     let (tokens, top_k, dim) = (w.tape.pick(&COUNTS), w.tape.pick(&[2, 1, 8, 0]), w.tape.pick(&WIDTHS));
     let (x, weights, out) = (w.input(&[tokens * top_k, dim]), w.f32(&[tokens, top_k]), w.output(&[tokens, dim]));
-    w.attempt("moe_combine", |enc| ops::moe_combine(enc, &MoeCombine { x: &x, weights: &weights, out: &out }))
+    w.attempt("moe_combine", |enc| ops::moe_combine(enc, &MoeCombine::new(&x, &weights, &out)))
 }

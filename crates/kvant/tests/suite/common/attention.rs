@@ -7,14 +7,14 @@
 use std::fmt;
 
 use kvant::{
-    Codec, DType, Device, DeviceKind, KvLayer, LayerSpec, Result, SlotOrder, Step, Tensor,
-    ops::{self, Attend, Fresh, Hadamard, SourceOrder, attend::Plan},
+    Codec, DType, Device, DeviceKind, HeadOrder, KvLayer, LayerSpec, Result, Step, Tensor,
+    ops::{self, Attend, Hadamard},
 };
 
 use super::{
     Bound, Out, Output, Rng, devices, differences, indices, input,
-    layers::{Source, copy_to, fill, ordered, planes, step, write},
-    run,
+    layers::{Source, copy_to, fill, planes, step, write},
+    query, run,
 };
 
 /// An attention and the cache it reads. The default is one token after 64 others, f32, one head.
@@ -32,14 +32,14 @@ pub struct Case {
     pub out: DType,
     /// `None`: a linear layer with room to spare. `Some`: a ring of so many slots.
     pub ring: Option<usize>,
-    pub order: SlotOrder,
+    pub order: HeadOrder,
     /// (past, new) tokens of each sequence.
     pub sequences: Vec<(usize, usize)>,
     pub scale: f32,
     pub softcap: Option<f32>,
     pub window: Option<usize>,
-    /// The new tokens are not in the cache but beside it.
-    pub fresh: Option<SourceOrder>,
+    /// Each head has a sink.
+    pub sinks: bool,
     pub q_rotated: bool,
     pub splits: Option<usize>,
 }
@@ -56,12 +56,12 @@ impl Default for Case {
             q: DType::F32,
             out: DType::F32,
             ring: None,
-            order: SlotOrder::HeadMajor,
+            order: HeadOrder::HeadMajor,
             sequences: vec![(64, 1)],
             scale: 0.0,
             softcap: None,
             window: None,
-            fresh: None,
+            sinks: false,
             q_rotated: false,
             splits: None,
         }
@@ -73,7 +73,7 @@ impl fmt::Display for Case {
         let Case { head_dim, kv_heads, group, k, v, source, q, out, ring, order, sequences, .. } = self;
         write!(f, "D {head_dim}, Hk {kv_heads}, H/Hk {group}, k {k}, v {v}, {source} -> cache, q {q}, out {out}, ")?;
         write!(f, "ring {ring:?}, {order:?}, (past, new) {sequences:?}, scale {}, ", self.scale())?;
-        write!(f, "softcap {:?}, window {:?}, fresh {:?}, ", self.softcap, self.window, self.fresh)?;
+        write!(f, "softcap {:?}, window {:?}, sinks {}, ", self.softcap, self.window, self.sinks)?;
         write!(f, "q_rotated {}, splits {:?}", self.q_rotated, self.splits)
     }
 }
@@ -100,18 +100,12 @@ impl Case {
 
     pub fn spec(&self) -> LayerSpec {
         let longest = self.sequences.iter().map(|&(past, new)| past + new).max().unwrap_or(0);
-        LayerSpec {
-            sequences: self.sequences.len(),
-            kv_heads: self.kv_heads,
-            // Not a multiple of any tile.
-            capacity: self.ring.unwrap_or(longest + 7),
-            head_dim: self.head_dim,
-            k: self.k,
-            v: self.v,
-            window: None,
-            ring: self.ring.is_some(),
-            order: self.order,
-        }
+        // Not a multiple of any tile.
+        LayerSpec::new(self.kv_heads, self.head_dim, self.ring.unwrap_or(longest + 7), self.k)
+            .sequences(self.sequences.len())
+            .v(self.v)
+            .ring(self.ring.is_some())
+            .order(self.order)
     }
 
     /// Random keys, values and queries, and the new tokens in a shuffled order: sequences interleave in the batch.
@@ -142,8 +136,7 @@ impl Case {
         fill(&layer, 0xFF)?;
         let mut tokens = Vec::new();
         for (s, &(past, new)) in self.sequences.iter().enumerate() {
-            let len = if self.fresh.is_some() { past } else { past + new };
-            tokens.extend((0..len).map(|p| (s as u32, p as u32)));
+            tokens.extend((0..past + new).map(|p| (s as u32, p as u32)));
         }
         if tokens.is_empty() {
             return Ok(layer);
@@ -168,7 +161,8 @@ impl Case {
         self.with_args(layer, data, &out.tensor, |args| {
             run(layer.device(), |enc| {
                 if self.q_rotated {
-                    ops::hadamard(enc, &Hadamard { x: args.q, inverse: false, out: args.q })?;
+                    let q = args.q.tensor();
+                    ops::hadamard(enc, &Hadamard::new(q, q))?;
                 }
                 ops::attend(enc, args)
             })
@@ -180,7 +174,7 @@ impl Case {
     pub fn kernel(&self, device: &Device) -> Result<&'static str> {
         let (layer, data) = (KvLayer::new(device, self.spec())?, self.data());
         let out = Out::new(device, self.out, &[data.tokens.len(), self.heads(), self.head_dim])?;
-        self.with_args(&layer, &data, &out.tensor, |args| Ok(ops::attend::plan(args, device)?.kernel))
+        self.with_args(&layer, &data, &out.tensor, |args| Ok(ops::explain(args, device)?.kernel))
     }
 
     /// Hands `then` the arguments of the attention.
@@ -194,29 +188,16 @@ impl Case {
         let device = layer.device();
         let q = input(device, self.q, &data.queries, out.shape())?;
         let step = self.step(device, data)?;
-        let rows: Vec<usize> = data.tokens.iter().map(|&token| self.source_token(token)).collect();
-        let new = data.source.gather(&rows);
-        let past: Vec<u32> = self.sequences.iter().map(|&(past, _)| past as u32).collect();
-        let past = indices(device, &past, &[past.len()])?;
-        let order = self.fresh.unwrap_or_default();
-        let side = |values: &[f32]| {
-            let (values, shape) = ordered(values, order, [data.tokens.len(), self.kv_heads, self.head_dim]);
-            input(device, self.source, &values, &shape)
-        };
-        let (k, v) = (side(&new.k)?, side(&new.v)?);
-        let plan = self.splits.map(|splits| Plan { kernel: "forced", reason: "by a test".into(), splits });
-        then(&Attend {
-            q: &q,
-            layer,
-            step: &step,
-            fresh: self.fresh.map(|_| Fresh { k: &k, v: &v, order, past: &past }),
-            scale: self.scale(),
-            softcap: self.softcap,
-            window: self.window,
-            q_rotated: self.q_rotated,
-            plan: plan.as_ref(),
-            out,
-        })
+        let sinks: Vec<f32> = Rng::of("sinks").normals(self.heads()).iter().map(|x| 2.0 * x).collect();
+        let sinks = Tensor::from_slice(device, &sinks, &[self.heads()])?;
+        then(
+            &Attend::new(query(&q, self.q_rotated), layer, &step, out)
+                .scale(self.scale())
+                .softcap(self.softcap)
+                .window(self.window)
+                .sinks(self.sinks.then_some(&sinks))
+                .splits(self.splits),
+        )
     }
 
     /// What a device may be off by. Where the output is no f32, CUDA rounds the centroids of keys and values, the rotated

@@ -1,8 +1,8 @@
 //! Cache layers: making, filling, copying and reading them.
 
 use kvant::{
-    Codec, DType, Device, KvLayer, LayerSpec, Result, SlotOrder, Step,
-    ops::{self, KvRead, KvSide, KvWrite, SourceOrder},
+    Codec, DType, Device, HeadOrder, KvLayer, LayerSpec, Result, Step,
+    ops::{self, KvRead, KvSide, KvWrite},
 };
 
 use super::{Out, Output, bytes_of, indices, input, run};
@@ -13,22 +13,12 @@ pub const CODECS: [Codec; 7] =
 
 /// A head-major linear layer of one sequence.
 pub fn linear_spec(kv_heads: usize, capacity: usize, head_dim: usize, codec: Codec) -> LayerSpec {
-    LayerSpec {
-        sequences: 1,
-        kv_heads,
-        capacity,
-        head_dim,
-        k: codec,
-        v: codec,
-        window: None,
-        ring: false,
-        order: SlotOrder::HeadMajor,
-    }
+    LayerSpec::new(kv_heads, head_dim, capacity, codec)
 }
 
 /// A head-major ring of one sequence.
 pub fn ring_spec(kv_heads: usize, capacity: usize, head_dim: usize, codec: Codec) -> LayerSpec {
-    LayerSpec { ring: true, ..linear_spec(kv_heads, capacity, head_dim, codec) }
+    linear_spec(kv_heads, capacity, head_dim, codec).ring(true)
 }
 
 /// Keys and values of some tokens, token-major.
@@ -65,10 +55,10 @@ impl Source {
 }
 
 /// Token-major values in an order.
-pub fn ordered(values: &[f32], order: SourceOrder, [tokens, heads, dim]: [usize; 3]) -> (Vec<f32>, [usize; 3]) {
+pub fn ordered(values: &[f32], order: HeadOrder, [tokens, heads, dim]: [usize; 3]) -> (Vec<f32>, [usize; 3]) {
     match order {
-        SourceOrder::TokenMajor => (values.to_vec(), [tokens, heads, dim]),
-        SourceOrder::HeadMajor => {
+        HeadOrder::TokenMajor => (values.to_vec(), [tokens, heads, dim]),
+        HeadOrder::HeadMajor => {
             let rows = (0..heads).flat_map(|h| (0..tokens).map(move |t| t * heads + h));
             (rows.flat_map(|row| values[row * dim..][..dim].to_vec()).collect(), [heads, tokens, dim])
         }
@@ -94,8 +84,8 @@ pub fn write(layer: &KvLayer, source: &Source, dtype: DType, step: &Step) -> Res
     let shape = [source.tokens(), source.heads, source.dim];
     let (k, v) = (input(device, dtype, &source.k, &shape)?, input(device, dtype, &source.v, &shape)?);
     run(device, |enc| {
-        let order = SourceOrder::TokenMajor;
-        ops::kv_write(enc, &KvWrite { k: &k, v: &v, order, first_token: 0, step, layer })
+        let order = HeadOrder::TokenMajor;
+        ops::kv_write(enc, &KvWrite::new(&k, &v, step, layer).order(order))
     })
 }
 
@@ -131,8 +121,11 @@ fn read_with(
     let spec = layer.spec();
     let out = Out::new(layer.device(), DType::F32, &[range.len(), spec.kv_heads, spec.head_dim])?;
     run(layer.device(), |enc| {
-        let (start, order) = (range.start, SourceOrder::TokenMajor);
-        ops::kv_read(enc, &KvRead { layer, side, sequence, start, keep_rotated: false, order, out: &out.tensor, step })
+        let (start, order) = (range.start, HeadOrder::TokenMajor);
+        ops::kv_read(
+            enc,
+            &KvRead::new(layer, side, &out.tensor).sequence(sequence).step(step).start(start).order(order),
+        )
     })?;
     out.bytes()?;
     out.tensor.to_f32()

@@ -18,7 +18,9 @@ use std::{
     sync::{Mutex, OnceLock, PoisonError},
 };
 
-use kvant::{Codec, CpuOptions, DType, Device, DeviceKind, Encoder, Float, Result, SimdLevel, Tensor, bf16, f16};
+use kvant::{
+    Codec, CpuOptions, DType, Device, DeviceKind, Encoder, Float, Result, SimdLevel, Tensor, bf16, f16, ops::Query,
+};
 
 /// The three activation types.
 pub const FLOATS: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
@@ -204,10 +206,21 @@ pub fn sees_indices(device: &Device) -> bool {
 }
 
 /// Runs what `record` encodes, to its end.
-pub fn run(device: &Device, record: impl FnOnce(&mut Encoder) -> Result<()>) -> Result<()> {
+pub fn run<T>(device: &Device, record: impl FnOnce(&mut Encoder) -> Result<T>) -> Result<()> {
     let mut enc = device.encoder()?;
     record(&mut enc)?;
     enc.commit()?.wait()
+}
+
+/// Arguments with a change.
+pub fn with<T>(mut args: T, change: impl FnOnce(&mut T)) -> T {
+    change(&mut args);
+    args
+}
+
+/// Queries that are rotated, or not.
+pub fn query(q: &Tensor, rotated: bool) -> Query<'_> {
+    if rotated { Query::Rotated(q) } else { Query::Raw(q) }
 }
 
 // ---------------------------------------------------------------------------------------------------------- random data

@@ -10,7 +10,7 @@ use crate::common::{
     limited,
     without_gpu::{self, Model},
 };
-use kvant::{Codec, DType, DeviceKind, SlotOrder, ops::SourceOrder};
+use kvant::{Codec, DType, DeviceKind, HeadOrder};
 
 const HEAD_DIMS: [usize; 4] = [64, 128, 256, 512];
 const GROUPS: [usize; 4] = [1, 2, 3, 8];
@@ -57,7 +57,7 @@ fn activation_dtypes() {
                 Case { k: Codec::F16, v: Codec::BF16, sequences: vec![(66, 1)], ..case.clone() }.check();
                 Case { k: Codec::tq(4), v: Codec::tq(6), sequences: vec![(20, 5)], head_dim: 128, ..case.clone() }
                     .check();
-                Case { sequences: vec![(20, 5)], fresh: Some(SourceOrder::TokenMajor), ..case }.check();
+                Case { sequences: vec![(20, 5)], sinks: true, ..case }.check();
             }
         }
     }
@@ -74,7 +74,7 @@ fn several_sequences() {
     ];
     for sequences in batches {
         for (k, v) in [(Codec::F32, Codec::F32), (Codec::F16, Codec::tq(8)), (Codec::tq(4), Codec::tq(5))] {
-            for order in [SlotOrder::HeadMajor, SlotOrder::TokenMajor] {
+            for order in [HeadOrder::HeadMajor, HeadOrder::TokenMajor] {
                 let case = Case { kv_heads: 2, group: 3, k, v, order, sequences: sequences.clone(), ..Case::default() };
                 Case { window: Some(9), ring: Some(11), ..case.clone() }.check();
                 case.check();
@@ -123,7 +123,7 @@ fn scales() {
 fn rings() {
     for ring in [1, 8, 13, 64] {
         for (past, new) in [(0, 1), (ring - 1, 1), (ring, 1), (5 * ring + 3, 1), (ring + 2, 4), (3, 2 * ring + 3)] {
-            for order in [SlotOrder::HeadMajor, SlotOrder::TokenMajor] {
+            for order in [HeadOrder::HeadMajor, HeadOrder::TokenMajor] {
                 for window in [None, Some(6)] {
                     let ring = Some(ring);
                     let sequences = vec![(past, new)];
@@ -136,26 +136,22 @@ fn rings() {
     }
 }
 
-/// A step's own keys and values beside the cache, raw, in both layouts.
+/// A score without a value for each head, which tokens that see nothing have, too.
 #[test]
-fn fresh_keys_and_values() {
-    for order in [SourceOrder::TokenMajor, SourceOrder::HeadMajor] {
-        for (past, new) in [(0, 1), (0, 33), (5, 2), (64, 5), (200, 17)] {
-            for (k, v) in [(Codec::F32, Codec::F32), (Codec::tq(4), Codec::tq(8)), (Codec::F16, Codec::tq(6))] {
-                let (fresh, sequences) = (Some(order), vec![(past, new)]);
-                let case = Case { fresh, k, v, kv_heads: 2, group: 2, sequences, ..Case::default() };
-                Case { ring: Some(16), window: Some(12), ..case.clone() }.check();
-                Case { ring: Some(9), head_dim: 128, ..case.clone() }.check();
-                case.check();
-            }
+fn sinks() {
+    for (past, new) in [(0, 1), (0, 33), (5, 2), (64, 5), (200, 17)] {
+        for (k, v) in [(Codec::F32, Codec::F32), (Codec::tq(4), Codec::tq(8)), (Codec::F16, Codec::tq(6))] {
+            let case =
+                Case { sinks: true, k, v, kv_heads: 2, group: 2, sequences: vec![(past, new)], ..Case::default() };
+            Case { ring: Some(16), window: Some(12), ..case.clone() }.check();
+            Case { ring: Some(9), head_dim: 128, ..case.clone() }.check();
+            Case { splits: Some(3), ..case.clone() }.check();
+            Case { softcap: Some(5.0), group: 8, ..case.clone() }.check();
+            case.check();
         }
-        // More tokens than a threadgroup has threads.
-        Case { fresh: Some(order), ring: Some(16), window: Some(20), sequences: vec![(3, 150)], ..Case::default() }
-            .check();
-        let sequences = vec![(0, 9), (30, 1), (7, 0), (12, 20)];
-        Case { fresh: Some(order), ring: Some(16), source: DType::BF16, kv_heads: 3, sequences, ..Case::default() }
-            .check();
     }
+    let sequences = vec![(0, 9), (30, 1), (7, 0), (12, 20)];
+    Case { sinks: true, ring: Some(16), source: DType::BF16, kv_heads: 3, sequences, ..Case::default() }.check();
 }
 
 #[test]
@@ -179,10 +175,10 @@ fn not_finite_keys_and_values() {
         for (sequences, window) in
             [(vec![(0, 40)], Some(9)), (vec![(0, 40)], None), (vec![(20, 3)], Some(2)), (vec![(12, 8), (12, 12)], None)]
         {
-            for fresh in [None, Some(SourceOrder::TokenMajor)] {
+            for sinks in [false, true] {
                 for bad in [f32::NAN, f32::INFINITY] {
                     let sequences = sequences.clone();
-                    let case = Case { k, v, group: 2, sequences, window, fresh, ..Case::default() };
+                    let case = Case { k, v, group: 2, sequences, window, sinks, ..Case::default() };
                     let mut data = case.data();
                     data.source.k[11 * case.head_dim + 7] = f32::NAN;
                     for token in [9, 21] {
@@ -195,9 +191,9 @@ fn not_finite_keys_and_values() {
     }
 }
 
-/// A batch may be empty; that has a plan, too.
+/// A batch may be empty; that has a kernel, too.
 #[test]
-fn plans_of_empty_batches() {
+fn empty_batches_are_explained() {
     for (k, q) in [(Codec::F32, DType::F32), (Codec::BF16, DType::BF16), (Codec::tq(4), DType::BF16)] {
         for (head_dim, past) in [(128, 5), (128, 1100), (512, 5)] {
             let case = Case { head_dim, k, v: k, q, out: q, sequences: vec![(past, 0)], ..Case::default() };
@@ -221,7 +217,7 @@ fn forced_splits() {
                 let case =
                     Case { splits, k, v, kv_heads: 2, group: 3, sequences: sequences.clone(), ..Case::default() };
                 Case { ring: Some(16), window: Some(10), ..case.clone() }.check();
-                Case { fresh: Some(SourceOrder::HeadMajor), ..case.clone() }.check();
+                Case { sinks: true, ..case.clone() }.check();
                 case.check();
             }
         }
@@ -268,15 +264,15 @@ fn decoded(choice: [usize; 9]) -> Case {
         1 => Case { ring, ..plain },
         2 => Case { window: Some(past / 3 + 2), ..plain },
         3 => Case { softcap: Some(4.0), scale: 0.5, ..plain },
-        4 => Case { fresh: Some(SourceOrder::TokenMajor), ..plain },
+        4 => Case { sinks: true, ..plain },
         5 => Case { q_rotated: k.is_quantised(), ..plain },
-        6 => Case { order: SlotOrder::TokenMajor, ..plain },
+        6 => Case { order: HeadOrder::TokenMajor, ..plain },
         _ => Case {
             ring,
             window: Some(past / 3 + 9),
             softcap: Some(30.0),
-            fresh: Some(SourceOrder::HeadMajor),
-            order: SlotOrder::TokenMajor,
+            sinks: true,
+            order: HeadOrder::TokenMajor,
             ..plain
         },
     }
@@ -367,7 +363,7 @@ fn short_contexts() {
             let n = 2 * i + j;
             let (sequences, ring, window) = contexts[n % contexts.len()].clone();
             let q = if let Codec::Dense(dtype) = k { dtype } else { FLOATS[n % 3] };
-            let order = if n % 5 == 0 { SlotOrder::TokenMajor } else { SlotOrder::HeadMajor };
+            let order = if n % 5 == 0 { HeadOrder::TokenMajor } else { HeadOrder::HeadMajor };
             let plain = Case { head_dim, k, v, q, out: DType::BF16, order, sequences, ring, window, ..Case::default() };
             cases.push(Case {
                 kv_heads: 1 + n % 2,
@@ -421,12 +417,10 @@ fn prefilled(choice: [usize; 6]) -> Case {
         1 => Case { ring: Some(50), ..plain },
         2 => Case { window: Some(40), ..plain },
         3 => Case { softcap: Some(4.0), scale: 0.5, ..plain },
-        4 => Case { fresh: Some(SourceOrder::TokenMajor), ..plain },
-        5 => Case { order: SlotOrder::TokenMajor, ..plain },
-        6 => Case { ring: Some(150), window: Some(70), order: SlotOrder::TokenMajor, ..plain },
-        _ => {
-            Case { ring: Some(90), window: Some(33), softcap: Some(30.0), fresh: Some(SourceOrder::HeadMajor), ..plain }
-        }
+        4 => Case { sinks: true, ..plain },
+        5 => Case { order: HeadOrder::TokenMajor, ..plain },
+        6 => Case { ring: Some(150), window: Some(70), order: HeadOrder::TokenMajor, ..plain },
+        _ => Case { ring: Some(90), window: Some(33), softcap: Some(30.0), sinks: true, ..plain },
     }
 }
 
@@ -438,14 +432,13 @@ fn prefill_kernels() {
     for_cuda(&cases, |case| comes_to(case, "attend_prefill"), Case::check);
 }
 
-/// A prompt of many tiles, the step's own: rings of buffers come around several times.
+/// A prompt of many tiles: rings of buffers come around several times.
 #[test]
 fn long_prefills() {
     let cases = [(64, DType::F16), (128, DType::BF16)].map(|(head_dim, dtype)| {
         let (k, v) = (Codec::Dense(dtype), Codec::Dense(dtype));
         let (source, q, out, sequences, splits) = (dtype, dtype, dtype, vec![(61, 1701)], Some(1));
-        let fresh = Some(SourceOrder::HeadMajor);
-        Case { head_dim, k, v, source, q, out, sequences, fresh, splits, ..Case::default() }
+        Case { head_dim, k, v, source, q, out, sequences, sinks: true, splits, ..Case::default() }
     });
     for_cuda(&cases, |case| comes_to(case, "attend_prefill"), Case::check);
 }
@@ -593,7 +586,7 @@ fn little_shared_memory() {
             let sequences = [vec![(300, 1)], vec![(5, 40)], vec![(70, 3), (0, 20)]][(i + i / 3 + j) % 3].clone();
             let case = Case { head_dim, kv_heads: 2, group: 2, k, v, q, out, sequences, ..Case::default() };
             cases.push(match i % 4 {
-                0 => Case { fresh: Some(SourceOrder::TokenMajor), ..case },
+                0 => Case { sinks: true, ..case },
                 1 => Case { ring: Some(50), ..case },
                 2 => Case { softcap: Some(4.0), window: Some(33), ..case },
                 _ => case,
@@ -625,14 +618,14 @@ fn scores_of_minus_infinity() {
             ..Case::default()
         };
         let one = Case { sequences: vec![(1, 1), (0, 1)], ..plain };
-        for fresh in [None, Some(SourceOrder::TokenMajor)] {
-            cases.push((kernel, Case { fresh, ..one.clone() }));
+        for sinks in [false, true] {
+            cases.push((kernel, Case { sinks, ..one.clone() }));
         }
         let shared = if kernel == "attend_generic" { kernel } else { "attend_decode" };
         cases.push((shared, Case { splits: Some(3), ..one.clone() }));
         if kernel == "attend_short" {
             let prompt = Case { sequences: vec![(2, 32)], splits: Some(1), ..one };
-            cases.push(("attend_prefill", Case { fresh: Some(SourceOrder::HeadMajor), ..prompt }));
+            cases.push(("attend_prefill", Case { sinks: true, ..prompt }));
         }
     }
     on_threads(&cases, |(kernel, case)| {
@@ -682,7 +675,6 @@ fn random_combinations() {
     let mut rng = Rng::of("random attention");
     for _ in 0..100 {
         let k = rng.pick(&CODECS);
-        let fresh = rng.pick(&[None, None, Some(SourceOrder::TokenMajor), Some(SourceOrder::HeadMajor)]);
         let sequences = (0..rng.pick(&[1, 1, 2, 4]))
             .map(|_| (rng.pick(&[0, 1, 2, 31, 63, 64, 65, 140]), rng.pick(&[0, 1, 1, 2, 5, 18])))
             .collect();
@@ -696,13 +688,13 @@ fn random_combinations() {
             q: rng.pick(&FLOATS),
             out: rng.pick(&FLOATS),
             ring: rng.pick(&[None, Some(7), Some(32), Some(100)]),
-            order: rng.pick(&[SlotOrder::HeadMajor, SlotOrder::TokenMajor]),
+            order: rng.pick(&[HeadOrder::HeadMajor, HeadOrder::TokenMajor]),
             sequences,
             scale: rng.pick(&[0.0, 0.0, 0.3]),
             softcap: rng.pick(&[None, None, Some(4.0)]),
             window: rng.pick(&[None, Some(1), Some(20)]),
-            fresh,
-            q_rotated: k.is_quantised() && fresh.is_none() && rng.below(2) == 0,
+            sinks: rng.below(2) == 0,
+            q_rotated: k.is_quantised() && rng.below(2) == 0,
             splits: rng.pick(&[None, None, Some(1), Some(4)]),
         }
         .check();

@@ -35,10 +35,10 @@ fn gate() {
                                 Columns { tensor: &both, start: before },
                                 Columns { tensor: &both, start: before + dim },
                             ),
-                            _ => (Columns { tensor: &both, start: dim }, Columns::all(&both)),
+                            _ => (Columns { tensor: &both, start: dim }, Columns::from(&both)),
                         };
                         let out = Out::new(device, out_type, &[rows, dim])?;
-                        run(device, |enc| ops::gate(enc, &Gate { gate, up, activation, out: &out.tensor }))?;
+                        run(device, |enc| ops::gate(enc, &Gate::new(gate, up, activation, &out.tensor)))?;
                         // GELU's tail is a difference of nearly equal numbers.
                         Ok(vec![out.close_within("out", Bound::of(out_type).times(8.0))?])
                     });
@@ -61,8 +61,8 @@ fn gate_far_out() {
                 let (g, up) =
                     (input(device, DType::F32, &x, &[n, 1])?, input(device, DType::F32, &vec![1.0; n], &[n, 1])?);
                 let out = Out::new(device, out_type, &[n, 1])?;
-                let (gate, up) = (Columns::all(&g), Columns::all(&up));
-                run(device, |enc| ops::gate(enc, &Gate { gate, up, activation, out: &out.tensor }))?;
+                let (gate, up) = (Columns::from(&g), Columns::from(&up));
+                run(device, |enc| ops::gate(enc, &Gate::new(gate, up, activation, &out.tensor)))?;
                 for (x, y) in x.iter().zip(out.tensor.to_f32()?) {
                     // Below 1e-6 of the input the tails are noise of 1 + tanh.
                     let y = if y.abs() < 1e-6 * x.abs() { 0.0 } else { y };
@@ -84,8 +84,8 @@ fn gate_of_what_is_not_finite() {
             conform(format!("{activation:?} of what is not finite, {dtype}"), |device| {
                 let (g, up) = (input(device, dtype, &x, &[n, 1])?, input(device, dtype, &vec![1.0; n], &[n, 1])?);
                 let out = Out::new(device, DType::F32, &[n, 1])?;
-                let (gate, up) = (Columns::all(&g), Columns::all(&up));
-                run(device, |enc| ops::gate(enc, &Gate { gate, up, activation, out: &out.tensor }))?;
+                let (gate, up) = (Columns::from(&g), Columns::from(&up));
+                run(device, |enc| ops::gate(enc, &Gate::new(gate, up, activation, &out.tensor)))?;
                 let y = out.tensor.to_f32()?;
                 let bound = Bound::of(DType::F32).times(100.0);
                 let each = x.iter().zip(y).map(|(x, y)| {
@@ -107,8 +107,8 @@ fn gate_in_place() {
             let out = Out::new(device, dtype, &[5, 67])?;
             out.tensor.write_bytes(&encode(dtype, &rng.normals(5 * 67)))?;
             let up = input(device, dtype, &rng.normals(5 * 67), &[5, 67])?;
-            let (gate, up) = (Columns::all(&out.tensor), Columns::all(&up));
-            run(device, |enc| ops::gate(enc, &Gate { gate, up, activation: Activation::GeluTanh, out: &out.tensor }))?;
+            let (gate, up) = (Columns::from(&out.tensor), Columns::from(&up));
+            run(device, |enc| ops::gate(enc, &Gate::new(gate, up, Activation::GeluTanh, &out.tensor)))?;
             Ok(vec![out.close("out")?])
         });
     }

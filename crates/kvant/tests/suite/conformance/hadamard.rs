@@ -18,7 +18,7 @@ fn rotate(device: &Device, x: DType, out: DType, shape: &[usize], inverse: bool)
     let y = Out::new(device, out, &rank_2)?;
     let view = |t: &kvant::Tensor| if flat { t.reshape(shape) } else { Ok(t.clone()) };
     let (from, to) = (view(&x)?, view(&y.tensor)?);
-    run(device, |enc| ops::hadamard(enc, &Hadamard { x: &from, inverse, out: &to }))?;
+    run(device, |enc| ops::hadamard(enc, &Hadamard::new(&from, &to).inverse(inverse)))?;
     Ok(vec![y.close("out")?])
 }
 
@@ -44,7 +44,7 @@ fn in_place_and_back() {
         for device in devices() {
             let x = Out::new(device, DType::F32, &[5, dim]).unwrap();
             x.tensor.write(&values).unwrap();
-            run(device, |enc| ops::hadamard(enc, &Hadamard { x: &x.tensor, inverse: false, out: &x.tensor })).unwrap();
+            run(device, |enc| ops::hadamard(enc, &Hadamard::new(&x.tensor, &x.tensor))).unwrap();
             let turned = x.tensor.to_f32().unwrap();
             let length = |v: &[f32]| v.iter().map(|&x| f64::from(x).powi(2)).sum::<f64>();
             for (before, after) in values.chunks(dim).zip(turned.chunks(dim)) {
@@ -52,7 +52,7 @@ fn in_place_and_back() {
                 assert!((ratio - 1.0).abs() < 1e-6, "{device}: D {dim}: lengths are kept, not times {ratio}");
             }
             assert!(nmse(&turned, &values) > 0.1, "{device}: D {dim}: it turns");
-            run(device, |enc| ops::hadamard(enc, &Hadamard { x: &x.tensor, inverse: true, out: &x.tensor })).unwrap();
+            run(device, |enc| ops::hadamard(enc, &Hadamard::new(&x.tensor, &x.tensor).inverse(true))).unwrap();
             x.bytes().unwrap();
             crate::common::assert_close(
                 format!("{device}: D {dim}"),
@@ -72,7 +72,7 @@ fn large_numbers() {
             conform(format!("hadamard of {dim} times {x:e}, inverse {inverse}"), |device| {
                 let x = input(device, DType::F32, &vec![x; dim], &[1, dim])?;
                 let y = Out::new(device, DType::F32, &[1, dim])?;
-                run(device, |enc| ops::hadamard(enc, &Hadamard { x: &x, inverse, out: &y.tensor }))?;
+                run(device, |enc| ops::hadamard(enc, &Hadamard::new(&x, &y.tensor).inverse(inverse)))?;
                 Ok(vec![y.close("out")?])
             });
         }
@@ -88,7 +88,7 @@ fn the_matrix_is_sylvesters() {
     for device in devices() {
         let x = input(device, DType::F32, &identity, &[dim, dim]).unwrap();
         let y = Out::new(device, DType::F32, &[dim, dim]).unwrap();
-        run(device, |enc| ops::hadamard(enc, &Hadamard { x: &x, inverse: false, out: &y.tensor })).unwrap();
+        run(device, |enc| ops::hadamard(enc, &Hadamard::new(&x, &y.tensor))).unwrap();
         let y = y.tensor.to_f32().unwrap();
         for (j, row) in y.chunks(dim).enumerate() {
             // Row 0 of the matrix is all ones, so its entry is the sign.

@@ -6,13 +6,13 @@ use crate::common::{
     nmse, run,
 };
 use kvant::{
-    Codec, DType, Device, DeviceKind, KvLayer, LayerSpec, Result, SlotOrder, Step, Tensor,
+    Codec, DType, Device, DeviceKind, HeadOrder, KvLayer, LayerSpec, Result, Step, Tensor,
     codec::{Norm, TurboQuant},
-    ops::{self, KvRead, KvSide, KvWrite, SourceOrder},
+    ops::{self, KvRead, KvSide, KvWrite},
 };
 
-const ORDERS: [SourceOrder; 2] = [SourceOrder::TokenMajor, SourceOrder::HeadMajor];
-const SLOT_ORDERS: [SlotOrder; 2] = [SlotOrder::HeadMajor, SlotOrder::TokenMajor];
+const ORDERS: [HeadOrder; 2] = [HeadOrder::TokenMajor, HeadOrder::HeadMajor];
+const SLOT_ORDERS: [HeadOrder; 2] = [HeadOrder::HeadMajor, HeadOrder::TokenMajor];
 
 /// Finite and infinite values at which conversions go wrong: halfway points, the largest numbers, subnormals, zeros.
 fn corners() -> Vec<f32> {
@@ -36,7 +36,7 @@ struct Batch {
     spec: LayerSpec,
     k_type: DType,
     v_type: DType,
-    order: SourceOrder,
+    order: HeadOrder,
     first_token: usize,
     /// (sequence, position) of each entry.
     tokens: Vec<(u32, u32)>,
@@ -58,7 +58,7 @@ impl Batch {
         let step = step(device, self.spec.sequences, &self.tokens)?;
         let (order, first_token) = (self.order, self.first_token);
         run(device, |enc| {
-            ops::kv_write(enc, &KvWrite { k: &k, v: &v, order, first_token, step: &step, layer: &layer })
+            ops::kv_write(enc, &KvWrite::new(&k, &v, &step, &layer).order(order).first_token(first_token))
         })?;
         Ok(layer)
     }
@@ -99,14 +99,12 @@ fn dense_planes_are_the_same_bytes() {
                     for ring in [false, true] {
                         let (head_dim, kv_heads) = (rng.pick(&[1, 7, 64, 80, 129]), rng.pick(&[1, 2, 3]));
                         let (capacity, sequences) = (rng.pick(&[5, 16, 33]), rng.pick(&[1, 3]));
-                        let spec = LayerSpec {
-                            sequences,
-                            ring,
-                            order: slots,
-                            k: Codec::Dense(to),
-                            v: Codec::Dense(rng.pick(&FLOATS)),
-                            ..linear_spec(kv_heads, capacity, head_dim, Codec::F32)
-                        };
+                        let spec = linear_spec(kv_heads, capacity, head_dim, Codec::F32)
+                            .k(Codec::Dense(to))
+                            .sequences(sequences)
+                            .v(Codec::Dense(rng.pick(&FLOATS)))
+                            .ring(ring)
+                            .order(slots);
                         let mut tokens = Vec::new();
                         for s in 0..sequences {
                             let start = if ring { rng.below(3 * capacity) } else { rng.below(capacity - 2) };
@@ -137,7 +135,7 @@ fn the_same_dtype_keeps_nan_payloads() {
     };
     for (dtype, dim, k_codec, v_codec) in FLOATS.into_iter().flat_map(layers_of) {
         for device in devices() {
-            let spec = LayerSpec { k: k_codec, v: v_codec, ..linear_spec(2, 4, dim, k_codec) };
+            let spec = linear_spec(2, 4, dim, k_codec).k(k_codec).v(v_codec);
             let layer = KvLayer::new(device, spec).unwrap();
             let mut rng = Rng::of(dtype);
             // Random bytes hold every kind of NaN.
@@ -147,8 +145,8 @@ fn the_same_dtype_keeps_nan_payloads() {
             let (k, v) = (upload(&k_bytes), upload(&v_bytes));
             let step = layers::range_step(device, 1, 1..4).unwrap();
             run(device, |enc| {
-                let order = SourceOrder::TokenMajor;
-                ops::kv_write(enc, &KvWrite { k: &k, v: &v, order, first_token: 0, step: &step, layer: &layer })
+                let order = HeadOrder::TokenMajor;
+                ops::kv_write(enc, &KvWrite::new(&k, &v, &step, &layer).order(order))
             })
             .unwrap();
             for (side, codec, bytes) in [(KvSide::K, k_codec, k_bytes), (KvSide::V, v_codec, v_bytes)] {
@@ -156,17 +154,8 @@ fn the_same_dtype_keeps_nan_payloads() {
                     continue;
                 }
                 let out = Out::new(device, dtype, &[3, 2, dim]).unwrap();
-                let order = SourceOrder::TokenMajor;
-                let read = KvRead {
-                    layer: &layer,
-                    side,
-                    sequence: 0,
-                    start: 1,
-                    keep_rotated: false,
-                    order,
-                    out: &out.tensor,
-                    step: None,
-                };
+                let order = HeadOrder::TokenMajor;
+                let read = KvRead::new(&layer, side, &out.tensor).start(1).order(order);
                 run(device, |enc| ops::kv_read(enc, &read)).unwrap();
                 assert!(
                     out.bytes().unwrap() == bytes,
@@ -242,14 +231,12 @@ fn quantised_planes_are_alike() {
                 let scale = rng.pick(&[1.0, 1.0, 0.9, 1.25]);
                 let (head_dim, kv_heads) = (rng.pick(&[8, 64, 128, 256, 512, 2048]), rng.pick(&[1, 2, 3]));
                 let v = rng.pick(&CODECS);
-                let spec = LayerSpec {
-                    sequences: 2,
-                    ring,
-                    order: slots,
-                    k: Codec::TurboQuant(TurboQuant { bits, scale, norm }),
-                    v,
-                    ..linear_spec(kv_heads, 19, head_dim, Codec::F32)
-                };
+                let spec = linear_spec(kv_heads, 19, head_dim, Codec::F32)
+                    .k(Codec::TurboQuant(TurboQuant { bits, scale, norm }))
+                    .sequences(2)
+                    .v(v)
+                    .ring(ring)
+                    .order(slots);
                 let mut tokens: Vec<(u32, u32)> = (3..19).map(|p| (1, p)).collect();
                 tokens.extend((0..if ring { 30 } else { 11 }).map(|p| (0, p)));
                 rng.shuffle(&mut tokens);
@@ -281,14 +268,12 @@ fn many_rows_are_alike() {
         (8, DType::F16, 256, true),
     ] {
         let norm = rng.pick(&[Norm::Rms, Norm::LeastSquares, Norm::Unbiased]);
-        let spec = LayerSpec {
-            sequences: 1,
-            ring,
-            order: rng.pick(&SLOT_ORDERS),
-            k: Codec::TurboQuant(TurboQuant { bits, scale: 1.0, norm }),
-            v: if ring { Codec::Dense(from) } else { Codec::tq(12 - bits) },
-            ..linear_spec(12, if ring { 400 } else { 600 }, head_dim, Codec::F32)
-        };
+        let spec = linear_spec(12, if ring { 400 } else { 600 }, head_dim, Codec::F32)
+            .k(Codec::TurboQuant(TurboQuant { bits, scale: 1.0, norm }))
+            .sequences(1)
+            .v(if ring { Codec::Dense(from) } else { Codec::tq(12 - bits) })
+            .ring(ring)
+            .order(rng.pick(&SLOT_ORDERS));
         let mut tokens: Vec<(u32, u32)> = (0..500).map(|p| (0, p)).collect();
         rng.shuffle(&mut tokens);
         let order = rng.pick(&ORDERS);
@@ -345,7 +330,7 @@ fn reads_agree() {
                     let side = rng.pick(&[KvSide::K, KvSide::V]);
                     let (k, v) = if side == KvSide::K { (codec, other) } else { (other, codec) };
                     let plain = linear_spec(kv_heads, 17, head_dim, codec);
-                    let spec = LayerSpec { sequences: 2, k, v, ring, order: slots, ..plain };
+                    let spec = plain.k(k).sequences(2).v(v).ring(ring).order(slots);
                     let len: usize = if ring { rng.pick(&[5, 17, 18, 40]) } else { 17 };
                     let data = Source::random(&mut rng, len, kv_heads, head_dim);
                     let tokens: Vec<(u32, u32)> = (0..len as u32).map(|p| (1, p)).collect();
@@ -363,20 +348,15 @@ fn reads_agree() {
                         let copy = copy_to(&layer, &Device::reference()).unwrap();
                         let read = |layer: &KvLayer| -> Result<Output> {
                             let shape = match order {
-                                SourceOrder::TokenMajor => [count, kv_heads, head_dim],
-                                SourceOrder::HeadMajor => [kv_heads, count, head_dim],
+                                HeadOrder::TokenMajor => [count, kv_heads, head_dim],
+                                HeadOrder::HeadMajor => [kv_heads, count, head_dim],
                             };
                             let out = Out::new(layer.device(), to, &shape)?;
-                            let args = KvRead {
-                                layer,
-                                side,
-                                sequence: 1,
-                                start,
-                                keep_rotated,
-                                order,
-                                out: &out.tensor,
-                                step: None,
-                            };
+                            let args = KvRead::new(layer, side, &out.tensor)
+                                .sequence(1)
+                                .start(start)
+                                .keep_rotated(keep_rotated)
+                                .order(order);
                             run(layer.device(), |enc| ops::kv_read(enc, &args))?;
                             if codec.is_quantised() { out.close("read") } else { out.same("read") }
                         };
@@ -489,9 +469,14 @@ fn wide_heads_are_written_and_read() {
             let mut outputs = Vec::new();
             for dtype in [DType::F32, DType::F16] {
                 let out = Out::new(device, dtype, &[3, 2, 4096])?;
-                let (layer, side, order) = (&layer, KvSide::K, SourceOrder::TokenMajor);
+                let (layer, side, order) = (&layer, KvSide::K, HeadOrder::TokenMajor);
                 let (sequence, start, keep_rotated, step) = (0, 0, false, None);
-                let read = KvRead { layer, side, sequence, start, keep_rotated, order, out: &out.tensor, step };
+                let read = KvRead::new(layer, side, &out.tensor)
+                    .sequence(sequence)
+                    .step(step)
+                    .start(start)
+                    .keep_rotated(keep_rotated)
+                    .order(order);
                 run(device, |enc| ops::kv_read(enc, &read))?;
                 outputs.push(out.close(&dtype.to_string())?);
             }

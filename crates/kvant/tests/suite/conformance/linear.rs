@@ -81,7 +81,7 @@ impl Case {
         }
         let x = input(device, self.x, &x, &shape)?;
         let out = Out::new(device, self.out, &[self.tokens, self.outputs])?;
-        let args = Linear { x: &x, weight: w.weight(), experts: None, alpha: self.alpha, out: &out.tensor };
+        let args = Linear::new(&x, w.weight(), &out.tensor).alpha(self.alpha);
         run(device, |enc| ops::linear(enc, &args))?;
         Ok(out)
     }
@@ -276,8 +276,8 @@ fn experts() {
                     let ids: Vec<u32> = (0..tokens * top_k).map(|_| rng.pick(&[0, 1, 3])).collect();
                     let ids = indices(device, &ids, &[tokens, top_k])?;
                     let out = Out::new(device, out_type, &[tokens * top_k, outputs])?;
-                    let experts = Some(Experts { ids: &ids, expanded });
-                    let args = Linear { x: &x, weight: w.weight(), experts, alpha: 0.5, out: &out.tensor };
+                    let experts = Some(Experts::new(&ids).expanded(expanded));
+                    let args = Linear::new(&x, w.weight(), &out.tensor).experts(experts).alpha(0.5);
                     run(device, |enc| ops::linear(enc, &args))?;
                     let rows = if matches!(kind, Kind::Affine { .. }) { tokens * top_k } else { 0 };
                     Ok(vec![out.close_within("out", Bound::of(out_type).of_rows(device, rows))?])
@@ -303,7 +303,7 @@ fn embed() {
                     let ids: Vec<u32> = (0..tokens).map(|t| if t == 0 { 28 } else { rng.below(29) as u32 }).collect();
                     let ids = indices(device, &ids, &[tokens])?;
                     let out = Out::new(device, out_type, &[tokens, width])?;
-                    let args = Embed { table: table.weight(), ids: &ids, scale, out: &out.tensor };
+                    let args = Embed::new(table.weight(), &ids, &out.tensor).scale(scale);
                     run(device, |enc| ops::embed(enc, &args))?;
                     Ok(vec![out.close("out")?])
                 });
@@ -337,13 +337,11 @@ fn odd_offsets() {
                 w.tensors = w.tensors.iter().map(shifted).collect::<Result<_>>()?;
                 let x = shifted(&input(device, dtype, &rng.normals(tokens * inputs), &[tokens, inputs])?)?;
                 let out = shifted(&Tensor::zeros(device, dtype, &[tokens, outputs])?)?;
-                run(device, |enc| {
-                    ops::linear(enc, &Linear { x: &x, weight: w.weight(), experts: None, alpha: 1.0, out: &out })
-                })?;
+                run(device, |enc| ops::linear(enc, &Linear::new(&x, w.weight(), &out)))?;
                 let ids: Vec<u32> = (0..tokens).map(|_| rng.below(outputs) as u32).collect();
                 let ids = indices(device, &ids, &[tokens])?;
                 let rows = shifted(&Tensor::zeros(device, dtype, &[tokens, inputs])?)?;
-                run(device, |enc| ops::embed(enc, &Embed { table: w.weight(), ids: &ids, scale: 2.0, out: &rows }))?;
+                run(device, |enc| ops::embed(enc, &Embed::new(w.weight(), &ids, &rows).scale(2.0)))?;
                 let close = |name: &str, tensor: &Tensor| -> Result<Output> {
                     Ok(Output::Close(name.to_string(), tensor.to_f32()?, crate::common::Bound::of(dtype)))
                 };
@@ -368,14 +366,12 @@ fn ids_out_of_range() {
                 (indices(device, &ids, &[tokens]).unwrap(), indices(device, &ids, &[tokens, 1]).unwrap());
             let out = Out::new(device, DType::F32, &[tokens, outputs]).unwrap();
             let embedded = Out::new(device, DType::F32, &[tokens, inputs]).unwrap();
-            let experts_of = Some(Experts { ids: &choices, expanded: false });
+            let experts_of = Some(Experts::new(&choices));
             let linear = run(device, |enc| {
                 let (weight, experts) = (w.weight(), experts_of);
-                ops::linear(enc, &Linear { x: &x, weight, experts, alpha: 1.0, out: &out.tensor })
+                ops::linear(enc, &Linear::new(&x, weight, &out.tensor).experts(experts))
             });
-            let embed = run(device, |enc| {
-                ops::embed(enc, &Embed { table: table.weight(), ids: &rows, scale: 1.0, out: &embedded.tensor })
-            });
+            let embed = run(device, |enc| ops::embed(enc, &Embed::new(table.weight(), &rows, &embedded.tensor)));
             if crate::common::sees_indices(device) {
                 let refused = |result| matches!(result, Err(kvant::Error::OutOfRange { got: 4, .. }));
                 assert!(refused(linear) && refused(embed), "{device}: {kind:?}");
@@ -405,21 +401,15 @@ fn an_expert_is_a_matrix() {
         let x = input(device, DType::F32, &rng.normals(2 * 64), &[2, 64]).unwrap();
         let ids = indices(device, &[2, 0], &[2, 1]).unwrap();
         let out = Out::new(device, DType::F32, &[2, 5]).unwrap();
-        let experts = Some(Experts { ids: &ids, expanded: false });
-        run(device, |enc| {
-            ops::linear(enc, &Linear { x: &x, weight: w.weight(), experts, alpha: 1.0, out: &out.tensor })
-        })
-        .unwrap();
+        let experts = Some(Experts::new(&ids));
+        run(device, |enc| ops::linear(enc, &Linear::new(&x, w.weight(), &out.tensor).experts(experts))).unwrap();
         let got = out.tensor.to_f32().unwrap();
         for (row, expert) in [(0, 2), (1, 0)] {
             let matrix = w.tensors[0].rows(expert..expert + 1).unwrap().reshape(&[5, 64]).unwrap();
             let alone = Out::new(device, DType::F32, &[1, 5]).unwrap();
             let x = x.rows(row..row + 1).unwrap();
             let weight = Weight::Dense(&matrix);
-            run(device, |enc| {
-                ops::linear(enc, &Linear { x: &x, weight, experts: None, alpha: 1.0, out: &alone.tensor })
-            })
-            .unwrap();
+            run(device, |enc| ops::linear(enc, &Linear::new(&x, weight, &alone.tensor))).unwrap();
             let (got, want) = (&got[row * 5..][..5], alone.tensor.to_f32().unwrap());
             crate::common::assert_close(
                 format!("{device}: row {row}"),

@@ -21,12 +21,8 @@ fn moe_route() {
                         let scale = input(device, DType::F32, &rng.normals(experts), &[experts])?;
                         let ids = Out::new(device, DType::U32, &[tokens, top_k])?;
                         let weights = Out::new(device, DType::F32, &[tokens, top_k])?;
-                        let args = MoeRoute {
-                            logits: &logits,
-                            expert_scale: scaled.then_some(&scale),
-                            ids: &ids.tensor,
-                            weights: &weights.tensor,
-                        };
+                        let args =
+                            MoeRoute::new(&logits, &ids.tensor, &weights.tensor).expert_scale(scaled.then_some(&scale));
                         run(device, |enc| ops::moe_route(enc, &args))?;
                         Ok(vec![ids.same("ids")?, weights.close("weights")?])
                     },
@@ -47,9 +43,7 @@ fn moe_combine() {
                     let x = input(device, x_type, &rng.normals(rows * dim), &[rows, dim])?;
                     let weights = input(device, DType::F32, &rng.normals(rows), &[tokens, top_k])?;
                     let out = Out::new(device, out_type, &[tokens, dim])?;
-                    run(device, |enc| {
-                        ops::moe_combine(enc, &MoeCombine { x: &x, weights: &weights, out: &out.tensor })
-                    })?;
+                    run(device, |enc| ops::moe_combine(enc, &MoeCombine::new(&x, &weights, &out.tensor)))?;
                     Ok(vec![out.close("out")?])
                 });
             }

@@ -6,8 +6,8 @@ use crate::common::{
     nmse, run,
 };
 use kvant::{
-    Codec, DType, Device, KvLayer, LayerSpec, Result, SlotOrder, Tensor,
-    ops::{self, Angles, HeadNorm, KvSide, NormRope, NormRopeWrite, PairLayout, Rope, SourceOrder},
+    Codec, DType, Device, HeadOrder, KvLayer, LayerSpec, Result, Tensor,
+    ops::{self, Angles, HeadNorm, KvSide, NormRope, NormRopeWrite, PairLayout, Rope},
 };
 
 const LAYOUTS: [PairLayout; 3] = [PairLayout::Halves, PairLayout::LeadingHalves, PairLayout::Interleaved];
@@ -36,7 +36,7 @@ struct Case {
     pairs: usize,
     layout: PairLayout,
     rotate: bool,
-    out_order: SourceOrder,
+    out_order: HeadOrder,
     in_place: bool,
     positions: Vec<u32>,
 }
@@ -55,7 +55,7 @@ impl Default for Case {
             pairs: 32,
             layout: PairLayout::Halves,
             rotate: false,
-            out_order: SourceOrder::TokenMajor,
+            out_order: HeadOrder::TokenMajor,
             in_place: false,
             positions: vec![0, 17, 4099],
         }
@@ -90,7 +90,7 @@ impl Tables {
             Turn::Factors(theta) => (Angles::Theta(theta), Some(&self.factors)),
             Turn::Tables(_) => (Angles::Tables { cos: &self.cos, sin: &self.sin }, None),
         };
-        Some(Rope { angles, rotated_pairs, layout, freq_factors })
+        Some(Rope::new(angles, rotated_pairs).layout(layout).freq_factors(freq_factors))
     }
 }
 
@@ -122,22 +122,18 @@ impl Case {
         let tables = Tables::new(device, &mut rng, table_rows(self.turn), self.pairs)?;
         let positions = indices(device, &self.positions, &[self.tokens])?;
         let out_shape = match self.out_order {
-            SourceOrder::TokenMajor => shape,
-            SourceOrder::HeadMajor => [self.heads, self.tokens, self.head_dim],
+            HeadOrder::TokenMajor => shape,
+            HeadOrder::HeadMajor => [self.heads, self.tokens, self.head_dim],
         };
         let out = Out::new(device, self.out, &out_shape)?;
         if self.in_place {
             out.tensor.write_bytes(&crate::common::bytes_of(&x)?)?;
         }
-        let args = NormRope {
-            x: if self.in_place { &out.tensor } else { &x },
-            norm: self.norm.map(|_| HeadNorm { weight: weight.as_ref(), eps: self.eps }),
-            rope: tables.rope(self.turn, self.pairs, self.layout),
-            positions: &positions,
-            rotate: self.rotate,
-            out_order: self.out_order,
-            out: &out.tensor,
-        };
+        let args = NormRope::new(if self.in_place { &out.tensor } else { &x }, &positions, &out.tensor)
+            .norm(self.norm.map(|_| HeadNorm::new(self.eps).weight(weight.as_ref())))
+            .rope(tables.rope(self.turn, self.pairs, self.layout))
+            .rotate(self.rotate)
+            .out_order(self.out_order);
         run(device, |enc| ops::norm_rope(enc, &args))?;
         Ok(vec![out.close_within("out", bound(self.out, self.turn, &self.positions))?])
     }
@@ -152,7 +148,7 @@ fn dtypes() {
     for x in FLOATS {
         for out in FLOATS {
             for norm in [None, Some(None), Some(Some(DType::F32)), Some(Some(DType::F16)), Some(Some(DType::BF16))] {
-                for out_order in [SourceOrder::TokenMajor, SourceOrder::HeadMajor] {
+                for out_order in [HeadOrder::TokenMajor, HeadOrder::HeadMajor] {
                     Case { x, out, norm, out_order, ..Case::default() }.check();
                 }
             }
@@ -221,7 +217,7 @@ fn in_place() {
 fn rotated_results() {
     for head_dim in [2, 8, 64, 128, 256, 512, 1024] {
         for out in FLOATS {
-            for out_order in [SourceOrder::TokenMajor, SourceOrder::HeadMajor] {
+            for out_order in [HeadOrder::TokenMajor, HeadOrder::HeadMajor] {
                 Case { head_dim, pairs: head_dim / 2, rotate: true, out, out_order, ..Case::default() }.check();
             }
         }
@@ -242,15 +238,7 @@ fn small_inputs() {
             let x = input(device, DType::F32, &values, &shape)?;
             let out = Out::new(device, DType::F32, &shape)?;
             let positions = indices(device, &[0, 1, 2], &[3])?;
-            let args = NormRope {
-                x: &x,
-                norm: Some(HeadNorm { weight: None, eps }),
-                rope: None,
-                positions: &positions,
-                rotate: false,
-                out_order: SourceOrder::TokenMajor,
-                out: &out.tensor,
-            };
+            let args = NormRope::new(&x, &positions, &out.tensor).norm(Some(HeadNorm::new(eps)));
             run(device, |enc| ops::norm_rope(enc, &args))?;
             let rows = out.tensor.to_f32()?;
             let row =
@@ -276,15 +264,9 @@ fn extreme_heads() {
                 let shape = [6, 1, head_dim];
                 let x = input(device, DType::F32, &rows.concat(), &shape)?;
                 let out = Out::new(device, DType::F32, &shape)?;
-                let args = NormRope {
-                    x: &x,
-                    norm: Some(HeadNorm { weight: weighted.then_some(&weight), eps }),
-                    rope: None,
-                    positions: &indices(device, &[0; 6], &[6])?,
-                    rotate: false,
-                    out_order: SourceOrder::TokenMajor,
-                    out: &out.tensor,
-                };
+                let positions = indices(device, &[0; 6], &[6])?;
+                let args = NormRope::new(&x, &positions, &out.tensor)
+                    .norm(Some(HeadNorm::new(eps).weight(weighted.then_some(&weight))));
                 run(device, |enc| ops::norm_rope(enc, &args))?;
                 let all = out.tensor.to_f32()?;
                 let row =
@@ -309,16 +291,9 @@ fn unusual_frequencies() {
                     let out = Out::new(device, DType::F32, &shape)?;
                     let table = input(device, DType::F32, &factors, &[pairs])?;
                     let freq_factors = with_factors.then_some(&table);
-                    let rope = Rope { angles: Angles::Theta(theta), rotated_pairs: pairs, layout, freq_factors };
-                    let args = NormRope {
-                        x: &x,
-                        norm: None,
-                        rope: Some(rope),
-                        positions: &indices(device, &positions, &[positions.len()])?,
-                        rotate: false,
-                        out_order: SourceOrder::TokenMajor,
-                        out: &out.tensor,
-                    };
+                    let rope = Rope::new(theta, pairs).layout(layout).freq_factors(freq_factors);
+                    let positions = indices(device, &positions, &[positions.len()])?;
+                    let args = NormRope::new(&x, &positions, &out.tensor).rope(Some(rope));
                     run(device, |enc| ops::norm_rope(enc, &args))?;
                     Ok(vec![out.close_within("out", bound(DType::F32, Turn::Theta(theta), &[1 << 20]))?])
                 });
@@ -338,7 +313,6 @@ struct Fused {
     turn: Turn,
     pairs: usize,
     layout: PairLayout,
-    rotate_q: bool,
     /// V is the tensor K.
     shared: bool,
     tokens: Vec<(u32, u32)>,
@@ -346,10 +320,10 @@ struct Fused {
 
 impl Fused {
     fn name(&self) -> String {
-        let Fused { spec, group, q, kv, q_out, norms, turn, pairs, layout, rotate_q, shared, tokens } = self;
+        let Fused { spec, group, q, kv, q_out, norms, turn, pairs, layout, shared, tokens } = self;
         format!(
             "{spec:?} group {group} q {q} kv {kv} -> {q_out}, norms {norms:?}, {turn:?} {pairs} {layout:?}, \
-             rotate_q {rotate_q}, shared {shared}, T {}",
+             shared {shared}, T {}",
             tokens.len()
         )
     }
@@ -371,25 +345,17 @@ impl Fused {
                 _ => None,
             });
         }
-        let norm = |i: usize| self.norms[i].map(|_| HeadNorm { weight: weights[i].as_ref(), eps: 1e-6 });
+        let norm = |i: usize| self.norms[i].map(|_| HeadNorm::new(1e-6).weight(weights[i].as_ref()));
         let tables = Tables::new(device, &mut rng, table_rows(self.turn), self.pairs)?;
         let step = layers::step(device, sequences, &self.tokens)?;
         let layer = KvLayer::new(device, self.spec)?;
         fill(&layer, 0x3C)?;
         let q_out = Out::new(device, self.q_out, &q_shape)?;
-        let args = NormRopeWrite {
-            q: &q,
-            k: &k,
-            v: if self.shared { &k } else { &v },
-            q_norm: norm(0),
-            k_norm: norm(1),
-            v_norm: norm(2),
-            rope: tables.rope(self.turn, self.pairs, self.layout),
-            rotate_q: self.rotate_q,
-            step: &step,
-            layer: &layer,
-            q_out: &q_out.tensor,
-        };
+        let args = NormRopeWrite::new(&q, &k, if self.shared { &k } else { &v }, &step, &layer, &q_out.tensor)
+            .q_norm(norm(0))
+            .k_norm(norm(1))
+            .v_norm(norm(2))
+            .rope(tables.rope(self.turn, self.pairs, self.layout));
         run(device, |enc| ops::norm_rope_write(enc, &args))?;
         Ok((q_out, layer))
     }
@@ -443,14 +409,12 @@ fn fused_writes() {
             let head_dim = rng.pick(&[64, 128, 256, 512]);
             let pairs = rng.pick(&[head_dim / 2, head_dim / 8, 0]);
             let kv_heads = rng.pick(&[1, 2, 3]);
-            let spec = LayerSpec {
-                sequences: 2,
-                k,
-                v,
-                ring: true,
-                order: rng.pick(&[SlotOrder::HeadMajor, SlotOrder::TokenMajor]),
-                ..linear_spec(kv_heads, 9, head_dim, Codec::F32)
-            };
+            let spec = linear_spec(kv_heads, 9, head_dim, Codec::F32)
+                .k(k)
+                .sequences(2)
+                .v(v)
+                .ring(true)
+                .order(rng.pick(&[HeadOrder::HeadMajor, HeadOrder::TokenMajor]));
             let start = rng.below(30) as u32;
             let mut tokens: Vec<(u32, u32)> = (start..start + rng.pick(&[1, 4, 12])).map(|p| (1, p)).collect();
             tokens.extend((0..rng.pick(&[0, 1, 5])).map(|p| (0, p)));
@@ -465,7 +429,6 @@ fn fused_writes() {
                 turn: rng.pick(&[Turn::None, Turn::Theta(1e4), Turn::Factors(1e4), Turn::Tables(64)]),
                 pairs,
                 layout: rng.pick(&LAYOUTS),
-                rotate_q: rng.below(2) == 0,
                 shared: rng.below(3) == 0,
                 tokens,
             }
@@ -486,14 +449,9 @@ fn fused_equals_its_parts() {
         let q = up(&mut rng, &[tokens, heads, dim]);
         let (k, v) = (up(&mut rng, &[tokens, kv_heads, dim]), up(&mut rng, &[tokens, kv_heads, dim]));
         let weight = up(&mut rng, &[dim]);
-        let norm = Some(HeadNorm { weight: Some(&weight), eps: 1e-6 });
-        let plain = Some(HeadNorm { weight: None, eps: 1e-6 });
-        let rope = Some(Rope {
-            angles: Angles::Theta(1e4),
-            rotated_pairs: 64,
-            layout: PairLayout::Halves,
-            freq_factors: None,
-        });
+        let norm = Some(HeadNorm::new(1e-6).weight(Some(&weight)));
+        let plain = Some(HeadNorm::new(1e-6));
+        let rope = Some(Rope::new(1e4, 64));
         let step = layers::range_step(device, 1, 3..8).unwrap();
         let spec = linear_spec(kv_heads, 9, dim, Codec::F16);
         let (fused, parts) = (KvLayer::new(device, spec).unwrap(), KvLayer::new(device, spec).unwrap());
@@ -503,31 +461,21 @@ fn fused_equals_its_parts() {
         let k_parts = Out::new(device, DType::F32, &[tokens, kv_heads, dim]).unwrap();
         let v_parts = Out::new(device, DType::F32, &[tokens, kv_heads, dim]).unwrap();
         run(device, |enc| {
-            let args = NormRopeWrite {
-                q: &q,
-                k: &k,
-                v: &v,
-                q_norm: norm,
-                k_norm: norm,
-                v_norm: plain,
-                rope,
-                rotate_q: true,
-                step: &step,
-                layer: &fused,
-                q_out: &q_fused.tensor,
-            };
+            let args = NormRopeWrite::new(&q, &k, &v, &step, &fused, &q_fused.tensor)
+                .q_norm(norm)
+                .k_norm(norm)
+                .v_norm(plain)
+                .rope(rope);
             ops::norm_rope_write(enc, &args)?;
-            for (x, norm, rope, rotate, out) in [
-                (&q, norm, rope, true, &q_parts.tensor),
-                (&k, norm, rope, false, &k_parts.tensor),
-                (&v, plain, None, false, &v_parts.tensor),
+            for (x, norm, rope, out) in [
+                (&q, norm, rope, &q_parts.tensor),
+                (&k, norm, rope, &k_parts.tensor),
+                (&v, plain, None, &v_parts.tensor),
             ] {
-                let out_order = SourceOrder::TokenMajor;
-                ops::norm_rope(enc, &NormRope { x, norm, rope, positions: step.positions(), rotate, out_order, out })?;
+                ops::norm_rope(enc, &NormRope::new(x, step.positions(), out).norm(norm).rope(rope))?;
             }
-            let (order, first_token) = (SourceOrder::TokenMajor, 0);
             let (k, v) = (&k_parts.tensor, &v_parts.tensor);
-            ops::kv_write(enc, &ops::KvWrite { k, v, order, first_token, step: &step, layer: &parts })
+            ops::kv_write(enc, &ops::KvWrite::new(k, v, &step, &parts))
         })
         .unwrap();
         let read = |layer| [KvSide::K, KvSide::V].map(|side| layers::read(layer, side, 0, 0..9).unwrap());
@@ -561,13 +509,9 @@ fn positions_beyond_the_tables_are_skipped() {
         let (alone, fused) =
             (Out::new(device, DType::F32, &[4, 1, dim]).unwrap(), Out::new(device, DType::F32, &[4, 1, dim]).unwrap());
         run(device, |enc| {
-            let (positions, out_order, out) = (step.positions(), SourceOrder::TokenMajor, &alone.tensor);
-            ops::norm_rope(enc, &NormRope { x: &x, norm: None, rope, positions, rotate: false, out_order, out })?;
-            let (q_norm, k_norm, v_norm) = (None, None, None);
-            let (rotate_q, step, layer, q_out) = (false, &step, &layer, &fused.tensor);
-            let args =
-                NormRopeWrite { q: &x, k: &x, v: &x, q_norm, k_norm, v_norm, rope, rotate_q, step, layer, q_out };
-            ops::norm_rope_write(enc, &args)
+            let (positions, out_order, out) = (step.positions(), HeadOrder::TokenMajor, &alone.tensor);
+            ops::norm_rope(enc, &NormRope::new(&x, positions, out).rope(rope).out_order(out_order))?;
+            ops::norm_rope_write(enc, &NormRopeWrite::new(&x, &x, &x, &step, &layer, &fused.tensor).rope(rope))
         })
         .unwrap();
         let keys = layers::read(&layer, KvSide::K, 0, 0..701).unwrap();

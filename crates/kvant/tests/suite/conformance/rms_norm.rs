@@ -71,7 +71,7 @@ fn rms_norm_of_extreme_rows() {
                 let (sum, out) = (Out::new(device, DType::F32, &[2, dim])?, Out::new(device, DType::F32, &[2, dim])?);
                 let added = Residual::Before { residual: &residual, sum: &sum.tensor };
                 let residual = if before { added } else { Residual::None };
-                let args = RmsNorm { x: &x, weight: None, eps, residual, scale: 1.0, out: &out.tensor };
+                let args = RmsNorm::new(&x, eps, &out.tensor).residual(residual);
                 run(device, |enc| ops::rms_norm(enc, &args))?;
                 Ok(vec![out.close("out")?])
             });
@@ -89,7 +89,7 @@ fn rms_norm_of_one_extreme_element() {
             let x = input(device, DType::F32, &values, &[1, dim])?;
             let out = Out::new(device, DType::F32, &[1, dim])?;
             let (residual, scale) = (Residual::None, 1.0);
-            let args = RmsNorm { x: &x, weight: None, eps: 0.0, residual, scale, out: &out.tensor };
+            let args = RmsNorm::new(&x, 0.0, &out.tensor).residual(residual).scale(scale);
             run(device, |enc| ops::rms_norm(enc, &args))?;
             Ok(vec![out.close("out")?])
         });
@@ -111,7 +111,7 @@ fn rms_norm_of_what_is_not_finite() {
             let (sum, out) = (Out::new(device, DType::F32, &[9, dim])?, Out::new(device, DType::F32, &[9, dim])?);
             let added = Residual::Before { residual: &residual, sum: &sum.tensor };
             let residual = if before { added } else { Residual::None };
-            let args = RmsNorm { x: &x, weight: None, eps: 0.0, residual, scale: 1.0, out: &out.tensor };
+            let args = RmsNorm::new(&x, 0.0, &out.tensor).residual(residual);
             run(device, |enc| ops::rms_norm(enc, &args))?;
             let all = out.tensor.to_f32()?;
             let row =
@@ -170,18 +170,14 @@ fn norm_case(case: &Norm) {
             Some(Over::SumIsResidual) => (&out, &residual),
             Some(Over::Swapped) => (&x, &residual),
         };
-        let args = RmsNorm {
-            x: &x.tensor,
-            weight: weight.as_ref(),
-            eps: case.eps,
-            residual: match case.add {
+        let args = RmsNorm::new(&x.tensor, case.eps, &out.tensor)
+            .weight(weight.as_ref())
+            .residual(match case.add {
                 Add::None => Residual::None,
                 Add::After => Residual::After(&residual.tensor),
                 Add::Before => Residual::Before { residual: &residual.tensor, sum: &sum.tensor },
-            },
-            scale: case.scale,
-            out: &out.tensor,
-        };
+            })
+            .scale(case.scale);
         run(device, |enc| ops::rms_norm(enc, &args))?;
         let mut outputs = vec![out.close("out")?];
         if case.add == Add::Before {

@@ -37,7 +37,7 @@ fn argmax() {
             conform(format!("argmax of {dim} {dtype}"), |device| {
                 let x = input(device, dtype, &logits(&mut Rng::new(dim as u64), 13, dim), &[13, dim])?;
                 let out = Out::new(device, DType::U32, &[13])?;
-                run(device, |enc| ops::argmax(enc, &Argmax { x: &x, out: &out.tensor }))?;
+                run(device, |enc| ops::argmax(enc, &Argmax::new(&x, &out.tensor)))?;
                 Ok(vec![out.same("out")?])
             });
         }
@@ -54,7 +54,7 @@ fn argmax_of_what_is_not_finite() {
         conform(format!("argmax of what is not finite, {dtype}"), |device| {
             let x = input(device, dtype, &rows, &[5, 4])?;
             let out = Out::new(device, DType::U32, &[5])?;
-            run(device, |enc| ops::argmax(enc, &Argmax { x: &x, out: &out.tensor }))?;
+            run(device, |enc| ops::argmax(enc, &Argmax::new(&x, &out.tensor)))?;
             assert_eq!(out.tensor.to_vec::<u32>()?, [1, 0, u32::MAX, 2, 1], "{device}");
             Ok(vec![out.same("out")?])
         });
@@ -86,9 +86,9 @@ fn signed_zeros() {
             let ids = Out::new(device, DType::U32, &[3, 3])?;
             let weights = Out::new(device, DType::F32, &[3, 3])?;
             run(device, |enc| {
-                ops::argmax(enc, &Argmax { x: &x, out: &largest.tensor })?;
+                ops::argmax(enc, &Argmax::new(&x, &largest.tensor))?;
                 let (ids, weights) = (&ids.tensor, &weights.tensor);
-                ops::moe_route(enc, &MoeRoute { logits: &x, expert_scale: None, ids, weights })
+                ops::moe_route(enc, &MoeRoute::new(&x, ids, weights))
             })?;
             let how = Draw { temperature: 1.0, top_k: 2, top_p: 1.0, min_p: 0.0 };
             let drawn = draw(device, &x, &how, 3, &[1, 2, 3])?;
@@ -109,7 +109,12 @@ fn draw(device: &Device, logits: &Tensor, how: &Draw, seed: u64, counters: &[u32
     let &Draw { temperature, top_k, top_p, min_p } = how;
     let counter = indices(device, counters, &[counters.len()])?;
     let out = Out::new(device, DType::U32, &[counters.len()])?;
-    let args = Sample { logits, temperature, top_k, top_p, min_p, seed, counter: &counter, out: &out.tensor };
+    let args = Sample::new(logits, &counter, &out.tensor)
+        .temperature(temperature)
+        .top_k(top_k)
+        .top_p(top_p)
+        .min_p(min_p)
+        .seed(seed);
     run(device, |enc| ops::sample(enc, &args))?;
     out.bytes()?;
     out.tensor.to_vec::<u32>()

@@ -18,7 +18,7 @@ fn softcap() {
                             out.tensor.write_bytes(&bytes_of(&x)?)?;
                         }
                         let x = if in_place { &out.tensor } else { &x };
-                        run(device, |enc| ops::softcap(enc, &Softcap { x, cap, out: &out.tensor }))?;
+                        run(device, |enc| ops::softcap(enc, &Softcap::new(x, cap, &out.tensor)))?;
                         Ok(vec![out.close("out")?])
                     });
                 }

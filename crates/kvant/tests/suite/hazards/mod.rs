@@ -14,11 +14,11 @@ use crate::common::{
     nmse, run, sees_indices,
 };
 use kvant::{
-    CacheLayer, Codec, DType, Device, DeviceKind, Encoder, Error, KvLayer, KvPool, LayerSpec, PoolSpec, Result,
-    Sequence, SlotOrder, Step, StepSize, Tensor,
+    CacheLayer, Codec, DType, Device, DeviceKind, Encoder, Error, HeadOrder, KvLayer, KvPool, PoolSpec, Result,
+    Sequence, Step, StepSize, Tensor,
     ops::{
-        self, Angles, Attend, Fresh, Hadamard, HeadNorm, KvRead, KvSide, KvWrite, NormRope, PairLayout, Residual,
-        RmsNorm, Rope, Softcap, SourceOrder, attend::Plan,
+        self, Angles, Attend, Hadamard, HeadNorm, KvRead, KvSide, KvWrite, NormRope, PairLayout, Residual, RmsNorm,
+        Rope, Softcap,
     },
 };
 
@@ -32,7 +32,7 @@ fn attend(layer: &KvLayer, q: &Tensor, step: &Step, window: Option<usize>) -> Re
 
 fn plain<'a>(layer: &'a KvLayer, q: &'a Tensor, step: &'a Step, window: Option<usize>, out: &'a Tensor) -> Attend<'a> {
     let scale = (layer.spec().head_dim as f32).powf(-0.5);
-    Attend { q, layer, step, fresh: None, scale, softcap: None, window, q_rotated: false, plan: None, out }
+    Attend::new(q, layer, step, out).scale(scale).window(window)
 }
 
 /// Softmax attention of one query over the given keys and values of one head, in f64.

@@ -20,7 +20,7 @@ fn softcap_used() {
             let step = range_step(device, 1, 19..20).unwrap();
             let with = |softcap| {
                 let out = Out::new(device, DType::F32, &[1, 1, 64]).unwrap();
-                let args = Attend { softcap, ..plain(&layer, &q, &step, None, &out.tensor) };
+                let args = plain(&layer, &q, &step, None, &out.tensor).softcap(softcap);
                 run(device, |enc| ops::attend(enc, &args)).unwrap();
                 out.tensor.to_f32().unwrap()
             };
@@ -58,7 +58,7 @@ fn head_512_two_blocks() {
             }
             let y = input(&reference, DType::F32, &y, &[20, dim]).unwrap();
             let x = Out::new(&reference, DType::F32, &[20, dim]).unwrap();
-            run(&reference, |enc| ops::hadamard(enc, &Hadamard { x: &y, inverse: true, out: &x.tensor })).unwrap();
+            run(&reference, |enc| ops::hadamard(enc, &Hadamard::new(&y, &x.tensor).inverse(true))).unwrap();
             x.tensor.to_f32().unwrap()
         };
         data.k[..20 * dim].copy_from_slice(&skewed);
@@ -67,16 +67,7 @@ fn head_512_two_blocks() {
             layers::write_at(&layer, &data, 0).unwrap();
             let rotated = |keep_rotated: bool| {
                 let out = Out::new(device, DType::F32, &[40, 1, dim]).unwrap();
-                let args = KvRead {
-                    layer: &layer,
-                    side: KvSide::K,
-                    sequence: 0,
-                    start: 0,
-                    keep_rotated,
-                    order: SourceOrder::TokenMajor,
-                    out: &out.tensor,
-                    step: None,
-                };
+                let args = KvRead::new(&layer, KvSide::K, &out.tensor).keep_rotated(keep_rotated);
                 run(device, |enc| ops::kv_read(enc, &args)).unwrap();
                 out.tensor.to_f32().unwrap()
             };
@@ -85,7 +76,7 @@ fn head_512_two_blocks() {
                 // The quiet block is as well kept as the loud one.
                 let x = input(device, DType::F32, &data.k[t * dim..][..dim], &[1, dim]).unwrap();
                 let y = Out::new(device, DType::F32, &[1, dim]).unwrap();
-                run(device, |enc| ops::hadamard(enc, &Hadamard { x: &x, inverse: false, out: &y.tensor })).unwrap();
+                run(device, |enc| ops::hadamard(enc, &Hadamard::new(&x, &y.tensor))).unwrap();
                 let y = y.tensor.to_f32().unwrap();
                 for block in [0..256, 256..512] {
                     let error = nmse(&row[block.clone()], &y[block.clone()]);
@@ -161,9 +152,9 @@ fn rope(
     let x = input(device, DType::F32, x, shape).unwrap();
     let positions = indices(device, positions, &[positions.len()]).unwrap();
     let out = Out::new(device, DType::F32, shape).unwrap();
-    let rope = Some(Rope { angles: Angles::Theta(theta), rotated_pairs, layout, freq_factors: None });
-    let out_order = SourceOrder::TokenMajor;
-    let args = NormRope { x: &x, norm: None, rope, positions: &positions, rotate: false, out_order, out: &out.tensor };
+    let rope = Some(Rope::new(theta, rotated_pairs).layout(layout));
+    let out_order = HeadOrder::TokenMajor;
+    let args = NormRope::new(&x, &positions, &out.tensor).rope(rope).out_order(out_order);
     run(device, |enc| ops::norm_rope(enc, &args)).unwrap();
     out.bytes().unwrap();
     out.tensor.to_f32().unwrap()
@@ -221,7 +212,7 @@ fn large_head() {
         let rotate = |device: &Device, values: &[f32], inverse| {
             let x = input(device, DType::F32, values, &[3, dim]).unwrap();
             let y = Out::new(device, DType::F32, &[3, dim]).unwrap();
-            run(device, |enc| ops::hadamard(enc, &Hadamard { x: &x, inverse, out: &y.tensor })).unwrap();
+            run(device, |enc| ops::hadamard(enc, &Hadamard::new(&x, &y.tensor).inverse(inverse))).unwrap();
             y.bytes().unwrap();
             y.tensor.to_f32().unwrap()
         };

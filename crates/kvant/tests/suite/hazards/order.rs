@@ -24,10 +24,13 @@ fn reduction_race() {
             run(device, |enc| {
                 ops::attend(enc, &plain(&layer, &x, &step, Some(12), &outs[0].tensor))?;
                 let (weight, eps, residual, scale) = (None, 1e-6, Residual::None, 1.0);
-                ops::rms_norm(enc, &RmsNorm { x: &flat, weight, eps, residual, scale, out: &norm_out })?;
-                ops::hadamard(enc, &Hadamard { x: &x, inverse: false, out: &outs[2].tensor })?;
-                let (order, first_token) = (SourceOrder::TokenMajor, 0);
-                ops::kv_write(enc, &KvWrite { k: &x, v: &x, order, first_token, step: &step, layer: &codes })
+                ops::rms_norm(
+                    enc,
+                    &RmsNorm::new(&flat, eps, &norm_out).weight(weight).residual(residual).scale(scale),
+                )?;
+                ops::hadamard(enc, &Hadamard::new(&x, &outs[2].tensor))?;
+                let (order, first_token) = (HeadOrder::TokenMajor, 0);
+                ops::kv_write(enc, &KvWrite::new(&x, &x, &step, &codes).order(order).first_token(first_token))
             })
             .unwrap();
             let mut bytes: Vec<Vec<u8>> = outs.iter().map(|out| out.bytes().unwrap()).collect();
@@ -57,10 +60,10 @@ fn passes_of_two_threads() {
         });
         let pass = |(x, product, from, to): &(Tensor, Tensor, Tensor, Tensor)| {
             run(device, |enc| {
-                ops::hadamard(enc, &Hadamard { x: from, inverse: false, out: &between })?;
+                ops::hadamard(enc, &Hadamard::new(from, &between))?;
                 let weight = ops::Weight::Dense(&weight);
-                ops::linear(enc, &ops::Linear { x, weight, experts: None, alpha: 1.0, out: product })?;
-                ops::hadamard(enc, &Hadamard { x: &between, inverse: true, out: to })
+                ops::linear(enc, &ops::Linear::new(x, weight, product))?;
+                ops::hadamard(enc, &Hadamard::new(&between, to).inverse(true))
             })
             .unwrap();
             [bytes_of(product).unwrap(), bytes_of(to).unwrap()]
@@ -85,30 +88,6 @@ fn one_split_writes_output() {
     for (k, v) in [(Codec::F32, Codec::F32), (Codec::tq(4), Codec::tq(4))] {
         for sequences in [vec![(0, 1)], vec![(99, 1)], vec![(50, 6)]] {
             Case { splits: Some(1), k, v, kv_heads: 2, group: 2, sequences, ..Case::default() }.check();
-        }
-    }
-    // The plan says so, and a plan made by the device itself gives the same as none.
-    for device in devices() {
-        let mut rng = Rng::of("plan");
-        let layer = KvLayer::new(device, linear_spec(2, 300, 64, Codec::F32)).unwrap();
-        layers::write_at(&layer, &Source::random(&mut rng, 300, 2, 64), 0).unwrap();
-        let q = input(device, DType::F32, &rng.normals(256), &[1, 4, 64]).unwrap();
-        let step = range_step(device, 1, 299..300).unwrap();
-        let results: Vec<Vec<f32>> = [None, Some(1), Some(0)]
-            .into_iter()
-            .map(|splits| {
-                let out = Out::new(device, DType::F32, &[1, 4, 64]).unwrap();
-                let args = plain(&layer, &q, &step, None, &out.tensor);
-                let mut plan: Plan = ops::attend::plan(&args, device).unwrap();
-                assert!(!plan.kernel.is_empty() && !plan.reason.is_empty(), "{device}: a plan has a reason");
-                plan.splits = splits.unwrap_or(plan.splits);
-                run(device, |enc| ops::attend(enc, &Attend { plan: Some(&plan), ..args })).unwrap();
-                out.bytes().unwrap();
-                out.tensor.to_f32().unwrap()
-            })
-            .collect();
-        for other in &results[1..] {
-            assert_close(format!("{device}: plans"), other, &results[0], Bound::of(DType::F32));
         }
     }
 }
@@ -143,11 +122,10 @@ fn empty_state_merge() {
         let data = Source::random(&mut Rng::of("nothing"), 10, 1, 64);
         layers::write_at(&layer, &data, 0).unwrap();
         let q = input(device, DType::F32, &Rng::of("q").normals(640), &[10, 1, 64]).unwrap();
-        for splits in [0, 1, 3] {
+        for splits in [None, Some(1), Some(3)] {
             let out = Out::new(device, DType::F32, &[10, 1, 64]).unwrap();
             let step = range_step(device, 1, 0..10).unwrap();
-            let plan = Plan { kernel: "forced", reason: "by a test".into(), splits };
-            let args = Attend { plan: Some(&plan), ..plain(&layer, &q, &step, None, &out.tensor) };
+            let args = plain(&layer, &q, &step, None, &out.tensor).splits(splits);
             run(device, |enc| ops::attend(enc, &args)).unwrap();
             out.bytes().unwrap();
             let out = out.tensor.to_f32().unwrap();
@@ -161,13 +139,13 @@ fn empty_state_merge() {
 /// everything.
 #[test]
 fn states_merge() {
-    use kvant::reference::{Query, State, attend};
+    use kvant::reference::{QueryVector, State, attend};
     let mut rng = Rng::of("states");
     let mut vector = |scale: f64| -> Vec<f64> { (0..8).map(|_| rng.normal() * scale).collect() };
     let q = vector(1.0);
     let kv: Vec<(Vec<f64>, Vec<f64>)> =
         (0..12).map(|i| (vector(if i == 5 { 300.0 } else { 1.0 }), vector(1.0))).collect();
-    let query = Query { q: &q, scale: 1.0, softcap: None };
+    let query = QueryVector { q: &q, scale: 1.0, softcap: None };
     let over = |range: std::ops::Range<usize>| attend(query, kv[range].iter().map(|(k, v)| (&k[..], &v[..]))).unwrap();
     let whole = over(0..12).finish();
     let empty = || State::empty(8);
@@ -220,7 +198,7 @@ fn prefill_equals_decodes() {
                 let all = |chunk: usize| -> Vec<f32> {
                     // A ring with room for a whole chunk beside the window.
                     let ring = window.map_or(total, |w| w + chunk);
-                    let spec = LayerSpec { ring: window.is_some(), ..linear_spec(kv_heads, ring, dim, codec) };
+                    let spec = linear_spec(kv_heads, ring, dim, codec).ring(window.is_some());
                     let layer = KvLayer::new(device, spec).unwrap();
                     let starts = (0..total).step_by(chunk);
                     starts
@@ -311,7 +289,7 @@ fn nothing_runs_before_the_commit() {
     for device in devices() {
         let (x, y) = (ones(device), Tensor::zeros(device, DType::F32, &[1, 1, 64]).unwrap());
         let all = |value: f32| vec![value; 64];
-        let wide = |enc: &mut Encoder| ops::softcap(enc, &Softcap { x: &x, cap: 1e6, out: &y }).unwrap();
+        let wide = |enc: &mut Encoder| ops::softcap(enc, &Softcap::new(&x, 1e6, &y)).unwrap();
         let mut enc = device.encoder().unwrap();
         wide(&mut enc);
         assert_eq!(y.to_f32().unwrap(), all(0.0), "{device}: an operation ran before the commit");
@@ -324,11 +302,11 @@ fn nothing_runs_before_the_commit() {
         let got = y.to_f32().unwrap();
         assert!(got.iter().all(|y| (y - 5.0).abs() < 1e-4), "{device}: read before the commit: {got:?}");
 
-        let layer = CacheLayer { kv_heads: 1, head_dim: 64, window: None, k: Codec::F32, v: Codec::F32 };
+        let layer = CacheLayer::new(1, 64, Codec::F32);
         let pool = KvPool::new(device, &PoolSpec::new(vec![layer], 1 << 20).page_tokens(16)).unwrap();
         let write = |enc: &mut Encoder, step: &Step, token: &Tensor| {
-            let (layer, order, first_token) = (pool.layer(0).unwrap(), SourceOrder::TokenMajor, 0);
-            ops::kv_write(enc, &KvWrite { k: token, v: token, order, first_token, step, layer }).unwrap();
+            let (layer, order, first_token) = (pool.layer(0).unwrap(), HeadOrder::TokenMajor, 0);
+            ops::kv_write(enc, &KvWrite::new(token, token, step, layer).order(order).first_token(first_token)).unwrap();
         };
         let read = |sequence: &Sequence| -> Vec<f32> {
             let mut same = sequence.fork();
@@ -373,8 +351,8 @@ fn indices_are_those_of_the_moment() {
         let (layer, token) = (KvLayer::new(device, spec).unwrap(), ones(device));
         let step = |position: u32| Step::new(device, 1, &[(0, position)]).unwrap();
         let write = |enc: &mut Encoder, step: &Step| {
-            let (layer, order, first_token) = (&layer, SourceOrder::TokenMajor, 0);
-            ops::kv_write(enc, &KvWrite { k: &token, v: &token, order, first_token, step, layer })
+            let (layer, order, first_token) = (&layer, HeadOrder::TokenMajor, 0);
+            ops::kv_write(enc, &KvWrite::new(&token, &token, step, layer).order(order).first_token(first_token))
         };
         let (good, bad, last) = (step(0), step(9), step(1));
         let mut enc = device.encoder().unwrap();

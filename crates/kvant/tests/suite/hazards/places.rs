@@ -7,13 +7,13 @@ use super::*;
 fn slot_offset_beyond_4gib() {
     let dim = 512;
     let orders = [
-        (SlotOrder::HeadMajor, 1, (1 << 21) + 70),
-        (SlotOrder::HeadMajor, 2, (1 << 20) + 70),
-        (SlotOrder::TokenMajor, 2, (1 << 20) + 70),
+        (HeadOrder::HeadMajor, 1, (1 << 21) + 70),
+        (HeadOrder::HeadMajor, 2, (1 << 20) + 70),
+        (HeadOrder::TokenMajor, 2, (1 << 20) + 70),
     ];
     for device in devices() {
         for (order, kv_heads, capacity) in orders {
-            let spec = LayerSpec { order, v: Codec::F16, ..linear_spec(kv_heads, capacity, dim, Codec::F32) };
+            let spec = linear_spec(kv_heads, capacity, dim, Codec::F32).v(Codec::F16).order(order);
             let layer = match KvLayer::new(device, spec) {
                 Err(Error::OutOfMemory { .. }) => {
                     println!("{device}: no memory for a layer beyond 4 GiB; checked by arithmetic alone");
@@ -28,7 +28,7 @@ fn slot_offset_beyond_4gib() {
             let tokens = 5;
             let start = capacity - tokens;
             let data = Source::random(&mut Rng::of("far"), tokens, kv_heads, dim);
-            let small = KvLayer::new(device, LayerSpec { capacity: tokens, ..spec }).unwrap();
+            let small = KvLayer::new(device, spec.capacity(tokens)).unwrap();
             layers::write_at(&layer, &data, start).unwrap();
             layers::write_at(&small, &data, 0).unwrap();
             for side in [KvSide::K, KvSide::V] {
@@ -106,61 +106,14 @@ fn positions_near_the_end() {
     }
 }
 
-/// A step's own keys, one of which is not a number and stands at the very last position, where none can be: that is refused,
-/// or no other token sees it.
-#[test]
-fn fresh_key_at_the_very_end() {
-    let (kv_heads, heads, tokens, dtype) = (2, 4, 130, DType::BF16);
-    for dim in [64, 128, 256, 512] {
-        let data = Source::random(&mut Rng::of("fresh"), tokens, kv_heads, dim);
-        let queries = Rng::of("q").normals(tokens * heads * dim);
-        for device in devices() {
-            let layer = KvLayer::new(device, linear_spec(kv_heads, tokens, dim, Codec::BF16)).unwrap();
-            let past = indices(device, &[0], &[1]).unwrap();
-            // Not split: on CUDA that is the kernel of prompts.
-            let plan = Plan { kernel: "forced", reason: "by a test".into(), splits: 1 };
-            let result = |position: u32, coordinate: f32| -> Result<Vec<f32>> {
-                let step = range_step(device, 1, 0..tokens)?;
-                let positions: Vec<u32> = (0..tokens as u32 - 1).chain([position]).collect();
-                let positions = indices(device, &positions, &[tokens])?;
-                let step = Step::from_tensors(positions, step.sequence().clone(), step.lens().clone());
-                let side = |values: &[f32]| {
-                    let mut values = values.to_vec();
-                    values[(tokens - 1) * kv_heads * dim..].fill(coordinate);
-                    input(device, dtype, &values, &[tokens, kv_heads, dim])
-                };
-                let (k, v) = (side(&data.k)?, side(&data.v)?);
-                let fresh = Some(Fresh { k: &k, v: &v, order: SourceOrder::TokenMajor, past: &past });
-                let q = input(device, dtype, &queries, &[tokens, heads, dim])?;
-                let out = Out::new(device, dtype, &[tokens, heads, dim])?;
-                let attend = Attend { fresh, plan: Some(&plan), ..plain(&layer, &q, &step, None, &out.tensor) };
-                run(device, |enc| ops::attend(enc, &attend))?;
-                out.bytes()?;
-                out.tensor.to_f32()
-            };
-            let nowhere = result(u32::MAX, f32::NAN);
-            if sees_indices(device) {
-                assert!(matches!(nowhere, Err(Error::OutOfRange { .. })), "{device}: {nowhere:?}");
-                continue;
-            }
-            let (nowhere, there) = (nowhere.unwrap(), result(tokens as u32 - 1, 0.0).unwrap());
-            let others = (tokens - 1) * heads * dim;
-            assert_close(format!("{device}: D {dim}"), &nowhere[..others], &there[..others], Bound::of(dtype));
-            // Several kernels take such a step on CUDA, and agree.
-            let nothing = nowhere[others..].iter().all(|&x| x == 0.0);
-            assert!(device.kind() != DeviceKind::Cuda || nothing, "{device}: D {dim}: it sees something");
-        }
-    }
-}
-
 /// A capacity far beyond the length, several heads and sequences: strides come from the capacity.
 #[test]
 fn capacity_stride() {
     for codec in CODECS {
-        for order in [SlotOrder::HeadMajor, SlotOrder::TokenMajor] {
+        for order in [HeadOrder::HeadMajor, HeadOrder::TokenMajor] {
             for device in devices() {
-                let roomy = LayerSpec { sequences: 2, order, ..linear_spec(3, 1000, 128, codec) };
-                let tight = LayerSpec { capacity: 9, ..roomy };
+                let roomy = linear_spec(3, 1000, 128, codec).sequences(2).order(order);
+                let tight = roomy.capacity(9);
                 let data = Source::random(&mut Rng::of("stride"), 18, 3, 128);
                 let tokens: Vec<(u32, u32)> = (0..18).map(|t| (t % 2, t / 2)).collect();
                 let q = input(device, DType::F32, &Rng::of("q").normals(18 * 6 * 128), &[18, 6, 128]).unwrap();
@@ -196,8 +149,8 @@ fn view_offset() {
         let step = Step::from_tensors(part(1, 4), part(6, 4), part(11, 1));
         let layer = KvLayer::new(device, linear_spec(kv_heads, 4, dim, Codec::F32)).unwrap();
         let record = |enc: &mut Encoder| {
-            let (order, first_token) = (SourceOrder::TokenMajor, 0);
-            ops::kv_write(enc, &KvWrite { k: &k, v: &v, order, first_token, step: &step, layer: &layer })?;
+            let (order, first_token) = (HeadOrder::TokenMajor, 0);
+            ops::kv_write(enc, &KvWrite::new(&k, &v, &step, &layer).order(order).first_token(first_token))?;
             ops::attend(enc, &plain(&layer, &q, &step, None, &out))
         };
         let before = all.to_f32().unwrap();
@@ -249,31 +202,16 @@ fn unaligned_tensor_offset() {
                     (up(&values, &shape)?, up(&keys, &[tokens, kv_heads, dim])?, up(&vals, &[tokens, kv_heads, dim])?);
                 let weight = up(&values[..dim], &[dim])?;
                 let (out, normed) = (up(&values, &shape)?, up(&values, &shape)?);
-                let layer = KvLayer::new(
-                    device,
-                    LayerSpec { v: Codec::tq(5), ..linear_spec(kv_heads, tokens, dim, Codec::Dense(dtype)) },
-                )?;
+                let layer =
+                    KvLayer::new(device, linear_spec(kv_heads, tokens, dim, Codec::Dense(dtype)).v(Codec::tq(5)))?;
                 let step = range_step(device, 1, 0..tokens)?;
                 run(device, |enc| {
-                    let (order, first_token) = (SourceOrder::TokenMajor, 0);
-                    ops::kv_write(enc, &KvWrite { k: &k, v: &v, order, first_token, step: &step, layer: &layer })?;
+                    let (order, first_token) = (HeadOrder::TokenMajor, 0);
+                    ops::kv_write(enc, &KvWrite::new(&k, &v, &step, &layer).order(order).first_token(first_token))?;
                     ops::attend(enc, &plain(&layer, &q, &step, None, &out))?;
-                    let rope = Rope {
-                        angles: Angles::Theta(1e4),
-                        rotated_pairs: 20,
-                        layout: PairLayout::LeadingHalves,
-                        freq_factors: None,
-                    };
-                    let norm = Some(HeadNorm { weight: Some(&weight), eps: 1e-6 });
-                    let args = NormRope {
-                        x: &q,
-                        norm,
-                        rope: Some(rope),
-                        positions: step.positions(),
-                        rotate: true,
-                        out_order: SourceOrder::TokenMajor,
-                        out: &normed,
-                    };
+                    let rope = Rope::new(1e4, 20).layout(PairLayout::LeadingHalves);
+                    let norm = Some(HeadNorm::new(1e-6).weight(Some(&weight)));
+                    let args = NormRope::new(&q, step.positions(), &normed).norm(norm).rope(Some(rope)).rotate(true);
                     ops::norm_rope(enc, &args)
                 })?;
                 Ok([vec![bytes_of(&out)?, bytes_of(&normed)?], planes(&layer)?].concat())

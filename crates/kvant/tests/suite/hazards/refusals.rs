@@ -1,13 +1,14 @@
 //! What is refused, with nothing written.
 
 use super::*;
+use crate::common::with;
 
 /// What `attempt` returns must be an error that `expected` knows, and nothing may have been written.
-fn refused(
+fn refused<T>(
     what: &str,
     device: &Device,
     watched: &[&Tensor],
-    attempt: impl FnOnce(&mut Encoder) -> Result<()>,
+    attempt: impl FnOnce(&mut Encoder) -> Result<T>,
     expected: fn(&Error) -> bool,
 ) {
     let before: Vec<Vec<u8>> = watched.iter().map(|t| bytes_of(t).unwrap()).collect();
@@ -52,20 +53,13 @@ impl Valid {
     }
 
     fn write<'a>(&'a self) -> KvWrite<'a> {
-        let order = SourceOrder::TokenMajor;
-        KvWrite { k: &self.kv, v: &self.kv, order, first_token: 0, step: &self.step, layer: &self.layer }
+        let order = HeadOrder::TokenMajor;
+        KvWrite::new(&self.kv, &self.kv, &self.step, &self.layer).order(order)
     }
 
     fn norm<'a>(&'a self) -> NormRope<'a> {
-        NormRope {
-            x: &self.q,
-            norm: Some(HeadNorm { weight: Some(&self.weight), eps: 1e-6 }),
-            rope: None,
-            positions: self.step.positions(),
-            rotate: false,
-            out_order: SourceOrder::TokenMajor,
-            out: &self.out,
-        }
+        NormRope::new(&self.q, self.step.positions(), &self.out)
+            .norm(Some(HeadNorm::new(1e-6).weight(Some(&self.weight))))
     }
 
     fn watched(&self) -> Vec<&Tensor> {
@@ -83,39 +77,69 @@ fn undersized_tensor() {
         let two = |t: &Tensor| t.rows(0..2).unwrap();
         let (q, kv, weight, out) = (two(&v.q), two(&v.kv), v.weight.rows(0..63).unwrap(), two(&v.out));
         let [positions, sequence, lens] = [v.step.positions(), v.step.sequence(), v.step.lens()].map(Tensor::clone);
-        let with = |positions: &Tensor, sequence: &Tensor, lens: &Tensor| {
+        let step_of = |positions: &Tensor, sequence: &Tensor, lens: &Tensor| {
             Step::from_tensors(positions.clone(), sequence.clone(), lens.clone())
         };
-        let short = with(&two(&positions), &sequence, &lens);
-        let lens = with(&positions, &sequence, &lens.rows(0..0).unwrap());
-        let sequence = with(&positions, &two(&sequence), v.step.lens());
-        refused("attend: q too short", device, &w, |e| ops::attend(e, &Attend { q: &q, ..v.attend() }), shape);
-        refused("attend: out too short", device, &w, |e| ops::attend(e, &Attend { out: &out, ..v.attend() }), shape);
+        let short = step_of(&two(&positions), &sequence, &lens);
+        let lens = step_of(&positions, &sequence, &lens.rows(0..0).unwrap());
+        let sequence = step_of(&positions, &two(&sequence), v.step.lens());
+        refused(
+            "attend: q too short",
+            device,
+            &w,
+            |e| ops::attend(e, &with(v.attend(), |args| args.q = (&q).into())),
+            shape,
+        );
+        refused(
+            "attend: out too short",
+            device,
+            &w,
+            |e| ops::attend(e, &with(v.attend(), |args| args.out = &out)),
+            shape,
+        );
         for step in [&short, &sequence, &lens] {
-            refused("attend: step too short", device, &w, |e| ops::attend(e, &Attend { step, ..v.attend() }), shape);
+            refused(
+                "attend: step too short",
+                device,
+                &w,
+                |e| ops::attend(e, &with(v.attend(), |args| args.step = step)),
+                shape,
+            );
         }
-        refused("kv_write: k too short", device, &w, |e| ops::kv_write(e, &KvWrite { k: &kv, ..v.write() }), shape);
-        refused("kv_write: v too short", device, &w, |e| ops::kv_write(e, &KvWrite { v: &kv, ..v.write() }), shape);
-        let both = KvWrite { k: &kv, v: &kv, ..v.write() };
+        refused(
+            "kv_write: k too short",
+            device,
+            &w,
+            |e| ops::kv_write(e, &with(v.write(), |args| args.k = &kv)),
+            shape,
+        );
+        refused(
+            "kv_write: v too short",
+            device,
+            &w,
+            |e| ops::kv_write(e, &with(v.write(), |args| args.v = &kv)),
+            shape,
+        );
+        let both = with(v.write(), |args| (args.k, args.v) = (&kv, &kv));
         refused("kv_write: both too short", device, &w, |e| ops::kv_write(e, &both), shape);
-        let late = KvWrite { first_token: 1, ..v.write() };
+        let late = v.write().first_token(1);
         refused("kv_write: range too long", device, &w, |e| ops::kv_write(e, &late), shape);
-        let overflow = KvWrite { first_token: usize::MAX, ..v.write() };
+        let overflow = v.write().first_token(usize::MAX);
         refused("kv_write: range overflows", device, &w, |e| ops::kv_write(e, &overflow), shape);
-        let norm = NormRope { norm: Some(HeadNorm { weight: Some(&weight), eps: 1e-6 }), ..v.norm() };
+        let norm = v.norm().norm(Some(HeadNorm::new(1e-6).weight(Some(&weight))));
         refused("norm_rope: weight too short", device, &w, |e| ops::norm_rope(e, &norm), shape);
         refused(
             "norm_rope: out too short",
             device,
             &w,
-            |e| ops::norm_rope(e, &NormRope { out: &out, ..v.norm() }),
+            |e| ops::norm_rope(e, &with(v.norm(), |args| args.out = &out)),
             shape,
         );
         refused(
             "norm_rope: positions",
             device,
             &w,
-            |e| ops::norm_rope(e, &NormRope { positions: short.positions(), ..v.norm() }),
+            |e| ops::norm_rope(e, &with(v.norm(), |args| args.positions = short.positions())),
             shape,
         );
         let k = Tensor::zeros(device, DType::F32, &[1, 2, 3, 64]).unwrap();
@@ -137,20 +161,26 @@ fn wrong_dtype() {
         let ints = |t: &Tensor| Tensor::zeros(device, DType::U32, t.shape()).unwrap();
         let floats = |t: &Tensor| Tensor::zeros(device, DType::F32, t.shape()).unwrap();
         let (q, kv, out) = (ints(&v.q), ints(&v.kv), ints(&v.out));
-        refused("attend: q", device, &w, |e| ops::attend(e, &Attend { q: &q, ..v.attend() }), dtype);
-        refused("attend: out", device, &w, |e| ops::attend(e, &Attend { out: &out, ..v.attend() }), dtype);
+        refused("attend: q", device, &w, |e| ops::attend(e, &with(v.attend(), |args| args.q = (&q).into())), dtype);
+        refused("attend: out", device, &w, |e| ops::attend(e, &with(v.attend(), |args| args.out = &out)), dtype);
         let [positions, sequence, lens] = [v.step.positions(), v.step.sequence(), v.step.lens()].map(Tensor::clone);
         for step in [
             Step::from_tensors(floats(&positions), sequence.clone(), lens.clone()),
             Step::from_tensors(positions.clone(), floats(&sequence), lens.clone()),
             Step::from_tensors(positions, sequence, floats(&lens)),
         ] {
-            refused("attend: step", device, &w, |e| ops::attend(e, &Attend { step: &step, ..v.attend() }), dtype);
-            refused("kv_write: step", device, &w, |e| ops::kv_write(e, &KvWrite { step: &step, ..v.write() }), dtype);
+            refused("attend: step", device, &w, |e| ops::attend(e, &with(v.attend(), |args| args.step = &step)), dtype);
+            refused(
+                "kv_write: step",
+                device,
+                &w,
+                |e| ops::kv_write(e, &with(v.write(), |args| args.step = &step)),
+                dtype,
+            );
         }
-        refused("kv_write: k", device, &w, |e| ops::kv_write(e, &KvWrite { k: &kv, ..v.write() }), dtype);
-        refused("norm_rope: x", device, &w, |e| ops::norm_rope(e, &NormRope { x: &q, ..v.norm() }), dtype);
-        refused("norm_rope: out", device, &w, |e| ops::norm_rope(e, &NormRope { out: &out, ..v.norm() }), dtype);
+        refused("kv_write: k", device, &w, |e| ops::kv_write(e, &with(v.write(), |args| args.k = &kv)), dtype);
+        refused("norm_rope: x", device, &w, |e| ops::norm_rope(e, &with(v.norm(), |args| args.x = &q)), dtype);
+        refused("norm_rope: out", device, &w, |e| ops::norm_rope(e, &with(v.norm(), |args| args.out = &out)), dtype);
         let made = KvLayer::from_dense(linear_spec(2, 4, 64, Codec::F16), v.layer.k().tensors().next().unwrap().1, &kv);
         assert!(matches!(made, Err(Error::DType { .. })), "{device}: a layer over another dtype");
         assert!(v.q.to_vec::<u32>().is_err() && v.step.lens().to_f32().is_err(), "{device}: downloads are typed");
@@ -174,7 +204,8 @@ fn position_out_of_range() {
             let u32s = |x: &[u32]| Tensor::from_slice(device, x, &[x.len()]).unwrap();
             let step = Step::from_tensors(u32s(&positions), u32s(&sequence), u32s(&lens));
             let range = |e: &Error| matches!(e, Error::OutOfRange { .. });
-            let (write, attend) = (KvWrite { step: &step, ..v.write() }, Attend { step: &step, ..v.attend() });
+            let (write, attend) =
+                (with(v.write(), |args| args.step = &step), with(v.attend(), |args| args.step = &step));
             if sees_indices(device) {
                 let w = v.watched();
                 refused(&format!("kv_write: {what}"), device, &w, |e| ops::kv_write(e, &write), range);
@@ -197,13 +228,8 @@ fn position_out_of_range() {
         }
         // Rotary tables end somewhere.
         let tables = Tensor::zeros(device, DType::F32, &[2, 32]).unwrap();
-        let rope = Rope {
-            angles: Angles::Tables { cos: &tables, sin: &tables },
-            rotated_pairs: 32,
-            layout: PairLayout::Halves,
-            freq_factors: None,
-        };
-        let args = NormRope { rope: Some(rope), ..v.norm() };
+        let rope = Rope::new(Angles::Tables { cos: &tables, sin: &tables }, 32);
+        let args = v.norm().rope(Some(rope));
         if sees_indices(device) {
             let range = |e: &Error| matches!(e, Error::OutOfRange { .. });
             refused("norm_rope: beyond the tables", device, &v.watched(), |e| ops::norm_rope(e, &args), range);

@@ -12,7 +12,7 @@ fn tail_nan() {
         (Codec::tq(5), Codec::tq(6)),
     ] {
         for len in [1, 2, 31, 32, 33, 63, 64, 65, 127] {
-            for order in [SlotOrder::HeadMajor, SlotOrder::TokenMajor] {
+            for order in [HeadOrder::HeadMajor, HeadOrder::TokenMajor] {
                 let case =
                     Case { k, v, order, kv_heads: 2, group: 2, sequences: vec![(len - 1, 1)], ..Case::default() };
                 let data = case.data();
@@ -35,7 +35,7 @@ fn tail_garbage() {
         let data = case.data();
         for device in devices() {
             let clean = case.layer(device, &data).unwrap();
-            let dirty = KvLayer::new(device, LayerSpec { capacity: 12, ..case.spec() }).unwrap();
+            let dirty = KvLayer::new(device, case.spec().capacity(12)).unwrap();
             let huge = Source { k: vec![3e4; 12 * 64], v: vec![-6e4; 12 * 64], heads: 1, dim: 64 };
             layers::write_at(&dirty, &huge, 0).unwrap();
             layers::write_at(&dirty, &data.source, 0).unwrap();
@@ -54,7 +54,7 @@ fn ring_wrap() {
                 continue;
             }
             for (k, v) in [(Codec::F32, Codec::F32), (Codec::tq(4), Codec::F16)] {
-                for order in [SlotOrder::HeadMajor, SlotOrder::TokenMajor] {
+                for order in [HeadOrder::HeadMajor, HeadOrder::TokenMajor] {
                     let (ring, sequences) = (Some(capacity), vec![(len - 1, 1)]);
                     Case { ring, k, v, order, kv_heads: 2, group: 2, sequences, ..Case::default() }.check();
                 }
@@ -168,7 +168,7 @@ fn window_excludes_older() {
         for device in devices() {
             for (len, window) in [(10, 4), (70, 64), (200, 65), (33, 32)] {
                 for ring in [false, true] {
-                    let spec = LayerSpec { ring, ..linear_spec(1, if ring { window + 3 } else { len }, dim, codec) };
+                    let spec = linear_spec(1, if ring { window + 3 } else { len }, dim, codec).ring(ring);
                     let layer = KvLayer::new(device, spec).unwrap();
                     let edge = len - window;
                     let mut data = Source { k: vec![0.0; len * dim], v: vec![0.0; len * dim], heads: 1, dim };

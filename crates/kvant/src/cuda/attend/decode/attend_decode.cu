@@ -263,7 +263,7 @@ inline void add_values(uint buffer, Work &work) {
 extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
     KVANT_KERNEL(const uchar *q, uchar *out, const uchar *k, const uchar *, const float *, const uchar *v, const uchar *,
            const float *, const uint *positions, const uint *sequence, const uint *lens, float *partials, uint *counters,
-           float *state, const AttendParams p, const uint *table) {
+           const float *sinks, const AttendParams p, const uint *table) {
     extern __shared__ __align__(128) uchar memory[];
     const uint thread = threadIdx.x, warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
     const uint rank = blockIdx.x % CLUSTER;
@@ -446,7 +446,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
         const ItemPart part_of_item = {item, head, {place.from, place.to}, parts, own - first_part, slot};
         const States states = {partials, counters, p.items * p.kv_heads, p.kv_heads, rank};
         const Pages pages = pages_of(p, table, place.item.sequence);
-        const Output output = {out, state, row, place.item.keys.len() > 0, place.item.keys, pages};
+        const Output output = {p, out, sinks, row, place.item.keys.len() > 0, place.item.keys, pages};
         const SharedState own_state = {outputs, OUTPUT_PITCH, reinterpret_cast<float2 *>(memory + AT_ENDS)};
 #pragma unroll 1
         for (uint quad = thread; quad < QUADS; quad += THREADS) {

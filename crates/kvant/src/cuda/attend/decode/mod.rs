@@ -1,15 +1,15 @@
 //! Decode attention over dense 16-bit caches.
 
 use crate::{
-    DType, Result, SlotOrder,
+    DType, HeadOrder, Result,
     cuda::{
         attend::{
-            AttendParams, MAX_CLUSTER, MAX_SHARED_ITEMS, MAX_SPLITS, PartialStates, RowStrides, bind_pages,
-            bind_result, clusters_per_pair, longest_context, most_clusters, pairs, params,
+            AttendParams, MAX_CLUSTER, MAX_SHARED_ITEMS, MAX_SPLITS, PartialStates, RowStrides, bind_result,
+            clusters_per_pair, longest_context, most_clusters, pairs, params,
         },
         headers,
     },
-    gpu::{Builder, Launch, Limits, Params, Scratch, Source},
+    gpu::{Builder, Launch, Limits, Params, Source},
     ops::attend::{Call, NAME},
 };
 
@@ -73,7 +73,7 @@ impl AttendDecode {
         // multiprocessors feel.
         let bulk = limits.clusters
             && (cluster < MAX_CLUSTER || keys > MANY_KEYS)
-            && (spec.order == SlotOrder::HeadMajor || spec.kv_heads == 1);
+            && (spec.order == HeadOrder::HeadMajor || spec.kv_heads == 1);
         let most = if bulk { MAX_BULK_BYTES / (warps * UNIT * call.head_dim * 2) } else { MAX_BUFFERS };
         let shared = |buffers| shared_bytes(call.head_dim, group, warps, buffers, bulk);
         let fits = |&buffers: &usize| shared(buffers) <= limits.threadgroup_bytes;
@@ -124,13 +124,7 @@ impl AttendDecode {
     }
 
     /// The launch.
-    pub(super) fn launch(
-        &self,
-        name: &'static str,
-        call: &Call,
-        b: &Builder,
-        state: Option<&Scratch>,
-    ) -> Result<Launch> {
+    pub(super) fn launch(&self, name: &'static str, call: &Call, b: &Builder) -> Result<Launch> {
         let params = params(call, &RowStrides::of_cache(call), self.group, call.tokens, self.splits)?;
         let launch = Launch::new(NAME, &SOURCE, name)
             .constant("WARPS", self.warps as u32)
@@ -143,7 +137,7 @@ impl AttendDecode {
             .params(14, &params)
             .grid([self.blocks, 1, 1], [32 * self.warps, 1, 1])
             .threadgroup_memory(self.shared_bytes);
-        let launch = bind_dense(launch, call, self.dtype, self.group, state);
+        let launch = bind_dense(launch, call, self.dtype, self.group);
         if self.splits == 1 {
             return Ok(launch);
         }
@@ -164,7 +158,7 @@ fn most_keys_in_clusters(head_dim: usize, clusters: usize, pairs: usize, limits:
 }
 
 /// The constants and buffers that this kernel and that of short contexts have in common.
-pub(super) fn bind_dense(launch: Launch, call: &Call, dtype: DType, group: usize, state: Option<&Scratch>) -> Launch {
+pub(super) fn bind_dense(launch: Launch, call: &Call, dtype: DType, group: usize) -> Launch {
     let launch = launch
         .constant("HEAD_DIM", call.head_dim as u32)
         .constant("DTYPE", dtype)
@@ -172,17 +166,16 @@ pub(super) fn bind_dense(launch: Launch, call: &Call, dtype: DType, group: usize
         .constant("GROUP", group as u32)
         .constant("TILE", UNIT as u32)
         .constant("RING", call.layer.spec().ring)
-        .constant("FRESH", false)
         .constant("SOFTCAP", call.softcap.is_some())
         .read(0, &call.q)
         .read(2, &call.layer.k.low)
         .read(5, &call.layer.v.low)
         .read(8, &call.step.positions)
         .read(9, &call.step.sequence)
-        .read(10, call.cached_lens())
+        .read(10, &call.step.lens)
         // Positions, sequences, lengths and page tables.
         .reads_ahead(&[8, 9, 10, 15]);
-    bind_result(bind_pages(launch, call), call, state)
+    bind_result(launch, call)
 }
 
 /// Bytes of shared memory: the sum that `attend_decode.cu` computes.

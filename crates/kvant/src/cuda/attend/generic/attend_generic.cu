@@ -1,5 +1,5 @@
-// attend_generic: softmax(scale * q K^T [softcap] + mask) V over a cache layer of any codec, or (FRESH) over the step's
-// own keys: decode, verification and prompts.
+// attend_generic: softmax(scale * q K^T [softcap] + mask) V over a cache layer of any codec:
+// decode, verification and prompts.
 //
 // q [T, H, D] -> out [T, H, D].
 //
@@ -34,7 +34,7 @@ inline void attend_to(const AttendParams &p, const Buffers &b, const Shared &sha
     const uint warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const uchar *buffer = shared.buffer(2 * tile);
     const uint first = segment.keys.first + tile * TILE;
-    const bool whole = !FRESH && first >= all.first && first < all.end && all.end - first >= TILE;
+    const bool whole = first >= all.first && first < all.end && all.end - first >= TILE;
     float s[WARP_GROUPS][NT][4];
     float largest[NT][2], norm = 0;
 #pragma unroll
@@ -255,27 +255,9 @@ inline void work_on(const AttendParams &p, const Buffers &b, const Shared &share
             rows[r].seen = rows[r].token.sequence == sequence ? visible(p, rows[r].token) : Range{0, 0};
         }
         Segment segment = {any, sequence, 0, pages_of(p, b.table, sequence)};
-        if (FRESH) {
-            // From the first to the last token of the batch that any row sees.
-            if (thread == 0) {
-                shared.words()[0] = NONE;
-                shared.words()[1] = 0;
-            }
-            __syncthreads();
-            for (uint i = thread; i < p.tokens; i += THREADS) {
-                if (b.sequence[i] == sequence && b.positions[i] >= any.first && b.positions[i] < any.end) {
-                    atomicMin(shared.words(), i);
-                    atomicMax(shared.words() + 1, i + 1);
-                }
-            }
-            __syncthreads();
-            segment.keys = {min(shared.words()[0], shared.words()[1]), shared.words()[1]};
-            segment.first_row = part.head * p.row_head;
-        } else {
-            segment.keys = part_of(any, before, part.tiles);
-            before += tiles_of(any);
-            segment.first_row = sequence * p.row_sequence + part.head * p.row_head;
-        }
+        segment.keys = part_of(any, before, part.tiles);
+        before += tiles_of(any);
+        segment.first_row = sequence * p.row_sequence + part.head * p.row_head;
         if (segment.keys.first < segment.keys.end) {
             go_through(p, b, shared, segment, all, work, prepare);
         }
@@ -332,13 +314,13 @@ inline void work_on(const AttendParams &p, const Buffers &b, const Shared &share
         const uint row = item.first + r;
         return ulong(row / p.group) * p.kv_heads * p.group + part.head * p.group + row % p.group;
     };
-    finish_rows<V::QUANTISED>(b.to, shared, item.len(), row_of, [&](uint r) { return sees_any(p, b.table, rows[r].token); });
+    finish_rows<V::QUANTISED>(p, b.to, shared, item.len(), row_of, [&](uint r) { return sees_any(p, b.table, rows[r].token); });
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
     KVANT_KERNEL(const uchar *q, uchar *out, const uchar *k_low, const uchar *k_high, const float *k_norms, const uchar *v_low,
            const uchar *v_high, const float *v_norms, const uint *positions, const uint *sequence, const uint *lens,
-           float *partials, uint *counters, float *state, const AttendParams p, const uint *table) {
+           float *partials, uint *counters, const float *sinks, const AttendParams p, const uint *table) {
     extern __shared__ __align__(128) uchar memory[];
     const Shared shared = {memory};
     Token only = {0, NONE, 0};
@@ -346,16 +328,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
         only = load_token(p, positions, sequence, lens, 0);
     }
     const Buffers b = {only,     q,    {k_low, k_high, k_norms}, {v_low, v_high, v_norms}, positions,
-                       sequence, lens, {partials, counters, state, out},       table};
+                       sequence, lens, {partials, counters, sinks, out},       table};
     const uint thread = threadIdx.x;
     bool tables_filled = false;
 
-    const Division division(p, !FRESH);
+    const Division division(p);
     const uint items = division.items;
     uint *prefix = shared.prefix();
 #pragma unroll 1
     for (uint i = thread; i < items; i += THREADS) {
-        prefix[i + 1] = FRESH ? 1 : item_tiles(p, b, division.first_item + i);
+        prefix[i + 1] = item_tiles(p, b, division.first_item + i);
     }
     if (thread == 0) {
         prefix[0] = 0;

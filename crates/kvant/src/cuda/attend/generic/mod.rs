@@ -1,17 +1,17 @@
 //! Attention over anything: any codec, any dtype, any number of tokens, also the step's own keys.
 
 use crate::{
-    Codec, DType, Error, Result, Tensor,
+    Codec, DType, Error, Result,
     codec::BLOCK,
     cuda::{
         attend::{
-            AttendParams, MAX_SHARED_ITEMS, MAX_SPLITS, PartialStates, RowStrides, bind_pages, bind_result, is_aligned,
-            is_aligned16, most_keys, params,
+            AttendParams, MAX_SHARED_ITEMS, MAX_SPLITS, PartialStates, RowStrides, bind_result, is_aligned, most_keys,
+            params,
         },
         blocks_per_multiprocessor, headers, planes,
     },
-    gpu::{Builder, Launch, Limits, Params, Scratch, Source, Use},
-    ops::attend::{Call, FreshCall, NAME},
+    gpu::{Builder, Launch, Limits, Params, Source, Use},
+    ops::attend::{Call, NAME},
 };
 
 static SOURCE: Source = Source {
@@ -166,23 +166,17 @@ pub(super) struct AttendGeneric {
 }
 
 impl AttendGeneric {
-    /// For the cached keys, or for the step's own.
-    ///
     /// # Errors
     /// A block has too little shared memory.
-    pub(super) fn new(call: &Call, fresh: Option<&FreshCall>, limits: &Limits) -> Result<AttendGeneric> {
+    pub(super) fn new(call: &Call, limits: &Limits) -> Result<AttendGeneric> {
         let spec = call.layer.spec();
         let precise = call.out.dtype() == DType::F32;
-        let [k, v] = match fresh {
-            Some(fresh) => [Codec::Dense(fresh.k.dtype()), Codec::Dense(fresh.v.dtype())],
-            None => [spec.k, spec.v],
-        };
         let group = call.heads / spec.kv_heads;
         let tokens_of_sequence = call.step.batch().most_new;
         let wanted = tokens_of_sequence.saturating_mul(group).max(1);
         // Weights are f32.
-        let k = GenericOperand::new(k, call.head_dim, call.q.dtype(), precise);
-        let v = GenericOperand::new(v, call.head_dim, DType::F32, precise);
+        let k = GenericOperand::new(spec.k, call.head_dim, call.q.dtype(), precise);
+        let v = GenericOperand::new(spec.v, call.head_dim, DType::F32, precise);
         // Precise sums take three times the registers.
         let most = if call.head_dim == 512 { 32 } else { 64 } / if precise { 2 } else { 1 };
         let tiling = GenericTiling::new(k, v, wanted.min(most), limits).ok_or_else(|| Error::Unsupported {
@@ -199,7 +193,6 @@ impl AttendGeneric {
         // No more parts of a work item than can be merged.
         let busy = (limits.busy_groups * tiling.blocks_per_multiprocessor).min(MAX_SPLITS);
         let splits = match call.splits {
-            _ if fresh.is_some() => 1,
             0 if items > MAX_SHARED_ITEMS || pairs >= 2 * busy => 1,
             splits => splits.min(MAX_SPLITS),
         };
@@ -222,52 +215,10 @@ impl AttendGeneric {
         )
     }
 
-    /// The launch over the cached keys.
-    pub(super) fn launch(
-        &self,
-        name: &'static str,
-        call: &Call,
-        b: &Builder,
-        state: Option<&Scratch>,
-    ) -> Result<Launch> {
-        let [k, v] = [&call.layer.k, &call.layer.v];
-        let rotate = k.codec().is_quantised() && !call.q_rotated;
-        let launch = self
-            .common(name, call, b, &RowStrides::of_cache(call))?
-            .constant("RING", call.layer.spec().ring)
-            .constant("FRESH", false)
-            .constant("ALIGNED", is_aligned(k) && is_aligned(v))
-            .constant("ROTATE_Q", rotate);
-        let launch = planes::bind(planes::bind(launch, 2, k, Use::Read), 5, v, Use::Read).read(10, call.cached_lens());
-        Ok(bind_result(bind_pages(launch, call), call, state))
-    }
-
-    /// The launch over the step's own keys.
-    pub(super) fn launch_fresh(
-        &self,
-        name: &'static str,
-        call: &Call,
-        b: &Builder,
-        fresh: &FreshCall,
-        state: &Scratch,
-    ) -> Result<Launch> {
-        let aligned = |tensor: &Tensor| is_aligned16(tensor);
-        Ok(self
-            .common(name, call, b, &RowStrides::of_fresh(call, fresh))?
-            .constant("RING", false)
-            .constant("FRESH", true)
-            .constant("PAGE_SHIFT", 0u32)
-            .constant("ALIGNED", aligned(&fresh.k) && aligned(&fresh.v))
-            .constant("ROTATE_Q", false)
-            .write(1, &call.out)
-            .read(2, &fresh.k)
-            .read(5, &fresh.v)
-            .read(10, call.cached_lens())
-            .scratch(13, state, Use::Read))
-    }
-
-    /// What both launches have in common.
-    fn common(&self, name: &'static str, call: &Call, b: &Builder, rows: &RowStrides) -> Result<Launch> {
+    /// The launch.
+    pub(super) fn launch(&self, name: &'static str, call: &Call, b: &Builder) -> Result<Launch> {
+        let sides = [&call.layer.k, &call.layer.v];
+        let rotate = sides[0].codec().is_quantised() && !call.q_rotated;
         let GenericTiling {
             k,
             v,
@@ -279,7 +230,7 @@ impl AttendGeneric {
             shared_bytes,
             blocks_per_multiprocessor,
         } = self.tiling;
-        let params = params(call, rows, self.item_rows, self.items, self.splits)?;
+        let params = params(call, &RowStrides::of_cache(call), self.item_rows, self.items, self.splits)?;
         let constant = |value: usize| value as u32;
         let launch = Launch::new(NAME, &SOURCE, name)
             .constant("HEAD_DIM", constant(call.head_dim))
@@ -300,14 +251,20 @@ impl AttendGeneric {
             .constant("BLOCKS_PER_MULTIPROCESSOR", constant(blocks_per_multiprocessor))
             .constant("SOFTCAP", call.softcap.is_some())
             .constant("SHARED_BYTES", constant(shared_bytes))
+            .constant("RING", call.layer.spec().ring)
+            .constant("ALIGNED", sides.into_iter().all(is_aligned))
+            .constant("ROTATE_Q", rotate)
             .read(0, &call.q)
             .read(8, &call.step.positions)
             .read(9, &call.step.sequence)
+            .read(10, &call.step.lens)
             .params(14, &params)
             .grid([self.blocks, 1, 1], [32 * warps, 1, 1])
             .threadgroup_memory(shared_bytes)
             // Positions, sequences and lengths.
             .reads_ahead(&[8, 9, 10]);
+        let launch = planes::bind(planes::bind(launch, 2, sides[0], Use::Read), 5, sides[1], Use::Read);
+        let launch = bind_result(launch, call);
         if self.splits == 1 {
             return Ok(launch);
         }

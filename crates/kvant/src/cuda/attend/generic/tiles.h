@@ -43,7 +43,7 @@ inline uint item_tiles(const AttendParams &p, const Buffers &b, uint item) {
     return max(tiles, 1u);
 }
 
-// The keys of one sequence in a part: key indices are positions, or (FRESH) tokens of the batch. Without pages
+// The keys of one sequence in a part: key indices are positions. Without pages
 // first_row is the row of key 0, otherwise that of the head in each page.
 struct Segment {
     Range keys;
@@ -51,12 +51,9 @@ struct Segment {
     ulong first_row;
     Pages pages;
 
-    // The position of the key `at` further than `first`: NONE if it is of another sequence, or if no page holds it.
+    // The position of the key `at` further than `first`: NONE if no page holds it.
     inline uint position(const Buffers &b, uint first, uint at) const {
         const uint key = first + at;
-        if (FRESH) {
-            return key < keys.end && b.sequence[key] == sequence ? b.positions[key] : NONE;
-        }
         if (PAGE_SHIFT > 0) {
             return at < keys.end - first && pages.of(key) != NONE ? key : NONE;
         }

@@ -4,8 +4,7 @@
 // q [T, H, D] -> out [T, H, D]; q, K and V have one 16-bit dtype, out that or the other one.
 //
 // A block has one work item: ROWS query rows of one KV head, numbered token by token, the heads of the group within;
-// and all keys that any of them sees, sequence by sequence (segments), in tiles of TILE. These are the cached keys or
-// (FRESH) those of the batch's own tokens; then a key's number is that of its token. Three warpgroups share the work:
+// and all keys that any of them sees, sequence by sequence (segments), in tiles of TILE. Three warpgroups share the work:
 //
 //   the last copies keys and values into a ring of STAGES buffers ("chunks": COLUMNS coordinates of a tile's keys or
 //     values), each warp
@@ -31,22 +30,12 @@
 constexpr uint PRODUCER_REGISTERS = 40;
 constexpr uint CONSUMER_REGISTERS = 232;
 
-// Positions and sequences of the batch's tokens, and the page table.
-struct Batch {
-    const uint *positions;
-    const uint *sequence;
-    const uint *table;
-};
-
 // What this thread sees of the keys of a sequence.
-inline Seen seen_by(const AttendParams &p, const Shared &shared, const Item &item, const Batch &batch, Range keys,
+inline Seen seen_by(const AttendParams &p, const Shared &shared, const Item &item, const uint *table, Range keys,
                     uint sequence) {
     Seen seen;
-    seen.positions = batch.positions;
-    seen.sequences = batch.sequence;
-    seen.sequence = sequence;
     seen.end = keys.end;
-    seen.pages = pages_of(p, batch.table, sequence);
+    seen.pages = pages_of(p, table, sequence);
 #pragma unroll
     for (uint c = 0; c < 2; c++) {
         const uint r = own_row(c);
@@ -62,12 +51,12 @@ inline Seen seen_by(const AttendParams &p, const Shared &shared, const Item &ite
     return seen;
 }
 
-inline void attend_to(const AttendParams &p, const Shared &shared, const Item &item, const Batch &batch, Cursor &cursor,
+inline void attend_to(const AttendParams &p, const Shared &shared, const Item &item, const uint *table, Cursor &cursor,
                       Work &work) {
     const uint base = shared.address();
     clear(work);
     each_segment(shared, [&](Range keys, uint sequence) {
-        const Seen seen = seen_by(p, shared, item, batch, keys, sequence);
+        const Seen seen = seen_by(p, shared, item, table, keys, sequence);
         const uint tiles = tiles_of(keys);
         float s[TILE / 2], f[2];
         uint w[P_TERMS][TILE / 16][4];
@@ -102,12 +91,12 @@ inline void attend_to(const AttendParams &p, const Shared &shared, const Item &i
 }
 
 // The same, tile by tile, with values that may not be finite.
-inline void attend_carefully(const AttendParams &p, const Shared &shared, const Item &item, const Batch &batch,
+inline void attend_carefully(const AttendParams &p, const Shared &shared, const Item &item, const uint *table,
                              Cursor &cursor, Work &work) {
     const uint base = shared.address();
     clear(work);
     each_segment(shared, [&](Range keys, uint sequence) {
-        const Seen seen = seen_by(p, shared, item, batch, keys, sequence);
+        const Seen seen = seen_by(p, shared, item, table, keys, sequence);
         const uint tiles = tiles_of(keys);
         float s[TILE / 2], f[2];
         uint w[P_TERMS][TILE / 16][4];
@@ -134,10 +123,9 @@ inline void attend_carefully(const AttendParams &p, const Shared &shared, const 
     });
 }
 
-// Writes the thread's results to the output, or to the state to which the step's own keys are added. FRESH: merges them
-// with that state.
+// Writes the thread's results to the output.
 inline void finish(const AttendParams &p, const Shared &shared, const Item &item, const uint *table, Work &work, uchar *out,
-                   float *state) {
+                   const float *sinks) {
     const uint group = threadIdx.x / 128, t = threadIdx.x % 4;
     const uint first_column = SHARED_ROWS ? group * (HEAD_DIM / 2) : 0;
 #pragma unroll
@@ -147,33 +135,7 @@ inline void finish(const AttendParams &p, const Shared &shared, const Item &item
         const uint r = own_row(c);
         const bool writes = r < item.rows;
         const ulong row = row_of(p, item, writes ? r : 0);
-        constexpr float unscale = 1.0f / (1 << WEIGHT_BITS);
-        float *of_row = state + row * (HEAD_DIM + 2);
-        float factor = 1, cached_factor = 0, l = work.l[c];
-        if (FRESH) {
-            // Merged with the state of the cached keys.
-            const MergeFactors factors(work.m[c], of_row[HEAD_DIM], unscale);
-            factor = factors.first;
-            cached_factor = factors.second;
-            l = factors.merge(l, of_row[HEAD_DIM + 1]);
-        } else if (state != nullptr) {
-#pragma unroll
-            for (uint i = 0; i < CHUNKS * PARTS; i++) {
-#pragma unroll
-                for (uint j = 2 * c; j < WIDTH / 2; j += 4) {
-                    const uint column = first_column + i * WIDTH + j / 4 * 8 + 2 * t;
-                    if (writes) {
-                        of_row[column] = work.o[i][j] * unscale;
-                        of_row[column + 1] = work.o[i][j + 1] * unscale;
-                    }
-                }
-            }
-            if (writes && t == 0 && (!SHARED_ROWS || group == 0)) {
-                of_row[HEAD_DIM] = work.m[c];
-                of_row[HEAD_DIM + 1] = l * unscale;
-            }
-            continue;
-        }
+        const float l = with_sink(p, sinks, row, work.m[c], work.l[c], 1 << WEIGHT_BITS);
         const float inverse = inverse_of_sum(l, [&] {
             return sees_any(p, table, shared.tokens()[(item.first_row + (writes ? r : 0)) / p.group - item.first_token]);
         });
@@ -185,12 +147,7 @@ inline void finish(const AttendParams &p, const Shared &shared, const Item &item
                 uint pairs[4];
 #pragma unroll
                 for (uint n = 0; n < 4; n++) {
-                    float x = work.o[i][4 * (j + n) + 2 * c], y = work.o[i][4 * (j + n) + 2 * c + 1];
-                    if (FRESH) {
-                        const float *cached = of_row + first_column + i * WIDTH + (j + n) * 8 + 2 * t;
-                        x = x * factor + cached[0] * cached_factor;
-                        y = y * factor + cached[1] * cached_factor;
-                    }
+                    const float x = work.o[i][4 * (j + n) + 2 * c], y = work.o[i][4 * (j + n) + 2 * c + 1];
                     pairs[n] = pack<OUT_DTYPE == F16>(x * inverse, y * inverse);
                 }
                 // With lane t ^ 1, then t ^ 2.
@@ -218,7 +175,7 @@ inline void finish(const AttendParams &p, const Shared &shared, const Item &item
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     KVANT_KERNEL(const uchar *q, uchar *out, const uchar *k, const uchar *, const float *, const uchar *v, const uchar *,
-           const float *, const uint *positions, const uint *sequence, const uint *lens, float *, uint *, float *state,
+           const float *, const uint *positions, const uint *sequence, const uint *lens, float *, uint *, const float *sinks,
            const AttendParams p, const uint *table) {
     extern __shared__ __align__(1024) uchar memory[];
     const Shared shared = {memory};
@@ -262,15 +219,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         show_to_products();
         meet(1, CONSUMERS);
         Work work;
-        const Batch batch = {positions, sequence, table};
-        attend_to(p, shared, item, batch, cursor, work);
+        attend_to(p, shared, item, table, cursor, work);
         if (results_are_nonfinite(item, work)) {
             atomicOr(shared.words() + 1, 1u);
         }
         meet(0, THREADS);
         if (shared.words()[1] != 0) {
-            attend_carefully(p, shared, item, batch, cursor, work);
+            attend_carefully(p, shared, item, table, cursor, work);
         }
-        finish(p, shared, item, table, work, out, state);
+        finish(p, shared, item, table, work, out, sinks);
     }
 }

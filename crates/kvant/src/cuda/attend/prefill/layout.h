@@ -111,32 +111,6 @@ inline void load_item(const AttendParams &p, const Shared &shared, const Item &i
         }
     }
     __syncthreads();
-    if (FRESH) {
-        // From positions to tokens of the batch: from the first to the last that any of the item's sees.
-        const uint count = shared.words()[0];
-#pragma unroll 1
-        for (uint i = 0; i < count; i++) {
-            const Range seen = shared.keys()[i];
-            const uint own = shared.tokens()[i].sequence;
-            __syncthreads();
-            if (seen.first >= seen.end) {
-                continue;
-            }
-            if (thread == 0) {
-                shared.keys()[i] = {NONE, 0};
-            }
-            __syncthreads();
-            Range keys = {NONE, 0};
-            for (uint key = thread; key < p.tokens; key += THREADS) {
-                if (sequence[key] == own && positions[key] >= seen.first && positions[key] < seen.end) {
-                    keys = {min(keys.first, key), key + 1};
-                }
-            }
-            atomicMin(&shared.keys()[i].first, keys.first);
-            atomicMax(&shared.keys()[i].end, keys.end);
-        }
-        __syncthreads();
-    }
 }
 
 // Over pages: the entry of the unit of 16 keys that the lane looks up for all of its warp, of the tile that begins with

@@ -3,11 +3,11 @@
 use crate::{
     DType, Result,
     cuda::{
-        attend::{AttendParams, RowStrides, bind_pages, bind_result, params},
+        attend::{AttendParams, RowStrides, bind_result, params},
         headers,
     },
-    gpu::{Launch, Limits, Params, Scratch, Source, Use},
-    ops::attend::{Call, FreshCall, NAME},
+    gpu::{Launch, Limits, Params, Source},
+    ops::attend::{Call, NAME},
 };
 
 static SOURCE: Source = Source {
@@ -80,40 +80,10 @@ impl AttendPrefill {
         )
     }
 
-    /// The launch over the cached keys.
-    pub(super) fn launch(&self, name: &'static str, call: &Call, state: Option<&Scratch>) -> Result<Launch> {
-        let launch = self
-            .common(name, call, &RowStrides::of_cache(call))?
-            .constant("RING", call.layer.spec().ring)
-            .constant("FRESH", false)
-            .read(2, &call.layer.k.low)
-            .read(5, &call.layer.v.low);
-        Ok(bind_result(bind_pages(launch, call), call, state))
-    }
-
-    /// The launch over the step's own keys.
-    pub(super) fn launch_fresh(
-        &self,
-        name: &'static str,
-        call: &Call,
-        fresh: &FreshCall,
-        state: &Scratch,
-    ) -> Result<Launch> {
-        Ok(self
-            .common(name, call, &RowStrides::of_fresh(call, fresh))?
-            .constant("RING", false)
-            .constant("FRESH", true)
-            .constant("PAGE_SHIFT", 0u32)
-            .write(1, &call.out)
-            .read(2, &fresh.k)
-            .read(5, &fresh.v)
-            .scratch(13, state, Use::Read))
-    }
-
-    /// What both launches have in common.
-    fn common(&self, name: &'static str, call: &Call, rows: &RowStrides) -> Result<Launch> {
+    /// The launch.
+    pub(super) fn launch(&self, name: &'static str, call: &Call) -> Result<Launch> {
         Launch::uint(NAME, "q", self.items.saturating_mul(self.rows))?;
-        Ok(Launch::new(NAME, &SOURCE, name)
+        let launch = Launch::new(NAME, &SOURCE, name)
             .constant("HEAD_DIM", call.head_dim as u32)
             .constant("DTYPE", self.dtype)
             .constant("OUT_DTYPE", call.out.dtype())
@@ -122,14 +92,18 @@ impl AttendPrefill {
             .constant("STAGES", self.stages as u32)
             .constant("P_TERMS", P_TERMS)
             .constant("SOFTCAP", call.softcap.is_some())
+            .constant("RING", call.layer.spec().ring)
             .constant("SHARED_BYTES", self.shared_bytes as u32)
             .read(0, &call.q)
             .read(8, &call.step.positions)
             .read(9, &call.step.sequence)
-            .read(10, call.cached_lens())
-            .params(14, &params(call, rows, self.rows, self.items, 1)?)
+            .read(10, &call.step.lens)
+            .read(2, &call.layer.k.low)
+            .read(5, &call.layer.v.low)
+            .params(14, &params(call, &RowStrides::of_cache(call), self.rows, self.items, 1)?)
             .grid([self.blocks, 1, 1], [32 * WARPS, 1, 1])
-            .threadgroup_memory(self.shared_bytes))
+            .threadgroup_memory(self.shared_bytes);
+        Ok(bind_result(launch, call))
     }
 }
 

@@ -60,7 +60,7 @@ inline void add_by_keys(uint base, Cursor &cursor, const uint (&w)[P_TERMS][TILE
                     weight[c] = key / 8 == i ? sum : weight[c];
                 }
             }
-            const uint position = seen.position(first + key);
+            const uint position = first + key;
             bool sees[2];
 #pragma unroll
             for (uint c = 0; c < 2; c++) {

@@ -19,10 +19,7 @@ struct Work {
 struct Seen {
     Range row[2];
     Range all;
-    // FRESH: positions and sequences of the batch's tokens, the segment's sequence, and the end of its keys.
-    const uint *positions;
-    const uint *sequences;
-    uint sequence;
+    // The end of the segment's keys.
     uint end;
     // Over pages: those of the sequence.
     Pages pages;
@@ -42,25 +39,9 @@ struct Seen {
         return PAGE_SHIFT == 0 || held == (1u << TILE / 16) - 1;
     }
 
-    // The position of a key: NONE if it is of another sequence.
-    uint position(uint key) const {
-        if (!FRESH) {
-            return key;
-        }
-        return key < end && sequences[key] == sequence ? positions[key] : NONE;
-    }
     // Whether all of the warp's rows see all keys of the tile that begins with `first`.
     bool all_see(uint first) const {
-        const uint start = position(first);
-        bool ascending = true;
-        if (FRESH) {
-#pragma unroll
-            for (uint i = threadIdx.x % 32; i < TILE; i += 32) {
-                ascending = ascending && position(first + i) == start + i;
-            }
-            ascending = __all_sync(0xFFFFFFFF, ascending);
-        }
-        return ascending && start >= all.first && start < all.end && all.end - start >= TILE;
+        return first >= all.first && first < all.end && all.end - first >= TILE;
     }
 };
 
@@ -175,7 +156,7 @@ inline void soften(const AttendParams &p, const Seen &seen, uint first, uint hel
 #pragma unroll
         for (uint i = 0; i < TILE / 2; i++) {
             const Range row = seen.row[i / 2 % 2];
-            const uint position = seen.position(first + i / 4 * 8 + 2 * t + i % 2);
+            const uint position = first + i / 4 * 8 + 2 * t + i % 2;
             s[i] = position >= row.first && position < row.end && seen.holds(held, i / 8) ? s[i] : nothing();
         }
     }

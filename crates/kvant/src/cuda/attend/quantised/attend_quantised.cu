@@ -186,7 +186,7 @@ __noinline__ void finish(const AttendParams &p, const Partials to, const TokenPl
         if (part.parts > 1 && !merge(p, to, merged, part, rows)) {
             return;
         }
-        finish_rows<true>(to, merged, rows, [&](uint r) { return first_row + r * CLUSTER + rank; }, sees);
+        finish_rows<true>(p, to, merged, rows, [&](uint r) { return first_row + r * CLUSTER + rank; }, sees);
         return;
     }
     if constexpr (GATHER) {
@@ -198,7 +198,7 @@ __noinline__ void finish(const AttendParams &p, const Partials to, const TokenPl
     if (part.parts > 1 && !merge(p, to, state, part, p.group)) {
         return;
     }
-    finish_rows<true>(to, state, p.group, [&](uint r) { return first_row + r; }, sees);
+    finish_rows<true>(p, to, state, p.group, [&](uint r) { return first_row + r; }, sees);
 }
 
 // One part of a work item, from the queries to the output or the state.
@@ -285,7 +285,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
     // So far the kernel has read only buffers that the previous kernel does not write (gpu/launch.rs: `reads_ahead`).
     take_turn();
     const Buffers b = {q,         {k_low, k_high, k_norms}, {v_low, v_high, v_norms}, positions, sequence, lens,
-                       {partials, counters, state, out},    items == 1,               only,      table};
+                       {partials, counters, sinks, out},    items == 1,               only,      table};
     BlockState block_state = {false, 0};
     // Empty tiles after those of each head: they account for the time to begin and end a part.
     const uint ends = items > 1 ? END_TILES : 0;

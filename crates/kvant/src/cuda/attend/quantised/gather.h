@@ -126,7 +126,7 @@ inline void gather(const AttendParams &p, const Partials &to, const State &state
     for (uint r = 0; r < p.group; r++) {
         if ((mine >> r % owners & 1) != 0) {
             merge_row(p, to, state, part_of_item, r);
-            finish_rows<true>(to, state, 1, [&](uint) { return first_row + r; }, sees);
+            finish_rows<true>(p, to, state, 1, [&](uint) { return first_row + r; }, sees);
             __syncthreads();
         }
     }

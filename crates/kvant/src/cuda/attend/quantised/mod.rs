@@ -4,12 +4,12 @@ use crate::{
     Result,
     cuda::{
         attend::{
-            AttendParams, MAX_CLUSTER, MAX_GROUP, MAX_SHARED_ITEMS, MAX_SPLITS, PartialStates, RowStrides, bind_pages,
-            bind_result, has_clusters, longest_context, pairs, params,
+            AttendParams, MAX_CLUSTER, MAX_GROUP, MAX_SHARED_ITEMS, MAX_SPLITS, PartialStates, RowStrides, bind_result,
+            has_clusters, longest_context, pairs, params,
         },
         headers, planes,
     },
-    gpu::{Builder, Launch, Limits, Params, Scratch, Source, Use},
+    gpu::{Builder, Launch, Limits, Params, Source, Use},
     ops::attend::{Call, NAME},
 };
 
@@ -125,13 +125,7 @@ impl AttendQuantised {
     }
 
     /// The launch.
-    pub(super) fn launch(
-        &self,
-        name: &'static str,
-        call: &Call,
-        b: &Builder,
-        state: Option<&Scratch>,
-    ) -> Result<Launch> {
+    pub(super) fn launch(&self, name: &'static str, call: &Call, b: &Builder) -> Result<Launch> {
         let spec = call.layer.spec();
         let params = params(call, &RowStrides::of_cache(call), self.group, call.tokens, self.splits)?;
         let launch = Launch::new(NAME, &SOURCE, name)
@@ -148,22 +142,20 @@ impl AttendQuantised {
             .constant("END_TILES", END_TILES as u32)
             .constant("CLUSTER", self.cluster as u32)
             .constant("RING", spec.ring)
-            .constant("FRESH", false)
             .constant("SOFTCAP", call.softcap.is_some())
             .constant("ROTATE_Q", !call.q_rotated)
             .constant("SHARED_BYTES", self.shared_bytes as u32)
             .read(0, &call.q)
             .read(8, &call.step.positions)
             .read(9, &call.step.sequence)
-            .read(10, call.cached_lens())
+            .read(10, &call.step.lens)
             .params(14, &params)
             .grid([self.blocks, 1, 1], [32 * self.warps, 1, 1])
             .threadgroup_memory(self.shared_bytes)
             // Positions, sequences and lengths.
             .reads_ahead(&[8, 9, 10]);
-        let launch = bind_pages(launch, call);
         let launch = planes::bind(planes::bind(launch, 2, &call.layer.k, Use::Read), 5, &call.layer.v, Use::Read);
-        let launch = bind_result(launch, call, state);
+        let launch = bind_result(launch, call);
         if self.splits == 1 {
             return Ok(launch);
         }

@@ -112,7 +112,7 @@ inline void scores(const AttendParams &p, const uchar *k, const uint4 (&q)[LOADS
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
     KVANT_KERNEL(const uchar *q, uchar *out, const uchar *k, const uchar *, const float *, const uchar *v, const uchar *,
-           const float *, const uint *positions, const uint *sequence, const uint *lens, float *, uint *, float *state,
+           const float *, const uint *positions, const uint *sequence, const uint *lens, float *, uint *, const float *sinks,
            const AttendParams p, const uint *table) {
     extern __shared__ __align__(128) uchar memory[];
     Shared &shared = *reinterpret_cast<Shared *>(memory);
@@ -313,6 +313,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
             const float4 x = *reinterpret_cast<const float4 *>(&shared.o[b][r][column * 4]);
             sum.add(shared.l[b][r], x, f[b]);
         }
-        Output{out, state, row, seen.len() > 0, seen, pages}.finish(r * (HEAD_DIM / 4) + rank * ROW_QUADS + column, sum);
+        Output{p, out, sinks, row, seen.len() > 0, seen, pages}.finish(r * (HEAD_DIM / 4) + rank * ROW_QUADS + column, sum);
     }
 }

@@ -1,7 +1,7 @@
 //! Decode attention over dense 16-bit caches whose contexts are short.
 
 use crate::{
-    DType, Result, SlotOrder,
+    DType, HeadOrder, Result,
     cuda::{
         attend::{
             AttendParams, MAX_CLUSTER, RowStrides,
@@ -10,7 +10,7 @@ use crate::{
         },
         headers,
     },
-    gpu::{Launch, Limits, Params, Scratch, Source},
+    gpu::{Launch, Limits, Params, Source},
     ops::attend::{Call, NAME},
 };
 
@@ -51,17 +51,17 @@ impl AttendShort {
     }
 
     /// The launch.
-    pub(super) fn launch(&self, name: &'static str, call: &Call, state: Option<&Scratch>) -> Result<Launch> {
+    pub(super) fn launch(&self, name: &'static str, call: &Call) -> Result<Launch> {
         let spec = call.layer.spec();
         let launch = Launch::new(NAME, &SOURCE, name)
             .constant("WARPS", WARPS as u32)
             .constant("CLUSTER", MAX_CLUSTER as u32)
-            .constant("IN_ORDER", spec.order == SlotOrder::HeadMajor || spec.kv_heads == 1)
+            .constant("IN_ORDER", spec.order == HeadOrder::HeadMajor || spec.kv_heads == 1)
             .constant("SHARED_BYTES", self.shared_bytes as u32)
             .params(14, &params(call, &RowStrides::of_cache(call), self.group, call.tokens, 1)?)
             .grid([self.blocks, 1, 1], [32 * WARPS, 1, 1])
             .threadgroup_memory(self.shared_bytes);
-        Ok(bind_dense(launch, call, self.dtype, self.group, state))
+        Ok(bind_dense(launch, call, self.dtype, self.group))
     }
 }
 

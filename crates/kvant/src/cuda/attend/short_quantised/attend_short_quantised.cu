@@ -139,10 +139,11 @@ inline void multiply_keys(const Shared &shared, const KeyLookup &lookup, uint un
     }
 }
 
-// Merges what the cluster's blocks have sent for a row, in their order, and writes it to the output, or to the state to
-// which the step's own keys are added. sees(): whether the token sees any key. One warp calls it.
+// Merges what the cluster's blocks have sent for a row, in their order, and writes it to the output. sees(): whether the
+// token sees any key. One warp calls it.
 template <typename Sees>
-inline void finish(Shared &shared, ulong row, const QueryRuns &runs, Sees sees, uchar *out, float *state) {
+inline void finish(const AttendParams &p, Shared &shared, ulong row, const QueryRuns &runs, Sees sees, uchar *out,
+                   const float *sinks) {
     constexpr uint RUN = QueryRuns::RUN;
     const uint lane = threadIdx.x % 32;
     // Two of the cluster's warps for each lane: of the lower four blocks, and the upper.
@@ -182,16 +183,11 @@ inline void finish(Shared &shared, ulong row, const QueryRuns &runs, Sees sees, 
     }
     transform_warp<HEAD_DIM>(x, l, lane);
     runs.flip(x);
-    const float inverse = norm_of_rotation() * (state != nullptr ? 1 : inverse_of_sum(l, sees));
+    const float inverse = norm_of_rotation() * inverse_of_sum(with_sink(p, sinks, row, whole, l), sees);
 #pragma unroll
     for (uint i = 0; i < HEAD_DIM / 32; i += RUN) {
         const uint coord = QueryRuns::coord(i / RUN, lane);
-        if (state != nullptr) {
-#pragma unroll
-            for (uint j = 0; j < RUN; j++) {
-                state[row * (HEAD_DIM + 2) + coord + j] = x[i + j] * inverse;
-            }
-        } else if constexpr (RUN == 4) {
+        if constexpr (RUN == 4) {
             const float4 four = make_float4(x[i] * inverse, x[i + 1] * inverse, x[i + 2] * inverse, x[i + 3] * inverse);
             store4(out, row * HEAD_DIM + coord, four, OUT_DTYPE);
         } else {
@@ -199,16 +195,12 @@ inline void finish(Shared &shared, ulong row, const QueryRuns &runs, Sees sees, 
             store(out, row * HEAD_DIM + coord + 1, x[i + 1] * inverse, OUT_DTYPE);
         }
     }
-    if (state != nullptr && lane == 0) {
-        state[row * (HEAD_DIM + 2) + HEAD_DIM] = whole == LOWEST ? nothing() : whole;
-        state[row * (HEAD_DIM + 2) + HEAD_DIM + 1] = l;
-    }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
     KVANT_KERNEL(const uchar *q, uchar *out, const uchar *k_low, const uchar *k_high, const float *k_norms, const uchar *v_low,
            const uchar *v_high, const float *v_norms, const uint *positions, const uint *sequence, const uint *lens, float *, uint *,
-           float *state, const AttendParams p, const uint *table) {
+           const float *sinks, const AttendParams p, const uint *table) {
     Shared &shared = *reinterpret_cast<Shared *>(at_place(AT_SHARED));
     const uint thread = threadIdx.x, warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
     const uint rank = blockIdx.x % CLUSTER, pair = blockIdx.x / CLUSTER;
@@ -468,6 +460,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
     if (rank < GROUP && warp == 0) {
         // Pages are looked at only if need be.
         const bool any = PAGE_SHIFT == 0 && sees_any(p, table, token);
-        finish(shared, row + rank, runs, [&] { return PAGE_SHIFT == 0 ? any : sees_any(p, table, token); }, out, state);
+        finish(p, shared, row + rank, runs, [&] { return PAGE_SHIFT == 0 ? any : sees_any(p, table, token); }, out, sinks);
     }
 }

@@ -1,17 +1,17 @@
 //! Decode attention over quantised caches whose contexts are short.
 
 use crate::{
-    Result, SlotOrder,
+    HeadOrder, Result,
     codec::BLOCK,
     cuda::{
         attend::{
-            AttendParams, MAX_CLUSTER, RowStrides, bind_pages, bind_result, pairs, params,
+            AttendParams, MAX_CLUSTER, RowStrides, bind_result, pairs, params,
             quantised::{K_LANES, table_bytes},
             short::{self, WARP_KEYS, WARPS},
         },
         headers, planes,
     },
-    gpu::{Launch, Limits, Params, Scratch, Source, Use},
+    gpu::{Launch, Limits, Params, Source, Use},
     ops::attend::{Call, NAME},
 };
 
@@ -59,7 +59,7 @@ impl AttendShortQuantised {
     }
 
     /// The launch.
-    pub(super) fn launch(&self, name: &'static str, call: &Call, state: Option<&Scratch>) -> Result<Launch> {
+    pub(super) fn launch(&self, name: &'static str, call: &Call) -> Result<Launch> {
         let spec = call.layer.spec();
         let launch = Launch::new(NAME, &SOURCE, name)
             .constant("HEAD_DIM", call.head_dim as u32)
@@ -72,23 +72,22 @@ impl AttendShortQuantised {
             .constant("TILE", WARP_KEYS as u32)
             .constant("WARPS", WARPS as u32)
             .constant("CLUSTER", MAX_CLUSTER as u32)
-            .constant("IN_ORDER", spec.order == SlotOrder::HeadMajor || spec.kv_heads == 1)
+            .constant("IN_ORDER", spec.order == HeadOrder::HeadMajor || spec.kv_heads == 1)
             .constant("RING", spec.ring)
-            .constant("FRESH", false)
             .constant("SOFTCAP", call.softcap.is_some())
             .constant("ROTATE_Q", !call.q_rotated)
             .constant("SHARED_BYTES", self.shared_bytes as u32)
             .read(0, &call.q)
             .read(8, &call.step.positions)
             .read(9, &call.step.sequence)
-            .read(10, call.cached_lens())
+            .read(10, &call.step.lens)
             .params(14, &params(call, &RowStrides::of_cache(call), self.group, call.tokens, 1)?)
             .grid([self.blocks, 1, 1], [32 * WARPS, 1, 1])
             .threadgroup_memory(self.requested_bytes)
             // Positions, sequences, lengths and page tables.
             .reads_ahead(&[8, 9, 10, 15]);
         let launch = planes::bind(planes::bind(launch, 2, &call.layer.k, Use::Read), 5, &call.layer.v, Use::Read);
-        Ok(bind_result(bind_pages(launch, call), call, state))
+        Ok(bind_result(launch, call))
     }
 }
 
