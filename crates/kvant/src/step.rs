@@ -1,8 +1,11 @@
 //! The positions of one step's tokens.
 
-use std::sync::{
-    Arc, Mutex, MutexGuard, PoisonError,
-    atomic::{AtomicU64, Ordering},
+use std::{
+    ops::Range,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
 };
 
 use crate::{
@@ -40,6 +43,7 @@ pub struct Step {
 /// What the host knows of a step, which decides how kernels divide the work. Results do not depend on it, up to
 /// rounding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Batch {
     /// Sequences that have tokens in the step.
     pub sequences: usize,
@@ -47,6 +51,9 @@ pub struct Batch {
     pub longest: usize,
     /// The most tokens of one sequence.
     pub most_new: usize,
+    /// The number of tokens at the beginning that are the only ones of their sequences. GPUs have other kernels for
+    /// these than for prompts, so put them first.
+    pub decode: usize,
 }
 
 impl Batch {
@@ -54,9 +61,33 @@ impl Batch {
     /// tokens than sequences, otherwise all tokens of one sequence.
     pub fn guess(tokens: usize, sequences: usize) -> Batch {
         let most_new = if tokens <= sequences { 1 } else { tokens };
-        Batch { sequences: tokens.min(sequences), longest: usize::MAX, most_new }
+        let decode = if most_new == 1 { tokens } else { 0 };
+        Batch { sequences: tokens.min(sequences), longest: usize::MAX, most_new, decode }
+    }
+
+    /// What the sequences of a step's tokens tell.
+    fn of(tokens: &[u32]) -> Batch {
+        let mut sorted: Vec<u32> = tokens.iter().copied().filter(|&sequence| sequence != Step::INACTIVE).collect();
+        sorted.sort_unstable();
+        let counts = || sorted.chunk_by(|a, b| a == b).map(<[u32]>::len);
+        let first = |token: &u32| sorted.partition_point(|sequence| sequence < token);
+        let alone =
+            |token: &u32| sorted.get(first(token)) == Some(token) && sorted.get(first(token) + 1) != Some(token);
+        Batch {
+            sequences: counts().count(),
+            longest: usize::MAX,
+            most_new: counts().max().unwrap_or(0),
+            decode: tokens.iter().take_while(|token| alone(token)).count(),
+        }
     }
 }
+
+setters! { Batch {
+    sequences: usize,
+    longest: usize,
+    most_new: usize,
+    decode: usize,
+} }
 
 /// The part of a step that ties it to a pool.
 #[derive(Debug)]
@@ -137,9 +168,8 @@ impl Step {
             *len = end.max(*len);
         }
         let (sequence, positions): (Vec<u32>, Vec<u32>) = tokens.iter().copied().unzip();
-        let (live, most_new) = distinct(&sequence);
         // Lengths may grow when the tensors are rewritten.
-        let batch = Batch { sequences: live, longest: usize::MAX, most_new };
+        let batch = Batch::of(&sequence);
         let positions = Tensor::from_slice(device, &positions, &[tokens.len()])?;
         let sequence = Tensor::from_slice(device, &sequence, &[tokens.len()])?;
         Ok(Step::from_tensors(positions, sequence, Tensor::from_slice(device, &lens, &[sequences])?).with_batch(batch))
@@ -205,13 +235,18 @@ impl Step {
             positions.push(written[token]);
             sequence.push(written[at_sequence + token]);
         }
-        let (sequences, most_new) = distinct(&sequence);
+        let batch = Batch::of(&sequence).longest(self.batch.longest);
         let upload = |words: &[u32]| Tensor::from_slice(self.positions.device(), words, &[words.len()]);
         let step = Step { positions: upload(&positions)?, sequence: upload(&sequence)?, ..self.clone() };
         let written = Mutex::new(WrittenStep { stamps, tokens: [positions, sequence].concat() });
         let (tables, base) = (pages.tables.clone(), pages.base.clone());
-        let batch = Batch { sequences, most_new, longest: self.batch.longest };
         Ok(step.with_pages(StepPages { pool: pages.pool, tables, base, written }).with_batch(batch))
+    }
+
+    /// The tokens of a range, of which the host knows `batch`. Lengths and page tables are those of the whole step.
+    pub(crate) fn range(&self, tokens: Range<usize>, batch: Batch) -> Result<Step> {
+        let (positions, sequence) = (self.positions.rows(tokens.clone())?, self.sequence.rows(tokens)?);
+        Ok(Step { positions, sequence, batch, ..self.clone() })
     }
 
     /// What the host knows of the step.
@@ -311,12 +346,4 @@ impl Step {
             visit(Touch { arg: "step.page_tables", tensor, access: Access::Read });
         }
     }
-}
-
-/// How many sequences have tokens, and the most tokens of one.
-fn distinct(sequence: &[u32]) -> (usize, usize) {
-    let mut sorted: Vec<u32> = sequence.iter().copied().filter(|&sequence| sequence != Step::INACTIVE).collect();
-    sorted.sort_unstable();
-    let of_one = || sorted.chunk_by(|a, b| a == b).map(<[u32]>::len);
-    (of_one().count(), of_one().max().unwrap_or(0))
 }

@@ -9,6 +9,7 @@
 
 pub(crate) mod affine;
 pub(crate) mod argmax;
+pub(crate) mod attend;
 pub(crate) mod copy;
 mod device;
 pub(crate) mod embed;

@@ -288,6 +288,7 @@ impl KvPool {
 
     /// Appends tokens to sequences: `batch` has each sequence and the number of its new tokens, which may be 0. Row i of
     /// the step's lengths and page tables is sequence i of the batch; its tokens get the positions after its last one.
+    /// Put sequences with one new token first: on a GPU they get the kernels of decode, whatever follows.
     ///
     /// The new tokens count from now on: if the pass that should write them fails, remove them with
     /// [`Sequence::truncate`]. A step is valid until one of its sequences changes.
@@ -308,7 +309,8 @@ impl KvPool {
         // Sequences without new tokens are in the step to be read only.
         let live = batch.iter().filter(|(_, count)| *count > 0).count();
         let step = self.empty_step(StepSize { sequences, tokens, longest, most_new })?;
-        let step = step.with_batch(Batch { sequences: live, longest, most_new });
+        let decode = batch.iter().filter(|(_, count)| *count > 0).take_while(|(_, count)| *count == 1).count();
+        let step = step.with_batch(Batch { sequences: live, longest, most_new, decode });
         self.step_into(batch, &step)?;
         Ok(step)
     }
@@ -457,7 +459,12 @@ impl KvPool {
             base: base.clone(),
         };
         let step = Step::from_tensors(part(0, tokens)?, part(at_sequence, tokens)?, part(at_lens, sequences)?);
-        Ok(step.with_pages(pages).with_batch(Batch { sequences, longest, most_new }))
+        Ok(step.with_pages(pages).with_batch(Batch {
+            sequences,
+            longest,
+            most_new,
+            decode: if most_new == 1 { tokens } else { 0 },
+        }))
     }
 
     pub(super) fn layout(&self) -> &PoolLayout {

@@ -69,6 +69,45 @@ fn explained_kernel_is_launched() -> Result<()> {
     Ok(())
 }
 
+/// Decode rows and a chunk of a prompt: each part has its kernel, and no rows are left out.
+#[test]
+fn mixed_batches_run_two_kernels() -> Result<()> {
+    let launches = Launches::default();
+    let cuda = gpu::cuda_device(launches.clone());
+    let kernels = |device: &Device, tokens: &[(u32, u32)], codec| -> Result<Vec<String>> {
+        let layer = KvLayer::new(device, LayerSpec::new(8, 128, 4096, codec).sequences(8))?;
+        let step = Step::new(device, 8, tokens)?;
+        let q = Tensor::zeros(device, DType::BF16, &[tokens.len(), 32, 128])?;
+        let out = Tensor::zeros(device, DType::BF16, q.shape())?;
+        let args = Attend::new(&q, &layer, &step, &out);
+        launches.all.lock().unwrap().clear();
+        let mut enc = device.encoder()?;
+        ops::attend(&mut enc, &args)?;
+        enc.commit()?.wait()?;
+        let explained = ops::explain(&args, device)?;
+        let all = launches.all.lock().unwrap().clone();
+        assert!(all.last().is_some_and(|launch| launch.contains(explained.kernel)), "{explained:?}: {all:?}");
+        Ok(all)
+    };
+    let decode: Vec<(u32, u32)> = (0..5).map(|s| (s, 900 + s)).collect();
+    let chunk = (0..300).map(|p| (6, p));
+    let mixed: Vec<_> = decode.iter().copied().chain(chunk.clone()).collect();
+    for (codec, of_decode) in [(Codec::BF16, "attend_decode"), (Codec::tq(4), "attend_quantised")] {
+        let of_prompt = if codec == Codec::BF16 { "attend_prefill" } else { "attend_generic" };
+        let [first, second] = &kernels(&cuda, &mixed, codec)?[..] else { panic!("two launches") };
+        assert!(first.contains(of_decode) && second.contains(of_prompt), "{first}, {second}");
+        // Decode rows at the end are in the prompt's launch.
+        let behind: Vec<_> = chunk.clone().chain(decode.iter().copied()).collect();
+        assert_eq!(kernels(&cuda, &behind, codec)?.len(), 1);
+        assert_eq!(kernels(&cuda, &decode, codec)?.len(), 1);
+    }
+    // Eight drafts of four tokens each are no decode rows.
+    let drafts: Vec<(u32, u32)> = (0..8).flat_map(|s| (0..4).map(move |p| (s, 100 + p))).collect();
+    let [launch] = &kernels(&cuda, &drafts, Codec::BF16)?[..] else { panic!("one launch") };
+    assert!(launch.contains("attend_generic"), "{launch}");
+    Ok(())
+}
+
 /// Whatever a cache holds, however many tokens come: no GPU has too little shared memory for it.
 #[test]
 fn attention_runs_on_every_gpu() -> Result<()> {

@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 use crate::common::query;
 
 use kvant::{
-    Batch, CacheLayer, Codec, DType, Device, DeviceKind, Encoder, HeadOrder, KvLayer, KvPool, LayerSpec, PoolSpec,
-    Result, Step, Tensor,
+    CacheLayer, Codec, DType, Device, DeviceKind, Encoder, HeadOrder, KvLayer, KvPool, LayerSpec, PoolSpec, Result,
+    Step, Tensor,
     ops::{
         self, Activation, Affine, Argmax, Attend, Columns, Embed, Gate, Hadamard, HeadNorm, KvWrite, Linear, NormRope,
         NormRopeWrite, Residual, RmsNorm, Rope, Sample, Weight,
@@ -201,7 +201,8 @@ fn over_pages(device: &Device) -> Result<()> {
                     layers.push(layer);
                 }
                 let slots = Step::new(device, 1, &[(0, keys as u32 - 1)])?;
-                let slots = slots.with_batch(Batch { sequences: 1, longest: keys, most_new: 1 });
+                let known = slots.batch().longest(keys);
+                let slots = slots.with_batch(known);
                 let mut ways = vec![(layers, slots, None)];
                 for page_tokens in SIZES {
                     let layer = CacheLayer::new(kv_heads, head_dim, codec);

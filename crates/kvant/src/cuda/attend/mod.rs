@@ -26,7 +26,7 @@
 
 use crate::{
     HeadOrder, Planes, Result, Tensor,
-    gpu::{Builder, Launch, Limits, Use, params, planes::page_shift},
+    gpu::{Builder, Launch, Limits, Use, attend, params, planes::page_shift},
     ops::attend::{Call, Explanation, NAME},
 };
 
@@ -70,16 +70,21 @@ const MAX_GROUP: usize = 8;
 
 /// The kernel that would run, and why.
 pub(crate) fn explain(call: &Call, limits: &Limits) -> Explanation {
-    let (kernel, reason) = match route::select(call, limits) {
-        Ok(kernel) => (kernel.name(), kernel.reason()),
-        Err(error) => ("none", error.to_string()),
-    };
-    Explanation { kernel, reason: reason.into() }
+    attend::explain(call, |part| {
+        let (kernel, reason) = match route::select(part, limits) {
+            Ok(kernel) => (kernel.name(), kernel.reason()),
+            Err(error) => ("none", error.to_string()),
+        };
+        Explanation { kernel, reason: reason.into() }
+    })
 }
 
 pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
     if call.tokens == 0 {
         return Ok(());
+    }
+    if let Some(parts) = attend::parts(call)? {
+        return parts.iter().try_for_each(|part| b.push(route::select(part, &b.limits)?.launch(part, b)?));
     }
     b.push(route::select(call, &b.limits)?.launch(call, b)?)
 }

@@ -6,7 +6,7 @@ use route::{AttendKernel, AttendRoute, AttendSize, by_head_dim, select};
 
 use crate::{
     HeadOrder, Planes, Result, Tensor,
-    gpu::{Builder, Constant, Launch, Limits, Params, Source, Use, params},
+    gpu::{Builder, Constant, Launch, Limits, Params, Source, Use, attend, params},
     metal::{
         headers::HEADERS,
         planes::{codec_code, page_shift},
@@ -63,11 +63,20 @@ const LEAST_KEYS: usize = 64;
 const MERGE_ENTRIES: [&str; 4] = ["attend_merge_64", "attend_merge_128", "attend_merge_256", "attend_merge_512"];
 
 pub(crate) fn explain(call: &Call, limits: &Limits) -> Explanation {
-    let AttendRoute { entry, reason, .. } = select(AttendSize::of(call), limits);
-    Explanation { kernel: entry, reason: reason.into() }
+    attend::explain(call, |part| {
+        let AttendRoute { entry, reason, .. } = select(AttendSize::of(part), limits);
+        Explanation { kernel: entry, reason: reason.into() }
+    })
 }
 
 pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
+    match attend::parts(call)? {
+        Some(parts) => parts.iter().try_for_each(|part| build_part(part, b)),
+        None => build_part(call, b),
+    }
+}
+
+fn build_part(call: &Call, b: &mut Builder) -> Result<()> {
     if call.tokens == 0 {
         return Ok(());
     }

@@ -224,6 +224,10 @@ impl Case {
             // The rotated queries are rounded once more, on each device by itself.
             bound.arithmetic += Bound::of(self.q).unit;
         }
+        if self.sinks {
+            // The weight of a sink, which all of a row shares, has the rounding of its score in units of log 2.
+            bound.arithmetic += 4.0 * f64::from(f32::EPSILON);
+        }
         bound
     }
 

@@ -154,6 +154,29 @@ fn sinks() {
     Case { sinks: true, ring: Some(16), source: DType::BF16, kv_heads: 3, sequences, ..Case::default() }.check();
 }
 
+/// Decode rows in front of a chunk of a prompt, which GPUs run with two kernels.
+#[test]
+fn decode_rows_before_a_prompt() {
+    for (k, v) in [(Codec::F16, Codec::F16), (Codec::tq(4), Codec::tq(8)), (Codec::F32, Codec::BF16)] {
+        let sequences = vec![(70, 1), (3, 1), (200, 1), (65, 90), (0, 0), (9, 1)];
+        let case = Case {
+            k,
+            v,
+            q: DType::F16,
+            out: DType::F16,
+            kv_heads: 2,
+            group: 4,
+            head_dim: 128,
+            sequences,
+            ..Case::default()
+        };
+        let mut data = case.data();
+        data.tokens.sort_by_key(|&(sequence, _)| (sequence == 3, sequence));
+        case.check_data(&data);
+        Case { window: Some(40), sinks: true, ..case.clone() }.check_data(&data);
+    }
+}
+
 #[test]
 fn rotated_queries() {
     for head_dim in HEAD_DIMS {

@@ -1,0 +1,32 @@
+//! Batches of decode rows and prompt chunks: each part gets the kernel that suits it.
+
+use std::ops::Range;
+
+use crate::{
+    Result,
+    ops::attend::{Call, Explanation},
+};
+
+/// The decode rows of a call and the rest, if it has both.
+pub(crate) fn parts(call: &Call) -> Result<Option<[Call; 2]>> {
+    let batch = call.step.batch();
+    let decode = batch.decode.min(call.tokens);
+    if decode == 0 || decode == call.tokens || batch.most_new <= 1 {
+        return Ok(None);
+    }
+    let rest = batch.sequences(batch.sequences.saturating_sub(decode)).decode(0);
+    let of = |tokens: Range<usize>, batch| -> Result<Call> {
+        let step = call.step.range(tokens.clone(), batch)?;
+        let (q, out) = (call.q.rows(tokens.clone())?, call.out.rows(tokens.clone())?);
+        Ok(Call { q, out, step, tokens: tokens.len(), ..call.clone() })
+    };
+    Ok(Some([of(0..decode, batch.sequences(decode).most_new(1))?, of(decode..call.tokens, rest)?]))
+}
+
+/// Explains both parts of a call, or the whole if it has one.
+pub(crate) fn explain(call: &Call, explain: impl Fn(&Call) -> Explanation) -> Explanation {
+    let Ok(Some([decode, rest])) = parts(call) else { return explain(call) };
+    let (count, decode, rest) = (decode.tokens, explain(&decode), explain(&rest));
+    let reason = format!("{}; {count} decode rows run {}: {}", rest.reason, decode.kernel, decode.reason);
+    Explanation { kernel: rest.kernel, reason: reason.into() }
+}
