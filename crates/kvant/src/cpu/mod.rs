@@ -7,6 +7,7 @@ use crate::{
     ops::{self, Call, check},
 };
 
+mod add_bias;
 mod argmax;
 mod attend;
 mod convert;
@@ -74,6 +75,7 @@ impl HostExecutor for Cpu {
 
     fn run(&self, call: &Call) -> Result<()> {
         match call {
+            Call::AddBias(call) => add_bias::run(self, call),
             Call::Argmax(call) => argmax::run(self, call),
             Call::Attend(call) => attend::run(self, call),
             Call::Copy(call) => copy::run(self, call),

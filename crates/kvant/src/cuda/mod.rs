@@ -14,6 +14,7 @@
 //! Building kvant needs nothing of CUDA. The libraries are loaded at run time; without them, opening the device is an
 //! error.
 
+mod add_bias;
 mod affine;
 mod argmax;
 mod attend;
@@ -138,6 +139,7 @@ pub(crate) fn compile_only(_launch: &Launch, _arch: &str) -> std::result::Result
 
 fn build(call: &Call, b: &mut Builder) -> Result<()> {
     match call {
+        Call::AddBias(call) => add_bias::build(call, b),
         Call::Argmax(call) => argmax::build(call, b),
         Call::Attend(call) => attend::build(call, b),
         Call::Copy(call) => copy::build(call, b),

@@ -22,6 +22,15 @@ params! {
 
 pub(crate) const LAYOUTS: &[fn() -> Layout] = &[GateParams::layout];
 
+/// `GELU`, `SILU` and `CLAMPED_SWISH` of the kernels.
+fn activation_code(activation: Activation) -> u32 {
+    match activation {
+        Activation::GeluTanh => 0,
+        Activation::Silu => 1,
+        Activation::ClampedSwish => 2,
+    }
+}
+
 pub(crate) fn launch(call: &Call, source: &'static Source) -> Result<Launch> {
     let Call { gate, up, activation, out, rows, dim } = call;
     let uint = |arg, value| Launch::uint(NAME, arg, value);
@@ -40,7 +49,7 @@ pub(crate) fn launch(call: &Call, source: &'static Source) -> Result<Launch> {
         .constant("GATE_DTYPE", gate.tensor.dtype())
         .constant("UP_DTYPE", up.tensor.dtype())
         .constant("OUT_DTYPE", out.dtype())
-        .constant("GELU", *activation == Activation::GeluTanh)
+        .constant("ACTIVATION", activation_code(*activation))
         .constant("ALIGNED", aligned)
         .read(0, &gate.tensor)
         .read(1, &up.tensor)

@@ -7,6 +7,7 @@
 //!
 //! Not part of the stable interface: it is public for such executors.
 
+pub(crate) mod add_bias;
 pub(crate) mod affine;
 pub(crate) mod argmax;
 pub(crate) mod attend;

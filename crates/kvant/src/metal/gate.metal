@@ -16,15 +16,30 @@ struct GateParams {
 constant uint GATE_DTYPE [[function_constant(0)]];
 constant uint UP_DTYPE [[function_constant(1)]];
 constant uint OUT_DTYPE [[function_constant(2)]];
-// GELU by tanh; else SiLU.
-constant bool GELU [[function_constant(3)]];
+constant uint ACTIVATION [[function_constant(3)]];
 constant bool ALIGNED [[function_constant(4)]];
 
-// Both are x / (1 + e^-z): SiLU with z = x; GELU because (1 + tanh u) / 2 = 1 / (1 + e^-2u).
+// gpu/gate.rs; GELU is the one by tanh.
+constant constexpr uint GELU = 0;
+constant constexpr uint CLAMPED_SWISH = 2;
+
+// All are x / (1 + e^-z): SiLU with z = x; the clamped one with z = 1.702 x; GELU because (1 + tanh u) / 2 = 1 / (1 + e^-2u).
 inline float activate(float x) {
+    if (ACTIVATION == CLAMPED_SWISH) {
+        // Not min(), which may drop a NaN.
+        x = x > 7.0f ? 7.0f : x;
+        return x / (1.0f + precise::exp(-1.702f * x));
+    }
     // 2 sqrt(2 / pi), and 0.044715 of it.
-    const float z = GELU ? x * (1.5957691216f + 0.0713548163f * x * x) : x;
+    const float z = ACTIVATION == GELU ? x * (1.5957691216f + 0.0713548163f * x * x) : x;
     return x / (1.0f + precise::exp(-z));
+}
+
+inline float factor_of(float up) {
+    if (ACTIVATION == CLAMPED_SWISH) {
+        return (up > 7.0f ? 7.0f : up < -7.0f ? -7.0f : up) + 1.0f;
+    }
+    return up;
 }
 
 kernel void gate(device const uchar *gate [[buffer(0)]],
@@ -41,5 +56,6 @@ kernel void gate(device const uchar *gate [[buffer(0)]],
     const float4 x = load4(gate, row * p.gate_width + p.gate_start + i, count, GATE_DTYPE, ALIGNED);
     const float4 y = load4(up, row * p.up_width + p.up_start + i, count, UP_DTYPE, ALIGNED);
     const float4 activated = float4(activate(x.x), activate(x.y), activate(x.z), activate(x.w));
-    store4(out, row * p.dim + i, count, activated * y, OUT_DTYPE, ALIGNED);
+    const float4 factors = float4(factor_of(y.x), factor_of(y.y), factor_of(y.z), factor_of(y.w));
+    store4(out, row * p.dim + i, count, activated * factors, OUT_DTYPE, ALIGNED);
 }

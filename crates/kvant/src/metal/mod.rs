@@ -4,6 +4,7 @@
 //! folder. `runtime/` drives an Apple GPU. Everything except the runtime is compiled on every system, so that tests can run
 //! the launches elsewhere.
 
+mod add_bias;
 mod affine;
 mod argmax;
 mod attend;
@@ -53,6 +54,7 @@ pub(crate) fn open() -> Result<Device> {
 
 fn build(call: &Call, b: &mut Builder) -> Result<()> {
     match call {
+        Call::AddBias(call) => add_bias::build(call, b),
         Call::Argmax(call) => argmax::build(call, b),
         Call::Attend(call) => attend::build(call, b),
         Call::Copy(call) => copy::build(call, b),

@@ -7,11 +7,12 @@ use crate::{
 pub(crate) const NAME: &str = "gate";
 
 /// Arguments of [`gate`](gate()): out = activation(gate) · up, element by element. This is the middle of a gated MLP.
+/// [`Activation::ClampedSwish`] changes `up`, too.
 ///
 /// `gate` and `up` may be columns of one tensor (a fused projection) or of two tensors. `out` may be the gate's
 /// tensor if the gate covers all of its columns.
 ///
-/// The formulas also hold for infinities: both activations of −∞ are NaN.
+/// The formulas also hold for infinities: every activation of −∞ is NaN.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct Gate<'a> {
@@ -60,6 +61,8 @@ pub enum Activation {
     GeluTanh,
     /// x / (1 + e⁻ˣ).
     Silu,
+    /// gpt-oss: with g = min(gate, 7) and u = up clamped to ±7, the result is (u + 1)·g / (1 + e^(−1.702·g)).
+    ClampedSwish,
 }
 
 /// Runs [`Gate`].

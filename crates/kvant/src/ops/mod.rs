@@ -75,6 +75,7 @@
 //! | | affine, bf16 `x` and `out`, 48 rows or more, no experts, at most 2²⁸ elements of weight and `x` together; CUDA, for groups of 32, and for any group on GPUs other than Hopper | f32 | a weight is split into the sum of two bf16 numbers | 16 bits of each weight |
 //! | [`copy`](copy()) | | none | none | bits are copied |
 //! | [`embed`](embed()) | | none | none | |
+//! | [`add_bias`](add_bias()) | | f32 | none | |
 //! | [`rms_norm`](rms_norm()) | | f32; rows whose squares leave the range of f32 are rescaled | none | |
 //! | [`gate`](gate()) | | none | none | g = 8 |
 //! | [`softcap`](softcap()) | | none | none | |
@@ -86,6 +87,7 @@
 //! To multiply in f32 on a CPU with VNNI, at about half the speed for [`linear`](linear()), open the device with
 //! [`CpuOptions`](crate::CpuOptions)` { simd: Some(SimdLevel::Avx512), .. }`.
 
+pub(crate) mod add_bias;
 pub(crate) mod argmax;
 pub mod attend;
 pub(crate) mod check;
@@ -103,6 +105,7 @@ pub(crate) mod rms_norm;
 pub(crate) mod sample;
 pub(crate) mod softcap;
 
+pub use add_bias::{AddBias, add_bias};
 pub use argmax::{Argmax, argmax};
 pub use attend::{Attend, Explanation, Query, attend, explain};
 pub use copy::copy;
@@ -168,6 +171,7 @@ macro_rules! calls {
 }
 use moe::{combine as moe_combine_call, route as moe_route_call};
 calls! {
+    AddBias(add_bias),
     Argmax(argmax),
     Attend(attend),
     Copy(copy),

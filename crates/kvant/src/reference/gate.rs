@@ -1,9 +1,13 @@
 use super::io;
 use crate::ops::{Activation, gate::Call};
 
-/// The activation function at x.
+/// The activation function at x; of [`Activation::ClampedSwish`] the factor that depends on the gate.
 pub fn activate(activation: Activation, x: f64) -> f64 {
     match activation {
+        Activation::ClampedSwish => {
+            let x = if x > 7.0 { 7.0 } else { x };
+            x / (1.0 + (-1.702 * x).exp())
+        }
         Activation::GeluTanh => {
             let inner = (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x * x * x);
             0.5 * x * (1.0 + inner.tanh())
@@ -12,9 +16,9 @@ pub fn activate(activation: Activation, x: f64) -> f64 {
     }
 }
 
-/// activation(gate) · up.
+/// activation(gate) · up, where [`Activation::ClampedSwish`] replaces up by one more than its clamped value.
 pub fn gate(activation: Activation, gate: f64, up: f64) -> f64 {
-    activate(activation, gate) * up
+    activate(activation, gate) * if activation == Activation::ClampedSwish { up.clamp(-7.0, 7.0) + 1.0 } else { up }
 }
 
 pub(crate) fn run(call: &Call) {

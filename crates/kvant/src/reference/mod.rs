@@ -12,6 +12,7 @@ use crate::{
     ops::{self, Call},
 };
 
+mod add_bias;
 mod argmax;
 mod attend;
 mod copy;
@@ -55,6 +56,7 @@ impl HostExecutor for Reference {
 
     fn run(&self, call: &Call) -> Result<()> {
         match call {
+            Call::AddBias(call) => add_bias::run(call),
             Call::Argmax(call) => argmax::run(call),
             Call::Attend(call) => attend::run(call),
             Call::Copy(call) => copy::run(call),

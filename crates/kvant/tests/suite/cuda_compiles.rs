@@ -9,9 +9,9 @@ use kvant::{
     CacheLayer, Codec, DType, Device, Encoder, HeadOrder, KvLayer, KvPool, LayerSpec, PoolSpec, Result, Step, StepSize,
     Tensor, gpu,
     ops::{
-        self, Activation, Affine, Angles, Argmax, Attend, Columns, Embed, Experts, Gate, Hadamard, HeadNorm, KvRead,
-        KvSide, KvWrite, Linear, MoeCombine, MoeRoute, NormRope, NormRopeWrite, PairLayout, Residual, RmsNorm, Rope,
-        Sample, Softcap, Weight,
+        self, Activation, AddBias, Affine, Angles, Argmax, Attend, Columns, Embed, Experts, Gate, Hadamard, HeadNorm,
+        KvRead, KvSide, KvWrite, Linear, MoeCombine, MoeRoute, NormRope, NormRopeWrite, PairLayout, Residual, RmsNorm,
+        Rope, Sample, Softcap, Weight,
     },
 };
 
@@ -283,11 +283,14 @@ fn elements(device: &Device, enc: &mut Encoder, dtype: DType) -> Result<()> {
         for residual in residuals {
             ops::rms_norm(enc, &RmsNorm::new(&x, 1e-6, &out).weight(Some(&weight)).residual(residual))?;
         }
-        for activation in [Activation::GeluTanh, Activation::Silu] {
+        for activation in [Activation::GeluTanh, Activation::Silu, Activation::ClampedSwish] {
             let (gate, up) = (Columns::from(&x), Columns::from(&other));
             ops::gate(enc, &Gate::new(gate, up, activation, &out))?;
         }
         let ids = zeros(device, DType::U32, &[3])?;
+        ops::add_bias(enc, &AddBias::new(&x, &weight, &out))?;
+        let biases = zeros(device, dtype, &[2, dim])?;
+        ops::add_bias(enc, &AddBias::new(&x, &biases, &out).experts(Some(&ids.reshape(&[3, 1])?)))?;
         ops::argmax(enc, &Argmax::new(&x, &ids))?;
         for (top_k, top_p) in [(0, 1.0), (5, 1.0), (5, 0.5)] {
             let (counter, seed) = (&ids.reshape(&[3])?, 1);

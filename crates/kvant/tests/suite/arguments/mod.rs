@@ -12,9 +12,9 @@ use kvant::{
     Codec, CpuOptions, DType, Device, Encoder, Error, HeadOrder, KvLayer, LayerSpec, Result, Step, Tensor,
     codec::{Norm, TurboQuant},
     ops::{
-        self, Activation, Affine, Angles, Argmax, Attend, Columns, Embed, Experts, Gate, Hadamard, HeadNorm, KvRead,
-        KvSide, KvWrite, Linear, MoeCombine, MoeRoute, NormRope, NormRopeWrite, PairLayout, Residual, RmsNorm, Rope,
-        Sample, Softcap, Weight,
+        self, Activation, AddBias, Affine, Angles, Argmax, Attend, Columns, Embed, Experts, Gate, Hadamard, HeadNorm,
+        KvRead, KvSide, KvWrite, Linear, MoeCombine, MoeRoute, NormRope, NormRopeWrite, PairLayout, Residual, RmsNorm,
+        Rope, Sample, Softcap, Weight,
     },
 };
 use operations::*;
@@ -258,7 +258,7 @@ impl<'t> World<'t> {
 
 type Operation = fn(&mut World) -> Result<()>;
 
-const OPERATIONS: [(&str, Operation); 15] = [
+const OPERATIONS: [(&str, Operation); 16] = [
     ("kv_write", kv_write),
     ("kv_read", kv_read),
     ("attend", attend),
@@ -269,6 +269,7 @@ const OPERATIONS: [(&str, Operation); 15] = [
     ("linear", linear),
     ("embed", embed),
     ("gate", gate),
+    ("add_bias", add_bias),
     ("softcap", softcap),
     ("argmax", argmax),
     ("sample", sample),
@@ -336,6 +337,7 @@ taken_or_refused!(
     linear,
     embed,
     gate,
+    add_bias,
     softcap,
     argmax,
     sample,

@@ -252,11 +252,22 @@ pub(super) fn gate(w: &mut World) -> Result<()> {
     let before = w.tape.pick(&[0, 2]);
     let (one, two) = (w.input(&[rows, before + dim]), w.input(&[rows, dim]));
     let out = w.output(&[rows, dim]);
-    let (start, activation) = (w.tape.size(&[before]), w.tape.pick(&[Activation::GeluTanh, Activation::Silu]));
+    let (start, activation) =
+        (w.tape.size(&[before]), w.tape.pick(&[Activation::GeluTanh, Activation::Silu, Activation::ClampedSwish]));
     w.attempt("gate", |enc| {
         let (gate, up) = (Columns { tensor: &one, start }, Columns::from(&two));
         ops::gate(enc, &Gate::new(gate, up, activation, &out))
     })
+}
+
+pub(super) fn add_bias(w: &mut World) -> Result<()> {
+    let (tokens, dim) = (w.tape.pick(&COUNTS), w.tape.pick(&WIDTHS));
+    let (mixture, top_k, count) = (w.tape.flag(), w.tape.pick(&[2, 1, 0]), 3);
+    let shape = [if mixture { tokens * top_k } else { tokens }, dim];
+    let (x, out) = (w.input(&shape), w.output(&shape));
+    let bias = if mixture { w.input(&[count, dim]) } else { w.input(&[dim]) };
+    let ids = mixture.then(|| w.u32s(&[tokens, top_k], count, false));
+    w.attempt("add_bias", |enc| ops::add_bias(enc, &AddBias::new(&x, &bias, &out).experts(ids.as_ref())))
 }
 
 pub(super) fn softcap(w: &mut World) -> Result<()> {

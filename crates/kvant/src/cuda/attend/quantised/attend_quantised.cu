@@ -259,7 +259,7 @@ inline void work_on(const AttendParams &p, const Buffers &b, const ItemPart &par
 extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
     KVANT_KERNEL(const uchar *q, uchar *out, const uchar *k_low, const uchar *k_high, const float *k_norms,
                      const uchar *v_low, const uchar *v_high, const float *v_norms, const uint *positions,
-                     const uint *sequence, const uint *lens, float *partials, uint *counters, float *state,
+                     const uint *sequence, const uint *lens, float *partials, uint *counters, const float *sinks,
                      const __grid_constant__ AttendParams p, const uint *table) {
     const uint thread = threadIdx.x;
     const Division division(p);
