@@ -2,7 +2,10 @@
 
 use kvant::{DType, Encoder, Graph, Sequence, Step, StepSize, Submission, Tensor, ops};
 
-use crate::{Error, Model, Result, Sampling, gemma4::Wanted, workspace::Workspace};
+use crate::{
+    Error, Model, Result, Sampling,
+    forward::{Wanted, Workspace},
+};
 
 /// Feeds tokens to one sequence, and draws the next tokens.
 ///
@@ -171,7 +174,7 @@ impl<'a> Decoder<'a> {
         let mut encoded = Ok(());
         let graph = Encoder::capture(self.model.device(), |enc| {
             let wanted = Wanted::Every { logits: &self.logits };
-            encoded = self.model.gemma4().encode(enc, &self.space.views, self.sequence.pool(), &self.step, &wanted);
+            encoded = self.model.network().encode(enc, &self.space.views, self.sequence.pool(), &self.step, &wanted);
             if encoded.is_ok() && then == Then::Draw {
                 // The counter is the length, as in `count_and_draw`, read from the step.
                 ops::sample(enc, &self.sample(self.step.lens()))?;

@@ -1,5 +1,7 @@
-//! Runs Gemma 4 text models on [kvant], from Hugging Face and MLX checkpoints. Multimodal checkpoints (`gemma4`,
-//! `gemma4_unified`) run as text models.
+//! Runs text models of the families Llama, Mistral, Qwen 3, Gemma 3 and Gemma 4 on [kvant], from Hugging Face and MLX
+//! checkpoints. Multimodal checkpoints run as text models.
+//!
+//! A model is data: a family turns `config.json` into a [`DecoderSpec`], and one interpreter runs every description.
 //!
 //! | task | item |
 //! |---|---|
@@ -37,24 +39,27 @@
 //!
 //! Files are untrusted: each reader checks sizes before it allocates, and every [`Error`] names the file, key or tensor.
 
-pub mod config;
+mod config;
 mod decoder;
 mod error;
+mod families;
 mod files;
-mod gemma4;
+mod forward;
 mod generate;
 mod model;
 pub mod safetensors;
+mod source;
+pub mod spec;
 mod tokenizer;
 mod weights;
-mod workspace;
 
-pub use config::{Config, LayerConfig};
+pub use config::Config;
 pub use decoder::Decoder;
 pub use error::{Error, Result};
 pub use files::Files;
 pub use generate::{Finish, GenerateStats, Request, Sampling, generate};
 pub use model::{LoadOptions, Logits, Model, PoolOptions};
+pub use spec::{BlockSpec, DecoderSpec};
 pub use tokenizer::{TextStream, Tokenizer};
 
 /// The crate's README as a doctest.

@@ -9,11 +9,11 @@ use std::{
 use kvant::{CacheLayer, Codec, DType, Device, KvPool, PoolSpec, Sequence, Step, Tensor};
 
 use crate::{
-    Config, Error, Files, Result, config,
-    gemma4::{Gemma4, Wanted},
+    BlockSpec, Config, DecoderSpec, Error, Files, Result, families,
+    forward::{Network, Wanted, Workspace},
     safetensors::Checkpoint,
+    source::{Source, hf::HfSource, quantization::Quantization},
     weights::Weights,
-    workspace::Workspace,
 };
 
 /// The largest number of tokens in one pass: large enough to keep matrix products busy, small enough to limit scratch
@@ -87,9 +87,8 @@ pub enum Logits {
 /// # Ok::<(), kvant_models::Error>(())
 /// ```
 pub struct Model {
-    gemma4: Gemma4,
+    network: Network,
     device: Device,
-    activations: DType,
     /// Unused scratch.
     spaces: Mutex<Vec<Workspace>>,
 }
@@ -116,25 +115,41 @@ impl Model {
             return Err(Error::argument("activations", "f32, f16 or bf16", options.activations));
         }
         files.check()?;
-        let config = Config::load_files(files)?;
-        let weights = Weights::load(&config, &Checkpoint::open_files(files)?, device)?;
-        tracing::info!(?files, %device, layers = config.layers.len(), bytes = weights.bytes, "loaded");
-        Ok(Model {
-            gemma4: Gemma4::new(config, weights)?,
-            device: device.clone(),
-            activations: options.activations,
-            spaces: Mutex::default(),
-        })
+        let json = files.read_json("config.json")?;
+        let config = Config::with_files(&json, files)?;
+        let checkpoint = Checkpoint::open_files(files)?;
+        let family = families::named(config.family)?;
+        let source = HfSource::new(&checkpoint, Quantization::parse(&json)?, family, config.decoder.blocks.len())?;
+        let model = Model::assemble(config, &source, device, options)?;
+        tracing::info!(?files, %device, bytes = model.weight_bytes(), "loaded");
+        Ok(model)
+    }
+
+    /// A model of a configuration and the tensors of a checkpoint, in any format.
+    pub(crate) fn assemble(
+        config: Config,
+        source: &dyn Source,
+        device: &Device,
+        options: &LoadOptions,
+    ) -> Result<Model> {
+        let weights = Weights::load(&config.decoder, source, device)?;
+        let network = Network::new(config, weights, options.activations)?;
+        Ok(Model { network, device: device.clone(), spaces: Mutex::default() })
     }
 
     /// The model's configuration.
     pub fn config(&self) -> &Config {
-        &self.gemma4.config
+        &self.network.config
+    }
+
+    /// The description of the decoder.
+    pub fn decoder(&self) -> &DecoderSpec {
+        self.network.spec()
     }
 
     /// The number of logits per token.
     pub fn vocab_size(&self) -> usize {
-        self.config().vocab_size
+        self.decoder().vocab_size
     }
 
     /// The device that the model runs on.
@@ -144,18 +159,18 @@ impl Model {
 
     /// The dtype of activations.
     pub fn activations(&self) -> DType {
-        self.activations
+        self.network.activations()
     }
 
     /// Bytes of the weight matrices.
     pub fn weight_bytes(&self) -> usize {
-        self.gemma4.weights.bytes
+        self.network.weights.bytes
     }
 
     /// Bytes of the matrices that a pass of one token reads. Of a mixture of experts, these are the `top_k` experts
     /// of the token. A table of embeddings counts one row, unless it is also the output matrix.
     pub fn weight_bytes_per_token(&self) -> usize {
-        self.gemma4.weights.bytes_per_token(self.config())
+        self.network.weights.bytes_per_token(self.decoder())
     }
 
     /// Makes a pool with one layer for each model layer that has its own keys and values.
@@ -180,10 +195,10 @@ impl Model {
 
     /// The layers of a pool for this model: those that have their own keys and values.
     pub fn cache_layers(&self, k: Codec, v: Codec) -> Vec<CacheLayer> {
-        let own = &self.config().layers[..self.config().cache_layers()];
-        let layer =
-            |layer: &config::LayerConfig| CacheLayer::new(layer.kv_heads, layer.head_dim, k).v(v).window(layer.window);
-        own.iter().map(layer).collect()
+        let layer = |block: &BlockSpec| {
+            CacheLayer::new(block.attention.kv_heads, block.attention.head_dim, k).v(v).window(block.attention.window)
+        };
+        self.own_layers().iter().map(layer).collect()
     }
 
     /// Runs a batch: any mixture of sequences and numbers of tokens. `step` is of `pool`, and `tokens` are the ids of its
@@ -246,19 +261,19 @@ impl Model {
         fewer: Option<&mut Workspace>,
         out: &Tensor,
     ) -> Result<()> {
-        space.fit(self.config(), tokens.len())?;
+        space.fit(self.decoder(), tokens.len())?;
         space.views.ids.write(tokens)?;
         let mut enc = self.device.encoder()?;
         match fewer {
-            None if rows.is_empty() => self.gemma4.encode(&mut enc, &space.views, pool, step, &Wanted::Nothing)?,
-            None => self.gemma4.encode(&mut enc, &space.views, pool, step, &Wanted::Every { logits: out })?,
+            None if rows.is_empty() => self.network.encode(&mut enc, &space.views, pool, step, &Wanted::Nothing)?,
+            None => self.network.encode(&mut enc, &space.views, pool, step, &Wanted::Every { logits: out })?,
             Some(fewer) => {
-                fewer.fit(self.config(), rows.len())?;
+                fewer.fit(self.decoder(), rows.len())?;
                 let indices: Vec<u32> = rows.iter().map(|&row| row as u32).collect();
                 fewer.views.ids.write(&indices)?;
                 let (step_of_rows, views) = (step.select(rows)?, &fewer.views);
                 let wanted = Wanted::Some { rows: &views.ids, views, step: &step_of_rows, logits: out };
-                self.gemma4.encode(&mut enc, &space.views, pool, step, &wanted)?;
+                self.network.encode(&mut enc, &space.views, pool, step, &wanted)?;
             }
         }
         Ok(enc.commit()?.wait()?)
@@ -313,9 +328,7 @@ impl Model {
 
     /// Checks ids.
     pub(crate) fn check_tokens(&self, tokens: &[u32]) -> Result<()> {
-        let config = self.config();
-        let ple_vocab = config.per_layer_input.map_or(usize::MAX, |ple| ple.vocab_size);
-        let vocab = config.vocab_size.min(ple_vocab);
+        let vocab = self.decoder().fed_vocab();
         match tokens.iter().enumerate().find(|&(_, &id)| id as usize >= vocab) {
             Some((i, id)) => {
                 Err(Error::argument("tokens", format_args!("ids below {vocab}"), format_args!("{id} at {i}")))
@@ -341,9 +354,10 @@ impl Model {
         if pool.device() != &self.device {
             return Err(Error::argument("pool", format_args!("on {}", self.device), pool.device()));
         }
-        let (layers, own) = (&pool.spec().layers, &self.config().layers[..self.config().cache_layers()]);
-        let same = |(cached, layer): (&CacheLayer, &config::LayerConfig)| {
-            (cached.kv_heads, cached.head_dim, cached.window) == (layer.kv_heads, layer.head_dim, layer.window)
+        let (layers, own) = (&pool.spec().layers, self.own_layers());
+        let same = |(cached, block): (&CacheLayer, &BlockSpec)| {
+            let own = &block.attention;
+            (cached.kv_heads, cached.head_dim, cached.window) == (own.kv_heads, own.head_dim, own.window)
         };
         if layers.len() != own.len() || !layers.iter().zip(own).all(same) {
             return Err(Error::argument("pool", "one made for this model", "layers of other shapes"));
@@ -351,14 +365,19 @@ impl Model {
         Ok(())
     }
 
-    /// The model's configuration and tensors.
-    pub(crate) fn gemma4(&self) -> &Gemma4 {
-        &self.gemma4
+    /// The blocks that have their own keys and values.
+    fn own_layers(&self) -> &[BlockSpec] {
+        &self.decoder().blocks[..self.decoder().cache_layers()]
+    }
+
+    /// The model's description and tensors.
+    pub(crate) fn network(&self) -> &Network {
+        &self.network
     }
 
     /// Allocates scratch for passes of `rows` tokens.
     pub(crate) fn workspace(&self, rows: usize) -> Result<Workspace> {
-        Workspace::new(self.config(), &self.device, self.activations, rows)
+        Workspace::new(self.decoder(), &self.device, self.activations(), rows)
     }
 
     /// Scratch for passes of `rows` tokens: unused scratch, or a new allocation.
@@ -383,6 +402,6 @@ impl Model {
 
 impl std::fmt::Debug for Model {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Model({} layers on {})", self.config().layers.len(), self.device)
+        write!(f, "Model({} layers on {})", self.decoder().blocks.len(), self.device)
     }
 }

@@ -493,11 +493,28 @@ fn absurd_configurations_are_refused_by_key() {
         json!({"bits": 4, "group_size": 16}),
         json!({"bits": 4, "group_size": 64, "mode": "mxfp4"}),
         json!({"bits": 4, "group_size": 64, "model.layers.0.mlp.up_proj": 8}),
+        json!({"bits": 4, "group_size": 64, "model.layers.0.mlp.up_proj": {"mode": "mxfp4"}}),
         json!({"quant_method": "gptq", "bits": 4, "group_size": 128}),
     ] {
-        let mut config = config_of("moe");
+        let mut config = config_of("moe_mlx");
         config["quantization"] = quantization.clone();
-        assert!(matches!(Config::parse(&config), Err(Error::Config { .. })), "{quantization}");
+        let dir = model_dir(config.to_string().as_bytes(), &checkpoint("moe_mlx").bytes());
+        assert!(matches!(load(dir.path()), Err(Error::Config { .. })), "{quantization}");
+    }
+}
+
+/// Files have overrides of other towers, in formats that text does not need.
+#[test]
+fn overrides_of_modules_that_text_does_not_have_are_ignored() {
+    for (name, value) in [
+        ("vision_tower.blocks.0.mlp", json!({"bits": 3, "group_size": 16, "mode": "mxfp4"})),
+        ("multi_modal_projector.linear", json!(8)),
+        ("model.layers.9.mlp.up_proj", json!({"bits": "many"})),
+    ] {
+        let mut config = config_of("moe_mlx");
+        config["quantization"][name] = value;
+        let dir = model_dir(config.to_string().as_bytes(), &checkpoint("moe_mlx").bytes());
+        load(dir.path()).unwrap();
     }
 }
 
@@ -506,8 +523,9 @@ fn absurd_configurations_are_refused_by_key() {
 fn layers_whose_kinds_are_ambiguous_are_refused() {
     let mut config = config_of("moe");
     config.as_object_mut().unwrap().remove("layer_types");
-    let kinds =
-        |config: &Value| Config::parse(config).map(|c| c.layers.iter().map(|l| l.window.is_none()).collect::<Vec<_>>());
+    let kinds = |config: &Value| {
+        Config::parse(config).map(|c| c.decoder.blocks.iter().map(|b| b.attention.window.is_none()).collect::<Vec<_>>())
+    };
     let want = kinds(&config).unwrap();
     assert_eq!((want.len() < 6, want.last()), (true, Some(&true)));
     assert!(!want[..want.len() - 1].contains(&true));
@@ -522,7 +540,8 @@ fn layers_whose_kinds_are_ambiguous_are_refused() {
 fn unified_models_are_read_as_text_models() {
     let mut text = config_of("dense");
     let want = Config::parse(&text).unwrap();
-    assert_eq!((want.per_layer_input, want.moe), (None, None));
+    assert_eq!(want.decoder.per_layer_input, None);
+    assert!(want.decoder.blocks.iter().all(|block| block.feed_forward.moe().is_none()));
     text["model_type"] = "gemma4_unified_text".into();
     let whole = |text: &Value| json!({"model_type": "gemma4_unified", "text_config": text});
     for size in [json!(0), Value::Null] {
@@ -564,19 +583,20 @@ fn generation_configs_are_named() {
 #[test]
 fn other_architectures_are_named() {
     let parts = checkpoint("moe").bytes();
-    for name in ["llama", "gemma3_text", "", "gemma4_text2", "gemma4_unified_assistant"] {
+    for name in ["gpt2", "", "gemma4_text2", "gemma4_unified_assistant"] {
         let mut config = config_of("moe");
         config["model_type"] = name.into();
         let dir = model_dir(config.to_string().as_bytes(), &parts);
         let error = load(dir.path()).unwrap_err();
         assert!(matches!(error, Error::Unsupported { .. }));
         assert!(error.to_string().contains(&format!("{name:?}")), "{error}");
+        assert!(error.to_string().contains("gemma4_text"), "known types are listed: {error}");
     }
     let mut config = config_of("moe");
     config.as_object_mut().unwrap().remove("model_type");
-    config["architectures"] = json!(["LlamaForCausalLM"]);
+    config["architectures"] = json!(["GPT2LMHeadModel"]);
     let error = Config::parse(&config).unwrap_err();
-    assert!(error.to_string().contains("LlamaForCausalLM"), "{error}");
+    assert!(error.to_string().contains("GPT2LMHeadModel"), "{error}");
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{VARIANTS, exact, floats, golden, ids, max_difference};
+use common::{FAMILIES, VARIANTS, exact, floats, golden, ids, max_difference};
 use kvant::{Device, Sequence};
 use kvant_models::{
     Logits, Model, PoolOptions,
@@ -69,6 +69,20 @@ fn check_batches(model: &Model, variant: &str, tokens: &[u32], expected: &[f32])
 }
 
 #[test]
+fn every_family_matches_on_the_cpu() {
+    for variant in FAMILIES {
+        check(&Model::load(&golden(variant), &Device::cpu()).unwrap(), variant);
+    }
+}
+
+#[test]
+fn every_family_matches_on_the_reference_device() {
+    for variant in FAMILIES {
+        check(&Model::load(&golden(variant), &Device::reference()).unwrap(), variant);
+    }
+}
+
+#[test]
 fn every_variant_matches_on_the_cpu() {
     for variant in VARIANTS {
         check(&Model::load(&golden(variant), &Device::cpu()).unwrap(), variant);
@@ -94,7 +108,7 @@ fn both_forms_of_head_sizes_are_the_same_model() {
         std::fs::copy(golden(variant).join("config.per_layer.json"), dir.path().join("config.json")).unwrap();
         let (old, new) =
             (Model::load(&golden(variant), &Device::cpu()).unwrap(), Model::load(dir.path(), &Device::cpu()).unwrap());
-        assert_eq!(old.config().layers, new.config().layers);
+        assert_eq!(old.decoder(), new.decoder());
         check(&new, variant);
     }
 }
@@ -121,17 +135,18 @@ fn a_token_reads_a_part_of_the_weights() {
             infos.map(|info| (info.end - info.start) as usize).sum()
         };
         let mut expected = model.weight_bytes();
-        if let Some(moe) = model.config().moe {
+        let decoder = model.decoder();
+        if let Some(moe) = decoder.blocks[0].feed_forward.moe() {
             let experts = bytes_of("experts.");
             assert!(experts > 0 && moe.top_k < moe.experts);
             expected -= experts / moe.experts * (moe.experts - moe.top_k);
         }
-        if let Some(table) = model.config().per_layer_input {
+        if let Some(table) = decoder.per_layer_input {
             let bytes = bytes_of("embed_tokens_per_layer");
             assert!(bytes > 0);
             expected -= bytes / table.vocab_size * (table.vocab_size - 1);
         }
-        if !model.config().tie_word_embeddings {
+        if !decoder.tied_output {
             expected -= bytes_of("embed_tokens.") / model.vocab_size() * (model.vocab_size() - 1);
         }
         assert_eq!(model.weight_bytes_per_token(), expected, "{variant}");

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{VARIANTS, exact, floats, golden, ids, max_difference, shipped};
+use common::{FAMILIES, VARIANTS, exact, floats, golden, ids, max_difference, shipped};
 use kvant::{Codec, Device, DeviceKind};
 use kvant_models::{Decoder, Logits, Model, PoolOptions, Sampling};
 
@@ -51,7 +51,7 @@ fn msl(build: kvant_msl::Build, schedule: kvant_msl::Schedule) -> Device {
 #[test]
 fn every_variant_matches() {
     for (device, most) in gpus() {
-        for variant in VARIANTS {
+        for variant in VARIANTS.into_iter().chain(FAMILIES) {
             let file = golden(variant).join("logits.safetensors");
             let (mut tokens, expected) = (ids(&file, "tokens"), floats(&file, "logits"));
             tokens.truncate(most);

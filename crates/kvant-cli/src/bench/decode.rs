@@ -67,10 +67,11 @@ fn measure(model: &Model, kv: Kv, context: usize, budget: Duration) -> Result<Me
         decoder.feed(&[0])?;
         Ok(decoder.truncate(past)?)
     })?;
-    let read = |layer: &kvant_models::LayerConfig| {
-        let vector = kv.k.bytes_per_vector(layer.head_dim) + kv.v.bytes_per_vector(layer.head_dim);
-        context.min(layer.window.unwrap_or(usize::MAX)) * layer.kv_heads * vector
+    let read = |block: &kvant_models::BlockSpec| {
+        let attention = &block.attention;
+        let vector = kv.k.bytes_per_vector(attention.head_dim) + kv.v.bytes_per_vector(attention.head_dim);
+        context.min(attention.window.unwrap_or(usize::MAX)) * attention.kv_heads * vector
     };
-    let bytes = model.weight_bytes_per_token() + model.config().layers.iter().map(read).sum::<usize>();
+    let bytes = model.weight_bytes_per_token() + model.decoder().blocks.iter().map(read).sum::<usize>();
     Ok(Measured { timing, bytes })
 }

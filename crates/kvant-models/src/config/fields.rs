@@ -7,14 +7,14 @@ use serde_json::{Map, Value};
 use crate::{Error, Result};
 
 /// A JSON object and its path in the file.
-#[derive(Clone)]
-pub(super) struct Fields<'a> {
+#[derive(Clone, Debug)]
+pub(crate) struct Fields<'a> {
     map: &'a Map<String, Value>,
     path: String,
 }
 
 impl<'a> Fields<'a> {
-    pub(super) fn new(json: &'a Value) -> Result<Fields<'a>> {
+    pub(crate) fn new(json: &'a Value) -> Result<Fields<'a>> {
         let map = json.as_object().ok_or_else(|| Error::Config {
             key: "(file)".to_string(),
             expected: "a JSON object".to_string(),
@@ -23,15 +23,15 @@ impl<'a> Fields<'a> {
         Ok(Fields { map, path: String::new() })
     }
 
-    pub(super) fn get(&self, key: &str) -> Option<&'a Value> {
+    pub(crate) fn get(&self, key: &str) -> Option<&'a Value> {
         self.map.get(key)
     }
 
-    pub(super) fn keys(&self) -> impl Iterator<Item = &'a str> {
+    pub(crate) fn keys(&self) -> impl Iterator<Item = &'a str> {
         self.map.keys().map(String::as_str)
     }
 
-    pub(super) fn error(&self, key: &str, expected: impl Display, got: impl Display) -> Error {
+    pub(crate) fn error(&self, key: &str, expected: impl Display, got: impl Display) -> Error {
         let mut got = got.to_string();
         // Values in malicious files can be long.
         if let Some((end, _)) = got.char_indices().nth(80) {
@@ -41,7 +41,7 @@ impl<'a> Fields<'a> {
         Error::Config { key: format!("{}{key}", self.path), expected: expected.to_string(), got }
     }
 
-    pub(super) fn missing(&self, key: &str, expected: impl Display) -> Error {
+    pub(crate) fn missing(&self, key: &str, expected: impl Display) -> Error {
         self.error(key, expected, "nothing")
     }
 
@@ -51,14 +51,14 @@ impl<'a> Fields<'a> {
     }
 
     /// A nested object; `None` if it is absent or null.
-    pub(super) fn object(&self, key: &str) -> Result<Option<Fields<'a>>> {
+    pub(crate) fn object(&self, key: &str) -> Result<Option<Fields<'a>>> {
         let Some(value) = self.present(key) else { return Ok(None) };
         let map = value.as_object().ok_or_else(|| self.error(key, "an object", shown(value)))?;
         Ok(Some(Fields { map, path: format!("{}{key}.", self.path) }))
     }
 
     /// The first of these objects that exists.
-    pub(super) fn first_of(&self, keys: &[&str]) -> Result<Option<Fields<'a>>> {
+    pub(crate) fn first_of(&self, keys: &[&str]) -> Result<Option<Fields<'a>>> {
         for key in keys {
             if let Some(fields) = self.object(key)? {
                 return Ok(Some(fields));
@@ -67,12 +67,12 @@ impl<'a> Fields<'a> {
         Ok(None)
     }
 
-    pub(super) fn string(&self, key: &str) -> Result<Option<&'a str>> {
+    pub(crate) fn string(&self, key: &str) -> Result<Option<&'a str>> {
         let Some(value) = self.present(key) else { return Ok(None) };
         value.as_str().map(Some).ok_or_else(|| self.error(key, "a string", shown(value)))
     }
 
-    pub(super) fn bool_or_null(&self, key: &str) -> Result<Option<bool>> {
+    pub(crate) fn bool_or_null(&self, key: &str) -> Result<Option<bool>> {
         let Some(value) = self.present(key) else { return Ok(None) };
         value.as_bool().map(Some).ok_or_else(|| self.error(key, "true or false", shown(value)))
     }
@@ -87,29 +87,29 @@ impl<'a> Fields<'a> {
     }
 
     /// A number from 1 to `most`. Without a default, it must exist.
-    pub(super) fn size(&self, key: &str, default: Option<usize>, most: usize) -> Result<usize> {
+    pub(crate) fn size(&self, key: &str, default: Option<usize>, most: usize) -> Result<usize> {
         let found = self.whole(key, 1, most)?.or(default);
         found.ok_or_else(|| self.missing(key, format_args!("a whole number from 1 to {most}")))
     }
 
     /// A number from 1 to `most`; `None` if it is absent or null.
-    pub(super) fn size_or_null(&self, key: &str, most: usize) -> Result<Option<usize>> {
+    pub(crate) fn size_or_null(&self, key: &str, most: usize) -> Result<Option<usize>> {
         self.whole(key, 1, most)
     }
 
     /// A number from 0 to `most`. Without a default, it must exist.
-    pub(super) fn count(&self, key: &str, default: Option<usize>, most: usize) -> Result<usize> {
+    pub(crate) fn count(&self, key: &str, default: Option<usize>, most: usize) -> Result<usize> {
         let found = self.whole(key, 0, most)?.or(default);
         found.ok_or_else(|| self.missing(key, format_args!("a whole number from 0 to {most}")))
     }
 
-    pub(super) fn float_or_null(&self, key: &str, expected: &str, ok: impl Fn(f64) -> bool) -> Result<Option<f64>> {
+    pub(crate) fn float_or_null(&self, key: &str, expected: &str, ok: impl Fn(f64) -> bool) -> Result<Option<f64>> {
         let Some(value) = self.present(key) else { return Ok(None) };
         let number = value.as_f64().filter(|&x| x.is_finite() && ok(x));
         number.map(Some).ok_or_else(|| self.error(key, expected, shown(value)))
     }
 
-    pub(super) fn float(
+    pub(crate) fn float(
         &self,
         key: &str,
         default: Option<f64>,
@@ -119,8 +119,22 @@ impl<'a> Fields<'a> {
         self.float_or_null(key, expected, ok)?.or(default).ok_or_else(|| self.missing(key, expected))
     }
 
+    /// An array of numbers below `limit`; none if the key is absent or null.
+    pub(crate) fn indices(&self, key: &str, limit: usize) -> Result<Vec<usize>> {
+        let expected = format_args!("an array of whole numbers below {limit}");
+        let index = |value: &Value| {
+            let index = value.as_u64().and_then(|n| usize::try_from(n).ok()).filter(|&n| n < limit);
+            index.ok_or_else(|| self.error(key, expected, shown(value)))
+        };
+        match self.present(key) {
+            None => Ok(Vec::new()),
+            Some(Value::Array(values)) => values.iter().map(index).collect(),
+            Some(value) => Err(self.error(key, expected, shown(value))),
+        }
+    }
+
     /// One or several token ids; none if the key is absent or null.
-    pub(super) fn token_ids(&self, key: &str) -> Result<Vec<u32>> {
+    pub(crate) fn token_ids(&self, key: &str) -> Result<Vec<u32>> {
         let id = |value: &Value| {
             let id = value.as_u64().and_then(|id| u32::try_from(id).ok());
             id.ok_or_else(|| self.error(key, "a token id or an array of them", shown(value)))

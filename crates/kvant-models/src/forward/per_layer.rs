@@ -1,31 +1,30 @@
-//! Per-layer inputs: every token has P additional inputs for each layer.
+//! Per-layer inputs: every token has P additional inputs for each block.
 //!
-//! input\[l\] = (table\[id\]\[l\] · √P + norm(projection(embedding) · hidden^-½)\[l\]) · 2^-½, computed once per
-//! pass.
+//! input\[l\] = (table\[id\]\[l\] · √P + norm(projection(embedding) · H^-½)\[l\]) · 2^-½, computed once per pass.
 
-use kvant::ops::{self, Columns, Embed, Linear, Residual, RmsNorm};
+use kvant::ops::{self, Activation, Columns, Embed, Linear, Residual, RmsNorm};
 
-use super::Pass;
+use super::{Pass, rounded};
 use crate::{Result, weights::LayerInputWeights};
 
 impl Pass<'_> {
-    /// Computes the inputs of all layers, if the model has them. `h` is still the scaled embedding.
+    /// Computes the inputs of all blocks, if the model has them. `h` is still the scaled embedding.
     pub(super) fn per_layer_inputs(&mut self) -> Result<()> {
-        let config = &self.model.config;
-        let (Some(weights), Some(own), Some(ple)) =
-            (&self.model.weights.per_layer, &self.views.per_layer, config.per_layer_input)
+        let spec = self.network.spec();
+        let (Some(weights), Some(own), Some(inputs)) =
+            (&self.network.weights.per_layer, &self.views.per_layer, spec.per_layer_input)
         else {
             return Ok(());
         };
-        let scale = (ple.size as f32).sqrt();
+        let scale = rounded((inputs.size as f32).sqrt(), self.network.activations);
         let out = &own.embedded[0];
         ops::embed(self.enc, &Embed::new(weights.embed.weight(), &self.views.ids, out).scale(scale))?;
-        let alpha = (config.hidden_size as f32).sqrt().recip();
+        let alpha = (spec.hidden_size as f32).sqrt().recip();
         let (x, weight) = (&self.views.h, weights.projection.weight());
         ops::linear(self.enc, &Linear::new(x, weight, &own.input[0]).alpha(alpha))?;
         ops::rms_norm(
             self.enc,
-            &RmsNorm::new(&own.input[1], config.rms_norm_eps, &own.input[1])
+            &RmsNorm::new(&own.input[1], spec.norm_eps, &own.input[1])
                 .weight(Some(&weights.norm))
                 .residual(Residual::After(&own.embedded[1]))
                 .scale(std::f32::consts::FRAC_1_SQRT_2),
@@ -33,15 +32,15 @@ impl Pass<'_> {
         Ok(())
     }
 
-    /// h = scale · (h + norm(projection(gelu(gate(h)) · input of layer l))).
+    /// h = scale · (h + norm(projection(gelu(gate(h)) · input of block l))).
     pub(super) fn add_layer_input(&mut self, l: usize, weights: &LayerInputWeights, scale: f32) -> Result<()> {
         let views = self.views;
         let own = views.per_layer.as_ref().expect("a model with these weights has these views");
         self.linear(&views.h, &weights.gate, &own.gate)?;
         let size = own.gate.shape()[1];
         let input = Columns { tensor: &own.input[0], start: l * size };
-        self.gelu_gate(Columns::from(&own.gate), input, &own.gate)?;
-        self.linear(&own.gate, &weights.projection, &views.y)?;
+        self.gate(Columns::from(&own.gate), input, Activation::GeluTanh, &own.gate)?;
+        self.linear(&own.gate, &weights.output, &views.y)?;
         self.add_normed(&views.y, &weights.norm, scale)
     }
 }

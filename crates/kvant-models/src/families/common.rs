@@ -1,0 +1,199 @@
+//! Keys that most families share.
+
+use std::fmt::Display;
+
+use kvant::ops::{Activation, PairLayout, attend::HEAD_DIMS};
+
+use super::rope::Scaling;
+use crate::{
+    Result,
+    config::fields::Fields,
+    spec::{AttentionSpec, BlockSpec, DecoderSpec, DenseSpec, FeedForwardSpec, KeysValues, RopeSpec},
+};
+
+// Limits of a configuration: several times the size of existing models, and small enough that no product of two
+// overflows.
+pub(super) const MAX_WIDTH: usize = 1 << 18;
+pub(super) const MAX_LAYERS: usize = 1024;
+pub(super) const MAX_HEADS: usize = 1024;
+pub(super) const MAX_VOCAB: usize = 1 << 24;
+pub(super) const MAX_EXPERTS: usize = 4096;
+pub(super) const MAX_POSITIONS: usize = u32::MAX as usize;
+
+/// A `config.json` whose type is known.
+#[derive(Debug)]
+pub(crate) struct ConfigJson<'a> {
+    /// The `model_type` of the text model.
+    pub model_type: String,
+    /// The keys of the text model.
+    pub text: Fields<'a>,
+    /// The whole file: the same, unless the text model is in `text_config`.
+    pub outer: Fields<'a>,
+}
+
+/// The kind of a layer's attention.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    Sliding,
+    Full,
+}
+
+impl Kind {
+    pub(super) const fn name(self) -> &'static str {
+        match self {
+            Kind::Sliding => "sliding_attention",
+            Kind::Full => "full_attention",
+        }
+    }
+}
+
+impl ConfigJson<'_> {
+    pub(super) fn vocab_size(&self, default: Option<usize>) -> Result<usize> {
+        match self.text.size_or_null("vocab_size", MAX_VOCAB)? {
+            Some(vocab_size) => Ok(vocab_size),
+            None => self.outer.size("vocab_size", default, MAX_VOCAB),
+        }
+    }
+
+    pub(super) fn layers(&self) -> Result<usize> {
+        self.text.size("num_hidden_layers", None, MAX_LAYERS)
+    }
+
+    pub(super) fn norm_eps(&self) -> Result<f32> {
+        let expected = "a small number, 0 or more";
+        let eps = self.text.float("rms_norm_eps", Some(1e-6), expected, |eps| (0.0..1.0).contains(&eps))?;
+        Ok(eps as f32)
+    }
+
+    /// The cap of c·tanh(x/c).
+    pub(super) fn softcap(&self, key: &str) -> Result<Option<f32>> {
+        let fits = |c: f64| c as f32 >= f32::MIN_POSITIVE && c < 1e6;
+        Ok(self.text.float_or_null(key, "at least 1.2e-38", fits)?.map(|c| c as f32))
+    }
+
+    /// Transformers reads the outer of two keys, MLX the inner one: they must agree.
+    pub(super) fn tied_output(&self, default: bool) -> Result<bool> {
+        const KEY: &str = "tie_word_embeddings";
+        match (self.text.bool_or_null(KEY)?, self.outer.bool_or_null(KEY)?) {
+            (Some(inner), Some(tie)) if inner != tie => {
+                Err(self.outer.error(KEY, format_args!("the same as in text_config, {inner}"), tie))
+            }
+            (inner, tie) => Ok(inner.or(tie).unwrap_or(default)),
+        }
+    }
+
+    /// Rejects switches that would change the arithmetic in ways that are not implemented.
+    pub(super) fn refuse_true(&self, keys: &[&str]) -> Result<()> {
+        match keys
+            .iter()
+            .find_map(|key| self.text.bool_or_null(key).map(|on| (on == Some(true)).then_some(key)).transpose())
+        {
+            Some(key) => Err(self.text.error(key?, "false", "true")),
+            None => Ok(()),
+        }
+    }
+
+    pub(super) fn activation(&self, key: &str, default: &str) -> Result<Activation> {
+        match self.text.string(key)?.unwrap_or(default) {
+            "silu" | "swish" => Ok(Activation::Silu),
+            "gelu_pytorch_tanh" => Ok(Activation::GeluTanh),
+            other => Err(self.text.error(key, "\"silu\" or \"gelu_pytorch_tanh\"", format_args!("{other:?}"))),
+        }
+    }
+
+    /// The gated MLP of `intermediate_size`.
+    pub(super) fn dense(&self) -> Result<FeedForwardSpec> {
+        let width = self.text.size("intermediate_size", None, MAX_WIDTH)?;
+        Ok(FeedForwardSpec::Dense(DenseSpec { width, activation: self.activation("hidden_act", "silu")? }))
+    }
+
+    /// Attention to all positions with a scale of D^-½, as Llama's. `head_dim` is the default; without one it is
+    /// hidden_size / num_attention_heads.
+    pub(super) fn attention(&self, head_dim: Option<usize>, scaling: &Scaling) -> Result<AttentionSpec> {
+        let heads = self.text.size("num_attention_heads", None, MAX_HEADS)?;
+        let hidden = self.text.size("hidden_size", None, MAX_WIDTH)?;
+        let head_dim = self.text.size_or_null("head_dim", MAX_WIDTH)?.or(head_dim).unwrap_or(hidden / heads);
+        let kv_heads = self.text.size_or_null("num_key_value_heads", MAX_HEADS)?.unwrap_or(heads);
+        self.check_heads(heads, kv_heads, head_dim, "every layer")?;
+        Ok(AttentionSpec {
+            heads,
+            kv_heads,
+            head_dim,
+            window: None,
+            rope: RopeSpec {
+                theta: scaling.theta(),
+                rotated_pairs: head_dim / 2,
+                layout: PairLayout::Halves,
+                factors: scaling.factors(head_dim),
+            },
+            // Both queries and keys have the factor of cosines and sines.
+            scale: ((head_dim as f64).powf(-0.5) * scaling.attention_factor().powi(2)) as f32,
+            softcap: None,
+            qk_norm: false,
+            v_norm: false,
+            keys_values: KeysValues::Own,
+        })
+    }
+
+    /// `layer` is for the message.
+    pub(super) fn check_heads(
+        &self,
+        heads: usize,
+        kv_heads: usize,
+        head_dim: usize,
+        layer: impl Display,
+    ) -> Result<()> {
+        if !heads.is_multiple_of(kv_heads) {
+            let expected = format_args!("a multiple of the {kv_heads} KV heads of {layer}");
+            return Err(self.text.error("num_attention_heads", expected, heads));
+        }
+        if !HEAD_DIMS.contains(&head_dim) {
+            return Err(self.text.error("head_dim", format_args!("64, 128, 256 or 512 ({layer})"), head_dim));
+        }
+        Ok(())
+    }
+
+    /// A decoder of blocks with norms before their halves alone, as Llama's.
+    pub(super) fn pre_norm(
+        &self,
+        block: impl Fn(usize) -> Result<(AttentionSpec, FeedForwardSpec)>,
+    ) -> Result<DecoderSpec> {
+        let blocks = (0..self.layers()?).map(|l| {
+            let (attention, feed_forward) = block(l)?;
+            Ok(BlockSpec { attention, feed_forward, post_norms: false, scalar: false })
+        });
+        Ok(DecoderSpec {
+            hidden_size: self.text.size("hidden_size", None, MAX_WIDTH)?,
+            vocab_size: self.vocab_size(None)?,
+            embedding_scale: 1.0,
+            per_layer_input: None,
+            blocks: blocks.collect::<Result<_>>()?,
+            norm_eps: self.norm_eps()?,
+            norm_offset: 0.0,
+            final_softcap: None,
+            tied_output: self.tied_output(false)?,
+        })
+    }
+
+    /// The kinds that `layer_types` names.
+    pub(super) fn layer_types(&self, count: usize) -> Result<Option<Vec<Kind>>> {
+        let names = match self.text.get("layer_types") {
+            None | Some(serde_json::Value::Null) => return Ok(None),
+            Some(serde_json::Value::Array(names)) => names,
+            Some(other) => return Err(self.text.error("layer_types", "an array", other)),
+        };
+        if names.len() != count {
+            let expected = format_args!("{count} names, like num_hidden_layers");
+            return Err(self.text.error("layer_types", expected, names.len()));
+        }
+        let kind = |(l, name): (usize, &serde_json::Value)| match name.as_str() {
+            Some("sliding_attention") => Ok(Kind::Sliding),
+            Some("full_attention") => Ok(Kind::Full),
+            _ => {
+                let key = format!("layer_types[{l}]");
+                Err(self.text.error(&key, "\"sliding_attention\" or \"full_attention\"", name))
+            }
+        };
+        names.iter().enumerate().map(kind).collect::<Result<Vec<_>>>().map(Some)
+    }
+}

@@ -1,0 +1,30 @@
+//! Llama 2 and 3, and Mistral: norms before both halves, grouped queries, a gated SiLU MLP. Mistral may have a window.
+
+use super::{
+    Family, PRE_NORM,
+    common::{ConfigJson, MAX_POSITIONS},
+    rope::Scaling,
+};
+use crate::{Result, spec::DecoderSpec};
+
+pub(super) static FAMILY: Family = Family {
+    name: "llama",
+    model_types: &["llama", "mistral"],
+    wrappers: &[],
+    architectures: &[("LlamaForCausalLM", "llama"), ("MistralForCausalLM", "mistral")],
+    describe,
+    names: &[PRE_NORM],
+    experts: &[],
+};
+
+fn describe(json: &ConfigJson) -> Result<DecoderSpec> {
+    json.refuse_true(&["attention_bias", "mlp_bias"])?;
+    let scaling = Scaling::parse(&json.text, 1e4)?;
+    let mut attention = json.attention(None, &scaling)?;
+    if json.model_type == "mistral" {
+        // Null means no window; files of the first version, which has one, may lack the key.
+        let default = json.text.get("sliding_window").is_none().then_some(4096);
+        attention.window = json.text.size_or_null("sliding_window", MAX_POSITIONS)?.or(default);
+    }
+    json.pre_norm(|_| Ok((attention.clone(), json.dense()?)))
+}

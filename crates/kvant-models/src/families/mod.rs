@@ -1,0 +1,141 @@
+//! The families of models: each turns its `config.json` into a description of its decoder, and names its tensors.
+//!
+//! # Add a family
+//!
+//! 1. Write `families/NAME.rs` with a [`Family`], and add it to [`FAMILIES`].
+//! 2. `describe` reads the keys. A key that the family has must be read: a value that would change the arithmetic in
+//!    ways that the description cannot express is an error that names the key. Unknown keys are ignored.
+//! 3. `names` is the family's table of tensors, followed by the tables that complete it.
+//! 4. Add a golden checkpoint (`tools/golden_families.py`), and its name to the tests' list.
+//!
+//! [`common`] has the keys that most families share, [`rope`] the scalings of rotary embeddings.
+
+mod common;
+mod gemma3;
+mod gemma4;
+mod llama;
+mod qwen3;
+mod rope;
+
+use serde_json::Value;
+
+use crate::{
+    Config, Error, Result,
+    config::{fields::Fields, once_each},
+    source::Part,
+    spec::DecoderSpec,
+};
+use common::{ConfigJson, MAX_POSITIONS};
+
+/// A family of models.
+#[derive(Debug)]
+pub(crate) struct Family {
+    pub name: &'static str,
+    /// The `model_type` of its text models.
+    pub model_types: &'static [&'static str],
+    /// The `model_type` of models whose text model is in `text_config`, with that model's type if it has none.
+    pub wrappers: &'static [(&'static str, &'static str)],
+    /// The entries of `architectures`, for files without `model_type`, with the type that they stand for.
+    pub architectures: &'static [(&'static str, &'static str)],
+    pub describe: fn(&ConfigJson) -> Result<DecoderSpec>,
+    /// The names of a block's tensors after `layers.N.`; the first table that has a part counts.
+    pub names: &'static [Names],
+    /// The names of experts in each layout that files have. `{}` is the number of an expert.
+    pub experts: &'static [Names],
+}
+
+/// A table of tensor names.
+pub(crate) type Names = &'static [(Part, &'static str)];
+
+static FAMILIES: [&Family; 4] = [&gemma3::FAMILY, &gemma4::FAMILY, &llama::FAMILY, &qwen3::FAMILY];
+
+/// The names of a block whose norms precede its halves (Llama, Qwen).
+const PRE_NORM: Names = &[
+    (Part::AttentionNorm, "input_layernorm.weight"),
+    (Part::Query, "self_attn.q_proj.weight"),
+    (Part::Key, "self_attn.k_proj.weight"),
+    (Part::Value, "self_attn.v_proj.weight"),
+    (Part::QueryNorm, "self_attn.q_norm.weight"),
+    (Part::KeyNorm, "self_attn.k_norm.weight"),
+    (Part::AttentionOutput, "self_attn.o_proj.weight"),
+    (Part::FeedForwardNorm, "post_attention_layernorm.weight"),
+    (Part::Gate, "mlp.gate_proj.weight"),
+    (Part::Up, "mlp.up_proj.weight"),
+    (Part::Down, "mlp.down_proj.weight"),
+];
+
+/// The names that differ from [`PRE_NORM`] in blocks that also norm the outputs of their halves (Gemma).
+const SANDWICH: Names = &[
+    (Part::AttentionPostNorm, "post_attention_layernorm.weight"),
+    (Part::FeedForwardNorm, "pre_feedforward_layernorm.weight"),
+    (Part::FeedForwardPostNorm, "post_feedforward_layernorm.weight"),
+];
+
+/// The family of a [`Config`].
+pub(crate) fn named(name: &str) -> Result<&'static Family> {
+    FAMILIES.into_iter().find(|family| family.name == name).ok_or_else(|| unsupported(format!("family {name:?}")))
+}
+
+/// Checks a parsed `config.json`.
+pub(crate) fn parse(json: &Value) -> Result<Config> {
+    let outer = Fields::new(json)?;
+    let mut text = outer.clone();
+    let mut model_type = type_of(&outer)?;
+    let wrappers = || FAMILIES.iter().flat_map(|family| family.wrappers);
+    if let Some((_, inner)) = wrappers().find(|(wrapper, _)| *wrapper == model_type) {
+        text = outer.object("text_config")?.ok_or_else(|| outer.missing("text_config", "an object"))?;
+        let named = ["model_type", "architectures"].iter().any(|key| text.get(key).is_some());
+        model_type = if named { type_of(&text)? } else { (*inner).to_string() };
+    }
+    let family = FAMILIES.into_iter().find(|family| family.model_types.contains(&model_type.as_str()));
+    let family = family.ok_or_else(|| unsupported(format!("model_type {model_type:?}")))?;
+    let json = ConfigJson { model_type, text, outer };
+    let decoder = (family.describe)(&json)?;
+    decoder.check()?;
+    let ConfigJson { text, outer, .. } = &json;
+    Ok(Config {
+        family: family.name,
+        decoder,
+        max_position_embeddings: text.size_or_null("max_position_embeddings", MAX_POSITIONS)?,
+        bos_token_id: match text.token_ids("bos_token_id")?.first() {
+            Some(&id) => Some(id),
+            None => outer.token_ids("bos_token_id")?.first().copied(),
+        },
+        eos_token_ids: {
+            let mut ids = outer.token_ids("eos_token_id")?;
+            ids.extend(text.token_ids("eos_token_id")?);
+            once_each(ids)
+        },
+    })
+}
+
+/// The `model_type`, or for files without one the type of their `architectures` entry.
+fn type_of(fields: &Fields) -> Result<String> {
+    if let Some(name) = fields.string("model_type")? {
+        return Ok(name.to_string());
+    }
+    let Some(name) = fields.get("architectures").and_then(|names| names.get(0)).and_then(Value::as_str) else {
+        return Err(fields.missing("model_type", format_args!("one of {}", known_types())));
+    };
+    let mut known = FAMILIES.iter().flat_map(|family| family.architectures);
+    match known.find(|(architecture, _)| *architecture == name) {
+        Some((_, model_type)) => Ok((*model_type).to_string()),
+        None => Err(unsupported(format!("architecture {name:?}"))),
+    }
+}
+
+fn unsupported(what: String) -> Error {
+    Error::Unsupported { what, reason: format!("kvant-models runs the text models of model_type {}", known_types()) }
+}
+
+/// Every `model_type`, for messages.
+fn known_types() -> String {
+    let types = |family: &&'static Family| {
+        let wrappers = family.wrappers.iter().map(|(wrapper, _)| *wrapper);
+        family.model_types.iter().copied().chain(wrappers).collect::<Vec<_>>()
+    };
+    let mut types: Vec<&str> = FAMILIES.iter().flat_map(types).collect();
+    types.sort_unstable();
+    types.dedup();
+    types.join(", ")
+}

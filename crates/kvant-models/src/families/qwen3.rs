@@ -1,0 +1,93 @@
+//! Qwen 3, dense and with experts: as Llama, with norms of queries and keys.
+
+use super::{
+    Family, Names, PRE_NORM,
+    common::{ConfigJson, MAX_EXPERTS, MAX_LAYERS, MAX_POSITIONS, MAX_WIDTH},
+    rope::Scaling,
+};
+use crate::{
+    Result,
+    source::Part,
+    spec::{DecoderSpec, FeedForwardSpec, MoeSpec, RouterSpec},
+};
+
+pub(super) static FAMILY: Family = Family {
+    name: "qwen3",
+    model_types: &["qwen3", "qwen3_moe"],
+    wrappers: &[],
+    architectures: &[("Qwen3ForCausalLM", "qwen3"), ("Qwen3MoeForCausalLM", "qwen3_moe")],
+    describe,
+    names: &[ROUTER, PRE_NORM],
+    experts: &[
+        &[
+            (Part::ExpertGate, "mlp.experts.{}.gate_proj.weight"),
+            (Part::ExpertUp, "mlp.experts.{}.up_proj.weight"),
+            (Part::ExpertDown, "mlp.experts.{}.down_proj.weight"),
+        ],
+        // MLX.
+        &[
+            (Part::ExpertGate, "mlp.switch_mlp.gate_proj.weight"),
+            (Part::ExpertUp, "mlp.switch_mlp.up_proj.weight"),
+            (Part::ExpertDown, "mlp.switch_mlp.down_proj.weight"),
+        ],
+    ],
+};
+
+const ROUTER: Names = &[(Part::Router, "mlp.gate.weight")];
+
+fn describe(json: &ConfigJson) -> Result<DecoderSpec> {
+    json.refuse_true(&["attention_bias"])?;
+    let text = &json.text;
+    let scaling = Scaling::parse(text, 1e4)?;
+    let mut attention = json.attention(Some(128), &scaling)?;
+    attention.qk_norm = true;
+    let count = json.layers()?;
+    // Without `use_sliding_window`, the width of the window has no effect.
+    let windows = text.bool_or_null("use_sliding_window")? == Some(true);
+    let window = if windows { text.size_or_null("sliding_window", MAX_POSITIONS)? } else { None };
+    let full = text.count("max_window_layers", Some(28), MAX_LAYERS)?;
+    let experts = if json.model_type == "qwen3_moe" { Some(Experts::parse(json, count)?) } else { None };
+    json.pre_norm(|l| {
+        let mut attention = attention.clone();
+        attention.window = window.filter(|_| l >= full);
+        let feed_forward = match &experts {
+            Some(experts) if experts.has(l) => FeedForwardSpec::Moe(experts.spec),
+            _ => json.dense()?,
+        };
+        Ok((attention, feed_forward))
+    })
+}
+
+/// The layers with experts, which are all alike.
+struct Experts {
+    spec: MoeSpec,
+    /// Every so many layers have experts.
+    step: usize,
+    /// These do not.
+    dense: Vec<usize>,
+}
+
+impl Experts {
+    fn parse(json: &ConfigJson, layers: usize) -> Result<Experts> {
+        let text = &json.text;
+        let experts = text.size("num_experts", Some(128), MAX_EXPERTS)?;
+        let top_k = text.size("num_experts_per_tok", Some(8), experts)?;
+        // The default of transformers is false; released files say true.
+        if top_k > 1 && text.bool_or_null("norm_topk_prob")? != Some(true) {
+            return Err(text.error("norm_topk_prob", "true", "false, or nothing"));
+        }
+        let spec = MoeSpec {
+            experts,
+            top_k,
+            width: text.size("moe_intermediate_size", Some(768), MAX_WIDTH)?,
+            activation: json.activation("hidden_act", "silu")?,
+            router: RouterSpec::Plain,
+        };
+        let dense = text.indices("mlp_only_layers", layers)?;
+        Ok(Experts { spec, step: text.size("decoder_sparse_step", Some(1), MAX_LAYERS)?, dense })
+    }
+
+    fn has(&self, layer: usize) -> bool {
+        (layer + 1).is_multiple_of(self.step) && !self.dense.contains(&layer)
+    }
+}

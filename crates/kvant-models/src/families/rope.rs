@@ -1,0 +1,185 @@
+//! Scalings of rotary embeddings: linear, llama3 and YaRN, as factors of the frequencies.
+
+use std::f64::consts::PI;
+
+use super::common::MAX_POSITIONS;
+use crate::{Result, config::fields::Fields};
+
+/// A base with a scaling.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Scaling {
+    theta: f64,
+    kind: ScalingKind,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum ScalingKind {
+    None,
+    /// Divides every frequency.
+    Linear(f64),
+    Llama3 {
+        factor: f64,
+        low_freq_factor: f64,
+        high_freq_factor: f64,
+        original: f64,
+    },
+    Yarn {
+        factor: f64,
+        beta_fast: f64,
+        beta_slow: f64,
+        original: f64,
+        /// Whether the ends of the ramp are whole numbers.
+        truncate: bool,
+        attention_factor: f64,
+    },
+}
+
+const FACTOR: &str = "a number from 1e-3 to 1e6";
+
+impl Scaling {
+    /// Reads `rope_theta` and `rope_scaling`, or the `rope_parameters` of newer files, which have both.
+    pub(super) fn parse(text: &Fields, theta: f64) -> Result<Scaling> {
+        let parameters = text.object("rope_parameters")?;
+        let scaling = text.object("rope_scaling")?;
+        let mut base = theta_of(text, Some(theta))?;
+        if let Some(parameters) = &parameters {
+            base = theta_of(parameters, Some(base))?;
+        }
+        match scaling.or(parameters) {
+            Some(fields) => Scaling::of(&fields, text, theta_of(&fields, Some(base))?),
+            None => Ok(Scaling { theta: base, kind: ScalingKind::None }),
+        }
+    }
+
+    /// Reads an object with `rope_type` and its parameters. `text` has the context length.
+    pub(super) fn of(fields: &Fields, text: &Fields, theta: f64) -> Result<Scaling> {
+        for fields in [fields, text] {
+            fields.float("partial_rotary_factor", Some(1.0), "absent or 1", |part| part == 1.0)?;
+        }
+        let factor = || fields.float("factor", None, FACTOR, |f| (1e-3..=1e6).contains(&f));
+        let kind = match type_of(fields)? {
+            "default" => ScalingKind::None,
+            "linear" => ScalingKind::Linear(factor()?),
+            "llama3" => llama3(fields, factor()?, original(fields, text)?)?,
+            "yarn" => yarn(fields, factor()?, original(fields, text)?)?,
+            other => {
+                let expected = "\"default\", \"linear\", \"llama3\" or \"yarn\"";
+                return Err(fields.error("rope_type", expected, format_args!("{other:?}")));
+            }
+        };
+        Ok(Scaling { theta, kind })
+    }
+
+    /// No scaling.
+    pub(super) fn none(theta: f64) -> Scaling {
+        Scaling { theta, kind: ScalingKind::None }
+    }
+
+    pub(super) fn theta(&self) -> f64 {
+        self.theta
+    }
+
+    /// Multiplies cosines and sines of queries and keys.
+    pub(super) fn attention_factor(&self) -> f64 {
+        match self.kind {
+            ScalingKind::Yarn { attention_factor, .. } => attention_factor,
+            _ => 1.0,
+        }
+    }
+
+    /// The factors that divide the frequencies of a head whose pairs all rotate; `None` if all are 1.
+    pub(super) fn factors(&self, head_dim: usize) -> Option<Vec<f32>> {
+        let pairs = head_dim / 2;
+        let frequency = |i: usize| self.theta.powf(-(i as f64) / pairs as f64);
+        match self.kind {
+            ScalingKind::None => None,
+            ScalingKind::Linear(factor) => Some(vec![factor as f32; pairs]),
+            ScalingKind::Llama3 { factor, low_freq_factor, high_freq_factor, original } => {
+                let of_pair = |i: usize| {
+                    // Rotations within the original context: many stay as they are, few are slowed down.
+                    let rotations = original * frequency(i) / (2.0 * PI);
+                    let smooth = ((rotations - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0.0, 1.0);
+                    (1.0 / ((1.0 - smooth) / factor + smooth)) as f32
+                };
+                Some((0..pairs).map(of_pair).collect())
+            }
+            ScalingKind::Yarn { factor, beta_fast, beta_slow, original, truncate, .. } => {
+                // The pair that rotates so many times within the original context.
+                let pair = |rotations: f64| pairs as f64 * (original / (rotations * 2.0 * PI)).ln() / self.theta.ln();
+                let (mut low, mut high) = (pair(beta_fast), pair(beta_slow));
+                if truncate {
+                    (low, high) = (low.floor(), high.ceil());
+                }
+                (low, high) = (low.max(0.0), high.min(head_dim as f64 - 1.0));
+                if low == high {
+                    high += 0.001;
+                }
+                let of_pair = |i: usize| {
+                    let interpolated = ((i as f64 - low) / (high - low)).clamp(0.0, 1.0);
+                    (1.0 / (interpolated / factor + 1.0 - interpolated)) as f32
+                };
+                Some((0..pairs).map(of_pair).collect())
+            }
+        }
+    }
+}
+
+pub(super) fn theta_of(fields: &Fields, default: Option<f64>) -> Result<f64> {
+    fields.float("rope_theta", default, "a number from 1 to 1e12", |t| (1.0..=1e12).contains(&t))
+}
+
+/// `rope_type`, or the key's old name, which MLX reads first.
+pub(super) fn type_of<'a>(fields: &Fields<'a>) -> Result<&'a str> {
+    let (new, old) = (fields.string("rope_type")?, fields.string("type")?);
+    match (new, old) {
+        (Some(new), Some(old)) if new != old => {
+            let expected = format_args!("absent or the same as rope_type, {new:?}");
+            Err(fields.error("type", expected, format_args!("{old:?}")))
+        }
+        (new, old) => Ok(new.or(old).unwrap_or("default")),
+    }
+}
+
+/// The context length before scaling.
+fn original(fields: &Fields, text: &Fields) -> Result<f64> {
+    const KEY: &str = "original_max_position_embeddings";
+    let own = match fields.size_or_null(KEY, MAX_POSITIONS)? {
+        Some(own) => own,
+        None => match text.size_or_null(KEY, MAX_POSITIONS)? {
+            Some(outer) => outer,
+            None => text
+                .size_or_null("max_position_embeddings", MAX_POSITIONS)?
+                .ok_or_else(|| fields.missing(KEY, "a number of positions"))?,
+        },
+    };
+    Ok(own as f64)
+}
+
+fn llama3(fields: &Fields, factor: f64, original: f64) -> Result<ScalingKind> {
+    let positive = |key: &str| fields.float(key, None, "above 0, at most 1e6", |f| f > 0.0 && f <= 1e6);
+    let (low_freq_factor, high_freq_factor) = (positive("low_freq_factor")?, positive("high_freq_factor")?);
+    if high_freq_factor <= low_freq_factor {
+        let expected = format_args!("above low_freq_factor, {low_freq_factor}");
+        return Err(fields.error("high_freq_factor", expected, high_freq_factor));
+    }
+    Ok(ScalingKind::Llama3 { factor, low_freq_factor, high_freq_factor, original })
+}
+
+fn yarn(fields: &Fields, factor: f64, original: f64) -> Result<ScalingKind> {
+    let positive = |key: &str| fields.float_or_null(key, "above 0, at most 1e6", |f| f > 0.0 && f <= 1e6);
+    let not_negative = |key: &str| fields.float_or_null(key, "from 0 to 1e6", |f| (0.0..=1e6).contains(&f));
+    let (beta_fast, beta_slow) = (positive("beta_fast")?.unwrap_or(32.0), positive("beta_slow")?.unwrap_or(1.0));
+    if beta_fast < beta_slow {
+        return Err(fields.error("beta_fast", format_args!("at least beta_slow, {beta_slow}"), beta_fast));
+    }
+    let mscale = |weight: f64| if factor <= 1.0 { 1.0 } else { 0.1 * weight * factor.ln() + 1.0 };
+    // 0 counts as absent.
+    let weight = |key: &str| not_negative(key).map(|weight| weight.filter(|&weight| weight != 0.0));
+    let attention_factor = match (not_negative("attention_factor")?, weight("mscale")?, weight("mscale_all_dim")?) {
+        (Some(given), _, _) => given,
+        (None, Some(mscale_of), Some(all)) => mscale(mscale_of) / mscale(all),
+        _ => mscale(1.0),
+    };
+    let truncate = fields.bool_or_null("truncate")?.unwrap_or(true);
+    Ok(ScalingKind::Yarn { factor, beta_fast, beta_slow, original, truncate, attention_factor })
+}

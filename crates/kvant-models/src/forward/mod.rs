@@ -1,0 +1,237 @@
+//! The forward pass of a decoder: the interpreter of its description.
+//!
+//! Every line of a block ([`spec`](crate::spec)) is one or a few operations. One encoder records the whole pass.
+//!
+//! Without post norms, an output y waits in its buffer: the norm that follows adds it to the residual stream h. With
+//! them, the norm of y adds it.
+
+mod attention;
+mod feed_forward;
+mod per_layer;
+mod workspace;
+
+use half::{bf16, f16};
+use kvant::{
+    DType, Encoder, KvPool, Step, Tensor,
+    ops::{self, Residual, RmsNorm},
+};
+
+use crate::{
+    Config, Result,
+    source::Matrix,
+    spec::DecoderSpec,
+    weights::{Stack, Weights},
+};
+pub(crate) use workspace::{Views, Workspace};
+
+/// A description with its tensors.
+pub(crate) struct Network {
+    pub config: Config,
+    pub weights: Weights,
+    /// The factors of each block's frequencies, f32 `[rotated_pairs]`.
+    factors: Vec<Option<Tensor>>,
+    /// The factor of the embedding, rounded to the dtype of activations.
+    embedding_scale: f32,
+    activations: DType,
+}
+
+impl Network {
+    pub(crate) fn new(config: Config, weights: Weights, activations: DType) -> Result<Network> {
+        let spec = &config.decoder;
+        let device = weights.norm.device();
+        let tensor = |factors: &Vec<f32>| Tensor::from_slice(device, factors, &[factors.len()]);
+        let of_block = |block: &crate::BlockSpec| Ok(block.attention.rope.factors.as_ref().map(tensor).transpose()?);
+        let factors = spec.blocks.iter().map(of_block).collect::<Result<_>>()?;
+        let embedding_scale = rounded(spec.embedding_scale, activations);
+        Ok(Network { config, weights, factors, embedding_scale, activations })
+    }
+
+    pub(crate) fn spec(&self) -> &DecoderSpec {
+        &self.config.decoder
+    }
+
+    pub(crate) fn activations(&self) -> DType {
+        self.activations
+    }
+
+    /// Encodes the pass over the tokens of a step, whose ids are in `views`. `wanted` says which rows get logits, and
+    /// where these go.
+    pub(crate) fn encode(
+        &self,
+        enc: &mut Encoder,
+        views: &Views,
+        pool: &KvPool,
+        step: &Step,
+        wanted: &Wanted,
+    ) -> Result<()> {
+        let mut pass = Pass { network: self, enc, views, step, pending: false };
+        pass.embed()?;
+        // The blocks from here on write no keys: they run for the rows that are wanted alone.
+        let own = self.spec().cache_layers();
+        for l in 0..own {
+            pass.block(l, pool)?;
+        }
+        match *wanted {
+            Wanted::Nothing => return Ok(()),
+            Wanted::Every { .. } => {}
+            Wanted::Some { rows, views, step, .. } => {
+                pass.gather(rows, views)?;
+                (pass.views, pass.step) = (views, step);
+            }
+        }
+        for l in own..self.spec().blocks.len() {
+            pass.block(l, pool)?;
+        }
+        match *wanted {
+            Wanted::Nothing => Ok(()),
+            Wanted::Every { logits } | Wanted::Some { logits, .. } => pass.logits(logits),
+        }
+    }
+}
+
+/// A factor in the dtype of activations.
+fn rounded(factor: f32, dtype: DType) -> f32 {
+    match dtype {
+        DType::BF16 => bf16::from_f32(factor).to_f32(),
+        DType::F16 => f16::from_f32(factor).to_f32(),
+        _ => factor,
+    }
+}
+
+/// The rows of a pass whose logits are wanted.
+pub(crate) enum Wanted<'a> {
+    Nothing,
+    Every {
+        logits: &'a Tensor,
+    },
+    /// Some rows, by their indices (u32 `[n]`), with tensors and a step for them alone.
+    Some {
+        rows: &'a Tensor,
+        views: &'a Views,
+        step: &'a Step,
+        logits: &'a Tensor,
+    },
+}
+
+/// One forward pass that is being encoded.
+struct Pass<'a> {
+    network: &'a Network,
+    enc: &'a mut Encoder,
+    views: &'a Views,
+    step: &'a Step,
+    /// Whether y has yet to be added to h.
+    pending: bool,
+}
+
+impl Pass<'_> {
+    fn embed(&mut self) -> Result<()> {
+        let table = self.network.weights.embed.weight();
+        let scale = self.network.embedding_scale;
+        ops::embed(self.enc, &ops::Embed::new(table, &self.views.ids, &self.views.h).scale(scale))?;
+        self.per_layer_inputs()
+    }
+
+    /// Copies the rows of the residual stream, and of the blocks' inputs, that `rows` names.
+    fn gather(&mut self, rows: &Tensor, to: &Views) -> Result<()> {
+        let mut copy = |from: &Tensor, out: &Tensor| ops::embed(self.enc, &ops::Embed::new(from, rows, out));
+        copy(&self.views.h, &to.h)?;
+        if self.pending {
+            copy(&self.views.y, &to.y)?;
+        }
+        if let (Some(from), Some(to)) = (&self.views.per_layer, &to.per_layer) {
+            copy(&from.input[0], &to.input[0])?;
+        }
+        Ok(())
+    }
+
+    fn block(&mut self, l: usize, pool: &KvPool) -> Result<()> {
+        let weights = &self.network.weights.blocks[l];
+        // The scalar is applied with the last addition to the residual stream.
+        let last_scale = |is_last: bool| if is_last { weights.scalar } else { 1.0 };
+        self.enter(&weights.attention.norm)?;
+        self.attention(l, pool)?;
+        self.leave(weights.attention.post_norm.as_ref(), 1.0)?;
+        self.enter(&weights.feed_forward.norm)?;
+        self.feed_forward(l)?;
+        self.leave(weights.feed_forward.post_norm.as_ref(), last_scale(weights.per_layer.is_none()))?;
+        if let Some(input) = &weights.per_layer {
+            self.add_layer_input(l, input, last_scale(true))?;
+        }
+        Ok(())
+    }
+
+    /// x = norm(h), after an addition that is pending.
+    fn enter(&mut self, weight: &Tensor) -> Result<()> {
+        let Views { h, x, y, .. } = self.views;
+        if !std::mem::take(&mut self.pending) {
+            return self.norm(h, Some(weight), x);
+        }
+        let residual = Residual::Before { residual: h, sum: h };
+        let eps = self.network.spec().norm_eps;
+        Ok(ops::rms_norm(self.enc, &RmsNorm::new(y, eps, x).weight(Some(weight)).residual(residual))?)
+    }
+
+    /// h = scale · (h + norm(y)), or without a norm h + y at the next norm.
+    fn leave(&mut self, post_norm: Option<&Tensor>, scale: f32) -> Result<()> {
+        match post_norm {
+            Some(weight) => self.add_normed(&self.views.y, weight, scale),
+            None => {
+                self.pending = true;
+                Ok(())
+            }
+        }
+    }
+
+    /// The logits of all rows.
+    fn logits(&mut self, out: &Tensor) -> Result<()> {
+        let weights = &self.network.weights;
+        self.enter(&weights.norm)?;
+        self.linear(&self.views.x, weights.output.as_ref().unwrap_or(&weights.embed), out)?;
+        if let Some(cap) = self.network.spec().final_softcap {
+            ops::softcap(self.enc, &ops::Softcap::new(out, cap, out))?;
+        }
+        Ok(())
+    }
+
+    fn linear(&mut self, x: &Tensor, weight: &Matrix, out: &Tensor) -> Result<()> {
+        let args = ops::Linear::new(x, weight.weight(), out);
+        Ok(ops::linear(self.enc, &args)?)
+    }
+
+    /// Multiplies x by a stack of matrices: one product into `row` for a single token, or else one product per part.
+    fn project(&mut self, stack: &Stack, row: Option<&Tensor>, outs: &[&Tensor]) -> Result<()> {
+        let x = &self.views.x;
+        if let (Some(whole), Some(row)) = (&stack.whole, row) {
+            return self.linear(x, whole, row);
+        }
+        stack.parts.iter().zip(outs).try_for_each(|(part, out)| self.linear(x, part, out))
+    }
+
+    /// out = norm(x).
+    fn norm(&mut self, x: &Tensor, weight: Option<&Tensor>, out: &Tensor) -> Result<()> {
+        let eps = self.network.spec().norm_eps;
+        let args = RmsNorm::new(x, eps, out).weight(weight);
+        Ok(ops::rms_norm(self.enc, &args)?)
+    }
+
+    /// h = scale · (h + norm(x)).
+    fn add_normed(&mut self, x: &Tensor, weight: &Tensor, scale: f32) -> Result<()> {
+        let h = &self.views.h;
+        let eps = self.network.spec().norm_eps;
+        let args = RmsNorm::new(x, eps, h).weight(Some(weight)).residual(Residual::After(h)).scale(scale);
+        Ok(ops::rms_norm(self.enc, &args)?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn embedding_scales_round_as_activations_do() {
+        let scale = 2560f32.sqrt();
+        assert_eq!(rounded(scale, DType::F32), scale);
+        assert_eq!(rounded(scale, DType::BF16), 50.5);
+        assert_eq!(rounded(scale, DType::F16), 50.59375);
+    }
+}

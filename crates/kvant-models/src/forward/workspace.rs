@@ -1,0 +1,239 @@
+//! The tensors between the operations of a pass, allocated once and used by every step.
+
+use kvant::{DType, Device, Tensor};
+
+use crate::{
+    Result,
+    spec::{BlockSpec, DecoderSpec, MoeSpec},
+};
+
+/// Scratch for passes of up to `rows` tokens, with views for the latest number of tokens.
+pub(crate) struct Workspace {
+    rows: usize,
+    buffers: Buffers,
+    pub views: Views,
+}
+
+/// One-dimensional buffers. Each pass uses the first elements in the shapes that it needs, so that views are
+/// contiguous.
+struct Buffers {
+    ids: Tensor,
+    hidden: [Tensor; 4],
+    qkv: Tensor,
+    attended: Tensor,
+    gate_up: Tensor,
+    per_layer: Option<[Tensor; 3]>,
+    moe: Option<[Tensor; 6]>,
+}
+
+/// The buffers in the shapes of a pass of `tokens` tokens.
+pub(crate) struct Views {
+    pub tokens: usize,
+    /// u32 `[T]`.
+    pub ids: Tensor,
+    /// The residual stream, `[T, H]`.
+    pub h: Tensor,
+    /// The input of half a block, `[T, H]`.
+    pub x: Tensor,
+    /// The output of half a block, `[T, H]`.
+    pub y: Tensor,
+    /// The output of the dense branch that runs in parallel with the experts, `[T, H]`.
+    pub y1: Tensor,
+    pub blocks: Vec<BlockViews>,
+    pub per_layer: Option<PerLayerViews>,
+}
+
+/// A pair is one buffer in two shapes: `[T, heads·D]` for the projections, `[T, heads, D]` for the rest. Queries,
+/// keys and values are adjacent in memory, and so are gate and up.
+pub(crate) struct BlockViews {
+    /// In a pass of one token: the projected ones of q, k and v in one row.
+    pub qkv: Option<Tensor>,
+    pub q: [Tensor; 2],
+    pub k: [Tensor; 2],
+    pub v: [Tensor; 2],
+    pub attended: [Tensor; 2],
+    pub dense: Option<DenseViews>,
+    pub moe: Option<MoeViews>,
+}
+
+pub(crate) struct DenseViews {
+    pub gate: Tensor,
+    pub up: Tensor,
+    /// In a pass of one token: gate and up in one row.
+    pub gate_up: Option<Tensor>,
+}
+
+pub(crate) struct PerLayerViews {
+    /// The embedded ids, `[T, L·P]` and `[T·L, P]`.
+    pub embedded: [Tensor; 2],
+    /// The projected embedding, then its sum with `embedded`; the same shapes.
+    pub input: [Tensor; 2],
+    /// `[T, P]`.
+    pub gate: Tensor,
+}
+
+pub(crate) struct MoeViews {
+    /// `[T, E]`.
+    pub logits: Tensor,
+    /// u32 `[T, top_k]`.
+    pub ids: Tensor,
+    /// f32 `[T, top_k]`.
+    pub weights: Tensor,
+    /// `[T·top_k, 2I]` for the fused projection.
+    pub gate_up: Tensor,
+    /// `[T·top_k, I]`, in the memory of `gate_up`, for separate projections.
+    pub up: Tensor,
+    /// `[T·top_k, I]`.
+    pub gate: Tensor,
+    /// `[T·top_k, H]`.
+    pub out: Tensor,
+}
+
+impl Workspace {
+    /// Allocates scratch for passes of up to `rows` tokens.
+    pub(crate) fn new(spec: &DecoderSpec, device: &Device, dtype: DType, rows: usize) -> Result<Workspace> {
+        let buffers = Buffers::new(spec, device, dtype, rows)?;
+        let views = buffers.views(spec, rows)?;
+        Ok(Workspace { rows, buffers, views })
+    }
+
+    /// The largest number of tokens in a pass.
+    pub(crate) fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Adapts the views to a pass of `tokens` tokens, at most [`Workspace::rows`].
+    pub(crate) fn fit(&mut self, spec: &DecoderSpec, tokens: usize) -> Result<()> {
+        if self.views.tokens != tokens {
+            self.views = self.buffers.views(spec, tokens)?;
+        }
+        Ok(())
+    }
+}
+
+impl Buffers {
+    fn new(spec: &DecoderSpec, device: &Device, dtype: DType, rows: usize) -> Result<Buffers> {
+        let flat = |dtype: DType, width: usize| {
+            let elements = rows.checked_mul(width).ok_or(kvant::Error::Overflow { op: "workspace", arg: "rows" })?;
+            Tensor::zeros(device, dtype, &[elements])
+        };
+        let most = |width: &dyn Fn(&BlockSpec) -> usize| spec.blocks.iter().map(width).max().unwrap_or(0);
+        let most_moe =
+            |width: &dyn Fn(&MoeSpec) -> usize| most(&|block| block.feed_forward.moe().map_or(0, |moe| width(&moe)));
+        let hidden = spec.hidden_size;
+        let float = |width| flat(dtype, width);
+        let per_layer = match spec.per_layer_input {
+            Some(inputs) => {
+                let width = spec.blocks.len() * inputs.size;
+                Some([float(width)?, float(width)?, float(inputs.size)?])
+            }
+            None => None,
+        };
+        let moe = match most_moe(&|moe| moe.top_k) {
+            0 => None,
+            top_k => Some([
+                float(most_moe(&|moe| moe.experts))?,
+                flat(DType::U32, top_k)?,
+                flat(DType::F32, top_k)?,
+                float(most_moe(&|moe| moe.top_k * 2 * moe.width))?,
+                float(most_moe(&|moe| moe.top_k * moe.width))?,
+                float(top_k * hidden)?,
+            ]),
+        };
+        Ok(Buffers {
+            ids: flat(DType::U32, 1)?,
+            hidden: [float(hidden)?, float(hidden)?, float(hidden)?, float(hidden)?],
+            qkv: float(most(&|block| block.attention.q_width() + 2 * block.attention.kv_width()))?,
+            attended: float(most(&|block| block.attention.q_width()))?,
+            gate_up: float(most(&|block| block.feed_forward.dense().map_or(0, |dense| 2 * dense.width)))?,
+            per_layer,
+            moe,
+        })
+    }
+
+    fn views(&self, spec: &DecoderSpec, tokens: usize) -> Result<Views> {
+        let hidden = spec.hidden_size;
+        let per_layer = match (&self.per_layer, spec.per_layer_input) {
+            (Some([embedded, input, gate]), Some(inputs)) => {
+                let count = spec.blocks.len();
+                let both = |buffer: &Tensor| -> Result<[Tensor; 2]> {
+                    Ok([front(buffer, &[tokens, count * inputs.size])?, front(buffer, &[tokens * count, inputs.size])?])
+                };
+                let gate = front(gate, &[tokens, inputs.size])?;
+                Some(PerLayerViews { embedded: both(embedded)?, input: both(input)?, gate })
+            }
+            _ => None,
+        };
+        let [h, x, y, y1] = &self.hidden;
+        let stream = |buffer: &Tensor| front(buffer, &[tokens, hidden]);
+        Ok(Views {
+            tokens,
+            ids: front(&self.ids, &[tokens])?,
+            h: stream(h)?,
+            x: stream(x)?,
+            y: stream(y)?,
+            y1: stream(y1)?,
+            blocks: spec.blocks.iter().map(|block| self.block(block, tokens, hidden)).collect::<Result<_>>()?,
+            per_layer,
+        })
+    }
+
+    fn block(&self, block: &BlockSpec, tokens: usize, hidden: usize) -> Result<BlockViews> {
+        // `heads` heads of a buffer, from its element `at` on.
+        let heads = |buffer: &Tensor, at: usize, heads: usize, dim: usize| -> Result<[Tensor; 2]> {
+            let flat = span(buffer, at, &[tokens, heads * dim])?;
+            let split = flat.reshape(&[tokens, heads, dim])?;
+            Ok([flat, split])
+        };
+        let row =
+            |buffer: &Tensor, width: usize| if tokens == 1 { front(buffer, &[1, width]).map(Some) } else { Ok(None) };
+        let attention = &block.attention;
+        let (q, kv, dim) = (attention.heads, attention.kv_heads, attention.head_dim);
+        let (q_width, kv_width) = (attention.q_width(), attention.kv_width());
+        Ok(BlockViews {
+            qkv: row(&self.qkv, q_width + attention.kv_projections() * kv_width)?,
+            q: heads(&self.qkv, 0, q, dim)?,
+            k: heads(&self.qkv, tokens * q_width, kv, dim)?,
+            v: heads(&self.qkv, tokens * (q_width + kv_width), kv, dim)?,
+            attended: heads(&self.attended, 0, q, dim)?,
+            dense: match block.feed_forward.dense() {
+                Some(dense) => Some(DenseViews {
+                    gate: front(&self.gate_up, &[tokens, dense.width])?,
+                    up: span(&self.gate_up, tokens * dense.width, &[tokens, dense.width])?,
+                    gate_up: row(&self.gate_up, 2 * dense.width)?,
+                }),
+                None => None,
+            },
+            moe: match (block.feed_forward.moe(), &self.moe) {
+                (Some(moe), Some(buffers)) => Some(MoeViews::new(buffers, &moe, tokens, hidden)?),
+                _ => None,
+            },
+        })
+    }
+}
+
+impl MoeViews {
+    fn new(buffers: &[Tensor; 6], moe: &MoeSpec, tokens: usize, hidden: usize) -> Result<MoeViews> {
+        let [logits, ids, weights, gate_up, gate, out] = buffers;
+        let (rows, width) = (tokens * moe.top_k, moe.width);
+        Ok(MoeViews {
+            logits: front(logits, &[tokens, moe.experts])?,
+            ids: front(ids, &[tokens, moe.top_k])?,
+            weights: front(weights, &[tokens, moe.top_k])?,
+            gate_up: front(gate_up, &[rows, 2 * width])?,
+            up: front(gate_up, &[rows, width])?,
+            gate: front(gate, &[rows, width])?,
+            out: front(out, &[rows, hidden])?,
+        })
+    }
+}
+
+/// The first elements of a buffer, in a shape.
+fn front(buffer: &Tensor, shape: &[usize]) -> Result<Tensor> {
+    span(buffer, 0, shape)
+}
+
+/// The elements of a buffer from `at` on, in a shape.
+fn span(buffer: &Tensor, at: usize, shape: &[usize]) -> Result<Tensor> {
+    Ok(buffer.rows(at..at + shape.iter().product::<usize>())?.reshape(shape)?)
+}

@@ -1,0 +1,118 @@
+//! Matrices in the formats that kernels read.
+
+use std::ops::Range;
+
+use kvant::{
+    DType, Device, Tensor,
+    ops::{Affine, Weight},
+};
+
+use crate::{Error, Result};
+
+/// A matrix, or the matrices of all experts, dense or quantised.
+#[derive(Clone, Debug)]
+pub(crate) enum Matrix {
+    Dense(Tensor),
+    Affine { codes: Tensor, scales: Tensor, biases: Tensor, bits: u32, group: usize },
+}
+
+impl Matrix {
+    /// Allocates a matrix of `shape`, the shape of its elements.
+    pub(crate) fn zeros(form: Form, shape: &[usize], device: &Device) -> Result<Matrix> {
+        let zeros = |dtype, shape: &[usize]| Ok::<_, Error>(Tensor::zeros(device, dtype, shape)?);
+        Ok(match form {
+            Form::Dense(dtype) => Matrix::Dense(zeros(dtype, shape)?),
+            Form::Affine { bits, group, dtype } => {
+                let groups = form.groups(shape);
+                let [scales, biases] = [zeros(dtype, &groups)?, zeros(dtype, &groups)?];
+                Matrix::Affine { codes: zeros(DType::U32, &form.words(shape))?, scales, biases, bits, group }
+            }
+        })
+    }
+
+    /// The matrix as an argument of operations.
+    pub(crate) fn weight(&self) -> Weight<'_> {
+        match self {
+            Matrix::Dense(tensor) => Weight::Dense(tensor),
+            Matrix::Affine { codes, scales, biases, bits, group } => {
+                Weight::Affine(Affine { codes, scales, biases, bits: *bits, group: *group })
+            }
+        }
+    }
+
+    /// Some of the outputs; of `[E, outputs, inputs]`, some of the experts.
+    pub(crate) fn rows(&self, rows: Range<usize>) -> Result<Matrix> {
+        self.map(|tensor| Ok(tensor.rows(rows.clone())?))
+    }
+
+    /// The matrix `[outputs, inputs]` of one expert.
+    pub(crate) fn expert(&self, index: usize) -> Result<Matrix> {
+        self.map(|tensor| {
+            let one = tensor.rows(index..index + 1)?;
+            Ok(one.reshape(&tensor.shape()[1..])?)
+        })
+    }
+
+    /// The number of experts of `[E, outputs, inputs]`.
+    pub(crate) fn experts(&self) -> usize {
+        match self {
+            Matrix::Dense(tensor) | Matrix::Affine { codes: tensor, .. } => tensor.shape()[0],
+        }
+    }
+
+    /// The same matrix with a view of each tensor.
+    fn map(&self, view: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Matrix> {
+        Ok(match self {
+            Matrix::Dense(tensor) => Matrix::Dense(view(tensor)?),
+            Matrix::Affine { codes, scales, biases, bits, group } => Matrix::Affine {
+                codes: view(codes)?,
+                scales: view(scales)?,
+                biases: view(biases)?,
+                bits: *bits,
+                group: *group,
+            },
+        })
+    }
+
+    pub(crate) fn bytes(&self) -> usize {
+        match self {
+            Matrix::Dense(tensor) => tensor.bytes(),
+            Matrix::Affine { codes, scales, biases, .. } => codes.bytes() + scales.bytes() + biases.bytes(),
+        }
+    }
+}
+
+/// The storage format of a matrix. Matrices of the same form and inputs can be joined.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Form {
+    Dense(DType),
+    /// `dtype` is that of scales and biases.
+    Affine {
+        bits: u32,
+        group: usize,
+        dtype: DType,
+    },
+}
+
+impl Form {
+    /// For a matrix of `shape`, the shape of the codes' words, or of the elements if it is dense.
+    pub(crate) fn words(self, shape: &[usize]) -> Vec<usize> {
+        match self {
+            Form::Dense(_) => shape.to_vec(),
+            Form::Affine { bits, .. } => with_inputs(shape, |inputs| inputs * bits as usize / 32),
+        }
+    }
+
+    /// The shape of scales and biases.
+    pub(crate) fn groups(self, shape: &[usize]) -> Vec<usize> {
+        match self {
+            Form::Dense(_) => Vec::new(),
+            Form::Affine { group, .. } => with_inputs(shape, |inputs| inputs / group),
+        }
+    }
+}
+
+fn with_inputs(shape: &[usize], change: impl Fn(usize) -> usize) -> Vec<usize> {
+    let (&inputs, rows) = shape.split_last().expect("a matrix has dimensions");
+    [rows, &[change(inputs)]].concat()
+}

@@ -1,0 +1,138 @@
+//! Where weights come from.
+//!
+//! A [`Source`] gives tensors by their [`Role`] in a decoder: matrices in the file's own quantisation, and vectors. The
+//! loader ([`Weights::load`](crate::weights::Weights::load)) asks for what the description requires, and knows neither
+//! names nor formats.
+//!
+//! # Add a source
+//!
+//! 1. Turn the file's metadata into a [`Config`](crate::Config): a [`DecoderSpec`](crate::DecoderSpec) and facts about
+//!    tokens. Conventions that differ between formats are values of the description:
+//!
+//!    | difference | value |
+//!    |---|---|
+//!    | the 1 of 1 + w is already part of the norms | `DecoderSpec::norm_offset` is 0 |
+//!    | rows of Q and K are permuted for adjacent pairs | `RopeSpec::layout` is `Interleaved` |
+//!    | the file has factors of frequencies as a tensor | `RopeSpec::factors` |
+//!    | the output matrix is absent | `DecoderSpec::tied_output` |
+//! 2. Implement [`Source`]: map every [`Role`] to a name, and every stored type to a [`Form`]. A type that no kernel
+//!    reads is an error that names the tensor.
+//! 3. Pass both to [`Model`](crate::Model)'s `assemble`.
+
+pub(crate) mod hf;
+pub(crate) mod matrix;
+pub(crate) mod quantization;
+
+use kvant::{Device, Tensor};
+
+use crate::Result;
+pub(crate) use matrix::{Form, Matrix};
+
+/// The tensors of a checkpoint.
+///
+/// Shapes are those of the description, outermost dimension first: `[outputs, inputs]` for a matrix, `[E, outputs,
+/// inputs]` for the matrices of all experts. A format that stores the experts one by one joins them.
+pub(crate) trait Source {
+    /// The name of a tensor in this checkpoint, whether it exists or not; `None` if the layout never has it.
+    fn name(&self, role: Role) -> Option<String>;
+
+    /// Whether the checkpoint has the tensor.
+    fn has(&self, role: Role) -> bool;
+
+    /// The storage format of a matrix. Existence, shape and dtypes of all its parts are checked, before any allocation.
+    ///
+    /// # Errors
+    /// `MissingTensor`, `TensorShape`, `TensorDType` with the tensor's name.
+    fn form(&self, role: Role, shape: &[usize]) -> Result<Form>;
+
+    /// Reads a matrix into `to`, which has the form that [`Source::form`] returned. It may be a part of a larger matrix.
+    fn read(&self, role: Role, to: &Matrix) -> Result<()>;
+
+    /// A vector of `len` floats, in the file's dtype.
+    ///
+    /// # Errors
+    /// As [`Source::form`].
+    fn vector(&self, role: Role, len: usize, device: &Device) -> Result<Tensor>;
+
+    /// Whether two matrices have the same bytes.
+    fn same(&self, a: Role, b: Role) -> Result<bool>;
+}
+
+/// The role of a tensor in a decoder.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Role {
+    /// `[V, H]`.
+    Embedding,
+    /// `[H]`.
+    FinalNorm,
+    /// `[V, H]`.
+    Output,
+    /// The table of per-layer inputs, `[Vp, L·P]`.
+    PerLayerTable,
+    /// The projection of the embedding to per-layer inputs, `[L·P, H]`.
+    PerLayerProjection,
+    /// The norm of that projection, `[P]`.
+    PerLayerProjectionNorm,
+    /// A tensor of a block.
+    Block(usize, Part),
+}
+
+/// The role of a tensor in a block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Part {
+    /// The norm of the attention's input, `[H]`.
+    AttentionNorm,
+    /// `[heads·D, H]`.
+    Query,
+    /// `[kv_heads·D, H]`.
+    Key,
+    /// `[kv_heads·D, H]`.
+    Value,
+    /// `[D]`.
+    QueryNorm,
+    /// `[D]`.
+    KeyNorm,
+    /// `[H, heads·D]`.
+    AttentionOutput,
+    /// The norm of the attention's output, `[H]`.
+    AttentionPostNorm,
+    /// The norm of the feed-forward's input, `[H]`.
+    FeedForwardNorm,
+    /// `[I, H]`.
+    Gate,
+    /// `[I, H]`.
+    Up,
+    /// `[H, I]`.
+    Down,
+    /// The norm of the feed-forward's output, `[H]`.
+    FeedForwardPostNorm,
+    /// `[E, H]`.
+    Router,
+    /// The weights of the router's own norm, `[H]`.
+    RouterNorm,
+    /// Factors of the experts' weights, `[E]`.
+    ExpertScale,
+    /// Gate and up of every expert in one matrix, the gate's rows first: `[E, 2I, H]`. A layout has either this or the
+    /// next two.
+    ExpertGateUp,
+    /// `[E, I, H]`.
+    ExpertGate,
+    /// `[E, I, H]`.
+    ExpertUp,
+    /// `[E, H, I]`.
+    ExpertDown,
+    /// In a parallel feed-forward: the norm of the dense output, `[H]`.
+    DensePostNorm,
+    /// In a parallel feed-forward: the norm of the experts' input, `[H]`.
+    ExpertsNorm,
+    /// In a parallel feed-forward: the norm of the experts' output, `[H]`.
+    ExpertsPostNorm,
+    /// `[P, H]`.
+    PerLayerGate,
+    /// `[H, P]`.
+    PerLayerOutput,
+    /// `[H]`.
+    PerLayerPostNorm,
+    /// Multiplies the block's output, `[1]`.
+    Scalar,
+}

@@ -1,0 +1,267 @@
+//! Decoders described as data. One interpreter runs every description; a family only makes one from a file's metadata.
+//!
+//! A block computes
+//!
+//! ```text
+//! h += post_norm(attention(norm(h)))
+//! h += post_norm(feed_forward(norm(h)))
+//! h += norm(projection(gelu(gate(h)) · input of this block))     with per-layer inputs
+//! h *= scalar
+//! ```
+//!
+//! where post norms, per-layer inputs and the scalar are optional.
+
+use kvant::ops::{Activation, PairLayout};
+
+use crate::{Error, Result};
+
+/// A decoder: embedding, blocks, norm, output matrix.
+#[derive(Clone, Debug, PartialEq)]
+pub struct DecoderSpec {
+    /// Width of the residual stream, H.
+    pub hidden_size: usize,
+    /// Rows of the embedding.
+    pub vocab_size: usize,
+    /// Multiplies the embedding, rounded to the dtype of activations. Gemma's √H is rounded in the same way by
+    /// transformers.
+    pub embedding_scale: f32,
+    /// Per-layer input embeddings.
+    pub per_layer_input: Option<PerLayerInputSpec>,
+    /// The blocks, first to last.
+    pub blocks: Vec<BlockSpec>,
+    /// The epsilon of every norm.
+    pub norm_eps: f32,
+    /// Added to the weights of every norm when they are loaded: 1 for families that multiply by 1 + w.
+    pub norm_offset: f32,
+    /// The cap c of the final c·tanh(logit/c).
+    pub final_softcap: Option<f32>,
+    /// Whether the embedding is also the output matrix.
+    pub tied_output: bool,
+}
+
+/// One decoder layer.
+#[derive(Clone, Debug, PartialEq)]
+pub struct BlockSpec {
+    /// Attention.
+    pub attention: AttentionSpec,
+    /// The second half.
+    pub feed_forward: FeedForwardSpec,
+    /// Whether the outputs of both halves are normed before they are added to the residual stream.
+    pub post_norms: bool,
+    /// Whether a stored scalar multiplies the block's output. Requires `post_norms`.
+    pub scalar: bool,
+}
+
+/// The attention of a block.
+#[derive(Clone, Debug, PartialEq)]
+pub struct AttentionSpec {
+    /// Query heads.
+    pub heads: usize,
+    /// KV heads; a divisor of `heads`.
+    pub kv_heads: usize,
+    /// Coordinates of a head: 64, 128, 256 or 512.
+    pub head_dim: usize,
+    /// How many positions a token sees, itself included; `None` for all.
+    pub window: Option<usize>,
+    /// The rotary embedding of queries and keys.
+    pub rope: RopeSpec,
+    /// Multiplies the scores.
+    pub scale: f32,
+    /// The cap c of c·tanh(score/c).
+    pub softcap: Option<f32>,
+    /// Whether queries and keys are normed per head, before the rotary embedding.
+    pub qk_norm: bool,
+    /// Whether values are normed per head, without weights.
+    pub v_norm: bool,
+    /// The source of keys and values.
+    pub keys_values: KeysValues,
+}
+
+/// The source of a block's keys and values.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum KeysValues {
+    /// Projections of both.
+    Own,
+    /// One projection: values are the keys before norm and rotary embedding.
+    KeysAreValues,
+    /// None: the block attends to the keys and values of an earlier block. All blocks from the first such one on
+    /// share.
+    SharedWith(usize),
+}
+
+/// A rotary embedding with frequencies theta^(−2i/n) / factorᵢ; n is given in [`kvant::ops::Angles::Theta`].
+///
+/// Scalings (linear, llama3, YaRN) are factors. A factor on all cosines and sines, as in YaRN, is part of
+/// [`AttentionSpec::scale`].
+#[derive(Clone, Debug, PartialEq)]
+pub struct RopeSpec {
+    /// The base.
+    pub theta: f64,
+    /// The number of rotated pairs, at most D/2.
+    pub rotated_pairs: usize,
+    /// Which coordinates form a pair.
+    pub layout: PairLayout,
+    /// Divides the frequency of each pair; `None` for 1.
+    pub factors: Option<Vec<f32>>,
+}
+
+/// The second half of a block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FeedForwardSpec {
+    /// A gated MLP.
+    Dense(DenseSpec),
+    /// A mixture of experts.
+    Moe(MoeSpec),
+    /// Both (Gemma 4): norm₁(dense(norm(h))) + norm₂(experts(norm₃(h))).
+    Parallel(DenseSpec, MoeSpec),
+}
+
+impl FeedForwardSpec {
+    /// The gated MLP.
+    pub fn dense(&self) -> Option<DenseSpec> {
+        match *self {
+            FeedForwardSpec::Dense(dense) | FeedForwardSpec::Parallel(dense, _) => Some(dense),
+            FeedForwardSpec::Moe(_) => None,
+        }
+    }
+
+    /// The mixture of experts.
+    pub fn moe(&self) -> Option<MoeSpec> {
+        match *self {
+            FeedForwardSpec::Moe(moe) | FeedForwardSpec::Parallel(_, moe) => Some(moe),
+            FeedForwardSpec::Dense(_) => None,
+        }
+    }
+}
+
+/// A gated MLP: down(activation(gate(x)) · up(x)).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DenseSpec {
+    /// Outputs of gate and up.
+    pub width: usize,
+    /// The activation function.
+    pub activation: Activation,
+}
+
+/// A mixture of experts, each a gated MLP. The weights of a token's experts are the softmax over their logits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MoeSpec {
+    /// Experts, E.
+    pub experts: usize,
+    /// Experts per token.
+    pub top_k: usize,
+    /// Outputs of an expert's gate and up.
+    pub width: usize,
+    /// The activation function.
+    pub activation: Activation,
+    /// The input of the router.
+    pub router: RouterSpec,
+}
+
+/// The input of a router, and factors of its results.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RouterSpec {
+    /// The router reads the input of the experts.
+    Plain,
+    /// The router reads H^-½ · norm(h), with weights of its own, and a stored factor multiplies the weight of each
+    /// expert (Gemma 4).
+    Scaled,
+}
+
+/// Per-layer input embeddings (PLE): P additional inputs of each token for each block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PerLayerInputSpec {
+    /// Coordinates per block, P.
+    pub size: usize,
+    /// Rows of the table.
+    pub vocab_size: usize,
+}
+
+impl DecoderSpec {
+    /// The number of blocks with their own keys and values. These come first.
+    pub fn cache_layers(&self) -> usize {
+        self.blocks.iter().filter(|block| block.attention.source().is_none()).count()
+    }
+
+    /// Ids below this can be fed: every table has a row for them.
+    pub fn fed_vocab(&self) -> usize {
+        self.vocab_size.min(self.per_layer_input.map_or(usize::MAX, |inputs| inputs.vocab_size))
+    }
+
+    /// Checks that the interpreter can run the description. Families report wrong values by key; this is for relations
+    /// that hold in every format.
+    ///
+    /// # Errors
+    /// `Unsupported` with the block and the reason.
+    pub fn check(&self) -> Result<()> {
+        let own = self.cache_layers();
+        for (l, block) in self.blocks.iter().enumerate() {
+            let unsupported = |reason| Error::Unsupported { what: format!("layer {l}"), reason };
+            self.check_block(l, own).map_err(unsupported)?;
+            if (block.scalar || self.per_layer_input.is_some()) && !block.post_norms {
+                return Err(unsupported("a scalar and per-layer inputs require norms of the block's outputs".into()));
+            }
+            if let FeedForwardSpec::Moe(MoeSpec { router: RouterSpec::Scaled, .. }) = block.feed_forward {
+                return Err(unsupported("a router with a norm of its own requires a parallel MLP".into()));
+            }
+        }
+        Ok(())
+    }
+
+    fn check_block(&self, l: usize, own: usize) -> std::result::Result<(), String> {
+        let attention = &self.blocks[l].attention;
+        let AttentionSpec { heads, kv_heads, head_dim, ref rope, .. } = *attention;
+        if !kvant::ops::attend::HEAD_DIMS.contains(&head_dim) {
+            return Err(format!("heads have 64, 128, 256 or 512 coordinates, not {head_dim}"));
+        }
+        if kv_heads == 0 || heads == 0 || !heads.is_multiple_of(kv_heads) {
+            return Err(format!(
+                "the number of heads is a multiple of that of KV heads, and {heads} is not of {kv_heads}"
+            ));
+        }
+        if rope.rotated_pairs > head_dim / 2 {
+            return Err(format!("{} pairs of {head_dim} coordinates rotate", rope.rotated_pairs));
+        }
+        if rope.factors.as_ref().is_some_and(|factors| factors.len() != rope.rotated_pairs) {
+            return Err(format!("the rotary embedding needs {} factors", rope.rotated_pairs));
+        }
+        match attention.source() {
+            None if l >= own => Err("layers that share keys and values are the last ones".to_string()),
+            None => Ok(()),
+            Some(source) => {
+                let shape = |attention: &AttentionSpec| (attention.kv_heads, attention.head_dim);
+                let fits = source < own && shape(&self.blocks[source].attention) == shape(attention);
+                if fits { Ok(()) } else { Err(format!("keys and values of layer {source} do not fit")) }
+            }
+        }
+    }
+}
+
+impl AttentionSpec {
+    /// The earlier block whose keys and values this block attends to.
+    pub fn source(&self) -> Option<usize> {
+        match self.keys_values {
+            KeysValues::SharedWith(source) => Some(source),
+            KeysValues::Own | KeysValues::KeysAreValues => None,
+        }
+    }
+
+    /// The number of key and value projections.
+    pub(crate) fn kv_projections(&self) -> usize {
+        match self.keys_values {
+            KeysValues::Own => 2,
+            KeysValues::KeysAreValues => 1,
+            KeysValues::SharedWith(_) => 0,
+        }
+    }
+
+    /// Outputs of the query projection.
+    pub(crate) fn q_width(&self) -> usize {
+        self.heads * self.head_dim
+    }
+
+    /// Outputs of the key projection.
+    pub(crate) fn kv_width(&self) -> usize {
+        self.kv_heads * self.head_dim
+    }
+}

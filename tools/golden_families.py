@@ -1,0 +1,217 @@
+"""Golden data of families other than Gemma 4: small random checkpoints with the logits of transformers in f32.
+
+    python tools/golden_families.py [--out crates/kvant-models/tests/golden] [--only llama,qwen3_moe_mlx,...]
+
+Each variant is a folder with config.json, model.safetensors, and logits.safetensors (tokens u32 [T], logits f32 [T,vocab]).
+Weights are drawn once and rounded to the dtype of the file. A variant with "mlx" is converted by mlx_lm; transformers then
+runs on the weights that MLX dequantises, and mlx_lm's own logits must agree.
+"""
+
+import argparse
+import copy
+import json
+import shutil
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import torch
+import transformers
+from mlx.utils import tree_flatten
+from mlx_lm.utils import load_model, quantize_model, _get_classes
+
+from safefile import DTYPES, save
+
+AGREE = 2e-4
+VOCAB = 96
+COMMON = dict(
+    hidden_size=64, intermediate_size=96, num_attention_heads=2, num_key_value_heads=1, head_dim=64, num_hidden_layers=2,
+    vocab_size=VOCAB, max_position_embeddings=256, rms_norm_eps=1e-5, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    tie_word_embeddings=False,
+)
+LLAMA3 = dict(
+    rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32,
+)
+MOE = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True, decoder_sparse_step=1)
+S, F = "sliding_attention", "full_attention"
+
+# name: (model_type, class, dtype, config, seed, how MLX quantises it)
+VARIANTS = {
+    "llama": ("llama", "Llama", "bf16", dict(rope_theta=5e5, rope_scaling=LLAMA3, mlp_bias=False, attention_bias=False), 51, None),
+    "llama_mlx": ("llama", "Llama", "f16", dict(rope_theta=1e4, tie_word_embeddings=True), 52, dict(group_size=64, bits=4)),
+    "mistral": ("mistral", "Mistral", "f16", dict(sliding_window=8, rope_theta=1e4, num_attention_heads=4), 53, None),
+    "qwen3": ("qwen3", "Qwen3", "f32", dict(
+        tie_word_embeddings=True, rope_theta=1e6, attention_bias=False, use_sliding_window=False,
+        rope_scaling=dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32),
+    ), 54, None),
+    "qwen3_moe": ("qwen3_moe", "Qwen3Moe", "bf16", dict(rope_theta=1e6, mlp_only_layers=[0], num_hidden_layers=3, **MOE), 55, None),
+    "qwen3_moe_mlx": ("qwen3_moe", "Qwen3Moe", "f32", dict(rope_theta=1e6, **MOE, mlp_only_layers=[]), 56, dict(group_size=32, bits=8)),
+    "gemma3": ("gemma3_text", "Gemma3", "bf16", dict(
+        tie_word_embeddings=True, num_hidden_layers=4, layer_types=[S, S, F, S], sliding_window=8, query_pre_attn_scalar=96,
+        hidden_activation="gelu_pytorch_tanh", attn_logit_softcapping=None, final_logit_softcapping=None,
+        rope_parameters={F: dict(rope_type="linear", factor=8.0, rope_theta=1e6), S: dict(rope_type="default", rope_theta=1e4)},
+    ), 57, None),
+}
+
+
+def text_config(model_type, name, changes):
+    config = {**COMMON, **copy.deepcopy(changes), "model_type": model_type}
+    config["architectures"] = [f"{name}ForCausalLM"]
+    return config
+
+
+def class_of(name):
+    causal = getattr(transformers, f"{name}ForCausalLM")
+    return causal, causal.config_class
+
+
+def reference(name, config):
+    causal, config_class = class_of(name)
+    keys = {k: v for k, v in config.items() if k not in ("architectures", "model_type", "quantization", "quantization_config", "dtype")}
+    model = causal(config_class(**copy.deepcopy(keys)))
+    model.config._attn_implementation = "eager"
+    model.config._experts_implementation = "eager"
+    return model.float().eval()
+
+
+def draw(model, seed, tied):
+    """Random weights under transformers' own names, scaled so that nothing saturates and everything matters."""
+    rng = np.random.default_rng(seed)
+    weights = {}
+    for name, like in sorted(model.state_dict().items()):
+        if name == "lm_head.weight" and tied:
+            continue
+        shape = tuple(like.shape)
+        if "norm" in name:
+            # Gemma's norms multiply by 1 + w.
+            centre = 0.0 if "Gemma3" in type(model).__name__ else 1.0
+            w = centre + 0.3 * rng.standard_normal(shape)
+        elif "embed" in name:
+            # Tied ones are the output matrix, too: small logits, so that a tolerance means the same everywhere.
+            w = rng.standard_normal(shape) * (0.15 if tied else 1.0)
+        else:
+            w = rng.standard_normal(shape) * 1.2 / np.sqrt(shape[-1])
+        weights[name] = mx.array(w.astype(np.float32))
+    return weights
+
+
+def rounded(weights, dtype):
+    return {name: w.astype(DTYPES[dtype]) for name, w in weights.items()}
+
+
+def to_torch(weights):
+    return {name: torch.from_numpy(np.array(w.astype(mx.float32))) for name, w in weights.items()}
+
+
+def released_names(weights):
+    """Released files have a matrix per expert; transformers joins them in memory."""
+    out = {}
+    for name, w in weights.items():
+        if name.endswith("mlp.experts.gate_up_proj"):
+            base, inner = name.removesuffix("gate_up_proj"), w.shape[1] // 2
+            for e in range(w.shape[0]):
+                out[f"{base}{e}.gate_proj.weight"] = w[e, :inner]
+                out[f"{base}{e}.up_proj.weight"] = w[e, inner:]
+        elif name.endswith("mlp.experts.down_proj"):
+            for e in range(w.shape[0]):
+                out[f"{name.removesuffix('down_proj')}{e}.down_proj.weight"] = w[e]
+        else:
+            out[name] = w
+    return out
+
+
+def logits_of(model, tokens):
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([tokens])).logits[0].float().numpy()
+
+
+def write_json(path, value):
+    path.write_text(json.dumps(value, indent=1, sort_keys=True) + "\n")
+
+
+def hf_variant(folder, name, config, dtype, weights):
+    model = reference(name, config)
+    model.load_state_dict(to_torch(rounded(weights, dtype)), strict=False)
+    model.tie_weights()
+    config = dict(config, dtype={"f32": "float32", "f16": "float16", "bf16": "bfloat16"}[dtype])
+    write_json(folder / "config.json", config)
+    save(folder / "model.safetensors", released_names(rounded(weights, dtype)), {"format": "pt"})
+    # The file, as transformers reads it, is the same model.
+    causal, _ = class_of(name)
+    again = causal.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    return [lambda t: logits_of(model, t), lambda t: logits_of(again, t)]
+
+
+def dequantised(model):
+    """The weights of a loaded mlx_lm model in f32 under the names of transformers."""
+    dense = {}
+    for path, module in model.named_modules():
+        if "scales" in module:
+            dense[f"{path}.weight"] = mx.dequantize(
+                module.weight, module.scales.astype(mx.float32), module.biases.astype(mx.float32),
+                group_size=module.group_size, bits=module.bits,
+            )
+    for name, w in tree_flatten(model.parameters()):
+        if not name.endswith((".scales", ".biases")):
+            dense.setdefault(name, w.astype(mx.float32))
+    out = {}
+    for name, w in dense.items():
+        if name.endswith("switch_mlp.gate_proj.weight"):
+            up = dense[name.replace("gate_proj", "up_proj")]
+            out[name.replace("switch_mlp.gate_proj.weight", "experts.gate_up_proj")] = mx.concatenate([w, up], axis=1)
+        elif name.endswith("switch_mlp.down_proj.weight"):
+            out[name.replace("switch_mlp.down_proj.weight", "experts.down_proj")] = w
+        elif "switch_mlp" not in name:
+            out[name] = w
+    return out
+
+
+def mlx_variant(folder, name, config, dtype, weights, how):
+    model_class, args_class = _get_classes(config)
+    mlx_model = model_class(args_class.from_dict(copy.deepcopy(config)))
+    named = released_names(weights)
+    mlx_model.load_weights(list(mlx_model.sanitize(dict(named)).items()) if hasattr(mlx_model, "sanitize") else list(named.items()))
+    mlx_model.set_dtype(DTYPES[dtype])
+    mlx_model, full = quantize_model(mlx_model, dict(config), mode="affine", **how)
+    full["quantization_config"] = full["quantization"]
+    write_json(folder / "config.json", full)
+    save(folder / "model.safetensors", dict(tree_flatten(mlx_model.parameters())), {"format": "mlx"})
+    loaded, _ = load_model(folder)
+    loaded.set_dtype(mx.float32)
+    direct = reference(name, config)
+    missing, unexpected = direct.load_state_dict(to_torch(dequantised(loaded)), strict=False)
+    assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
+    direct.tie_weights()
+    return [lambda t: logits_of(direct, t), lambda t: np.array(loaded(mx.array([t]))[0].astype(mx.float32))]
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, default=Path("crates/kvant-models/tests/golden"))
+    parser.add_argument("--only", default=",".join(VARIANTS))
+    args = parser.parse_args()
+    for variant in args.only.split(","):
+        model_type, name, dtype, changes, seed, how = VARIANTS[variant]
+        config = text_config(model_type, name, changes)
+        folder = args.out / variant
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        torch.manual_seed(seed)
+        weights = draw(reference(name, config), seed, config["tie_word_embeddings"])
+        if how:
+            programs = mlx_variant(folder, name, config, dtype, weights, how)
+        else:
+            programs = hf_variant(folder, name, config, dtype, weights)
+        tokens = [int(t) for t in np.random.default_rng(seed + 100).integers(0, VOCAB, 45)]
+        results = [program(tokens) for program in programs]
+        worst = max(float(np.abs(results[0] - other).max()) for other in results[1:])
+        spread = float(results[0].std())
+        print(f"{variant}: programs differ by {worst:.1e}; logits have a standard deviation of {spread:.2f}")
+        assert worst < AGREE and 0.3 < spread < 30, variant
+        save(folder / "logits.safetensors", {
+            "tokens": mx.array(np.array(tokens, np.uint32)), "logits": mx.array(results[0].astype(np.float32)),
+        })
+
+
+if __name__ == "__main__":
+    main()
