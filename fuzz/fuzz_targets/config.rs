@@ -7,13 +7,17 @@ use libfuzzer_sys::fuzz_target;
 fuzz_target!(|bytes: &[u8]| {
     let Ok(json) = serde_json::from_slice(bytes) else { return };
     let Ok(config) = Config::parse(&json) else { return };
-    assert!((1..=1024).contains(&config.layers.len()));
-    assert!(config.cache_layers() >= 1);
-    for (l, layer) in config.layers.iter().enumerate() {
-        assert!(matches!(layer.head_dim, 64 | 128 | 256 | 512));
-        assert!(config.heads.is_multiple_of(layer.kv_heads));
-        assert!(layer.rope.rotated_pairs <= layer.head_dim / 2);
-        assert!(layer.kv_source.is_none_or(|source| source < l && config.layers[source].kv_source.is_none()));
+    let decoder = &config.decoder;
+    assert!((1..=1024).contains(&decoder.blocks.len()));
+    assert!(decoder.cache_layers() >= 1);
+    for (l, block) in decoder.blocks.iter().enumerate() {
+        let attention = &block.attention;
+        assert!(kvant::ops::attend::HEAD_DIMS.contains(&attention.head_dim));
+        assert!(attention.heads.is_multiple_of(attention.kv_heads));
+        assert!(attention.rope.rotated_pairs <= attention.head_dim / 2);
+        assert!(
+            attention.source().is_none_or(|source| source < l && decoder.blocks[source].attention.source().is_none())
+        );
     }
 });
 
