@@ -96,7 +96,7 @@ pub fn run(args: &GenerateArgs) -> Result {
         output::note(&prompt)?;
     }
     let sampling =
-        Sampling { temperature: args.temperature, top_p: args.top_p, top_k: args.top_k, min_p: 0.0, seed: args.seed };
+        Sampling::default().temperature(args.temperature).top_p(args.top_p).top_k(args.top_k).seed(args.seed);
     let max_tokens = args.max_tokens as usize;
     let request = Request { max_tokens, sampling, stop: tokenizer.eos(), ..Request::new(&prompt_ids) };
     let warm_up_seconds = match device.kind() {
@@ -138,7 +138,7 @@ fn warm_up(model: &Model, sequence: &mut Sequence, request: &Request) -> Result<
     let pass = 512;
     let tokens = request.prompt.len();
     let prompt = &request.prompt[..tokens.min(pass + tokens % pass)];
-    let request = Request { prompt, max_tokens: request.max_tokens.min(3), stop: &[], ..*request };
+    let request = Request { prompt, max_tokens: request.max_tokens.min(3), stop: &[], ..request.clone() };
     generate(model, sequence, &request, |_| ControlFlow::Continue(()))?;
     sequence.truncate(0)?;
     Ok(started.elapsed().as_secs_f64())
@@ -217,7 +217,7 @@ mod tests {
         let files = kvant_models::Files::directory(concat!(env!("CARGO_MANIFEST_DIR"), "/model"));
         let model = Model::load_files(&files, &Device::cpu(), &Default::default()).unwrap();
         let prompt: Vec<u32> = (0..300).map(|i| i * 37 % 4000 + 5).collect();
-        let sampling = Sampling { temperature: 1.0, seed: 3, ..Sampling::default() };
+        let sampling = Sampling::default().temperature(1.0).seed(3);
         let request = Request { max_tokens: 5, sampling, ..Request::new(&prompt) };
         let run = |warm: bool| {
             let mut sequence =

@@ -3,7 +3,7 @@
 use kvant::{DType, Encoder, Graph, Sequence, Step, StepSize, Submission, Tensor, ops};
 
 use crate::{
-    Error, Model, Result, Sampling,
+    Error, Model, Result, Sampler, Sampling,
     forward::{Wanted, Workspace},
 };
 
@@ -28,7 +28,9 @@ use crate::{
 pub struct Decoder<'a> {
     model: &'a Model,
     sequence: &'a mut Sequence,
-    sampling: Sampling,
+    sampler: Sampler,
+    /// The latest token drawn.
+    latest: Option<u32>,
     /// The step of the recorded passes, for lengths up to `longest`.
     step: Step,
     longest: usize,
@@ -58,26 +60,24 @@ impl<'a> Decoder<'a> {
     /// Continues a sequence, which need not be empty.
     ///
     /// # Errors
-    /// `Argument` for a sequence of another model's pool; `Kvant` for sampling parameters out of range.
+    /// `Argument` for a sequence of another model's pool, and for sampling parameters out of range.
     pub fn new(model: &'a Model, sequence: &'a mut Sequence, sampling: Sampling) -> Result<Decoder<'a>> {
         let device = model.device();
         model.check_pool(sequence.pool())?;
         let longest = FIRST_LONGEST;
-        let decoder = Decoder {
+        Ok(Decoder {
             space: model.workspace(1)?,
             step: sequence.pool().reserve_step(StepSize::decode(1, longest))?,
             longest,
             model,
             sequence,
-            sampling,
+            sampler: Sampler::new(sampling, model.vocab_size())?,
+            latest: None,
             logits: Tensor::zeros(device, DType::F32, &[1, model.vocab_size()])?,
             counter: Tensor::zeros(device, DType::U32, &[1])?,
             drawn: Tensor::zeros(device, DType::U32, &[1])?,
             graphs: [None, None],
-        };
-        // Invalid sampling parameters are errors now, before a prompt is fed.
-        decoder.draw()?;
-        Ok(decoder)
+        })
     }
 
     /// The sequence.
@@ -101,14 +101,24 @@ impl<'a> Decoder<'a> {
         self.undo(before, done)
     }
 
-    /// Feeds tokens and draws the next one.
+    /// Feeds tokens and draws the next one. For penalties, a token counts as generated if it was drawn by the call before.
     ///
     /// # Errors
-    /// As [`Decoder::feed`]; `NotANumber`. If only the draw fails, the fed tokens are removed again, unless they are
+    /// As [`Decoder::feed`]; `NotANumber`; `NothingAllowed`. If only the draw fails, the fed tokens are removed again, unless they are
     /// more than sliding windows can restore: then they stay.
     pub fn next(&mut self, tokens: &[u32]) -> Result<u32> {
         let before = self.sequence.len();
-        let replay = self.run(tokens, Then::Draw)?;
+        let replay = match self.sampler.sampling().is_plain() {
+            true => self.run(tokens, Then::Draw)?,
+            false => {
+                let drawn = self.run(tokens, Then::Nothing).and_then(|replay| {
+                    wait(replay)?;
+                    self.adjust_and_draw(tokens)
+                });
+                self.undo(before, drawn)?;
+                None
+            }
+        };
         // The download also waits, but another thread may already have received the failure of this replay. `wait`
         // afterwards returns it in any case.
         let fetched = self.drawn.to_vec::<u32>().map_err(Error::from);
@@ -119,7 +129,22 @@ impl<'a> Decoder<'a> {
             }
             token => Ok(token),
         });
+        self.latest = drawn.as_ref().ok().copied();
         self.undo(before, drawn)
+    }
+
+    /// Draws from logits that are changed on the host.
+    fn adjust_and_draw(&mut self, tokens: &[u32]) -> Result<()> {
+        match tokens {
+            &[token] if Some(token) == self.latest => self.sampler.accept(token),
+            _ => self.sampler.accept_prompt(tokens),
+        }
+        let mut logits = self.logits.to_vec::<f32>()?;
+        if !self.sampler.adjust(&mut logits, None) {
+            return Err(Error::NothingAllowed { position: self.sequence.len() });
+        }
+        self.logits.write(&logits)?;
+        self.count_and_draw()
     }
 
     /// Truncates the sequence to `len` tokens.
@@ -200,7 +225,7 @@ impl<'a> Decoder<'a> {
     }
 
     fn sample<'s>(&'s self, counter: &'s Tensor) -> ops::Sample<'s> {
-        let Sampling { temperature, top_p, top_k, min_p, seed } = self.sampling;
+        let Sampling { temperature, top_p, top_k, min_p, seed, .. } = *self.sampler.sampling();
         ops::Sample::new(&self.logits, counter, &self.drawn)
             .temperature(temperature)
             .top_k(top_k)

@@ -94,6 +94,12 @@ pub enum Error {
         /// The dtype of activations ([`LoadOptions`](crate::LoadOptions)).
         activations: DType,
     },
+    /// No token can be drawn because bias, suppressed tokens or a mask forbid all.
+    #[error("no token is allowed at position {position}")]
+    NothingAllowed {
+        /// The position of the token.
+        position: usize,
+    },
     /// The tokenizer failed.
     #[error("tokenizer: {reason}")]
     Tokenizer {

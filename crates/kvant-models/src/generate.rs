@@ -4,33 +4,10 @@ use std::{ops::ControlFlow, time::Instant};
 
 use kvant::Sequence;
 
-use crate::{Decoder, Error, Model, Result};
-
-/// How tokens are drawn from logits. [`kvant::ops::Sample`] defines the order of the cuts.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Sampling {
-    /// 0 or more; 0 takes the most probable token.
-    pub temperature: f32,
-    /// Keeps the most probable tokens that together reach this probability; above 0 and at most 1; 1 for all.
-    pub top_p: f32,
-    /// Keeps this many of the most probable tokens; 0 for all.
-    pub top_k: usize,
-    /// Keeps tokens with at least this probability relative to the most probable one; at least 0 and below 1; 0 for
-    /// all.
-    pub min_p: f32,
-    /// Selects the stream of random numbers: the same seed gives the same text.
-    pub seed: u64,
-}
-
-impl Default for Sampling {
-    /// Greedy.
-    fn default() -> Self {
-        Sampling { temperature: 0.0, top_p: 1.0, top_k: 0, min_p: 0.0, seed: 0 }
-    }
-}
+use crate::{Decoder, Error, Model, Result, Sampling};
 
 /// The arguments of [`generate()`].
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Request<'a> {
     /// The ids to feed first; at least one.
     pub prompt: &'a [u32],
@@ -96,7 +73,7 @@ pub fn generate(
     if request.max_tokens == 0 {
         return Err(Error::argument("max_tokens", "at least 1", 0));
     }
-    let mut decoder = Decoder::new(model, sequence, request.sampling)?;
+    let mut decoder = Decoder::new(model, sequence, request.sampling.clone())?;
     let started = Instant::now();
     let mut token = decoder.next(request.prompt)?;
     let mut stats = GenerateStats {

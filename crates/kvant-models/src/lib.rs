@@ -14,7 +14,9 @@
 //! | compute logits of a batch of sequences | [`Model::forward`] |
 //! | convert text to tokens and back, also as a stream | [`Tokenizer`], [`TextStream`] |
 //! | decode token by token with a recorded pass (a CUDA graph) | [`Decoder`] |
+//! | choose how tokens are drawn | [`Sampling`] |
 //! | generate tokens from a prompt | [`generate()`] |
+//! | draw for many texts at once; log probabilities | [`Sampler`], [`Drawing`], [`TokenLogprobs`] |
 //!
 //! ```no_run
 //! use std::ops::ControlFlow;
@@ -24,7 +26,7 @@
 //! let (model, tokenizer) = (Model::load(dir, &Device::default())?, Tokenizer::load(dir)?);
 //! let mut sequence = model.new_pool(&PoolOptions::default())?.sequence();
 //! let prompt = tokenizer.encode("# Fearless Concurrency", true)?;
-//! let sampling = Sampling { temperature: 0.7, top_p: 0.9, ..Sampling::default() };
+//! let sampling = Sampling::default().temperature(0.7).top_p(0.9);
 //! let request = Request { max_tokens: 100, sampling, stop: tokenizer.eos(), ..Request::new(&prompt) };
 //! let mut text = tokenizer.stream();
 //! generate(&model, &mut sequence, &request, |token| {
@@ -48,6 +50,7 @@ mod forward;
 mod generate;
 mod model;
 pub mod safetensors;
+mod sampling;
 mod source;
 pub mod spec;
 mod tokenizer;
@@ -57,8 +60,9 @@ pub use config::Config;
 pub use decoder::Decoder;
 pub use error::{Error, Result};
 pub use files::Files;
-pub use generate::{Finish, GenerateStats, Request, Sampling, generate};
+pub use generate::{Finish, GenerateStats, Request, generate};
 pub use model::{LoadOptions, Logits, Model, PoolOptions};
+pub use sampling::{Drawing, Sampler, Sampling, TokenLogprobs};
 pub use spec::{BlockSpec, DecoderSpec};
 pub use tokenizer::{TextStream, Tokenizer};
 

@@ -124,9 +124,14 @@ impl Tokenizer {
         self.inner.get_vocab_size(true)
     }
 
-    /// Decodes ids one by one.
+    /// Decodes ids one by one, without special tokens.
     pub fn stream(&self) -> TextStream<'_> {
-        TextStream { tokenizer: self, ids: Vec::new(), known: 0, text: String::new() }
+        TextStream { tokenizer: self, ids: Vec::new(), known: 0, text: String::new(), special: false }
+    }
+
+    /// Decodes ids one by one, with the names of special tokens.
+    pub fn stream_with_special(&self) -> TextStream<'_> {
+        TextStream { special: true, ..self.stream() }
     }
 
     /// The id of a token, given as its text or as an object with the text in `content`.
@@ -204,6 +209,8 @@ pub struct TextStream<'a> {
     known: usize,
     /// The text of the last piece's ids alone.
     text: String,
+    /// Whether the text has the names of special tokens.
+    special: bool,
 }
 
 impl TextStream<'_> {
@@ -225,7 +232,7 @@ impl TextStream<'_> {
         }
         self.ids.drain(..self.known);
         self.known = self.ids.len();
-        self.text = self.tokenizer.decode(&self.ids)?;
+        self.text = self.decode(&self.ids)?;
         Ok(piece)
     }
 
@@ -234,13 +241,22 @@ impl TextStream<'_> {
         self.waiting()
     }
 
+    /// As [`TextStream::finish`], of a stream that stays where it is.
+    pub fn rest(&self) -> Result<String> {
+        self.waiting()
+    }
+
+    fn decode(&self, ids: &[u32]) -> Result<String> {
+        if self.special { self.tokenizer.decode_with_special(ids) } else { self.tokenizer.decode(ids) }
+    }
+
     /// The text of the ids after the last piece.
     fn waiting(&self) -> Result<String> {
-        let text = self.tokenizer.decode(&self.ids)?;
+        let text = self.decode(&self.ids)?;
         match text.strip_prefix(&self.text) {
             Some(rest) => Ok(rest.to_string()),
             // The new ids change the text of the last piece, which has already been returned.
-            None => self.tokenizer.decode(&self.ids[self.known..]),
+            None => self.decode(&self.ids[self.known..]),
         }
     }
 }

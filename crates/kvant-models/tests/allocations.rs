@@ -74,7 +74,7 @@ fn a_decode_step_allocates_nothing() {
             pool.step_into(&mut [(&mut sequence, 1)], &step).unwrap();
             model.forward_into(&pool, &step, &[token], &[0], &logits).unwrap();
         });
-        let sampling = Sampling { temperature: 1.0, top_k: 40, ..Sampling::default() };
+        let sampling = Sampling::default().temperature(1.0).top_k(40);
         sequence.truncate(140).unwrap();
         let mut decoder = Decoder::new(&model, &mut sequence, sampling).unwrap();
         check(&format!("decoder, {codec}"), &mut |token| decoder.feed(&[token]).unwrap());

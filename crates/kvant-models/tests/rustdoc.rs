@@ -137,12 +137,12 @@ fn long_generation_equals_recomputation() {
     let tokenizer = Tokenizer::load(&shipped()).unwrap();
     let mut tokens = tokenizer.encode("# Fearless Concurrency", true).unwrap();
     let mut sequence = model.new_pool(&exact(4200)).unwrap().sequence();
-    let sampling = Sampling { temperature: 0.8, top_p: 0.95, seed: 7, ..Sampling::default() };
+    let sampling = Sampling::default().temperature(0.8).top_p(0.95).seed(7);
     let mut fed = 0;
     for until in [100, 129, 700, 2050, 4096] {
         // Generation goes on where it stopped, then feeds its last token to show its logits.
         let prompt = tokens[fed..].to_vec();
-        let request = Request { max_tokens: until - tokens.len(), sampling, ..Request::new(&prompt) };
+        let request = Request { max_tokens: until - tokens.len(), sampling: sampling.clone(), ..Request::new(&prompt) };
         let stats = generate(&model, &mut sequence, &request, |token| {
             tokens.push(token);
             ControlFlow::Continue(())
@@ -188,10 +188,21 @@ fn generation_is_reproducible_and_seeded() {
         tokens
     };
     let greedy = run(Sampling::default());
-    assert_eq!(greedy, run(Sampling { temperature: 1.0, top_k: 1, ..Sampling::default() }));
-    let seeded = |seed| Sampling { temperature: 1.0, seed, ..Sampling::default() };
+    assert_eq!(greedy, run(Sampling::default().temperature(1.0).top_k(1)));
+    let seeded = |seed| Sampling::default().temperature(1.0).seed(seed);
     assert_eq!(run(seeded(1)), run(seeded(1)));
     assert_ne!(run(seeded(1)), run(seeded(2)));
+    // Changes of logits on the host: a bias of 0 changes nothing, and what is forbidden or penalised does not occur.
+    assert_eq!(run(seeded(1)), run(seeded(1).logit_bias(vec![(5, 0.0)])));
+    let without: Vec<u32> = greedy[..3].to_vec();
+    let changed = run(Sampling::default().suppressed(without.clone()));
+    assert!(changed.iter().all(|token| !without.contains(token)));
+    let mut once = run(Sampling::default().presence_penalty(1e6));
+    once.sort_unstable();
+    once.dedup();
+    assert_eq!(once.len(), 40);
+    let fresh = run(Sampling::default().repetition_penalty(1e6));
+    assert!(fresh.iter().all(|token| !prompt.contains(token)));
 
     // Greedy decoding is the argmax of the logits that forward gives.
     let mut sequence = model.new_pool(&PoolOptions::default()).unwrap().sequence();
@@ -228,7 +239,7 @@ fn generation_ends_for_the_reason_it_gives() {
 #[test]
 fn a_decoder_does_what_forward_does() {
     let model = model();
-    let sampling = Sampling { temperature: 0.9, top_p: 0.9, seed: 3, ..Sampling::default() };
+    let sampling = Sampling::default().temperature(0.9).top_p(0.9).seed(3);
     let [mut fed, mut straight] = [(); 2].map(|()| model.new_pool(&exact(300)).unwrap().sequence());
     let mut decoder = Decoder::new(&model, &mut fed, sampling).unwrap();
     let mut drawn = decoder.next(&[2, 17, 300]).unwrap();
@@ -284,9 +295,9 @@ fn refused_calls_leave_the_sequence_alone() {
     let out = Tensor::zeros(&Device::cpu(), DType::F32, &[2, 4096]).unwrap();
     let rows = model.feed_into(&mut sequence, &[1], &out).unwrap_err();
     assert!(matches!(rows, Error::Argument { arg: "out", .. }), "{rows}");
-    let request = Request { sampling: Sampling { top_p: 0.0, ..Sampling::default() }, ..Request::new(&[1]) };
+    let request = Request { sampling: Sampling::default().top_p(0.0), ..Request::new(&[1]) };
     let sampling = generate(&model, &mut sequence, &request, |_| ControlFlow::Continue(())).unwrap_err();
-    assert!(matches!(sampling, Error::Kvant(kvant::Error::Value { arg: "top_p", .. })), "{sampling}");
+    assert!(matches!(sampling, Error::Argument { arg: "top_p", .. }), "{sampling}");
     let other = Model::load(&golden("dense"), &Device::cpu()).unwrap();
     let foreign = other.feed(&mut sequence, &[1], Logits::Last).unwrap_err();
     assert!(matches!(foreign, Error::Argument { arg: "pool", .. }), "{foreign}");
