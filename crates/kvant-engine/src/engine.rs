@@ -1,0 +1,386 @@
+//! The handle of an engine, and the events of its requests.
+
+use std::{
+    fmt,
+    sync::{
+        Arc, Condvar, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use flume::{Receiver, Sender};
+use kvant::KvPool;
+use kvant_models::{Model, Tokenizer};
+
+use crate::{
+    EngineOptions, EngineRequest, EngineStats, Event, Failure, SubmitError,
+    text::{self, Reader},
+    worker::{Job, Worker},
+};
+
+/// The most alternatives that a request can ask for at each token.
+const MOST_LOGPROBS: usize = 100;
+/// The most stop strings of a request, and their longest length in bytes.
+const MOST_STOPS: usize = 64;
+const LONGEST_STOP: usize = 1024;
+
+/// A message to the engine's thread.
+pub(crate) enum Command {
+    Submit(Box<Job>),
+    /// Nobody reads the events of a request.
+    Cancel(u64),
+    /// The text of a request has ended: complete, or failed.
+    End {
+        id: u64,
+        is_complete: bool,
+    },
+    /// Events of a request were read that had too many unread.
+    Resume,
+    /// Ends all requests.
+    EndAll,
+    /// For tests of failures.
+    Panic,
+}
+
+/// The part of an engine that all its threads know.
+pub(crate) struct Shared {
+    /// Requests that have not ended.
+    live: Mutex<usize>,
+    none_live: Condvar,
+    is_draining: AtomicBool,
+    failure: Mutex<Option<String>>,
+    pub stats: Mutex<EngineStats>,
+    /// The most requests at once, running or waiting.
+    limit: usize,
+}
+
+impl Shared {
+    /// Why the engine has failed.
+    pub fn failure(&self) -> Option<String> {
+        lock(&self.failure).clone()
+    }
+
+    /// Records that the engine has failed.
+    pub fn fail(&self, reason: String) {
+        lock(&self.failure).get_or_insert(reason);
+    }
+
+    /// Counts a request that has ended.
+    pub fn ended(&self) {
+        let mut live = lock(&self.live);
+        *live = live.saturating_sub(1);
+        if *live == 0 {
+            self.none_live.notify_all();
+        }
+    }
+
+    fn admit(&self) -> Result<(), SubmitError> {
+        if let Some(reason) = self.failure() {
+            return Err(SubmitError::Unhealthy { reason });
+        }
+        if self.is_draining.load(Ordering::Acquire) {
+            return Err(SubmitError::Draining);
+        }
+        let mut live = lock(&self.live);
+        if *live >= self.limit {
+            return Err(SubmitError::Busy { limit: self.limit });
+        }
+        *live += 1;
+        Ok(())
+    }
+
+    /// Waits until no request is left. Returns whether that is so.
+    fn wait(&self, limit: Duration) -> bool {
+        let live = lock(&self.live);
+        let waited = self.none_live.wait_timeout_while(live, limit, |live| *live > 0);
+        waited.map_or_else(|poisoned| *poisoned.into_inner().0 == 0, |(live, _)| *live == 0)
+    }
+}
+
+/// Locks what a panic cannot leave in an invalid state.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// An engine: a model that serves many requests at once. Clones are handles of one engine.
+///
+/// The engine ends when its last handle and the last [`Responses`] are dropped.
+#[derive(Clone)]
+pub struct Engine(Arc<Handle>);
+
+struct Handle {
+    commands: Sender<Command>,
+    shared: Arc<Shared>,
+    tokenizer: Arc<Tokenizer>,
+    options: EngineOptions,
+    limits: Limits,
+    next: AtomicU64,
+}
+
+/// What requests are checked against.
+struct Limits {
+    context: usize,
+    /// Ids of tokens are below.
+    ids: usize,
+    /// Logits of a token.
+    vocab: usize,
+}
+
+impl Engine {
+    /// Starts an engine: allocates pages and starts two threads.
+    ///
+    /// # Errors
+    /// `Argument` for options out of range; `Kvant` with `OutOfMemory` or invalid options of the pages.
+    pub fn start(model: Model, tokenizer: Arc<Tokenizer>, options: EngineOptions) -> kvant_models::Result<Engine> {
+        let context = options.context.or(model.config().max_position_embeddings).unwrap_or(4096);
+        options.check(context)?;
+        let pool = new_pool(&model, &options, context)?;
+        let ids = model.config().per_layer_input.map_or(usize::MAX, |ple| ple.vocab_size).min(model.vocab_size());
+        let limits = Limits { context, ids, vocab: model.vocab_size() };
+        let shared = Arc::new(Shared {
+            live: Mutex::new(0),
+            none_live: Condvar::new(),
+            is_draining: AtomicBool::new(false),
+            failure: Mutex::default(),
+            stats: Mutex::default(),
+            limit: options.sequences.saturating_add(options.queue),
+        });
+        let (commands, received) = flume::unbounded();
+        let (outputs, texts) = flume::unbounded();
+        let worker = Worker::new(model, pool, Arc::clone(&tokenizer), &options, Arc::clone(&shared), outputs)?;
+        thread("kvant-engine", move || worker.run(&received))?;
+        {
+            let (tokenizer, shared) = (Arc::clone(&tokenizer), Arc::clone(&shared));
+            // Not a handle that keeps the engine alive.
+            let commands = commands.downgrade();
+            thread("kvant-text", move || text::run(&tokenizer, &texts, &shared, &commands))?;
+        }
+        let next = AtomicU64::new(0);
+        Ok(Engine(Arc::new(Handle { commands, shared, tokenizer, options, limits, next })))
+    }
+
+    /// Submits a request. Its events come from the returned channel.
+    ///
+    /// # Errors
+    /// `Invalid` with the field's name; `Busy` if the queue is full; `Draining`; `Unhealthy`.
+    pub fn submit(&self, request: EngineRequest) -> Result<Responses, SubmitError> {
+        let handle = &*self.0;
+        handle.check(&request)?;
+        handle.shared.admit()?;
+        let id = handle.next.fetch_add(1, Ordering::Relaxed);
+        let (events, received) = flume::unbounded();
+        let reader = Reader { events, unread: Arc::new(AtomicUsize::new(0)) };
+        let responses = Responses {
+            id,
+            events: received,
+            commands: handle.commands.clone(),
+            unread: Arc::clone(&reader.unread),
+            limit: handle.options.unread,
+            has_ended: false,
+        };
+        let job = Job { id, request, reader, submitted: Instant::now() };
+        if handle.commands.send(Command::Submit(Box::new(job))).is_err() {
+            handle.shared.ended();
+            let reason = handle.shared.failure().unwrap_or_else(|| "its thread has ended".to_string());
+            return Err(SubmitError::Unhealthy { reason });
+        }
+        Ok(responses)
+    }
+
+    /// The tokenizer.
+    pub fn tokenizer(&self) -> &Tokenizer {
+        &self.0.tokenizer
+    }
+
+    /// The options.
+    pub fn options(&self) -> &EngineOptions {
+        &self.0.options
+    }
+
+    /// The longest text in tokens, prompt included.
+    pub fn context(&self) -> usize {
+        self.0.limits.context
+    }
+
+    /// Counts since the start, and the state after the latest step.
+    pub fn stats(&self) -> EngineStats {
+        lock(&self.0.shared.stats).clone()
+    }
+
+    /// Requests that have not ended.
+    pub fn live(&self) -> usize {
+        *lock(&self.0.shared.live)
+    }
+
+    /// Whether the engine can serve requests. After a failure it never can again.
+    pub fn is_healthy(&self) -> bool {
+        self.0.shared.failure().is_none()
+    }
+
+    /// Takes no more requests, and waits until all have ended, at most for `limit`. Then the rest end with
+    /// [`FinishReason::Drained`](crate::FinishReason::Drained). Returns whether all ended by themselves.
+    pub fn drain(&self, limit: Duration) -> bool {
+        self.0.shared.is_draining.store(true, Ordering::Release);
+        if self.0.shared.wait(limit) {
+            return true;
+        }
+        let _ = self.0.commands.send(Command::EndAll);
+        self.0.shared.wait(Duration::from_secs(10));
+        false
+    }
+
+    /// Makes the engine's thread panic, for tests of what follows.
+    #[doc(hidden)]
+    pub fn inject_panic(&self) {
+        let _ = self.0.commands.send(Command::Panic);
+    }
+}
+
+impl fmt::Debug for Engine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Engine({} live requests)", self.live())
+    }
+}
+
+/// Starts a thread.
+fn thread(name: &str, run: impl FnOnce() + Send + 'static) -> kvant_models::Result<()> {
+    let started = thread::Builder::new().name(name.to_string()).spawn(run);
+    started
+        .map(|_| ())
+        .map_err(|error| kvant_models::Error::Unsupported { what: format!("thread {name}"), reason: error.to_string() })
+}
+
+/// The pages of an engine.
+fn new_pool(model: &Model, options: &EngineOptions, context: usize) -> kvant_models::Result<KvPool> {
+    let layers = model.cache_layers(options.k, options.v);
+    let spec = kvant::PoolSpec::new(layers, options.memory.unwrap_or(0)).page_tokens(options.page_tokens);
+    let spec = match options.memory {
+        Some(_) => spec,
+        None => spec.room_for(options.sequences, context, options.step_tokens)?,
+    };
+    Ok(KvPool::new(model.device(), &spec.host_bytes(options.host_memory))?)
+}
+
+impl Handle {
+    /// Checks a request. What depends on the model's state alone is checked again in the engine's thread.
+    fn check(&self, request: &EngineRequest) -> Result<(), SubmitError> {
+        let Limits { context, ids, vocab } = self.limits;
+        let at_most = |field, most: usize, got: usize| {
+            if got <= most { Ok(()) } else { Err(SubmitError::invalid(field, format_args!("at most {most}"), got)) }
+        };
+        if request.prompt.is_empty() {
+            return Err(SubmitError::invalid("prompt", "at least one token", "none"));
+        }
+        let room = if request.max_tokens > 0 { context.saturating_sub(1) } else { context };
+        if request.prompt.len() > room {
+            let (expected, got) = (format!("at most {room} tokens"), format!("{} tokens", request.prompt.len()));
+            return Err(SubmitError::invalid("prompt", expected, got));
+        }
+        if let Some(id) = request.prompt.iter().find(|&&id| id as usize >= ids) {
+            return Err(SubmitError::invalid("prompt", format_args!("ids below {ids}"), id));
+        }
+        request.sampling.validate(vocab).map_err(|error| match error {
+            kvant_models::Error::Argument { arg, expected, got } => SubmitError::Invalid { field: arg, expected, got },
+            other => SubmitError::invalid("sampling", "valid", other),
+        })?;
+        at_most("min_tokens", request.max_tokens, request.min_tokens)?;
+        at_most("logprobs", MOST_LOGPROBS, request.logprobs.unwrap_or(0))?;
+        at_most("prompt_logprobs", MOST_LOGPROBS, request.prompt_logprobs.unwrap_or(0))?;
+        at_most("stop", MOST_STOPS, request.stop.len())?;
+        if let Some(stop) = request.stop.iter().find(|stop| !(1..=LONGEST_STOP).contains(&stop.len())) {
+            let expected = format_args!("strings of 1 to {LONGEST_STOP} bytes");
+            return Err(SubmitError::invalid("stop", expected, format_args!("one of {}", stop.len())));
+        }
+        Ok(())
+    }
+}
+
+/// The events of a request, in order. Dropping it cancels the request: its pages are free after the current step.
+///
+/// [`Responses::recv`] and the iterator block; [`Responses::recv_async`] is for async code, with any runtime.
+pub struct Responses {
+    id: u64,
+    events: Receiver<Event>,
+    commands: Sender<Command>,
+    unread: Arc<AtomicUsize>,
+    limit: usize,
+    has_ended: bool,
+}
+
+impl Responses {
+    /// The number of the request, for logs.
+    pub fn id(&self) -> u64 {
+        self.id
+    }
+
+    /// Waits for the next event. `None` after the last one.
+    pub fn recv(&mut self) -> Option<Event> {
+        if self.has_ended {
+            return None;
+        }
+        let event = self.events.recv().ok();
+        self.count(event)
+    }
+
+    /// As [`Responses::recv`], in async code.
+    pub async fn recv_async(&mut self) -> Option<Event> {
+        if self.has_ended {
+            return None;
+        }
+        let event = self.events.recv_async().await.ok();
+        self.count(event)
+    }
+
+    /// As [`Responses::recv`], for at most a time.
+    ///
+    /// # Errors
+    /// [`NoEvent`] if there is none yet.
+    pub fn recv_timeout(&mut self, limit: Duration) -> Result<Option<Event>, NoEvent> {
+        if self.has_ended {
+            return Ok(None);
+        }
+        match self.events.recv_timeout(limit) {
+            Err(flume::RecvTimeoutError::Timeout) => Err(NoEvent),
+            event => Ok(self.count(event.ok())),
+        }
+    }
+
+    /// Counts an event as read. The engine sends no `None` before the last event unless both of its threads have failed.
+    fn count(&mut self, event: Option<Event>) -> Option<Event> {
+        let event = event.unwrap_or_else(|| Event::Failed(Failure::Engine("its threads have ended".to_string())));
+        if self.unread.fetch_sub(1, Ordering::AcqRel) == self.limit {
+            let _ = self.commands.send(Command::Resume);
+        }
+        self.has_ended = matches!(event, Event::Finished(_) | Event::Failed(_));
+        Some(event)
+    }
+}
+
+/// No event has come in time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("no event has come in time")]
+pub struct NoEvent;
+
+impl Iterator for Responses {
+    type Item = Event;
+
+    fn next(&mut self) -> Option<Event> {
+        self.recv()
+    }
+}
+
+impl Drop for Responses {
+    fn drop(&mut self) {
+        if !self.has_ended {
+            let _ = self.commands.send(Command::Cancel(self.id));
+        }
+    }
+}
+
+impl fmt::Debug for Responses {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Responses(request {})", self.id)
+    }
+}

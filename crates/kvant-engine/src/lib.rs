@@ -1,0 +1,52 @@
+//! Runs many requests at once on one device: continuous batching over the pages of a [`kvant::KvPool`].
+//!
+//! | task | item |
+//! |---|---|
+//! | start an engine for a model | [`Engine::start`], [`EngineOptions`] |
+//! | generate text | [`Engine::submit`], [`EngineRequest`], [`Responses`], [`Event`] |
+//! | watch it | [`Engine::stats`], [`Engine::is_healthy`] |
+//! | stop it | [`Engine::drain`] |
+//!
+//! ```no_run
+//! use std::sync::Arc;
+//! use kvant::Device;
+//! use kvant_engine::{Engine, EngineOptions, EngineRequest, Event};
+//! use kvant_models::{Model, Sampling, Tokenizer};
+//! let dir = "path/to/a/model".as_ref();
+//! let (model, tokenizer) = (Model::load(dir, &Device::default())?, Tokenizer::load(dir)?);
+//! let engine = Engine::start(model, Arc::new(tokenizer), EngineOptions::default())?;
+//!
+//! let prompt = engine.tokenizer().encode_prompt("# Fearless Concurrency")?;
+//! let sampling = Sampling::default().temperature(0.7).seed(1);
+//! let responses = engine.submit(EngineRequest::new(prompt).max_tokens(100).sampling(sampling))?;
+//! for event in responses {
+//!     match event {
+//!         Event::Token(token) => print!("{}", token.text),
+//!         Event::Finished(finished) => println!("{}\n{:?}", finished.text, finished.reason),
+//!         Event::Failed(failure) => eprintln!("{failure}"),
+//!         _ => {}
+//!     }
+//! }
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! One thread owns the model and its pages, and runs steps. A second thread converts tokens to text and finds stop
+//! strings. A request that nobody reads pauses, and one whose [`Responses`] are dropped ends within a step.
+
+#![forbid(unsafe_code)]
+
+mod engine;
+mod event;
+mod options;
+mod request;
+mod stats;
+mod stop;
+#[expect(dead_code, reason = "the scheduler will use all of it")]
+mod text;
+mod worker;
+
+pub use engine::{Engine, NoEvent, Responses};
+pub use event::{Event, Failure, FinishReason, Finished, TextToken, Usage};
+pub use options::EngineOptions;
+pub use request::{CacheScope, EngineRequest, Grammar, SubmitError};
+pub use stats::{EngineStats, Histogram};

@@ -1,0 +1,133 @@
+//! Options of an engine.
+
+use kvant::Codec;
+
+/// Options of [`Engine::start`](crate::Engine::start).
+///
+/// ```
+/// use kvant_engine::EngineOptions;
+/// let options = EngineOptions::default().sequences(8).context(2048).queue(100);
+/// assert_eq!(options.page_tokens, 64);
+/// ```
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct EngineOptions {
+    /// The codec of keys. Default: f16.
+    pub k: Codec,
+    /// The codec of values. Default: f16.
+    pub v: Codec,
+    /// The longest text of a request in tokens, prompt included. Default: the model's context.
+    pub context: Option<usize>,
+    /// Requests that run at once. Default: 16.
+    pub sequences: usize,
+    /// Requests that can wait. More are refused ([`SubmitError::Busy`](crate::SubmitError::Busy)). Default: 256.
+    pub queue: usize,
+    /// Tokens of a step, of all requests together: more than `sequences`. Large steps compute prompts faster; small ones
+    /// keep the time between tokens short while a prompt is computed. Default: 512.
+    pub step_tokens: usize,
+    /// Bytes of all pages. Default: room for `sequences` texts of `context` tokens.
+    pub memory: Option<usize>,
+    /// Positions of a page: 16, 32, 64, 128 or 256. Default: 64.
+    pub page_tokens: usize,
+    /// Bytes of host memory for pages that the device has no room for: prefixes, and preempted requests. Default: 0.
+    pub host_memory: usize,
+    /// Whether requests share the pages of equal prefixes. Default: true.
+    pub prefix_cache: bool,
+    /// Events that a request can have unread. It pauses until they are read. Default: 256.
+    pub unread: usize,
+}
+
+impl Default for EngineOptions {
+    fn default() -> Self {
+        EngineOptions {
+            k: Codec::F16,
+            v: Codec::F16,
+            context: None,
+            sequences: 16,
+            queue: 256,
+            step_tokens: 512,
+            memory: None,
+            page_tokens: 64,
+            host_memory: 0,
+            prefix_cache: true,
+            unread: 256,
+        }
+    }
+}
+
+impl EngineOptions {
+    /// Checks the options that the pages do not check.
+    pub(crate) fn check(&self, context: usize) -> kvant_models::Result<()> {
+        let at_least = |arg, least: usize, got: usize| match got >= least {
+            true => Ok(()),
+            false => {
+                let (expected, got) = (format!("at least {least}"), got.to_string());
+                Err(kvant_models::Error::Argument { arg, expected, got })
+            }
+        };
+        at_least("context", 2, context)?;
+        at_least("sequences", 1, self.sequences)?;
+        at_least("step_tokens", self.sequences.saturating_add(1), self.step_tokens)?;
+        at_least("unread", 1, self.unread)
+    }
+
+    /// Sets the codecs of keys and values.
+    #[must_use]
+    pub fn kv(self, k: Codec, v: Codec) -> Self {
+        EngineOptions { k, v, ..self }
+    }
+
+    /// Sets [`EngineOptions::context`].
+    #[must_use]
+    pub fn context(self, tokens: usize) -> Self {
+        EngineOptions { context: Some(tokens), ..self }
+    }
+
+    /// Sets [`EngineOptions::sequences`].
+    #[must_use]
+    pub fn sequences(self, sequences: usize) -> Self {
+        EngineOptions { sequences, ..self }
+    }
+
+    /// Sets [`EngineOptions::queue`].
+    #[must_use]
+    pub fn queue(self, queue: usize) -> Self {
+        EngineOptions { queue, ..self }
+    }
+
+    /// Sets [`EngineOptions::step_tokens`].
+    #[must_use]
+    pub fn step_tokens(self, step_tokens: usize) -> Self {
+        EngineOptions { step_tokens, ..self }
+    }
+
+    /// Sets [`EngineOptions::memory`].
+    #[must_use]
+    pub fn memory(self, bytes: usize) -> Self {
+        EngineOptions { memory: Some(bytes), ..self }
+    }
+
+    /// Sets [`EngineOptions::page_tokens`].
+    #[must_use]
+    pub fn page_tokens(self, page_tokens: usize) -> Self {
+        EngineOptions { page_tokens, ..self }
+    }
+
+    /// Sets [`EngineOptions::host_memory`].
+    #[must_use]
+    pub fn host_memory(self, bytes: usize) -> Self {
+        EngineOptions { host_memory: bytes, ..self }
+    }
+
+    /// Sets [`EngineOptions::prefix_cache`].
+    #[must_use]
+    pub fn prefix_cache(self, prefix_cache: bool) -> Self {
+        EngineOptions { prefix_cache, ..self }
+    }
+
+    /// Sets [`EngineOptions::unread`].
+    #[must_use]
+    pub fn unread(self, unread: usize) -> Self {
+        EngineOptions { unread, ..self }
+    }
+}

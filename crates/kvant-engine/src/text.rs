@@ -1,0 +1,180 @@
+//! The thread that converts tokens to text, finds stop strings, and sends events.
+
+use std::{
+    collections::HashMap,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+};
+
+use flume::{Receiver, Sender, WeakSender};
+use kvant_models::{TextStream, TokenLogprobs, Tokenizer};
+
+use crate::{
+    EngineRequest, Event, Failure, FinishReason, Finished, TextToken, Usage,
+    engine::{Command, Shared},
+    stop::{StopFinder, Stopped},
+};
+
+/// A message of the engine's thread, about one request.
+#[derive(Debug)]
+pub(crate) enum Output {
+    Start(Box<NewText>),
+    /// It runs for the first time.
+    Began {
+        cached_tokens: usize,
+    },
+    Prompt(Vec<TokenLogprobs>),
+    Token {
+        id: u32,
+        logprobs: Option<TokenLogprobs>,
+    },
+    End(FinishReason),
+    Failed(Failure),
+    /// Nobody reads the events.
+    Gone,
+}
+
+/// What the text of a request needs.
+#[derive(Debug)]
+pub(crate) struct NewText {
+    pub stop: StopFinder,
+    pub special_tokens: bool,
+    pub min_tokens: usize,
+    pub prompt_tokens: usize,
+    pub reader: Reader,
+}
+
+impl NewText {
+    pub fn new(request: &EngineRequest, reader: Reader) -> NewText {
+        NewText {
+            stop: StopFinder::new(request.stop.clone(), request.include_stop),
+            special_tokens: request.special_tokens,
+            min_tokens: request.min_tokens,
+            prompt_tokens: request.prompt.len(),
+            reader,
+        }
+    }
+}
+
+/// The channel to who reads a request's events, and the number of unread ones. The engine runs no step for a request with
+/// too many of them, so that the channel needs no limit of its own.
+#[derive(Clone, Debug)]
+pub(crate) struct Reader {
+    pub events: Sender<Event>,
+    pub unread: Arc<AtomicUsize>,
+}
+
+impl Reader {
+    fn send(&self, event: Event) {
+        self.unread.fetch_add(1, Ordering::AcqRel);
+        // A reader that is gone has cancelled.
+        let _ = self.events.send(event);
+    }
+}
+
+/// The text of a request.
+struct Text<'t> {
+    stream: TextStream<'t>,
+    stop: StopFinder,
+    min_tokens: usize,
+    usage: Usage,
+    reader: Reader,
+}
+
+/// Serves requests until the engine's thread is gone.
+pub(crate) fn run(
+    tokenizer: &Tokenizer,
+    outputs: &Receiver<Vec<(u64, Output)>>,
+    shared: &Shared,
+    to: &WeakSender<Command>,
+) {
+    let mut texts: HashMap<u64, Text> = HashMap::new();
+    for outputs in outputs.iter() {
+        for (id, output) in outputs {
+            handle(tokenizer, &mut texts, id, output, shared, to);
+        }
+    }
+    let reason = shared.failure().unwrap_or_else(|| "the engine has stopped".to_string());
+    for (_, text) in texts.drain() {
+        text.reader.send(Event::Failed(Failure::Engine(reason.clone())));
+        shared.ended();
+    }
+}
+
+fn handle<'t>(
+    tokenizer: &'t Tokenizer,
+    texts: &mut HashMap<u64, Text<'t>>,
+    id: u64,
+    output: Output,
+    shared: &Shared,
+    to: &WeakSender<Command>,
+) {
+    if let Output::Start(new) = output {
+        let NewText { stop, special_tokens, min_tokens, prompt_tokens, reader } = *new;
+        let stream = if special_tokens { tokenizer.stream_with_special() } else { tokenizer.stream() };
+        let usage = Usage { prompt_tokens, ..Usage::default() };
+        texts.insert(id, Text { stream, stop, min_tokens, usage, reader });
+        return;
+    }
+    // Tokens after a stop string, which the engine has computed meanwhile, belong to no text.
+    let Some(text) = texts.get_mut(&id) else { return };
+    let last = match output {
+        Output::Began { cached_tokens } => return text.usage.cached_tokens = cached_tokens,
+        Output::Prompt(logprobs) => return text.reader.send(Event::Prompt(logprobs)),
+        Output::Token { id: token, logprobs } => match text.push(token, logprobs) {
+            Ok(()) => return,
+            Err(last) => {
+                let is_complete = matches!(last, Event::Finished(_));
+                let _ = to.upgrade().map(|to| to.send(Command::End { id, is_complete }));
+                Some(last)
+            }
+        },
+        Output::End(reason) => Some(text.finish(reason)),
+        Output::Failed(failure) => Some(Event::Failed(failure)),
+        Output::Start(_) | Output::Gone => None,
+    };
+    if let Some(last) = last {
+        text.reader.send(last);
+    }
+    texts.remove(&id);
+    shared.ended();
+}
+
+impl Text<'_> {
+    /// Sends a token. Returns the last event if the text ends.
+    fn push(&mut self, id: u32, logprobs: Option<TokenLogprobs>) -> Result<(), Event> {
+        self.usage.generated_tokens += 1;
+        let failed = |error: kvant_models::Error| Event::Failed(Failure::Request(error.to_string()));
+        let piece = self.stream.push(id).map_err(failed)?;
+        if self.usage.generated_tokens <= self.min_tokens {
+            self.reader.send(Event::Token(TextToken { id, text: piece, logprobs }));
+            return Ok(());
+        }
+        match self.stop.push(&piece) {
+            Ok(text) => {
+                self.reader.send(Event::Token(TextToken { id, text, logprobs }));
+                Ok(())
+            }
+            Err(Stopped { index, text }) => {
+                self.reader.send(Event::Token(TextToken { id, text, logprobs }));
+                let (text, reason) = (String::new(), FinishReason::StopString(index));
+                Err(Event::Finished(Finished { text, reason, usage: self.usage }))
+            }
+        }
+    }
+
+    /// The last event of a text that the engine has ended.
+    fn finish(&mut self, reason: FinishReason) -> Event {
+        let rest = match self.stream.rest() {
+            Ok(rest) => rest,
+            Err(error) => return Event::Failed(Failure::Request(error.to_string())),
+        };
+        let (text, reason) = match self.stop.push(&rest) {
+            Ok(text) => (text + &self.stop.finish(), reason),
+            Err(Stopped { index, text }) => (text, FinishReason::StopString(index)),
+        };
+        Event::Finished(Finished { text, reason, usage: self.usage })
+    }
+}
