@@ -137,7 +137,7 @@ impl Engine {
         let context = options.context.or(model.config().max_position_embeddings).unwrap_or(4096);
         options.check(context)?;
         let pool = new_pool(&model, &options, context)?;
-        let ids = model.config().per_layer_input.map_or(usize::MAX, |ple| ple.vocab_size).min(model.vocab_size());
+        let ids = model.decoder().fed_vocab();
         let limits = Limits { context, ids, vocab: model.vocab_size() };
         let shared = Arc::new(Shared {
             live: Mutex::new(0),
@@ -149,7 +149,7 @@ impl Engine {
         });
         let (commands, received) = flume::unbounded();
         let (outputs, texts) = flume::unbounded();
-        let worker = Worker::new(model, pool, Arc::clone(&tokenizer), &options, Arc::clone(&shared), outputs)?;
+        let worker = Worker::new(model, pool, Arc::clone(&tokenizer), &options, context, Arc::clone(&shared), outputs)?;
         thread("kvant-engine", move || worker.run(&received))?;
         {
             let (tokenizer, shared) = (Arc::clone(&tokenizer), Arc::clone(&shared));
@@ -285,6 +285,9 @@ impl Handle {
             kvant_models::Error::Argument { arg, expected, got } => SubmitError::Invalid { field: arg, expected, got },
             other => SubmitError::invalid("sampling", "valid", other),
         })?;
+        if request.grammar.is_some() {
+            return Err(SubmitError::invalid("grammar", "none: grammars are not implemented", "one"));
+        }
         at_most("min_tokens", request.max_tokens, request.min_tokens)?;
         at_most("logprobs", MOST_LOGPROBS, request.logprobs.unwrap_or(0))?;
         at_most("prompt_logprobs", MOST_LOGPROBS, request.prompt_logprobs.unwrap_or(0))?;

@@ -39,9 +39,9 @@ mod engine;
 mod event;
 mod options;
 mod request;
+pub mod scheduler;
 mod stats;
 mod stop;
-#[expect(dead_code, reason = "the scheduler will use all of it")]
 mod text;
 mod worker;
 

@@ -67,7 +67,7 @@ pub(crate) struct Reader {
 }
 
 impl Reader {
-    fn send(&self, event: Event) {
+    pub fn send(&self, event: Event) {
         self.unread.fetch_add(1, Ordering::AcqRel);
         // A reader that is gone has cancelled.
         let _ = self.events.send(event);

@@ -1,32 +1,46 @@
-//! The thread that owns model and pages.
+//! The thread that owns model and pages, and runs steps.
+//!
+//! A step: take commands, schedule, run the model over the batch, draw a token for each row that has caught up, hand the
+//! tokens to the text thread, and tell the scheduler.
 
-use std::{sync::Arc, time::Instant};
+mod running;
 
-use flume::{Receiver, Sender};
-use kvant::KvPool;
-use kvant_models::{Drawing, Model, Result, Sampler, Tokenizer};
-
-use crate::{
-    EngineOptions, EngineRequest, Failure, FinishReason,
-    engine::{Command, Shared},
-    text::{NewText, Output, Reader},
+use std::{
+    collections::HashMap,
+    panic::{AssertUnwindSafe, catch_unwind},
+    sync::{Arc, atomic::Ordering},
+    time::Instant,
 };
 
-/// A request that was submitted.
-pub(crate) struct Job {
-    pub id: u64,
-    pub request: EngineRequest,
-    pub reader: Reader,
-    pub submitted: Instant,
-}
+use flume::{Receiver, Sender};
+use kvant::{KvPool, Step, Tensor};
+use kvant_models::{Drawing, Model, Result, Sampling, TokenLogprobs, Tokenizer};
+
+use crate::{
+    EngineOptions, Event, Failure, FinishReason,
+    engine::{Command, Shared, lock},
+    scheduler::{EndReason, PlanRow, PoolStorage, RowResult, Scheduler, SchedulerOptions, StepPlan, StorageError},
+    text::{NewText, Output},
+};
+pub(crate) use running::Job;
+use running::Running;
+
+const NOT_NUMBERS: &str = "the logits are not numbers: activations may overflow their dtype";
 
 pub(crate) struct Worker {
     model: Model,
-    pool: KvPool,
+    scheduler: Scheduler<PoolStorage>,
     tokenizer: Arc<Tokenizer>,
     shared: Arc<Shared>,
     outputs: Sender<Vec<(u64, Output)>>,
     drawing: Drawing,
+    /// The longest text in tokens.
+    context: usize,
+    /// Events that a request can have unread.
+    unread: usize,
+    running: HashMap<u64, Running>,
+    /// What the text thread gets at the end of a step.
+    news: Vec<(u64, Output)>,
 }
 
 impl Worker {
@@ -35,45 +49,327 @@ impl Worker {
         pool: KvPool,
         tokenizer: Arc<Tokenizer>,
         options: &EngineOptions,
+        context: usize,
         shared: Arc<Shared>,
         outputs: Sender<Vec<(u64, Output)>>,
     ) -> Result<Worker> {
         let drawing = Drawing::new(model.device(), options.sequences)?;
-        Ok(Worker { model, pool, tokenizer, shared, outputs, drawing })
+        let storage = PoolStorage::new(pool, options.step_tokens, options.prefix_cache);
+        let scheduler = Scheduler::new(storage, SchedulerOptions::new(options.sequences, options.step_tokens));
+        let (running, news, unread) = (HashMap::new(), Vec::new(), options.unread);
+        Ok(Worker { model, scheduler, tokenizer, shared, outputs, drawing, context, unread, running, news })
     }
 
-    pub fn run(self, commands: &Receiver<Command>) {
-        for command in commands.iter() {
-            let Command::Submit(job) = command else { continue };
-            let id = job.id;
-            self.send(id, Output::Start(Box::new(NewText::new(&job.request, job.reader.clone()))));
-            let end = match self.generate(&job) {
-                Ok(reason) => Output::End(reason),
-                Err(error) => Output::Failed(Failure::Request(error.to_string())),
-            };
-            self.send(id, end);
-        }
-    }
-
-    fn send(&self, id: u64, output: Output) {
-        let _ = self.outputs.send(vec![(id, output)]);
-    }
-
-    fn generate(&self, job: &Job) -> Result<FinishReason> {
-        let _ = (&self.shared, job.submitted);
-        let request = &job.request;
-        let mut sequence = self.pool.sequence();
-        let sampler = Sampler::new(request.sampling.clone(), self.model.vocab_size())?;
-        let mut logits = self.model.feed(&mut sequence, &request.prompt, kvant_models::Logits::Last)?;
-        for _ in 0..request.max_tokens {
-            let drawn = self.drawing.draw(&logits, &[(sampler.sampling(), sequence.len() as u32)])?;
-            let token = drawn[0].unwrap_or(0);
-            if request.stop_ids.as_deref().unwrap_or(self.tokenizer.eos()).contains(&token) {
-                return Ok(FinishReason::StopId(token));
+    /// Serves requests until all handles of the engine are gone, or it fails.
+    pub fn run(mut self, commands: &Receiver<Command>) {
+        let shared = Arc::clone(&self.shared);
+        let served = catch_unwind(AssertUnwindSafe(|| self.serve(commands)));
+        let reason = match served {
+            Ok(Ok(())) => return,
+            Ok(Err(reason)) => reason,
+            Err(panic) => {
+                let text = panic.downcast_ref::<&str>().map(|text| (*text).to_string());
+                let text = text.or_else(|| panic.downcast_ref::<String>().cloned());
+                format!("a panic: {}", text.unwrap_or_default())
             }
-            self.send(job.id, Output::Token { id: token, logprobs: None });
-            logits = self.model.feed(&mut sequence, &[token], kvant_models::Logits::Last)?;
+        };
+        tracing::error!(reason, "the engine has failed");
+        shared.fail(reason.clone());
+        // The text thread tells all requests that it knows; others were submitted before the failure was known.
+        self.send();
+        drop(self);
+        for command in commands.iter() {
+            if let Command::Submit(job) = command {
+                job.reader.send(Event::Failed(Failure::Engine(reason.clone())));
+                shared.ended();
+            }
         }
-        Ok(FinishReason::Length)
     }
+
+    fn serve(&mut self, commands: &Receiver<Command>) -> std::result::Result<(), String> {
+        let mut is_idle = true;
+        loop {
+            // Without work, the thread waits for a command.
+            if is_idle {
+                let Ok(command) = commands.recv() else { return Ok(()) };
+                self.handle(command);
+            }
+            while let Ok(command) = commands.try_recv() {
+                self.handle(command);
+            }
+            self.pause_unread();
+            let has_run = self.step().map_err(|error| error.to_string())?;
+            self.send();
+            self.count();
+            is_idle = !has_run;
+            if is_idle && commands.is_disconnected() && commands.is_empty() {
+                return Ok(());
+            }
+        }
+    }
+
+    fn handle(&mut self, command: Command) {
+        match command {
+            Command::Submit(job) => self.submit(*job),
+            Command::Cancel(id) => {
+                if self.remove(id).is_some() {
+                    lock(&self.shared.stats).finished_cancelled += 1;
+                    self.news.push((id, Output::Gone));
+                }
+            }
+            Command::End { id, is_complete } => {
+                if self.remove(id).is_some() {
+                    let mut stats = lock(&self.shared.stats);
+                    if is_complete {
+                        stats.finished_stop += 1;
+                    } else {
+                        stats.finished_failed += 1;
+                    }
+                }
+            }
+            Command::Resume => {}
+            Command::EndAll => {
+                let ids: Vec<u64> = self.running.keys().copied().collect();
+                for id in ids {
+                    self.remove(id);
+                    lock(&self.shared.stats).finished_cancelled += 1;
+                    self.news.push((id, Output::End(FinishReason::Drained)));
+                }
+            }
+            Command::Panic => panic!("a test has asked for this"),
+        }
+    }
+
+    fn submit(&mut self, job: Job) {
+        let id = job.id;
+        self.news.push((id, Output::Start(Box::new(NewText::new(&job.request, job.reader.clone())))));
+        let eos = self.tokenizer.eos();
+        match Running::new(job, self.model.vocab_size(), self.context, eos) {
+            Ok((running, task)) => {
+                self.running.insert(id, running);
+                self.scheduler.add(task);
+            }
+            Err(error) => self.fail(id, error.to_string()),
+        }
+    }
+
+    /// Takes a request out of the scheduler.
+    fn remove(&mut self, id: u64) -> Option<Running> {
+        self.scheduler.cancel(id);
+        let running = self.running.remove(&id)?;
+        lock(&self.shared.stats).request_time.add(running.submitted.elapsed());
+        Some(running)
+    }
+
+    /// Ends a request with an error of its own.
+    fn fail(&mut self, id: u64, reason: String) {
+        self.remove(id);
+        lock(&self.shared.stats).finished_failed += 1;
+        self.news.push((id, Output::Failed(Failure::Request(reason))));
+    }
+
+    /// Pauses requests whose events nobody reads, and lets others go on.
+    fn pause_unread(&mut self) {
+        for (&id, running) in &mut self.running {
+            let is_paused = running.unread.load(Ordering::Acquire) >= self.unread;
+            if is_paused != running.is_paused {
+                running.is_paused = is_paused;
+                self.scheduler.pause(id, is_paused);
+            }
+        }
+    }
+
+    /// Runs a step. Returns whether there was anything to compute.
+    fn step(&mut self) -> std::result::Result<bool, StorageError> {
+        let plan = self.scheduler.schedule()?;
+        self.end_scheduled();
+        let Some(plan) = plan else { return Ok(false) };
+        for row in &plan.rows {
+            self.begin(row.id);
+        }
+        match self.compute(&plan) {
+            Ok(results) => self.scheduler.apply(results)?,
+            Err(kvant_models::Error::Kvant(error)) => return Err(error.into()),
+            Err(other) => {
+                // The arguments of a batch are the engine's own.
+                let ids: Vec<u64> = plan.rows.iter().map(|row| row.id).collect();
+                ids.into_iter().for_each(|id| self.fail(id, other.to_string()));
+            }
+        }
+        self.end_scheduled();
+        Ok(true)
+    }
+
+    /// The first step of a request.
+    fn begin(&mut self, id: u64) {
+        let cached_tokens = self.scheduler.cached(id).unwrap_or(0);
+        if let Some(running) = self.running.get_mut(&id)
+            && !std::mem::replace(&mut running.has_begun, true)
+        {
+            self.news.push((id, Output::Began { cached_tokens }));
+        }
+    }
+
+    /// Runs the model over a batch, and draws tokens.
+    fn compute(&mut self, plan: &StepPlan<Step>) -> Result<Vec<RowResult>> {
+        let rows: Vec<usize> = plan.rows.iter().flat_map(|row| row.logits.clone()).collect();
+        let logits = self.model.forward(self.scheduler.storage().pool(), &plan.step, &plan.tokens, &rows)?;
+        let drawn = self.draw(plan, &logits)?;
+        let mut results = Vec::with_capacity(plan.rows.len());
+        let mut generated = 0;
+        for (row, token) in plan.rows.iter().zip(drawn) {
+            let computed = row.tokens.len() - row.draws;
+            lock(&self.shared.stats).prompt_tokens += computed as u64;
+            let Some(draw) = token else {
+                results.push(RowResult { id: row.id, tokens: Vec::new(), is_last: false });
+                continue;
+            };
+            let token = match draw.token {
+                Ok(token) => token,
+                Err(reason) => {
+                    self.fail(row.id, reason.to_string());
+                    continue;
+                }
+            };
+            generated += 1;
+            let is_last = self.accept(row.id, token, draw.logprobs);
+            results.push(RowResult { id: row.id, tokens: vec![token], is_last });
+        }
+        lock(&self.shared.stats).generated_tokens += generated;
+        Ok(results)
+    }
+
+    /// Draws a token for each row that has caught up with its text. `logits` has the rows that the plan asks for.
+    fn draw(&mut self, plan: &StepPlan<Step>, logits: &Tensor) -> Result<Vec<Option<Drawn>>> {
+        let vocab = self.model.vocab_size();
+        let mut first = 0;
+        let mut drawing = Vec::new();
+        let mut drawn = Vec::with_capacity(plan.rows.len());
+        for row in &plan.rows {
+            let of_row = first..first + row.logits.len();
+            first = of_row.end;
+            self.score_prompt(row, of_row.start, logits)?;
+            let Some(running) = self.running.get(&row.id).filter(|_| row.draws > 0) else {
+                drawn.push(None);
+                continue;
+            };
+            let mut logprobs = None;
+            if running.changes_logits() || running.logprobs.is_some() {
+                let of_row = logits.rows(of_row.end - 1..of_row.end)?;
+                let mut numbers = of_row.to_f32()?;
+                logprobs = running.logprobs.map(|top| (numbers.clone(), top));
+                if running.changes_logits() {
+                    if !running.adjust(&mut numbers) {
+                        drawn.push(Some(Drawn { token: Err("no token may be drawn"), logprobs: None }));
+                        continue;
+                    }
+                    of_row.write(&numbers)?;
+                }
+            }
+            let counter = u32::try_from(row.position + row.tokens.len()).unwrap_or(u32::MAX);
+            drawing.push((drawn.len(), of_row.end - 1, running.sampler.sampling().clone(), counter));
+            drawn.push(Some(Drawn { token: Err(NOT_NUMBERS), logprobs }));
+        }
+        let rows = drawing.iter().map(|(_, row, ..)| *row);
+        let only = if rows.clone().eq(0..logits.shape()[0]) { logits.clone() } else { gathered(logits, rows, vocab)? };
+        let how: Vec<(&Sampling, u32)> = drawing.iter().map(|(.., sampling, counter)| (sampling, *counter)).collect();
+        for ((index, ..), token) in drawing.iter().zip(self.drawing.draw(&only, &how)?) {
+            if let Some(draw) = &mut drawn[*index] {
+                draw.token = token.ok_or(NOT_NUMBERS);
+            }
+        }
+        Ok(drawn)
+    }
+
+    /// Sends the log probabilities of the prompt's tokens that the row's logits predict.
+    fn score_prompt(&mut self, row: &PlanRow, first: usize, logits: &Tensor) -> Result<()> {
+        let Some(top) = self.running.get(&row.id).and_then(|running| running.prompt_logprobs) else { return Ok(()) };
+        let prompt_len = self.running[&row.id].prompt_len;
+        let mut scores = Vec::new();
+        for (index, at) in row.logits.clone().zip(first..) {
+            let next = row.position + index - row.tokens.start + 1;
+            let token = self.scheduler.tokens(row.id).and_then(|tokens| tokens.get(next)).copied();
+            let Some(token) = token.filter(|_| next < prompt_len) else { continue };
+            scores.push(TokenLogprobs::of(&logits.rows(at..at + 1)?.to_f32()?, token, top));
+        }
+        if !scores.is_empty() {
+            self.news.push((row.id, Output::Prompt(scores)));
+        }
+        Ok(())
+    }
+
+    /// Takes a token that was drawn. Returns whether it is the last one.
+    fn accept(&mut self, id: u64, token: u32, logits: Option<(Vec<f32>, usize)>) -> bool {
+        let Some(running) = self.running.get_mut(&id) else { return true };
+        if running.stop_ids.contains(&token) {
+            running.ended_by = Some(token);
+            return true;
+        }
+        running.sampler.accept(token);
+        running.generated += 1;
+        let now = Instant::now();
+        {
+            let mut stats = lock(&self.shared.stats);
+            match running.latest.replace(now) {
+                None => stats.time_to_first_token.add(now - running.submitted),
+                Some(before) => stats.inter_token.add(now - before),
+            }
+        }
+        let logprobs = logits.map(|(logits, top)| TokenLogprobs::of(&logits, token, top));
+        self.news.push((id, Output::Token { id: token, logprobs }));
+        false
+    }
+
+    /// Tells of requests that the scheduler has ended.
+    fn end_scheduled(&mut self) {
+        for ended in self.scheduler.take_ended() {
+            let Some(running) = self.remove(ended.id) else { continue };
+            let reason = match ended.reason {
+                EndReason::Last => FinishReason::StopId(running.ended_by.unwrap_or_default()),
+                EndReason::Length => FinishReason::Length,
+                EndReason::OutOfPages => FinishReason::OutOfPages,
+            };
+            let mut stats = lock(&self.shared.stats);
+            match ended.reason {
+                EndReason::Last => stats.finished_stop += 1,
+                EndReason::Length | EndReason::OutOfPages => stats.finished_length += 1,
+            }
+            self.news.push((ended.id, Output::End(reason)));
+        }
+    }
+
+    /// Sends what is new to the text thread.
+    fn send(&mut self) {
+        if !self.news.is_empty() {
+            let _ = self.outputs.send(std::mem::take(&mut self.news));
+        }
+    }
+
+    fn count(&self) {
+        let (counts, usage) = (self.scheduler.counts(), self.scheduler.storage().pool().usage());
+        let mut stats = lock(&self.shared.stats);
+        (stats.running, stats.waiting) = (counts.running, counts.waiting);
+        stats.paused = self.running.values().filter(|running| running.is_paused).count();
+        (stats.pages_bytes, stats.pages_used, stats.host_used) = (usage.bytes, usage.used, usage.host);
+        stats.requests_used = counts.committed.min(usage.used);
+        (stats.prefix_queries, stats.prefix_hits) = (counts.prefix_queries, counts.prefix_hits);
+        (stats.preemptions, stats.steps) = (counts.preemptions, counts.steps);
+    }
+}
+
+/// A token that was drawn.
+struct Drawn {
+    /// Or why none can be drawn.
+    token: std::result::Result<u32, &'static str>,
+    /// The logits before any change, and the number of alternatives, if log probabilities are asked for.
+    logprobs: Option<(Vec<f32>, usize)>,
+}
+
+/// Some rows of logits.
+fn gathered(logits: &Tensor, rows: impl Iterator<Item = usize>, vocab: usize) -> Result<Tensor> {
+    let mut numbers = Vec::new();
+    for row in rows {
+        numbers.extend(logits.rows(row..row + 1)?.to_f32()?);
+    }
+    Ok(Tensor::from_slice(logits.device(), &numbers, &[numbers.len() / vocab.max(1), vocab])?)
 }

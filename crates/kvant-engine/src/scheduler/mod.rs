@@ -1,0 +1,475 @@
+//! Decides what each step computes. A pure state machine: no clock, no device, no thread.
+//!
+//! [`Scheduler::schedule`] returns the next step, and [`Scheduler::apply`] takes its result. A step may be scheduled
+//! before the result of the previous one is known; tokens that are not known yet are [`StepPlan::SAMPLED`].
+//!
+//! Policy:
+//!
+//! - **Order**: requests are served in the order of arrival, where a step of priority counts like [`NewTask::PATIENCE`]
+//!   steps. A place never changes, so no request waits forever.
+//! - **Budget**: a step has a limited number of tokens. Requests that decode come first, with one token each. Prompts
+//!   share the rest in order. One that does not fit leaves half of the rest to others, so that short prompts pass long
+//!   ones.
+//! - **Admission**: a request starts when a place is free and the pages of its known tokens fit with those of all that
+//!   run. It waits while another one computes the prefix that both have.
+//! - **Preemption**: when pages run out, the last request in the order gives its pages back and waits again. The prefix
+//!   cache keeps them as long as nobody else needs the memory. The first request is never preempted.
+//!
+//! | file | contents |
+//! |---|---|
+//! | `plan.rs` | requests, steps, results |
+//! | `task.rs` | the state of one request |
+//! | `storage.rs` | the trait of the storage, for simulations |
+//! | `pool.rs` | the storage in a [`kvant::KvPool`] |
+
+mod plan;
+mod pool;
+mod storage;
+mod task;
+
+use std::collections::{BTreeMap, HashMap};
+
+pub use plan::{EndReason, EndedTask, NewTask, PlanRow, RowResult, SchedulerCounts, SchedulerOptions, StepPlan};
+pub use pool::PoolStorage;
+pub use storage::{Storage, StorageError};
+use task::{Place, Task};
+
+/// Prompts that one step can leave incomplete before more long ones start.
+const MOST_PARTIAL: usize = 2;
+/// Waiting requests that a step looks at.
+const MOST_CANDIDATES: usize = 16;
+
+/// Schedules requests. The [module](self) describes the policy.
+pub struct Scheduler<S: Storage> {
+    storage: S,
+    options: SchedulerOptions,
+    /// In order.
+    running: Vec<Task<S::Sequence>>,
+    waiting: BTreeMap<Place, Task<S::Sequence>>,
+    /// Paused requests that do not run.
+    parked: BTreeMap<Place, Task<S::Sequence>>,
+    places: HashMap<u64, Place>,
+    ended: Vec<EndedTask>,
+    /// No request fits until another one ends.
+    is_full: bool,
+    /// The sum of what running requests may take.
+    committed: usize,
+    counts: SchedulerCounts,
+}
+
+impl<S: Storage> Scheduler<S> {
+    /// A scheduler without requests.
+    pub fn new(storage: S, options: SchedulerOptions) -> Scheduler<S> {
+        Scheduler {
+            storage,
+            options,
+            running: Vec::new(),
+            waiting: BTreeMap::new(),
+            parked: BTreeMap::new(),
+            places: HashMap::new(),
+            ended: Vec::new(),
+            is_full: false,
+            committed: 0,
+            counts: SchedulerCounts::default(),
+        }
+    }
+
+    /// The storage.
+    pub fn storage(&self) -> &S {
+        &self.storage
+    }
+
+    /// Counts since the start, and the present state.
+    pub fn counts(&self) -> SchedulerCounts {
+        let waiting = self.waiting.len() + self.parked.len();
+        SchedulerCounts { running: self.running.len(), waiting, committed: self.committed, ..self.counts }
+    }
+
+    /// Adds a request. One that has no tokens, or the number of another, is ignored.
+    pub fn add(&mut self, new: NewTask) {
+        if new.prompt.is_empty() || self.places.contains_key(&new.id) {
+            return;
+        }
+        let task = Task::new(new, self.counts.steps);
+        self.places.insert(task.id(), task.place);
+        self.waiting.insert(task.place, task);
+    }
+
+    /// Removes a request, and gives its pages back. Returns whether it was there.
+    pub fn cancel(&mut self, id: u64) -> bool {
+        self.remove(id).is_some()
+    }
+
+    /// Pauses a request, or lets it go on. A paused one keeps its pages until another one needs them.
+    pub fn pause(&mut self, id: u64, is_paused: bool) {
+        let Some(place) = self.places.get(&id) else { return };
+        if let Ok(index) = self.index(place) {
+            self.running[index].is_paused = is_paused;
+            return;
+        }
+        let (from, to) = match is_paused {
+            true => (&mut self.waiting, &mut self.parked),
+            false => (&mut self.parked, &mut self.waiting),
+        };
+        if let Some(mut task) = from.remove(place) {
+            task.is_paused = is_paused;
+            to.insert(*place, task);
+        }
+    }
+
+    /// Proposes the next tokens of a request that decodes. The next step tries them if it has tokens left. Only for steps
+    /// one at a time: a step must not be scheduled before the result of one with drafts is known.
+    pub fn propose(&mut self, id: u64, drafts: &[u32]) {
+        if let Some(task) = self.task(id)
+            && task.pending == 0
+        {
+            task.drafts.clear();
+            task.drafts.extend_from_slice(drafts);
+        }
+    }
+
+    /// The known tokens of a request.
+    pub fn tokens(&self, id: u64) -> Option<&[u32]> {
+        let place = self.places.get(&id)?;
+        let running = self.index(place).ok().map(|index| &self.running[index]);
+        let task = running.or_else(|| self.waiting.get(place)).or_else(|| self.parked.get(place));
+        task.map(|task| &*task.tokens)
+    }
+
+    /// The tokens of a request that the prefix cache had when it first ran; `None` before.
+    pub fn cached(&self, id: u64) -> Option<usize> {
+        self.index(self.places.get(&id)?).ok().and_then(|index| self.running[index].cached)
+    }
+
+    /// The requests that have ended since the last call, in this order.
+    pub fn take_ended(&mut self) -> Vec<EndedTask> {
+        std::mem::take(&mut self.ended)
+    }
+
+    /// Plans the next step. `None` if there is nothing to compute now.
+    ///
+    /// # Errors
+    /// A failure of the storage.
+    pub fn schedule(&mut self) -> Result<Option<StepPlan<S::Step>>, StorageError> {
+        self.keep_prefixes()?;
+        let mut may_admit = true;
+        // Limits the tokens of a request that is alone and finds no pages.
+        let mut most = usize::MAX;
+        loop {
+            let mut left = self.choose(most);
+            let admitted = if may_admit { self.admit(&mut left)? } else { Vec::new() };
+            self.spend(left, most);
+            if self.running.iter().all(|task| task.planned == 0) {
+                return Ok(None);
+            }
+            let planned = self.running.iter_mut().filter(|task| task.planned > 0);
+            let mut batch: Vec<_> = planned.filter_map(|task| Some((task.sequence.as_mut()?, task.planned))).collect();
+            match self.storage.append(&mut batch) {
+                Ok(step) => return Ok(Some(self.plan(step))),
+                Err(StorageError::OutOfPages) => {}
+                Err(error) => return Err(error),
+            }
+            may_admit = false;
+            self.is_full = true;
+            most = self.make_room(&admitted, most)?;
+        }
+    }
+
+    /// Takes the result of the oldest step that was scheduled. Results of requests that have ended meanwhile are ignored.
+    ///
+    /// # Errors
+    /// A failure of the storage.
+    pub fn apply(&mut self, results: Vec<RowResult>) -> Result<(), StorageError> {
+        for result in results {
+            let Some(&place) = self.places.get(&result.id) else { continue };
+            let index = self.index(&place).ok();
+            let Some(task) = self.task(result.id) else { continue };
+            task.in_flight = task.in_flight.saturating_sub(1);
+            if !result.tokens.is_empty() {
+                task.pending = task.pending.saturating_sub(1);
+                task.tokens.extend_from_slice(&result.tokens);
+            }
+            if std::mem::take(&mut task.is_drafting)
+                && let Some(index) = index
+            {
+                let task = &mut self.running[index];
+                task.drafts.clear();
+                task.computed = task.computed.min(task.tokens.len() - 1);
+                if let Some(sequence) = &mut task.sequence {
+                    self.storage.truncate(sequence, task.computed)?;
+                }
+            }
+            let Some(task) = self.task(result.id) else { continue };
+            let is_full = task.tokens.len() >= task.most && task.computed >= task.prompt_len && task.in_flight == 0;
+            let reason = match result.is_last {
+                true => EndReason::Last,
+                false if is_full => EndReason::Length,
+                false => continue,
+            };
+            if let Some(task) = self.remove(result.id) {
+                self.keep(&task)?;
+                self.ended.push(EndedTask { id: result.id, reason });
+            }
+        }
+        Ok(())
+    }
+
+    fn index(&self, place: &Place) -> Result<usize, usize> {
+        self.running.binary_search_by_key(place, |task| task.place)
+    }
+
+    fn task(&mut self, id: u64) -> Option<&mut Task<S::Sequence>> {
+        let place = self.places.get(&id)?;
+        match self.index(place) {
+            Ok(index) => Some(&mut self.running[index]),
+            Err(_) => self.waiting.get_mut(place).or_else(|| self.parked.get_mut(place)),
+        }
+    }
+
+    /// Takes a request out.
+    fn remove(&mut self, id: u64) -> Option<Task<S::Sequence>> {
+        let place = self.places.remove(&id)?;
+        if let Ok(index) = self.index(&place) {
+            self.is_full = false;
+            return Some(self.running.remove(index));
+        }
+        self.waiting.remove(&place).or_else(|| self.parked.remove(&place))
+    }
+
+    /// Keeps the prefixes that the steps before have computed, and counts memory anew.
+    fn keep_prefixes(&mut self) -> Result<(), StorageError> {
+        let page = self.storage.page_tokens();
+        self.committed = 0;
+        for task in &mut self.running {
+            task.reserved = self.storage.need(task.foreseen(page)).saturating_sub(task.shared);
+            self.committed = self.committed.saturating_add(task.reserved);
+            let is_new = task.kept < task.prompt_len && task.kept < task.computed && task.computed <= task.tokens.len();
+            if let (true, Some(salt), Some(sequence)) = (is_new, &task.salt, &task.sequence) {
+                self.storage.keep(salt, sequence, &task.tokens[..task.computed], task.kept)?;
+                task.kept = task.computed;
+            }
+        }
+        Ok(())
+    }
+
+    /// Keeps all that a request has computed.
+    fn keep(&mut self, task: &Task<S::Sequence>) -> Result<(), StorageError> {
+        match (&task.salt, &task.sequence) {
+            (Some(salt), Some(sequence)) if task.computed <= task.tokens.len() => {
+                self.storage.keep(salt, sequence, &task.tokens[..task.computed], task.kept)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Plans tokens of running requests, at most `most` of each. Returns the tokens that are left.
+    fn choose(&mut self, most: usize) -> usize {
+        let mut left = self.options.step_tokens;
+        let mut prompts = 0;
+        for task in &mut self.running {
+            task.planned = usize::from(task.is_decoding());
+            left -= task.planned;
+            prompts += usize::from(task.planned == 0 && task.remaining() > 0);
+        }
+        let mut others = prompts + self.waiting.len();
+        for task in self.running.iter_mut().filter(|task| task.planned == 0 && task.remaining() > 0) {
+            others -= 1;
+            task.planned = share(task.remaining().min(most), left, others);
+            left -= task.planned;
+        }
+        left
+    }
+
+    /// Spends tokens that are left: on prompts in order, then on drafts.
+    fn spend(&mut self, mut left: usize, most: usize) {
+        for task in self.running.iter_mut().filter(|task| task.planned > 0 && !task.is_decoding()) {
+            let more = (task.remaining().min(most) - task.planned.min(most)).min(left);
+            task.planned += more;
+            left -= more;
+        }
+        for task in self.running.iter_mut().filter(|task| task.planned == 1 && task.can_draft()) {
+            let drafts = task.drafts.len().min(task.most - task.tokens.len() - 1).min(left).min(most - 1);
+            task.planned += drafts;
+            left -= drafts;
+        }
+    }
+
+    /// Starts waiting requests with the tokens that are left. Returns those that have started, in order.
+    fn admit(&mut self, left: &mut usize) -> Result<Vec<Place>, StorageError> {
+        let mut admitted = Vec::new();
+        let mut partial =
+            self.running.iter().filter(|task| task.planned > 0 && task.planned < task.remaining()).count();
+        let candidates: Vec<Place> = self.waiting.keys().take(MOST_CANDIDATES).copied().collect();
+        for place in candidates {
+            while (self.running.len() >= self.options.sequences || self.is_full) && self.park_one()? {}
+            if self.running.is_empty() {
+                self.is_full = false;
+            }
+            if *left == 0 || self.running.len() >= self.options.sequences || self.is_full {
+                break;
+            }
+            let task = &self.waiting[&place];
+            let is_long = partial >= MOST_PARTIAL && task.tokens.len() > *left;
+            if task.pending > 0 || is_long {
+                continue;
+            }
+            let sequence = self.find(place)?;
+            let found = self.storage.len(&sequence);
+            if self.computes_prefix_of(&self.waiting[&place], found) {
+                continue;
+            }
+            if !self.fits(place, found)? {
+                self.is_full = true;
+                break;
+            }
+            let count = self.start(place, sequence, *left);
+            *left -= count;
+            admitted.push(place);
+            partial += usize::from(self.index(&place).is_ok_and(|index| count < self.running[index].remaining()));
+        }
+        Ok(admitted)
+    }
+
+    /// The prefix of a waiting request that the cache has.
+    fn find(&mut self, place: Place) -> Result<S::Sequence, StorageError> {
+        let task = &self.waiting[&place];
+        match &task.salt {
+            // A token is left to compute, as its logits are needed.
+            Some(salt) if !task.scores_prompt => self.storage.find(salt, &task.tokens[..task.tokens.len() - 1]),
+            _ => Ok(self.storage.empty()),
+        }
+    }
+
+    /// Whether a running request computes pages that a waiting one needs, which has found `found` tokens.
+    fn computes_prefix_of(&self, waiting: &Task<S::Sequence>, found: usize) -> bool {
+        let page = self.storage.page_tokens();
+        let computes = |task: &&Task<S::Sequence>| task.kept < task.prompt_len && task.planned > 0;
+        let alike = |task: &&Task<S::Sequence>| task.salt.is_some() && task.salt == waiting.salt;
+        if waiting.scores_prompt {
+            return false;
+        }
+        self.running.iter().filter(computes).filter(alike).any(|task| {
+            let prompt = &task.tokens[..task.prompt_len];
+            let common = prompt.iter().zip(&waiting.tokens).take_while(|(a, b)| a == b).count() / page * page;
+            common > found && common > task.kept
+        })
+    }
+
+    /// Whether there is memory for a waiting request. Paused ones give theirs up for it.
+    fn fits(&mut self, place: Place, found: usize) -> Result<bool, StorageError> {
+        let page = self.storage.page_tokens();
+        let need = self.storage.need(self.waiting[&place].foreseen(page));
+        let need = need.saturating_sub(self.storage.spared(found));
+        loop {
+            let fits = self.committed.saturating_add(need) <= self.storage.capacity();
+            if fits || self.running.is_empty() {
+                return Ok(true);
+            }
+            if !self.park_one()? {
+                return Ok(false);
+            }
+        }
+    }
+
+    /// Starts a waiting request with the tokens that it has found. Returns the tokens that are planned for it.
+    fn start(&mut self, place: Place, sequence: S::Sequence, left: usize) -> usize {
+        let others = self.waiting.len() - 1;
+        let Some(mut task) = self.waiting.remove(&place) else { return 0 };
+        let (page, found) = (self.storage.page_tokens(), self.storage.len(&sequence));
+        if task.cached.is_none() && task.salt.is_some() {
+            self.counts.prefix_queries += task.tokens.len() as u64;
+            self.counts.prefix_hits += found as u64;
+        }
+        task.cached.get_or_insert(found.min(task.prompt_len));
+        (task.computed, task.kept, task.sequence) = (found, found, Some(sequence));
+        task.shared = self.storage.spared(found);
+        task.reserved = self.storage.need(task.foreseen(page)).saturating_sub(task.shared);
+        self.committed = self.committed.saturating_add(task.reserved);
+        let count = share(task.remaining(), left, others);
+        task.planned = count;
+        if let Err(index) = self.index(&place) {
+            self.running.insert(index, task);
+        }
+        count
+    }
+
+    /// Takes the pages of the last paused request that runs. Returns whether there was one.
+    fn park_one(&mut self) -> Result<bool, StorageError> {
+        match self.running.iter().rposition(|task| task.is_paused) {
+            Some(index) => {
+                self.is_full = false;
+                self.preempt(index).map(|()| true)
+            }
+            None => Ok(false),
+        }
+    }
+
+    /// Makes room for a step that found too few pages. Returns the most tokens of a request.
+    fn make_room(&mut self, admitted: &[Place], most: usize) -> Result<usize, StorageError> {
+        if self.park_one()? {
+            return Ok(most);
+        }
+        if !admitted.is_empty() && self.running.len() > 1 {
+            // They have computed nothing yet. One may stay if it is alone.
+            let stays = usize::from(admitted.len() == self.running.len());
+            for place in &admitted[stays..] {
+                if let Ok(index) = self.index(place) {
+                    self.send_back(index);
+                }
+            }
+            return Ok(most);
+        }
+        if self.running.len() > 1 {
+            self.preempt(self.running.len() - 1)?;
+            return Ok(most);
+        }
+        let planned = self.running.first().map_or(0, |task| task.planned);
+        if planned > 1 {
+            return Ok(planned / 2);
+        }
+        let last = self.running.first().map(Task::id);
+        if let Some(task) = last.and_then(|id| self.remove(id)) {
+            self.ended.push(EndedTask { id: task.id(), reason: EndReason::OutOfPages });
+        }
+        Ok(most)
+    }
+
+    /// Takes the pages of a running request, which will be computed again. The prefix cache keeps them while it can.
+    fn preempt(&mut self, index: usize) -> Result<(), StorageError> {
+        self.counts.preemptions += 1;
+        let task = &self.running[index];
+        if let (Some(salt), Some(sequence), true) = (&task.salt, &task.sequence, task.computed <= task.tokens.len()) {
+            self.storage.keep(salt, sequence, &task.tokens[..task.computed], task.kept)?;
+        }
+        self.send_back(index);
+        Ok(())
+    }
+
+    /// Makes a running request wait.
+    fn send_back(&mut self, index: usize) {
+        let mut task = self.running.remove(index);
+        self.committed = self.committed.saturating_sub(task.reserved);
+        (task.computed, task.kept, task.planned, task.reserved, task.shared) = (0, 0, 0, 0, 0);
+        (task.sequence, task.is_drafting) = (None, false);
+        task.drafts.clear();
+        let to = if task.is_paused { &mut self.parked } else { &mut self.waiting };
+        to.insert(task.place, task);
+    }
+
+    /// The plan of a step whose pages were taken.
+    fn plan(&mut self, step: S::Step) -> StepPlan<S::Step> {
+        self.counts.steps += 1;
+        let mut plan = StepPlan { step, tokens: Vec::new(), rows: Vec::with_capacity(self.running.len()) };
+        for task in self.running.iter_mut().filter(|task| task.planned > 0) {
+            let row = task.plan(&mut plan.tokens, StepPlan::<S::Step>::SAMPLED);
+            plan.rows.push(row);
+        }
+        plan
+    }
+}
+
+/// The tokens of a prompt with `remaining` ones, of those that are left: all of them, or half of what is left if others
+/// need some.
+fn share(remaining: usize, left: usize, others: usize) -> usize {
+    if remaining <= left || others == 0 { remaining.min(left) } else { left.div_ceil(2) }
+}

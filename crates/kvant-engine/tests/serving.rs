@@ -1,0 +1,249 @@
+//! The engine with the model that ships: many requests at once give what each gives alone.
+
+use std::{collections::HashMap, path::Path, sync::Arc, time::Duration};
+
+use kvant::{Codec, CpuOptions, Device};
+use kvant_engine::{
+    CacheScope, Engine, EngineOptions, EngineRequest, Event, Failure, FinishReason, Finished, NoEvent, Responses,
+    SubmitError,
+};
+use kvant_models::{Model, PoolOptions, Request, Sampling, Tokenizer, generate};
+
+fn model() -> Model {
+    let device = Device::cpu_with(CpuOptions { threads: Some(2), simd: None }).unwrap();
+    Model::load(shipped(), &device).unwrap()
+}
+
+fn shipped() -> &'static Path {
+    Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../kvant-cli/model"))
+}
+
+fn engine(options: EngineOptions) -> Engine {
+    Engine::start(model(), Arc::new(Tokenizer::load(shipped()).unwrap()), options).unwrap()
+}
+
+/// Exact caches, so that the shape of a batch changes results by rounding in f32 only.
+fn options() -> EngineOptions {
+    EngineOptions::default().kv(Codec::F32, Codec::F32).context(256)
+}
+
+const PROMPTS: [&str; 6] =
+    ["# Fearless Concurrency", "fn main", "# Examples", "Returns the", "Creates a new `Vec<T>`", "The iterator"];
+
+/// Ids, text and end of a request.
+fn collect(responses: Responses) -> (Vec<u32>, String, Finished) {
+    let (mut ids, mut text) = (Vec::new(), String::new());
+    for event in responses {
+        match event {
+            Event::Token(token) => {
+                ids.push(token.id);
+                text += &token.text;
+            }
+            Event::Finished(finished) => {
+                text += &finished.text;
+                return (ids, text, finished);
+            }
+            Event::Failed(failure) => panic!("{failure}"),
+            _ => {}
+        }
+    }
+    panic!("no end");
+}
+
+fn request(engine: &Engine, prompt: &str) -> EngineRequest {
+    EngineRequest::new(engine.tokenizer().encode_prompt(prompt).unwrap()).max_tokens(30)
+}
+
+/// What `generate` gives for the same request.
+fn alone(model: &Model, tokenizer: &Tokenizer, prompt: &str, sampling: &Sampling) -> Vec<u32> {
+    let pool = model.new_pool(&PoolOptions { k: Codec::F32, v: Codec::F32, longest: 256, ..PoolOptions::default() });
+    let mut sequence = pool.unwrap().sequence();
+    let prompt = tokenizer.encode_prompt(prompt).unwrap();
+    let request =
+        Request { max_tokens: 30, sampling: sampling.clone(), stop: tokenizer.eos(), ..Request::new(&prompt) };
+    let mut ids = Vec::new();
+    generate(model, &mut sequence, &request, |id| {
+        ids.push(id);
+        std::ops::ControlFlow::Continue(())
+    })
+    .unwrap();
+    ids
+}
+
+#[test]
+fn a_crowd_gets_what_each_gets_alone() {
+    let engine = engine(options().sequences(5).step_tokens(24));
+    let (model, tokenizer) = (model(), Tokenizer::load(shipped()).unwrap());
+    let samplings = [
+        Sampling::default(),
+        Sampling::default().temperature(0.8).seed(7),
+        Sampling::default().temperature(1.0).top_k(20).top_p(0.9).seed(3).repetition_penalty(1.1),
+    ];
+    let mut all = Vec::new();
+    for prompt in PROMPTS {
+        for sampling in &samplings {
+            all.push((prompt, sampling, engine.submit(request(&engine, prompt).sampling(sampling.clone())).unwrap()));
+        }
+    }
+    for (prompt, sampling, responses) in all {
+        let (ids, text, finished) = collect(responses);
+        let want = alone(&model, &tokenizer, prompt, sampling);
+        assert_eq!(ids, want, "{prompt} {sampling:?}");
+        assert_eq!(text, tokenizer.decode(&want).unwrap());
+        assert_eq!(finished.usage.generated_tokens, want.len());
+        assert!(matches!(finished.reason, FinishReason::Length | FinishReason::StopId(_)));
+    }
+    let stats = engine.stats();
+    assert_eq!(engine.live(), 0);
+    assert!(stats.steps > 0 && stats.time_to_first_token.count() == 18 && stats.inter_token.count() > 100);
+    assert_eq!((stats.running, stats.waiting), (0, 0));
+}
+
+#[test]
+fn prefixes_are_computed_once() {
+    let engine = engine(options().page_tokens(16));
+    let prompt = PROMPTS.join(" and so on, ").repeat(2);
+    let first = collect(engine.submit(request(&engine, &prompt)).unwrap());
+    let second = collect(engine.submit(request(&engine, &prompt)).unwrap());
+    assert_eq!(first.0, second.0);
+    assert_eq!(first.2.usage.cached_tokens, 0);
+    assert!(second.2.usage.cached_tokens >= 16, "{:?}", second.2.usage);
+    let salted = request(&engine, &prompt).cache(CacheScope::Salted(b"mine".to_vec()));
+    assert_eq!(collect(engine.submit(salted).unwrap()).2.usage.cached_tokens, 0, "another salt shares nothing");
+    let private = request(&engine, &prompt).cache(CacheScope::Private);
+    assert_eq!(collect(engine.submit(private).unwrap()).2.usage.cached_tokens, 0);
+}
+
+#[test]
+fn stop_strings_minimum_lengths_and_scores() {
+    let engine = engine(options());
+    let (ids, text, _) = collect(engine.submit(request(&engine, PROMPTS[0])).unwrap());
+    // The text up to a part of it.
+    let word = text.split_whitespace().nth(2).unwrap().to_string();
+    let (_, short, finished) = collect(engine.submit(request(&engine, PROMPTS[0]).stop([word.clone()])).unwrap());
+    assert_eq!(finished.reason, FinishReason::StopString(0));
+    assert!(text.starts_with(&short) && !short.contains(&word) && short.len() < text.len(), "{short:?} of {text:?}");
+    // Ids that end a text are not drawn before the minimum.
+    let stopped = request(&engine, PROMPTS[0]).stop_ids(vec![ids[2]]);
+    let (got, _, finished) = collect(engine.submit(stopped.clone()).unwrap());
+    assert_eq!((got, finished.reason), (ids[..2].to_vec(), FinishReason::StopId(ids[2])));
+    let (got, ..) = collect(engine.submit(stopped.min_tokens(10)).unwrap());
+    assert!(got.len() >= 10 && !got[..10].contains(&ids[2]));
+    // Log probabilities of prompt and text.
+    let mut prompts = 0;
+    let mut best = Vec::new();
+    for event in engine.submit(request(&engine, PROMPTS[1]).logprobs(3).prompt_logprobs(2).max_tokens(4)).unwrap() {
+        match event {
+            Event::Prompt(scores) => prompts += scores.len(),
+            Event::Token(token) => {
+                let scores = token.logprobs.unwrap();
+                assert_eq!((scores.id, scores.top.len(), scores.top[0].0), (token.id, 3, token.id));
+                best.push(scores.logprob);
+            }
+            _ => {}
+        }
+    }
+    assert_eq!(prompts, engine.tokenizer().encode_prompt(PROMPTS[1]).unwrap().len() - 1);
+    assert!(best.len() == 4 && best.iter().all(|p| *p <= 0.0));
+}
+
+#[test]
+fn invalid_requests_name_the_field() {
+    let engine = engine(options());
+    let ok = request(&engine, PROMPTS[0]);
+    let field = |request: EngineRequest| match engine.submit(request) {
+        Err(SubmitError::Invalid { field, .. }) => field,
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(field(EngineRequest::new(Vec::new())), "prompt");
+    assert_eq!(field(EngineRequest::new(vec![u32::MAX])), "prompt");
+    assert_eq!(field(EngineRequest::new(vec![1; 300])), "prompt");
+    assert_eq!(field(ok.clone().sampling(Sampling::default().temperature(-1.0))), "temperature");
+    assert_eq!(field(ok.clone().stop([""])), "stop");
+    assert_eq!(field(ok.clone().grammar(kvant_engine::Grammar::JsonObject)), "grammar");
+    assert_eq!(engine.live(), 0);
+}
+
+/// Clients that vanish, also while they wait or while their prompt is computed, leave nothing behind.
+#[test]
+fn clients_that_vanish_free_their_pages() {
+    let engine = engine(options().sequences(4).step_tokens(16).prefix_cache(false));
+    let mut kept = HashMap::new();
+    for i in 0..200 {
+        let prompt = PROMPTS[i % PROMPTS.len()].repeat(1 + i % 4);
+        let mut responses = engine.submit(request(&engine, &prompt)).unwrap();
+        match i % 5 {
+            0 => drop(responses),
+            1 => drop(responses.recv()),
+            2 => {
+                let _: Result<_, NoEvent> = responses.recv_timeout(Duration::from_millis(1));
+            }
+            _ => drop(kept.insert(i % 40, responses)),
+        }
+    }
+    for (_, responses) in kept {
+        collect(responses);
+    }
+    while engine.live() > 0 {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    // One more step, for the counts.
+    collect(engine.submit(request(&engine, PROMPTS[0])).unwrap());
+    while engine.stats().pages_used > 0 {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    assert!(engine.stats().finished_cancelled > 0);
+}
+
+#[test]
+fn a_reader_that_stops_pauses_only_itself() {
+    let engine = engine(options().unread(4));
+    let mut slow = engine.submit(request(&engine, PROMPTS[0]).max_tokens(100)).unwrap();
+    let first = slow.recv().unwrap();
+    assert!(matches!(first, Event::Token(_)), "{first:?}");
+    for prompt in PROMPTS {
+        collect(engine.submit(request(&engine, prompt)).unwrap());
+    }
+    assert!(engine.stats().generated_tokens < 100 + 6 * 30, "the slow one waits");
+    let (ids, ..) = collect(slow);
+    assert_eq!(ids.len(), 99);
+}
+
+#[test]
+fn too_few_pages_preempt_and_do_not_change_texts() {
+    let few = engine(options().memory(6 << 20).page_tokens(16).sequences(6));
+    let many = engine(options());
+    let texts = |engine: &Engine| -> Vec<Vec<u32>> {
+        let all: Vec<_> =
+            PROMPTS.iter().map(|prompt| engine.submit(request(engine, prompt).max_tokens(200)).unwrap()).collect();
+        all.into_iter().map(|responses| collect(responses).0).collect()
+    };
+    assert_eq!(texts(&few), texts(&many));
+    let stats = few.stats();
+    println!("{} preemptions, {} of {} bytes", stats.preemptions, stats.pages_used, stats.pages_bytes);
+}
+
+#[test]
+fn the_queue_is_limited_and_drains() {
+    let engine = engine(options().sequences(1).queue(2));
+    let long = || request(&engine, PROMPTS[0]).max_tokens(200);
+    let responses: Vec<_> = (0..3).map(|_| engine.submit(long()).unwrap()).collect();
+    assert!(matches!(engine.submit(long()), Err(SubmitError::Busy { limit: 3 })));
+    assert!(!engine.drain(Duration::from_millis(50)), "they take longer");
+    assert!(matches!(engine.submit(long()), Err(SubmitError::Draining)));
+    let ends: Vec<_> = responses.into_iter().map(|responses| collect(responses).2.reason).collect();
+    assert!(ends.contains(&FinishReason::Drained), "{ends:?}");
+}
+
+#[test]
+fn a_panic_fails_all_requests() {
+    let engine = engine(options());
+    let responses = engine.submit(request(&engine, PROMPTS[0]).max_tokens(200)).unwrap();
+    engine.inject_panic();
+    let last = responses.into_iter().last().unwrap();
+    assert!(matches!(&last, Event::Failed(Failure::Engine(reason)) if reason.contains("panic")), "{last:?}");
+    while engine.is_healthy() {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    assert!(matches!(engine.submit(request(&engine, PROMPTS[0])), Err(SubmitError::Unhealthy { .. })));
+}

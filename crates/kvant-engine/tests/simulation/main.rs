@@ -1,0 +1,383 @@
+//! Simulations of the scheduler: any arrivals, cancellations, pauses, preemptions, chunks, drafts and prefix hits leave
+//! every output as it is alone.
+
+mod memory;
+
+use std::{
+    collections::{HashMap, VecDeque},
+    sync::Arc,
+};
+
+use kvant_engine::scheduler::{EndReason, NewTask, PlanRow, Scheduler, SchedulerOptions, StepPlan};
+use memory::{Pages, STOP, StepPages, accept, solo};
+use proptest::prelude::*;
+
+/// Random numbers: SplitMix64.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, limit: usize) -> usize {
+        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        ((z ^ (z >> 31)) % limit.max(1) as u64) as usize
+    }
+
+    fn chance(&mut self, percent: usize) -> bool {
+        self.below(100) < percent
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Load {
+    requests: usize,
+    pages: usize,
+    page_tokens: usize,
+    sequences: usize,
+    step_tokens: usize,
+    longest_prompt: usize,
+    most_tokens: usize,
+    /// Requests per 100 steps.
+    arrivals: usize,
+    /// In percent of requests.
+    cancelled: usize,
+    paused: usize,
+    drafted: usize,
+    /// Steps that are planned before the result of the first is known.
+    depth: usize,
+    seed: u64,
+}
+
+const LOAD: Load = Load {
+    requests: 5000,
+    pages: 64,
+    page_tokens: 8,
+    sequences: 8,
+    step_tokens: 40,
+    longest_prompt: 60,
+    most_tokens: 30,
+    arrivals: 60,
+    cancelled: 5,
+    paused: 5,
+    drafted: 20,
+    depth: 1,
+    seed: 1,
+};
+
+/// A request that lives.
+struct Live {
+    prompt: Vec<u32>,
+    max_tokens: usize,
+    output: Vec<u32>,
+    arrived: u64,
+    /// The steps after which it must have ended, if it is never paused.
+    deadline: u64,
+    cancel_at: Option<u64>,
+    pause: Option<(u64, u64)>,
+    scores: Option<Vec<bool>>,
+}
+
+struct Simulation {
+    load: Load,
+    random: Random,
+    pages: Pages,
+    scheduler: Scheduler<Pages>,
+    live: HashMap<u64, Live>,
+    planned: VecDeque<StepPlan<StepPages>>,
+    /// The tokens that the latest run has drawn.
+    drawn: HashMap<u64, u32>,
+    step: u64,
+    next: u64,
+    ended: usize,
+    documents: Vec<Vec<u32>>,
+    seen: Seen,
+}
+
+/// What a simulation must have seen to be worth something.
+#[derive(Debug, Default)]
+struct Seen {
+    out_of_pages: usize,
+    finished: usize,
+    drafts_right: usize,
+    most_running: usize,
+}
+
+impl Simulation {
+    fn new(load: Load) -> Simulation {
+        let mut random = Random(load.seed);
+        let documents = (0..12).map(|_| {
+            let len = random.below(load.longest_prompt);
+            (0..len).map(|_| random.below(40) as u32).collect()
+        });
+        let documents = documents.collect();
+        let pages = Pages::new(load.pages, load.page_tokens);
+        let scheduler = Scheduler::new(pages.clone(), SchedulerOptions::new(load.sequences, load.step_tokens));
+        Simulation {
+            load,
+            random,
+            pages,
+            scheduler,
+            live: HashMap::new(),
+            planned: VecDeque::new(),
+            drawn: HashMap::new(),
+            step: 0,
+            next: 0,
+            ended: 0,
+            documents,
+            seen: Seen::default(),
+        }
+    }
+
+    fn run(mut self) -> Seen {
+        while self.ended < self.load.requests {
+            self.arrive();
+            self.disturb();
+            self.plan();
+            while self.planned.len() >= self.load.depth.max(1) || !self.planned.is_empty() && self.random.chance(20) {
+                self.execute();
+            }
+            self.step += 1;
+            self.check();
+        }
+        while !self.planned.is_empty() {
+            self.execute();
+        }
+        let counts = self.scheduler.counts();
+        assert_eq!((counts.running, counts.waiting, self.live.len()), (0, 0, 0));
+        self.pages.check_unused();
+        assert!(counts.prefix_hits <= counts.prefix_queries);
+        self.seen
+    }
+
+    fn arrive(&mut self) {
+        let mut count = self.load.arrivals / 100 + usize::from(self.random.chance(self.load.arrivals % 100));
+        // Bursts.
+        if self.random.below(200) == 0 {
+            count += self.random.below(40);
+        }
+        for _ in 0..count.min(self.load.requests - self.next as usize) {
+            let (random, load) = (&mut self.random, &self.load);
+            let document = &self.documents[random.below(self.documents.len())];
+            let mut prompt = document[..document.len().min(random.below(load.longest_prompt))].to_vec();
+            let most = if random.chance(3) { load.longest_prompt * 4 } else { 20 };
+            let more = 1 + random.below(most);
+            prompt.extend((0..more).map(|_| random.below(40) as u32));
+            let max_tokens = if random.chance(2) { 0 } else { 1 + random.below(load.most_tokens) };
+            let priority = if random.chance(10) { random.below(5) as i8 - 2 } else { 0 };
+            let salt = match random.below(10) {
+                0 => None,
+                1 => Some(Arc::from(&b"another"[..])),
+                _ => Some(Arc::default()),
+            };
+            let scores = random.chance(5);
+            let id = self.next;
+            let new = NewTask::new(id, prompt.clone(), max_tokens).priority(priority).salt(salt).scores_prompt(scores);
+            let until = |random: &mut Random| 1 + random.below(100) as u64;
+            let cancel_at = random.chance(load.cancelled).then(|| self.step + until(random));
+            let pause = random.chance(load.paused).then(|| {
+                let at = self.step + until(random);
+                (at, at + until(random))
+            });
+            // Each step does work for the first request in the order. So a request waits no longer than for the work of all
+            // that can come before it; what was preempted is computed again.
+            let work = |live: &Live| (live.prompt.len() + 2 * live.max_tokens) as u64 * 4;
+            let before: u64 = self.live.values().map(work).sum();
+            let own = (prompt.len() + 2 * max_tokens) as u64 * 4;
+            let deadline = self.step + 5000 + before + own;
+            let scores = scores.then(|| vec![false; prompt.len() - 1]);
+            let live =
+                Live { prompt, max_tokens, output: Vec::new(), arrived: self.step, deadline, cancel_at, pause, scores };
+            self.live.insert(id, live);
+            self.scheduler.add(new);
+            self.next += 1;
+        }
+    }
+
+    fn disturb(&mut self) {
+        let step = self.step;
+        let cancelled: Vec<u64> =
+            self.live.iter().filter(|(_, live)| live.cancel_at == Some(step)).map(|(id, _)| *id).collect();
+        for id in cancelled {
+            assert!(self.scheduler.cancel(id));
+            assert!(!self.scheduler.cancel(id));
+            self.live.remove(&id);
+            self.ended += 1;
+        }
+        for (&id, live) in &self.live {
+            if let Some((from, to)) = live.pause
+                && (from == step || to == step)
+            {
+                self.scheduler.pause(id, from == step);
+            }
+        }
+        if self.load.drafted > 0 {
+            for (&id, live) in &self.live {
+                if self.random.chance(self.load.drafted) {
+                    // Right ones, with an error at times.
+                    let mut drafts = solo(&live.prompt, live.output.len() + 1 + self.random.below(6));
+                    drafts.drain(..live.output.len().min(drafts.len()));
+                    if let (true, Some(last)) = (self.random.chance(50), drafts.last_mut()) {
+                        *last ^= 1;
+                    }
+                    self.scheduler.propose(id, &drafts);
+                }
+            }
+        }
+    }
+
+    fn plan(&mut self) {
+        let plan = self.scheduler.schedule().expect("this storage never fails");
+        self.collect_ended();
+        let Some(plan) = plan else { return };
+        assert!(plan.tokens.len() <= self.load.step_tokens.max(self.load.sequences + 1), "budget");
+        assert!(plan.rows.len() <= self.load.sequences);
+        assert_eq!(plan.rows.len(), plan.step.lists.len());
+        let mut at = 0;
+        for row in &plan.rows {
+            assert_eq!(row.tokens.start, at, "rows follow one another");
+            assert!(row.tokens.end > at && row.draws <= row.tokens.len());
+            assert!(row.logits.start >= row.tokens.start && row.logits.end <= row.tokens.end);
+            at = row.tokens.end;
+            assert!(row.draws == 0 || row.logits.start <= row.drawn().start && row.logits.end == row.tokens.end);
+            self.score(row);
+        }
+        assert_eq!(at, plan.tokens.len());
+        self.seen.most_running = self.seen.most_running.max(plan.rows.len());
+        self.planned.push_back(plan);
+    }
+
+    fn score(&mut self, row: &PlanRow) {
+        let Some(scores) = self.live.get_mut(&row.id).and_then(|live| live.scores.as_mut()) else { return };
+        for index in row.logits.clone() {
+            if let Some(score) = scores.get_mut(row.position + index - row.tokens.start) {
+                *score = true;
+            }
+        }
+    }
+
+    fn execute(&mut self) {
+        let Some(plan) = self.planned.pop_front() else { return };
+        let results = self.pages.run(&plan, &self.drawn);
+        self.drawn.clear();
+        let mut applied = Vec::new();
+        for (row, draws) in results {
+            let result = accept(&row, &plan.tokens, &draws);
+            self.seen.drafts_right += result.tokens.len().saturating_sub(1);
+            if let Some(&token) = result.tokens.last() {
+                self.drawn.insert(row.id, token);
+            }
+            if let Some(live) = self.live.get_mut(&row.id) {
+                live.output.extend(&result.tokens);
+            }
+            applied.push(result);
+        }
+        self.scheduler.apply(applied).expect("this storage never fails");
+        self.collect_ended();
+    }
+
+    fn collect_ended(&mut self) {
+        for ended in self.scheduler.take_ended() {
+            let live = self.live.remove(&ended.id).expect("a request ends once");
+            let expected = solo(&live.prompt, live.max_tokens);
+            let context = (ended.id, ended.reason);
+            match ended.reason {
+                EndReason::Last => assert!(live.output == expected && live.output.last() == Some(&STOP), "{context:?}"),
+                EndReason::Length => {
+                    assert!(live.output == expected && live.output.len() == live.max_tokens, "{context:?}");
+                }
+                EndReason::OutOfPages => {
+                    self.seen.out_of_pages += 1;
+                    assert!(expected.starts_with(&live.output), "{context:?}");
+                    let need = live.prompt.len() + live.output.len() + 1;
+                    assert!(need > (self.load.pages - 1) * self.load.page_tokens, "{context:?}");
+                }
+            }
+            if let (Some(scores), true) = (live.scores, ended.reason != EndReason::OutOfPages) {
+                assert!(scores.iter().all(|&scored| scored), "{context:?}");
+            }
+            self.seen.finished += usize::from(ended.reason != EndReason::OutOfPages);
+            self.ended += 1;
+        }
+    }
+
+    fn check(&mut self) {
+        self.pages.check();
+        let late = self.live.iter().find(|(_, live)| live.pause.is_none() && live.deadline < self.step);
+        if let Some((id, live)) = late {
+            panic!("request {id} of step {} has not ended at step {}", live.arrived, self.step);
+        }
+    }
+}
+
+/// The loads of the long simulation.
+fn loads() -> Vec<Load> {
+    let mut loads = Vec::new();
+    for depth in [1, 2] {
+        for seed in 0..2 {
+            // Drafts are for steps one at a time.
+            let drafted = if depth == 1 { LOAD.drafted } else { 0 };
+            let load = Load { depth, drafted, seed: seed * 7 + depth as u64, ..LOAD };
+            loads.extend([
+                load,
+                // Hardly any pages: preemption all the time, and requests that do not fit at all.
+                Load { pages: 24, arrivals: 25, ..load },
+                // Single tokens of prompts.
+                Load { step_tokens: 9, arrivals: 25, ..load },
+                // Hardly any load, and one with everything at once.
+                Load { arrivals: 5, ..load },
+                Load { arrivals: 10_000, drafted: 0, ..load },
+                Load { sequences: 1, step_tokens: 64, arrivals: 8, ..load },
+                Load { sequences: 32, step_tokens: 256, pages: 200, arrivals: 300, page_tokens: 16, ..load },
+                Load { cancelled: 60, paused: 40, ..load },
+            ]);
+        }
+    }
+    loads
+}
+
+fn simulate(requests: usize) {
+    let loads = loads();
+    let each = requests / loads.len();
+    let mut total = Seen::default();
+    for load in loads {
+        let seen = Simulation::new(Load { requests: each, ..load }).run();
+        total.finished += seen.finished;
+        total.out_of_pages += seen.out_of_pages;
+        total.drafts_right += seen.drafts_right;
+        total.most_running = total.most_running.max(seen.most_running);
+    }
+    assert!(total.finished > requests / 2 && total.out_of_pages > 0 && total.drafts_right > 1000, "{total:?}");
+    assert_eq!(total.most_running, 32);
+}
+
+#[test]
+fn outputs_are_those_of_requests_alone() {
+    let all = std::env::var("KVANT_TEST_SCOPE").is_ok_and(|scope| scope == "all");
+    simulate(if all { 1_000_000 } else { 100_000 });
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(60))]
+
+    #[test]
+    fn any_load(
+        pages in 8usize..80,
+        page_bits in 0u32..5,
+        sequences in 1usize..20,
+        step_tokens in 2usize..100,
+        longest_prompt in 1usize..100,
+        most_tokens in 1usize..40,
+        arrivals in 1usize..300,
+        (cancelled, paused, drafted) in (0usize..50, 0usize..50, 0usize..50),
+        depth in 1usize..3,
+        seed in any::<u64>(),
+    ) {
+        let drafted = if depth == 1 { drafted } else { 0 };
+        let load = Load {
+            requests: 200, pages, page_tokens: 1 << page_bits, sequences, step_tokens, longest_prompt, most_tokens,
+            arrivals, cancelled, paused, drafted, depth, seed,
+        };
+        Simulation::new(load).run();
+    }
+}

@@ -1,0 +1,298 @@
+//! A storage that counts pages, and a model whose next token is a hash of its prefix.
+//!
+//! A page stores for each position the hash of all tokens up to it, which the model computes from the hash at the position
+//! before. A page that is read after it went to another request, or a prefix that is not the request's own, therefore
+//! changes all tokens that follow.
+
+use std::{
+    cell::RefCell,
+    collections::{BTreeMap, HashMap},
+    rc::Rc,
+};
+
+use kvant_engine::scheduler::{PlanRow, RowResult, StepPlan, Storage, StorageError};
+
+/// The hash of an empty prefix.
+pub const EMPTY: u64 = 0x9E37_79B9_7F4A_7C15;
+
+/// The hash of a prefix and one more token.
+pub fn extend(hash: u64, token: u32) -> u64 {
+    let mut z = (hash ^ u64::from(token)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    z = (z ^ (z >> 29)).wrapping_mul(0x94D0_49BB_1331_11EB);
+    z ^ (z >> 32)
+}
+
+/// The token after a prefix.
+pub fn next_token(hash: u64) -> u32 {
+    ((hash >> 20) % 40) as u32
+}
+
+/// The token that ends a request.
+pub const STOP: u32 = 0;
+
+/// What a request generates when it is alone.
+pub fn solo(prompt: &[u32], max_tokens: usize) -> Vec<u32> {
+    let mut hash = prompt.iter().fold(EMPTY, |hash, &token| extend(hash, token));
+    let mut tokens = Vec::new();
+    while tokens.len() < max_tokens {
+        let token = next_token(hash);
+        tokens.push(token);
+        if token == STOP {
+            break;
+        }
+        hash = extend(hash, token);
+    }
+    tokens
+}
+
+struct Memory {
+    hashes: Vec<u64>,
+    holds: Vec<u32>,
+    free: Vec<u32>,
+    /// Pages by the hash of all tokens up to their end: page, and last use.
+    kept: HashMap<u64, (u32, u64)>,
+    by_use: BTreeMap<u64, u64>,
+    clock: u64,
+    /// Holds of all sequences.
+    held: usize,
+}
+
+impl Memory {
+    fn take(&mut self) -> Option<u32> {
+        if self.free.is_empty() {
+            let holds = &self.holds;
+            let unused = |key: &u64| holds[self.kept[key].0 as usize] == 1;
+            let oldest = self.by_use.iter().find(|(_, key)| unused(key)).map(|(&used, &key)| (used, key));
+            let (used, key) = oldest?;
+            self.by_use.remove(&used);
+            let (page, _) = self.kept.remove(&key)?;
+            self.release(page);
+        }
+        let page = self.free.pop()?;
+        self.holds[page as usize] = 1;
+        Some(page)
+    }
+
+    fn release(&mut self, page: u32) {
+        let holds = &mut self.holds[page as usize];
+        assert!(*holds > 0, "a free page is released");
+        *holds -= 1;
+        if *holds == 0 {
+            self.free.push(page);
+        }
+    }
+
+    fn evictable(&self) -> usize {
+        self.kept.values().filter(|(page, _)| self.holds[*page as usize] == 1).count()
+    }
+
+    fn touch(&mut self, key: u64) {
+        self.clock += 1;
+        if let Some((_, used)) = self.kept.get_mut(&key) {
+            self.by_use.remove(used);
+            *used = self.clock;
+            self.by_use.insert(self.clock, key);
+        }
+    }
+
+    fn check(&self) {
+        let free = self.holds.iter().filter(|&&holds| holds == 0).count();
+        assert_eq!(free, self.free.len(), "pages without holds are free");
+        let holds: u32 = self.holds.iter().sum();
+        assert_eq!(holds as usize, self.held + self.kept.len(), "holds of sequences and prefixes");
+    }
+}
+
+/// The storage. Clones share their memory.
+#[derive(Clone)]
+pub struct Pages {
+    memory: Rc<RefCell<Memory>>,
+    page_tokens: usize,
+    pages: usize,
+}
+
+/// What a step knows of pages.
+#[derive(Clone, Debug)]
+pub struct StepPages {
+    /// The pages of each row.
+    pub lists: Vec<Vec<u32>>,
+    /// The pages that were taken for this step. What they held is lost when the step runs, and no earlier: a step that was
+    /// planned before may still read them.
+    taken: Vec<u32>,
+}
+
+pub struct PageList {
+    memory: Rc<RefCell<Memory>>,
+    pages: Vec<u32>,
+    len: usize,
+}
+
+impl Drop for PageList {
+    fn drop(&mut self) {
+        let memory = &mut *self.memory.borrow_mut();
+        memory.held -= self.pages.len();
+        self.pages.drain(..).for_each(|page| memory.release(page));
+    }
+}
+
+impl Pages {
+    pub fn new(pages: usize, page_tokens: usize) -> Pages {
+        let memory = Memory {
+            hashes: vec![0; pages * page_tokens],
+            holds: vec![0; pages],
+            free: (0..pages as u32).collect(),
+            kept: HashMap::new(),
+            by_use: BTreeMap::new(),
+            clock: 0,
+            held: 0,
+        };
+        Pages { memory: Rc::new(RefCell::new(memory)), page_tokens, pages }
+    }
+
+    /// Checks that every page is free or held, and counted right.
+    pub fn check(&self) {
+        self.memory.borrow().check();
+    }
+
+    /// Checks that no sequence holds a page.
+    pub fn check_unused(&self) {
+        let memory = self.memory.borrow();
+        memory.check();
+        assert_eq!(memory.held, 0);
+    }
+
+    /// Runs a step, as a device would: in order, and with the tokens that the step before has drawn.
+    pub fn run(&self, plan: &StepPlan<StepPages>, drawn: &HashMap<u64, u32>) -> Vec<(PlanRow, Vec<u32>)> {
+        let memory = &mut *self.memory.borrow_mut();
+        for &page in &plan.step.taken {
+            let first = page as usize * self.page_tokens;
+            memory.hashes[first..first + self.page_tokens].fill(0xDEAD);
+        }
+        let mut results = Vec::new();
+        for (row, pages) in plan.rows.iter().zip(&plan.step.lists) {
+            let mut draws = Vec::new();
+            for (index, position) in row.tokens.clone().zip(row.position..) {
+                let token = match plan.tokens[index] {
+                    StepPlan::<()>::SAMPLED => drawn[&row.id],
+                    token => token,
+                };
+                let slot = |position: usize| {
+                    pages[position / self.page_tokens] as usize * self.page_tokens + position % self.page_tokens
+                };
+                let before = if position == 0 { EMPTY } else { memory.hashes[slot(position - 1)] };
+                let hash = extend(before, token);
+                memory.hashes[slot(position)] = hash;
+                if row.drawn().contains(&index) {
+                    draws.push(next_token(hash));
+                }
+            }
+            results.push((row.clone(), draws));
+        }
+        results
+    }
+}
+
+/// The result of a row from the tokens drawn after each of its last tokens: drafts that were right, and one more.
+pub fn accept(row: &PlanRow, tokens: &[u32], draws: &[u32]) -> RowResult {
+    let drafts = &tokens[row.drawn()].get(1..).unwrap_or(&[]);
+    let right = drafts.iter().zip(draws).take_while(|(draft, drawn)| draft == drawn).count();
+    let mut tokens: Vec<u32> = draws.iter().copied().take(right + 1).collect();
+    if let Some(stop) = tokens.iter().position(|&token| token == STOP) {
+        tokens.truncate(stop + 1);
+    }
+    RowResult { id: row.id, is_last: tokens.last() == Some(&STOP), tokens }
+}
+
+impl Storage for Pages {
+    type Sequence = PageList;
+    type Step = StepPages;
+
+    fn empty(&mut self) -> PageList {
+        PageList { memory: Rc::clone(&self.memory), pages: Vec::new(), len: 0 }
+    }
+
+    fn find(&mut self, salt: &[u8], tokens: &[u32]) -> Result<PageList, StorageError> {
+        let mut list = self.empty();
+        let memory = &mut *self.memory.borrow_mut();
+        let mut hash = salt.iter().fold(!EMPTY, |hash, &byte| extend(hash, byte.into()));
+        for page in tokens.chunks_exact(self.page_tokens) {
+            hash = page.iter().fold(hash, |hash, &token| extend(hash, token));
+            let Some(&(page, _)) = memory.kept.get(&hash) else { break };
+            memory.touch(hash);
+            memory.holds[page as usize] += 1;
+            memory.held += 1;
+            list.pages.push(page);
+            list.len += self.page_tokens;
+        }
+        Ok(list)
+    }
+
+    fn keep(&mut self, salt: &[u8], list: &PageList, tokens: &[u32], _: usize) -> Result<(), StorageError> {
+        assert_eq!(list.len, tokens.len());
+        let memory = &mut *self.memory.borrow_mut();
+        let mut hash = salt.iter().fold(!EMPTY, |hash, &byte| extend(hash, byte.into()));
+        for (tokens, &page) in tokens.chunks_exact(self.page_tokens).zip(&list.pages) {
+            hash = tokens.iter().fold(hash, |hash, &token| extend(hash, token));
+            if !memory.kept.contains_key(&hash) {
+                memory.holds[page as usize] += 1;
+                memory.clock += 1;
+                memory.kept.insert(hash, (page, memory.clock));
+                memory.by_use.insert(memory.clock, hash);
+            }
+            memory.touch(hash);
+        }
+        Ok(())
+    }
+
+    fn append(&mut self, batch: &mut [(&mut PageList, usize)]) -> Result<StepPages, StorageError> {
+        let memory = &mut *self.memory.borrow_mut();
+        let missing = |list: &PageList, count: usize| (list.len + count).div_ceil(self.page_tokens) - list.pages.len();
+        let need: usize = batch.iter().map(|(list, count)| missing(list, *count)).sum();
+        if need > memory.free.len() && need > memory.free.len() + memory.evictable() {
+            return Err(StorageError::OutOfPages);
+        }
+        let mut step = StepPages { lists: Vec::new(), taken: Vec::new() };
+        for (list, count) in batch {
+            for _ in 0..missing(list, *count) {
+                let page = memory.take().expect("counted before");
+                step.taken.push(page);
+                list.pages.push(page);
+                memory.held += 1;
+            }
+            list.len += *count;
+            step.lists.push(list.pages.clone());
+        }
+        Ok(step)
+    }
+
+    fn truncate(&mut self, list: &mut PageList, len: usize) -> Result<(), StorageError> {
+        assert!(len <= list.len);
+        let memory = &mut *self.memory.borrow_mut();
+        list.len = len;
+        for page in list.pages.split_off(len.div_ceil(self.page_tokens)) {
+            memory.held -= 1;
+            memory.release(page);
+        }
+        Ok(())
+    }
+
+    fn len(&self, list: &PageList) -> usize {
+        list.len
+    }
+
+    fn need(&self, len: usize) -> usize {
+        len.div_ceil(self.page_tokens)
+    }
+
+    fn spared(&self, found: usize) -> usize {
+        found / self.page_tokens
+    }
+
+    fn capacity(&self) -> usize {
+        self.pages
+    }
+
+    fn page_tokens(&self) -> usize {
+        self.page_tokens
+    }
+}
