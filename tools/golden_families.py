@@ -46,6 +46,11 @@ VARIANTS = {
     ), 54, None),
     "qwen3_moe": ("qwen3_moe", "Qwen3Moe", "bf16", dict(rope_theta=1e6, mlp_only_layers=[0], num_hidden_layers=3, **MOE), 55, None),
     "qwen3_moe_mlx": ("qwen3_moe", "Qwen3Moe", "f32", dict(rope_theta=1e6, **MOE, mlp_only_layers=[]), 56, dict(group_size=32, bits=8)),
+    # Queries change their factor at position 16, and at 32.
+    "ministral3": ("ministral3", "Ministral3", "bf16", dict(rope_parameters=dict(
+        rope_type="yarn", type="yarn", rope_theta=1e6, factor=4.0, original_max_position_embeddings=16, beta_fast=32.0, beta_slow=1.0,
+        mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.5,
+    ), num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64), 58, None),
     "gemma3": ("gemma3_text", "Gemma3", "bf16", dict(
         tie_word_embeddings=True, num_hidden_layers=4, layer_types=[S, S, F, S], sliding_window=8, query_pre_attn_scalar=96,
         hidden_activation="gelu_pytorch_tanh", attn_logit_softcapping=None, final_logit_softcapping=None,

@@ -160,6 +160,7 @@ impl<'a> Decoder<'a> {
         let before = self.sequence.len();
         if let &[token] = tokens {
             self.model.check_tokens(tokens)?;
+            self.model.check_length(before + 1)?;
             let replayed = self.replay(token, then);
             return self.undo(before, replayed).map(Some);
         }

@@ -225,6 +225,9 @@ impl Model {
     pub fn forward_into(&self, pool: &KvPool, step: &Step, tokens: &[u32], rows: &[usize], out: &Tensor) -> Result<()> {
         self.check_pool(pool)?;
         self.check_tokens(tokens)?;
+        if step.batch().longest != usize::MAX {
+            self.check_length(step.batch().longest)?;
+        }
         if tokens.len() != step.tokens() {
             return Err(Error::argument("tokens", format_args!("{} ids", step.tokens()), tokens.len()));
         }
@@ -304,6 +307,7 @@ impl Model {
         }
         self.check_pool(&pool)?;
         self.check_tokens(tokens)?;
+        self.check_length(sequence.len().saturating_add(tokens.len()))?;
         self.check_out(out, 1..=tokens.len())?;
         let (before, first_row) = (sequence.len(), tokens.len() - out.shape()[0]);
         let mut done = 0;
@@ -334,6 +338,16 @@ impl Model {
                 Err(Error::argument("tokens", format_args!("ids below {vocab}"), format_args!("{id} at {i}")))
             }
             None => Ok(()),
+        }
+    }
+
+    /// Checks the length of a sequence after a pass: queries that are scaled by position have a table of factors.
+    pub(crate) fn check_length(&self, length: usize) -> Result<()> {
+        match self.decoder().query_scaling {
+            Some(scaling) if length > scaling.positions => {
+                Err(Error::argument("tokens", format_args!("at most {} of a sequence", scaling.positions), length))
+            }
+            _ => Ok(()),
         }
     }
 

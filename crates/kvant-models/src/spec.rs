@@ -37,6 +37,26 @@ pub struct DecoderSpec {
     pub final_softcap: Option<f32>,
     /// Whether the embedding is also the output matrix.
     pub tied_output: bool,
+    /// Multiplies the queries by a factor of their position.
+    pub query_scaling: Option<QueryScaling>,
+}
+
+/// Queries at position p are multiplied by 1 + beta · ln(1 + ⌊p / period⌋).
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct QueryScaling {
+    /// The weight of the logarithm.
+    pub beta: f64,
+    /// Positions with the same factor.
+    pub period: usize,
+    /// The factor is stored for positions below this; others cannot be fed.
+    pub positions: usize,
+}
+
+impl QueryScaling {
+    /// The factor of a position.
+    pub fn factor(&self, position: usize) -> f32 {
+        (1.0 + self.beta * ((position / self.period.max(1)) as f64).ln_1p()) as f32
+    }
 }
 
 /// One decoder layer.
@@ -200,6 +220,9 @@ impl DecoderSpec {
             self.check_block(l, own).map_err(unsupported)?;
             if (block.scalar || self.per_layer_input.is_some()) && !block.post_norms {
                 return Err(unsupported("a scalar and per-layer inputs require norms of the block's outputs".into()));
+            }
+            if self.query_scaling.is_some() && block.attention.qk_norm {
+                return Err(unsupported("queries that are scaled by position have no norm".into()));
             }
             if let FeedForwardSpec::Moe(MoeSpec { router: RouterSpec::Scaled, .. }) = block.feed_forward {
                 return Err(unsupported("a router with a norm of its own requires a parallel MLP".into()));

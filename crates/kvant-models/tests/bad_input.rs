@@ -566,6 +566,47 @@ fn unified_models_are_read_as_text_models() {
     }
 }
 
+/// Queries are scaled by a table, which has a row for as many positions as the model was made for.
+#[test]
+fn positions_without_a_factor_are_refused() {
+    let model = load(&golden("ministral3")).unwrap();
+    let scaling = model.decoder().query_scaling.unwrap();
+    assert_eq!((scaling.factor(15), scaling.positions), (1.0, 64));
+    assert!((scaling.factor(33) - (1.0 + 0.5 * 3f32.ln())).abs() < 1e-6);
+    let mut sequence = model.new_pool(&PoolOptions { longest: 128, ..PoolOptions::default() }).unwrap().sequence();
+    model.feed(&mut sequence, &[5; 63], Logits::Last).unwrap();
+    let refused = |result: Result<(), Error>| assert!(matches!(result, Err(Error::Argument { arg: "tokens", .. })));
+    refused(model.feed(&mut sequence, &[5; 2], Logits::Last).map(drop));
+    assert_eq!(sequence.len(), 63);
+    let mut decoder = Decoder::new(&model, &mut sequence, Sampling::default()).unwrap();
+    decoder.feed(&[5]).unwrap();
+    refused(decoder.feed(&[5]));
+    assert_eq!(decoder.sequence().len(), 64);
+}
+
+/// The text part of a model with images, and what its configuration must not say.
+#[test]
+fn ministral_configurations_are_checked_by_key() {
+    let text = config_of("ministral3");
+    let whole = json!({"model_type": "mistral3", "text_config": text, "vision_config": {"model_type": "pixtral"}});
+    assert_eq!(Config::parse(&whole).unwrap(), Config::parse(&text).unwrap());
+    for (key, value) in [
+        ("llama_4_scaling_beta", Value::Null),
+        ("llama_4_scaling_beta", json!(-1)),
+        ("original_max_position_embeddings", json!(0)),
+        ("factor", json!("4")),
+        ("rope_type", json!("longrope")),
+    ] {
+        let mut config = text.clone();
+        config["rope_parameters"][key] = value;
+        let Err(Error::Config { key: named, .. }) = Config::parse(&config) else { panic!("{key}") };
+        assert!(named.starts_with("rope_parameters."), "{key}: {named}");
+    }
+    let mut config = text.clone();
+    config["max_position_embeddings"] = json!(1u64 << 31);
+    assert!(matches!(Config::parse(&config), Err(Error::Config { key, .. }) if key == "max_position_embeddings"));
+}
+
 /// The message names the file that is wrong.
 #[test]
 fn generation_configs_are_named() {

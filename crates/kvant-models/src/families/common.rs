@@ -172,6 +172,7 @@ impl ConfigJson<'_> {
             norm_offset: 0.0,
             final_softcap: None,
             tied_output: self.tied_output(false)?,
+            query_scaling: None,
         })
     }
 

@@ -76,6 +76,7 @@ fn describe(json: &ConfigJson) -> Result<DecoderSpec> {
         norm_offset: 0.0,
         final_softcap: json.softcap("final_logit_softcapping")?,
         tied_output: json.tied_output(true)?,
+        query_scaling: None,
     })
 }
 

@@ -10,8 +10,13 @@ use crate::{Result, spec::DecoderSpec};
 pub(super) static FAMILY: Family = Family {
     name: "llama",
     model_types: &["llama", "mistral"],
-    wrappers: &[],
-    architectures: &[("LlamaForCausalLM", "llama"), ("MistralForCausalLM", "mistral")],
+    // Mistral Small 3 with images. Its text may also be Ministral 3.
+    wrappers: &[("mistral3", "mistral")],
+    architectures: &[
+        ("LlamaForCausalLM", "llama"),
+        ("MistralForCausalLM", "mistral"),
+        ("Mistral3ForConditionalGeneration", "mistral3"),
+    ],
     describe,
     names: &[PRE_NORM],
     experts: &[],

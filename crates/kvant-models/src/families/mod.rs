@@ -14,6 +14,7 @@ mod common;
 mod gemma3;
 mod gemma4;
 mod llama;
+mod ministral3;
 mod qwen3;
 mod rope;
 
@@ -47,7 +48,7 @@ pub(crate) struct Family {
 /// A table of tensor names.
 pub(crate) type Names = &'static [(Part, &'static str)];
 
-static FAMILIES: [&Family; 4] = [&gemma3::FAMILY, &gemma4::FAMILY, &llama::FAMILY, &qwen3::FAMILY];
+static FAMILIES: [&Family; 5] = [&gemma3::FAMILY, &gemma4::FAMILY, &llama::FAMILY, &ministral3::FAMILY, &qwen3::FAMILY];
 
 /// The names of a block whose norms precede its halves (Llama, Qwen).
 const PRE_NORM: Names = &[

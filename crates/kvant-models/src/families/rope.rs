@@ -60,8 +60,8 @@ impl Scaling {
         let kind = match type_of(fields)? {
             "default" => ScalingKind::None,
             "linear" => ScalingKind::Linear(factor()?),
-            "llama3" => llama3(fields, factor()?, original(fields, text)?)?,
-            "yarn" => yarn(fields, factor()?, original(fields, text)?)?,
+            "llama3" => llama3(fields, factor()?, original(fields, text)? as f64)?,
+            "yarn" => yarn(fields, factor()?, original(fields, text)? as f64)?,
             other => {
                 let expected = "\"default\", \"linear\", \"llama3\" or \"yarn\"";
                 return Err(fields.error("rope_type", expected, format_args!("{other:?}")));
@@ -141,7 +141,7 @@ pub(super) fn type_of<'a>(fields: &Fields<'a>) -> Result<&'a str> {
 }
 
 /// The context length before scaling.
-fn original(fields: &Fields, text: &Fields) -> Result<f64> {
+pub(super) fn original(fields: &Fields, text: &Fields) -> Result<usize> {
     const KEY: &str = "original_max_position_embeddings";
     let own = match fields.size_or_null(KEY, MAX_POSITIONS)? {
         Some(own) => own,
@@ -152,7 +152,7 @@ fn original(fields: &Fields, text: &Fields) -> Result<f64> {
                 .ok_or_else(|| fields.missing(KEY, "a number of positions"))?,
         },
     };
-    Ok(own as f64)
+    Ok(own)
 }
 
 fn llama3(fields: &Fields, factor: f64, original: f64) -> Result<ScalingKind> {

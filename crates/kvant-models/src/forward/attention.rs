@@ -2,7 +2,7 @@
 
 use kvant::{
     KvPool,
-    ops::{self, Attend, HeadNorm, NormRope, NormRopeWrite, Rope},
+    ops::{self, Attend, HeadNorm, MoeCombine, NormRope, NormRopeWrite, Rope},
 };
 
 use super::{Network, Pass};
@@ -18,16 +18,22 @@ impl Pass<'_> {
         let kv = pool.layer(spec.source().unwrap_or(l))?;
         self.project(&weights.qkv, own.qkv.as_ref(), &[&own.q[0], &own.k[0], &own.v[0]])?;
         let (norms, rope) = (HeadNorms::new(self.network, l), Some(self.network.rope(l)));
-        let (q, k) = (&own.q[1], &own.k[1]);
+        let (mut from, q, k) = (&own.q[1], &own.q[1], &own.k[1]);
+        if self.network.query_factors.is_some() {
+            // A rotation commutes with a factor. The output of attention is still unused.
+            let args = MoeCombine::new(&own.q[0], &views.query_factors, &own.attended[0]);
+            ops::moe_combine(self.enc, &args)?;
+            from = &own.attended[1];
+        }
         let write = |v| {
-            NormRopeWrite::new(q, k, v, self.step, kv, q).q_norm(norms.q).k_norm(norms.k).v_norm(norms.v).rope(rope)
+            NormRopeWrite::new(from, k, v, self.step, kv, q).q_norm(norms.q).k_norm(norms.k).v_norm(norms.v).rope(rope)
         };
         let q = match spec.keys_values {
             KeysValues::Own => ops::norm_rope_write(self.enc, &write(&own.v[1]))?,
             // Values are the keys before norm and rotation.
             KeysValues::KeysAreValues => ops::norm_rope_write(self.enc, &write(k))?,
             KeysValues::SharedWith(_) => {
-                let args = NormRope::new(q, self.step.positions(), q).norm(norms.q).rope(rope);
+                let args = NormRope::new(from, self.step.positions(), q).norm(norms.q).rope(rope);
                 ops::norm_rope(self.enc, &args.rotate(kv.spec().k.is_quantised()))?
             }
         };

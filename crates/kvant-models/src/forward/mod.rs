@@ -30,6 +30,8 @@ pub(crate) struct Network {
     pub weights: Weights,
     /// The factors of each block's frequencies, f32 `[rotated_pairs]`.
     factors: Vec<Option<Tensor>>,
+    /// The factor of the queries at each position, f32 `[P, 1]`.
+    query_factors: Option<Tensor>,
     /// The factor of the embedding, rounded to the dtype of activations.
     embedding_scale: f32,
     activations: DType,
@@ -43,7 +45,14 @@ impl Network {
         let of_block = |block: &crate::BlockSpec| Ok(block.attention.rope.factors.as_ref().map(tensor).transpose()?);
         let factors = spec.blocks.iter().map(of_block).collect::<Result<_>>()?;
         let embedding_scale = rounded(spec.embedding_scale, activations);
-        Ok(Network { config, weights, factors, embedding_scale, activations })
+        let query_factors = match spec.query_scaling {
+            Some(scaling) => {
+                let factors: Vec<f32> = (0..scaling.positions).map(|position| scaling.factor(position)).collect();
+                Some(Tensor::from_slice(device, &factors, &[scaling.positions, 1])?)
+            }
+            None => None,
+        };
+        Ok(Network { config, weights, factors, query_factors, embedding_scale, activations })
     }
 
     pub(crate) fn spec(&self) -> &DecoderSpec {
@@ -77,6 +86,7 @@ impl Network {
             Wanted::Some { rows, views, step, .. } => {
                 pass.gather(rows, views)?;
                 (pass.views, pass.step) = (views, step);
+                pass.query_factors()?;
             }
         }
         for l in own..self.spec().blocks.len() {
@@ -128,7 +138,16 @@ impl Pass<'_> {
         let table = self.network.weights.embed.weight();
         let scale = self.network.embedding_scale;
         ops::embed(self.enc, &ops::Embed::new(table, &self.views.ids, &self.views.h).scale(scale))?;
+        self.query_factors()?;
         self.per_layer_inputs()
+    }
+
+    /// Looks up the factors of the queries of this step.
+    fn query_factors(&mut self) -> Result<()> {
+        if let Some(table) = &self.network.query_factors {
+            ops::embed(self.enc, &ops::Embed::new(table, self.step.positions(), &self.views.query_factors))?;
+        }
+        Ok(())
     }
 
     /// Copies the rows of the residual stream, and of the blocks' inputs, that `rows` names.

@@ -18,6 +18,7 @@ pub(crate) struct Workspace {
 /// contiguous.
 struct Buffers {
     ids: Tensor,
+    query_factors: Tensor,
     hidden: [Tensor; 4],
     qkv: Tensor,
     attended: Tensor,
@@ -31,6 +32,8 @@ pub(crate) struct Views {
     pub tokens: usize,
     /// u32 `[T]`.
     pub ids: Tensor,
+    /// The factors of the queries, f32 `[T, 1]`.
+    pub query_factors: Tensor,
     /// The residual stream, `[T, H]`.
     pub h: Tensor,
     /// The input of half a block, `[T, H]`.
@@ -142,6 +145,7 @@ impl Buffers {
         };
         Ok(Buffers {
             ids: flat(DType::U32, 1)?,
+            query_factors: flat(DType::F32, 1)?,
             hidden: [float(hidden)?, float(hidden)?, float(hidden)?, float(hidden)?],
             qkv: float(most(&|block| block.attention.q_width() + 2 * block.attention.kv_width()))?,
             attended: float(most(&|block| block.attention.q_width()))?,
@@ -169,6 +173,7 @@ impl Buffers {
         Ok(Views {
             tokens,
             ids: front(&self.ids, &[tokens])?,
+            query_factors: front(&self.query_factors, &[tokens, 1])?,
             h: stream(h)?,
             x: stream(x)?,
             y: stream(y)?,

@@ -8,7 +8,8 @@ use kvant_models::{PoolOptions, safetensors::SafetensorsFile};
 use serde_json::{Map, Value};
 
 /// The folders of random checkpoints of other families than Gemma 4.
-pub const FAMILIES: [&str; 7] = ["llama", "llama_mlx", "mistral", "qwen3", "qwen3_moe", "qwen3_moe_mlx", "gemma3"];
+pub const FAMILIES: [&str; 8] =
+    ["llama", "llama_mlx", "mistral", "ministral3", "qwen3", "qwen3_moe", "qwen3_moe_mlx", "gemma3"];
 
 /// The folders of random checkpoints of Gemma 4.
 pub const VARIANTS: [&str; 7] = ["dense", "wide", "ple_shared", "moe", "dense_mlx", "ple_shared_mlx", "moe_mlx"];
