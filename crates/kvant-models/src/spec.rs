@@ -11,7 +11,7 @@
 //!
 //! where post norms, per-layer inputs and the scalar are optional.
 
-use kvant::ops::{Activation, PairLayout};
+use kvant::ops::{Activation, PairLayout, attend::HEAD_DIMS};
 
 use crate::{Error, Result};
 
@@ -79,7 +79,7 @@ pub struct AttentionSpec {
     pub heads: usize,
     /// KV heads; a divisor of `heads`.
     pub kv_heads: usize,
-    /// Coordinates of a head: 64, 128, 256 or 512.
+    /// Coordinates of a head: one of [`HEAD_DIMS`](kvant::ops::attend::HEAD_DIMS).
     pub head_dim: usize,
     /// How many positions a token sees, itself included; `None` for all.
     pub window: Option<usize>,
@@ -234,8 +234,8 @@ impl DecoderSpec {
     fn check_block(&self, l: usize, own: usize) -> std::result::Result<(), String> {
         let attention = &self.blocks[l].attention;
         let AttentionSpec { heads, kv_heads, head_dim, ref rope, .. } = *attention;
-        if !kvant::ops::attend::HEAD_DIMS.contains(&head_dim) {
-            return Err(format!("heads have 64, 128, 256 or 512 coordinates, not {head_dim}"));
+        if !HEAD_DIMS.contains(&head_dim) {
+            return Err(format!("the number of a head's coordinates is one of {HEAD_DIMS:?}, not {head_dim}"));
         }
         if kv_heads == 0 || heads == 0 || !heads.is_multiple_of(kv_heads) {
             return Err(format!(

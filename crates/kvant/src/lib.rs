@@ -69,7 +69,7 @@
 //! | operation | reference | CPU | Metal | CUDA |
 //! |---|---|---|---|---|
 //! | [`kv_write`](ops::kv_write()), [`kv_read`](ops::kv_read()): every dtype and codec; pages, linear, ring | yes | yes | yes | yes |
-//! | [`attend`](ops::attend()): decode, verification, prefill; head sizes 64, 128, 256, 512 | yes | yes | yes | yes |
+//! | [`attend`](ops::attend()): decode, verification, prefill; eight head sizes from 64 to 512 | yes | yes | yes | yes |
 //! | [`norm_rope`](ops::norm_rope()), [`norm_rope_write`](ops::norm_rope_write()) | yes | yes | yes | yes |
 //! | [`hadamard`](ops::hadamard()) | yes | yes | yes | yes |
 //! | [`linear`](ops::linear()): dense, MLX affine 4, 6, 8 bit, experts; [`embed`](ops::embed()) | yes | yes | yes | yes |

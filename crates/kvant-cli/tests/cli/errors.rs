@@ -32,7 +32,7 @@ fn arguments() {
     fails(&["frobnicate"], "frobnicate");
     fails(&["bench", "attend", "--shapes", "64:4"], "head_dim:heads:kv_heads");
     fails(&["bench", "attend", "--shapes", "64:3:2"], "multiple");
-    fails(&["bench", "attend", "--shapes", "96:4:2", "--context", "1"], "64, 128, 256 or 512");
+    fails(&["bench", "attend", "--shapes", "100:4:2", "--context", "1"], "one of [64, 80, 96");
     fails(&["bench", "attend", "--context", "0"], "0");
     fails(&["bench", "attend", "--seconds=-1"], "-1");
     fails(&["bench", "attend", "--context", "4294967295", "--shapes", "512:65536:65536"], "memory");

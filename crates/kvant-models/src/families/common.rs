@@ -148,7 +148,7 @@ impl ConfigJson<'_> {
             return Err(self.text.error("num_attention_heads", expected, heads));
         }
         if !HEAD_DIMS.contains(&head_dim) {
-            return Err(self.text.error("head_dim", format_args!("64, 128, 256 or 512 ({layer})"), head_dim));
+            return Err(self.text.error("head_dim", format_args!("one of {HEAD_DIMS:?} ({layer})"), head_dim));
         }
         Ok(())
     }

@@ -10,8 +10,10 @@ use crate::{
 
 pub(crate) const NAME: &str = "attend";
 
-/// The head sizes that [`attend`](attend()) supports.
-pub const HEAD_DIMS: [usize; 4] = [64, 128, 256, 512];
+/// The head sizes that [`attend`](attend()) supports. Those that are no power of two need dense keys and values, as
+/// [`Codec::validate`](crate::Codec::validate) says, and have no kernels of their own on CUDA: `attend_generic` serves
+/// them.
+pub const HEAD_DIMS: [usize; 8] = [64, 80, 96, 112, 128, 192, 256, 512];
 
 /// Arguments of [`attend`](attend()): out = softmax(scale · q·Kᵀ \[softcap\] + mask) · V over a cache layer.
 ///
@@ -158,7 +160,7 @@ fn validate(args: &Attend) -> Result<Call> {
     let (spec, q) = (args.layer.spec(), args.q.tensor());
     let [tokens, heads, head_dim] = check::rank(NAME, "q", q, ["T", "H", "D"])?;
     check::float(NAME, "q", q)?;
-    check::value_is(NAME, "D", HEAD_DIMS.contains(&head_dim), "64, 128, 256 or 512", head_dim)?;
+    check::value_is(NAME, "D", HEAD_DIMS.contains(&head_dim), format_args!("one of {HEAD_DIMS:?}"), head_dim)?;
     check::value_is(
         NAME,
         "D",

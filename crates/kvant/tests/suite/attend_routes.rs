@@ -19,7 +19,8 @@ struct Case {
 /// The layers of small and large models, in decode and in prompts, over caches that are short and long.
 fn cases() -> Vec<Case> {
     let mut cases = Vec::new();
-    for (heads, kv_heads, head_dim) in [(4, 2, 256), (4, 1, 512), (16, 2, 512), (16, 8, 256), (32, 8, 128), (8, 8, 64)]
+    for (heads, kv_heads, head_dim) in
+        [(4, 2, 256), (4, 1, 512), (16, 2, 512), (16, 8, 256), (32, 8, 128), (8, 8, 64), (64, 4, 128), (96, 8, 128)]
     {
         for (capacity, window) in [(383, Some(128)), (1024, None), (4096, None), (131_072, None)] {
             for codec in [Codec::F32, Codec::F16, Codec::BF16, Codec::tq(4), Codec::tq(5), Codec::tq(8)] {
@@ -116,7 +117,9 @@ fn attention_runs_on_every_gpu() -> Result<()> {
     for model in [Model::H200, Model::A100, Model::Rtx4090, Model::Rtx5090] {
         let device = gpu::cuda_device(Launches { model, ..Launches::default() });
         for head_dim in ops::attend::HEAD_DIMS {
-            for (k, v) in codecs.into_iter().flat_map(|k| codecs.map(|v| (k, v))) {
+            // Quantised caches need powers of two.
+            let codecs = if head_dim.is_power_of_two() { &codecs[..] } else { &codecs[..3] };
+            for (&k, &v) in codecs.iter().flat_map(|k| codecs.iter().map(move |v| (k, v))) {
                 let (kv_heads, capacity, order) = (1, 99, HeadOrder::HeadMajor);
                 let spec = LayerSpec::new(kv_heads, head_dim, capacity, k).v(v).order(order);
                 let layer = KvLayer::new(&device, spec)?;
@@ -178,6 +181,51 @@ fn short_contexts_have_kernels_of_their_own() -> Result<()> {
         (512, 8, "attend_short_quantised"),
     ] {
         assert_eq!(kernel(Codec::tq(bits), 16, 2, head_dim, 1024, None)?, want, "{head_dim}, {bits} bits");
+    }
+    Ok(())
+}
+
+/// Head sizes that are no power of two have one kernel, whatever the call.
+#[test]
+fn other_head_sizes_have_one_kernel() -> Result<()> {
+    let launches = Launches::default();
+    let device = gpu::cuda_device(launches.clone());
+    for head_dim in ops::attend::HEAD_DIMS.into_iter().filter(|dim| !dim.is_power_of_two()) {
+        for codec in [Codec::F32, Codec::F16, Codec::BF16] {
+            for (capacity, window, tokens) in [(1024, None, 1), (131_072, Some(128), 1), (4096, None, 300)] {
+                let case = Case { heads: 32, kv_heads: 8, head_dim, capacity, window, tokens, codec };
+                let (explanation, launched) = launched(&device, &launches, &case)?;
+                assert_eq!(explanation.kernel, "attend_generic", "{head_dim}");
+                assert!(launched[0].contains("attend_generic"), "{}", launched[0]);
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Groups of more query heads than a product has columns are halved, if both halves are equal.
+#[test]
+fn large_groups_are_halved() -> Result<()> {
+    let launches = Launches::default();
+    let device = gpu::cuda_device(launches.clone());
+    let dense = (Codec::BF16, "attend_short", "attend_decode");
+    let quantised = (Codec::tq(4), "attend_short_quantised", "attend_quantised");
+    for (codec, short, long) in [dense, quantised] {
+        for (group, halved) in [(8, false), (10, true), (12, true), (14, true), (16, true)] {
+            for (capacity, want) in [(1024, short), (9999, long)] {
+                let (heads, kv_heads) = (4 * group, 4);
+                let case = Case { heads, kv_heads, head_dim: 128, capacity, window: None, tokens: 1, codec };
+                let (explanation, launched) = launched(&device, &launches, &case)?;
+                assert_eq!(explanation.kernel, want, "{group} query heads per KV head, {capacity} keys");
+                let shares = format!("(\"SHARES\", UInt({}))", 1 + u32::from(halved));
+                assert!(launched[0].contains(&shares), "{shares}: {}", launched[0]);
+            }
+        }
+        for group in [9, 11, 13, 15, 17, 24] {
+            let case =
+                Case { heads: 2 * group, kv_heads: 2, head_dim: 128, capacity: 1024, window: None, tokens: 1, codec };
+            assert_eq!(launched(&device, &launches, &case)?.0.kernel, "attend_generic", "{group}");
+        }
     }
     Ok(())
 }

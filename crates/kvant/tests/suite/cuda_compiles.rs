@@ -146,6 +146,37 @@ fn attention_compiles_for_gpus_of_little_shared_memory() -> Result<()> {
     Ok(())
 }
 
+/// Head sizes that only attend_generic serves, in decode and in prompts, and what stores their keys.
+#[test]
+fn kernels_of_other_head_sizes_compile() -> Result<()> {
+    let (f32, f16, bf16) = (DType::F32, DType::F16, DType::BF16);
+    let cases: [Attention; 8] = [
+        (80, Codec::BF16, Codec::BF16, bf16, bf16, 1, 1),
+        (80, Codec::F32, Codec::F32, f32, f32, 1, 40),
+        (96, Codec::F16, Codec::F16, f16, f16, 1, 1),
+        (96, Codec::BF16, Codec::F32, bf16, bf16, 4, 99),
+        (112, Codec::F32, Codec::F16, f32, bf16, 2, 1),
+        (112, Codec::BF16, Codec::BF16, bf16, bf16, 8, 99),
+        (192, Codec::F32, Codec::F32, f32, f32, 3, 99),
+        (192, Codec::BF16, Codec::BF16, bf16, bf16, 16, 9),
+    ];
+    for model in [Model::H200, Model::Rtx4090] {
+        let Some((device, launches)) = device(model) else { return Ok(()) };
+        let mut enc = device.encoder()?;
+        for (i, case) in cases.into_iter().enumerate() {
+            if model == Model::H200 || i % 4 > 1 {
+                attend(&device, &mut enc, Some("attend_generic"), 9999, case, i % 3 == 1)?;
+            }
+        }
+        if model == Model::H200 {
+            caches_over_pages(&device, &mut enc, 16, 80, Codec::F32)?;
+        }
+        enc.commit()?.wait()?;
+        println!("{model:?}: {} kernels", launches.kernels.lock().unwrap().len());
+    }
+    Ok(())
+}
+
 /// Everything that finds rows through page tables, with pages of several sizes.
 #[test]
 fn kernels_over_pages_compile() -> Result<()> {
@@ -155,7 +186,7 @@ fn kernels_over_pages_compile() -> Result<()> {
         attention_over_pages(&device, &mut enc, model)?;
         if model == Model::H200 {
             for (i, codec) in [Codec::F32, Codec::BF16, Codec::tq(4), Codec::tq(5)].into_iter().enumerate() {
-                caches_over_pages(&device, &mut enc, 16 << i, codec)?;
+                caches_over_pages(&device, &mut enc, 16 << i, 128, codec)?;
             }
         }
         enc.commit()?.wait()?;
@@ -207,8 +238,14 @@ fn attention_over_pages(device: &Device, enc: &mut Encoder, model: Model) -> Res
     Ok(())
 }
 
-fn caches_over_pages(device: &Device, enc: &mut Encoder, page_tokens: usize, codec: Codec) -> Result<()> {
-    let (kv_heads, head_dim, order) = (8, 128, HeadOrder::TokenMajor);
+fn caches_over_pages(
+    device: &Device,
+    enc: &mut Encoder,
+    page_tokens: usize,
+    head_dim: usize,
+    codec: Codec,
+) -> Result<()> {
+    let (kv_heads, order) = (8, HeadOrder::TokenMajor);
     let layer = CacheLayer::new(kv_heads, head_dim, codec).v(Codec::BF16);
     let pool = KvPool::new(device, &PoolSpec::new(vec![layer], 64 << 20).page_tokens(page_tokens))?;
     let layer = pool.layer(0)?;
@@ -442,6 +479,9 @@ fn attention(device: &Device, enc: &mut Encoder, h200: bool) -> Result<()> {
         (256, tq(5), tq(6), DType::BF16, DType::BF16, 8, 1),
         (512, tq(5), tq(5), DType::BF16, DType::BF16, 8, 1),
     ];
+    // Two halves of a group, in each kernel of decode.
+    let halved: [Attention; 2] =
+        [(128, bf16, bf16, DType::BF16, DType::BF16, 16, 1), (128, tq(4), tq(4), DType::BF16, DType::BF16, 12, 1)];
     // Prompts.
     let many: [Attention; 8] = [
         (64, f16, f16, DType::F16, DType::BF16, 1, 9999),
@@ -453,13 +493,17 @@ fn attention(device: &Device, enc: &mut Encoder, h200: bool) -> Result<()> {
         (512, f16, f16, DType::F16, DType::F16, 8, 9999),
         (512, bf16, bf16, DType::BF16, DType::BF16, 8, 9999),
     ];
-    let kernels: [(&str, usize, &[Attention]); 7] = [
+    let kernels: [(&str, usize, &[Attention]); 11] = [
         ("attend_generic", 99, &any),
         ("attend_decode", 9999, &dense),
         ("attend_short", 99, &short),
         ("attend_quantised", 1500, &quantised),
         ("attend_quantised", 9999, &quantised[..3]),
         ("attend_short_quantised", 99, &short_quantised),
+        ("attend_decode", 9999, &halved[..1]),
+        ("attend_short", 99, &halved[..1]),
+        ("attend_quantised", 9999, &halved[1..]),
+        ("attend_short_quantised", 99, &halved[1..]),
         ("attend_prefill", 99, &many),
     ];
     for (kernel, capacity, cases) in kernels {

@@ -70,7 +70,8 @@ impl Case {
             (vector(self.k) + vector(self.v)) * self.kv_heads * self.page_tokens + 2048
         };
         // Another layer of the same group, so that the tested one does not begin where the page does.
-        let before = self.layer().k(Codec::BF16).v(Codec::tq(5));
+        let other = if self.head_dim.is_power_of_two() { Codec::tq(5) } else { Codec::F16 };
+        let before = self.layer().k(Codec::BF16).v(other);
         let bytes = 4 * pages * bytes_per_page + (1 << 16);
         let spec = PoolSpec::new(vec![before, self.layer()], bytes).page_tokens(self.page_tokens);
         let pool = KvPool::new(device, &spec)?;
@@ -187,6 +188,29 @@ fn every_codec_and_head_size() {
     }
 }
 
+/// Those that are no power of two, over dense caches.
+#[test]
+fn other_head_sizes() {
+    for (i, head_dim) in [80, 96, 112, 192].into_iter().enumerate() {
+        for codec in [Codec::F32, Codec::F16, Codec::BF16] {
+            for sequences in [vec![(70, 1), (33, 1)], vec![(35, 9)], vec![(20, 70)]] {
+                let window = [None, Some(40)][i % 2];
+                Case { head_dim, k: codec, v: codec, sequences, window, page_tokens: 16 << (i % 3), ..CASE }.check();
+            }
+        }
+    }
+}
+
+/// More query heads of a KV head than a kernel of decode takes at once.
+#[test]
+fn large_groups() {
+    for (i, codec) in CODECS.into_iter().enumerate() {
+        let (group, head_dim) = ([10, 12, 16][i % 3], [128, 256, 512][i / 3 % 3]);
+        let (dtype, sequences) = (DType::BF16, vec![(70, 1), (133, 1)]);
+        Case { group, head_dim, k: codec, v: codec, dtype, sequences, ..CASE }.check();
+    }
+}
+
 #[test]
 fn windows_pass_pages() {
     for window in [1, 5, 16, 17, 40, 1000] {
@@ -248,7 +272,8 @@ fn the_reference_computes_the_same_over_pages_and_over_slots() {
 #[test]
 fn reads_what_was_written() {
     // The widest heads: a thread has several parts of a row.
-    let cases = CODECS.into_iter().map(|codec| (codec, 64)).chain([(Codec::F32, 4096)]);
+    let cases =
+        CODECS.into_iter().map(|codec| (codec, 64)).chain([(Codec::F32, 4096), (Codec::F16, 80), (Codec::BF16, 112)]);
     for (codec, head_dim) in cases {
         let case = Case { head_dim, k: codec, v: Codec::F32, window: Some(20), sequences: vec![(70, 3)], ..CASE };
         let source = case.source();
@@ -288,7 +313,8 @@ fn reads_what_was_written() {
 #[test]
 fn norm_rope_write_stores_on_pages() {
     // The widest heads: a thread has several parts of a row.
-    let cases = CODECS.into_iter().map(|codec| (codec, 64)).chain([(Codec::F32, 4096)]);
+    let cases =
+        CODECS.into_iter().map(|codec| (codec, 64)).chain([(Codec::F32, 4096), (Codec::F16, 80), (Codec::BF16, 112)]);
     for (codec, head_dim) in cases {
         let case = Case { head_dim, k: codec, v: Codec::BF16, sequences: vec![(70, 20), (20, 1)], ..CASE };
         let source = case.source();

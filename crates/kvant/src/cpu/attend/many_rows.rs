@@ -204,12 +204,13 @@ impl QueryLanes {
             level.dispatch(LaneSoftmax { many: *self, tile });
             let wanted = PrefetchRuns::new(&tile.next_from.k.planes, tile.next.bytes, tile.next.row, tile.next.keys);
             let mut prefetch = Prefetcher::new(&wanted);
-            let share = prefetch.left().div_ceil(dim / COORDINATES);
+            let share = prefetch.left().div_ceil(dim.div_ceil(COORDINATES));
             for first in (0..dim).step_by(COORDINATES) {
+                let coordinates = COORDINATES.min(dim - first);
                 let part = place(v, tile.row, tile.keys, first, self.staged, COORDINATES);
-                stage(level, StagedPart { coordinates: COORDINATES, ..part });
+                stage(level, StagedPart { coordinates, ..part });
                 prefetch.fetch::<S>(share);
-                level.dispatch(LaneSums { many: *self, tile, first });
+                level.dispatch(LaneSums { many: *self, tile, first, coordinates });
             }
         }
         true
@@ -445,11 +446,13 @@ unsafe fn limit<S: Simd>(seen: &Range<usize>, first: usize) -> S::F {
     unsafe { S::min(S::load(LIMITS.as_ptr().add(from)), S::load(LIMITS.as_ptr().add(to))) }
 }
 
-/// Adds the staged values, coordinates `first ..`, by the weights to the sums.
+/// Adds the staged values, `coordinates` from `first` on, by the weights to the sums.
 struct LaneSums<'a> {
     many: QueryLanes,
     tile: &'a KeyTile<'a>,
     first: usize,
+    /// Whole chunks, at most [`COORDINATES`].
+    coordinates: usize,
 }
 
 impl SimdKernel for LaneSums<'_> {
@@ -481,47 +484,52 @@ impl LaneSums<'_> {
             let first = (0..self.tile.keys).find(sees).unwrap_or(0);
             first..(first..self.tile.keys).rev().find(sees).map_or(first, |last| last + 1)
         });
-        // SAFETY: passed on to the caller; both divide COORDINATES.
+        // SAFETY: passed on to the caller; what is left after whole columns are whole chunks of two vectors.
         unsafe {
+            let mut column = 0;
             if S::MANY_REGISTERS {
-                self.columns::<S, R, 4>(row, keys);
-            } else {
-                self.columns::<S, R, 2>(row, keys);
+                while column + 4 * S::LANES <= self.coordinates {
+                    self.column::<S, R, 4>(row, column, keys.clone());
+                    column += 4 * S::LANES;
+                }
+            }
+            while column < self.coordinates {
+                self.column::<S, R, 2>(row, column, keys.clone());
+                column += 2 * S::LANES;
             }
         }
     }
 
+    /// `C` vectors of coordinates from `column` on.
     #[inline(always)]
-    unsafe fn columns<S: Simd, const R: usize, const C: usize>(&self, row: usize, keys: Range<usize>) {
+    unsafe fn column<S: Simd, const R: usize, const C: usize>(&self, row: usize, column: usize, keys: Range<usize>) {
         let QueryLanes { queries, rows, scores, staged, .. } = self.many;
-        for column in (0..COORDINATES).step_by(C * S::LANES) {
-            // SAFETY: passed on to the caller.
-            unsafe {
-                let o = queries.o.add(row * queries.head_dim + self.first + column);
-                let mut sums = [[S::zero(); C]; R];
+        // SAFETY: passed on to the caller.
+        unsafe {
+            let o = queries.o.add(row * queries.head_dim + self.first + column);
+            let mut sums = [[S::zero(); C]; R];
+            for (r, sums) in sums.iter_mut().enumerate() {
+                for (c, sum) in sums.iter_mut().enumerate() {
+                    *sum = S::load(o.add(r * queries.head_dim + c * S::LANES));
+                }
+            }
+            for key in keys {
+                let values = staged.add(key * COORDINATES + column);
+                let weights = scores.add(key * rows + row);
+                let mut v = [S::zero(); C];
+                for (c, v) in v.iter_mut().enumerate() {
+                    *v = S::load(values.add(c * S::LANES));
+                }
                 for (r, sums) in sums.iter_mut().enumerate() {
-                    for (c, sum) in sums.iter_mut().enumerate() {
-                        *sum = S::load(o.add(r * queries.head_dim + c * S::LANES));
+                    let weight = S::splat(*weights.add(r));
+                    for (sum, &v) in sums.iter_mut().zip(&v) {
+                        *sum = S::fma(v, weight, *sum);
                     }
                 }
-                for key in keys.clone() {
-                    let values = staged.add(key * COORDINATES + column);
-                    let weights = scores.add(key * rows + row);
-                    let mut v = [S::zero(); C];
-                    for (c, v) in v.iter_mut().enumerate() {
-                        *v = S::load(values.add(c * S::LANES));
-                    }
-                    for (r, sums) in sums.iter_mut().enumerate() {
-                        let weight = S::splat(*weights.add(r));
-                        for (sum, &v) in sums.iter_mut().zip(&v) {
-                            *sum = S::fma(v, weight, *sum);
-                        }
-                    }
-                }
-                for (r, sums) in sums.iter().enumerate() {
-                    for (c, &sum) in sums.iter().enumerate() {
-                        S::store(o.add(r * queries.head_dim + c * S::LANES), sum);
-                    }
+            }
+            for (r, sums) in sums.iter().enumerate() {
+                for (c, &sum) in sums.iter().enumerate() {
+                    S::store(o.add(r * queries.head_dim + c * S::LANES), sum);
                 }
             }
         }

@@ -44,7 +44,7 @@ mod tile;
 
 use plan::{BatchShape, QueryBlock, WorkPlan};
 pub(super) use route::explain;
-use route::{AttendKernel, MANY_ROWS, is_quantised, select};
+use route::{AttendKernel, MANY_ROWS, is_quantised, level_of, select};
 use state::SoftmaxState;
 use task::run_task;
 
@@ -59,6 +59,7 @@ pub(crate) fn run(cpu: &Cpu, call: &Call) {
     let (positions, sequence, lens) =
         unsafe { (call.step.positions.host_slice(), call.step.sequence.host_slice(), call.step.lens.host_slice()) };
     let quantised = is_quantised(call);
+    let level = level_of(cpu.level, call.head_dim);
     let shape = BatchShape {
         positions,
         sequence,
@@ -68,7 +69,7 @@ pub(crate) fn run(cpu: &Cpu, call: &Call) {
         kv_heads: spec.kv_heads,
         group: call.heads / spec.kv_heads,
         head_dim: call.head_dim,
-        many: select(cpu.level, quantised, MANY_ROWS) == AttendKernel::ManyRows,
+        many: select(level, quantised, MANY_ROWS) == AttendKernel::ManyRows,
         threads: cpu.threads.threads(),
         splits: call.splits,
     };
@@ -78,17 +79,17 @@ pub(crate) fn run(cpu: &Cpu, call: &Call) {
     let partial_len = call.head_dim + 2;
     let partials = &mut *scratch::take(plan.partial_rows * partial_len);
     let partials = Partials(partials.as_mut_ptr());
-    let fixed = select(cpu.level, quantised, 1) == AttendKernel::FixedPoint;
+    let fixed = select(level, quantised, 1) == AttendKernel::FixedPoint;
     // SAFETY: as above.
     let table = unsafe { call.step.page_table(&call.layer) };
-    let job = AttendJob { call, table, shape: &shape, plan: &plan, partials, level: cpu.level, fixed };
+    let job = AttendJob { call, table, shape: &shape, plan: &plan, partials, level, fixed };
     // The last tokens of a prompt see the most: the largest tasks come first.
     cpu.threads.run(plan.tasks, |task| run_task(&job, plan.tasks - 1 - task));
     if plan.partial_rows > 0 {
         let heads = plan.blocks.len() * spec.kv_heads;
         cpu.threads.run(heads, |i| {
             let (block, head) = (&plan.blocks[i / spec.kv_heads], i % spec.kv_heads);
-            cpu.level.dispatch(MergeSplits { job: &job, block, head });
+            level.dispatch(MergeSplits { job: &job, block, head });
         });
     }
     PLAN.set(plan);

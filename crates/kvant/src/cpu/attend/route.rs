@@ -32,6 +32,16 @@ pub(super) fn select(level: SimdLevel, quantised: bool, rows: usize) -> AttendKe
     AttendKernel::FewRows
 }
 
+/// The level for a head size: the device's, unless its chunks of two vectors do not divide the head size. Those of 32
+/// coordinates do not divide 80 and 112; AVX2's of 16 do.
+pub(super) fn level_of(level: SimdLevel, head_dim: usize) -> SimdLevel {
+    match level {
+        // A machine supports AVX-512 only if it supports AVX2, too.
+        SimdLevel::Avx512 | SimdLevel::Avx512Vnni if !head_dim.is_multiple_of(32) => SimdLevel::Avx2,
+        _ => level,
+    }
+}
+
 /// Whether any vector of the call's cache layer is quantised.
 pub(super) fn is_quantised(call: &Call) -> bool {
     let spec = call.layer.spec();
@@ -67,6 +77,19 @@ mod tests {
                 assert_eq!(select(level, quantised, MANY_ROWS), ManyRows);
             }
         }
+    }
+
+    #[test]
+    fn chunks_divide_every_head_size() {
+        for head_dim in crate::ops::attend::HEAD_DIMS {
+            for level in SimdLevel::ALL {
+                let used = level_of(level, head_dim);
+                let wide = [SimdLevel::Avx512, SimdLevel::Avx512Vnni].contains(&used);
+                assert!(head_dim.is_multiple_of(if wide { 32 } else { 16 }), "{head_dim}, {level}");
+            }
+            assert_eq!(level_of(SimdLevel::Avx2, head_dim), SimdLevel::Avx2);
+        }
+        assert_eq!(level_of(SimdLevel::Avx512, 96), SimdLevel::Avx512);
     }
 
     #[test]

@@ -195,9 +195,11 @@ const CODECS: [Codec; 7] =
 fn every_codec_at_every_head_size() {
     let devices = devices();
     for (i, head_dim) in ops::attend::HEAD_DIMS.into_iter().enumerate() {
-        for (j, k) in CODECS.into_iter().enumerate() {
+        // The others need head sizes that are powers of two.
+        let codecs = if head_dim.is_power_of_two() { &CODECS[..] } else { &CODECS[..3] };
+        for (j, &k) in codecs.iter().enumerate() {
             // Different codecs for keys and values, every group size, a context that is no multiple of a tile.
-            let v = CODECS[(j + i + 1) % 7];
+            let v = codecs[(j + i + 1) % codecs.len()];
             AttendCase {
                 k,
                 v,

@@ -15,6 +15,13 @@
 #include "device/cluster.h"
 #include "device/elements.h"
 
+// Coordinates of a row that a lane of a warp holds, lane + 32 i: the last lanes have one fewer where 32 does not divide
+// the head size.
+constexpr uint LANE_COORDS = (HEAD_DIM + 31) / 32;
+inline bool has_coord(uint i, uint lane) {
+    return HEAD_DIM % 32 == 0 || lane + 32 * i < HEAD_DIM;
+}
+
 struct Partials {
     float *states;
     uint *counters;
@@ -162,20 +169,22 @@ inline void finish_rows(const AttendParams &p, const Partials &to, const S &stat
 #pragma unroll 1
     for (uint r = warp; r < rows; r += WARPS) {
         const ulong at = row_of(r);
-        float x[HEAD_DIM / 32];
+        float x[LANE_COORDS];
 #pragma unroll
-        for (uint i = 0; i < HEAD_DIM / 32; i++) {
-            x[i] = state.o()[r * HEAD_DIM + lane + 32 * i];
+        for (uint i = 0; i < LANE_COORDS; i++) {
+            x[i] = has_coord(i, lane) ? state.o()[r * HEAD_DIM + lane + 32 * i] : 0;
         }
-        if (ROTATED) {
+        if constexpr (ROTATED) {
             unrotate<HEAD_DIM>(x, lane);
         }
         const float2 end = state.end(r);
         const float l = with_sink(p, to.sinks, at, end.x, end.y);
         const float inverse = inverse_of_sum(l, [&] { return sees(r); });
 #pragma unroll
-        for (uint i = 0; i < HEAD_DIM / 32; i++) {
-            store(to.out, at * HEAD_DIM + lane + 32 * i, x[i] * inverse, OUT_DTYPE);
+        for (uint i = 0; i < LANE_COORDS; i++) {
+            if (has_coord(i, lane)) {
+                store(to.out, at * HEAD_DIM + lane + 32 * i, x[i] * inverse, OUT_DTYPE);
+            }
         }
     }
 }

@@ -65,8 +65,10 @@ const MAX_SHARED_ITEMS: usize = 256;
 const MAX_SPLITS: usize = 512;
 /// Blocks of a cluster, at most.
 pub(super) const MAX_CLUSTER: usize = 8;
-/// The most query heads of a KV head in the decode kernels: the columns of a tensor-core product.
+/// The most query heads that a block of a decode kernel works on together: the columns of a tensor-core product.
 const MAX_GROUP: usize = 8;
+/// The most shares that decode kernels divide the query heads of a KV head into.
+const MAX_SHARES: usize = 2;
 
 /// The kernel that would run, and why.
 pub(crate) fn explain(call: &Call, limits: &Limits) -> Explanation {
@@ -119,8 +121,39 @@ impl RowStrides {
     }
 }
 
-fn params(call: &Call, rows: &RowStrides, item_rows: usize, items: usize, splits: usize) -> Result<AttendParams> {
-    let spec = call.layer.spec();
+/// How a kernel divides the query heads of each KV head. To the kernel every share is a KV head of its own, whose keys
+/// and values are those of the other shares.
+#[derive(Clone, Copy)]
+struct HeadShares {
+    /// Shares of a KV head.
+    shares: usize,
+    /// Shares of all KV heads.
+    kv_heads: usize,
+    /// Query heads of a share.
+    group: usize,
+}
+
+impl HeadShares {
+    fn new(call: &Call, shares: usize) -> HeadShares {
+        let kv_heads = call.layer.spec().kv_heads * shares;
+        HeadShares { shares, kv_heads, group: call.heads / kv_heads }
+    }
+
+    /// All query heads of a KV head together.
+    fn whole(call: &Call) -> HeadShares {
+        HeadShares::new(call, 1)
+    }
+
+    /// The fewest equal shares of at most [`MAX_GROUP`] query heads. Undivided if there are none.
+    fn of_decode(call: &Call) -> HeadShares {
+        let group = HeadShares::whole(call).group;
+        let equal = |&shares: &usize| group.is_multiple_of(shares) && group / shares <= MAX_GROUP;
+        HeadShares::new(call, (1..=MAX_SHARES).find(equal).unwrap_or(1))
+    }
+}
+
+fn params(call: &Call, heads: HeadShares, item_rows: usize, items: usize, splits: usize) -> Result<AttendParams> {
+    let rows = RowStrides::of_cache(call);
     let uint = |arg, value: usize| Launch::uint(NAME, arg, value);
     Ok(AttendParams {
         row_sequence: rows.sequence,
@@ -128,8 +161,8 @@ fn params(call: &Call, rows: &RowStrides, item_rows: usize, items: usize, splits
         row_slot: uint("layer.kv_heads", rows.slot as usize)?,
         tokens: uint("q", call.tokens)?,
         sequences: uint("layer.sequences", call.step.sequences())?,
-        kv_heads: uint("layer.kv_heads", spec.kv_heads)?,
-        group: uint("q", call.heads / spec.kv_heads)?,
+        kv_heads: uint("layer.kv_heads", heads.kv_heads)?,
+        group: uint("q", heads.group)?,
         capacity: uint("layer.capacity", rows.capacity as usize)?,
         window: u32::try_from(call.window).unwrap_or(u32::MAX),
         item_rows: uint("q", item_rows)?,
@@ -143,8 +176,9 @@ fn params(call: &Call, rows: &RowStrides, item_rows: usize, items: usize, splits
 }
 
 /// Binds what every kernel has: the output, the page table of a layer with pages, and the sinks.
-fn bind_result(launch: Launch, call: &Call) -> Launch {
+fn bind_result(launch: Launch, call: &Call, heads: HeadShares) -> Launch {
     launch
+        .constant("SHARES", heads.shares as u32)
         .write(1, &call.out)
         .constant("SINKS", call.sinks.is_some())
         .read_if(13, call.sinks.as_ref())
@@ -167,9 +201,9 @@ fn longest_context(call: &Call) -> usize {
     call.window.min(most_keys(call))
 }
 
-/// The (token, KV head) pairs of a call.
+/// The (token, KV head) pairs of a decode call, or (token, share of a KV head).
 fn pairs(call: &Call) -> usize {
-    call.tokens * call.layer.spec().kv_heads
+    call.tokens * HeadShares::of_decode(call).kv_heads
 }
 
 /// Whether every (token, KV head) pair of a decode call can have a cluster of [`MAX_CLUSTER`] blocks, which merge their
@@ -197,6 +231,7 @@ fn clusters_per_pair(call: &Call, limits: &Limits) -> usize {
 /// Scratch memory for the partial softmax states of work items that several blocks share.
 struct PartialStates {
     blocks: usize,
+    heads: HeadShares,
     /// Query rows of a work item, and work items of a KV head.
     rows: usize,
     items: usize,
@@ -210,7 +245,7 @@ impl PartialStates {
         // A part of a work item begins where a cluster's share of the keys begins, or at the first key of an item and
         // head. Each part has a slot for its state. Each slot, and each item and head, has a counter for every block of
         // a cluster.
-        let pairs = self.items * call.layer.spec().kv_heads;
+        let pairs = self.items * self.heads.kv_heads;
         let slots = self.blocks / self.cluster + pairs;
         // The blocks of a cluster divide the rows among them, or the coordinates of rows.
         let rows = self.rows.next_multiple_of(self.cluster);

@@ -4,8 +4,9 @@
 //! fits takes the call. It is used to run a call and to explain it.
 
 use super::{
-    MAX_GROUP, decode::AttendDecode, generic::AttendGeneric, has_clusters, is_aligned, is_aligned16, longest_context,
-    prefill::AttendPrefill, quantised::AttendQuantised, short::AttendShort, short_quantised::AttendShortQuantised,
+    HeadShares, MAX_GROUP, decode::AttendDecode, generic::AttendGeneric, has_clusters, is_aligned, is_aligned16,
+    longest_context, prefill::AttendPrefill, quantised::AttendQuantised, short::AttendShort,
+    short_quantised::AttendShortQuantised,
 };
 use crate::{
     Codec, DType, Result,
@@ -27,7 +28,7 @@ pub(super) enum CudaAttendKernel {
 struct AttendTraits {
     /// No sequence has two tokens, so that tokens share no keys.
     one_token_each: bool,
-    /// At most [`MAX_GROUP`] query heads share a KV head.
+    /// The query heads of a KV head, or equal shares of them, are at most [`MAX_GROUP`].
     few_heads: bool,
     /// The output is f16 or bf16.
     output_is_16_bit: bool,
@@ -39,6 +40,8 @@ struct AttendTraits {
     quantised: Option<[u32; 2]>,
     /// Keys and values are dense, and of the queries' 16-bit dtype.
     dense_16_bit: bool,
+    /// A power of two: the head sizes that all kernels but the generic one are written for.
+    has_fast_head_dim: bool,
     /// Every context fits into one cluster of blocks, and there are enough clusters.
     fits_in_cluster: bool,
 }
@@ -49,7 +52,7 @@ impl AttendTraits {
         let dtype = call.q.dtype();
         AttendTraits {
             one_token_each: call.step.batch().most_new <= 1,
-            few_heads: call.heads / spec.kv_heads <= MAX_GROUP,
+            few_heads: HeadShares::of_decode(call).group <= MAX_GROUP,
             output_is_16_bit: call.out.dtype() != DType::F32,
             has_aligned_rows: is_aligned16(&call.q) && call.out.byte_offset().is_multiple_of(8),
             has_aligned_cache: [&call.layer.k, &call.layer.v].into_iter().all(is_aligned),
@@ -58,6 +61,7 @@ impl AttendTraits {
                 _ => None,
             },
             dense_16_bit: dtype != DType::F32 && [spec.k, spec.v] == [Codec::Dense(dtype); 2],
+            has_fast_head_dim: call.head_dim.is_power_of_two(),
             fits_in_cluster: has_clusters(call, limits) && longest_context(call) <= super::short::MAX_KEYS,
         }
     }
@@ -69,6 +73,9 @@ impl AttendTraits {
 /// A block has too little shared memory for any kernel.
 pub(super) fn select(call: &Call, limits: &Limits) -> Result<CudaAttendKernel> {
     let t = AttendTraits::new(call, limits);
+    if !t.has_fast_head_dim {
+        return Ok(CudaAttendKernel::Generic(AttendGeneric::new(call, limits)?));
+    }
     let is_decode = t.one_token_each && t.few_heads && t.output_is_16_bit && t.has_aligned_cache;
     if is_decode && let Some(bits) = t.quantised {
         if t.fits_in_cluster
@@ -178,6 +185,9 @@ mod tests {
     const LLAMA_3_8B: Heads = Heads(32, 8, 128);
     const LLAMA_3_70B: Heads = Heads(64, 8, 128);
     const QWEN_3_30B_A3B: Heads = Heads(32, 4, 128);
+    const MISTRAL_LARGE: Heads = Heads(96, 8, 128);
+    const QWEN_3_235B: Heads = Heads(64, 4, 128);
+    const PHI_3_MINI: Heads = Heads(32, 32, 96);
     const GEMMA_3_27B: Heads = Heads(32, 16, 128);
     const GEMMA_3_4B: Heads = Heads(8, 4, 256);
 
@@ -228,6 +238,10 @@ mod tests {
             (LLAMA_3_8B,     bf16, 8192, ["attend_decode",          "attend_decode",    "attend_decode"]),
             (LLAMA_3_8B,     bf16, 1024, ["attend_short",           "attend_decode",    "attend_decode"]),
             (QWEN_3_30B_A3B, bf16, 8192, ["attend_decode",          "attend_decode",    "attend_generic"]),
+            (MISTRAL_LARGE,  bf16, 8192, ["attend_decode",          "attend_decode",    "attend_decode"]),
+            (QWEN_3_235B,    bf16, 1024, ["attend_short",           "attend_decode",    "attend_generic"]),
+            (QWEN_3_235B,    tq4,  8192, ["attend_quantised",       "attend_quantised", "attend_generic"]),
+            (PHI_3_MINI,     bf16, 1024, ["attend_generic",         "attend_generic",   "attend_generic"]),
             (GEMMA_3_27B,    bf16, 1024, ["attend_decode",          "attend_decode",    "attend_decode"]),
             (GEMMA_3_4B,     bf16, 1024, ["attend_short",           "attend_decode",    "attend_generic"]),
             (GEMMA_3_4B,     tq8,  8192, ["attend_quantised",       "attend_quantised", "attend_generic"]),

@@ -22,6 +22,7 @@ struct AttendParams {
     uint row_slot;
     uint tokens;
     uint sequences;
+    // Where SHARES > 1 the shares of KV heads, each of which counts as a KV head, and the query heads of a share.
     uint kv_heads;
     // Query heads of a KV head.
     uint group;
@@ -40,6 +41,11 @@ struct AttendParams {
 };
 
 constexpr uint NONE = 0xFFFFFFFF;
+
+// Where the rows of a KV head begin, counted from those of the first one. SHARES successive heads have the same rows.
+inline ulong rows_of_head(const AttendParams &p, uint head) {
+    return ulong(head / SHARES) * p.row_head;
+}
 
 constexpr uint THREADS = 32 * WARPS;
 

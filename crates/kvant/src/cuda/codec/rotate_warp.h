@@ -74,14 +74,16 @@ inline void transform_warp(float (&x)[DIM / 32], float &sum, uint lane) {
     transform(x);
 }
 
-template <uint DIM>
-inline void rotate(float (&x)[DIM / 32], uint lane) {
+template <uint DIM, uint N>
+inline void rotate(float (&x)[N], uint lane) {
+    static_assert(N * 32 == DIM, "rotate: a lane holds every 32nd coordinate");
     flip_signs<DIM>(x, lane);
     hadamard_warp<DIM>(x, lane);
 }
 
-template <uint DIM>
-inline void unrotate(float (&x)[DIM / 32], uint lane) {
+template <uint DIM, uint N>
+inline void unrotate(float (&x)[N], uint lane) {
+    static_assert(N * 32 == DIM, "unrotate: a lane holds every 32nd coordinate");
     hadamard_warp<DIM>(x, lane);
     flip_signs<DIM>(x, lane);
 }

@@ -4,7 +4,8 @@
 // split): all rows share what it reads. It goes through its keys 64 at a time:
 //   scores    8 threads a key, which stride over D: each key is read once, whole lines at a time;
 //   softmax   a SIMD-group a row, two keys a thread; the row's state is in its registers;
-//   values    a thread owns four coordinates of every 128/(D/4)-th key, and o of all rows at them, in registers.
+//   values    a thread owns four coordinates of every 128/(D/4)-th key, and o of all rows at them, in registers; the
+//             threads left over, where D/4 does not divide 128, own none.
 // Over quantised keys the queries are rotated first; over quantised values o is rotated back at the end.
 #include "attend/keys.h"
 #include "attend/softmax.h"
@@ -126,7 +127,7 @@ void absorb(CachedKeys keys, uint begin, uint end, Room<D, R> room, thread Work<
         for (uint r = 0; r < R; r++) {
             work.o[r] *= room.factors[r];
         }
-        for (uint i = slice; i < count; i += SLICES) {
+        for (uint i = slice < SLICES ? slice : count; i < count; i += SLICES) {
             float weights[R];
             bool wanted = false;
             for (uint r = 0; r < R; r++) {
@@ -168,8 +169,10 @@ void load_queries(device const uchar *q, Room<D, R> room, uint index, constant M
 template <uint D, uint R> void collect(Room<D, R> room, thread const Work<D, R> &work) {
     constexpr uint QUADS = D / 4, SLICES = THREADS / QUADS;
     threadgroup float4 *o = reinterpret_cast<threadgroup float4 *>(room.rows_of_d);
-    for (uint r = 0; r < R; r++) {
-        o[work.index / QUADS * (R * QUADS) + r * QUADS + work.index % QUADS] = work.o[r];
+    if (work.index < SLICES * QUADS) {
+        for (uint r = 0; r < R; r++) {
+            o[work.index / QUADS * (R * QUADS) + r * QUADS + work.index % QUADS] = work.o[r];
+        }
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     if (SLICES > 1) {
@@ -295,3 +298,12 @@ template [[host_name("attend_few_512_1")]] [[kernel]] decltype(attend_few<512, 1
 template [[host_name("attend_few_512_2")]] [[kernel]] decltype(attend_few<512, 2>) attend_few<512, 2>;
 template [[host_name("attend_few_512_4")]] [[kernel]] decltype(attend_few<512, 4>) attend_few<512, 4>;
 template [[host_name("attend_few_512_8")]] [[kernel]] decltype(attend_few<512, 8>) attend_few<512, 8>;
+// Of the less common head sizes: one row, and more.
+template [[host_name("attend_few_80_1")]] [[kernel]] decltype(attend_few<80, 1>) attend_few<80, 1>;
+template [[host_name("attend_few_80_8")]] [[kernel]] decltype(attend_few<80, 8>) attend_few<80, 8>;
+template [[host_name("attend_few_96_1")]] [[kernel]] decltype(attend_few<96, 1>) attend_few<96, 1>;
+template [[host_name("attend_few_96_8")]] [[kernel]] decltype(attend_few<96, 8>) attend_few<96, 8>;
+template [[host_name("attend_few_112_1")]] [[kernel]] decltype(attend_few<112, 1>) attend_few<112, 1>;
+template [[host_name("attend_few_112_8")]] [[kernel]] decltype(attend_few<112, 8>) attend_few<112, 8>;
+template [[host_name("attend_few_192_1")]] [[kernel]] decltype(attend_few<192, 1>) attend_few<192, 1>;
+template [[host_name("attend_few_192_8")]] [[kernel]] decltype(attend_few<192, 8>) attend_few<192, 8>;

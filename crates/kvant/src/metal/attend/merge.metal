@@ -13,10 +13,13 @@ kernel void attend_merge(device uchar *out [[buffer(1)]],
                          uint row [[threadgroup_position_in_grid]],
                          uint index [[thread_index_in_threadgroup]]) {
     constexpr uint MERGE_THREADS = 64;
+    // Coordinates of a thread; where 64 does not divide D, the last is not there for all threads.
+    constexpr uint OWN = (D + MERGE_THREADS - 1) / MERGE_THREADS;
+    const uint own = D % MERGE_THREADS == 0 || index < D % MERGE_THREADS ? OWN : OWN - 1;
     const ulong rows = ulong(p.tokens) * p.heads;
     State total = no_keys();
-    float o[D / MERGE_THREADS];
-    for (uint n = 0; n < D / MERGE_THREADS; n++) {
+    float o[OWN];
+    for (uint n = 0; n < OWN; n++) {
         o[n] = 0;
     }
     for (uint split = 0; split < p.splits; split++) {
@@ -25,13 +28,13 @@ kernel void attend_merge(device uchar *out [[buffer(1)]],
         // Without keys o was not written.
         if (part.m != -INFINITY) {
             const float2 factors = merge(total, part);
-            for (uint n = 0; n < D / MERGE_THREADS; n++) {
+            for (uint n = 0; n < own; n++) {
                 o[n] = o[n] * factors.x + partial_o[at * D + n * MERGE_THREADS + index] * factors.y;
             }
         }
     }
     const float factor = finish(with_sink(total, SINKS ? sinks : nullptr, row, p));
-    for (uint n = 0; n < D / MERGE_THREADS; n++) {
+    for (uint n = 0; n < own; n++) {
         store(out, ulong(row) * D + n * MERGE_THREADS + index, o[n] * factor, OUT_DTYPE);
     }
 }
@@ -40,3 +43,7 @@ template [[host_name("attend_merge_64")]] [[kernel]] decltype(attend_merge<64>) 
 template [[host_name("attend_merge_128")]] [[kernel]] decltype(attend_merge<128>) attend_merge<128>;
 template [[host_name("attend_merge_256")]] [[kernel]] decltype(attend_merge<256>) attend_merge<256>;
 template [[host_name("attend_merge_512")]] [[kernel]] decltype(attend_merge<512>) attend_merge<512>;
+template [[host_name("attend_merge_80")]] [[kernel]] decltype(attend_merge<80>) attend_merge<80>;
+template [[host_name("attend_merge_96")]] [[kernel]] decltype(attend_merge<96>) attend_merge<96>;
+template [[host_name("attend_merge_112")]] [[kernel]] decltype(attend_merge<112>) attend_merge<112>;
+template [[host_name("attend_merge_192")]] [[kernel]] decltype(attend_merge<192>) attend_merge<192>;

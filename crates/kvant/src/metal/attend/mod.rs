@@ -60,7 +60,16 @@ const MERGE_THREADS: usize = 64;
 const LEAST_KEYS: usize = 64;
 
 /// By head size.
-const MERGE_ENTRIES: [&str; 4] = ["attend_merge_64", "attend_merge_128", "attend_merge_256", "attend_merge_512"];
+const MERGE_ENTRIES: [&str; 8] = [
+    "attend_merge_64",
+    "attend_merge_80",
+    "attend_merge_96",
+    "attend_merge_112",
+    "attend_merge_128",
+    "attend_merge_192",
+    "attend_merge_256",
+    "attend_merge_512",
+];
 
 pub(crate) fn explain(call: &Call, limits: &Limits) -> Explanation {
     attend::explain(call, |part| {

@@ -1,7 +1,10 @@
 //! Selects the kernel of attention and how a call is divided: one function for running and for explaining.
 
 use super::{LEAST_KEYS, capacity};
-use crate::{gpu::Limits, ops::attend::Call};
+use crate::{
+    gpu::Limits,
+    ops::attend::{Call, HEAD_DIMS},
+};
 
 /// The most query rows of a threadgroup of `attend_few`.
 const FEW_ROWS: usize = 8;
@@ -96,23 +99,31 @@ pub(super) fn select(size: AttendSize, limits: &Limits) -> AttendRoute {
     AttendRoute { kernel, entry, threads, tile_rows, tiles, splits: splits.clamp(1, MAX_SPLITS), reason }
 }
 
-/// The index of a head size, 64 to 512, in the tables of entry points.
+/// The index of a head size in the tables of entry points.
 pub(super) fn by_head_dim(head_dim: usize) -> usize {
-    head_dim.ilog2() as usize - 6
+    HEAD_DIMS.iter().position(|&dim| dim == head_dim).expect("the call's head size is one of HEAD_DIMS")
 }
 
-/// By head size, then by rows: 1, 2, 4, 8.
-const FEW_ROWS_ENTRIES: [[&str; 4]; 4] = [
+/// By head size, then by rows: 1, 2, 4, 8. The less common head sizes have two kernels: for one row, and for up to eight.
+const FEW_ROWS_ENTRIES: [[&str; 4]; 8] = [
     ["attend_few_64_1", "attend_few_64_2", "attend_few_64_4", "attend_few_64_8"],
+    ["attend_few_80_1", "attend_few_80_8", "attend_few_80_8", "attend_few_80_8"],
+    ["attend_few_96_1", "attend_few_96_8", "attend_few_96_8", "attend_few_96_8"],
+    ["attend_few_112_1", "attend_few_112_8", "attend_few_112_8", "attend_few_112_8"],
     ["attend_few_128_1", "attend_few_128_2", "attend_few_128_4", "attend_few_128_8"],
+    ["attend_few_192_1", "attend_few_192_8", "attend_few_192_8", "attend_few_192_8"],
     ["attend_few_256_1", "attend_few_256_2", "attend_few_256_4", "attend_few_256_8"],
     ["attend_few_512_1", "attend_few_512_2", "attend_few_512_4", "attend_few_512_8"],
 ];
 
 /// By head size: the entry point, its threads, the query rows of a tile.
-const TILES_ENTRIES: [(&str, usize, usize); 4] = [
+const TILES_ENTRIES: [(&str, usize, usize); 8] = [
     ("attend_tiles_64", 128, 32),
+    ("attend_tiles_80", 64, 16),
+    ("attend_tiles_96", 128, 32),
+    ("attend_tiles_112", 64, 16),
     ("attend_tiles_128", 128, 32),
+    ("attend_tiles_192", 256, 32),
     ("attend_tiles_256", 256, 32),
     ("attend_tiles_512", 256, 16),
 ];
@@ -152,6 +163,8 @@ mod tests {
         assert_eq!(routed(AttendSize { kv_heads: 64, ..DECODE }), ("attend_few_256_2", [2, 1, 1]));
         assert_eq!(routed(AttendSize { tokens: 4, most_new: 4, ..DECODE }), ("attend_few_256_8", [8, 1, 16]));
         assert_eq!(routed(AttendSize { group: 3, head_dim: 64, ..DECODE }), ("attend_few_64_4", [3, 1, 16]));
+        assert_eq!(routed(AttendSize { group: 1, head_dim: 96, ..DECODE }), ("attend_few_96_1", [1, 1, 16]));
+        assert_eq!(routed(AttendSize { group: 3, head_dim: 96, ..DECODE }), ("attend_few_96_8", [3, 1, 16]));
         // Eight drafts of four tokens share keys by fours.
         assert_eq!(routed(AttendSize { tokens: 32, most_new: 4, ..DECODE }), ("attend_few_256_8", [8, 8, 2]));
         // A token of each sequence: a tile each.
@@ -166,6 +179,19 @@ mod tests {
         assert_eq!(routed(AttendSize { splits: 7, ..DECODE }).1, [2, 1, 7]);
         assert_eq!(routed(AttendSize { splits: 7, capacity: 100, ..DECODE }).1, [2, 1, 2]);
         assert_eq!(routed(AttendSize { splits: usize::MAX, ..DECODE }).1, [2, 1, MAX_SPLITS]);
+    }
+
+    #[test]
+    fn every_head_size_has_entry_points_of_its_own() {
+        for head_dim in HEAD_DIMS {
+            let i = by_head_dim(head_dim);
+            assert_eq!(super::super::MERGE_ENTRIES[i], format!("attend_merge_{head_dim}"));
+            assert_eq!(TILES_ENTRIES[i].0, format!("attend_tiles_{head_dim}"));
+            for (entry, rows) in FEW_ROWS_ENTRIES[i].iter().zip([1, 2, 4, 8]) {
+                let most = entry.strip_prefix(&format!("attend_few_{head_dim}_")).and_then(|rows| rows.parse().ok());
+                assert!(most.is_some_and(|most: usize| most >= rows), "{entry} for {rows} rows");
+            }
+        }
     }
 
     #[test]

@@ -344,7 +344,12 @@ kernel void attend_tiles(device const uchar *q [[buffer(0)]],
 }
 
 // D, rows of a tile, SIMD-groups, keys between barriers: below 32 KiB of threadgroup memory each.
+// SIMD-groups own whole 8x8 matrices, so that W is a multiple of 8.
 template [[host_name("attend_tiles_64")]] [[kernel]] decltype(attend_tiles<64, 32, 4, 32>) attend_tiles<64, 32, 4, 32>;
 template [[host_name("attend_tiles_128")]] [[kernel]] decltype(attend_tiles<128, 32, 4, 32>) attend_tiles<128, 32, 4, 32>;
 template [[host_name("attend_tiles_256")]] [[kernel]] decltype(attend_tiles<256, 32, 8, 16>) attend_tiles<256, 32, 8, 16>;
 template [[host_name("attend_tiles_512")]] [[kernel]] decltype(attend_tiles<512, 16, 8, 16>) attend_tiles<512, 16, 8, 16>;
+template [[host_name("attend_tiles_80")]] [[kernel]] decltype(attend_tiles<80, 16, 2, 32>) attend_tiles<80, 16, 2, 32>;
+template [[host_name("attend_tiles_96")]] [[kernel]] decltype(attend_tiles<96, 32, 4, 32>) attend_tiles<96, 32, 4, 32>;
+template [[host_name("attend_tiles_112")]] [[kernel]] decltype(attend_tiles<112, 16, 2, 32>) attend_tiles<112, 16, 2, 32>;
+template [[host_name("attend_tiles_192")]] [[kernel]] decltype(attend_tiles<192, 32, 8, 16>) attend_tiles<192, 32, 8, 16>;

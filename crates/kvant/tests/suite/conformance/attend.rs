@@ -13,6 +13,8 @@ use crate::common::{
 use kvant::{Codec, DType, DeviceKind, HeadOrder};
 
 const HEAD_DIMS: [usize; 4] = [64, 128, 256, 512];
+/// Head sizes that are no power of two, which have dense caches only.
+const OTHER_HEAD_DIMS: [usize; 4] = [80, 96, 112, 192];
 const GROUPS: [usize; 4] = [1, 2, 3, 8];
 
 /// Lengths around the sizes that kernels split a context at.
@@ -32,6 +34,68 @@ fn head_sizes_and_ratios() {
             for (sequences, kv_heads) in [(vec![(65, 1)], 1), (vec![(12, 5)], 2), (vec![(0, 33)], 1)] {
                 Case { head_dim, group, kv_heads, sequences, ..Case::default() }.check();
             }
+        }
+    }
+}
+
+/// What [`other_head_sizes`] varies: what else is asked for, batches, query heads of a KV head, head size, K, V, dtype
+/// of q, dtype of out.
+const OTHER_FACTORS: [usize; 8] = [9, 6, 4, 4, 3, 3, 3, 3];
+
+/// A head size that is no power of two: decode, verification and prompts, and everything that a call may ask for.
+fn other_head_size(choice: [usize; 8]) -> Case {
+    let [besides, batch, group, head_dim, k, v, q, out] = choice;
+    let batches: [Vec<(usize, usize)>; 6] = [
+        vec![(70, 1)],
+        vec![(300, 1), (0, 1), (17, 1)],
+        vec![(30, 4)],
+        vec![(3, 70)],
+        vec![(0, 33), (64, 1), (5, 0), (33, 3)],
+        vec![(500, 2)],
+    ];
+    let plain = Case {
+        head_dim: OTHER_HEAD_DIMS[head_dim],
+        kv_heads: if GROUPS[group] < 8 { 2 } else { 1 },
+        group: GROUPS[group],
+        k: Codec::Dense(FLOATS[k]),
+        v: Codec::Dense(FLOATS[v]),
+        q: FLOATS[q],
+        out: FLOATS[out],
+        sequences: batches[batch].clone(),
+        ..Case::default()
+    };
+    match besides {
+        0 => plain,
+        1 => Case { ring: Some(50), ..plain },
+        2 => Case { window: Some(40), ..plain },
+        3 => Case { softcap: Some(4.0), scale: 0.5, ..plain },
+        4 => Case { sinks: true, ..plain },
+        5 => Case { order: HeadOrder::TokenMajor, ..plain },
+        6 => Case { splits: Some(3), ..plain },
+        7 => Case { splits: Some(1), source: DType::BF16, ..plain },
+        _ => Case { ring: Some(90), window: Some(33), softcap: Some(30.0), sinks: true, splits: Some(7), ..plain },
+    }
+}
+
+#[test]
+fn other_head_sizes() {
+    let cases: Vec<Case> = pairwise(OTHER_FACTORS).into_iter().map(other_head_size).collect();
+    println!("{} cases", cases.len());
+    on_threads(&cases, |case| {
+        comes_to(case, "attend_generic");
+        case.check();
+    });
+}
+
+/// What is not finite shows where it is seen, and nowhere else, in the last coordinates as well.
+#[test]
+fn other_head_sizes_with_what_is_not_finite() {
+    for (i, head_dim) in OTHER_HEAD_DIMS.into_iter().enumerate() {
+        let k = Codec::Dense(FLOATS[i % 3]);
+        for sequences in [vec![(40, 1), (70, 1)], vec![(20, 40)]] {
+            let case =
+                Case { head_dim, kv_heads: 2, group: 2, k, v: k, window: Some(20), sequences, ..Case::default() };
+            check_not_finite(&case, 11, 1);
         }
     }
 }
@@ -355,6 +419,41 @@ fn comes_to(case: &Case, want: &str) {
     let cuda = devices().iter().filter(|device| device.kind() == DeviceKind::Cuda);
     for device in cuda.chain([&compiler]) {
         assert_eq!(case.kernel(device).unwrap(), want, "{device}: {case}");
+    }
+}
+
+/// More query heads of a KV head than CUDA's kernels of decode have columns for: they are halved where that is possible.
+#[test]
+fn large_groups() {
+    let mut cases = Vec::new();
+    for (i, (k, v)) in DECODED.into_iter().enumerate() {
+        let q = if let Codec::Dense(dtype) = k { dtype } else { FLOATS[i % 3] };
+        for (j, group) in [10, 12, 14, 16].into_iter().enumerate() {
+            let (sequences, splits) = [
+                (vec![(70, 1)], None),
+                (vec![(1100, 1)], None),
+                (vec![(300, 1), (0, 1), (17, 1)], Some(3)),
+                (vec![(3000, 1), (40, 1)], None),
+            ][(i + j) % 4]
+                .clone();
+            let head_dim = HEAD_DIMS[1 + (i + j / 2) % 3];
+            let (kv_heads, order) = (1 + j % 3, [HeadOrder::HeadMajor, HeadOrder::TokenMajor][i % 2]);
+            let out = [DType::F16, DType::BF16][(i + j) % 2];
+            let case = Case { head_dim, kv_heads, group, k, v, q, out, order, sequences, splits, ..Case::default() };
+            cases.push(match (i + 3 * j) % 5 {
+                0 => Case { sinks: true, ..case },
+                1 => Case { ring: Some(50), ..case },
+                2 => Case { softcap: Some(4.0), ..case },
+                3 => Case { window: Some(33), q_rotated: k.is_quantised(), ..case },
+                _ => case,
+            });
+        }
+    }
+    for_cuda(&cases, is_decoded, Case::check);
+    for group in [9, 11, 15, 17, 32] {
+        let case = Case { group, k: Codec::F16, v: Codec::F16, q: DType::F16, out: DType::F16, ..Case::default() };
+        comes_to(&case, "attend_generic");
+        case.check();
     }
 }
 

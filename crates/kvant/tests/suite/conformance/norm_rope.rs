@@ -406,33 +406,37 @@ fn fused_writes() {
     let norms = [None, Some(None), Some(Some(DType::F32)), Some(Some(DType::BF16))];
     for k in CODECS {
         for v in CODECS {
-            let head_dim = rng.pick(&[64, 128, 256, 512]);
-            let pairs = rng.pick(&[head_dim / 2, head_dim / 8, 0]);
-            let kv_heads = rng.pick(&[1, 2, 3]);
-            let spec = linear_spec(kv_heads, 9, head_dim, Codec::F32)
-                .k(k)
-                .sequences(2)
-                .v(v)
-                .ring(true)
-                .order(rng.pick(&[HeadOrder::HeadMajor, HeadOrder::TokenMajor]));
-            let start = rng.below(30) as u32;
-            let mut tokens: Vec<(u32, u32)> = (start..start + rng.pick(&[1, 4, 12])).map(|p| (1, p)).collect();
-            tokens.extend((0..rng.pick(&[0, 1, 5])).map(|p| (0, p)));
-            rng.shuffle(&mut tokens);
-            Fused {
-                spec,
-                group: rng.pick(&[1, 2, 4]),
-                q: rng.pick(&FLOATS),
-                kv: rng.pick(&FLOATS),
-                q_out: rng.pick(&FLOATS),
-                norms: [rng.pick(&norms), rng.pick(&norms), rng.pick(&norms)],
-                turn: rng.pick(&[Turn::None, Turn::Theta(1e4), Turn::Factors(1e4), Turn::Tables(64)]),
-                pairs,
-                layout: rng.pick(&LAYOUTS),
-                shared: rng.below(3) == 0,
-                tokens,
+            let of_power = rng.pick(&[64, 128, 256, 512]);
+            // Only dense vectors may have others.
+            let other = (!k.is_quantised() && !v.is_quantised()).then(|| rng.pick(&[80, 96, 112, 192]));
+            for head_dim in [of_power].into_iter().chain(other) {
+                let pairs = rng.pick(&[head_dim / 2, head_dim / 8, 0]);
+                let kv_heads = rng.pick(&[1, 2, 3]);
+                let spec = linear_spec(kv_heads, 9, head_dim, Codec::F32)
+                    .k(k)
+                    .sequences(2)
+                    .v(v)
+                    .ring(true)
+                    .order(rng.pick(&[HeadOrder::HeadMajor, HeadOrder::TokenMajor]));
+                let start = rng.below(30) as u32;
+                let mut tokens: Vec<(u32, u32)> = (start..start + rng.pick(&[1, 4, 12])).map(|p| (1, p)).collect();
+                tokens.extend((0..rng.pick(&[0, 1, 5])).map(|p| (0, p)));
+                rng.shuffle(&mut tokens);
+                Fused {
+                    spec,
+                    group: rng.pick(&[1, 2, 4]),
+                    q: rng.pick(&FLOATS),
+                    kv: rng.pick(&FLOATS),
+                    q_out: rng.pick(&FLOATS),
+                    norms: [rng.pick(&norms), rng.pick(&norms), rng.pick(&norms)],
+                    turn: rng.pick(&[Turn::None, Turn::Theta(1e4), Turn::Factors(1e4), Turn::Tables(64)]),
+                    pairs,
+                    layout: rng.pick(&LAYOUTS),
+                    shared: rng.below(3) == 0,
+                    tokens,
+                }
+                .check();
             }
-            .check();
         }
     }
 }

@@ -4,7 +4,8 @@
 // q [T, H, D] -> out [T, H, D]; q, K and V have one 16-bit dtype, out that or the other one.
 //
 // A work item (work.h) is a token; the GROUP <= 8 query heads of a KV head are computed together, so that each key and
-// value is read once. The keys of an item are divided into units of 16. The units of all items and heads are
+// value is read once. Larger groups are halved (SHARES = 2): then each half counts as a KV head, and both read the same
+// keys and values. The keys of an item are divided into units of 16. The units of all items and heads are
 // concatenated and divided evenly among clusters of CLUSTER blocks, and those of each part among the blocks of the
 // cluster and then their warps. Each warp works by itself, with its own ring of buffers and its own softmax state
 // (state.h). For each unit:
@@ -400,7 +401,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
                 }
             }
             if (more) {
-                const ulong plane = ahead.item.sequence * p.row_sequence + (first_head + ahead.head) * p.row_head;
+                const ulong plane = ahead.item.sequence * p.row_sequence + rows_of_head(p, first_head + ahead.head);
                 const uint page = ahead_entry < p.page_entries ? ahead_entry : NONE;
                 ring.fill(p, (of_values ? v : k) + plane * ROW, ahead.item.keys, ahead_unit, page);
                 ahead_unit += of_values ? WARPS : 0;

@@ -4,7 +4,7 @@ use crate::{
     DType, HeadOrder, Result,
     cuda::{
         attend::{
-            AttendParams, MAX_CLUSTER, MAX_SHARED_ITEMS, MAX_SPLITS, PartialStates, RowStrides, bind_result,
+            AttendParams, HeadShares, MAX_CLUSTER, MAX_SHARED_ITEMS, MAX_SPLITS, PartialStates, bind_result,
             clusters_per_pair, longest_context, most_clusters, pairs, params,
         },
         headers,
@@ -38,7 +38,7 @@ const MAX_BULK_BYTES: usize = 64 << 10;
 /// How the work is divided among blocks.
 pub(super) struct AttendDecode {
     dtype: DType,
-    group: usize,
+    heads: HeadShares,
     warps: usize,
     buffers: usize,
     /// Whether one copy fetches a whole unit.
@@ -56,7 +56,8 @@ impl AttendDecode {
     /// None if a block has too little shared memory.
     pub(super) fn new(call: &Call, limits: &Limits) -> Option<AttendDecode> {
         let spec = call.layer.spec();
-        let group = call.heads / spec.kv_heads;
+        let heads = HeadShares::of_decode(call);
+        let group = heads.group;
         // Accumulators and queries of 512 coordinates fill the registers of four warps.
         let warps = if call.head_dim == 512 { 4 } else { 8 };
         let pairs = pairs(call);
@@ -102,7 +103,7 @@ impl AttendDecode {
         };
         Some(AttendDecode {
             dtype: call.q.dtype(),
-            group,
+            heads,
             warps,
             buffers,
             bulk,
@@ -115,7 +116,7 @@ impl AttendDecode {
     }
 
     pub(super) fn reason(&self) -> String {
-        let AttendDecode { group, warps, cluster, splits, blocks, .. } = *self;
+        let AttendDecode { heads: HeadShares { group, .. }, warps, cluster, splits, blocks, .. } = *self;
         let how = if splits == 0 { "share the keys of all tokens evenly" } else { "take one part each" };
         format!(
             "{group} query heads of a token per KV head; {blocks} blocks of {warps} warps, in clusters of {cluster}, {how}; \
@@ -125,7 +126,7 @@ impl AttendDecode {
 
     /// The launch.
     pub(super) fn launch(&self, name: &'static str, call: &Call, b: &Builder) -> Result<Launch> {
-        let params = params(call, &RowStrides::of_cache(call), self.group, call.tokens, self.splits)?;
+        let params = params(call, self.heads, self.heads.group, call.tokens, self.splits)?;
         let launch = Launch::new(NAME, &SOURCE, name)
             .constant("WARPS", self.warps as u32)
             .constant("BUFFERS", self.buffers as u32)
@@ -137,12 +138,12 @@ impl AttendDecode {
             .params(14, &params)
             .grid([self.blocks, 1, 1], [32 * self.warps, 1, 1])
             .threadgroup_memory(self.shared_bytes);
-        let launch = bind_dense(launch, call, self.dtype, self.group);
+        let launch = bind_dense(launch, call, self.dtype, self.heads);
         if self.splits == 1 {
             return Ok(launch);
         }
-        PartialStates { blocks: self.blocks, rows: self.group, items: call.tokens, cluster: self.cluster }
-            .bind(launch, call, b)
+        let AttendDecode { blocks, heads, cluster, .. } = *self;
+        PartialStates { blocks, heads, rows: heads.group, items: call.tokens, cluster }.bind(launch, call, b)
     }
 }
 
@@ -158,12 +159,12 @@ fn most_keys_in_clusters(head_dim: usize, clusters: usize, pairs: usize, limits:
 }
 
 /// The constants and buffers that this kernel and that of short contexts have in common.
-pub(super) fn bind_dense(launch: Launch, call: &Call, dtype: DType, group: usize) -> Launch {
+pub(super) fn bind_dense(launch: Launch, call: &Call, dtype: DType, heads: HeadShares) -> Launch {
     let launch = launch
         .constant("HEAD_DIM", call.head_dim as u32)
         .constant("DTYPE", dtype)
         .constant("OUT_DTYPE", call.out.dtype())
-        .constant("GROUP", group as u32)
+        .constant("GROUP", heads.group as u32)
         .constant("TILE", UNIT as u32)
         .constant("RING", call.layer.spec().ring)
         .constant("SOFTCAP", call.softcap.is_some())
@@ -175,7 +176,7 @@ pub(super) fn bind_dense(launch: Launch, call: &Call, dtype: DType, group: usize
         .read(10, &call.step.lens)
         // Positions, sequences, lengths and page tables.
         .reads_ahead(&[8, 9, 10, 15]);
-    bind_result(launch, call)
+    bind_result(launch, call, heads)
 }
 
 /// Bytes of shared memory: the sum that `attend_decode.cu` computes.

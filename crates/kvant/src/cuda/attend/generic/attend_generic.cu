@@ -257,7 +257,7 @@ inline void work_on(const AttendParams &p, const Buffers &b, const Shared &share
         Segment segment = {any, sequence, 0, pages_of(p, b.table, sequence)};
         segment.keys = part_of(any, before, part.tiles);
         before += tiles_of(any);
-        segment.first_row = sequence * p.row_sequence + part.head * p.row_head;
+        segment.first_row = sequence * p.row_sequence + rows_of_head(p, part.head);
         if (segment.keys.first < segment.keys.end) {
             go_through(p, b, shared, segment, all, work, prepare);
         }

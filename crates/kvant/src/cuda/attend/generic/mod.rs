@@ -5,7 +5,7 @@ use crate::{
     codec::BLOCK,
     cuda::{
         attend::{
-            AttendParams, MAX_SHARED_ITEMS, MAX_SPLITS, PartialStates, RowStrides, bind_result, is_aligned, most_keys,
+            AttendParams, HeadShares, MAX_SHARED_ITEMS, MAX_SPLITS, PartialStates, bind_result, is_aligned, most_keys,
             params,
         },
         blocks_per_multiprocessor, headers, planes,
@@ -106,6 +106,11 @@ impl GenericTiling {
         levels
             .flat_map(|(level, row_tiles)| {
                 let shapes: &[[usize; 2]] = match (dim, row_tiles) {
+                    // Slices are multiples of 16 coordinates of which lanes load powers of two.
+                    (80, _) => &[[5, 80], [5, 32]],
+                    (96, _) => &[[6, 96], [6, 32]],
+                    (112, _) => &[[7, 112], [7, 32]],
+                    (192, _) => &[[6, 96], [6, 48], [6, 32]],
                     (512, 1) if quantised => &[[16, 128], [8, 64], [4, 64], [4, 32], [4, 16]],
                     (512, 1..=2) => &[[8, 32], [4, 32], [4, 16]],
                     (128.., 4..) => &[[8, 128], [8, 64], [8, 32]],
@@ -230,7 +235,7 @@ impl AttendGeneric {
             shared_bytes,
             blocks_per_multiprocessor,
         } = self.tiling;
-        let params = params(call, &RowStrides::of_cache(call), self.item_rows, self.items, self.splits)?;
+        let params = params(call, HeadShares::whole(call), self.item_rows, self.items, self.splits)?;
         let constant = |value: usize| value as u32;
         let launch = Launch::new(NAME, &SOURCE, name)
             .constant("HEAD_DIM", constant(call.head_dim))
@@ -264,10 +269,11 @@ impl AttendGeneric {
             // Positions, sequences and lengths.
             .reads_ahead(&[8, 9, 10]);
         let launch = planes::bind(planes::bind(launch, 2, sides[0], Use::Read), 5, sides[1], Use::Read);
-        let launch = bind_result(launch, call);
+        let launch = bind_result(launch, call, HeadShares::whole(call));
         if self.splits == 1 {
             return Ok(launch);
         }
-        PartialStates { blocks: self.blocks, rows: self.item_rows, items: self.items, cluster: 1 }.bind(launch, call, b)
+        let (heads, rows) = (HeadShares::whole(call), self.item_rows);
+        PartialStates { blocks: self.blocks, heads, rows, items: self.items, cluster: 1 }.bind(launch, call, b)
     }
 }

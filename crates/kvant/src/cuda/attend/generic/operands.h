@@ -57,13 +57,15 @@ struct Operand {
 
     // ------------------------------------------------------------------------------------------------------- keys
 
-    // A lane's consecutive coordinates: 32 bytes, or a quarter of a shorter row.
-    static constexpr uint RUN = 256 / BITS < DIM / 4 ? 256 / BITS : DIM / 4;
+    // A lane's consecutive coordinates: a power of two that divides a quarter of the row, at most 32 bytes.
+    static constexpr uint POWER_OF_QUARTER = DIM / 4 & (~(DIM / 4) + 1);
+    static constexpr uint RUN = 256 / BITS < POWER_OF_QUARTER ? 256 / BITS : POWER_OF_QUARTER;
     // Bytes that a lane loads at a time, coordinates in them, products (of 16 coordinates a warp) they serve.
-    static constexpr uint LOAD = ROW / 4 < 16 ? ROW / 4 : 16;
+    static constexpr uint LOAD = RUN * BITS / 8 < 16 ? RUN * BITS / 8 : 16;
     static constexpr uint LOAD_COORDS = LOAD * 8 / BITS;
     static constexpr uint LOADS = DIM / 4 / LOAD_COORDS;
     static constexpr uint LOAD_STEPS = LOAD_COORDS / 4;
+    static_assert(LOADS * LOAD_COORDS * 4 == DIM && LOAD_STEPS * 4 == LOAD_COORDS, "attend: lanes have whole products");
 
     // The first coordinate of load i of lane column t.
     static uint key_coord(uint i, uint t) {
@@ -208,6 +210,7 @@ struct Operand {
         static constexpr uint COORDS = LOAD * 8 / BITS;
         static constexpr uint LOADS = LANE_BYTES / LOAD;
         static constexpr uint WORDS = LOAD < 4 ? 1 : LOAD / 4;
+        static_assert((LOAD & LOAD - 1) == 0 && LOADS * LOAD == LANE_BYTES, "attend: lanes load whole words");
 
         // The coordinate, within the slice, of the lane's e-th.
         static uint coord(uint e, uint g) {

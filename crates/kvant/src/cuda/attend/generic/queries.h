@@ -20,20 +20,20 @@ inline void load_queries(const AttendParams &p, const Buffers &b, const Shared &
             }
             continue;
         }
-        float x[HEAD_DIM / 32];
+        float x[LANE_COORDS];
         const uint row = item.first + r;
         const ulong at =
             (ulong(row / p.group) * p.kv_heads * p.group + head * p.group + row % p.group) * HEAD_DIM + lane;
         float largest = 0;
 #pragma unroll
-        for (uint i = 0; i < HEAD_DIM / 32; i++) {
-            x[i] = load(b.q, at + 32 * i, Q_DTYPE);
+        for (uint i = 0; i < LANE_COORDS; i++) {
+            x[i] = has_coord(i, lane) ? load(b.q, at + 32 * i, Q_DTYPE) : 0;
         }
-        if (ROTATE_Q) {
+        if constexpr (ROTATE_Q) {
             rotate<HEAD_DIM>(x, lane);
         }
 #pragma unroll
-        for (uint i = 0; i < HEAD_DIM / 32; i++) {
+        for (uint i = 0; i < LANE_COORDS; i++) {
             largest = fmaxf(largest, fabsf(x[i]));
         }
         float2 range = make_float2(1, 1);
@@ -45,7 +45,10 @@ inline void load_queries(const AttendParams &p, const Buffers &b, const Shared &
             range = to_half_range(largest);
         }
 #pragma unroll
-        for (uint i = 0; i < HEAD_DIM / 32; i++) {
+        for (uint i = 0; i < LANE_COORDS; i++) {
+            if (!has_coord(i, lane)) {
+                continue;
+            }
             uint terms[Q_TERMS];
             split<K::HALF, Q_TERMS>(x[i] * range.x, 0, terms);
             const uint3 place = K::key_place(lane + 32 * i);

@@ -38,7 +38,9 @@ inline void scores(const Shared &shared, const uchar *buffer, uint group, float 
 #pragma unroll
     for (uint half = 0; half < HALVES; half++) {
         constexpr uint LOADS = K::LOADS / HALVES;
-#pragma unroll 4
+        // Chains are registers: their numbers must be known.
+        constexpr uint TOGETHER = LOADS % 4 == 0 ? 4 : LOADS;
+#pragma unroll (TOGETHER)
         for (uint j = 0; j < LOADS; j++) {
             const uint i = half * LOADS + j;
             typename K::KeyWords x, y;

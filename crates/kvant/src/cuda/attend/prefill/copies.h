@@ -61,7 +61,7 @@ inline void produce(const AttendParams &p, const Shared &shared, const Item &ite
     const uint warp = threadIdx.x / 32 % 4, base = shared.address();
     uint number = 0;
     each_segment(shared, [&](Range keys, uint sequence) {
-        const ulong plane = (sequence * p.row_sequence + item.head * p.row_head) * ROW;
+        const ulong plane = (sequence * p.row_sequence + rows_of_head(p, item.head)) * ROW;
         const uint tiles = tiles_of(keys);
 #pragma unroll 1
         for (uint tile = 0; tile < tiles + ahead; tile++) {

@@ -3,7 +3,7 @@
 use crate::{
     DType, Result,
     cuda::{
-        attend::{AttendParams, RowStrides, bind_result, params},
+        attend::{AttendParams, HeadShares, bind_result, params},
         headers,
     },
     gpu::{Launch, Limits, Params, Source},
@@ -100,10 +100,10 @@ impl AttendPrefill {
             .read(10, &call.step.lens)
             .read(2, &call.layer.k.low)
             .read(5, &call.layer.v.low)
-            .params(14, &params(call, &RowStrides::of_cache(call), self.rows, self.items, 1)?)
+            .params(14, &params(call, HeadShares::whole(call), self.rows, self.items, 1)?)
             .grid([self.blocks, 1, 1], [32 * WARPS, 1, 1])
             .threadgroup_memory(self.shared_bytes);
-        Ok(bind_result(launch, call))
+        Ok(bind_result(launch, call, HeadShares::whole(call)))
     }
 }
 

@@ -224,7 +224,7 @@ inline void work_on(const AttendParams &p, const Buffers &b, const ItemPart &par
     KeyLoop loop;
     loop.first = loop.end = 0;
     if (keys.first < keys.end) {
-        const ulong row = token.sequence * p.row_sequence + part_of_item.head * p.row_head;
+        const ulong row = token.sequence * p.row_sequence + rows_of_head(p, part_of_item.head);
         const uint part = thread / 32 % TEAM;
         const auto plane = [&](const uchar *of, uint row_bytes, uint bytes) {
             return of + row * row_bytes + part * bytes + lane % (bytes / 16) * 16;

@@ -4,7 +4,7 @@ use crate::{
     Result,
     cuda::{
         attend::{
-            AttendParams, MAX_CLUSTER, MAX_GROUP, MAX_SHARED_ITEMS, MAX_SPLITS, PartialStates, RowStrides, bind_result,
+            AttendParams, HeadShares, MAX_CLUSTER, MAX_GROUP, MAX_SHARED_ITEMS, MAX_SPLITS, PartialStates, bind_result,
             has_clusters, longest_context, pairs, params,
         },
         headers, planes,
@@ -65,7 +65,7 @@ impl QuantisedTuning {
 
 /// How the work is divided among blocks.
 pub(super) struct AttendQuantised {
-    group: usize,
+    heads: HeadShares,
     warps: usize,
     queries_held: u32,
     shared_bytes: usize,
@@ -81,7 +81,7 @@ pub(super) struct AttendQuantised {
 impl AttendQuantised {
     /// For keys and values of so many `bits`; None if the tables do not fit into shared memory.
     pub(super) fn new(call: &Call, bits: [u32; 2], limits: &Limits) -> Option<AttendQuantised> {
-        let group = call.heads / call.layer.spec().kv_heads;
+        let heads = HeadShares::of_decode(call);
         let pairs = pairs(call);
         // No more parts of a work item than can be merged.
         let busy = limits.busy_groups.min(MAX_SPLITS);
@@ -112,11 +112,11 @@ impl AttendQuantised {
             && (2..=MAX_GATHERED).contains(&splits)
             && workers <= limits.busy_groups;
         let blocks = workers * cluster;
-        Some(AttendQuantised { group, warps, queries_held, shared_bytes, gather, cluster, splits, blocks })
+        Some(AttendQuantised { heads, warps, queries_held, shared_bytes, gather, cluster, splits, blocks })
     }
 
     pub(super) fn reason(&self) -> String {
-        let AttendQuantised { group, warps, cluster, splits, blocks, .. } = *self;
+        let AttendQuantised { heads: HeadShares { group, .. }, warps, cluster, splits, blocks, .. } = *self;
         let how = if splits == 0 { "share the keys of all tokens evenly" } else { "take one part each" };
         format!(
             "{group} query heads of a token per KV head; {blocks} blocks of {warps} warps, in clusters of {cluster}, {how}; \
@@ -127,7 +127,7 @@ impl AttendQuantised {
     /// The launch.
     pub(super) fn launch(&self, name: &'static str, call: &Call, b: &Builder) -> Result<Launch> {
         let spec = call.layer.spec();
-        let params = params(call, &RowStrides::of_cache(call), self.group, call.tokens, self.splits)?;
+        let params = params(call, self.heads, self.heads.group, call.tokens, self.splits)?;
         let launch = Launch::new(NAME, &SOURCE, name)
             .constant("HEAD_DIM", call.head_dim as u32)
             .constant("Q_DTYPE", call.q.dtype())
@@ -155,12 +155,12 @@ impl AttendQuantised {
             // Positions, sequences and lengths.
             .reads_ahead(&[8, 9, 10]);
         let launch = planes::bind(planes::bind(launch, 2, &call.layer.k, Use::Read), 5, &call.layer.v, Use::Read);
-        let launch = bind_result(launch, call);
+        let launch = bind_result(launch, call, self.heads);
         if self.splits == 1 {
             return Ok(launch);
         }
-        PartialStates { blocks: self.blocks, rows: self.group, items: call.tokens, cluster: self.cluster }
-            .bind(launch, call, b)
+        let AttendQuantised { blocks, heads, cluster, .. } = *self;
+        PartialStates { blocks, heads, rows: heads.group, items: call.tokens, cluster }.bind(launch, call, b)
     }
 }
 

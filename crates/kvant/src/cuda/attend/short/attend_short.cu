@@ -134,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
     const Token token = load_token_early(p, positions, sequence, lens, item);
     const bool exists = token.sequence != NONE;
     const Range seen = exists ? visible(p, token) : Range{0, 0};
-    const ulong plane = exists ? (token.sequence * p.row_sequence + head * p.row_head) * ROW : 0;
+    const ulong plane = exists ? (token.sequence * p.row_sequence + rows_of_head(p, head)) * ROW : 0;
     const EvenSplit line(tiles_of(seen), CLUSTER);
     // Keys before the block's, its own, those of a stretch, an even number, and the warp's.
     const uint first = min(line.first(rank) * TILE, seen.len());

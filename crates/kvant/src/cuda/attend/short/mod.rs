@@ -4,7 +4,7 @@ use crate::{
     DType, HeadOrder, Result,
     cuda::{
         attend::{
-            AttendParams, MAX_CLUSTER, RowStrides,
+            AttendParams, HeadShares, MAX_CLUSTER,
             decode::{UNIT, bind_dense},
             pairs, params,
         },
@@ -31,7 +31,7 @@ pub(super) const MAX_KEYS: usize = MAX_CLUSTER * WARPS * WARP_KEYS;
 /// A cluster of blocks for every token and KV head.
 pub(super) struct AttendShort {
     dtype: DType,
-    group: usize,
+    heads: HeadShares,
     blocks: usize,
     shared_bytes: usize,
 }
@@ -39,15 +39,15 @@ pub(super) struct AttendShort {
 impl AttendShort {
     /// None if a block has too little shared memory.
     pub(super) fn new(call: &Call, limits: &Limits) -> Option<AttendShort> {
-        let group = call.heads / call.layer.spec().kv_heads;
-        let shared_bytes = shared_bytes(call.head_dim, group);
+        let heads = HeadShares::of_decode(call);
+        let shared_bytes = shared_bytes(call.head_dim, heads.group);
         let blocks = pairs(call) * MAX_CLUSTER;
         let fits = shared_bytes <= limits.threadgroup_bytes;
-        fits.then_some(AttendShort { dtype: call.q.dtype(), group, blocks, shared_bytes })
+        fits.then_some(AttendShort { dtype: call.q.dtype(), heads, blocks, shared_bytes })
     }
 
     pub(super) fn reason(&self) -> String {
-        reason(self.group, self.blocks)
+        reason(self.heads.group, self.blocks)
     }
 
     /// The launch.
@@ -58,10 +58,10 @@ impl AttendShort {
             .constant("CLUSTER", MAX_CLUSTER as u32)
             .constant("IN_ORDER", spec.order == HeadOrder::HeadMajor || spec.kv_heads == 1)
             .constant("SHARED_BYTES", self.shared_bytes as u32)
-            .params(14, &params(call, &RowStrides::of_cache(call), self.group, call.tokens, 1)?)
+            .params(14, &params(call, self.heads, self.heads.group, call.tokens, 1)?)
             .grid([self.blocks, 1, 1], [32 * WARPS, 1, 1])
             .threadgroup_memory(self.shared_bytes);
-        Ok(bind_dense(launch, call, self.dtype, self.group))
+        Ok(bind_dense(launch, call, self.dtype, self.heads))
     }
 }
 

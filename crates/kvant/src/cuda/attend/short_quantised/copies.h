@@ -34,7 +34,7 @@ struct Own {
         const uint first = min(line.first(rank) * TILE, seen.len());
         count = min(line.first(rank + 1) * TILE, seen.len()) - first;
         length = (count + TILE - 1) / TILE * 2;
-        plane = exists ? token.sequence * p.row_sequence + head * p.row_head : 0;
+        plane = exists ? token.sequence * p.row_sequence + rows_of_head(p, head) : 0;
         slot = RING ? (seen.first + first) % p.capacity : seen.first + first;
         const uint before = threadIdx.x / 32 * length;
         rows = before < count ? min(count - before, length) : 0;

@@ -5,7 +5,7 @@ use crate::{
     codec::BLOCK,
     cuda::{
         attend::{
-            AttendParams, MAX_CLUSTER, RowStrides, bind_result, pairs, params,
+            AttendParams, HeadShares, MAX_CLUSTER, bind_result, pairs, params,
             quantised::{K_LANES, table_bytes},
             short::{self, WARP_KEYS, WARPS},
         },
@@ -29,7 +29,7 @@ const SLICE: usize = 64;
 
 /// A cluster of blocks for every token and KV head.
 pub(super) struct AttendShortQuantised {
-    group: usize,
+    heads: HeadShares,
     blocks: usize,
     /// Faster, with a table for 5 bits that is twice as long.
     fives_in_pairs: bool,
@@ -43,19 +43,19 @@ impl AttendShortQuantised {
     /// For keys and values of so many `bits`; None if a block has too little shared memory, or if rows of a plane
     /// cannot be copied 16 bytes at a time.
     pub(super) fn new(call: &Call, bits: [u32; 2], limits: &Limits) -> Option<AttendShortQuantised> {
-        let group = call.heads / call.layer.spec().kv_heads;
+        let heads = HeadShares::of_decode(call);
         if !bits.into_iter().all(|bits| (call.head_dim * high_bits(bits) / 8).is_multiple_of(16)) {
             return None;
         }
-        let sizes = [true, false].map(|in_pairs| (in_pairs, shared_bytes(call.head_dim, bits, in_pairs, group)));
+        let sizes = [true, false].map(|in_pairs| (in_pairs, shared_bytes(call.head_dim, bits, in_pairs, heads.group)));
         let (fives_in_pairs, shared_bytes) = sizes.into_iter().find(|&(_, bytes)| bytes <= limits.threadgroup_bytes)?;
         let requested_bytes = shared_bytes.max(limits.threadgroup_bytes / 2 + TABLES_AT);
         let blocks = pairs(call) * MAX_CLUSTER;
-        Some(AttendShortQuantised { group, blocks, fives_in_pairs, shared_bytes, requested_bytes })
+        Some(AttendShortQuantised { heads, blocks, fives_in_pairs, shared_bytes, requested_bytes })
     }
 
     pub(super) fn reason(&self) -> String {
-        short::reason(self.group, self.blocks)
+        short::reason(self.heads.group, self.blocks)
     }
 
     /// The launch.
@@ -68,7 +68,7 @@ impl AttendShortQuantised {
             .constant("K_CODEC", planes::codec_code(spec.k))
             .constant("V_CODEC", planes::codec_code(spec.v))
             .constant("FIVES_IN_PAIRS", self.fives_in_pairs)
-            .constant("GROUP", self.group as u32)
+            .constant("GROUP", self.heads.group as u32)
             .constant("TILE", WARP_KEYS as u32)
             .constant("WARPS", WARPS as u32)
             .constant("CLUSTER", MAX_CLUSTER as u32)
@@ -81,13 +81,13 @@ impl AttendShortQuantised {
             .read(8, &call.step.positions)
             .read(9, &call.step.sequence)
             .read(10, &call.step.lens)
-            .params(14, &params(call, &RowStrides::of_cache(call), self.group, call.tokens, 1)?)
+            .params(14, &params(call, self.heads, self.heads.group, call.tokens, 1)?)
             .grid([self.blocks, 1, 1], [32 * WARPS, 1, 1])
             .threadgroup_memory(self.requested_bytes)
             // Positions, sequences, lengths and page tables.
             .reads_ahead(&[8, 9, 10, 15]);
         let launch = planes::bind(planes::bind(launch, 2, &call.layer.k, Use::Read), 5, &call.layer.v, Use::Read);
-        Ok(bind_result(launch, call))
+        Ok(bind_result(launch, call, self.heads))
     }
 }
 
