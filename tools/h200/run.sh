@@ -167,7 +167,7 @@ conformance::linear many_rows_of_halves
 conformance::linear one_row_in_equal_parts
 conformance::linear an_expert_is_a_matrix
 conformance::linear embed
-pages random_histories_match_naive_attention
+pages histories::random_histories_match_naive_attention
 conformance::attend forced_splits
 conformance::attend sinks
 conformance::attend not_finite_keys_and_values

@@ -1,0 +1,280 @@
+//! Random histories of a pool, against a list of tokens and naive attention.
+
+use std::ops::Range;
+
+use super::tokens::{DIM, WINDOW, prompt_token, vector};
+use crate::common::{
+    Bound, Rng, assert_close, devices,
+    layers::{self, Source},
+    proptest_cases, run,
+};
+use kvant::{
+    CacheLayer, Codec, DType, Device, Encoder, Error, KvPool, PoolSpec, PrefixCache, Sequence, Step, Tensor,
+    codec::{self, TurboQuant},
+    ops::{self, Attend},
+};
+use proptest::prelude::*;
+
+/// What a random history does next. Indices choose among what is there.
+#[derive(Clone, Debug)]
+enum Action {
+    Begin { prompt: u32, tokens: usize },
+    Append { which: Vec<(u16, usize)> },
+    Fork(u16),
+    Truncate(u16, u16),
+    End(u16),
+    Keep(u16),
+    Find { prompt: u32, tokens: usize },
+    Move(u16),
+    Hold(u16, usize),
+    Forget,
+}
+
+fn actions() -> impl Strategy<Value = Vec<Action>> {
+    let count = prop_oneof![4 => Just(1usize), 2 => 1..6usize, 2 => 10..45usize];
+    let action = prop_oneof![
+        3 => (0..3u32, 1..70usize).prop_map(|(prompt, tokens)| Action::Begin { prompt, tokens }),
+        8 => prop::collection::vec((any::<u16>(), count), 1..4).prop_map(|which| Action::Append { which }),
+        2 => any::<u16>().prop_map(Action::Fork),
+        3 => (any::<u16>(), any::<u16>()).prop_map(|(which, len)| Action::Truncate(which, len)),
+        2 => any::<u16>().prop_map(Action::End),
+        3 => any::<u16>().prop_map(Action::Keep),
+        4 => (0..3u32, 1..90usize).prop_map(|(prompt, tokens)| Action::Find { prompt, tokens }),
+        1 => any::<u16>().prop_map(Action::Move),
+        1 => (any::<u16>(), 0..30usize).prop_map(|(which, n)| Action::Hold(which, n)),
+        1 => Just(Action::Forget),
+    ];
+    prop::collection::vec(action, 1..40)
+}
+
+/// A sequence and what it should hold.
+struct Told {
+    sequence: Sequence,
+    tokens: Vec<u32>,
+    /// The length before the latest step: what was appended since can be removed.
+    certain: usize,
+}
+
+/// A pool of a full and a sliding layer, with the sequences of a history.
+struct History {
+    pool: KvPool,
+    cache: PrefixCache,
+    codec: Codec,
+    told: Vec<Told>,
+}
+
+/// What a codec makes of it.
+fn stored(codec: Codec, x: Vec<f32>) -> Vec<f64> {
+    let wide = || x.iter().map(|&x| f64::from(x)).collect::<Vec<_>>();
+    match codec {
+        Codec::TurboQuant(tq) => {
+            let tq: TurboQuant = tq;
+            codec::decode(tq, &codec::encode(tq, &wide()).unwrap()).unwrap()
+        }
+        _ => wide(),
+    }
+}
+
+impl History {
+    fn new(device: &Device, codec: Codec, bytes: usize) -> History {
+        let full = CacheLayer::new(1, DIM, codec);
+        let sliding = full.window(Some(WINDOW));
+        let spec = PoolSpec::new(vec![sliding, full, sliding], bytes).page_tokens(16).host_bytes(bytes / 4);
+        let pool = KvPool::new(device, &spec).unwrap();
+        let cache = PrefixCache::new(&pool, b"history");
+        History { cache, pool, codec, told: Vec::new() }
+    }
+
+    /// Appends to the sequences, writes their keys and values, and compares attention with the naive one.
+    fn append(&mut self, counts: &[(usize, usize)], rng: &mut Rng) -> bool {
+        let before: Vec<usize> = self.told.iter().map(|told| told.sequence.len()).collect();
+        let used = self.pool.usage().used;
+        let mut batch: Vec<(&mut Sequence, usize)> = Vec::new();
+        let mut order = Vec::new();
+        for (index, told) in self.told.iter_mut().enumerate() {
+            if let Some(&(_, count)) = counts.iter().find(|(which, _)| *which == index) {
+                order.push((index, count));
+                batch.push((&mut told.sequence, count));
+            }
+        }
+        let step = match self.pool.step(&mut batch) {
+            Ok(step) => step,
+            Err(Error::OutOfPages { missing }) => {
+                assert!(missing > 0);
+                let after: Vec<usize> = self.told.iter().map(|told| told.sequence.len()).collect();
+                assert_eq!((after, self.pool.usage().used), (before, used), "a refused step changes nothing");
+                return false;
+            }
+            Err(error) => panic!("{error}"),
+        };
+        for &(index, count) in &order {
+            let told = &mut self.told[index];
+            told.certain = told.tokens.len();
+            let at = told.tokens.len();
+            told.tokens.extend((at..at + count).map(|_| rng.below(1 << 20) as u32));
+        }
+        self.write_and_compare(&order, &step, rng);
+        true
+    }
+
+    fn write_and_compare(&self, order: &[(usize, usize)], step: &Step, rng: &mut Rng) {
+        let device = self.pool.device();
+        let tokens = step.tokens();
+        if tokens == 0 {
+            return;
+        }
+        let q = rng.normals(tokens * 2 * DIM);
+        for layer in 0..3 {
+            let side = |side: u32| -> Vec<f32> {
+                let of = |&(index, count): &(usize, usize)| {
+                    let all = &self.told[index].tokens;
+                    (all.len() - count..all.len()).flat_map(move |at| vector(side, layer, &all[..=at]))
+                };
+                order.iter().flat_map(of).collect()
+            };
+            let kv_layer = self.pool.layer(layer).unwrap();
+            layers::write(kv_layer, &Source { k: side(0), v: side(1), heads: 1, dim: DIM }, DType::F32, step).unwrap();
+            let q_tensor = Tensor::from_slice(device, &q, &[tokens, 2, DIM]).unwrap();
+            let out = Tensor::zeros(device, DType::F32, &[tokens, 2, DIM]).unwrap();
+            run(device, |enc: &mut Encoder| ops::attend(enc, &Attend::new(&q_tensor, kv_layer, step, &out))).unwrap();
+            let mut want = Vec::new();
+            for &(index, count) in order {
+                let all = &self.told[index].tokens;
+                for position in all.len() - count..all.len() {
+                    let first = if layer == 1 { 0 } else { (position + 1).saturating_sub(WINDOW) };
+                    let at = want.len();
+                    want.extend(self.naive(&q[at..at + 2 * DIM], layer, all, first..position + 1));
+                }
+            }
+            let bound = Bound::of(DType::F32).over(device, self.codec, 1.0);
+            // The codec's own encoder works in f64: a coordinate next to a threshold differs.
+            let loose =
+                Bound { arithmetic: bound.arithmetic + if self.codec.is_quantised() { 0.02 } else { 0.0 }, ..bound };
+            assert_close(format!("layer {layer} on {device}"), &out.to_f32().unwrap(), &want, loose);
+        }
+    }
+
+    fn naive(&self, q: &[f32], layer: usize, tokens: &[u32], seen: Range<usize>) -> Vec<f32> {
+        let scale = (DIM as f64).powf(-0.5);
+        let rows: Vec<[Vec<f64>; 2]> =
+            seen.map(|at| [0, 1].map(|side| stored(self.codec, vector(side, layer, &tokens[..=at])))).collect();
+        let mut out = Vec::new();
+        for q in q.chunks_exact(DIM) {
+            let scores: Vec<f64> = rows
+                .iter()
+                .map(|[k, _]| scale * q.iter().zip(k).map(|(&q, k)| f64::from(q) * k).sum::<f64>())
+                .collect();
+            let most = scores.iter().copied().fold(f64::MIN, f64::max);
+            let weights: Vec<f64> = scores.iter().map(|score| (score - most).exp()).collect();
+            let total: f64 = weights.iter().sum();
+            let value = |i: usize| rows.iter().zip(&weights).map(|([_, v], w)| w * v[i]).sum::<f64>() / total;
+            out.extend((0..DIM).map(|i| value(i) as f32));
+        }
+        out
+    }
+
+    fn act(&mut self, action: &Action, rng: &mut Rng) {
+        let pick = |which: u16, n: usize| usize::from(which) % n.max(1);
+        let n = self.told.len();
+        match *action {
+            Action::Begin { prompt, tokens } | Action::Find { prompt, tokens } => {
+                let all: Vec<u32> = (0..tokens).map(|at| prompt_token(prompt, at)).collect();
+                let sequence = match action {
+                    Action::Find { .. } => self.cache.find(&all[..tokens - 1]).unwrap(),
+                    _ => self.pool.sequence(),
+                };
+                let found = sequence.len();
+                assert!(found < tokens && found % 16 == 0);
+                self.told.push(Told { sequence, tokens: all[..found].to_vec(), certain: found });
+                // The rest of the prompt, whose tokens are not random.
+                let Told { sequence, .. } = &mut self.told[n];
+                match self.pool.step(&mut [(sequence, tokens - found)]) {
+                    Ok(step) => {
+                        self.told[n].tokens = all;
+                        self.write_and_compare(&[(n, tokens - found)], &step, rng);
+                    }
+                    Err(Error::OutOfPages { .. }) => drop(self.told.pop()),
+                    Err(error) => panic!("{error}"),
+                }
+            }
+            Action::Forget => self.cache.clear(),
+            _ if n == 0 => {}
+            Action::Append { ref which } => {
+                let mut counts: Vec<(usize, usize)> =
+                    which.iter().map(|&(which, count)| (pick(which, n), count)).collect();
+                counts.sort_unstable();
+                counts.dedup_by_key(|(which, _)| *which);
+                if !self.append(&counts, rng) {
+                    self.told.remove(counts[0].0);
+                }
+            }
+            Action::Fork(which) => {
+                let Told { sequence, tokens, .. } = &self.told[pick(which, n)];
+                let (sequence, tokens) = (sequence.fork(), tokens.clone());
+                self.told.push(Told { certain: tokens.len(), sequence, tokens });
+            }
+            Action::Truncate(which, len) => {
+                let Told { sequence, tokens, certain } = &mut self.told[pick(which, n)];
+                let len = pick(len, tokens.len() + 1);
+                match sequence.truncate(len) {
+                    Ok(()) => tokens.truncate(len),
+                    Err(Error::NotHeld { needed, oldest }) => {
+                        assert!(len < *certain && needed < oldest && sequence.len() == tokens.len());
+                    }
+                    Err(error) => panic!("{error}"),
+                }
+                *certain = (*certain).min(tokens.len());
+            }
+            Action::End(which) => drop(self.told.remove(pick(which, n))),
+            Action::Keep(which) => {
+                let Told { sequence, tokens, .. } = &self.told[pick(which, n)];
+                self.cache.keep(sequence, tokens).unwrap();
+            }
+            Action::Move(which) => {
+                let Told { sequence, tokens, .. } = &self.told[pick(which, n)];
+                let bytes = sequence.export().unwrap();
+                match self.pool.import(&bytes) {
+                    Ok(sequence) => {
+                        assert_eq!(sequence.len(), tokens.len());
+                        let tokens = tokens.clone();
+                        self.told.push(Told { certain: tokens.len(), sequence, tokens });
+                    }
+                    Err(Error::OutOfPages { .. }) => {}
+                    Err(error) => panic!("{error}"),
+                }
+            }
+            Action::Hold(which, tokens) => self.told[pick(which, n)].sequence.hold(tokens),
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: proptest_cases(96), ..ProptestConfig::default() })]
+    #[test]
+    fn random_histories_match_naive_attention(
+        actions in actions(),
+        quantised in any::<bool>(),
+        // From a pool that is nearly always full to one with room for all.
+        pages in prop_oneof![6..14usize, 14..60usize],
+        seed in any::<u64>(),
+    ) {
+        let codec = if quantised { Codec::tq(8) } else { Codec::F32 };
+        // A page of the sliding group: two layers.
+        let slab = 2 * 2 * 16 * codec.bytes_per_vector(DIM).next_multiple_of(16) + 1024;
+        for device in devices() {
+            // msl-host is no fast machine.
+            if device.kind() == kvant::DeviceKind::Metal && seed % 5 != 0 {
+                continue;
+            }
+            let mut history = History::new(device, codec, pages * slab);
+            let mut rng = Rng::new(seed);
+            for action in &actions {
+                history.act(action, &mut rng);
+            }
+            let History { pool, cache, told, .. } = history;
+            drop(told);
+            cache.clear();
+            prop_assert_eq!(pool.usage().used, 0, "every page is free after the last handle");
+        }
+    }
+}

@@ -1,0 +1,10 @@
+//! Pools on every device.
+
+mod attention;
+mod case;
+mod histories;
+mod prefixes;
+mod rows;
+mod sequences;
+mod tables;
+mod tokens;
