@@ -1,5 +1,5 @@
-//! Any bytes as an exported sequence: an error, or a sequence that can be used and exported again. Then any bytes as the page
-//! tables of a step.
+//! Any bytes as an exported sequence: an error, or a sequence that can be used and exported again. Then any bytes as
+//! the page tables of a step.
 #![cfg_attr(fuzzing, no_main)]
 
 use kvant::{

@@ -1,15 +1,17 @@
-// Does racecheck follow barriers of a part of a block? Only mbarriers at which every thread arrives: else it calls ordered
-// accesses hazards, and goes on to do so past the next __syncthreads. compute-sanitizer of CUDA 13.0 on an H200, 2026-11-22:
+// Does racecheck follow barriers of a part of a block? Only mbarriers at which every thread arrives: else it calls
+// ordered accesses hazards, and goes on to do so past the next __syncthreads. compute-sanitizer of CUDA 13.0 on an
+// H200, 2026-11-22:
 //
 //   for mode in 0 1 2 3 4 5; do
 //       nvcc -arch=sm_90 -DMODE=$mode -o /tmp/barriers named_barriers.cu && compute-sanitizer --tool racecheck /tmp/barriers
 //   done
 //
-// mode 0 (nothing is exchanged within teams), 3 (the whole block waits) and 4 (an mbarrier, every thread arrives): 0 hazards;
-// 1 (bar.sync, the barrier's number in a register) and 2 (in the instruction): 4 hazards each, all of them where the block exchanges
-// through b; 5 (an mbarrier, one lane arrives for its warp after __syncwarp): 5.
+// mode 0 (nothing is exchanged within teams), 3 (the whole block waits) and 4 (an mbarrier, every thread arrives): 0
+// hazards; 1 (bar.sync, the barrier's number in a register) and 2 (in the instruction): 4 hazards each, all of them
+// where the block exchanges through b; 5 (an mbarrier, one lane arrives for its warp after __syncwarp): 5.
 //
-// So every thread arrives at the mbarriers of kernels in which parts of a block hand one another what ordinary instructions copied.
+// So every thread arrives at the mbarriers of kernels in which parts of a block hand one another what ordinary
+// instructions copied.
 #include <cstdio>
 
 // What a team of 64 threads does between writing and reading.

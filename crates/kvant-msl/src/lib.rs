@@ -40,10 +40,11 @@ impl Runs {
         Runs { ways, seed, seen: None }
     }
 
-    /// The first launch of a kind runs in all four ways, each later one once, at random: in the checker build the second, the
-    /// fourth, the eighth and so on, in the plain build the others. A kind is a kernel with its constants and the class of its
-    /// grid: the threads of a group, and the number of groups up to a power of two. Launches of very many threads, of which the
-    /// same kernels have small ones elsewhere, leave the checker build out: it takes ten times as long.
+    /// The first launch of a kind runs in all four ways, each later one once, at random: in the checker build the
+    /// second, the fourth, the eighth and so on, in the plain build the others. A kind is a kernel with its constants
+    /// and the class of its grid: the threads of a group, and the number of groups up to a power of two. Launches of
+    /// very many threads, of which the same kernels have small ones elsewhere, leave the checker build out: it takes
+    /// ten times as long.
     pub fn first_of_a_kind(seed: u64) -> Runs {
         Runs { seen: Some(Arc::default()), ..Runs::all(seed) }
     }
@@ -315,8 +316,8 @@ impl Inner {
     }
 }
 
-/// The text of a kernel file: from the folder `KVANT_METAL_DIR`, when it is set and has the file, else as built in. A kernel's
-/// author saves a build of the library that way, and a test of the tests breaks a kernel.
+/// The text of a kernel file: from the folder `KVANT_METAL_DIR`, when it is set and has the file, else as built in. A
+/// kernel's author saves a build of the library that way, and a test of the tests breaks a kernel.
 fn text_of(name: &str, built_in: impl Fn() -> String) -> String {
     std::env::var_os("KVANT_METAL_DIR")
         .and_then(|dir| std::fs::read_to_string(std::path::Path::new(&dir).join(name)).ok())

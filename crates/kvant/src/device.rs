@@ -88,8 +88,8 @@ impl Device {
         [entry(DeviceKind::Metal, 0, metal::open())].into_iter().chain(gpus).chain(others).collect()
     }
 
-    /// Opens the device of a kind: of several NVIDIA GPUs the first. Every call that succeeds returns the same device; after
-    /// a failure the next call tries again.
+    /// Opens the device of a kind: of several NVIDIA GPUs the first. Every call that succeeds returns the same device;
+    /// after a failure the next call tries again.
     ///
     /// # Errors
     /// `NoDevice` with the reason.
@@ -154,8 +154,8 @@ impl Device {
         self.backend.name()
     }
 
-    /// How much memory the device has, and how much of it is free. In a Linux container with a limit, the CPU's memory is
-    /// what the limit leaves.
+    /// How much memory the device has, and how much of it is free. In a Linux container with a limit, the CPU's memory
+    /// is what the limit leaves.
     ///
     /// # Errors
     /// `Unsupported` for the CPU of systems other than Linux; `DeviceFault`.

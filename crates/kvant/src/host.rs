@@ -56,9 +56,9 @@ impl HostMemory {
     }
 }
 
-/// A huge page. Larger blocks are aligned to one and request huge pages: reading a cache or weights in pages of 4 KiB is
-/// bound by address translation. The cost: the first access to a page takes 2 MiB, so a cache of large capacity takes that
-/// much for each head as soon as it holds one token.
+/// A huge page. Larger blocks are aligned to one and request huge pages: reading a cache or weights in pages of 4 KiB
+/// is bound by address translation. The cost: the first access to a page takes 2 MiB, so a cache of large capacity
+/// takes that much for each head as soon as it holds one token.
 const HUGE: usize = 2 << 20;
 
 /// Asks for huge pages, where the system gives them only on demand. Advice: without it everything works, slower.
@@ -75,8 +75,8 @@ fn want_huge_pages(start: NonNull<u8>, bytes: usize) {
 #[cfg(not(target_os = "linux"))]
 fn want_huge_pages(_: NonNull<u8>, _: usize) {}
 
-/// Moves a part of a block that is in use for good into huge pages, with its neighbours up to their ends. Nothing happens
-/// for memory of a GPU, or where the system cannot.
+/// Moves a part of a block that is in use for good into huge pages, with its neighbours up to their ends. Nothing
+/// happens for memory of a GPU, or where the system cannot.
 pub(crate) fn settle(tensor: &crate::Tensor) {
     #[cfg(target_os = "linux")]
     if tensor.storage().memory.host().is_some() {
@@ -114,7 +114,8 @@ impl Memory for HostMemory {
 pub(crate) trait HostExecutor: Send + Sync + 'static {
     fn kind(&self) -> DeviceKind;
     fn name(&self) -> String;
-    /// The call has been validated, its index buffers too, and writes something; memory is exclusively ours while it runs.
+    /// The call has been validated, its index buffers too, and writes something; memory is exclusively ours while it
+    /// runs.
     fn run(&self, call: &Call) -> Result<()>;
     fn explain_attend(&self, call: &attend::Call) -> attend::Explanation;
 }

@@ -111,8 +111,8 @@ pub struct Planes {
 }
 
 impl Planes {
-    /// The dtype of each plane of a codec that has been checked, and its elements per vector of `dim` coordinates: `low`,
-    /// `high`, `norms`.
+    /// The dtype of each plane of a codec that has been checked, and its elements per vector of `dim` coordinates:
+    /// `low`, `high`, `norms`.
     fn row_sizes(codec: Codec, dim: usize) -> [Option<(DType, usize)>; 3] {
         match codec {
             Codec::Dense(dtype) => [Some((dtype, dim)), None, None],
@@ -188,8 +188,8 @@ pub struct KvLayer {
     pages: Option<LayerPages>,
 }
 
-/// What a page table counts in: an entry is the distance of a page from the start of the pool's memory, in units of this
-/// many bytes.
+/// What a page table counts in: an entry is the distance of a page from the start of the pool's memory, in units of
+/// this many bytes.
 pub(crate) const PAGE_UNIT: usize = 256;
 
 /// How positions are found in a layer of a [`KvPool`](crate::KvPool): through the page table of the layer's group.

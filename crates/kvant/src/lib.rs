@@ -1,7 +1,7 @@
 //! The KV cache and attention of transformer inference, on CPU, Metal and CUDA.
 //!
-//! kvant stores new keys and values in a cache, attends over the cache, and prepares queries and keys (per-head RMS norm
-//! and RoPE) in fused kernels. It also has the other operations of a decoder layer. Caches are
+//! kvant stores new keys and values in a cache, attends over the cache, and prepares queries and keys (per-head RMS
+//! norm and RoPE) in fused kernels. It also has the other operations of a decoder layer. Caches are
 //! in f32, f16, bf16 or TurboQuant at 4, 5, 6 or 8 bits, in pages that many sequences share.
 //!
 //! Each operation has one contract and one validation, in [`ops`]. [`mod@reference`] defines the exact results in plain
@@ -77,14 +77,14 @@
 //! | [`moe_route`](ops::moe_route()), [`moe_combine`](ops::moe_combine()) | yes | yes | yes | yes |
 //! | [`argmax`](ops::argmax()), [`sample`](ops::sample()) | yes | yes | yes | yes |
 //!
-//! The Metal kernels are untested on Apple hardware; a test tool runs them on Linux. `docs/verification.md` lists what has
-//! been tested where, and the gaps.
+//! The Metal kernels are untested on Apple hardware; a test tool runs them on Linux. `docs/verification.md` lists what
+//! has been tested where, and the gaps.
 //!
 //! # Features
 //!
 //! `cuda` (default): the CUDA backend. It has no build-time dependencies. At run time it requires a GPU of compute
-//! capability 8.0 or newer, a driver for CUDA 12.0 or newer, and NVRTC. Attention is fastest if q, cache and out have the
-//! same 16-bit dtype, or if the cache is quantised and out has 16 bits.
+//! capability 8.0 or newer, a driver for CUDA 12.0 or newer, and NVRTC. Attention is fastest if q, cache and out have
+//! the same 16-bit dtype, or if the cache is quantised and out has 16 bits.
 //!
 //! The other backends have no feature: the CPU backend is always built, the Metal backend on macOS.
 
@@ -123,7 +123,8 @@ pub use tensor::{MAX_RANK, Tensor};
 
 pub use half::{bf16, f16};
 
-/// The example in the crate's README runs as a doctest. `kvant-msl`, which is not published, tests the repository's README.
+/// The example in the crate's README runs as a doctest. `kvant-msl`, which is not published, tests the repository's
+/// README.
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
 struct Readme;

@@ -57,8 +57,8 @@ pub struct Batch {
 }
 
 impl Batch {
-    /// The guess where only the numbers of tokens and sequences are known: a token of each sequence if there are no more
-    /// tokens than sequences, otherwise all tokens of one sequence.
+    /// The guess where only the numbers of tokens and sequences are known: a token of each sequence if there are no
+    /// more tokens than sequences, otherwise all tokens of one sequence.
     pub fn guess(tokens: usize, sequences: usize) -> Batch {
         let most_new = if tokens <= sequences { 1 } else { tokens };
         let decode = if most_new == 1 { tokens } else { 0 };
@@ -214,8 +214,8 @@ impl Step {
         self.pages.as_ref().map_or(&[], |pages| &pages.tables)
     }
 
-    /// A step of some tokens of this step of a [`KvPool`](crate::KvPool): for operations that need no others. Lengths and
-    /// page tables are this step's.
+    /// A step of some tokens of this step of a [`KvPool`](crate::KvPool): for operations that need no others. Lengths
+    /// and page tables are this step's.
     ///
     /// # Errors
     /// `Value` for a step that no pool has made; `OutOfRange` for a token that is not there; `OutOfMemory`.

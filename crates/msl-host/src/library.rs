@@ -120,8 +120,8 @@ impl Library {
         self.set_constants(&constants)?;
         let mut list = Vec::new();
         let mut lines = None;
-        // SAFETY: the entry belongs to this library, the regions live until `regions` is dropped, and the launch borrows
-        // their contents for its accesses.
+        // SAFETY: the entry belongs to this library, the regions live until `regions` is dropped, and the launch
+        // borrows their contents for its accesses.
         let stats = unsafe {
             self.shared.runtime.dispatch(&raw, |finding| {
                 let lines = lines.get_or_insert_with(|| Lines::new(&self.path, self.shared.toolchain.include()));
@@ -168,8 +168,8 @@ impl Library {
         }
         let (forget, constant, derive) =
             (self.symbol("msl_forget_constants")?, self.symbol("msl_constant")?, self.symbol("msl_derive_constants")?);
-        // SAFETY: rewrite.rs gives the three functions these types; `msl_constant` returns the address of a variable whose
-        // type, and therefore length, was checked.
+        // SAFETY: rewrite.rs gives the three functions these types; `msl_constant` returns the address of a variable
+        // whose type, and therefore length, was checked.
         unsafe {
             std::mem::transmute::<*const c_void, extern "C" fn()>(forget)();
             let address = std::mem::transmute::<*const c_void, extern "C" fn(u32) -> *mut u8>(constant);
@@ -322,7 +322,8 @@ impl<'a> Regions<'a> {
         for copy in &mut regions.copies {
             let len = copy.end - copy.start;
             copy.region = shared.runtime.allocate(len, false)?;
-            // SAFETY: the region is fresh and has `len` bytes; the source is covered by bindings, whose memory is valid.
+            // SAFETY: the region is fresh and has `len` bytes; the source is covered by bindings, whose memory is
+            // valid.
             unsafe { std::ptr::copy_nonoverlapping(copy.start as *const u8, shared.runtime.base(copy.region), len) }
         }
         for (index, b) in buffers {

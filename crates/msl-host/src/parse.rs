@@ -196,7 +196,8 @@ pub(crate) fn instantiate_all(t: &Tokens<'_>, unit: &mut Unit, wanted: &[(String
     Ok(())
 }
 
-/// `template [[host_name("x")]] [[kernel]] void f<float>(...)` or `decltype(f<float>) f<float>`: the name and `f<float>`.
+/// `template [[host_name("x")]] [[kernel]] void f<float>(...)` or `decltype(f<float>) f<float>`: the name and
+/// `f<float>`.
 fn instantiation(t: &Tokens<'_>, s: &Statement) -> Result<Option<(String, String)>, Diagnostic> {
     let mut name = None;
     for (a, b) in attributes(t, s.first, s.last) {

@@ -89,8 +89,8 @@ fn constants(edits: &mut Edits<'_, '_>, unit: &Unit) {
     }
 }
 
-/// Each `threadgroup T a[n], b;` of a kernel's body: the declaration becomes a typedef of the variables' types, followed
-/// by references of those types.
+/// Each `threadgroup T a[n], b;` of a kernel's body: the declaration becomes a typedef of the variables' types,
+/// followed by references of those types.
 fn threadgroup_variables(
     edits: &mut Edits<'_, '_>,
     open: usize,
@@ -204,8 +204,8 @@ fn types(edits: &mut Edits<'_, '_>) {
     }
 }
 
-/// The end of the operand of a cast that starts at `i`: prefix operators and casts; a name, a number or parentheses; and
-/// all following calls, indices and members. `None` if there is no operand, so that this is not a cast.
+/// The end of the operand of a cast that starts at `i`: prefix operators and casts; a name, a number or parentheses;
+/// and all following calls, indices and members. `None` if there is no operand, so that this is not a cast.
 fn operand(t: &Tokens<'_>, i: usize) -> Option<usize> {
     let mut at = i;
     while t.any(at, b"-+!~*&") {

@@ -91,8 +91,9 @@ pub(crate) struct Runtime {
 impl Runtime {
     pub fn load(path: &Path) -> Result<Runtime> {
         let failed = |source| Error::Load { path: path.into(), source };
-        // SAFETY: this is the library that the toolchain has just compiled from the sources of this crate; its initialisers
-        // are those of the C++ standard library, and the symbols have the types that runtime/abi.h declares.
+        // SAFETY: this is the library that the toolchain has just compiled from the sources of this crate; its
+        // initialisers are those of the C++ standard library, and the symbols have the types that runtime/abi.h
+        // declares.
         unsafe {
             let library = libloading::Library::new(path).map_err(failed)?;
             Ok(Runtime {

@@ -35,8 +35,8 @@ const RUNTIME: &[(&str, &str)] = &[
     ("checker.cpp", include_str!("../runtime/checker.cpp")),
     ("dispatch.cpp", include_str!("../runtime/dispatch.cpp")),
 ];
-/// `-ftls-model=initial-exec`: every access reads `running`, which only one library of the process defines, so the loader can
-/// place it in the thread's static block.
+/// `-ftls-model=initial-exec`: every access reads `running`, which only one library of the process defines, so the
+/// loader can place it in the thread's static block.
 const RUNTIME_OPTIONS: &[&str] = &[
     "-std=c++17",
     "-O2",

@@ -110,7 +110,8 @@ fn threadgroups_that_write_one_byte_race() {
 
 #[test]
 fn no_reader_is_forgotten() {
-    // Every thread reads o[0]; thread 0, whose SIMD-group has a barrier, then writes it. The readers of the other one race.
+    // Every thread reads o[0]; thread 0, whose SIMD-group has a barrier, then writes it. The readers of the other one
+    // race.
     let text = "kernel void k(device float *o [[buffer(0)]], uint t [[thread_index_in_threadgroup]]) {
   float x = o[0];
   if (x < 0.0f) o[1] = x;

@@ -180,7 +180,8 @@ kernel void k(device float *o [[buffer(0)]], device const float *bias [[buffer(1
     }
 }
 
-/// All 65536 halves and bfloats to float; and back from floats at, just below and just above every boundary of rounding.
+/// All 65536 halves and bfloats to float; and back from floats at, just below and just above every boundary of
+/// rounding.
 #[test]
 fn half_and_bfloat_convert_as_ieee_says() {
     let text = "kernel void widen(device const half *h [[buffer(0)]], device const bfloat *b [[buffer(1)]], device float *fh [[buffer(2)]], device float *fb [[buffer(3)]], uint t [[thread_position_in_grid]]) {

@@ -9,7 +9,8 @@ use crate::race::Contender;
 /// Bytes of the buffer that is read.
 pub const READ: usize = ROTATION;
 
-/// Asks the system for huge pages, as kvant does for its tensors. Before the memory is written: that is when it gets pages.
+/// Asks the system for huge pages, as kvant does for its tensors. Before the memory is written: that is when it gets
+/// pages.
 pub fn huge_pages<T>(memory: &mut [std::mem::MaybeUninit<T>]) {
     #[cfg(target_os = "linux")]
     {

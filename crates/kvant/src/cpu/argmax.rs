@@ -1,7 +1,7 @@
 //! The index of the largest element of each row: the lowest index among equals, never that of a NaN.
 //!
-//! Threads share the rows, and parts of long rows. Each part yields its largest element; the first part with the largest of
-//! those wins.
+//! Threads share the rows, and parts of long rows. Each part yields its largest element; the first part with the
+//! largest of those wins.
 
 use super::{
     Cpu,

@@ -1,4 +1,5 @@
-//! Copies bytes from one tensor to another. Bound by memory: one thread copies small tensors, all threads share large ones.
+//! Copies bytes from one tensor to another. Bound by memory: one thread copies small tensors, all threads share large
+//! ones.
 
 use super::Cpu;
 use crate::ops::copy::Call;

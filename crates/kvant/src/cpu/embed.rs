@@ -1,4 +1,5 @@
-//! out\[t\] = scale · table\[ids\[t\]\]: a row of the table for each token, widened or dequantised. Threads share the tokens.
+//! out\[t\] = scale · table\[ids\[t\]\]: a row of the table for each token, widened or dequantised. Threads share the
+//! tokens.
 
 use super::{
     Cpu,

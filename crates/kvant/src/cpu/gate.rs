@@ -1,6 +1,7 @@
 //! out = activation(gate) · up, element by element. Threads share the rows, or parts of them.
 //!
-//! All activations are x/(1 + e⁻ᶻ). SiLU: z = x; the clamped one: z = 1.702·x. GELU-tanh: z = 2√(2/π)(x + 0.044715x³), because ½(1 + tanh u) = 1/(1 + e⁻²ᵘ).
+//! All activations are x/(1 + e⁻ᶻ). SiLU: z = x; the clamped one: z = 1.702·x. GELU-tanh: z = 2√(2/π)(x + 0.044715x³),
+//! because ½(1 + tanh u) = 1/(1 + e⁻²ᵘ).
 
 use super::{
     Cpu,
@@ -91,8 +92,8 @@ impl SimdKernel for GatePiece {
                     }
                 };
                 let e = S::exp(S::sub(S::zero(), z));
-                // The exponential ends at 2¹²⁷: where it does, x must not be so large that the quotient shows. Below −10⁴ this
-                // takes away what is beyond, which leaves no number of −∞.
+                // The exponential ends at 2¹²⁷: where it does, x must not be so large that the quotient shows. Below
+                // −10⁴ this takes away what is beyond, which leaves no number of −∞.
                 let x = S::sub(x, S::min(S::add(x, S::splat(1e4)), S::zero()));
                 S::store(g, S::mul(S::div(x, S::add(S::splat(1.0), e)), y));
             }

@@ -1,8 +1,8 @@
 //! The randomised Hadamard rotation: y = H_D·(s ⊙ x)/√D and x = s ⊙ (H_D·y)/√D, for rows of D = 2 … 4096.
 //!
-//! A fast Walsh–Hadamard transform in place: butterflies of distance D/2, …, 2, 1. Distances of a vector or more work on
-//! whole vectors, two distances in one pass over the row; shorter ones work within a vector. Every level does the same
-//! additions in the same order, so all levels give the same bits. Threads share the rows.
+//! A fast Walsh–Hadamard transform in place: butterflies of distance D/2, …, 2, 1. Distances of a vector or more work
+//! on whole vectors, two distances in one pass over the row; shorter ones work within a vector. Every level does the
+//! same additions in the same order, so all levels give the same bits. Threads share the rows.
 
 use super::{
     Cpu, convert, scratch,

@@ -1,8 +1,8 @@
 //! Writes new keys and values to a cache layer: copied or converted to dense codecs, encoded to TurboQuant.
 //!
 //! Sources are `[T, Hk, D]` or `[Hk, T, D]`, the layer `[S, Hk, cap, D]` or `[S, cap, Hk, D]`. Threads share the
-//! tokens. Within a task, consecutive tokens of a sequence form a run. If source and layer have the same order, a run is
-//! contiguous in both and is copied as a whole.
+//! tokens. Within a task, consecutive tokens of a sequence form a run. If source and layer have the same order, a run
+//! is contiguous in both and is copied as a whole.
 
 use super::{
     Cpu, convert,
@@ -115,8 +115,8 @@ impl KvWriteTask<'_> {
             let row = call.order.row(call.first_token + token, head, call.source_tokens, spec.kv_heads);
             side.source.start.wrapping_add(row * spec.head_dim * side.source.dtype.size())
         };
-        // SAFETY: the rows exist in the source and in the layer (validated, or checked by `Tokens::place`), and no other
-        // task writes to those slots.
+        // SAFETY: the rows exist in the source and in the layer (validated, or checked by `Tokens::place`), and no
+        // other task writes to those slots.
         unsafe {
             match (call.order, spec.order, planes.dense()) {
                 (HeadOrder::HeadMajor, HeadOrder::HeadMajor, Some(dtype)) => {

@@ -1,8 +1,8 @@
 //! Per-head RMS norm, rotary embedding and optional Hadamard rotation: `[T, H, D]` to `[T, H, D]` or `[H, T, D]`.
 //!
 //! A head is widened to f32, transformed in scratch memory, and rounded once when it is stored. Cosines and sines are
-//! computed once per token for all heads: position · frequency in f64, in turns; the fraction of a turn is exact enough for
-//! f32. Threads share the tokens.
+//! computed once per token for all heads: position · frequency in f64, in turns; the fraction of a turn is exact enough
+//! for f32. Threads share the tokens.
 
 use std::sync::{Arc, Mutex, PoisonError};
 

@@ -1,7 +1,7 @@
 //! Norm and rotary embedding of Q, K and V, and the write of K and V to the cache, in one pass over the tokens.
 //!
-//! q `[T, H, D]` to q_out; k and v `[T, Hk, D]` to the layer, encoded from f32. Threads share the tokens. A token's keys
-//! and values are processed before its queries, so `q_out` may share memory with any of the inputs.
+//! q `[T, H, D]` to q_out; k and v `[T, Hk, D]` to the layer, encoded from f32. Threads share the tokens. A token's
+//! keys and values are processed before its queries, so `q_out` may share memory with any of the inputs.
 
 use super::{
     Cpu, hadamard,

@@ -105,8 +105,8 @@ unsafe fn add<S: Simd>(row: &mut [f32], added: &[f32]) {
     }
 }
 
-/// 1/√(mean x² + eps) of a row of `dim`, padded with zeros to whole vectors. If f32 cannot represent the result, a power of
-/// two is multiplied into the row instead.
+/// 1/√(mean x² + eps) of a row of `dim`, padded with zeros to whole vectors. If f32 cannot represent the result, a
+/// power of two is multiplied into the row instead.
 #[inline(always)]
 unsafe fn factor<S: Simd>(row: &mut [f32], dim: usize, eps: f32) -> f32 {
     // SAFETY: the caller's promise.

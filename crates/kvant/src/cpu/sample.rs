@@ -1,7 +1,7 @@
 //! Draws one token per row of logits. Threads share the rows.
 //!
-//! The contract describes all entries in descending order. Every cut keeps a prefix of that order, and the draw ends within
-//! it. So a partial selection finds the few largest entries, and more only if those do not suffice.
+//! The contract describes all entries in descending order. Every cut keeps a prefix of that order, and the draw ends
+//! within it. So a partial selection finds the few largest entries, and more only if those do not suffice.
 
 use std::cell::RefCell;
 

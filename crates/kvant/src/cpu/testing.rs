@@ -2,8 +2,8 @@
 
 use crate::{CpuOptions, DType, Device, SimdLevel, Tensor, bf16, f16};
 
-/// A CPU device of each supported instruction set, with one thread and with two; if `KVANT_TEST_SCOPE` is `quick`, only of the
-/// best instruction set.
+/// A CPU device of each supported instruction set, with one thread and with two; if `KVANT_TEST_SCOPE` is `quick`, only
+/// of the best instruction set.
 pub(super) fn devices() -> Vec<Device> {
     let levels: Vec<_> = SimdLevel::ALL.into_iter().filter(|level| level.is_supported()).collect();
     let quick = std::env::var("KVANT_TEST_SCOPE").is_ok_and(|scope| scope == "quick");

@@ -1,8 +1,8 @@
 //! Threads that share the tasks of one operation.
 //!
-//! A decode step is hundreds of operations of a few microseconds each, so the time to distribute work matters. Workers spin
-//! briefly between operations, then sleep. An operation never waits for a worker that is still asleep: it closes its job
-//! when all tasks are claimed, and waits only for the workers that have joined.
+//! A decode step is hundreds of operations of a few microseconds each, so the time to distribute work matters. Workers
+//! spin briefly between operations, then sleep. An operation never waits for a worker that is still asleep: it closes
+//! its job when all tasks are claimed, and waits only for the workers that have joined.
 
 use std::{
     cell::UnsafeCell,

@@ -18,7 +18,8 @@ struct GateParams {
 constexpr uint GELU = 0;
 constexpr uint CLAMPED_SWISH = 2;
 
-// All are x / (1 + e^-z): SiLU with z = x; the clamped one with z = 1.702 x; GELU because (1 + tanh u) / 2 = 1 / (1 + e^-2u).
+// All are x / (1 + e^-z): SiLU with z = x; the clamped one with z = 1.702 x; GELU because (1 + tanh u) / 2 = 1 / (1 +
+// e^-2u).
 inline float activate(float x) {
     if (ACTIVATION == CLAMPED_SWISH) {
         // Not fminf(), which drops a NaN.

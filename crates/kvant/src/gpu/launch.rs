@@ -22,7 +22,8 @@ pub struct Source {
 }
 
 impl Source {
-    /// The headers that the text includes, directly or through another: name and text, each once, in order of inclusion.
+    /// The headers that the text includes, directly or through another: name and text, each once, in order of
+    /// inclusion.
     pub fn included(&self) -> Vec<(&'static str, String)> {
         included(self.text, self.headers, &|header| (header.text)())
     }
@@ -170,8 +171,8 @@ pub struct Launch {
     pub grid: Grid,
     /// Bytes of `[[threadgroup(0)]]` memory, a multiple of 16; 0 when the kernel has none.
     pub threadgroup_bytes: u32,
-    /// Indices of buffers that the kernel may read before the previous launches have ended, unless the last of them writes to
-    /// these buffers. Most kernels read nothing early. Without effect where launches never overlap.
+    /// Indices of buffers that the kernel may read before the previous launches have ended, unless the last of them
+    /// writes to these buffers. Most kernels read nothing early. Without effect where launches never overlap.
     pub ahead: &'static [u32],
     /// What the kernel computes, if it is a plain product of matrices: an executor may leave it to a library.
     pub product: Option<Product>,

@@ -2,8 +2,8 @@
 //!
 //! For each operation `metal/NAME.rs` and `cuda/NAME.rs` turn the validated `Call` into launches: kernel, buffers,
 //! parameters, grid. What both have in common is in `NAME.rs` here: parameters, constants, bindings. An executor runs
-//! launches and knows no operations: the Apple runtime, the CUDA runtime, and in tests a machine that simulates the GPU. All
-//! of them get the same `Launch`.
+//! launches and knows no operations: the Apple runtime, the CUDA runtime, and in tests a machine that simulates the
+//! GPU. All of them get the same `Launch`.
 //!
 //! Not part of the stable interface: it is public for such executors.
 

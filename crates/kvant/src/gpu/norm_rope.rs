@@ -14,7 +14,8 @@ use crate::{
 params! {
     /// Where angles come from.
     pub(crate) struct RopeParams {
-        /// Pair i turns by `coarse[i / 64] · fine[i % 64]` turns a position. Metal, which has no doubles, reads the bits.
+        /// Pair i turns by `coarse[i / 64] · fine[i % 64]` turns a position. Metal, which has no doubles, reads the
+        /// bits.
         pub coarse: [f64; 64],
         pub fine: [f64; 64],
         pub pairs: u32,

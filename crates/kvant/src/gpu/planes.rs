@@ -5,7 +5,8 @@ use crate::{Codec, HeadOrder, KvLayer, Planes, Step, codec::Norm};
 
 params! {
     /// The shape of a layer, and of its page table in a step: u32 `[sequences, page_width]`, where entries from
-    /// `page_entries` on are no pages. Both are 0 for a contiguous layer. The constant PAGE_SHIFT has the size of pages.
+    /// `page_entries` on are no pages. Both are 0 for a contiguous layer. The constant PAGE_SHIFT has the size of
+    /// pages.
     pub(crate) struct LayerParams {
         pub sequences: u32,
         pub kv_heads: u32,

@@ -39,8 +39,8 @@ impl View for GroupBytes {
 }
 
 impl Sequence {
-    /// The sequence as bytes, for [`KvPool::import`]: a safetensors file. It holds neither token ids nor the identity of
-    /// the model; store these separately.
+    /// The sequence as bytes, for [`KvPool::import`]: a safetensors file. It holds neither token ids nor the identity
+    /// of the model; store these separately.
     ///
     /// Commit operations that write to the sequence before this call.
     ///

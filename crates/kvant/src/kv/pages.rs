@@ -1,8 +1,8 @@
 //! The pages of a pool: which are free, and how often each is held. Knows no memory.
 //!
 //! The memory is divided into slabs of equal size. A slab belongs to one layer group at a time and is cut into pages of
-//! that group; when its last page is free, it is anyone's. This is how memory moves between groups whose pages differ in
-//! size.
+//! that group; when its last page is free, it is anyone's. This is how memory moves between groups whose pages differ
+//! in size.
 
 /// A page, as it is written in page tables: its distance from the start of the pool's memory, in
 /// [`PAGE_UNIT`](crate::layer::PAGE_UNIT)s.
@@ -28,8 +28,8 @@ struct GroupSlabs {
     units: u32,
     /// Pages of a slab.
     per_slab: u32,
-    /// Slabs of the group that have free pages. The last one gives the next page: it was full most recently, which leaves
-    /// the others to become empty.
+    /// Slabs of the group that have free pages. The last one gives the next page: it was full most recently, which
+    /// leaves the others to become empty.
     open: Vec<u32>,
     in_use: usize,
 }

@@ -68,8 +68,8 @@ impl PoolSpec {
         PoolSpec { layers, bytes, page_tokens: 64, host_bytes: 0 }
     }
 
-    /// Sets the budget so that so many sequences of up to `longest` tokens fit at once, fed with up to `most_new` tokens
-    /// at a time each. The size of pages and the layers must be set before.
+    /// Sets the budget so that so many sequences of up to `longest` tokens fit at once, fed with up to `most_new`
+    /// tokens at a time each. The size of pages and the layers must be set before.
     ///
     /// # Errors
     /// As [`KvPool::new`].
@@ -136,8 +136,8 @@ pub struct PoolUsage {
 /// Keys and values of many sequences in all layers of a model, in pages.
 ///
 /// A page holds `page_tokens` consecutive positions of all layers that have the same window. A [`Sequence`] takes pages
-/// as it grows, gives back those that its windows have passed, and shares them with its forks. All groups of layers take
-/// pages from one budget of bytes. Cloning a pool is cheap and gives the same pool.
+/// as it grows, gives back those that its windows have passed, and shares them with its forks. All groups of layers
+/// take pages from one budget of bytes. Cloning a pool is cheap and gives the same pool.
 ///
 /// A forward pass calls [`KvPool::step`] for a batch of any mixture of sequences and numbers of tokens, then writes and
 /// attends with this step in every layer.
@@ -286,9 +286,9 @@ impl KvPool {
         Sequence::new(self.clone(), SequencePages::new(self.layout().groups.len()))
     }
 
-    /// Appends tokens to sequences: `batch` has each sequence and the number of its new tokens, which may be 0. Row i of
-    /// the step's lengths and page tables is sequence i of the batch; its tokens get the positions after its last one.
-    /// Put sequences with one new token first: on a GPU they get the kernels of decode, whatever follows.
+    /// Appends tokens to sequences: `batch` has each sequence and the number of its new tokens, which may be 0. Row i
+    /// of the step's lengths and page tables is sequence i of the batch; its tokens get the positions after its last
+    /// one. Put sequences with one new token first: on a GPU they get the kernels of decode, whatever follows.
     ///
     /// The new tokens count from now on: if the pass that should write them fails, remove them with
     /// [`Sequence::truncate`]. A step is valid until one of its sequences changes.
@@ -315,8 +315,8 @@ impl KvPool {
         Ok(step)
     }
 
-    /// A step for a captured [`Graph`](crate::Graph), which [`KvPool::step_into`] rewrites for each replay. Its rows are
-    /// inactive until then.
+    /// A step for a captured [`Graph`](crate::Graph), which [`KvPool::step_into`] rewrites for each replay. Its rows
+    /// are inactive until then.
     ///
     /// # Errors
     /// `Overflow`, `OutOfMemory`.

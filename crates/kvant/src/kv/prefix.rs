@@ -4,8 +4,8 @@
 //! has one; the path from its root has the tokens before. Children are found by a hash of their tokens, and compared
 //! token by token.
 //!
-//! A sequence can continue after a node if every group has the pages that the next token sees: a group without window all
-//! pages of the path, a group with a window the last ones. Those are kept at the end of each prefix that is kept.
+//! A sequence can continue after a node if every group has the pages that the next token sees: a group without window
+//! all pages of the path, a group with a window the last ones. Those are kept at the end of each prefix that is kept.
 
 use std::{
     collections::{HashMap, hash_map::RandomState},
@@ -191,7 +191,8 @@ impl super::pool::PoolState {
         Ok(Some(found))
     }
 
-    /// Copies pages from host memory to the device: (group, place in the sequence, node). Returns whether there was room.
+    /// Copies pages from host memory to the device: (group, place in the sequence, node). Returns whether there was
+    /// room.
     fn restore(&mut self, pool: &KvPool, missing: &[(usize, usize, usize)], groups: &mut [GroupPages]) -> Result<bool> {
         for &(group, place, node) in missing {
             let page = loop {
@@ -413,7 +414,8 @@ impl Prefixes {
     }
 
     /// Takes the pages of the least recently used node off the device, of those that no sequence uses and that have no
-    /// node with pages on the device below them. They go to host memory if there is room. Returns whether there was one.
+    /// node with pages on the device below them. They go to host memory if there is room. Returns whether there was
+    /// one.
     ///
     /// A node gives up the pages of all its groups at once: a window's pages are never taken from under pages that need
     /// them.

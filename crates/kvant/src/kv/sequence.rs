@@ -16,8 +16,8 @@ use crate::{Error, Result, ops::check, step::Stamp};
 
 /// The tokens of one conversation in a [`KvPool`]: its length, and the pages that hold its keys and values.
 ///
-/// Dropping a sequence gives its pages back. Work that was committed before may still read them: on every device, passes
-/// run in order.
+/// Dropping a sequence gives its pages back. Work that was committed before may still read them: on every device,
+/// passes run in order.
 pub struct Sequence {
     pool: KvPool,
     pub(super) pages: SequencePages,

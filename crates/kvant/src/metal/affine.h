@@ -1,13 +1,13 @@
 // MLX's affine quantisation: w = scale * code + bias, one scale and bias per group of 32, 64 or 128 inputs.
 //
-// The codes of a row are one little-endian bit stream of 4, 6 or 8 bits each. They are taken 16 at a time: 2, 3 or 4 words,
-// all of one group.
+// The codes of a row are one little-endian bit stream of 4, 6 or 8 bits each. They are taken 16 at a time: 2, 3 or 4
+// words, all of one group.
 #ifndef KVANT_AFFINE_H
 #define KVANT_AFFINE_H
 #include "elements.h"
 
-// Codes 16 c .. 16 c + 15 of the row whose first word is `row`. `aligned`, a function constant, says that rows begin at multiples
-// of 16 bytes.
+// Codes 16 c .. 16 c + 15 of the row whose first word is `row`. `aligned`, a function constant, says that rows begin at
+// multiples of 16 bytes.
 inline void load_codes(device const uint *row, uint c, uint bits, bool aligned, thread float4 *q) {
     if (bits == 4) {
         device const uint *at = row + c * 2;

@@ -1,8 +1,8 @@
 // argmax: the index of the largest element of each row, the lowest among equals; NaN never: a row of nothing else gives
 // 0xFFFFFFFF.
 //
-// x is [rows, dim], f32, f16 or bf16; out is [rows]. One threadgroup per row; each thread keeps the best of every so many
-// elements.
+// x is [rows, dim], f32, f16 or bf16; out is [rows]. One threadgroup per row; each thread keeps the best of every so
+// many elements.
 #include "vectors.h"
 #include "ordered.h"
 #include "reduce.h"

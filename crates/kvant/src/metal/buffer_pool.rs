@@ -1,6 +1,7 @@
 //! Released memory, and when it may be used again.
 //!
-//! Plain bookkeeping without a GPU: the memory can be of any type, and passes are numbers. So it is tested on every system.
+//! Plain bookkeeping without a GPU: the memory can be of any type, and passes are numbers. So it is tested on every
+//! system.
 
 use std::collections::{BTreeMap, VecDeque};
 

@@ -1,7 +1,7 @@
 // gate: out = activation(gate) * up, element by element; f32, f16 or bf16 in and out.
 //
-// out is [rows, dim]; gate and up are columns of tensors with rows of gate_width and up_width elements, from gate_start and
-// up_start on. One thread per four elements of a row: x counts those, y the rows. `out` may be the gate's tensor.
+// out is [rows, dim]; gate and up are columns of tensors with rows of gate_width and up_width elements, from gate_start
+// and up_start on. One thread per four elements of a row: x counts those, y the rows. `out` may be the gate's tensor.
 #include "vectors.h"
 
 struct GateParams {
@@ -23,7 +23,8 @@ constant bool ALIGNED [[function_constant(4)]];
 constant constexpr uint GELU = 0;
 constant constexpr uint CLAMPED_SWISH = 2;
 
-// All are x / (1 + e^-z): SiLU with z = x; the clamped one with z = 1.702 x; GELU because (1 + tanh u) / 2 = 1 / (1 + e^-2u).
+// All are x / (1 + e^-z): SiLU with z = x; the clamped one with z = 1.702 x; GELU because (1 + tanh u) / 2 = 1 / (1 +
+// e^-2u).
 inline float activate(float x) {
     if (ACTIVATION == CLAMPED_SWISH) {
         // Not min(), which may drop a NaN.

@@ -63,8 +63,8 @@ impl<W: CommittedWork> InFlight<W> {
         self.faults.retain(|(faulty, _)| *faulty != pass);
     }
 
-    /// The first unreported fault. Drops the others: one failure may fail every pass after it, and passes committed after
-    /// this report are independent of them.
+    /// The first unreported fault. Drops the others: one failure may fail every pass after it, and passes committed
+    /// after this report are independent of them.
     pub(super) fn take_fault(&mut self) -> Option<Error> {
         std::mem::take(&mut self.faults).into_iter().next().map(|(_, error)| error)
     }

@@ -1,12 +1,13 @@
 // linear: out[r] = alpha * W x[r / rows_per_input], f32, f16 or bf16 in and out.
 //
-// x has rows of `inputs`; W is [outputs, inputs], f32, f16 or bf16, or MLX's affine codes [outputs, inputs * bits / 32] with scales
-// and biases [outputs, inputs / group]; out is [rows, outputs]. With EXPERTS there are several such matrices, one behind the
-// other, and ids[r] is the one of row r: zeros where there is no such matrix.
+// x has rows of `inputs`; W is [outputs, inputs], f32, f16 or bf16, or MLX's affine codes [outputs, inputs * bits / 32]
+// with scales and biases [outputs, inputs / group]; out is [rows, outputs]. With EXPERTS there are several such
+// matrices, one behind the other, and ids[r] is the one of row r: zeros where there is no such matrix.
 //
-// Two kernels. linear_few, for the rows of a decode step, is bound by the reading of W: a SIMD-group takes ROWS outputs of
-// TOKENS rows, its lanes neighbouring inputs, so that W is read in long pieces and what is read of x serves ROWS outputs.
-// linear_tiles, for more rows, multiplies tiles of x and W, widened to float in threadgroup memory, by simdgroup matrices.
+// Two kernels. linear_few, for the rows of a decode step, is bound by the reading of W: a SIMD-group takes ROWS outputs
+// of TOKENS rows, its lanes neighbouring inputs, so that W is read in long pieces and what is read of x serves ROWS
+// outputs. linear_tiles, for more rows, multiplies tiles of x and W, widened to float in threadgroup memory, by
+// simdgroup matrices.
 #include "vectors.h"
 #include "affine.h"
 #include <metal_simdgroup_matrix>
@@ -137,8 +138,8 @@ kernel void linear_few(device const uchar *x [[buffer(0)]],
     }
 }
 
-// A tile of linear_tiles: rows, outputs and inputs; metal/linear.rs has the first two. Tiles are kept as float4, with one more
-// at the end of each row, so that the rows begin in different banks.
+// A tile of linear_tiles: rows, outputs and inputs; metal/linear.rs has the first two. Tiles are kept as float4, with
+// one more at the end of each row, so that the rows begin in different banks.
 constant constexpr uint TILE_M = 32;
 constant constexpr uint TILE_N = 64;
 constant constexpr uint TILE_K = 32;

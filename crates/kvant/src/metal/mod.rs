@@ -1,8 +1,8 @@
 //! The Metal backend: the kernels, and the Apple runtime that runs them.
 //!
 //! `NAME.metal` holds the kernels of an operation, `NAME.rs` builds their launches; an operation of several files is a
-//! folder. `runtime/` drives an Apple GPU. Everything except the runtime is compiled on every system, so that tests can run
-//! the launches elsewhere.
+//! folder. `runtime/` drives an Apple GPU. Everything except the runtime is compiled on every system, so that tests can
+//! run the launches elsewhere.
 
 mod add_bias;
 mod affine;

@@ -1,8 +1,9 @@
-// moe_route: the top_k largest logits of each token in falling order, the lower expert first among equals, NaN last; the softmax
-// over just those, times a factor per expert. moe_combine: out[t] = sum over j of weights[t, j] * x[t * top_k + j].
+// moe_route: the top_k largest logits of each token in falling order, the lower expert first among equals, NaN last;
+// the softmax over just those, times a factor per expert. moe_combine: out[t] = sum over j of weights[t, j] * x[t *
+// top_k + j].
 //
-// logits is [tokens, experts], x is [tokens * top_k, dim], out is [tokens, dim], each f32, f16 or bf16; expert_scale is [experts],
-// ids and weights are [tokens, top_k].
+// logits is [tokens, experts], x is [tokens * top_k, dim], out is [tokens, dim], each f32, f16 or bf16; expert_scale is
+// [experts], ids and weights are [tokens, top_k].
 #include "vectors.h"
 #include "ordered.h"
 

@@ -1,10 +1,10 @@
-// norm_rope_write: norm and rotary embedding of queries, keys and values, [T, H, D] and twice [T, Hk, D], in one launch;
-// the queries go to q_out, optionally rotated, the keys and values into the slots of a cache layer.
+// norm_rope_write: norm and rotary embedding of queries, keys and values, [T, H, D] and twice [T, Hk, D], in one
+// launch; the queries go to q_out, optionally rotated, the keys and values into the slots of a cache layer.
 //
 // A threadgroup takes one head of one token, group.y: with group.x below H a query, then Hk keys, then Hk values. All
-// of a head is read before anything is written, so that `q_out` may be `q`. Keys and values of tokens that the layer does
-// not hold when the step is written are skipped, as are tokens whose sequence or position is out of range, or that have no
-// page.
+// of a head is read before anything is written, so that `q_out` may be `q`. Keys and values of tokens that the layer
+// does not hold when the step is written are skipped, as are tokens whose sequence or position is out of range, or that
+// have no page.
 #include "norm_rope.h"
 #include "slots.h"
 #include "turboquant.h"

@@ -1,11 +1,11 @@
 // rms_norm: out = scale * (x * weight / sqrt(mean x^2 + eps)) of each row, f32, f16 or bf16 in and out.
 //
-// x, residual, sum and out are [rows, dim]; weight is [dim]. AFTER adds the residual to the normed row, before the scale;
-// BEFORE adds it to x first, and writes the sum. A row belongs to one SIMD-group of several in a threadgroup, or, when it is
-// long, to a whole threadgroup (WHOLE). It is read twice: for its mean square, then, mostly from a cache, for the result.
-// Every element is read and written by one thread, nothing is written in the first pass, and in the second an element
-// is read before it is written: so `out` and `sum` may be `x` or the residual. Rows whose squares leave the range of f32 are
-// read once more, scaled by a power of two.
+// x, residual, sum and out are [rows, dim]; weight is [dim]. AFTER adds the residual to the normed row, before the
+// scale; BEFORE adds it to x first, and writes the sum. A row belongs to one SIMD-group of several in a threadgroup,
+// or, when it is long, to a whole threadgroup (WHOLE). It is read twice: for its mean square, then, mostly from a
+// cache, for the result. Every element is read and written by one thread, nothing is written in the first pass, and in
+// the second an element is read before it is written: so `out` and `sum` may be `x` or the residual. Rows whose squares
+// leave the range of f32 are read once more, scaled by a power of two.
 #include "vectors.h"
 #include "reduce.h"
 
@@ -57,8 +57,8 @@ inline float squares_of(Row row, float unit, threadgroup float *shared, Place pl
     return reduce<Sum>(squares, shared, place);
 }
 
-// What the row's elements are multiplied with, in two steps, since squares and factors may be beyond float where the result is
-// not.
+// What the row's elements are multiplied with, in two steps, since squares and factors may be beyond float where the
+// result is not.
 inline float2 factors_of(Row row, float eps, threadgroup float *shared, Place place) {
     const float squares = squares_of(row, 1, shared, place);
     if (is_finite(squares) && (squares >= 1e-24f || eps >= 1e-24f)) {

@@ -1,7 +1,7 @@
 // The randomised Hadamard rotation of rows in threadgroup memory: y = H·(s ⊙ x)/√D, and back x = s ⊙ (H·y)/√D.
 //
-// H is Sylvester's matrix, s the fixed signs of codec/signs.rs. The fast transform: butterflies of distance 1, 2, …, D/2.
-// A thread takes four elements and does two distances with them, so that there is one barrier for every two.
+// H is Sylvester's matrix, s the fixed signs of codec/signs.rs. The fast transform: butterflies of distance 1, 2, …,
+// D/2. A thread takes four elements and does two distances with them, so that there is one barrier for every two.
 #ifndef KVANT_ROTATE_H
 #define KVANT_ROTATE_H
 #include <metal_stdlib>

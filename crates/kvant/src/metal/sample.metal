@@ -1,13 +1,14 @@
-// sample: draws one token per row of logits, as ops/sample.rs says: softmax at a temperature, cut down by top_k, top_p and min_p.
+// sample: draws one token per row of logits, as ops/sample.rs says: softmax at a temperature, cut down by top_k, top_p
+// and min_p.
 //
 // logits is [rows, vocab], f32, f16 or bf16; counter and out are [rows]. One threadgroup per row.
 //
-// Nothing is sorted. Every entry has a rank: the ordered bits of its logit, then its index, so that larger ranks come first.
-// Every question is the same one: which entry, in falling order of rank, is the first at which a running sum of
-// weights reaches a goal? top_k sums ones, top_p and the draw sum probabilities. The answer is found digit by digit of its rank:
-// all entries that share the digits known so far add their weight to a histogram of the next digit, and the bin in
-// which the goal falls is that digit. Probabilities are integers, in units of 2^-UNIT_BITS: their sums are exact, whatever the order of the
-// additions, and a row's token does not depend on how its threads are scheduled.
+// Nothing is sorted. Every entry has a rank: the ordered bits of its logit, then its index, so that larger ranks come
+// first. Every question is the same one: which entry, in falling order of rank, is the first at which a running sum of
+// weights reaches a goal? top_k sums ones, top_p and the draw sum probabilities. The answer is found digit by digit of
+// its rank: all entries that share the digits known so far add their weight to a histogram of the next digit, and the
+// bin in which the goal falls is that digit. Probabilities are integers, in units of 2^-UNIT_BITS: their sums are
+// exact, whatever the order of the additions, and a row's token does not depend on how its threads are scheduled.
 #include "vectors.h"
 #include "ordered.h"
 #include "reduce.h"
@@ -94,8 +95,8 @@ inline void add(threadgroup Histogram<COPIES> &histogram, uint bin, uint lane, u
     }
 }
 
-// The rank of the entry, in falling order, at which the running sum reaches the goal, of the entries with ranks from `cut` on.
-// The histogram is empty before and after. All threads of the threadgroup call it.
+// The rank of the entry, in falling order, at which the running sum reaches the goal, of the entries with ranks from
+// `cut` on. The histogram is empty before and after. All threads of the threadgroup call it.
 template <uint COPIES>
 inline ulong search(Row row, ulong cut, Goal goal, ulong value, float min_p, threadgroup Histogram<COPIES> &histogram,
                     uint thread_index, uint threads, uint lane) {

@@ -32,8 +32,9 @@ pub const HEAD_DIMS: [usize; 8] = [64, 80, 96, 112, 128, 192, 256, 512];
 /// On a ring, the position of a slot is the largest position below lens\[s\] that maps to the slot. Slots that are
 /// not seen have no effect, whatever they hold.
 ///
-/// A token that sees nothing, or whose row is [`Step::INACTIVE`], gets zeros. A score of −∞ has weight zero if another score is larger (on the CPU 2⁻¹²⁶,
-/// like every score that is far below the largest). If all scores are −∞ and there is no sink, the result is NaN.
+/// A token that sees nothing, or whose row is [`Step::INACTIVE`], gets zeros. A score of −∞ has weight zero if another
+/// score is larger (on the CPU 2⁻¹²⁶, like every score that is far below the largest). If all scores are −∞ and there
+/// is no sink, the result is NaN.
 ///
 /// # Heads
 ///
@@ -89,8 +90,8 @@ setters! { Attend<'a> {
 
 /// The queries of an attention: as they are, or with the Hadamard rotation that quantised keys have.
 ///
-/// [`norm_rope_write`](super::norm_rope_write()) and [`norm_rope`](super::norm_rope()) return the one that they wrote. A
-/// tensor converts to raw queries, which attention over quantised keys rotates itself.
+/// [`norm_rope_write`](super::norm_rope_write()) and [`norm_rope`](super::norm_rope()) return the one that they wrote.
+/// A tensor converts to raw queries, which attention over quantised keys rotates itself.
 #[derive(Clone, Copy, Debug)]
 pub enum Query<'a> {
     /// Not rotated.

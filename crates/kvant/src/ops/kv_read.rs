@@ -22,8 +22,8 @@ pub struct KvRead<'a> {
     /// The step whose page table has the sequence's pages, for a layer of a [`KvPool`](crate::KvPool). `None` for other
     /// layers.
     pub step: Option<&'a Step>,
-    /// The first position. On a ring, the caller must know which positions are held: the slots of other positions contain later positions, or positions
-    /// that were truncated. Positions without a page are read as zeros.
+    /// The first position. On a ring, the caller must know which positions are held: the slots of other positions
+    /// contain later positions, or positions that were truncated. Positions without a page are read as zeros.
     pub start: usize,
     /// Whether to leave TurboQuant vectors rotated. No effect on dense vectors.
     pub keep_rotated: bool,

@@ -50,9 +50,9 @@
 //! tensors, in arguments such as `eps`, and in intermediate results.
 //!
 //! The conformance tests compare every device with the f64 reference. Let u be the unit roundoff of the output (2⁻²⁴,
-//! 2⁻¹¹ or 2⁻⁸ for f32, f16 or bf16) and a = 16·2⁻²⁴. The normalised squared error Σ(x−y)²/Σy², without the worst element,
-//! must be at most u² + (g·a + r)². The last column has the gain g of an operation (1 if not given), the rounding r of a
-//! case (0 if not given), and measured errors. For attention, g = max(1, |scale|·√D).
+//! 2⁻¹¹ or 2⁻⁸ for f32, f16 or bf16) and a = 16·2⁻²⁴. The normalised squared error Σ(x−y)²/Σy², without the worst
+//! element, must be at most u² + (g·a + r)². The last column has the gain g of an operation (1 if not given), the
+//! rounding r of a case (0 if not given), and measured errors. For attention, g = max(1, |scale|·√D).
 //!
 //! | operation | case | sums in | rounding besides the final one | error |
 //! |---|---|---|---|---|

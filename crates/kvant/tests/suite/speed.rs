@@ -1,6 +1,6 @@
 //! How fast the operations are on a GPU, as a table: `KVANT_TEST_DEVICE=cuda cargo test --release -p kvant --test suite
-//! -- speed:: --ignored --nocapture --test-threads 1`; KVANT_SPEED is a part of the names of the lines that are wanted. Nothing is
-//! judged. What PyTorch and FlashInfer take for the same attention is for tools/h200/peers.py to say.
+//! -- speed:: --ignored --nocapture --test-threads 1`; KVANT_SPEED is a part of the names of the lines that are wanted.
+//! Nothing is judged. What PyTorch and FlashInfer take for the same attention is for tools/h200/peers.py to say.
 //!
 //! Every figure is of replays of a graph that holds the operation many times over buffers that together exceed the
 //! caches. GB/s counts each input read once and each output written once.
@@ -173,9 +173,10 @@ fn attend(device: &Device) -> Result<()> {
     Ok(())
 }
 
-/// Decode attention between what a layer does before and after it: launches may begin before those in front of them have ended.
-/// One decode step over a contiguous layer, then over pages of 32, 64 and 128 positions, in turns: the times of the first in
-/// µs, and what the others take of it. The dtype of queries and output is the one with the fast kernels.
+/// Decode attention between what a layer does before and after it: launches may begin before those in front of them
+/// have ended. One decode step over a contiguous layer, then over pages of 32, 64 and 128 positions, in turns: the
+/// times of the first in µs, and what the others take of it. The dtype of queries and output is the one with the fast
+/// kernels.
 fn over_pages(device: &Device) -> Result<()> {
     const SIZES: [usize; 3] = [32, 64, 128];
     let dtype = if device.kind() == DeviceKind::Cpu { DType::F32 } else { DType::BF16 };

@@ -1,5 +1,5 @@
-// Atomics. All fibers share one OS thread, so a plain read-modify-write is atomic. The checker is told of each one: atomics do
-// not race with each other, but an atomic and a plain access of the same bytes do.
+// Atomics. All fibers share one OS thread, so a plain read-modify-write is atomic. The checker is told of each one:
+// atomics do not race with each other, but an atomic and a plain access of the same bytes do.
 #pragma once
 #pragma clang system_header
 #include "math.h"

@@ -1,4 +1,5 @@
-// How an entry point calls its kernel: the front end lists the attributes of the parameters, the compiler knows their types.
+// How an entry point calls its kernel: the front end lists the attributes of the parameters, the compiler knows their
+// types.
 #pragma once
 #pragma clang system_header
 #include "sync.h"
@@ -67,8 +68,9 @@ template <class... A, class... B> inline void __call(void (*kernel_function)(A..
   static const char __msl_key_##name = 0;                                                                       \
   threadgroup T &name = *(threadgroup T *)(uintptr_t)__msl_threadgroup_variable(&__msl_key_##name, sizeof(T), #name)
 
-// Function constants live in thread-local storage, set before each dispatch: one compiled library serves every specialisation,
-// and two dispatches with different values may run at once. Nothing may write them; the typed pass sees to that.
+// Function constants live in thread-local storage, set before each dispatch: one compiled library serves every
+// specialisation, and two dispatches with different values may run at once. Nothing may write them; the typed pass sees
+// to that.
 #define is_function_constant_defined(name) (__msl_defined_##name)
 #ifdef MSL_TYPED
 // Without a value: the typed pass must not fold one.

@@ -1,5 +1,6 @@
-// Math, integer, relational and geometric functions. One overload per type, so that calls with mixed types are ambiguous here
-// as they are in MSL. half and bfloat functions compute in float and round once. fast:: and precise:: are the same functions.
+// Math, integer, relational and geometric functions. One overload per type, so that calls with mixed types are
+// ambiguous here as they are in MSL. half and bfloat functions compute in float and round once. fast:: and precise::
+// are the same functions.
 #pragma once
 #pragma clang system_header
 #include "types.h"

@@ -1,5 +1,5 @@
-// simdgroup_matrix: 8x8, two neighbouring elements of a row per lane. Lane l holds row ((l / 4) & 4) + (l / 2) % 4 and the two
-// columns from ((l / 4) & 2) * 2 + (l % 2) * 2, the map that kernels using thread_elements() rely on.
+// simdgroup_matrix: 8x8, two neighbouring elements of a row per lane. Lane l holds row ((l / 4) & 4) + (l / 2) % 4 and
+// the two columns from ((l / 4) & 2) * 2 + (l % 2) * 2, the map that kernels using thread_elements() rely on.
 #pragma once
 #pragma clang system_header
 #include "sync.h"
@@ -30,7 +30,8 @@ template <class T, int Cols, int Rows = Cols> inline simdgroup_matrix<T, Cols, R
   return m;
 }
 
-// Element (row, column) of the matrix lies at [row + origin.y][column + origin.x], or the other way round if transposed.
+// Element (row, column) of the matrix lies at [row + origin.y][column + origin.x], or the other way round if
+// transposed.
 template <class P> inline auto __matrix_at(P p, ulong stride, ulong2 origin, bool transpose, unsigned row, unsigned column) {
   return transpose ? p + (column + origin.x) * stride + (row + origin.y) : p + (row + origin.y) * stride + (column + origin.x);
 }
@@ -49,7 +50,8 @@ MSL_INLINE void simdgroup_store(simdgroup_matrix<T, 8, 8> m, P target, ulong ele
   for (unsigned k = 0; k < 2; k++) *__matrix_at(target, elements_per_row, origin, transpose, row, column + k) = m.elements[k];
 }
 
-// d = a * b + c. Products and sums in float whatever the types, in order of the inner index, and one rounding at the end.
+// d = a * b + c. Products and sums in float whatever the types, in order of the inner index, and one rounding at the
+// end.
 template <class D, class A, class B, class C>
 MSL_INLINE void simdgroup_multiply_accumulate(thread simdgroup_matrix<D, 8, 8> &d, simdgroup_matrix<A, 8, 8> a, simdgroup_matrix<B, 8, 8> b, simdgroup_matrix<C, 8, 8> c, MSL_SITE) {
   float mine[4] = {(float)a.elements[0], (float)a.elements[1], (float)b.elements[0], (float)b.elements[1]};

@@ -1,5 +1,5 @@
-// Barriers, SIMD-group and quad functions. Each is a rendezvous of the runtime: the lanes deposit a value, the last to arrive
-// combines them, and every lane reads its result from the common slots.
+// Barriers, SIMD-group and quad functions. Each is a rendezvous of the runtime: the lanes deposit a value, the last to
+// arrive combines them, and every lane reads its result from the common slots.
 #pragma once
 #pragma clang system_header
 #include "math.h"

@@ -186,7 +186,8 @@ template <class T> struct __space<T __attribute__((address_space(2)))> { static 
 template <class T> struct __space<T __attribute__((address_space(3)))> { static constexpr int value = 3; };
 template <class T> struct __pointee { static constexpr bool pointer = false; };
 template <class T> struct __pointee<T *> { static constexpr bool pointer = true; using type = T; };
-// (device float4 *)p is rewritten to __pointer_cast<device float4 *>(p): clang's own cast would change the space in silence.
+// (device float4 *)p is rewritten to __pointer_cast<device float4 *>(p): clang's own cast would change the space in
+// silence.
 template <class P, class A> inline P __pointer_cast(A a) {
   if constexpr (__pointee<A>::pointer)
     static_assert(__space<typename __pointee<P>::type>::value == __space<typename __pointee<A>::type>::value,

@@ -364,8 +364,8 @@ impl<'a> KvSource<'a> {
         KvSource { k: self.k.shifted(bytes), v: self.v.shifted(bytes), ..*self }
     }
 
-    /// The runs of `positions`, in order: those until a ring wraps, or those of a page. Positions without a page are left
-    /// out.
+    /// The runs of `positions`, in order: those until a ring wraps, or those of a page. Positions without a page are
+    /// left out.
     pub fn runs(&self, positions: Range<usize>) -> impl Iterator<Item = KvRun> + use<'a> {
         let (KvSource { capacity, pages, .. }, mut next) = (*self, positions.start);
         std::iter::from_fn(move || {

@@ -4,9 +4,9 @@
 //! once per task, keys are widened 12 at a time. The softmax processes a vector of rows at once. Values are widened 64
 //! coordinates at a time and multiplied by the weights in place.
 //!
-//! At the diagonal and at a window's edge some rows do not see some keys. Their scores are masked before the softmax, and
-//! products of whole vectors or rows that see nothing are skipped. A weight of zero does not hide a value that is not
-//! finite, so a tile with such a value at an edge is processed token by token ([`QueryLanes::absorb`] reports it).
+//! At the diagonal and at a window's edge some rows do not see some keys. Their scores are masked before the softmax,
+//! and products of whole vectors or rows that see nothing are skipped. A weight of zero does not hide a value that is
+//! not finite, so a tile with such a value at an edge is processed token by token ([`QueryLanes::absorb`] reports it).
 
 use std::ops::Range;
 
@@ -169,8 +169,8 @@ impl QueryLanes {
         }
     }
 
-    /// Adds the keys and values of a tile to the states. Returns false, and does nothing, if some rows do not see all of
-    /// the values and one of those values is not finite.
+    /// Adds the keys and values of a tile to the states. Returns false, and does nothing, if some rows do not see all
+    /// of the values and one of those values is not finite.
     ///
     /// # Safety
     /// The level's instructions are enabled; the source has the keys, and no side of it is in fixed point.

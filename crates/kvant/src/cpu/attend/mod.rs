@@ -3,21 +3,21 @@
 //! A task is a (block of query tokens, KV head, split of the context). Consecutive tokens of a sequence form a block;
 //! its G · tokens query rows read each key and value once. [`route`] selects the kernel:
 //!
-//! - [`few_rows`]: keys that all rows see are processed in tiles of 64. Keys that only some rows see, at the diagonal and
-//!   at a window's edge, are processed token by token.
+//! - [`few_rows`]: keys that all rows see are processed in tiles of 64. Keys that only some rows see, at the diagonal
+//!   and at a window's edge, are processed token by token.
 //! - [`fixed_point`]: the same, with quantised keys or values as 16-bit integers.
 //! - [`many_rows`]: all keys are processed in tiles, with a mask.
 //!
-//! Keys that no row of the block sees are not read. With one split a task writes its rows of `out`. With more, it leaves
-//! partial states, which are merged in order when all tasks are done ([`state`]).
+//! Keys that no row of the block sees are not read. With one split a task writes its rows of `out`. With more, it
+//! leaves partial states, which are merged in order when all tasks are done ([`state`]).
 //!
 //! Over quantised keys the queries are rotated once per task; over quantised values the sums stay rotated until the end
 //! of the task. Codecs that pack two coordinates into a byte are read as even and odd coordinates, so queries and sums
 //! have that order meanwhile. Fixed point has other orders.
 //!
-//! A result does not depend on timing. It may depend on the number of threads, which determines the splits, as far as the
-//! order of f32 sums matters: splits end where tiles do, so rounding relative to a tile is the same. The tiles of a prompt
-//! begin at other positions than in decode: there the same token agrees within the error that
+//! A result does not depend on timing. It may depend on the number of threads, which determines the splits, as far as
+//! the order of f32 sums matters: splits end where tiles do, so rounding relative to a tile is the same. The tiles of a
+//! prompt begin at other positions than in decode: there the same token agrees within the error that
 //! [`Attend`](crate::ops::Attend) states.
 
 use std::cell::RefCell;

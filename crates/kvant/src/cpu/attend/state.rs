@@ -5,8 +5,8 @@ use crate::cpu::simd::Simd;
 /// A partial softmax of one query: with s the scores in units of log 2 and v the values of some keys,
 /// m = max(s, `f32::MIN`), l = Σ 2^(s − m) and o = Σ 2^(s − m)·v. Without keys: m = −∞, l = 0, o = 0.
 ///
-/// Scores of −∞ weigh at most 2⁻¹²⁶ next to finite ones. If all scores are −∞, l is close to 0, where finite scores give at
-/// least 1, and m is finite, which distinguishes that from a state without keys.
+/// Scores of −∞ weigh at most 2⁻¹²⁶ next to finite ones. If all scores are −∞, l is close to 0, where finite scores
+/// give at least 1, and m is finite, which distinguishes that from a state without keys.
 pub(super) struct SoftmaxState<'a> {
     pub o: &'a mut [f32],
     pub m: &'a mut f32,

@@ -462,8 +462,8 @@ fn equal_values_come_out_as_they_are() {
 
 #[test]
 fn extreme_queries_and_values() {
-    // What is finite in f32 is so in fixed point: the sum of a query's magnitudes is not, and neither is the inverse of a
-    // small weight. Norms of keys undo the size of queries.
+    // What is finite in f32 is so in fixed point: the sum of a query's magnitudes is not, and neither is the inverse of
+    // a small weight. Norms of keys undo the size of queries.
     let devices = devices();
     for codec in QUANTISED {
         for (q, value) in [(1.0, 1.0), (2e36, 1.0), (3e-36, 1.0), (1.0, 1e-36), (1.0, 2.4e-31), (1.0, 1e30), (0.0, 1.0)]

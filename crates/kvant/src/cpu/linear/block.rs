@@ -1,9 +1,9 @@
 //! The order in which the rows of a matrix are read, and the outputs that are computed together.
 //!
-//! The hardware prefetches along streams of addresses; several short streams side by side are its worst case. So if rows
-//! are long, the outputs of a task form four streams of consecutive rows, a quarter of the task apart, and rows of all
-//! four are multiplied together. Short rows are processed one after the other. Lines are also prefetched in software,
-//! because the hardware stops at the end of a page.
+//! The hardware prefetches along streams of addresses; several short streams side by side are its worst case. So if
+//! rows are long, the outputs of a task form four streams of consecutive rows, a quarter of the task apart, and rows of
+//! all four are multiplied together. Short rows are processed one after the other. Lines are also prefetched in
+//! software, because the hardware stops at the end of a page.
 
 use std::ops::Range;
 
@@ -58,8 +58,8 @@ impl<'a> OutputBlock<'a> {
         (0..count.div_ceil(len)).map(move |run| (first + run * apart, run * len..(run + 1) * len))
     }
 
-    /// The next outputs of the block to compute together, after the first `n`, and the number computed then. Some may be
-    /// computed twice.
+    /// The next outputs of the block to compute together, after the first `n`, and the number computed then. Some may
+    /// be computed twice.
     #[inline(always)]
     pub fn next<const R: usize>(&self, n: usize) -> (Together, usize) {
         let OutputBlock { first, count, apart, .. } = *self;
@@ -100,8 +100,8 @@ pub(super) struct WeightPrefetch {
 }
 
 impl WeightPrefetch {
-    /// The address to prefetch while the `index`th `bytes` bytes of each row are read: of the first row, and the distance
-    /// to that of the next row.
+    /// The address to prefetch while the `index`th `bytes` bytes of each row are read: of the first row, and the
+    /// distance to that of the next row.
     #[inline(always)]
     #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "only `integers` calls it"))]
     pub fn at<const R: usize>(&self, index: usize, bytes: usize) -> (*const u8, usize) {
@@ -135,8 +135,8 @@ impl WeightPrefetch {
     }
 }
 
-/// Affine rows of a matrix at equal distances: the first one's codes, scales and biases, how many bytes of codes and how many
-/// scales (and biases) further each of the others has its own, and what to prefetch meanwhile.
+/// Affine rows of a matrix at equal distances: the first one's codes, scales and biases, how many bytes of codes and
+/// how many scales (and biases) further each of the others has its own, and what to prefetch meanwhile.
 #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "only `integers` reads them"))]
 pub(super) struct AffineRows {
     pub codes: *const u8,

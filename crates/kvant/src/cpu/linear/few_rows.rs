@@ -1,9 +1,9 @@
 //! A few rows of activations times a matrix: decode and verification.
 //!
-//! out\[t\]\[n\] = alpha · Σₖ x\[t\]\[k\] · w\[n\]\[k\] for the outputs n of one task. Bound by reading the weights: each is
-//! read from memory once for all rows, and its codes are unpacked in registers. The product with an affine row is
-//! Σ over groups of (scale · Σ q·x + bias · Σ x). The sums of x per group are part of the prepared activations, one per
-//! lane, so everything is added lane by lane, and across lanes once at the end. `block` has the order of reading.
+//! out\[t\]\[n\] = alpha · Σₖ x\[t\]\[k\] · w\[n\]\[k\] for the outputs n of one task. Bound by reading the weights:
+//! each is read from memory once for all rows, and its codes are unpacked in registers. The product with an affine row
+//! is Σ over groups of (scale · Σ q·x + bias · Σ x). The sums of x per group are part of the prepared activations, one
+//! per lane, so everything is added lane by lane, and across lanes once at the end. `block` has the order of reading.
 
 use std::ops::Range;
 
@@ -409,8 +409,8 @@ impl<const BITS: usize> WeightRows for AffineWeights<BITS> {
     ) -> [[f32; T]; R] {
         // SAFETY: the caller's promise.
         unsafe {
-            // Where it counts most, the number of units in a group is a constant: the loop over them unrolls. So is, for
-            // short rows, the distance of prefetching.
+            // Where it counts most, the number of units in a group is a constant: the loop over them unrolls. So is,
+            // for short rows, the distance of prefetching.
             match (self.affine.group, block.streams()) {
                 (32, false) if T == 1 => self.dots_by::<S, R, T, false>(block, rows, x, 1),
                 (64, false) if T == 1 => self.dots_by::<S, R, T, false>(block, rows, x, 2),

@@ -1,4 +1,5 @@
-//! Replaces `integers` on processors other than x86-64, where [`select`](super::route::select) never chooses its kernels.
+//! Replaces `integers` on processors other than x86-64, where [`select`](super::route::select) never chooses its
+//! kernels.
 
 #[derive(Clone, Copy)]
 pub struct IntegerLayout;

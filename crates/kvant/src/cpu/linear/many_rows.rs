@@ -1,8 +1,8 @@
 //! Many rows of activations times a matrix: prefill.
 //!
 //! A task computes some outputs of one matrix. It widens their weights to f32 in scratch memory, once for all rows, and
-//! multiplies with the `gemm-f32` crate, which packs and blocks for the caches. [`ManyRowsByWords`] unpacks affine weights to
-//! 16-bit integers instead.
+//! multiplies with the `gemm-f32` crate, which packs and blocks for the caches. [`ManyRowsByWords`] unpacks affine
+//! weights to 16-bit integers instead.
 
 use std::ops::Range;
 

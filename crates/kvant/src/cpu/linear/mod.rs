@@ -1,9 +1,9 @@
 //! out\[r\] = alpha · x\[r / rows_per_input\] · Wᵀ, with one matrix, or with one of E per row.
 //!
-//! The activations are prepared first: widened to f32 in the kernel's order of inputs, or converted to integers. The output
-//! rows are listed by matrix, so each chosen matrix is read once. A task is a range of outputs of one matrix. [`route`]
-//! selects the kernel by the number of rows of a matrix: reading weights once is bound by memory, widening them by
-//! arithmetic.
+//! The activations are prepared first: widened to f32 in the kernel's order of inputs, or converted to integers. The
+//! output rows are listed by matrix, so each chosen matrix is read once. A task is a range of outputs of one matrix.
+//! [`route`] selects the kernel by the number of rows of a matrix: reading weights once is bound by memory, widening
+//! them by arithmetic.
 
 mod block;
 mod few_rows;

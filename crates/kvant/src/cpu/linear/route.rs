@@ -2,8 +2,8 @@
 
 use crate::cpu::SimdLevel;
 
-/// From as many rows of activations on, weights are widened to f32 once for all of them: there both ways were measured to
-/// be equally fast.
+/// From as many rows of activations on, weights are widened to f32 once for all of them: there both ways were measured
+/// to be equally fast.
 pub(super) const MANY_ROWS: usize = 64;
 /// From as many rows on, products of words are faster than products of bytes.
 pub(super) const MANY_ROWS_BY_WORDS: usize = 16;

@@ -70,8 +70,9 @@ impl LinearCase {
 
     fn check(&self, devices: &[Device]) {
         let want = self.run(&Device::reference());
-        // Weights are at most 1 (dense) or 256; a sum of K products of f32 errs by some √K · 2⁻²⁴ of the largest. Of many rows, which
-        // the `gemm` crate multiplies, a long sum may be in one go: that errs by some K · 2⁻²⁷, six times as much in one of thousands.
+        // Weights are at most 1 (dense) or 256; a sum of K products of f32 errs by some √K · 2⁻²⁴ of the largest. Of
+        // many rows, which the `gemm` crate multiplies, a long sum may be in one go: that errs by some K · 2⁻²⁷, six
+        // times as much in one of thousands.
         let largest = match self.kind {
             WeightKind::Dense(_) => 1.0,
             WeightKind::Affine { bits, .. } => (1u32 << bits) as f32,

@@ -1,9 +1,9 @@
 //! Vectors of f32, implemented once per instruction set; kernels are written over the trait.
 //!
 //! A kernel is a type that implements [`SimdKernel`]; [`SimdLevel::dispatch`] runs it with the instructions of a level.
-//! Every function that a kernel calls must be `#[inline(always)]`: only then is it compiled inside the function that enables
-//! the instructions. Closures must not call [`Simd`] methods: a closure may be compiled without the instructions, and each
-//! method becomes a call.
+//! Every function that a kernel calls must be `#[inline(always)]`: only then is it compiled inside the function that
+//! enables the instructions. Closures must not call [`Simd`] methods: a closure may be compiled without the
+//! instructions, and each method becomes a call.
 
 use std::fmt;
 
@@ -105,8 +105,8 @@ impl fmt::Display for SimdLevel {
 
 /// Sorted thresholds, for [`Simd::search`].
 pub(crate) struct Thresholds {
-    /// A binary search tree of up to 8 levels: node 1 is the root, and the children of node n are 2n and 2n + 1. Node 0 and
-    /// what follows the last level are padding.
+    /// A binary search tree of up to 8 levels: node 1 is the root, and the children of node n are 2n and 2n + 1. Node 0
+    /// and what follows the last level are padding.
     pub(crate) tree: [f32; 256 + 16],
     /// Of at most 31 thresholds; else it is not used.
     #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "AVX-512 has permutes for it"))]
@@ -116,7 +116,8 @@ pub(crate) struct Thresholds {
     pub(crate) one: i32,
 }
 
-/// Equal parts of the line that hold one threshold each, or none: x is in cell x · factor + offset, rounded, or at the nearer end.
+/// Equal parts of the line that hold one threshold each, or none: x is in cell x · factor + offset, rounded, or at the
+/// nearer end.
 pub(crate) struct ThresholdCells {
     pub(crate) factor: f32,
     pub(crate) offset: f32,
@@ -187,7 +188,8 @@ pub(crate) trait Simd: Copy + 'static {
     const LANES: usize;
     /// The level, for the few places that specialise.
     const LEVEL: SimdLevel;
-    /// Whether the registers hold 16 sums and their operands; 8 otherwise. A constant: the compiler skips the other branch.
+    /// Whether the registers hold 16 sums and their operands; 8 otherwise. A constant: the compiler skips the other
+    /// branch.
     const MANY_REGISTERS: bool = matches!(Self::LEVEL, SimdLevel::Avx512 | SimdLevel::Neon);
 
     unsafe fn splat(x: f32) -> Self::F;
@@ -271,7 +273,8 @@ pub(crate) trait Simd: Copy + 'static {
     }
 
     /// The Walsh–Hadamard transform of the lanes, not normalised, as butterflies of distance LANES/2, …, 2, 1: of two
-    /// lanes that differ in one bit of their number, the lower gets the sum and the upper the difference, lower − upper.
+    /// lanes that differ in one bit of their number, the lower gets the sum and the upper the difference, lower −
+    /// upper.
     #[inline(always)]
     unsafe fn hadamard_lanes(x: Self::F) -> Self::F {
         let mut lanes = [0f32; 16];

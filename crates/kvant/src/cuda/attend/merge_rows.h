@@ -162,7 +162,8 @@ inline bool merge(const AttendParams &p, const Partials &to, const S &state, con
     }
 }
 
-// Writes the rows of the state, rotated back if they are ROTATED, to the output. row_of(r) is the output's row, sees(r) whether the row's token sees any key.
+// Writes the rows of the state, rotated back if they are ROTATED, to the output. row_of(r) is the output's row, sees(r)
+// whether the row's token sees any key.
 template <bool ROTATED, typename S, typename RowOf, typename Sees>
 inline void finish_rows(const AttendParams &p, const Partials &to, const S &state, uint rows, RowOf row_of, Sees sees) {
     const uint warp = threadIdx.x / 32, lane = threadIdx.x % 32;

@@ -164,8 +164,8 @@ void load_queries(device const uchar *q, Room<D, R> room, uint index, constant M
     }
 }
 
-// Puts o of the tile's rows, summed over slices, where the queries were, [R, D], and ends with a barrier. Since the queries
-// were last read there has been one.
+// Puts o of the tile's rows, summed over slices, where the queries were, [R, D], and ends with a barrier. Since the
+// queries were last read there has been one.
 template <uint D, uint R> void collect(Room<D, R> room, thread const Work<D, R> &work) {
     constexpr uint QUADS = D / 4, SLICES = THREADS / QUADS;
     threadgroup float4 *o = reinterpret_cast<threadgroup float4 *>(room.rows_of_d);

@@ -10,8 +10,8 @@
 #include "pages.h"
 #include "vectors.h"
 
-// A query row: x, the vector of q and out that it is (token · H + head); y, its token's sequence; z and w, the first and
-// the last position that it sees in the present pass, none when z > w.
+// A query row: x, the vector of q and out that it is (token · H + head); y, its token's sequence; z and w, the first
+// and the last position that it sees in the present pass, none when z > w.
 typedef uint4 Row;
 
 constant constexpr uint NONE = 0xFFFFFFFF;

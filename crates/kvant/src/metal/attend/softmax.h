@@ -5,7 +5,8 @@
 
 // The softmax state of some keys: m, the largest score in units of log 2, and l, the sum of 2^(score - m). The sum o of
 // 2^(score - m) * value is kept elsewhere. Without keys m is -inf, and l and o are 0. With keys m is at least -FLT_MAX:
-// scores of -inf weigh nothing next to finite ones, and l is 0 if all are -inf. So m, not l, says whether there were keys.
+// scores of -inf weigh nothing next to finite ones, and l is 0 if all are -inf. So m, not l, says whether there were
+// keys.
 struct State {
     float m;
     float l;
@@ -38,7 +39,8 @@ inline float raised(float m, float score) {
     return score > m ? score : max(m, -FLT_MAX);
 }
 
-// What o is multiplied by to give the attention's result: 0 without keys, infinity where all scores are -inf, and o is 0.
+// What o is multiplied by to give the attention's result: 0 without keys, infinity where all scores are -inf, and o
+// is 0.
 inline float finish(State state) {
     return state.l != 0 ? 1 / state.l : state.m == -INFINITY ? 0 : INFINITY;
 }

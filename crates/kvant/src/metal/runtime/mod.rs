@@ -1,8 +1,8 @@
 //! The Apple runtime: runs launches on an Apple GPU.
 //!
-//! Memory is shared with the processor, so a transfer is a copy in memory that waits for the GPU. A pass is a few command
-//! buffers with one compute encoder each, in which launches run at the same time unless [`Order`] puts a barrier between
-//! them. Metal's hazard tracking is off; a fence orders the command buffers.
+//! Memory is shared with the processor, so a transfer is a copy in memory that waits for the GPU. A pass is a few
+//! command buffers with one compute encoder each, in which launches run at the same time unless [`Order`] puts a
+//! barrier between them. Metal's hazard tracking is off; a fence orders the command buffers.
 //!
 //! `pipelines` compiles kernels, `queue` encodes passes and watches them.
 

@@ -51,8 +51,8 @@ struct QueueState {
     flights: InFlight<CommittedPass>,
 }
 
-/// A command queue, and the fence that orders what is in it: each command buffer waits for the one before it, and updates the
-/// fence when it is done.
+/// A command queue, and the fence that orders what is in it: each command buffer waits for the one before it, and
+/// updates the fence when it is done.
 struct Line {
     queue: Retained<ProtocolObject<dyn MTLCommandQueue>>,
     fence: Retained<ProtocolObject<dyn MTLFence>>,
@@ -220,8 +220,8 @@ impl Queue {
         running.flight.fault().map_or(Ok(()), Err)
     }
 
-    /// Waits for all committed passes and calls `access` while none can be committed. If a fault has not been reported, it is
-    /// returned instead: the memory does not hold the results.
+    /// Waits for all committed passes and calls `access` while none can be committed. If a fault has not been reported,
+    /// it is returned instead: the memory does not hold the results.
     pub(super) fn exclusively(&self, access: impl FnOnce()) -> Result<()> {
         let mut state = lock(&self.state);
         state.flights.wait();

@@ -94,8 +94,8 @@ fn decode<'a>(layer: &'a KvLayer, q: &'a Tensor, step: &'a Step, out: &'a Tensor
     Attend::new(q, layer, step, out).scale(0.125)
 }
 
-/// The largest number is no way to say "no cap": scores would be next to nothing beside it, and its product with log2(e) is infinite;
-/// so is the inverse of the smallest. Likewise the scale.
+/// The largest number is no way to say "no cap": scores would be next to nothing beside it, and its product with
+/// log2(e) is infinite; so is the inverse of the smallest. Likewise the scale.
 #[test]
 fn scale_and_softcap_have_largest_values() {
     for device in devices() {
@@ -160,7 +160,7 @@ fn a_tensor_of_another_device_is_refused() {
     }
 }
 
-// ----------------------------------------------------------------------------------------------------- encoder and graph
+// --------------------------------------------------------------------------------------------------- encoder and graph
 
 /// An encoder orders what depends on each other, in a chain of operations over the same few tensors.
 #[test]

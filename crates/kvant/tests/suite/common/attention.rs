@@ -200,9 +200,9 @@ impl Case {
         )
     }
 
-    /// What a device may be off by. Where the output is no f32, CUDA rounds the centroids of keys and values, the rotated
-    /// queries and the weights to f16: four errors of at most 2⁻¹², of which the scores' grow with the scores. The CPU
-    /// may round them, too.
+    /// What a device may be off by. Where the output is no f32, CUDA rounds the centroids of keys and values, the
+    /// rotated queries and the weights to f16: four errors of at most 2⁻¹², of which the scores' grow with the scores.
+    /// The CPU may round them, too.
     pub fn bound_on(&self, device: &Device) -> Bound {
         let mut bound = self.bound();
         let spread = (f64::from(self.scale().abs()) * (self.head_dim as f64).sqrt()).max(1.0);

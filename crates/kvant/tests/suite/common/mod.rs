@@ -30,8 +30,9 @@ pub const FLOATS: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 pub enum Scope {
     /// The CPU's best instruction set, and one schedule of msl-host: for every edit.
     Quick,
-    /// Every instruction set, the thread counts taken in turn from case to case. The first case of each test runs on every
-    /// pair of them. msl-host runs all its schedules for the first launches of a kind, one afterwards: before a submission.
+    /// Every instruction set, the thread counts taken in turn from case to case. The first case of each test runs on
+    /// every pair of them. msl-host runs all its schedules for the first launches of a kind, one afterwards: before a
+    /// submission.
     Default,
     /// Every device for every case, every schedule for every launch: before a release.
     All,
@@ -57,14 +58,16 @@ pub fn proptest_cases(usual: u32) -> u32 {
     }
 }
 
-/// The devices that this case is tested on: those present, the Metal kernels under msl-host where that runs, and the CPU at
-/// each instruction set with 1, 2 and 3 threads, as far as [`Scope`] says. Each call is a case: call it once for each.
+/// The devices that this case is tested on: those present, the Metal kernels under msl-host where that runs, and the
+/// CPU at each instruction set with 1, 2 and 3 threads, as far as [`Scope`] says. Each call is a case: call it once for
+/// each.
 ///
-/// `KVANT_TEST_SHARE=20` runs the first and then every twentieth case of each test; the others have no device. For emulators.
-/// `KVANT_TEST_DEVICE=metal` leaves the devices of that kind alone; `KVANT_TEST_SIMD=NEON` does so with one instruction set of
-/// the CPU.
+/// `KVANT_TEST_SHARE=20` runs the first and then every twentieth case of each test; the others have no device. For
+/// emulators. `KVANT_TEST_DEVICE=metal` leaves the devices of that kind alone; `KVANT_TEST_SIMD=NEON` does so with one
+/// instruction set of the CPU.
 ///
-/// Tests that run at a time share all devices except msl-host, which runs one launch after the other: each thread has its own.
+/// Tests that run at a time share all devices except msl-host, which runs one launch after the other: each thread has
+/// its own.
 pub fn devices() -> &'static [Device] {
     thread_local! {
         static LENT: Lent = Lent::new();
@@ -223,7 +226,7 @@ pub fn query(q: &Tensor, rotated: bool) -> Query<'_> {
     if rotated { Query::Rotated(q) } else { Query::Raw(q) }
 }
 
-// ---------------------------------------------------------------------------------------------------------- random data
+// --------------------------------------------------------------------------------------------------------- random data
 
 /// SplitMix64 (Steele et al. 2014): the same numbers on every machine.
 pub struct Rng(u64);
@@ -282,7 +285,7 @@ impl Rng {
     }
 }
 
-// -------------------------------------------------------------------------------------------------------------- tensors
+// ------------------------------------------------------------------------------------------------------------- tensors
 
 /// The bytes of `values` in a dtype.
 pub fn encode(dtype: DType, values: &[f32]) -> Vec<u8> {
@@ -386,7 +389,7 @@ pub fn bytes_of(tensor: &Tensor) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-// ----------------------------------------------------------------------------------------------------------- comparison
+// ---------------------------------------------------------------------------------------------------------- comparison
 
 /// One result of a run, and how it is compared.
 pub enum Output {
@@ -400,12 +403,13 @@ pub enum Output {
 ///
 /// Both round to the dtype at the end, so where they agree before that they differ by one rounding at most: `unit` is
 /// the dtype's unit roundoff (2⁻²⁴, 2⁻¹¹, 2⁻⁸). Before that the device computes in f32: `arithmetic` is the relative
-/// error that this may bring, 2⁻²⁴ times the growth of an ordinary sum. What a device rounds by more than f32, where its
-/// contract says so, is `rounding`: known better, so that single elements may not stray as far.
+/// error that this may bring, 2⁻²⁴ times the growth of an ordinary sum. What a device rounds by more than f32, where
+/// its contract says so, is `rounding`: known better, so that single elements may not stray as far.
 ///
-/// Two things are required: the normalised squared error Σ(x−y)²/Σy² is at most `unit² + (arithmetic + rounding)²`, and no
-/// single element is further away than `2·unit·|y| + (100·arithmetic + 8·rounding)·rms(y)`. The squared error leaves out the
-/// worst element: where there are few, one that lies on a tie of the last rounding and falls to the other side is all of it.
+/// Two things are required: the normalised squared error Σ(x−y)²/Σy² is at most `unit² + (arithmetic + rounding)²`, and
+/// no single element is further away than `2·unit·|y| + (100·arithmetic + 8·rounding)·rms(y)`. The squared error leaves
+/// out the worst element: where there are few, one that lies on a tie of the last rounding and falls to the other side
+/// is all of it.
 #[derive(Clone, Copy, Debug)]
 pub struct Bound {
     pub unit: f64,
@@ -438,17 +442,17 @@ impl Bound {
         Bound { arithmetic: self.arithmetic * gain, ..self }
     }
 
-    /// For an attention over keys or values of `codec`, whose scores have a standard deviation of `spread`. The CPU with VNNI
-    /// takes quantised ones, queries and weights in fixed point: the weights cost most where scores are even, and what a score is
-    /// off by grows with it.
+    /// For an attention over keys or values of `codec`, whose scores have a standard deviation of `spread`. The CPU
+    /// with VNNI takes quantised ones, queries and weights in fixed point: the weights cost most where scores are even,
+    /// and what a score is off by grows with it.
     pub fn over(self, device: &Device, codec: Codec, spread: f64) -> Bound {
         let fixed = multiplies_integers(device) && codec.is_quantised();
         let rounding = if fixed { 1.0 / 4096.0 + spread / 16384.0 } else { 0.0 };
         Bound { rounding: self.rounding + rounding, ..self }
     }
 
-    /// For products of affine weights with `rows` rows of activations. The CPU with VNNI rounds those of many rows to 16
-    /// bits of the largest in a group: 2.0e-5 of the root mean square in these tests.
+    /// For products of affine weights with `rows` rows of activations. The CPU with VNNI rounds those of many rows to
+    /// 16 bits of the largest in a group: 2.0e-5 of the root mean square in these tests.
     pub fn of_rows(self, device: &Device, rows: usize) -> Bound {
         let rounding = if multiplies_integers(device) && rows >= 16 { 1.0 / 32768.0 } else { 0.0 };
         Bound { rounding: self.rounding + rounding, ..self }

@@ -1,4 +1,5 @@
-//! A CUDA device that runs nothing: it records the launches that operations build, and compiles their kernels on request.
+//! A CUDA device that runs nothing: it records the launches that operations build, and compiles their kernels on
+//! request.
 
 use std::{
     any::Any,

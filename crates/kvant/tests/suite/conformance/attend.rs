@@ -323,8 +323,8 @@ const DECODED: [(Codec, Codec); 8] = [
     (Codec::tq(4), Codec::tq(8)),
 ];
 
-/// What [`decode_kernels`] varies, and the number of values of each: codecs, what else is asked for, past length, splits,
-/// query heads of a KV head, head size, sequences, dtype of q, dtype of out.
+/// What [`decode_kernels`] varies, and the number of values of each: codecs, what else is asked for, past length,
+/// splits, query heads of a KV head, head size, sequences, dtype of q, dtype of out.
 const FACTORS: [usize; 9] = [8, 8, 8, 4, 4, 3, 2, 3, 2];
 
 /// One token a sequence, as the kernels of decode on CUDA take it.
@@ -465,8 +465,8 @@ fn decode_kernels() {
     for_cuda(&cases, is_decoded, Case::check);
 }
 
-/// Contexts that just fit into the shared memory of a cluster's blocks on CUDA, and those that just do not: by capacity, by the
-/// length of a ring that has come around, by a window.
+/// Contexts that just fit into the shared memory of a cluster's blocks on CUDA, and those that just do not: by
+/// capacity, by the length of a ring that has come around, by a window.
 #[test]
 fn short_contexts() {
     let contexts = [
@@ -502,8 +502,8 @@ fn short_contexts() {
     for_cuda(&cases, is_decoded, Case::check);
 }
 
-/// What [`prefill_kernels`] varies: what else is asked for, batches, query heads of a KV head, head size, dtype of q, K and V,
-/// dtype of out.
+/// What [`prefill_kernels`] varies: what else is asked for, batches, query heads of a KV head, head size, dtype of q, K
+/// and V, dtype of out.
 const PREFILL_FACTORS: [usize; 6] = [8, 5, 4, 4, 2, 2];
 
 /// Many tokens a sequence over 16 bits, not split, as the kernel of prefill on CUDA takes them.
@@ -511,8 +511,8 @@ fn prefilled(choice: [usize; 6]) -> Case {
     let [besides, batch, group, head_dim, dtype, out] = choice;
     let dtype = [DType::F16, DType::BF16][dtype];
     let codec = Codec::Dense(dtype);
-    // Past tokens and new query rows of a head, around tiles of 64 and 128 keys, items of 64 and 128 rows. In the last one
-    // tokens of four sequences meet in an item.
+    // Past tokens and new query rows of a head, around tiles of 64 and 128 keys, items of 64 and 128 rows. In the last
+    // one tokens of four sequences meet in an item.
     let batches = [
         vec![(0, 130)],
         vec![(63, 66)],
@@ -546,7 +546,8 @@ fn prefilled(choice: [usize; 6]) -> Case {
     }
 }
 
-/// Many tokens a sequence over caches of 16 bits: what CUDA has a kernel of its own for, on GPUs whose warpgroups multiply.
+/// Many tokens a sequence over caches of 16 bits: what CUDA has a kernel of its own for, on GPUs whose warpgroups
+/// multiply.
 #[test]
 fn prefill_kernels() {
     let cases: Vec<Case> = pairwise(PREFILL_FACTORS).into_iter().map(prefilled).collect();
@@ -636,8 +637,8 @@ fn check_not_finite(case: &Case, token: usize, query_row: usize) {
     }
 }
 
-/// Cases that are many because CUDA has kernels of its own for them. Elsewhere each is one of what other tests have many of, so
-/// every fifth is enough; what CUDA would choose is seen to for all.
+/// Cases that are many because CUDA has kernels of its own for them. Elsewhere each is one of what other tests have
+/// many of, so every fifth is enough; what CUDA would choose is seen to for all.
 fn for_cuda(cases: &[Case], chosen: impl Fn(&Case) + Sync, check: impl Fn(&Case) + Sync) {
     let has_cuda = devices().iter().any(|device| device.kind() == DeviceKind::Cuda);
     let numbered: Vec<(usize, &Case)> = cases.iter().enumerate().collect();
@@ -667,8 +668,8 @@ fn decode_of_what_is_not_finite() {
     for (i, (k, v)) in DECODED.into_iter().enumerate() {
         let q = if let Codec::Dense(dtype) = k { dtype } else { DType::BF16 };
         for (window, splits) in [(None, None), (Some(20), None), (None, Some(7))] {
-            // The sums of what is rotated are NaN of either sign, and msl-host compares partial results bit by bit. CUDA shares
-            // two tiles of keys among blocks by itself.
+            // The sums of what is rotated are NaN of either sign, and msl-host compares partial results bit by bit.
+            // CUDA shares two tiles of keys among blocks by itself.
             if splits.is_some() && k.is_quantised() {
                 continue;
             }
@@ -692,8 +693,8 @@ fn decode_of_what_is_not_finite() {
     for_cuda(&cases, is_decoded, |case| check_not_finite(case, 11, 1));
 }
 
-/// A block has less shared memory on most GPUs than on an H200, which does here as if it had no more: two buffers, tiles of 16 keys,
-/// few copies of tables.
+/// A block has less shared memory on most GPUs than on an H200, which does here as if it had no more: two buffers,
+/// tiles of 16 keys, few copies of tables.
 #[test]
 fn little_shared_memory() {
     let has_cuda = devices().iter().any(|device| device.kind() == DeviceKind::Cuda);
@@ -718,8 +719,8 @@ fn little_shared_memory() {
     on_threads(&cases, |case| case.check_on(std::slice::from_ref(&device), &case.data()));
 }
 
-/// Where the score of every key that is seen is minus infinity there is no softmax: the output is NaN, not the zeros of a token that
-/// sees nothing. Where one is finite the others weigh nothing.
+/// Where the score of every key that is seen is minus infinity there is no softmax: the output is NaN, not the zeros of
+/// a token that sees nothing. Where one is finite the others weigh nothing.
 #[test]
 fn scores_of_minus_infinity() {
     let mut cases = Vec::new();
@@ -770,8 +771,8 @@ fn check_lost(case: &Case, lost: impl IntoIterator<Item = usize>) {
     case.check_data(&data);
 }
 
-/// As above, where such keys are neighbours and are worked on together: a tile of them is like none, whatever comes before and
-/// after it, and only who sees nothing else gets NaN.
+/// As above, where such keys are neighbours and are worked on together: a tile of them is like none, whatever comes
+/// before and after it, and only who sees nothing else gets NaN.
 #[test]
 fn tiles_of_minus_infinity() {
     for (head_dim, k, v) in

@@ -187,8 +187,8 @@ fn nan_is_converted_to_nan() {
 }
 
 /// How a layer's planes differ from the reference's: encoding in f32 may choose the other of two centroids for a
-/// coordinate that stands between them, rarely, and norms differ by the rounding of a sum. A side's norms come after its
-/// indices: the least-squares and unbiased norms depend on them, so as many norms as indices may be further off.
+/// coordinate that stands between them, rarely, and norms differ by the rounding of a sum. A side's norms come after
+/// its indices: the least-squares and unbiased norms depend on them, so as many norms as indices may be further off.
 fn quantised_alike(case: &str, got: &[Output], want: &[Output]) -> Vec<String> {
     let mut wrong = Vec::new();
     let mut other_indices = 0;

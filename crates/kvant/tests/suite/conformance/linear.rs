@@ -69,8 +69,8 @@ struct Case {
 }
 
 impl Case {
-    /// With `outliers`, one of each row's inputs is a thousand: an integer of 23 bits, 2^-22 of the largest beside it, errs by
-    /// more there than elsewhere.
+    /// With `outliers`, one of each row's inputs is a thousand: an integer of 23 bits, 2^-22 of the largest beside it,
+    /// errs by more there than elsewhere.
     fn launch(&self, device: &Device, outliers: bool) -> Result<Out> {
         let mut rng = Rng::of(format!("{self:?}"));
         let w = Matrices::new(device, &mut rng, self.kind, &[self.outputs], self.inputs)?;
@@ -162,8 +162,8 @@ fn outliers() {
     }
 }
 
-/// CUDA takes one row by bulk copies from Hopper on, where rows of weights have equal parts for its warps: one part or several each, not
-/// all warps with a last one, more parts than there is room for, blocks with fewer tiles than others.
+/// CUDA takes one row by bulk copies from Hopper on, where rows of weights have equal parts for its warps: one part or
+/// several each, not all warps with a last one, more parts than there is room for, blocks with fewer tiles than others.
 #[test]
 fn one_row_in_equal_parts() {
     let mut rng = Rng::of("one row");
@@ -227,8 +227,9 @@ fn many_rows_of_halves() {
     }
 }
 
-/// Many rows by affine weights, or by bf16 where x is not: CUDA takes them from Hopper on by a kernel of their own. Tiles that are full
-/// and that are not, inputs that are no whole number of its steps, more groups than it adds up at once, results that begin anywhere.
+/// Many rows by affine weights, or by bf16 where x is not: CUDA takes them from Hopper on by a kernel of their own.
+/// Tiles that are full and that are not, inputs that are no whole number of its steps, more groups than it adds up at
+/// once, results that begin anywhere.
 #[test]
 fn many_rows() {
     let mut rng = Rng::of("many rows");

@@ -496,7 +496,8 @@ fn fused_equals_its_parts() {
     }
 }
 
-/// Where the device does not see positions, a token beyond the tables is left alone: its result, its slots, and the rest.
+/// Where the device does not see positions, a token beyond the tables is left alone: its result, its slots, and the
+/// rest.
 #[test]
 fn positions_beyond_the_tables_are_skipped() {
     for device in devices().iter().filter(|device| !crate::common::sees_indices(device)) {

@@ -53,7 +53,8 @@ fn rms_norm_in_place() {
     }
 }
 
-/// Rows whose squares f32 cannot hold, or only as zero: rows of a SIMD-group, of a block, and longer than its registers.
+/// Rows whose squares f32 cannot hold, or only as zero: rows of a SIMD-group, of a block, and longer than its
+/// registers.
 #[test]
 fn rms_norm_of_extreme_rows() {
     // Apple's GPUs take numbers below 1.2e-38 for zero.

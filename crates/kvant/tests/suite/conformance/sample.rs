@@ -191,8 +191,8 @@ fn samples_of_a_million_equals() {
     devices().iter().for_each(|device| assert_eq!(drawn(device), want, "{device}"));
 }
 
-/// Shares and uniform numbers that lie on a border exactly: equals have exact sums. A share reached is enough, a uniform
-/// number has to be exceeded.
+/// Shares and uniform numbers that lie on a border exactly: equals have exact sums. A share reached is enough, a
+/// uniform number has to be exceeded.
 #[test]
 fn samples_on_the_border() {
     const ZERO: u32 = 34_260_546;

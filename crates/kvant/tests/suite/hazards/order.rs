@@ -44,7 +44,8 @@ fn reduction_race() {
     }
 }
 
-/// Passes of several threads do not mix: not in memory that they share, nor in what a product of a library needs meanwhile.
+/// Passes of several threads do not mix: not in memory that they share, nor in what a product of a library needs
+/// meanwhile.
 #[test]
 fn passes_of_two_threads() {
     for device in devices() {
@@ -135,8 +136,8 @@ fn empty_state_merge() {
     }
 }
 
-/// The algebra behind splits: over any cut, in any grouping, with empty parts anywhere, merged states are the state over
-/// everything.
+/// The algebra behind splits: over any cut, in any grouping, with empty parts anywhere, merged states are the state
+/// over everything.
 #[test]
 fn states_merge() {
     use kvant::reference::{QueryVector, State, attend};
@@ -282,8 +283,8 @@ fn bytes_mean_the_same_everywhere() {
     }
 }
 
-/// Nothing runs before the commit, on any device, and what is not an operation does not wait for it: a program that forgets to
-/// commit in between goes wrong on the CPU, where it is written, as it does on a GPU.
+/// Nothing runs before the commit, on any device, and what is not an operation does not wait for it: a program that
+/// forgets to commit in between goes wrong on the CPU, where it is written, as it does on a GPU.
 #[test]
 fn nothing_runs_before_the_commit() {
     for device in devices() {

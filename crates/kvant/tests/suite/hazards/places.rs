@@ -46,8 +46,8 @@ fn slot_offset_beyond_4gib() {
     }
 }
 
-/// The last positions that there are, on rings: what counts keys must not wrap. A token beyond the length, at the very last
-/// position, is refused, or reads what it likes of the layer and comes to an end.
+/// The last positions that there are, on rings: what counts keys must not wrap. A token beyond the length, at the very
+/// last position, is refused, or reads what it likes of the layer and comes to an end.
 #[test]
 fn positions_near_the_end() {
     let (kv_heads, heads, capacity) = (2, 4, 200);
@@ -130,8 +130,8 @@ fn capacity_stride() {
     }
 }
 
-/// Every tensor as a view at an offset: all helpers of these tests make such views (`crate::common::input`). Here the same
-/// tensors also serve a captured graph, and views of one allocation serve as different arguments.
+/// Every tensor as a view at an offset: all helpers of these tests make such views (`crate::common::input`). Here the
+/// same tensors also serve a captured graph, and views of one allocation serve as different arguments.
 #[test]
 fn view_offset() {
     let (tokens, heads, kv_heads, dim) = (4, 4, 2, 64);

@@ -138,7 +138,8 @@ fn multi_token_on_wrapped_ring() {
     }
 }
 
-/// Once a token is written over the oldest one, the oldest is the next slot: it is seen, and what was overwritten is not.
+/// Once a token is written over the oldest one, the oldest is the next slot: it is seen, and what was overwritten is
+/// not.
 #[test]
 fn oldest_slot_after_write() {
     let dim = 64;

@@ -4,8 +4,8 @@ use super::tokens::{DIM, WINDOW, feed, prompt_token, two_layers};
 use crate::common::{devices, layers::CODECS};
 use kvant::{CacheLayer, Codec, Device, Error, KvPool, PoolSpec, PrefixCache, Sequence};
 
-/// A prompt whose beginning is found gives the same bits as one that is computed whole, in the same pieces: at every length
-/// modulo the page, over full and sliding layers, in a pool that has just enough pages.
+/// A prompt whose beginning is found gives the same bits as one that is computed whole, in the same pieces: at every
+/// length modulo the page, over full and sliding layers, in a pool that has just enough pages.
 #[test]
 fn a_found_prefix_gives_the_same_bits() {
     const PAGE: usize = 16;

@@ -11,8 +11,8 @@ use kvant::{
     ops::{self, Attend, KvRead, KvSide, KvWrite, NormRopeWrite},
 };
 
-/// Positions past the end of a sequence's row of the table are not those of the next row: they are skipped, read as zeros,
-/// and not seen.
+/// Positions past the end of a sequence's row of the table are not those of the next row: they are skipped, read as
+/// zeros, and not seen.
 #[test]
 fn positions_beyond_the_table_are_skipped() {
     for codec in [Codec::F32, Codec::tq(6)] {
@@ -102,8 +102,8 @@ fn random_tables_stay_within_the_pool() {
     }
 }
 
-/// Every entry from the first to past the last: a page that would reach past the pool's memory is none. The values are at the
-/// end of a page, so that a read beyond the memory would fault on a device that runs on this machine.
+/// Every entry from the first to past the last: a page that would reach past the pool's memory is none. The values are
+/// at the end of a page, so that a read beyond the memory would fault on a device that runs on this machine.
 #[test]
 fn pages_end_within_the_pool() {
     for device in devices() {

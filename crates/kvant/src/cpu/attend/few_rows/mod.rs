@@ -1,9 +1,9 @@
 //! Attention of a few query rows: decode and verification, in tiles of up to 64 keys and values.
 //!
 //! Scores are computed for a block of keys × queries in registers. One softmax step follows for the whole tile. Then
-//! the values are accumulated into a block of queries × coordinates in registers. The values are prefetched while scores
-//! are computed, and the next keys while values are accumulated. A tile has no mask: callers pass only keys that every
-//! query row sees.
+//! the values are accumulated into a block of queries × coordinates in registers. The values are prefetched while
+//! scores are computed, and the next keys while values are accumulated. A tile has no mask: callers pass only keys that
+//! every query row sees.
 
 use std::ops::Range;
 
@@ -115,8 +115,8 @@ impl SimdKernel for FewRowsTile<'_> {
         let KvSource { k, v, .. } = source;
         let chunk = 2 * S::LANES;
         let plane = queries.rows * TILE;
-        // SAFETY: `dispatch` enables the instructions; the caller of `absorb` vouches for the rest. Blocks divide head_dim,
-        // and chunks divide blocks.
+        // SAFETY: `dispatch` enables the instructions; the caller of `absorb` vouches for the rest. Blocks divide
+        // head_dim, and chunks divide blocks.
         unsafe {
             let (blocks, wanted) = (queries.head_dim / k.block, PrefetchRuns::new(&v.planes, 0, row, keys));
             let mut prefetch = Prefetcher::new(&wanted);

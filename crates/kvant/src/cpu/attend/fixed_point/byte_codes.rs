@@ -11,7 +11,8 @@ impl ByteRows {
     unsafe fn look_up([low, next_low, high, next_high, ones]: [__m512i; 5], codes: __m512i) -> [__m512i; 2] {
         // SAFETY: AVX-512 BW and VBMI are enabled.
         unsafe {
-            // Code 255 − i has the inverse of code i's bits for a centroid, and only half of the codes are in the table.
+            // Code 255 − i has the inverse of code i's bits for a centroid, and only half of the codes are in the
+            // table.
             let upper = _mm512_movepi8_mask(codes);
             let codes = _mm512_mask_sub_epi8(codes, upper, ones, codes);
             let low = _mm512_permutex2var_epi8(low, codes, next_low);

@@ -1,16 +1,16 @@
 //! Quantised keys and values in fixed point, where the processor multiplies pairs of 16-bit integers (AVX-512 VNNI).
 //!
 //! One or two permutes turn 32 codes into signed 14-bit centroids, half as many as f32 needs. An instruction adds 32
-//! products to 16 sums, twice as many as in f32, and the sums are exact. The operands are rounded: a query relative to the
-//! largest lane sum of its block, the weights of a tile relative to their sum. So no 32-bit sum overflows, and the sum of
-//! the weights is kept. [`Attend`](crate::ops::Attend) and docs/notes/cpu-attention.md state the error; relative to a vector stored in
-//! 8 bits it is 6·10⁻³.
+//! products to 16 sums, twice as many as in f32, and the sums are exact. The operands are rounded: a query relative to
+//! the largest lane sum of its block, the weights of a tile relative to their sum. So no 32-bit sum overflows, and the
+//! sum of the weights is kept. [`Attend`](crate::ops::Attend) and docs/notes/cpu-attention.md state the error; relative
+//! to a vector stored in 8 bits it is 6·10⁻³.
 //!
-//! Packed codes are processed 64 coordinates at a time, as 16 words of four nibbles: word i holds coordinates 4i to 4i + 3.
-//! Queries and sums meanwhile have the 16 coordinates 4i first, then the 16 coordinates 4i + 1, and so on: four sets. A
-//! vector of keys holds two sets, one after the other; a vector of values holds one set of two keys, alternating. Bytes
-//! have the orders of the instructions that interleave two vectors of bytes: in sums a set is the same four of every 16
-//! coordinates.
+//! Packed codes are processed 64 coordinates at a time, as 16 words of four nibbles: word i holds coordinates 4i to
+//! 4i + 3. Queries and sums meanwhile have the 16 coordinates 4i first, then the 16 coordinates 4i + 1, and so on: four
+//! sets. A vector of keys holds two sets, one after the other; a vector of values holds one set of two keys,
+//! alternating. Bytes have the orders of the instructions that interleave two vectors of bytes: in sums a set is the
+//! same four of every 16 coordinates.
 
 use std::arch::x86_64::*;
 

@@ -104,8 +104,8 @@ fn power(largest: f32) -> f32 {
     }
 }
 
-/// What numbers are multiplied by before they are rounded, given the largest magnitude and the largest sum of those that
-/// meet, and what a unit then is: NaN, which shows in the result, where one of them is not finite.
+/// What numbers are multiplied by before they are rounded, given the largest magnitude and the largest sum of those
+/// that meet, and what a unit then is: NaN, which shows in the result, where one of them is not finite.
 fn factor(largest: f32, sum: f32, finite: bool) -> (f32, f32) {
     let factor = (32767.0 / largest).min(SUM / sum);
     match () {

@@ -1,12 +1,12 @@
 //! Products of affine rows with a few rows of activations, in bytes.
 //!
-//! Codes are unsigned bytes. Activations become 24-bit integers, multiples of a unit per group, in three signed bytes: an
-//! error of about 2⁻²⁴ of the largest of the group, as in f32 with one exponent. An instruction multiplies 64 codes by 64
-//! such bytes and adds the products in groups of four. The sums of the three bytes are combined in integers (for 8-bit codes
-//! in f32), then scaled by group.
+//! Codes are unsigned bytes. Activations become 24-bit integers, multiples of a unit per group, in three signed bytes:
+//! an error of about 2⁻²⁴ of the largest of the group, as in f32 with one exponent. An instruction multiplies 64 codes
+//! by 64 such bytes and adds the products in groups of four. The sums of the three bytes are combined in integers (for
+//! 8-bit codes in f32), then scaled by group.
 //!
-//! Codes of 4 bits are processed 128 at a time, first the even ones, then the odd ones; codes of 6 and 8 bits 64 at a time.
-//! Either way a lane of the sums holds neighbouring inputs, which share a scale.
+//! Codes of 4 bits are processed 128 at a time, first the even ones, then the odd ones; codes of 6 and 8 bits 64 at a
+//! time. Either way a lane of the sums holds neighbouring inputs, which share a scale.
 
 use std::arch::x86_64::*;
 

@@ -1,7 +1,7 @@
 //! Products of affine rows in integers, where the processor multiplies those (AVX-512 VNNI).
 //!
-//! Activations become multiples of a unit per group: three bytes each for a few rows ([`byte_products`]), two bytes each
-//! for many ([`word_products`]).
+//! Activations become multiples of a unit per group: three bytes each for a few rows ([`byte_products`]), two bytes
+//! each for many ([`word_products`]).
 
 use std::arch::x86_64::*;
 

@@ -1,12 +1,12 @@
 //! Products of affine rows with many rows of activations, in 16-bit integers.
 //!
 //! Activations become multiples of a unit per group: an error of at most 2⁻¹⁶ of the largest of the group. Codes become
-//! signed words, relative to the middle of their range. An instruction multiplies 32 of each and adds the products in pairs,
-//! twice as many as in f32. The sum of a group is exact, then scaled.
+//! signed words, relative to the middle of their range. An instruction multiplies 32 of each and adds the products in
+//! pairs, twice as many as in f32. The sum of a group is exact, then scaled.
 //!
-//! A panel holds the codes of [`OUTPUTS`] outputs, unpacked once for all rows of activations. A lane is an output, and a
-//! vector holds two neighbouring inputs of 16 outputs, so no sum runs across lanes. The innermost loop does one such step for
-//! [`ROWS`] rows of activations: 12 sums, 12 totals, and their operands.
+//! A panel holds the codes of [`OUTPUTS`] outputs, unpacked once for all rows of activations. A lane is an output, and
+//! a vector holds two neighbouring inputs of 16 outputs, so no sum runs across lanes. The innermost loop does one such
+//! step for [`ROWS`] rows of activations: 12 sums, 12 totals, and their operands.
 
 use std::arch::x86_64::*;
 
@@ -114,7 +114,8 @@ pub struct PanelOutputs {
 /// The products of a panel's outputs with prepared rows of activations.
 ///
 /// # Safety
-/// The instructions of `Avx512Vnni` are there; the rows and the panel were prepared for the layout; `to` has these places.
+/// The instructions of `Avx512Vnni` are there; the rows and the panel were prepared for the layout; `to` has these
+/// places.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni")]
 pub unsafe fn products(layout: IntegerLayout, panel: &[f32], x: [*const f32; ROWS], to: &PanelOutputs) {

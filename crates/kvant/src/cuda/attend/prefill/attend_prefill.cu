@@ -4,7 +4,8 @@
 // q [T, H, D] -> out [T, H, D]; q, K and V have one 16-bit dtype, out that or the other one.
 //
 // A block has one work item: ROWS query rows of one KV head, numbered token by token, the heads of the group within;
-// and all keys that any of them sees, sequence by sequence (segments), in tiles of TILE. Three warpgroups share the work:
+// and all keys that any of them sees, sequence by sequence (segments), in tiles of TILE. Three warpgroups share the
+// work:
 //
 //   the last copies keys and values into a ring of STAGES buffers ("chunks": COLUMNS coordinates of a tile's keys or
 //     values), each warp

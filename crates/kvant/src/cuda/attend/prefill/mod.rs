@@ -49,7 +49,8 @@ fn items(call: &Call) -> usize {
 }
 
 impl AttendPrefill {
-    /// Whether the largest number of tokens of a sequence fills at least half a work item, and the work items at least a tenth of the device.
+    /// Whether the largest number of tokens of a sequence fills at least half a work item, and the work items at least
+    /// a tenth of the device.
     pub(super) fn has_enough_rows(call: &Call, limits: &Limits) -> bool {
         let spec = call.layer.spec();
         let rows_of_sequence = call.step.batch().most_new.saturating_mul(call.heads / spec.kv_heads);

@@ -139,8 +139,8 @@ inline void multiply_keys(const Shared &shared, const KeyLookup &lookup, uint un
     }
 }
 
-// Merges what the cluster's blocks have sent for a row, in their order, and writes it to the output. sees(): whether the
-// token sees any key. One warp calls it.
+// Merges what the cluster's blocks have sent for a row, in their order, and writes it to the output. sees(): whether
+// the token sees any key. One warp calls it.
 template <typename Sees>
 inline void finish(const AttendParams &p, Shared &shared, ulong row, const QueryRuns &runs, Sees sees, uchar *out,
                    const float *sinks) {
