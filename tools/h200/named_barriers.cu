@@ -3,7 +3,8 @@
 // H200, 2026-11-22:
 //
 //   for mode in 0 1 2 3 4 5; do
-//       nvcc -arch=sm_90 -DMODE=$mode -o /tmp/barriers named_barriers.cu && compute-sanitizer --tool racecheck /tmp/barriers
+//       nvcc -arch=sm_90 -DMODE=$mode -o /tmp/barriers named_barriers.cu &&
+//           compute-sanitizer --tool racecheck /tmp/barriers
 //   done
 //
 // mode 0 (nothing is exchanged within teams), 3 (the whole block waits) and 4 (an mbarrier, every thread arrives): 0
