@@ -79,7 +79,7 @@ pub struct AttentionSpec {
     pub heads: usize,
     /// KV heads; a divisor of `heads`.
     pub kv_heads: usize,
-    /// Coordinates of a head: one of [`HEAD_DIMS`](kvant::ops::attend::HEAD_DIMS).
+    /// Coordinates of a head: one of [`HEAD_DIMS`].
     pub head_dim: usize,
     /// How many positions a token sees, itself included; `None` for all.
     pub window: Option<usize>,

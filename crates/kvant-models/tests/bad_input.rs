@@ -478,7 +478,7 @@ fn absurd_configurations_are_refused_by_key() {
         ("3", json!({})),
         ("x", json!({})),
         ("0", json!(3)),
-        ("0", json!({"head_dim": 96})),
+        ("0", json!({"head_dim": 100})),
         ("00", json!({"num_key_value_heads": 0})),
         ("1", json!({"intermediate_size": 8})),
     ] {
