@@ -100,6 +100,12 @@ pub enum Error {
         /// The position of the token.
         position: usize,
     },
+    /// A chat template is invalid, or refuses a conversation.
+    #[error("chat template: {reason}")]
+    Template {
+        /// The line and what is wrong, or the template's message.
+        reason: String,
+    },
     /// The tokenizer failed.
     #[error("tokenizer: {reason}")]
     Tokenizer {

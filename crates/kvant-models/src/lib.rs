@@ -41,6 +41,7 @@
 //!
 //! Files are untrusted: each reader checks sizes before it allocates, and every [`Error`] names the file, key or tensor.
 
+pub mod chat;
 mod config;
 mod decoder;
 mod error;
@@ -49,6 +50,7 @@ mod files;
 mod forward;
 mod generate;
 mod model;
+mod panics;
 pub mod safetensors;
 mod sampling;
 mod source;

@@ -1,14 +1,10 @@
 //! Converting text to token ids and back with the model's `tokenizer.json`.
 
-use std::{
-    cell::Cell,
-    panic::{AssertUnwindSafe, catch_unwind},
-    path::Path,
-};
+use std::path::Path;
 
 use serde_json::Value;
 
-use crate::{Config, Error, Files, Result};
+use crate::{Config, Error, Files, Result, panics};
 
 /// Several times the size of the largest existing vocabulary.
 const TOKENIZER_LIMIT: u64 = 256 << 20;
@@ -116,7 +112,7 @@ impl Tokenizer {
 
     /// Whether this thread is in a call that converts panics to errors.
     pub fn catches_panics() -> bool {
-        GUARDED.get()
+        panics::are_caught()
     }
 
     /// The number of ids, including added ones.
@@ -167,23 +163,12 @@ fn check_sections(json: &[u8]) -> Result<()> {
     }
 }
 
-thread_local! {
-    static GUARDED: Cell<bool> = const { Cell::new(false) };
-}
-
 /// Calls the `tokenizers` crate and converts its panics to errors.
 fn guarded<T>(call: impl FnOnce() -> std::result::Result<T, tokenizers::Error>) -> Result<T> {
-    GUARDED.set(true);
-    let result = catch_unwind(AssertUnwindSafe(call));
-    GUARDED.set(false);
-    let reason = match result {
+    let reason = match panics::catch(call) {
         Ok(Ok(value)) => return Ok(value),
         Ok(Err(error)) => error.to_string(),
-        Err(panic) => {
-            let message = panic.downcast_ref::<&str>().map(|s| s.to_string());
-            let message = message.or_else(|| panic.downcast_ref::<String>().cloned());
-            format!("the file's contents are inconsistent ({})", message.unwrap_or_default())
-        }
+        Err(message) => format!("the file's contents are inconsistent ({message})"),
     };
     Err(Error::Tokenizer { reason })
 }

@@ -1,0 +1,34 @@
+//! The function `strftime_now`.
+
+use jiff::{Timestamp, Zoned, fmt::strtime, tz::TimeZone};
+
+use crate::{Error, Result};
+
+/// The time that templates ask for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Clock {
+    /// Now, in the local time zone.
+    #[default]
+    Now,
+    /// So many seconds after 1970 began, in UTC. Prompts with a fixed time can share a prefix on different days.
+    Utc(i64),
+}
+
+impl Clock {
+    pub(super) fn zoned(self) -> Result<Zoned> {
+        match self {
+            Clock::Now => Ok(Zoned::now()),
+            Clock::Utc(seconds) => Timestamp::from_second(seconds)
+                .map(|time| time.to_zoned(TimeZone::UTC))
+                .map_err(|_| Error::argument("clock", "a time between the years -9999 and 9999", seconds)),
+        }
+    }
+}
+
+/// `datetime.now().strftime(format)` of Python.
+pub fn strftime(time: &Zoned, format: &str) -> std::result::Result<String, minijinja::Error> {
+    strtime::format(format, time).map_err(|error| {
+        minijinja::Error::new(minijinja::ErrorKind::InvalidOperation, format!("strftime_now: {error}"))
+    })
+}

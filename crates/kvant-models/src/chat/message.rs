@@ -1,0 +1,193 @@
+//! The messages of a conversation, in the shape of OpenAI's chat completions.
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+/// Who wrote a message.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+#[non_exhaustive]
+pub enum Role {
+    /// Instructions for the whole conversation.
+    System,
+    /// The same in newer models (gpt-oss).
+    Developer,
+    /// The person.
+    User,
+    /// The model.
+    Assistant,
+    /// The result of a tool call.
+    Tool,
+}
+
+/// The content of a message.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum Content {
+    /// A text.
+    Text(String),
+    /// Parts, which the template joins.
+    Parts(Vec<Part>),
+}
+
+impl Content {
+    /// The texts, concatenated.
+    pub fn text(&self) -> String {
+        match self {
+            Content::Text(text) => text.clone(),
+            Content::Parts(parts) => parts.iter().map(|Part::Text { text }| text.as_str()).collect(),
+        }
+    }
+}
+
+impl From<&str> for Content {
+    fn from(text: &str) -> Content {
+        Content::Text(text.to_string())
+    }
+}
+
+impl From<String> for Content {
+    fn from(text: String) -> Content {
+        Content::Text(text)
+    }
+}
+
+/// A part of a [`Content`].
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "type", rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum Part {
+    /// A text.
+    Text {
+        /// The text.
+        text: String,
+    },
+}
+
+/// A message of a conversation.
+///
+/// ```
+/// use kvant_models::chat::{Message, Role};
+/// let message: Message = serde_json::from_str(r#"{"role": "user", "content": "Hello"}"#)?;
+/// assert_eq!(message, Message::user("Hello"));
+/// # Ok::<(), serde_json::Error>(())
+/// ```
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct Message {
+    /// Who wrote it.
+    pub role: Role,
+    /// The content. Tool calls need none.
+    #[serde(default)]
+    pub content: Option<Content>,
+    /// The model's thoughts before the content. Most templates drop those of earlier turns.
+    #[serde(default, alias = "reasoning", alias = "thinking", skip_serializing_if = "Option::is_none")]
+    pub reasoning_content: Option<String>,
+    /// The tools that the model calls.
+    #[serde(default, deserialize_with = "null_is_empty", skip_serializing_if = "Vec::is_empty")]
+    pub tool_calls: Vec<ToolCall>,
+    /// The call that a message of [`Role::Tool`] answers.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tool_call_id: Option<String>,
+    /// The name of the author or of the tool.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub name: Option<String>,
+}
+
+impl Message {
+    /// A message with a content and nothing else.
+    pub fn new(role: Role, content: impl Into<Content>) -> Message {
+        Message {
+            role,
+            content: Some(content.into()),
+            reasoning_content: None,
+            tool_calls: Vec::new(),
+            tool_call_id: None,
+            name: None,
+        }
+    }
+
+    /// A system message.
+    pub fn system(content: impl Into<Content>) -> Message {
+        Message::new(Role::System, content)
+    }
+
+    /// A user's message.
+    pub fn user(content: impl Into<Content>) -> Message {
+        Message::new(Role::User, content)
+    }
+
+    /// A model's answer.
+    pub fn assistant(content: impl Into<Content>) -> Message {
+        Message::new(Role::Assistant, content)
+    }
+
+    /// The result of a tool call.
+    pub fn tool(id: impl Into<String>, content: impl Into<Content>) -> Message {
+        Message { tool_call_id: Some(id.into()), ..Message::new(Role::Tool, content) }
+    }
+
+    /// Sets the thoughts.
+    #[must_use]
+    pub fn reasoning(self, thoughts: impl Into<String>) -> Message {
+        Message { reasoning_content: Some(thoughts.into()), ..self }
+    }
+
+    /// Sets the tool calls.
+    #[must_use]
+    pub fn tool_calls(self, tool_calls: Vec<ToolCall>) -> Message {
+        Message { tool_calls, ..self }
+    }
+}
+
+/// A call of a tool.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct ToolCall {
+    /// Always `function`.
+    #[serde(rename = "type", default = "function")]
+    pub kind: String,
+    /// The name of the call, to which the result refers.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub id: Option<String>,
+    /// What is called.
+    pub function: FunctionCall,
+}
+
+/// A function and its arguments.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct FunctionCall {
+    /// The function.
+    pub name: String,
+    /// The arguments. Templates expect an object. OpenAI's clients send the object's JSON in a string, which
+    /// [`FunctionCall::parse_arguments`] converts.
+    pub arguments: Value,
+}
+
+impl ToolCall {
+    /// A call of a function.
+    pub fn new(id: impl Into<String>, name: impl Into<String>, arguments: Value) -> ToolCall {
+        let function = FunctionCall { name: name.into(), arguments };
+        ToolCall { kind: self::function(), id: Some(id.into()), function }
+    }
+}
+
+impl FunctionCall {
+    /// Replaces arguments that are the JSON of an object in a string by this object.
+    pub fn parse_arguments(&mut self) {
+        if let Value::String(json) = &self.arguments
+            && let Ok(object @ Value::Object(_)) = serde_json::from_str(json)
+        {
+            self.arguments = object;
+        }
+    }
+}
+
+fn function() -> String {
+    "function".to_string()
+}
+
+/// Clients send `null` for no calls.
+fn null_is_empty<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Vec<ToolCall>, D::Error> {
+    Ok(Option::deserialize(deserializer)?.unwrap_or_default())
+}

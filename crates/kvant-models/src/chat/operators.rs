@@ -1,0 +1,252 @@
+//! Python's operators, in the place of minijinja's.
+//!
+//! minijinja has no limit for the size of values, so `x ~ x` in a loop takes all memory; and its `~` prints `true` where
+//! Python prints `True`. Compiled templates are therefore rewritten: these operators become filters, whose names no template
+//! can write, and results of filters, methods and slices are counted.
+
+use minijinja::{
+    Environment, Error, ErrorKind, Value,
+    machinery::{CompiledTemplate, Instruction, Instructions},
+    value::ValueKind,
+};
+
+use super::{
+    jinja::{made, spend},
+    python,
+};
+
+const ADD: &str = "operator:+";
+const MULTIPLY: &str = "operator:*";
+const CONCATENATE: &str = "operator:~";
+const CONTAINS: &str = "operator:in";
+const ITERATE: &str = "operator:for";
+const NEST: &str = "operator:nest";
+const COUNT: &str = "operator:count";
+
+/// Adds the operators to an environment.
+pub fn add_to(env: &mut Environment) {
+    env.add_filter(ADD, add);
+    env.add_filter(MULTIPLY, multiply);
+    env.add_filter(CONCATENATE, |a: &Value, b: &Value| {
+        let (a, b) = (python::str(a), python::str(b));
+        made(a + &b)
+    });
+    env.add_filter(CONTAINS, contains);
+    env.add_filter(ITERATE, iterable);
+    env.add_filter(NEST, |value: &Value| spend(NEST_BYTES).map(|()| value.clone()));
+    env.add_filter(COUNT, count);
+}
+
+/// Larger than constants that a template writes out. minijinja computes constant expressions when it compiles.
+const MOST_CONSTANT: usize = 1 << 20;
+
+/// Rewrites a compiled template.
+pub fn rewrite(template: &mut CompiledTemplate) -> Result<(), Error> {
+    for block in std::iter::once(&mut template.instructions).chain(template.blocks.values_mut()) {
+        let constants = (0..block.len() as u32).filter_map(|index| match block.get(index) {
+            Some(Instruction::LoadConst(value)) => Some(value),
+            _ => None,
+        });
+        if constants
+            .into_iter()
+            .any(|value| value.as_str().map_or(value.len(), |text| Some(text.len())) > Some(MOST_CONSTANT))
+        {
+            return Err(Error::new(ErrorKind::InvalidOperation, "a constant expression is too large"));
+        }
+        *block = rewrite_block(block);
+    }
+    Ok(())
+}
+
+fn rewrite_block<'s>(old: &Instructions<'s>) -> Instructions<'s> {
+    let mut new = Instructions::new(old.name(), old.source());
+    // Where the replacement of each instruction begins.
+    let mut places = Vec::with_capacity(old.len() + 1);
+    for index in 0..old.len() as u32 {
+        places.push(new.len() as u32);
+        let line = old.get_line(index).and_then(|line| u16::try_from(line).ok()).unwrap_or(u16::MAX);
+        let Some(instruction) = old.get(index) else { continue };
+        replacement(instruction, &mut |instruction| {
+            new.add_with_line(instruction, line);
+        });
+    }
+    places.push(new.len() as u32);
+    for index in 0..new.len() as u32 {
+        if let Some(
+            Instruction::Iterate(target)
+            | Instruction::Jump(target)
+            | Instruction::JumpIfFalse(target)
+            | Instruction::JumpIfFalseOrPop(target)
+            | Instruction::JumpIfTrueOrPop(target)
+            | Instruction::BuildMacro(_, target, _),
+        ) = new.get_mut(index)
+        {
+            *target = places.get(*target as usize).copied().unwrap_or(u32::MAX);
+        }
+    }
+    new
+}
+
+/// The instructions that replace one.
+fn replacement<'s>(instruction: &Instruction<'s>, add: &mut impl FnMut(Instruction<'s>)) {
+    let mut filter = |name, count| add(Instruction::ApplyFilter(name, Some(count), NO_LOCAL));
+    match instruction {
+        Instruction::Add => filter(ADD, 2),
+        Instruction::Mul => filter(MULTIPLY, 2),
+        Instruction::StringConcat => filter(CONCATENATE, 2),
+        Instruction::In => filter(CONTAINS, 2),
+        Instruction::PushLoop(_) => {
+            filter(ITERATE, 1);
+            add(instruction.clone());
+        }
+        // Raw text counts as well.
+        Instruction::EmitRaw(text) => {
+            add(Instruction::LoadConst(Value::from(*text)));
+            add(Instruction::Emit);
+        }
+        // Values that hold each other are dropped recursively, so their number is limited more strictly.
+        Instruction::BuildMap(_) | Instruction::BuildList(_) => {
+            add(instruction.clone());
+            add(Instruction::ApplyFilter(NEST, Some(1), NO_LOCAL));
+        }
+        Instruction::ApplyFilter(..) | Instruction::CallMethod(..) | Instruction::Slice => {
+            add(instruction.clone());
+            add(Instruction::ApplyFilter(COUNT, Some(1), NO_LOCAL));
+        }
+        _ => add(instruction.clone()),
+    }
+}
+
+/// The share of the budget that a list or mapping in a template takes.
+const NEST_BYTES: usize = 2048;
+
+/// The filter is found by its name each time.
+const NO_LOCAL: u8 = u8::MAX;
+
+fn failed(operator: &str, a: &Value, b: &Value) -> Error {
+    let message = format!("`{operator}` does not take {} and {}", a.kind(), b.kind());
+    Error::new(ErrorKind::InvalidOperation, message)
+}
+
+fn is_list(value: &Value) -> bool {
+    matches!(value.kind(), ValueKind::Seq | ValueKind::Iterable)
+}
+
+enum Numbers {
+    Integers(i128, i128),
+    Floats(f64, f64),
+}
+
+/// Two numbers; booleans are numbers in Python.
+fn numbers(a: &Value, b: &Value) -> Option<Numbers> {
+    let integer = |value: &Value| match value.kind() {
+        ValueKind::Bool => Some(i128::from(value.is_true())),
+        ValueKind::Number if value.is_integer() => i128::try_from(value.clone()).ok(),
+        _ => None,
+    };
+    let float = |value: &Value| integer(value).map(|x| x as f64).or_else(|| f64::try_from(value.clone()).ok());
+    if let (Some(a), Some(b)) = (integer(a), integer(b)) {
+        return Some(Numbers::Integers(a, b));
+    }
+    let are_numbers = [a, b].iter().all(|x| matches!(x.kind(), ValueKind::Bool | ValueKind::Number));
+    are_numbers.then(|| Some(Numbers::Floats(float(a)?, float(b)?))).flatten()
+}
+
+fn add(a: &Value, b: &Value) -> Result<Value, Error> {
+    if a.is_safe() || b.is_safe() {
+        let (a, b) = (escaped(a), escaped(b));
+        return made(a + &b).map(Value::from_safe_string);
+    }
+    if let (Some(a), Some(b)) = (a.as_str(), b.as_str()) {
+        spend(a.len() + b.len())?;
+        return Ok(Value::from([a, b].concat()));
+    }
+    if is_list(a) && is_list(b) {
+        return collect(a.try_iter()?.chain(b.try_iter()?));
+    }
+    match numbers(a, b) {
+        Some(Numbers::Integers(x, y)) => x.checked_add(y).map(integer).ok_or_else(|| failed("+", a, b)),
+        Some(Numbers::Floats(x, y)) => Ok(Value::from(x + y)),
+        None => Err(failed("+", a, b)),
+    }
+}
+
+/// The text of a value beside one that `safe` has marked: Python's markupsafe escapes what is not marked.
+fn escaped(value: &Value) -> String {
+    let text = python::str(value);
+    if value.is_safe() {
+        return text;
+    }
+    text.replace('&', "&amp;").replace('>', "&gt;").replace('<', "&lt;").replace('\'', "&#39;").replace('"', "&#34;")
+}
+
+fn multiply(a: &Value, b: &Value) -> Result<Value, Error> {
+    match numbers(a, b) {
+        Some(Numbers::Integers(x, y)) => return x.checked_mul(y).map(integer).ok_or_else(|| failed("*", a, b)),
+        Some(Numbers::Floats(x, y)) => return Ok(Value::from(x * y)),
+        None => {}
+    }
+    let (repeated, count) = if a.as_str().is_some() || is_list(a) { (a, b) } else { (b, a) };
+    let count = count.as_i64().ok_or_else(|| failed("*", a, b))?;
+    let count = usize::try_from(count).unwrap_or(0);
+    if let Some(text) = repeated.as_str() {
+        spend(text.len().saturating_mul(count))?;
+        return Ok(Value::from(text.repeat(count)));
+    }
+    if !is_list(repeated) {
+        return Err(failed("*", a, b));
+    }
+    let items: Vec<Value> = repeated.try_iter()?.collect();
+    spend(items.len().saturating_mul(count).saturating_mul(size_of::<Value>()))?;
+    Ok(Value::from(vec![items; count].concat()))
+}
+
+/// A small number is an `i64`, as everywhere.
+fn integer(value: i128) -> Value {
+    i64::try_from(value).map_or_else(|_| Value::from(value), Value::from)
+}
+
+/// A list of items, counted.
+fn collect(items: impl Iterator<Item = Value>) -> Result<Value, Error> {
+    let mut list = Vec::new();
+    for item in items {
+        spend(size_of::<Value>())?;
+        list.push(item);
+    }
+    Ok(Value::from(list))
+}
+
+/// `item in container`.
+fn contains(item: &Value, container: &Value) -> Result<bool, Error> {
+    // The search takes time: it counts as well.
+    spend(container.as_str().map_or_else(|| container.len().unwrap_or(0), str::len))?;
+    match container.kind() {
+        ValueKind::Undefined => Ok(false),
+        ValueKind::String => match item.as_str() {
+            Some(item) => Ok(container.as_str().unwrap_or_default().contains(item)),
+            None if item.is_undefined() => Ok(false),
+            None => Err(failed("in", item, container)),
+        },
+        ValueKind::Map => Ok(container.get_item(item).is_ok_and(|value| !value.is_undefined())),
+        ValueKind::Seq | ValueKind::Iterable => Ok(container.try_iter()?.any(|value| value == *item)),
+        _ => Err(failed("in", item, container)),
+    }
+}
+
+/// The value of a loop: Python iterates over neither `None` nor numbers.
+fn iterable(value: &Value) -> Result<Value, Error> {
+    if value.is_none() {
+        return Err(Error::new(ErrorKind::InvalidOperation, "none is not iterable"));
+    }
+    Ok(value.clone())
+}
+
+/// Counts a result.
+fn count(value: &Value) -> Result<Value, Error> {
+    match value.as_str() {
+        Some(text) => spend(text.len())?,
+        None if is_list(value) => spend(value.len().unwrap_or(0).saturating_mul(size_of::<Value>()))?,
+        None => {}
+    }
+    Ok(value.clone())
+}

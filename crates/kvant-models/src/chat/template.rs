@@ -1,0 +1,324 @@
+//! Chat templates.
+
+use std::{sync::Arc, thread};
+
+use minijinja::{
+    AutoEscape, Environment, Value,
+    machinery::{CompiledTemplate, TemplateConfig, Vm, WhitespaceConfig, make_string_output},
+    syntax::SyntaxConfig,
+};
+use serde::Serialize;
+use serde_json::Map;
+
+pub use super::format_time::Clock;
+use super::{Message, format_time::strftime, jinja, operators};
+use crate::{Error, Files, Result, panics};
+
+/// Larger than any template.
+const SOURCE_LIMIT: u64 = 512 << 10;
+
+/// The stack on which templates are parsed and rendered: virtual memory, of which they use kilobytes.
+const STACK_BYTES: usize = 256 << 20;
+
+/// The names of the special tokens that templates use.
+const TOKEN_NAMES: [&str; 7] =
+    ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
+
+/// The name of the template that every checkpoint with templates has.
+const DEFAULT: &str = "default";
+
+/// The name of the template for conversations with tools, if there is one.
+const TOOL_USE: &str = "tool_use";
+
+/// A checkpoint's chat template: a Jinja template that makes a text of a conversation.
+///
+/// Templates are rendered as transformers' `apply_chat_template` renders them. They are untrusted: one that loops for ever
+/// or prints without end returns an error.
+///
+/// ```
+/// use kvant_models::chat::{ChatTemplate, Conversation, Message, SpecialTokens};
+/// let source = "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}{{ eos_token }}{% endfor %}\
+///               {% if add_generation_prompt %}<|assistant|>{% endif %}";
+/// let tokens = SpecialTokens::from_iter([("eos_token", "</s>")]);
+/// let template = ChatTemplate::new(source, tokens)?;
+/// let messages = [Message::user("Hello")];
+/// assert_eq!(template.render(&Conversation::new(&messages))?, "<|user|>Hello</s><|assistant|>");
+/// # Ok::<(), kvant_models::Error>(())
+/// ```
+pub struct ChatTemplate {
+    env: Environment<'static>,
+    /// The sources by name.
+    sources: Vec<(String, String)>,
+    tokens: SpecialTokens,
+}
+
+/// The texts of special tokens by the names that templates use: `bos_token`, `eos_token` and others.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(transparent)]
+pub struct SpecialTokens(Vec<(String, String)>);
+
+impl<N: Into<String>, T: Into<String>> FromIterator<(N, T)> for SpecialTokens {
+    fn from_iter<I: IntoIterator<Item = (N, T)>>(tokens: I) -> SpecialTokens {
+        SpecialTokens(tokens.into_iter().map(|(name, token)| (name.into(), token.into())).collect())
+    }
+}
+
+/// A conversation to render.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Conversation<'a> {
+    /// The messages.
+    pub messages: &'a [Message],
+    /// The tools that the model may call, each as `{"type": "function", "function": {…}}` with a JSON schema.
+    pub tools: &'a [serde_json::Value],
+    /// Whether the text ends with the beginning of an answer.
+    pub generation_prompt: bool,
+    /// Other variables of the template.
+    pub variables: Map<String, serde_json::Value>,
+    /// The time for templates that print a date.
+    pub clock: Clock,
+}
+
+impl<'a> Conversation<'a> {
+    /// A conversation that the model continues with its answer.
+    pub fn new(messages: &'a [Message]) -> Conversation<'a> {
+        Conversation { messages, tools: &[], generation_prompt: true, variables: Map::new(), clock: Clock::Now }
+    }
+
+    /// Sets the tools.
+    #[must_use]
+    pub fn tools(self, tools: &'a [serde_json::Value]) -> Conversation<'a> {
+        Conversation { tools, ..self }
+    }
+
+    /// Sets whether the text ends with the beginning of an answer.
+    #[must_use]
+    pub fn generation_prompt(self, generation_prompt: bool) -> Conversation<'a> {
+        Conversation { generation_prompt, ..self }
+    }
+
+    /// Asks for thoughts before the answer, or for none. This sets the variables `enable_thinking` and `thinking`. Templates
+    /// without thoughts, and those with thoughts only, ignore it.
+    #[must_use]
+    pub fn thinking(self, on: bool) -> Conversation<'a> {
+        self.variable("enable_thinking", on).variable("thinking", on)
+    }
+
+    /// Sets a variable of the template, such as `reasoning_effort` of gpt-oss.
+    #[must_use]
+    pub fn variable(mut self, name: impl Into<String>, value: impl Into<serde_json::Value>) -> Conversation<'a> {
+        self.variables.insert(name.into(), value.into());
+        self
+    }
+
+    /// Sets the time.
+    #[must_use]
+    pub fn clock(self, clock: Clock) -> Conversation<'a> {
+        Conversation { clock, ..self }
+    }
+}
+
+impl ChatTemplate {
+    /// Parses a template.
+    ///
+    /// # Errors
+    /// `Template` with the line and the reason.
+    pub fn new(source: &str, tokens: SpecialTokens) -> Result<ChatTemplate> {
+        ChatTemplate::named([(DEFAULT.to_string(), source.to_string())], tokens)
+    }
+
+    /// Parses templates with names. `default` must be one of them; `tool_use` renders conversations with tools.
+    ///
+    /// # Errors
+    /// `Template`.
+    pub fn named(templates: impl IntoIterator<Item = (String, String)>, tokens: SpecialTokens) -> Result<ChatTemplate> {
+        let mut sources = Vec::new();
+        for (name, source) in templates {
+            if source.len() as u64 > SOURCE_LIMIT {
+                return Err(Error::Template { reason: format!("longer than the limit of {SOURCE_LIMIT} bytes") });
+            }
+            let source = generation_blocks(&source);
+            guarded(|| compile(&source).map(|_| ()))?;
+            sources.push((name, source));
+        }
+        if !sources.iter().any(|(name, _)| name == DEFAULT) {
+            return Err(Error::Template { reason: "none of the templates has the name `default`".to_string() });
+        }
+        Ok(ChatTemplate { env: jinja::environment(), sources, tokens })
+    }
+
+    /// Loads the template of a checkpoint: `chat_template.jinja`, `chat_template.json` or the key of
+    /// `tokenizer_config.json`, and those in `additional_chat_templates`. `None` if there is none: the model was not
+    /// trained for conversations.
+    ///
+    /// # Errors
+    /// `File`, `Template`.
+    pub fn load_files(files: &Files) -> Result<Option<ChatTemplate>> {
+        let config = files.read_json_if_there("tokenizer_config.json")?.unwrap_or_default();
+        let mut templates = listed(&config["chat_template"]);
+        let replace = |templates: &mut Vec<(String, String)>, name: &str, source: String| {
+            templates.retain(|(other, _)| other != name);
+            templates.push((name.to_string(), source));
+        };
+        if let Some(json) = files.read_json_if_there("chat_template.json")? {
+            templates.extend(listed(&json["chat_template"]));
+        }
+        let file = |path: &str| {
+            let text = files.read(path, SOURCE_LIMIT)?.into_owned();
+            String::from_utf8(text).map_err(|_| Error::file(&files.path(path), "not UTF-8"))
+        };
+        if files.has("chat_template.jinja") {
+            replace(&mut templates, DEFAULT, file("chat_template.jinja")?);
+        }
+        let tool_use = format!("additional_chat_templates/{TOOL_USE}.jinja");
+        if files.has(&tool_use) {
+            replace(&mut templates, TOOL_USE, file(&tool_use)?);
+        }
+        if templates.is_empty() {
+            return Ok(None);
+        }
+        ChatTemplate::named(templates, SpecialTokens::of_config(&config)).map(Some)
+    }
+
+    /// The special tokens.
+    pub fn tokens(&self) -> &SpecialTokens {
+        &self.tokens
+    }
+
+    /// Makes the text of a conversation.
+    ///
+    /// # Errors
+    /// `Template` with the template's message if it refuses the conversation, for example one that starts with an answer, and
+    /// if it takes too long or makes too much text; `Argument` for a time that does not exist.
+    pub fn render(&self, conversation: &Conversation) -> Result<String> {
+        let now = conversation.clock.zoned()?;
+        let mut context: Vec<(&str, Value)> = Vec::new();
+        context.extend(self.tokens.0.iter().map(|(name, token)| (name.as_str(), Value::from(token.as_str()))));
+        context.push(("strftime_now", Value::from_function(move |format: &str| strftime(&now, format))));
+        let messages = conversation.messages.iter().map(message_value).collect::<Vec<_>>();
+        context.push(("messages", Value::from(messages)));
+        let (tools, documents) = (conversation.tools, Value::from(()));
+        context.push(("tools", if tools.is_empty() { Value::from(()) } else { Value::from_serialize(tools) }));
+        context.push(("documents", documents));
+        context.push(("add_generation_prompt", Value::from(conversation.generation_prompt)));
+        context
+            .extend(conversation.variables.iter().map(|(name, value)| (name.as_str(), Value::from_serialize(value))));
+        let context: Value = context.into_iter().collect();
+
+        let source =
+            |wanted: &str| self.sources.iter().find(|(name, _)| name == wanted).map(|(_, source)| source.as_str());
+        let tool_use = source(TOOL_USE).filter(|_| !tools.is_empty());
+        let source = tool_use.or_else(|| source(DEFAULT)).unwrap_or_default();
+        guarded(|| {
+            jinja::start_budget();
+            let template = compile(source)?;
+            let (mut text, escape) = (String::new(), template.initial_auto_escape);
+            let mut out = make_string_output(&mut text);
+            Vm::new(&self.env).eval(&template.instructions, context, &template.blocks, &mut out, escape)?;
+            Ok(text)
+        })
+    }
+}
+
+impl std::fmt::Debug for ChatTemplate {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("ChatTemplate").field("tokens", &self.tokens).finish_non_exhaustive()
+    }
+}
+
+impl SpecialTokens {
+    /// The tokens in a `tokenizer_config.json`.
+    fn of_config(config: &serde_json::Value) -> SpecialTokens {
+        let token = |name: &&'static str| {
+            let token = &config[*name];
+            Some((*name, token.as_str().or_else(|| token["content"].as_str())?))
+        };
+        TOKEN_NAMES.iter().filter_map(token).collect()
+    }
+}
+
+/// The templates of a key: one, or a list of named ones.
+fn listed(templates: &serde_json::Value) -> Vec<(String, String)> {
+    if let Some(source) = templates.as_str() {
+        return vec![(DEFAULT.to_string(), source.to_string())];
+    }
+    let named = |entry: &serde_json::Value| {
+        Some((entry["name"].as_str()?.to_string(), entry["template"].as_str()?.to_string()))
+    };
+    templates.as_array().into_iter().flatten().filter_map(named).collect()
+}
+
+/// A message as templates see it. Thoughts have two names: gpt-oss reads `thinking`.
+fn message_value(message: &Message) -> Value {
+    let value = Value::from_serialize(message);
+    let Some(thoughts) = &message.reasoning_content else { return value };
+    let mut entries = vec![(Value::from("thinking"), Value::from(thoughts.as_str()))];
+    let fields = value.try_iter().into_iter().flatten();
+    entries.extend(fields.map(|key| (key.clone(), value.get_item(&key).unwrap_or_default())));
+    entries.into_iter().collect()
+}
+
+/// Replaces `{% generation %}`, which marks answers for training, by a block that only limits the scope of variables.
+fn generation_blocks(source: &str) -> String {
+    let (mut out, mut rest) = (String::with_capacity(source.len()), source);
+    while let Some(start) = rest.find("{%") {
+        let (before, tag) = rest.split_at(start + 2);
+        out.push_str(before);
+        rest = tag;
+        let inside = tag.trim_start_matches(['-', '+']).trim_start();
+        for (name, with) in [("generation", "with"), ("endgeneration", "endwith")] {
+            let Some(end) = inside.strip_prefix(name) else { continue };
+            let closing = end.trim_start().trim_start_matches(['-', '+']);
+            if closing.starts_with("%}") {
+                out.push_str(&tag[..tag.len() - inside.len()]);
+                out.push_str(with);
+                rest = end;
+            }
+        }
+    }
+    out + rest
+}
+
+/// Compiles a template, with transformers' rules of whitespace and Python's operators.
+fn compile(source: &str) -> std::result::Result<CompiledTemplate<'_>, minijinja::Error> {
+    #[allow(clippy::default_constructed_unit_structs, reason = "with minijinja's feature `custom_syntax` it is none")]
+    let config = TemplateConfig {
+        syntax_config: SyntaxConfig::default(),
+        ws_config: WhitespaceConfig { keep_trailing_newline: false, lstrip_blocks: true, trim_blocks: true },
+        default_auto_escape: Arc::new(|_| AutoEscape::None),
+    };
+    let mut template = CompiledTemplate::new("chat template", source, &config)?;
+    operators::rewrite(&mut template)?;
+    Ok(template)
+}
+
+/// Calls minijinja on a thread with a large stack, with its errors and panics as errors. It parses some expressions and drops
+/// nested values recursively, without a limit of its own.
+fn guarded<T: Send>(call: impl FnOnce() -> std::result::Result<T, minijinja::Error> + Send) -> Result<T> {
+    let guarded = || panics::catch(call);
+    let result = thread::scope(|scope| {
+        let thread = thread::Builder::new().name("chat template".to_string()).stack_size(STACK_BYTES);
+        let thread = thread.spawn_scoped(scope, guarded).map_err(|error| format!("no thread: {error}"))?;
+        thread.join().unwrap_or_else(|_| Err(String::new()))
+    });
+    let reason = match result {
+        Ok(Ok(value)) => return Ok(value),
+        Ok(Err(error)) => message(&error),
+        Err(message) => format!("it fails in an unforeseen way ({message})"),
+    };
+    Err(Error::Template { reason })
+}
+
+/// The message of an error, its line, and the messages of its causes.
+fn message(error: &minijinja::Error) -> String {
+    let mut message = error.detail().map_or_else(|| error.kind().to_string(), str::to_string);
+    let mut cause = std::error::Error::source(error);
+    while let Some(inner) = cause {
+        message = format!("{message}: {inner}");
+        cause = inner.source();
+    }
+    match error.line() {
+        Some(line) => format!("{message} (line {line})"),
+        None => message,
+    }
+}
