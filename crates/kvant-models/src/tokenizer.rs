@@ -120,6 +120,16 @@ impl Tokenizer {
         self.inner.get_vocab_size(true)
     }
 
+    /// The names of special tokens.
+    pub(crate) fn special_names(&self) -> Vec<String> {
+        let tokens = self.inner.get_added_tokens_decoder();
+        tokens
+            .into_values()
+            .filter(|token| token.special && !token.content.is_empty())
+            .map(|token| token.content)
+            .collect()
+    }
+
     /// Decodes ids one by one, without special tokens.
     pub fn stream(&self) -> TextStream<'_> {
         TextStream { tokenizer: self, ids: Vec::new(), known: 0, text: String::new(), special: false }

@@ -4,7 +4,13 @@
 //! |---|---|
 //! | describe a conversation | [`Message`], [`Role`], [`Content`], [`ToolCall`] |
 //! | render it with the model's template | [`ChatTemplate`], [`Conversation`] |
+//! | tokens of it, in which users cannot write special tokens | [`ChatTemplate::encode`] |
+//! | split a reply into thoughts, content and tool calls | [`ReplyParser`] |
+//! | end a text at stop strings | [`StopStrings`] |
+//! | the sampling parameters that a checkpoint recommends | [`GenerationDefaults`] |
 
+mod defaults;
+mod encode;
 mod format_time;
 mod jinja;
 mod json;
@@ -12,7 +18,13 @@ mod message;
 mod methods;
 mod operators;
 mod python;
+mod reply;
+mod stop;
 mod template;
+mod tool_calls;
 
+pub use defaults::GenerationDefaults;
 pub use message::{Content, FunctionCall, Message, Part, Role, ToolCall};
+pub use reply::{ReplyEvent, ReplyFormat, ReplyParser};
+pub use stop::StopStrings;
 pub use template::{ChatTemplate, Clock, Conversation, SpecialTokens};

@@ -11,7 +11,7 @@ use serde::Serialize;
 use serde_json::Map;
 
 pub use super::format_time::Clock;
-use super::{Message, format_time::strftime, jinja, operators};
+use super::{Message, ReplyFormat, format_time::strftime, jinja, operators};
 use crate::{Error, Files, Result, panics};
 
 /// Larger than any template.
@@ -183,6 +183,12 @@ impl ChatTemplate {
     /// The special tokens.
     pub fn tokens(&self) -> &SpecialTokens {
         &self.tokens
+    }
+
+    /// The format of the model's replies.
+    pub fn reply_format(&self) -> ReplyFormat {
+        let source: String = self.sources.iter().map(|(_, source)| source.as_str()).collect();
+        ReplyFormat::of_template(&source)
     }
 
     /// Makes the text of a conversation.

@@ -1,0 +1,96 @@
+//! Rendered conversations as tokens.
+//!
+//! The names of special tokens that the template writes become these tokens; those in texts of users and tools stay text.
+//! Each such name gets a mark after its first character, before the text is rendered. Text between marks is encoded
+//! separately, so no special token can reach over one.
+
+use serde_json::{Map, Value};
+
+use super::{ChatTemplate, Content, Conversation, Message, Part};
+use crate::{Error, Result, Tokenizer};
+
+/// Characters for the mark: the last private ones of Unicode, which no text needs.
+const MARKS: std::ops::RangeInclusive<char> = '\u{10ff00}'..='\u{10fffd}';
+
+impl ChatTemplate {
+    /// Converts a conversation to ids. As in transformers, they start with the token that starts a text if and only if the
+    /// template writes it.
+    ///
+    /// # Errors
+    /// As [`ChatTemplate::render`]; `Tokenizer`; `Argument` if the texts contain all 254 marks.
+    pub fn encode(&self, conversation: &Conversation, tokenizer: &Tokenizer) -> Result<Vec<u32>> {
+        let marker = Marker::new(conversation, tokenizer)?;
+        let messages: Vec<Message> = conversation.messages.iter().map(|message| marker.message(message)).collect();
+        let tools: Vec<Value> = conversation.tools.iter().map(|tool| marker.json(tool)).collect();
+        let marked = Conversation { messages: &messages, tools: &tools, ..conversation.clone() };
+        let text = self.render(&marked)?;
+        let mut ids = Vec::new();
+        for piece in text.split(marker.mark).filter(|piece| !piece.is_empty()) {
+            ids.extend(tokenizer.encode(piece, false)?);
+        }
+        Ok(ids)
+    }
+}
+
+struct Marker {
+    mark: char,
+    /// The names of special tokens.
+    names: Vec<String>,
+}
+
+impl Marker {
+    fn new(conversation: &Conversation, tokenizer: &Tokenizer) -> Result<Marker> {
+        let texts = serde_json::to_string(&(conversation.messages, conversation.tools)).unwrap_or_default();
+        let mark = MARKS.into_iter().find(|&mark| !texts.contains(mark));
+        let mark = mark.ok_or_else(|| Error::argument("messages", "without some private character", "all"))?;
+        Ok(Marker { mark, names: tokenizer.special_names() })
+    }
+
+    fn text(&self, text: &str) -> String {
+        let mut out = String::with_capacity(text.len());
+        for (place, c) in text.char_indices() {
+            out.push(c);
+            if self.names.iter().any(|name| text[place..].starts_with(name.as_str())) {
+                out.push(self.mark);
+            }
+        }
+        out
+    }
+
+    fn message(&self, message: &Message) -> Message {
+        let content = message.content.as_ref().map(|content| match content {
+            Content::Text(text) => Content::Text(self.text(text)),
+            Content::Parts(parts) => {
+                Content::Parts(parts.iter().map(|Part::Text { text }| Part::Text { text: self.text(text) }).collect())
+            }
+        });
+        let optional = |text: &Option<String>| text.as_ref().map(|text| self.text(text));
+        let mut tool_calls = message.tool_calls.clone();
+        for call in &mut tool_calls {
+            call.id = optional(&call.id);
+            call.function.name = self.text(&call.function.name);
+            call.function.arguments = self.json(&call.function.arguments);
+        }
+        Message {
+            role: message.role,
+            content,
+            reasoning_content: optional(&message.reasoning_content),
+            tool_calls,
+            tool_call_id: optional(&message.tool_call_id),
+            name: optional(&message.name),
+        }
+    }
+
+    /// Names of keys are texts as well.
+    fn json(&self, value: &Value) -> Value {
+        match value {
+            Value::String(text) => Value::String(self.text(text)),
+            Value::Array(items) => items.iter().map(|item| self.json(item)).collect(),
+            Value::Object(fields) => {
+                let fields = fields.iter().map(|(name, value)| (self.text(name), self.json(value)));
+                Value::Object(fields.collect::<Map<_, _>>())
+            }
+            other => other.clone(),
+        }
+    }
+}

@@ -1,0 +1,138 @@
+//! The texts of tool calls.
+
+use serde_json::{Map, Value};
+
+use super::{FunctionCall, ReplyFormat};
+
+/// Nested deeper, arguments are refused.
+const MOST_DEPTH: usize = 64;
+
+/// The calls in a text; `name` comes from a harmony header. `None` if it is no call.
+pub fn parse(format: ReplyFormat, name: Option<String>, text: &str) -> Option<Vec<FunctionCall>> {
+    let text = text.trim();
+    match format {
+        ReplyFormat::Harmony => Some(vec![FunctionCall { name: name?, arguments: object(text)? }]),
+        ReplyFormat::Gemma4 => Some(vec![gemma(text)?]),
+        ReplyFormat::Mistral if !text.starts_with(['[', '{']) => {
+            let (name, arguments) = text.split_once("[ARGS]").or_else(|| Some(text.split_at(text.find('{')?)))?;
+            let name = name.split("[CALL_ID]").next().unwrap_or_default().trim().to_string();
+            Some(vec![FunctionCall { name, arguments: object(arguments)? }])
+        }
+        _ => match serde_json::from_str(text).ok()? {
+            Value::Array(calls) => calls.into_iter().map(call).collect(),
+            value => Some(vec![call(value)?]),
+        },
+    }
+}
+
+/// The JSON of an object.
+fn object(text: &str) -> Option<Value> {
+    serde_json::from_str(text.trim()).ok().filter(Value::is_object)
+}
+
+/// `{"name": …, "arguments": …}`; Llama says `parameters`.
+fn call(mut value: Value) -> Option<FunctionCall> {
+    let fields = value.as_object_mut()?;
+    let arguments = fields.remove("arguments").or_else(|| fields.remove("parameters"));
+    let Some(Value::String(name)) = fields.remove("name") else { return None };
+    let mut call = FunctionCall { name, arguments: arguments.unwrap_or_else(|| Value::Object(Map::new())) };
+    call.parse_arguments();
+    Some(call)
+}
+
+/// `call:name{key:value,…}`: keys without quotes, texts between `<|"|>`.
+fn gemma(text: &str) -> Option<FunctionCall> {
+    let text = text.strip_prefix("call:")?;
+    let (name, arguments) = text.split_at(text.find('{')?);
+    let mut reader = Gemma { rest: arguments };
+    let arguments = reader.value(0)?;
+    reader.rest.trim().is_empty().then(|| FunctionCall { name: name.trim().to_string(), arguments })
+}
+
+struct Gemma<'a> {
+    rest: &'a str,
+}
+
+impl<'a> Gemma<'a> {
+    const QUOTE: &'static str = "<|\"|>";
+
+    fn take(&mut self, text: &str) -> bool {
+        let rest = self.rest.trim_start().strip_prefix(text);
+        self.rest = rest.unwrap_or(self.rest);
+        rest.is_some()
+    }
+
+    fn until(&mut self, end: impl Fn(char) -> bool) -> &'a str {
+        let place = self.rest.find(end).unwrap_or(self.rest.len());
+        let (before, rest) = self.rest.split_at(place);
+        self.rest = rest;
+        before.trim()
+    }
+
+    fn value(&mut self, depth: usize) -> Option<Value> {
+        if depth > MOST_DEPTH {
+            return None;
+        }
+        if self.take("{") {
+            let mut fields = Map::new();
+            while !self.take("}") {
+                let quoted = self.take(Self::QUOTE);
+                let key =
+                    if quoted { self.quoted()? } else { self.until(|c| matches!(c, ':' | '}' | '{')).to_string() };
+                if !self.take(":") {
+                    return None;
+                }
+                fields.insert(key, self.value(depth + 1)?);
+                self.take(",");
+            }
+            return Some(Value::Object(fields));
+        }
+        if self.take("[") {
+            let mut items = Vec::new();
+            while !self.take("]") {
+                items.push(self.value(depth + 1)?);
+                self.take(",");
+            }
+            return Some(Value::Array(items));
+        }
+        if self.take(Self::QUOTE) {
+            return self.quoted().map(Value::String);
+        }
+        let word = self.until(|c| matches!(c, ',' | '}' | ']'));
+        serde_json::from_str(word).ok().or_else(|| (!word.is_empty()).then(|| Value::String(word.to_string())))
+    }
+
+    fn quoted(&mut self) -> Option<String> {
+        let (text, rest) = self.rest.split_once(Self::QUOTE)?;
+        self.rest = rest;
+        Some(text.to_string())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn arguments_of_gemma() {
+        let call =
+            gemma("call:f{a:1.5,b:true,c:null,d:[<|\"|>x, {y}<|\"|>,2],e:{f:<|\"|><|\"|>},g:word,h:{}}").unwrap();
+        let expected =
+            json!({"a": 1.5, "b": true, "c": null, "d": ["x, {y}", 2], "e": {"f": ""}, "g": "word", "h": {}});
+        assert_eq!(call, FunctionCall { name: "f".into(), arguments: expected });
+        for bad in [
+            "call:f",
+            "f{}",
+            "call:f{a",
+            "call:f{a:",
+            "call:f{a:[",
+            "call:f{}x",
+            "call:f{,}",
+            &format!("call:f{}", "{a:".repeat(9999)),
+        ] {
+            assert_eq!(gemma(bad), None, "{bad}");
+        }
+    }
+}
