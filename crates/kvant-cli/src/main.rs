@@ -5,11 +5,13 @@
 
 mod args;
 mod bench;
+mod chat;
 mod devices;
 mod eval;
 mod generate;
 mod logits;
 mod output;
+mod shell;
 mod shipped;
 mod tokens;
 
@@ -31,11 +33,14 @@ struct Cli {
 #[derive(Subcommand)]
 enum Command {
     Generate(generate::GenerateArgs),
+    Chat(chat::ChatArgs),
     Eval(eval::EvalArgs),
     Logits(logits::LogitsArgs),
     Devices(devices::DevicesArgs),
     #[command(subcommand)]
     Bench(bench::Bench),
+    Completions(shell::CompletionArgs),
+    Man(shell::ManArgs),
 }
 
 fn main() -> ExitCode {
@@ -63,6 +68,9 @@ fn main() -> ExitCode {
         .without_time()
         .init();
     let result = match cli.command {
+        Command::Chat(args) => chat::run(&args),
+        Command::Completions(args) => shell::completions(&args),
+        Command::Man(args) => shell::man(&args),
         Command::Generate(args) => generate::run(&args),
         Command::Eval(args) => eval::run(&args),
         Command::Logits(args) => logits::run(&args),

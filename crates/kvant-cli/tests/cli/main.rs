@@ -1,6 +1,7 @@
 //! The built command, run as a user would.
 
 mod bench;
+mod chat;
 mod devices;
 mod errors;
 mod eval;

@@ -6,7 +6,7 @@
 
 use serde_json::{Map, Value};
 
-use super::{ChatTemplate, Content, Conversation, Message, Part};
+use super::{ChatTemplate, Content, ContentPart, Conversation, Message};
 use crate::{Error, Result, Tokenizer};
 
 /// Characters for the mark: the last private ones of Unicode, which no text needs.
@@ -60,9 +60,9 @@ impl Marker {
     fn message(&self, message: &Message) -> Message {
         let content = message.content.as_ref().map(|content| match content {
             Content::Text(text) => Content::Text(self.text(text)),
-            Content::Parts(parts) => {
-                Content::Parts(parts.iter().map(|Part::Text { text }| Part::Text { text: self.text(text) }).collect())
-            }
+            Content::Parts(parts) => Content::Parts(
+                parts.iter().map(|ContentPart::Text { text }| ContentPart::Text { text: self.text(text) }).collect(),
+            ),
         });
         let optional = |text: &Option<String>| text.as_ref().map(|text| self.text(text));
         let mut tool_calls = message.tool_calls.clone();

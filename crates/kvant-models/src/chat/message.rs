@@ -7,7 +7,7 @@ use serde_json::Value;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
-pub enum Role {
+pub enum ChatRole {
     /// Instructions for the whole conversation.
     System,
     /// The same in newer models (gpt-oss).
@@ -27,7 +27,7 @@ pub enum Content {
     /// A text.
     Text(String),
     /// Parts, which the template joins.
-    Parts(Vec<Part>),
+    Parts(Vec<ContentPart>),
 }
 
 impl Content {
@@ -35,7 +35,7 @@ impl Content {
     pub fn text(&self) -> String {
         match self {
             Content::Text(text) => text.clone(),
-            Content::Parts(parts) => parts.iter().map(|Part::Text { text }| text.as_str()).collect(),
+            Content::Parts(parts) => parts.iter().map(|ContentPart::Text { text }| text.as_str()).collect(),
         }
     }
 }
@@ -56,7 +56,7 @@ impl From<String> for Content {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
 #[non_exhaustive]
-pub enum Part {
+pub enum ContentPart {
     /// A text.
     Text {
         /// The text.
@@ -67,7 +67,7 @@ pub enum Part {
 /// A message of a conversation.
 ///
 /// ```
-/// use kvant_models::chat::{Message, Role};
+/// use kvant_models::chat::{Message, ChatRole};
 /// let message: Message = serde_json::from_str(r#"{"role": "user", "content": "Hello"}"#)?;
 /// assert_eq!(message, Message::user("Hello"));
 /// # Ok::<(), serde_json::Error>(())
@@ -76,7 +76,7 @@ pub enum Part {
 #[non_exhaustive]
 pub struct Message {
     /// Who wrote it.
-    pub role: Role,
+    pub role: ChatRole,
     /// The content. Tool calls need none.
     #[serde(default)]
     pub content: Option<Content>,
@@ -86,7 +86,7 @@ pub struct Message {
     /// The tools that the model calls.
     #[serde(default, deserialize_with = "null_is_empty", skip_serializing_if = "Vec::is_empty")]
     pub tool_calls: Vec<ToolCall>,
-    /// The call that a message of [`Role::Tool`] answers.
+    /// The call that a message of [`ChatRole::Tool`] answers.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tool_call_id: Option<String>,
     /// The name of the author or of the tool.
@@ -96,7 +96,7 @@ pub struct Message {
 
 impl Message {
     /// A message with a content and nothing else.
-    pub fn new(role: Role, content: impl Into<Content>) -> Message {
+    pub fn new(role: ChatRole, content: impl Into<Content>) -> Message {
         Message {
             role,
             content: Some(content.into()),
@@ -109,22 +109,22 @@ impl Message {
 
     /// A system message.
     pub fn system(content: impl Into<Content>) -> Message {
-        Message::new(Role::System, content)
+        Message::new(ChatRole::System, content)
     }
 
     /// A user's message.
     pub fn user(content: impl Into<Content>) -> Message {
-        Message::new(Role::User, content)
+        Message::new(ChatRole::User, content)
     }
 
     /// A model's answer.
     pub fn assistant(content: impl Into<Content>) -> Message {
-        Message::new(Role::Assistant, content)
+        Message::new(ChatRole::Assistant, content)
     }
 
     /// The result of a tool call.
     pub fn tool(id: impl Into<String>, content: impl Into<Content>) -> Message {
-        Message { tool_call_id: Some(id.into()), ..Message::new(Role::Tool, content) }
+        Message { tool_call_id: Some(id.into()), ..Message::new(ChatRole::Tool, content) }
     }
 
     /// Sets the thoughts.

@@ -2,7 +2,7 @@
 //!
 //! | task | item |
 //! |---|---|
-//! | describe a conversation | [`Message`], [`Role`], [`Content`], [`ToolCall`] |
+//! | describe a conversation | [`Message`], [`ChatRole`], [`Content`], [`ToolCall`] |
 //! | render it with the model's template | [`ChatTemplate`], [`Conversation`] |
 //! | tokens of it, in which users cannot write special tokens | [`ChatTemplate::encode`] |
 //! | split a reply into thoughts, content and tool calls | [`ReplyParser`] |
@@ -24,7 +24,7 @@ mod template;
 mod tool_calls;
 
 pub use defaults::GenerationDefaults;
-pub use message::{Content, FunctionCall, Message, Part, Role, ToolCall};
+pub use message::{ChatRole, Content, ContentPart, FunctionCall, Message, ToolCall};
 pub use reply::{ReplyEvent, ReplyFormat, ReplyParser};
 pub use stop::StopStrings;
 pub use template::{ChatTemplate, Clock, Conversation, SpecialTokens};

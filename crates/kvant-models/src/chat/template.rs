@@ -233,6 +233,14 @@ impl std::fmt::Debug for ChatTemplate {
 }
 
 impl SpecialTokens {
+    /// Reads those of a checkpoint's `tokenizer_config.json`.
+    ///
+    /// # Errors
+    /// `File`.
+    pub fn load_files(files: &Files) -> Result<SpecialTokens> {
+        Ok(SpecialTokens::of_config(&files.read_json_if_there("tokenizer_config.json")?.unwrap_or_default()))
+    }
+
     /// The tokens in a `tokenizer_config.json`.
     fn of_config(config: &serde_json::Value) -> SpecialTokens {
         let token = |name: &&'static str| {

@@ -1,0 +1,37 @@
+use crate::{kvant, kvant_with_input, scratch, shipped, str};
+
+#[test]
+fn a_model_without_a_template_says_what_to_do() {
+    let error = kvant(&["chat", str(&shipped())]).error();
+    assert!(error.contains("no chat template") && error.contains("--template") && error.contains("--plain"), "{error}");
+}
+
+#[test]
+fn lines_are_messages_and_commands() {
+    let directory = scratch("chat");
+    let saved = directory.join("saved.json");
+    let input = format!("What is a Vec?\n/nope\nAnd a slice?\n/save {}\n", saved.display());
+    let model = shipped();
+    let args = ["chat", str(&model), "--plain", "--max-tokens", "8", "--temperature", "0", "--system", "Be brief."];
+    let run = kvant_with_input(&args, input.as_bytes());
+    assert!(run.stderr.contains("/nope"), "{}", run.stderr);
+    let text = run.ok();
+    let messages: Vec<serde_json::Value> = serde_json::from_slice(&std::fs::read(&saved).unwrap()).unwrap();
+    let roles: Vec<_> = messages.iter().map(|message| message["role"].as_str().unwrap()).collect();
+    assert_eq!(roles, ["system", "user", "assistant", "user", "assistant"]);
+    let answers: String = [2, 4].map(|i| format!("{}\n", messages[i]["content"].as_str().unwrap())).concat();
+    assert_eq!(text, answers);
+
+    // The kept prefix changes nothing: the second answer to the loaded first turn is the same.
+    std::fs::write(&saved, serde_json::to_string(&messages[..3]).unwrap()).unwrap();
+    let input = format!("/load {}\nAnd a slice?\n", saved.display());
+    assert_eq!(format!("{}\n", messages[4]["content"].as_str().unwrap()), kvant_with_input(&args[..7], input.as_bytes()).ok());
+}
+
+#[test]
+fn completions_and_manual_pages() {
+    assert!(kvant(&["completions", "bash"]).ok().contains("kvant"));
+    let directory = scratch("man");
+    kvant(&["man", str(&directory)]).ok();
+    assert!(directory.join("kvant-chat.1").exists());
+}
