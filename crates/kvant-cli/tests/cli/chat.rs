@@ -25,7 +25,10 @@ fn lines_are_messages_and_commands() {
     // The kept prefix changes nothing: the second answer to the loaded first turn is the same.
     std::fs::write(&saved, serde_json::to_string(&messages[..3]).unwrap()).unwrap();
     let input = format!("/load {}\nAnd a slice?\n", saved.display());
-    assert_eq!(format!("{}\n", messages[4]["content"].as_str().unwrap()), kvant_with_input(&args[..7], input.as_bytes()).ok());
+    assert_eq!(
+        format!("{}\n", messages[4]["content"].as_str().unwrap()),
+        kvant_with_input(&args[..7], input.as_bytes()).ok()
+    );
 }
 
 #[test]
