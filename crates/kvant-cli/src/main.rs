@@ -11,6 +11,8 @@ mod eval;
 mod generate;
 mod logits;
 mod output;
+#[cfg(feature = "serve")]
+mod serve;
 mod shell;
 mod shipped;
 mod tokens;
@@ -18,6 +20,7 @@ mod tokens;
 use std::{io::IsTerminal, process::ExitCode};
 
 use clap::{Parser, Subcommand};
+use tracing_subscriber::filter::LevelFilter;
 
 /// The result of every subcommand. Users see only the message, so it says what to change.
 type Result<T = ()> = std::result::Result<T, Box<dyn std::error::Error>>;
@@ -36,6 +39,8 @@ enum Command {
     Chat(chat::ChatArgs),
     Eval(eval::EvalArgs),
     Logits(logits::LogitsArgs),
+    #[cfg(feature = "serve")]
+    Serve(serve::ServeArgs),
     Devices(devices::DevicesArgs),
     #[command(subcommand)]
     Bench(bench::Bench),
@@ -59,14 +64,7 @@ fn main() -> ExitCode {
             return if message.use_stderr() { ExitCode::FAILURE } else { ExitCode::SUCCESS };
         }
     };
-    // Warnings of the libraries: a GPU that cannot be used, or a cache longer than the model's context.
-    tracing_subscriber::fmt()
-        .with_max_level(tracing_subscriber::filter::LevelFilter::WARN)
-        .with_writer(std::io::stderr)
-        .with_ansi(std::io::stderr().is_terminal())
-        .with_target(false)
-        .without_time()
-        .init();
+    log(&cli.command);
     let result = match cli.command {
         Command::Chat(args) => chat::run(&args),
         Command::Completions(args) => shell::completions(&args),
@@ -74,6 +72,8 @@ fn main() -> ExitCode {
         Command::Generate(args) => generate::run(&args),
         Command::Eval(args) => eval::run(&args),
         Command::Logits(args) => logits::run(&args),
+        #[cfg(feature = "serve")]
+        Command::Serve(args) => serve::run(&args),
         Command::Devices(args) => devices::run(&args),
         Command::Bench(bench) => bench::run(&bench),
     };
@@ -84,5 +84,19 @@ fn main() -> ExitCode {
             output::report(&*error);
             ExitCode::FAILURE
         }
+    }
+}
+
+/// Shows warnings of the libraries: a GPU that cannot be used, or a cache longer than the model's context. A server also shows
+/// its requests, with the time.
+fn log(command: &Command) {
+    let log = tracing_subscriber::fmt()
+        .with_writer(std::io::stderr)
+        .with_ansi(std::io::stderr().is_terminal())
+        .with_target(false);
+    match command {
+        #[cfg(feature = "serve")]
+        Command::Serve(_) => log.with_max_level(LevelFilter::INFO).init(),
+        _ => log.with_max_level(LevelFilter::WARN).without_time().init(),
     }
 }

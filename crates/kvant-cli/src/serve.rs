@@ -1,0 +1,164 @@
+//! `kvant serve`: an HTTP server for a model.
+
+use std::{net::TcpListener, path::PathBuf, str::FromStr, sync::Arc, time::Duration};
+
+use kvant_engine::{Engine, EngineOptions};
+use kvant_models::Tokenizer;
+use kvant_server::{ApiKeys, Server, ServerOptions};
+
+use crate::{
+    Result,
+    args::{ActivationArgs, DeviceArgs, Kv},
+    output, shipped,
+};
+
+/// Serve a model over HTTP, for clients of OpenAI and Anthropic
+///
+/// GET / is a page to try the model, GET /openapi.json describes all routes. SIGTERM or Ctrl-C lets running requests
+/// finish.
+#[derive(clap::Args)]
+pub struct ServeArgs {
+    /// Directory of a checkpoint in Hugging Face or MLX layout [default: the model that ships with kvant]
+    #[arg(value_name = "MODEL")]
+    model: Option<PathBuf>,
+    /// The address to listen on; 0.0.0.0 for all
+    #[arg(long, default_value = "127.0.0.1")]
+    host: String,
+    /// The port; 0 for a free one
+    #[arg(long, default_value_t = 8080)]
+    port: u16,
+    /// The name of the model in requests and answers; more names are aliases, and `*` as the last one accepts every name
+    /// [default: the name of the directory]
+    #[arg(long, value_name = "NAME")]
+    name: Vec<String>,
+    /// A key that clients must send; can be repeated. Others on this machine see it in the list of processes
+    #[arg(long, value_name = "KEY")]
+    api_key: Vec<String>,
+    /// A file with such keys, one a line
+    #[arg(long, value_name = "FILE")]
+    api_key_file: Option<PathBuf>,
+    /// Give each API key a prefix cache of its own
+    #[arg(long)]
+    cache_per_key: bool,
+    /// Cache type: f32, f16, bf16, tq8, tq6, tq5, tq4, or K:V as in f16:tq4
+    #[arg(long, default_value_t = Kv::F16)]
+    kv: Kv,
+    /// The longest text in tokens, prompt included [default: the model's]
+    #[arg(long, value_name = "TOKENS")]
+    context: Option<usize>,
+    /// Requests that run at once
+    #[arg(long, value_name = "N", default_value_t = 16)]
+    max_sequences: usize,
+    /// Memory for KV pages, as in 4GiB [default: enough for all sequences at full context]
+    #[arg(long, value_name = "BYTES")]
+    memory: Option<Bytes>,
+    /// Host memory for pages that the device has no room for
+    #[arg(long, value_name = "BYTES", default_value = "0")]
+    host_cache: Bytes,
+    /// Requests that can wait; more get 429
+    #[arg(long, value_name = "N", default_value_t = 256)]
+    queue: usize,
+    /// How long a shutdown waits for running requests
+    #[arg(long, value_name = "SECONDS", default_value_t = 30)]
+    drain: u64,
+    /// The origin whose web pages can use the server, or `*`
+    #[arg(long, value_name = "ORIGIN")]
+    cors: Option<String>,
+    #[command(flatten)]
+    activations: ActivationArgs,
+    #[command(flatten)]
+    device: DeviceArgs,
+}
+
+pub fn run(args: &ServeArgs) -> Result {
+    let files = shipped::files(args.model.as_deref())?;
+    let options = args.server_options()?;
+    // Before the model loads, which can take long.
+    let listener = TcpListener::bind((args.host.as_str(), args.port))
+        .map_err(|error| format!("cannot listen on {}:{}: {error}", args.host, args.port))?;
+    let address = listener.local_addr()?;
+    let device = args.device.open()?;
+    let tokenizer = Arc::new(Tokenizer::load_files(&files)?);
+    let model = args.activations.load(&files, &device)?;
+    let engine = Engine::start(model, tokenizer, args.engine_options())?;
+    let server = Server::new(engine, options);
+    output::note(&format!("listening on http://{address}\n"))?;
+    Ok(server.run(listener)?)
+}
+
+impl ServeArgs {
+    fn server_options(&self) -> Result<ServerOptions> {
+        let directory = self.model.as_deref().and_then(|path| path.canonicalize().ok());
+        let name = directory.as_deref().and_then(|path| path.file_name()?.to_str()).unwrap_or("rustdoc-11m");
+        let mut names = self.name.iter().cloned();
+        let mut options = ServerOptions::new(names.next().unwrap_or_else(|| name.to_string()));
+        for name in names {
+            options = options.alias(name);
+        }
+        let keys = ApiKeys::new(self.api_key.iter().cloned()).and(self.keys_of_file()?);
+        if keys.is_empty() && !self.api_key.is_empty() {
+            return Err("--api-key: a key must not be empty".into());
+        }
+        if let Some(origin) = &self.cors {
+            options = options.cors(origin);
+        }
+        Ok(options.keys(keys).salt_per_key(self.cache_per_key).drain(Duration::from_secs(self.drain)))
+    }
+
+    fn keys_of_file(&self) -> Result<ApiKeys> {
+        let Some(path) = &self.api_key_file else { return Ok(ApiKeys::default()) };
+        let lines = std::fs::read_to_string(path).map_err(|error| format!("{}: {error}", path.display()))?;
+        let keys = ApiKeys::parse(&lines);
+        // A server without keys is open to all.
+        if keys.is_empty() { Err(format!("{}: no key", path.display()).into()) } else { Ok(keys) }
+    }
+
+    fn engine_options(&self) -> EngineOptions {
+        let options = EngineOptions::default()
+            .kv(self.kv.k, self.kv.v)
+            .sequences(self.max_sequences)
+            .step_tokens(self.max_sequences.saturating_mul(2).max(512))
+            .queue(self.queue)
+            .host_memory(self.host_cache.0);
+        let options = self.context.map_or(options.clone(), |tokens| options.context(tokens));
+        self.memory.map_or(options.clone(), |bytes| options.memory(bytes.0))
+    }
+}
+
+/// A number of bytes: `4GiB`, `512M`, `1000000`. All units are powers of 1024.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Bytes(usize);
+
+impl FromStr for Bytes {
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<Bytes, String> {
+        let invalid = || format!("expected bytes as in 4GiB, 512M or 1000000, got {text:?}");
+        let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
+        let shift = match text[digits..].trim().trim_end_matches("iB").trim_end_matches('B') {
+            "" => 0,
+            "k" | "K" => 10,
+            "M" => 20,
+            "G" => 30,
+            "T" => 40,
+            _ => return Err(invalid()),
+        };
+        let number: usize = text[..digits].parse().map_err(|_| invalid())?;
+        number.checked_mul(1 << shift).map(Bytes).ok_or_else(invalid)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_with_units() {
+        for (text, bytes) in [("0", 0), ("7B", 7), ("3K", 3 << 10), ("512MiB", 512 << 20), ("4 GB", 4 << 30)] {
+            assert_eq!(text.parse(), Ok(Bytes(bytes)), "{text}");
+        }
+        for text in ["", "G", "-1", "1.5G", "4X", "99999999999T", "4GiBB x"] {
+            assert!(text.parse::<Bytes>().is_err(), "{text}");
+        }
+    }
+}

@@ -1,0 +1,205 @@
+//! The routes, and what happens to every request: id, key, CORS, errors as bodies, logs.
+
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Instant,
+};
+
+use axum::{
+    Router,
+    extract::{Request, State},
+    http::{HeaderMap, HeaderValue, Method, StatusCode, header},
+    middleware::{self, Next},
+    response::{IntoResponse, Response},
+    routing::{get, post},
+};
+use kvant_engine::{CacheScope, Engine};
+use kvant_models::Result as ModelResult;
+
+use crate::{
+    ServerOptions,
+    body::Json,
+    completions,
+    error::{ApiError, Result},
+    keys, metrics, models,
+    sampling::{now, random_id},
+    tokens,
+};
+
+/// What all requests share.
+pub(crate) struct App {
+    pub engine: Engine,
+    pub options: ServerOptions,
+    pub is_draining: AtomicBool,
+    /// When the server started, in seconds since 1970.
+    pub started: u64,
+}
+
+/// The id of a request, in logs, errors and the header `x-request-id`.
+#[derive(Clone, Debug)]
+pub(crate) struct RequestId(pub Arc<str>);
+
+/// The longest id that a client can choose.
+const LONGEST_ID: usize = 128;
+
+impl App {
+    pub fn new(engine: Engine, options: ServerOptions) -> App {
+        App { engine, options, is_draining: AtomicBool::new(false), started: now() }
+    }
+
+    /// The name of the model in answers, if a request may use `asked`.
+    pub fn model(&self, asked: Option<&str>) -> Result<String> {
+        let names = &self.options.names;
+        let name = names.first().cloned().unwrap_or_default();
+        let accepts_all = names.last().is_some_and(|name| name == "*");
+        match asked {
+            Some(asked) if !accepts_all && !names.iter().any(|name| name == asked) => {
+                let asked: String = asked.chars().take(64).collect();
+                let message = format!("there is no model {asked:?}: this server runs {name:?}");
+                let error = ApiError::new(StatusCode::NOT_FOUND, message);
+                Err(ApiError { param: Some("model".to_string()), code: Some("model_not_found"), ..error })
+            }
+            _ => Ok(name),
+        }
+    }
+
+    /// Who shares the pages of a request.
+    pub fn scope(&self, headers: &HeaderMap, salt: Option<String>) -> CacheScope {
+        let key = keys::key(headers).filter(|_| self.options.salt_per_key).unwrap_or_default();
+        let salt = salt.unwrap_or_default();
+        if key.is_empty() && salt.is_empty() {
+            return CacheScope::Shared;
+        }
+        // The length separates the two.
+        let length = (key.len() as u64).to_le_bytes();
+        CacheScope::Salted([&length, key, salt.as_bytes()].concat())
+    }
+
+    /// Runs what takes long on a thread of its own, such as to tokenise a long text.
+    pub async fn blocking<T: Send + 'static>(
+        self: &Arc<Self>,
+        work: impl FnOnce(&App) -> T + Send + 'static,
+    ) -> Result<T> {
+        let app = Arc::clone(self);
+        let result = tokio::task::spawn_blocking(move || work(&app)).await;
+        result.map_err(|_| ApiError::internal("a thread of the server has failed"))
+    }
+
+    /// The ids of a prompt.
+    pub fn encode_prompt(&self, text: &str) -> Result<Vec<u32>> {
+        tokenized("prompt", self.engine.tokenizer().encode_prompt(text))
+    }
+
+    /// The text of one token, special ones by their names.
+    pub fn token_text(&self, id: u32) -> String {
+        self.engine.tokenizer().decode_with_special(&[id]).unwrap_or_default()
+    }
+}
+
+/// An error of the tokenizer is about the text.
+pub(crate) fn tokenized<T>(field: &str, result: ModelResult<T>) -> Result<T> {
+    result.map_err(|error| ApiError::field(field, format!("`{field}`: {error}")))
+}
+
+/// All routes.
+pub(crate) fn router(app: &Arc<App>) -> Router {
+    Router::new()
+        .route("/health", get(health))
+        .route("/metrics", get(metrics::get))
+        .route("/v1/models", get(models::list))
+        .route("/v1/models/{*name}", get(models::get))
+        .route("/v1/completions", post(completions::create))
+        .route("/tokenize", post(tokens::tokenize))
+        .route("/detokenize", post(tokens::detokenize))
+        .fallback(async || ApiError::new(StatusCode::NOT_FOUND, "there is no such route"))
+        .method_not_allowed_fallback(async || {
+            ApiError::new(StatusCode::METHOD_NOT_ALLOWED, "the route does not have this method")
+        })
+        .layer(middleware::from_fn_with_state(Arc::clone(app), observe))
+        .with_state(Arc::clone(app))
+}
+
+async fn health(State(app): State<Arc<App>>) -> Result<Json<serde_json::Value>> {
+    if !app.engine.is_healthy() {
+        let error = ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "the engine has failed");
+        return Err(ApiError { code: Some("unhealthy"), ..error });
+    }
+    if app.is_draining.load(Ordering::Acquire) {
+        return Err(ApiError::draining());
+    }
+    Ok(Json(serde_json::json!({"status": "ok"})))
+}
+
+/// What surrounds every request.
+async fn observe(State(app): State<Arc<App>>, mut request: Request, next: Next) -> Response {
+    let started = Instant::now();
+    let id = request_id(request.headers());
+    request.extensions_mut().insert(id.clone());
+    let (method, path) = (request.method().clone(), request.uri().path().to_string());
+    let is_anthropic = path.starts_with("/v1/messages");
+    let is_preflight = method == Method::OPTIONS && app.options.cors.is_some();
+    let is_public = matches!(path.as_str(), "/" | "/health");
+
+    let mut response = if is_preflight {
+        StatusCode::NO_CONTENT.into_response()
+    } else {
+        match app.options.keys.check(request.headers()) {
+            Err(error) if !is_public => error.into_response(),
+            _ => next.run(request).await,
+        }
+    };
+    if let Some(error) = response.extensions_mut().remove::<ApiError>() {
+        let body = if is_anthropic { error.anthropic_body(&id.0) } else { error.openai_body() };
+        *response.body_mut() = body.to_string().into();
+        response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
+        response.headers_mut().remove(header::CONTENT_LENGTH);
+    }
+    let headers = response.headers_mut();
+    if let Ok(value) = HeaderValue::from_str(&id.0) {
+        headers.insert("x-request-id", value);
+    }
+    if let Some(origin) = &app.options.cors {
+        allow(headers, origin);
+    }
+    let (status, ms) = (response.status().as_u16(), started.elapsed().as_millis() as u64);
+    // A path can have a user's text, for example after a typing error. Those of routes cannot.
+    let path = if status == 404 { "-" } else { path.as_str() };
+    match path {
+        // Asked for every few seconds by machines.
+        "/health" | "/metrics" => tracing::debug!(request_id = &*id.0, %method, path, status, ms, "request"),
+        _ => tracing::info!(request_id = &*id.0, %method, path, status, ms, "request"),
+    }
+    response
+}
+
+/// The client's id if it is a plain word, or a new one.
+fn request_id(headers: &HeaderMap) -> RequestId {
+    let asked = headers.get("x-request-id").and_then(|id| id.to_str().ok()).filter(|id| {
+        let is_plain = |b: u8| b.is_ascii_alphanumeric() || b"-_.:".contains(&b);
+        (1..=LONGEST_ID).contains(&id.len()) && id.bytes().all(is_plain)
+    });
+    RequestId(asked.map_or_else(|| random_id("req_").into(), Arc::from))
+}
+
+/// Lets pages of an origin use the server.
+fn allow(headers: &mut HeaderMap, origin: &str) {
+    let entries = [
+        ("access-control-allow-origin", origin),
+        ("access-control-allow-methods", "GET, POST, OPTIONS"),
+        (
+            "access-control-allow-headers",
+            "authorization, content-type, x-api-key, x-request-id, anthropic-version, anthropic-beta",
+        ),
+        ("access-control-expose-headers", "x-request-id, retry-after"),
+        ("access-control-max-age", "600"),
+        ("vary", "origin"),
+    ];
+    for (name, value) in entries {
+        if let Ok(value) = HeaderValue::from_str(value) {
+            headers.insert(name, value);
+        }
+    }
+}

@@ -1,0 +1,162 @@
+//! Reads and checks the bodies of requests.
+
+use std::{sync::Arc, time::Duration};
+
+use axum::{
+    body::to_bytes,
+    extract::{FromRequest, Request},
+    http::{HeaderMap, StatusCode, header},
+    response::{IntoResponse, Response},
+};
+use serde::{Serialize, de::DeserializeOwned};
+use serde_json::Value;
+
+use crate::{
+    app::App,
+    error::{ApiError, Result},
+};
+
+/// The time in which a body must arrive.
+const BODY_TIME: Duration = Duration::from_secs(60);
+
+/// A JSON body: of a request, or of an answer.
+#[derive(Debug)]
+pub(crate) struct Json<T>(pub T);
+
+impl<T: DeserializeOwned> FromRequest<Arc<App>> for Json<T> {
+    type Rejection = ApiError;
+
+    async fn from_request(request: Request, app: &Arc<App>) -> Result<Self> {
+        check_content_type(request.headers())?;
+        let limit = app.options.body_limit;
+        let too_long = || {
+            ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, format!("the body is longer than the limit of {limit} bytes"))
+        };
+        let declared =
+            request.headers().get(header::CONTENT_LENGTH).and_then(|length| length.to_str().ok()?.parse().ok());
+        if declared.is_some_and(|length: u64| length > limit as u64) {
+            return Err(too_long());
+        }
+        let read = tokio::time::timeout(BODY_TIME, to_bytes(request.into_body(), limit)).await;
+        let late = |_| ApiError::new(StatusCode::REQUEST_TIMEOUT, "the body did not arrive in time");
+        // Only the limit and a connection that is gone are errors here.
+        let bytes = read.map_err(late)?.map_err(|_| too_long())?;
+        parse(&bytes).map(Json)
+    }
+}
+
+impl<T: Serialize> IntoResponse for Json<T> {
+    fn into_response(self) -> Response {
+        match serde_json::to_vec(&self.0) {
+            Ok(bytes) => ([(header::CONTENT_TYPE, "application/json")], bytes).into_response(),
+            Err(error) => ApiError::internal(error.to_string()).into_response(),
+        }
+    }
+}
+
+/// A page of another site can send other types without asking, even to a server on localhost.
+fn check_content_type(headers: &HeaderMap) -> Result<()> {
+    let media = headers.get(header::CONTENT_TYPE).and_then(|media| media.to_str().ok()).unwrap_or_default();
+    let media = media.split(';').next().unwrap_or_default().trim();
+    if media.eq_ignore_ascii_case("application/json") {
+        return Ok(());
+    }
+    let message = format!("the header Content-Type must be application/json, got {media:?}");
+    Err(ApiError::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, message))
+}
+
+/// Parses a JSON body. A field that the type does not have is an error, unless its value is null.
+pub(crate) fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T> {
+    let invalid = |error: serde_json::Error| {
+        ApiError::new(StatusCode::BAD_REQUEST, format!("the body is not valid JSON: {error}"))
+    };
+    let value: Value = serde_json::from_slice(bytes).map_err(invalid)?;
+    if !value.is_object() {
+        return Err(ApiError::new(StatusCode::BAD_REQUEST, "the body must be a JSON object"));
+    }
+    typed(value)
+}
+
+/// Converts JSON to a type, as [`parse`].
+pub(crate) fn typed<T: DeserializeOwned>(value: Value) -> Result<T> {
+    let mut unknown: Option<String> = None;
+    let nulls: Vec<String> = match &value {
+        Value::Object(fields) => fields.iter().filter(|(_, v)| v.is_null()).map(|(key, _)| key.clone()).collect(),
+        _ => Vec::new(),
+    };
+    let mut track = serde_path_to_error::Track::new();
+    let typed = {
+        let tracked = serde_path_to_error::Deserializer::new(value, &mut track);
+        let mut ignored = |path: serde_ignored::Path<'_>| {
+            let path = field_path(&path.to_string());
+            if !nulls.contains(&path) {
+                unknown.get_or_insert(path);
+            }
+        };
+        T::deserialize(serde_ignored::Deserializer::new(tracked, &mut ignored))
+    };
+    if let Some(field) = unknown {
+        return Err(ApiError::unsupported(field, "this server does not know the field"));
+    }
+    typed.map_err(|error| {
+        let message = error.to_string();
+        let path = match message.strip_prefix("missing field `").and_then(|rest| rest.split('`').next()) {
+            Some(field) => join(&track.path().to_string(), field),
+            None => field_path(&track.path().to_string()),
+        };
+        ApiError::field(&path, if path.is_empty() { message } else { format!("`{path}`: {message}") })
+    })
+}
+
+fn join(path: &str, field: &str) -> String {
+    let path = field_path(path);
+    if path.is_empty() { field.to_string() } else { format!("{path}.{field}") }
+}
+
+/// A path without the marks of optional values.
+fn field_path(path: &str) -> String {
+    path.split('.').filter(|part| !part.is_empty() && *part != "?").collect::<Vec<_>>().join(".")
+}
+
+#[cfg(test)]
+mod tests {
+    use serde::Deserialize;
+
+    use super::*;
+
+    #[derive(Debug, Deserialize)]
+    struct Outer {
+        inner: Option<Inner>,
+        #[expect(dead_code, reason = "only its type is tested")]
+        list: Option<Vec<Inner>>,
+    }
+
+    #[derive(Debug, Deserialize)]
+    struct Inner {
+        number: u32,
+    }
+
+    fn param(json: &str) -> String {
+        parse::<Outer>(json.as_bytes()).unwrap_err().param.unwrap_or_default()
+    }
+
+    #[test]
+    fn errors_name_the_field() {
+        assert_eq!(param(r#"{"other": 1}"#), "other");
+        assert_eq!(param(r#"{"inner": {"number": 1, "more": 2}}"#), "inner.more");
+        assert_eq!(param(r#"{"inner": {"number": -1}}"#), "inner.number");
+        assert_eq!(param(r#"{"inner": {}}"#), "inner.number");
+        assert_eq!(param(r#"{"list": [{"number": 1}, {"number": "x"}]}"#), "list[1].number");
+        assert_eq!(param(r#"{"list": [{"number": 1, "y": 0}]}"#), "list.0.y");
+        for json in ["", "[]", "{", "nul"] {
+            assert_eq!(param(json), "", "{json}");
+        }
+    }
+
+    #[test]
+    fn null_is_no_value() {
+        let outer: Outer = parse(br#"{"inner": null, "other": null}"#).unwrap();
+        assert!(outer.inner.is_none());
+        assert_eq!(parse::<Outer>(br#"{"inner": {"number": 7}}"#).unwrap().inner.unwrap().number, 7);
+    }
+}

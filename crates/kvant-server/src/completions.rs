@@ -1,0 +1,360 @@
+//! `/v1/completions`.
+
+use std::sync::Arc;
+
+use axum::{
+    Extension,
+    extract::State,
+    http::HeaderMap,
+    response::{IntoResponse, Response},
+};
+use kvant_engine::{EngineRequest, Event};
+use kvant_models::TokenLogprobs;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value, json};
+
+use crate::{
+    app::{App, RequestId, tokenized},
+    body::Json,
+    error::{ApiError, Result},
+    generation::{Generation, Gone, Sender, TokenUsage, channel, event_stream, finish_reason},
+    logprobs::number,
+    sampling::{drawn_request, now, random_id},
+};
+
+/// OpenAI's default.
+const MAX_TOKENS: usize = 16;
+
+drawn_request! {
+    struct CompletionRequest {
+        model: Option<String>,
+        prompt: Prompts,
+        max_tokens: Option<usize>,
+        n: Option<usize>,
+        best_of: Option<usize>,
+        stream: Option<bool>,
+        stream_options: Option<StreamOptions>,
+        logprobs: Option<usize>,
+        echo: Option<bool>,
+        suffix: Option<String>,
+        cache_salt: Option<String>,
+        // Has no effect on the answer.
+        #[expect(dead_code, reason = "has no effect")]
+        user: Option<String>,
+    }
+}
+
+/// What a stream has in addition.
+#[derive(Clone, Copy, Debug, Default, Deserialize)]
+pub(crate) struct StreamOptions {
+    pub include_usage: Option<bool>,
+    /// Asks for padding that hides lengths from who sees encrypted traffic. There is none.
+    pub include_obfuscation: Option<bool>,
+}
+
+impl StreamOptions {
+    /// Whether the stream ends with a chunk that has the usage.
+    pub fn usage(options: Option<StreamOptions>, streams: bool) -> Result<bool> {
+        let Some(options) = options else { return Ok(false) };
+        if !streams {
+            return Err(ApiError::field("stream_options", "`stream_options` needs `stream`"));
+        }
+        if options.include_obfuscation == Some(true) {
+            return Err(ApiError::unsupported("stream_options.include_obfuscation", "use TLS with padding"));
+        }
+        Ok(options.include_usage.unwrap_or(false))
+    }
+}
+
+/// One prompt or several, as texts or ids.
+#[derive(Debug, Deserialize)]
+#[serde(untagged, expecting = "expected a string, a list of strings, a list of token ids, or a list of such lists")]
+pub(crate) enum Prompts {
+    Text(String),
+    Texts(Vec<String>),
+    Ids(Vec<u32>),
+    IdLists(Vec<Vec<u32>>),
+}
+
+/// A prompt: its ids, and the text for `echo`.
+struct PromptText {
+    ids: Vec<u32>,
+    text: String,
+}
+
+impl Prompts {
+    fn len(&self) -> usize {
+        match self {
+            Prompts::Text(_) | Prompts::Ids(_) => 1,
+            Prompts::Texts(texts) => texts.len(),
+            Prompts::IdLists(lists) => lists.len(),
+        }
+    }
+
+    fn encode(self, app: &App) -> Result<Vec<PromptText>> {
+        let of_text = |text: String| Ok(PromptText { ids: app.encode_prompt(&text)?, text });
+        let of_ids = |ids: Vec<u32>| {
+            let text = tokenized("prompt", app.engine.tokenizer().decode(&ids))?;
+            Ok(PromptText { ids, text })
+        };
+        match self {
+            Prompts::Text(text) => Ok(vec![of_text(text)?]),
+            Prompts::Texts(texts) => texts.into_iter().map(of_text).collect(),
+            Prompts::Ids(ids) => Ok(vec![of_ids(ids)?]),
+            Prompts::IdLists(lists) => lists.into_iter().map(of_ids).collect(),
+        }
+    }
+}
+
+/// What all chunks of an answer share.
+struct Answer {
+    id: String,
+    created: u64,
+    model: String,
+    choices: Vec<ChoiceText>,
+    /// Choices of each prompt.
+    n: usize,
+    usage: TokenUsage,
+    include_usage: bool,
+}
+
+pub(crate) async fn create(
+    State(app): State<Arc<App>>,
+    Extension(id): Extension<RequestId>,
+    headers: HeaderMap,
+    Json(mut request): Json<CompletionRequest>,
+) -> Result<Response> {
+    let drawn = request.drawn();
+    let model = app.model(request.model.as_deref())?;
+    let streams = request.stream.unwrap_or(false);
+    let include_usage = StreamOptions::usage(request.stream_options, streams)?;
+    let n = check_choices(&app, request.n, request.prompt.len())?;
+    if request.best_of.is_some_and(|best| best != n) {
+        return Err(ApiError::unsupported("best_of", "it must equal `n`"));
+    }
+    if request.suffix.is_some_and(|suffix| !suffix.is_empty()) {
+        return Err(ApiError::unsupported("suffix", "the model cannot insert text"));
+    }
+    let (echo, top) = (request.echo.unwrap_or(false), request.logprobs);
+    let prompts = app.blocking(move |app| request.prompt.encode(app)).await??;
+
+    let scope = app.scope(&headers, request.cache_salt);
+    let mut requests = Vec::new();
+    let mut choices = Vec::new();
+    for prompt in prompts {
+        let ids = prompt.ids.clone();
+        let base = EngineRequest::new(ids).max_tokens(request.max_tokens.unwrap_or(MAX_TOKENS)).cache(scope.clone());
+        let base = drawn.clone().apply(base, app.engine.tokenizer().eos())?;
+        let base = if let Some(top) = top { base.logprobs(top) } else { base };
+        for choice in 0..n {
+            let mut request = base.clone();
+            request.sampling.seed = request.sampling.seed.wrapping_add(choice as u64);
+            if echo && let Some(top) = top {
+                request = request.prompt_logprobs(top);
+            }
+            requests.push(request);
+            choices.push(ChoiceText::new(&app, echo.then_some(&prompt), top.is_some()));
+        }
+    }
+    let generation = Generation::submit(&app, &id, requests)?;
+    let (id, usage) = (random_id("cmpl-"), TokenUsage::default());
+    let answer = Answer { id, created: now(), model, choices, n, usage, include_usage };
+    if streams {
+        let shared = Arc::clone(&app);
+        let events = channel(move |sender| answer.stream(shared, generation, sender));
+        return Ok(event_stream(&app, events));
+    }
+    Ok(Json(answer.collect(&app, generation).await?).into_response())
+}
+
+/// Checks `n`, and the number of choices of all prompts.
+pub(crate) fn check_choices(app: &App, n: Option<usize>, prompts: usize) -> Result<usize> {
+    let (n, most) = (n.unwrap_or(1), app.options.choices);
+    if prompts == 0 {
+        return Err(ApiError::field("prompt", "`prompt` must have at least one element, got none"));
+    }
+    if n == 0 || n.saturating_mul(prompts) > most {
+        let message = format!("`n` times the number of prompts must be 1 to {most}, got {n} times {prompts}");
+        return Err(ApiError::field("n", message));
+    }
+    Ok(n)
+}
+
+impl Answer {
+    /// The answer in one piece.
+    async fn collect(mut self, app: &App, mut generation: Generation) -> Result<Value> {
+        let mut whole: Vec<Piece> = self.choices.iter_mut().map(ChoiceText::start).collect();
+        while let Some(event) = generation.next().await {
+            let (index, event) = event?;
+            if let Some(piece) = self.piece(app, index, event) {
+                whole[index].append(piece);
+            }
+        }
+        let choices: Vec<Value> = whole.iter().enumerate().map(|(index, piece)| piece.json(index)).collect();
+        let Answer { id, created, model, .. } = &self;
+        Ok(json!({
+            "id": id, "object": "text_completion", "created": created, "model": model, "choices": choices,
+            "usage": self.usage.openai(),
+        }))
+    }
+
+    /// The answer as events.
+    async fn stream(mut self, app: Arc<App>, mut generation: Generation, sender: Sender) -> Result<(), Gone> {
+        for index in 0..self.choices.len() {
+            let piece = self.choices[index].start();
+            if !piece.is_empty() {
+                sender.data(&self.chunk(index, &piece)).await?;
+            }
+        }
+        while let Some(event) = generation.next().await {
+            let (index, event) = match event {
+                Ok(event) => event,
+                Err(error) => return sender.data(&error.openai_body()).await,
+            };
+            if let Some(piece) = self.piece(&app, index, event).filter(|piece| !piece.is_empty()) {
+                sender.data(&self.chunk(index, &piece)).await?;
+            }
+        }
+        if self.include_usage {
+            let mut chunk = self.chunk(0, &Piece::default());
+            chunk["choices"] = json!([]);
+            chunk["usage"] = self.usage.openai();
+            sender.data(&chunk).await?;
+        }
+        sender.send(Ok(axum::response::sse::Event::default().data("[DONE]"))).await
+    }
+
+    fn piece(&mut self, app: &App, index: usize, event: Event) -> Option<Piece> {
+        if let Event::Finished(finished) = &event {
+            self.usage.add(finished.usage, index % self.n == 0);
+        }
+        self.choices[index].piece(app, event)
+    }
+
+    fn chunk(&self, index: usize, piece: &Piece) -> Value {
+        let Answer { id, created, model, .. } = self;
+        let choice = piece.json(index);
+        let mut chunk = json!({
+            "id": id, "object": "text_completion", "created": created, "model": model, "choices": [choice],
+        });
+        if self.include_usage {
+            chunk["usage"] = Value::Null;
+        }
+        chunk
+    }
+}
+
+/// A part of a choice: text, log probabilities of tokens, and the end.
+#[derive(Default)]
+struct Piece {
+    text: String,
+    logprobs: Option<Logprobs>,
+    finish: Option<&'static str>,
+}
+
+/// Log probabilities in the form of completions: lists of the same length.
+#[derive(Default, Serialize)]
+struct Logprobs {
+    tokens: Vec<String>,
+    token_logprobs: Vec<Value>,
+    /// The most probable tokens and the token itself.
+    top_logprobs: Vec<Value>,
+    /// The position of each token in the text, in characters.
+    text_offset: Vec<usize>,
+}
+
+impl Piece {
+    fn is_empty(&self) -> bool {
+        let has_tokens = self.logprobs.as_ref().is_some_and(|logprobs| !logprobs.tokens.is_empty());
+        self.text.is_empty() && !has_tokens && self.finish.is_none()
+    }
+
+    fn append(&mut self, piece: Piece) {
+        self.text.push_str(&piece.text);
+        self.finish = piece.finish.or(self.finish);
+        if let Some(mut more) = piece.logprobs {
+            let logprobs = self.logprobs.get_or_insert_default();
+            logprobs.tokens.append(&mut more.tokens);
+            logprobs.token_logprobs.append(&mut more.token_logprobs);
+            logprobs.top_logprobs.append(&mut more.top_logprobs);
+            logprobs.text_offset.append(&mut more.text_offset);
+        }
+    }
+
+    fn json(&self, index: usize) -> Value {
+        json!({"index": index, "text": self.text, "logprobs": self.logprobs, "finish_reason": self.finish})
+    }
+}
+
+/// The state of a choice.
+struct ChoiceText {
+    /// The first piece: the prompt, if it is repeated, with its first token, which has no log probability.
+    start: Piece,
+    with_logprobs: bool,
+    /// Characters of the tokens so far.
+    offset: usize,
+}
+
+impl ChoiceText {
+    fn new(app: &App, echoed: Option<&PromptText>, with_logprobs: bool) -> ChoiceText {
+        let mut choice = ChoiceText { start: Piece::default(), with_logprobs, offset: 0 };
+        choice.start.logprobs = with_logprobs.then(Logprobs::default);
+        if let Some(prompt) = echoed {
+            choice.start.text = prompt.text.clone();
+            if let (Some(logprobs), Some(&first)) = (&mut choice.start.logprobs, prompt.ids.first()) {
+                logprobs.tokens.push(app.token_text(first));
+                logprobs.token_logprobs.push(Value::Null);
+                logprobs.top_logprobs.push(Value::Null);
+                logprobs.text_offset.push(0);
+                choice.offset = visible(app, first);
+            }
+        }
+        choice
+    }
+
+    fn start(&mut self) -> Piece {
+        std::mem::take(&mut self.start)
+    }
+
+    fn piece(&mut self, app: &App, event: Event) -> Option<Piece> {
+        match event {
+            Event::Prompt(logprobs) => Some(Piece { logprobs: self.logprobs(app, &logprobs), ..Piece::default() }),
+            Event::Token(token) => {
+                let logprobs = self.logprobs(app, token.logprobs.as_slice());
+                Some(Piece { text: token.text, logprobs, finish: None })
+            }
+            Event::Finished(finished) => {
+                let finish = Some(finish_reason(&finished.reason));
+                Some(Piece { text: finished.text, logprobs: None, finish })
+            }
+            _ => None,
+        }
+    }
+
+    fn logprobs(&mut self, app: &App, tokens: &[TokenLogprobs]) -> Option<Logprobs> {
+        if !self.with_logprobs {
+            return None;
+        }
+        let mut logprobs = Logprobs::default();
+        for token in tokens {
+            let text = app.token_text(token.id);
+            let mut top: Map<String, Value> = Map::new();
+            // Of tokens with the same text, the most probable one.
+            for &(id, logprob) in &token.top {
+                top.entry(app.token_text(id)).or_insert_with(|| number(logprob));
+            }
+            top.entry(text.clone()).or_insert_with(|| number(token.logprob));
+            logprobs.tokens.push(text);
+            logprobs.token_logprobs.push(number(token.logprob));
+            logprobs.top_logprobs.push(Value::Object(top));
+            logprobs.text_offset.push(self.offset);
+            self.offset += visible(app, token.id);
+        }
+        Some(logprobs)
+    }
+}
+
+/// Characters of a token in the text.
+fn visible(app: &App, id: u32) -> usize {
+    app.engine.tokenizer().decode(&[id]).map_or(0, |text| text.chars().count())
+}

@@ -1,0 +1,165 @@
+//! The events of all choices of a request, as one stream.
+
+use std::{convert::Infallible, pin::Pin};
+
+use axum::response::{
+    IntoResponse, Response,
+    sse::{self, Sse},
+};
+use futures_util::{
+    Stream, StreamExt,
+    stream::{self, SelectAll},
+};
+use kvant_engine::{EngineRequest, Event, FinishReason, Responses, Usage};
+use serde::Serialize;
+use serde_json::{Value, json};
+
+use crate::{
+    app::{App, RequestId},
+    error::{ApiError, Result},
+};
+
+/// A stream of the events of one choice, each with the choice's number.
+type Choice = Pin<Box<dyn Stream<Item = (usize, Event)> + Send>>;
+
+/// The choices of a request. Dropping it cancels them.
+pub(crate) struct Generation {
+    choices: SelectAll<Choice>,
+    id: RequestId,
+}
+
+impl Generation {
+    /// Submits all choices, or none.
+    pub fn submit(app: &App, id: &RequestId, requests: Vec<EngineRequest>) -> Result<Generation> {
+        let submitted: Vec<Responses> =
+            requests.into_iter().map(|request| app.engine.submit(request)).collect::<Result<_, _>>()?;
+        let choices = submitted.into_iter().enumerate().map(|(index, responses)| {
+            let events = stream::unfold(responses, |mut responses| async move {
+                responses.recv_async().await.map(|event| (event, responses))
+            });
+            Box::pin(events.map(move |event| (index, event))) as Choice
+        });
+        Ok(Generation { choices: stream::select_all(choices), id: id.clone() })
+    }
+
+    /// The next event, with the number of its choice. `None` after the last event of the last choice. A failure, and the end
+    /// of a drain, is an error.
+    pub async fn next(&mut self) -> Option<Result<(usize, Event)>> {
+        let (index, event) = self.choices.next().await?;
+        match &event {
+            Event::Finished(finished) => {
+                let Usage { prompt_tokens, cached_tokens, generated_tokens, .. } = finished.usage;
+                let (request_id, reason) = (&*self.id.0, finish_reason(&finished.reason));
+                tracing::info!(request_id, index, prompt_tokens, cached_tokens, generated_tokens, reason, "finished");
+                if finished.reason == FinishReason::Drained {
+                    return Some(Err(ApiError::draining()));
+                }
+            }
+            Event::Failed(failure) => {
+                tracing::error!(request_id = &*self.id.0, index, %failure, "failed");
+                return Some(Err(failure.clone().into()));
+            }
+            _ => {}
+        }
+        Some(Ok((index, event)))
+    }
+}
+
+/// OpenAI's word for the end of a text.
+pub(crate) fn finish_reason(reason: &FinishReason) -> &'static str {
+    match reason {
+        FinishReason::StopId(_) | FinishReason::StopString(_) | FinishReason::Grammar => "stop",
+        _ => "length",
+    }
+}
+
+/// Tokens of a request: its prompts once, and all choices.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct TokenUsage {
+    pub prompt: usize,
+    pub cached: usize,
+    pub generated: usize,
+}
+
+impl TokenUsage {
+    /// Counts a choice. `has_prompt`: it is the first one of its prompt.
+    pub fn add(&mut self, usage: Usage, has_prompt: bool) {
+        if has_prompt {
+            self.prompt += usage.prompt_tokens;
+            self.cached += usage.cached_tokens;
+        }
+        self.generated += usage.generated_tokens;
+    }
+
+    /// In the form of OpenAI's completions.
+    pub fn openai(&self) -> Value {
+        json!({
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.generated,
+            "total_tokens": self.prompt + self.generated,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+        })
+    }
+}
+
+/// An event of a stream: its name, if any, and its data.
+pub(crate) type Sent = Result<sse::Event, Infallible>;
+
+/// An event with JSON as its data.
+pub(crate) fn data(value: &impl Serialize) -> Sent {
+    // JSON has no line breaks, and every value has one.
+    Ok(sse::Event::default().data(serde_json::to_string(value).unwrap_or_default()))
+}
+
+/// Answers with a stream. Pings keep the connection while nothing else comes, for example during a long prompt.
+pub(crate) fn event_stream(app: &App, events: impl Stream<Item = Sent> + Send + 'static) -> Response {
+    let ping = sse::KeepAlive::new().interval(app.options.ping).text("ping");
+    let headers = [("cache-control", "no-store"), ("x-accel-buffering", "no")];
+    (headers, Sse::new(events).keep_alive(ping)).into_response()
+}
+
+/// A stream whose events come from an async function that writes to a channel of one event: a slow reader slows it down. It
+/// ends when nobody reads any more.
+pub(crate) fn channel<F>(run: impl FnOnce(Sender) -> F) -> impl Stream<Item = Sent> + Send
+where
+    F: Future<Output = Result<(), Gone>> + Send + 'static,
+{
+    let (sender, receiver) = tokio::sync::mpsc::channel(1);
+    // The task is part of the stream: it ends with the stream.
+    let task = Box::pin(run(Sender(sender)));
+    stream::unfold((Some(task), receiver), |(mut task, mut receiver)| async move {
+        loop {
+            let Some(running) = task.as_mut() else {
+                return receiver.recv().await.map(|event| (event, (None, receiver)));
+            };
+            tokio::select! {
+                biased;
+                event = receiver.recv() => return event.map(|event| (event, (task, receiver))),
+                _ = running => task = None,
+            }
+        }
+    })
+}
+
+/// The reader of a stream has gone.
+#[derive(Debug)]
+pub(crate) struct Gone;
+
+/// Writes the events of a stream.
+pub(crate) struct Sender(tokio::sync::mpsc::Sender<Sent>);
+
+impl Sender {
+    pub async fn send(&self, event: Sent) -> Result<(), Gone> {
+        self.0.send(event).await.map_err(|_| Gone)
+    }
+
+    /// Sends JSON without a name.
+    pub async fn data(&self, value: &impl Serialize) -> Result<(), Gone> {
+        self.send(data(value)).await
+    }
+
+    /// Sends JSON with a name.
+    pub async fn named(&self, name: &str, value: &impl Serialize) -> Result<(), Gone> {
+        self.send(data(value).map(|event| event.event(name))).await
+    }
+}

@@ -1,0 +1,30 @@
+//! An HTTP server for [`kvant_engine`] that clients of OpenAI use unchanged.
+//!
+//! | task | item |
+//! |---|---|
+//! | serve an engine until a signal | [`Server::run`] |
+//! | serve in an async program | [`Server::serve`], [`Server::router`] |
+//! | names, keys, limits | [`ServerOptions`], [`ApiKeys`] |
+//!
+//! A field that the server does not support is answered with 400 and the field's name. A client that goes away cancels its
+//! request. Logs have no text of a user.
+
+#![forbid(unsafe_code)]
+
+mod app;
+mod body;
+mod completions;
+mod error;
+mod generation;
+mod keys;
+mod logprobs;
+mod metrics;
+mod models;
+mod options;
+mod sampling;
+mod server;
+mod tokens;
+
+pub use keys::ApiKeys;
+pub use options::ServerOptions;
+pub use server::{ServeError, Server};

@@ -1,0 +1,118 @@
+//! Options of a server.
+
+use std::time::Duration;
+
+use crate::ApiKeys;
+
+/// Options of a [`Server`](crate::Server).
+///
+/// ```
+/// use kvant_server::{ApiKeys, ServerOptions};
+/// let options = ServerOptions::new("rustdoc-11m").keys(ApiKeys::new(["secret"])).body_limit(1 << 20);
+/// assert_eq!(options.choices, 128);
+/// ```
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct ServerOptions {
+    /// The names of the model. The first one is in answers; a request can use any of them. `*` as the last one accepts
+    /// every name.
+    pub names: Vec<String>,
+    /// The keys that clients need. Default: none.
+    pub keys: ApiKeys,
+    /// Whether each API key has a prefix cache of its own, so that nobody finds out by timing what others asked. Default:
+    /// false.
+    pub salt_per_key: bool,
+    /// The longest body of a request in bytes. Default: 8 MiB.
+    pub body_limit: usize,
+    /// The most messages of a conversation. Default: 2048.
+    pub messages: usize,
+    /// The most choices of a request: prompts times `n`. Default: 128.
+    pub choices: usize,
+    /// The longest JSON schema, with those of all tools, in bytes. Default: 256 KiB.
+    pub schema_limit: usize,
+    /// The time between pings in a stream without other events. Default: 10 s.
+    pub ping: Duration,
+    /// The longest time that a shutdown waits for running requests. Default: 30 s.
+    pub drain: Duration,
+    /// The origin whose pages can use the server, or `*`. Default: none.
+    pub cors: Option<String>,
+}
+
+impl ServerOptions {
+    /// Options for a model of this name.
+    pub fn new(name: impl Into<String>) -> ServerOptions {
+        ServerOptions {
+            names: vec![name.into()],
+            keys: ApiKeys::default(),
+            salt_per_key: false,
+            body_limit: 8 << 20,
+            messages: 2048,
+            choices: 128,
+            schema_limit: 256 << 10,
+            ping: Duration::from_secs(10),
+            drain: Duration::from_secs(30),
+            cors: None,
+        }
+    }
+
+    /// Adds a name of the model.
+    #[must_use]
+    pub fn alias(mut self, name: impl Into<String>) -> Self {
+        self.names.push(name.into());
+        self
+    }
+
+    /// Sets [`ServerOptions::keys`].
+    #[must_use]
+    pub fn keys(self, keys: ApiKeys) -> Self {
+        ServerOptions { keys, ..self }
+    }
+
+    /// Sets [`ServerOptions::salt_per_key`].
+    #[must_use]
+    pub fn salt_per_key(self, salt_per_key: bool) -> Self {
+        ServerOptions { salt_per_key, ..self }
+    }
+
+    /// Sets [`ServerOptions::body_limit`].
+    #[must_use]
+    pub fn body_limit(self, bytes: usize) -> Self {
+        ServerOptions { body_limit: bytes, ..self }
+    }
+
+    /// Sets [`ServerOptions::messages`].
+    #[must_use]
+    pub fn messages(self, messages: usize) -> Self {
+        ServerOptions { messages, ..self }
+    }
+
+    /// Sets [`ServerOptions::choices`].
+    #[must_use]
+    pub fn choices(self, choices: usize) -> Self {
+        ServerOptions { choices, ..self }
+    }
+
+    /// Sets [`ServerOptions::schema_limit`].
+    #[must_use]
+    pub fn schema_limit(self, bytes: usize) -> Self {
+        ServerOptions { schema_limit: bytes, ..self }
+    }
+
+    /// Sets [`ServerOptions::ping`].
+    #[must_use]
+    pub fn ping(self, ping: Duration) -> Self {
+        ServerOptions { ping, ..self }
+    }
+
+    /// Sets [`ServerOptions::drain`].
+    #[must_use]
+    pub fn drain(self, drain: Duration) -> Self {
+        ServerOptions { drain, ..self }
+    }
+
+    /// Sets [`ServerOptions::cors`].
+    #[must_use]
+    pub fn cors(self, origin: impl Into<String>) -> Self {
+        ServerOptions { cors: Some(origin.into()), ..self }
+    }
+}

@@ -1,0 +1,171 @@
+//! The fields of requests that decide how tokens are drawn and where a text ends.
+
+use std::{
+    collections::BTreeMap,
+    hash::{BuildHasher, Hasher, RandomState},
+};
+
+use kvant_engine::EngineRequest;
+use kvant_models::Sampling;
+use serde::Deserialize;
+
+use crate::error::{ApiError, Result};
+
+/// One string or several.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(untagged)]
+pub(crate) enum Strings {
+    One(String),
+    Many(Vec<String>),
+}
+
+impl Strings {
+    pub fn into_vec(self) -> Vec<String> {
+        match self {
+            Strings::One(string) => vec![string],
+            Strings::Many(strings) => strings,
+        }
+    }
+}
+
+/// The fields that requests for completions and chat completions share.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Drawn {
+    pub temperature: Option<f32>,
+    pub top_p: Option<f32>,
+    pub top_k: Option<i64>,
+    pub min_p: Option<f32>,
+    pub seed: Option<i64>,
+    pub presence_penalty: Option<f32>,
+    pub frequency_penalty: Option<f32>,
+    pub repetition_penalty: Option<f32>,
+    pub logit_bias: Option<BTreeMap<String, f32>>,
+    pub stop: Option<Strings>,
+    pub stop_token_ids: Option<Vec<u32>>,
+    pub ignore_eos: Option<bool>,
+    pub min_tokens: Option<usize>,
+    pub include_stop_str_in_output: Option<bool>,
+    pub skip_special_tokens: Option<bool>,
+    pub priority: Option<i8>,
+}
+
+/// Declares a request with its own fields and those of [`Drawn`], which `drawn` moves out. serde's `flatten` would hide unknown
+/// fields.
+macro_rules! drawn_request {
+    ($(#[$meta:meta])* struct $name:ident { $($(#[$field_meta:meta])* $field:ident: $type:ty,)* }) => {
+        $(#[$meta])*
+        #[derive(Debug, serde::Deserialize)]
+        pub(crate) struct $name {
+            $($(#[$field_meta])* pub $field: $type,)*
+            temperature: Option<f32>,
+            top_p: Option<f32>,
+            top_k: Option<i64>,
+            min_p: Option<f32>,
+            seed: Option<i64>,
+            presence_penalty: Option<f32>,
+            frequency_penalty: Option<f32>,
+            repetition_penalty: Option<f32>,
+            logit_bias: Option<std::collections::BTreeMap<String, f32>>,
+            stop: Option<$crate::sampling::Strings>,
+            stop_token_ids: Option<Vec<u32>>,
+            ignore_eos: Option<bool>,
+            min_tokens: Option<usize>,
+            include_stop_str_in_output: Option<bool>,
+            skip_special_tokens: Option<bool>,
+            priority: Option<i8>,
+        }
+
+        impl $name {
+            fn drawn(&mut self) -> $crate::sampling::Drawn {
+                $crate::sampling::Drawn {
+                    temperature: self.temperature.take(),
+                    top_p: self.top_p.take(),
+                    top_k: self.top_k.take(),
+                    min_p: self.min_p.take(),
+                    seed: self.seed.take(),
+                    presence_penalty: self.presence_penalty.take(),
+                    frequency_penalty: self.frequency_penalty.take(),
+                    repetition_penalty: self.repetition_penalty.take(),
+                    logit_bias: self.logit_bias.take(),
+                    stop: self.stop.take(),
+                    stop_token_ids: self.stop_token_ids.take(),
+                    ignore_eos: self.ignore_eos.take(),
+                    min_tokens: self.min_tokens.take(),
+                    include_stop_str_in_output: self.include_stop_str_in_output.take(),
+                    skip_special_tokens: self.skip_special_tokens.take(),
+                    priority: self.priority.take(),
+                }
+            }
+        }
+    };
+}
+pub(crate) use drawn_request;
+
+/// The most that a bias or a penalty can be.
+const LARGEST_BIAS: f32 = 100.0;
+
+impl Drawn {
+    /// Sets what the fields say in a request. `eos`: the ids that end a text by themselves.
+    pub fn apply(self, request: EngineRequest, eos: &[u32]) -> Result<EngineRequest> {
+        let top_k = self.top_k.unwrap_or(0);
+        if top_k < -1 {
+            return Err(ApiError::field("top_k", format!("`top_k` must be at least 0, or -1 for all, got {top_k}")));
+        }
+        let mut sampling = Sampling::default()
+            .temperature(self.temperature.unwrap_or(1.0))
+            .top_p(self.top_p.unwrap_or(1.0))
+            .top_k(usize::try_from(top_k).unwrap_or(0))
+            .min_p(self.min_p.unwrap_or(0.0))
+            .seed(self.seed.map_or_else(random, i64::cast_unsigned))
+            .presence_penalty(self.presence_penalty.unwrap_or(0.0))
+            .frequency_penalty(self.frequency_penalty.unwrap_or(0.0))
+            .repetition_penalty(self.repetition_penalty.unwrap_or(1.0));
+        if let Some(bias) = self.logit_bias {
+            sampling.logit_bias = bias.into_iter().map(logit_bias).collect::<Result<_>>()?;
+        }
+        let stop = self.stop.map(Strings::into_vec).unwrap_or_default();
+        let mut ids = self.stop_token_ids.unwrap_or_default();
+        if !self.ignore_eos.unwrap_or(false) {
+            ids.extend(eos);
+        }
+        let mut request = request
+            .sampling(sampling)
+            .stop(stop)
+            .stop_ids(ids)
+            .min_tokens(self.min_tokens.unwrap_or(0))
+            .include_stop(self.include_stop_str_in_output.unwrap_or(false))
+            .priority(self.priority.unwrap_or(0));
+        if self.skip_special_tokens == Some(false) {
+            request = request.special_tokens(true);
+        }
+        Ok(request)
+    }
+}
+
+/// A bias of -100 forbids a token.
+fn logit_bias((id, bias): (String, f32)) -> Result<(u32, f32)> {
+    let invalid = |expected: &str, got: String| {
+        Err(ApiError::field("logit_bias", format!("`logit_bias` must have {expected}, got {got}")))
+    };
+    match id.parse() {
+        _ if !(-LARGEST_BIAS..=LARGEST_BIAS).contains(&bias) => invalid("values from -100 to 100", bias.to_string()),
+        Ok(id) if bias == -LARGEST_BIAS => Ok((id, f32::NEG_INFINITY)),
+        Ok(id) => Ok((id, bias)),
+        Err(_) => invalid("token ids as keys", format!("{:?}", id.chars().take(32).collect::<String>())),
+    }
+}
+
+/// A random number, for seeds and ids.
+pub(crate) fn random() -> u64 {
+    RandomState::new().build_hasher().finish()
+}
+
+/// The id of an answer: a prefix and 96 random bits.
+pub(crate) fn random_id(prefix: &str) -> String {
+    format!("{prefix}{:016x}{:08x}", random(), random() as u32)
+}
+
+/// Seconds since 1970.
+pub(crate) fn now() -> u64 {
+    std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |time| time.as_secs())
+}

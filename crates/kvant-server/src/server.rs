@@ -1,0 +1,165 @@
+//! A server: serves until it is told to stop or its engine fails.
+
+use std::{
+    io,
+    sync::{Arc, atomic::Ordering},
+    time::Duration,
+};
+
+use axum::serve::ListenerExt;
+use kvant_engine::Engine;
+use tokio::{net::TcpListener, sync::watch, time};
+
+use crate::{
+    ServerOptions,
+    app::{self, App},
+};
+
+/// How often a server looks whether its engine is healthy.
+const WATCH: Duration = Duration::from_millis(100);
+/// The longest time to write the last answers.
+const LAST_WORDS: Duration = Duration::from_secs(3);
+
+/// Why a server stopped that nobody stopped.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ServeError {
+    /// The listener, the runtime or the handler of signals failed.
+    #[error("cannot serve: {0}")]
+    Io(#[from] io::Error),
+    /// The engine has failed. Its clients have got an error.
+    #[error("the engine has failed")]
+    Engine,
+    /// Requests did not end within [`ServerOptions::drain`]. Their clients have got an error.
+    #[error("requests did not end in time")]
+    Drain,
+}
+
+/// An HTTP server for an engine.
+#[derive(Clone)]
+pub struct Server(Arc<App>);
+
+impl std::fmt::Debug for Server {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Server({:?})", self.0.options.names)
+    }
+}
+
+impl Server {
+    /// A server for an engine.
+    pub fn new(engine: Engine, options: ServerOptions) -> Server {
+        Server(Arc::new(App::new(engine, options)))
+    }
+
+    /// The routes, for tests and for servers with others.
+    pub fn router(&self) -> axum::Router {
+        app::router(&self.0)
+    }
+
+    /// Serves until `stop` is ready. Then new requests get 503, and those that run can finish, for at most
+    /// [`ServerOptions::drain`].
+    ///
+    /// # Errors
+    /// `Engine` if the engine fails, after its clients got an error; `Drain`; `Io`.
+    pub async fn serve(self, listener: TcpListener, stop: impl Future<Output = ()>) -> Result<(), ServeError> {
+        let (close, mut closing) = watch::channel(());
+        // Tokens are small, and each is sent at once.
+        let listener = listener.tap_io(|stream| {
+            let _ = stream.set_nodelay(true);
+        });
+        let serving = axum::serve(listener, self.router());
+        let serving = serving.with_graceful_shutdown(async move {
+            let _ = closing.changed().await;
+        });
+        let serving = tokio::spawn(serving.into_future());
+        let outcome = tokio::select! {
+            () = stop => self.drain().await,
+            () = self.failure() => Err(ServeError::Engine),
+        };
+        let _ = close.send(());
+        let _ = time::timeout(LAST_WORDS, serving).await;
+        outcome
+    }
+
+    /// Serves on a runtime of its own until the process is told to stop: SIGTERM, or SIGINT (Ctrl-C). A second signal stops at
+    /// once.
+    ///
+    /// # Errors
+    /// Those of [`Server::serve`].
+    pub fn run(self, listener: std::net::TcpListener) -> Result<(), ServeError> {
+        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
+        let outcome = runtime.block_on(async {
+            listener.set_nonblocking(true)?;
+            let listener = TcpListener::from_std(listener)?;
+            let (stop, mut stopped) = watch::channel(());
+            let mut signals = Signals::new()?;
+            let signalled = async move {
+                signals.next().await;
+                tracing::info!("stopping: waiting for running requests");
+                let _ = stop.send(());
+                signals.next().await;
+            };
+            let stop = async move {
+                let _ = stopped.changed().await;
+            };
+            tokio::select! {
+                outcome = self.serve(listener, stop) => outcome,
+                () = signalled => Err(ServeError::Drain),
+            }
+        });
+        runtime.shutdown_background();
+        outcome
+    }
+
+    async fn drain(&self) -> Result<(), ServeError> {
+        self.0.is_draining.store(true, Ordering::Release);
+        let (engine, limit) = (self.0.engine.clone(), self.0.options.drain);
+        let drained = tokio::task::spawn_blocking(move || engine.drain(limit)).await;
+        if drained.unwrap_or(false) { Ok(()) } else { Err(ServeError::Drain) }
+    }
+
+    /// Waits until the engine has failed.
+    async fn failure(&self) {
+        while self.0.engine.is_healthy() {
+            time::sleep(WATCH).await;
+        }
+        tracing::error!("the engine has failed");
+    }
+}
+
+/// The signals that ask a process to stop.
+#[cfg(unix)]
+struct Signals {
+    terminate: tokio::signal::unix::Signal,
+    interrupt: tokio::signal::unix::Signal,
+}
+
+#[cfg(unix)]
+impl Signals {
+    fn new() -> io::Result<Signals> {
+        use tokio::signal::unix::{SignalKind, signal};
+        Ok(Signals { terminate: signal(SignalKind::terminate())?, interrupt: signal(SignalKind::interrupt())? })
+    }
+
+    async fn next(&mut self) {
+        tokio::select! {
+            _ = self.terminate.recv() => {}
+            _ = self.interrupt.recv() => {}
+        }
+    }
+}
+
+/// The signals that ask a process to stop.
+#[cfg(not(unix))]
+struct Signals;
+
+#[cfg(not(unix))]
+impl Signals {
+    fn new() -> io::Result<Signals> {
+        Ok(Signals)
+    }
+
+    async fn next(&mut self) {
+        let _ = tokio::signal::ctrl_c().await;
+    }
+}

@@ -1,0 +1,178 @@
+//! The routes with the shipped model: in this process without a port, and over TCP where connections matter.
+
+mod completions;
+mod errors;
+mod lifecycle;
+mod tokens;
+
+use std::{
+    path::Path,
+    sync::{Arc, OnceLock},
+    time::Duration,
+};
+
+use axum::{
+    Router,
+    body::{Body, to_bytes},
+    http::{HeaderMap, Request, StatusCode, header},
+};
+use kvant::{CpuOptions, Device};
+use kvant_engine::{Engine, EngineOptions, EngineStats};
+use kvant_models::{Model, Tokenizer};
+use kvant_server::{Server, ServerOptions};
+use serde_json::{Value, json};
+use tower::ServiceExt;
+
+const MODEL: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../kvant-cli/model");
+const NAME: &str = "rustdoc-11m";
+
+/// An engine of the shipped model.
+fn engine(options: EngineOptions) -> Engine {
+    let device = Device::cpu_with(CpuOptions { threads: Some(2), simd: None }).unwrap();
+    let model = Model::load(Path::new(MODEL), &device).unwrap();
+    let tokenizer = Tokenizer::load(Path::new(MODEL)).unwrap();
+    Engine::start(model, Arc::new(tokenizer), options).unwrap()
+}
+
+/// The engine of tests that need no engine of their own.
+fn shared_engine() -> Engine {
+    static ENGINE: OnceLock<Engine> = OnceLock::new();
+    ENGINE.get_or_init(|| engine(EngineOptions::default().context(1024))).clone()
+}
+
+fn router() -> Router {
+    with(ServerOptions::new(NAME))
+}
+
+fn with(options: ServerOptions) -> Router {
+    Server::new(shared_engine(), options).router()
+}
+
+/// An answer.
+#[derive(Debug)]
+struct Answer {
+    status: StatusCode,
+    headers: HeaderMap,
+    text: String,
+}
+
+impl Answer {
+    #[track_caller]
+    fn json(&self) -> Value {
+        serde_json::from_str(&self.text).unwrap_or_else(|error| panic!("{error}: {}", self.text))
+    }
+
+    #[track_caller]
+    fn ok(self) -> Value {
+        assert_eq!(self.status, StatusCode::OK, "{}", self.text);
+        self.json()
+    }
+
+    /// The field that a 400 names.
+    #[track_caller]
+    fn refused(self) -> String {
+        assert_eq!(self.status, StatusCode::BAD_REQUEST, "{}", self.text);
+        self.json()["error"]["param"].as_str().unwrap_or_default().to_string()
+    }
+
+    /// The data of the events of a stream.
+    #[track_caller]
+    fn events(self) -> Vec<String> {
+        assert_eq!(self.status, StatusCode::OK, "{}", self.text);
+        assert_eq!(self.headers[header::CONTENT_TYPE], "text/event-stream");
+        let events = self.text.split("\n\n").filter_map(|event| {
+            let line = event.lines().find_map(|line| line.strip_prefix("data: "))?;
+            Some(line.to_string())
+        });
+        events.collect()
+    }
+
+    /// The chunks of a stream that ends with `[DONE]`.
+    #[track_caller]
+    fn chunks(self) -> Vec<Value> {
+        let mut events = self.events();
+        assert_eq!(events.pop().as_deref(), Some("[DONE]"));
+        events.iter().map(|event| serde_json::from_str(event).unwrap()).collect()
+    }
+}
+
+async fn send(router: Router, request: Request<Body>) -> Answer {
+    let response = router.oneshot(request).await.unwrap();
+    let (parts, body) = response.into_parts();
+    let bytes = to_bytes(body, usize::MAX).await.unwrap();
+    let text = String::from_utf8(bytes.to_vec()).unwrap();
+    Answer { status: parts.status, headers: parts.headers, text }
+}
+
+async fn get(router: Router, path: &str) -> Answer {
+    send(router, Request::get(path).body(Body::empty()).unwrap()).await
+}
+
+async fn post(router: Router, path: &str, body: Value) -> Answer {
+    let request = Request::post(path).header(header::CONTENT_TYPE, "application/json");
+    send(router, request.body(Body::from(body.to_string())).unwrap()).await
+}
+
+/// `value` with the fields of `more`.
+fn and(mut value: Value, more: Value) -> Value {
+    let fields = value.as_object_mut().unwrap();
+    fields.extend(more.as_object().unwrap().clone());
+    value
+}
+
+/// Waits until the engine's counts satisfy a condition.
+async fn until(engine: &Engine, what: &str, holds: impl Fn(&EngineStats) -> bool) {
+    for _ in 0..1000 {
+        if holds(&engine.stats()) {
+            return;
+        }
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    panic!("{what}: {:?}", engine.stats());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn health_models_and_metrics() {
+    assert_eq!(get(router(), "/health").await.ok(), json!({"status": "ok"}));
+    let models = get(router(), "/v1/models").await.ok();
+    assert_eq!(models["data"][0]["id"], NAME);
+    assert_eq!(models["data"][0]["max_model_len"], 1024);
+    assert_eq!(get(router(), "/v1/models/rustdoc-11m").await.ok()["id"], NAME);
+    assert_eq!(get(router(), "/v1/models/org/other").await.status, StatusCode::NOT_FOUND);
+
+    let before = shared_engine().stats().generated_tokens;
+    post(router(), "/v1/completions", json!({"prompt": "# A", "max_tokens": 3, "ignore_eos": true})).await.ok();
+    let metrics = get(router(), "/metrics").await;
+    assert!(metrics.headers[header::CONTENT_TYPE].to_str().unwrap().starts_with("text/plain; version=0.0.4"));
+    let value = |name: &str| -> f64 {
+        let line = metrics.text.lines().find(|line| line.starts_with(name) && !line.starts_with('#'));
+        line.unwrap_or_else(|| panic!("{name}")).rsplit(' ').next().unwrap().parse().unwrap()
+    };
+    assert!(value("generation_tokens_total") >= before as f64 + 3.0);
+    for name in [
+        "num_requests_running",
+        "num_requests_waiting",
+        "kv_cache_usage_perc",
+        "prefix_cache_queries_total",
+        "prefix_cache_hits_total",
+        "num_preemptions_total",
+        "request_success_total",
+        "inter_token_latency_seconds_sum",
+    ] {
+        assert!(value(name) >= 0.0);
+    }
+    assert!(value("time_to_first_token_seconds_count") >= 1.0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn names_of_the_model() {
+    let ask = |options: ServerOptions, model: &str| {
+        let body = json!({"model": model, "prompt": "a", "max_tokens": 1});
+        post(with(options), "/v1/completions", body)
+    };
+    let options = ServerOptions::new(NAME).alias("other");
+    assert_eq!(ask(options.clone(), "other").await.ok()["model"], NAME);
+    let refused = ask(options.clone(), "gpt-4o").await;
+    assert_eq!((refused.status, &refused.json()["error"]["code"]), (StatusCode::NOT_FOUND, &json!("model_not_found")));
+    assert_eq!(ask(options.alias("*"), "gpt-4o").await.ok()["model"], NAME);
+}

@@ -1,0 +1,30 @@
+//! `/tokenize` and `/detokenize`.
+
+use super::*;
+
+#[tokio::test(flavor = "multi_thread")]
+async fn there_and_back() {
+    let text = "fn main() { println!(\"größer\"); }";
+    let with = post(router(), "/tokenize", json!({"prompt": text})).await.ok();
+    let without = post(router(), "/tokenize", json!({"content": text, "add_special": false})).await.ok();
+    let ids = with["tokens"].as_array().unwrap();
+    assert_eq!(ids[1..], without["tokens"].as_array().unwrap()[..]);
+    assert_eq!((&with["count"], &with["max_model_len"]), (&json!(ids.len()), &json!(1024)));
+    let back = post(router(), "/detokenize", json!({"tokens": without["tokens"]})).await.ok();
+    assert_eq!((&back["prompt"], &back["content"]), (&json!(text), &json!(text)));
+    let named = json!({"prompt": "a", "return_token_strs": true});
+    assert_eq!(post(router(), "/tokenize", named).await.ok()["token_strs"], json!(["<bos>", "a"]));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_is_refused() {
+    for (body, field) in [
+        (json!({}), "prompt"),
+        (json!({"prompt": "a", "content": "b"}), "content"),
+        (json!({"prompt": 3}), "prompt"),
+        (json!({"prompt": "a", "messages": []}), "messages"),
+    ] {
+        assert_eq!(post(router(), "/tokenize", body).await.refused(), field);
+    }
+    assert_eq!(post(router(), "/detokenize", json!({"tokens": [-1]})).await.refused(), "tokens[0]");
+}
