@@ -3,7 +3,7 @@
 use std::{net::TcpListener, path::PathBuf, str::FromStr, sync::Arc, time::Duration};
 
 use kvant_engine::{Engine, EngineOptions};
-use kvant_models::Tokenizer;
+use kvant_models::{Files, Tokenizer, chat::ChatTemplate};
 use kvant_server::{ApiKeys, Server, ServerOptions};
 
 use crate::{
@@ -40,6 +40,9 @@ pub struct ServeArgs {
     /// Give each API key a prefix cache of its own
     #[arg(long)]
     cache_per_key: bool,
+    /// A Jinja template that makes a text of a conversation [default: the checkpoint's]
+    #[arg(long, value_name = "FILE")]
+    chat_template: Option<PathBuf>,
     /// Cache type: f32, f16, bf16, tq8, tq6, tq5, tq4, or K:V as in f16:tq4
     #[arg(long, default_value_t = Kv::F16)]
     kv: Kv,
@@ -80,8 +83,9 @@ pub fn run(args: &ServeArgs) -> Result {
     let device = args.device.open()?;
     let tokenizer = Arc::new(Tokenizer::load_files(&files)?);
     let model = args.activations.load(&files, &device)?;
+    let template = args.template(&files, &tokenizer)?;
     let engine = Engine::start(model, tokenizer, args.engine_options())?;
-    let server = Server::new(engine, options);
+    let server = Server::new(engine, template, options);
     output::note(&format!("listening on http://{address}\n"))?;
     Ok(server.run(listener)?)
 }
@@ -111,6 +115,16 @@ impl ServeArgs {
         let keys = ApiKeys::parse(&lines);
         // A server without keys is open to all.
         if keys.is_empty() { Err(format!("{}: no key", path.display()).into()) } else { Ok(keys) }
+    }
+
+    /// The template of the option, or the checkpoint's.
+    fn template(&self, files: &Files, tokenizer: &Tokenizer) -> Result<Option<ChatTemplate>> {
+        let Some(path) = &self.chat_template else { return Ok(ChatTemplate::load_files(files)?) };
+        let source = std::fs::read_to_string(path).map_err(|error| format!("{}: {error}", path.display()))?;
+        let name = |id: Option<u32>| tokenizer.decode_with_special(id.as_slice());
+        let tokens =
+            [("bos_token", name(tokenizer.bos())?), ("eos_token", name(tokenizer.eos_token())?)].into_iter().collect();
+        ChatTemplate::new(&source, tokens).map(Some).map_err(|error| format!("{}: {error}", path.display()).into())
     }
 
     fn engine_options(&self) -> EngineOptions {

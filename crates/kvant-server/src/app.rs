@@ -17,14 +17,14 @@ use axum::{
     routing::{get, post},
 };
 use kvant_engine::{CacheScope, Engine};
-use kvant_models::Result as ModelResult;
+use kvant_models::{Result as ModelResult, chat::ChatTemplate};
 
 use crate::{
-    ServerOptions,
+    ServerOptions, anthropic,
     body::Json,
-    completions,
+    chat, completions, conversation, documents,
     error::{ApiError, Result},
-    keys, metrics, models,
+    keys, metrics, models, responses,
     sampling::{now, random_id},
     tokens,
 };
@@ -32,6 +32,8 @@ use crate::{
 /// What all requests share.
 pub(crate) struct App {
     pub engine: Engine,
+    /// Makes a text of a conversation, if the model was trained for conversations.
+    pub template: Option<ChatTemplate>,
     pub options: ServerOptions,
     pub is_draining: AtomicBool,
     /// When the server started, in seconds since 1970.
@@ -46,8 +48,8 @@ pub(crate) struct RequestId(pub Arc<str>);
 const LONGEST_ID: usize = 128;
 
 impl App {
-    pub fn new(engine: Engine, options: ServerOptions) -> App {
-        App { engine, options, is_draining: AtomicBool::new(false), started: now() }
+    pub fn new(engine: Engine, template: Option<ChatTemplate>, options: ServerOptions) -> App {
+        App { engine, template, options, is_draining: AtomicBool::new(false), started: now() }
     }
 
     /// The name of the model in answers, if a request may use `asked`.
@@ -107,11 +109,18 @@ pub(crate) fn tokenized<T>(field: &str, result: ModelResult<T>) -> Result<T> {
 /// All routes.
 pub(crate) fn router(app: &Arc<App>) -> Router {
     Router::new()
+        .route("/", get(documents::page))
+        .route("/openapi.json", get(documents::openapi))
         .route("/health", get(health))
         .route("/metrics", get(metrics::get))
         .route("/v1/models", get(models::list))
         .route("/v1/models/{*name}", get(models::get))
         .route("/v1/completions", post(completions::create))
+        .route("/v1/chat/completions", post(chat::create))
+        .route("/v1/responses", post(responses::create))
+        .route("/v1/messages", post(anthropic::create))
+        .route("/v1/messages/count_tokens", post(anthropic::count))
+        .route("/apply-template", post(conversation::apply_template))
         .route("/tokenize", post(tokens::tokenize))
         .route("/detokenize", post(tokens::detokenize))
         .fallback(async || ApiError::new(StatusCode::NOT_FOUND, "there is no such route"))

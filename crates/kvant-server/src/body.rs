@@ -74,38 +74,47 @@ pub(crate) fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T> {
     if !value.is_object() {
         return Err(ApiError::new(StatusCode::BAD_REQUEST, "the body must be a JSON object"));
     }
-    typed(value)
+    typed(&value)
 }
 
 /// Converts JSON to a type, as [`parse`].
-pub(crate) fn typed<T: DeserializeOwned>(value: Value) -> Result<T> {
+pub(crate) fn typed<T: DeserializeOwned>(value: &Value) -> Result<T> {
     let mut unknown: Option<String> = None;
-    let nulls: Vec<String> = match &value {
-        Value::Object(fields) => fields.iter().filter(|(_, v)| v.is_null()).map(|(key, _)| key.clone()).collect(),
-        _ => Vec::new(),
-    };
     let mut track = serde_path_to_error::Track::new();
     let typed = {
         let tracked = serde_path_to_error::Deserializer::new(value, &mut track);
         let mut ignored = |path: serde_ignored::Path<'_>| {
             let path = field_path(&path.to_string());
-            if !nulls.contains(&path) {
+            if !value.pointer(&format!("/{}", path.replace('.', "/"))).is_some_and(Value::is_null) {
                 unknown.get_or_insert(path);
             }
         };
         T::deserialize(serde_ignored::Deserializer::new(tracked, &mut ignored))
     };
     if let Some(field) = unknown {
-        return Err(ApiError::unsupported(field, "this server does not know the field"));
+        return Err(ApiError::unsupported(with_brackets(&field), "this server does not know the field"));
     }
     typed.map_err(|error| {
-        let message = error.to_string();
+        let (message, path) = (error.to_string(), track.path().to_string());
         let path = match message.strip_prefix("missing field `").and_then(|rest| rest.split('`').next()) {
-            Some(field) => join(&track.path().to_string(), field),
-            None => field_path(&track.path().to_string()),
+            Some(field) => join(&path, field),
+            None => field_path(&path),
         };
         ApiError::field(&path, if path.is_empty() { message } else { format!("`{path}`: {message}") })
     })
+}
+
+/// `a.0.b` as `a[0].b`.
+fn with_brackets(path: &str) -> String {
+    let mut out = String::new();
+    for part in path.split('.') {
+        match part.parse::<usize>() {
+            Ok(index) => out += &format!("[{index}]"),
+            Err(_) if out.is_empty() => out += part,
+            Err(_) => out += &format!(".{part}"),
+        }
+    }
+    out
 }
 
 fn join(path: &str, field: &str) -> String {
@@ -147,7 +156,7 @@ mod tests {
         assert_eq!(param(r#"{"inner": {"number": -1}}"#), "inner.number");
         assert_eq!(param(r#"{"inner": {}}"#), "inner.number");
         assert_eq!(param(r#"{"list": [{"number": 1}, {"number": "x"}]}"#), "list[1].number");
-        assert_eq!(param(r#"{"list": [{"number": 1, "y": 0}]}"#), "list.0.y");
+        assert_eq!(param(r#"{"list": [{"number": 1, "y": 0}]}"#), "list[0].y");
         for json in ["", "[]", "{", "nul"] {
             assert_eq!(param(json), "", "{json}");
         }
@@ -157,6 +166,7 @@ mod tests {
     fn null_is_no_value() {
         let outer: Outer = parse(br#"{"inner": null, "other": null}"#).unwrap();
         assert!(outer.inner.is_none());
+        parse::<Outer>(br#"{"list": [{"number": 1, "more": null}]}"#).unwrap();
         assert_eq!(parse::<Outer>(br#"{"inner": {"number": 7}}"#).unwrap().inner.unwrap().number, 7);
     }
 }

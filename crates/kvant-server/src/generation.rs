@@ -113,9 +113,19 @@ pub(crate) fn data(value: &impl Serialize) -> Sent {
 
 /// Answers with a stream. Pings keep the connection while nothing else comes, for example during a long prompt.
 pub(crate) fn event_stream(app: &App, events: impl Stream<Item = Sent> + Send + 'static) -> Response {
-    let ping = sse::KeepAlive::new().interval(app.options.ping).text("ping");
+    streamed(events, sse::KeepAlive::new().interval(app.options.ping).text("ping"))
+}
+
+/// As [`event_stream`], with pings as Anthropic's clients know them.
+pub(crate) fn named_stream(app: &App, events: impl Stream<Item = Sent> + Send + 'static) -> Response {
+    let ping = sse::Event::default().event("ping").data("{\"type\":\"ping\"}");
+    streamed(events, sse::KeepAlive::new().interval(app.options.ping).event(ping))
+}
+
+fn streamed(events: impl Stream<Item = Sent> + Send + 'static, pings: sse::KeepAlive) -> Response {
+    // Proxies must not hold events back.
     let headers = [("cache-control", "no-store"), ("x-accel-buffering", "no")];
-    (headers, Sse::new(events).keep_alive(ping)).into_response()
+    (headers, Sse::new(events).keep_alive(pings)).into_response()
 }
 
 /// A stream whose events come from an async function that writes to a channel of one event: a slow reader slows it down. It

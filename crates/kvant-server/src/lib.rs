@@ -11,9 +11,15 @@
 
 #![forbid(unsafe_code)]
 
+mod answer;
+mod anthropic;
 mod app;
+mod blocks;
 mod body;
+mod chat;
 mod completions;
+mod conversation;
+mod documents;
 mod error;
 mod generation;
 mod keys;
@@ -21,6 +27,7 @@ mod logprobs;
 mod metrics;
 mod models;
 mod options;
+mod responses;
 mod sampling;
 mod server;
 mod tokens;

@@ -1,6 +1,9 @@
 //! Log probabilities as JSON.
 
-use serde_json::Value;
+use kvant_models::TokenLogprobs;
+use serde_json::{Value, json};
+
+use crate::app::App;
 
 /// The least log probability in answers: JSON has no infinity.
 const LEAST: f32 = -9999.0;
@@ -9,4 +12,18 @@ const LEAST: f32 = -9999.0;
 pub(crate) fn number(logprob: f32) -> Value {
     // Not NaN: `max` returns the other operand then.
     Value::from(f64::from(logprob.max(LEAST)))
+}
+
+/// The log probabilities of a token in the form of chat completions.
+pub(crate) fn of_token(app: &App, token: &TokenLogprobs) -> Value {
+    let mut value = entry(app, token.id, token.logprob);
+    value["top_logprobs"] = token.top.iter().map(|&(id, logprob)| entry(app, id, logprob)).collect();
+    value
+}
+
+fn entry(app: &App, id: u32, logprob: f32) -> Value {
+    let text = app.token_text(id);
+    // A part of a character has no text from which its bytes follow.
+    let bytes = if text.contains('\u{fffd}') { Value::Null } else { json!(text.as_bytes()) };
+    json!({"token": text, "logprob": number(logprob), "bytes": bytes})
 }

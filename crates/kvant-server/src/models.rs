@@ -10,7 +10,7 @@ use crate::{app::App, body::Json, error::Result};
 fn describe(app: &App, name: &str) -> Value {
     json!({
         "id": name, "object": "model", "created": app.started, "owned_by": "kvant",
-        "max_model_len": app.engine.context(),
+        "max_model_len": app.engine.context(), "has_chat_template": app.template.is_some(),
     })
 }
 

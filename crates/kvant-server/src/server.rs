@@ -8,6 +8,7 @@ use std::{
 
 use axum::serve::ListenerExt;
 use kvant_engine::Engine;
+use kvant_models::chat::ChatTemplate;
 use tokio::{net::TcpListener, sync::watch, time};
 
 use crate::{
@@ -46,9 +47,9 @@ impl std::fmt::Debug for Server {
 }
 
 impl Server {
-    /// A server for an engine.
-    pub fn new(engine: Engine, options: ServerOptions) -> Server {
-        Server(Arc::new(App::new(engine, options)))
+    /// A server for an engine. Without a template, it refuses conversations.
+    pub fn new(engine: Engine, template: Option<ChatTemplate>, options: ServerOptions) -> Server {
+        Server(Arc::new(App::new(engine, template, options)))
     }
 
     /// The routes, for tests and for servers with others.

@@ -25,7 +25,7 @@ async fn start(engine_options: EngineOptions, options: ServerOptions) -> Running
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
     let (stop, stopped) = oneshot::channel();
-    let server = Server::new(engine.clone(), options);
+    let server = Server::new(engine.clone(), None, options);
     let served = tokio::spawn(server.serve(listener, async move {
         let _ = stopped.await;
     }));
@@ -203,7 +203,7 @@ async fn a_failure_reaches_all_clients() {
     assert!(whole.starts_with("HTTP/1.1 500 ") && whole.contains("server_error"), "{whole}");
     assert!(read(stream).await.contains("data: {\"error\":"));
     assert!(matches!(running.served.await.unwrap(), Err(ServeError::Engine)));
-    let answer = get(Server::new(running.engine, ServerOptions::new(NAME)).router(), "/health").await;
+    let answer = get(Server::new(running.engine, None, ServerOptions::new(NAME)).router(), "/health").await;
     assert_eq!(
         (answer.status, &answer.json()["error"]["code"]),
         (StatusCode::SERVICE_UNAVAILABLE, &json!("unhealthy"))

@@ -1,8 +1,12 @@
 //! The routes with the shipped model: in this process without a port, and over TCP where connections matter.
 
+mod anthropic;
+mod chat;
 mod completions;
+mod documents;
 mod errors;
 mod lifecycle;
+mod responses;
 mod tokens;
 
 use std::{
@@ -18,7 +22,7 @@ use axum::{
 };
 use kvant::{CpuOptions, Device};
 use kvant_engine::{Engine, EngineOptions, EngineStats};
-use kvant_models::{Model, Tokenizer};
+use kvant_models::{Model, Tokenizer, chat::ChatTemplate};
 use kvant_server::{Server, ServerOptions};
 use serde_json::{Value, json};
 use tower::ServiceExt;
@@ -45,7 +49,19 @@ fn router() -> Router {
 }
 
 fn with(options: ServerOptions) -> Router {
-    Server::new(shared_engine(), options).router()
+    Server::new(shared_engine(), None, options).router()
+}
+
+/// A template for the shipped model, which was not trained for conversations.
+const TEMPLATE: &str = "{{ bos_token }}{% for tool in tools or [] %}# {{ tool.function.name }}\n{% endfor %}\
+    {% for message in messages %}# {{ message.role }}\n\n{{ message.content }}\
+    {% for call in message.tool_calls or [] %}{{ call.function.name }}={{ call.function.arguments.x }}{% endfor %}\n\n\
+    {% endfor %}{% if add_generation_prompt %}# assistant\n\n{% endif %}{% if enable_thinking %}<think>\n{% endif %}";
+
+/// The routes with a chat template.
+fn chat_router() -> Router {
+    let template = ChatTemplate::new(TEMPLATE, [("bos_token", "<bos>")].into_iter().collect()).unwrap();
+    Server::new(shared_engine(), Some(template), ServerOptions::new(NAME)).router()
 }
 
 /// An answer.

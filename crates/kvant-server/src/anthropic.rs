@@ -1,0 +1,352 @@
+//! `/v1/messages` and `/v1/messages/count_tokens`: the form of Anthropic's API.
+
+use std::sync::Arc;
+
+use axum::{
+    Extension,
+    extract::State,
+    http::HeaderMap,
+    response::{IntoResponse, Response},
+};
+use kvant_engine::{EngineRequest, FinishReason, Finished};
+use kvant_models::chat::{Message, Role, ToolCall};
+use serde::Deserialize;
+use serde_json::{Map, Value, json};
+
+use crate::{
+    answer::AnswerReader,
+    app::{App, RequestId},
+    blocks::{Block, Blocks, parsed},
+    body::Json,
+    conversation::{Prompt, Talk, check_tools, content_text},
+    error::{ApiError, Result},
+    generation::{Generation, Gone, Sender, channel, named_stream},
+    sampling::{Drawn, Strings, random_id},
+};
+
+#[derive(Debug, Deserialize)]
+pub(crate) struct MessagesRequest {
+    model: Option<String>,
+    max_tokens: usize,
+    messages: Vec<TurnMessage>,
+    system: Option<Value>,
+    temperature: Option<f32>,
+    top_p: Option<f32>,
+    top_k: Option<i64>,
+    stop_sequences: Option<Vec<String>>,
+    stream: Option<bool>,
+    tools: Option<Vec<Tool>>,
+    tool_choice: Option<Value>,
+    thinking: Option<Value>,
+    service_tier: Option<String>,
+    // Has no effect on the answer.
+    #[expect(dead_code, reason = "has no effect")]
+    metadata: Option<Map<String, Value>>,
+}
+
+#[derive(Debug, Deserialize)]
+pub(crate) struct CountRequest {
+    model: Option<String>,
+    messages: Vec<TurnMessage>,
+    system: Option<Value>,
+    tools: Option<Vec<Tool>>,
+    tool_choice: Option<Value>,
+    thinking: Option<Value>,
+}
+
+#[derive(Debug, Deserialize)]
+struct TurnMessage {
+    role: String,
+    content: Value,
+}
+
+#[derive(Debug, Deserialize)]
+struct Tool {
+    #[serde(rename = "type")]
+    kind: Option<String>,
+    name: String,
+    description: Option<String>,
+    input_schema: Option<Value>,
+    // A hint: prefixes are cached anyway.
+    #[expect(dead_code, reason = "has no effect")]
+    cache_control: Option<Value>,
+}
+
+/// What all events of an answer share.
+struct MessageAnswer {
+    id: String,
+    model: String,
+    reader: AnswerReader,
+    blocks: Blocks,
+    prompt_tokens: usize,
+    stops: Vec<String>,
+}
+
+pub(crate) async fn create(
+    State(app): State<Arc<App>>,
+    Extension(id): Extension<RequestId>,
+    headers: HeaderMap,
+    Json(request): Json<MessagesRequest>,
+) -> Result<Response> {
+    let model = app.model(request.model.as_deref())?;
+    if request.max_tokens == 0 {
+        return Err(ApiError::field("max_tokens", "`max_tokens` must be at least 1, got 0"));
+    }
+    if !matches!(request.service_tier.as_deref(), None | Some("auto" | "standard_only")) {
+        return Err(ApiError::unsupported("service_tier", "there is one tier"));
+    }
+    let tools = chosen_tools(&app, request.tools, request.tool_choice.as_ref())?;
+    let talk = talk(&app, request.system, request.messages, tools, request.thinking.as_ref())?;
+    let has_tools = !talk.tools.is_empty();
+    let Prompt { text, ids } = app.blocking(move |app| talk.prompt(app)).await??;
+    let prompt_tokens = ids.len();
+    let stops = request.stop_sequences.unwrap_or_default();
+    let drawn = Drawn {
+        temperature: request.temperature,
+        top_p: request.top_p,
+        top_k: request.top_k,
+        stop: Some(Strings::Many(stops.clone())),
+        ..Drawn::default()
+    };
+    let base = EngineRequest::new(ids).max_tokens(request.max_tokens).cache(app.scope(&headers, None));
+    let generation = Generation::submit(&app, &id, vec![drawn.apply(base, app.engine.tokenizer().eos())?])?;
+    let reader = AnswerReader::new(&text, has_tools);
+    let (message_id, blocks) = (random_id("msg_"), Blocks::default());
+    let answer = MessageAnswer { id: message_id, model, reader, blocks, prompt_tokens, stops };
+    if request.stream.unwrap_or(false) {
+        let events = channel(move |sender| answer.stream(id, generation, sender));
+        return Ok(named_stream(&app, events));
+    }
+    Ok(Json(answer.collect(generation).await?).into_response())
+}
+
+pub(crate) async fn count(State(app): State<Arc<App>>, Json(request): Json<CountRequest>) -> Result<Json<Value>> {
+    app.model(request.model.as_deref())?;
+    let tools = chosen_tools(&app, request.tools, request.tool_choice.as_ref())?;
+    let talk = talk(&app, request.system, request.messages, tools, request.thinking.as_ref())?;
+    let prompt = app.blocking(move |app| talk.prompt(app)).await??;
+    Ok(Json(json!({"input_tokens": prompt.ids.len()})))
+}
+
+fn talk(
+    app: &App,
+    system: Option<Value>,
+    turns: Vec<TurnMessage>,
+    tools: Vec<Value>,
+    thinking: Option<&Value>,
+) -> Result<Talk> {
+    let most = app.options.messages;
+    if !(1..=most).contains(&turns.len()) {
+        let message = format!("`messages` must have 1 to {most} elements, got {}", turns.len());
+        return Err(ApiError::field("messages", message));
+    }
+    let mut messages = Vec::new();
+    if let Some(system) = system {
+        messages.push(Message::system(content_text(&system, "system")?));
+    }
+    for (index, turn) in turns.iter().enumerate() {
+        turn.add_to(&mut messages, &format!("messages[{index}]"))?;
+    }
+    let thinking = match thinking.map(|thinking| thinking["type"].as_str()) {
+        None => None,
+        Some(Some("enabled" | "adaptive")) => Some(true),
+        Some(Some("disabled")) => Some(false),
+        Some(_) => {
+            return Err(ApiError::field("thinking.type", "`thinking.type` must be enabled, adaptive or disabled"));
+        }
+    };
+    Ok(Talk { messages, tools, variables: Map::new(), thinking, generation_prompt: true })
+}
+
+/// Tools in OpenAI's form, which templates expect.
+fn chosen_tools(app: &App, tools: Option<Vec<Tool>>, choice: Option<&Value>) -> Result<Vec<Value>> {
+    let mut converted = Vec::new();
+    for (index, tool) in tools.unwrap_or_default().into_iter().enumerate() {
+        if !matches!(tool.kind.as_deref(), None | Some("custom")) {
+            return Err(ApiError::unsupported(format!("tools[{index}].type"), "only tools of the client"));
+        }
+        let mut function = json!({"name": tool.name});
+        if let Some(description) = tool.description {
+            function["description"] = Value::String(description);
+        }
+        if let Some(schema) = tool.input_schema {
+            function["parameters"] = schema;
+        }
+        converted.push(json!({"type": "function", "function": function}));
+    }
+    check_tools(app, &converted)?;
+    match choice.map(|choice| choice["type"].as_str()) {
+        None => Ok(converted),
+        Some(Some("auto")) if choice.is_some_and(|choice| choice["disable_parallel_tool_use"] == true) => {
+            let what = "the engine has no grammars yet";
+            Err(ApiError::unsupported("tool_choice.disable_parallel_tool_use", what))
+        }
+        Some(Some("auto")) => Ok(converted),
+        Some(Some("none")) => Ok(Vec::new()),
+        Some(Some("any" | "tool")) => {
+            Err(ApiError::unsupported("tool_choice", "only auto and none: the engine has no grammars yet"))
+        }
+        Some(_) => Err(ApiError::field("tool_choice.type", "`tool_choice.type` must be auto, none, any or tool")),
+    }
+}
+
+impl TurnMessage {
+    /// Adds the messages of a turn: results of tools are messages of their own.
+    fn add_to(&self, messages: &mut Vec<Message>, path: &str) -> Result<()> {
+        let role = match self.role.as_str() {
+            "user" => Role::User,
+            "assistant" => Role::Assistant,
+            _ => {
+                return Err(ApiError::field(
+                    format!("{path}.role"),
+                    format!("`{path}.role` must be user or assistant"),
+                ));
+            }
+        };
+        let path = format!("{path}.content");
+        let Value::Array(blocks) = &self.content else {
+            messages.push(Message::new(role, content_text(&self.content, &path)?));
+            return Ok(());
+        };
+        let (mut text, mut thoughts, mut calls) = (String::new(), None, Vec::new());
+        for (index, block) in blocks.iter().enumerate() {
+            let path = format!("{path}[{index}]");
+            let string = |field: &str| {
+                let path = format!("{path}.{field}");
+                block[field].as_str().ok_or_else(|| ApiError::field(&path, format!("`{path}` must be a string")))
+            };
+            match (block["type"].as_str().unwrap_or_default(), role) {
+                ("text", _) => text.push_str(string("text")?),
+                ("thinking", Role::Assistant) => thoughts = Some(string("thinking")?.to_string()),
+                ("tool_use", Role::Assistant) => {
+                    calls.push(ToolCall::new(string("id")?, string("name")?, block["input"].clone()));
+                }
+                ("tool_result", Role::User) => {
+                    let content = match &block["content"] {
+                        Value::Null => String::new(),
+                        content => content_text(content, &format!("{path}.content"))?,
+                    };
+                    messages.push(Message::tool(string("tool_use_id")?, content));
+                }
+                (kind, _) => {
+                    let kind: String = kind.chars().take(32).collect();
+                    return Err(ApiError::unsupported(path, &format!("no {kind:?} in a message of {}", self.role)));
+                }
+            }
+        }
+        let has_result = blocks.iter().any(|block| block["type"] == "tool_result");
+        if !text.is_empty() || !has_result {
+            let mut message = Message::new(role, text).tool_calls(calls);
+            message.reasoning_content = thoughts;
+            messages.push(message);
+        }
+        Ok(())
+    }
+}
+
+impl MessageAnswer {
+    async fn collect(mut self, mut generation: Generation) -> Result<Value> {
+        let mut end = None;
+        while let Some(event) = generation.next().await {
+            let added = self.reader.read(event?.1);
+            for part in added.parts {
+                self.blocks.add(part);
+            }
+            end = added.finished.or(end);
+        }
+        let content: Vec<Value> = self.blocks.0.iter().map(whole_block).collect();
+        let (delta, usage) = self.end(end.as_ref());
+        let mut message = self.message(content, usage);
+        message["stop_reason"] = delta["stop_reason"].clone();
+        message["stop_sequence"] = delta["stop_sequence"].clone();
+        Ok(message)
+    }
+
+    async fn stream(mut self, id: RequestId, mut generation: Generation, sender: Sender) -> Result<(), Gone> {
+        let usage = json!({"input_tokens": self.prompt_tokens, "output_tokens": 0});
+        let message = self.message(Vec::new(), usage);
+        sender.named("message_start", &json!({"type": "message_start", "message": message})).await?;
+        let mut end = None;
+        while let Some(event) = generation.next().await {
+            let event = match event {
+                Ok((_, event)) => event,
+                Err(error) => return sender.named("error", &error.anthropic_body(&id.0)).await,
+            };
+            let added = self.reader.read(event);
+            for part in added.parts {
+                let change = self.blocks.add(part);
+                let index = self.blocks.last();
+                if change.is_new {
+                    if index > 0 {
+                        stop_block(&sender, index - 1).await?;
+                    }
+                    let block = empty_block(&self.blocks.0[index]);
+                    let start = json!({"type": "content_block_start", "index": index, "content_block": block});
+                    sender.named("content_block_start", &start).await?;
+                }
+                let delta = match &self.blocks.0[index] {
+                    Block::Text(_) => json!({"type": "text_delta", "text": change.delta}),
+                    Block::Reasoning(_) => json!({"type": "thinking_delta", "thinking": change.delta}),
+                    Block::Call { .. } => json!({"type": "input_json_delta", "partial_json": change.delta}),
+                };
+                let delta = json!({"type": "content_block_delta", "index": index, "delta": delta});
+                sender.named("content_block_delta", &delta).await?;
+            }
+            end = added.finished.or(end);
+        }
+        if !self.blocks.0.is_empty() {
+            stop_block(&sender, self.blocks.last()).await?;
+        }
+        let (delta, usage) = self.end(end.as_ref());
+        sender.named("message_delta", &json!({"type": "message_delta", "delta": delta, "usage": usage})).await?;
+        sender.named("message_stop", &json!({"type": "message_stop"})).await
+    }
+
+    fn message(&self, content: Vec<Value>, usage: Value) -> Value {
+        json!({
+            "id": self.id, "type": "message", "role": "assistant", "model": self.model, "content": content,
+            "stop_reason": null, "stop_sequence": null, "usage": usage,
+        })
+    }
+
+    /// The reason of the end, and the usage.
+    fn end(&self, finished: Option<&Finished>) -> (Value, Value) {
+        let Some(finished) = finished else { return (json!({}), json!({})) };
+        let (reason, stop) = match finished.reason {
+            FinishReason::StopString(index) => ("stop_sequence", self.stops.get(index)),
+            FinishReason::StopId(_) | FinishReason::Grammar if self.reader.has_calls => ("tool_use", None),
+            FinishReason::StopId(_) | FinishReason::Grammar => ("end_turn", None),
+            _ => ("max_tokens", None),
+        };
+        let usage = finished.usage;
+        let usage = json!({
+            "input_tokens": usage.prompt_tokens.saturating_sub(usage.cached_tokens),
+            "cache_read_input_tokens": usage.cached_tokens,
+            "cache_creation_input_tokens": 0,
+            "output_tokens": usage.generated_tokens,
+        });
+        (json!({"stop_reason": reason, "stop_sequence": stop}), usage)
+    }
+}
+
+async fn stop_block(sender: &Sender, index: usize) -> Result<(), Gone> {
+    sender.named("content_block_stop", &json!({"type": "content_block_stop", "index": index})).await
+}
+
+fn empty_block(block: &Block) -> Value {
+    match block {
+        Block::Text(_) => json!({"type": "text", "text": ""}),
+        Block::Reasoning(_) => json!({"type": "thinking", "thinking": "", "signature": ""}),
+        Block::Call { id, name, .. } => json!({"type": "tool_use", "id": id, "name": name, "input": {}}),
+    }
+}
+
+fn whole_block(block: &Block) -> Value {
+    let mut value = empty_block(block);
+    match block {
+        Block::Text(text) => value["text"] = json!(text),
+        Block::Reasoning(text) => value["thinking"] = json!(text),
+        Block::Call { arguments, .. } => value["input"] = parsed(arguments),
+    }
+    value
+}

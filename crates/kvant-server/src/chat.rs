@@ -1,0 +1,361 @@
+//! `/v1/chat/completions`.
+
+use std::sync::Arc;
+
+use axum::{
+    Extension,
+    extract::State,
+    http::HeaderMap,
+    response::{IntoResponse, Response},
+};
+use kvant_engine::EngineRequest;
+use serde_json::{Map, Value, json};
+
+use crate::{
+    answer::{Added, AnswerReader, Part},
+    app::{App, RequestId},
+    body::Json,
+    completions::{StreamOptions, check_choices},
+    conversation::{ChatMessage, Talk, check_tools, messages},
+    error::{ApiError, Result},
+    generation::{Generation, Gone, Sender, TokenUsage, channel, event_stream, finish_reason},
+    logprobs,
+    sampling::{drawn_request, now, random_id},
+};
+
+/// The most alternatives of a token, as in OpenAI's API.
+const MOST_TOP: usize = 20;
+
+drawn_request! {
+    struct ChatRequest {
+        model: Option<String>,
+        messages: Vec<ChatMessage>,
+        max_tokens: Option<usize>,
+        max_completion_tokens: Option<usize>,
+        n: Option<usize>,
+        stream: Option<bool>,
+        stream_options: Option<StreamOptions>,
+        logprobs: Option<bool>,
+        top_logprobs: Option<usize>,
+        tools: Option<Vec<Value>>,
+        tool_choice: Option<Value>,
+        parallel_tool_calls: Option<bool>,
+        response_format: Option<Value>,
+        reasoning_effort: Option<String>,
+        chat_template_kwargs: Option<Map<String, Value>>,
+        add_generation_prompt: Option<bool>,
+        cache_salt: Option<String>,
+        modalities: Option<Vec<String>>,
+        service_tier: Option<String>,
+        store: Option<bool>,
+        // These have no effect on the answer.
+        #[expect(dead_code, reason = "has no effect")]
+        user: Option<String>,
+        #[expect(dead_code, reason = "has no effect")]
+        metadata: Option<Map<String, Value>>,
+        #[expect(dead_code, reason = "has no effect")]
+        safety_identifier: Option<String>,
+        #[expect(dead_code, reason = "has no effect")]
+        prompt_cache_key: Option<String>,
+    }
+}
+
+/// What all chunks of an answer share.
+struct ChatAnswer {
+    id: String,
+    created: u64,
+    model: String,
+    choices: Vec<ChatChoice>,
+    usage: TokenUsage,
+    include_usage: bool,
+}
+
+/// The state of a choice.
+struct ChatChoice {
+    reader: AnswerReader,
+    with_logprobs: bool,
+    /// Tool calls so far.
+    calls: usize,
+}
+
+pub(crate) async fn create(
+    State(app): State<Arc<App>>,
+    Extension(id): Extension<RequestId>,
+    headers: HeaderMap,
+    Json(mut request): Json<ChatRequest>,
+) -> Result<Response> {
+    let drawn = request.drawn();
+    let model = app.model(request.model.as_deref())?;
+    let streams = request.stream.unwrap_or(false);
+    let include_usage = StreamOptions::usage(request.stream_options, streams)?;
+    let n = check_choices(&app, request.n, 1)?;
+    let top = top_logprobs(request.logprobs, request.top_logprobs)?;
+    check_fixed(&request)?;
+    check_format(request.response_format.as_ref(), "response_format")?;
+    let tools = chosen_tools(&app, request.tools, request.tool_choice.as_ref())?;
+    let max_tokens = match (request.max_completion_tokens, request.max_tokens) {
+        (Some(_), Some(_)) => {
+            return Err(ApiError::field("max_tokens", "`max_tokens` and `max_completion_tokens` exclude each other"));
+        }
+        (some, None) | (None, some) => some.unwrap_or(app.engine.context()),
+    };
+    let mut variables = request.chat_template_kwargs.unwrap_or_default();
+    let thinking = thinking(request.reasoning_effort, &mut variables)?;
+    let has_tools = !tools.is_empty();
+    let generation_prompt = request.add_generation_prompt.unwrap_or(true);
+    let talk = Talk { messages: messages(&app, request.messages)?, tools, variables, thinking, generation_prompt };
+    let prompt = app.blocking(move |app| talk.prompt(app)).await??;
+
+    let base = EngineRequest::new(prompt.ids).max_tokens(max_tokens).cache(app.scope(&headers, request.cache_salt));
+    let base = drawn.apply(base, app.engine.tokenizer().eos())?;
+    let base = if let Some(top) = top { base.logprobs(top) } else { base };
+    let requests = (0..n as u64).map(|choice| {
+        let mut request = base.clone();
+        request.sampling.seed = request.sampling.seed.wrapping_add(choice);
+        request
+    });
+    let generation = Generation::submit(&app, &id, requests.collect())?;
+    let choice =
+        || ChatChoice { reader: AnswerReader::new(&prompt.text, has_tools), with_logprobs: top.is_some(), calls: 0 };
+    let choices = (0..n).map(|_| choice()).collect();
+    let usage = TokenUsage::default();
+    let answer = ChatAnswer { id: random_id("chatcmpl-"), created: now(), model, choices, usage, include_usage };
+    if streams {
+        let shared = Arc::clone(&app);
+        let events = channel(move |sender| answer.stream(shared, generation, sender));
+        return Ok(event_stream(&app, events));
+    }
+    Ok(Json(answer.collect(&app, generation).await?).into_response())
+}
+
+fn top_logprobs(logprobs: Option<bool>, top: Option<usize>) -> Result<Option<usize>> {
+    match (logprobs.unwrap_or(false), top) {
+        (false, Some(_)) => Err(ApiError::field("top_logprobs", "`top_logprobs` needs `logprobs`")),
+        (_, Some(top)) if top > MOST_TOP => {
+            let message = format!("`top_logprobs` must be at most {MOST_TOP}, got {top}");
+            Err(ApiError::field("top_logprobs", message))
+        }
+        (true, top) => Ok(Some(top.unwrap_or(0))),
+        (false, None) => Ok(None),
+    }
+}
+
+/// Checks fields of which this server supports one value.
+fn check_fixed(request: &ChatRequest) -> Result<()> {
+    if request.modalities.as_ref().is_some_and(|kinds| kinds != &["text"]) {
+        return Err(ApiError::unsupported("modalities", "the model writes text only"));
+    }
+    if !matches!(request.service_tier.as_deref(), None | Some("auto" | "default")) {
+        return Err(ApiError::unsupported("service_tier", "there is one tier"));
+    }
+    if request.store == Some(true) {
+        return Err(ApiError::unsupported("store", "this server stores nothing"));
+    }
+    if request.parallel_tool_calls == Some(false) {
+        return Err(ApiError::unsupported("parallel_tool_calls", "the engine has no grammars yet"));
+    }
+    Ok(())
+}
+
+/// Checks the format of an answer, in the field `path`.
+pub(crate) fn check_format(format: Option<&Value>, path: &str) -> Result<()> {
+    let Some(format) = format else { return Ok(()) };
+    match format["type"].as_str() {
+        Some("text") => Ok(()),
+        Some("json_object" | "json_schema") => Err(ApiError::unsupported(path, "the engine has no grammars yet")),
+        _ => {
+            let path = format!("{path}.type");
+            Err(ApiError::field(&path, format!("`{path}` must be text, json_object or json_schema")))
+        }
+    }
+}
+
+/// The tools that the template shows to the model.
+pub(crate) fn chosen_tools(app: &App, tools: Option<Vec<Value>>, choice: Option<&Value>) -> Result<Vec<Value>> {
+    let tools = tools.unwrap_or_default();
+    check_tools(app, &tools)?;
+    match choice.map(|choice| choice.as_str()) {
+        None | Some(Some("auto")) => Ok(tools),
+        Some(Some("none")) => Ok(Vec::new()),
+        Some(Some("required")) | Some(None) => {
+            Err(ApiError::unsupported("tool_choice", "only auto and none: the engine has no grammars yet"))
+        }
+        Some(Some(_)) => Err(ApiError::field("tool_choice", "`tool_choice` must be auto, none or required")),
+    }
+}
+
+/// Whether the model thinks before its answer. The effort is a variable of some templates.
+pub(crate) fn thinking(effort: Option<String>, variables: &mut Map<String, Value>) -> Result<Option<bool>> {
+    let Some(effort) = effort else { return Ok(None) };
+    match effort.as_str() {
+        "none" => Ok(Some(false)),
+        "minimal" | "low" | "medium" | "high" | "xhigh" => {
+            variables.entry("reasoning_effort").or_insert(Value::String(effort));
+            Ok(Some(true))
+        }
+        _ => {
+            let known = "none, minimal, low, medium, high or xhigh";
+            Err(ApiError::field("reasoning_effort", format!("`reasoning_effort` must be {known}")))
+        }
+    }
+}
+
+/// A message that grows.
+#[derive(Default)]
+struct Built {
+    content: String,
+    reasoning: String,
+    calls: Vec<Value>,
+    arguments: Vec<String>,
+    logprobs: Vec<Value>,
+    finish: Option<&'static str>,
+}
+
+impl ChatAnswer {
+    async fn collect(mut self, app: &App, mut generation: Generation) -> Result<Value> {
+        let mut built: Vec<Built> = self.choices.iter().map(|_| Built::default()).collect();
+        while let Some(event) = generation.next().await {
+            let (index, event) = event?;
+            let added = self.choices[index].reader.read(event);
+            self.count(index, &added);
+            let finish = self.choices[index].finish(&added);
+            built[index].add(app, added, finish);
+        }
+        let choices: Vec<Value> = built.into_iter().zip(&self.choices).enumerate().map(choice_json).collect();
+        let ChatAnswer { id, created, model, .. } = &self;
+        Ok(json!({
+            "id": id, "object": "chat.completion", "created": created, "model": model, "choices": choices,
+            "usage": self.usage_json(),
+        }))
+    }
+
+    fn count(&mut self, index: usize, added: &Added) {
+        if let Some(finished) = &added.finished {
+            self.usage.add(finished.usage, index == 0);
+        }
+    }
+
+    fn usage_json(&self) -> Value {
+        let mut usage = self.usage.openai();
+        let reasoning: usize = self.choices.iter().map(|choice| choice.reader.reasoning_tokens).sum();
+        usage["completion_tokens_details"] = json!({"reasoning_tokens": reasoning});
+        usage
+    }
+
+    async fn stream(mut self, app: Arc<App>, mut generation: Generation, sender: Sender) -> Result<(), Gone> {
+        for index in 0..self.choices.len() {
+            let delta = json!({"role": "assistant", "content": ""});
+            sender.data(&self.chunk(index, delta, Value::Null, None)).await?;
+        }
+        while let Some(event) = generation.next().await {
+            let (index, event) = match event {
+                Ok(event) => event,
+                Err(error) => return sender.data(&error.openai_body()).await,
+            };
+            let added = self.choices[index].reader.read(event);
+            self.count(index, &added);
+            let finish = self.choices[index].finish(&added);
+            let mut logprobs = self.choices[index].logprobs(&app, &added);
+            for part in added.parts {
+                let delta = self.choices[index].delta(part);
+                sender.data(&self.chunk(index, delta, logprobs.take(), None)).await?;
+            }
+            if !logprobs.is_null() {
+                sender.data(&self.chunk(index, json!({}), logprobs, None)).await?;
+            }
+            if finish.is_some() {
+                sender.data(&self.chunk(index, json!({}), Value::Null, finish)).await?;
+            }
+        }
+        if self.include_usage {
+            let mut chunk = self.chunk(0, json!({}), Value::Null, None);
+            chunk["choices"] = json!([]);
+            chunk["usage"] = self.usage_json();
+            sender.data(&chunk).await?;
+        }
+        sender.send(Ok(axum::response::sse::Event::default().data("[DONE]"))).await
+    }
+
+    fn chunk(&self, index: usize, delta: Value, logprobs: Value, finish: Option<&str>) -> Value {
+        let ChatAnswer { id, created, model, .. } = self;
+        let choice = json!({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish});
+        let mut chunk = json!({
+            "id": id, "object": "chat.completion.chunk", "created": created, "model": model, "choices": [choice],
+        });
+        if self.include_usage {
+            chunk["usage"] = Value::Null;
+        }
+        chunk
+    }
+}
+
+impl ChatChoice {
+    /// The reason of the end, when it has come.
+    fn finish(&self, added: &Added) -> Option<&'static str> {
+        let reason = finish_reason(&added.finished.as_ref()?.reason);
+        Some(if reason == "stop" && self.reader.has_calls { "tool_calls" } else { reason })
+    }
+
+    fn logprobs(&self, app: &App, added: &Added) -> Value {
+        if added.logprobs.is_empty() {
+            return Value::Null;
+        }
+        let content: Vec<Value> = added.logprobs.iter().map(|token| logprobs::of_token(app, token)).collect();
+        json!({"content": content, "refusal": null})
+    }
+
+    fn delta(&mut self, part: Part) -> Value {
+        match part {
+            Part::Text(text) => json!({"content": text}),
+            Part::Reasoning(text) => json!({"reasoning_content": text}),
+            Part::Call { id, name } => {
+                let index = self.calls;
+                self.calls += 1;
+                let function = json!({"name": name, "arguments": ""});
+                json!({"tool_calls": [{"index": index, "id": id, "type": "function", "function": function}]})
+            }
+            Part::Arguments(json) => {
+                let index = self.calls.saturating_sub(1);
+                json!({"tool_calls": [{"index": index, "function": {"arguments": json}}]})
+            }
+        }
+    }
+}
+
+impl Built {
+    fn add(&mut self, app: &App, added: Added, finish: Option<&'static str>) {
+        self.logprobs.extend(added.logprobs.iter().map(|token| logprobs::of_token(app, token)));
+        self.finish = finish.or(self.finish);
+        for part in added.parts {
+            match part {
+                Part::Text(text) => self.content.push_str(&text),
+                Part::Reasoning(text) => self.reasoning.push_str(&text),
+                Part::Call { id, name } => {
+                    self.calls.push(json!({"id": id, "type": "function", "function": {"name": name}}));
+                    self.arguments.push(String::new());
+                }
+                Part::Arguments(json) => {
+                    if let Some(arguments) = self.arguments.last_mut() {
+                        arguments.push_str(&json);
+                    }
+                }
+            }
+        }
+    }
+}
+
+fn choice_json((index, (mut built, choice)): (usize, (Built, &ChatChoice))) -> Value {
+    for (call, arguments) in built.calls.iter_mut().zip(built.arguments) {
+        call["function"]["arguments"] = Value::String(arguments);
+    }
+    let content = if built.content.is_empty() && !built.calls.is_empty() { None } else { Some(built.content) };
+    let mut message = json!({"role": "assistant", "content": content, "refusal": null});
+    if !built.reasoning.is_empty() {
+        message["reasoning_content"] = Value::String(built.reasoning);
+    }
+    if !built.calls.is_empty() {
+        message["tool_calls"] = Value::Array(built.calls);
+    }
+    let logprobs = choice.with_logprobs.then(|| json!({"content": built.logprobs, "refusal": null}));
+    json!({"index": index, "message": message, "logprobs": logprobs, "finish_reason": built.finish})
+}

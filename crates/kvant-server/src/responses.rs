@@ -1,0 +1,414 @@
+//! `/v1/responses`: text, tools and streams of OpenAI's responses. Nothing is stored.
+
+use std::sync::Arc;
+
+use axum::{
+    Extension,
+    extract::State,
+    http::HeaderMap,
+    response::{IntoResponse, Response},
+};
+use kvant_engine::{EngineRequest, Finished};
+use kvant_models::chat::{Message, Role, ToolCall};
+use serde::Deserialize;
+use serde_json::{Map, Value, json};
+
+use crate::{
+    answer::AnswerReader,
+    app::{App, RequestId},
+    blocks::{Block, Blocks},
+    body::Json,
+    chat::{check_format, chosen_tools, thinking},
+    conversation::{Talk, content_text},
+    error::{ApiError, Result},
+    generation::{Generation, Gone, Sender, TokenUsage, channel, event_stream, finish_reason},
+    sampling::{Drawn, now, random_id},
+};
+
+#[derive(Debug, Deserialize)]
+pub(crate) struct ResponsesRequest {
+    model: Option<String>,
+    input: Value,
+    instructions: Option<String>,
+    max_output_tokens: Option<usize>,
+    temperature: Option<f32>,
+    top_p: Option<f32>,
+    stream: Option<bool>,
+    tools: Option<Vec<Value>>,
+    tool_choice: Option<Value>,
+    parallel_tool_calls: Option<bool>,
+    reasoning: Option<Map<String, Value>>,
+    text: Option<TextOptions>,
+    include: Option<Vec<String>>,
+    store: Option<bool>,
+    background: Option<bool>,
+    truncation: Option<String>,
+    service_tier: Option<String>,
+    metadata: Option<Map<String, Value>>,
+    // These have no effect on the answer.
+    #[expect(dead_code, reason = "has no effect")]
+    user: Option<String>,
+    #[expect(dead_code, reason = "has no effect")]
+    safety_identifier: Option<String>,
+    #[expect(dead_code, reason = "has no effect")]
+    prompt_cache_key: Option<String>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+struct TextOptions {
+    format: Option<Value>,
+    verbosity: Option<String>,
+}
+
+/// What all events of an answer share.
+struct ResponseAnswer {
+    /// The response without output.
+    object: Value,
+    reader: AnswerReader,
+    blocks: Blocks,
+    /// The id of each block.
+    ids: Vec<String>,
+    /// The number of the next event.
+    sequence: u64,
+}
+
+pub(crate) async fn create(
+    State(app): State<Arc<App>>,
+    Extension(id): Extension<RequestId>,
+    headers: HeaderMap,
+    Json(mut request): Json<ResponsesRequest>,
+) -> Result<Response> {
+    let model = app.model(request.model.as_deref())?;
+    check_fixed(&request)?;
+    let object = describe(&request, &model);
+    let tools = request.tools.take().map(|tools| tools.into_iter().map(nested).collect());
+    let tools = chosen_tools(&app, tools, request.tool_choice.as_ref())?;
+    let mut variables = Map::new();
+    let thinking = thinking(effort(request.reasoning.as_ref())?, &mut variables)?;
+    let messages = messages(&app, &request)?;
+    let has_tools = !tools.is_empty();
+    let talk = Talk { messages, tools, variables, thinking, generation_prompt: true };
+    let prompt = app.blocking(move |app| talk.prompt(app)).await??;
+
+    let max_tokens = request.max_output_tokens.unwrap_or(app.engine.context());
+    let base = EngineRequest::new(prompt.ids).max_tokens(max_tokens).cache(app.scope(&headers, None));
+    let drawn = Drawn { temperature: request.temperature, top_p: request.top_p, ..Drawn::default() };
+    let generation = Generation::submit(&app, &id, vec![drawn.apply(base, app.engine.tokenizer().eos())?])?;
+    let reader = AnswerReader::new(&prompt.text, has_tools);
+    let answer = ResponseAnswer { object, reader, blocks: Blocks::default(), ids: Vec::new(), sequence: 0 };
+    if request.stream.unwrap_or(false) {
+        let events = channel(move |sender| answer.stream(generation, sender));
+        return Ok(event_stream(&app, events));
+    }
+    Ok(Json(answer.collect(generation).await?).into_response())
+}
+
+/// Checks fields of which this server supports one value.
+fn check_fixed(request: &ResponsesRequest) -> Result<()> {
+    let text = request.text.as_ref();
+    check_format(text.and_then(|text| text.format.as_ref()), "text.format")?;
+    let refused = [
+        ("text.verbosity", text.is_some_and(|text| !matches!(text.verbosity.as_deref(), None | Some("medium")))),
+        ("include", request.include.as_ref().is_some_and(|include| !include.is_empty())),
+        ("store", request.store == Some(true)),
+        ("background", request.background == Some(true)),
+        ("truncation", !matches!(request.truncation.as_deref(), None | Some("disabled"))),
+        ("service_tier", !matches!(request.service_tier.as_deref(), None | Some("auto" | "default"))),
+        ("parallel_tool_calls", request.parallel_tool_calls == Some(false)),
+    ];
+    match refused.iter().find(|(_, is_asked)| *is_asked) {
+        Some((field, _)) => Err(ApiError::unsupported(*field, "only its default")),
+        None => Ok(()),
+    }
+}
+
+fn effort(reasoning: Option<&Map<String, Value>>) -> Result<Option<String>> {
+    let Some(reasoning) = reasoning else { return Ok(None) };
+    let mut effort = None;
+    for (key, value) in reasoning.iter().filter(|(_, value)| !value.is_null()) {
+        match (key.as_str(), value.as_str()) {
+            ("effort", Some(word)) => effort = Some(word.to_string()),
+            ("summary", Some("auto")) => {}
+            _ => return Err(ApiError::unsupported(format!("reasoning.{key}"), "only `effort`")),
+        }
+    }
+    Ok(effort)
+}
+
+/// A tool of responses in the form of chat completions.
+fn nested(mut tool: Value) -> Value {
+    let Some(fields) = tool.as_object_mut() else { return tool };
+    let kind = fields.remove("type").unwrap_or_default();
+    json!({"type": kind, "function": fields})
+}
+
+fn messages(app: &App, request: &ResponsesRequest) -> Result<Vec<Message>> {
+    let mut messages: Vec<Message> = request.instructions.iter().map(|text| Message::system(text.as_str())).collect();
+    match &request.input {
+        Value::String(text) => messages.push(Message::user(text.as_str())),
+        Value::Array(items) if (1..=app.options.messages).contains(&items.len()) => {
+            for (index, item) in items.iter().enumerate() {
+                add_item(&mut messages, item, &format!("input[{index}]"))?;
+            }
+        }
+        _ => {
+            let message = format!("`input` must be a string or a list of 1 to {} items", app.options.messages);
+            return Err(ApiError::field("input", message));
+        }
+    }
+    Ok(messages)
+}
+
+/// Adds an item of the input. Thoughts and calls belong to the model's message before them.
+fn add_item(messages: &mut Vec<Message>, item: &Value, path: &str) -> Result<()> {
+    let string = |field: &str| {
+        let path = format!("{path}.{field}");
+        item[field].as_str().ok_or_else(|| ApiError::field(&path, format!("`{path}` must be a string")))
+    };
+    match item["type"].as_str().unwrap_or("message") {
+        "message" => {
+            let role = match string("role")? {
+                "system" | "developer" => Role::System,
+                "user" => Role::User,
+                "assistant" => Role::Assistant,
+                _ => {
+                    let message = format!("`{path}.role` must be system, developer, user or assistant");
+                    return Err(ApiError::field(format!("{path}.role"), message));
+                }
+            };
+            let text = content_text(&item["content"], &format!("{path}.content"))?;
+            match messages.last_mut().filter(|last| role == Role::Assistant && is_open(last)) {
+                Some(last) => last.content = Some(text.into()),
+                None => messages.push(Message::new(role, text)),
+            }
+        }
+        "reasoning" => {
+            let texts = item["content"].as_array().into_iter().flatten().filter_map(|part| part["text"].as_str());
+            messages.push(Message::assistant("").reasoning(texts.collect::<String>()));
+        }
+        "function_call" => {
+            let mut call = ToolCall::new(string("call_id")?, string("name")?, json!(string("arguments")?));
+            call.function.parse_arguments();
+            match messages.last_mut().filter(|last| last.role == Role::Assistant) {
+                Some(last) => last.tool_calls.push(call),
+                None => messages.push(Message::assistant("").tool_calls(vec![call])),
+            }
+        }
+        "function_call_output" => {
+            let text = content_text(&item["output"], &format!("{path}.output"))?;
+            messages.push(Message::tool(string("call_id")?, text));
+        }
+        other => {
+            let other: String = other.chars().take(32).collect();
+            return Err(ApiError::unsupported(format!("{path}.type"), &format!("no items of type {other:?}")));
+        }
+    }
+    Ok(())
+}
+
+/// Whether a message has thoughts only.
+fn is_open(message: &Message) -> bool {
+    let is_empty = message.content.as_ref().is_none_or(|content| content.text().is_empty());
+    message.role == Role::Assistant && message.reasoning_content.is_some() && is_empty && message.tool_calls.is_empty()
+}
+
+/// The response before it has output.
+fn describe(request: &ResponsesRequest, model: &str) -> Value {
+    json!({
+        "id": random_id("resp_"), "object": "response", "created_at": now(), "status": "in_progress",
+        "background": false, "error": null, "incomplete_details": null, "instructions": request.instructions,
+        "max_output_tokens": request.max_output_tokens, "metadata": request.metadata.clone().unwrap_or_default(),
+        "model": model, "output": [], "parallel_tool_calls": true, "previous_response_id": null,
+        "reasoning": {"effort": request.reasoning.as_ref().and_then(|r| r.get("effort")), "summary": null},
+        "store": false, "temperature": request.temperature.unwrap_or(1.0), "text": {"format": {"type": "text"}},
+        "tool_choice": request.tool_choice.clone().unwrap_or(json!("auto")),
+        "tools": request.tools.clone().unwrap_or_default(), "top_p": request.top_p.unwrap_or(1.0),
+        "truncation": "disabled", "usage": null, "user": null,
+    })
+}
+
+impl ResponseAnswer {
+    async fn collect(mut self, mut generation: Generation) -> Result<Value> {
+        let mut end = None;
+        while let Some(event) = generation.next().await {
+            let added = self.reader.read(event?.1);
+            for part in added.parts {
+                self.add(part);
+            }
+            end = added.finished.or(end);
+        }
+        Ok(self.complete(end.as_ref()))
+    }
+
+    /// Adds a part, with an id if it is a new block.
+    fn add(&mut self, part: crate::answer::Part) -> crate::blocks::Change {
+        let change = self.blocks.add(part);
+        if change.is_new {
+            let prefix = match self.blocks.0.last() {
+                Some(Block::Reasoning(_)) => "rs_",
+                Some(Block::Call { .. }) => "fc_",
+                _ => "msg_",
+            };
+            self.ids.push(random_id(prefix));
+        }
+        change
+    }
+
+    /// The response at its end.
+    fn complete(&self, end: Option<&Finished>) -> Value {
+        let mut object = self.object.clone();
+        object["output"] = (0..self.blocks.0.len()).map(|index| self.item(index, "completed")).collect();
+        if let Some(end) = end {
+            let is_complete = finish_reason(&end.reason) == "stop";
+            object["status"] = json!(if is_complete { "completed" } else { "incomplete" });
+            if !is_complete {
+                object["incomplete_details"] = json!({"reason": "max_output_tokens"});
+            }
+            let mut usage = TokenUsage::default();
+            usage.add(end.usage, true);
+            object["usage"] = json!({
+                "input_tokens": usage.prompt, "input_tokens_details": {"cached_tokens": usage.cached},
+                "output_tokens": usage.generated,
+                "output_tokens_details": {"reasoning_tokens": self.reader.reasoning_tokens},
+                "total_tokens": usage.prompt + usage.generated,
+            });
+        }
+        object
+    }
+
+    fn item(&self, index: usize, status: &str) -> Value {
+        let id = &self.ids[index];
+        let is_done = status == "completed";
+        let content = if is_done { vec![self.content(index, is_done)] } else { Vec::new() };
+        match &self.blocks.0[index] {
+            Block::Text(_) => {
+                json!({"id": id, "type": "message", "role": "assistant", "status": status, "content": content})
+            }
+            Block::Reasoning(_) => {
+                json!({"id": id, "type": "reasoning", "status": status, "summary": [], "content": content})
+            }
+            Block::Call { id: call_id, name, arguments } => {
+                let arguments = if is_done { arguments.as_str() } else { "" };
+                json!({
+                    "id": id, "type": "function_call", "status": status, "call_id": call_id, "name": name,
+                    "arguments": arguments,
+                })
+            }
+        }
+    }
+
+    /// The part with the text of a block.
+    fn content(&self, index: usize, is_done: bool) -> Value {
+        let text = |text: &str| if is_done { text.to_string() } else { String::new() };
+        match &self.blocks.0[index] {
+            Block::Text(all) => json!({"type": "output_text", "text": text(all), "annotations": [], "logprobs": []}),
+            Block::Reasoning(all) => json!({"type": "reasoning_text", "text": text(all)}),
+            Block::Call { .. } => Value::Null,
+        }
+    }
+
+    async fn stream(mut self, mut generation: Generation, sender: Sender) -> Result<(), Gone> {
+        for kind in ["response.created", "response.in_progress"] {
+            let event = json!({"response": self.object});
+            self.send(&sender, kind, event).await?;
+        }
+        let mut end = None;
+        while let Some(event) = generation.next().await {
+            let event = match event {
+                Ok((_, event)) => event,
+                Err(error) => return self.fail(&sender, &error).await,
+            };
+            let added = self.reader.read(event);
+            for part in added.parts {
+                let change = self.add(part);
+                let index = self.blocks.last();
+                if change.is_new {
+                    if index > 0 {
+                        self.close(&sender, index - 1).await?;
+                    }
+                    self.open(&sender, index).await?;
+                }
+                let (kind, mut event) = (self.kind(index, "delta"), self.place(index));
+                event["delta"] = json!(change.delta);
+                if !change.delta.is_empty() {
+                    self.send(&sender, kind, event).await?;
+                }
+            }
+            end = added.finished.or(end);
+        }
+        if !self.blocks.0.is_empty() {
+            self.close(&sender, self.blocks.last()).await?;
+        }
+        let response = self.complete(end.as_ref());
+        let kind = if response["status"] == "completed" { "response.completed" } else { "response.incomplete" };
+        self.send(&sender, kind, json!({"response": response})).await
+    }
+
+    async fn fail(&mut self, sender: &Sender, error: &ApiError) -> Result<(), Gone> {
+        let mut response = self.complete(None);
+        response["status"] = json!("failed");
+        response["error"] = json!({"code": error.code.unwrap_or("server_error"), "message": error.message});
+        self.send(sender, "response.failed", json!({"response": response})).await
+    }
+
+    async fn open(&mut self, sender: &Sender, index: usize) -> Result<(), Gone> {
+        let added = json!({"output_index": index, "item": self.item(index, "in_progress")});
+        self.send(sender, "response.output_item.added", added).await?;
+        if matches!(self.blocks.0[index], Block::Call { .. }) {
+            return Ok(());
+        }
+        let mut event = self.place(index);
+        event["part"] = self.content(index, false);
+        self.send(sender, "response.content_part.added", event).await
+    }
+
+    async fn close(&mut self, sender: &Sender, index: usize) -> Result<(), Gone> {
+        let (kind, mut event) = (self.kind(index, "done"), self.place(index));
+        match &self.blocks.0[index] {
+            Block::Text(text) | Block::Reasoning(text) => event["text"] = json!(text),
+            Block::Call { arguments, name, .. } => {
+                event["arguments"] = json!(arguments);
+                event["name"] = json!(name);
+            }
+        }
+        self.send(sender, kind, event).await?;
+        if !matches!(self.blocks.0[index], Block::Call { .. }) {
+            let mut event = self.place(index);
+            event["part"] = self.content(index, true);
+            self.send(sender, "response.content_part.done", event).await?;
+        }
+        let done = json!({"output_index": index, "item": self.item(index, "completed")});
+        self.send(sender, "response.output_item.done", done).await
+    }
+
+    /// The name of the event with the text of a block.
+    fn kind(&self, index: usize, what: &str) -> &'static str {
+        match (&self.blocks.0[index], what) {
+            (Block::Text(_), "delta") => "response.output_text.delta",
+            (Block::Text(_), _) => "response.output_text.done",
+            (Block::Reasoning(_), "delta") => "response.reasoning_text.delta",
+            (Block::Reasoning(_), _) => "response.reasoning_text.done",
+            (Block::Call { .. }, "delta") => "response.function_call_arguments.delta",
+            (Block::Call { .. }, _) => "response.function_call_arguments.done",
+        }
+    }
+
+    /// The fields that name the place of a text.
+    fn place(&self, index: usize) -> Value {
+        let mut event = json!({"item_id": self.ids[index], "output_index": index});
+        if !matches!(self.blocks.0[index], Block::Call { .. }) {
+            event["content_index"] = json!(0);
+        }
+        if matches!(self.blocks.0[index], Block::Text(_)) {
+            event["logprobs"] = json!([]);
+        }
+        event
+    }
+
+    async fn send(&mut self, sender: &Sender, kind: &str, mut event: Value) -> Result<(), Gone> {
+        event["type"] = json!(kind);
+        event["sequence_number"] = json!(self.sequence);
+        self.sequence += 1;
+        sender.named(kind, &event).await
+    }
+}

@@ -1,0 +1,153 @@
+//! The page, and `/openapi.json` against real answers.
+
+use super::*;
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_page_needs_nothing_else() {
+    let page = get(router(), "/").await;
+    assert_eq!(page.status, StatusCode::OK);
+    assert!(page.headers[header::CONTENT_TYPE].to_str().unwrap().starts_with("text/html"));
+    let policy = page.headers[header::CONTENT_SECURITY_POLICY].to_str().unwrap();
+    assert!(policy.contains("default-src 'none'"));
+    for outside in ["http://", "https://", "src=\"", "url(", "@import"] {
+        assert!(!page.text.contains(outside), "{outside}");
+    }
+}
+
+/// The requests whose answers are compared with the document.
+fn examples() -> Vec<(&'static str, Value)> {
+    let messages = json!([{"role": "user", "content": "Vec"}]);
+    vec![
+        ("/v1/completions", json!({"prompt": "a", "max_tokens": 3, "logprobs": 2, "echo": true})),
+        ("/v1/completions", json!({"prompt": ["a", "b"], "n": 2, "max_tokens": 1})),
+        ("/v1/completions", json!({"prompt": 3})),
+        ("/v1/completions", json!({"prompt": "a", "model": "other"})),
+        ("/v1/chat/completions", json!({"messages": messages, "max_tokens": 3, "logprobs": true, "top_logprobs": 1})),
+        ("/v1/chat/completions", json!({"messages": messages, "max_tokens": 3, "reasoning_effort": "low"})),
+        ("/v1/responses", json!({"input": "a", "max_output_tokens": 3})),
+        ("/v1/messages", json!({"messages": messages, "max_tokens": 3})),
+        ("/v1/messages", json!({"messages": messages})),
+        ("/v1/messages/count_tokens", json!({"messages": messages})),
+        ("/tokenize", json!({"prompt": "a"})),
+        ("/tokenize", json!({"prompt": "a", "return_token_strs": true})),
+        ("/detokenize", json!({"tokens": [5, 6]})),
+        ("/apply-template", json!({"messages": messages})),
+    ]
+}
+
+async fn document() -> Value {
+    get(router(), "/openapi.json").await.ok()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn answers_are_as_the_document_says() {
+    let document = document().await;
+    for (path, body) in examples() {
+        let schema = format!("{path}: {body}");
+        let request = request_schema(&document, path);
+        let answer = post(chat_router(), path, body.clone()).await;
+        if answer.status == StatusCode::OK {
+            check(&document, request, &body, &schema);
+        }
+        let responses = &document["paths"][path]["post"]["responses"];
+        let response = &responses[answer.status.as_str()];
+        check(&document, &response["content"]["application/json"]["schema"], &answer.json(), &schema);
+    }
+    for path in ["/v1/models", "/health"] {
+        let schema = &document["paths"][path]["get"]["responses"]["200"]["content"]["application/json"]["schema"];
+        check(&document, schema, &get(router(), path).await.ok(), path);
+    }
+    // Every route with a body has an example.
+    for (path, methods) in document["paths"].as_object().unwrap() {
+        assert!(methods.get("post").is_none() || examples().iter().any(|(example, _)| example == path), "{path}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_server_knows_every_field_of_the_document() {
+    let document = document().await;
+    for (path, methods) in document["paths"].as_object().unwrap().iter().filter(|(_, m)| m.get("post").is_some()) {
+        assert!(methods["post"]["summary"].is_string());
+        let schema = request_schema(&document, path);
+        assert_eq!(schema["additionalProperties"], false);
+        for field in schema["properties"].as_object().unwrap().keys() {
+            // Of no field's type.
+            let answer = post(chat_router(), path, json!({field: [[[[]]]]})).await;
+            assert!(!answer.text.contains("does not know"), "{path}: {field}: {}", answer.text);
+        }
+    }
+}
+
+fn request_schema<'d>(document: &'d Value, path: &str) -> &'d Value {
+    resolve(document, &document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"])
+}
+
+fn resolve<'d>(document: &'d Value, schema: &'d Value) -> &'d Value {
+    match schema["$ref"].as_str() {
+        Some(reference) => document.pointer(&reference[1..]).unwrap(),
+        None => schema,
+    }
+}
+
+/// Checks a value against the part of JSON schema that the document uses.
+#[track_caller]
+fn check(document: &Value, schema: &Value, value: &Value, place: &str) {
+    if let Err(error) = validate(document, schema, value) {
+        panic!("{place}: {error}: {value}");
+    }
+}
+
+fn validate(document: &Value, schema: &Value, value: &Value) -> Result<(), String> {
+    let schema = resolve(document, schema);
+    let wrong = |what: &str| Err(format!("{value} is not {what} of {schema}"));
+    if let Some(any) = schema["anyOf"].as_array() {
+        return match any.iter().any(|schema| validate(document, schema, value).is_ok()) {
+            true => Ok(()),
+            false => wrong("any"),
+        };
+    }
+    let types: Vec<&str> = match &schema["type"] {
+        Value::String(name) => vec![name],
+        Value::Array(names) => names.iter().filter_map(Value::as_str).collect(),
+        _ => return Err(format!("no type: {schema}")),
+    };
+    let is_type = |name: &&str| match *name {
+        "string" => value.is_string(),
+        "integer" => value.is_i64() || value.is_u64(),
+        "number" => value.is_number(),
+        "boolean" => value.is_boolean(),
+        "null" => value.is_null(),
+        "array" => value.is_array(),
+        _ => value.is_object(),
+    };
+    if !types.iter().any(is_type) {
+        return wrong("of the type");
+    }
+    if schema["enum"].as_array().is_some_and(|values| !values.contains(value)) {
+        return wrong("one");
+    }
+    let number = |key: &str| schema[key].as_f64().zip(value.as_f64());
+    if number("minimum").is_some_and(|(least, value)| value < least)
+        || number("maximum").is_some_and(|(most, value)| value > most)
+    {
+        return wrong("in the range");
+    }
+    for item in value.as_array().into_iter().flatten() {
+        validate(document, &schema["items"], item)?;
+    }
+    let Some(fields) = value.as_object() else { return Ok(()) };
+    for required in schema["required"].as_array().into_iter().flatten() {
+        if !fields.contains_key(required.as_str().unwrap()) {
+            return wrong(&format!("complete: {required}"));
+        }
+    }
+    for (key, value) in fields {
+        match (schema["properties"].get(key), &schema["additionalProperties"]) {
+            (Some(schema), _) => validate(document, schema, value)?,
+            (None, Value::Bool(false)) => return Err(format!("{key} is not in {schema}")),
+            (None, schema @ Value::Object(_)) => validate(document, schema, value)?,
+            _ => {}
+        }
+    }
+    Ok(())
+}
