@@ -8,8 +8,8 @@ use axum::{
     http::HeaderMap,
     response::{IntoResponse, Response},
 };
-use kvant_engine::{EngineRequest, FinishReason, Finished};
-use kvant_models::chat::{Message, Role, ToolCall};
+use kvant_engine::{FinishReason, Finished};
+use kvant_models::chat::{ChatRole, Message, ToolCall};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
@@ -18,7 +18,7 @@ use crate::{
     app::{App, RequestId},
     blocks::{Block, Blocks, parsed},
     body::Json,
-    conversation::{Prompt, Talk, check_tools, content_text},
+    conversation::{Talk, check_tools, content_text},
     error::{ApiError, Result},
     generation::{Generation, Gone, Sender, channel, named_stream},
     sampling::{Drawn, Strings, random_id},
@@ -97,9 +97,8 @@ pub(crate) async fn create(
     }
     let tools = chosen_tools(&app, request.tools, request.tool_choice.as_ref())?;
     let talk = talk(&app, request.system, request.messages, tools, request.thinking.as_ref())?;
-    let has_tools = !talk.tools.is_empty();
-    let Prompt { text, ids } = app.blocking(move |app| talk.prompt(app)).await??;
-    let prompt_tokens = ids.len();
+    let prompt = app.blocking(move |app| talk.prompt(app)).await??;
+    let prompt_tokens = prompt.ids.len();
     let stops = request.stop_sequences.unwrap_or_default();
     let drawn = Drawn {
         temperature: request.temperature,
@@ -108,11 +107,10 @@ pub(crate) async fn create(
         stop: Some(Strings::Many(stops.clone())),
         ..Drawn::default()
     };
-    let base = EngineRequest::new(ids).max_tokens(request.max_tokens).cache(app.scope(&headers, None));
+    let base = prompt.request().max_tokens(request.max_tokens).cache(app.scope(&headers, None));
     let generation = Generation::submit(&app, &id, vec![drawn.apply(base, app.engine.tokenizer().eos())?])?;
-    let reader = AnswerReader::new(&text, has_tools);
     let (message_id, blocks) = (random_id("msg_"), Blocks::default());
-    let answer = MessageAnswer { id: message_id, model, reader, blocks, prompt_tokens, stops };
+    let answer = MessageAnswer { id: message_id, model, reader: prompt.reader, blocks, prompt_tokens, stops };
     if request.stream.unwrap_or(false) {
         let events = channel(move |sender| answer.stream(id, generation, sender));
         return Ok(named_stream(&app, events));
@@ -194,8 +192,8 @@ impl TurnMessage {
     /// Adds the messages of a turn: results of tools are messages of their own.
     fn add_to(&self, messages: &mut Vec<Message>, path: &str) -> Result<()> {
         let role = match self.role.as_str() {
-            "user" => Role::User,
-            "assistant" => Role::Assistant,
+            "user" => ChatRole::User,
+            "assistant" => ChatRole::Assistant,
             _ => {
                 return Err(ApiError::field(
                     format!("{path}.role"),
@@ -217,11 +215,11 @@ impl TurnMessage {
             };
             match (block["type"].as_str().unwrap_or_default(), role) {
                 ("text", _) => text.push_str(string("text")?),
-                ("thinking", Role::Assistant) => thoughts = Some(string("thinking")?.to_string()),
-                ("tool_use", Role::Assistant) => {
+                ("thinking", ChatRole::Assistant) => thoughts = Some(string("thinking")?.to_string()),
+                ("tool_use", ChatRole::Assistant) => {
                     calls.push(ToolCall::new(string("id")?, string("name")?, block["input"].clone()));
                 }
-                ("tool_result", Role::User) => {
+                ("tool_result", ChatRole::User) => {
                     let content = match &block["content"] {
                         Value::Null => String::new(),
                         content => content_text(content, &format!("{path}.content"))?,

@@ -8,7 +8,6 @@ use axum::{
     http::HeaderMap,
     response::{IntoResponse, Response},
 };
-use kvant_engine::EngineRequest;
 use serde_json::{Map, Value, json};
 
 use crate::{
@@ -101,12 +100,11 @@ pub(crate) async fn create(
     };
     let mut variables = request.chat_template_kwargs.unwrap_or_default();
     let thinking = thinking(request.reasoning_effort, &mut variables)?;
-    let has_tools = !tools.is_empty();
     let generation_prompt = request.add_generation_prompt.unwrap_or(true);
     let talk = Talk { messages: messages(&app, request.messages)?, tools, variables, thinking, generation_prompt };
     let prompt = app.blocking(move |app| talk.prompt(app)).await??;
 
-    let base = EngineRequest::new(prompt.ids).max_tokens(max_tokens).cache(app.scope(&headers, request.cache_salt));
+    let base = prompt.request().max_tokens(max_tokens).cache(app.scope(&headers, request.cache_salt));
     let base = drawn.apply(base, app.engine.tokenizer().eos())?;
     let base = if let Some(top) = top { base.logprobs(top) } else { base };
     let requests = (0..n as u64).map(|choice| {
@@ -115,8 +113,7 @@ pub(crate) async fn create(
         request
     });
     let generation = Generation::submit(&app, &id, requests.collect())?;
-    let choice =
-        || ChatChoice { reader: AnswerReader::new(&prompt.text, has_tools), with_logprobs: top.is_some(), calls: 0 };
+    let choice = || ChatChoice { reader: prompt.reader.clone(), with_logprobs: top.is_some(), calls: 0 };
     let choices = (0..n).map(|_| choice()).collect();
     let usage = TokenUsage::default();
     let answer = ChatAnswer { id: random_id("chatcmpl-"), created: now(), model, choices, usage, include_usage };

@@ -2,12 +2,14 @@
 
 use std::sync::Arc;
 
-use axum::{extract::State, http::StatusCode};
-use kvant_models::chat::{Conversation, Message, Role, ToolCall};
+use axum::extract::State;
+use kvant_engine::EngineRequest;
+use kvant_models::chat::{ChatRole, ChatTemplate, Conversation, Message, ReplyFormat, ToolCall};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
 use crate::{
+    answer::AnswerReader,
     app::{App, tokenized},
     body::Json,
     error::{ApiError, Result},
@@ -38,12 +40,24 @@ pub(crate) struct Talk {
     pub generation_prompt: bool,
 }
 
-/// The text of a conversation, and its ids.
+/// The ids of a conversation, and how its answer is read.
 #[derive(Debug)]
 pub(crate) struct Prompt {
-    pub text: String,
     pub ids: Vec<u32>,
+    pub reader: AnswerReader,
+    /// Whether the answer's text needs the names of special tokens.
+    has_marks: bool,
 }
+
+impl Prompt {
+    /// A request that continues the prompt.
+    pub fn request(&self) -> EngineRequest {
+        EngineRequest::new(self.ids.clone()).special_tokens(self.has_marks)
+    }
+}
+
+/// The last tokens of a prompt, which can open thoughts.
+const TAIL: usize = 32;
 
 /// Messages in OpenAI's form as templates need them.
 pub(crate) fn messages(app: &App, messages: Vec<ChatMessage>) -> Result<Vec<Message>> {
@@ -63,10 +77,10 @@ impl ChatMessage {
     fn into_message(self, path: &str) -> Result<Message> {
         let role = match self.role.as_str() {
             // Templates know `system`, and treat it alike where they know both.
-            "system" | "developer" => Role::System,
-            "user" => Role::User,
-            "assistant" => Role::Assistant,
-            "tool" => Role::Tool,
+            "system" | "developer" => ChatRole::System,
+            "user" => ChatRole::User,
+            "assistant" => ChatRole::Assistant,
+            "tool" => ChatRole::Tool,
             other => {
                 let other: String = other.chars().take(32).collect();
                 let known = "system, developer, user, assistant or tool";
@@ -76,13 +90,13 @@ impl ChatMessage {
                 ));
             }
         };
-        let only = |has: bool, field: &str, of: Role| match has && role != of {
+        let only = |has: bool, field: &str, of: ChatRole| match has && role != of {
             true => Err(ApiError::field(format!("{path}.{field}"), format!("`{path}.{field}` is not for this role"))),
             false => Ok(()),
         };
         let calls = self.tool_calls.unwrap_or_default();
-        only(!calls.is_empty(), "tool_calls", Role::Assistant)?;
-        only(self.tool_call_id.is_some(), "tool_call_id", Role::Tool)?;
+        only(!calls.is_empty(), "tool_calls", ChatRole::Assistant)?;
+        only(self.tool_call_id.is_some(), "tool_call_id", ChatRole::Tool)?;
         let text = self.content.map(|content| content_text(&content, &format!("{path}.content"))).transpose()?;
         let text = text.or(self.refusal);
         if text.is_none() && calls.is_empty() {
@@ -91,7 +105,7 @@ impl ChatMessage {
         let mut message = Message::new(role, text.clone().unwrap_or_default());
         message.content = text.map(Into::into);
         message.reasoning_content = self.reasoning_content.or(self.reasoning);
-        only(message.reasoning_content.is_some(), "reasoning_content", Role::Assistant)?;
+        only(message.reasoning_content.is_some(), "reasoning_content", ChatRole::Assistant)?;
         message.tool_calls = calls;
         message.tool_calls.iter_mut().for_each(|call| call.function.parse_arguments());
         message.tool_call_id = self.tool_call_id;
@@ -165,19 +179,17 @@ impl Talk {
     ///
     /// Rendering and tokenising take long for long conversations: not for a thread of the runtime.
     pub fn prompt(&self, app: &App) -> Result<Prompt> {
-        let text = self.render(app)?;
-        // As in transformers, the template writes all special tokens.
-        let ids = tokenized("messages", app.engine.tokenizer().encode(&text, false))?;
-        Ok(Prompt { text, ids })
+        let (template, tokenizer) = (template(app)?, app.engine.tokenizer());
+        // Names of special tokens in texts of users stay text.
+        let ids = tokenized("messages", template.encode(&self.conversation(), tokenizer))?;
+        let tail = &ids[ids.len().saturating_sub(TAIL)..];
+        let tail = tokenized("messages", tokenizer.decode_with_special(tail))?;
+        let format = template.reply_format();
+        let reader = AnswerReader::new(format, &tail);
+        Ok(Prompt { ids, reader, has_marks: format != ReplyFormat::Plain })
     }
 
-    fn render(&self, app: &App) -> Result<String> {
-        let Some(template) = &app.template else {
-            let message = "the model has no chat template, so it cannot answer conversations: use /v1/completions, or start the \
-                           server with --chat-template FILE";
-            let error = ApiError::new(StatusCode::BAD_REQUEST, message);
-            return Err(ApiError { code: Some("no_chat_template"), param: Some("messages".to_string()), ..error });
-        };
+    fn conversation(&self) -> Conversation<'_> {
         let mut conversation =
             Conversation::new(&self.messages).tools(&self.tools).generation_prompt(self.generation_prompt);
         if let Some(on) = self.thinking {
@@ -186,8 +198,16 @@ impl Talk {
         for (name, value) in &self.variables {
             conversation = conversation.variable(name, value.clone());
         }
-        template.render(&conversation).map_err(|error| ApiError::field("messages", error.to_string()))
+        conversation
     }
+}
+
+fn template(app: &App) -> Result<&ChatTemplate> {
+    app.template.as_ref().ok_or_else(|| {
+        let message = "the model has no chat template, so it cannot answer conversations: use /v1/completions, or start the \
+                       server with --chat-template FILE";
+        ApiError { code: Some("no_chat_template"), ..ApiError::field("messages", message) }
+    })
 }
 
 #[derive(Debug, Deserialize)]
@@ -214,6 +234,6 @@ pub(crate) async fn apply_template(
         thinking: None,
         generation_prompt: request.add_generation_prompt.unwrap_or(true),
     };
-    let text = app.blocking(move |app| talk.render(app)).await??;
+    let text = app.blocking(move |app| tokenized("messages", template(app)?.render(&talk.conversation()))).await??;
     Ok(Json(json!({"prompt": text})))
 }

@@ -35,3 +35,8 @@ mod tokens;
 pub use keys::ApiKeys;
 pub use options::ServerOptions;
 pub use server::{ServeError, Server};
+
+/// The crate's README as a doctest.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -8,8 +8,8 @@ use axum::{
     http::HeaderMap,
     response::{IntoResponse, Response},
 };
-use kvant_engine::{EngineRequest, Finished};
-use kvant_models::chat::{Message, Role, ToolCall};
+use kvant_engine::Finished;
+use kvant_models::chat::{ChatRole, Message, ToolCall};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
@@ -86,16 +86,15 @@ pub(crate) async fn create(
     let mut variables = Map::new();
     let thinking = thinking(effort(request.reasoning.as_ref())?, &mut variables)?;
     let messages = messages(&app, &request)?;
-    let has_tools = !tools.is_empty();
     let talk = Talk { messages, tools, variables, thinking, generation_prompt: true };
     let prompt = app.blocking(move |app| talk.prompt(app)).await??;
 
     let max_tokens = request.max_output_tokens.unwrap_or(app.engine.context());
-    let base = EngineRequest::new(prompt.ids).max_tokens(max_tokens).cache(app.scope(&headers, None));
+    let base = prompt.request().max_tokens(max_tokens).cache(app.scope(&headers, None));
     let drawn = Drawn { temperature: request.temperature, top_p: request.top_p, ..Drawn::default() };
     let generation = Generation::submit(&app, &id, vec![drawn.apply(base, app.engine.tokenizer().eos())?])?;
-    let reader = AnswerReader::new(&prompt.text, has_tools);
-    let answer = ResponseAnswer { object, reader, blocks: Blocks::default(), ids: Vec::new(), sequence: 0 };
+    let answer =
+        ResponseAnswer { object, reader: prompt.reader, blocks: Blocks::default(), ids: Vec::new(), sequence: 0 };
     if request.stream.unwrap_or(false) {
         let events = channel(move |sender| answer.stream(generation, sender));
         return Ok(event_stream(&app, events));
@@ -168,16 +167,16 @@ fn add_item(messages: &mut Vec<Message>, item: &Value, path: &str) -> Result<()>
     match item["type"].as_str().unwrap_or("message") {
         "message" => {
             let role = match string("role")? {
-                "system" | "developer" => Role::System,
-                "user" => Role::User,
-                "assistant" => Role::Assistant,
+                "system" | "developer" => ChatRole::System,
+                "user" => ChatRole::User,
+                "assistant" => ChatRole::Assistant,
                 _ => {
                     let message = format!("`{path}.role` must be system, developer, user or assistant");
                     return Err(ApiError::field(format!("{path}.role"), message));
                 }
             };
             let text = content_text(&item["content"], &format!("{path}.content"))?;
-            match messages.last_mut().filter(|last| role == Role::Assistant && is_open(last)) {
+            match messages.last_mut().filter(|last| role == ChatRole::Assistant && is_open(last)) {
                 Some(last) => last.content = Some(text.into()),
                 None => messages.push(Message::new(role, text)),
             }
@@ -189,7 +188,7 @@ fn add_item(messages: &mut Vec<Message>, item: &Value, path: &str) -> Result<()>
         "function_call" => {
             let mut call = ToolCall::new(string("call_id")?, string("name")?, json!(string("arguments")?));
             call.function.parse_arguments();
-            match messages.last_mut().filter(|last| last.role == Role::Assistant) {
+            match messages.last_mut().filter(|last| last.role == ChatRole::Assistant) {
                 Some(last) => last.tool_calls.push(call),
                 None => messages.push(Message::assistant("").tool_calls(vec![call])),
             }
@@ -209,7 +208,10 @@ fn add_item(messages: &mut Vec<Message>, item: &Value, path: &str) -> Result<()>
 /// Whether a message has thoughts only.
 fn is_open(message: &Message) -> bool {
     let is_empty = message.content.as_ref().is_none_or(|content| content.text().is_empty());
-    message.role == Role::Assistant && message.reasoning_content.is_some() && is_empty && message.tool_calls.is_empty()
+    message.role == ChatRole::Assistant
+        && message.reasoning_content.is_some()
+        && is_empty
+        && message.tool_calls.is_empty()
 }
 
 /// The response before it has output.

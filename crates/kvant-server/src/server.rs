@@ -129,37 +129,34 @@ impl Server {
 }
 
 /// The signals that ask a process to stop.
-#[cfg(unix)]
 struct Signals {
+    #[cfg(unix)]
     terminate: tokio::signal::unix::Signal,
+    #[cfg(unix)]
     interrupt: tokio::signal::unix::Signal,
 }
 
-#[cfg(unix)]
 impl Signals {
+    #[cfg(unix)]
     fn new() -> io::Result<Signals> {
         use tokio::signal::unix::{SignalKind, signal};
         Ok(Signals { terminate: signal(SignalKind::terminate())?, interrupt: signal(SignalKind::interrupt())? })
     }
 
+    #[cfg(unix)]
     async fn next(&mut self) {
         tokio::select! {
             _ = self.terminate.recv() => {}
             _ = self.interrupt.recv() => {}
         }
     }
-}
 
-/// The signals that ask a process to stop.
-#[cfg(not(unix))]
-struct Signals;
-
-#[cfg(not(unix))]
-impl Signals {
+    #[cfg(not(unix))]
     fn new() -> io::Result<Signals> {
-        Ok(Signals)
+        Ok(Signals {})
     }
 
+    #[cfg(not(unix))]
     async fn next(&mut self) {
         let _ = tokio::signal::ctrl_c().await;
     }

@@ -53,10 +53,11 @@ fn with(options: ServerOptions) -> Router {
 }
 
 /// A template for the shipped model, which was not trained for conversations.
-const TEMPLATE: &str = "{{ bos_token }}{% for tool in tools or [] %}# {{ tool.function.name }}\n{% endfor %}\
-    {% for message in messages %}# {{ message.role }}\n\n{{ message.content }}\
-    {% for call in message.tool_calls or [] %}{{ call.function.name }}={{ call.function.arguments.x }}{% endfor %}\n\n\
-    {% endfor %}{% if add_generation_prompt %}# assistant\n\n{% endif %}{% if enable_thinking %}<think>\n{% endif %}";
+const TEMPLATE: &str = "{{ bos_token }}{% for tool in tools or [] %}{{ '# ' + tool.function.name + '\\n' }}{% endfor %}\
+    {% for message in messages %}# {{ message.role }}\n\n{{ message.content or '' }}\
+    {% for call in message.tool_calls or [] %}{{ call.function.name }}={{ call.function.arguments.x }}{% endfor %}\
+    {{ '\\n\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '# assistant\\n\\n' }}{% endif %}\
+    {% if enable_thinking %}{{ '<think>\\n' }}{% endif %}";
 
 /// The routes with a chat template.
 fn chat_router() -> Router {
