@@ -7,6 +7,8 @@ mod errors;
 mod eval;
 mod generate;
 mod logits;
+#[cfg(feature = "serve")]
+mod serve;
 
 use std::{
     io::Write,

@@ -1,0 +1,49 @@
+//! `kvant serve`: starts, answers, and stops on SIGTERM.
+
+use std::{
+    io::{BufRead, BufReader, Read, Write},
+    net::TcpStream,
+    process::Stdio,
+};
+
+use super::{command, kvant, scratch, str};
+
+#[test]
+fn what_cannot_be_served() {
+    let directory = scratch("serve-keys");
+    let empty = directory.join("keys");
+    std::fs::write(&empty, "# none\n\n").unwrap();
+    assert!(kvant(&["serve", "--api-key-file", str(&empty)]).error().contains("no key"));
+    assert!(kvant(&["serve", "--api-key", ""]).error().contains("--api-key"));
+    assert!(kvant(&["serve", "--host", "no such host"]).error().contains("cannot listen"));
+    assert!(kvant(&["serve", "--chat-template", "missing.jinja", "--port", "0"]).error().contains("missing.jinja"));
+    assert!(kvant(&["serve", "missing/model", "--port", "0"]).error().contains("missing/model"));
+}
+
+#[cfg(unix)]
+#[test]
+fn it_answers_until_sigterm() {
+    let mut child = command(&["serve", "--port", "0", "--context", "512", "--max-sequences", "2"])
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut log = BufReader::new(child.stderr.take().unwrap());
+    let mut line = String::new();
+    while !line.contains("listening on http://") {
+        line.clear();
+        assert!(log.read_line(&mut line).unwrap() > 0, "the server has ended");
+    }
+    let address = line.trim().rsplit("http://").next().unwrap();
+    let mut stream = TcpStream::connect(address).unwrap();
+    stream.write_all(b"GET /v1/models HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n").unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).unwrap();
+    assert!(answer.starts_with("HTTP/1.1 200 ") && answer.contains("rustdoc-11m"), "{answer}");
+
+    let killed = std::process::Command::new("kill").arg(child.id().to_string()).status().unwrap();
+    assert!(killed.success());
+    let mut rest = String::new();
+    log.read_to_string(&mut rest).unwrap();
+    assert!(child.wait().unwrap().success(), "{rest}");
+    assert!(rest.contains("path=\"/v1/models\"") && rest.contains("stopping"), "{rest}");
+}
