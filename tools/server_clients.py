@@ -57,9 +57,8 @@ def check_openai(url):
     chat = client.chat.completions.create(**options, logprobs=True, top_logprobs=2, n=2)
     assert len(chat.choices) == 2 and len(chat.choices[0].logprobs.content[0].top_logprobs) == 2
     content = chat.choices[0].message.content
-    with client.chat.completions.stream(**options) as stream:
-        final = stream.get_final_completion() if hasattr(stream, "get_final_completion") else None
-    assert final is None or final.choices[0].message.content == content
+    chunks = client.chat.completions.create(**options, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == content
     thoughts = client.chat.completions.create(**options, reasoning_effort="low").choices[0].message
     assert thoughts.reasoning_content and not thoughts.content
 
@@ -87,19 +86,21 @@ def check_anthropic(url):
     import anthropic
 
     client = anthropic.Anthropic(base_url=url, api_key="secret", max_retries=0)
-    options = dict(model="rustdoc-11m", max_tokens=20, system="Be brief.", messages=[{"role": "user", "content": "Vec"}], temperature=0)
+    options = dict(model="rustdoc-11m", max_tokens=20, system="Be brief.", messages=[{"role": "user", "content": "Vec"}])
+    # Newer versions of the package have no parameter for it.
+    options["extra_body"] = {"temperature": 0}
     message = client.messages.create(**options)
     assert message.usage.output_tokens == 20 and message.stop_reason == "max_tokens"
     with client.messages.stream(**options) as stream:
         text = "".join(stream.text_stream)
-        assert stream.get_final_message().content == message.content
+        assert stream.get_final_message().content[0].text == message.content[0].text
     assert text == message.content[0].text
     thoughts = client.messages.create(**options, thinking={"type": "enabled", "budget_tokens": 1024})
     assert thoughts.content[0].type == "thinking"
     counted = client.messages.count_tokens(**{key: options[key] for key in ("model", "system", "messages")})
     assert counted.input_tokens == message.usage.input_tokens + message.usage.cache_read_input_tokens
     try:
-        client.messages.create(**options, extra_body={"unknown": 1})
+        client.messages.create(**{**options, "extra_body": {"unknown": 1}})
     except anthropic.BadRequestError as refused:
         assert "unknown" in str(refused)
     else:
