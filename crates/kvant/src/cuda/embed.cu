@@ -2,8 +2,9 @@
 //
 // The table is [vocab, dim], f32, f16 or bf16, or MLX's affine codes [vocab, dim * bits / 32] with scales and biases
 // [vocab, dim / group]; ids is [tokens]; out is [tokens, dim], f32, f16 or bf16. One thread per four elements of a row,
-// or per 16 when the table is affine (BITS is not 0); then TABLE_DTYPE is that of scales and biases.
+// or per 16 when the table is affine (BITS is not 0) or in blocks (FORMAT is not 0: device/blocks.h); then TABLE_DTYPE is that of scales and biases.
 #include "device/affine.h"
+#include "device/blocks.h"
 #include "device/dependent_launch.h"
 #include "device/vectors.h"
 
@@ -18,14 +19,25 @@ extern "C" __global__ void KVANT_KERNEL(const uchar *table, const uchar *scales,
                                  const EmbedParams p) {
     take_turn();
     const uint2 at = row_and_four();
-    const uint i = at.y * (BITS != 0 ? 16 : 4);
+    const uint i = at.y * (BITS != 0 || FORMAT != 0 ? 16 : 4);
     if (i >= p.dim || at.x >= p.tokens) {
         return;
     }
     const ulong to = ulong(at.x) * p.dim + i;
     const ulong row = ids[at.x];
     const bool known = row < p.vocab;
-    if (BITS != 0) {
+    if (FORMAT != 0) {
+        uint words[4] = {};
+        float scale = 0, bias = 0;
+        if (known) {
+            load_block_codes(table, scales, FORMAT, BLOCK_ALIGNMENT, row, i / 16, p.dim, words, scale, bias);
+        }
+#pragma unroll
+        for (uint j = 0; j < 4; j++) {
+            const float4 q = bytes_of(words[j]) + all4(-code_of_zero(FORMAT));
+            store4(out, to + j * 4, 4, p.scale * (scale * q + all4(bias)), OUT_DTYPE, OUT_ALIGNED);
+        }
+    } else if (BITS != 0) {
         uint4 words = make_uint4(0, 0, 0, 0);
         float scale = 0, bias = 0;
         if (known) {

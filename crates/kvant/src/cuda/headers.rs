@@ -43,6 +43,7 @@ pub(super) static ALL: &[Header] = headers![
     "codec/rotate_block.h",
     "codec/rotate_warp.h",
     "device/affine.h",
+    "device/blocks.h",
     "device/cache_slots.h",
     "device/cluster.h",
     "device/convert.h",

@@ -3,8 +3,30 @@
 use super::Launch;
 use crate::{
     DType, Tensor,
-    ops::linear::{Call, OwnedWeight},
+    ops::{
+        BlockFormat,
+        linear::{Call, OwnedWeight},
+    },
 };
+
+/// The number of MXFP4 with separate scales.
+const MXFP4_SEPARATE: u32 = 11;
+
+/// The number of a format in `blocks.h` of either backend.
+fn number(format: BlockFormat) -> u32 {
+    match format {
+        BlockFormat::Q5_0 => 1,
+        BlockFormat::Q5_1 => 2,
+        BlockFormat::IQ4_NL => 3,
+        BlockFormat::MXFP4 => 4,
+        BlockFormat::Q2_K => 5,
+        BlockFormat::Q3_K => 6,
+        BlockFormat::Q4_K => 7,
+        BlockFormat::Q5_K => 8,
+        BlockFormat::Q6_K => 9,
+        BlockFormat::IQ4_XS => 10,
+    }
+}
 
 /// A weight taken apart.
 pub(crate) struct Parts<'a> {
@@ -14,9 +36,13 @@ pub(crate) struct Parts<'a> {
     pub biases: Option<&'a Tensor>,
     /// Of the dense weight, or of scales and biases.
     pub dtype: DType,
-    /// 0 for a dense weight.
+    /// 0 unless the weight is affine.
     pub bits: u32,
     pub group: u32,
+    /// The number of a block format in `blocks.h`; 0 for other weights.
+    pub format: u32,
+    /// Of blocks: every block begins at a multiple of this many bytes, 1, 2 or 4.
+    pub block_alignment: u32,
     /// Whether all rows begin where vector loads may: the codes at 16 bytes, a dense weight where the backend says.
     pub aligned: bool,
 }
@@ -32,8 +58,18 @@ impl Parts<'_> {
                 dtype: weight.dtype(),
                 bits: 0,
                 group: 1,
+                format: 0,
+                block_alignment: 1,
                 aligned: aligned(weight),
             },
+            OwnedWeight::Blocks { data, format } => {
+                let alignment = 1 << (data.byte_offset() | format.block_bytes() | 4).trailing_zeros();
+                Parts::blocks(data, None, number(*format), alignment)
+            }
+            OwnedWeight::Mxfp4 { codes, scales } => {
+                let alignment = 1 << (codes.byte_offset() | 4).trailing_zeros();
+                Parts::blocks(codes, Some(scales), MXFP4_SEPARATE, alignment)
+            }
             // 32 codes of 4 or 8 bits are 16 or 32 bytes; those of 6 bits are read word by word.
             OwnedWeight::Affine { codes, scales, biases, bits, group } => Parts {
                 weight: codes,
@@ -42,10 +78,32 @@ impl Parts<'_> {
                 dtype: scales.dtype(),
                 bits: *bits,
                 group: u32::try_from(*group).expect("a group is 128 at most"),
+                format: 0,
+                block_alignment: 1,
                 aligned: codes.byte_offset().is_multiple_of(16),
             },
         }
     }
+
+    /// Whether the weight is dense.
+    pub(crate) fn is_dense(&self) -> bool {
+        self.bits == 0 && self.format == 0
+    }
+
+    fn blocks<'a>(data: &'a Tensor, scales: Option<&'a Tensor>, format: u32, alignment: u32) -> Parts<'a> {
+        Parts {
+            weight: data,
+            scales,
+            biases: None,
+            dtype: DType::F32,
+            bits: 0,
+            group: 1,
+            format,
+            block_alignment: alignment,
+            aligned: false,
+        }
+    }
+
     /// Binds what every kernel of `linear` needs of a call with this weight: types and codes, and the buffers 0 to 5.
     pub(crate) fn bind(&self, launch: Launch, call: &Call) -> Launch {
         let Call { x, experts: ids, out, .. } = call;
@@ -55,6 +113,8 @@ impl Parts<'_> {
             .constant("W_DTYPE", self.dtype)
             .constant("BITS", self.bits)
             .constant("GROUP", self.group)
+            .constant("FORMAT", self.format)
+            .constant("BLOCK_ALIGNMENT", self.block_alignment)
             .constant("EXPERTS", ids.is_some())
             .read(0, x)
             .read(1, self.weight)

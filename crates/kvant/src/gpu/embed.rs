@@ -31,6 +31,8 @@ pub(crate) fn launch(call: &Call, table: &Parts, source: &'static Source) -> Res
         .constant("OUT_DTYPE", call.out.dtype())
         .constant("BITS", table.bits)
         .constant("GROUP", table.group)
+        .constant("FORMAT", table.format)
+        .constant("BLOCK_ALIGNMENT", table.block_alignment)
         .constant("ALIGNED", table.aligned)
         .constant("OUT_ALIGNED", rows_aligned4(dim, [&call.out]))
         .read(0, table.weight)

@@ -1,7 +1,7 @@
 // MLX's affine quantisation: w = scale * code + bias, one scale and bias per group of 32, 64 or 128 inputs.
 //
-// The codes of a row are one little-endian bit stream of 4, 6 or 8 bits each. They are taken 16 at a time: 2, 3 or 4
-// words, all of one group.
+// The codes of a row are one little-endian bit stream of 2, 3, 4, 5, 6 or 8 bits each. They are taken 16 at a time, all of one group:
+// as many half words as a code has bits.
 #ifndef KVANT_AFFINE_H
 #define KVANT_AFFINE_H
 #include "elements.h"
@@ -29,7 +29,7 @@ inline void load_codes(device const uint *row, uint c, uint bits, bool aligned, 
             const uint w = uint(two >> (bit % 32));
             q[i] = float4(uint4(w, w >> 6, w >> 12, w >> 18) & 63);
         }
-    } else {
+    } else if (bits == 8) {
         device const uint *at = row + c * 4;
         uint4 words = {at[0], at[1], at[2], at[3]};
         if (aligned) {
@@ -38,6 +38,16 @@ inline void load_codes(device const uint *row, uint c, uint bits, bool aligned, 
         for (uint i = 0; i < 4; i++) {
             const uint w = words[i];
             q[i] = float4(uint4(w, w >> 8, w >> 16, w >> 24) & 255);
+        }
+    } else {
+        // 2, 3 or 5 bits.
+        device const ushort *at = reinterpret_cast<device const ushort *>(row) + c * bits;
+        for (uint i = 0; i < 4; i++) {
+            // Four codes are 20 bits at most, from bit 4 bits i on.
+            const uint bit = i * 4 * bits, half_word = bit / 16;
+            const uint next = half_word + 1 < bits ? at[half_word + 1] : 0u;
+            const uint w = (at[half_word] | next << 16) >> (bit % 16);
+            q[i] = float4(uint4(w, w >> bits, w >> (2 * bits), w >> (3 * bits)) & ((1u << bits) - 1));
         }
     }
 }

@@ -1,10 +1,11 @@
 // embed: out[t] = scale * table[ids[t]]; zeros where the id is beyond the table.
 //
 // The table is [vocab, dim], f32, f16 or bf16, or MLX's affine codes [vocab, dim * bits / 32] with scales and biases
-// [vocab, dim / group]; ids is [tokens]; out is [tokens, dim], f32, f16 or bf16. One thread per four elements of a row,
-// or per 16 when the table is affine: x counts those, y the tokens.
+// [vocab, dim / group]; ids is [tokens]; out is [tokens, dim], f32, f16 or bf16. One thread per four elements of a row, or per 16
+// when the table is affine or in blocks (blocks.h): x counts those, y the tokens.
 #include "vectors.h"
 #include "affine.h"
+#include "blocks.h"
 
 struct EmbedParams {
     uint vocab;
@@ -20,23 +21,39 @@ constant uint BITS [[function_constant(2)]];
 constant uint GROUP [[function_constant(3)]];
 constant bool ALIGNED [[function_constant(4)]];
 constant bool OUT_ALIGNED [[function_constant(5)]];
+// The format of a table in blocks, else 0; the bytes at whose multiples blocks begin.
+constant uint FORMAT [[function_constant(6)]];
+constant uint BLOCK_ALIGNMENT [[function_constant(7)]];
 constant bool AFFINE = BITS != 0;
+constant bool DENSE = !AFFINE && FORMAT == 0;
+constant bool SCALES = AFFINE || FORMAT == MXFP4_SEPARATE;
 
 kernel void embed(device const uchar *table [[buffer(0)]],
-                  device const uchar *scales [[buffer(1), function_constant(AFFINE)]],
+                  device const uchar *scales [[buffer(1), function_constant(SCALES)]],
                   device const uchar *biases [[buffer(2), function_constant(AFFINE)]],
                   device const uint *ids [[buffer(3)]],
                   device uchar *out [[buffer(4)]],
                   constant EmbedParams &p [[buffer(5)]],
                   uint2 at [[thread_position_in_grid]]) {
-    const uint i = at.x * (AFFINE ? 16 : 4);
+    const uint i = at.x * (DENSE ? 4 : 16);
     if (i >= p.dim || at.y >= p.tokens) {
         return;
     }
     const ulong to = ulong(at.y) * p.dim + i;
     const ulong row = ids[at.y];
     const bool known = row < p.vocab;
-    if (AFFINE) {
+    if (FORMAT != 0) {
+        uint words[4] = {};
+        float scale = 0, bias = 0;
+        if (known) {
+            load_block_codes(table, SCALES ? scales : table, FORMAT, BLOCK_ALIGNMENT, row, i / 16, p.dim, words, scale, bias);
+        }
+        for (uint j = 0; j < 4; j++) {
+            const uint w = words[j];
+            const float4 q = float4(uint4(w, w >> 8, w >> 16, w >> 24) & 255) - code_of_zero(FORMAT);
+            store4(out, to + j * 4, 4, p.scale * (scale * q + bias), OUT_DTYPE, OUT_ALIGNED);
+        }
+    } else if (AFFINE) {
         float4 q[4] = {};
         float scale = 0, bias = 0;
         if (known) {

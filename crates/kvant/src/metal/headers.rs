@@ -8,6 +8,7 @@ pub(super) static HEADERS: &[Header] = headers![
     "attend/keys.h",
     "attend/params.h",
     "attend/softmax.h",
+    "blocks.h",
     "elements.h",
     "norm_rope.h",
     "ordered.h",

@@ -1,8 +1,8 @@
 // linear: out[r] = alpha * W x[r / rows_per_input], f32, f16 or bf16 in and out.
 //
-// x has rows of `inputs`; W is [outputs, inputs], f32, f16 or bf16, or MLX's affine codes [outputs, inputs * bits / 32]
-// with scales and biases [outputs, inputs / group]; out is [rows, outputs]. With EXPERTS there are several such
-// matrices, one behind the other, and ids[r] is the one of row r: zeros where there is no such matrix.
+// x has rows of `inputs`; W is [outputs, inputs], f32, f16 or bf16, or MLX's affine codes [outputs, inputs * bits / 32] with scales
+// and biases [outputs, inputs / group], or rows of blocks (blocks.h); out is [rows, outputs]. With EXPERTS there are several such matrices, one behind the
+// other, and ids[r] is the one of row r: zeros where there is no such matrix.
 //
 // Two kernels. linear_few, for the rows of a decode step, is bound by the reading of W: a SIMD-group takes ROWS outputs
 // of TOKENS rows, its lanes neighbouring inputs, so that W is read in long pieces and what is read of x serves ROWS
@@ -10,6 +10,7 @@
 // simdgroup matrices.
 #include "vectors.h"
 #include "affine.h"
+#include "blocks.h"
 #include <metal_simdgroup_matrix>
 
 struct LinearParams {
@@ -31,7 +32,13 @@ constant uint GROUP [[function_constant(4)]];
 constant bool EXPERTS [[function_constant(5)]];
 constant bool X_ALIGNED [[function_constant(6)]];
 constant bool W_ALIGNED [[function_constant(7)]];
+// The format of a W in blocks, else 0; the bytes at whose multiples blocks begin.
+constant uint FORMAT [[function_constant(8)]];
+constant uint BLOCK_ALIGNMENT [[function_constant(9)]];
 constant bool AFFINE = BITS != 0;
+constant bool BLOCKS = FORMAT != 0;
+constant bool DENSE = !AFFINE && !BLOCKS;
+constant bool SCALES = AFFINE || FORMAT == MXFP4_SEPARATE;
 
 struct Weight {
     device const uchar *values;
@@ -39,7 +46,7 @@ struct Weight {
     device const uchar *biases;
 };
 
-// Inputs 16 c .. 16 c + 15 of a row of an affine W, as scale * q + bias.
+// Inputs 16 c .. 16 c + 15 of a row of a W that is not dense, as scale * q + bias.
 struct Chunk {
     float4 q[4];
     float scale;
@@ -47,6 +54,15 @@ struct Chunk {
 };
 
 inline void load_chunk(Weight w, ulong row, uint c, uint inputs, thread Chunk &chunk) {
+    if (BLOCKS) {
+        uint words[4];
+        load_block_codes(w.values, w.scales, FORMAT, BLOCK_ALIGNMENT, row, c, inputs, words, chunk.scale, chunk.bias);
+        for (uint i = 0; i < 4; i++) {
+            const uint codes = words[i];
+            chunk.q[i] = float4(uint4(codes, codes >> 8, codes >> 16, codes >> 24) & 255) - code_of_zero(FORMAT);
+        }
+        return;
+    }
     load_codes(reinterpret_cast<device const uint *>(w.values) + row * (inputs / 32 * BITS), c, BITS, W_ALIGNED, chunk.q);
     const ulong group = row * (inputs / GROUP) + c * 16 / GROUP;
     chunk.scale = load(w.scales, group, W_DTYPE);
@@ -60,7 +76,7 @@ constant constexpr uint ROWS = 4;
 template <uint TOKENS>
 kernel void linear_few(device const uchar *x [[buffer(0)]],
                        device const uchar *values [[buffer(1)]],
-                       device const uchar *scales [[buffer(2), function_constant(AFFINE)]],
+                       device const uchar *scales [[buffer(2), function_constant(SCALES)]],
                        device const uchar *biases [[buffer(3), function_constant(AFFINE)]],
                        device const uint *ids [[buffer(4), function_constant(EXPERTS)]],
                        device uchar *out [[buffer(5)]],
@@ -69,7 +85,7 @@ kernel void linear_few(device const uchar *x [[buffer(0)]],
                        uint lane [[thread_index_in_simdgroup]],
                        uint simdgroup [[simdgroup_index_in_threadgroup]],
                        uint simdgroups [[simdgroups_per_threadgroup]]) {
-    const Weight w = {values, AFFINE ? scales : values, AFFINE ? biases : values};
+    const Weight w = {values, SCALES ? scales : values, AFFINE ? biases : values};
     const uint first_output = (group.x * simdgroups + simdgroup) * ROWS;
     const uint first_row = group.y * TOKENS;
     if (first_output >= p.outputs) {
@@ -90,7 +106,7 @@ kernel void linear_few(device const uchar *x [[buffer(0)]],
         w_row[r] = ulong(known ? expert : 0) * p.outputs + min(first_output + r, p.outputs - 1);
     }
     float sums[TOKENS][ROWS] = {};
-    if (AFFINE) {
+    if (!DENSE) {
         for (uint c = lane; c < p.inputs / 16; c += 32) {
             // A bias counts as often as the sum of its inputs says.
             float4 inputs[TOKENS][4];
@@ -173,7 +189,7 @@ inline uint gather(device const uint *ids, uint rows, uint expert, thread uint &
 // Groups: x counts TILE_N outputs, y TILE_M rows, or the experts.
 kernel void linear_tiles(device const uchar *x [[buffer(0)]],
                          device const uchar *values [[buffer(1)]],
-                         device const uchar *scales [[buffer(2), function_constant(AFFINE)]],
+                         device const uchar *scales [[buffer(2), function_constant(SCALES)]],
                          device const uchar *biases [[buffer(3), function_constant(AFFINE)]],
                          device const uint *ids [[buffer(4), function_constant(EXPERTS)]],
                          device uchar *out [[buffer(5)]],
@@ -187,7 +203,7 @@ kernel void linear_tiles(device const uchar *x [[buffer(0)]],
     threadgroup uint list[TILE_M];
     threadgroup float *x_floats = reinterpret_cast<threadgroup float *>(x_tile);
     threadgroup float *w_floats = reinterpret_cast<threadgroup float *>(w_tile);
-    const Weight w = {values, AFFINE ? scales : values, AFFINE ? biases : values};
+    const Weight w = {values, SCALES ? scales : values, AFFINE ? biases : values};
     const uint first_output = group.x * TILE_N;
     const uint expert = EXPERTS ? group.y : 0;
     const ulong first_w_row = ulong(expert) * p.outputs + first_output;
@@ -237,7 +253,7 @@ kernel void linear_tiles(device const uchar *x [[buffer(0)]],
                 }
                 x_tile[i * STRIDE + j / 4] = four;
             }
-            if (AFFINE) {
+            if (!DENSE) {
                 const uint i = thread_index / 2, c = thread_index % 2;
                 Chunk chunk = {};
                 if (first_output + i < p.outputs) {

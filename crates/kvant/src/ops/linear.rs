@@ -1,4 +1,4 @@
-use super::check;
+use super::{BlockFormat, Blocks, Mxfp4, check};
 use crate::{
     DType, Encoder, Result, Tensor,
     encoder::{Access::*, Touch},
@@ -69,6 +69,10 @@ pub enum Weight<'a> {
     Dense(&'a Tensor),
     /// Quantised in MLX's affine format.
     Affine(Affine<'a>),
+    /// Quantised in a block format of GGUF files.
+    Blocks(Blocks<'a>),
+    /// MXFP4 with separate scales.
+    Mxfp4(Mxfp4<'a>),
 }
 
 impl<'a> From<&'a Tensor> for Weight<'a> {
@@ -83,6 +87,18 @@ impl<'a> From<Affine<'a>> for Weight<'a> {
     }
 }
 
+impl<'a> From<Blocks<'a>> for Weight<'a> {
+    fn from(blocks: Blocks<'a>) -> Weight<'a> {
+        Weight::Blocks(blocks)
+    }
+}
+
+impl<'a> From<Mxfp4<'a>> for Weight<'a> {
+    fn from(mxfp4: Mxfp4<'a>) -> Weight<'a> {
+        Weight::Mxfp4(mxfp4)
+    }
+}
+
 /// MLX's affine quantisation: w = scale · q + bias, with one scale and one bias per group of consecutive inputs.
 ///
 /// The codes of a row are one little-endian bit stream: code i is bits `i·bits .. (i+1)·bits`.
@@ -94,7 +110,7 @@ pub struct Affine<'a> {
     pub scales: &'a Tensor,
     /// The shape and dtype of `scales`.
     pub biases: &'a Tensor,
-    /// Bits of a code: 4, 6 or 8.
+    /// Bits of a code: 2, 3, 4, 5, 6 or 8.
     pub bits: u32,
     /// Inputs that share a scale and a bias: 32, 64 or 128.
     pub group: usize,
@@ -190,9 +206,23 @@ impl Weight<'_> {
                 return Ok(WeightDims { experts, outputs, inputs });
             }
             Weight::Affine(affine) => affine,
+            Weight::Blocks(blocks) => {
+                check::dtype(op, arg, blocks.data, DType::U8)?;
+                let [experts, outputs, bytes] = dims(blocks.data)?;
+                return Ok(WeightDims { experts, outputs, inputs: blocks.inputs(op, arg, bytes)? });
+            }
+            Weight::Mxfp4(mxfp4) => {
+                mxfp4.check_dtypes(op)?;
+                let [e, outputs, columns] = dims(mxfp4.codes)?;
+                let [_, _, groups] = dims(mxfp4.scales)?;
+                let inputs = mxfp4.inputs(op, columns, groups)?;
+                let named = [("E", e), ("N", outputs), ("K/32", groups)];
+                check::shape(op, "scales", mxfp4.scales, if experts.is_some() { &named } else { &named[1..] })?;
+                return Ok(WeightDims { experts: e, outputs, inputs });
+            }
         };
         check::dtype(op, arg, affine.codes, DType::U32)?;
-        check::value_is(op, "bits", matches!(affine.bits, 4 | 6 | 8), "4, 6 or 8", affine.bits)?;
+        check::value_is(op, "bits", matches!(affine.bits, 2..=6 | 8), "2 to 6 or 8", affine.bits)?;
         check::value_is(op, "group", matches!(affine.group, 32 | 64 | 128), "32, 64 or 128", affine.group)?;
         let [e, outputs, words] = dims(affine.codes)?;
         let [_, _, groups] = dims(affine.scales)?;
@@ -225,6 +255,8 @@ impl Weight<'_> {
                 bits: a.bits,
                 group: a.group,
             },
+            Weight::Blocks(b) => OwnedWeight::Blocks { data: b.data.clone(), format: b.format },
+            Weight::Mxfp4(m) => OwnedWeight::Mxfp4 { codes: m.codes.clone(), scales: m.scales.clone() },
         }
     }
 }
@@ -233,12 +265,19 @@ impl Weight<'_> {
 pub(crate) enum OwnedWeight {
     Dense(Tensor),
     Affine { codes: Tensor, scales: Tensor, biases: Tensor, bits: u32, group: usize },
+    Blocks { data: Tensor, format: BlockFormat },
+    Mxfp4 { codes: Tensor, scales: Tensor },
 }
 
 impl OwnedWeight {
     pub(crate) fn touches(&self, visit: &mut dyn FnMut(Touch)) {
         match self {
             OwnedWeight::Dense(tensor) => visit(Touch { arg: "weight", tensor, access: Read }),
+            OwnedWeight::Blocks { data, .. } => visit(Touch { arg: "weight", tensor: data, access: Read }),
+            OwnedWeight::Mxfp4 { codes, scales } => {
+                visit(Touch { arg: "codes", tensor: codes, access: Read });
+                visit(Touch { arg: "scales", tensor: scales, access: Read });
+            }
             OwnedWeight::Affine { codes, scales, biases, .. } => {
                 visit(Touch { arg: "codes", tensor: codes, access: Read });
                 visit(Touch { arg: "scales", tensor: scales, access: Read });

@@ -69,8 +69,8 @@
 //! | [`norm_rope_write`](norm_rope_write()) | | f32 | none: keys and values are encoded from f32 | as `norm_rope`, then as `kv_write` |
 //! | [`hadamard`](hadamard()) | | f32 | none | |
 //! | [`linear`](linear()) | unless below | f32 | none | g = 2 for K > 4096 |
-//! | | affine, up to 15 rows for one matrix (with experts: for each); CPU at `Avx512Vnni` | integers per group (8-bit codes: f32), then f32 | activations are rounded to steps of about 2⁻²³ of the largest of their group | activations below half a step count as zero |
-//! | | affine, 16 rows or more for one matrix (with experts: all rows, once one expert has 16); CPU at `Avx512Vnni` | integers per group, then f32 | activations are rounded to 16 bits, relative to the largest of their group | r = 2⁻¹⁵. Measured: about 2·10⁻⁵ of the RMS of a result (f32: 10⁻⁷, bf16: about 10⁻³) |
+//! | | affine or blocks, up to 15 rows for one matrix (with experts: for each); CPU at `Avx512Vnni` | integers per group (8-bit and IQ4 codes: f32), then f32 | activations are rounded to steps of about 2⁻²³ of the largest of their group | activations below half a step count as zero |
+//! | | affine or blocks, 16 rows or more for one matrix (with experts: all rows, once one expert has 16); CPU at `Avx512Vnni` | integers per group, then f32 | activations are rounded to 16 bits, relative to the largest of their group | r = 2⁻¹⁵. Measured: about 2·10⁻⁵ of the RMS of a result (f32: 10⁻⁷, bf16: about 10⁻³) |
 //! | | affine, one or two rows for one matrix, or few rows of experts; CUDA | integers per group, then f32 | activations are rounded to steps of 2⁻²² of the largest of 128 consecutive inputs | activations below one step count as zero |
 //! | | affine, bf16 `x` and `out`, 48 rows or more, no experts, at most 2²⁸ elements of weight and `x` together; CUDA, for groups of 32, and for any group on GPUs other than Hopper | f32 | a weight is split into the sum of two bf16 numbers | 16 bits of each weight |
 //! | [`copy`](copy()) | | none | none | bits are copied |
@@ -90,6 +90,7 @@
 pub(crate) mod add_bias;
 pub(crate) mod argmax;
 pub mod attend;
+pub(crate) mod blocks;
 pub(crate) mod check;
 pub(crate) mod copy;
 pub(crate) mod embed;
@@ -108,6 +109,7 @@ pub(crate) mod softcap;
 pub use add_bias::{AddBias, add_bias};
 pub use argmax::{Argmax, argmax};
 pub use attend::{Attend, Explanation, Query, attend, explain};
+pub use blocks::{BlockFormat, Blocks, Mxfp4};
 pub use copy::copy;
 pub use embed::{Embed, embed};
 pub use gate::{Activation, Columns, Gate, gate};

@@ -39,7 +39,7 @@ pub(super) fn load_u32(tensor: &Tensor) -> Vec<u32> {
 }
 
 /// The elements of a u8 tensor in a range.
-fn load_u8(tensor: &Tensor, range: std::ops::Range<usize>) -> Vec<u8> {
+pub(super) fn load_u8(tensor: &Tensor, range: std::ops::Range<usize>) -> Vec<u8> {
     // SAFETY: the lock is held, and nothing writes while the slice lives.
     let all = unsafe { tensor.host_slice::<u8>() };
     all[range].to_vec()

@@ -1,6 +1,9 @@
-use super::{check_len, io};
+use super::{
+    blocks::{dequantise_blocks, dequantise_mxfp4},
+    check_len, io,
+};
 use crate::{
-    Error, Result,
+    DType, Error, Result,
     ops::linear::{Call, OwnedWeight},
 };
 
@@ -54,6 +57,21 @@ pub fn linear(x: &[f64], weight: &[f64], alpha: f64) -> Result<Vec<f64>> {
 pub(super) fn load_rows(weight: &OwnedWeight, inputs: usize, first: usize, rows: usize) -> Vec<f64> {
     let (codes, scales, biases, bits, group) = match weight {
         OwnedWeight::Dense(w) => return io::load_range(w, first * inputs..(first + rows) * inputs),
+        OwnedWeight::Blocks { data, format } => {
+            let bytes = inputs / format.block_inputs() * format.block_bytes();
+            let blocks = io::load_u8(data, first * bytes..(first + rows) * bytes);
+            return dequantise_blocks(*format, &blocks).expect("validation compared the lengths");
+        }
+        OwnedWeight::Mxfp4 { codes, scales } => {
+            let (words, groups) = (first * inputs / 2..(first + rows) * inputs / 2, inputs / 32);
+            let codes = match codes.dtype() {
+                DType::U8 => io::load_u8(codes, words),
+                // SAFETY: the device's lock is held, and nothing writes to the codes while the slice lives.
+                _ => bytemuck::cast_slice(unsafe { codes.host_slice::<u32>() })[words].to_vec(),
+            };
+            let scales = io::load_u8(scales, first * groups..(first + rows) * groups);
+            return dequantise_mxfp4(&codes, &scales).expect("validation compared the lengths");
+        }
         OwnedWeight::Affine { codes, scales, biases, bits, group } => (codes, scales, biases, *bits, *group),
     };
     let (words, groups) = (inputs * bits as usize / 32, inputs / group);

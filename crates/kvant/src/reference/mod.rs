@@ -15,6 +15,7 @@ use crate::{
 mod add_bias;
 mod argmax;
 mod attend;
+mod blocks;
 mod copy;
 mod embed;
 mod gate;
@@ -32,6 +33,7 @@ mod softcap;
 
 pub use argmax::argmax;
 pub use attend::{QueryVector, State, attend};
+pub use blocks::{dequantise_blocks, dequantise_mxfp4};
 pub use embed::embed;
 pub use gate::{activate, gate};
 pub use hadamard::hadamard;

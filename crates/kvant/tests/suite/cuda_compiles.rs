@@ -9,9 +9,9 @@ use kvant::{
     CacheLayer, Codec, DType, Device, Encoder, HeadOrder, KvLayer, KvPool, LayerSpec, PoolSpec, Result, Step, StepSize,
     Tensor, gpu,
     ops::{
-        self, Activation, AddBias, Affine, Angles, Argmax, Attend, Columns, Embed, Experts, Gate, Hadamard, HeadNorm,
-        KvRead, KvSide, KvWrite, Linear, MoeCombine, MoeRoute, NormRope, NormRopeWrite, PairLayout, Residual, RmsNorm,
-        Rope, Sample, Softcap, Weight,
+        self, Activation, AddBias, Affine, Angles, Argmax, Attend, BlockFormat, Blocks, Columns, Embed, Experts, Gate,
+        Hadamard, HeadNorm, KvRead, KvSide, KvWrite, Linear, MoeCombine, MoeRoute, NormRope, NormRopeWrite, PairLayout,
+        Residual, RmsNorm, Rope, Sample, Softcap, Weight,
     },
 };
 
@@ -80,10 +80,13 @@ fn kernels_of_large_shapes_compile() -> Result<()> {
     {
         affine_products(&device, &mut enc, bits, group, inputs)?;
     }
+    for format in BlockFormat::ALL {
+        block_products(&device, &mut enc, format)?;
+    }
     enc.commit()?.wait()?;
     let seen = launches.kernels.lock().unwrap();
     println!("{} kernels", seen.len());
-    for part in ["kv_write.cu/", "linear_codes.cu/", "linear_bulk.cu/"] {
+    for part in ["kv_write.cu/", "linear_codes.cu/", "linear_bulk.cu/", "linear_generic.cu/"] {
         assert!(seen.iter().any(|key| key.starts_with(part)), "no kernel of {part} among {seen:?}");
     }
     assert!(seen.iter().any(|key| key.contains("\"TILES\", Bool(true)")), "nothing is encoded by eights: {seen:?}");
@@ -303,6 +306,19 @@ fn affine_products(device: &Device, enc: &mut Encoder, bits: usize, group: usize
     let out = zeros(device, dtype, &[2, 64])?;
     let experts = Some(Experts::new(&ids));
     ops::linear(enc, &Linear::new(&x, weight, &out).experts(experts))
+}
+
+/// One row and many, and rows of a table.
+fn block_products(device: &Device, enc: &mut Encoder, format: BlockFormat) -> Result<()> {
+    let (dtype, inputs, outputs) = (DType::BF16, 512, 40);
+    let data = zeros(device, DType::U8, &[outputs, format.row_bytes(inputs).expect("whole blocks")])?;
+    let weight = Blocks::new(&data, format);
+    for rows in [1, 40] {
+        let (x, out) = (zeros(device, dtype, &[rows, inputs])?, zeros(device, dtype, &[rows, outputs])?);
+        ops::linear(enc, &Linear::new(&x, weight, &out))?;
+    }
+    let (ids, out) = (zeros(device, DType::U32, &[3])?, zeros(device, dtype, &[3, inputs])?);
+    ops::embed(enc, &Embed::new(weight, &ids, &out))
 }
 
 fn zeros(device: &Device, dtype: DType, shape: &[usize]) -> Result<Tensor> {

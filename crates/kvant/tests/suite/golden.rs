@@ -6,7 +6,8 @@ use crate::common::{Bound, Out, devices, input, layers, rounded, run};
 use kvant::{
     Codec, DType, Device, HeadOrder, KvLayer, LayerSpec, Tensor,
     ops::{
-        self, Affine, Attend, Embed, HeadNorm, KvWrite, Linear, NormRope, PairLayout, Residual, RmsNorm, Rope, Weight,
+        self, Affine, Attend, BlockFormat, Blocks, Embed, HeadNorm, KvWrite, Linear, Mxfp4, NormRope, PairLayout,
+        Residual, RmsNorm, Rope, Weight,
     },
 };
 use safetensors::{Dtype, SafeTensors};
@@ -46,6 +47,7 @@ impl Golden {
                 Dtype::F16 => DType::F16,
                 Dtype::BF16 => DType::BF16,
                 Dtype::U32 => DType::U32,
+                Dtype::U8 => DType::U8,
                 other => panic!("{name}: {other:?}"),
             };
             case.tensors.insert(tensor.to_string(), (dtype, view.shape().to_vec(), view.data().to_vec()));
@@ -221,6 +223,41 @@ fn quantized() {
             let bound = 2.0 * Bound::of(case.dtype()).unit as f32 * scale;
             for (i, (x, y)) in table.tensor.to_f32().unwrap().iter().zip(&want).enumerate() {
                 assert!((x - y).abs() <= bound, "{device}: {}: weight {i} is {x}, MLX has {y}", case.name);
+            }
+        }
+    }
+}
+
+/// Blocks of every format, dequantised by the gguf package and MLX: the reference agrees to f32's last bits, the devices
+/// to their rounding.
+#[test]
+fn blocks() {
+    let golden = Golden::load("blocks");
+    for format in BlockFormat::ALL {
+        assert!(golden.cases.iter().any(|case| case.name == format.to_string()), "no blocks of {format}");
+    }
+    for case in &golden.cases {
+        let want = case.tensor(&Device::reference(), "weights").to_f32().unwrap();
+        let [rows, inputs] = case.tensors["weights"].1[..] else { panic!("two dimensions") };
+        for device in [Device::reference()].iter().chain(devices()) {
+            let names = if case.has("data") { ["data", "data"] } else { ["codes", "scales"] };
+            let [data, scales] = names.map(|name| case.tensor(device, name));
+            let format = BlockFormat::ALL.into_iter().find(|format| format.to_string() == case.name);
+            let table: Weight = match format {
+                Some(format) => Blocks::new(&data, format).into(),
+                None => Mxfp4::new(&data, &scales).into(),
+            };
+            let ids = Tensor::from_slice(device, &(0..rows as u32).collect::<Vec<_>>(), &[rows]).unwrap();
+            let out = Out::new(device, DType::F32, &[rows, inputs]).unwrap();
+            run(device, |enc| ops::embed(enc, &Embed::new(table, &ids, &out.tensor))).unwrap();
+            let got = out.tensor.to_f32().unwrap();
+            // The weights of a group of 32 share a scale, and a bias of its magnitude.
+            for (i, (got, want)) in got.chunks(32).zip(want.chunks(32)).enumerate() {
+                let largest = want.iter().fold(0f32, |largest, x| largest.max(x.abs()));
+                for (x, y) in got.iter().zip(want) {
+                    let bound = 8.0 * f32::EPSILON * largest + f32::MIN_POSITIVE;
+                    assert!((x - y).abs() <= bound, "{device}: {}, group {i}: {x} instead of {y}", case.name);
+                }
             }
         }
     }

@@ -75,8 +75,13 @@ impl<'a> OutputBlock<'a> {
     /// What to prefetch while rows of `row_bytes` are read, the first of them at `row`.
     #[inline(always)]
     pub fn prefetch(&self, row: *const u8, row_bytes: usize) -> WeightPrefetch {
-        let distance = if self.streams() { PREFETCH_STREAM } else { PREFETCH_ROWS };
-        WeightPrefetch { start: row.wrapping_add(distance), apart: self.apart * row_bytes }
+        WeightPrefetch { start: row.wrapping_add(self.prefetch_distance()), apart: self.apart * row_bytes }
+    }
+
+    /// Bytes to prefetch ahead.
+    #[inline(always)]
+    pub fn prefetch_distance(&self) -> usize {
+        if self.streams() { PREFETCH_STREAM } else { PREFETCH_ROWS }
     }
 }
 
@@ -100,8 +105,14 @@ pub(super) struct WeightPrefetch {
 }
 
 impl WeightPrefetch {
-    /// The address to prefetch while the `index`th `bytes` bytes of each row are read: of the first row, and the
-    /// distance to that of the next row.
+    /// Prefetches codes that are in the nearest cache already.
+    #[inline(always)]
+    pub fn none(codes: *const u8) -> WeightPrefetch {
+        WeightPrefetch { start: codes, apart: 0 }
+    }
+
+    /// The address to prefetch while the `index`th `bytes` bytes of each row are read: of the first row, and the distance
+    /// to that of the next row.
     #[inline(always)]
     #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "only `integers` calls it"))]
     pub fn at<const R: usize>(&self, index: usize, bytes: usize) -> (*const u8, usize) {

@@ -10,6 +10,7 @@ use std::ops::Range;
 use super::{
     super::{elements::Elements, scratch, simd::Simd, simd::SimdKernel},
     block::{self, OUTPUTS, OutputBlock, Together},
+    blocks::BlockMatrix,
     integers::{IntegerLayout, byte_products, word_products},
     matrix::{self, AffineMatrix, Matrix, MatrixKind, UNIT},
 };
@@ -177,7 +178,16 @@ impl SimdKernel for FewRows<'_> {
                     DType::F16 => self.blocks::<S, _>(DenseWeights::<1> { weights, inputs: self.matrix.inputs }),
                     _ => self.blocks::<S, _>(DenseWeights::<2> { weights, inputs: self.matrix.inputs }),
                 },
+                MatrixKind::Blocks(blocks) => {
+                    let inputs = self.matrix.inputs;
+                    let unpacked = &mut *scratch::take(TOGETHER * unpacked_stride(inputs) / 4);
+                    let unpacked = UnpackedRows { blocks, inputs, codes: unpacked.as_mut_ptr().cast() };
+                    self.blocks::<S, _>(BlockWeights { unpacked });
+                }
                 MatrixKind::Affine(affine) => match affine.bits {
+                    2 => self.blocks::<S, _>(AffineWeights::<2> { affine, inputs: self.matrix.inputs }),
+                    3 => self.blocks::<S, _>(AffineWeights::<3> { affine, inputs: self.matrix.inputs }),
+                    5 => self.blocks::<S, _>(AffineWeights::<5> { affine, inputs: self.matrix.inputs }),
                     4 => self.blocks::<S, _>(AffineWeights::<4> { affine, inputs: self.matrix.inputs }),
                     6 => self.blocks::<S, _>(AffineWeights::<6> { affine, inputs: self.matrix.inputs }),
                     _ => self.blocks::<S, _>(AffineWeights::<8> { affine, inputs: self.matrix.inputs }),
@@ -187,10 +197,9 @@ impl SimdKernel for FewRows<'_> {
     }
 }
 
-/// The same for affine weights and activations that [`byte_products::prepare`] made. Only on `Avx512Vnni`.
+/// The same for quantised weights and activations that [`byte_products::prepare`] made. Only on `Avx512Vnni`.
 pub(super) struct FewRowsByBytes<'a> {
     pub rows: FewRows<'a>,
-    pub affine: AffineMatrix,
     pub layout: IntegerLayout,
 }
 
@@ -198,13 +207,29 @@ impl SimdKernel for FewRowsByBytes<'_> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self) {
-        let FewRowsByBytes { rows, affine, layout } = self;
+        let FewRowsByBytes { rows, layout } = self;
         // SAFETY: as in `FewRows::run`, by `dispatch_vnni`.
         unsafe {
-            match affine.bits {
-                4 => rows.blocks::<S, _>(ByteProducts::<4> { affine, layout }),
-                6 => rows.blocks::<S, _>(ByteProducts::<6> { affine, layout }),
-                _ => rows.blocks::<S, _>(ByteProducts::<8> { affine, layout }),
+            match rows.matrix.kind {
+                MatrixKind::Dense(_) => {}
+                MatrixKind::Blocks(blocks) => {
+                    let inputs = rows.matrix.inputs;
+                    let unpacked = &mut *scratch::take(TOGETHER * unpacked_stride(inputs) / 4);
+                    let unpacked = UnpackedRows { blocks, inputs, codes: unpacked.as_mut_ptr().cast() };
+                    if blocks.wide() {
+                        rows.blocks::<S, _>(BlockByteProducts::<8> { unpacked, layout });
+                    } else {
+                        rows.blocks::<S, _>(BlockByteProducts::<6> { unpacked, layout });
+                    }
+                }
+                MatrixKind::Affine(affine) => match affine.bits {
+                    2 => rows.blocks::<S, _>(ByteProducts::<2> { affine, layout }),
+                    3 => rows.blocks::<S, _>(ByteProducts::<3> { affine, layout }),
+                    4 => rows.blocks::<S, _>(ByteProducts::<4> { affine, layout }),
+                    5 => rows.blocks::<S, _>(ByteProducts::<5> { affine, layout }),
+                    6 => rows.blocks::<S, _>(ByteProducts::<6> { affine, layout }),
+                    _ => rows.blocks::<S, _>(ByteProducts::<8> { affine, layout }),
+                },
             }
         }
     }
@@ -412,6 +437,7 @@ impl<const BITS: usize> WeightRows for AffineWeights<BITS> {
             // Where it counts most, the number of units in a group is a constant: the loop over them unrolls. So is,
             // for short rows, the distance of prefetching.
             match (self.affine.group, block.streams()) {
+                (group, _) if matches!(BITS, 2 | 3 | 5) => self.dots_by::<S, R, T, false>(block, rows, x, group / UNIT),
                 (32, false) if T == 1 => self.dots_by::<S, R, T, false>(block, rows, x, 1),
                 (64, false) if T == 1 => self.dots_by::<S, R, T, false>(block, rows, x, 2),
                 (group, false) => self.dots_by::<S, R, T, false>(block, rows, x, group / UNIT),
@@ -514,7 +540,158 @@ impl<const BITS: usize> WeightRows for ByteProducts<BITS> {
                 scales_apart: rows.places_apart * groups,
                 prefetch: block.prefetch(codes, self.row_bytes()),
             };
-            byte_products::dots::<BITS, R, T>(self.layout, &rows, x.map(|x| x.0.as_ptr()))
+            byte_products::dots::<BITS, BITS, R, T>(self.layout, &rows, x.map(|x| x.0.as_ptr()))
+        }
+    }
+}
+
+/// Rows in blocks that are multiplied together, at most.
+const TOGETHER: usize = 8;
+
+/// Bytes between the unpacked codes of two rows, lest rows fall into the same few sets of the caches.
+fn unpacked_stride(inputs: usize) -> usize {
+    inputs.next_multiple_of(64) + 64
+}
+
+/// Rows in blocks, and room for the codes of [`TOGETHER`] of them.
+#[derive(Clone, Copy)]
+struct UnpackedRows {
+    blocks: BlockMatrix,
+    inputs: usize,
+    codes: *mut u8,
+}
+
+impl UnpackedRows {
+    fn row_bytes(&self) -> usize {
+        self.blocks.row_bytes(self.inputs)
+    }
+
+    fn groups(&self) -> usize {
+        self.inputs / self.blocks.group()
+    }
+
+    /// Unpacks the codes of R rows; returns those of the first, `unpacked_stride` before those of the next.
+    ///
+    /// # Safety
+    /// The rows exist, there is room for them, and the level's instructions are enabled.
+    #[inline(always)]
+    unsafe fn unpack<S: Simd, const R: usize>(&self, block: &OutputBlock, rows: &Together) -> *const u8 {
+        const { assert!(R <= TOGETHER) };
+        for r in 0..R {
+            // SAFETY: the caller's promise; nothing else refers to this room.
+            unsafe {
+                let to = self.codes.add(r * unpacked_stride(self.inputs));
+                let to = std::slice::from_raw_parts_mut(to, self.inputs);
+                self.blocks.codes::<S>(rows.output + r * rows.apart, block.prefetch_distance(), to);
+            }
+        }
+        self.codes
+    }
+}
+
+/// Rows in blocks, in f32.
+#[derive(Clone, Copy)]
+struct BlockWeights {
+    unpacked: UnpackedRows,
+}
+
+impl WeightRows for BlockWeights {
+    fn row_bytes(&self) -> usize {
+        self.unpacked.row_bytes()
+    }
+
+    fn groups(&self) -> usize {
+        self.unpacked.groups()
+    }
+
+    #[inline(always)]
+    unsafe fn scales<S: Simd>(&self, first: usize, scales: &mut [f32], biases: &mut [f32]) {
+        // SAFETY: the caller's promise.
+        unsafe { self.unpacked.blocks.factors(first, self.unpacked.inputs, scales, biases) };
+    }
+
+    #[inline(always)]
+    unsafe fn dots<S: Simd, const R: usize, const T: usize>(
+        &self,
+        block: &OutputBlock,
+        rows: Together,
+        x: &[PreparedRow; T],
+    ) -> [[f32; T]; R] {
+        let (groups, group) = (self.groups(), self.unpacked.blocks.group());
+        let stride = unpacked_stride(self.unpacked.inputs);
+        // SAFETY: the caller's promise; the rows lie within the block.
+        unsafe {
+            let codes = self.unpacked.unpack::<S, R>(block, &rows);
+            let scales: [_; R] =
+                std::array::from_fn(|r| block.scales.as_ptr().add((rows.place + r * rows.places_apart) * groups));
+            let biases = block.count * groups;
+            let mut total = [[S::zero(); T]; R];
+            for g in 0..groups {
+                let mut dot = [[S::zero(); T]; R];
+                for at in (g * group..(g + 1) * group).step_by(S::LANES) {
+                    for r in 0..R {
+                        let q = S::load_u8(codes.add(r * stride + at));
+                        for t in 0..T {
+                            dot[r][t] = S::fma(q, S::load(x[t].0.as_ptr().add(at)), dot[r][t]);
+                        }
+                    }
+                }
+                for r in 0..R {
+                    let scale = S::splat(scales[r].add(g).read());
+                    let bias = S::splat(scales[r].add(biases + g).read());
+                    for t in 0..T {
+                        let sum = S::load(x[t].1.as_ptr().add(g * LANES));
+                        total[r][t] = S::fma(scale, dot[r][t], S::fma(bias, sum, total[r][t]));
+                    }
+                }
+            }
+            sums::<S, R, T>(total)
+        }
+    }
+}
+
+/// Rows in blocks, by products of bytes; codes have BITS bits, or more than 6 where it is 8.
+#[derive(Clone, Copy)]
+struct BlockByteProducts<const BITS: usize> {
+    unpacked: UnpackedRows,
+    layout: IntegerLayout,
+}
+
+impl<const BITS: usize> WeightRows for BlockByteProducts<BITS> {
+    fn row_bytes(&self) -> usize {
+        self.unpacked.row_bytes()
+    }
+
+    fn groups(&self) -> usize {
+        self.unpacked.groups()
+    }
+
+    #[inline(always)]
+    unsafe fn scales<S: Simd>(&self, first: usize, scales: &mut [f32], biases: &mut [f32]) {
+        // SAFETY: the caller's promise.
+        unsafe { self.unpacked.blocks.factors(first, self.unpacked.inputs, scales, biases) };
+    }
+
+    #[inline(always)]
+    unsafe fn dots<S: Simd, const R: usize, const T: usize>(
+        &self,
+        block: &OutputBlock,
+        rows: Together,
+        x: &[PreparedRow; T],
+    ) -> [[f32; T]; R] {
+        let (groups, scales) = (self.groups(), block.scales.as_ptr());
+        // SAFETY: the caller's promise; the rows lie within the block.
+        unsafe {
+            let codes = self.unpacked.unpack::<S, R>(block, &rows);
+            let rows = block::AffineRows {
+                codes,
+                codes_apart: unpacked_stride(self.unpacked.inputs),
+                scales: scales.add(rows.place * groups),
+                biases: scales.add((block.count + rows.place) * groups),
+                scales_apart: rows.places_apart * groups,
+                prefetch: block::WeightPrefetch::none(codes),
+            };
+            byte_products::dots::<BITS, 8, R, T>(self.layout, &rows, x.map(|x| x.0.as_ptr()))
         }
     }
 }

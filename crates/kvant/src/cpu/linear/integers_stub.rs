@@ -31,7 +31,7 @@ pub mod byte_products {
         unreachable!("{WHY}")
     }
 
-    pub unsafe fn dots<const BITS: usize, const R: usize, const T: usize>(
+    pub unsafe fn dots<const BITS: usize, const STORED: usize, const R: usize, const T: usize>(
         _: IntegerLayout,
         _: &AffineRows,
         _: [*const f32; T],
@@ -58,7 +58,7 @@ pub mod word_products {
         unreachable!("{WHY}")
     }
 
-    pub unsafe fn unpack<const BITS: usize>(_: IntegerLayout, _: [*const u8; OUTPUTS], _: &mut [f32]) {
+    pub unsafe fn unpack<const BITS: usize>(_: IntegerLayout, _: i16, _: [*const u8; OUTPUTS], _: &mut [f32]) {
         unreachable!("{WHY}")
     }
 

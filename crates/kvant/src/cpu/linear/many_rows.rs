@@ -13,7 +13,7 @@ use super::{
         simd::{Simd, SimdKernel},
     },
     integers::{IntegerLayout, word_products},
-    matrix::{AffineMatrix, Matrix, MatrixKind},
+    matrix::{Matrix, MatrixKind},
 };
 use crate::DType;
 
@@ -143,7 +143,8 @@ impl ManyRows<'_> {
 ///
 /// Only where the processor multiplies words.
 pub(super) struct ManyRowsByWords<'a> {
-    pub affine: AffineMatrix,
+    /// Affine or blocks.
+    pub matrix: Matrix,
     pub layout: IntegerLayout,
     /// The first row of the expert's matrix.
     pub base: usize,
@@ -161,9 +162,15 @@ impl SimdKernel for ManyRowsByWords<'_> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self) {
-        match self.affine.bits {
-            4 => self.panels::<S, 4>(),
-            6 => self.panels::<S, 6>(),
+        match self.matrix.kind {
+            MatrixKind::Affine(affine) => match affine.bits {
+                2 => self.panels::<S, 2>(),
+                3 => self.panels::<S, 3>(),
+                4 => self.panels::<S, 4>(),
+                5 => self.panels::<S, 5>(),
+                6 => self.panels::<S, 6>(),
+                _ => self.panels::<S, 8>(),
+            },
             _ => self.panels::<S, 8>(),
         }
     }
@@ -179,6 +186,13 @@ impl ManyRowsByWords<'_> {
         let aligned = panel.as_ptr().align_offset(64).min(16);
         let panel = &mut panel[aligned..][..word_products::panel(layout)];
         let factors = &mut *scratch::take(2 * word_products::OUTPUTS * groups);
+        // The codes of blocks are unpacked to bytes first.
+        let blocks = match self.matrix.kind {
+            MatrixKind::Blocks(blocks) => Some(blocks),
+            _ => None,
+        };
+        let room = if blocks.is_some() { word_products::OUTPUTS * inputs / 4 } else { 0 };
+        let unpacked = &mut *scratch::take(room);
         // What is not f32 is rounded on its way.
         let start = self.x.as_ptr();
         let direct = self.out.dtype == DType::F32;
@@ -189,7 +203,7 @@ impl ManyRowsByWords<'_> {
             unsafe {
                 let factors = &mut factors[..2 * count * groups];
                 let (scales, biases) = factors.split_at_mut(count * groups);
-                self.affine.scales::<S>(self.base + first, inputs, scales, biases);
+                self.matrix.factors::<S>(self.base + first, scales, biases);
                 // At the end the last output is computed more than once.
                 let row = |n: usize| n.min(count - 1);
                 let to = &mut panel[word_products::OUTPUTS * inputs / 2..];
@@ -199,8 +213,27 @@ impl ManyRowsByWords<'_> {
                         *to = factors[(from + row(n)) * groups + group];
                     }
                 }
-                let codes = std::array::from_fn(|n| self.affine.codes(self.base + first + row(n), inputs));
-                word_products::unpack::<BITS>(layout, codes, panel);
+                let mut codes = [std::ptr::null(); word_products::OUTPUTS];
+                let mut middle = 1 << (BITS - 1);
+                match (self.matrix.kind, blocks) {
+                    (MatrixKind::Affine(affine), _) => {
+                        for (n, codes) in codes.iter_mut().enumerate() {
+                            *codes = affine.codes(self.base + first + row(n), inputs);
+                        }
+                    }
+                    (_, Some(blocks)) => {
+                        let bytes: &mut [u8] = bytemuck::cast_slice_mut(unpacked);
+                        for (n, to) in bytes.chunks_exact_mut(inputs).take(count).enumerate() {
+                            blocks.codes::<S>(self.base + first + n, blocks.row_bytes(inputs), to);
+                        }
+                        for (n, codes) in codes.iter_mut().enumerate() {
+                            *codes = bytes[row(n) * inputs..].as_ptr();
+                        }
+                        middle = blocks.middle();
+                    }
+                    _ => unreachable!("only quantised weights have a layout"),
+                }
+                word_products::unpack::<BITS>(layout, middle, codes, panel);
                 for rows in self.rows.chunks(word_products::ROWS) {
                     // So is the last row of activations.
                     let (mut x, mut places) =

@@ -5,6 +5,7 @@
 
 use super::{
     super::{elements::Elements, scratch, simd::Simd},
+    blocks::BlockMatrix,
     integers::IntegerLayout,
 };
 use crate::ops::linear::OwnedWeight;
@@ -23,6 +24,7 @@ pub(in crate::cpu) struct Matrix {
 pub(in crate::cpu) enum MatrixKind {
     Dense(Elements),
     Affine(AffineMatrix),
+    Blocks(BlockMatrix),
 }
 
 #[derive(Clone, Copy)]
@@ -36,7 +38,7 @@ pub(in crate::cpu) struct AffineMatrix {
 
 /// Packed codes; only read.
 #[derive(Clone, Copy)]
-struct CodePointer(*const u8);
+pub(super) struct CodePointer(pub *const u8);
 
 // SAFETY: nothing writes to a weight while a call reads it: the device's lock is held.
 unsafe impl Send for CodePointer {}
@@ -54,6 +56,8 @@ impl Matrix {
                 bits: *bits as usize,
                 group: *group,
             }),
+            OwnedWeight::Blocks { data, format } => MatrixKind::Blocks(BlockMatrix::new(data, *format)),
+            OwnedWeight::Mxfp4 { codes, scales } => MatrixKind::Blocks(BlockMatrix::of_mxfp4(codes, scales)),
         };
         Matrix { kind, inputs }
     }
@@ -63,19 +67,37 @@ impl Matrix {
         matches!(self.kind, MatrixKind::Affine(AffineMatrix { bits: 4, .. }))
     }
 
-    /// Inputs per scale, of an affine matrix.
+    /// Inputs per scale, of a quantised matrix.
     pub(super) fn group(&self) -> Option<usize> {
         match self.kind {
             MatrixKind::Dense(_) => None,
             MatrixKind::Affine(affine) => Some(affine.group),
+            MatrixKind::Blocks(blocks) => Some(blocks.group()),
         }
     }
 
-    /// The layout of an affine matrix.
+    /// The layout of a quantised matrix. The codes of blocks are unpacked to bytes first.
     pub(super) fn layout(&self) -> Option<IntegerLayout> {
         match self.kind {
             MatrixKind::Dense(_) => None,
             MatrixKind::Affine(AffineMatrix { bits, group, .. }) => Some(IntegerLayout::new(self.inputs, bits, group)),
+            MatrixKind::Blocks(blocks) => Some(IntegerLayout::new(self.inputs, 8, blocks.group())),
+        }
+    }
+
+    /// The scales and the biases of rows of a quantised matrix from `first` on, as many as there is room for.
+    ///
+    /// # Safety
+    /// The rows exist, both slices have the same length, and the level's instructions are enabled.
+    #[inline(always)]
+    pub(super) unsafe fn factors<S: Simd>(&self, first: usize, scales: &mut [f32], biases: &mut [f32]) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            match self.kind {
+                MatrixKind::Dense(_) => {}
+                MatrixKind::Affine(affine) => affine.scales::<S>(first, self.inputs, scales, biases),
+                MatrixKind::Blocks(blocks) => blocks.factors(first, self.inputs, scales, biases),
+            }
         }
     }
 
@@ -114,10 +136,33 @@ impl Matrix {
             match self.kind {
                 MatrixKind::Dense(elements) => elements.load::<S>(first * self.inputs, out),
                 MatrixKind::Affine(affine) => match affine.bits {
+                    2 => affine.rows::<S, 2>(first, count, out),
+                    3 => affine.rows::<S, 3>(first, count, out),
                     4 => affine.rows::<S, 4>(first, count, out),
+                    5 => affine.rows::<S, 5>(first, count, out),
                     6 => affine.rows::<S, 6>(first, count, out),
                     _ => affine.rows::<S, 8>(first, count, out),
                 },
+                MatrixKind::Blocks(blocks) => {
+                    let (groups, codes) = (out.len() / blocks.group(), &mut *scratch::take(self.inputs.div_ceil(4)));
+                    let codes = &mut bytemuck::cast_slice_mut(codes)[..self.inputs];
+                    let factors = &mut *scratch::take(2 * groups);
+                    let (scales, biases) = factors.split_at_mut(groups);
+                    blocks.factors(first, self.inputs, scales, biases);
+                    let per_row = groups / count.max(1);
+                    for (i, row) in out.chunks_exact_mut(self.inputs.max(1)).enumerate() {
+                        blocks.codes::<S>(first + i, 0, codes);
+                        let factors = scales[i * per_row..].iter().zip(&biases[i * per_row..]);
+                        let groups = row.chunks_exact_mut(blocks.group()).zip(codes.chunks_exact(blocks.group()));
+                        for ((to, codes), (&scale, &bias)) in groups.zip(factors) {
+                            let (scale, bias) = (S::splat(scale), S::splat(bias));
+                            for at in (0..to.len()).step_by(S::LANES) {
+                                let w = S::fma(S::load_u8(codes.as_ptr().add(at)), scale, bias);
+                                S::store(to.as_mut_ptr().add(at), w);
+                            }
+                        }
+                    }
+                }
             }
         }
     }
@@ -190,6 +235,20 @@ pub(super) unsafe fn unit<S: Simd, const BITS: usize>(codes: *const u8) -> [S::F
             4 => {
                 for i in 0..UNIT / S::LANES / 2 {
                     (q[2 * i], q[2 * i + 1]) = S::load_u4(codes.add(i * S::LANES));
+                }
+            }
+            2 | 3 | 5 => {
+                let mut bytes = [0u8; UNIT];
+                for (i, to) in bytes.chunks_exact_mut(8).enumerate() {
+                    let mut eight = [0u8; 8];
+                    std::ptr::copy_nonoverlapping(codes.add(i * BITS), eight.as_mut_ptr(), BITS);
+                    let eight = u64::from_le_bytes(eight);
+                    for (j, to) in to.iter_mut().enumerate() {
+                        *to = (eight >> (j * BITS)) as u8 & ((1 << BITS) - 1);
+                    }
+                }
+                for (i, q) in q[..UNIT / S::LANES].iter_mut().enumerate() {
+                    *q = S::load_u8(bytes.as_ptr().add(i * S::LANES));
                 }
             }
             6 => {

@@ -6,6 +6,7 @@
 //! them by arithmetic.
 
 mod block;
+mod blocks;
 mod few_rows;
 #[cfg_attr(not(target_arch = "x86_64"), path = "integers_stub.rs")]
 mod integers;
@@ -17,7 +18,7 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use few_rows::{FewRows, FewRowsByBytes, Integers, Prepare, PrepareIntegers, Prepared};
 use many_rows::{ManyRows, ManyRowsByWords};
-use matrix::{Matrix, MatrixKind};
+use matrix::Matrix;
 use route::{LinearKernel, select, select_f32};
 
 use super::{
@@ -189,17 +190,17 @@ impl LinearJob<'_> {
             (self.matrix, self.call.alpha, Elements::of(&self.call.out), self.call.dims.outputs);
         let base = expert * width;
         let (x, stride) = (self.floats, few_rows::stride(&matrix));
-        match (self.integers, matrix.kind) {
-            (Some(Integers::Words(layout)), MatrixKind::Affine(affine)) => {
-                let words = ManyRowsByWords { affine, layout, base, outputs, x, rows, alpha, out, width };
+        match self.integers {
+            Some(Integers::Words(layout)) => {
+                let words = ManyRowsByWords { matrix, layout, base, outputs, x, rows, alpha, out, width };
                 return cpu.level.dispatch_vnni(words);
             }
-            (Some(Integers::Bytes(layout)), MatrixKind::Affine(affine)) => {
+            Some(Integers::Bytes(layout)) => {
                 let x = Prepared::bytes(layout, x);
                 let rows = FewRows { matrix, base, outputs, x, rows, alpha, out, width };
-                return cpu.level.dispatch_vnni(FewRowsByBytes { rows, affine, layout });
+                return cpu.level.dispatch_vnni(FewRowsByBytes { rows, layout });
             }
-            _ => {}
+            None => {}
         }
         if select_f32(rows.len()) == LinearKernel::FewRows {
             let x = Prepared::new(&matrix, x);

@@ -102,6 +102,14 @@ impl Simd for Avx2 {
         }
     }
     #[inline(always)]
+    unsafe fn map16(table: &[u8; 16], bytes: *mut u8) {
+        unsafe {
+            let table = _mm256_broadcastsi128_si256(_mm_loadu_si128(table.as_ptr().cast()));
+            let entries = _mm256_shuffle_epi8(table, _mm256_loadu_si256(bytes.cast()));
+            _mm256_storeu_si256(bytes.cast(), entries);
+        }
+    }
+    #[inline(always)]
     unsafe fn load_u6(from: *const u8) -> [__m256; 4] {
         unsafe {
             let last = from.add(8).cast::<i32>().read_unaligned();

@@ -103,6 +103,14 @@ impl Simd for Avx512 {
         unsafe { _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(from.cast()))) }
     }
     #[inline(always)]
+    unsafe fn map16(table: &[u8; 16], bytes: *mut u8) {
+        unsafe {
+            let table = _mm256_broadcastsi128_si256(_mm_loadu_si128(table.as_ptr().cast()));
+            let entries = _mm256_shuffle_epi8(table, _mm256_loadu_si256(bytes.cast()));
+            _mm256_storeu_si256(bytes.cast(), entries);
+        }
+    }
+    #[inline(always)]
     unsafe fn load_u6(from: *const u8) -> [__m512; 4] {
         unsafe {
             let bytes = _mm512_broadcast_i32x4(_mm_maskz_loadu_epi32(0b111, from.cast()));

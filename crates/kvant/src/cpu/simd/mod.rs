@@ -218,6 +218,13 @@ pub(crate) trait Simd: Copy + 'static {
         // SAFETY: the caller's promise.
         unsafe { (Self::lookup16_low(&NUMBERS, from), Self::lookup16_high(&NUMBERS, from)) }
     }
+    /// Replaces 32 bytes below 16 by the entries of a table.
+    #[inline(always)]
+    unsafe fn map16(table: &[u8; 16], bytes: *mut u8) {
+        // SAFETY: the caller's promise: 32 bytes.
+        let bytes = unsafe { &mut *bytes.cast::<[u8; 32]>() };
+        bytes.iter_mut().for_each(|byte| *byte = table[usize::from(*byte & 15)]);
+    }
     /// Widens 16 codes of 6 bits from 12 bytes, a little-endian bit stream, into the first `16 / LANES` vectors.
     #[inline(always)]
     unsafe fn load_u6(from: *const u8) -> [Self::F; 4] {

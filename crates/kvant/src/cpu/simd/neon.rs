@@ -115,6 +115,15 @@ impl Simd for Neon {
         unsafe { vcvtq_f32_u32(widen(from)) }
     }
     #[inline(always)]
+    unsafe fn map16(table: &[u8; 16], bytes: *mut u8) {
+        unsafe {
+            let table = vld1q_u8(table.as_ptr());
+            for half in [bytes, bytes.add(16)] {
+                vst1q_u8(half, vqtbl1q_u8(table, vld1q_u8(half)));
+            }
+        }
+    }
+    #[inline(always)]
     unsafe fn add(a: float32x4_t, b: float32x4_t) -> float32x4_t {
         unsafe { vaddq_f32(a, b) }
     }

@@ -1,12 +1,12 @@
 // MLX's affine quantisation: w = scale * code + bias, one scale and bias per group of 32, 64 or 128 inputs.
 //
-// The codes of a row are one little-endian bit stream of 4, 6 or 8 bits each. They are taken 16 at a time: 2, 3 or 4
-// words, all of one group.
+// The codes of a row are one little-endian bit stream of 2, 3, 4, 5, 6 or 8 bits each. They are taken 16 at a time,
+// all of one group: as many half words as a code has bits.
 #ifndef KVANT_CUDA_DEVICE_AFFINE_H
 #define KVANT_CUDA_DEVICE_AFFINE_H
 #include "device/vectors.h"
 
-// Words that hold 16 codes.
+// Words that hold 16 codes of 4, 6 or 8 bits.
 inline constexpr uint words_of(uint bits) {
     return bits / 2;
 }
@@ -14,6 +14,12 @@ inline constexpr uint words_of(uint bits) {
 // The words of codes 16 c .. 16 c + 15 of the row whose first word is `row`. `aligned`, a constant, says that rows
 // begin at multiples of 16 bytes.
 inline uint4 load_words(const uint *row, uint c, uint bits, bool aligned) {
+    if (bits == 2 || bits == 3 || bits == 5) {
+        const ushort *halves = reinterpret_cast<const ushort *>(row) + c * bits;
+        const uint low = halves[0] | uint(halves[1]) << 16;
+        const uint middle = bits > 2 ? halves[2] | (bits > 3 ? uint(halves[3]) << 16 : 0) : 0;
+        return make_uint4(low, middle, bits > 3 ? halves[4] : 0, 0);
+    }
     const uint *at = row + c * words_of(bits);
     if (bits == 4) {
         const uint2 two = aligned ? *reinterpret_cast<const uint2 *>(at) : make_uint2(at[0], at[1]);
@@ -30,6 +36,11 @@ inline float from_bits(uint bits) {
     return __uint_as_float(bits | 0x4B000000) - 8388608.0f;
 }
 
+// The bytes of a word.
+inline float4 bytes_of(uint w) {
+    return make_float4(from_bits(w & 255), from_bits(w >> 8 & 255), from_bits(w >> 16 & 255), from_bits(w >> 24));
+}
+
 // Codes 4 i .. 4 i + 3 of those 16, the j-th in units of 1 / part(field_units(bits), j); i is known when the loop
 // around it is unrolled. Codes of 4 bits are not shifted within their 16 bits.
 inline float4 fields_of(uint4 words, uint i, uint bits) {
@@ -37,14 +48,22 @@ inline float4 fields_of(uint4 words, uint i, uint bits) {
         const uint w = (i < 2 ? words.x : words.y) >> (i % 2 * 16);
         return make_float4(from_bits(w & 0xF), from_bits(w & 0xF0), from_bits(w & 0xF00), from_bits(w & 0xF000));
     }
+    if (bits == 2 || bits == 3 || bits == 5) {
+        // 20 bits at most, from bit 4 bits i on.
+        const uint bit = i * 4 * bits;
+        const uint first = bit < 32 ? words.x : words.y, second = bit < 32 ? words.y : words.z;
+        const uint w = bit % 32 == 0 ? first : first >> bit % 32 | second << (32 - bit % 32);
+        const uint mask = (1u << bits) - 1;
+        return make_float4(from_bits(w & mask), from_bits(w >> bits & mask), from_bits(w >> 2 * bits & mask),
+                           from_bits(w >> 3 * bits & mask));
+    }
     if (bits == 6) {
         // 24 bits, from bit 24 i on.
         const uint w = i == 0 ? words.x : i == 1 ? words.x >> 24 | words.y << 8 : i == 2 ? words.y >> 16 | words.z << 16
                                                                                          : words.z >> 8;
         return make_float4(from_bits(w & 63), from_bits(w >> 6 & 63), from_bits(w >> 12 & 63), from_bits(w >> 18 & 63));
     }
-    const uint w = i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w;
-    return make_float4(from_bits(w & 255), from_bits(w >> 8 & 255), from_bits(w >> 16 & 255), from_bits(w >> 24));
+    return bytes_of(i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w);
 }
 
 inline float4 field_units(uint bits) {

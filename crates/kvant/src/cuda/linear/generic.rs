@@ -86,6 +86,8 @@ pub(super) fn launch_dense(call: &Call, [x, w]: &[Scratch; 2], params: &LinearPa
         .constant("W_DTYPE", DType::BF16)
         .constant("BITS", 0)
         .constant("GROUP", 1)
+        .constant("FORMAT", 0)
+        .constant("BLOCK_ALIGNMENT", 1)
         .constant("EXPERTS", false)
         .constant("X_ALIGNED", true)
         .constant("W_ALIGNED", true)

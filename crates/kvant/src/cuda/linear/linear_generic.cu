@@ -1,7 +1,8 @@
 // linear: out[r] = alpha * W x[r / rows_per_input], f32, f16 or bf16 in and out.
 //
 // x has rows of `inputs`; W is [outputs, inputs], f32, f16 or bf16, or MLX's affine codes [outputs, inputs * bits / 32]
-// with scales and biases [outputs, inputs / group] (BITS is not 0; then W_DTYPE is theirs); out is [rows, outputs].
+// with scales and biases [outputs, inputs / group] (BITS is not 0; then W_DTYPE is theirs),
+// or rows of blocks (FORMAT is not 0: device/blocks.h); out is [rows, outputs].
 // With EXPERTS there are several such matrices, one after the other, and ids[r] is the one of row r; the output is 0 if
 // there is no such matrix.
 //
@@ -11,6 +12,7 @@
 // small matrix is in flight at once. linear_tiles, for more rows, multiplies tiles of x and W, which are converted to
 // float in shared memory.
 #include "device/affine.h"
+#include "device/blocks.h"
 #include "device/dependent_launch.h"
 #include "device/reduce.h"
 #include "device/vectors.h"
@@ -22,7 +24,10 @@ struct Weight {
     const uchar *biases;
 };
 
-constexpr bool AFFINE = BITS != 0;
+// Of affine weights and of blocks, a chunk is codes, a scale and a bias.
+constexpr bool AFFINE = BITS != 0 || FORMAT != 0;
+// The codes of blocks are unpacked to bytes.
+constexpr uint CODE_BITS = FORMAT != 0 ? 8 : BITS;
 
 // Inputs of a chunk, which lie in 16 bytes (8 at 4 bits, 12 at 6), and groups of four inputs.
 constexpr uint CHUNK = AFFINE ? 16 : 16 / size_of(W_DTYPE);
@@ -68,6 +73,12 @@ inline Chunk load_chunk(Weight w, ulong row, uint c, uint inputs) {
     if (!AFFINE) {
         return Chunk{dense_words(w.values, row * inputs + c * CHUNK, inputs - c * CHUNK), 1, 0};
     }
+    if (FORMAT != 0) {
+        uint words[4];
+        float scale, bias;
+        load_block_codes(w.values, w.scales, FORMAT, BLOCK_ALIGNMENT, row, c, inputs, words, scale, bias);
+        return Chunk{make_uint4(words[0], words[1], words[2], words[3]), scale, bias};
+    }
     const uint *codes = reinterpret_cast<const uint *>(w.values) + row * (inputs / 32 * BITS);
     const uint4 words = load_words(codes, c, BITS, W_ALIGNED);
     const ulong group = row * (inputs / GROUP) + c * CHUNK / GROUP;
@@ -78,7 +89,7 @@ inline Chunk load_chunk(Weight w, ulong row, uint c, uint inputs) {
 inline float4 fields_of(const Chunk &chunk, uint i) {
     const uint4 w = chunk.words;
     if (AFFINE) {
-        return fields_of(w, i, BITS);
+        return fields_of(w, i, CODE_BITS) + all4(-code_of_zero(FORMAT));
     }
     if (W_DTYPE == F32) {
         return make_float4(__uint_as_float(w.x), __uint_as_float(w.y), __uint_as_float(w.z), __uint_as_float(w.w));
@@ -112,7 +123,7 @@ inline void load_inputs(float4 (&inputs)[FOURS], const uchar *x, ulong start, ui
 
 // Outputs of a warp, and chunks of a row that a lane reads before it uses them; generic.rs has the first.
 constexpr uint ROWS = 2;
-constexpr uint AHEAD = TOKENS > 2 ? 2 : AFFINE && TOKENS == 1 && BITS == 4 ? 8 : 4;
+constexpr uint AHEAD = TOKENS > 2 ? 2 : BITS == 4 && TOKENS == 1 ? 8 : 4;
 
 // Blocks: x counts ROWS outputs per warp, y the rows, TOKENS each (one with experts).
 extern "C" __global__ void __launch_bounds__(128)
@@ -177,7 +188,7 @@ extern "C" __global__ void __launch_bounds__(128)
                         products = products + fields_of(read[a][r], j) * inputs[j];
                     }
                     if (AFFINE) {
-                        const float product = dot(products, field_units(BITS));
+                        const float product = dot(products, field_units(CODE_BITS));
                         sums[t][r] += read[a][r].scale * product + read[a][r].bias * sum;
                     } else {
                         sums[t][r] += total(products);
@@ -291,7 +302,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 }
 #pragma unroll
                 for (uint four = 0; four < FOURS; four++) {
-                    const float4 v = AFFINE ? field_units(BITS) * fields_of(chunk, four) : fields_of(chunk, four);
+                    const float4 v = AFFINE ? field_units(CODE_BITS) * fields_of(chunk, four) : fields_of(chunk, four);
 #pragma unroll
                     for (uint e = 0; e < 4; e++) {
                         w_tile[(j + four * 4 + e) * STRIDE + i] =

@@ -38,13 +38,18 @@ const FEW_PER_EXPERT: usize = 2;
 
 /// The kernel that takes a product.
 pub(super) fn select(call: &Call, weight: &Parts, limits: &Limits) -> CudaLinearKernel {
-    let is_affine = weight.bits != 0;
+    let is_affine = !weight.is_dense();
     let few_of_experts = FEW.max(FEW_PER_EXPERT * call.dims.experts);
     let few = match (call.experts.is_some(), is_affine) {
         (true, _) => few_of_experts,
         (false, true) => FEW_AFFINE,
         (false, false) => FEW,
     };
+    // Blocks, and codes of 2, 3 and 5 bits.
+    if weight.format != 0 || !matches!(weight.bits, 0 | 4 | 6 | 8) {
+        let few = if call.experts.is_some() { few_of_experts } else { FEW };
+        return if call.rows <= few { CudaLinearKernel::Few } else { CudaLinearKernel::Tiles };
+    }
     // Many rows.
     if call.rows > if is_affine { FEW_AFFINE } else { FEW }
         && let Some(chunks) = ManyChunks::new(call, weight, limits)

@@ -3,14 +3,76 @@
 use crate::common::{Bound, FLOATS, Out, Output, Rng, conform, indices, input, run, without_gpu::Launches};
 use kvant::{
     DType, Device, Result, Tensor, gpu,
-    ops::{self, Affine, Embed, Experts, Linear, Weight},
+    ops::{self, Affine, BlockFormat, Blocks, Embed, Experts, Linear, Mxfp4, Weight},
 };
 
 /// A weight of E matrices (or just one) with rows of K inputs.
 #[derive(Clone, Copy, Debug)]
 enum Kind {
     Dense(DType),
-    Affine { bits: u32, group: usize, scales: DType },
+    Affine {
+        bits: u32,
+        group: usize,
+        scales: DType,
+    },
+    Blocks(BlockFormat),
+    /// The dtype of the codes.
+    Mxfp4(DType),
+}
+
+impl Kind {
+    /// The inputs of a row are a multiple of this.
+    fn step(self) -> usize {
+        match self {
+            Kind::Dense(_) => 1,
+            Kind::Affine { group, .. } => group,
+            Kind::Blocks(format) => format.block_inputs(),
+            Kind::Mxfp4(_) => 32,
+        }
+    }
+}
+
+/// Every block format, and MXFP4 with separate scales.
+fn block_kinds() -> Vec<Kind> {
+    let mut kinds = BlockFormat::ALL.map(Kind::Blocks).to_vec();
+    kinds.extend([Kind::Mxfp4(DType::U8), Kind::Mxfp4(DType::U32)]);
+    kinds
+}
+
+/// Blocks of any codes, with scales of both signs that make weights of about 1.
+fn blocks(rng: &mut Rng, format: BlockFormat, count: usize) -> Vec<u8> {
+    use BlockFormat::*;
+    let bytes = format.block_bytes();
+    let mut data: Vec<u8> = (0..count * bytes).map(|_| rng.bits() as u8).collect();
+    // Where the scale and the minimum are, and their usual magnitudes.
+    let [scale, min] = match format {
+        Q5_0 => [Some((0, 0.06)), None],
+        Q5_1 => [Some((0, 0.06)), Some((2, 1.0))],
+        Q2_K => [Some((80, 0.1)), Some((82, 0.1))],
+        Q3_K => [Some((108, 0.02)), None],
+        Q4_K | Q5_K => [Some((0, if format == Q4_K { 0.004 } else { 0.002 })), Some((2, 0.03))],
+        Q6_K => [Some((208, 0.0008)), None],
+        IQ4_NL => [Some((0, 0.015)), None],
+        IQ4_XS => [Some((0, 0.0008)), None],
+        MXFP4 => [None, None],
+        _ => unreachable!("{format} has no scales here"),
+    };
+    for block in data.chunks_exact_mut(bytes) {
+        for (at, magnitude) in [scale, min].into_iter().flatten() {
+            let sign = if rng.bits() & 1 == 0 { 1.0 } else { -1.0 };
+            let number = kvant::f16::from_f32(sign * magnitude * (0.5 + rng.uniform() as f32));
+            block[at..at + 2].copy_from_slice(&number.to_le_bytes());
+        }
+        if format == MXFP4 {
+            block[0] = power(rng);
+        }
+    }
+    data
+}
+
+/// A scale of MXFP4 from 1/4 to 1.
+fn power(rng: &mut Rng) -> u8 {
+    125 + (rng.bits() % 3) as u8
 }
 
 struct Matrices {
@@ -26,6 +88,19 @@ impl Matrices {
         let rows: usize = lead.iter().product();
         let tensors = match kind {
             Kind::Dense(dtype) => vec![input(device, dtype, &rng.normals(rows * inputs), &shape(inputs))?],
+            Kind::Blocks(format) => {
+                let bytes = format.row_bytes(inputs).expect("whole blocks");
+                let data = blocks(rng, format, rows * inputs / format.block_inputs());
+                vec![Tensor::from_bytes(device, DType::U8, &shape(bytes), &data)?]
+            }
+            Kind::Mxfp4(dtype) => {
+                let codes: Vec<u8> = (0..rows * inputs / 2).map(|_| rng.bits() as u8).collect();
+                let scales: Vec<u8> = (0..rows * inputs / 32).map(|_| power(rng)).collect();
+                vec![
+                    Tensor::from_bytes(device, dtype, &shape(inputs / 2 / dtype.size()), &codes)?,
+                    Tensor::from_bytes(device, DType::U8, &shape(inputs / 32), &scales)?,
+                ]
+            }
             Kind::Affine { bits, group, scales } => {
                 let words = inputs * bits as usize / 32;
                 let codes: Vec<u32> = (0..rows * words).map(|_| rng.bits() as u32).collect();
@@ -46,6 +121,8 @@ impl Matrices {
     fn weight(&self) -> Weight<'_> {
         match self.kind {
             Kind::Dense(_) => Weight::Dense(&self.tensors[0]),
+            Kind::Blocks(format) => Blocks::new(&self.tensors[0], format).into(),
+            Kind::Mxfp4(_) => Mxfp4::new(&self.tensors[0], &self.tensors[1]).into(),
             Kind::Affine { bits, group, .. } => Weight::Affine(Affine {
                 codes: &self.tensors[0],
                 scales: &self.tensors[1],
@@ -88,7 +165,7 @@ impl Case {
 
     fn run(&self, device: &Device, outliers: bool) -> Result<Vec<Output>> {
         let out = self.launch(device, outliers)?;
-        let rows = if matches!(self.kind, Kind::Affine { .. }) { self.tokens } else { 0 };
+        let rows = if matches!(self.kind, Kind::Dense(_)) { 0 } else { self.tokens };
         // Where thousands of products are added one after the other in f32, the sum's own rounding shows.
         let gain = if outliers || self.inputs > 4096 { 2.0 } else { 1.0 };
         let bound = Bound::of(self.out).of_rows(device, rows).times(gain);
@@ -126,8 +203,33 @@ fn dense() {
 #[test]
 fn no_inputs() {
     for tokens in [1, 33] {
-        for kind in [Kind::Dense(DType::F16), Kind::Affine { bits: 4, group: 64, scales: DType::F32 }] {
+        for kind in [
+            Kind::Dense(DType::F16),
+            Kind::Affine { bits: 4, group: 64, scales: DType::F32 },
+            Kind::Blocks(BlockFormat::Q4_K),
+            Kind::Mxfp4(DType::U8),
+        ] {
             Case { kind, tokens, inputs: 0, outputs: 5, x: DType::F32, out: DType::F32, alpha: 2.0 }.check();
+        }
+    }
+}
+
+/// Few and many rows, one block and several, a last one that fills no vector.
+#[test]
+fn block_formats() {
+    let mut rng = Rng::of("blocks");
+    for kind in block_kinds() {
+        for tokens in TOKENS {
+            for blocks in [1, 2, 3, 9] {
+                let (inputs, outputs) = (kind.step() * blocks, rng.pick(&[1, 3, 16, 65]));
+                let (x, out, alpha) = (rng.pick(&FLOATS), rng.pick(&FLOATS), rng.pick(&[1.0, 1.0, -0.37]));
+                Case { kind, tokens, inputs, outputs, x, out, alpha }.check();
+            }
+        }
+        // Rows that are read in streams; matrices that are widened.
+        for (tokens, inputs, outputs) in [(1, 4096, 70), (3, 2048, 69), (70, 512, 67)] {
+            let (x, out) = (DType::F32, DType::F32);
+            Case { kind, tokens, inputs, outputs, x, out, alpha: 1.0 }.check();
         }
     }
 }
@@ -135,7 +237,7 @@ fn no_inputs() {
 #[test]
 fn affine() {
     let mut rng = Rng::of("affine");
-    for bits in [4, 6, 8] {
+    for bits in [2, 3, 4, 5, 6, 8] {
         for group in [32, 64, 128] {
             for scales in FLOATS {
                 for tokens in TOKENS {
@@ -152,7 +254,7 @@ fn affine() {
 /// Kernels that make integers of a few rows of activations keep the small ones beside one that is large.
 #[test]
 fn outliers() {
-    for bits in [4, 6, 8] {
+    for bits in [2, 3, 4, 5, 6, 8] {
         for (x, out) in [(DType::F32, DType::F32), (DType::BF16, DType::F32), (DType::F16, DType::F16)] {
             for (tokens, inputs, outputs) in [(1, 128, 65), (1, 2048, 40), (2, 448, 33), (5, 320, 64)] {
                 let kind = Kind::Affine { bits, group: 64, scales: x };
@@ -259,13 +361,14 @@ fn many_rows() {
 #[test]
 fn experts() {
     let mut rng = Rng::of("experts");
-    let kinds = FLOATS.map(Kind::Dense).into_iter().chain([4, 6, 8].into_iter().flat_map(|bits| {
+    let kinds = FLOATS.map(Kind::Dense).into_iter().chain([3, 4, 6, 8].into_iter().flat_map(|bits| {
         [32, 64].map(|group| Kind::Affine { bits, group, scales: if group == 32 { DType::F32 } else { DType::BF16 } })
     }));
-    for kind in kinds {
+    for kind in kinds.chain(block_kinds()) {
         for expanded in [false, true] {
             for (tokens, top_k) in [(1, 1), (1, 3), (5, 2), (70, 2)] {
-                let (inputs, outputs, experts) = (64 * rng.pick(&[1, 3]), rng.pick(&[1, 5, 33]), 4);
+                let step = kind.step().max(64);
+                let (inputs, outputs, experts) = (step * rng.pick(&[1, 3]), rng.pick(&[1, 5, 33]), 4);
                 let (x_type, out_type) = (rng.pick(&FLOATS), rng.pick(&FLOATS));
                 let case = format!("{kind:?}, expanded {expanded}, T {tokens}, top {top_k}, {x_type} -> {out_type}");
                 conform(&case, |device| {
@@ -280,7 +383,7 @@ fn experts() {
                     let experts = Some(Experts::new(&ids).expanded(expanded));
                     let args = Linear::new(&x, w.weight(), &out.tensor).experts(experts).alpha(0.5);
                     run(device, |enc| ops::linear(enc, &args))?;
-                    let rows = if matches!(kind, Kind::Affine { .. }) { tokens * top_k } else { 0 };
+                    let rows = if matches!(kind, Kind::Dense(_)) { 0 } else { tokens * top_k };
                     Ok(vec![out.close_within("out", Bound::of(out_type).of_rows(device, rows))?])
                 });
             }
@@ -290,16 +393,17 @@ fn experts() {
 
 #[test]
 fn embed() {
-    let affine = [4, 6, 8].into_iter().flat_map(|bits| {
+    let affine = [2, 3, 4, 5, 6, 8].into_iter().flat_map(|bits| {
         [32, 64, 128].into_iter().flat_map(move |group| FLOATS.map(|scales| Kind::Affine { bits, group, scales }))
     });
-    for kind in FLOATS.map(Kind::Dense).into_iter().chain(affine) {
+    for kind in FLOATS.map(Kind::Dense).into_iter().chain(affine).chain(block_kinds()) {
         for out_type in FLOATS {
             for (tokens, scale) in [(0, 1.0), (1, 1.0), (7, 11.313_708), (65, -1.0)] {
                 let case = format!("embed {kind:?} -> {out_type}, T {tokens}, scale {scale}");
                 conform(&case, |device| {
                     let mut rng = Rng::of(&case);
-                    let width = if matches!(kind, Kind::Dense(_)) { 37 } else { 128 * rng.pick(&[1, 2]) };
+                    let width =
+                        if matches!(kind, Kind::Dense(_)) { 37 } else { kind.step().max(128) * rng.pick(&[1, 2]) };
                     let table = Matrices::new(device, &mut rng, kind, &[29], width)?;
                     let ids: Vec<u32> = (0..tokens).map(|t| if t == 0 { 28 } else { rng.below(29) as u32 }).collect();
                     let ids = indices(device, &ids, &[tokens])?;
@@ -316,17 +420,17 @@ fn embed() {
 /// Tensors that begin at no multiple of a vector: rows of them are read and written element by element.
 #[test]
 fn odd_offsets() {
-    let kinds = FLOATS.map(Kind::Dense).into_iter().chain([4, 6, 8].map(|bits| {
+    let kinds = FLOATS.map(Kind::Dense).into_iter().chain([2, 3, 4, 5, 6, 8].map(|bits| {
         let scales = DType::F16;
         Kind::Affine { bits, group: 32, scales }
     }));
-    for kind in kinds {
+    for kind in kinds.chain(block_kinds()) {
         for tokens in [1, 2, 5, 33] {
             let dtype = DType::BF16;
             let case = format!("at odd offsets: {kind:?}, T {tokens}");
             conform(&case, |device| {
                 let mut rng = Rng::of(&case);
-                let (inputs, outputs) = (64, 20);
+                let (inputs, outputs) = (kind.step().max(64), 20);
                 // One element into a flat tensor of the same dtype.
                 let shifted = |tensor: &Tensor| -> Result<Tensor> {
                     let bytes = crate::common::bytes_of(tensor)?;
@@ -355,10 +459,14 @@ fn odd_offsets() {
 /// An id that names no row of the table or no expert: an error where the host sees it, a row of zeros elsewhere.
 #[test]
 fn ids_out_of_range() {
-    for kind in [Kind::Dense(DType::F32), Kind::Affine { bits: 4, group: 32, scales: DType::F16 }] {
+    for kind in [
+        Kind::Dense(DType::F32),
+        Kind::Affine { bits: 4, group: 32, scales: DType::F16 },
+        Kind::Blocks(BlockFormat::Q6_K),
+    ] {
         for (device, tokens) in crate::common::devices().iter().flat_map(|d| [3, 40].map(|tokens| (d, tokens))) {
             let mut rng = Rng::of("out of range");
-            let (experts, outputs, inputs) = (4, 9, 64);
+            let (experts, outputs, inputs) = (4, 9, kind.step().max(64));
             let w = Matrices::new(device, &mut rng, kind, &[experts, outputs], inputs).unwrap();
             let table = Matrices::new(device, &mut rng, kind, &[experts], inputs).unwrap();
             let x = input(device, DType::F32, &rng.normals(tokens * inputs), &[tokens, inputs]).unwrap();

@@ -106,7 +106,8 @@ pub unsafe fn prepare(layout: IntegerLayout, x: &[f32], to: &mut [f32]) -> bool 
     true
 }
 
-/// The products of R rows of the matrix with T prepared rows of activations.
+/// The products of R rows of the matrix with T prepared rows of activations. Codes of BITS bits (8: more than 6) are
+/// stored in STORED bits.
 ///
 /// # Safety
 /// The instructions of `Avx512Vnni` are there; the rows have the layout, the activations were prepared for it, and R·T
@@ -114,12 +115,12 @@ pub unsafe fn prepare(layout: IntegerLayout, x: &[f32], to: &mut [f32]) -> bool 
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni")]
 #[allow(clippy::needless_range_loop, reason = "a number counts through several arrays at once")]
-pub unsafe fn dots<const BITS: usize, const R: usize, const T: usize>(
+pub unsafe fn dots<const BITS: usize, const STORED: usize, const R: usize, const T: usize>(
     layout: IntegerLayout,
     rows: &AffineRows,
     x: [*const f32; T],
 ) -> [[f32; T]; R] {
-    let layout = IntegerLayout { bits: BITS, ..layout };
+    let layout = IntegerLayout { bits: STORED, ..layout };
     // Not by `map`: what that calls is compiled without these instructions, and stays a call.
     let mut parts = [split(layout, x[0]); T];
     for t in 1..T {
@@ -130,7 +131,7 @@ pub unsafe fn dots<const BITS: usize, const R: usize, const T: usize>(
     let (whole, rest) = (layout.inputs / block_inputs(layout), layout.inputs % block_inputs(layout));
     // SAFETY: the caller's promise; of the last block only the words that the row has are read.
     unsafe {
-        let words = ((1u32 << (block_inputs(layout) * BITS / 32)) - 1) as __mmask16;
+        let words = ((1u32 << (block_inputs(layout) * STORED / 32)) - 1) as __mmask16;
         for first in (0..layout.groups()).step_by(GROUPS) {
             let used = (1u32 << (layout.groups() - first).min(GROUPS)).wrapping_sub(1) as __mmask16;
             let mut factors = [[_mm512_setzero_ps(); T]; R];
@@ -146,12 +147,14 @@ pub unsafe fn dots<const BITS: usize, const R: usize, const T: usize>(
             let blocks = (GROUPS << layout.group) / block_inputs(layout);
             let start = first / GROUPS * blocks;
             for index in start..whole.min(start + blocks) {
-                InputBlock { layout, index, words, lanes: !0 }.add::<BITS, R, T>(rows, &x, &factors, &mut total);
+                InputBlock { layout, index, words, lanes: !0 }
+                    .add::<BITS, STORED, R, T>(rows, &x, &factors, &mut total);
             }
             if rest > 0 && whole < start + blocks {
-                let words = (1 << (rest * BITS / 32)) - 1;
+                let words = (1 << (rest * STORED / 32)) - 1;
                 let lanes = (1 << (rest * VECTOR / 4 / block_inputs(layout))) - 1;
-                InputBlock { layout, index: whole, words, lanes }.add::<BITS, R, T>(rows, &x, &factors, &mut total);
+                InputBlock { layout, index: whole, words, lanes }
+                    .add::<BITS, STORED, R, T>(rows, &x, &factors, &mut total);
             }
         }
         let mut sums = [[0.0; T]; R];
@@ -179,14 +182,14 @@ impl InputBlock {
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni")]
     #[allow(clippy::needless_range_loop, reason = "a number counts through several arrays at once")]
-    unsafe fn add<const BITS: usize, const R: usize, const T: usize>(
+    unsafe fn add<const BITS: usize, const STORED: usize, const R: usize, const T: usize>(
         self,
         rows: &AffineRows,
         x: &[(*const u8, *const f32, *const f32); T],
         factors: &[[__m512; T]; R],
         total: &mut [[__m512; T]; R],
     ) {
-        let parts = if BITS == 4 { 2 } else { 1 };
+        let parts = if STORED == 4 { 2 } else { 1 };
         let at = self.index * parts * VECTOR;
         // SAFETY: the caller's promise.
         unsafe {
@@ -195,12 +198,12 @@ impl InputBlock {
             let group = _mm_cvtsi32_si128((self.layout.group - (4 * parts as u32).ilog2()) as i32);
             let first = _mm512_set1_epi32((at >> self.layout.group) as i32);
             let group_of = _mm512_add_epi32(_mm512_srl_epi32(lanes, group), first);
-            let (mut prefetch, apart) = rows.prefetch.at::<R>(self.index, parts * 8 * BITS);
+            let (mut prefetch, apart) = rows.prefetch.at::<R>(self.index, parts * 8 * STORED);
             for r in 0..R {
-                let from = rows.codes.add(r * rows.codes_apart + at / 8 * BITS);
+                let from = rows.codes.add(r * rows.codes_apart + at / 8 * STORED);
                 _mm_prefetch::<_MM_HINT_T1>(prefetch.cast());
                 prefetch = prefetch.wrapping_add(apart);
-                let codes = unpack::<BITS>(_mm512_maskz_loadu_epi32(self.words, from.cast()));
+                let codes = unpack::<STORED>(_mm512_maskz_loadu_epi32(self.words, from.cast()));
                 for t in 0..T {
                     let mut sum = _mm512_setzero_si512();
                     let mut high = _mm512_setzero_ps();
@@ -239,23 +242,23 @@ fn unpack<const BITS: usize>(packed: __m512i) -> [__m512i; 2] {
             let nibble = _mm512_set1_epi8(15);
             [_mm512_and_si512(packed, nibble), _mm512_and_si512(_mm512_srli_epi16::<4>(packed), nibble)]
         }
-        6 => {
-            // Eight bytes take the six that hold their codes, and each of them the bits from 6i on.
-            const ORDER: [u8; VECTOR] = {
+        8 => [packed, packed],
+        _ => {
+            // Eight bytes take the bytes that hold their codes, and byte i of them the bits from BITS · i on.
+            let order = const {
                 let mut order = [0; VECTOR];
                 let mut i = 0;
                 while i < VECTOR {
-                    order[i] = if i % 8 < 6 { i / 8 * 6 + i % 8 } else { 63 } as u8;
+                    order[i] = if i % 8 < BITS { i / 8 * BITS + i % 8 } else { 63 } as u8;
                     i += 1;
                 }
                 order
             };
             // SAFETY: a vector of 64 bytes.
-            let order = unsafe { _mm512_loadu_si512(ORDER.as_ptr().cast()) };
-            let shifts = _mm512_set1_epi64(0x2a_24_1e_18_12_0c_06_00);
+            let order = unsafe { _mm512_loadu_si512(order.as_ptr().cast()) };
+            let shifts = _mm512_set1_epi64(0x07_06_05_04_03_02_01_00 * BITS as i64);
             let bytes = _mm512_multishift_epi64_epi8(shifts, _mm512_permutexvar_epi8(order, packed));
-            [_mm512_and_si512(bytes, _mm512_set1_epi8(63)), bytes]
+            [_mm512_and_si512(bytes, _mm512_set1_epi8(((1 << BITS) - 1) as i8)), bytes]
         }
-        _ => [packed, packed],
     }
 }

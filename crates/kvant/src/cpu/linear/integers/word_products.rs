@@ -57,18 +57,22 @@ pub unsafe fn prepare(layout: IntegerLayout, x: &[f32], to: &mut [f32]) -> bool 
     true
 }
 
-/// Unpacks the codes of a panel's outputs, the scales and biases of which are there, and counts them from the middle of
+/// Unpacks the codes of a panel's outputs, the scales and biases of which are there, and counts them from `middle`, that of
 /// their range: scale · code + bias = scale · (code − middle) + (bias + middle · scale).
 ///
 /// # Safety
 /// The instructions of `Avx512Vnni` are there, the rows exist, and the panel is as long as [`panel`] says.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni")]
-pub unsafe fn unpack<const BITS: usize>(layout: IntegerLayout, codes: [*const u8; OUTPUTS], panel: &mut [f32]) {
-    let middle = 1 << (BITS - 1);
+pub unsafe fn unpack<const BITS: usize>(
+    layout: IntegerLayout,
+    middle: i16,
+    codes: [*const u8; OUTPUTS],
+    panel: &mut [f32],
+) {
     let (words, factors) = panel.split_at_mut(OUTPUTS * layout.inputs() / 2);
     let (scales, biases) = factors.split_at_mut(OUTPUTS * layout.groups());
     for (bias, scale) in biases.iter_mut().zip(scales) {
-        *bias = (middle as f32).mul_add(*scale, *bias);
+        *bias = f32::from(middle).mul_add(*scale, *bias);
     }
     let mask = _mm512_set1_epi32((1 << BITS) - 1);
     let middles = _mm512_set1_epi16(middle);

@@ -1,0 +1,183 @@
+//! Weights in the block formats of GGUF files and in MXFP4, as the files store them.
+
+use super::check;
+use crate::{DType, Result, Tensor};
+
+/// A block format of GGUF files. A row is a whole number of blocks; a block holds the codes and the scales of
+/// consecutive inputs.
+///
+/// The names and the bytes are ggml's; [`reference::dequantise_blocks`](crate::reference::dequantise_blocks()) defines
+/// them. Q4_0, Q4_1 and Q8_0 are not listed: they convert to [`Affine`](super::Affine) matrices without loss.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[allow(non_camel_case_types, reason = "the formats' own names")]
+#[non_exhaustive]
+pub enum BlockFormat {
+    /// 32 codes of 5 bits with a scale.
+    Q5_0,
+    /// 32 codes of 5 bits with a scale and a minimum.
+    Q5_1,
+    /// 256 codes of 2 bits; groups of 16 with a scale and a minimum of 4 bits.
+    Q2_K,
+    /// 256 codes of 3 bits; groups of 16 with a scale of 6 bits.
+    Q3_K,
+    /// 256 codes of 4 bits; groups of 32 with a scale and a minimum of 6 bits.
+    Q4_K,
+    /// 256 codes of 5 bits; groups of 32 with a scale and a minimum of 6 bits.
+    Q5_K,
+    /// 256 codes of 6 bits; groups of 16 with a scale of 8 bits.
+    Q6_K,
+    /// 32 codes of 4 bits, which index a table of 16 values, with a scale.
+    IQ4_NL,
+    /// 256 codes of 4 bits, which index the table of IQ4_NL; groups of 32 with a scale of 6 bits.
+    IQ4_XS,
+    /// 32 numbers of 4 bits (E2M1) with a power of two as scale.
+    MXFP4,
+}
+
+impl BlockFormat {
+    /// Every format.
+    pub const ALL: [BlockFormat; 10] = [
+        BlockFormat::Q5_0,
+        BlockFormat::Q5_1,
+        BlockFormat::Q2_K,
+        BlockFormat::Q3_K,
+        BlockFormat::Q4_K,
+        BlockFormat::Q5_K,
+        BlockFormat::Q6_K,
+        BlockFormat::IQ4_NL,
+        BlockFormat::IQ4_XS,
+        BlockFormat::MXFP4,
+    ];
+
+    /// Inputs of a block: 32 or 256.
+    pub const fn block_inputs(self) -> usize {
+        match self {
+            BlockFormat::Q5_0 | BlockFormat::Q5_1 | BlockFormat::IQ4_NL | BlockFormat::MXFP4 => 32,
+            _ => 256,
+        }
+    }
+
+    /// Bytes of a block.
+    pub const fn block_bytes(self) -> usize {
+        match self {
+            BlockFormat::Q5_0 => 22,
+            BlockFormat::Q5_1 => 24,
+            BlockFormat::Q2_K => 84,
+            BlockFormat::Q3_K => 110,
+            BlockFormat::Q4_K => 144,
+            BlockFormat::Q5_K => 176,
+            BlockFormat::Q6_K => 210,
+            BlockFormat::IQ4_NL => 18,
+            BlockFormat::IQ4_XS => 136,
+            BlockFormat::MXFP4 => 17,
+        }
+    }
+
+    /// Bytes of a row of `inputs`; `None` if it is not a whole number of blocks or the size overflows.
+    pub const fn row_bytes(self, inputs: usize) -> Option<usize> {
+        if inputs.is_multiple_of(self.block_inputs()) {
+            (inputs / self.block_inputs()).checked_mul(self.block_bytes())
+        } else {
+            None
+        }
+    }
+
+    /// Consecutive inputs that share a scale: 16 or 32.
+    pub const fn group(self) -> usize {
+        match self {
+            BlockFormat::Q2_K | BlockFormat::Q3_K | BlockFormat::Q6_K => 16,
+            _ => 32,
+        }
+    }
+}
+
+impl std::fmt::Display for BlockFormat {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        std::fmt::Debug::fmt(self, f)
+    }
+}
+
+/// A matrix in a [`BlockFormat`].
+///
+/// The number of inputs follows from the bytes of a row: K = bytes / [`block_bytes`](BlockFormat::block_bytes) ·
+/// [`block_inputs`](BlockFormat::block_inputs).
+#[derive(Clone, Copy, Debug)]
+pub struct Blocks<'a> {
+    /// u8 `[N, bytes]`, or `[E, N, bytes]` with experts: the blocks of a row follow one another. Any byte offset.
+    pub data: &'a Tensor,
+    /// The format of every block.
+    pub format: BlockFormat,
+}
+
+impl<'a> Blocks<'a> {
+    /// The matrix of `data`.
+    pub fn new(data: &'a Tensor, format: BlockFormat) -> Self {
+        Blocks { data, format }
+    }
+}
+
+/// A matrix in MXFP4 with codes and scales in separate tensors: gpt-oss' safetensors (`_blocks` and `_scales`) and MLX's
+/// mode `mxfp4`.
+///
+/// w = 2^(scale − 127) · v, where v is the E2M1 number of the code. Code i of a row is the low half of byte i / 2 for
+/// even i, else the high half. GGUF's MXFP4 orders codes differently: see [`BlockFormat::MXFP4`].
+#[derive(Clone, Copy, Debug)]
+pub struct Mxfp4<'a> {
+    /// u8 `[N, K/2]` or u32 `[N, K/8]`, or with a leading dimension E.
+    pub codes: &'a Tensor,
+    /// u8 `[N, K/32]`, or `[E, N, K/32]`.
+    pub scales: &'a Tensor,
+}
+
+impl<'a> Mxfp4<'a> {
+    /// The matrix of `codes` and `scales`.
+    pub fn new(codes: &'a Tensor, scales: &'a Tensor) -> Self {
+        Mxfp4 { codes, scales }
+    }
+}
+
+impl Blocks<'_> {
+    /// K, of rows of `bytes`.
+    pub(super) fn inputs(&self, op: &'static str, arg: &'static str, bytes: usize) -> Result<usize> {
+        let size = self.format.block_bytes();
+        let expected = format_args!("rows of whole {} blocks of {size} bytes", self.format);
+        check::value_is(op, arg, bytes.is_multiple_of(size), expected, bytes)?;
+        let inputs = (bytes / size).checked_mul(self.format.block_inputs());
+        inputs.ok_or(crate::Error::Overflow { op, arg })
+    }
+}
+
+impl Mxfp4<'_> {
+    /// K, of rows of `columns` codes tensor elements and `groups` scales.
+    pub(super) fn inputs(&self, op: &'static str, columns: usize, groups: usize) -> Result<usize> {
+        let inputs = groups.checked_mul(32).ok_or(crate::Error::Overflow { op, arg: "scales" })?;
+        let per_element = 2 * self.codes.dtype().size();
+        let fits = columns.checked_mul(per_element) == Some(inputs);
+        check::value_is(op, "codes", fits, format_args!("K/{per_element} elements a row for K = {inputs}"), columns)?;
+        Ok(inputs)
+    }
+
+    pub(super) fn check_dtypes(&self, op: &'static str) -> Result<()> {
+        let dtype = self.codes.dtype();
+        check::value_is(op, "codes", matches!(dtype, DType::U8 | DType::U32), "u8 or u32", dtype)?;
+        check::dtype(op, "scales", self.scales, DType::U8)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_of_rows() {
+        assert_eq!(BlockFormat::Q4_K.row_bytes(512), Some(288));
+        assert_eq!(BlockFormat::Q4_K.row_bytes(288), None);
+        assert_eq!(BlockFormat::Q5_0.row_bytes(96), Some(66));
+        for format in BlockFormat::ALL {
+            assert_eq!(format.row_bytes(0), Some(0));
+            assert!(format.block_inputs().is_multiple_of(format.group()));
+            // Eight bits would be an affine matrix.
+            assert!(format.block_bytes() < format.block_inputs());
+        }
+    }
+}

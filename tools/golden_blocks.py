@@ -1,0 +1,68 @@
+"""Golden blocks: random blocks of every format that `linear` reads, dequantised by their authors' packages.
+
+    python tools/golden_blocks.py [--out crates/kvant/tests/golden/blocks.safetensors]
+
+The `gguf` package dequantises the formats of GGUF files, MLX the MXFP4 with separate scales. A case FORMAT has the
+tensors `data` u8 [rows, bytes] (or `codes` u32 and `scales` u8) and `weights` f32 [rows, inputs].
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import gguf
+import mlx.core as mx
+import numpy as np
+
+from safefile import save
+
+FORMATS = ["Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"]
+# Bytes at which a block has f16 numbers.
+HALVES = {
+    "Q5_0": [0], "Q5_1": [0, 2], "IQ4_NL": [0], "MXFP4": [], "Q2_K": [80, 82], "Q3_K": [108], "Q4_K": [0, 2],
+    "Q5_K": [0, 2], "Q6_K": [208], "IQ4_XS": [0],
+}
+ROWS = 3
+
+
+def blocks_of(name, rng):
+    kind = gguf.GGMLQuantizationType[name]
+    inputs, size = gguf.GGML_QUANT_SIZES[kind]
+    per_row = 512 // inputs
+    data = rng.integers(0, 256, (ROWS * per_row, size), dtype=np.uint8)
+    for at in HALVES[name]:
+        halves = (rng.standard_normal(len(data)) * 0.1).astype(np.float16)
+        # A zero, and a subnormal number.
+        halves[:2] = [0.0, 3e-6]
+        data[:, at : at + 2] = halves.view(np.uint8).reshape(-1, 2)
+    if name == "MXFP4":
+        data[:, 0] = np.clip(data[:, 0], 0, 250)
+        # The smallest scales: the numbers are subnormal or nearly so.
+        data[:4, 0] = [1, 2, 3, 127]
+    data = data.reshape(ROWS, per_row * size)
+    return data, gguf.quants.dequantize(data, kind).astype(np.float32)
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Golden blocks by the gguf package and MLX.")
+    root = Path(__file__).resolve().parent.parent
+    parser.add_argument("--out", type=Path, default=root / "crates/kvant/tests/golden/blocks.safetensors")
+    out, rng = parser.parse_args().out, np.random.default_rng(7)
+    tensors, metadata = {}, {}
+    for name in FORMATS:
+        data, weights = blocks_of(name, rng)
+        assert np.isfinite(weights).all(), name
+        tensors[f"{name}/data"], tensors[f"{name}/weights"] = mx.array(data), mx.array(weights)
+        metadata[name] = json.dumps({"source": f"gguf {getattr(gguf, '__version__', '')}".strip()})
+    mx.set_default_device(mx.cpu)
+    dense = mx.array((rng.standard_normal((ROWS, 512)) * 0.1).astype(np.float32))
+    codes, scales = mx.quantize(dense, mode="mxfp4")[:2]
+    weights = mx.dequantize(codes, scales, mode="mxfp4").astype(mx.float32)
+    name = "separate"
+    tensors.update({f"{name}/codes": codes, f"{name}/scales": scales, f"{name}/weights": weights})
+    metadata[name] = json.dumps({"source": f"mlx {mx.__version__}"})
+    print(f"{out}: {len(metadata)} cases, {save(out, tensors, metadata)} bytes")
+
+
+if __name__ == "__main__":
+    main()
