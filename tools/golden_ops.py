@@ -264,7 +264,7 @@ def quantized_cases():
     grid = [(bits, group, "f32", t) for bits in (4, 6, 8) for group, t in ((32, 3), (64, 9), (128, 1))]
     grid += [(bits, 64, dtype, t) for bits in (4, 6, 8) for dtype, t in (("f16", 3), ("bf16", 1))]
     # Behind the others, whose random numbers stay the same.
-    grid += [(bits, group, "f32", t) for bits in (2, 3, 5) for group, t in ((32, 3), (64, 17), (128, 1))]
+    grid += [(bits, group, "f32", t) for bits in (2, 3, 5) for group, t in ((32, 3), (64, 9), (128, 1))]
     for at, (bits, group, dtype, t) in enumerate(grid):
         n = 17 + (at * 5) % 12
         w = rand(rng, (n, k), dtype, 0.2)

@@ -13,8 +13,8 @@ use kvant::{
     CacheLayer, Codec, DType, Device, DeviceKind, Encoder, HeadOrder, KvLayer, KvPool, LayerSpec, PoolSpec, Result,
     Step, Tensor,
     ops::{
-        self, Activation, Affine, Argmax, Attend, Columns, Embed, Gate, Hadamard, HeadNorm, KvWrite, Linear, NormRope,
-        NormRopeWrite, Residual, RmsNorm, Rope, Sample, Weight,
+        self, Activation, Affine, Argmax, Attend, BlockFormat, Blocks, Columns, Embed, Gate, Hadamard, HeadNorm,
+        KvWrite, Linear, NormRope, NormRopeWrite, Residual, RmsNorm, Rope, Sample, Weight,
     },
 };
 
@@ -49,6 +49,12 @@ fn cache() -> Result<()> {
 #[ignore = "a measurement"]
 fn products() -> Result<()> {
     linear(&device()?)
+}
+
+#[test]
+#[ignore = "a measurement"]
+fn block_products() -> Result<()> {
+    linear_blocks(&device()?)
 }
 
 #[test]
@@ -407,6 +413,44 @@ fn linear(device: &Device) -> Result<()> {
                     ops::linear(enc, &Linear::new(&x, weight, &out))
                 })?;
             }
+        }
+    }
+    Ok(())
+}
+
+/// Blocks, after affine weights of 4 bits in one run.
+fn linear_blocks(device: &Device) -> Result<()> {
+    let (n, k) = (4096, 4096);
+    let formats = BlockFormat::ALL.into_iter().map(Some);
+    for format in [None].into_iter().chain(formats) {
+        let row = format.map_or(k / 2, |format| format.row_bytes(k).expect("whole blocks"));
+        let bytes = n * row + if format.is_none() { n * k / 64 * 4 } else { 0 };
+        // Scales without infinities and subnormal numbers.
+        let codes: Vec<u8> = random_bits(n * row).into_iter().map(|byte| byte & 0x7B | 0x08).collect();
+        let weights: Vec<[Tensor; 2]> = (0..copies(bytes))
+            .map(|_| match format {
+                None => {
+                    let scales = noise(device, DType::BF16, &[n, k / 64])?;
+                    Ok([Tensor::from_bytes(device, DType::U32, &[n, k / 8], &codes)?, scales])
+                }
+                Some(_) => {
+                    let data = Tensor::from_bytes(device, DType::U8, &[n, row], &codes)?;
+                    Ok([data.clone(), data])
+                }
+            })
+            .collect::<Result<_>>()?;
+        let kind = format.map_or("affine 4 bit".to_string(), |format| format.to_string());
+        for rows in [1, 8] {
+            let x = noise(device, DType::BF16, &[rows, k])?;
+            let out = Tensor::zeros(device, DType::BF16, &[rows, n])?;
+            line(device, &format!("linear {rows} × {n} × {k}, {kind}"), bytes, weights.len(), |enc, i| {
+                let [codes, scales] = &weights[i];
+                let weight = match format {
+                    None => Weight::Affine(Affine { codes, scales, biases: scales, bits: 4, group: 64 }),
+                    Some(format) => Blocks::new(codes, format).into(),
+                };
+                ops::linear(enc, &Linear::new(&x, weight, &out))
+            })?;
         }
     }
     Ok(())

@@ -12,9 +12,9 @@ use kvant::{
     Codec, CpuOptions, DType, Device, Encoder, Error, HeadOrder, KvLayer, LayerSpec, Result, Step, Tensor,
     codec::{Norm, TurboQuant},
     ops::{
-        self, Activation, AddBias, Affine, Angles, Argmax, Attend, Columns, Embed, Experts, Gate, Hadamard, HeadNorm,
-        KvRead, KvSide, KvWrite, Linear, MoeCombine, MoeRoute, NormRope, NormRopeWrite, PairLayout, Residual, RmsNorm,
-        Rope, Sample, Softcap, Weight,
+        self, Activation, AddBias, Affine, Angles, Argmax, Attend, BlockFormat, Blocks, Columns, Embed, Experts, Gate,
+        Hadamard, HeadNorm, KvRead, KvSide, KvWrite, Linear, MoeCombine, MoeRoute, Mxfp4, NormRope, NormRopeWrite,
+        PairLayout, Residual, RmsNorm, Rope, Sample, Softcap, Weight,
     },
 };
 use operations::*;

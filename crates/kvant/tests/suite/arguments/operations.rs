@@ -169,18 +169,26 @@ pub(super) fn hadamard(w: &mut World) -> Result<()> {
     w.attempt("hadamard", |enc| ops::hadamard(enc, &Hadamard::new(&x, &out).inverse(inverse)))
 }
 
-/// A dense or affine matrix.
+#[derive(Clone, Copy)]
+enum MatrixKind {
+    Dense,
+    Affine { bits: u32, group: usize },
+    Blocks(BlockFormat),
+    Mxfp4,
+}
+
+/// A matrix of any kind.
 struct Matrix {
     tensors: Vec<Tensor>,
-    affine: Option<(u32, usize)>,
+    kind: MatrixKind,
 }
 
 impl Matrix {
-    fn new(w: &mut World, lead: &[usize], affine: Option<(u32, usize)>, inputs: usize) -> Matrix {
+    fn new(w: &mut World, lead: &[usize], kind: MatrixKind, inputs: usize) -> Matrix {
         let shape = |last: usize| [lead, &[last]].concat();
-        let tensors = match affine {
-            None => vec![w.input(&shape(inputs))],
-            Some((bits, group)) => {
+        let tensors = match kind {
+            MatrixKind::Dense => vec![w.input(&shape(inputs))],
+            MatrixKind::Affine { bits, group } => {
                 let scales = w.tape.pick(&FLOATS);
                 let words = inputs * bits as usize / 32;
                 vec![
@@ -189,19 +197,33 @@ impl Matrix {
                     w.tensor(&[scales], &shape(inputs / group), Content::Floats, false),
                 ]
             }
+            MatrixKind::Blocks(format) => {
+                let bytes = format.row_bytes(inputs).expect("whole blocks");
+                vec![w.tensor(&[DType::U8], &shape(bytes), Content::Words, false)]
+            }
+            MatrixKind::Mxfp4 => vec![
+                w.tensor(&[DType::U8], &shape(inputs / 2), Content::Words, false),
+                w.tensor(&[DType::U8], &shape(inputs / 32), Content::Words, false),
+            ],
         };
-        let affine = affine.map(|(bits, group)| {
-            let wrong = w.tape.fault();
-            let bits = if wrong { w.tape.pick(&[0, 3, 5, 64, u32::MAX]) } else { bits };
-            (bits, w.tape.size(&[group]))
-        });
-        Matrix { tensors, affine }
+        let wrong = w.tape.fault();
+        let kind = match kind {
+            MatrixKind::Affine { bits, group } => {
+                let bits = if wrong { w.tape.pick(&[0, 1, 7, 64, u32::MAX]) } else { bits };
+                MatrixKind::Affine { bits, group: w.tape.size(&[group]) }
+            }
+            MatrixKind::Blocks(_) if wrong => MatrixKind::Blocks(w.tape.pick(&BlockFormat::ALL)),
+            kind => kind,
+        };
+        Matrix { tensors, kind }
     }
 
     fn weight(&self) -> Weight<'_> {
-        match self.affine {
-            None => Weight::Dense(&self.tensors[0]),
-            Some((bits, group)) => Weight::Affine(Affine {
+        match self.kind {
+            MatrixKind::Dense => Weight::Dense(&self.tensors[0]),
+            MatrixKind::Blocks(format) => Blocks::new(&self.tensors[0], format).into(),
+            MatrixKind::Mxfp4 => Mxfp4::new(&self.tensors[0], &self.tensors[1]).into(),
+            MatrixKind::Affine { bits, group } => Weight::Affine(Affine {
                 codes: &self.tensors[0],
                 scales: &self.tensors[1],
                 biases: &self.tensors[2],
@@ -212,21 +234,29 @@ impl Matrix {
     }
 }
 
-pub(super) fn affine_kind(w: &mut World) -> (Option<(u32, usize)>, usize) {
-    if w.tape.flag() {
-        let group = w.tape.pick(&[32, 64, 128]);
-        (Some((w.tape.pick(&[4, 6, 8]), group)), group * w.tape.pick(&[1, 2, 3]))
-    } else {
-        (None, w.tape.pick(&WIDTHS))
+/// A kind of matrix, and a valid number of inputs.
+fn matrix_kind(w: &mut World) -> (MatrixKind, usize) {
+    let many = w.tape.pick(&[1, 2, 3]);
+    match w.tape.pick(&[0, 1, 2, 3]) {
+        0 => (MatrixKind::Dense, w.tape.pick(&WIDTHS)),
+        1 => {
+            let group = w.tape.pick(&[32, 64, 128]);
+            (MatrixKind::Affine { bits: w.tape.pick(&[4, 6, 8, 2, 3, 5]), group }, group * many)
+        }
+        2 => {
+            let format = w.tape.pick(&BlockFormat::ALL);
+            (MatrixKind::Blocks(format), format.block_inputs() * many)
+        }
+        _ => (MatrixKind::Mxfp4, 32 * many),
     }
 }
 
 pub(super) fn linear(w: &mut World) -> Result<()> {
-    let (affine, inputs) = affine_kind(w);
+    let (kind, inputs) = matrix_kind(w);
     let (tokens, outputs) = (w.tape.pick(&COUNTS), w.tape.pick(&[3, 1, 17, 0, 64]));
     let (mixture, expanded, top_k, count) = (w.tape.flag(), w.tape.flag(), w.tape.pick(&[2, 1, 0]), 3);
     let lead = if mixture { vec![count, outputs] } else { vec![outputs] };
-    let matrix = Matrix::new(w, &lead, affine, inputs);
+    let matrix = Matrix::new(w, &lead, kind, inputs);
     let x_rows = if mixture && expanded { tokens * top_k } else { tokens };
     let x = w.input(&[x_rows, inputs]);
     let ids = mixture.then(|| w.u32s(&[tokens, top_k], count, false));
@@ -239,9 +269,9 @@ pub(super) fn linear(w: &mut World) -> Result<()> {
 }
 
 pub(super) fn embed(w: &mut World) -> Result<()> {
-    let (affine, inputs) = affine_kind(w);
+    let (kind, inputs) = matrix_kind(w);
     let (tokens, rows) = (w.tape.pick(&COUNTS), w.tape.pick(&[11, 1]));
-    let table = Matrix::new(w, &[rows], affine, inputs);
+    let table = Matrix::new(w, &[rows], kind, inputs);
     let (ids, out) = (w.u32s(&[tokens], rows, false), w.output(&[tokens, inputs]));
     let scale = w.tape.number(&[1.0, 8.0]);
     w.attempt("embed", |enc| ops::embed(enc, &Embed::new(table.weight(), &ids, &out).scale(scale)))
