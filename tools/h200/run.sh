@@ -159,6 +159,7 @@ conformance::softcap softcap
 conformance::sample argmax_of_what_is_not_finite
 conformance::moe moe_route
 conformance::moe moe_combine
+conformance::linear block_formats
 conformance::linear odd_offsets
 conformance::linear ids_out_of_range
 conformance::linear no_inputs

@@ -10,7 +10,7 @@
 use std::{hint::black_box, time::Duration};
 
 use criterion::{Criterion, Throughput};
-use kvant::{Codec, DType, Device};
+use kvant::{Codec, DType, Device, ops::BlockFormat};
 use kvant_bench::{
     Result, Shape,
     attention::{Attention, Context},
@@ -55,12 +55,14 @@ fn run(criterion: &mut Criterion) -> Result {
         let elements = Throughput::Elements((tokens * 24 * 256) as u64);
         bench(criterion, &format!("norm_rope/{tokens}"), elements, norm_rope, NormRope::call);
     }
-    for bits in [4, 6, 8] {
+    let affine = [4, 6, 8].map(|bits| (format!("{bits}-bit"), Storage::Affine { bits }));
+    let blocks = [BlockFormat::Q4_K, BlockFormat::Q6_K, BlockFormat::MXFP4];
+    let blocks = blocks.map(|format| (format.to_string(), Storage::Blocks(format)));
+    for (name, storage) in affine.into_iter().chain(blocks) {
         for tokens in [1, 8, 512] {
-            let (storage, sizes) = (Storage::Affine { bits }, (tokens, 1024, 1024));
-            let linear = Linear::new(device, sizes, storage, 1)?;
+            let linear = Linear::new(device, (tokens, 1024, 1024), storage, 1)?;
             let products = Throughput::Elements((tokens * 1024 * 1024) as u64);
-            bench(criterion, &format!("linear/{bits}-bit/{tokens}"), products, linear, Linear::call);
+            bench(criterion, &format!("linear/{name}/{tokens}"), products, linear, Linear::call);
         }
     }
     Ok(())

@@ -14,6 +14,8 @@ pub enum Storage {
         /// 4, 6 or 8.
         bits: u32,
     },
+    /// A block format of GGUF files.
+    Blocks(ops::BlockFormat),
 }
 
 /// Inputs that share a scale.
@@ -25,6 +27,7 @@ impl Storage {
         match self {
             Storage::Dense(dtype) => outputs * inputs * dtype.size(),
             Storage::Affine { bits } => outputs * (inputs * bits as usize / 8 + inputs / GROUP * 4),
+            Storage::Blocks(format) => outputs * inputs / format.block_inputs() * format.block_bytes(),
         }
     }
 }
@@ -34,6 +37,7 @@ impl std::fmt::Display for Storage {
         match self {
             Storage::Dense(dtype) => write!(f, "{dtype}"),
             Storage::Affine { bits } => write!(f, "affine {bits} bit"),
+            Storage::Blocks(format) => write!(f, "{format}"),
         }
     }
 }
@@ -41,6 +45,7 @@ impl std::fmt::Display for Storage {
 enum Matrix {
     Dense(Tensor),
     Affine { codes: Tensor, scales: Tensor, biases: Tensor, bits: u32 },
+    Blocks(Tensor, ops::BlockFormat),
 }
 
 /// `tokens` rows of `inputs` numbers through a rotation of matrices.
@@ -74,6 +79,7 @@ impl Linear {
     pub fn call(&mut self) -> Result {
         let weight = match &self.matrices[self.next % self.matrices.len()] {
             Matrix::Dense(weight) => ops::Weight::Dense(weight),
+            Matrix::Blocks(data, format) => ops::Blocks::new(data, *format).into(),
             Matrix::Affine { codes, scales, biases, bits } => {
                 ops::Weight::Affine(ops::Affine { codes, scales, biases, bits: *bits, group: GROUP })
             }
@@ -86,9 +92,19 @@ impl Linear {
 }
 
 fn matrix(device: &Device, storage: Storage, outputs: usize, inputs: usize) -> Result<Matrix> {
-    let Storage::Affine { bits } = storage else {
-        let Storage::Dense(dtype) = storage else { unreachable!() };
-        return Ok(Matrix::Dense(cast(device, dtype, &data::normal(outputs * inputs, 2), &[outputs, inputs])?));
+    let bits = match storage {
+        Storage::Affine { bits } => bits,
+        Storage::Dense(dtype) => {
+            return Ok(Matrix::Dense(cast(device, dtype, &data::normal(outputs * inputs, 2), &[outputs, inputs])?));
+        }
+        Storage::Blocks(format) => {
+            // Without the bits that make a scale infinite or subnormal.
+            let bytes = storage.bytes(outputs, inputs);
+            let data: Vec<u8> =
+                (0..bytes as u32).map(|i| (i.wrapping_mul(0x9e37_79b9) >> 24) as u8 & 0x7B | 8).collect();
+            let data = Tensor::from_slice(device, &data, &[outputs, bytes / outputs.max(1)])?;
+            return Ok(Matrix::Blocks(data, format));
+        }
     };
     // Any codes do: the time does not depend on them. Neither scales nor biases leave the range of usual weights.
     let words = outputs * inputs * bits as usize / 32;

@@ -1,6 +1,6 @@
 //! The tables other than attention: writing, norm and RoPE, matrix products, windows, threads.
 
-use kvant::{Codec, CpuOptions, DType, Device};
+use kvant::{Codec, CpuOptions, DType, Device, ops::BlockFormat};
 use kvant_bench::{
     Result, Shape,
     attention::{Attention, Context},
@@ -108,7 +108,12 @@ pub fn linear(options: &Options) -> Result {
     let (outputs, inputs) = (4096, 4096);
     println!("\n### linear, one token, {outputs} × {inputs}, weights from memory\n");
     let mut contenders = vec![memory::reader(options.threads)];
-    let storages = [Storage::Affine { bits: 4 }, Storage::Affine { bits: 8 }, Storage::Dense(DType::BF16)];
+    let storages = [
+        Storage::Affine { bits: 4 },
+        Storage::Blocks(BlockFormat::Q4_K),
+        Storage::Affine { bits: 8 },
+        Storage::Dense(DType::BF16),
+    ];
     for storage in storages {
         let bytes = storage.bytes(outputs, inputs);
         let mut linear = Linear::new(&options.device, (1, outputs, inputs), storage, data::copies(bytes))?;

@@ -6,11 +6,11 @@ use crate::{
 
 pub(crate) const NAME: &str = "embed";
 
-/// Arguments of [`embed`](embed()): out\[t\] = scale · table\[ids\[t\]\], dequantised if the table is affine.
+/// Arguments of [`embed`](embed()): out\[t\] = scale · table\[ids\[t\]\], dequantised if the table is not dense.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct Embed<'a> {
-    /// `[V, N]`: one row per token id, dense or affine.
+    /// `[V, N]`: one row per token id.
     pub table: Weight<'a>,
     /// u32 `[T]`, each below V.
     pub ids: &'a Tensor,

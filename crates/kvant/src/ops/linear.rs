@@ -10,8 +10,8 @@ pub(crate) const NAME: &str = "linear";
 ///
 /// With [`Experts`], W holds E matrices and each output row selects one.
 ///
-/// Products and sums are f32 for every dtype. The [table](crate::ops#accuracy) lists the cases of affine weights in
-/// which activations or weights are rounded.
+/// Products and sums are f32 for every dtype. The [table](crate::ops#accuracy) lists the cases of quantised weights
+/// in which activations or weights are rounded.
 ///
 /// # Infinities
 ///
