@@ -57,7 +57,6 @@ impl BlockMatrix {
     }
 
     /// A code in the middle of the range.
-    #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "only `integers` reads it"))]
     pub(super) fn middle(&self) -> i16 {
         match self.format {
             Packing::Blocks(format) => match format {

@@ -10,7 +10,7 @@ use std::ops::Range;
 use super::{
     super::{elements::Elements, scratch, simd::Simd, simd::SimdKernel},
     block::{self, OUTPUTS, OutputBlock, Together},
-    blocks::BlockMatrix,
+    block_rows::{BlockByteProducts, BlockWeights, UnpackedRows},
     integers::{IntegerLayout, byte_products, word_products},
     matrix::{self, AffineMatrix, Matrix, MatrixKind, UNIT},
 };
@@ -20,7 +20,7 @@ use crate::DType;
 const ROWS: usize = 8;
 
 /// Floats between the sums of two groups: the widest vector.
-const LANES: usize = 16;
+pub(super) const LANES: usize = 16;
 
 /// Rows of activations, ready for the kernels: widened, in the matrix's order, padded with zeros, and behind each its
 /// sums by group.
@@ -180,8 +180,8 @@ impl SimdKernel for FewRows<'_> {
                 },
                 MatrixKind::Blocks(blocks) => {
                     let inputs = self.matrix.inputs;
-                    let unpacked = &mut *scratch::take(TOGETHER * unpacked_stride(inputs) / 4);
-                    let unpacked = UnpackedRows { blocks, inputs, codes: unpacked.as_mut_ptr().cast() };
+                    let room = &mut *scratch::take(UnpackedRows::room(inputs));
+                    let unpacked = UnpackedRows::new(blocks, inputs, room);
                     self.blocks::<S, _>(BlockWeights { unpacked });
                 }
                 MatrixKind::Affine(affine) => match affine.bits {
@@ -214,8 +214,8 @@ impl SimdKernel for FewRowsByBytes<'_> {
                 MatrixKind::Dense(_) => {}
                 MatrixKind::Blocks(blocks) => {
                     let inputs = rows.matrix.inputs;
-                    let unpacked = &mut *scratch::take(TOGETHER * unpacked_stride(inputs) / 4);
-                    let unpacked = UnpackedRows { blocks, inputs, codes: unpacked.as_mut_ptr().cast() };
+                    let room = &mut *scratch::take(UnpackedRows::room(inputs));
+                    let unpacked = UnpackedRows::new(blocks, inputs, room);
                     if blocks.wide() {
                         rows.blocks::<S, _>(BlockByteProducts::<8> { unpacked, layout });
                     } else {
@@ -304,10 +304,10 @@ impl FewRows<'_> {
 }
 
 /// A prepared row of activations and its sums by group.
-type PreparedRow<'a> = (&'a [f32], &'a [f32]);
+pub(super) type PreparedRow<'a> = (&'a [f32], &'a [f32]);
 
 /// R rows of a block of weights, each times T rows of activations.
-trait WeightRows: Copy {
+pub(super) trait WeightRows: Copy {
     /// Whether eight rows at a time, rather than four, are better for one row of activations.
     const EIGHT: bool = false;
 
@@ -545,160 +545,9 @@ impl<const BITS: usize> WeightRows for ByteProducts<BITS> {
     }
 }
 
-/// Rows in blocks that are multiplied together, at most.
-const TOGETHER: usize = 8;
-
-/// Bytes between the unpacked codes of two rows, lest rows fall into the same few sets of the caches.
-fn unpacked_stride(inputs: usize) -> usize {
-    inputs.next_multiple_of(64) + 64
-}
-
-/// Rows in blocks, and room for the codes of [`TOGETHER`] of them.
-#[derive(Clone, Copy)]
-struct UnpackedRows {
-    blocks: BlockMatrix,
-    inputs: usize,
-    codes: *mut u8,
-}
-
-impl UnpackedRows {
-    fn row_bytes(&self) -> usize {
-        self.blocks.row_bytes(self.inputs)
-    }
-
-    fn groups(&self) -> usize {
-        self.inputs / self.blocks.group()
-    }
-
-    /// Unpacks the codes of R rows; returns those of the first, `unpacked_stride` before those of the next.
-    ///
-    /// # Safety
-    /// The rows exist, there is room for them, and the level's instructions are enabled.
-    #[inline(always)]
-    unsafe fn unpack<S: Simd, const R: usize>(&self, block: &OutputBlock, rows: &Together) -> *const u8 {
-        const { assert!(R <= TOGETHER) };
-        for r in 0..R {
-            // SAFETY: the caller's promise; nothing else refers to this room.
-            unsafe {
-                let to = self.codes.add(r * unpacked_stride(self.inputs));
-                let to = std::slice::from_raw_parts_mut(to, self.inputs);
-                self.blocks.codes::<S>(rows.output + r * rows.apart, block.prefetch_distance(), to);
-            }
-        }
-        self.codes
-    }
-}
-
-/// Rows in blocks, in f32.
-#[derive(Clone, Copy)]
-struct BlockWeights {
-    unpacked: UnpackedRows,
-}
-
-impl WeightRows for BlockWeights {
-    fn row_bytes(&self) -> usize {
-        self.unpacked.row_bytes()
-    }
-
-    fn groups(&self) -> usize {
-        self.unpacked.groups()
-    }
-
-    #[inline(always)]
-    unsafe fn scales<S: Simd>(&self, first: usize, scales: &mut [f32], biases: &mut [f32]) {
-        // SAFETY: the caller's promise.
-        unsafe { self.unpacked.blocks.factors(first, self.unpacked.inputs, scales, biases) };
-    }
-
-    #[inline(always)]
-    unsafe fn dots<S: Simd, const R: usize, const T: usize>(
-        &self,
-        block: &OutputBlock,
-        rows: Together,
-        x: &[PreparedRow; T],
-    ) -> [[f32; T]; R] {
-        let (groups, group) = (self.groups(), self.unpacked.blocks.group());
-        let stride = unpacked_stride(self.unpacked.inputs);
-        // SAFETY: the caller's promise; the rows lie within the block.
-        unsafe {
-            let codes = self.unpacked.unpack::<S, R>(block, &rows);
-            let scales: [_; R] =
-                std::array::from_fn(|r| block.scales.as_ptr().add((rows.place + r * rows.places_apart) * groups));
-            let biases = block.count * groups;
-            let mut total = [[S::zero(); T]; R];
-            for g in 0..groups {
-                let mut dot = [[S::zero(); T]; R];
-                for at in (g * group..(g + 1) * group).step_by(S::LANES) {
-                    for r in 0..R {
-                        let q = S::load_u8(codes.add(r * stride + at));
-                        for t in 0..T {
-                            dot[r][t] = S::fma(q, S::load(x[t].0.as_ptr().add(at)), dot[r][t]);
-                        }
-                    }
-                }
-                for r in 0..R {
-                    let scale = S::splat(scales[r].add(g).read());
-                    let bias = S::splat(scales[r].add(biases + g).read());
-                    for t in 0..T {
-                        let sum = S::load(x[t].1.as_ptr().add(g * LANES));
-                        total[r][t] = S::fma(scale, dot[r][t], S::fma(bias, sum, total[r][t]));
-                    }
-                }
-            }
-            sums::<S, R, T>(total)
-        }
-    }
-}
-
-/// Rows in blocks, by products of bytes; codes have BITS bits, or more than 6 where it is 8.
-#[derive(Clone, Copy)]
-struct BlockByteProducts<const BITS: usize> {
-    unpacked: UnpackedRows,
-    layout: IntegerLayout,
-}
-
-impl<const BITS: usize> WeightRows for BlockByteProducts<BITS> {
-    fn row_bytes(&self) -> usize {
-        self.unpacked.row_bytes()
-    }
-
-    fn groups(&self) -> usize {
-        self.unpacked.groups()
-    }
-
-    #[inline(always)]
-    unsafe fn scales<S: Simd>(&self, first: usize, scales: &mut [f32], biases: &mut [f32]) {
-        // SAFETY: the caller's promise.
-        unsafe { self.unpacked.blocks.factors(first, self.unpacked.inputs, scales, biases) };
-    }
-
-    #[inline(always)]
-    unsafe fn dots<S: Simd, const R: usize, const T: usize>(
-        &self,
-        block: &OutputBlock,
-        rows: Together,
-        x: &[PreparedRow; T],
-    ) -> [[f32; T]; R] {
-        let (groups, scales) = (self.groups(), block.scales.as_ptr());
-        // SAFETY: the caller's promise; the rows lie within the block.
-        unsafe {
-            let codes = self.unpacked.unpack::<S, R>(block, &rows);
-            let rows = block::AffineRows {
-                codes,
-                codes_apart: unpacked_stride(self.unpacked.inputs),
-                scales: scales.add(rows.place * groups),
-                biases: scales.add((block.count + rows.place) * groups),
-                scales_apart: rows.places_apart * groups,
-                prefetch: block::WeightPrefetch::none(codes),
-            };
-            byte_products::dots::<BITS, 8, R, T>(self.layout, &rows, x.map(|x| x.0.as_ptr()))
-        }
-    }
-}
-
 /// The sum of the lanes of each vector; R·T is a multiple of 4.
 #[inline(always)]
-unsafe fn sums<S: Simd, const R: usize, const T: usize>(total: [[S::F; T]; R]) -> [[f32; T]; R] {
+pub(super) unsafe fn sums<S: Simd, const R: usize, const T: usize>(total: [[S::F; T]; R]) -> [[f32; T]; R] {
     let mut sums = [[0.0; T]; R];
     for i in (0..R * T).step_by(4) {
         let mut four = [total[0][0]; 4];

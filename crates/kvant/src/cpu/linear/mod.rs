@@ -6,6 +6,7 @@
 //! them by arithmetic.
 
 mod block;
+mod block_rows;
 mod blocks;
 mod few_rows;
 #[cfg_attr(not(target_arch = "x86_64"), path = "integers_stub.rs")]
