@@ -38,8 +38,8 @@ const HELP: &str = "/system TEXT     set the system message\n\
 
 /// Chat with a model
 ///
-/// Lines are messages, and lines that begin with / are commands: /help lists them. Reads lines without a prompt where standard
-/// input is no terminal.
+/// Lines are messages, and lines that begin with / are commands: /help lists them. Reads lines without a prompt where
+/// standard input is no terminal.
 #[derive(clap::Args)]
 pub struct ChatArgs {
     /// Directory of a checkpoint with a chat template

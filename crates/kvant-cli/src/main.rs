@@ -87,8 +87,8 @@ fn main() -> ExitCode {
     }
 }
 
-/// Shows warnings of the libraries: a GPU that cannot be used, or a cache longer than the model's context. A server also shows
-/// its requests, with the time.
+/// Shows warnings of the libraries: a GPU that cannot be used, or a cache longer than the model's context. A server
+/// also shows its requests, with the time.
 fn log(command: &Command) {
     let log = tracing_subscriber::fmt()
         .with_writer(std::io::stderr)

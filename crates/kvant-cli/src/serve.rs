@@ -27,8 +27,8 @@ pub struct ServeArgs {
     /// The port; 0 for a free one
     #[arg(long, default_value_t = 8080)]
     port: u16,
-    /// The name of the model in requests and answers; more names are aliases, and `*` as the last one accepts every name
-    /// [default: the name of the directory]
+    /// The name of the model in requests and answers; more names are aliases, and `*` as the last one accepts every
+    /// name [default: the name of the directory]
     #[arg(long, value_name = "NAME")]
     name: Vec<String>,
     /// A key that clients must send; can be repeated. Others on this machine see it in the list of processes

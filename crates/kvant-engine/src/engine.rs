@@ -350,7 +350,8 @@ impl Responses {
         }
     }
 
-    /// Counts an event as read. The engine sends no `None` before the last event unless both of its threads have failed.
+    /// Counts an event as read. The engine sends no `None` before the last event unless both of its threads have
+    /// failed.
     fn count(&mut self, event: Option<Event>) -> Option<Event> {
         let event = event.unwrap_or_else(|| Event::Failed(Failure::Engine("its threads have ended".to_string())));
         if self.unread.fetch_sub(1, Ordering::AcqRel) == self.limit {

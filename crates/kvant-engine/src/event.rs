@@ -2,12 +2,13 @@
 
 use kvant_models::TokenLogprobs;
 
-/// An event of a request, from [`Responses`](crate::Responses). [`Event::Finished`] or [`Event::Failed`] is the last one.
+/// An event of a request, from [`Responses`](crate::Responses). [`Event::Finished`] or [`Event::Failed`] is the last
+/// one.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Event {
-    /// Log probabilities of tokens of the prompt, as asked for: those after the previous event of this kind. The first token
-    /// of a prompt has none, so the first event begins with the second token.
+    /// Log probabilities of tokens of the prompt, as asked for: those after the previous event of this kind. The first
+    /// token of a prompt has none, so the first event begins with the second token.
     Prompt(Vec<TokenLogprobs>),
     /// A generated token.
     Token(TextToken),

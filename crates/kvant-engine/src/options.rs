@@ -22,8 +22,8 @@ pub struct EngineOptions {
     pub sequences: usize,
     /// Requests that can wait. More are refused ([`SubmitError::Busy`](crate::SubmitError::Busy)). Default: 256.
     pub queue: usize,
-    /// Tokens of a step, of all requests together: more than `sequences`. Large steps compute prompts faster; small ones
-    /// keep the time between tokens short while a prompt is computed. Default: 512.
+    /// Tokens of a step, of all requests together: more than `sequences`. Large steps compute prompts faster; small
+    /// ones keep the time between tokens short while a prompt is computed. Default: 512.
     pub step_tokens: usize,
     /// Bytes of all pages. Default: room for `sequences` texts of `context` tokens.
     pub memory: Option<usize>,

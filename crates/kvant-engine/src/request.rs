@@ -20,10 +20,11 @@ use kvant_models::Sampling;
 pub struct EngineRequest {
     /// The ids of the prompt; at least one.
     pub prompt: Vec<u32>,
-    /// The largest number of tokens to generate. 0 computes the prompt only, for `prompt_logprobs`. The text ends earlier
-    /// where the context ends. Default: 128.
+    /// The largest number of tokens to generate. 0 computes the prompt only, for `prompt_logprobs`. The text ends
+    /// earlier where the context ends. Default: 128.
     pub max_tokens: usize,
-    /// Stop ids and stop strings end the text only after so many tokens; until then, stop ids are not drawn. Default: 0.
+    /// Stop ids and stop strings end the text only after so many tokens; until then, stop ids are not drawn.
+    /// Default: 0.
     pub min_tokens: usize,
     /// How tokens are drawn, seed included. Default: greedy.
     pub sampling: Sampling,

@@ -24,8 +24,8 @@ impl StopFinder {
         StopFinder { strings, include, held: String::new() }
     }
 
-    /// Appends to the text. Returns what is certain now. The string that begins first ends the text, and among those the
-    /// first of the list.
+    /// Appends to the text. Returns what is certain now. The string that begins first ends the text, and among those
+    /// the first of the list.
     pub fn push(&mut self, piece: &str) -> Result<String, Stopped> {
         if self.strings.is_empty() {
             return Ok(piece.to_string());

@@ -58,8 +58,8 @@ impl NewText {
     }
 }
 
-/// The channel to who reads a request's events, and the number of unread ones. The engine runs no step for a request with
-/// too many of them, so that the channel needs no limit of its own.
+/// The channel to who reads a request's events, and the number of unread ones. The engine runs no step for a request
+/// with too many of them, so that the channel needs no limit of its own.
 #[derive(Clone, Debug)]
 pub(crate) struct Reader {
     pub events: Sender<Event>,

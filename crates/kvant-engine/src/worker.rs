@@ -1,7 +1,7 @@
 //! The thread that owns model and pages, and runs steps.
 //!
-//! A step: take commands, schedule, run the model over the batch, draw a token for each row that has caught up, hand the
-//! tokens to the text thread, and tell the scheduler.
+//! A step: take commands, schedule, run the model over the batch, draw a token for each row that has caught up, hand
+//! the tokens to the text thread, and tell the scheduler.
 
 mod running;
 

@@ -101,11 +101,12 @@ impl<'a> Decoder<'a> {
         self.undo(before, done)
     }
 
-    /// Feeds tokens and draws the next one. For penalties, a token counts as generated if it was drawn by the call before.
+    /// Feeds tokens and draws the next one. For penalties, a token counts as generated if it was drawn by the call
+    /// before.
     ///
     /// # Errors
-    /// As [`Decoder::feed`]; `NotANumber`; `NothingAllowed`. If only the draw fails, the fed tokens are removed again, unless they are
-    /// more than sliding windows can restore: then they stay.
+    /// As [`Decoder::feed`]; `NotANumber`; `NothingAllowed`. If only the draw fails, the fed tokens are removed again,
+    /// unless they are more than sliding windows can restore: then they stay.
     pub fn next(&mut self, tokens: &[u32]) -> Result<u32> {
         let before = self.sequence.len();
         let replay = match self.sampler.sampling().is_plain() {
@@ -172,8 +173,8 @@ impl<'a> Decoder<'a> {
         self.undo(before, drawn).map(|()| None)
     }
 
-    /// Removes the fed tokens if `result` is an error. If windows have passed the positions before, the tokens stay; the
-    /// error is returned in any case.
+    /// Removes the fed tokens if `result` is an error. If windows have passed the positions before, the tokens stay;
+    /// the error is returned in any case.
     fn undo<T>(&mut self, before: usize, result: Result<T>) -> Result<T> {
         if result.is_err() {
             let _ = self.sequence.truncate(before);

@@ -56,8 +56,8 @@ pub struct GenerateStats {
     pub finish: Finish,
 }
 
-/// Feeds a prompt to a sequence, which need not be empty, and draws tokens one after another. Each token is passed to `on_token`, which can end the
-/// generation.
+/// Feeds a prompt to a sequence, which need not be empty, and draws tokens one after another. Each token is passed to
+/// `on_token`, which can end the generation.
 ///
 /// The last token passed to the callback is not fed: the sequence ends before it.
 ///

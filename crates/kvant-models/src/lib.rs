@@ -39,7 +39,8 @@
 //! # Ok::<(), kvant_models::Error>(())
 //! ```
 //!
-//! Files are untrusted: each reader checks sizes before it allocates, and every [`Error`] names the file, key or tensor.
+//! Files are untrusted: each reader checks sizes before it allocates, and every [`Error`] names the file, key or
+//! tensor.
 
 pub mod chat;
 mod config;

@@ -201,9 +201,9 @@ impl Model {
         self.own_layers().iter().map(layer).collect()
     }
 
-    /// Runs a batch: any mixture of sequences and numbers of tokens. `step` is of `pool`, and `tokens` are the ids of its
-    /// tokens. Returns the logits of some of the tokens, f32 `[rows.len(), vocab_size]`; the logits of a token predict the
-    /// next one of its sequence.
+    /// Runs a batch: any mixture of sequences and numbers of tokens. `step` is of `pool`, and `tokens` are the ids of
+    /// its tokens. Returns the logits of some of the tokens, f32 `[rows.len(), vocab_size]`; the logits of a token
+    /// predict the next one of its sequence.
     ///
     /// Layers that write no keys run for the tokens in `rows` alone. The whole batch is one pass: divide long prompts,
     /// as [`Model::feed`] does.

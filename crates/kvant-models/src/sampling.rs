@@ -1,7 +1,7 @@
 //! How tokens are drawn: parameters, changes of logits on the host, and log probabilities.
 //!
-//! [`kvant::ops::sample`] draws. Penalties, biases and masks change the logits before the draw, on the host, in rows that
-//! ask for them.
+//! [`kvant::ops::sample`] draws. Penalties, biases and masks change the logits before the draw, on the host, in rows
+//! that ask for them.
 
 use std::{cmp::Ordering, collections::HashMap};
 
@@ -11,9 +11,9 @@ use crate::{Error, Result};
 
 /// How tokens are drawn from logits.
 ///
-/// The steps, in this order: repetition penalty, presence and frequency penalty, bias, suppressed tokens and masks. Then
-/// [`kvant::ops::Sample`] cuts by `top_k`, `top_p` and `min_p`, and draws. A random number depends on the seed and the
-/// position only.
+/// The steps, in this order: repetition penalty, presence and frequency penalty, bias, suppressed tokens and masks.
+/// Then [`kvant::ops::Sample`] cuts by `top_k`, `top_p` and `min_p`, and draws. A random number depends on the seed and
+/// the position only.
 ///
 /// ```
 /// use kvant_models::Sampling;
@@ -34,7 +34,8 @@ pub struct Sampling {
     pub min_p: f32,
     /// Selects the stream of random numbers: the same seed gives the same text.
     pub seed: u64,
-    /// Divides positive logits, and multiplies negative ones, of tokens of the prompt and the text; above 0; 1 for none.
+    /// Divides positive logits, and multiplies negative ones, of tokens of the prompt and the text; above 0; 1 for
+    /// none.
     pub repetition_penalty: f32,
     /// Subtracted from logits of tokens that the text has generated; 0 for none.
     pub presence_penalty: f32,
@@ -200,8 +201,8 @@ impl Sampler {
         }
     }
 
-    /// Changes logits before the draw. `allowed` has a bit for each token, the lowest bit of the first word first; tokens
-    /// without a bit are forbidden. NaN stays NaN.
+    /// Changes logits before the draw. `allowed` has a bit for each token, the lowest bit of the first word first;
+    /// tokens without a bit are forbidden. NaN stays NaN.
     ///
     /// Returns whether a token is left that is not forbidden.
     #[must_use = "a draw from forbidden tokens returns one of them"]
@@ -294,7 +295,8 @@ impl Drawing {
     }
 
     /// Draws a token for each row of `logits`, `[rows, vocab]`: `rows` has the parameters and the counter of each row.
-    /// [`Decoder`](crate::Decoder) counts with the position of the token that is drawn. `None` for a row that is all NaN.
+    /// [`Decoder`](crate::Decoder) counts with the position of the token that is drawn. `None` for a row that is all
+    /// NaN.
     ///
     /// Neighbouring rows of equal parameters are drawn by one call.
     ///

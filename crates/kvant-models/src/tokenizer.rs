@@ -64,8 +64,8 @@ impl Tokenizer {
         Ok(Tokenizer { inner, bos: None, eos: Vec::new(), eos_token: None })
     }
 
-    /// Converts a text to ids. With `add_bos`, [`Tokenizer::bos`] comes first, if the model has such an id, as in transformers:
-    /// also where the text starts with the name of this token.
+    /// Converts a text to ids. With `add_bos`, [`Tokenizer::bos`] comes first, if the model has such an id, as in
+    /// transformers: also where the text starts with the name of this token.
     ///
     /// The name of a special token in the text becomes that token, whoever wrote it. Remove such names from untrusted
     /// text.
@@ -75,8 +75,8 @@ impl Tokenizer {
         Ok(bos.into_iter().chain(encoding.get_ids().iter().copied()).collect())
     }
 
-    /// Converts a prompt to ids. They start with [`Tokenizer::bos`], if the model has such an id, which a prompt that starts with
-    /// its name gets only once.
+    /// Converts a prompt to ids. They start with [`Tokenizer::bos`], if the model has such an id, which a prompt that
+    /// starts with its name gets only once.
     pub fn encode_prompt(&self, text: &str) -> Result<Vec<u32>> {
         let mut ids = self.encode(text, false)?;
         if let Some(bos) = self.bos.filter(|bos| ids.first() != Some(bos)) {

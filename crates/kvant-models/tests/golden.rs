@@ -40,8 +40,8 @@ fn check(model: &Model, variant: &str) {
     check_batches(model, variant, &tokens, &expected);
 }
 
-/// Three sequences in batches of any mixture: one alone, prompts together, a prompt and single tokens; logits for chosen
-/// rows, in any order.
+/// Three sequences in batches of any mixture: one alone, prompts together, a prompt and single tokens; logits for
+/// chosen rows, in any order.
 fn check_batches(model: &Model, variant: &str, tokens: &[u32], expected: &[f32]) {
     let vocab = model.vocab_size();
     let pool = model.new_pool(&PoolOptions { sequences: 3, page_tokens: 16, ..exact(64) }).unwrap();

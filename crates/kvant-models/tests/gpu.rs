@@ -75,7 +75,8 @@ fn the_shipped_model_matches_the_cpu() {
         for (codec, tolerance) in [(Codec::F32, TOLERANCE), (Codec::BF16, 0.1), (Codec::tq(8), 0.1)] {
             let options = PoolOptions { k: codec, v: codec, ..exact(256) };
             let prompt = tokens.len() * 3 / 4;
-            // In pieces so short that the CPU multiplies in f32: of 16 tokens and more it rounds activations to 16 bits.
+            // In pieces so short that the CPU multiplies in f32: of 16 tokens and more it rounds activations to 16
+            // bits.
             let mut sequence = cpu.new_pool(&options).unwrap().sequence();
             let exact = |piece| cpu.feed(&mut sequence, piece, Logits::All).unwrap().to_f32().unwrap();
             let want: Vec<f32> = tokens.chunks(7).flat_map(exact).collect();

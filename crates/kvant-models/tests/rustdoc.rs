@@ -17,11 +17,12 @@ fn model() -> Model {
 
 /// What logits may differ by in f32, with an f32 cache.
 const TOLERANCE: f32 = 2e-3;
-/// The same where the level `Avx512Vnni` may round the activations of 16 and more tokens to 16 bits (`ops::Linear`): each
-/// product is off by 2e-5 of its size, logits of up to 30 by 1.5e-3 to 2.5e-3 where they are off most.
+/// The same where the level `Avx512Vnni` may round the activations of 16 and more tokens to 16 bits (`ops::Linear`):
+/// each product is off by 2e-5 of its size, logits of up to 30 by 1.5e-3 to 2.5e-3 where they are off most.
 const TOLERANCE_OF_WORDS: f32 = 5e-3;
 
-/// Checks a form of the model against golden data, and returns nats per token. `prompt`: the tolerance for all tokens at once.
+/// Checks a form of the model against golden data, and returns nats per token. `prompt`: the tolerance for all tokens
+/// at once.
 fn check_golden(model: &Model, name: &str, prompt: f32) -> f64 {
     let file = golden("rustdoc-11m").join(name);
     let (tokens, rows) = (ids(&file, "tokens"), ids(&file, "rows"));

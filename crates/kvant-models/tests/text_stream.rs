@@ -1,4 +1,5 @@
-//! Text that comes id by id, with the decoders of tokenizers that have tokens for single bytes (Gemma, Llama), and others.
+//! Text that comes id by id, with the decoders of tokenizers that have tokens for single bytes (Gemma, Llama), and
+//! others.
 
 use kvant_models::Tokenizer;
 use proptest::prelude::*;

@@ -226,7 +226,7 @@ impl Answer {
 
     fn piece(&mut self, app: &App, index: usize, event: Event) -> Option<Piece> {
         if let Event::Finished(finished) = &event {
-            self.usage.add(finished.usage, index % self.n == 0);
+            self.usage.add(finished.usage, index.is_multiple_of(self.n));
         }
         self.choices[index].piece(app, event)
     }

@@ -42,8 +42,8 @@ impl Generation {
         Ok(Generation { choices: stream::select_all(choices), id: id.clone() })
     }
 
-    /// The next event, with the number of its choice. `None` after the last event of the last choice. A failure, and the end
-    /// of a drain, is an error.
+    /// The next event, with the number of its choice. `None` after the last event of the last choice. A failure, and
+    /// the end of a drain, is an error.
     pub async fn next(&mut self) -> Option<Result<(usize, Event)>> {
         let (index, event) = self.choices.next().await?;
         match &event {
@@ -128,8 +128,8 @@ fn streamed(events: impl Stream<Item = Sent> + Send + 'static, pings: sse::KeepA
     (headers, Sse::new(events).keep_alive(pings)).into_response()
 }
 
-/// A stream whose events come from an async function that writes to a channel of one event: a slow reader slows it down. It
-/// ends when nobody reads any more.
+/// A stream whose events come from an async function that writes to a channel of one event: a slow reader slows it
+/// down. It ends when nobody reads any more.
 pub(crate) fn channel<F>(run: impl FnOnce(Sender) -> F) -> impl Stream<Item = Sent> + Send
 where
     F: Future<Output = Result<(), Gone>> + Send + 'static,

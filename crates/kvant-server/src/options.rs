@@ -19,8 +19,8 @@ pub struct ServerOptions {
     pub names: Vec<String>,
     /// The keys that clients need. Default: none.
     pub keys: ApiKeys,
-    /// Whether each API key has a prefix cache of its own, so that nobody finds out by timing what others asked. Default:
-    /// false.
+    /// Whether each API key has a prefix cache of its own, so that nobody finds out by timing what others asked.
+    /// Default: false.
     pub salt_per_key: bool,
     /// The longest body of a request in bytes. Default: 8 MiB.
     pub body_limit: usize,

@@ -49,8 +49,8 @@ pub(crate) struct Drawn {
     pub priority: Option<i8>,
 }
 
-/// Declares a request with its own fields and those of [`Drawn`], which `drawn` moves out. serde's `flatten` would hide unknown
-/// fields.
+/// Declares a request with its own fields and those of [`Drawn`], which `drawn` moves out. serde's `flatten` would hide
+/// unknown fields.
 macro_rules! drawn_request {
     ($(#[$meta:meta])* struct $name:ident { $($(#[$field_meta:meta])* $field:ident: $type:ty,)* }) => {
         $(#[$meta])*

@@ -82,8 +82,8 @@ impl Server {
         outcome
     }
 
-    /// Serves on a runtime of its own until the process is told to stop: SIGTERM, or SIGINT (Ctrl-C). A second signal stops at
-    /// once.
+    /// Serves on a runtime of its own until the process is told to stop: SIGTERM, or SIGINT (Ctrl-C). A second signal
+    /// stops at once.
     ///
     /// # Errors
     /// Those of [`Server::serve`].

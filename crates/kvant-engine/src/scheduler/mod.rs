@@ -117,8 +117,8 @@ impl<S: Storage> Scheduler<S> {
         }
     }
 
-    /// Proposes the next tokens of a request that decodes. The next step tries them if it has tokens left. Only for steps
-    /// one at a time: a step must not be scheduled before the result of one with drafts is known.
+    /// Proposes the next tokens of a request that decodes. The next step tries them if it has tokens left. Only for
+    /// steps one at a time: a step must not be scheduled before the result of one with drafts is known.
     pub fn propose(&mut self, id: u64, drafts: &[u32]) {
         if let Some(task) = self.task(id)
             && task.pending == 0
@@ -175,7 +175,8 @@ impl<S: Storage> Scheduler<S> {
         }
     }
 
-    /// Takes the result of the oldest step that was scheduled. Results of requests that have ended meanwhile are ignored.
+    /// Takes the result of the oldest step that was scheduled. Results of requests that have ended meanwhile are
+    /// ignored.
     ///
     /// # Errors
     /// A failure of the storage.

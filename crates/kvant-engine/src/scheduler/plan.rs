@@ -71,8 +71,8 @@ impl NewTask {
 pub struct StepPlan<S> {
     /// The storage's part.
     pub step: S,
-    /// The ids of all tokens, row by row. [`StepPlan::SAMPLED`] is the token that the previous step draws for the request
-    /// of its row.
+    /// The ids of all tokens, row by row. [`StepPlan::SAMPLED`] is the token that the previous step draws for the
+    /// request of its row.
     pub tokens: Vec<u32>,
     /// One for each request of the batch, in its order.
     pub rows: Vec<PlanRow>,

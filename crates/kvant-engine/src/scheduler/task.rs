@@ -12,8 +12,8 @@ pub(super) type Place = (i64, u64);
 
 /// A request. `S` is its sequence of the storage.
 ///
-/// `computed` tokens chase the `tokens`: keys and values exist for the first, and a token is drawn when they have caught
-/// up.
+/// `computed` tokens chase the `tokens`: keys and values exist for the first, and a token is drawn when they have
+/// caught up.
 #[derive(Debug)]
 pub(super) struct Task<S> {
     pub place: Place,

@@ -38,7 +38,8 @@ pub(super) struct Running {
 }
 
 impl Running {
-    /// A request and its task for the scheduler. `eos` are the model's ids that end a text, `context` is the longest text.
+    /// A request and its task for the scheduler. `eos` are the model's ids that end a text, `context` is the longest
+    /// text.
     ///
     /// # Errors
     /// Those of [`Sampler::new`].

@@ -179,8 +179,8 @@ impl Simulation {
                 let at = self.step + until(random);
                 (at, at + until(random))
             });
-            // Each step does work for the first request in the order. So a request waits no longer than for the work of all
-            // that can come before it; what was preempted is computed again.
+            // Each step does work for the first request in the order. So a request waits no longer than for the work of
+            // all that can come before it; what was preempted is computed again.
             let work = |live: &Live| (live.prompt.len() + 2 * live.max_tokens) as u64 * 4;
             let before: u64 = self.live.values().map(work).sum();
             let own = (prompt.len() + 2 * max_tokens) as u64 * 4;

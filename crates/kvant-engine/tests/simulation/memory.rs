@@ -1,8 +1,8 @@
 //! A storage that counts pages, and a model whose next token is a hash of its prefix.
 //!
-//! A page stores for each position the hash of all tokens up to it, which the model computes from the hash at the position
-//! before. A page that is read after it went to another request, or a prefix that is not the request's own, therefore
-//! changes all tokens that follow.
+//! A page stores for each position the hash of all tokens up to it, which the model computes from the hash at the
+//! position before. A page that is read after it went to another request, or a prefix that is not the request's own,
+//! therefore changes all tokens that follow.
 
 use std::{
     cell::RefCell,
@@ -116,8 +116,8 @@ pub struct Pages {
 pub struct StepPages {
     /// The pages of each row.
     pub lists: Vec<Vec<u32>>,
-    /// The pages that were taken for this step. What they held is lost when the step runs, and no earlier: a step that was
-    /// planned before may still read them.
+    /// The pages that were taken for this step. What they held is lost when the step runs, and no earlier: a step that
+    /// was planned before may still read them.
     taken: Vec<u32>,
 }
 

@@ -1,8 +1,8 @@
 //! Rendered conversations as tokens.
 //!
-//! The names of special tokens that the template writes become these tokens; those in texts of users and tools stay text.
-//! Each such name gets a mark after its first character, before the text is rendered. Text between marks is encoded
-//! separately, so no special token can reach over one.
+//! The names of special tokens that the template writes become these tokens; those in texts of users and tools stay
+//! text. Each such name gets a mark after its first character, before the text is rendered. Text between marks is
+//! encoded separately, so no special token can reach over one.
 
 use serde_json::{Map, Value};
 
@@ -13,8 +13,8 @@ use crate::{Error, Result, Tokenizer};
 const MARKS: std::ops::RangeInclusive<char> = '\u{10ff00}'..='\u{10fffd}';
 
 impl ChatTemplate {
-    /// Converts a conversation to ids. As in transformers, they start with the token that starts a text if and only if the
-    /// template writes it.
+    /// Converts a conversation to ids. As in transformers, they start with the token that starts a text if and only if
+    /// the template writes it.
     ///
     /// # Errors
     /// As [`ChatTemplate::render`]; `Tokenizer`; `Argument` if the texts contain all 254 marks.

@@ -1,7 +1,7 @@
 //! The environment in which transformers renders chat templates, on minijinja.
 //!
-//! Templates are untrusted. Instructions are limited by fuel, recursion by minijinja, and the bytes that a template prints
-//! or that a filter or method makes by a budget.
+//! Templates are untrusted. Instructions are limited by fuel, recursion by minijinja, and the bytes that a template
+//! prints or that a filter or method makes by a budget.
 
 use std::cell::Cell;
 

@@ -1,8 +1,8 @@
 //! Python's operators, in the place of minijinja's.
 //!
-//! minijinja has no limit for the size of values, so `x ~ x` in a loop takes all memory; and its `~` prints `true` where
-//! Python prints `True`. Compiled templates are therefore rewritten: these operators become filters, whose names no template
-//! can write, and results of filters, methods and slices are counted.
+//! minijinja has no limit for the size of values, so `x ~ x` in a loop takes all memory; and its `~` prints `true`
+//! where Python prints `True`. Compiled templates are therefore rewritten: these operators become filters, whose names
+//! no template can write, and results of filters, methods and slices are counted.
 
 use minijinja::{
     Environment, Error, ErrorKind, Value,

@@ -8,7 +8,8 @@ use super::{FunctionCall, stop::partial_end, tool_calls};
 pub enum ReplyFormat {
     /// All is content.
     Plain,
-    /// `<think>…</think>`, and calls as JSON in `<tool_call>…</tool_call>`: Qwen, Hermes, DeepSeek's thoughts and others.
+    /// `<think>…</think>`, and calls as JSON in `<tool_call>…</tool_call>`: Qwen, Hermes, DeepSeek's thoughts and
+    /// others.
     Hermes,
     /// `[THINK]…[/THINK]`, and calls after `[TOOL_CALLS]`.
     Mistral,

@@ -32,8 +32,8 @@ const TOOL_USE: &str = "tool_use";
 
 /// A checkpoint's chat template: a Jinja template that makes a text of a conversation.
 ///
-/// Templates are rendered as transformers' `apply_chat_template` renders them. They are untrusted: one that loops for ever
-/// or prints without end returns an error.
+/// Templates are rendered as transformers' `apply_chat_template` renders them. They are untrusted: one that loops for
+/// ever or prints without end returns an error.
 ///
 /// ```
 /// use kvant_models::chat::{ChatTemplate, Conversation, Message, SpecialTokens};
@@ -97,8 +97,8 @@ impl<'a> Conversation<'a> {
         Conversation { generation_prompt, ..self }
     }
 
-    /// Asks for thoughts before the answer, or for none. This sets the variables `enable_thinking` and `thinking`. Templates
-    /// without thoughts, and those with thoughts only, ignore it.
+    /// Asks for thoughts before the answer, or for none. This sets the variables `enable_thinking` and `thinking`.
+    /// Templates without thoughts, and those with thoughts only, ignore it.
     #[must_use]
     pub fn thinking(self, on: bool) -> Conversation<'a> {
         self.variable("enable_thinking", on).variable("thinking", on)
@@ -194,8 +194,8 @@ impl ChatTemplate {
     /// Makes the text of a conversation.
     ///
     /// # Errors
-    /// `Template` with the template's message if it refuses the conversation, for example one that starts with an answer, and
-    /// if it takes too long or makes too much text; `Argument` for a time that does not exist.
+    /// `Template` with the template's message if it refuses the conversation, for example one that starts with an
+    /// answer, and if it takes too long or makes too much text; `Argument` for a time that does not exist.
     pub fn render(&self, conversation: &Conversation) -> Result<String> {
         let now = conversation.clock.zoned()?;
         let mut context: Vec<(&str, Value)> = Vec::new();
@@ -306,8 +306,8 @@ fn compile(source: &str) -> std::result::Result<CompiledTemplate<'_>, minijinja:
     Ok(template)
 }
 
-/// Calls minijinja on a thread with a large stack, with its errors and panics as errors. It parses some expressions and drops
-/// nested values recursively, without a limit of its own.
+/// Calls minijinja on a thread with a large stack, with its errors and panics as errors. It parses some expressions and
+/// drops nested values recursively, without a limit of its own.
 fn guarded<T: Send>(call: impl FnOnce() -> std::result::Result<T, minijinja::Error> + Send) -> Result<T> {
     let guarded = || panics::catch(call);
     let result = thread::scope(|scope| {

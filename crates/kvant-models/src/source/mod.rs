@@ -45,7 +45,8 @@ pub(crate) trait Source {
     /// `MissingTensor`, `TensorShape`, `TensorDType` with the tensor's name.
     fn form(&self, role: Role, shape: &[usize]) -> Result<Form>;
 
-    /// Reads a matrix into `to`, which has the form that [`Source::form`] returned. It may be a part of a larger matrix.
+    /// Reads a matrix into `to`, which has the form that [`Source::form`] returned. It may be a part of a larger
+    /// matrix.
     fn read(&self, role: Role, to: &Matrix) -> Result<()>;
 
     /// A vector of `len` floats, in the file's dtype.

@@ -38,8 +38,8 @@ fn engine(options: EngineOptions) -> Engine {
     Engine::start(model, Arc::new(tokenizer), options).unwrap()
 }
 
-/// The engine of tests that need no engine of their own. It runs one request at a time, without the prefix cache: in a crowd
-/// the rounding of a text depends on the others.
+/// The engine of tests that need no engine of their own. It runs one request at a time, without the prefix cache: in a
+/// crowd the rounding of a text depends on the others.
 fn shared_engine() -> Engine {
     static ENGINE: OnceLock<Engine> = OnceLock::new();
     ENGINE.get_or_init(|| engine(EngineOptions::default().context(1024).sequences(1).prefix_cache(false))).clone()

@@ -2,7 +2,8 @@
 //
 // The table is [vocab, dim], f32, f16 or bf16, or MLX's affine codes [vocab, dim * bits / 32] with scales and biases
 // [vocab, dim / group]; ids is [tokens]; out is [tokens, dim], f32, f16 or bf16. One thread per four elements of a row,
-// or per 16 when the table is affine (BITS is not 0) or in blocks (FORMAT is not 0: device/blocks.h); then TABLE_DTYPE is that of scales and biases.
+// or per 16 when the table is affine (BITS is not 0) or in blocks (FORMAT is not 0: device/blocks.h); then TABLE_DTYPE
+// is that of scales and biases.
 #include "device/affine.h"
 #include "device/blocks.h"
 #include "device/dependent_launch.h"

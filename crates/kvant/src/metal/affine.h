@@ -1,7 +1,7 @@
 // MLX's affine quantisation: w = scale * code + bias, one scale and bias per group of 32, 64 or 128 inputs.
 //
-// The codes of a row are one little-endian bit stream of 2, 3, 4, 5, 6 or 8 bits each. They are taken 16 at a time, all of one group:
-// as many half words as a code has bits.
+// The codes of a row are one little-endian bit stream of 2, 3, 4, 5, 6 or 8 bits each. They are taken 16 at a time, all
+// of one group: as many half words as a code has bits.
 #ifndef KVANT_AFFINE_H
 #define KVANT_AFFINE_H
 #include "elements.h"

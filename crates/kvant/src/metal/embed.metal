@@ -1,8 +1,8 @@
 // embed: out[t] = scale * table[ids[t]]; zeros where the id is beyond the table.
 //
 // The table is [vocab, dim], f32, f16 or bf16, or MLX's affine codes [vocab, dim * bits / 32] with scales and biases
-// [vocab, dim / group]; ids is [tokens]; out is [tokens, dim], f32, f16 or bf16. One thread per four elements of a row, or per 16
-// when the table is affine or in blocks (blocks.h): x counts those, y the tokens.
+// [vocab, dim / group]; ids is [tokens]; out is [tokens, dim], f32, f16 or bf16. One thread per four elements of a row,
+// or per 16 when the table is affine or in blocks (blocks.h): x counts those, y the tokens.
 #include "vectors.h"
 #include "affine.h"
 #include "blocks.h"

@@ -1,8 +1,9 @@
 // linear: out[r] = alpha * W x[r / rows_per_input], f32, f16 or bf16 in and out.
 //
-// x has rows of `inputs`; W is [outputs, inputs], f32, f16 or bf16, or MLX's affine codes [outputs, inputs * bits / 32] with scales
-// and biases [outputs, inputs / group], or rows of blocks (blocks.h); out is [rows, outputs]. With EXPERTS there are several such matrices, one behind the
-// other, and ids[r] is the one of row r: zeros where there is no such matrix.
+// x has rows of `inputs`; W is [outputs, inputs], f32, f16 or bf16, or MLX's affine codes [outputs, inputs * bits / 32]
+// with scales and biases [outputs, inputs / group], or rows of blocks (blocks.h); out is [rows, outputs]. With EXPERTS
+// there are several such matrices, one behind the other, and ids[r] is the one of row r: zeros where there is no such
+// matrix.
 //
 // Two kernels. linear_few, for the rows of a decode step, is bound by the reading of W: a SIMD-group takes ROWS outputs
 // of TOKENS rows, its lanes neighbouring inputs, so that W is read in long pieces and what is read of x serves ROWS

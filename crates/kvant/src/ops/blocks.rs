@@ -116,8 +116,8 @@ impl<'a> Blocks<'a> {
     }
 }
 
-/// A matrix in MXFP4 with codes and scales in separate tensors: gpt-oss' safetensors (`_blocks` and `_scales`) and MLX's
-/// mode `mxfp4`.
+/// A matrix in MXFP4 with codes and scales in separate tensors: gpt-oss' safetensors (`_blocks` and `_scales`) and
+/// MLX's mode `mxfp4`.
 ///
 /// w = 2^(scale − 127) · v, where v is the E2M1 number of the code. Code i of a row is the low half of byte i / 2 for
 /// even i, else the high half. GGUF's MXFP4 orders codes differently: see [`BlockFormat::MXFP4`].

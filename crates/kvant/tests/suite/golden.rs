@@ -228,8 +228,8 @@ fn quantized() {
     }
 }
 
-/// Blocks of every format, dequantised by the gguf package and MLX: the reference agrees to f32's last bits, the devices
-/// to their rounding.
+/// Blocks of every format, dequantised by the gguf package and MLX: the reference agrees to f32's last bits, the
+/// devices to their rounding.
 #[test]
 fn blocks() {
     let golden = Golden::load("blocks");

@@ -111,8 +111,8 @@ impl WeightPrefetch {
         WeightPrefetch { start: codes, apart: 0 }
     }
 
-    /// The address to prefetch while the `index`th `bytes` bytes of each row are read: of the first row, and the distance
-    /// to that of the next row.
+    /// The address to prefetch while the `index`th `bytes` bytes of each row are read: of the first row, and the
+    /// distance to that of the next row.
     #[inline(always)]
     #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "only `integers` calls it"))]
     pub fn at<const R: usize>(&self, index: usize, bytes: usize) -> (*const u8, usize) {

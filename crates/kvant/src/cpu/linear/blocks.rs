@@ -205,8 +205,8 @@ fn fives(bytes: &[u8; 16], high: &[u8; 4], to: &mut [u8; 32]) {
     halves(bytes, to);
     for (to, &high) in to.chunks_exact_mut(8).zip(high) {
         // Bit j alone in byte j, then 16 wherever one is.
-        let bits = u64::from(high) * 0x0101_0101_0101_0101 & 0x8040_2010_0804_0201;
-        let fifths = (bits + 0x7F7F_7F7F_7F7F_7F7F & 0x8080_8080_8080_8080) >> 3;
+        let bits = (u64::from(high) * 0x0101_0101_0101_0101) & 0x8040_2010_0804_0201;
+        let fifths = ((bits + 0x7F7F_7F7F_7F7F_7F7F) & 0x8080_8080_8080_8080) >> 3;
         let codes = u64::from_le_bytes(*part(to, 0)) | fifths;
         to.copy_from_slice(&codes.to_le_bytes());
     }

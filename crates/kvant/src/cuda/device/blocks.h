@@ -1,7 +1,7 @@
 // Weights in the block formats of GGUF files and in MXFP4: reference/blocks.rs defines them.
 //
-// Every format is affine in groups of 16 or 32 inputs. Codes are taken 16 at a time, all of one group, as unsigned bytes; those of IQ4 and
-// MXFP4 are replaced by the values that they stand for, from the least on.
+// Every format is affine in groups of 16 or 32 inputs. Codes are taken 16 at a time, all of one group, as unsigned
+// bytes; those of IQ4 and MXFP4 are replaced by the values that they stand for, from the least on.
 #ifndef KVANT_CUDA_DEVICE_BLOCKS_H
 #define KVANT_CUDA_DEVICE_BLOCKS_H
 #include "device/vectors.h"
@@ -48,8 +48,8 @@ inline constexpr float code_of_zero(uint format) {
                                                           : 0;
 }
 
-// The word at any address; `alignment`, a constant, says at how many bytes blocks begin. Words lie at even distances from there, or at
-// multiples of four.
+// The word at any address; `alignment`, a constant, says at how many bytes blocks begin. Words lie at even distances
+// from there, or at multiples of four.
 inline uint word_at(const uchar *at, uint alignment) {
     if (alignment == 4) {
         return *reinterpret_cast<const uint *>(at);
@@ -99,8 +99,8 @@ inline uint spread(uint bits) {
     return (bits & 15) * 0x00204081u & 0x01010101u;
 }
 
-// Inputs 16 c .. 16 c + 15 of row `row` of a matrix of rows of `inputs`: w = scale * (code - code_of_zero(format)) + bias. Four codes
-// a word, the first in its lowest byte. `scales` is read if they are separate.
+// Inputs 16 c .. 16 c + 15 of row `row` of a matrix of rows of `inputs`: w = scale * (code - code_of_zero(format)) +
+// bias. Four codes a word, the first in its lowest byte. `scales` is read if they are separate.
 inline void load_block_codes(const uchar *data, const uchar *scales, uint format, uint alignment, ulong row, uint c,
                              uint inputs, uint (&words)[4], float &scale, float &bias) {
     const uint chunks = block_inputs(format) / 16;

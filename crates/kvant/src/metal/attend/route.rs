@@ -104,7 +104,8 @@ pub(super) fn by_head_dim(head_dim: usize) -> usize {
     HEAD_DIMS.iter().position(|&dim| dim == head_dim).expect("the call's head size is one of HEAD_DIMS")
 }
 
-/// By head size, then by rows: 1, 2, 4, 8. The less common head sizes have two kernels: for one row, and for up to eight.
+/// By head size, then by rows: 1, 2, 4, 8. The less common head sizes have two kernels: for one row, and for up to
+/// eight.
 const FEW_ROWS_ENTRIES: [[&str; 4]; 8] = [
     ["attend_few_64_1", "attend_few_64_2", "attend_few_64_4", "attend_few_64_8"],
     ["attend_few_80_1", "attend_few_80_8", "attend_few_80_8", "attend_few_80_8"],

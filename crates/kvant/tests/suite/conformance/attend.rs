@@ -422,7 +422,8 @@ fn comes_to(case: &Case, want: &str) {
     }
 }
 
-/// More query heads of a KV head than CUDA's kernels of decode have columns for: they are halved where that is possible.
+/// More query heads of a KV head than CUDA's kernels of decode have columns for: they are halved where that is
+/// possible.
 #[test]
 fn large_groups() {
     let mut cases = Vec::new();

@@ -57,8 +57,8 @@ pub unsafe fn prepare(layout: IntegerLayout, x: &[f32], to: &mut [f32]) -> bool 
     true
 }
 
-/// Unpacks the codes of a panel's outputs, the scales and biases of which are there, and counts them from `middle`, that of
-/// their range: scale · code + bias = scale · (code − middle) + (bias + middle · scale).
+/// Unpacks the codes of a panel's outputs, the scales and biases of which are there, and counts them from `middle`,
+/// that of their range: scale · code + bias = scale · (code − middle) + (bias + middle · scale).
 ///
 /// # Safety
 /// The instructions of `Avx512Vnni` are there, the rows exist, and the panel is as long as [`panel`] says.
