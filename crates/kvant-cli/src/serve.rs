@@ -82,8 +82,8 @@ pub fn run(args: &ServeArgs) -> Result {
     let address = listener.local_addr()?;
     let device = args.device.open()?;
     let tokenizer = Arc::new(Tokenizer::load_files(&files)?);
-    let model = args.activations.load(&files, &device)?;
     let template = args.template(&files, &tokenizer)?;
+    let model = args.activations.load(&files, &device)?;
     let engine = Engine::start(model, tokenizer, args.engine_options())?;
     let server = Server::new(engine, template, options);
     output::note(&format!("listening on http://{address}\n"))?;

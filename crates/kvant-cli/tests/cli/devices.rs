@@ -6,7 +6,7 @@ fn every_kind_is_listed_with_a_name_or_a_reason() {
     let kinds: Vec<&str> = lines.iter().map(|line| line["kind"].as_str().unwrap()).collect();
     assert_eq!(kinds, ["metal", "cuda", "cpu", "reference"]);
     for line in &lines {
-        assert_keys(line, "kind available default name reason");
+        assert_keys(line, "kind index available default name reason memory_bytes free_bytes");
         let text = if line["available"].as_bool().unwrap() { &line["name"] } else { &line["reason"] };
         assert!(!text.as_str().unwrap().is_empty());
     }
