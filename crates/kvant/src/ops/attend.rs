@@ -10,9 +10,8 @@ use crate::{
 
 pub(crate) const NAME: &str = "attend";
 
-/// The head sizes that [`attend`](attend()) supports. Those that are no power of two need dense keys and values, as
-/// [`Codec::validate`](crate::Codec::validate) says, and have no kernels of their own on CUDA: `attend_generic` serves
-/// them.
+/// The head sizes that [`attend`](attend()) supports. Those that are no power of two need dense keys and values
+/// and have no kernels of their own on CUDA: `attend_generic` serves them.
 pub const HEAD_DIMS: [usize; 8] = [64, 80, 96, 112, 128, 192, 256, 512];
 
 /// Arguments of [`attend`](attend()): out = softmax(scale · q·Kᵀ \[softcap\] + mask) · V over a cache layer.
