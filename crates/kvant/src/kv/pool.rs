@@ -146,8 +146,8 @@ pub struct PoolUsage {
 ///
 /// ```
 /// use kvant::{CacheLayer, Codec, Device, KvPool, PoolSpec};
-/// let full = CacheLayer { kv_heads: 2, head_dim: 64, window: None, k: Codec::F16, v: Codec::F16 };
-/// let sliding = CacheLayer { window: Some(128), ..full };
+/// let full = CacheLayer::new(2, 64, Codec::F16);
+/// let sliding = full.window(Some(128));
 /// let pool = KvPool::new(&Device::cpu(), &PoolSpec::new(vec![sliding, full], 4 << 20))?;
 ///
 /// let (mut a, mut b) = (pool.sequence(), pool.sequence());

@@ -18,7 +18,7 @@ pub(crate) const NAME: &str = "argmax";
 /// let x = Tensor::from_slice(&device, &[1f32, 7., f32::NAN, 7.], &[1, 4])?;
 /// let out = Tensor::zeros(&device, DType::U32, &[1])?;
 /// let mut enc = device.encoder()?;
-/// ops::argmax(&mut enc, &ops::Argmax { x: &x, out: &out })?;
+/// ops::argmax(&mut enc, &ops::Argmax::new(&x, &out))?;
 /// enc.commit()?.wait()?;
 /// assert_eq!(out.to_vec::<u32>()?, [1]);
 /// # Ok::<(), kvant::Error>(())

@@ -30,7 +30,7 @@ pub(crate) const NAME: &str = "linear";
 /// let out = Tensor::zeros(&device, DType::F32, &[1, 3])?;
 /// let mut enc = device.encoder()?;
 /// let weight = ops::Weight::Dense(&w);
-/// ops::linear(&mut enc, &ops::Linear { x: &x, weight, experts: None, alpha: 1., out: &out })?;
+/// ops::linear(&mut enc, &ops::Linear::new(&x, weight, &out))?;
 /// enc.commit()?.wait()?;
 /// assert_eq!(out.to_vec::<f32>()?, [1., 2., 3.]);
 /// # Ok::<(), kvant::Error>(())

@@ -25,7 +25,7 @@ pub(crate) const NAME: &str = "rms_norm";
 /// let out = Tensor::zeros(&device, DType::F32, &[1, 4])?;
 /// let residual = ops::Residual::None;
 /// let mut enc = device.encoder()?;
-/// ops::rms_norm(&mut enc, &ops::RmsNorm { x: &x, weight: None, eps: 0., residual, scale: 1., out: &out })?;
+/// ops::rms_norm(&mut enc, &ops::RmsNorm::new(&x, 0., &out).residual(residual))?;
 /// enc.commit()?.wait()?;
 /// assert!((out.to_vec::<f32>()?[1] + 1.).abs() < 1e-6);
 /// # Ok::<(), kvant::Error>(())
