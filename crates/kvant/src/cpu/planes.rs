@@ -100,9 +100,7 @@ impl PlaneRows {
             match &self.format {
                 &Format::Dense(dtype) => convert::store_row::<S>(x, self.dense_row(row, dtype), dtype),
                 // A call of its own: encoding is compiled once per level, not into every operation that stores rows.
-                Format::TurboQuant(quantiser) => {
-                    S::LEVEL.dispatch(EncodeRow { quantiser, x, to: self.vector(row, quantiser) })
-                }
+                Format::TurboQuant(quantiser) => S::call(EncodeRow { quantiser, x, to: self.vector(row, quantiser) }),
             }
         }
     }

@@ -82,7 +82,7 @@ impl WeightRows for BlockWeights {
     #[inline(always)]
     unsafe fn scales<S: Simd>(&self, first: usize, scales: &mut [f32], biases: &mut [f32]) {
         // SAFETY: the caller's promise.
-        unsafe { self.unpacked.blocks.factors(first, self.unpacked.inputs, scales, biases) };
+        unsafe { self.unpacked.blocks.factors::<S>(first, self.unpacked.inputs, scales, biases) };
     }
 
     #[inline(always)]
@@ -144,7 +144,7 @@ impl<const BITS: usize> WeightRows for BlockByteProducts<BITS> {
     #[inline(always)]
     unsafe fn scales<S: Simd>(&self, first: usize, scales: &mut [f32], biases: &mut [f32]) {
         // SAFETY: the caller's promise.
-        unsafe { self.unpacked.blocks.factors(first, self.unpacked.inputs, scales, biases) };
+        unsafe { self.unpacked.blocks.factors::<S>(first, self.unpacked.inputs, scales, biases) };
     }
 
     #[inline(always)]

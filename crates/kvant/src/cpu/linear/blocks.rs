@@ -5,7 +5,10 @@
 //! biases. The kernels of 8-bit affine weights do the rest. The loops over bytes are plain code, which the compiler
 //! vectorises for every level.
 
-use super::{super::simd::Simd, matrix::CodePointer};
+use super::{
+    super::simd::{Simd, SimdKernel},
+    matrix::CodePointer,
+};
 use crate::{Tensor, ops::BlockFormat};
 
 /// A matrix in blocks.
@@ -90,7 +93,80 @@ impl BlockMatrix {
         let bytes = self.row_bytes(to.len());
         // SAFETY: the caller's promise: `bytes` bytes a row.
         let row = unsafe { std::slice::from_raw_parts(self.codes.0.add(row * bytes), bytes) };
-        let Packing::Blocks(format) = self.format else {
+        // SAFETY: the level's instructions are enabled.
+        unsafe { S::call(UnpackRow { format: self.format, row, ahead, to }) };
+    }
+
+    /// Computes the scales and the biases of rows from `first` on, as many as there is room for.
+    ///
+    /// # Safety
+    /// The rows exist, both slices have the same length, and the level's instructions are enabled.
+    #[inline(always)]
+    pub(super) unsafe fn factors<S: Simd>(&self, first: usize, inputs: usize, scales: &mut [f32], biases: &mut [f32]) {
+        let blocks = match self.format {
+            // SAFETY: the caller's promise: one byte for each scale.
+            Packing::Mxfp4 => unsafe {
+                std::slice::from_raw_parts(self.scales.0.add(first * (inputs / 32)), scales.len())
+            },
+            Packing::Blocks(format) => {
+                let bytes = scales.len() * format.group() / format.block_inputs() * format.block_bytes();
+                // SAFETY: the caller's promise: these blocks exist.
+                unsafe { std::slice::from_raw_parts(self.codes.0.add(first * self.row_bytes(inputs)), bytes) }
+            }
+        };
+        // SAFETY: the level's instructions are enabled.
+        unsafe { S::call(UnpackFactors { format: self.format, blocks, scales, biases }) };
+    }
+}
+
+/// Computes the scales and biases of whole rows.
+struct UnpackFactors<'a> {
+    format: Packing,
+    blocks: &'a [u8],
+    scales: &'a mut [f32],
+    biases: &'a mut [f32],
+}
+
+impl SimdKernel for UnpackFactors<'_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self) {
+        let UnpackFactors { format, blocks, scales, biases } = self;
+        let Packing::Blocks(format) = format else {
+            for ((&e, scale), bias) in blocks.iter().zip(scales).zip(biases) {
+                (*scale, *bias) = mxfp4_factors(e);
+            }
+            return;
+        };
+        match format {
+            BlockFormat::Q5_0 => each::<22, 1>(blocks, scales, biases, q5_0_factors),
+            BlockFormat::Q5_1 => each::<24, 1>(blocks, scales, biases, q5_1_factors),
+            BlockFormat::IQ4_NL => each::<18, 1>(blocks, scales, biases, iq4_nl_factors),
+            BlockFormat::MXFP4 => each::<17, 1>(blocks, scales, biases, mxfp4_block_factors),
+            BlockFormat::Q2_K => each::<84, 16>(blocks, scales, biases, q2_factors),
+            BlockFormat::Q3_K => each::<110, 16>(blocks, scales, biases, q3_factors),
+            BlockFormat::Q4_K => each::<144, 8>(blocks, scales, biases, q4_factors),
+            BlockFormat::Q5_K => each::<176, 8>(blocks, scales, biases, q4_factors),
+            BlockFormat::Q6_K => each::<210, 16>(blocks, scales, biases, q6_factors),
+            BlockFormat::IQ4_XS => each::<136, 8>(blocks, scales, biases, iq4_xs_factors),
+        }
+    }
+}
+
+/// Unpacks a row; compiled once for a level, not inside each of the kernels that read rows.
+struct UnpackRow<'a> {
+    format: Packing,
+    row: &'a [u8],
+    ahead: usize,
+    to: &'a mut [u8],
+}
+
+impl SimdKernel for UnpackRow<'_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self) {
+        let UnpackRow { format, row, ahead, to } = self;
+        let Packing::Blocks(format) = format else {
             // SAFETY: the level's instructions are enabled.
             return unsafe { unpack::<S, 16, 32>(row, ahead, to, pairs, Some(&E2M1)) };
         };
@@ -108,38 +184,6 @@ impl BlockMatrix {
                 BlockFormat::Q6_K => unpack::<S, 210, 256>(row, ahead, to, q6, None),
                 BlockFormat::IQ4_XS => unpack::<S, 136, 256>(row, ahead, to, iq4_xs, Some(&IQ4)),
             }
-        }
-    }
-
-    /// Computes the scales and the biases of rows from `first` on, as many as there is room for.
-    ///
-    /// # Safety
-    /// The rows exist, and both slices have the same length.
-    #[inline(always)]
-    pub(super) unsafe fn factors(&self, first: usize, inputs: usize, scales: &mut [f32], biases: &mut [f32]) {
-        let Packing::Blocks(format) = self.format else {
-            // SAFETY: the caller's promise: one byte for each scale.
-            let bytes = unsafe { std::slice::from_raw_parts(self.scales.0.add(first * (inputs / 32)), scales.len()) };
-            for ((&e, scale), bias) in bytes.iter().zip(scales).zip(biases) {
-                (*scale, *bias) = mxfp4_factors(e);
-            }
-            return;
-        };
-        let count = scales.len() * format.group() / format.block_inputs();
-        let bytes = count * format.block_bytes();
-        // SAFETY: the caller's promise: these blocks exist.
-        let blocks = unsafe { std::slice::from_raw_parts(self.codes.0.add(first * self.row_bytes(inputs)), bytes) };
-        match format {
-            BlockFormat::Q5_0 => each::<22, 1>(blocks, scales, biases, q5_0_factors),
-            BlockFormat::Q5_1 => each::<24, 1>(blocks, scales, biases, q5_1_factors),
-            BlockFormat::IQ4_NL => each::<18, 1>(blocks, scales, biases, iq4_nl_factors),
-            BlockFormat::MXFP4 => each::<17, 1>(blocks, scales, biases, mxfp4_block_factors),
-            BlockFormat::Q2_K => each::<84, 16>(blocks, scales, biases, q2_factors),
-            BlockFormat::Q3_K => each::<110, 16>(blocks, scales, biases, q3_factors),
-            BlockFormat::Q4_K => each::<144, 8>(blocks, scales, biases, q4_factors),
-            BlockFormat::Q5_K => each::<176, 8>(blocks, scales, biases, q4_factors),
-            BlockFormat::Q6_K => each::<210, 16>(blocks, scales, biases, q6_factors),
-            BlockFormat::IQ4_XS => each::<136, 8>(blocks, scales, biases, iq4_xs_factors),
         }
     }
 }

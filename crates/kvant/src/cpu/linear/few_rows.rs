@@ -8,7 +8,11 @@
 use std::ops::Range;
 
 use super::{
-    super::{elements::Elements, scratch, simd::Simd, simd::SimdKernel},
+    super::{
+        elements::Elements,
+        scratch,
+        simd::{Simd, SimdKernel, SimdLevel},
+    },
     block::{self, OUTPUTS, OutputBlock, Together},
     block_rows::{BlockByteProducts, BlockWeights, UnpackedRows},
     integers::{IntegerLayout, byte_products, word_products},
@@ -169,28 +173,26 @@ impl SimdKernel for FewRows<'_> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self) {
-        // SAFETY: `dispatch` enables the instructions, validation made the shapes agree, and no other task writes
-        // these outputs.
+        let inputs = self.matrix.inputs;
+        // SAFETY: `dispatch` enables the instructions.
         unsafe {
             match self.matrix.kind {
                 MatrixKind::Dense(weights) => match weights.dtype {
-                    DType::F32 => self.blocks::<S, _>(DenseWeights::<0> { weights, inputs: self.matrix.inputs }),
-                    DType::F16 => self.blocks::<S, _>(DenseWeights::<1> { weights, inputs: self.matrix.inputs }),
-                    _ => self.blocks::<S, _>(DenseWeights::<2> { weights, inputs: self.matrix.inputs }),
+                    DType::F32 => self.by::<S, _>(DenseWeights::<0> { weights, inputs }),
+                    DType::F16 => self.by::<S, _>(DenseWeights::<1> { weights, inputs }),
+                    _ => self.by::<S, _>(DenseWeights::<2> { weights, inputs }),
                 },
                 MatrixKind::Blocks(blocks) => {
-                    let inputs = self.matrix.inputs;
                     let room = &mut *scratch::take(UnpackedRows::room(inputs));
-                    let unpacked = UnpackedRows::new(blocks, inputs, room);
-                    self.blocks::<S, _>(BlockWeights { unpacked });
+                    self.by::<S, _>(BlockWeights { unpacked: UnpackedRows::new(blocks, inputs, room) });
                 }
                 MatrixKind::Affine(affine) => match affine.bits {
-                    2 => self.blocks::<S, _>(AffineWeights::<2> { affine, inputs: self.matrix.inputs }),
-                    3 => self.blocks::<S, _>(AffineWeights::<3> { affine, inputs: self.matrix.inputs }),
-                    5 => self.blocks::<S, _>(AffineWeights::<5> { affine, inputs: self.matrix.inputs }),
-                    4 => self.blocks::<S, _>(AffineWeights::<4> { affine, inputs: self.matrix.inputs }),
-                    6 => self.blocks::<S, _>(AffineWeights::<6> { affine, inputs: self.matrix.inputs }),
-                    _ => self.blocks::<S, _>(AffineWeights::<8> { affine, inputs: self.matrix.inputs }),
+                    2 => self.by::<S, _>(AffineWeights::<2> { affine, inputs }),
+                    3 => self.by::<S, _>(AffineWeights::<3> { affine, inputs }),
+                    4 => self.by::<S, _>(AffineWeights::<4> { affine, inputs }),
+                    5 => self.by::<S, _>(AffineWeights::<5> { affine, inputs }),
+                    6 => self.by::<S, _>(AffineWeights::<6> { affine, inputs }),
+                    _ => self.by::<S, _>(AffineWeights::<8> { affine, inputs }),
                 },
             }
         }
@@ -208,34 +210,58 @@ impl SimdKernel for FewRowsByBytes<'_> {
     #[inline(always)]
     fn run<S: Simd>(self) {
         let FewRowsByBytes { rows, layout } = self;
-        // SAFETY: as in `FewRows::run`, by `dispatch_vnni`.
-        unsafe {
-            match rows.matrix.kind {
-                MatrixKind::Dense(_) => {}
-                MatrixKind::Blocks(blocks) => {
-                    let inputs = rows.matrix.inputs;
-                    let room = &mut *scratch::take(UnpackedRows::room(inputs));
-                    let unpacked = UnpackedRows::new(blocks, inputs, room);
-                    if blocks.wide() {
-                        rows.blocks::<S, _>(BlockByteProducts::<8> { unpacked, layout });
-                    } else {
-                        rows.blocks::<S, _>(BlockByteProducts::<6> { unpacked, layout });
-                    }
+        match rows.matrix.kind {
+            MatrixKind::Dense(_) => {}
+            MatrixKind::Blocks(blocks) => {
+                let inputs = rows.matrix.inputs;
+                let room = &mut *scratch::take(UnpackedRows::room(inputs));
+                let unpacked = UnpackedRows::new(blocks, inputs, room);
+                if blocks.wide() {
+                    rows.by_bytes(BlockByteProducts::<8> { unpacked, layout });
+                } else {
+                    rows.by_bytes(BlockByteProducts::<6> { unpacked, layout });
                 }
-                MatrixKind::Affine(affine) => match affine.bits {
-                    2 => rows.blocks::<S, _>(ByteProducts::<2> { affine, layout }),
-                    3 => rows.blocks::<S, _>(ByteProducts::<3> { affine, layout }),
-                    4 => rows.blocks::<S, _>(ByteProducts::<4> { affine, layout }),
-                    5 => rows.blocks::<S, _>(ByteProducts::<5> { affine, layout }),
-                    6 => rows.blocks::<S, _>(ByteProducts::<6> { affine, layout }),
-                    _ => rows.blocks::<S, _>(ByteProducts::<8> { affine, layout }),
-                },
             }
+            MatrixKind::Affine(affine) => match affine.bits {
+                2 => rows.by_bytes(ByteProducts::<2> { affine, layout }),
+                3 => rows.by_bytes(ByteProducts::<3> { affine, layout }),
+                4 => rows.by_bytes(ByteProducts::<4> { affine, layout }),
+                5 => rows.by_bytes(ByteProducts::<5> { affine, layout }),
+                6 => rows.by_bytes(ByteProducts::<6> { affine, layout }),
+                _ => rows.by_bytes(ByteProducts::<8> { affine, layout }),
+            },
         }
     }
 }
 
+/// [`FewRows`] for one kind of weights: each becomes a function of its own, so that compilers work side by side.
+struct FewRowsOf<'a, W> {
+    rows: FewRows<'a>,
+    weights: W,
+}
+
+impl<W: WeightRows> SimdKernel for FewRowsOf<'_, W> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self) {
+        // SAFETY: `dispatch` enables the instructions, validation made the shapes agree, and no other task writes
+        // these outputs.
+        unsafe { self.rows.blocks::<S, _>(self.weights) };
+    }
+}
+
 impl FewRows<'_> {
+    #[inline(always)]
+    unsafe fn by<S: Simd, W: WeightRows>(self, weights: W) {
+        // SAFETY: the caller's promise.
+        unsafe { S::call(FewRowsOf { rows: self, weights }) };
+    }
+
+    #[inline(always)]
+    fn by_bytes<W: WeightRows>(self, weights: W) {
+        SimdLevel::Avx512Vnni.dispatch_vnni(FewRowsOf { rows: self, weights });
+    }
+
     #[inline(always)]
     unsafe fn blocks<S: Simd, W: WeightRows>(&self, weights: W) {
         let mut result = [[0.0; OUTPUTS]; ROWS];
@@ -256,6 +282,8 @@ impl FewRows<'_> {
                     // SAFETY: the caller's promise.
                     at += unsafe {
                         match rows.len() - at {
+                            // Plain code runs where nothing else can, and in tests: one tile is enough.
+                            _ if S::PORTABLE => self.tile::<S, W, 4, 1>(weights, &block, &rows[at..], result),
                             1 if W::EIGHT && !block.streams() => {
                                 self.tile::<S, W, 8, 1>(weights, &block, &rows[at..], result)
                             }
@@ -437,7 +465,9 @@ impl<const BITS: usize> WeightRows for AffineWeights<BITS> {
             // Where it counts most, the number of units in a group is a constant: the loop over them unrolls. So is,
             // for short rows, the distance of prefetching.
             match (self.affine.group, block.streams()) {
-                (group, _) if matches!(BITS, 2 | 3 | 5) => self.dots_by::<S, R, T, false>(block, rows, x, group / UNIT),
+                (group, _) if S::PORTABLE || matches!(BITS, 2 | 3 | 5) => {
+                    self.dots_by::<S, R, T, false>(block, rows, x, group / UNIT)
+                }
                 (32, false) if T == 1 => self.dots_by::<S, R, T, false>(block, rows, x, 1),
                 (64, false) if T == 1 => self.dots_by::<S, R, T, false>(block, rows, x, 2),
                 (group, false) => self.dots_by::<S, R, T, false>(block, rows, x, group / UNIT),

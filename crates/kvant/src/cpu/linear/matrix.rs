@@ -96,7 +96,7 @@ impl Matrix {
             match self.kind {
                 MatrixKind::Dense(_) => {}
                 MatrixKind::Affine(affine) => affine.scales::<S>(first, self.inputs, scales, biases),
-                MatrixKind::Blocks(blocks) => blocks.factors(first, self.inputs, scales, biases),
+                MatrixKind::Blocks(blocks) => blocks.factors::<S>(first, self.inputs, scales, biases),
             }
         }
     }
@@ -148,7 +148,7 @@ impl Matrix {
                     let codes = &mut bytemuck::cast_slice_mut(codes)[..self.inputs];
                     let factors = &mut *scratch::take(2 * groups);
                     let (scales, biases) = factors.split_at_mut(groups);
-                    blocks.factors(first, self.inputs, scales, biases);
+                    blocks.factors::<S>(first, self.inputs, scales, biases);
                     let per_row = groups / count.max(1);
                     for (i, row) in out.chunks_exact_mut(self.inputs.max(1)).enumerate() {
                         blocks.codes::<S>(first + i, 0, codes);

@@ -15,6 +15,7 @@ pub(super) fn is_supported() -> bool {
 ///
 /// # Safety
 /// `is_supported` holds.
+#[inline(never)]
 #[target_feature(enable = "avx2,fma,f16c")]
 pub(super) unsafe fn call<K: SimdKernel>(kernel: K) -> K::Output {
     kernel.run::<Avx2>()
@@ -47,6 +48,11 @@ impl Simd for Avx2 {
     type I = __m256i;
     const LANES: usize = 8;
     const LEVEL: SimdLevel = SimdLevel::Avx2;
+
+    #[inline(always)]
+    unsafe fn call<K: SimdKernel>(kernel: K) -> K::Output {
+        unsafe { call(kernel) }
+    }
 
     #[inline(always)]
     unsafe fn splat(x: f32) -> __m256 {

@@ -35,6 +35,7 @@ const SIXES: [[u8; 4]; 16] = {
 ///
 /// # Safety
 /// `is_supported` holds.
+#[inline(never)]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")]
 pub(super) unsafe fn call<K: SimdKernel>(kernel: K) -> K::Output {
     kernel.run::<Avx512>()
@@ -44,6 +45,7 @@ pub(super) unsafe fn call<K: SimdKernel>(kernel: K) -> K::Output {
 ///
 /// # Safety
 /// `has_vnni` holds.
+#[inline(never)]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni,avx2,fma,f16c")]
 pub(super) unsafe fn call_vnni<K: SimdKernel>(kernel: K) -> K::Output {
     kernel.run::<Avx512>()
@@ -57,6 +59,11 @@ impl Simd for Avx512 {
     type I = __m512i;
     const LANES: usize = 16;
     const LEVEL: SimdLevel = SimdLevel::Avx512;
+
+    #[inline(always)]
+    unsafe fn call<K: SimdKernel>(kernel: K) -> K::Output {
+        unsafe { call(kernel) }
+    }
 
     #[inline(always)]
     unsafe fn splat(x: f32) -> __m512 {

@@ -74,7 +74,7 @@ impl SimdLevel {
             #[cfg(target_arch = "aarch64")]
             // SAFETY: every AArch64 target that Rust has a standard library for includes NEON.
             SimdLevel::Neon => unsafe { neon::call(kernel) },
-            _ => kernel.run::<portable::Portable>(),
+            _ => portable::call(kernel),
         }
     }
 
@@ -191,6 +191,15 @@ pub(crate) trait Simd: Copy + 'static {
     /// Whether the registers hold 16 sums and their operands; 8 otherwise. A constant: the compiler skips the other
     /// branch.
     const MANY_REGISTERS: bool = matches!(Self::LEVEL, SimdLevel::Avx512 | SimdLevel::Neon);
+
+    /// Whether this is [`SimdLevel::Portable`], where little code counts more than speed.
+    const PORTABLE: bool = matches!(Self::LEVEL, SimdLevel::Portable);
+    /// Whether attention has kernels that read every type of key and value where it is; else it widens them first.
+    const READS_DIRECTLY: bool = !Self::PORTABLE;
+
+    /// Runs a kernel with this level's instructions, as a function of its own. Unlike [`SimdLevel::dispatch`], it is
+    /// compiled for this level only.
+    unsafe fn call<K: SimdKernel>(kernel: K) -> K::Output;
 
     unsafe fn splat(x: f32) -> Self::F;
     #[inline(always)]

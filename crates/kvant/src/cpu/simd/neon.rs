@@ -11,6 +11,7 @@ pub(crate) struct Neon;
 ///
 /// # Safety
 /// The machine has NEON.
+#[inline(never)]
 #[target_feature(enable = "neon")]
 pub(super) unsafe fn call<K: SimdKernel>(kernel: K) -> K::Output {
     kernel.run::<Neon>()
@@ -61,6 +62,11 @@ impl Simd for Neon {
     type I = uint32x4_t;
     const LANES: usize = 4;
     const LEVEL: SimdLevel = SimdLevel::Neon;
+
+    #[inline(always)]
+    unsafe fn call<K: SimdKernel>(kernel: K) -> K::Output {
+        unsafe { call(kernel) }
+    }
 
     #[inline(always)]
     unsafe fn splat(x: f32) -> float32x4_t {

@@ -2,12 +2,18 @@
 
 use half::{bf16, f16};
 
-use super::{Simd, SimdLevel};
+use super::{Simd, SimdKernel, SimdLevel};
 
 const N: usize = 8;
 
 #[derive(Clone, Copy)]
 pub(crate) struct Portable;
+
+/// Runs a kernel: a function of its own, as those of the other levels are.
+#[inline(never)]
+pub(super) fn call<K: SimdKernel>(kernel: K) -> K::Output {
+    kernel.run::<Portable>()
+}
 
 #[inline(always)]
 fn map(a: [f32; N], f: impl Fn(f32) -> f32) -> [f32; N] {
@@ -24,6 +30,11 @@ impl Simd for Portable {
     type I = [u8; N];
     const LANES: usize = N;
     const LEVEL: SimdLevel = SimdLevel::Portable;
+
+    #[inline(always)]
+    unsafe fn call<K: SimdKernel>(kernel: K) -> K::Output {
+        call(kernel)
+    }
 
     #[inline(always)]
     unsafe fn splat(x: f32) -> Self::F {

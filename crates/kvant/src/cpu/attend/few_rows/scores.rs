@@ -22,19 +22,23 @@ pub(super) unsafe fn score<S: Simd, R: LoadRows>(
     staged: *mut f32,
     prefetch: &mut Prefetcher,
 ) {
-    if part.queries.rows <= direct_rows::<S>() {
-        return S::LEVEL.dispatch(ScoreKernel { rows, part, scores, prefetch });
+    if S::READS_DIRECTLY {
+        if part.queries.rows <= direct_rows::<S>() {
+            // SAFETY: the caller's promise.
+            return unsafe { S::call(ScoreKernel { rows, part, scores, prefetch }) };
+        }
     }
     let stride = part.queries.head_dim;
     for key in (0..part.keys).step_by(STAGED_KEYS) {
         let keys = STAGED_KEYS.min(part.keys - key);
         let piece = TilePart { row: part.row + key, keys, ..part.clone() };
-        S::LEVEL.dispatch(WidenRows { rows, part: piece, to: staged, stride });
+        // SAFETY: the caller's promise.
+        unsafe { S::call(WidenRows { rows, part: piece, to: staged, stride }) };
         let lines = (part.lines * keys).div_ceil(part.keys);
         let piece = TilePart { row: 0, keys, first_chunk: 0, lines, ..part.clone() };
         let rows = DenseRows::<f32> { start: staged, stride };
-        // SAFETY: keys are less than TILE.
-        S::LEVEL.dispatch(ScoreKernel { rows, part: piece, scores: unsafe { scores.add(key) }, prefetch });
+        // SAFETY: the caller's promise; keys are less than TILE.
+        unsafe { S::call(ScoreKernel { rows, part: piece, scores: scores.add(key), prefetch }) };
     }
 }
 

@@ -22,19 +22,24 @@ pub(super) unsafe fn add_values<S: Simd, R: LoadRows>(
     staged: *mut f32,
     prefetch: &mut Prefetcher,
 ) {
-    if part.queries.rows <= direct_rows::<S>() {
-        return S::LEVEL.dispatch(SumKernel { rows, part, weights, prefetch });
+    if S::READS_DIRECTLY {
+        if part.queries.rows <= direct_rows::<S>() {
+            // SAFETY: the caller's promise.
+            return unsafe { S::call(SumKernel { rows, part, weights, prefetch }) };
+        }
     }
     let at_a_time = STAGED_COORDINATES / (2 * S::LANES);
     for first in part.chunks.clone().step_by(at_a_time) {
         let chunks = first..part.chunks.end.min(first + at_a_time);
         let first_chunk = part.first_chunk + first - part.chunks.start;
         let piece = TilePart { chunks: chunks.clone(), first_chunk, ..part.clone() };
-        S::LEVEL.dispatch(WidenRows { rows, part: piece, to: staged, stride: STAGED_COORDINATES });
+        // SAFETY: the caller's promise.
+        unsafe { S::call(WidenRows { rows, part: piece, to: staged, stride: STAGED_COORDINATES }) };
         let rows = DenseRows::<f32> { start: staged, stride: STAGED_COORDINATES };
         let lines = (part.lines * chunks.len()).div_ceil(part.chunks.len());
         let piece = TilePart { row: 0, chunks, first_chunk: 0, lines, ..part.clone() };
-        S::LEVEL.dispatch(SumKernel { rows, part: piece, weights, prefetch });
+        // SAFETY: the caller's promise.
+        unsafe { S::call(SumKernel { rows, part: piece, weights, prefetch }) };
     }
 }
 
