@@ -42,7 +42,7 @@ const HELP: &str = "/system TEXT     set the system message\n\
 /// standard input is no terminal.
 #[derive(clap::Args)]
 pub struct ChatArgs {
-    /// Directory of a checkpoint with a chat template
+    /// Directory of a checkpoint with a chat template, or a GGUF file
     #[arg(value_name = "MODEL")]
     model: PathBuf,
     /// The system message

@@ -22,8 +22,9 @@ use crate::{
 /// Without arguments: the small model that ships with kvant, and a prompt that suits it.
 #[derive(clap::Args)]
 pub struct GenerateArgs {
-    /// Directory of a checkpoint in Hugging Face or MLX layout [default: the model that ships with kvant]
-    #[arg(long, value_name = "DIR")]
+    /// Directory of a checkpoint in Hugging Face or MLX layout, or a GGUF file [default: the model that ships with
+    /// kvant]
+    #[arg(long, value_name = "PATH")]
     model: Option<PathBuf>,
     /// The text to continue; `-` reads it from standard input. Names of special tokens, such as `<eos>`, become these
     /// tokens. The token that starts a text is added if it is missing

@@ -18,7 +18,8 @@ use crate::{
 /// finish.
 #[derive(clap::Args)]
 pub struct ServeArgs {
-    /// Directory of a checkpoint in Hugging Face or MLX layout [default: the model that ships with kvant]
+    /// Directory of a checkpoint in Hugging Face or MLX layout, or a GGUF file [default: the model that ships with
+    /// kvant]
     #[arg(value_name = "MODEL")]
     model: Option<PathBuf>,
     /// The address to listen on; 0.0.0.0 for all
@@ -28,7 +29,7 @@ pub struct ServeArgs {
     #[arg(long, default_value_t = 8080)]
     port: u16,
     /// The name of the model in requests and answers; more names are aliases, and `*` as the last one accepts every
-    /// name [default: the name of the directory]
+    /// name [default: the name of the directory or file]
     #[arg(long, value_name = "NAME")]
     name: Vec<String>,
     /// A key that clients must send; can be repeated. Others on this machine see it in the list of processes
@@ -92,8 +93,9 @@ pub fn run(args: &ServeArgs) -> Result {
 
 impl ServeArgs {
     fn server_options(&self) -> Result<ServerOptions> {
-        let directory = self.model.as_deref().and_then(|path| path.canonicalize().ok());
-        let name = directory.as_deref().and_then(|path| path.file_name()?.to_str()).unwrap_or("rustdoc-11m");
+        let path = self.model.as_deref().and_then(|path| path.canonicalize().ok());
+        let name = path.as_deref().and_then(|path| path.file_name()?.to_str()).unwrap_or("rustdoc-11m");
+        let name = name.strip_suffix(".gguf").unwrap_or(name);
         let mut names = self.name.iter().cloned();
         let mut options = ServerOptions::new(names.next().unwrap_or_else(|| name.to_string()));
         for name in names {

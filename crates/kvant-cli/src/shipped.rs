@@ -1,4 +1,4 @@
-//! Finds a model: the directory that `--model` names, or the files that are part of the command.
+//! Finds a model: the directory or GGUF file that `--model` names, or the files that are part of the command.
 
 use std::path::{Component, Path};
 
@@ -11,15 +11,18 @@ pub const PROMPT: &str = "# Fearless Concurrency\n\n";
 
 /// The files of the requested model, or of the shipped one.
 pub fn files(asked: Option<&Path>) -> Result<Files> {
-    let Some(directory) = asked else { return shipped() };
-    let name = directory.display();
-    if directory.join("config.json").exists() {
-        Ok(Files::directory(directory))
-    } else if directory.is_dir() {
-        Err(format!("{name}: not a checkpoint: it has no config.json").into())
-    } else if directory.exists() {
-        Err(format!("{name}: expected the directory of a checkpoint, got a file").into())
-    } else if is_hub_name(directory) {
+    let Some(path) = asked else { return shipped() };
+    let name = path.display();
+    if path.exists() {
+        let files = Files::at(path)?;
+        if files.as_gguf().is_some() || path.join("config.json").exists() {
+            Ok(files)
+        } else if path.is_dir() {
+            Err(format!("{name}: not a checkpoint: it has no config.json and no GGUF model").into())
+        } else {
+            Err(format!("{name}: expected the directory of a checkpoint or a .gguf file, got another file").into())
+        }
+    } else if is_hub_name(path) {
         let hint = "kvant does not download models yet: download this one and give its directory";
         Err(format!("{name}: no such directory. If this is a name on the Hugging Face Hub: {hint}").into())
     } else {

@@ -6,7 +6,7 @@ use std::{collections::HashSet, path::Path};
 
 use serde_json::Value;
 
-use crate::{DecoderSpec, Error, Files, Result, families};
+use crate::{DecoderSpec, Error, Files, Result, families, gguf};
 use fields::Fields;
 
 /// The configuration of a model, from any format.
@@ -25,15 +25,19 @@ pub struct Config {
 }
 
 impl Config {
-    /// Reads `config.json`, and the end-of-text ids of `generation_config.json` if that file exists.
+    /// Reads `config.json`, and the end-of-text ids of `generation_config.json` if that file exists; or the metadata of
+    /// a GGUF file. [`Files::at`] describes paths.
     ///
     /// # Errors
     /// As [`Config::parse`]; `File` if a file cannot be read; `Config` for a token id outside the vocabulary.
     pub fn load(dir: &Path) -> Result<Config> {
-        Config::load_files(&Files::directory(dir))
+        Config::load_files(&Files::at(dir)?)
     }
 
     pub(crate) fn load_files(files: &Files) -> Result<Config> {
+        if let Some(gguf) = files.as_gguf() {
+            return gguf::describe::config(gguf);
+        }
         Config::with_files(&files.read_json("config.json")?, files)
     }
 

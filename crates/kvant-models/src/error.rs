@@ -32,6 +32,16 @@ pub enum Error {
         /// The value in the file.
         got: String,
     },
+    /// A key of a GGUF file's metadata is missing, out of range or of the wrong type.
+    #[error("metadata: `{key}` must be {expected}, got {got}")]
+    Metadata {
+        /// The key.
+        key: String,
+        /// The accepted values, in words.
+        expected: String,
+        /// The value in the file.
+        got: String,
+    },
     /// The file requires a feature that this crate does not support.
     #[error("{what} is not supported: {reason}")]
     Unsupported {

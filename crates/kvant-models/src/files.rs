@@ -6,16 +6,17 @@ use std::{
     fs::File,
     io::{self, Read, Seek, SeekFrom},
     path::{Path, PathBuf},
+    sync::Arc,
 };
 
 use serde_json::Value;
 
-use crate::{Error, Result};
+use crate::{Error, Result, gguf::Gguf};
 
 /// Larger than any model's config.json, and small enough to hold in memory.
 const JSON_LIMIT: u64 = 16 << 20;
 
-/// The files of a checkpoint: a directory, or bytes that are part of the program.
+/// The files of a checkpoint: a directory, a GGUF file, or bytes that are part of the program.
 ///
 /// ```no_run
 /// use kvant::Device;
@@ -34,6 +35,8 @@ pub struct Files(Place);
 #[derive(Clone)]
 enum Place {
     Directory(PathBuf),
+    /// Everything is in the file's metadata and tensors.
+    Gguf(Arc<Gguf>),
     Embedded(&'static [(&'static str, &'static [u8])]),
 }
 
@@ -81,6 +84,46 @@ impl Files {
         Files(Place::Directory(path.into()))
     }
 
+    /// A GGUF file; of a split model, any of its files.
+    ///
+    /// # Errors
+    /// As [`Gguf::open`].
+    pub fn gguf(path: &Path) -> Result<Files> {
+        Ok(Files(Place::Gguf(Arc::new(Gguf::open(path)?))))
+    }
+
+    /// The checkpoint at a path: a `.gguf` file, a directory with `config.json`, or a directory with one GGUF model,
+    /// which may be split. Files whose names start with `mmproj` are encoders of images or sound, not models.
+    ///
+    /// # Errors
+    /// `File` for a directory with several GGUF models, and as [`Gguf::open`].
+    pub fn at(path: &Path) -> Result<Files> {
+        if !path.is_dir() {
+            return if is_gguf(path) { Files::gguf(path) } else { Ok(Files::directory(path)) };
+        }
+        let directory = Files::directory(path);
+        if directory.has("config.json") {
+            return Ok(directory);
+        }
+        match &gguf_models(path)?[..] {
+            [] => Ok(directory),
+            [model] => Files::gguf(model),
+            [first, second, ..] => {
+                let names = [first, second].map(|path| path.file_name().unwrap_or_default().to_string_lossy());
+                let reason = format!("several GGUF models ({}, {}): give the path of one", names[0], names[1]);
+                Err(Error::file(path, reason))
+            }
+        }
+    }
+
+    /// The GGUF file, if it is one.
+    pub fn as_gguf(&self) -> Option<&Gguf> {
+        match &self.0 {
+            Place::Gguf(gguf) => Some(gguf),
+            _ => None,
+        }
+    }
+
     /// Files in memory, as pairs of a name and the contents.
     pub fn embedded(files: &'static [(&'static str, &'static [u8])]) -> Files {
         Files(Place::Embedded(files))
@@ -90,6 +133,7 @@ impl Files {
     pub(crate) fn path(&self, name: &str) -> PathBuf {
         match &self.0 {
             Place::Directory(directory) => directory.join(name),
+            Place::Gguf(gguf) => gguf.path().to_path_buf(),
             Place::Embedded(_) => PathBuf::from(name),
         }
     }
@@ -97,7 +141,8 @@ impl Files {
     /// An error about the files as a whole.
     pub(crate) fn error(&self, reason: &str) -> Error {
         match &self.0 {
-            Place::Directory(directory) => Error::file(directory, reason),
+            Place::Directory(path) => Error::file(path, reason),
+            Place::Gguf(gguf) => Error::file(gguf.path(), reason),
             Place::Embedded(_) => Error::file(Path::new("the embedded model"), reason),
         }
     }
@@ -118,6 +163,7 @@ impl Files {
                 let found = std::fs::symlink_metadata(directory.join(name));
                 !matches!(found, Err(e) if e.kind() == io::ErrorKind::NotFound)
             }
+            Place::Gguf(_) => false,
             Place::Embedded(_) => self.in_memory(name).is_some(),
         }
     }
@@ -125,6 +171,7 @@ impl Files {
     pub(crate) fn open(&self, name: &str) -> Result<OpenFile> {
         match &self.0 {
             Place::Directory(directory) => Ok(OpenFile::Disk(open(&directory.join(name))?)),
+            Place::Gguf(gguf) => Err(Error::file(gguf.path(), format_args!("has no {name}"))),
             Place::Embedded(_) => match self.in_memory(name) {
                 Some(bytes) => Ok(OpenFile::Memory(bytes)),
                 None => Err(Error::file(Path::new(name), "not in the embedded model")),
@@ -134,7 +181,7 @@ impl Files {
 
     fn in_memory(&self, name: &str) -> Option<&'static [u8]> {
         match self.0 {
-            Place::Directory(_) => None,
+            Place::Directory(_) | Place::Gguf(_) => None,
             Place::Embedded(files) => files.iter().find(|(file, _)| *file == name).map(|&(_, bytes)| bytes),
         }
     }
@@ -174,6 +221,34 @@ impl Files {
     }
 }
 
+fn is_gguf(path: &Path) -> bool {
+    path.extension().is_some_and(|kind| kind.eq_ignore_ascii_case("gguf"))
+}
+
+/// The GGUF models in a directory, sorted; of a split model, its first file.
+fn gguf_models(directory: &Path) -> Result<Vec<PathBuf>> {
+    let failed = |e| Error::file(directory, e);
+    let mut models = Vec::new();
+    for entry in std::fs::read_dir(directory).map_err(failed)? {
+        let path = entry.map_err(failed)?.path();
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        if is_gguf(&path) && !name.starts_with("mmproj") && !is_later_part(&name) {
+            models.push(path);
+        }
+    }
+    models.sort();
+    Ok(models)
+}
+
+/// Whether a name ends as `-00002-of-00003.gguf`, with a number above 1.
+fn is_later_part(name: &str) -> bool {
+    let stem = name.rsplit_once('.').map_or(name, |(stem, _)| stem);
+    let Some((rest, count)) = stem.rsplit_once("-of-") else { return false };
+    let Some((_, number)) = rest.rsplit_once('-') else { return false };
+    let five = |digits: &str| digits.len() == 5 && digits.bytes().all(|digit| digit.is_ascii_digit());
+    five(count) && five(number) && number != "00001"
+}
+
 /// Opens a regular file. Opening a pipe would block until a writer appears.
 pub(crate) fn open(path: &Path) -> Result<File> {
     let failed = |e| Error::file(path, e);
@@ -187,7 +262,8 @@ pub(crate) fn open(path: &Path) -> Result<File> {
 impl fmt::Debug for Place {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Place::Directory(directory) => directory.fmt(f),
+            Place::Directory(path) => path.fmt(f),
+            Place::Gguf(gguf) => gguf.path().fmt(f),
             Place::Embedded(files) => f.debug_list().entries(files.iter().map(|(name, _)| name)).finish(),
         }
     }

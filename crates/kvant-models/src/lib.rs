@@ -5,7 +5,7 @@
 //!
 //! | task | item |
 //! |---|---|
-//! | load a model from a directory | [`Model::load`] |
+//! | load a model from a directory or a GGUF file | [`Model::load`] |
 //! | load a model that is embedded in the program | [`Model::load_files`], [`Files`] |
 //! | load it with 16-bit activations, for the fastest attention on CUDA | [`Model::load_with`], [`LoadOptions`] |
 //! | read and check its configuration | [`Config`] |
@@ -50,6 +50,7 @@ mod families;
 mod files;
 mod forward;
 mod generate;
+pub mod gguf;
 mod model;
 mod panics;
 pub mod safetensors;

@@ -11,6 +11,7 @@ use kvant::{CacheLayer, Codec, DType, Device, KvPool, PoolSpec, Sequence, Step, 
 use crate::{
     BlockSpec, Config, DecoderSpec, Error, Files, Result, families,
     forward::{Network, Wanted, Workspace},
+    gguf::{self, source::GgufSource},
     safetensors::Checkpoint,
     source::{Source, hf::HfSource, quantization::Quantization},
     weights::Weights,
@@ -94,19 +95,19 @@ pub struct Model {
 }
 
 impl Model {
-    /// Loads a directory with `config.json` and either `model.safetensors` or shards under
-    /// `model.safetensors.index.json`.
+    /// Loads a checkpoint: a directory with `config.json` and either `model.safetensors` or shards under
+    /// `model.safetensors.index.json`, or a GGUF file. [`Files::at`] describes paths.
     ///
     /// # Errors
-    /// `File`, `Config`, `Unsupported`, `MissingTensor`, `TensorShape`, `TensorDType` or `TensorValue` for invalid
-    /// files; each names the file, key or tensor. `Kvant` if the device has too little memory.
+    /// `File`, `Config`, `Metadata`, `Unsupported`, `MissingTensor`, `TensorShape`, `TensorDType` or `TensorValue` for
+    /// invalid files; each names the file, key or tensor. `Kvant` if the device has too little memory.
     pub fn load(dir: &Path, device: &Device) -> Result<Model> {
         Model::load_with(dir, device, &LoadOptions::default())
     }
 
     /// As [`Model::load`], with options.
     pub fn load_with(dir: &Path, device: &Device, options: &LoadOptions) -> Result<Model> {
-        Model::load_files(&Files::directory(dir), device, options)
+        Model::load_files(&Files::at(dir)?, device, options)
     }
 
     /// As [`Model::load_with`], from any [`Files`].
@@ -114,14 +115,21 @@ impl Model {
         if !options.activations.is_float() {
             return Err(Error::argument("activations", "f32, f16 or bf16", options.activations));
         }
+        if let Some(gguf) = files.as_gguf() {
+            let config = gguf::describe::config(gguf)?;
+            return Model::loaded(Model::assemble(config, &GgufSource(gguf), device, options)?, files);
+        }
         files.check()?;
         let json = files.read_json("config.json")?;
         let config = Config::with_files(&json, files)?;
         let checkpoint = Checkpoint::open_files(files)?;
         let family = families::named(config.family)?;
         let source = HfSource::new(&checkpoint, Quantization::parse(&json)?, family, config.decoder.blocks.len())?;
-        let model = Model::assemble(config, &source, device, options)?;
-        tracing::info!(?files, %device, bytes = model.weight_bytes(), "loaded");
+        Model::loaded(Model::assemble(config, &source, device, options)?, files)
+    }
+
+    fn loaded(model: Model, files: &Files) -> Result<Model> {
+        tracing::info!(?files, device = %model.device, bytes = model.weight_bytes(), "loaded");
         Ok(model)
     }
 

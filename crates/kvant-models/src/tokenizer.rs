@@ -1,4 +1,4 @@
-//! Converting text to token ids and back with the model's `tokenizer.json`.
+//! Converting text to token ids and back with the model's `tokenizer.json` or the metadata of its GGUF file.
 
 use std::path::Path;
 
@@ -19,26 +19,43 @@ pub struct Tokenizer {
     bos: Option<u32>,
     eos: Vec<u32>,
     eos_token: Option<u32>,
+    adds_bos: bool,
+}
+
+/// The ids that start and end texts, for [`Tokenizer::from_parts`].
+pub(crate) struct SpecialIds {
+    pub bos: Option<u32>,
+    /// Whether texts start with `bos`.
+    pub adds_bos: bool,
+    pub eos_token: Option<u32>,
+    /// Ascending, each once.
+    pub eos: Vec<u32>,
 }
 
 impl Tokenizer {
-    /// Loads `tokenizer.json`. The ids that start and end a text come from `tokenizer_config.json`, `config.json` and
-    /// `generation_config.json`, as far as these exist.
+    /// Loads `tokenizer.json`, or the tokenizer of a GGUF file ([`Tokenizer::from_gguf`]). For `tokenizer.json`, the
+    /// ids that start and end a text come from `tokenizer_config.json`, `config.json` and `generation_config.json`, as
+    /// far as these exist.
     ///
     /// # Errors
     /// `File`, `Config` or `Tokenizer`.
     pub fn load(dir: &Path) -> Result<Tokenizer> {
-        Tokenizer::load_files(&Files::directory(dir))
+        Tokenizer::load_files(&Files::at(dir)?)
     }
 
     /// As [`Tokenizer::load`], from any [`Files`].
     pub fn load_files(files: &Files) -> Result<Tokenizer> {
+        if let Some(gguf) = files.as_gguf() {
+            return Tokenizer::from_gguf(gguf.metadata());
+        }
         let json = files.read("tokenizer.json", TOKENIZER_LIMIT)?;
         let mut tokenizer = Tokenizer::parse(&json).map_err(|e| Error::file(&files.path("tokenizer.json"), e))?;
         if let Some(json) = files.read_json_if_there("tokenizer_config.json")? {
             tokenizer.bos = tokenizer.named(&json["bos_token"]);
             tokenizer.eos_token = tokenizer.named(&json["eos_token"]);
             tokenizer.eos.extend(tokenizer.eos_token);
+            // Qwen has an id for the start of a text, and does not use it.
+            tokenizer.adds_bos = json["add_bos_token"].as_bool().unwrap_or(true);
         }
         if files.has("config.json") {
             let config = Config::load_files(files)?;
@@ -61,25 +78,31 @@ impl Tokenizer {
         // A prompt must never be truncated or padded implicitly.
         guarded(|| inner.with_truncation(None).map(|_| ()))?;
         inner.with_padding(None);
-        Ok(Tokenizer { inner, bos: None, eos: Vec::new(), eos_token: None })
+        Ok(Tokenizer { inner, bos: None, eos: Vec::new(), eos_token: None, adds_bos: true })
     }
 
-    /// Converts a text to ids. With `add_bos`, [`Tokenizer::bos`] comes first, if the model has such an id, as in
-    /// transformers: also where the text starts with the name of this token.
+    pub(crate) fn from_parts(inner: tokenizers::Tokenizer, ids: SpecialIds) -> Tokenizer {
+        let SpecialIds { bos, adds_bos, eos_token, eos } = ids;
+        Tokenizer { inner, bos, eos, eos_token, adds_bos }
+    }
+
+    /// Converts a text to ids. With `add_bos`, [`Tokenizer::bos`] comes first, if the model has such an id and its
+    /// texts start with it ([`Tokenizer::adds_bos`]), as in transformers: also where the text starts with the name of
+    /// this token.
     ///
     /// The name of a special token in the text becomes that token, whoever wrote it. Remove such names from untrusted
     /// text.
     pub fn encode(&self, text: &str, add_bos: bool) -> Result<Vec<u32>> {
         let encoding = guarded(|| self.inner.encode_fast(text, false))?;
-        let bos = self.bos.filter(|_| add_bos);
+        let bos = self.bos.filter(|_| add_bos && self.adds_bos);
         Ok(bos.into_iter().chain(encoding.get_ids().iter().copied()).collect())
     }
 
-    /// Converts a prompt to ids. They start with [`Tokenizer::bos`], if the model has such an id, which a prompt that
-    /// starts with its name gets only once.
+    /// Converts a prompt to ids. They start with [`Tokenizer::bos`], if the model has such an id and its texts start
+    /// with it. A prompt that starts with its name gets it only once.
     pub fn encode_prompt(&self, text: &str) -> Result<Vec<u32>> {
         let mut ids = self.encode(text, false)?;
-        if let Some(bos) = self.bos.filter(|bos| ids.first() != Some(bos)) {
+        if let Some(bos) = self.bos.filter(|bos| self.adds_bos && ids.first() != Some(bos)) {
             ids.insert(0, bos);
         }
         Ok(ids)
@@ -98,6 +121,11 @@ impl Tokenizer {
     /// The id that starts a text.
     pub fn bos(&self) -> Option<u32> {
         self.bos
+    }
+
+    /// Whether texts start with [`Tokenizer::bos`]. A model can have the id and not use it so.
+    pub fn adds_bos(&self) -> bool {
+        self.adds_bos
     }
 
     /// The id that ends a text in training: the tokenizer's `eos_token`.
@@ -174,7 +202,7 @@ fn check_sections(json: &[u8]) -> Result<()> {
 }
 
 /// Calls the `tokenizers` crate and converts its panics to errors.
-fn guarded<T>(call: impl FnOnce() -> std::result::Result<T, tokenizers::Error>) -> Result<T> {
+pub(crate) fn guarded<T>(call: impl FnOnce() -> std::result::Result<T, tokenizers::Error>) -> Result<T> {
     let reason = match panics::catch(call) {
         Ok(Ok(value)) => return Ok(value),
         Ok(Err(error)) => error.to_string(),

@@ -1,6 +1,7 @@
 //! Files that are not what they claim to be: each is an error that says what is wrong, without a panic and without
 //! memory that the file's own size does not justify.
 
+mod bad_gguf;
 mod common;
 
 use std::{

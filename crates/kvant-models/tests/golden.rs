@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{FAMILIES, VARIANTS, exact, floats, golden, ids, max_difference};
+use common::{FAMILIES, GGUF_MODELS, VARIANTS, exact, floats, golden, ids, max_difference};
 use kvant::{Device, Sequence};
 use kvant_models::{
     Logits, Model, PoolOptions,
@@ -11,6 +11,8 @@ use kvant_models::{
 
 /// What the logits may differ by, with an f32 cache.
 const TOLERANCE: f32 = 2e-3;
+/// The same for passes of many tokens, in which the CPU rounds activations to 16 bits because weights are quantised.
+const ROUNDED: f32 = 5e-3;
 
 /// Feeds tokens `step` at a time and returns all logits.
 fn stepwise(model: &Model, sequence: &mut Sequence, tokens: &[u32], step: usize) -> Vec<f32> {
@@ -19,6 +21,11 @@ fn stepwise(model: &Model, sequence: &mut Sequence, tokens: &[u32], step: usize)
 }
 
 fn check(model: &Model, variant: &str) {
+    check_within(model, variant, TOLERANCE);
+}
+
+/// `many` bounds the difference in passes of many tokens.
+fn check_within(model: &Model, variant: &str, many: f32) {
     let file = golden(variant).join("logits.safetensors");
     let (tokens, expected) = (ids(&file, "tokens"), floats(&file, "logits"));
     for (step, page_tokens) in [(tokens.len(), 64), (tokens.len(), 16), (1, 16), (7, 16), (7, 64)] {
@@ -26,7 +33,8 @@ fn check(model: &Model, variant: &str) {
         let got = stepwise(model, &mut sequence, &tokens, step);
         let worst = max_difference(&got, &expected);
         println!("{variant}: {step} at a time, pages of {page_tokens}: {worst:.1e}");
-        assert!(worst < TOLERANCE, "{variant}: {step} at a time, pages of {page_tokens}: off by {worst}");
+        let bound = if step > 7 { many } else { TOLERANCE };
+        assert!(worst < bound, "{variant}: {step} at a time, pages of {page_tokens}: off by {worst}");
         assert_eq!(sequence.len(), tokens.len());
     }
     // The last token's logits alone: layers that write no keys run for it only.
@@ -36,13 +44,13 @@ fn check(model: &Model, variant: &str) {
     let got = model.feed(&mut sequence, &tokens, Logits::Last).unwrap();
     assert_eq!(got.shape(), [1, vocab]);
     let worst = max_difference(&got.to_f32().unwrap(), last);
-    assert!(worst < TOLERANCE, "{variant}: last row: off by {worst}");
-    check_batches(model, variant, &tokens, &expected);
+    assert!(worst < many, "{variant}: last row: off by {worst}");
+    check_batches(model, variant, &tokens, &expected, many);
 }
 
 /// Three sequences in batches of any mixture: one alone, prompts together, a prompt and single tokens; logits for
 /// chosen rows, in any order.
-fn check_batches(model: &Model, variant: &str, tokens: &[u32], expected: &[f32]) {
+fn check_batches(model: &Model, variant: &str, tokens: &[u32], expected: &[f32], bound: f32) {
     let vocab = model.vocab_size();
     let pool = model.new_pool(&PoolOptions { sequences: 3, page_tokens: 16, ..exact(64) }).unwrap();
     let mut sequences = [pool.sequence(), pool.sequence(), pool.sequence()];
@@ -63,7 +71,7 @@ fn check_batches(model: &Model, variant: &str, tokens: &[u32], expected: &[f32])
                 .copied()
                 .collect();
             let worst = max_difference(&got, &want);
-            assert!(worst < TOLERANCE, "{variant}: {counts:?} tokens, rows {rows:?}: off by {worst}");
+            assert!(worst < bound, "{variant}: {counts:?} tokens, rows {rows:?}: off by {worst}");
         }
     }
 }
@@ -78,6 +86,20 @@ fn every_family_matches_on_the_cpu() {
 #[test]
 fn every_family_matches_on_the_reference_device() {
     for variant in FAMILIES {
+        check(&Model::load(&golden(variant), &Device::reference()).unwrap(), variant);
+    }
+}
+
+#[test]
+fn every_gguf_file_matches_on_the_cpu() {
+    for variant in GGUF_MODELS {
+        check_within(&Model::load(&golden(variant), &Device::cpu()).unwrap(), variant, ROUNDED);
+    }
+}
+
+#[test]
+fn every_gguf_file_matches_on_the_reference_device() {
+    for variant in GGUF_MODELS {
         check(&Model::load(&golden(variant), &Device::reference()).unwrap(), variant);
     }
 }

@@ -35,8 +35,9 @@ const CHUNK: usize = 64;
 /// those of the keys and values of one token in all layers.
 #[derive(clap::Args)]
 pub struct EvalArgs {
-    /// Directory of a checkpoint in Hugging Face or MLX layout [default: the model that ships with kvant]
-    #[arg(long, value_name = "DIR")]
+    /// Directory of a checkpoint in Hugging Face or MLX layout, or a GGUF file [default: the model that ships with
+    /// kvant]
+    #[arg(long, value_name = "PATH")]
     model: Option<PathBuf>,
     #[command(flatten)]
     source: TextSource,

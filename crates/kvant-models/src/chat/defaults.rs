@@ -1,4 +1,4 @@
-//! `generation_config.json`: how a model's authors sample it.
+//! `generation_config.json`, or metadata of a GGUF file: how a model's authors sample it.
 
 use serde::Deserialize;
 
@@ -25,12 +25,15 @@ pub struct GenerationDefaults {
 }
 
 impl GenerationDefaults {
-    /// Reads the file. Without it, nothing is set.
+    /// Reads `generation_config.json`, or the metadata of a GGUF file. Without them, nothing is set.
     ///
     /// # Errors
-    /// `File`.
+    /// `File`, `Metadata`.
     pub fn load_files(files: &Files) -> Result<GenerationDefaults> {
         const NAME: &str = "generation_config.json";
+        if let Some(gguf) = files.as_gguf() {
+            return gguf.metadata().generation_defaults();
+        }
         let Some(json) = files.read_json_if_there(NAME)? else { return Ok(GenerationDefaults::default()) };
         serde_json::from_value(json).map_err(|error| Error::file(&files.path(NAME), error))
     }

@@ -12,7 +12,7 @@ use serde_json::Map;
 
 pub use super::format_time::Clock;
 use super::{Message, ReplyFormat, format_time::strftime, jinja, operators};
-use crate::{Error, Files, Result, panics};
+use crate::{Error, Files, Result, gguf::Metadata, panics};
 
 /// Larger than any template.
 const SOURCE_LIMIT: u64 = 512 << 10;
@@ -20,9 +20,16 @@ const SOURCE_LIMIT: u64 = 512 << 10;
 /// The stack on which templates are parsed and rendered: virtual memory, of which they use kilobytes.
 const STACK_BYTES: usize = 256 << 20;
 
-/// The names of the special tokens that templates use.
-const TOKEN_NAMES: [&str; 7] =
-    ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
+/// Names of special tokens in templates and in the keys of GGUF metadata, one of which is misspelt there.
+const TOKEN_KEYS: [(&str, &str); 7] = [
+    ("bos_token", "bos"),
+    ("eos_token", "eos"),
+    ("unk_token", "unknown"),
+    ("sep_token", "seperator"),
+    ("pad_token", "padding"),
+    ("cls_token", "cls"),
+    ("mask_token", "mask"),
+];
 
 /// The name of the template that every checkpoint with templates has.
 const DEFAULT: &str = "default";
@@ -148,12 +155,15 @@ impl ChatTemplate {
     }
 
     /// Loads the template of a checkpoint: `chat_template.jinja`, `chat_template.json` or the key of
-    /// `tokenizer_config.json`, and those in `additional_chat_templates`. `None` if there is none: the model was not
-    /// trained for conversations.
+    /// `tokenizer_config.json`, and those in `additional_chat_templates`; or those in the metadata of a GGUF file.
+    /// `None` if there is none: the model was not trained for conversations.
     ///
     /// # Errors
-    /// `File`, `Template`.
+    /// `File`, `Metadata`, `Template`.
     pub fn load_files(files: &Files) -> Result<Option<ChatTemplate>> {
+        if let Some(gguf) = files.as_gguf() {
+            return ChatTemplate::of_metadata(gguf.metadata());
+        }
         let config = files.read_json_if_there("tokenizer_config.json")?.unwrap_or_default();
         let mut templates = listed(&config["chat_template"]);
         let replace = |templates: &mut Vec<(String, String)>, name: &str, source: String| {
@@ -178,6 +188,14 @@ impl ChatTemplate {
             return Ok(None);
         }
         ChatTemplate::named(templates, SpecialTokens::of_config(&config)).map(Some)
+    }
+
+    fn of_metadata(metadata: &Metadata) -> Result<Option<ChatTemplate>> {
+        let Some(source) = metadata.chat_template(None)? else { return Ok(None) };
+        let tool_use = metadata.chat_template(Some(TOOL_USE))?.map(|source| (TOOL_USE, source));
+        let sources = [(DEFAULT, source)].into_iter().chain(tool_use);
+        let sources = sources.map(|(name, source)| (name.to_string(), source.to_string()));
+        ChatTemplate::named(sources, SpecialTokens::of_metadata(metadata)?).map(Some)
     }
 
     /// The special tokens.
@@ -233,21 +251,37 @@ impl std::fmt::Debug for ChatTemplate {
 }
 
 impl SpecialTokens {
-    /// Reads those of a checkpoint's `tokenizer_config.json`.
+    /// Reads those of a checkpoint's `tokenizer_config.json`, or of a GGUF file's metadata.
     ///
     /// # Errors
-    /// `File`.
+    /// `File`, `Metadata`.
     pub fn load_files(files: &Files) -> Result<SpecialTokens> {
+        if let Some(gguf) = files.as_gguf() {
+            return SpecialTokens::of_metadata(gguf.metadata());
+        }
         Ok(SpecialTokens::of_config(&files.read_json_if_there("tokenizer_config.json")?.unwrap_or_default()))
+    }
+
+    /// The tokens whose ids the metadata names.
+    fn of_metadata(metadata: &Metadata) -> Result<SpecialTokens> {
+        let tokens = metadata.texts("tokenizer.ggml.tokens")?;
+        let mut found = Vec::new();
+        for (name, key) in TOKEN_KEYS {
+            let id = metadata.whole(&format!("tokenizer.ggml.{key}_token_id"))?;
+            let id = id.and_then(|id| usize::try_from(id).ok());
+            let text = id.zip(tokens).and_then(|(id, tokens)| tokens.get(id));
+            found.extend(text.map(|text| (name, text)));
+        }
+        Ok(found.into_iter().collect())
     }
 
     /// The tokens in a `tokenizer_config.json`.
     fn of_config(config: &serde_json::Value) -> SpecialTokens {
-        let token = |name: &&'static str| {
-            let token = &config[*name];
-            Some((*name, token.as_str().or_else(|| token["content"].as_str())?))
+        let token = |&(name, _): &(&'static str, &str)| {
+            let token = &config[name];
+            Some((name, token.as_str().or_else(|| token["content"].as_str())?))
         };
-        TOKEN_NAMES.iter().filter_map(token).collect()
+        TOKEN_KEYS.iter().filter_map(token).collect()
     }
 }
 

@@ -129,6 +129,7 @@ impl<'a> HfSource<'a> {
                 self.checkpoint.read_into(&format!("{module}.scales"), scales)?;
                 self.checkpoint.read_into(&format!("{module}.biases"), biases)
             }
+            Matrix::Blocks { data, .. } => self.checkpoint.read_into(name, data),
         }
     }
 

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use kvant::{
     DType, Device, Tensor,
-    ops::{Affine, Weight},
+    ops::{Affine, BlockFormat, Blocks, Weight},
 };
 
 use crate::{Error, Result};
@@ -13,7 +13,18 @@ use crate::{Error, Result};
 #[derive(Clone, Debug)]
 pub(crate) enum Matrix {
     Dense(Tensor),
-    Affine { codes: Tensor, scales: Tensor, biases: Tensor, bits: u32, group: usize },
+    Affine {
+        codes: Tensor,
+        scales: Tensor,
+        biases: Tensor,
+        bits: u32,
+        group: usize,
+    },
+    /// u8, with the bytes of a row as the last dimension.
+    Blocks {
+        data: Tensor,
+        format: BlockFormat,
+    },
 }
 
 impl Matrix {
@@ -27,6 +38,7 @@ impl Matrix {
                 let [scales, biases] = [zeros(dtype, &groups)?, zeros(dtype, &groups)?];
                 Matrix::Affine { codes: zeros(DType::U32, &form.words(shape))?, scales, biases, bits, group }
             }
+            Form::Blocks(format) => Matrix::Blocks { data: zeros(DType::U8, &form.words(shape))?, format },
         })
     }
 
@@ -37,6 +49,7 @@ impl Matrix {
             Matrix::Affine { codes, scales, biases, bits, group } => {
                 Weight::Affine(Affine { codes, scales, biases, bits: *bits, group: *group })
             }
+            Matrix::Blocks { data, format } => Weight::Blocks(Blocks::new(data, *format)),
         }
     }
 
@@ -56,7 +69,9 @@ impl Matrix {
     /// The number of experts of `[E, outputs, inputs]`.
     pub(crate) fn experts(&self) -> usize {
         match self {
-            Matrix::Dense(tensor) | Matrix::Affine { codes: tensor, .. } => tensor.shape()[0],
+            Matrix::Dense(tensor) | Matrix::Affine { codes: tensor, .. } | Matrix::Blocks { data: tensor, .. } => {
+                tensor.shape()[0]
+            }
         }
     }
 
@@ -71,12 +86,13 @@ impl Matrix {
                 bits: *bits,
                 group: *group,
             },
+            Matrix::Blocks { data, format } => Matrix::Blocks { data: view(data)?, format: *format },
         })
     }
 
     pub(crate) fn bytes(&self) -> usize {
         match self {
-            Matrix::Dense(tensor) => tensor.bytes(),
+            Matrix::Dense(tensor) | Matrix::Blocks { data: tensor, .. } => tensor.bytes(),
             Matrix::Affine { codes, scales, biases, .. } => codes.bytes() + scales.bytes() + biases.bytes(),
         }
     }
@@ -92,21 +108,24 @@ pub(crate) enum Form {
         group: usize,
         dtype: DType,
     },
+    /// The number of inputs must be a multiple of the format's block.
+    Blocks(BlockFormat),
 }
 
 impl Form {
-    /// For a matrix of `shape`, the shape of the codes' words, or of the elements if it is dense.
+    /// For a matrix of `shape`, the shape of its main tensor: elements, words of codes or bytes of blocks.
     pub(crate) fn words(self, shape: &[usize]) -> Vec<usize> {
         match self {
             Form::Dense(_) => shape.to_vec(),
             Form::Affine { bits, .. } => with_inputs(shape, |inputs| inputs * bits as usize / 32),
+            Form::Blocks(format) => with_inputs(shape, |inputs| inputs / format.block_inputs() * format.block_bytes()),
         }
     }
 
     /// The shape of scales and biases.
     pub(crate) fn groups(self, shape: &[usize]) -> Vec<usize> {
         match self {
-            Form::Dense(_) => Vec::new(),
+            Form::Dense(_) | Form::Blocks(_) => Vec::new(),
             Form::Affine { group, .. } => with_inputs(shape, |inputs| inputs / group),
         }
     }

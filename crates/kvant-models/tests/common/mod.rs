@@ -1,11 +1,27 @@
 //! Helpers of the integration tests.
 #![allow(dead_code, reason = "each test file uses a part")]
 
+pub mod gguf;
+
 use std::path::{Path, PathBuf};
 
 use kvant::{Codec, Device};
 use kvant_models::{PoolOptions, safetensors::SafetensorsFile};
 use serde_json::{Map, Value};
+
+/// The folders with a `model.gguf` (`tools/golden_gguf_models.py`).
+pub const GGUF_MODELS: [&str; 10] = [
+    "llama_gguf",
+    "mistral_gguf",
+    "ministral3_gguf",
+    "qwen3_gguf",
+    "qwen3_moe_gguf",
+    "gemma3_gguf",
+    "gemma4_gguf",
+    "gemma4_shared_gguf",
+    "gemma4_moe_gguf",
+    "k_quants_gguf",
+];
 
 /// The folders of random checkpoints of other families than Gemma 4.
 pub const FAMILIES: [&str; 8] =

@@ -1,0 +1,434 @@
+//! From a GGUF file's metadata to a model's configuration.
+//!
+//! The metadata are written as the family's `config.json`, which the family checks and describes. The description then
+//! gets what that file cannot say: rows of Q and K for adjacent pairs, factors of frequencies as a tensor, norms that
+//! have their 1 already, and numbers of heads and widths by layer.
+
+use kvant::{Device, ops::PairLayout};
+use serde_json::{Map, Value, json};
+
+use super::{
+    Gguf, GgufTensor, Metadata,
+    metadata::{MetadataValue, Scalar, error},
+};
+use crate::{
+    Config, Error, Result,
+    config::once_each,
+    families,
+    spec::{AttentionSpec, DecoderSpec, FeedForwardSpec, KeysValues},
+};
+
+const ARCHITECTURE: &str = "general.architecture";
+/// Frequencies divided by this or more do not rotate.
+const STILL: f32 = 1e20;
+/// More layers than any family allows.
+const MAX_LAYERS: u64 = 1024;
+
+/// An architecture and its differences from the others.
+struct Architecture {
+    name: &'static str,
+    write: fn(&Keys) -> Result<Value>,
+    /// Q and K have their rows permuted, so that adjacent coordinates form a pair.
+    adjacent_pairs: bool,
+}
+
+static ARCHITECTURES: [Architecture; 6] = [
+    Architecture { name: "llama", write: llama, adjacent_pairs: true },
+    Architecture { name: "mistral3", write: mistral3, adjacent_pairs: true },
+    Architecture { name: "qwen3", write: qwen3, adjacent_pairs: false },
+    Architecture { name: "qwen3moe", write: qwen3_moe, adjacent_pairs: false },
+    Architecture { name: "gemma3", write: gemma3, adjacent_pairs: false },
+    Architecture { name: "gemma4", write: gemma4, adjacent_pairs: false },
+];
+
+/// Keys of `config.json` and those of the metadata after the architecture's name.
+const KEYS: [(&str, &str); 13] = [
+    ("hidden_size", "embedding_length"),
+    ("num_hidden_layers", "block_count"),
+    ("num_attention_heads", "attention.head_count"),
+    ("num_key_value_heads", "attention.head_count_kv"),
+    ("intermediate_size", "feed_forward_length"),
+    ("rms_norm_eps", "attention.layer_norm_rms_epsilon"),
+    ("max_position_embeddings", "context_length"),
+    ("rope_theta", "rope.freq_base"),
+    ("head_dim", "attention.key_length"),
+    ("sliding_window", "attention.sliding_window"),
+    ("num_kv_shared_layers", "attention.shared_kv_layers"),
+    ("final_logit_softcapping", "final_logit_softcapping"),
+    ("moe_intermediate_size", "expert_feed_forward_length"),
+];
+
+/// The configuration of a model.
+pub(crate) fn config(gguf: &Gguf) -> Result<Config> {
+    let metadata = gguf.metadata();
+    let name = metadata.text(ARCHITECTURE)?.ok_or_else(|| error(ARCHITECTURE, "a string", "nothing"))?;
+    let Some(architecture) = ARCHITECTURES.iter().find(|known| known.name == name) else {
+        let known: Vec<_> = ARCHITECTURES.iter().map(|known| known.name).collect();
+        let shown: String = name.chars().take(80).collect();
+        return Err(Error::Unsupported {
+            what: format!("{ARCHITECTURE} {shown:?}"),
+            reason: format!("the supported ones are {}", known.join(", ")),
+        });
+    };
+    let keys = Keys { gguf, metadata, architecture: architecture.name };
+    let json = (architecture.write)(&keys)?;
+    let mut config = families::parse(&json).map_err(|error| keys.rename(error))?;
+    keys.adjust(&mut config.decoder, architecture)?;
+    config.decoder.check()?;
+    let id = |name: &str| {
+        let id = metadata.whole(&format!("tokenizer.ggml.{name}_token_id"))?;
+        Ok::<_, Error>(id.filter(|&id| id < config.decoder.vocab_size as u64).map(|id| id as u32))
+    };
+    config.bos_token_id = id("bos")?;
+    let ends = ["eos", "eot", "eom"].into_iter().map(id).collect::<Result<Vec<_>>>()?;
+    config.eos_token_ids = once_each(ends.into_iter().flatten().collect());
+    Ok(config)
+}
+
+/// Llama and Mistral. A window makes it Mistral.
+fn llama(keys: &Keys) -> Result<Value> {
+    let window = keys.whole("attention.sliding_window")?.filter(|&window| window > 0);
+    let mut json = keys.common(if window.is_some() { "mistral" } else { "llama" })?;
+    json.insert("sliding_window".into(), json!(window));
+    keys.refuse_experts()?;
+    Ok(json.into())
+}
+
+fn mistral3(keys: &Keys) -> Result<Value> {
+    let mut json = keys.common("ministral3")?;
+    let mut rope = keys.scaling()?.unwrap_or_default();
+    rope.insert("llama_4_scaling_beta".into(), json!(keys.number("attention.temperature_scale")?.unwrap_or(0.0)));
+    rope.entry("rope_type").or_insert("default".into());
+    rope.entry("original_max_position_embeddings").or_insert(json["max_position_embeddings"].clone());
+    json.insert("rope_scaling".into(), rope.into());
+    keys.refuse_experts()?;
+    Ok(json.into())
+}
+
+fn qwen3(keys: &Keys) -> Result<Value> {
+    keys.refuse_experts()?;
+    Ok(keys.common("qwen3")?.into())
+}
+
+fn qwen3_moe(keys: &Keys) -> Result<Value> {
+    let mut json = keys.common("qwen3_moe")?;
+    json.extend([
+        ("num_experts".into(), json!(keys.required("expert_count")?)),
+        ("num_experts_per_tok".into(), json!(keys.required("expert_used_count")?)),
+        ("moe_intermediate_size".into(), json!(keys.required("expert_feed_forward_length")?)),
+        ("norm_topk_prob".into(), json!(true)),
+    ]);
+    Ok(json.into())
+}
+
+fn gemma3(keys: &Keys) -> Result<Value> {
+    /// Of the layers of the 27B, whose scale is that of H / heads coordinates.
+    const LAYERS_27B: u64 = 62;
+    let mut json = keys.common("gemma3_text")?;
+    let layers = keys.required("block_count")?;
+    let scalar =
+        if layers == LAYERS_27B { keys.required("embedding_length")? / keys.heads()?.max(1) } else { keys.head_dim()? };
+    json.insert("query_pre_attn_scalar".into(), json!(scalar));
+    json.insert("hidden_activation".into(), json!("gelu_pytorch_tanh"));
+    json.insert("final_logit_softcapping".into(), json!(keys.softcap()?));
+    json.insert("rope_local_base_freq".into(), json!(keys.number("rope.freq_base_swa")?.unwrap_or(1e4)));
+    match keys.whole("attention.sliding_window")?.filter(|&window| window > 0) {
+        None => json.insert("sliding_window_pattern".into(), json!(1)),
+        Some(window) => {
+            json.insert("sliding_window".into(), json!(window));
+            match keys.get("attention.sliding_window_pattern") {
+                None => None,
+                Some(MetadataValue::Scalar(_)) => {
+                    let pattern = keys.required("attention.sliding_window_pattern")?;
+                    json.insert("sliding_window_pattern".into(), json!(pattern))
+                }
+                Some(_) => json.insert("layer_types".into(), keys.layer_types()?),
+            }
+        }
+    };
+    Ok(json.into())
+}
+
+fn gemma4(keys: &Keys) -> Result<Value> {
+    let mut json = keys.common("gemma4_text")?;
+    let experts = keys.whole("expert_count")?.unwrap_or(0);
+    let per_layer = keys.gguf.tensor("per_layer_token_embd.weight").and_then(|table| table.shape.first().copied());
+    let theta = |key: &str, default: f64| Ok::<_, Error>(keys.number(key)?.unwrap_or(default));
+    let head_dim = keys.head_dim()?;
+    json.extend([
+        ("global_head_dim".into(), json!(head_dim)),
+        ("head_dim".into(), json!(keys.whole("attention.key_length_swa")?.unwrap_or(head_dim))),
+        ("layer_types".into(), keys.layer_types()?),
+        ("sliding_window".into(), json!(keys.required("attention.sliding_window")?)),
+        ("num_kv_shared_layers".into(), json!(keys.whole("attention.shared_kv_layers")?.unwrap_or(0))),
+        ("hidden_size_per_layer_input".into(), json!(keys.whole("embedding_length_per_layer_input")?.unwrap_or(0))),
+        ("vocab_size_per_layer_input".into(), json!(per_layer)),
+        ("final_logit_softcapping".into(), json!(keys.softcap()?)),
+        (
+            "rope_parameters".into(),
+            json!({
+                "sliding_attention": {"rope_type": "default", "rope_theta": theta("rope.freq_base_swa", 1e4)?},
+                // The pairs that do not rotate have a factor in `rope_freqs.weight`.
+                "full_attention": {
+                    "rope_type": "proportional",
+                    "rope_theta": theta("rope.freq_base", 1e6)?,
+                    "partial_rotary_factor": 1.0,
+                },
+            }),
+        ),
+    ]);
+    if experts > 0 {
+        json.extend([
+            ("enable_moe_block".into(), json!(true)),
+            ("num_experts".into(), json!(experts)),
+            ("top_k_experts".into(), json!(keys.required("expert_used_count")?)),
+            ("moe_intermediate_size".into(), json!(keys.required("expert_feed_forward_length")?)),
+        ]);
+    }
+    Ok(json.into())
+}
+
+/// The metadata of an architecture.
+struct Keys<'a> {
+    gguf: &'a Gguf,
+    metadata: &'a Metadata,
+    architecture: &'static str,
+}
+
+impl Keys<'_> {
+    fn full(&self, key: &str) -> String {
+        format!("{}.{key}", self.architecture)
+    }
+
+    fn get(&self, key: &str) -> Option<&MetadataValue> {
+        self.metadata.get(&self.full(key))
+    }
+
+    /// A number, or the first of an array of them.
+    fn whole(&self, key: &str) -> Result<Option<u64>> {
+        match self.get(key) {
+            Some(MetadataValue::Scalars(_)) => Ok(self.of_layers(key)?.and_then(|all| all.first().copied())),
+            _ => self.metadata.whole(&self.full(key)),
+        }
+    }
+
+    fn required(&self, key: &str) -> Result<u64> {
+        self.whole(key)?.ok_or_else(|| error(&self.full(key), "a whole number", "nothing"))
+    }
+
+    fn number(&self, key: &str) -> Result<Option<f64>> {
+        self.metadata.number(&self.full(key))
+    }
+
+    fn heads(&self) -> Result<u64> {
+        self.required("attention.head_count")
+    }
+
+    fn head_dim(&self) -> Result<u64> {
+        match self.whole("attention.key_length")? {
+            Some(width) => Ok(width),
+            None => Ok(self.required("embedding_length")? / self.heads()?.max(1)),
+        }
+    }
+
+    /// 0 means none.
+    fn softcap(&self) -> Result<Option<f64>> {
+        Ok(self.number("final_logit_softcapping")?.filter(|&cap| cap != 0.0))
+    }
+
+    /// The number of each layer, if the value is an array.
+    fn of_layers(&self, key: &str) -> Result<Option<Vec<u64>>> {
+        let Some(MetadataValue::Scalars(array)) = self.get(key) else { return Ok(None) };
+        let layers = self.required("block_count")?;
+        let wrong = |got: &dyn std::fmt::Display| error(&self.full(key), format!("{layers} whole numbers"), got);
+        if layers > MAX_LAYERS || array.len() as u64 != layers {
+            return Err(wrong(&format_args!("an array of {array:?}")));
+        }
+        let whole = |scalar| match scalar {
+            Scalar::Integer(n) => u64::try_from(n).map_err(|_| wrong(&n)),
+            other => Err(wrong(&other)),
+        };
+        array.iter().map(whole).collect::<Result<_>>().map(Some)
+    }
+
+    /// The layers that the pattern marks are sliding.
+    fn layer_types(&self) -> Result<Value> {
+        let key = self.full("attention.sliding_window_pattern");
+        let array = self.metadata.scalars(&key)?.ok_or_else(|| error(&key, "an array of truth values", "nothing"))?;
+        let name = |scalar| match scalar {
+            Scalar::Bool(true) | Scalar::Integer(1) => Ok("sliding_attention"),
+            Scalar::Bool(false) | Scalar::Integer(0) => Ok("full_attention"),
+            other => Err(error(&key, "an array of truth values", other)),
+        };
+        if array.len() as u64 > MAX_LAYERS {
+            return Err(error(&key, format_args!("at most {MAX_LAYERS} truth values"), array.len()));
+        }
+        array.iter().map(name).collect::<Result<Vec<_>>>().map(Value::from)
+    }
+
+    fn refuse_experts(&self) -> Result<()> {
+        match self.whole("expert_count")? {
+            None | Some(0) => Ok(()),
+            Some(experts) => Err(error(&self.full("expert_count"), "absent or 0", experts)),
+        }
+    }
+
+    /// The keys that most families share.
+    fn common(&self, model_type: &str) -> Result<Map<String, Value>> {
+        let heads = self.heads()?;
+        let embedding = "token_embd.weight";
+        let embedding = self.gguf.tensor(embedding).ok_or_else(|| Error::MissingTensor { name: embedding.into() })?;
+        let value_length = self.whole("attention.value_length")?;
+        if let Some(other) = value_length.filter(|&length| Ok(length) != self.head_dim().map_err(drop)) {
+            return Err(error(&self.full("attention.value_length"), "the same as attention.key_length", other));
+        }
+        let mut json = Map::from_iter([
+            ("model_type".into(), json!(model_type)),
+            ("hidden_size".into(), json!(self.required("embedding_length")?)),
+            ("num_hidden_layers".into(), json!(self.required("block_count")?)),
+            ("num_attention_heads".into(), json!(heads)),
+            ("num_key_value_heads".into(), json!(self.whole("attention.head_count_kv")?.unwrap_or(heads))),
+            ("head_dim".into(), json!(self.head_dim()?)),
+            ("rms_norm_eps".into(), json!(self.number("attention.layer_norm_rms_epsilon")?)),
+            ("max_position_embeddings".into(), json!(self.whole("context_length")?)),
+            ("rope_theta".into(), json!(self.number("rope.freq_base")?)),
+            ("vocab_size".into(), json!(embedding.shape.first())),
+            ("tie_word_embeddings".into(), json!(self.gguf.tensor("output.weight").is_none())),
+        ]);
+        // Qwen's files with experts have no dense layers, and need not say how wide those are.
+        let width = self.whole("feed_forward_length")?.filter(|&width| width > 0);
+        json.insert("intermediate_size".into(), json!(width.unwrap_or(1)));
+        if let Some(scaling) = self.scaling()? {
+            json.insert("rope_scaling".into(), scaling.into());
+        }
+        Ok(json)
+    }
+
+    /// `rope_scaling`, for files that have one other than the factors in `rope_freqs.weight`.
+    fn scaling(&self) -> Result<Option<Map<String, Value>>> {
+        let key = self.full("rope.scaling.type");
+        let kind = match self.metadata.text(&key)? {
+            None | Some("none") => return Ok(None),
+            Some(kind @ ("linear" | "yarn")) => kind,
+            Some(other) => {
+                let shown: String = other.chars().take(80).collect();
+                return Err(error(&key, "\"none\", \"linear\" or \"yarn\"", format_args!("{shown:?}")));
+            }
+        };
+        let number = |name: &str| self.number(&format!("rope.scaling.{name}"));
+        let factor = number("factor")?.unwrap_or(1.0);
+        let mut json = Map::from_iter([("rope_type".into(), json!(kind)), ("factor".into(), json!(factor))]);
+        if kind == "yarn" {
+            // llama.cpp multiplies the usual factor of cosines and sines by `attn_factor`.
+            let usual = if factor > 1.0 { 0.1 * factor.ln() + 1.0 } else { 1.0 };
+            let attention = number("attn_factor")?.map(|scale| scale * usual);
+            let weight = number("yarn_log_multiplier")?.filter(|&weight| weight != 0.0);
+            json.extend([
+                ("original_max_position_embeddings".into(), json!(self.whole("rope.scaling.original_context_length")?)),
+                ("beta_fast".into(), json!(number("yarn_beta_fast")?)),
+                ("beta_slow".into(), json!(number("yarn_beta_slow")?)),
+                ("attention_factor".into(), json!(attention)),
+                ("mscale".into(), json!(weight.map(|_| 1.0))),
+                ("mscale_all_dim".into(), json!(weight)),
+            ]);
+        }
+        Ok(Some(json))
+    }
+
+    /// What `config.json` cannot say.
+    fn adjust(&self, decoder: &mut DecoderSpec, architecture: &Architecture) -> Result<()> {
+        // The 1 of 1 + w is part of the weights.
+        decoder.norm_offset = 0.0;
+        let heads = self.of_layers("attention.head_count")?;
+        let kv_heads = self.of_layers("attention.head_count_kv")?;
+        let widths = self.of_layers("feed_forward_length")?;
+        let factors = self.frequency_factors()?;
+        for (l, block) in decoder.blocks.iter_mut().enumerate() {
+            let attention = &mut block.attention;
+            if architecture.adjacent_pairs {
+                attention.rope.layout = PairLayout::Interleaved;
+            }
+            let set = |number: &mut usize, all: &Option<Vec<u64>>| {
+                if let Some(all) = all {
+                    *number = usize::try_from(all[l]).unwrap_or(usize::MAX);
+                }
+            };
+            set(&mut attention.heads, &heads);
+            set(&mut attention.kv_heads, &kv_heads);
+            // A file without the projection of values uses the keys.
+            let value = format!("blk.{l}.attn_v.weight");
+            if attention.keys_values == KeysValues::Own && self.gguf.tensor(&value).is_none() && self.is("gemma4") {
+                attention.keys_values = KeysValues::KeysAreValues;
+            }
+            // Gemma's sliding layers rotate all pairs.
+            if let Some(factors) = factors.as_ref().filter(|_| !(self.is("gemma4") && attention.window.is_some())) {
+                rotate(attention, factors)?;
+            }
+            if let FeedForwardSpec::Dense(dense) | FeedForwardSpec::Parallel(dense, _) = &mut block.feed_forward {
+                set(&mut dense.width, &widths);
+            }
+        }
+        for block in &decoder.blocks {
+            self.check_sizes(block.attention.heads, "attention.head_count")?;
+            self.check_sizes(block.attention.kv_heads, "attention.head_count_kv")?;
+            if let Some(dense) = block.feed_forward.dense() {
+                self.check_sizes(dense.width, "feed_forward_length")?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The limit of every width: products of two do not overflow.
+    fn check_sizes(&self, size: usize, key: &str) -> Result<()> {
+        const MOST: usize = 1 << 18;
+        if (1..=MOST).contains(&size) {
+            return Ok(());
+        }
+        Err(error(&self.full(key), format_args!("from 1 to {MOST}"), size))
+    }
+
+    fn is(&self, architecture: &str) -> bool {
+        self.architecture == architecture
+    }
+
+    /// The factors that divide the frequency of each pair.
+    fn frequency_factors(&self) -> Result<Option<Vec<f32>>> {
+        const NAME: &str = "rope_freqs.weight";
+        let Some(GgufTensor { shape, .. }) = self.gguf.tensor(NAME) else { return Ok(None) };
+        if shape.len() != 1 || shape[0] > 1 << 12 {
+            let got = shape.clone();
+            return Err(Error::TensorShape {
+                name: NAME.to_string(),
+                expected: vec![self.head_dim()? as usize / 2],
+                got,
+            });
+        }
+        let factors = self.gguf.read(NAME, &Device::cpu())?.to_f32()?;
+        if let Some(wrong) = factors.iter().find(|factor| !(factor.is_finite() && **factor > 0.0)) {
+            let (expected, got) = ("positive numbers", wrong.to_string());
+            return Err(Error::TensorValue { name: NAME.to_string(), expected, got });
+        }
+        Ok(Some(factors))
+    }
+
+    /// Names the key of the metadata instead of that of `config.json`.
+    fn rename(&self, error: Error) -> Error {
+        let Error::Config { key, expected, got } = error else { return error };
+        let known = KEYS.iter().find(|(config, _)| *config == key).map(|(_, name)| self.full(name));
+        Error::Metadata { key: known.unwrap_or(key), expected, got }
+    }
+}
+
+/// Applies factors. Pairs at the end whose frequency becomes zero do not rotate.
+fn rotate(attention: &mut AttentionSpec, factors: &[f32]) -> Result<()> {
+    let pairs = attention.head_dim / 2;
+    if factors.len() != pairs {
+        let (expected, got) = (vec![pairs], vec![factors.len()]);
+        return Err(Error::TensorShape { name: "rope_freqs.weight".to_string(), expected, got });
+    }
+    let rotated = pairs - factors.iter().rev().take_while(|&&factor| factor >= STILL).count();
+    attention.rope.rotated_pairs = rotated;
+    let factors = &factors[..rotated];
+    attention.rope.factors = factors.iter().any(|&factor| factor != 1.0).then(|| factors.to_vec());
+    Ok(())
+}

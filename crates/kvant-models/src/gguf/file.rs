@@ -1,0 +1,376 @@
+//! One GGUF file, and models of several files.
+
+use std::{
+    collections::HashMap,
+    io::{self, BufReader, Read},
+    path::{Path, PathBuf},
+    sync::Mutex,
+};
+
+use kvant::{DType, Device, Tensor};
+
+use super::{
+    GgufHeader, GgufTensor, GgufType, Metadata,
+    affine::{self, AffineBytes, GROUP},
+    dequantise,
+    source::dense_dtype,
+};
+use crate::{
+    Error, Result,
+    files::{self, OpenFile},
+};
+
+/// Bytes of a file per transfer to a device.
+const PIECE: usize = 8 << 20;
+/// The largest number of shards. Models have a few dozen.
+const SHARD_LIMIT: u64 = 4096;
+
+/// One open GGUF file.
+#[derive(Debug)]
+struct GgufFile {
+    path: PathBuf,
+    /// Reading moves the file's position, so readers take turns.
+    file: Mutex<OpenFile>,
+    header: GgufHeader,
+}
+
+impl GgufFile {
+    fn open(path: &Path) -> Result<GgufFile> {
+        let mut file = OpenFile::Disk(files::open(path)?);
+        let failed = |e: io::Error| Error::file(path, e);
+        let length = file.len().map_err(failed)?;
+        let reader = BufReader::with_capacity(1 << 16, Sequential { file: &mut file, at: 0, length });
+        let header = GgufHeader::read(reader, length).map_err(|reason| Error::file(path, reason))?;
+        Ok(GgufFile { path: path.to_path_buf(), file: Mutex::new(file), header })
+    }
+
+    fn read_bytes(&self, name: &str, start: u64, bytes: &mut [u8]) -> Result<()> {
+        let mut file = self.file.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let read = file.read_at(self.header.data_start + start, bytes);
+        read.map_err(|e| Error::file(&self.path, format_args!("tensor `{name}`: {e}")))
+    }
+}
+
+/// Reads a file from its start on.
+struct Sequential<'a> {
+    file: &'a mut OpenFile,
+    at: u64,
+    length: u64,
+}
+
+impl Read for Sequential<'_> {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        let count = bytes.len().min(usize::try_from(self.length - self.at).unwrap_or(usize::MAX));
+        self.file.read_at(self.at, &mut bytes[..count])?;
+        self.at += count as u64;
+        Ok(count)
+    }
+}
+
+/// A model's GGUF file, or all files of a model that is split (`NAME-00001-of-00003.gguf`).
+///
+/// Tensors are read piece by piece, so that no file is held or mapped as a whole.
+///
+/// ```no_run
+/// use kvant_models::gguf::Gguf;
+/// let gguf = Gguf::open("model-Q4_K_M.gguf".as_ref())?;
+/// println!("{:?}", gguf.metadata().text("general.architecture")?);
+/// for (name, tensor) in gguf.tensors() {
+///     println!("{name}: {} {:?}", tensor.kind, tensor.shape);
+/// }
+/// # Ok::<(), kvant_models::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct Gguf {
+    files: Vec<GgufFile>,
+    /// The file of each tensor.
+    place: HashMap<String, usize>,
+}
+
+/// A matrix of affine codes: the tensors of [`kvant::ops::Affine`].
+#[derive(Clone, Debug)]
+pub struct AffineTensors {
+    /// u32 `[.., N, K·bits/32]`.
+    pub codes: Tensor,
+    /// f16 or f32 `[.., N, K/group]`.
+    pub scales: Tensor,
+    /// The shape and dtype of `scales`.
+    pub biases: Tensor,
+    /// Bits of a code.
+    pub bits: u32,
+    /// Inputs that share a scale and a bias.
+    pub group: usize,
+}
+
+impl Gguf {
+    /// Opens a file and checks its header. Of a split model, `path` names any of the files; all must be in the same
+    /// directory.
+    ///
+    /// # Errors
+    /// `File` with the reason.
+    pub fn open(path: &Path) -> Result<Gguf> {
+        let first = GgufFile::open(path)?;
+        let Some(split) = Split::of(&first)? else { return Gguf::join(vec![first]) };
+        let mut files = Vec::new();
+        let mut named = Some(first);
+        for number in 0..split.count {
+            let file = if number == split.number { named.take() } else { None };
+            let file = match file {
+                Some(file) => file,
+                None => GgufFile::open(&split.path(number))?,
+            };
+            let found = Split::of(&file)?;
+            if found.as_ref().map(|other| (other.number, other.count)) != Some((number, split.count)) {
+                let expected = format!("split.no and split.count must be {number} and {}", split.count);
+                return Err(Error::file(&file.path, expected));
+            }
+            files.push(file);
+        }
+        let gguf = Gguf::join(files)?;
+        let expected = whole(&gguf.files[0], "split.tensors.count")?;
+        if expected.is_some_and(|expected| expected != gguf.place.len() as u64) {
+            let reason = format!("`split.tensors.count` is {expected:?}, the files have {}", gguf.place.len());
+            return Err(Error::file(path, reason.replace("Some(", "").replace("),", ",")));
+        }
+        Ok(gguf)
+    }
+
+    /// The path of the file, or of the first one of a split model.
+    pub fn path(&self) -> &Path {
+        &self.files[0].path
+    }
+
+    fn join(files: Vec<GgufFile>) -> Result<Gguf> {
+        let mut place = HashMap::new();
+        for (i, file) in files.iter().enumerate() {
+            for name in file.header.tensors.keys() {
+                if place.insert(name.clone(), i).is_some() {
+                    return Err(Error::file(&file.path, format_args!("tensor `{name}` is also in another file")));
+                }
+            }
+        }
+        Ok(Gguf { files, place })
+    }
+
+    /// The key-value pairs; of a split model, those of its first file.
+    pub fn metadata(&self) -> &Metadata {
+        &self.files[0].header.metadata
+    }
+
+    /// The headers of all files.
+    pub fn headers(&self) -> impl ExactSizeIterator<Item = &GgufHeader> {
+        self.files.iter().map(|file| &file.header)
+    }
+
+    /// All tensors with their names, in no particular order.
+    pub fn tensors(&self) -> impl Iterator<Item = (&str, &GgufTensor)> {
+        self.files.iter().flat_map(|file| file.header.tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)))
+    }
+
+    /// A tensor by name.
+    pub fn tensor(&self, name: &str) -> Option<&GgufTensor> {
+        self.files[*self.place.get(name)?].header.tensors.get(name)
+    }
+
+    /// Reads a tensor to a device: F32, F16 and BF16 as they are, quantised types as f32.
+    ///
+    /// # Errors
+    /// `MissingTensor`; `TensorDType` for a type that is not supported; `File`; `Kvant` if memory is short.
+    pub fn read(&self, name: &str, device: &Device) -> Result<Tensor> {
+        let tensor = Tensor::zeros(device, self.dense_dtype(name)?, &self.find(name)?.1.shape)?;
+        self.read_into(name, &tensor)?;
+        Ok(tensor)
+    }
+
+    /// The dtype of [`Gguf::read`]'s result.
+    pub(super) fn dense_dtype(&self, name: &str) -> Result<DType> {
+        let (_, info) = self.find(name)?;
+        dense_dtype(info.kind).ok_or_else(|| Error::TensorDType {
+            name: name.to_string(),
+            expected: "F32, F16, BF16, Q4_0 to Q8_0, Q2_K to Q6_K, IQ4_NL, IQ4_XS or MXFP4",
+            got: info.kind.to_string(),
+        })
+    }
+
+    /// As [`Gguf::read`], into a tensor of the same shape and of that dtype.
+    pub(super) fn read_into(&self, name: &str, tensor: &Tensor) -> Result<()> {
+        let (file, info) = self.find(name)?;
+        let flat = tensor.reshape(&[tensor.elements()])?;
+        let mut done = 0;
+        let mut floats = Vec::new();
+        file.pieces(name, info, |blocks| {
+            let elements = blocks.len() / info.kind.block_bytes() as usize * info.kind.block_elements() as usize;
+            let part = flat.rows(done..done + elements)?;
+            done += elements;
+            if matches!(info.kind, GgufType::F32 | GgufType::F16 | GgufType::BF16) {
+                return Ok(part.write_bytes(blocks)?);
+            }
+            floats.resize(elements, 0.0);
+            let decoded = dequantise(info.kind, blocks, &mut floats);
+            debug_assert!(decoded, "the type is supported and pieces are whole blocks");
+            Ok(part.write(&floats)?)
+        })
+    }
+
+    /// Whether two tensors have the same type, shape and bytes.
+    pub(super) fn same(&self, a: &str, b: &str) -> Result<bool> {
+        let ((file_a, of_a), (file_b, of_b)) = (self.find(a)?, self.find(b)?);
+        if (of_a.kind, &of_a.shape) != (of_b.kind, &of_b.shape) {
+            return Ok(false);
+        }
+        let (mut same, mut done, mut other) = (true, 0, Vec::new());
+        file_a.pieces(a, of_a, |bytes| {
+            other.resize(bytes.len(), 0);
+            file_b.read_bytes(b, of_b.start + done, &mut other)?;
+            done += bytes.len() as u64;
+            same = same && bytes == other;
+            Ok(())
+        })?;
+        Ok(same)
+    }
+
+    /// Whether [`Gguf::read_affine`] reads the type: Q4_0, Q4_1, Q8_0.
+    pub fn is_affine(kind: GgufType) -> bool {
+        affine::bits(kind).is_some()
+    }
+
+    /// Reads a matrix of a type with affine codes to a device. Every weight has the same value as in the file.
+    /// Scales and biases are f16, or f32 for a matrix whose biases overflow f16.
+    ///
+    /// # Errors
+    /// As [`Gguf::read`].
+    pub fn read_affine(&self, name: &str, device: &Device) -> Result<AffineTensors> {
+        let (_, info) = self.find(name)?;
+        let Some(bits) = affine::bits(info.kind) else {
+            let expected = "of a type with affine codes";
+            return Err(Error::TensorDType { name: name.to_string(), expected, got: info.kind.to_string() });
+        };
+        match self.affine_with(name, bits, DType::F16, device)? {
+            Some(matrix) => Ok(matrix),
+            None => Ok(self.affine_with(name, bits, DType::F32, device)?.expect("f32 holds every bias")),
+        }
+    }
+
+    /// `None` if a bias overflows `dtype`, that of scales and biases.
+    fn affine_with(&self, name: &str, bits: u32, dtype: DType, device: &Device) -> Result<Option<AffineTensors>> {
+        let (_, info) = self.find(name)?;
+        let with_inputs = |inputs: &dyn Fn(usize) -> usize| {
+            let mut shape = info.shape.clone();
+            let last = shape.last_mut().expect("blocks have rows");
+            *last = inputs(*last);
+            shape
+        };
+        let groups = with_inputs(&|inputs| inputs / GROUP);
+        let matrix = AffineTensors {
+            codes: Tensor::zeros(device, DType::U32, &with_inputs(&|inputs| inputs / 32 * bits as usize))?,
+            scales: Tensor::zeros(device, dtype, &groups)?,
+            biases: Tensor::zeros(device, dtype, &groups)?,
+            bits,
+            group: GROUP,
+        };
+        let fits = self.read_affine_into(name, [&matrix.codes, &matrix.scales, &matrix.biases])?;
+        Ok(fits.then_some(matrix))
+    }
+
+    /// Reads codes, scales and biases of a matrix with affine codes into tensors of matching shapes. Returns false if
+    /// a bias overflows the dtype of `biases`; the contents are then unspecified.
+    pub(super) fn read_affine_into(&self, name: &str, [codes, scales, biases]: [&Tensor; 3]) -> Result<bool> {
+        let (file, info) = self.find(name)?;
+        let bits = affine::bits(info.kind).expect("the caller has checked the type") as usize;
+        let dtype = scales.dtype();
+        let flat = |tensor: &Tensor| tensor.reshape(&[tensor.elements()]);
+        let [codes, scales, biases] = [flat(codes)?, flat(scales)?, flat(biases)?];
+        let mut bytes = AffineBytes::default();
+        let (mut first, mut fits) = (0, true);
+        file.pieces(name, info, |blocks| {
+            fits = fits && bytes.convert(info.kind, blocks, dtype).is_ok();
+            if !fits {
+                return Ok(());
+            }
+            let next = first + bytes.scales.len() / dtype.size();
+            codes.rows(first * bits..next * bits)?.write_bytes(&bytes.codes)?;
+            scales.rows(first..next)?.write_bytes(&bytes.scales)?;
+            biases.rows(first..next)?.write_bytes(&bytes.biases)?;
+            first = next;
+            Ok(())
+        })?;
+        Ok(fits)
+    }
+
+    /// Reads the bytes of a tensor into a u8 tensor of as many elements.
+    pub(super) fn read_bytes_into(&self, name: &str, tensor: &Tensor) -> Result<()> {
+        let (file, info) = self.find(name)?;
+        let flat = tensor.reshape(&[tensor.elements()])?;
+        let mut done = 0;
+        file.pieces(name, info, |bytes| {
+            flat.rows(done..done + bytes.len())?.write_bytes(bytes)?;
+            done += bytes.len();
+            Ok(())
+        })
+    }
+
+    fn find(&self, name: &str) -> Result<(&GgufFile, &GgufTensor)> {
+        let missing = || Error::MissingTensor { name: name.to_string() };
+        let file = &self.files[*self.place.get(name).ok_or_else(missing)?];
+        Ok((file, file.header.tensors.get(name).ok_or_else(missing)?))
+    }
+}
+
+impl GgufFile {
+    /// Visits the bytes of a tensor in pieces of whole blocks.
+    fn pieces(&self, name: &str, info: &GgufTensor, mut visit: impl FnMut(&[u8]) -> Result<()>) -> Result<()> {
+        let step = PIECE as u64 / info.kind.block_bytes() * info.kind.block_bytes();
+        let mut piece = vec![0u8; (info.end - info.start).min(step) as usize];
+        let mut start = info.start;
+        while start < info.end {
+            let bytes = &mut piece[..(info.end - start).min(step) as usize];
+            self.read_bytes(name, start, bytes)?;
+            visit(bytes)?;
+            start += bytes.len() as u64;
+        }
+        Ok(())
+    }
+}
+
+/// The place of a file in a split model.
+struct Split {
+    number: u64,
+    count: u64,
+    /// The path up to `-00001-of-00003.gguf`.
+    stem: String,
+    directory: PathBuf,
+}
+
+impl Split {
+    /// `None` for a file that is a whole model.
+    fn of(file: &GgufFile) -> Result<Option<Split>> {
+        let count = whole(file, "split.count")?.unwrap_or(0);
+        if count <= 1 {
+            return Ok(None);
+        }
+        let number = whole(file, "split.no")?.unwrap_or(0);
+        let error = |reason: String| Error::file(&file.path, reason);
+        if count > SHARD_LIMIT || number >= count {
+            return Err(error(format!("`split.no` is {number} of `split.count` {count}; the limit is {SHARD_LIMIT}")));
+        }
+        let name = file.path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+        let Some(stem) = name.strip_suffix(&Split::suffix(number, count)) else {
+            let suffix = Split::suffix(number, count);
+            return Err(error(format!("part {} of {count} of a model; its name must end with {suffix}", number + 1)));
+        };
+        let directory = file.path.parent().map(Path::to_path_buf).unwrap_or_default();
+        Ok(Some(Split { number, count, stem: stem.to_string(), directory }))
+    }
+
+    fn suffix(number: u64, count: u64) -> String {
+        format!("-{:05}-of-{count:05}.gguf", number + 1)
+    }
+
+    fn path(&self, number: u64) -> PathBuf {
+        self.directory.join(format!("{}{}", self.stem, Split::suffix(number, self.count)))
+    }
+}
+
+fn whole(file: &GgufFile, key: &str) -> Result<Option<u64>> {
+    file.header.metadata.whole(key).map_err(|e| Error::file(&file.path, e))
+}

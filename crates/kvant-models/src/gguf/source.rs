@@ -1,0 +1,132 @@
+//! The tensors of a GGUF file as a source of weights.
+
+use kvant::{DType, Device, Tensor};
+
+use super::{Gguf, GgufTensor, GgufType, affine};
+use crate::{
+    Error, Result,
+    source::{Form, Matrix, Part, Role, Source},
+};
+
+/// A model in a GGUF file. One table of names serves all architectures.
+#[derive(Debug)]
+pub(crate) struct GgufSource<'a>(pub &'a Gguf);
+
+impl GgufSource<'_> {
+    fn part(&self, l: usize, part: Part) -> Option<String> {
+        let name = match part {
+            Part::AttentionNorm => "attn_norm.weight",
+            Part::Query => "attn_q.weight",
+            Part::Key => "attn_k.weight",
+            Part::Value => "attn_v.weight",
+            Part::QueryNorm => "attn_q_norm.weight",
+            Part::KeyNorm => "attn_k_norm.weight",
+            Part::AttentionOutput => "attn_output.weight",
+            Part::AttentionPostNorm => "post_attention_norm.weight",
+            Part::FeedForwardNorm => "ffn_norm.weight",
+            Part::Gate => "ffn_gate.weight",
+            Part::Up => "ffn_up.weight",
+            Part::Down => "ffn_down.weight",
+            Part::FeedForwardPostNorm => "post_ffw_norm.weight",
+            Part::Router => "ffn_gate_inp.weight",
+            Part::RouterNorm => "ffn_gate_inp.scale",
+            Part::ExpertScale => "ffn_down_exps.scale",
+            Part::ExpertGateUp => {
+                let fused = format!("blk.{l}.ffn_gate_up_exps.weight");
+                return self.0.tensor(&fused).is_some().then_some(fused);
+            }
+            Part::ExpertGate => "ffn_gate_exps.weight",
+            Part::ExpertUp => "ffn_up_exps.weight",
+            Part::ExpertDown => "ffn_down_exps.weight",
+            Part::DensePostNorm => "post_ffw_norm_1.weight",
+            Part::ExpertsNorm => "pre_ffw_norm_2.weight",
+            Part::ExpertsPostNorm => "post_ffw_norm_2.weight",
+            Part::PerLayerGate => "inp_gate.weight",
+            Part::PerLayerOutput => "proj.weight",
+            Part::PerLayerPostNorm => "post_norm.weight",
+            Part::Scalar => "layer_output_scale.weight",
+        };
+        Some(format!("blk.{l}.{name}"))
+    }
+
+    fn required(&self, role: Role) -> Result<String> {
+        self.name(role).ok_or_else(|| Error::MissingTensor { name: format!("{role:?}") })
+    }
+
+    /// Existence and shape are checked in the header, before any allocation.
+    fn checked(&self, name: &str, expected: &[usize]) -> Result<&GgufTensor> {
+        let info = self.0.tensor(name).ok_or_else(|| Error::MissingTensor { name: name.to_string() })?;
+        if info.shape == expected {
+            return Ok(info);
+        }
+        Err(Error::TensorShape { name: name.to_string(), expected: expected.to_vec(), got: info.shape.clone() })
+    }
+}
+
+impl Source for GgufSource<'_> {
+    fn name(&self, role: Role) -> Option<String> {
+        let global = |name: &str| Some(name.to_string());
+        match role {
+            Role::Embedding => global("token_embd.weight"),
+            Role::FinalNorm => global("output_norm.weight"),
+            Role::Output => global("output.weight"),
+            Role::PerLayerTable => global("per_layer_token_embd.weight"),
+            Role::PerLayerProjection => global("per_layer_model_proj.weight"),
+            Role::PerLayerProjectionNorm => global("per_layer_proj_norm.weight"),
+            Role::Block(l, part) => self.part(l, part),
+        }
+    }
+
+    fn has(&self, role: Role) -> bool {
+        self.name(role).is_some_and(|name| self.0.tensor(&name).is_some())
+    }
+
+    fn form(&self, role: Role, shape: &[usize]) -> Result<Form> {
+        let name = self.required(role)?;
+        let kind = self.checked(&name, shape)?.kind;
+        if let Some(bits) = affine::bits(kind) {
+            return Ok(Form::Affine { bits, group: affine::GROUP, dtype: DType::F16 });
+        }
+        match kind.block_format() {
+            Some(format) => Ok(Form::Blocks(format)),
+            None => self.0.dense_dtype(&name).map(Form::Dense),
+        }
+    }
+
+    fn read(&self, role: Role, to: &Matrix) -> Result<()> {
+        let name = self.required(role)?;
+        match to {
+            Matrix::Dense(tensor) => self.0.read_into(&name, tensor),
+            Matrix::Blocks { data, .. } => self.0.read_bytes_into(&name, data),
+            Matrix::Affine { codes, scales, biases, .. } => {
+                if self.0.read_affine_into(&name, [codes, scales, biases])? {
+                    return Ok(());
+                }
+                let expected = "scales whose products with the zero point fit f16";
+                Err(Error::TensorValue { name, expected, got: "a larger one".to_string() })
+            }
+        }
+    }
+
+    fn vector(&self, role: Role, len: usize, device: &Device) -> Result<Tensor> {
+        let name = self.required(role)?;
+        let kind = self.checked(&name, &[len])?.kind;
+        if !matches!(kind, GgufType::F32 | GgufType::F16 | GgufType::BF16) {
+            return Err(Error::TensorDType { name, expected: "F32, F16 or BF16", got: kind.to_string() });
+        }
+        self.0.read(&name, device)
+    }
+
+    fn same(&self, a: Role, b: Role) -> Result<bool> {
+        self.0.same(&self.required(a)?, &self.required(b)?)
+    }
+}
+
+/// The dtype of a tensor that is read without codes.
+pub(super) fn dense_dtype(kind: GgufType) -> Option<DType> {
+    match kind {
+        GgufType::F16 => Some(DType::F16),
+        GgufType::BF16 => Some(DType::BF16),
+        kind => kind.is_supported().then_some(DType::F32),
+    }
+}

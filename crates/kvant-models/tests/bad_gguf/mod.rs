@@ -1,0 +1,148 @@
+//! GGUF files that are not what they claim to be.
+
+use kvant::Device;
+use kvant_models::gguf::{Gguf, GgufHeader};
+
+use crate::{
+    assert_modest,
+    common::gguf::{Value, Writer, array, f32, flag, text, texts, u32},
+};
+
+/// A file with every kind of value and some types of tensors.
+fn sample() -> Writer {
+    Writer::default()
+        .pair("general.architecture", text("llama"))
+        .pair("general.alignment", u32(32))
+        .pair("a", array(&[f32(1.0), f32(2.0)]))
+        .pair("b", flag(true))
+        .pair("c", texts(["x", "yz", ""]))
+        .pair("d", array(&[array(&[u32(1)]), texts(["a"])]))
+        .tensor("f", &[3, 2], 0, vec![1; 24])
+        .tensor("q", &[32, 2], 2, vec![2; 36])
+        .tensor("k", &[256], 12, vec![3; 144])
+}
+
+/// Opens bytes as a file and reads all tensors.
+fn open(bytes: &[u8]) -> Result<(), String> {
+    let dir = tempfile::tempdir().unwrap();
+    let device = Device::reference();
+    let path = dir.path().join("x.gguf");
+    std::fs::write(&path, bytes).unwrap();
+    let result = Gguf::open(&path).map_err(|e| e.to_string());
+    assert_modest();
+    let gguf = result?;
+    let mut names: Vec<_> = gguf.tensors().map(|(name, tensor)| (name.to_string(), tensor.kind)).collect();
+    names.sort_by(|a, b| a.0.cmp(&b.0));
+    for (name, kind) in names {
+        gguf.read(&name, &device).map_err(|e| e.to_string())?;
+        if Gguf::is_affine(kind) {
+            gguf.read_affine(&name, &device).map_err(|e| e.to_string())?;
+        }
+    }
+    assert_modest();
+    Ok(())
+}
+
+#[test]
+fn every_truncation_is_an_error() {
+    let bytes = sample().bytes();
+    open(&bytes).unwrap();
+    for length in 0..bytes.len() {
+        let error = open(&bytes[..length]).unwrap_err();
+        assert!(error.contains("truncated"), "{length}: {error}");
+    }
+    // Bytes after the last tensor are ignored.
+    open(&[&bytes[..], &[7; 100]].concat()).unwrap();
+}
+
+/// Any other byte at any place is an error, or a file that is consistent in itself.
+#[test]
+fn lies_at_every_offset() {
+    let bytes = sample().bytes();
+    let mut errors = 0;
+    for at in 0..bytes.len() {
+        for lie in [0u64, 1, 2, 0x7f, 0x80, 0xff, 0xffff, 0x7fff_ffff, 0xffff_ffff, 1 << 62, u64::MAX - 7, u64::MAX] {
+            for width in [1, 4, 8] {
+                let mut wrong = bytes.clone();
+                let end = (at + width).min(wrong.len());
+                wrong[at..end].copy_from_slice(&lie.to_le_bytes()[..end - at]);
+                errors += usize::from(GgufHeader::read(&wrong[..], wrong.len() as u64).is_err());
+                assert_modest();
+            }
+        }
+        // With the tensors, too.
+        let mut wrong = bytes.clone();
+        wrong[at] = !bytes[at];
+        errors += usize::from(open(&wrong).is_err());
+    }
+    assert!(errors > bytes.len() * 10, "{errors} errors");
+}
+
+#[test]
+fn lies_are_named() {
+    let claims = |pairs: u64, tensors: u64| {
+        let mut bytes = b"GGUF\x03\0\0\0".to_vec();
+        bytes.extend(tensors.to_le_bytes());
+        bytes.extend(pairs.to_le_bytes());
+        bytes
+    };
+    let version = |version: [u8; 4]| [&b"GGUF"[..], &version].concat();
+    let long = |count: u64, kind: u32| Value(9, [&kind.to_le_bytes()[..], &count.to_le_bytes()].concat());
+    let pair = |value: Value| Writer::default().pair("k", value).bytes();
+    let mut deep = u32(1);
+    for _ in 0..5 {
+        deep = array(&[deep]);
+    }
+    let tensor = |dims: &[u64], kind: u32| Writer::default().tensor("t", dims, kind, vec![0; 64]).bytes();
+    let align = |n: u32| Writer::default().pair("general.alignment", u32(n)).bytes();
+    let twice = |a: &str, b: &str| Writer::default().tensor(a, &[8], 0, vec![0; 32]).tensor(b, &[8], 0, vec![0; 32]);
+    let moved = |offset: u64| {
+        let mut bytes = twice("a", "b").bytes();
+        let at = bytes.windows(8).position(|window| window == 32u64.to_le_bytes()).unwrap();
+        bytes[at..at + 8].copy_from_slice(&offset.to_le_bytes());
+        bytes
+    };
+    let cases: &[(Vec<u8>, &str)] = &[
+        (b"PK\x03\x04aaaa".to_vec(), "does not start with"),
+        (version([1, 0, 0, 0]), "version 1; versions 2 and 3"),
+        (version([4, 0, 0, 0]), "version 4"),
+        (version([0, 0, 0, 3]), "big-endian"),
+        (claims(u64::MAX, 0), "claims 18446744073709551615 metadata pairs"),
+        (claims(0, u64::MAX), "claims 18446744073709551615 tensors"),
+        (claims(1, 0), "a metadata key takes 8 bytes, 0 are left"),
+        (pair(Value(13, Vec::new())), "metadata `k`: value type 13 is unknown"),
+        (pair(Value(7, vec![2])), "metadata `k`: a truth value must be 0 or 1, got 2"),
+        (pair(Value(8, u64::MAX.to_le_bytes().to_vec())), "a string takes 18446744073709551615 bytes"),
+        (pair(Value(8, [&1u64.to_le_bytes()[..], &[0xff]].concat())), "a string is not UTF-8"),
+        (pair(long(u64::MAX, 4)), "an array of 18446744073709551615 numbers overflows"),
+        (pair(long(1 << 40, 4)), "an array takes 4398046511104 bytes, 0 are left"),
+        (pair(long(1 << 40, 8)), "a string of an array takes 8 bytes, 0 are left"),
+        (pair(long(1 << 40, 9)), "a value type takes 4 bytes, 0 are left"),
+        (pair(long(1, 77)), "value type 77 is unknown"),
+        (pair(deep), "nested more than 4 deep"),
+        (Writer::default().pair("k", u32(1)).pair("k", u32(1)).bytes(), "metadata `k` appears twice"),
+        (align(0), "must be a power of two, at most 65536, got 0"),
+        (align(24), "got 24"),
+        (align(1 << 17), "got 131072"),
+        (Writer::default().pair("general.alignment", text("32")).bytes(), "got \"32\""),
+        (tensor(&[4], 4), "tensor `t`: type 4 is unknown"),
+        (tensor(&[1, 1, 1, 1, 1], 0), "5 dimensions, the limit is 4"),
+        (tensor(&[33], 2), "rows of 33 elements are not whole blocks of Q4_0, 32 each"),
+        (tensor(&[1 << 32, 1 << 32], 0), "overflows"),
+        (tensor(&[1 << 62], 0), "overflows"),
+        (tensor(&[1 << 40], 0), "outside of the 64 bytes"),
+        (twice("a", "a").bytes(), "tensor `a` appears twice"),
+        (moved(0), "it starts at byte 0, the previous one ends at 32"),
+        (moved(33), "its offset 33 is not a multiple of the alignment, 32"),
+        (moved(u64::MAX - 31), "overflows"),
+    ];
+    for (bytes, expected) in cases {
+        let error = open(bytes).unwrap_err();
+        assert!(error.contains(expected), "expected {expected:?}, got {error:?}");
+    }
+    let mut gap = twice("a", "b").bytes();
+    gap.extend([0; 32]);
+    let at = gap.windows(8).position(|window| window == 32u64.to_le_bytes()).unwrap();
+    gap[at..at + 8].copy_from_slice(&64u64.to_le_bytes());
+    assert!(open(&gap).unwrap_err().contains("the previous one ends at 32"));
+}

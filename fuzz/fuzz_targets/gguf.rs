@@ -1,0 +1,47 @@
+//! Any bytes as a GGUF file: an error, or metadata, tensors and a tokenizer that can be read.
+#![cfg_attr(fuzzing, no_main)]
+
+use std::sync::Once;
+
+use kvant::Device;
+use kvant_models::{Tokenizer, gguf::Gguf};
+use libfuzzer_sys::fuzz_target;
+
+fuzz_target!(|bytes: &[u8]| {
+    // The tokenizer turns panics of the crate below it into errors, so only others count.
+    static HOOK: Once = Once::new();
+    HOOK.call_once(|| {
+        let abort = std::panic::take_hook();
+        std::panic::set_hook(Box::new(move |info| {
+            if !Tokenizer::catches_panics() {
+                abort(info);
+            }
+        }));
+    });
+    let mut file = tempfile::NamedTempFile::new().expect("a temporary file");
+    std::io::Write::write_all(&mut file, bytes).expect("room for it");
+    let Ok(gguf) = Gguf::open(file.path()) else { return };
+    for (_, value) in gguf.metadata().iter() {
+        let _ = value.to_string();
+    }
+    let _ = gguf.metadata().generation_defaults();
+    if let Ok(tokenizer) = Tokenizer::from_gguf(gguf.metadata())
+        && let Ok(ids) = tokenizer.encode("fn main() { 42 } é 🦀", true)
+    {
+        let _ = tokenizer.decode(&ids);
+    }
+    let device = Device::reference();
+    for (name, info) in gguf.tensors() {
+        if let Ok(tensor) = gguf.read(name, &device) {
+            assert_eq!(tensor.shape(), info.shape);
+        }
+        if let Ok(matrix) = gguf.read_affine(name, &device) {
+            assert!(Gguf::is_affine(info.kind));
+            assert_eq!(matrix.scales.elements() * matrix.group, info.shape.iter().product::<usize>());
+        }
+    }
+});
+
+/// Outside cargo-fuzz a target is only compiled.
+#[cfg(not(fuzzing))]
+fn main() {}

@@ -1,0 +1,276 @@
+"""Golden GGUF models: the small random checkpoints in mixed types, with the logits of transformers in f32.
+
+    python tools/golden_gguf_models.py [--out crates/kvant-models/tests/golden] [--only llama,gemma4_moe]
+
+Each folder has model.gguf and logits.safetensors (tokens u32 [T], logits f32 [T,vocab]). Weights come from the checkpoint of
+the same family (`golden_families.py`, `golden_models.py`) and are quantised by the package `gguf`; transformers runs on
+what that package dequantises. Names are the package's, conventions llama.cpp's: rows of Q and K in pairs for Llama and
+Mistral, the 1 of Gemma 3's norms added, experts in one tensor. Types that the package cannot quantise are random blocks.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import gguf
+import numpy as np
+import torch
+import transformers
+from gguf import GGMLQuantizationType as Type
+from safetensors.numpy import load_file
+from safetensors.torch import load_file as load_torch
+
+from golden_gguf import HALVES, values
+from safefile import save
+
+ROOT = Path(__file__).resolve().parent.parent
+GOLDEN = ROOT / "crates/kvant-models/tests/golden"
+SLIDING = "sliding_attention"
+
+# folder: (checkpoint, architecture, class, changes of the config)
+MODELS = {
+    "llama_gguf": ("llama", "llama", "LlamaForCausalLM", {}),
+    "mistral_gguf": ("mistral", "llama", "MistralForCausalLM", {}),
+    "ministral3_gguf": ("ministral3", "mistral3", "Ministral3ForCausalLM", {}),
+    "qwen3_gguf": ("qwen3", "qwen3", "Qwen3ForCausalLM", {}),
+    # No dense layers: this architecture has none in GGUF.
+    "qwen3_moe_gguf": ("qwen3_moe", "qwen3moe", "Qwen3MoeForCausalLM", {"mlp_only_layers": [], "num_hidden_layers": 2}),
+    # The scale of scores cannot be given.
+    "gemma3_gguf": ("gemma3", "gemma3", "Gemma3ForCausalLM", {"query_pre_attn_scalar": 64}),
+    "gemma4_gguf": ("dense", "gemma4", "Gemma4ForCausalLM", {}),
+    "gemma4_shared_gguf": ("ple_shared", "gemma4", "Gemma4ForCausalLM", {}),
+    "gemma4_moe_gguf": ("moe", "gemma4", "Gemma4ForCausalLM", {}),
+    # Rows of 256 elements in random K-quants, in place of the checkpoint's weights.
+    "k_quants_gguf": ("llama", "llama", "LlamaForCausalLM", {
+        "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4, "rope_scaling": None,
+    }),
+}  # fmt: skip
+TYPES = {
+    "attn_q": Type.Q8_0, "attn_k": Type.Q4_0, "attn_v": Type.Q4_1, "attn_output": Type.Q5_0, "ffn_gate": Type.Q5_1,
+    "ffn_up": Type.Q8_0, "ffn_down": Type.Q4_1, "token_embd": Type.Q8_0, "output": Type.F16, "ffn_gate_exps": Type.Q8_0,
+    "ffn_up_exps": Type.Q4_0, "ffn_down_exps": Type.Q5_0, "ffn_gate_up_exps": Type.Q8_0, "inp_gate": Type.BF16, "proj": Type.F32,
+    "per_layer_token_embd": Type.Q8_0, "per_layer_model_proj": Type.Q8_0,
+}  # fmt: skip
+K_TYPES = {
+    "attn_q": Type.Q4_K, "attn_k": Type.Q2_K, "attn_v": Type.IQ4_XS, "attn_output": Type.Q5_K, "ffn_gate": Type.Q3_K,
+    "ffn_up": Type.IQ4_NL, "ffn_down": Type.Q6_K, "token_embd": Type.Q6_K, "output": Type.MXFP4,
+}  # fmt: skip
+
+
+# Names that the package's table lacks.
+SPECIAL = {
+    "router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale",
+    "layer_scalar": "layer_output_scale.weight", "experts.gate_up_proj": "ffn_gate_up_exps.weight",
+    "experts.down_proj": "ffn_down_exps.weight",
+}  # fmt: skip
+
+
+def random_blocks(rng, kind, shape):
+    """Random blocks of small numbers."""
+    elements, size = gguf.GGML_QUANT_SIZES[kind]
+    blocks = rng.integers(0, 256, (int(np.prod(shape)) // elements, size), dtype=np.uint8)
+    for at in HALVES[kind]:
+        scale = (rng.normal(size=len(blocks)) * {Type.Q4_K: 1e-4, Type.Q5_K: 1e-4}.get(kind, 5e-5)).astype("<f2")
+        blocks[:, at : at + 2] = scale.view(np.uint8).reshape(-1, 2)
+    if kind == Type.IQ4_NL:
+        blocks[:, :2] = np.full(len(blocks), 1e-3, "<f2").view(np.uint8).reshape(-1, 2)
+    if kind == Type.MXFP4:
+        blocks[:, 0] = rng.integers(121, 124, len(blocks))
+    return blocks.reshape(*shape[:-1], -1)
+
+
+def pairs(weight, heads):
+    """Rows of each head from halves to adjacent pairs."""
+    return weight.reshape(heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def halves(weight, heads):
+    return weight.reshape(heads, -1, 2, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def metadata(writer, arch, config, experts):
+    """The keys that llama.cpp's converter writes."""
+    c = config
+    rope = c.get("rope_parameters") or {}
+    full = rope.get("full_attention", rope)
+    scaling = c.get("rope_scaling") or full
+    head_dim = c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]
+    swa = [kind == SLIDING for kind in c.get("layer_types") or []]
+    writer.add_block_count(c["num_hidden_layers"])
+    writer.add_context_length(c["max_position_embeddings"])
+    writer.add_embedding_length(c["hidden_size"])
+    writer.add_head_count(c["num_attention_heads"])
+    writer.add_layer_norm_rms_eps(c["rms_norm_eps"])
+    writer.add_rope_freq_base(full.get("rope_theta", c.get("rope_theta")))
+    writer.add_vocab_size(c["vocab_size"])
+    kv_heads, width = c["num_key_value_heads"], c["intermediate_size"]
+    if arch == "gemma4":
+        first_shared = c["num_hidden_layers"] - c["num_kv_shared_layers"]
+        if c.get("use_double_wide_mlp"):
+            width = [width * (1 if l < first_shared else 2) for l in range(c["num_hidden_layers"])]
+        if c["attention_k_eq_v"] and c["num_global_key_value_heads"]:
+            kv_heads = [kv_heads if sliding else c["num_global_key_value_heads"] for sliding in swa]
+        writer.add_shared_kv_layers(c["num_kv_shared_layers"])
+        writer.add_embedding_length_per_layer_input(c["hidden_size_per_layer_input"])
+        writer.add_key_length_swa(head_dim)
+        writer.add_value_length_swa(head_dim)
+        head_dim = c["global_head_dim"]
+        writer.add_rope_freq_base_swa(rope[SLIDING]["rope_theta"])
+    elif arch == "gemma3":
+        writer.add_rope_freq_base_swa(rope[SLIDING]["rope_theta"])
+    if swa:
+        writer.add_sliding_window_pattern(swa)
+    if c.get("sliding_window"):
+        writer.add_sliding_window(c["sliding_window"])
+    if c.get("final_logit_softcapping"):
+        writer.add_final_logit_softcapping(c["final_logit_softcapping"])
+    writer.add_head_count_kv(kv_heads)
+    writer.add_feed_forward_length(width)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    kind = scaling.get("rope_type")
+    if kind in ("yarn", "linear"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
+        writer.add_rope_scaling_factor(scaling["factor"])
+    if kind == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
+        if "mscale_all_dim" in scaling:
+            writer.add_rope_scaling_yarn_log_mul(scaling["mscale_all_dim"])
+            writer.add_attn_temperature_scale(scaling["llama_4_scaling_beta"])
+    if kind == "llama3":
+        writer.add_tensor("rope_freqs.weight", llama3_factors(scaling, c["rope_theta"], head_dim))
+    if arch == "gemma4":
+        rotated = int(head_dim * full["partial_rotary_factor"] / 2)
+        factors = [1.0] * rotated + [1e30] * (head_dim // 2 - rotated)
+        writer.add_tensor("rope_freqs.weight", np.array(factors, np.float32))
+    if experts:
+        writer.add_expert_count(c["num_experts"])
+        writer.add_expert_used_count(c.get("num_experts_per_tok") or c["top_k_experts"])
+        writer.add_expert_feed_forward_length(c["moe_intermediate_size"])
+
+
+def llama3_factors(scaling, theta, dim):
+    """As in llama.cpp's converter."""
+    low, high = (scaling["original_max_position_embeddings"] / scaling[f"{k}_freq_factor"] for k in ("low", "high"))
+    factors = []
+    for frequency in 1.0 / theta ** (np.arange(0, dim, 2, dtype=np.float32) / dim):
+        length = 2 * np.pi / frequency
+        smooth = (scaling["original_max_position_embeddings"] / length - scaling["low_freq_factor"]) / (
+            scaling["high_freq_factor"] - scaling["low_freq_factor"]
+        )
+        if length < high:
+            factors.append(1.0)
+        elif length > low:
+            factors.append(scaling["factor"])
+        else:
+            factors.append(1 / ((1 - smooth) / scaling["factor"] + smooth))
+    return np.array(factors, np.float32)
+
+
+def stored(name, arch, config, mapping):
+    """The GGUF name of a parameter of transformers."""
+    for suffix, special in SPECIAL.items():
+        if name.endswith(suffix):
+            return f"blk.{name.split('.')[2]}.{special}"
+    name = name if name.endswith(".weight") else f"{name}.weight"
+    found = mapping.get_name(name, try_suffixes=(".weight",))
+    assert found, f"{arch}: {name}"
+    return found
+
+
+def make(folder, out):
+    checkpoint, arch, model_class, changes = MODELS[folder]
+    config = json.loads((GOLDEN / checkpoint / "config.json").read_text()) | changes
+    k_quants = folder.startswith("k_")
+    types = K_TYPES if k_quants else TYPES
+    model_class = getattr(transformers, model_class)
+    hf_config = model_class.config_class(**config)
+    hf_config._attn_implementation = "eager"
+    torch.manual_seed(7)
+    model = model_class(hf_config).to(torch.float32).eval()
+    if not k_quants:
+        shards = sorted((GOLDEN / checkpoint).glob("model*.safetensors"))
+        weights = {k: v.to(torch.float32) for shard in shards for k, v in load_torch(shard).items()}
+        known = model.state_dict()
+        for name in model.load_state_dict({k: v for k, v in weights.items() if k in known}, strict=False).missing_keys:
+            # The checkpoint has its experts one by one.
+            assert ".mlp." in name or name == "lm_head.weight", name
+            if ".mlp." in name:
+                torch.nn.init.normal_(known[name], std=0.2)
+    out.mkdir(parents=True, exist_ok=True)
+    writer = gguf.GGUFWriter(out / "model.gguf", arch)
+    architecture = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[arch]
+    mapping = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
+    experts = bool(config.get("num_experts"))
+    metadata(writer, arch, config, experts)
+    writer.add_bos_token_id(config["bos_token_id"])
+    writer.add_eos_token_id(config["eos_token_id"])
+    writer.add_tokenizer_model("none")
+    rng = np.random.default_rng(18)
+    state = model.state_dict()
+    tied = config["tie_word_embeddings"]
+    for name, parameter in state.items():
+        if (tied and name == "lm_head.weight") or "rotary" in name or name.endswith(("embed_scale", "_ids")):
+            continue
+        write_tensor(writer, name, parameter, arch, config, mapping, types, rng if k_quants else None)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    tokens = load_file(GOLDEN / checkpoint / "logits.safetensors")["tokens"]
+    with torch.no_grad():
+        logits = model(torch.tensor(tokens.astype(np.int64))[None]).logits[0].float().numpy()
+    assert np.isfinite(logits).all() and logits.std() > 0.05, logits.std()
+    save(out / "logits.safetensors", {"logits": logits, "tokens": tokens})
+    print(f"{folder}: {(out / 'model.gguf').stat().st_size} bytes, logits ±{logits.std():.2f}")
+
+
+def write_tensor(writer, name, parameter, arch, config, mapping, types, rng):
+    """Quantises a parameter, writes it, and leaves what the file holds in the model."""
+    target = stored(name, arch, config, mapping)
+    values_of = parameter.detach().numpy().copy()
+    role = target.removesuffix(".weight").split(".")[-1] if target.endswith(".weight") else ""
+    kind = types.get(role, Type.F32) if values_of.ndim > 1 else Type.F32
+    if values_of.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
+        kind = Type.F16
+    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}.get(role)
+    permuted = heads is not None and arch in ("llama", "mistral3")
+    if permuted:
+        values_of = pairs(values_of, heads)
+    shift = np.float32(arch == "gemma3" and target.endswith("norm.weight"))
+    values_of = values_of + shift
+    # `gate_up_proj` of transformers may have two matrices that GGUF has apart.
+    if role == "ffn_gate_up_exps" and arch == "qwen3moe":
+        width = values_of.shape[1] // 2
+        halves_of = []
+        for part, rows in (("ffn_gate_exps", values_of[:, :width]), ("ffn_up_exps", values_of[:, width:])):
+            blocks = gguf.quantize(np.ascontiguousarray(rows), types[part])
+            writer.add_tensor(target.replace("ffn_gate_up_exps", part), blocks, raw_dtype=types[part])
+            halves_of.append(gguf.dequantize(blocks, types[part]))
+        parameter.data.copy_(torch.tensor(np.concatenate(halves_of, axis=1)))
+        return
+    if rng is not None and kind in HALVES and kind not in (Type.F32, Type.F16, Type.BF16):
+        blocks = random_blocks(rng, kind, values_of.shape)
+    else:
+        blocks = gguf.quantize(np.ascontiguousarray(values_of, np.float32), kind)
+    if kind in (Type.F32, Type.F16):
+        writer.add_tensor(target, blocks)
+        result = blocks.astype(np.float32)
+    else:
+        writer.add_tensor(target, blocks, raw_dtype=kind)
+        result = gguf.dequantize(blocks, kind)
+    result = result - shift
+    parameter.data.copy_(torch.tensor(halves(result, heads) if permuted else result))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=GOLDEN)
+    parser.add_argument("--only", default=",".join(MODELS))
+    args = parser.parse_args()
+    for folder in args.only.split(","):
+        make(folder, args.out / folder)
+
+
+if __name__ == "__main__":
+    main()
