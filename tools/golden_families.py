@@ -34,6 +34,12 @@ LLAMA3 = dict(
 )
 MOE = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True, decoder_sparse_step=1)
 S, F = "sliding_attention", "full_attention"
+# Every second layer has the window, which `layer_types` does not say. The rotary embedding's ramp has no whole ends.
+GPT_OSS = dict(
+    hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, num_local_experts=5, num_experts_per_tok=3,
+    sliding_window=8, hidden_act="silu", swiglu_limit=7.0, attention_bias=True, rope_theta=150000, max_position_embeddings=512,
+    rope_scaling=dict(rope_type="yarn", factor=8.0, beta_fast=32.0, beta_slow=1.0, truncate=False, original_max_position_embeddings=64),
+)
 
 # name: (model_type, class, dtype, config, seed, how MLX quantises it)
 VARIANTS = {
@@ -56,6 +62,10 @@ VARIANTS = {
         hidden_activation="gelu_pytorch_tanh", attn_logit_softcapping=None, final_logit_softcapping=None,
         rope_parameters={F: dict(rope_type="linear", factor=8.0, rope_theta=1e6), S: dict(rope_type="default", rope_theta=1e4)},
     ), 57, None),
+    "gpt_oss": ("gpt_oss", "GptOss", "bf16", dict(GPT_OSS, num_local_experts=3, num_experts_per_tok=2), 59, None),
+    "gpt_oss_mxfp4": ("gpt_oss", "GptOss", "bf16", dict(GPT_OSS, num_hidden_layers=3), 60, "mxfp4"),
+    # As mlx-community has it: experts in MXFP4, the rest affine. mlx_lm ignores `truncate`.
+    "gpt_oss_mlx": ("gpt_oss", "GptOss", "bf16", dict(GPT_OSS, rope_scaling=dict(GPT_OSS["rope_scaling"], truncate=True)), 61, dict(group_size=32, bits=4, mode="mxfp4")),
 }
 
 
@@ -91,6 +101,13 @@ def draw(model, seed, tied):
             # Gemma's norms multiply by 1 + w.
             centre = 0.0 if "Gemma3" in type(model).__name__ else 1.0
             w = centre + 0.3 * rng.standard_normal(shape)
+        elif name.endswith("experts.gate_up_proj") and "GptOss" in type(model).__name__:
+            # `[E, inputs, outputs]`. Some gates and ups leave the range that the activation clamps to.
+            w = rng.standard_normal(shape) * 3.5 / np.sqrt(shape[1])
+        elif name.endswith("experts.down_proj") and "GptOss" in type(model).__name__:
+            w = rng.standard_normal(shape) * 0.2 / np.sqrt(shape[1])
+        elif name.endswith(("bias", "sinks")):
+            w = rng.standard_normal(shape) * 0.5
         elif "embed" in name:
             # Tied ones are the output matrix, too: small logits, so that a tolerance means the same everywhere.
             w = rng.standard_normal(shape) * (0.15 if tied else 1.0)
@@ -109,10 +126,12 @@ def to_torch(weights):
 
 
 def released_names(weights):
-    """Released files have a matrix per expert; transformers joins them in memory."""
+    """Released files of Qwen have a matrix per expert; transformers joins them in memory."""
     out = {}
     for name, w in weights.items():
-        if name.endswith("mlp.experts.gate_up_proj"):
+        if any("sinks" in other for other in weights):
+            out[name] = w
+        elif name.endswith("mlp.experts.gate_up_proj"):
             base, inner = name.removesuffix("gate_up_proj"), w.shape[1] // 2
             for e in range(w.shape[0]):
                 out[f"{base}{e}.gate_proj.weight"] = w[e, :inner]
@@ -147,15 +166,53 @@ def hf_variant(folder, name, config, dtype, weights):
     return [lambda t: logits_of(model, t), lambda t: logits_of(again, t)]
 
 
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+
+
+def mxfp4_of(w):
+    """Blocks `[..., K/32, 16]` and scales `[..., K/32]` of `[..., K]`, and the weights that they stand for."""
+    groups = w.reshape(*w.shape[:-1], -1, 32)
+    scales = np.floor(np.log2(np.abs(groups).max(-1))).astype(np.int32) + 127 - 2
+    scaled = groups / np.exp2(scales - 127.0)[..., None]
+    codes = np.abs(np.abs(scaled)[..., None] - E2M1).argmin(-1).astype(np.uint8)
+    values = np.copysign(E2M1[codes], scaled) * np.exp2(scales - 127.0)[..., None]
+    codes |= np.signbit(scaled).astype(np.uint8) << 3
+    blocks = codes[..., 0::2] | codes[..., 1::2] << 4
+    return blocks, scales.astype(np.uint8), values.reshape(w.shape).astype(np.float32)
+
+
+def mxfp4_variant(folder, name, config, dtype, weights):
+    """Experts in MXFP4 as OpenAI released them; transformers reads the same file."""
+    named = rounded(weights, dtype)
+    dense = {n: np.array(w.astype(mx.float32)) for n, w in named.items()}
+    for n in [n for n in named if n.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        blocks, scales, values = mxfp4_of(np.swapaxes(dense[n], 1, 2))
+        del named[n]
+        named[f"{n}_blocks"], named[f"{n}_scales"] = mx.array(blocks), mx.array(scales)
+        dense[n] = np.ascontiguousarray(np.swapaxes(values, 1, 2))
+    skipped = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    quantization = dict(quant_method="mxfp4", modules_to_not_convert=skipped)
+    write_json(folder / "config.json", dict(config, dtype="bfloat16", quantization_config=quantization))
+    save(folder / "model.safetensors", named, {"format": "pt"})
+    direct = reference(name, config)
+    direct.load_state_dict({n: torch.from_numpy(w) for n, w in dense.items()})
+    causal, _ = class_of(name)
+    again = causal.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", quantization_config=transformers.Mxfp4Config(dequantize=True),
+    ).eval()
+    return [lambda t: logits_of(direct, t), lambda t: logits_of(again, t)]
+
+
 def dequantised(model):
     """The weights of a loaded mlx_lm model in f32 under the names of transformers."""
     dense = {}
     for path, module in model.named_modules():
         if "scales" in module:
-            dense[f"{path}.weight"] = mx.dequantize(
-                module.weight, module.scales.astype(mx.float32), module.biases.astype(mx.float32),
-                group_size=module.group_size, bits=module.bits,
-            )
+            affine = module.mode == "affine"
+            scales = module.scales.astype(mx.float32) if affine else module.scales
+            biases = module.biases.astype(mx.float32) if affine else None
+            w = mx.dequantize(module.weight, scales, biases, group_size=module.group_size, bits=module.bits, mode=module.mode)
+            dense[f"{path}.weight"] = w.astype(mx.float32)
     for name, w in tree_flatten(model.parameters()):
         if not name.endswith((".scales", ".biases")):
             dense.setdefault(name, w.astype(mx.float32))
@@ -166,7 +223,33 @@ def dequantised(model):
             out[name.replace("switch_mlp.gate_proj.weight", "experts.gate_up_proj")] = mx.concatenate([w, up], axis=1)
         elif name.endswith("switch_mlp.down_proj.weight"):
             out[name.replace("switch_mlp.down_proj.weight", "experts.down_proj")] = w
+        elif ".experts." in name:
+            # gpt-oss: rows of gate and up alternate; transformers multiplies by the transposed matrix.
+            if "gate_proj" in name:
+                up = dense[name.replace("gate_proj", "up_proj")]
+                w = mx.stack([w, up], axis=2).reshape(w.shape[0], -1, *w.shape[2:])
+            if "up_proj" not in name:
+                name = name.replace("gate_proj", "gate_up_proj").replace(".bias", "_bias").removesuffix(".weight")
+                out[name] = mx.contiguous(w.swapaxes(1, 2)) if w.ndim == 3 else w
         elif "switch_mlp" not in name:
+            out[name] = w
+    return out
+
+
+def mlx_names(weights):
+    """mlx_lm splits gpt-oss' experts, and multiplies by `[E, outputs, inputs]`."""
+    out = {}
+    for name, w in weights.items():
+        if ".experts." in name and "sinks" in "".join(weights):
+            kind = ".bias" if name.endswith("_bias") else ".weight"
+            w = w if kind == ".bias" else w.swapaxes(1, 2)
+            base = name.removesuffix("_bias")
+            if base.endswith("gate_up_proj"):
+                for i, side in enumerate(("gate_proj", "up_proj")):
+                    out[base.replace("gate_up_proj", side) + kind] = mx.contiguous(w[:, i::2])
+            else:
+                out[base + kind] = mx.contiguous(w)
+        else:
             out[name] = w
     return out
 
@@ -174,10 +257,15 @@ def dequantised(model):
 def mlx_variant(folder, name, config, dtype, weights, how):
     model_class, args_class = _get_classes(config)
     mlx_model = model_class(args_class.from_dict(copy.deepcopy(config)))
-    named = released_names(weights)
+    named = mlx_names(released_names(weights))
     mlx_model.load_weights(list(mlx_model.sanitize(dict(named)).items()) if hasattr(mlx_model, "sanitize") else list(named.items()))
     mlx_model.set_dtype(DTYPES[dtype])
-    mlx_model, full = quantize_model(mlx_model, dict(config), mode="affine", **how)
+    if how.get("mode") == "mxfp4":
+        eight = dict(group_size=64, bits=8)
+        predicate = lambda path, module: "experts" in path or eight
+        mlx_model, full = quantize_model(mlx_model, dict(config), quant_predicate=predicate, **how)
+    else:
+        mlx_model, full = quantize_model(mlx_model, dict(config), mode="affine", **how)
     full["quantization_config"] = full["quantization"]
     write_json(folder / "config.json", full)
     save(folder / "model.safetensors", dict(tree_flatten(mlx_model.parameters())), {"format": "mlx"})
@@ -203,7 +291,9 @@ def main():
         folder.mkdir(parents=True)
         torch.manual_seed(seed)
         weights = draw(reference(name, config), seed, config["tie_word_embeddings"])
-        if how:
+        if how == "mxfp4":
+            programs = mxfp4_variant(folder, name, config, dtype, weights)
+        elif how:
             programs = mlx_variant(folder, name, config, dtype, weights, how)
         else:
             programs = hf_variant(folder, name, config, dtype, weights)

@@ -329,6 +329,16 @@ impl Checkpoint {
         self.find(name)?.0.read_into(name, tensor)
     }
 
+    /// Reads bytes of a tensor, from its byte `start` on. A range beyond the tensor is an error.
+    pub(crate) fn read_bytes(&self, name: &str, start: u64, bytes: &mut [u8]) -> Result<()> {
+        let (file, info) = self.find(name)?;
+        let end = start.checked_add(bytes.len() as u64).and_then(|end| end.checked_add(info.start));
+        match end.filter(|&end| end <= info.end) {
+            Some(_) => file.read_bytes(name, info.start + start, bytes),
+            None => Err(Error::file(&file.path, format_args!("tensor `{name}` has no bytes from {start} on"))),
+        }
+    }
+
     /// Whether two tensors have the same dtype, shape and bytes.
     pub(crate) fn same(&self, a: &str, b: &str) -> Result<bool> {
         let ((file_a, of_a), (file_b, of_b)) = (self.find(a)?, self.find(b)?);

@@ -93,6 +93,10 @@ pub struct AttentionSpec {
     pub qk_norm: bool,
     /// Whether values are normed per head, without weights.
     pub v_norm: bool,
+    /// Whether the projections of queries, keys, values and the output have biases.
+    pub biases: bool,
+    /// Whether each query head has a sink ([`kvant::ops::Attend::sinks`]).
+    pub sinks: bool,
     /// The source of keys and values.
     pub keys_values: KeysValues,
 }
@@ -174,6 +178,8 @@ pub struct MoeSpec {
     pub width: usize,
     /// The activation function.
     pub activation: Activation,
+    /// Whether the router and the experts' projections have biases.
+    pub biases: bool,
     /// The input of the router.
     pub router: RouterSpec,
 }

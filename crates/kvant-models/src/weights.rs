@@ -15,6 +15,22 @@ pub(crate) struct Stack {
     pub whole: Option<Matrix>,
     /// Each matrix; they are views of `whole`.
     pub parts: Vec<Matrix>,
+    pub biases: Option<StackBiases>,
+}
+
+/// The biases of a [`Stack`], f32.
+#[derive(Debug)]
+pub(crate) struct StackBiases {
+    pub whole: Tensor,
+    /// Views of `whole`.
+    pub parts: Vec<Tensor>,
+}
+
+/// A matrix with a bias, or the matrices `[E, outputs, inputs]` of all experts with biases `[E, outputs]`.
+#[derive(Debug)]
+pub(crate) struct Projection {
+    pub matrix: Matrix,
+    pub bias: Option<Tensor>,
 }
 
 /// All tensors of a decoder.
@@ -55,7 +71,9 @@ pub(crate) struct AttentionWeights {
     pub qkv: Stack,
     pub q_norm: Option<Tensor>,
     pub k_norm: Option<Tensor>,
-    pub output: Matrix,
+    /// f32 `[heads]`.
+    pub sinks: Option<Tensor>,
+    pub output: Projection,
     pub post_norm: Option<Tensor>,
 }
 
@@ -78,11 +96,11 @@ pub(crate) struct DenseWeights {
 
 #[derive(Debug)]
 pub(crate) struct MoeWeights {
-    pub router: Matrix,
+    pub router: Projection,
     /// The router's own norm and the factors f32 `[E]` of the experts' weights.
     pub router_scales: Option<(Tensor, Tensor)>,
     pub gate_up: GateUp,
-    pub down: Matrix,
+    pub down: Projection,
 }
 
 /// The norms of a dense feed-forward and experts that run in parallel.
@@ -98,9 +116,9 @@ pub(crate) struct ParallelNorms {
 #[allow(clippy::large_enum_variant)] // One a layer: nothing is gained by a box.
 pub(crate) enum GateUp {
     /// `[E, 2I, H]`, with the gate's rows first.
-    Fused(Matrix),
+    Fused(Projection),
     /// `[E, I, H]` each.
-    Split { gate: Matrix, up: Matrix },
+    Split { gate: Projection, up: Projection },
 }
 
 /// The weights that add a block's per-layer input.
@@ -138,10 +156,10 @@ impl Weights {
         }
         for (weights, block) in self.blocks.iter().zip(&spec.blocks) {
             let (Some(weights), Some(moe)) = (&weights.feed_forward.moe, block.feed_forward.moe()) else { continue };
-            let skipped = |matrix| skipped(matrix, moe.top_k, moe.experts);
+            let skipped = |of: &Projection| skipped(&of.matrix, moe.top_k, moe.experts);
             bytes -= skipped(&weights.down);
             bytes -= match &weights.gate_up {
-                GateUp::Fused(matrix) => skipped(matrix),
+                GateUp::Fused(both) => skipped(both),
                 GateUp::Split { gate, up } => skipped(gate) + skipped(up),
             };
         }
@@ -208,10 +226,11 @@ impl Loader<'_> {
         let qkv = [(Part::Query, q), (Part::Key, kv), (Part::Value, kv)].map(|(part, width)| (role(part), width));
         Ok(AttentionWeights {
             norm: self.norm(role(Part::AttentionNorm), h)?,
-            qkv: self.stack(&qkv[..1 + spec.kv_projections()], h)?,
+            qkv: self.stack(&qkv[..1 + spec.kv_projections()], h, spec.biases)?,
             q_norm: self.norm_if(spec.qk_norm, role(Part::QueryNorm), spec.head_dim)?,
             k_norm: self.norm_if(spec.qk_norm && spec.source().is_none(), role(Part::KeyNorm), spec.head_dim)?,
-            output: self.matrix(role(Part::AttentionOutput), &[h, q])?,
+            sinks: if spec.sinks { Some(self.sinks(role(Part::Sinks), spec.heads)?) } else { None },
+            output: self.projection(role(Part::AttentionOutput), &[h, q], spec.biases)?,
             post_norm: self.norm_if(post_norm, role(Part::AttentionPostNorm), h)?,
         })
     }
@@ -239,14 +258,14 @@ impl Loader<'_> {
         let h = self.spec.hidden_size;
         let gate_up = [Part::Gate, Part::Up].map(|part| (Role::Block(l, part), spec.width));
         Ok(DenseWeights {
-            gate_up: self.stack(&gate_up, h)?,
+            gate_up: self.stack(&gate_up, h, false)?,
             down: self.matrix(Role::Block(l, Part::Down), &[h, spec.width])?,
         })
     }
 
     fn moe(&mut self, l: usize, spec: MoeSpec) -> Result<MoeWeights> {
         let h = self.spec.hidden_size;
-        let MoeSpec { experts, width, .. } = spec;
+        let MoeSpec { experts, width, biases, .. } = spec;
         let role = |part| Role::Block(l, part);
         let router_scales = match spec.router {
             RouterSpec::Plain => None,
@@ -257,16 +276,16 @@ impl Loader<'_> {
             }
         };
         let gate_up = if self.source.name(role(Part::ExpertGateUp)).is_some() {
-            GateUp::Fused(self.matrix(role(Part::ExpertGateUp), &[experts, 2 * width, h])?)
+            GateUp::Fused(self.projection(role(Part::ExpertGateUp), &[experts, 2 * width, h], biases)?)
         } else {
-            let mut matrix = |part| self.matrix(role(part), &[experts, width, h]);
-            GateUp::Split { gate: matrix(Part::ExpertGate)?, up: matrix(Part::ExpertUp)? }
+            let mut projection = |part| self.projection(role(part), &[experts, width, h], biases);
+            GateUp::Split { gate: projection(Part::ExpertGate)?, up: projection(Part::ExpertUp)? }
         };
         Ok(MoeWeights {
-            router: self.matrix(role(Part::Router), &[experts, h])?,
+            router: self.projection(role(Part::Router), &[experts, h], biases)?,
             router_scales,
             gate_up,
-            down: self.matrix(role(Part::ExpertDown), &[experts, h, width])?,
+            down: self.projection(role(Part::ExpertDown), &[experts, h, width], biases)?,
         })
     }
 
@@ -290,12 +309,31 @@ impl Loader<'_> {
 
     /// The value of a `[1]` tensor.
     fn scalar(&self, role: Role) -> Result<f32> {
-        let value = self.vector(role, 1)?.to_f32()?[0];
-        if !value.is_finite() {
-            let name = self.source.name(role).unwrap_or_default();
-            return Err(Error::TensorValue { name, expected: "a finite number", got: value.to_string() });
+        Ok(self.finite(role, 1)?[0])
+    }
+
+    /// The sinks of the query heads.
+    fn sinks(&self, role: Role, heads: usize) -> Result<Tensor> {
+        Ok(Tensor::from_slice(self.device, &self.finite(role, heads)?, &[heads])?)
+    }
+
+    /// The values of a vector, which must be finite.
+    fn finite(&self, role: Role, len: usize) -> Result<Vec<f32>> {
+        let values = self.vector(role, len)?.to_f32()?;
+        match values.iter().find(|value| !value.is_finite()) {
+            Some(value) => {
+                let name = self.source.name(role).unwrap_or_default();
+                Err(Error::TensorValue { name, expected: "finite numbers", got: value.to_string() })
+            }
+            None => Ok(values),
         }
-        Ok(value)
+    }
+
+    /// A matrix, with a bias for each of its outputs if it is biased.
+    fn projection(&mut self, role: Role, shape: &[usize], is_biased: bool) -> Result<Projection> {
+        let outputs = &shape[..shape.len() - 1];
+        let bias = if is_biased { Some(self.source.bias(role, outputs, self.device)?) } else { None };
+        Ok(Projection { matrix: self.matrix(role, shape)?, bias })
     }
 
     fn matrix(&mut self, role: Role, shape: &[usize]) -> Result<Matrix> {
@@ -307,12 +345,13 @@ impl Loader<'_> {
     }
 
     /// Matrices with the given numbers of outputs and the same inputs.
-    fn stack(&mut self, roles: &[(Role, usize)], inputs: usize) -> Result<Stack> {
+    fn stack(&mut self, roles: &[(Role, usize)], inputs: usize, is_biased: bool) -> Result<Stack> {
+        let biases = if is_biased { Some(self.stack_biases(roles)?) } else { None };
         let forms = roles.iter().map(|&(role, outputs)| self.source.form(role, &[outputs, inputs]));
         let forms: Vec<Form> = forms.collect::<Result<_>>()?;
         if roles.len() == 1 || forms.iter().any(|form| *form != forms[0]) {
             let parts = roles.iter().map(|&(role, outputs)| self.matrix(role, &[outputs, inputs]));
-            return Ok(Stack { parts: parts.collect::<Result<_>>()?, whole: None });
+            return Ok(Stack { parts: parts.collect::<Result<_>>()?, whole: None, biases });
         }
         let outputs = roles.iter().map(|(_, outputs)| outputs).sum();
         let whole = Matrix::zeros(forms[0], &[outputs, inputs], self.device)?;
@@ -324,6 +363,18 @@ impl Loader<'_> {
             first += outputs;
         }
         self.bytes += whole.bytes();
-        Ok(Stack { whole: Some(whole), parts })
+        Ok(Stack { whole: Some(whole), parts, biases })
+    }
+
+    fn stack_biases(&self, roles: &[(Role, usize)]) -> Result<StackBiases> {
+        let (mut all, mut ends) = (Vec::new(), Vec::new());
+        for &(role, outputs) in roles {
+            all.extend(self.source.bias(role, &[outputs], self.device)?.to_f32()?);
+            ends.push(all.len());
+        }
+        let whole = Tensor::from_slice(self.device, &all, &[all.len()])?;
+        let starts = std::iter::once(0).chain(ends.iter().copied());
+        let parts = starts.zip(&ends).map(|(start, &end)| Ok(whole.rows(start..end)?)).collect::<Result<_>>()?;
+        Ok(StackBiases { whole, parts })
     }
 }

@@ -3,6 +3,7 @@
 
 mod bad_gguf;
 mod common;
+mod gpt_oss;
 
 use std::{
     alloc::{GlobalAlloc, Layout, System},
@@ -163,7 +164,7 @@ fn truncated_and_oversized_files_are_refused() {
 
 #[test]
 fn every_missing_tensor_is_named() {
-    for variant in ["ple_shared", "moe", "moe_mlx"] {
+    for variant in ["ple_shared", "moe", "moe_mlx", "gpt_oss", "gpt_oss_mxfp4", "gpt_oss_mlx"] {
         let parts = checkpoint(variant);
         for name in parts.names() {
             let mut less = parts.clone();
@@ -191,7 +192,7 @@ fn every_missing_tensor_is_named() {
 
 #[test]
 fn every_wrong_shape_is_named() {
-    for variant in ["ple_shared", "moe", "moe_mlx"] {
+    for variant in ["ple_shared", "moe", "moe_mlx", "gpt_oss", "gpt_oss_mxfp4", "gpt_oss_mlx"] {
         let parts = checkpoint(variant);
         for name in parts.names() {
             let mut wrong = parts.clone();
@@ -490,11 +491,13 @@ fn absurd_configurations_are_refused_by_key() {
     for quantization in [
         json!(4),
         json!({}),
-        json!({"bits": 3, "group_size": 64}),
+        json!({"bits": 7, "group_size": 64}),
         json!({"bits": 4, "group_size": 16}),
         json!({"bits": 4, "group_size": 64, "mode": "mxfp4"}),
+        json!({"bits": 8, "group_size": 32, "mode": "mxfp4"}),
+        json!({"bits": 8, "group_size": 32, "mode": "mxfp8"}),
         json!({"bits": 4, "group_size": 64, "model.layers.0.mlp.up_proj": 8}),
-        json!({"bits": 4, "group_size": 64, "model.layers.0.mlp.up_proj": {"mode": "mxfp4"}}),
+        json!({"bits": 4, "group_size": 64, "model.layers.0.mlp.up_proj": {"mode": "nvfp4"}}),
         json!({"quant_method": "gptq", "bits": 4, "group_size": 128}),
     ] {
         let mut config = config_of("moe_mlx");

@@ -131,6 +131,8 @@ impl ConfigJson<'_> {
             softcap: None,
             qk_norm: false,
             v_norm: false,
+            biases: false,
+            sinks: false,
             keys_values: KeysValues::Own,
         })
     }

@@ -5,7 +5,7 @@ use kvant::ops::{Activation, PairLayout};
 use serde_json::Value;
 
 use super::{
-    Family, PRE_NORM, SANDWICH,
+    ExpertNames, Family, PRE_NORM, SANDWICH,
     common::{ConfigJson, Kind, MAX_EXPERTS, MAX_HEADS, MAX_LAYERS, MAX_POSITIONS, MAX_VOCAB, MAX_WIDTH},
 };
 use crate::{
@@ -46,13 +46,13 @@ pub(super) static FAMILY: Family = Family {
         PRE_NORM,
     ],
     experts: &[
-        &[(Part::ExpertGateUp, "experts.gate_up_proj"), (Part::ExpertDown, "experts.down_proj")],
+        ExpertNames::plain(&[(Part::ExpertGateUp, "experts.gate_up_proj"), (Part::ExpertDown, "experts.down_proj")]),
         // MLX.
-        &[
+        ExpertNames::plain(&[
             (Part::ExpertGate, "experts.switch_glu.gate_proj.weight"),
             (Part::ExpertUp, "experts.switch_glu.up_proj.weight"),
             (Part::ExpertDown, "experts.switch_glu.down_proj.weight"),
-        ],
+        ]),
     ],
 };
 
@@ -145,6 +145,8 @@ fn blocks(json: &ConfigJson) -> Result<Vec<BlockSpec>> {
             softcap: None,
             qk_norm: true,
             v_norm: true,
+            biases: false,
+            sinks: false,
             keys_values: match source {
                 Some(source) => KeysValues::SharedWith(source),
                 None if k_eq_v && kind == Kind::Full => KeysValues::KeysAreValues,
@@ -289,6 +291,7 @@ fn moe(text: &Fields) -> Result<Option<MoeSpec>> {
         top_k: text.size("top_k_experts", None, experts)?,
         width: text.size("moe_intermediate_size", None, MAX_WIDTH)?,
         activation: Activation::GeluTanh,
+        biases: false,
         router: RouterSpec::Scaled,
     }))
 }

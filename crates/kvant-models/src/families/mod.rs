@@ -13,6 +13,7 @@
 mod common;
 mod gemma3;
 mod gemma4;
+mod gpt_oss;
 mod llama;
 mod ministral3;
 mod qwen3;
@@ -42,13 +43,38 @@ pub(crate) struct Family {
     /// The names of a block's tensors after `layers.N.`; the first table that has a part counts.
     pub names: &'static [Names],
     /// The names of experts in each layout that files have. `{}` is the number of an expert.
-    pub experts: &'static [Names],
+    pub experts: &'static [ExpertNames],
+}
+
+/// The names of experts in one layout.
+#[derive(Debug)]
+pub(crate) struct ExpertNames {
+    pub names: Names,
+    pub layout: ExpertLayout,
+}
+
+impl ExpertNames {
+    const fn plain(names: Names) -> ExpertNames {
+        ExpertNames { names, layout: ExpertLayout::Plain }
+    }
+}
+
+/// How the matrices of experts are stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum ExpertLayout {
+    /// As the loader asks for them: `[E, outputs, inputs]`, the gate's rows before those of up.
+    Plain,
+    /// gpt-oss in MXFP4: `_blocks` and `_scales`, rows of gate and up in turn.
+    InterleavedMxfp4,
+    /// Dense gpt-oss: `[E, inputs, outputs]`, columns of gate and up in turn.
+    InterleavedTransposed,
 }
 
 /// A table of tensor names.
 pub(crate) type Names = &'static [(Part, &'static str)];
 
-static FAMILIES: [&Family; 5] = [&gemma3::FAMILY, &gemma4::FAMILY, &llama::FAMILY, &ministral3::FAMILY, &qwen3::FAMILY];
+static FAMILIES: [&Family; 6] =
+    [&gemma3::FAMILY, &gemma4::FAMILY, &gpt_oss::FAMILY, &llama::FAMILY, &ministral3::FAMILY, &qwen3::FAMILY];
 
 /// The names of a block whose norms precede its halves (Llama, Qwen).
 const PRE_NORM: Names = &[

@@ -1,7 +1,7 @@
 //! Qwen 3, dense and with experts: as Llama, with norms of queries and keys.
 
 use super::{
-    Family, Names, PRE_NORM,
+    ExpertNames, Family, Names, PRE_NORM,
     common::{ConfigJson, MAX_EXPERTS, MAX_LAYERS, MAX_POSITIONS, MAX_WIDTH},
     rope::Scaling,
 };
@@ -19,17 +19,17 @@ pub(super) static FAMILY: Family = Family {
     describe,
     names: &[ROUTER, PRE_NORM],
     experts: &[
-        &[
+        ExpertNames::plain(&[
             (Part::ExpertGate, "mlp.experts.{}.gate_proj.weight"),
             (Part::ExpertUp, "mlp.experts.{}.up_proj.weight"),
             (Part::ExpertDown, "mlp.experts.{}.down_proj.weight"),
-        ],
+        ]),
         // MLX.
-        &[
+        ExpertNames::plain(&[
             (Part::ExpertGate, "mlp.switch_mlp.gate_proj.weight"),
             (Part::ExpertUp, "mlp.switch_mlp.up_proj.weight"),
             (Part::ExpertDown, "mlp.switch_mlp.down_proj.weight"),
-        ],
+        ]),
     ],
 };
 
@@ -81,6 +81,7 @@ impl Experts {
             top_k,
             width: text.size("moe_intermediate_size", Some(768), MAX_WIDTH)?,
             activation: json.activation("hidden_act", "silu")?,
+            biases: false,
             router: RouterSpec::Plain,
         };
         let dense = text.indices("mlp_only_layers", layers)?;

@@ -38,8 +38,9 @@ impl Pass<'_> {
             }
         };
         let attend = Attend::new(q, kv, self.step, &own.attended[1]);
-        ops::attend(self.enc, &attend.scale(spec.scale).softcap(spec.softcap).window(spec.window))?;
-        self.linear(&own.attended[0], &weights.output, &views.y)
+        let attend = attend.scale(spec.scale).softcap(spec.softcap).window(spec.window).sinks(weights.sinks.as_ref());
+        ops::attend(self.enc, &attend)?;
+        self.biased_linear(&own.attended[0], &weights.output, &views.y)
     }
 }
 

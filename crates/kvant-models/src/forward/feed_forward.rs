@@ -2,7 +2,7 @@
 
 use kvant::{
     Tensor,
-    ops::{self, Activation, Columns, Experts, Gate, Linear, MoeCombine, MoeRoute, Residual, RmsNorm},
+    ops::{self, Activation, AddBias, Columns, Experts, Gate, Linear, MoeCombine, MoeRoute, Residual, RmsNorm},
 };
 
 use super::{
@@ -11,9 +11,8 @@ use super::{
 };
 use crate::{
     Result,
-    source::Matrix,
     spec::MoeSpec,
-    weights::{DenseWeights, GateUp, MoeWeights, ParallelNorms},
+    weights::{DenseWeights, GateUp, MoeWeights, ParallelNorms, Projection},
 };
 
 impl Pass<'_> {
@@ -70,7 +69,7 @@ impl Pass<'_> {
                 .scale((spec.hidden_size as f32).sqrt().recip());
             ops::rms_norm(self.enc, &args)?;
         }
-        self.linear(&views.x, &moe.router, &own.logits)?;
+        self.biased_linear(&views.x, &moe.router, &own.logits)?;
         let expert_scale = moe.router_scales.as_ref().map(|(_, factors)| factors);
         let args = MoeRoute::new(&own.logits, &own.ids, &own.weights).expert_scale(expert_scale);
         Ok(ops::moe_route(self.enc, &args)?)
@@ -80,8 +79,8 @@ impl Pass<'_> {
     fn experts(&mut self, moe: &MoeWeights, own: &MoeViews, spec: MoeSpec) -> Result<()> {
         let views = self.views;
         match &moe.gate_up {
-            GateUp::Fused(matrix) => {
-                self.expert_linear(&views.x, matrix, own, false, &own.gate_up)?;
+            GateUp::Fused(both) => {
+                self.expert_linear(&views.x, both, own, false, &own.gate_up)?;
                 let up = Columns { tensor: &own.gate_up, start: spec.width };
                 self.gate(Columns::from(&own.gate_up), up, spec.activation, &own.gate)?;
             }
@@ -95,18 +94,21 @@ impl Pass<'_> {
         Ok(ops::moe_combine(self.enc, &MoeCombine::new(&own.out, &own.weights, &views.y))?)
     }
 
-    /// Multiplies each row by the matrix of its expert.
+    /// Multiplies each row by the matrix of its expert, and adds that expert's bias.
     fn expert_linear(
         &mut self,
         x: &Tensor,
-        matrix: &Matrix,
+        weights: &Projection,
         own: &MoeViews,
         expanded: bool,
         out: &Tensor,
     ) -> Result<()> {
         let experts = Some(Experts::new(&own.ids).expanded(expanded));
-        let args = Linear::new(x, matrix.weight(), out).experts(experts);
-        Ok(ops::linear(self.enc, &args)?)
+        ops::linear(self.enc, &Linear::new(x, weights.matrix.weight(), out).experts(experts))?;
+        if let Some(bias) = &weights.bias {
+            ops::add_bias(self.enc, &AddBias::new(out, bias, out).experts(Some(&own.ids)))?;
+        }
+        Ok(())
     }
 
     pub(super) fn gate(&mut self, gate: Columns, up: Columns, activation: Activation, out: &Tensor) -> Result<()> {

@@ -20,7 +20,7 @@ use crate::{
     Config, Result,
     source::Matrix,
     spec::DecoderSpec,
-    weights::{Stack, Weights},
+    weights::{Projection, Stack, Weights},
 };
 pub(crate) use workspace::{Views, Workspace};
 
@@ -217,13 +217,31 @@ impl Pass<'_> {
         Ok(ops::linear(self.enc, &args)?)
     }
 
+    fn biased_linear(&mut self, x: &Tensor, weights: &Projection, out: &Tensor) -> Result<()> {
+        self.linear(x, &weights.matrix, out)?;
+        self.add_bias(weights.bias.as_ref(), out)
+    }
+
+    fn add_bias(&mut self, bias: Option<&Tensor>, out: &Tensor) -> Result<()> {
+        match bias {
+            Some(bias) => Ok(ops::add_bias(self.enc, &ops::AddBias::new(out, bias, out))?),
+            None => Ok(()),
+        }
+    }
+
     /// Multiplies x by a stack of matrices: one product into `row` for a single token, or else one product per part.
     fn project(&mut self, stack: &Stack, row: Option<&Tensor>, outs: &[&Tensor]) -> Result<()> {
         let x = &self.views.x;
+        let biases = stack.biases.as_ref();
         if let (Some(whole), Some(row)) = (&stack.whole, row) {
-            return self.linear(x, whole, row);
+            self.linear(x, whole, row)?;
+            return self.add_bias(biases.map(|biases| &biases.whole), row);
         }
-        stack.parts.iter().zip(outs).try_for_each(|(part, out)| self.linear(x, part, out))
+        for (i, (part, out)) in stack.parts.iter().zip(outs).enumerate() {
+            self.linear(x, part, out)?;
+            self.add_bias(biases.map(|biases| &biases.parts[i]), out)?;
+        }
+        Ok(())
     }
 
     /// out = norm(x).

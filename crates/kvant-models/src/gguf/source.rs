@@ -21,6 +21,7 @@ impl GgufSource<'_> {
             Part::Value => "attn_v.weight",
             Part::QueryNorm => "attn_q_norm.weight",
             Part::KeyNorm => "attn_k_norm.weight",
+            Part::Sinks => "attn_sinks.weight",
             Part::AttentionOutput => "attn_output.weight",
             Part::AttentionPostNorm => "post_attention_norm.weight",
             Part::FeedForwardNorm => "ffn_norm.weight",
@@ -51,6 +52,15 @@ impl GgufSource<'_> {
 
     fn required(&self, role: Role) -> Result<String> {
         self.name(role).ok_or_else(|| Error::MissingTensor { name: format!("{role:?}") })
+    }
+
+    fn floats(&self, name: &str, shape: &[usize], device: &Device) -> Result<Tensor> {
+        let kind = self.checked(name, shape)?.kind;
+        if !matches!(kind, GgufType::F32 | GgufType::F16 | GgufType::BF16) {
+            let (name, got) = (name.to_string(), kind.to_string());
+            return Err(Error::TensorDType { name, expected: "F32, F16 or BF16", got });
+        }
+        self.0.read(name, device)
     }
 
     /// Existence and shape are checked in the header, before any allocation.
@@ -98,6 +108,10 @@ impl Source for GgufSource<'_> {
         match to {
             Matrix::Dense(tensor) => self.0.read_into(&name, tensor),
             Matrix::Blocks { data, .. } => self.0.read_bytes_into(&name, data),
+            // `form` never returns it: MXFP4 is a block format here.
+            Matrix::Mxfp4 { .. } => {
+                Err(Error::TensorDType { name, expected: "blocks", got: "MXFP4 codes".to_string() })
+            }
             Matrix::Affine { codes, scales, biases, .. } => {
                 if self.0.read_affine_into(&name, [codes, scales, biases])? {
                     return Ok(());
@@ -109,12 +123,13 @@ impl Source for GgufSource<'_> {
     }
 
     fn vector(&self, role: Role, len: usize, device: &Device) -> Result<Tensor> {
+        self.floats(&self.required(role)?, &[len], device)
+    }
+
+    fn bias(&self, role: Role, shape: &[usize], device: &Device) -> Result<Tensor> {
         let name = self.required(role)?;
-        let kind = self.checked(&name, &[len])?.kind;
-        if !matches!(kind, GgufType::F32 | GgufType::F16 | GgufType::BF16) {
-            return Err(Error::TensorDType { name, expected: "F32, F16 or BF16", got: kind.to_string() });
-        }
-        self.0.read(&name, device)
+        let module = name.strip_suffix(".weight").unwrap_or(&name);
+        self.floats(&format!("{module}.bias"), shape, device)
     }
 
     fn same(&self, a: Role, b: Role) -> Result<bool> {

@@ -4,11 +4,13 @@ use kvant::{DType, Device, Tensor};
 
 use super::{
     Form, Matrix, Part, Role, Source,
+    experts::Interleaved,
+    matrix::MXFP4_GROUP,
     quantization::{Quantization, Scheme},
 };
 use crate::{
     Error, Result,
-    families::{Family, Names},
+    families::{ExpertLayout, Family, Names},
     safetensors::Checkpoint,
 };
 
@@ -25,8 +27,9 @@ pub(crate) struct HfSource<'a> {
     checkpoint: &'a Checkpoint,
     quantization: Quantization<'a>,
     family: &'static Family,
-    /// The layout of experts that the file has.
-    experts: &'static [(Part, &'static str)],
+    /// The names of experts that the file has.
+    experts: Names,
+    layout: ExpertLayout,
     prefix: &'static str,
 }
 
@@ -46,10 +49,10 @@ impl<'a> HfSource<'a> {
             .find(|prefix| checkpoint.contains(&format!("{prefix}{EMBEDDING}")))
             .ok_or_else(|| Error::MissingTensor { name: format!("{}{EMBEDDING}", PREFIXES[0]) })?;
         let has = |name: &str| (0..blocks).any(|l| checkpoint.contains(&full(prefix, l, &name.replace("{}", "0"))));
-        let layouts = family.experts.iter().copied();
-        let found = layouts.clone().find(|layout: &Names| layout.iter().any(|(_, name)| has(name)));
-        let experts = found.or(layouts.clone().next()).unwrap_or(&[]);
-        Ok(HfSource { checkpoint, quantization, family, experts, prefix })
+        let found = family.experts.iter().find(|layout| layout.names.iter().any(|(_, name)| has(name)));
+        let layout = found.or(family.experts.first());
+        let (experts, layout) = layout.map_or((&[][..], ExpertLayout::Plain), |of| (of.names, of.layout));
+        Ok(HfSource { checkpoint, quantization, family, experts, layout, prefix })
     }
 
     /// The name of a tensor; that of an expert has `{}` for its number.
@@ -78,6 +81,20 @@ impl<'a> HfSource<'a> {
         self.pattern(role).ok_or_else(|| Error::MissingTensor { name: format!("{role:?}") })
     }
 
+    /// The layout of a role's tensors.
+    fn layout(&self, role: Role) -> ExpertLayout {
+        match role {
+            Role::Block(_, part) if self.experts.iter().any(|(of, _)| *of == part) => self.layout,
+            _ => ExpertLayout::Plain,
+        }
+    }
+
+    /// The rows or columns of a tensor of gpt-oss' experts.
+    fn interleaved(&self, role: Role) -> Interleaved<'_> {
+        let alternates = matches!(role, Role::Block(_, Part::ExpertGateUp));
+        Interleaved { checkpoint: self.checkpoint, alternates }
+    }
+
     fn form_of(&self, name: &str, shape: &[usize]) -> Result<Form> {
         let Some((module, scales)) = self.scales(name) else {
             return Ok(Form::Dense(self.float_dtype(name, shape)?));
@@ -88,22 +105,22 @@ impl<'a> HfSource<'a> {
             got: "nothing".to_string(),
         })?;
         let &inputs = shape.last().expect("a matrix has dimensions");
-        if !inputs.is_multiple_of(scheme.group) {
+        if !inputs.is_multiple_of(scheme.group()) {
             return Err(Error::Config {
                 key: "quantization.group_size".to_string(),
                 expected: format!("a divisor of the {inputs} inputs of `{module}`"),
-                got: scheme.group.to_string(),
+                got: scheme.group().to_string(),
             });
         }
-        let Scheme { bits, group } = scheme;
+        let Scheme::Affine { bits, group } = scheme else {
+            let form = Form::Mxfp4 { codes: DType::U32 };
+            self.expect(name, DType::U32, &form.words(shape))?;
+            self.expect(&scales, DType::U8, &form.groups(shape))?;
+            return Ok(form);
+        };
         let form = |dtype| Form::Affine { bits, group, dtype };
         let any = form(DType::F32);
-        self.expect_shape(name, &any.words(shape))?;
-        let info = self.checkpoint.info(name).expect("expect_shape found it");
-        if info.dtype() != Some(DType::U32) {
-            let (expected, got) = ("U32, because it has scales", info.dtype.clone());
-            return Err(Error::TensorDType { name: name.to_string(), expected, got });
-        }
+        self.expect(name, DType::U32, &any.words(shape))?;
         let dtype = self.float_dtype(&scales, &any.groups(shape))?;
         let biases = format!("{module}.biases");
         let got = self.float_dtype(&biases, &any.groups(shape))?;
@@ -111,6 +128,23 @@ impl<'a> HfSource<'a> {
             return Err(Error::dtype(&biases, "of the scales' dtype", got));
         }
         Ok(form(dtype))
+    }
+
+    /// The form of a matrix of gpt-oss' experts, `[E, outputs, inputs]`.
+    fn expert_form(&self, name: &str, shape: &[usize]) -> Result<Form> {
+        let &[experts, outputs, inputs] = shape else { unreachable!("matrices of experts have three dimensions") };
+        if self.layout == ExpertLayout::InterleavedTransposed {
+            return Ok(Form::Dense(self.float_dtype(name, &[experts, inputs, outputs])?));
+        }
+        if !inputs.is_multiple_of(MXFP4_GROUP) {
+            let expected = format!("a multiple of {MXFP4_GROUP} with experts in MXFP4 (`{name}`)");
+            let key = "hidden_size or intermediate_size".to_string();
+            return Err(Error::Config { key, expected, got: inputs.to_string() });
+        }
+        let groups = inputs / MXFP4_GROUP;
+        self.expect(name, DType::U8, &[experts, outputs, groups, MXFP4_GROUP / 2])?;
+        self.expect(&scales_of_blocks(name), DType::U8, &[experts, outputs, groups])?;
+        Ok(Form::Mxfp4 { codes: DType::U8 })
     }
 
     /// The module of a matrix and the name of its scales, if it is quantised.
@@ -130,6 +164,11 @@ impl<'a> HfSource<'a> {
                 self.checkpoint.read_into(&format!("{module}.biases"), biases)
             }
             Matrix::Blocks { data, .. } => self.checkpoint.read_into(name, data),
+            Matrix::Mxfp4 { codes, scales } => {
+                let module = name.strip_suffix(".weight").expect("only modules are quantised");
+                self.checkpoint.read_into(name, codes)?;
+                self.checkpoint.read_into(&format!("{module}.scales"), scales)
+            }
         }
     }
 
@@ -142,6 +181,17 @@ impl<'a> HfSource<'a> {
             expected: "F32, F16 or BF16",
             got: info.dtype.clone(),
         })
+    }
+
+    /// Checks dtype and shape in the header.
+    fn expect(&self, name: &str, dtype: DType, shape: &[usize]) -> Result<()> {
+        self.expect_shape(name, shape)?;
+        let info = self.checkpoint.info(name).expect("expect_shape found it");
+        if info.dtype() == Some(dtype) {
+            return Ok(());
+        }
+        let expected = if dtype == DType::U32 { "U32, because it has scales" } else { "U8" };
+        Err(Error::TensorDType { name: name.to_string(), expected, got: info.dtype.clone() })
     }
 
     /// Read from the header, before any allocation.
@@ -165,6 +215,9 @@ impl Source for HfSource<'_> {
 
     fn form(&self, role: Role, shape: &[usize]) -> Result<Form> {
         let pattern = self.required(role)?;
+        if self.layout(role) != ExpertLayout::Plain {
+            return self.expert_form(&pattern, shape);
+        }
         if !pattern.contains("{}") {
             return self.form_of(&pattern, shape);
         }
@@ -183,6 +236,15 @@ impl Source for HfSource<'_> {
 
     fn read(&self, role: Role, to: &Matrix) -> Result<()> {
         let pattern = self.required(role)?;
+        match (self.layout(role), to) {
+            (ExpertLayout::Plain, _) => {}
+            (_, Matrix::Dense(tensor)) => return self.interleaved(role).read_transposed(&pattern, tensor),
+            (_, Matrix::Mxfp4 { codes, scales }) => {
+                self.interleaved(role).read_rows(&pattern, codes)?;
+                return self.interleaved(role).read_rows(&scales_of_blocks(&pattern), scales);
+            }
+            (_, Matrix::Affine { .. } | Matrix::Blocks { .. }) => unreachable!("`form` gave another one"),
+        }
         if !pattern.contains("{}") {
             return self.read_matrix(&pattern, to);
         }
@@ -193,6 +255,21 @@ impl Source for HfSource<'_> {
         let name = self.required(role)?;
         self.float_dtype(&name, &[len])?;
         self.checkpoint.read(&name, device)
+    }
+
+    fn bias(&self, role: Role, shape: &[usize], device: &Device) -> Result<Tensor> {
+        let pattern = self.required(role)?;
+        let name = match (pattern.strip_suffix(".weight"), pattern.strip_suffix("_blocks")) {
+            (Some(module), _) => format!("{module}.bias"),
+            (None, module) => format!("{}_bias", module.unwrap_or(&pattern)),
+        };
+        let dtype = self.float_dtype(&name, shape)?;
+        if self.layout(role) == ExpertLayout::Plain {
+            return self.checkpoint.read(&name, device);
+        }
+        let bias = Tensor::zeros(device, dtype, shape)?;
+        self.interleaved(role).read_rows(&name, &bias)?;
+        Ok(bias)
     }
 
     fn same(&self, a: Role, b: Role) -> Result<bool> {
@@ -216,4 +293,9 @@ fn full(prefix: &str, layer: usize, name: &str) -> String {
 
 fn expert(pattern: &str, index: usize) -> String {
     pattern.replace("{}", &index.to_string())
+}
+
+/// The scales of codes in MXFP4.
+fn scales_of_blocks(blocks: &str) -> String {
+    format!("{}_scales", blocks.strip_suffix("_blocks").unwrap_or(blocks))
 }

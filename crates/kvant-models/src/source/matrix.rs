@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use kvant::{
     DType, Device, Tensor,
-    ops::{Affine, BlockFormat, Blocks, Weight},
+    ops::{Affine, BlockFormat, Blocks, Mxfp4, Weight},
 };
 
 use crate::{Error, Result};
@@ -25,6 +25,10 @@ pub(crate) enum Matrix {
         data: Tensor,
         format: BlockFormat,
     },
+    Mxfp4 {
+        codes: Tensor,
+        scales: Tensor,
+    },
 }
 
 impl Matrix {
@@ -39,6 +43,10 @@ impl Matrix {
                 Matrix::Affine { codes: zeros(DType::U32, &form.words(shape))?, scales, biases, bits, group }
             }
             Form::Blocks(format) => Matrix::Blocks { data: zeros(DType::U8, &form.words(shape))?, format },
+            Form::Mxfp4 { codes } => Matrix::Mxfp4 {
+                codes: zeros(codes, &form.words(shape))?,
+                scales: zeros(DType::U8, &form.groups(shape))?,
+            },
         })
     }
 
@@ -50,6 +58,7 @@ impl Matrix {
                 Weight::Affine(Affine { codes, scales, biases, bits: *bits, group: *group })
             }
             Matrix::Blocks { data, format } => Weight::Blocks(Blocks::new(data, *format)),
+            Matrix::Mxfp4 { codes, scales } => Weight::Mxfp4(Mxfp4::new(codes, scales)),
         }
     }
 
@@ -69,9 +78,10 @@ impl Matrix {
     /// The number of experts of `[E, outputs, inputs]`.
     pub(crate) fn experts(&self) -> usize {
         match self {
-            Matrix::Dense(tensor) | Matrix::Affine { codes: tensor, .. } | Matrix::Blocks { data: tensor, .. } => {
-                tensor.shape()[0]
-            }
+            Matrix::Dense(first)
+            | Matrix::Affine { codes: first, .. }
+            | Matrix::Blocks { data: first, .. }
+            | Matrix::Mxfp4 { codes: first, .. } => first.shape()[0],
         }
     }
 
@@ -87,6 +97,7 @@ impl Matrix {
                 group: *group,
             },
             Matrix::Blocks { data, format } => Matrix::Blocks { data: view(data)?, format: *format },
+            Matrix::Mxfp4 { codes, scales } => Matrix::Mxfp4 { codes: view(codes)?, scales: view(scales)? },
         })
     }
 
@@ -94,6 +105,7 @@ impl Matrix {
         match self {
             Matrix::Dense(tensor) | Matrix::Blocks { data: tensor, .. } => tensor.bytes(),
             Matrix::Affine { codes, scales, biases, .. } => codes.bytes() + scales.bytes() + biases.bytes(),
+            Matrix::Mxfp4 { codes, scales } => codes.bytes() + scales.bytes(),
         }
     }
 }
@@ -110,7 +122,14 @@ pub(crate) enum Form {
     },
     /// The number of inputs must be a multiple of the format's block.
     Blocks(BlockFormat),
+    /// `codes` is their dtype: u8, or u32 for eight codes in a word.
+    Mxfp4 {
+        codes: DType,
+    },
 }
+
+/// Inputs that share a scale of MXFP4.
+pub(crate) const MXFP4_GROUP: usize = 32;
 
 impl Form {
     /// For a matrix of `shape`, the shape of its main tensor: elements, words of codes or bytes of blocks.
@@ -119,14 +138,16 @@ impl Form {
             Form::Dense(_) => shape.to_vec(),
             Form::Affine { bits, .. } => with_inputs(shape, |inputs| inputs * bits as usize / 32),
             Form::Blocks(format) => with_inputs(shape, |inputs| inputs / format.block_inputs() * format.block_bytes()),
+            Form::Mxfp4 { codes } => with_inputs(shape, |inputs| inputs / (2 * codes.size())),
         }
     }
 
-    /// The shape of scales and biases.
+    /// The shape of scales (and biases).
     pub(crate) fn groups(self, shape: &[usize]) -> Vec<usize> {
         match self {
             Form::Dense(_) | Form::Blocks(_) => Vec::new(),
             Form::Affine { group, .. } => with_inputs(shape, |inputs| inputs / group),
+            Form::Mxfp4 { .. } => with_inputs(shape, |inputs| inputs / MXFP4_GROUP),
         }
     }
 }

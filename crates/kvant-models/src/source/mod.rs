@@ -19,6 +19,7 @@
 //!    reads is an error that names the tensor.
 //! 3. Pass both to [`Model`](crate::Model)'s `assemble`.
 
+mod experts;
 pub(crate) mod hf;
 pub(crate) mod matrix;
 pub(crate) mod quantization;
@@ -54,6 +55,12 @@ pub(crate) trait Source {
     /// # Errors
     /// As [`Source::form`].
     fn vector(&self, role: Role, len: usize, device: &Device) -> Result<Tensor>;
+
+    /// The bias of a matrix, of the shape of its outputs: `[outputs]` or `[E, outputs]`; in the file's dtype.
+    ///
+    /// # Errors
+    /// As [`Source::form`].
+    fn bias(&self, role: Role, shape: &[usize], device: &Device) -> Result<Tensor>;
 
     /// Whether two matrices have the same bytes.
     fn same(&self, a: Role, b: Role) -> Result<bool>;
@@ -93,6 +100,8 @@ pub(crate) enum Part {
     QueryNorm,
     /// `[D]`.
     KeyNorm,
+    /// A score of each query head, `[heads]`.
+    Sinks,
     /// `[H, heads·D]`.
     AttentionOutput,
     /// The norm of the attention's output, `[H]`.

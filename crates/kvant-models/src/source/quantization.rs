@@ -1,18 +1,33 @@
-//! MLX's `quantization` object: bits and group size, with overrides per module.
+//! MLX's `quantization` object: mode, bits and group size, with overrides per module; and the methods of other files.
 
 use std::collections::HashMap;
 
 use serde_json::Value;
 
+use super::matrix::MXFP4_GROUP;
 use crate::{Result, config::fields::Fields};
 
 /// The quantisation of one module.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Scheme {
-    /// 4, 6 or 8.
-    pub bits: u32,
-    /// Inputs that share a scale and a bias: 32, 64 or 128.
-    pub group: usize,
+pub(crate) enum Scheme {
+    Affine {
+        /// 2, 3, 4, 5, 6 or 8.
+        bits: u32,
+        /// Inputs that share a scale and a bias: 32, 64 or 128.
+        group: usize,
+    },
+    /// 4 bits in groups of 32.
+    Mxfp4,
+}
+
+impl Scheme {
+    /// Inputs that share a scale.
+    pub(crate) fn group(self) -> usize {
+        match self {
+            Scheme::Affine { group, .. } => group,
+            Scheme::Mxfp4 => MXFP4_GROUP,
+        }
+    }
 }
 
 /// The quantisation of all modules. A matrix is quantised if the file has scales for it.
@@ -32,12 +47,14 @@ impl<'a> Quantization<'a> {
         let Some(fields) = Fields::new(config)?.first_of(&["quantization", "quantization_config"])? else {
             return Ok(Quantization::default());
         };
-        if let Some(method) = fields.string("quant_method")? {
-            return Err(fields.error(
-                "quant_method",
-                "absent: only MLX's affine format is supported",
-                format_args!("{method:?}"),
-            ));
+        match fields.string("quant_method")? {
+            None => {}
+            // gpt-oss: the experts' tensors have names of their own.
+            Some("mxfp4") => return Ok(Quantization::default()),
+            Some(method) => {
+                let expected = "\"mxfp4\", or absent in files of MLX";
+                return Err(fields.error("quant_method", expected, format_args!("{method:?}")));
+            }
         }
         let default = scheme(&fields, None)?;
         let modules = fields.keys().filter(|key| !matches!(*key, "bits" | "group_size" | "mode"));
@@ -62,21 +79,38 @@ impl<'a> Quantization<'a> {
     }
 }
 
-/// Bits and group size of one object; an override inherits missing values.
+/// The scheme of one object. An override inherits missing bits and group size of an affine default, but never its
+/// mode.
 fn scheme(fields: &Fields, default: Option<Scheme>) -> Result<Scheme> {
-    let mode = fields.string("mode")?.unwrap_or("affine");
-    if mode != "affine" {
-        return Err(fields.error("mode", "\"affine\"", format_args!("{mode:?}")));
+    match fields.string("mode")?.unwrap_or("affine") {
+        "affine" => {}
+        "mxfp4" => return mxfp4(fields),
+        mode => return Err(fields.error("mode", "\"affine\" or \"mxfp4\"", format_args!("{mode:?}"))),
     }
-    let bits = fields.size("bits", default.map(|d| d.bits as usize), 32)?;
-    if !matches!(bits, 4 | 6 | 8) {
-        return Err(fields.error("bits", "4, 6 or 8", bits));
+    let (default_bits, default_group) = match default {
+        Some(Scheme::Affine { bits, group }) => (Some(bits as usize), Some(group)),
+        _ => (None, None),
+    };
+    let bits = fields.size("bits", default_bits, 32)?;
+    if !matches!(bits, 2..=6 | 8) {
+        return Err(fields.error("bits", "2 to 6 or 8", bits));
     }
-    let group = fields.size("group_size", default.map(|d| d.group), 1024)?;
+    let group = fields.size("group_size", default_group, 1024)?;
     if !matches!(group, 32 | 64 | 128) {
         return Err(fields.error("group_size", "32, 64 or 128", group));
     }
-    Ok(Scheme { bits: bits as u32, group })
+    Ok(Scheme::Affine { bits: bits as u32, group })
+}
+
+/// The mode has one width and one size of groups.
+fn mxfp4(fields: &Fields) -> Result<Scheme> {
+    for (key, only) in [("bits", 4), ("group_size", MXFP4_GROUP)] {
+        let given = fields.size(key, Some(only), 1024)?;
+        if given != only {
+            return Err(fields.error(key, format_args!("{only} in mode \"mxfp4\""), given));
+        }
+    }
+    Ok(Scheme::Mxfp4)
 }
 
 /// Removes the prefixes that checkpoints add to a text model's tensor names.

@@ -24,8 +24,19 @@ pub const GGUF_MODELS: [&str; 10] = [
 ];
 
 /// The folders of random checkpoints of other families than Gemma 4.
-pub const FAMILIES: [&str; 8] =
-    ["llama", "llama_mlx", "mistral", "ministral3", "qwen3", "qwen3_moe", "qwen3_moe_mlx", "gemma3"];
+pub const FAMILIES: [&str; 11] = [
+    "llama",
+    "llama_mlx",
+    "mistral",
+    "ministral3",
+    "qwen3",
+    "qwen3_moe",
+    "qwen3_moe_mlx",
+    "gemma3",
+    "gpt_oss",
+    "gpt_oss_mxfp4",
+    "gpt_oss_mlx",
+];
 
 /// The folders of random checkpoints of Gemma 4.
 pub const VARIANTS: [&str; 7] = ["dense", "wide", "ple_shared", "moe", "dense_mlx", "ple_shared_mlx", "moe_mlx"];

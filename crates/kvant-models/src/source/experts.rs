@@ -1,0 +1,83 @@
+//! The experts of gpt-oss as Hugging Face lays them out: rows (or columns) of gate and up in turn. The loader gets the
+//! gate's rows first.
+
+use kvant::Tensor;
+
+use crate::{Result, safetensors::Checkpoint};
+
+/// Bytes that are read at once, unless a row or a matrix of one expert is longer.
+const PIECE: usize = 8 << 20;
+/// Rows and columns that are transposed at once: both sides stay in the first cache.
+const TILE: usize = 32;
+
+/// Reads tensors whose rows may alternate.
+pub(super) struct Interleaved<'a> {
+    pub checkpoint: &'a Checkpoint,
+    /// Whether rows of gate and up alternate; other tensors are read in order.
+    pub alternates: bool,
+}
+
+impl Interleaved<'_> {
+    /// Reads a tensor `[E, rows, …]` into one of the shape `[E, rows]` or `[E, rows, n]` with the same bytes.
+    pub(super) fn read_rows(&self, name: &str, to: &Tensor) -> Result<()> {
+        let (experts, rows) = (to.shape()[0], to.shape()[1]);
+        let flat = to.reshape(&[experts * rows, to.shape()[2..].iter().product()])?;
+        if flat.elements() == 0 {
+            return Ok(());
+        }
+        let row_bytes = to.bytes() / (experts * rows);
+        // Pairs of rows, or one matrix after the other.
+        let (pairs, parts) = if self.alternates { (rows / 2, 2) } else { (rows, 1) };
+        let step = (PIECE / (parts * row_bytes)).clamp(1, pairs);
+        let mut piece = vec![0; step * parts * row_bytes];
+        let mut part = vec![0; step * row_bytes];
+        for expert in 0..experts {
+            for first in (0..pairs).step_by(step) {
+                let count = step.min(pairs - first);
+                let start = (expert * rows + first * parts) * row_bytes;
+                let piece = &mut piece[..count * parts * row_bytes];
+                self.checkpoint.read_bytes(name, start as u64, piece)?;
+                for side in 0..parts {
+                    let part = &mut part[..count * row_bytes];
+                    let found = piece.chunks_exact(row_bytes).skip(side).step_by(parts);
+                    part.chunks_exact_mut(row_bytes).zip(found).for_each(|(to, from)| to.copy_from_slice(from));
+                    let at = expert * rows + side * pairs + first;
+                    flat.rows(at..at + count)?.write_bytes(part)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads a tensor `[E, inputs, outputs]` into one of the shape `[E, outputs, inputs]`.
+    pub(super) fn read_transposed(&self, name: &str, to: &Tensor) -> Result<()> {
+        let &[experts, outputs, inputs] = to.shape() else { unreachable!("matrices of experts have three dimensions") };
+        let size = to.dtype().size();
+        let bytes = outputs * inputs * size;
+        let (mut from, mut transposed) = (vec![0; bytes], vec![0; bytes]);
+        for expert in 0..experts {
+            self.checkpoint.read_bytes(name, (expert * bytes) as u64, &mut from)?;
+            self.transpose(&from, &mut transposed, [inputs, outputs], size);
+            to.rows(expert..expert + 1)?.write_bytes(&transposed)?;
+        }
+        Ok(())
+    }
+
+    /// From `[inputs, outputs]` to `[outputs, inputs]`, in elements of `size` bytes.
+    fn transpose(&self, from: &[u8], to: &mut [u8], [inputs, outputs]: [usize; 2], size: usize) {
+        let row_of = |output: usize| match self.alternates {
+            true => output % 2 * (outputs / 2) + output / 2,
+            false => output,
+        };
+        for first_input in (0..inputs).step_by(TILE) {
+            for first_output in (0..outputs).step_by(TILE) {
+                for input in first_input..inputs.min(first_input + TILE) {
+                    for output in first_output..outputs.min(first_output + TILE) {
+                        let (at, place) = ((input * outputs + output) * size, (row_of(output) * inputs + input) * size);
+                        to[place..place + size].copy_from_slice(&from[at..at + size]);
+                    }
+                }
+            }
+        }
+    }
+}
