@@ -68,7 +68,7 @@ pub use generate::{Finish, GenerateStats, Request, generate};
 pub use model::{LoadOptions, Logits, Model, PoolOptions};
 pub use sampling::{Drawing, Sampler, Sampling, TokenLogprobs};
 pub use spec::{BlockSpec, DecoderSpec};
-pub use tokenizer::{TextStream, Tokenizer};
+pub use tokenizer::{TextStream, TokenPiece, Tokenizer};
 
 /// The crate's README as a doctest.
 #[cfg(doctest)]

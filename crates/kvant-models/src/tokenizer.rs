@@ -1,10 +1,13 @@
 //! Converting text to token ids and back with the model's `tokenizer.json` or the metadata of its GGUF file.
 
+mod pieces;
+
 use std::path::Path;
 
 use serde_json::Value;
 
 use crate::{Config, Error, Files, Result, panics};
+pub use pieces::TokenPiece;
 
 /// Several times the size of the largest existing vocabulary.
 const TOKENIZER_LIMIT: u64 = 256 << 20;
