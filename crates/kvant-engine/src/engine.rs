@@ -3,7 +3,7 @@
 use std::{
     fmt,
     sync::{
-        Arc, Condvar, Mutex, MutexGuard, PoisonError,
+        Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError,
         atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
     },
     thread,
@@ -15,7 +15,8 @@ use kvant::KvPool;
 use kvant_models::{Model, Tokenizer};
 
 use crate::{
-    EngineOptions, EngineRequest, EngineStats, Event, Failure, SubmitError,
+    CompiledGrammar, EngineOptions, EngineRequest, EngineStats, Event, Failure, Grammar, SubmitError,
+    grammar::{self, Compiler, GrammarState},
     text::{self, Reader},
     worker::{Job, Worker},
 };
@@ -25,6 +26,8 @@ const MOST_LOGPROBS: usize = 100;
 /// The most stop strings of a request, and their longest length in bytes.
 const MOST_STOPS: usize = 64;
 const LONGEST_STOP: usize = 1024;
+/// Bytes of stack of a thread.
+const STACK: usize = 16 << 20;
 
 /// A message to the engine's thread.
 pub(crate) enum Command {
@@ -114,6 +117,8 @@ struct Handle {
     commands: Sender<Command>,
     shared: Arc<Shared>,
     tokenizer: Arc<Tokenizer>,
+    /// Made for the first grammar.
+    compiler: OnceLock<Result<Arc<Compiler>, String>>,
     options: EngineOptions,
     limits: Limits,
     next: AtomicU64,
@@ -157,17 +162,18 @@ impl Engine {
             let commands = commands.downgrade();
             thread("kvant-text", move || text::run(&tokenizer, &texts, &shared, &commands))?;
         }
-        let next = AtomicU64::new(0);
-        Ok(Engine(Arc::new(Handle { commands, shared, tokenizer, options, limits, next })))
+        let (next, compiler) = (AtomicU64::new(0), OnceLock::new());
+        Ok(Engine(Arc::new(Handle { commands, shared, tokenizer, compiler, options, limits, next })))
     }
 
     /// Submits a request. Its events come from the returned channel.
     ///
     /// # Errors
     /// `Invalid` with the field's name; `Busy` if the queue is full; `Draining`; `Unhealthy`.
-    pub fn submit(&self, request: EngineRequest) -> Result<Responses, SubmitError> {
+    pub fn submit(&self, mut request: EngineRequest) -> Result<Responses, SubmitError> {
         let handle = &*self.0;
         handle.check(&request)?;
+        let grammar = request.grammar.take().map(|grammar| handle.start(grammar)).transpose()?;
         handle.shared.admit()?;
         let id = handle.next.fetch_add(1, Ordering::Relaxed);
         let (events, received) = flume::unbounded();
@@ -180,13 +186,32 @@ impl Engine {
             limit: handle.options.unread,
             has_ended: false,
         };
-        let job = Job { id, request, reader, submitted: Instant::now() };
+        let job = Job { id, request, grammar, reader, submitted: Instant::now() };
         if handle.commands.send(Command::Submit(Box::new(job))).is_err() {
             handle.shared.ended();
             let reason = handle.shared.failure().unwrap_or_else(|| "its thread has ended".to_string());
             return Err(SubmitError::Unhealthy { reason });
         }
         Ok(responses)
+    }
+
+    /// Compiles a grammar for requests of this engine, in the caller's time: some milliseconds, and up to some seconds
+    /// for grammars that come near to the limits. The first call also makes a table of the tokenizer's tokens.
+    ///
+    /// ```no_run
+    /// # fn compile(engine: &kvant_engine::Engine, prompt: Vec<u32>) -> Result<(), kvant_engine::SubmitError> {
+    /// use kvant_engine::{EngineRequest, Grammar};
+    /// let schema = r#"{"type": "array", "items": {"type": "integer"}}"#;
+    /// let grammar = engine.compile(&Grammar::JsonSchema(schema.to_string()))?;
+    /// let responses = engine.submit(EngineRequest::new(prompt).grammar(grammar))?;
+    /// # Ok(()) }
+    /// ```
+    ///
+    /// # Errors
+    /// `Invalid` with the field `grammar`: it is wrong, it has parts that cannot be enforced, it is too large, or this
+    /// build or this tokenizer has no grammars.
+    pub fn compile(&self, grammar: &Grammar) -> Result<CompiledGrammar, SubmitError> {
+        self.0.compiler()?.compile(grammar)
     }
 
     /// The tokenizer.
@@ -246,7 +271,8 @@ impl fmt::Debug for Engine {
 
 /// Starts a thread.
 fn thread(name: &str, run: impl FnOnce() + Send + 'static) -> kvant_models::Result<()> {
-    let started = thread::Builder::new().name(name.to_string()).spawn(run);
+    // Grammars are recursive.
+    let started = thread::Builder::new().name(name.to_string()).stack_size(STACK).spawn(run);
     started
         .map(|_| ())
         .map_err(|error| kvant_models::Error::Unsupported { what: format!("thread {name}"), reason: error.to_string() })
@@ -264,6 +290,15 @@ fn new_pool(model: &Model, options: &EngineOptions, context: usize) -> kvant_mod
 }
 
 impl Handle {
+    fn compiler(&self) -> Result<&Arc<Compiler>, SubmitError> {
+        self.compiler.get_or_init(|| Compiler::new(&self.tokenizer)).as_ref().map_err(grammar::invalid)
+    }
+
+    /// The state of a grammar before the first token.
+    fn start(&self, grammar: CompiledGrammar) -> Result<GrammarState, SubmitError> {
+        grammar.start(self.compiler()?).ok_or_else(|| grammar::invalid("one of another engine"))
+    }
+
     /// Checks a request. What depends on the model's state alone is checked again in the engine's thread.
     fn check(&self, request: &EngineRequest) -> Result<(), SubmitError> {
         let Limits { context, ids, vocab } = self.limits;
@@ -285,9 +320,6 @@ impl Handle {
             kvant_models::Error::Argument { arg, expected, got } => SubmitError::Invalid { field: arg, expected, got },
             other => SubmitError::invalid("sampling", "valid", other),
         })?;
-        if request.grammar.is_some() {
-            return Err(SubmitError::invalid("grammar", "none: grammars are not implemented", "one"));
-        }
         at_most("min_tokens", request.max_tokens, request.min_tokens)?;
         at_most("logprobs", MOST_LOGPROBS, request.logprobs.unwrap_or(0))?;
         at_most("prompt_logprobs", MOST_LOGPROBS, request.prompt_logprobs.unwrap_or(0))?;

@@ -80,6 +80,10 @@ pub enum Failure {
     /// This request alone: for example its logits are NaN.
     #[error("{0}")]
     Request(String),
+    /// The request's grammar: it needs more time or memory than its limits, or the tokenizer has no token that can
+    /// follow.
+    #[error("the grammar: {0}")]
+    Grammar(String),
     /// The engine has failed, and with it all requests.
     #[error("the engine has failed: {0}")]
     Engine(String),

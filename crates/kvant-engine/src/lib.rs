@@ -4,6 +4,7 @@
 //! |---|---|
 //! | start an engine for a model | [`Engine::start`], [`EngineOptions`] |
 //! | generate text | [`Engine::submit`], [`EngineRequest`], [`Responses`], [`Event`] |
+//! | make a text follow a JSON schema, a regular expression or a grammar | [`Engine::compile`], [`Grammar`] |
 //! | watch it | [`Engine::stats`], [`Engine::is_healthy`] |
 //! | stop it | [`Engine::drain`] |
 //!
@@ -37,6 +38,7 @@
 
 mod engine;
 mod event;
+mod grammar;
 mod options;
 mod request;
 pub mod scheduler;
@@ -47,6 +49,7 @@ mod worker;
 
 pub use engine::{Engine, NoEvent, Responses};
 pub use event::{Event, Failure, FinishReason, Finished, TextToken, Usage};
+pub use grammar::{CompiledGrammar, Grammar};
 pub use options::EngineOptions;
-pub use request::{CacheScope, EngineRequest, Grammar, SubmitError};
+pub use request::{CacheScope, EngineRequest, SubmitError};
 pub use stats::{EngineStats, Histogram};

@@ -2,6 +2,8 @@
 
 use kvant_models::Sampling;
 
+use crate::CompiledGrammar;
+
 /// One text to generate.
 ///
 /// ```
@@ -41,8 +43,10 @@ pub struct EngineRequest {
     pub include_stop: bool,
     /// Whether the text includes the names of special tokens. Default: false.
     pub special_tokens: bool,
-    /// The language that the text must follow.
-    pub grammar: Option<Grammar>,
+    /// The language that the text must follow, from [`Engine::compile`](crate::Engine::compile). Ids that end the text
+    /// are drawn only where it is complete. The text ends by itself where nothing can follow. Stop strings and
+    /// `max_tokens` can end it before.
+    pub grammar: Option<CompiledGrammar>,
     /// Requests of higher priority run first. One step of priority counts like an earlier arrival by 1000 steps of the
     /// engine, so that no request waits forever. Default: 0.
     pub priority: i8,
@@ -60,20 +64,6 @@ pub enum CacheScope {
     Salted(Vec<u8>),
     /// With nobody.
     Private,
-}
-
-/// The language of a text.
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Grammar {
-    /// JSON that a JSON schema accepts; the schema as JSON.
-    JsonSchema(String),
-    /// Any JSON object.
-    JsonObject,
-    /// A regular expression that matches the whole text.
-    Regex(String),
-    /// A context-free grammar in the syntax of Lark, as `llguidance` defines it.
-    Lark(String),
 }
 
 impl EngineRequest {
@@ -152,7 +142,7 @@ impl EngineRequest {
 
     /// Sets [`EngineRequest::grammar`].
     #[must_use]
-    pub fn grammar(self, grammar: Grammar) -> Self {
+    pub fn grammar(self, grammar: CompiledGrammar) -> Self {
         EngineRequest { grammar: Some(grammar), ..self }
     }
 

@@ -23,9 +23,7 @@ use crate::{
     text::{NewText, Output},
 };
 pub(crate) use running::Job;
-use running::Running;
-
-const NOT_NUMBERS: &str = "the logits are not numbers: activations may overflow their dtype";
+use running::{NoToken, Running};
 
 pub(crate) struct Worker {
     model: Model,
@@ -149,7 +147,7 @@ impl Worker {
                 self.running.insert(id, running);
                 self.scheduler.add(task);
             }
-            Err(error) => self.fail(id, error.to_string()),
+            Err(error) => self.fail(id, Failure::Request(error.to_string())),
         }
     }
 
@@ -162,10 +160,10 @@ impl Worker {
     }
 
     /// Ends a request with an error of its own.
-    fn fail(&mut self, id: u64, reason: String) {
+    fn fail(&mut self, id: u64, failure: Failure) {
         self.remove(id);
         lock(&self.shared.stats).finished_failed += 1;
-        self.news.push((id, Output::Failed(Failure::Request(reason))));
+        self.news.push((id, Output::Failed(failure)));
     }
 
     /// Pauses requests whose events nobody reads, and lets others go on.
@@ -193,7 +191,7 @@ impl Worker {
             Err(other) => {
                 // The arguments of a batch are the engine's own.
                 let ids: Vec<u64> = plan.rows.iter().map(|row| row.id).collect();
-                ids.into_iter().for_each(|id| self.fail(id, other.to_string()));
+                ids.into_iter().for_each(|id| self.fail(id, Failure::Request(other.to_string())));
             }
         }
         self.end_scheduled();
@@ -226,8 +224,15 @@ impl Worker {
             };
             let token = match draw.token {
                 Ok(token) => token,
-                Err(reason) => {
-                    self.fail(row.id, reason.to_string());
+                Err(NoToken::End) => {
+                    if let Some(running) = self.running.get_mut(&row.id) {
+                        running.end = Some(FinishReason::Grammar);
+                    }
+                    results.push(RowResult { id: row.id, tokens: Vec::new(), is_last: true });
+                    continue;
+                }
+                Err(NoToken::Failed(failure)) => {
+                    self.fail(row.id, failure);
                     continue;
                 }
             };
@@ -249,7 +254,7 @@ impl Worker {
             let of_row = first..first + row.logits.len();
             first = of_row.end;
             self.score_prompt(row, of_row.start, logits)?;
-            let Some(running) = self.running.get(&row.id).filter(|_| row.draws > 0) else {
+            let Some(running) = self.running.get_mut(&row.id).filter(|_| row.draws > 0) else {
                 drawn.push(None);
                 continue;
             };
@@ -259,8 +264,8 @@ impl Worker {
                 let mut numbers = of_row.to_f32()?;
                 logprobs = running.logprobs.map(|top| (numbers.clone(), top));
                 if running.changes_logits() {
-                    if !running.adjust(&mut numbers) {
-                        drawn.push(Some(Drawn { token: Err("no token may be drawn"), logprobs: None }));
+                    if let Err(reason) = running.adjust(&mut numbers) {
+                        drawn.push(Some(Drawn { token: Err(reason), logprobs: None }));
                         continue;
                     }
                     of_row.write(&numbers)?;
@@ -268,14 +273,14 @@ impl Worker {
             }
             let counter = u32::try_from(row.position + row.tokens.len()).unwrap_or(u32::MAX);
             drawing.push((drawn.len(), of_row.end - 1, running.sampler.sampling().clone(), counter));
-            drawn.push(Some(Drawn { token: Err(NOT_NUMBERS), logprobs }));
+            drawn.push(Some(Drawn { token: Err(not_numbers()), logprobs }));
         }
         let rows = drawing.iter().map(|(_, row, ..)| *row);
         let only = if rows.clone().eq(0..logits.shape()[0]) { logits.clone() } else { gathered(logits, rows, vocab)? };
         let how: Vec<(&Sampling, u32)> = drawing.iter().map(|(.., sampling, counter)| (sampling, *counter)).collect();
         for ((index, ..), token) in drawing.iter().zip(self.drawing.draw(&only, &how)?) {
             if let Some(draw) = &mut drawn[*index] {
-                draw.token = token.ok_or(NOT_NUMBERS);
+                draw.token = token.ok_or_else(not_numbers);
             }
         }
         Ok(drawn)
@@ -302,11 +307,14 @@ impl Worker {
     fn accept(&mut self, id: u64, token: u32, logits: Option<(Vec<f32>, usize)>) -> bool {
         let Some(running) = self.running.get_mut(&id) else { return true };
         if running.stop_ids.contains(&token) {
-            running.ended_by = Some(token);
+            running.end = Some(FinishReason::StopId(token));
             return true;
         }
-        running.sampler.accept(token);
-        running.generated += 1;
+        if let Err(failure) = running.accept(token) {
+            self.fail(id, failure);
+            return true;
+        }
+        let is_last = running.end.is_some();
         let now = Instant::now();
         {
             let mut stats = lock(&self.shared.stats);
@@ -317,7 +325,7 @@ impl Worker {
         }
         let logprobs = logits.map(|(logits, top)| TokenLogprobs::of(&logits, token, top));
         self.news.push((id, Output::Token { id: token, logprobs }));
-        false
+        is_last
     }
 
     /// Tells of requests that the scheduler has ended.
@@ -325,7 +333,7 @@ impl Worker {
         for ended in self.scheduler.take_ended() {
             let Some(running) = self.remove(ended.id) else { continue };
             let reason = match ended.reason {
-                EndReason::Last => FinishReason::StopId(running.ended_by.unwrap_or_default()),
+                EndReason::Last => running.end.unwrap_or(FinishReason::Grammar),
                 EndReason::Length => FinishReason::Length,
                 EndReason::OutOfPages => FinishReason::OutOfPages,
             };
@@ -360,9 +368,14 @@ impl Worker {
 /// A token that was drawn.
 struct Drawn {
     /// Or why none can be drawn.
-    token: std::result::Result<u32, &'static str>,
+    token: std::result::Result<u32, NoToken>,
     /// The logits before any change, and the number of alternatives, if log probabilities are asked for.
     logprobs: Option<(Vec<f32>, usize)>,
+}
+
+fn not_numbers() -> NoToken {
+    let reason = "the logits are not numbers: activations may overflow their dtype";
+    NoToken::Failed(Failure::Request(reason.to_string()))
 }
 
 /// Some rows of logits.

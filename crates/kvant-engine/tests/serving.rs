@@ -1,58 +1,16 @@
 //! The engine with the model that ships: many requests at once give what each gives alone.
 
-use std::{collections::HashMap, path::Path, sync::Arc, time::Duration};
+mod common;
 
-use kvant::{Codec, CpuOptions, Device};
-use kvant_engine::{
-    CacheScope, Engine, EngineOptions, EngineRequest, Event, Failure, FinishReason, Finished, NoEvent, Responses,
-    SubmitError,
-};
+use std::{collections::HashMap, time::Duration};
+
+use common::{collect, engine, model, options, request, shipped};
+use kvant::Codec;
+use kvant_engine::{CacheScope, Engine, EngineRequest, Event, Failure, FinishReason, NoEvent, SubmitError};
 use kvant_models::{Model, PoolOptions, Request, Sampling, Tokenizer, generate};
-
-fn model() -> Model {
-    let device = Device::cpu_with(CpuOptions { threads: Some(2), simd: None }).unwrap();
-    Model::load(shipped(), &device).unwrap()
-}
-
-fn shipped() -> &'static Path {
-    Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../kvant-cli/model"))
-}
-
-fn engine(options: EngineOptions) -> Engine {
-    Engine::start(model(), Arc::new(Tokenizer::load(shipped()).unwrap()), options).unwrap()
-}
-
-/// Exact caches, so that the shape of a batch changes results by rounding in f32 only.
-fn options() -> EngineOptions {
-    EngineOptions::default().kv(Codec::F32, Codec::F32).context(256)
-}
 
 const PROMPTS: [&str; 6] =
     ["# Fearless Concurrency", "fn main", "# Examples", "Returns the", "Creates a new `Vec<T>`", "The iterator"];
-
-/// Ids, text and end of a request.
-fn collect(responses: Responses) -> (Vec<u32>, String, Finished) {
-    let (mut ids, mut text) = (Vec::new(), String::new());
-    for event in responses {
-        match event {
-            Event::Token(token) => {
-                ids.push(token.id);
-                text += &token.text;
-            }
-            Event::Finished(finished) => {
-                text += &finished.text;
-                return (ids, text, finished);
-            }
-            Event::Failed(failure) => panic!("{failure}"),
-            _ => {}
-        }
-    }
-    panic!("no end");
-}
-
-fn request(engine: &Engine, prompt: &str) -> EngineRequest {
-    EngineRequest::new(engine.tokenizer().encode_prompt(prompt).unwrap()).max_tokens(30)
-}
 
 /// What `generate` gives for the same request.
 fn alone(model: &Model, tokenizer: &Tokenizer, prompt: &str, sampling: &Sampling) -> Vec<u32> {
@@ -160,7 +118,6 @@ fn invalid_requests_name_the_field() {
     assert_eq!(field(EngineRequest::new(vec![1; 300])), "prompt");
     assert_eq!(field(ok.clone().sampling(Sampling::default().temperature(-1.0))), "temperature");
     assert_eq!(field(ok.clone().stop([""])), "stop");
-    assert_eq!(field(ok.clone().grammar(kvant_engine::Grammar::JsonObject)), "grammar");
     assert_eq!(engine.live(), 0);
 }
 

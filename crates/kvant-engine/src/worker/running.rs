@@ -5,14 +5,21 @@ use std::{
     time::Instant,
 };
 
-use kvant_models::{Result, Sampler};
+use kvant_models::Sampler;
 
-use crate::{CacheScope, EngineRequest, scheduler::NewTask, text::Reader};
+use crate::{
+    CacheScope, EngineRequest, Failure, FinishReason,
+    grammar::{Allowed, GrammarState},
+    scheduler::NewTask,
+    text::Reader,
+};
 
 /// A request that was submitted.
 pub(crate) struct Job {
     pub id: u64,
     pub request: EngineRequest,
+    /// The state of its grammar.
+    pub grammar: Option<GrammarState>,
     pub reader: Reader,
     pub submitted: Instant,
 }
@@ -20,6 +27,7 @@ pub(crate) struct Job {
 /// A request that runs or waits.
 pub(super) struct Running {
     pub sampler: Sampler,
+    grammar: Option<GrammarState>,
     /// Ids that end the text.
     pub stop_ids: Vec<u32>,
     min_tokens: usize,
@@ -33,8 +41,15 @@ pub(super) struct Running {
     pub unread: Arc<AtomicUsize>,
     pub is_paused: bool,
     pub has_begun: bool,
-    /// The stop id that was drawn.
-    pub ended_by: Option<u32>,
+    /// Why the text has ended, if the engine's thread has found that.
+    pub end: Option<FinishReason>,
+}
+
+/// Why no token can be drawn.
+pub(super) enum NoToken {
+    /// The text is complete.
+    End,
+    Failed(Failure),
 }
 
 impl Running {
@@ -43,8 +58,8 @@ impl Running {
     ///
     /// # Errors
     /// Those of [`Sampler::new`].
-    pub fn new(job: Job, vocab: usize, context: usize, eos: &[u32]) -> Result<(Running, NewTask)> {
-        let Job { id, request, reader, submitted } = job;
+    pub fn new(job: Job, vocab: usize, context: usize, eos: &[u32]) -> kvant_models::Result<(Running, NewTask)> {
+        let Job { id, request, grammar, reader, submitted } = job;
         let mut sampler = Sampler::new(request.sampling, vocab)?;
         sampler.accept_prompt(&request.prompt);
         let salt = match request.cache {
@@ -55,6 +70,7 @@ impl Running {
         };
         let running = Running {
             sampler,
+            grammar,
             stop_ids: request.stop_ids.unwrap_or_else(|| eos.to_vec()),
             min_tokens: request.min_tokens,
             logprobs: request.logprobs,
@@ -66,7 +82,7 @@ impl Running {
             unread: reader.unread,
             is_paused: false,
             has_begun: false,
-            ended_by: None,
+            end: None,
         };
         let max_tokens = request.max_tokens.min(context.saturating_sub(request.prompt.len()));
         let task = NewTask::new(id, request.prompt, max_tokens)
@@ -78,13 +94,17 @@ impl Running {
 
     /// Whether logits change before a token is drawn.
     pub fn changes_logits(&self) -> bool {
-        !self.sampler.sampling().is_plain() || self.generated < self.min_tokens
+        !self.sampler.sampling().is_plain() || self.generated < self.min_tokens || self.grammar.is_some()
     }
 
-    /// Changes logits before a token is drawn. Returns whether a token is left that may be drawn.
-    pub fn adjust(&self, logits: &mut [f32]) -> bool {
+    /// Changes logits before a token is drawn.
+    ///
+    /// # Errors
+    /// Why no token may be drawn.
+    pub fn adjust(&mut self, logits: &mut [f32]) -> Result<(), NoToken> {
+        let allowed = self.allowed(logits.len()).map_err(|reason| NoToken::Failed(Failure::Grammar(reason)))?;
         // Stop ids may still take the last token that is left.
-        let _ = self.sampler.adjust(logits, None);
+        let _ = self.sampler.adjust(logits, allowed.as_ref().map(|allowed| &*allowed.tokens));
         if self.generated < self.min_tokens {
             for &id in &self.stop_ids {
                 if let Some(logit) = logits.get_mut(id as usize) {
@@ -92,6 +112,41 @@ impl Running {
                 }
             }
         }
-        logits.iter().any(|&logit| logit != f32::NEG_INFINITY)
+        if logits.iter().any(|&logit| logit != f32::NEG_INFINITY) {
+            return Ok(());
+        }
+        match allowed {
+            Some(Allowed { may_end: true, .. }) => Err(NoToken::End),
+            _ => Err(NoToken::Failed(Failure::Request("no token may be drawn".to_string()))),
+        }
+    }
+
+    /// The tokens that the grammar allows, and the stop ids where it allows the end.
+    fn allowed(&mut self, vocab: usize) -> Result<Option<Allowed>, String> {
+        let Some(grammar) = &mut self.grammar else { return Ok(None) };
+        let mut allowed = grammar.allowed()?;
+        allowed.tokens.resize(vocab.div_ceil(32), 0);
+        if allowed.may_end {
+            for &id in &self.stop_ids {
+                if let Some(word) = allowed.tokens.get_mut(id as usize / 32) {
+                    *word |= 1 << (id % 32);
+                }
+            }
+        }
+        Ok(Some(allowed))
+    }
+
+    /// Counts a token of the text. `end` has the reason if it is the last one.
+    ///
+    /// # Errors
+    /// The grammar does not go on.
+    pub fn accept(&mut self, token: u32) -> Result<(), Failure> {
+        self.sampler.accept(token);
+        self.generated += 1;
+        if let Some(grammar) = &mut self.grammar {
+            grammar.accept(token).map_err(Failure::Grammar)?;
+            self.end = grammar.is_complete().then_some(FinishReason::Grammar);
+        }
+        Ok(())
     }
 }

@@ -1,0 +1,196 @@
+//! Grammars by the crate `llguidance`.
+
+use std::{
+    sync::{Arc, Mutex},
+    thread,
+};
+
+use kvant_models::{TokenPiece, Tokenizer};
+use llguidance::{
+    JsonCompileOptions, Matcher, ParserFactory,
+    api::{ParserLimits, StopReason, TopLevelGrammar},
+    earley::SlicedBiasComputer,
+    panic_utils::catch_unwind,
+    toktrie::{ApproximateTokEnv, InferenceCapabilities, TokEnv, TokRxInfo, TokTrie},
+};
+use serde_json::{Value, json};
+
+use super::{
+    Allowed, Grammar, schema,
+    watchdog::{self, Watchdog},
+};
+use crate::engine::lock;
+
+/// Bytes of stack for the compilation of a grammar, which is recursive.
+const STACK: usize = 32 << 20;
+/// The longest message about a grammar.
+const LONGEST_MESSAGE: usize = 500;
+
+/// What one grammar can cost. The fuel of a mask is some 15 ms, and a state of the lexer takes 1 to 2 KiB.
+fn limits() -> ParserLimits {
+    ParserLimits {
+        max_items_in_row: 2000,
+        initial_lexer_fuel: 1_000_000,
+        step_lexer_fuel: 200_000,
+        step_max_items: 50_000,
+        max_lexer_states: 25_000,
+        max_grammar_size: 200_000,
+        precompute_large_lexemes: true,
+        // Errors must not repeat a user's text.
+        verbose_errors: false,
+    }
+}
+
+pub struct TableCompiler {
+    factory: ParserFactory,
+    watchdog: Arc<Watchdog>,
+    /// One at a time is compiled: those that take long must not take all cores.
+    compiling: Mutex<()>,
+    /// The id of the table that stands for the end of a text. Ids of the tokenizer are below.
+    end: u32,
+}
+
+impl TableCompiler {
+    pub fn new(tokenizer: &Tokenizer) -> Result<TableCompiler, String> {
+        let pieces = tokenizer.pieces().map_err(|error| error.to_string())?;
+        let special = |name: &str| [&[TokTrie::SPECIAL_TOKEN_MARKER], name.as_bytes()].concat();
+        let mut words: Vec<Vec<u8>> = pieces
+            .into_iter()
+            .map(|piece| match piece {
+                TokenPiece::Text(bytes) => bytes,
+                TokenPiece::Special(name) => special(&name),
+                TokenPiece::Unused => Vec::new(),
+            })
+            .collect();
+        // Ids that end a text are no text, even if the tokenizer does not call them special.
+        for &id in tokenizer.eos() {
+            let Some(word) = words.get_mut(id as usize) else { continue };
+            if word.first() != Some(&TokTrie::SPECIAL_TOKEN_MARKER) {
+                *word = special(&String::from_utf8_lossy(word));
+            }
+        }
+        let end = u32::try_from(words.len()).map_err(|error| error.to_string())?;
+        words.push(special("<|end of the text|>"));
+        // The table has limits of its own, such as the longest token, and panics beyond them.
+        let factory = catch_unwind(move || {
+            let trie = TokTrie::from(&TokRxInfo::new(end + 1, end), &words);
+            let environment: TokEnv = Arc::new(ApproximateTokEnv::new(trie));
+            let slices = SlicedBiasComputer::general_slices();
+            ParserFactory::new(&environment, InferenceCapabilities::default(), &slices)
+        });
+        let mut factory = factory.map_err(|error| format!("the tokenizer is not supported: {}", message(&error)))?;
+        factory.quiet();
+        *factory.limits_mut() = limits();
+        let watchdog = Watchdog::start().map_err(|error| format!("no thread to watch it: {error}"))?;
+        Ok(TableCompiler { factory, watchdog: Arc::new(watchdog), compiling: Mutex::default(), end })
+    }
+
+    pub fn compile(&self, grammar: &Grammar) -> Result<MatcherState, String> {
+        let source = source(grammar)?;
+        let _alone = lock(&self.compiling);
+        let compiled = thread::scope(|scope| {
+            let builder = thread::Builder::new().name("kvant-grammar".to_string()).stack_size(STACK);
+            let compiling = builder.spawn_scoped(scope, || Matcher::new(self.factory.create_parser(source)));
+            compiling.map(|thread| thread.join())
+        });
+        let matcher = match compiled {
+            Ok(Ok(matcher)) => matcher,
+            Ok(Err(_)) => return Err("its compilation has panicked".to_string()),
+            Err(error) => return Err(format!("no thread to compile it: {error}")),
+        };
+        match matcher.get_error() {
+            None => Ok(MatcherState {
+                matcher: matcher.into_cancellable(),
+                watchdog: Arc::clone(&self.watchdog),
+                end: self.end,
+            }),
+            Some(error) => Err(message(&error)),
+        }
+    }
+}
+
+/// The grammar in the form of `llguidance`.
+fn source(grammar: &Grammar) -> Result<TopLevelGrammar, String> {
+    let schema = match grammar {
+        Grammar::Regex(regex) => return Ok(TopLevelGrammar::from_regex(regex)),
+        Grammar::Lark(lark) => {
+            // Schemas within it, wherever it has them.
+            for (at, name) in lark.match_indices("%json") {
+                let schema = serde_json::Deserializer::from_str(&lark[at + name.len()..]).into_iter().next();
+                schema.and_then(Result::ok).map_or(Ok(()), |schema: Value| schema::check(&schema))?;
+            }
+            return Ok(TopLevelGrammar::from_lark(lark.clone()));
+        }
+        Grammar::JsonObject => json!({"type": "object"}),
+        Grammar::JsonSchema(schema) => serde_json::from_str(schema).map_err(|error| error.to_string())?,
+    };
+    let mut schema = match schema {
+        Value::Object(_) => schema,
+        Value::Bool(true) => json!({}),
+        other => return Err(format!("a JSON schema is an object, not {}", kind(&other))),
+    };
+    schema::check(&schema)?;
+    let whitespace_pattern = Some(Grammar::WHITESPACE.to_string());
+    JsonCompileOptions { whitespace_pattern, ..JsonCompileOptions::default() }.apply_to(&mut schema);
+    Ok(TopLevelGrammar::from_json_schema(schema))
+}
+
+fn kind(value: &Value) -> &'static str {
+    match value {
+        Value::Null => "null",
+        Value::Bool(_) => "false",
+        Value::Number(_) => "a number",
+        Value::String(_) => "a string",
+        Value::Array(_) => "a list",
+        Value::Object(_) => "an object",
+    }
+}
+
+/// The part of an error that concerns its reader: no backtraces, and no more than a few lines.
+fn message(error: &impl ToString) -> String {
+    let text = error.to_string();
+    let text = text.split("\n<").next().unwrap_or_default().trim();
+    text.chars().take(LONGEST_MESSAGE).collect()
+}
+
+/// The state of a text.
+#[derive(Clone)]
+pub struct MatcherState {
+    matcher: Matcher,
+    watchdog: Arc<Watchdog>,
+    end: u32,
+}
+
+impl MatcherState {
+    pub fn allowed(&mut self) -> Result<Allowed, String> {
+        let handle = self.matcher.cancellation_handle();
+        let mask = self.watchdog.run(handle, || self.matcher.compute_mask_or_eos());
+        let mut mask = mask.map_err(|error| self.reason(&error))?;
+        let may_end = mask.is_allowed(self.end);
+        mask.disallow_token(self.end);
+        Ok(Allowed { tokens: mask.as_slice().to_vec(), may_end })
+    }
+
+    pub fn accept(&mut self, token: u32) -> Result<(), String> {
+        let handle = self.matcher.cancellation_handle();
+        self.watchdog.run(handle, || self.matcher.consume_token(token)).map_err(|error| self.reason(&error))?;
+        match self.matcher.stop_reason() {
+            reason if reason.is_ok() => Ok(()),
+            reason => Err(self.reason(&reason)),
+        }
+    }
+
+    pub fn is_complete(&self) -> bool {
+        matches!(self.matcher.stop_reason(), StopReason::NoExtension | StopReason::EndOfSentence)
+    }
+
+    /// Why the grammar does not go on.
+    fn reason(&self, error: &impl ToString) -> String {
+        let error = message(error);
+        match self.matcher.stop_reason() {
+            StopReason::Cancelled => format!("a token takes more than {:?}", watchdog::LONGEST),
+            _ if error.contains("NoExtensionBias") => "the tokenizer has no token that can follow".to_string(),
+            _ => error,
+        }
+    }
+}

@@ -1,0 +1,114 @@
+//! JSON schemas that `llguidance` cannot enforce, or not in a limited time, and accepts nevertheless.
+
+use std::collections::BTreeSet;
+
+use serde_json::{Map, Value};
+
+/// The largest product of all `multipleOf` of a schema: its automaton has as many states.
+const LARGEST_MULTIPLE: u128 = 100_000;
+
+/// Checks a schema with all its parts.
+///
+/// # Errors
+/// The reason why it is refused.
+pub fn check(schema: &Value) -> Result<(), String> {
+    let mut found = Keywords::default();
+    found.value(schema)?;
+    let product = found.multiples.iter().fold(1u128, |product, multiple| product.saturating_mul(*multiple));
+    if product > LARGEST_MULTIPLE {
+        return Err(format!("the product of all `multipleOf` is {product}; at most {LARGEST_MULTIPLE} is allowed"));
+    }
+    if found.merges { check_bounds(&found.excluded, &found.bounds) } else { Ok(()) }
+}
+
+/// What a schema has, also where it is no keyword.
+#[derive(Default)]
+struct Keywords {
+    multiples: BTreeSet<u128>,
+    bounds: Vec<f64>,
+    /// Bounds that are not allowed themselves.
+    excluded: Vec<f64>,
+    /// Bounds of different schemas can concern one number.
+    merges: bool,
+}
+
+impl Keywords {
+    fn value(&mut self, value: &Value) -> Result<(), String> {
+        match value {
+            Value::Array(items) => items.iter().try_for_each(|item| self.value(item)),
+            Value::Object(fields) => self.object(fields),
+            _ => Ok(()),
+        }
+    }
+
+    fn object(&mut self, fields: &Map<String, Value>) -> Result<(), String> {
+        let numbers =
+            |keys: [&str; 2]| keys.into_iter().filter_map(|key| fields.get(key)?.as_f64()).collect::<Vec<f64>>();
+        let excluded = numbers(["exclusiveMinimum", "exclusiveMaximum"]);
+        let bounds = [numbers(["minimum", "maximum"]), excluded.clone()].concat();
+        if fields.get("type").is_none_or(|kind| kind != "integer") {
+            check_bounds(&excluded, &bounds)?;
+        }
+        self.excluded.extend(excluded);
+        self.bounds.extend(bounds);
+        self.merges |= fields.contains_key("allOf") || fields.contains_key("$ref") && fields.len() > 1;
+        self.multiples.extend(fields.get("multipleOf").map(coefficient));
+        fields.values().try_for_each(|value| self.value(value))
+    }
+}
+
+/// `llguidance` 1.9 allows an excluded bound that is an integer if the other bound is less than 1 away.
+fn check_bounds(excluded: &[f64], bounds: &[f64]) -> Result<(), String> {
+    let is_near = |bound: f64, other: f64| bound != other && (bound - other).abs() < 1.0;
+    let mut pairs =
+        excluded.iter().filter(|bound| bound.fract() == 0.0).flat_map(|a| bounds.iter().map(move |b| (a, b)));
+    match pairs.find(|(a, b)| is_near(**a, **b)) {
+        Some((excluded, other)) => {
+            Err(format!("the bounds {excluded} (excluded) and {other} must differ by at least 1, or be integers"))
+        }
+        None => Ok(()),
+    }
+}
+
+/// A number without its decimal point: 25 of 0.25. The largest one for what is no number.
+fn coefficient(number: &Value) -> u128 {
+    let text = number.to_string();
+    let text = text.strip_suffix(".0").unwrap_or(&text).trim_start_matches('-');
+    let digits: String = text.split(['e', 'E']).next().unwrap_or_default().replace('.', "");
+    let power = text.split(['e', 'E']).nth(1).and_then(|power| power.parse::<u32>().ok()).unwrap_or(0);
+    let digits: u128 = digits.parse().unwrap_or(u128::MAX);
+    10u128.checked_pow(power).map_or(u128::MAX, |power| digits.saturating_mul(power)).max(1)
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn near_excluded_bounds() {
+        let bad = json!({"type": "number", "exclusiveMinimum": 1.0, "maximum": 1.25});
+        assert!(check(&bad).is_err() && check(&json!({"items": [bad]})).is_err());
+        assert!(check(&json!({"type": "number", "minimum": -0.5, "exclusiveMaximum": 0})).is_err());
+        assert!(check(&json!({"allOf": [{"exclusiveMinimum": 1}, {"maximum": 1.5}]})).is_err());
+        for good in [
+            json!({"type": "number", "exclusiveMinimum": 0, "maximum": 1}),
+            json!({"type": "number", "exclusiveMinimum": 1.5, "maximum": 1.75}),
+            json!({"type": "number", "exclusiveMinimum": 0}),
+            json!({"type": "integer", "exclusiveMinimum": 0, "maximum": 0.5}),
+            json!({"properties": {"a": {"exclusiveMinimum": 1}, "b": {"maximum": 1.5}}}),
+        ] {
+            assert_eq!(check(&good), Ok(()), "{good}");
+        }
+    }
+
+    #[test]
+    fn coefficients() {
+        for (number, expected) in
+            [(json!(25), 25), (json!(0.25), 25), (json!(3.0), 3), (json!(0), 1), (json!("x"), u128::MAX)]
+        {
+            assert_eq!(coefficient(&number), expected, "{number}");
+        }
+    }
+}

@@ -1,0 +1,49 @@
+//! The model that ships, and requests for it.
+
+use std::{path::Path, sync::Arc};
+
+use kvant::{Codec, CpuOptions, Device};
+use kvant_engine::{Engine, EngineOptions, EngineRequest, Event, Finished, Responses};
+use kvant_models::{Model, Tokenizer};
+
+pub fn model() -> Model {
+    let device = Device::cpu_with(CpuOptions { threads: Some(2), simd: None }).unwrap();
+    Model::load(shipped(), &device).unwrap()
+}
+
+pub fn shipped() -> &'static Path {
+    Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../kvant-cli/model"))
+}
+
+pub fn engine(options: EngineOptions) -> Engine {
+    Engine::start(model(), Arc::new(Tokenizer::load(shipped()).unwrap()), options).unwrap()
+}
+
+/// Exact caches, so that the shape of a batch changes results by rounding in f32 only.
+pub fn options() -> EngineOptions {
+    EngineOptions::default().kv(Codec::F32, Codec::F32).context(256)
+}
+
+/// Ids, text and end of a request.
+pub fn collect(responses: Responses) -> (Vec<u32>, String, Finished) {
+    let (mut ids, mut text) = (Vec::new(), String::new());
+    for event in responses {
+        match event {
+            Event::Token(token) => {
+                ids.push(token.id);
+                text += &token.text;
+            }
+            Event::Finished(finished) => {
+                text += &finished.text;
+                return (ids, text, finished);
+            }
+            Event::Failed(failure) => panic!("{failure}"),
+            _ => {}
+        }
+    }
+    panic!("no end");
+}
+
+pub fn request(engine: &Engine, prompt: &str) -> EngineRequest {
+    EngineRequest::new(engine.tokenizer().encode_prompt(prompt).unwrap()).max_tokens(30)
+}
