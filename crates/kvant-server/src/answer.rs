@@ -37,7 +37,7 @@ pub(crate) struct AnswerReader {
     /// `None` after the end.
     parser: Option<ReplyParser>,
     /// Whether the latest text was a thought.
-    is_reasoning: bool,
+    pub is_reasoning: bool,
     pub has_calls: bool,
     /// Tokens of thoughts.
     pub reasoning_tokens: usize,

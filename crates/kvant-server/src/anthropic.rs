@@ -18,10 +18,12 @@ use crate::{
     app::{App, RequestId},
     blocks::{Block, Blocks, parsed},
     body::Json,
+    chat::{ONE_CALL, must_call},
     conversation::{Talk, check_tools, content_text},
     error::{ApiError, Result},
     generation::{Generation, Gone, Sender, channel, named_stream},
     sampling::{Drawn, Strings, random_id},
+    structured::Shape,
 };
 
 #[derive(Debug, Deserialize)]
@@ -95,8 +97,9 @@ pub(crate) async fn create(
     if !matches!(request.service_tier.as_deref(), None | Some("auto" | "standard_only")) {
         return Err(ApiError::unsupported("service_tier", "there is one tier"));
     }
-    let tools = chosen_tools(&app, request.tools, request.tool_choice.as_ref())?;
+    let (tools, shape) = chosen_tools(&app, request.tools, request.tool_choice.as_ref())?;
     let talk = talk(&app, request.system, request.messages, tools, request.thinking.as_ref())?;
+    let talk = Talk { shape, ..talk };
     let prompt = app.blocking(move |app| talk.prompt(app)).await??;
     let prompt_tokens = prompt.ids.len();
     let stops = request.stop_sequences.unwrap_or_default();
@@ -120,7 +123,7 @@ pub(crate) async fn create(
 
 pub(crate) async fn count(State(app): State<Arc<App>>, Json(request): Json<CountRequest>) -> Result<Json<Value>> {
     app.model(request.model.as_deref())?;
-    let tools = chosen_tools(&app, request.tools, request.tool_choice.as_ref())?;
+    let (tools, _) = chosen_tools(&app, request.tools, request.tool_choice.as_ref())?;
     let talk = talk(&app, request.system, request.messages, tools, request.thinking.as_ref())?;
     let prompt = app.blocking(move |app| talk.prompt(app)).await??;
     Ok(Json(json!({"input_tokens": prompt.ids.len()})))
@@ -153,11 +156,11 @@ fn talk(
             return Err(ApiError::field("thinking.type", "`thinking.type` must be enabled, adaptive or disabled"));
         }
     };
-    Ok(Talk { messages, tools, variables: Map::new(), thinking, generation_prompt: true })
+    Ok(Talk { messages, tools, thinking, generation_prompt: true, ..Talk::default() })
 }
 
-/// Tools in OpenAI's form, which templates expect.
-fn chosen_tools(app: &App, tools: Option<Vec<Tool>>, choice: Option<&Value>) -> Result<Vec<Value>> {
+/// Tools in OpenAI's form, which templates expect, and the calls that the answer must have.
+fn chosen_tools(app: &App, tools: Option<Vec<Tool>>, choice: Option<&Value>) -> Result<(Vec<Value>, Shape)> {
     let mut converted = Vec::new();
     for (index, tool) in tools.unwrap_or_default().into_iter().enumerate() {
         if !matches!(tool.kind.as_deref(), None | Some("custom")) {
@@ -174,16 +177,17 @@ fn chosen_tools(app: &App, tools: Option<Vec<Tool>>, choice: Option<&Value>) -> 
     }
     check_tools(app, &converted)?;
     match choice.map(|choice| choice["type"].as_str()) {
-        None => Ok(converted),
+        None => Ok((converted, Shape::default())),
         Some(Some("auto")) if choice.is_some_and(|choice| choice["disable_parallel_tool_use"] == true) => {
-            let what = "the engine has no grammars yet";
-            Err(ApiError::unsupported("tool_choice.disable_parallel_tool_use", what))
+            Err(ApiError::unsupported("tool_choice.disable_parallel_tool_use", ONE_CALL))
         }
-        Some(Some("auto")) => Ok(converted),
-        Some(Some("none")) => Ok(Vec::new()),
-        Some(Some("any" | "tool")) => {
-            Err(ApiError::unsupported("tool_choice", "only auto and none: the engine has no grammars yet"))
-        }
+        Some(Some("auto")) => Ok((converted, Shape::default())),
+        Some(Some("none")) => Ok((Vec::new(), Shape::default())),
+        Some(Some("any")) => must_call(converted, None, Shape::default()),
+        Some(Some("tool")) => match choice.and_then(|choice| choice["name"].as_str()) {
+            Some(name) => must_call(converted, Some(name), Shape::default()),
+            None => Err(ApiError::field("tool_choice.name", "`tool_choice.name` is needed")),
+        },
         Some(_) => Err(ApiError::field("tool_choice.type", "`tool_choice.type` must be auto, none, any or tool")),
     }
 }

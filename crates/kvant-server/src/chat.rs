@@ -20,8 +20,11 @@ use crate::{
     generation::{Generation, Gone, Sender, TokenUsage, channel, event_stream, finish_reason},
     logprobs,
     sampling::{drawn_request, now, random_id},
+    structured::{Shape, StructuredOutputs},
 };
 
+/// Why one call at most is refused.
+pub(crate) const ONE_CALL: &str = "only where the answer must be a call, which is always one";
 /// The most alternatives of a token, as in OpenAI's API.
 const MOST_TOP: usize = 20;
 
@@ -40,6 +43,7 @@ drawn_request! {
         tool_choice: Option<Value>,
         parallel_tool_calls: Option<bool>,
         response_format: Option<Value>,
+        structured_outputs: Option<StructuredOutputs>,
         reasoning_effort: Option<String>,
         chat_template_kwargs: Option<Map<String, Value>>,
         add_generation_prompt: Option<bool>,
@@ -90,8 +94,9 @@ pub(crate) async fn create(
     let n = check_choices(&app, request.n, 1)?;
     let top = top_logprobs(request.logprobs, request.top_logprobs)?;
     check_fixed(&request)?;
-    check_format(request.response_format.as_ref(), "response_format")?;
-    let tools = chosen_tools(&app, request.tools, request.tool_choice.as_ref())?;
+    let shape = Shape::of_format(request.response_format.as_ref(), "response_format", Some("json_schema"))?;
+    let shape = shape.and_structured(request.structured_outputs)?;
+    let (tools, shape) = chosen_tools(&app, request.tools, request.tool_choice.as_ref(), shape)?;
     let max_tokens = match (request.max_completion_tokens, request.max_tokens) {
         (Some(_), Some(_)) => {
             return Err(ApiError::field("max_tokens", "`max_tokens` and `max_completion_tokens` exclude each other"));
@@ -101,7 +106,8 @@ pub(crate) async fn create(
     let mut variables = request.chat_template_kwargs.unwrap_or_default();
     let thinking = thinking(request.reasoning_effort, &mut variables)?;
     let generation_prompt = request.add_generation_prompt.unwrap_or(true);
-    let talk = Talk { messages: messages(&app, request.messages)?, tools, variables, thinking, generation_prompt };
+    let messages = messages(&app, request.messages)?;
+    let talk = Talk { messages, tools, variables, thinking, generation_prompt, shape };
     let prompt = app.blocking(move |app| talk.prompt(app)).await??;
 
     let base = prompt.request().max_tokens(max_tokens).cache(app.scope(&headers, request.cache_salt));
@@ -148,37 +154,59 @@ fn check_fixed(request: &ChatRequest) -> Result<()> {
     if request.store == Some(true) {
         return Err(ApiError::unsupported("store", "this server stores nothing"));
     }
-    if request.parallel_tool_calls == Some(false) {
-        return Err(ApiError::unsupported("parallel_tool_calls", "the engine has no grammars yet"));
+    let must_call = request.tool_choice.as_ref().is_some_and(|choice| choice == "required" || choice.is_object());
+    if request.parallel_tool_calls == Some(false) && !must_call {
+        return Err(ApiError::unsupported("parallel_tool_calls", ONE_CALL));
     }
     Ok(())
 }
 
-/// Checks the format of an answer, in the field `path`.
-pub(crate) fn check_format(format: Option<&Value>, path: &str) -> Result<()> {
-    let Some(format) = format else { return Ok(()) };
-    match format["type"].as_str() {
-        Some("text") => Ok(()),
-        Some("json_object" | "json_schema") => Err(ApiError::unsupported(path, "the engine has no grammars yet")),
-        _ => {
-            let path = format!("{path}.type");
-            Err(ApiError::field(&path, format!("`{path}` must be text, json_object or json_schema")))
-        }
-    }
-}
-
-/// The tools that the template shows to the model.
-pub(crate) fn chosen_tools(app: &App, tools: Option<Vec<Value>>, choice: Option<&Value>) -> Result<Vec<Value>> {
+/// The tools that the template shows to the model, and the calls that an answer can or must have.
+pub(crate) fn chosen_tools(
+    app: &App,
+    tools: Option<Vec<Value>>,
+    choice: Option<&Value>,
+    shape: Shape,
+) -> Result<(Vec<Value>, Shape)> {
     let tools = tools.unwrap_or_default();
     check_tools(app, &tools)?;
-    match choice.map(|choice| choice.as_str()) {
-        None | Some(Some("auto")) => Ok(tools),
-        Some(Some("none")) => Ok(Vec::new()),
-        Some(Some("required")) | Some(None) => {
-            Err(ApiError::unsupported("tool_choice", "only auto and none: the engine has no grammars yet"))
+    let name = match choice.map(|choice| choice.as_str()) {
+        None | Some(Some("auto")) => return auto_tools(tools, shape),
+        Some(Some("none")) => return Ok((Vec::new(), shape)),
+        Some(Some("required")) => None,
+        Some(Some(_)) => return Err(ApiError::field("tool_choice", "`tool_choice` must be auto, none or required")),
+        Some(None) => {
+            let choice = choice.unwrap_or(&Value::Null);
+            let name = choice["function"]["name"].as_str().or(choice["name"].as_str());
+            if choice["type"] != "function" || name.is_none() {
+                return Err(ApiError::unsupported(
+                    "tool_choice",
+                    "only auto, none, required and a function by its name",
+                ));
+            }
+            name
         }
-        Some(Some(_)) => Err(ApiError::field("tool_choice", "`tool_choice` must be auto, none or required")),
+    };
+    must_call(tools, name, shape)
+}
+
+fn auto_tools(tools: Vec<Value>, shape: Shape) -> Result<(Vec<Value>, Shape)> {
+    if let Some(index) = tools.iter().position(|tool| tool["function"]["strict"] == true) {
+        let what = "only with `tool_choice` required or a function; otherwise arguments can differ from the schema";
+        return Err(ApiError::unsupported(format!("tools[{index}].function.strict"), what));
     }
+    let shape = shape.and_calls(tools.clone(), false);
+    Ok((tools, shape))
+}
+
+/// The tools of an answer that calls one of them, or the one of a name.
+pub(crate) fn must_call(tools: Vec<Value>, name: Option<&str>, shape: Shape) -> Result<(Vec<Value>, Shape)> {
+    let is_chosen = |tool: &&Value| name.is_none_or(|name| tool["function"]["name"] == name);
+    let calls: Vec<Value> = tools.iter().filter(is_chosen).cloned().collect();
+    if calls.is_empty() {
+        return Err(ApiError::field("tool_choice", "`tool_choice` must name one of `tools`, or there must be some"));
+    }
+    Ok((tools, shape.and_calls(calls, true)))
 }
 
 /// Whether the model thinks before its answer. The effort is a variable of some templates.

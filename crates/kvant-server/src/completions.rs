@@ -9,7 +9,7 @@ use axum::{
     response::{IntoResponse, Response},
 };
 use kvant_engine::{EngineRequest, Event};
-use kvant_models::TokenLogprobs;
+use kvant_models::{TokenLogprobs, chat::ReplyFormat};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
@@ -20,6 +20,7 @@ use crate::{
     generation::{Generation, Gone, Sender, TokenUsage, channel, event_stream, finish_reason},
     logprobs::number,
     sampling::{drawn_request, now, random_id},
+    structured::{Shape, StructuredOutputs, Thoughts},
 };
 
 /// OpenAI's default.
@@ -37,6 +38,8 @@ drawn_request! {
         logprobs: Option<usize>,
         echo: Option<bool>,
         suffix: Option<String>,
+        response_format: Option<Value>,
+        structured_outputs: Option<StructuredOutputs>,
         cache_salt: Option<String>,
         // Has no effect on the answer.
         #[expect(dead_code, reason = "has no effect")]
@@ -136,6 +139,9 @@ pub(crate) async fn create(
         return Err(ApiError::unsupported("suffix", "the model cannot insert text"));
     }
     let (echo, top) = (request.echo.unwrap_or(false), request.logprobs);
+    let shape = Shape::of_format(request.response_format.as_ref(), "response_format", Some("json_schema"))?;
+    let shape = shape.and_structured(request.structured_outputs)?;
+    let grammar = app.blocking(move |app| shape.compile(app, ReplyFormat::Plain, Thoughts::Never)).await??;
     let prompts = app.blocking(move |app| request.prompt.encode(app)).await??;
 
     let scope = app.scope(&headers, request.cache_salt);
@@ -146,6 +152,7 @@ pub(crate) async fn create(
         let base = EngineRequest::new(ids).max_tokens(request.max_tokens.unwrap_or(MAX_TOKENS)).cache(scope.clone());
         let base = drawn.clone().apply(base, app.engine.tokenizer().eos())?;
         let base = if let Some(top) = top { base.logprobs(top) } else { base };
+        let base = if let Some(grammar) = grammar.clone() { base.grammar(grammar) } else { base };
         for choice in 0..n {
             let mut request = base.clone();
             request.sampling.seed = request.sampling.seed.wrapping_add(choice as u64);

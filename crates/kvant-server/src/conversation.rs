@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use axum::extract::State;
-use kvant_engine::EngineRequest;
+use kvant_engine::{CompiledGrammar, EngineRequest};
 use kvant_models::chat::{ChatRole, ChatTemplate, Conversation, Message, ReplyFormat, ToolCall};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
@@ -13,6 +13,7 @@ use crate::{
     app::{App, tokenized},
     body::Json,
     error::{ApiError, Result},
+    structured::{Shape, Thoughts},
 };
 
 /// A message in OpenAI's form.
@@ -38,6 +39,7 @@ pub(crate) struct Talk {
     pub variables: Map<String, Value>,
     pub thinking: Option<bool>,
     pub generation_prompt: bool,
+    pub shape: Shape,
 }
 
 /// The ids of a conversation, and how its answer is read.
@@ -47,12 +49,15 @@ pub(crate) struct Prompt {
     pub reader: AnswerReader,
     /// Whether the answer's text needs the names of special tokens.
     has_marks: bool,
+    /// The form of the answer.
+    grammar: Option<CompiledGrammar>,
 }
 
 impl Prompt {
     /// A request that continues the prompt.
     pub fn request(&self) -> EngineRequest {
-        EngineRequest::new(self.ids.clone()).special_tokens(self.has_marks)
+        let request = EngineRequest::new(self.ids.clone()).special_tokens(self.has_marks);
+        self.grammar.clone().map_or(request.clone(), |grammar| request.grammar(grammar))
     }
 }
 
@@ -163,9 +168,6 @@ pub(crate) fn check_tools(app: &App, tools: &[Value]) -> Result<()> {
             let path = format!("{path}.function.parameters");
             return Err(ApiError::field(&path, format!("`{path}` must be a JSON schema")));
         }
-        if function["strict"] == true {
-            return Err(ApiError::unsupported(format!("{path}.function.strict"), "the engine has no grammars yet"));
-        }
     }
     Ok(())
 }
@@ -184,9 +186,16 @@ impl Talk {
         let ids = tokenized("messages", template.encode(&self.conversation(), tokenizer))?;
         let tail = &ids[ids.len().saturating_sub(TAIL)..];
         let tail = tokenized("messages", tokenizer.decode_with_special(tail))?;
-        let format = template.reply_format();
+        let family = template.reply_format();
+        let format = self.shape.read_as(family);
         let reader = AnswerReader::new(format, &tail);
-        Ok(Prompt { ids, reader, has_marks: format != ReplyFormat::Plain })
+        let thoughts = match AnswerReader::new(family, &tail).is_reasoning {
+            true => Thoughts::Open,
+            false if self.thinking == Some(false) => Thoughts::Never,
+            false => Thoughts::Allowed,
+        };
+        let grammar = self.shape.compile(app, family, thoughts)?;
+        Ok(Prompt { ids, reader, has_marks: format != ReplyFormat::Plain, grammar })
     }
 
     fn conversation(&self) -> Conversation<'_> {
@@ -231,8 +240,8 @@ pub(crate) async fn apply_template(
         messages: messages(&app, request.messages)?,
         tools,
         variables: request.chat_template_kwargs.unwrap_or_default(),
-        thinking: None,
         generation_prompt: request.add_generation_prompt.unwrap_or(true),
+        ..Talk::default()
     };
     let text = app.blocking(move |app| tokenized("messages", template(app)?.render(&talk.conversation()))).await??;
     Ok(Json(json!({"prompt": text})))

@@ -104,7 +104,10 @@ impl From<SubmitError> for ApiError {
 
 impl From<Failure> for ApiError {
     fn from(failure: Failure) -> ApiError {
-        ApiError::internal(failure.to_string())
+        match failure {
+            Failure::Grammar(_) => ApiError::new(StatusCode::BAD_REQUEST, failure.to_string()),
+            _ => ApiError::internal(failure.to_string()),
+        }
     }
 }
 

@@ -30,6 +30,7 @@ mod options;
 mod responses;
 mod sampling;
 mod server;
+mod structured;
 mod tokens;
 
 pub use keys::ApiKeys;

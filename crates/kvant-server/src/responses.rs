@@ -18,11 +18,12 @@ use crate::{
     app::{App, RequestId},
     blocks::{Block, Blocks},
     body::Json,
-    chat::{check_format, chosen_tools, thinking},
+    chat::{chosen_tools, thinking},
     conversation::{Talk, content_text},
     error::{ApiError, Result},
     generation::{Generation, Gone, Sender, TokenUsage, channel, event_stream, finish_reason},
     sampling::{Drawn, now, random_id},
+    structured::Shape,
 };
 
 #[derive(Debug, Deserialize)]
@@ -82,11 +83,13 @@ pub(crate) async fn create(
     check_fixed(&request)?;
     let object = describe(&request, &model);
     let tools = request.tools.take().map(|tools| tools.into_iter().map(nested).collect());
-    let tools = chosen_tools(&app, tools, request.tool_choice.as_ref())?;
+    let format = request.text.as_ref().and_then(|text| text.format.as_ref());
+    let shape = Shape::of_format(format, "text.format", None)?;
+    let (tools, shape) = chosen_tools(&app, tools, request.tool_choice.as_ref(), shape)?;
     let mut variables = Map::new();
     let thinking = thinking(effort(request.reasoning.as_ref())?, &mut variables)?;
     let messages = messages(&app, &request)?;
-    let talk = Talk { messages, tools, variables, thinking, generation_prompt: true };
+    let talk = Talk { messages, tools, variables, thinking, generation_prompt: true, shape };
     let prompt = app.blocking(move |app| talk.prompt(app)).await??;
 
     let max_tokens = request.max_output_tokens.unwrap_or(app.engine.context());
@@ -105,7 +108,6 @@ pub(crate) async fn create(
 /// Checks fields of which this server supports one value.
 fn check_fixed(request: &ResponsesRequest) -> Result<()> {
     let text = request.text.as_ref();
-    check_format(text.and_then(|text| text.format.as_ref()), "text.format")?;
     let refused = [
         ("text.verbosity", text.is_some_and(|text| !matches!(text.verbosity.as_deref(), None | Some("medium")))),
         ("include", request.include.as_ref().is_some_and(|include| !include.is_empty())),

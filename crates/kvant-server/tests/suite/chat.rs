@@ -126,7 +126,7 @@ async fn every_field_that_is_wrong_or_unknown_is_named() {
         (json!({"store": true}), "store"),
         (json!({"service_tier": "flex"}), "service_tier"),
         (json!({"parallel_tool_calls": false}), "parallel_tool_calls"),
-        (json!({"response_format": {"type": "json_object"}}), "response_format"),
+        (json!({"response_format": {"type": "json_schema"}}), "response_format.json_schema.schema"),
         (json!({"response_format": {"type": "xml"}}), "response_format.type"),
         (json!({"tool_choice": "required"}), "tool_choice"),
         (json!({"tool_choice": {"type": "function", "function": {"name": "f"}}}), "tool_choice"),

@@ -7,6 +7,7 @@ mod documents;
 mod errors;
 mod lifecycle;
 mod responses;
+mod structured;
 mod tokens;
 
 use std::{

@@ -56,7 +56,7 @@ async fn every_field_that_is_wrong_or_unknown_is_named() {
         (json!({"background": true}), "background"),
         (json!({"truncation": "auto"}), "truncation"),
         (json!({"include": ["reasoning.encrypted_content"]}), "include"),
-        (json!({"text": {"format": {"type": "json_schema"}}}), "text.format"),
+        (json!({"text": {"format": {"type": "json_schema"}}}), "text.format.schema"),
         (json!({"text": {"verbosity": "low"}}), "text.verbosity"),
         (json!({"reasoning": {"summary": "detailed"}}), "reasoning.summary"),
         (json!({"tools": [{"type": "web_search"}]}), "tools[0].type"),
