@@ -1,147 +1,76 @@
 #!/usr/bin/env python3
 """Runs clients that kvant's authors did not write against `kvant serve` with the shipped model.
 
-    tools/server_clients.py [--kvant target/debug/kvant]
+    tools/server_clients.py [--kvant target/debug/kvant] [--all | PART...]
 
-The packages openai and anthropic are downloaded into target/server-clients. Without a network it says so and skips.
+Without arguments it runs the parts that `./check` runs. The clients are downloaded into target/server-clients. Without a
+network it says so and skips what it lacks.
 """
 
 import argparse
+import importlib
 import os
-import re
-import signal
 import subprocess
 import sys
-import tempfile
+import time
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-VENV = os.path.join(ROOT, "target", "server-clients")
-TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}{{ '# ' + message.role + '\\n\\n' + (message.content or '') + '\\n\\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '# assistant\\n\\n' }}{% endif %}"
-    "{% if enable_thinking %}{{ '<think>\\n' }}{% endif %}"
-)
+from clients.serving import DOWNLOADS, ROOT
+
+# Part, module, what it runs. The first ones run in `./check`, all in `./check all`.
+PARTS = {
+    "packages": "the packages openai and anthropic",
+    "faults": "clients that vanish, stall or send nothing; a shutdown under load",
+    "openai_suite": "the test suite of the package openai",
+    "lm_eval_suite": "lm-eval's local-completions: the same log likelihoods as `kvant eval`",
+    "llama_cpp_suite": "the tests of llama.cpp's server that concern no format of its own",
+    "schema": "schemathesis: thousands of requests made from /openapi.json",
+    "load": "32 clients for 5 minutes: memory and pages",
+    "page": "the page in headless Chromium",
+}
+SMALL = ["packages", "faults"]
+REQUIREMENTS = os.path.join(ROOT, "tools", "clients", "requirements.txt")
+ALL_REQUIREMENTS = os.path.join(ROOT, "tools", "clients", "requirements-all.txt")
 
 
-def install():
-    """The Python of an environment with the clients, or None without a network."""
-    python = os.path.join(VENV, "bin", "python")
+def install(requirements):
+    """The Python of an environment with the clients, or None if they cannot be downloaded."""
+    venv = os.path.join(DOWNLOADS, "venv")
+    python = os.path.join(venv, "bin", "python")
+    done = os.path.join(venv, os.path.basename(requirements) + ".installed")
+    with open(requirements) as file:
+        wanted = file.read()
+    if os.path.exists(done) and open(done).read() == wanted:
+        return python
     if not os.path.exists(python):
-        subprocess.run([sys.executable, "-m", "venv", VENV], check=True)
-    if subprocess.run([python, "-c", "import openai, anthropic"], capture_output=True).returncode != 0:
-        pip = subprocess.run([python, "-m", "pip", "install", "-q", "openai", "anthropic"])
-        if pip.returncode != 0:
-            return None
+        subprocess.run([sys.executable, "-m", "venv", venv], check=True)
+    pip = subprocess.run([python, "-m", "pip", "install", "-q", "-r", requirements])
+    if pip.returncode != 0:
+        return None
+    with open(done, "w") as file:
+        file.write(wanted)
     return python
 
 
-def check_openai(url):
-    import openai
-
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0)
-    name = client.models.list().data[0].id
-    assert client.models.retrieve(name).id == name
-
-    options = dict(model=name, prompt="# Fearless Concurrency\n", max_tokens=20, temperature=0)
-    whole = client.completions.create(**options, logprobs=2, echo=True)
-    logprobs = whole.choices[0].logprobs
-    assert logprobs.token_logprobs[0] is None and len(logprobs.tokens) == whole.usage.total_tokens
-    text = client.completions.create(**options).choices[0].text
-    assert whole.choices[0].text == options["prompt"] + text
-    chunks = list(client.completions.create(**options, stream=True, stream_options={"include_usage": True}))
-    assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == text
-    assert chunks[-1].usage.completion_tokens == 20
-
-    messages = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Vec"}]
-    options = dict(model=name, messages=messages, max_completion_tokens=20, temperature=0)
-    chat = client.chat.completions.create(**options, logprobs=True, top_logprobs=2, n=2)
-    assert len(chat.choices) == 2 and len(chat.choices[0].logprobs.content[0].top_logprobs) == 2
-    content = chat.choices[0].message.content
-    chunks = client.chat.completions.create(**options, stream=True)
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == content
-    thoughts = client.chat.completions.create(**options, reasoning_effort="low").choices[0].message
-    assert thoughts.reasoning_content and not thoughts.content
-
-    options = dict(model=name, instructions="Be brief.", input="Vec", max_output_tokens=20, temperature=0)
-    response = client.responses.create(**options)
-    assert response.output_text and response.usage.output_tokens == 20
-    with client.responses.stream(**options) as stream:
-        deltas = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
-    assert deltas == response.output_text
-
-    for call, error in [
-        (lambda: client.completions.create(model=name, prompt="a", suffix="b"), openai.BadRequestError),
-        (lambda: client.completions.create(model="other", prompt="a"), openai.NotFoundError),
-        (lambda: client.with_options(api_key="wrong").models.list(), openai.AuthenticationError),
-    ]:
-        try:
-            call()
-        except error as refused:
-            assert refused.request_id
-        else:
-            raise AssertionError(f"{error} expected")
-
-
-def check_anthropic(url):
-    import anthropic
-
-    client = anthropic.Anthropic(base_url=url, api_key="secret", max_retries=0)
-    options = dict(model="rustdoc-11m", max_tokens=20, system="Be brief.", messages=[{"role": "user", "content": "Vec"}])
-    # Newer versions of the package have no parameter for it.
-    options["extra_body"] = {"temperature": 0}
-    message = client.messages.create(**options)
-    assert message.usage.output_tokens == 20 and message.stop_reason == "max_tokens"
-    with client.messages.stream(**options) as stream:
-        text = "".join(stream.text_stream)
-        assert stream.get_final_message().content[0].text == message.content[0].text
-    assert text == message.content[0].text
-    thoughts = client.messages.create(**options, thinking={"type": "enabled", "budget_tokens": 1024})
-    assert thoughts.content[0].type == "thinking"
-    counted = client.messages.count_tokens(**{key: options[key] for key in ("model", "system", "messages")})
-    assert counted.input_tokens == message.usage.input_tokens + message.usage.cache_read_input_tokens
-    try:
-        client.messages.create(**{**options, "extra_body": {"unknown": 1}})
-    except anthropic.BadRequestError as refused:
-        assert "unknown" in str(refused)
-    else:
-        raise AssertionError("BadRequestError expected")
-
-
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    listed = "\n".join(f"  {part:16} {what}" for part, what in PARTS.items())
+    format = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, epilog=f"parts:\n{listed}", formatter_class=format)
     parser.add_argument("--kvant", default=os.path.join(ROOT, "target", "debug", "kvant"))
-    parser.add_argument("--url", help=argparse.SUPPRESS)
+    parser.add_argument("--all", action="store_true")
+    parser.add_argument("--installed", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("part", nargs="*", choices=[*PARTS, []], metavar="PART")
     args = parser.parse_args()
-    if args.url:
-        check_openai(args.url)
-        print("openai: ok")
-        check_anthropic(args.url)
-        print("anthropic: ok")
-        return
-    python = install()
-    if python is None:
-        print("skipped: the clients cannot be downloaded")
-        return
-    with tempfile.NamedTemporaryFile("w", suffix=".jinja") as template:
-        template.write(TEMPLATE)
-        template.flush()
-        command = [args.kvant, "serve", "--port", "0", "--api-key", "secret", "--chat-template", template.name]
-        server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        try:
-            url = None
-            while url is None:
-                line = server.stderr.readline()
-                assert line, "the server has ended"
-                found = re.search(r"listening on (http://\S+)", line)
-                url = found and found.group(1)
-            # Keeps the pipe empty.
-            drain = subprocess.Popen(["cat"], stdin=server.stderr, stdout=subprocess.DEVNULL)
-            subprocess.run([python, os.path.abspath(__file__), "--url", url], check=True)
-            server.send_signal(signal.SIGTERM)
-            assert server.wait(30) == 0, "a drain without requests ends with 0"
-            drain.wait(5)
-        finally:
-            server.kill()
+    parts = list(PARTS) if args.all else args.part or SMALL
+    if not args.installed:
+        python = install(REQUIREMENTS if set(parts) <= set(SMALL) else ALL_REQUIREMENTS)
+        if python is None:
+            print("skipped: the clients cannot be downloaded")
+            return
+        os.execv(python, [python, os.path.abspath(__file__), "--installed", "--kvant", args.kvant, *parts])
+    for part in parts:
+        started = time.monotonic()
+        outcome = importlib.import_module(f"clients.{part}").run(args.kvant)
+        print(f"{part}: {outcome} ({time.monotonic() - started:.0f} s)", flush=True)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,10 @@
 use std::{net::TcpListener, path::PathBuf, str::FromStr, sync::Arc, time::Duration};
 
 use kvant_engine::{Engine, EngineOptions};
-use kvant_models::{Files, Tokenizer, chat::ChatTemplate};
+use kvant_models::{
+    Files, Sampling, Tokenizer,
+    chat::{ChatTemplate, GenerationDefaults},
+};
 use kvant_server::{ApiKeys, Server, ServerOptions};
 
 use crate::{
@@ -65,6 +68,13 @@ pub struct ServeArgs {
     /// How long a shutdown waits for running requests
     #[arg(long, value_name = "SECONDS", default_value_t = 30)]
     drain: u64,
+    /// A name by which clients can reach a server that listens on localhost, for example behind a proxy; can be
+    /// repeated. It answers to localhost and addresses anyway
+    #[arg(long, value_name = "NAME")]
+    allowed_host: Vec<String>,
+    /// Connections at once; more wait
+    #[arg(long, value_name = "N", default_value_t = 1000)]
+    max_connections: usize,
     /// The origin whose web pages can use the server, or `*`
     #[arg(long, value_name = "ORIGIN")]
     cors: Option<String>,
@@ -76,11 +86,13 @@ pub struct ServeArgs {
 
 pub fn run(args: &ServeArgs) -> Result {
     let files = shipped::files(args.model.as_deref())?;
-    let options = args.server_options()?;
+    let options = args.server_options()?.sampling(sampling(&files)?);
     // Before the model loads, which can take long.
     let listener = TcpListener::bind((args.host.as_str(), args.port))
         .map_err(|error| format!("cannot listen on {}:{}: {error}", args.host, args.port))?;
     let address = listener.local_addr()?;
+    let is_checked = address.ip().is_loopback() || !args.allowed_host.is_empty();
+    let options = if is_checked { options.hosts(&args.allowed_host) } else { options };
     let device = args.device.open()?;
     let tokenizer = Arc::new(Tokenizer::load_files(&files)?);
     let template = args.template(&files, &tokenizer)?;
@@ -89,6 +101,11 @@ pub fn run(args: &ServeArgs) -> Result {
     let server = Server::new(engine, template, options);
     output::note(&format!("listening on http://{address}\n"))?;
     Ok(server.run(listener)?)
+}
+
+/// What requests use that say nothing else: the parameters that the checkpoint recommends, or OpenAI's.
+fn sampling(files: &Files) -> Result<Sampling> {
+    Ok(GenerationDefaults::load_files(files)?.sampling(Sampling::default().temperature(1.0)))
 }
 
 impl ServeArgs {
@@ -108,6 +125,7 @@ impl ServeArgs {
         if let Some(origin) = &self.cors {
             options = options.cors(origin);
         }
+        let options = options.connections(self.max_connections);
         Ok(options.keys(keys).salt_per_key(self.cache_per_key).drain(Duration::from_secs(self.drain)))
     }
 

@@ -169,7 +169,7 @@ impl Engine {
     /// Submits a request. Its events come from the returned channel.
     ///
     /// # Errors
-    /// `Invalid` with the field's name; `Busy` if the queue is full; `Draining`; `Unhealthy`.
+    /// `Invalid` with the field's name; `ContextLength`; `Busy` if the queue is full; `Draining`; `Unhealthy`.
     pub fn submit(&self, mut request: EngineRequest) -> Result<Responses, SubmitError> {
         let handle = &*self.0;
         handle.check(&request)?;
@@ -310,8 +310,7 @@ impl Handle {
         }
         let room = if request.max_tokens > 0 { context.saturating_sub(1) } else { context };
         if request.prompt.len() > room {
-            let (expected, got) = (format!("at most {room} tokens"), format!("{} tokens", request.prompt.len()));
-            return Err(SubmitError::invalid("prompt", expected, got));
+            return Err(SubmitError::ContextLength { limit: room, got: request.prompt.len() });
         }
         if let Some(id) = request.prompt.iter().find(|&&id| id as usize >= ids) {
             return Err(SubmitError::invalid("prompt", format_args!("ids below {ids}"), id));

@@ -41,6 +41,8 @@ pub struct Finished {
     pub reason: FinishReason,
     /// Counts of tokens.
     pub usage: Usage,
+    /// The log probabilities of the stop id that ended it, if the request asks for those of tokens.
+    pub logprobs: Option<TokenLogprobs>,
 }
 
 /// Why a request ended.

@@ -178,6 +178,14 @@ pub enum SubmitError {
         /// What happened.
         reason: String,
     },
+    /// The prompt leaves no room in the context.
+    #[error("`prompt` must be at most {limit} tokens, got {got} tokens")]
+    ContextLength {
+        /// The longest prompt of this request.
+        limit: usize,
+        /// The tokens of the prompt.
+        got: usize,
+    },
     /// A field of the request is invalid.
     #[error("`{field}` must be {expected}, got {got}")]
     Invalid {

@@ -30,6 +30,8 @@ pub(crate) enum Output {
         id: u32,
         logprobs: Option<TokenLogprobs>,
     },
+    /// The log probabilities of the stop id with which it ends.
+    Stop(TokenLogprobs),
     End(FinishReason),
     Failed(Failure),
     /// Nobody reads the events.
@@ -80,6 +82,7 @@ struct Text<'t> {
     stop: StopFinder,
     min_tokens: usize,
     usage: Usage,
+    stop_logprobs: Option<TokenLogprobs>,
     reader: Reader,
 }
 
@@ -115,7 +118,7 @@ fn handle<'t>(
         let NewText { stop, special_tokens, min_tokens, prompt_tokens, reader } = *new;
         let stream = if special_tokens { tokenizer.stream_with_special() } else { tokenizer.stream() };
         let usage = Usage { prompt_tokens, ..Usage::default() };
-        texts.insert(id, Text { stream, stop, min_tokens, usage, reader });
+        texts.insert(id, Text { stream, stop, min_tokens, usage, stop_logprobs: None, reader });
         return;
     }
     // Tokens after a stop string, which the engine has computed meanwhile, belong to no text.
@@ -131,6 +134,7 @@ fn handle<'t>(
                 Some(last)
             }
         },
+        Output::Stop(logprobs) => return text.stop_logprobs = Some(logprobs),
         Output::End(reason) => Some(text.finish(reason)),
         Output::Failed(failure) => Some(Event::Failed(failure)),
         Output::Start(_) | Output::Gone => None,
@@ -160,7 +164,7 @@ impl Text<'_> {
             Err(Stopped { index, text }) => {
                 self.reader.send(Event::Token(TextToken { id, text, logprobs }));
                 let (text, reason) = (String::new(), FinishReason::StopString(index));
-                Err(Event::Finished(Finished { text, reason, usage: self.usage }))
+                Err(Event::Finished(Finished { text, reason, usage: self.usage, logprobs: None }))
             }
         }
     }
@@ -175,6 +179,6 @@ impl Text<'_> {
             Ok(text) => (text + &self.stop.finish(), reason),
             Err(Stopped { index, text }) => (text, FinishReason::StopString(index)),
         };
-        Event::Finished(Finished { text, reason, usage: self.usage })
+        Event::Finished(Finished { text, reason, usage: self.usage, logprobs: self.stop_logprobs.take() })
     }
 }

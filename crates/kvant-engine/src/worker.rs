@@ -308,6 +308,9 @@ impl Worker {
         let Some(running) = self.running.get_mut(&id) else { return true };
         if running.stop_ids.contains(&token) {
             running.end = Some(FinishReason::StopId(token));
+            if let Some((logits, top)) = logits {
+                self.news.push((id, Output::Stop(TokenLogprobs::of(&logits, token, top))));
+            }
             return true;
         }
         if let Err(failure) = running.accept(token) {

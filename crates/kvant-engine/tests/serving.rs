@@ -115,7 +115,8 @@ fn invalid_requests_name_the_field() {
     };
     assert_eq!(field(EngineRequest::new(Vec::new())), "prompt");
     assert_eq!(field(EngineRequest::new(vec![u32::MAX])), "prompt");
-    assert_eq!(field(EngineRequest::new(vec![1; 300])), "prompt");
+    let long = engine.submit(EngineRequest::new(vec![1; 300]));
+    assert!(matches!(long, Err(SubmitError::ContextLength { limit: 255, got: 300 })));
     assert_eq!(field(ok.clone().sampling(Sampling::default().temperature(-1.0))), "temperature");
     assert_eq!(field(ok.clone().stop([""])), "stop");
     assert_eq!(engine.live(), 0);

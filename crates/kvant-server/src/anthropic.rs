@@ -111,7 +111,7 @@ pub(crate) async fn create(
         ..Drawn::default()
     };
     let base = prompt.request().max_tokens(request.max_tokens).cache(app.scope(&headers, None));
-    let generation = Generation::submit(&app, &id, vec![drawn.apply(base, app.engine.tokenizer().eos())?])?;
+    let generation = Generation::submit(&app, &id, vec![drawn.apply(base, &app)?])?;
     let (message_id, blocks) = (random_id("msg_"), Blocks::default());
     let answer = MessageAnswer { id: message_id, model, reader: prompt.reader, blocks, prompt_tokens, stops };
     if request.stream.unwrap_or(false) {
@@ -280,7 +280,7 @@ impl MessageAnswer {
                 let index = self.blocks.last();
                 if change.is_new {
                     if index > 0 {
-                        stop_block(&sender, index - 1).await?;
+                        self.stop_block(&sender, index - 1).await?;
                     }
                     let block = empty_block(&self.blocks.0[index]);
                     let start = json!({"type": "content_block_start", "index": index, "content_block": block});
@@ -297,11 +297,21 @@ impl MessageAnswer {
             end = added.finished.or(end);
         }
         if !self.blocks.0.is_empty() {
-            stop_block(&sender, self.blocks.last()).await?;
+            self.stop_block(&sender, self.blocks.last()).await?;
         }
         let (delta, usage) = self.end(end.as_ref());
         sender.named("message_delta", &json!({"type": "message_delta", "delta": delta, "usage": usage})).await?;
         sender.named("message_stop", &json!({"type": "message_stop"})).await
+    }
+
+    async fn stop_block(&self, sender: &Sender, index: usize) -> Result<(), Gone> {
+        if matches!(self.blocks.0.get(index), Some(Block::Reasoning(_))) {
+            // Clients send it back with the thoughts. There is nothing to verify.
+            let delta = json!({"type": "signature_delta", "signature": ""});
+            let delta = json!({"type": "content_block_delta", "index": index, "delta": delta});
+            sender.named("content_block_delta", &delta).await?;
+        }
+        sender.named("content_block_stop", &json!({"type": "content_block_stop", "index": index})).await
     }
 
     fn message(&self, content: Vec<Value>, usage: Value) -> Value {
@@ -329,10 +339,6 @@ impl MessageAnswer {
         });
         (json!({"stop_reason": reason, "stop_sequence": stop}), usage)
     }
-}
-
-async fn stop_block(sender: &Sender, index: usize) -> Result<(), Gone> {
-    sender.named("content_block_stop", &json!({"type": "content_block_stop", "index": index})).await
 }
 
 fn empty_block(block: &Block) -> Value {

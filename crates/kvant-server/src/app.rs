@@ -24,7 +24,7 @@ use crate::{
     body::Json,
     chat, completions, conversation, documents,
     error::{ApiError, Result},
-    keys, metrics, models, responses,
+    hosts, keys, metrics, models, responses,
     sampling::{now, random_id},
     tokens,
 };
@@ -66,6 +66,14 @@ impl App {
             }
             _ => Ok(name),
         }
+    }
+
+    /// Checks who asks, and by which name of the server.
+    fn admit(&self, headers: &HeaderMap, is_public: bool) -> Result<()> {
+        if let Some(names) = &self.options.hosts {
+            hosts::check(names, headers)?;
+        }
+        if is_public { Ok(()) } else { self.options.keys.check(headers) }
     }
 
     /// Who shares the pages of a request.
@@ -123,6 +131,7 @@ pub(crate) fn router(app: &Arc<App>) -> Router {
         .route("/apply-template", post(conversation::apply_template))
         .route("/tokenize", post(tokens::tokenize))
         .route("/detokenize", post(tokens::detokenize))
+        .route("/tokenizer_info", get(tokens::info))
         .fallback(async || ApiError::new(StatusCode::NOT_FOUND, "there is no such route"))
         .method_not_allowed_fallback(async || {
             ApiError::new(StatusCode::METHOD_NOT_ALLOWED, "the route does not have this method")
@@ -155,9 +164,9 @@ async fn observe(State(app): State<Arc<App>>, mut request: Request, next: Next) 
     let mut response = if is_preflight {
         StatusCode::NO_CONTENT.into_response()
     } else {
-        match app.options.keys.check(request.headers()) {
-            Err(error) if !is_public => error.into_response(),
-            _ => next.run(request).await,
+        match app.admit(request.headers(), is_public) {
+            Ok(()) => next.run(request).await,
+            Err(error) => error.into_response(),
         }
     };
     if let Some(error) = response.extensions_mut().remove::<ApiError>() {

@@ -1,13 +1,14 @@
 //! Reads and checks the bodies of requests.
 
-use std::{sync::Arc, time::Duration};
+use std::sync::Arc;
 
 use axum::{
-    body::to_bytes,
+    body::Body,
     extract::{FromRequest, Request},
     http::{HeaderMap, StatusCode, header},
     response::{IntoResponse, Response},
 };
+use futures_util::StreamExt;
 use serde::{Serialize, de::DeserializeOwned};
 use serde_json::Value;
 
@@ -15,9 +16,6 @@ use crate::{
     app::App,
     error::{ApiError, Result},
 };
-
-/// The time in which a body must arrive.
-const BODY_TIME: Duration = Duration::from_secs(60);
 
 /// A JSON body: of a request, or of an answer.
 #[derive(Debug)]
@@ -34,13 +32,12 @@ impl<T: DeserializeOwned> FromRequest<Arc<App>> for Json<T> {
         };
         let declared =
             request.headers().get(header::CONTENT_LENGTH).and_then(|length| length.to_str().ok()?.parse().ok());
-        if declared.is_some_and(|length: u64| length > limit as u64) {
+        if declared.is_some_and(|length: u64| length > discarded(limit) as u64) {
             return Err(too_long());
         }
-        let read = tokio::time::timeout(BODY_TIME, to_bytes(request.into_body(), limit)).await;
+        let read = tokio::time::timeout(app.options.body_time, read(request.into_body(), limit)).await;
         let late = |_| ApiError::new(StatusCode::REQUEST_TIMEOUT, "the body did not arrive in time");
-        // Only the limit and a connection that is gone are errors here.
-        let bytes = read.map_err(late)?.map_err(|_| too_long())?;
+        let bytes = read.map_err(late)??.ok_or_else(too_long)?;
         parse(&bytes).map(Json)
     }
 }
@@ -52,6 +49,29 @@ impl<T: Serialize> IntoResponse for Json<T> {
             Err(error) => ApiError::internal(error.to_string()).into_response(),
         }
     }
+}
+
+/// How much of a body that is too long is read. A client that still sends does not see an answer.
+fn discarded(limit: usize) -> usize {
+    limit.saturating_mul(8)
+}
+
+/// Reads a body. `None` if it is longer than the limit.
+async fn read(body: Body, limit: usize) -> Result<Option<Vec<u8>>> {
+    let (mut pieces, mut bytes, mut length) = (body.into_data_stream(), Vec::new(), 0_usize);
+    while let Some(piece) = pieces.next().await {
+        let gone = |_| ApiError::new(StatusCode::BAD_REQUEST, "the body has ended early");
+        let piece = piece.map_err(gone)?;
+        length = length.saturating_add(piece.len());
+        if length <= limit {
+            bytes.extend_from_slice(&piece);
+        } else if length > discarded(limit) {
+            break;
+        } else {
+            bytes = Vec::new();
+        }
+    }
+    Ok((length <= limit).then_some(bytes))
 }
 
 /// A page of another site can send other types without asking, even to a server on localhost.

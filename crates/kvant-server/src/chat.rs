@@ -111,7 +111,7 @@ pub(crate) async fn create(
     let prompt = app.blocking(move |app| talk.prompt(app)).await??;
 
     let base = prompt.request().max_tokens(max_tokens).cache(app.scope(&headers, request.cache_salt));
-    let base = drawn.apply(base, app.engine.tokenizer().eos())?;
+    let base = drawn.apply(base, &app)?;
     let base = if let Some(top) = top { base.logprobs(top) } else { base };
     let requests = (0..n as u64).map(|choice| {
         let mut request = base.clone();

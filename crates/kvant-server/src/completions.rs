@@ -150,7 +150,7 @@ pub(crate) async fn create(
     for prompt in prompts {
         let ids = prompt.ids.clone();
         let base = EngineRequest::new(ids).max_tokens(request.max_tokens.unwrap_or(MAX_TOKENS)).cache(scope.clone());
-        let base = drawn.clone().apply(base, app.engine.tokenizer().eos())?;
+        let base = drawn.clone().apply(base, &app)?;
         let base = if let Some(top) = top { base.logprobs(top) } else { base };
         let base = if let Some(grammar) = grammar.clone() { base.grammar(grammar) } else { base };
         for choice in 0..n {
@@ -332,7 +332,10 @@ impl ChoiceText {
             }
             Event::Finished(finished) => {
                 let finish = Some(finish_reason(&finished.reason));
-                Some(Piece { text: finished.text, logprobs: None, finish })
+                // The end of a text is a token, although it has no text.
+                let logprobs = finished.logprobs.as_ref().map(std::slice::from_ref);
+                let logprobs = logprobs.and_then(|logprobs| self.logprobs(app, logprobs));
+                Some(Piece { text: finished.text, logprobs, finish })
             }
             _ => None,
         }

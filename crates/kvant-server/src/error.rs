@@ -52,6 +52,7 @@ impl ApiError {
     pub fn kind(&self) -> &'static str {
         match self.status {
             StatusCode::UNAUTHORIZED => "authentication_error",
+            StatusCode::FORBIDDEN => "permission_error",
             StatusCode::TOO_MANY_REQUESTS => "rate_limit_error",
             status if status.is_server_error() => "server_error",
             _ => "invalid_request_error",
@@ -64,6 +65,7 @@ impl ApiError {
             StatusCode::UNAUTHORIZED => "authentication_error",
             StatusCode::NOT_FOUND => "not_found_error",
             StatusCode::PAYLOAD_TOO_LARGE => "request_too_large",
+            StatusCode::FORBIDDEN => "permission_error",
             StatusCode::TOO_MANY_REQUESTS => "rate_limit_error",
             StatusCode::SERVICE_UNAVAILABLE => "overloaded_error",
             status if status.is_server_error() => "api_error",
@@ -93,7 +95,7 @@ impl From<SubmitError> for ApiError {
                 ApiError { code: Some("queue_full"), retry_after: Some(1), ..error }
             }
             SubmitError::Draining => ApiError::draining(),
-            SubmitError::Invalid { field: "prompt", got, .. } if got.ends_with(" tokens") => {
+            SubmitError::ContextLength { .. } => {
                 ApiError { code: Some("context_length_exceeded"), ..ApiError::field("prompt", message) }
             }
             SubmitError::Invalid { field, .. } => ApiError::field(field, message),

@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use kvant_models::Sampling;
+
 use crate::ApiKeys;
 
 /// Options of a [`Server`](crate::Server).
@@ -36,6 +38,21 @@ pub struct ServerOptions {
     pub drain: Duration,
     /// The origin whose pages can use the server, or `*`. Default: none.
     pub cors: Option<String>,
+    /// What requests use whose fields do not say otherwise; their seeds are random. Default: temperature 1.
+    pub sampling: Sampling,
+    /// The names by which clients can reach the server, in addition to localhost and addresses. A server that listens on
+    /// localhost needs such a list: without it, a web page whose name resolves to this machine can use the server (DNS
+    /// rebinding). Default: every name.
+    pub hosts: Option<Vec<String>>,
+    /// The most connections at once. Others wait until one closes. Default: 1000.
+    pub connections: usize,
+    /// The time in which the head of a request must arrive, also after the previous answer of its connection.
+    /// Default: 60 s.
+    pub head_time: Duration,
+    /// The time in which the body of a request must arrive. Default: 60 s.
+    pub body_time: Duration,
+    /// The time after which a connection is closed whose client reads nothing of an answer. Default: 60 s.
+    pub stall_time: Duration,
 }
 
 impl ServerOptions {
@@ -52,6 +69,12 @@ impl ServerOptions {
             ping: Duration::from_secs(10),
             drain: Duration::from_secs(30),
             cors: None,
+            sampling: Sampling::default().temperature(1.0),
+            hosts: None,
+            connections: 1000,
+            head_time: Duration::from_secs(60),
+            body_time: Duration::from_secs(60),
+            stall_time: Duration::from_secs(60),
         }
     }
 
@@ -114,5 +137,41 @@ impl ServerOptions {
     #[must_use]
     pub fn cors(self, origin: impl Into<String>) -> Self {
         ServerOptions { cors: Some(origin.into()), ..self }
+    }
+
+    /// Sets [`ServerOptions::sampling`].
+    #[must_use]
+    pub fn sampling(self, sampling: Sampling) -> Self {
+        ServerOptions { sampling, ..self }
+    }
+
+    /// Sets [`ServerOptions::hosts`].
+    #[must_use]
+    pub fn hosts<S: Into<String>>(self, names: impl IntoIterator<Item = S>) -> Self {
+        ServerOptions { hosts: Some(names.into_iter().map(Into::into).collect()), ..self }
+    }
+
+    /// Sets [`ServerOptions::connections`].
+    #[must_use]
+    pub fn connections(self, connections: usize) -> Self {
+        ServerOptions { connections, ..self }
+    }
+
+    /// Sets [`ServerOptions::head_time`].
+    #[must_use]
+    pub fn head_time(self, head_time: Duration) -> Self {
+        ServerOptions { head_time, ..self }
+    }
+
+    /// Sets [`ServerOptions::body_time`].
+    #[must_use]
+    pub fn body_time(self, body_time: Duration) -> Self {
+        ServerOptions { body_time, ..self }
+    }
+
+    /// Sets [`ServerOptions::stall_time`].
+    #[must_use]
+    pub fn stall_time(self, stall_time: Duration) -> Self {
+        ServerOptions { stall_time, ..self }
     }
 }

@@ -81,7 +81,7 @@ pub(crate) async fn create(
 ) -> Result<Response> {
     let model = app.model(request.model.as_deref())?;
     check_fixed(&request)?;
-    let object = describe(&request, &model);
+    let object = describe(&app, &request, &model);
     let tools = request.tools.take().map(|tools| tools.into_iter().map(nested).collect());
     let format = request.text.as_ref().and_then(|text| text.format.as_ref());
     let shape = Shape::of_format(format, "text.format", None)?;
@@ -95,7 +95,7 @@ pub(crate) async fn create(
     let max_tokens = request.max_output_tokens.unwrap_or(app.engine.context());
     let base = prompt.request().max_tokens(max_tokens).cache(app.scope(&headers, None));
     let drawn = Drawn { temperature: request.temperature, top_p: request.top_p, ..Drawn::default() };
-    let generation = Generation::submit(&app, &id, vec![drawn.apply(base, app.engine.tokenizer().eos())?])?;
+    let generation = Generation::submit(&app, &id, vec![drawn.apply(base, &app)?])?;
     let answer =
         ResponseAnswer { object, reader: prompt.reader, blocks: Blocks::default(), ids: Vec::new(), sequence: 0 };
     if request.stream.unwrap_or(false) {
@@ -217,16 +217,17 @@ fn is_open(message: &Message) -> bool {
 }
 
 /// The response before it has output.
-fn describe(request: &ResponsesRequest, model: &str) -> Value {
+fn describe(app: &App, request: &ResponsesRequest, model: &str) -> Value {
+    let default = &app.options.sampling;
     json!({
         "id": random_id("resp_"), "object": "response", "created_at": now(), "status": "in_progress",
         "background": false, "error": null, "incomplete_details": null, "instructions": request.instructions,
         "max_output_tokens": request.max_output_tokens, "metadata": request.metadata.clone().unwrap_or_default(),
         "model": model, "output": [], "parallel_tool_calls": true, "previous_response_id": null,
         "reasoning": {"effort": request.reasoning.as_ref().and_then(|r| r.get("effort")), "summary": null},
-        "store": false, "temperature": request.temperature.unwrap_or(1.0), "text": {"format": {"type": "text"}},
+        "store": false, "temperature": request.temperature.unwrap_or(default.temperature), "text": {"format": {"type": "text"}},
         "tool_choice": request.tool_choice.clone().unwrap_or(json!("auto")),
-        "tools": request.tools.clone().unwrap_or_default(), "top_p": request.top_p.unwrap_or(1.0),
+        "tools": request.tools.clone().unwrap_or_default(), "top_p": request.top_p.unwrap_or(default.top_p),
         "truncation": "disabled", "usage": null, "user": null,
     })
 }
@@ -271,7 +272,7 @@ impl ResponseAnswer {
             let mut usage = TokenUsage::default();
             usage.add(end.usage, true);
             object["usage"] = json!({
-                "input_tokens": usage.prompt, "input_tokens_details": {"cached_tokens": usage.cached},
+                "input_tokens": usage.prompt, "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
                 "output_tokens": usage.generated,
                 "output_tokens_details": {"reasoning_tokens": self.reader.reasoning_tokens},
                 "total_tokens": usage.prompt + usage.generated,

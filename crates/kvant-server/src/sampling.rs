@@ -6,10 +6,12 @@ use std::{
 };
 
 use kvant_engine::EngineRequest;
-use kvant_models::Sampling;
 use serde::Deserialize;
 
-use crate::error::{ApiError, Result};
+use crate::{
+    app::App,
+    error::{ApiError, Result},
+};
 
 /// One string or several.
 #[derive(Clone, Debug, Deserialize)]
@@ -105,28 +107,35 @@ pub(crate) use drawn_request;
 const LARGEST_BIAS: f32 = 100.0;
 
 impl Drawn {
-    /// Sets what the fields say in a request. `eos`: the ids that end a text by themselves.
-    pub fn apply(self, request: EngineRequest, eos: &[u32]) -> Result<EngineRequest> {
-        let top_k = self.top_k.unwrap_or(0);
-        if top_k < -1 {
-            return Err(ApiError::field("top_k", format!("`top_k` must be at least 0, or -1 for all, got {top_k}")));
-        }
-        let mut sampling = Sampling::default()
-            .temperature(self.temperature.unwrap_or(1.0))
-            .top_p(self.top_p.unwrap_or(1.0))
-            .top_k(usize::try_from(top_k).unwrap_or(0))
-            .min_p(self.min_p.unwrap_or(0.0))
+    /// Sets what the fields say in a request, and the server's defaults for the others.
+    pub fn apply(self, request: EngineRequest, app: &App) -> Result<EngineRequest> {
+        let default = &app.options.sampling;
+        let top_k = match self.top_k {
+            None => default.top_k,
+            // At most the vocabulary matters.
+            Some(top_k @ -1..) => usize::try_from(top_k).unwrap_or(0),
+            Some(top_k) => {
+                let message = format!("`top_k` must be at least 0, or -1 for all, got {top_k}");
+                return Err(ApiError::field("top_k", message));
+            }
+        };
+        let mut sampling = default
+            .clone()
+            .temperature(self.temperature.unwrap_or(default.temperature))
+            .top_p(self.top_p.unwrap_or(default.top_p))
+            .top_k(top_k)
+            .min_p(self.min_p.unwrap_or(default.min_p))
             .seed(self.seed.map_or_else(random, i64::cast_unsigned))
-            .presence_penalty(self.presence_penalty.unwrap_or(0.0))
-            .frequency_penalty(self.frequency_penalty.unwrap_or(0.0))
-            .repetition_penalty(self.repetition_penalty.unwrap_or(1.0));
+            .presence_penalty(self.presence_penalty.unwrap_or(default.presence_penalty))
+            .frequency_penalty(self.frequency_penalty.unwrap_or(default.frequency_penalty))
+            .repetition_penalty(self.repetition_penalty.unwrap_or(default.repetition_penalty));
         if let Some(bias) = self.logit_bias {
             sampling.logit_bias = bias.into_iter().map(logit_bias).collect::<Result<_>>()?;
         }
         let stop = self.stop.map(Strings::into_vec).unwrap_or_default();
         let mut ids = self.stop_token_ids.unwrap_or_default();
         if !self.ignore_eos.unwrap_or(false) {
-            ids.extend(eos);
+            ids.extend(app.engine.tokenizer().eos());
         }
         let mut request = request
             .sampling(sampling)

@@ -6,7 +6,6 @@ use std::{
     time::Duration,
 };
 
-use axum::serve::ListenerExt;
 use kvant_engine::Engine;
 use kvant_models::chat::ChatTemplate;
 use tokio::{net::TcpListener, sync::watch, time};
@@ -14,6 +13,7 @@ use tokio::{net::TcpListener, sync::watch, time};
 use crate::{
     ServerOptions,
     app::{self, App},
+    connections,
 };
 
 /// How often a server looks whether its engine is healthy.
@@ -63,16 +63,11 @@ impl Server {
     /// # Errors
     /// `Engine` if the engine fails, after its clients got an error; `Drain`; `Io`.
     pub async fn serve(self, listener: TcpListener, stop: impl Future<Output = ()>) -> Result<(), ServeError> {
-        let (close, mut closing) = watch::channel(());
-        // Tokens are small, and each is sent at once.
-        let listener = listener.tap_io(|stream| {
-            let _ = stream.set_nodelay(true);
+        let (close, closing) = watch::channel(());
+        let app = Arc::clone(&self.0);
+        let serving = tokio::spawn(async move {
+            connections::serve(listener, app::router(&app), &app.options, closing).await;
         });
-        let serving = axum::serve(listener, self.router());
-        let serving = serving.with_graceful_shutdown(async move {
-            let _ = closing.changed().await;
-        });
-        let serving = tokio::spawn(serving.into_future());
         let outcome = tokio::select! {
             () = stop => self.drain().await,
             () = self.failure() => Err(ServeError::Engine),

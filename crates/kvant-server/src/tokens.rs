@@ -1,4 +1,4 @@
-//! `/tokenize` and `/detokenize`.
+//! `/tokenize`, `/detokenize` and `/tokenizer_info`.
 
 use std::sync::Arc;
 
@@ -18,31 +18,41 @@ pub(crate) struct TokenizeRequest {
     prompt: Option<String>,
     /// llama.cpp's name of the same.
     content: Option<String>,
-    /// Whether the ids begin with that of the beginning of a text. Default: true.
+    /// Whether the ids begin with that of the beginning of a text. Default: true for `prompt`, false for `content`, as
+    /// in the servers from which these names are.
     add_special_tokens: Option<bool>,
     /// llama.cpp's name of the same.
     add_special: Option<bool>,
     return_token_strs: Option<bool>,
+    /// Whether each token is an object with `id` and `piece`, as in llama.cpp.
+    with_pieces: Option<bool>,
 }
 
 pub(crate) async fn tokenize(State(app): State<Arc<App>>, Json(request): Json<TokenizeRequest>) -> Result<Json<Value>> {
     app.model(request.model.as_deref())?;
-    let text = match (request.prompt, request.content) {
-        (Some(text), None) | (None, Some(text)) => text,
+    let (text, adds_bos) = match (request.prompt, request.content) {
+        (Some(text), None) => (text, true),
+        (None, Some(text)) => (text, false),
         (None, None) => return Err(ApiError::field("prompt", "`prompt` or `content` is needed")),
         (Some(_), Some(_)) => return Err(ApiError::field("content", "`prompt` and `content` exclude each other")),
     };
-    let adds_bos = request.add_special_tokens.or(request.add_special).unwrap_or(true);
+    let adds_bos = request.add_special_tokens.or(request.add_special).unwrap_or(adds_bos);
     let strings = request.return_token_strs.unwrap_or(false);
+    let pieces = request.with_pieces.unwrap_or(false);
     let encoded = app.blocking(move |app| -> Result<_> {
         let tokenizer = app.engine.tokenizer();
         let ids = if adds_bos { tokenizer.encode_prompt(&text) } else { tokenizer.encode(&text, false) };
         let ids = tokenized("prompt", ids)?;
-        let strings = strings.then(|| ids.iter().map(|&id| app.token_text(id)).collect::<Vec<_>>());
+        let strings = (strings || pieces).then(|| ids.iter().map(|&id| app.token_text(id)).collect::<Vec<_>>());
         Ok((ids, strings))
     });
-    let (tokens, token_strs) = encoded.await??;
+    let (tokens, strs) = encoded.await??;
     let (count, max_model_len) = (tokens.len(), app.engine.context());
+    let tokens: Vec<Value> = match &strs {
+        Some(strs) if pieces => tokens.iter().zip(strs).map(|(id, piece)| json!({"id": id, "piece": piece})).collect(),
+        _ => tokens.into_iter().map(Value::from).collect(),
+    };
+    let token_strs = strs.filter(|_| strings);
     Ok(Json(json!({"count": count, "max_model_len": max_model_len, "tokens": tokens, "token_strs": token_strs})))
 }
 
@@ -61,4 +71,14 @@ pub(crate) async fn detokenize(
     let decoded = app.blocking(move |app| app.engine.tokenizer().decode_with_special(&request.tokens));
     let text = tokenized("tokens", decoded.await?)?;
     Ok(Json(json!({"prompt": text, "content": text})))
+}
+
+/// What clients need to know that make prompts of ids.
+pub(crate) async fn info(State(app): State<Arc<App>>) -> Json<Value> {
+    let tokenizer = app.engine.tokenizer();
+    let name = |id: Option<u32>| id.map(|id| app.token_text(id));
+    Json(json!({
+        "bos_token": name(tokenizer.bos()), "eos_token": name(tokenizer.eos_token()),
+        "vocab_size": tokenizer.vocab_size(), "model_max_length": app.engine.context(),
+    }))
 }

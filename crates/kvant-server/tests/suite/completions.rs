@@ -1,6 +1,21 @@
 //! `/v1/completions`.
 
+use kvant_models::Sampling;
+
 use super::*;
+
+/// Fields that a request does not set are those of the server.
+#[tokio::test(flavor = "multi_thread")]
+async fn defaults_of_the_server() {
+    let greedy = || with(ServerOptions::new(NAME).sampling(Sampling::default()));
+    let text = |answer: Value| answer["choices"][0]["text"].as_str().unwrap().to_string();
+    let body = json!({"prompt": "# Vec", "max_tokens": 12});
+    let plain = text(post(greedy(), "/v1/completions", body.clone()).await.ok());
+    let asked = post(router(), "/v1/completions", and(body.clone(), json!({"temperature": 0}))).await.ok();
+    assert_eq!(plain, text(asked));
+    let hot = and(body, json!({"temperature": 5, "seed": 3}));
+    assert_ne!(plain, text(post(greedy(), "/v1/completions", hot).await.ok()));
+}
 
 const PATH: &str = "/v1/completions";
 
@@ -156,4 +171,15 @@ async fn log_probabilities_of_prompt_and_text() {
     let scored = complete(and(greedy(), json!({"max_tokens": 0, "logprobs": 4, "echo": true}))).await;
     assert_eq!(scored["choices"][0]["logprobs"]["tokens"].as_array().unwrap().len(), count - 2);
     assert_eq!(scored["usage"]["completion_tokens"], 0);
+}
+
+/// Clients that score a prompt ask for one token more, and expect it among the log probabilities in any case.
+#[tokio::test(flavor = "multi_thread")]
+async fn the_end_of_a_text_has_log_probabilities() {
+    let eos = post(router(), "/tokenize", json!({"content": "<eos>"})).await.ok()["tokens"][0].to_string();
+    let body = json!({"prompt": "a", "max_tokens": 1, "logprobs": 1, "logit_bias": {eos: 100}});
+    let choice = &post(router(), "/v1/completions", body).await.ok()["choices"][0];
+    assert_eq!((&choice["text"], &choice["finish_reason"]), (&json!(""), &json!("stop")));
+    assert_eq!(choice["logprobs"]["tokens"], json!(["<eos>"]));
+    assert!(choice["logprobs"]["token_logprobs"][0].as_f64().unwrap() < 0.0);
 }

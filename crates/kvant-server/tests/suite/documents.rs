@@ -30,6 +30,7 @@ fn examples() -> Vec<(&'static str, Value)> {
         ("/v1/messages/count_tokens", json!({"messages": messages})),
         ("/tokenize", json!({"prompt": "a"})),
         ("/tokenize", json!({"prompt": "a", "return_token_strs": true})),
+        ("/tokenize", json!({"content": "a", "with_pieces": true})),
         ("/detokenize", json!({"tokens": [5, 6]})),
         ("/apply-template", json!({"messages": messages})),
     ]
@@ -53,7 +54,7 @@ async fn answers_are_as_the_document_says() {
         let response = &responses[answer.status.as_str()];
         check(&document, &response["content"]["application/json"]["schema"], &answer.json(), &schema);
     }
-    for path in ["/v1/models", "/health"] {
+    for path in ["/v1/models", "/health", "/tokenizer_info"] {
         let schema = &document["paths"][path]["get"]["responses"]["200"]["content"]["application/json"]["schema"];
         check(&document, schema, &get(router(), path).await.ok(), path);
     }

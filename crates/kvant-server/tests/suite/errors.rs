@@ -113,6 +113,23 @@ async fn keys() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn hosts() {
+    let router = || with(ServerOptions::new(NAME).hosts(["box"]));
+    let ask = |path: &'static str, host: &'static str| {
+        send(router(), Request::get(path).header(header::HOST, host).body(Body::empty()).unwrap())
+    };
+    for host in ["localhost:8080", "127.0.0.1", "[::1]:80", "box:1"] {
+        assert_eq!(ask("/v1/models", host).await.status, StatusCode::OK, "{host}");
+    }
+    // The page is public, and not for other sites.
+    for path in ["/v1/models", "/", "/health"] {
+        let refused = ask(path, "evil.example").await;
+        assert_eq!(refused.status, StatusCode::FORBIDDEN);
+        assert_eq!(refused.json()["error"]["code"], "host_not_allowed");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn request_ids() {
     let ask = |id: &'static str| {
         send(router(), Request::get("/health").header("x-request-id", id).body(Body::empty()).unwrap())

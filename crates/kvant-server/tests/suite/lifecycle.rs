@@ -221,3 +221,52 @@ async fn health_during_many_requests() {
     }
     until(&running.engine, "all have ended", |stats| stats.running + stats.waiting == 0).await;
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn requests_that_never_come_end() {
+    let short = Duration::from_millis(200);
+    let options = ServerOptions::new(NAME).head_time(short).body_time(short);
+    let running = start(EngineOptions::default(), options).await;
+    for (sent, answer) in [
+        ("", ""),
+        ("GET /health HTTP/1.1\r\nhost: x\r\nx-more: ", "HTTP/1.1 408 "),
+        (
+            "POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\n{",
+            "HTTP/1.1 408 ",
+        ),
+    ] {
+        let mut stream = TcpStream::connect(running.address).await.unwrap();
+        stream.write_all(sent.as_bytes()).await.unwrap();
+        let text = tokio::time::timeout(Duration::from_secs(20), read(stream)).await.expect("the server waits");
+        assert!(text.is_empty() || (!answer.is_empty() && text.starts_with(answer)), "{sent:?}: {text}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_reader_that_stopped_loses_its_connection() {
+    let options = ServerOptions::new(NAME).stall_time(Duration::from_millis(200));
+    let running = start(EngineOptions::default(), options).await;
+    // An answer that the buffers of a connection do not hold.
+    let body = json!({"prompt": "a ".repeat(700_000), "return_token_strs": true});
+    let stream = running.request("POST /tokenize", &body).await;
+    stream.readable().await.unwrap();
+    tokio::time::sleep(Duration::from_secs(3)).await;
+    let text = read(stream).await;
+    let (head, rest) = text.split_once("\r\n\r\n").unwrap();
+    let length = head.lines().find_map(|line| line.strip_prefix("content-length: ")).unwrap();
+    assert!(rest.len() < length.parse().unwrap(), "{length} bytes came");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn connections_beyond_the_limit_wait() {
+    let running = start(EngineOptions::default(), ServerOptions::new(NAME).connections(2)).await;
+    let (first, second) = (running.complete(long(json!({}))).await, running.complete(long(json!({}))).await);
+    until(&running.engine, "both run", |stats| stats.running == 2).await;
+    let third = running.request("GET /health", &json!({})).await;
+    let mut byte = [0];
+    let answer = tokio::time::timeout(Duration::from_millis(300), third.peek(&mut byte)).await;
+    assert!(answer.is_err(), "a third connection is open");
+    drop(first);
+    assert!(read(third).await.starts_with("HTTP/1.1 200 "));
+    drop(second);
+}

@@ -6,7 +6,7 @@ use super::*;
 async fn there_and_back() {
     let text = "fn main() { println!(\"größer\"); }";
     let with = post(router(), "/tokenize", json!({"prompt": text})).await.ok();
-    let without = post(router(), "/tokenize", json!({"content": text, "add_special": false})).await.ok();
+    let without = post(router(), "/tokenize", json!({"content": text})).await.ok();
     let ids = with["tokens"].as_array().unwrap();
     assert_eq!(ids[1..], without["tokens"].as_array().unwrap()[..]);
     assert_eq!((&with["count"], &with["max_model_len"]), (&json!(ids.len()), &json!(1024)));
@@ -14,6 +14,13 @@ async fn there_and_back() {
     assert_eq!((&back["prompt"], &back["content"]), (&json!(text), &json!(text)));
     let named = json!({"prompt": "a", "return_token_strs": true});
     assert_eq!(post(router(), "/tokenize", named).await.ok()["token_strs"], json!(["<bos>", "a"]));
+    let pieces = post(router(), "/tokenize", json!({"content": "a b", "with_pieces": true})).await.ok();
+    assert_eq!(pieces["tokens"][1]["piece"], " b");
+    let info = get(router(), "/tokenizer_info").await.ok();
+    assert_eq!((&info["bos_token"], &info["model_max_length"]), (&json!("<bos>"), &json!(1024)));
+    let named =
+        post(router(), "/tokenize", json!({"prompt": info["bos_token"], "add_special_tokens": false})).await.ok();
+    assert_eq!(named["tokens"], json!([with["tokens"][0]]));
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -1,0 +1,132 @@
+"""A running `kvant serve`, and plain requests to it."""
+
+import http.client
+import json
+import os
+import re
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+DOWNLOADS = os.path.join(ROOT, "target", "server-clients")
+TEXT = os.path.join(ROOT, "models", "rustdoc-valid.txt")
+# The shipped model was not trained for conversations.
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ '# ' + message.role + '\\n\\n' + (message.content or '') + '\\n\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '# assistant\\n\\n' }}{% endif %}"
+    "{% if enable_thinking %}{{ '<think>\\n' }}{% endif %}"
+)
+
+
+class Server:
+    """`kvant serve` with the shipped model on a free port, as a context manager."""
+
+    def __init__(self, kvant, *options, template=True):
+        self.command = [kvant, "serve", "--port", "0", *options]
+        self.template = tempfile.NamedTemporaryFile("w", suffix=".jinja")
+        if template:
+            self.template.write(TEMPLATE)
+            self.template.flush()
+            self.command += ["--chat-template", self.template.name]
+        self.lines = []
+
+    def __enter__(self):
+        self.process = subprocess.Popen(self.command, stderr=subprocess.PIPE, text=True)
+        self.url = None
+        while self.url is None:
+            line = self.process.stderr.readline()
+            assert line, f"the server has ended: {' '.join(self.lines)}"
+            self.lines.append(line)
+            found = re.search(r"listening on (http://(\S+):(\d+))", line)
+            if found:
+                self.url, self.host, self.port = found.group(1), found.group(2), int(found.group(3))
+        # Keeps the pipe empty.
+        self.log = threading.Thread(target=lambda: self.lines.extend(self.process.stderr), daemon=True)
+        self.log.start()
+        return self
+
+    def __exit__(self, kind, *_):
+        if kind is None and self.process.poll() is None:
+            assert self.stop() == 0, "a drain without requests ends with 0"
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self, limit=60):
+        """Sends SIGTERM and returns the exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(limit)
+
+    def connect(self, timeout=120):
+        return http.client.HTTPConnection(self.host, self.port, timeout=timeout)
+
+    def request(self, path, body=None, timeout=120):
+        """The status and the JSON (or text) of an answer: of a POST with a body, or of a GET."""
+        connection = self.connect(timeout)
+        try:
+            headers = {"content-type": "application/json"}
+            data = None if body is None else json.dumps(body)
+            connection.request("GET" if body is None else "POST", path, data, headers)
+            response = connection.getresponse()
+            text = response.read().decode()
+            is_json = "json" in response.headers.get("content-type", "")
+            return response.status, json.loads(text) if is_json else text
+        finally:
+            connection.close()
+
+    def metrics(self):
+        """The metrics without labels, except the reasons of ends as `request_success_total.REASON`."""
+        values = {}
+        for line in self.request("/metrics")[1].splitlines():
+            found = re.match(r"(\w+)\{([^}]*)\} (\S+)", line)
+            if found and "le=" not in line:
+                reason = re.search(r'finished_reason="(\w+)"', line)
+                values[found.group(1) + (f".{reason.group(1)}" if reason else "")] = float(found.group(3))
+        return values
+
+    def settled(self, limit=60):
+        """Waits until nothing runs, and checks that no request holds a page."""
+        deadline = time.monotonic() + limit
+        while True:
+            metrics = self.metrics()
+            busy = ["num_requests_running", "num_requests_waiting", "num_requests_paused", "kv_cache_request_bytes"]
+            if all(metrics[name] == 0 for name in busy):
+                return metrics
+            assert time.monotonic() < deadline, {name: metrics[name] for name in busy}
+            time.sleep(0.05)
+
+    def memory(self):
+        """Resident bytes."""
+        with open(f"/proc/{self.process.pid}/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def sdist(name, version, folder):
+    """The files under `folder` of a package's source, unpacked into target/. Downloads them the first time."""
+    import tarfile
+
+    stem = f"{name.replace('-', '_')}-{version}"
+    root = os.path.join(DOWNLOADS, stem)
+    if not os.path.exists(root):
+        archive = os.path.join(DOWNLOADS, f"{stem}.tar.gz")
+        if not os.path.exists(archive):
+            pip = [os.path.join(DOWNLOADS, "venv", "bin", "python"), "-m", "pip", "download", "-q", "--no-deps"]
+            subprocess.run([*pip, "--no-binary", ":all:", f"{name}=={version}", "-d", DOWNLOADS], check=True)
+        with tempfile.TemporaryDirectory(dir=DOWNLOADS) as unpacked, tarfile.open(archive) as tar:
+            members = [member for member in tar if member.name.startswith(f"{stem}/{folder}")]
+            tar.extractall(unpacked, members, filter="data")
+            os.rename(os.path.join(unpacked, stem), root)
+    return os.path.join(root, folder)
+
+
+def pytest(arguments, cwd, env):
+    """Runs pytest and returns its summary, such as `123 passed, 4 deselected`."""
+    import sys
+
+    command = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-p", "no:cacheprovider", "--tb=short", *arguments]
+    run = subprocess.run(command, cwd=cwd, env={**os.environ, **env}, capture_output=True, text=True)
+    lines = run.stdout.strip().splitlines()
+    assert run.returncode == 0, "\n".join(lines[-60:]) + run.stderr
+    return re.sub(r" in [\d.]+s.*", "", lines[-1]).strip("= ")
