@@ -22,11 +22,9 @@ pub(super) unsafe fn score<S: Simd, R: LoadRows>(
     staged: *mut f32,
     prefetch: &mut Prefetcher,
 ) {
-    if S::READS_DIRECTLY {
-        if part.queries.rows <= direct_rows::<S>() {
-            // SAFETY: the caller's promise.
-            return unsafe { S::call(ScoreKernel { rows, part, scores, prefetch }) };
-        }
+    if S::READS_DIRECTLY && part.queries.rows <= direct_rows::<S>() {
+        // SAFETY: the caller's promise.
+        return unsafe { S::call(ScoreKernel { rows, part, scores, prefetch }) };
     }
     let stride = part.queries.head_dim;
     for key in (0..part.keys).step_by(STAGED_KEYS) {

@@ -22,11 +22,9 @@ pub(super) unsafe fn add_values<S: Simd, R: LoadRows>(
     staged: *mut f32,
     prefetch: &mut Prefetcher,
 ) {
-    if S::READS_DIRECTLY {
-        if part.queries.rows <= direct_rows::<S>() {
-            // SAFETY: the caller's promise.
-            return unsafe { S::call(SumKernel { rows, part, weights, prefetch }) };
-        }
+    if S::READS_DIRECTLY && part.queries.rows <= direct_rows::<S>() {
+        // SAFETY: the caller's promise.
+        return unsafe { S::call(SumKernel { rows, part, weights, prefetch }) };
     }
     let at_a_time = STAGED_COORDINATES / (2 * S::LANES);
     for first in part.chunks.clone().step_by(at_a_time) {
