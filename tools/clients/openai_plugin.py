@@ -29,6 +29,9 @@ def fitted(body):
     if "max_completion_tokens" in body:
         # They exclude each other.
         body.pop("max_tokens", None)
+    if "logprobs" in body:
+        # The first token of a prompt has no log probability. It is null, as lm-eval expects; the package's types lack it.
+        body.pop("echo", None)
     if isinstance(body.get("stream_options"), dict):
         # Padding against those who see encrypted traffic is a task of TLS.
         usage = {key: value for key, value in body["stream_options"].items() if key == "include_usage"}

@@ -27,8 +27,8 @@ use crate::ServerOptions;
 /// The pause after a failure to accept a connection, for example because the process has too many files open.
 const PAUSE: Duration = Duration::from_millis(200);
 
-/// Serves connections until `closing` changes. Then it accepts no more, and waits until those that are open have written
-/// their answers.
+/// Serves connections until `closing` changes. Then it accepts no more, and waits until those that are open have
+/// written their answers.
 pub(crate) async fn serve(
     listener: TcpListener,
     router: Router,

@@ -8,8 +8,8 @@ use crate::error::{ApiError, Result};
 
 /// Refuses a request whose `Host` is none of `names`, localhost or an address.
 ///
-/// A page of `evil.example` can make its name resolve to 127.0.0.1. The browser then lets the page read the answers of a
-/// server there, but it sends the page's name.
+/// A page of `evil.example` can make its name resolve to 127.0.0.1. The browser then lets the page read the answers of
+/// a server there, but it sends the page's name.
 pub(crate) fn check(names: &[String], headers: &HeaderMap) -> Result<()> {
     // Browsers always send the header.
     let Some(host) = headers.get(header::HOST) else { return Ok(()) };

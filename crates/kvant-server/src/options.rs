@@ -40,9 +40,9 @@ pub struct ServerOptions {
     pub cors: Option<String>,
     /// What requests use whose fields do not say otherwise; their seeds are random. Default: temperature 1.
     pub sampling: Sampling,
-    /// The names by which clients can reach the server, in addition to localhost and addresses. A server that listens on
-    /// localhost needs such a list: without it, a web page whose name resolves to this machine can use the server (DNS
-    /// rebinding). Default: every name.
+    /// The names by which clients can reach the server, in addition to localhost and addresses. A server that listens
+    /// on localhost needs such a list: without it, a web page whose name resolves to this machine can use the server
+    /// (DNS rebinding). Default: every name.
     pub hosts: Option<Vec<String>>,
     /// The most connections at once. Others wait until one closes. Default: 1000.
     pub connections: usize,
