@@ -1,10 +1,10 @@
-//! Any bytes as a GGUF file: an error, or metadata, tensors and a tokenizer that can be read.
+//! Any bytes as a GGUF file: an error, or metadata, tensors, a tokenizer and a model that can be read.
 #![cfg_attr(fuzzing, no_main)]
 
 use std::sync::Once;
 
 use kvant::Device;
-use kvant_models::{Tokenizer, gguf::Gguf};
+use kvant_models::{Config, Model, Tokenizer, gguf::Gguf};
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|bytes: &[u8]| {
@@ -18,7 +18,7 @@ fuzz_target!(|bytes: &[u8]| {
             }
         }));
     });
-    let mut file = tempfile::NamedTempFile::new().expect("a temporary file");
+    let mut file = tempfile::Builder::new().suffix(".gguf").tempfile().expect("a temporary file");
     std::io::Write::write_all(&mut file, bytes).expect("room for it");
     let Ok(gguf) = Gguf::open(file.path()) else { return };
     for (_, value) in gguf.metadata().iter() {
@@ -31,6 +31,9 @@ fuzz_target!(|bytes: &[u8]| {
         let _ = tokenizer.decode(&ids);
     }
     let device = Device::reference();
+    if Config::load(file.path()).is_ok() {
+        let _ = Model::load(file.path(), &device);
+    }
     for (name, info) in gguf.tensors() {
         if let Ok(tensor) = gguf.read(name, &device) {
             assert_eq!(tensor.shape(), info.shape);

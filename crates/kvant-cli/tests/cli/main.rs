@@ -6,6 +6,7 @@ mod devices;
 mod errors;
 mod eval;
 mod generate;
+mod gguf;
 mod logits;
 #[cfg(feature = "serve")]
 mod serve;

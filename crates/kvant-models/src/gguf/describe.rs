@@ -71,6 +71,7 @@ pub(crate) fn config(gguf: &Gguf) -> Result<Config> {
         });
     };
     let keys = Keys { gguf, metadata, architecture: architecture.name };
+    keys.refuse_other_arithmetic()?;
     let json = (architecture.write)(&keys)?;
     let mut config = families::parse(&json).map_err(|error| keys.rename(error))?;
     keys.adjust(&mut config.decoder, architecture)?;
@@ -264,6 +265,28 @@ impl Keys<'_> {
             return Err(error(&key, format_args!("at most {MAX_LAYERS} truth values"), array.len()));
         }
         array.iter().map(name).collect::<Result<Vec<_>>>().map(Value::from)
+    }
+
+    /// Traits that these architectures can have in a file, and no description expresses.
+    fn refuse_other_arithmetic(&self) -> Result<()> {
+        let bias = |name: &&str| name.starts_with("blk.") && name.ends_with(".bias");
+        if let Some(name) = self.gguf.tensors().map(|(name, _)| name).filter(bias).min() {
+            let shown: String = name.chars().take(80).collect();
+            return Err(Error::Unsupported {
+                what: format!("tensor `{shown}`"),
+                reason: format!("{} has no biases", self.architecture),
+            });
+        }
+        // Gemma 4 has one of these per kind of layer, and factors for pairs that do not rotate.
+        let rotated = self.whole("rope.dimension_count")?.filter(|_| !self.is("gemma4"));
+        match rotated {
+            Some(rotated) if rotated != self.head_dim()? => Err(error(
+                &self.full("rope.dimension_count"),
+                format_args!("{}, all of a head", self.head_dim()?),
+                rotated,
+            )),
+            _ => Ok(()),
+        }
     }
 
     fn refuse_experts(&self) -> Result<()> {

@@ -1,11 +1,19 @@
 //! GGUF files that are not what they claim to be.
 
+use std::io::{Seek, SeekFrom, Write};
+
 use kvant::Device;
-use kvant_models::gguf::{Gguf, GgufHeader};
+use kvant_models::{
+    Config, Model,
+    gguf::{Gguf, GgufHeader},
+};
 
 use crate::{
     assert_modest,
-    common::gguf::{Value, Writer, array, f32, flag, text, texts, u32},
+    common::{
+        gguf::{Value, Writer, array, f32, flag, text, texts, u32},
+        golden,
+    },
 };
 
 /// A file with every kind of value and some types of tensors.
@@ -145,4 +153,90 @@ fn lies_are_named() {
     let at = gap.windows(8).position(|window| window == 32u64.to_le_bytes()).unwrap();
     gap[at..at + 8].copy_from_slice(&64u64.to_le_bytes());
     assert!(open(&gap).unwrap_err().contains("the previous one ends at 32"));
+}
+
+/// Metadata and tensors of models: any other bytes at any place of a header are an error, or a model that runs.
+#[test]
+fn lies_in_models() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("x.gguf");
+    for variant in ["llama_gguf", "ministral3_gguf", "gemma4_shared_gguf"] {
+        let good = std::fs::read(golden(variant).join("model.gguf")).unwrap();
+        let header = GgufHeader::read(&good[..], good.len() as u64).unwrap().data_start as usize;
+        std::fs::write(&path, &good).unwrap();
+        let mut file = std::fs::OpenOptions::new().write(true).open(&path).unwrap();
+        let mut patch = |at: usize, bytes: &[u8]| {
+            file.seek(SeekFrom::Start(at as u64)).unwrap();
+            file.write_all(bytes).unwrap();
+        };
+        let (mut errors, mut lies) = (0, 0);
+        for at in 0..header {
+            let flipped = [!good[at]];
+            let all: [&[u8]; 4] = [&flipped, &[0; 4], &[0xff; 4], &[0xff, 0xff, 0xff, 0x7f, 0, 0, 0, 0]];
+            for (i, lie) in all.iter().enumerate() {
+                patch(at, lie);
+                lies += 1;
+                // Tensors are read for one lie in four: they take most of the time.
+                let failed = if i == 0 {
+                    Model::load(&path, &Device::reference()).is_err()
+                } else {
+                    Config::load(&path).is_err()
+                };
+                errors += usize::from(failed);
+                assert_modest();
+                patch(at, &good[at..at + lie.len()]);
+            }
+        }
+        println!("{variant}: {errors} errors of {lies} lies");
+        assert!(errors > lies / 2 && errors < lies, "{variant}: {errors} of {lies}");
+        assert!(Model::load(&path, &Device::reference()).is_ok());
+    }
+}
+
+/// Errors name the key or the tensor.
+#[test]
+fn models_that_cannot_run() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("x.gguf");
+    let named = |writer: Writer, expected: &str| {
+        std::fs::write(&path, writer.bytes()).unwrap();
+        let error = Config::load(&path).unwrap_err().to_string();
+        assert!(error.contains(expected), "expected {expected:?}, got {error}");
+    };
+    let llama = |key: &str, value: Value| {
+        let mut writer = Writer::default()
+            .pair("general.architecture", text("llama"))
+            .pair("llama.embedding_length", u32(64))
+            .pair("llama.block_count", u32(2))
+            .pair("llama.context_length", u32(256))
+            .pair("llama.attention.head_count", u32(1))
+            .pair("llama.attention.layer_norm_rms_epsilon", f32(1e-5))
+            .pair("llama.rope.freq_base", f32(1e4))
+            .pair("llama.feed_forward_length", u32(64))
+            .tensor("token_embd.weight", &[64, 8], 0, vec![0; 64 * 8 * 4]);
+        writer.pairs.retain(|(other, _)| other != key);
+        writer.pair(key, value)
+    };
+    named(Writer::default(), "`general.architecture` must be a string, got nothing");
+    named(llama("general.architecture", text("bert")), "general.architecture \"bert\" is not supported");
+    named(llama("general.architecture", text("gemma3")), "`gemma3.");
+    named(llama("llama.embedding_length", text("x")), "`llama.embedding_length` must be a whole number");
+    named(llama("llama.attention.head_count", u32(0)), "llama.attention.head_count");
+    named(llama("llama.block_count", u32(1 << 30)), "`llama.block_count`");
+    named(llama("llama.expert_count", u32(8)), "`llama.expert_count` must be absent or 0, got 8");
+    named(llama("llama.rope.scaling.type", text("longrope")), "`llama.rope.scaling.type` must be");
+    named(llama("llama.attention.value_length", u32(32)), "`llama.attention.value_length` must be the same");
+    let widths = |n: usize| array(&(0..n).map(|_| u32(64)).collect::<Vec<_>>());
+    named(llama("llama.feed_forward_length", widths(3)), "`llama.feed_forward_length` must be 2 whole numbers");
+    named(llama("llama.attention.head_count_kv", array(&[u32(1), u32(0)])), "`llama.attention.head_count_kv` must be");
+    named(
+        llama("llama.rope.dimension_count", u32(32)),
+        "`llama.rope.dimension_count` must be 64, all of a head, got 32",
+    );
+    let biased = llama("x", u32(0)).tensor("blk.0.attn_q.bias", &[64], 0, vec![0; 256]);
+    named(biased, "tensor `blk.0.attn_q.bias` is not supported: llama has no biases");
+    let factors = llama("x", u32(0)).tensor("rope_freqs.weight", &[16], 0, vec![0; 64]);
+    named(factors, "tensor `rope_freqs.weight`");
+    std::fs::write(&path, llama("llama.feed_forward_length", widths(2)).bytes()).unwrap();
+    assert_eq!(Config::load(&path).unwrap().decoder.blocks.len(), 2);
 }

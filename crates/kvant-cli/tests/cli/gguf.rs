@@ -1,0 +1,147 @@
+//! GGUF files as models: a tiny random Llama with tokenizer, chat template and sampling parameters.
+
+#[allow(dead_code, reason = "kvant-models uses the rest")]
+#[path = "../../../kvant-models/tests/common/gguf.rs"]
+mod writer;
+
+use std::path::{Path, PathBuf};
+
+use writer::{Value, Writer, array, f32, text, texts, u16, u32};
+
+use crate::{kvant, kvant_with_input, scratch, str};
+
+const HIDDEN: u64 = 64;
+/// The letters of 256 bytes, the token that starts a text, and one that ends it.
+const VOCAB: u64 = 258;
+const TEMPLATE: &str = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}";
+
+/// The letters by which byte-level BPE writes bytes.
+fn letters() -> Vec<String> {
+    let printable = |byte: &u32| matches!(byte, 33..=126 | 161..=172 | 174..=255);
+    let mut others = 256..;
+    let letter = |byte: u32| if printable(&byte) { byte } else { others.next().unwrap() };
+    (0..256).map(letter).map(|c| char::from_u32(c).unwrap().to_string()).collect()
+}
+
+/// The pairs of a model.
+fn metadata() -> Writer {
+    let mut tokens = letters();
+    tokens.extend(["<bos>".to_string(), "<eos>".to_string()]);
+    let kind = |id| Value(5, if id < 256 { 1i32 } else { 3 }.to_le_bytes().to_vec());
+    Writer::default()
+        .pair("general.architecture", text("llama"))
+        .pair("llama.embedding_length", u32(HIDDEN as u32))
+        .pair("llama.block_count", u32(1))
+        .pair("llama.context_length", u32(256))
+        .pair("llama.attention.head_count", u32(1))
+        .pair("llama.feed_forward_length", u32(HIDDEN as u32))
+        .pair("llama.attention.layer_norm_rms_epsilon", f32(1e-5))
+        .pair("llama.rope.freq_base", f32(1e4))
+        .pair("tokenizer.ggml.model", text("gpt2"))
+        .pair("tokenizer.ggml.pre", text("gpt-2"))
+        .pair("tokenizer.ggml.tokens", texts(tokens.iter().map(String::as_str)))
+        .pair("tokenizer.ggml.token_type", array(&(0..VOCAB).map(kind).collect::<Vec<_>>()))
+        .pair("tokenizer.ggml.merges", texts(["a b"]))
+        .pair("tokenizer.ggml.bos_token_id", u32(256))
+        .pair("tokenizer.ggml.eos_token_id", u32(257))
+        .pair("tokenizer.ggml.add_bos_token", Value(7, vec![1]))
+        .pair("tokenizer.chat_template", text(TEMPLATE))
+        .pair("general.sampling.temp", f32(0.0))
+}
+
+/// The tensors of a model: name, dimensions (innermost first), bytes.
+fn tensors() -> Vec<(String, Vec<u64>, Vec<u8>)> {
+    let mut state = 1u32;
+    let mut random = || {
+        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        (state >> 8) as f32 / (1 << 24) as f32 - 0.5
+    };
+    let matrices = ["attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"];
+    let mut shapes: Vec<(String, Vec<u64>)> =
+        matrices.iter().map(|name| (format!("blk.0.{name}.weight"), vec![HIDDEN, HIDDEN])).collect();
+    shapes.push(("token_embd.weight".to_string(), vec![HIDDEN, VOCAB]));
+    for name in ["blk.0.attn_norm", "blk.0.ffn_norm", "output_norm"] {
+        shapes.push((format!("{name}.weight"), vec![HIDDEN]));
+    }
+    let mut tensors = Vec::new();
+    for (name, dims) in shapes {
+        let bytes = (0..dims.iter().product()).flat_map(|_| random().to_le_bytes()).collect();
+        tensors.push((name, dims, bytes));
+    }
+    tensors
+}
+
+fn with_tensors(writer: Writer, tensors: &[(String, Vec<u64>, Vec<u8>)]) -> Writer {
+    tensors.iter().fold(writer, |writer, (name, dims, bytes)| writer.tensor(name, dims, 0, bytes.clone()))
+}
+
+fn write(directory: &Path, name: &str, writer: Writer) -> PathBuf {
+    let path = directory.join(name);
+    std::fs::write(&path, writer.bytes()).unwrap();
+    path
+}
+
+fn generate(model: &Path) -> serde_json::Value {
+    let args = ["generate", "--model", str(model), "--prompt", "Hello", "--max-tokens", "6", "--temperature", "0"];
+    kvant(&[&args[..], &["--json"]].concat()).json().remove(0)
+}
+
+#[test]
+fn a_file_a_directory_and_a_split_model_are_the_same() {
+    let directory = scratch("gguf-generate");
+    let file = write(&directory, "tiny.gguf", with_tensors(metadata(), &tensors()));
+    // An encoder of images is not another model.
+    write(&directory, "mmproj-tiny.gguf", Writer::default());
+    let answer = generate(&file);
+    // The token that starts a text, and five bytes.
+    assert_eq!(answer["prompt_tokens"], 6);
+    assert!(answer["generated_tokens"].as_u64().unwrap() > 0);
+    assert_eq!(generate(&directory)["text"], answer["text"]);
+
+    let split = scratch("gguf-split");
+    let part = |writer: Writer, number: u16| writer.pair("split.no", u16(number)).pair("split.count", u16(2));
+    let all = tensors();
+    write(&split, "tiny-00001-of-00002.gguf", with_tensors(part(metadata(), 0), &all[..4]));
+    write(&split, "tiny-00002-of-00002.gguf", with_tensors(part(Writer::default(), 1), &all[4..]));
+    assert_eq!(generate(&split)["text"], answer["text"]);
+
+    write(&directory, "other.gguf", with_tensors(metadata(), &tensors()));
+    let error = kvant(&["generate", "--model", str(&directory)]).error();
+    assert!(error.contains("several GGUF models (other.gguf, tiny.gguf)"), "{error}");
+}
+
+#[test]
+fn chat_and_eval_use_the_metadata() {
+    let directory = scratch("gguf-chat");
+    let file = write(&directory, "tiny.gguf", with_tensors(metadata(), &tensors()));
+    let chat = || kvant_with_input(&["chat", str(&file), "--max-tokens", "8"], b"Hello\n").ok();
+    // The file asks for temperature 0: the random seed has no effect.
+    assert_eq!(chat(), chat());
+    let words = directory.join("text");
+    std::fs::write(&words, "ab c").unwrap();
+    let line = kvant(&["eval", "--model", str(&file), "--text", str(&words), "--kv", "f32", "--json"]).json().remove(0);
+    // The token that starts a text predicts nothing, then four bytes, then the token that ends it.
+    assert_eq!(line["tokens"], 5);
+    let nats = line["nats_per_token"].as_f64().unwrap();
+    assert!(nats > 1.0 && nats < 40.0, "{nats}");
+}
+
+#[test]
+fn what_is_not_supported_is_named() {
+    let directory = scratch("gguf-errors");
+    let fails = |writer: Writer, expected: &str| {
+        let file = write(&directory, "x.gguf", writer);
+        let error = kvant(&["generate", "--model", str(&file)]).error();
+        assert!(error.contains(expected), "expected {expected:?}, got {error}");
+    };
+    let mut other = metadata();
+    other.pairs[0].1 = text("rwkv7");
+    fails(with_tensors(other, &tensors()), "general.architecture \"rwkv7\" is not supported");
+    let mut strange = with_tensors(metadata(), &tensors());
+    // NVFP4 has blocks of 64 elements in 36 bytes.
+    strange.tensors[0] = ("blk.0.attn_q.weight".to_string(), vec![HIDDEN, HIDDEN], 40, vec![0; 36 * 64]);
+    fails(strange, "got NVFP4");
+    fails(with_tensors(metadata(), &tensors()[1..]), "`blk.0.attn_q.weight`");
+    std::fs::write(directory.join("x.gguf"), b"GGUF\x03").unwrap();
+    assert!(kvant(&["generate", "--model", str(&directory.join("x.gguf"))]).error().contains("truncated"));
+}
