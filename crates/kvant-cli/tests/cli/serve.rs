@@ -35,7 +35,7 @@ fn it_answers_until_sigterm() {
     }
     let address = line.trim().rsplit("http://").next().unwrap();
     let mut stream = TcpStream::connect(address).unwrap();
-    stream.write_all(b"GET /v1/models HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n").unwrap();
+    stream.write_all(b"GET /v1/models HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n").unwrap();
     let mut answer = String::new();
     stream.read_to_string(&mut answer).unwrap();
     assert!(answer.starts_with("HTTP/1.1 200 ") && answer.contains("rustdoc-11m"), "{answer}");
