@@ -19,7 +19,8 @@ use kvant_bench::{
     writing::{Batch, Writing},
 };
 
-const CODECS: [Codec; 6] = [Codec::F16, Codec::BF16, Codec::tq(8), Codec::tq(6), Codec::tq(5), Codec::tq(4)];
+const CODECS: [Codec; 8] =
+    [Codec::F16, Codec::BF16, Codec::tq(8), Codec::tq(6), Codec::tq(5), Codec::tq(4), Codec::tq(3), Codec::tq(2)];
 
 fn main() {
     let mut criterion = Criterion::default()

@@ -172,6 +172,7 @@ mod tests {
         let mixed: Kv = "bf16:tq6".parse().unwrap();
         assert_eq!((mixed.k, mixed.v), (Codec::BF16, Codec::tq(6)));
         assert_eq!(mixed.to_string(), "bf16:tq6");
+        assert_eq!("tq3:tq2".parse::<Kv>().unwrap().to_string(), "tq3:tq2");
         assert_eq!("tq4:tq4".parse::<Kv>().unwrap().to_string(), "tq4");
         for bad in ["", "f8", "tq7", ":", "f16:", ":f16", "f16:f16:f16", "F16"] {
             assert!(bad.parse::<Kv>().is_err(), "{bad:?}");

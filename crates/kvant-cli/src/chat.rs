@@ -75,7 +75,7 @@ pub struct ChatArgs {
     /// The same seed gives the same answers [default: random]
     #[arg(long, value_name = "N")]
     seed: Option<u64>,
-    /// Cache type: f32, f16, bf16, tq8, tq6, tq5, tq4, or K:V as in f16:tq4
+    /// Cache type: f32, f16, bf16, tq8, tq6, tq5, tq4, tq3, tq2, or K:V as in f16:tq4
     #[arg(long, default_value_t = Kv::F16)]
     kv: Kv,
     #[command(flatten)]

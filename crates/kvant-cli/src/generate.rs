@@ -46,7 +46,7 @@ pub struct GenerateArgs {
     /// The same seed gives the same text
     #[arg(long, value_name = "N", allow_negative_numbers = true, default_value_t = 0)]
     seed: u64,
-    /// Cache type: f32, f16, bf16, tq8, tq6, tq5, tq4, or K:V as in f16:tq4
+    /// Cache type: f32, f16, bf16, tq8, tq6, tq5, tq4, tq3, tq2, or K:V as in f16:tq4
     #[arg(long, default_value_t = Kv::F16)]
     kv: Kv,
     #[command(flatten)]

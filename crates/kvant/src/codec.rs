@@ -11,7 +11,9 @@ mod signs;
 mod stats;
 mod turboquant;
 
+pub(crate) use codebook::lookup_table;
 pub use codebook::{centroids, nearest, thresholds};
+pub(crate) use packing::plane_bits;
 pub use packing::{pack, plane_bytes, unpack};
 pub use signs::{sign_is_negative, signs};
 pub use stats::{HeadStats, indices, stats};
@@ -19,6 +21,12 @@ pub use turboquant::{Encoded, decode, decode_rotated, encode};
 
 /// Coordinates that share one TurboQuant norm.
 pub const BLOCK: usize = 256;
+
+/// The widths of TurboQuant: bits of an index.
+pub const BITS: [u32; 6] = [2, 3, 4, 5, 6, 8];
+
+/// [`BITS`] in error messages.
+const BITS_TEXT: &str = "2, 3, 4, 5, 6 or 8";
 
 /// The storage format of the vectors of a cache.
 ///
@@ -33,14 +41,14 @@ pub const BLOCK: usize = 256;
 pub enum Codec {
     /// Unquantised, in f32, f16 or bf16.
     Dense(DType),
-    /// Rotated and quantised to 4, 5, 6 or 8 bits per coordinate.
+    /// Rotated and quantised to 2, 3, 4, 5, 6 or 8 bits per coordinate.
     TurboQuant(TurboQuant),
 }
 
 /// Parameters of the TurboQuant codec (Zandieh et al. 2025, the MSE variant).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct TurboQuant {
-    /// 4, 5, 6 or 8.
+    /// One of [`BITS`].
     pub bits: u32,
     /// Multiplies the normalised coordinates before they are quantised; the stored norm compensates. Between 0.001
     /// and 1000; use 1 except in experiments. The name of a codec does not contain it.
@@ -93,7 +101,7 @@ impl Codec {
     /// bfloat16.
     pub const BF16: Codec = Codec::Dense(DType::BF16);
 
-    /// TurboQuant with default parameters. `bits` must be 4, 5, 6 or 8; this is checked when a cache is made.
+    /// TurboQuant with default parameters. `bits` must be one of [`BITS`]; this is checked when a cache is made.
     pub const fn tq(bits: u32) -> Codec {
         Codec::TurboQuant(TurboQuant { bits, scale: 1.0, norm: Norm::DEFAULT })
     }
@@ -123,8 +131,8 @@ impl Codec {
             Codec::TurboQuant(tq) => {
                 let fail =
                     |expected: &str, got: String| Err(Error::Value { op, arg, expected: expected.to_string(), got });
-                if !matches!(tq.bits, 4 | 5 | 6 | 8) {
-                    return fail("a TurboQuant codec of 4, 5, 6 or 8 bits", tq.bits.to_string());
+                if !BITS.contains(&tq.bits) {
+                    return fail(&format!("a TurboQuant codec of {BITS_TEXT} bits"), tq.bits.to_string());
                 }
                 // Beyond this range, norms divided by the scale could leave the range of f32 where the vectors do
                 // not.
@@ -152,7 +160,7 @@ impl fmt::Display for Codec {
     }
 }
 
-/// Parses `f32`, `f16`, `bf16`, `tq8`, `tq6`, `tq5` or `tq4`. A TurboQuant name can end with a choice of norm:
+/// Parses `f32`, `f16`, `bf16`, `tq8`, `tq6`, `tq5`, `tq4`, `tq3` or `tq2`. A TurboQuant name can end with a choice of norm:
 /// `tq4-rms`, `tq4-least-squares`, `tq4-unbiased`.
 impl FromStr for Codec {
     type Err = Error;
@@ -161,7 +169,7 @@ impl FromStr for Codec {
         let unknown = || Error::Value {
             op: "codec",
             arg: "name",
-            expected: "f32, f16, bf16, tq8, tq6, tq5 or tq4 (these four also with -rms, -least-squares or -unbiased)"
+            expected: "f32, f16, bf16, tq8, tq6, tq5, tq4, tq3 or tq2 (tq also with -rms, -least-squares or -unbiased)"
                 .to_string(),
             got: format!("{name:?}"),
         };
@@ -180,6 +188,8 @@ impl FromStr for Codec {
             "tq6" => Codec::tq(6),
             "tq5" => Codec::tq(5),
             "tq4" => Codec::tq(4),
+            "tq3" => Codec::tq(3),
+            "tq2" => Codec::tq(2),
             _ => return Err(unknown()),
         };
         match (codec, norm) {
@@ -196,7 +206,7 @@ mod tests {
 
     #[test]
     fn names_are_read_as_they_are_written() {
-        for bits in [4, 5, 6, 8] {
+        for bits in BITS {
             assert_eq!(format!("tq{bits}").parse::<Codec>().unwrap(), Codec::tq(bits));
             for norm in [Norm::Rms, Norm::LeastSquares, Norm::Unbiased] {
                 let codec = Codec::TurboQuant(TurboQuant { bits, scale: 1.0, norm });
@@ -206,7 +216,7 @@ mod tests {
         for codec in [Codec::F32, Codec::F16, Codec::BF16] {
             assert_eq!(codec.to_string().parse::<Codec>().unwrap(), codec);
         }
-        for name in ["", "tq", "tq7", "f16-rms", "tq4-", "tq4-best", "TQ4"] {
+        for name in ["", "tq", "tq7", "tq1", "f16-rms", "tq4-", "tq4-best", "TQ4"] {
             assert!(name.parse::<Codec>().is_err(), "{name:?}");
         }
     }

@@ -101,10 +101,10 @@ impl HeadOrder {
 #[derive(Clone, Debug)]
 pub struct Planes {
     codec: Codec,
-    /// Dense: `[rows, D]`. TurboQuant: u8 `[rows, D/2]` with two 4-bit parts per byte (4, 5, 6 bits), or u8 `[rows,
-    /// D]` (8 bits).
+    /// Dense: `[rows, D]`. TurboQuant: u8 `[rows, D/4]` with four parts of 2 bits per byte (2, 3 bits), u8 `[rows,
+    /// D/2]` with two parts of 4 bits (4, 5, 6 bits), or u8 `[rows, D]` (8 bits).
     pub(crate) low: Tensor,
-    /// The upper bits of indices. 5 bits: u8 `[rows, D/8]`; 6 bits: u8 `[rows, D/4]`.
+    /// The upper bits of indices. 3 and 5 bits: u8 `[rows, D/8]`; 6 bits: u8 `[rows, D/4]`.
     pub(crate) high: Option<Tensor>,
     /// TurboQuant: f32 `[rows, D/B]`, one per block of B coordinates.
     pub(crate) norms: Option<Tensor>,

@@ -2,7 +2,7 @@
 //!
 //! kvant stores new keys and values in a cache, attends over the cache, and prepares queries and keys (per-head RMS
 //! norm and RoPE) in fused kernels. It also has the other operations of a decoder layer. Caches are
-//! in f32, f16, bf16 or TurboQuant at 4, 5, 6 or 8 bits, in pages that many sequences share.
+//! in f32, f16, bf16 or TurboQuant at 2, 3, 4, 5, 6 or 8 bits, in pages that many sequences share.
 //!
 //! Each operation has one contract and one validation, in [`ops`]. [`mod@reference`] defines the exact results in plain
 //! f64 loops, and every device is tested against it.
@@ -56,7 +56,7 @@
 //! | keys and values of a model, for many sequences | [`KvPool`]: pages under one budget; [`Sequence`]: append, truncate, fork, export |
 //! | prompts that begin alike | [`PrefixCache`] |
 //! | keys and values of one layer | [`KvLayer`]: memory only, for engines with their own cache manager |
-//! | the storage format of a vector | [`Codec`]: dense, or TurboQuant at 4, 5, 6 or 8 bits |
+//! | the storage format of a vector | [`Codec`]: dense, or TurboQuant at 2, 3, 4, 5, 6 or 8 bits |
 //! | the positions of a pass's tokens | [`Step`]: position and sequence of each token, length of each sequence |
 //! | an operation | a function in [`ops`] and its descriptor struct with named fields |
 //! | the residual stream | [`RmsNorm::residual`](ops::RmsNorm::residual) adds it before or after the norm |

@@ -27,7 +27,7 @@ pub struct DecodeArgs {
         value_parser = clap::value_parser!(u32).range(1..)
     )]
     context: Vec<u32>,
-    /// Cache types: f32, f16, bf16, tq8, tq6, tq5, tq4, or K:V as in f16:tq4
+    /// Cache types: f32, f16, bf16, tq8, tq6, tq5, tq4, tq3, tq2, or K:V as in f16:tq4
     #[arg(long, value_name = "KV,…", value_delimiter = ',', default_value = "f16,tq4")]
     kv: Vec<Kv>,
     #[command(flatten)]

@@ -53,7 +53,7 @@ pub struct OpArgs {
     /// Tokens in the cache (attend) or in one call (others) [default: 1024,32768 or 1,512]
     #[arg(long, value_name = "N,…", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..))]
     context: Option<Vec<u32>>,
-    /// Cache types: f32, f16, bf16, tq8, tq6, tq5, tq4, or K:V [default: depends on the operation]
+    /// Cache types: f32, f16, bf16, tq8, tq6, tq5, tq4, tq3, tq2, or K:V [default: depends on the operation]
     #[arg(long, value_name = "KV,…", value_delimiter = ',')]
     kv: Option<Vec<Kv>>,
     #[command(flatten)]
@@ -122,10 +122,10 @@ pub fn run(bench: &Bench) -> Result {
         Bench::Encode(args) => {
             if args.kv.iter().flatten().any(|kv| !(kv.k.is_quantised() && kv.v.is_quantised())) {
                 return Err(
-                    "bench encode requires --kv of tq8, tq6, tq5 and tq4; bench kv-write takes every cache type".into(),
+                    "bench encode requires --kv of TurboQuant types; bench kv-write takes every cache type".into()
                 );
             }
-            cases("encode", args, (&[512], &["tq8", "tq6", "tq5", "tq4"]), kv_write::measure)
+            cases("encode", args, (&[512], &["tq8", "tq6", "tq5", "tq4", "tq3", "tq2"]), kv_write::measure)
         }
         Bench::Decode(args) => decode::run(args),
     }

@@ -41,8 +41,8 @@ pub struct EvalArgs {
     model: Option<PathBuf>,
     #[command(flatten)]
     source: TextSource,
-    /// Cache types: f32, f16, bf16, tq8, tq6, tq5, tq4, or K:V as in f16:tq4
-    #[arg(long, value_name = "KV,…", value_delimiter = ',', default_value = "f16,tq8,tq6,tq5,tq4")]
+    /// Cache types: f32, f16, bf16, tq8, tq6, tq5, tq4, tq3, tq2, or K:V as in f16:tq4
+    #[arg(long, value_name = "KV,…", value_delimiter = ',', default_value = "f16,tq8,tq6,tq5,tq4,tq3,tq2")]
     kv: Vec<Kv>,
     /// Tokens in a window
     #[arg(long, value_name = "N", default_value_t = 1024, value_parser = clap::value_parser!(u32).range(2..))]

@@ -26,6 +26,8 @@ fn attend_reads_the_keys_and_values() {
 fn writing_reads_new_vectors_and_writes_cached_ones() {
     assert_eq!(bytes("kv-write", "100", "bf16"), 100 * 2 * 2 * 64 * (4 + 2));
     assert_eq!(bytes("encode", "100", "tq5"), 100 * 2 * 2 * (64 * 4 + 64 * 5 / 8 + 4));
+    assert_eq!(bytes("encode", "100", "tq2"), 100 * 2 * 2 * (64 * 4 + 64 * 2 / 8 + 4));
+    assert_eq!(bytes("attend", "4096", "tq3:tq2"), 4096 * 2 * (64 * 5 / 8 + 2 * 4));
 }
 
 /// New keys and values have the type of activations.

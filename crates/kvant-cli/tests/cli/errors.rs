@@ -37,7 +37,7 @@ fn arguments() {
     fails(&["bench", "attend", "--seconds=-1"], "-1");
     fails(&["bench", "attend", "--context", "4294967295", "--shapes", "512:65536:65536"], "memory");
     fails(&["bench", "norm-rope", "--context", "4294967295", "--shapes", "512:65536:65536"], "memory");
-    fails(&["bench", "encode", "--kv", "f16"], "tq8, tq6, tq5 and tq4");
+    fails(&["bench", "encode", "--kv", "f16"], "TurboQuant types");
 }
 
 #[test]

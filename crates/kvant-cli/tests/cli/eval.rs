@@ -16,10 +16,10 @@ A trait tells the compiler about functionality a particular type has and can sha
 fn a_text_gives_a_line_per_cache_type() {
     let file = scratch("eval_text").join("text");
     std::fs::write(&file, TEXT).unwrap();
-    let args = ["eval", "--text", str(&file), "--kv", "f32,f16,tq8,tq4,f16:tq4", "--json"];
+    let args = ["eval", "--text", str(&file), "--kv", "f32,f16,tq8,tq4,f16:tq4,tq3:tq2", "--json"];
     let lines = kvant(&args).json();
     let kvs: Vec<&str> = lines.iter().map(|line| line["kv"].as_str().unwrap()).collect();
-    assert_eq!(kvs, ["f32", "f16", "tq8", "tq4", "f16:tq4"]);
+    assert_eq!(kvs, ["f32", "f16", "tq8", "tq4", "f16:tq4", "tq3:tq2"]);
     let number = |i: usize, key: &str| lines[i][key].as_f64().unwrap();
     for (i, line) in lines.iter().enumerate() {
         assert_keys(line, KEYS);

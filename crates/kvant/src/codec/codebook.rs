@@ -1,17 +1,19 @@
-use super::codebook_table::{HALF_4, HALF_5, HALF_6, HALF_8};
+use super::codebook_table::{HALF_2, HALF_3, HALF_4, HALF_5, HALF_6, HALF_8};
 use crate::{Error, Result};
 
-/// The centroids of the Lloyd–Max quantiser of N(0, 1) with 2^`bits` levels, ascending and symmetric. `bits` is 4, 5,
-/// 6 or 8. `examples/codebooks.rs` computes the optimal values; they are rounded to f32.
+/// The centroids of the Lloyd–Max quantiser of N(0, 1) with 2^`bits` levels, ascending and symmetric. `bits` is one of
+/// [`BITS`](super::BITS). `examples/codebooks.rs` computes the optimal values; they are rounded to f32.
 ///
 /// # Errors
 /// `Value` for another number of bits.
 pub fn centroids(bits: u32) -> Result<&'static [f32]> {
+    static C2: [f32; 4] = all_centroids(&HALF_2);
+    static C3: [f32; 8] = all_centroids(&HALF_3);
     static C4: [f32; 16] = all_centroids(&HALF_4);
     static C5: [f32; 32] = all_centroids(&HALF_5);
     static C6: [f32; 64] = all_centroids(&HALF_6);
     static C8: [f32; 256] = all_centroids(&HALF_8);
-    select(bits, [&C4, &C5, &C6, &C8])
+    select(bits, [&C2, &C3, &C4, &C5, &C6, &C8])
 }
 
 /// The 2^`bits` − 1 thresholds between the [`centroids`]: midpoints of the exact centroids, rounded to f32. The
@@ -20,11 +22,35 @@ pub fn centroids(bits: u32) -> Result<&'static [f32]> {
 /// # Errors
 /// `Value` for another number of bits.
 pub fn thresholds(bits: u32) -> Result<&'static [f32]> {
+    static T2: [f32; 3] = all_thresholds(&HALF_2);
+    static T3: [f32; 7] = all_thresholds(&HALF_3);
     static T4: [f32; 15] = all_thresholds(&HALF_4);
     static T5: [f32; 31] = all_thresholds(&HALF_5);
     static T6: [f32; 63] = all_thresholds(&HALF_6);
     static T8: [f32; 255] = all_thresholds(&HALF_8);
-    select(bits, [&T4, &T5, &T6, &T8])
+    select(bits, [&T2, &T3, &T4, &T5, &T6, &T8])
+}
+
+/// The [`centroids`], as often as 16 entries have room for: vectors look up at least four bits of an index, and may leave
+/// those above an index of 2 or 3 bits as they are.
+pub(crate) fn lookup_table(bits: u32) -> Result<&'static [f32]> {
+    static REPEATED_2: [f32; 16] = repeated(&all_centroids::<2, 4>(&HALF_2));
+    static REPEATED_3: [f32; 16] = repeated(&all_centroids::<4, 8>(&HALF_3));
+    match bits {
+        2 => Ok(&REPEATED_2),
+        3 => Ok(&REPEATED_3),
+        _ => centroids(bits),
+    }
+}
+
+const fn repeated<const N: usize>(table: &[f32; N]) -> [f32; 16] {
+    let mut all = [0.0; 16];
+    let mut i = 0;
+    while i < 16 {
+        all[i] = table[i % N];
+        i += 1;
+    }
+    all
 }
 
 /// The index of z: the number of ascending `thresholds` below z, at most 255.
@@ -36,8 +62,10 @@ pub fn nearest(z: f32, thresholds: &[f32]) -> u8 {
     thresholds.partition_point(|&t| z > t).min(255) as u8
 }
 
-fn select(bits: u32, [b4, b5, b6, b8]: [&'static [f32]; 4]) -> Result<&'static [f32]> {
+fn select(bits: u32, [b2, b3, b4, b5, b6, b8]: [&'static [f32]; 6]) -> Result<&'static [f32]> {
     match bits {
+        2 => Ok(b2),
+        3 => Ok(b3),
         4 => Ok(b4),
         5 => Ok(b5),
         6 => Ok(b6),
@@ -45,7 +73,7 @@ fn select(bits: u32, [b4, b5, b6, b8]: [&'static [f32]; 4]) -> Result<&'static [
         _ => Err(Error::Value {
             op: "codebook",
             arg: "bits",
-            expected: "4, 5, 6 or 8".to_string(),
+            expected: super::BITS_TEXT.to_string(),
             got: bits.to_string(),
         }),
     }
@@ -82,11 +110,12 @@ mod generator;
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    const BITS: [u32; 4] = [4, 5, 6, 8];
+    use crate::codec::BITS;
 
     fn half(bits: u32) -> &'static [f64] {
         match bits {
+            2 => &HALF_2,
+            3 => &HALF_3,
             4 => &HALF_4,
             5 => &HALF_5,
             6 => &HALF_6,
@@ -139,7 +168,8 @@ mod tests {
 
     #[test]
     fn mean_squared_error_is_the_optimum() {
-        for (bits, expected) in [(4, 9.501e-3), (5, 2.505e-3), (6, 6.44e-4), (8, 4.12e-5)] {
+        let optima = [(2, 0.1175), (3, 3.454e-2), (4, 9.501e-3), (5, 2.505e-3), (6, 6.44e-4), (8, 4.12e-5)];
+        for (bits, expected) in optima {
             let mse: f64 = cells(half(bits))
                 .map(|(left, right, c)| {
                     let [m0, m1, m2] = moments(left, right);
@@ -165,7 +195,7 @@ mod tests {
             }
             assert!(c.iter().zip(c.iter().rev()).all(|(a, b)| *a == -b));
         }
-        for bits in [0, 3, 7, 9, u32::MAX] {
+        for bits in [0, 1, 7, 9, u32::MAX] {
             assert!(centroids(bits).is_err() && thresholds(bits).is_err());
         }
     }

@@ -1,49 +1,46 @@
 use crate::{Error, Result};
 
-/// Bytes of the two planes that hold `dim` indices: the low plane, and the high plane (0 at 4 and 8 bits).
+/// How the bits of an index are divided: those in the low plane, and the upper ones in the high plane.
+/// `None` unless `bits` is one of [`BITS`](super::BITS).
+pub(crate) const fn plane_bits(bits: u32) -> Option<(u32, u32)> {
+    match bits {
+        2 | 3 => Some((2, bits - 2)),
+        4..=6 => Some((4, bits - 4)),
+        8 => Some((8, 0)),
+        _ => None,
+    }
+}
+
+/// Bytes of the two planes that hold `dim` indices: the low plane, and the high plane (0 at 2, 4 and 8 bits).
 ///
 /// # Errors
-/// `Value` unless `bits` is 4, 5, 6 or 8 and `dim` is a multiple of 8.
+/// `Value` unless `bits` is one of [`BITS`](super::BITS) and `dim` is a multiple of 8.
 pub fn plane_bytes(bits: u32, dim: usize) -> Result<(usize, usize)> {
     if !dim.is_multiple_of(8) {
         return Err(refuse("dim", "a multiple of 8", dim));
     }
-    match bits {
-        4 => Ok((dim / 2, 0)),
-        5 => Ok((dim / 2, dim / 8)),
-        6 => Ok((dim / 2, dim / 4)),
-        8 => Ok((dim, 0)),
-        _ => Err(refuse("bits", "4, 5, 6 or 8", bits)),
-    }
+    let (low, high) = plane_bits(bits).ok_or_else(|| refuse("bits", super::BITS_TEXT, bits))?;
+    Ok((dim / 8 * low as usize, dim / 8 * high as usize))
 }
 
 /// Packs indices, one per byte, into planes. Each plane has the length that [`plane_bytes`] returns.
 ///
-/// - 8 bits: `low[j]` is index j.
-/// - 4 bits: `low[j/2]` holds index j, in its low half for an even j and in its high half for an odd j.
-/// - 5 and 6 bits: the low plane holds the low 4 bits of each index, as at 4 bits. The upper w = 1 or 2 bits of index
-///   j are in `high[j·w/8]`, from bit (j·w mod 8) upwards.
+/// A plane holds w bits of each index: those of index j are in byte j·w/8, from bit (j·w mod 8) upwards.
+///
+/// | bits of an index | in the low plane | in the high plane |
+/// |---|---|---|
+/// | 2, 3 | the lowest 2 | the rest |
+/// | 4, 5, 6 | the lowest 4 | the rest |
+/// | 8 | all | – |
 ///
 /// Bits of an index beyond `bits` are dropped.
 ///
 /// # Errors
 /// `Value` for lengths that do not fit together.
 pub fn pack(bits: u32, indices: &[u8], low: &mut [u8], high: &mut [u8]) -> Result<()> {
-    check(bits, indices.len(), low.len(), high.len())?;
-    if bits == 8 {
-        low.copy_from_slice(indices);
-        return Ok(());
-    }
-    for (byte, pair) in low.iter_mut().zip(indices.chunks_exact(2)) {
-        *byte = pair[0] & 15 | pair[1] << 4;
-    }
-    if bits == 4 {
-        return Ok(());
-    }
-    let (width, mask) = high_bits(bits);
-    for (byte, group) in high.iter_mut().zip(indices.chunks_exact(8 / width)) {
-        *byte = group.iter().rev().fold(0, |byte, index| byte << width | index >> 4 & mask);
-    }
+    let (low_bits, high_bits) = check(bits, indices.len(), low.len(), high.len())?;
+    pack_plane(low_bits, 0, indices, low);
+    pack_plane(high_bits, low_bits, indices, high);
     Ok(())
 }
 
@@ -52,33 +49,34 @@ pub fn pack(bits: u32, indices: &[u8], low: &mut [u8], high: &mut [u8]) -> Resul
 /// # Errors
 /// `Value` for lengths that do not fit together.
 pub fn unpack(bits: u32, low: &[u8], high: &[u8], indices: &mut [u8]) -> Result<()> {
-    check(bits, indices.len(), low.len(), high.len())?;
-    if bits == 8 {
-        indices.copy_from_slice(low);
-        return Ok(());
-    }
-    for (byte, pair) in low.iter().zip(indices.chunks_exact_mut(2)) {
-        pair[0] = byte & 15;
-        pair[1] = byte >> 4;
-    }
-    if bits == 4 {
-        return Ok(());
-    }
-    let (width, mask) = high_bits(bits);
-    for (byte, group) in high.iter().zip(indices.chunks_exact_mut(8 / width)) {
-        for (i, index) in group.iter_mut().enumerate() {
-            *index |= (byte >> (i * width) & mask) << 4;
-        }
-    }
+    let (low_bits, high_bits) = check(bits, indices.len(), low.len(), high.len())?;
+    indices.fill(0);
+    unpack_plane(low_bits, 0, low, indices);
+    unpack_plane(high_bits, low_bits, high, indices);
     Ok(())
 }
 
-/// The number of bits of an index in the high plane, and a mask of as many ones.
-fn high_bits(bits: u32) -> (usize, u8) {
-    if bits == 5 { (1, 1) } else { (2, 3) }
+/// `width` bits of each index, from bit `from` on; none if `width` is 0.
+fn pack_plane(width: u32, from: u32, indices: &[u8], plane: &mut [u8]) {
+    let per_byte = 8usize.checked_div(width as usize).unwrap_or(1);
+    for (byte, group) in plane.iter_mut().zip(indices.chunks_exact(per_byte)) {
+        let fields = group.iter().map(|&index| u32::from(index) >> from & ((1 << width) - 1));
+        *byte = fields.rev().fold(0, |byte, field| byte << width | field) as u8;
+    }
 }
 
-fn check(bits: u32, indices: usize, low: usize, high: usize) -> Result<()> {
+/// The inverse of [`pack_plane`], for indices whose bits are still zero.
+fn unpack_plane(width: u32, from: u32, plane: &[u8], indices: &mut [u8]) {
+    let per_byte = 8usize.checked_div(width as usize).unwrap_or(1);
+    for (&byte, group) in plane.iter().zip(indices.chunks_exact_mut(per_byte)) {
+        for (i, index) in (0..).zip(group) {
+            *index |= ((u32::from(byte) >> (i * width) & ((1 << width) - 1)) << from) as u8;
+        }
+    }
+}
+
+/// Checks the lengths; returns the bits of an index in each plane.
+fn check(bits: u32, indices: usize, low: usize, high: usize) -> Result<(u32, u32)> {
     let expected = plane_bytes(bits, indices)?;
     if low != expected.0 {
         return Err(refuse("low", &format!("{} bytes", expected.0), low));
@@ -86,7 +84,7 @@ fn check(bits: u32, indices: usize, low: usize, high: usize) -> Result<()> {
     if high != expected.1 {
         return Err(refuse("high", &format!("{} bytes", expected.1), high));
     }
-    Ok(())
+    plane_bits(bits).ok_or_else(|| refuse("bits", super::BITS_TEXT, bits))
 }
 
 fn refuse(arg: &'static str, expected: &str, got: impl ToString) -> Error {
@@ -116,6 +114,15 @@ mod tests {
         let mut low = [0; 8];
         pack(8, &indices, &mut low, &mut []).unwrap();
         assert_eq!(low, indices);
+        let indices = [1, 6, 3, 4, 5, 2, 7, 0];
+        let mut low = [0; 2];
+        pack(2, &indices, &mut low, &mut []).unwrap();
+        // Bits 0 and 1, coordinate 0 lowest: 1, 2, 3, 0, then 1, 2, 3, 0.
+        assert_eq!(low, [0b00_11_10_01; 2]);
+        let mut high = [0; 1];
+        pack(3, &indices, &mut low, &mut high).unwrap();
+        // Bit 2 of each index: 0, 1, 0, 1, 1, 0, 1, 0.
+        assert_eq!((low, high), ([0b00_11_10_01; 2], [0b0101_1010]));
     }
 
     #[test]
@@ -126,13 +133,16 @@ mod tests {
         assert!(pack(6, &[0; 8], &mut [0; 4], &mut high[..1]).is_err());
         assert!(pack(4, &[0; 6], &mut [0; 3], &mut []).is_err());
         assert!(pack(7, &[0; 8], &mut [0; 7], &mut []).is_err());
+        assert!(pack(1, &[0; 8], &mut [0; 1], &mut []).is_err());
+        assert!(pack(2, &[0; 8], &mut [0; 4], &mut []).is_err());
+        assert!(pack(3, &[0; 8], &mut [0; 2], &mut []).is_err());
         assert!(unpack(8, &[0; 8], &[], &mut [0; 16]).is_err());
     }
 
     proptest! {
         #[test]
         fn unpack_undoes_pack(
-            bits in prop::sample::select(vec![4u32, 5, 6, 8]),
+            bits in prop::sample::select(crate::codec::BITS.to_vec()),
             bytes in prop::collection::vec(any::<u8>(), 1..40),
         ) {
             let mask = ((1u32 << bits) - 1) as u8;

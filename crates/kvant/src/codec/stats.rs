@@ -1,6 +1,6 @@
 use std::ops::Range;
 
-use super::{Codec, TurboQuant, centroids, decode_rotated, encode, unpack};
+use super::{Codec, TurboQuant, centroids, decode_rotated, encode, plane_bits, unpack};
 use crate::{Error, Planes, Result, Tensor, codec::BLOCK, reference::hadamard};
 
 /// TurboQuant's statistics of the vectors of one head.
@@ -119,7 +119,8 @@ pub fn indices(planes: &Planes, rows: Range<usize>) -> Result<Vec<u8>> {
     let low: Vec<u8> = planes.low.rows(rows.clone())?.to_vec()?;
     let high: Vec<u8> = planes.high.as_ref().map_or(Ok(Vec::new()), |high| high.rows(rows)?.to_vec())?;
     // Every row is a whole number of bytes in each plane, so all rows unpack like one long row.
-    let mut indices = vec![0; if tq.bits == 8 { low.len() } else { 2 * low.len() }];
+    let low_bits = plane_bits(tq.bits).map_or(8, |(low, _)| low as usize);
+    let mut indices = vec![0; low.len() * 8 / low_bits];
     unpack(tq.bits, &low, &high, &mut indices)?;
     Ok(indices)
 }

@@ -82,6 +82,7 @@ impl SimdKernel for KvReadTask<'_> {
 mod tests {
     use crate::{
         Codec, CpuOptions, DType, Device, HeadOrder, KvLayer, LayerSpec, SimdLevel, Step, Tensor,
+        codec::BITS,
         ops::{self, KvSide},
     };
 
@@ -112,10 +113,10 @@ mod tests {
 
     #[test]
     fn wrapped_ranges_equal_the_reference() {
-        let codecs = [Codec::F32, Codec::F16, Codec::tq(4), Codec::tq(5), Codec::tq(6), Codec::tq(8)];
+        let codecs = [Codec::F32, Codec::F16].into_iter().chain(BITS.map(Codec::tq));
         for level in SimdLevel::ALL.into_iter().filter(|level| level.is_supported()) {
             let device = Device::cpu_with(CpuOptions { threads: Some(2), simd: Some(level) }).unwrap();
-            for codec in codecs {
+            for codec in codecs.clone() {
                 for slots in [HeadOrder::HeadMajor, HeadOrder::TokenMajor] {
                     for order in [HeadOrder::HeadMajor, HeadOrder::TokenMajor] {
                         for out in [(DType::F32, false), (DType::F32, true), (DType::BF16, false)] {

@@ -162,7 +162,7 @@ impl KvWriteTask<'_> {
 mod tests {
     use crate::{
         Codec, CpuOptions, DType, Device, HeadOrder, KvLayer, LayerSpec, Result, SimdLevel, Step, Tensor, bf16,
-        codec::{Norm, TurboQuant},
+        codec::{BITS, Norm, TurboQuant},
         f16,
         ops::{self, KvSide},
     };
@@ -289,7 +289,7 @@ mod tests {
         let reference = Device::reference();
         for device in devices() {
             for dim in [8, 16, 64, 128, 256, 512] {
-                for bits in [4, 5, 6, 8] {
+                for bits in BITS {
                     for norm in [Norm::Rms, Norm::LeastSquares, Norm::Unbiased] {
                         let scale = if dim == 128 { 1.07 } else { 1.0 };
                         let k = Codec::TurboQuant(TurboQuant { bits, scale, norm });
@@ -311,7 +311,7 @@ mod tests {
     #[test]
     fn unusual_vectors_equal_the_reference() {
         let reference = Device::reference();
-        for bits in [4, 5, 6, 8] {
+        for bits in BITS {
             for dim in [8, 64, 512] {
                 let codec = Codec::tq(bits);
                 let spec = linear(dim, codec, codec).kv_heads(1).sequences(1);

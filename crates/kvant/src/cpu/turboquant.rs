@@ -10,7 +10,7 @@ use super::{
     hadamard,
     simd::{Simd, Thresholds},
 };
-use crate::codec::{self, BLOCK, Norm, TurboQuant};
+use crate::codec::{self, BITS, BLOCK, Norm, TurboQuant};
 
 /// The largest dimension of the codec.
 const MAX_DIM: usize = 4096;
@@ -24,6 +24,8 @@ pub(super) struct Quantiser {
     tq: TurboQuant,
     signs: &'static [f32],
     centroids: &'static [f32],
+    /// The same, for vectors: 16 entries or more.
+    lookup: &'static [f32],
     thresholds: &'static [f32],
     /// The same, for vectors.
     search: &'static Thresholds,
@@ -33,7 +35,7 @@ pub(super) struct Quantiser {
 #[derive(Clone, Copy)]
 pub(super) struct Vector {
     pub low: *mut u8,
-    /// Not used at 4 and 8 bits.
+    /// Not used at 2, 4 and 8 bits.
     pub high: *mut u8,
     pub norms: *mut f32,
 }
@@ -53,31 +55,22 @@ impl Vector {
 /// Bytes of the low and the high plane for `dim` coordinates.
 #[inline(always)]
 fn plane_bytes(bits: u32, dim: usize) -> (usize, usize) {
-    match bits {
-        4 => (dim / 2, 0),
-        5 => (dim / 2, dim / 8),
-        6 => (dim / 2, dim / 4),
-        _ => (dim, 0),
-    }
+    let (low, high) = codec::plane_bits(bits).unwrap_or((8, 0));
+    (dim / 8 * low as usize, dim / 8 * high as usize)
 }
 
 impl Quantiser {
     /// For vectors of `dim`; codec and dimension have been validated where the layer was made.
     pub(super) fn new(tq: TurboQuant, dim: usize) -> Quantiser {
-        static SEARCHES: LazyLock<[Thresholds; 4]> = LazyLock::new(|| {
-            [4, 5, 6, 8].map(|bits| Thresholds::new(codec::thresholds(bits).expect("these codebooks exist")))
-        });
-        let search = match tq.bits {
-            4 => &SEARCHES[0],
-            5 => &SEARCHES[1],
-            6 => &SEARCHES[2],
-            _ => &SEARCHES[3],
-        };
+        static SEARCHES: LazyLock<[Thresholds; BITS.len()]> =
+            LazyLock::new(|| BITS.map(|bits| Thresholds::new(codec::thresholds(bits).expect("these codebooks exist"))));
         let valid = "a layer is made only with codecs that exist";
+        let search = &SEARCHES[BITS.iter().position(|&bits| bits == tq.bits).expect(valid)];
         Quantiser {
             tq,
             signs: hadamard::signs(dim),
             centroids: codec::centroids(tq.bits).expect(valid),
+            lookup: codec::lookup_table(tq.bits).expect(valid),
             thresholds: codec::thresholds(tq.bits).expect(valid),
             search,
         }
@@ -109,6 +102,8 @@ impl Quantiser {
                 return self.store_nan(to);
             }
             match self.tq.bits {
+                2 => self.encode_rotated::<S, 2>(row, &energies, to),
+                3 => self.encode_rotated::<S, 3>(row, &energies, to),
                 4 => self.encode_rotated::<S, 4>(row, &energies, to),
                 5 => self.encode_rotated::<S, 5>(row, &energies, to),
                 6 => self.encode_rotated::<S, 6>(row, &energies, to),
@@ -166,9 +161,9 @@ impl Quantiser {
         codes: &mut [u8],
     ) -> (f32, f32) {
         let whole = block.len() - block.len() % S::LANES;
-        // SAFETY: whole vectors of both, which are equally long; the tables have 2^BITS entries.
+        // SAFETY: whole vectors of both, which are equally long; the tables have 2^BITS entries, and 16 or more.
         let (mut yc, mut cc) = unsafe {
-            let table = self.centroids.as_ptr();
+            let table = self.lookup.as_ptr();
             // Two chains of additions each, in turn.
             let (mut yc, mut cc) = ([S::zero(); 2], [S::zero(); 2]);
             let factor = S::splat(factor);
@@ -176,7 +171,7 @@ impl Quantiser {
                 let y = S::load(block.as_ptr().add(at));
                 let index = S::search::<BITS>(S::mul(y, factor), self.search, codes.as_mut_ptr().add(at));
                 let c = match BITS {
-                    4 => S::lookup16(&*table.cast(), index),
+                    2..=4 => S::lookup16(&*table.cast(), index),
                     5 => S::lookup32(&*table.cast(), index),
                     6 => S::lookup64(&*table.cast(), index),
                     _ => S::lookup256(&*table.cast(), index),
@@ -231,6 +226,8 @@ impl Quantiser {
             let norm = unsafe {
                 let from = from.from(index * BLOCK, self.tq.bits);
                 match self.tq.bits {
+                    2 => unpack::<2>(from, codes),
+                    3 => unpack::<3>(from, codes),
                     4 => unpack::<4>(from, codes),
                     5 => unpack::<5>(from, codes),
                     6 => unpack::<6>(from, codes),
@@ -278,25 +275,39 @@ unsafe fn pack<const BITS: usize>(codes: &[u8], to: Vector) {
         if BITS == 8 {
             return std::ptr::copy_nonoverlapping(codes.as_ptr(), to.low, n);
         }
-        let low = std::slice::from_raw_parts_mut(to.low, n / 2);
-        for (byte, pair) in low.iter_mut().zip(codes.as_chunks::<2>().0) {
-            *byte = pair[0] & 15 | pair[1] << 4;
-        }
-        if BITS == 5 {
-            let high = std::slice::from_raw_parts_mut(to.high, n / 8);
-            for (byte, group) in high.iter_mut().zip(codes.as_chunks::<8>().0) {
-                // Bit 4 of each byte; the product moves that of byte i to bit 56 + i.
-                let bits = u64::from_le_bytes(*group) >> 4 & 0x0101_0101_0101_0101;
-                *byte = (bits.wrapping_mul(0x0102_0408_1020_4080) >> 56) as u8;
+        if BITS <= 3 {
+            pack_pairs(codes, 0, std::slice::from_raw_parts_mut(to.low, n / 4));
+        } else {
+            let low = std::slice::from_raw_parts_mut(to.low, n / 2);
+            for (byte, pair) in low.iter_mut().zip(codes.as_chunks::<2>().0) {
+                *byte = pair[0] & 15 | pair[1] << 4;
             }
         }
-        if BITS == 6 {
-            let high = std::slice::from_raw_parts_mut(to.high, n / 4);
-            for (byte, group) in high.iter_mut().zip(codes.as_chunks::<4>().0) {
-                let bits = u32::from_le_bytes(*group) >> 4 & 0x0303_0303;
-                *byte = (bits | bits >> 6 | bits >> 12 | bits >> 18) as u8;
-            }
+        match BITS {
+            3 => pack_singles(codes, 2, std::slice::from_raw_parts_mut(to.high, n / 8)),
+            5 => pack_singles(codes, 4, std::slice::from_raw_parts_mut(to.high, n / 8)),
+            6 => pack_pairs(codes, 4, std::slice::from_raw_parts_mut(to.high, n / 4)),
+            _ => {}
         }
+    }
+}
+
+/// Bit `from` of each code.
+#[inline(always)]
+fn pack_singles(codes: &[u8], from: u32, plane: &mut [u8]) {
+    for (byte, group) in plane.iter_mut().zip(codes.as_chunks::<8>().0) {
+        // The product moves the bit of byte i to bit 56 + i.
+        let bits = u64::from_le_bytes(*group) >> from & 0x0101_0101_0101_0101;
+        *byte = (bits.wrapping_mul(0x0102_0408_1020_4080) >> 56) as u8;
+    }
+}
+
+/// Bits `from` and the next of each code.
+#[inline(always)]
+fn pack_pairs(codes: &[u8], from: u32, plane: &mut [u8]) {
+    for (byte, group) in plane.iter_mut().zip(codes.as_chunks::<4>().0) {
+        let bits = u32::from_le_bytes(*group) >> from & 0x0303_0303;
+        *byte = (bits | bits >> 6 | bits >> 12 | bits >> 18) as u8;
     }
 }
 
@@ -312,21 +323,36 @@ unsafe fn unpack<const BITS: usize>(from: Vector, codes: &mut [u8]) {
         if BITS == 8 {
             return std::ptr::copy_nonoverlapping(from.low, codes.as_mut_ptr(), n);
         }
-        let low = std::slice::from_raw_parts(from.low, n / 2);
-        for (byte, pair) in low.iter().zip(codes.as_chunks_mut::<2>().0) {
-            *pair = [byte & 15, byte >> 4];
-        }
-        if BITS == 5 {
-            let high = std::slice::from_raw_parts(from.high, n / 8);
-            for (byte, group) in high.iter().zip(codes.as_chunks_mut::<8>().0) {
-                group.iter_mut().enumerate().for_each(|(i, code)| *code |= (byte >> i & 1) << 4);
+        if BITS <= 3 {
+            codes.fill(0);
+            unpack_pairs(std::slice::from_raw_parts(from.low, n / 4), 0, codes);
+        } else {
+            let low = std::slice::from_raw_parts(from.low, n / 2);
+            for (byte, pair) in low.iter().zip(codes.as_chunks_mut::<2>().0) {
+                *pair = [byte & 15, byte >> 4];
             }
         }
-        if BITS == 6 {
-            let high = std::slice::from_raw_parts(from.high, n / 4);
-            for (byte, group) in high.iter().zip(codes.as_chunks_mut::<4>().0) {
-                group.iter_mut().enumerate().for_each(|(i, code)| *code |= (byte >> (2 * i) & 3) << 4);
-            }
+        match BITS {
+            3 => unpack_singles(std::slice::from_raw_parts(from.high, n / 8), 2, codes),
+            5 => unpack_singles(std::slice::from_raw_parts(from.high, n / 8), 4, codes),
+            6 => unpack_pairs(std::slice::from_raw_parts(from.high, n / 4), 4, codes),
+            _ => {}
         }
+    }
+}
+
+/// The inverse of [`pack_singles`], for codes in which these bits are zero.
+#[inline(always)]
+fn unpack_singles(plane: &[u8], from: u32, codes: &mut [u8]) {
+    for (byte, group) in plane.iter().zip(codes.as_chunks_mut::<8>().0) {
+        group.iter_mut().enumerate().for_each(|(i, code)| *code |= (byte >> i & 1) << from);
+    }
+}
+
+/// The inverse of [`pack_pairs`], for codes in which these bits are zero.
+#[inline(always)]
+fn unpack_pairs(plane: &[u8], from: u32, codes: &mut [u8]) {
+    for (byte, group) in plane.iter().zip(codes.as_chunks_mut::<4>().0) {
+        group.iter_mut().enumerate().for_each(|(i, code)| *code |= (byte >> (2 * i) & 3) << from);
     }
 }

@@ -3,9 +3,9 @@
 //! A name says operation, kernel and main constants: `attend_decode_bf16_d256`, `linear_rows_affine4_g64`. The compiler
 //! gets it as the macro `KVANT_KERNEL`, by which every kernel file names its function.
 
-use crate::{
-    DType,
-    gpu::{Constant, dtype_code},
+use crate::gpu::{
+    Constant,
+    planes::{codec_name, dtype_name},
 };
 
 /// The name of the compiled kernel that a launch's `kernel` and constants specify.
@@ -36,20 +36,10 @@ pub(super) fn name(kernel: &str, constants: &[(&'static str, Constant)]) -> Stri
     parts.join("_")
 }
 
-fn dtype_name(code: u32) -> String {
-    let dtypes = [DType::F32, DType::F16, DType::BF16, DType::U32, DType::U8];
-    let dtype = dtypes.into_iter().find(|&dtype| dtype_code(dtype) == code);
-    dtype.map_or_else(|| format!("dtype{code}"), |dtype| dtype.to_string())
-}
-
-/// Dense codecs have the codes of their dtypes; the code of a quantised one is its bits.
-fn codec_name(code: u32) -> String {
-    if code >= 4 { format!("tq{code}") } else { dtype_name(code) }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::{Codec, DType, gpu::planes::codec_code};
 
     #[test]
     fn names_say_the_main_constants() {
@@ -61,9 +51,12 @@ mod tests {
         assert_eq!(name("linear_rows", &affine), "linear_rows_affine4_g64");
         let dense = [("X_DTYPE", bf16), ("W_DTYPE", Constant::from(DType::F16)), ("BITS", uint(0)), ("GROUP", uint(1))];
         assert_eq!(name("linear_rows", &dense), "linear_rows_f16");
-        let quantised = |k, v| [("Q_DTYPE", bf16), ("HEAD_DIM", uint(128)), ("K_CODEC", uint(k)), ("V_CODEC", uint(v))];
-        assert_eq!(name("attend_quantised", &quantised(4, 4)), "attend_quantised_bf16_d128_tq4");
-        assert_eq!(name("attend_generic", &quantised(8, 2)), "attend_generic_bf16_d128_ktq8_vbf16");
+        let codec = |codec| uint(codec_code(codec));
+        let layer = |k, v| [("Q_DTYPE", bf16), ("HEAD_DIM", uint(128)), ("K_CODEC", codec(k)), ("V_CODEC", codec(v))];
+        let (tq2, tq4, tq8) = (Codec::tq(2), Codec::tq(4), Codec::tq(8));
+        assert_eq!(name("attend_quantised", &layer(tq4, tq4)), "attend_quantised_bf16_d128_tq4");
+        assert_eq!(name("attend_generic", &layer(tq8, Codec::BF16)), "attend_generic_bf16_d128_ktq8_vbf16");
+        assert_eq!(name("attend_generic", &layer(Codec::BF16, tq2)), "attend_generic_bf16_d128_kbf16_vtq2");
         assert_eq!(name("softcap", &[("X_DTYPE", Constant::from(DType::F32))]), "softcap_f32");
         assert_eq!(name("copy", &[("UNIT", uint(16)), ("ALIGNED", Constant::Bool(true))]), "copy");
     }

@@ -1,7 +1,7 @@
 //! The planes of a cache layer as the kernels see them.
 
 use super::{LANES, Launch, THREADS, Use, dtype_code, params};
-use crate::{Codec, HeadOrder, KvLayer, Planes, Step, codec::Norm};
+use crate::{Codec, DType, HeadOrder, KvLayer, Planes, Step, codec::Norm};
 
 params! {
     /// The shape of a layer, and of its page table in a step: u32 `[sequences, page_width]`, where entries from
@@ -42,12 +42,30 @@ pub(crate) fn page_shift(layer: &KvLayer) -> u32 {
     layer.pages().map_or(0, |pages| pages.page_tokens.trailing_zeros())
 }
 
+/// The number of a quantised codec, less its bits: above those of all dtypes.
+const QUANTISED: u32 = 16;
+
 /// The number of a codec in kernels: `planes.h` has the same.
 pub(crate) fn codec_code(codec: Codec) -> u32 {
     match codec {
         Codec::Dense(dtype) => dtype_code(dtype),
-        Codec::TurboQuant(tq) => tq.bits,
+        Codec::TurboQuant(tq) => QUANTISED + tq.bits,
     }
+}
+
+/// The name of a codec by its number.
+pub(crate) fn codec_name(code: u32) -> String {
+    match code.checked_sub(QUANTISED) {
+        Some(bits) => format!("tq{bits}"),
+        None => dtype_name(code),
+    }
+}
+
+/// The name of a dtype by its number.
+pub(crate) fn dtype_name(code: u32) -> String {
+    let dtypes = [DType::F32, DType::F16, DType::BF16, DType::U32, DType::U8];
+    let dtype = dtypes.into_iter().find(|&dtype| dtype_code(dtype) == code);
+    dtype.map_or_else(|| format!("dtype{code}"), |dtype| dtype.to_string())
 }
 
 /// The number of a codec's norm in kernels, as `turboquant.h` has it, and its scale.

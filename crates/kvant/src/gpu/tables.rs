@@ -9,7 +9,7 @@ pub(crate) fn codebooks(float: &str) -> String {
     let mut text = String::from(
         "// TurboQuant's codebooks: generated from codec/codebook.rs.\n#ifndef KVANT_CODEBOOKS_H\n#define KVANT_CODEBOOKS_H\n",
     );
-    for bits in [4, 5, 6, 8] {
+    for bits in codec::BITS {
         let centroids = codec::centroids(bits).expect("these sizes have codebooks");
         let thresholds = codec::thresholds(bits).expect("these sizes have codebooks");
         for (name, values) in [("CENTROIDS", centroids), ("THRESHOLDS", thresholds)] {

@@ -23,8 +23,8 @@ constant bool KEEP_ROTATED [[function_constant(3)]];
 constant bool ALIGNED [[function_constant(4)]];
 constant uint PAGE_SHIFT [[function_constant(5)]];
 constant bool PAGED = PAGE_SHIFT != 0;
-constant bool HAS_HIGH = CODEC == TQ5 || CODEC == TQ6;
-constant bool HAS_NORMS = CODEC >= TQ4;
+constant bool HAS_HIGH = CODEC == TQ3 || CODEC == TQ5 || CODEC == TQ6;
+constant bool HAS_NORMS = CODEC >= TQ2;
 
 kernel void kv_read(device const uchar *low [[buffer(0)]],
                     device const uchar *high [[buffer(1), function_constant(HAS_HIGH)]],

@@ -26,10 +26,10 @@ constant bool HEAD_MAJOR [[function_constant(6)]];
 constant bool ALIGNED [[function_constant(7)]];
 constant uint PAGE_SHIFT [[function_constant(8)]];
 constant bool PAGED = PAGE_SHIFT != 0;
-constant bool K_HAS_HIGH = K_CODEC == TQ5 || K_CODEC == TQ6;
-constant bool V_HAS_HIGH = V_CODEC == TQ5 || V_CODEC == TQ6;
-constant bool K_HAS_NORMS = K_CODEC >= TQ4;
-constant bool V_HAS_NORMS = V_CODEC >= TQ4;
+constant bool K_HAS_HIGH = K_CODEC == TQ3 || K_CODEC == TQ5 || K_CODEC == TQ6;
+constant bool V_HAS_HIGH = V_CODEC == TQ3 || V_CODEC == TQ5 || V_CODEC == TQ6;
+constant bool K_HAS_NORMS = K_CODEC >= TQ2;
+constant bool V_HAS_NORMS = V_CODEC >= TQ2;
 
 // Moves one vector. `row` holds D floats if a side of the layer is quantised, `room` WRITE_ROOM.
 inline void write(device const uchar *source, ulong from, uint dtype, WritablePlanes planes, RowPlace at, uint dim,

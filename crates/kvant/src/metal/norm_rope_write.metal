@@ -46,10 +46,10 @@ constant bool K_HAS_WEIGHT = K_NORM == WEIGHTED_NORM;
 constant bool V_HAS_WEIGHT = V_NORM == WEIGHTED_NORM;
 constant bool HAS_FACTORS = ANGLES == THETA_FACTORS;
 constant bool HAS_TABLES = ANGLES == TABLES;
-constant bool K_HAS_HIGH = K_CODEC == TQ5 || K_CODEC == TQ6;
-constant bool V_HAS_HIGH = V_CODEC == TQ5 || V_CODEC == TQ6;
-constant bool K_HAS_NORMS = K_CODEC >= TQ4;
-constant bool V_HAS_NORMS = V_CODEC >= TQ4;
+constant bool K_HAS_HIGH = K_CODEC == TQ3 || K_CODEC == TQ5 || K_CODEC == TQ6;
+constant bool V_HAS_HIGH = V_CODEC == TQ3 || V_CODEC == TQ5 || V_CODEC == TQ6;
+constant bool K_HAS_NORMS = K_CODEC >= TQ2;
+constant bool V_HAS_NORMS = V_CODEC >= TQ2;
 
 static_assert(WRITE_ROOM >= NORM_ROOM, "norm_rope_write: norm and storing use the same room");
 

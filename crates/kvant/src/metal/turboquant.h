@@ -1,7 +1,7 @@
 // TurboQuant's encoding of a row, as codec/turboquant.rs defines it, and the storing of rows whatever their codec.
 //
 // All threads of a threadgroup share a row in threadgroup memory. A thread takes four coordinates at a time, 4·lane on,
-// so that a SIMD-group has 128 in a row: whole bytes of every plane but the high one at 5 bits, of which two threads
+// so that a SIMD-group has 128 in a row: whole bytes of every plane but one of single bits, of which two threads
 // have a half each.
 #ifndef KVANT_TURBOQUANT_H
 #define KVANT_TURBOQUANT_H
@@ -41,6 +41,8 @@ inline uint nearest(float z, const constant float *thresholds, uint bits) {
 
 inline uint nearest(float z, uint codec) {
     switch (codec) {
+    case TQ2: return nearest(z, THRESHOLDS_2, 2);
+    case TQ3: return nearest(z, THRESHOLDS_3, 3);
     case TQ4: return nearest(z, THRESHOLDS_4, 4);
     case TQ5: return nearest(z, THRESHOLDS_5, 5);
     case TQ6: return nearest(z, THRESHOLDS_6, 6);
@@ -51,8 +53,10 @@ inline uint nearest(float z, uint codec) {
 // Stores the indices of coordinates j .. j+3; all lanes of a SIMD-group call it, those with `mine` have coordinates.
 inline void store_indices(WritablePlanes to, ulong row, uint j, bool mine, uint4 index, uint dim, uint codec) {
     // Two lanes have the bits of a byte: the even one takes both halves.
-    const uint fifth = index.x >> 4 | index.y >> 4 << 1 | index.z >> 4 << 2 | index.w >> 4 << 3;
-    const uint next = codec == TQ5 ? simd_shuffle_xor(fifth, ushort(1)) : 0;
+    const bool has_singles = codec == TQ3 || codec == TQ5;
+    const uint4 single = index >> (codec == TQ3 ? 2 : 4);
+    const uint half = single.x | single.y << 1 | single.z << 2 | single.w << 3;
+    const uint next = has_singles ? simd_shuffle_xor(half, ushort(1)) : 0;
     if (!mine) {
         return;
     }
@@ -61,11 +65,16 @@ inline void store_indices(WritablePlanes to, ulong row, uint j, bool mine, uint4
         *reinterpret_cast<device uint *>(to.low + row * dim + j) = bytes;
         return;
     }
-    const uint4 low = index & 15;
-    *reinterpret_cast<device ushort *>(to.low + row * (dim / 2) + j / 2) =
-        ushort(low.x | low.y << 4 | low.z << 8 | low.w << 12);
-    if (codec == TQ5 && j % 8 == 0) {
-        to.high[row * (dim / 8) + j / 8] = uchar(fifth | next << 4);
+    if (codec == TQ2 || codec == TQ3) {
+        const uint4 low = index & 3;
+        to.low[row * (dim / 4) + j / 4] = uchar(low.x | low.y << 2 | low.z << 4 | low.w << 6);
+    } else {
+        const uint4 low = index & 15;
+        *reinterpret_cast<device ushort *>(to.low + row * (dim / 2) + j / 2) =
+            ushort(low.x | low.y << 4 | low.z << 8 | low.w << 12);
+    }
+    if (has_singles && j % 8 == 0) {
+        to.high[row * (dim / 8) + j / 8] = uchar(half | next << 4);
     } else if (codec == TQ6) {
         const uint4 high = index >> 4;
         to.high[row * (dim / 4) + j / 4] = uchar(high.x | high.y << 2 | high.z << 4 | high.w << 6);

@@ -2,7 +2,9 @@
 
 use crate::common::without_gpu::{self, Launches, Model};
 use kvant::{
-    Codec, DType, Device, HeadOrder, KvLayer, LayerSpec, Result, Step, Tensor, gpu,
+    Codec, DType, Device, HeadOrder, KvLayer, LayerSpec, Result, Step, Tensor,
+    codec::BITS,
+    gpu,
     ops::{self, Affine, Attend, Explanation, Linear, Weight},
 };
 
@@ -23,7 +25,7 @@ fn cases() -> Vec<Case> {
         [(4, 2, 256), (4, 1, 512), (16, 2, 512), (16, 8, 256), (32, 8, 128), (8, 8, 64), (64, 4, 128), (96, 8, 128)]
     {
         for (capacity, window) in [(383, Some(128)), (1024, None), (4096, None), (131_072, None)] {
-            for codec in [Codec::F32, Codec::F16, Codec::BF16, Codec::tq(4), Codec::tq(5), Codec::tq(8)] {
+            for codec in [Codec::F32, Codec::F16, Codec::BF16, Codec::tq(3), Codec::tq(4), Codec::tq(5), Codec::tq(8)] {
                 for tokens in [1, 5, 300] {
                     cases.push(Case { heads, kv_heads, head_dim, capacity, window, tokens, codec });
                 }
@@ -112,7 +114,7 @@ fn mixed_batches_run_two_kernels() -> Result<()> {
 /// Whatever a cache holds, however many tokens come: no GPU has too little shared memory for it.
 #[test]
 fn attention_runs_on_every_gpu() -> Result<()> {
-    let codecs = [Codec::F32, Codec::F16, Codec::BF16, Codec::tq(4), Codec::tq(5), Codec::tq(6), Codec::tq(8)];
+    let codecs: Vec<Codec> = [Codec::F32, Codec::F16, Codec::BF16].into_iter().chain(BITS.map(Codec::tq)).collect();
     let floats = [DType::F32, DType::F16, DType::BF16];
     for model in [Model::H200, Model::A100, Model::Rtx4090, Model::Rtx5090] {
         let device = gpu::cuda_device(Launches { model, ..Launches::default() });
@@ -169,6 +171,15 @@ fn short_contexts_have_kernels_of_their_own() -> Result<()> {
     }
     assert_eq!(kernel(Codec::BF16, 8, 8, 64, 1024, None)?, "attend_short");
     assert_eq!(kernel(Codec::BF16, 16, 2, 512, 1024, None)?, "attend_decode");
+    // No tables for codes of 2 and 3 bits.
+    for (k, v) in [(2, 2), (3, 3), (4, 3), (2, 8)] {
+        let spec = LayerSpec::new(8, 128, 1024, Codec::tq(k)).v(Codec::tq(v));
+        let layer = KvLayer::new(&device, spec)?;
+        let (q, step) = (Tensor::zeros(&device, DType::BF16, &[1, 32, 128])?, Step::new(&device, 1, &[(0, 0)])?);
+        let out = Tensor::zeros(&device, DType::BF16, q.shape())?;
+        let explained = ops::explain(&Attend::new(&q, &layer, &step, &out), &device)?;
+        assert_eq!(explained.kernel, "attend_generic", "tq{k}:tq{v}");
+    }
     // Rows of 8 bytes cannot be copied by sixteens.
     for (head_dim, bits, want) in [
         (64, 4, "attend_short_quantised"),

@@ -2,7 +2,7 @@
 
 use kvant::{
     Codec, Device, Error, HeadOrder, KvLayer, LayerSpec, Step, Tensor,
-    codec::{self, BLOCK, Norm, TurboQuant, centroids, decode, decode_rotated, encode, stats, thresholds},
+    codec::{self, BITS, BLOCK, Norm, TurboQuant, centroids, decode, decode_rotated, encode, stats, thresholds},
     ops::{KvWrite, kv_write},
     reference::hadamard,
 };
@@ -39,8 +39,6 @@ impl Random {
     }
 }
 
-const BITS: [u32; 4] = [4, 5, 6, 8];
-
 fn dims() -> impl Iterator<Item = usize> {
     (3..=12).map(|log2| 1 << log2)
 }
@@ -48,6 +46,8 @@ fn dims() -> impl Iterator<Item = usize> {
 /// The distortion of the optimal quantiser of N(0, 1).
 fn optimum(bits: u32) -> f64 {
     match bits {
+        2 => 0.1175,
+        3 => 3.454e-2,
         4 => 9.501e-3,
         5 => 2.505e-3,
         6 => 6.44e-4,
@@ -130,7 +130,11 @@ fn outlier_vectors() {
             // Rotating there and back makes `encode` see the vectors as they are.
             let unrotated: Vec<_> = vectors.iter().map(|x| hadamard(x, true).unwrap()).collect();
             let without = distortion(tq(bits, Norm::Rms), &unrotated) / optimum(bits);
-            assert!(without > 5.0, "{bits} bits, D = {dim}: {without} of the optimum without the rotation");
+            // At 2 bits the optimum itself is an eighth of the signal.
+            assert!(
+                without > if bits == 2 { 3.0 } else { 5.0 },
+                "{bits} bits, D = {dim}: {without} of the optimum without the rotation"
+            );
         }
     }
 }
@@ -195,7 +199,7 @@ fn norms_keep_their_promises() {
                 let error = |v: &[f64]| v.iter().zip(y).map(|(v, y)| (v - y).powi(2)).sum::<f64>();
                 let dot = |v: &[f64]| v.iter().zip(y).map(|(v, y)| v * y).sum::<f64>();
                 // Decoding gives y back at the right size, whatever the scale.
-                assert!(error(&a) < 0.03 * squares);
+                assert!(error(&a) < (3.2 * optimum(bits)).max(0.03) * squares);
                 assert!(error(&b) <= error(&a) * (1.0 + 1e-6) && error(&b) <= error(&c) * (1.0 + 1e-6));
                 assert!((dot(&c) / squares - 1.0).abs() < 1e-6);
                 let n = (squares / BLOCK as f64).sqrt() / f64::from(scale);
@@ -241,7 +245,7 @@ fn bad_arguments_are_refused() {
     let device = Device::reference();
     let x = Tensor::from_slice(&device, &[0f32; 64], &[64]).unwrap();
     assert!(matches!(stats(&x, good), Err(Error::Shape { .. })));
-    assert!(stats(&x.reshape(&[2, 2, 16]).unwrap(), TurboQuant { bits: 3, ..good }).is_err());
+    assert!(stats(&x.reshape(&[2, 2, 16]).unwrap(), TurboQuant { bits: 1, ..good }).is_err());
 }
 
 #[test]
@@ -254,7 +258,7 @@ fn bytes_per_vector_are_those_of_the_planes() {
             assert_eq!(layer.k().bytes(), 4 * codec.bytes_per_vector(head_dim));
         }
     }
-    assert_eq!(BITS.map(|bits| Codec::tq(bits).bytes_per_vector(256)), [132, 164, 196, 260]);
+    assert_eq!(BITS.map(|bits| Codec::tq(bits).bytes_per_vector(256)), [68, 100, 132, 164, 196, 260]);
     // Sizes come from files and command lines: what does not fit is as much as fits, not a small number.
     for codec in [Codec::F32, Codec::BF16, Codec::tq(8), Codec::tq(u32::MAX)] {
         assert_eq!(codec.bytes_per_vector(usize::MAX), usize::MAX, "{codec}");
@@ -381,6 +385,17 @@ fn worked_example() {
         format!("c       {}", numbers(&c)),
         format!("decoded {}", numbers(&decode(tq(6, Norm::default()), &encoded).unwrap())),
     ] {
+        assert!(document.lines().any(|l| l == line), "docs/codec.md lacks the line:\n{line}");
+    }
+    for bits in [2, 3] {
+        let indices = encode(tq(bits, Norm::default()), &x).unwrap().indices;
+        let (low, high) = codec::plane_bytes(bits, 8).unwrap();
+        let (mut low, mut high) = (vec![0; low], vec![0; high]);
+        codec::pack(bits, &indices, &mut low, &mut high).unwrap();
+        let numbers: String = indices.iter().map(|i| format!(" {i}")).collect();
+        let bytes = |plane: &[u8]| plane.iter().map(|b| format!(" {b:02x}")).collect::<String>();
+        let high = if high.is_empty() { String::new() } else { format!(", high{}", bytes(&high)) };
+        let line = format!("{bits} bits   indices{numbers}, low{}{high}", bytes(&low));
         assert!(document.lines().any(|l| l == line), "docs/codec.md lacks the line:\n{line}");
     }
 }

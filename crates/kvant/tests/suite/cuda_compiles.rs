@@ -7,7 +7,9 @@ use std::{collections::HashSet, path::Path};
 use crate::common::without_gpu::{Launches, Model};
 use kvant::{
     CacheLayer, Codec, DType, Device, Encoder, HeadOrder, KvLayer, KvPool, LayerSpec, PoolSpec, Result, Step, StepSize,
-    Tensor, gpu,
+    Tensor,
+    codec::BITS,
+    gpu,
     ops::{
         self, Activation, AddBias, Affine, Angles, Argmax, Attend, BlockFormat, Blocks, Columns, Embed, Experts, Gate,
         Hadamard, HeadNorm, KvRead, KvSide, KvWrite, Linear, MoeCombine, MoeRoute, NormRope, NormRopeWrite, PairLayout,
@@ -34,7 +36,7 @@ fn every_kernel_compiles() -> Result<()> {
         elements(&device, &mut enc, dtype)?;
         products(&device, &mut enc, dtype)?;
     }
-    for codec in [Codec::F32, Codec::F16, Codec::BF16, Codec::tq(4), Codec::tq(5), Codec::tq(6), Codec::tq(8)] {
+    for codec in [Codec::F32, Codec::F16, Codec::BF16].into_iter().chain(BITS.map(Codec::tq)) {
         caches(&device, &mut enc, codec)?;
     }
     attention(&device, &mut enc, true)?;
@@ -68,9 +70,13 @@ fn kernel_files(folder: &Path) -> Vec<String> {
 fn kernels_of_large_shapes_compile() -> Result<()> {
     let Some((device, launches)) = device(Model::H200) else { return Ok(()) };
     let mut enc = device.encoder()?;
-    for (head_dim, k, v) in
-        [(128, Codec::tq(4), Codec::tq(8)), (256, Codec::tq(5), Codec::tq(5)), (512, Codec::tq(6), Codec::BF16)]
-    {
+    for (head_dim, k, v) in [
+        (128, Codec::tq(4), Codec::tq(8)),
+        (256, Codec::tq(5), Codec::tq(5)),
+        (512, Codec::tq(6), Codec::BF16),
+        (128, Codec::tq(3), Codec::tq(2)),
+        (512, Codec::tq(2), Codec::tq(3)),
+    ] {
         for dtype in [DType::F16, DType::BF16] {
             write_many(&device, &mut enc, dtype, head_dim, k, v)?;
         }
@@ -204,7 +210,8 @@ fn attention_over_pages(device: &Device, enc: &mut Encoder, model: Model) -> Res
     let (tq, bf16, f16) = (Codec::tq, DType::BF16, DType::F16);
     let [dense_bf16, dense_f16] = [Codec::BF16, Codec::F16];
     // Kernel, longest context, window.
-    let cases: [(&str, usize, Option<usize>, Attention); 16] = [
+    let cases: [(&str, usize, Option<usize>, Attention); 17] = [
+        ("attend_generic", 9999, None, (128, tq(2), tq(3), bf16, bf16, 4, 1)),
         ("attend_generic", 9999, None, (64, Codec::F32, dense_f16, DType::F32, DType::F32, 1, 1)),
         ("attend_generic", 99, Some(40), (256, tq(5), dense_bf16, f16, f16, 2, 9)),
         ("attend_generic", 9999, None, (512, tq(8), tq(6), f16, DType::F32, 3, 9)),
@@ -451,7 +458,12 @@ fn attention(device: &Device, enc: &mut Encoder, h200: bool) -> Result<()> {
     let tq = Codec::tq;
     let (f16, bf16) = (Codec::F16, Codec::BF16);
     // Many rows, f32 outputs, different codecs for keys and values: attend_generic.
-    let any: [Attention; 6] = [
+    let any: [Attention; 11] = [
+        (64, tq(2), tq(2), DType::BF16, DType::BF16, 4, 1),
+        (64, tq(3), tq(3), DType::BF16, DType::F32, 1, 40),
+        (128, tq(3), tq(2), DType::BF16, DType::BF16, 4, 1),
+        (256, tq(2), tq(4), DType::F16, DType::F16, 2, 40),
+        (512, bf16, tq(3), DType::BF16, DType::BF16, 8, 1),
         (64, Codec::F32, f16, DType::F32, DType::F32, 1, 1),
         (128, bf16, bf16, DType::BF16, DType::BF16, 2, 40),
         (256, tq(4), tq(4), DType::BF16, DType::BF16, 8, 40),

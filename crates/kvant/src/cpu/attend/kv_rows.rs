@@ -57,7 +57,7 @@ impl<E: DenseElement> LoadRows for DenseRows<E> {
     }
 }
 
-/// TurboQuant of 4, 5 and 6 bits without its norms; a chunk's vectors are its even and its odd coordinates.
+/// TurboQuant of 2 to 6 bits without its norms; a chunk's vectors are its even and its odd coordinates.
 #[derive(Clone, Copy)]
 pub(super) struct PackedRows<const BITS: u32> {
     low: *const u8,
@@ -69,12 +69,18 @@ pub(super) struct PackedRows<const BITS: u32> {
 }
 
 impl<const BITS: u32> PackedRows<BITS> {
+    /// Bits of a code in each plane.
+    pub const PLANE_BITS: (usize, usize) = match codec::plane_bits(BITS) {
+        Some((low, high)) => (low as usize, high as usize),
+        None => panic!("a codec has so many bits"),
+    };
+
     #[inline(always)]
     fn shifted(self, bytes: usize) -> Self {
         PackedRows { low: self.low.wrapping_add(bytes), high: self.high.wrapping_add(bytes), ..self }
     }
 
-    /// The lowest four bits of a row's codes.
+    /// The lower bits of a row's codes: the lowest four, or two of codes of 2 and 3 bits.
     #[cfg(target_arch = "x86_64")]
     #[inline(always)]
     pub fn low(&self, row: usize) -> *const u8 {
@@ -92,12 +98,23 @@ impl<const BITS: u32> PackedRows<BITS> {
 impl<const BITS: u32> LoadRows for PackedRows<BITS> {
     #[inline(always)]
     unsafe fn chunk<S: Simd>(&self, row: usize, chunk: usize) -> (S::F, S::F) {
-        // SAFETY: passed on to the caller; the table has 2^BITS entries.
+        // SAFETY: passed on to the caller; the table has 2^BITS entries, and 16 or more.
         unsafe {
-            let low = self.low.add(row * self.low_stride + chunk * S::LANES);
-            // 2·LANES coordinates of BITS − 4 bits each.
-            let high = self.high.wrapping_add(row * self.high_stride + chunk * S::LANES / 4 * (BITS as usize - 4));
+            // 2·LANES coordinates.
+            let (low_bits, high_bits) = Self::PLANE_BITS;
+            let low = self.low.add(row * self.low_stride + chunk * S::LANES / 4 * low_bits);
+            let high = self.high.wrapping_add(row * self.high_stride + chunk * S::LANES / 4 * high_bits);
             match BITS {
+                2 => {
+                    let (even, odd) = S::codes2(low);
+                    let table = &*self.table.cast();
+                    (S::lookup16(table, even), S::lookup16(table, odd))
+                }
+                3 => {
+                    let (even, odd) = S::codes3(low, high);
+                    let table = &*self.table.cast();
+                    (S::lookup16(table, even), S::lookup16(table, odd))
+                }
                 4 => {
                     let (even, odd) = S::codes4(low);
                     let table = &*self.table.cast();
@@ -152,6 +169,8 @@ pub(super) enum RowLoader {
     F32(DenseRows<f32>),
     F16(DenseRows<f16>),
     Bf16(DenseRows<bf16>),
+    Tq2(PackedRows<2>),
+    Tq3(PackedRows<3>),
     Tq4(PackedRows<4>),
     Tq5(PackedRows<5>),
     Tq6(PackedRows<6>),
@@ -165,6 +184,8 @@ macro_rules! with_loader {
             RowLoader::F32($rows) => $body,
             RowLoader::F16($rows) => $body,
             RowLoader::Bf16($rows) => $body,
+            RowLoader::Tq2($rows) => $body,
+            RowLoader::Tq3($rows) => $body,
             RowLoader::Tq4($rows) => $body,
             RowLoader::Tq5($rows) => $body,
             RowLoader::Tq6($rows) => $body,
@@ -200,7 +221,7 @@ impl KvRows {
             Codec::Dense(dtype) => return KvRows::dense(planes.low.host_ptr(), dtype, first, stride, head_dim),
             Codec::TurboQuant(tq) => tq,
         };
-        let table = codec::centroids(tq.bits).expect("a layer's codec has been checked").as_ptr();
+        let table = codec::lookup_table(tq.bits).expect("a layer's codec has been checked").as_ptr();
         let (low_bytes, high_bytes) =
             codec::plane_bytes(tq.bits, head_dim).expect("a layer's codec and head size have been checked");
         let blocks = head_dim.div_ceil(BLOCK);
@@ -210,6 +231,8 @@ impl KvRows {
         let (low_stride, high_stride) = (low_bytes * stride, high_bytes * stride);
         KvRows {
             loader: match tq.bits {
+                2 => RowLoader::Tq2(PackedRows { low, high, low_stride, high_stride, table }),
+                3 => RowLoader::Tq3(PackedRows { low, high, low_stride, high_stride, table }),
                 4 => RowLoader::Tq4(PackedRows { low, high, low_stride, high_stride, table }),
                 5 => RowLoader::Tq5(PackedRows { low, high, low_stride, high_stride, table }),
                 6 => RowLoader::Tq6(PackedRows { low, high, low_stride, high_stride, table }),
@@ -247,6 +270,8 @@ impl KvRows {
             RowLoader::Bf16(DenseRows { start, stride }) => {
                 RowLoader::Bf16(DenseRows { start: start.wrapping_byte_add(bytes), stride })
             }
+            RowLoader::Tq2(rows) => RowLoader::Tq2(rows.shifted(bytes)),
+            RowLoader::Tq3(rows) => RowLoader::Tq3(rows.shifted(bytes)),
             RowLoader::Tq4(rows) => RowLoader::Tq4(rows.shifted(bytes)),
             RowLoader::Tq5(rows) => RowLoader::Tq5(rows.shifted(bytes)),
             RowLoader::Tq6(rows) => RowLoader::Tq6(rows.shifted(bytes)),

@@ -188,8 +188,17 @@ fn devices() -> Vec<Device> {
     levels.enumerate().map(|(i, level)| device(level, 1 + (i + 1) % 3)).collect()
 }
 
-const CODECS: [Codec; 7] =
-    [Codec::F32, Codec::F16, Codec::BF16, Codec::tq(4), Codec::tq(5), Codec::tq(6), Codec::tq(8)];
+const CODECS: [Codec; 9] = [
+    Codec::F32,
+    Codec::F16,
+    Codec::BF16,
+    Codec::tq(2),
+    Codec::tq(3),
+    Codec::tq(4),
+    Codec::tq(5),
+    Codec::tq(6),
+    Codec::tq(8),
+];
 
 #[test]
 fn every_codec_at_every_head_size() {
@@ -343,7 +352,7 @@ fn activation_dtypes() {
 #[test]
 fn rotated_queries() {
     let devices = devices();
-    for (k, v) in [(Codec::tq(4), Codec::F16), (Codec::tq(8), Codec::tq(4))] {
+    for (k, v) in [(Codec::tq(4), Codec::F16), (Codec::tq(8), Codec::tq(4)), (Codec::tq(2), Codec::tq(3))] {
         AttendCase { k, v, q_rotated: true, head_dim: 256, ..AttendCase::default() }.check(&devices);
     }
 }
@@ -432,7 +441,7 @@ impl Chosen {
     }
 }
 
-const QUANTISED: [Codec; 4] = [Codec::tq(4), Codec::tq(5), Codec::tq(6), Codec::tq(8)];
+const QUANTISED: [Codec; 6] = [Codec::tq(2), Codec::tq(3), Codec::tq(4), Codec::tq(5), Codec::tq(6), Codec::tq(8)];
 
 /// √(Σ(x−y)²/Σy²).
 fn distance(x: &[f32], y: &[f32]) -> f64 {
@@ -506,7 +515,12 @@ fn queries_that_are_not_finite_show_in_their_row_only() {
 #[test]
 fn threads_change_next_to_nothing() {
     // Splits end where tiles do: only the order in which tiles are added differs.
-    for (k, v) in [(Codec::tq(4), Codec::tq(4)), (Codec::tq(8), Codec::tq(8)), (Codec::tq(6), Codec::F16)] {
+    for (k, v) in [
+        (Codec::tq(4), Codec::tq(4)),
+        (Codec::tq(8), Codec::tq(8)),
+        (Codec::tq(6), Codec::F16),
+        (Codec::tq(3), Codec::tq(2)),
+    ] {
         let tokens = vec![(0, 2999)];
         let case =
             AttendCase { k, v, tokens, lens: vec![3000], capacity: 3001, head_dim: 128, ..AttendCase::default() };

@@ -225,6 +225,26 @@ impl Simd for Avx2 {
         unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) }
     }
     #[inline(always)]
+    unsafe fn codes2(low: *const u8) -> (__m256i, __m256i) {
+        unsafe {
+            let bits = _mm256_set1_epi32(low.cast::<i32>().read_unaligned());
+            let even = _mm256_srlv_epi32(bits, _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28));
+            (even, _mm256_srli_epi32::<2>(even))
+        }
+    }
+    #[inline(always)]
+    unsafe fn codes3(low: *const u8, high: *const u8) -> (__m256i, __m256i) {
+        unsafe {
+            let (even, odd) = Self::codes2(low);
+            // Bit 2·lane (+ 1) moves to bit 2.
+            let bits = _mm256_set1_epi32(i32::from(high.cast::<u16>().read_unaligned()) << 2);
+            let even_bits = _mm256_srlv_epi32(bits, _mm256_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14));
+            let odd_bits = _mm256_srli_epi32::<1>(even_bits);
+            let third = _mm256_set1_epi32(4);
+            (select(third, even_bits, even), select(third, odd_bits, odd))
+        }
+    }
+    #[inline(always)]
     unsafe fn codes4(low: *const u8) -> (__m256i, __m256i) {
         unsafe {
             let low = _mm256_cvtepu8_epi32(_mm_loadl_epi64(low.cast()));

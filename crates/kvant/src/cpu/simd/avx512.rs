@@ -253,6 +253,33 @@ impl Simd for Avx512 {
         unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) }
     }
     #[inline(always)]
+    unsafe fn codes2(low: *const u8) -> (__m512i, __m512i) {
+        unsafe {
+            let low = _mm512_castsi128_si512(_mm_loadl_epi64(low.cast()));
+            // The first eight lanes take the first 32 bits.
+            let word = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
+            let shift = _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28);
+            let even = _mm512_srlv_epi32(_mm512_permutexvar_epi32(word, low), shift);
+            (even, _mm512_srli_epi32::<2>(even))
+        }
+    }
+    #[inline(always)]
+    unsafe fn codes3(low: *const u8, high: *const u8) -> (__m512i, __m512i) {
+        unsafe {
+            let (even, odd) = Self::codes2(low);
+            let bits = _mm512_set1_epi32(high.cast::<i32>().read_unaligned());
+            // Rotated right by 2·lane − 2, bit 2·lane is at bit 2.
+            let turn = _mm512_setr_epi32(30, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28);
+            let bits = _mm512_rorv_epi32(bits, turn);
+            let third = _mm512_set1_epi32(4);
+            // 0xCA: where the first operand has a one, the second, elsewhere the third.
+            (
+                _mm512_ternarylogic_epi32::<0xCA>(third, bits, even),
+                _mm512_ternarylogic_epi32::<0xCA>(third, _mm512_srli_epi32::<1>(bits), odd),
+            )
+        }
+    }
+    #[inline(always)]
     unsafe fn codes4(low: *const u8) -> (__m512i, __m512i) {
         unsafe {
             let low = _mm512_cvtepu8_epi32(_mm_loadu_si128(low.cast()));
@@ -353,7 +380,7 @@ unsafe fn search_cells<const BITS: usize>(x: __m512, cells: &ThresholdCells, one
         let cell = _mm512_min_ps(_mm512_max_ps(cell, _mm512_setzero_ps()), _mm512_set1_ps(cells.last));
         let cell = _mm512_cvtps_epi32(cell);
         let [threshold, below] = [cells.threshold.as_ptr(), cells.below.as_ptr().cast()]
-            .map(|table| if BITS == 4 { permute32(table, cell) } else { Avx512::lookup64(&*table.cast(), cell) });
+            .map(|table| if BITS <= 4 { permute32(table, cell) } else { Avx512::lookup64(&*table.cast(), cell) });
         let (above, below) = (_mm512_cmp_ps_mask::<_CMP_GT_OQ>(x, threshold), _mm512_castps_si512(below));
         _mm512_mask_add_epi32(below, above, below, one)
     }

@@ -328,6 +328,10 @@ pub(crate) trait Simd: Copy + 'static {
     /// As [`Simd::lookup16_low`], for the high halves.
     unsafe fn lookup16_high(table: &[f32; 16], codes: *const u8) -> Self::F;
 
+    /// The 2·`LANES` packed indices of 2 bits from `low` on: the even ones, the odd ones. The bits above are arbitrary.
+    unsafe fn codes2(low: *const u8) -> (Self::I, Self::I);
+    /// The same with a third bit each from `high`, a little-endian string of bits.
+    unsafe fn codes3(low: *const u8, high: *const u8) -> (Self::I, Self::I);
     /// The 2·`LANES` packed indices of 4 bits from `low` on: the even ones, the odd ones.
     unsafe fn codes4(low: *const u8) -> (Self::I, Self::I);
     /// The same with a fifth bit each from `high`, a little-endian string of bits.

@@ -191,6 +191,25 @@ impl Simd for Neon {
         unsafe { lookup::<1>(table.as_ptr(), vshrq_n_u32::<4>(widen(codes))) }
     }
     #[inline(always)]
+    unsafe fn codes2(low: *const u8) -> (uint32x4_t, uint32x4_t) {
+        unsafe {
+            let bits = vdupq_n_u32(u32::from(low.cast::<u16>().read_unaligned()));
+            let even = vshlq_u32(bits, vld1q_s32([0, -4, -8, -12].as_ptr()));
+            (even, vshrq_n_u32::<2>(even))
+        }
+    }
+    #[inline(always)]
+    unsafe fn codes3(low: *const u8, high: *const u8) -> (uint32x4_t, uint32x4_t) {
+        unsafe {
+            let (even, odd) = Self::codes2(low);
+            // Bit 2·lane (+ 1) moves to bit 2.
+            let bits = vdupq_n_u32(u32::from(*high) << 2);
+            let bits = vshlq_u32(bits, vld1q_s32([0, -2, -4, -6].as_ptr()));
+            let third = vdupq_n_u32(4);
+            (vbslq_u32(third, bits, even), vbslq_u32(third, vshrq_n_u32::<1>(bits), odd))
+        }
+    }
+    #[inline(always)]
     unsafe fn codes4(low: *const u8) -> (uint32x4_t, uint32x4_t) {
         unsafe {
             let low = widen(low);

@@ -138,6 +138,21 @@ impl Simd for Portable {
         unsafe { to.cast::<[f32; 4]>().write_unaligned(x.map(|x| Self::sum(x))) }
     }
     #[inline(always)]
+    unsafe fn codes2(low: *const u8) -> (Self::I, Self::I) {
+        // SAFETY: valid for N/2 bytes.
+        let bits = u32::from_le_bytes(unsafe { low.cast::<[u8; N / 2]>().read_unaligned() });
+        let code = |at: usize| (bits >> (2 * at) & 3) as u8;
+        (std::array::from_fn(|i| code(2 * i)), std::array::from_fn(|i| code(2 * i + 1)))
+    }
+    #[inline(always)]
+    unsafe fn codes3(low: *const u8, high: *const u8) -> (Self::I, Self::I) {
+        // SAFETY: valid for N/2 bytes of `low` and N/4 of `high`.
+        let ((even, odd), high) = unsafe { (Self::codes2(low), high.cast::<[u8; N / 4]>().read_unaligned()) };
+        let bits = u16::from_le_bytes(high);
+        let with = |code: u8, at: usize| code | ((bits >> at & 1) << 2) as u8;
+        (std::array::from_fn(|i| with(even[i], 2 * i)), std::array::from_fn(|i| with(odd[i], 2 * i + 1)))
+    }
+    #[inline(always)]
     unsafe fn codes4(low: *const u8) -> (Self::I, Self::I) {
         // SAFETY: valid for N bytes.
         let low = unsafe { low.cast::<[u8; N]>().read_unaligned() };

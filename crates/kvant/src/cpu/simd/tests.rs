@@ -145,15 +145,11 @@ unsafe fn reductions<S: Simd>() {
     }
 }
 
-/// Packs indices as the codec does: a plane of nibbles, and a plane of the `width` bits above.
-fn pack(codes: &[u8], width: usize) -> (Vec<u8>, Vec<u8>) {
-    let low = codes.chunks(2).map(|pair| pair[0] & 15 | pair[1] << 4).collect();
-    let mut high = vec![0u8; codes.len() * width / 8];
-    for (j, code) in codes.iter().enumerate() {
-        if width > 0 {
-            high[j * width / 8] |= (code >> 4 & ((1 << width) - 1)) << (j * width % 8);
-        }
-    }
+/// The planes of indices of so many bits.
+fn pack(codes: &[u8], bits: u32) -> (Vec<u8>, Vec<u8>) {
+    let (low, high) = codec::plane_bytes(bits, codes.len()).unwrap();
+    let (mut low, mut high) = (vec![0; low], vec![0; high]);
+    codec::pack(bits, codes, &mut low, &mut high).unwrap();
     (low, high)
 }
 
@@ -170,15 +166,22 @@ unsafe fn tables<S: Simd>() {
         // entries as their types say.
         unsafe {
             let (t16, t32, t64) = (&*table.as_ptr().cast(), &*table.as_ptr().cast(), &*table.as_ptr().cast());
-            let (low, _) = pack(codes, 0);
+            for bits in [2, 3] {
+                let repeated: [f32; 16] = std::array::from_fn(|i| table[i % (1 << bits)]);
+                let (low, high) = pack(codes, bits);
+                let (a, b) = if bits == 2 { S::codes2(low.as_ptr()) } else { S::codes3(low.as_ptr(), high.as_ptr()) };
+                let found = (lanes::<S>(S::lookup16(&repeated, a)), lanes::<S>(S::lookup16(&repeated, b)));
+                assert_eq!(found, (even(bits), odd(bits)), "{bits} bits");
+            }
+            let (low, _) = pack(codes, 4);
             let (a, b) = S::codes4(low.as_ptr());
             assert_eq!((lanes::<S>(S::lookup16(t16, a)), lanes::<S>(S::lookup16(t16, b))), (even(4), odd(4)));
             assert_eq!(lanes::<S>(S::lookup16_low(t16, low.as_ptr())), even(4));
             assert_eq!(lanes::<S>(S::lookup16_high(t16, low.as_ptr())), odd(4));
-            let (low, high) = pack(codes, 1);
+            let (low, high) = pack(codes, 5);
             let (a, b) = S::codes5(low.as_ptr(), high.as_ptr());
             assert_eq!((lanes::<S>(S::lookup32(t32, a)), lanes::<S>(S::lookup32(t32, b))), (even(5), odd(5)));
-            let (low, high) = pack(codes, 2);
+            let (low, high) = pack(codes, 6);
             let (a, b) = S::codes6(low.as_ptr(), high.as_ptr());
             assert_eq!((lanes::<S>(S::lookup64(t64, a)), lanes::<S>(S::lookup64(t64, b))), (even(6), odd(6)));
             let want: Vec<f32> = codes[..n].iter().map(|&c| table[usize::from(c)]).collect();
@@ -307,6 +310,8 @@ fn searches<const BITS: usize>() {
 /// At the thresholds, next to them, elsewhere, and for numbers that are not finite.
 #[test]
 fn searches_find_the_nearest() {
+    searches::<2>();
+    searches::<3>();
     searches::<4>();
     searches::<5>();
     searches::<6>();

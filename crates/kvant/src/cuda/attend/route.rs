@@ -14,6 +14,9 @@ use crate::{
     ops::attend::Call,
 };
 
+/// The fewest bits of a code for the tables of the kernels of decode (`codes.h`).
+const LEAST_TABLE_BITS: u32 = 4;
+
 /// The kernel of a call, with its division of the work.
 pub(super) enum CudaAttendKernel {
     ShortQuantised(AttendShortQuantised),
@@ -36,7 +39,7 @@ struct AttendTraits {
     has_aligned_rows: bool,
     /// Rows of the cache begin at multiples of 16 bytes.
     has_aligned_cache: bool,
-    /// Bits of keys and values, if both are quantised.
+    /// Bits of keys and values, if both are quantised, with at least [`LEAST_TABLE_BITS`].
     quantised: Option<[u32; 2]>,
     /// Keys and values are dense, and of the queries' 16-bit dtype.
     dense_16_bit: bool,
@@ -57,7 +60,9 @@ impl AttendTraits {
             has_aligned_rows: is_aligned16(&call.q) && call.out.byte_offset().is_multiple_of(8),
             has_aligned_cache: [&call.layer.k, &call.layer.v].into_iter().all(is_aligned),
             quantised: match [spec.k, spec.v] {
-                [Codec::TurboQuant(k), Codec::TurboQuant(v)] => Some([k.bits, v.bits]),
+                [Codec::TurboQuant(k), Codec::TurboQuant(v)] if k.bits.min(v.bits) >= LEAST_TABLE_BITS => {
+                    Some([k.bits, v.bits])
+                }
                 _ => None,
             },
             dense_16_bit: dtype != DType::F32 && [spec.k, spec.v] == [Codec::Dense(dtype); 2],

@@ -171,15 +171,10 @@ inline void store_encoded(float (&y)[MINE], WritablePlanes to, ulong at, bool ke
     if (lane % BLOCK_LANES == 0) {
         to.norms[at * (DIM / BLOCK) + lane / BLOCK_LANES] = norm;
     }
-    if (CODEC == TQ8) {
-        store_bits<8, 0>(to.low + at * DIM + lane * MINE, index);
-        return;
-    }
-    store_bits<4, 0>(to.low + at * (DIM / 2) + lane * (MINE / 2), index);
-    if (CODEC == TQ5) {
-        store_bits<1, 4>(to.high + at * (DIM / 8) + lane * (MINE / 8), index);
-    } else if (CODEC == TQ6) {
-        store_bits<2, 4>(to.high + at * (DIM / 4) + lane * (MINE / 4), index);
+    constexpr uint LOW = low_bits_of(CODEC), HIGH = high_bits_of(CODEC);
+    store_bits<LOW, 0>(to.low + at * (DIM / 8 * LOW) + lane * (MINE / 8 * LOW), index);
+    if constexpr (HIGH > 0) {
+        store_bits<HIGH, LOW>(to.high + at * (DIM / 8 * HIGH) + lane * (MINE / 8 * HIGH), index);
     }
 }
 

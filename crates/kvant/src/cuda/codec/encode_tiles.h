@@ -210,15 +210,10 @@ inline void store_eight(float (&y)[2][2][DIM / 16], const WritablePlanes all_pag
             }
             if (stored) {
                 const uint strip = g + s * 8;
-                if (CODEC == TQ8) {
-                    store_fields<8, 0, STRIP, true>(to.low + at * DIM + strip * STRIP, index);
-                } else {
-                    store_fields<4, 0, STRIP, CODEC == TQ4>(to.low + at * (DIM / 2) + strip * (STRIP / 2), index);
-                }
-                if (CODEC == TQ5) {
-                    store_fields<1, 4, STRIP, false>(to.high + at * (DIM / 8) + strip * (STRIP / 8), index);
-                } else if (CODEC == TQ6) {
-                    store_fields<2, 4, STRIP, false>(to.high + at * (DIM / 4) + strip * (STRIP / 4), index);
+                constexpr uint LOW = low_bits_of(CODEC), HIGH = high_bits_of(CODEC);
+                store_fields<LOW, 0, STRIP, HIGH == 0>(to.low + at * (DIM / 8 * LOW) + strip * (STRIP / 8 * LOW), index);
+                if constexpr (HIGH > 0) {
+                    store_fields<HIGH, LOW, STRIP, false>(to.high + at * (DIM / 8 * HIGH) + strip * (STRIP / 8 * HIGH), index);
                 }
             }
         }

@@ -12,11 +12,11 @@
 
 // The cells of a codec, and the middle of the last; that of the first is as far below 0.
 inline constexpr uint cells_of(uint codec) {
-    return codec == TQ4 ? CELL_COUNT_4 : codec == TQ5 ? CELL_COUNT_5 : codec == TQ6 ? CELL_COUNT_6 : CELL_COUNT_8;
+    return codec == TQ2 ? CELL_COUNT_2 : codec == TQ3 ? CELL_COUNT_3 : codec == TQ4 ? CELL_COUNT_4 : codec == TQ5 ? CELL_COUNT_5 : codec == TQ6 ? CELL_COUNT_6 : CELL_COUNT_8;
 }
 
 inline constexpr float reach_of(uint codec) {
-    return codec == TQ4 ? REACH_4 : codec == TQ5 ? REACH_5 : codec == TQ6 ? REACH_6 : REACH_8;
+    return codec == TQ2 ? REACH_2 : codec == TQ3 ? REACH_3 : codec == TQ4 ? REACH_4 : codec == TQ5 ? REACH_5 : codec == TQ6 ? REACH_6 : REACH_8;
 }
 
 inline constexpr uint cell_copies(uint copies) {
@@ -25,15 +25,15 @@ inline constexpr uint cell_copies(uint copies) {
 
 // Words of shared memory for the tables of a codec: [cells][cell copies][threshold, index], [centroids][copies].
 inline constexpr uint table_words(uint codec, uint copies) {
-    return is_quantised(codec) ? 2 * cells_of(codec) * cell_copies(copies) + (1u << codec) * copies : 0;
+    return is_quantised(codec) ? 2 * cells_of(codec) * cell_copies(copies) + levels_of(codec) * copies : 0;
 }
 
 template <uint CODEC> inline const Cell *cells_table() {
-    return CODEC == TQ4 ? CELLS_4 : CODEC == TQ5 ? CELLS_5 : CODEC == TQ6 ? CELLS_6 : CELLS_8;
+    return CODEC == TQ2 ? CELLS_2 : CODEC == TQ3 ? CELLS_3 : CODEC == TQ4 ? CELLS_4 : CODEC == TQ5 ? CELLS_5 : CODEC == TQ6 ? CELLS_6 : CELLS_8;
 }
 
 template <uint CODEC> inline const float *centroids_table() {
-    return CODEC == TQ4 ? CENTROIDS_4 : CODEC == TQ5 ? CENTROIDS_5 : CODEC == TQ6 ? CENTROIDS_6 : CENTROIDS_8;
+    return CODEC == TQ2 ? CENTROIDS_2 : CODEC == TQ3 ? CENTROIDS_3 : CODEC == TQ4 ? CENTROIDS_4 : CODEC == TQ5 ? CENTROIDS_5 : CODEC == TQ6 ? CENTROIDS_6 : CENTROIDS_8;
 }
 
 template <uint CODEC, uint COPIES> struct Nearest {
@@ -51,7 +51,7 @@ template <uint CODEC, uint COPIES> struct Nearest {
             for (uint i = threadIdx.x; i < CELLS; i += blockDim.x) {
                 copy_async<8>(to + i * 8, reinterpret_cast<const uchar *>(cells_table<CODEC>() + i), true);
             }
-            for (uint i = threadIdx.x; i < (1u << CODEC) / 2; i += blockDim.x) {
+            for (uint i = threadIdx.x; i < levels_of(CODEC) / 2; i += blockDim.x) {
                 copy_async<8>(to + CELLS * 8 + i * 8, reinterpret_cast<const uchar *>(centroids_table<CODEC>() + 2 * i), true);
             }
             copies_commit();
@@ -61,7 +61,7 @@ template <uint CODEC, uint COPIES> struct Nearest {
             const Cell cell = cells_table<CODEC>()[i / CELL_COPIES];
             reinterpret_cast<uint2 *>(tables)[i] = make_uint2(__float_as_uint(cell.threshold), cell.below);
         }
-        for (uint i = threadIdx.x; i < (1u << CODEC) * COPIES; i += blockDim.x) {
+        for (uint i = threadIdx.x; i < levels_of(CODEC) * COPIES; i += blockDim.x) {
             tables[2 * CELLS * CELL_COPIES + i] = __float_as_uint(centroids_table<CODEC>()[i / COPIES]);
         }
     }

@@ -1,21 +1,39 @@
 // The rows of one side (keys or values) of a cache layer, as kernels read them, whatever the codec.
 //
-// Dense: low holds [rows, D] elements. TurboQuant: low holds [rows, D/2] nibbles (even coordinate in the low half) or,
-// at 8 bits, [rows, D] bytes; high holds bit 4 (5 bits: [rows, D/8]) or bits 4 and 5 (6 bits: [rows, D/4]) of each
-// index; norms holds [rows, D/B] floats, B = min(D, 256). A coordinate is norm * centroid, in the rotated domain.
+// Dense: low holds [rows, D] elements. TurboQuant: low holds the lowest bits of each index: [rows, D/4] bytes of four
+// times 2 bits (2 and 3 bits), [rows, D/2] bytes of two nibbles (4, 5, 6 bits; even coordinate in the low half), or [rows,
+// D] bytes (8 bits). high holds the bits above: [rows, D/8] bytes of eight single bits (3 and 5 bits), or [rows, D/4]
+// bytes of four times 2 bits (6 bits). norms holds [rows, D/B] floats, B = min(D, 256). A coordinate is norm * centroid,
+// in the rotated domain.
 #ifndef KVANT_CUDA_CODEC_PLANES_H
 #define KVANT_CUDA_CODEC_PLANES_H
 #include "codec/codebooks.h"
 #include "device/elements.h"
 
-// The numbers of codecs: those of the dtypes when dense, else the bits (gpu/planes.rs).
-constexpr uint TQ4 = 4;
-constexpr uint TQ5 = 5;
-constexpr uint TQ6 = 6;
-constexpr uint TQ8 = 8;
+// The numbers of codecs: those of the dtypes when dense, else 16 and the bits (gpu/planes.rs).
+constexpr uint TQ2 = 16 + 2;
+constexpr uint TQ3 = 16 + 3;
+constexpr uint TQ4 = 16 + 4;
+constexpr uint TQ5 = 16 + 5;
+constexpr uint TQ6 = 16 + 6;
+constexpr uint TQ8 = 16 + 8;
 
 inline constexpr bool is_quantised(uint codec) {
-    return codec >= TQ4;
+    return codec >= TQ2;
+}
+
+// Centroids of a quantised codec.
+inline constexpr uint levels_of(uint codec) {
+    return 1u << (codec - 16);
+}
+
+// Bits of an index in the low plane of a quantised codec, and in the high one.
+inline constexpr uint low_bits_of(uint codec) {
+    return codec == TQ8 ? 8 : codec >= TQ4 ? 4 : 2;
+}
+
+inline constexpr uint high_bits_of(uint codec) {
+    return codec - 16 - low_bits_of(codec);
 }
 
 struct Planes {
@@ -30,15 +48,21 @@ inline uint4 load_indices(Planes planes, ulong row, uint j, uint head_dim, uint 
         const uchar *at = planes.low + row * head_dim + j;
         return make_uint4(at[0], at[1], at[2], at[3]);
     }
-    const uchar *at = planes.low + row * (head_dim / 2) + j / 2;
-    const uint a = at[0], b = at[1];
-    uint4 index = make_uint4(a & 15, a >> 4, b & 15, b >> 4);
-    if (codec == TQ5) {
-        const uint bits = uint(planes.high[row * (head_dim / 8) + j / 8]) >> (j % 8);
-        index.x |= (bits & 1) << 4;
-        index.y |= (bits >> 1 & 1) << 4;
-        index.z |= (bits >> 2 & 1) << 4;
-        index.w |= (bits >> 3 & 1) << 4;
+    uint4 index;
+    if (codec == TQ2 || codec == TQ3) {
+        const uint a = planes.low[row * (head_dim / 4) + j / 4];
+        index = make_uint4(a & 3, a >> 2 & 3, a >> 4 & 3, a >> 6);
+    } else {
+        const uchar *at = planes.low + row * (head_dim / 2) + j / 2;
+        const uint a = at[0], b = at[1];
+        index = make_uint4(a & 15, a >> 4, b & 15, b >> 4);
+    }
+    if (codec == TQ3 || codec == TQ5) {
+        const uint bits = uint(planes.high[row * (head_dim / 8) + j / 8]) >> (j % 8), to = codec == TQ3 ? 2 : 4;
+        index.x |= (bits & 1) << to;
+        index.y |= (bits >> 1 & 1) << to;
+        index.z |= (bits >> 2 & 1) << to;
+        index.w |= (bits >> 3 & 1) << to;
     } else if (codec == TQ6) {
         const uint bits = planes.high[row * (head_dim / 4) + j / 4];
         index.x |= (bits & 3) << 4;
@@ -51,6 +75,8 @@ inline uint4 load_indices(Planes planes, ulong row, uint j, uint head_dim, uint 
 
 inline float4 centroids(uint4 index, uint codec) {
     switch (codec) {
+    case TQ2: return make_float4(CENTROIDS_2[index.x], CENTROIDS_2[index.y], CENTROIDS_2[index.z], CENTROIDS_2[index.w]);
+    case TQ3: return make_float4(CENTROIDS_3[index.x], CENTROIDS_3[index.y], CENTROIDS_3[index.z], CENTROIDS_3[index.w]);
     case TQ4: return make_float4(CENTROIDS_4[index.x], CENTROIDS_4[index.y], CENTROIDS_4[index.z], CENTROIDS_4[index.w]);
     case TQ5: return make_float4(CENTROIDS_5[index.x], CENTROIDS_5[index.y], CENTROIDS_5[index.z], CENTROIDS_5[index.w]);
     case TQ6: return make_float4(CENTROIDS_6[index.x], CENTROIDS_6[index.y], CENTROIDS_6[index.z], CENTROIDS_6[index.w]);

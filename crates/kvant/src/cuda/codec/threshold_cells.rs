@@ -12,7 +12,9 @@ struct CellTable {
     reach: f64,
 }
 
-const ALL: [CellTable; 4] = [
+const ALL: [CellTable; 6] = [
+    CellTable { bits: 2, count: 5, reach: 1.0 },
+    CellTable { bits: 3, count: 9, reach: 1.6 },
     CellTable { bits: 4, count: 21, reach: 2.5 },
     CellTable { bits: 5, count: 49, reach: 3.0 },
     CellTable { bits: 6, count: 113, reach: 3.5 },

@@ -41,10 +41,10 @@ constant uint PAGE_SHIFT [[function_constant(12)]];
 // Each query head has a score without a value.
 constant bool SINKS [[function_constant(13)]];
 
-constant bool K_QUANTISED = K_CODEC >= TQ4;
-constant bool V_QUANTISED = V_CODEC >= TQ4;
-constant bool K_HIGH = K_CODEC == TQ5 || K_CODEC == TQ6;
-constant bool V_HIGH = V_CODEC == TQ5 || V_CODEC == TQ6;
+constant bool K_QUANTISED = K_CODEC >= TQ2;
+constant bool V_QUANTISED = V_CODEC >= TQ2;
+constant bool K_HIGH = K_CODEC == TQ3 || K_CODEC == TQ5 || K_CODEC == TQ6;
+constant bool V_HIGH = V_CODEC == TQ3 || V_CODEC == TQ5 || V_CODEC == TQ6;
 constant bool WHOLE = !PARTIAL;
 constant bool PAGED = PAGE_SHIFT != 0;
 constant bool SINKS_HERE = SINKS && WHOLE;

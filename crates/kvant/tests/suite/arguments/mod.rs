@@ -10,7 +10,7 @@ mod rules;
 use crate::common::{FLOATS, bytes_of, devices, indices, input, layers::linear_spec, proptest_cases, run};
 use kvant::{
     Codec, CpuOptions, DType, Device, Encoder, Error, HeadOrder, KvLayer, LayerSpec, Result, Step, Tensor,
-    codec::{Norm, TurboQuant},
+    codec::{BITS, Norm, TurboQuant},
     ops::{
         self, Activation, AddBias, Affine, Angles, Argmax, Attend, BlockFormat, Blocks, Columns, Embed, Experts, Gate,
         Hadamard, HeadNorm, KvRead, KvSide, KvWrite, Linear, MoeCombine, MoeRoute, Mxfp4, NormRope, NormRopeWrite,
@@ -176,7 +176,7 @@ impl<'t> World<'t> {
     fn layer(&mut self, written: bool) -> KvLayer {
         let tape = &mut self.tape;
         let quantised = Codec::TurboQuant(TurboQuant {
-            bits: tape.pick(&[4, 5, 6, 8]),
+            bits: tape.pick(&[4, 5, 6, 8, 2, 3]),
             scale: 1.0,
             norm: tape.pick(&[Norm::Rms, Norm::LeastSquares, Norm::Unbiased]),
         });
@@ -380,7 +380,7 @@ proptest! {
             if small || bytes.is_none() || numbers.contains(&0) {
                 let valid = small
                     && !numbers.contains(&0)
-                    && [4, 5, 6, 8].contains(&bits)
+                    && BITS.contains(&bits)
                     && (1e-3..=1000.0).contains(&scale)
                     && head_dim.is_power_of_two()
                     && head_dim >= 8;

@@ -8,8 +8,21 @@ use kvant::{
 use super::{Out, Output, bytes_of, indices, input, run};
 
 /// Every codec.
-pub const CODECS: [Codec; 7] =
-    [Codec::F32, Codec::F16, Codec::BF16, Codec::tq(8), Codec::tq(6), Codec::tq(5), Codec::tq(4)];
+pub const CODECS: [Codec; 9] = [
+    Codec::F32,
+    Codec::F16,
+    Codec::BF16,
+    Codec::tq(8),
+    Codec::tq(6),
+    Codec::tq(5),
+    Codec::tq(4),
+    Codec::tq(3),
+    Codec::tq(2),
+];
+
+/// The mean squared errors of the optimal quantisers of N(0, 1), by bits.
+pub const GAUSSIAN_MSE: [(u32, f64); 6] =
+    [(2, 0.1175), (3, 3.454e-2), (4, 9.501e-3), (5, 2.505e-3), (6, 6.44e-4), (8, 4.12e-5)];
 
 /// A head-major linear layer of one sequence.
 pub fn linear_spec(kv_heads: usize, capacity: usize, head_dim: usize, codec: Codec) -> LayerSpec {

@@ -2,17 +2,14 @@
 
 use crate::common::{
     Rng, devices,
-    layers::{self, Source, linear_spec},
+    layers::{self, GAUSSIAN_MSE, Source, linear_spec},
     nmse,
 };
 use kvant::{
     Codec, KvLayer,
-    codec::{Norm, TurboQuant},
+    codec::{BITS, Norm, TurboQuant},
     ops::KvSide,
 };
-
-/// The mean squared errors of the optimal quantisers of N(0, 1).
-const GAUSSIAN_MSE: [(u32, f64); 4] = [(4, 9.501e-3), (5, 2.505e-3), (6, 6.44e-4), (8, 4.12e-5)];
 
 /// Σ(x−y)²/Σx² of keys that went through a layer.
 fn distortion(device: &kvant::Device, codec: Codec, data: &Source) -> f64 {
@@ -60,7 +57,8 @@ fn heavy_tails_cost_nothing() {
                 let got = distortion(device, Codec::tq(bits), &data);
                 // A short vector's few outliers make steps, not a bell: those are a little easier still.
                 let ratio = got / optimum;
-                assert!((0.85..1.06).contains(&ratio), "{device}: tq{bits}, D {dim}: {got:.4e}, not {optimum:.4e}");
+                let least = if bits == 2 { 0.78 } else { 0.85 };
+                assert!((least..1.06).contains(&ratio), "{device}: tq{bits}, D {dim}: {got:.4e}, not {optimum:.4e}");
             }
         }
     }
@@ -72,9 +70,9 @@ fn more_bits_are_closer_at_every_size() {
         let mut rng = Rng::new(dim as u64);
         let data = source(dim, || rng.normal() as f32);
         for device in devices() {
-            let errors = [4, 5, 6, 8].map(|bits| distortion(device, Codec::tq(bits), &data));
+            let errors = BITS.map(|bits| distortion(device, Codec::tq(bits), &data));
             assert!(errors.is_sorted_by(|a, b| a > b), "{device}: D {dim}: {errors:?}");
-            assert!(errors[3] < 2e-4, "{device}: D {dim}: {errors:?}");
+            assert!(errors[5] < 2e-4, "{device}: D {dim}: {errors:?}");
         }
     }
 }
@@ -85,7 +83,7 @@ fn the_least_squares_norm_has_the_least_error() {
     let mut rng = Rng::new(7);
     let data = source(256, || rng.normal() as f32);
     for device in devices() {
-        for bits in [4, 5, 6, 8] {
+        for bits in BITS {
             let error = |norm| distortion(device, Codec::TurboQuant(TurboQuant { bits, scale: 1.0, norm }), &data);
             let [rms, least, unbiased] = [Norm::Rms, Norm::LeastSquares, Norm::Unbiased].map(error);
             assert!(least <= rms && least < unbiased, "{device}: tq{bits}: {least:.5e} {rms:.5e} {unbiased:.5e}");

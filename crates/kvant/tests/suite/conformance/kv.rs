@@ -2,12 +2,12 @@
 
 use crate::common::{
     Bound, EPS, FLOATS, Out, Output, Rng, conform, devices, indices, input,
-    layers::{self, CODECS, Source, copy_to, fill, linear_spec, ordered, ring_spec, same_planes, step},
+    layers::{self, CODECS, GAUSSIAN_MSE, Source, copy_to, fill, linear_spec, ordered, ring_spec, same_planes, step},
     nmse, run,
 };
 use kvant::{
     Codec, DType, Device, DeviceKind, HeadOrder, KvLayer, LayerSpec, Result, Step, Tensor,
-    codec::{Norm, TurboQuant},
+    codec::{BITS, Norm, TurboQuant},
     ops::{self, KvRead, KvSide, KvWrite},
 };
 
@@ -223,7 +223,7 @@ fn quantised_alike(case: &str, got: &[Output], want: &[Output]) -> Vec<String> {
 #[test]
 fn quantised_planes_are_alike() {
     let mut rng = Rng::of("quantised planes");
-    for bits in [4, 5, 6, 8] {
+    for bits in BITS {
         for from in FLOATS {
             for ring in [false, true] {
                 let (order, slots) = (rng.pick(&ORDERS), rng.pick(&SLOT_ORDERS));
@@ -266,6 +266,8 @@ fn many_rows_are_alike() {
         (5, DType::F16, 128, true),
         (6, DType::BF16, 512, false),
         (8, DType::F16, 256, true),
+        (2, DType::F16, 512, true),
+        (3, DType::BF16, 128, true),
     ] {
         let norm = rng.pick(&[Norm::Rms, Norm::LeastSquares, Norm::Unbiased]);
         let spec = linear_spec(12, if ring { 400 } else { 600 }, head_dim, Codec::F32)
@@ -292,7 +294,7 @@ fn many_rows_are_alike() {
 /// What is read back is as far from what was written as on the reference, and not merely close to it.
 #[test]
 fn quantised_distortion_is_the_references() {
-    for bits in [4, 5, 6, 8] {
+    for bits in BITS {
         for head_dim in [64, 128, 256, 512] {
             let data = Source::random(&mut Rng::of(format!("{bits} {head_dim}")), 65, 2, head_dim);
             let distortion = |device: &Device| -> Result<(f64, f64)> {
@@ -388,7 +390,7 @@ fn a_wrapped_ring_is_read_in_order() {
 /// A vector that is no vector of numbers shows as NaN and leaves its neighbours alone; zeros stay zeros.
 #[test]
 fn odd_vectors_stay_by_themselves() {
-    for bits in [4, 5, 6, 8] {
+    for (bits, optimum) in GAUSSIAN_MSE {
         for head_dim in [64, 512, 2048] {
             let mut data = Source::random(&mut Rng::of("odd vectors"), 6, 1, head_dim);
             data.k[head_dim + 3] = f32::NAN;
@@ -405,7 +407,7 @@ fn odd_vectors_stay_by_themselves() {
                 assert!(row(4).iter().all(|&x| x == 0.0), "{case}: zeros must stay zeros");
                 for t in [0, 2, 5] {
                     let error = nmse(row(t), &data.k[t * head_dim..][..head_dim]);
-                    assert!(error < 0.02, "{case}: neighbour {t} is off by {error:.3e}");
+                    assert!(error < 1.6 * optimum + 0.004, "{case}: neighbour {t} is off by {error:.3e}");
                 }
             }
         }
@@ -415,7 +417,7 @@ fn odd_vectors_stay_by_themselves() {
 /// Lengths at which squares are beyond f32, at either end, and vectors along one axis: as on the reference.
 #[test]
 fn extreme_vectors_are_alike() {
-    for bits in [4, 5, 6, 8] {
+    for bits in BITS {
         for head_dim in [8, 64, 512] {
             let mut data = Source::random(&mut Rng::of("extreme vectors"), 8, 1, head_dim);
             for (t, factor) in [1e-25f32, 1e-34, 1e17, 1e30, 1.0, 0.0].into_iter().enumerate() {

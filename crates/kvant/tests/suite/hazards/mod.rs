@@ -10,7 +10,7 @@ use crate::common::{
     Bound, FLOATS, Out, Rng, assert_close,
     attention::Case,
     bytes_of, devices, indices, input,
-    layers::{self, CODECS, Source, copy_to, fill, linear_spec, planes, range_step, ring_spec, step},
+    layers::{self, CODECS, GAUSSIAN_MSE, Source, copy_to, fill, linear_spec, planes, range_step, ring_spec, step},
     nmse, run, sees_indices,
 };
 use kvant::{

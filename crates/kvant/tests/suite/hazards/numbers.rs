@@ -39,7 +39,7 @@ fn softcap_used() {
 #[test]
 fn head_512_two_blocks() {
     let dim = 512;
-    for bits in [4, 5, 6, 8] {
+    for (bits, optimum) in GAUSSIAN_MSE {
         // One token per pair of coordinates that are not zero: the rotation mixes all 512 before it is cut into blocks.
         let mut data = Source::random(&mut Rng::of("blocks"), 40, 1, dim);
         for t in 0..40 {
@@ -80,7 +80,10 @@ fn head_512_two_blocks() {
                 let y = y.tensor.to_f32().unwrap();
                 for block in [0..256, 256..512] {
                     let error = nmse(&row[block.clone()], &y[block.clone()]);
-                    assert!(error < 0.02, "{device}: tq{bits}, token {t}, block {block:?}: {error:.3e}");
+                    assert!(
+                        error < 1.6 * optimum + 0.004,
+                        "{device}: tq{bits}, token {t}, block {block:?}: {error:.3e}"
+                    );
                 }
             }
             // A one-hot vector becomes ±1/√512 everywhere, and comes back as that coordinate.

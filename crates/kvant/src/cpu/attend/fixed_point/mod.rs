@@ -6,8 +6,8 @@
 //! sum of the weights is kept. [`Attend`](crate::ops::Attend) and docs/notes/cpu-attention.md state the error; relative
 //! to a vector stored in 8 bits it is 6·10⁻³.
 //!
-//! Packed codes are processed 64 coordinates at a time, as 16 words of four nibbles: word i holds coordinates 4i to
-//! 4i + 3. Queries and sums meanwhile have the 16 coordinates 4i first, then the 16 coordinates 4i + 1, and so on: four
+//! Packed codes are processed 64 coordinates at a time, as 16 words of four nibbles (or of four pairs of bits): word i
+//! holds coordinates 4i to 4i + 3. Queries and sums meanwhile have the 16 coordinates 4i first, then the 16 coordinates 4i + 1, and so on: four
 //! sets. A vector of keys holds two sets, one after the other; a vector of values holds one set of two keys,
 //! alternating. Bytes have the orders of the instructions that interleave two vectors of bytes: in sums a set is the
 //! same four of every 16 coordinates.
@@ -53,6 +53,8 @@ pub(super) unsafe fn score(side: &KvRows, part: FixedPart, scores: *mut f32, pre
     // SAFETY: passed on to the caller.
     unsafe {
         match side.loader {
+            RowLoader::Tq2(rows) => score_all(rows, side.block, part, scores, prefetch),
+            RowLoader::Tq3(rows) => score_all(rows, side.block, part, scores, prefetch),
             RowLoader::Tq4(rows) => score_all(rows, side.block, part, scores, prefetch),
             RowLoader::Tq5(rows) => score_all(rows, side.block, part, scores, prefetch),
             RowLoader::Tq6(rows) => score_all(rows, side.block, part, scores, prefetch),
@@ -76,6 +78,8 @@ pub(super) unsafe fn add_values(
     // SAFETY: passed on to the caller.
     unsafe {
         match side.loader {
+            RowLoader::Tq2(rows) => add_all(rows, side.block, part, weights, rounded, prefetch),
+            RowLoader::Tq3(rows) => add_all(rows, side.block, part, weights, rounded, prefetch),
             RowLoader::Tq4(rows) => add_all(rows, side.block, part, weights, rounded, prefetch),
             RowLoader::Tq5(rows) => add_all(rows, side.block, part, weights, rounded, prefetch),
             RowLoader::Tq6(rows) => add_all(rows, side.block, part, weights, rounded, prefetch),

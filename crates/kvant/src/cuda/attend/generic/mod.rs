@@ -2,7 +2,7 @@
 
 use crate::{
     Codec, DType, Error, Result,
-    codec::BLOCK,
+    codec::{self, BLOCK},
     cuda::{
         attend::{
             AttendParams, HeadShares, MAX_SHARED_ITEMS, MAX_SPLITS, PartialStates, bind_result, is_aligned, most_keys,
@@ -58,8 +58,7 @@ impl GenericOperand {
         match self.codec {
             Codec::Dense(dtype) => [dim * dtype.size(), 0, 0],
             Codec::TurboQuant(tq) => {
-                let low = if tq.bits == 8 { dim } else { dim / 2 };
-                let high = if tq.bits == 8 { 0 } else { dim * (tq.bits as usize - 4) / 8 };
+                let (low, high) = codec::plane_bytes(tq.bits, dim).expect("the layer's codec has been checked");
                 [low, high, 4 * dim.div_ceil(BLOCK)]
             }
         }

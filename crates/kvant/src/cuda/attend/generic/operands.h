@@ -15,13 +15,14 @@
 
 template <uint CODEC, uint PARTS, uint DIM>
 struct Operand {
-    static constexpr bool QUANTISED = CODEC >= TQ4;
+    static constexpr bool QUANTISED = is_quantised(CODEC);
     static constexpr bool HALF = CODEC == F16 || QUANTISED;
     // Bits of a coordinate in the low plane, bytes of its rows.
-    static constexpr uint BITS = CODEC == F32 ? 32 : !QUANTISED ? 16 : CODEC == TQ8 ? 8 : 4;
+    static constexpr uint BITS = CODEC == F32 ? 32 : !QUANTISED ? 16 : low_bits_of(CODEC);
     static constexpr uint ROW = DIM * BITS / 8;
     static constexpr uint PITCH = ROW + 16;
-    static constexpr uint HIGH_ROW = CODEC == TQ5 ? DIM / 8 : CODEC == TQ6 ? DIM / 4 : 0;
+    static constexpr uint HIGH_BITS = QUANTISED ? high_bits_of(CODEC) : 0;
+    static constexpr uint HIGH_ROW = DIM / 8 * HIGH_BITS;
     static constexpr uint HIGH_COPY = HIGH_ROW < 16 ? HIGH_ROW : 16;
     static constexpr uint HIGH_PITCH = HIGH_ROW + HIGH_COPY;
     static constexpr uint BLOCKS = QUANTISED ? (DIM + 255) / 256 : 0;
@@ -30,11 +31,16 @@ struct Operand {
     // room (LANE_COPIES). PAIRED: an entry is two f16 centroids, of both nibbles of a byte. Else it is one, split in
     // two: the rounding in the low half, the rest above.
     static constexpr bool PAIRED = CODEC == TQ4 && PARTS == 1;
-    static constexpr uint ENTRIES = !QUANTISED ? 0 : PAIRED ? 256 : 1u << CODEC;
+    static constexpr uint ENTRIES = !QUANTISED ? 0 : PAIRED ? 256 : levels_of(CODEC);
     static constexpr uint TABLE_BYTES = ENTRIES * LANE_COPIES * 4;
 
     static float centroid(uint i) {
-        return CODEC == TQ4 ? CENTROIDS_4[i] : CODEC == TQ5 ? CENTROIDS_5[i] : CODEC == TQ6 ? CENTROIDS_6[i] : CENTROIDS_8[i];
+        return CODEC == TQ2   ? CENTROIDS_2[i]
+               : CODEC == TQ3 ? CENTROIDS_3[i]
+               : CODEC == TQ4 ? CENTROIDS_4[i]
+               : CODEC == TQ5 ? CENTROIDS_5[i]
+               : CODEC == TQ6 ? CENTROIDS_6[i]
+                              : CENTROIDS_8[i];
     }
 
     static void fill_table(uint *table, uint thread, uint threads) {
@@ -61,7 +67,8 @@ struct Operand {
     static constexpr uint POWER_OF_QUARTER = DIM / 4 & (~(DIM / 4) + 1);
     static constexpr uint RUN = 256 / BITS < POWER_OF_QUARTER ? 256 / BITS : POWER_OF_QUARTER;
     // Bytes that a lane loads at a time, coordinates in them, products (of 16 coordinates a warp) they serve.
-    static constexpr uint LOAD = RUN * BITS / 8 < 16 ? RUN * BITS / 8 : 16;
+    static constexpr uint MOST_LOAD = BITS == 2 ? 8 : 16;
+    static constexpr uint LOAD = RUN * BITS / 8 < MOST_LOAD ? RUN * BITS / 8 : MOST_LOAD;
     static constexpr uint LOAD_COORDS = LOAD * 8 / BITS;
     static constexpr uint LOADS = DIM / 4 / LOAD_COORDS;
     static constexpr uint LOAD_STEPS = LOAD_COORDS / 4;
@@ -104,11 +111,19 @@ struct Operand {
             return make_uint2(low, next);
         }
         uint even = low & 0x0F0F0F0F, odd = low >> 4 & 0x0F0F0F0F;
-        if constexpr (CODEC == TQ5) {
+        if constexpr (BITS == 2) {
+            // Coordinates 2i and 2i + 1 in byte i.
+            uint bits = (low & 0x000000FF) | (low << 8 & 0x00FF0000);
+            bits = (bits | bits << 4) & 0x0F0F0F0F;
+            even = bits & 0x03030303;
+            odd = bits >> 2 & 0x03030303;
+        }
+        if constexpr (HIGH_BITS == 1) {
             uint bits = (high | high << 12) & 0x000F000F;
             bits = (bits | bits << 6) & 0x03030303;
-            even |= bits << 4 & 0x10101010;
-            odd |= bits << 3 & 0x10101010;
+            constexpr uint ONE = 0x01010101 << BITS;
+            even |= bits << BITS & ONE;
+            odd |= bits << (BITS - 1) & ONE;
         } else if constexpr (CODEC == TQ6) {
             uint bits = (high | high << 8) & 0x00FF00FF;
             bits = (bits | bits << 4) & 0x0F0F0F0F;
@@ -116,6 +131,13 @@ struct Operand {
             odd |= bits << 2 & 0x30303030;
         }
         return make_uint2(even, odd);
+    }
+
+    // The low bits of the eight coordinates from `at` on, a multiple of 8, of those that begin the words. Bits above them
+    // are arbitrary.
+    template <uint N>
+    static uint eight_of(const uint (&words)[N], uint at) {
+        return BITS == 2 ? words[at / 16] >> at % 16 * 2 : words[at / 8];
     }
 
     static uint entry8(const uint *lane_table, uint2 indices, uint i) {
@@ -126,10 +148,10 @@ struct Operand {
         }
     }
 
-    // The bits above the low four of the 8 coordinates from `coord` (even) on, of which there are `8` or the rest of a
+    // The bits of the high plane of the 8 coordinates from `coord` (even) on, of which there are `8` or the rest of a
     // byte.
     static uint high_bits(const uchar *high, uint coord) {
-        if constexpr (CODEC == TQ5) {
+        if constexpr (HIGH_BITS == 1) {
             return uint(high[coord / 8]) >> coord % 8;
         } else if constexpr (CODEC == TQ6) {
             return coord % 8 == 0 ? *reinterpret_cast<const ushort *>(high + coord / 4)
@@ -154,8 +176,11 @@ struct Operand {
 #pragma unroll
             for (uint j = 0; j < GROUPS; j++) {
                 const uint bits = high_bits(high + row * HIGH_PITCH, coord + 8 * j);
-                key.indices[j] = CODEC == TQ8 ? indices8(key.words[2 * j], key.words[2 * j + 1], 0)
-                                              : indices8(key.words[j], 0, bits);
+                if constexpr (CODEC == TQ8) {
+                    key.indices[j] = indices8(key.words[2 * j], key.words[2 * j + 1], 0);
+                } else {
+                    key.indices[j] = indices8(eight_of(key.words, 8 * j), 0, bits);
+                }
             }
         }
     }
@@ -205,9 +230,10 @@ struct Operand {
     template <uint SLICE>
     struct Values {
         static constexpr uint LANE_COORDS = SLICE / 8;
-        static constexpr uint LANE_BYTES = LANE_COORDS * BITS / 8;
+        // At 2 bits, a byte may be that of two lanes.
+        static constexpr uint LANE_BYTES = LANE_COORDS * BITS < 8 ? 1 : LANE_COORDS * BITS / 8;
         static constexpr uint LOAD = LANE_BYTES < 16 ? LANE_BYTES : 16;
-        static constexpr uint COORDS = LOAD * 8 / BITS;
+        static constexpr uint COORDS = LOAD * 8 / BITS < LANE_COORDS ? LOAD * 8 / BITS : LANE_COORDS;
         static constexpr uint LOADS = LANE_BYTES / LOAD;
         static constexpr uint WORDS = LOAD < 4 ? 1 : LOAD / 4;
         static_assert((LOAD & LOAD - 1) == 0 && LOADS * LOAD == LANE_BYTES, "attend: lanes load whole words");
@@ -229,6 +255,9 @@ struct Operand {
             for (uint k = 0; k < 4; k++) {
                 row[k] = first + 2 * t + k % 2 + k / 2 * 8;
                 load_words<LOAD>(low + row[k] * PITCH + from * BITS / 8, words[k]);
+                if constexpr (COORDS * BITS < 8) {
+                    words[k][0] >>= from * BITS % 8;
+                }
             }
             if constexpr (CODEC == F32) {
 #pragma unroll
@@ -289,7 +318,7 @@ struct Operand {
                         if constexpr (CODEC == TQ8) {
                             indices[k] = make_uint2(words[k][e8 / 4], COORDS > 4 ? words[k][(e8 / 4 + 1) % WORDS] : 0);
                         } else {
-                            indices[k] = indices8(words[k][e8 / 8], 0, high_bits(high + row[k] * HIGH_PITCH, from + e8));
+                            indices[k] = indices8(eight_of(words[k], e8), 0, high_bits(high + row[k] * HIGH_PITCH, from + e8));
                         }
                     }
 #pragma unroll
