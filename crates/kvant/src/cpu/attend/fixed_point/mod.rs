@@ -22,6 +22,7 @@ use super::{
 
 mod byte_codes;
 mod packed_codes;
+mod pair_codes;
 mod rounding;
 mod scores;
 mod values;
