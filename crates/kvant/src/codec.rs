@@ -160,8 +160,8 @@ impl fmt::Display for Codec {
     }
 }
 
-/// Parses `f32`, `f16`, `bf16`, `tq8`, `tq6`, `tq5`, `tq4`, `tq3` or `tq2`. A TurboQuant name can end with a choice of norm:
-/// `tq4-rms`, `tq4-least-squares`, `tq4-unbiased`.
+/// Parses `f32`, `f16`, `bf16`, `tq8`, `tq6`, `tq5`, `tq4`, `tq3` or `tq2`. A TurboQuant name can end with a choice of
+/// norm: `tq4-rms`, `tq4-least-squares`, `tq4-unbiased`.
 impl FromStr for Codec {
     type Err = Error;
 

@@ -1,8 +1,8 @@
 //! Grammars: the languages that texts can be made to follow.
 //!
 //! A grammar is compiled once, for the engine's tokenizer. At each token the compiled one gives the set of tokens that
-//! keep the text within the language. The crate `llguidance` does the work, with the feature `grammar`; without it every
-//! grammar is refused.
+//! keep the text within the language. The crate `llguidance` does the work, with the feature `grammar`; without it
+//! every grammar is refused.
 
 #[cfg(not(feature = "grammar"))]
 mod absent;
@@ -85,8 +85,8 @@ impl Grammar {
     }
 }
 
-/// A grammar that requests of one engine can use, from [`Engine::compile`](crate::Engine::compile). A clone is cheap, and
-/// several requests can use one.
+/// A grammar that requests of one engine can use, from [`Engine::compile`](crate::Engine::compile). A clone is cheap,
+/// and several requests can use one.
 #[derive(Clone)]
 pub struct CompiledGrammar {
     compiler: Arc<Compiler>,
@@ -136,8 +136,8 @@ pub(crate) struct GrammarState(MatcherState);
 
 /// The tokens that can follow.
 pub(crate) struct Allowed {
-    /// A bit for each token of the tokenizer, the lowest bit of the first word first. Special tokens that end a text are
-    /// not among them.
+    /// A bit for each token of the tokenizer, the lowest bit of the first word first. Special tokens that end a text
+    /// are not among them.
     pub tokens: Vec<u32>,
     /// Whether the text can end here.
     pub may_end: bool,

@@ -19,8 +19,9 @@ pub enum TokenPiece {
 }
 
 impl Tokenizer {
-    /// The contribution of each id, in the order of ids. For ids of a text whose bytes are valid UTF-8, the concatenated
-    /// bytes equal [`Tokenizer::decode`] of them, except for a space that some tokenizers remove before the first word.
+    /// The contribution of each id, in the order of ids. For ids of a text whose bytes are valid UTF-8, the
+    /// concatenated bytes equal [`Tokenizer::decode`] of them, except for a space that some tokenizers remove before
+    /// the first word.
     ///
     /// # Errors
     /// `Tokenizer` if the decoder joins tokens by other rules than these: byte-level, or a word mark in place of spaces

@@ -31,8 +31,8 @@ pub fn thresholds(bits: u32) -> Result<&'static [f32]> {
     select(bits, [&T2, &T3, &T4, &T5, &T6, &T8])
 }
 
-/// The [`centroids`], as often as 16 entries have room for: vectors look up at least four bits of an index, and may leave
-/// those above an index of 2 or 3 bits as they are.
+/// The [`centroids`], as often as 16 entries have room for: vectors look up at least four bits of an index, and may
+/// leave those above an index of 2 or 3 bits as they are.
 pub(crate) fn lookup_table(bits: u32) -> Result<&'static [f32]> {
     static REPEATED_2: [f32; 16] = repeated(&all_centroids::<2, 4>(&HALF_2));
     static REPEATED_3: [f32; 16] = repeated(&all_centroids::<4, 8>(&HALF_3));

@@ -7,10 +7,10 @@
 //! to a vector stored in 8 bits it is 6·10⁻³.
 //!
 //! Packed codes are processed 64 coordinates at a time, as 16 words of four nibbles (or of four pairs of bits): word i
-//! holds coordinates 4i to 4i + 3. Queries and sums meanwhile have the 16 coordinates 4i first, then the 16 coordinates 4i + 1, and so on: four
-//! sets. A vector of keys holds two sets, one after the other; a vector of values holds one set of two keys,
-//! alternating. Bytes have the orders of the instructions that interleave two vectors of bytes: in sums a set is the
-//! same four of every 16 coordinates.
+//! holds coordinates 4i to 4i + 3. Queries and sums meanwhile have the 16 coordinates 4i first, then the 16 coordinates
+//! 4i + 1, and so on: four sets. A vector of keys holds two sets, one after the other; a vector of values holds one set
+//! of two keys, alternating. Bytes have the orders of the instructions that interleave two vectors of bytes: in sums a
+//! set is the same four of every 16 coordinates.
 
 use std::arch::x86_64::*;
 

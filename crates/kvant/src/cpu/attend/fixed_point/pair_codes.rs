@@ -97,7 +97,8 @@ const fn key_bytes() -> [u8; 64] {
     bytes
 }
 
-/// Where the window of each byte begins: that of word i of four, of a set, whose bits begin `first` on, `width` of each.
+/// Where the window of each byte begins: that of word i of four, of a set, whose bits begin `first` on, `width` of
+/// each.
 const fn key_windows(first: u8, width: u8) -> [u8; 64] {
     let mut windows = [0; 64];
     let mut at = 0;

@@ -133,8 +133,8 @@ struct Operand {
         return make_uint2(even, odd);
     }
 
-    // The low bits of the eight coordinates from `at` on, a multiple of 8, of those that begin the words. Bits above them
-    // are arbitrary.
+    // The low bits of the eight coordinates from `at` on, a multiple of 8, of those that begin the words. Bits above
+    // them are arbitrary.
     template <uint N>
     static uint eight_of(const uint (&words)[N], uint at) {
         return BITS == 2 ? words[at / 16] >> at % 16 * 2 : words[at / 8];
