@@ -169,9 +169,10 @@ impl<S: Storage> Scheduler<S> {
                 Err(StorageError::OutOfPages) => {}
                 Err(error) => return Err(error),
             }
-            may_admit = false;
             self.is_full = true;
             most = self.make_room(&admitted, most)?;
+            // Others can run when the only one has ended.
+            may_admit = self.running.is_empty();
         }
     }
 

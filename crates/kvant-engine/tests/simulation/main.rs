@@ -229,7 +229,12 @@ impl Simulation {
     fn plan(&mut self) {
         let plan = self.scheduler.schedule().expect("this storage never fails");
         self.collect_ended();
-        let Some(plan) = plan else { return };
+        let Some(plan) = plan else {
+            // An engine without a step waits for new requests.
+            let waits = self.live.iter().find(|(_, live)| live.pause.is_none());
+            assert!(waits.is_none() || !self.planned.is_empty(), "request {:?} waits", waits.map(|(id, _)| id));
+            return;
+        };
         assert!(plan.tokens.len() <= self.load.step_tokens.max(self.load.sequences + 1), "budget");
         assert!(plan.rows.len() <= self.load.sequences);
         assert_eq!(plan.rows.len(), plan.step.lists.len());
