@@ -181,6 +181,26 @@ fn too_few_pages_preempt_and_do_not_change_texts() {
     println!("{} preemptions, {} of {} bytes", stats.preemptions, stats.pages_used, stats.pages_bytes);
 }
 
+/// The pages of preempted requests move to host memory and back, and are not computed again.
+#[test]
+fn host_memory_keeps_preempted_requests() {
+    let few = || options().memory(6 << 20).page_tokens(16).sequences(6);
+    let run = |engine: &Engine| -> Vec<Vec<u32>> {
+        let ask = |prompt: &&str| engine.submit(request(engine, prompt).max_tokens(200)).unwrap();
+        let all: Vec<_> = PROMPTS.iter().map(ask).collect();
+        all.into_iter().map(|responses| collect(responses).0).collect()
+    };
+    let (roomy, recomputes, moves) = (engine(options()), engine(few()), engine(few().host_memory(64 << 20)));
+    let expected = run(&roomy);
+    assert_eq!(run(&recomputes), expected);
+    assert_eq!(run(&moves), expected);
+    let (prompts, again, moved) = (roomy.stats(), recomputes.stats(), moves.stats());
+    println!("{} and {} preemptions, {} bytes in host memory", again.preemptions, moved.preemptions, moved.host_used);
+    assert!(again.preemptions > 0 && moved.preemptions > 0);
+    assert!(again.prompt_tokens > prompts.prompt_tokens, "{again:?}");
+    assert!(moved.prompt_tokens < again.prompt_tokens && moved.host_used > 0, "{moved:?}");
+}
+
 #[test]
 fn the_queue_is_limited_and_drains() {
     let engine = engine(options().sequences(1).queue(2));
