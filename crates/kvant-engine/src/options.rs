@@ -2,6 +2,9 @@
 
 use kvant::Codec;
 
+/// The most draft tokens of a request in a step.
+const MOST_DRAFTS: usize = 32;
+
 /// Options of [`Engine::start`](crate::Engine::start).
 ///
 /// ```
@@ -33,6 +36,11 @@ pub struct EngineOptions {
     pub host_memory: usize,
     /// Whether requests share the pages of equal prefixes. Default: true.
     pub prefix_cache: bool,
+    /// The most draft tokens that a step tries for a request, at most 32; 0 for none. Drafts are what followed the last
+    /// tokens when the text had them before. They do not change texts: a token is kept if the model draws the same one.
+    /// They make texts that repeat themselves or their prompt faster, and others slower. Requests with a grammar have
+    /// none. Default: 0.
+    pub drafts: usize,
     /// Events that a request can have unread. It pauses until they are read. Default: 256.
     pub unread: usize,
 }
@@ -50,6 +58,7 @@ impl Default for EngineOptions {
             page_tokens: 64,
             host_memory: 0,
             prefix_cache: true,
+            drafts: 0,
             unread: 256,
         }
     }
@@ -68,7 +77,12 @@ impl EngineOptions {
         at_least("context", 2, context)?;
         at_least("sequences", 1, self.sequences)?;
         at_least("step_tokens", self.sequences.saturating_add(1), self.step_tokens)?;
-        at_least("unread", 1, self.unread)
+        at_least("unread", 1, self.unread)?;
+        if self.drafts > MOST_DRAFTS {
+            let (expected, got) = (format!("at most {MOST_DRAFTS}"), self.drafts.to_string());
+            return Err(kvant_models::Error::Argument { arg: "drafts", expected, got });
+        }
+        Ok(())
     }
 
     /// Sets the codecs of keys and values.
@@ -123,6 +137,12 @@ impl EngineOptions {
     #[must_use]
     pub fn prefix_cache(self, prefix_cache: bool) -> Self {
         EngineOptions { prefix_cache, ..self }
+    }
+
+    /// Sets [`EngineOptions::drafts`].
+    #[must_use]
+    pub fn drafts(self, drafts: usize) -> Self {
+        EngineOptions { drafts, ..self }
     }
 
     /// Sets [`EngineOptions::unread`].

@@ -3,6 +3,8 @@
 //! A step: take commands, schedule, run the model over the batch, draw a token for each row that has caught up, hand
 //! the tokens to the text thread, and tell the scheduler.
 
+mod draw;
+mod lookup;
 mod running;
 
 use std::{
@@ -13,17 +15,17 @@ use std::{
 };
 
 use flume::{Receiver, Sender};
-use kvant::{KvPool, Step, Tensor};
-use kvant_models::{Drawing, Model, Result, Sampling, TokenLogprobs, Tokenizer};
+use kvant::{KvPool, Tensor};
+use kvant_models::{Drawing, Model, Result, TokenLogprobs, Tokenizer};
 
 use crate::{
     EngineOptions, Event, Failure, FinishReason,
     engine::{Command, Shared, lock},
-    scheduler::{EndReason, PlanRow, PoolStorage, RowResult, Scheduler, SchedulerOptions, StepPlan, StorageError},
+    scheduler::{EndReason, PlanRow, PoolStorage, Scheduler, SchedulerOptions, StorageError},
     text::{NewText, Output},
 };
 pub(crate) use running::Job;
-use running::{NoToken, Running};
+use running::Running;
 
 pub(crate) struct Worker {
     model: Model,
@@ -36,6 +38,8 @@ pub(crate) struct Worker {
     context: usize,
     /// Events that a request can have unread.
     unread: usize,
+    /// The most drafts of a request in a step.
+    drafts: usize,
     running: HashMap<u64, Running>,
     /// What the text thread gets at the end of a step.
     news: Vec<(u64, Output)>,
@@ -51,11 +55,13 @@ impl Worker {
         shared: Arc<Shared>,
         outputs: Sender<Vec<(u64, Output)>>,
     ) -> Result<Worker> {
-        let drawing = Drawing::new(model.device(), options.sequences)?;
+        let draws = options.sequences.saturating_mul(1 + options.drafts).min(options.step_tokens);
+        let drawing = Drawing::new(model.device(), draws)?;
         let storage = PoolStorage::new(pool, options.step_tokens, options.prefix_cache);
         let scheduler = Scheduler::new(storage, SchedulerOptions::new(options.sequences, options.step_tokens));
-        let (running, news, unread) = (HashMap::new(), Vec::new(), options.unread);
-        Ok(Worker { model, scheduler, tokenizer, shared, outputs, drawing, context, unread, running, news })
+        let EngineOptions { unread, drafts, .. } = *options;
+        let (running, news) = (HashMap::new(), Vec::new());
+        Ok(Worker { model, scheduler, tokenizer, shared, outputs, drawing, context, unread, drafts, running, news })
     }
 
     /// Serves requests until all handles of the engine are gone, or it fails.
@@ -142,7 +148,7 @@ impl Worker {
         let id = job.id;
         self.news.push((id, Output::Start(Box::new(NewText::new(&job.request, job.reader.clone())))));
         let eos = self.tokenizer.eos();
-        match Running::new(job, self.model.vocab_size(), self.context, eos) {
+        match Running::new(job, self.model.vocab_size(), self.context, eos, self.drafts) {
             Ok((running, task)) => {
                 self.running.insert(id, running);
                 self.scheduler.add(task);
@@ -186,7 +192,10 @@ impl Worker {
             self.begin(row.id);
         }
         match self.compute(&plan) {
-            Ok(results) => self.scheduler.apply(results)?,
+            Ok(results) => {
+                self.scheduler.apply(results)?;
+                self.propose(&plan);
+            }
             Err(kvant_models::Error::Kvant(error)) => return Err(error.into()),
             Err(other) => {
                 // The arguments of a batch are the engine's own.
@@ -206,84 +215,6 @@ impl Worker {
         {
             self.news.push((id, Output::Began { cached_tokens }));
         }
-    }
-
-    /// Runs the model over a batch, and draws tokens.
-    fn compute(&mut self, plan: &StepPlan<Step>) -> Result<Vec<RowResult>> {
-        let rows: Vec<usize> = plan.rows.iter().flat_map(|row| row.logits.clone()).collect();
-        let logits = self.model.forward(self.scheduler.storage().pool(), &plan.step, &plan.tokens, &rows)?;
-        let drawn = self.draw(plan, &logits)?;
-        let mut results = Vec::with_capacity(plan.rows.len());
-        let mut generated = 0;
-        for (row, token) in plan.rows.iter().zip(drawn) {
-            let computed = row.tokens.len() - row.draws;
-            lock(&self.shared.stats).prompt_tokens += computed as u64;
-            let Some(draw) = token else {
-                results.push(RowResult { id: row.id, tokens: Vec::new(), is_last: false });
-                continue;
-            };
-            let token = match draw.token {
-                Ok(token) => token,
-                Err(NoToken::End) => {
-                    if let Some(running) = self.running.get_mut(&row.id) {
-                        running.end = Some(FinishReason::Grammar);
-                    }
-                    results.push(RowResult { id: row.id, tokens: Vec::new(), is_last: true });
-                    continue;
-                }
-                Err(NoToken::Failed(failure)) => {
-                    self.fail(row.id, failure);
-                    continue;
-                }
-            };
-            generated += 1;
-            let is_last = self.accept(row.id, token, draw.logprobs);
-            results.push(RowResult { id: row.id, tokens: vec![token], is_last });
-        }
-        lock(&self.shared.stats).generated_tokens += generated;
-        Ok(results)
-    }
-
-    /// Draws a token for each row that has caught up with its text. `logits` has the rows that the plan asks for.
-    fn draw(&mut self, plan: &StepPlan<Step>, logits: &Tensor) -> Result<Vec<Option<Drawn>>> {
-        let vocab = self.model.vocab_size();
-        let mut first = 0;
-        let mut drawing = Vec::new();
-        let mut drawn = Vec::with_capacity(plan.rows.len());
-        for row in &plan.rows {
-            let of_row = first..first + row.logits.len();
-            first = of_row.end;
-            self.score_prompt(row, of_row.start, logits)?;
-            let Some(running) = self.running.get_mut(&row.id).filter(|_| row.draws > 0) else {
-                drawn.push(None);
-                continue;
-            };
-            let mut logprobs = None;
-            if running.changes_logits() || running.logprobs.is_some() {
-                let of_row = logits.rows(of_row.end - 1..of_row.end)?;
-                let mut numbers = of_row.to_f32()?;
-                logprobs = running.logprobs.map(|top| (numbers.clone(), top));
-                if running.changes_logits() {
-                    if let Err(reason) = running.adjust(&mut numbers) {
-                        drawn.push(Some(Drawn { token: Err(reason), logprobs: None }));
-                        continue;
-                    }
-                    of_row.write(&numbers)?;
-                }
-            }
-            let counter = u32::try_from(row.position + row.tokens.len()).unwrap_or(u32::MAX);
-            drawing.push((drawn.len(), of_row.end - 1, running.sampler.sampling().clone(), counter));
-            drawn.push(Some(Drawn { token: Err(not_numbers()), logprobs }));
-        }
-        let rows = drawing.iter().map(|(_, row, ..)| *row);
-        let only = if rows.clone().eq(0..logits.shape()[0]) { logits.clone() } else { gathered(logits, rows, vocab)? };
-        let how: Vec<(&Sampling, u32)> = drawing.iter().map(|(.., sampling, counter)| (sampling, *counter)).collect();
-        for ((index, ..), token) in drawing.iter().zip(self.drawing.draw(&only, &how)?) {
-            if let Some(draw) = &mut drawn[*index] {
-                draw.token = token.ok_or_else(not_numbers);
-            }
-        }
-        Ok(drawn)
     }
 
     /// Sends the log probabilities of the prompt's tokens that the row's logits predict.
@@ -366,26 +297,4 @@ impl Worker {
         (stats.prefix_queries, stats.prefix_hits) = (counts.prefix_queries, counts.prefix_hits);
         (stats.preemptions, stats.steps) = (counts.preemptions, counts.steps);
     }
-}
-
-/// A token that was drawn.
-struct Drawn {
-    /// Or why none can be drawn.
-    token: std::result::Result<u32, NoToken>,
-    /// The logits before any change, and the number of alternatives, if log probabilities are asked for.
-    logprobs: Option<(Vec<f32>, usize)>,
-}
-
-fn not_numbers() -> NoToken {
-    let reason = "the logits are not numbers: activations may overflow their dtype";
-    NoToken::Failed(Failure::Request(reason.to_string()))
-}
-
-/// Some rows of logits.
-fn gathered(logits: &Tensor, rows: impl Iterator<Item = usize>, vocab: usize) -> Result<Tensor> {
-    let mut numbers = Vec::new();
-    for row in rows {
-        numbers.extend(logits.rows(row..row + 1)?.to_f32()?);
-    }
-    Ok(Tensor::from_slice(logits.device(), &numbers, &[numbers.len() / vocab.max(1), vocab])?)
 }

@@ -7,6 +7,7 @@ use std::{
 
 use kvant_models::Sampler;
 
+use super::lookup::Lookup;
 use crate::{
     CacheScope, EngineRequest, Failure, FinishReason,
     grammar::{Allowed, GrammarState},
@@ -28,6 +29,8 @@ pub(crate) struct Job {
 pub(super) struct Running {
     pub sampler: Sampler,
     grammar: Option<GrammarState>,
+    /// Proposes drafts, if the request has any.
+    pub lookup: Option<Lookup>,
     /// Ids that end the text.
     pub stop_ids: Vec<u32>,
     min_tokens: usize,
@@ -54,11 +57,17 @@ pub(super) enum NoToken {
 
 impl Running {
     /// A request and its task for the scheduler. `eos` are the model's ids that end a text, `context` is the longest
-    /// text.
+    /// text, `drafts` the most drafts of a step.
     ///
     /// # Errors
     /// Those of [`Sampler::new`].
-    pub fn new(job: Job, vocab: usize, context: usize, eos: &[u32]) -> kvant_models::Result<(Running, NewTask)> {
+    pub fn new(
+        job: Job,
+        vocab: usize,
+        context: usize,
+        eos: &[u32],
+        drafts: usize,
+    ) -> kvant_models::Result<(Running, NewTask)> {
         let Job { id, request, grammar, reader, submitted } = job;
         let mut sampler = Sampler::new(request.sampling, vocab)?;
         sampler.accept_prompt(&request.prompt);
@@ -70,6 +79,8 @@ impl Running {
         };
         let running = Running {
             sampler,
+            // The masks of drafts would cost more than they save.
+            lookup: (drafts > 0 && grammar.is_none()).then(|| Lookup::new(drafts)),
             grammar,
             stop_ids: request.stop_ids.unwrap_or_else(|| eos.to_vec()),
             min_tokens: request.min_tokens,
@@ -97,15 +108,23 @@ impl Running {
         !self.sampler.sampling().is_plain() || self.generated < self.min_tokens || self.grammar.is_some()
     }
 
-    /// Changes logits before a token is drawn.
+    /// Changes logits before a token is drawn, after `drafts` that are not accepted yet.
     ///
     /// # Errors
     /// Why no token may be drawn.
-    pub fn adjust(&mut self, logits: &mut [f32]) -> Result<(), NoToken> {
+    pub fn adjust(&mut self, logits: &mut [f32], drafts: &[u32]) -> Result<(), NoToken> {
         let allowed = self.allowed(logits.len()).map_err(|reason| NoToken::Failed(Failure::Grammar(reason)))?;
         // Stop ids may still take the last token that is left.
-        let _ = self.sampler.adjust(logits, allowed.as_ref().map(|allowed| &*allowed.tokens));
-        if self.generated < self.min_tokens {
+        let mask = allowed.as_ref().map(|allowed| &*allowed.tokens);
+        let _ = match drafts {
+            [] => self.sampler.adjust(logits, mask),
+            drafts => {
+                let mut sampler = self.sampler.clone();
+                drafts.iter().for_each(|&id| sampler.accept(id));
+                sampler.adjust(logits, mask)
+            }
+        };
+        if self.generated + drafts.len() < self.min_tokens {
             for &id in &self.stop_ids {
                 if let Some(logit) = logits.get_mut(id as usize) {
                     *logit = f32::NEG_INFINITY;

@@ -1,0 +1,162 @@
+//! Runs the model over a batch, draws tokens, and checks drafts.
+//!
+//! A row with drafts has a draw after its last known token and one after each draft. The draws are those of single
+//! tokens: the same logits, the same changes, the same random numbers, which depend on seed and position only. A draw
+//! counts if all drafts before it were drawn, too. Texts are therefore the same with drafts and without, up to rounding.
+
+use kvant::{Step, Tensor};
+use kvant_models::{Result, Sampling};
+
+use super::{Worker, running::NoToken};
+use crate::{
+    Failure, FinishReason,
+    engine::lock,
+    scheduler::{PlanRow, RowResult, StepPlan},
+};
+
+/// A token that was drawn.
+struct Drawn {
+    /// Or why none can be drawn.
+    token: std::result::Result<u32, NoToken>,
+    /// The logits before any change, and the number of alternatives, if log probabilities are asked for.
+    logprobs: Option<(Vec<f32>, usize)>,
+}
+
+/// A draw of the device.
+struct Draw {
+    /// The index of the row of the plan, and of the draw in the row.
+    of: (usize, usize),
+    /// The row of the logits.
+    row: usize,
+    sampling: Sampling,
+    counter: u32,
+}
+
+impl Worker {
+    /// Runs the model over a batch, and draws tokens.
+    pub(super) fn compute(&mut self, plan: &StepPlan<Step>) -> Result<Vec<RowResult>> {
+        let rows: Vec<usize> = plan.rows.iter().flat_map(|row| row.logits.clone()).collect();
+        let logits = self.model.forward(self.scheduler.storage().pool(), &plan.step, &plan.tokens, &rows)?;
+        let drawn = self.draw(plan, &logits)?;
+        let mut results = Vec::with_capacity(plan.rows.len());
+        for (row, drawn) in plan.rows.iter().zip(drawn) {
+            let computed = row.tokens.len() - row.draws;
+            lock(&self.shared.stats).prompt_tokens += computed as u64;
+            results.extend(self.take(row, drawn, drafts(plan, row)));
+        }
+        let generated: usize = results.iter().map(|result| result.tokens.len()).sum();
+        lock(&self.shared.stats).generated_tokens += generated as u64;
+        Ok(results)
+    }
+
+    /// Takes the tokens of a row up to the first one that is not its draft. `None` if the request has failed.
+    fn take(&mut self, row: &PlanRow, drawn: Vec<Drawn>, drafts: &[u32]) -> Option<RowResult> {
+        let mut result = RowResult { id: row.id, tokens: Vec::new(), is_last: false };
+        for (index, Drawn { token, logprobs }) in drawn.into_iter().enumerate() {
+            match token {
+                Ok(token) => {
+                    result.tokens.push(token);
+                    result.is_last = self.accept(row.id, token, logprobs);
+                    if result.is_last || drafts.get(index) != Some(&token) {
+                        break;
+                    }
+                }
+                Err(NoToken::End) => {
+                    if let Some(running) = self.running.get_mut(&row.id) {
+                        running.end = Some(FinishReason::Grammar);
+                    }
+                    result.is_last = true;
+                }
+                Err(NoToken::Failed(failure)) => {
+                    self.fail(row.id, failure);
+                    return None;
+                }
+            }
+        }
+        if !drafts.is_empty() {
+            let right = result.tokens.iter().zip(drafts).take_while(|(token, draft)| token == draft).count();
+            let mut stats = lock(&self.shared.stats);
+            stats.drafts[0] += drafts.len() as u64;
+            stats.drafts[1] += right as u64;
+            if let Some(lookup) = self.running.get_mut(&row.id).and_then(|running| running.lookup.as_mut()) {
+                lookup.learn(drafts.len(), right);
+            }
+        }
+        Some(result)
+    }
+
+    /// Draws tokens for each row that has caught up with its text. `logits` has the rows that the plan asks for.
+    fn draw(&mut self, plan: &StepPlan<Step>, logits: &Tensor) -> Result<Vec<Vec<Drawn>>> {
+        let mut end = 0;
+        let mut draws = Vec::new();
+        let mut drawn: Vec<Vec<Drawn>> = plan.rows.iter().map(|_| Vec::new()).collect();
+        for (at, row) in plan.rows.iter().enumerate() {
+            let first = end;
+            end += row.logits.len();
+            self.score_prompt(row, first, logits)?;
+            let Some(running) = self.running.get_mut(&row.id) else { continue };
+            let drafts = drafts(plan, row);
+            for index in 0..row.draws {
+                let row_of_logits = end - row.draws + index;
+                let mut logprobs = None;
+                if running.changes_logits() || running.logprobs.is_some() {
+                    let of_draw = logits.rows(row_of_logits..row_of_logits + 1)?;
+                    let mut numbers = of_draw.to_f32()?;
+                    logprobs = running.logprobs.map(|top| (numbers.clone(), top));
+                    if running.changes_logits() {
+                        if let Err(reason) = running.adjust(&mut numbers, &drafts[..index]) {
+                            drawn[at].push(Drawn { token: Err(reason), logprobs: None });
+                            break;
+                        }
+                        of_draw.write(&numbers)?;
+                    }
+                }
+                // The position of the token that is drawn.
+                let position = row.position + row.tokens.len() - row.draws + index + 1;
+                let counter = u32::try_from(position).unwrap_or(u32::MAX);
+                let sampling = running.sampler.sampling().clone();
+                draws.push(Draw { of: (at, index), row: row_of_logits, sampling, counter });
+                drawn[at].push(Drawn { token: Err(not_numbers()), logprobs });
+            }
+        }
+        let rows = draws.iter().map(|draw| draw.row);
+        let only = match rows.clone().eq(0..logits.shape()[0]) {
+            true => logits.clone(),
+            false => gathered(logits, rows, self.model.vocab_size())?,
+        };
+        let how: Vec<(&Sampling, u32)> = draws.iter().map(|draw| (&draw.sampling, draw.counter)).collect();
+        for (Draw { of: (at, index), .. }, token) in draws.iter().zip(self.drawing.draw(&only, &how)?) {
+            drawn[*at][*index].token = token.ok_or_else(not_numbers);
+        }
+        Ok(drawn)
+    }
+
+    /// Proposes drafts for the rows of a step that was applied.
+    pub(super) fn propose(&mut self, plan: &StepPlan<Step>) {
+        for row in plan.rows.iter().filter(|row| row.draws > 0) {
+            let lookup = self.running.get_mut(&row.id).and_then(|running| running.lookup.as_mut());
+            let (Some(lookup), Some(tokens)) = (lookup, self.scheduler.tokens(row.id)) else { continue };
+            let drafts = lookup.propose(tokens).to_vec();
+            self.scheduler.propose(row.id, &drafts);
+        }
+    }
+}
+
+/// The drafts of a row: its last tokens.
+fn drafts<'p>(plan: &'p StepPlan<Step>, row: &PlanRow) -> &'p [u32] {
+    &plan.tokens[row.tokens.end - row.draws.saturating_sub(1)..row.tokens.end]
+}
+
+fn not_numbers() -> NoToken {
+    let reason = "the logits are not numbers: activations may overflow their dtype";
+    NoToken::Failed(Failure::Request(reason.to_string()))
+}
+
+/// Some rows of logits.
+fn gathered(logits: &Tensor, rows: impl Iterator<Item = usize>, vocab: usize) -> Result<Tensor> {
+    let mut numbers = Vec::new();
+    for row in rows {
+        numbers.extend(logits.rows(row..row + 1)?.to_f32()?);
+    }
+    Ok(Tensor::from_slice(logits.device(), &numbers, &[numbers.len() / vocab.max(1), vocab])?)
+}

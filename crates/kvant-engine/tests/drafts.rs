@@ -1,0 +1,121 @@
+//! Drafts do not change texts.
+
+mod common;
+
+use std::time::Instant;
+
+use common::{collect, engine, options, request};
+use kvant_engine::{Engine, EngineOptions, EngineRequest, Event, Grammar};
+use kvant_models::Sampling;
+
+/// A text that repeats itself.
+const REPEATS: &str = "# Numbers\n\n- `u8`: an unsigned integer of 8 bits\n- `u16`: an unsigned integer of 16 bits\n\
+                       - `u32`: an unsigned integer of 32 bits\n- `u64`: an unsigned integer of 64 bits\n- `u8`: an";
+
+/// Requests of every kind.
+fn requests(engine: &Engine) -> Vec<EngineRequest> {
+    let warm = Sampling::default().temperature(0.7);
+    let mut all = Vec::new();
+    for prompt in [REPEATS, "# Examples\n\n```\nlet x = 1;\nlet x = 1;\nlet", "fn main"] {
+        let base = request(engine, prompt).max_tokens(60);
+        let eos = engine.tokenizer().eos()[0];
+        all.extend([
+            base.clone(),
+            base.clone().sampling(warm.clone().seed(1)),
+            base.clone().sampling(warm.clone().seed(2).top_k(5).top_p(0.9)),
+            base.clone().sampling(warm.clone().repetition_penalty(1.2).frequency_penalty(0.1)),
+            base.clone().sampling(Sampling::default().presence_penalty(0.5).logit_bias(vec![(300, 2.0)])),
+            base.clone().logprobs(2),
+            base.clone().stop(["32"]),
+            base.clone().stop_ids(vec![eos, 300]).min_tokens(20),
+            base.clone().max_tokens(1),
+            base.clone().prompt_logprobs(1).max_tokens(9),
+            base.clone().grammar(engine.compile(&Grammar::Regex("(ab ?){1,20}".to_string())).unwrap()),
+        ]);
+    }
+    all
+}
+
+/// What a request gives: ids, text, how it ends, and its most probable tokens.
+type Given = (Vec<u32>, String, String, Vec<u32>);
+
+fn given(engine: &Engine) -> Vec<Given> {
+    let all: Vec<_> = requests(engine).into_iter().map(|request| engine.submit(request).unwrap()).collect();
+    let of = |responses: kvant_engine::Responses| {
+        let (mut ids, mut text, mut end, mut top) = (Vec::new(), String::new(), String::new(), Vec::new());
+        for event in responses {
+            match event {
+                Event::Token(token) => {
+                    ids.push(token.id);
+                    text += &token.text;
+                    top.extend(token.logprobs.iter().map(|logprobs| logprobs.top[0].0));
+                }
+                Event::Prompt(scores) => top.extend(scores.iter().map(|score| score.id)),
+                Event::Finished(finished) => {
+                    text += &finished.text;
+                    end = format!("{:?} {}", finished.reason, finished.usage.generated_tokens);
+                }
+                other => panic!("{other:?}"),
+            }
+        }
+        (ids, text, end, top)
+    };
+    all.into_iter().map(of).collect()
+}
+
+fn start(options: EngineOptions) -> Engine {
+    engine(options.sequences(6).step_tokens(60))
+}
+
+#[test]
+fn texts_are_the_same_with_drafts() {
+    let without = given(&start(options()));
+    for (drafts, options) in [
+        (1, options()),
+        (8, options()),
+        // Preempted while they run.
+        (4, options().memory(6 << 20).page_tokens(16)),
+        (32, options().unread(3)),
+    ] {
+        let engine = start(options.drafts(drafts));
+        for (index, (got, want)) in given(&engine).iter().zip(&without).enumerate() {
+            assert_eq!(got, want, "request {index} with {drafts} drafts");
+        }
+        let stats = engine.stats();
+        println!(
+            "{drafts} drafts: {} of {} right, {} preemptions",
+            stats.drafts[1], stats.drafts[0], stats.preemptions
+        );
+        assert!(stats.drafts[1] > 20 && stats.drafts[1] <= stats.drafts[0], "{:?}", stats.drafts);
+    }
+    assert!(kvant_engine::Engine::start(common::model(), tokenizer(), options().drafts(33)).is_err());
+}
+
+fn tokenizer() -> std::sync::Arc<kvant_models::Tokenizer> {
+    std::sync::Arc::new(kvant_models::Tokenizer::load(common::shipped()).unwrap())
+}
+
+/// Prints tokens a second of a text that repeats itself, and of one that does not: `cargo test --release -p kvant-engine
+/// --test drafts -- --ignored --nocapture`.
+#[test]
+#[ignore = "measures"]
+fn speed() {
+    for (name, prompt) in [("repetitive", REPEATS.repeat(4)), ("other", "# Fearless Concurrency\n\n".to_string())] {
+        for drafts in [0, 2, 4, 8, 16] {
+            let engine = engine(EngineOptions::default().context(1024).sequences(1).drafts(drafts));
+            let sampling = Sampling::default().temperature(if name == "other" { 0.8 } else { 0.0 }).seed(1);
+            let ask = || request(&engine, &prompt).max_tokens(300).sampling(sampling.clone()).stop_ids(Vec::new());
+            collect(engine.submit(ask()).unwrap());
+            let before = engine.stats().drafts;
+            let started = Instant::now();
+            let (ids, ..) = collect(engine.submit(ask()).unwrap());
+            let rate = ids.len() as f64 / started.elapsed().as_secs_f64();
+            let after = engine.stats().drafts;
+            println!(
+                "{name}, {drafts} drafts: {rate:.0} tokens/s, {} of {} right",
+                after[1] - before[1],
+                after[0] - before[0]
+            );
+        }
+    }
+}
