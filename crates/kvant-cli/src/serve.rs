@@ -62,7 +62,7 @@ pub struct ServeArgs {
     /// Host memory for pages that the device has no room for
     #[arg(long, value_name = "BYTES", default_value = "0")]
     host_cache: Bytes,
-    /// Draft tokens that a step tries for a request, from its own text: faster where texts repeat themselves
+    /// Draft tokens that a step tries for a request, from its own text; for texts that repeat themselves, on a GPU
     #[arg(long, value_name = "N", default_value_t = 0)]
     drafts: usize,
     /// Requests that can wait; more get 429

@@ -38,8 +38,8 @@ pub struct EngineOptions {
     pub prefix_cache: bool,
     /// The most draft tokens that a step tries for a request, at most 32; 0 for none. Drafts are what followed the last
     /// tokens when the text had them before. They do not change texts: a token is kept if the model draws the same one.
-    /// They make texts that repeat themselves or their prompt faster, and others slower. Requests with a grammar have
-    /// none. Default: 0.
+    /// They pay for texts that repeat themselves, where a step of several tokens costs little more than one of one
+    /// token: not with small models on a CPU. Requests with a grammar have none. Default: 0.
     pub drafts: usize,
     /// Events that a request can have unread. It pauses until they are read. Default: 256.
     pub unread: usize,

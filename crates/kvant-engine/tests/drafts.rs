@@ -95,8 +95,8 @@ fn tokenizer() -> std::sync::Arc<kvant_models::Tokenizer> {
     std::sync::Arc::new(kvant_models::Tokenizer::load(common::shipped()).unwrap())
 }
 
-/// Prints tokens a second of a text that repeats itself, and of one that does not: `cargo test --release -p kvant-engine
-/// --test drafts -- --ignored --nocapture`.
+/// Prints tokens a second of a text that repeats itself, and of one that does not:
+/// `cargo test --release -p kvant-engine --test drafts -- --ignored --nocapture`.
 #[test]
 #[ignore = "measures"]
 fn speed() {

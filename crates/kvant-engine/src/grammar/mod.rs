@@ -85,7 +85,7 @@ impl Grammar {
     }
 }
 
-/// A grammar that requests of one engine can use, from [`Engine::compile`](crate::Engine::compile). A clone is cheap,
+/// A grammar that requests of one engine can use, from [`Engine::compile`](crate::Engine::compile). Clones are cheap,
 /// and several requests can use one.
 #[derive(Clone)]
 pub struct CompiledGrammar {

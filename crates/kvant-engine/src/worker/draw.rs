@@ -2,7 +2,8 @@
 //!
 //! A row with drafts has a draw after its last known token and one after each draft. The draws are those of single
 //! tokens: the same logits, the same changes, the same random numbers, which depend on seed and position only. A draw
-//! counts if all drafts before it were drawn, too. Texts are therefore the same with drafts and without, up to rounding.
+//! counts if all drafts before it were drawn, too. Texts are therefore the same with drafts and without, up to
+//! rounding.
 
 use kvant::{Step, Tensor};
 use kvant_models::{Result, Sampling};
