@@ -165,7 +165,10 @@ mod tests {
     }
 
     fn byte_level() -> Tokenizer {
-        tokenizer(json!({"type": "ByteLevel"}), &["<s>", "<tool call>", "Ġa", "b", "Ġ", "ĊĊ", "Ã", "¶", "Ã¶", "Ċ"])
+        tokenizer(
+            json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true}),
+            &["<s>", "<tool call>", "Ġa", "b", "Ġ", "ĊĊ", "Ã", "¶", "Ã¶", "Ċ"],
+        )
     }
 
     fn joined(pieces: &[TokenPiece], ids: &[u32]) -> Vec<u8> {
