@@ -1,6 +1,6 @@
 //! Both ends of a mixture of experts. Threads share the tokens.
 //!
-//! Route: the top_k largest logits of each token, and the softmax over them.
+//! Route: the top_k largest logits of each token, and the softmax over them, or over all.
 //! Combine: out\[t\] = Σⱼ weights\[t, j\] · x\[t·top_k + j\].
 
 use super::{
@@ -27,8 +27,9 @@ pub(crate) fn run_route(cpu: &Cpu, call: &route::Call) {
     cpu.threads.run(ids.count(), |task| {
         // SAFETY: each task takes its own parts.
         let (ids, weights) = unsafe { (ids.part(task), weights.part(task)) };
-        let (experts, top_k, first) = (call.experts, call.top_k, task * tokens);
-        cpu.level.dispatch(Route { logits, first, experts, top_k, scale, ids, weights });
+        let (first, normalise) = (task * tokens, call.normalise);
+        let (experts, top_k) = (call.experts, call.top_k);
+        cpu.level.dispatch(Route { logits, first, experts, top_k, scale, normalise, ids, weights });
     });
 }
 
@@ -39,6 +40,7 @@ struct Route<'a> {
     experts: usize,
     top_k: usize,
     scale: Option<&'a [f32]>,
+    normalise: bool,
     ids: &'a mut [u32],
     weights: &'a mut [f32],
 }
@@ -52,13 +54,14 @@ impl SimdKernel for Route<'_> {
         for (i, (ids, weights)) in tokens.enumerate() {
             // SAFETY: `dispatch` enables the instructions, and the token's logits exist.
             unsafe { self.logits.load::<S>((self.first + i) * self.experts, logits) };
-            choose(logits, self.scale, ids, weights);
+            choose(logits, self.scale, self.normalise, ids, weights);
         }
     }
 }
 
-/// The largest logits in falling order, the lower id first among equals, NaN last; their softmax, times the scale.
-fn choose(logits: &[f32], scale: Option<&[f32]>, ids: &mut [u32], weights: &mut [f32]) {
+/// The largest logits in falling order, the lower id first among equals, NaN last; their softmax (or that of all
+/// logits), times the scale.
+fn choose(logits: &[f32], scale: Option<&[f32]>, normalise: bool, ids: &mut [u32], weights: &mut [f32]) {
     // NaN ranks below everything; what is equal and has been passed over ranks by id.
     let key = |id: usize| (!logits[id].is_nan(), if logits[id].is_nan() { 0.0 } else { logits[id] });
     let comes_before = |a: usize, b: usize| key(a) > key(b) || key(a) == key(b) && a < b;
@@ -70,7 +73,8 @@ fn choose(logits: &[f32], scale: Option<&[f32]>, ids: &mut [u32], weights: &mut 
     }
     let logit = |id: u32| f64::from(logits[id as usize]);
     let exp = |id: u32| (logit(id) - logit(ids[0])).exp();
-    let sum: f64 = ids.iter().map(|&id| exp(id)).sum();
+    let sum: f64 =
+        if normalise { ids.iter().map(|&id| exp(id)).sum() } else { (0..logits.len() as u32).map(exp).sum() };
     for (&id, weight) in ids.iter().zip(weights) {
         *weight = (exp(id) / sum * scale.map_or(1.0, |scale| f64::from(scale[id as usize]))) as f32;
     }
@@ -136,7 +140,12 @@ mod tests {
 
     const FLOATS: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
-    fn route(device: &Device, dtype: DType, logits: &[f32], top_k: usize, scaled: bool) -> (Vec<u32>, Tensor) {
+    fn route(
+        device: &Device,
+        dtype: DType,
+        logits: &[f32],
+        (top_k, scaled, normalise): (usize, bool, bool),
+    ) -> (Vec<u32>, Tensor) {
         const EXPERTS: usize = 13;
         let tokens = logits.len() / EXPERTS;
         let logits = tensor(device, dtype, logits, &[tokens, EXPERTS]);
@@ -145,7 +154,8 @@ mod tests {
         let weights = Tensor::zeros(device, DType::F32, &[tokens, top_k]).unwrap();
         let mut enc = device.encoder().unwrap();
         let expert_scale = scaled.then_some(&scale);
-        ops::moe_route(&mut enc, &MoeRoute::new(&logits, &ids, &weights).expert_scale(expert_scale)).unwrap();
+        let args = MoeRoute::new(&logits, &ids, &weights).expert_scale(expert_scale).normalise(normalise);
+        ops::moe_route(&mut enc, &args).unwrap();
         enc.commit().unwrap().wait().unwrap();
         (ids.to_vec().unwrap(), weights)
     }
@@ -159,14 +169,14 @@ mod tests {
         logits.iter_mut().step_by(37).for_each(|x| *x = f32::NAN);
         logits[13..26].fill(f32::NAN);
         for dtype in FLOATS {
-            for (top_k, scaled) in [(1, false), (4, true), (13, false)] {
+            for how in [(1, false, true), (4, true, true), (4, true, false), (13, false, true), (1, false, false)] {
                 for count in [0, 1, 400] {
-                    let go = |device: &Device| route(device, dtype, &logits[..13 * count], top_k, scaled);
+                    let go = |device: &Device| route(device, dtype, &logits[..13 * count], how);
                     let (want_ids, want) = go(&Device::reference());
                     for device in &devices {
                         let (ids, weights) = go(device);
-                        assert_eq!(ids, want_ids, "{device} {dtype} {top_k}");
-                        assert_close(&weights, &want, 1e-6, &(device, dtype, top_k));
+                        assert_eq!(ids, want_ids, "{device} {dtype} {how:?}");
+                        assert_close(&weights, &want, 1e-6, &(device, dtype, how));
                     }
                 }
             }

@@ -1,6 +1,6 @@
 // moe_route: the top_k largest logits of each token in falling order, the lower expert first among equals, NaN last;
-// the softmax over just those, times a factor per expert. moe_combine: out[t] = sum over j of weights[t, j] * x[t *
-// top_k + j].
+// the softmax over just those (or over all), times a factor per expert. moe_combine: out[t] = sum over j of weights[t,
+// j] * x[t * top_k + j].
 //
 // logits is [tokens, experts], x is [tokens * top_k, dim], out is [tokens, dim], each f32, f16 or bf16; expert_scale is
 // [experts], ids and weights are [tokens, top_k].
@@ -57,6 +57,13 @@ extern "C" __global__ void KVANT_KERNEL(const uchar *logits, const float *expert
             ids[to + j] = last_id;
             weights[to + j] = exponential;
         }
+    }
+    if (!NORMALISE) {
+        sum = 0;
+        for (uint e = lane; e < p.experts; e += 32) {
+            sum += expf(load(logits, row + e, X_DTYPE) - largest);
+        }
+        sum = over_warp<Sum>(sum);
     }
     for (uint j = lane; j < p.top_k; j += 32) {
         float weight = weights[to + j] / sum;

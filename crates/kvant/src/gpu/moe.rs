@@ -34,6 +34,7 @@ pub(crate) fn route(call: &route::Call, source: &'static Source) -> Result<Launc
     Ok(Launch::new(route::NAME, source, "moe_route")
         .constant("X_DTYPE", call.logits.dtype())
         .constant("HAS_SCALE", call.expert_scale.is_some())
+        .constant("NORMALISE", call.normalise)
         .read(0, &call.logits)
         .read_if(1, call.expert_scale.as_ref())
         .write(2, &call.ids)

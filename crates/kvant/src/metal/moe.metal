@@ -1,6 +1,6 @@
 // moe_route: the top_k largest logits of each token in falling order, the lower expert first among equals, NaN last;
-// the softmax over just those, times a factor per expert. moe_combine: out[t] = sum over j of weights[t, j] * x[t *
-// top_k + j].
+// the softmax over just those (or over all), times a factor per expert. moe_combine: out[t] = sum over j of weights[t,
+// j] * x[t * top_k + j].
 //
 // logits is [tokens, experts], x is [tokens * top_k, dim], out is [tokens, dim], each f32, f16 or bf16; expert_scale is
 // [experts], ids and weights are [tokens, top_k].
@@ -23,6 +23,7 @@ constant uint X_DTYPE [[function_constant(0)]];
 constant uint OUT_DTYPE [[function_constant(1)]];
 constant bool HAS_SCALE [[function_constant(2)]];
 constant bool ALIGNED [[function_constant(3)]];
+constant bool NORMALISE [[function_constant(4)]];
 
 // A SIMD-group per token. Each round finds the largest logit behind the one of the round before.
 kernel void moe_route(device const uchar *logits [[buffer(0)]],
@@ -63,6 +64,13 @@ kernel void moe_route(device const uchar *logits [[buffer(0)]],
             ids[to + j] = last_id;
             weights[to + j] = exponential;
         }
+    }
+    if (!NORMALISE) {
+        sum = 0;
+        for (uint e = lane; e < p.experts; e += 32) {
+            sum += precise::exp(load(logits, row + e, X_DTYPE) - largest);
+        }
+        sum = simd_sum(sum);
     }
     for (uint j = lane; j < p.top_k; j += 32) {
         float weight = weights[to + j] / sum;

@@ -121,6 +121,9 @@ impl<'a> Blocks<'a> {
 ///
 /// w = 2^(scale − 127) · v, where v is the E2M1 number of the code. Code i of a row is the low half of byte i / 2 for
 /// even i, else the high half. GGUF's MXFP4 orders codes differently: see [`BlockFormat::MXFP4`].
+///
+/// A scale of 255 is 2^128, as in transformers and ggml, and products with it may be infinite. By the OCP specification
+/// it would be NaN; quantisers do not write it.
 #[derive(Clone, Copy, Debug)]
 pub struct Mxfp4<'a> {
     /// u8 `[N, K/2]` or u32 `[N, K/8]`, or with a leading dimension E.

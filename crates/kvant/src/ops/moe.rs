@@ -16,7 +16,8 @@ pub(crate) mod route {
     /// Arguments of [`moe_route`](moe_route()): the experts of each token and their weights.
     ///
     /// The operation takes the `top_k` largest logits of each token in falling order, with the lower id first among
-    /// equals and NaN last. The weights are the softmax over these logits only, times a factor per expert.
+    /// equals and NaN last. The weights are the softmax over these logits only, times a factor per expert. Without
+    /// `normalise`, the softmax is over all logits of the token, so that the weights sum to less than 1.
     #[derive(Clone, Copy, Debug)]
     #[non_exhaustive]
     pub struct MoeRoute<'a> {
@@ -24,6 +25,8 @@ pub(crate) mod route {
         pub logits: &'a Tensor,
         /// f32 `[E]`: multiplies the weight of each chosen expert.
         pub expert_scale: Option<&'a Tensor>,
+        /// Whether the softmax is over the chosen logits only (the default), or over all.
+        pub normalise: bool,
         /// The chosen experts: u32 `[T, top_k]`, with top_k from 1 to E.
         pub ids: &'a Tensor,
         /// The weights of the chosen experts: f32 `[T, top_k]`.
@@ -33,12 +36,13 @@ pub(crate) mod route {
     impl<'a> MoeRoute<'a> {
         /// The `ids` and `weights` of the largest logits.
         pub fn new(logits: &'a Tensor, ids: &'a Tensor, weights: &'a Tensor) -> Self {
-            MoeRoute { logits, ids, weights, expert_scale: None }
+            MoeRoute { logits, ids, weights, expert_scale: None, normalise: true }
         }
     }
 
     setters! { MoeRoute<'a> {
         expert_scale: Option<&'a Tensor>,
+        normalise: bool,
     } }
 
     /// Runs [`MoeRoute`].
@@ -61,6 +65,7 @@ pub(crate) mod route {
         enc.submit(super::super::Call::MoeRoute(Call {
             logits: args.logits.clone(),
             expert_scale: args.expert_scale.cloned(),
+            normalise: args.normalise,
             ids: args.ids.clone(),
             weights: args.weights.clone(),
             tokens,
@@ -73,6 +78,7 @@ pub(crate) mod route {
     pub(crate) struct Call {
         pub logits: Tensor,
         pub expert_scale: Option<Tensor>,
+        pub normalise: bool,
         pub ids: Tensor,
         pub weights: Tensor,
         pub tokens: usize,

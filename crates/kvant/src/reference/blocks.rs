@@ -34,7 +34,7 @@ pub fn dequantise_mxfp4(codes: &[u8], scales: &[u8]) -> Result<Vec<f64>> {
     Ok((0..codes.len() * 2).map(weight).collect())
 }
 
-/// 2^(e − 127). No code is NaN.
+/// 2^(e − 127), also for 255, which the OCP specification reserves for NaN: ggml and transformers do the same.
 fn e8m0(e: u8) -> f64 {
     f64::from(i16::from(e) - 127).exp2()
 }

@@ -362,6 +362,7 @@ fn elements(device: &Device, enc: &mut Encoder, dtype: DType) -> Result<()> {
         let weights = zeros(device, DType::F32, &[3, 2])?;
         let chosen = zeros(device, DType::U32, &[3, 2])?;
         ops::moe_route(enc, &MoeRoute::new(&x, &chosen, &weights))?;
+        ops::moe_route(enc, &MoeRoute::new(&x, &chosen, &weights).normalise(false))?;
         let rows = zeros(device, dtype, &[6, dim])?;
         ops::moe_combine(enc, &MoeCombine::new(&rows, &weights, &out))?;
     }

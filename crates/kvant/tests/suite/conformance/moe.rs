@@ -11,9 +11,11 @@ fn moe_route() {
     for (tokens, experts, top_k) in [(0, 4, 2), (1, 1, 1), (5, 4, 4), (9, 8, 2), (33, 128, 8), (3, 65, 7), (2, 50, 37)]
     {
         for dtype in FLOATS {
-            for scaled in [false, true] {
+            for (scaled, normalise) in [(false, true), (true, true), (true, false)] {
                 conform(
-                    format!("moe_route T {tokens}, E {experts}, top {top_k}, {dtype}, scaled {scaled}"),
+                    format!(
+                        "moe_route T {tokens}, E {experts}, top {top_k}, {dtype}, scaled {scaled}, normalised {normalise}"
+                    ),
                     |device| {
                         let mut rng = Rng::new(experts as u64);
                         // In the coarse dtypes there are equals, and then the lower id comes first.
@@ -21,8 +23,8 @@ fn moe_route() {
                         let scale = input(device, DType::F32, &rng.normals(experts), &[experts])?;
                         let ids = Out::new(device, DType::U32, &[tokens, top_k])?;
                         let weights = Out::new(device, DType::F32, &[tokens, top_k])?;
-                        let args =
-                            MoeRoute::new(&logits, &ids.tensor, &weights.tensor).expert_scale(scaled.then_some(&scale));
+                        let args = MoeRoute::new(&logits, &ids.tensor, &weights.tensor);
+                        let args = args.expert_scale(scaled.then_some(&scale)).normalise(normalise);
                         run(device, |enc| ops::moe_route(enc, &args))?;
                         Ok(vec![ids.same("ids")?, weights.close("weights")?])
                     },
