@@ -50,6 +50,15 @@ VARIANTS = {
         tie_word_embeddings=True, rope_theta=1e6, attention_bias=False, use_sliding_window=False,
         rope_scaling=dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32),
     ), 54, None),
+    # `layer_types` counts, not `max_window_layers`.
+    "qwen3_window": ("qwen3", "Qwen3", "bf16", dict(
+        tie_word_embeddings=True, use_sliding_window=True, sliding_window=8, layer_types=[S, F, S], max_window_layers=2,
+        num_hidden_layers=3,
+    ), 62, None),
+    # All layers have the window. The weights of the experts sum to less than 1.
+    "qwen3_moe_window": ("qwen3_moe", "Qwen3Moe", "bf16", dict(
+        rope_theta=1e4, use_sliding_window=True, sliding_window=8, max_window_layers=2, **dict(MOE, norm_topk_prob=False),
+    ), 63, None),
     "qwen3_moe": ("qwen3_moe", "Qwen3Moe", "bf16", dict(rope_theta=1e6, mlp_only_layers=[0], num_hidden_layers=3, **MOE), 55, None),
     "qwen3_moe_mlx": ("qwen3_moe", "Qwen3Moe", "f32", dict(rope_theta=1e6, **MOE, mlp_only_layers=[]), 56, dict(group_size=32, bits=8)),
     # Queries change their factor at position 16, and at 32.
@@ -299,7 +308,7 @@ def main():
             programs = hf_variant(folder, name, config, dtype, weights)
         tokens = [int(t) for t in np.random.default_rng(seed + 100).integers(0, VOCAB, 45)]
         results = [program(tokens) for program in programs]
-        worst = max(float(np.abs(results[0] - other).max()) for other in results[1:])
+        worst = max((float(np.abs(results[0] - other).max()) for other in results[1:]), default=0.0)
         spread = float(results[0].std())
         print(f"{variant}: programs differ by {worst:.1e}; logits have a standard deviation of {spread:.2f}")
         assert worst < AGREE and 0.3 < spread < 30, variant

@@ -167,7 +167,7 @@ pub struct DenseSpec {
     pub activation: Activation,
 }
 
-/// A mixture of experts, each a gated MLP. The weights of a token's experts are the softmax over their logits.
+/// A mixture of experts, each a gated MLP.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MoeSpec {
     /// Experts, E.
@@ -178,6 +178,8 @@ pub struct MoeSpec {
     pub width: usize,
     /// The activation function.
     pub activation: Activation,
+    /// Whether the weights of a token's experts are the softmax over their logits only, and not over all experts.
+    pub normalise: bool,
     /// Whether the router and the experts' projections have biases.
     pub biases: bool,
     /// The input of the router.

@@ -4,6 +4,7 @@
 mod bad_gguf;
 mod common;
 mod gpt_oss;
+mod windows;
 
 use std::{
     alloc::{GlobalAlloc, Layout, System},

@@ -291,6 +291,7 @@ fn moe(text: &Fields) -> Result<Option<MoeSpec>> {
         top_k: text.size("top_k_experts", None, experts)?,
         width: text.size("moe_intermediate_size", None, MAX_WIDTH)?,
         activation: Activation::GeluTanh,
+        normalise: true,
         biases: false,
         router: RouterSpec::Scaled,
     }))

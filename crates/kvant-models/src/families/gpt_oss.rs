@@ -78,6 +78,7 @@ fn moe(text: &Fields) -> Result<MoeSpec> {
         top_k: text.size("num_experts_per_tok", Some(4), experts)?,
         width: text.size("intermediate_size", Some(2880), MAX_WIDTH)?,
         activation: Activation::ClampedSwish,
+        normalise: true,
         biases: true,
         router: RouterSpec::Plain,
     })

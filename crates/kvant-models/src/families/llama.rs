@@ -27,7 +27,8 @@ fn describe(json: &ConfigJson) -> Result<DecoderSpec> {
     let scaling = Scaling::parse(&json.text, 1e4)?;
     let mut attention = json.attention(None, &scaling)?;
     if json.model_type == "mistral" {
-        // Null means no window; files of the first version, which has one, may lack the key.
+        // Null means no window; files of the first version, which has one, may lack the key. Transformers does the
+        // same in a `mistral3` file: its default without a window is only for files without a `text_config`.
         let default = json.text.get("sliding_window").is_none().then_some(4096);
         attention.window = json.text.size_or_null("sliding_window", MAX_POSITIONS)?.or(default);
     }

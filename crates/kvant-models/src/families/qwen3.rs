@@ -2,7 +2,7 @@
 
 use super::{
     ExpertNames, Family, Names, PRE_NORM,
-    common::{ConfigJson, MAX_EXPERTS, MAX_LAYERS, MAX_POSITIONS, MAX_WIDTH},
+    common::{ConfigJson, Kind, MAX_EXPERTS, MAX_LAYERS, MAX_POSITIONS, MAX_WIDTH},
     rope::Scaling,
 };
 use crate::{
@@ -42,20 +42,39 @@ fn describe(json: &ConfigJson) -> Result<DecoderSpec> {
     let mut attention = json.attention(Some(128), &scaling)?;
     attention.qk_norm = true;
     let count = json.layers()?;
-    // Without `use_sliding_window`, the width of the window has no effect.
-    let windows = text.bool_or_null("use_sliding_window")? == Some(true);
-    let window = if windows { text.size_or_null("sliding_window", MAX_POSITIONS)? } else { None };
-    let full = text.count("max_window_layers", Some(28), MAX_LAYERS)?;
+    let windows = windows(json, count)?;
     let experts = if json.model_type == "qwen3_moe" { Some(Experts::parse(json, count)?) } else { None };
     json.pre_norm(|l| {
         let mut attention = attention.clone();
-        attention.window = window.filter(|_| l >= full);
+        attention.window = windows[l];
         let feed_forward = match &experts {
             Some(experts) if experts.has(l) => FeedForwardSpec::Moe(experts.spec),
             _ => json.dense()?,
         };
         Ok((attention, feed_forward))
     })
+}
+
+/// The window of each layer.
+fn windows(json: &ConfigJson, count: usize) -> Result<Vec<Option<usize>>> {
+    let text = &json.text;
+    // Without `use_sliding_window`, the width of the window has no effect.
+    let is_used = text.bool_or_null("use_sliding_window")? == Some(true);
+    let default = text.get("sliding_window").is_none().then_some(4096);
+    let width = text.size_or_null("sliding_window", MAX_POSITIONS)?.or(default).filter(|_| is_used);
+    // In a mixture of experts, transformers knows no kinds of layers.
+    if json.model_type == "qwen3_moe" {
+        return Ok(vec![width; count]);
+    }
+    let Some(kinds) = json.layer_types(count)? else {
+        let full = text.count("max_window_layers", Some(28), MAX_LAYERS)?;
+        return Ok((0..count).map(|l| width.filter(|_| l >= full)).collect());
+    };
+    if width.is_none() && kinds.contains(&Kind::Sliding) {
+        let expected = "true, with a sliding_window, where layer_types has \"sliding_attention\"";
+        return Err(text.error("use_sliding_window", expected, is_used));
+    }
+    Ok(kinds.into_iter().map(|kind| width.filter(|_| kind == Kind::Sliding)).collect())
 }
 
 /// The layers with experts, which are all alike.
@@ -72,15 +91,12 @@ impl Experts {
         let text = &json.text;
         let experts = text.size("num_experts", Some(128), MAX_EXPERTS)?;
         let top_k = text.size("num_experts_per_tok", Some(8), experts)?;
-        // The default of transformers is false; released files say true.
-        if top_k > 1 && text.bool_or_null("norm_topk_prob")? != Some(true) {
-            return Err(text.error("norm_topk_prob", "true", "false, or nothing"));
-        }
         let spec = MoeSpec {
             experts,
             top_k,
             width: text.size("moe_intermediate_size", Some(768), MAX_WIDTH)?,
             activation: json.activation("hidden_act", "silu")?,
+            normalise: text.bool_or_null("norm_topk_prob")?.unwrap_or(false),
             biases: false,
             router: RouterSpec::Plain,
         };

@@ -27,7 +27,7 @@ impl Pass<'_> {
         let (Some(moe), Some(views), Some(spec)) = (&weights.moe, &own.moe, spec.moe()) else { return Ok(()) };
         match &weights.parallel {
             None => {
-                self.route(moe, views)?;
+                self.route(moe, views, spec)?;
                 self.experts(moe, views, spec)
             }
             Some(norms) => self.in_parallel(moe, views, spec, norms),
@@ -39,11 +39,11 @@ impl Pass<'_> {
         let views = self.views;
         self.norm(&views.y, Some(&norms.after_dense), &views.y1)?;
         if moe.router_scales.is_some() {
-            self.route(moe, own)?;
+            self.route(moe, own, spec)?;
             self.norm(&views.h, Some(&norms.before_experts), &views.x)?;
         } else {
             self.norm(&views.h, Some(&norms.before_experts), &views.x)?;
-            self.route(moe, own)?;
+            self.route(moe, own, spec)?;
         }
         self.experts(moe, own, spec)?;
         let args = RmsNorm::new(&views.y, self.network.spec().norm_eps, &views.y)
@@ -60,18 +60,19 @@ impl Pass<'_> {
     }
 
     /// Chooses the experts of each token. A router with a norm of its own reads h, and overwrites x.
-    fn route(&mut self, moe: &MoeWeights, own: &MoeViews) -> Result<()> {
+    fn route(&mut self, moe: &MoeWeights, own: &MoeViews, spec: MoeSpec) -> Result<()> {
         let views = self.views;
         if let Some((weight, _)) = &moe.router_scales {
-            let spec = self.network.spec();
-            let args = RmsNorm::new(&views.h, spec.norm_eps, &views.x)
+            let decoder = self.network.spec();
+            let args = RmsNorm::new(&views.h, decoder.norm_eps, &views.x)
                 .weight(Some(weight))
-                .scale((spec.hidden_size as f32).sqrt().recip());
+                .scale((decoder.hidden_size as f32).sqrt().recip());
             ops::rms_norm(self.enc, &args)?;
         }
         self.biased_linear(&views.x, &moe.router, &own.logits)?;
         let expert_scale = moe.router_scales.as_ref().map(|(_, factors)| factors);
-        let args = MoeRoute::new(&own.logits, &own.ids, &own.weights).expert_scale(expert_scale);
+        let args =
+            MoeRoute::new(&own.logits, &own.ids, &own.weights).expert_scale(expert_scale).normalise(spec.normalise);
         Ok(ops::moe_route(self.enc, &args)?)
     }
 

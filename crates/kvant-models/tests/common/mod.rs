@@ -24,14 +24,16 @@ pub const GGUF_MODELS: [&str; 10] = [
 ];
 
 /// The folders of random checkpoints of other families than Gemma 4.
-pub const FAMILIES: [&str; 11] = [
+pub const FAMILIES: [&str; 13] = [
     "llama",
     "llama_mlx",
     "mistral",
     "ministral3",
     "qwen3",
+    "qwen3_window",
     "qwen3_moe",
     "qwen3_moe_mlx",
+    "qwen3_moe_window",
     "gemma3",
     "gpt_oss",
     "gpt_oss_mxfp4",
