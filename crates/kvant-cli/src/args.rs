@@ -89,9 +89,14 @@ impl ActivationArgs {
         }
     }
 
+    /// How a checkpoint is loaded.
+    pub fn options(&self) -> LoadOptions {
+        LoadOptions { activations: self.dtype() }
+    }
+
     /// Loads a checkpoint to run with these activations.
     pub fn load(&self, files: &Files, device: &Device) -> Result<Model> {
-        Ok(Model::load_files(files, device, &LoadOptions { activations: self.dtype() })?)
+        Ok(Model::load_files(files, device, &self.options())?)
     }
 }
 

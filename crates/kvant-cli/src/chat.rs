@@ -22,6 +22,7 @@ use rustyline::error::ReadlineError;
 use crate::{
     Result,
     args::{ActivationArgs, DeviceArgs, Kv},
+    memory::{self, Demand},
     output, shipped, tokens,
 };
 
@@ -113,8 +114,10 @@ pub fn run(args: &ChatArgs) -> Result {
     sampling.top_p = args.top_p.unwrap_or(sampling.top_p);
     sampling.top_k = args.top_k.unwrap_or(sampling.top_k);
     sampling.seed = args.seed.unwrap_or_else(|| RandomState::new().hash_one(0));
-    let model = args.activations.load(&files, &device)?;
     let options = PoolOptions { k: args.kv.k, v: args.kv.v, longest: args.context, ..PoolOptions::default() };
+    let load = args.activations.options();
+    memory::check(&files, &device, &Demand { pool: options, load, bytes: None, shorter: "--context" })?;
+    let model = args.activations.load(&files, &device)?;
     let sequence = model.new_pool(&options)?.sequence();
     let system = args.system.clone();
     let (fed, messages) = (Vec::new(), Vec::new());

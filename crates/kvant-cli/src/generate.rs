@@ -14,6 +14,7 @@ use serde::Serialize;
 use crate::{
     Result,
     args::{ActivationArgs, DeviceArgs, Kv},
+    memory::{self, Demand},
     output, shipped,
 };
 
@@ -86,9 +87,11 @@ pub fn run(args: &GenerateArgs) -> Result {
     let prompt = prompt(args)?;
     let tokenizer = Tokenizer::load_files(&files)?;
     let prompt_ids = tokenizer.encode_prompt(&prompt)?;
-    let model = args.activations.load(&files, &device)?;
     let longest = prompt_ids.len().saturating_add(args.max_tokens as usize);
     let options = PoolOptions { k: args.kv.k, v: args.kv.v, longest, ..PoolOptions::default() };
+    let load = args.activations.options();
+    memory::check(&files, &device, &Demand { pool: options, load, bytes: None, shorter: "--max-tokens" })?;
+    let model = args.activations.load(&files, &device)?;
     let as_f16 = PoolOptions { k: Codec::F16, v: Codec::F16, ..options };
     let mut sequence = model.new_pool(&options)?.sequence();
 

@@ -9,7 +9,10 @@ mod chat;
 mod devices;
 mod eval;
 mod generate;
+mod hub;
+mod inspect;
 mod logits;
+mod memory;
 mod output;
 #[cfg(feature = "serve")]
 mod serve;
@@ -41,6 +44,7 @@ enum Command {
     Logits(logits::LogitsArgs),
     #[cfg(feature = "serve")]
     Serve(serve::ServeArgs),
+    Inspect(inspect::InspectArgs),
     Devices(devices::DevicesArgs),
     #[command(subcommand)]
     Bench(bench::Bench),
@@ -74,6 +78,7 @@ fn main() -> ExitCode {
         Command::Logits(args) => logits::run(&args),
         #[cfg(feature = "serve")]
         Command::Serve(args) => serve::run(&args),
+        Command::Inspect(args) => inspect::run(&args),
         Command::Devices(args) => devices::run(&args),
         Command::Bench(bench) => bench::run(&bench),
     };

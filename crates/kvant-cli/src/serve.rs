@@ -2,9 +2,10 @@
 
 use std::{net::TcpListener, path::PathBuf, str::FromStr, sync::Arc, time::Duration};
 
+use kvant::Device;
 use kvant_engine::{Engine, EngineOptions};
 use kvant_models::{
-    Files, Sampling, Tokenizer,
+    Files, Inspection, PoolOptions, Sampling, Tokenizer,
     chat::{ChatTemplate, GenerationDefaults},
 };
 use kvant_server::{ApiKeys, Server, ServerOptions};
@@ -12,6 +13,7 @@ use kvant_server::{ApiKeys, Server, ServerOptions};
 use crate::{
     Result,
     args::{ActivationArgs, DeviceArgs, Kv},
+    memory::{self, Demand},
     output, shipped,
 };
 
@@ -21,8 +23,8 @@ use crate::{
 /// finish.
 #[derive(clap::Args)]
 pub struct ServeArgs {
-    /// Directory of a checkpoint in Hugging Face or MLX layout, or a GGUF file [default: the model that ships with
-    /// kvant]
+    /// Directory of a checkpoint in Hugging Face or MLX layout, a GGUF file, or a name in the Hugging Face cache
+    /// [default: the model that ships with kvant]
     #[arg(value_name = "MODEL")]
     model: Option<PathBuf>,
     /// The address to listen on; 0.0.0.0 for all
@@ -99,6 +101,7 @@ pub fn run(args: &ServeArgs) -> Result {
     let device = args.device.open()?;
     let tokenizer = Arc::new(Tokenizer::load_files(&files)?);
     let template = args.template(&files, &tokenizer)?;
+    args.check_memory(&files, &device)?;
     let model = args.activations.load(&files, &device)?;
     let engine = Engine::start(model, tokenizer, args.engine_options())?;
     let server = Server::new(engine, template, options);
@@ -113,7 +116,8 @@ fn sampling(files: &Files) -> Result<Sampling> {
 
 impl ServeArgs {
     fn server_options(&self) -> Result<ServerOptions> {
-        let path = self.model.as_deref().and_then(|path| path.canonicalize().ok());
+        // A name on the hub is no path.
+        let path = self.model.as_deref().map(|path| path.canonicalize().unwrap_or_else(|_| path.to_path_buf()));
         let name = path.as_deref().and_then(|path| path.file_name()?.to_str()).unwrap_or("rustdoc-11m");
         let name = name.strip_suffix(".gguf").unwrap_or(name);
         let mut names = self.name.iter().cloned();
@@ -138,6 +142,23 @@ impl ServeArgs {
         let keys = ApiKeys::parse(&lines);
         // A server without keys is open to all.
         if keys.is_empty() { Err(format!("{}: no key", path.display()).into()) } else { Ok(keys) }
+    }
+
+    /// Refuses a model that does not fit, with the pages that the engine will make.
+    fn check_memory(&self, files: &Files, device: &Device) -> Result {
+        let longest = match self.context {
+            Some(context) => context,
+            None => Inspection::open(files)?.config.max_position_embeddings.unwrap_or(4096),
+        };
+        let pool = PoolOptions {
+            k: self.kv.k,
+            v: self.kv.v,
+            sequences: self.max_sequences,
+            longest,
+            ..PoolOptions::default()
+        };
+        let (load, bytes) = (self.activations.options(), self.memory.map(|bytes| bytes.0));
+        memory::check(files, device, &Demand { pool, load, bytes, shorter: "--context" })
     }
 
     /// The template of the option, or the checkpoint's.

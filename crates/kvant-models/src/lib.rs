@@ -1,5 +1,5 @@
-//! Runs text models of the families Llama, Mistral, Ministral 3, Qwen 3, Gemma 3 and Gemma 4 on [kvant], from Hugging
-//! Face and MLX checkpoints. Multimodal checkpoints run as text models.
+//! Runs text models of the families Llama, Mistral, Ministral 3, Qwen 3, Gemma 3, Gemma 4 and gpt-oss on [kvant], from
+//! Hugging Face and MLX checkpoints. Multimodal checkpoints run as text models.
 //!
 //! A model is data: a family turns `config.json` into a [`DecoderSpec`], and one interpreter runs every description.
 //!
@@ -9,6 +9,7 @@
 //! | load a model that is embedded in the program | [`Model::load_files`], [`Files`] |
 //! | load it with 16-bit activations, for the fastest attention on CUDA | [`Model::load_with`], [`LoadOptions`] |
 //! | read and check its configuration | [`Config`] |
+//! | its sizes and the memory that it needs, before it is loaded | [`Inspection`] |
 //! | make a pool for its keys and values, in any codec | [`Model::new_pool`] |
 //! | compute logits of one sequence's tokens | [`Model::feed`] |
 //! | compute logits of a batch of sequences | [`Model::forward`] |
@@ -51,6 +52,7 @@ mod files;
 mod forward;
 mod generate;
 pub mod gguf;
+mod inspect;
 mod model;
 mod panics;
 pub mod safetensors;
@@ -65,6 +67,7 @@ pub use decoder::Decoder;
 pub use error::{Error, Result};
 pub use files::Files;
 pub use generate::{Finish, GenerateStats, Request, generate};
+pub use inspect::{Inspection, MemoryEstimate, StoredFormat};
 pub use model::{LoadOptions, Logits, Model, PoolOptions};
 pub use sampling::{Drawing, Sampler, Sampling, TokenLogprobs};
 pub use spec::{BlockSpec, DecoderSpec};

@@ -12,6 +12,7 @@ use crate::{
     BlockSpec, Config, DecoderSpec, Error, Files, Result, families,
     forward::{Network, Wanted, Workspace},
     gguf::{self, source::GgufSource},
+    inspect,
     safetensors::Checkpoint,
     source::{Source, hf::HfSource, quantization::Quantization},
     weights::Weights,
@@ -19,7 +20,7 @@ use crate::{
 
 /// The largest number of tokens in one pass: large enough to keep matrix products busy, small enough to limit scratch
 /// memory.
-const MAX_CHUNK: usize = 512;
+pub(crate) const MAX_CHUNK: usize = 512;
 
 /// Options of [`Model::load_with`].
 #[derive(Clone, Copy, Debug)]
@@ -115,21 +116,8 @@ impl Model {
         if !options.activations.is_float() {
             return Err(Error::argument("activations", "f32, f16 or bf16", options.activations));
         }
-        if let Some(gguf) = files.as_gguf() {
-            let config = gguf::describe::config(gguf)?;
-            return Model::loaded(Model::assemble(config, &GgufSource(gguf), device, options)?, files);
-        }
-        files.check()?;
-        let json = files.read_json("config.json")?;
-        let config = Config::with_files(&json, files)?;
-        let checkpoint = Checkpoint::open_files(files)?;
-        let family = families::named(config.family)?;
-        let source = HfSource::new(&checkpoint, Quantization::parse(&json)?, family, config.decoder.blocks.len())?;
-        Model::loaded(Model::assemble(config, &source, device, options)?, files)
-    }
-
-    fn loaded(model: Model, files: &Files) -> Result<Model> {
-        tracing::info!(?files, device = %model.device, bytes = model.weight_bytes(), "loaded");
+        let model = with_source(files, |config, source| Model::assemble(config, source, device, options))?;
+        tracing::info!(?files, %device, bytes = model.weight_bytes(), "loaded");
         Ok(model)
     }
 
@@ -196,17 +184,12 @@ impl Model {
 
     /// The specification of such a pool, which says how many bytes it takes.
     pub fn pool_spec(&self, options: &PoolOptions) -> Result<PoolSpec> {
-        let PoolOptions { k, v, sequences, longest, page_tokens } = *options;
-        let spec = PoolSpec::new(self.cache_layers(k, v), 0).page_tokens(page_tokens);
-        Ok(spec.room_for(sequences, longest, MAX_CHUNK)?)
+        inspect::pool_spec(self.decoder(), options)
     }
 
     /// The layers of a pool for this model: those that have their own keys and values.
     pub fn cache_layers(&self, k: Codec, v: Codec) -> Vec<CacheLayer> {
-        let layer = |block: &BlockSpec| {
-            CacheLayer::new(block.attention.kv_heads, block.attention.head_dim, k).v(v).window(block.attention.window)
-        };
-        self.own_layers().iter().map(layer).collect()
+        inspect::cache_layers(self.decoder(), k, v)
     }
 
     /// Runs a batch: any mixture of sequences and numbers of tokens. `step` is of `pool`, and `tokens` are the ids of
@@ -420,6 +403,20 @@ impl Model {
         // A panic cannot leave a list of scratch memory in an invalid state.
         self.spaces.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Opens a checkpoint of any format, and passes its configuration and its tensors on.
+pub(crate) fn with_source<T>(files: &Files, then: impl FnOnce(Config, &dyn Source) -> Result<T>) -> Result<T> {
+    if let Some(gguf) = files.as_gguf() {
+        return then(gguf::describe::config(gguf)?, &GgufSource(gguf));
+    }
+    files.check()?;
+    let json = files.read_json("config.json")?;
+    let config = Config::with_files(&json, files)?;
+    let checkpoint = Checkpoint::open_files(files)?;
+    let family = families::named(config.family)?;
+    let source = HfSource::new(&checkpoint, Quantization::parse(&json)?, family, config.decoder.blocks.len())?;
+    then(config, &source)
 }
 
 impl std::fmt::Debug for Model {

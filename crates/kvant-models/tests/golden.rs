@@ -5,7 +5,7 @@ mod common;
 use common::{FAMILIES, GGUF_MODELS, VARIANTS, exact, floats, golden, ids, max_difference};
 use kvant::{Device, Sequence};
 use kvant_models::{
-    Logits, Model, PoolOptions,
+    Files, Inspection, LoadOptions, Logits, Model, PoolOptions,
     safetensors::{Checkpoint, SafetensorsFile},
 };
 
@@ -133,6 +133,43 @@ fn both_forms_of_head_sizes_are_the_same_model() {
         assert_eq!(old.decoder(), new.decoder());
         check(&new, variant);
     }
+}
+
+/// Headers give the bytes that loading gives, and the numbers of all tensors.
+#[test]
+fn inspections_state_what_is_loaded() {
+    for variant in VARIANTS.into_iter().chain(FAMILIES) {
+        let files = Files::directory(golden(variant));
+        let (found, model) =
+            (Inspection::open(&files).unwrap(), Model::load(&golden(variant), &Device::cpu()).unwrap());
+        assert_eq!((&found.config, found.weight_bytes), (model.config(), model.weight_bytes()), "{variant}");
+        let formats = found.formats.iter();
+        assert_eq!(formats.map(|format| format.bytes).sum::<usize>(), found.weight_bytes, "{variant}");
+        let options = PoolOptions { longest: 777, ..exact(777) };
+        assert_eq!(found.cache_bytes(&options).unwrap(), model.pool_spec(&options).unwrap().bytes, "{variant}");
+    }
+    // Every tensor of this file is one of the text model's, in as many numbers.
+    for variant in ["llama", "gpt_oss", "moe"] {
+        let header = SafetensorsFile::open(&golden(variant).join("model.safetensors")).unwrap();
+        let in_file =
+            header.header().tensors().values().map(|info| info.shape.iter().product::<usize>()).sum::<usize>();
+        let found = Inspection::open(&Files::directory(golden(variant))).unwrap();
+        assert_eq!(found.parameters, in_file, "{variant}");
+    }
+}
+
+#[test]
+fn the_longest_sequence_that_fits_is_found() {
+    let model = Inspection::open(&Files::directory(golden("gpt_oss"))).unwrap();
+    let (pool, load) = (PoolOptions { longest: 10_000, ..exact(10_000) }, LoadOptions::default());
+    let all = model.memory(&pool, &load).unwrap();
+    assert_eq!(all.total(), all.weights + all.cache + all.scratch);
+    assert_eq!(model.longest_in(all.total(), &pool, &load).unwrap(), Some(10_000));
+    let less = model.longest_in(all.total() - all.cache / 2, &pool, &load).unwrap().unwrap();
+    assert!((4_000..6_000).contains(&less) && less.is_multiple_of(pool.page_tokens), "{less}");
+    let fit = |longest| model.memory(&PoolOptions { longest, ..pool }, &load).unwrap().total();
+    assert!(fit(less) <= all.total() - all.cache / 2 && fit(less + 64) > all.total() - all.cache / 2);
+    assert_eq!(model.longest_in(all.weights, &pool, &load).unwrap(), None);
 }
 
 /// One token reads one row of a table, and of the experts those that it is routed to.

@@ -7,6 +7,8 @@ mod errors;
 mod eval;
 mod generate;
 mod gguf;
+mod hub;
+mod inspect;
 mod logits;
 #[cfg(feature = "serve")]
 mod serve;
@@ -67,6 +69,8 @@ impl Run {
 fn command(args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_kvant"));
     command.args(args).env("RUST_BACKTRACE", "1");
+    // The user's cache of models must not change what tests see.
+    command.env("HF_HUB_CACHE", "no such directory");
     command
 }
 

@@ -22,7 +22,7 @@ use crate::{
     spec::DecoderSpec,
     weights::{Projection, Stack, Weights},
 };
-pub(crate) use workspace::{Views, Workspace};
+pub(crate) use workspace::{Views, Workspace, workspace_bytes};
 
 /// A description with its tensors.
 pub(crate) struct Network {

@@ -217,6 +217,20 @@ impl Buffers {
     }
 }
 
+/// Bytes of the scratch for passes of up to `rows` tokens.
+pub(crate) fn workspace_bytes(spec: &DecoderSpec, dtype: DType, rows: usize) -> usize {
+    let most = |width: &dyn Fn(&BlockSpec) -> usize| spec.blocks.iter().map(width).max().unwrap_or(0);
+    let qkv = most(&|block| 2 * block.attention.q_width() + 2 * block.attention.kv_width());
+    let dense = most(&|block| block.feed_forward.dense().map_or(0, |dense| 2 * dense.width));
+    let moe = most(&|block| {
+        let hidden = spec.hidden_size;
+        block.feed_forward.moe().map_or(0, |moe| moe.experts + moe.top_k * (3 * moe.width + hidden + 2))
+    });
+    let per_layer = spec.per_layer_input.map_or(0, |inputs| (2 * spec.blocks.len() + 1) * inputs.size);
+    let width = 4 * spec.hidden_size + qkv + dense + moe + per_layer;
+    rows.saturating_mul(width).saturating_mul(dtype.size())
+}
+
 impl MoeViews {
     fn new(buffers: &[Tensor; 6], moe: &MoeSpec, tokens: usize, hidden: usize) -> Result<MoeViews> {
         let [logits, ids, weights, gate_up, gate, out] = buffers;

@@ -142,6 +142,18 @@ impl Form {
         }
     }
 
+    /// Bytes of a matrix of `shape`.
+    pub(crate) fn bytes(self, shape: &[usize]) -> usize {
+        let words = self.words(shape).into_iter().product::<usize>();
+        let groups = self.groups(shape).into_iter().product::<usize>();
+        match self {
+            Form::Dense(dtype) => words * dtype.size(),
+            Form::Affine { dtype, .. } => words * DType::U32.size() + 2 * groups * dtype.size(),
+            Form::Blocks(_) => words,
+            Form::Mxfp4 { codes } => words * codes.size() + groups,
+        }
+    }
+
     /// The shape of scales (and biases).
     pub(crate) fn groups(self, shape: &[usize]) -> Vec<usize> {
         match self {

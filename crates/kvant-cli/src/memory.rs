@@ -1,0 +1,82 @@
+//! Refuses a model that cannot fit, before it is loaded.
+
+use kvant::{Codec, Device};
+use kvant_models::{Files, Inspection, LoadOptions, MemoryEstimate, PoolOptions};
+
+use crate::{Result, args::Kv, output};
+
+/// What a model is loaded for.
+pub struct Demand<'a> {
+    pub pool: PoolOptions,
+    pub load: LoadOptions,
+    /// Bytes for pages that the user asked for, in place of room for `pool`.
+    pub bytes: Option<usize>,
+    /// The option that shortens the longest sequence.
+    pub shorter: &'a str,
+}
+
+/// Compares the memory that a model needs with what the device has free. Devices that do not report it pass.
+///
+/// # Errors
+/// The numbers and what to change; errors of the files.
+pub fn check(files: &Files, device: &Device, demand: &Demand) -> Result {
+    let Ok(memory) = device.memory() else { return Ok(()) };
+    let model = Inspection::open(files)?;
+    let mut estimate = model.memory(&demand.pool, &demand.load)?;
+    estimate.cache = demand.bytes.unwrap_or(estimate.cache);
+    if estimate.total() <= memory.free {
+        return Ok(());
+    }
+    let MemoryEstimate { weights, cache, scratch, .. } = estimate;
+    let [total, weights, cache, scratch] = [estimate.total(), weights, cache, scratch].map(output::bytes);
+    let kv = Kv { k: demand.pool.k, v: demand.pool.v };
+    Err(format!(
+        "the model needs {total} of memory (weights {weights}, cache {cache} in {kv}, activations {scratch}), and \
+         {device} has {} free. {}",
+        output::bytes(memory.free),
+        advice(&model, &estimate, memory.free, demand)?
+    )
+    .into())
+}
+
+/// What would fit.
+fn advice(model: &Inspection, estimate: &MemoryEstimate, free: usize, demand: &Demand) -> Result<String> {
+    let without_cache = estimate.weights.saturating_add(estimate.scratch);
+    if without_cache > free {
+        return Ok("A checkpoint that is quantised to fewer bits, or a device with more memory, is necessary".into());
+    }
+    if demand.bytes.is_some() {
+        let most = output::bytes(free - without_cache);
+        return Ok(format!("At most {most} remain for --memory"));
+    }
+    let mut ways = Vec::new();
+    let small = PoolOptions { k: Codec::tq(4), v: Codec::tq(4), ..demand.pool };
+    if let Ok(memory) = model.memory(&small, &demand.load)
+        && memory.total() <= free
+    {
+        ways.push(format!("--kv tq4 needs {}", output::bytes(memory.total())));
+    }
+    if demand.pool.sequences > 1
+        && let Some(fit) = most_sequences(model, free, demand)?
+    {
+        ways.push(format!("{fit} at once fit (--max-sequences {fit})"));
+    }
+    if let Some(longest) = model.longest_in(free, &demand.pool, &demand.load)? {
+        ways.push(format!("{longest} tokens fit ({})", demand.shorter));
+    }
+    if ways.is_empty() {
+        ways.push("A device with more memory is necessary".into());
+    }
+    Ok(ways.join("; "))
+}
+
+/// How many sequences fit; `None` if not even one does.
+fn most_sequences(model: &Inspection, free: usize, demand: &Demand) -> Result<Option<usize>> {
+    let (mut fit, mut least_not) = (0, demand.pool.sequences);
+    while least_not - fit > 1 {
+        let middle = fit + (least_not - fit) / 2;
+        let total = model.memory(&PoolOptions { sequences: middle, ..demand.pool }, &demand.load)?.total();
+        if total <= free { fit = middle } else { least_not = middle }
+    }
+    Ok((fit > 0).then_some(fit))
+}

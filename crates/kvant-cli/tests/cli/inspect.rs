@@ -1,0 +1,44 @@
+use std::path::Path;
+
+use crate::{assert_keys, kvant, str};
+
+#[test]
+fn the_shipped_model_is_described() {
+    let lines = kvant(&["inspect", "--json"]).json();
+    let [model] = &lines[..] else { panic!("{lines:?}") };
+    assert_keys(
+        model,
+        "family layers window_layers window hidden_size vocab_size context parameters weight_bytes formats cache",
+    );
+    assert_eq!(model["family"], "gemma4");
+    let sum =
+        |key: &str| -> u64 { model["formats"].as_array().unwrap().iter().map(|f| f[key].as_u64().unwrap()).sum() };
+    assert_eq!(sum("bytes"), model["weight_bytes"].as_u64().unwrap());
+    let parameters = model["parameters"].as_u64().unwrap();
+    assert!((10_000_000..12_000_000).contains(&parameters) && sum("parameters") < parameters);
+    for line in model["cache"].as_array().unwrap() {
+        assert_keys(line, "context kv bytes");
+    }
+    let text = kvant(&["inspect"]).ok();
+    for word in ["gemma4", "parameters  10.9 M", "tq4", "4 bit, group 64"] {
+        assert!(text.contains(word), "{word} is not in {text}");
+    }
+}
+
+#[test]
+fn experts_in_mxfp4_are_named() {
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../kvant-models/tests/golden/gpt_oss_mxfp4");
+    let model = &kvant(&["inspect", str(&golden), "--json"]).json()[0];
+    assert_eq!((&model["family"], &model["window"]), (&"gpt_oss".into(), &8.into()));
+    let names: Vec<&str> = model["formats"].as_array().unwrap().iter().map(|f| f["name"].as_str().unwrap()).collect();
+    assert_eq!(names, ["bf16", "mxfp4"]);
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn what_cannot_fit_is_refused_with_numbers_and_advice() {
+    let error = kvant(&["generate", "--max-tokens", "4000000000"]).error();
+    for word in ["TiB of memory", "weights", "in f16", "GiB free", "tokens fit (--max-tokens)"] {
+        assert!(error.contains(word), "{word} is not in {error}");
+    }
+}

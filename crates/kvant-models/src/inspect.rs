@@ -1,0 +1,282 @@
+//! What a checkpoint needs, read from its headers: no weights are loaded.
+
+use std::collections::BTreeMap;
+
+use kvant::{CacheLayer, Codec, DType, PoolSpec};
+
+use crate::{
+    BlockSpec, Config, DecoderSpec, Files, LoadOptions, PoolOptions, Result,
+    forward::workspace_bytes,
+    model::{MAX_CHUNK, with_source},
+    source::{Form, Part, Role, Source},
+    spec::{AttentionSpec, DenseSpec, FeedForwardSpec, MoeSpec, RouterSpec},
+};
+
+/// A checkpoint's configuration and sizes.
+///
+/// ```no_run
+/// use kvant_models::{Files, Inspection, LoadOptions, PoolOptions};
+/// let model = Inspection::open(&Files::directory("path/to/a/model"))?;
+/// println!("{}: {} parameters", model.config.family, model.parameters);
+/// let memory = model.memory(&PoolOptions::default(), &LoadOptions::default())?;
+/// println!("{} bytes of weights, {} of cache", memory.weights, memory.cache);
+/// # Ok::<(), kvant_models::Error>(())
+/// ```
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Inspection {
+    /// The configuration.
+    pub config: Config,
+    /// Numbers in all tensors of the text model.
+    pub parameters: usize,
+    /// Bytes of the matrices, as they are in memory.
+    pub weight_bytes: usize,
+    /// The formats of the matrices, those with the most bytes first.
+    pub formats: Vec<StoredFormat>,
+}
+
+/// The matrices of one format.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct StoredFormat {
+    /// As in `bf16`, `4 bit, group 64`, `Q4_K` or `mxfp4`.
+    pub name: String,
+    /// Numbers in these matrices.
+    pub parameters: usize,
+    /// Their bytes, scales included.
+    pub bytes: usize,
+}
+
+/// Memory that a model needs, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct MemoryEstimate {
+    /// The matrices.
+    pub weights: usize,
+    /// Keys and values.
+    pub cache: usize,
+    /// Activations of one pass, and the logits of one token.
+    pub scratch: usize,
+}
+
+impl MemoryEstimate {
+    /// All of it.
+    pub fn total(&self) -> usize {
+        self.weights.saturating_add(self.cache).saturating_add(self.scratch)
+    }
+}
+
+impl Inspection {
+    /// Reads the configuration and the headers of a checkpoint.
+    ///
+    /// # Errors
+    /// As [`Model::load`](crate::Model::load), for everything but the contents of tensors.
+    pub fn open(files: &Files) -> Result<Inspection> {
+        with_source(files, |config, source| Inspection::of(config, source))
+    }
+
+    fn of(config: Config, source: &dyn Source) -> Result<Inspection> {
+        let spec = &config.decoder;
+        spec.check()?;
+        let (mut parameters, mut weight_bytes) = (0usize, 0usize);
+        let mut formats = BTreeMap::<String, StoredFormat>::new();
+        for tensor in tensors(spec, source) {
+            let elements = tensor.shape.iter().product::<usize>();
+            parameters = parameters.saturating_add(elements);
+            if !tensor.is_matrix {
+                continue;
+            }
+            let form = source.form(tensor.role, &tensor.shape)?;
+            let bytes = form.bytes(&tensor.shape);
+            weight_bytes = weight_bytes.saturating_add(bytes);
+            let name = form.to_string();
+            let format = formats.entry(name.clone()).or_insert(StoredFormat { name, parameters: 0, bytes: 0 });
+            format.parameters = format.parameters.saturating_add(elements);
+            format.bytes = format.bytes.saturating_add(bytes);
+        }
+        let mut formats: Vec<StoredFormat> = formats.into_values().collect();
+        formats.sort_by_key(|format| std::cmp::Reverse(format.bytes));
+        Ok(Inspection { config, parameters, weight_bytes, formats })
+    }
+
+    /// Bytes of a pool for this model.
+    ///
+    /// # Errors
+    /// `Kvant` for a codec that does not have the model's head sizes, or a size that overflows.
+    pub fn cache_bytes(&self, options: &PoolOptions) -> Result<usize> {
+        Ok(pool_spec(&self.config.decoder, options)?.bytes)
+    }
+
+    /// Memory for the model and a pool. Kernels and the device's own tables are not included.
+    ///
+    /// # Errors
+    /// As [`Inspection::cache_bytes`].
+    pub fn memory(&self, pool: &PoolOptions, load: &LoadOptions) -> Result<MemoryEstimate> {
+        let spec = &self.config.decoder;
+        let scratch = workspace_bytes(spec, load.activations, MAX_CHUNK.min(pool.longest));
+        let scratch = scratch.saturating_add(spec.vocab_size.saturating_mul(DType::F32.size()));
+        Ok(MemoryEstimate { weights: self.weight_bytes, cache: self.cache_bytes(pool)?, scratch })
+    }
+
+    /// The longest sequences that fit in `bytes` with the weights: at most those of `pool`, in whole pages. `None` if
+    /// not even one page does.
+    ///
+    /// # Errors
+    /// As [`Inspection::cache_bytes`].
+    pub fn longest_in(&self, bytes: usize, pool: &PoolOptions, load: &LoadOptions) -> Result<Option<usize>> {
+        let fits = |pages: usize| {
+            let longest = pages.saturating_mul(pool.page_tokens).min(pool.longest);
+            Ok::<_, crate::Error>(self.memory(&PoolOptions { longest, ..*pool }, load)?.total() <= bytes)
+        };
+        let (mut fit, mut least_not) = (0, pool.longest.div_ceil(pool.page_tokens.max(1)).saturating_add(1));
+        while least_not - fit > 1 {
+            let middle = fit + (least_not - fit) / 2;
+            if fits(middle)? { fit = middle } else { least_not = middle }
+        }
+        Ok((fit > 0).then(|| fit.saturating_mul(pool.page_tokens).min(pool.longest)))
+    }
+}
+
+/// The pool of a decoder.
+pub(crate) fn pool_spec(spec: &DecoderSpec, options: &PoolOptions) -> Result<PoolSpec> {
+    let PoolOptions { k, v, sequences, longest, page_tokens } = *options;
+    let pool = PoolSpec::new(cache_layers(spec, k, v), 0).page_tokens(page_tokens);
+    Ok(pool.room_for(sequences, longest, MAX_CHUNK)?)
+}
+
+/// The layers of a pool: the blocks with their own keys and values.
+pub(crate) fn cache_layers(spec: &DecoderSpec, k: Codec, v: Codec) -> Vec<CacheLayer> {
+    let layer = |block: &BlockSpec| {
+        CacheLayer::new(block.attention.kv_heads, block.attention.head_dim, k).v(v).window(block.attention.window)
+    };
+    spec.blocks[..spec.cache_layers()].iter().map(layer).collect()
+}
+
+/// A tensor that the loader reads.
+struct Stored {
+    role: Role,
+    shape: Vec<usize>,
+    is_matrix: bool,
+}
+
+/// The tensors of a decoder. Those of a bias have the role of their matrix.
+fn tensors(spec: &DecoderSpec, source: &dyn Source) -> Vec<Stored> {
+    let h = spec.hidden_size;
+    let mut list = List(Vec::new());
+    list.matrix(Role::Embedding, &[spec.vocab_size, h]);
+    list.vector(Role::FinalNorm, &[h]);
+    if !spec.tied_output {
+        list.matrix(Role::Output, &[spec.vocab_size, h]);
+    }
+    if let Some(inputs) = spec.per_layer_input {
+        let width = spec.blocks.len() * inputs.size;
+        list.matrix(Role::PerLayerTable, &[inputs.vocab_size, width]);
+        list.matrix(Role::PerLayerProjection, &[width, h]);
+        list.vector(Role::PerLayerProjectionNorm, &[inputs.size]);
+    }
+    for (l, block) in spec.blocks.iter().enumerate() {
+        let mut list = InBlock { list: &mut list, l };
+        list.attention(&block.attention, h);
+        list.feed_forward(&block.feed_forward, h, source);
+        for part in [Part::AttentionPostNorm, Part::FeedForwardPostNorm] {
+            list.vector_if(block.post_norms, part, &[h]);
+        }
+        list.vector_if(block.scalar, Part::Scalar, &[1]);
+        if let Some(inputs) = spec.per_layer_input {
+            list.matrix(Part::PerLayerGate, &[inputs.size, h], false);
+            list.matrix(Part::PerLayerOutput, &[h, inputs.size], false);
+            list.vector_if(true, Part::PerLayerPostNorm, &[h]);
+        }
+    }
+    list.0
+}
+
+struct List(Vec<Stored>);
+
+impl List {
+    fn matrix(&mut self, role: Role, shape: &[usize]) {
+        self.0.push(Stored { role, shape: shape.to_vec(), is_matrix: true });
+    }
+
+    fn vector(&mut self, role: Role, shape: &[usize]) {
+        self.0.push(Stored { role, shape: shape.to_vec(), is_matrix: false });
+    }
+}
+
+/// The tensors of one block.
+struct InBlock<'a> {
+    list: &'a mut List,
+    l: usize,
+}
+
+impl InBlock<'_> {
+    fn matrix(&mut self, part: Part, shape: &[usize], is_biased: bool) {
+        let role = Role::Block(self.l, part);
+        self.list.matrix(role, shape);
+        if is_biased {
+            self.list.vector(role, &shape[..shape.len() - 1]);
+        }
+    }
+
+    fn vector_if(&mut self, wanted: bool, part: Part, shape: &[usize]) {
+        if wanted {
+            self.list.vector(Role::Block(self.l, part), shape);
+        }
+    }
+
+    fn attention(&mut self, spec: &AttentionSpec, h: usize) {
+        let (q, kv) = (spec.q_width(), spec.kv_width());
+        self.vector_if(true, Part::AttentionNorm, &[h]);
+        let qkv = [(Part::Query, q), (Part::Key, kv), (Part::Value, kv)];
+        for (part, width) in &qkv[..1 + spec.kv_projections()] {
+            self.matrix(*part, &[*width, h], spec.biases);
+        }
+        self.vector_if(spec.qk_norm, Part::QueryNorm, &[spec.head_dim]);
+        self.vector_if(spec.qk_norm && spec.source().is_none(), Part::KeyNorm, &[spec.head_dim]);
+        self.vector_if(spec.sinks, Part::Sinks, &[spec.heads]);
+        self.matrix(Part::AttentionOutput, &[h, q], spec.biases);
+    }
+
+    fn feed_forward(&mut self, spec: &FeedForwardSpec, h: usize, source: &dyn Source) {
+        self.vector_if(true, Part::FeedForwardNorm, &[h]);
+        if let Some(DenseSpec { width, .. }) = spec.dense() {
+            self.matrix(Part::Gate, &[width, h], false);
+            self.matrix(Part::Up, &[width, h], false);
+            self.matrix(Part::Down, &[h, width], false);
+        }
+        if let Some(moe) = spec.moe() {
+            self.moe(&moe, h, source);
+        }
+        if let FeedForwardSpec::Parallel(..) = spec {
+            for part in [Part::DensePostNorm, Part::ExpertsNorm, Part::ExpertsPostNorm] {
+                self.vector_if(true, part, &[h]);
+            }
+        }
+    }
+
+    fn moe(&mut self, spec: &MoeSpec, h: usize, source: &dyn Source) {
+        let MoeSpec { experts, width, biases, .. } = *spec;
+        let is_scaled = spec.router == RouterSpec::Scaled;
+        self.matrix(Part::Router, &[experts, h], biases);
+        self.vector_if(is_scaled, Part::RouterNorm, &[h]);
+        self.vector_if(is_scaled, Part::ExpertScale, &[experts]);
+        if source.name(Role::Block(self.l, Part::ExpertGateUp)).is_some() {
+            self.matrix(Part::ExpertGateUp, &[experts, 2 * width, h], biases);
+        } else {
+            self.matrix(Part::ExpertGate, &[experts, width, h], biases);
+            self.matrix(Part::ExpertUp, &[experts, width, h], biases);
+        }
+        self.matrix(Part::ExpertDown, &[experts, h, width], biases);
+    }
+}
+
+impl std::fmt::Display for Form {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match *self {
+            Form::Dense(dtype) => dtype.fmt(f),
+            Form::Affine { bits, group, .. } => write!(f, "{bits} bit, group {group}"),
+            Form::Blocks(format) => format.fmt(f),
+            Form::Mxfp4 { .. } => write!(f, "mxfp4"),
+        }
+    }
+}
