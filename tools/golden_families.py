@@ -73,6 +73,9 @@ VARIANTS = {
     ), 57, None),
     "gpt_oss": ("gpt_oss", "GptOss", "bf16", dict(GPT_OSS, num_local_experts=3, num_experts_per_tok=2), 59, None),
     "gpt_oss_mxfp4": ("gpt_oss", "GptOss", "bf16", dict(GPT_OSS, num_hidden_layers=3), 60, "mxfp4"),
+    # compressed-tensors: each projection in another of its forms.
+    "llama_w4a16": ("llama", "Llama", "bf16", dict(rope_theta=1e4, num_hidden_layers=1), 64, "packed"),
+    "llama_fp8": ("llama", "Llama", "bf16", dict(rope_theta=1e4, num_hidden_layers=1), 65, "fp8"),
     # As mlx-community has it: experts in MXFP4, the rest affine. mlx_lm ignores `truncate`.
     "gpt_oss_mlx": ("gpt_oss", "GptOss", "bf16", dict(GPT_OSS, rope_scaling=dict(GPT_OSS["rope_scaling"], truncate=True)), 61, dict(group_size=32, bits=4, mode="mxfp4")),
 }
@@ -212,6 +215,91 @@ def mxfp4_variant(folder, name, config, dtype, weights):
     return [lambda t: logits_of(direct, t), lambda t: logits_of(again, t)]
 
 
+def as_bf16(w):
+    return np.array(mx.array(w).astype(mx.bfloat16).astype(mx.float32))
+
+
+def packed_tensors(name, w, bits, groups, symmetric):
+    """A matrix in `pack-quantized`, and the weights that it stands for. Checked against the package compressed_tensors."""
+    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+
+    rows, columns = w.shape
+    w = w.reshape(rows, groups, -1)
+    half, top = 2 ** (bits - 1), 2**bits - 1
+    if symmetric:
+        scale = as_bf16(np.abs(w).max(-1, keepdims=True) / (half - 0.5))
+        zero = np.full_like(scale, half)
+    else:
+        scale = as_bf16((w.max(-1, keepdims=True) - w.min(-1, keepdims=True)) / top)
+        zero = np.clip(np.round(-w.min(-1, keepdims=True) / scale), 0, top)
+    codes = np.clip(np.round(w / scale) + zero, 0, top)
+    dense = ((codes - zero) * scale).reshape(rows, columns)
+    pack = lambda c: (c.reshape(c.shape[0], -1, 32 // bits).astype(np.uint32) << np.arange(0, 32, bits, dtype=np.uint32)).sum(
+        -1, dtype=np.uint32).view(np.int32)
+    words, module = pack(codes.reshape(rows, columns)), name.removesuffix(".weight")
+    out = {
+        f"{module}.weight_packed": words,
+        f"{module}.weight_scale": mx.array(scale[..., 0]).astype(mx.bfloat16),
+        f"{module}.weight_shape": np.array([rows, columns], np.int64),
+    }
+    again = unpack_from_int32(torch.from_numpy(words), bits, torch.Size([rows, columns])).numpy()
+    if not symmetric:
+        zeros = np.ascontiguousarray(pack(np.ascontiguousarray(zero[..., 0].T)).T)
+        out[f"{module}.weight_zero_point"] = zeros
+        z = unpack_from_int32(torch.from_numpy(zeros), bits, torch.Size(zero.shape[:2]), packed_dim=0).numpy()
+        again = (again.reshape(rows, groups, -1) - z[..., None]).reshape(rows, columns)
+    again = (again.reshape(rows, groups, -1) * scale).reshape(rows, columns)
+    assert np.array_equal(again, dense), name
+    return out, dense
+
+
+BLOCK = (32, 48)
+
+
+def fp8_tensors(name, w, kind):
+    """A matrix in E4M3 with scales, and the bf16 weights that it stands for."""
+    rows, columns = w.shape
+    blocks = dict(tensor=(rows, columns), channel=(1, columns), block=BLOCK)[kind]
+    spread = lambda s: np.repeat(np.repeat(s, blocks[0], 0)[:rows], blocks[1], 1)[:, :columns]
+    padded = np.zeros([-(-n // b) * b for n, b in zip(w.shape, blocks)], np.float32)
+    padded[:rows, :columns] = np.abs(w)
+    tiles = padded.reshape(padded.shape[0] // blocks[0], blocks[0], -1, blocks[1])
+    scale = (tiles.max((1, 3)) / 448).astype(np.float32)
+    codes = torch.from_numpy(w / spread(scale)).to(torch.float8_e4m3fn)
+    dense = as_bf16(codes.float().numpy() * spread(scale))
+    module = name.removesuffix(".weight")
+    stored = scale.reshape(1) if kind == "tensor" else scale
+    part = "weight_scale_inv" if kind == "block" else "weight_scale"
+    return {name: codes.view(torch.uint8).numpy(), f"{module}.{part}": stored}, dense
+
+
+def compressed_variant(folder, name, config, dtype, weights, how):
+    """Forms of compressed-tensors and of 8-bit floats; transformers runs on the weights that they stand for."""
+    named = rounded(weights, dtype)
+    dense = {n: np.array(w.astype(mx.float32)) for n, w in named.items()}
+    dtypes = {}
+    forms = {
+        "packed": dict(q=(4, 2, True), k=(4, 2, True), v=(4, 1, False), o=(4, 1, True), gate=(4, 2, False), up=(4, 2, True), down=(8, 3, True)),
+        "fp8": dict(q="tensor", k="channel", v="channel", o="block", gate="block", up="block", down="tensor"),
+    }[how]
+    for n in [n for n in named if n.endswith("_proj.weight")]:
+        form = forms[n.split(".")[-2].removesuffix("_proj")]
+        parts, dense[n] = packed_tensors(n, dense[n], *form) if how == "packed" else fp8_tensors(n, dense[n], form)
+        del named[n]
+        named.update(parts)
+        if how == "fp8":
+            dtypes[n] = "F8_E4M3"
+    quantization = {
+        "packed": dict(quant_method="compressed-tensors", format="pack-quantized", ignore=["lm_head"], quantization_status="compressed"),
+        "fp8": dict(quant_method="fp8", activation_scheme="dynamic", weight_block_size=list(BLOCK)),
+    }[how]
+    write_json(folder / "config.json", dict(config, dtype="bfloat16", quantization_config=quantization))
+    save(folder / "model.safetensors", named, {"format": "pt"}, dtypes)
+    direct = reference(name, config)
+    direct.load_state_dict({n: torch.from_numpy(np.ascontiguousarray(w)) for n, w in dense.items()})
+    return [lambda t: logits_of(direct, t)]
+
+
 def dequantised(model):
     """The weights of a loaded mlx_lm model in f32 under the names of transformers."""
     dense = {}
@@ -302,6 +390,8 @@ def main():
         weights = draw(reference(name, config), seed, config["tie_word_embeddings"])
         if how == "mxfp4":
             programs = mxfp4_variant(folder, name, config, dtype, weights)
+        elif how in ("packed", "fp8"):
+            programs = compressed_variant(folder, name, config, dtype, weights, how)
         elif how:
             programs = mlx_variant(folder, name, config, dtype, weights, how)
         else:

@@ -16,6 +16,7 @@ _NAMES = {
     mx.bfloat16: "BF16",
     mx.uint32: "U32",
     mx.int32: "I32",
+    mx.int64: "I64",
     mx.uint8: "U8",
 }
 DTYPES = {"f32": mx.float32, "f16": mx.float16, "bf16": mx.bfloat16}
@@ -32,8 +33,9 @@ def f64(a: mx.array) -> np.ndarray:
     return np.array(a.astype(mx.float32)).astype(np.float64)
 
 
-def save(path, tensors, metadata=None):
-    """Write `tensors` (name -> mx.array or numpy array) with string `metadata`; returns the file's size."""
+def save(path, tensors, metadata=None, dtypes=None):
+    """Write `tensors` (name -> mx.array or numpy array) with string `metadata`; returns the file's size. `dtypes` gives
+    the names of dtypes that arrays do not have."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     header, blobs, at = {}, [], 0
@@ -43,7 +45,7 @@ def save(path, tensors, metadata=None):
         a = tensors[name]
         a = a if isinstance(a, mx.array) else mx.array(a)
         blob = raw_bytes(a)
-        header[name] = {"dtype": _NAMES[a.dtype], "shape": list(a.shape), "data_offsets": [at, at + len(blob)]}
+        header[name] = {"dtype": (dtypes or {}).get(name, _NAMES[a.dtype]), "shape": list(a.shape), "data_offsets": [at, at + len(blob)]}
         blobs.append(blob)
         at += len(blob)
     head = json.dumps(header, separators=(",", ":")).encode()

@@ -329,6 +329,21 @@ impl Checkpoint {
         self.find(name)?.0.read_into(name, tensor)
     }
 
+    /// Reads all bytes of a tensor into one of another dtype or shape with as many bytes.
+    pub(crate) fn read_raw(&self, name: &str, tensor: &Tensor) -> Result<()> {
+        let rows = tensor.shape().first().copied().unwrap_or(1).max(1);
+        let row_bytes = tensor.bytes() / rows;
+        let step = (PIECE / row_bytes.max(1)).clamp(1, rows);
+        let mut piece = vec![0; step * row_bytes];
+        for first in (0..rows).step_by(step) {
+            let count = step.min(rows - first);
+            let piece = &mut piece[..count * row_bytes];
+            self.read_bytes(name, (first * row_bytes) as u64, piece)?;
+            tensor.rows(first..first + count)?.write_bytes(piece)?;
+        }
+        Ok(())
+    }
+
     /// Reads bytes of a tensor, from its byte `start` on. A range beyond the tensor is an error.
     pub(crate) fn read_bytes(&self, name: &str, start: u64, bytes: &mut [u8]) -> Result<()> {
         let (file, info) = self.find(name)?;

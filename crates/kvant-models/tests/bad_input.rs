@@ -3,6 +3,7 @@
 
 mod bad_gguf;
 mod common;
+mod compressed;
 mod gpt_oss;
 mod windows;
 

@@ -5,7 +5,9 @@ use kvant::{DType, Device, Tensor};
 use super::{
     Form, Matrix, Part, Role, Source,
     experts::Interleaved,
+    fp8::{self, Fp8},
     matrix::MXFP4_GROUP,
+    packed::Packed,
     quantization::{Quantization, Scheme},
 };
 use crate::{
@@ -96,6 +98,12 @@ impl<'a> HfSource<'a> {
     }
 
     fn form_of(&self, name: &str, shape: &[usize]) -> Result<Form> {
+        if let Some(packed) = self.packed(name) {
+            return packed.form(shape);
+        }
+        if let Some(fp8) = self.fp8(name) {
+            return fp8.form(shape);
+        }
         let Some((module, scales)) = self.scales(name) else {
             return Ok(Form::Dense(self.float_dtype(name, shape)?));
         };
@@ -154,10 +162,29 @@ impl<'a> HfSource<'a> {
         self.checkpoint.contains(&scales).then_some((module, scales))
     }
 
+    /// A matrix of compressed-tensors.
+    fn packed<'n>(&'n self, name: &'n str) -> Option<Packed<'n>> {
+        let module = name.strip_suffix(".weight")?;
+        Packed::has(self.checkpoint, module).then_some(Packed { checkpoint: self.checkpoint, module })
+    }
+
+    /// A matrix of 8-bit floats.
+    fn fp8<'n>(&'n self, name: &'n str) -> Option<Fp8<'n>> {
+        let module = name.strip_suffix(".weight")?;
+        let is_fp8 = self.checkpoint.info(name).is_some_and(|info| info.dtype == fp8::DTYPE);
+        is_fp8.then_some(Fp8 { checkpoint: self.checkpoint, module, block: self.quantization.block() })
+    }
+
     fn read_matrix(&self, name: &str, to: &Matrix) -> Result<()> {
         match to {
-            Matrix::Dense(tensor) => self.checkpoint.read_into(name, tensor),
-            Matrix::Affine { codes, scales, biases, .. } => {
+            Matrix::Dense(tensor) => match self.fp8(name) {
+                Some(fp8) => fp8.read(tensor),
+                None => self.checkpoint.read_into(name, tensor),
+            },
+            Matrix::Affine { codes, scales, biases, bits, group } => {
+                if let Some(packed) = self.packed(name) {
+                    return packed.read(*bits, *group, [codes, scales, biases]);
+                }
                 let module = name.strip_suffix(".weight").expect("only modules are quantised");
                 self.checkpoint.read_into(name, codes)?;
                 self.checkpoint.read_into(&format!("{module}.scales"), scales)?;

@@ -20,8 +20,10 @@
 //! 3. Pass both to [`Model`](crate::Model)'s `assemble`.
 
 mod experts;
+mod fp8;
 pub(crate) mod hf;
 pub(crate) mod matrix;
+mod packed;
 pub(crate) mod quantization;
 
 use kvant::{Device, Tensor};

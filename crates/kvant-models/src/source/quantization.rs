@@ -30,12 +30,37 @@ impl Scheme {
     }
 }
 
+/// The weights that share a scale of an 8-bit float format.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct BlockSize {
+    pub outputs: usize,
+    pub inputs: usize,
+}
+
+impl Default for BlockSize {
+    fn default() -> BlockSize {
+        BlockSize { outputs: 128, inputs: 128 }
+    }
+}
+
+impl BlockSize {
+    /// Reads a pair of numbers; absent or null means the default.
+    fn parse(fields: &Fields, key: &str) -> Result<BlockSize> {
+        match fields.indices(key, 1 << 20)?[..] {
+            [] => Ok(BlockSize::default()),
+            [outputs, inputs] if outputs > 0 && inputs > 0 => Ok(BlockSize { outputs, inputs }),
+            _ => Err(fields.error(key, "two numbers above 0", "others")),
+        }
+    }
+}
+
 /// The quantisation of all modules. A matrix is quantised if the file has scales for it.
 ///
 /// Overrides are read when their module is loaded: files have some of other towers, in formats that text does not need.
 #[derive(Debug, Default)]
 pub(crate) struct Quantization<'a> {
     default: Option<Scheme>,
+    block: BlockSize,
     fields: Option<Fields<'a>>,
     /// The keys of overrides by canonical module name.
     overrides: HashMap<&'a str, &'a str>,
@@ -51,15 +76,27 @@ impl<'a> Quantization<'a> {
             None => {}
             // gpt-oss: the experts' tensors have names of their own.
             Some("mxfp4") => return Ok(Quantization::default()),
+            Some("fp8") => return Ok(Quantization::of_blocks(BlockSize::parse(&fields, "weight_block_size")?)),
+            Some("compressed-tensors") => return compressed(&fields).map(Quantization::of_blocks),
             Some(method) => {
-                let expected = "\"mxfp4\", or absent in files of MLX";
+                let expected = "\"mxfp4\", \"fp8\" or \"compressed-tensors\", or absent in files of MLX";
                 return Err(fields.error("quant_method", expected, format_args!("{method:?}")));
             }
         }
         let default = scheme(&fields, None)?;
         let modules = fields.keys().filter(|key| !matches!(*key, "bits" | "group_size" | "mode"));
         let overrides = modules.map(|key| (canonical(key), key)).collect();
-        Ok(Quantization { default: Some(default), overrides, fields: Some(fields) })
+        Ok(Quantization { default: Some(default), overrides, fields: Some(fields), block: BlockSize::default() })
+    }
+
+    /// The formats of such files are seen in the tensors.
+    fn of_blocks(block: BlockSize) -> Quantization<'a> {
+        Quantization { block, ..Quantization::default() }
+    }
+
+    /// The blocks of 8-bit floats that have a scale each.
+    pub(crate) fn block(&self) -> BlockSize {
+        self.block
     }
 
     /// The scheme of a module such as `model.layers.0.mlp.up_proj`, with any prefix. `None` if the configuration has
@@ -77,6 +114,23 @@ impl<'a> Quantization<'a> {
             }
         }
     }
+}
+
+/// Checks the formats of a compressed-tensors file, and returns its blocks.
+fn compressed(fields: &Fields) -> Result<BlockSize> {
+    let format = fields.string("format")?.unwrap_or("dense");
+    if !matches!(format, "dense" | "pack-quantized" | "float-quantized" | "mixed-precision") {
+        let expected = "\"pack-quantized\" or \"float-quantized\"";
+        return Err(fields.error("format", expected, format_args!("{format:?}")));
+    }
+    let Some(groups) = fields.object("config_groups")? else { return Ok(BlockSize::default()) };
+    for key in groups.keys() {
+        let Some(group) = groups.object(key)? else { continue };
+        if let Some(weights) = group.object("weights")?.filter(|weights| weights.get("block_structure").is_some()) {
+            return BlockSize::parse(&weights, "block_structure");
+        }
+    }
+    Ok(BlockSize::default())
 }
 
 /// The scheme of one object. An override inherits missing bits and group size of an affine default, but never its

@@ -24,9 +24,11 @@ pub const GGUF_MODELS: [&str; 10] = [
 ];
 
 /// The folders of random checkpoints of other families than Gemma 4.
-pub const FAMILIES: [&str; 13] = [
+pub const FAMILIES: [&str; 15] = [
     "llama",
     "llama_mlx",
+    "llama_w4a16",
+    "llama_fp8",
     "mistral",
     "ministral3",
     "qwen3",
