@@ -71,7 +71,7 @@ struct Live {
     max_tokens: usize,
     output: Vec<u32>,
     arrived: u64,
-    /// The steps after which it must have ended, if it is never paused.
+    /// The step after which it must have ended, if it is never paused and no request of a higher priority comes.
     deadline: u64,
     cancel_at: Option<u64>,
     pause: Option<(u64, u64)>,
@@ -91,8 +91,14 @@ struct Simulation {
     next: u64,
     ended: usize,
     documents: Vec<Vec<u32>>,
+    /// The work of all requests that have arrived, and how it was after each step.
+    arrived_work: u64,
+    work_by_step: Vec<u64>,
     seen: Seen,
 }
+
+/// The steps in which requests of the highest priority overtake one of the lowest: 4 priorities apart.
+const MOST_OVERTAKING: u64 = 4 * NewTask::PATIENCE as u64;
 
 /// What a simulation must have seen to be worth something.
 #[derive(Debug, Default)]
@@ -125,6 +131,8 @@ impl Simulation {
             next: 0,
             ended: 0,
             documents,
+            arrived_work: 0,
+            work_by_step: Vec::new(),
             seen: Seen::default(),
         }
     }
@@ -181,10 +189,11 @@ impl Simulation {
             });
             // Each step does work for the first request in the order. So a request waits no longer than for the work of
             // all that can come before it; what was preempted is computed again.
-            let work = |live: &Live| (live.prompt.len() + 2 * live.max_tokens) as u64 * 4;
-            let before: u64 = self.live.values().map(work).sum();
-            let own = (prompt.len() + 2 * max_tokens) as u64 * 4;
+            let work = |prompt: &[u32], max_tokens: usize| (prompt.len() + 2 * max_tokens) as u64 * 4;
+            let before: u64 = self.live.values().map(|live| work(&live.prompt, live.max_tokens)).sum();
+            let own = work(&prompt, max_tokens);
             let deadline = self.step + 5000 + before + own;
+            self.arrived_work += own;
             let scores = scores.then(|| vec![false; prompt.len() - 1]);
             let live =
                 Live { prompt, max_tokens, output: Vec::new(), arrived: self.step, deadline, cancel_at, pause, scores };
@@ -308,7 +317,14 @@ impl Simulation {
 
     fn check(&mut self) {
         self.pages.check();
-        let late = self.live.iter().find(|(_, live)| live.pause.is_none() && live.deadline < self.step);
+        self.work_by_step.push(self.arrived_work);
+        if !self.step.is_multiple_of(16) {
+            return;
+        }
+        // Requests that came later and have a higher priority.
+        let work = |step: u64| self.work_by_step[(step as usize).min(self.work_by_step.len() - 1)];
+        let after = |live: &Live| work(live.arrived + MOST_OVERTAKING) - work(live.arrived.saturating_sub(1));
+        let late = self.live.iter().find(|(_, live)| live.pause.is_none() && live.deadline + after(live) < self.step);
         if let Some((id, live)) = late {
             panic!("request {id} of step {} has not ended at step {}", live.arrived, self.step);
         }
