@@ -231,7 +231,7 @@ fn attention_over_pages(device: &Device, enc: &mut Encoder, model: Model) -> Res
     ];
     for (i, (kernel, longest, window, (head_dim, k, v, q, out, group, tokens))) in cases.into_iter().enumerate() {
         // Before Hopper: decode without clusters and bulk copies.
-        if model != Model::H200 && ![0, 3, 8].contains(&i) {
+        if model != Model::H200 && ![1, 4, 9].contains(&i) {
             continue;
         }
         let kv_heads = 2;
