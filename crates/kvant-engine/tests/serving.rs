@@ -184,7 +184,7 @@ fn too_few_pages_preempt_and_do_not_change_texts() {
 /// The pages of preempted requests move to host memory and back, and are not computed again.
 #[test]
 fn host_memory_keeps_preempted_requests() {
-    let few = || options().memory(6 << 20).page_tokens(16).sequences(6);
+    let few = || options().memory(5 << 20).page_tokens(16).sequences(6);
     let run = |engine: &Engine| -> Vec<Vec<u32>> {
         let ask = |prompt: &&str| engine.submit(request(engine, prompt).max_tokens(200)).unwrap();
         let all: Vec<_> = PROMPTS.iter().map(ask).collect();

@@ -98,6 +98,17 @@ impl Node {
         self.pages.iter().map(|held| if let PagePlace::Host(bytes) = held { bytes.len() } else { 0 }).sum()
     }
 
+    /// Its pages of groups with a window that no sequence holds, with their groups.
+    fn passed<'a>(&'a self, pages: &'a Pages, layout: &'a PoolLayout) -> impl Iterator<Item = (usize, Page)> + 'a {
+        let of_group =
+            self.pages.iter().zip(&layout.groups).enumerate().filter(|(_, (_, group))| group.window.is_some());
+        let on_device = of_group.filter_map(|(index, (held, _))| match held {
+            PagePlace::Device(page) => Some((index, *page)),
+            _ => None,
+        });
+        on_device.filter(|(_, page)| pages.holds(*page) == 1)
+    }
+
     /// Whether a sequence holds one of its pages.
     fn is_in_use(&self, pages: &Pages) -> bool {
         self.device_pages().any(|page| pages.holds(page) > 1)
@@ -381,7 +392,7 @@ impl Prefixes {
         mut missing: impl FnMut(&mut Pages) -> usize,
     ) -> Result<()> {
         let mut without_prefixes = pages.clone();
-        self.evictable(pages).into_iter().for_each(|page| {
+        self.evictable(pages, pool.layout()).into_iter().for_each(|page| {
             without_prefixes.release(page);
         });
         let lacking = missing(&mut without_prefixes);
@@ -397,7 +408,7 @@ impl Prefixes {
     }
 
     /// The pages that [`Prefixes::evict`] would free if it were called again and again.
-    fn evictable(&self, pages: &Pages) -> Vec<Page> {
+    fn evictable(&self, pages: &Pages, layout: &PoolLayout) -> Vec<Page> {
         // A node stays as long as a node below it is in use.
         let mut stays = vec![false; self.nodes.len()];
         for (index, node) in self.nodes.iter().enumerate() {
@@ -409,20 +420,41 @@ impl Prefixes {
                 }
             }
         }
-        let free = self.nodes.iter().zip(&stays).filter(|(_, stays)| !**stays);
-        free.flat_map(|(node, _)| node.device_pages()).collect()
+        let (mut free, passed) = (Vec::new(), |node: usize| self.nodes[node].passed(pages, layout));
+        for (index, stays) in stays.into_iter().enumerate() {
+            match stays {
+                true => free.extend(passed(index).map(|(_, page)| page)),
+                false => free.extend(self.nodes[index].device_pages()),
+            }
+        }
+        free
+    }
+
+    /// Takes a page that nobody uses from the least recently used node that has one, although the node is in use: a
+    /// page of a group with a window, which the sequence that uses the node has passed. Returns whether there was one.
+    fn evict_passed(&mut self, pages: &mut Pages, pool: &KvPool) -> bool {
+        let layout = pool.layout();
+        let nodes = self.nodes.iter().enumerate();
+        let with_page = nodes.filter_map(|(index, node)| Some((node.used, index, node.passed(pages, layout).next()?)));
+        let Some((_, index, (group, page))) = with_page.min() else { return false };
+        let saved = self.save(pool, group, page, index);
+        self.set(index, group, saved.map_or(PagePlace::Nowhere, PagePlace::Host));
+        pages.release(page);
+        true
     }
 
     /// Takes the pages of the least recently used node off the device, of those that no sequence uses and that have no
     /// node with pages on the device below them. They go to host memory if there is room. Returns whether there was
     /// one.
     ///
-    /// A node gives up the pages of all its groups at once: a window's pages are never taken from under pages that need
-    /// them.
+    /// A node gives up the pages of all its groups at once: a window's pages are not taken from under pages that need
+    /// them, unless nothing else is left.
     pub fn evict(&mut self, pages: &mut Pages, pool: &KvPool) -> bool {
         let leaves = self.nodes.iter().enumerate().filter(|(_, node)| node.is_on_device() && node.device_children == 0);
         let unused = leaves.filter(|(_, node)| !node.is_in_use(pages));
-        let Some((index, _)) = unused.min_by_key(|(_, node)| node.used) else { return false };
+        let Some((index, _)) = unused.min_by_key(|(_, node)| node.used) else {
+            return self.evict_passed(pages, pool);
+        };
         for group in 0..self.nodes[index].pages.len() {
             let PagePlace::Device(page) = self.nodes[index].pages[group] else { continue };
             let saved = self.save(pool, group, page, index);

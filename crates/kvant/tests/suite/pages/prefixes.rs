@@ -99,6 +99,36 @@ fn prefixes_in_use_stay() {
     assert!(feed(&pool, &mut again, &prompts[0]) == got, "what is in use has not changed");
 }
 
+/// A sequence whose prefixes are kept as it grows gets as long as one whose prefixes are not: kept pages that its
+/// windows have passed give way, although it uses other pages of the same positions.
+#[test]
+fn kept_pages_that_windows_have_passed_give_way() {
+    let tokens: Vec<u32> = (0..160).map(|at| prompt_token(0, at)).collect();
+    for host in [0, 1 << 20] {
+        let spec = PoolSpec::new(two_layers(), 0).page_tokens(16).room_for(1, 160, 16).unwrap().host_bytes(host);
+        let run = |keeps: bool| {
+            let pool = KvPool::new(&Device::cpu(), &spec).unwrap();
+            let (cache, mut sequence) = (PrefixCache::new(&pool, b"passed"), pool.sequence());
+            let mut outs = Vec::new();
+            for end in (16..=160).step_by(16) {
+                outs.extend(feed(&pool, &mut sequence, &tokens[..end]));
+                if keeps {
+                    cache.keep(&sequence, &tokens[..end]).unwrap();
+                }
+            }
+            assert!(!keeps || cache.find(&tokens).unwrap().len() == 160);
+            drop(sequence);
+            let mut other = pool.sequence();
+            outs.extend(feed(&pool, &mut other, &tokens[..16]));
+            cache.clear();
+            drop(other);
+            assert_eq!((pool.usage().used, pool.usage().host), (0, 0));
+            outs
+        };
+        assert!(run(true) == run(false), "{host} bytes in host memory");
+    }
+}
+
 /// Evicted prefixes wait in host memory, and come back as they were.
 #[test]
 fn prefixes_come_back_from_host_memory() {
