@@ -66,11 +66,11 @@ impl DeviceArgs {
 /// `--activations`.
 #[derive(clap::Args)]
 pub struct ActivationArgs {
-    /// Dtype of activations. Caches and weights keep their dtypes; sums are always f32. The fastest attention on CUDA
-    /// requires f16 or bf16 here, and the same dtype or a tq type in --kv. f16 overflows above 65504; use bf16 for
-    /// models whose activations exceed that
-    #[arg(long, value_name = "TYPE", value_enum, default_value_t = Activations::F32)]
-    activations: Activations,
+    /// Dtype of activations [default: bf16 on CUDA, f32 elsewhere]. Caches and weights keep their dtypes; sums are
+    /// always f32. The fastest attention on CUDA requires f16 or bf16 here, and the same dtype or a tq type in --kv.
+    /// f16 overflows above 65504; use bf16 for models whose activations exceed that
+    #[arg(long, value_name = "TYPE", value_enum)]
+    activations: Option<Activations>,
 }
 
 #[derive(Clone, Copy, clap::ValueEnum)]
@@ -81,22 +81,34 @@ enum Activations {
 }
 
 impl ActivationArgs {
-    pub fn dtype(&self) -> DType {
-        match self.activations {
-            Activations::F32 => DType::F32,
-            Activations::F16 => DType::F16,
-            Activations::Bf16 => DType::BF16,
-        }
+    /// The dtype on a device.
+    pub fn dtype(&self, device: &Device) -> DType {
+        self.options(device).activations
     }
 
     /// How a checkpoint is loaded.
-    pub fn options(&self) -> LoadOptions {
-        LoadOptions { activations: self.dtype() }
+    pub fn options(&self, device: &Device) -> LoadOptions {
+        let options = LoadOptions::for_device(device);
+        let activations = match self.activations {
+            Some(Activations::F32) => DType::F32,
+            Some(Activations::F16) => DType::F16,
+            Some(Activations::Bf16) => DType::BF16,
+            None => options.activations,
+        };
+        LoadOptions { activations, ..options }
+    }
+
+    /// The cache type where none is given: the one that attention is fastest with.
+    pub fn kv(&self, device: &Device) -> Kv {
+        match self.dtype(device) {
+            DType::BF16 => Kv { k: Codec::BF16, v: Codec::BF16 },
+            _ => Kv::F16,
+        }
     }
 
     /// Loads a checkpoint to run with these activations.
     pub fn load(&self, files: &Files, device: &Device) -> Result<Model> {
-        Ok(Model::load_files(files, device, &self.options())?)
+        Ok(Model::load_files(files, device, &self.options(device))?)
     }
 }
 

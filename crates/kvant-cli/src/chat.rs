@@ -76,9 +76,9 @@ pub struct ChatArgs {
     /// The same seed gives the same answers [default: random]
     #[arg(long, value_name = "N")]
     seed: Option<u64>,
-    /// Cache type: f32, f16, bf16, tq8, tq6, tq5, tq4, tq3, tq2, or K:V as in f16:tq4
-    #[arg(long, default_value_t = Kv::F16)]
-    kv: Kv,
+    /// Cache type [default: bf16 on CUDA, f16 elsewhere]: f32, f16, bf16, tq8, tq6, tq5, tq4, tq3, tq2, or K:V as in f16:tq4
+    #[arg(long, value_name = "KV")]
+    kv: Option<Kv>,
     #[command(flatten)]
     activations: ActivationArgs,
     #[command(flatten)]
@@ -114,8 +114,9 @@ pub fn run(args: &ChatArgs) -> Result {
     sampling.top_p = args.top_p.unwrap_or(sampling.top_p);
     sampling.top_k = args.top_k.unwrap_or(sampling.top_k);
     sampling.seed = args.seed.unwrap_or_else(|| RandomState::new().hash_one(0));
-    let options = PoolOptions { k: args.kv.k, v: args.kv.v, longest: args.context, ..PoolOptions::default() };
-    let load = args.activations.options();
+    let kv = args.kv.unwrap_or_else(|| args.activations.kv(&device));
+    let options = PoolOptions { k: kv.k, v: kv.v, longest: args.context, ..PoolOptions::default() };
+    let load = args.activations.options(&device);
     memory::check(&files, &device, &Demand { pool: options, load, bytes: None, shorter: "--context" })?;
     let model = args.activations.load(&files, &device)?;
     let sequence = model.new_pool(&options)?.sequence();

@@ -47,9 +47,9 @@ pub struct GenerateArgs {
     /// The same seed gives the same text
     #[arg(long, value_name = "N", allow_negative_numbers = true, default_value_t = 0)]
     seed: u64,
-    /// Cache type: f32, f16, bf16, tq8, tq6, tq5, tq4, tq3, tq2, or K:V as in f16:tq4
-    #[arg(long, default_value_t = Kv::F16)]
-    kv: Kv,
+    /// Cache type [default: bf16 on CUDA, f16 elsewhere]: f32, f16, bf16, tq8, tq6, tq5, tq4, tq3, tq2, or K:V as in f16:tq4
+    #[arg(long, value_name = "KV")]
+    kv: Option<Kv>,
     #[command(flatten)]
     activations: ActivationArgs,
     #[command(flatten)]
@@ -88,8 +88,9 @@ pub fn run(args: &GenerateArgs) -> Result {
     let tokenizer = Tokenizer::load_files(&files)?;
     let prompt_ids = tokenizer.encode_prompt(&prompt)?;
     let longest = prompt_ids.len().saturating_add(args.max_tokens as usize);
-    let options = PoolOptions { k: args.kv.k, v: args.kv.v, longest, ..PoolOptions::default() };
-    let load = args.activations.options();
+    let kv = args.kv.unwrap_or_else(|| args.activations.kv(&device));
+    let options = PoolOptions { k: kv.k, v: kv.v, longest, ..PoolOptions::default() };
+    let load = args.activations.options(&device);
     memory::check(&files, &device, &Demand { pool: options, load, bytes: None, shorter: "--max-tokens" })?;
     let model = args.activations.load(&files, &device)?;
     let as_f16 = PoolOptions { k: Codec::F16, v: Codec::F16, ..options };
@@ -126,7 +127,7 @@ pub fn run(args: &GenerateArgs) -> Result {
         decode_tokens_per_s: rate(stats.decode_steps, stats.decode_seconds),
         cache_bytes: sequence.pool().spec().bytes,
         cache_bytes_f16: model.pool_spec(&as_f16)?.bytes,
-        kv: args.kv.to_string(),
+        kv: kv.to_string(),
         device: device.to_string(),
     };
     // The text is out: who does not want to read this need not.
@@ -138,8 +139,8 @@ pub fn run(args: &GenerateArgs) -> Result {
 /// is empty before and after.
 fn warm_up(model: &Model, sequence: &mut Sequence, request: &Request) -> Result<f64> {
     let started = Instant::now();
-    // A pass takes at most so many tokens. Kernels depend on the tokens of a pass: one full pass, and the rest.
-    let pass = 512;
+    // Kernels depend on the tokens of a pass: one full pass, and the rest.
+    let pass = model.pass_tokens();
     let tokens = request.prompt.len();
     let prompt = &request.prompt[..tokens.min(pass + tokens % pass)];
     let request = Request { prompt, max_tokens: request.max_tokens.min(3), stop: &[], ..request.clone() };

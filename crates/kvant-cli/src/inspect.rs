@@ -3,7 +3,7 @@
 use std::{fmt::Write, path::PathBuf};
 
 use kvant::Codec;
-use kvant_models::{Files, Inspection, PoolOptions};
+use kvant_models::{Files, Inspection, LoadOptions, PoolOptions};
 use serde::Serialize;
 
 use crate::{Result, output, shipped};
@@ -125,7 +125,11 @@ fn cache(model: &Inspection) -> Vec<CacheLine> {
     let codecs = [Codec::F32, Codec::F16, Codec::tq(8), Codec::tq(6), Codec::tq(5), Codec::tq(4)];
     let line = |context: usize, codec: Codec| {
         let options = PoolOptions { k: codec, v: codec, longest: context, ..PoolOptions::default() };
-        Some(CacheLine { context, kv: codec.to_string(), bytes: model.cache_bytes(&options).ok()? })
+        Some(CacheLine {
+            context,
+            kv: codec.to_string(),
+            bytes: model.cache_bytes(&options, &LoadOptions::default()).ok()?,
+        })
     };
     contexts.into_iter().flat_map(|context| codecs.into_iter().filter_map(move |codec| line(context, codec))).collect()
 }

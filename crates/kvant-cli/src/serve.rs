@@ -49,9 +49,9 @@ pub struct ServeArgs {
     /// A Jinja template that makes a text of a conversation [default: the checkpoint's]
     #[arg(long, value_name = "FILE")]
     chat_template: Option<PathBuf>,
-    /// Cache type: f32, f16, bf16, tq8, tq6, tq5, tq4, tq3, tq2, or K:V as in f16:tq4
-    #[arg(long, default_value_t = Kv::F16)]
-    kv: Kv,
+    /// Cache type [default: bf16 on CUDA, f16 elsewhere]: f32, f16, bf16, tq8, tq6, tq5, tq4, tq3, tq2, or K:V as in f16:tq4
+    #[arg(long, value_name = "KV")]
+    kv: Option<Kv>,
     /// The longest text in tokens, prompt included [default: the model's]
     #[arg(long, value_name = "TOKENS")]
     context: Option<usize>,
@@ -101,9 +101,10 @@ pub fn run(args: &ServeArgs) -> Result {
     let device = args.device.open()?;
     let tokenizer = Arc::new(Tokenizer::load_files(&files)?);
     let template = args.template(&files, &tokenizer)?;
-    args.check_memory(&files, &device)?;
+    let kv = args.kv.unwrap_or_else(|| args.activations.kv(&device));
+    args.check_memory(&files, &device, kv)?;
     let model = args.activations.load(&files, &device)?;
-    let engine = Engine::start(model, tokenizer, args.engine_options())?;
+    let engine = Engine::start(model, tokenizer, args.engine_options(kv))?;
     let server = Server::new(engine, template, options);
     output::note(&format!("listening on http://{address}\n"))?;
     Ok(server.run(listener)?)
@@ -145,19 +146,13 @@ impl ServeArgs {
     }
 
     /// Refuses a model that does not fit, with the pages that the engine will make.
-    fn check_memory(&self, files: &Files, device: &Device) -> Result {
+    fn check_memory(&self, files: &Files, device: &Device, kv: Kv) -> Result {
         let longest = match self.context {
             Some(context) => context,
             None => Inspection::open(files)?.config.max_position_embeddings.unwrap_or(4096),
         };
-        let pool = PoolOptions {
-            k: self.kv.k,
-            v: self.kv.v,
-            sequences: self.max_sequences,
-            longest,
-            ..PoolOptions::default()
-        };
-        let (load, bytes) = (self.activations.options(), self.memory.map(|bytes| bytes.0));
+        let pool = PoolOptions { k: kv.k, v: kv.v, sequences: self.max_sequences, longest, ..PoolOptions::default() };
+        let (load, bytes) = (self.activations.options(device), self.memory.map(|bytes| bytes.0));
         memory::check(files, device, &Demand { pool, load, bytes, shorter: "--context" })
     }
 
@@ -171,9 +166,9 @@ impl ServeArgs {
         ChatTemplate::new(&source, tokens).map(Some).map_err(|error| format!("{}: {error}", path.display()).into())
     }
 
-    fn engine_options(&self) -> EngineOptions {
+    fn engine_options(&self, kv: Kv) -> EngineOptions {
         let options = EngineOptions::default()
-            .kv(self.kv.k, self.kv.v)
+            .kv(kv.k, kv.v)
             .sequences(self.max_sequences)
             .step_tokens(self.max_sequences.saturating_mul(2 + self.drafts).max(512))
             .drafts(self.drafts)

@@ -7,7 +7,7 @@ use kvant::{CacheLayer, Codec, DType, PoolSpec};
 use crate::{
     BlockSpec, Config, DecoderSpec, Files, LoadOptions, PoolOptions, Result,
     forward::workspace_bytes,
-    model::{MAX_CHUNK, with_source},
+    model::with_source,
     source::{Form, Part, Role, Source},
     spec::{AttentionSpec, DenseSpec, FeedForwardSpec, MoeSpec, RouterSpec},
 };
@@ -103,8 +103,8 @@ impl Inspection {
     ///
     /// # Errors
     /// `Kvant` for a codec that does not have the model's head sizes, or a size that overflows.
-    pub fn cache_bytes(&self, options: &PoolOptions) -> Result<usize> {
-        Ok(pool_spec(&self.config.decoder, options)?.bytes)
+    pub fn cache_bytes(&self, options: &PoolOptions, load: &LoadOptions) -> Result<usize> {
+        Ok(pool_spec(&self.config.decoder, options, load.pass_tokens)?.bytes)
     }
 
     /// Memory for the model and a pool. Kernels and the device's own tables are not included.
@@ -113,9 +113,9 @@ impl Inspection {
     /// As [`Inspection::cache_bytes`].
     pub fn memory(&self, pool: &PoolOptions, load: &LoadOptions) -> Result<MemoryEstimate> {
         let spec = &self.config.decoder;
-        let scratch = workspace_bytes(spec, load.activations, MAX_CHUNK.min(pool.longest));
+        let scratch = workspace_bytes(spec, load.activations, load.pass_tokens.min(pool.longest));
         let scratch = scratch.saturating_add(spec.vocab_size.saturating_mul(DType::F32.size()));
-        Ok(MemoryEstimate { weights: self.weight_bytes, cache: self.cache_bytes(pool)?, scratch })
+        Ok(MemoryEstimate { weights: self.weight_bytes, cache: self.cache_bytes(pool, load)?, scratch })
     }
 
     /// The longest sequences that fit in `bytes` with the weights: at most those of `pool`, in whole pages. `None` if
@@ -138,10 +138,10 @@ impl Inspection {
 }
 
 /// The pool of a decoder.
-pub(crate) fn pool_spec(spec: &DecoderSpec, options: &PoolOptions) -> Result<PoolSpec> {
+pub(crate) fn pool_spec(spec: &DecoderSpec, options: &PoolOptions, pass_tokens: usize) -> Result<PoolSpec> {
     let PoolOptions { k, v, sequences, longest, page_tokens } = *options;
     let pool = PoolSpec::new(cache_layers(spec, k, v), 0).page_tokens(page_tokens);
-    Ok(pool.room_for(sequences, longest, MAX_CHUNK)?)
+    Ok(pool.room_for(sequences, longest, pass_tokens)?)
 }
 
 /// The layers of a pool: the blocks with their own keys and values.

@@ -313,7 +313,8 @@ fn activations_out_of_range_are_no_tokens() {
     let dir = model_dir(&config_bytes("moe"), &parts.bytes());
     for device in [Device::reference(), Device::cpu()] {
         for (activations, fails) in [(DType::F32, false), (DType::F16, true)] {
-            let model = Model::load_with(dir.path(), &device, &LoadOptions { activations }).unwrap();
+            let model =
+                Model::load_with(dir.path(), &device, &LoadOptions { activations, ..LoadOptions::default() }).unwrap();
             let mut sequence =
                 model.new_pool(&PoolOptions { longest: 16, ..PoolOptions::default() }).unwrap().sequence();
             let mut decoder = Decoder::new(&model, &mut sequence, Sampling::default()).unwrap();

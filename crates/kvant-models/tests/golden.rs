@@ -146,7 +146,11 @@ fn inspections_state_what_is_loaded() {
         let formats = found.formats.iter();
         assert_eq!(formats.map(|format| format.bytes).sum::<usize>(), found.weight_bytes, "{variant}");
         let options = PoolOptions { longest: 777, ..exact(777) };
-        assert_eq!(found.cache_bytes(&options).unwrap(), model.pool_spec(&options).unwrap().bytes, "{variant}");
+        assert_eq!(
+            found.cache_bytes(&options, &LoadOptions::default()).unwrap(),
+            model.pool_spec(&options).unwrap().bytes,
+            "{variant}"
+        );
     }
     // Every tensor of this file is one of the text model's, in as many numbers.
     for variant in ["llama", "gpt_oss", "moe"] {

@@ -96,7 +96,8 @@ fn other_dtypes_stay_close() {
         assert!(kl < limit, "cache {codec}: KL {kl}");
     }
     for activations in [DType::F16, DType::BF16] {
-        let low = Model::load_with(&shipped(), &Device::cpu(), &LoadOptions { activations }).unwrap();
+        let low = Model::load_with(&shipped(), &Device::cpu(), &LoadOptions { activations, ..LoadOptions::default() })
+            .unwrap();
         let logits = run(&low, Codec::F16);
         let (kl, nats) = (mean_kl(&exact, &logits, vocab), mean(&logits));
         println!("activations {activations}: KL {kl:.2e}, {nats:.4} nats");

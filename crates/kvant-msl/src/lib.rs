@@ -155,6 +155,7 @@ impl Executor for MslHost {
             threadgroup_bytes: 32 << 10,
             busy_groups: 16,
             warpgroup_products: false,
+            library_products: false,
             clusters: false,
         }
     }

@@ -151,7 +151,7 @@ fn cases(
     for &shape in &args.shapes {
         for &context in &contexts {
             for &kv in &kvs {
-                let case = Case { shape, context, kv, activations: args.activations.dtype() };
+                let case = Case { shape, context, kv, activations: args.activations.dtype(&device) };
                 let measured = measure(&device, &case, budget)?;
                 let line = Line::new(op, &device, context, &measured);
                 let line = Line { kv: has_cache.then(|| kv.to_string()), ..line.with_shape(shape) };

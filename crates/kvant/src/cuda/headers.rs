@@ -56,6 +56,7 @@ pub(super) static ALL: &[Header] = headers![
     "device/ring_cursor.h",
     "device/vectors.h",
     "device/wgmma.h",
+    "linear/chunks.h",
     "linear/integer_products.h",
     "linear/params.h",
     "norm_rope/head.h";

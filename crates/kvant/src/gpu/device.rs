@@ -20,6 +20,8 @@ pub struct Limits {
     pub busy_groups: usize,
     /// Whether warpgroups multiply (`wgmma`): compute capability 9.0, and no other.
     pub warpgroup_products: bool,
+    /// Whether a library multiplies dense matrices ([`Product`](super::Product)).
+    pub library_products: bool,
     /// Whether threadgroups can read one another's memory, in clusters of up to 8.
     pub clusters: bool,
 }
@@ -328,6 +330,7 @@ mod tests {
             threadgroup_bytes: 32 << 10,
             busy_groups: 1,
             warpgroup_products: false,
+            library_products: false,
             clusters: false,
         };
         let mut builder = Builder { limits, device: "gpu", allocate: &allocate, pad: None, launches: Vec::new() };

@@ -177,6 +177,7 @@ mod tests {
         threadgroup_bytes: 227 << 10,
         busy_groups: 132,
         warpgroup_products: true,
+        library_products: true,
         clusters: true,
     };
     const A100: Limits =

@@ -1,16 +1,15 @@
-//! Products with an affine weight as products of dense matrices, which cuBLASLt multiplies where it is installed.
+//! Products of many rows of bf16 with a quantised weight: the weight becomes bf16, and cuBLASLt multiplies.
 
 use super::{LinearParams, generic};
 use crate::cuda::{THREADS, affine::Parts, headers};
 use crate::{
     DType, Result, Tensor,
-    gpu::{Builder, Launch, Params, Scratch, Source, Use, params},
+    gpu::{Builder, Launch, Limits, Params, Source, Use, params},
     ops::linear::{Call, NAME},
 };
 
 params! {
     pub(crate) struct DequantiseParams {
-        pub rows: u32,
         pub inputs: u32,
     }
 }
@@ -22,28 +21,30 @@ static SOURCE: Source = Source {
     layouts: &[DequantiseParams::layout],
 };
 
-/// Dequantising pays for so many rows and more.
-const MANY: usize = 48;
-/// The most bytes of both dense matrices.
+/// Rows from which on it pays: where `linear_many` multiplies codes, and elsewhere.
+const MANY: [usize; 2] = [1024, 48];
+/// The most bytes of the dense matrix.
 const MOST: usize = 1 << 30;
+/// Codes of a thread.
+const CHUNK: usize = 16;
 
-/// Whether the product can be computed this way: x is bf16, whose range is that of f32, and the output too coarse to
-/// show that weights keep 16 bits.
-pub(super) fn suits(call: &Call, weight: &Parts) -> bool {
+/// Whether the product is computed this way: x and out are bf16, and so can W be.
+pub(super) fn suits(call: &Call, weight: &Parts, limits: &Limits, takes_codes: bool) -> bool {
     let Call { x, dims, out, rows, experts, .. } = call;
     let aligned = |tensor: &Tensor| tensor.byte_offset().is_multiple_of(16);
-    weight.bits != 0
+    !weight.is_dense()
+        && limits.library_products
         && experts.is_none()
-        && *rows >= MANY
+        && *rows >= MANY[usize::from(!takes_codes)]
         && x.dtype() == DType::BF16
         && out.dtype() == DType::BF16
         && aligned(x)
         && aligned(out)
         && dims.outputs.is_multiple_of(8)
-        && (dims.outputs + rows).checked_mul(dims.inputs).is_some_and(|n| n <= MOST / 4)
+        && dims.outputs.checked_mul(dims.inputs).is_some_and(|n| n <= MOST / 2)
 }
 
-/// Adds the launches that make x and W dense, and that of the product.
+/// Adds the launch that makes W dense, and that of the product.
 pub(super) fn build(
     name: &'static str,
     call: &Call,
@@ -51,37 +52,22 @@ pub(super) fn build(
     params: &LinearParams,
     b: &mut Builder,
 ) -> Result<()> {
-    let dense = make_dense(name, call, weight, b)?;
-    b.push(generic::launch_dense(call, &dense, params)?)
-}
-
-/// Adds the launches that write x as `[rows, 2 · inputs]` and W as `[outputs, 2 · inputs]` of bf16.
-fn make_dense(name: &'static str, call: &Call, weight: &Parts, b: &mut Builder) -> Result<[Scratch; 2]> {
-    let (outputs, inputs, rows) = (call.dims.outputs, call.dims.inputs, call.rows);
-    let params = |rows| -> Result<DequantiseParams> {
-        Ok(DequantiseParams { rows: Launch::uint(NAME, "x", rows)?, inputs: Launch::uint(NAME, "x", inputs)? })
-    };
-    let (x, w) = (b.scratch(rows * inputs * 4)?, b.scratch(outputs * inputs * 4)?);
-    let grid = |rows: usize, each: usize| [rows, (inputs / each).div_ceil(THREADS), 1];
-    b.push(
-        Launch::new(NAME, &SOURCE, "linear_repeat_inputs")
-            .read(0, &call.x)
-            .scratch(1, &x, Use::Write)
-            .params(2, &params(rows)?)
-            .grid(grid(rows, 8), [THREADS, 1, 1]),
-    )?;
+    let (outputs, inputs) = (call.dims.outputs, call.dims.inputs);
+    let dense = b.scratch(outputs * inputs * 2)?;
     b.push(
         Launch::new(NAME, &SOURCE, name)
+            .constant("W_DTYPE", weight.dtype)
             .constant("BITS", weight.bits)
             .constant("GROUP", weight.group)
-            .constant("W_DTYPE", weight.dtype)
-            .constant("ALIGNED", weight.aligned)
+            .constant("FORMAT", weight.format)
+            .constant("BLOCK_ALIGNMENT", weight.block_alignment)
+            .constant("W_ALIGNED", weight.aligned)
             .read(0, weight.weight)
             .read_if(1, weight.scales)
             .read_if(2, weight.biases)
-            .scratch(3, &w, Use::Write)
-            .params(4, &params(outputs)?)
-            .grid(grid(outputs, 16), [THREADS, 1, 1]),
+            .scratch(3, &dense, Use::Write)
+            .params(4, &DequantiseParams { inputs: params.inputs })
+            .grid([outputs, (inputs / CHUNK).div_ceil(THREADS), 1], [THREADS, 1, 1]),
     )?;
-    Ok([x, w])
+    b.push(generic::launch_dense(call, &dense, params))
 }

@@ -2,7 +2,7 @@
 
 use super::{LinearParams, aligned16};
 use crate::{
-    DType, Result,
+    DType,
     cuda::{WARP, affine::Parts, headers},
     gpu::{Launch, Params, Product, Scratch, Source, Use},
     ops::linear::{Call, NAME, OwnedWeight},
@@ -65,15 +65,13 @@ pub(super) fn launch(
     Launch { product, ..launch }
 }
 
-/// The launch over dense bf16 matrices `[rows, 2 · inputs]` and `[outputs, 2 · inputs]`, which begin at multiples of 16
-/// bytes.
-pub(super) fn launch_dense(call: &Call, [x, w]: &[Scratch; 2], params: &LinearParams) -> Result<Launch> {
-    let Call { dims, alpha, out, rows, .. } = call;
-    let inputs = 2 * dims.inputs;
+/// The launch over x and a dense W of bf16, which begin at multiples of 16 bytes.
+pub(super) fn launch_dense(call: &Call, w: &Scratch, params: &LinearParams) -> Launch {
+    let Call { x, dims, alpha, out, rows, .. } = call;
     let product = Product {
         rows: *rows,
         outputs: dims.outputs,
-        inputs,
+        inputs: dims.inputs,
         alpha: *alpha,
         dtype: DType::BF16,
         out_dtype: out.dtype(),
@@ -91,12 +89,12 @@ pub(super) fn launch_dense(call: &Call, [x, w]: &[Scratch; 2], params: &LinearPa
         .constant("EXPERTS", false)
         .constant("X_ALIGNED", true)
         .constant("W_ALIGNED", true)
-        .scratch(0, x, Use::Read)
+        .read(0, x)
         .scratch(1, w, Use::Read)
         .write(5, out)
-        .params(6, &LinearParams { inputs: Launch::uint(NAME, "x", inputs)?, ..*params })
+        .params(6, params)
         .grid([dims.outputs.div_ceil(TILE[1]), rows.div_ceil(TILE[0]), 1], [TILE_THREADS, 1, 1]);
-    Ok(Launch { product: Some(product), ..launch })
+    Launch { product: Some(product), ..launch }
 }
 
 /// The product that a library may compute instead: dense, of one dtype, and no less precise.

@@ -8,8 +8,12 @@
 // numbers. An x of f32 is a sum of three bf16 numbers, one of f16 of two: as many products of the same codes, or
 // weights.
 //
-// linear_many_arrange: x [rows, inputs] -> for every ROWS rows and BLOCK inputs a chunk, a matrix in the layout of
-// wgmma.h: the parts of x. For an affine W, chunks of their sums follow, of BLOCK sums and one term each. The padding
+// linear_many_sort, with EXPERTS: ids [rows] -> the rows in the order of their experts, in tiles of ROWS places of one
+// expert each. `experts` has the expert of a tile, or NONE where there is no such tile; `order` the row at a place, or
+// NONE for padding. Rows whose expert does not exist come last, as if there were one more. One block.
+//
+// linear_many_arrange: x [rows, inputs] -> for every tile of ROWS rows and BLOCK inputs a chunk, a matrix in the layout
+// of wgmma.h: the parts of x. For an affine W, chunks of their sums follow, of BLOCK sums and one term each. The padding
 // is zeros. A thread has 16 bytes of a row.
 //
 // linear_many: out^T = W x^T. A block has OUTPUTS outputs of ROWS rows and loops over the chunks: one thread copies
@@ -26,6 +30,66 @@
 #include "device/vectors.h"
 #include "device/wgmma.h"
 #include "linear/params.h"
+
+constexpr uint NONE = 0xFFFFFFFF;
+
+struct LinearManySortParams {
+    uint rows;
+    uint experts;
+    uint tiles;
+};
+
+#if KERNEL_linear_many_sort
+
+extern "C" __global__ void __launch_bounds__(1024)
+    KVANT_KERNEL(const uint *ids, uint *experts, uint *order, const LinearManySortParams p) {
+    // Rows of each expert; then where its next row goes.
+    extern __shared__ uint counts[];
+    uint *next = counts + p.experts + 1;
+    const uint thread = threadIdx.x, threads = blockDim.x;
+    for (uint e = thread; e <= p.experts; e += threads) {
+        counts[e] = 0;
+    }
+    take_turn();
+    for (uint i = thread; i < p.tiles; i += threads) {
+        experts[i] = NONE;
+    }
+    for (uint i = thread; i < p.tiles * ROWS; i += threads) {
+        order[i] = NONE;
+    }
+    __syncthreads();
+    for (uint row = thread; row < p.rows; row += threads) {
+        atomicAdd(counts + min(ids[row], p.experts), 1);
+    }
+    __syncthreads();
+    if (thread < 32) {
+        // The first tile of every expert: sums over those before, 32 experts at a time.
+        uint before = 0;
+        for (uint first = 0; first <= p.experts; first += 32) {
+            const uint e = first + thread, tiles = e <= p.experts ? (counts[e] + ROWS - 1) / ROWS : 0;
+            uint sum = tiles;
+#pragma unroll
+            for (uint step = 1; step < 32; step *= 2) {
+                const uint other = __shfl_up_sync(0xFFFFFFFF, sum, step);
+                sum += thread >= step ? other : 0;
+            }
+            if (e <= p.experts) {
+                next[e] = (before + sum - tiles) * ROWS;
+                for (uint tile = 0; tile < tiles; tile++) {
+                    experts[before + sum - tiles + tile] = e;
+                }
+            }
+            before += __shfl_sync(0xFFFFFFFF, sum, 31);
+        }
+    }
+    __syncthreads();
+    // The order within an expert differs from run to run, and no result depends on it.
+    for (uint row = thread; row < p.rows; row += threads) {
+        order[atomicAdd(next + min(ids[row], p.experts), 1)] = row;
+    }
+}
+
+#else
 
 constexpr bool AFFINE = BITS != 0;
 constexpr uint BLOCK = 64;
@@ -59,12 +123,17 @@ constexpr uint code_of(uint pair, uint which) {
 
 #if KERNEL_linear_many_arrange
 
-// Blocks: x counts BLOCK inputs, up to a whole block of sums if there are any, y 32 rows.
-extern "C" __global__ void __launch_bounds__(256) KVANT_KERNEL(const uchar *x, uchar *out, const LinearParams p) {
+// Blocks: x counts BLOCK inputs, up to a whole block of sums if there are any, y 32 places.
+extern "C" __global__ void __launch_bounds__(256)
+    KVANT_KERNEL(const uchar *x, uchar *out, const LinearParams p, const uint *experts, const uint *order) {
     take_turn();
-    const uint piece = threadIdx.x % 8, row = blockIdx.y * 32 + threadIdx.x / 8, r = row % ROWS, block = blockIdx.x;
+    const uint place = blockIdx.y * 32 + threadIdx.x / 8, tile = place / ROWS, r = place % ROWS;
+    if (EXPERTS && experts[tile] == NONE) {
+        return;
+    }
+    const uint piece = threadIdx.x % 8, row = EXPERTS ? order[place] : place, block = blockIdx.x;
     const bool there = row < p.rows && block < p.inputs / BLOCK;
-    const ulong from = there ? ulong(row) * p.inputs + block * BLOCK : 0;
+    const ulong from = there ? ulong(row / p.rows_per_input) * p.inputs + block * BLOCK : 0;
     float values[8];
     float sum = 0;
 #pragma unroll
@@ -76,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(256) KVANT_KERNEL(const uchar *x, u
     for (uint step = 1; step < 8; step *= 2) {
         sum += __shfl_xor_sync(0xFFFFFFFF, sum, step);
     }
-    uchar *chunks = out + ulong(row / ROWS) * chunks_of(p.inputs) * STAGE;
+    uchar *chunks = out + ulong(tile) * chunks_of(p.inputs) * STAGE;
     if (block < blocks_of(p.inputs)) {
         uint words[4][PARTS];
 #pragma unroll
@@ -151,6 +220,12 @@ struct Weight {
     uint block_of(uint block) const {
         return min(block, inputs / BLOCK - 1);
     }
+    // The matrix of an expert.
+    void select(ulong first_row) {
+        codes += AFFINE ? first_row * (inputs / 32 * BITS) * 4 : first_row * inputs * 2;
+        scales += AFFINE ? first_row * (inputs / GROUP) * size_of(W_DTYPE) : 0;
+        biases += AFFINE ? first_row * (inputs / GROUP) * size_of(W_DTYPE) : 0;
+    }
     Codes load(uint output, uint block) const {
         block = block_of(block);
         if constexpr (!AFFINE) {
@@ -212,10 +287,10 @@ inline void operands(const Codes (&codes)[2], uint (&a)[4][4]) {
     }
 }
 
-// Blocks: x counts OUTPUTS outputs, y ROWS rows.
+// Blocks: x counts OUTPUTS outputs, y tiles of ROWS rows.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     KVANT_KERNEL(const uchar *chunks, const uchar *codes, const uchar *scales, const uchar *biases, uchar *out,
-                const LinearParams p) {
+                const LinearParams p, const uint *experts, const uint *order) {
     extern __shared__ uchar memory[];
     const uint base = (shared_address(memory) + 1023) / 1024 * 1024;
     const uint full = base, free = base + STAGES * 8, ring = base + AT_RING;
@@ -229,6 +304,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     __syncthreads();
     take_turn();
+    const uint expert = EXPERTS ? experts[blockIdx.y] : 0;
+    if (EXPERTS && expert == NONE) {
+        return;
+    }
     // The consumers get the registers.
     if (thread >= CONSUMERS) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
@@ -254,7 +333,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const uint own = warp * 16 + g, first_output = blockIdx.x * OUTPUTS;
     // Beyond the last output the last is computed again, and not stored.
     const uint outputs[2] = {min(first_output + own, p.outputs - 1), min(first_output + own + 8, p.outputs - 1)};
-    const Weight w = {codes, scales, biases, p.inputs};
+    Weight w = {codes, scales, biases, p.inputs};
+    // The rows of an expert that does not exist are zeros, whatever is computed.
+    const bool known = expert < p.experts;
+    w.select(known ? ulong(expert) * p.outputs : 0);
     // Loaded DEPTH blocks ahead.
     Codes ahead[DEPTH][2];
 #pragma unroll
@@ -383,12 +465,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     meet();
     for (uint i = thread; i < ROWS * OUTPUTS / 4; i += CONSUMERS) {
-        const uint r = i / (OUTPUTS / 4), row = blockIdx.y * ROWS + r, output = first_output + i % (OUTPUTS / 4) * 4;
+        const uint r = i / (OUTPUTS / 4), place = blockIdx.y * ROWS + r, output = first_output + i % (OUTPUTS / 4) * 4;
+        const uint row = EXPERTS ? order[place] : place;
         if (row < p.rows && output < p.outputs) {
-            const float4 four = *reinterpret_cast<const float4 *>(results + r * RESULTS + i % (OUTPUTS / 4) * 4);
+            const float4 of_row = *reinterpret_cast<const float4 *>(results + r * RESULTS + i % (OUTPUTS / 4) * 4);
+            const float4 four = known ? of_row : make_float4(0, 0, 0, 0);
             store4(out, ulong(row) * p.outputs + output, p.outputs - output, four, OUT_DTYPE, OUT_ALIGNED);
         }
     }
 }
 
+#endif
 #endif

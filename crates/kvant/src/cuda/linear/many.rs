@@ -1,19 +1,31 @@
-//! Products of many rows with an affine weight, or with one of bf16 where x is not bf16, on GPUs with warpgroup
+//! Products of many rows with an affine weight, or with one of bf16 where no library takes it, on GPUs with warpgroup
 //! products.
+//!
+//! Rows of experts are sorted by expert first, on the device: a tile of rows has one expert.
 
 use super::LinearParams;
 use crate::cuda::{THREADS, affine::Parts, headers};
 use crate::{
-    DType, Result,
-    gpu::{Builder, Launch, Limits, Params, Source, Use},
+    DType, Result, Tensor,
+    gpu::{Builder, Launch, Limits, Params, Scratch, Source, Use, params},
     ops::linear::{Call, NAME},
 };
+
+params! {
+    /// Of `linear_many_sort`.
+    pub(crate) struct LinearManySortParams {
+        pub rows: u32,
+        pub experts: u32,
+        /// Tiles that there is room for.
+        pub tiles: u32,
+    }
+}
 
 static SOURCE: Source = Source {
     name: "linear_many.cu",
     text: include_str!("linear_many.cu"),
     headers: headers::ALL,
-    layouts: &[LinearParams::layout],
+    layouts: &[LinearParams::layout, LinearManySortParams::layout],
 };
 
 /// Inputs of a chunk, and outputs of a block.
@@ -30,9 +42,15 @@ const ROWS: [usize; 2] = [128, 64];
 /// The most rows: the second dimension of the grid of `linear_many_arrange` counts rows of whole chunks, 32 at a time.
 const MOST_ROWS: usize = 65_535 * 32 / ROWS[0] * ROWS[0];
 
+/// Threads that sort rows by expert, and the most experts, for whose counts shared memory has room.
+const SORTERS: usize = 1024;
+const MOST_EXPERTS: usize = 8192;
+
 /// How x is divided into chunks.
 pub(super) struct ManyChunks {
     rows: usize,
+    /// Tiles of rows.
+    tiles: usize,
     /// bf16 numbers whose sum is an element of x, and a bias.
     parts: usize,
     terms: usize,
@@ -40,20 +58,21 @@ pub(super) struct ManyChunks {
 }
 
 impl ManyChunks {
-    /// None if the kernels do not take the product: they take one matrix, of codes whose scales are each for whole
-    /// blocks of inputs, or of bf16 where a library would require x to be of that dtype.
+    /// None if the kernels do not take the product: they take matrices of codes whose scales are each for whole blocks
+    /// of inputs, or of bf16 where no library does: those of experts, and where x is of another dtype.
     pub(super) fn new(call: &Call, weight: &Parts, limits: &Limits) -> Option<ManyChunks> {
-        let takes = if weight.bits != 0 {
-            (weight.group as usize).is_multiple_of(BLOCK)
+        let takes = if weight.format != 0 {
+            false
+        } else if weight.bits != 0 {
+            matches!(weight.bits, 4 | 6 | 8) && (weight.group as usize).is_multiple_of(BLOCK)
         } else {
-            weight.dtype == DType::BF16 && weight.aligned && call.x.dtype() != DType::BF16
+            weight.dtype == DType::BF16 && weight.aligned && (call.experts.is_some() || call.x.dtype() != DType::BF16)
         };
         let suits = limits.warpgroup_products
             && takes
-            && call.experts.is_none()
+            && call.dims.experts <= MOST_EXPERTS
             && call.dims.inputs > 0
-            && call.dims.inputs.is_multiple_of(BLOCK)
-            && call.rows <= MOST_ROWS;
+            && call.dims.inputs.is_multiple_of(BLOCK);
         if !suits {
             return None;
         }
@@ -63,10 +82,22 @@ impl ManyChunks {
             _ => 1,
         };
         let terms = if call.out.dtype() == DType::F32 { 3 } else { 2 };
-        let blocks = |rows: usize| call.rows.div_ceil(rows) * call.dims.outputs.div_ceil(OUTPUTS);
-        let rows = if blocks(ROWS[1]) <= limits.busy_groups { ROWS[1] } else { ROWS[0] };
-        let chunks = |stages| ManyChunks { rows, parts, terms, stages };
-        STAGES.rev().map(chunks).find(|chunks| chunks.shared_bytes() <= limits.threadgroup_bytes)
+        let small = if call.experts.is_some() {
+            // The last tile of an expert is half empty on average.
+            call.rows < call.dims.experts * ROWS[0]
+        } else {
+            call.rows.div_ceil(ROWS[1]) * call.dims.outputs.div_ceil(OUTPUTS) <= limits.busy_groups
+        };
+        let rows = ROWS[usize::from(small)];
+        let tiles = if call.experts.is_some() {
+            // Every expert, and the rows that have none, may leave a tile incomplete.
+            (call.rows + (call.dims.experts + 1) * (rows - 1)).div_euclid(rows).min(call.rows)
+        } else {
+            call.rows.div_ceil(rows)
+        };
+        let chunks = |stages| ManyChunks { rows, tiles, parts, terms, stages };
+        let fits = |chunks: &ManyChunks| chunks.shared_bytes() <= limits.threadgroup_bytes;
+        STAGES.rev().map(chunks).find(fits).filter(|_| tiles * rows <= MOST_ROWS)
     }
 
     /// Bytes of a chunk.
@@ -79,7 +110,26 @@ impl ManyChunks {
         self.stages * self.bytes() + 2048
     }
 
-    /// Adds the launches of the kernel that arranges x, and of the product.
+    /// Adds the launch that sorts rows by expert: the expert of every tile, and the row at each of its places.
+    fn sort(&self, call: &Call, ids: &Tensor, params: &LinearParams, b: &mut Builder) -> Result<[Scratch; 2]> {
+        let (experts, order) = (b.scratch(self.tiles * 4)?, b.scratch(self.tiles * self.rows * 4)?);
+        let counts = (call.dims.experts + 1) * 4;
+        let tiles = Launch::uint(NAME, "experts.ids", self.tiles)?;
+        let params = LinearManySortParams { rows: params.rows, experts: params.experts, tiles };
+        b.push(
+            Launch::new(NAME, &SOURCE, "linear_many_sort")
+                .constant("ROWS", self.rows as u32)
+                .read(0, ids)
+                .scratch(1, &experts, Use::Write)
+                .scratch(2, &order, Use::Write)
+                .params(3, &params)
+                .threadgroup_memory((2 * counts).next_multiple_of(16))
+                .grid([1, 1, 1], [SORTERS, 1, 1]),
+        )?;
+        Ok([experts, order])
+    }
+
+    /// Adds the launches of the kernels that sort rows and arrange x, and of the product.
     pub(super) fn build(
         &self,
         name: &'static str,
@@ -88,8 +138,10 @@ impl ManyChunks {
         params: &LinearParams,
         b: &mut Builder,
     ) -> Result<()> {
-        let Call { dims, out, rows, .. } = call;
-        let tiles = rows.div_ceil(self.rows);
+        let Call { dims, out, .. } = call;
+        let tiles = self.tiles;
+        let sorted = call.experts.as_ref().map(|ids| self.sort(call, ids, params, b)).transpose()?;
+        let sorted = sorted.as_ref();
         let blocks = (dims.inputs / BLOCK).next_multiple_of(DEPTH);
         let blocks_of_sums = if weight.bits == 0 { 0 } else { blocks.div_ceil(BLOCK) };
         let of_tile = blocks + blocks_of_sums * self.terms;
@@ -100,9 +152,14 @@ impl ManyChunks {
                 .constant("OUT_DTYPE", out.dtype())
                 .constant("BITS", weight.bits)
                 .constant("ROWS", self.rows as u32)
+                .constant("EXPERTS", sorted.is_some())
+        };
+        let with_order = |launch: Launch, index| match sorted {
+            Some([experts, order]) => launch.scratch(index, experts, Use::Read).scratch(index + 1, order, Use::Read),
+            None => launch,
         };
         b.push(
-            common(Launch::new(NAME, &SOURCE, "linear_many_arrange"))
+            with_order(common(Launch::new(NAME, &SOURCE, "linear_many_arrange")), 3)
                 .read(0, &call.x)
                 .scratch(1, &arranged, Use::Write)
                 .params(2, params)
@@ -111,7 +168,7 @@ impl ManyChunks {
         let size = out.dtype().size();
         let out_aligned = out.byte_offset().is_multiple_of(4 * size) && dims.outputs.is_multiple_of(4);
         b.push(
-            common(Launch::new(NAME, &SOURCE, name))
+            with_order(common(Launch::new(NAME, &SOURCE, name)), 6)
                 .constant("W_DTYPE", weight.dtype)
                 .constant("GROUP", weight.group)
                 .constant("W_ALIGNED", weight.aligned)

@@ -45,19 +45,19 @@ pub(super) fn select(call: &Call, weight: &Parts, limits: &Limits) -> CudaLinear
         (false, true) => FEW_AFFINE,
         (false, false) => FEW,
     };
+    let many = ManyChunks::new(call, weight, limits);
+    if dequantise::suits(call, weight, limits, many.is_some()) {
+        return CudaLinearKernel::Dequantise;
+    }
     // Blocks, and codes of 2, 3 and 5 bits.
     if weight.format != 0 || !matches!(weight.bits, 0 | 4 | 6 | 8) {
         let few = if call.experts.is_some() { few_of_experts } else { FEW };
         return if call.rows <= few { CudaLinearKernel::Few } else { CudaLinearKernel::Tiles };
     }
-    // Many rows.
-    if call.rows > if is_affine { FEW_AFFINE } else { FEW }
-        && let Some(chunks) = ManyChunks::new(call, weight, limits)
+    if call.rows > few
+        && let Some(chunks) = many
     {
         return CudaLinearKernel::Many(chunks);
-    }
-    if dequantise::suits(call, weight) {
-        return CudaLinearKernel::Dequantise;
     }
     // Few rows.
     if (1..=few).contains(&call.rows) && rows::suits(call, weight) {

@@ -99,6 +99,7 @@ pub(super) mod tests {
         threadgroup_bytes: 227 << 10,
         busy_groups: 132,
         warpgroup_products: true,
+        library_products: true,
         clusters: true,
     };
 

@@ -305,6 +305,7 @@ impl Executor for CudaExecutor {
             busy_groups: gpu.multiprocessors,
             warpgroup_products: target.arch == "sm_90a",
             clusters: *clusters,
+            library_products: libraries::has_cublaslt(),
         }
     }
 

@@ -138,6 +138,7 @@ mod tests {
         threadgroup_bytes: 32 << 10,
         busy_groups: 64,
         warpgroup_products: false,
+        library_products: false,
         clusters: false,
     };
     /// A decode step of one sequence.

@@ -91,6 +91,7 @@ impl Runtime {
             threadgroup_bytes: device.maxThreadgroupMemoryLength(),
             busy_groups: busy_groups(&name),
             warpgroup_products: false,
+            library_products: false,
             clusters: false,
         };
         // Beyond an eighth of what the GPU works well with, memory that nobody holds goes back to the system.

@@ -46,7 +46,14 @@ impl Model {
         };
         let clusters = matches!(self, Model::H200 | Model::Rtx5090);
         let warpgroup_products = self == Model::H200;
-        Limits { threads: 1024, threadgroup_bytes: kib << 10, busy_groups, warpgroup_products, clusters }
+        Limits {
+            threads: 1024,
+            threadgroup_bytes: kib << 10,
+            busy_groups,
+            warpgroup_products,
+            library_products: true,
+            clusters,
+        }
     }
 }
 

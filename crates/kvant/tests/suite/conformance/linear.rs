@@ -358,6 +358,66 @@ fn many_rows() {
     }
 }
 
+/// More than a thousand rows of bf16: CUDA makes W dense first, of any quantisation.
+#[test]
+fn very_many_rows() {
+    let affine = |bits, group| Kind::Affine { bits, group, scales: DType::BF16 };
+    for kind in [affine(4, 64), affine(6, 128), affine(3, 32), Kind::Blocks(BlockFormat::Q4_K), Kind::Mxfp4(DType::U8)]
+    {
+        let (inputs, dtype) = (kind.step().max(64), DType::BF16);
+        let case = Case { kind, tokens: 1030, inputs, outputs: 40, x: dtype, out: dtype, alpha: 0.5 };
+        let launches = Launches::default();
+        case.launch(&gpu::cuda_device(launches.clone()), false).expect("it is launched");
+        let all = launches.all.lock().unwrap();
+        assert!(all.iter().any(|launch| launch.starts_with("linear_dequantise.cu/")), "{case:?}: {all:?}");
+        case.check();
+    }
+}
+
+/// Many rows of experts: CUDA sorts them from Hopper on. Experts that nobody chooses, that fill no tile, that fill
+/// several; more of them than a warp sums up at once.
+#[test]
+fn many_rows_of_experts() {
+    let mut rng = Rng::of("many rows of experts");
+    let affine = |bits, group| Kind::Affine { bits, group, scales: DType::BF16 };
+    for kind in [affine(4, 64), affine(6, 128), affine(8, 64), Kind::Dense(DType::BF16)] {
+        for (tokens, top_k, experts, expanded) in [(60, 2, 3, false), (300, 2, 3, true), (90, 4, 70, false)] {
+            let (inputs, outputs) = (rng.pick(&[128, 384]), rng.pick(&[40, 131]));
+            let (x_type, out_type) = (rng.pick(&FLOATS), rng.pick(&FLOATS));
+            let case = format!("{kind:?}, T {tokens}, top {top_k} of {experts}, {x_type} -> {out_type}");
+            let launch = |device: &Device| -> Result<Out> {
+                let mut rng = Rng::of(&case);
+                let w = Matrices::new(device, &mut rng, kind, &[experts, outputs], inputs)?;
+                let rows = if expanded { tokens * top_k } else { tokens };
+                let x = input(device, x_type, &rng.normals(rows * inputs), &[rows, inputs])?;
+                let ids: Vec<u32> = (0..tokens * top_k)
+                    .map(|_| match rng.below(experts + 1) as u32 {
+                        // Half of the rows choose the first, and none the second.
+                        0 | 1 => 0,
+                        id if rng.bits() % 2 == 0 => id - 1,
+                        _ => 0,
+                    })
+                    .map(|id| if id == 1 { 0 } else { id })
+                    .collect();
+                let ids = indices(device, &ids, &[tokens, top_k])?;
+                let out = Out::new(device, out_type, &[tokens * top_k, outputs])?;
+                let experts = Some(Experts::new(&ids).expanded(expanded));
+                let args = Linear::new(&x, w.weight(), &out.tensor).experts(experts).alpha(0.5);
+                run(device, |enc| ops::linear(enc, &args))?;
+                Ok(out)
+            };
+            let launches = Launches::default();
+            launch(&gpu::cuda_device(launches.clone())).expect("it is launched");
+            let all = launches.all.lock().unwrap();
+            assert!(all.iter().any(|launch| launch.contains("linear_many_sort")), "{case:?}: {all:?}");
+            let rows = if matches!(kind, Kind::Dense(_)) { 0 } else { tokens * top_k };
+            conform(&case, |device| {
+                Ok(vec![launch(device)?.close_within("out", Bound::of(out_type).of_rows(device, rows))?])
+            });
+        }
+    }
+}
+
 #[test]
 fn experts() {
     let mut rng = Rng::of("experts");
@@ -461,7 +521,9 @@ fn odd_offsets() {
 fn ids_out_of_range() {
     for kind in [
         Kind::Dense(DType::F32),
+        Kind::Dense(DType::BF16),
         Kind::Affine { bits: 4, group: 32, scales: DType::F16 },
+        Kind::Affine { bits: 4, group: 64, scales: DType::F16 },
         Kind::Blocks(BlockFormat::Q6_K),
     ] {
         for (device, tokens) in crate::common::devices().iter().flat_map(|d| [3, 40].map(|tokens| (d, tokens))) {
