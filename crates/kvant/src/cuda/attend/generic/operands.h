@@ -63,9 +63,12 @@ struct Operand {
 
     // ------------------------------------------------------------------------------------------------------- keys
 
-    // A lane's consecutive coordinates: a power of two that divides a quarter of the row, at most 32 bytes.
+    // A lane's consecutive coordinates: a power of two that divides a quarter of the row, at most 32 bytes. Four lanes'
+    // coordinates have one norm.
     static constexpr uint POWER_OF_QUARTER = DIM / 4 & (~(DIM / 4) + 1);
-    static constexpr uint RUN = 256 / BITS < POWER_OF_QUARTER ? 256 / BITS : POWER_OF_QUARTER;
+    static constexpr uint MOST_RUN = BITS == 2 ? 64 : 256 / BITS;
+    static constexpr uint RUN = MOST_RUN < POWER_OF_QUARTER ? MOST_RUN : POWER_OF_QUARTER;
+    static_assert(BLOCKS < 2 || 256 % (4 * RUN) == 0, "attend: products of keys do not cross blocks");
     // Bytes that a lane loads at a time, coordinates in them, products (of 16 coordinates a warp) they serve.
     static constexpr uint MOST_LOAD = BITS == 2 ? 8 : 16;
     static constexpr uint LOAD = RUN * BITS / 8 < MOST_LOAD ? RUN * BITS / 8 : MOST_LOAD;
