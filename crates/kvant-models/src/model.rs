@@ -3,7 +3,7 @@
 use std::{
     ops::RangeInclusive,
     path::Path,
-    sync::{Mutex, PoisonError},
+    sync::{Arc, Mutex, PoisonError},
 };
 
 use kvant::{CacheLayer, Codec, DType, Device, KvPool, PoolSpec, Sequence, Step, Tensor};
@@ -69,7 +69,7 @@ pub enum Logits {
     Last,
 }
 
-/// A model on a device.
+/// A model on a device. Cloning is cheap and gives the same model.
 ///
 /// ```no_run
 /// use kvant::Device;
@@ -88,11 +88,12 @@ pub enum Logits {
 /// assert_eq!(logits.shape(), [2, model.vocab_size()]);
 /// # Ok::<(), kvant_models::Error>(())
 /// ```
+#[derive(Clone)]
 pub struct Model {
-    network: Network,
+    network: Arc<Network>,
     device: Device,
     /// Unused scratch.
-    spaces: Mutex<Vec<Workspace>>,
+    spaces: Arc<Mutex<Vec<Workspace>>>,
 }
 
 impl Model {
@@ -129,8 +130,8 @@ impl Model {
         options: &LoadOptions,
     ) -> Result<Model> {
         let weights = Weights::load(&config.decoder, source, device)?;
-        let network = Network::new(config, weights, options.activations)?;
-        Ok(Model { network, device: device.clone(), spaces: Mutex::default() })
+        let network = Arc::new(Network::new(config, weights, options.activations)?);
+        Ok(Model { network, device: device.clone(), spaces: Arc::default() })
     }
 
     /// The model's configuration.
