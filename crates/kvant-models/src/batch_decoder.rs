@@ -12,9 +12,9 @@ use crate::{
 ///
 /// A pass is recorded the first time that a batch of its size occurs, and replayed afterwards, including the draw.
 /// Tokens, positions, lengths and page tables are read from device memory, so nothing is planned or validated again.
-/// On CUDA, a recorded pass is a CUDA graph. On a GPU, passes have 1, 2, 4, 8 … rows, and the rows that a batch does not
-/// fill are [inactive](Step::INACTIVE). Results are those of [`Model::forward`], up to rounding: kernels depend on the
-/// number of rows.
+/// On CUDA, a recorded pass is a CUDA graph. On a GPU, passes have 1, 2, 4, 8 … rows, and the rows that a batch does
+/// not fill are [inactive](Step::INACTIVE). Results are those of [`Model::forward`], up to rounding: kernels depend on
+/// the number of rows.
 ///
 /// ```no_run
 /// use kvant::Device;
@@ -122,9 +122,9 @@ impl BatchDecoder {
         Ok(())
     }
 
-    /// Starts the pass over the step that was appended last, with the id of each sequence's token. With `draw`, it draws
-    /// the next token of each sequence by these parameters, with the sequence's length as the counter; penalties, biases
-    /// and suppressed tokens are not applied.
+    /// Starts the pass over the step that was appended last, with the id of each sequence's token. With `draw`, it
+    /// draws the next token of each sequence by these parameters, with the sequence's length as the counter; penalties,
+    /// biases and suppressed tokens are not applied.
     ///
     /// # Errors
     /// `Argument` for ids outside the vocabulary, and for another number than the step has tokens; `Kvant`. The
