@@ -47,8 +47,8 @@ pub struct ModelArgs {
     /// Seconds of measurement per case
     #[arg(long, value_name = "S", default_value_t = 1.0)]
     seconds: f64,
-    /// One JSON object per line: op (read, copy, load, prompt, decode, batch), device, kv, sequences, context, us_first,
-    /// us_median, us_min, tokens_per_second, bytes, gbps, of_read; null where it has no meaning
+    /// One JSON object per line: op (read, copy, load, prompt, decode, batch), device, kv, sequences, context,
+    /// us_first, us_median, us_min, tokens_per_second, bytes, gbps, of_read; null where it has no meaning
     #[arg(long)]
     json: bool,
 }
@@ -76,14 +76,14 @@ struct ModelLine {
 }
 
 /// Prints lines for people or programs.
-struct Printer {
+struct Printout {
     device: Device,
     json: bool,
     /// The rate of plain reads, in 1e9 bytes per second.
     read_gbps: f64,
 }
 
-impl Printer {
+impl Printout {
     fn line(&self, op: &'static str, timing: &Timing) -> ModelLine {
         let [us_median, us_min] = [timing.median_us, timing.min_us].map(output::round3);
         ModelLine { op, device: self.device.to_string(), us_median, us_min, ..ModelLine::default() }
@@ -141,7 +141,7 @@ pub fn run(args: &ModelArgs) -> Result {
     let budget = super::budget(args.seconds)?;
     let files = shipped::files(args.model.as_deref())?;
     let device = args.device.open()?;
-    let mut report = Printer { device: device.clone(), json: args.json, read_gbps: 0.0 };
+    let mut report = Printout { device: device.clone(), json: args.json, read_gbps: 0.0 };
     report.heading()?;
     // Before the model takes the memory.
     let rates = read::measure(&device, budget)?;

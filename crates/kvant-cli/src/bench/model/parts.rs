@@ -5,7 +5,7 @@ use std::time::Duration;
 use kvant::Sequence;
 use kvant_models::{BatchDecoder, BlockSpec, Decoder, Logits, Model, PoolOptions, Sampling};
 
-use super::{super::timing, ModelLine, Printer, pool_options};
+use super::{super::timing, ModelLine, Printout, pool_options};
 use crate::{Result, args::Kv, output};
 
 /// Steps of a batch before its sequences get their first length again.
@@ -15,7 +15,7 @@ const MOST_PROMPTS: usize = 100;
 
 pub struct Parts<'a> {
     pub model: &'a Model,
-    pub report: &'a Printer,
+    pub report: &'a Printout,
     pub budget: Duration,
 }
 
