@@ -28,6 +28,8 @@ pub struct EngineStats {
     pub preemptions: u64,
     /// Steps.
     pub steps: u64,
+    /// Those of them that replayed a recorded pass: one token of each request.
+    pub recorded_steps: u64,
     /// Tokens of prompts that were computed.
     pub prompt_tokens: u64,
     /// Tokens generated.

@@ -16,7 +16,7 @@ use std::{
 
 use flume::{Receiver, Sender};
 use kvant::{KvPool, Tensor};
-use kvant_models::{Drawing, Model, Result, TokenLogprobs, Tokenizer};
+use kvant_models::{BatchDecoder, Drawing, Model, Result, TokenLogprobs, Tokenizer};
 
 use crate::{
     EngineOptions, Event, Failure, FinishReason,
@@ -57,7 +57,8 @@ impl Worker {
     ) -> Result<Worker> {
         let draws = options.sequences.saturating_mul(1 + options.drafts).min(options.step_tokens);
         let drawing = Drawing::new(model.device(), draws)?;
-        let storage = PoolStorage::new(pool, options.step_tokens, options.prefix_cache);
+        let decoder = BatchDecoder::new(&model, &pool, options.sequences.min(options.step_tokens))?;
+        let storage = PoolStorage::new(pool, options.step_tokens, options.prefix_cache).with_decoder(decoder);
         let scheduler = Scheduler::new(storage, SchedulerOptions::new(options.sequences, options.step_tokens));
         let EngineOptions { unread, drafts, .. } = *options;
         let (running, news) = (HashMap::new(), Vec::new());
@@ -217,7 +218,7 @@ impl Worker {
         }
     }
 
-    /// Sends the log probabilities of the prompt's tokens that the row's logits predict.
+    /// Sends the log probabilities of the prompt's tokens that the row's logits predict. `first` is the first of them.
     fn score_prompt(&mut self, row: &PlanRow, first: usize, logits: &Tensor) -> Result<()> {
         let Some(top) = self.running.get(&row.id).and_then(|running| running.prompt_logprobs) else { return Ok(()) };
         let prompt_len = self.running[&row.id].prompt_len;

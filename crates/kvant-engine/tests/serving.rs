@@ -6,7 +6,7 @@ use std::{collections::HashMap, time::Duration};
 
 use common::{collect, engine, model, options, request, shipped};
 use kvant::Codec;
-use kvant_engine::{CacheScope, Engine, EngineRequest, Event, Failure, FinishReason, NoEvent, SubmitError};
+use kvant_engine::{CacheScope, Engine, EngineRequest, Event, Failure, FinishReason, NoEvent, Responses, SubmitError};
 use kvant_models::{Model, PoolOptions, Request, Sampling, Tokenizer, generate};
 
 const PROMPTS: [&str; 6] =
@@ -55,6 +55,49 @@ fn a_crowd_gets_what_each_gets_alone() {
     assert_eq!(engine.live(), 0);
     assert!(stats.steps > 0 && stats.time_to_first_token.count() == 18 && stats.inter_token.count() > 100);
     assert_eq!((stats.running, stats.waiting), (0, 0));
+}
+
+/// Steps of one token of each request replay a recorded pass, which also draws if all requests are greedy.
+#[test]
+fn recorded_steps_give_the_same_texts() {
+    let (model, tokenizer) = (model(), Tokenizer::load(shipped()).unwrap());
+    let warm = Sampling::default().temperature(0.9).seed(5);
+    for sampling in [Sampling::default(), warm] {
+        let engine = engine(options());
+        let submit = |(index, prompt): (usize, &&str)| {
+            // A few with scores, and with different lengths, so that batches shrink.
+            let request = request(&engine, prompt).sampling(sampling.clone()).max_tokens(30 - 3 * index);
+            let request = if index % 2 == 0 { request.logprobs(2).prompt_logprobs(2) } else { request };
+            engine.submit(request).unwrap()
+        };
+        let all: Vec<_> = PROMPTS.iter().enumerate().map(submit).collect();
+        for (index, (prompt, responses)) in PROMPTS.iter().zip(all).enumerate() {
+            let want = alone(&model, &tokenizer, prompt, &sampling);
+            let (ids, scores) = ids_and_ranks(responses);
+            assert_eq!(ids, want[..want.len().min(30 - 3 * index)], "{prompt} {sampling:?}");
+            if sampling.temperature == 0.0 && index % 2 == 0 {
+                assert_eq!(scores, vec![0; ids.len()], "the most probable tokens are drawn");
+            }
+        }
+        let stats = engine.stats();
+        assert!(stats.recorded_steps >= 20 && stats.recorded_steps < stats.steps, "{stats:?}");
+    }
+}
+
+/// The ids of a text, and the ranks of those that have scores.
+fn ids_and_ranks(responses: Responses) -> (Vec<u32>, Vec<usize>) {
+    let (mut ids, mut ranks) = (Vec::new(), Vec::new());
+    for event in responses {
+        match event {
+            Event::Token(token) => {
+                ids.push(token.id);
+                ranks.extend(token.logprobs.map(|scores| scores.rank));
+            }
+            Event::Failed(failure) => panic!("{failure}"),
+            _ => {}
+        }
+    }
+    (ids, ranks)
 }
 
 #[test]

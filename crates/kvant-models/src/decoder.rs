@@ -1,11 +1,8 @@
 //! Decoding token by token with a pass that was recorded once.
 
-use kvant::{DType, Encoder, Graph, Sequence, Step, StepSize, Submission, Tensor, ops};
+use kvant::{Sequence, Submission, Tensor};
 
-use crate::{
-    Error, Model, Result, Sampler, Sampling,
-    forward::{Wanted, Workspace},
-};
+use crate::{BatchDecoder, Drawing, Error, Model, Result, Sampler, Sampling};
 
 /// Feeds tokens to one sequence, and draws the next tokens.
 ///
@@ -26,34 +23,16 @@ use crate::{
 /// # Ok::<(), kvant_models::Error>(())
 /// ```
 pub struct Decoder<'a> {
-    model: &'a Model,
     sequence: &'a mut Sequence,
     sampler: Sampler,
     /// The latest token drawn.
     latest: Option<u32>,
-    /// The step of the recorded passes, for lengths up to `longest`.
-    step: Step,
-    longest: usize,
-    /// Scratch for one token.
-    space: Workspace,
+    /// The recorded passes, of one row.
+    passes: BatchDecoder,
     logits: Tensor,
-    /// The counter of a draw that is not recorded.
-    counter: Tensor,
-    drawn: Tensor,
-    /// The recorded pass without and with the draw.
-    graphs: [Option<Graph>; 2],
-}
-
-/// The first length that passes are recorded for; each next one is [`GROWTH`] times as long. Kernels and page tables
-/// depend on it.
-const FIRST_LONGEST: usize = 1024;
-const GROWTH: usize = 4;
-
-/// The operation after a pass.
-#[derive(Clone, Copy, PartialEq)]
-enum Then {
-    Nothing,
-    Draw,
+    /// Draws after a pass that is not recorded.
+    drawing: Drawing,
+    model: &'a Model,
 }
 
 impl<'a> Decoder<'a> {
@@ -62,21 +41,15 @@ impl<'a> Decoder<'a> {
     /// # Errors
     /// `Argument` for a sequence of another model's pool, and for sampling parameters out of range.
     pub fn new(model: &'a Model, sequence: &'a mut Sequence, sampling: Sampling) -> Result<Decoder<'a>> {
-        let device = model.device();
-        model.check_pool(sequence.pool())?;
-        let longest = FIRST_LONGEST;
+        let passes = BatchDecoder::new(model, sequence.pool(), 1)?;
         Ok(Decoder {
-            space: model.workspace(1)?,
-            step: sequence.pool().reserve_step(StepSize::decode(1, longest))?,
-            longest,
-            model,
-            sequence,
             sampler: Sampler::new(sampling, model.vocab_size())?,
             latest: None,
-            logits: Tensor::zeros(device, DType::F32, &[1, model.vocab_size()])?,
-            counter: Tensor::zeros(device, DType::U32, &[1])?,
-            drawn: Tensor::zeros(device, DType::U32, &[1])?,
-            graphs: [None, None],
+            logits: passes.first_logits()?,
+            drawing: Drawing::new(model.device(), 1)?,
+            passes,
+            sequence,
+            model,
         })
     }
 
@@ -96,9 +69,11 @@ impl<'a> Decoder<'a> {
     /// Those of [`Model::feed`], with the same effect on the sequence.
     pub fn feed(&mut self, tokens: &[u32]) -> Result<()> {
         let before = self.sequence.len();
-        let replay = self.run(tokens, Then::Nothing)?;
-        let done = wait(replay);
-        self.undo(before, done)
+        let fed = match tokens {
+            &[token] => self.replay(token, false).and_then(|replay| Ok(replay.wait()?)),
+            _ => return self.model.feed_into(self.sequence, tokens, &self.logits),
+        };
+        self.undo(before, fed)
     }
 
     /// Feeds tokens and draws the next one. For penalties, a token counts as generated if it was drawn by the call
@@ -109,43 +84,17 @@ impl<'a> Decoder<'a> {
     /// unless they are more than sliding windows can restore: then they stay.
     pub fn next(&mut self, tokens: &[u32]) -> Result<u32> {
         let before = self.sequence.len();
-        let replay = match self.sampler.sampling().is_plain() {
-            true => self.run(tokens, Then::Draw)?,
-            false => {
-                let drawn = self.run(tokens, Then::Nothing).and_then(|replay| {
-                    wait(replay)?;
-                    self.adjust_and_draw(tokens)
-                });
-                self.undo(before, drawn)?;
-                None
-            }
+        let drawn = match tokens {
+            &[token] if self.sampler.sampling().is_plain() => self.replay_and_draw(token),
+            _ => self.feed(tokens).and_then(|()| self.adjust_and_draw(tokens)),
         };
-        // The download also waits, but another thread may already have received the failure of this replay. `wait`
-        // afterwards returns it in any case.
-        let fetched = self.drawn.to_vec::<u32>().map_err(Error::from);
-        let drawn = wait(replay).and(fetched).and_then(|drawn| match drawn[0] {
-            // All logits are NaN.
-            u32::MAX => {
-                Err(Error::NotANumber { position: before + tokens.len() - 1, activations: self.model.activations() })
-            }
-            token => Ok(token),
+        // None: all logits are NaN.
+        let drawn = drawn.and_then(|drawn| {
+            let position = (before + tokens.len()).saturating_sub(1);
+            drawn.ok_or(Error::NotANumber { position, activations: self.model.activations() })
         });
         self.latest = drawn.as_ref().ok().copied();
         self.undo(before, drawn)
-    }
-
-    /// Draws from logits that are changed on the host.
-    fn adjust_and_draw(&mut self, tokens: &[u32]) -> Result<()> {
-        match tokens {
-            &[token] if Some(token) == self.latest => self.sampler.accept(token),
-            _ => self.sampler.accept_prompt(tokens),
-        }
-        let mut logits = self.logits.to_vec::<f32>()?;
-        if !self.sampler.adjust(&mut logits, None) {
-            return Err(Error::NothingAllowed { position: self.sequence.len() });
-        }
-        self.logits.write(&logits)?;
-        self.count_and_draw()
     }
 
     /// Truncates the sequence to `len` tokens.
@@ -154,23 +103,6 @@ impl<'a> Decoder<'a> {
     /// `Kvant`, as [`Sequence::truncate`].
     pub fn truncate(&mut self, len: usize) -> Result<()> {
         Ok(self.sequence.truncate(len)?)
-    }
-
-    /// Runs a pass. The returned replay may not have finished.
-    fn run(&mut self, tokens: &[u32], then: Then) -> Result<Option<Submission>> {
-        let before = self.sequence.len();
-        if let &[token] = tokens {
-            self.model.check_tokens(tokens)?;
-            self.model.check_length(before + 1)?;
-            let replayed = self.replay(token, then);
-            return self.undo(before, replayed).map(Some);
-        }
-        self.model.feed_into(self.sequence, tokens, &self.logits)?;
-        if then == Then::Nothing {
-            return Ok(None);
-        }
-        let drawn = self.count_and_draw();
-        self.undo(before, drawn).map(|()| None)
     }
 
     /// Removes the fed tokens if `result` is an error. If windows have passed the positions before, the tokens stay;
@@ -182,61 +114,38 @@ impl<'a> Decoder<'a> {
         result
     }
 
-    fn replay(&mut self, token: u32, then: Then) -> Result<Submission> {
-        let pool = self.sequence.pool().clone();
-        while self.sequence.len() >= self.longest {
-            self.longest = self.longest.saturating_mul(GROWTH);
-            self.step = pool.reserve_step(StepSize::decode(1, self.longest))?;
-            self.graphs = [None, None];
-        }
-        self.space.views.ids.write(&[token])?;
-        pool.step_into(&mut [(&mut *self.sequence, 1)], &self.step)?;
-        if self.graphs[then as usize].is_none() {
-            self.graphs[then as usize] = Some(self.record(then)?);
-        }
-        Ok(self.graphs[then as usize].as_ref().expect("just recorded").replay()?)
+    /// Starts the recorded pass of a token.
+    fn replay(&mut self, token: u32, draws: bool) -> Result<Submission> {
+        self.model.check_tokens(&[token])?;
+        self.passes.append(&mut [(&mut *self.sequence, 1)])?;
+        self.passes.run(&[token], draws.then_some(self.sampler.sampling()))
     }
 
-    fn record(&self, then: Then) -> Result<Graph> {
-        let mut encoded = Ok(());
-        let graph = Encoder::capture(self.model.device(), |enc| {
-            let wanted = Wanted::Every { logits: &self.logits };
-            encoded = self.model.network().encode(enc, &self.space.views, self.sequence.pool(), &self.step, &wanted);
-            if encoded.is_ok() && then == Then::Draw {
-                // The counter is the length, as in `count_and_draw`, read from the step.
-                ops::sample(enc, &self.sample(self.step.lens()))?;
+    fn replay_and_draw(&mut self, token: u32) -> Result<Option<u32>> {
+        let replay = self.replay(token, true)?;
+        // The download also waits, but another thread may already have received the failure of this replay. `wait`
+        // afterwards returns it in any case.
+        let drawn = self.passes.drawn()?.to_vec::<u32>();
+        replay.wait()?;
+        Ok(drawn?.first().copied().filter(|&token| token != u32::MAX))
+    }
+
+    /// Draws after a pass that is not recorded, or from logits that are changed on the host.
+    fn adjust_and_draw(&mut self, tokens: &[u32]) -> Result<Option<u32>> {
+        if !self.sampler.sampling().is_plain() {
+            match tokens {
+                &[token] if Some(token) == self.latest => self.sampler.accept(token),
+                _ => self.sampler.accept_prompt(tokens),
             }
-            Ok(())
-        });
-        encoded?;
-        Ok(graph?)
-    }
-
-    /// Draws after a pass that is not recorded.
-    fn count_and_draw(&self) -> Result<()> {
+            let mut logits = self.logits.to_vec::<f32>()?;
+            if !self.sampler.adjust(&mut logits, None) {
+                return Err(Error::NothingAllowed { position: self.sequence.len() });
+            }
+            self.logits.write(&logits)?;
+        }
         // The counter depends only on the position, so that a run that continues from a snapshot draws the same
         // tokens.
-        self.counter.write(&[self.sequence.len() as u32])?;
-        self.draw()
+        let how = (self.sampler.sampling(), self.sequence.len() as u32);
+        Ok(self.drawing.draw(&self.logits, &[how])?.first().copied().flatten())
     }
-
-    fn draw(&self) -> Result<()> {
-        let mut enc = self.model.device().encoder()?;
-        ops::sample(&mut enc, &self.sample(&self.counter))?;
-        Ok(enc.commit()?.wait()?)
-    }
-
-    fn sample<'s>(&'s self, counter: &'s Tensor) -> ops::Sample<'s> {
-        let Sampling { temperature, top_p, top_k, min_p, seed, .. } = *self.sampler.sampling();
-        ops::Sample::new(&self.logits, counter, &self.drawn)
-            .temperature(temperature)
-            .top_k(top_k)
-            .top_p(top_p)
-            .min_p(min_p)
-            .seed(seed)
-    }
-}
-
-fn wait(replay: Option<Submission>) -> Result<()> {
-    Ok(replay.map_or(Ok(()), Submission::wait)?)
 }

@@ -14,7 +14,7 @@
 //! | compute logits of one sequence's tokens | [`Model::feed`] |
 //! | compute logits of a batch of sequences | [`Model::forward`] |
 //! | convert text to tokens and back, also as a stream | [`Tokenizer`], [`TextStream`] |
-//! | decode token by token with a recorded pass (a CUDA graph) | [`Decoder`] |
+//! | decode token by token with a recorded pass (a CUDA graph) | [`Decoder`], of a batch [`BatchDecoder`] |
 //! | choose how tokens are drawn | [`Sampling`] |
 //! | generate tokens from a prompt | [`generate()`] |
 //! | draw for many texts at once; log probabilities | [`Sampler`], [`Drawing`], [`TokenLogprobs`] |
@@ -43,6 +43,7 @@
 //! Files are untrusted: each reader checks sizes before it allocates, and every [`Error`] names the file, key or
 //! tensor.
 
+mod batch_decoder;
 pub mod chat;
 mod config;
 mod decoder;
@@ -62,6 +63,7 @@ pub mod spec;
 mod tokenizer;
 mod weights;
 
+pub use batch_decoder::BatchDecoder;
 pub use config::Config;
 pub use decoder::Decoder;
 pub use error::{Error, Result};

@@ -3,7 +3,7 @@
 use std::{
     ops::RangeInclusive,
     path::Path,
-    sync::{Mutex, PoisonError},
+    sync::{Arc, Mutex, PoisonError},
 };
 
 use kvant::{CacheLayer, Codec, DType, Device, KvPool, PoolSpec, Sequence, Step, Tensor, device::DeviceKind};
@@ -86,7 +86,7 @@ pub enum Logits {
     Last,
 }
 
-/// A model on a device.
+/// A model on a device. Cloning is cheap and gives the same model.
 ///
 /// ```no_run
 /// use kvant::Device;
@@ -105,12 +105,13 @@ pub enum Logits {
 /// assert_eq!(logits.shape(), [2, model.vocab_size()]);
 /// # Ok::<(), kvant_models::Error>(())
 /// ```
+#[derive(Clone)]
 pub struct Model {
-    network: Network,
+    network: Arc<Network>,
     device: Device,
     pass_tokens: usize,
     /// Unused scratch.
-    spaces: Mutex<Vec<Workspace>>,
+    spaces: Arc<Mutex<Vec<Workspace>>>,
 }
 
 impl Model {
@@ -150,8 +151,8 @@ impl Model {
         options: &LoadOptions,
     ) -> Result<Model> {
         let weights = Weights::load(&config.decoder, source, device)?;
-        let network = Network::new(config, weights, options.activations)?;
-        Ok(Model { network, device: device.clone(), pass_tokens: options.pass_tokens, spaces: Mutex::default() })
+        let network = Arc::new(Network::new(config, weights, options.activations)?);
+        Ok(Model { network, device: device.clone(), pass_tokens: options.pass_tokens, spaces: Arc::default() })
     }
 
     /// The model's configuration.

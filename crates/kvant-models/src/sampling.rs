@@ -133,6 +133,16 @@ impl Sampling {
         !self.has_penalties() && self.logit_bias.is_empty() && self.suppressed.is_empty()
     }
 
+    /// The draw from logits that need no further change.
+    pub(crate) fn op<'a>(&self, logits: &'a Tensor, counter: &'a Tensor, out: &'a Tensor) -> ops::Sample<'a> {
+        ops::Sample::new(logits, counter, out)
+            .temperature(self.temperature)
+            .top_k(self.top_k)
+            .top_p(self.top_p)
+            .min_p(self.min_p)
+            .seed(self.seed)
+    }
+
     /// Whether the tokens before decide the logits.
     fn has_penalties(&self) -> bool {
         self.repetition_penalty != 1.0 || self.presence_penalty != 0.0 || self.frequency_penalty != 0.0
@@ -319,14 +329,7 @@ impl Drawing {
             let range = first..first + alike.len();
             let (logits, counter, out) =
                 (logits.rows(range.clone())?, counters.rows(range.clone())?, drawn.rows(range.clone())?);
-            let Sampling { temperature, top_p, top_k, min_p, seed, .. } = *alike[0].0;
-            let sample = ops::Sample::new(&logits, &counter, &out)
-                .temperature(temperature)
-                .top_k(top_k)
-                .top_p(top_p)
-                .min_p(min_p)
-                .seed(seed);
-            ops::sample(&mut enc, &sample)?;
+            ops::sample(&mut enc, &alike[0].0.op(&logits, &counter, &out))?;
             first = range.end;
         }
         enc.commit()?.wait()?;
@@ -336,7 +339,7 @@ impl Drawing {
 }
 
 /// Whether one call can draw rows of both.
-fn draws_alike(a: &Sampling, b: &Sampling) -> bool {
+pub(crate) fn draws_alike(a: &Sampling, b: &Sampling) -> bool {
     let cuts = |s: &Sampling| (s.temperature, s.top_k, s.top_p, s.min_p, s.seed);
     a.temperature == 0.0 && b.temperature == 0.0 || cuts(a) == cuts(b)
 }

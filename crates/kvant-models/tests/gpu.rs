@@ -1,10 +1,11 @@
-//! Whole models on the GPUs' kernels: on every GPU present, and the Metal kernels under msl-host.
+//! Whole models on the GPUs' kernels: on every GPU present, and the Metal kernels under msl-host. Recorded batches also
+//! on the CPU.
 
 mod common;
 
 use common::{FAMILIES, VARIANTS, exact, floats, golden, ids, max_difference, shipped};
-use kvant::{Codec, Device, DeviceKind};
-use kvant_models::{Decoder, Logits, Model, PoolOptions, Sampling};
+use kvant::{Codec, Device, DeviceKind, Sequence};
+use kvant_models::{BatchDecoder, Decoder, Drawing, Logits, Model, PoolOptions, Sampling};
 
 /// What the logits may differ by, with an f32 cache.
 const TOLERANCE: f32 = 2e-3;
@@ -86,4 +87,84 @@ fn the_shipped_model_matches_the_cpu() {
             assert!(worst < tolerance, "{device}, {codec} cache: off by {worst}");
         }
     }
+}
+
+/// A recorded batch against the same batch without a recording: logits and draws, of batches that shrink and grow, so
+/// that rows are inactive, and of a sequence that grows beyond the longest one of its pass.
+fn check_batches(model: &Model, codec: Codec, prompts: &[Vec<u32>], steps: usize) {
+    let (vocab, device) = (model.vocab_size() as u32, model.device());
+    let longest = prompts.iter().map(Vec::len).max().unwrap() + steps;
+    let options = PoolOptions { k: codec, v: codec, sequences: 2 * prompts.len(), ..exact(longest) };
+    let pool = model.new_pool(&options).unwrap();
+    let mut recorded: Vec<Sequence> = prompts.iter().map(|_| pool.sequence()).collect();
+    for (sequence, prompt) in recorded.iter_mut().zip(prompts) {
+        model.feed(sequence, prompt, Logits::Last).unwrap();
+    }
+    let mut plain: Vec<Sequence> = recorded.iter().map(Sequence::fork).collect();
+    let mut decoder = BatchDecoder::new(model, &pool, prompts.len()).unwrap();
+    let drawing = Drawing::new(device, prompts.len()).unwrap();
+    let (greedy, warm) = (Sampling::default(), Sampling::default().temperature(0.8).top_k(20).seed(3));
+    for index in 0..steps {
+        let rows = prompts.len() - index % prompts.len();
+        let ids: Vec<u32> = (0..rows as u32).map(|row| (index as u32 * 7 + row * 31 + 1) % vocab.min(90)).collect();
+        let sampling = [None, Some(&greedy), Some(&warm)][index % 3];
+        let mut batch: Vec<(&mut Sequence, usize)> = recorded.iter_mut().take(rows).map(|s| (s, 1)).collect();
+        decoder.append(&mut batch).unwrap();
+        decoder.run(&ids, sampling).unwrap().wait().unwrap();
+        let got = decoder.logits().unwrap();
+        let mut batch: Vec<(&mut Sequence, usize)> = plain.iter_mut().take(rows).map(|s| (s, 1)).collect();
+        let step = pool.step(&mut batch).unwrap();
+        let want = model.forward(&pool, &step, &ids, &(0..rows).collect::<Vec<_>>()).unwrap();
+        let worst = max_difference(&got.to_f32().unwrap(), &want.to_f32().unwrap());
+        assert!(worst < TOLERANCE, "{device}, {codec}, step {index}: off by {worst}");
+        if let Some(sampling) = sampling {
+            let how: Vec<_> = plain.iter().take(rows).map(|s| (sampling, s.len() as u32)).collect();
+            let want: Vec<u32> = drawing.draw(&got, &how).unwrap().into_iter().map(Option::unwrap).collect();
+            assert_eq!(decoder.drawn().unwrap().to_vec::<u32>().unwrap(), want, "{device}, step {index}");
+        }
+    }
+}
+
+#[test]
+fn recorded_batches_match() {
+    let all = [(Device::cpu(), usize::MAX)].into_iter().chain(gpus());
+    for (device, most) in all {
+        let prompt = |len: usize| (0..len as u32).map(|i| i * 13 % 90 + 1).collect::<Vec<u32>>();
+        let (variants, steps) = if most < usize::MAX { (&VARIANTS[2..4], 4) } else { (&VARIANTS[..], 12) };
+        for variant in variants.iter().chain(if most < usize::MAX { [].iter() } else { FAMILIES.iter() }) {
+            let model = Model::load(&golden(variant), &device).unwrap();
+            check_batches(&model, Codec::F32, &[prompt(30), prompt(3), prompt(17), prompt(9), prompt(22)], steps);
+        }
+        if most == usize::MAX {
+            let model = Model::load(&shipped(), &device).unwrap();
+            check_batches(&model, Codec::tq(8), &[prompt(1016), prompt(60)], 16);
+        }
+    }
+}
+
+#[test]
+fn batches_that_do_not_fit_are_rejected() {
+    let model = Model::load(&golden("dense"), &Device::cpu()).unwrap();
+    let pool = model.new_pool(&PoolOptions { sequences: 3, ..exact(100) }).unwrap();
+    let mut sequences = [pool.sequence(), pool.sequence(), pool.sequence()];
+    let rejected = |result: kvant_models::Result<()>, name: &str| {
+        assert!(matches!(result, Err(kvant_models::Error::Argument { arg, .. }) if arg == name), "{name}");
+    };
+    rejected(BatchDecoder::new(&model, &pool, 0).map(drop), "rows");
+    let other = Model::load(&golden("llama"), &Device::cpu()).unwrap();
+    rejected(BatchDecoder::new(&other, &pool, 1).map(drop), "pool");
+    let mut decoder = BatchDecoder::new(&model, &pool, 2).unwrap();
+    rejected(decoder.run(&[], None).map(drop), "tokens");
+    rejected(decoder.append(&mut []), "batch");
+    let [a, b, c] = &mut sequences;
+    rejected(decoder.append(&mut [(a, 2)]), "batch");
+    rejected(decoder.append(&mut [(a, 1), (b, 1), (c, 1)]), "batch");
+    let mut foreign = model.new_pool(&exact(100)).unwrap().sequence();
+    assert!(matches!(decoder.append(&mut [(&mut foreign, 1)]), Err(kvant_models::Error::Kvant(_))));
+    rejected(decoder.run(&[1], None).map(drop), "tokens");
+    assert!(sequences.iter().all(Sequence::is_empty));
+    decoder.append(&mut [(&mut sequences[0], 1)]).unwrap();
+    rejected(decoder.run(&[1, 2], None).map(drop), "tokens");
+    rejected(decoder.run(&[u32::MAX], None).map(drop), "tokens");
+    decoder.run(&[1], None).unwrap().wait().unwrap();
 }

@@ -1,9 +1,9 @@
-//! `kvant bench`: times one operation, case by case.
+//! `kvant bench`: times one operation, or a model, case by case.
 
 mod attend;
 mod buffers;
-mod decode;
 mod kv_write;
+mod model;
 mod norm_rope;
 mod timing;
 
@@ -18,13 +18,13 @@ use crate::{
     output,
 };
 
-/// Time one operation.
+/// Time one operation, or a model.
 ///
-/// Each case fills its buffers and then runs for about a second. The output has the median and the fastest call, and
-/// the bytes that a call must move, divided by the median time. Cached keys and values rotate over buffers of at
-/// least 700 MB in total, as far as memory permits, so that they come from memory and not from a processor's cache.
-/// On a GPU, the time includes recording, submitting and waiting for each call, which takes longer than a small
-/// kernel; `decode` replays a graph.
+/// Each case of an operation fills its buffers and then runs for about a second. The output has the median and the
+/// fastest call, and the bytes that a call must move, divided by the median time. Cached keys and values rotate over
+/// buffers of at least 700 MB in total, as far as memory permits, so that they come from memory and not from a
+/// processor's cache. On a GPU, the time includes recording, submitting and waiting for each call, which takes longer
+/// than a small kernel; `model` replays graphs.
 #[derive(clap::Subcommand)]
 pub enum Bench {
     /// Attention of one new token over `context` cached ones; bytes: keys and values read
@@ -35,9 +35,10 @@ pub enum Bench {
     NormRope(OpArgs),
     /// Encode `context` new tokens at once and write them to a TurboQuant cache; bytes: as for kv-write
     Encode(OpArgs),
-    /// One token through a whole model, its logits included; bytes: the weights, keys and values read (of a mixture of
-    /// experts those that a token takes, of a table of embeddings one row)
-    Decode(decode::DecodeArgs),
+    /// A whole model, in one run: plain reads of the device's memory, loading, prompts, decoding of one sequence, and
+    /// of many together. Bytes of a decode step: the weights, keys and values read (of a mixture of experts those that
+    /// a token takes, of a table of embeddings one row)
+    Model(model::ModelArgs),
 }
 
 /// The cases: every combination of shape, context and cache type.
@@ -73,9 +74,12 @@ struct How {
 
 impl How {
     fn budget(&self) -> Result<Duration> {
-        Duration::try_from_secs_f64(self.seconds)
-            .map_err(|_| format!("--seconds must be a duration, got {}", self.seconds).into())
+        budget(self.seconds)
     }
+}
+
+fn budget(seconds: f64) -> Result<Duration> {
+    Duration::try_from_secs_f64(seconds).map_err(|_| format!("--seconds must be a duration, got {seconds}").into())
 }
 
 /// One case.
@@ -101,10 +105,9 @@ struct Measured {
 struct Line {
     op: &'static str,
     device: String,
-    /// The shape is null if layers differ (`decode`).
-    head_dim: Option<usize>,
-    heads: Option<usize>,
-    kv_heads: Option<usize>,
+    head_dim: usize,
+    heads: usize,
+    kv_heads: usize,
     context: u32,
     kv: Option<String>,
     us_median: f64,
@@ -127,7 +130,7 @@ pub fn run(bench: &Bench) -> Result {
             }
             cases("encode", args, (&[512], &["tq8", "tq6", "tq5", "tq4", "tq3", "tq2"]), kv_write::measure)
         }
-        Bench::Decode(args) => decode::run(args),
+        Bench::Model(args) => model::run(args),
     }
 }
 
@@ -153,9 +156,8 @@ fn cases(
             for &kv in &kvs {
                 let case = Case { shape, context, kv, activations: args.activations.dtype(&device) };
                 let measured = measure(&device, &case, budget)?;
-                let line = Line::new(op, &device, context, &measured);
-                let line = Line { kv: has_cache.then(|| kv.to_string()), ..line.with_shape(shape) };
-                print(&line, args.how.json)?;
+                let line = Line::new(op, &device, &case, &measured);
+                print(&Line { kv: has_cache.then(|| kv.to_string()), ..line }, args.how.json)?;
             }
         }
     }
@@ -163,16 +165,17 @@ fn cases(
 }
 
 impl Line {
-    /// Without a shape and a cache type.
-    fn new(op: &'static str, device: &Device, context: u32, measured: &Measured) -> Line {
+    /// Without a cache type.
+    fn new(op: &'static str, device: &Device, case: &Case, measured: &Measured) -> Line {
         let Measured { timing, bytes } = measured;
+        let Heads { head_dim, heads, kv_heads } = case.shape;
         Line {
             op,
             device: device.to_string(),
-            head_dim: None,
-            heads: None,
-            kv_heads: None,
-            context,
+            head_dim,
+            heads,
+            kv_heads,
+            context: case.context,
             kv: None,
             us_median: output::round3(timing.median_us),
             us_min: output::round3(timing.min_us),
@@ -180,19 +183,13 @@ impl Line {
             gbps: output::round3(*bytes as f64 / timing.median_us / 1e3),
         }
     }
-
-    fn with_shape(self, shape: Heads) -> Line {
-        let Heads { head_dim, heads, kv_heads } = shape;
-        Line { head_dim: Some(head_dim), heads: Some(heads), kv_heads: Some(kv_heads), ..self }
-    }
 }
 
 fn print(line: &Line, json: bool) -> Result {
     if json {
         return output::json_line(line);
     }
-    let number = |n: Option<usize>| n.map_or("-".to_string(), |n| n.to_string());
-    let shape = format!("{}:{}:{}", number(line.head_dim), number(line.heads), number(line.kv_heads));
+    let shape = format!("{}:{}:{}", line.head_dim, line.heads, line.kv_heads);
     let kv = line.kv.as_deref().unwrap_or("-");
     output::text(&format!(
         "{:<10} {:<10} context {:<7} kv {:<9} median {:>11.1} µs   min {:>11.1} µs   {:>7.2} GB/s\n",

@@ -18,19 +18,68 @@ pub struct Timing {
 }
 
 /// Measures `call`, which gets a running number to select its buffers.
-pub fn repeat(budget: Duration, mut call: impl FnMut(usize) -> Result) -> Result<Timing> {
-    for i in 0..WARM_UP {
+pub fn repeat(budget: Duration, call: impl FnMut(usize) -> Result) -> Result<Timing> {
+    repeat_within(budget, (WARM_UP, FEWEST, MOST), call)
+}
+
+/// As [`repeat`], with the numbers of calls before the measurement, and in it at least and at most.
+pub fn repeat_within(
+    budget: Duration,
+    (warm_up, fewest, most): (usize, usize, usize),
+    mut call: impl FnMut(usize) -> Result,
+) -> Result<Timing> {
+    for i in 0..warm_up {
         call(i)?;
     }
-    let mut times = Vec::new();
-    let start = Instant::now();
-    while times.len() < FEWEST || (times.len() < MOST && start.elapsed() < budget) {
-        let before = Instant::now();
-        call(WARM_UP + times.len())?;
-        times.push(before.elapsed().as_secs_f64() * 1e6);
+    let mut times = Times::default();
+    while times.count() < fewest || (times.count() < most && times.go_on(budget)) {
+        let index = warm_up + times.count();
+        times.add(|| call(index))?;
     }
-    times.sort_by(f64::total_cmp);
-    Ok(Timing { median_us: times[times.len() / 2], min_us: times[0] })
+    Ok(times.timing())
+}
+
+/// The time of one call, in microseconds.
+pub fn once(call: impl FnOnce() -> Result) -> Result<f64> {
+    let mut times = Times::default();
+    times.add(call)?;
+    Ok(times.timing().min_us)
+}
+
+/// The times of calls.
+#[derive(Default)]
+pub struct Times {
+    /// In microseconds.
+    times: Vec<f64>,
+    first: Option<Instant>,
+}
+
+impl Times {
+    /// Runs and measures a call.
+    pub fn add(&mut self, call: impl FnOnce() -> Result) -> Result {
+        let before = Instant::now();
+        self.first.get_or_insert(before);
+        call()?;
+        self.times.push(before.elapsed().as_secs_f64() * 1e6);
+        Ok(())
+    }
+
+    pub fn count(&self) -> usize {
+        self.times.len()
+    }
+
+    /// Whether time is left since the first call.
+    pub fn go_on(&self, budget: Duration) -> bool {
+        self.count() < MOST && self.first.is_none_or(|first| first.elapsed() < budget)
+    }
+
+    /// Of at least one call.
+    pub fn timing(&self) -> Timing {
+        let mut times = self.times.clone();
+        times.sort_by(f64::total_cmp);
+        let at = |index: usize| times.get(index).copied().unwrap_or(f64::NAN);
+        Timing { median_us: at(times.len() / 2), min_us: at(0) }
+    }
 }
 
 #[cfg(test)]

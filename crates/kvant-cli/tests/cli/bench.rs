@@ -1,3 +1,5 @@
+use serde_json::Value;
+
 use crate::{assert_keys, kvant};
 
 const KEYS: &str = "op device head_dim heads kv_heads context kv us_median us_min bytes gbps";
@@ -50,26 +52,49 @@ fn every_shape_meets_every_context() {
     assert!(lines.iter().all(|line| line["kv"].is_null()));
 }
 
+const MODEL_KEYS: &str =
+    "op device kv sequences context us_first us_median us_min tokens_per_second bytes gbps of_read";
+
+/// The lines of `bench model` after the lines on the device and on loading.
+fn model_lines(args: &[&str]) -> Vec<Value> {
+    let mut lines = kvant(&[&["bench", "model", "--json"], args].concat()).json();
+    lines.iter().for_each(|line| assert_keys(line, MODEL_KEYS));
+    let parts = lines.split_off(3);
+    assert_eq!(lines.iter().map(|line| line["op"].as_str().unwrap()).collect::<Vec<_>>(), ["read", "copy", "load"]);
+    assert!(lines.iter().all(|line| line["gbps"].as_f64().unwrap() > 0.0));
+    parts
+}
+
 #[test]
-fn decode_times_a_step_of_the_model() {
-    let lines =
-        kvant(&["bench", "decode", "--context", "1,40", "--kv", "f16,tq4", "--seconds", "0.05", "--json"]).json();
-    assert_eq!(lines.len(), 4);
-    for line in &lines {
-        assert_keys(line, KEYS);
-        assert!(line["head_dim"].is_null() && line["us_median"].as_f64().unwrap() > 0.0);
+fn a_model_is_measured_in_parts() {
+    let args = "--prompts 5,70 --decode 1,40 --sequences 1,3 --context 20 --kv f16,tq4 --seconds 0.05";
+    let lines = model_lines(&args.split(' ').collect::<Vec<_>>());
+    let cases: Vec<String> = lines
+        .iter()
+        .map(|line| format!("{} {} {} {}", line["op"], line["kv"], line["sequences"], line["context"]).replace('"', ""))
+        .collect();
+    let parts = ["prompt K 1 5", "prompt K 1 70", "decode K 1 1", "decode K 1 40", "batch K 1 20", "batch K 3 20"];
+    let of = |kv| parts.iter().map(move |part| part.replace('K', kv));
+    assert_eq!(cases, of("f16").chain(of("tq4")).collect::<Vec<_>>());
+    let number = |i: usize, key: &str| lines[i][key].as_f64().unwrap();
+    for (i, line) in lines.iter().enumerate() {
+        assert!(number(i, "us_min") > 0.0 && number(i, "us_median") >= number(i, "us_min"), "{line}");
+        let tokens = if line["op"] == "prompt" { number(i, "context") } else { number(i, "sequences") };
+        let rate = tokens / number(i, "us_median") * 1e6;
+        assert!((number(i, "tokens_per_second") / rate - 1.0).abs() < 1e-3, "{line}");
     }
-    let bytes = |i: usize| lines[i]["bytes"].as_u64().unwrap();
-    assert!(bytes(0) > bytes(1), "f16 reads more than tq4");
-    assert!(bytes(2) > bytes(0), "a longer context reads more");
+    assert!(number(3, "bytes") > number(2, "bytes"), "a longer context reads more");
+    assert!(number(3, "bytes") > number(9, "bytes"), "f16 reads more than tq4");
+    // Three sequences read their keys and values, and the weights once.
+    let [one, three] = [number(4, "bytes"), number(5, "bytes")];
+    assert!(three > one && three < 3.0 * one);
 }
 
 /// Of a mixture of experts, a token reads those that it is routed to.
 #[test]
 fn decode_counts_what_a_token_reads() {
     let model = concat!(env!("CARGO_MANIFEST_DIR"), "/../kvant-models/tests/golden/moe");
-    let args = ["bench", "decode", "--model", model, "--context", "1", "--kv", "f32", "--seconds", "0", "--json"];
-    let bytes = kvant(&args).json()[0]["bytes"].as_u64().unwrap();
+    let lines = model_lines(&["--model", model, "--decode", "1", "--kv", "f32", "--seconds", "0"]);
     // Matrices are bf16, all inputs 32. Two layers of heads of 64, one of a head of 128 whose values are its keys.
     let attention = 2 * (128 + 64 + 64 + 128) + (256 + 128 + 256);
     // In each of 3 layers: the MLP's 3 matrices, the router of 6 experts, 3 matrices of each of 2 experts.
@@ -77,7 +102,8 @@ fn decode_counts_what_a_token_reads() {
     // A row of the embedding, and the output matrix.
     let tables = 1 + 96;
     let keys_and_values = 4 * (2 * (64 + 64) + (128 + 128));
-    assert_eq!(bytes, (attention + feed_forward + tables) * 32 * 2 + keys_and_values);
+    assert_eq!(lines.len(), 1);
+    assert_eq!(lines[0]["bytes"], (attention + feed_forward + tables) * 32 * 2 + keys_and_values);
 }
 
 #[test]

@@ -30,7 +30,7 @@ mod task;
 use std::collections::{BTreeMap, HashMap};
 
 pub use plan::{EndReason, EndedTask, NewTask, PlanRow, RowResult, SchedulerCounts, SchedulerOptions, StepPlan};
-pub use pool::PoolStorage;
+pub use pool::{PoolStep, PoolStorage};
 pub use storage::{Storage, StorageError};
 use task::{Place, Task};
 
@@ -77,6 +77,11 @@ impl<S: Storage> Scheduler<S> {
     /// The storage.
     pub fn storage(&self) -> &S {
         &self.storage
+    }
+
+    /// The storage.
+    pub fn storage_mut(&mut self) -> &mut S {
+        &mut self.storage
     }
 
     /// Counts since the start, and the present state.

@@ -1,6 +1,7 @@
 //! The pages of a [`KvPool`], as the scheduler sees them.
 
 use kvant::{CacheLayer, KvPool, PrefixCache, Sequence, Step};
+use kvant_models::BatchDecoder;
 
 use super::{Storage, StorageError};
 
@@ -15,6 +16,16 @@ pub struct PoolStorage {
     most_new: usize,
     /// Whether prefixes are kept.
     keeps: bool,
+    decoder: Option<BatchDecoder>,
+}
+
+/// A step of a [`PoolStorage`].
+#[derive(Clone, Debug)]
+pub enum PoolStep {
+    /// One token of each request: the step that [`PoolStorage::decoder`] runs next.
+    Recorded,
+    /// Any other.
+    Mixed(Box<Step>),
 }
 
 /// Layers with the same window.
@@ -43,7 +54,18 @@ impl PoolStorage {
         for group in &mut groups {
             group.page_bytes = slab / (slab / group.page_bytes.max(1)).max(1);
         }
-        PoolStorage { pool, groups, most_new, keeps }
+        PoolStorage { pool, groups, most_new, keeps, decoder: None }
+    }
+
+    /// Steps of one token of each request are steps of a decoder of this pool, as far as it has rows.
+    #[must_use]
+    pub fn with_decoder(self, decoder: BatchDecoder) -> PoolStorage {
+        PoolStorage { decoder: Some(decoder), ..self }
+    }
+
+    /// The decoder.
+    pub fn decoder(&mut self) -> Option<&mut BatchDecoder> {
+        self.decoder.as_mut()
     }
 
     /// The pool.
@@ -54,7 +76,7 @@ impl PoolStorage {
 
 impl Storage for PoolStorage {
     type Sequence = Sequence;
-    type Step = Step;
+    type Step = PoolStep;
 
     fn empty(&mut self) -> Sequence {
         self.pool.sequence()
@@ -87,11 +109,23 @@ impl Storage for PoolStorage {
         Ok(cache.keep(sequence, tokens)?)
     }
 
-    fn append(&mut self, batch: &mut [(&mut Sequence, usize)]) -> Result<Step, StorageError> {
-        self.pool.step(batch).map_err(|error| match error {
+    fn append(&mut self, batch: &mut [(&mut Sequence, usize)]) -> Result<PoolStep, StorageError> {
+        let failure = |error| match error {
             kvant::Error::OutOfPages { .. } => StorageError::OutOfPages,
             other => StorageError::Failed(other),
-        })
+        };
+        if let Some(decoder) = &mut self.decoder
+            && batch.len() <= decoder.rows()
+            && batch.iter().all(|(_, count)| *count == 1)
+        {
+            match decoder.append(batch) {
+                Ok(()) => return Ok(PoolStep::Recorded),
+                Err(kvant_models::Error::Kvant(error)) => return Err(failure(error)),
+                // A text that is too long for the model: its pass reports that.
+                Err(_) => {}
+            }
+        }
+        self.pool.step(batch).map(|step| PoolStep::Mixed(Box::new(step))).map_err(failure)
     }
 
     fn truncate(&mut self, sequence: &mut Sequence, len: usize) -> Result<(), StorageError> {

@@ -5,15 +5,27 @@
 //! counts if all drafts before it were drawn, too. Texts are therefore the same with drafts and without, up to
 //! rounding.
 
-use kvant::{Step, Tensor};
-use kvant_models::{Result, Sampling};
+use kvant::Tensor;
+use kvant_models::{Error, Result, Sampling};
 
-use super::{Worker, running::NoToken};
+use super::{
+    Worker,
+    running::{NoToken, Running},
+};
 use crate::{
     Failure, FinishReason,
     engine::lock,
-    scheduler::{PlanRow, RowResult, StepPlan},
+    scheduler::{PlanRow, PoolStep, RowResult, StepPlan},
 };
+
+/// What a pass over a batch gives.
+struct Passed {
+    /// The tokens that have logits, in this order.
+    rows: Vec<usize>,
+    logits: Tensor,
+    /// The token drawn after each of `rows`, if the pass has drawn all that are asked for.
+    drawn: Option<Vec<u32>>,
+}
 
 /// A token that was drawn.
 struct Drawn {
@@ -35,10 +47,9 @@ struct Draw {
 
 impl Worker {
     /// Runs the model over a batch, and draws tokens.
-    pub(super) fn compute(&mut self, plan: &StepPlan<Step>) -> Result<Vec<RowResult>> {
-        let rows: Vec<usize> = plan.rows.iter().flat_map(|row| row.logits.clone()).collect();
-        let logits = self.model.forward(self.scheduler.storage().pool(), &plan.step, &plan.tokens, &rows)?;
-        let drawn = self.draw(plan, &logits)?;
+    pub(super) fn compute(&mut self, plan: &StepPlan<PoolStep>) -> Result<Vec<RowResult>> {
+        let passed = self.pass(plan)?;
+        let drawn = self.draw(plan, &passed)?;
         let mut results = Vec::with_capacity(plan.rows.len());
         for (row, drawn) in plan.rows.iter().zip(drawn) {
             let computed = row.tokens.len() - row.draws;
@@ -48,6 +59,30 @@ impl Worker {
         let generated: usize = results.iter().map(|result| result.tokens.len()).sum();
         lock(&self.shared.stats).generated_tokens += generated as u64;
         Ok(results)
+    }
+
+    /// Runs the model: a recorded pass if each request has one token.
+    fn pass(&mut self, plan: &StepPlan<PoolStep>) -> Result<Passed> {
+        let is_greedy = plan.rows.iter().all(|row| self.running.get(&row.id).is_none_or(Running::is_greedy));
+        let step = match (&plan.step, self.scheduler.storage_mut().decoder()) {
+            (PoolStep::Mixed(step), _) => step,
+            (PoolStep::Recorded, Some(decoder)) => {
+                let submission = decoder.run(&plan.tokens, is_greedy.then(Sampling::default).as_ref())?;
+                let drawn = if is_greedy { Some(decoder.drawn()?.to_vec()) } else { None };
+                // Also a failure that another thread has received.
+                submission.wait()?;
+                lock(&self.shared.stats).recorded_steps += 1;
+                let rows = (0..plan.tokens.len()).collect();
+                return Ok(Passed { rows, logits: decoder.logits()?, drawn: drawn.transpose()? });
+            }
+            (PoolStep::Recorded, None) => {
+                let (expected, got) = ("a step of the decoder".to_string(), "no decoder".to_string());
+                return Err(Error::Argument { arg: "step", expected, got });
+            }
+        };
+        let rows: Vec<usize> = plan.rows.iter().flat_map(|row| row.logits.clone()).collect();
+        let logits = self.model.forward(self.scheduler.storage().pool(), step, &plan.tokens, &rows)?;
+        Ok(Passed { rows, logits, drawn: None })
     }
 
     /// Takes the tokens of a row up to the first one that is not its draft. `None` if the request has failed.
@@ -86,14 +121,14 @@ impl Worker {
         Some(result)
     }
 
-    /// Draws tokens for each row that has caught up with its text. `logits` has the rows that the plan asks for.
-    fn draw(&mut self, plan: &StepPlan<Step>, logits: &Tensor) -> Result<Vec<Vec<Drawn>>> {
-        let mut end = 0;
+    /// Draws tokens for each row that has caught up with its text.
+    fn draw(&mut self, plan: &StepPlan<PoolStep>, passed: &Passed) -> Result<Vec<Vec<Drawn>>> {
+        let Passed { rows, logits, drawn: of_pass } = passed;
         let mut draws = Vec::new();
         let mut drawn: Vec<Vec<Drawn>> = plan.rows.iter().map(|_| Vec::new()).collect();
         for (at, row) in plan.rows.iter().enumerate() {
-            let first = end;
-            end += row.logits.len();
+            let first = rows.partition_point(|&token| token < row.logits.start);
+            let end = first + row.logits.len();
             self.score_prompt(row, first, logits)?;
             let Some(running) = self.running.get_mut(&row.id) else { continue };
             let drafts = drafts(plan, row);
@@ -111,6 +146,11 @@ impl Worker {
                         }
                         of_draw.write(&numbers)?;
                     }
+                }
+                if let Some(token) = of_pass.as_ref().and_then(|drawn| drawn.get(row_of_logits)) {
+                    let token = Some(*token).filter(|&token| token != u32::MAX).ok_or_else(not_numbers);
+                    drawn[at].push(Drawn { token, logprobs });
+                    continue;
                 }
                 // The position of the token that is drawn.
                 let position = row.position + row.tokens.len() - row.draws + index + 1;
@@ -133,7 +173,7 @@ impl Worker {
     }
 
     /// Proposes drafts for the rows of a step that was applied.
-    pub(super) fn propose(&mut self, plan: &StepPlan<Step>) {
+    pub(super) fn propose(&mut self, plan: &StepPlan<PoolStep>) {
         for row in plan.rows.iter().filter(|row| row.draws > 0) {
             let lookup = self.running.get_mut(&row.id).and_then(|running| running.lookup.as_mut());
             let (Some(lookup), Some(tokens)) = (lookup, self.scheduler.tokens(row.id)) else { continue };
@@ -144,7 +184,7 @@ impl Worker {
 }
 
 /// The drafts of a row: its last tokens.
-fn drafts<'p>(plan: &'p StepPlan<Step>, row: &PlanRow) -> &'p [u32] {
+fn drafts<'p>(plan: &'p StepPlan<PoolStep>, row: &PlanRow) -> &'p [u32] {
     &plan.tokens[row.tokens.end - row.draws.saturating_sub(1)..row.tokens.end]
 }
 

@@ -108,6 +108,11 @@ impl Running {
         !self.sampler.sampling().is_plain() || self.generated < self.min_tokens || self.grammar.is_some()
     }
 
+    /// Whether the most probable token is drawn from logits that do not change.
+    pub fn is_greedy(&self) -> bool {
+        self.sampler.sampling().temperature == 0.0 && !self.changes_logits()
+    }
+
     /// Changes logits before a token is drawn, after `drafts` that are not accepted yet.
     ///
     /// # Errors

@@ -1,0 +1,208 @@
+//! `kvant bench model`: what a model reaches on a device, and what the device's memory allows.
+
+mod parts;
+mod read;
+
+use std::path::PathBuf;
+
+use kvant::Device;
+use kvant_models::{Model, PoolOptions};
+use serde::Serialize;
+
+use self::parts::Parts;
+use super::timing::{self, Timing};
+use crate::{
+    Result,
+    args::{ActivationArgs, DeviceArgs, Kv},
+    output, shipped,
+};
+
+#[derive(clap::Args)]
+pub struct ModelArgs {
+    /// Directory of a checkpoint in Hugging Face or MLX layout, or a GGUF file [default: the model that ships with
+    /// kvant]
+    #[arg(long, value_name = "PATH")]
+    model: Option<PathBuf>,
+    /// Lengths of prompts. If any of --prompts, --decode and --sequences is given, only those are measured [default:
+    /// 512,6752, as far as the model allows]
+    #[arg(long, value_name = "N,…", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..))]
+    prompts: Option<Vec<u32>>,
+    /// Tokens in the cache of one sequence that decodes, the new one included [default: 128,32768, as far as the model
+    /// allows]
+    #[arg(long, value_name = "N,…", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..))]
+    decode: Option<Vec<u32>>,
+    /// Sequences that decode together [default: 1,8,32]
+    #[arg(long, value_name = "N,…", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=4096))]
+    sequences: Option<Vec<u32>>,
+    /// Tokens in the cache of each of --sequences at the first step [default: 2048, as far as the model allows]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    context: Option<u32>,
+    /// Cache types: f32, f16, bf16, tq8, tq6, tq5, tq4, tq3, tq2, or K:V as in f16:tq4
+    #[arg(long, value_name = "KV,…", value_delimiter = ',', default_value = "f16")]
+    kv: Vec<Kv>,
+    #[command(flatten)]
+    activations: ActivationArgs,
+    #[command(flatten)]
+    device: DeviceArgs,
+    /// Seconds of measurement per case
+    #[arg(long, value_name = "S", default_value_t = 1.0)]
+    seconds: f64,
+    /// One JSON object per line: op (read, copy, load, prompt, decode, batch), device, kv, sequences, context,
+    /// us_first, us_median, us_min, tokens_per_second, bytes, gbps, of_read; null where it has no meaning
+    #[arg(long)]
+    json: bool,
+}
+
+/// A line of the result.
+#[derive(Default, Serialize)]
+struct ModelLine {
+    op: &'static str,
+    device: String,
+    kv: Option<String>,
+    sequences: Option<usize>,
+    /// Tokens of the prompt, or in the cache of each sequence.
+    context: Option<usize>,
+    /// The first time, which may compile kernels and allocate memory.
+    us_first: Option<f64>,
+    us_median: f64,
+    us_min: f64,
+    tokens_per_second: Option<f64>,
+    /// Bytes that must be moved.
+    bytes: Option<usize>,
+    /// `bytes` per median time, in 1e9 bytes per second.
+    gbps: Option<f64>,
+    /// `gbps` as a part of the rate of plain reads.
+    of_read: Option<f64>,
+}
+
+/// Prints lines for people or programs.
+struct Printout {
+    device: Device,
+    json: bool,
+    /// The rate of plain reads, in 1e9 bytes per second.
+    read_gbps: f64,
+}
+
+impl Printout {
+    fn line(&self, op: &'static str, timing: &Timing) -> ModelLine {
+        let [us_median, us_min] = [timing.median_us, timing.min_us].map(output::round3);
+        ModelLine { op, device: self.device.to_string(), us_median, us_min, ..ModelLine::default() }
+    }
+
+    fn print(&self, line: ModelLine) -> Result {
+        let gbps = line.bytes.map(|bytes| bytes as f64 / line.us_median / 1e3);
+        let is_rate = matches!(line.op, "decode" | "batch");
+        let of_read = gbps.filter(|_| is_rate && self.read_gbps > 0.0).map(|gbps| gbps / self.read_gbps);
+        let (gbps, of_read) = (gbps.map(output::round3), of_read.map(output::round3));
+        let us_first = line.us_first.map(output::round3);
+        let line = ModelLine { us_first, gbps, of_read, ..line };
+        if self.json {
+            return output::json_line(&line);
+        }
+        let count = |n: Option<usize>| n.map_or(String::new(), |n| n.to_string());
+        let number = |x: Option<f64>, unit: &str| x.map_or(String::new(), |x| format!("{x:.1}{unit}"));
+        output::text(&format!(
+            "{:<7} {:<9} {:>9} {:>8} {:>12} {:>14.1} {:>14.1} {:>10} {:>9} {:>8}\n",
+            line.op,
+            line.kv.as_deref().unwrap_or(""),
+            count(line.sequences),
+            count(line.context),
+            number(line.us_first, ""),
+            line.us_median,
+            line.us_min,
+            number(line.tokens_per_second, ""),
+            number(line.gbps, ""),
+            number(line.of_read.map(|part| part * 100.0), " %"),
+        ))
+    }
+
+    fn heading(&self) -> Result {
+        if self.json {
+            return Ok(());
+        }
+        output::text(&format!(
+            "{}\n\n{:<7} {:<9} {:>9} {:>8} {:>12} {:>14} {:>14} {:>10} {:>9} {:>8}\n",
+            self.device,
+            "",
+            "kv",
+            "sequences",
+            "context",
+            "first, µs",
+            "median, µs",
+            "fastest, µs",
+            "tokens/s",
+            "GB/s",
+            "of read"
+        ))
+    }
+}
+
+pub fn run(args: &ModelArgs) -> Result {
+    let budget = super::budget(args.seconds)?;
+    let files = shipped::files(args.model.as_deref())?;
+    let device = args.device.open()?;
+    let mut report = Printout { device: device.clone(), json: args.json, read_gbps: 0.0 };
+    report.heading()?;
+    // Before the model takes the memory.
+    let rates = read::measure(&device, budget)?;
+    for (op, timing, bytes) in [("read", &rates.read, rates.read_bytes), ("copy", &rates.copy, rates.copy_bytes)] {
+        report.read_gbps = report.read_gbps.max(bytes as f64 / timing.median_us / 1e3);
+        report.print(ModelLine { bytes: Some(bytes), ..report.line(op, timing) })?;
+    }
+    let mut loaded = None;
+    let us = timing::once(|| {
+        loaded = Some(args.activations.load(&files, &device)?);
+        Ok(())
+    })?;
+    let model = loaded.ok_or("no model")?;
+    let load = report.line("load", &Timing { median_us: us, min_us: us });
+    report.print(ModelLine { bytes: Some(model.weight_bytes()), ..load })?;
+    let parts = Parts { model: &model, report: &report, budget };
+    let cases = Cases::of(args, &model);
+    for &kv in &args.kv {
+        for &tokens in &cases.prompts {
+            parts.prompt(kv, tokens)?;
+        }
+        for &context in &cases.decode {
+            parts.decode(kv, context)?;
+        }
+        for &sequences in &cases.sequences {
+            parts.batch(kv, sequences, cases.context)?;
+        }
+    }
+    Ok(())
+}
+
+/// What is measured with each cache type.
+struct Cases {
+    prompts: Vec<usize>,
+    decode: Vec<usize>,
+    sequences: Vec<usize>,
+    context: usize,
+}
+
+impl Cases {
+    /// The cases that are asked for, or the defaults that the model's context allows.
+    fn of(args: &ModelArgs, model: &Model) -> Cases {
+        let allowed = model.config().max_position_embeddings.unwrap_or(usize::MAX);
+        let asked = [&args.prompts, &args.decode, &args.sequences];
+        let is_default = asked.iter().all(|list| list.is_none());
+        let list = |asked: &Option<Vec<u32>>, defaults: &[usize], most: usize| match asked {
+            Some(asked) => asked.iter().map(|&n| n as usize).collect(),
+            None if is_default => defaults.iter().copied().filter(|&n| n <= most).collect(),
+            None => Vec::new(),
+        };
+        let context = 2048.min(allowed.saturating_sub(parts::BATCH_STEPS).max(1));
+        Cases {
+            prompts: list(&args.prompts, &[512, 6752], allowed),
+            decode: list(&args.decode, &[128, 32768], allowed),
+            sequences: list(&args.sequences, &[1, 8, 32], usize::MAX),
+            context: args.context.map_or(context, |context| context as usize),
+        }
+    }
+}
+
+/// A pool for so many sequences of up to `longest` tokens.
+fn pool_options(kv: Kv, sequences: usize, longest: usize) -> PoolOptions {
+    PoolOptions { k: kv.k, v: kv.v, sequences, longest, ..PoolOptions::default() }
+}

@@ -1,0 +1,171 @@
+//! The measurements: prompts, one sequence that decodes, and many.
+
+use std::time::Duration;
+
+use kvant::Sequence;
+use kvant_models::{BatchDecoder, BlockSpec, Decoder, Logits, Model, PoolOptions, Sampling};
+
+use super::{super::timing, ModelLine, Printout, pool_options};
+use crate::{Result, args::Kv, output};
+
+/// Steps of a batch before its sequences get their first length again.
+pub const BATCH_STEPS: usize = 64;
+/// The most warm runs of a prompt.
+const MOST_PROMPTS: usize = 100;
+
+pub struct Parts<'a> {
+    pub model: &'a Model,
+    pub report: &'a Printout,
+    pub budget: Duration,
+}
+
+impl Parts<'_> {
+    /// Feeds a prompt to an empty sequence: the first time, and warm.
+    pub fn prompt(&self, kv: Kv, tokens: usize) -> Result {
+        let options = pool_options(kv, 1, tokens);
+        if !self.has_room(&options)? {
+            return Ok(());
+        }
+        let pool = self.model.new_pool(&options)?;
+        let ids = Ids(1).take(self.model, tokens);
+        let feed = |_| Ok(self.model.feed(&mut pool.sequence(), &ids, Logits::Last).map(drop)?);
+        let us_first = timing::once(|| feed(0))?;
+        let timing = timing::repeat_within(self.budget, (0, 1, MOST_PROMPTS), feed)?;
+        let line = self.report.line("prompt", &timing);
+        self.report.print(ModelLine {
+            kv: Some(kv.to_string()),
+            sequences: Some(1),
+            context: Some(tokens),
+            us_first: Some(us_first),
+            tokens_per_second: Some(output::round3(tokens as f64 / timing.median_us * 1e6)),
+            ..line
+        })
+    }
+
+    /// Decodes one token of one sequence again and again, with the recorded pass that `kvant generate` uses.
+    pub fn decode(&self, kv: Kv, context: usize) -> Result {
+        let options = pool_options(kv, 1, context);
+        if !self.has_room(&options)? {
+            return Ok(());
+        }
+        let (mut sequence, past) = (self.model.new_pool(&options)?.sequence(), context - 1);
+        let mut ids = Ids(2);
+        if past > 0 {
+            self.model.feed(&mut sequence, &ids.take(self.model, past), Logits::Last)?;
+        }
+        let mut decoder = Decoder::new(self.model, &mut sequence, Sampling::default())?;
+        let mut step = |_| {
+            decoder.next(&[ids.next(self.model)])?;
+            Ok(decoder.truncate(past)?)
+        };
+        let us_first = timing::once(|| step(0))?;
+        let timing = timing::repeat(self.budget, step)?;
+        let bytes = self.model.weight_bytes_per_token() + self.cached_bytes(kv, context);
+        let line = self.report.line("decode", &timing);
+        self.report.print(ModelLine {
+            kv: Some(kv.to_string()),
+            sequences: Some(1),
+            context: Some(context),
+            us_first: Some(us_first),
+            tokens_per_second: Some(output::round3(1e6 / timing.median_us)),
+            bytes: Some(bytes),
+            ..line
+        })
+    }
+
+    /// Decodes tokens of many sequences together. Each has its own pages.
+    pub fn batch(&self, kv: Kv, count: usize, context: usize) -> Result {
+        let options = pool_options(kv, count, context + BATCH_STEPS);
+        if !self.has_room(&options)? {
+            return Ok(());
+        }
+        let (pool, mut ids) = (self.model.new_pool(&options)?, Ids(3));
+        let mut sequences = vec![pool.sequence()];
+        self.model.feed(&mut sequences[0], &ids.take(self.model, context), Logits::Last)?;
+        let pages = sequences[0].export()?;
+        for _ in 1..count {
+            sequences.push(pool.import(&pages)?);
+        }
+        // So that truncation finds the positions that windows have passed.
+        sequences.iter_mut().for_each(|sequence| sequence.hold(BATCH_STEPS));
+        let mut decoder = BatchDecoder::new(self.model, &pool, count)?;
+        let mut batch: Vec<(&mut Sequence, usize)> = sequences.iter_mut().map(|sequence| (sequence, 1)).collect();
+        let greedy = Sampling::default();
+        let mut step = |batch: &mut [(&mut Sequence, usize)], tokens: &[u32]| {
+            decoder.append(batch)?;
+            let submission = decoder.run(tokens, Some(&greedy))?;
+            decoder.drawn()?.to_vec::<u32>()?;
+            Ok(submission.wait()?)
+        };
+        let us_first = timing::once(|| step(&mut batch, &ids.take(self.model, count)))?;
+        let mut times = timing::Times::default();
+        while times.go_on(self.budget) {
+            for (sequence, _) in &mut batch {
+                sequence.truncate(context)?;
+            }
+            for _ in 0..BATCH_STEPS {
+                let tokens = ids.take(self.model, count);
+                times.add(|| step(&mut batch, &tokens))?;
+            }
+        }
+        let timing = times.timing();
+        // How many experts a batch reads depends on its tokens.
+        let is_dense = self.model.decoder().blocks.iter().all(|block| block.feed_forward.moe().is_none());
+        let cached = self.cached_bytes(kv, context + BATCH_STEPS / 2);
+        let bytes = self.model.weight_bytes_per_token().saturating_add(count.saturating_mul(cached));
+        let line = self.report.line("batch", &timing);
+        self.report.print(ModelLine {
+            kv: Some(kv.to_string()),
+            sequences: Some(count),
+            context: Some(context),
+            us_first: Some(us_first),
+            tokens_per_second: Some(output::round3(count as f64 / timing.median_us * 1e6)),
+            bytes: is_dense.then_some(bytes),
+            ..line
+        })
+    }
+
+    /// Bytes of keys and values that a token after `context - 1` others reads.
+    fn cached_bytes(&self, kv: Kv, context: usize) -> usize {
+        let read = |block: &BlockSpec| {
+            let attention = &block.attention;
+            let vector = kv.k.bytes_per_vector(attention.head_dim) + kv.v.bytes_per_vector(attention.head_dim);
+            context.min(attention.window.unwrap_or(usize::MAX)) * attention.kv_heads * vector
+        };
+        self.model.decoder().blocks.iter().map(read).sum()
+    }
+
+    /// Whether the device has memory for a pool. If not, the case is skipped, with a note.
+    fn has_room(&self, options: &PoolOptions) -> Result<bool> {
+        let device = self.model.device();
+        device.trim()?;
+        let (need, Ok(memory)) = (self.model.pool_spec(options)?.bytes, device.memory()) else { return Ok(true) };
+        if need <= memory.free {
+            return Ok(true);
+        }
+        let (sequences, longest) = (options.sequences, options.longest);
+        let [need, free] = [need, memory.free].map(output::bytes);
+        output::note(&format!(
+            "skipped: the cache of {sequences} × {longest} tokens needs {need}, and {free} are free\n"
+        ))?;
+        Ok(false)
+    }
+}
+
+/// Random token ids, so that tokens take various experts.
+struct Ids(u64);
+
+impl Ids {
+    fn next(&mut self, model: &Model) -> u32 {
+        // splitmix64 (Steele et al. 2014)
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        ((z ^ (z >> 31)) % model.decoder().fed_vocab().max(1) as u64) as u32
+    }
+
+    fn take(&mut self, model: &Model, count: usize) -> Vec<u32> {
+        (0..count).map(|_| self.next(model)).collect()
+    }
+}

@@ -1,0 +1,223 @@
+//! Decode steps of batches, with passes that were recorded once.
+
+use kvant::{DType, Encoder, Graph, KvPool, Sequence, Step, StepSize, Submission, Tensor, device::DeviceKind, ops};
+
+use crate::{
+    Error, Model, Result, Sampling,
+    forward::{Wanted, Workspace},
+    sampling::draws_alike,
+};
+
+/// Feeds one token to each sequence of a batch, again and again.
+///
+/// A pass is recorded the first time that a batch of its size occurs, and replayed afterwards, including the draw.
+/// Tokens, positions, lengths and page tables are read from device memory, so nothing is planned or validated again.
+/// On CUDA, a recorded pass is a CUDA graph. On a GPU, passes have 1, 2, 4, 8 … rows, and the rows that a batch does
+/// not fill are [inactive](Step::INACTIVE). Results are those of [`Model::forward`], up to rounding: kernels depend on
+/// the number of rows.
+///
+/// ```no_run
+/// use kvant::Device;
+/// use kvant_models::{BatchDecoder, Logits, Model, PoolOptions, Sampling};
+/// let model = Model::load("path/to/a/model".as_ref(), &Device::default())?;
+/// let pool = model.new_pool(&PoolOptions::default())?;
+/// let (mut a, mut b) = (pool.sequence(), pool.sequence());
+/// model.feed(&mut a, &[2, 17, 300], Logits::Last)?;
+/// model.feed(&mut b, &[2, 90], Logits::Last)?;
+///
+/// let mut decoder = BatchDecoder::new(&model, &pool, 8)?;
+/// let mut tokens = vec![5, 91];
+/// for _ in 0..10 {
+///     decoder.append(&mut [(&mut a, 1), (&mut b, 1)])?;
+///     decoder.run(&tokens, Some(&Sampling::default()))?.wait()?;
+///     tokens = decoder.drawn()?.to_vec::<u32>()?;
+/// }
+/// # Ok::<(), kvant_models::Error>(())
+/// ```
+pub struct BatchDecoder {
+    model: Model,
+    pool: KvPool,
+    /// The most rows of a pass.
+    rows: usize,
+    /// Scratch of all passes.
+    space: Workspace,
+    /// f32 `[rows, vocab_size]`.
+    logits: Tensor,
+    /// u32 `[rows]`.
+    drawn: Tensor,
+    /// Those used last are at the end.
+    passes: Vec<RecordedPass>,
+    /// The sequences of the latest step. The last pass computes it.
+    live: usize,
+}
+
+/// The first length that passes are recorded for; each next one is [`GROWTH`] times as long. Kernels and page tables
+/// depend on it.
+const FIRST_LONGEST: usize = 1024;
+const GROWTH: usize = 4;
+/// Passes that are kept.
+const MOST_PASSES: usize = 32;
+
+/// A pass of so many rows, for sequences of up to `longest` tokens.
+struct RecordedPass {
+    rows: usize,
+    longest: usize,
+    step: Step,
+    ids: Tensor,
+    /// Without a draw.
+    plain: Option<Graph>,
+    /// With a draw by these parameters.
+    drawing: Option<(Sampling, Graph)>,
+}
+
+impl BatchDecoder {
+    /// For batches of up to `rows` sequences of a pool.
+    ///
+    /// # Errors
+    /// `Argument` for 0 rows, and for a pool of another model; `Kvant` with `OutOfMemory`.
+    pub fn new(model: &Model, pool: &KvPool, rows: usize) -> Result<BatchDecoder> {
+        model.check_pool(pool)?;
+        if rows == 0 {
+            return Err(Error::argument("rows", "at least 1", 0));
+        }
+        let rows = bucket(rows, model);
+        Ok(BatchDecoder {
+            space: model.workspace(rows)?,
+            logits: Tensor::zeros(model.device(), DType::F32, &[rows, model.vocab_size()])?,
+            drawn: Tensor::zeros(model.device(), DType::U32, &[rows])?,
+            model: model.clone(),
+            pool: pool.clone(),
+            rows,
+            passes: Vec::new(),
+            live: 0,
+        })
+    }
+
+    /// The most sequences of a batch.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Appends one token to each sequence of a batch, which is the next step to [run](BatchDecoder::run). The number of
+    /// each sequence must be 1. The sequences must not change before the step has run.
+    ///
+    /// # Errors
+    /// `Argument` for another number of tokens, no sequences, more than there are rows, or a sequence that is longer
+    /// than the model's table of query factors; `Kvant`, as [`KvPool::step_into`]. The sequences are unchanged.
+    pub fn append(&mut self, batch: &mut [(&mut Sequence, usize)]) -> Result<()> {
+        self.live = 0;
+        if batch.is_empty() || batch.len() > self.rows {
+            return Err(Error::argument("batch", format_args!("1 to {} sequences", self.rows), batch.len()));
+        }
+        if let Some((_, count)) = batch.iter().find(|(_, count)| *count != 1) {
+            return Err(Error::argument("batch", "one token of each sequence", count));
+        }
+        let longest = batch.iter().map(|(sequence, _)| sequence.len()).max().unwrap_or(0).saturating_add(1);
+        self.model.check_length(longest)?;
+        self.select(bucket(batch.len(), &self.model), longest)?;
+        if let Some(pass) = self.passes.last() {
+            self.pool.step_into(batch, &pass.step)?;
+            self.live = batch.len();
+        }
+        Ok(())
+    }
+
+    /// Starts the pass over the step that was appended last, with the id of each sequence's token. With `draw`, it
+    /// draws the next token of each sequence by these parameters, with the sequence's length as the counter; penalties,
+    /// biases and suppressed tokens are not applied.
+    ///
+    /// # Errors
+    /// `Argument` for ids outside the vocabulary, and for another number than the step has tokens; `Kvant`. The
+    /// sequences keep their tokens: truncate them if the pass failed.
+    pub fn run(&mut self, tokens: &[u32], draw: Option<&Sampling>) -> Result<Submission> {
+        self.model.check_tokens(tokens)?;
+        let expected = self.live;
+        let Some(pass) = self.passes.last_mut().filter(|_| tokens.len() == expected && expected > 0) else {
+            return Err(Error::argument("tokens", format_args!("{expected} ids"), tokens.len()));
+        };
+        pass.ids.rows(0..tokens.len())?.write(tokens)?;
+        let recorded = match draw {
+            None => pass.plain.as_ref(),
+            Some(draw) => pass.drawing.as_ref().filter(|(by, _)| draws_alike(by, draw)).map(|(_, graph)| graph),
+        };
+        match recorded {
+            Some(graph) => Ok(graph.replay()?),
+            None => self.record(draw),
+        }
+    }
+
+    /// The logits of the latest step, f32 `[sequences, vocab_size]`.
+    ///
+    /// # Errors
+    /// None for a step that has run.
+    pub fn logits(&self) -> Result<Tensor> {
+        Ok(self.logits.rows(0..self.live)?)
+    }
+
+    /// The tokens that the latest step has drawn, u32 `[sequences]`; `u32::MAX` for logits that are all NaN.
+    ///
+    /// # Errors
+    /// None for a step that has run.
+    pub fn drawn(&self) -> Result<Tensor> {
+        Ok(self.drawn.rows(0..self.live)?)
+    }
+
+    /// The logits of the first row, f32 `[1, vocab_size]`.
+    pub(crate) fn first_logits(&self) -> Result<Tensor> {
+        Ok(self.logits.rows(0..1)?)
+    }
+
+    /// Moves the pass for a number of rows and a length to the end.
+    fn select(&mut self, rows: usize, longest: usize) -> Result<()> {
+        let mut bound = FIRST_LONGEST;
+        while bound < longest {
+            bound = bound.saturating_mul(GROWTH);
+        }
+        if let Some(index) = self.passes.iter().position(|pass| (pass.rows, pass.longest) == (rows, bound)) {
+            self.passes[index..].rotate_left(1);
+            return Ok(());
+        }
+        if self.passes.len() >= MOST_PASSES {
+            self.passes.remove(0);
+        }
+        self.space.fit(self.model.decoder(), rows)?;
+        let (ids, step) = (self.space.views.ids.clone(), self.pool.reserve_step(StepSize::decode(rows, bound))?);
+        self.passes.push(RecordedPass { rows, longest: bound, step, ids, plain: None, drawing: None });
+        Ok(())
+    }
+
+    /// Records the last pass and runs it.
+    fn record(&mut self, draw: Option<&Sampling>) -> Result<Submission> {
+        let BatchDecoder { model, pool, space, logits, drawn, passes, .. } = self;
+        let Some(pass) = passes.last_mut() else { return Err(Error::argument("tokens", "a step", "none")) };
+        space.fit(model.decoder(), pass.rows)?;
+        let (logits, drawn) = (logits.rows(0..pass.rows)?, drawn.rows(0..pass.rows)?);
+        let mut encoded = Ok(());
+        let graph = Encoder::capture(model.device(), |enc| {
+            let wanted = Wanted::Every { logits: &logits };
+            encoded = model.network().encode(enc, &space.views, pool, &pass.step, &wanted);
+            match draw {
+                Some(draw) if encoded.is_ok() => ops::sample(enc, &draw.op(&logits, pass.step.lens(), &drawn)),
+                _ => Ok(()),
+            }
+        });
+        encoded?;
+        let graph = graph?;
+        let submission = graph.replay()?;
+        match draw {
+            Some(draw) => pass.drawing = Some((draw.clone(), graph)),
+            None => pass.plain = Some(graph),
+        }
+        Ok(submission)
+    }
+}
+
+/// The rows of the pass for a batch. A CPU computes every row, and records a pass in no time.
+fn bucket(rows: usize, model: &Model) -> usize {
+    match (model.device().kind(), rows) {
+        (DeviceKind::Cpu | DeviceKind::Reference, _) => rows,
+        (_, ..8) => rows.next_power_of_two(),
+        (_, ..64) => rows.next_multiple_of(8),
+        _ => rows.next_multiple_of(16),
+    }
+}
