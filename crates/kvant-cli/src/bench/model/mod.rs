@@ -37,8 +37,9 @@ pub struct ModelArgs {
     /// Tokens in the cache of each of --sequences at the first step [default: 2048, as far as the model allows]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     context: Option<u32>,
-    /// Cache types: f32, f16, bf16, tq8, tq6, tq5, tq4, tq3, tq2, or K:V as in f16:tq4
-    #[arg(long, value_name = "KV,…", value_delimiter = ',', default_value = "f16")]
+    /// Cache types [default: bf16 on CUDA, f16 elsewhere]: f32, f16, bf16, tq8, tq6, tq5, tq4, tq3, tq2, or K:V as in
+    /// f16:tq4
+    #[arg(long, value_name = "KV,…", value_delimiter = ',')]
     kv: Vec<Kv>,
     #[command(flatten)]
     activations: ActivationArgs,
@@ -159,7 +160,8 @@ pub fn run(args: &ModelArgs) -> Result {
     report.print(ModelLine { bytes: Some(model.weight_bytes()), ..load })?;
     let parts = Parts { model: &model, report: &report, budget };
     let cases = Cases::of(args, &model);
-    for &kv in &args.kv {
+    let default = [args.activations.kv(&device)];
+    for &kv in if args.kv.is_empty() { &default[..] } else { &args.kv } {
         for &tokens in &cases.prompts {
             parts.prompt(kv, tokens)?;
         }
