@@ -72,7 +72,7 @@
 //! | | affine or blocks, up to 15 rows for one matrix (with experts: for each); CPU at `Avx512Vnni` | integers per group (8-bit and IQ4 codes: f32), then f32 | activations are rounded to steps of about 2⁻²³ of the largest of their group | activations below half a step count as zero |
 //! | | affine or blocks, 16 rows or more for one matrix (with experts: all rows, once one expert has 16); CPU at `Avx512Vnni` | integers per group, then f32 | activations are rounded to 16 bits, relative to the largest of their group | r = 2⁻¹⁵. Measured: about 2·10⁻⁵ of the RMS of a result (f32: 10⁻⁷, bf16: about 10⁻³) |
 //! | | affine, one or two rows for one matrix, or few rows of experts; CUDA | integers per group, then f32 | activations are rounded to steps of 2⁻²² of the largest of 128 consecutive inputs | activations below one step count as zero |
-//! | | affine, bf16 `x` and `out`, 48 rows or more, no experts, at most 2²⁸ elements of weight and `x` together; CUDA, for groups of 32, and for any group on GPUs other than Hopper | f32 | a weight is split into the sum of two bf16 numbers | 16 bits of each weight |
+//! | | affine or blocks, bf16 `x` and `out`, 1024 rows or more (on GPUs other than Hopper, for groups of 32 and for blocks 48), no experts; CUDA with cuBLASLt | f32 | weights are rounded to bf16 | r = 2⁻¹⁰ |
 //! | [`copy`](copy()) | | none | none | bits are copied |
 //! | [`embed`](embed()) | | none | none | |
 //! | [`add_bias`](add_bias()) | | f32 | none | |

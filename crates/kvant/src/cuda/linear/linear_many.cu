@@ -13,8 +13,8 @@
 // NONE for padding. Rows whose expert does not exist come last, as if there were one more. One block.
 //
 // linear_many_arrange: x [rows, inputs] -> for every tile of ROWS rows and BLOCK inputs a chunk, a matrix in the layout
-// of wgmma.h: the parts of x. For an affine W, chunks of their sums follow, of BLOCK sums and one term each. The padding
-// is zeros. A thread has 16 bytes of a row.
+// of wgmma.h: the parts of x. For an affine W, chunks of their sums follow, of BLOCK sums and one term each. The
+// padding is zeros. A thread has 16 bytes of a row.
 //
 // linear_many: out^T = W x^T. A block has OUTPUTS outputs of ROWS rows and loops over the chunks: one thread copies
 // them into a ring in shared memory, and two warpgroups multiply, 64 outputs each. A thread reads the codes, or

@@ -8,9 +8,9 @@
 //! | `bulk` | one row, affine weight, GPUs with bulk copies | reading W |
 //! | `codes` | one or two rows, or few rows of experts, affine weight | reading W |
 //! | `rows` | few rows | reading W |
-//! | `many` | many rows, affine weight (or bf16 with other x), Hopper | tensor cores |
-//! | `dequantise` | many rows of bf16, affine weight: makes both sides dense for cuBLASLt | tensor cores |
-//! | `generic` | everything else: odd alignments, f32 weights, mixed dtypes, many rows of experts | |
+//! | `many` | many rows, also of experts, affine or bf16 weight, Hopper | tensor cores |
+//! | `dequantise` | very many rows of bf16, any quantised weight: makes it bf16 for cuBLASLt | tensor cores |
+//! | `generic` | everything else: odd alignments, f32 weights, mixed dtypes, many rows of experts elsewhere | |
 //!
 //! `integer_products.h` has the exact integer products of `codes` and `bulk`; `warp_tiling.rs` what the launches of
 //! `rows` and `codes` have in common.
