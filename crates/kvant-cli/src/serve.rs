@@ -17,6 +17,9 @@ use crate::{
     output, shipped,
 };
 
+/// Tokens of a step, unless the requests that decode are more.
+const MOST_STEP: usize = 2048;
+
 /// Serve a model over HTTP, for clients of OpenAI and Anthropic
 ///
 /// GET / is a page to try the model, GET /openapi.json describes all routes. SIGTERM or Ctrl-C lets running requests
@@ -105,7 +108,8 @@ pub fn run(args: &ServeArgs) -> Result {
     let kv = args.kv.unwrap_or_else(|| args.activations.kv(&device));
     args.check_memory(&files, &device, kv)?;
     let model = args.activations.load(&files, &device)?;
-    let engine = Engine::start(model, tokenizer, args.engine_options(kv))?;
+    let engine_options = args.engine_options(kv, model.pass_tokens());
+    let engine = Engine::start(model, tokenizer, engine_options)?;
     let server = Server::new(engine, template, options);
     output::note(&format!("listening on http://{address}\n"))?;
     Ok(server.run(listener)?)
@@ -167,11 +171,12 @@ impl ServeArgs {
         ChatTemplate::new(&source, tokens).map(Some).map_err(|error| format!("{}: {error}", path.display()).into())
     }
 
-    fn engine_options(&self, kv: Kv) -> EngineOptions {
+    /// `pass_tokens`: what the model takes in a pass. Longer steps than [`MOST_STEP`] would delay those who decode.
+    fn engine_options(&self, kv: Kv, pass_tokens: usize) -> EngineOptions {
         let options = EngineOptions::default()
             .kv(kv.k, kv.v)
             .sequences(self.max_sequences)
-            .step_tokens(self.max_sequences.saturating_mul(2 + self.drafts).max(512))
+            .step_tokens(self.max_sequences.saturating_mul(2 + self.drafts).max(pass_tokens.min(MOST_STEP)))
             .drafts(self.drafts)
             .queue(self.queue)
             .host_memory(self.host_cache.0);

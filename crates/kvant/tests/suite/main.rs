@@ -9,6 +9,7 @@ mod common;
 mod conformance;
 mod cuda_compiles;
 mod from_mlx_native;
+mod generic_routes;
 mod golden;
 mod hazards;
 mod pages;

@@ -390,15 +390,12 @@ fn many_rows_of_experts() {
                 let w = Matrices::new(device, &mut rng, kind, &[experts, outputs], inputs)?;
                 let rows = if expanded { tokens * top_k } else { tokens };
                 let x = input(device, x_type, &rng.normals(rows * inputs), &[rows, inputs])?;
-                let ids: Vec<u32> = (0..tokens * top_k)
-                    .map(|_| match rng.below(experts + 1) as u32 {
-                        // Half of the rows choose the first, and none the second.
-                        0 | 1 => 0,
-                        id if rng.bits() % 2 == 0 => id - 1,
-                        _ => 0,
-                    })
-                    .map(|id| if id == 1 { 0 } else { id })
-                    .collect();
+                // Many rows choose the first, and none the second.
+                let mut choose = || match rng.below(2 * experts) {
+                    id if id >= experts || id == 1 => 0,
+                    id => id as u32,
+                };
+                let ids: Vec<u32> = (0..tokens * top_k).map(|_| choose()).collect();
                 let ids = indices(device, &ids, &[tokens, top_k])?;
                 let out = Out::new(device, out_type, &[tokens * top_k, outputs])?;
                 let experts = Some(Experts::new(&ids).expanded(expanded));
