@@ -100,8 +100,12 @@ fn matrix(device: &Device, storage: Storage, outputs: usize, inputs: usize) -> R
         Storage::Blocks(format) => {
             // Without the bits that make a scale infinite or subnormal.
             let bytes = storage.bytes(outputs, inputs);
-            let data: Vec<u8> =
+            let mut data: Vec<u8> =
                 (0..bytes as u32).map(|i| (i.wrapping_mul(0x9e37_79b9) >> 24) as u8 & 0x7B | 8).collect();
+            if format == ops::BlockFormat::MXFP4 {
+                // Products with a small power of two would be subnormal, too.
+                data.iter_mut().step_by(format.block_bytes()).for_each(|exponent| *exponent = 120);
+            }
             let data = Tensor::from_slice(device, &data, &[outputs, bytes / outputs.max(1)])?;
             return Ok(Matrix::Blocks(data, format));
         }

@@ -75,13 +75,21 @@ impl<'a> OutputBlock<'a> {
     /// What to prefetch while rows of `row_bytes` are read, the first of them at `row`.
     #[inline(always)]
     pub fn prefetch(&self, row: *const u8, row_bytes: usize) -> WeightPrefetch {
-        WeightPrefetch { start: row.wrapping_add(self.prefetch_distance()), apart: self.apart * row_bytes }
+        let ahead = if self.streams() { PREFETCH_STREAM } else { PREFETCH_ROWS };
+        WeightPrefetch { start: row.wrapping_add(ahead), apart: self.apart * row_bytes }
     }
 
-    /// Bytes to prefetch ahead.
+    /// The same for rows that are read twice, the first time the beginning of each block: here the lines behind those.
     #[inline(always)]
-    pub fn prefetch_distance(&self) -> usize {
-        if self.streams() { PREFETCH_STREAM } else { PREFETCH_ROWS }
+    pub fn prefetch_rows(&self, row: *const u8, row_bytes: usize) -> WeightPrefetch {
+        let start = row.wrapping_add(self.prefetch_distance(row_bytes) + 64);
+        WeightPrefetch { start, apart: self.apart * row_bytes }
+    }
+
+    /// Bytes to prefetch ahead in rows that are read twice: the next row.
+    #[inline(always)]
+    pub fn prefetch_distance(&self, row_bytes: usize) -> usize {
+        if self.streams() { row_bytes.max(PREFETCH_STREAM) } else { PREFETCH_ROWS }
     }
 }
 
@@ -105,12 +113,6 @@ pub(super) struct WeightPrefetch {
 }
 
 impl WeightPrefetch {
-    /// Prefetches codes that are in the nearest cache already.
-    #[inline(always)]
-    pub fn none(codes: *const u8) -> WeightPrefetch {
-        WeightPrefetch { start: codes, apart: 0 }
-    }
-
     /// The address to prefetch while the `index`th `bytes` bytes of each row are read: of the first row, and the
     /// distance to that of the next row.
     #[inline(always)]
@@ -146,16 +148,13 @@ impl WeightPrefetch {
     }
 }
 
-/// Affine rows of a matrix at equal distances: the first one's codes, scales and biases, how many bytes of codes and
-/// how many scales (and biases) further each of the others has its own, and what to prefetch meanwhile.
+/// The scales and biases of rows at equal distances: those of the first one, and how many scales (and biases) further
+/// each of the others has its own.
 #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "only `integers` reads them"))]
-pub(super) struct AffineRows {
-    pub codes: *const u8,
-    pub codes_apart: usize,
+pub(super) struct RowFactors {
     pub scales: *const f32,
     pub biases: *const f32,
-    pub scales_apart: usize,
-    pub prefetch: WeightPrefetch,
+    pub apart: usize,
 }
 
 #[cfg(test)]

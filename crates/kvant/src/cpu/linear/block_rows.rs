@@ -1,40 +1,38 @@
-//! A few rows of activations times rows in blocks. The codes of the rows that are multiplied together are unpacked to
-//! bytes first, which stay in the nearest cache; then they are 8-bit affine rows.
+//! A few rows of activations times rows in blocks.
+//!
+//! Scales and biases of the rows that are multiplied together are computed first, while the rows come into the nearest
+//! cache. Products of bytes unpack codes in registers. In f32, codes are unpacked to bytes first; then they are 8-bit
+//! affine rows.
 
 use super::{
     super::simd::Simd,
-    block::{self, OutputBlock, Together},
+    block::{OutputBlock, RowFactors, Together},
     blocks::BlockMatrix,
     few_rows::{LANES, PreparedRow, WeightRows, sums},
-    integers::{IntegerLayout, byte_products},
+    integers::{IntegerLayout, block_codes::BlockCodes, byte_products},
 };
 
 /// Rows in blocks that are multiplied together, at most.
 const TOGETHER: usize = 8;
 
-/// Bytes between the unpacked codes of two rows, lest rows fall into the same few sets of the caches.
-fn unpacked_stride(inputs: usize) -> usize {
-    inputs.next_multiple_of(64) + 64
-}
-
-/// Rows in blocks, and room for the codes of [`TOGETHER`] of them.
+/// Rows in blocks, and room for the scales and biases of [`TOGETHER`] of them.
 #[derive(Clone, Copy)]
-pub(super) struct UnpackedRows {
+pub(super) struct FactorRows {
     blocks: BlockMatrix,
     inputs: usize,
-    codes: *mut u8,
+    factors: *mut f32,
 }
 
-impl UnpackedRows {
+impl FactorRows {
     /// Floats of the room that rows take.
-    pub(super) fn room(inputs: usize) -> usize {
-        TOGETHER * unpacked_stride(inputs) / 4
+    pub(super) fn room(groups: usize) -> usize {
+        TOGETHER * 2 * groups
     }
 
     /// Nothing else uses the room as long as the result lives.
-    pub(super) fn new(blocks: BlockMatrix, inputs: usize, room: &mut [f32]) -> UnpackedRows {
-        debug_assert!(room.len() >= UnpackedRows::room(inputs));
-        UnpackedRows { blocks, inputs, codes: room.as_mut_ptr().cast() }
+    pub(super) fn new(blocks: BlockMatrix, inputs: usize, room: &mut [f32]) -> FactorRows {
+        debug_assert!(room.len() >= FactorRows::room(inputs / blocks.group()));
+        FactorRows { blocks, inputs, factors: room.as_mut_ptr() }
     }
 
     fn row_bytes(&self) -> usize {
@@ -45,44 +43,56 @@ impl UnpackedRows {
         self.inputs / self.blocks.group()
     }
 
-    /// Unpacks the codes of R rows; returns those of the first, `unpacked_stride` before those of the next.
+    /// Computes the scales and biases of R rows.
     ///
     /// # Safety
     /// The rows exist, there is room for them, and the level's instructions are enabled.
     #[inline(always)]
-    unsafe fn unpack<S: Simd, const R: usize>(&self, block: &OutputBlock, rows: &Together) -> *const u8 {
+    unsafe fn compute<S: Simd, const R: usize>(&self, block: &OutputBlock, rows: &Together) -> RowFactors {
         const { assert!(R <= TOGETHER) };
+        let groups = self.groups();
         for r in 0..R {
             // SAFETY: the caller's promise; nothing else refers to this room.
             unsafe {
-                let to = self.codes.add(r * unpacked_stride(self.inputs));
-                let to = std::slice::from_raw_parts_mut(to, self.inputs);
-                self.blocks.codes::<S>(rows.output + r * rows.apart, block.prefetch_distance(), to);
+                let room = std::slice::from_raw_parts_mut(self.factors.add(r * 2 * groups), 2 * groups);
+                let (scales, biases) = room.split_at_mut(groups);
+                let (row, ahead) = (rows.output + r * rows.apart, block.prefetch_distance(self.row_bytes()));
+                self.blocks.factors::<S>(row, self.inputs, ahead, scales, biases);
             }
         }
-        self.codes
+        RowFactors { scales: self.factors, biases: self.factors.wrapping_add(groups), apart: 2 * groups }
     }
 }
 
-/// Rows in blocks, in f32.
+/// Rows in blocks, in f32, and room for the codes of [`TOGETHER`] of them.
 #[derive(Clone, Copy)]
 pub(super) struct BlockWeights {
-    pub unpacked: UnpackedRows,
+    rows: FactorRows,
+    codes: *mut u8,
+}
+
+impl BlockWeights {
+    /// Floats of the room that rows take.
+    pub(super) fn room(blocks: BlockMatrix, inputs: usize) -> usize {
+        FactorRows::room(inputs / blocks.group()) + TOGETHER * Self::apart(inputs) / 4
+    }
+
+    /// Nothing else uses the room as long as the result lives.
+    pub(super) fn new(blocks: BlockMatrix, inputs: usize, room: &mut [f32]) -> BlockWeights {
+        let (factors, codes) = room.split_at_mut(FactorRows::room(inputs / blocks.group()));
+        debug_assert!(codes.len() * 4 >= TOGETHER * Self::apart(inputs));
+        BlockWeights { rows: FactorRows::new(blocks, inputs, factors), codes: codes.as_mut_ptr().cast() }
+    }
+
+    /// Bytes between the unpacked codes of two rows, lest rows fall into the same few sets of the caches.
+    fn apart(inputs: usize) -> usize {
+        inputs.next_multiple_of(64) + 64
+    }
 }
 
 impl WeightRows for BlockWeights {
     fn row_bytes(&self) -> usize {
-        self.unpacked.row_bytes()
-    }
-
-    fn groups(&self) -> usize {
-        self.unpacked.groups()
-    }
-
-    #[inline(always)]
-    unsafe fn scales<S: Simd>(&self, first: usize, scales: &mut [f32], biases: &mut [f32]) {
-        // SAFETY: the caller's promise.
-        unsafe { self.unpacked.blocks.factors::<S>(first, self.unpacked.inputs, scales, biases) };
+        self.rows.row_bytes()
     }
 
     #[inline(always)]
@@ -92,28 +102,30 @@ impl WeightRows for BlockWeights {
         rows: Together,
         x: &[PreparedRow; T],
     ) -> [[f32; T]; R] {
-        let (groups, group) = (self.groups(), self.unpacked.blocks.group());
-        let stride = unpacked_stride(self.unpacked.inputs);
-        // SAFETY: the caller's promise; the rows lie within the block.
+        let FactorRows { blocks, inputs, .. } = self.rows;
+        let (groups, group, apart) = (self.rows.groups(), blocks.group(), Self::apart(inputs));
+        // SAFETY: the caller's promise; nothing else refers to the room.
         unsafe {
-            let codes = self.unpacked.unpack::<S, R>(block, &rows);
-            let scales: [_; R] =
-                std::array::from_fn(|r| block.scales.as_ptr().add((rows.place + r * rows.places_apart) * groups));
-            let biases = block.count * groups;
+            let factors = self.rows.compute::<S, R>(block, &rows);
+            for r in 0..R {
+                let to = std::slice::from_raw_parts_mut(self.codes.add(r * apart), inputs);
+                let ahead = block.prefetch_distance(self.row_bytes());
+                blocks.codes::<S>(rows.output + r * rows.apart, ahead, to);
+            }
             let mut total = [[S::zero(); T]; R];
             for g in 0..groups {
                 let mut dot = [[S::zero(); T]; R];
                 for at in (g * group..(g + 1) * group).step_by(S::LANES) {
                     for (r, dot) in dot.iter_mut().enumerate() {
-                        let q = S::load_u8(codes.add(r * stride + at));
+                        let q = S::load_u8(self.codes.add(r * apart + at));
                         for (dot, x) in dot.iter_mut().zip(x) {
                             *dot = S::fma(q, S::load(x.0.as_ptr().add(at)), *dot);
                         }
                     }
                 }
                 for r in 0..R {
-                    let scale = S::splat(scales[r].add(g).read());
-                    let bias = S::splat(scales[r].add(biases + g).read());
+                    let scale = S::splat(factors.scales.add(r * factors.apart + g).read());
+                    let bias = S::splat(factors.biases.add(r * factors.apart + g).read());
                     for t in 0..T {
                         let sum = S::load(x[t].1.as_ptr().add(g * LANES));
                         total[r][t] = S::fma(scale, dot[r][t], S::fma(bias, sum, total[r][t]));
@@ -125,26 +137,16 @@ impl WeightRows for BlockWeights {
     }
 }
 
-/// Rows in blocks, by products of bytes; codes have BITS bits, or more than 6 where it is 8.
+/// Rows in blocks of one packing, by products of bytes.
 #[derive(Clone, Copy)]
-pub(super) struct BlockByteProducts<const BITS: usize> {
-    pub unpacked: UnpackedRows,
+pub(super) struct BlockByteProducts<const PACKING: usize> {
+    pub rows: FactorRows,
     pub layout: IntegerLayout,
 }
 
-impl<const BITS: usize> WeightRows for BlockByteProducts<BITS> {
+impl<const PACKING: usize> WeightRows for BlockByteProducts<PACKING> {
     fn row_bytes(&self) -> usize {
-        self.unpacked.row_bytes()
-    }
-
-    fn groups(&self) -> usize {
-        self.unpacked.groups()
-    }
-
-    #[inline(always)]
-    unsafe fn scales<S: Simd>(&self, first: usize, scales: &mut [f32], biases: &mut [f32]) {
-        // SAFETY: the caller's promise.
-        unsafe { self.unpacked.blocks.factors::<S>(first, self.unpacked.inputs, scales, biases) };
+        self.rows.row_bytes()
     }
 
     #[inline(always)]
@@ -154,19 +156,13 @@ impl<const BITS: usize> WeightRows for BlockByteProducts<BITS> {
         rows: Together,
         x: &[PreparedRow; T],
     ) -> [[f32; T]; R] {
-        let (groups, scales) = (self.groups(), block.scales.as_ptr());
         // SAFETY: the caller's promise; the rows lie within the block.
         unsafe {
-            let codes = self.unpacked.unpack::<S, R>(block, &rows);
-            let rows = block::AffineRows {
-                codes,
-                codes_apart: unpacked_stride(self.unpacked.inputs),
-                scales: scales.add(rows.place * groups),
-                biases: scales.add((block.count + rows.place) * groups),
-                scales_apart: rows.places_apart * groups,
-                prefetch: block::WeightPrefetch::none(codes),
-            };
-            byte_products::dots::<BITS, 8, R, T>(self.layout, &rows, x.map(|x| x.0.as_ptr()))
+            let factors = self.rows.compute::<S, R>(block, &rows);
+            let start = self.rows.blocks.row(rows.output, self.rows.inputs);
+            let prefetch = block.prefetch_rows(start, self.row_bytes());
+            let codes = BlockCodes::<PACKING>::new(&self.rows.blocks, start, rows.apart * self.row_bytes(), prefetch);
+            byte_products::dots::<_, R, T>(self.layout, codes, &factors, x.map(|x| x.0.as_ptr()))
         }
     }
 }

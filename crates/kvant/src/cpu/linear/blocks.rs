@@ -28,10 +28,27 @@ enum Packing {
     Mxfp4,
 }
 
+/// The numbers of the ways to store codes, as parameters of kernels.
+pub(super) mod packing {
+    use crate::ops::BlockFormat;
+
+    pub const Q5_0: usize = BlockFormat::Q5_0 as usize;
+    pub const Q5_1: usize = BlockFormat::Q5_1 as usize;
+    pub const Q2_K: usize = BlockFormat::Q2_K as usize;
+    pub const Q3_K: usize = BlockFormat::Q3_K as usize;
+    pub const Q4_K: usize = BlockFormat::Q4_K as usize;
+    pub const Q5_K: usize = BlockFormat::Q5_K as usize;
+    pub const Q6_K: usize = BlockFormat::Q6_K as usize;
+    pub const IQ4_NL: usize = BlockFormat::IQ4_NL as usize;
+    pub const IQ4_XS: usize = BlockFormat::IQ4_XS as usize;
+    pub const MXFP4: usize = BlockFormat::MXFP4 as usize;
+    pub const SEPARATE_MXFP4: usize = BlockFormat::ALL.len();
+}
+
 /// The values of the codes of IQ4_NL and IQ4_XS, plus 128.
-const IQ4: [u8; 16] = [1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241];
+pub(super) const IQ4: [u8; 16] = [1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241];
 /// Twice the numbers of E2M1 codes, plus 12.
-const E2M1: [u8; 16] = [12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0];
+pub(super) const E2M1: [u8; 16] = [12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0];
 /// The code of zero.
 const E2M1_ZERO: f32 = 12.0;
 
@@ -54,9 +71,12 @@ impl BlockMatrix {
         }
     }
 
-    /// Whether codes have more than 6 bits.
-    pub(super) fn wide(&self) -> bool {
-        matches!(self.format, Packing::Blocks(BlockFormat::IQ4_NL | BlockFormat::IQ4_XS))
+    /// The length of the runs that are cheap to unpack alternately. Two of them are a group, or less.
+    pub(super) fn run(&self) -> usize {
+        match self.format {
+            Packing::Blocks(_) => self.group() / 2,
+            Packing::Mxfp4 => 1,
+        }
     }
 
     /// A code in the middle of the range.
@@ -75,12 +95,29 @@ impl BlockMatrix {
         }
     }
 
+    /// One of [`packing`]'s numbers.
+    pub(super) fn packing(&self) -> usize {
+        match self.format {
+            Packing::Blocks(format) => format as usize,
+            Packing::Mxfp4 => packing::SEPARATE_MXFP4,
+        }
+    }
+
     /// Bytes of a row, without separate scales.
     pub(super) fn row_bytes(&self, inputs: usize) -> usize {
         match self.format {
             Packing::Blocks(format) => inputs / format.block_inputs() * format.block_bytes(),
             Packing::Mxfp4 => inputs / 2,
         }
+    }
+
+    /// The first byte of a row, without separate scales.
+    ///
+    /// # Safety
+    /// The row exists.
+    pub(super) unsafe fn row(&self, row: usize, inputs: usize) -> *const u8 {
+        // SAFETY: the caller's promise.
+        unsafe { self.codes.0.add(row * self.row_bytes(inputs)) }
     }
 
     /// Unpacks the codes of a row, in natural order; `to` is as long as the row. Prefetches what is `ahead` bytes
@@ -92,17 +129,25 @@ impl BlockMatrix {
     pub(super) unsafe fn codes<S: Simd>(&self, row: usize, ahead: usize, to: &mut [u8]) {
         let bytes = self.row_bytes(to.len());
         // SAFETY: the caller's promise: `bytes` bytes a row.
-        let row = unsafe { std::slice::from_raw_parts(self.codes.0.add(row * bytes), bytes) };
+        let row = unsafe { std::slice::from_raw_parts(self.row(row, to.len()), bytes) };
         // SAFETY: the level's instructions are enabled.
         unsafe { S::call(UnpackRow { format: self.format, row, ahead, to }) };
     }
 
-    /// Computes the scales and the biases of rows from `first` on, as many as there is room for.
+    /// Computes the scales and the biases of rows from `first` on, as many as there is room for. Prefetches blocks that
+    /// are `ahead` bytes further.
     ///
     /// # Safety
     /// The rows exist, both slices have the same length, and the level's instructions are enabled.
     #[inline(always)]
-    pub(super) unsafe fn factors<S: Simd>(&self, first: usize, inputs: usize, scales: &mut [f32], biases: &mut [f32]) {
+    pub(super) unsafe fn factors<S: Simd>(
+        &self,
+        first: usize,
+        inputs: usize,
+        ahead: usize,
+        scales: &mut [f32],
+        biases: &mut [f32],
+    ) {
         let blocks = match self.format {
             // SAFETY: the caller's promise: one byte for each scale.
             Packing::Mxfp4 => unsafe {
@@ -111,11 +156,11 @@ impl BlockMatrix {
             Packing::Blocks(format) => {
                 let bytes = scales.len() * format.group() / format.block_inputs() * format.block_bytes();
                 // SAFETY: the caller's promise: these blocks exist.
-                unsafe { std::slice::from_raw_parts(self.codes.0.add(first * self.row_bytes(inputs)), bytes) }
+                unsafe { std::slice::from_raw_parts(self.row(first, inputs), bytes) }
             }
         };
         // SAFETY: the level's instructions are enabled.
-        unsafe { S::call(UnpackFactors { format: self.format, blocks, scales, biases }) };
+        unsafe { S::call(UnpackFactors { format: self.format, blocks, ahead, scales, biases }) };
     }
 }
 
@@ -123,6 +168,7 @@ impl BlockMatrix {
 struct UnpackFactors<'a> {
     format: Packing,
     blocks: &'a [u8],
+    ahead: usize,
     scales: &'a mut [f32],
     biases: &'a mut [f32],
 }
@@ -131,24 +177,29 @@ impl SimdKernel for UnpackFactors<'_> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self) {
-        let UnpackFactors { format, blocks, scales, biases } = self;
+        let UnpackFactors { format, blocks, ahead, scales, biases } = self;
         let Packing::Blocks(format) = format else {
             for ((&e, scale), bias) in blocks.iter().zip(scales).zip(biases) {
                 (*scale, *bias) = mxfp4_factors(e);
             }
             return;
         };
-        match format {
-            BlockFormat::Q5_0 => each::<22, 1>(blocks, scales, biases, q5_0_factors),
-            BlockFormat::Q5_1 => each::<24, 1>(blocks, scales, biases, q5_1_factors),
-            BlockFormat::IQ4_NL => each::<18, 1>(blocks, scales, biases, iq4_nl_factors),
-            BlockFormat::MXFP4 => each::<17, 1>(blocks, scales, biases, mxfp4_block_factors),
-            BlockFormat::Q2_K => each::<84, 16>(blocks, scales, biases, q2_factors),
-            BlockFormat::Q3_K => each::<110, 16>(blocks, scales, biases, q3_factors),
-            BlockFormat::Q4_K => each::<144, 8>(blocks, scales, biases, q4_factors),
-            BlockFormat::Q5_K => each::<176, 8>(blocks, scales, biases, q4_factors),
-            BlockFormat::Q6_K => each::<210, 16>(blocks, scales, biases, q6_factors),
-            BlockFormat::IQ4_XS => each::<136, 8>(blocks, scales, biases, iq4_xs_factors),
+        // SAFETY: the level's instructions are enabled.
+        unsafe {
+            match format {
+                BlockFormat::Q5_0 => ones::<S, 22, _>(blocks, [0], ahead, scales, biases, |_, [d]| (d, -16.0 * d)),
+                BlockFormat::Q5_1 => ones::<S, 24, _>(blocks, [0, 2], ahead, scales, biases, |_, [d, min]| (d, min)),
+                BlockFormat::IQ4_NL => ones::<S, 18, _>(blocks, [0], ahead, scales, biases, |_, [d]| (d, -128.0 * d)),
+                BlockFormat::MXFP4 => {
+                    ones::<S, 17, _>(blocks, [0], ahead, scales, biases, |e, _| mxfp4_factors(e as u8))
+                }
+                BlockFormat::Q2_K => each::<S, 84, 16, _>(blocks, [80, 82], ahead, scales, biases, q2_factors),
+                BlockFormat::Q3_K => each::<S, 110, 16, _>(blocks, [108], ahead, scales, biases, q3_factors),
+                BlockFormat::Q4_K => each::<S, 144, 8, _>(blocks, [0, 2], ahead, scales, biases, q4_factors),
+                BlockFormat::Q5_K => each::<S, 176, 8, _>(blocks, [0, 2], ahead, scales, biases, q4_factors),
+                BlockFormat::Q6_K => each::<S, 210, 16, _>(blocks, [208], ahead, scales, biases, q6_factors),
+                BlockFormat::IQ4_XS => each::<S, 136, 8, _>(blocks, [0], ahead, scales, biases, iq4_xs_factors),
+            }
         }
     }
 }
@@ -341,51 +392,88 @@ fn iq4_xs(block: &[u8; 136], to: &mut [u8; 256]) {
     }
 }
 
-/// Calls `factors` for each block, with room for its GROUPS scales and biases.
+/// Blocks whose halves are widened together.
+const HALVES: usize = 16;
+
+/// The f16 that blocks have at `halves`, and their bits.
 #[inline(always)]
-fn each<const BYTES: usize, const GROUPS: usize>(
+unsafe fn widened<S: Simd, const BYTES: usize, const N: usize>(
     blocks: &[u8],
+    halves: [usize; N],
+) -> ([[u16; HALVES]; N], [[f32; HALVES]; N]) {
+    let (mut bits, mut floats) = ([[0; HALVES]; N], [[0.0; HALVES]; N]);
+    for (i, block) in blocks.chunks_exact(BYTES).take(HALVES).enumerate() {
+        for (bits, at) in bits.iter_mut().zip(halves) {
+            bits[i] = u16::from_le_bytes([block[at], block[at + 1]]);
+        }
+    }
+    for (bits, floats) in bits.iter().zip(&mut floats) {
+        for at in (0..HALVES).step_by(S::LANES) {
+            // SAFETY: the level's instructions are enabled; whole vectors of both arrays.
+            unsafe { S::store(floats.as_mut_ptr().add(at), S::load_f16(bits.as_ptr().add(at))) };
+        }
+    }
+    (bits, floats)
+}
+
+/// Those of the `i`th block. Not by `map`: in functions with their own target features that stays a call.
+#[inline(always)]
+fn of_block<const N: usize>(floats: &[[f32; HALVES]; N], i: usize) -> [f32; N] {
+    let mut of_block = [0.0; N];
+    for (to, from) in of_block.iter_mut().zip(floats) {
+        *to = from[i];
+    }
+    of_block
+}
+
+/// Scales and biases of blocks that have one of each, by the bits of their first f16 and all their f16.
+#[inline(always)]
+unsafe fn ones<S: Simd, const BYTES: usize, const N: usize>(
+    blocks: &[u8],
+    halves: [usize; N],
+    ahead: usize,
     scales: &mut [f32],
     biases: &mut [f32],
-    factors: impl Fn(&[u8; BYTES], &mut [f32; GROUPS], &mut [f32; GROUPS]),
+    factors: impl Fn(u16, [f32; N]) -> (f32, f32),
 ) {
-    let blocks = blocks.chunks_exact(BYTES);
-    for ((block, s), b) in blocks.zip(scales.chunks_exact_mut(GROUPS)).zip(biases.chunks_exact_mut(GROUPS)) {
-        let (Ok(block), Ok(s), Ok(b)) = (block.try_into(), s.try_into(), b.try_into()) else { return };
-        factors(block, s, b);
+    let factors_of = scales.chunks_mut(HALVES).zip(biases.chunks_mut(HALVES));
+    for (blocks, (s, b)) in blocks.chunks(HALVES * BYTES).zip(factors_of) {
+        // SAFETY: the level's instructions are enabled.
+        let (bits, floats) = unsafe {
+            for at in (0..HALVES * BYTES).step_by(64) {
+                S::prefetch(blocks.as_ptr().wrapping_add(ahead + at));
+            }
+            widened::<S, BYTES, N>(blocks, halves)
+        };
+        for (i, (s, b)) in s.iter_mut().zip(b).enumerate().take(HALVES) {
+            (*s, *b) = factors(bits[0][i], of_block(&floats, i));
+        }
     }
 }
 
-/// The f16 at a byte; without the call of a function that looks for instructions.
+/// Calls `factors` for each block with the f16 that it has at `halves`, and with room for its GROUPS scales and
+/// biases. Prefetching has another use: compilers do not compute several blocks side by side, which takes longer.
 #[inline(always)]
-fn half(block: &[u8], at: usize) -> f32 {
-    let bits = u32::from(u16::from_le_bytes([block[at], block[at + 1]]));
-    // The exponents differ by 112. Numbers of the largest exponent are infinite or NaN.
-    let magnitude = f32::from_bits((bits & 0x7FFF) << 13) * f32::from_bits((127 + 112) << 23);
-    let special = if bits & 0x7C00 == 0x7C00 { 0x7F80_0000 } else { 0 };
-    f32::from_bits(magnitude.to_bits() | special | (bits & 0x8000) << 16)
-}
-
-#[inline(always)]
-fn q5_0_factors(block: &[u8; 22], s: &mut [f32; 1], b: &mut [f32; 1]) {
-    s[0] = half(block, 0);
-    b[0] = -16.0 * s[0];
-}
-
-#[inline(always)]
-fn q5_1_factors(block: &[u8; 24], s: &mut [f32; 1], b: &mut [f32; 1]) {
-    (s[0], b[0]) = (half(block, 0), half(block, 2));
-}
-
-#[inline(always)]
-fn iq4_nl_factors(block: &[u8; 18], s: &mut [f32; 1], b: &mut [f32; 1]) {
-    s[0] = half(block, 0);
-    b[0] = -128.0 * s[0];
-}
-
-#[inline(always)]
-fn mxfp4_block_factors(block: &[u8; 17], s: &mut [f32; 1], b: &mut [f32; 1]) {
-    (s[0], b[0]) = mxfp4_factors(block[0]);
+unsafe fn each<S: Simd, const BYTES: usize, const GROUPS: usize, const N: usize>(
+    blocks: &[u8],
+    halves: [usize; N],
+    ahead: usize,
+    scales: &mut [f32],
+    biases: &mut [f32],
+    factors: impl Fn(&[u8; BYTES], [f32; N], &mut [f32; GROUPS], &mut [f32; GROUPS]),
+) {
+    let factors_of = scales.chunks_mut(HALVES * GROUPS).zip(biases.chunks_mut(HALVES * GROUPS));
+    for (blocks, (s, b)) in blocks.chunks(HALVES * BYTES).zip(factors_of) {
+        // SAFETY: the level's instructions are enabled.
+        let (_, floats) = unsafe { widened::<S, BYTES, N>(blocks, halves) };
+        let groups = s.chunks_exact_mut(GROUPS).zip(b.chunks_exact_mut(GROUPS));
+        for (i, (block, (s, b))) in blocks.chunks_exact(BYTES).zip(groups).enumerate().take(HALVES) {
+            // SAFETY: as above.
+            unsafe { S::prefetch(block.as_ptr().wrapping_add(ahead)) };
+            let (Ok(block), Ok(s), Ok(b)) = (block.try_into(), s.try_into(), b.try_into()) else { return };
+            factors(block, of_block(&floats, i), s, b);
+        }
+    }
 }
 
 /// The scale of doubled numbers, 2^(e − 128), of which the smallest two are subnormal; the bias.
@@ -396,8 +484,7 @@ fn mxfp4_factors(e: u8) -> (f32, f32) {
 }
 
 #[inline(always)]
-fn q2_factors(block: &[u8; 84], s: &mut [f32; 16], b: &mut [f32; 16]) {
-    let (d, min) = (half(block, 80), half(block, 82));
+fn q2_factors(block: &[u8; 84], [d, min]: [f32; 2], s: &mut [f32; 16], b: &mut [f32; 16]) {
     for g in 0..16 {
         s[g] = d * f32::from(block[g] & 15);
         b[g] = -min * f32::from(block[g] >> 4);
@@ -411,8 +498,7 @@ fn word(block: &[u8], at: usize) -> u32 {
 }
 
 #[inline(always)]
-fn q3_factors(block: &[u8; 110], s: &mut [f32; 16], b: &mut [f32; 16]) {
-    let d = half(block, 108);
+fn q3_factors(block: &[u8; 110], [d]: [f32; 1], s: &mut [f32; 16], b: &mut [f32; 16]) {
     // Four scales a word: their low halves are in two words, their two high bits in the third.
     let words = [word(block, 96), word(block, 100), word(block, 104)];
     let mut bytes = [0u8; 16];
@@ -429,8 +515,7 @@ fn q3_factors(block: &[u8; 110], s: &mut [f32; 16], b: &mut [f32; 16]) {
 
 /// Of Q4_K and Q5_K.
 #[inline(always)]
-fn q4_factors<const BYTES: usize>(block: &[u8; BYTES], s: &mut [f32; 8], b: &mut [f32; 8]) {
-    let (d, min) = (half(block, 0), half(block, 2));
+fn q4_factors<const BYTES: usize>(block: &[u8; BYTES], [d, min]: [f32; 2], s: &mut [f32; 8], b: &mut [f32; 8]) {
     // Four scales or minima a word: the first four of each whole, of the others the low halves together.
     let (first, mins, rest) = (word(block, 4), word(block, 8), word(block, 12));
     let words = [
@@ -450,8 +535,7 @@ fn q4_factors<const BYTES: usize>(block: &[u8; BYTES], s: &mut [f32; 8], b: &mut
 }
 
 #[inline(always)]
-fn q6_factors(block: &[u8; 210], s: &mut [f32; 16], b: &mut [f32; 16]) {
-    let d = half(block, 208);
+fn q6_factors(block: &[u8; 210], [d]: [f32; 1], s: &mut [f32; 16], b: &mut [f32; 16]) {
     for g in 0..16 {
         s[g] = d * f32::from(block[192 + g] as i8);
         b[g] = -32.0 * s[g];
@@ -459,25 +543,12 @@ fn q6_factors(block: &[u8; 210], s: &mut [f32; 16], b: &mut [f32; 16]) {
 }
 
 #[inline(always)]
-fn iq4_xs_factors(block: &[u8; 136], s: &mut [f32; 8], b: &mut [f32; 8]) {
-    let (d, high) = (half(block, 0), u16::from_le_bytes([block[2], block[3]]));
+fn iq4_xs_factors(block: &[u8; 136], [d]: [f32; 1], s: &mut [f32; 8], b: &mut [f32; 8]) {
+    let high = u16::from_le_bytes([block[2], block[3]]);
     for g in 0..8 {
         let low = block[4 + g / 2] >> (g % 2 * 4) & 15;
         let top = (high >> (g * 2) & 3) as u8;
         s[g] = d * (f32::from(low | top << 4) - 32.0);
         b[g] = -128.0 * s[g];
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn halves_widen_as_in_the_half_crate() {
-        for bits in 0..=u16::MAX {
-            let (got, want) = (half(&bits.to_le_bytes(), 0), half::f16::from_bits(bits).to_f32());
-            assert!(got == want || (got.is_nan() && want.is_nan()), "{bits:x}");
-        }
     }
 }

@@ -14,8 +14,13 @@ use super::{
         simd::{Simd, SimdKernel, SimdLevel},
     },
     block::{self, OUTPUTS, OutputBlock, Together},
-    block_rows::{BlockByteProducts, BlockWeights, UnpackedRows},
-    integers::{IntegerLayout, byte_products, word_products},
+    block_rows::{BlockByteProducts, BlockWeights, FactorRows},
+    blocks::packing,
+    integers::{
+        IntegerLayout,
+        byte_products::{self, PackedCodes},
+        word_products,
+    },
     matrix::{self, AffineMatrix, Matrix, MatrixKind, UNIT},
 };
 use crate::DType;
@@ -183,8 +188,8 @@ impl SimdKernel for FewRows<'_> {
                     _ => self.by::<S, _>(DenseWeights::<2> { weights, inputs }),
                 },
                 MatrixKind::Blocks(blocks) => {
-                    let room = &mut *scratch::take(UnpackedRows::room(inputs));
-                    self.by::<S, _>(BlockWeights { unpacked: UnpackedRows::new(blocks, inputs, room) });
+                    let room = &mut *scratch::take(BlockWeights::room(blocks, inputs));
+                    self.by::<S, _>(BlockWeights::new(blocks, inputs, room));
                 }
                 MatrixKind::Affine(affine) => match affine.bits {
                     2 => self.by::<S, _>(AffineWeights::<2> { affine, inputs }),
@@ -213,14 +218,19 @@ impl SimdKernel for FewRowsByBytes<'_> {
         match rows.matrix.kind {
             MatrixKind::Dense(_) => {}
             MatrixKind::Blocks(blocks) => {
-                let inputs = rows.matrix.inputs;
-                let room = &mut *scratch::take(UnpackedRows::room(inputs));
-                let unpacked = UnpackedRows::new(blocks, inputs, room);
-                if blocks.wide() {
-                    rows.by_bytes(BlockByteProducts::<8> { unpacked, layout });
-                } else {
-                    rows.by_bytes(BlockByteProducts::<6> { unpacked, layout });
+                let room = &mut *scratch::take(FactorRows::room(layout.groups()));
+                let factors = FactorRows::new(blocks, rows.matrix.inputs, room);
+                macro_rules! by_bytes {
+                    ($($packing:ident)*) => {
+                        match blocks.packing() {
+                            $(packing::$packing => {
+                                rows.by_bytes(BlockByteProducts::<{ packing::$packing }> { rows: factors, layout })
+                            })*
+                            _ => rows.by_bytes(BlockByteProducts::<{ packing::SEPARATE_MXFP4 }> { rows: factors, layout }),
+                        }
+                    };
                 }
+                by_bytes!(Q5_0 Q5_1 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL IQ4_XS MXFP4)
             }
             MatrixKind::Affine(affine) => match affine.bits {
                 2 => rows.by_bytes(ByteProducts::<2> { affine, layout }),
@@ -341,7 +351,7 @@ pub(super) trait WeightRows: Copy {
 
     fn row_bytes(&self) -> usize;
 
-    /// Scales per row.
+    /// Scales per row that [`WeightRows::scales`] prepares.
     fn groups(&self) -> usize {
         0
     }
@@ -350,7 +360,10 @@ pub(super) trait WeightRows: Copy {
     ///
     /// # Safety
     /// The rows exist, and the level's instructions are enabled.
-    unsafe fn scales<S: Simd>(&self, first: usize, scales: &mut [f32], biases: &mut [f32]);
+    #[inline(always)]
+    unsafe fn scales<S: Simd>(&self, first: usize, scales: &mut [f32], biases: &mut [f32]) {
+        let _ = (first, scales, biases);
+    }
 
     /// R rows of a block.
     ///
@@ -389,9 +402,6 @@ impl<const DTYPE: usize> WeightRows for DenseWeights<DTYPE> {
     fn row_bytes(&self) -> usize {
         self.inputs * if DTYPE == 0 { 4 } else { 2 }
     }
-
-    #[inline(always)]
-    unsafe fn scales<S: Simd>(&self, _: usize, _: &mut [f32], _: &mut [f32]) {}
 
     #[inline(always)]
     unsafe fn dots<S: Simd, const R: usize, const T: usize>(
@@ -562,15 +572,14 @@ impl<const BITS: usize> WeightRows for ByteProducts<BITS> {
         // SAFETY: the caller's promise; the rows lie within the block.
         unsafe {
             let codes = self.affine.codes(rows.output, self.layout.inputs());
-            let rows = block::AffineRows {
-                codes,
-                codes_apart: rows.apart * self.row_bytes(),
+            let factors = block::RowFactors {
                 scales: scales.add(rows.place * groups),
                 biases: scales.add((block.count + rows.place) * groups),
-                scales_apart: rows.places_apart * groups,
-                prefetch: block.prefetch(codes, self.row_bytes()),
+                apart: rows.places_apart * groups,
             };
-            byte_products::dots::<BITS, BITS, R, T>(self.layout, &rows, x.map(|x| x.0.as_ptr()))
+            let prefetch = block.prefetch(codes, self.row_bytes());
+            let codes = PackedCodes::<BITS> { codes, apart: rows.apart * self.row_bytes(), prefetch };
+            byte_products::dots::<_, R, T>(self.layout, codes, &factors, x.map(|x| x.0.as_ptr()))
         }
     }
 }

@@ -20,8 +20,42 @@ impl IntegerLayout {
 
 const WHY: &str = "no activations are prepared as integers";
 
+pub mod block_codes {
+    use super::{
+        super::{block::WeightPrefetch, blocks::BlockMatrix},
+        WHY,
+        byte_products::RowCodes,
+    };
+
+    #[derive(Clone, Copy)]
+    pub struct BlockCodes<const PACKING: usize>;
+
+    impl<const PACKING: usize> BlockCodes<PACKING> {
+        pub fn new(_: &BlockMatrix, _: *const u8, _: usize, _: WeightPrefetch) -> Self {
+            unreachable!("{WHY}")
+        }
+    }
+
+    impl<const PACKING: usize> RowCodes for BlockCodes<PACKING> {}
+}
+
 pub mod byte_products {
-    use super::{super::block::AffineRows, IntegerLayout, WHY};
+    use super::{
+        super::block::{RowFactors, WeightPrefetch},
+        IntegerLayout, WHY,
+    };
+
+    pub trait RowCodes: Copy {}
+
+    #[derive(Clone, Copy)]
+    #[allow(dead_code, reason = "nothing reads it here")]
+    pub struct PackedCodes<const BITS: usize> {
+        pub codes: *const u8,
+        pub apart: usize,
+        pub prefetch: WeightPrefetch,
+    }
+
+    impl<const BITS: usize> RowCodes for PackedCodes<BITS> {}
 
     pub fn stride(_: IntegerLayout) -> usize {
         unreachable!("{WHY}")
@@ -31,9 +65,10 @@ pub mod byte_products {
         unreachable!("{WHY}")
     }
 
-    pub unsafe fn dots<const BITS: usize, const STORED: usize, const R: usize, const T: usize>(
+    pub unsafe fn dots<C: RowCodes, const R: usize, const T: usize>(
         _: IntegerLayout,
-        _: &AffineRows,
+        _: C,
+        _: &RowFactors,
         _: [*const f32; T],
     ) -> [[f32; T]; R] {
         unreachable!("{WHY}")

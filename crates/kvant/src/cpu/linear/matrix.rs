@@ -76,12 +76,14 @@ impl Matrix {
         }
     }
 
-    /// The layout of a quantised matrix. The codes of blocks are unpacked to bytes first.
+    /// The layout of a quantised matrix.
     pub(super) fn layout(&self) -> Option<IntegerLayout> {
         match self.kind {
             MatrixKind::Dense(_) => None,
-            MatrixKind::Affine(AffineMatrix { bits, group, .. }) => Some(IntegerLayout::new(self.inputs, bits, group)),
-            MatrixKind::Blocks(blocks) => Some(IntegerLayout::new(self.inputs, 8, blocks.group())),
+            MatrixKind::Affine(AffineMatrix { bits, group, .. }) => {
+                Some(IntegerLayout::new(self.inputs, usize::from(bits == 4), group))
+            }
+            MatrixKind::Blocks(blocks) => Some(IntegerLayout::new(self.inputs, blocks.run(), blocks.group())),
         }
     }
 
@@ -96,7 +98,7 @@ impl Matrix {
             match self.kind {
                 MatrixKind::Dense(_) => {}
                 MatrixKind::Affine(affine) => affine.scales::<S>(first, self.inputs, scales, biases),
-                MatrixKind::Blocks(blocks) => blocks.factors::<S>(first, self.inputs, scales, biases),
+                MatrixKind::Blocks(blocks) => blocks.factors::<S>(first, self.inputs, 0, scales, biases),
             }
         }
     }
@@ -148,7 +150,7 @@ impl Matrix {
                     let codes = &mut bytemuck::cast_slice_mut(codes)[..self.inputs];
                     let factors = &mut *scratch::take(2 * groups);
                     let (scales, biases) = factors.split_at_mut(groups);
-                    blocks.factors::<S>(first, self.inputs, scales, biases);
+                    blocks.factors::<S>(first, self.inputs, 0, scales, biases);
                     let per_row = groups / count.max(1);
                     for (i, row) in out.chunks_exact_mut(self.inputs.max(1)).enumerate() {
                         blocks.codes::<S>(first + i, 0, codes);

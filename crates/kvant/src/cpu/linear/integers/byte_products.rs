@@ -5,12 +5,15 @@
 //! by 64 such bytes and adds the products in groups of four. The sums of the three bytes are combined in integers (for
 //! 8-bit codes in f32), then scaled by group.
 //!
-//! Codes of 4 bits are processed 128 at a time, first the even ones, then the odd ones; codes of 6 and 8 bits 64 at a
-//! time. Either way a lane of the sums holds neighbouring inputs, which share a scale.
+//! Codes are processed 64 at a time in natural order, or 128 at a time in two vectors of alternating runs, those of
+//! 4 bits in runs of 1. Either way a lane of the sums holds inputs near each other, which share a scale.
 
 use std::arch::x86_64::*;
 
-use super::{super::block::AffineRows, IntegerLayout, measure};
+use super::{
+    super::block::{RowFactors, WeightPrefetch},
+    IntegerLayout, measure,
+};
 use crate::cpu::simd::{Avx512, Simd};
 
 /// Bytes of an activation.
@@ -20,13 +23,31 @@ const PAD: usize = 16;
 /// Groups whose scales a vector holds.
 const GROUPS: usize = 16;
 /// Bytes of a vector.
-const VECTOR: usize = 64;
+pub const VECTOR: usize = 64;
 /// Three bytes with a sign reach 8 355 711; a little less, because the quotient is rounded.
 const LARGEST: f32 = 8_355_000.0;
 
+/// The codes of rows that are multiplied together.
+pub trait RowCodes: Copy {
+    /// Vectors of codes that are processed at a time: 2 where the layout has runs.
+    const PARTS: usize;
+    /// Whether sums of products with three bytes may leave 32 bits: codes have more than 6 bits, or more than 5 where
+    /// there are two vectors.
+    const WIDE: bool;
+
+    /// What to prefetch, and bytes of a row that are processed at a time.
+    fn prefetch(&self) -> (WeightPrefetch, usize);
+
+    /// Vectors `index` of a row, which has `inputs` codes there; the bytes of others are arbitrary.
+    ///
+    /// # Safety
+    /// The row exists, and the instructions of `Avx512Vnni` are there.
+    unsafe fn load(&self, row: usize, index: usize, inputs: usize) -> [__m512i; 2];
+}
+
 /// Vectors of codes that are processed at a time.
 fn parts(layout: IntegerLayout) -> usize {
-    if layout.bits == 4 { 2 } else { 1 }
+    if layout.run > 0 { 2 } else { 1 }
 }
 
 /// Inputs that are processed at a time.
@@ -71,10 +92,11 @@ pub unsafe fn prepare(layout: IntegerLayout, x: &[f32], to: &mut [f32]) -> bool 
             units.add(groups + i).write(0.0);
             sums.add(groups + i).write(0.0);
         }
-        // For codes of 4 bits: the bytes with even numbers among 128, then the odd ones.
-        let numbers: [u8; VECTOR] = std::array::from_fn(|i| 2 * i as u8);
+        // The bytes of every other run among 128, then those between.
+        let run = layout.run.max(1);
+        let numbers: [u8; VECTOR] = std::array::from_fn(|i| (i / run * 2 * run + i % run) as u8);
         let even = _mm512_loadu_si512(numbers.as_ptr().cast());
-        let odd = _mm512_or_si512(even, _mm512_set1_epi8(1));
+        let odd = _mm512_add_epi8(even, _mm512_set1_epi8(run as i8));
         for block in 0..blocks(layout) {
             let start = block * block_inputs(layout);
             let mut digits = [[0u8; 2 * VECTOR]; DIGITS];
@@ -106,8 +128,7 @@ pub unsafe fn prepare(layout: IntegerLayout, x: &[f32], to: &mut [f32]) -> bool 
     true
 }
 
-/// The products of R rows of the matrix with T prepared rows of activations. Codes of BITS bits (8: more than 6) are
-/// stored in STORED bits.
+/// The products of R rows of the matrix, which have these codes, with T prepared rows of activations.
 ///
 /// # Safety
 /// The instructions of `Avx512Vnni` are there; the rows have the layout, the activations were prepared for it, and R·T
@@ -115,12 +136,12 @@ pub unsafe fn prepare(layout: IntegerLayout, x: &[f32], to: &mut [f32]) -> bool 
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni")]
 #[allow(clippy::needless_range_loop, reason = "a number counts through several arrays at once")]
-pub unsafe fn dots<const BITS: usize, const STORED: usize, const R: usize, const T: usize>(
+pub unsafe fn dots<C: RowCodes, const R: usize, const T: usize>(
     layout: IntegerLayout,
-    rows: &AffineRows,
+    codes: C,
+    factors_of: &RowFactors,
     x: [*const f32; T],
 ) -> [[f32; T]; R] {
-    let layout = IntegerLayout { bits: STORED, ..layout };
     // Not by `map`: what that calls is compiled without these instructions, and stays a call.
     let mut parts = [split(layout, x[0]); T];
     for t in 1..T {
@@ -129,15 +150,15 @@ pub unsafe fn dots<const BITS: usize, const STORED: usize, const R: usize, const
     let x = parts;
     let mut total = [[_mm512_setzero_ps(); T]; R];
     let (whole, rest) = (layout.inputs / block_inputs(layout), layout.inputs % block_inputs(layout));
-    // SAFETY: the caller's promise; of the last block only the words that the row has are read.
+    // SAFETY: the caller's promise; of the last block only the codes that the row has are read.
     unsafe {
-        let words = ((1u32 << (block_inputs(layout) * STORED / 32)) - 1) as __mmask16;
+        let inputs = block_inputs(layout);
         for first in (0..layout.groups()).step_by(GROUPS) {
             let used = (1u32 << (layout.groups() - first).min(GROUPS)).wrapping_sub(1) as __mmask16;
             let mut factors = [[_mm512_setzero_ps(); T]; R];
             for r in 0..R {
-                let scales = _mm512_maskz_loadu_ps(used, rows.scales.add(r * rows.scales_apart + first));
-                let biases = _mm512_maskz_loadu_ps(used, rows.biases.add(r * rows.scales_apart + first));
+                let scales = _mm512_maskz_loadu_ps(used, factors_of.scales.add(r * factors_of.apart + first));
+                let biases = _mm512_maskz_loadu_ps(used, factors_of.biases.add(r * factors_of.apart + first));
                 for t in 0..T {
                     factors[r][t] = _mm512_mul_ps(scales, _mm512_loadu_ps(x[t].1.add(first)));
                     total[r][t] = _mm512_fmadd_ps(biases, _mm512_loadu_ps(x[t].2.add(first)), total[r][t]);
@@ -147,14 +168,11 @@ pub unsafe fn dots<const BITS: usize, const STORED: usize, const R: usize, const
             let blocks = (GROUPS << layout.group) / block_inputs(layout);
             let start = first / GROUPS * blocks;
             for index in start..whole.min(start + blocks) {
-                InputBlock { layout, index, words, lanes: !0 }
-                    .add::<BITS, STORED, R, T>(rows, &x, &factors, &mut total);
+                InputBlock { layout, index, inputs, lanes: !0 }.add(codes, &x, &factors, &mut total);
             }
             if rest > 0 && whole < start + blocks {
-                let words = (1 << (rest * STORED / 32)) - 1;
-                let lanes = (1 << (rest * VECTOR / 4 / block_inputs(layout))) - 1;
-                InputBlock { layout, index: whole, words, lanes }
-                    .add::<BITS, STORED, R, T>(rows, &x, &factors, &mut total);
+                let lanes = (1 << (rest * VECTOR / 4 / inputs)) - 1;
+                InputBlock { layout, index: whole, inputs: rest, lanes }.add(codes, &x, &factors, &mut total);
             }
         }
         let mut sums = [[0.0; T]; R];
@@ -169,66 +187,91 @@ pub unsafe fn dots<const BITS: usize, const STORED: usize, const R: usize, const
     }
 }
 
-/// The inputs that are processed at a time; which words of codes and which lanes of their sums exist.
+/// The inputs that are processed at a time: how many they are, and which lanes of sums they have.
 #[derive(Clone, Copy)]
 struct InputBlock {
     layout: IntegerLayout,
     index: usize,
-    words: __mmask16,
+    inputs: usize,
     lanes: __mmask16,
 }
 
 impl InputBlock {
-    #[inline]
-    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni")]
+    #[inline(always)]
     #[allow(clippy::needless_range_loop, reason = "a number counts through several arrays at once")]
-    unsafe fn add<const BITS: usize, const STORED: usize, const R: usize, const T: usize>(
+    unsafe fn add<C: RowCodes, const R: usize, const T: usize>(
         self,
-        rows: &AffineRows,
+        rows: C,
         x: &[(*const u8, *const f32, *const f32); T],
         factors: &[[__m512; T]; R],
         total: &mut [[__m512; T]; R],
     ) {
-        let parts = if STORED == 4 { 2 } else { 1 };
-        let at = self.index * parts * VECTOR;
+        let at = self.index * C::PARTS * VECTOR;
         // SAFETY: the caller's promise.
         unsafe {
             let lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
             // Each lane's group, of which the instruction takes the lowest four bits.
-            let group = _mm_cvtsi32_si128((self.layout.group - (4 * parts as u32).ilog2()) as i32);
+            let group = _mm_cvtsi32_si128((self.layout.group - (4 * C::PARTS as u32).ilog2()) as i32);
             let first = _mm512_set1_epi32((at >> self.layout.group) as i32);
             let group_of = _mm512_add_epi32(_mm512_srl_epi32(lanes, group), first);
-            let (mut prefetch, apart) = rows.prefetch.at::<R>(self.index, parts * 8 * STORED);
+            let (prefetch, bytes) = rows.prefetch();
+            let (mut prefetch, apart) = prefetch.at::<R>(self.index, bytes);
             for r in 0..R {
-                let from = rows.codes.add(r * rows.codes_apart + at / 8 * STORED);
                 _mm_prefetch::<_MM_HINT_T1>(prefetch.cast());
                 prefetch = prefetch.wrapping_add(apart);
-                let codes = unpack::<STORED>(_mm512_maskz_loadu_epi32(self.words, from.cast()));
+                let codes = rows.load(r, self.index, self.inputs);
                 for t in 0..T {
                     let mut sum = _mm512_setzero_si512();
                     let mut high = _mm512_setzero_ps();
                     for d in 0..DIGITS {
-                        for part in 0..parts {
-                            let vector = (self.index * DIGITS + d) * parts + part;
+                        for part in 0..C::PARTS {
+                            let vector = (self.index * DIGITS + d) * C::PARTS + part;
                             let x = _mm512_loadu_si512(x[t].0.add(vector * VECTOR).cast());
                             sum = _mm512_dpbusd_epi32(sum, codes[part], x);
                         }
-                        if BITS == 8 && d == 0 {
-                            // The sum would leave the integers: 255 · 127 · 4 · 2¹⁶.
-                            high = _mm512_mul_ps(_mm512_cvtepi32_ps(sum), _mm512_set1_ps(65536.0));
+                        if C::WIDE && d == 0 {
+                            high = _mm512_cvtepi32_ps(sum);
                             sum = _mm512_setzero_si512();
                         } else if d + 1 < DIGITS {
                             sum = _mm512_slli_epi32::<8>(sum);
                         }
                     }
                     let mut sum = _mm512_cvtepi32_ps(sum);
-                    if BITS == 8 {
-                        sum = _mm512_add_ps(sum, high);
+                    if C::WIDE {
+                        sum = _mm512_fmadd_ps(high, _mm512_set1_ps(65536.0), sum);
                     }
                     let factors = _mm512_maskz_permutexvar_ps(self.lanes, group_of, factors[r][t]);
                     total[r][t] = _mm512_fmadd_ps(sum, factors, total[r][t]);
                 }
             }
+        }
+    }
+}
+
+/// The codes of affine rows of BITS bits, as MLX packs them.
+#[derive(Clone, Copy)]
+pub struct PackedCodes<const BITS: usize> {
+    /// Those of the first row, and bytes from a row to the next.
+    pub codes: *const u8,
+    pub apart: usize,
+    pub prefetch: WeightPrefetch,
+}
+
+impl<const BITS: usize> RowCodes for PackedCodes<BITS> {
+    const PARTS: usize = if BITS == 4 { 2 } else { 1 };
+    const WIDE: bool = BITS == 8;
+
+    fn prefetch(&self) -> (WeightPrefetch, usize) {
+        (self.prefetch, Self::PARTS * 8 * BITS)
+    }
+
+    #[inline(always)]
+    unsafe fn load(&self, row: usize, index: usize, inputs: usize) -> [__m512i; 2] {
+        // SAFETY: the caller's promise: the row has these words.
+        unsafe {
+            let words = ((1u32 << (inputs * BITS / 32)) - 1) as __mmask16;
+            let from = self.codes.add(row * self.apart + index * Self::PARTS * 8 * BITS);
+            unpack::<BITS>(_mm512_maskz_loadu_epi32(words, from.cast()))
         }
     }
 }

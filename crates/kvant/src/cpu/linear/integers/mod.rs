@@ -5,6 +5,7 @@
 
 use std::arch::x86_64::*;
 
+pub mod block_codes;
 pub mod byte_products;
 pub mod word_products;
 
@@ -12,14 +13,15 @@ pub mod word_products;
 #[derive(Clone, Copy)]
 pub struct IntegerLayout {
     inputs: usize,
-    bits: usize,
+    /// Products of bytes take this many inputs from every other run of as many, then those between; 0: as they are.
+    run: usize,
     /// Log2 of the inputs that share a scale: divisions take time where rows are short.
     group: u32,
 }
 
 impl IntegerLayout {
-    pub fn new(inputs: usize, bits: usize, group: usize) -> IntegerLayout {
-        IntegerLayout { inputs, bits, group: group.ilog2() }
+    pub fn new(inputs: usize, run: usize, group: usize) -> IntegerLayout {
+        IntegerLayout { inputs, run, group: group.ilog2() }
     }
 
     pub fn inputs(&self) -> usize {
