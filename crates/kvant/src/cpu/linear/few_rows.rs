@@ -5,7 +5,10 @@
 //! is Σ over groups of (scale · Σ q·x + bias · Σ x). The sums of x per group are part of the prepared activations, one
 //! per lane, so everything is added lane by lane, and across lanes once at the end. `block` has the order of reading.
 
-use std::ops::Range;
+use std::{
+    ops::Range,
+    sync::{Mutex, PoisonError},
+};
 
 use super::{
     super::{
@@ -124,7 +127,7 @@ impl SimdKernel for Prepare<'_> {
     }
 }
 
-/// Prepares rows as [`Prepare`] does, for products of integers; false if one cannot be.
+/// Prepares rows as [`Prepare`] does, for products of integers, and lists those that integers cannot represent.
 ///
 /// Only where the processor multiplies those.
 pub(super) struct PrepareIntegers<'a> {
@@ -132,17 +135,20 @@ pub(super) struct PrepareIntegers<'a> {
     pub x: Elements,
     pub first: usize,
     pub to: &'a mut [f32],
+    /// Gets the numbers of such rows, the first being `number`.
+    pub odd: &'a Mutex<Vec<u32>>,
+    pub number: usize,
 }
 
 impl SimdKernel for PrepareIntegers<'_> {
-    type Output = bool;
+    type Output = ();
     #[inline(always)]
-    fn run<S: Simd>(self) -> bool {
+    fn run<S: Simd>(self) {
         let inputs = self.integers.inputs();
         let buffer = &mut *scratch::take(inputs);
-        self.to.chunks_exact_mut(self.integers.stride()).enumerate().all(|(i, to)| {
+        for (i, to) in self.to.chunks_exact_mut(self.integers.stride()).enumerate() {
             // SAFETY: the caller's promise; the activations have these rows, which nobody writes meanwhile.
-            unsafe {
+            let is_prepared = unsafe {
                 let row = self.x.at((self.first + i) * inputs).cast::<f32>();
                 let row = if self.x.dtype == DType::F32 && row.is_aligned() {
                     std::slice::from_raw_parts(row, inputs)
@@ -154,8 +160,11 @@ impl SimdKernel for PrepareIntegers<'_> {
                     Integers::Bytes(layout) => byte_products::prepare(layout, row, to),
                     Integers::Words(layout) => word_products::prepare(layout, row, to),
                 }
+            };
+            if !is_prepared {
+                self.odd.lock().unwrap_or_else(PoisonError::into_inner).push((self.number + i) as u32);
             }
-        })
+        }
     }
 }
 

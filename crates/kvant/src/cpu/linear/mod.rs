@@ -15,7 +15,7 @@ mod many_rows;
 pub(super) mod matrix;
 mod route;
 
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::{Mutex, PoisonError};
 
 use few_rows::{FewRows, FewRowsByBytes, Integers, Prepare, PrepareIntegers, Prepared};
 use many_rows::{ManyRows, ManyRowsByWords};
@@ -63,14 +63,8 @@ fn run_rows(cpu: &Cpu, call: &Call, first: usize, x_rows: usize) {
     let (bounds, chosen) = list.split_at_mut(experts + 1);
     let rows = bytemuck::cast_slice_mut(rows);
     list_rows(call, first, rows, bounds);
-    let (mut count, mut most) = (0, 0);
-    for expert in 0..experts {
-        if bounds[expert] < bounds[expert + 1] {
-            chosen[count] = expert as u32;
-            count += 1;
-            most = most.max((bounds[expert + 1] - bounds[expert]) as usize);
-        }
-    }
+    let (chosen, most) = choose(bounds, chosen);
+    let list = RowList { rows, bounds, chosen };
     let kernel = select(cpu.level, matrix.layout().is_some(), most);
     let integers = match kernel {
         LinearKernel::ByteProducts => matrix.layout().map(Integers::Bytes),
@@ -84,23 +78,32 @@ fn run_rows(cpu: &Cpu, call: &Call, first: usize, x_rows: usize) {
     let aligned = prepared.as_ptr().align_offset(4 * LINE).min(LINE);
     let prepared = &mut prepared[aligned..][..len];
     let x = Elements::of(&call.x);
-    let integers = integers.filter(|&integers| {
-        let failed = AtomicBool::new(false);
-        prepare(cpu, integers.stride(), &mut prepared[..x_rows * integers.stride()], |row, to| {
-            if !cpu.level.dispatch_vnni(PrepareIntegers { integers, x, first: first + row, to }) {
-                failed.store(true, Relaxed);
-            }
-        });
-        !failed.into_inner()
-    });
-    // If integers cannot represent one row, all are floats.
-    let kernel = if integers.is_some() { kernel } else { select_f32(most) };
-    if integers.is_none() {
+    let in_floats = |prepared: &mut [f32], list: RowList<'_>, most: usize| {
         prepare(cpu, stride, &mut prepared[..x_rows * stride], |row, to| {
             cpu.level.dispatch(Prepare { matrix, x, first: first + row, to });
         });
+        LinearJob { call, matrix, prepared, integers: None, list }.run(cpu, select_f32(most));
+    };
+    let Some(layout) = integers else { return in_floats(prepared, list, most) };
+    let odd = Mutex::default();
+    prepare(cpu, layout.stride(), &mut prepared[..x_rows * layout.stride()], |row, to| {
+        let odd = &odd;
+        cpu.level.dispatch_vnni(PrepareIntegers { integers: layout, x, first: first + row, to, number: row, odd });
+    });
+    let in_integers =
+        |prepared: &[f32], list: RowList<'_>| LinearJob { call, matrix, prepared, integers, list }.run(cpu, kernel);
+    let odd: Vec<u32> = odd.into_inner().unwrap_or_else(PoisonError::into_inner);
+    if odd.is_empty() {
+        return in_integers(prepared, list);
     }
-    LinearJob { call, matrix, floats: prepared, integers, rows, bounds, chosen: &chosen[..count] }.run(cpu, kernel);
+    // Integers cannot represent some rows. Those are floats, and the others do not notice.
+    for is_odd in [false, true] {
+        let (rows, bounds) = list.filter(|row| odd.contains(&row) == is_odd);
+        let mut chosen = vec![0; experts];
+        let (chosen, most) = choose(&bounds, &mut chosen);
+        let list = RowList { rows: &rows, bounds: &bounds, chosen };
+        if is_odd { in_floats(prepared, list, most) } else { in_integers(prepared, list) }
+    }
 }
 
 /// Calls `run` with the number of a row and space for it and some that follow, for all rows of `stride`.
@@ -145,52 +148,82 @@ fn list_rows(call: &Call, first: usize, list: &mut [[u32; 2]], bounds: &mut [u32
     }
 }
 
-/// What is to be multiplied.
-struct LinearJob<'a> {
-    call: &'a Call,
-    matrix: Matrix,
-    /// The prepared activations.
-    floats: &'a [f32],
-    /// Whether they are integers.
-    integers: Option<Integers>,
-    /// The rows by matrix.
+/// Lists the matrices that have rows, and returns them with the most rows that one has.
+fn choose<'a>(bounds: &[u32], chosen: &'a mut [u32]) -> (&'a [u32], usize) {
+    let (mut count, mut most) = (0, 0);
+    for (expert, bound) in bounds.windows(2).enumerate() {
+        if bound[0] < bound[1] {
+            chosen[count] = expert as u32;
+            count += 1;
+            most = most.max((bound[1] - bound[0]) as usize);
+        }
+    }
+    (&chosen[..count], most)
+}
+
+/// Pairs of rows by matrix, as `list_rows` makes them.
+#[derive(Clone, Copy)]
+struct RowList<'a> {
     rows: &'a [[u32; 2]],
     bounds: &'a [u32],
     /// The matrices that have rows.
     chosen: &'a [u32],
 }
 
+impl RowList<'_> {
+    fn of(&self, expert: usize) -> &[[u32; 2]] {
+        &self.rows[self.bounds[expert] as usize..self.bounds[expert + 1] as usize]
+    }
+
+    /// The pairs whose row of activations is wanted, and their bounds.
+    fn filter(&self, wanted: impl Fn(u32) -> bool) -> (Vec<[u32; 2]>, Vec<u32>) {
+        let (mut rows, mut bounds) = (Vec::new(), vec![0]);
+        for expert in 0..self.bounds.len() - 1 {
+            rows.extend(self.of(expert).iter().filter(|pair| wanted(pair[0])));
+            bounds.push(rows.len() as u32);
+        }
+        (rows, bounds)
+    }
+}
+
+/// What is to be multiplied.
+struct LinearJob<'a> {
+    call: &'a Call,
+    matrix: Matrix,
+    /// The prepared activations.
+    prepared: &'a [f32],
+    /// Whether they are integers.
+    integers: Option<Integers>,
+    list: RowList<'a>,
+}
+
 impl LinearJob<'_> {
     /// `kernel`: that of the matrix with the most rows.
     fn run(&self, cpu: &Cpu, kernel: LinearKernel) {
         let (outputs, threads) = (self.call.dims.outputs, cpu.threads.threads());
-        let work = self.rows.len().saturating_mul(outputs).saturating_mul(self.matrix.inputs);
+        let work = self.list.rows.len().saturating_mul(outputs).saturating_mul(self.matrix.inputs);
         if work < ALONE {
-            return (0..self.chosen.len()).for_each(|i| self.tile(cpu, i, 0..outputs));
+            return (0..self.list.chosen.len()).for_each(|i| self.tile(cpu, i, 0..outputs));
         }
-        let pieces = (work / ALONE).clamp(threads, 4 * threads).div_ceil(self.chosen.len());
+        let pieces = (work / ALONE).clamp(threads, 4 * threads).div_ceil(self.list.chosen.len());
         let tile = outputs.div_ceil(pieces).next_multiple_of(32);
         let widened = matches!(kernel, LinearKernel::ManyRows | LinearKernel::WordProducts);
         let tile = if widened { tile.min(MANY_TILE) } else { tile };
         let tiles = outputs.div_ceil(tile);
-        cpu.threads.run(self.chosen.len() * tiles, |task| {
+        cpu.threads.run(self.list.chosen.len() * tiles, |task| {
             let start = task % tiles * tile;
             self.tile(cpu, task / tiles, start..(start + tile).min(outputs));
         });
     }
 
-    fn rows_of(&self, expert: usize) -> &[[u32; 2]] {
-        &self.rows[self.bounds[expert] as usize..self.bounds[expert + 1] as usize]
-    }
-
     /// Some outputs of the `index`th chosen matrix.
     fn tile(&self, cpu: &Cpu, index: usize, outputs: std::ops::Range<usize>) {
-        let expert = self.chosen[index] as usize;
-        let rows = self.rows_of(expert);
+        let expert = self.list.chosen[index] as usize;
+        let rows = self.list.of(expert);
         let (matrix, alpha, out, width) =
             (self.matrix, self.call.alpha, Elements::of(&self.call.out), self.call.dims.outputs);
         let base = expert * width;
-        let (x, stride) = (self.floats, few_rows::stride(&matrix));
+        let (x, stride) = (self.prepared, few_rows::stride(&matrix));
         match self.integers {
             Some(Integers::Words(layout)) => {
                 let words = ManyRowsByWords { matrix, layout, base, outputs, x, rows, alpha, out, width };

@@ -263,3 +263,38 @@ fn rows_that_integers_cannot_stand_for() {
         }
     }
 }
+
+/// A row has the same bits whatever its neighbours hold, for one matrix and for experts.
+#[test]
+fn odd_rows_do_not_change_their_neighbours() {
+    let (inputs, outputs, bits, group) = (256, 40, 4usize, 64);
+    for device in devices() {
+        for (tokens, experts) in [(9, 1), (20, 1), (40, 3)] {
+            let mut numbers = Numbers(5);
+            let mut x = numbers.floats(tokens * inputs);
+            let words: Vec<u32> = (0..experts * outputs * inputs * bits / 32).map(|_| numbers.bits()).collect();
+            let factors = numbers.floats(experts * outputs * inputs / group);
+            let ids: Vec<u32> = (0..tokens as u32).map(|t| t % experts as u32).collect();
+            let product = |x: &[f32]| -> Vec<u32> {
+                let x = tensor(&device, DType::F32, x, &[tokens, inputs]);
+                let codes = Tensor::from_slice(&device, &words, &[experts, outputs, inputs * bits / 32]).unwrap();
+                let scales = tensor(&device, DType::F32, &factors, &[experts, outputs, inputs / group]);
+                let affine = ops::Affine { codes: &codes, scales: &scales, biases: &scales, bits: bits as u32, group };
+                let ids = Tensor::from_slice(&device, &ids, &[tokens, 1]).unwrap();
+                let out = tensor(&device, DType::F32, &vec![7.0; tokens * outputs], &[tokens, outputs]);
+                let mut enc = device.encoder().unwrap();
+                let args = Linear::new(&x, Weight::Affine(affine), &out).experts(Some(ops::Experts::new(&ids)));
+                ops::linear(&mut enc, &args).unwrap();
+                enc.commit().unwrap().wait().unwrap();
+                out.to_f32().unwrap().iter().map(|x| x.to_bits()).collect()
+            };
+            let plain = product(&x);
+            let odd = [1, 4];
+            x[inputs + 17] = f32::NAN;
+            x[4 * inputs..5 * inputs].iter_mut().for_each(|x| *x *= 1e-27);
+            for (t, (got, want)) in product(&x).chunks(outputs).zip(plain.chunks(outputs)).enumerate() {
+                assert!(odd.contains(&t) || got == want, "{device}, row {t} of {tokens}, {experts} experts");
+            }
+        }
+    }
+}
