@@ -8,6 +8,8 @@
 #![allow(dead_code, reason = "each test binary uses its part")]
 
 pub mod attention;
+#[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+mod cuda_host;
 pub mod layers;
 pub mod limited;
 pub mod without_gpu;
@@ -144,6 +146,10 @@ impl Devices {
             None => (None, Box::new(|| ())),
         };
         gpus.extend(metal);
+        #[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+        if only.as_deref() == Some("cuda-host") {
+            gpus.push(cuda_host::device());
+        }
         let cpus = if wanted(DeviceKind::Cpu) { &cpus[..] } else { &[] };
         // The device that a user gets by default comes first.
         let default = present.iter().filter(|device| device.kind() == DeviceKind::Cpu && wanted(DeviceKind::Cpu));

@@ -1,0 +1,207 @@
+// CUDA C++ for clang on a CPU: what kernels use of the language and have no PTX for. The threads of a block are fibers
+// (runtime.cpp): one runs until it waits for others.
+struct uint2 { unsigned x, y; };
+struct uint3 { unsigned x, y, z; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct int2 { int x, y; };
+struct alignas(16) int4 { int x, y, z, w; };
+struct alignas(8) float2 { float x, y; };
+struct float3 { float x, y, z; };
+struct alignas(16) float4 { float x, y, z, w; };
+
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+inline uint3 make_uint3(unsigned x, unsigned y, unsigned z) { return {x, y, z}; }
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+inline int2 make_int2(int x, int y) { return {x, y}; }
+inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+
+#define __global__
+#define __device__
+#define __shared__ static
+#define __constant__
+#define __align__(n) __attribute__((aligned(n)))
+#define __launch_bounds__(...)
+#define __forceinline__ inline
+
+// Set when a fiber is resumed.
+extern "C" {
+extern uint3 kvant_thread, kvant_block, kvant_threads, kvant_blocks;
+extern unsigned char *kvant_shared;
+void kvant_wait_for_block();
+// Copies 16 bytes to the other lanes of the warp, and theirs from them; returns which lanes there are.
+unsigned kvant_exchange(const void *own, void *all);
+}
+#define threadIdx kvant_thread
+#define blockIdx kvant_block
+#define blockDim kvant_threads
+#define gridDim kvant_blocks
+
+inline void __syncthreads() { kvant_wait_for_block(); }
+inline void __threadfence() {}
+
+template <typename T> struct KvantLanes {
+    alignas(16) unsigned char bytes[32][16];
+    unsigned there;
+
+    KvantLanes(T x) {
+        alignas(16) unsigned char own[16] = {};
+        static_assert(sizeof(T) <= 16, "a value of a lane");
+        __builtin_memcpy(own, &x, sizeof(T));
+        there = kvant_exchange(own, bytes);
+    }
+    T of(unsigned lane, T otherwise) const {
+        if (!(there >> (lane & 31) & 1)) {
+            return otherwise;
+        }
+        T x;
+        __builtin_memcpy(&x, bytes[lane & 31], sizeof(T));
+        return x;
+    }
+};
+
+inline unsigned kvant_lane() { return kvant_thread.x % 32; }
+template <typename T> T __shfl_sync(unsigned, T x, int lane) { return KvantLanes<T>(x).of(lane, x); }
+template <typename T> T __shfl_xor_sync(unsigned, T x, int mask) {
+    const unsigned own = kvant_lane();
+    return KvantLanes<T>(x).of(own ^ mask, x);
+}
+template <typename T> T __shfl_up_sync(unsigned, T x, unsigned by) {
+    const unsigned own = kvant_lane();
+    const KvantLanes<T> lanes(x);
+    return own >= by ? lanes.of(own - by, x) : x;
+}
+template <typename T> T __shfl_down_sync(unsigned, T x, unsigned by) {
+    const unsigned own = kvant_lane();
+    const KvantLanes<T> lanes(x);
+    return own + by < 32 ? lanes.of(own + by, x) : x;
+}
+inline unsigned __ballot_sync(unsigned, bool x) {
+    const KvantLanes<bool> lanes(x);
+    unsigned out = 0;
+    for (unsigned lane = 0; lane < 32; lane++) {
+        out |= unsigned(lanes.of(lane, false)) << lane;
+    }
+    return out;
+}
+inline bool __any_sync(unsigned all, bool x) { return __ballot_sync(all, x) != 0; }
+inline bool __all_sync(unsigned all, bool x) { return __ballot_sync(all, !x) == 0; }
+inline unsigned __reduce_max_sync(unsigned, unsigned x) {
+    const KvantLanes<unsigned> lanes(x);
+    for (unsigned lane = 0; lane < 32; lane++) {
+        const unsigned other = lanes.of(lane, x);
+        x = other > x ? other : x;
+    }
+    return x;
+}
+inline unsigned __reduce_min_sync(unsigned, unsigned x) {
+    const KvantLanes<unsigned> lanes(x);
+    for (unsigned lane = 0; lane < 32; lane++) {
+        const unsigned other = lanes.of(lane, x);
+        x = other < x ? other : x;
+    }
+    return x;
+}
+inline unsigned __reduce_add_sync(unsigned, unsigned x) {
+    const KvantLanes<unsigned> lanes(x);
+    unsigned sum = 0;
+    for (unsigned lane = 0; lane < 32; lane++) {
+        sum += lanes.of(lane, 0);
+    }
+    return sum;
+}
+inline void __syncwarp(unsigned = 0xFFFFFFFF) { KvantLanes<unsigned> lanes(0); }
+
+// Fibers are not interrupted: plain code is atomic.
+template <typename T, typename U> T atomicAdd(T *at, U x) { T old = *at; *at = old + T(x); return old; }
+template <typename T, typename U> T atomicMax(T *at, U x) { T old = *at; *at = old < T(x) ? T(x) : old; return old; }
+template <typename T, typename U> T atomicMin(T *at, U x) { T old = *at; *at = T(x) < old ? T(x) : old; return old; }
+template <typename T, typename U> T atomicOr(T *at, U x) { T old = *at; *at = old | T(x); return old; }
+template <typename T, typename U> T atomicExch(T *at, U x) { T old = *at; *at = T(x); return old; }
+template <typename T> T atomicCAS(T *at, T compare, T x) { T old = *at; *at = old == compare ? x : old; return old; }
+inline unsigned atomicInc(unsigned *at, unsigned most) { unsigned old = *at; *at = old >= most ? 0 : old + 1; return old; }
+
+template <typename A, typename B> auto min(A a, B b) -> decltype(a + b) { using C = decltype(a + b); return C(a) < C(b) ? C(a) : C(b); }
+template <typename A, typename B> auto max(A a, B b) -> decltype(a + b) { using C = decltype(a + b); return C(a) > C(b) ? C(a) : C(b); }
+
+inline float __uint_as_float(unsigned x) { return __builtin_bit_cast(float, x); }
+inline unsigned __float_as_uint(float x) { return __builtin_bit_cast(unsigned, x); }
+inline float __int_as_float(int x) { return __builtin_bit_cast(float, x); }
+inline int __float_as_int(float x) { return __builtin_bit_cast(int, x); }
+inline float fmaxf(float a, float b) { return __builtin_fmaxf(a, b); }
+inline float fminf(float a, float b) { return __builtin_fminf(a, b); }
+inline float fmaf(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+inline float fabsf(float x) { return __builtin_fabsf(x); }
+inline float sqrtf(float x) { return __builtin_sqrtf(x); }
+inline float rsqrtf(float x) { return 1 / __builtin_sqrtf(x); }
+inline float expf(float x) { return __builtin_expf(x); }
+inline float exp2f(float x) { return __builtin_exp2f(x); }
+inline float logf(float x) { return __builtin_logf(x); }
+inline float log2f(float x) { return __builtin_log2f(x); }
+inline float tanhf(float x) { return __builtin_tanhf(x); }
+inline float erff(float x) { return __builtin_erff(x); }
+inline float powf(float x, float y) { return __builtin_powf(x, y); }
+inline float floorf(float x) { return __builtin_floorf(x); }
+inline float ceilf(float x) { return __builtin_ceilf(x); }
+inline float ldexpf(float x, int n) { return __builtin_ldexpf(x, n); }
+inline float __saturatef(float x) { return x > 0 ? (x < 1 ? x : 1) : 0; }
+inline float sinf(float x) { return __builtin_sinf(x); }
+inline float cosf(float x) { return __builtin_cosf(x); }
+inline void sincosf(float x, float *s, float *c) { *s = __builtin_sinf(x), *c = __builtin_cosf(x); }
+inline float copysignf(float x, float y) { return __builtin_copysignf(x, y); }
+inline float __expf(float x) { return __builtin_expf(x); }
+inline float __logf(float x) { return __builtin_logf(x); }
+inline float __fdividef(float a, float b) { return a / b; }
+inline float __frcp_rn(float x) { return 1 / x; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline bool isfinite(float x) { return __builtin_isfinite(x); }
+inline float rintf(float x) { return __builtin_rintf(x); }
+inline double rint(double x) { return __builtin_rint(x); }
+inline double fma(double a, double b, double c) { return __builtin_fma(a, b, c); }
+inline double exp2(double x) { return __builtin_exp2(x); }
+inline double floor(double x) { return __builtin_floor(x); }
+inline bool isnan(float x) { return __builtin_isnan(x); }
+inline bool isinf(float x) { return __builtin_isinf(x); }
+inline unsigned __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(x); }
+inline int __ffs(int x) { return __builtin_ffs(x); }
+inline unsigned __umulhi(unsigned a, unsigned b) { return unsigned((unsigned long long)a * b >> 32); }
+inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
+    return (unsigned long long)((unsigned __int128)a * b >> 64);
+}
+inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned by) {
+    return unsigned(((unsigned long long)high << 32 | low) >> (by & 31));
+}
+inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned by) {
+    return unsigned(((unsigned long long)high << 32 | low) << (by & 31) >> 32);
+}
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+    const unsigned long long both = (unsigned long long)b << 32 | a;
+    unsigned out = 0;
+    for (unsigned i = 0; i < 4; i++) {
+        const unsigned s = selector >> (4 * i) & 15, byte = unsigned(both >> (8 * (s & 7))) & 255;
+        out |= (s & 8 ? (byte & 128 ? 255u : 0u) : byte) << (8 * i);
+    }
+    return out;
+}
+template <typename T> T __ldg(const T *at) { return *at; }
+template <typename T> T __ldcg(const T *at) { return *at; }
+template <typename T> void __stcg(T *at, T x) { *at = x; }
+
+inline float kvant_of_half(unsigned short bits) { return float(__builtin_bit_cast(_Float16, bits)); }
+inline unsigned short kvant_to_half(float x) { return __builtin_bit_cast(unsigned short, _Float16(x)); }
+
+// Calls a kernel with the arguments that `args` points to.
+template <unsigned... I> struct KvantIndices {};
+template <typename T, T... I> struct KvantSequence { using indices = KvantIndices<I...>; };
+template <typename T> struct KvantPlain { using type = T; };
+template <typename T> struct KvantPlain<const T> { using type = T; };
+template <typename... A, unsigned... I>
+void kvant_call(void (*kernel)(A...), void **args, KvantIndices<I...>) {
+    kernel(*static_cast<typename KvantPlain<A>::type *>(args[I])...);
+}
+template <typename... A> void kvant_call(void (*kernel)(A...), void **args) {
+    kvant_call(kernel, args, typename __make_integer_seq<KvantSequence, unsigned, sizeof...(A)>::indices());
+}

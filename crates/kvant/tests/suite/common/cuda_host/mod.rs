@@ -1,0 +1,243 @@
+//! A CUDA device that runs kernels on this machine's CPU, compiled by clang: those without PTX for tensor cores,
+//! asynchronous copies and clusters. `language.h` is what they use of CUDA C++; `runtime.cpp` runs a block's threads as
+//! fibers. `KVANT_TEST_DEVICE=cuda-host` selects it.
+//!
+//! Other kernels do not compile here: their launches fail with the compiler's first message.
+
+use std::{
+    any::Any,
+    cell::UnsafeCell,
+    collections::HashMap,
+    ffi::{c_int, c_uint, c_void},
+    hash::{DefaultHasher, Hash, Hasher},
+    path::{Path, PathBuf},
+    process::{self, Command},
+    ptr::NonNull,
+    sync::{Arc, Mutex, PoisonError},
+};
+
+use kvant::{
+    Device, Error, Result,
+    gpu::{self, Constant, Executor, Launch, LaunchPass, Limits, Memory, Replay, Wait},
+};
+
+/// The compiler that msl-host uses, too.
+const CLANG: &str = "clang++-19";
+/// The most arguments of a kernel.
+const ARGUMENTS: usize = 24;
+
+/// The device.
+pub fn device() -> Device {
+    gpu::cuda_device(CudaHost)
+}
+
+type Run = unsafe extern "C" fn(*mut *mut c_void, *const c_uint, *const c_uint, c_uint) -> c_int;
+
+/// Compiled kernels by their text. The lock is held while one runs: the runtime's state is global.
+static LIBRARIES: Mutex<Option<HashMap<String, libloading::Library>>> = Mutex::new(None);
+
+#[derive(Clone, Copy)]
+struct CudaHost;
+
+/// Words, so that vectors are aligned.
+struct HostMemory(UnsafeCell<Vec<u128>>);
+
+// SAFETY: a device runs one call at a time, and the lock excludes kernels of others.
+unsafe impl Sync for HostMemory {}
+
+impl HostMemory {
+    fn of(memory: &dyn Memory) -> *mut u8 {
+        let memory = memory.as_any().downcast_ref::<HostMemory>().expect("memory of this device");
+        // SAFETY: only the address is taken.
+        unsafe { (*memory.0.get()).as_mut_ptr().cast() }
+    }
+}
+
+impl Memory for HostMemory {
+    fn host(&self) -> Option<NonNull<u8>> {
+        None
+    }
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+fn fault(reason: impl std::fmt::Display) -> Error {
+    Error::DeviceFault { device: "cuda-host".to_string(), reason: reason.to_string() }
+}
+
+impl Executor for CudaHost {
+    fn name(&self) -> String {
+        "CUDA kernels on this CPU".to_string()
+    }
+    fn limits(&self) -> Limits {
+        Limits {
+            threads: 1024,
+            threadgroup_bytes: 99 << 10,
+            // Kernels whose blocks wait for each other have one: blocks run one after the other.
+            busy_groups: 1,
+            warpgroup_products: false,
+            library_products: false,
+            clusters: false,
+        }
+    }
+    fn in_order(&self) -> bool {
+        true
+    }
+    fn allocate(&self, bytes: usize, zeroed: bool) -> Result<Box<dyn Memory>> {
+        let fill = if zeroed { 0 } else { u128::MAX / 255 * 0xA5 };
+        Ok(Box::new(HostMemory(UnsafeCell::new(vec![fill; bytes.div_ceil(16)]))))
+    }
+    fn upload(&self, memory: &dyn Memory, offset: usize, bytes: &[u8]) -> Result<()> {
+        // SAFETY: the caller keeps the range within the allocation.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), HostMemory::of(memory).add(offset), bytes.len()) };
+        Ok(())
+    }
+    fn download(&self, memory: &dyn Memory, offset: usize, out: &mut [u8]) -> Result<()> {
+        // SAFETY: as in `upload`.
+        unsafe { std::ptr::copy_nonoverlapping(HostMemory::of(memory).add(offset), out.as_mut_ptr(), out.len()) };
+        Ok(())
+    }
+    fn begin(&self) -> Result<Box<dyn LaunchPass>> {
+        Ok(Box::new(*self))
+    }
+    fn capture(self: Arc<Self>, launches: Vec<Launch>) -> Result<Box<dyn Replay>> {
+        Ok(Box::new(Recorded { launches }))
+    }
+}
+
+struct Recorded {
+    launches: Vec<Launch>,
+}
+
+impl Replay for Recorded {
+    fn replay(&self) -> Result<Option<Box<dyn Wait>>> {
+        self.launches.iter().try_for_each(run)?;
+        Ok(None)
+    }
+}
+
+impl LaunchPass for CudaHost {
+    fn launch(&mut self, launch: Launch) -> Result<()> {
+        run(&launch)
+    }
+    fn commit(self: Box<Self>) -> Result<Box<dyn Wait>> {
+        Ok(self)
+    }
+}
+
+impl Wait for CudaHost {
+    fn wait(self: Box<Self>) -> Result<()> {
+        Ok(())
+    }
+    fn is_done(&self) -> bool {
+        true
+    }
+}
+
+fn run(launch: &Launch) -> Result<()> {
+    let mut values = [0u64; ARGUMENTS];
+    for binding in &launch.bindings {
+        // SAFETY: the binding is within the allocation.
+        values[binding.index as usize] = unsafe { HostMemory::of(binding.memory()).add(binding.offset) } as u64;
+    }
+    let mut arguments = values.each_mut().map(|value| std::ptr::from_mut(value).cast::<c_void>());
+    if let Some((index, bytes)) = &launch.params {
+        arguments[*index as usize] = bytes.as_ptr().cast_mut().cast();
+    }
+    let text = text(launch);
+    let mut libraries = LIBRARIES.lock().unwrap_or_else(PoisonError::into_inner);
+    let libraries = libraries.get_or_insert_default();
+    if !libraries.contains_key(&text) {
+        let library = compile(&text).map_err(|why| fault(format!("{} does not run here: {why}", launch.kernel)))?;
+        libraries.insert(text.clone(), library);
+    }
+    // SAFETY: runtime.cpp has this function.
+    let run = unsafe { libraries[&text].get::<Run>(b"kvant_run") }.map_err(fault)?;
+    let (grid, threads) = (launch.grid.groups, launch.grid.threads);
+    // SAFETY: the arguments are those that the kernel has, in memory that the launch keeps; the lock is held.
+    match unsafe { run(arguments.as_mut_ptr(), grid.as_ptr(), threads.as_ptr(), launch.threadgroup_bytes) } {
+        0 => Ok(()),
+        _ => Err(fault(format!("{}: threads wait for others that have ended", launch.kernel))),
+    }
+}
+
+/// The kernel as C++: its constants, its text with all headers, and its call.
+fn text(launch: &Launch) -> String {
+    let mut text = String::from("#include \"language.h\"\n");
+    for (name, value) in &launch.constants {
+        let value = match value {
+            Constant::Bool(value) => value.to_string(),
+            Constant::UInt(value) => format!("{value}u"),
+        };
+        text += &format!("#define {name} {value}\n");
+    }
+    text += &format!("#define KERNEL_{} 1\n#define KVANT_KERNEL kvant_kernel\n", launch.kernel);
+    for line in launch.source.expand().lines() {
+        // PTX of kernels that run here; dynamic shared memory is not static.
+        let line = match line.trim() {
+            r#"asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));"# => "x = kvant_of_half(bits);".to_string(),
+            r#"asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));"# => "bits = kvant_to_half(x);".to_string(),
+            r#"asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(arrived) : "memory");"# => {
+                "seen = *arrived;".to_string()
+            }
+            line => match line.strip_prefix("extern __shared__ ").and_then(|rest| rest.strip_suffix("[];")) {
+                Some(declared) => {
+                    let (dtype, name) = declared.rsplit_once(' ').expect("a type and a name");
+                    format!("{dtype} *{name} = reinterpret_cast<{dtype} *>(kvant_shared);")
+                }
+                None => line.to_string(),
+            },
+        };
+        text += &line;
+        text.push('\n');
+    }
+    text + "extern \"C\" void kvant_enter(void **args) { kvant_call(kvant_kernel, args); }\n"
+}
+
+fn compile(text: &str) -> std::result::Result<libloading::Library, String> {
+    let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/suite/common/cuda_host");
+    let read = |name: &str| std::fs::read_to_string(sources.join(name)).map_err(|error| error.to_string());
+    let (language, runtime) = (read("language.h")?, read("runtime.cpp")?);
+    let include = format!("-I{}", sources.display());
+    let object = make(&runtime, "o", &["-c"])?;
+    let linked = [include.as_str(), "-shared", object.to_str().ok_or("a path that is no UTF-8")?];
+    let path = make(&format!("// {}\n{text}", hash(&language)), "so", &linked)?;
+    // SAFETY: it is a kernel with its runtime; nothing runs when it is loaded.
+    unsafe { libloading::Library::new(&path) }.map_err(|error| error.to_string())
+}
+
+fn hash(text: &str) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    text.hash(&mut hasher);
+    hasher.finish()
+}
+
+/// The file that clang makes of a text, which may be there already.
+fn make(text: &str, extension: &str, options: &[&str]) -> std::result::Result<PathBuf, String> {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("cuda-host");
+    std::fs::create_dir_all(&folder).map_err(|error| error.to_string())?;
+    let path = folder.join(format!("{:016x}.{extension}", hash(text)));
+    if path.exists() {
+        return Ok(path);
+    }
+    // Under a name of this process, until it is complete.
+    let (source, made) =
+        (path.with_extension(format!("{}.cpp", process::id())), path.with_extension(process::id().to_string()));
+    std::fs::write(&source, text).map_err(|error| error.to_string())?;
+    let output = Command::new(CLANG)
+        .args(["-std=c++17", "-O1", "-fPIC", "-w", "-ffp-contract=on"])
+        .arg(&source)
+        .args(options)
+        .arg("-o")
+        .arg(&made)
+        .output()
+        .map_err(|error| format!("{CLANG}: {error}"))?;
+    let _ = std::fs::remove_file(&source);
+    if !output.status.success() {
+        let messages = String::from_utf8_lossy(&output.stderr);
+        return Err(messages.lines().find(|line| line.contains("error")).unwrap_or(&messages).to_string());
+    }
+    std::fs::rename(&made, &path).map_err(|error| error.to_string())?;
+    Ok(path)
+}

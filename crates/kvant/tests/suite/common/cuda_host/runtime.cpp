@@ -1,0 +1,158 @@
+// The threads of a block as fibers, for language.h. Blocks run one after the other; the fibers of every second one are
+// resumed in falling order.
+#include <cstdlib>
+#include <cstring>
+#include <ucontext.h>
+#include <vector>
+
+struct uint3 {
+    unsigned x, y, z;
+};
+
+extern "C" {
+uint3 kvant_thread, kvant_block, kvant_threads, kvant_blocks;
+unsigned char *kvant_shared;
+void kvant_wait_for_block();
+unsigned kvant_exchange(const void *own, void *all);
+void kvant_enter(void **args);
+int kvant_run(void **args, const unsigned *grid, const unsigned *threads, unsigned shared_bytes);
+}
+
+namespace {
+constexpr size_t STACK = 256 << 10;
+
+struct Fiber {
+    ucontext_t context;
+    bool has_ended;
+};
+
+// Fibers that wait for each other: `arrived` of those `there`. A generation ends when all have arrived.
+struct Meeting {
+    unsigned there, arrived;
+    unsigned long generation;
+
+    void end_if_complete() {
+        if (there > 0 && arrived == there) {
+            arrived = 0;
+            generation++;
+        }
+    }
+};
+
+struct Warp {
+    Meeting meeting;
+    // Which lanes have not ended, and their values in generations of either parity.
+    unsigned lanes;
+    alignas(16) unsigned char slots[2][32][16];
+};
+
+std::vector<Fiber> fibers;
+std::vector<Warp> warps;
+std::vector<char *> stacks;
+Meeting block;
+ucontext_t scheduler;
+unsigned current;
+bool progress;
+void **arguments;
+
+unsigned linear_index(uint3 at) { return (at.z * kvant_threads.y + at.y) * kvant_threads.x + at.x; }
+
+void yield() { swapcontext(&fibers[current].context, &scheduler); }
+
+void meet(Meeting &meeting) {
+    const unsigned long generation = meeting.generation;
+    meeting.arrived++;
+    progress = true;
+    meeting.end_if_complete();
+    while (meeting.generation == generation) {
+        yield();
+    }
+}
+
+void enter() {
+    kvant_enter(arguments);
+    Fiber &fiber = fibers[current];
+    Warp &warp = warps[current / 32];
+    fiber.has_ended = progress = true;
+    warp.lanes &= ~(1u << current % 32);
+    warp.meeting.there--;
+    warp.meeting.end_if_complete();
+    block.there--;
+    block.end_if_complete();
+    swapcontext(&fiber.context, &scheduler);
+}
+
+// 0, or 1 if threads wait for others that never come.
+int run_block(unsigned count, bool backwards) {
+    block = {count, 0, 0};
+    warps.assign((count + 31) / 32, Warp{});
+    for (unsigned i = 0; i < count; i++) {
+        Warp &warp = warps[i / 32];
+        warp.meeting.there++;
+        warp.lanes |= 1u << i % 32;
+        Fiber &fiber = fibers[i];
+        fiber.has_ended = false;
+        getcontext(&fiber.context);
+        fiber.context.uc_stack.ss_sp = stacks[i];
+        fiber.context.uc_stack.ss_size = STACK;
+        fiber.context.uc_link = &scheduler;
+        makecontext(&fiber.context, enter, 0);
+    }
+    for (unsigned left = count; left > 0;) {
+        progress = false;
+        for (unsigned i = 0; i < count; i++) {
+            current = backwards ? count - 1 - i : i;
+            if (fibers[current].has_ended) {
+                continue;
+            }
+            kvant_thread = {current % kvant_threads.x, current / kvant_threads.x % kvant_threads.y,
+                            current / (kvant_threads.x * kvant_threads.y)};
+            swapcontext(&scheduler, &fibers[current].context);
+            left -= fibers[current].has_ended;
+        }
+        if (!progress) {
+            return 1;
+        }
+    }
+    return 0;
+}
+} // namespace
+
+void kvant_wait_for_block() { meet(block); }
+
+unsigned kvant_exchange(const void *own, void *all) {
+    Warp &warp = warps[linear_index(kvant_thread) / 32];
+    const unsigned lane = linear_index(kvant_thread) % 32, parity = warp.meeting.generation % 2, lanes = warp.lanes;
+    std::memcpy(warp.slots[parity][lane], own, 16);
+    meet(warp.meeting);
+    std::memcpy(all, warp.slots[parity], sizeof warp.slots[parity]);
+    return lanes;
+}
+
+int kvant_run(void **args, const unsigned *grid, const unsigned *threads, unsigned shared_bytes) {
+    arguments = args;
+    kvant_blocks = {grid[0], grid[1], grid[2]};
+    kvant_threads = {threads[0], threads[1], threads[2]};
+    const unsigned count = threads[0] * threads[1] * threads[2];
+    // What uninitialised memory holds is no zero.
+    std::vector<unsigned char> shared(shared_bytes + 1024, 0xA5);
+    kvant_shared = shared.data() + (1024 - reinterpret_cast<size_t>(shared.data()) % 1024) % 1024;
+    if (fibers.size() < count) {
+        fibers.resize(count);
+    }
+    while (stacks.size() < count) {
+        stacks.push_back(static_cast<char *>(std::malloc(STACK)));
+    }
+    unsigned number = 0;
+    for (unsigned z = 0; z < grid[2]; z++) {
+        for (unsigned y = 0; y < grid[1]; y++) {
+            for (unsigned x = 0; x < grid[0]; x++) {
+                kvant_block = {x, y, z};
+                if (run_block(count, number++ % 2 == 1)) {
+                    return 1;
+                }
+            }
+        }
+    }
+    return 0;
+}
