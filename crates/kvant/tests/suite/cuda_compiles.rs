@@ -386,6 +386,12 @@ fn elements(device: &Device, enc: &mut Encoder, dtype: DType) -> Result<()> {
         let chosen = zeros(device, DType::U32, &[3, 2])?;
         ops::moe_route(enc, &MoeRoute::new(&x, &chosen, &weights))?;
         ops::moe_route(enc, &MoeRoute::new(&x, &chosen, &weights).normalise(false))?;
+        // More choices than lanes of a warp.
+        let (all, weights_of_all) = (zeros(device, DType::U32, &[3, 40])?, zeros(device, DType::F32, &[3, 40])?);
+        let args = MoeRoute::new(&x, &all, &weights_of_all).normalise(dim % 2 == 0);
+        ops::moe_route(enc, &args)?;
+        let factors = zeros(device, DType::F32, &[dim])?;
+        ops::moe_route(enc, &MoeRoute::new(&x, &chosen, &weights).expert_scale(Some(&factors)))?;
         let rows = zeros(device, dtype, &[6, dim])?;
         ops::moe_combine(enc, &MoeCombine::new(&rows, &weights, &out))?;
     }
