@@ -46,16 +46,17 @@ impl<'a> Pass<'a> {
         let (Some(moe), Some(moe_views), Some(spec)) = (&weights.moe, &own.moe, spec.moe()) else { return Ok(()) };
         let Some((norms, parallel)) = parallel else {
             self.route(&views.x, moe, moe_views, spec)?;
-            return self.experts(&views.x, moe, moe_views, spec);
+            self.experts(&views.x, moe, moe_views, spec)?;
+            return Ok(ops::moe_combine(self.enc, &MoeCombine::new(&moe_views.out, &moe_views.weights, &views.y))?);
         };
         // A router without a norm of its own reads what the experts read.
         let router_input = if moe.router_scales.is_some() { &parallel.router_input } else { &parallel.experts_input };
         self.route(router_input, moe, moe_views, spec)?;
         self.experts(&parallel.experts_input, moe, moe_views, spec)?;
-        // y = norm(experts) + norm(dense).
+        // y = norm(Σ weight · expert) + norm(dense).
         let residual = Residual::Normed { residual: &parallel.dense_output, weight: Some(&norms.after_dense) };
-        let args = RmsNorm::new(&views.y, self.spec().norm_eps, &views.y).weight(Some(&norms.after_experts));
-        Ok(ops::rms_norm(self.enc, &args.residual(residual))?)
+        let args = RmsNorm::new(&moe_views.out, self.spec().norm_eps, &views.y).weight(Some(&norms.after_experts));
+        Ok(ops::rms_norm(self.enc, &args.combine(Some(&moe_views.weights)).residual(residual))?)
     }
 
     /// out = mlp(x).
@@ -74,7 +75,7 @@ impl<'a> Pass<'a> {
         Ok(ops::moe_route(self.enc, &args)?)
     }
 
-    /// y = Σ over a token's experts of weight · expert(x).
+    /// The outputs of each token's experts, without their weights.
     fn experts(&mut self, x: &Tensor, moe: &MoeWeights, own: &MoeViews, spec: MoeSpec) -> Result<()> {
         match &moe.gate_up {
             GateUp::Fused(both) => {
@@ -88,8 +89,7 @@ impl<'a> Pass<'a> {
                 self.gate(Columns::from(&own.gate), Columns::from(&own.up), spec.activation, &own.gate)?;
             }
         }
-        self.expert_linear(&own.gate, &moe.down, own, true, &own.out)?;
-        Ok(ops::moe_combine(self.enc, &MoeCombine::new(&own.out, &own.weights, &self.views.y))?)
+        self.expert_linear(&own.gate, &moe.down, own, true, &own.out)
     }
 
     /// Multiplies each row by the matrix of its expert, and adds that expert's bias.

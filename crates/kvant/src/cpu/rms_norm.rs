@@ -24,6 +24,9 @@ pub(crate) fn run(cpu: &Cpu, call: &Call) {
     };
     let norm = RmsNormTensors {
         x: Elements::of(&call.x),
+        // SAFETY: calls run under the device's lock, and the factors are an input only.
+        combine: call.combine.as_ref().map(|combine| unsafe { combine.host_slice::<f32>() }),
+        terms: call.terms(),
         weight: optional(call.weight.as_ref()),
         residual: optional(call.residual.as_ref()),
         residual_norm: matches!(call.add, Add::Normed { .. }),
@@ -43,8 +46,11 @@ pub(crate) fn run(cpu: &Cpu, call: &Call) {
 }
 
 #[derive(Clone, Copy)]
-struct RmsNormTensors {
+struct RmsNormTensors<'a> {
     x: Elements,
+    /// Factors of the rows that make one of x.
+    combine: Option<&'a [f32]>,
+    terms: usize,
     weight: Option<Elements>,
     residual: Option<Elements>,
     /// Whether the norm of the residual is added.
@@ -66,12 +72,12 @@ struct NextElements {
     out: Elements,
 }
 
-struct RmsNormRows {
-    norm: RmsNormTensors,
+struct RmsNormRows<'a> {
+    norm: RmsNormTensors<'a>,
     rows: std::ops::Range<usize>,
 }
 
-impl SimdKernel for RmsNormRows {
+impl SimdKernel for RmsNormRows<'_> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self) {
@@ -85,7 +91,17 @@ impl SimdKernel for RmsNormRows {
         unsafe {
             for r in self.rows {
                 let start = r * dim;
-                load_row::<S>(x, start, row, dim);
+                match self.norm.combine {
+                    None => load_row::<S>(x, start, row, dim),
+                    Some(combine) => {
+                        let terms = r * self.norm.terms..(r + 1) * self.norm.terms;
+                        row.fill(0.0);
+                        for (term, &factor) in terms.clone().zip(&combine[terms]) {
+                            load_row::<S>(x, term * dim, weights, dim);
+                            add_times::<S>(row, weights, factor);
+                        }
+                    }
+                }
                 if let Some(residual) = residual {
                     load_row::<S>(residual, start, added, dim);
                 }
@@ -135,6 +151,17 @@ unsafe fn norm<S: Simd>(row: &mut [f32], weight: Option<Elements>, weights: &mut
         for i in (0..row.len()).step_by(S::LANES) {
             let normed = S::mul(S::mul(load::<S>(row, i), factor), load::<S>(weights, i));
             S::store(row.as_mut_ptr().add(i), normed);
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn add_times<S: Simd>(row: &mut [f32], added: &[f32], factor: f32) {
+    for i in (0..row.len()).step_by(S::LANES) {
+        // SAFETY: both are the same whole number of vectors long; the instructions are the caller's promise.
+        unsafe {
+            let sum = S::fma(load::<S>(added, i), S::splat(factor), load::<S>(row, i));
+            S::store(row.as_mut_ptr().add(i), sum);
         }
     }
 }

@@ -1,7 +1,8 @@
 // rms_norm: out = scale * (x * weight / sqrt(mean x^2 + eps)) of each row, f32, f16 or bf16 in and out, and up to three
 // norms of out.
 //
-// x, residual, sum, out and the outputs next_out are [rows, dim]; weights are [dim]. AFTER adds the residual to the
+// x, residual, sum, out and the outputs next_out are [rows, dim]; weights are [dim]. COMBINE: x is [rows * terms, dim],
+// and a row is the sum of `terms` of these times combine, [rows, terms]. AFTER adds the residual to the
 // normed row, before the scale, NORMED after a norm of its own; BEFORE adds it to x first, and writes the sum. A row
 // belongs to one warp of several in a block, or, when it is long, to a whole block (WHOLE). A thread keeps its first HELD
 // groups of four elements in registers, for all norms; what is beyond (BEYOND) is read twice, for its mean square, then
@@ -17,6 +18,7 @@
 struct RmsNormParams {
     uint rows;
     uint dim;
+    uint terms;
     float eps;
     float scale;
     float next_scales[3];
@@ -73,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     KVANT_KERNEL(const uchar *x, const uchar *weight, const uchar *residual, uchar *sum, uchar *out,
                  const uchar *residual_weight, const uchar *next_weight_0, const uchar *next_weight_1,
                  const uchar *next_weight_2, uchar *next_out_0, uchar *next_out_1, uchar *next_out_2,
-                 const RmsNormParams p) {
+                 const float *combine, const RmsNormParams p) {
     // Two exchanges of the first sums, and two of each norm whose squares leave the range.
     __shared__ float room[9 * EXCHANGE];
     const Team team = whole_block();
@@ -95,6 +97,18 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         return AFTER || BEFORE ? load4(residual, start + i, p.dim - i, RESIDUAL_DTYPE, ALIGNED) : all4(0);
     };
 
+    const auto x_of = [&](uint i) {
+        if (!COMBINE) {
+            return load4(x, start + i, p.dim - i, X_DTYPE, ALIGNED);
+        }
+        float4 value = all4(0);
+        for (uint j = 0; j < p.terms; j++) {
+            const ulong term = ulong(row) * p.terms + j;
+            value = value + combine[term] * load4(x, term * p.dim + i, p.dim - i, X_DTYPE, ALIGNED);
+        }
+        return value;
+    };
+
     float4 weights[HELD], residual_weights[HELD], after_weights[NEXTS + 1][HELD], values[HELD], residuals[HELD];
 #pragma unroll
     for (uint k = 0; k < HELD; k++) {
@@ -113,15 +127,26 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
     for (uint k = 0; k < HELD; k++) {
         const uint i = first + k * step;
-        values[k] = i < p.dim ? load4(x, start + i, p.dim - i, X_DTYPE, ALIGNED) : all4(0);
+        values[k] = i < p.dim && !COMBINE ? x_of(i) : all4(0);
         residuals[k] = i < p.dim ? residual_of(i) : all4(0);
+    }
+    // Loads of several terms are in flight.
+#pragma unroll 4
+    for (uint j = 0; COMBINE && j < p.terms; j++) {
+        const ulong term = ulong(row) * p.terms + j;
+        const float factor = combine[term];
+#pragma unroll
+        for (uint k = 0; k < HELD; k++) {
+            const uint i = first + k * step;
+            values[k] = i < p.dim ? values[k] + factor * load4(x, term * p.dim + i, p.dim - i, X_DTYPE, ALIGNED) : values[k];
+        }
     }
 #pragma unroll
     for (uint k = 0; k < HELD; k++) {
         values[k] = BEFORE ? values[k] + residuals[k] : values[k];
     }
     const auto value_of = [&](uint i) {
-        const float4 value = load4(x, start + i, p.dim - i, X_DTYPE, ALIGNED);
+        const float4 value = x_of(i);
         return BEFORE ? value + residual_of(i) : value;
     };
     // All elements of the thread; zeros behind the row.

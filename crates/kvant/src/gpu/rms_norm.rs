@@ -10,6 +10,7 @@ params! {
     pub(crate) struct RmsNormParams {
         pub rows: u32,
         pub dim: u32,
+        pub terms: u32,
         pub eps: f32,
         pub scale: f32,
         pub next_scales: [f32; MOST_NEXT],
@@ -35,6 +36,7 @@ pub(crate) fn launch(call: &Call, source: &'static Source, most: usize) -> Resul
     let params = RmsNormParams {
         rows: Launch::uint(NAME, "x", call.rows)?,
         dim: Launch::uint(NAME, "x", call.dim)?,
+        terms: Launch::uint(NAME, "combine", call.terms())?,
         eps: call.eps,
         scale: call.scale,
         next_scales: call.next.each_ref().map(|next| next.as_ref().map_or(1.0, |next| next.scale)),
@@ -63,6 +65,7 @@ pub(crate) fn launch(call: &Call, source: &'static Source, most: usize) -> Resul
         .constant("NORMED", is_normed)
         .constant("RESIDUAL_WEIGHT_DTYPE", dtype(residual_weight))
         .constant("HAS_RESIDUAL_WEIGHT", residual_weight.is_some())
+        .constant("COMBINE", call.combine.is_some())
         .constant("NEXTS", call.nexts().count() as u32)
         .constant("NEXT_WEIGHT_DTYPES", four_bits_each(call.nexts().map(|next| next.weight.as_ref())))
         .constant("NEXT_OUT_DTYPES", four_bits_each(call.nexts().map(|next| Some(&next.out))))
@@ -75,7 +78,7 @@ pub(crate) fn launch(call: &Call, source: &'static Source, most: usize) -> Resul
     let launch = call.nexts().zip(6..).fold(launch, |launch, (next, index)| {
         launch.read_if(index, next.weight.as_ref()).write(index + MOST_NEXT as u32, &next.out)
     });
-    Ok(launch.params(12, &params).grid([groups, 1, 1], [warps * LANES, 1, 1]))
+    Ok(launch.read_if(12, call.combine.as_ref()).params(13, &params).grid([groups, 1, 1], [warps * LANES, 1, 1]))
 }
 
 /// The dtypes in one number, the first in the lowest bits.

@@ -1,7 +1,8 @@
 // rms_norm: out = scale * (x * weight / sqrt(mean x^2 + eps)) of each row, f32, f16 or bf16 in and out, and up to three
 // norms of out.
 //
-// x, residual, sum, out and the outputs next_out are [rows, dim]; weights are [dim]. AFTER adds the residual to the
+// x, residual, sum, out and the outputs next_out are [rows, dim]; weights are [dim]. COMBINE: x is [rows * terms, dim],
+// and a row is the sum of `terms` of these times combine, [rows, terms]. AFTER adds the residual to the
 // normed row, before the scale, NORMED after a norm of its own; BEFORE adds it to x first, and writes the sum. A row
 // belongs to one SIMD-group of several in a threadgroup, or, when it is long, to a whole threadgroup (WHOLE). It is read
 // twice: for its mean square, then, mostly from a cache, for the result; for the next norms, `out` is read in the same
@@ -14,6 +15,7 @@
 struct RmsNormParams {
     uint rows;
     uint dim;
+    uint terms;
     float eps;
     float scale;
     float next_scales[3];
@@ -36,6 +38,7 @@ constant uint NEXTS [[function_constant(13)]];
 // Four bits each: the dtypes of the next norms; 15 for a weight that is absent.
 constant uint NEXT_WEIGHT_DTYPES [[function_constant(14)]];
 constant uint NEXT_OUT_DTYPES [[function_constant(15)]];
+constant bool COMBINE [[function_constant(16)]];
 constant bool HAS_RESIDUAL = AFTER || BEFORE;
 constant bool HAS_NEXT_0 = NEXTS > 0;
 constant bool HAS_NEXT_1 = NEXTS > 1;
@@ -48,6 +51,10 @@ constant bool HAS_NEXT_WEIGHT_2 = HAS_NEXT_2 && (NEXT_WEIGHT_DTYPES >> 8 & 15) !
 struct Row {
     device const uchar *x;
     uint dtype;
+    // If `is_sum`, the row is a sum of so many.
+    bool is_sum;
+    device const float *combine;
+    uint terms;
     // Added if `before`.
     device const uchar *residual;
     bool before;
@@ -59,7 +66,15 @@ struct Row {
 
 // Four elements from i on, before the norm.
 inline float4 four_of(Row row, uint i) {
-    float4 value = load4(row.x, row.start + i, row.dim - i, row.dtype, ALIGNED);
+    float4 value = 0;
+    if (row.is_sum) {
+        for (uint j = 0; j < row.terms; j++) {
+            const ulong start = row.start * row.terms + ulong(j) * row.dim;
+            value += row.combine[j] * load4(row.x, start + i, row.dim - i, row.dtype, ALIGNED);
+        }
+    } else {
+        value = load4(row.x, row.start + i, row.dim - i, row.dtype, ALIGNED);
+    }
     if (row.before) {
         value += load4(row.residual, row.start + i, row.dim - i, RESIDUAL_DTYPE, ALIGNED);
     }
@@ -105,7 +120,8 @@ kernel void rms_norm(device const uchar *x [[buffer(0)]],
                      device uchar *next_out_0 [[buffer(9), function_constant(HAS_NEXT_0)]],
                      device uchar *next_out_1 [[buffer(10), function_constant(HAS_NEXT_1)]],
                      device uchar *next_out_2 [[buffer(11), function_constant(HAS_NEXT_2)]],
-                     constant RmsNormParams &p [[buffer(12)]],
+                     device const float *combine [[buffer(12), function_constant(COMBINE)]],
+                     constant RmsNormParams &p [[buffer(13)]],
                      uint group [[threadgroup_position_in_grid]],
                      uint lane [[thread_index_in_simdgroup]],
                      uint simdgroup [[simdgroup_index_in_threadgroup]],
@@ -118,7 +134,13 @@ kernel void rms_norm(device const uchar *x [[buffer(0)]],
         return;
     }
     const ulong start = ulong(index) * p.dim;
-    Row row = {x, X_DTYPE, nullptr, false, start, p.dim, index_of(place) * 4, threads_of(place) * 4};
+    Row row = {x,       X_DTYPE, false, nullptr, 0, nullptr, false, start, p.dim, index_of(place) * 4,
+               threads_of(place) * 4};
+    if (COMBINE) {
+        row.is_sum = true;
+        row.combine = combine + ulong(index) * p.terms;
+        row.terms = p.terms;
+    }
     if (BEFORE) {
         row.residual = residual;
         row.before = true;
@@ -126,19 +148,18 @@ kernel void rms_norm(device const uchar *x [[buffer(0)]],
     const float2 factors = factors_of(row, p.eps, shared, place);
     float2 other_factors = 1;
     if (NORMED) {
-        const Row other = {residual, RESIDUAL_DTYPE, nullptr, false, start, p.dim, row.first, row.step};
+        const Row other = {residual, RESIDUAL_DTYPE, false, nullptr, 0, nullptr, false, start, p.dim, row.first, row.step};
         other_factors = factors_of(other, p.eps, shared, place);
     }
 
     for (uint i = row.first; i < row.dim; i += row.step) {
         const uint count = p.dim - i;
-        float4 value = load4(x, start + i, count, X_DTYPE, ALIGNED);
+        float4 value = four_of(row, i);
         float4 other = 0;
-        if (HAS_RESIDUAL) {
+        if (AFTER) {
             other = load4(residual, start + i, count, RESIDUAL_DTYPE, ALIGNED);
         }
         if (BEFORE) {
-            value += other;
             store4(sum, start + i, count, value, SUM_DTYPE, ALIGNED);
         }
         value = value * factors.x * factors.y;
@@ -161,7 +182,7 @@ kernel void rms_norm(device const uchar *x [[buffer(0)]],
     }
 
     // A thread reads what it has written itself.
-    const Row stored = {out, OUT_DTYPE, nullptr, false, start, p.dim, row.first, row.step};
+    const Row stored = {out, OUT_DTYPE, false, nullptr, 0, nullptr, false, start, p.dim, row.first, row.step};
     const float2 next_factors = factors_of(stored, p.eps, shared, place);
     for (uint i = row.first; i < row.dim; i += row.step) {
         const uint count = p.dim - i;

@@ -1,6 +1,6 @@
 use super::check;
 use crate::{
-    Encoder, Result, Tensor,
+    DType, Encoder, Result, Tensor,
     encoder::{Access::*, Touch},
 };
 
@@ -18,6 +18,8 @@ pub(crate) const MOST_NEXT: usize = 3;
 /// | [`Residual::After`] | out = scale · (residual + n(x)): the sandwich norm of Gemma |
 /// | [`Residual::Normed`] | out = scale · (n(residual) + n(x)), each with its own weight: parallel branches of Gemma 4 |
 /// | [`Residual::Before`] | sum = residual + x, out = scale · n(sum): the pre-norm of Llama and most others |
+///
+/// With `combine`, x is the weighted sum of several rows, as [`moe_combine`](super::moe_combine()) computes it.
 ///
 /// `out` and `sum` may each be `x` or the residual, but not the same tensor.
 ///
@@ -40,8 +42,10 @@ pub(crate) const MOST_NEXT: usize = 3;
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct RmsNorm<'a> {
-    /// `[T, N]`, f32, f16 or bf16; N is at least 1.
+    /// `[T, N]`, with `combine` `[T·K, N]`; f32, f16 or bf16; N is at least 1.
     pub x: &'a Tensor,
+    /// f32 `[T, K]`: row t of x is Σⱼ combine\[t, j\] · x\[t·K + j\], not rounded before the norm.
+    pub combine: Option<&'a Tensor>,
     /// `[N]`, f32, f16 or bf16, used as it is; `None` for ones.
     pub weight: Option<&'a Tensor>,
     /// Added to the mean square; finite and not negative.
@@ -59,11 +63,12 @@ pub struct RmsNorm<'a> {
 impl<'a> RmsNorm<'a> {
     /// The norm of each row of `x`, without a weight or a residual.
     pub fn new(x: &'a Tensor, eps: f32, out: &'a Tensor) -> Self {
-        RmsNorm { x, eps, out, weight: None, residual: Residual::None, scale: 1.0, next: &[] }
+        RmsNorm { x, eps, out, combine: None, weight: None, residual: Residual::None, scale: 1.0, next: &[] }
     }
 }
 
 setters! { RmsNorm<'a> {
+    combine: Option<&'a Tensor>,
     weight: Option<&'a Tensor>,
     residual: Residual<'a>,
     scale: f32,
@@ -122,7 +127,12 @@ pub enum Residual<'a> {
 /// # Errors
 /// Those of [every operation](crate::ops#errors).
 pub fn rms_norm(enc: &mut Encoder, args: &RmsNorm) -> Result<()> {
-    let [rows, dim] = check::rank(NAME, "x", args.x, ["T", "N"])?;
+    let [mut rows, dim] = check::rank(NAME, "x", args.x, ["T", "N"])?;
+    if let Some(combine) = args.combine {
+        check::dtype(NAME, "combine", combine, DType::F32)?;
+        [rows, _] = check::rank(NAME, "combine", combine, ["T", "K"])?;
+        check::shape(NAME, "x", args.x, &[("T·K", combine.elements()), ("N", dim)])?;
+    }
     check::positive(NAME, "N", dim)?;
     check::float(NAME, "x", args.x)?;
     let same_shape = |arg, tensor: &Tensor| {
@@ -154,6 +164,7 @@ pub fn rms_norm(enc: &mut Encoder, args: &RmsNorm) -> Result<()> {
     }
     enc.submit(super::Call::RmsNorm(Call {
         x: args.x.clone(),
+        combine: args.combine.cloned(),
         weight: args.weight.cloned(),
         eps: args.eps,
         residual: args.residual.tensor().cloned(),
@@ -189,6 +200,7 @@ pub(crate) fn check_eps(op: &'static str, eps: f32) -> Result<()> {
 #[derive(Clone, Debug)]
 pub(crate) struct Call {
     pub x: Tensor,
+    pub combine: Option<Tensor>,
     pub weight: Option<Tensor>,
     pub eps: f32,
     pub residual: Option<Tensor>,
@@ -233,6 +245,11 @@ impl Call {
         self.next.iter().flatten()
     }
 
+    /// Rows of x that make one of the result.
+    pub(crate) fn terms(&self) -> usize {
+        self.combine.as_ref().map_or(1, |combine| combine.shape()[1])
+    }
+
     /// The tensor that receives the sum, if the residual is added before the norm.
     pub(crate) fn sum(&self) -> Option<&Tensor> {
         match &self.add {
@@ -252,6 +269,7 @@ impl Call {
     pub(crate) fn touches(&self, visit: &mut dyn FnMut(Touch)) {
         visit(Touch { arg: "x", tensor: &self.x, access: Read });
         let optional = [
+            ("combine", self.combine.as_ref()),
             ("weight", self.weight.as_ref()),
             ("residual", self.residual.as_ref()),
             ("residual_weight", self.residual_weight()),

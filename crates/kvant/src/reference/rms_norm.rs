@@ -1,4 +1,4 @@
-use super::{check_len, io};
+use super::{check_len, io, moe::moe_combine};
 use crate::{
     Result, Tensor,
     ops::rms_norm::{Add, Call},
@@ -15,6 +15,20 @@ pub fn rms_norm(x: &[f64], weight: Option<&[f64]>, eps: f64) -> Result<Vec<f64>>
     Ok(x.iter().enumerate().map(|(i, x)| x * r * weight.map_or(1.0, |w| w[i])).collect())
 }
 
+/// The sum of the rows of each token, with weights.
+fn weighted_sums(x: &[f64], weights: &[f64], call: &Call) -> Vec<f64> {
+    let terms = call.terms();
+    let sums = (0..call.rows).flat_map(|row| {
+        let choices = row * terms..(row + 1) * terms;
+        let x = &x[choices.start * call.dim..choices.end * call.dim];
+        moe_combine(x, &weights[choices]).expect("x has a row for each weight")
+    });
+    let mut sums: Vec<f64> = sums.collect();
+    // A sum of no rows is zero.
+    sums.resize(call.rows * call.dim, 0.0);
+    sums
+}
+
 pub(crate) fn run(call: &Call) {
     let norm = |x: &[f64], weight: Option<&Tensor>| -> Vec<f64> {
         let weight = weight.map(io::load);
@@ -25,7 +39,10 @@ pub(crate) fn run(call: &Call) {
     let sum = |a: Vec<f64>, b: Vec<f64>| -> Vec<f64> { a.iter().zip(b).map(|(a, b)| a + b).collect() };
     let scaled = |x: Vec<f64>, scale: f32| -> Vec<f64> { x.iter().map(|x| x * f64::from(scale)).collect() };
 
-    let mut x = io::load(&call.x);
+    let mut x = match &call.combine {
+        Some(combine) => weighted_sums(&io::load(&call.x), &io::load(combine), call),
+        None => io::load(&call.x),
+    };
     let mut residual = call.residual.as_ref().map(io::load);
     match &call.add {
         Add::After => {}

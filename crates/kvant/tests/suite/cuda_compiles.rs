@@ -343,6 +343,9 @@ fn norms_of_long_rows(device: &Device, enc: &mut Encoder, dtype: DType, dim: usi
         let args = RmsNorm::new(&x, 1e-6, &out).weight(Some(&weight)).residual(residual);
         ops::rms_norm(enc, &args.next(&next))?;
     }
+    let (terms, combine) = (zeros(device, dtype, &[12, dim])?, zeros(device, DType::F32, &[3, 4])?);
+    let args = RmsNorm::new(&terms, 1e-6, &out).combine(Some(&combine)).weight(Some(&weight));
+    ops::rms_norm(enc, &args.residual(residual))?;
     Ok(())
 }
 

@@ -25,8 +25,8 @@ fn rms_norm() {
                     let weight = rng.pick(&[None, Some(DType::F32), Some(DType::F16), Some(DType::BF16)]);
                     let (other, sum, scale) = (rng.pick(&FLOATS), rng.pick(&FLOATS), rng.pick(&[1.0, 1.0, 0.73]));
                     let eps = rng.pick(&[1e-6, 1e-5]);
-                    let next = rng.below(4);
-                    norm_case(&Norm { size, add, x, out, weight, other, sum, scale, eps, next, in_place: None });
+                    let (next, terms) = (rng.below(4), rng.pick(&[None, None, Some(1), Some(3), Some(9)]));
+                    norm_case(&Norm { size, terms, add, x, out, weight, other, sum, scale, eps, next, in_place: None });
                 }
             }
         }
@@ -49,7 +49,8 @@ fn rms_norm_in_place() {
                     let size = (9, 131);
                     let in_place = Some(over);
                     let (scale, eps, next) = (1.5, 1e-6, 2);
-                    norm_case(&Norm { size, add, x, out, weight, other, sum, scale, eps, next, in_place });
+                    let terms = None;
+                    norm_case(&Norm { size, terms, add, x, out, weight, other, sum, scale, eps, next, in_place });
                 }
             }
         }
@@ -98,6 +99,26 @@ fn rms_norm_of_an_extreme_residual_and_result() {
             let (residual, nexts) =
                 (Residual::Normed { residual: &residual, weight: None }, [NextNorm::new(&next.tensor)]);
             let args = RmsNorm::new(&x, 0.0, &out.tensor).residual(residual).scale(size).next(&nexts);
+            run(device, |enc| ops::rms_norm(enc, &args))?;
+            Ok(vec![out.close("out")?, next.close_within("next", Bound::of(DType::F32).times(2.0))?])
+        });
+    }
+}
+
+/// A sum of no rows is zero, and longer rows than registers hold are sums, too.
+#[test]
+fn rms_norm_of_sums() {
+    for (rows, terms, dim) in [(2, 0, 70), (3, 8, 17_000), (2, 5, 1027), (1, 8, 2816)] {
+        conform(format!("rms_norm of sums of {terms} rows of {dim}"), |device| {
+            let mut rng = Rng::new(dim as u64);
+            let x = input(device, DType::BF16, &rng.normals(rows * terms * dim), &[rows * terms, dim])?;
+            let combine = input(device, DType::F32, &rng.normals(rows * terms), &[rows, terms])?;
+            let residual = input(device, DType::F32, &rng.normals(rows * dim), &[rows, dim])?;
+            let (out, next) =
+                (Out::new(device, DType::F32, &[rows, dim])?, Out::new(device, DType::F32, &[rows, dim])?);
+            let (residual, nexts) =
+                (Residual::Normed { residual: &residual, weight: None }, [NextNorm::new(&next.tensor)]);
+            let args = RmsNorm::new(&x, 1e-6, &out.tensor).combine(Some(&combine)).residual(residual).next(&nexts);
             run(device, |enc| ops::rms_norm(enc, &args))?;
             Ok(vec![out.close("out")?, next.close_within("next", Bound::of(DType::F32).times(2.0))?])
         });
@@ -159,6 +180,8 @@ enum Over {
 #[derive(Debug)]
 struct Norm {
     size: (usize, usize),
+    /// Rows of x that make one.
+    terms: Option<usize>,
     add: Add,
     x: DType,
     out: DType,
@@ -177,13 +200,18 @@ fn norm_case(case: &Norm) {
         let mut rng = Rng::of(format!("{case:?}"));
         let (rows, dim) = case.size;
         let shape = [rows, dim];
-        let upload = |rng: &mut Rng, dtype| -> Result<Out> {
-            let values: Vec<f32> = rng.normals(rows * dim).iter().map(|x| x * 3.0).collect();
+        let upload = |rng: &mut Rng, dtype, terms| -> Result<Out> {
+            let shape = [rows * terms, dim];
+            let values: Vec<f32> = rng.normals(rows * terms * dim).iter().map(|x| x * 3.0).collect();
             let t = Out::new(device, dtype, &shape)?;
             t.tensor.write_bytes(&encode(dtype, &values))?;
             Ok(t)
         };
-        let (x, residual) = (upload(&mut rng, case.x)?, upload(&mut rng, case.other)?);
+        let (x, residual) = (upload(&mut rng, case.x, case.terms.unwrap_or(1))?, upload(&mut rng, case.other, 1)?);
+        let combine = case
+            .terms
+            .map(|terms| input(device, DType::F32, &rng.normals(rows * terms), &[rows, terms]))
+            .transpose()?;
         let of_dtype = |rng: &mut Rng, dtype: Option<DType>| {
             dtype.map(|dtype| input(device, dtype, &rng.normals(dim), &[dim])).transpose()
         };
@@ -212,6 +240,7 @@ fn norm_case(case: &Norm) {
             Some(Over::Swapped) => (&x, &residual),
         };
         let args = RmsNorm::new(&x.tensor, case.eps, &out.tensor)
+            .combine(combine.as_ref())
             .weight(weight.as_ref())
             .residual(match case.add {
                 Add::None => Residual::None,
