@@ -151,6 +151,7 @@ conformance::norm_rope in_place
 conformance::norm_rope fused_equals_its_parts
 conformance::rms_norm rms_norm_in_place
 conformance::rms_norm rms_norm_of_extreme_rows
+conformance::rms_norm rms_norm_of_an_extreme_residual_and_result
 conformance::add_bias add_bias
 conformance::gate gate_in_place
 conformance::sample samples_of_odd_rows
@@ -158,6 +159,7 @@ conformance::sample samples_of_a_large_vocabulary
 conformance::softcap softcap
 conformance::sample argmax_of_what_is_not_finite
 conformance::moe moe_route
+conformance::moe moe_route_of_equals_and_nan
 conformance::moe moe_combine
 conformance::linear block_formats
 conformance::linear odd_offsets

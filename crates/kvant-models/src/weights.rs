@@ -117,7 +117,7 @@ pub(crate) struct ParallelNorms {
 pub(crate) enum GateUp {
     /// `[E, 2I, H]`, with the gate's rows first.
     Fused(Projection),
-    /// `[E, I, H]` each.
+    /// `[E, I, H]` each, because their formats differ.
     Split { gate: Projection, up: Projection },
 }
 
@@ -275,18 +275,56 @@ impl Loader<'_> {
                 Some((self.norm(role(Part::RouterNorm), h)?, factors))
             }
         };
-        let gate_up = if self.source.name(role(Part::ExpertGateUp)).is_some() {
-            GateUp::Fused(self.projection(role(Part::ExpertGateUp), &[experts, 2 * width, h], biases)?)
-        } else {
-            let mut projection = |part| self.projection(role(part), &[experts, width, h], biases);
-            GateUp::Split { gate: projection(Part::ExpertGate)?, up: projection(Part::ExpertUp)? }
-        };
         Ok(MoeWeights {
             router: self.projection(role(Part::Router), &[experts, h], biases)?,
             router_scales,
-            gate_up,
+            gate_up: self.expert_gate_up(l, spec)?,
             down: self.projection(role(Part::ExpertDown), &[experts, h, width], biases)?,
         })
+    }
+
+    /// The gate and up matrices of every expert. Separate ones of the same format are joined.
+    fn expert_gate_up(&mut self, l: usize, spec: MoeSpec) -> Result<GateUp> {
+        let h = self.spec.hidden_size;
+        let MoeSpec { experts, width, biases, .. } = spec;
+        let [both, gate, up] = [Part::ExpertGateUp, Part::ExpertGate, Part::ExpertUp].map(|part| Role::Block(l, part));
+        if self.source.name(both).is_some() {
+            return Ok(GateUp::Fused(self.projection(both, &[experts, 2 * width, h], biases)?));
+        }
+        let shape = [experts, width, h];
+        let form = self.source.form(gate, &shape)?;
+        if form != self.source.form(up, &shape)? {
+            let mut projection = |role| self.projection(role, &shape, biases);
+            return Ok(GateUp::Split { gate: projection(gate)?, up: projection(up)? });
+        }
+        let bias = if biases { Some(self.joined_expert_biases([gate, up], [experts, width])?) } else { None };
+        Ok(GateUp::Fused(Projection { matrix: self.joined_experts([gate, up], form, shape)?, bias }))
+    }
+
+    /// Two matrices `[E, I, H]` as one of `[E, 2I, H]`. A copy of one of them exists while it is moved.
+    fn joined_experts(&mut self, roles: [Role; 2], form: Form, shape: [usize; 3]) -> Result<Matrix> {
+        let [experts, width, h] = shape;
+        let whole = Matrix::zeros(form, &[experts, 2 * width, h], self.device)?;
+        for (role, first) in roles.into_iter().zip([0, width]) {
+            let part = Matrix::zeros(form, &shape, self.device)?;
+            self.source.read(role, &part)?;
+            let mut enc = self.device.encoder()?;
+            for expert in 0..experts {
+                part.expert(expert)?.copy_to(&mut enc, &whole.expert(expert)?.rows(first..first + width)?)?;
+            }
+            enc.commit()?.wait()?;
+        }
+        self.bytes += whole.bytes();
+        Ok(whole)
+    }
+
+    /// Two biases `[E, I]` as one of `[E, 2I]`, f32.
+    fn joined_expert_biases(&self, roles: [Role; 2], [experts, width]: [usize; 2]) -> Result<Tensor> {
+        let read = |role| Ok::<_, Error>(self.source.bias(role, &[experts, width], self.device)?.to_f32()?);
+        let [gate, up] = [read(roles[0])?, read(roles[1])?];
+        let rows = gate.chunks(width.max(1)).zip(up.chunks(width.max(1)));
+        let joined: Vec<f32> = rows.flat_map(|(gate, up)| gate.iter().chain(up).copied()).collect();
+        Ok(Tensor::from_slice(self.device, &joined, &[experts, 2 * width])?)
     }
 
     fn vector(&self, role: Role, len: usize) -> Result<Tensor> {

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{FAMILIES, GGUF_MODELS, VARIANTS, exact, floats, golden, ids, max_difference};
+use common::{FAMILIES, GGUF_MODELS, Parts, VARIANTS, exact, floats, golden, ids, max_difference, model_dir};
 use kvant::{Device, Sequence};
 use kvant_models::{
     Files, Inspection, LoadOptions, Logits, Model, PoolOptions,
@@ -268,4 +268,34 @@ fn threads_share_a_model() {
             });
         }
     });
+}
+
+/// Gate and up matrices of experts are joined unless their formats differ: here, layer 0 has dense ones of up.
+#[test]
+fn experts_of_two_formats_match() {
+    let variant = "moe_mlx";
+    let mut parts = Parts::read(&golden(variant).join("model.safetensors"));
+    let file = SafetensorsFile::open(&golden(variant).join("model.safetensors")).unwrap();
+    let name = |part| format!("model.layers.0.experts.switch_glu.up_proj.{part}");
+    let read = |part| file.read(&name(part), &Device::cpu()).unwrap();
+    let words: Vec<u32> = read("weight").to_vec().unwrap();
+    let [scales, biases] = ["scales", "biases"].map(|part| read(part).to_f32().unwrap());
+    // 4 bits, in groups of 64.
+    let codes = words.iter().flat_map(|word| (0..8).map(move |i| (word >> (4 * i) & 15) as f32));
+    let weights = codes.enumerate().map(|(i, code)| scales[i / 64] * code + biases[i / 64]);
+    let bytes: Vec<u8> = weights.flat_map(f32::to_le_bytes).collect();
+    for part in ["weight", "scales", "biases"] {
+        parts.remove(&name(part));
+    }
+    let offsets = [parts.data.len(), parts.data.len() + bytes.len()];
+    let shape = [6, 64, 64];
+    parts.data.extend(bytes);
+    let entry = serde_json::json!({ "dtype": "F32", "shape": shape, "data_offsets": offsets });
+    parts.header.insert(name("weight"), entry);
+    let config = std::fs::read(golden(variant).join("config.json")).unwrap();
+    let dir = model_dir(&config, &parts.bytes());
+    for device in [Device::cpu(), Device::reference()] {
+        let model = Model::load(dir.path(), &device).unwrap();
+        check_within(&model, variant, ROUNDED);
+    }
 }

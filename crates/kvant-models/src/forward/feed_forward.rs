@@ -2,97 +2,94 @@
 
 use kvant::{
     Tensor,
-    ops::{self, Activation, AddBias, Columns, Experts, Gate, Linear, MoeCombine, MoeRoute, Residual, RmsNorm},
+    ops::{
+        self, Activation, AddBias, Columns, Experts, Gate, Linear, MoeCombine, MoeRoute, NextNorm, Residual, RmsNorm,
+    },
 };
 
 use super::{
-    Pass,
+    HalfNorms, Pass,
     workspace::{DenseViews, MoeViews},
 };
 use crate::{
     Result,
     spec::MoeSpec,
-    weights::{DenseWeights, GateUp, MoeWeights, ParallelNorms, Projection},
+    weights::{DenseWeights, GateUp, MoeWeights, Projection},
 };
 
-impl Pass<'_> {
+impl<'a> Pass<'a> {
+    /// The norms of h that the half reads: x, and in a parallel one the inputs of the router and of the experts.
+    pub(super) fn feed_forward_norms(&self, l: usize) -> HalfNorms<'a> {
+        let weights = &self.network.weights.blocks[l].feed_forward;
+        let mut norms = HalfNorms::new(NextNorm::new(&self.views.x).weight(Some(&weights.norm)));
+        if let (Some(parallel), Some(views), Some(moe)) = (&weights.parallel, &self.views.parallel, &weights.moe) {
+            norms.push(NextNorm::new(&views.experts_input).weight(Some(&parallel.before_experts)));
+            if let Some((weight, _)) = &moe.router_scales {
+                let scale = (self.spec().hidden_size as f32).sqrt().recip();
+                norms.push(NextNorm::new(&views.router_input).weight(Some(weight)).scale(scale));
+            }
+        }
+        norms
+    }
+
     /// y = feed_forward(x), where x = norm(h).
     pub(super) fn feed_forward(&mut self, l: usize) -> Result<()> {
-        let own = &self.views.blocks[l];
-        let spec = &self.network.spec().blocks[l].feed_forward;
-        let weights = &self.network.weights.blocks[l].feed_forward;
-        if let (Some(dense), Some(views), Some(spec)) = (&weights.dense, &own.dense, spec.dense()) {
-            self.dense(dense, views, spec.activation)?;
-        }
-        let (Some(moe), Some(views), Some(spec)) = (&weights.moe, &own.moe, spec.moe()) else { return Ok(()) };
-        match &weights.parallel {
-            None => {
-                self.route(moe, views, spec)?;
-                self.experts(moe, views, spec)
-            }
-            Some(norms) => self.in_parallel(moe, views, spec, norms),
-        }
-    }
-
-    /// y = norm₁(y) + norm₂(experts(norm₃(h))).
-    fn in_parallel(&mut self, moe: &MoeWeights, own: &MoeViews, spec: MoeSpec, norms: &ParallelNorms) -> Result<()> {
         let views = self.views;
-        self.norm(&views.y, Some(&norms.after_dense), &views.y1)?;
-        if moe.router_scales.is_some() {
-            self.route(moe, own, spec)?;
-            self.norm(&views.h, Some(&norms.before_experts), &views.x)?;
-        } else {
-            self.norm(&views.h, Some(&norms.before_experts), &views.x)?;
-            self.route(moe, own, spec)?;
+        let own = &views.blocks[l];
+        let spec = &self.spec().blocks[l].feed_forward;
+        let weights = &self.network.weights.blocks[l].feed_forward;
+        let parallel = weights.parallel.as_ref().zip(views.parallel.as_ref());
+        if let (Some(dense), Some(dense_views), Some(spec)) = (&weights.dense, &own.dense, spec.dense()) {
+            let out = parallel.map_or(&views.y, |(_, views)| &views.dense_output);
+            self.dense(dense, dense_views, spec.activation, out)?;
         }
-        self.experts(moe, own, spec)?;
-        let args = RmsNorm::new(&views.y, self.network.spec().norm_eps, &views.y)
-            .weight(Some(&norms.after_experts))
-            .residual(Residual::After(&views.y1));
-        Ok(ops::rms_norm(self.enc, &args)?)
+        let (Some(moe), Some(moe_views), Some(spec)) = (&weights.moe, &own.moe, spec.moe()) else { return Ok(()) };
+        let Some((norms, parallel)) = parallel else {
+            self.route(&views.x, moe, moe_views, spec)?;
+            self.experts(&views.x, moe, moe_views, spec)?;
+            return Ok(ops::moe_combine(self.enc, &MoeCombine::new(&moe_views.out, &moe_views.weights, &views.y))?);
+        };
+        // A router without a norm of its own reads what the experts read.
+        let router_input = if moe.router_scales.is_some() { &parallel.router_input } else { &parallel.experts_input };
+        self.route(router_input, moe, moe_views, spec)?;
+        self.experts(&parallel.experts_input, moe, moe_views, spec)?;
+        // y = norm(Σ weight · expert) + norm(dense).
+        let residual = Residual::Normed { residual: &parallel.dense_output, weight: Some(&norms.after_dense) };
+        let args = RmsNorm::new(&moe_views.out, self.spec().norm_eps, &views.y).weight(Some(&norms.after_experts));
+        Ok(ops::rms_norm(self.enc, &args.combine(Some(&moe_views.weights)).residual(residual))?)
     }
 
-    /// y = mlp(x).
-    fn dense(&mut self, weights: &DenseWeights, own: &DenseViews, activation: Activation) -> Result<()> {
+    /// out = mlp(x).
+    fn dense(&mut self, weights: &DenseWeights, own: &DenseViews, activation: Activation, out: &Tensor) -> Result<()> {
         self.project(&weights.gate_up, own.gate_up.as_ref(), &[&own.gate, &own.up])?;
         self.gate(Columns::from(&own.gate), Columns::from(&own.up), activation, &own.gate)?;
-        self.linear(&own.gate, &weights.down, &self.views.y)
+        self.linear(&own.gate, &weights.down, out)
     }
 
-    /// Chooses the experts of each token. A router with a norm of its own reads h, and overwrites x.
-    fn route(&mut self, moe: &MoeWeights, own: &MoeViews, spec: MoeSpec) -> Result<()> {
-        let views = self.views;
-        if let Some((weight, _)) = &moe.router_scales {
-            let decoder = self.network.spec();
-            let args = RmsNorm::new(&views.h, decoder.norm_eps, &views.x)
-                .weight(Some(weight))
-                .scale((decoder.hidden_size as f32).sqrt().recip());
-            ops::rms_norm(self.enc, &args)?;
-        }
-        self.biased_linear(&views.x, &moe.router, &own.logits)?;
+    /// Chooses the experts of each token.
+    fn route(&mut self, x: &Tensor, moe: &MoeWeights, own: &MoeViews, spec: MoeSpec) -> Result<()> {
+        self.biased_linear(x, &moe.router, &own.logits)?;
         let expert_scale = moe.router_scales.as_ref().map(|(_, factors)| factors);
         let args =
             MoeRoute::new(&own.logits, &own.ids, &own.weights).expert_scale(expert_scale).normalise(spec.normalise);
         Ok(ops::moe_route(self.enc, &args)?)
     }
 
-    /// y = Σ over a token's experts of weight · expert(x).
-    fn experts(&mut self, moe: &MoeWeights, own: &MoeViews, spec: MoeSpec) -> Result<()> {
-        let views = self.views;
+    /// The outputs of each token's experts, without their weights.
+    fn experts(&mut self, x: &Tensor, moe: &MoeWeights, own: &MoeViews, spec: MoeSpec) -> Result<()> {
         match &moe.gate_up {
             GateUp::Fused(both) => {
-                self.expert_linear(&views.x, both, own, false, &own.gate_up)?;
+                self.expert_linear(x, both, own, false, &own.gate_up)?;
                 let up = Columns { tensor: &own.gate_up, start: spec.width };
                 self.gate(Columns::from(&own.gate_up), up, spec.activation, &own.gate)?;
             }
             GateUp::Split { gate, up } => {
-                self.expert_linear(&views.x, gate, own, false, &own.gate)?;
-                self.expert_linear(&views.x, up, own, false, &own.up)?;
+                self.expert_linear(x, gate, own, false, &own.gate)?;
+                self.expert_linear(x, up, own, false, &own.up)?;
                 self.gate(Columns::from(&own.gate), Columns::from(&own.up), spec.activation, &own.gate)?;
             }
         }
-        self.expert_linear(&own.gate, &moe.down, own, true, &own.out)?;
-        Ok(ops::moe_combine(self.enc, &MoeCombine::new(&own.out, &own.weights, &views.y))?)
+        self.expert_linear(&own.gate, &moe.down, own, true, &own.out)
     }
 
     /// Multiplies each row by the matrix of its expert, and adds that expert's bias.

@@ -3,7 +3,7 @@
 //! Every line of a block ([`spec`](crate::spec)) is one or a few operations. One encoder records the whole pass.
 //!
 //! Without post norms, an output y waits in its buffer: the norm that follows adds it to the residual stream h. With
-//! them, the norm of y adds it.
+//! them, the norm of y adds it, and the same operation writes the norms of h that follow.
 
 mod attention;
 mod feed_forward;
@@ -13,7 +13,7 @@ mod workspace;
 use half::{bf16, f16};
 use kvant::{
     DType, Encoder, KvPool, Step, Tensor,
-    ops::{self, Residual, RmsNorm},
+    ops::{self, NextNorm, Residual, RmsNorm},
 };
 
 use crate::{
@@ -73,7 +73,7 @@ impl Network {
         step: &Step,
         wanted: &Wanted,
     ) -> Result<()> {
-        let mut pass = Pass { network: self, enc, views, step, pending: false };
+        let mut pass = Pass { network: self, enc, views, step, stream: Stream::Complete };
         pass.embed()?;
         // The blocks from here on write no keys: they run for the rows that are wanted alone.
         let own = self.spec().cache_layers();
@@ -123,17 +123,51 @@ pub(crate) enum Wanted<'a> {
     },
 }
 
+/// The state of the residual stream between two halves of blocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stream {
+    /// h is complete.
+    Complete,
+    /// y has yet to be added to h.
+    Pending,
+    /// h is complete, and so are the norms that the next half reads.
+    Normed,
+}
+
+/// The norms of h that half a block reads, in place, because a decode step allocates nothing.
+struct HalfNorms<'a> {
+    norms: [NextNorm<'a>; 3],
+    count: usize,
+}
+
+impl<'a> HalfNorms<'a> {
+    fn new(first: NextNorm<'a>) -> Self {
+        HalfNorms { norms: [first; 3], count: 1 }
+    }
+
+    fn push(&mut self, next: NextNorm<'a>) {
+        self.norms[self.count] = next;
+        self.count += 1;
+    }
+}
+
+impl<'a> std::ops::Deref for HalfNorms<'a> {
+    type Target = [NextNorm<'a>];
+    fn deref(&self) -> &[NextNorm<'a>] {
+        &self.norms[..self.count]
+    }
+}
+
 /// One forward pass that is being encoded.
 struct Pass<'a> {
     network: &'a Network,
     enc: &'a mut Encoder,
     views: &'a Views,
     step: &'a Step,
-    /// Whether y has yet to be added to h.
-    pending: bool,
+    stream: Stream,
 }
 
-impl Pass<'_> {
+impl<'a> Pass<'a> {
     fn embed(&mut self) -> Result<()> {
         let table = self.network.weights.embed.weight();
         let scale = self.network.embedding_scale;
@@ -150,12 +184,14 @@ impl Pass<'_> {
         Ok(())
     }
 
-    /// Copies the rows of the residual stream, and of the blocks' inputs, that `rows` names.
+    /// Copies the rows of the residual stream, and of the blocks' inputs, that `rows` names. The next half is attention.
     fn gather(&mut self, rows: &Tensor, to: &Views) -> Result<()> {
         let mut copy = |from: &Tensor, out: &Tensor| ops::embed(self.enc, &ops::Embed::new(from, rows, out));
         copy(&self.views.h, &to.h)?;
-        if self.pending {
-            copy(&self.views.y, &to.y)?;
+        match self.stream {
+            Stream::Complete => {}
+            Stream::Pending => copy(&self.views.y, &to.y)?,
+            Stream::Normed => copy(&self.views.x, &to.x)?,
         }
         if let (Some(from), Some(to)) = (&self.views.per_layer, &to.per_layer) {
             copy(&from.input[0], &to.input[0])?;
@@ -166,36 +202,62 @@ impl Pass<'_> {
     fn block(&mut self, l: usize, pool: &KvPool) -> Result<()> {
         let weights = &self.network.weights.blocks[l];
         // The scalar is applied with the last addition to the residual stream.
-        let last_scale = |is_last: bool| if is_last { weights.scalar } else { 1.0 };
-        self.enter(&weights.attention.norm)?;
+        let (at_attention, at_feed_forward) = (self.attention_norms(l), self.feed_forward_norms(l));
+        let at_next = if l + 1 < self.spec().blocks.len() { self.attention_norms(l + 1) } else { self.final_norm() };
+        self.enter(&at_attention)?;
         self.attention(l, pool)?;
-        self.leave(weights.attention.post_norm.as_ref(), 1.0)?;
-        self.enter(&weights.feed_forward.norm)?;
+        self.leave(weights.attention.post_norm.as_ref(), 1.0, &at_feed_forward)?;
+        self.enter(&at_feed_forward)?;
         self.feed_forward(l)?;
-        self.leave(weights.feed_forward.post_norm.as_ref(), last_scale(weights.per_layer.is_none()))?;
-        if let Some(input) = &weights.per_layer {
-            self.add_layer_input(l, input, last_scale(true))?;
+        match &weights.per_layer {
+            None => self.leave(weights.feed_forward.post_norm.as_ref(), weights.scalar, &at_next),
+            Some(input) => {
+                self.leave(weights.feed_forward.post_norm.as_ref(), 1.0, &[])?;
+                self.add_layer_input(l, input, weights.scalar, &at_next)
+            }
+        }
+    }
+
+    fn spec(&self) -> &'a DecoderSpec {
+        self.network.spec()
+    }
+
+    /// The norms of h that attention reads.
+    fn attention_norms(&self, l: usize) -> HalfNorms<'a> {
+        let weight = &self.network.weights.blocks[l].attention.norm;
+        HalfNorms::new(NextNorm::new(&self.views.x).weight(Some(weight)))
+    }
+
+    /// The norm of h that the output matrix reads.
+    fn final_norm(&self) -> HalfNorms<'a> {
+        HalfNorms::new(NextNorm::new(&self.views.x).weight(Some(&self.network.weights.norm)))
+    }
+
+    /// Writes the norms of h that a half reads, after an addition that is pending.
+    fn enter(&mut self, norms: &[NextNorm<'a>]) -> Result<()> {
+        let Views { h, y, .. } = self.views;
+        let residual = match std::mem::replace(&mut self.stream, Stream::Complete) {
+            Stream::Normed => return Ok(()),
+            Stream::Complete => None,
+            Stream::Pending => Some(Residual::Before { residual: h, sum: h }),
+        };
+        for (i, norm) in norms.iter().enumerate() {
+            let (x, residual) = match residual {
+                Some(residual) if i == 0 => (y, residual),
+                _ => (h, Residual::None),
+            };
+            let args = RmsNorm::new(x, self.spec().norm_eps, norm.out).weight(norm.weight);
+            ops::rms_norm(self.enc, &args.scale(norm.scale).residual(residual))?;
         }
         Ok(())
     }
 
-    /// x = norm(h), after an addition that is pending.
-    fn enter(&mut self, weight: &Tensor) -> Result<()> {
-        let Views { h, x, y, .. } = self.views;
-        if !std::mem::take(&mut self.pending) {
-            return self.norm(h, Some(weight), x);
-        }
-        let residual = Residual::Before { residual: h, sum: h };
-        let eps = self.network.spec().norm_eps;
-        Ok(ops::rms_norm(self.enc, &RmsNorm::new(y, eps, x).weight(Some(weight)).residual(residual))?)
-    }
-
-    /// h = scale · (h + norm(y)), or without a norm h + y at the next norm.
-    fn leave(&mut self, post_norm: Option<&Tensor>, scale: f32) -> Result<()> {
+    /// h = scale · (h + norm(y)) and the norms of h that the next half reads; or without a norm h + y at the next norm.
+    fn leave(&mut self, post_norm: Option<&Tensor>, scale: f32, next: &[NextNorm]) -> Result<()> {
         match post_norm {
-            Some(weight) => self.add_normed(&self.views.y, weight, scale),
+            Some(weight) => self.add_normed(&self.views.y, weight, scale, next),
             None => {
-                self.pending = true;
+                self.stream = Stream::Pending;
                 Ok(())
             }
         }
@@ -204,7 +266,7 @@ impl Pass<'_> {
     /// The logits of all rows.
     fn logits(&mut self, out: &Tensor) -> Result<()> {
         let weights = &self.network.weights;
-        self.enter(&weights.norm)?;
+        self.enter(&self.final_norm())?;
         self.linear(&self.views.x, weights.output.as_ref().unwrap_or(&weights.embed), out)?;
         if let Some(cap) = self.network.spec().final_softcap {
             ops::softcap(self.enc, &ops::Softcap::new(out, cap, out))?;
@@ -244,19 +306,13 @@ impl Pass<'_> {
         Ok(())
     }
 
-    /// out = norm(x).
-    fn norm(&mut self, x: &Tensor, weight: Option<&Tensor>, out: &Tensor) -> Result<()> {
-        let eps = self.network.spec().norm_eps;
-        let args = RmsNorm::new(x, eps, out).weight(weight);
-        Ok(ops::rms_norm(self.enc, &args)?)
-    }
-
-    /// h = scale · (h + norm(x)).
-    fn add_normed(&mut self, x: &Tensor, weight: &Tensor, scale: f32) -> Result<()> {
+    /// h = scale · (h + norm(x)), and norms of h.
+    fn add_normed(&mut self, x: &Tensor, weight: &Tensor, scale: f32, next: &[NextNorm]) -> Result<()> {
         let h = &self.views.h;
-        let eps = self.network.spec().norm_eps;
-        let args = RmsNorm::new(x, eps, h).weight(Some(weight)).residual(Residual::After(h)).scale(scale);
-        Ok(ops::rms_norm(self.enc, &args)?)
+        let args = RmsNorm::new(x, self.spec().norm_eps, h).weight(Some(weight)).residual(Residual::After(h));
+        ops::rms_norm(self.enc, &args.scale(scale).next(next))?;
+        self.stream = if next.is_empty() { Stream::Complete } else { Stream::Normed };
+        Ok(())
     }
 }
 

@@ -2,7 +2,7 @@
 //!
 //! input\[l\] = (table\[id\]\[l\] · √P + norm(projection(embedding) · H^-½)\[l\]) · 2^-½, computed once per pass.
 
-use kvant::ops::{self, Activation, Columns, Embed, Linear, Residual, RmsNorm};
+use kvant::ops::{self, Activation, Columns, Embed, Linear, NextNorm, Residual, RmsNorm};
 
 use super::{Pass, rounded};
 use crate::{Result, weights::LayerInputWeights};
@@ -32,8 +32,14 @@ impl Pass<'_> {
         Ok(())
     }
 
-    /// h = scale · (h + norm(projection(gelu(gate(h)) · input of block l))).
-    pub(super) fn add_layer_input(&mut self, l: usize, weights: &LayerInputWeights, scale: f32) -> Result<()> {
+    /// h = scale · (h + norm(projection(gelu(gate(h)) · input of block l))), and norms of h.
+    pub(super) fn add_layer_input(
+        &mut self,
+        l: usize,
+        weights: &LayerInputWeights,
+        scale: f32,
+        next: &[NextNorm],
+    ) -> Result<()> {
         let views = self.views;
         let own = views.per_layer.as_ref().expect("a model with these weights has these views");
         self.linear(&views.h, &weights.gate, &own.gate)?;
@@ -41,6 +47,6 @@ impl Pass<'_> {
         let input = Columns { tensor: &own.input[0], start: l * size };
         self.gate(Columns::from(&own.gate), input, Activation::GeluTanh, &own.gate)?;
         self.linear(&own.gate, &weights.output, &views.y)?;
-        self.add_normed(&views.y, &weights.norm, scale)
+        self.add_normed(&views.y, &weights.norm, scale, next)
     }
 }

@@ -4,7 +4,7 @@ use kvant::{DType, Device, Tensor};
 
 use crate::{
     Result,
-    spec::{BlockSpec, DecoderSpec, MoeSpec},
+    spec::{BlockSpec, DecoderSpec, FeedForwardSpec, MoeSpec},
 };
 
 /// Scratch for passes of up to `rows` tokens, with views for the latest number of tokens.
@@ -19,7 +19,8 @@ pub(crate) struct Workspace {
 struct Buffers {
     ids: Tensor,
     query_factors: Tensor,
-    hidden: [Tensor; 4],
+    hidden: [Tensor; 3],
+    parallel: Option<[Tensor; 3]>,
     qkv: Tensor,
     attended: Tensor,
     gate_up: Tensor,
@@ -40,10 +41,16 @@ pub(crate) struct Views {
     pub x: Tensor,
     /// The output of half a block, `[T, H]`.
     pub y: Tensor,
-    /// The output of the dense branch that runs in parallel with the experts, `[T, H]`.
-    pub y1: Tensor,
+    pub parallel: Option<ParallelViews>,
     pub blocks: Vec<BlockViews>,
     pub per_layer: Option<PerLayerViews>,
+}
+
+/// For a dense branch that runs in parallel with the experts; `[T, H]` each.
+pub(crate) struct ParallelViews {
+    pub dense_output: Tensor,
+    pub router_input: Tensor,
+    pub experts_input: Tensor,
 }
 
 /// A pair is one buffer in two shapes: `[T, heads·D]` for the projections, `[T, heads, D]` for the rest. Queries,
@@ -146,7 +153,8 @@ impl Buffers {
         Ok(Buffers {
             ids: flat(DType::U32, 1)?,
             query_factors: flat(DType::F32, 1)?,
-            hidden: [float(hidden)?, float(hidden)?, float(hidden)?, float(hidden)?],
+            hidden: [float(hidden)?, float(hidden)?, float(hidden)?],
+            parallel: if has_parallel(spec) { Some([float(hidden)?, float(hidden)?, float(hidden)?]) } else { None },
             qkv: float(most(&|block| block.attention.q_width() + 2 * block.attention.kv_width()))?,
             attended: float(most(&|block| block.attention.q_width()))?,
             gate_up: float(most(&|block| block.feed_forward.dense().map_or(0, |dense| 2 * dense.width)))?,
@@ -168,7 +176,7 @@ impl Buffers {
             }
             _ => None,
         };
-        let [h, x, y, y1] = &self.hidden;
+        let [h, x, y] = &self.hidden;
         let stream = |buffer: &Tensor| front(buffer, &[tokens, hidden]);
         Ok(Views {
             tokens,
@@ -177,7 +185,14 @@ impl Buffers {
             h: stream(h)?,
             x: stream(x)?,
             y: stream(y)?,
-            y1: stream(y1)?,
+            parallel: match &self.parallel {
+                Some([dense_output, router_input, experts_input]) => Some(ParallelViews {
+                    dense_output: stream(dense_output)?,
+                    router_input: stream(router_input)?,
+                    experts_input: stream(experts_input)?,
+                }),
+                None => None,
+            },
             blocks: spec.blocks.iter().map(|block| self.block(block, tokens, hidden)).collect::<Result<_>>()?,
             per_layer,
         })
@@ -217,6 +232,11 @@ impl Buffers {
     }
 }
 
+/// Whether a dense branch runs in parallel with experts.
+fn has_parallel(spec: &DecoderSpec) -> bool {
+    spec.blocks.iter().any(|block| matches!(block.feed_forward, FeedForwardSpec::Parallel(..)))
+}
+
 /// Bytes of the scratch for passes of up to `rows` tokens.
 pub(crate) fn workspace_bytes(spec: &DecoderSpec, dtype: DType, rows: usize) -> usize {
     let most = |width: &dyn Fn(&BlockSpec) -> usize| spec.blocks.iter().map(width).max().unwrap_or(0);
@@ -227,7 +247,8 @@ pub(crate) fn workspace_bytes(spec: &DecoderSpec, dtype: DType, rows: usize) -> 
         block.feed_forward.moe().map_or(0, |moe| moe.experts + moe.top_k * (3 * moe.width + hidden + 2))
     });
     let per_layer = spec.per_layer_input.map_or(0, |inputs| (2 * spec.blocks.len() + 1) * inputs.size);
-    let width = 4 * spec.hidden_size + qkv + dense + moe + per_layer;
+    let streams = if has_parallel(spec) { 6 } else { 3 };
+    let width = streams * spec.hidden_size + qkv + dense + moe + per_layer;
     rows.saturating_mul(width).saturating_mul(dtype.size())
 }
 

@@ -3,8 +3,8 @@
 use std::ops::Range;
 
 use kvant::{
-    DType, Device, Tensor,
-    ops::{Affine, BlockFormat, Blocks, Mxfp4, Weight},
+    DType, Device, Encoder, Tensor,
+    ops::{self, Affine, BlockFormat, Blocks, Mxfp4, Weight},
 };
 
 use crate::{Error, Result};
@@ -101,12 +101,26 @@ impl Matrix {
         })
     }
 
-    pub(crate) fn bytes(&self) -> usize {
-        match self {
-            Matrix::Dense(tensor) | Matrix::Blocks { data: tensor, .. } => tensor.bytes(),
-            Matrix::Affine { codes, scales, biases, .. } => codes.bytes() + scales.bytes() + biases.bytes(),
-            Matrix::Mxfp4 { codes, scales } => codes.bytes() + scales.bytes(),
+    /// Records copies of all parts to a matrix of the same form and shape.
+    pub(crate) fn copy_to(&self, enc: &mut Encoder, to: &Matrix) -> Result<()> {
+        for (from, to) in self.tensors().into_iter().zip(to.tensors()) {
+            if let (Some(from), Some(to)) = (from, to) {
+                ops::copy(enc, from, to)?;
+            }
         }
+        Ok(())
+    }
+
+    fn tensors(&self) -> [Option<&Tensor>; 3] {
+        match self {
+            Matrix::Dense(tensor) | Matrix::Blocks { data: tensor, .. } => [Some(tensor), None, None],
+            Matrix::Affine { codes, scales, biases, .. } => [Some(codes), Some(scales), Some(biases)],
+            Matrix::Mxfp4 { codes, scales } => [Some(codes), Some(scales), None],
+        }
+    }
+
+    pub(crate) fn bytes(&self) -> usize {
+        self.tensors().into_iter().flatten().map(Tensor::bytes).sum()
     }
 }
 

@@ -1,4 +1,5 @@
-//! out = x · weight / √(mean x² + eps) of each row, with a residual added before or after. Threads share the rows.
+//! out = x · weight / √(mean x² + eps) of each row, with a residual added before or after, and norms of out. Threads
+//! share the rows.
 
 use super::{
     Cpu,
@@ -6,19 +7,33 @@ use super::{
     scratch,
     simd::{Simd, SimdKernel},
 };
-use crate::ops::rms_norm::Call;
+use crate::{
+    Tensor,
+    ops::rms_norm::{Add, Call, MOST_NEXT, NextCall},
+};
 
 /// Elements that make a task worth a thread.
 const TASK: usize = 8 * 1024;
 
 pub(crate) fn run(cpu: &Cpu, call: &Call) {
-    let optional = |tensor: &Option<crate::Tensor>| tensor.as_ref().map(Elements::of);
+    let optional = |tensor: Option<&Tensor>| tensor.map(Elements::of);
+    let next = |next: &NextCall| NextElements {
+        weight: optional(next.weight.as_ref()),
+        scale: next.scale,
+        out: Elements::of(&next.out),
+    };
     let norm = RmsNormTensors {
         x: Elements::of(&call.x),
-        weight: optional(&call.weight),
-        residual: optional(&call.residual),
-        sum: optional(&call.sum),
+        // SAFETY: calls run under the device's lock, and the factors are an input only.
+        combine: call.combine.as_ref().map(|combine| unsafe { combine.host_slice::<f32>() }),
+        terms: call.terms(),
+        weight: optional(call.weight.as_ref()),
+        residual: optional(call.residual.as_ref()),
+        residual_norm: matches!(call.add, Add::Normed { .. }),
+        residual_weight: optional(call.residual_weight()),
+        sum: optional(call.sum()),
         out: Elements::of(&call.out),
+        next: call.next.each_ref().map(|of| of.as_ref().map(next)),
         dim: call.dim,
         eps: call.eps,
         scale: call.scale,
@@ -31,63 +46,134 @@ pub(crate) fn run(cpu: &Cpu, call: &Call) {
 }
 
 #[derive(Clone, Copy)]
-struct RmsNormTensors {
+struct RmsNormTensors<'a> {
     x: Elements,
+    /// Factors of the rows that make one of x.
+    combine: Option<&'a [f32]>,
+    terms: usize,
     weight: Option<Elements>,
     residual: Option<Elements>,
+    /// Whether the norm of the residual is added.
+    residual_norm: bool,
+    residual_weight: Option<Elements>,
     /// Present: the residual is added first, and the sum goes here.
     sum: Option<Elements>,
     out: Elements,
+    next: [Option<NextElements>; MOST_NEXT],
     dim: usize,
     eps: f32,
     scale: f32,
 }
 
-struct RmsNormRows {
-    norm: RmsNormTensors,
+#[derive(Clone, Copy)]
+struct NextElements {
+    weight: Option<Elements>,
+    scale: f32,
+    out: Elements,
+}
+
+struct RmsNormRows<'a> {
+    norm: RmsNormTensors<'a>,
     rows: std::ops::Range<usize>,
 }
 
-impl SimdKernel for RmsNormRows {
+impl SimdKernel for RmsNormRows<'_> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self) {
-        let RmsNormTensors { x, weight, residual, sum, out, dim, eps, scale } = self.norm;
+        let RmsNormTensors { x, residual, sum, out, dim, eps, scale, .. } = self.norm;
         let padded = dim.next_multiple_of(S::LANES);
         let buffer = &mut *scratch::take(3 * padded);
-        // The padding is zero and adds nothing to the mean square.
-        buffer.fill(0.0);
         let (row, buffer) = buffer.split_at_mut(padded);
-        let (factors, added) = buffer.split_at_mut(padded);
+        let (weights, added) = buffer.split_at_mut(padded);
         // SAFETY: `dispatch` enables the instructions; the rows lie within the tensors and are this task's. A row
         // is read whole before it is written, so outputs may be inputs.
         unsafe {
-            match weight {
-                Some(weight) => weight.load::<S>(0, &mut factors[..dim]),
-                None => factors.fill(1.0),
-            }
             for r in self.rows {
                 let start = r * dim;
-                x.load::<S>(start, &mut row[..dim]);
-                // The previous row leaves NaN in the padding if its factor was not finite.
-                row[dim..].fill(0.0);
+                match self.norm.combine {
+                    None => load_row::<S>(x, start, row, dim),
+                    Some(combine) => {
+                        let terms = r * self.norm.terms..(r + 1) * self.norm.terms;
+                        row.fill(0.0);
+                        for (term, &factor) in terms.clone().zip(&combine[terms]) {
+                            load_row::<S>(x, term * dim, weights, dim);
+                            add_times::<S>(row, weights, factor);
+                        }
+                    }
+                }
                 if let Some(residual) = residual {
-                    residual.load::<S>(start, &mut added[..dim]);
+                    load_row::<S>(residual, start, added, dim);
                 }
                 if let Some(sum) = sum {
                     add::<S>(row, added);
                     sum.store::<S>(start, &row[..dim]);
-                    added.fill(0.0);
                 }
-                let factor = S::splat(factor::<S>(row, dim, eps));
-                for i in (0..padded).step_by(S::LANES) {
-                    let normed = S::mul(S::mul(load::<S>(row, i), factor), load::<S>(factors, i));
-                    let with = S::add(normed, load::<S>(added, i));
-                    S::store(row.as_mut_ptr().add(i), S::mul(with, S::splat(scale)));
+                norm::<S>(row, self.norm.weight, weights, dim, eps);
+                if self.norm.residual_norm {
+                    norm::<S>(added, self.norm.residual_weight, weights, dim, eps);
                 }
+                if residual.is_some() && sum.is_none() {
+                    add::<S>(row, added);
+                }
+                multiply::<S>(row, scale);
                 out.store::<S>(start, &row[..dim]);
+                for next in self.norm.next.iter().flatten() {
+                    // The previous norm has overwritten the row.
+                    load_row::<S>(out, start, row, dim);
+                    norm::<S>(row, next.weight, weights, dim, eps);
+                    multiply::<S>(row, next.scale);
+                    next.out.store::<S>(start, &row[..dim]);
+                }
             }
         }
+    }
+}
+
+/// Reads a row of `dim`, padded with zeros, which add nothing to its mean square.
+#[inline(always)]
+unsafe fn load_row<S: Simd>(from: Elements, start: usize, row: &mut [f32], dim: usize) {
+    // SAFETY: the caller's promise.
+    unsafe { from.load::<S>(start, &mut row[..dim]) };
+    row[dim..].fill(0.0);
+}
+
+/// Divides a row by its root mean square and multiplies it by the weight, which is read into `weights`.
+#[inline(always)]
+unsafe fn norm<S: Simd>(row: &mut [f32], weight: Option<Elements>, weights: &mut [f32], dim: usize, eps: f32) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        match weight {
+            Some(weight) => load_row::<S>(weight, 0, weights, dim),
+            None => weights.fill(1.0),
+        }
+        let factor = S::splat(factor::<S>(row, dim, eps));
+        for i in (0..row.len()).step_by(S::LANES) {
+            let normed = S::mul(S::mul(load::<S>(row, i), factor), load::<S>(weights, i));
+            S::store(row.as_mut_ptr().add(i), normed);
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn add_times<S: Simd>(row: &mut [f32], added: &[f32], factor: f32) {
+    for i in (0..row.len()).step_by(S::LANES) {
+        // SAFETY: both are the same whole number of vectors long; the instructions are the caller's promise.
+        unsafe {
+            let sum = S::fma(load::<S>(added, i), S::splat(factor), load::<S>(row, i));
+            S::store(row.as_mut_ptr().add(i), sum);
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn multiply<S: Simd>(row: &mut [f32], scale: f32) {
+    if scale == 1.0 {
+        return;
+    }
+    for i in (0..row.len()).step_by(S::LANES) {
+        // SAFETY: the row is a whole number of vectors long; the instructions are the caller's promise.
+        unsafe { S::store(row.as_mut_ptr().add(i), S::mul(load::<S>(row, i), S::splat(scale))) }
     }
 }
 
@@ -138,13 +224,14 @@ mod tests {
     use crate::{
         DType, Device, Tensor,
         cpu::testing::{Numbers, assert_close, devices, tensor},
-        ops::{self, Residual, RmsNorm},
+        ops::{self, NextNorm, Residual, RmsNorm},
     };
 
     #[derive(Clone, Copy, Debug)]
     enum ResidualUse {
         None,
         After,
+        Normed,
         Before,
         /// The sum takes the residual's place and the output that of x.
         BeforeInPlace,
@@ -162,7 +249,7 @@ mod tests {
     }
 
     impl RmsNormCase {
-        fn run(&self, device: &Device) -> [Tensor; 2] {
+        fn run(&self, device: &Device) -> [Tensor; 4] {
             let mut numbers = Numbers(5);
             let mut make = |dtype, rows, magnitude| {
                 let data: Vec<f32> = numbers.floats(rows * self.dim).into_iter().map(|x| x * magnitude).collect();
@@ -171,7 +258,9 @@ mod tests {
             let x = make(self.dtypes[0], self.rows, self.magnitude);
             let residual = make(self.dtypes[2], self.rows, self.magnitude);
             let weight = make(self.dtypes[1], 1, 1.0).reshape(&[self.dim]).unwrap();
-            let [sum, out] = [0, 1].map(|_| Tensor::zeros(device, self.dtypes[3], &[self.rows, self.dim]).unwrap());
+            let zeros = |dtype| Tensor::zeros(device, dtype, &[self.rows, self.dim]).unwrap();
+            let [sum, out] = [0, 1].map(|_| zeros(self.dtypes[3]));
+            let next = [zeros(DType::F32), zeros(self.dtypes[3])];
             let (sum, out) = match self.add {
                 ResidualUse::BeforeInPlace => (residual.clone(), x.clone()),
                 _ => (sum, out),
@@ -182,25 +271,34 @@ mod tests {
                 .residual(match self.add {
                     ResidualUse::None => Residual::None,
                     ResidualUse::After => Residual::After(&residual),
+                    ResidualUse::Normed => Residual::Normed { residual: &residual, weight: Some(&weight) },
                     _ => Residual::Before { residual: &residual, sum: &sum },
                 })
                 .scale(0.75);
-            ops::rms_norm(&mut enc, &norm).unwrap();
+            let [first, second] = [0, 1].map(|i| NextNorm::new(&next[i]));
+            let next_norms = [first.weight(self.weight.then_some(&weight)), second.scale(1.5)];
+            ops::rms_norm(&mut enc, &norm.next(&next_norms)).unwrap();
             enc.commit().unwrap().wait().unwrap();
-            [sum, out]
+            let [first, second] = next;
+            [sum, out, first, second]
         }
 
         fn check(&self, devices: &[Device]) {
-            let [want_sum, want] = self.run(&Device::reference());
+            let [want_sum, want, want_next @ ..] = self.run(&Device::reference());
             for device in devices {
-                let [sum, out] = self.run(device);
+                let [sum, out, next @ ..] = self.run(device);
                 assert_close(&sum, &want_sum, 2e-7 * self.magnitude, &(device, self));
                 let added = if matches!(self.add, ResidualUse::After) { self.magnitude } else { 0.0 };
                 assert_close(&out, &want, 2e-6 + 2e-7 * added, &(device, self));
+                for (next, want) in next.iter().zip(&want_next) {
+                    assert_close(next, want, 2e-6 + 2e-7 * added, &(device, self));
+                }
             }
         }
     }
 
+    const USES: [ResidualUse; 5] =
+        [ResidualUse::None, ResidualUse::After, ResidualUse::Normed, ResidualUse::Before, ResidualUse::BeforeInPlace];
     const F: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
     #[test]
@@ -208,7 +306,7 @@ mod tests {
         let devices = devices();
         for (rows, dim) in [(0, 3), (1, 1), (3, 17), (2, 256), (1, 20_001), (150, 130)] {
             for dtypes in [[F[0]; 4], [F[1]; 4], [F[2]; 4], [F[0], F[1], F[2], F[1]], [F[2], F[0], F[1], F[0]]] {
-                for add in [ResidualUse::None, ResidualUse::After, ResidualUse::Before, ResidualUse::BeforeInPlace] {
+                for add in USES {
                     for weight in [false, true] {
                         RmsNormCase { rows, dim, dtypes, weight, add, magnitude: 3.0 }.check(&devices);
                     }

@@ -21,9 +21,107 @@ struct MoeCombineParams {
     uint dim;
 };
 
-#if KERNEL_moe_route
+#if KERNEL_moe_route && PER_LANE
 
-// A warp per token. Each round finds the largest logit behind the one of the round before.
+// Over all lanes, in one instruction where there is one.
+inline uint largest_of_warp(uint x) {
+#if __CUDA_ARCH__ >= 800
+    return __reduce_max_sync(ALL, x);
+#else
+    return over_warp<Max>(x);
+#endif
+}
+
+inline uint smallest_of_warp(uint x) {
+#if __CUDA_ARCH__ >= 800
+    return __reduce_min_sync(ALL, x);
+#else
+    return over_warp<Min>(x);
+#endif
+}
+
+// A warp per token, for at most 32 choices among 32 * PER_LANE experts: expert e belongs to lane e % 32, which holds its
+// logit and its factor in registers. Factors are read before the previous kernel has ended.
+extern "C" __global__ void __launch_bounds__(128)
+    KVANT_KERNEL(const uchar *logits, const float *expert_scale, uint *ids, float *weights, const MoeRouteParams p) {
+    const uint lane = threadIdx.x % 32;
+    const uint token = (blockIdx.x * blockDim.x + threadIdx.x) / 32;
+    float scales[PER_LANE];
+#pragma unroll
+    for (uint k = 0; k < PER_LANE; k++) {
+        const uint e = k * 32 + lane;
+        scales[k] = HAS_SCALE && e < p.experts ? expert_scale[e] : 1;
+    }
+    take_turn();
+    if (token >= p.tokens) {
+        return;
+    }
+    const ulong row = ulong(token) * p.experts, to = ulong(token) * p.top_k;
+    float values[PER_LANE];
+#pragma unroll
+    for (uint k = 0; k < PER_LANE; k++) {
+        const uint e = k * 32 + lane;
+        values[k] = e < p.experts ? load(logits, row + e, X_DTYPE) : 0;
+    }
+    // 0 for experts that are absent or chosen; `ordered` is below 2^32 - 1.
+    uint keys[PER_LANE];
+#pragma unroll
+    for (uint k = 0; k < PER_LANE; k++) {
+        keys[k] = k * 32 + lane < p.experts ? ordered(values[k]) + 1 : 0;
+    }
+    float largest = 0, sum = 0, own_weight = 0;
+    uint own_id = 0;
+    for (uint j = 0; j < p.top_k; j++) {
+        uint own_key = 0;
+#pragma unroll
+        for (uint k = 0; k < PER_LANE; k++) {
+            own_key = max(own_key, keys[k]);
+        }
+        const uint key = largest_of_warp(own_key);
+        uint id = 0xFFFFFFFF;
+#pragma unroll
+        for (uint k = PER_LANE; k-- > 0;) {
+            id = keys[k] == key ? k * 32 + lane : id;
+        }
+        id = smallest_of_warp(id);
+#pragma unroll
+        for (uint k = 0; k < PER_LANE; k++) {
+            keys[k] = id == k * 32 + lane ? 0 : keys[k];
+        }
+        const float logit = from_ordered(key - 1);
+        largest = j == 0 ? logit : largest;
+        const float exponential = expf(logit - largest);
+        sum += exponential;
+        if (lane == j) {
+            own_id = id;
+            own_weight = exponential;
+        }
+    }
+    if (!NORMALISE) {
+        sum = 0;
+#pragma unroll
+        for (uint k = 0; k < PER_LANE; k++) {
+            sum += k * 32 + lane < p.experts ? expf(values[k] - largest) : 0;
+        }
+        sum = over_warp<Sum>(sum);
+    }
+    float scale = 1;
+    if (HAS_SCALE) {
+#pragma unroll
+        for (uint k = 0; k < PER_LANE; k++) {
+            const float other = __shfl_sync(ALL, scales[k], own_id % 32);
+            scale = own_id / 32 == k ? other : scale;
+        }
+    }
+    if (lane < p.top_k) {
+        ids[to + lane] = own_id;
+        weights[to + lane] = HAS_SCALE ? own_weight / sum * scale : own_weight / sum;
+    }
+}
+
+#elif KERNEL_moe_route
+
+// Any number of experts and choices, a warp per token. Each round finds the largest logit behind the one of the round before.
 extern "C" __global__ void KVANT_KERNEL(const uchar *logits, const float *expert_scale, uint *ids, float *weights,
                                      const MoeRouteParams p) {
     take_turn();

@@ -2,8 +2,8 @@ use super::headers;
 use crate::{
     Result,
     gpu::{
-        Builder, Source,
-        rms_norm::{LAYOUTS, launch},
+        Builder, LANES, Source,
+        rms_norm::{LAYOUTS, launch, warps_of_row},
     },
     ops::rms_norm::Call,
 };
@@ -11,6 +11,15 @@ use crate::{
 static SOURCE: Source =
     Source { name: "rms_norm.cu", text: include_str!("rms_norm.cu"), headers: headers::ALL, layouts: LAYOUTS };
 
+/// Warps of a block that has one row at most: their registers hold 8192 elements.
+const MOST: usize = 16;
+/// Groups of four elements that a thread holds.
+const MOST_HELD: usize = 4;
+
 pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
-    b.push(launch(call, &SOURCE)?.reads_ahead(&[1]))
+    let groups = call.dim.div_ceil(4 * LANES * warps_of_row(call.dim, MOST));
+    let launch = launch(call, &SOURCE, MOST)?
+        .constant("HELD", groups.min(MOST_HELD) as u32)
+        .constant("BEYOND", groups > MOST_HELD);
+    b.push(launch.reads_ahead(&[1, 5, 6, 7, 8]))
 }

@@ -1,19 +1,24 @@
-// rms_norm: out = scale * (x * weight / sqrt(mean x^2 + eps)) of each row, f32, f16 or bf16 in and out.
+// rms_norm: out = scale * (x * weight / sqrt(mean x^2 + eps)) of each row, f32, f16 or bf16 in and out, and up to three
+// norms of out.
 //
-// x, residual, sum and out are [rows, dim]; weight is [dim]. AFTER adds the residual to the normed row, before the
-// scale; BEFORE adds it to x first, and writes the sum. A row belongs to one SIMD-group of several in a threadgroup,
-// or, when it is long, to a whole threadgroup (WHOLE). It is read twice: for its mean square, then, mostly from a
-// cache, for the result. Every element is read and written by one thread, nothing is written in the first pass, and in
-// the second an element is read before it is written: so `out` and `sum` may be `x` or the residual. Rows whose squares
-// leave the range of f32 are read once more, scaled by a power of two.
+// x, residual, sum, out and the outputs next_out are [rows, dim]; weights are [dim]. COMBINE: x is [rows * terms, dim],
+// and a row is the sum of `terms` of these times combine, [rows, terms]. AFTER adds the residual to the
+// normed row, before the scale, NORMED after a norm of its own; BEFORE adds it to x first, and writes the sum. A row
+// belongs to one SIMD-group of several in a threadgroup, or, when it is long, to a whole threadgroup (WHOLE). It is read
+// twice: for its mean square, then, mostly from a cache, for the result; for the next norms, `out` is read in the same
+// way. Every element is read and written by one thread, nothing is written in the first pass, and in the second an
+// element is read before it is written: so `out` and `sum` may be `x` or the residual. Rows whose squares leave the
+// range of f32 are read once more, scaled by a power of two.
 #include "vectors.h"
 #include "reduce.h"
 
 struct RmsNormParams {
     uint rows;
     uint dim;
+    uint terms;
     float eps;
     float scale;
+    float next_scales[3];
 };
 
 constant uint X_DTYPE [[function_constant(0)]];
@@ -26,12 +31,33 @@ constant bool AFTER [[function_constant(6)]];
 constant bool BEFORE [[function_constant(7)]];
 constant bool WHOLE [[function_constant(8)]];
 constant bool ALIGNED [[function_constant(9)]];
+constant bool NORMED [[function_constant(10)]];
+constant uint RESIDUAL_WEIGHT_DTYPE [[function_constant(11)]];
+constant bool HAS_RESIDUAL_WEIGHT [[function_constant(12)]];
+constant uint NEXTS [[function_constant(13)]];
+// Four bits each: the dtypes of the next norms; 15 for a weight that is absent.
+constant uint NEXT_WEIGHT_DTYPES [[function_constant(14)]];
+constant uint NEXT_OUT_DTYPES [[function_constant(15)]];
+constant bool COMBINE [[function_constant(16)]];
 constant bool HAS_RESIDUAL = AFTER || BEFORE;
+constant bool HAS_NEXT_0 = NEXTS > 0;
+constant bool HAS_NEXT_1 = NEXTS > 1;
+constant bool HAS_NEXT_2 = NEXTS > 2;
+constant bool HAS_NEXT_WEIGHT_0 = HAS_NEXT_0 && (NEXT_WEIGHT_DTYPES & 15) != 15;
+constant bool HAS_NEXT_WEIGHT_1 = HAS_NEXT_1 && (NEXT_WEIGHT_DTYPES >> 4 & 15) != 15;
+constant bool HAS_NEXT_WEIGHT_2 = HAS_NEXT_2 && (NEXT_WEIGHT_DTYPES >> 8 & 15) != 15;
 
 // What a row is read from, and the elements of it that are a thread's: from `first` on, four in every `step`.
 struct Row {
     device const uchar *x;
+    uint dtype;
+    // If `is_sum`, the row is a sum of so many.
+    bool is_sum;
+    device const float *combine;
+    uint terms;
+    // Added if `before`.
     device const uchar *residual;
+    bool before;
     ulong start;
     uint dim;
     uint first;
@@ -40,8 +66,16 @@ struct Row {
 
 // Four elements from i on, before the norm.
 inline float4 four_of(Row row, uint i) {
-    float4 value = load4(row.x, row.start + i, row.dim - i, X_DTYPE, ALIGNED);
-    if (BEFORE) {
+    float4 value = 0;
+    if (row.is_sum) {
+        for (uint j = 0; j < row.terms; j++) {
+            const ulong start = row.start * row.terms + ulong(j) * row.dim;
+            value += row.combine[j] * load4(row.x, start + i, row.dim - i, row.dtype, ALIGNED);
+        }
+    } else {
+        value = load4(row.x, row.start + i, row.dim - i, row.dtype, ALIGNED);
+    }
+    if (row.before) {
         value += load4(row.residual, row.start + i, row.dim - i, RESIDUAL_DTYPE, ALIGNED);
     }
     return value;
@@ -79,7 +113,15 @@ kernel void rms_norm(device const uchar *x [[buffer(0)]],
                      device const uchar *residual [[buffer(2), function_constant(HAS_RESIDUAL)]],
                      device uchar *sum [[buffer(3), function_constant(BEFORE)]],
                      device uchar *out [[buffer(4)]],
-                     constant RmsNormParams &p [[buffer(5)]],
+                     device const uchar *residual_weight [[buffer(5), function_constant(HAS_RESIDUAL_WEIGHT)]],
+                     device const uchar *next_weight_0 [[buffer(6), function_constant(HAS_NEXT_WEIGHT_0)]],
+                     device const uchar *next_weight_1 [[buffer(7), function_constant(HAS_NEXT_WEIGHT_1)]],
+                     device const uchar *next_weight_2 [[buffer(8), function_constant(HAS_NEXT_WEIGHT_2)]],
+                     device uchar *next_out_0 [[buffer(9), function_constant(HAS_NEXT_0)]],
+                     device uchar *next_out_1 [[buffer(10), function_constant(HAS_NEXT_1)]],
+                     device uchar *next_out_2 [[buffer(11), function_constant(HAS_NEXT_2)]],
+                     device const float *combine [[buffer(12), function_constant(COMBINE)]],
+                     constant RmsNormParams &p [[buffer(13)]],
                      uint group [[threadgroup_position_in_grid]],
                      uint lane [[thread_index_in_simdgroup]],
                      uint simdgroup [[simdgroup_index_in_threadgroup]],
@@ -92,27 +134,77 @@ kernel void rms_norm(device const uchar *x [[buffer(0)]],
         return;
     }
     const ulong start = ulong(index) * p.dim;
-    const Row row = {x, HAS_RESIDUAL ? residual : nullptr, start, p.dim, index_of(place) * 4, threads_of(place) * 4};
+    Row row = {x,       X_DTYPE, false, nullptr, 0, nullptr, false, start, p.dim, index_of(place) * 4,
+               threads_of(place) * 4};
+    if (COMBINE) {
+        row.is_sum = true;
+        row.combine = combine + ulong(index) * p.terms;
+        row.terms = p.terms;
+    }
+    if (BEFORE) {
+        row.residual = residual;
+        row.before = true;
+    }
     const float2 factors = factors_of(row, p.eps, shared, place);
+    float2 other_factors = 1;
+    if (NORMED) {
+        const Row other = {residual, RESIDUAL_DTYPE, false, nullptr, 0, nullptr, false, start, p.dim, row.first, row.step};
+        other_factors = factors_of(other, p.eps, shared, place);
+    }
 
-    for (uint i = row.first; i < p.dim; i += row.step) {
+    for (uint i = row.first; i < row.dim; i += row.step) {
         const uint count = p.dim - i;
-        float4 value = load4(x, start + i, count, X_DTYPE, ALIGNED);
+        float4 value = four_of(row, i);
         float4 other = 0;
-        if (HAS_RESIDUAL) {
+        if (AFTER) {
             other = load4(residual, start + i, count, RESIDUAL_DTYPE, ALIGNED);
         }
         if (BEFORE) {
-            value += other;
             store4(sum, start + i, count, value, SUM_DTYPE, ALIGNED);
         }
         value = value * factors.x * factors.y;
         if (HAS_WEIGHT) {
             value *= load4(weight, i, count, WEIGHT_DTYPE, ALIGNED);
         }
+        if (NORMED) {
+            other = other * other_factors.x * other_factors.y;
+        }
+        if (HAS_RESIDUAL_WEIGHT) {
+            other *= load4(residual_weight, i, count, RESIDUAL_WEIGHT_DTYPE, ALIGNED);
+        }
         if (AFTER) {
             value += other;
         }
         store4(out, start + i, count, value * p.scale, OUT_DTYPE, ALIGNED);
+    }
+    if (!HAS_NEXT_0) {
+        return;
+    }
+
+    // A thread reads what it has written itself.
+    const Row stored = {out, OUT_DTYPE, false, nullptr, 0, nullptr, false, start, p.dim, row.first, row.step};
+    const float2 next_factors = factors_of(stored, p.eps, shared, place);
+    for (uint i = row.first; i < row.dim; i += row.step) {
+        const uint count = p.dim - i;
+        const float4 value = four_of(stored, i) * next_factors.x * next_factors.y;
+        float4 weights = 1;
+        if (HAS_NEXT_WEIGHT_0) {
+            weights = load4(next_weight_0, i, count, NEXT_WEIGHT_DTYPES & 15, ALIGNED);
+        }
+        store4(next_out_0, start + i, count, value * weights * p.next_scales[0], NEXT_OUT_DTYPES & 15, ALIGNED);
+        if (HAS_NEXT_1) {
+            weights = 1;
+            if (HAS_NEXT_WEIGHT_1) {
+                weights = load4(next_weight_1, i, count, NEXT_WEIGHT_DTYPES >> 4 & 15, ALIGNED);
+            }
+            store4(next_out_1, start + i, count, value * weights * p.next_scales[1], NEXT_OUT_DTYPES >> 4 & 15, ALIGNED);
+        }
+        if (HAS_NEXT_2) {
+            weights = 1;
+            if (HAS_NEXT_WEIGHT_2) {
+                weights = load4(next_weight_2, i, count, NEXT_WEIGHT_DTYPES >> 8 & 15, ALIGNED);
+            }
+            store4(next_out_2, start + i, count, value * weights * p.next_scales[2], NEXT_OUT_DTYPES >> 8 & 15, ALIGNED);
+        }
     }
 }

@@ -76,7 +76,7 @@
 //! | [`copy`](copy()) | | none | none | bits are copied |
 //! | [`embed`](embed()) | | none | none | |
 //! | [`add_bias`](add_bias()) | | f32 | none | |
-//! | [`rms_norm`](rms_norm()) | | f32; rows whose squares leave the range of f32 are rescaled | none | |
+//! | [`rms_norm`](rms_norm()) | | f32; rows whose squares leave the range of f32 are rescaled | `next` reads `out` as rounded to its dtype | |
 //! | [`gate`](gate()) | | none | none | g = 8 |
 //! | [`softcap`](softcap()) | | none | none | |
 //! | [`moe_route`](moe_route()) | | f32 | none | ids are exact |
@@ -120,7 +120,7 @@ pub use linear::{Affine, Experts, Linear, Weight, linear};
 pub use moe::{MoeCombine, MoeRoute, moe_combine, moe_route};
 pub use norm_rope::{Angles, HeadNorm, NormRope, PairLayout, Rope, norm_rope};
 pub use norm_rope_write::{NormRopeWrite, norm_rope_write};
-pub use rms_norm::{Residual, RmsNorm, rms_norm};
+pub use rms_norm::{NextNorm, Residual, RmsNorm, rms_norm};
 pub use sample::{Sample, sample};
 pub use softcap::{Softcap, softcap};
 

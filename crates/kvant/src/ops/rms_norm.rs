@@ -1,21 +1,30 @@
 use super::check;
 use crate::{
-    Encoder, Result, Tensor,
+    DType, Encoder, Result, Tensor,
     encoder::{Access::*, Touch},
 };
 
 pub(crate) const NAME: &str = "rms_norm";
 
+/// Norms of `out` that one call may add.
+pub(crate) const MOST_NEXT: usize = 3;
+
 /// Arguments of [`rms_norm`](rms_norm()): n(x) = x · weight / √(mean x² + eps) of each row, with an optional residual
-/// addition before or after the norm.
+/// addition before or after the norm, and optional norms of the result.
 ///
 /// | residual | result |
 /// |---|---|
 /// | [`Residual::None`] | out = scale · n(x) |
 /// | [`Residual::After`] | out = scale · (residual + n(x)): the sandwich norm of Gemma |
+/// | [`Residual::Normed`] | out = scale · (n(residual) + n(x)), each with its own weight: parallel branches of Gemma 4 |
 /// | [`Residual::Before`] | sum = residual + x, out = scale · n(sum): the pre-norm of Llama and most others |
 ///
+/// With `combine`, x is the weighted sum of several rows, as [`moe_combine`](super::moe_combine()) computes it.
+///
 /// `out` and `sum` may each be `x` or the residual, but not the same tensor.
+///
+/// Each [`NextNorm`] of `next` is a norm of `out` with a weight of its own. It reads `out` as stored, rounded to its
+/// dtype: the results are those of separate calls.
 ///
 /// # Example
 /// ```
@@ -33,8 +42,10 @@ pub(crate) const NAME: &str = "rms_norm";
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct RmsNorm<'a> {
-    /// `[T, N]`, f32, f16 or bf16; N is at least 1.
+    /// `[T, N]`, with `combine` `[T·K, N]`; f32, f16 or bf16; N is at least 1.
     pub x: &'a Tensor,
+    /// f32 `[T, K]`: row t of x is Σⱼ combine\[t, j\] · x\[t·K + j\], not rounded before the norm.
+    pub combine: Option<&'a Tensor>,
     /// `[N]`, f32, f16 or bf16, used as it is; `None` for ones.
     pub weight: Option<&'a Tensor>,
     /// Added to the mean square; finite and not negative.
@@ -45,18 +56,46 @@ pub struct RmsNorm<'a> {
     pub scale: f32,
     /// `[T, N]`, f32, f16 or bf16.
     pub out: &'a Tensor,
+    /// Norms of `out`; at most 3.
+    pub next: &'a [NextNorm<'a>],
 }
 
 impl<'a> RmsNorm<'a> {
     /// The norm of each row of `x`, without a weight or a residual.
     pub fn new(x: &'a Tensor, eps: f32, out: &'a Tensor) -> Self {
-        RmsNorm { x, eps, out, weight: None, residual: Residual::None, scale: 1.0 }
+        RmsNorm { x, eps, out, combine: None, weight: None, residual: Residual::None, scale: 1.0, next: &[] }
     }
 }
 
 setters! { RmsNorm<'a> {
+    combine: Option<&'a Tensor>,
     weight: Option<&'a Tensor>,
     residual: Residual<'a>,
+    scale: f32,
+    next: &'a [NextNorm<'a>],
+} }
+
+/// A norm of the result of an [`RmsNorm`], with the same `eps`.
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
+pub struct NextNorm<'a> {
+    /// `[N]`, f32, f16 or bf16, used as it is; `None` for ones.
+    pub weight: Option<&'a Tensor>,
+    /// Multiplies the norm; 1 for a plain norm.
+    pub scale: f32,
+    /// `[T, N]`, f32, f16 or bf16.
+    pub out: &'a Tensor,
+}
+
+impl<'a> NextNorm<'a> {
+    /// The norm without a weight.
+    pub fn new(out: &'a Tensor) -> Self {
+        NextNorm { weight: None, scale: 1.0, out }
+    }
+}
+
+setters! { NextNorm<'a> {
+    weight: Option<&'a Tensor>,
     scale: f32,
 } }
 
@@ -67,6 +106,13 @@ pub enum Residual<'a> {
     None,
     /// Adds the tensor to the normed rows.
     After(&'a Tensor),
+    /// Adds the norm of the tensor, with the same `eps`, to the normed rows.
+    Normed {
+        /// The tensor to norm and add.
+        residual: &'a Tensor,
+        /// `[N]`, the weight of its norm; `None` for ones.
+        weight: Option<&'a Tensor>,
+    },
     /// Adds the tensor to the rows before the norm.
     Before {
         /// The tensor to add.
@@ -81,7 +127,12 @@ pub enum Residual<'a> {
 /// # Errors
 /// Those of [every operation](crate::ops#errors).
 pub fn rms_norm(enc: &mut Encoder, args: &RmsNorm) -> Result<()> {
-    let [rows, dim] = check::rank(NAME, "x", args.x, ["T", "N"])?;
+    let [mut rows, dim] = check::rank(NAME, "x", args.x, ["T", "N"])?;
+    if let Some(combine) = args.combine {
+        check::dtype(NAME, "combine", combine, DType::F32)?;
+        [rows, _] = check::rank(NAME, "combine", combine, ["T", "K"])?;
+        check::shape(NAME, "x", args.x, &[("T·K", combine.elements()), ("N", dim)])?;
+    }
     check::positive(NAME, "N", dim)?;
     check::float(NAME, "x", args.x)?;
     let same_shape = |arg, tensor: &Tensor| {
@@ -89,30 +140,56 @@ pub fn rms_norm(enc: &mut Encoder, args: &RmsNorm) -> Result<()> {
         check::shape(NAME, arg, tensor, &[("T", rows), ("N", dim)])
     };
     same_shape("out", args.out)?;
-    if let Some(weight) = args.weight {
-        check::float(NAME, "weight", weight)?;
-        check::shape(NAME, "weight", weight, &[("N", dim)])?;
-    }
+    let check_weight = |arg, weight: Option<&Tensor>| {
+        let Some(weight) = weight else { return Ok(()) };
+        check::float(NAME, arg, weight)?;
+        check::shape(NAME, arg, weight, &[("N", dim)])
+    };
+    check_weight("weight", args.weight)?;
     check_eps(NAME, args.eps)?;
     check::finite(NAME, "scale", args.scale)?;
-    let (residual, sum) = match args.residual {
-        Residual::None => (None, None),
-        Residual::After(residual) => (Some(residual), None),
-        Residual::Before { residual, sum } => (Some(residual), Some(sum)),
-    };
-    residual.map_or(Ok(()), |t| same_shape("residual", t))?;
-    sum.map_or(Ok(()), |t| same_shape("sum", t))?;
+    if let Some(residual) = args.residual.tensor() {
+        same_shape("residual", residual)?;
+    }
+    match args.residual {
+        Residual::None | Residual::After(_) => {}
+        Residual::Normed { weight, .. } => check_weight("residual_weight", weight)?,
+        Residual::Before { sum, .. } => same_shape("sum", sum)?,
+    }
+    check::at_most(NAME, "next", args.next.len(), MOST_NEXT)?;
+    for next in args.next {
+        check_weight("next_weight", next.weight)?;
+        check::finite(NAME, "next_scale", next.scale)?;
+        same_shape("next_out", next.out)?;
+    }
     enc.submit(super::Call::RmsNorm(Call {
         x: args.x.clone(),
+        combine: args.combine.cloned(),
         weight: args.weight.cloned(),
         eps: args.eps,
-        residual: residual.cloned(),
-        sum: sum.cloned(),
+        residual: args.residual.tensor().cloned(),
+        add: match args.residual {
+            Residual::None | Residual::After(_) => Add::After,
+            Residual::Normed { weight, .. } => Add::Normed { weight: weight.cloned() },
+            Residual::Before { sum, .. } => Add::Before { sum: sum.clone() },
+        },
         scale: args.scale,
         out: args.out.clone(),
+        next: std::array::from_fn(|i| args.next.get(i).map(NextCall::new)),
         rows,
         dim,
     }))
+}
+
+impl<'a> Residual<'a> {
+    fn tensor(&self) -> Option<&'a Tensor> {
+        match *self {
+            Residual::None => None,
+            Residual::After(residual) | Residual::Normed { residual, .. } | Residual::Before { residual, .. } => {
+                Some(residual)
+            }
+        }
+    }
 }
 
 /// An epsilon is finite and not negative.
@@ -123,29 +200,93 @@ pub(crate) fn check_eps(op: &'static str, eps: f32) -> Result<()> {
 #[derive(Clone, Debug)]
 pub(crate) struct Call {
     pub x: Tensor,
+    pub combine: Option<Tensor>,
     pub weight: Option<Tensor>,
     pub eps: f32,
     pub residual: Option<Tensor>,
-    /// If present, the residual is added before the norm and the sum is stored here.
-    pub sum: Option<Tensor>,
+    pub add: Add,
     pub scale: f32,
     pub out: Tensor,
+    /// The first ones are present. An array, because a decode step allocates nothing.
+    pub next: [Option<NextCall>; MOST_NEXT],
     pub rows: usize,
     pub dim: usize,
 }
 
+/// How the residual, if present, is added.
+#[derive(Clone, Debug)]
+pub(crate) enum Add {
+    After,
+    /// After a norm of its own.
+    Normed {
+        weight: Option<Tensor>,
+    },
+    /// Before the norm; the sum is stored.
+    Before {
+        sum: Tensor,
+    },
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct NextCall {
+    pub weight: Option<Tensor>,
+    pub scale: f32,
+    pub out: Tensor,
+}
+
+impl NextCall {
+    fn new(next: &NextNorm) -> NextCall {
+        NextCall { weight: next.weight.cloned(), scale: next.scale, out: next.out.clone() }
+    }
+}
+
 impl Call {
+    pub(crate) fn nexts(&self) -> impl DoubleEndedIterator<Item = &NextCall> {
+        self.next.iter().flatten()
+    }
+
+    /// Rows of x that make one of the result.
+    pub(crate) fn terms(&self) -> usize {
+        self.combine.as_ref().map_or(1, |combine| combine.shape()[1])
+    }
+
+    /// The tensor that receives the sum, if the residual is added before the norm.
+    pub(crate) fn sum(&self) -> Option<&Tensor> {
+        match &self.add {
+            Add::Before { sum } => Some(sum),
+            _ => None,
+        }
+    }
+
+    /// The weight of the residual's own norm, if it has both.
+    pub(crate) fn residual_weight(&self) -> Option<&Tensor> {
+        match &self.add {
+            Add::Normed { weight } => weight.as_ref(),
+            _ => None,
+        }
+    }
+
     pub(crate) fn touches(&self, visit: &mut dyn FnMut(Touch)) {
         visit(Touch { arg: "x", tensor: &self.x, access: Read });
-        for (arg, tensor) in [("weight", &self.weight), ("residual", &self.residual)] {
+        let optional = [
+            ("combine", self.combine.as_ref()),
+            ("weight", self.weight.as_ref()),
+            ("residual", self.residual.as_ref()),
+            ("residual_weight", self.residual_weight()),
+        ];
+        let weights = self.nexts().map(|next| ("next_weight", next.weight.as_ref()));
+        for (arg, tensor) in optional.into_iter().chain(weights) {
             if let Some(tensor) = tensor {
                 visit(Touch { arg, tensor, access: Read });
             }
         }
-        if let Some(tensor) = &self.sum {
+        if let Some(tensor) = self.sum() {
             visit(Touch { arg: "sum", tensor, access: Write });
         }
         visit(Touch { arg: "out", tensor: &self.out, access: Write });
+        for next in self.nexts() {
+            visit(Touch { arg: "next_out", tensor: &next.out, access: Write });
+        }
     }
 
     pub(crate) fn in_place(&self) -> &'static [(&'static str, &'static str)] {

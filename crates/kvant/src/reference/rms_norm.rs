@@ -1,5 +1,8 @@
-use super::{check_len, io};
-use crate::{Result, ops::rms_norm::Call};
+use super::{check_len, io, moe::moe_combine};
+use crate::{
+    Result, Tensor,
+    ops::rms_norm::{Add, Call},
+};
 
 /// x · weight / √(mean x² + eps); without a weight, ones.
 ///
@@ -12,24 +15,51 @@ pub fn rms_norm(x: &[f64], weight: Option<&[f64]>, eps: f64) -> Result<Vec<f64>>
     Ok(x.iter().enumerate().map(|(i, x)| x * r * weight.map_or(1.0, |w| w[i])).collect())
 }
 
+/// The sum of the rows of each token, with weights.
+fn weighted_sums(x: &[f64], weights: &[f64], call: &Call) -> Vec<f64> {
+    let terms = call.terms();
+    let sums = (0..call.rows).flat_map(|row| {
+        let choices = row * terms..(row + 1) * terms;
+        let x = &x[choices.start * call.dim..choices.end * call.dim];
+        moe_combine(x, &weights[choices]).expect("x has a row for each weight")
+    });
+    let mut sums: Vec<f64> = sums.collect();
+    // A sum of no rows is zero.
+    sums.resize(call.rows * call.dim, 0.0);
+    sums
+}
+
 pub(crate) fn run(call: &Call) {
-    let mut x = io::load(&call.x);
-    let weight = call.weight.as_ref().map(io::load);
-    let residual = call.residual.as_ref().map(io::load);
-    if let (Some(_), Some(residual)) = (&call.sum, &residual) {
-        x.iter_mut().zip(residual).for_each(|(x, r)| *x += r);
-    }
-    let mut out = Vec::with_capacity(x.len());
-    for (row, x) in x.chunks(call.dim).enumerate() {
-        let mut normed = rms_norm(x, weight.as_deref(), call.eps.into()).expect("validation compared the lengths");
-        if let (None, Some(residual)) = (&call.sum, &residual) {
-            let residual = &residual[row * call.dim..];
-            normed.iter_mut().zip(residual).for_each(|(n, r)| *n += r);
+    let norm = |x: &[f64], weight: Option<&Tensor>| -> Vec<f64> {
+        let weight = weight.map(io::load);
+        let rows = x.chunks(call.dim);
+        let normed = |row| rms_norm(row, weight.as_deref(), call.eps.into()).expect("validation compared the lengths");
+        rows.flat_map(normed).collect()
+    };
+    let sum = |a: Vec<f64>, b: Vec<f64>| -> Vec<f64> { a.iter().zip(b).map(|(a, b)| a + b).collect() };
+    let scaled = |x: Vec<f64>, scale: f32| -> Vec<f64> { x.iter().map(|x| x * f64::from(scale)).collect() };
+
+    let mut x = match &call.combine {
+        Some(combine) => weighted_sums(&io::load(&call.x), &io::load(combine), call),
+        None => io::load(&call.x),
+    };
+    let mut residual = call.residual.as_ref().map(io::load);
+    match &call.add {
+        Add::After => {}
+        Add::Normed { weight } => residual = residual.map(|residual| norm(&residual, weight.as_ref())),
+        Add::Before { sum: to } => {
+            x = sum(x, residual.take().expect("there is a residual to add"));
+            io::store(to, &x);
         }
-        out.extend(normed.iter().map(|n| n * f64::from(call.scale)));
     }
-    if let Some(sum) = &call.sum {
-        io::store(sum, &x);
+    let normed = norm(&x, call.weight.as_ref());
+    let out = match residual {
+        Some(residual) => sum(normed, residual),
+        None => normed,
+    };
+    io::store(&call.out, &scaled(out, call.scale));
+    let stored = io::load(&call.out);
+    for next in call.nexts() {
+        io::store(&next.out, &scaled(norm(&stored, next.weight.as_ref()), next.scale));
     }
-    io::store(&call.out, &out);
 }

@@ -12,8 +12,8 @@ use kvant::{
     gpu,
     ops::{
         self, Activation, AddBias, Affine, Angles, Argmax, Attend, BlockFormat, Blocks, Columns, Embed, Experts, Gate,
-        Hadamard, HeadNorm, KvRead, KvSide, KvWrite, Linear, MoeCombine, MoeRoute, NormRope, NormRopeWrite, PairLayout,
-        Residual, RmsNorm, Rope, Sample, Softcap, Weight,
+        Hadamard, HeadNorm, KvRead, KvSide, KvWrite, Linear, MoeCombine, MoeRoute, NextNorm, NormRope, NormRopeWrite,
+        PairLayout, Residual, RmsNorm, Rope, Sample, Softcap, Weight,
     },
 };
 
@@ -332,6 +332,23 @@ fn zeros(device: &Device, dtype: DType, shape: &[usize]) -> Result<Tensor> {
     Tensor::zeros(device, dtype, shape)
 }
 
+/// A row is shared by a block: a norm with as many others as possible.
+fn norms_of_long_rows(device: &Device, enc: &mut Encoder, dtype: DType, dim: usize) -> Result<()> {
+    let new = || zeros(device, dtype, &[3, dim]);
+    let weight = zeros(device, dtype, &[dim])?;
+    let (x, other, out, next_outs) = (new()?, new()?, new()?, [new()?, new()?, new()?]);
+    let next = next_outs.each_ref().map(|out| NextNorm::new(out).weight(Some(&weight)));
+    let residual = Residual::Normed { residual: &other, weight: Some(&weight) };
+    for residual in [residual, Residual::After(&other)] {
+        let args = RmsNorm::new(&x, 1e-6, &out).weight(Some(&weight)).residual(residual);
+        ops::rms_norm(enc, &args.next(&next))?;
+    }
+    let (terms, combine) = (zeros(device, dtype, &[12, dim])?, zeros(device, DType::F32, &[3, 4])?);
+    let args = RmsNorm::new(&terms, 1e-6, &out).combine(Some(&combine)).weight(Some(&weight));
+    ops::rms_norm(enc, &args.residual(residual))?;
+    Ok(())
+}
+
 fn elements(device: &Device, enc: &mut Encoder, dtype: DType) -> Result<()> {
     // Aligned rows, and rows that are not.
     for dim in [64, 67] {
@@ -339,10 +356,19 @@ fn elements(device: &Device, enc: &mut Encoder, dtype: DType) -> Result<()> {
         let (out, other) = (zeros(device, DType::BF16, &[3, dim])?, zeros(device, dtype, &[3, dim])?);
         ops::softcap(enc, &Softcap::new(&x, 30.0, &out))?;
         let weight = zeros(device, dtype, &[dim])?;
-        let residuals = [Residual::None, Residual::After(&other), Residual::Before { residual: &other, sum: &other }];
-        for residual in residuals {
-            ops::rms_norm(enc, &RmsNorm::new(&x, 1e-6, &out).weight(Some(&weight)).residual(residual))?;
+        let residuals = [
+            Residual::None,
+            Residual::After(&other),
+            Residual::Normed { residual: &other, weight: Some(&weight) },
+            Residual::Before { residual: &other, sum: &other },
+        ];
+        let next_outs = [zeros(device, dtype, &[3, dim])?, zeros(device, DType::F32, &[3, dim])?];
+        let next = [NextNorm::new(&next_outs[0]).weight(Some(&weight)), NextNorm::new(&next_outs[1])];
+        for (count, residual) in [0, 2, 1, 0].into_iter().zip(residuals) {
+            let args = RmsNorm::new(&x, 1e-6, &out).weight(Some(&weight)).residual(residual);
+            ops::rms_norm(enc, &args.next(&next[..count]))?;
         }
+        norms_of_long_rows(device, enc, dtype, 16 * dim)?;
         for activation in [Activation::GeluTanh, Activation::Silu, Activation::ClampedSwish] {
             let (gate, up) = (Columns::from(&x), Columns::from(&other));
             ops::gate(enc, &Gate::new(gate, up, activation, &out))?;
@@ -363,6 +389,12 @@ fn elements(device: &Device, enc: &mut Encoder, dtype: DType) -> Result<()> {
         let chosen = zeros(device, DType::U32, &[3, 2])?;
         ops::moe_route(enc, &MoeRoute::new(&x, &chosen, &weights))?;
         ops::moe_route(enc, &MoeRoute::new(&x, &chosen, &weights).normalise(false))?;
+        // More choices than lanes of a warp.
+        let (all, weights_of_all) = (zeros(device, DType::U32, &[3, 40])?, zeros(device, DType::F32, &[3, 40])?);
+        let args = MoeRoute::new(&x, &all, &weights_of_all).normalise(dim % 2 == 0);
+        ops::moe_route(enc, &args)?;
+        let factors = zeros(device, DType::F32, &[dim])?;
+        ops::moe_route(enc, &MoeRoute::new(&x, &chosen, &weights).expert_scale(Some(&factors)))?;
         let rows = zeros(device, dtype, &[6, dim])?;
         ops::moe_combine(enc, &MoeCombine::new(&rows, &weights, &out))?;
     }

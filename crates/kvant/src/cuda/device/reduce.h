@@ -57,6 +57,19 @@ template <typename Op, typename T> inline T over_team(T x, T *room, Team team) {
     return over_warp<Op>(team.lane < team.size / 32 ? room[team.lane] : T(Op::none));
 }
 
+// As over_team, of two values with one barrier; `room` holds twice as many.
+template <typename Op> inline float2 over_team2(float2 x, float *room, Team team) {
+    x = make_float2(over_warp<Op>(x.x), over_warp<Op>(x.y));
+    if (team.lane == 0) {
+        room[team.warp] = x.x;
+        room[EXCHANGE + team.warp] = x.y;
+    }
+    __syncthreads();
+    const bool has_value = team.lane < team.size / 32;
+    return make_float2(over_warp<Op>(has_value ? room[team.lane] : float(Op::none)),
+                       over_warp<Op>(has_value ? room[EXCHANGE + team.lane] : float(Op::none)));
+}
+
 inline bool is_nan_or_infinite(float x) {
     return (__float_as_uint(x) & 0x7F800000) == 0x7F800000;
 }

@@ -13,8 +13,8 @@ use kvant::{
     codec::{BITS, Norm, TurboQuant},
     ops::{
         self, Activation, AddBias, Affine, Angles, Argmax, Attend, BlockFormat, Blocks, Columns, Embed, Experts, Gate,
-        Hadamard, HeadNorm, KvRead, KvSide, KvWrite, Linear, MoeCombine, MoeRoute, Mxfp4, NormRope, NormRopeWrite,
-        PairLayout, Residual, RmsNorm, Rope, Sample, Softcap, Weight,
+        Hadamard, HeadNorm, KvRead, KvSide, KvWrite, Linear, MoeCombine, MoeRoute, Mxfp4, NextNorm, NormRope,
+        NormRopeWrite, PairLayout, Residual, RmsNorm, Rope, Sample, Softcap, Weight,
     },
 };
 use operations::*;

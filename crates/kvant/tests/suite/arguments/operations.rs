@@ -147,17 +147,26 @@ pub(super) fn norm_rope_write(w: &mut World) -> Result<()> {
 
 pub(super) fn rms_norm(w: &mut World) -> Result<()> {
     let shape = [w.tape.pick(&COUNTS), w.tape.pick(&WIDTHS)];
-    let (x, weight, out) = (w.input(&shape), w.weight(&[shape[1]]), w.output(&shape));
-    let kind = w.tape.next() % 3;
-    let (residual, sum) = (w.input(&shape), w.output(&shape));
+    let terms = w.tape.pick(&[None, Some(1), Some(3)]);
+    let x = w.input(&[shape[0] * terms.unwrap_or(1), shape[1]]);
+    let combine = terms.map(|terms| w.f32(&[shape[0], terms]));
+    let (weight, out) = (w.weight(&[shape[1]]), w.output(&shape));
+    let kind = w.tape.next() % 4;
+    let (residual, sum, residual_weight) = (w.input(&shape), w.output(&shape), w.weight(&[shape[1]]));
     let (eps, scale) = (w.tape.number(&[1e-6, 0.0]), w.tape.number(&[1.0, -0.5]));
+    let nexts: Vec<_> = (0..w.tape.next() % 5)
+        .map(|_| (w.weight(&[shape[1]]), w.output(&shape), w.tape.number(&[1.0, -0.5])))
+        .collect();
     w.attempt("rms_norm", |enc| {
         let residual = match kind {
             0 => Residual::None,
             1 => Residual::After(&residual),
+            2 => Residual::Normed { residual: &residual, weight: residual_weight.as_ref() },
             _ => Residual::Before { residual: &residual, sum: &sum },
         };
-        ops::rms_norm(enc, &RmsNorm::new(&x, eps, &out).weight(weight.as_ref()).residual(residual).scale(scale))
+        let next: Vec<_> = nexts.iter().map(|(w, out, s)| NextNorm::new(out).weight(w.as_ref()).scale(*s)).collect();
+        let args = RmsNorm::new(&x, eps, &out).weight(weight.as_ref()).residual(residual).scale(scale);
+        ops::rms_norm(enc, &args.combine(combine.as_ref()).next(&next))
     })
 }
 

@@ -34,6 +34,12 @@ fn overlap_is_refused_unless_the_operation_works_in_place() {
         refused_overlap(device, "rms_norm, out and sum", |e| {
             ops::rms_norm(e, &norm(&a, Residual::Before { residual: &b, sum: &a }, &a))
         });
+        refused_overlap(device, "rms_norm, out and a next out", |e| {
+            ops::rms_norm(e, &norm(&a, Residual::None, &a).next(&[NextNorm::new(&a)]))
+        });
+        refused_overlap(device, "rms_norm, two next outs", |e| {
+            ops::rms_norm(e, &norm(&a, Residual::None, &a).next(&[NextNorm::new(&b), NextNorm::new(&b)]))
+        });
         refused_overlap(device, "rms_norm, shifted", |e| ops::rms_norm(e, &norm(&a, Residual::None, &shifted)));
         // The weight of a single row is as large as the output, but it is not what works in place.
         let (row, weight) = (part(0..1), part(5..6));

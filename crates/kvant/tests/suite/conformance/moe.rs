@@ -8,8 +8,19 @@ use kvant::{
 
 #[test]
 fn moe_route() {
-    for (tokens, experts, top_k) in [(0, 4, 2), (1, 1, 1), (5, 4, 4), (9, 8, 2), (33, 128, 8), (3, 65, 7), (2, 50, 37)]
-    {
+    let sizes = [
+        (0, 4, 2),
+        (1, 1, 1),
+        (5, 4, 4),
+        (9, 8, 2),
+        (33, 128, 8),
+        (1, 128, 32),
+        (3, 65, 7),
+        (2, 50, 37),
+        (2, 500, 9),
+        (2, 600, 9),
+    ];
+    for (tokens, experts, top_k) in sizes {
         for dtype in FLOATS {
             for (scaled, normalise) in [(false, true), (true, true), (true, false)] {
                 conform(
@@ -31,6 +42,24 @@ fn moe_route() {
                 );
             }
         }
+    }
+}
+
+/// NaN is chosen last, and the lower id first among equals: 0 and -0 are equal.
+#[test]
+fn moe_route_of_equals_and_nan() {
+    let (inf, nan) = (f32::INFINITY, f32::NAN);
+    let few = [-0.0, 0.0, nan, -inf, -1.0, -0.0, -inf, nan, 2.0, 2.0, 0.0];
+    // Equals in all lanes of a warp, and in several places of one lane.
+    let many: Vec<f32> = (0..130).map(|e| if e % 3 == 0 { nan } else { (e % 7) as f32 }).collect();
+    for (logits, top_k) in [(&few[..], 7), (&few[..], 9), (&many[..], 8), (&many[..], 32), (&many[..], 40)] {
+        conform(format!("moe_route of equals and NaN among {}, top {top_k}", logits.len()), |device| {
+            let logits = input(device, DType::F32, logits, &[1, logits.len()])?;
+            let ids = Out::new(device, DType::U32, &[1, top_k])?;
+            let weights = Out::new(device, DType::F32, &[1, top_k])?;
+            run(device, |enc| ops::moe_route(enc, &MoeRoute::new(&logits, &ids.tensor, &weights.tensor)))?;
+            Ok(vec![ids.same("ids")?, weights.close("weights")?])
+        });
     }
 }
 

@@ -3,14 +3,15 @@
 use super::SIZES;
 use crate::common::{Bound, FLOATS, Out, Output, Rng, conform, encode, input, run};
 use kvant::{
-    DType, Result,
-    ops::{self, Residual, RmsNorm},
+    DType, Device, Result, Tensor,
+    ops::{self, NextNorm, Residual, RmsNorm},
 };
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Add {
     None,
     After,
+    Normed,
     Before,
 }
 
@@ -18,13 +19,14 @@ enum Add {
 fn rms_norm() {
     let mut rng = Rng::of("rms_norm");
     for size in SIZES {
-        for add in [Add::None, Add::After, Add::Before] {
+        for add in [Add::None, Add::After, Add::Normed, Add::Before] {
             for x in FLOATS {
                 for out in FLOATS {
                     let weight = rng.pick(&[None, Some(DType::F32), Some(DType::F16), Some(DType::BF16)]);
                     let (other, sum, scale) = (rng.pick(&FLOATS), rng.pick(&FLOATS), rng.pick(&[1.0, 1.0, 0.73]));
                     let eps = rng.pick(&[1e-6, 1e-5]);
-                    norm_case(&Norm { size, add, x, out, weight, other, sum, scale, eps, in_place: None });
+                    let (next, terms) = (rng.below(4), rng.pick(&[None, None, Some(1), Some(3), Some(9)]));
+                    norm_case(&Norm { size, terms, add, x, out, weight, other, sum, scale, eps, next, in_place: None });
                 }
             }
         }
@@ -35,7 +37,7 @@ fn rms_norm() {
 #[test]
 fn rms_norm_in_place() {
     for dtype in FLOATS {
-        for add in [Add::None, Add::After, Add::Before] {
+        for add in [Add::None, Add::After, Add::Normed, Add::Before] {
             for over in [Over::OutIsX, Over::OutIsResidual, Over::SumIsX, Over::SumIsResidual, Over::Swapped] {
                 let needs = match over {
                     Over::OutIsX => true,
@@ -46,7 +48,9 @@ fn rms_norm_in_place() {
                     let (x, out, other, sum, weight) = (dtype, dtype, dtype, dtype, Some(dtype));
                     let size = (9, 131);
                     let in_place = Some(over);
-                    norm_case(&Norm { size, add, x, out, weight, other, sum, scale: 1.5, eps: 1e-6, in_place });
+                    let (scale, eps, next) = (1.5, 1e-6, 2);
+                    let terms = None;
+                    norm_case(&Norm { size, terms, add, x, out, weight, other, sum, scale, eps, next, in_place });
                 }
             }
         }
@@ -77,6 +81,47 @@ fn rms_norm_of_extreme_rows() {
                 Ok(vec![out.close("out")?])
             });
         }
+    }
+}
+
+/// As above, for the norm of the residual and for a norm of the result.
+#[test]
+fn rms_norm_of_an_extreme_residual_and_result() {
+    for (size, dim) in [1e20f32, 1e-21].into_iter().flat_map(|size| [1, 64, 1028, 1027, 17_000].map(|dim| (size, dim)))
+    {
+        conform(format!("rms_norm with {dim} of {size:e} for the residual, and a next norm"), |device| {
+            let values = Rng::new(dim as u64).normals(2 * dim);
+            let values: Vec<f32> = values.iter().map(|x| x.clamp(-1.0, 1.0)).collect();
+            let x = input(device, DType::F32, &values, &[2, dim])?;
+            let extreme: Vec<f32> = values.iter().rev().map(|x| x * size).collect();
+            let residual = input(device, DType::F32, &extreme, &[2, dim])?;
+            let (out, next) = (Out::new(device, DType::F32, &[2, dim])?, Out::new(device, DType::F32, &[2, dim])?);
+            let (residual, nexts) =
+                (Residual::Normed { residual: &residual, weight: None }, [NextNorm::new(&next.tensor)]);
+            let args = RmsNorm::new(&x, 0.0, &out.tensor).residual(residual).scale(size).next(&nexts);
+            run(device, |enc| ops::rms_norm(enc, &args))?;
+            Ok(vec![out.close("out")?, next.close_within("next", Bound::of(DType::F32).times(2.0))?])
+        });
+    }
+}
+
+/// A sum of no rows is zero, and longer rows than registers hold are sums, too.
+#[test]
+fn rms_norm_of_sums() {
+    for (rows, terms, dim) in [(2, 0, 70), (3, 8, 17_000), (2, 5, 1027), (1, 8, 2816)] {
+        conform(format!("rms_norm of sums of {terms} rows of {dim}"), |device| {
+            let mut rng = Rng::new(dim as u64);
+            let x = input(device, DType::BF16, &rng.normals(rows * terms * dim), &[rows * terms, dim])?;
+            let combine = input(device, DType::F32, &rng.normals(rows * terms), &[rows, terms])?;
+            let residual = input(device, DType::F32, &rng.normals(rows * dim), &[rows, dim])?;
+            let (out, next) =
+                (Out::new(device, DType::F32, &[rows, dim])?, Out::new(device, DType::F32, &[rows, dim])?);
+            let (residual, nexts) =
+                (Residual::Normed { residual: &residual, weight: None }, [NextNorm::new(&next.tensor)]);
+            let args = RmsNorm::new(&x, 1e-6, &out.tensor).combine(Some(&combine)).residual(residual).next(&nexts);
+            run(device, |enc| ops::rms_norm(enc, &args))?;
+            Ok(vec![out.close("out")?, next.close_within("next", Bound::of(DType::F32).times(2.0))?])
+        });
     }
 }
 
@@ -135,6 +180,8 @@ enum Over {
 #[derive(Debug)]
 struct Norm {
     size: (usize, usize),
+    /// Rows of x that make one.
+    terms: Option<usize>,
     add: Add,
     x: DType,
     out: DType,
@@ -143,6 +190,8 @@ struct Norm {
     sum: DType,
     scale: f32,
     eps: f32,
+    /// Norms of out.
+    next: usize,
     in_place: Option<Over>,
 }
 
@@ -151,17 +200,36 @@ fn norm_case(case: &Norm) {
         let mut rng = Rng::of(format!("{case:?}"));
         let (rows, dim) = case.size;
         let shape = [rows, dim];
-        let upload = |rng: &mut Rng, dtype| -> Result<Out> {
-            let values: Vec<f32> = rng.normals(rows * dim).iter().map(|x| x * 3.0).collect();
+        let upload = |rng: &mut Rng, dtype, terms| -> Result<Out> {
+            let shape = [rows * terms, dim];
+            let values: Vec<f32> = rng.normals(rows * terms * dim).iter().map(|x| x * 3.0).collect();
             let t = Out::new(device, dtype, &shape)?;
             t.tensor.write_bytes(&encode(dtype, &values))?;
             Ok(t)
         };
-        let (x, residual) = (upload(&mut rng, case.x)?, upload(&mut rng, case.other)?);
-        let weight = match case.weight {
-            Some(dtype) => Some(input(device, dtype, &rng.normals(dim), &[dim])?),
-            None => None,
+        let (x, residual) = (upload(&mut rng, case.x, case.terms.unwrap_or(1))?, upload(&mut rng, case.other, 1)?);
+        let combine = case
+            .terms
+            .map(|terms| input(device, DType::F32, &rng.normals(rows * terms), &[rows, terms]))
+            .transpose()?;
+        let of_dtype = |rng: &mut Rng, dtype: Option<DType>| {
+            dtype.map(|dtype| input(device, dtype, &rng.normals(dim), &[dim])).transpose()
         };
+        let weight = of_dtype(&mut rng, case.weight)?;
+        let mut any_weight = |dtypes: &[Option<DType>]| {
+            let dtype = rng.pick(dtypes);
+            of_dtype(&mut rng, dtype)
+        };
+        let some = FLOATS.map(Some);
+        // With a weight, the norms of single elements, 1 and -1, do not cancel.
+        let other_weight = any_weight(&some)?;
+        let next_weights =
+            (0..case.next).map(|_| any_weight(&[None, some[0], some[1], some[2]])).collect::<Result<Vec<_>>>()?;
+        let next_outs = (0..case.next).map(|i| Out::new(device, FLOATS[i], &shape)).collect::<Result<Vec<_>>>()?;
+        let next_scales = [1.0, 0.73, -2.0];
+        let next: Vec<NextNorm> = (0..case.next)
+            .map(|i| NextNorm::new(&next_outs[i].tensor).weight(next_weights[i].as_ref()).scale(next_scales[i]))
+            .collect();
         let (out, sum) = (Out::new(device, case.out, &shape)?, Out::new(device, case.sum, &shape)?);
         let (out, sum) = match case.in_place {
             None => (&out, &sum),
@@ -172,18 +240,48 @@ fn norm_case(case: &Norm) {
             Some(Over::Swapped) => (&x, &residual),
         };
         let args = RmsNorm::new(&x.tensor, case.eps, &out.tensor)
+            .combine(combine.as_ref())
             .weight(weight.as_ref())
             .residual(match case.add {
                 Add::None => Residual::None,
                 Add::After => Residual::After(&residual.tensor),
+                Add::Normed => Residual::Normed { residual: &residual.tensor, weight: other_weight.as_ref() },
                 Add::Before => Residual::Before { residual: &residual.tensor, sum: &sum.tensor },
             })
-            .scale(case.scale);
+            .scale(case.scale)
+            .next(&next);
         run(device, |enc| ops::rms_norm(enc, &args))?;
         let mut outputs = vec![out.close("out")?];
+        for (i, next) in next_outs.iter().enumerate() {
+            // An element of `out` on a tie may be rounded to the other side.
+            let bound = Bound::of(next.tensor.dtype());
+            let bound = Bound { unit: bound.unit.max(Bound::of(case.out).unit), ..bound };
+            outputs.push(next.close_within(&format!("next {i}"), bound.times(2.0))?);
+            let weight = next_weights[i].as_ref();
+            separate(device, case, &out.tensor, weight, next_scales[i], &next.tensor)?;
+        }
         if case.add == Add::Before {
             outputs.push(sum.close("sum")?);
         }
         Ok(outputs)
     });
+}
+
+/// A next norm equals the norm of the stored `out` by a call of its own, except for the rounding of f32.
+fn separate(
+    device: &Device,
+    case: &Norm,
+    x: &Tensor,
+    weight: Option<&Tensor>,
+    scale: f32,
+    next: &Tensor,
+) -> Result<()> {
+    let out = Out::new(device, next.dtype(), next.shape())?;
+    let args = RmsNorm::new(x, case.eps, &out.tensor).weight(weight).scale(scale);
+    run(device, |enc| ops::rms_norm(enc, &args))?;
+    let (got, want) = (next.to_f32()?, out.tensor.to_f32()?);
+    let bound = 2.0 * Bound::of(next.dtype()).unit as f32 + 1e-6;
+    let is_close = |(got, want): (&f32, &f32)| (got - want).abs() <= bound * want.abs();
+    assert!(got.iter().zip(&want).all(is_close), "{case:?} on {device}: a next norm differs from a separate one");
+    Ok(())
 }
