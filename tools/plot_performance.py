@@ -56,6 +56,8 @@ def best(row, names):
 
 
 def scientific(value):
+    if 1 <= value < 10:
+        return f"{value:.1f}"
     mantissa, exponent = f"{value:.1e}".split("e")
     return f"{mantissa}e{int(exponent)}"
 
@@ -199,8 +201,8 @@ def bytes_and_kl(records):
     record = records["accuracy-shipped-model"]
     svg = Svg(640, 350, "Bytes per token of each cache type against the divergence it causes")
     svg.text(16, 26, "What a cache type saves and costs", "title")
-    axes = Axes(svg, (70, 46, 540, 222), (0, 13000), (1e-7, 1e-1), log_y=True)
-    axes.grid([(x, f"{x}") for x in range(0, 13000, 2000)], [(10.0 ** e, f"1e{e}") for e in range(-7, 0)],
+    axes = Axes(svg, (70, 46, 540, 222), (0, 13000), (1e-7, 1), log_y=True)
+    axes.grid([(x, f"{x}") for x in range(0, 13000, 2000)], [(10.0 ** e, f"1e{e}") for e in range(-7, 1)],
               "bytes per token, keys and values of all layers", "mean KL from an f32 cache, nats")
     points = [(row["cache"], row["bytes per token"], row["KL mean"], row["same top token, %"]) for row in rows(record)]
     svg.path([axes.at(x, y) for _, x, y, _ in points], "two")

@@ -184,7 +184,8 @@ impl<'a> Pass<'a> {
         Ok(())
     }
 
-    /// Copies the rows of the residual stream, and of the blocks' inputs, that `rows` names. The next half is attention.
+    /// Copies the rows of the residual stream, and of the blocks' inputs, that `rows` names. The next half is
+    /// attention.
     fn gather(&mut self, rows: &Tensor, to: &Views) -> Result<()> {
         let mut copy = |from: &Tensor, out: &Tensor| ops::embed(self.enc, &ops::Embed::new(from, rows, out));
         copy(&self.views.h, &to.h)?;

@@ -40,8 +40,8 @@ inline uint smallest_of_warp(uint x) {
 #endif
 }
 
-// A warp per token, for at most 32 choices among 32 * PER_LANE experts: expert e belongs to lane e % 32, which holds its
-// logit and its factor in registers. Factors are read before the previous kernel has ended.
+// A warp per token, for at most 32 choices among 32 * PER_LANE experts: expert e belongs to lane e % 32, which holds
+// its logit and its factor in registers. Factors are read before the previous kernel has ended.
 extern "C" __global__ void __launch_bounds__(128)
     KVANT_KERNEL(const uchar *logits, const float *expert_scale, uint *ids, float *weights, const MoeRouteParams p) {
     const uint lane = threadIdx.x % 32;
@@ -121,7 +121,8 @@ extern "C" __global__ void __launch_bounds__(128)
 
 #elif KERNEL_moe_route
 
-// Any number of experts and choices, a warp per token. Each round finds the largest logit behind the one of the round before.
+// Any number of experts and choices, a warp per token. Each round finds the largest logit behind the one of the round
+// before.
 extern "C" __global__ void KVANT_KERNEL(const uchar *logits, const float *expert_scale, uint *ids, float *weights,
                                      const MoeRouteParams p) {
     take_turn();

@@ -4,11 +4,11 @@
 // x, residual, sum, out and the outputs next_out are [rows, dim]; weights are [dim]. COMBINE: x is [rows * terms, dim],
 // and a row is the sum of `terms` of these times combine, [rows, terms]. AFTER adds the residual to the
 // normed row, before the scale, NORMED after a norm of its own; BEFORE adds it to x first, and writes the sum. A row
-// belongs to one warp of several in a block, or, when it is long, to a whole block (WHOLE). A thread keeps its first HELD
-// groups of four elements in registers, for all norms; what is beyond (BEYOND) is read twice, for its mean square, then
-// for the result. Every element is read and written by one thread, nothing is written before the mean square is known, and then
-// an element is read before it is written: so `out` and `sum` may be `x` or the residual. Rows whose squares leave the
-// range of f32 are gone through once more, scaled by a power of two.
+// belongs to one warp of several in a block, or, when it is long, to a whole block (WHOLE). A thread keeps its first
+// HELD groups of four elements in registers, for all norms; what is beyond (BEYOND) is read twice, for its mean square,
+// then for the result. Every element is read and written by one thread, nothing is written before the mean square is
+// known, and then an element is read before it is written: so `out` and `sum` may be `x` or the residual. Rows whose
+// squares leave the range of f32 are gone through once more, scaled by a power of two.
 //
 // Weights are read before the previous kernel has ended (device/dependent_launch.h).
 #include "device/dependent_launch.h"

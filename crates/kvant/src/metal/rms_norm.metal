@@ -4,9 +4,9 @@
 // x, residual, sum, out and the outputs next_out are [rows, dim]; weights are [dim]. COMBINE: x is [rows * terms, dim],
 // and a row is the sum of `terms` of these times combine, [rows, terms]. AFTER adds the residual to the
 // normed row, before the scale, NORMED after a norm of its own; BEFORE adds it to x first, and writes the sum. A row
-// belongs to one SIMD-group of several in a threadgroup, or, when it is long, to a whole threadgroup (WHOLE). It is read
-// twice: for its mean square, then, mostly from a cache, for the result; for the next norms, `out` is read in the same
-// way. Every element is read and written by one thread, nothing is written in the first pass, and in the second an
+// belongs to one SIMD-group of several in a threadgroup, or, when it is long, to a whole threadgroup (WHOLE). It is
+// read twice: for its mean square, then, mostly from a cache, for the result; for the next norms, `out` is read in the
+// same way. Every element is read and written by one thread, nothing is written in the first pass, and in the second an
 // element is read before it is written: so `out` and `sum` may be `x` or the residual. Rows whose squares leave the
 // range of f32 are read once more, scaled by a power of two.
 #include "vectors.h"

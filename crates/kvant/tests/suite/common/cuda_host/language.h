@@ -21,6 +21,7 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 #define __device__
 #define __shared__ static
 #define __constant__
+#define __grid_constant__
 #define __align__(n) __attribute__((aligned(n)))
 #define __launch_bounds__(...)
 #define __forceinline__ inline
@@ -30,6 +31,7 @@ extern "C" {
 extern uint3 kvant_thread, kvant_block, kvant_threads, kvant_blocks;
 extern unsigned char *kvant_shared;
 void kvant_wait_for_block();
+[[noreturn]] void kvant_has_no_ptx();
 // Copies 16 bytes to the other lanes of the warp, and theirs from them; returns which lanes there are.
 unsigned kvant_exchange(const void *own, void *all);
 }
@@ -148,6 +150,10 @@ inline float ldexpf(float x, int n) { return __builtin_ldexpf(x, n); }
 inline float __saturatef(float x) { return x > 0 ? (x < 1 ? x : 1) : 0; }
 inline float sinf(float x) { return __builtin_sinf(x); }
 inline float cosf(float x) { return __builtin_cosf(x); }
+inline void sincospif(float x, float *s, float *c) {
+    const double half_turns = double(x) * 3.141592653589793;
+    *s = float(__builtin_sin(half_turns)), *c = float(__builtin_cos(half_turns));
+}
 inline void sincosf(float x, float *s, float *c) { *s = __builtin_sinf(x), *c = __builtin_cosf(x); }
 inline float copysignf(float x, float y) { return __builtin_copysignf(x, y); }
 inline float __expf(float x) { return __builtin_expf(x); }
@@ -186,6 +192,7 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
     }
     return out;
 }
+inline unsigned long __cvta_generic_to_shared(const void *at) { return reinterpret_cast<unsigned long>(at); }
 template <typename T> T __ldg(const T *at) { return *at; }
 template <typename T> T __ldcg(const T *at) { return *at; }
 template <typename T> void __stcg(T *at, T x) { *at = x; }

@@ -173,14 +173,24 @@ fn text(launch: &Launch) -> String {
         text += &format!("#define {name} {value}\n");
     }
     text += &format!("#define KERNEL_{} 1\n#define KVANT_KERNEL kvant_kernel\n", launch.kernel);
-    for line in launch.source.expand().lines() {
-        // PTX of kernels that run here; dynamic shared memory is not static.
+    let expanded = launch.source.expand();
+    let mut lines = expanded.lines();
+    while let Some(line) = lines.next() {
         let line = match line.trim() {
+            // PTX of kernels that run here.
             r#"asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));"# => "x = kvant_of_half(bits);".to_string(),
             r#"asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));"# => "bits = kvant_to_half(x);".to_string(),
             r#"asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(arrived) : "memory");"# => {
                 "seen = *arrived;".to_string()
             }
+            line if line.starts_with("asm") => {
+                let mut last = line;
+                while !last.ends_with(';') {
+                    last = lines.next().unwrap_or(";").trim();
+                }
+                "kvant_has_no_ptx();".to_string()
+            }
+            // Dynamic shared memory is not static.
             line => match line.strip_prefix("extern __shared__ ").and_then(|rest| rest.strip_suffix("[];")) {
                 Some(declared) => {
                     let (dtype, name) = declared.rsplit_once(' ').expect("a type and a name");

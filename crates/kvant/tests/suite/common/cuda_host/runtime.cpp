@@ -1,5 +1,6 @@
 // The threads of a block as fibers, for language.h. Blocks run one after the other; the fibers of every second one are
 // resumed in falling order.
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <ucontext.h>
@@ -13,6 +14,7 @@ extern "C" {
 uint3 kvant_thread, kvant_block, kvant_threads, kvant_blocks;
 unsigned char *kvant_shared;
 void kvant_wait_for_block();
+void kvant_has_no_ptx();
 unsigned kvant_exchange(const void *own, void *all);
 void kvant_enter(void **args);
 int kvant_run(void **args, const unsigned *grid, const unsigned *threads, unsigned shared_bytes);
@@ -119,6 +121,11 @@ int run_block(unsigned count, bool backwards) {
 } // namespace
 
 void kvant_wait_for_block() { meet(block); }
+
+void kvant_has_no_ptx() {
+    std::fputs("cuda-host: the kernel has come to PTX, which does not run here\n", stderr);
+    std::abort();
+}
 
 unsigned kvant_exchange(const void *own, void *all) {
     Warp &warp = warps[linear_index(kvant_thread) / 32];
