@@ -14,6 +14,7 @@ mod inspect;
 mod logits;
 mod memory;
 mod output;
+mod reply;
 #[cfg(feature = "serve")]
 mod serve;
 mod shell;
