@@ -7,6 +7,8 @@ mod args;
 mod bench;
 mod chat;
 mod devices;
+#[cfg(feature = "download")]
+mod download;
 mod eval;
 mod generate;
 mod hub;
