@@ -1,7 +1,7 @@
 //! Downloads a model of the Hugging Face Hub into the cache of Hugging Face's libraries.
 //!
-//! Files that are in the cache already are kept, and interrupted files are resumed. `config.json` comes last: a snapshot
-//! that has it is complete.
+//! Files that are in the cache already are kept, and interrupted files are resumed. `config.json` comes last: a
+//! snapshot that has it is complete.
 
 use std::{env, io::IsTerminal, path::PathBuf};
 
