@@ -40,6 +40,7 @@ MODELS = {
     "gemma4_gguf": ("dense", "gemma4", "Gemma4ForCausalLM", {}),
     "gemma4_shared_gguf": ("ple_shared", "gemma4", "Gemma4ForCausalLM", {}),
     "gemma4_moe_gguf": ("moe", "gemma4", "Gemma4ForCausalLM", {}),
+    "gpt_oss_gguf": ("gpt_oss", "gpt-oss", "GptOssForCausalLM", {}),
     # Rows of 256 elements in random K-quants, in place of the checkpoint's weights.
     "k_quants_gguf": ("llama", "llama", "LlamaForCausalLM", {
         "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4, "rope_scaling": None,
@@ -144,9 +145,9 @@ def metadata(writer, arch, config, experts):
         factors = [1.0] * rotated + [1e30] * (head_dim // 2 - rotated)
         writer.add_tensor("rope_freqs.weight", np.array(factors, np.float32))
     if experts:
-        writer.add_expert_count(c["num_experts"])
+        writer.add_expert_count(c.get("num_experts") or c["num_local_experts"])
         writer.add_expert_used_count(c.get("num_experts_per_tok") or c["top_k_experts"])
-        writer.add_expert_feed_forward_length(c["moe_intermediate_size"])
+        writer.add_expert_feed_forward_length(c.get("moe_intermediate_size") or c["intermediate_size"])
 
 
 def llama3_factors(scaling, theta, dim):
@@ -172,8 +173,12 @@ def stored(name, arch, config, mapping):
     for suffix, special in SPECIAL.items():
         if name.endswith(suffix):
             return f"blk.{name.split('.')[2]}.{special}"
-    name = name if name.endswith(".weight") else f"{name}.weight"
-    found = mapping.get_name(name, try_suffixes=(".weight",))
+    if name.endswith("experts.gate_up_proj_bias"):
+        return f"blk.{name.split('.')[2]}.ffn_gate_up_exps.bias"
+    if name.endswith("experts.down_proj_bias"):
+        return f"blk.{name.split('.')[2]}.ffn_down_exps.bias"
+    name = name if name.endswith((".weight", ".bias")) else f"{name}.weight"
+    found = mapping.get_name(name, try_suffixes=(".weight", ".bias"))
     assert found, f"{arch}: {name}"
     return found
 
@@ -201,7 +206,7 @@ def make(folder, out):
     writer = gguf.GGUFWriter(out / "model.gguf", arch)
     architecture = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[arch]
     mapping = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
-    experts = bool(config.get("num_experts"))
+    experts = bool(config.get("num_experts") or config.get("num_local_experts"))
     metadata(writer, arch, config, experts)
     writer.add_bos_token_id(config["bos_token_id"])
     writer.add_eos_token_id(config["eos_token_id"])
@@ -239,6 +244,9 @@ def write_tensor(writer, name, parameter, arch, config, mapping, types, rng):
         values_of = pairs(values_of, heads)
     shift = np.float32(arch == "gemma3" and target.endswith("norm.weight"))
     values_of = values_of + shift
+    if arch == "gpt-oss" and "_exps" in target:
+        write_interleaved(writer, target, parameter)
+        return
     # `gate_up_proj` of transformers may have two matrices that GGUF has apart.
     if role == "ffn_gate_up_exps" and arch == "qwen3moe":
         width = values_of.shape[1] // 2
@@ -261,6 +269,25 @@ def write_tensor(writer, name, parameter, arch, config, mapping, types, rng):
         result = gguf.dequantize(blocks, kind)
     result = result - shift
     parameter.data.copy_(torch.tensor(halves(result, heads) if permuted else result))
+
+
+def write_interleaved(writer, target, parameter):
+    """Experts of gpt-oss: columns of gate and up in turn, matrices transposed, which GGUF has apart and not transposed."""
+    is_bias = target.endswith(".bias")
+    result = parameter.detach().numpy().copy()
+    parts = {target: slice(None)}
+    if "gate_up" in target:
+        parts = {target.replace("gate_up", part): slice(i, None, 2) for i, part in enumerate(("gate", "up"))}
+    for name, columns in parts.items():
+        rows = result[..., columns] if is_bias else result[..., columns].swapaxes(1, 2)
+        rows = np.ascontiguousarray(rows, np.float32)
+        if is_bias:
+            writer.add_tensor(name, rows)
+            continue
+        blocks = gguf.quantize(rows, Type.MXFP4)
+        writer.add_tensor(name, blocks, raw_dtype=Type.MXFP4)
+        result[..., columns] = gguf.dequantize(blocks, Type.MXFP4).swapaxes(1, 2)
+    parameter.data.copy_(torch.tensor(result))
 
 
 def main():

@@ -11,10 +11,7 @@ use std::{
 use kvant::Sequence;
 use kvant_models::{
     Files, Model, PoolOptions, Request, Sampling, Tokenizer,
-    chat::{
-        ChatTemplate, Conversation, FunctionCall, GenerationDefaults, Message, ReplyEvent, ReplyParser, SpecialTokens,
-        StopStrings,
-    },
+    chat::{ChatRole, ChatTemplate, Conversation, GenerationDefaults, Message, ReplyParser, SpecialTokens},
     generate,
 };
 use rustyline::error::ReadlineError;
@@ -23,7 +20,9 @@ use crate::{
     Result,
     args::{ActivationArgs, DeviceArgs, Kv},
     memory::{self, Demand},
-    output, shipped, tokens,
+    output,
+    reply::ReplyPrinter,
+    shipped, tokens,
 };
 
 /// For models without a template, by `--plain`.
@@ -58,7 +57,7 @@ pub struct ChatArgs {
     /// End an answer at this text; can be repeated
     #[arg(long, value_name = "TEXT")]
     stop: Vec<String>,
-    /// The longest conversation, in tokens
+    /// The longest conversation, in tokens. When it is full, the oldest turns are left out
     #[arg(long, value_name = "N", default_value_t = 4096)]
     context: usize,
     /// The longest answer, in tokens
@@ -100,6 +99,8 @@ struct Chat<'a> {
     fed: Vec<u32>,
     messages: Vec<Message>,
     system: Option<String>,
+    /// The oldest messages, which the context has no room for.
+    left_out: usize,
     thinking: Option<bool>,
     hides_thoughts: bool,
 }
@@ -133,6 +134,7 @@ pub fn run(args: &ChatArgs) -> Result {
         fed,
         messages,
         system,
+        left_out: 0,
         thinking: None,
         hides_thoughts: false,
     };
@@ -203,7 +205,7 @@ impl Chat<'_> {
         let (name, rest) = command.split_once(' ').unwrap_or((command, ""));
         match (name, rest.trim()) {
             ("/help", _) => output::note(HELP)?,
-            ("/clear", _) => self.messages.clear(),
+            ("/clear", _) => (self.messages, self.left_out) = (Vec::new(), 0),
             ("/system", "") => self.system = None,
             ("/system", text) => self.system = Some(text.to_string()),
             ("/think", how @ ("on" | "off" | "hidden")) => {
@@ -211,22 +213,23 @@ impl Chat<'_> {
                 self.hides_thoughts = how == "hidden";
             }
             ("/save", path) if !path.is_empty() => {
-                let json = serde_json::to_string_pretty(&self.conversation())?;
+                let json = serde_json::to_string_pretty(&self.conversation(0))?;
                 std::fs::write(path, json).map_err(|error| format!("{path}: {error}"))?;
             }
             ("/load", path) if !path.is_empty() => {
                 let json = tokens::read_text(path.as_ref())?;
                 self.messages = serde_json::from_str(&json).map_err(|error| format!("{path}: {error}"))?;
-                self.system = None;
+                (self.system, self.left_out) = (None, 0);
             }
             _ => return Err(format!("{command}: no such command; /help lists them").into()),
         }
         Ok(())
     }
 
-    /// The messages, with the system message first.
-    fn conversation(&self) -> Vec<Message> {
-        self.system.iter().map(|text| Message::system(text.as_str())).chain(self.messages.iter().cloned()).collect()
+    /// The messages but the oldest, with the system message first.
+    fn conversation(&self, left_out: usize) -> Vec<Message> {
+        let messages = self.messages.iter().skip(left_out).cloned();
+        self.system.iter().map(|text| Message::system(text.as_str())).chain(messages).collect()
     }
 
     fn answer(&mut self, text: &str) -> Result {
@@ -244,28 +247,14 @@ impl Chat<'_> {
 
     /// Generates the next message and prints it.
     fn reply(&mut self) -> Result<Message> {
-        let messages = self.conversation();
-        let mut conversation = Conversation::new(&messages);
-        if let Some(on) = self.thinking {
-            conversation = conversation.thinking(on);
-        }
-        let prompt = self.template.encode(&conversation, &self.tokenizer)?;
-        if prompt.is_empty() {
-            return Err("the chat template makes an empty text of this conversation".into());
-        }
-        let room = self.args.context.saturating_sub(prompt.len());
-        if room == 0 {
-            return Err(format!("the conversation has {} tokens, --context {}", prompt.len(), self.args.context).into());
-        }
+        let (messages, prompt) = self.prompt()?;
+        let conversation = self.view(&messages);
+        let room = self.args.context - prompt.len();
         let rest = self.keep_prefix(&prompt)?;
 
-        let mut printer = Printer {
-            parser: ReplyParser::new(self.template.reply_format()).after_prompt(&self.template.render(&conversation)?),
-            stop: StopStrings::new(self.args.stop.iter().cloned()),
-            hides_thoughts: self.hides_thoughts,
-            reasoning: String::new(),
-            content: String::new(),
-        };
+        let parser = ReplyParser::new(self.template.reply_format());
+        let parser = parser.after_prompt(&self.template.render(&conversation)?);
+        let mut printer = ReplyPrinter::new(parser, &self.args.stop).hides_thoughts(self.hides_thoughts);
         let sampling = self.sampling.clone();
         let max_tokens = room.min(self.args.max_tokens as usize);
         let request = Request { max_tokens, sampling, stop: self.tokenizer.eos(), ..Request::new(&prompt[rest..]) };
@@ -276,7 +265,7 @@ impl Chat<'_> {
         let generated = generate(&self.model, &mut self.sequence, &request, |token| {
             fed.push(token);
             printed = stream.push(token).map_err(Into::into).and_then(|piece| printer.push(&piece));
-            let goes_on = printed.is_ok() && !printer.stop.is_stopped() && !STOPPED.load(Ordering::Relaxed);
+            let goes_on = printed.is_ok() && !printer.is_stopped() && !STOPPED.load(Ordering::Relaxed);
             if goes_on { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
         });
         // The last token is not fed; after an error, even fewer are.
@@ -284,7 +273,45 @@ impl Chat<'_> {
         generated?;
         printed?;
         printer.push(&stream.finish()?)?;
-        printer.finish()
+        printer.message()
+    }
+
+    /// The messages to answer and their tokens. If they leave too little room, the oldest turns are left out, until
+    /// half of the context is free: else every answer would compute all again.
+    fn prompt(&mut self) -> Result<(Vec<Message>, Vec<u32>)> {
+        let context = self.args.context;
+        let mut most = context - (self.args.max_tokens as usize).min(context / 4);
+        let before = self.left_out;
+        loop {
+            let messages = self.conversation(self.left_out);
+            let prompt = self.template.encode(&self.view(&messages), &self.tokenizer)?;
+            if prompt.is_empty() {
+                return Err("the chat template makes an empty text of this conversation".into());
+            }
+            let next = self.next_turn();
+            // The last question may use the room of its answer.
+            if prompt.len() <= most || (next.is_none() && prompt.len() < context) {
+                if self.left_out > before {
+                    output::note(&format!("(--context {context} is full: the oldest messages are left out)\n"))?;
+                }
+                return Ok((messages, prompt));
+            }
+            let Some(next) = next else {
+                return Err(format!("the message has {} tokens, --context {context}", prompt.len()).into());
+            };
+            (self.left_out, most) = (next, context / 2);
+        }
+    }
+
+    /// Where the turn after the first that is not left out begins.
+    fn next_turn(&self) -> Option<usize> {
+        let rest = self.messages.iter().enumerate().skip(self.left_out + 1);
+        rest.filter(|(_, message)| message.role == ChatRole::User).map(|(i, _)| i).next()
+    }
+
+    fn view<'m>(&self, messages: &'m [Message]) -> Conversation<'m> {
+        let conversation = Conversation::new(messages);
+        self.thinking.map_or(conversation.clone(), |on| conversation.thinking(on))
     }
 
     /// Truncates the sequence to what it shares with a prompt, of which at least one token remains. Returns the length.
@@ -295,62 +322,5 @@ impl Chat<'_> {
         self.sequence.truncate(kept)?;
         self.fed.truncate(kept);
         Ok(kept)
-    }
-}
-
-/// Prints a reply: thoughts to standard error, content to standard output.
-struct Printer {
-    parser: ReplyParser,
-    stop: StopStrings,
-    hides_thoughts: bool,
-    reasoning: String,
-    content: String,
-}
-
-impl Printer {
-    fn push(&mut self, piece: &str) -> Result {
-        let events = self.parser.push(piece);
-        self.print(events)
-    }
-
-    fn print(&mut self, events: Vec<ReplyEvent>) -> Result {
-        for event in events {
-            match event {
-                ReplyEvent::Reasoning(text) => {
-                    if !self.hides_thoughts {
-                        output::note(&text)?;
-                    }
-                    self.reasoning += &text;
-                }
-                ReplyEvent::ToolCall(FunctionCall { name, arguments, .. }) => {
-                    self.content(&format!("{name}({arguments})"))?
-                }
-                ReplyEvent::Content(text) => {
-                    let text = self.stop.push(&text);
-                    self.content(&text)?;
-                }
-                _ => {}
-            }
-        }
-        Ok(())
-    }
-
-    fn content(&mut self, text: &str) -> Result {
-        if self.content.is_empty() && !self.reasoning.is_empty() && !self.hides_thoughts && !text.is_empty() {
-            output::note("\n\n")?;
-        }
-        self.content += text;
-        output::text(text)
-    }
-
-    fn finish(mut self) -> Result<Message> {
-        let events =
-            std::mem::replace(&mut self.parser, ReplyParser::new(kvant_models::chat::ReplyFormat::Plain)).finish();
-        self.print(events)?;
-        let rest = self.stop.finish();
-        self.content(&rest)?;
-        output::text("\n")?;
-        let message = Message::assistant(self.content);
-        Ok(if self.reasoning.is_empty() { message } else { message.reasoning(self.reasoning) })
     }
 }

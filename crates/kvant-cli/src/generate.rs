@@ -8,14 +8,20 @@ use std::{
 };
 
 use kvant::{Codec, Sequence, device::DeviceKind};
-use kvant_models::{Model, PoolOptions, Request, Sampling, TextStream, Tokenizer, generate};
+use kvant_models::{
+    Files, Model, PoolOptions, Request, Sampling, TextStream, Tokenizer,
+    chat::{ChatTemplate, Conversation, GenerationDefaults, Message, ReplyFormat, ReplyParser},
+    generate,
+};
 use serde::Serialize;
 
 use crate::{
     Result,
     args::{ActivationArgs, DeviceArgs, Kv},
     memory::{self, Demand},
-    output, shipped,
+    output,
+    reply::ReplyPrinter,
+    shipped,
 };
 
 /// Continue a text
@@ -31,19 +37,29 @@ pub struct GenerateArgs {
     /// tokens. The token that starts a text is added if it is missing
     #[arg(long, allow_hyphen_values = true, default_value = shipped::PROMPT, hide_default_value = true)]
     prompt: String,
+    /// The prompt is a message to the model, which answers it: uses the checkpoint's chat template
+    #[arg(long)]
+    chat: bool,
+    /// The system message
+    #[arg(long, value_name = "TEXT", requires = "chat", allow_hyphen_values = true)]
+    system: Option<String>,
+    /// End the text before this one; can be repeated
+    #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
+    stop: Vec<String>,
     /// Stop after N tokens, or earlier at the model's end of text
     #[arg(long, value_name = "N", allow_negative_numbers = true, default_value_t = 256,
         value_parser = clap::value_parser!(u32).range(1..))]
     max_tokens: u32,
-    /// 0 always selects the most probable token
-    #[arg(long, value_name = "T", allow_negative_numbers = true, default_value_t = 0.7)]
-    temperature: f32,
-    /// Sample from the most probable tokens with a total probability of P
-    #[arg(long, value_name = "P", allow_negative_numbers = true, default_value_t = 0.9)]
-    top_p: f32,
-    /// Sample from the K most probable tokens; 0 for all
-    #[arg(long, value_name = "K", allow_negative_numbers = true, default_value_t = 0)]
-    top_k: usize,
+    /// 0 always selects the most probable token [default: 0.7; with --chat the model's, if it has one]
+    #[arg(long, value_name = "T", allow_negative_numbers = true)]
+    temperature: Option<f32>,
+    /// Sample from the most probable tokens with a total probability of P [default: 0.9; with --chat the model's, if it
+    /// has one]
+    #[arg(long, value_name = "P", allow_negative_numbers = true)]
+    top_p: Option<f32>,
+    /// Sample from the K most probable tokens; 0 for all [default: 0; with --chat the model's, if it has one]
+    #[arg(long, value_name = "K", allow_negative_numbers = true)]
+    top_k: Option<usize>,
     /// The same seed gives the same text
     #[arg(long, value_name = "N", allow_negative_numbers = true, default_value_t = 0)]
     seed: u64,
@@ -55,8 +71,9 @@ pub struct GenerateArgs {
     activations: ActivationArgs,
     #[command(flatten)]
     device: DeviceArgs,
-    /// One JSON object: text, prompt_tokens, generated_tokens, decode_steps, warm_up_seconds, prompt_tokens_per_s,
-    /// decode_tokens_per_s, cache_bytes, cache_bytes_f16, kv, device; the text streams to standard error
+    /// One JSON object: text, reasoning (with --chat, if there are thoughts), prompt_tokens, generated_tokens,
+    /// decode_steps, warm_up_seconds, prompt_tokens_per_s, decode_tokens_per_s, cache_bytes, cache_bytes_f16, kv,
+    /// device; the text streams to standard error
     #[arg(long)]
     json: bool,
 }
@@ -64,6 +81,8 @@ pub struct GenerateArgs {
 #[derive(Serialize)]
 struct Report {
     text: String,
+    #[serde(skip_serializing_if = "String::is_empty")]
+    reasoning: String,
     prompt_tokens: usize,
     generated_tokens: usize,
     /// Passes of one token after the prompt. The prompt's pass gives the first token.
@@ -87,7 +106,8 @@ pub fn run(args: &GenerateArgs) -> Result {
     let device = args.device.open()?;
     let prompt = prompt(args)?;
     let tokenizer = Tokenizer::load_files(&files)?;
-    let prompt_ids = tokenizer.encode_prompt(&prompt)?;
+    let sampling = sampling(args, &files)?;
+    let (prompt_ids, parser) = prompt_ids(args, &files, &tokenizer, &prompt)?;
     let longest = prompt_ids.len().saturating_add(args.max_tokens as usize);
     let kv = args.kv.unwrap_or_else(|| args.activations.kv(&device));
     let options = PoolOptions { k: kv.k, v: kv.v, longest, ..PoolOptions::default() };
@@ -98,28 +118,30 @@ pub fn run(args: &GenerateArgs) -> Result {
     let mut sequence = model.new_pool(&options)?.sequence();
 
     // The prompt and its continuation are one text, where a person sees both streams.
-    if !args.json && std::io::stderr().is_terminal() {
+    if !args.json && !args.chat && std::io::stderr().is_terminal() {
         output::note(&prompt)?;
     }
-    let sampling =
-        Sampling::default().temperature(args.temperature).top_p(args.top_p).top_k(args.top_k).seed(args.seed);
     let max_tokens = args.max_tokens as usize;
     let request = Request { max_tokens, sampling, stop: tokenizer.eos(), ..Request::new(&prompt_ids) };
     let warm_up_seconds = match device.kind() {
         DeviceKind::Cuda | DeviceKind::Metal => warm_up(&model, &mut sequence, &request)?,
         _ => 0.0,
     };
-    let mut writer = Writer { stream: tokenizer.stream(), text: String::new(), json: args.json };
+    // Parts of an answer are told apart by special tokens.
+    let stream = if args.chat { tokenizer.stream_with_special() } else { tokenizer.stream() };
+    let mut writer = Writer { stream, printer: ReplyPrinter::new(parser, &args.stop).json(args.json), json: args.json };
     let mut written = Ok(());
     let stats = generate(&model, &mut sequence, &request, |token| {
         written = writer.push(token);
-        if written.is_ok() { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
+        let goes_on = written.is_ok() && !writer.printer.is_stopped();
+        if goes_on { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
     })?;
     written?;
-    let text = writer.finish()?;
+    let (text, reasoning) = writer.finish()?;
 
     let report = Report {
         text,
+        reasoning,
         prompt_tokens: stats.prompt_tokens,
         generated_tokens: stats.generated_tokens,
         decode_steps: stats.decode_steps,
@@ -153,25 +175,22 @@ fn warm_up(model: &Model, sequence: &mut Sequence, request: &Request) -> Result<
 /// Where the text goes, piece by piece.
 struct Writer<'a> {
     stream: TextStream<'a>,
-    text: String,
+    printer: ReplyPrinter,
     json: bool,
 }
 
 impl Writer<'_> {
     fn push(&mut self, token: u32) -> Result {
-        let piece = self.stream.push(token)?;
-        self.text.push_str(&piece);
-        output::people(&piece, self.json)
+        self.printer.push(&self.stream.push(token)?)
     }
 
-    /// Writes what was held back, and ends the last line; returns the whole text.
-    fn finish(self) -> Result<String> {
-        let Writer { stream, mut text, json } = self;
-        let rest = stream.finish()?;
-        text.push_str(&rest);
-        let end = if text.ends_with('\n') { "" } else { "\n" };
-        output::people(&format!("{rest}{end}"), json)?;
-        Ok(text)
+    /// Writes what was held back, and ends the last line; returns the whole text, and the thoughts.
+    fn finish(self) -> Result<(String, String)> {
+        let Writer { stream, mut printer, json } = self;
+        printer.push(&stream.finish()?)?;
+        let (text, reasoning) = printer.finish()?;
+        output::people(if text.ends_with('\n') { "" } else { "\n" }, json)?;
+        Ok((text, reasoning))
     }
 }
 
@@ -210,6 +229,44 @@ fn prompt(args: &GenerateArgs) -> Result<String> {
     let mut text = String::new();
     std::io::stdin().lock().read_to_string(&mut text).map_err(|error| format!("standard input: {error}"))?;
     Ok(text)
+}
+
+/// The tokens of the prompt, and a parser of what follows.
+fn prompt_ids(
+    args: &GenerateArgs,
+    files: &Files,
+    tokenizer: &Tokenizer,
+    prompt: &str,
+) -> Result<(Vec<u32>, ReplyParser)> {
+    if !args.chat {
+        return Ok((tokenizer.encode_prompt(prompt)?, ReplyParser::new(ReplyFormat::Plain)));
+    }
+    let template = ChatTemplate::load_files(files)?
+        .ok_or("--chat: the model has no chat template; `kvant chat` has --template and --plain")?;
+    let system = args.system.as_deref().map(Message::system);
+    let messages: Vec<Message> = system.into_iter().chain([Message::user(prompt)]).collect();
+    let conversation = Conversation::new(&messages);
+    let ids = template.encode(&conversation, tokenizer)?;
+    if ids.is_empty() {
+        return Err("--chat: the chat template makes an empty text of this message".into());
+    }
+    Ok((ids, ReplyParser::new(template.reply_format()).after_prompt(&template.render(&conversation)?)))
+}
+
+/// How tokens are drawn. Tokens that the checkpoint suppresses are never drawn.
+fn sampling(args: &GenerateArgs, files: &Files) -> Result<Sampling> {
+    let defaults = GenerationDefaults::load_files(files)?;
+    let own = Sampling::default().temperature(0.7).top_p(0.9);
+    let mut sampling = defaults.sampling(own.clone());
+    if !args.chat {
+        let suppressed = std::mem::take(&mut sampling.suppressed);
+        sampling = own;
+        sampling.suppressed = suppressed;
+    }
+    sampling.temperature = args.temperature.unwrap_or(sampling.temperature);
+    sampling.top_p = args.top_p.unwrap_or(sampling.top_p);
+    sampling.top_k = args.top_k.unwrap_or(sampling.top_k);
+    Ok(sampling.seed(args.seed))
 }
 
 #[cfg(test)]

@@ -1,33 +1,76 @@
 //! Models in the cache that Hugging Face's libraries keep on disk.
 
 use std::{
-    env,
+    env, fmt,
     path::{Component, Path, PathBuf},
 };
 
 use crate::Result;
 
-/// Whether a path that does not exist looks like `organisation/model`. If its first part is a directory, it is a
-/// mistyped path.
-pub fn is_name(path: &Path) -> bool {
-    let parts: Vec<Component> = path.components().collect();
-    let &[Component::Normal(organisation), Component::Normal(_)] = &parts[..] else { return false };
-    !Path::new(organisation).exists()
+/// A model of the hub: `organisation/model`, or `organisation/model/FILE.gguf`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct HubName {
+    organisation: String,
+    model: String,
+    file: Option<String>,
 }
 
-/// The directory of `organisation/model` in the cache: the snapshot of its main branch. `None` if it is not there.
+impl HubName {
+    /// A path that does not exist, if it looks like a name. If its first part is a directory, it is a mistyped path.
+    pub fn parse(path: &Path) -> Option<HubName> {
+        let text = |part: Component| match part {
+            Component::Normal(part) => part.to_str().filter(|part| is_plain(part)).map(String::from),
+            _ => None,
+        };
+        let parts: Vec<String> = path.components().map(text).collect::<Option<_>>()?;
+        let (organisation, model, file) = match &parts[..] {
+            [organisation, model] => (organisation, model, None),
+            [organisation, model, file] if file.ends_with(".gguf") => (organisation, model, Some(file.clone())),
+            _ => return None,
+        };
+        let name = HubName { organisation: organisation.clone(), model: model.clone(), file };
+        (!Path::new(&name.organisation).exists()).then_some(name)
+    }
+
+    pub fn repository(&self) -> String {
+        format!("{}/{}", self.organisation, self.model)
+    }
+
+    #[cfg(feature = "download")]
+    pub fn file(&self) -> Option<&str> {
+        self.file.as_deref()
+    }
+}
+
+/// What names on the hub consist of.
+fn is_plain(part: &str) -> bool {
+    part.chars().all(|c| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.'))
+}
+
+impl fmt::Display for HubName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.repository())?;
+        self.file.iter().try_for_each(|file| write!(f, "/{file}"))
+    }
+}
+
+/// The model in the cache: the snapshot of its main branch, or the file in it. `None` if it is not there.
 ///
 /// # Errors
 /// A cache that is damaged: a branch without its snapshot, or that is no commit.
-pub fn find(name: &Path) -> Result<Option<PathBuf>> {
-    match directory(|variable| env::var_os(variable).map(PathBuf::from)) {
+pub fn find(name: &HubName) -> Result<Option<PathBuf>> {
+    match directory() {
         Some(cache) => find_in(&cache, name),
         None => Ok(None),
     }
 }
 
 /// The cache, as `huggingface_hub` finds it.
-fn directory(variable: impl Fn(&str) -> Option<PathBuf>) -> Option<PathBuf> {
+pub fn directory() -> Option<PathBuf> {
+    directory_of(|variable| env::var_os(variable).map(PathBuf::from))
+}
+
+fn directory_of(variable: impl Fn(&str) -> Option<PathBuf>) -> Option<PathBuf> {
     let home = || variable("HOME").or_else(|| variable("USERPROFILE"));
     let set = |name| variable(name).filter(|path| !path.as_os_str().is_empty());
     let expanded = |path: PathBuf| match path.strip_prefix("~") {
@@ -45,9 +88,8 @@ fn directory(variable: impl Fn(&str) -> Option<PathBuf>) -> Option<PathBuf> {
     Some(hf_home?.join("hub"))
 }
 
-fn find_in(cache: &Path, name: &Path) -> Result<Option<PathBuf>> {
-    let Some(name) = name.to_str() else { return Ok(None) };
-    let repository = cache.join(format!("models--{}", name.replace(['/', '\\'], "--")));
+fn find_in(cache: &Path, name: &HubName) -> Result<Option<PathBuf>> {
+    let repository = cache.join(format!("models--{}--{}", name.organisation, name.model));
     let branch = repository.join("refs").join("main");
     let commit = match std::fs::read_to_string(&branch) {
         Ok(commit) => commit,
@@ -60,7 +102,8 @@ fn find_in(cache: &Path, name: &Path) -> Result<Option<PathBuf>> {
     }
     let snapshot = repository.join("snapshots").join(commit);
     if snapshot.is_dir() {
-        return Ok(Some(snapshot));
+        let place = name.file.as_ref().map_or(snapshot.clone(), |file| snapshot.join(file));
+        return Ok(place.exists().then_some(place));
     }
     Err(format!("{}: there is no such directory, but {} names it", snapshot.display(), branch.display()).into())
 }
@@ -73,9 +116,11 @@ mod tests {
 
     #[test]
     fn names_of_the_hub() {
-        assert!(is_name(Path::new("google/gemma-3-1b-it")));
-        for path in ["gemma", "/google/gemma", "./google", "../google/gemma", "a/b/c", "src/gemma"] {
-            assert!(!is_name(Path::new(path)), "{path}");
+        for name in ["google/gemma-3-1b-it", "ggml-org/gpt-oss-20b-GGUF/gpt-oss-20b-mxfp4.gguf"] {
+            assert_eq!(HubName::parse(Path::new(name)).unwrap().to_string(), name);
+        }
+        for path in ["gemma", "/google/gemma", "./google", "../google/gemma", "a/b/c", "src/gemma", "a/b?c", "a/b c"] {
+            assert_eq!(HubName::parse(Path::new(path)), None, "{path}");
         }
     }
 
@@ -83,7 +128,7 @@ mod tests {
     fn the_cache_is_where_python_looks() {
         let of = |pairs: &[(&str, &str)]| {
             let pairs: Vec<_> = pairs.iter().map(|(name, value)| (name.to_string(), PathBuf::from(value))).collect();
-            directory(|name| pairs.iter().find(|(given, _)| given == name).map(|(_, value)| value.clone()))
+            directory_of(|name| pairs.iter().find(|(given, _)| given == name).map(|(_, value)| value.clone()))
         };
         let home = ("HOME", "/home/u");
         assert_eq!(of(&[]), None);
@@ -102,7 +147,7 @@ mod tests {
     fn the_main_branch_names_the_snapshot() {
         let cache = env::temp_dir().join(format!("kvant-hub-{}", std::process::id()));
         let repository = cache.join("models--org--name");
-        let name = Path::new("org/name");
+        let name = &HubName::parse(Path::new("org/name")).unwrap();
         assert_eq!(find_in(&cache, name).unwrap(), None);
         fs::create_dir_all(repository.join("refs")).unwrap();
         let commit = "0123456789abcdef0123456789abcdef01234567";
@@ -111,7 +156,11 @@ mod tests {
         assert!(error.contains(commit) && error.contains("refs"), "{error}");
         let snapshot = repository.join("snapshots").join(commit);
         fs::create_dir_all(&snapshot).unwrap();
-        assert_eq!(find_in(&cache, name).unwrap(), Some(snapshot));
+        assert_eq!(find_in(&cache, name).unwrap(), Some(snapshot.clone()));
+        let file = HubName::parse(Path::new("org/name/a.gguf")).unwrap();
+        assert_eq!(find_in(&cache, &file).unwrap(), None);
+        fs::write(snapshot.join("a.gguf"), "").unwrap();
+        assert_eq!(find_in(&cache, &file).unwrap(), Some(snapshot.join("a.gguf")));
         for bad in ["", "../../..", "a/b"] {
             fs::write(repository.join("refs/main"), bad).unwrap();
             assert!(find_in(&cache, name).unwrap_err().to_string().contains("commit"), "{bad:?}");

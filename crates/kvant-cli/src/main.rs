@@ -7,6 +7,8 @@ mod args;
 mod bench;
 mod chat;
 mod devices;
+#[cfg(feature = "download")]
+mod download;
 mod eval;
 mod generate;
 mod hub;
@@ -14,6 +16,7 @@ mod inspect;
 mod logits;
 mod memory;
 mod output;
+mod reply;
 #[cfg(feature = "serve")]
 mod serve;
 mod shell;

@@ -1,11 +1,14 @@
 //! Finds a model: the directory or GGUF file that `--model` names, a name on the Hugging Face Hub that is in the cache
 //! on disk, or the files that are part of the command.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use kvant_models::Files;
 
-use crate::{Result, hub};
+use crate::{
+    Result,
+    hub::{self, HubName},
+};
 
 /// A beginning in the style of the shipped model's training data.
 pub const PROMPT: &str = "# Fearless Concurrency\n\n";
@@ -16,17 +19,35 @@ pub fn files(asked: Option<&Path>) -> Result<Files> {
     let name = path.display();
     if path.exists() {
         of_path(path)
-    } else if hub::is_name(path) {
-        match hub::find(path)? {
-            Some(snapshot) => of_path(&snapshot).map_err(|error| format!("{name}: {error}").into()),
-            None => {
-                let hint = "`hf download` of the package huggingface_hub fetches it; kvant downloads no models yet";
-                Err(format!("{name}: neither a path nor in the cache of Hugging Face's models. {hint}").into())
-            }
+    } else if let Some(hub_name) = HubName::parse(path) {
+        match hub::find(&hub_name)? {
+            Some(place) if is_complete(&place) => of_path(&place).map_err(|error| format!("{name}: {error}").into()),
+            found => of_path(&download(&hub_name, found)?).map_err(|error| format!("{name}: {error}").into()),
         }
     } else {
         Err(format!("{name}: no such directory").into())
     }
+}
+
+/// Whether a place in the cache has a model: an interrupted download has no `config.json` yet.
+fn is_complete(place: &Path) -> bool {
+    place.is_file()
+        || Files::at(place).is_ok_and(|files| files.as_gguf().is_some())
+        || place.join("config.json").exists()
+}
+
+/// Downloads a model that is not in the cache, or not all of it.
+#[cfg(feature = "download")]
+fn download(name: &HubName, _: Option<PathBuf>) -> Result<PathBuf> {
+    let cache = hub::directory().ok_or("no directory for the cache of Hugging Face's models: set HF_HOME")?;
+    crate::download::model(name, cache)
+}
+
+#[cfg(not(feature = "download"))]
+fn download(name: &HubName, found: Option<PathBuf>) -> Result<PathBuf> {
+    let hint =
+        "`hf download` of the package huggingface_hub fetches it, or a kvant that is built with the feature download";
+    found.ok_or_else(|| format!("{name}: neither a path nor in the cache of Hugging Face's models. {hint}").into())
 }
 
 /// The checkpoint of a directory, or a GGUF file.

@@ -127,6 +127,56 @@ fn chat_and_eval_use_the_metadata() {
 }
 
 #[test]
+fn generate_answers_a_message() {
+    let directory = scratch("gguf-answer");
+    let file = write(&directory, "tiny.gguf", with_tensors(metadata(), &tensors()));
+    let args = ["generate", "--model", str(&file), "--prompt", "Hello", "--max-tokens", "12", "--chat", "--json"];
+    let generate = |more: &[&str]| kvant(&[&args[..], more].concat()).json().remove(0);
+    let answer = generate(&[]);
+    // <bos>, `user: Hello` and a line break.
+    assert_eq!(answer["prompt_tokens"], 13);
+    assert_eq!(generate(&["--system", "Hi"])["prompt_tokens"], 13 + "system: Hi\n".len());
+    // The file asks for temperature 0.
+    assert_eq!(generate(&["--seed", "5"])["text"], answer["text"]);
+    let chat = kvant_with_input(&["chat", str(&file), "--max-tokens", "12"], b"Hello\n").ok();
+    let text = answer["text"].as_str().unwrap();
+    assert_eq!(chat, format!("{text}\n"));
+
+    // A text ends before the stop string, in conversations and without.
+    let (at, stop) = text.char_indices().nth(3).expect("a text of some length");
+    let stop = stop.to_string();
+    let first = text.find(&stop).unwrap().min(at);
+    assert_eq!(generate(&["--stop", &stop])["text"].as_str().unwrap(), &text[..first]);
+    let plain = [&args[..7], &["--temperature", "0", "--json"]].concat();
+    let text = kvant(&plain).json().remove(0)["text"].as_str().unwrap().to_string();
+    let stop = text.chars().nth(2).unwrap().to_string();
+    let stopped = kvant(&[&plain[..], &["--stop", "never", "--stop", &stop]].concat()).json().remove(0);
+    assert_eq!(stopped["text"].as_str().unwrap(), text.split(&stop).next().unwrap());
+    assert!(kvant(&["generate", "--system", "Hi"]).error().contains("--chat"));
+}
+
+/// A conversation that outgrows the context loses its oldest turns, not its system message.
+#[test]
+fn a_chat_goes_on_when_the_context_is_full() {
+    let directory = scratch("gguf-long-chat");
+    let file = write(&directory, "tiny.gguf", with_tensors(metadata(), &tensors()));
+    let saved = directory.join("saved.json");
+    let turn = format!("{}\n", "x".repeat(30));
+    let input = format!("{}/save {}\n", turn.repeat(6), saved.display());
+    let args = ["chat", str(&file), "--max-tokens", "4", "--context", "128", "--system", "Short."];
+    let run = kvant_with_input(&args, input.as_bytes());
+    assert!(run.stderr.contains("--context 128 is full"), "{}", run.stderr);
+    run.ok();
+    let messages: Vec<serde_json::Value> = serde_json::from_slice(&std::fs::read(&saved).unwrap()).unwrap();
+    assert_eq!(messages.len(), 1 + 2 * 6, "all are saved");
+    // One message alone that is too long is an error, and the chat goes on.
+    let input = format!("{}\nHello\n", "x".repeat(200));
+    let run = kvant_with_input(&args, input.as_bytes());
+    assert!(run.stderr.contains("the message has ") && run.stderr.contains("--context 128"), "{}", run.stderr);
+    assert!(!run.ok().is_empty());
+}
+
+#[test]
 fn what_is_not_supported_is_named() {
     let directory = scratch("gguf-errors");
     let fails = |writer: Writer, expected: &str| {

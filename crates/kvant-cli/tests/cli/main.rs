@@ -70,7 +70,7 @@ fn command(args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_kvant"));
     command.args(args).env("RUST_BACKTRACE", "1");
     // The user's cache of models must not change what tests see.
-    command.env("HF_HUB_CACHE", "no such directory");
+    command.env("HF_HUB_CACHE", "no such directory").env("HF_HUB_OFFLINE", "1");
     command
 }
 

@@ -19,6 +19,10 @@ use crate::{
 };
 
 const ARCHITECTURE: &str = "general.architecture";
+/// The only architecture whose projections have biases, and which ones.
+const GPT_OSS: &str = "gpt-oss";
+const BIASED: [&str; 8] =
+    ["attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"];
 /// Frequencies divided by this or more do not rotate.
 const STILL: f32 = 1e20;
 /// More layers than any family allows.
@@ -32,13 +36,14 @@ struct Architecture {
     adjacent_pairs: bool,
 }
 
-static ARCHITECTURES: [Architecture; 6] = [
+static ARCHITECTURES: [Architecture; 7] = [
     Architecture { name: "llama", write: llama, adjacent_pairs: true },
     Architecture { name: "mistral3", write: mistral3, adjacent_pairs: true },
     Architecture { name: "qwen3", write: qwen3, adjacent_pairs: false },
     Architecture { name: "qwen3moe", write: qwen3_moe, adjacent_pairs: false },
     Architecture { name: "gemma3", write: gemma3, adjacent_pairs: false },
     Architecture { name: "gemma4", write: gemma4, adjacent_pairs: false },
+    Architecture { name: GPT_OSS, write: gpt_oss, adjacent_pairs: false },
 ];
 
 /// Keys of `config.json` and those of the metadata after the architecture's name.
@@ -189,6 +194,24 @@ fn gemma4(keys: &Keys) -> Result<Value> {
     Ok(json.into())
 }
 
+fn gpt_oss(keys: &Keys) -> Result<Value> {
+    let mut json = keys.common("gpt_oss")?;
+    json.extend([
+        ("num_local_experts".into(), json!(keys.required("expert_count")?)),
+        ("num_experts_per_tok".into(), json!(keys.required("expert_used_count")?)),
+        // Of experts; there are no dense layers.
+        ("intermediate_size".into(), json!(keys.required("expert_feed_forward_length")?)),
+        ("sliding_window".into(), json!(keys.required("attention.sliding_window")?)),
+    ]);
+    if let Some(MetadataValue::Scalars(_)) = keys.get("attention.sliding_window_pattern") {
+        json.insert("layer_types".into(), keys.layer_types()?);
+    }
+    // Files do not say that the ends of the ramp are not rounded, nor that there is no scaling.
+    let rope = json.entry("rope_scaling").or_insert(json!({"rope_type": "default"}));
+    rope["truncate"] = json!(false);
+    Ok(json.into())
+}
+
 /// The metadata of an architecture.
 struct Keys<'a> {
     gguf: &'a Gguf,
@@ -269,12 +292,14 @@ impl Keys<'_> {
 
     /// Traits that these architectures can have in a file, and no description expresses.
     fn refuse_other_arithmetic(&self) -> Result<()> {
-        let bias = |name: &&str| name.starts_with("blk.") && name.ends_with(".bias");
+        let known =
+            |name: &str| self.is(GPT_OSS) && BIASED.iter().any(|module| name.ends_with(&format!(".{module}.bias")));
+        let bias = |name: &&str| name.starts_with("blk.") && name.ends_with(".bias") && !known(name);
         if let Some(name) = self.gguf.tensors().map(|(name, _)| name).filter(bias).min() {
             let shown: String = name.chars().take(80).collect();
             return Err(Error::Unsupported {
                 what: format!("tensor `{shown}`"),
-                reason: format!("{} has no biases", self.architecture),
+                reason: format!("{} has no such bias", self.architecture),
             });
         }
         // Gemma 4 has one of these per kind of layer, and factors for pairs that do not rotate.

@@ -21,6 +21,8 @@ impl Metadata {
     /// The sampling parameters that the file recommends (`general.sampling.*`), and the tokens that are never sampled
     /// (`tokenizer.ggml.suppress_tokens`).
     ///
+    /// Ignored are the order of samplers, XTC, Mirostat, and `penalty_last_n`: penalties count the whole text.
+    ///
     /// # Errors
     /// `Metadata` for a value of another type or out of range.
     pub fn generation_defaults(&self) -> Result<GenerationDefaults> {

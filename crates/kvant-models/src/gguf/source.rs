@@ -24,7 +24,12 @@ impl GgufSource<'_> {
             Part::Sinks => "attn_sinks.weight",
             Part::AttentionOutput => "attn_output.weight",
             Part::AttentionPostNorm => "post_attention_norm.weight",
-            Part::FeedForwardNorm => "ffn_norm.weight",
+            Part::FeedForwardNorm => {
+                // gpt-oss, whose files call it what it follows.
+                let (own, other) = (format!("blk.{l}.ffn_norm.weight"), format!("blk.{l}.post_attention_norm.weight"));
+                let is_other = self.0.tensor(&own).is_none() && self.0.tensor(&other).is_some();
+                return Some(if is_other { other } else { own });
+            }
             Part::Gate => "ffn_gate.weight",
             Part::Up => "ffn_up.weight",
             Part::Down => "ffn_down.weight",

@@ -133,13 +133,16 @@ fn compressed(fields: &Fields) -> Result<BlockSize> {
     Ok(BlockSize::default())
 }
 
+/// Kernels read two of MLX's modes; the others are `mxfp8` and `nvfp4`.
+const MODES: &str = "\"affine\" or \"mxfp4\", which have kernels";
+
 /// The scheme of one object. An override inherits missing bits and group size of an affine default, but never its
 /// mode.
 fn scheme(fields: &Fields, default: Option<Scheme>) -> Result<Scheme> {
     match fields.string("mode")?.unwrap_or("affine") {
         "affine" => {}
         "mxfp4" => return mxfp4(fields),
-        mode => return Err(fields.error("mode", "\"affine\" or \"mxfp4\"", format_args!("{mode:?}"))),
+        mode => return Err(fields.error("mode", MODES, format_args!("{mode:?}"))),
     }
     let (default_bits, default_group) = match default {
         Some(Scheme::Affine { bits, group }) => (Some(bits as usize), Some(group)),

@@ -234,7 +234,13 @@ fn models_that_cannot_run() {
         "`llama.rope.dimension_count` must be 64, all of a head, got 32",
     );
     let biased = llama("x", u32(0)).tensor("blk.0.attn_q.bias", &[64], 0, vec![0; 256]);
-    named(biased, "tensor `blk.0.attn_q.bias` is not supported: llama has no biases");
+    named(biased, "tensor `blk.0.attn_q.bias` is not supported: llama has no such bias");
+    let gpt_oss = llama("general.architecture", text("gpt-oss"));
+    let biased = gpt_oss.tensor("blk.0.attn_q.bias", &[64], 0, vec![0; 256]);
+    named(
+        biased.tensor("blk.0.attn_norm.bias", &[64], 0, vec![0; 256]),
+        "`blk.0.attn_norm.bias` is not supported: gpt-oss",
+    );
     let factors = llama("x", u32(0)).tensor("rope_freqs.weight", &[16], 0, vec![0; 64]);
     named(factors, "tensor `rope_freqs.weight`");
     std::fs::write(&path, llama("llama.feed_forward_length", widths(2)).bytes()).unwrap();

@@ -10,7 +10,7 @@ use kvant_models::{PoolOptions, safetensors::SafetensorsFile};
 use serde_json::{Map, Value};
 
 /// The folders with a `model.gguf` (`tools/golden_gguf_models.py`).
-pub const GGUF_MODELS: [&str; 10] = [
+pub const GGUF_MODELS: [&str; 11] = [
     "llama_gguf",
     "mistral_gguf",
     "ministral3_gguf",
@@ -20,6 +20,7 @@ pub const GGUF_MODELS: [&str; 10] = [
     "gemma4_gguf",
     "gemma4_shared_gguf",
     "gemma4_moe_gguf",
+    "gpt_oss_gguf",
     "k_quants_gguf",
 ];
 
