@@ -108,7 +108,7 @@ fn check_batches(model: &Model, codec: Codec, prompts: &[Vec<u32>], steps: usize
     let sampling = |index: usize, row: usize| match index % 3 {
         0 => None,
         1 => Some(greedy.clone()),
-        _ => Some(if (index + row) % 3 == 0 { greedy.clone() } else { warm.clone().seed(row as u64) }),
+        _ => Some(if (index + row).is_multiple_of(3) { greedy.clone() } else { warm.clone().seed(row as u64) }),
     };
     for index in 0..steps {
         let rows = prompts.len() - index % prompts.len();
