@@ -5,7 +5,6 @@ use kvant::{DType, Encoder, Graph, KvPool, Sequence, Step, StepSize, Submission,
 use crate::{
     Error, Model, Result, Sampling,
     forward::{Wanted, Workspace},
-    sampling::draws_alike,
 };
 
 /// Feeds one token to each sequence of a batch, again and again.
@@ -29,7 +28,7 @@ use crate::{
 /// let mut tokens = vec![5, 91];
 /// for _ in 0..10 {
 ///     decoder.append(&mut [(&mut a, 1), (&mut b, 1)])?;
-///     decoder.run(&tokens, Some(&Sampling::default()))?.wait()?;
+///     decoder.run(&tokens, &[&Sampling::default(), &Sampling::default().temperature(0.7).seed(1)])?.wait()?;
 ///     tokens = decoder.drawn()?.to_vec::<u32>()?;
 /// }
 /// # Ok::<(), kvant_models::Error>(())
@@ -45,6 +44,11 @@ pub struct BatchDecoder {
     logits: Tensor,
     /// u32 `[rows]`.
     drawn: Tensor,
+    /// The parameters of draws, u32 `[rows, 8]`, and what was written there.
+    how: Tensor,
+    written: Vec<u32>,
+    /// Those of the next step.
+    words: Vec<u32>,
     /// Those used last are at the end.
     passes: Vec<RecordedPass>,
     /// The sequences of the latest step. The last pass computes it.
@@ -64,10 +68,18 @@ struct RecordedPass {
     longest: usize,
     step: Step,
     ids: Tensor,
-    /// Without a draw.
-    plain: Option<Graph>,
-    /// With a draw by these parameters.
-    drawing: Option<(Sampling, Graph)>,
+    /// For each [`Then`].
+    graphs: [Option<Graph>; 3],
+}
+
+/// What follows a pass.
+#[derive(Clone, Copy, PartialEq)]
+enum Then {
+    Nothing,
+    /// The most probable token of each row: faster than a draw.
+    Greedy,
+    /// A draw from each row by its own parameters.
+    Draw,
 }
 
 impl BatchDecoder {
@@ -85,6 +97,9 @@ impl BatchDecoder {
             space: model.workspace(rows)?,
             logits: Tensor::zeros(model.device(), DType::F32, &[rows, model.vocab_size()])?,
             drawn: Tensor::zeros(model.device(), DType::U32, &[rows])?,
+            how: Tensor::zeros(model.device(), DType::U32, &[rows, ops::SampleRow::WORDS])?,
+            written: Vec::new(),
+            words: Vec::new(),
             model: model.clone(),
             pool: pool.clone(),
             rows,
@@ -122,28 +137,49 @@ impl BatchDecoder {
         Ok(())
     }
 
-    /// Starts the pass over the step that was appended last, with the id of each sequence's token. With `draw`, it
-    /// draws the next token of each sequence by these parameters, with the sequence's length as the counter; penalties,
-    /// biases and suppressed tokens are not applied.
+    /// Starts the pass over the step that was appended last, with the id of each sequence's token. It also draws
+    /// the next token of each sequence if `draws` has the parameters of each; the counter is the sequence's length.
+    /// Penalties, biases and suppressed tokens are not applied.
     ///
     /// # Errors
-    /// `Argument` for ids outside the vocabulary, and for another number than the step has tokens; `Kvant`. The
-    /// sequences keep their tokens: truncate them if the pass failed.
-    pub fn run(&mut self, tokens: &[u32], draw: Option<&Sampling>) -> Result<Submission> {
+    /// `Argument` for ids outside the vocabulary, another number than the step has tokens, and draws of some sequences
+    /// only; `Kvant`. The sequences keep their tokens: truncate them if the pass failed.
+    pub fn run(&mut self, tokens: &[u32], draws: &[&Sampling]) -> Result<Submission> {
         self.model.check_tokens(tokens)?;
         let expected = self.live;
-        let Some(pass) = self.passes.last_mut().filter(|_| tokens.len() == expected && expected > 0) else {
+        if !draws.is_empty() && draws.len() != expected {
+            return Err(Error::argument("draws", format_args!("none, or {expected}"), draws.len()));
+        }
+        let Some(pass) = self.passes.last().filter(|_| tokens.len() == expected && expected > 0) else {
             return Err(Error::argument("tokens", format_args!("{expected} ids"), tokens.len()));
         };
         pass.ids.rows(0..tokens.len())?.write(tokens)?;
-        let recorded = match draw {
-            None => pass.plain.as_ref(),
-            Some(draw) => pass.drawing.as_ref().filter(|(by, _)| draws_alike(by, draw)).map(|(_, graph)| graph),
+        let then = match draws {
+            [] => Then::Nothing,
+            draws if draws.iter().all(|sampling| sampling.is_greedy()) => Then::Greedy,
+            draws => {
+                self.write_draws(draws)?;
+                Then::Draw
+            }
         };
-        match recorded {
+        match self.passes.last().and_then(|pass| pass.graphs[then as usize].as_ref()) {
             Some(graph) => Ok(graph.replay()?),
-            None => self.record(draw),
+            None => self.record(then),
         }
+    }
+
+    /// Uploads the parameters of draws, unless they are there.
+    fn write_draws(&mut self, draws: &[&Sampling]) -> Result<()> {
+        let BatchDecoder { how, written, words, .. } = self;
+        words.clear();
+        words.extend(draws.iter().flat_map(|sampling| sampling.row().words()));
+        if !written.starts_with(words) {
+            // Unknown until it has succeeded.
+            written.clear();
+            how.rows(0..draws.len())?.write(words)?;
+            std::mem::swap(written, words);
+        }
+        Ok(())
     }
 
     /// The logits of the latest step, f32 `[sequences, vocab_size]`.
@@ -182,32 +218,31 @@ impl BatchDecoder {
         }
         self.space.fit(self.model.decoder(), rows)?;
         let (ids, step) = (self.space.views.ids.clone(), self.pool.reserve_step(StepSize::decode(rows, bound))?);
-        self.passes.push(RecordedPass { rows, longest: bound, step, ids, plain: None, drawing: None });
+        self.passes.push(RecordedPass { rows, longest: bound, step, ids, graphs: [None, None, None] });
         Ok(())
     }
 
     /// Records the last pass and runs it.
-    fn record(&mut self, draw: Option<&Sampling>) -> Result<Submission> {
-        let BatchDecoder { model, pool, space, logits, drawn, passes, .. } = self;
+    fn record(&mut self, then: Then) -> Result<Submission> {
+        let BatchDecoder { model, pool, space, logits, drawn, how, passes, .. } = self;
         let Some(pass) = passes.last_mut() else { return Err(Error::argument("tokens", "a step", "none")) };
         space.fit(model.decoder(), pass.rows)?;
-        let (logits, drawn) = (logits.rows(0..pass.rows)?, drawn.rows(0..pass.rows)?);
+        let rows = 0..pass.rows;
+        let (logits, drawn, how) = (logits.rows(rows.clone())?, drawn.rows(rows.clone())?, how.rows(rows)?);
         let mut encoded = Ok(());
         let graph = Encoder::capture(model.device(), |enc| {
             let wanted = Wanted::Every { logits: &logits };
             encoded = model.network().encode(enc, &space.views, pool, &pass.step, &wanted);
-            match draw {
-                Some(draw) if encoded.is_ok() => ops::sample(enc, &draw.op(&logits, pass.step.lens(), &drawn)),
-                _ => Ok(()),
+            if encoded.is_err() || then == Then::Nothing {
+                return Ok(());
             }
+            let draw = ops::Sample::new(&logits, pass.step.lens(), &drawn);
+            ops::sample(enc, &draw.rows((then == Then::Draw).then_some(&how)))
         });
         encoded?;
         let graph = graph?;
         let submission = graph.replay()?;
-        match draw {
-            Some(draw) => pass.drawing = Some((draw.clone(), graph)),
-            None => pass.plain = Some(graph),
-        }
+        pass.graphs[then as usize] = Some(graph);
         Ok(submission)
     }
 }

@@ -118,7 +118,8 @@ impl<'a> Decoder<'a> {
     fn replay(&mut self, token: u32, draws: bool) -> Result<Submission> {
         self.model.check_tokens(&[token])?;
         self.passes.append(&mut [(&mut *self.sequence, 1)])?;
-        self.passes.run(&[token], draws.then_some(self.sampler.sampling()))
+        let sampling = [self.sampler.sampling()];
+        self.passes.run(&[token], if draws { &sampling } else { &[] })
     }
 
     fn replay_and_draw(&mut self, token: u32) -> Result<Option<u32>> {

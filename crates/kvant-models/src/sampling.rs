@@ -133,14 +133,15 @@ impl Sampling {
         !self.has_penalties() && self.logit_bias.is_empty() && self.suppressed.is_empty()
     }
 
+    /// Whether the most probable token is drawn.
+    pub fn is_greedy(&self) -> bool {
+        self.temperature == 0.0
+    }
+
     /// The draw from logits that need no further change.
-    pub(crate) fn op<'a>(&self, logits: &'a Tensor, counter: &'a Tensor, out: &'a Tensor) -> ops::Sample<'a> {
-        ops::Sample::new(logits, counter, out)
-            .temperature(self.temperature)
-            .top_k(self.top_k)
-            .top_p(self.top_p)
-            .min_p(self.min_p)
-            .seed(self.seed)
+    pub(crate) fn row(&self) -> ops::SampleRow {
+        let Sampling { temperature, top_k, top_p, min_p, seed, .. } = *self;
+        ops::SampleRow::default().temperature(temperature).top_k(top_k).top_p(top_p).min_p(min_p).seed(seed)
     }
 
     /// Whether the tokens before decide the logits.
@@ -291,6 +292,8 @@ impl TokenLogprobs {
 pub struct Drawing {
     device: Device,
     counters: Tensor,
+    /// The parameters of each row.
+    how: Tensor,
     drawn: Tensor,
 }
 
@@ -300,15 +303,14 @@ impl Drawing {
     /// # Errors
     /// `Kvant` with `OutOfMemory`.
     pub fn new(device: &Device, rows: usize) -> Result<Drawing> {
-        let zeros = || Tensor::zeros(device, DType::U32, &[rows]);
-        Ok(Drawing { device: device.clone(), counters: zeros()?, drawn: zeros()? })
+        let zeros = |shape: &[usize]| Tensor::zeros(device, DType::U32, shape);
+        let how = zeros(&[rows, ops::SampleRow::WORDS])?;
+        Ok(Drawing { device: device.clone(), counters: zeros(&[rows])?, how, drawn: zeros(&[rows])? })
     }
 
     /// Draws a token for each row of `logits`, `[rows, vocab]`: `rows` has the parameters and the counter of each row.
     /// [`Decoder`](crate::Decoder) counts with the position of the token that is drawn. `None` for a row that is all
     /// NaN.
-    ///
-    /// Neighbouring rows of equal parameters are drawn by one call.
     ///
     /// # Errors
     /// `Argument` for another number of rows than `logits` has, or more than there is room for; `Kvant`.
@@ -323,25 +325,17 @@ impl Drawing {
         }
         let (counters, drawn) = (self.counters.rows(0..rows.len())?, self.drawn.rows(0..rows.len())?);
         counters.write(&rows.iter().map(|(_, counter)| *counter).collect::<Vec<u32>>())?;
-        let mut enc = self.device.encoder()?;
-        let mut first = 0;
-        for alike in rows.chunk_by(|(a, _), (b, _)| draws_alike(a, b)) {
-            let range = first..first + alike.len();
-            let (logits, counter, out) =
-                (logits.rows(range.clone())?, counters.rows(range.clone())?, drawn.rows(range.clone())?);
-            ops::sample(&mut enc, &alike[0].0.op(&logits, &counter, &out))?;
-            first = range.end;
+        let how = self.how.rows(0..rows.len())?;
+        let is_greedy = rows.iter().all(|(sampling, _)| sampling.is_greedy());
+        if !is_greedy {
+            how.write(&rows.iter().flat_map(|(sampling, _)| sampling.row().words()).collect::<Vec<u32>>())?;
         }
+        let mut enc = self.device.encoder()?;
+        ops::sample(&mut enc, &ops::Sample::new(logits, &counters, &drawn).rows((!is_greedy).then_some(&how)))?;
         enc.commit()?.wait()?;
         let drawn = drawn.to_vec::<u32>()?;
         Ok(drawn.into_iter().map(|id| (id != u32::MAX).then_some(id)).collect())
     }
-}
-
-/// Whether one call can draw rows of both.
-pub(crate) fn draws_alike(a: &Sampling, b: &Sampling) -> bool {
-    let cuts = |s: &Sampling| (s.temperature, s.top_k, s.top_p, s.min_p, s.seed);
-    a.temperature == 0.0 && b.temperature == 0.0 || cuts(a) == cuts(b)
 }
 
 #[cfg(test)]

@@ -104,21 +104,28 @@ fn check_batches(model: &Model, codec: Codec, prompts: &[Vec<u32>], steps: usize
     let mut decoder = BatchDecoder::new(model, &pool, prompts.len()).unwrap();
     let drawing = Drawing::new(device, prompts.len()).unwrap();
     let (greedy, warm) = (Sampling::default(), Sampling::default().temperature(0.8).top_k(20).seed(3));
+    // The parameters of each row, in three kinds of steps.
+    let sampling = |index: usize, row: usize| match index % 3 {
+        0 => None,
+        1 => Some(greedy.clone()),
+        _ => Some(if (index + row).is_multiple_of(3) { greedy.clone() } else { warm.clone().seed(row as u64) }),
+    };
     for index in 0..steps {
         let rows = prompts.len() - index % prompts.len();
         let ids: Vec<u32> = (0..rows as u32).map(|row| (index as u32 * 7 + row * 31 + 1) % vocab.min(90)).collect();
-        let sampling = [None, Some(&greedy), Some(&warm)][index % 3];
+        let draws: Vec<Sampling> = (0..rows).filter_map(|row| sampling(index, row)).collect();
+        let draws: Vec<&Sampling> = draws.iter().collect();
         let mut batch: Vec<(&mut Sequence, usize)> = recorded.iter_mut().take(rows).map(|s| (s, 1)).collect();
         decoder.append(&mut batch).unwrap();
-        decoder.run(&ids, sampling).unwrap().wait().unwrap();
+        decoder.run(&ids, &draws).unwrap().wait().unwrap();
         let got = decoder.logits().unwrap();
         let mut batch: Vec<(&mut Sequence, usize)> = plain.iter_mut().take(rows).map(|s| (s, 1)).collect();
         let step = pool.step(&mut batch).unwrap();
         let want = model.forward(&pool, &step, &ids, &(0..rows).collect::<Vec<_>>()).unwrap();
         let worst = max_difference(&got.to_f32().unwrap(), &want.to_f32().unwrap());
         assert!(worst < TOLERANCE, "{device}, {codec}, step {index}: off by {worst}");
-        if let Some(sampling) = sampling {
-            let how: Vec<_> = plain.iter().take(rows).map(|s| (sampling, s.len() as u32)).collect();
+        if !draws.is_empty() {
+            let how: Vec<_> = draws.iter().zip(&plain).map(|(&draw, s)| (draw, s.len() as u32)).collect();
             let want: Vec<u32> = drawing.draw(&got, &how).unwrap().into_iter().map(Option::unwrap).collect();
             assert_eq!(decoder.drawn().unwrap().to_vec::<u32>().unwrap(), want, "{device}, step {index}");
         }
@@ -154,17 +161,18 @@ fn batches_that_do_not_fit_are_rejected() {
     let other = Model::load(&golden("llama"), &Device::cpu()).unwrap();
     rejected(BatchDecoder::new(&other, &pool, 1).map(drop), "pool");
     let mut decoder = BatchDecoder::new(&model, &pool, 2).unwrap();
-    rejected(decoder.run(&[], None).map(drop), "tokens");
+    rejected(decoder.run(&[], &[]).map(drop), "tokens");
     rejected(decoder.append(&mut []), "batch");
     let [a, b, c] = &mut sequences;
     rejected(decoder.append(&mut [(a, 2)]), "batch");
     rejected(decoder.append(&mut [(a, 1), (b, 1), (c, 1)]), "batch");
     let mut foreign = model.new_pool(&exact(100)).unwrap().sequence();
     assert!(matches!(decoder.append(&mut [(&mut foreign, 1)]), Err(kvant_models::Error::Kvant(_))));
-    rejected(decoder.run(&[1], None).map(drop), "tokens");
+    rejected(decoder.run(&[1], &[]).map(drop), "tokens");
     assert!(sequences.iter().all(Sequence::is_empty));
     decoder.append(&mut [(&mut sequences[0], 1)]).unwrap();
-    rejected(decoder.run(&[1, 2], None).map(drop), "tokens");
-    rejected(decoder.run(&[u32::MAX], None).map(drop), "tokens");
-    decoder.run(&[1], None).unwrap().wait().unwrap();
+    rejected(decoder.run(&[1, 2], &[]).map(drop), "tokens");
+    rejected(decoder.run(&[1], &[&Sampling::default(); 2]).map(drop), "draws");
+    rejected(decoder.run(&[u32::MAX], &[]).map(drop), "tokens");
+    decoder.run(&[1], &[]).unwrap().wait().unwrap();
 }

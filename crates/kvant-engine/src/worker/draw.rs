@@ -63,12 +63,14 @@ impl Worker {
 
     /// Runs the model: a recorded pass if each request has one token.
     fn pass(&mut self, plan: &StepPlan<PoolStep>) -> Result<Passed> {
-        let is_greedy = plan.rows.iter().all(|row| self.running.get(&row.id).is_none_or(Running::is_greedy));
         let step = match (&plan.step, self.scheduler.storage_mut().decoder()) {
             (PoolStep::Mixed(step), _) => step,
             (PoolStep::Recorded, Some(decoder)) => {
-                let submission = decoder.run(&plan.tokens, is_greedy.then(Sampling::default).as_ref())?;
-                let drawn = if is_greedy { Some(decoder.drawn()?.to_vec()) } else { None };
+                // Of all rows, or of none: the host changes the logits of some.
+                let plain = |row: &PlanRow| self.running.get(&row.id).and_then(Running::plain_sampling);
+                let draws: Option<Vec<&Sampling>> = plan.rows.iter().map(plain).collect();
+                let submission = decoder.run(&plan.tokens, draws.as_deref().unwrap_or(&[]))?;
+                let drawn = if draws.is_some() { Some(decoder.drawn()?.to_vec()) } else { None };
                 // Also a failure that another thread has received.
                 submission.wait()?;
                 lock(&self.shared.stats).recorded_steps += 1;

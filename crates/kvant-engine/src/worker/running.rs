@@ -5,7 +5,7 @@ use std::{
     time::Instant,
 };
 
-use kvant_models::Sampler;
+use kvant_models::{Sampler, Sampling};
 
 use super::lookup::Lookup;
 use crate::{
@@ -108,9 +108,9 @@ impl Running {
         !self.sampler.sampling().is_plain() || self.generated < self.min_tokens || self.grammar.is_some()
     }
 
-    /// Whether the most probable token is drawn from logits that do not change.
-    pub fn is_greedy(&self) -> bool {
-        self.sampler.sampling().temperature == 0.0 && !self.changes_logits()
+    /// How tokens are drawn, if logits do not change before.
+    pub fn plain_sampling(&self) -> Option<&Sampling> {
+        (!self.changes_logits()).then(|| self.sampler.sampling())
     }
 
     /// Changes logits before a token is drawn, after `drafts` that are not accepted yet.

@@ -12,7 +12,7 @@ use super::{
     scratch,
     simd::{Simd, SimdKernel},
 };
-use crate::ops::{Sample, sample::Call};
+use crate::ops::{Sample, SampleRow, sample::Call};
 
 /// Entries that are selected first when nothing says how many are needed.
 const FIRST: usize = 64;
@@ -28,31 +28,35 @@ pub(crate) fn run(cpu: &Cpu, call: &Call) {
     let logits = Elements::of(&call.logits);
     // SAFETY: calls run under the device's lock; the counters are an input, and the output overlaps no other argument.
     let (counters, out) = unsafe { (call.counter.host_slice::<u32>(), call.out.host_slice_mut::<u32>()) };
-    if call.temperature == 0.0 {
+    // SAFETY: as above, another input.
+    let words = call.rows.as_ref().map(|rows| unsafe { rows.host_slice::<u32>() });
+    if words.is_none() && call.how.temperature == 0.0 {
         return argmax::rows(cpu, logits, call.vocab, out);
     }
     let rows = SliceParts::new(out, 1);
     cpu.threads.run(rows.count(), |row| {
-        let u = Sample::uniform(call.seed, counters[row]).into();
+        let how = call.how(row, words);
+        let u = Sample::uniform(how.seed, counters[row]).into();
         // SAFETY: each task takes its own part, of one row.
         let out = unsafe { rows.part(row) };
-        out[0] = cpu.level.dispatch(Draw { call, logits, row, u });
+        out[0] = cpu.level.dispatch(Draw { how, vocab: call.vocab, logits, row, u });
     });
 }
 
 /// The token of one row for the uniform number `u`.
-struct Draw<'a> {
-    call: &'a Call,
+struct Draw {
+    how: SampleRow,
+    vocab: usize,
     logits: Elements,
     row: usize,
     u: f64,
 }
 
-impl SimdKernel for Draw<'_> {
+impl SimdKernel for Draw {
     type Output = u32;
     #[inline(always)]
     fn run<S: Simd>(self) -> u32 {
-        let vocab = self.call.vocab;
+        let vocab = self.vocab;
         let row = &mut *scratch::take(vocab.next_multiple_of(BLOCK));
         row[vocab..].fill(f32::NEG_INFINITY);
         // SAFETY: `dispatch` enables the instructions, and the row exists.
@@ -72,11 +76,11 @@ impl SimdKernel for Draw<'_> {
     }
 }
 
-impl Draw<'_> {
+impl Draw {
     /// From a row that is padded with −∞ to whole blocks, and has a finite largest entry.
     #[inline(always)]
     fn draw<S: Simd>(&self, row: &[f32], largest: f32) -> u32 {
-        let Call { vocab, top_k, temperature, .. } = *self.call;
+        let (vocab, SampleRow { top_k, temperature, .. }) = (self.vocab, self.how);
         let all = top_k == vocab;
         let mut selected = SELECTED.take();
         let mut count = if all { FIRST.min(vocab) } else { top_k };
@@ -115,8 +119,8 @@ impl Draw<'_> {
         let (mut keep, mut left) = (p.len(), total);
         // Whether the cuts fell among the selected entries, so that nothing behind them counts.
         let mut cut = complete;
-        if self.call.top_p < 1.0 {
-            let goal = f64::from(self.call.top_p) * total;
+        if self.how.top_p < 1.0 {
+            let goal = f64::from(self.how.top_p) * total;
             let mut running = 0.0;
             let reached = p.iter().position(|&p| {
                 running += f64::from(p);
@@ -128,8 +132,8 @@ impl Draw<'_> {
                 None => {}
             }
         }
-        if self.call.min_p > 0.0 {
-            let likely = p[..keep].partition_point(|&p| p >= self.call.min_p);
+        if self.how.min_p > 0.0 {
+            let likely = p[..keep].partition_point(|&p| p >= self.how.min_p);
             if likely == keep && !cut {
                 return None;
             }

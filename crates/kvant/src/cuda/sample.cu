@@ -1,7 +1,8 @@
 // sample: draws one token per row of logits, as ops/sample.rs says: softmax at a temperature, cut down by top_k, top_p
 // and min_p.
 //
-// logits is [rows, vocab], f32, f16 or bf16; counter and out are [rows]. BLOCKS blocks, a power of two, share a row:
+// logits is [rows, vocab], f32, f16 or bf16; counter and out are [rows]. With ROWS, each row has parameters of its own.
+// BLOCKS blocks, a power of two, share a row:
 // all blocks of the grid are resident at once, and meet at barriers in `shares`, [rows][SHARE] of 64 bits.
 //
 // Nothing is sorted. Every entry has a rank: the ordered bits of its logit, then its index, so that larger ranks come
@@ -24,6 +25,17 @@ struct SampleParams {
     float temperature;
     float min_p;
 };
+
+// The parameters of a row that has its own: words in the order of SampleParams, whatever they are.
+inline SampleParams own_params(SampleParams p, const uint *rows, uint row) {
+    const uint *own = rows + ulong(row) * 8;
+    p.seed = own[0] | ulong(own[1]) << 32;
+    p.top_p = max(own[2] | ulong(own[3]) << 32, ulong(1));
+    p.top_k = max(own[5], 1u);
+    p.temperature = fmaxf(__uint_as_float(own[6]), 1.17549435e-38f);
+    p.min_p = fminf(__uint_as_float(own[7]), 1.0f);
+    return p;
+}
 
 // KEY_DIGITS and ID_DIGITS are the digits of 8 bits of a key and of an index. A probability of 1 is 2^UNIT_BITS: all of
 // a row add up to less than 2^64. The histogram is kept COPIES times, so that the lanes of a warp meet less often in
@@ -203,12 +215,13 @@ inline ulong search(Row row, ulong cut, Goal goal, ulong value, float min_p, His
     return prefix;
 }
 
-extern "C" __global__ void KVANT_KERNEL(const uchar *logits, const uint *counter, uint *out, const SampleParams p, ulong *shares) {
+extern "C" __global__ void KVANT_KERNEL(const uchar *logits, const uint *counter, uint *out, const SampleParams params, ulong *shares, const uint *rows) {
     take_turn();
     __shared__ Histogram histogram;
     __shared__ uint room[EXCHANGE];
     const Team team = whole_block();
     const uint row_index = blockIdx.x / BLOCKS;
+    const SampleParams p = ROWS ? own_params(params, rows, row_index) : params;
     Shared shared = {shares + ulong(row_index) * SHARE, blockIdx.x % BLOCKS, 0};
     Row row = {logits, ulong(row_index) * p.vocab, p.vocab, 0, p.temperature};
 
@@ -252,14 +265,18 @@ extern "C" __global__ void KVANT_KERNEL(const uchar *logits, const uint *counter
 
     // NaN has the key 0.
     ulong cut = ulong(1) << (8 * ID_DIGITS);
-    if (TOP_K) {
+    if (ROWS ? p.top_k < p.vocab : TOP_K) {
         cut = search(row, cut, Goal::Count, p.top_k, 0, histogram, shared, team);
     }
-    if (TOP_P) {
+    if (ROWS ? ~p.top_p != 0 : TOP_P) {
         cut = search(row, cut, Goal::Share, p.top_p, 0, histogram, shared, team);
     }
-    const ulong u = uniform_bits(p.seed, counter[row_index]);
-    const ulong drawn = search(row, cut, Goal::Below, u, p.min_p, histogram, shared, team);
+    // Of one candidate nothing is left to draw.
+    ulong drawn = cut;
+    if (!ROWS || p.top_k > 1 || p.vocab == 1) {
+        const ulong u = uniform_bits(p.seed, counter[row_index]);
+        drawn = search(row, cut, Goal::Below, u, p.min_p, histogram, shared, team);
+    }
     if (team.index == 0 && shared.part == 0) {
         out[row_index] = id_of(drawn);
     }

@@ -25,8 +25,10 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
     let most = (b.limits.busy_groups / rows.max(1)).min(call.vocab / PART).max(1);
     let blocks = 1 << most.ilog2();
     let copies = if call.vocab < LONG { 1u32 } else { 8 };
-    let launch =
-        launch(call, &SOURCE, "sample", &b.limits)?.constant("COPIES", copies).constant("BLOCKS", blocks as u32);
+    let launch = launch(call, &SOURCE, "sample", &b.limits)?
+        .constant("COPIES", copies)
+        .constant("BLOCKS", blocks as u32)
+        .read_if(5, call.rows.as_ref());
     if blocks == 1 {
         return b.push(launch);
     }

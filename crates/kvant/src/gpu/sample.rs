@@ -5,7 +5,7 @@ use crate::{
     DType, Result,
     ops::{
         argmax,
-        sample::{Call, NAME},
+        sample::{Call, NAME, scaled},
     },
 };
 
@@ -28,20 +28,23 @@ pub(crate) const LONG: usize = 16 * 1024;
 /// What takes the place of the call at temperature 0.
 pub(crate) fn greedy(call: &Call) -> Option<argmax::Call> {
     let (x, out) = (&call.logits, &call.out);
-    (call.temperature == 0.0).then(|| argmax::Call { x: x.clone(), out: out.clone(), dim: call.vocab })
+    (call.rows.is_none() && call.how.temperature == 0.0).then(|| argmax::Call {
+        x: x.clone(),
+        out: out.clone(),
+        dim: call.vocab,
+    })
 }
 
 pub(crate) fn launch(call: &Call, source: &'static Source, kernel: &'static str, limits: &Limits) -> Result<Launch> {
     let vocab = call.vocab;
     let params = SampleParams {
-        seed: call.seed,
-        // However small, it keeps the first.
-        top_p: ((f64::from(call.top_p) * 2f64.powi(64)) as u64).max(1),
+        seed: call.how.seed,
+        top_p: scaled(call.how.top_p),
         vocab: Launch::uint(NAME, "V", vocab)?,
-        top_k: Launch::uint(NAME, "top_k", call.top_k)?,
+        top_k: Launch::uint(NAME, "top_k", call.how.top_k)?,
         // A GPU may take a subnormal number for zero.
-        temperature: call.temperature.max(f32::MIN_POSITIVE),
-        min_p: call.min_p,
+        temperature: call.how.temperature.max(f32::MIN_POSITIVE),
+        min_p: call.how.min_p,
     };
     // Sign, exponent and mantissa, in digits of 8 bits, of what a logit is when it is an f32.
     let key_digits: u32 = match call.logits.dtype() {
@@ -56,11 +59,12 @@ pub(crate) fn launch(call: &Call, source: &'static Source, kernel: &'static str,
     Ok(Launch::new(NAME, source, kernel)
         .constant("X_DTYPE", call.logits.dtype())
         .constant("ALIGNED", rows_aligned4(vocab, [&call.logits]))
-        .constant("TOP_K", call.top_k < vocab)
-        .constant("TOP_P", call.top_p < 1.0)
+        .constant("TOP_K", call.how.top_k < vocab)
+        .constant("TOP_P", call.how.top_p < 1.0)
         .constant("KEY_DIGITS", key_digits)
         .constant("ID_DIGITS", id_digits)
         .constant("UNIT_BITS", unit_bits.min(44))
+        .constant("ROWS", call.rows.is_some())
         .read(0, &call.logits)
         .read(1, &call.counter)
         .write(2, &call.out)

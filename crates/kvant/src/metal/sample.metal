@@ -1,7 +1,8 @@
 // sample: draws one token per row of logits, as ops/sample.rs says: softmax at a temperature, cut down by top_k, top_p
 // and min_p.
 //
-// logits is [rows, vocab], f32, f16 or bf16; counter and out are [rows]. One threadgroup per row.
+// logits is [rows, vocab], f32, f16 or bf16; counter and out are [rows]. With ROWS, each row has parameters of its own.
+// One threadgroup per row.
 //
 // Nothing is sorted. Every entry has a rank: the ordered bits of its logit, then its index, so that larger ranks come
 // first. Every question is the same one: which entry, in falling order of rank, is the first at which a running sum of
@@ -33,7 +34,19 @@ constant uint KEY_DIGITS [[function_constant(4)]];
 constant uint ID_DIGITS [[function_constant(5)]];
 // Of a probability of 1: all of a row add up to less than 2^64.
 constant uint UNIT_BITS [[function_constant(6)]];
+constant bool ROWS [[function_constant(7)]];
 constant constexpr uint BINS = 256;
+
+// The parameters of a row that has its own: words in the order of SampleParams, whatever they are.
+inline SampleParams own_params(SampleParams p, device const uint *rows, uint row) {
+    device const uint *own = rows + ulong(row) * 8;
+    p.seed = own[0] | ulong(own[1]) << 32;
+    p.top_p = max(own[2] | ulong(own[3]) << 32, ulong(1));
+    p.top_k = max(own[5], 1u);
+    p.temperature = fmax(as_type<float>(own[6]), 1.17549435e-38f);
+    p.min_p = fmin(as_type<float>(own[7]), 1.0f);
+    return p;
+}
 
 // What a sum is compared with: a number of entries, a share of all that there is, or a number below it.
 enum class Goal { Count, Share, Below };
@@ -176,7 +189,8 @@ template <uint COPIES>
 kernel void sample(device const uchar *logits [[buffer(0)]],
                    device const uint *counter [[buffer(1)]],
                    device uint *out [[buffer(2)]],
-                   constant SampleParams &p [[buffer(3)]],
+                   constant SampleParams &params [[buffer(3)]],
+                   device const uint *rows [[buffer(4), function_constant(ROWS)]],
                    uint group [[threadgroup_position_in_grid]],
                    uint thread_index [[thread_index_in_threadgroup]],
                    uint threads [[threads_per_threadgroup]],
@@ -186,6 +200,10 @@ kernel void sample(device const uchar *logits [[buffer(0)]],
     threadgroup Histogram<COPIES> histogram;
     threadgroup uint shared[32];
     const Place place = {lane, simdgroup, simdgroups};
+    SampleParams p = {params.seed, params.top_p, params.vocab, params.top_k, params.temperature, params.min_p};
+    if (ROWS) {
+        p = own_params(p, rows, group);
+    }
     Row row = {logits, ulong(group) * p.vocab, p.vocab, 0, p.temperature};
 
     for (uint at = thread_index; at < BINS * COPIES; at += threads) {
@@ -216,14 +234,18 @@ kernel void sample(device const uchar *logits [[buffer(0)]],
 
     // NaN has the key 0.
     ulong cut = 1ul << (8 * ID_DIGITS);
-    if (TOP_K) {
+    if (ROWS ? p.top_k < p.vocab : TOP_K) {
         cut = search(row, cut, Goal::Count, p.top_k, 0, histogram, thread_index, threads, lane);
     }
-    if (TOP_P) {
+    if (ROWS ? ~p.top_p != 0 : TOP_P) {
         cut = search(row, cut, Goal::Share, p.top_p, 0, histogram, thread_index, threads, lane);
     }
-    const ulong u = uniform_bits(p.seed, counter[group]);
-    const ulong drawn = search(row, cut, Goal::Below, u, p.min_p, histogram, thread_index, threads, lane);
+    // Of one candidate nothing is left to draw.
+    ulong drawn = cut;
+    if (!ROWS || p.top_k > 1 || p.vocab == 1) {
+        const ulong u = uniform_bits(p.seed, counter[group]);
+        drawn = search(row, cut, Goal::Below, u, p.min_p, histogram, thread_index, threads, lane);
+    }
     if (thread_index == 0) {
         out[group] = id_of(drawn);
     }

@@ -16,5 +16,5 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
         return argmax::build_for(NAME, &call, b);
     }
     let kernel = if call.vocab < LONG { "sample_short" } else { "sample_long" };
-    b.push(launch(call, &SOURCE, kernel, &b.limits)?)
+    b.push(launch(call, &SOURCE, kernel, &b.limits)?.read_if(4, call.rows.as_ref()))
 }

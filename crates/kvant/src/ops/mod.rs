@@ -121,7 +121,7 @@ pub use moe::{MoeCombine, MoeRoute, moe_combine, moe_route};
 pub use norm_rope::{Angles, HeadNorm, NormRope, PairLayout, Rope, norm_rope};
 pub use norm_rope_write::{NormRopeWrite, norm_rope_write};
 pub use rms_norm::{NextNorm, Residual, RmsNorm, rms_norm};
-pub use sample::{Sample, sample};
+pub use sample::{Sample, SampleRow, sample};
 pub use softcap::{Softcap, softcap};
 
 use crate::{

@@ -42,6 +42,9 @@ pub struct Sample<'a> {
     /// sequence, its position is a suitable counter. Sequences that are sampled together need different counters, for
     /// example `position * sequences + sequence`, or separate calls with different seeds.
     pub counter: &'a Tensor,
+    /// u32 `[T, 8]`: the parameters of each row ([`SampleRow::words`]), in place of those above. A captured step reads
+    /// them again.
+    pub rows: Option<&'a Tensor>,
     /// u32 `[T]`.
     pub out: &'a Tensor,
 }
@@ -49,7 +52,7 @@ pub struct Sample<'a> {
 impl<'a> Sample<'a> {
     /// Greedy: the largest logit of each row.
     pub fn new(logits: &'a Tensor, counter: &'a Tensor, out: &'a Tensor) -> Self {
-        Sample { logits, counter, out, temperature: 0.0, top_k: 0, top_p: 1.0, min_p: 0.0, seed: 0 }
+        Sample { logits, counter, out, temperature: 0.0, top_k: 0, top_p: 1.0, min_p: 0.0, seed: 0, rows: None }
     }
 }
 
@@ -59,7 +62,99 @@ setters! { Sample<'a> {
     top_p: f32,
     min_p: f32,
     seed: u64,
+    rows: Option<&'a Tensor>,
 } }
+
+/// The parameters of one row, for [`Sample::rows`]. The fields are those of [`Sample`].
+///
+/// ```
+/// use kvant::{DType, Device, Tensor, ops::{self, Sample, SampleRow}};
+/// let device = Device::cpu();
+/// let logits = Tensor::from_slice(&device, &[1f32, 3., 2., 1., 3., 2.], &[2, 3])?;
+/// let rows = [SampleRow::default(), SampleRow::default().temperature(0.7).top_k(2).seed(1)];
+/// let words = rows.map(SampleRow::words).concat();
+/// let rows = Tensor::from_slice(&device, &words, &[2, SampleRow::WORDS])?;
+/// let (counter, out) = (Tensor::zeros(&device, DType::U32, &[2])?, Tensor::zeros(&device, DType::U32, &[2])?);
+/// let mut enc = device.encoder()?;
+/// ops::sample(&mut enc, &Sample::new(&logits, &counter, &out).rows(Some(&rows)))?;
+/// enc.commit()?.wait()?;
+/// assert_eq!(out.to_vec::<u32>()?[0], 1);
+/// # Ok::<(), kvant::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct SampleRow {
+    /// As [`Sample::temperature`].
+    pub temperature: f32,
+    /// As [`Sample::top_k`].
+    pub top_k: usize,
+    /// As [`Sample::top_p`].
+    pub top_p: f32,
+    /// As [`Sample::min_p`].
+    pub min_p: f32,
+    /// As [`Sample::seed`].
+    pub seed: u64,
+}
+
+impl Default for SampleRow {
+    /// Greedy.
+    fn default() -> Self {
+        SampleRow { temperature: 0.0, top_k: 0, top_p: 1.0, min_p: 0.0, seed: 0 }
+    }
+}
+
+setters! { SampleRow {
+    temperature: f32,
+    top_k: usize,
+    top_p: f32,
+    min_p: f32,
+    seed: u64,
+} }
+
+impl SampleRow {
+    /// Words of a row.
+    pub const WORDS: usize = 8;
+
+    /// The row of [`Sample::rows`], which GPUs read as it is: seed, top_p times 2^64, 0, top_k, temperature, min_p.
+    /// Parameters out of range are moved into it. A greedy row keeps one candidate.
+    pub fn words(self) -> [u32; SampleRow::WORDS] {
+        let is_greedy = self.temperature <= 0.0 || self.temperature.is_nan();
+        let (temperature, top_k) =
+            if is_greedy { (1.0, 1) } else { (self.temperature.max(f32::MIN_POSITIVE), self.top_k) };
+        let top_k = if top_k == 0 { u32::MAX } else { u32::try_from(top_k).unwrap_or(u32::MAX) };
+        let (seed, top_p) = (self.seed, scaled(self.top_p));
+        let min_p = self.min_p.clamp(0.0, 1.0);
+        [
+            seed as u32,
+            (seed >> 32) as u32,
+            top_p as u32,
+            (top_p >> 32) as u32,
+            0,
+            top_k,
+            temperature.to_bits(),
+            min_p.to_bits(),
+        ]
+    }
+
+    /// What any words mean.
+    pub(crate) fn of_words(words: &[u32]) -> SampleRow {
+        let word = |index: usize| words.get(index).copied().unwrap_or(0);
+        let long = |index: usize| u64::from(word(index)) | u64::from(word(index + 1)) << 32;
+        SampleRow {
+            // NaN is the other operand.
+            temperature: f32::from_bits(word(6)).max(f32::MIN_POSITIVE),
+            top_k: word(5).max(1) as usize,
+            top_p: (long(2).max(1) as f64 / 2f64.powi(64)) as f32,
+            min_p: f32::from_bits(word(7)).min(1.0),
+            seed: long(0),
+        }
+    }
+}
+
+/// A share times 2^64. However small, it keeps the first candidate.
+pub(crate) fn scaled(share: f32) -> u64 {
+    ((f64::from(share) * 2f64.powi(64)) as u64).max(1)
+}
 
 impl Sample<'_> {
     /// The uniform number in [0, 1) of a seed and a counter: 24 bits of a SplitMix64 step (Steele et al. 2014).
@@ -88,14 +183,17 @@ pub fn sample(enc: &mut Encoder, args: &Sample) -> Result<()> {
         check::dtype(NAME, arg, tensor, DType::U32)?;
         check::shape(NAME, arg, tensor, &[("T", rows)])?;
     }
+    if let Some(tensor) = args.rows {
+        check::dtype(NAME, "rows", tensor, DType::U32)?;
+        check::shape(NAME, "rows", tensor, &[("T", rows), ("", SampleRow::WORDS)])?;
+    }
+    let Sample { temperature, top_k, top_p, min_p, seed, .. } = *args;
+    let top_k = if top_k == 0 { vocab } else { top_k.min(vocab) };
     enc.submit(super::Call::Sample(Call {
         logits: args.logits.clone(),
-        temperature: args.temperature,
-        top_k: if args.top_k == 0 { vocab } else { args.top_k.min(vocab) },
-        top_p: args.top_p,
-        min_p: args.min_p,
-        seed: args.seed,
+        how: SampleRow { temperature, top_k, top_p, min_p, seed },
         counter: args.counter.clone(),
+        rows: args.rows.cloned(),
         out: args.out.clone(),
         vocab,
     }))
@@ -104,21 +202,28 @@ pub fn sample(enc: &mut Encoder, args: &Sample) -> Result<()> {
 #[derive(Clone, Debug)]
 pub(crate) struct Call {
     pub logits: Tensor,
-    pub temperature: f32,
-    /// 1 to vocab.
-    pub top_k: usize,
-    pub top_p: f32,
-    pub min_p: f32,
-    pub seed: u64,
+    /// Of all rows, unless each has its own. `top_k` is 1 to vocab.
+    pub how: SampleRow,
     pub counter: Tensor,
+    pub rows: Option<Tensor>,
     pub out: Tensor,
     pub vocab: usize,
 }
 
 impl Call {
+    /// The parameters of a row. `words` are those of `rows`.
+    pub(crate) fn how(&self, row: usize, words: Option<&[u32]>) -> SampleRow {
+        let Some(words) = words else { return self.how };
+        let own = SampleRow::of_words(words.get(row * SampleRow::WORDS..).unwrap_or(&[]));
+        SampleRow { top_k: own.top_k.min(self.vocab), ..own }
+    }
+
     pub(crate) fn touches(&self, visit: &mut dyn FnMut(Touch)) {
         visit(Touch { arg: "logits", tensor: &self.logits, access: Read });
         visit(Touch { arg: "counter", tensor: &self.counter, access: Read });
+        if let Some(rows) = &self.rows {
+            visit(Touch { arg: "rows", tensor: rows, access: Read });
+        }
         visit(Touch { arg: "out", tensor: &self.out, access: Write });
     }
 

@@ -2,7 +2,7 @@ use super::{
     argmax::{argmax, index},
     io,
 };
-use crate::ops::{Sample, sample::Call};
+use crate::ops::{Sample, SampleRow, sample::Call};
 
 /// How [`sample`] draws; the fields are those of [`Sample`].
 #[derive(Clone, Copy, Debug)]
@@ -62,15 +62,14 @@ pub fn candidates(logits: &[f64], how: Sampling) -> Vec<(usize, f64)> {
 pub(crate) fn run(call: &Call) {
     let logits = io::load(&call.logits);
     let counters = io::load_u32(&call.counter);
-    let how = Sampling {
-        temperature: call.temperature.into(),
-        top_k: call.top_k,
-        top_p: call.top_p.into(),
-        min_p: call.min_p.into(),
+    let words = call.rows.as_ref().map(io::load_u32);
+    let rows = logits.chunks(call.vocab).zip(counters).enumerate();
+    let draw = |(index_of_row, (row, counter)): (usize, (&[f64], u32))| {
+        let SampleRow { temperature, top_k, top_p, min_p, seed } = call.how(index_of_row, words.as_deref());
+        let how = Sampling { temperature: temperature.into(), top_k, top_p: top_p.into(), min_p: min_p.into() };
+        index(sample(row, how, Sample::uniform(seed, counter).into()))
     };
-    let rows = logits.chunks(call.vocab).zip(counters);
-    let out: Vec<u32> =
-        rows.map(|(row, counter)| index(sample(row, how, Sample::uniform(call.seed, counter).into()))).collect();
+    let out: Vec<u32> = rows.map(draw).collect();
     io::store_raw(&call.out, 0, &out);
 }
 

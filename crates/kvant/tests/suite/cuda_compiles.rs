@@ -385,6 +385,8 @@ fn elements(device: &Device, enc: &mut Encoder, dtype: DType) -> Result<()> {
                 Sample::new(&x, counter, &drawn).temperature(1.0).top_k(top_k).top_p(top_p).min_p(0.1).seed(seed);
             ops::sample(enc, &args)?;
         }
+        let (counter, rows) = (zeros(device, DType::U32, &[3])?, zeros(device, DType::U32, &[3, 8])?);
+        ops::sample(enc, &Sample::new(&x, &counter, &ids).rows(Some(&rows)))?;
         let weights = zeros(device, DType::F32, &[3, 2])?;
         let chosen = zeros(device, DType::U32, &[3, 2])?;
         ops::moe_route(enc, &MoeRoute::new(&x, &chosen, &weights))?;

@@ -91,9 +91,10 @@ impl Parts<'_> {
         let mut decoder = BatchDecoder::new(self.model, &pool, count)?;
         let mut batch: Vec<(&mut Sequence, usize)> = sequences.iter_mut().map(|sequence| (sequence, 1)).collect();
         let greedy = Sampling::default();
+        let draws = vec![&greedy; count];
         let mut step = |batch: &mut [(&mut Sequence, usize)], tokens: &[u32]| {
             decoder.append(batch)?;
-            let submission = decoder.run(tokens, Some(&greedy))?;
+            let submission = decoder.run(tokens, &draws)?;
             decoder.drawn()?.to_vec::<u32>()?;
             Ok(submission.wait()?)
         };

@@ -14,7 +14,7 @@ use kvant::{
     ops::{
         self, Activation, AddBias, Affine, Angles, Argmax, Attend, BlockFormat, Blocks, Columns, Embed, Experts, Gate,
         Hadamard, HeadNorm, KvRead, KvSide, KvWrite, Linear, MoeCombine, MoeRoute, Mxfp4, NextNorm, NormRope,
-        NormRopeWrite, PairLayout, Residual, RmsNorm, Rope, Sample, Softcap, Weight,
+        NormRopeWrite, PairLayout, Residual, RmsNorm, Rope, Sample, SampleRow, Softcap, Weight,
     },
 };
 use operations::*;

@@ -327,6 +327,8 @@ pub(super) fn sample(w: &mut World) -> Result<()> {
     let (temperature, top_k) = (w.tape.number(&[1.0, 0.0, 0.7]), w.tape.size(&[0, 1, 40]));
     let (top_p, min_p) = (w.tape.number(&[1.0, 0.5, 1e-9]), w.tape.number(&[0.0, 0.1]));
     let seed = u64::from(w.tape.next()) << 56;
+    // Any bits are parameters.
+    let own = w.tape.flag().then(|| w.u32s(&[rows, SampleRow::WORDS], 1 << 30, false));
     w.attempt("sample", |enc| {
         let (logits, counter, out) = (&logits, &counter, &out);
         ops::sample(
@@ -336,7 +338,8 @@ pub(super) fn sample(w: &mut World) -> Result<()> {
                 .top_k(top_k)
                 .top_p(top_p)
                 .min_p(min_p)
-                .seed(seed),
+                .seed(seed)
+                .rows(own.as_ref()),
         )
     })
 }

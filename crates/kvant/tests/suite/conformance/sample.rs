@@ -3,7 +3,7 @@
 use crate::common::{FLOATS, Out, Output, Rng, conform, devices, indices, input, run};
 use kvant::{
     DType, Device, Result, Tensor,
-    ops::{self, Argmax, MoeRoute, Sample},
+    ops::{self, Argmax, MoeRoute, Sample, SampleRow},
 };
 
 /// Rows of logits with every corner: equals, infinities, NaN, nothing but NaN.
@@ -153,6 +153,65 @@ fn samples() {
                     assert!(changed <= 1, "{device}: draw {case}, {vocab} {dtype}: {changed} of {rows} tokens differ");
                 }
             }
+        }
+    }
+}
+
+/// Draws with parameters of each row.
+fn draw_rows(device: &Device, logits: &Tensor, words: &[u32], counters: &[u32]) -> Result<Vec<u32>> {
+    let rows = counters.len();
+    let (counter, words) = (indices(device, counters, &[rows])?, indices(device, words, &[rows, SampleRow::WORDS])?);
+    let out = Out::new(device, DType::U32, &[rows])?;
+    run(device, |enc| ops::sample(enc, &Sample::new(logits, &counter, &out.tensor).rows(Some(&words))))?;
+    out.bytes()?;
+    out.tensor.to_vec::<u32>()
+}
+
+/// A row with parameters of its own draws as it does with the same parameters of all rows.
+#[test]
+fn rows_have_parameters_of_their_own() {
+    for (vocab, rows) in [(1, 3), (2, 40), (300, 97), (4001, 50), (20_001, 9)] {
+        for dtype in FLOATS {
+            let values = logits(&mut Rng::new(vocab as u64), rows, vocab);
+            let counters: Vec<u32> = (0..rows as u32).map(|r| r * 31 + 5).collect();
+            let how = |row: usize| (&DRAWS[row % DRAWS.len()], 42 + (row as u64 % 3) * 0x1_0000_0001);
+            let words: Vec<u32> = (0..rows)
+                .flat_map(|row| {
+                    let (&Draw { temperature, top_k, top_p, min_p }, seed) = how(row);
+                    let row = SampleRow::default().temperature(temperature).top_k(top_k);
+                    row.top_p(top_p).min_p(min_p).seed(seed).words()
+                })
+                .collect();
+            for device in devices().iter().chain([&Device::reference()]) {
+                let logits = input(device, dtype, &values, &[rows, vocab]).unwrap();
+                let got = draw_rows(device, &logits, &words, &counters).unwrap_or_else(|e| panic!("{device}: {e}"));
+                for (row, &got) in got.iter().enumerate() {
+                    let (how, seed) = how(row);
+                    let alone = logits.rows(row..row + 1).unwrap();
+                    let want = draw(device, &alone, how, seed, &counters[row..=row]).unwrap();
+                    assert_eq!([got], want[..], "{device}: row {row} of {vocab} {dtype}");
+                }
+            }
+        }
+    }
+}
+
+/// Whatever the words are, a row draws a token, or none from nothing but NaN.
+#[test]
+fn words_of_any_bits_draw_tokens() {
+    let (rows, vocab) = (64, 300);
+    let mut rng = Rng::new(8);
+    let values = logits(&mut rng, rows, vocab);
+    let special =
+        [0, 1, u32::MAX, f32::NAN.to_bits(), f32::INFINITY.to_bits(), (-1f32).to_bits(), 1 << 31, 2f32.to_bits()];
+    let words: Vec<u32> = (0..rows * SampleRow::WORDS).map(|_| special[rng.below(special.len())]).collect();
+    let counters: Vec<u32> = (0..rows as u32).collect();
+    for device in devices().iter().chain([&Device::reference()]) {
+        let logits = input(device, DType::F32, &values, &[rows, vocab]).unwrap();
+        let drawn = draw_rows(device, &logits, &words, &counters).unwrap_or_else(|e| panic!("{device}: {e}"));
+        for (row, id) in drawn.into_iter().enumerate() {
+            assert_eq!(id == u32::MAX, row % 6 == 3, "{device}: row {row} drew {id}");
+            assert!(id == u32::MAX || (id as usize) < vocab, "{device}: row {row} drew {id}");
         }
     }
 }
