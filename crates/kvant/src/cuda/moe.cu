@@ -23,23 +23,6 @@ struct MoeCombineParams {
 
 #if KERNEL_moe_route && PER_LANE
 
-// Over all lanes, in one instruction where there is one.
-inline uint largest_of_warp(uint x) {
-#if __CUDA_ARCH__ >= 800
-    return __reduce_max_sync(ALL, x);
-#else
-    return over_warp<Max>(x);
-#endif
-}
-
-inline uint smallest_of_warp(uint x) {
-#if __CUDA_ARCH__ >= 800
-    return __reduce_min_sync(ALL, x);
-#else
-    return over_warp<Min>(x);
-#endif
-}
-
 // A warp per token, for at most 32 choices among 32 * PER_LANE experts: expert e belongs to lane e % 32, which holds
 // its logit and its factor in registers. Factors are read before the previous kernel has ended.
 extern "C" __global__ void __launch_bounds__(128)
@@ -77,13 +60,13 @@ extern "C" __global__ void __launch_bounds__(128)
         for (uint k = 0; k < PER_LANE; k++) {
             own_key = max(own_key, keys[k]);
         }
-        const uint key = largest_of_warp(own_key);
+        const uint key = __reduce_max_sync(ALL, own_key);
         uint id = 0xFFFFFFFF;
 #pragma unroll
         for (uint k = PER_LANE; k-- > 0;) {
             id = keys[k] == key ? k * 32 + lane : id;
         }
-        id = smallest_of_warp(id);
+        id = __reduce_min_sync(ALL, id);
 #pragma unroll
         for (uint k = 0; k < PER_LANE; k++) {
             keys[k] = id == k * 32 + lane ? 0 : keys[k];

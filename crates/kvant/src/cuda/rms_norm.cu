@@ -27,7 +27,9 @@ struct RmsNormParams {
 // A block has at most 16 warps if it shares a row, or else 4: see the launch.
 constexpr uint THREADS = WHOLE ? 512 : 128;
 
-// The dtypes of the next norms have four bits each; 15 stands for ones instead of a weight.
+// The dtypes of the next norms have four bits each.
+constexpr uint NO_WEIGHT = 15;
+
 inline constexpr uint weight_dtype(uint n) {
     return NEXT_WEIGHT_DTYPES >> (4 * n) & 15;
 }
@@ -91,7 +93,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         return HAS_RESIDUAL_WEIGHT ? load4(residual_weight, i, p.dim - i, RESIDUAL_WEIGHT_DTYPE, ALIGNED) : all4(1);
     };
     const auto next_weights_of = [&](uint n, uint i) {
-        return weight_dtype(n) == 15 ? all4(1) : load4(next_weights[n], i, p.dim - i, weight_dtype(n), ALIGNED);
+        return weight_dtype(n) == NO_WEIGHT ? all4(1) : load4(next_weights[n], i, p.dim - i, weight_dtype(n), ALIGNED);
     };
     const auto residual_of = [&](uint i) {
         return AFTER || BEFORE ? load4(residual, start + i, p.dim - i, RESIDUAL_DTYPE, ALIGNED) : all4(0);
@@ -102,6 +104,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             return load4(x, start + i, p.dim - i, X_DTYPE, ALIGNED);
         }
         float4 value = all4(0);
+        // Loads of several terms are in flight.
+#pragma unroll 4
         for (uint j = 0; j < p.terms; j++) {
             const ulong term = ulong(row) * p.terms + j;
             value = value + combine[term] * load4(x, term * p.dim + i, p.dim - i, X_DTYPE, ALIGNED);
@@ -109,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         return value;
     };
 
-    float4 weights[HELD], residual_weights[HELD], after_weights[NEXTS + 1][HELD], values[HELD], residuals[HELD];
+    float4 weights[HELD], residual_weights[HELD], held_next_weights[NEXTS + 1][HELD], values[HELD], residuals[HELD];
 #pragma unroll
     for (uint k = 0; k < HELD; k++) {
         const uint i = first + k * step;
@@ -117,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         residual_weights[k] = i < p.dim ? residual_weights_of(i) : all4(0);
 #pragma unroll
         for (uint n = 0; n < NEXTS; n++) {
-            after_weights[n][k] = i < p.dim ? next_weights_of(n, i) : all4(0);
+            held_next_weights[n][k] = i < p.dim ? next_weights_of(n, i) : all4(0);
         }
     }
     take_turn();
@@ -127,19 +131,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
     for (uint k = 0; k < HELD; k++) {
         const uint i = first + k * step;
-        values[k] = i < p.dim && !COMBINE ? x_of(i) : all4(0);
+        values[k] = i < p.dim ? x_of(i) : all4(0);
         residuals[k] = i < p.dim ? residual_of(i) : all4(0);
-    }
-    // Loads of several terms are in flight.
-#pragma unroll 4
-    for (uint j = 0; COMBINE && j < p.terms; j++) {
-        const ulong term = ulong(row) * p.terms + j;
-        const float factor = combine[term];
-#pragma unroll
-        for (uint k = 0; k < HELD; k++) {
-            const uint i = first + k * step;
-            values[k] = i < p.dim ? values[k] + factor * load4(x, term * p.dim + i, p.dim - i, X_DTYPE, ALIGNED) : values[k];
-        }
     }
 #pragma unroll
     for (uint k = 0; k < HELD; k++) {
@@ -215,7 +208,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const Factors next_factors = factors_of(each_stored, stored_squares, inverse, p.eps, room + 7 * EXCHANGE, team);
     const auto finish_next = [&](uint n, uint i, float4 value, float4 weight) {
         value = next_factors.of(value);
-        if (weight_dtype(n) != 15) {
+        if (weight_dtype(n) != NO_WEIGHT) {
             value = value * weight;
         }
         store4(next_outs[n], start + i, p.dim - i, p.next_scales[n] * value, out_dtype(n), ALIGNED);
@@ -226,7 +219,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         for (uint k = 0; k < HELD; k++) {
             const uint i = first + k * step;
             if (i < p.dim) {
-                finish_next(n, i, values[k], after_weights[n][k]);
+                finish_next(n, i, values[k], held_next_weights[n][k]);
             }
         }
         for (ulong i = first + HELD * step; BEYOND && i < p.dim; i += step) {
