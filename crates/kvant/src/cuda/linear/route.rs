@@ -38,29 +38,23 @@ const FEW_PER_EXPERT: usize = 2;
 
 /// The kernel that takes a product.
 pub(super) fn select(call: &Call, weight: &Parts, limits: &Limits) -> CudaLinearKernel {
-    let is_affine = !weight.is_dense();
+    let is_of_experts = call.experts.is_some();
     let few_of_experts = FEW.max(FEW_PER_EXPERT * call.dims.experts);
-    let few = match (call.experts.is_some(), is_affine) {
-        (true, _) => few_of_experts,
-        (false, true) => FEW_AFFINE,
-        (false, false) => FEW,
-    };
+    // Rows that read W at once where other kernels do not take it, and where they do.
+    let few = if is_of_experts { few_of_experts } else { FEW };
+    let few_aligned = if is_of_experts || weight.is_dense() { few } else { FEW_AFFINE };
     let many = ManyChunks::new(call, weight, limits);
     if dequantise::suits(call, weight, limits, many.is_some()) {
         return CudaLinearKernel::Dequantise;
     }
-    // Blocks, and codes of 2, 3 and 5 bits.
-    if weight.format != 0 || !matches!(weight.bits, 0 | 4 | 6 | 8) {
-        let few = if call.experts.is_some() { few_of_experts } else { FEW };
-        return if call.rows <= few { CudaLinearKernel::Few } else { CudaLinearKernel::Tiles };
-    }
-    if call.rows > few
+    if call.rows > few_aligned
         && let Some(chunks) = many
     {
         return CudaLinearKernel::Many(chunks);
     }
-    // Few rows.
-    if (1..=few).contains(&call.rows) && rows::suits(call, weight) {
+    // Blocks, and codes of 2, 3 and 5 bits, have only the general kernels.
+    let has_others = weight.format == 0 && matches!(weight.bits, 0 | 4 | 6 | 8);
+    if has_others && (1..=few_aligned).contains(&call.rows) && rows::suits(call, weight) {
         if let Some(tiling) = BulkTiling::new(call, weight, limits) {
             return CudaLinearKernel::Bulk(tiling);
         }
@@ -69,11 +63,7 @@ pub(super) fn select(call: &Call, weight: &Parts, limits: &Limits) -> CudaLinear
         }
         return CudaLinearKernel::Rows(rows::tiling(call, weight, limits));
     }
-    // Everything else.
-    if call.rows <= if call.experts.is_some() { few_of_experts } else { FEW } {
-        return CudaLinearKernel::Few;
-    }
-    CudaLinearKernel::Tiles
+    if call.rows <= few { CudaLinearKernel::Few } else { CudaLinearKernel::Tiles }
 }
 
 impl CudaLinearKernel {
