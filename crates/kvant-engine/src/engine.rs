@@ -278,20 +278,13 @@ fn thread(name: &str, run: impl FnOnce() + Send + 'static) -> kvant_models::Resu
         .map_err(|error| kvant_models::Error::Unsupported { what: format!("thread {name}"), reason: error.to_string() })
 }
 
-/// Tokens behind its windows that a sequence may keep, as for drafts.
-const HELD: usize = 128;
-
 /// The pages of an engine.
 fn new_pool(model: &Model, options: &EngineOptions, context: usize) -> kvant_models::Result<KvPool> {
     let layers = model.cache_layers(options.k, options.v);
     let spec = kvant::PoolSpec::new(layers, options.memory.unwrap_or(0)).page_tokens(options.page_tokens);
     let spec = match options.memory {
         Some(_) => spec,
-        // A step's tokens are those of all sequences together.
-        None => {
-            let most_new = options.step_tokens.div_ceil(options.sequences).max(HELD);
-            spec.room_for(options.sequences, context, most_new)?
-        }
+        None => spec.room_for_steps(options.sequences, context, options.step_tokens)?,
     };
     Ok(KvPool::new(model.device(), &spec.host_bytes(options.host_memory))?)
 }

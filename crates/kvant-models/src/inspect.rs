@@ -137,16 +137,11 @@ impl Inspection {
     }
 }
 
-/// Tokens that each of many sequences can hold ([`Sequence::hold`](kvant::Sequence::hold)).
-const HELD: usize = 128;
-
 /// The pool of a decoder.
 pub(crate) fn pool_spec(spec: &DecoderSpec, options: &PoolOptions, pass_tokens: usize) -> Result<PoolSpec> {
     let PoolOptions { k, v, sequences, longest, page_tokens } = *options;
     let pool = PoolSpec::new(cache_layers(spec, k, v), 0).page_tokens(page_tokens);
-    // A pass has so many tokens of all sequences together. A sequence may also hold some that its windows have passed.
-    let most_new = pass_tokens.div_ceil(sequences.max(1)).max(HELD.min(pass_tokens));
-    Ok(pool.room_for(sequences, longest, most_new)?)
+    Ok(pool.room_for_steps(sequences, longest, pass_tokens)?)
 }
 
 /// The layers of a pool: the blocks with their own keys and values.

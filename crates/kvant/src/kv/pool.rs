@@ -62,6 +62,9 @@ pub struct PoolSpec {
     pub host_bytes: usize,
 }
 
+/// Tokens behind its windows that each of many sequences may hold.
+const HELD: usize = 128;
+
 impl PoolSpec {
     /// Layers and a budget in bytes for the pages of all of them. A page has 64 positions, and no host memory is used.
     pub fn new(layers: Vec<CacheLayer>, bytes: usize) -> PoolSpec {
@@ -86,6 +89,15 @@ impl PoolSpec {
         };
         let bytes = groups.iter().map(of_group).try_fold(0usize, |sum, bytes| sum.checked_add(bytes?));
         Ok(PoolSpec { bytes: bytes.ok_or(Error::Overflow { op: NAME, arg: "longest" })?, ..self })
+    }
+
+    /// As [`PoolSpec::room_for`], where a step has up to `step_tokens` tokens of all sequences together. Each sequence
+    /// may also [hold](Sequence::hold) some that its windows have passed.
+    ///
+    /// # Errors
+    /// As [`KvPool::new`].
+    pub fn room_for_steps(self, sequences: usize, longest: usize, step_tokens: usize) -> Result<PoolSpec> {
+        self.room_for(sequences, longest, step_tokens.div_ceil(sequences.max(1)).max(HELD))
     }
 }
 
