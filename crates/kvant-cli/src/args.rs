@@ -98,12 +98,12 @@ impl ActivationArgs {
         LoadOptions { activations, ..options }
     }
 
-    /// The cache type where none is given: the one that attention is fastest with.
-    pub fn kv(&self, device: &Device) -> Kv {
-        match self.dtype(device) {
+    /// The cache type: the one that was asked for, or the one that attention is fastest with.
+    pub fn kv(&self, device: &Device, asked: Option<Kv>) -> Kv {
+        asked.unwrap_or_else(|| match self.dtype(device) {
             DType::BF16 => Kv { k: Codec::BF16, v: Codec::BF16 },
             _ => Kv::F16,
-        }
+        })
     }
 
     /// Loads a checkpoint to run with these activations.

@@ -116,7 +116,7 @@ pub fn run(args: &ChatArgs) -> Result {
     sampling.top_p = args.top_p.unwrap_or(sampling.top_p);
     sampling.top_k = args.top_k.unwrap_or(sampling.top_k);
     sampling.seed = args.seed.unwrap_or_else(|| RandomState::new().hash_one(0));
-    let kv = args.kv.unwrap_or_else(|| args.activations.kv(&device));
+    let kv = args.activations.kv(&device, args.kv);
     let options = PoolOptions { k: kv.k, v: kv.v, longest: args.context, ..PoolOptions::default() };
     let load = args.activations.options(&device);
     memory::check(&files, &device, &Demand { pool: options, load, bytes: None, shorter: "--context" })?;

@@ -109,7 +109,7 @@ pub fn run(args: &GenerateArgs) -> Result {
     let sampling = sampling(args, &files)?;
     let (prompt_ids, parser) = prompt_ids(args, &files, &tokenizer, &prompt)?;
     let longest = prompt_ids.len().saturating_add(args.max_tokens as usize);
-    let kv = args.kv.unwrap_or_else(|| args.activations.kv(&device));
+    let kv = args.activations.kv(&device, args.kv);
     let options = PoolOptions { k: kv.k, v: kv.v, longest, ..PoolOptions::default() };
     let load = args.activations.options(&device);
     memory::check(&files, &device, &Demand { pool: options, load, bytes: None, shorter: "--max-tokens" })?;

@@ -5,7 +5,7 @@ use std::{net::TcpListener, path::PathBuf, str::FromStr, sync::Arc, time::Durati
 use kvant::Device;
 use kvant_engine::{Engine, EngineOptions};
 use kvant_models::{
-    Files, Inspection, PoolOptions, Sampling, Tokenizer,
+    Files, Inspection, LoadOptions, Model, PoolOptions, Sampling, Tokenizer,
     chat::{ChatTemplate, GenerationDefaults},
 };
 use kvant_server::{ApiKeys, Server, ServerOptions};
@@ -105,11 +105,11 @@ pub fn run(args: &ServeArgs) -> Result {
     let device = args.device.open()?;
     let tokenizer = Arc::new(Tokenizer::load_files(&files)?);
     let template = args.template(&files, &tokenizer)?;
-    let kv = args.kv.unwrap_or_else(|| args.activations.kv(&device));
-    args.check_memory(&files, &device, kv)?;
-    let model = args.activations.load(&files, &device)?;
-    let engine_options = args.engine_options(kv, model.pass_tokens());
-    let engine = Engine::start(model, tokenizer, engine_options)?;
+    let kv = args.activations.kv(&device, args.kv);
+    let load = args.load_options(&device);
+    args.check_memory(&files, &device, kv, load)?;
+    let model = Model::load_files(&files, &device, &load)?;
+    let engine = Engine::start(model, tokenizer, args.engine_options(kv, load.pass_tokens))?;
     let server = Server::new(engine, template, options);
     output::note(&format!("listening on http://{address}\n"))?;
     Ok(server.run(listener)?)
@@ -150,14 +150,21 @@ impl ServeArgs {
         if keys.is_empty() { Err(format!("{}: no key", path.display()).into()) } else { Ok(keys) }
     }
 
+    /// A pass of the model is a step of the engine. Steps longer than [`MOST_STEP`] would delay those who decode.
+    fn load_options(&self, device: &Device) -> LoadOptions {
+        let options = self.activations.options(device);
+        let decoding = self.max_sequences.saturating_mul(2 + self.drafts);
+        LoadOptions { pass_tokens: decoding.max(options.pass_tokens.min(MOST_STEP)), ..options }
+    }
+
     /// Refuses a model that does not fit, with the pages that the engine will make.
-    fn check_memory(&self, files: &Files, device: &Device, kv: Kv) -> Result {
+    fn check_memory(&self, files: &Files, device: &Device, kv: Kv, load: LoadOptions) -> Result {
         let longest = match self.context {
             Some(context) => context,
             None => Inspection::open(files)?.config.max_position_embeddings.unwrap_or(4096),
         };
         let pool = PoolOptions { k: kv.k, v: kv.v, sequences: self.max_sequences, longest, ..PoolOptions::default() };
-        let (load, bytes) = (self.activations.options(device), self.memory.map(|bytes| bytes.0));
+        let bytes = self.memory.map(|bytes| bytes.0);
         memory::check(files, device, &Demand { pool, load, bytes, shorter: "--context" })
     }
 
@@ -171,12 +178,11 @@ impl ServeArgs {
         ChatTemplate::new(&source, tokens).map(Some).map_err(|error| format!("{}: {error}", path.display()).into())
     }
 
-    /// `pass_tokens`: what the model takes in a pass. Longer steps than [`MOST_STEP`] would delay those who decode.
-    fn engine_options(&self, kv: Kv, pass_tokens: usize) -> EngineOptions {
+    fn engine_options(&self, kv: Kv, step_tokens: usize) -> EngineOptions {
         let options = EngineOptions::default()
             .kv(kv.k, kv.v)
             .sequences(self.max_sequences)
-            .step_tokens(self.max_sequences.saturating_mul(2 + self.drafts).max(pass_tokens.min(MOST_STEP)))
+            .step_tokens(step_tokens)
             .drafts(self.drafts)
             .queue(self.queue)
             .host_memory(self.host_cache.0);

@@ -160,7 +160,7 @@ pub fn run(args: &ModelArgs) -> Result {
     report.print(ModelLine { bytes: Some(model.weight_bytes()), ..load })?;
     let parts = Parts { model: &model, report: &report, budget };
     let cases = Cases::of(args, &model);
-    let default = [args.activations.kv(&device)];
+    let default = [args.activations.kv(&device, None)];
     for &kv in if args.kv.is_empty() { &default[..] } else { &args.kv } {
         for &tokens in &cases.prompts {
             parts.prompt(kv, tokens)?;
