@@ -384,34 +384,57 @@ fn many_rows_of_experts() {
         for (tokens, top_k, experts, expanded) in [(60, 2, 3, false), (300, 2, 3, true), (90, 4, 70, false)] {
             let (inputs, outputs) = (rng.pick(&[128, 384]), rng.pick(&[40, 131]));
             let (x_type, out_type) = (rng.pick(&FLOATS), rng.pick(&FLOATS));
-            let case = format!("{kind:?}, T {tokens}, top {top_k} of {experts}, {x_type} -> {out_type}");
-            let launch = |device: &Device| -> Result<Out> {
-                let mut rng = Rng::of(&case);
-                let w = Matrices::new(device, &mut rng, kind, &[experts, outputs], inputs)?;
-                let rows = if expanded { tokens * top_k } else { tokens };
-                let x = input(device, x_type, &rng.normals(rows * inputs), &[rows, inputs])?;
-                // Many rows choose the first, and none the second.
-                let mut choose = || match rng.below(2 * experts) {
-                    id if id >= experts || id == 1 => 0,
-                    id => id as u32,
-                };
-                let ids: Vec<u32> = (0..tokens * top_k).map(|_| choose()).collect();
-                let ids = indices(device, &ids, &[tokens, top_k])?;
-                let out = Out::new(device, out_type, &[tokens * top_k, outputs])?;
-                let experts = Some(Experts::new(&ids).expanded(expanded));
-                let args = Linear::new(&x, w.weight(), &out.tensor).experts(experts).alpha(0.5);
-                run(device, |enc| ops::linear(enc, &args))?;
-                Ok(out)
+            let case = ExpertCase { kind, tokens, top_k, experts, expanded, inputs, outputs, x_type, out_type };
+            // Many rows choose the first, and none the second.
+            let choose = |rng: &mut Rng| match rng.below(2 * experts) {
+                id if id >= experts || id == 1 => 0,
+                id => id as u32,
             };
             let launches = Launches::default();
-            launch(&gpu::cuda_device(launches.clone())).expect("it is launched");
+            case.launch(&gpu::cuda_device(launches.clone()), choose).expect("it is launched");
             let all = launches.all.lock().unwrap();
             assert!(all.iter().any(|launch| launch.contains("linear_many_sort")), "{case:?}: {all:?}");
-            let rows = if matches!(kind, Kind::Dense(_)) { 0 } else { tokens * top_k };
-            conform(&case, |device| {
-                Ok(vec![launch(device)?.close_within("out", Bound::of(out_type).of_rows(device, rows))?])
-            });
+            case.check(choose);
         }
+    }
+}
+
+/// A product of rows with the matrices of their experts.
+#[derive(Clone, Copy, Debug)]
+struct ExpertCase {
+    kind: Kind,
+    tokens: usize,
+    top_k: usize,
+    experts: usize,
+    expanded: bool,
+    inputs: usize,
+    outputs: usize,
+    x_type: DType,
+    out_type: DType,
+}
+
+impl ExpertCase {
+    fn launch(&self, device: &Device, choose: impl Fn(&mut Rng) -> u32) -> Result<Out> {
+        let ExpertCase { kind, tokens, top_k, experts, expanded, inputs, outputs, x_type, out_type } = *self;
+        let mut rng = Rng::of(format!("{self:?}"));
+        let w = Matrices::new(device, &mut rng, kind, &[experts, outputs], inputs)?;
+        let rows = if expanded { tokens * top_k } else { tokens };
+        let x = input(device, x_type, &rng.normals(rows * inputs), &[rows, inputs])?;
+        let ids: Vec<u32> = (0..tokens * top_k).map(|_| choose(&mut rng)).collect();
+        let ids = indices(device, &ids, &[tokens, top_k])?;
+        let out = Out::new(device, out_type, &[tokens * top_k, outputs])?;
+        let experts = Some(Experts::new(&ids).expanded(expanded));
+        let args = Linear::new(&x, w.weight(), &out.tensor).experts(experts).alpha(0.5);
+        run(device, |enc| ops::linear(enc, &args))?;
+        Ok(out)
+    }
+
+    fn check(&self, choose: impl Fn(&mut Rng) -> u32) {
+        let rows = if matches!(self.kind, Kind::Dense(_)) { 0 } else { self.tokens * self.top_k };
+        conform(format!("{self:?}"), |device| {
+            let bound = Bound::of(self.out_type).of_rows(device, rows);
+            Ok(vec![self.launch(device, &choose)?.close_within("out", bound)?])
+        });
     }
 }
 
@@ -427,22 +450,9 @@ fn experts() {
                 let step = kind.step().max(64);
                 let (inputs, outputs, experts) = (step * rng.pick(&[1, 3]), rng.pick(&[1, 5, 33]), 4);
                 let (x_type, out_type) = (rng.pick(&FLOATS), rng.pick(&FLOATS));
-                let case = format!("{kind:?}, expanded {expanded}, T {tokens}, top {top_k}, {x_type} -> {out_type}");
-                conform(&case, |device| {
-                    let mut rng = Rng::of(&case);
-                    let w = Matrices::new(device, &mut rng, kind, &[experts, outputs], inputs)?;
-                    let rows = if expanded { tokens * top_k } else { tokens };
-                    let x = input(device, x_type, &rng.normals(rows * inputs), &[rows, inputs])?;
-                    // Some experts are chosen by nobody.
-                    let ids: Vec<u32> = (0..tokens * top_k).map(|_| rng.pick(&[0, 1, 3])).collect();
-                    let ids = indices(device, &ids, &[tokens, top_k])?;
-                    let out = Out::new(device, out_type, &[tokens * top_k, outputs])?;
-                    let experts = Some(Experts::new(&ids).expanded(expanded));
-                    let args = Linear::new(&x, w.weight(), &out.tensor).experts(experts).alpha(0.5);
-                    run(device, |enc| ops::linear(enc, &args))?;
-                    let rows = if matches!(kind, Kind::Dense(_)) { 0 } else { tokens * top_k };
-                    Ok(vec![out.close_within("out", Bound::of(out_type).of_rows(device, rows))?])
-                });
+                // Some experts are chosen by nobody.
+                ExpertCase { kind, tokens, top_k, experts, expanded, inputs, outputs, x_type, out_type }
+                    .check(|rng| rng.pick(&[0, 1, 3]));
             }
         }
     }
