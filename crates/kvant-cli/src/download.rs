@@ -20,9 +20,10 @@ pub fn model(name: &HubName, cache: PathBuf) -> Result<PathBuf> {
             format!("{name}: not in the cache of Hugging Face's models, and HF_HUB_OFFLINE forbids downloads").into()
         );
     }
-    let mut builder = ApiBuilder::from_cache(Cache::new(cache)).with_retries(RETRIES);
-    builder =
-        builder.with_progress(std::io::stderr().is_terminal()).with_user_agent("kvant", env!("CARGO_PKG_VERSION"));
+    let mut builder = ApiBuilder::from_cache(Cache::new(cache))
+        .with_retries(RETRIES)
+        .with_progress(std::io::stderr().is_terminal())
+        .with_user_agent("kvant", env!("CARGO_PKG_VERSION"));
     if let Some(endpoint) = set("HF_ENDPOINT") {
         builder = builder.with_endpoint(endpoint.trim_end_matches('/').to_string());
     }
@@ -54,11 +55,11 @@ fn chosen(files: &[String], asked: Option<&str>) -> std::result::Result<Vec<Stri
     let mut files: Vec<&str> = files.iter().filter(is_plain).map(String::as_str).collect();
     files.sort_unstable();
     let with = |end: &str| files.iter().copied().filter(|file| file.ends_with(end)).collect::<Vec<_>>();
-    if asked.is_none() && files.contains(&"config.json") && !with(".safetensors").is_empty() {
+    let weights = with(".safetensors");
+    if asked.is_none() && files.contains(&"config.json") && !weights.is_empty() {
         // Some repositories have the weights a second time, as `consolidated.safetensors`.
-        let (named, all): (Vec<_>, _) = (with(".safetensors"), with(".safetensors"));
-        let named: Vec<_> = named.into_iter().filter(|file| file.starts_with("model")).collect();
-        let mut chosen = if named.is_empty() { all } else { named };
+        let named: Vec<_> = weights.iter().copied().filter(|file| file.starts_with("model")).collect();
+        let mut chosen = if named.is_empty() { weights } else { named };
         chosen.extend(with(".json").into_iter().filter(|&file| file != "config.json"));
         chosen.extend(with(".jinja"));
         chosen.push("config.json");
