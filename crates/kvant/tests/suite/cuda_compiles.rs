@@ -82,7 +82,7 @@ fn kernels_of_large_shapes_compile() -> Result<()> {
         }
     }
     for (bits, group, inputs) in
-        [(4, 32, 96), (4, 128, 256), (6, 64, 192), (6, 32, 96), (8, 32, 96), (8, 64, 192), (4, 64, 4096)]
+        [(4, 32, 96), (4, 128, 256), (6, 64, 192), (6, 32, 96), (8, 32, 96), (8, 64, 192), (4, 64, 4096), (4, 64, 5376)]
     {
         affine_products(&device, &mut enc, bits, group, inputs)?;
     }
@@ -296,7 +296,7 @@ fn write_many(device: &Device, enc: &mut Encoder, dtype: DType, head_dim: usize,
 /// One row and two of few outputs and of many, and of experts.
 fn affine_products(device: &Device, enc: &mut Encoder, bits: usize, group: usize, inputs: usize) -> Result<()> {
     let dtype = DType::BF16;
-    for outputs in [40, 2128, 9001] {
+    for outputs in [40, 2128, 9001, 43_008] {
         let codes = zeros(device, DType::U32, &[outputs, inputs * bits / 32])?;
         let scales = zeros(device, dtype, &[outputs, inputs / group])?;
         let weight =

@@ -51,9 +51,11 @@ impl BulkTiling {
     pub(super) fn new(call: &Call, weight: &Parts, limits: &Limits) -> Option<BulkTiling> {
         let (Some(scales), Some(biases)) = (weight.scales, weight.biases) else { return None };
         let (inputs, outputs) = (call.dims.inputs, call.dims.outputs);
-        let aligned = [weight.weight, scales, biases].into_iter().all(|t| t.byte_offset().is_multiple_of(16));
-        let factor_row = inputs / weight.group as usize * weight.dtype.size();
-        let whole = outputs > 0 && outputs.is_multiple_of(TILE) && factor_row.is_multiple_of(16);
+        // As they are copied.
+        let factors = if (inputs / weight.group as usize * weight.dtype.size()).is_multiple_of(16) { 16 } else { 8 };
+        let aligned = weight.weight.byte_offset().is_multiple_of(16)
+            && [scales, biases].into_iter().all(|tensor| tensor.byte_offset().is_multiple_of(factors));
+        let whole = outputs > 0 && outputs.is_multiple_of(TILE);
         if !limits.clusters || call.rows != 1 || call.experts.is_some() || !aligned || !whole {
             return None;
         }
@@ -67,15 +69,18 @@ impl BulkTiling {
         // The bytes of x and the scales of four spans fit into registers if they are few. Codes of 6 bits need all
         // warps.
         let few = weight.group >= 64 && weight.dtype.size() == 2;
-        let spans = match weight.bits {
-            4 if few && !short => [4, 4],
-            4 if few => [4, 2],
-            6 if few && !short && chunks(inputs, 4) == Some((1, WARPS)) => [4, 2],
-            8 if few && !short => [2, 4],
-            _ => [2, 2],
+        let spans: &[usize] = match weight.bits {
+            4 if few && !short => &[4, 3],
+            4 if few => &[4, 2],
+            6 if few && !short && chunks(inputs, 4) == Some((1, WARPS)) => &[4, 2],
+            8 if few && !short => &[2, 4],
+            _ => &[2],
         };
-        let shape = |spans| {
+        let shape = |&spans: &usize| {
             let (chunks, _) = chunks(inputs, spans)?;
+            if !takes_factors(weight, inputs, spans) {
+                return None;
+            }
             let items = tiles * chunks;
             let of = |stages| within(weight, inputs, [tiles, spans, stages]);
             if short {
@@ -88,7 +93,7 @@ impl BulkTiling {
             let fits = |shape: &BulkTiling| shape.bytes <= limits.threadgroup_bytes;
             (FEWEST_STAGES.min(items)..=most.min(items)).rev().filter_map(of).find(fits)
         };
-        spans.into_iter().find_map(shape)
+        spans.iter().find_map(shape)
     }
 
     /// The launch.
@@ -109,6 +114,13 @@ impl BulkTiling {
             .grid([call.dims.outputs.div_ceil(TILE * self.tiles), 1, 1], [(self.warps + 1) * WARP, 1, 1])
             .reads_ahead(&[1, 2, 3])
     }
+}
+
+/// Whether rows of scales can be copied by 8 or 16 bytes, and read by words, or 16 bytes where a part has as many.
+fn takes_factors(weight: &Parts, inputs: usize, spans: usize) -> bool {
+    let row = inputs / weight.group as usize * weight.dtype.size();
+    let of_part = spans * (SPAN / weight.group as usize).max(1) * weight.dtype.size();
+    of_part.is_multiple_of(4) && row.is_multiple_of(if of_part.is_multiple_of(16) { 16 } else { 8 })
 }
 
 /// How many parts of such a row a warp has, and how many warps there are; None if the row is not a whole number of

@@ -1,7 +1,7 @@
 // linear_bulk: linear (linear_generic.cu) for affine codes and one row, by bulk copies. Reading W is the limit.
 //
 // x is [inputs], f32, f16 or bf16; W is [outputs, inputs], codes of 4, 6 or 8 bits. Rows of W have a whole number of
-// PARTs, rows of scales and biases one of 16 bytes, and outputs are a multiple of 16.
+// PARTs, rows of scales and biases one of 8 bytes, and outputs are a multiple of 16.
 //
 // A block has up to TILES tiles of 16 outputs. Its warps divide the inputs: each has PART of them or, one after the
 // other, a part of each of CHUNKS. A warp converts its part of x to bytes once, and keeps them in registers as the B of
@@ -46,6 +46,8 @@ constexpr uint GROUPS = SPAN > GROUP ? SPAN / GROUP : 1;
 constexpr uint ROW_GROUPS = INPUTS / GROUP;
 constexpr uint FACTOR_SIZE = size_of(W_DTYPE);
 constexpr uint FACTOR_ROW = ROW_GROUPS * FACTOR_SIZE;
+// Bytes that are copied at a time.
+constexpr uint FACTOR_COPY = FACTOR_ROW % 16 == 0 ? 16 : 8;
 // Rows of them begin at different banks.
 constexpr uint FACTOR_PITCH = FACTOR_ROW + (FACTOR_ROW / 16 % 2 == 0 ? 16 : 0);
 constexpr uint FACTORS = ROWS * FACTOR_PITCH;
@@ -65,22 +67,23 @@ constexpr uint SUMS_AT = DIGITS_AT + WARPS * DIGITS * 4;
 constexpr uint BARRIERS_AT = SUMS_AT + WARPS * TILES * ROWS * 4;
 // bulk.rs computes the same sum.
 static_assert(BARRIERS_AT + STAGES * 16 == SHARED_BYTES, "linear: the shared memory that Rust asks for");
-static_assert(INPUTS % PART == 0 && WARPS <= PARTS && FACTOR_ROW % 16 == 0 && AHEAD <= STAGES, "linear: shapes that linear_bulk takes");
+static_assert(INPUTS % PART == 0 && WARPS <= PARTS && FACTOR_ROW % FACTOR_COPY == 0 && AHEAD <= STAGES, "linear: shapes that linear_bulk takes");
 
 // Begins to copy the rows of a tile in a chunk. All lanes of a warp call it.
 inline void begin_tile(const uchar *values, const uchar *scales, const uchar *biases, uint shared, uint full, uint slot, ulong first_row,
                 uint tile, uint chunk, uint lane) {
     const uint bytes = (CHUNKS == 1 ? WARPS : min(WARPS, PARTS - chunk * WARPS)) * PART_BYTES;
     if (chunk == 0) {
-        // Scales and biases of a tile are neighbours; 16 bytes a lane.
-        constexpr uint PIECES = FACTOR_ROW / 16;
+        // Scales and biases of a tile are neighbours.
+        constexpr uint PIECES = FACTOR_ROW / FACTOR_COPY;
         const uint to = shared + FACTORS_AT + (CHUNKS == 1 ? slot : tile) * 2 * FACTORS;
 #pragma unroll
         for (uint k = 0; k < 2; k++) {
             const uchar *from = (k == 0 ? scales : biases) + first_row * FACTOR_ROW;
 #pragma unroll 4
             for (uint i = lane; i < ROWS * PIECES; i += 32) {
-                copy_async<16>(to + k * FACTORS + i / PIECES * FACTOR_PITCH + i % PIECES * 16, from + i * 16, true);
+                copy_async<FACTOR_COPY>(to + k * FACTORS + i / PIECES * FACTOR_PITCH + i % PIECES * FACTOR_COPY,
+                                        from + i * FACTOR_COPY, true);
             }
         }
     }
@@ -101,8 +104,10 @@ inline void prefetch_tile(const uchar *values, const uchar *scales, const uchar 
     const uint bytes = (CHUNKS == 1 ? WARPS : min(WARPS, PARTS - chunk * WARPS)) * PART_BYTES;
     const uchar *from = values + first_row * W_ROW + chunk * CHUNK_BYTES;
     if (chunk == 0) {
-        prefetch_bulk(scales + first_row * FACTOR_ROW, ROWS * FACTOR_ROW);
-        prefetch_bulk(biases + first_row * FACTOR_ROW, ROWS * FACTOR_ROW);
+        // From a multiple of 16 bytes on.
+        const auto prefetch = [&](const uchar *from) { prefetch_bulk(from - reinterpret_cast<ulong>(from) % 16, ROWS * FACTOR_ROW); };
+        prefetch(scales + first_row * FACTOR_ROW);
+        prefetch(biases + first_row * FACTOR_ROW);
     }
     if (CHUNKS == 1) {
         prefetch_bulk(from, ROWS * W_ROW);
@@ -183,6 +188,7 @@ struct Factors {
     uint words[FACTOR_WORDS];
 
     inline void load(const uchar *at) {
+        static_assert(FACTOR_PITCH % (FACTOR_WORDS % 4 == 0 ? 16 : 8) == 0, "linear: factors begin where loads may");
         if constexpr (FACTOR_WORDS % 4 == 0) {
 #pragma unroll
             for (uint i = 0; i < FACTOR_WORDS; i += 4) {

@@ -271,13 +271,18 @@ fn one_row_in_equal_parts() {
     let mut rng = Rng::of("one row");
     for bits in [4, 6, 8] {
         for (inputs, outputs) in
-            [(256, 16), (512, 144), (512, 2128), (1536, 48), (4096, 32), (4608, 64), (5120, 16), (28_672, 16)]
+            [(256, 16), (512, 144), (512, 2128), (1536, 48), (2816, 48), (4096, 32), (4608, 64), (5120, 16), (28_672, 16)]
+                .into_iter()
+                // Parts of three spans.
+                .chain((bits == 4).then_some((13_056, 16)))
         {
             for group in [32, 64, 128] {
                 let scales = rng.pick(&FLOATS);
                 let (x, out) = (rng.pick(&FLOATS), rng.pick(&FLOATS));
-                // Scales of a row are multiples of 16 bytes.
-                if !(inputs / group * scales.size()).is_multiple_of(16) || (inputs * outputs > 1 << 18 && group != 64) {
+                // Scales of a row are multiples of 16 bytes, or of 8 where those of 256 inputs are 8 bytes or fewer.
+                let alignment = if 256 / group * scales.size() > 8 { 16 } else { 8 };
+                let whole = (inputs / group * scales.size()).is_multiple_of(alignment);
+                if !whole || (inputs * outputs > 1 << 17 && (group != 64 || inputs == 13_056 && scales == DType::F32)) {
                     continue;
                 }
                 let kind = Kind::Affine { bits, group, scales };
