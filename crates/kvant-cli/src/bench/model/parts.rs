@@ -81,12 +81,17 @@ impl Parts<'_> {
         }
         let (pool, mut ids) = (self.model.new_pool(&options)?, Ids(3));
         let mut sequences = vec![pool.sequence()];
-        self.model.feed(&mut sequences[0], &ids.take(self.model, context), Logits::Last)?;
+        // So that truncation finds the positions that windows have passed.
+        sequences[0].hold(BATCH_STEPS);
+        // The last token by itself: the pages that windows have passed go back with the next step.
+        let prompt = ids.take(self.model, context);
+        for tokens in [&prompt[..context - 1], &prompt[context - 1..]].into_iter().filter(|tokens| !tokens.is_empty()) {
+            self.model.feed(&mut sequences[0], tokens, Logits::Last)?;
+        }
         let pages = sequences[0].export()?;
         for _ in 1..count {
             sequences.push(pool.import(&pages)?);
         }
-        // So that truncation finds the positions that windows have passed.
         sequences.iter_mut().for_each(|sequence| sequence.hold(BATCH_STEPS));
         let mut decoder = BatchDecoder::new(self.model, &pool, count)?;
         let mut batch: Vec<(&mut Sequence, usize)> = sequences.iter_mut().map(|sequence| (sequence, 1)).collect();
