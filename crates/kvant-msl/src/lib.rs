@@ -307,7 +307,7 @@ impl Inner {
             return Ok(library.clone());
         }
         let text = text_of(source.name, || source.text.to_string());
-        let mut msl = msl_host::Source::new(source.name, &format!("{text}\n{}", source.assertions()));
+        let mut msl = msl_host::Source::new(source.name, &format!("{text}\n{}", source.assertions())).language(3, 0);
         for (name, text) in source.included_by(&text, &|header| text_of(header.name, header.text)) {
             msl = msl.header(name, &text);
         }

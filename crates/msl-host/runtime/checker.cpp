@@ -11,10 +11,18 @@
 #include <sys/mman.h>
 #include "state.h"
 
-static bool ordered(const State &s, const Fiber &f, const Trace &t, int space) {
+// The barriers that count for an access: those with the flag of its space; for a read, if the launch says so, all of them.
+struct Clock { uint32_t epoch, simd_epoch; };
+static Clock clock_of(const State &s, const Fiber &f, int space, bool read) {
+  const SimdGroup &g = s.groups[f.simdgroup];
+  if (read && s.launch->reads_end) return {s.any_epoch, g.any_epoch};
+  return {s.epoch[space], g.epoch[space]};
+}
+static bool ordered(const State &s, const Fiber &f, const Trace &t, int space, bool read) {
   if (t.serial != s.serial) return false;
-  if (t.thread == f.index || t.epoch != s.epoch[space]) return true;
-  return t.thread / SIMD_WIDTH == f.simdgroup && t.simd_epoch != s.groups[f.simdgroup].epoch[space];
+  Clock now = clock_of(s, f, space, read);
+  if (t.thread == f.index || t.epoch != now.epoch) return true;
+  return t.thread / SIMD_WIDTH == f.simdgroup && t.simd_epoch != now.simd_epoch;
 }
 // Does the trace belong to this dispatch, and, in threadgroup memory, to this threadgroup?
 static bool current(const State &s, const Trace &t, bool threadgroup) { return threadgroup ? t.serial == s.serial : t.serial >= s.first_serial; }
@@ -23,6 +31,7 @@ static bool current(const State &s, const Trace &t, bool threadgroup) { return t
 static bool private_memory(const State &s, const char *p) {
   if (p >= s.stacks && p < s.stacks + MAX_THREADS * (STACK + PAGE)) return true;
   if (p >= s.image[0] && p < s.image[1]) return true;
+  if (p >= absent && p < absent + ABSENT) return true;
   if (p >= s.thread_locals[0] && p < s.thread_locals[1]) return true;
   return p >= (const char *)&s && p < (const char *)(&s + 1);
 }
@@ -74,15 +83,16 @@ static void check(char *address, size_t bytes, Use use, uintptr_t pc) {
   const Fiber &f = s.fibers[s.current];
   int space = b->threadgroup ? 0 : 1;
   uint32_t short_pc = pc >= (uintptr_t)s.image[0] && pc < (uintptr_t)s.image[1] ? (uint32_t)(pc - (uintptr_t)s.image[0]) : 0;
-  Trace mine = {s.serial, s.epoch[space], s.groups[f.simdgroup].epoch[space], short_pc, (uint16_t)f.index, use.atomic};
+  Clock now = clock_of(s, f, space, !use.write);
+  Trace mine = {s.serial, now.epoch, now.simd_epoch, short_pc, (uint16_t)f.index, use.atomic};
   for (size_t i = 0; i < bytes; i++) {
     Cell &c = b->cells[offset + i];
     long byte = offset + (long)i - (long)within->offset;
     bool written = current(s, c.write, b->threadgroup);
-    if (written && !(use.atomic && c.write.atomic) && !ordered(s, f, c.write, space)) race(s, *b, pc, c.write, verb, "wrote", byte);
+    if (written && !(use.atomic && c.write.atomic) && !ordered(s, f, c.write, space, false)) race(s, *b, pc, c.write, verb, "wrote", byte);
     if (use.write) {
       for (Trace &r : c.read)
-        if (current(s, r, b->threadgroup) && !(use.atomic && r.atomic) && !ordered(s, f, r, space)) race(s, *b, pc, r, verb, "read", byte);
+        if (current(s, r, b->threadgroup) && !(use.atomic && r.atomic) && !ordered(s, f, r, space, true)) race(s, *b, pc, r, verb, "read", byte);
       c.write = mine;
       c.read[0].serial = c.read[1].serial = 0;
       continue;
@@ -92,7 +102,7 @@ static void check(char *address, size_t bytes, Use use, uintptr_t pc) {
     // A reader that is ordered before this one says nothing that this one does not.
     Trace *slot = nullptr;
     for (Trace &r : c.read)
-      if (!current(s, r, b->threadgroup) || ordered(s, f, r, space)) { slot = slot ? slot : &r; if (slot != &r) r.serial = 0; }
+      if (!current(s, r, b->threadgroup) || ordered(s, f, r, space, true)) { slot = slot ? slot : &r; if (slot != &r) r.serial = 0; }
     if (!slot && c.read[0].serial == c.read[1].serial && c.read[0].thread / SIMD_WIDTH == c.read[1].thread / SIMD_WIDTH &&
         (c.read[0].thread / SIMD_WIDTH != f.simdgroup || c.read[0].serial != s.serial))
       slot = &c.read[1];

@@ -56,6 +56,9 @@ static void on_signal(int signal, siginfo_t *info, void *context) {
     note(s, TIME_LIMIT, pc, *(uintptr_t *)registers.gregs[REG_RSP] - 1, "still running after %u ms of CPU time", s.launch->time_limit_ms);
   } else if (signal == SIGFPE) {
     note(s, ARITHMETIC, pc, 0, "integer division by zero, or of the smallest integer by -1");
+  } else if (info->si_code == SI_KERNEL && !address) {
+    // The processor has no address for these: an instruction for aligned vectors, or an address beyond 48 bits.
+    note(s, MISALIGNED, pc, 0, "a vector access that violates its alignment, or an access at an impossible address");
   } else {
     const char *verb = registers.gregs[REG_ERR] & 2 ? "write" : "read";
     const Fiber &f = s.fibers[s.current];
@@ -161,6 +164,11 @@ extern "C" void *__msl_threadgroup_variable(const void *key, unsigned long bytes
   s.variables.push_back({key, s.bounds.back(), s.serial});
   return base;
 }
+alignas(64) char absent[ABSENT];
+extern "C" void *__msl_absent(unsigned long bytes) {
+  if (bytes > ABSENT) fatal(*running, LIMIT, 0, "a parameter that does not exist has %lu bytes; msl-host has %zu", bytes, ABSENT);
+  return absent;
+}
 extern "C" void __msl_short_buffer(unsigned index, unsigned long bytes, unsigned long needed) {
   fatal(*running, OUT_OF_BOUNDS, 0, "buffer(%u) has %lu bytes, its parameter needs %lu", index, bytes, needed);
 }
@@ -195,6 +203,7 @@ extern "C" State *msl_state_new() {
     s->fibers[i].stack = s->stacks + i * (STACK + PAGE) + PAGE;
   }
   install_handlers();
+  memset(absent, 0xFF, ABSENT);
   return s;
 }
 extern "C" void msl_state_free(State *s) {
@@ -219,13 +228,13 @@ static void begin_threadgroup(State &s, uint32_t linear) {
   s.threads = size[0] * size[1] * size[2];
   s.simdgroups = (s.threads + SIMD_WIDTH - 1) / SIMD_WIDTH;
   s.at_barrier = 0;
-  s.epoch[0] = s.epoch[1] = 1;
+  s.epoch[0] = s.epoch[1] = s.any_epoch = 1;
   for (unsigned i = 0; i < s.simdgroups; i++) {
     SimdGroup &g = s.groups[i];
     g.first = i * SIMD_WIDTH;
     g.lanes = std::min(SIMD_WIDTH, s.threads - g.first);
     g.waiting = 0;
-    g.epoch[0] = g.epoch[1] = 1;
+    g.epoch[0] = g.epoch[1] = g.any_epoch = 1;
   }
   for (unsigned i = 0; i < s.threads; i++) {
     Fiber &f = s.fibers[i];

@@ -142,6 +142,7 @@ static bool settle(State &s, SimdGroup &g) {
   if (first->wait == Wait::SIMD_BARRIER && active == full) {
     if (first->operation & FLAG_THREADGROUP) g.epoch[0]++;
     if (first->operation & FLAG_DEVICE) g.epoch[1]++;
+    g.any_epoch++;
   }
   for (unsigned i = 0; i < g.lanes; i++)
     if (active >> i & 1) {
@@ -215,6 +216,7 @@ extern "C" __attribute__((noinline)) void __msl_threadgroup_barrier(unsigned fla
   s.at_barrier = 0;
   if (flags & FLAG_THREADGROUP) s.epoch[0]++;
   if (flags & FLAG_DEVICE) s.epoch[1]++;
+  s.any_epoch++;
   for (unsigned i = 0; i < s.threads; i++) set_ready(s, s.fibers[i]);
   yield_if_random(s);
 }

@@ -41,6 +41,7 @@ struct Fiber {
 struct SimdGroup {
   unsigned first, lanes, waiting;  // waiting: lanes that are not READY
   uint32_t epoch[2];               // of simdgroup barriers, [0] for threadgroup and [1] for device memory
+  uint32_t any_epoch;              // of all of them
   int parity;
   alignas(64) char slots[2][33 * 16];  // two sets: a fast lane may be at the next function while a slow one still reads
 };
@@ -68,7 +69,7 @@ struct State {
   Fiber fibers[MAX_THREADS];
   SimdGroup groups[MAX_THREADS / SIMD_WIDTH];
   unsigned threads, simdgroups, at_barrier;
-  uint32_t epoch[2];  // of threadgroup barriers
+  uint32_t epoch[2], any_epoch;  // of threadgroup barriers
   uint32_t serial, first_serial;
   char *stacks;
   void *signal_stack;
@@ -105,6 +106,10 @@ struct State {
   // Adds a finding (or counts it, if one of the same kind and place is there).
   void report(Kind kind, uintptr_t pc, uintptr_t other_pc, const char *format, va_list arguments);
 };
+
+// What a reference to a parameter that does not exist refers to.
+constexpr size_t ABSENT = 64 << 10;
+extern char absent[ABSENT];
 
 extern thread_local State *running;  // null outside of a dispatch
 

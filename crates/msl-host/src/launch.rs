@@ -171,6 +171,7 @@ pub struct Launch<'a> {
     pub(crate) threadgroup_bytes: Vec<(u32, usize)>,
     pub(crate) constants: Vec<(u32, Constant)>,
     pub(crate) allow_divergence: bool,
+    pub(crate) reads_end: bool,
     pub(crate) time_limit: Duration,
 }
 
@@ -184,6 +185,7 @@ impl<'a> Launch<'a> {
             threadgroup_bytes: Vec::new(),
             constants: Vec::new(),
             allow_divergence: false,
+            reads_end: false,
             time_limit: Duration::from_secs(60),
         }
     }
@@ -215,6 +217,13 @@ impl<'a> Launch<'a> {
     /// findings.
     pub fn allow_divergence(mut self) -> Launch<'a> {
         self.allow_divergence = true;
+        self
+    }
+
+    /// Lets a barrier without a memory flag order earlier reads before later writes, as it does on Apple's GPUs: a
+    /// value that was used was read. By default it orders no memory, as the specification says, and these are races.
+    pub fn reads_end_at_barriers(mut self) -> Launch<'a> {
+        self.reads_end = true;
         self
     }
 

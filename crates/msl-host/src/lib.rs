@@ -21,7 +21,7 @@
 //! | subject | items |
 //! |---|---|
 //! | compiler, memory | [`Host`], [`Memory`] |
-//! | a source and its compiled form | [`Source`], [`Library`], [`Kernel`], [`Build`] |
+//! | a source and its compiled form | [`Source`], [`Strictness`], [`Library`], [`Kernel`], [`Build`] |
 //! | a dispatch | [`Launch`], [`Buffer`], [`Access`], [`Constant`], [`Grid`], [`Schedule`], [`Stats`] |
 //! | errors | [`Error`], [`Diagnostic`] (compiling), [`Findings`], [`Finding`], [`Kind`] (running) |
 //!
@@ -45,6 +45,7 @@ mod report;
 mod rewrite;
 mod runtime;
 mod source;
+mod spaces;
 mod toolchain;
 
 pub use error::{Diagnostic, Error, Result};
@@ -53,5 +54,5 @@ pub use launch::{Access, Buffer, Constant, Grid, Launch, Schedule, Stats};
 pub use library::Library;
 pub use parse::{Argument, ArgumentKind, Kernel};
 pub use report::{Finding, Findings, Kind, Location, Thread};
-pub use source::Source;
+pub use source::{Source, Strictness};
 pub use toolchain::Build;

@@ -12,9 +12,9 @@ use crate::lexer::Tokens;
 use crate::lint;
 use crate::parse::{self, ArgumentKind, FunctionConstant, Kernel};
 use crate::report::{Findings, Lines};
-use crate::rewrite::rewrite;
+use crate::rewrite::{Pass, rewrite};
 use crate::runtime::{RawExtent, RawLaunch, Region, WRITE};
-use crate::source::Source;
+use crate::source::{Source, Strictness};
 use crate::toolchain::Build;
 
 /// Metal's limits.
@@ -50,13 +50,22 @@ impl Library {
         let tokens = Tokens::new(&text);
         let mut unit = parse::parse(&tokens).map_err(|d| refused(vec![d]))?;
         parse::instantiate_all(&tokens, &mut unit, &source.instantiations).map_err(|d| refused(vec![d]))?;
-        let unqualified = lint::missing_qualifiers(&tokens, &unit);
-        if !unqualified.is_empty() {
-            return Err(refused(unqualified));
+        if !source.only.is_empty() {
+            parse::select(&tokens, &mut unit, &source.only).map_err(|d| refused(vec![d]))?;
         }
-        let rewritten = rewrite(&tokens, &unit).map_err(|d| refused(vec![d]))?;
-        shared.toolchain.check_types(&name, &rewritten)?;
-        let path = shared.toolchain.compile(&name, &rewritten, build, &shared.runtime_path)?;
+        if source.strictness == Strictness::Strict && !unit.unnumbered.is_empty() {
+            return Err(refused(unit.unnumbered));
+        }
+        let rewritten = |pass| rewrite(&tokens, &unit, pass).map_err(|d| refused(vec![d]));
+        if source.strictness != Strictness::Trusted {
+            let unqualified = lint::missing_qualifiers(&tokens, &unit);
+            if !unqualified.is_empty() {
+                return Err(refused(unqualified));
+            }
+            shared.toolchain.check_types(source, &rewritten(Pass::Typed)?)?;
+        }
+        let rewritten = rewritten(Pass::Run)?;
+        let path = shared.toolchain.compile(source, &rewritten, build, &shared.runtime_path)?;
         // SAFETY: the library was just compiled from a source that has no static initialisers but constants.
         let loaded =
             unsafe { libloading::Library::new(&path) }.map_err(|source| Error::Load { path: path.clone(), source })?;
@@ -114,6 +123,7 @@ impl Library {
             total,
             schedule: code,
             allow_divergence: u32::from(launch.allow_divergence),
+            reads_end: u32::from(launch.reads_end),
             seed,
             time_limit_ms: u32::try_from(launch.time_limit.as_millis()).unwrap_or(u32::MAX).max(1),
         };

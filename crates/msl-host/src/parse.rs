@@ -63,6 +63,12 @@ pub(crate) struct Unit {
     pub constant_statements: Vec<usize>,
     pub derived_statements: Vec<usize>,
     pub kernel_statements: Vec<usize>,
+    /// The functions of `kernel_statements`.
+    pub kernel_functions: Vec<String>,
+    /// Statements `template [[host_name("x")]] ...`: index and name.
+    pub instantiation_statements: Vec<(usize, String)>,
+    /// Parameters without an attribute.
+    pub unnumbered: Vec<Diagnostic>,
 }
 
 const BUILTINS: &[&str] = &[
@@ -150,9 +156,14 @@ pub(crate) fn parse(t: &Tokens<'_>) -> Result<Unit, Diagnostic> {
     for index in 0..unit.statements.len() {
         let s = unit.statements[index].clone();
         if t.is_word(s.first, "template") && !t.is(s.first + 1, b'<') {
-            instantiations.extend(instantiation(t, &s)?.map(|(name, function)| (s.first, name, function)));
+            if let Some((name, function)) = instantiation(t, &s)? {
+                unit.instantiation_statements.push((index, name.clone()));
+                instantiations.push((s.first, name, function));
+            }
         } else if let Some((kernel, template)) = kernel(t, &s)? {
             unit.kernel_statements.push(index);
+            unit.kernel_functions.push(kernel.function.clone());
+            unit.unnumbered.extend(unnumbered(t, &s));
             templates.push(kernel.clone());
             if !template {
                 unit.kernels.push(kernel);
@@ -196,6 +207,17 @@ pub(crate) fn instantiate_all(t: &Tokens<'_>, unit: &mut Unit, wanted: &[(String
     Ok(())
 }
 
+/// Limits the unit to the kernels of these names.
+pub(crate) fn select(t: &Tokens<'_>, unit: &mut Unit, wanted: &[String]) -> Result<(), Diagnostic> {
+    for name in wanted {
+        if !unit.kernels.iter().any(|k| &k.name == name) {
+            return Err(t.diagnostic(0, format!("the source has no kernel `{name}`")));
+        }
+    }
+    unit.kernels.retain(|k| wanted.contains(&k.name));
+    Ok(())
+}
+
 /// `template [[host_name("x")]] [[kernel]] void f<float>(...)` or `decltype(f<float>) f<float>`: the name and
 /// `f<float>`.
 fn instantiation(t: &Tokens<'_>, s: &Statement) -> Result<Option<(String, String)>, Diagnostic> {
@@ -224,24 +246,39 @@ fn instantiation(t: &Tokens<'_>, s: &Statement) -> Result<Option<(String, String
 fn kernel(t: &Tokens<'_>, s: &Statement) -> Result<Option<(Kernel, bool)>, Diagnostic> {
     let Some((body, _)) = s.body else { return Ok(None) };
     let bare = outside(t, s.first, body, |i| t.is_word(i, "kernel"));
-    let attribute = attributes(t, s.first, body).into_iter().any(|(a, b)| b - a == 5 && t.is_word(a + 2, "kernel"));
+    // `[[kernel]]`, or `[[kernel, max_total_threads_per_threadgroup(64)]]`.
+    let attribute = attributes(t, s.first, body)
+        .into_iter()
+        .any(|(a, b)| t.split(a + 2, b - 2).iter().any(|&(p, q)| q == p + 1 && t.is_word(p, "kernel")));
     if bare.is_none() && !attribute {
         return Ok(None);
     }
-    // The parameter list: a parenthesis after a word, outside of attributes and of the template's head.
-    let start =
-        if t.is_word(s.first, "template") { t.close_angle(s.first + 1).map_or(s.first, |i| i + 1) } else { s.first };
-    let open = outside(t, start, body, |i| t.is(i, b'(') && i > start && t.word(i - 1).is_some());
     let bad = |what: &str| t.diagnostic(s.first, format!("cannot read this kernel: {what}"));
-    let open = open.ok_or_else(|| bad("no parameter list"))?;
-    let close = t.close(open).ok_or_else(|| bad("unbalanced parameter list"))?;
+    let (open, close) = parameter_list(t, s).ok_or_else(|| bad("no parameter list"))?;
     let name = t.str(open - 1).to_string();
     let mut arguments = Vec::new();
     for (a, b) in t.split(open + 1, close) {
         arguments.push(argument(t, a, b).map_err(|what| t.diagnostic(a, format!("kernel {name}: {what}")))?);
     }
+    number(&mut arguments).map_err(|what| bad(&what))?;
     let function = format!("{}{name}", s.namespace);
     Ok(Some((Kernel { name, arguments, function }, t.is_word(s.first, "template"))))
+}
+
+/// The parameters of a kernel that leave their index to Metal.
+fn unnumbered(t: &Tokens<'_>, s: &Statement) -> Vec<Diagnostic> {
+    let Some((open, close)) = parameter_list(t, s) else { return Vec::new() };
+    let without = t.split(open + 1, close).into_iter().filter(|&(a, b)| attributes(t, a, b).is_empty());
+    without.map(|(a, b)| t.diagnostic(a, format!("`{}` has no attribute that binds it", t.range(a, b)))).collect()
+}
+
+/// The parentheses of a kernel's parameters: after a word, outside of attributes and of the template's head.
+fn parameter_list(t: &Tokens<'_>, s: &Statement) -> Option<(usize, usize)> {
+    let body = s.body?.0;
+    let start =
+        if t.is_word(s.first, "template") { t.close_angle(s.first + 1).map_or(s.first, |i| i + 1) } else { s.first };
+    let open = outside(t, start, body, |i| t.is(i, b'(') && i > start && t.word(i - 1).is_some())?;
+    Some((open, t.close(open)?))
 }
 
 fn argument(t: &Tokens<'_>, a: usize, b: usize) -> Result<Argument, String> {
@@ -269,8 +306,44 @@ fn argument(t: &Tokens<'_>, a: usize, b: usize) -> Result<Argument, String> {
             }
         }
     }
-    let kind = kind.ok_or(format!("parameter `{name}` has no attribute that binds it"))?;
+    let spaced = |space: &str| (a..end).any(|i| t.is_word(i, space));
+    let kind = match kind {
+        Some(kind) => kind,
+        // Without an attribute, a pointer or a reference gets an index; see `number`.
+        None if spaced("threadgroup") => ArgumentKind::Threadgroup(UNNUMBERED),
+        None if spaced("device") || spaced("constant") => ArgumentKind::Buffer(UNNUMBERED),
+        None => return Err(format!("parameter `{name}` has no attribute that binds it")),
+    };
     Ok(Argument { name, kind, only_if })
+}
+
+/// The index of a parameter that has no attribute, until `number` sees all parameters.
+const UNNUMBERED: u32 = u32::MAX;
+
+/// Gives parameters without an index, in order, the lowest ones that no other parameter has, as Metal does.
+fn number(arguments: &mut [Argument]) -> Result<(), String> {
+    fn index(kind: &mut ArgumentKind) -> Option<(usize, &mut u32)> {
+        match kind {
+            ArgumentKind::Buffer(index) => Some((0, index)),
+            ArgumentKind::Threadgroup(index) => Some((1, index)),
+            ArgumentKind::Builtin(_) => None,
+        }
+    }
+    // One bit per index, of buffers and of threadgroup memory.
+    let mut taken = [0u32; 2];
+    for (space, index) in arguments.iter_mut().filter_map(|a| index(&mut a.kind)) {
+        taken[space] |= 1u32.checked_shl(*index).unwrap_or(0);
+    }
+    for (space, index) in arguments.iter_mut().filter_map(|a| index(&mut a.kind)) {
+        if *index == UNNUMBERED {
+            *index = taken[space].trailing_ones();
+            if *index > 30 {
+                return Err("more than 31 buffers".into());
+            }
+            taken[space] |= 1 << *index;
+        }
+    }
+    Ok(())
 }
 
 /// `constant T name [[function_constant(n)]];`
@@ -285,9 +358,23 @@ fn function_constant(t: &Tokens<'_>, s: &Statement) -> Result<Option<FunctionCon
     if !s.namespace.is_empty() {
         return Err(bad("declare it outside of namespaces"));
     }
-    let index = t.range(a + 4, b - 3).parse().map_err(|_| bad("its index must be a plain number"))?;
+    let index = sum(t, a + 4, b - 3).ok_or_else(|| bad("its index must be a number or a sum of numbers"))?;
     let name = t.word(a - 1).ok_or_else(|| bad("no name"))?.to_string();
-    Ok(Some(FunctionConstant { index, name, kind: t.range(s.first + 1, a - 1).to_string() }))
+    let kind = (s.first + 1..a - 1).filter(|&i| !t.is_word(i, "const")).map(|i| t.str(i)).collect::<Vec<_>>().join(" ");
+    Ok(Some(FunctionConstant { index, name, kind }))
+}
+
+/// The value of `100 + 20 + 3`, without parentheses.
+fn sum(t: &Tokens<'_>, a: usize, b: usize) -> Option<u32> {
+    let mut total = 0u32;
+    for i in a..b {
+        if (i - a).is_multiple_of(2) {
+            total = total.checked_add(t.str(i).parse().ok()?)?;
+        } else if !t.is(i, b'+') {
+            return None;
+        }
+    }
+    ((b - a) % 2 == 1).then_some(total)
 }
 
 /// `constant T name = ...;` that depends on a function constant, directly or through another such constant.

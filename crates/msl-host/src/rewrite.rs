@@ -7,6 +7,7 @@
 //! | `(float4)a`, `(T)a` | `metal::__cast<...>(a)` |
 //! | `(device float4 *)p` | `metal::__pointer_cast<device float4 *>(p)` |
 //! | `threadgroup float s[64];` in a kernel | a typedef, and a reference to memory of the runtime |
+//! | `0.5` | `0.5f`: MSL has no double |
 //! | `constant T x [[function_constant(n)]];` | a macro of `glue.h` |
 
 use std::collections::HashSet;
@@ -14,6 +15,7 @@ use std::collections::HashSet;
 use crate::error::Diagnostic;
 use crate::lexer::{TokenKind, Tokens};
 use crate::parse::{ArgumentKind, Unit, attributes, outside};
+use crate::spaces;
 
 struct Edit {
     start: usize,
@@ -56,9 +58,28 @@ impl Edits<'_, '_> {
     }
 }
 
+/// The purpose of a rewritten source.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Pass {
+    /// clang checks its types, of which address spaces are a part.
+    Typed,
+    /// clang compiles it; address spaces are plain pointers.
+    Run,
+}
+
 /// The rewritten source, with an entry point for each kernel at its end.
-pub(crate) fn rewrite(t: &Tokens<'_>, unit: &Unit) -> Result<String, Diagnostic> {
+pub(crate) fn rewrite(t: &Tokens<'_>, unit: &Unit, pass: Pass) -> Result<String, Diagnostic> {
     let mut edits = Edits { t, list: Vec::new() };
+    match pass {
+        Pass::Typed => spaces::member_qualifiers(t).for_each(|i| edits.replace(i, i + 1, " ")),
+        Pass::Run => {
+            spaces::constant_constructors(t).into_iter().for_each(|i| edits.replace(i, i + 1, " "));
+            for (a, b) in spaces::twins(t, unit) {
+                edits.replace(a, b, " ");
+            }
+        }
+    }
+    unselected(&mut edits, unit);
     constants(&mut edits, unit);
     for (a, b) in attributes(t, 0, t.len()) {
         if !(a..b).any(|i| t.is_word(i, "maybe_unused")) {
@@ -71,7 +92,24 @@ pub(crate) fn rewrite(t: &Tokens<'_>, unit: &Unit) -> Result<String, Diagnostic>
         }
     }
     types(&mut edits);
+    literals(&mut edits);
     Ok(format!("#include \"msl_host.h\"\n{}\n#line 1 \"entry points\"\n{}", edits.apply(), entries(unit)))
+}
+
+/// Removes the kernels and the instantiations that the unit does not have (see `parse::select`).
+fn unselected(edits: &mut Edits<'_, '_>, unit: &Unit) {
+    for (index, name) in &unit.instantiation_statements {
+        if !unit.kernels.iter().any(|k| &k.name == name) {
+            edits.replace(unit.statements[*index].first, unit.statements[*index].last, " ");
+        }
+    }
+    for (&index, function) in unit.kernel_statements.iter().zip(&unit.kernel_functions) {
+        let s = &unit.statements[index];
+        let template = edits.t.is_word(s.first, "template");
+        if !template && !unit.kernels.iter().any(|k| &k.function == function) {
+            edits.replace(s.first, s.last, " ");
+        }
+    }
 }
 
 fn constants(edits: &mut Edits<'_, '_>, unit: &Unit) {
@@ -123,11 +161,36 @@ fn threadgroup_variables(
     Ok(())
 }
 
+/// Floating-point literals without a suffix are floats.
+fn literals(edits: &mut Edits<'_, '_>) {
+    let t = edits.t;
+    for i in 0..t.len() {
+        let text = t.str(i);
+        let hexadecimal = text.starts_with("0x") || text.starts_with("0X");
+        let exponent: &[char] = if hexadecimal { &['p', 'P'] } else { &['e', 'E'] };
+        let real = t.list[i].kind == TokenKind::Number && (text.contains('.') || text.contains(exponent));
+        if real && text.ends_with(|c: char| c.is_ascii_digit() || c == '.') {
+            edits.insert(i + 1, "f");
+        }
+    }
+}
+
 fn builtin_vector(word: &str) -> bool {
     word.strip_suffix(['2', '3', '4']).is_some_and(|base| {
         matches!(
             base,
-            "float" | "half" | "bfloat" | "char" | "uchar" | "short" | "ushort" | "int" | "uint" | "long" | "ulong"
+            "bool"
+                | "float"
+                | "half"
+                | "bfloat"
+                | "char"
+                | "uchar"
+                | "short"
+                | "ushort"
+                | "int"
+                | "uint"
+                | "long"
+                | "ulong"
         )
     })
 }
@@ -157,7 +220,7 @@ fn types(edits: &mut Edits<'_, '_>) {
         if word == "vec" && t.is(at + 1, b'<') {
             t.close_angle(at + 1).map(|c| c + 1)
         } else {
-            (builtin_vector(word) || aliases.contains(word)).then_some(at + 1)
+            (builtin_vector(word) || matches!(word, "half" | "bfloat") || aliases.contains(word)).then_some(at + 1)
         }
     };
     for i in 0..t.len() {
@@ -192,7 +255,10 @@ fn types(edits: &mut Edits<'_, '_>) {
             continue;
         }
         let qualified = before.is_some_and(|b| {
-            t.any(b, b".:") || (t.is(b, b'>') && b > 0 && t.is(b - 1, b'-')) || t.is_word(b, "operator")
+            t.is(b, b'.')
+                || (t.is(b, b':') && b > 0 && t.is(b - 1, b':'))
+                || (t.is(b, b'>') && b > 0 && t.is(b - 1, b'-'))
+                || t.is_word(b, "operator")
         });
         // `thread T (&x)[8]` and `T (*f)(int)` declare; `T(*p)` converts.
         let declares = t.is(end + 1, b'&')
@@ -303,7 +369,7 @@ mod tests {
     fn rewritten(text: &str) -> String {
         let tokens = Tokens::new(text);
         let unit = parse(&tokens).expect("parses");
-        rewrite(&tokens, &unit).expect("rewrites")
+        rewrite(&tokens, &unit, Pass::Run).expect("rewrites")
     }
 
     #[test]
@@ -314,6 +380,8 @@ mod tests {
             ("x = (float4)(half4)a;", "x = metal::__cast<float4>(metal::__cast<half4>(a));"),
             ("x = *(device float4 *)(p + i);", "x = *metal::__pointer_cast<device float4 *>((p + i));"),
             ("x = (float4)as_type<half4>(a) < b;", "x = metal::__cast<float4>(as_type<half4>(a)) < b;"),
+            ("x = 0.5 * 1e-3 + 1. - 0x1p-2 + 2.5h + 1.0f;", "x = 0.5f * 1e-3f + 1.f - 0x1p-2f + 2.5h + 1.0f;"),
+            ("x = c ? a : half4(b);", "x = c ? a : metal::__make<half4>(b);"),
             ("x = (a) * b; y = sizeof(float4) * 2;", "x = (a) * b; y = sizeof(float4) * 2;"),
             (
                 "x = metal::float4(vec<T, 2>(1), 2);",
@@ -402,7 +470,8 @@ mod tests {
             let Ok(mut unit) = parse(&tokens) else { continue };
             let _ = instantiate_all(&tokens, &mut unit, &[("a".into(), "f<3>".into())]);
             missing_qualifiers(&tokens, &unit);
-            if let Ok(out) = rewrite(&tokens, &unit) {
+            for pass in [Pass::Typed, Pass::Run] {
+                let Ok(out) = rewrite(&tokens, &unit, pass) else { continue };
                 let lines = |s: &str| s.matches('\n').count();
                 let entries = entries(&unit);
                 assert_eq!(lines(&out), lines(&text) + 3 + lines(&entries), "{text}");

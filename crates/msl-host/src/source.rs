@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use crate::error::{Error, Result};
 
 /// A `.metal` source with its headers, macros and additional instantiations.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub struct Source {
     pub(crate) name: String,
     pub(crate) text: String,
@@ -13,12 +13,41 @@ pub struct Source {
     pub(crate) include_dirs: Vec<PathBuf>,
     pub(crate) defines: Vec<(String, String)>,
     pub(crate) instantiations: Vec<(String, String)>,
+    pub(crate) only: Vec<String>,
+    pub(crate) strictness: Strictness,
+    pub(crate) language: (u32, u32),
+    pub(crate) unaligned: bool,
+}
+
+/// What a source must satisfy to compile.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Strictness {
+    /// Every pointer has an address space, address spaces are part of the types, and clang has no warnings. For your
+    /// own kernels: Apple's compiler refuses what breaks the first two rules.
+    #[default]
+    Strict,
+    /// As [`Strictness::Strict`], without warnings.
+    Typed,
+    /// The source only has to compile without address spaces. For kernels that Apple's compiler has accepted: the other
+    /// levels do not know member functions with an address space.
+    Trusted,
 }
 
 impl Source {
     /// A source from a string. Reports show `name` as the file name.
     pub fn new(name: &str, text: &str) -> Source {
-        Source { name: name.into(), text: text.into(), ..Source::default() }
+        Source {
+            name: name.into(),
+            text: text.into(),
+            headers: Vec::new(),
+            include_dirs: Vec::new(),
+            defines: Vec::new(),
+            instantiations: Vec::new(),
+            only: Vec::new(),
+            strictness: Strictness::Strict,
+            language: (3, 1),
+            unaligned: false,
+        }
     }
 
     /// A source from a file. Headers are found in the file's directory.
@@ -57,5 +86,28 @@ impl Source {
     pub fn instantiate(mut self, host_name: &str, function: &str) -> Source {
         self.instantiations.push((host_name.into(), function.into()));
         self
+    }
+
+    /// Compiles only these kernels of the source. All of hundreds of instantiations take minutes.
+    pub fn only<N: Into<String>>(mut self, kernels: impl IntoIterator<Item = N>) -> Source {
+        self.only.extend(kernels.into_iter().map(Into::into));
+        self
+    }
+
+    /// Sets what the source must satisfy. The default is [`Strictness::Strict`].
+    pub fn strictness(self, strictness: Strictness) -> Source {
+        Source { strictness, ..self }
+    }
+
+    /// Allows accesses that violate the alignment of their types. The specification leaves them undefined, and they are
+    /// findings by default; some kernels rely on GPUs that do not mind.
+    pub fn unaligned(self) -> Source {
+        Source { unaligned: true, ..self }
+    }
+
+    /// Sets the version of the Metal language, as the runtime requests it of Apple's compiler. The default is 3.1, the
+    /// first with `bfloat`.
+    pub fn language(self, major: u32, minor: u32) -> Source {
+        Source { language: (major, minor), ..self }
     }
 }

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use crate::error::{Diagnostic, Error, Result};
+use crate::source::{Source, Strictness};
 
 /// The build of a kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -24,7 +25,9 @@ const INCLUDE: &[(&str, &str)] = &[
     ("msl/math.h", include_str!("../include/msl/math.h")),
     ("msl/sync.h", include_str!("../include/msl/sync.h")),
     ("msl/atomic.h", include_str!("../include/msl/atomic.h")),
+    ("msl/columns.h", include_str!("../include/msl/columns.h")),
     ("msl/matrix.h", include_str!("../include/msl/matrix.h")),
+    ("msl/internals.h", include_str!("../include/msl/internals.h")),
     ("msl/glue.h", include_str!("../include/msl/glue.h")),
 ];
 const RUNTIME: &[(&str, &str)] = &[
@@ -67,7 +70,13 @@ const STANDARD: &[&str] = &[
     "metal_type_traits",
     "metal_quadgroup",
     "metal_pack",
+    "metal_matrix",
+    "metal_uniform",
+    "metal_array",
 ];
+
+/// Headers of what is not simulated.
+const REFUSED: &[&str] = &["metal_tensor", "MetalPerformancePrimitives/MetalPerformancePrimitives.h"];
 
 /// Options of every compilation.
 ///
@@ -83,8 +92,6 @@ const COMMON: &[&str] = &[
     "-nostdinc",
     "-nostdinc++",
     "-D__METAL__=1",
-    "-D__METAL_VERSION__=310",
-    "-D__HAVE_BFLOAT__=1",
     "-Xclang",
     "-ffloat16-excess-precision=none",
     "-Xclang",
@@ -108,16 +115,9 @@ const COMMON: &[&str] = &[
     "-Wno-duplicate-decl-specifier",
     "-Wno-pass-failed",
 ];
-const TYPED: &[&str] = &[
-    "-DMSL_TYPED",
-    "-fsyntax-only",
-    "-Wall",
-    "-Wextra",
-    "-Werror",
-    "-Wno-unused-parameter",
-    "-Wno-unused-function",
-    "-Wno-unused-const-variable",
-];
+const TYPED: &[&str] = &["-DMSL_TYPED", "-fsyntax-only"];
+const WARNINGS: &[&str] =
+    &["-Wall", "-Wextra", "-Werror", "-Wno-unused-parameter", "-Wno-unused-function", "-Wno-unused-const-variable"];
 const PLAIN: &[&str] = &["-O2", "-w", "-gline-tables-only", "-fPIC", "-ftrivial-auto-var-init=pattern"];
 const CHECKER: &[&str] = &[
     "-O1",
@@ -133,6 +133,9 @@ const CHECKER: &[&str] = &[
     "-tsan-instrument-read-before-write=1",
     "-fsanitize=bounds,alignment,integer-divide-by-zero",
 ];
+
+/// No instruction that traps on an address which is not a multiple of the type's alignment, and no check of it.
+const UNALIGNED: [&str; 2] = ["-fmax-type-align=1", "-fno-sanitize=alignment"];
 
 /// A compiler, and a directory for its results.
 #[derive(Debug)]
@@ -161,7 +164,8 @@ impl Toolchain {
             return Err(Error::NoClang { tried });
         };
         let cache = cache_folder();
-        let hash = hash(INCLUDE.iter().flat_map(|(name, text)| [*name, *text]).chain(STANDARD.iter().copied()));
+        let hash =
+            hash(INCLUDE.iter().flat_map(|(name, text)| [*name, *text]).chain(STANDARD.iter().chain(REFUSED).copied()));
         let include = cache.join(format!("include-{hash}"));
         let toolchain = Toolchain { clang, version, cache, include };
         for (name, text) in INCLUDE {
@@ -169,6 +173,10 @@ impl Toolchain {
         }
         for name in STANDARD {
             write_once(&toolchain.include.join("stub").join(name), "")?;
+        }
+        for name in REFUSED {
+            let text = format!("#error \"<{name}> is not supported by msl-host: Metal's tensors are not simulated\"\n");
+            write_once(&toolchain.include.join("stub").join(name), &text)?;
         }
         Ok(toolchain)
     }
@@ -214,9 +222,9 @@ impl Toolchain {
     }
 
     /// The source after the preprocessor, with `# line "file"` markers.
-    pub fn preprocess(&self, source: &crate::Source) -> Result<String> {
+    pub fn preprocess(&self, source: &Source) -> Result<String> {
         let mut command = Command::new(&self.clang);
-        command.arg("-E").args(COMMON).arg("-I").arg(self.include.join("stub"));
+        command.arg("-E").args(COMMON).args(language(source)).arg("-I").arg(self.include.join("stub"));
         let mut own_headers = None;
         if !source.headers.is_empty() {
             let dir = self.cache.join(format!(
@@ -238,6 +246,9 @@ impl Toolchain {
         }
         let input = format!("#line 1 \"{}\"\n{}", source.name, source.text);
         let text = self.expect(command.arg("-"), &source.name, Some(&input))?;
+        // Unrolling takes clang minutes, and its factors may be macros, which the preprocessor leaves in a pragma.
+        let loops = |line: &str| line.starts_with("#pragma unroll") || line.starts_with("#pragma clang loop");
+        let text = text.lines().map(|line| if loops(line) { "" } else { line }).collect::<Vec<_>>().join("\n");
         // Line markers name headers as the source does, not by their temporary paths.
         Ok(match own_headers {
             Some(folder) => text.replace(&folder, "\""),
@@ -246,38 +257,45 @@ impl Toolchain {
     }
 
     /// Checks the types of a rewritten source, including address spaces.
-    pub fn check_types(&self, name: &str, text: &str) -> Result<()> {
+    pub fn check_types(&self, source: &Source, text: &str) -> Result<()> {
+        let language = language(source);
+        let warnings = if source.strictness == Strictness::Strict { WARNINGS } else { &["-w"] };
         let mark = self.cache.join(format!(
             "typed-{}",
             hash(
                 [text, &self.version, file_name(&self.include).as_str()]
                     .into_iter()
-                    .chain(COMMON.iter().copied())
-                    .chain(TYPED.iter().copied())
+                    .chain(COMMON.iter().chain(TYPED).chain(warnings).copied())
+                    .chain(language.iter().map(String::as_str))
             )
         ));
         if mark.exists() {
             return Ok(());
         }
         let mut command = Command::new(&self.clang);
-        command.args(COMMON).args(TYPED).arg("-I").arg(&self.include).arg("-");
+        command.args(COMMON).args(&language).args(TYPED).args(warnings).arg("-I").arg(&self.include).arg("-");
         let (success, output) = self.communicate(&mut command, Some(text))?;
         if !success {
             let found = diagnostics(&output.1, &self.include);
             let real: Vec<Diagnostic> =
                 found.into_iter().filter(|d| !d.copies_across_spaces).map(|d| d.diagnostic).collect();
             if !real.is_empty() {
-                return Err(Error::Compile { name: name.into(), diagnostics: real });
+                return Err(Error::Compile { name: source.name.clone(), diagnostics: real });
             }
         }
         write_once(&mark, "")
     }
 
     /// Compiles a rewritten source to a shared object that is linked to the runtime.
-    pub fn compile(&self, name: &str, text: &str, build: Build, runtime: &Path) -> Result<PathBuf> {
+    pub fn compile(&self, source: &Source, text: &str, build: Build, runtime: &Path) -> Result<PathBuf> {
+        let (name, mut language) = (&source.name, language(source));
+        if source.unaligned {
+            language.extend(UNALIGNED.map(String::from));
+        }
         let options = if build == Build::Plain { PLAIN } else { CHECKER };
         let key = [text, &self.version, &file_name(&self.include), &file_name(runtime)];
-        let hash = hash(key.into_iter().chain(COMMON.iter().copied()).chain(options.iter().copied()));
+        let options_key = COMMON.iter().chain(options).copied().chain(language.iter().map(String::as_str));
+        let hash = hash(key.into_iter().chain(options_key));
         let stem: String = name.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '_' }).collect();
         let library = self.cache.join(format!("{stem}-{hash}.so"));
         if library.exists() {
@@ -285,7 +303,16 @@ impl Toolchain {
         }
         let (object, scratch) = (Scratch::beside(&library.with_extension("o")), Scratch::beside(&library));
         let mut command = Command::new(&self.clang);
-        command.args(COMMON).args(options).arg("-I").arg(&self.include).arg("-c").arg("-o").arg(&object.0).arg("-");
+        command
+            .args(COMMON)
+            .args(options)
+            .args(&language)
+            .arg("-I")
+            .arg(&self.include)
+            .arg("-c")
+            .arg("-o")
+            .arg(&object.0)
+            .arg("-");
         self.expect(&mut command, name, Some(text))?;
         let mut link = Command::new(&self.clang);
         link.arg("-shared").arg("-o").arg(&scratch.0).arg(&object.0).arg(runtime).arg("-lm").arg("-Wl,-z,now");
@@ -328,6 +355,16 @@ impl Toolchain {
         let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
         Ok((output.status.success(), (text(&output.stdout), text(&output.stderr))))
     }
+}
+
+/// The version of the language as Metal tells it to the source. `bfloat` came with 3.1.
+fn language(source: &Source) -> Vec<String> {
+    let (major, minor) = source.language;
+    let mut options = vec![format!("-D__METAL_VERSION__={}", major * 100 + minor * 10)];
+    if (major, minor) >= (3, 1) {
+        options.push("-D__HAVE_BFLOAT__=1".into());
+    }
+    options
 }
 
 /// `MSL_HOST_CACHE`, or `msl-host` in the target directory of this program, or in the temporary directory.

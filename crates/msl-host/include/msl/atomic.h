@@ -2,14 +2,27 @@
 // atomics do not race with each other, but an atomic and a plain access of the same bytes do.
 #pragma once
 #pragma clang system_header
-#include "math.h"
+#include "sync.h"
 
-enum memory_order { memory_order_relaxed };
+// The orders change nothing here, where one thread runs at a time.
+enum memory_order { memory_order_relaxed, memory_order_acquire, memory_order_release, memory_order_acq_rel, memory_order_seq_cst };
+enum thread_scope { thread_scope_thread, thread_scope_simdgroup, thread_scope_threadgroup, thread_scope_device };
 
 namespace metal {
 
 using ::memory_order;
 using ::memory_order_relaxed;
+using ::memory_order_acquire;
+using ::memory_order_release;
+using ::memory_order_acq_rel;
+using ::memory_order_seq_cst;
+using ::thread_scope;
+using ::thread_scope_thread;
+using ::thread_scope_simdgroup;
+using ::thread_scope_threadgroup;
+using ::thread_scope_device;
+
+inline void atomic_thread_fence(mem_flags, memory_order, thread_scope = thread_scope_device) {}
 
 template <class T> struct atomic { T value; };
 typedef atomic<uint> atomic_uint;

@@ -28,6 +28,8 @@ unsigned __msl_lane(void);
 unsigned __msl_active(void);  // the lanes that took part in this thread's last SIMD-group function
 // The threadgroup variable that `key` stands for, poisoned at the start of every threadgroup.
 void *__msl_threadgroup_variable(const void *key, unsigned long bytes, const char *name);
+// Poison, for a reference to a parameter that a function constant removes.
+void *__msl_absent(unsigned long bytes);
 // A buffer is smaller than the struct that a reference parameter promises.
 void __msl_short_buffer(unsigned index, unsigned long bytes, unsigned long needed);
 // Checker build: an atomic operation (0 load, 1 store, 2 read-modify-write).

@@ -15,7 +15,9 @@ template <int N> struct __at_buffer {
   template <class A> static A get(const MslContext *c) {
     if constexpr (__referent<A>::reference) {
       using T = typename __referent<A>::type;
-      if (c->buffer[N] && c->buffer_bytes[N] < sizeof(T)) __msl_short_buffer(N, c->buffer_bytes[N], sizeof(T));
+      // It does not exist, but the compiler may read it before the kernel decides not to.
+      if (!c->buffer[N]) return *(T *)__msl_absent(sizeof(T));
+      if (c->buffer_bytes[N] < sizeof(T)) __msl_short_buffer(N, c->buffer_bytes[N], sizeof(T));
       return *(T *)(uintptr_t)c->buffer[N];
     } else return (A)(uintptr_t)c->buffer[N];
   }

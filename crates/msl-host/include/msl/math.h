@@ -1,6 +1,6 @@
 // Math, integer, relational and geometric functions. One overload per type, so that calls with mixed types are
-// ambiguous here as they are in MSL. half and bfloat functions compute in float and round once. fast:: and precise::
-// are the same functions.
+// ambiguous here as they are in MSL. half functions compute in float
+// and round once. Metal has none of bfloat, which converts to float. fast:: and precise:: are the same functions.
 #pragma once
 #pragma clang system_header
 #include "types.h"
@@ -10,7 +10,6 @@ namespace metal {
 #define MSL_UNARY(name, expr)                                                        \
   inline float name(float x) { return expr; }                                        \
   inline half name(half h_) { float x = (float)h_; return (half)(expr); }            \
-  inline bfloat name(bfloat b_) { float x = (float)b_; return (bfloat)(expr); }      \
   template <class T, int N> inline vec<T, N> name(vec<T, N> v) {                     \
     vec<T, N> r;                                                                     \
     for (int i = 0; i < N; i++) r[i] = name(v[i]);                                   \
@@ -27,6 +26,9 @@ MSL_UNARY(rsqrt, (float)(1.0 / __builtin_sqrt((double)x)))
 MSL_UNARY(sin, __builtin_sinf(x))
 MSL_UNARY(cos, __builtin_cosf(x))
 MSL_UNARY(tan, __builtin_tanf(x))
+MSL_UNARY(sinpi, (float)__builtin_sin((double)3.14159265358979323846l * (double)x))
+MSL_UNARY(cospi, (float)__builtin_cos((double)3.14159265358979323846l * (double)x))
+MSL_UNARY(tanpi, (float)__builtin_tan((double)3.14159265358979323846l * (double)x))
 MSL_UNARY(asin, __builtin_asinf(x))
 MSL_UNARY(acos, __builtin_acosf(x))
 MSL_UNARY(atan, __builtin_atanf(x))
@@ -50,13 +52,13 @@ MSL_UNARY(sign, x > 0.0f ? 1.0f : x < 0.0f ? -1.0f : x == 0.0f ? x : 0.0f)
 #define MSL_BINARY(name, expr)                                                                                        \
   inline float name(float x, float y) { return expr; }                                                                \
   inline half name(half a_, half b_) { float x = (float)a_, y = (float)b_; return (half)(expr); }                     \
-  inline bfloat name(bfloat a_, bfloat b_) { float x = (float)a_, y = (float)b_; return (bfloat)(expr); }             \
   template <class T, int N> inline vec<T, N> name(vec<T, N> a, vec<T, N> b) {                                         \
     vec<T, N> r;                                                                                                      \
     for (int i = 0; i < N; i++) r[i] = name(a[i], b[i]);                                                              \
     return r;                                                                                                         \
   }                                                                                                                   \
-  template <class T, int N> inline vec<T, N> name(vec<T, N> a, typename __vector<vec<T, N>>::Element b) { return name(a, (vec<T, N>)b); }
+  template <class T, int N> inline vec<T, N> name(vec<T, N> a, typename __vector<vec<T, N>>::Element b) { return name(a, (vec<T, N>)b); } \
+  template <class T, int N> inline vec<T, N> name(typename __vector<vec<T, N>>::Element a, vec<T, N> b) { return name((vec<T, N>)a, b); }
 MSL_BINARY(pow, __builtin_powf(x, y))
 MSL_BINARY(powr, __builtin_powf(x, y))
 MSL_BINARY(fmod, __builtin_fmodf(x, y))
@@ -109,7 +111,6 @@ inline int abs(int x) { return x < 0 ? -x : x; }
 inline long abs(long x) { return x < 0 ? -x : x; }
 inline float abs(float x) { return fabs(x); }
 inline half abs(half x) { return fabs(x); }
-inline bfloat abs(bfloat x) { return fabs(x); }
 template <class T, int N> inline vec<T, N> abs(vec<T, N> v) {
   vec<T, N> r;
   for (int i = 0; i < N; i++) r[i] = abs(v[i]);
@@ -118,7 +119,6 @@ template <class T, int N> inline vec<T, N> abs(vec<T, N> v) {
 
 inline float clamp(float x, float low, float high) { return min(max(x, low), high); }
 inline half clamp(half x, half low, half high) { return min(max(x, low), high); }
-inline bfloat clamp(bfloat x, bfloat low, bfloat high) { return min(max(x, low), high); }
 template <class T, int N> inline vec<T, N> clamp(vec<T, N> x, vec<T, N> low, vec<T, N> high) { return min(max(x, low), high); }
 template <class T, int N> inline vec<T, N> clamp(vec<T, N> x, typename __vector<vec<T, N>>::Element low, typename __vector<vec<T, N>>::Element high) {
   return min(max(x, (vec<T, N>)low), (vec<T, N>)high);
@@ -126,11 +126,11 @@ template <class T, int N> inline vec<T, N> clamp(vec<T, N> x, typename __vector<
 
 template <class T> inline T min3(T a, T b, T c) { return min(min(a, b), c); }
 template <class T> inline T max3(T a, T b, T c) { return max(max(a, b), c); }
+template <class T> inline T median3(T a, T b, T c) { return max(min(a, b), min(max(a, b), c)); }
 
 // The product of two halves is exact in double, and so is nearly every sum; bfloats likewise.
 inline float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 inline half fma(half a, half b, half c) { return (half)__builtin_fma((double)a, (double)b, (double)c); }
-inline bfloat fma(bfloat a, bfloat b, bfloat c) { return (bfloat)__builtin_fmaf((float)a, (float)b, (float)c); }
 template <class T, int N> inline vec<T, N> fma(vec<T, N> a, vec<T, N> b, vec<T, N> c) {
   vec<T, N> r;
   for (int i = 0; i < N; i++) r[i] = fma(a[i], b[i], c[i]);
@@ -168,13 +168,15 @@ inline bool signbit(float x) { return __builtin_signbit(x); }
 inline bool isnan(half x) { return __builtin_isnan((float)x); }
 inline bool isinf(half x) { return __builtin_isinf((float)x); }
 inline bool isfinite(half x) { return __builtin_isfinite((float)x); }
-inline bool isnan(bfloat x) { return __builtin_isnan((float)x); }
-inline bool isinf(bfloat x) { return __builtin_isinf((float)x); }
-inline bool isfinite(bfloat x) { return __builtin_isfinite((float)x); }
 
 // A comparison of vectors gives clang a vector of integers, all ones for true.
 template <class T> inline T select(T a, T b, bool c) { return c ? b : a; }
 template <class T, int N, class M> inline vec<T, N> select(vec<T, N> a, vec<T, N> b, vec<M, N> c) {
+  vec<T, N> r;
+  for (int i = 0; i < N; i++) r[i] = c[i] ? b[i] : a[i];
+  return r;
+}
+template <class T, int N> inline vec<T, N> select(vec<T, N> a, vec<T, N> b, __bools<N> c) {
   vec<T, N> r;
   for (int i = 0; i < N; i++) r[i] = c[i] ? b[i] : a[i];
   return r;
@@ -189,11 +191,20 @@ template <class T, int N> inline bool all(vec<T, N> v) {
   for (int i = 0; i < N; i++) if (!v[i]) return false;
   return true;
 }
+template <int N> inline bool any(__bools<N> v) {
+  for (int i = 0; i < N; i++) if (v[i]) return true;
+  return false;
+}
+template <int N> inline bool all(__bools<N> v) {
+  for (int i = 0; i < N; i++) if (!v[i]) return false;
+  return true;
+}
 
 #define MSL_USING(X) \
-  X(exp) X(exp2) X(exp10) X(log) X(log2) X(log10) X(sqrt) X(rsqrt) X(sin) X(cos) X(tan) X(asin) X(acos) X(atan) X(atan2) X(sinh) X(cosh) X(tanh)       \
+  X(exp) X(exp2) X(exp10) X(log) X(log2) X(log10) X(sqrt) X(rsqrt) X(sin) X(cos) X(tan) X(sinpi) X(cospi) X(tanpi) X(asin) X(acos) X(atan) X(atan2) X(sinh) X(cosh) X(tanh) X(asinh) X(acosh) X(atanh) \
   X(fabs) X(abs) X(floor) X(ceil) X(trunc) X(rint) X(round) X(fract) X(saturate) X(sign) X(pow) X(powr) X(fmod) X(fmin) X(fmax) X(min) X(max) X(clamp) \
-  X(divide) X(fma) X(dot) X(length) X(distance) X(normalize) X(sincos) X(isnan) X(isinf) X(isfinite)
+  X(divide) X(fma) X(dot) X(length) X(distance) X(normalize) X(sincos) X(isnan) X(isinf) X(isfinite) \
+  X(copysign) X(fdim) X(min3) X(max3) X(ldexp) X(frexp) X(modf)
 #define MSL_ONE(name) using metal::name;
 namespace precise { MSL_USING(MSL_ONE) }
 namespace fast { MSL_USING(MSL_ONE) }

@@ -111,6 +111,23 @@ MSL_SHUFFLE(quad_shuffle_xor, 12, __from<T>(slots, lane ^ (by & 3u)))
 MSL_SHUFFLE(quad_shuffle_down, 13, (lane & 3u) + by < 4 ? __from<T>(slots, lane + by) : v)
 MSL_SHUFFLE(quad_shuffle_up, 14, (lane & 3u) >= by ? __from<T>(slots, lane - by) : v)
 #undef MSL_SHUFFLE
+// As simd_shuffle_down and _up within parts of `modulo` lanes; lanes from outside of the part come from `fill`,
+// cyclically.
+#define MSL_FILL(name, id, from, fill_from)                                                                        \
+  template <class T> MSL_INLINE T name(T v, T fill, ushort by, ushort modulo = 32, MSL_SITE) {                     \
+    static_assert(sizeof(T) <= 8, "SIMD-group functions with a fill take values of at most 8 bytes");              \
+    char both[16];                                                                                                 \
+    __builtin_memcpy(both, &v, sizeof v);                                                                          \
+    __builtin_memcpy(both + 8, &fill, sizeof v);                                                                   \
+    const char *slots = __msl_simd(both, 16, __op_shuffle + id, nullptr, site);                                    \
+    int lane = (int)(__msl_lane() % modulo), first = (int)(__msl_lane() - __msl_lane() % modulo), at = from;       \
+    bool inside = at >= 0 && at < (int)modulo;                                                                     \
+    unsigned source = (unsigned)(first + (inside ? at : fill_from));                                               \
+    return source < 32 && (__msl_active() >> source & 1) ? __slot<T>(slots + (inside ? 0 : 8), source) : __poison<T>(); \
+  }
+MSL_FILL(simd_shuffle_and_fill_down, 16, lane + by, at - (int)modulo)
+MSL_FILL(simd_shuffle_and_fill_up, 17, lane - by, at + (int)modulo)
+#undef MSL_FILL
 template <class T> MSL_INLINE T simd_broadcast_first(T v, MSL_SITE) {
   MSL_VALUE;
   const char *slots = __msl_simd(&v, sizeof v, __op_shuffle + 7, nullptr, site);

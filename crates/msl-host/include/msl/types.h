@@ -6,7 +6,7 @@ typedef unsigned char uchar;
 typedef unsigned short ushort;
 typedef unsigned int uint;
 typedef unsigned long ulong;
-typedef signed char int8_t;
+typedef char int8_t;
 typedef short int16_t;
 typedef int int32_t;
 typedef long int64_t;
@@ -70,6 +70,8 @@ constexpr bfloat operator""bf(unsigned long long x) { return (bfloat)(float)x; }
 #endif
 #define thread
 #define kernel
+#define METAL_FUNC inline __attribute__((always_inline))
+#define METAL_CONST static constant constexpr const
 
 #define FLT_MAX __FLT_MAX__
 #define FLT_MIN __FLT_MIN__
@@ -109,22 +111,116 @@ namespace metal {
 
 template <class T, int N> using vec = T __attribute__((ext_vector_type(N)));
 
+// A vector of bools has a byte for each: clang's own has a bit. Comparisons of vectors give clang's vectors of
+// integers, all ones for true, which convert to it.
+template <int N> struct __bools;
+#define MSL_BOOLS(N, MEMBERS)                                                                \
+  template <> struct __bools<N> {                                                                  \
+    bool MEMBERS;                                                                                  \
+    __bools() = default;                                                                           \
+    __bools(bool b) { for (int i = 0; i < N; i++) (*this)[i] = b; }                                \
+    template <class T> __bools(vec<T, N> v) { for (int i = 0; i < N; i++) (*this)[i] = v[i]; } \
+    bool &operator[](int i) { return (&x)[i]; }                                                    \
+    bool operator[](int i) const { return (&x)[i]; }                                               \
+    __bools operator!() const { __bools r; for (int i = 0; i < N; i++) r[i] = !(*this)[i]; return r; }           \
+    __bools operator&(__bools b) const { for (int i = 0; i < N; i++) b[i] = b[i] && (*this)[i]; return b; }      \
+    __bools operator|(__bools b) const { for (int i = 0; i < N; i++) b[i] = b[i] || (*this)[i]; return b; }      \
+    __bools operator&&(__bools b) const { return *this & b; }                                      \
+    __bools operator||(__bools b) const { return *this | b; }                                      \
+    __bools operator==(__bools b) const { for (int i = 0; i < N; i++) b[i] = b[i] == (*this)[i]; return b; }     \
+    __bools operator!=(__bools b) const { return !(*this == b); }                                  \
+  };
+#define MSL_MEMBERS2 x, y
+#define MSL_MEMBERS3 x, y, z
+#define MSL_MEMBERS4 x, y, z, w
+MSL_BOOLS(2, MSL_MEMBERS2)
+MSL_BOOLS(3, MSL_MEMBERS3)
+MSL_BOOLS(4, MSL_MEMBERS4)
+#undef MSL_BOOLS
+typedef __bools<2> bool2;
+typedef __bools<3> bool3;
+typedef __bools<4> bool4;
+
 // Type traits, of which clang's builtins do the work.
 template <class V> struct __vector { static constexpr int count = 1; using Element = V; };
 template <class T, int N> struct __vector<T __attribute__((ext_vector_type(N)))> { static constexpr int count = N; using Element = T; };
-template <class A, class B> constexpr bool is_same_v = __is_same(A, B);
-template <class A, class B> struct is_same { static constexpr bool value = __is_same(A, B); };
+template <int N> struct __vector<__bools<N>> { static constexpr int count = N; using Element = bool; };
+template <class T, T V> struct integral_constant {
+  static constexpr T value = V;
+  using value_type = T;
+  using type = integral_constant;
+  constexpr operator T() const { return V; }
+};
+template <bool B> using bool_constant = integral_constant<bool, B>;
+using true_type = bool_constant<true>;
+using false_type = bool_constant<false>;
 template <bool B, class T = void> struct enable_if {};
 template <class T> struct enable_if<true, T> { using type = T; };
 template <bool B, class T = void> using enable_if_t = typename enable_if<B, T>::type;
 template <bool B, class T, class F> struct conditional { using type = T; };
 template <class T, class F> struct conditional<false, T, F> { using type = F; };
 template <bool B, class T, class F> using conditional_t = typename conditional<B, T, F>::type;
-template <class T> constexpr bool is_integral_v = __is_integral(T);
-template <class T> constexpr bool is_floating_point_v = __is_floating_point(T) || __is_same(T, half) || __is_same(T, bfloat);
-template <class T, T V> struct integral_constant { static constexpr T value = V; };
-using true_type = integral_constant<bool, true>;
-using false_type = integral_constant<bool, false>;
+
+#define MSL_TRANSFORM(name, from, to)                                        \
+  template <class T> struct name { using type = T; };                        \
+  template <class T> struct name<from> { using type = to; };                 \
+  template <class T> using name##_t = typename name<T>::type;
+MSL_TRANSFORM(remove_const, const T, T)
+MSL_TRANSFORM(remove_volatile, volatile T, T)
+MSL_TRANSFORM(remove_pointer, T *, T)
+#undef MSL_TRANSFORM
+template <class T> struct remove_reference { using type = T; };
+template <class T> struct remove_reference<T &> { using type = T; };
+template <class T> struct remove_reference<T &&> { using type = T; };
+template <class T> using remove_reference_t = typename remove_reference<T>::type;
+template <class T> struct remove_cv { using type = remove_volatile_t<remove_const_t<T>>; };
+template <class T> using remove_cv_t = typename remove_cv<T>::type;
+template <class T> struct remove_addrspace { using type = T; };
+template <class T> struct remove_addrspace<T __attribute__((address_space(1)))> { using type = T; };
+template <class T> struct remove_addrspace<T __attribute__((address_space(2)))> { using type = T; };
+template <class T> struct remove_addrspace<T __attribute__((address_space(3)))> { using type = T; };
+template <class T> using remove_addrspace_t = typename remove_addrspace<T>::type;
+template <class T> struct decay { using type = __decay(T); };
+template <class T> using decay_t = typename decay<T>::type;
+template <class T> struct make_signed { using type = __make_signed(T); };
+template <class T> using make_signed_t = typename make_signed<T>::type;
+template <class T> struct make_unsigned { using type = __make_unsigned(T); };
+template <class T> using make_unsigned_t = typename make_unsigned<T>::type;
+template <class T> struct underlying_type { using type = __underlying_type(T); };
+template <class T> using underlying_type_t = typename underlying_type<T>::type;
+
+#define MSL_TRAIT(name, expr)                                                \
+  template <class T> struct name : bool_constant<(expr)> {};                 \
+  template <class T> constexpr bool name##_v = (expr);
+#define MSL_TRAIT2(name, expr)                                               \
+  template <class A, class B> struct name : bool_constant<(expr)> {};        \
+  template <class A, class B> constexpr bool name##_v = (expr);
+template <class T> constexpr bool __is_small_float = __is_same(remove_cv_t<T>, half) || __is_same(remove_cv_t<T>, bfloat);
+MSL_TRAIT(is_void, __is_void(T))
+MSL_TRAIT(is_integral, __is_integral(T))
+MSL_TRAIT(is_floating_point, __is_floating_point(T) || __is_small_float<T>)
+MSL_TRAIT(is_arithmetic, __is_arithmetic(T) || __is_small_float<T>)
+MSL_TRAIT(is_scalar, __is_scalar(T) || __is_small_float<T>)
+MSL_TRAIT(is_signed, __is_signed(T) || __is_small_float<T>)
+MSL_TRAIT(is_unsigned, __is_unsigned(T))
+MSL_TRAIT(is_pointer, __is_pointer(T))
+MSL_TRAIT(is_reference, __is_reference(T))
+MSL_TRAIT(is_array, __is_array(T))
+MSL_TRAIT(is_const, __is_const(T))
+MSL_TRAIT(is_enum, __is_enum(T))
+MSL_TRAIT(is_class, __is_class(T))
+MSL_TRAIT(is_union, __is_union(T))
+MSL_TRAIT(is_trivial, __is_trivial(T))
+MSL_TRAIT(is_trivially_copyable, __is_trivially_copyable(T))
+MSL_TRAIT(is_standard_layout, __is_standard_layout(T))
+MSL_TRAIT2(is_same, __is_same(A, B))
+MSL_TRAIT2(is_base_of, __is_base_of(A, B))
+MSL_TRAIT2(is_convertible, __is_convertible(A, B))
+MSL_TRAIT2(is_assignable, __is_assignable(A, B))
+template <class T, class... A> struct is_constructible : bool_constant<__is_constructible(T, A...)> {};
+template <class T, class... A> constexpr bool is_constructible_v = __is_constructible(T, A...);
+#undef MSL_TRAIT
+#undef MSL_TRAIT2
 
 template <class T> struct numeric_limits;
 #define MSL_LIMITS(T, LOWEST, MIN, MAX)                    \
@@ -148,22 +244,38 @@ MSL_LIMITS(long, -LONG_MAX - 1, -LONG_MAX - 1, LONG_MAX)
 MSL_LIMITS(ulong, 0, 0, ULONG_MAX)
 #undef MSL_LIMITS
 
+// A scalar's conversion; clang has none between half and bfloat.
+template <class V, class A> constexpr V __convert(A a) {
+  if constexpr (__is_small_float<V> && __is_small_float<A>) return (V)(float)a;
+  else return (V)a;
+}
+// Element by element: clang 19 fails on some vectors of bfloat.
+template <class V, class A> constexpr V __convert_vector(A a) {
+  V v{};
+  for (int i = 0; i < __vector<V>::count; i++) v[i] = __convert<typename __vector<V>::Element>(a[i]);
+  return v;
+}
+
 // Construction: float4(a, b, c, d), float4(s), float4(half4), float4(float2, float2), ...
 template <class V, class A> inline void __append(V &v, int &at, A a) {
-  if constexpr (__vector<A>::count == 1) v[at++] = (typename __vector<V>::Element)a;
+  if constexpr (__vector<A>::count == 1) v[at++] = __convert<typename __vector<V>::Element>(a);
   else
-    for (int i = 0; i < __vector<A>::count; i++) v[at++] = (typename __vector<V>::Element)a[i];
+    for (int i = 0; i < __vector<A>::count; i++) v[at++] = __convert<typename __vector<V>::Element>(a[i]);
 }
-template <class V> inline V __make() { return V{}; }
-template <class V, class A> inline V __make(A a) {
-  if constexpr (__vector<V>::count == 1) return (V)a;
-  else if constexpr (__vector<A>::count == 1) return (V)(typename __vector<V>::Element)a;
+template <class V> constexpr V __make() { return V{}; }
+template <class V, class A> constexpr V __make(A a) {
+  using E = typename __vector<V>::Element;
+  if constexpr (__vector<V>::count == 1) return __convert<V>(a);
+  else if constexpr (__vector<A>::count == 1) return (V)__convert<E>(a);
   else {
     static_assert(__vector<A>::count == __vector<V>::count, "a vector constructor needs as many elements as the vector has");
-    return __builtin_convertvector(a, V);
+    if constexpr (__is_same(V, A)) return a;
+    else if constexpr (__is_same(E, bfloat) || __is_same(typename __vector<A>::Element, bfloat) || __is_class(V) || __is_class(A))
+      return __convert_vector<V>(a);
+    else return __builtin_convertvector(a, V);
   }
 }
-template <class V, class A, class B, class... R> inline V __make(A a, B b, R... rest) {
+template <class V, class A, class B, class... R> constexpr V __make(A a, B b, R... rest) {
   if constexpr (__vector<V>::count == 1) return V(a, b, rest...);
   else {
     static_assert(__vector<A>::count + __vector<B>::count + (0 + ... + __vector<R>::count) == __vector<V>::count,
@@ -178,7 +290,7 @@ template <class V, class A, class B, class... R> inline V __make(A a, B b, R... 
 }
 
 // Casts: (float4)x is rewritten to __cast<float4>(x).
-template <class V, class A> inline V __cast(A a) { return __make<V>(a); }
+template <class V, class A> constexpr V __cast(A a) { return __make<V>(a); }
 
 template <class T> struct __space { static constexpr int value = 0; };
 template <class T> struct __space<T __attribute__((address_space(1)))> { static constexpr int value = 1; };
@@ -199,5 +311,18 @@ template <class To, class From> inline To as_type(From from) {
   static_assert(sizeof(To) == sizeof(From), "as_type needs types of one size");
   return __builtin_bit_cast(To, from);
 }
+
+// A value that is the same for all threads. Here it is only a value.
+template <class T> using uniform = T;
+template <class T> constexpr T make_uniform(T x) { return x; }
+
+template <class T, size_t N> struct array {
+  T __elements[N];
+  constexpr T &operator[](size_t i) { return __elements[i]; }
+  constexpr const T &operator[](size_t i) const { return __elements[i]; }
+  constexpr size_t size() const { return N; }
+  T *data() { return __elements; }
+  const T *data() const { return __elements; }
+};
 
 }  // namespace metal

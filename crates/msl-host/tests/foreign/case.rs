@@ -1,0 +1,150 @@
+//! A case: launches of foreign kernels, and what they must leave.
+
+use std::collections::HashMap;
+use std::sync::OnceLock;
+
+use msl_host::{Buffer, Build, Constant, Grid, Host, Kind, Launch, Library, Schedule};
+
+use crate::corpus::Unit;
+use crate::data::Type;
+
+/// A dispatch. Buffers are numbers of the case's memory.
+#[derive(Clone, Debug)]
+pub struct Dispatch {
+    pub kernel: String,
+    pub grid: Grid,
+    /// (index, memory, whether the kernel writes)
+    pub buffers: Vec<(u32, usize, bool)>,
+    pub threadgroup: Vec<(u32, usize)>,
+    pub constants: Vec<(u32, Constant)>,
+}
+
+impl Dispatch {
+    pub fn new(kernel: &str, groups: [usize; 3], threads: [usize; 3]) -> Dispatch {
+        let grid = Grid::Threadgroups { groups: groups.map(|n| n as u32), threads: threads.map(|n| n as u32) };
+        Dispatch { kernel: kernel.into(), grid, buffers: vec![], threadgroup: vec![], constants: vec![] }
+    }
+
+    /// Binds memory that the kernel reads, at the indices from 0.
+    pub fn reads(mut self, memory: &[usize]) -> Dispatch {
+        self.buffers.extend(memory.iter().enumerate().map(|(i, m)| (i as u32, *m, false)));
+        self
+    }
+
+    pub fn read(mut self, index: u32, memory: usize) -> Dispatch {
+        self.buffers.push((index, memory, false));
+        self
+    }
+
+    pub fn write(mut self, index: u32, memory: usize) -> Dispatch {
+        self.buffers.push((index, memory, true));
+        self
+    }
+
+    pub fn threadgroup(mut self, index: u32, bytes: usize) -> Dispatch {
+        self.threadgroup.push((index, bytes.next_multiple_of(16)));
+        self
+    }
+
+    pub fn constant(mut self, index: u32, value: Constant) -> Dispatch {
+        self.constants.push((index, value));
+        self
+    }
+}
+
+/// Launches with their memory, the memory that holds the result, and the result.
+#[derive(Clone, Debug)]
+pub struct Case {
+    pub name: String,
+    pub unit: Unit,
+    pub memory: Vec<Vec<u8>>,
+    pub dispatches: Vec<Dispatch>,
+    pub result: usize,
+    pub kind: Type,
+    pub expected: Vec<f64>,
+    /// How far a result may be from what is expected, absolutely and as a part of it.
+    pub tolerance: f64,
+    /// Whether the case runs by default.
+    pub chosen: bool,
+    /// What the kernel does wrong, and the checker reports. The other builds run it if it is not a race.
+    pub fault: Option<Kind>,
+}
+
+/// The builds and schedules of every case.
+pub const WAYS: [(Build, Schedule); 4] = [
+    (Build::Plain, Schedule::Forward),
+    (Build::Plain, Schedule::Reverse),
+    (Build::Plain, Schedule::Random(1)),
+    (Build::Checker, Schedule::Random(2)),
+];
+
+pub fn host() -> &'static Host {
+    static HOST: OnceLock<Host> = OnceLock::new();
+    HOST.get_or_init(|| Host::new().unwrap_or_else(|e| panic!("{e}")))
+}
+
+impl Case {
+    /// Runs the case in each way; the first complaint.
+    pub fn check(&self, edit: Option<&(String, String)>, ways: &[(Build, Schedule)]) -> Result<(), String> {
+        let mut libraries = HashMap::new();
+        for &(build, schedule) in ways {
+            if self.fault == Some(Kind::Race) && build == Build::Plain {
+                continue;
+            }
+            if let std::collections::hash_map::Entry::Vacant(entry) = libraries.entry(build) {
+                let source = self.unit.source(edit);
+                let misaligned = self.fault == Some(Kind::Misaligned) && build == Build::Plain;
+                let library = host().compile(&if misaligned { source.unaligned() } else { source }, build);
+                entry.insert(library.map_err(|e| format!("does not compile: {e}"))?);
+            }
+            let outcome = self.run(&libraries[&build], schedule);
+            if let (Some(fault), Build::Checker) = (self.fault, build) {
+                let found = outcome.as_ref().err().and_then(|e| e.findings()).map(|f| f.list.iter());
+                if found.is_some_and(|mut list| list.all(|f| f.kind == fault)) {
+                    continue;
+                }
+                return Err(format!("expected findings of {fault:?}, got {outcome:?}"));
+            }
+            let memory = outcome.map_err(|e| format!("{build:?} {schedule:?}: {e}"))?;
+            self.compare(&memory[self.result]).map_err(|e| format!("{build:?} {schedule:?}: {e}"))?;
+        }
+        Ok(())
+    }
+
+    fn run(&self, library: &Library, schedule: Schedule) -> Result<Vec<Vec<u8>>, msl_host::Error> {
+        let mut memory = self.memory.clone();
+        for d in &self.dispatches {
+            let mut launch = Launch::new(&d.kernel, d.grid);
+            for &(index, number, writes) in &d.buffers {
+                let access = if writes { msl_host::Access::ReadWrite } else { msl_host::Access::Read };
+                let (pointer, len) = (memory[number].as_mut_ptr(), memory[number].len());
+                // SAFETY: the vector outlives the run, and nobody else uses it.
+                launch = launch.buffer(index, unsafe { Buffer::raw(pointer, len, access) });
+            }
+            launch = launch.reads_end_at_barriers();
+            launch = d.threadgroup.iter().fold(launch, |l, &(index, bytes)| l.threadgroup_memory(index, bytes));
+            launch = d.constants.iter().fold(launch, |l, &(index, value)| l.constant(index, value));
+            library.run(&launch, schedule)?;
+        }
+        Ok(memory)
+    }
+
+    fn compare(&self, bytes: &[u8]) -> Result<(), String> {
+        let found = self.kind.decode(bytes);
+        if found.len() != self.expected.len() {
+            return Err(format!("{} results, expected {}", found.len(), self.expected.len()));
+        }
+        let near = |(a, b): (&f64, &f64)| a == b || (a - b).abs() <= self.tolerance * b.abs().max(1.0);
+        let wrong: Vec<usize> = (0..found.len()).filter(|&i| !near((&found[i], &self.expected[i]))).collect();
+        match wrong.first() {
+            None => Ok(()),
+            Some(&i) => Err(format!(
+                "{} of {} results are wrong, the first at {i}: {}, expected {}",
+                wrong.len(),
+                found.len(),
+                found[i],
+                self.expected[i]
+            )),
+        }
+    }
+}
