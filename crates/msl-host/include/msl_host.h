@@ -14,3 +14,11 @@
 #include "msl/internals.h"
 #include "msl/matrix.h"
 #include "msl/glue.h"
+
+#if __METAL_VERSION__ < 310
+#define bfloat bfloat_needs_metal_3_1
+#define bfloat2 bfloat2_needs_metal_3_1
+#define bfloat3 bfloat3_needs_metal_3_1
+#define bfloat4 bfloat4_needs_metal_3_1
+#define simdgroup_bfloat8x8 simdgroup_bfloat8x8_needs_metal_3_1
+#endif

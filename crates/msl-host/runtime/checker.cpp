@@ -20,6 +20,7 @@ static Clock clock_of(const State &s, const Fiber &f, int space, bool read) {
 }
 static bool ordered(const State &s, const Fiber &f, const Trace &t, int space, bool read) {
   if (t.serial != s.serial) return false;
+  if (s.launch->lockstep && t.thread / SIMD_WIDTH == f.simdgroup) return true;
   Clock now = clock_of(s, f, space, read);
   if (t.thread == f.index || t.epoch != now.epoch) return true;
   return t.thread / SIMD_WIDTH == f.simdgroup && t.simd_epoch != now.simd_epoch;
@@ -47,12 +48,19 @@ static void race(State &s, const Bound &b, uintptr_t pc, const Trace &other, con
   note(s, RACE, pc, other_pc, "race: %s of byte %ld of %s, which thread %u%s %s with no barrier between", mine, byte, b.name, other.thread, whose, theirs);
 }
 
+void judge(State &s) {
+  Pending p = s.pending;
+  s.pending.address = nullptr;
+  if (p.address && memcmp(p.address, p.before, p.bytes)) race(s, *p.bound, p.pc, p.other, "write", "wrote", p.byte);
+}
+
 struct Use { bool write, atomic; };
 
 static void check(char *address, size_t bytes, Use use, uintptr_t pc) {
   State *state = running;
   if (!state || state->current < 0) return;
   State &s = *state;
+  judge(s);
   const char *verb = use.write ? "write" : "read";
   Bound *b = s.last_bound;
   if (!b || !b->region->contains(address)) {
@@ -73,6 +81,7 @@ static void check(char *address, size_t bytes, Use use, uintptr_t pc) {
   }
   if (use.write && !readable) fatal(s, UNDECLARED_ACCESS, pc, "write to byte %ld of buffer(%u), which the launch declares read-only", offset - (long)within->offset, within->index);
   if (!b->writable) return;
+  if (s.launch->lockstep) step(s, pc);
   // Threadgroup memory and buffers declared write-only hold nothing until the kernel has written them.
   bool fresh = b->threadgroup || !readable;
   if (!b->cells) {
@@ -89,7 +98,16 @@ static void check(char *address, size_t bytes, Use use, uintptr_t pc) {
     Cell &c = b->cells[offset + i];
     long byte = offset + (long)i - (long)within->offset;
     bool written = current(s, c.write, b->threadgroup);
-    if (written && !(use.atomic && c.write.atomic) && !ordered(s, f, c.write, space, false)) race(s, *b, pc, c.write, verb, "wrote", byte);
+    if (written && !(use.atomic && c.write.atomic) && !ordered(s, f, c.write, space, false)) {
+      if (use.write && s.launch->same_values && bytes <= sizeof s.pending.before) {
+        if (!s.pending.address) {
+          s.pending = {address, bytes, b, pc, c.write, byte, {}};
+          memcpy(s.pending.before, address, bytes);
+        }
+      } else {
+        race(s, *b, pc, c.write, verb, "wrote", byte);
+      }
+    }
     if (use.write) {
       for (Trace &r : c.read)
         if (current(s, r, b->threadgroup) && !(use.atomic && r.atomic) && !ordered(s, f, r, space, true)) race(s, *b, pc, r, verb, "read", byte);

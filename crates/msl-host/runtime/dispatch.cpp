@@ -278,6 +278,7 @@ extern "C" uint64_t msl_dispatch(State *state, const MslLaunch *launch, MslStats
   s.launch = launch;
   s.random = launch->seed * 2654435761u + 88172645463325252ull;
   s.stop = false;
+  s.pending.address = nullptr;
   s.findings.clear();
   s.stats = {};
   s.threadgroup_bytes = 0;

@@ -34,7 +34,7 @@ msl_resume_main:
   ret
 )");
 
-static const char *const WAITS[] = {"runnable", "at a SIMD-group function", "at simdgroup_barrier", "at threadgroup_barrier", "returned"};
+static const char *const WAITS[] = {"runnable", "at a SIMD-group function", "at simdgroup_barrier", "at threadgroup_barrier", "returned", "at an access"};
 
 static void set_ready(State &s, Fiber &f) {
   f.wait = Wait::READY;
@@ -118,10 +118,29 @@ static void describe(const State &s, char *text, size_t size) {
   fatal(s, DIVERGENCE, f.wait == Wait::DONE ? 0 : f.pc, "%s: %s", what, who);
 }
 
+// Lanes in lockstep: those at the first access go on. That is the one deepest in calls, then the one with the lowest address:
+// lanes in a loop come before those that have left it, and all meet behind it.
+static bool advance(State &s, SimdGroup &g) {
+  const Fiber *first = nullptr;
+  for (unsigned i = g.first; i < g.first + g.lanes; i++) {
+    const Fiber &f = s.fibers[i];
+    if (f.wait == Wait::ACCESS && (!first || f.depth > first->depth || (f.depth == first->depth && f.pc < first->pc))) first = &f;
+  }
+  if (!first) return false;
+  size_t depth = first->depth;
+  uintptr_t pc = first->pc;
+  for (unsigned i = g.first; i < g.first + g.lanes; i++) {
+    Fiber &f = s.fibers[i];
+    if (f.wait == Wait::ACCESS && f.depth == depth && f.pc == pc) set_ready(s, f);
+  }
+  return true;
+}
+
 // Called when no lane of a SIMD-group can run. All lanes must be at the same place; with divergence allowed, as MSL defines SIMD-group
 // functions over the active lanes, those at the first place in the source go on.
 static bool settle(State &s, SimdGroup &g) {
   if (g.waiting < g.lanes) return false;
+  if (s.launch->lockstep && advance(s, g)) return true;
   Fiber *first = nullptr;
   for (unsigned i = g.first; i < g.first + g.lanes; i++) {
     Fiber &f = s.fibers[i];
@@ -156,12 +175,21 @@ static bool settle(State &s, SimdGroup &g) {
 
 // This fiber waits: let its SIMD-group go on if it was the last of it, then run whoever can.
 static void block(State &s) {
+  judge(s);
   Fiber &f = s.fibers[s.current];
   settle(s, s.groups[f.simdgroup]);
   if (f.wait == Wait::READY) return yield_if_random(s);
   int next = pick(s);
   if (next < 0) diverged(s, "not every thread reaches the same barrier");
   go(s, next);
+}
+
+void step(State &s, uintptr_t pc) {
+  Fiber &f = s.fibers[s.current];
+  f.pc = pc;
+  f.depth = (size_t)(f.stack + STACK - (char *)__builtin_frame_address(0));
+  set_waiting(s, f, Wait::ACCESS);
+  block(s);
 }
 
 // Hashes the return addresses from the kernel's call up to the fiber's entry. Kernels are compiled with frame pointers.
@@ -226,6 +254,7 @@ extern "C" unsigned __msl_active() { return running->fibers[running->current].ac
 static void fiber_main() {
   State &s = *running;
   s.launch->entry(&s.fibers[s.current].context);
+  judge(s);
   Fiber &f = s.fibers[s.current];
   set_waiting(s, f, Wait::DONE);
   settle(s, s.groups[f.simdgroup]);

@@ -21,7 +21,7 @@ struct Region {
   long damage() const;
 };
 
-enum class Wait : uint8_t { READY, SIMD, SIMD_BARRIER, BARRIER, DONE };
+enum class Wait : uint8_t { READY, SIMD, SIMD_BARRIER, BARRIER, DONE, ACCESS };
 
 struct Fiber {
   void *stack_pointer;
@@ -31,6 +31,7 @@ struct Fiber {
   unsigned operation, site;  // what it waits for, and where in the source (line << 10 | column)
   uint64_t path;             // the chain of return addresses: two inlined copies of one source line are two places
   uintptr_t pc;
+  size_t depth;  // of the stack, at an access
   MslCombine combine;
   unsigned value_bytes, active;
   const char *slots;
@@ -61,6 +62,17 @@ struct Bound {
   bool writable;
 };
 
+// A race of two writes that is none if the second leaves what it finds, which is known after it.
+struct Pending {
+  char *address;
+  size_t bytes;
+  const Bound *bound;
+  uintptr_t pc;
+  Trace other;
+  long byte;
+  char before[16];
+};
+
 struct ThreadgroupVariable { const void *key; Bound *bound; uint32_t serial; };
 
 struct State {
@@ -81,6 +93,7 @@ struct State {
   std::vector<Bound *> bounds;
   Bound *last_bound;
   std::vector<ThreadgroupVariable> variables;
+  Pending pending;  // of the thread that runs; null address if none
   size_t threadgroup_bytes;
   char *image[2], *thread_locals[2];  // of the kernel's library
   std::vector<MslFinding> findings;
@@ -122,3 +135,7 @@ extern "C" void msl_switch(void **save, void *to);
 extern "C" void msl_resume_main();
 void start_fiber(State &s, unsigned index);
 void run_threadgroup(State &s);
+// Lockstep: waits until the other lanes are at this access too, or cannot come here before it.
+void step(State &s, uintptr_t pc);
+// Reports the pending race, or forgets it.
+void judge(State &s);

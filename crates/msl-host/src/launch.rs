@@ -172,6 +172,8 @@ pub struct Launch<'a> {
     pub(crate) constants: Vec<(u32, Constant)>,
     pub(crate) allow_divergence: bool,
     pub(crate) reads_end: bool,
+    pub(crate) lockstep: bool,
+    pub(crate) same_values: bool,
     pub(crate) time_limit: Duration,
 }
 
@@ -186,6 +188,8 @@ impl<'a> Launch<'a> {
             constants: Vec::new(),
             allow_divergence: false,
             reads_end: false,
+            lockstep: false,
+            same_values: false,
             time_limit: Duration::from_secs(60),
         }
     }
@@ -224,6 +228,20 @@ impl<'a> Launch<'a> {
     /// value that was used was read. By default it orders no memory, as the specification says, and these are races.
     pub fn reads_end_at_barriers(mut self) -> Launch<'a> {
         self.reads_end = true;
+        self
+    }
+
+    /// Runs the lanes of a SIMD-group in lockstep, as GPUs do: none continues to its next access of memory before the
+    /// others have done this one. Accesses of one SIMD-group do not race then. The specification demands
+    /// `simdgroup_barrier`; without it, kernels are wrong under other schedules. Only in [`crate::Build::Checker`].
+    pub fn lockstep(mut self) -> Launch<'a> {
+        self.lockstep = true;
+        self
+    }
+
+    /// Lets two threads write one value to one place. By default this is a race of writes, as the language has it.
+    pub fn same_values(mut self) -> Launch<'a> {
+        self.same_values = true;
         self
     }
 

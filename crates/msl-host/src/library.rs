@@ -103,6 +103,9 @@ impl Library {
         })?;
         let constants = self.constants(launch).map_err(refused)?;
         self.check_arguments(launch, &self.kernels[number]).map_err(refused)?;
+        if launch.lockstep && self.build == Build::Plain {
+            return Err(refused("lanes run in lockstep only in the checker build".into()));
+        }
         let (groups, threads, total) = grid(launch.grid).map_err(refused)?;
         let threadgroup_bytes = threadgroup_bytes(launch).map_err(refused)?;
         let regions = Regions::bind(&self.shared, &launch.buffers)?;
@@ -123,6 +126,8 @@ impl Library {
             total,
             schedule: code,
             allow_divergence: u32::from(launch.allow_divergence),
+            lockstep: u32::from(launch.lockstep),
+            same_values: u32::from(launch.same_values),
             reads_end: u32::from(launch.reads_end),
             seed,
             time_limit_ms: u32::try_from(launch.time_limit.as_millis()).unwrap_or(u32::MAX).max(1),

@@ -11,6 +11,8 @@ use crate::data::Type;
 /// A dispatch. Buffers are numbers of the case's memory.
 #[derive(Clone, Debug)]
 pub struct Dispatch {
+    /// The number of the case's unit that has the kernel.
+    pub unit: usize,
     pub kernel: String,
     pub grid: Grid,
     /// (index, memory, whether the kernel writes)
@@ -22,7 +24,12 @@ pub struct Dispatch {
 impl Dispatch {
     pub fn new(kernel: &str, groups: [usize; 3], threads: [usize; 3]) -> Dispatch {
         let grid = Grid::Threadgroups { groups: groups.map(|n| n as u32), threads: threads.map(|n| n as u32) };
-        Dispatch { kernel: kernel.into(), grid, buffers: vec![], threadgroup: vec![], constants: vec![] }
+        Dispatch { unit: 0, kernel: kernel.into(), grid, buffers: vec![], threadgroup: vec![], constants: vec![] }
+    }
+
+    /// The kernel is of the case's unit of this number.
+    pub fn of(self, unit: usize) -> Dispatch {
+        Dispatch { unit, ..self }
     }
 
     /// Binds memory that the kernel reads, at the indices from 0.
@@ -56,7 +63,7 @@ impl Dispatch {
 #[derive(Clone, Debug)]
 pub struct Case {
     pub name: String,
-    pub unit: Unit,
+    pub units: Vec<Unit>,
     pub memory: Vec<Vec<u8>>,
     pub dispatches: Vec<Dispatch>,
     pub result: usize,
@@ -66,9 +73,15 @@ pub struct Case {
     pub tolerance: f64,
     /// Whether the case runs by default.
     pub chosen: bool,
+    /// Whether the kernel relies on lanes that run in lockstep. By the rules of the specification it races.
+    pub lockstep: bool,
     /// What the kernel does wrong, and the checker reports. The other builds run it if it is not a race.
     pub fault: Option<Kind>,
 }
+
+/// Those of kernels that rely on lockstep.
+const LOCKSTEP_WAYS: [(Build, Schedule); 3] =
+    [(Build::Checker, Schedule::Forward), (Build::Checker, Schedule::Reverse), (Build::Checker, Schedule::Random(1))];
 
 /// The builds and schedules of every case.
 pub const WAYS: [(Build, Schedule); 4] = [
@@ -87,15 +100,19 @@ impl Case {
     /// Runs the case in each way; the first complaint.
     pub fn check(&self, edit: Option<&(String, String)>, ways: &[(Build, Schedule)]) -> Result<(), String> {
         let mut libraries = HashMap::new();
+        let ways = if self.lockstep { &LOCKSTEP_WAYS } else { ways };
         for &(build, schedule) in ways {
             if self.fault == Some(Kind::Race) && build == Build::Plain {
                 continue;
             }
             if let std::collections::hash_map::Entry::Vacant(entry) = libraries.entry(build) {
-                let source = self.unit.source(edit);
                 let misaligned = self.fault == Some(Kind::Misaligned) && build == Build::Plain;
-                let library = host().compile(&if misaligned { source.unaligned() } else { source }, build);
-                entry.insert(library.map_err(|e| format!("does not compile: {e}"))?);
+                let compiled = self.units.iter().map(|unit| {
+                    let source = unit.source(edit);
+                    host().compile(&if misaligned { source.unaligned() } else { source }, build)
+                });
+                let compiled: Result<Vec<Library>, _> = compiled.collect();
+                entry.insert(compiled.map_err(|e| format!("does not compile: {e}"))?);
             }
             let outcome = self.run(&libraries[&build], schedule);
             if let (Some(fault), Build::Checker) = (self.fault, build) {
@@ -111,7 +128,7 @@ impl Case {
         Ok(())
     }
 
-    fn run(&self, library: &Library, schedule: Schedule) -> Result<Vec<Vec<u8>>, msl_host::Error> {
+    fn run(&self, libraries: &[Library], schedule: Schedule) -> Result<Vec<Vec<u8>>, msl_host::Error> {
         let mut memory = self.memory.clone();
         for d in &self.dispatches {
             let mut launch = Launch::new(&d.kernel, d.grid);
@@ -122,9 +139,10 @@ impl Case {
                 launch = launch.buffer(index, unsafe { Buffer::raw(pointer, len, access) });
             }
             launch = launch.reads_end_at_barriers();
+            launch = if self.lockstep { launch.lockstep().same_values() } else { launch };
             launch = d.threadgroup.iter().fold(launch, |l, &(index, bytes)| l.threadgroup_memory(index, bytes));
             launch = d.constants.iter().fold(launch, |l, &(index, value)| l.constant(index, value));
-            library.run(&launch, schedule)?;
+            libraries[d.unit].run(&launch, schedule)?;
         }
         Ok(memory)
     }

@@ -80,7 +80,7 @@ fn case(name: String, kernel: &str, file: &'static str, factors: (Vec<u8>, Vec<u
     let result = vec![0xFF; expected.len() * 4];
     Case {
         name,
-        unit: Unit::ggml(if file == "mul_mm.metal" { &["mul_mm.metal"] } else { &["mul_mv.metal"] }, &[kernel]),
+        units: vec![Unit::ggml(if file == "mul_mm.metal" { &["mul_mm.metal"] } else { &["mul_mv.metal"] }, &[kernel])],
         memory: vec![Vec::new(), a, b, result],
         dispatches: Vec::new(),
         result: 3,
@@ -88,6 +88,7 @@ fn case(name: String, kernel: &str, file: &'static str, factors: (Vec<u8>, Vec<u
         expected,
         tolerance: 2e-5,
         chosen: false,
+        lockstep: false,
         fault: None,
     }
 }

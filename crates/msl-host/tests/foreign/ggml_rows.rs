@@ -74,7 +74,7 @@ fn norm(rms: bool, fused: usize, width: usize, threads: usize) -> Case {
         .constant(1700, Constant::Bool(false));
     Case {
         name: format!("ggml norm: {name}, {threads} threads"),
-        unit: Unit::ggml(&["norm.metal"], &[&name]),
+        units: vec![Unit::ggml(&["norm.metal"], &[&name])],
         memory: vec![arguments, x, f, g, vec![0xFF; n * rows * batch * 4]],
         dispatches: vec![dispatch],
         result: 4,
@@ -82,6 +82,7 @@ fn norm(rms: bool, fused: usize, width: usize, threads: usize) -> Case {
         expected,
         tolerance: 2e-6,
         chosen: width == 4 && threads == 64 && fused != 1,
+        lockstep: false,
         fault: None,
     }
 }
@@ -106,7 +107,7 @@ fn l2_norm() -> Case {
     let name = "kernel_l2_norm_f32_f32_4";
     Case {
         name: format!("ggml norm: {name}"),
-        unit: Unit::ggml(&["norm.metal"], &[name]),
+        units: vec![Unit::ggml(&["norm.metal"], &[name])],
         memory: vec![arguments, x, vec![0xFF; n * rows * 4]],
         dispatches: vec![
             Dispatch::new(name, [rows, 1, 1], [32, 1, 1]).reads(&[0, 1]).write(2, 2).threadgroup(0, 32 * 4),
@@ -116,6 +117,7 @@ fn l2_norm() -> Case {
         expected,
         tolerance: 2e-6,
         chosen: false,
+        lockstep: false,
         fault: None,
     }
 }
@@ -142,7 +144,7 @@ fn group_norm(threads: usize) -> Case {
     let name = "kernel_group_norm_f32";
     Case {
         name: format!("ggml norm: {name}, {threads} threads"),
-        unit: Unit::ggml(&["norm.metal"], &[name]),
+        units: vec![Unit::ggml(&["norm.metal"], &[name])],
         memory: vec![arguments, x, vec![0xFF; n * 4]],
         dispatches: vec![
             Dispatch::new(name, [groups, 1, 1], [threads, 1, 1]).reads(&[0, 1]).write(2, 2).threadgroup(0, 32 * 4),
@@ -152,6 +154,7 @@ fn group_norm(threads: usize) -> Case {
         expected,
         tolerance: 4e-6,
         chosen: true,
+        lockstep: false,
         fault: (threads > 32).then_some(Kind::Race),
     }
 }
@@ -198,7 +201,7 @@ fn soft_max(width: usize, mask: Option<Type>, threads: usize) -> Case {
     let bound = if mask.is_some() { [0, 1, 2, 3] } else { [0, 1, 1, 1] };
     Case {
         name: format!("ggml softmax: {name}, mask {mask:?}, {threads} threads"),
-        unit: Unit::ggml(&["softmax.metal"], &[&name]),
+        units: vec![Unit::ggml(&["softmax.metal"], &[&name])],
         memory: vec![arguments, x, m, sinks, vec![0xFF; n * rows * heads * 4]],
         dispatches: vec![
             Dispatch::new(&name, [rows, heads, 1], [threads, 1, 1]).reads(&bound).write(4, 4).threadgroup(0, 32 * 4),
@@ -208,6 +211,7 @@ fn soft_max(width: usize, mask: Option<Type>, threads: usize) -> Case {
         expected,
         tolerance: 2e-6,
         chosen: width == 4 || mask.is_none(),
+        lockstep: false,
         fault: None,
     }
 }
@@ -246,7 +250,7 @@ fn rope(neox: bool, kind: Type) -> Case {
         .constant(801, Constant::Bool(false));
     Case {
         name: format!("ggml rope: {name}"),
-        unit: Unit::ggml(&["rope.metal"], &[&name]),
+        units: vec![Unit::ggml(&["rope.metal"], &[&name])],
         memory: vec![
             arguments,
             x,
@@ -260,6 +264,7 @@ fn rope(neox: bool, kind: Type) -> Case {
         // In float, an angle near 900 is off by 1e-4.
         tolerance: if kind == Type::F32 { 2e-4 } else { 2e-3 },
         chosen: neox && kind == Type::F16,
+        lockstep: false,
         fault: None,
     }
 }
@@ -292,7 +297,7 @@ fn argsort(ascending: bool) -> Case {
     };
     Case {
         name: format!("ggml argsort: {suffix}ending, with merges"),
-        unit: Unit::ggml(&["argsort.metal"], &[&first, &second]),
+        units: vec![Unit::ggml(&["argsort.metal"], &[&first, &second])],
         memory: vec![sort, merge(part), merge(2 * part), x, vec![0xFF; n * rows * 4], vec![0xFF; n * rows * 4]],
         dispatches: vec![
             Dispatch::new(&first, [parts * rows, 1, 1], [part, 1, 1])
@@ -308,6 +313,7 @@ fn argsort(ascending: bool) -> Case {
         expected,
         tolerance: 0.0,
         chosen: ascending,
+        lockstep: false,
         fault: None,
     }
 }

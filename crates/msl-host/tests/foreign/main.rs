@@ -1,8 +1,8 @@
-//! Kernels of MLX and ggml, which Apple's compiler accepts and Apple's GPUs run: msl-host compiles them, runs them under all
-//! schedules with the right results, and reports nothing. Broken copies of them are noticed.
+//! Kernels of MLX and ggml, which Apple's compiler accepts and Apple's GPUs run: msl-host compiles them, runs them under
+//! all schedules with the right results, and reports nothing. Broken copies of them are noticed.
 //!
-//! `tools/foreign_kernels.py` downloads them; without a network the tests say that they skip. `KVANT_TEST_SCOPE=all` runs
-//! every case, otherwise those that are marked `chosen` run.
+//! `tools/foreign_kernels.py` downloads them; without a network the tests say that they skip. `KVANT_TEST_SCOPE=all`
+//! runs every case, otherwise those that are marked `chosen` run, and `MSL_HOST_CASE=TEXT` those whose name has the text.
 
 // Kernels run nowhere else.
 #![cfg(all(target_os = "linux", target_arch = "x86_64"))]
@@ -13,6 +13,7 @@ mod blocks;
 mod case;
 mod corpus;
 mod data;
+mod ggml_attention;
 mod ggml_products;
 mod ggml_rows;
 mod mlx_attention;
@@ -22,9 +23,15 @@ mod mlx_rows;
 use case::{Case, WAYS};
 
 fn cases() -> Vec<Case> {
-    let all =
-        [ggml_rows::cases(), ggml_products::cases(), mlx_rows::cases(), mlx_products::cases(), mlx_attention::cases()]
-            .concat();
+    let all = [
+        ggml_rows::cases(),
+        ggml_products::cases(),
+        ggml_attention::cases(),
+        mlx_rows::cases(),
+        mlx_products::cases(),
+        mlx_attention::cases(),
+    ]
+    .concat();
     let everything = std::env::var("KVANT_TEST_SCOPE").is_ok_and(|scope| scope == "all");
     let only = std::env::var("MSL_HOST_CASE").ok();
     all.into_iter()

@@ -78,7 +78,7 @@ fn vector(kind: Type, d: usize, with_sinks: bool) -> Case {
     let function = format!("sdpa_vector<{}, {d}, {d}>", type_name(kind));
     Case {
         name: format!("mlx attention: {function}"),
-        unit: Unit::mlx(&["utils.h", "sdpa_vector.h"], &[("k", &function)]),
+        units: vec![Unit::mlx(&["utils.h", "sdpa_vector.h"], &[("k", &function)])],
         memory,
         dispatches: vec![dispatch],
         result: 3,
@@ -86,6 +86,7 @@ fn vector(kind: Type, d: usize, with_sinks: bool) -> Case {
         expected,
         tolerance: precision(kind),
         chosen: d == 128,
+        lockstep: false,
         fault: None,
     }
 }
@@ -133,7 +134,7 @@ fn two_passes(kind: Type, d: usize) -> Case {
     let (one, two) = (format!("sdpa_vector_2pass_1<{name}, {d}, {d}>"), format!("sdpa_vector_2pass_2<{name}, {d}>"));
     Case {
         name: format!("mlx attention: {one}, {two}"),
-        unit: Unit::mlx(&["utils.h", "sdpa_vector.h"], &[("first", &one), ("second", &two)]),
+        units: vec![Unit::mlx(&["utils.h", "sdpa_vector.h"], &[("first", &one), ("second", &two)])],
         memory,
         dispatches: vec![first, booleans(second, 20, &[false; 6]).constant(26, Constant::Int(blocks as i32))],
         result: 6,
@@ -141,6 +142,7 @@ fn two_passes(kind: Type, d: usize) -> Case {
         expected,
         tolerance: precision(kind),
         chosen: kind == Type::BF16,
+        lockstep: false,
         fault: None,
     }
 }
@@ -188,7 +190,7 @@ fn prompt(kind: Type, d: usize, aligned: bool) -> Case {
     let function = format!("attention<{}, {bq}, {bk}, {d}, {d}, 4, 1, bool, float>", type_name(kind));
     Case {
         name: format!("mlx attention: steel {function}, {queries} queries, {keys} keys"),
-        unit: Unit::mlx(&["utils.h", "steel/attn/kernels/steel_attention.h"], &[("k", &function)]),
+        units: vec![Unit::mlx(&["utils.h", "steel/attn/kernels/steel_attention.h"], &[("k", &function)])],
         memory: vec![q, k, v, vec![0xFF; expected.len() * kind.bytes()], arguments],
         dispatches: vec![dispatch],
         result: 3,
@@ -196,6 +198,7 @@ fn prompt(kind: Type, d: usize, aligned: bool) -> Case {
         expected,
         tolerance: 2.0 * precision(kind),
         chosen: d == 128,
+        lockstep: false,
         fault: None,
     }
 }

@@ -60,7 +60,7 @@ fn gemv(kind: Type, transposed: bool) -> Case {
     dispatch = (11..15).fold(dispatch, |d, i| d.read(i, zero));
     Case {
         name: format!("mlx gemv: {function}"),
-        unit: Unit::mlx(&["utils.h", "steel/utils.h", "gemv.h"], &[("k", &function)]),
+        units: vec![Unit::mlx(&["utils.h", "steel/utils.h", "gemv.h"], &[("k", &function)])],
         memory,
         dispatches: vec![dispatch],
         result: 2,
@@ -68,6 +68,7 @@ fn gemv(kind: Type, transposed: bool) -> Case {
         expected,
         tolerance: 2.0 * precision(kind),
         chosen: kind == Type::BF16 || (kind == Type::F32 && !transposed),
+        lockstep: false,
         fault: None,
     }
 }
@@ -161,7 +162,10 @@ fn affine(product: Product, kind: Type, bits: usize, group: usize) -> Case {
     let size = (inputs as f64).sqrt();
     Case {
         name: format!("mlx quantized: {function}"),
-        unit: Unit::mlx(&["utils.h", "steel/gemm/gemm.h", "quantized_utils.h", "quantized.h"], &[("k", &function)]),
+        units: vec![Unit::mlx(
+            &["utils.h", "steel/gemm/gemm.h", "quantized_utils.h", "quantized.h"],
+            &[("k", &function)],
+        )],
         memory,
         dispatches: vec![dispatch],
         result: 4,
@@ -169,6 +173,7 @@ fn affine(product: Product, kind: Type, bits: usize, group: usize) -> Case {
         expected,
         tolerance: precision(kind) * if many { size / 2.0 } else { 3.0 },
         chosen: bits == 4 && kind == Type::F16,
+        lockstep: false,
         fault: None,
     }
 }

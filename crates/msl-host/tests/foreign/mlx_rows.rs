@@ -61,13 +61,14 @@ fn softmax(function: &str, kind: Type, precise: bool, n: usize, threads: usize) 
     Case {
         name: format!("mlx softmax: {function_name}, {n} columns"),
         expected: expected.collect(),
-        unit: Unit::mlx(&["utils.h", "softmax.h"], &[("k", &function_name)]),
+        units: vec![Unit::mlx(&["utils.h", "softmax.h"], &[("k", &function_name)])],
         memory: vec![x, vec![0xFF; n * rows * kind.bytes()], ints(&[n])],
         dispatches: vec![Dispatch::new("k", [rows, 1, 1], [threads, 1, 1]).read(0, 0).write(1, 1).read(2, 2)],
         result: 1,
         kind,
         tolerance: precision(kind),
         chosen: kind == Type::F32,
+        lockstep: false,
         fault: None,
     }
 }
@@ -79,7 +80,7 @@ fn log_sum_exp(kind: Type) -> Case {
     let function = format!("logsumexp<{}>", type_name(kind));
     Case {
         name: format!("mlx logsumexp: {function}"),
-        unit: Unit::mlx(&["utils.h", "logsumexp.h"], &[("k", &function)]),
+        units: vec![Unit::mlx(&["utils.h", "logsumexp.h"], &[("k", &function)])],
         memory: vec![x, vec![0xFF; rows * kind.bytes()], ints(&[n])],
         dispatches: vec![Dispatch::new("k", [rows, 1, 1], [64, 1, 1]).read(0, 0).write(1, 1).read(2, 2)],
         result: 1,
@@ -87,6 +88,7 @@ fn log_sum_exp(kind: Type) -> Case {
         expected,
         tolerance: precision(kind),
         chosen: false,
+        lockstep: false,
         fault: None,
     }
 }
@@ -103,7 +105,7 @@ fn scan(inclusive: bool) -> Case {
     let function = format!("contiguous_scan<float, float, CumSum<float>, 4, {inclusive}, false>");
     Case {
         name: format!("mlx scan: {function}"),
-        unit: Unit::mlx(&["utils.h", "binary_ops.h", "scan.h"], &[("k", &function)]),
+        units: vec![Unit::mlx(&["utils.h", "binary_ops.h", "scan.h"], &[("k", &function)])],
         memory: vec![x, vec![0xFF; n * rows * 4], Struct::new().u64s(&[n]).done()],
         dispatches: vec![Dispatch::new("k", [1, rows, 1], [64, 1, 1]).read(0, 0).write(1, 1).read(2, 2)],
         result: 1,
@@ -112,6 +114,7 @@ fn scan(inclusive: bool) -> Case {
         tolerance: 2e-5,
         chosen: inclusive,
         // All lanes read a sum of a SIMD-group; what those of them get that have none is not used.
+        lockstep: false,
         fault: Some(Kind::UninitialisedRead),
     }
 }
@@ -145,7 +148,7 @@ fn sort(indices: bool, kind: Type) -> Case {
     }
     Case {
         name: format!("mlx sort: {function}"),
-        unit: Unit::mlx(&["utils.h", "sort.h"], &[("k", &function)]),
+        units: vec![Unit::mlx(&["utils.h", "sort.h"], &[("k", &function)])],
         memory,
         dispatches: vec![dispatch],
         result: 1,
@@ -153,6 +156,7 @@ fn sort(indices: bool, kind: Type) -> Case {
         expected,
         tolerance: 0.0,
         chosen: kind == Type::F16,
+        lockstep: false,
         fault: None,
     }
 }
@@ -169,13 +173,14 @@ fn hadamard(kind: Type, n: usize, radix: usize) -> Case {
     Case {
         name: format!("mlx hadamard: {function}"),
         expected: expected.collect(),
-        unit: Unit::mlx(&["utils.h", "hadamard.h"], &[("k", &function)]),
+        units: vec![Unit::mlx(&["utils.h", "hadamard.h"], &[("k", &function)])],
         memory: vec![x, vec![0xFF; n * rows * kind.bytes()], Struct::new().f32s(&[scale]).done()],
         dispatches: vec![Dispatch::new("k", [1, rows, 1], [n / radix, 1, 1]).read(0, 0).write(1, 1).read(2, 2)],
         result: 1,
         kind,
         tolerance: 2.0 * precision(kind),
         chosen: kind == Type::F32,
+        lockstep: false,
         fault: None,
     }
 }
