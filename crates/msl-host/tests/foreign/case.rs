@@ -91,6 +91,9 @@ pub const WAYS: [(Build, Schedule); 4] = [
     (Build::Checker, Schedule::Random(2)),
 ];
 
+/// The ways that notice most, first.
+pub const MUTANT_WAYS: [(Build, Schedule); 3] = [WAYS[3], WAYS[0], WAYS[1]];
+
 pub fn host() -> &'static Host {
     static HOST: OnceLock<Host> = OnceLock::new();
     HOST.get_or_init(|| Host::new().unwrap_or_else(|e| panic!("{e}")))

@@ -61,6 +61,15 @@ impl Unit {
         let source = self.instances.iter().fold(source, |s, (name, function)| s.instantiate(name, function));
         source.only(self.only.iter().map(String::as_str)).strictness(Strictness::Trusted)
     }
+
+    /// The text of a file of the project.
+    pub fn text(&self, file: &str) -> String {
+        let root = corpus().unwrap_or_else(|| panic!("the corpus is there: tests ask before"));
+        match self.project {
+            Project::Ggml => read(&root.join("ggml").join(file)),
+            Project::Mlx => read(&root.join("mlx").join(MLX_KERNELS).join(file)),
+        }
+    }
 }
 
 const MLX_KERNELS: &str = "mlx/backend/metal/kernels";

@@ -1,4 +1,5 @@
-//! ggml's attention: one query at a time (`fa_vec`), in one threadgroup or in 32 whose results are merged, and tiles (`fa`).
+//! ggml's attention: one query at a time (`fa_vec`), in one threadgroup or in 32 whose results are merged, and tiles
+//! (`fa`).
 
 use msl_host::Constant;
 
@@ -157,8 +158,8 @@ fn vector(format: Format, d: usize, merged: bool) -> Case {
     }
 }
 
-/// Eight queries of a threadgroup, 64 keys of a SIMD-group. Before, kernels find the parts of the mask that hide all keys,
-/// and copy the last keys to where 64 of them are.
+/// Eight queries of a threadgroup, 64 keys of a SIMD-group. Before, kernels find the parts of the mask that hide all
+/// keys, and copy the last keys to where 64 of them are.
 fn tiles(format: Format, d: usize, keys: usize) -> Case {
     let (queries, tile, span, simdgroups) = (20, 8, 64, 4);
     let mut inputs = inputs(format, d, queries, keys);

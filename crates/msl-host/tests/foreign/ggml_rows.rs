@@ -35,7 +35,7 @@ fn input(seed: u64, n: usize) -> (Vec<u8>, Vec<f64>) {
 
 /// `kernel_norm` and `kernel_rms_norm`, alone or with a factor and a summand for each channel.
 fn norm(rms: bool, fused: usize, width: usize, threads: usize) -> Case {
-    let (n, rows, batch) = (200usize, 3usize, 2usize);
+    let (n, rows, batch) = (328usize, 3usize, 2usize);
     let (x, xs) = input(1, n * rows * batch);
     let (f, fs) = input(2, n);
     let (g, gs) = input(3, n);

@@ -1,8 +1,9 @@
-//! Kernels of MLX and ggml, which Apple's compiler accepts and Apple's GPUs run: msl-host compiles them, runs them under
-//! all schedules with the right results, and reports nothing. Broken copies of them are noticed.
+//! Kernels of MLX and ggml, which Apple's compiler accepts and Apple's GPUs run: msl-host compiles them, runs them
+//! under all schedules with the right results, and reports nothing. Broken copies of them are noticed.
 //!
-//! `tools/foreign_kernels.py` downloads them; without a network the tests say that they skip. `KVANT_TEST_SCOPE=all`
-//! runs every case, otherwise those that are marked `chosen` run, and `MSL_HOST_CASE=TEXT` those whose name has the text.
+//! `tools/foreign_kernels.py` downloads them; without a network the tests say that they skip. With
+//! `KVANT_TEST_SCOPE=all` every case runs, otherwise those that are marked `chosen`; with `MSL_HOST_CASE=TEXT` those
+//! whose name has the text.
 
 // Kernels run nowhere else.
 #![cfg(all(target_os = "linux", target_arch = "x86_64"))]
@@ -19,11 +20,12 @@ mod ggml_rows;
 mod mlx_attention;
 mod mlx_products;
 mod mlx_rows;
+mod mutants;
 
-use case::{Case, WAYS};
+use case::{Case, MUTANT_WAYS, WAYS};
 
-fn cases() -> Vec<Case> {
-    let all = [
+fn every_case() -> Vec<Case> {
+    [
         ggml_rows::cases(),
         ggml_products::cases(),
         ggml_attention::cases(),
@@ -31,12 +33,17 @@ fn cases() -> Vec<Case> {
         mlx_products::cases(),
         mlx_attention::cases(),
     ]
-    .concat();
-    let everything = std::env::var("KVANT_TEST_SCOPE").is_ok_and(|scope| scope == "all");
+    .concat()
+}
+
+fn everything() -> bool {
+    std::env::var("KVANT_TEST_SCOPE").is_ok_and(|scope| scope == "all")
+}
+
+fn cases() -> Vec<Case> {
     let only = std::env::var("MSL_HOST_CASE").ok();
-    all.into_iter()
-        .filter(|case| only.as_ref().map_or(everything || case.chosen, |name| case.name.contains(name)))
-        .collect()
+    let wanted = |case: &Case| only.as_ref().map_or(everything() || case.chosen, |name| case.name.contains(name));
+    every_case().into_iter().filter(wanted).collect()
 }
 
 #[test]
@@ -53,4 +60,39 @@ fn foreign_kernels_are_right_under_every_schedule() {
         failed.extend(outcome.err().map(|e| format!("{}: {e}", case.name)));
     }
     assert!(failed.is_empty(), "{} cases failed:\n{}", failed.len(), failed.join("\n"));
+}
+
+#[test]
+fn broken_kernels_are_noticed() {
+    if corpus::corpus().is_none() {
+        return;
+    }
+    let all = every_case();
+    let only = std::env::var("MSL_HOST_CASE").ok();
+    let (mut noticed, mut survived) = (0, Vec::new());
+    for target in mutants::TARGETS {
+        let wanted = only.as_ref().map_or(everything() || target.chosen, |name| target.case.contains(name));
+        if !wanted {
+            continue;
+        }
+        let case = all.iter().find(|c| c.name.contains(target.case)).unwrap_or_else(|| panic!("{}", target.case));
+        for (number, mutant) in target.mutants(case).into_iter().enumerate() {
+            if !everything() && only.is_none() && number >= 2 {
+                continue;
+            }
+            match case.check(Some(&mutant.edit), &MUTANT_WAYS) {
+                Err(reason) => {
+                    let reason = reason.lines().next().unwrap_or_default().to_string();
+                    eprintln!("noticed {}: {} ({reason})", case.name, mutant.what);
+                    noticed += 1;
+                }
+                Ok(()) if target.harmless.iter().any(|h| mutant.what.contains(h)) => {
+                    eprintln!("harmless {}: {}", case.name, mutant.what);
+                }
+                Ok(()) => survived.push(format!("{}: {}", case.name, mutant.what)),
+            }
+        }
+    }
+    eprintln!("{noticed} mutants noticed, {} survived", survived.len());
+    assert!(survived.is_empty(), "mutants that nothing notices:\n{}", survived.join("\n"));
 }

@@ -8,7 +8,7 @@ use crate::data::{Random, Struct, Type};
 
 pub fn cases() -> Vec<Case> {
     vec![
-        softmax("softmax_single_row", Type::F32, false, 130, 64),
+        softmax("softmax_single_row", Type::F32, false, 131, 64),
         softmax("softmax_single_row", Type::F16, true, 256, 64),
         softmax("softmax_single_row", Type::BF16, false, 100, 32),
         softmax("softmax_looped", Type::F32, false, 4101, 1024),
@@ -20,7 +20,7 @@ pub fn cases() -> Vec<Case> {
         sort(false, Type::F32),
         sort(true, Type::F32),
         sort(true, Type::F16),
-        hadamard(Type::F32, 64, 4),
+        hadamard(Type::F32, 128, 4),
         hadamard(Type::F16, 512, 8),
         hadamard(Type::BF16, 128, 2),
     ]
