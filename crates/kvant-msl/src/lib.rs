@@ -14,7 +14,7 @@ use kvant::{
     Device, Error, Result,
     gpu::{self, Executor, Launch, LaunchPass, Limits, Order, Replay, Use, Wait},
 };
-use msl_host::{Access, Buffer, Constant, Grid, Host, Library};
+use msl_host::{Access, Buffer, Constant, Grid, Host, Library, SumOrder};
 
 pub use msl_host::{Build, Schedule};
 
@@ -95,7 +95,9 @@ fn threads(launch: &Launch) -> u64 {
 pub fn device(runs: Runs) -> Result<Device> {
     let host = Host::new()
         .map_err(|error| Error::NoDevice { kind: kvant::DeviceKind::Metal, reason: format!("msl-host: {error}") })?;
-    let inner = Inner { host, libraries: HashMap::new() };
+    let arithmetic =
+        Arithmetic::of_environment().map_err(|reason| Error::NoDevice { kind: kvant::DeviceKind::Metal, reason })?;
+    let inner = Inner { host, libraries: HashMap::new(), arithmetic };
     Ok(gpu::metal_device(MslHost { shared: Arc::new(Shared { inner: Mutex::new(inner), runs }) }))
 }
 
@@ -109,8 +111,39 @@ struct Shared {
     runs: Runs,
 }
 
+/// What a GPU may do and the CPU does not by itself. Results stay within their bounds.
+#[derive(Clone, Copy, Default)]
+struct Arithmetic {
+    flush: bool,
+    contract: bool,
+    sums: SumOrder,
+}
+
+impl Arithmetic {
+    /// From `KVANT_MSL_ARITHMETIC`, a list such as `flush,contract,neighbours`.
+    fn of_environment() -> std::result::Result<Arithmetic, String> {
+        let mut arithmetic = Arithmetic::default();
+        let list = std::env::var("KVANT_MSL_ARITHMETIC").unwrap_or_default();
+        for word in list.split(',').filter(|word| !word.is_empty()) {
+            match word {
+                "flush" => arithmetic.flush = true,
+                "contract" => arithmetic.contract = true,
+                "lanes" => arithmetic.sums = SumOrder::Lanes,
+                "neighbours" => arithmetic.sums = SumOrder::Neighbours,
+                _ => {
+                    return Err(format!(
+                        "KVANT_MSL_ARITHMETIC has `{word}`; it takes flush, contract, lanes and neighbours"
+                    ));
+                }
+            }
+        }
+        Ok(arithmetic)
+    }
+}
+
 struct Inner {
     host: Host,
+    arithmetic: Arithmetic,
     /// By the source's address and the build.
     libraries: HashMap<(usize, Build), Arc<Library>>,
 }
@@ -270,7 +303,10 @@ impl Inner {
     fn run_once(&mut self, launch: &Launch, (build, schedule): (Build, Schedule)) -> Result<()> {
         let library = self.library(launch.source, build)?;
         let grid = Grid::Threadgroups { groups: launch.grid.groups, threads: launch.grid.threads };
-        let mut run = msl_host::Launch::new(launch.kernel, grid);
+        let mut run = msl_host::Launch::new(launch.kernel, grid).sum_order(self.arithmetic.sums);
+        if self.arithmetic.flush {
+            run = run.flush_subnormals();
+        }
         for binding in &launch.bindings {
             let access = match binding.access {
                 Use::Read => Access::Read,
@@ -310,6 +346,9 @@ impl Inner {
         let mut msl = msl_host::Source::new(source.name, &format!("{text}\n{}", source.assertions())).language(3, 0);
         for (name, text) in source.included_by(&text, &|header| text_of(header.name, header.text)) {
             msl = msl.header(name, &text);
+        }
+        if self.arithmetic.contract {
+            msl = msl.contract();
         }
         let library = Arc::new(self.host.compile(&msl, build).map_err(|e| fault(format!("{}: {e}", source.name)))?);
         self.libraries.insert(key, library.clone());

@@ -24,6 +24,8 @@ struct MslLaunch {
   uint32_t groups[3], threads[3];
   uint32_t total[3];  // threads of the whole grid; fewer than groups * threads where the edge is cut off
   uint32_t schedule, allow_divergence;
+  uint32_t flush;      // subnormal floats are zero
+  uint32_t sum_order;  // of simd_sum and of products of matrices: msl_host::SumOrder
   uint32_t lockstep;   // checker build: the lanes of a SIMD-group access memory together
   uint32_t same_values;  // checker build: a write of the value that is there does not race with another write
   uint32_t reads_end;  // a barrier without a memory flag orders earlier reads before later writes

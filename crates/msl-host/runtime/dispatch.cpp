@@ -169,6 +169,7 @@ extern "C" void *__msl_absent(unsigned long bytes) {
   if (bytes > ABSENT) fatal(*running, LIMIT, 0, "a parameter that does not exist has %lu bytes; msl-host has %zu", bytes, ABSENT);
   return absent;
 }
+extern "C" unsigned __msl_sum_order() { return running->launch->sum_order; }
 extern "C" void __msl_short_buffer(unsigned index, unsigned long bytes, unsigned long needed) {
   fatal(*running, OUT_OF_BOUNDS, 0, "buffer(%u) has %lu bytes, its parameter needs %lu", index, bytes, needed);
 }
@@ -212,6 +213,9 @@ extern "C" void msl_state_free(State *s) {
   delete s;
 }
 extern "C" const MslFinding *msl_finding(State *s, uint64_t index) { return index < s->findings.size() ? &s->findings[index] : nullptr; }
+
+// Of the register for floating-point arithmetic.
+constexpr unsigned FLUSH_RESULTS = 1 << 15, FLUSH_OPERANDS = 1 << 6;
 
 static void choose_order(State &s) {
   const MslLaunch &l = *s.launch;
@@ -316,6 +320,8 @@ extern "C" uint64_t msl_dispatch(State *state, const MslLaunch *launch, MslStats
   own.ss_size = 64 << 10;
   sigaltstack(&own, &before);
   running = &s;
+  unsigned arithmetic = __builtin_ia32_stmxcsr();
+  if (launch->flush) __builtin_ia32_ldmxcsr(arithmetic | FLUSH_RESULTS | FLUSH_OPERANDS);
   {
     Timer timer(launch->time_limit_ms);
     for (size_t i = 0; i < s.order.size() && !s.stop; i++) {
@@ -328,6 +334,7 @@ extern "C" uint64_t msl_dispatch(State *state, const MslLaunch *launch, MslStats
     }
     s.current = -1;
   }
+  __builtin_ia32_ldmxcsr(arithmetic);
   running = nullptr;
   sigaltstack(&before, nullptr);
   if (!s.stop) check_slack(s);

@@ -162,6 +162,19 @@ pub enum Schedule {
     Random(u64),
 }
 
+/// The order in which `simd_sum` and the like combine the values of a full SIMD-group. A product of matrices adds in
+/// the order of its inner index with [`SumOrder::Halves`], and backwards otherwise.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum SumOrder {
+    /// Lane 0 and 16, 1 and 17, ..., then those sums.
+    #[default]
+    Halves = 0,
+    /// Lane after lane.
+    Lanes = 1,
+    /// Lane 0 and 1, 2 and 3, ..., then those sums.
+    Neighbours = 2,
+}
+
 /// One dispatch of one kernel.
 #[derive(Clone, Debug)]
 pub struct Launch<'a> {
@@ -172,6 +185,8 @@ pub struct Launch<'a> {
     pub(crate) constants: Vec<(u32, Constant)>,
     pub(crate) allow_divergence: bool,
     pub(crate) reads_end: bool,
+    pub(crate) flush: bool,
+    pub(crate) sum_order: SumOrder,
     pub(crate) lockstep: bool,
     pub(crate) same_values: bool,
     pub(crate) time_limit: Duration,
@@ -188,6 +203,8 @@ impl<'a> Launch<'a> {
             constants: Vec::new(),
             allow_divergence: false,
             reads_end: false,
+            flush: false,
+            sum_order: SumOrder::Halves,
             lockstep: false,
             same_values: false,
             time_limit: Duration::from_secs(60),
@@ -242,6 +259,18 @@ impl<'a> Launch<'a> {
     /// Lets two threads write one value to one place. By default this is a race of writes, as the language has it.
     pub fn same_values(mut self) -> Launch<'a> {
         self.same_values = true;
+        self
+    }
+
+    /// Flushes subnormal floats to zero, as operands and as results. GPUs may.
+    pub fn flush_subnormals(mut self) -> Launch<'a> {
+        self.flush = true;
+        self
+    }
+
+    /// Sets the order in which SIMD-group functions add. Metal does not define it.
+    pub fn sum_order(mut self, order: SumOrder) -> Launch<'a> {
+        self.sum_order = order;
         self
     }
 

@@ -22,7 +22,7 @@
 //! |---|---|
 //! | compiler, memory | [`Host`], [`Memory`] |
 //! | a source and its compiled form | [`Source`], [`Strictness`], [`Library`], [`Kernel`], [`Build`] |
-//! | a dispatch | [`Launch`], [`Buffer`], [`Access`], [`Constant`], [`Grid`], [`Schedule`], [`Stats`] |
+//! | a dispatch | [`Launch`], [`Buffer`], [`Access`], [`Constant`], [`Grid`], [`Schedule`], [`SumOrder`], [`Stats`] |
 //! | errors | [`Error`], [`Diagnostic`] (compiling), [`Findings`], [`Finding`], [`Kind`] (running) |
 //!
 //! A source passes these stages:
@@ -50,7 +50,7 @@ mod toolchain;
 
 pub use error::{Diagnostic, Error, Result};
 pub use host::{Host, Memory};
-pub use launch::{Access, Buffer, Constant, Grid, Launch, Schedule, Stats};
+pub use launch::{Access, Buffer, Constant, Grid, Launch, Schedule, Stats, SumOrder};
 pub use library::Library;
 pub use parse::{Argument, ArgumentKind, Kernel};
 pub use report::{Finding, Findings, Kind, Location, Thread};

@@ -126,6 +126,8 @@ impl Library {
             total,
             schedule: code,
             allow_divergence: u32::from(launch.allow_divergence),
+            flush: u32::from(launch.flush),
+            sum_order: launch.sum_order as u32,
             lockstep: u32::from(launch.lockstep),
             same_values: u32::from(launch.same_values),
             reads_end: u32::from(launch.reads_end),

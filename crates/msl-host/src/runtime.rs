@@ -36,6 +36,8 @@ pub(crate) struct RawLaunch {
     pub total: [u32; 3],
     pub schedule: u32,
     pub allow_divergence: u32,
+    pub flush: u32,
+    pub sum_order: u32,
     pub lockstep: u32,
     pub same_values: u32,
     pub reads_end: u32,

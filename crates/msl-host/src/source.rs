@@ -17,6 +17,7 @@ pub struct Source {
     pub(crate) strictness: Strictness,
     pub(crate) language: (u32, u32),
     pub(crate) unaligned: bool,
+    pub(crate) contract: bool,
 }
 
 /// What a source must satisfy to compile.
@@ -47,6 +48,7 @@ impl Source {
             strictness: Strictness::Strict,
             language: (3, 1),
             unaligned: false,
+            contract: false,
         }
     }
 
@@ -103,6 +105,12 @@ impl Source {
     /// findings by default; some kernels rely on GPUs that do not mind.
     pub fn unaligned(self) -> Source {
         Source { unaligned: true, ..self }
+    }
+
+    /// Lets the compiler fuse `a * b + c` into one operation with one rounding, as Apple's does. By default every
+    /// operation rounds. The checks between operations prevent most of it in [`crate::Build::Checker`].
+    pub fn contract(self) -> Source {
+        Source { contract: true, ..self }
     }
 
     /// Sets the version of the Metal language, as the runtime requests it of Apple's compiler. The default is 3.1, the

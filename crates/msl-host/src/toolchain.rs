@@ -137,6 +137,9 @@ const CHECKER: &[&str] = &[
 /// No instruction that traps on an address which is not a multiple of the type's alignment, and no check of it.
 const UNALIGNED: [&str; 2] = ["-fmax-type-align=1", "-fno-sanitize=alignment"];
 
+/// Vectors of unrelated operations hide what can be fused.
+const CONTRACT: [&str; 2] = ["-ffp-contract=fast", "-fno-slp-vectorize"];
+
 /// A compiler, and a directory for its results.
 #[derive(Debug)]
 pub(crate) struct Toolchain {
@@ -291,6 +294,9 @@ impl Toolchain {
         let (name, mut language) = (&source.name, language(source));
         if source.unaligned {
             language.extend(UNALIGNED.map(String::from));
+        }
+        if source.contract {
+            language.extend(CONTRACT.map(String::from));
         }
         let options = if build == Build::Plain { PLAIN } else { CHECKER };
         let key = [text, &self.version, &file_name(&self.include), &file_name(runtime)];

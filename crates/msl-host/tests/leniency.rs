@@ -5,7 +5,7 @@
 
 mod support;
 
-use msl_host::{Buffer, Build, Constant, Error, Kind, Launch, Schedule, Strictness};
+use msl_host::{Buffer, Build, Constant, Error, Kind, Launch, Schedule, Strictness, SumOrder};
 use support::*;
 
 const KERNELS: &str = "
@@ -171,5 +171,33 @@ fn alignment_can_be_ignored() {
         let launch = launch().buffer(0, Buffer::write(&mut o));
         let list = findings(&strict, &launch, Schedule::Forward);
         assert_eq!(lines(&list, Kind::Misaligned), [2], "{build:?}: {list:?}");
+    }
+}
+
+#[test]
+fn arithmetic_can_be_that_of_a_gpu() {
+    let text = "kernel void k(device float *o [[buffer(0)]], device const float *x [[buffer(1)]], uint t [[thread_index_in_threadgroup]]) {
+  if (t == 0) { o[0] = x[0] - x[3]; o[1] = x[1] * x[1] - x[2]; }
+  float sum = simd_sum(t == 0 ? 1e8f : t == 16 ? -1e8f : 1.0f);
+  if (t == 0) o[2] = sum;
+}";
+    let x = floats(&[1.8e-38, 1.0 + 2f32.powi(-12), 1.0 + 2f32.powi(-11), 1.2e-38]);
+    for build in [Build::Plain, Build::Checker] {
+        let result = |contract: bool, set: fn(Launch<'_>) -> Launch<'_>| {
+            let source = if contract { source(text).contract() } else { source(text) };
+            let library = host().compile(&source, build).unwrap_or_else(|e| panic!("{e}"));
+            let mut o = vec![0; 12];
+            let launch = Launch::new("k", groups(1, 32)).buffer(0, Buffer::write(&mut o)).buffer(1, Buffer::read(&x));
+            run(&library, &set(launch), Schedule::Forward);
+            to_floats(&o)
+        };
+        assert_eq!(result(false, |l| l), [1.8e-38 - 1.2e-38, 0.0, 30.0]);
+        assert_eq!(result(false, |l| l.flush_subnormals()), [0.0, 0.0, 30.0]);
+        if build == Build::Plain {
+            assert_eq!(result(true, |l| l), [1.8e-38 - 1.2e-38, 2f32.powi(-24), 30.0]);
+        }
+        // 1e8 + 1 is 1e8: ones before the large numbers cancel are lost.
+        assert_eq!(result(false, |l| l.sum_order(SumOrder::Lanes))[2], 15.0);
+        assert_eq!(result(false, |l| l.sum_order(SumOrder::Neighbours))[2], 16.0);
     }
 }

@@ -24,6 +24,8 @@ MSL_CONVERGENT void __msl_threadgroup_barrier(unsigned flags, unsigned site);
 MSL_CONVERGENT void __msl_simdgroup_barrier(unsigned flags, unsigned site);
 // Deposits `bytes` of `value` in this lane's slot, waits for the other lanes, and returns the slots of all.
 MSL_CONVERGENT const char *__msl_simd(const void *value, unsigned bytes, unsigned operation, MslCombine combine, unsigned site);
+// How the launch adds: 0 halves first, 1 lane by lane, 2 neighbours first.
+unsigned __msl_sum_order(void);
 unsigned __msl_lane(void);
 unsigned __msl_active(void);  // the lanes that took part in this thread's last SIMD-group function
 // The threadgroup variable that `key` stands for, poisoned at the start of every threadgroup.

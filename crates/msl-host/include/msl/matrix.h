@@ -58,7 +58,9 @@ MSL_INLINE void simdgroup_multiply_accumulate(thread simdgroup_matrix<D, 8, 8> &
   const char *slots = __msl_simd(mine, sizeof mine, __op_matrix + 2, nullptr, site);
   unsigned lane = __msl_lane(), row = __matrix_row(lane), column = __matrix_column(lane);
   float sum[2] = {(float)c.elements[0], (float)c.elements[1]};
-  for (unsigned from = 0; from < 32; from++) {  // lanes in order meet the columns of a row of `a` in order
+  bool backwards = __msl_sum_order() != 0;
+  for (unsigned n = 0; n < 32; n++) {  // lanes in order meet the columns of a row of `a` in order
+    unsigned from = backwards ? 31 - n : n;
     if (__matrix_row(from) != row) continue;
     float4 left = __slot<float4>(slots, from);
     for (unsigned k = 0; k < 2; k++) {

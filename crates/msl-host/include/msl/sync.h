@@ -36,13 +36,18 @@ struct __and { template <class T> static T of(T a, T b) { return a & b; } };
 struct __or { template <class T> static T of(T a, T b) { return a | b; } };
 struct __xor { template <class T> static T of(T a, T b) { return a ^ b; } };
 
-// Over the active lanes; a full SIMD-group reduces as a butterfly, halves first.
+// Over the active lanes; a full SIMD-group reduces as a butterfly, halves first, unless the launch
+// asks for another order.
 template <class T, class Op> void __reduce(char *slots, unsigned lanes, unsigned active) {
   T v[32];
   unsigned n = 0;
   for (unsigned i = 0; i < lanes; i++)
     if (active >> i & 1) v[n++] = __slot<T>(slots, i);
-  if (n == 32) {
+  unsigned order = __msl_sum_order();
+  if (n == 32 && order == 2) {
+    for (unsigned step = 1; step < 32; step *= 2)
+      for (unsigned i = 0; i < 32; i += 2 * step) v[i] = Op::of(v[i], v[i + step]);
+  } else if (n == 32 && order == 0) {
     for (unsigned half = 16; half; half >>= 1)
       for (unsigned i = 0; i < half; i++) v[i] = Op::of(v[i], v[i + half]);
   } else {

@@ -67,8 +67,8 @@ const fn harmless(target: Target, harmless: &'static [&'static str]) -> Target {
     Target { harmless, ..target }
 }
 
-/// Harmless are barriers that order no memory or nothing that is shared, branches that the case does not take, and barriers
-/// within a SIMD-group where lanes run in lockstep.
+/// Harmless are barriers that order no memory or nothing that is shared, branches that the case does not take, and
+/// barriers within a SIMD-group where lanes run in lockstep.
 pub const TARGETS: &[Target] = &[
     chosen(target(
         "kernel_rms_norm_mul_f32_4, 64 threads",
