@@ -347,15 +347,15 @@ fn run_once(request: &Request, library: &Library, schedule: Schedule) -> Result<
     }
     launch = request.memory.iter().fold(launch, |l, &(index, bytes)| l.threadgroup_memory(index, bytes));
     launch = request.constants.iter().fold(launch, |l, &(index, value)| l.constant(index, value));
-    let set: [(&str, fn(Launch<'_>) -> Launch<'_>); 5] = [
-        ("--lockstep", |l| l.lockstep()),
-        ("--same-values", |l| l.same_values()),
-        ("--reads-end", |l| l.reads_end_at_barriers()),
-        ("--divergence", |l| l.allow_divergence()),
-        ("--flush", |l| l.flush_subnormals()),
-    ];
-    for (flag, set) in set {
-        launch = if request.has(flag) { set(launch) } else { launch };
+    for flag in &request.flags {
+        launch = match flag.as_str() {
+            "--lockstep" => launch.lockstep(),
+            "--same-values" => launch.same_values(),
+            "--reads-end" => launch.reads_end_at_barriers(),
+            "--divergence" => launch.allow_divergence(),
+            "--flush" => launch.flush_subnormals(),
+            _ => launch, // of the source
+        };
     }
     library.run(&launch, schedule)?;
     drop(launch);
