@@ -255,7 +255,8 @@ fn blocks() {
             for (i, (got, want)) in got.chunks(32).zip(want.chunks(32)).enumerate() {
                 let largest = want.iter().fold(0f32, |largest, x| largest.max(x.abs()));
                 for (x, y) in got.iter().zip(want) {
-                    let bound = 8.0 * f32::EPSILON * largest + f32::MIN_POSITIVE;
+                    // A device may take a scale that is subnormal for zero, and codes of MXFP4 go up to 6.
+                    let bound = 8.0 * f32::EPSILON * largest + 6.0 * f32::MIN_POSITIVE;
                     assert!((x - y).abs() <= bound, "{device}: {}, group {i}: {x} instead of {y}", case.name);
                 }
             }

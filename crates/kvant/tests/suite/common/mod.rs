@@ -423,6 +423,12 @@ pub struct Bound {
     pub rounding: f64,
 }
 
+/// Whether a device may flush subnormal numbers: Apple's GPUs, and msl-host on request.
+pub fn subnormals_are_zero() -> bool {
+    let requested = |list: String| list.split(',').any(|word| word == "flush");
+    cfg!(target_os = "macos") || std::env::var("KVANT_MSL_ARITHMETIC").is_ok_and(requested)
+}
+
 /// The unit roundoff of f32, in which kernels compute.
 pub const EPS: f64 = 1.0 / (1u64 << 24) as f64;
 
