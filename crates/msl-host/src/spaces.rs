@@ -68,9 +68,9 @@ fn again<'a>(
 ) -> bool {
     let mut key = format!("{scope}{defines} ");
     let mut constant = false;
-    for i in initialisers(t, first, head) {
+    for i in without_initialisers(t, first, head) {
         let word = t.str(i);
-        if ignored.contains(&i) {
+        if ignored.contains(&i) || names_parameter(t, i) {
             continue;
         }
         // `constant T` is `const T` where there are no address spaces; a second `const` says nothing new.
@@ -92,7 +92,7 @@ fn again<'a>(
     }
     let text = t.range(first, head);
     match seen.get(&key) {
-        Some(&earlier) => earlier != text,
+        Some(&earlier) => earlier != text && (first..head).any(|i| t.word(i).is_some_and(is_address_space)),
         None => {
             seen.insert(key, text);
             false
@@ -100,8 +100,19 @@ fn again<'a>(
     }
 }
 
+/// Whether the word at `i` is the name of a parameter: behind its type, before what ends the parameter.
+fn names_parameter(t: &Tokens<'_>, i: usize) -> bool {
+    const TYPES: &[&str] = &[
+        "bool", "char", "uchar", "short", "ushort", "int", "uint", "long", "ulong", "size_t", "half", "bfloat",
+        "float", "void", "const", "volatile",
+    ];
+    let word = t.word(i).is_some_and(|w| !TYPES.contains(&w) && !is_address_space(w));
+    let typed = i > 0 && (t.any(i - 1, b"*&>") || t.word(i - 1).is_some_and(|w| !matches!(w, "typename" | "class")));
+    word && typed && (t.any(i + 1, b",)=") || (t.is(i + 1, b'[') && t.is(i + 2, b'[')))
+}
+
 /// The tokens of a head without a constructor's initialisers: `S(T x) : x(x)` up to the colon.
-fn initialisers(t: &Tokens<'_>, first: usize, head: usize) -> std::ops::Range<usize> {
+fn without_initialisers(t: &Tokens<'_>, first: usize, head: usize) -> std::ops::Range<usize> {
     let colon = outside(t, first, head, |i| {
         t.is(i, b':') && !t.is(i + 1, b':') && !t.is(i.wrapping_sub(1), b':') && (first..i).any(|k| t.is(k, b')'))
     });
@@ -123,26 +134,72 @@ fn members(t: &Tokens<'_>, ignored: &HashSet<usize>, open: usize, close: usize, 
             let Some(end) = t.close(i) else { return };
             let class = (first..i).any(|k| matches!(t.word(k), Some("struct" | "class" | "union" | "enum")));
             let function = !class && outside(t, first, i, |k| t.is(k, b'(')).is_some();
-            // `: a{1}, b(2) {`: the body is the brace that no comma or brace follows.
-            let initialiser = function && t.any(end + 1, b",{");
+            // `S() : a{1}, b{2} {}`: a comma or another brace follows an initialiser.
+            let initialiser = t.any(end + 1, b",{");
             if class && !t.is_word(first, "template") {
                 members(t, ignored, i, end, found);
-            }
-            i = end;
-            if function && !initialiser {
-                let body = (first..=end).rev().find(|&k| t.is(k, b'{') && t.close(k) == Some(end)).unwrap_or(end);
-                if again(t, ignored, &mut seen, "", (first, body), true) {
+            } else if function && !initialiser {
+                if again(t, ignored, &mut seen, "", (first, i), true) {
                     found.push((first, end + 1));
                 }
                 first = end + 1;
-            } else if !function && !t.is(end + 1, b';') && !t.any(end + 1, b",") && !class {
-                first = first.max(open + 1);
             }
+            i = end;
         } else if t.is(i, b':') && !t.is(i + 1, b':') && !t.is(i - 1, b':') && i == first + 1 {
             first = i + 1; // `public:`
         } else if t.any(i, b"([") {
             i = t.close(i).unwrap_or(close);
         }
         i += 1;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::parse::parse;
+
+    /// The twins of a text.
+    fn removed(text: &str) -> Vec<String> {
+        let tokens = Tokens::new(text);
+        let unit = parse(&tokens).expect("parses");
+        twins(&tokens, &unit).into_iter().map(|(a, b)| tokens.range(a, b).to_string()).collect()
+    }
+
+    #[test]
+    fn declarations_of_other_address_spaces_are_twins() {
+        assert_eq!(
+            removed("float f(device const float *p) { return 1; } float f(const threadgroup float *p) { return 2; }"),
+            ["float f(const threadgroup float *p) { return 2; }"]
+        );
+        assert_eq!(
+            removed(
+                "template <class T> struct of<device T *> { int a; }; template <class T> struct of<thread T *> { int b; };"
+            ),
+            ["template <class T> struct of<thread T *> { int b; }"]
+        );
+        // `constant` is `const` where there are no address spaces.
+        assert_eq!(removed("struct S { void f(constant int &x) {} void f(device const int &x) {} };").len(), 1);
+    }
+
+    #[test]
+    fn members_and_constructors_are_twins() {
+        let text = "struct S { int a; S(int x) thread : a{x} {} S(int y) constant : a{y} {} \
+                    int get() const thread { return a; } int get() const device { return a; } int get() thread; };";
+        assert_eq!(removed(text), ["S(int y) constant : a{y} {}", "int get() const device { return a; }"]);
+    }
+
+    #[test]
+    fn overloads_stay() {
+        for text in [
+            "float f(float x) { return 1; } float f(int x) { return 2; }",
+            "void f(device float *p) {} void f(device const float *p) {}",
+            "struct S { void f(device int *p) {} void f(device int *p, int n) {} };",
+            "namespace a { void f(device int *p) {} } namespace b { void f(thread int *p) {} }",
+            "void f(device int *p); void f(device int *p) {}",
+            "template <typename T, typename U> void f(device T *p) {} template <typename T, int N> void f(thread T *p) {}",
+        ] {
+            assert_eq!(removed(text), [""; 0], "{text}");
+        }
     }
 }
