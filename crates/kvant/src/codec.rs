@@ -7,6 +7,7 @@ use crate::{DType, Error, Result};
 mod codebook;
 mod codebook_table;
 mod packing;
+mod page_mean;
 mod signs;
 mod stats;
 mod turboquant;
@@ -15,9 +16,11 @@ pub(crate) use codebook::lookup_table;
 pub use codebook::{centroids, nearest, thresholds};
 pub(crate) use packing::plane_bits;
 pub use packing::{pack, plane_bytes, unpack};
+
+pub use page_mean::PageMean;
 pub use signs::{sign_is_negative, signs};
 pub use stats::{HeadStats, indices, stats};
-pub use turboquant::{Encoded, decode, decode_rotated, encode};
+pub use turboquant::{Encoded, decode, decode_around, decode_rotated, encode, encode_around};
 
 /// Coordinates that share one TurboQuant norm.
 pub const BLOCK: usize = 256;
@@ -55,6 +58,9 @@ pub struct TurboQuant {
     pub scale: f32,
     /// The number that is stored as a block's norm.
     pub norm: Norm,
+    /// Whether vectors are stored minus the mean of their page ([`PageMean`]), with norms in f16. `norm` is then
+    /// [`Norm::Unbiased`]. Only the layers of a [`KvPool`](crate::KvPool) have pages.
+    pub centred: bool,
 }
 
 /// The number that a TurboQuant block stores with its indices. Decoding is the same for all: norm × centroid.
@@ -103,7 +109,13 @@ impl Codec {
 
     /// TurboQuant with default parameters. `bits` must be one of [`BITS`]; this is checked when a cache is made.
     pub const fn tq(bits: u32) -> Codec {
-        Codec::TurboQuant(TurboQuant { bits, scale: 1.0, norm: Norm::DEFAULT })
+        Codec::TurboQuant(TurboQuant { bits, scale: 1.0, norm: Norm::DEFAULT, centred: false })
+    }
+
+    /// TurboQuant around the mean of each page, for the layers of a [`KvPool`](crate::KvPool). `bits` must be one of
+    /// [`BITS`]; this is checked when a pool is made.
+    pub const fn tq_centred(bits: u32) -> Codec {
+        Codec::TurboQuant(TurboQuant { bits, scale: 1.0, norm: Norm::Unbiased, centred: true })
     }
 
     /// Whether the stored vectors are quantised, and therefore rotated.
@@ -111,12 +123,25 @@ impl Codec {
         matches!(self, Codec::TurboQuant(_))
     }
 
-    /// Bytes of one vector of `head_dim` coordinates in all planes; `usize::MAX` if the number overflows.
+    /// Whether vectors are stored minus the mean of their page.
+    pub const fn is_centred(self) -> bool {
+        matches!(self, Codec::TurboQuant(TurboQuant { centred: true, .. }))
+    }
+
+    /// Bytes of the mean of a page, for each KV head of a side: 0 for codecs that are not centred. `usize::MAX` if the
+    /// number overflows.
+    pub const fn bytes_per_mean(self, head_dim: usize) -> usize {
+        if self.is_centred() { head_dim.saturating_add(size_of::<f32>()) } else { 0 }
+    }
+
+    /// Bytes of one vector of `head_dim` coordinates in all planes; `usize::MAX` if the number overflows. Means of pages
+    /// come on top ([`Codec::bytes_per_mean`]).
     pub fn bytes_per_vector(self, head_dim: usize) -> usize {
         match self {
             Codec::Dense(dtype) => head_dim.saturating_mul(dtype.size()),
             Codec::TurboQuant(tq) => {
-                let bytes = head_dim as u128 * u128::from(tq.bits) / 8 + 4 * head_dim.div_ceil(BLOCK) as u128;
+                let norm = tq.norm_dtype().size() as u128;
+                let bytes = head_dim as u128 * u128::from(tq.bits) / 8 + norm * head_dim.div_ceil(BLOCK) as u128;
                 usize::try_from(bytes).unwrap_or(usize::MAX)
             }
         }
@@ -139,6 +164,9 @@ impl Codec {
                 if !(1e-3..=1e3).contains(&tq.scale) {
                     return fail("a TurboQuant codec with a scale from 0.001 to 1000", tq.scale.to_string());
                 }
+                if tq.centred && tq.norm != Norm::Unbiased {
+                    return fail("a centred codec with unbiased norms", format!("{:?}", tq.norm));
+                }
                 if !head_dim.is_power_of_two() || !(8..=4096).contains(&head_dim) {
                     return fail(
                         "a TurboQuant codec with a head_dim that is a power of two from 8 to 4096",
@@ -151,17 +179,25 @@ impl Codec {
     }
 }
 
+impl TurboQuant {
+    /// The dtype of stored norms.
+    pub(crate) const fn norm_dtype(self) -> DType {
+        if self.centred { DType::F16 } else { DType::F32 }
+    }
+}
+
 impl fmt::Display for Codec {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Codec::Dense(dtype) => fmt::Display::fmt(dtype, f),
+            Codec::TurboQuant(TurboQuant { bits, centred: true, .. }) => write!(f, "tq{bits}c"),
             Codec::TurboQuant(tq) => write!(f, "tq{}{}", tq.bits, tq.norm.suffix()),
         }
     }
 }
 
-/// Parses `f32`, `f16`, `bf16`, `tq8`, `tq6`, `tq5`, `tq4`, `tq3` or `tq2`. A TurboQuant name can end with a choice of
-/// norm: `tq4-rms`, `tq4-least-squares`, `tq4-unbiased`.
+/// Parses `f32`, `f16`, `bf16`, `tq8`, `tq6`, `tq5`, `tq4`, `tq3` or `tq2`. A TurboQuant name can end with `c` for a
+/// centred codec (`tq4c`), or with a choice of norm: `tq4-rms`, `tq4-least-squares`, `tq4-unbiased`.
 impl FromStr for Codec {
     type Err = Error;
 
@@ -169,34 +205,28 @@ impl FromStr for Codec {
         let unknown = || Error::Value {
             op: "codec",
             arg: "name",
-            expected: "f32, f16, bf16, tq8, tq6, tq5, tq4, tq3 or tq2 (tq also with -rms, -least-squares or -unbiased)"
-                .to_string(),
+            expected:
+                "f32, f16, bf16, tq8, tq6, tq5, tq4, tq3 or tq2 (tq also with c, -rms, -least-squares or -unbiased)"
+                    .to_string(),
             got: format!("{name:?}"),
         };
-        let (kind, norm) = match name.split_once('-') {
-            Some((kind, "rms")) => (kind, Some(Norm::Rms)),
-            Some((kind, "least-squares")) => (kind, Some(Norm::LeastSquares)),
-            Some((kind, "unbiased")) => (kind, Some(Norm::Unbiased)),
-            Some(_) => return Err(unknown()),
-            None => (name, None),
-        };
-        let codec = match kind {
-            "f32" => Codec::F32,
-            "f16" => Codec::F16,
-            "bf16" => Codec::BF16,
-            "tq8" => Codec::tq(8),
-            "tq6" => Codec::tq(6),
-            "tq5" => Codec::tq(5),
-            "tq4" => Codec::tq(4),
-            "tq3" => Codec::tq(3),
-            "tq2" => Codec::tq(2),
+        match name {
+            "f32" => return Ok(Codec::F32),
+            "f16" => return Ok(Codec::F16),
+            "bf16" => return Ok(Codec::BF16),
+            _ => {}
+        }
+        let rest = name.strip_prefix("tq").ok_or_else(unknown)?;
+        let bits = BITS.into_iter().find(|bits| rest.starts_with(&bits.to_string())).ok_or_else(unknown)?;
+        let norm = match &rest[1..] {
+            "" => Norm::DEFAULT,
+            "c" => return Ok(Codec::tq_centred(bits)),
+            "-rms" => Norm::Rms,
+            "-least-squares" => Norm::LeastSquares,
+            "-unbiased" => Norm::Unbiased,
             _ => return Err(unknown()),
         };
-        match (codec, norm) {
-            (codec, None) => Ok(codec),
-            (Codec::TurboQuant(tq), Some(norm)) => Ok(Codec::TurboQuant(TurboQuant { norm, ..tq })),
-            (Codec::Dense(_), Some(_)) => Err(unknown()),
-        }
+        Ok(Codec::TurboQuant(TurboQuant { bits, scale: 1.0, norm, centred: false }))
     }
 }
 
@@ -209,14 +239,21 @@ mod tests {
         for bits in BITS {
             assert_eq!(format!("tq{bits}").parse::<Codec>().unwrap(), Codec::tq(bits));
             for norm in [Norm::Rms, Norm::LeastSquares, Norm::Unbiased] {
-                let codec = Codec::TurboQuant(TurboQuant { bits, scale: 1.0, norm });
+                let codec = Codec::TurboQuant(TurboQuant { bits, scale: 1.0, norm, centred: false });
                 assert_eq!(codec.to_string().parse::<Codec>().unwrap(), codec);
             }
+        }
+        for bits in BITS {
+            assert_eq!(format!("tq{bits}c").parse::<Codec>().unwrap(), Codec::tq_centred(bits));
+            assert_eq!(Codec::tq_centred(bits).to_string(), format!("tq{bits}c"));
         }
         for codec in [Codec::F32, Codec::F16, Codec::BF16] {
             assert_eq!(codec.to_string().parse::<Codec>().unwrap(), codec);
         }
-        for name in ["", "tq", "tq7", "tq1", "f16-rms", "tq4-", "tq4-best", "TQ4"] {
+        for name in [
+            "", "tq", "tq7", "tq1", "f16-rms", "tq4-", "tq4-best", "TQ4", "tq4c-rms", "tq7c", "tqc", "f16c", "tq4cc",
+            "tq44",
+        ] {
             assert!(name.parse::<Codec>().is_err(), "{name:?}");
         }
     }

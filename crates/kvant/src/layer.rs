@@ -106,46 +106,65 @@ pub struct Planes {
     pub(crate) low: Tensor,
     /// The upper bits of indices. 3 and 5 bits: u8 `[rows, D/8]`; 6 bits: u8 `[rows, D/4]`.
     pub(crate) high: Option<Tensor>,
-    /// TurboQuant: f32 `[rows, D/B]`, one per block of B coordinates.
+    /// TurboQuant: f32 `[rows, D/B]`, one per block of B coordinates; f16 if the codec is centred.
     pub(crate) norms: Option<Tensor>,
+    /// Centred: u8 `[Hk, D + 4]` of each page, the codes of a mean and its f32 scale
+    /// ([`PageMean`](codec::PageMean)).
+    pub(crate) means: Option<Tensor>,
 }
 
+/// The planes of one side within a page: bytes from the start of the page, or of each plane.
+pub(crate) type PlaneBytes = [Option<usize>; 4];
+
 impl Planes {
-    /// The dtype of each plane of a codec that has been checked, and its elements per vector of `dim` coordinates:
-    /// `low`, `high`, `norms`.
-    fn row_sizes(codec: Codec, dim: usize) -> [Option<(DType, usize)>; 3] {
+    /// The dtype of each plane of a codec that has been checked, and its elements per row: `low`, `high`, `norms` with a
+    /// row for each vector of `dim` coordinates, `means` with a row for each page and KV head.
+    fn row_sizes(codec: Codec, dim: usize) -> [Option<(DType, usize)>; 4] {
         match codec {
-            Codec::Dense(dtype) => [Some((dtype, dim)), None, None],
+            Codec::Dense(dtype) => [Some((dtype, dim)), None, None, None],
             Codec::TurboQuant(tq) => {
                 let (low, high) = codec::plane_bytes(tq.bits, dim).expect("the codec has been checked");
                 let high = (high > 0).then_some((DType::U8, high));
-                [Some((DType::U8, low)), high, Some((DType::F32, dim.div_ceil(BLOCK)))]
+                let mean = tq.centred.then(|| (DType::U8, codec.bytes_per_mean(dim)));
+                [Some((DType::U8, low)), high, Some((tq.norm_dtype(), dim.div_ceil(BLOCK))), mean]
             }
         }
     }
 
-    /// The bytes of a row in each plane: `low`, `high`, `norms`.
-    pub(crate) fn row_bytes(codec: Codec, dim: usize) -> [Option<usize>; 3] {
-        Planes::row_sizes(codec, dim).map(|plane| plane.map(|(dtype, elements)| elements * dtype.size()))
+    /// The bytes of each plane in a page; `None` if a number overflows.
+    pub(crate) fn page_bytes(codec: Codec, dim: usize, kv_heads: usize, page_tokens: usize) -> Option<PlaneBytes> {
+        let vectors = kv_heads.checked_mul(page_tokens)?;
+        let mut planes = [None; 4];
+        for (index, (bytes, size)) in planes.iter_mut().zip(Planes::row_sizes(codec, dim)).enumerate() {
+            let Some((dtype, elements)) = size else { continue };
+            let rows = if index == Planes::MEANS { kv_heads } else { vectors };
+            *bytes = Some(elements.checked_mul(dtype.size())?.checked_mul(rows)?);
+        }
+        Some(planes)
     }
+
+    /// The place of `means` among the planes.
+    const MEANS: usize = 3;
 
     fn zeros(device: &Device, codec: Codec, rows: usize, dim: usize) -> Result<Planes> {
         let plane = |size: Option<(DType, usize)>| {
             size.map(|(dtype, elements)| Tensor::zeros(device, dtype, &[rows, elements])).transpose()
         };
-        let [low, high, norms] = Planes::row_sizes(codec, dim);
+        // Layers of their own have no pages, and so no means.
+        let [low, high, norms, _] = Planes::row_sizes(codec, dim);
         let low = plane(low)?.expect("every codec has a low plane");
-        Ok(Planes { codec, low, high: plane(high)?, norms: plane(norms)? })
+        Ok(Planes { codec, low, high: plane(high)?, norms: plane(norms)?, means: None })
     }
 
     /// The planes of a layer of a pool, which begin at these bytes of its memory and end where it does.
-    pub(crate) fn of_pages(memory: &Tensor, codec: Codec, dim: usize, starts: [Option<usize>; 3]) -> Result<Planes> {
-        let [low, high, norms] = Planes::row_sizes(codec, dim);
+    pub(crate) fn of_pages(memory: &Tensor, codec: Codec, dim: usize, starts: PlaneBytes) -> Result<Planes> {
+        let [low, high, norms, means] = Planes::row_sizes(codec, dim);
         let plane = |size: Option<(DType, usize)>, start: Option<usize>| {
             size.zip(start).map(|((dtype, _), start)| memory.typed_from(start, dtype)).transpose()
         };
         let low = plane(low, starts[0])?.expect("every codec has a low plane");
-        Ok(Planes { codec, low, high: plane(high, starts[1])?, norms: plane(norms, starts[2])? })
+        let (high, norms) = (plane(high, starts[1])?, plane(norms, starts[2])?);
+        Ok(Planes { codec, low, high, norms, means: plane(means, starts[Planes::MEANS])? })
     }
 
     /// The codec of the vectors.
@@ -153,9 +172,10 @@ impl Planes {
         self.codec
     }
 
-    /// The planes that exist, with their names: `low`, `high`, `norms`.
+    /// The planes that exist, with their names: `low`, `high`, `norms`, `means`.
     pub fn tensors(&self) -> impl Iterator<Item = (&'static str, &Tensor)> {
-        [("low", Some(&self.low)), ("high", self.high.as_ref()), ("norms", self.norms.as_ref())]
+        let (high, norms, means) = (self.high.as_ref(), self.norms.as_ref(), self.means.as_ref());
+        [("low", Some(&self.low)), ("high", high), ("norms", norms), ("means", means)]
             .into_iter()
             .filter_map(|(name, tensor)| Some((name, tensor?)))
     }
@@ -228,7 +248,8 @@ impl KvLayer {
     /// Allocates an empty layer.
     ///
     /// # Errors
-    /// `Value`, `DType` or `Overflow` for an invalid specification; `OutOfMemory`.
+    /// `Value`, `DType` or `Overflow` for an invalid specification: a centred codec needs the pages of a
+    /// [`KvPool`](crate::KvPool). `OutOfMemory`.
     pub fn new(device: &Device, spec: LayerSpec) -> Result<KvLayer> {
         let rows = validate(&spec)?;
         Ok(KvLayer {
@@ -275,7 +296,8 @@ impl KvLayer {
                 };
                 return Err(Error::Shape { op, arg, expected, got: tensor.shape().to_vec() });
             }
-            Ok(Planes { codec, low: tensor.reshape(&[rows, spec.head_dim])?, high: None, norms: None })
+            let low = tensor.reshape(&[rows, spec.head_dim])?;
+            Ok(Planes { codec, low, high: None, norms: None, means: None })
         };
         Ok(KvLayer { spec, k: side("k", spec.k, k)?, v: side("v", spec.v, v)?, pages: None })
     }
@@ -365,6 +387,12 @@ impl KvLayer {
         }
     }
 
+    /// The row of the means of a KV head in a page, for the row of one of its vectors.
+    #[inline]
+    pub(crate) fn mean_row(&self, row: usize) -> usize {
+        self.pages.map_or(0, |pages| row / pages.page_tokens)
+    }
+
     /// The number of rows between a head's slot and its next slot.
     #[inline]
     pub fn slot_stride(&self) -> usize {
@@ -420,8 +448,10 @@ fn validate(spec: &LayerSpec) -> Result<usize> {
     // Positions are u32 on the device.
     check::at_most(op, "capacity", spec.capacity, u32::MAX as usize)?;
     check::at_most(op, "sequences", spec.sequences, u32::MAX as usize)?;
-    spec.k.validate(op, "k", spec.head_dim)?;
-    spec.v.validate(op, "v", spec.head_dim)?;
+    for (arg, codec) in [("k", spec.k), ("v", spec.v)] {
+        codec.validate(op, arg, spec.head_dim)?;
+        check::value_is(op, arg, !codec.is_centred(), "a codec without page means, outside of a pool", codec)?;
+    }
     let rows = crate::tensor::element_count(&[spec.sequences, spec.kv_heads, spec.capacity])?;
     crate::tensor::element_count(&[rows, spec.head_dim, 4])?;
     Ok(rows)

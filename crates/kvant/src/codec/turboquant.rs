@@ -1,12 +1,15 @@
-use super::{BLOCK, Codec, Norm, TurboQuant, centroids, nearest, thresholds};
-use crate::{Result, reference::hadamard};
+use super::{BLOCK, Codec, Norm, PageMean, TurboQuant, centroids, nearest, page_mean::is_storable, thresholds};
+use crate::{
+    Error, Result,
+    reference::{hadamard, round_f16},
+};
 
 /// One vector in TurboQuant form, before its indices are [packed](super::pack).
 #[derive(Clone, Debug, PartialEq)]
 pub struct Encoded {
     /// One per coordinate of the rotated vector, below 2^bits.
     pub indices: Vec<u8>,
-    /// One per block of min(D, [`BLOCK`]) coordinates.
+    /// One per block of min(D, [`BLOCK`]) coordinates. Those of a centred codec are numbers of f16.
     pub norms: Vec<f32>,
 }
 
@@ -19,6 +22,8 @@ pub struct Encoded {
 ///
 /// A block of zeros has norm 0. A vector that is not finite, or whose squared length overflows f32, gets index 0
 /// everywhere and NaN norms; it does not affect other vectors.
+///
+/// A centred codec encodes around a mean of zeros here; [`encode_around`] takes the mean of a page.
 ///
 /// y and n are f64 here. A kernel computes them in f32, so that a coordinate next to a threshold may get the
 /// neighbouring index.
@@ -39,20 +44,54 @@ pub struct Encoded {
 /// ```
 pub fn encode(tq: TurboQuant, x: &[f64]) -> Result<Encoded> {
     Codec::TurboQuant(tq).validate("encode", "x", x.len())?;
-    let (centroids, thresholds) = (centroids(tq.bits)?, thresholds(tq.bits)?);
-    let squares: f64 = x.iter().map(|x| x * x).sum();
-    // Also false for NaN.
-    let storable = squares <= f64::from(f32::MAX);
-    if !storable {
-        return Ok(Encoded { indices: vec![0; x.len()], norms: vec![f32::NAN; x.len().div_ceil(BLOCK)] });
+    if !is_storable(x) {
+        return Ok(not_storable(x.len()));
     }
-    let mut encoded = Encoded { indices: Vec::with_capacity(x.len()), norms: Vec::new() };
-    for y in hadamard(x, false)?.chunks(BLOCK) {
+    encode_rotated(tq, &hadamard(x, false)?)
+}
+
+/// Encodes one vector minus the mean of its page: as [`encode`], of y = rotated vector − mean. Norms are rounded to
+/// f16; those above 65504 become infinite.
+///
+/// # Errors
+/// `Value` if the codec is not centred, as [`encode`], or if the mean has another length.
+pub fn encode_around(tq: TurboQuant, mean: &PageMean, x: &[f64]) -> Result<Encoded> {
+    Codec::TurboQuant(tq).validate("encode", "x", x.len())?;
+    check_mean(tq, mean, x.len())?;
+    if !is_storable(x) {
+        return Ok(not_storable(x.len()));
+    }
+    let y: Vec<f64> = hadamard(x, false)?.iter().zip(mean.rotated()).map(|(y, mean)| y - mean).collect();
+    if is_storable(&y) { encode_rotated(tq, &y) } else { Ok(not_storable(x.len())) }
+}
+
+/// A vector that is not finite.
+fn not_storable(dim: usize) -> Encoded {
+    Encoded { indices: vec![0; dim], norms: vec![f32::NAN; dim.div_ceil(BLOCK)] }
+}
+
+/// The mean belongs to vectors of `dim` of the codec.
+fn check_mean(tq: TurboQuant, mean: &PageMean, dim: usize) -> Result<()> {
+    let refuse = |arg, expected: String, got: String| Err(Error::Value { op: "codec", arg, expected, got });
+    if !tq.centred {
+        return refuse("tq", "a centred codec".to_string(), Codec::TurboQuant(tq).to_string());
+    }
+    if mean.codes.len() != dim {
+        return refuse("mean", format!("of {dim} coordinates"), mean.codes.len().to_string());
+    }
+    Ok(())
+}
+
+fn encode_rotated(tq: TurboQuant, y: &[f64]) -> Result<Encoded> {
+    let (centroids, thresholds) = (centroids(tq.bits)?, thresholds(tq.bits)?);
+    let mut encoded = Encoded { indices: Vec::with_capacity(y.len()), norms: Vec::new() };
+    for y in y.chunks(BLOCK) {
         let squares: f64 = y.iter().map(|y| y * y).sum();
         let n = (squares / y.len() as f64).sqrt() / f64::from(tq.scale);
         let z = |y: f64| if n > 0.0 { (y / n) as f32 } else { 0.0 };
         let indices: Vec<u8> = y.iter().map(|&y| nearest(z(y), thresholds)).collect();
-        encoded.norms.push(stored_norm(tq.norm, n, y, &indices, centroids) as f32);
+        let norm = stored_norm(tq.norm, n, y, &indices, centroids);
+        encoded.norms.push(if tq.centred { round_f16(norm).to_f32() } else { norm as f32 });
         encoded.indices.extend(indices);
     }
     Ok(encoded)
@@ -77,7 +116,8 @@ fn stored_norm(norm: Norm, n: f64, y: &[f64], indices: &[u8], centroids: &[f32])
     }
 }
 
-/// Decodes a vector without undoing the rotation: norm · centroid.
+/// Decodes a vector without undoing the rotation: norm · centroid. For a centred codec, this is the vector minus its
+/// page's mean.
 ///
 /// # Errors
 /// `Value` if the codec or the lengths do not fit together, or if an index is beyond the codebook.
@@ -85,9 +125,8 @@ pub fn decode_rotated(tq: TurboQuant, encoded: &Encoded) -> Result<Vec<f64>> {
     let dim = encoded.indices.len();
     Codec::TurboQuant(tq).validate("decode", "indices", dim)?;
     let centroids = centroids(tq.bits)?;
-    let refuse = |arg, expected: String, got: usize| {
-        Err(crate::Error::Value { op: "decode", arg, expected, got: got.to_string() })
-    };
+    let refuse =
+        |arg, expected: String, got: usize| Err(Error::Value { op: "decode", arg, expected, got: got.to_string() });
     if encoded.norms.len() != dim.div_ceil(BLOCK) {
         return refuse("norms", format!("{} blocks", dim.div_ceil(BLOCK)), encoded.norms.len());
     }
@@ -105,4 +144,14 @@ pub fn decode_rotated(tq: TurboQuant, encoded: &Encoded) -> Result<Vec<f64>> {
 /// As [`decode_rotated`].
 pub fn decode(tq: TurboQuant, encoded: &Encoded) -> Result<Vec<f64>> {
     hadamard(&decode_rotated(tq, encoded)?, true)
+}
+
+/// Decodes a vector around the mean of its page, and undoes the rotation.
+///
+/// # Errors
+/// As [`decode_rotated`]; `Value` if the codec is not centred, or if the mean has another length.
+pub fn decode_around(tq: TurboQuant, mean: &PageMean, encoded: &Encoded) -> Result<Vec<f64>> {
+    check_mean(tq, mean, encoded.indices.len())?;
+    let y = decode_rotated(tq, encoded)?;
+    hadamard(&y.iter().zip(mean.rotated()).map(|(y, mean)| y + mean).collect::<Vec<_>>(), true)
 }

@@ -292,7 +292,7 @@ mod tests {
                 for bits in BITS {
                     for norm in [Norm::Rms, Norm::LeastSquares, Norm::Unbiased] {
                         let scale = if dim == 128 { 1.07 } else { 1.0 };
-                        let k = Codec::TurboQuant(TurboQuant { bits, scale, norm });
+                        let k = Codec::TurboQuant(TurboQuant { bits, scale, norm, centred: false });
                         let spec = linear(dim, k, Codec::tq(4));
                         let order = HeadOrder::TokenMajor;
                         let case =

@@ -1,8 +1,9 @@
 //! A sequence as bytes: a safetensors file in memory, for a file, another process or another machine.
 //!
-//! The tensor `group.N` is u8 `[pages, bytes of a page]`: the pages of layer group N as they are on the device, encoded
-//! keys and values included. The metadata has the layers, the length, and the first page of each group. The bytes are
-//! untrusted when they come back: everything is checked against the pool before a page is taken.
+//! The tensor `group.N` is u8 `[pages, bytes of a page]`: the pages of layer group N as they are on the device, with
+//! encoded keys and values, and the means of centred codecs. The metadata has the layers, the length, and the first page
+//! of each group. The bytes are untrusted when they come back: everything is checked against the pool before a page is
+//! taken.
 
 use std::{borrow::Cow, collections::HashMap};
 
@@ -12,10 +13,26 @@ use super::{
     pool::{CacheLayer, KvPool, PoolLayout, PoolState},
     sequence::{GroupPages, Sequence, SequencePages},
 };
-use crate::{Error, Result};
+use crate::{Codec, Error, Result, codec::TurboQuant};
 
 const FORMAT: &str = "kvant-sequence";
-const VERSION: &str = "1";
+
+/// The version of files: 2 if a layer is centred, whose pages hold means and norms in f16.
+fn version(pool: &KvPool) -> &'static str {
+    let mut codecs = pool.spec().layers.iter().flat_map(|layer| [layer.k, layer.v]);
+    if codecs.any(Codec::is_centred) { "2" } else { "1" }
+}
+
+/// The description of a codec, which files of version 1 have, too.
+fn codec_text(codec: Codec) -> String {
+    match codec {
+        Codec::Dense(dtype) => format!("Dense({dtype:?})"),
+        Codec::TurboQuant(TurboQuant { bits, scale, centred: true, .. }) => format!("tq{bits}c, scale {scale:?}"),
+        Codec::TurboQuant(TurboQuant { bits, scale, norm, .. }) => {
+            format!("TurboQuant(TurboQuant {{ bits: {bits}, scale: {scale:?}, norm: {norm:?} }})")
+        }
+    }
+}
 
 /// The pages of one group.
 struct GroupBytes {
@@ -155,14 +172,15 @@ fn pages_of(layout: &PoolLayout, group: usize, len: usize, first: usize) -> Opti
 fn describe(pool: &KvPool) -> HashMap<String, String> {
     let mut metadata = HashMap::from([
         ("format".to_string(), FORMAT.to_string()),
-        ("version".to_string(), VERSION.to_string()),
+        ("version".to_string(), version(pool).to_string()),
         ("page_tokens".to_string(), pool.spec().page_tokens.to_string()),
         ("layers".to_string(), pool.spec().layers.len().to_string()),
     ]);
     for (index, layer) in pool.spec().layers.iter().enumerate() {
         let CacheLayer { kv_heads, head_dim, window, k, v } = layer;
         let window = window.map_or("all".to_string(), |window| window.to_string());
-        let text = format!("{kv_heads} heads of {head_dim}, window {window}, keys {k:?}, values {v:?}");
+        let (k, v) = (codec_text(*k), codec_text(*v));
+        let text = format!("{kv_heads} heads of {head_dim}, window {window}, keys {k}, values {v}");
         metadata.insert(format!("layer.{index}"), text);
     }
     metadata

@@ -12,7 +12,8 @@ use super::{
 };
 use crate::{
     Batch, Codec, DType, Device, Error, HeadOrder, KvLayer, LayerSpec, Planes, Result, Step, Tensor,
-    layer::{LayerPages, PAGE_UNIT},
+    device::DeviceKind,
+    layer::{LayerPages, PAGE_UNIT, PlaneBytes},
     ops::{self, check},
     step::StepPages,
 };
@@ -61,6 +62,9 @@ pub struct PoolSpec {
     /// Bytes of host memory for pages of prefixes that the device has no room for.
     pub host_bytes: usize,
 }
+
+/// The devices that store vectors minus the means of their pages.
+const CENTRED: [DeviceKind; 1] = [DeviceKind::Reference];
 
 /// Tokens behind its windows that each of many sequences may hold.
 const HELD: usize = 128;
@@ -235,10 +239,11 @@ impl KvPool {
     ///
     /// # Errors
     /// `Value`, `DType` or `Overflow` for an invalid specification, and for a budget without room for a page of each
-    /// group; `OutOfMemory`.
+    /// group; `Unsupported` for centred codecs on a device that lacks them; `OutOfMemory`.
     pub fn new(device: &Device, spec: &PoolSpec) -> Result<KvPool> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let (layout, offsets) = PoolLayout::new(spec)?;
+        check_codecs(device, spec)?;
         let bytes = layout.slabs as usize * layout.slab_units as usize * PAGE_UNIT;
         let memory = Tensor::sparse(device, DType::U8, &[bytes])?;
         let id = NEXT.fetch_add(1, Ordering::Relaxed);
@@ -679,12 +684,22 @@ impl<'a> StepShape<'a> {
     }
 }
 
-/// The planes of one side within a page: bytes from the start of the page.
-type PlaneOffsets = [Option<usize>; 3];
+/// The device supports the codecs of all layers.
+fn check_codecs(device: &Device, spec: &PoolSpec) -> Result<()> {
+    let centred = spec.layers.iter().flat_map(|layer| [layer.k, layer.v]).find(|codec| codec.is_centred());
+    match centred {
+        Some(codec) if !CENTRED.contains(&device.kind()) => Err(Error::Unsupported {
+            op: NAME,
+            device: device.kind().name(),
+            reason: format!("{codec}: codecs with page means are not implemented"),
+        }),
+        _ => Ok(()),
+    }
+}
 
 /// The groups of a specification, the group of each layer, and where the planes of its keys and values are in a page.
 #[allow(clippy::type_complexity, reason = "three lists that are made together")]
-fn layer_groups(spec: &PoolSpec) -> Result<(Vec<LayerGroup>, Vec<usize>, Vec<[PlaneOffsets; 2]>)> {
+fn layer_groups(spec: &PoolSpec) -> Result<(Vec<LayerGroup>, Vec<usize>, Vec<[PlaneBytes; 2]>)> {
     let page_tokens = spec.page_tokens;
     let sizes = page_tokens.is_power_of_two() && (16..=256).contains(&page_tokens);
     check::value_is(NAME, "page_tokens", sizes, "16, 32, 64, 128 or 256", page_tokens)?;
@@ -702,17 +717,14 @@ fn layer_groups(spec: &PoolSpec) -> Result<(Vec<LayerGroup>, Vec<usize>, Vec<[Pl
             groups.len() - 1
         });
         let overflow = || Error::Overflow { op: NAME, arg: "layers" };
-        let rows = layer.kv_heads.checked_mul(page_tokens).ok_or_else(overflow)?;
         let mut at = groups[group].page_bytes;
-        let mut side = |codec| -> Result<PlaneOffsets> {
-            let mut planes = [None; 3];
-            for (plane, row_bytes) in planes.iter_mut().zip(Planes::row_bytes(codec, layer.head_dim)) {
-                let Some(row_bytes) = row_bytes else { continue };
-                let bytes = row_bytes.checked_mul(rows).and_then(|n| n.checked_next_multiple_of(PAGE_UNIT));
-                *plane = Some(at);
-                at = bytes.and_then(|bytes| at.checked_add(bytes)).ok_or_else(overflow)?;
+        let mut side = |codec| -> Result<PlaneBytes> {
+            let mut planes = Planes::page_bytes(codec, layer.head_dim, layer.kv_heads, page_tokens);
+            for plane in planes.as_mut().ok_or_else(overflow)?.iter_mut().flatten() {
+                let end = plane.checked_next_multiple_of(PAGE_UNIT).and_then(|bytes| at.checked_add(bytes));
+                *plane = std::mem::replace(&mut at, end.ok_or_else(overflow)?);
             }
-            Ok(planes)
+            planes.ok_or_else(overflow)
         };
         offsets.push([side(layer.k)?, side(layer.v)?]);
         groups[group].page_bytes = at;
@@ -723,7 +735,7 @@ fn layer_groups(spec: &PoolSpec) -> Result<(Vec<LayerGroup>, Vec<usize>, Vec<[Pl
 
 impl PoolLayout {
     /// The layout, and where the planes of each layer's keys and values are in a page.
-    fn new(spec: &PoolSpec) -> Result<(PoolLayout, Vec<[PlaneOffsets; 2]>)> {
+    fn new(spec: &PoolSpec) -> Result<(PoolLayout, Vec<[PlaneBytes; 2]>)> {
         let (groups, layer_groups, offsets) = layer_groups(spec)?;
         let page_tokens = spec.page_tokens;
         let slab = groups.iter().map(|group| group.page_bytes).max().unwrap_or(PAGE_UNIT);

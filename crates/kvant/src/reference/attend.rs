@@ -128,7 +128,7 @@ pub(crate) fn run(call: &Call) {
             for &(_, position) in &tokens {
                 for j in seen(position) {
                     let Some(place) = layer.place(table, sequence, kv_head, j) else { continue };
-                    let load = || [&layer.k, &layer.v].map(|side| io::load_vector(side, place, dim, false));
+                    let load = || [&layer.k, &layer.v].map(|side| io::load_vector(layer, side, place, false));
                     context.cached.entry(j).or_insert_with(load);
                 }
             }

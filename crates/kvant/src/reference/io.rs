@@ -5,8 +5,9 @@
 
 use half::{bf16, f16};
 
+use super::page_means;
 use crate::{
-    Codec, DType, Planes, Tensor,
+    Codec, DType, KvLayer, Planes, Tensor,
     codec::{self, Encoded},
     dtype::{Element, Float},
     layer::RowPlace,
@@ -85,7 +86,7 @@ pub(super) fn copy_elements(from: &Tensor, from_start: usize, to: &Tensor, to_st
 }
 
 /// Nearest f16, ties to even, in one rounding.
-pub(super) fn round_f16(x: f64) -> f16 {
+pub(crate) fn round_f16(x: f64) -> f16 {
     f16::from_f32(round_to(x, 11, -14, f64::from(f16::MAX)))
 }
 
@@ -111,8 +112,9 @@ pub(super) fn first_element(plane: &Tensor, place: RowPlace, per_row: usize) -> 
     place.bytes / plane.dtype().size() + place.row * per_row
 }
 
-/// A vector of a layer's side, decoded; `keep_rotated` leaves a quantised one in the rotated basis.
-pub(super) fn load_vector(planes: &Planes, place: RowPlace, dim: usize, keep_rotated: bool) -> Vec<f64> {
+/// A vector of a side of the layer, decoded; `keep_rotated` leaves a quantised one in the rotated basis.
+pub(super) fn load_vector(layer: &KvLayer, planes: &Planes, place: RowPlace, keep_rotated: bool) -> Vec<f64> {
+    let dim = layer.spec().head_dim;
     let range = |plane: &Tensor, per_row: usize| {
         let first = first_element(plane, place, per_row);
         first..first + per_row
@@ -127,16 +129,24 @@ pub(super) fn load_vector(planes: &Planes, place: RowPlace, dim: usize, keep_rot
     let norms = load_range(norms_plane(planes), range(norms_plane(planes), blocks));
     let mut encoded = Encoded { indices: vec![0; dim], norms: norms.iter().map(|&n| n as f32).collect() };
     codec::unpack(tq.bits, &low, &high, &mut encoded.indices).expect("the planes have the lengths of their codec");
-    let decoded = if keep_rotated { codec::decode_rotated(tq, &encoded) } else { codec::decode(tq, &encoded) };
-    decoded.expect("the layer checked its codec, and unpacked indices are within the codebook")
+    let decoded = codec::decode_rotated(tq, &encoded);
+    let mut y = decoded.expect("the layer checked its codec, and unpacked indices are within the codebook");
+    if let Some(mean) = page_means::of_vector(layer, planes, place) {
+        y.iter_mut().zip(mean.rotated()).for_each(|(y, mean)| *y += mean);
+    }
+    if keep_rotated { y } else { super::hadamard(&y, true).expect("the layer checked its codec") }
 }
 
-/// Encodes a vector into a row of a layer's side.
-pub(super) fn store_vector(planes: &Planes, place: RowPlace, x: &[f64]) {
+/// Encodes a vector into a row of a side of the layer. Pages have their means already.
+pub(super) fn store_vector(layer: &KvLayer, planes: &Planes, place: RowPlace, x: &[f64]) {
     let Codec::TurboQuant(tq) = planes.codec() else {
         return store_range(&planes.low, first_element(&planes.low, place, x.len()), x);
     };
-    let encoded = codec::encode(tq, x).expect("the layer checked its codec");
+    let encoded = match page_means::of_vector(layer, planes, place) {
+        Some(mean) => codec::encode_around(tq, &mean, x),
+        None => codec::encode(tq, x),
+    };
+    let encoded = encoded.expect("the layer checked its codec");
     let (low, high) = codec::plane_bytes(tq.bits, x.len()).expect("the layer checked its codec");
     let (mut low, mut high) = (vec![0; low], vec![0; high]);
     codec::pack(tq.bits, &encoded.indices, &mut low, &mut high).expect("the planes have the lengths of their codec");
@@ -145,7 +155,8 @@ pub(super) fn store_vector(planes: &Planes, place: RowPlace, x: &[f64]) {
         store_raw(plane, first_element(plane, place, high.len()), &high);
     }
     let norms = norms_plane(planes);
-    store_raw(norms, first_element(norms, place, encoded.norms.len()), &encoded.norms);
+    let values: Vec<f64> = encoded.norms.iter().map(|&norm| norm.into()).collect();
+    store_range(norms, first_element(norms, place, values.len()), &values);
 }
 
 fn norms_plane(planes: &Planes) -> &Tensor {

@@ -15,7 +15,9 @@ pub(crate) fn run(call: &Call) {
                 Some(place) if call.out.dtype() == planes.low.dtype() => {
                     io::copy_elements(&planes.low, io::first_element(&planes.low, place, dim), &call.out, to, dim);
                 }
-                Some(place) => io::store_range(&call.out, to, &io::load_vector(planes, place, dim, call.keep_rotated)),
+                Some(place) => {
+                    io::store_range(&call.out, to, &io::load_vector(&call.layer, planes, place, call.keep_rotated))
+                }
             }
         }
     }

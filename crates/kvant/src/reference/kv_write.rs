@@ -1,4 +1,4 @@
-use super::io;
+use super::{io, page_means};
 use crate::{
     KvLayer, Step,
     layer::RowPlace,
@@ -30,12 +30,17 @@ pub(crate) fn run(call: &Call) {
     let spec = call.layer.spec();
     let dim = spec.head_dim;
     for (source, planes) in [(&call.k, &call.layer.k), (&call.v, &call.layer.v)] {
+        let first =
+            |token, head| call.order.row(call.first_token + token, head, call.source_tokens, spec.kv_heads) * dim;
+        page_means::open(&call.step, &call.layer, planes, |token, head| {
+            io::load_range(source, first(token, head)..first(token, head) + dim)
+        });
         for (token, head, place) in destinations(&call.step, &call.layer) {
-            let from = call.order.row(call.first_token + token, head, call.source_tokens, spec.kv_heads) * dim;
+            let from = first(token, head);
             if source.dtype() == planes.low.dtype() {
                 io::copy_elements(source, from, &planes.low, io::first_element(&planes.low, place, dim), dim);
             } else {
-                io::store_vector(planes, place, &io::load_range(source, from..from + dim));
+                io::store_vector(&call.layer, planes, place, &io::load_range(source, from..from + dim));
             }
         }
     }

@@ -1,4 +1,4 @@
-use super::{io, kv_write, norm_rope::Head};
+use super::{io, kv_write, norm_rope::Head, page_means};
 use crate::{Tensor, ops::norm_rope_write::Call};
 
 pub(crate) fn run(call: &Call) {
@@ -14,9 +14,13 @@ pub(crate) fn run(call: &Call) {
     let k = all_heads(&call.k, kv_heads, Head::new(call.k_norm.as_ref(), rope, false));
     let v = all_heads(&call.v, kv_heads, Head::new(call.v_norm.as_ref(), None, false));
     for (planes, rows) in [(&call.layer.k, &k), (&call.layer.v, &v)] {
-        for (token, head, place) in kv_write::destinations(&call.step, &call.layer) {
+        let vector = |token, head| {
             let from = (token * kv_heads + head) * call.head_dim;
-            io::store_vector(planes, place, &rows[from..from + call.head_dim]);
+            &rows[from..from + call.head_dim]
+        };
+        page_means::open(&call.step, &call.layer, planes, |token, head| vector(token, head).to_vec());
+        for (token, head, place) in kv_write::destinations(&call.step, &call.layer) {
+            io::store_vector(&call.layer, planes, place, vector(token, head));
         }
     }
     io::store(&call.q_out, &q);

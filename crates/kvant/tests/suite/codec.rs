@@ -2,7 +2,10 @@
 
 use kvant::{
     Codec, Device, Error, HeadOrder, KvLayer, LayerSpec, Step, Tensor,
-    codec::{self, BITS, BLOCK, Norm, TurboQuant, centroids, decode, decode_rotated, encode, stats, thresholds},
+    codec::{
+        self, BITS, BLOCK, Norm, PageMean, TurboQuant, centroids, decode, decode_around, decode_rotated, encode,
+        encode_around, stats, thresholds,
+    },
     ops::{KvWrite, kv_write},
     reference::hadamard,
 };
@@ -56,7 +59,7 @@ fn optimum(bits: u32) -> f64 {
 }
 
 fn tq(bits: u32, norm: Norm) -> TurboQuant {
-    TurboQuant { bits, scale: 1.0, norm }
+    TurboQuant { bits, scale: 1.0, norm, centred: false }
 }
 
 /// Σ‖x − x̂‖² / Σ‖x‖² over some vectors.
@@ -184,7 +187,7 @@ fn norms_keep_their_promises() {
             let x = random.gaussian(512);
             let y = hadamard(&x, false).unwrap();
             let of = |norm| {
-                let tq = TurboQuant { bits, scale, norm };
+                let tq = TurboQuant { bits, scale, norm, centred: false };
                 let encoded = encode(tq, &x).unwrap();
                 let decoded = decode_rotated(tq, &encoded).unwrap();
                 (encoded, decoded)
@@ -398,4 +401,112 @@ fn worked_example() {
         let line = format!("{bits} bits   indices{numbers}, low{}{high}", bytes(&low));
         assert!(document.lines().any(|l| l == line), "docs/codec.md lacks the line:\n{line}");
     }
+}
+
+fn centred(bits: u32) -> TurboQuant {
+    TurboQuant { centred: true, ..tq(bits, Norm::Unbiased) }
+}
+
+/// Around the stored mean, vectors with a common part of any size cost what normal vectors cost. The unbiased norm
+/// scales the nearest point of a sphere up, from an error of d to d/(1 − d).
+#[test]
+fn distortion_around_a_mean_is_the_optimum() {
+    for dim in [64, 128, 256, 512] {
+        let mut random = Random(dim as u64);
+        for size in [0.0, 0.3, 3.0, 30.0, 1000.0] {
+            let common: Vec<f64> = random.gaussian(dim).iter().map(|x| size * x).collect();
+            let one = |random: &mut Random| random.gaussian(dim).iter().zip(&common).map(|(x, m)| x + m).collect();
+            let vectors: Vec<Vec<f64>> = (0..64 * 1024 / dim).map(|_| one(&mut random)).collect();
+            let mean = PageMean::of(dim, vectors.iter().map(Vec::as_slice)).unwrap();
+            let around = hadamard(&mean.rotated(), true).unwrap();
+            for bits in BITS {
+                let (mut error, mut signal) = (0.0, 0.0);
+                for x in &vectors {
+                    let decoded = decode_around(centred(bits), &mean, &encode_around(centred(bits), &mean, x).unwrap());
+                    error += x.iter().zip(decoded.unwrap()).map(|(a, b)| (a - b).powi(2)).sum::<f64>();
+                    signal += x.iter().zip(&around).map(|(x, m)| (x - m).powi(2)).sum::<f64>();
+                }
+                // A mean is rounded to 1/127 of its largest coordinate. Beyond some hundred deviations, that error is
+                // most of what is stored, and it is not normal: it costs less.
+                let expected = optimum(bits) / (1.0 - optimum(bits));
+                let ratio = error / signal / expected;
+                // And a block of few coordinates has a known length.
+                let least = if size < 30.0 { 0.95 - 5.0 / dim.min(BLOCK) as f64 } else { 0.3 };
+                assert!((least..1.05).contains(&ratio), "{bits} bits, D = {dim}, size {size}: {ratio}");
+            }
+        }
+    }
+}
+
+/// Without a mean of its own, a centred codec is the plain one with unbiased norms in f16.
+#[test]
+fn a_mean_of_zeros_changes_nothing() {
+    let mut random = Random(5);
+    for dim in [8, 64, 512] {
+        let x = random.gaussian(dim);
+        for bits in BITS {
+            let plain = encode(tq(bits, Norm::Unbiased), &x).unwrap();
+            let around = encode_around(centred(bits), &PageMean::zero(dim), &x).unwrap();
+            assert_eq!(encode(centred(bits), &x).unwrap(), around);
+            assert_eq!(plain.indices, around.indices);
+            for (plain, norm) in plain.norms.iter().zip(&around.norms) {
+                assert_eq!(kvant::f16::from_f32(*plain).to_f32(), *norm);
+            }
+        }
+    }
+}
+
+#[test]
+fn special_vectors_around_a_mean() {
+    let dim = 64;
+    let mut random = Random(6);
+    let good: Vec<Vec<f64>> = (0..10).map(|_| random.gaussian(dim)).collect();
+    let mean = |extra: &[f64]| PageMean::of(dim, good.iter().map(Vec::as_slice).chain([extra])).unwrap();
+    let expected = PageMean::of(dim, good.iter().map(Vec::as_slice)).unwrap();
+    for bad in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY, 1e30] {
+        let mut x = good[0].clone();
+        x[3] = bad;
+        assert_eq!(mean(&x), expected, "{bad} is left out");
+        let encoded = encode_around(centred(4), &expected, &x).unwrap();
+        assert!(encoded.indices.iter().all(|&i| i == 0) && encoded.norms.iter().all(|n| n.is_nan()), "{bad}");
+    }
+    assert_eq!(PageMean::of(dim, []).unwrap(), PageMean::zero(dim));
+    let (zeros, nan) = (vec![0.0; dim], vec![f64::NAN; dim]);
+    assert_eq!(PageMean::of(dim, [&zeros[..], &nan[..], &zeros[..]]).unwrap(), PageMean::zero(dim));
+    // The mean itself: nothing is left.
+    let same = vec![1.0; dim];
+    let mean = PageMean::of(dim, [&same[..]; 3]).unwrap();
+    let on_it = hadamard(&mean.rotated(), true).unwrap();
+    let decoded = decode_around(centred(2), &mean, &encode_around(centred(2), &mean, &on_it).unwrap()).unwrap();
+    assert!(on_it.iter().zip(&decoded).all(|(a, b)| (a - b).abs() < 1e-9));
+    // A norm beyond f16 shows.
+    let long: Vec<f64> = good[0].iter().map(|x| 1e6 * x).collect();
+    let encoded = encode_around(centred(4), &PageMean::zero(dim), &long).unwrap();
+    assert_eq!(encoded.norms, [f32::INFINITY]);
+    for mean in [PageMean::zero(32), PageMean::zero(128)] {
+        assert!(
+            encode_around(centred(4), &mean, &good[0]).is_err() && decode_around(centred(4), &mean, &encoded).is_err()
+        );
+    }
+    assert!(encode_around(tq(4, Norm::Unbiased), &PageMean::zero(dim), &good[0]).is_err());
+    assert!(PageMean::of(dim, [&good[0][..63]]).is_err() && PageMean::of(7, []).is_err());
+}
+
+/// A layer with memory of its own has no pages, and so no means.
+#[test]
+fn centred_codecs_need_pages() {
+    for device in [Device::cpu(), Device::reference()] {
+        for (k, v) in [(Codec::tq_centred(4), Codec::F16), (Codec::tq(4), Codec::tq_centred(2))] {
+            for ring in [false, true] {
+                let spec = LayerSpec::new(1, 64, 8, k).v(v).ring(ring);
+                assert!(matches!(KvLayer::new(&device, spec), Err(Error::Value { .. })));
+                let x = Tensor::zeros(&device, kvant::DType::F16, &[8, 64]).unwrap();
+                assert!(matches!(KvLayer::from_dense(spec, &x, &x), Err(Error::Value { .. })));
+            }
+        }
+    }
+    let biased = Codec::TurboQuant(TurboQuant { norm: Norm::Rms, ..centred(4) });
+    let layer = kvant::CacheLayer::new(1, 64, biased);
+    let pool = kvant::KvPool::new(&Device::reference(), &kvant::PoolSpec::new(vec![layer], 1 << 20));
+    assert!(matches!(pool, Err(Error::Value { .. })));
 }

@@ -236,7 +236,7 @@ fn flash_attn_vec() {
 #[test]
 fn hadamard_quantize_kv() {
     // The norm that mlx-native stores, up to a factor; kvant's default is a better one.
-    let codec = Codec::TurboQuant(TurboQuant { bits: 4, scale: 1.0, norm: Norm::Rms });
+    let codec = Codec::TurboQuant(TurboQuant { bits: 4, scale: 1.0, norm: Norm::Rms, centred: false });
     for dim in [64, 128, 256, 512, 2048] {
         for device in devices() {
             let data = Source::random(&mut Rng::of(dim), 1, 2, dim);
@@ -314,7 +314,7 @@ fn hadamard_quantize_kv_hb() {
                 let error = nmse(&layers::read(&layer, KvSide::K, 0, 0..5).unwrap(), &data.k);
                 // Few vectors: their distortion is the one that f64 arithmetic has for them, near the codebook's.
                 let x = upload(device, DType::F32, &data.k, &[5, 2, dim]);
-                let tq = TurboQuant { bits, scale: 1.0, norm: Norm::Rms };
+                let tq = TurboQuant { bits, scale: 1.0, norm: Norm::Rms, centred: false };
                 let own = codec::stats(&x, tq).unwrap().iter().map(|head| head.distortion).fold(0.0, f64::max);
                 assert!(error < 1.01 * own && own < limit, "{device}: tq{bits}, D {dim}: {error:.3e}, f64 {own:.3e}");
                 let indices = codec::indices(layer.k(), 0..10).unwrap();
@@ -356,7 +356,7 @@ fn scale_factor_and_rms_probe() {
         let x = upload(device, DType::F32, &data.k, &[tokens, 1, dim]);
         let mut errors = Vec::new();
         for scale in [0.5, 1.0, 1.5] {
-            let tq = TurboQuant { bits: 4, scale, norm: Norm::Rms };
+            let tq = TurboQuant { bits: 4, scale, norm: Norm::Rms, centred: false };
             let stats = codec::stats(&x, tq).unwrap();
             assert_eq!((stats.len(), stats[0].vectors), (1, tokens), "{device}: one entry per head");
             assert!((stats[0].rms - f64::from(scale)).abs() < 1e-3, "{device}: RMS {} at {scale}", stats[0].rms);

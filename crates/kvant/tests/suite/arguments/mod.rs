@@ -179,6 +179,7 @@ impl<'t> World<'t> {
             bits: tape.pick(&[4, 5, 6, 8, 2, 3]),
             scale: 1.0,
             norm: tape.pick(&[Norm::Rms, Norm::LeastSquares, Norm::Unbiased]),
+            centred: false,
         });
         let codecs = [Codec::F32, quantised, Codec::F16, Codec::BF16];
         let spec = LayerSpec::new(
@@ -372,7 +373,7 @@ proptest! {
                 prop_assert!(t.reshape(&[t.elements()]).is_ok() && other.is_err());
                 prop_assert!(t.read_bytes(&mut vec![0; t.bytes() + 1]).is_err() && t.write_bytes(&[0; 1 << 12]).is_err() || t.bytes() == 1 << 12);
             }
-            let k = Codec::TurboQuant(TurboQuant { bits, scale, norm: Norm::Rms });
+            let k = Codec::TurboQuant(TurboQuant { bits, scale, norm: Norm::Rms, centred: false });
             let [sequences, kv_heads, capacity, head_dim] = [numbers[0], numbers[1], numbers[2], numbers[3]];
             let small = numbers.iter().all(|&n| n <= 64);
             let spec = linear_spec(1, 1, 1, Codec::F16).kv_heads(kv_heads).capacity(capacity).head_dim(head_dim).k(k).sequences(sequences);

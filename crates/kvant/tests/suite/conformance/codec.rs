@@ -33,7 +33,9 @@ fn gaussian_vectors_have_the_optimal_distortion() {
         let tolerance = 0.03 + 2.0 / dim.min(256) as f64;
         for (bits, optimum) in GAUSSIAN_MSE {
             for device in devices() {
-                let with = |norm| distortion(device, Codec::TurboQuant(TurboQuant { bits, scale: 1.0, norm }), &data);
+                let with = |norm| {
+                    distortion(device, Codec::TurboQuant(TurboQuant { bits, scale: 1.0, norm, centred: false }), &data)
+                };
                 // The figures are those of the norm that the indices were chosen with.
                 let got = with(Norm::Rms);
                 let off = (got / optimum - 1.0).abs();
@@ -84,7 +86,9 @@ fn the_least_squares_norm_has_the_least_error() {
     let data = source(256, || rng.normal() as f32);
     for device in devices() {
         for bits in BITS {
-            let error = |norm| distortion(device, Codec::TurboQuant(TurboQuant { bits, scale: 1.0, norm }), &data);
+            let error = |norm| {
+                distortion(device, Codec::TurboQuant(TurboQuant { bits, scale: 1.0, norm, centred: false }), &data)
+            };
             let [rms, least, unbiased] = [Norm::Rms, Norm::LeastSquares, Norm::Unbiased].map(error);
             assert!(least <= rms && least < unbiased, "{device}: tq{bits}: {least:.5e} {rms:.5e} {unbiased:.5e}");
         }
@@ -98,7 +102,7 @@ fn the_unbiased_norm_keeps_the_inner_product() {
     for dim in [64, 256] {
         let data = source(dim, || rng.normal() as f32);
         for device in devices() {
-            let codec = Codec::TurboQuant(TurboQuant { bits: 4, scale: 1.0, norm: Norm::Unbiased });
+            let codec = Codec::TurboQuant(TurboQuant { bits: 4, scale: 1.0, norm: Norm::Unbiased, centred: false });
             let layer = KvLayer::new(device, linear_spec(1, data.tokens(), dim, codec)).unwrap();
             layers::write_at(&layer, &data, 0).unwrap();
             let read = layers::read(&layer, KvSide::K, 0, 0..data.tokens()).unwrap();

@@ -232,7 +232,7 @@ fn quantised_planes_are_alike() {
                 let (head_dim, kv_heads) = (rng.pick(&[8, 64, 128, 256, 512, 2048]), rng.pick(&[1, 2, 3]));
                 let v = rng.pick(&CODECS);
                 let spec = linear_spec(kv_heads, 19, head_dim, Codec::F32)
-                    .k(Codec::TurboQuant(TurboQuant { bits, scale, norm }))
+                    .k(Codec::TurboQuant(TurboQuant { bits, scale, norm, centred: false }))
                     .sequences(2)
                     .v(v)
                     .ring(ring)
@@ -271,7 +271,7 @@ fn many_rows_are_alike() {
     ] {
         let norm = rng.pick(&[Norm::Rms, Norm::LeastSquares, Norm::Unbiased]);
         let spec = linear_spec(12, if ring { 400 } else { 600 }, head_dim, Codec::F32)
-            .k(Codec::TurboQuant(TurboQuant { bits, scale: 1.0, norm }))
+            .k(Codec::TurboQuant(TurboQuant { bits, scale: 1.0, norm, centred: false }))
             .sequences(1)
             .v(if ring { Codec::Dense(from) } else { Codec::tq(12 - bits) })
             .ring(ring)
@@ -425,7 +425,7 @@ fn extreme_vectors_are_alike() {
             }
             data.k[6 * head_dim + 1..7 * head_dim].fill(0.0);
             for norm in [Norm::Rms, Norm::LeastSquares, Norm::Unbiased] {
-                let codec = Codec::TurboQuant(TurboQuant { bits, scale: 1.0, norm });
+                let codec = Codec::TurboQuant(TurboQuant { bits, scale: 1.0, norm, centred: false });
                 let write = |device: &Device| -> Result<Vec<Output>> {
                     let layer = KvLayer::new(device, linear_spec(1, 8, head_dim, codec))?;
                     layers::write_at(&layer, &data, 0)?;

@@ -3,6 +3,7 @@
 mod attention;
 mod case;
 mod histories;
+mod means;
 mod prefixes;
 mod rows;
 mod sequences;

@@ -1,0 +1,384 @@
+//! Codecs with page means: which mean a page gets, what is stored around it, and attention over both.
+
+use super::{
+    case::{CASE, Case},
+    tokens::{DIM, WINDOW, feed, prompt_token},
+};
+use crate::common::{
+    Rng, devices, input,
+    layers::{self, CENTRED_CODECS, GAUSSIAN_MSE, Source, has_means},
+    nmse, run,
+};
+use kvant::{
+    CacheLayer, Codec, DType, Device, Error, KvPool, PoolSpec, Sequence, Step,
+    ops::{self, KvSide, NormRopeWrite},
+};
+
+const PAGE: usize = 16;
+
+/// The reference, and those devices of this case that take the codecs.
+fn devices_with_means() -> Vec<Device> {
+    let here = devices().iter().filter(|device| has_means(device)).cloned();
+    [Device::reference()].into_iter().chain(here).collect()
+}
+
+fn pool(device: &Device, heads: usize, dim: usize, codec: Codec) -> KvPool {
+    let layer = CacheLayer::new(heads, dim, codec);
+    KvPool::new(device, &PoolSpec::new(vec![layer], 4 << 20).page_tokens(PAGE)).unwrap()
+}
+
+/// Normal vectors around a vector of each head whose coordinates are `size`.
+fn around(rng: &mut Rng, tokens: usize, heads: usize, dim: usize, size: f32) -> Source {
+    let mut source = Source::random(rng, tokens, heads, dim);
+    let common: Vec<f32> = rng.normals(heads * dim).iter().map(|x| size * x).collect();
+    for (i, x) in source.k.iter_mut().chain(&mut source.v).enumerate() {
+        *x += common[i % common.len()];
+    }
+    source
+}
+
+/// Appends tokens to a sequence, and returns the step that wrote them to layer 0.
+fn append(pool: &KvPool, sequence: &mut Sequence, source: &Source) -> Step {
+    let step = pool.step(&mut [(sequence, source.tokens())]).unwrap();
+    layers::write(pool.layer(0).unwrap(), source, DType::F32, &step).unwrap();
+    step
+}
+
+/// The bytes of the mean of each page of the step's first sequence: keys of the first head.
+fn means(pool: &KvPool, step: &Step) -> Vec<Option<Vec<u8>>> {
+    let layer = pool.layer(0).unwrap();
+    let dim = layer.spec().head_dim;
+    let (_, plane) = layer.k().tensors().find(|(name, _)| *name == "means").expect("the codec is centred");
+    let table = step.page_tables()[0].to_vec::<u32>().unwrap();
+    let width = step.page_tables()[0].shape()[1];
+    let mean = |&entry: &u32| {
+        let first = entry as usize * 256;
+        (entry != Step::INACTIVE).then(|| plane.rows(first..first + dim + 4).unwrap().to_vec::<u8>().unwrap())
+    };
+    table[..width].iter().map(mean).collect()
+}
+
+/// Which mean a page gets depends on how much of it the step fills, and on the page before.
+#[test]
+fn pages_get_means_by_the_policy() {
+    for device in devices_with_means() {
+        let pool = pool(&device, 2, 64, Codec::tq_centred(4));
+        let mut rng = Rng::of("policy");
+        let data = around(&mut rng, 100, 2, 64, 3.0);
+        // Whole pages: each its own, and the last one, which is not full, the previous one's.
+        let mut sequence = pool.sequence();
+        let step = append(&pool, &mut sequence, &data.part(0..2 * PAGE + 3));
+        let at_once = means(&pool, &step);
+        assert_ne!(at_once[0], at_once[1], "{device}");
+        assert_eq!(at_once[1], at_once[2], "{device}");
+        // Tokens that follow change no mean; a page opened by one token takes the previous mean.
+        for at in 2 * PAGE + 3..4 * PAGE + 1 {
+            let step = append(&pool, &mut sequence, &data.part(at..at + 1));
+            let now = means(&pool, &step);
+            assert_eq!(now[..3], at_once[..], "{device}: position {at}");
+            assert!(now[3..].iter().all(|mean| *mean == at_once[2]), "{device}: position {at}");
+        }
+        // A roll-back into a page keeps its mean. One to its first position opens it again.
+        sequence.truncate(PAGE + 5).unwrap();
+        let step = append(&pool, &mut sequence, &data.part(50..52));
+        assert_eq!(means(&pool, &step), at_once[..2], "{device}");
+        sequence.truncate(PAGE).unwrap();
+        let step = append(&pool, &mut sequence, &data.part(50..52));
+        assert_eq!(means(&pool, &step), [at_once[0].clone(), at_once[0].clone()], "{device}");
+        sequence.truncate(PAGE).unwrap();
+        let step = append(&pool, &mut sequence, &data.part(50..50 + PAGE));
+        assert_ne!(means(&pool, &step)[1], at_once[0], "{device}: the step fills the page");
+        // The first page has no page before: the mean of what is there.
+        let mut other = pool.sequence();
+        let first = means(&pool, &append(&pool, &mut other, &data.part(0..3)));
+        let mut longer = pool.sequence();
+        assert_ne!(first, means(&pool, &append(&pool, &mut longer, &data.part(0..4))), "{device}");
+        let grown = means(&pool, &append(&pool, &mut other, &data.part(3..40)));
+        assert_eq!(grown[0], first[0], "{device}: stays");
+        assert_eq!(grown[1], at_once[1], "{device}: whole");
+        // Chunks of whole pages give what one step gives.
+        let mut chunked = pool.sequence();
+        append(&pool, &mut chunked, &data.part(0..PAGE));
+        let step = append(&pool, &mut chunked, &data.part(PAGE..2 * PAGE + 3));
+        assert_eq!(means(&pool, &step), at_once, "{device}");
+    }
+}
+
+/// A page that a window has passed is no previous page.
+#[test]
+fn a_window_of_one_token_leaves_no_previous_page() {
+    for device in devices_with_means() {
+        let layer = CacheLayer::new(1, 64, Codec::tq_centred(4)).window(Some(1));
+        let pool = KvPool::new(&device, &PoolSpec::new(vec![layer], 1 << 20).page_tokens(PAGE)).unwrap();
+        let data = around(&mut Rng::of("passed"), PAGE + 1, 1, 64, 3.0);
+        let mut sequence = pool.sequence();
+        let before = means(&pool, &append(&pool, &mut sequence, &data.part(0..PAGE)));
+        let after = means(&pool, &append(&pool, &mut sequence, &data.part(PAGE..PAGE + 1)));
+        assert_eq!(after[0], None, "{device}: passed");
+        assert!(after[1].is_some() && after[1] != before[0], "{device}");
+    }
+}
+
+/// A fork shares the mean with the page, and its copy of the page has the mean, too.
+#[test]
+fn forks_share_means() {
+    for device in devices_with_means() {
+        let pool = pool(&device, 1, 64, Codec::tq_centred(4));
+        let data = around(&mut Rng::of("forks"), 60, 1, 64, 3.0);
+        let mut a = pool.sequence();
+        let before = means(&pool, &append(&pool, &mut a, &data.part(0..PAGE + 5)));
+        let mut b = a.fork();
+        let of_a = means(&pool, &append(&pool, &mut a, &data.part(30..32)));
+        let of_b = means(&pool, &append(&pool, &mut b, &data.part(40..42)));
+        assert_eq!((&of_a, &of_b), (&before, &before), "{device}");
+        // Each reads what it wrote.
+        for (sequence, own) in [(&mut a, 30..32), (&mut b, 40..42)] {
+            let step = pool.step(&mut [(sequence, 0)]).unwrap();
+            let got = layers::read_paged(pool.layer(0).unwrap(), KvSide::K, &step, 0, PAGE + 5..PAGE + 7).unwrap();
+            assert!(nmse(&got, &data.part(own).k) < 0.02, "{device}");
+        }
+    }
+}
+
+/// Keys and values of every codec, page by page and token by token, are as far from the source as theory says.
+#[test]
+fn what_is_stored_has_the_optimal_distortion() {
+    for (dim, heads) in [(64, 3), (256, 2), (512, 1)] {
+        for device in devices_with_means() {
+            for (bits, optimum) in GAUSSIAN_MSE {
+                let pool = pool(&device, heads, dim, Codec::tq_centred(bits));
+                let mut rng = Rng::of((bits * 1000) as usize + dim);
+                let tokens = 6 * PAGE + 7;
+                let data = around(&mut rng, tokens, heads, dim, 5.0);
+                let mut sequence = pool.sequence();
+                append(&pool, &mut sequence, &data.part(0..4 * PAGE));
+                for at in 4 * PAGE..tokens {
+                    append(&pool, &mut sequence, &data.part(at..at + 1));
+                }
+                let step = pool.step(&mut [(&mut sequence, 0)]).unwrap();
+                for (side, source) in [(KvSide::K, &data.k), (KvSide::V, &data.v)] {
+                    let got = layers::read_paged(pool.layer(0).unwrap(), side, &step, 0, 0..tokens).unwrap();
+                    // Relative to the variance around the common part. A page that decode opens has the deviation of
+                    // another page's mean, a sixteenth, on top.
+                    let error: f64 = got.iter().zip(source).map(|(a, b)| f64::from(a - b).powi(2)).sum();
+                    let ratio = error / got.len() as f64 / (optimum / (1.0 - optimum));
+                    assert!((0.7..1.3).contains(&ratio), "{device}: tq{bits}c, D {dim}: {ratio}");
+                }
+            }
+        }
+    }
+}
+
+/// The tokens of a step may come in any order, and in any number of threads' hands.
+#[test]
+fn the_order_of_tokens_does_not_matter() {
+    for device in devices_with_means() {
+        let pool = pool(&device, 2, 64, Codec::tq_centred(5));
+        let data = around(&mut Rng::of("order"), 5 * PAGE + 9, 2, 64, 3.0);
+        let tokens = data.tokens();
+        let mut a = pool.sequence();
+        let in_order = append(&pool, &mut a, &data);
+        let want = layers::read_paged(pool.layer(0).unwrap(), KvSide::K, &in_order, 0, 0..tokens).unwrap();
+        let mut b = pool.sequence();
+        let step = pool.step(&mut [(&mut b, tokens)]).unwrap();
+        let mut order: Vec<usize> = (0..tokens).collect();
+        Rng::of("shuffle").shuffle(&mut order);
+        let shuffled = step.select(&order).unwrap();
+        layers::write(pool.layer(0).unwrap(), &data.gather(&order), DType::F32, &shuffled).unwrap();
+        assert_eq!(means(&pool, &step), means(&pool, &in_order), "{device}");
+        let got = layers::read_paged(pool.layer(0).unwrap(), KvSide::K, &step, 0, 0..tokens).unwrap();
+        assert!(got == want, "{device}");
+    }
+}
+
+/// A vector that is not finite touches no other: the rest is stored as if it were not there.
+#[test]
+fn vectors_that_are_not_finite_touch_no_other() {
+    for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+        for device in devices_with_means() {
+            let pool = pool(&device, 2, 64, Codec::tq_centred(4));
+            let data = around(&mut Rng::of("not finite"), 10, 2, 64, 3.0);
+            // Head 1 of token 4.
+            let (token, at) = (4, (4 * 2 + 1) * 64);
+            let mut damaged = data.clone();
+            damaged.k[at + 7] = bad;
+            damaged.v[at] = bad;
+            let mut sequence = pool.sequence();
+            let step = append(&pool, &mut sequence, &damaged);
+            // The same step without the token.
+            let mut without = pool.sequence();
+            let all = pool.step(&mut [(&mut without, 10)]).unwrap();
+            let rest: Vec<usize> = (0..10).filter(|&i| i != token).collect();
+            let selected = all.select(&rest).unwrap();
+            layers::write(pool.layer(0).unwrap(), &data.gather(&rest), DType::F32, &selected).unwrap();
+            for side in [KvSide::K, KvSide::V] {
+                let read = |step| layers::read_paged(pool.layer(0).unwrap(), side, step, 0, 0..10).unwrap();
+                let (got, want) = (read(&step), read(&all));
+                for i in rest.iter().copied() {
+                    // Head 1, whose page's mean leaves the vector out.
+                    let row = (i * 2 + 1) * 64..(i * 2 + 2) * 64;
+                    assert!(got[row.clone()] == want[row], "{device}: {bad} in token {token}, token {i}");
+                }
+                assert!(got[at..at + 64].iter().all(|x| x.is_nan()), "{device}");
+                let other = &got[(token * 2) * 64..(token * 2 + 1) * 64];
+                assert!(other.iter().all(|x| x.is_finite()), "{device}: the other head");
+            }
+        }
+    }
+}
+
+/// A page without a finite vector has a mean of zeros.
+#[test]
+fn means_of_nothing_are_zeros() {
+    for device in devices_with_means() {
+        for x in [f32::NAN, 0.0] {
+            let pool = pool(&device, 1, 64, Codec::tq_centred(3));
+            let source = Source { k: vec![x; 64], v: vec![x; 64], heads: 1, dim: 64 };
+            let mut sequence = pool.sequence();
+            let step = append(&pool, &mut sequence, &source);
+            assert_eq!(means(&pool, &step)[0], Some(vec![0; 68]), "{device}");
+            let got = layers::read_paged(pool.layer(0).unwrap(), KvSide::K, &step, 0, 0..1).unwrap();
+            assert!(got.iter().all(|&y| y.is_nan() == x.is_nan() && (x.is_nan() || y == 0.0)), "{device}: {got:?}");
+        }
+    }
+}
+
+/// What a device writes is what the reference writes, except that a coordinate next to a threshold may fall to its
+/// other side; and the fused operation writes it, too.
+#[test]
+fn devices_write_what_the_reference_writes() {
+    let written = |device: &Device, codec: Codec, dim: usize, fused: bool| -> [Vec<f32>; 2] {
+        let layer = CacheLayer::new(2, dim, codec).v(Codec::tq_centred(6));
+        let pool = KvPool::new(device, &PoolSpec::new(vec![layer], 4 << 20).page_tokens(PAGE)).unwrap();
+        let data = around(&mut Rng::of(format!("{codec} {dim}")), 200, 2, dim, 4.0);
+        let (mut a, mut b) = (pool.sequence(), pool.sequence());
+        let mut at = 0;
+        for (of_a, of_b) in [(PAGE + 3, 2 * PAGE), (1, 1), (PAGE, 0), (2, 40)] {
+            let step = pool.step(&mut [(&mut a, of_a), (&mut b, of_b)]).unwrap();
+            let part = data.part(at..at + of_a + of_b);
+            at += of_a + of_b;
+            if !fused {
+                layers::write(pool.layer(0).unwrap(), &part, DType::F32, &step).unwrap();
+                continue;
+            }
+            let x = |values: &[f32]| input(device, DType::F32, values, &[of_a + of_b, 2, dim]).unwrap();
+            let (k, v) = (x(&part.k), x(&part.v));
+            let q_out = crate::common::Out::new(device, DType::F32, &[of_a + of_b, 2, dim]).unwrap();
+            let args = NormRopeWrite::new(&k, &k, &v, &step, pool.layer(0).unwrap(), &q_out.tensor);
+            run(device, |enc| ops::norm_rope_write(enc, &args)).unwrap();
+        }
+        let step = pool.step(&mut [(&mut a, 0), (&mut b, 0)]).unwrap();
+        let read = |side| {
+            let of = |(index, sequence): (usize, &Sequence)| {
+                layers::read_paged(pool.layer(0).unwrap(), side, &step, index, 0..sequence.len()).unwrap()
+            };
+            [&a, &b].into_iter().enumerate().flat_map(of).collect()
+        };
+        [read(KvSide::K), read(KvSide::V)]
+    };
+    for codec in CENTRED_CODECS {
+        for dim in [8, 64, 128, 512] {
+            for fused in [false, true] {
+                let want = written(&Device::reference(), codec, dim, fused);
+                for device in devices().iter().filter(|device| has_means(device)) {
+                    let got = written(device, codec, dim, fused);
+                    for (got, want) in got.iter().zip(&want) {
+                        assert!(nmse(got, want) < 1e-4, "{device}: {codec}, D {dim}: {}", nmse(got, want));
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Every fill of the last page, written at once or token by token before.
+#[test]
+fn attention_at_every_fill() {
+    for (i, codec) in CENTRED_CODECS.into_iter().enumerate() {
+        for past in [0, 1, PAGE - 1, PAGE, 3 * PAGE + 1] {
+            let head_dim = [64, 128, 256, 512][(i + past) % 4];
+            for new in [1, 2, PAGE, PAGE + 1] {
+                let sequences = vec![(past, new), (2 * PAGE, 1)];
+                Case { k: codec, v: codec, head_dim, sequences, ..CASE }.check();
+            }
+        }
+    }
+}
+
+/// Every pair of widths, with plain and dense codecs on the other side.
+#[test]
+fn attention_over_every_pair() {
+    let others = [Codec::F16, Codec::F32, Codec::BF16, Codec::tq(8), Codec::tq(3)];
+    for (i, codec) in CENTRED_CODECS.into_iter().enumerate() {
+        for (j, other) in others.into_iter().chain(CENTRED_CODECS).enumerate() {
+            let head_dim = [64, 128, 256, 512][(i + j) % 4];
+            let group = [2, 1, 4, 7, 16][(i + j) % 5];
+            let page_tokens = [16, 32, 64, 128, 256][(i + 2 * j) % 5];
+            for sequences in [vec![(300, 1), (17, 1)], vec![(70, 40)]] {
+                let case = Case { head_dim, group, page_tokens, sequences, ..CASE };
+                Case { k: codec, v: other, ..case.clone() }.check();
+                Case { k: other, v: codec, ..case }.check();
+            }
+        }
+    }
+}
+
+#[test]
+fn attention_with_windows() {
+    for window in [1, 17, 40, 1000] {
+        for sequences in [vec![(100, 1), (16, 1), (0, 1)], vec![(90, 30), (5, 3)]] {
+            let codec = Codec::tq_centred(4);
+            Case { window: Some(window), k: codec, v: codec, sequences, ..CASE }.check();
+        }
+    }
+}
+
+/// A part that all keys of a page have in common changes no softmax, and with page means no error either.
+#[test]
+fn a_constant_in_all_keys_costs_nothing() {
+    for device in devices_with_means() {
+        let mut rng = Rng::of("constant");
+        let plain = around(&mut rng, 64, 1, 64, 0.0);
+        let moved = around(&mut Rng::of("constant"), 64, 1, 64, 8.0);
+        let error = |codec: Codec, source: &Source| {
+            let pool = pool(&device, 1, 64, codec);
+            let mut sequence = pool.sequence();
+            append(&pool, &mut sequence, source);
+            let step = pool.step(&mut [(&mut sequence, 0)]).unwrap();
+            let got = layers::read_paged(pool.layer(0).unwrap(), KvSide::K, &step, 0, 0..64).unwrap();
+            got.iter().zip(&source.k).map(|(a, b)| f64::from(a - b).powi(2)).sum::<f64>()
+        };
+        for bits in [2, 4, 6] {
+            let (before, after) = (error(Codec::tq_centred(bits), &plain), error(Codec::tq_centred(bits), &moved));
+            assert!((after / before - 1.0).abs() < 0.15, "{device}: tq{bits}c: {after}, not {before}");
+            let (before, after) = (error(Codec::tq(bits), &plain), error(Codec::tq(bits), &moved));
+            assert!(after > 20.0 * before, "{device}: tq{bits} has no means");
+        }
+    }
+}
+
+/// Exported pages carry their means. Files without centred layers keep version 1.
+#[test]
+fn exports_carry_means() {
+    for device in devices_with_means() {
+        for (codec, version) in [(Codec::tq_centred(5), "2"), (Codec::tq(5), "1")] {
+            let layer = CacheLayer::new(1, DIM, codec).v(Codec::BF16);
+            let spec = PoolSpec::new(vec![layer, layer.window(Some(WINDOW))], 1 << 20).page_tokens(PAGE);
+            let (pool, other) = (KvPool::new(&device, &spec).unwrap(), KvPool::new(&device, &spec).unwrap());
+            let tokens: Vec<u32> = (0..70).map(|at| prompt_token(0, at)).collect();
+            let mut sequence = pool.sequence();
+            feed(&pool, &mut sequence, &tokens[..50]);
+            feed(&pool, &mut sequence, &tokens[..69]);
+            let bytes = sequence.export().unwrap();
+            let text = String::from_utf8_lossy(&bytes[..2000]).to_string();
+            assert!(text.contains(&format!("\"version\":\"{version}\"")), "{text}");
+            let mut moved = other.import(&bytes).unwrap();
+            assert!(feed(&other, &mut moved, &tokens) == feed(&pool, &mut sequence, &tokens), "{device}");
+            let plain = if version == "2" { Codec::tq(5) } else { Codec::tq_centred(5) };
+            let layer = layer.k(plain);
+            let spec = PoolSpec::new(vec![layer, layer.window(Some(WINDOW))], 1 << 20).page_tokens(PAGE);
+            let wrong = KvPool::new(&device, &spec).unwrap().import(&bytes);
+            assert!(matches!(wrong, Err(Error::File { .. })), "{device}");
+        }
+    }
+}
