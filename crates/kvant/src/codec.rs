@@ -17,6 +17,7 @@ pub use codebook::{centroids, nearest, thresholds};
 pub(crate) use packing::plane_bits;
 pub use packing::{pack, plane_bytes, unpack};
 
+pub(crate) use page_mean::MEAN_LEVELS;
 pub use page_mean::PageMean;
 pub use signs::{sign_is_negative, signs};
 pub use stats::{HeadStats, indices, stats};

@@ -393,6 +393,11 @@ impl KvLayer {
         self.pages.map_or(0, |pages| row / pages.page_tokens)
     }
 
+    /// Whether a side is stored minus the means of its pages.
+    pub(crate) fn is_centred(&self) -> bool {
+        self.spec.k.is_centred() || self.spec.v.is_centred()
+    }
+
     /// The number of rows between a head's slot and its next slot.
     #[inline]
     pub fn slot_stride(&self) -> usize {

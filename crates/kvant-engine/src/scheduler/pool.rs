@@ -1,6 +1,6 @@
 //! The pages of a [`KvPool`], as the scheduler sees them.
 
-use kvant::{CacheLayer, KvPool, PrefixCache, Sequence, Step};
+use kvant::{CacheLayer, Codec, KvPool, PrefixCache, Sequence, Step};
 use kvant_models::BatchDecoder;
 
 use super::{Storage, StorageError};
@@ -43,7 +43,9 @@ impl PoolStorage {
         let mut groups: Vec<PageGroup> = Vec::new();
         for layer in &pool.spec().layers {
             let CacheLayer { kv_heads, head_dim, window, k, v, .. } = *layer;
-            let bytes = kv_heads * page_tokens * (k.bytes_per_vector(head_dim) + v.bytes_per_vector(head_dim));
+            let of_page =
+                |codec: Codec| page_tokens * codec.bytes_per_vector(head_dim) + codec.bytes_per_mean(head_dim);
+            let bytes = kv_heads * (of_page(k) + of_page(v));
             match groups.iter_mut().find(|group| group.window == window) {
                 Some(group) => group.page_bytes += bytes,
                 None => groups.push(PageGroup { window, page_bytes: bytes }),

@@ -51,16 +51,14 @@ pub fn encode(tq: TurboQuant, x: &[f64]) -> Result<Encoded> {
 }
 
 /// Encodes one vector minus the mean of its page: as [`encode`], of y = rotated vector − mean. Norms are rounded to
-/// f16; those above 65504 become infinite.
+/// f16; those above 65504 become infinite. Index 0 and NaN norms are for a y that is not finite, or whose squared length
+/// overflows f32.
 ///
 /// # Errors
 /// `Value` if the codec is not centred, as [`encode`], or if the mean has another length.
 pub fn encode_around(tq: TurboQuant, mean: &PageMean, x: &[f64]) -> Result<Encoded> {
     Codec::TurboQuant(tq).validate("encode", "x", x.len())?;
     check_mean(tq, mean, x.len())?;
-    if !is_storable(x) {
-        return Ok(not_storable(x.len()));
-    }
     let y: Vec<f64> = hadamard(x, false)?.iter().zip(mean.rotated()).map(|(y, mean)| y - mean).collect();
     if is_storable(&y) { encode_rotated(tq, &y) } else { Ok(not_storable(x.len())) }
 }

@@ -19,7 +19,7 @@ const TASK: usize = 32 * 1024;
 
 pub(crate) fn run(cpu: &Cpu, call: &Call) {
     let spec = call.layer.spec();
-    let planes = PlaneRows::new(call.planes(), spec.head_dim);
+    let planes = PlaneRows::new(&call.layer, call.planes());
     // SAFETY: the device's lock is held while a call runs, and the call does not write to the step.
     let table = call.step.as_ref().map_or_else(PageTable::default, |step| unsafe { step.page_table(&call.layer) });
     let out = ReadOutput { start: call.out.host_ptr(), dtype: call.out.dtype() };

@@ -22,6 +22,7 @@ mod linear;
 mod moe;
 mod norm_rope;
 mod norm_rope_write;
+mod page_means;
 mod planes;
 mod rms_norm;
 mod sample;

@@ -6,6 +6,7 @@
 use super::{
     Cpu, hadamard,
     norm_rope::{Activations, HeadRmsNorm, Rotary, tokens_per_task},
+    page_means::{self, TokenVectors},
     planes::{PlaneRows, Tokens},
     scratch,
     simd::{Simd, SimdKernel},
@@ -25,16 +26,19 @@ pub(crate) fn run(cpu: &Cpu, call: &Call) {
         k: CachedSide {
             source: Activations::new(&call.k, dim),
             norm: HeadRmsNorm::new(cpu, call.k_norm.as_ref()),
-            planes: PlaneRows::new(&call.layer.k, dim),
+            planes: PlaneRows::new(&call.layer, &call.layer.k),
         },
         v: CachedSide {
             source: Activations::new(&call.v, dim),
             norm: HeadRmsNorm::new(cpu, call.v_norm.as_ref()),
-            planes: PlaneRows::new(&call.layer.v, dim),
+            planes: PlaneRows::new(&call.layer, &call.layer.v),
         },
         rotary: call.rope.as_ref().map(|rope| Rotary::new(rope, dim)),
         signs: call.rotate_q.then(|| hadamard::signs(dim)),
     };
+    if call.layer.is_centred() {
+        page_means::write(cpu, &call.layer, &work.tokens, [work.k.planes, work.v.planes], &work);
+    }
     let mut per_task = tokens_per_task((call.heads + 2 * spec.kv_heads) * dim);
     if per_task < call.tokens && !work.tokens.are_distinct() {
         per_task = call.tokens;
@@ -64,6 +68,33 @@ struct CachedSide {
     planes: PlaneRows,
 }
 
+impl TokenVectors for NormRopeWriteWork<'_> {
+    /// Cosines and sines.
+    #[inline(always)]
+    fn shared_len(&self) -> usize {
+        2 * self.rotary.as_ref().map_or(0, Rotary::pairs)
+    }
+
+    #[inline(always)]
+    unsafe fn share<S: Simd>(&self, token: usize, turns: &mut [f32]) {
+        if let Some(rotary) = &self.rotary {
+            // SAFETY: passed on to the caller; the memory is as long as `shared_len` says.
+            unsafe { rotary.turns::<S>(self.tokens.positions[token], turns) }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load<S: Simd>(&self, side: usize, token: usize, head: usize, turns: &[f32], to: &mut [f32]) {
+        let (side, rotary) = if side == 0 { (&self.k, self.rotary.as_ref()) } else { (&self.v, None) };
+        let row = token * self.call.layer.spec().kv_heads + head;
+        // SAFETY: passed on to the caller.
+        unsafe {
+            side.source.load::<S>(row, to);
+            prepare::<S>(to, side.norm.as_ref(), rotary, turns);
+        }
+    }
+}
+
 struct NormRopeWriteTask<'a> {
     work: &'a NormRopeWriteWork<'a>,
     range: std::ops::Range<usize>,
@@ -86,13 +117,15 @@ impl SimdKernel for NormRopeWriteTask<'_> {
                 if let Some(rotary) = rotary {
                     rotary.turns::<S>(position, turns);
                 }
-                if let Some(place) = tokens.place(&call.layer, token) {
+                // Layers with page means have their keys and values already.
+                let place = if call.layer.is_centred() { None } else { tokens.place(&call.layer, token) };
+                if let Some(place) = place {
                     for (side, rotary) in [(&self.work.k, rotary.as_ref()), (&self.work.v, None)] {
                         let planes = side.planes.shifted(place.bytes);
                         for head in 0..spec.kv_heads {
                             side.source.load::<S>(token * spec.kv_heads + head, row);
                             prepare::<S>(row, side.norm.as_ref(), rotary, turns);
-                            planes.store::<S>(place.row + head * call.layer.head_stride(), row);
+                            planes.store::<S>(place.row + head * call.layer.head_stride(), row, &[]);
                         }
                     }
                 }

@@ -4,6 +4,8 @@ use std::cell::RefCell;
 
 use super::{
     convert,
+    page_means::StoredMean,
+    scratch,
     simd::{Simd, SimdKernel},
     turboquant::{Quantiser, Vector},
 };
@@ -19,8 +21,12 @@ pub(super) struct PlaneRows {
     format: Format,
     low: *mut u8,
     high: *mut u8,
-    norms: *mut f32,
+    norms: *mut u8,
+    /// The means of the page, one per KV head.
+    means: *mut u8,
     dim: usize,
+    /// Rows of a KV head in a page.
+    page_tokens: usize,
 }
 
 #[derive(Clone, Copy)]
@@ -35,14 +41,15 @@ unsafe impl Send for PlaneRows {}
 unsafe impl Sync for PlaneRows {}
 
 impl PlaneRows {
-    pub(super) fn new(planes: &Planes, dim: usize) -> PlaneRows {
+    pub(super) fn new(layer: &KvLayer, planes: &Planes) -> PlaneRows {
+        let (dim, page_tokens) = (layer.spec().head_dim, layer.pages().map_or(usize::MAX, |pages| pages.page_tokens));
         let pointer = |tensor: &Option<crate::Tensor>| tensor.as_ref().map_or(std::ptr::null_mut(), |t| t.host_ptr());
         let format = match planes.codec() {
             Codec::Dense(dtype) => Format::Dense(dtype),
             Codec::TurboQuant(tq) => Format::TurboQuant(Quantiser::new(tq, dim)),
         };
-        let (low, high, norms) = (planes.low.host_ptr(), pointer(&planes.high), pointer(&planes.norms).cast());
-        PlaneRows { format, low, high, norms, dim }
+        let (low, high, norms) = (planes.low.host_ptr(), pointer(&planes.high), pointer(&planes.norms));
+        PlaneRows { format, low, high, norms, means: pointer(&planes.means), dim, page_tokens }
     }
 
     /// The side whose planes begin `bytes` bytes later: another page of a pool.
@@ -51,7 +58,8 @@ impl PlaneRows {
         PlaneRows {
             low: self.low.wrapping_add(bytes),
             high: self.high.wrapping_add(bytes),
-            norms: self.norms.wrapping_byte_add(bytes),
+            norms: self.norms.wrapping_add(bytes),
+            means: self.means.wrapping_add(bytes),
             ..*self
         }
     }
@@ -89,18 +97,45 @@ impl PlaneRows {
         }
     }
 
-    /// Encodes a vector into a row; `x` may be changed.
+    /// The quantiser of a centred side, and the mean of a row's page.
+    #[inline(always)]
+    pub(super) fn centred(&self, row: usize) -> Option<(&Quantiser, StoredMean)> {
+        match &self.format {
+            Format::TurboQuant(quantiser) if quantiser.is_centred() => {
+                let start = self.means.wrapping_add(row / self.page_tokens * (self.dim + size_of::<f32>()));
+                Some((quantiser, StoredMean { start }))
+            }
+            _ => None,
+        }
+    }
+
+    /// Copies the means of all KV heads from one page to another, counted in bytes from the first.
+    ///
+    /// # Safety
+    /// The pages exist, and nobody else uses the means of either.
+    pub(super) unsafe fn copy_means(&self, from: usize, to: usize, kv_heads: usize) {
+        let [from, to] = [from, to].map(|bytes| self.shifted(bytes).centred(0).map(|(_, mean)| mean.start));
+        if let (Some(from), Some(to)) = (from, to) {
+            // SAFETY: the caller's promise.
+            unsafe { std::ptr::copy(from, to, kv_heads * (self.dim + size_of::<f32>())) }
+        }
+    }
+
+    /// Encodes a vector into a row; `x` may be changed. The mean of the row's page is decoded, and empty unless the side
+    /// is centred.
     ///
     /// # Safety
     /// The level's instructions are enabled; the side has that row, of the length of `x`; nobody else uses the row.
     #[inline(always)]
-    pub(super) unsafe fn store<S: Simd>(&self, row: usize, x: &mut [f32]) {
+    pub(super) unsafe fn store<S: Simd>(&self, row: usize, x: &mut [f32], mean: &[f32]) {
         // SAFETY: passed on to the caller.
         unsafe {
             match &self.format {
                 &Format::Dense(dtype) => convert::store_row::<S>(x, self.dense_row(row, dtype), dtype),
                 // A call of its own: encoding is compiled once per level, not into every operation that stores rows.
-                Format::TurboQuant(quantiser) => S::call(EncodeRow { quantiser, x, to: self.vector(row, quantiser) }),
+                Format::TurboQuant(quantiser) => {
+                    S::call(EncodeRow { quantiser, x, mean, to: self.vector(row, quantiser) });
+                }
             }
         }
     }
@@ -116,7 +151,12 @@ impl PlaneRows {
             match &self.format {
                 &Format::Dense(dtype) => convert::load_row::<S>(self.dense_row(row, dtype), dtype, x),
                 Format::TurboQuant(quantiser) => {
-                    quantiser.decode::<S>(self.vector(row, quantiser), x, keep_rotated);
+                    let stored = self.centred(row);
+                    let mean = &mut *scratch::take(if stored.is_some() { self.dim } else { 0 });
+                    if let Some((_, stored)) = stored {
+                        stored.load(mean);
+                    }
+                    quantiser.decode::<S>(self.vector(row, quantiser), mean, x, keep_rotated);
                 }
             }
         }
@@ -127,6 +167,7 @@ impl PlaneRows {
 struct EncodeRow<'a> {
     quantiser: &'a Quantiser,
     x: &'a mut [f32],
+    mean: &'a [f32],
     to: Vector,
 }
 
@@ -135,7 +176,7 @@ impl SimdKernel for EncodeRow<'_> {
     #[inline(always)]
     fn run<S: Simd>(self) {
         // SAFETY: `dispatch` enables the instructions; the caller of `store` vouches for the row.
-        unsafe { self.quantiser.encode::<S>(self.x, self.to) }
+        unsafe { self.quantiser.encode::<S>(self.x, self.mean, self.to) }
     }
 }
 

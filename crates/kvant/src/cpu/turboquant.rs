@@ -3,8 +3,12 @@
 //! Encoding: rotate; compute the RMS n of each block of B = min(D, 256) coordinates; count for each coordinate y the
 //! thresholds that y/n exceeds; pack these codes into planes.
 //! Decoding: norm × centroid, rotated back unless the caller keeps the rotation.
+//!
+//! Centred codecs subtract the mean of the page after the rotation, and add it when they decode.
 
 use std::sync::LazyLock;
+
+use half::f16;
 
 use super::{
     hadamard,
@@ -37,18 +41,18 @@ pub(super) struct Vector {
     pub low: *mut u8,
     /// Not used at 2, 4 and 8 bits.
     pub high: *mut u8,
-    pub norms: *mut f32,
+    /// Floats; halves if the codec is centred.
+    pub norms: *mut u8,
 }
 
 impl Vector {
     /// The part of the planes that holds coordinates from `start` on, a multiple of a block.
     #[inline(always)]
-    unsafe fn from(self, start: usize, bits: u32) -> Vector {
-        let (low, high) = plane_bytes(bits, start);
+    unsafe fn from(self, start: usize, tq: TurboQuant) -> Vector {
+        let (low, high) = plane_bytes(tq.bits, start);
+        let norms = start / BLOCK * tq.norm_dtype().size();
         // SAFETY: the caller keeps `start` within the vector.
-        unsafe {
-            Vector { low: self.low.add(low), high: self.high.wrapping_add(high), norms: self.norms.add(start / BLOCK) }
-        }
+        unsafe { Vector { low: self.low.add(low), high: self.high.wrapping_add(high), norms: self.norms.add(norms) } }
     }
 }
 
@@ -76,13 +80,48 @@ impl Quantiser {
         }
     }
 
-    /// Bytes of a vector's low and high plane, and its number of norms.
+    /// Bytes of a vector in the planes `low`, `high` and `norms`.
     pub(super) fn sizes(&self) -> (usize, usize, usize) {
         let (low, high) = plane_bytes(self.tq.bits, self.signs.len());
-        (low, high, self.signs.len().div_ceil(BLOCK))
+        (low, high, self.signs.len().div_ceil(BLOCK) * self.tq.norm_dtype().size())
     }
 
-    /// Encodes a row, which is left rotated.
+    /// Whether vectors are stored minus the mean of their page.
+    #[inline(always)]
+    pub(super) fn is_centred(&self) -> bool {
+        self.tq.centred
+    }
+
+    /// Rotates a row.
+    ///
+    /// # Safety
+    /// The level's instructions are enabled; the row has the quantiser's length.
+    #[inline(always)]
+    pub(super) unsafe fn rotate<S: Simd>(&self, row: &mut [f32]) {
+        // SAFETY: passed on to the caller.
+        unsafe { hadamard::rotate::<S>(row, self.signs) }
+    }
+
+    /// Stores a block's norm.
+    #[inline(always)]
+    unsafe fn store_norm(&self, norm: f32, to: *mut u8) {
+        // SAFETY: passed on to the caller.
+        unsafe {
+            if self.tq.centred {
+                to.cast::<f16>().write(f16::from_f32(norm));
+            } else {
+                to.cast::<f32>().write(norm);
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load_norm(&self, from: *const u8) -> f32 {
+        // SAFETY: passed on to the caller.
+        unsafe { if self.tq.centred { from.cast::<f16>().read().to_f32() } else { from.cast::<f32>().read() } }
+    }
+
+    /// Encodes a row, which is left rotated, minus the mean of a page. The mean is empty unless the codec is centred.
     ///
     /// A row that is not finite, or whose squared length is beyond f32, is stored as zeros with NaN norms.
     ///
@@ -90,10 +129,11 @@ impl Quantiser {
     /// The level's instructions are enabled; the planes have room for a vector of the row's length, which is that
     /// of the quantiser.
     #[inline(always)]
-    pub(super) unsafe fn encode<S: Simd>(&self, row: &mut [f32], to: Vector) {
+    pub(super) unsafe fn encode<S: Simd>(&self, row: &mut [f32], mean: &[f32], to: Vector) {
         // SAFETY: passed on to the caller.
         unsafe {
             hadamard::rotate::<S>(row, self.signs);
+            row.iter_mut().zip(mean).for_each(|(y, mean)| *y -= mean);
             let mut energies = [0f32; MAX_DIM / BLOCK];
             for (energy, block) in energies.iter_mut().zip(row.chunks(BLOCK)) {
                 *energy = dot::<S>(block, block);
@@ -121,7 +161,8 @@ impl Quantiser {
             if high > 0 {
                 to.high.write_bytes(0, high);
             }
-            (0..norms).for_each(|i| to.norms.add(i).write(f32::NAN));
+            let size = self.tq.norm_dtype().size();
+            (0..norms).step_by(size).for_each(|at| self.store_norm(f32::NAN, to.norms.add(at)));
         }
     }
 
@@ -145,8 +186,8 @@ impl Quantiser {
                 } else {
                     self.encode_small(block, codes)
                 };
-                let to = to.from(index * BLOCK, self.tq.bits);
-                to.norms.write(norm);
+                let to = to.from(index * BLOCK, self.tq);
+                self.store_norm(norm, to.norms);
                 pack::<BITS>(codes, to);
             }
         }
@@ -213,18 +254,19 @@ impl Quantiser {
         norm as f32
     }
 
-    /// Decodes a vector, and undoes its rotation unless `keep_rotated`.
+    /// Decodes a vector, plus the mean of its page, and undoes its rotation unless `keep_rotated`. The mean is empty
+    /// unless the codec is centred.
     ///
     /// # Safety
     /// As for [`Quantiser::encode`].
     #[inline(always)]
-    pub(super) unsafe fn decode<S: Simd>(&self, from: Vector, row: &mut [f32], keep_rotated: bool) {
+    pub(super) unsafe fn decode<S: Simd>(&self, from: Vector, mean: &[f32], row: &mut [f32], keep_rotated: bool) {
         for (index, block) in row.chunks_mut(BLOCK).enumerate() {
             let mut codes = [0u8; BLOCK];
             let codes = &mut codes[..block.len()];
             // SAFETY: passed on to the caller; the block's part of the planes is within the vector's.
             let norm = unsafe {
-                let from = from.from(index * BLOCK, self.tq.bits);
+                let from = from.from(index * BLOCK, self.tq);
                 match self.tq.bits {
                     2 => unpack::<2>(from, codes),
                     3 => unpack::<3>(from, codes),
@@ -233,11 +275,12 @@ impl Quantiser {
                     6 => unpack::<6>(from, codes),
                     _ => unpack::<8>(from, codes),
                 }
-                from.norms.read()
+                self.load_norm(from.norms)
             };
             // The tables have 2^bits entries, and a code is less than that.
             block.iter_mut().zip(codes).for_each(|(y, code)| *y = norm * self.centroids[usize::from(*code)]);
         }
+        row.iter_mut().zip(mean).for_each(|(y, mean)| *y += mean);
         if !keep_rotated {
             // SAFETY: passed on to the caller.
             unsafe { hadamard::unrotate::<S>(row, self.signs) }
@@ -247,7 +290,7 @@ impl Quantiser {
 
 /// ⟨a, b⟩ of two slices of one length.
 #[inline(always)]
-unsafe fn dot<S: Simd>(a: &[f32], b: &[f32]) -> f32 {
+pub(super) unsafe fn dot<S: Simd>(a: &[f32], b: &[f32]) -> f32 {
     let n = a.len();
     let whole = n - n % S::LANES;
     // SAFETY: whole vectors of both; the caller vouches for the instructions.

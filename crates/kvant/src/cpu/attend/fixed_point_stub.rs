@@ -12,6 +12,10 @@ pub(super) fn order_sum(_: &KvRows, _: &mut [f32]) {
     unreachable!("{WHY}")
 }
 
+pub(super) fn order_mean(_: &KvRows, _: &mut [f32]) {
+    unreachable!("{WHY}")
+}
+
 /// # Safety
 /// Never called.
 pub(super) unsafe fn score(_: &KvRows, _: FixedPart, _: *mut f32, _: &mut Prefetcher) {

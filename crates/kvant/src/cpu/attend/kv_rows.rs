@@ -4,11 +4,15 @@ use std::ops::Range;
 
 use half::{bf16, f16};
 
-use super::prefetch::Plane;
+use super::{
+    fixed_point,
+    prefetch::{PLANES, Plane},
+    task::deinterleave,
+};
 use crate::{
     DType, KvLayer, Planes,
     codec::{self, BLOCK, Codec},
-    cpu::simd::Simd,
+    cpu::{page_means::StoredMean, simd::Simd},
     layer::{LayerPages, PageTable},
 };
 
@@ -205,18 +209,21 @@ pub(super) struct KvRows {
     pub quantised: bool,
     /// Whether they are computed in fixed point.
     pub fixed: bool,
-    /// Floats, `blocks` for each row.
-    norms: *const f32,
+    /// Floats, or halves, `blocks` for each row.
+    norms: *const u8,
+    half_norms: bool,
     norm_stride: usize,
+    /// The mean of the page, if vectors are stored minus it.
+    mean: Option<StoredMean>,
     /// Coordinates that share a norm; all of them when there are no norms.
     pub block: usize,
     /// The memory of the rows, for prefetching.
-    pub planes: [Plane; 3],
+    pub planes: [Plane; PLANES],
 }
 
 impl KvRows {
-    /// Vectors of `planes` from row `first` on, every `stride`-th.
-    pub fn new(planes: &Planes, first: usize, stride: usize, head_dim: usize) -> KvRows {
+    /// Vectors of `planes` from row `first` on, every `stride`-th. Of centred codecs, row `mean` has their mean.
+    pub fn new(planes: &Planes, first: usize, stride: usize, head_dim: usize, mean: usize) -> KvRows {
         let tq = match planes.codec() {
             Codec::Dense(dtype) => return KvRows::dense(planes.low.host_ptr(), dtype, first, stride, head_dim),
             Codec::TurboQuant(tq) => tq,
@@ -227,7 +234,11 @@ impl KvRows {
         let blocks = head_dim.div_ceil(BLOCK);
         let low = planes.low.host_ptr().cast_const().wrapping_add(first * low_bytes);
         let high = planes.high.as_ref().map_or(low, |t| t.host_ptr().cast_const().wrapping_add(first * high_bytes));
-        let norms = planes.norms.as_ref().expect("TurboQuant has norms").host_ptr().cast::<f32>().cast_const();
+        let norms = planes.norms.as_ref().expect("TurboQuant has norms").host_ptr().cast_const();
+        let norm_bytes = tq.norm_dtype().size() * blocks;
+        let norms = norms.wrapping_add(first * norm_bytes);
+        let mean_bytes = Codec::TurboQuant(tq).bytes_per_mean(head_dim);
+        let mean = planes.means.as_ref().map(|t| StoredMean { start: t.host_ptr().wrapping_add(mean * mean_bytes) });
         let (low_stride, high_stride) = (low_bytes * stride, high_bytes * stride);
         KvRows {
             loader: match tq.bits {
@@ -241,17 +252,16 @@ impl KvRows {
             interleaved: tq.bits != 8,
             quantised: true,
             fixed: false,
-            norms: norms.wrapping_add(first * blocks),
+            norms,
+            half_norms: tq.centred,
             norm_stride: blocks * stride,
+            mean,
             block: head_dim.min(BLOCK),
             planes: [
                 Plane { start: low, stride: low_stride, bytes: low_bytes },
                 Plane { start: high, stride: high_stride, bytes: high_bytes },
-                Plane {
-                    start: norms.wrapping_add(first * blocks).cast(),
-                    stride: 4 * blocks * stride,
-                    bytes: 4 * blocks,
-                },
+                Plane { start: norms, stride: norm_bytes * stride, bytes: norm_bytes },
+                Plane { start: mean.map_or(low, |mean| mean.start), stride: 0, bytes: mean_bytes },
             ],
         }
     }
@@ -277,8 +287,15 @@ impl KvRows {
             RowLoader::Tq6(rows) => RowLoader::Tq6(rows.shifted(bytes)),
             RowLoader::Tq8(rows) => RowLoader::Tq8(ByteRows { low: moved(rows.low), ..rows }),
         };
-        let norms = self.norms.wrapping_byte_add(bytes);
-        KvRows { loader, norms, planes: self.planes.map(|plane| Plane { start: moved(plane.start), ..plane }), ..*self }
+        let norms = moved(self.norms);
+        let mean = self.mean.map(|StoredMean { start }| StoredMean { start: start.wrapping_add(bytes) });
+        KvRows {
+            loader,
+            norms,
+            mean,
+            planes: self.planes.map(|plane| Plane { start: moved(plane.start), ..plane }),
+            ..*self
+        }
     }
 
     /// Vectors of `dtype` from row `first` on, every `stride`-th.
@@ -295,10 +312,13 @@ impl KvRows {
             quantised: false,
             fixed: false,
             norms: std::ptr::null(),
+            half_norms: false,
             norm_stride: 0,
+            mean: None,
             block: head_dim,
             planes: [
                 Plane { start, stride: stride * dtype.size(), bytes: head_dim * dtype.size() },
+                Plane::NONE,
                 Plane::NONE,
                 Plane::NONE,
             ],
@@ -311,19 +331,58 @@ impl KvRows {
     /// As for [`KvRows::norms`].
     #[inline(always)]
     pub unsafe fn norm(&self, row: usize, block: usize) -> f32 {
+        let index = row * self.norm_stride + block;
         // SAFETY: the caller's promise.
-        unsafe { *self.norms.add(row * self.norm_stride + block) }
+        unsafe {
+            if self.half_norms {
+                widen(*self.norms.cast::<u16>().add(index))
+            } else {
+                *self.norms.cast::<f32>().add(index)
+            }
+        }
+    }
+
+    /// Decodes the mean of the page, in the order of chunks: of keys for queries, of `values` for sums. Returns whether
+    /// there is one.
+    ///
+    /// # Safety
+    /// The level's instructions are enabled; the page exists; `to` has the length of a vector.
+    #[inline(always)]
+    pub unsafe fn mean<S: Simd>(&self, values: bool, to: &mut [f32]) -> bool {
+        let Some(mean) = self.mean else { return false };
+        // SAFETY: passed on to the caller.
+        unsafe { mean.load(to) };
+        if self.fixed {
+            if values {
+                fixed_point::order_mean(self, to);
+            }
+        } else if self.interleaved {
+            to.chunks_exact_mut(2 * S::LANES).for_each(deinterleave);
+        }
+        true
     }
 
     /// Copies the norms of block `block` of `out.len()` rows.
     ///
     /// # Safety
-    /// The side is quantised and has the rows and the block.
+    /// The level's instructions are enabled; the side is quantised and has the rows and the block.
     #[inline(always)]
-    pub unsafe fn norms(&self, first: usize, block: usize, out: &mut [f32]) {
+    pub unsafe fn norms<S: Simd>(&self, first: usize, block: usize, out: &mut [f32]) {
+        let index = first * self.norm_stride + block;
         // SAFETY: passed on to the caller.
         unsafe {
-            let from = self.norms.add(first * self.norm_stride + block);
+            if self.half_norms {
+                let from = self.norms.cast::<u16>().add(index);
+                let whole = if self.norm_stride == 1 { out.len() - out.len() % S::LANES } else { 0 };
+                for i in (0..whole).step_by(S::LANES) {
+                    S::store(out.as_mut_ptr().add(i), S::load_f16(from.add(i)));
+                }
+                for (i, n) in out.iter_mut().enumerate().skip(whole) {
+                    *n = widen(*from.add(i * self.norm_stride));
+                }
+                return;
+            }
+            let from = self.norms.cast::<f32>().add(index);
             if self.norm_stride == 1 {
                 std::ptr::copy_nonoverlapping(from, out.as_mut_ptr(), out.len());
             } else {
@@ -331,6 +390,16 @@ impl KvRows {
             }
         }
     }
+}
+
+/// A half float as f32. Subnormals are exact.
+#[inline(always)]
+fn widen(bits: u16) -> f32 {
+    let (magnitude, sign) = (u32::from(bits & 0x7fff) << 13, u32::from(bits & 0x8000) << 16);
+    // Infinities and NaN have the largest exponent in both.
+    let finite = f32::from_bits(magnitude) * f32::from_bits((254 - 15) << 23);
+    let special = f32::from_bits(magnitude | 0x7f80_0000);
+    f32::from_bits(if magnitude >= 0x0f80_0000 { special } else { finite }.to_bits() | sign)
 }
 
 /// Keys and values of one KV head of one sequence.
@@ -377,7 +446,7 @@ impl<'a> KvSource<'a> {
             None => (None, spec.capacity, layer.row(sequence, head, 0)),
         };
         let side = |planes| {
-            let side = KvRows::new(planes, first, layer.slot_stride(), spec.head_dim);
+            let side = KvRows::new(planes, first, layer.slot_stride(), spec.head_dim, head);
             KvRows { fixed: fixed && side.quantised, ..side }
         };
         KvSource { k: side(&layer.k), v: side(&layer.v), capacity, pages }

@@ -52,6 +52,8 @@ pub(super) struct QueryLanes {
     /// `[rows]` each.
     m: *mut f32,
     l: *mut f32,
+    /// `[2, head_dim]`: the means of a page's keys and values.
+    means: *mut f32,
 }
 
 /// Some keys of a source, and which query rows see each.
@@ -100,7 +102,7 @@ impl QueryLanes {
     /// Floats of memory for so many query rows.
     pub fn len(rows: usize, head_dim: usize) -> usize {
         let rows = rows.next_multiple_of(LANES);
-        rows * (head_dim + TILE + 2) + (KEYS * STRIDE).max(TILE * COORDINATES)
+        rows * (head_dim + TILE + 2) + 2 * head_dim + (KEYS * STRIDE).max(TILE * COORDINATES)
     }
 
     /// Transposes the queries into `memory`, of [`QueryLanes::len`] floats.
@@ -114,7 +116,8 @@ impl QueryLanes {
         let (q, memory) = memory.split_at_mut(rows * dim);
         let (scores, memory) = memory.split_at_mut(rows * TILE);
         let (m, memory) = memory.split_at_mut(rows);
-        let (l, staged) = memory.split_at_mut(rows);
+        let (l, memory) = memory.split_at_mut(rows);
+        let (means, staged) = memory.split_at_mut(2 * dim);
         let whole = queries.rows / LANES;
         for (vector, to) in q.chunks_exact_mut(LANES * dim).enumerate() {
             // SAFETY: the rows are the queries', and a square of LANES goes to as many floats.
@@ -144,6 +147,7 @@ impl QueryLanes {
             staged: staged.as_mut_ptr(),
             m: m.as_mut_ptr(),
             l: l.as_mut_ptr(),
+            means: means.as_mut_ptr(),
         }
     }
 
@@ -177,14 +181,21 @@ impl QueryLanes {
     #[inline(always)]
     unsafe fn absorb<S: Simd>(&self, source: &KvSource, tile: &KeyTile) -> bool {
         let (KvSource { k, v, .. }, level, dim) = (source, S::LEVEL, self.queries.head_dim);
-        let place =
-            |side, row, keys, first, to, stride| StagedPart { side, row, keys, first, coordinates: 0, to, stride };
         // SAFETY: passed on to the caller; what is staged fits.
         unsafe {
+            let [k_mean, v_mean] = [self.means, self.means.add(dim)];
+            let k_centred = k.mean::<S>(false, std::slice::from_raw_parts_mut(k_mean, dim));
+            let v_centred = v.mean::<S>(true, std::slice::from_raw_parts_mut(v_mean, dim));
+            let [k_mean, v_mean] = [k_centred.then_some(k_mean), v_centred.then_some(v_mean)];
+            let place = |side, mean: Option<*mut f32>, row, keys, first, to, stride| {
+                let mean = mean.map(<*mut f32>::cast_const);
+                StagedPart { side, mean, row, keys, first, coordinates: 0, to, stride }
+            };
             if let Some(seen) = tile.seen {
                 let hidden = |key: &usize| seen[*key].len() < self.queries.rows;
                 for key in (0..tile.keys).filter(hidden) {
-                    let part = StagedPart { coordinates: dim, ..place(v, tile.row + key, 1, 0, self.staged, STRIDE) };
+                    let part =
+                        StagedPart { coordinates: dim, ..place(v, v_mean, tile.row + key, 1, 0, self.staged, STRIDE) };
                     if !stage(level, part) {
                         return false;
                     }
@@ -196,7 +207,8 @@ impl QueryLanes {
             let share = prefetch.left().div_ceil(tile.keys.div_ceil(KEYS).max(1));
             for key in (0..tile.keys).step_by(KEYS) {
                 let keys = KEYS.min(tile.keys - key);
-                let part = StagedPart { coordinates: dim, ..place(k, tile.row + key, keys, 0, self.staged, STRIDE) };
+                let part =
+                    StagedPart { coordinates: dim, ..place(k, k_mean, tile.row + key, keys, 0, self.staged, STRIDE) };
                 stage(level, part);
                 prefetch.fetch::<S>(share);
                 level.dispatch(LaneScores { many: *self, tile, key, keys });
@@ -207,7 +219,7 @@ impl QueryLanes {
             let share = prefetch.left().div_ceil(dim.div_ceil(COORDINATES));
             for first in (0..dim).step_by(COORDINATES) {
                 let coordinates = COORDINATES.min(dim - first);
-                let part = place(v, tile.row, tile.keys, first, self.staged, COORDINATES);
+                let part = place(v, v_mean, tile.row, tile.keys, first, self.staged, COORDINATES);
                 stage(level, StagedPart { coordinates, ..part });
                 prefetch.fetch::<S>(share);
                 level.dispatch(LaneSums { many: *self, tile, first, coordinates });
@@ -217,7 +229,7 @@ impl QueryLanes {
     }
 }
 
-/// Widens some coordinates of some rows to f32, times their norms. Returns whether all are finite.
+/// Widens some coordinates of some rows to f32, times their norms, plus the page's mean. Returns whether all are finite.
 ///
 /// # Safety
 /// The side has the rows, `to` has room for them, `stride` apart; the level is supported.
@@ -227,6 +239,8 @@ unsafe fn stage(level: SimdLevel, part: StagedPart) -> bool {
 
 struct StagedPart<'a> {
     side: &'a KvRows,
+    /// In the order of chunks.
+    mean: Option<*const f32>,
     row: usize,
     keys: usize,
     /// Whole chunks.
@@ -245,7 +259,7 @@ impl<R: LoadRows> SimdKernel for StageKernel<'_, R> {
     type Output = bool;
     #[inline(always)]
     fn run<S: Simd>(self) -> bool {
-        let StagedPart { side, row, keys, first, coordinates, to, stride } = self.part;
+        let StagedPart { side, mean, row, keys, first, coordinates, to, stride } = self.part;
         let width = 2 * S::LANES;
         // SAFETY: `dispatch` enables the instructions; the caller of `stage` vouches for the rows and the room.
         unsafe {
@@ -257,7 +271,12 @@ impl<R: LoadRows> SimdKernel for StageKernel<'_, R> {
                     let (mut a, mut b) = self.rows.chunk::<S>(row + key, (first + at) / width);
                     if side.quantised {
                         let norm = S::splat(side.norm(row + key, (first + at) / side.block));
-                        (a, b) = (S::mul(a, norm), S::mul(b, norm));
+                        (a, b) = match mean.map(|mean| mean.add(first + at)) {
+                            Some(mean) => {
+                                (S::fma(a, norm, S::load(mean)), S::fma(b, norm, S::load(mean.add(S::LANES))))
+                            }
+                            None => (S::mul(a, norm), S::mul(b, norm)),
+                        };
                     }
                     S::store(to.add(at), a);
                     S::store(to.add(at + S::LANES), b);

@@ -11,7 +11,7 @@ const LINE: usize = 64;
 #[derive(Clone, Copy)]
 pub(super) struct Plane {
     pub start: *const u8,
-    /// Bytes from a row to the next.
+    /// Bytes from a row to the next; 0 if all rows share one.
     pub stride: usize,
     /// Bytes of a row; 0 for no plane.
     pub bytes: usize,
@@ -20,6 +20,9 @@ pub(super) struct Plane {
 impl Plane {
     pub const NONE: Plane = Plane { start: std::ptr::null(), stride: 0, bytes: 0 };
 }
+
+/// The most planes of a side.
+pub(super) const PLANES: usize = 4;
 
 /// Equally long runs of bytes at equal distances.
 #[derive(Clone, Copy)]
@@ -30,22 +33,26 @@ struct LineRuns {
     count: usize,
 }
 
-/// The rows of up to three planes to prefetch, as runs.
+/// The rows of a side's planes to prefetch, as runs.
 pub(super) struct PrefetchRuns {
-    runs: [LineRuns; 3],
+    runs: [LineRuns; PLANES],
     lines: usize,
 }
 
 impl PrefetchRuns {
     /// `rows` rows from `first` on, counted from `bytes` bytes after the start of each plane.
-    pub fn new(planes: &[Plane; 3], bytes: usize, first: usize, rows: usize) -> PrefetchRuns {
+    pub fn new(planes: &[Plane; PLANES], bytes: usize, first: usize, rows: usize) -> PrefetchRuns {
         let nothing = LineRuns { start: std::ptr::null(), stride: 0, bytes: 0, count: 0 };
-        let mut wanted = PrefetchRuns { runs: [nothing; 3], lines: 0 };
+        let mut wanted = PrefetchRuns { runs: [nothing; PLANES], lines: 0 };
         let planes = planes.iter().filter(|plane| plane.bytes > 0);
         let from = bytes;
         for (to, &Plane { start, stride, bytes }) in wanted.runs.iter_mut().zip(planes) {
             let start = start.wrapping_add(from);
-            let (count, bytes) = if stride == bytes { (1, rows * bytes) } else { (rows, bytes) };
+            let (count, bytes) = match stride {
+                0 => (rows.min(1), bytes),
+                _ if stride == bytes => (1, rows * bytes),
+                _ => (rows, bytes),
+            };
             *to = LineRuns { start: start.wrapping_add(first * stride), stride, bytes, count };
             wanted.lines += count * bytes.div_ceil(LINE);
         }
@@ -66,7 +73,7 @@ pub(super) struct Prefetcher<'a> {
     follow: usize,
     /// The current plane, and all of them.
     current: usize,
-    wanted: &'a [LineRuns; 3],
+    wanted: &'a [LineRuns; PLANES],
 }
 
 impl<'a> Prefetcher<'a> {
@@ -91,7 +98,7 @@ impl<'a> Prefetcher<'a> {
             if self.at >= self.end {
                 if self.follow == 0 {
                     // There is a next plane as long as lines are left.
-                    self.current = (self.current + 1).min(2);
+                    self.current = (self.current + 1).min(PLANES - 1);
                     self.follow = self.wanted[self.current].count;
                     self.next = self.wanted[self.current].start;
                 }

@@ -278,7 +278,7 @@ impl SimdKernel for UnrotateSums<'_> {
 
 /// Even coordinates, then odd ones; a chunk has at most 32.
 #[inline(always)]
-fn deinterleave(chunk: &mut [f32]) {
+pub(super) fn deinterleave(chunk: &mut [f32]) {
     let (mut copy, half) = ([0.0; 32], chunk.len() / 2);
     copy[..chunk.len()].copy_from_slice(chunk);
     for i in 0..half {

@@ -121,6 +121,10 @@ impl Case {
     pub fn bound(&self, device: &Device) -> Bound {
         let codec = if self.k.is_quantised() { self.k } else { self.v };
         let mut bound = Bound::of(self.dtype).over(device, codec, 1.0);
+        if self.k.is_centred() || self.v.is_centred() {
+            // A mean adds to each sum.
+            bound.arithmetic *= 1.5;
+        }
         if self.dtype != DType::F32 && device.kind() == kvant::DeviceKind::Cuda && codec.is_quantised() {
             bound.arithmetic += 1.0 / 2048.0;
         }

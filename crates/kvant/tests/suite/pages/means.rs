@@ -314,11 +314,9 @@ fn attention_over_every_pair() {
             let head_dim = [64, 128, 256, 512][(i + j) % 4];
             let group = [2, 1, 4, 7, 16][(i + j) % 5];
             let page_tokens = [16, 32, 64, 128, 256][(i + 2 * j) % 5];
-            for sequences in [vec![(300, 1), (17, 1)], vec![(70, 40)]] {
-                let case = Case { head_dim, group, page_tokens, sequences, ..CASE };
-                Case { k: codec, v: other, ..case.clone() }.check();
-                Case { k: other, v: codec, ..case }.check();
-            }
+            let sequences = if (i + j) % 2 == 0 { vec![(130, 1), (17, 1)] } else { vec![(70, 40)] };
+            let (k, v) = if j % 4 < 2 { (codec, other) } else { (other, codec) };
+            Case { k, v, head_dim, group, page_tokens, sequences, ..CASE }.check();
         }
     }
 }

@@ -36,14 +36,16 @@ pub(super) struct TileMemory {
     scores: *mut f32,
     /// `[TILE]`.
     norms: *mut f32,
+    /// `[2, head_dim]`: the means of a page's keys and values.
+    means: *mut f32,
     /// `[STAGED_KEYS, head_dim]`, `[TILE, STAGED_COORDINATES]`, or `[rows, TILE]` of i16.
     staged: *mut f32,
 }
 
 impl TileMemory {
-    fn parts(rows: usize, head_dim: usize) -> [usize; 3] {
+    fn parts(rows: usize, head_dim: usize) -> [usize; 4] {
         let staged = (STAGED_KEYS * head_dim).max(TILE * STAGED_COORDINATES).max(rows * TILE / 2);
-        [rows * TILE * head_dim.div_ceil(BLOCK), TILE, staged]
+        [rows * TILE * head_dim.div_ceil(BLOCK), TILE, 2 * head_dim, staged]
     }
 
     pub fn len(rows: usize, head_dim: usize) -> usize {
@@ -53,10 +55,12 @@ impl TileMemory {
     /// In `room`, of [`TileMemory::len`] floats.
     pub fn new(room: &mut [f32], rows: usize, head_dim: usize) -> TileMemory {
         assert!(room.len() >= TileMemory::len(rows, head_dim));
-        let [scores, norms, _] = TileMemory::parts(rows, head_dim);
+        let [scores, norms, means, _] = TileMemory::parts(rows, head_dim);
         let (scores, rest) = room.split_at_mut(scores);
-        let (norms, staged) = rest.split_at_mut(norms);
-        TileMemory { scores: scores.as_mut_ptr(), norms: norms.as_mut_ptr(), staged: staged.as_mut_ptr() }
+        let (norms, rest) = rest.split_at_mut(norms);
+        let (means, staged) = rest.split_at_mut(means);
+        let [scores, norms, means, staged] = [scores, norms, means, staged].map(<[f32]>::as_mut_ptr);
+        TileMemory { scores, norms, means, staged }
     }
 }
 
@@ -193,7 +197,23 @@ impl<R: LoadRows> SimdKernel for WidenRows<R> {
     }
 }
 
-/// Scores to weights 2^(s − m), with m raised to the tile's largest score; l and o are rescaled to it.
+/// ⟨a, b⟩ of `n` floats, a multiple of two vectors.
+#[inline(always)]
+unsafe fn product<S: Simd>(a: *const f32, b: *const f32, n: usize) -> f32 {
+    // SAFETY: the caller has both, and the level's instructions; n is a multiple of a chunk.
+    unsafe {
+        let mut sums = [S::zero(); 2];
+        for i in (0..n).step_by(2 * S::LANES) {
+            let j = i + S::LANES;
+            sums[0] = S::fma(S::load(a.add(i)), S::load(b.add(i)), sums[0]);
+            sums[1] = S::fma(S::load(a.add(j)), S::load(b.add(j)), sums[1]);
+        }
+        S::sum(S::add(sums[0], sums[1]))
+    }
+}
+
+/// Scores to weights 2^(s − m), with m raised to the tile's largest score; l and o are rescaled to it. Means of the page
+/// add a product with the query to its scores, and the sum of its weights times the mean to its sum.
 ///
 /// # Safety
 /// As for [`absorb`].
@@ -206,7 +226,7 @@ unsafe fn softmax<S: Simd>(source: &KvSource, (row, keys): (usize, usize), queri
     unsafe {
         if k.quantised {
             for block in 0..head_dim / k.block {
-                k.norms(row, block, std::slice::from_raw_parts_mut(room.norms, keys));
+                k.norms::<S>(row, block, std::slice::from_raw_parts_mut(room.norms, keys));
                 for query in 0..queries.rows {
                     let total = room.scores.add(query * TILE);
                     let part = total.add(block * plane);
@@ -218,8 +238,17 @@ unsafe fn softmax<S: Simd>(source: &KvSource, (row, keys): (usize, usize), queri
                 }
             }
         }
+        let [k_mean, v_mean] = [room.means, room.means.add(head_dim)];
+        let k_centred = k.mean::<S>(false, std::slice::from_raw_parts_mut(k_mean, head_dim));
+        let v_centred = v.mean::<S>(true, std::slice::from_raw_parts_mut(v_mean, head_dim));
         for query in 0..queries.rows {
             let scores = room.scores.add(query * TILE);
+            if k_centred {
+                let score = S::splat(product::<S>(queries.q.add(query * head_dim), k_mean, head_dim));
+                for i in (0..padded).step_by(S::LANES) {
+                    S::store(scores.add(i), S::add(S::load(scores.add(i)), score));
+                }
+            }
             if let Some(cap) = queries.softcap {
                 for i in (0..padded).step_by(S::LANES) {
                     let t = S::tanh(S::mul(S::load(scores.add(i)), S::splat(1.0 / cap)));
@@ -251,12 +280,19 @@ unsafe fn softmax<S: Simd>(source: &KvSource, (row, keys): (usize, usize), queri
                 S::store(scores.add(i), weight);
                 sum = S::add(sum, weight);
             }
-            *l += S::sum(sum);
+            let sum = S::sum(sum);
+            *l += sum;
+            if v_centred {
+                let (o, sum) = (queries.o.add(query * head_dim), S::splat(sum));
+                for i in (0..head_dim).step_by(S::LANES) {
+                    S::store(o.add(i), S::fma(S::load(v_mean.add(i)), sum, S::load(o.add(i))));
+                }
+            }
         }
         if v.quantised {
             // The last block first: the first one's plane is what all are made from.
             for block in (0..head_dim / v.block).rev() {
-                v.norms(row, block, std::slice::from_raw_parts_mut(room.norms, keys));
+                v.norms::<S>(row, block, std::slice::from_raw_parts_mut(room.norms, keys));
                 for query in 0..queries.rows {
                     let weights = room.scores.add(query * TILE);
                     let part = weights.add(block * plane);

@@ -46,6 +46,18 @@ pub(super) fn order_sum(side: &KvRows, o: &mut [f32]) {
     }
 }
 
+/// Brings a mean of values into the order of sums: the inverse of [`order_sum`].
+pub(super) fn order_mean(side: &KvRows, mean: &mut [f32]) {
+    for chunk in mean.chunks_exact_mut(CHUNK) {
+        let mut copy = [0.0; CHUNK];
+        copy.copy_from_slice(chunk);
+        for (at, x) in chunk.iter_mut().enumerate() {
+            let (set, lane) = (at / 16, at % 16);
+            *x = copy[if side.interleaved { 4 * lane + set } else { lane / 4 * 16 + set * 4 + lane % 4 }];
+        }
+    }
+}
+
 /// Scores without norms into `scores`, `[rows, TILE]`.
 ///
 /// # Safety

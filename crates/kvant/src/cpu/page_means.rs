@@ -1,0 +1,330 @@
+//! Writes keys and values to layers with centred codecs: page by page, around the mean of each.
+//!
+//! The tokens of a step are sorted into runs of one page each. A run that fills its page, or opens the first page of a
+//! sequence, computes the page's mean from its own vectors; a run that opens another page takes the previous page's
+//! mean. So runs with means of their own come first, then the copies in the order of positions, then the other runs.
+//! Within each of the two parts, threads share the runs. A run takes one KV head of one side after the other: its vectors
+//! stay in the first- or second-level cache while their mean is made and they are encoded around it.
+
+use std::{cell::RefCell, ops::Range};
+
+use super::{
+    Cpu, convert,
+    planes::{PlaneRows, Tokens},
+    scratch,
+    simd::{Simd, SimdKernel},
+    turboquant::{Quantiser, dot},
+};
+use crate::{DType, KvLayer, codec::MEAN_LEVELS};
+
+/// Elements of keys (and as many of values) that make a task worth a thread.
+const TASK: usize = 8 * 1024;
+
+/// The keys and values of a step's tokens.
+///
+/// # Safety
+/// Of all functions: the level's instructions are enabled, and the token and head exist.
+#[allow(clippy::missing_safety_doc, reason = "said once, above")]
+pub(super) trait TokenVectors: Sync {
+    /// Floats of a token that all its vectors need.
+    fn shared_len(&self) -> usize;
+    /// Computes these.
+    unsafe fn share<S: Simd>(&self, token: usize, shared: &mut [f32]);
+    /// The vector of a side: 0 for keys, 1 for values.
+    unsafe fn load<S: Simd>(&self, side: usize, token: usize, head: usize, shared: &[f32], to: &mut [f32]);
+    /// Writes the vector to a dense row; `row` is scratch memory.
+    unsafe fn store<S: Simd>(
+        &self,
+        (side, token, head): (usize, usize, usize),
+        shared: &[f32],
+        row: &mut [f32],
+        to: *mut u8,
+        dtype: DType,
+    ) {
+        // SAFETY: passed on to the caller.
+        unsafe {
+            self.load::<S>(side, token, head, shared, row);
+            convert::store_row::<S>(row, to, dtype);
+        }
+    }
+}
+
+/// Writes the keys and values of a step to a paged layer.
+pub(super) fn write<V: TokenVectors>(cpu: &Cpu, layer: &KvLayer, tokens: &Tokens, sides: [PlaneRows; 2], vectors: &V) {
+    let Some(page_tokens) = layer.pages().map(|pages| pages.page_tokens) else { return };
+    let mut plan = PLAN.take();
+    plan.make(layer, tokens, page_tokens);
+    let work = PageWork { layer, page_tokens, sides, vectors, order: &plan.order };
+    work.write_runs(cpu, &plan.own);
+    for run in &plan.others {
+        if let MeanOfRun::Previous { bytes } = run.mean {
+            // SAFETY: both pages exist, and nobody else writes to either now.
+            sides.iter().for_each(|side| unsafe { side.copy_means(bytes, run.bytes, layer.spec().kv_heads) });
+        }
+    }
+    work.write_runs(cpu, &plan.others);
+    PLAN.set(plan);
+}
+
+thread_local! {
+    /// Kept between calls: after warm-up a step allocates nothing.
+    static PLAN: RefCell<PageRuns> = RefCell::default();
+}
+
+/// The runs of a step.
+#[derive(Default)]
+struct PageRuns {
+    /// (sequence, position, token), sorted, without tokens that are not stored.
+    order: Vec<(u32, u32, u32)>,
+    /// Runs that make the means of their pages.
+    own: Vec<PageRun>,
+    /// In the order of positions.
+    others: Vec<PageRun>,
+}
+
+/// Tokens of a step that are stored in one page.
+#[derive(Clone, Debug)]
+struct PageRun {
+    /// In the plan's order.
+    tokens: Range<usize>,
+    /// The page's distance from the start of the pool's memory.
+    bytes: usize,
+    mean: MeanOfRun,
+}
+
+/// The mean of a run's page.
+#[derive(Clone, Copy, Debug)]
+enum MeanOfRun {
+    /// That of the run's vectors.
+    Own,
+    /// That of the page `bytes` bytes from the start of the pool's memory.
+    Previous { bytes: usize },
+    /// The one that the page has.
+    Kept,
+}
+
+impl PageRuns {
+    fn make(&mut self, layer: &KvLayer, tokens: &Tokens, page_tokens: usize) {
+        let PageRuns { order, own, others } = self;
+        order.clear();
+        own.clear();
+        others.clear();
+        let places = tokens.sequence.iter().zip(tokens.positions).zip(0..);
+        let stored = places.filter(|&(_, token)| tokens.place(layer, token as usize).is_some());
+        order.extend(stored.map(|((&sequence, &position), token)| (sequence, position, token)));
+        if !order.is_sorted() {
+            order.sort_unstable();
+        }
+        // Of tokens with the same place the last one wins.
+        order.dedup_by(|next, kept| {
+            let same = (next.0, next.1) == (kept.0, kept.1);
+            if same {
+                *kept = *next;
+            }
+            same
+        });
+        let mut first = 0;
+        let page = |&(sequence, position, _): &(u32, u32, u32)| (sequence as usize, position as usize / page_tokens);
+        for run in order.chunk_by(|a, b| page(a) == page(b)) {
+            let tokens_of_run = first..first + run.len();
+            first = tokens_of_run.end;
+            let (sequence, index) = page(&run[0]);
+            let place = |index: usize| layer.place(tokens.table, sequence, 0, index * page_tokens);
+            let Some(to) = place(index) else { continue };
+            let previous = index.checked_sub(1).and_then(place);
+            let mean = match previous {
+                _ if !(run[0].1 as usize).is_multiple_of(page_tokens) => MeanOfRun::Kept,
+                Some(from) if run.len() < page_tokens => MeanOfRun::Previous { bytes: from.bytes },
+                _ => MeanOfRun::Own,
+            };
+            let list = if matches!(mean, MeanOfRun::Own) { &mut *own } else { &mut *others };
+            list.push(PageRun { tokens: tokens_of_run, bytes: to.bytes, mean });
+        }
+    }
+}
+
+/// What the tasks share.
+struct PageWork<'a, V> {
+    layer: &'a KvLayer,
+    page_tokens: usize,
+    sides: [PlaneRows; 2],
+    vectors: &'a V,
+    order: &'a [(u32, u32, u32)],
+}
+
+impl<V: TokenVectors> PageWork<'_, V> {
+    fn write_runs(&self, cpu: &Cpu, runs: &[PageRun]) {
+        if runs.is_empty() {
+            return;
+        }
+        let spec = self.layer.spec();
+        let tokens: usize = runs.iter().map(|run| run.tokens.len()).sum();
+        let least = (TASK / (spec.kv_heads * spec.head_dim)).max(1);
+        let per_task = (least * runs.len()).div_ceil(tokens).max(1);
+        cpu.threads.run(runs.len().div_ceil(per_task), |task| {
+            let runs = &runs[task * per_task..((task + 1) * per_task).min(runs.len())];
+            cpu.level.dispatch(PageRunsTask { work: self, runs });
+        });
+    }
+
+    /// # Safety
+    /// The level's instructions are enabled; nobody else uses the run's rows, nor the mean of its page.
+    #[inline(always)]
+    unsafe fn write<S: Simd>(&self, run: &PageRun) {
+        let (spec, tokens) = (self.layer.spec(), &self.order[run.tokens.clone()]);
+        let shared_len = self.vectors.shared_len();
+        let shared = &mut *scratch::take(tokens.len() * shared_len);
+        // SAFETY: passed on to the caller; the tokens and heads exist.
+        unsafe {
+            for (i, &(.., token)) in tokens.iter().enumerate() {
+                self.vectors.share::<S>(token as usize, &mut shared[i * shared_len..][..shared_len]);
+            }
+            for (side, planes) in self.sides.iter().enumerate() {
+                let planes = &planes.shifted(run.bytes);
+                for head in 0..spec.kv_heads {
+                    let vectors = HeadOfRun { work: self, tokens, shared, side, head };
+                    vectors.write::<S>(planes, matches!(run.mean, MeanOfRun::Own));
+                }
+            }
+        }
+    }
+}
+
+struct PageRunsTask<'a, 'b, V> {
+    work: &'a PageWork<'b, V>,
+    runs: &'a [PageRun],
+}
+
+impl<V: TokenVectors> SimdKernel for PageRunsTask<'_, '_, V> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self) {
+        for run in self.runs {
+            // SAFETY: `dispatch` enables the instructions; each run is in one task, and each page in one run.
+            unsafe { self.work.write::<S>(run) }
+        }
+    }
+}
+
+/// The vectors of a run of one side and KV head.
+struct HeadOfRun<'a, 'b, V> {
+    work: &'a PageWork<'b, V>,
+    tokens: &'a [(u32, u32, u32)],
+    shared: &'a [f32],
+    side: usize,
+    head: usize,
+}
+
+impl<V: TokenVectors> HeadOfRun<'_, '_, V> {
+    /// # Safety
+    /// As for [`PageWork::write`]; `planes` are those of the run's page.
+    #[inline(always)]
+    unsafe fn write<S: Simd>(&self, planes: &PlaneRows, own: bool) {
+        let PageWork { layer, page_tokens, vectors, .. } = *self.work;
+        let dim = layer.spec().head_dim;
+        let row = |i: usize| self.head * page_tokens + self.tokens[i].1 as usize % page_tokens;
+        // SAFETY: passed on to the caller.
+        unsafe {
+            if let Some(dtype) = planes.dense() {
+                let x = &mut *scratch::take(dim);
+                for (i, &(.., token)) in self.tokens.iter().enumerate() {
+                    let place = (self.side, token as usize, self.head);
+                    vectors.store::<S>(place, self.shared_of(i), x, planes.dense_row(row(i), dtype), dtype);
+                }
+                return;
+            }
+            let Some((quantiser, stored)) = planes.centred(row(0)) else {
+                let x = &mut *scratch::take(dim);
+                for i in 0..self.tokens.len() {
+                    self.load::<S>(i, x);
+                    planes.store::<S>(row(i), x, &[]);
+                }
+                return;
+            };
+            let mean = &mut *scratch::take(dim);
+            let all = &mut *scratch::take(if own { self.tokens.len() * dim } else { dim });
+            if own {
+                for (i, x) in all.chunks_exact_mut(dim).enumerate() {
+                    self.load::<S>(i, x);
+                }
+                stored.make::<S>(quantiser, all, mean);
+            }
+            stored.load(mean);
+            for i in 0..self.tokens.len() {
+                let x = if own { &mut all[i * dim..][..dim] } else { &mut *all };
+                if !own {
+                    self.load::<S>(i, x);
+                }
+                planes.store::<S>(row(i), x, mean);
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load<S: Simd>(&self, i: usize, to: &mut [f32]) {
+        let token = self.tokens[i].2 as usize;
+        // SAFETY: passed on to the caller.
+        unsafe { self.work.vectors.load::<S>(self.side, token, self.head, self.shared_of(i), to) }
+    }
+
+    #[inline(always)]
+    fn shared_of(&self, i: usize) -> &[f32] {
+        let len = self.work.vectors.shared_len();
+        &self.shared[i * len..][..len]
+    }
+}
+
+/// A mean in a page: codes, then their scale.
+#[derive(Clone, Copy)]
+pub(super) struct StoredMean {
+    pub start: *mut u8,
+}
+
+impl StoredMean {
+    /// Decodes the mean of vectors that are as long as `to`.
+    ///
+    /// # Safety
+    /// The page has the mean, and nobody writes to it.
+    #[inline(always)]
+    pub(super) unsafe fn load(self, to: &mut [f32]) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let scale = self.start.add(to.len()).cast::<f32>().read_unaligned();
+            let codes = std::slice::from_raw_parts(self.start.cast::<i8>(), to.len());
+            to.iter_mut().zip(codes).for_each(|(to, &code)| *to = f32::from(code) * scale);
+        }
+    }
+
+    /// Stores the mean of `vectors`, as many as there are; `mean` is scratch memory for one.
+    ///
+    /// # Safety
+    /// The level's instructions are enabled; the page has room for the mean, and nobody else uses it.
+    #[inline(always)]
+    unsafe fn make<S: Simd>(self, quantiser: &Quantiser, vectors: &[f32], mean: &mut [f32]) {
+        mean.fill(0.0);
+        let mut count = 0u32;
+        // SAFETY: passed on to the caller.
+        unsafe {
+            for x in vectors.chunks_exact(mean.len()) {
+                // Neither a vector with a NaN or an infinity, nor one that is too long.
+                if dot::<S>(x, x).is_finite() {
+                    mean.iter_mut().zip(x).for_each(|(sum, x)| *sum += x);
+                    count += 1;
+                }
+            }
+            let count = count.max(1) as f32;
+            mean.iter_mut().for_each(|sum| *sum /= count);
+            quantiser.rotate::<S>(mean);
+            let largest = mean.iter().fold(0f32, |largest, m| largest.max(m.abs()));
+            let scale = largest / MEAN_LEVELS;
+            let codes = std::slice::from_raw_parts_mut(self.start.cast::<i8>(), mean.len());
+            if scale > 0.0 {
+                let code = |m: f32| (m / scale).round_ties_even().clamp(-MEAN_LEVELS, MEAN_LEVELS) as i8;
+                codes.iter_mut().zip(&*mean).for_each(|(to, &m)| *to = code(m));
+            } else {
+                codes.fill(0);
+            }
+            self.start.add(mean.len()).cast::<f32>().write_unaligned(scale);
+        }
+    }
+}
