@@ -38,26 +38,27 @@ impl PageMean {
     /// # Ok::<(), kvant::Error>(())
     /// ```
     pub fn of<'a>(dim: usize, vectors: impl IntoIterator<Item = &'a [f64]>) -> Result<PageMean> {
-        let (mut sum, mut count) = (vec![0.0; dim], 0u32);
-        for x in vectors {
-            if x.len() != dim {
-                let (op, arg, got) = ("page_mean", "vectors", vec![x.len()]);
-                return Err(crate::Error::Shape { op, arg, expected: format!("[{dim}]"), got });
-            }
-            if is_storable(x) {
-                sum.iter_mut().zip(x).for_each(|(sum, x)| *sum += x);
-                count += 1;
-            }
-        }
-        let mean: Vec<f64> = sum.iter().map(|sum| sum / f64::from(count.max(1))).collect();
-        let rotated = hadamard(&mean, false)?;
+        // The rotation is linear: the mean is rotated once.
+        Ok(PageMean::nearest(&hadamard(&mean(dim, vectors)?, false)?))
+    }
+
+    /// As [`PageMean::of`], of vectors that are rotated already: those that another page stores.
+    ///
+    /// # Errors
+    /// As [`PageMean::of`].
+    pub fn of_rotated<'a>(dim: usize, vectors: impl IntoIterator<Item = &'a [f64]>) -> Result<PageMean> {
+        crate::Codec::tq_centred(8).validate("page_mean", "dim", dim)?;
+        Ok(PageMean::nearest(&mean(dim, vectors)?))
+    }
+
+    fn nearest(rotated: &[f64]) -> PageMean {
         let largest = rotated.iter().fold(0f64, |largest, m| largest.max(m.abs()));
         let scale = (largest / f64::from(MEAN_LEVELS)) as f32;
         if scale == 0.0 {
-            return Ok(PageMean::zero(dim));
+            return PageMean::zero(rotated.len());
         }
-        let code = |m: f64| (m / f64::from(scale)).round_ties_even().clamp(-127.0, 127.0) as i8;
-        Ok(PageMean { codes: rotated.into_iter().map(code).collect(), scale })
+        let code = |m: &f64| (m / f64::from(scale)).round_ties_even().clamp(-127.0, 127.0) as i8;
+        PageMean { codes: rotated.iter().map(code).collect(), scale }
     }
 
     /// The coordinates of the rotated mean.
@@ -70,4 +71,20 @@ impl PageMean {
 pub(super) fn is_storable(x: &[f64]) -> bool {
     // Also false for NaN.
     x.iter().map(|x| x * x).sum::<f64>() <= f64::from(f32::MAX)
+}
+
+/// The mean of the vectors that can be stored; zeros without any.
+fn mean<'a>(dim: usize, vectors: impl IntoIterator<Item = &'a [f64]>) -> Result<Vec<f64>> {
+    let (mut sum, mut count) = (vec![0.0; dim], 0u32);
+    for x in vectors {
+        if x.len() != dim {
+            let (op, arg, got) = ("page_mean", "vectors", vec![x.len()]);
+            return Err(crate::Error::Shape { op, arg, expected: format!("[{dim}]"), got });
+        }
+        if is_storable(x) {
+            sum.iter_mut().zip(x).for_each(|(sum, x)| *sum += x);
+            count += 1;
+        }
+    }
+    Ok(sum.iter().map(|sum| sum / f64::from(count.max(1))).collect())
 }

@@ -1,10 +1,10 @@
 //! Writes keys and values to layers with centred codecs: page by page, around the mean of each.
 //!
 //! The tokens of a step are sorted into runs of one page each. A run that fills its page, or opens the first page of a
-//! sequence, computes the page's mean from its own vectors; a run that opens another page takes the previous page's
-//! mean. So runs with means of their own come first, then the copies in the order of positions, then the other runs.
-//! Within each of the two parts, threads share the runs. A run takes one KV head of one side after the other: its vectors
-//! stay in the first- or second-level cache while their mean is made and they are encoded around it.
+//! sequence, makes the page's mean of its own vectors. A run that opens another page makes it of the vectors that the
+//! previous page stores, which the same step may have written: such runs follow when the others are done. Within each of
+//! the two parts, threads share the runs. A run takes one KV head of one side after the other: its vectors stay in the
+//! first- or second-level cache while their mean is made and they are encoded around it.
 
 use std::{cell::RefCell, ops::Range};
 
@@ -13,7 +13,7 @@ use super::{
     planes::{PlaneRows, Tokens},
     scratch,
     simd::{Simd, SimdKernel},
-    turboquant::{Quantiser, dot},
+    turboquant::dot,
 };
 use crate::{DType, KvLayer, codec::MEAN_LEVELS};
 
@@ -55,14 +55,10 @@ pub(super) fn write<V: TokenVectors>(cpu: &Cpu, layer: &KvLayer, tokens: &Tokens
     let mut plan = PLAN.take();
     plan.make(layer, tokens, page_tokens);
     let work = PageWork { layer, page_tokens, sides, vectors, order: &plan.order };
-    work.write_runs(cpu, &plan.own);
-    for run in &plan.others {
-        if let MeanOfRun::Previous { bytes } = run.mean {
-            // SAFETY: both pages exist, and nobody else writes to either now.
-            sides.iter().for_each(|side| unsafe { side.copy_means(bytes, run.bytes, layer.spec().kv_heads) });
-        }
-    }
-    work.write_runs(cpu, &plan.others);
+    work.write_runs(cpu, &plan.first, true);
+    // Only a step with gaps opens two pages of a sequence without filling the first.
+    let independent = plan.second.is_sorted_by(|a, b| a.sequence < b.sequence);
+    work.write_runs(cpu, &plan.second, independent);
     PLAN.set(plan);
 }
 
@@ -76,10 +72,10 @@ thread_local! {
 struct PageRuns {
     /// (sequence, position, token), sorted, without tokens that are not stored.
     order: Vec<(u32, u32, u32)>,
-    /// Runs that make the means of their pages.
-    own: Vec<PageRun>,
-    /// In the order of positions.
-    others: Vec<PageRun>,
+    /// Runs that need no other run.
+    first: Vec<PageRun>,
+    /// Runs that need the previous page, in the order of sequences and positions.
+    second: Vec<PageRun>,
 }
 
 /// Tokens of a step that are stored in one page.
@@ -87,6 +83,7 @@ struct PageRuns {
 struct PageRun {
     /// In the plan's order.
     tokens: Range<usize>,
+    sequence: usize,
     /// The page's distance from the start of the pool's memory.
     bytes: usize,
     mean: MeanOfRun,
@@ -97,7 +94,7 @@ struct PageRun {
 enum MeanOfRun {
     /// That of the run's vectors.
     Own,
-    /// That of the page `bytes` bytes from the start of the pool's memory.
+    /// That of the vectors in the page `bytes` bytes from the start of the pool's memory.
     Previous { bytes: usize },
     /// The one that the page has.
     Kept,
@@ -105,10 +102,10 @@ enum MeanOfRun {
 
 impl PageRuns {
     fn make(&mut self, layer: &KvLayer, tokens: &Tokens, page_tokens: usize) {
-        let PageRuns { order, own, others } = self;
+        let PageRuns { order, first, second } = self;
         order.clear();
-        own.clear();
-        others.clear();
+        first.clear();
+        second.clear();
         let places = tokens.sequence.iter().zip(tokens.positions).zip(0..);
         let stored = places.filter(|&(_, token)| tokens.place(layer, token as usize).is_some());
         order.extend(stored.map(|((&sequence, &position), token)| (sequence, position, token)));
@@ -123,11 +120,11 @@ impl PageRuns {
             }
             same
         });
-        let mut first = 0;
+        let mut next = 0;
         let page = |&(sequence, position, _): &(u32, u32, u32)| (sequence as usize, position as usize / page_tokens);
         for run in order.chunk_by(|a, b| page(a) == page(b)) {
-            let tokens_of_run = first..first + run.len();
-            first = tokens_of_run.end;
+            let tokens_of_run = next..next + run.len();
+            next = tokens_of_run.end;
             let (sequence, index) = page(&run[0]);
             let place = |index: usize| layer.place(tokens.table, sequence, 0, index * page_tokens);
             let Some(to) = place(index) else { continue };
@@ -137,8 +134,8 @@ impl PageRuns {
                 Some(from) if run.len() < page_tokens => MeanOfRun::Previous { bytes: from.bytes },
                 _ => MeanOfRun::Own,
             };
-            let list = if matches!(mean, MeanOfRun::Own) { &mut *own } else { &mut *others };
-            list.push(PageRun { tokens: tokens_of_run, bytes: to.bytes, mean });
+            let list = if matches!(mean, MeanOfRun::Previous { .. }) { &mut *second } else { &mut *first };
+            list.push(PageRun { tokens: tokens_of_run, sequence, bytes: to.bytes, mean });
         }
     }
 }
@@ -153,14 +150,15 @@ struct PageWork<'a, V> {
 }
 
 impl<V: TokenVectors> PageWork<'_, V> {
-    fn write_runs(&self, cpu: &Cpu, runs: &[PageRun]) {
+    /// Writes runs, in order and on one thread unless they are `independent`.
+    fn write_runs(&self, cpu: &Cpu, runs: &[PageRun], independent: bool) {
         if runs.is_empty() {
             return;
         }
         let spec = self.layer.spec();
         let tokens: usize = runs.iter().map(|run| run.tokens.len()).sum();
         let least = (TASK / (spec.kv_heads * spec.head_dim)).max(1);
-        let per_task = (least * runs.len()).div_ceil(tokens).max(1);
+        let per_task = if independent { (least * runs.len()).div_ceil(tokens).max(1) } else { runs.len() };
         cpu.threads.run(runs.len().div_ceil(per_task), |task| {
             let runs = &runs[task * per_task..((task + 1) * per_task).min(runs.len())];
             cpu.level.dispatch(PageRunsTask { work: self, runs });
@@ -180,10 +178,9 @@ impl<V: TokenVectors> PageWork<'_, V> {
                 self.vectors.share::<S>(token as usize, &mut shared[i * shared_len..][..shared_len]);
             }
             for (side, planes) in self.sides.iter().enumerate() {
-                let planes = &planes.shifted(run.bytes);
                 for head in 0..spec.kv_heads {
                     let vectors = HeadOfRun { work: self, tokens, shared, side, head };
-                    vectors.write::<S>(planes, matches!(run.mean, MeanOfRun::Own));
+                    vectors.write::<S>(planes, run);
                 }
             }
         }
@@ -217,9 +214,10 @@ struct HeadOfRun<'a, 'b, V> {
 
 impl<V: TokenVectors> HeadOfRun<'_, '_, V> {
     /// # Safety
-    /// As for [`PageWork::write`]; `planes` are those of the run's page.
+    /// As for [`PageWork::write`]; `planes` are those of the side in the first page.
     #[inline(always)]
-    unsafe fn write<S: Simd>(&self, planes: &PlaneRows, own: bool) {
+    unsafe fn write<S: Simd>(&self, memory: &PlaneRows, run: &PageRun) {
+        let planes = &memory.shifted(run.bytes);
         let PageWork { layer, page_tokens, vectors, .. } = *self.work;
         let dim = layer.spec().head_dim;
         let row = |i: usize| self.head * page_tokens + self.tokens[i].1 as usize % page_tokens;
@@ -241,17 +239,36 @@ impl<V: TokenVectors> HeadOfRun<'_, '_, V> {
                 }
                 return;
             };
-            let mean = &mut *scratch::take(dim);
-            let all = &mut *scratch::take(if own { self.tokens.len() * dim } else { dim });
-            if own {
-                for (i, x) in all.chunks_exact_mut(dim).enumerate() {
-                    self.load::<S>(i, x);
+            let (mean, mut own) = (&mut *scratch::take(dim), false);
+            let rows = match run.mean {
+                MeanOfRun::Own => self.tokens.len(),
+                MeanOfRun::Previous { .. } => page_tokens,
+                MeanOfRun::Kept => 1,
+            };
+            let all = &mut *scratch::take(rows * dim);
+            match run.mean {
+                MeanOfRun::Own => {
+                    own = true;
+                    for (i, x) in all.chunks_exact_mut(dim).enumerate() {
+                        self.load::<S>(i, x);
+                    }
+                    mean_of::<S>(all, mean);
+                    quantiser.rotate::<S>(mean);
+                    stored.store(mean);
                 }
-                stored.make::<S>(quantiser, all, mean);
+                MeanOfRun::Previous { bytes } => {
+                    let previous = memory.shifted(bytes);
+                    for (i, x) in all.chunks_exact_mut(dim).enumerate() {
+                        previous.load::<S>(self.head * page_tokens + i, x, true);
+                    }
+                    mean_of::<S>(all, mean);
+                    stored.store(mean);
+                }
+                MeanOfRun::Kept => {}
             }
             stored.load(mean);
             for i in 0..self.tokens.len() {
-                let x = if own { &mut all[i * dim..][..dim] } else { &mut *all };
+                let x = if own { &mut all[i * dim..][..dim] } else { &mut all[..dim] };
                 if !own {
                     self.load::<S>(i, x);
                 }
@@ -281,6 +298,16 @@ pub(super) struct StoredMean {
 }
 
 impl StoredMean {
+    /// The scale of a mean of `dim` coordinates.
+    ///
+    /// # Safety
+    /// As for [`StoredMean::load`].
+    #[inline(always)]
+    pub(super) unsafe fn scale(self, dim: usize) -> f32 {
+        // SAFETY: the caller's promise.
+        unsafe { self.start.add(dim).cast::<f32>().read_unaligned() }
+    }
+
     /// Decodes the mean of vectors that are as long as `to`.
     ///
     /// # Safety
@@ -289,42 +316,50 @@ impl StoredMean {
     pub(super) unsafe fn load(self, to: &mut [f32]) {
         // SAFETY: the caller's promise.
         unsafe {
-            let scale = self.start.add(to.len()).cast::<f32>().read_unaligned();
+            let scale = self.scale(to.len());
             let codes = std::slice::from_raw_parts(self.start.cast::<i8>(), to.len());
             to.iter_mut().zip(codes).for_each(|(to, &code)| *to = f32::from(code) * scale);
         }
     }
 
-    /// Stores the mean of `vectors`, as many as there are; `mean` is scratch memory for one.
+    /// Stores the nearest mean to a rotated one.
     ///
     /// # Safety
-    /// The level's instructions are enabled; the page has room for the mean, and nobody else uses it.
+    /// The page has room for the mean, and nobody else uses it.
     #[inline(always)]
-    unsafe fn make<S: Simd>(self, quantiser: &Quantiser, vectors: &[f32], mean: &mut [f32]) {
-        mean.fill(0.0);
-        let mut count = 0u32;
-        // SAFETY: passed on to the caller.
+    unsafe fn store(self, mean: &[f32]) {
+        let largest = mean.iter().fold(0f32, |largest, m| largest.max(m.abs()));
+        let scale = largest / MEAN_LEVELS;
+        // SAFETY: the caller's promise.
         unsafe {
-            for x in vectors.chunks_exact(mean.len()) {
-                // Neither a vector with a NaN or an infinity, nor one that is too long.
-                if dot::<S>(x, x).is_finite() {
-                    mean.iter_mut().zip(x).for_each(|(sum, x)| *sum += x);
-                    count += 1;
-                }
-            }
-            let count = count.max(1) as f32;
-            mean.iter_mut().for_each(|sum| *sum /= count);
-            quantiser.rotate::<S>(mean);
-            let largest = mean.iter().fold(0f32, |largest, m| largest.max(m.abs()));
-            let scale = largest / MEAN_LEVELS;
             let codes = std::slice::from_raw_parts_mut(self.start.cast::<i8>(), mean.len());
             if scale > 0.0 {
                 let code = |m: f32| (m / scale).round_ties_even().clamp(-MEAN_LEVELS, MEAN_LEVELS) as i8;
-                codes.iter_mut().zip(&*mean).for_each(|(to, &m)| *to = code(m));
+                codes.iter_mut().zip(mean).for_each(|(to, &m)| *to = code(m));
             } else {
                 codes.fill(0);
             }
             self.start.add(mean.len()).cast::<f32>().write_unaligned(scale);
         }
     }
+}
+
+/// mean ← the mean of `vectors`, as many as there are, without those that are not finite or whose squared length
+/// overflows.
+///
+/// # Safety
+/// The level's instructions are enabled.
+#[inline(always)]
+unsafe fn mean_of<S: Simd>(vectors: &[f32], mean: &mut [f32]) {
+    mean.fill(0.0);
+    let mut count = 0u32;
+    for x in vectors.chunks_exact(mean.len()) {
+        // SAFETY: passed on to the caller.
+        if unsafe { dot::<S>(x, x) }.is_finite() {
+            mean.iter_mut().zip(x).for_each(|(sum, x)| *sum += x);
+            count += 1;
+        }
+    }
+    let count = count.max(1) as f32;
+    mean.iter_mut().for_each(|sum| *sum /= count);
 }

@@ -109,18 +109,6 @@ impl PlaneRows {
         }
     }
 
-    /// Copies the means of all KV heads from one page to another, counted in bytes from the first.
-    ///
-    /// # Safety
-    /// The pages exist, and nobody else uses the means of either.
-    pub(super) unsafe fn copy_means(&self, from: usize, to: usize, kv_heads: usize) {
-        let [from, to] = [from, to].map(|bytes| self.shifted(bytes).centred(0).map(|(_, mean)| mean.start));
-        if let (Some(from), Some(to)) = (from, to) {
-            // SAFETY: the caller's promise.
-            unsafe { std::ptr::copy(from, to, kv_heads * (self.dim + size_of::<f32>())) }
-        }
-    }
-
     /// Encodes a vector into a row; `x` may be changed. The mean of the row's page is decoded, and empty unless the side
     /// is centred.
     ///

@@ -32,9 +32,12 @@ pub(crate) fn run(call: &Call) {
     for (source, planes) in [(&call.k, &call.layer.k), (&call.v, &call.layer.v)] {
         let first =
             |token, head| call.order.row(call.first_token + token, head, call.source_tokens, spec.kv_heads) * dim;
-        page_means::open(&call.step, &call.layer, planes, |token, head| {
-            io::load_range(source, first(token, head)..first(token, head) + dim)
-        });
+        if planes.codec().is_centred() {
+            page_means::write(&call.step, &call.layer, planes, |token, head| {
+                io::load_range(source, first(token, head)..first(token, head) + dim)
+            });
+            continue;
+        }
         for (token, head, place) in destinations(&call.step, &call.layer) {
             let from = first(token, head);
             if source.dtype() == planes.low.dtype() {

@@ -18,7 +18,10 @@ pub(crate) fn run(call: &Call) {
             let from = (token * kv_heads + head) * call.head_dim;
             &rows[from..from + call.head_dim]
         };
-        page_means::open(&call.step, &call.layer, planes, |token, head| vector(token, head).to_vec());
+        if planes.codec().is_centred() {
+            page_means::write(&call.step, &call.layer, planes, |token, head| vector(token, head).to_vec());
+            continue;
+        }
         for (token, head, place) in kv_write::destinations(&call.step, &call.layer) {
             io::store_vector(&call.layer, planes, place, vector(token, head));
         }

@@ -25,37 +25,46 @@ fn tokens_of_pages(
     pages
 }
 
-/// Writes the means of the pages that a step opens. `vector` gives the vector of a token and KV head.
+/// Writes the vectors of a step to a centred side, and the means of the pages that it opens. `vector` gives the vector of
+/// a token and KV head.
 ///
 /// | case | mean |
 /// |---|---|
 /// | the step fills the page | of the page's vectors |
-/// | the step fills a part, and the sequence holds the previous page | the previous page's |
+/// | the step fills a part, and the sequence holds the previous page | of the vectors that the previous page stores |
 /// | the step fills a part, and there is no previous page | of the vectors of this step |
-pub(super) fn open(step: &Step, layer: &KvLayer, planes: &Planes, vector: impl Fn(usize, usize) -> Vec<f64>) {
+pub(super) fn write(step: &Step, layer: &KvLayer, planes: &Planes, vector: impl Fn(usize, usize) -> Vec<f64>) {
     let Some(page_tokens) = layer.pages().map(|pages| pages.page_tokens) else { return };
-    if !planes.codec().is_centred() {
-        return;
-    }
+    let dim = layer.spec().head_dim;
     // SAFETY: the device's lock is held, and nothing writes to the step.
     let table = unsafe { step.page_table(layer) };
-    // In the order of positions: a page may take the mean of one that the same step has opened.
+    // In the order of positions: a page may get the mean of one that the same step has filled.
     for ((sequence, page), tokens) in tokens_of_pages(step, layer, page_tokens) {
-        if !tokens.contains_key(&(page * page_tokens)) {
-            continue;
-        }
         for head in 0..layer.spec().kv_heads {
-            let place = |page: usize| layer.place(table, sequence, head, page * page_tokens);
-            let Some(to) = place(page) else { continue };
-            let mean = match page.checked_sub(1).and_then(place) {
-                Some(previous) if tokens.len() < page_tokens => load(layer, planes, previous),
-                _ => {
-                    let vectors: Vec<Vec<f64>> = tokens.values().map(|&token| vector(token, head)).collect();
-                    let mean = PageMean::of(layer.spec().head_dim, vectors.iter().map(Vec::as_slice));
-                    mean.expect("the layer checked its codec")
+            let place = |position: usize| layer.place(table, sequence, head, position);
+            let first = page * page_tokens;
+            let Some(to) = place(first) else { continue };
+            if tokens.contains_key(&first) {
+                let previous = first.checked_sub(page_tokens).filter(|&position| place(position).is_some());
+                let mean = match previous {
+                    Some(start) if tokens.len() < page_tokens => {
+                        let load = |place| io::load_vector(layer, planes, place, true);
+                        let stored: Vec<Vec<f64>> = (start..first).filter_map(place).map(load).collect();
+                        PageMean::of_rotated(dim, stored.iter().map(Vec::as_slice))
+                    }
+                    _ => {
+                        let vectors: Vec<Vec<f64>> = tokens.values().map(|&token| vector(token, head)).collect();
+                        PageMean::of(dim, vectors.iter().map(Vec::as_slice))
+                    }
+                };
+                let mean = mean.expect("the layer checked its codec");
+                store(layer, planes, to, &mean);
+            }
+            for (&position, &token) in &tokens {
+                if let Some(to) = place(position) {
+                    io::store_vector(layer, planes, to, &vector(token, head));
                 }
-            };
-            store(layer, planes, to, &mean);
+            }
         }
     }
 }

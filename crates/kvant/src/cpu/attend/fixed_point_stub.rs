@@ -1,6 +1,7 @@
 //! Replaces `fixed_point` on processors other than x86-64, where [`select`](super::route::select) never chooses it.
 
 use super::{kv_rows::KvRows, prefetch::Prefetcher, tile::FixedPart};
+use crate::cpu::page_means::StoredMean;
 
 const WHY: &str = "no side is in fixed point";
 
@@ -12,7 +13,9 @@ pub(super) fn order_sum(_: &KvRows, _: &mut [f32]) {
     unreachable!("{WHY}")
 }
 
-pub(super) fn order_mean(_: &KvRows, _: &mut [f32]) {
+/// # Safety
+/// Never called.
+pub(super) unsafe fn load_mean(_: &KvRows, _: StoredMean, _: bool, _: &mut [f32]) {
     unreachable!("{WHY}")
 }
 

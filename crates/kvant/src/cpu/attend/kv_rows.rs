@@ -351,12 +351,14 @@ impl KvRows {
     pub unsafe fn mean<S: Simd>(&self, values: bool, to: &mut [f32]) -> bool {
         let Some(mean) = self.mean else { return false };
         // SAFETY: passed on to the caller.
-        unsafe { mean.load(to) };
-        if self.fixed {
-            if values {
-                fixed_point::order_mean(self, to);
+        unsafe {
+            if self.fixed {
+                fixed_point::load_mean(self, mean, values, to);
+                return true;
             }
-        } else if self.interleaved {
+            mean.load(to);
+        }
+        if self.interleaved {
             to.chunks_exact_mut(2 * S::LANES).for_each(deinterleave);
         }
         true

@@ -224,31 +224,33 @@ unsafe fn softmax<S: Simd>(source: &KvSource, (row, keys): (usize, usize), queri
     let padded = keys.next_multiple_of(S::LANES);
     // SAFETY: passed on to the caller; `padded` is at most TILE, a multiple of every level's lanes.
     unsafe {
+        let [k_mean, v_mean] = [room.means, room.means.add(head_dim)];
+        let k_centred = k.mean::<S>(false, std::slice::from_raw_parts_mut(k_mean, head_dim));
+        let v_centred = v.mean::<S>(true, std::slice::from_raw_parts_mut(v_mean, head_dim));
         if k.quantised {
             for block in 0..head_dim / k.block {
                 k.norms::<S>(row, block, std::slice::from_raw_parts_mut(room.norms, keys));
                 for query in 0..queries.rows {
                     let total = room.scores.add(query * TILE);
                     let part = total.add(block * plane);
+                    if block > 0 {
+                        for i in (0..padded).step_by(S::LANES) {
+                            let product = S::mul(S::load(part.add(i)), S::load(room.norms.add(i)));
+                            S::store(total.add(i), S::add(S::load(total.add(i)), product));
+                        }
+                        continue;
+                    }
+                    let of_mean =
+                        if k_centred { product::<S>(queries.q.add(query * head_dim), k_mean, head_dim) } else { 0.0 };
+                    let of_mean = S::splat(of_mean);
                     for i in (0..padded).step_by(S::LANES) {
-                        let product = S::mul(S::load(part.add(i)), S::load(room.norms.add(i)));
-                        let sum = if block == 0 { product } else { S::add(S::load(total.add(i)), product) };
-                        S::store(total.add(i), sum);
+                        S::store(total.add(i), S::fma(S::load(part.add(i)), S::load(room.norms.add(i)), of_mean));
                     }
                 }
             }
         }
-        let [k_mean, v_mean] = [room.means, room.means.add(head_dim)];
-        let k_centred = k.mean::<S>(false, std::slice::from_raw_parts_mut(k_mean, head_dim));
-        let v_centred = v.mean::<S>(true, std::slice::from_raw_parts_mut(v_mean, head_dim));
         for query in 0..queries.rows {
             let scores = room.scores.add(query * TILE);
-            if k_centred {
-                let score = S::splat(product::<S>(queries.q.add(query * head_dim), k_mean, head_dim));
-                for i in (0..padded).step_by(S::LANES) {
-                    S::store(scores.add(i), S::add(S::load(scores.add(i)), score));
-                }
-            }
             if let Some(cap) = queries.softcap {
                 for i in (0..padded).step_by(S::LANES) {
                     let t = S::tanh(S::mul(S::load(scores.add(i)), S::splat(1.0 / cap)));

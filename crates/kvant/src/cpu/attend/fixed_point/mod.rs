@@ -19,6 +19,7 @@ use super::{
     prefetch::Prefetcher,
     tile::FixedPart,
 };
+use crate::cpu::page_means::StoredMean;
 
 mod byte_codes;
 mod packed_codes;
@@ -39,21 +40,61 @@ pub(super) fn order_sum(side: &KvRows, o: &mut [f32]) {
     for chunk in o.chunks_exact_mut(CHUNK) {
         let mut copy = [0.0; CHUNK];
         copy.copy_from_slice(chunk);
-        for (at, &x) in copy.iter().enumerate() {
-            let (set, lane) = (at / 16, at % 16);
-            chunk[if side.interleaved { 4 * lane + set } else { lane / 4 * 16 + set * 4 + lane % 4 }] = x;
+        let order = if side.interleaved { &const { chunk_order(true) } } else { &const { chunk_order(false) } };
+        for (&x, &at) in copy.iter().zip(order) {
+            chunk[usize::from(at)] = x;
         }
     }
 }
 
-/// Brings a mean of values into the order of sums: the inverse of [`order_sum`].
-pub(super) fn order_mean(side: &KvRows, mean: &mut [f32]) {
-    for chunk in mean.chunks_exact_mut(CHUNK) {
-        let mut copy = [0.0; CHUNK];
-        copy.copy_from_slice(chunk);
-        for (at, x) in chunk.iter_mut().enumerate() {
-            let (set, lane) = (at / 16, at % 16);
-            *x = copy[if side.interleaved { 4 * lane + set } else { lane / 4 * 16 + set * 4 + lane % 4 }];
+/// The order of coordinates of a chunk in sums: where in the chunk the coordinate at each place is.
+const fn chunk_order(interleaved: bool) -> [u8; CHUNK] {
+    let mut order = [0; CHUNK];
+    let mut at = 0;
+    while at < CHUNK {
+        let (set, lane) = (at / 16, at % 16);
+        order[at] = if interleaved { 4 * lane + set } else { lane / 4 * 16 + set * 4 + lane % 4 } as u8;
+        at += 1;
+    }
+    order
+}
+
+/// Decodes the mean of a page: in the order of coordinates for queries, or in that of sums.
+///
+/// # Safety
+/// The processor has the instructions of `Avx512Vnni`; the page has the mean, whose length is that of `to`, a multiple of
+/// [`CHUNK`].
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx2,fma,f16c")]
+pub(super) unsafe fn load_mean(side: &KvRows, mean: StoredMean, in_sums: bool, to: &mut [f32]) {
+    const NATURAL: [u8; CHUNK] = {
+        let mut order = [0; CHUNK];
+        let mut at = 0;
+        while at < CHUNK {
+            order[at] = at as u8;
+            at += 1;
+        }
+        order
+    };
+    let order = match (in_sums, side.interleaved) {
+        (false, _) => &NATURAL,
+        (true, true) => &const { chunk_order(true) },
+        (true, false) => &const { chunk_order(false) },
+    };
+    // SAFETY: passed on to the caller.
+    unsafe {
+        let (order, scale) = (vector(order), _mm512_set1_ps(mean.scale(to.len())));
+        for at in (0..to.len()).step_by(CHUNK) {
+            let codes = _mm512_permutexvar_epi8(order, _mm512_loadu_si512(mean.start.add(at).cast()));
+            let quarters = [
+                _mm512_castsi512_si128(codes),
+                _mm512_extracti32x4_epi32::<1>(codes),
+                _mm512_extracti32x4_epi32::<2>(codes),
+                _mm512_extracti32x4_epi32::<3>(codes),
+            ];
+            for (i, quarter) in quarters.into_iter().enumerate() {
+                let x = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(quarter));
+                _mm512_storeu_ps(to.as_mut_ptr().add(at + 16 * i), _mm512_mul_ps(x, scale));
+            }
         }
     }
 }
