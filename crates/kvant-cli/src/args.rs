@@ -191,6 +191,7 @@ mod tests {
         assert_eq!(mixed.to_string(), "bf16:tq6");
         assert_eq!("tq3:tq2".parse::<Kv>().unwrap().to_string(), "tq3:tq2");
         assert_eq!("tq4:tq4".parse::<Kv>().unwrap().to_string(), "tq4");
+        assert_eq!("f16:tq4c".parse::<Kv>().unwrap(), Kv { k: Codec::F16, v: Codec::tq_centred(4) });
         for bad in ["", "f8", "tq7", ":", "f16:", ":f16", "f16:f16:f16", "F16"] {
             assert!(bad.parse::<Kv>().is_err(), "{bad:?}");
         }

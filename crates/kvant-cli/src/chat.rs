@@ -75,8 +75,8 @@ pub struct ChatArgs {
     /// The same seed gives the same answers [default: random]
     #[arg(long, value_name = "N")]
     seed: Option<u64>,
-    /// Cache type [default: bf16 on CUDA, f16 elsewhere]: f32, f16, bf16, tq8, tq6, tq5, tq4, tq3, tq2, or K:V as in
-    /// f16:tq4
+    /// Cache type [default: bf16 on CUDA, f16 elsewhere]: f32, f16, bf16, tq8, tq6, tq5, tq4, tq3, tq2, these with
+    /// page means (tq4c), or K:V as in f16:tq4
     #[arg(long, value_name = "KV")]
     kv: Option<Kv>,
     #[command(flatten)]

@@ -21,7 +21,8 @@ pub struct LogitsArgs {
     model: Option<PathBuf>,
     #[command(flatten)]
     tokens: Tokens,
-    /// Cache type: f32, f16, bf16, tq8, tq6, tq5, tq4, tq3, tq2, or K:V as in f16:tq4
+    /// Cache type: f32, f16, bf16, tq8, tq6, tq5, tq4, tq3, tq2, these with page means
+    /// (tq4c), or K:V as in f16:tq4
     #[arg(long, default_value_t = Kv::F32)]
     kv: Kv,
     /// Feed N tokens at a time [default: all at once]

@@ -52,8 +52,8 @@ pub struct ServeArgs {
     /// A Jinja template that makes a text of a conversation [default: the checkpoint's]
     #[arg(long, value_name = "FILE")]
     chat_template: Option<PathBuf>,
-    /// Cache type [default: bf16 on CUDA, f16 elsewhere]: f32, f16, bf16, tq8, tq6, tq5, tq4, tq3, tq2, or K:V as in
-    /// f16:tq4
+    /// Cache type [default: bf16 on CUDA, f16 elsewhere]: f32, f16, bf16, tq8, tq6, tq5, tq4, tq3, tq2, these with
+    /// page means (tq4c), or K:V as in f16:tq4
     #[arg(long, value_name = "KV")]
     kv: Option<Kv>,
     /// The longest text in tokens, prompt included [default: the model's]

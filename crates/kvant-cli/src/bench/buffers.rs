@@ -1,6 +1,6 @@
 //! Test data of the benches: random numbers, and enough cache layers to exceed a processor's cache.
 
-use kvant::{DType, Device, HeadOrder, KvLayer, LayerSpec, Step, Tensor, bf16, device::DeviceKind, f16, ops};
+use kvant::{Codec, DType, Device, HeadOrder, KvLayer, LayerSpec, Step, Tensor, bf16, device::DeviceKind, f16, ops};
 
 use super::Case;
 use crate::{Result, args::Kv, output};
@@ -51,16 +51,21 @@ pub fn layers(device: &Device, case: &Case, capacity: usize) -> Result<Vec<KvLay
     Ok(all)
 }
 
-/// Bytes of one token's key and value in a layer of the case.
-pub fn token_bytes(case: &Case) -> usize {
-    let Kv { k, v } = case.kv;
-    let dim = case.shape.head_dim;
-    case.shape.kv_heads * (k.bytes_per_vector(dim) + v.bytes_per_vector(dim))
+/// Bytes of the keys and values of `tokens` tokens in a layer of the case, and of the means of their pages.
+pub fn cached_bytes(case: &Case, tokens: usize) -> usize {
+    let (dim, pages) = (case.shape.head_dim, tokens.div_ceil(case.page_tokens()));
+    let side = |codec: Codec| tokens * codec.bytes_per_vector(dim) + pages * codec.bytes_per_mean(dim);
+    case.shape.kv_heads * (side(case.kv.k) + side(case.kv.v))
 }
 
 fn layer_count(device: &Device, spec: &LayerSpec) -> Result<usize> {
     let vector = spec.k.bytes_per_vector(spec.head_dim).saturating_add(spec.v.bytes_per_vector(spec.head_dim));
-    let bytes = vector.saturating_mul(spec.kv_heads).saturating_mul(spec.capacity).max(1);
+    copies(device, vector.saturating_mul(spec.kv_heads).saturating_mul(spec.capacity))
+}
+
+/// How many caches of so many bytes [`ROTATION`] requires and memory permits.
+pub fn copies(device: &Device, bytes: usize) -> Result<usize> {
+    let bytes = bytes.max(1);
     let wanted = ROTATION.div_ceil(bytes);
     let in_host_memory = matches!(device.kind(), DeviceKind::Cpu | DeviceKind::Reference);
     must_fit(bytes)?;

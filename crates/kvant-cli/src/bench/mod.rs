@@ -5,6 +5,7 @@ mod buffers;
 mod kv_write;
 mod model;
 mod norm_rope;
+mod pages;
 mod timing;
 
 use std::time::Duration;
@@ -54,9 +55,14 @@ pub struct OpArgs {
     /// Tokens in the cache (attend) or in one call (others) [default: 1024,32768 or 1,512]
     #[arg(long, value_name = "N,…", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..))]
     context: Option<Vec<u32>>,
-    /// Cache types: f32, f16, bf16, tq8, tq6, tq5, tq4, tq3, tq2, or K:V [default: depends on the operation]
+    /// Cache types: f32, f16, bf16, tq8, tq6, tq5, tq4, tq3, tq2, these with page means (tq4c), or K:V [default: depends
+    /// on the operation]
     #[arg(long, value_name = "KV,…", value_delimiter = ',')]
     kv: Option<Vec<Kv>>,
+    /// Use a pool with so many positions in a page: 16, 32, 64, 128 or 256 [default: contiguous layers; 64 for types
+    /// with page means]
+    #[arg(long, value_name = "N")]
+    page_tokens: Option<usize>,
     #[command(flatten)]
     how: How,
 }
@@ -91,6 +97,18 @@ struct Case {
     kv: Kv,
     /// The dtype of queries, new keys and values, and outputs.
     activations: DType,
+    page_tokens: Option<usize>,
+}
+
+impl Case {
+    /// Whether the cache is in pages.
+    fn is_paged(&self) -> bool {
+        self.page_tokens.is_some() || self.kv.k.is_centred() || self.kv.v.is_centred()
+    }
+
+    fn page_tokens(&self) -> usize {
+        self.page_tokens.unwrap_or(64)
+    }
 }
 
 /// The result of a case.
@@ -144,6 +162,7 @@ fn cases(
     let device = args.device.open()?;
     let budget = args.how.budget()?;
     let contexts = args.context.clone().unwrap_or_else(|| defaults.0.to_vec());
+    let activations = args.activations.dtype(&device);
     let has_cache = !defaults.1.is_empty();
     let kvs = match &args.kv {
         Some(_) if !has_cache => return Err(format!("bench {op} has no cache and does not take --kv").into()),
@@ -154,7 +173,7 @@ fn cases(
     for &shape in &args.shapes {
         for &context in &contexts {
             for &kv in &kvs {
-                let case = Case { shape, context, kv, activations: args.activations.dtype(&device) };
+                let case = Case { shape, context, kv, activations, page_tokens: args.page_tokens };
                 let measured = measure(&device, &case, budget)?;
                 let line = Line::new(op, &device, &case, &measured);
                 print(&Line { kv: has_cache.then(|| kv.to_string()), ..line }, args.how.json)?;

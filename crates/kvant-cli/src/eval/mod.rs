@@ -10,7 +10,7 @@ mod stream;
 
 use std::path::PathBuf;
 
-use kvant::{Sequence, Tensor};
+use kvant::{Codec, Sequence, Tensor};
 use kvant_models::{Files, Logits, PoolOptions, Tokenizer};
 use serde::Serialize;
 
@@ -24,15 +24,12 @@ use crate::{
     output, shipped, tokens,
 };
 
-/// Tokens per pass. As in decoding, a token sees only the contents of the cache, so this number affects only the
-/// speed and the memory for logits.
-const CHUNK: usize = 64;
-
 /// Measure how well a model predicts a text with each cache type
 ///
 /// The tokens are cut into windows. Each starts with an empty cache and predicts its second to its last token.
 /// Divergence and agreement compare the next-token distributions with those of an f32 cache. Bytes per token are
-/// those of the keys and values of one token in all layers.
+/// those of the keys and values of one token in all layers, with its
+/// share of the means of pages.
 #[derive(clap::Args)]
 pub struct EvalArgs {
     /// Directory of a checkpoint in Hugging Face or MLX layout, or a GGUF file [default: the model that ships with
@@ -41,12 +38,19 @@ pub struct EvalArgs {
     model: Option<PathBuf>,
     #[command(flatten)]
     source: TextSource,
-    /// Cache types: f32, f16, bf16, tq8, tq6, tq5, tq4, tq3, tq2, or K:V as in f16:tq4
+    /// Cache types: f32, f16, bf16, tq8, tq6, tq5, tq4, tq3, tq2, these with page means (tq4c), or K:V as in f16:tq4
     #[arg(long, value_name = "KV,…", value_delimiter = ',', default_value = "f16,tq8,tq6,tq5,tq4,tq3,tq2")]
     kv: Vec<Kv>,
     /// Tokens in a window
     #[arg(long, value_name = "N", default_value_t = 1024, value_parser = clap::value_parser!(u32).range(2..))]
     window_tokens: u32,
+    /// Tokens of a step [default: a page]. A token sees only the contents of the cache, so this number matters to types
+    /// with page means only: steps of whole pages store them as prompts are stored, steps of one token as answers are
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    step_tokens: Option<u32>,
+    /// Positions of a page: 16, 32, 64, 128 or 256
+    #[arg(long, value_name = "N", default_value_t = PoolOptions::default().page_tokens)]
+    page_tokens: usize,
     #[command(flatten)]
     activations: ActivationArgs,
     #[command(flatten)]
@@ -101,9 +105,12 @@ pub fn run(args: &EvalArgs) -> Result {
     if let Some((index, id)) = tokens.iter().enumerate().find(|&(_, &id)| id as usize >= vocabulary) {
         return Err(format!("token {index} must be below the vocabulary's {vocabulary}, got {id}").into());
     }
-    let longest = windows[0].len();
+    let (longest, page_tokens) = (windows[0].len(), args.page_tokens);
+    let step_tokens = args.step_tokens.map_or(page_tokens.max(1), |tokens| tokens as usize);
     let new_sequence = |kv: Kv| -> kvant_models::Result<Sequence> {
-        Ok(model.new_pool(&PoolOptions { k: kv.k, v: kv.v, longest, ..PoolOptions::default() })?.sequence())
+        Ok(model
+            .new_pool(&PoolOptions { k: kv.k, v: kv.v, longest, page_tokens, ..PoolOptions::default() })?
+            .sequence())
     };
     let mut exact = new_sequence(Kv::F32)?;
     let mut candidates = Vec::new();
@@ -116,7 +123,7 @@ pub fn run(args: &EvalArgs) -> Result {
         exact.truncate(0)?;
         candidates.iter_mut().try_for_each(|candidate| candidate.sequence.truncate(0))?;
         // The last token is predicted, but predicts nothing.
-        for (chunk, targets) in window[..window.len() - 1].chunks(CHUNK).zip(window[1..].chunks(CHUNK)) {
+        for (chunk, targets) in window[..window.len() - 1].chunks(step_tokens).zip(window[1..].chunks(step_tokens)) {
             let reference = predictions(&model.feed(&mut exact, chunk, Logits::All)?)?;
             for candidate in &mut candidates {
                 let logits = model.feed(&mut candidate.sequence, chunk, Logits::All)?;
@@ -159,9 +166,11 @@ fn predictions(logits: &Tensor) -> Result<Vec<Prediction>> {
 
 fn print(candidate: &Candidate, json: bool) -> Result {
     let Candidate { kv, sequence, score } = candidate;
-    let layers = &sequence.pool().spec().layers;
-    let bytes =
-        layers.iter().map(|l| l.kv_heads * (l.k.bytes_per_vector(l.head_dim) + l.v.bytes_per_vector(l.head_dim)));
+    let spec = sequence.pool().spec();
+    let vector = |codec: Codec, dim: usize| {
+        codec.bytes_per_vector(dim) as f64 + codec.bytes_per_mean(dim) as f64 / spec.page_tokens as f64
+    };
+    let bytes = spec.layers.iter().map(|l| l.kv_heads as f64 * (vector(l.k, l.head_dim) + vector(l.v, l.head_dim)));
     let line = EvalLine {
         kv: kv.to_string(),
         tokens: score.tokens(),
@@ -170,7 +179,7 @@ fn print(candidate: &Candidate, json: bool) -> Result {
         kl_mean: score.kl_mean(),
         kl_p99: score.kl_p99(),
         top1_agreement: score.top1_agreement(),
-        bytes_per_token: bytes.sum(),
+        bytes_per_token: bytes.sum::<f64>().round() as usize,
     };
     if json {
         return output::json_line(&line);

@@ -32,6 +32,21 @@ fn writing_reads_new_vectors_and_writes_cached_ones() {
     assert_eq!(bytes("attend", "4096", "tq3:tq2"), 4096 * 2 * (64 * 5 / 8 + 2 * 4));
 }
 
+/// Codecs with page means are measured over a pool.
+#[test]
+fn means_of_pages_count_among_what_is_moved() {
+    let vectors = 4096 * 2 * 2 * (64 / 2 + 2);
+    assert_eq!(bytes("attend", "4096", "tq4c"), vectors + 64 * 2 * 2 * (64 + 4));
+    assert_eq!(bytes("encode", "128", "tq2c"), 128 * 2 * 2 * (64 * 4 + 64 / 4 + 2) + 2 * 2 * 2 * (64 + 4));
+    assert_eq!(bytes("kv-write", "1", "f16:tq3c"), 2 * (2 * 64 * 4 + 64 * 2 + 64 * 3 / 8 + 2 + 64 + 4));
+}
+
+#[test]
+fn pages_can_be_chosen() {
+    let args = "bench attend --shapes 64:4:2 --context 300 --kv f16,tq8 --seconds 0.01 --json --page-tokens 128";
+    assert_eq!(kvant(&args.split(' ').collect::<Vec<_>>()).json().len(), 2);
+}
+
 /// New keys and values have the type of activations.
 #[test]
 fn activations_count_among_what_is_moved() {

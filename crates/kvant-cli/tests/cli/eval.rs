@@ -40,6 +40,26 @@ fn a_text_gives_a_line_per_cache_type() {
     }
 }
 
+/// Means lower the divergence, if the text is fed by pages; one token at a time they lower it less.
+#[test]
+fn page_means_depend_on_the_step() {
+    let file = scratch("eval_means").join("text");
+    std::fs::write(&file, TEXT.repeat(2)).unwrap();
+    let eval = |kv: &str, more: &[&str]| {
+        let args = [&["eval", "--text", str(&file), "--kv", kv, "--page-tokens", "16", "--json"], more].concat();
+        let line = kvant(&args).json().remove(0);
+        assert_keys(&line, KEYS);
+        (line["kl_mean"].as_f64().unwrap(), line["bytes_per_token"].as_u64().unwrap())
+    };
+    let (plain, centred) = (eval("tq4", &[]), eval("tq4c", &[]));
+    assert!(centred.0 < 0.8 * plain.0, "{centred:?} {plain:?}");
+    // 5 layers of 2 heads of 256, one of 1 head of 512; keys and values; norms of 2 bytes, and the share of a mean.
+    let means: f64 = 2.0 * (5.0 * 2.0 * 260.0 + 516.0) / 16.0;
+    assert_eq!(centred.1, (6144.0 / 2.0 + 2.0 * 2.0 * 12.0 + means).round() as u64);
+    assert!(eval("tq4c", &["--step-tokens", "1"]).0 > centred.0);
+    assert_eq!(eval("f32", &["--step-tokens", "7"]).0, 0.0);
+}
+
 /// The held-out tokens whose loss other implementations have computed with the same weights.
 #[test]
 fn known_tokens_give_the_known_loss() {

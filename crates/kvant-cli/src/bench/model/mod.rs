@@ -37,8 +37,8 @@ pub struct ModelArgs {
     /// Tokens in the cache of each of --sequences at the first step [default: 2048, as far as the model allows]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     context: Option<u32>,
-    /// Cache types [default: bf16 on CUDA, f16 elsewhere]: f32, f16, bf16, tq8, tq6, tq5, tq4, tq3, tq2, or K:V as in
-    /// f16:tq4
+    /// Cache types [default: bf16 on CUDA, f16 elsewhere]: f32, f16, bf16, tq8, tq6, tq5, tq4, tq3, tq2, these with
+    /// page means (tq4c), or K:V as in f16:tq4
     #[arg(long, value_name = "KV,…", value_delimiter = ',')]
     kv: Vec<Kv>,
     #[command(flatten)]
