@@ -205,7 +205,14 @@ def bytes_and_kl(records):
     axes.grid([(x, f"{x}") for x in range(0, 13000, 2000)], [(10.0 ** e, f"1e{e}") for e in range(-7, 1)],
               "bytes per token, keys and values of all layers", "mean KL from an f32 cache, nats")
     points = [(row["cache"], row["bytes per token"], row["KL mean"], row["same top token, %"]) for row in rows(record)]
+    centred = [point for point in points if point[0].endswith("c")]
+    points = [point for point in points if point not in centred]
     svg.path([axes.at(x, y) for _, x, y, _ in points], "two")
+    svg.path([axes.at(x, y) for _, x, y, _ in centred], "one")
+    for _, x, y, _ in centred:
+        svg.dot(*axes.at(x, y), "one", 4)
+    px, py = axes.at(*centred[0][1:3])
+    svg.text(px + 8, py + 14, "with page means: tq8c to tq2c")
     for name, x, y, same in points:
         px, py = axes.at(x, y)
         svg.dot(px, py, "kvant", 5)
@@ -408,6 +415,15 @@ def table_cost(records):
           scientific(row["KL mean"]), scientific(row["KL 99 %"]), f"{row['same top token, %']:.2f} %"] for row in some])
 
 
+def table_page_means(records):
+    some = rows(records["accuracy-page-means"])
+    return markdown(
+        ["model", "bits", "KL, plain", "KL, page means", "of plain", "fed token by token", "same top token, plain", "page means"],
+        [[row["model"], row["bits"], scientific(row["KL plain"]), scientific(row["KL"]), f"{100 * row['KL'] / row['KL plain']:.0f} %",
+          row["KL token by token"] and scientific(row["KL token by token"]), f"{row['top plain, %']:.2f} %", f"{row['top, %']:.2f} %"]
+         for row in some])
+
+
 def table_speed(records):
     """Times as fast as a 16-bit cache: the range over the three head sizes."""
     body = []
@@ -569,6 +585,7 @@ def table_sources(records):
 
 TABLES = {
     "cost": table_cost,
+    "page-means": table_page_means,
     "speed": table_speed,
     "simd": table_simd,
     "cpu-decode": table_cpu_decode,

@@ -56,7 +56,7 @@
 //! | keys and values of a model, for many sequences | [`KvPool`]: pages under one budget; [`Sequence`]: append, truncate, fork, export |
 //! | prompts that begin alike | [`PrefixCache`] |
 //! | keys and values of one layer | [`KvLayer`]: memory only, for engines with their own cache manager |
-//! | the storage format of a vector | [`Codec`]: dense, or TurboQuant at 2, 3, 4, 5, 6 or 8 bits |
+//! | the storage format of a vector | [`Codec`]: dense, or TurboQuant at 2, 3, 4, 5, 6 or 8 bits, also around the mean of a page |
 //! | the positions of a pass's tokens | [`Step`]: position and sequence of each token, length of each sequence |
 //! | an operation | a function in [`ops`] and its descriptor struct with named fields |
 //! | the residual stream | [`RmsNorm::residual`](ops::RmsNorm::residual) adds it before or after the norm |
