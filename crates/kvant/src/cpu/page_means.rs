@@ -240,28 +240,28 @@ impl<V: TokenVectors> HeadOfRun<'_, '_, V> {
                 return;
             };
             let (mean, mut own) = (&mut *scratch::take(dim), false);
-            let rows = match run.mean {
-                MeanOfRun::Own => self.tokens.len(),
-                MeanOfRun::Previous { .. } => page_tokens,
-                MeanOfRun::Kept => 1,
-            };
+            let rows = if matches!(run.mean, MeanOfRun::Own) { self.tokens.len() } else { 1 };
             let all = &mut *scratch::take(rows * dim);
             match run.mean {
                 MeanOfRun::Own => {
                     own = true;
+                    let mut sum = SumOfVectors::new(mean);
                     for (i, x) in all.chunks_exact_mut(dim).enumerate() {
                         self.load::<S>(i, x);
+                        sum.add::<S>(x);
                     }
-                    mean_of::<S>(all, mean);
+                    sum.finish();
                     quantiser.rotate::<S>(mean);
                     stored.store(mean);
                 }
                 MeanOfRun::Previous { bytes } => {
                     let previous = memory.shifted(bytes);
-                    for (i, x) in all.chunks_exact_mut(dim).enumerate() {
+                    let (mut sum, x) = (SumOfVectors::new(mean), &mut all[..dim]);
+                    for i in 0..page_tokens {
                         previous.load::<S>(self.head * page_tokens + i, x, true);
+                        sum.add::<S>(x);
                     }
-                    mean_of::<S>(all, mean);
+                    sum.finish();
                     stored.store(mean);
                 }
                 MeanOfRun::Kept => {}
@@ -344,22 +344,49 @@ impl StoredMean {
     }
 }
 
-/// mean ← the mean of `vectors`, as many as there are, without those that are not finite or whose squared length
-/// overflows.
+/// The sum of vectors, without those that are not finite or whose squared length overflows.
+struct SumOfVectors<'a> {
+    sum: &'a mut [f32],
+    count: u32,
+}
+
+impl<'a> SumOfVectors<'a> {
+    fn new(sum: &'a mut [f32]) -> Self {
+        sum.fill(0.0);
+        SumOfVectors { sum, count: 0 }
+    }
+
+    /// # Safety
+    /// The level's instructions are enabled.
+    #[inline(always)]
+    unsafe fn add<S: Simd>(&mut self, x: &[f32]) {
+        // SAFETY: passed on to the caller.
+        unsafe {
+            if dot::<S>(x, x).is_finite() {
+                add::<S>(self.sum, x);
+                self.count += 1;
+            }
+        }
+    }
+
+    /// Divides by the number of vectors.
+    fn finish(self) {
+        let count = self.count.max(1) as f32;
+        self.sum.iter_mut().for_each(|sum| *sum /= count);
+    }
+}
+
+/// sum ← sum + x, for two slices of one length.
 ///
 /// # Safety
 /// The level's instructions are enabled.
 #[inline(always)]
-unsafe fn mean_of<S: Simd>(vectors: &[f32], mean: &mut [f32]) {
-    mean.fill(0.0);
-    let mut count = 0u32;
-    for x in vectors.chunks_exact(mean.len()) {
-        // SAFETY: passed on to the caller.
-        if unsafe { dot::<S>(x, x) }.is_finite() {
-            mean.iter_mut().zip(x).for_each(|(sum, x)| *sum += x);
-            count += 1;
-        }
+unsafe fn add<S: Simd>(sum: &mut [f32], x: &[f32]) {
+    let n = sum.len().min(x.len());
+    let whole = n - n % S::LANES;
+    for i in (0..whole).step_by(S::LANES) {
+        // SAFETY: whole vectors of both; the rest is the caller's promise.
+        unsafe { S::store(sum.as_mut_ptr().add(i), S::add(S::load(sum.as_ptr().add(i)), S::load(x.as_ptr().add(i)))) }
     }
-    let count = count.max(1) as f32;
-    mean.iter_mut().for_each(|sum| *sum /= count);
+    sum[whole..n].iter_mut().zip(&x[whole..n]).for_each(|(sum, x)| *sum += x);
 }

@@ -104,11 +104,13 @@ impl Quantiser {
 
     /// Stores a block's norm.
     #[inline(always)]
-    unsafe fn store_norm(&self, norm: f32, to: *mut u8) {
-        // SAFETY: passed on to the caller.
+    unsafe fn store_norm<S: Simd>(&self, norm: f32, to: *mut u8) {
+        // SAFETY: passed on to the caller; no level has more than 16 lanes.
         unsafe {
             if self.tq.centred {
-                to.cast::<f16>().write(f16::from_f32(norm));
+                let mut halves = [0u16; 16];
+                S::store_f16(halves.as_mut_ptr(), S::splat(norm));
+                to.cast::<u16>().write(halves[0]);
             } else {
                 to.cast::<f32>().write(norm);
             }
@@ -133,13 +135,15 @@ impl Quantiser {
         // SAFETY: passed on to the caller.
         unsafe {
             hadamard::rotate::<S>(row, self.signs);
-            row.iter_mut().zip(mean).for_each(|(y, mean)| *y -= mean);
             let mut energies = [0f32; MAX_DIM / BLOCK];
-            for (energy, block) in energies.iter_mut().zip(row.chunks(BLOCK)) {
-                *energy = dot::<S>(block, block);
+            for (index, (energy, block)) in energies.iter_mut().zip(row.chunks_mut(BLOCK)).enumerate() {
+                *energy = match mean.get(index * BLOCK..index * BLOCK + block.len()) {
+                    Some(mean) => subtract::<S>(block, mean),
+                    None => dot::<S>(block, block),
+                };
             }
             if !energies[..row.len().div_ceil(BLOCK)].iter().sum::<f32>().is_finite() {
-                return self.store_nan(to);
+                return self.store_nan::<S>(to);
             }
             match self.tq.bits {
                 2 => self.encode_rotated::<S, 2>(row, &energies, to),
@@ -153,7 +157,8 @@ impl Quantiser {
     }
 
     /// Zeros with NaN norms.
-    unsafe fn store_nan(&self, to: Vector) {
+    #[inline(always)]
+    unsafe fn store_nan<S: Simd>(&self, to: Vector) {
         let (low, high, norms) = self.sizes();
         // SAFETY: passed on to the caller.
         unsafe {
@@ -162,7 +167,7 @@ impl Quantiser {
                 to.high.write_bytes(0, high);
             }
             let size = self.tq.norm_dtype().size();
-            (0..norms).step_by(size).for_each(|at| self.store_norm(f32::NAN, to.norms.add(at)));
+            (0..norms).step_by(size).for_each(|at| self.store_norm::<S>(f32::NAN, to.norms.add(at)));
         }
     }
 
@@ -187,7 +192,7 @@ impl Quantiser {
                     self.encode_small(block, codes)
                 };
                 let to = to.from(index * BLOCK, self.tq);
-                self.store_norm(norm, to.norms);
+                self.store_norm::<S>(norm, to.norms);
                 pack::<BITS>(codes, to);
             }
         }
@@ -286,6 +291,32 @@ impl Quantiser {
             unsafe { hadamard::unrotate::<S>(row, self.signs) }
         }
     }
+}
+
+/// a ← a − b, for two slices of one length; returns ⟨a, a⟩.
+///
+/// # Safety
+/// The level's instructions are enabled.
+#[inline(always)]
+unsafe fn subtract<S: Simd>(a: &mut [f32], b: &[f32]) -> f32 {
+    let n = a.len().min(b.len());
+    let whole = n - n % S::LANES;
+    // SAFETY: whole vectors of both; the rest is the caller's promise.
+    let mut sum = unsafe {
+        let (mut even, mut odd) = (S::zero(), S::zero());
+        for i in (0..whole).step_by(S::LANES) {
+            let y = S::sub(S::load(a.as_ptr().add(i)), S::load(b.as_ptr().add(i)));
+            S::store(a.as_mut_ptr().add(i), y);
+            even = S::fma(y, y, even);
+            (even, odd) = (odd, even);
+        }
+        S::sum(S::add(even, odd))
+    };
+    for (a, b) in a[whole..].iter_mut().zip(&b[whole..]) {
+        *a -= b;
+        sum += *a * *a;
+    }
+    sum
 }
 
 /// ⟨a, b⟩ of two slices of one length.
