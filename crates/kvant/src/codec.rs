@@ -135,8 +135,8 @@ impl Codec {
         if self.is_centred() { head_dim.saturating_add(size_of::<f32>()) } else { 0 }
     }
 
-    /// Bytes of one vector of `head_dim` coordinates in all planes; `usize::MAX` if the number overflows. Means of pages
-    /// come on top ([`Codec::bytes_per_mean`]).
+    /// Bytes of one vector of `head_dim` coordinates in all planes; `usize::MAX` if the number overflows. Means of
+    /// pages come on top ([`Codec::bytes_per_mean`]).
     pub fn bytes_per_vector(self, head_dim: usize) -> usize {
         match self {
             Codec::Dense(dtype) => head_dim.saturating_mul(dtype.size()),

@@ -117,8 +117,8 @@ pub struct Planes {
 pub(crate) type PlaneBytes = [Option<usize>; 4];
 
 impl Planes {
-    /// The dtype of each plane of a codec that has been checked, and its elements per row: `low`, `high`, `norms` with a
-    /// row for each vector of `dim` coordinates, `means` with a row for each page and KV head.
+    /// The dtype of each plane of a codec that has been checked, and its elements per row: `low`, `high`, `norms` with
+    /// a row for each vector of `dim` coordinates, `means` with a row for each page and KV head.
     fn row_sizes(codec: Codec, dim: usize) -> [Option<(DType, usize)>; 4] {
         match codec {
             Codec::Dense(dtype) => [Some((dtype, dim)), None, None, None],

@@ -55,8 +55,8 @@ pub struct OpArgs {
     /// Tokens in the cache (attend) or in one call (others) [default: 1024,32768 or 1,512]
     #[arg(long, value_name = "N,…", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..))]
     context: Option<Vec<u32>>,
-    /// Cache types: f32, f16, bf16, tq8, tq6, tq5, tq4, tq3, tq2, these with page means (tq4c), or K:V [default: depends
-    /// on the operation]
+    /// Cache types: f32, f16, bf16, tq8, tq6, tq5, tq4, tq3, tq2, these with page means (tq4c), or K:V [default:
+    /// depends on the operation]
     #[arg(long, value_name = "KV,…", value_delimiter = ',')]
     kv: Option<Vec<Kv>>,
     /// Use a pool with so many positions in a page: 16, 32, 64, 128 or 256 [default: contiguous layers; 64 for types

@@ -51,8 +51,8 @@ pub fn encode(tq: TurboQuant, x: &[f64]) -> Result<Encoded> {
 }
 
 /// Encodes one vector minus the mean of its page: as [`encode`], of y = rotated vector − mean. Norms are rounded to
-/// f16; those above 65504 become infinite. Index 0 and NaN norms are for a y that is not finite, or whose squared length
-/// overflows f32.
+/// f16; those above 65504 become infinite. Index 0 and NaN norms are for a y that is not finite, or whose squared
+/// length overflows f32.
 ///
 /// # Errors
 /// `Value` if the codec is not centred, as [`encode`], or if the mean has another length.

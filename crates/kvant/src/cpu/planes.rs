@@ -109,8 +109,8 @@ impl PlaneRows {
         }
     }
 
-    /// Encodes a vector into a row; `x` may be changed. The mean of the row's page is decoded, and empty unless the side
-    /// is centred.
+    /// Encodes a vector into a row; `x` may be changed. The mean of the row's page is decoded, and empty unless the
+    /// side is centred.
     ///
     /// # Safety
     /// The level's instructions are enabled; the side has that row, of the length of `x`; nobody else uses the row.

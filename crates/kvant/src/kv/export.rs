@@ -1,9 +1,9 @@
 //! A sequence as bytes: a safetensors file in memory, for a file, another process or another machine.
 //!
 //! The tensor `group.N` is u8 `[pages, bytes of a page]`: the pages of layer group N as they are on the device, with
-//! encoded keys and values, and the means of centred codecs. The metadata has the layers, the length, and the first page
-//! of each group. The bytes are untrusted when they come back: everything is checked against the pool before a page is
-//! taken.
+//! encoded keys and values, and the means of centred codecs. The metadata has the layers, the length, and the first
+//! page of each group. The bytes are untrusted when they come back: everything is checked against the pool before a
+//! page is taken.
 
 use std::{borrow::Cow, collections::HashMap};
 

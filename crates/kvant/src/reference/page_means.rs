@@ -25,8 +25,8 @@ fn tokens_of_pages(
     pages
 }
 
-/// Writes the vectors of a step to a centred side, and the means of the pages that it opens. `vector` gives the vector of
-/// a token and KV head.
+/// Writes the vectors of a step to a centred side, and the means of the pages that it opens. `vector` gives the vector
+/// of a token and KV head.
 ///
 /// | case | mean |
 /// |---|---|

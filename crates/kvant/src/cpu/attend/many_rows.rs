@@ -229,7 +229,8 @@ impl QueryLanes {
     }
 }
 
-/// Widens some coordinates of some rows to f32, times their norms, plus the page's mean. Returns whether all are finite.
+/// Widens some coordinates of some rows to f32, times their norms, plus the page's mean. Returns whether all are
+/// finite.
 ///
 /// # Safety
 /// The side has the rows, `to` has room for them, `stride` apart; the level is supported.

@@ -212,8 +212,8 @@ unsafe fn product<S: Simd>(a: *const f32, b: *const f32, n: usize) -> f32 {
     }
 }
 
-/// Scores to weights 2^(s − m), with m raised to the tile's largest score; l and o are rescaled to it. Means of the page
-/// add a product with the query to its scores, and the sum of its weights times the mean to its sum.
+/// Scores to weights 2^(s − m), with m raised to the tile's largest score; l and o are rescaled to it. Means of the
+/// page add a product with the query to its scores, and the sum of its weights times the mean to its sum.
 ///
 /// # Safety
 /// As for [`absorb`].

@@ -62,8 +62,8 @@ const fn chunk_order(interleaved: bool) -> [u8; CHUNK] {
 /// Decodes the mean of a page: in the order of coordinates for queries, or in that of sums.
 ///
 /// # Safety
-/// The processor has the instructions of `Avx512Vnni`; the page has the mean, whose length is that of `to`, a multiple of
-/// [`CHUNK`].
+/// The processor has the instructions of `Avx512Vnni`; the page has the mean, whose length is that of `to`, a multiple
+/// of [`CHUNK`].
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx2,fma,f16c")]
 pub(super) unsafe fn load_mean(side: &KvRows, mean: StoredMean, in_sums: bool, to: &mut [f32]) {
     const NATURAL: [u8; CHUNK] = {
