@@ -68,9 +68,15 @@ fn again<'a>(
 ) -> bool {
     let mut key = format!("{scope}{defines} ");
     let mut constant = false;
+    let mut depth = 0usize;
     for i in without_initialisers(t, first, head) {
         let word = t.str(i);
-        if ignored.contains(&i) || names_parameter(t, i) {
+        match word {
+            "(" => depth += 1,
+            ")" => depth = depth.saturating_sub(1),
+            _ => {}
+        }
+        if ignored.contains(&i) || (depth > 0 && names_parameter(t, i)) {
             continue;
         }
         // `constant T` is `const T` where there are no address spaces; a second `const` says nothing new.
@@ -100,7 +106,8 @@ fn again<'a>(
     }
 }
 
-/// Whether the word at `i` is the name of a parameter: behind its type, before what ends the parameter.
+/// Whether the word at `i`, between parentheses, is the name of a parameter: behind its type, before what ends the
+/// parameter.
 fn names_parameter(t: &Tokens<'_>, i: usize) -> bool {
     const TYPES: &[&str] = &[
         "bool", "char", "uchar", "short", "ushort", "int", "uint", "long", "ulong", "size_t", "half", "bfloat",
@@ -197,6 +204,7 @@ mod tests {
             "struct S { void f(device int *p) {} void f(device int *p, int n) {} };",
             "namespace a { void f(device int *p) {} } namespace b { void f(thread int *p) {} }",
             "void f(device int *p); void f(device int *p) {}",
+            "struct S { static constant constexpr const short a = 1; static constant constexpr const short b = 1; };",
             "template <typename T, typename U> void f(device T *p) {} template <typename T, int N> void f(thread T *p) {}",
         ] {
             assert_eq!(removed(text), [""; 0], "{text}");
