@@ -12,8 +12,12 @@ use std::{
     any::Any,
     collections::HashMap,
     ffi::{CString, c_void},
+    num::NonZero,
     ptr::NonNull,
-    sync::{Arc, Mutex, OnceLock, PoisonError},
+    sync::{
+        Arc, Mutex, OnceLock, PoisonError,
+        atomic::{AtomicUsize, Ordering},
+    },
 };
 
 use cudarc::driver::sys::{self as cu, CUstream};
@@ -76,6 +80,10 @@ enum Runner {
 /// A kernel with its constants: file (by address), name, values.
 type SpecialisedKernel = (usize, &'static str, Vec<(&'static str, Constant)>);
 
+fn key_of(launch: &Launch) -> SpecialisedKernel {
+    (std::ptr::from_ref(launch.source) as usize, launch.kernel, launch.constants.clone())
+}
+
 /// A kernel that the first thread to need it loads, while others wait. A failure, of memory for example, is not kept:
 /// the next launch tries again.
 type FunctionSlot = Arc<Mutex<Option<CudaFunction>>>;
@@ -122,10 +130,9 @@ impl CudaExecutor {
 
 impl Launcher {
     fn function(&self, launch: &Launch) -> Result<CudaFunction> {
-        let key = (std::ptr::from_ref(launch.source) as usize, launch.kernel, launch.constants.clone());
         let loading = {
             let mut functions = self.functions.lock().unwrap_or_else(PoisonError::into_inner);
-            functions.entry(key).or_default().clone()
+            functions.entry(key_of(launch)).or_default().clone()
         };
         let mut loaded = loading.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(function) = *loaded {
@@ -253,8 +260,41 @@ impl Launcher {
             .map_err(|failure| fault(format!("{launch:?}: {failure}")))
     }
 
-    /// Loads the kernel of a launch, or plans its product.
-    fn prepare(&self, launch: Launch) -> Result<(Launch, Runner)> {
+    /// Loads the kernels of launches, or plans their products. What must be compiled is compiled on all cores.
+    fn prepare_all(&self, launches: Vec<Launch>) -> Result<Vec<(Launch, Runner)>> {
+        let loaded: Vec<_> = launches.iter().map(|launch| self.loaded(launch)).collect();
+        let mut missing: Vec<&Launch> = Vec::new();
+        for (launch, _) in launches.iter().zip(&loaded).filter(|(_, loaded)| loaded.is_none()) {
+            if launch.product.is_none() && !missing.iter().any(|other| key_of(other) == key_of(launch)) {
+                missing.push(launch);
+            }
+        }
+        let workers = std::thread::available_parallelism().map_or(1, NonZero::get).min(missing.len());
+        if workers > 1 {
+            let next = AtomicUsize::new(0);
+            let load = || {
+                while let Some(launch) = missing.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    // What fails is tried again below, and reported there.
+                    let _ = self.function(launch);
+                }
+            };
+            std::thread::scope(|scope| {
+                for _ in 0..workers {
+                    scope.spawn(load);
+                }
+            });
+        }
+        launches.into_iter().zip(loaded).map(|(launch, loaded)| self.prepare(launch, loaded)).collect()
+    }
+
+    /// The kernel of a launch, if it is loaded.
+    fn loaded(&self, launch: &Launch) -> Option<CudaFunction> {
+        let functions = self.functions.lock().unwrap_or_else(PoisonError::into_inner);
+        functions.get(&key_of(launch))?.try_lock().ok()?.as_ref().copied()
+    }
+
+    /// Loads the kernel of a launch, unless that is done, or plans its product.
+    fn prepare(&self, launch: Launch, loaded: Option<CudaFunction>) -> Result<(Launch, Runner)> {
         let [gx, gy, gz] = launch.grid.groups;
         let highest = launch.bindings.iter().map(|b| b.index).chain(launch.params.iter().map(|p| p.0)).max();
         if gy > 65535 || gz > 65535 || gx > i32::MAX as u32 || highest >= Some(ARGUMENTS as u32) {
@@ -270,7 +310,10 @@ impl Launcher {
         };
         let runner = match plan {
             Some(plan) => Runner::Library(plan),
-            None => Runner::Kernel(self.function(&launch)?),
+            None => Runner::Kernel(match loaded {
+                Some(function) => function,
+                None => self.function(&launch)?,
+            }),
         };
         Ok((launch, runner))
     }
@@ -346,7 +389,7 @@ impl Executor for CudaExecutor {
     fn capture(self: Arc<Self>, launches: Vec<Launch>) -> Result<Box<dyn Replay>> {
         let launcher = self.launcher.clone();
         // Before the capture, within which kernels cannot be loaded.
-        let launches = launches.into_iter().map(|launch| launcher.prepare(launch)).collect::<Result<Vec<_>>>()?;
+        let launches = launcher.prepare_all(launches)?;
         let graph = CudaGraph::capture(&launcher.gpu, |stream| launcher.enqueue_all(&launches, stream))?;
         let launches = launches.into_iter().map(|(launch, _)| launch).collect();
         Ok(Box::new(CudaReplay { graph: Mutex::new(graph), gpu: launcher.gpu.clone(), _launches: launches }))
@@ -356,17 +399,18 @@ impl Executor for CudaExecutor {
 /// Launches to be enqueued by the commit: a dropped pass does nothing.
 struct CudaPass {
     launcher: Arc<Launcher>,
-    launches: Vec<(Launch, Runner)>,
+    launches: Vec<Launch>,
 }
 
 impl LaunchPass for CudaPass {
     fn launch(&mut self, launch: Launch) -> Result<()> {
-        self.launches.push(self.launcher.prepare(launch)?);
+        self.launches.push(launch);
         Ok(())
     }
 
     fn commit(self: Box<Self>) -> Result<Box<dyn Wait>> {
         let CudaPass { launcher, launches } = *self;
+        let launches = launcher.prepare_all(launches)?;
         let _entered = launcher.gpu.enter().map_err(fault)?;
         let _turn = launcher.gpu.turn();
         launcher.enqueue_all(&launches, launcher.gpu.stream)?;
