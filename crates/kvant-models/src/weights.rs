@@ -11,11 +11,15 @@ use crate::{
 /// Matrices with the same inputs.
 #[derive(Debug)]
 pub(crate) struct Stack {
-    /// All of them as one matrix, if they have the same format. A single token is multiplied by it in one product.
-    pub whole: Option<Matrix>,
-    /// Each matrix; they are views of `whole`.
-    pub parts: Vec<Matrix>,
+    pub matrices: StackMatrices,
     pub biases: Option<StackBiases>,
+}
+
+#[derive(Debug)]
+pub(crate) enum StackMatrices {
+    /// Those of one format, one below the other, and the outputs of each.
+    Joined(Box<Matrix>, Vec<usize>),
+    Separate(Vec<Matrix>),
 }
 
 /// The biases of a [`Stack`], f32.
@@ -389,19 +393,18 @@ impl Loader<'_> {
         let forms: Vec<Form> = forms.collect::<Result<_>>()?;
         if roles.len() == 1 || forms.iter().any(|form| *form != forms[0]) {
             let parts = roles.iter().map(|&(role, outputs)| self.matrix(role, &[outputs, inputs]));
-            return Ok(Stack { parts: parts.collect::<Result<_>>()?, whole: None, biases });
+            return Ok(Stack { matrices: StackMatrices::Separate(parts.collect::<Result<_>>()?), biases });
         }
         let outputs = roles.iter().map(|(_, outputs)| outputs).sum();
         let whole = Matrix::zeros(forms[0], &[outputs, inputs], self.device)?;
-        let (mut parts, mut first) = (Vec::new(), 0);
+        let mut first = 0;
         for &(role, outputs) in roles {
-            let part = whole.rows(first..first + outputs)?;
-            self.source.read(role, &part)?;
-            parts.push(part);
+            self.source.read(role, &whole.rows(first..first + outputs)?)?;
             first += outputs;
         }
         self.bytes += whole.bytes();
-        Ok(Stack { whole: Some(whole), parts, biases })
+        let parts = roles.iter().map(|(_, outputs)| *outputs).collect();
+        Ok(Stack { matrices: StackMatrices::Joined(Box::new(whole), parts), biases })
     }
 
     fn stack_biases(&self, roles: &[(Role, usize)]) -> Result<StackBiases> {

@@ -16,7 +16,7 @@ impl Pass<'_> {
         let weights = &self.network.weights.blocks[l].attention;
         let own = &views.blocks[l];
         let kv = pool.layer(spec.source().unwrap_or(l))?;
-        self.project(&weights.qkv, own.qkv.as_ref(), &[&own.q[0], &own.k[0], &own.v[0]])?;
+        self.project(&weights.qkv, &own.qkv, &[&own.q[0], &own.k[0], &own.v[0]])?;
         let (norms, rope) = (HeadNorms::new(self.network, l), Some(self.network.rope(l)));
         let (mut from, q, k) = (&own.q[1], &own.q[1], &own.k[1]);
         if self.network.query_factors.is_some() {

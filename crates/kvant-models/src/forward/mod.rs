@@ -20,7 +20,7 @@ use crate::{
     Config, Result,
     source::Matrix,
     spec::DecoderSpec,
-    weights::{Projection, Stack, Weights},
+    weights::{Projection, Stack, StackMatrices, Weights},
 };
 pub(crate) use workspace::{Views, Workspace, workspace_bytes};
 
@@ -292,19 +292,25 @@ impl<'a> Pass<'a> {
         }
     }
 
-    /// Multiplies x by a stack of matrices: one product into `row` for a single token, or else one product per part.
-    fn project(&mut self, stack: &Stack, row: Option<&Tensor>, outs: &[&Tensor]) -> Result<()> {
+    /// Multiplies x by a stack of matrices, into `outs`, which follow each other in the memory of `all`.
+    fn project(&mut self, stack: &Stack, all: &Tensor, outs: &[&Tensor]) -> Result<()> {
         let x = &self.views.x;
-        let biases = stack.biases.as_ref();
-        if let (Some(whole), Some(row)) = (&stack.whole, row) {
-            self.linear(x, whole, row)?;
-            return self.add_bias(biases.map(|biases| &biases.whole), row);
+        match &stack.matrices {
+            StackMatrices::Joined(matrix, parts) => {
+                ops::linear(self.enc, &ops::Linear::new(x, matrix.weight(), all).parts(parts))?;
+            }
+            StackMatrices::Separate(matrices) => {
+                for (matrix, out) in matrices.iter().zip(outs) {
+                    self.linear(x, matrix, out)?;
+                }
+            }
         }
-        for (i, (part, out)) in stack.parts.iter().zip(outs).enumerate() {
-            self.linear(x, part, out)?;
-            self.add_bias(biases.map(|biases| &biases.parts[i]), out)?;
+        match &stack.biases {
+            // The parts of a single row are a row.
+            Some(biases) if self.views.tokens == 1 => self.add_bias(Some(&biases.whole), all),
+            Some(biases) => biases.parts.iter().zip(outs).try_for_each(|(bias, out)| self.add_bias(Some(bias), out)),
+            None => Ok(()),
         }
-        Ok(())
     }
 
     /// h = scale · (h + norm(x)), and norms of h.

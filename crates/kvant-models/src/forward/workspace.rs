@@ -56,8 +56,8 @@ pub(crate) struct ParallelViews {
 /// A pair is one buffer in two shapes: `[T, heads·D]` for the projections, `[T, heads, D]` for the rest. Queries,
 /// keys and values are adjacent in memory, and so are gate and up.
 pub(crate) struct BlockViews {
-    /// In a pass of one token: the projected ones of q, k and v in one row.
-    pub qkv: Option<Tensor>,
+    /// The projected ones of q, k and v: `[T, their widths]`, though each of them is a matrix of its own.
+    pub qkv: Tensor,
     pub q: [Tensor; 2],
     pub k: [Tensor; 2],
     pub v: [Tensor; 2],
@@ -69,8 +69,8 @@ pub(crate) struct BlockViews {
 pub(crate) struct DenseViews {
     pub gate: Tensor,
     pub up: Tensor,
-    /// In a pass of one token: gate and up in one row.
-    pub gate_up: Option<Tensor>,
+    /// Gate and up: `[T, 2I]`, though each of them is a matrix of its own.
+    pub gate_up: Tensor,
 }
 
 pub(crate) struct PerLayerViews {
@@ -205,13 +205,11 @@ impl Buffers {
             let split = flat.reshape(&[tokens, heads, dim])?;
             Ok([flat, split])
         };
-        let row =
-            |buffer: &Tensor, width: usize| if tokens == 1 { front(buffer, &[1, width]).map(Some) } else { Ok(None) };
         let attention = &block.attention;
         let (q, kv, dim) = (attention.heads, attention.kv_heads, attention.head_dim);
         let (q_width, kv_width) = (attention.q_width(), attention.kv_width());
         Ok(BlockViews {
-            qkv: row(&self.qkv, q_width + attention.kv_projections() * kv_width)?,
+            qkv: front(&self.qkv, &[tokens, q_width + attention.kv_projections() * kv_width])?,
             q: heads(&self.qkv, 0, q, dim)?,
             k: heads(&self.qkv, tokens * q_width, kv, dim)?,
             v: heads(&self.qkv, tokens * (q_width + kv_width), kv, dim)?,
@@ -220,7 +218,7 @@ impl Buffers {
                 Some(dense) => Some(DenseViews {
                     gate: front(&self.gate_up, &[tokens, dense.width])?,
                     up: span(&self.gate_up, tokens * dense.width, &[tokens, dense.width])?,
-                    gate_up: row(&self.gate_up, 2 * dense.width)?,
+                    gate_up: front(&self.gate_up, &[tokens, 2 * dense.width])?,
                 }),
                 None => None,
             },

@@ -63,7 +63,7 @@ fn build(call: &Call, b: &mut Builder) -> Result<()> {
         Call::Hadamard(call) => hadamard::build(call, b),
         Call::KvRead(call) => kv_read::build(call, b),
         Call::KvWrite(call) => kv_write::build(call, b),
-        Call::Linear(call) => linear::build(call, b),
+        Call::Linear(call) => call.each_part(|call| linear::build(call, b)),
         Call::MoeCombine(call) => moe::build_combine(call, b),
         Call::MoeRoute(call) => moe::build_route(call, b),
         Call::NormRope(call) => norm_rope::build(call, b),

@@ -48,18 +48,22 @@ pub struct Linear<'a> {
     pub alpha: f32,
     /// `[T, N]`, or `[T·top_k, N]` with experts; f32, f16 or bf16.
     pub out: &'a Tensor,
+    /// The numbers of outputs of the matrices N₀, N₁, … that W consists of, N in total, or empty for one matrix. The
+    /// memory of `out` then holds their results one after the other: `[T, N₀]`, `[T, N₁]`, … Not with experts.
+    pub parts: &'a [usize],
 }
 
 impl<'a> Linear<'a> {
     /// The product of each row of `x` and a matrix.
     pub fn new(x: &'a Tensor, weight: impl Into<Weight<'a>>, out: &'a Tensor) -> Self {
-        Linear { x, weight: weight.into(), out, experts: None, alpha: 1.0 }
+        Linear { x, weight: weight.into(), out, experts: None, alpha: 1.0, parts: &[] }
     }
 }
 
 setters! { Linear<'a> {
     experts: Option<Experts<'a>>,
     alpha: f32,
+    parts: &'a [usize],
 } }
 
 /// A weight matrix: rows of K inputs each.
@@ -166,6 +170,12 @@ pub fn linear(enc: &mut Encoder, args: &Linear) -> Result<()> {
     check::shape(NAME, "out", args.out, &[("T", rows), ("N", dims.outputs)])?;
     // A GPU cannot check the ids, and with no experts there is no valid matrix to read.
     check::value_is(NAME, "E", dims.experts > 0 || rows == 0, "at least 1", dims.experts)?;
+    if !args.parts.is_empty() {
+        let total = args.parts.iter().try_fold(0usize, |sum, &part| sum.checked_add(part));
+        let expected = format_args!("outputs of matrices, {} in total", dims.outputs);
+        check::value_is(NAME, "parts", total == Some(dims.outputs), expected, format_args!("{:?}", args.parts))?;
+        check::value_is(NAME, "parts", experts.is_none(), "none with experts", args.parts.len())?;
+    }
     enc.submit(super::Call::Linear(Call {
         x: args.x.clone(),
         weight: args.weight.to_owned_weight(),
@@ -175,6 +185,8 @@ pub fn linear(enc: &mut Encoder, args: &Linear) -> Result<()> {
         alpha: args.alpha,
         out: args.out.clone(),
         rows,
+        // The results of one row are one after the other in any case.
+        parts: if rows > 1 && args.parts.len() > 1 { args.parts.to_vec() } else { Vec::new() },
     }))
 }
 
@@ -270,6 +282,23 @@ pub(crate) enum OwnedWeight {
 }
 
 impl OwnedWeight {
+    /// The matrix of some outputs; not of experts.
+    fn rows(&self, outputs: std::ops::Range<usize>) -> Result<OwnedWeight> {
+        let of = |tensor: &Tensor| tensor.rows(outputs.clone());
+        Ok(match self {
+            OwnedWeight::Dense(w) => OwnedWeight::Dense(of(w)?),
+            OwnedWeight::Affine { codes, scales, biases, bits, group } => OwnedWeight::Affine {
+                codes: of(codes)?,
+                scales: of(scales)?,
+                biases: of(biases)?,
+                bits: *bits,
+                group: *group,
+            },
+            OwnedWeight::Blocks { data, format } => OwnedWeight::Blocks { data: of(data)?, format: *format },
+            OwnedWeight::Mxfp4 { codes, scales } => OwnedWeight::Mxfp4 { codes: of(codes)?, scales: of(scales)? },
+        })
+    }
+
     pub(crate) fn touches(&self, visit: &mut dyn FnMut(Touch)) {
         match self {
             OwnedWeight::Dense(tensor) => visit(Touch { arg: "weight", tensor, access: Read }),
@@ -300,9 +329,28 @@ pub(crate) struct Call {
     pub out: Tensor,
     /// Output rows.
     pub rows: usize,
+    /// The outputs of the matrices whose results follow each other in `out`; empty if `out` is one matrix.
+    pub parts: Vec<usize>,
 }
 
 impl Call {
+    /// Runs the product, or that of every part, for devices that write one matrix at a time.
+    pub(crate) fn each_part(&self, mut run: impl FnMut(&Call) -> Result<()>) -> Result<()> {
+        if self.parts.is_empty() {
+            return run(self);
+        }
+        let all = self.out.reshape(&[self.out.elements()])?;
+        let mut first = 0;
+        for &outputs in &self.parts {
+            let out = all.rows(self.rows * first..self.rows * (first + outputs))?.reshape(&[self.rows, outputs])?;
+            let weight = self.weight.rows(first..first + outputs)?;
+            let dims = WeightDims { outputs, ..self.dims };
+            run(&Call { x: self.x.clone(), weight, dims, experts: None, out, parts: Vec::new(), ..*self })?;
+            first += outputs;
+        }
+        Ok(())
+    }
+
     pub(crate) fn touches(&self, visit: &mut dyn FnMut(Touch)) {
         visit(Touch { arg: "x", tensor: &self.x, access: Read });
         self.weight.touches(visit);

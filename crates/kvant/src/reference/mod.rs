@@ -69,7 +69,10 @@ impl HostExecutor for Reference {
             Call::Hadamard(call) => hadamard::run(call),
             Call::KvRead(call) => kv_read::run(call),
             Call::KvWrite(call) => kv_write::run(call),
-            Call::Linear(call) => linear::run(call),
+            Call::Linear(call) => call.each_part(|call| {
+                linear::run(call);
+                Ok(())
+            })?,
             Call::MoeCombine(call) => moe::run_combine(call),
             Call::MoeRoute(call) => moe::run_route(call),
             Call::NormRope(call) => norm_rope::run(call),

@@ -301,7 +301,7 @@ fn affine_products(device: &Device, enc: &mut Encoder, bits: usize, group: usize
         let scales = zeros(device, dtype, &[outputs, inputs / group])?;
         let weight =
             Weight::Affine(Affine { codes: &codes, scales: &scales, biases: &scales, bits: bits as u32, group });
-        for rows in [1, 2] {
+        for rows in [1, 2, 12, 20, 50, 100] {
             let (x, out) = (zeros(device, dtype, &[rows, inputs])?, zeros(device, dtype, &[rows, outputs])?);
             ops::linear(enc, &Linear::new(&x, weight, &out))?;
         }
@@ -309,10 +309,13 @@ fn affine_products(device: &Device, enc: &mut Encoder, bits: usize, group: usize
     let codes = zeros(device, DType::U32, &[4, 64, inputs * bits / 32])?;
     let scales = zeros(device, dtype, &[4, 64, inputs / group])?;
     let weight = Weight::Affine(Affine { codes: &codes, scales: &scales, biases: &scales, bits: bits as u32, group });
-    let (x, ids) = (zeros(device, dtype, &[1, inputs])?, zeros(device, DType::U32, &[1, 2])?);
-    let out = zeros(device, dtype, &[2, 64])?;
-    let experts = Some(Experts::new(&ids));
-    ops::linear(enc, &Linear::new(&x, weight, &out).experts(experts))
+    for tokens in [1, 8] {
+        let (x, ids) = (zeros(device, dtype, &[tokens, inputs])?, zeros(device, DType::U32, &[tokens, 2])?);
+        let out = zeros(device, dtype, &[2 * tokens, 64])?;
+        let experts = Some(Experts::new(&ids));
+        ops::linear(enc, &Linear::new(&x, weight, &out).experts(experts))?;
+    }
+    Ok(())
 }
 
 /// One row and many, and rows of a table.

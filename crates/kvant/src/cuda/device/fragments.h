@@ -79,16 +79,21 @@ inline uint4 load_matrices(uint from) {
     return w;
 }
 
-// Copies BYTES (4, 8 or 16) to shared memory asynchronously; zeros if not `there`.
+// Copies BYTES (4, 8 or 16) to shared memory asynchronously, of which `bytes` are read and the rest are zeros.
 template <uint BYTES>
-inline void copy_async(uint to, const uchar *from, bool there) {
-    const uint bytes = there ? BYTES : 0;
+inline void copy_async_part(uint to, const uchar *from, uint bytes) {
     if constexpr (BYTES == 16) {
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
     } else {
         asm volatile("cp.async.ca.shared.global [%0], [%1], %3, %2;" ::"r"(to), "l"(from), "r"(bytes), "n"(BYTES)
                      : "memory");
     }
+}
+
+// The same; zeros if not `there`.
+template <uint BYTES>
+inline void copy_async(uint to, const uchar *from, bool there) {
+    copy_async_part<BYTES>(to, from, there ? BYTES : 0);
 }
 
 // Closes the group of copies that were begun since the last one.

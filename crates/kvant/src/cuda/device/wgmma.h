@@ -51,11 +51,17 @@ inline void hold(uint (&a)[N][4]) {
     }
 }
 
-#define WGMMA_8(d, i)                                                                                                  \
+#define WGMMA_EIGHT(d, i)                                                                                                \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]),        \
         "+f"(d[i + 7])
-#define WGMMA_32(d) WGMMA_8(d, 0), WGMMA_8(d, 8), WGMMA_8(d, 16), WGMMA_8(d, 24)
-#define WGMMA_64(d) WGMMA_32(d), WGMMA_8(d, 32), WGMMA_8(d, 40), WGMMA_8(d, 48), WGMMA_8(d, 56)
+#define WGMMA_4(d) "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+#define WGMMA_8(d) WGMMA_EIGHT(d, 0)
+#define WGMMA_16(d) WGMMA_EIGHT(d, 0), WGMMA_EIGHT(d, 8)
+#define WGMMA_32(d) WGMMA_EIGHT(d, 0), WGMMA_EIGHT(d, 8), WGMMA_EIGHT(d, 16), WGMMA_EIGHT(d, 24)
+#define WGMMA_64(d) WGMMA_32(d), WGMMA_EIGHT(d, 32), WGMMA_EIGHT(d, 40), WGMMA_EIGHT(d, 48), WGMMA_EIGHT(d, 56)
+#define WGMMA_NAMES_4 "%0, %1, %2, %3"
+#define WGMMA_NAMES_8 WGMMA_NAMES_4 ", %4, %5, %6, %7"
+#define WGMMA_NAMES_16 WGMMA_NAMES_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define WGMMA_NAMES_32                                                                                                 \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "   \
     "%24, %25, %26, %27, %28, %29, %30, %31"
@@ -99,6 +105,19 @@ inline void multiply(float (&d)[32], const uint (&a)[4], ulong b, bool add) {
 template <bool HALF>
 inline void multiply(float (&d)[64], const uint (&a)[4], ulong b, bool add) {
     WGMMA_TYPED(WGMMA_OF_REGISTERS, 128, 64, "{%64, %65, %66, %67}", "%68", "%69", "0")
+}
+// The same for 8, 16 and 32 columns, the left side in registers.
+template <bool HALF>
+inline void multiply(float (&d)[4], const uint (&a)[4], ulong b, bool add) {
+    WGMMA_TYPED(WGMMA_OF_REGISTERS, 8, 4, "{%4, %5, %6, %7}", "%8", "%9", "0")
+}
+template <bool HALF>
+inline void multiply(float (&d)[8], const uint (&a)[4], ulong b, bool add) {
+    WGMMA_TYPED(WGMMA_OF_REGISTERS, 16, 8, "{%8, %9, %10, %11}", "%12", "%13", "0")
+}
+template <bool HALF>
+inline void multiply(float (&d)[16], const uint (&a)[4], ulong b, bool add) {
+    WGMMA_TYPED(WGMMA_OF_REGISTERS, 32, 16, "{%16, %17, %18, %19}", "%20", "%21", "0")
 }
 // d += a * b, where b's rows are rows in shared memory.
 template <bool HALF>

@@ -44,7 +44,7 @@ const MOST_ROWS: usize = 65_535 * 32 / ROWS[0] * ROWS[0];
 
 /// Threads that sort rows by expert, and the most experts, for whose counts shared memory has room.
 const SORTERS: usize = 1024;
-const MOST_EXPERTS: usize = 8192;
+pub(super) const MOST_EXPERTS: usize = 8192;
 
 /// How x is divided into chunks.
 pub(super) struct ManyChunks {
@@ -55,6 +55,41 @@ pub(super) struct ManyChunks {
     parts: usize,
     terms: usize,
     stages: usize,
+}
+
+/// Adds the launch that sorts rows by expert, for so many tiles of so many rows: the expert of every tile, and the row
+/// at each of its places.
+pub(super) fn sort(
+    call: &Call,
+    ids: &Tensor,
+    params: &LinearParams,
+    [tiles, rows]: [usize; 2],
+    b: &mut Builder,
+) -> Result<[Scratch; 2]> {
+    let (experts, order) = (b.scratch(tiles * 4)?, b.scratch(tiles * rows * 4)?);
+    let counts = (call.dims.experts + 1) * 4;
+    let tiles = Launch::uint(NAME, "experts.ids", tiles)?;
+    let params = LinearManySortParams { rows: params.rows, experts: params.experts, tiles };
+    b.push(
+        Launch::new(NAME, &SOURCE, "linear_many_sort")
+            .constant("ROWS", rows as u32)
+            .read(0, ids)
+            .scratch(1, &experts, Use::Write)
+            .scratch(2, &order, Use::Write)
+            .params(3, &params)
+            .threadgroup_memory((2 * counts).next_multiple_of(16))
+            .grid([1, 1, 1], [SORTERS, 1, 1]),
+    )?;
+    Ok([experts, order])
+}
+
+/// The tiles of so many rows that `count` rows need at most: every expert, and the rows that have none, may leave one
+/// incomplete.
+pub(super) fn most_tiles(call: &Call, rows: usize) -> usize {
+    match call.experts {
+        Some(_) => (call.rows + (call.dims.experts + 1) * (rows - 1)).div_euclid(rows).min(call.rows),
+        None => call.rows.div_ceil(rows),
+    }
 }
 
 impl ManyChunks {
@@ -89,12 +124,7 @@ impl ManyChunks {
             call.rows.div_ceil(ROWS[1]) * call.dims.outputs.div_ceil(OUTPUTS) <= limits.busy_groups
         };
         let rows = ROWS[usize::from(small)];
-        let tiles = if call.experts.is_some() {
-            // Every expert, and the rows that have none, may leave a tile incomplete.
-            (call.rows + (call.dims.experts + 1) * (rows - 1)).div_euclid(rows).min(call.rows)
-        } else {
-            call.rows.div_ceil(rows)
-        };
+        let tiles = most_tiles(call, rows);
         let chunks = |stages| ManyChunks { rows, tiles, parts, terms, stages };
         let fits = |chunks: &ManyChunks| chunks.shared_bytes() <= limits.threadgroup_bytes;
         STAGES.rev().map(chunks).find(fits).filter(|_| tiles * rows <= MOST_ROWS)
@@ -110,25 +140,6 @@ impl ManyChunks {
         self.stages * self.bytes() + 2048
     }
 
-    /// Adds the launch that sorts rows by expert: the expert of every tile, and the row at each of its places.
-    fn sort(&self, call: &Call, ids: &Tensor, params: &LinearParams, b: &mut Builder) -> Result<[Scratch; 2]> {
-        let (experts, order) = (b.scratch(self.tiles * 4)?, b.scratch(self.tiles * self.rows * 4)?);
-        let counts = (call.dims.experts + 1) * 4;
-        let tiles = Launch::uint(NAME, "experts.ids", self.tiles)?;
-        let params = LinearManySortParams { rows: params.rows, experts: params.experts, tiles };
-        b.push(
-            Launch::new(NAME, &SOURCE, "linear_many_sort")
-                .constant("ROWS", self.rows as u32)
-                .read(0, ids)
-                .scratch(1, &experts, Use::Write)
-                .scratch(2, &order, Use::Write)
-                .params(3, &params)
-                .threadgroup_memory((2 * counts).next_multiple_of(16))
-                .grid([1, 1, 1], [SORTERS, 1, 1]),
-        )?;
-        Ok([experts, order])
-    }
-
     /// Adds the launches of the kernels that sort rows and arrange x, and of the product.
     pub(super) fn build(
         &self,
@@ -140,7 +151,8 @@ impl ManyChunks {
     ) -> Result<()> {
         let Call { dims, out, .. } = call;
         let tiles = self.tiles;
-        let sorted = call.experts.as_ref().map(|ids| self.sort(call, ids, params, b)).transpose()?;
+        let sorted =
+            call.experts.as_ref().map(|ids| sort(call, ids, params, [self.tiles, self.rows], b)).transpose()?;
         let sorted = sorted.as_ref();
         let blocks = (dims.inputs / BLOCK).next_multiple_of(DEPTH);
         let blocks_of_sums = if weight.bits == 0 { 0 } else { blocks.div_ceil(BLOCK) };

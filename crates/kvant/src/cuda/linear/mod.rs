@@ -8,6 +8,7 @@
 //! | `bulk` | one row, affine weight, GPUs with bulk copies | reading W |
 //! | `codes` | one or two rows, or few rows of experts, affine weight | reading W |
 //! | `rows` | few rows | reading W |
+//! | `batch` | 4 to 128 rows of bf16, or few rows of each expert, affine weight, Hopper | reading W |
 //! | `many` | many rows, also of experts, affine or bf16 weight, Hopper | tensor cores |
 //! | `dequantise` | very many rows of bf16, any quantised weight: makes it bf16 for cuBLASLt | tensor cores |
 //! | `generic` | everything else: odd alignments, f32 weights, mixed dtypes, many rows of experts elsewhere | |
@@ -15,6 +16,7 @@
 //! `integer_products.h` has the exact integer products of `codes` and `bulk`; `warp_tiling.rs` what the launches of
 //! `rows` and `codes` have in common.
 
+mod batch;
 mod bulk;
 mod codes;
 mod dequantise;
@@ -43,8 +45,12 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
         rows_per_input: uint("experts.ids", *rows_per_input)?,
         alpha: *alpha,
     };
-    let weight = parts(weight, dims.inputs);
-    route::select(call, &weight, &b.limits).build(call, &weight, &params, b)
+    let matrix = parts(weight, dims.inputs);
+    let kernel = route::select(call, &matrix, &b.limits);
+    if !call.parts.is_empty() && !kernel.writes_parts() {
+        return call.each_part(|call| build(call, b));
+    }
+    kernel.build(call, &matrix, &params, b)
 }
 
 /// Whether all rows of `row` elements begin at multiples of 16 bytes.

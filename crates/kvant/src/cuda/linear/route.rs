@@ -4,6 +4,7 @@
 
 use super::{
     LinearParams, aligned16,
+    batch::BatchTiling,
     bulk::BulkTiling,
     codes, dequantise,
     generic::{self, GenericKernel},
@@ -22,6 +23,7 @@ use crate::{
 pub(super) enum CudaLinearKernel {
     Many(ManyChunks),
     Dequantise,
+    Batch(BatchTiling),
     Bulk(BulkTiling),
     Codes(WarpTiling),
     Rows(WarpTiling),
@@ -35,6 +37,9 @@ const FEW: usize = 8;
 const FEW_AFFINE: usize = 32;
 /// The same per expert.
 const FEW_PER_EXPERT: usize = 2;
+/// Bytes of a matrix for which a batch of so few rows repays a second launch.
+const LARGE: usize = 32 << 20;
+const FEW_OF_LARGE: usize = 4;
 
 /// The kernel that takes a product.
 pub(super) fn select(call: &Call, weight: &Parts, limits: &Limits) -> CudaLinearKernel {
@@ -43,6 +48,9 @@ pub(super) fn select(call: &Call, weight: &Parts, limits: &Limits) -> CudaLinear
     // Rows that read W at once where other kernels do not take it, and where they do.
     let few = if is_of_experts { few_of_experts } else { FEW };
     let few_aligned = if is_of_experts || weight.is_dense() { few } else { FEW_AFFINE };
+    if let Some(tiling) = batch(call, weight, limits) {
+        return CudaLinearKernel::Batch(tiling);
+    }
     let many = ManyChunks::new(call, weight, limits);
     if dequantise::suits(call, weight, limits, many.is_some()) {
         return CudaLinearKernel::Dequantise;
@@ -66,12 +74,21 @@ pub(super) fn select(call: &Call, weight: &Parts, limits: &Limits) -> CudaLinear
     if call.rows <= few { CudaLinearKernel::Few } else { CudaLinearKernel::Tiles }
 }
 
+/// The tiling of a batch: of more rows than other kernels read W once for or, for a matrix so large that a second
+/// launch is repaid, of a few. Measured on an H200 (docs/notes/cuda-linear.md).
+fn batch(call: &Call, weight: &Parts, limits: &Limits) -> Option<BatchTiling> {
+    let bytes = call.dims.outputs * (call.dims.inputs / 8) * weight.bits as usize;
+    let least = if bytes >= LARGE { FEW_OF_LARGE } else { FEW + 1 };
+    if call.rows < least { None } else { BatchTiling::new(call, weight, limits) }
+}
+
 impl CudaLinearKernel {
     /// The kernel's name, which begins the name that a profiler shows.
     pub(super) fn name(&self) -> &'static str {
         match self {
             CudaLinearKernel::Many(_) => "linear_many",
             CudaLinearKernel::Dequantise => "linear_dequantise",
+            CudaLinearKernel::Batch(_) => "linear_batch",
             CudaLinearKernel::Bulk(_) => "linear_bulk",
             CudaLinearKernel::Codes(_) => "linear_codes",
             CudaLinearKernel::Rows(_) => "linear_rows",
@@ -80,12 +97,18 @@ impl CudaLinearKernel {
         }
     }
 
+    /// Whether the kernel writes the parts of `out` one after the other.
+    pub(super) fn writes_parts(&self) -> bool {
+        matches!(self, CudaLinearKernel::Batch(_))
+    }
+
     /// Adds the launches.
     pub(super) fn build(&self, call: &Call, weight: &Parts, params: &LinearParams, b: &mut Builder) -> Result<()> {
         let x_aligned = aligned16(&call.x, call.dims.inputs);
         match self {
             CudaLinearKernel::Many(chunks) => chunks.build(self.name(), call, weight, params, b),
             CudaLinearKernel::Dequantise => dequantise::build(self.name(), call, weight, params, b),
+            CudaLinearKernel::Batch(tiling) => tiling.build(self.name(), call, weight, params, b),
             CudaLinearKernel::Bulk(tiling) => b.push(tiling.launch(self.name(), call, weight, params)),
             CudaLinearKernel::Codes(tiling) => b.push(codes::launch(self.name(), tiling, call, weight, params)),
             CudaLinearKernel::Rows(tiling) => b.push(rows::launch(self.name(), tiling, call, weight, params)),
@@ -103,16 +126,43 @@ impl CudaLinearKernel {
 mod tests {
     use super::*;
     use crate::{
-        DType,
+        DType, Device, Tensor,
         cuda::{
             affine::parts,
             linear::rows::tests::{H200, call},
         },
+        ops::linear::OwnedWeight,
     };
 
     const A100: Limits =
         Limits { threadgroup_bytes: 163 << 10, busy_groups: 108, warpgroup_products: false, clusters: false, ..H200 };
     const RTX_4090: Limits = Limits { threadgroup_bytes: 99 << 10, busy_groups: 128, ..A100 };
+
+    /// Batches by affine weights with scales of bf16, in groups of 64, as models have them, on an H200.
+    #[test]
+    fn kernels_of_batches() {
+        let device = Device::reference();
+        for (rows, outputs, experts, want) in [
+            (2, 4096, false, "linear_codes"),
+            (8, 4096, false, "linear_rows"),
+            (9, 4096, false, "linear_batch"),
+            (4, 32_768, false, "linear_batch"),
+            (64, 4096, false, "linear_batch"),
+            (128, 4096, false, "linear_batch"),
+            (129, 4096, false, "linear_many"),
+            (8, 1024, true, "linear_codes"),
+            (9, 1024, true, "linear_batch"),
+        ] {
+            let mut call = call(4, DType::BF16, [rows, outputs, 4096], experts);
+            let zeros = |dtype, columns| Tensor::zeros(&device, dtype, &[outputs, columns]).unwrap();
+            let factors = || zeros(DType::BF16, 64);
+            let codes = zeros(DType::U32, 512);
+            call.weight = OwnedWeight::Affine { codes, scales: factors(), biases: factors(), bits: 4, group: 64 };
+            let weight = parts(&call.weight, 4096);
+            let got = select(&call, &weight, &H200).name();
+            assert_eq!(got, want, "{rows} rows, {outputs} outputs, experts: {experts}");
+        }
+    }
 
     /// bf16 rows, matrices of 4096 inputs. Columns: H200, A100, RTX 4090.
     #[test]

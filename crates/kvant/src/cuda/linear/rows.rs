@@ -124,6 +124,7 @@ pub(super) mod tests {
             alpha: 1.0,
             out: zeros(dtype, &[rows, outputs]),
             rows,
+            parts: Vec::new(),
         }
     }
 

@@ -271,9 +271,11 @@ pub(super) fn linear(w: &mut World) -> Result<()> {
     let ids = mixture.then(|| w.u32s(&[tokens, top_k], count, false));
     let out = w.output(&[if mixture { tokens * top_k } else { tokens }, outputs]);
     let alpha = w.tape.number(&[1.0, 0.5]);
+    let first = w.tape.size(&[0, 1, 3]);
+    let parts = if mixture { vec![] } else { vec![first, outputs.saturating_sub(first)] };
     w.attempt("linear", |enc| {
         let experts = ids.as_ref().map(|ids| Experts::new(ids).expanded(expanded));
-        ops::linear(enc, &Linear::new(&x, matrix.weight(), &out).experts(experts).alpha(alpha))
+        ops::linear(enc, &Linear::new(&x, matrix.weight(), &out).experts(experts).alpha(alpha).parts(&parts))
     })
 }
 

@@ -465,10 +465,10 @@ impl Bound {
 
     /// For products of quantised weights with `rows` rows of activations. The CPU with VNNI rounds those of many rows
     /// to 16 bits of the largest in a group: 2.0e-5 of the root mean square in these tests. CUDA rounds the weights to
-    /// bf16 in products of many rows of bf16.
+    /// bf16 in products of more rows of bf16 (with experts, of each).
     pub fn of_rows(self, device: &Device, rows: usize) -> Bound {
         let rounding = match device.kind() {
-            DeviceKind::Cuda if rows >= 48 && self.unit == Bound::of(DType::BF16).unit => 1.0 / 1024.0,
+            DeviceKind::Cuda if rows > 16 && self.unit == Bound::of(DType::BF16).unit => 3.0 / 2048.0,
             _ if multiplies_integers(device) && rows >= 16 => 1.0 / 32768.0,
             _ => 0.0,
         };

@@ -118,6 +118,21 @@ impl Matrices {
         Ok(Matrices { kind, tensors })
     }
 
+    /// Matrices of one kind, one below the other.
+    fn joined(device: &Device, all: &[Matrices]) -> Result<Matrices> {
+        let tensors = (0..all[0].tensors.len()).map(|t| {
+            let (first, mut data) = (&all[0].tensors[t], Vec::new());
+            for matrix in all {
+                let mut bytes = vec![0; matrix.tensors[t].bytes()];
+                matrix.tensors[t].read_bytes(&mut bytes)?;
+                data.extend(bytes);
+            }
+            let rows = all.iter().map(|matrix| matrix.tensors[t].shape()[0]).sum();
+            Tensor::from_bytes(device, first.dtype(), &[rows, first.shape()[1]], &data)
+        });
+        Ok(Matrices { kind: all[0].kind, tensors: tensors.collect::<Result<_>>()? })
+    }
+
     fn weight(&self) -> Weight<'_> {
         match self.kind {
             Kind::Dense(_) => Weight::Dense(&self.tensors[0]),
@@ -358,9 +373,103 @@ fn many_rows() {
                 let launches = Launches::default();
                 case.launch(&gpu::cuda_device(launches.clone()), false).expect("it is launched");
                 let all = launches.all.lock().unwrap();
-                assert!(all.iter().any(|launch| launch.starts_with("linear_many.cu/")), "{case:?}: {all:?}");
+                let kernels = ["linear_many.cu/", "linear_batch.cu/"];
+                let is_one = |launch: &String| kernels.iter().any(|kernel| launch.starts_with(kernel));
+                assert!(all.iter().any(is_one), "{case:?}: {all:?}");
                 case.check();
             }
+        }
+    }
+}
+
+/// Batches of bf16 rows by affine weights: CUDA reads each matrix once from Hopper on, for up to 128 rows. Chunks of
+/// inputs and tiles of outputs that are full and that are not, scales that begin at odd places, blocks that share a
+/// tile.
+#[test]
+fn batches() {
+    let mut rng = Rng::of("batches");
+    for bits in [4, 6, 8] {
+        for (tokens, inputs, outputs) in [
+            (9, 2240, 18),
+            (12, 704, 130),
+            (20, 320, 771),
+            (32, 1024, 140),
+            (33, 256, 2),
+            (64, 1472, 130),
+            (70, 384, 136),
+            (128, 448, 258),
+        ] {
+            let group = if inputs % 128 == 0 { rng.pick(&[64, 128]) } else { 64 };
+            let scales = if tokens > 32 { DType::BF16 } else { rng.pick(&[DType::BF16, DType::F16]) };
+            let kind = Kind::Affine { bits, group, scales };
+            let (x, alpha) = (DType::BF16, rng.pick(&[1.0, -0.5]));
+            let case = Case { kind, tokens, inputs, outputs, x, out: x, alpha };
+            let launches = Launches::default();
+            case.launch(&gpu::cuda_device(launches.clone()), false).expect("it is launched");
+            let all = launches.all.lock().unwrap();
+            assert!(all.iter().any(|launch| launch.starts_with("linear_batch.cu/")), "{case:?}: {all:?}");
+            case.check();
+        }
+    }
+}
+
+/// Results of several matrices, one after the other: those of each matrix by itself.
+#[test]
+fn parts() {
+    let widths = [34, 7, 23];
+    let affine = Kind::Affine { bits: 4, group: 64, scales: DType::BF16 };
+    for kind in [affine, Kind::Dense(DType::BF16), Kind::Blocks(BlockFormat::Q4_K), Kind::Mxfp4(DType::U8)] {
+        for tokens in [0, 1, 3, 12, 70] {
+            conform(format!("parts of {kind:?}, {tokens} tokens"), |device| {
+                let mut rng = Rng::of(format!("parts {kind:?} {tokens}"));
+                let inputs = 256;
+                let x = input(device, DType::BF16, &rng.normals(tokens * inputs), &[tokens, inputs])?;
+                let matrices: Vec<Matrices> = widths
+                    .iter()
+                    .map(|&n| Matrices::new(device, &mut rng, kind, &[n], inputs))
+                    .collect::<Result<_>>()?;
+                let whole = Matrices::joined(device, &matrices)?;
+                let out = Out::new(device, DType::BF16, &[tokens, widths.iter().sum()])?;
+                run(device, |enc| ops::linear(enc, &Linear::new(&x, whole.weight(), &out.tensor).parts(&widths)))?;
+                let mut alone = Vec::new();
+                for (matrix, &width) in matrices.iter().zip(&widths) {
+                    let part = Tensor::zeros(device, DType::BF16, &[tokens, width])?;
+                    run(device, |enc| ops::linear(enc, &Linear::new(&x, matrix.weight(), &part)))?;
+                    alone.extend(part.to_f32()?);
+                }
+                // Kernels for other widths may add in another order.
+                for (i, (a, b)) in out.tensor.to_f32()?.into_iter().zip(alone).enumerate() {
+                    assert!((a - b).abs() <= 0.02 * b.abs().max(4.0), "{device}, element {i}: {a}, not {b}");
+                }
+                let rows = if matches!(kind, Kind::Dense(_)) { 0 } else { tokens };
+                Ok(vec![out.close_within("out", Bound::of(DType::BF16).of_rows(device, rows))?])
+            });
+        }
+    }
+}
+
+/// The same of experts: experts of no row, of one, of several tiles, ids that all choices share or not.
+#[test]
+fn batches_of_experts() {
+    for bits in [4, 6, 8] {
+        for (tokens, top_k, experts, expanded, inputs, outputs) in [
+            (8, 8, 16, false, 256, 130),
+            (60, 2, 70, false, 704, 70),
+            (32, 4, 5, true, 320, 256),
+            (40, 2, 3, true, 2112, 40),
+        ] {
+            let kind = Kind::Affine { bits, group: 64, scales: DType::BF16 };
+            let (x_type, out_type) = (DType::BF16, DType::BF16);
+            let case = ExpertCase { kind, tokens, top_k, experts, expanded, inputs, outputs, x_type, out_type };
+            let choose = |rng: &mut Rng| match rng.below(2 * experts) {
+                id if id >= experts || id == 1 => 0,
+                id => id as u32,
+            };
+            let launches = Launches::default();
+            case.launch(&gpu::cuda_device(launches.clone()), choose).expect("it is launched");
+            let all = launches.all.lock().unwrap();
+            assert!(all.iter().any(|launch| launch.starts_with("linear_batch.cu/")), "{case:?}: {all:?}");
+            case.check(choose);
         }
     }
 }

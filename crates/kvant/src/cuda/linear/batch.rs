@@ -1,0 +1,240 @@
+//! Products of a batch of rows, or of rows of experts, with an affine weight, on GPUs with warpgroup products.
+
+use super::{
+    LinearParams,
+    many::{MOST_EXPERTS, most_tiles, sort},
+};
+use crate::cuda::{affine::Parts, headers};
+use crate::{
+    DType, Result, Tensor,
+    gpu::{Builder, Launch, Limits, Params, Source, Use, params},
+    ops::linear::{Call, NAME},
+};
+
+params! {
+    pub(crate) struct LinearBatchParams {
+        pub rows: u32,
+        pub outputs: u32,
+        pub inputs: u32,
+        pub experts: u32,
+        pub rows_per_input: u32,
+        pub alpha: f32,
+        pub row_tiles: u32,
+        pub output_tiles: u32,
+        pub second: u32,
+        pub third: u32,
+    }
+}
+
+static SOURCE: Source = Source {
+    name: "linear_batch.cu",
+    text: include_str!("linear_batch.cu"),
+    headers: headers::ALL,
+    layouts: &[LinearBatchParams::layout],
+};
+
+/// Inputs of a block, and outputs of a tile.
+const BLOCK: usize = 64;
+const OUTPUTS: usize = 256;
+/// Blocks of a chunk, and the fewest chunks for which there must be room in shared memory.
+const DEPTHS: [(usize, usize); 2] = [(4, 3), (2, 2)];
+/// Inputs whose scales are copied together, and for how many such spans there is room.
+const SPAN: usize = 1024;
+const SLOTS: usize = 2;
+/// The most matrices whose results follow each other.
+const MOST_PARTS: usize = 3;
+/// Rows of a tile.
+const ROWS: [usize; 5] = [8, 16, 32, 64, 128];
+/// Threads of a warpgroup.
+const WARPGROUP: usize = 128;
+/// Rows up to which the products are of codes; of more rows, they are of weights rounded to bf16.
+const MOST_OF_CODES: usize = 32;
+/// Rows up to which there are four warpgroups that multiply; of more rows, there are two with twice the work.
+const FOUR_WARPGROUPS: usize = 64;
+/// The most chunks in shared memory.
+const MOST_STAGES: usize = 8;
+/// Rows of a block of `linear_batch_arrange`, or of all blocks of inputs that it has.
+const ARRANGED_ROWS: usize = 32;
+
+/// How the work is divided.
+pub(super) struct BatchTiling {
+    /// Rows of a tile, and tiles of rows.
+    rows: usize,
+    row_tiles: usize,
+    output_tiles: usize,
+    /// Blocks of inputs of a chunk, and chunks.
+    depth: usize,
+    chunks: usize,
+    stages: usize,
+    shared_bytes: usize,
+    /// Whether scales and biases of an output begin at multiples of 8 bytes.
+    factors_aligned: bool,
+    /// Blocks of the product.
+    blocks: usize,
+}
+
+impl BatchTiling {
+    /// None if the kernels do not take the product.
+    pub(super) fn new(call: &Call, weight: &Parts, limits: &Limits) -> Option<BatchTiling> {
+        let (Some(scales), Some(biases)) = (weight.scales, weight.biases) else { return None };
+        let Call { x, out, dims, .. } = call;
+        let group = weight.group as usize;
+        let groups = dims.inputs / group;
+        let takes = limits.warpgroup_products
+            && matches!(weight.bits, 4 | 6 | 8)
+            && matches!(group, 64 | 128)
+            && weight.dtype.size() == 2
+            && weight.aligned
+            && x.dtype() == DType::BF16
+            && out.dtype() == DType::BF16
+            && dims.inputs > 0
+            && dims.inputs.is_multiple_of(BLOCK)
+            && dims.experts <= MOST_EXPERTS
+            && call.parts.len() <= MOST_PARTS;
+        if !takes {
+            return None;
+        }
+        // With experts, of those that all rows would make if every expert had as many; most tiles are then full.
+        let rows_of_tile = match call.experts {
+            Some(_) => 2 * call.rows.div_ceil(dims.experts),
+            None => call.rows,
+        };
+        let rows = ROWS.into_iter().find(|&rows| rows_of_tile <= rows)?;
+        if rows > MOST_OF_CODES && weight.dtype != DType::BF16 {
+            return None;
+        }
+        let factors_aligned = groups.is_multiple_of(4)
+            && [scales, biases].into_iter().all(|tensor| tensor.byte_offset().is_multiple_of(8));
+        let slots = SLOTS * 2 * OUTPUTS * (SPAN / group * 2 + 8);
+        let (depth, stages, shared_bytes) = DEPTHS.into_iter().find_map(|(depth, fewest)| {
+            let stage = (chunk_bytes(rows, depth) + OUTPUTS * pitch(weight.bits, depth)).next_multiple_of(1024);
+            let shared_bytes = |stages: &usize| 2048 + stages * stage + slots;
+            let stages =
+                (fewest..=MOST_STAGES).rev().find(|stages| shared_bytes(stages) <= limits.threadgroup_bytes)?;
+            Some((depth, stages, shared_bytes(&stages)))
+        })?;
+        let row_tiles = most_tiles(call, rows);
+        let output_tiles = dims.outputs.div_ceil(OUTPUTS);
+        let chunks = dims.inputs.div_ceil(depth * BLOCK);
+        let units = row_tiles.checked_mul(output_tiles)?.checked_mul(chunks).filter(|&n| n <= u32::MAX as usize)?;
+        let blocks = units.min(limits.busy_groups);
+        Some(BatchTiling {
+            rows,
+            row_tiles,
+            output_tiles,
+            depth,
+            chunks,
+            stages,
+            shared_bytes,
+            factors_aligned,
+            blocks,
+        })
+    }
+
+    fn threads(&self) -> usize {
+        WARPGROUP * if self.rows <= FOUR_WARPGROUPS { 5 } else { 3 }
+    }
+
+    /// Adds the launches of the kernels that sort rows and arrange x, and of the product.
+    pub(super) fn build(
+        &self,
+        name: &'static str,
+        call: &Call,
+        weight: &Parts,
+        params: &LinearParams,
+        b: &mut Builder,
+    ) -> Result<()> {
+        let uint = |value| Launch::uint(NAME, "out", value);
+        let sorted = match &call.experts {
+            Some(ids) => Some(sort(call, ids, params, [self.row_tiles, self.rows], b)?),
+            None => None,
+        };
+        let sorted = sorted.as_ref();
+        let arranged = b.scratch(self.row_tiles * self.chunks * chunk_bytes(self.rows, self.depth))?;
+        let counters = b.scratch(self.row_tiles * self.output_tiles * 4)?;
+        let partials = b.scratch(2 * self.blocks * OUTPUTS * self.rows * 4)?;
+        // The first output of a part, or behind the last one.
+        let begin = |part: usize| {
+            if part < call.parts.len() { call.parts[..part].iter().sum() } else { call.dims.outputs }
+        };
+        let &LinearParams { rows, outputs, inputs, experts, rows_per_input, alpha } = params;
+        let params = LinearBatchParams {
+            rows,
+            outputs,
+            inputs,
+            experts,
+            rows_per_input,
+            alpha,
+            row_tiles: uint(self.row_tiles)?,
+            output_tiles: uint(self.output_tiles)?,
+            second: uint(begin(1))?,
+            third: uint(begin(2))?,
+        };
+        let even = |part: &usize| part.is_multiple_of(2);
+        let out_aligned =
+            call.out.byte_offset().is_multiple_of(4) && even(&call.dims.outputs) && call.parts.iter().all(even);
+        let odd = |tensor: Option<&Tensor>| tensor.map_or(0, |tensor| (tensor.byte_offset() / 2 % 2) as u32);
+        let common = |launch: Launch, index| {
+            let launch = launch
+                .constant("BITS", weight.bits)
+                .constant("ROWS", self.rows as u32)
+                .constant("DEPTH", self.depth as u32)
+                .constant("EXPERTS", sorted.is_some());
+            match sorted {
+                Some([experts, order]) => {
+                    launch.scratch(index, experts, Use::Read).scratch(index + 1, order, Use::Read)
+                }
+                None => launch,
+            }
+        };
+        let together = ARRANGED_ROWS.min(self.rows);
+        let blocks = (self.chunks * self.depth).div_ceil(ARRANGED_ROWS / together);
+        b.push(
+            common(Launch::new(NAME, &SOURCE, "linear_batch_arrange"), 4)
+                .read(0, &call.x)
+                .scratch(1, &arranged, Use::Write)
+                .scratch(2, &counters, Use::Write)
+                .params(3, &params)
+                .grid([blocks, self.row_tiles * self.rows / together, 1], [8 * ARRANGED_ROWS, 1, 1]),
+        )?;
+        let launch = common(Launch::new(NAME, &SOURCE, name), 8)
+            .constant("X_DTYPE", call.x.dtype())
+            .constant("OUT_DTYPE", call.out.dtype())
+            .constant("W_DTYPE", weight.dtype)
+            .constant("GROUP", weight.group)
+            .constant("FACTORS_ALIGNED", self.factors_aligned)
+            .constant("SCALES_ODD", odd(weight.scales))
+            .constant("BIASES_ODD", odd(weight.biases))
+            .constant("OUT_ALIGNED", out_aligned)
+            .constant("WHOLE", call.dims.inputs.is_multiple_of(self.depth * BLOCK))
+            .constant("STAGES", self.stages as u32)
+            .constant("SHARED_BYTES", self.shared_bytes as u32)
+            .scratch(0, &arranged, Use::Read)
+            .read(1, weight.weight)
+            .read_if(2, weight.scales)
+            .read_if(3, weight.biases)
+            .write(4, &call.out)
+            .scratch(5, &partials, Use::ReadWrite)
+            .scratch(6, &counters, Use::ReadWrite)
+            .params(7, &params)
+            .threadgroup_memory(self.shared_bytes)
+            .grid([self.blocks, 1, 1], [self.threads(), 1, 1]);
+        // The experts are written by a kernel before this one.
+        b.push(if sorted.is_some() { launch } else { launch.reads_ahead(&[1, 2, 3]) })
+    }
+}
+
+/// Bytes of a chunk: x, and the sums of its blocks.
+fn chunk_bytes(rows: usize, depth: usize) -> usize {
+    rows * depth * (BLOCK * 2 + if rows <= MOST_OF_CODES { 4 } else { 0 })
+}
+
+/// Bytes from one output's codes in a chunk to the next one's.
+fn pitch(bits: u32, depth: usize) -> usize {
+    let codes = depth * BLOCK / 8 * bits as usize;
+    match bits {
+        4 => codes,
+        6 => codes + 16,
+        _ => codes + 64,
+    }
+}
