@@ -2,7 +2,7 @@
 
     python tools/golden_blocks.py [--out crates/kvant/tests/golden/blocks.safetensors]
 
-The `gguf` package dequantises the formats of GGUF files, MLX the MXFP4 with separate scales. A case FORMAT has the
+The `gguf` package dequantises the formats of GGUF files, MLX small floats with separate scales. A case FORMAT has the
 tensors `data` u8 [rows, bytes] (or `codes` u32 and `scales` u8) and `weights` f32 [rows, inputs].
 """
 
@@ -43,6 +43,24 @@ def blocks_of(name, rng):
     return data, gguf.quants.dequantize(data, kind).astype(np.float32)
 
 
+def floats_of(mode, rng):
+    """Quantised normal numbers, and after them every code that is no NaN, with several scales."""
+    dense = mx.array((rng.standard_normal((ROWS, 512)) * 0.1).astype(np.float32))
+    codes, scales = mx.quantize(dense, mode=mode)[:2]
+    every = np.arange(256, dtype=np.uint8)
+    if mode == "mxfp8":
+        every[(every & 0x7F) == 0x7F] = 0x38
+    every = np.resize(every, ROWS * codes.shape[1] * 4).view(np.uint32).reshape(codes.shape)
+    # Scales are powers of two, or numbers of E4M3 up to 0x7E; the first are subnormal.
+    some = np.arange(scales.size) * 7 % 127 if mode == "nvfp4" else np.arange(scales.size) * 5 % 240
+    some = some.astype(np.uint8).reshape(scales.shape)
+    codes = mx.concatenate([codes, mx.array(every)])
+    scales = mx.concatenate([scales, mx.array(some)])
+    weights = mx.dequantize(codes, scales, mode=mode, dtype=mx.float32)
+    assert mx.isfinite(weights).all().item(), mode
+    return codes, scales, weights
+
+
 def main():
     parser = argparse.ArgumentParser(description="Golden blocks by the gguf package and MLX.")
     root = Path(__file__).resolve().parent.parent
@@ -55,12 +73,10 @@ def main():
         tensors[f"{name}/data"], tensors[f"{name}/weights"] = mx.array(data), mx.array(weights)
         metadata[name] = json.dumps({"source": f"gguf {getattr(gguf, '__version__', '')}".strip()})
     mx.set_default_device(mx.cpu)
-    dense = mx.array((rng.standard_normal((ROWS, 512)) * 0.1).astype(np.float32))
-    codes, scales = mx.quantize(dense, mode="mxfp4")[:2]
-    weights = mx.dequantize(codes, scales, mode="mxfp4").astype(mx.float32)
-    name = "separate"
-    tensors.update({f"{name}/codes": codes, f"{name}/scales": scales, f"{name}/weights": weights})
-    metadata[name] = json.dumps({"source": f"mlx {mx.__version__}"})
+    for name in ["mxfp4", "mxfp8", "nvfp4"]:
+        codes, scales, weights = floats_of(name, rng)
+        tensors.update({f"{name}/codes": codes, f"{name}/scales": scales, f"{name}/weights": weights})
+        metadata[name] = json.dumps({"source": f"mlx {mx.__version__}"})
     print(f"{out}: {len(metadata)} cases, {save(out, tensors, metadata)} bytes")
 
 

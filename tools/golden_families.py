@@ -76,6 +76,8 @@ VARIANTS = {
     # compressed-tensors: each projection in another of its forms.
     "llama_w4a16": ("llama", "Llama", "bf16", dict(rope_theta=1e4, num_hidden_layers=1), 64, "packed"),
     "llama_fp8": ("llama", "Llama", "bf16", dict(rope_theta=1e4, num_hidden_layers=1), 65, "fp8"),
+    "llama_mxfp8": ("llama", "Llama", "bf16", dict(rope_theta=1e4), 66, dict(group_size=32, bits=8, mode="mxfp8")),
+    "qwen3_moe_nvfp4": ("qwen3_moe", "Qwen3Moe", "bf16", dict(rope_theta=1e6, mlp_only_layers=[0], **MOE), 67, dict(group_size=16, bits=4, mode="nvfp4")),
     # As mlx-community has it: experts in MXFP4, the rest affine. mlx_lm ignores `truncate`.
     "gpt_oss_mlx": ("gpt_oss", "GptOss", "bf16", dict(GPT_OSS, rope_scaling=dict(GPT_OSS["rope_scaling"], truncate=True)), 61, dict(group_size=32, bits=4, mode="mxfp4")),
 }
@@ -362,7 +364,7 @@ def mlx_variant(folder, name, config, dtype, weights, how):
         predicate = lambda path, module: "experts" in path or eight
         mlx_model, full = quantize_model(mlx_model, dict(config), quant_predicate=predicate, **how)
     else:
-        mlx_model, full = quantize_model(mlx_model, dict(config), mode="affine", **how)
+        mlx_model, full = quantize_model(mlx_model, dict(config), **{"mode": "affine", **how})
     full["quantization_config"] = full["quantization"]
     write_json(folder / "config.json", full)
     save(folder / "model.safetensors", dict(tree_flatten(mlx_model.parameters())), {"format": "mlx"})

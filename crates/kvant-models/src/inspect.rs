@@ -276,7 +276,7 @@ impl std::fmt::Display for Form {
             Form::Dense(dtype) => dtype.fmt(f),
             Form::Affine { bits, group, .. } => write!(f, "{bits} bit, group {group}"),
             Form::Blocks(format) => format.fmt(f),
-            Form::Mxfp4 { .. } => write!(f, "mxfp4"),
+            Form::Floats { format, .. } => write!(f, "{format}"),
         }
     }
 }

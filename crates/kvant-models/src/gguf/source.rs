@@ -113,8 +113,8 @@ impl Source for GgufSource<'_> {
         match to {
             Matrix::Dense(tensor) => self.0.read_into(&name, tensor),
             Matrix::Blocks { data, .. } => self.0.read_bytes_into(&name, data),
-            // `form` never returns it: MXFP4 is a block format here.
-            Matrix::Mxfp4 { .. } => {
+            // `form` never returns it: MXFP4 is a block format here, and there are no others.
+            Matrix::Floats { .. } => {
                 Err(Error::TensorDType { name, expected: "blocks", got: "MXFP4 codes".to_string() })
             }
             Matrix::Affine { codes, scales, biases, .. } => {

@@ -1,12 +1,11 @@
 //! Checkpoints of safetensors files as Hugging Face and MLX lay them out.
 
-use kvant::{DType, Device, Tensor};
+use kvant::{DType, Device, Tensor, ops::FloatFormat};
 
 use super::{
     Form, Matrix, Part, Role, Source,
     experts::Interleaved,
     fp8::{self, Fp8},
-    matrix::MXFP4_GROUP,
     packed::Packed,
     quantization::{Quantization, Scheme},
 };
@@ -113,18 +112,21 @@ impl<'a> HfSource<'a> {
             got: "nothing".to_string(),
         })?;
         let &inputs = shape.last().expect("a matrix has dimensions");
-        if !inputs.is_multiple_of(scheme.group()) {
+        if !inputs.is_multiple_of(scheme.step()) {
             return Err(Error::Config {
                 key: "quantization.group_size".to_string(),
                 expected: format!("a divisor of the {inputs} inputs of `{module}`"),
-                got: scheme.group().to_string(),
+                got: scheme.step().to_string(),
             });
         }
-        let Scheme::Affine { bits, group } = scheme else {
-            let form = Form::Mxfp4 { codes: DType::U32 };
-            self.expect(name, DType::U32, &form.words(shape))?;
-            self.expect(&scales, DType::U8, &form.groups(shape))?;
-            return Ok(form);
+        let (bits, group) = match scheme {
+            Scheme::Affine { bits, group } => (bits, group),
+            Scheme::Floats(format) => {
+                let form = Form::Floats { format, codes: DType::U32 };
+                self.expect(name, DType::U32, &form.words(shape))?;
+                self.expect(&scales, DType::U8, &form.groups(shape))?;
+                return Ok(form);
+            }
         };
         let form = |dtype| Form::Affine { bits, group, dtype };
         let any = form(DType::F32);
@@ -144,15 +146,17 @@ impl<'a> HfSource<'a> {
         if self.layout == ExpertLayout::InterleavedTransposed {
             return Ok(Form::Dense(self.float_dtype(name, &[experts, inputs, outputs])?));
         }
-        if !inputs.is_multiple_of(MXFP4_GROUP) {
-            let expected = format!("a multiple of {MXFP4_GROUP} with experts in MXFP4 (`{name}`)");
+        let format = FloatFormat::Mxfp4;
+        let group = format.group();
+        if !inputs.is_multiple_of(group) {
+            let expected = format!("a multiple of {group} with experts in MXFP4 (`{name}`)");
             let key = "hidden_size or intermediate_size".to_string();
             return Err(Error::Config { key, expected, got: inputs.to_string() });
         }
-        let groups = inputs / MXFP4_GROUP;
-        self.expect(name, DType::U8, &[experts, outputs, groups, MXFP4_GROUP / 2])?;
+        let groups = inputs / group;
+        self.expect(name, DType::U8, &[experts, outputs, groups, group / 2])?;
         self.expect(&scales_of_blocks(name), DType::U8, &[experts, outputs, groups])?;
-        Ok(Form::Mxfp4 { codes: DType::U8 })
+        Ok(Form::Floats { format, codes: DType::U8 })
     }
 
     /// The module of a matrix and the name of its scales, if it is quantised.
@@ -191,7 +195,7 @@ impl<'a> HfSource<'a> {
                 self.checkpoint.read_into(&format!("{module}.biases"), biases)
             }
             Matrix::Blocks { data, .. } => self.checkpoint.read_into(name, data),
-            Matrix::Mxfp4 { codes, scales } => {
+            Matrix::Floats { codes, scales, .. } => {
                 let module = name.strip_suffix(".weight").expect("only modules are quantised");
                 self.checkpoint.read_into(name, codes)?;
                 self.checkpoint.read_into(&format!("{module}.scales"), scales)
@@ -266,7 +270,7 @@ impl Source for HfSource<'_> {
         match (self.layout(role), to) {
             (ExpertLayout::Plain, _) => {}
             (_, Matrix::Dense(tensor)) => return self.interleaved(role).read_transposed(&pattern, tensor),
-            (_, Matrix::Mxfp4 { codes, scales }) => {
+            (_, Matrix::Floats { codes, scales, .. }) => {
                 self.interleaved(role).read_rows(&pattern, codes)?;
                 return self.interleaved(role).read_rows(&scales_of_blocks(&pattern), scales);
             }

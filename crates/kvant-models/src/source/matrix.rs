@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use kvant::{
     DType, Device, Encoder, Tensor,
-    ops::{self, Affine, BlockFormat, Blocks, Mxfp4, Weight},
+    ops::{self, Affine, BlockFormat, Blocks, FloatFormat, ScaledFloats, Weight},
 };
 
 use crate::{Error, Result};
@@ -25,9 +25,10 @@ pub(crate) enum Matrix {
         data: Tensor,
         format: BlockFormat,
     },
-    Mxfp4 {
+    Floats {
         codes: Tensor,
         scales: Tensor,
+        format: FloatFormat,
     },
 }
 
@@ -43,9 +44,10 @@ impl Matrix {
                 Matrix::Affine { codes: zeros(DType::U32, &form.words(shape))?, scales, biases, bits, group }
             }
             Form::Blocks(format) => Matrix::Blocks { data: zeros(DType::U8, &form.words(shape))?, format },
-            Form::Mxfp4 { codes } => Matrix::Mxfp4 {
+            Form::Floats { format, codes } => Matrix::Floats {
                 codes: zeros(codes, &form.words(shape))?,
                 scales: zeros(DType::U8, &form.groups(shape))?,
+                format,
             },
         })
     }
@@ -58,7 +60,7 @@ impl Matrix {
                 Weight::Affine(Affine { codes, scales, biases, bits: *bits, group: *group })
             }
             Matrix::Blocks { data, format } => Weight::Blocks(Blocks::new(data, *format)),
-            Matrix::Mxfp4 { codes, scales } => Weight::Mxfp4(Mxfp4::new(codes, scales)),
+            Matrix::Floats { codes, scales, format } => Weight::Floats(ScaledFloats::new(codes, scales, *format)),
         }
     }
 
@@ -81,7 +83,7 @@ impl Matrix {
             Matrix::Dense(first)
             | Matrix::Affine { codes: first, .. }
             | Matrix::Blocks { data: first, .. }
-            | Matrix::Mxfp4 { codes: first, .. } => first.shape()[0],
+            | Matrix::Floats { codes: first, .. } => first.shape()[0],
         }
     }
 
@@ -97,7 +99,9 @@ impl Matrix {
                 group: *group,
             },
             Matrix::Blocks { data, format } => Matrix::Blocks { data: view(data)?, format: *format },
-            Matrix::Mxfp4 { codes, scales } => Matrix::Mxfp4 { codes: view(codes)?, scales: view(scales)? },
+            Matrix::Floats { codes, scales, format } => {
+                Matrix::Floats { codes: view(codes)?, scales: view(scales)?, format: *format }
+            }
         })
     }
 
@@ -115,7 +119,7 @@ impl Matrix {
         match self {
             Matrix::Dense(tensor) | Matrix::Blocks { data: tensor, .. } => [Some(tensor), None, None],
             Matrix::Affine { codes, scales, biases, .. } => [Some(codes), Some(scales), Some(biases)],
-            Matrix::Mxfp4 { codes, scales } => [Some(codes), Some(scales), None],
+            Matrix::Floats { codes, scales, .. } => [Some(codes), Some(scales), None],
         }
     }
 
@@ -136,14 +140,12 @@ pub(crate) enum Form {
     },
     /// The number of inputs must be a multiple of the format's block.
     Blocks(BlockFormat),
-    /// `codes` is their dtype: u8, or u32 for eight codes in a word.
-    Mxfp4 {
+    /// `codes` is their dtype: u8, or u32 for several codes in a word.
+    Floats {
+        format: FloatFormat,
         codes: DType,
     },
 }
-
-/// Inputs that share a scale of MXFP4.
-pub(crate) const MXFP4_GROUP: usize = 32;
 
 impl Form {
     /// For a matrix of `shape`, the shape of its main tensor: elements, words of codes or bytes of blocks.
@@ -152,7 +154,7 @@ impl Form {
             Form::Dense(_) => shape.to_vec(),
             Form::Affine { bits, .. } => with_inputs(shape, |inputs| inputs * bits as usize / 32),
             Form::Blocks(format) => with_inputs(shape, |inputs| inputs / format.block_inputs() * format.block_bytes()),
-            Form::Mxfp4 { codes } => with_inputs(shape, |inputs| inputs / (2 * codes.size())),
+            Form::Floats { format, codes } => with_inputs(shape, |inputs| inputs * format.bits() / 8 / codes.size()),
         }
     }
 
@@ -164,7 +166,7 @@ impl Form {
             Form::Dense(dtype) => words * dtype.size(),
             Form::Affine { dtype, .. } => words * DType::U32.size() + 2 * groups * dtype.size(),
             Form::Blocks(_) => words,
-            Form::Mxfp4 { codes } => words * codes.size() + groups,
+            Form::Floats { codes, .. } => words * codes.size() + groups,
         }
     }
 
@@ -173,7 +175,7 @@ impl Form {
         match self {
             Form::Dense(_) | Form::Blocks(_) => Vec::new(),
             Form::Affine { group, .. } => with_inputs(shape, |inputs| inputs / group),
-            Form::Mxfp4 { .. } => with_inputs(shape, |inputs| inputs / MXFP4_GROUP),
+            Form::Floats { format, .. } => with_inputs(shape, |inputs| inputs / format.group()),
         }
     }
 }

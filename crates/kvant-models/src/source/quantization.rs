@@ -2,9 +2,9 @@
 
 use std::collections::HashMap;
 
+use kvant::ops::FloatFormat;
 use serde_json::Value;
 
-use super::matrix::MXFP4_GROUP;
 use crate::{Result, config::fields::Fields};
 
 /// The quantisation of one module.
@@ -16,16 +16,15 @@ pub(crate) enum Scheme {
         /// Inputs that share a scale and a bias: 32, 64 or 128.
         group: usize,
     },
-    /// 4 bits in groups of 32.
-    Mxfp4,
+    Floats(FloatFormat),
 }
 
 impl Scheme {
-    /// Inputs that share a scale.
-    pub(crate) fn group(self) -> usize {
+    /// The inputs of a matrix are a multiple of this.
+    pub(crate) fn step(self) -> usize {
         match self {
             Scheme::Affine { group, .. } => group,
-            Scheme::Mxfp4 => MXFP4_GROUP,
+            Scheme::Floats(_) => 32,
         }
     }
 }
@@ -133,16 +132,16 @@ fn compressed(fields: &Fields) -> Result<BlockSize> {
     Ok(BlockSize::default())
 }
 
-/// Kernels read two of MLX's modes; the others are `mxfp8` and `nvfp4`.
-const MODES: &str = "\"affine\" or \"mxfp4\", which have kernels";
+/// MLX's modes.
+const MODES: &str = "\"affine\", \"mxfp4\", \"mxfp8\" or \"nvfp4\"";
 
 /// The scheme of one object. An override inherits missing bits and group size of an affine default, but never its
 /// mode.
 fn scheme(fields: &Fields, default: Option<Scheme>) -> Result<Scheme> {
-    match fields.string("mode")?.unwrap_or("affine") {
-        "affine" => {}
-        "mxfp4" => return mxfp4(fields),
-        mode => return Err(fields.error("mode", MODES, format_args!("{mode:?}"))),
+    let mode = fields.string("mode")?.unwrap_or("affine");
+    if mode != "affine" {
+        let format = FloatFormat::ALL.into_iter().find(|format| format.to_string() == mode);
+        return floats(fields, format.ok_or_else(|| fields.error("mode", MODES, format_args!("{mode:?}")))?);
     }
     let (default_bits, default_group) = match default {
         Some(Scheme::Affine { bits, group }) => (Some(bits as usize), Some(group)),
@@ -159,15 +158,15 @@ fn scheme(fields: &Fields, default: Option<Scheme>) -> Result<Scheme> {
     Ok(Scheme::Affine { bits: bits as u32, group })
 }
 
-/// The mode has one width and one size of groups.
-fn mxfp4(fields: &Fields) -> Result<Scheme> {
-    for (key, only) in [("bits", 4), ("group_size", MXFP4_GROUP)] {
+/// These modes have one width and one size of groups.
+fn floats(fields: &Fields, format: FloatFormat) -> Result<Scheme> {
+    for (key, only) in [("bits", format.bits()), ("group_size", format.group())] {
         let given = fields.size(key, Some(only), 1024)?;
         if given != only {
-            return Err(fields.error(key, format_args!("{only} in mode \"mxfp4\""), given));
+            return Err(fields.error(key, format_args!("{only} in mode \"{format}\""), given));
         }
     }
-    Ok(Scheme::Mxfp4)
+    Ok(Scheme::Floats(format))
 }
 
 /// Removes the prefixes that checkpoints add to a text model's tensor names.

@@ -25,9 +25,10 @@ pub const GGUF_MODELS: [&str; 11] = [
 ];
 
 /// The folders of random checkpoints of other families than Gemma 4.
-pub const FAMILIES: [&str; 15] = [
+pub const FAMILIES: [&str; 17] = [
     "llama",
     "llama_mlx",
+    "llama_mxfp8",
     "llama_w4a16",
     "llama_fp8",
     "mistral",
@@ -36,6 +37,7 @@ pub const FAMILIES: [&str; 15] = [
     "qwen3_window",
     "qwen3_moe",
     "qwen3_moe_mlx",
+    "qwen3_moe_nvfp4",
     "qwen3_moe_window",
     "gemma3",
     "gpt_oss",

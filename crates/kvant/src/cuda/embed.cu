@@ -35,7 +35,7 @@ extern "C" __global__ void KVANT_KERNEL(const uchar *table, const uchar *scales,
         }
 #pragma unroll
         for (uint j = 0; j < 4; j++) {
-            const float4 q = bytes_of(words[j]) + all4(-code_of_zero(FORMAT));
+            const float4 q = numbers_of_codes(words[j], FORMAT);
             store4(out, to + j * 4, 4, p.scale * (scale * q + all4(bias)), OUT_DTYPE, OUT_ALIGNED);
         }
     } else if (BITS != 0) {

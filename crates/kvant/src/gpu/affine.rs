@@ -4,13 +4,19 @@ use super::Launch;
 use crate::{
     DType, Tensor,
     ops::{
-        BlockFormat,
+        BlockFormat, FloatFormat,
         linear::{Call, OwnedWeight},
     },
 };
 
-/// The number of MXFP4 with separate scales.
-const MXFP4_SEPARATE: u32 = 11;
+/// The number of a format with separate scales in `blocks.h` of either backend.
+fn number_of_floats(format: FloatFormat) -> u32 {
+    match format {
+        FloatFormat::Mxfp4 => 11,
+        FloatFormat::Mxfp8 => 12,
+        FloatFormat::Nvfp4 => 13,
+    }
+}
 
 /// The number of a format in `blocks.h` of either backend.
 fn number(format: BlockFormat) -> u32 {
@@ -66,9 +72,9 @@ impl Parts<'_> {
                 let alignment = 1 << (data.byte_offset() | format.block_bytes() | 4).trailing_zeros();
                 Parts::blocks(data, None, number(*format), alignment)
             }
-            OwnedWeight::Mxfp4 { codes, scales } => {
+            OwnedWeight::Floats { codes, scales, format } => {
                 let alignment = 1 << (codes.byte_offset() | 4).trailing_zeros();
-                Parts::blocks(codes, Some(scales), MXFP4_SEPARATE, alignment)
+                Parts::blocks(codes, Some(scales), number_of_floats(*format), alignment)
             }
             // 32 codes of 4 or 8 bits are 16 or 32 bytes; those of 6 bits are read word by word.
             OwnedWeight::Affine { codes, scales, biases, bits, group } => Parts {

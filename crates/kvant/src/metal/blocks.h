@@ -1,7 +1,8 @@
-// Weights in the block formats of GGUF files and in MXFP4: reference/blocks.rs defines them.
+// Weights in the block formats of GGUF files and in floats with separate scales: reference/blocks.rs defines them.
 //
 // Every format is affine in groups of 16 or 32 inputs. Codes are taken 16 at a time, all of one group, as unsigned
-// bytes; those of IQ4 and MXFP4 are replaced by the values that they stand for, from the least on.
+// bytes; those of IQ4, MXFP4 and NVFP4 are replaced by the values that they stand for, from the least on. Codes of
+// MXFP8 are floats of 8 bits; numbers_of_codes widens them.
 #ifndef KVANT_BLOCKS_H
 #define KVANT_BLOCKS_H
 #include "elements.h"
@@ -18,6 +19,13 @@ constant constexpr uint Q5_K = 8;
 constant constexpr uint Q6_K = 9;
 constant constexpr uint IQ4_XS = 10;
 constant constexpr uint MXFP4_SEPARATE = 11;
+constant constexpr uint MXFP8 = 12;
+constant constexpr uint NVFP4 = 13;
+
+// Whether scales are in a buffer of their own.
+inline bool has_separate_scales(uint format) {
+    return format >= MXFP4_SEPARATE && format <= NVFP4;
+}
 
 // Inputs and bytes of a block.
 inline uint block_inputs(uint format) {
@@ -35,17 +43,18 @@ inline uint block_bytes(uint format) {
            : format == Q5_K   ? 176
            : format == Q6_K   ? 210
            : format == IQ4_XS ? 136
+           : format == MXFP8  ? 32
                               : 16;
 }
 
 // What is subtracted from a code.
 inline float code_of_zero(uint format) {
-    return format == Q5_0                                 ? 16
-           : format == Q3_K                               ? 4
-           : format == Q6_K                               ? 32
-           : format == IQ4_NL || format == IQ4_XS         ? 128
-           : format == MXFP4 || format == MXFP4_SEPARATE ? 12
-                                                          : 0;
+    return format == Q5_0                                                      ? 16
+           : format == Q3_K                                                    ? 4
+           : format == Q6_K                                                    ? 32
+           : format == IQ4_NL || format == IQ4_XS                              ? 128
+           : format == MXFP4 || format == MXFP4_SEPARATE || format == NVFP4 ? 12
+                                                                               : 0;
 }
 
 // The word at any address; `alignment`, a constant, says at how many bytes blocks begin. Words lie at even distances
@@ -92,13 +101,36 @@ inline float half_power(uint e) {
     return as_type<float>(e < 2 ? 0x200000u << e : (e - 1) << 23);
 }
 
+// 2^(e - 127).
+inline float power(uint e) {
+    return as_type<float>(e == 0 ? 0x400000u : e << 23);
+}
+
+// An E4M3 number: a sign, 4 bits of exponent with bias 7, 3 of mantissa. 0x7F and 0xFF are NaN.
+inline float e4m3(uint code) {
+    const uint m = code & 0x7F;
+    // The exponent gets the bias of f32. Of a subnormal number the first bit of the mantissa is not implied.
+    const float magnitude = m < 8     ? float(m) * 0.001953125f
+                            : m == 0x7F ? as_type<float>(0x7FC00000u)
+                                        : as_type<float>((m << 20) + (120u << 23));
+    return code & 0x80 ? -magnitude : magnitude;
+}
+
 // Bits 0 .. 3 as the lowest bits of four bytes.
 inline uint spread(uint bits) {
     return (bits & 15) * 0x00204081u & 0x01010101u;
 }
 
-// Inputs 16 c .. 16 c + 15 of row `row` of a matrix of rows of `inputs`: w = scale * (code - code_of_zero(format)) +
-// bias. Four codes a word, the first in its lowest byte. `scales` is read if they are separate.
+// The numbers of four codes, in the bytes of a word.
+inline float4 numbers_of_codes(uint codes, uint format) {
+    if (format == MXFP8) {
+        return float4(e4m3(codes & 255), e4m3(codes >> 8 & 255), e4m3(codes >> 16 & 255), e4m3(codes >> 24));
+    }
+    return float4(uint4(codes, codes >> 8, codes >> 16, codes >> 24) & 255) - code_of_zero(format);
+}
+
+// Inputs 16 c .. 16 c + 15 of row `row` of a matrix of rows of `inputs`: w = scale * numbers_of_codes(code) + bias.
+// Four codes a word, the first in its lowest byte. `scales` is read if they are separate.
 inline void load_block_codes(device const uchar *data, device const uchar *scales, uint format, uint alignment, ulong row, uint c,
                              uint inputs, thread uint (&words)[4], thread float &scale, thread float &bias) {
     const uint chunks = block_inputs(format) / 16;
@@ -148,13 +180,19 @@ inline void load_block_codes(device const uchar *data, device const uchar *scale
         }
         const uint high = (block[2] | uint(block[3]) << 8) >> (u * 2) & 3;
         scale = half_at(block) * (float((block[4 + u / 2] >> (u % 2 * 4) & 15) | high << 4) - 32.0f);
-    } else if (format == MXFP4_SEPARATE) {
+    } else if (format == MXFP8) {
+        for (uint j = 0; j < 4; j++) {
+            words[j] = word_at(block + g * 16 + j * 4, alignment);
+        }
+        scale = power(scales[row * (inputs / 32) + c / 2]);
+    } else if (format == MXFP4_SEPARATE || format == NVFP4) {
         for (uint j = 0; j < 4; j++) {
             device const uchar *two = block + g * 8 + j * 2;
             const uint codes = two[0] | uint(two[1]) << 8;
             words[j] = numbers_of((codes & 0xF) | (codes & 0xF0) << 4 | (codes & 0xF00) << 8 | (codes & 0xF000) << 12);
         }
-        scale = half_power(scales[row * (inputs / 32) + c / 2]);
+        scale = format == NVFP4 ? 0.5f * e4m3(scales[row * (inputs / 16) + c])
+                                : half_power(scales[row * (inputs / 32) + c / 2]);
     } else {
         // Blocks of 32: the chunk is the low or the high halves of 16 bytes, at the end of the block.
         const uint start = block_bytes(format) - 16;

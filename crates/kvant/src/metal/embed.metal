@@ -26,7 +26,7 @@ constant uint FORMAT [[function_constant(6)]];
 constant uint BLOCK_ALIGNMENT [[function_constant(7)]];
 constant bool AFFINE = BITS != 0;
 constant bool DENSE = !AFFINE && FORMAT == 0;
-constant bool SCALES = AFFINE || FORMAT == MXFP4_SEPARATE;
+constant bool SCALES = AFFINE || has_separate_scales(FORMAT);
 
 kernel void embed(device const uchar *table [[buffer(0)]],
                   device const uchar *scales [[buffer(1), function_constant(SCALES)]],
@@ -49,8 +49,7 @@ kernel void embed(device const uchar *table [[buffer(0)]],
             load_block_codes(table, SCALES ? scales : table, FORMAT, BLOCK_ALIGNMENT, row, i / 16, p.dim, words, scale, bias);
         }
         for (uint j = 0; j < 4; j++) {
-            const uint w = words[j];
-            const float4 q = float4(uint4(w, w >> 8, w >> 16, w >> 24) & 255) - code_of_zero(FORMAT);
+            const float4 q = numbers_of_codes(words[j], FORMAT);
             store4(out, to + j * 4, 4, p.scale * (scale * q + bias), OUT_DTYPE, OUT_ALIGNED);
         }
     } else if (AFFINE) {

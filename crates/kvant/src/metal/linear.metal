@@ -39,7 +39,7 @@ constant uint BLOCK_ALIGNMENT [[function_constant(9)]];
 constant bool AFFINE = BITS != 0;
 constant bool BLOCKS = FORMAT != 0;
 constant bool DENSE = !AFFINE && !BLOCKS;
-constant bool SCALES = AFFINE || FORMAT == MXFP4_SEPARATE;
+constant bool SCALES = AFFINE || has_separate_scales(FORMAT);
 
 struct Weight {
     device const uchar *values;
@@ -59,8 +59,7 @@ inline void load_chunk(Weight w, ulong row, uint c, uint inputs, thread Chunk &c
         uint words[4];
         load_block_codes(w.values, w.scales, FORMAT, BLOCK_ALIGNMENT, row, c, inputs, words, chunk.scale, chunk.bias);
         for (uint i = 0; i < 4; i++) {
-            const uint codes = words[i];
-            chunk.q[i] = float4(uint4(codes, codes >> 8, codes >> 16, codes >> 24) & 255) - code_of_zero(FORMAT);
+            chunk.q[i] = numbers_of_codes(words[i], FORMAT);
         }
         return;
     }

@@ -1,4 +1,4 @@
-//! Weights in the block formats of GGUF files and in MXFP4, as the files store them.
+//! Weights in the block formats of GGUF files and in floats with a scale per group, as the files store them.
 
 use super::check;
 use crate::{DType, Result, Tensor};
@@ -116,26 +116,80 @@ impl<'a> Blocks<'a> {
     }
 }
 
-/// A matrix in MXFP4 with codes and scales in separate tensors: gpt-oss' safetensors (`_blocks` and `_scales`) and
-/// MLX's mode `mxfp4`.
+/// A format of weights that are small floats with a scale per group of consecutive inputs: w = scale · v.
 ///
-/// w = 2^(scale − 127) · v, where v is the E2M1 number of the code. Code i of a row is the low half of byte i / 2 for
-/// even i, else the high half. GGUF's MXFP4 orders codes differently: see [`BlockFormat::MXFP4`].
+/// | format | element v | scale | inputs of a group |
+/// |---|---|---|---|
+/// | `Mxfp4` | E2M1, 4 bits | E8M0 | 32 |
+/// | `Mxfp8` | E4M3, 8 bits | E8M0 | 32 |
+/// | `Nvfp4` | E2M1, 4 bits | E4M3 | 16 |
 ///
-/// A scale of 255 is 2^128, as in transformers and ggml, and products with it may be infinite. By the OCP specification
-/// it would be NaN; quantisers do not write it.
-#[derive(Clone, Copy, Debug)]
-pub struct Mxfp4<'a> {
-    /// u8 `[N, K/2]` or u32 `[N, K/8]`, or with a leading dimension E.
-    pub codes: &'a Tensor,
-    /// u8 `[N, K/32]`, or `[E, N, K/32]`.
-    pub scales: &'a Tensor,
+/// Special codes:
+/// - E4M3 has no infinities; 0x7F and 0xFF are NaN.
+/// - An E8M0 byte e is 2^(e − 127). 255 is 2^128, as in transformers, ggml and MLX, and products with it may be
+///   infinite. By the OCP specification it would be NaN; quantisers do not write it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum FloatFormat {
+    /// gpt-oss' safetensors (`_blocks` and `_scales`) and MLX's mode `mxfp4`. GGUF's MXFP4 orders codes differently:
+    /// see [`BlockFormat::MXFP4`].
+    Mxfp4,
+    /// MLX's mode `mxfp8`.
+    Mxfp8,
+    /// MLX's mode `nvfp4`, without a global scale.
+    Nvfp4,
 }
 
-impl<'a> Mxfp4<'a> {
+impl FloatFormat {
+    /// Every format.
+    pub const ALL: [FloatFormat; 3] = [FloatFormat::Mxfp4, FloatFormat::Mxfp8, FloatFormat::Nvfp4];
+
+    /// Bits of an element: 4 or 8.
+    pub const fn bits(self) -> usize {
+        match self {
+            FloatFormat::Mxfp4 | FloatFormat::Nvfp4 => 4,
+            FloatFormat::Mxfp8 => 8,
+        }
+    }
+
+    /// Consecutive inputs that share a scale: 16 or 32.
+    pub const fn group(self) -> usize {
+        match self {
+            FloatFormat::Mxfp4 | FloatFormat::Mxfp8 => 32,
+            FloatFormat::Nvfp4 => 16,
+        }
+    }
+}
+
+/// The name in lower case, as MLX writes it.
+impl std::fmt::Display for FloatFormat {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            FloatFormat::Mxfp4 => "mxfp4",
+            FloatFormat::Mxfp8 => "mxfp8",
+            FloatFormat::Nvfp4 => "nvfp4",
+        })
+    }
+}
+
+/// A matrix in a [`FloatFormat`], with codes and scales in separate tensors.
+///
+/// Codes of 8 bits are the bytes of a row in order. Of 4 bits, code i of a row is the low half of byte i / 2 for even
+/// i, else the high half. K is a multiple of 32, also for groups of 16.
+#[derive(Clone, Copy, Debug)]
+pub struct ScaledFloats<'a> {
+    /// u8 `[N, K·bits/8]` or u32 `[N, K·bits/32]`, or with a leading dimension E.
+    pub codes: &'a Tensor,
+    /// u8 `[N, K/group]`, or `[E, N, K/group]`.
+    pub scales: &'a Tensor,
+    /// The format of every group.
+    pub format: FloatFormat,
+}
+
+impl<'a> ScaledFloats<'a> {
     /// The matrix of `codes` and `scales`.
-    pub fn new(codes: &'a Tensor, scales: &'a Tensor) -> Self {
-        Mxfp4 { codes, scales }
+    pub fn new(codes: &'a Tensor, scales: &'a Tensor, format: FloatFormat) -> Self {
+        ScaledFloats { codes, scales, format }
     }
 }
 
@@ -150,11 +204,12 @@ impl Blocks<'_> {
     }
 }
 
-impl Mxfp4<'_> {
-    /// K, of rows of `columns` codes tensor elements and `groups` scales.
+impl ScaledFloats<'_> {
+    /// K, of rows of `columns` elements of `codes` and `groups` scales.
     pub(super) fn inputs(&self, op: &'static str, columns: usize, groups: usize) -> Result<usize> {
-        let inputs = groups.checked_mul(32).ok_or(crate::Error::Overflow { op, arg: "scales" })?;
-        let per_element = 2 * self.codes.dtype().size();
+        let inputs = groups.checked_mul(self.format.group()).ok_or(crate::Error::Overflow { op, arg: "scales" })?;
+        check::value_is(op, "K", inputs.is_multiple_of(32), "a multiple of 32", inputs)?;
+        let per_element = 8 / self.format.bits() * self.codes.dtype().size();
         let fits = columns.checked_mul(per_element) == Some(inputs);
         check::value_is(op, "codes", fits, format_args!("K/{per_element} elements a row for K = {inputs}"), columns)?;
         Ok(inputs)

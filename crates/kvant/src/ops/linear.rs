@@ -1,4 +1,4 @@
-use super::{BlockFormat, Blocks, Mxfp4, check};
+use super::{BlockFormat, Blocks, FloatFormat, ScaledFloats, check};
 use crate::{
     DType, Encoder, Result, Tensor,
     encoder::{Access::*, Touch},
@@ -75,8 +75,8 @@ pub enum Weight<'a> {
     Affine(Affine<'a>),
     /// Quantised in a block format of GGUF files.
     Blocks(Blocks<'a>),
-    /// MXFP4 with separate scales.
-    Mxfp4(Mxfp4<'a>),
+    /// Small floats with separate scales: MXFP4, MXFP8, NVFP4.
+    Floats(ScaledFloats<'a>),
 }
 
 impl<'a> From<&'a Tensor> for Weight<'a> {
@@ -97,9 +97,9 @@ impl<'a> From<Blocks<'a>> for Weight<'a> {
     }
 }
 
-impl<'a> From<Mxfp4<'a>> for Weight<'a> {
-    fn from(mxfp4: Mxfp4<'a>) -> Weight<'a> {
-        Weight::Mxfp4(mxfp4)
+impl<'a> From<ScaledFloats<'a>> for Weight<'a> {
+    fn from(floats: ScaledFloats<'a>) -> Weight<'a> {
+        Weight::Floats(floats)
     }
 }
 
@@ -223,13 +223,13 @@ impl Weight<'_> {
                 let [experts, outputs, bytes] = dims(blocks.data)?;
                 return Ok(WeightDims { experts, outputs, inputs: blocks.inputs(op, arg, bytes)? });
             }
-            Weight::Mxfp4(mxfp4) => {
-                mxfp4.check_dtypes(op)?;
-                let [e, outputs, columns] = dims(mxfp4.codes)?;
-                let [_, _, groups] = dims(mxfp4.scales)?;
-                let inputs = mxfp4.inputs(op, columns, groups)?;
-                let named = [("E", e), ("N", outputs), ("K/32", groups)];
-                check::shape(op, "scales", mxfp4.scales, if experts.is_some() { &named } else { &named[1..] })?;
+            Weight::Floats(floats) => {
+                floats.check_dtypes(op)?;
+                let [e, outputs, columns] = dims(floats.codes)?;
+                let [_, _, groups] = dims(floats.scales)?;
+                let inputs = floats.inputs(op, columns, groups)?;
+                let named = [("E", e), ("N", outputs), ("K/group", groups)];
+                check::shape(op, "scales", floats.scales, if experts.is_some() { &named } else { &named[1..] })?;
                 return Ok(WeightDims { experts: e, outputs, inputs });
             }
         };
@@ -268,7 +268,9 @@ impl Weight<'_> {
                 group: a.group,
             },
             Weight::Blocks(b) => OwnedWeight::Blocks { data: b.data.clone(), format: b.format },
-            Weight::Mxfp4(m) => OwnedWeight::Mxfp4 { codes: m.codes.clone(), scales: m.scales.clone() },
+            Weight::Floats(f) => {
+                OwnedWeight::Floats { codes: f.codes.clone(), scales: f.scales.clone(), format: f.format }
+            }
         }
     }
 }
@@ -278,7 +280,7 @@ pub(crate) enum OwnedWeight {
     Dense(Tensor),
     Affine { codes: Tensor, scales: Tensor, biases: Tensor, bits: u32, group: usize },
     Blocks { data: Tensor, format: BlockFormat },
-    Mxfp4 { codes: Tensor, scales: Tensor },
+    Floats { codes: Tensor, scales: Tensor, format: FloatFormat },
 }
 
 impl OwnedWeight {
@@ -303,7 +305,7 @@ impl OwnedWeight {
         match self {
             OwnedWeight::Dense(tensor) => visit(Touch { arg: "weight", tensor, access: Read }),
             OwnedWeight::Blocks { data, .. } => visit(Touch { arg: "weight", tensor: data, access: Read }),
-            OwnedWeight::Mxfp4 { codes, scales } => {
+            OwnedWeight::Floats { codes, scales, .. } => {
                 visit(Touch { arg: "codes", tensor: codes, access: Read });
                 visit(Touch { arg: "scales", tensor: scales, access: Read });
             }

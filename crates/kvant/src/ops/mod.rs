@@ -85,6 +85,9 @@
 //! | [`argmax`](argmax()) | | none | none | exact |
 //! | [`sample`](sample()) | | f32 or wider | none | a random number within rounding of the border between two candidates may pick either |
 //!
+//! "Blocks" include MXFP4 and NVFP4 with separate scales, and on CUDA MXFP8, whose weights bf16 holds exactly. The CPU
+//! multiplies MXFP8 in f32.
+//!
 //! To multiply in f32 on a CPU with VNNI, at about half the speed for [`linear`](linear()), open the device with
 //! [`CpuOptions`](crate::CpuOptions)` { simd: Some(SimdLevel::Avx512), .. }`.
 
@@ -110,7 +113,7 @@ pub(crate) mod softcap;
 pub use add_bias::{AddBias, add_bias};
 pub use argmax::{Argmax, argmax};
 pub use attend::{Attend, Explanation, Query, attend, explain};
-pub use blocks::{BlockFormat, Blocks, Mxfp4};
+pub use blocks::{BlockFormat, Blocks, FloatFormat, ScaledFloats};
 pub use copy::copy;
 pub use embed::{Embed, embed};
 pub use gate::{Activation, Columns, Gate, gate};

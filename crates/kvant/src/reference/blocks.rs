@@ -1,4 +1,4 @@
-//! The block formats of GGUF files and MXFP4, block by block in f64.
+//! The block formats of GGUF files and floats with a scale per group, block by block in f64.
 //!
 //! Every weight is scale · (value of its code) + bias. Products of f16 scales, integer scales and codes are exact in
 //! f64. K-quants (256 inputs) store the codes of 32 consecutive inputs, a unit, in the bytes of a plane: the same bits
@@ -7,7 +7,10 @@
 use half::f16;
 
 use super::check_len;
-use crate::{Result, ops::BlockFormat};
+use crate::{
+    Result,
+    ops::{BlockFormat, FloatFormat},
+};
 
 /// The values of the codes of IQ4_NL and IQ4_XS.
 const IQ4: [i8; 16] = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113];
@@ -24,19 +27,38 @@ pub fn dequantise_blocks(format: BlockFormat, bytes: &[u8]) -> Result<Vec<f64>> 
     Ok(bytes.chunks_exact(size).flat_map(|block| dequantise_block(format, block)).collect())
 }
 
-/// The weights of a row of MXFP4 with separate scales: 16 bytes of codes per scale, the even inputs in the low halves.
+/// The weights of a row of small floats with separate scales. Of 4 bits, the even inputs are in the low halves.
 ///
 /// # Errors
-/// `Shape` when there are not 16 bytes of codes per scale.
-pub fn dequantise_mxfp4(codes: &[u8], scales: &[u8]) -> Result<Vec<f64>> {
-    check_len("dequantise_mxfp4", "codes", scales.len().saturating_mul(16), codes.len())?;
-    let weight = |i: usize| e8m0(scales[i / 32]) * e2m1(codes[i / 2] >> (i % 2 * 4) & 15);
-    Ok((0..codes.len() * 2).map(weight).collect())
+/// `Shape` when there are not the codes of a group per scale.
+pub fn dequantise_floats(format: FloatFormat, codes: &[u8], scales: &[u8]) -> Result<Vec<f64>> {
+    let (group, bits) = (format.group(), format.bits());
+    check_len("dequantise_floats", "codes", scales.len().saturating_mul(group * bits / 8), codes.len())?;
+    let weight = |i: usize| {
+        let (four, scale) = (codes[i * bits / 8] >> (i % 2 * 4) & 15, scales[i / group]);
+        match format {
+            FloatFormat::Mxfp4 => e8m0(scale) * e2m1(four),
+            FloatFormat::Mxfp8 => e8m0(scale) * e4m3(codes[i]),
+            FloatFormat::Nvfp4 => e4m3(scale) * e2m1(four),
+        }
+    };
+    Ok((0..scales.len() * group).map(weight).collect())
 }
 
 /// 2^(e − 127), also for 255, which the OCP specification reserves for NaN: ggml and transformers do the same.
 fn e8m0(e: u8) -> f64 {
     f64::from(i16::from(e) - 127).exp2()
+}
+
+/// A sign, 4 bits of exponent with bias 7, 3 bits of mantissa; no infinities, one NaN of either sign.
+fn e4m3(code: u8) -> f64 {
+    let (exponent, mantissa) = (i32::from(code >> 3 & 15), f64::from(code & 7) / 8.0);
+    let magnitude = match (exponent, code & 0x7F) {
+        (_, 0x7F) => f64::NAN,
+        (0, _) => mantissa * 2f64.powi(-6),
+        _ => (1.0 + mantissa) * 2f64.powi(exponent - 7),
+    };
+    if code & 0x80 == 0 { magnitude } else { -magnitude }
 }
 
 fn e2m1(code: u8) -> f64 {
@@ -138,9 +160,24 @@ mod tests {
         let weights = dequantise_blocks(BlockFormat::MXFP4, &block).unwrap();
         assert_eq!(weights[..3], [-12.0, -8.0, -6.0]);
         assert_eq!(weights[16..20], [0.0, 1.0, 2.0, 3.0]);
-        let twin = dequantise_mxfp4(&codes, &[128]).unwrap();
+        let twin = dequantise_floats(FloatFormat::Mxfp4, &codes, &[128]).unwrap();
         assert_eq!((twin[0], twin[1], twin[3]), (weights[0], weights[16], weights[17]));
         assert!(dequantise_blocks(BlockFormat::MXFP4, &block[1..]).is_err());
-        assert!(dequantise_mxfp4(&codes, &[]).is_err());
+        for format in FloatFormat::ALL {
+            assert!(dequantise_floats(format, &codes, &[]).is_err());
+        }
+    }
+
+    #[test]
+    fn weights_of_mxfp8_and_nvfp4() {
+        let mut codes = [0u8; 32];
+        codes[..8].copy_from_slice(&[0x00, 0x01, 0x07, 0x08, 0x38, 0x7E, 0xFE, 0x80]);
+        let weights = dequantise_floats(FloatFormat::Mxfp8, &codes, &[128]).unwrap();
+        let tiny = 2f64.powi(-8);
+        assert_eq!(weights[..8], [0.0, tiny, 7.0 * tiny, 8.0 * tiny, 2.0, 896.0, -896.0, 0.0]);
+        assert!(dequantise_floats(FloatFormat::Mxfp8, &[0x7F; 32], &[0]).unwrap()[0].is_nan());
+
+        let weights = dequantise_floats(FloatFormat::Nvfp4, &[0x72; 16], &[0x40, 0xB9]).unwrap();
+        assert_eq!((weights.len(), &weights[..2], &weights[16..18]), (32, &[2.0, 12.0][..], &[-1.125, -6.75][..]));
     }
 }

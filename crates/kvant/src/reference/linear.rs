@@ -1,5 +1,5 @@
 use super::{
-    blocks::{dequantise_blocks, dequantise_mxfp4},
+    blocks::{dequantise_blocks, dequantise_floats},
     check_len, io,
 };
 use crate::{
@@ -62,15 +62,16 @@ pub(super) fn load_rows(weight: &OwnedWeight, inputs: usize, first: usize, rows:
             let blocks = io::load_u8(data, first * bytes..(first + rows) * bytes);
             return dequantise_blocks(*format, &blocks).expect("validation compared the lengths");
         }
-        OwnedWeight::Mxfp4 { codes, scales } => {
-            let (words, groups) = (first * inputs / 2..(first + rows) * inputs / 2, inputs / 32);
+        OwnedWeight::Floats { codes, scales, format } => {
+            let (row, groups) = (inputs * format.bits() / 8, inputs / format.group());
+            let words = first * row..(first + rows) * row;
             let codes = match codes.dtype() {
                 DType::U8 => io::load_u8(codes, words),
                 // SAFETY: the device's lock is held, and nothing writes to the codes while the slice lives.
                 _ => bytemuck::cast_slice(unsafe { codes.host_slice::<u32>() })[words].to_vec(),
             };
             let scales = io::load_u8(scales, first * groups..(first + rows) * groups);
-            return dequantise_mxfp4(&codes, &scales).expect("validation compared the lengths");
+            return dequantise_floats(*format, &codes, &scales).expect("validation compared the lengths");
         }
         OwnedWeight::Affine { codes, scales, biases, bits, group } => (codes, scales, biases, *bits, *group),
     };

@@ -34,7 +34,7 @@ mod softcap;
 
 pub use argmax::argmax;
 pub use attend::{QueryVector, State, attend};
-pub use blocks::{dequantise_blocks, dequantise_mxfp4};
+pub use blocks::{dequantise_blocks, dequantise_floats};
 pub use embed::embed;
 pub use gate::{activate, gate};
 pub use hadamard::hadamard;

@@ -11,9 +11,9 @@ use kvant::{
     codec::BITS,
     gpu,
     ops::{
-        self, Activation, AddBias, Affine, Angles, Argmax, Attend, BlockFormat, Blocks, Columns, Embed, Experts, Gate,
-        Hadamard, HeadNorm, KvRead, KvSide, KvWrite, Linear, MoeCombine, MoeRoute, NextNorm, NormRope, NormRopeWrite,
-        PairLayout, Residual, RmsNorm, Rope, Sample, Softcap, Weight,
+        self, Activation, AddBias, Affine, Angles, Argmax, Attend, BlockFormat, Blocks, Columns, Embed, Experts,
+        FloatFormat, Gate, Hadamard, HeadNorm, KvRead, KvSide, KvWrite, Linear, MoeCombine, MoeRoute, NextNorm,
+        NormRope, NormRopeWrite, PairLayout, Residual, RmsNorm, Rope, Sample, ScaledFloats, Softcap, Weight,
     },
 };
 
@@ -88,6 +88,9 @@ fn kernels_of_large_shapes_compile() -> Result<()> {
     }
     for format in BlockFormat::ALL {
         block_products(&device, &mut enc, format)?;
+    }
+    for format in FloatFormat::ALL {
+        float_products(&device, &mut enc, format)?;
     }
     enc.commit()?.wait()?;
     let seen = launches.kernels.lock().unwrap();
@@ -320,9 +323,22 @@ fn affine_products(device: &Device, enc: &mut Encoder, bits: usize, group: usize
 
 /// One row and many, and rows of a table.
 fn block_products(device: &Device, enc: &mut Encoder, format: BlockFormat) -> Result<()> {
-    let (dtype, inputs, outputs) = (DType::BF16, 512, 40);
-    let data = zeros(device, DType::U8, &[outputs, format.row_bytes(inputs).expect("whole blocks")])?;
-    let weight = Blocks::new(&data, format);
+    let row = format.row_bytes(INPUTS).expect("whole blocks");
+    let data = zeros(device, DType::U8, &[OUTPUTS, row])?;
+    products_of(device, enc, Blocks::new(&data, format).into())
+}
+
+fn float_products(device: &Device, enc: &mut Encoder, format: FloatFormat) -> Result<()> {
+    let codes = zeros(device, DType::U8, &[OUTPUTS, INPUTS * format.bits() / 8])?;
+    let scales = zeros(device, DType::U8, &[OUTPUTS, INPUTS / format.group()])?;
+    products_of(device, enc, ScaledFloats::new(&codes, &scales, format).into())
+}
+
+const INPUTS: usize = 512;
+const OUTPUTS: usize = 40;
+
+fn products_of(device: &Device, enc: &mut Encoder, weight: Weight) -> Result<()> {
+    let (dtype, inputs, outputs) = (DType::BF16, INPUTS, OUTPUTS);
     for rows in [1, 40] {
         let (x, out) = (zeros(device, dtype, &[rows, inputs])?, zeros(device, dtype, &[rows, outputs])?);
         ops::linear(enc, &Linear::new(&x, weight, &out))?;

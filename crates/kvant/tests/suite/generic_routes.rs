@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 use crate::common::without_gpu::{Launches, Model};
 use kvant::{
     Codec, DType, Device, KvLayer, LayerSpec, Result, Step, Tensor, gpu,
-    ops::{self, Affine, Attend, BlockFormat, Blocks, Experts, Linear, Mxfp4, Weight},
+    ops::{self, Affine, Attend, BlockFormat, Blocks, Experts, FloatFormat, Linear, ScaledFloats, Weight},
 };
 
 /// Heads, KV heads, head size and window of a layer.
@@ -45,7 +45,7 @@ enum Kind {
     Affine(u32),
     Dense(DType),
     Blocks(BlockFormat),
-    Mxfp4,
+    Floats(FloatFormat),
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -99,7 +99,9 @@ impl On {
                     Kind::Blocks(format) => {
                         parts(DType::U8, format.row_bytes(inputs).expect("whole blocks"), DType::U8, 1)?
                     }
-                    Kind::Mxfp4 => parts(DType::U8, inputs / 2, DType::U8, inputs / 32)?,
+                    Kind::Floats(format) => {
+                        parts(DType::U8, inputs * format.bits() / 8, DType::U8, inputs / format.group())?
+                    }
                 };
                 let weight: Weight = match kind {
                     Kind::Affine(bits) => {
@@ -107,7 +109,7 @@ impl On {
                     }
                     Kind::Dense(_) => Weight::Dense(&codes),
                     Kind::Blocks(format) => Blocks::new(&codes, format).into(),
-                    Kind::Mxfp4 => Mxfp4::new(&codes, &scales).into(),
+                    Kind::Floats(format) => ScaledFloats::new(&codes, &scales, format).into(),
                 };
                 let chosen = (experts > 0).then(|| Experts::new(&ids));
                 ops::linear(&mut enc, &Linear::new(&x, weight, &out).experts(chosen))?;
@@ -149,7 +151,7 @@ const REASONS: [(&str, Explains); 10] = [
     ),
     ("the shared memory is too small", |on| on.codec().is_some() && on.gpu != Model::H200),
     ("few rows of blocks, and experts of blocks", |on| {
-        matches!(on.case, Case::Product(_, Kind::Blocks(_) | Kind::Mxfp4))
+        matches!(on.case, Case::Product(_, Kind::Blocks(_) | Kind::Floats(_)))
     }),
     ("cuBLASLt multiplies in its place", |on| {
         matches!(on.case, Case::Product([_, _, 0], Kind::Dense(_))) && on.tokens() > 8
@@ -176,7 +178,9 @@ fn cases() -> Vec<(&'static str, Case)> {
         Kind::Dense(DType::BF16),
         Kind::Blocks(BlockFormat::Q4_K),
         Kind::Blocks(BlockFormat::Q5_0),
-        Kind::Mxfp4,
+        Kind::Floats(FloatFormat::Mxfp4),
+        Kind::Floats(FloatFormat::Mxfp8),
+        Kind::Floats(FloatFormat::Nvfp4),
     ];
     let takes = |kind: Kind, inputs: usize| match kind {
         Kind::Blocks(format) => inputs.is_multiple_of(format.block_inputs()),

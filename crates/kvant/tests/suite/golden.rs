@@ -6,8 +6,8 @@ use crate::common::{Bound, Out, devices, input, layers, rounded, run};
 use kvant::{
     Codec, DType, Device, HeadOrder, KvLayer, LayerSpec, Tensor,
     ops::{
-        self, Affine, Attend, BlockFormat, Blocks, Embed, HeadNorm, KvWrite, Linear, Mxfp4, NormRope, PairLayout,
-        Residual, RmsNorm, Rope, Weight,
+        self, Affine, Attend, BlockFormat, Blocks, Embed, FloatFormat, HeadNorm, KvWrite, Linear, NormRope, PairLayout,
+        Residual, RmsNorm, Rope, ScaledFloats, Weight,
     },
 };
 use safetensors::{Dtype, SafeTensors};
@@ -233,8 +233,9 @@ fn quantized() {
 #[test]
 fn blocks() {
     let golden = Golden::load("blocks");
-    for format in BlockFormat::ALL {
-        assert!(golden.cases.iter().any(|case| case.name == format.to_string()), "no blocks of {format}");
+    let formats = BlockFormat::ALL.map(|format| format.to_string()).into_iter();
+    for format in formats.chain(FloatFormat::ALL.map(|format| format.to_string())) {
+        assert!(golden.cases.iter().any(|case| case.name == format), "no blocks of {format}");
     }
     for case in &golden.cases {
         let want = case.tensor(&Device::reference(), "weights").to_f32().unwrap();
@@ -242,21 +243,25 @@ fn blocks() {
         for device in [Device::reference()].iter().chain(devices()) {
             let names = if case.has("data") { ["data", "data"] } else { ["codes", "scales"] };
             let [data, scales] = names.map(|name| case.tensor(device, name));
-            let format = BlockFormat::ALL.into_iter().find(|format| format.to_string() == case.name);
-            let table: Weight = match format {
-                Some(format) => Blocks::new(&data, format).into(),
-                None => Mxfp4::new(&data, &scales).into(),
+            let blocks = BlockFormat::ALL.into_iter().find(|format| format.to_string() == case.name);
+            let floats = FloatFormat::ALL.into_iter().find(|format| format.to_string() == case.name);
+            let table: Weight = match (blocks, floats) {
+                (Some(format), _) => Blocks::new(&data, format).into(),
+                (_, Some(format)) => ScaledFloats::new(&data, &scales, format).into(),
+                _ => panic!("no format is named {}", case.name),
             };
             let ids = Tensor::from_slice(device, &(0..rows as u32).collect::<Vec<_>>(), &[rows]).unwrap();
             let out = Out::new(device, DType::F32, &[rows, inputs]).unwrap();
             run(device, |enc| ops::embed(enc, &Embed::new(table, &ids, &out.tensor))).unwrap();
             let got = out.tensor.to_f32().unwrap();
-            // The weights of a group of 32 share a scale, and a bias of its magnitude.
-            for (i, (got, want)) in got.chunks(32).zip(want.chunks(32)).enumerate() {
+            // The weights of a group share a scale, and a bias of its magnitude.
+            let group = floats.map_or(32, FloatFormat::group);
+            let element = if floats == Some(FloatFormat::Mxfp8) { 448.0 } else { 6.0 };
+            for (i, (got, want)) in got.chunks(group).zip(want.chunks(group)).enumerate() {
                 let largest = want.iter().fold(0f32, |largest, x| largest.max(x.abs()));
                 for (x, y) in got.iter().zip(want) {
-                    // A device may take a scale that is subnormal for zero, and codes of MXFP4 go up to 6.
-                    let bound = 8.0 * f32::EPSILON * largest + 6.0 * f32::MIN_POSITIVE;
+                    // A device may flush a scale that is subnormal, and products with it go up to those of `element`.
+                    let bound = 8.0 * f32::EPSILON * largest + element * f32::MIN_POSITIVE;
                     assert!((x - y).abs() <= bound, "{device}: {}, group {i}: {x} instead of {y}", case.name);
                 }
             }

@@ -1,4 +1,4 @@
-//! Matrices in the block formats of GGUF files and in MXFP4.
+//! Matrices in the block formats of GGUF files, in MXFP4 and in NVFP4.
 //!
 //! Every format is affine within groups of 16 or 32 inputs: w = scale · code + bias, with unsigned codes of a byte or
 //! less. [`BlockMatrix::codes`] unpacks the codes of a row to bytes, [`BlockMatrix::factors`] computes the scales and
@@ -7,9 +7,13 @@
 
 use super::{
     super::simd::{Simd, SimdKernel},
+    floats::e4m3,
     matrix::CodePointer,
 };
-use crate::{Tensor, ops::BlockFormat};
+use crate::{
+    Tensor,
+    ops::{BlockFormat, FloatFormat},
+};
 
 /// A matrix in blocks.
 #[derive(Clone, Copy)]
@@ -24,8 +28,26 @@ pub(in crate::cpu) struct BlockMatrix {
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Packing {
     Blocks(BlockFormat),
-    /// MXFP4 with separate scales.
-    Mxfp4,
+    /// E2M1 codes, with separate scales.
+    Floats(FloatScale),
+}
+
+/// The scales of E2M1 codes.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum FloatScale {
+    /// MXFP4: powers of two, for 32 inputs each.
+    Power,
+    /// NVFP4: E4M3, for 16 inputs each.
+    E4m3,
+}
+
+impl FloatScale {
+    fn group(self) -> usize {
+        match self {
+            FloatScale::Power => FloatFormat::Mxfp4.group(),
+            FloatScale::E4m3 => FloatFormat::Nvfp4.group(),
+        }
+    }
 }
 
 /// The numbers of the ways to store codes, as parameters of kernels.
@@ -42,7 +64,8 @@ pub(super) mod packing {
     pub const IQ4_NL: usize = BlockFormat::IQ4_NL as usize;
     pub const IQ4_XS: usize = BlockFormat::IQ4_XS as usize;
     pub const MXFP4: usize = BlockFormat::MXFP4 as usize;
-    pub const SEPARATE_MXFP4: usize = BlockFormat::ALL.len();
+    /// E2M1 codes, with separate scales.
+    pub const SEPARATE: usize = BlockFormat::ALL.len();
 }
 
 /// The values of the codes of IQ4_NL and IQ4_XS, plus 128.
@@ -58,16 +81,26 @@ impl BlockMatrix {
         BlockMatrix { format: Packing::Blocks(format), codes, scales: codes }
     }
 
+    /// E2M1 codes with powers of two as scales.
     pub(super) fn of_mxfp4(codes: &Tensor, scales: &Tensor) -> BlockMatrix {
+        Self::of_floats(codes, scales, FloatScale::Power)
+    }
+
+    /// E2M1 codes with E4M3 scales.
+    pub(super) fn of_nvfp4(codes: &Tensor, scales: &Tensor) -> BlockMatrix {
+        Self::of_floats(codes, scales, FloatScale::E4m3)
+    }
+
+    fn of_floats(codes: &Tensor, scales: &Tensor, scale: FloatScale) -> BlockMatrix {
         let (codes, scales) = (CodePointer(codes.host_ptr()), CodePointer(scales.host_ptr()));
-        BlockMatrix { format: Packing::Mxfp4, codes, scales }
+        BlockMatrix { format: Packing::Floats(scale), codes, scales }
     }
 
     /// Inputs that share a scale: 16 or 32.
     pub(super) fn group(&self) -> usize {
         match self.format {
             Packing::Blocks(format) => format.group(),
-            Packing::Mxfp4 => 32,
+            Packing::Floats(scale) => scale.group(),
         }
     }
 
@@ -75,7 +108,7 @@ impl BlockMatrix {
     pub(super) fn run(&self) -> usize {
         match self.format {
             Packing::Blocks(_) => self.group() / 2,
-            Packing::Mxfp4 => 1,
+            Packing::Floats(_) => 1,
         }
     }
 
@@ -91,7 +124,7 @@ impl BlockMatrix {
                 BlockFormat::IQ4_NL | BlockFormat::IQ4_XS => 128,
                 BlockFormat::MXFP4 => 12,
             },
-            Packing::Mxfp4 => 12,
+            Packing::Floats(_) => 12,
         }
     }
 
@@ -99,7 +132,7 @@ impl BlockMatrix {
     pub(super) fn packing(&self) -> usize {
         match self.format {
             Packing::Blocks(format) => format as usize,
-            Packing::Mxfp4 => packing::SEPARATE_MXFP4,
+            Packing::Floats(_) => packing::SEPARATE,
         }
     }
 
@@ -107,7 +140,7 @@ impl BlockMatrix {
     pub(super) fn row_bytes(&self, inputs: usize) -> usize {
         match self.format {
             Packing::Blocks(format) => inputs / format.block_inputs() * format.block_bytes(),
-            Packing::Mxfp4 => inputs / 2,
+            Packing::Floats(_) => inputs / 2,
         }
     }
 
@@ -150,8 +183,8 @@ impl BlockMatrix {
     ) {
         let blocks = match self.format {
             // SAFETY: the caller's promise: one byte for each scale.
-            Packing::Mxfp4 => unsafe {
-                std::slice::from_raw_parts(self.scales.0.add(first * (inputs / 32)), scales.len())
+            Packing::Floats(scale) => unsafe {
+                std::slice::from_raw_parts(self.scales.0.add(first * (inputs / scale.group())), scales.len())
             },
             Packing::Blocks(format) => {
                 let bytes = scales.len() * format.group() / format.block_inputs() * format.block_bytes();
@@ -178,11 +211,17 @@ impl SimdKernel for UnpackFactors<'_> {
     #[inline(always)]
     fn run<S: Simd>(self) {
         let UnpackFactors { format, blocks, ahead, scales, biases } = self;
-        let Packing::Blocks(format) = format else {
-            for ((&e, scale), bias) in blocks.iter().zip(scales).zip(biases) {
-                (*scale, *bias) = mxfp4_factors(e);
+        let format = match format {
+            Packing::Blocks(format) => format,
+            Packing::Floats(kind) => {
+                for ((&byte, scale), bias) in blocks.iter().zip(scales).zip(biases) {
+                    (*scale, *bias) = match kind {
+                        FloatScale::Power => mxfp4_factors(byte),
+                        FloatScale::E4m3 => nvfp4_factors(byte),
+                    };
+                }
+                return;
             }
-            return;
         };
         // SAFETY: the level's instructions are enabled.
         unsafe {
@@ -480,6 +519,13 @@ unsafe fn each<S: Simd, const BYTES: usize, const GROUPS: usize, const N: usize>
 #[inline(always)]
 fn mxfp4_factors(e: u8) -> (f32, f32) {
     let scale = f32::from_bits(if e < 2 { 0x20_0000 << e } else { (u32::from(e) - 1) << 23 });
+    (scale, -E2M1_ZERO * scale)
+}
+
+/// The scale of doubled numbers, from E4M3; the bias.
+#[inline(always)]
+fn nvfp4_factors(code: u8) -> (f32, f32) {
+    let scale = 0.5 * e4m3(code);
     (scale, -E2M1_ZERO * scale)
 }
 

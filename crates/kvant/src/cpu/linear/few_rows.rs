@@ -19,6 +19,7 @@ use super::{
     block::{self, OUTPUTS, OutputBlock, Together},
     block_rows::{BlockByteProducts, BlockWeights, FactorRows},
     blocks::packing,
+    floats::FloatWeights,
     integers::{
         IntegerLayout,
         byte_products::{self, PackedCodes},
@@ -200,6 +201,7 @@ impl SimdKernel for FewRows<'_> {
                     let room = &mut *scratch::take(BlockWeights::room(blocks, inputs));
                     self.by::<S, _>(BlockWeights::new(blocks, inputs, room));
                 }
+                MatrixKind::Mxfp8(floats) => self.by::<S, _>(FloatWeights { floats, inputs }),
                 MatrixKind::Affine(affine) => match affine.bits {
                     2 => self.by::<S, _>(AffineWeights::<2> { affine, inputs }),
                     3 => self.by::<S, _>(AffineWeights::<3> { affine, inputs }),
@@ -225,7 +227,7 @@ impl SimdKernel for FewRowsByBytes<'_> {
     fn run<S: Simd>(self) {
         let FewRowsByBytes { rows, layout } = self;
         match rows.matrix.kind {
-            MatrixKind::Dense(_) => {}
+            MatrixKind::Dense(_) | MatrixKind::Mxfp8(_) => {}
             MatrixKind::Blocks(blocks) => {
                 let room = &mut *scratch::take(FactorRows::room(layout.groups()));
                 let factors = FactorRows::new(blocks, rows.matrix.inputs, room);
@@ -235,7 +237,7 @@ impl SimdKernel for FewRowsByBytes<'_> {
                             $(packing::$packing => {
                                 rows.by_bytes(BlockByteProducts::<{ packing::$packing }> { rows: factors, layout })
                             })*
-                            _ => rows.by_bytes(BlockByteProducts::<{ packing::SEPARATE_MXFP4 }> { rows: factors, layout }),
+                            _ => rows.by_bytes(BlockByteProducts::<{ packing::SEPARATE }> { rows: factors, layout }),
                         }
                     };
                 }

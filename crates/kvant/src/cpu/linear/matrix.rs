@@ -6,9 +6,10 @@
 use super::{
     super::{elements::Elements, scratch, simd::Simd},
     blocks::BlockMatrix,
+    floats::Mxfp8Matrix,
     integers::IntegerLayout,
 };
-use crate::ops::linear::OwnedWeight;
+use crate::ops::{FloatFormat, linear::OwnedWeight};
 
 /// Inputs that the affine kernels take at a time: the smallest group.
 pub(in crate::cpu) const UNIT: usize = 32;
@@ -25,6 +26,7 @@ pub(in crate::cpu) enum MatrixKind {
     Dense(Elements),
     Affine(AffineMatrix),
     Blocks(BlockMatrix),
+    Mxfp8(Mxfp8Matrix),
 }
 
 #[derive(Clone, Copy)]
@@ -57,7 +59,11 @@ impl Matrix {
                 group: *group,
             }),
             OwnedWeight::Blocks { data, format } => MatrixKind::Blocks(BlockMatrix::new(data, *format)),
-            OwnedWeight::Mxfp4 { codes, scales } => MatrixKind::Blocks(BlockMatrix::of_mxfp4(codes, scales)),
+            OwnedWeight::Floats { codes, scales, format } => match format {
+                FloatFormat::Mxfp4 => MatrixKind::Blocks(BlockMatrix::of_mxfp4(codes, scales)),
+                FloatFormat::Nvfp4 => MatrixKind::Blocks(BlockMatrix::of_nvfp4(codes, scales)),
+                FloatFormat::Mxfp8 => MatrixKind::Mxfp8(Mxfp8Matrix::new(codes, scales)),
+            },
         };
         Matrix { kind, inputs }
     }
@@ -67,19 +73,19 @@ impl Matrix {
         matches!(self.kind, MatrixKind::Affine(AffineMatrix { bits: 4, .. }))
     }
 
-    /// Inputs per scale, of a quantised matrix.
+    /// Inputs per scale, of a matrix that is affine in groups.
     pub(super) fn group(&self) -> Option<usize> {
         match self.kind {
-            MatrixKind::Dense(_) => None,
+            MatrixKind::Dense(_) | MatrixKind::Mxfp8(_) => None,
             MatrixKind::Affine(affine) => Some(affine.group),
             MatrixKind::Blocks(blocks) => Some(blocks.group()),
         }
     }
 
-    /// The layout of a quantised matrix.
+    /// The layout of a matrix that is affine in groups.
     pub(super) fn layout(&self) -> Option<IntegerLayout> {
         match self.kind {
-            MatrixKind::Dense(_) => None,
+            MatrixKind::Dense(_) | MatrixKind::Mxfp8(_) => None,
             MatrixKind::Affine(AffineMatrix { bits, group, .. }) => {
                 Some(IntegerLayout::new(self.inputs, usize::from(bits == 4), group))
             }
@@ -87,7 +93,7 @@ impl Matrix {
         }
     }
 
-    /// The scales and the biases of rows of a quantised matrix from `first` on, as many as there is room for.
+    /// The scales and the biases of rows of such a matrix from `first` on, as many as there is room for.
     ///
     /// # Safety
     /// The rows exist, both slices have the same length, and the level's instructions are enabled.
@@ -96,7 +102,7 @@ impl Matrix {
         // SAFETY: the caller's promise.
         unsafe {
             match self.kind {
-                MatrixKind::Dense(_) => {}
+                MatrixKind::Dense(_) | MatrixKind::Mxfp8(_) => {}
                 MatrixKind::Affine(affine) => affine.scales::<S>(first, self.inputs, scales, biases),
                 MatrixKind::Blocks(blocks) => blocks.factors::<S>(first, self.inputs, 0, scales, biases),
             }
@@ -137,6 +143,7 @@ impl Matrix {
         unsafe {
             match self.kind {
                 MatrixKind::Dense(elements) => elements.load::<S>(first * self.inputs, out),
+                MatrixKind::Mxfp8(floats) => floats.rows::<S>(first, self.inputs, out),
                 MatrixKind::Affine(affine) => match affine.bits {
                     2 => affine.rows::<S, 2>(first, count, out),
                     3 => affine.rows::<S, 3>(first, count, out),

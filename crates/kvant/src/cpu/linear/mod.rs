@@ -9,6 +9,7 @@ mod block;
 mod block_rows;
 mod blocks;
 mod few_rows;
+mod floats;
 #[cfg_attr(not(target_arch = "x86_64"), path = "integers_stub.rs")]
 mod integers;
 mod many_rows;

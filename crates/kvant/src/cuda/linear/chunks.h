@@ -77,8 +77,11 @@ inline Chunk load_chunk(Weight w, ulong row, uint c, uint inputs) {
 // Weights, or fields of codes, 4 i .. 4 i + 3 of a chunk.
 inline float4 fields_of(const Chunk &chunk, uint i) {
     const uint4 w = chunk.words;
+    if (FORMAT != 0) {
+        return numbers_of_codes(i == 0 ? w.x : i == 1 ? w.y : i == 2 ? w.z : w.w, FORMAT);
+    }
     if (AFFINE) {
-        return fields_of(w, i, CODE_BITS) + all4(-code_of_zero(FORMAT));
+        return fields_of(w, i, CODE_BITS);
     }
     if (W_DTYPE == F32) {
         return make_float4(__uint_as_float(w.x), __uint_as_float(w.y), __uint_as_float(w.z), __uint_as_float(w.w));

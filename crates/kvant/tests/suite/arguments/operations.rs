@@ -183,7 +183,7 @@ enum MatrixKind {
     Dense,
     Affine { bits: u32, group: usize },
     Blocks(BlockFormat),
-    Mxfp4,
+    Floats(FloatFormat),
 }
 
 /// A matrix of any kind.
@@ -210,9 +210,9 @@ impl Matrix {
                 let bytes = format.row_bytes(inputs).expect("whole blocks");
                 vec![w.tensor(&[DType::U8], &shape(bytes), Content::Words, false)]
             }
-            MatrixKind::Mxfp4 => vec![
-                w.tensor(&[DType::U8], &shape(inputs / 2), Content::Words, false),
-                w.tensor(&[DType::U8], &shape(inputs / 32), Content::Words, false),
+            MatrixKind::Floats(format) => vec![
+                w.tensor(&[DType::U8], &shape(inputs * format.bits() / 8), Content::Words, false),
+                w.tensor(&[DType::U8], &shape(inputs / format.group()), Content::Words, false),
             ],
         };
         let wrong = w.tape.fault();
@@ -222,6 +222,7 @@ impl Matrix {
                 MatrixKind::Affine { bits, group: w.tape.size(&[group]) }
             }
             MatrixKind::Blocks(_) if wrong => MatrixKind::Blocks(w.tape.pick(&BlockFormat::ALL)),
+            MatrixKind::Floats(_) if wrong => MatrixKind::Floats(w.tape.pick(&FloatFormat::ALL)),
             kind => kind,
         };
         Matrix { tensors, kind }
@@ -231,7 +232,7 @@ impl Matrix {
         match self.kind {
             MatrixKind::Dense => Weight::Dense(&self.tensors[0]),
             MatrixKind::Blocks(format) => Blocks::new(&self.tensors[0], format).into(),
-            MatrixKind::Mxfp4 => Mxfp4::new(&self.tensors[0], &self.tensors[1]).into(),
+            MatrixKind::Floats(format) => ScaledFloats::new(&self.tensors[0], &self.tensors[1], format).into(),
             MatrixKind::Affine { bits, group } => Weight::Affine(Affine {
                 codes: &self.tensors[0],
                 scales: &self.tensors[1],
@@ -256,7 +257,7 @@ fn matrix_kind(w: &mut World) -> (MatrixKind, usize) {
             let format = w.tape.pick(&BlockFormat::ALL);
             (MatrixKind::Blocks(format), format.block_inputs() * many)
         }
-        _ => (MatrixKind::Mxfp4, 32 * many),
+        _ => (MatrixKind::Floats(w.tape.pick(&FloatFormat::ALL)), 32 * many),
     }
 }
 
