@@ -1,9 +1,10 @@
 //! Arguments that several subcommands share.
 
-use std::{fmt, str::FromStr};
+use std::{fmt, io::Read, str::FromStr};
 
 use kvant::{Codec, CpuOptions, DType, Device, device::DeviceKind};
-use kvant_models::{Files, LoadOptions, Model};
+use kvant_models::{CacheCodecs, Files, KvCodec, LoadOptions, Model};
+use serde::Deserialize;
 
 use crate::Result;
 
@@ -99,10 +100,10 @@ impl ActivationArgs {
     }
 
     /// The cache type: the one that was asked for, or the one that attention is fastest with.
-    pub fn kv(&self, device: &Device, asked: Option<Kv>) -> Kv {
-        asked.unwrap_or_else(|| match self.dtype(device) {
-            DType::BF16 => Kv { k: Codec::BF16, v: Codec::BF16 },
-            _ => Kv::F16,
+    pub fn kv(&self, device: &Device, asked: Option<&Kv>) -> Kv {
+        asked.cloned().unwrap_or_else(|| match self.dtype(device) {
+            DType::BF16 => Codec::BF16.into(),
+            _ => Codec::F16.into(),
         })
     }
 
@@ -112,34 +113,52 @@ impl ActivationArgs {
     }
 }
 
-/// The codecs of keys and values: `f16`, or `K:V` as in `f16:tq4`.
-#[derive(Clone, Copy, Debug, PartialEq)]
+/// A cache type: a codec, `K:V` as in `f16:tq4`, or `@FILE` with codecs per layer.
+#[derive(Clone, Debug, PartialEq)]
 pub struct Kv {
-    pub k: Codec,
-    pub v: Codec,
+    /// As it was given.
+    pub name: String,
+    pub codecs: CacheCodecs,
 }
 
-impl Kv {
-    pub const F32: Kv = Kv { k: Codec::F32, v: Codec::F32 };
-    pub const F16: Kv = Kv { k: Codec::F16, v: Codec::F16 };
+/// What a file of `--kv @FILE` must have; `kvant eval --budget` writes one.
+#[derive(Deserialize)]
+struct LayerFile {
+    /// A codec, or a pair, for each layer that has its own keys and values.
+    layers: Vec<String>,
+}
+
+/// The largest file of `--kv @FILE`.
+const MOST_BYTES: u64 = 1 << 20;
+
+impl<T: Into<KvCodec>> From<T> for Kv {
+    fn from(kv: T) -> Kv {
+        let kv = kv.into();
+        Kv { name: kv.to_string(), codecs: kv.into() }
+    }
 }
 
 impl FromStr for Kv {
-    type Err = kvant::Error;
+    type Err = String;
 
-    fn from_str(name: &str) -> kvant::Result<Kv> {
-        let (k, v) = name.split_once(':').unwrap_or((name, name));
-        if v.contains(':') {
-            let (expected, got) = ("one codec, or two as in f16:tq4".to_string(), format!("{name:?}"));
-            return Err(kvant::Error::Value { op: "codec", arg: "kv", expected, got });
-        }
-        Ok(Kv { k: k.parse()?, v: v.parse()? })
+    fn from_str(name: &str) -> std::result::Result<Kv, String> {
+        let Some(path) = name.strip_prefix('@') else {
+            return name.parse::<KvCodec>().map(Kv::from).map_err(|error| error.to_string());
+        };
+        let error = |error: &dyn fmt::Display| format!("{path}: {error}");
+        let mut text = String::new();
+        let file = std::fs::File::open(path).map_err(|e| error(&e))?;
+        file.take(MOST_BYTES).read_to_string(&mut text).map_err(|e| error(&e))?;
+        let file: LayerFile = serde_json::from_str(&text).map_err(|e| error(&e))?;
+        let codecs = file.layers.iter().map(|name| name.parse()).collect::<kvant::Result<Vec<KvCodec>>>();
+        let codecs = CacheCodecs::PerLayer(codecs.map_err(|e| error(&e))?.into());
+        Ok(Kv { name: name.to_string(), codecs })
     }
 }
 
 impl fmt::Display for Kv {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if self.k == self.v { self.k.fmt(f) } else { write!(f, "{}:{}", self.k, self.v) }
+        f.pad(&self.name)
     }
 }
 
@@ -184,17 +203,27 @@ mod tests {
     }
 
     #[test]
-    fn kv_is_one_codec_or_two() {
-        assert_eq!("f16".parse::<Kv>().unwrap(), Kv::F16);
-        let mixed: Kv = "bf16:tq6".parse().unwrap();
-        assert_eq!((mixed.k, mixed.v), (Codec::BF16, Codec::tq(6)));
-        assert_eq!(mixed.to_string(), "bf16:tq6");
-        assert_eq!("tq3:tq2".parse::<Kv>().unwrap().to_string(), "tq3:tq2");
-        assert_eq!("tq4:tq4".parse::<Kv>().unwrap().to_string(), "tq4");
-        assert_eq!("f16:tq4c".parse::<Kv>().unwrap(), Kv { k: Codec::F16, v: Codec::tq_centred(4) });
-        for bad in ["", "f8", "tq7", ":", "f16:", ":f16", "f16:f16:f16", "F16"] {
-            assert!(bad.parse::<Kv>().is_err(), "{bad:?}");
+    fn kv_is_a_name_or_a_file() {
+        let kv: Kv = "f16:tq4c".parse().unwrap();
+        assert_eq!(kv.codecs, KvCodec { k: Codec::F16, v: Codec::tq_centred(4) }.into());
+        assert_eq!(kv.to_string(), "f16:tq4c");
+        let path = std::env::temp_dir().join(format!("kvant-kv-{}.json", std::process::id()));
+        let name = format!("@{}", path.display());
+        let read = |text: &str| {
+            std::fs::write(&path, text).unwrap();
+            name.parse::<Kv>()
+        };
+        let kv = read(r#"{"layers": ["tq4", "tq3c:f16"], "bits": 3.5}"#).unwrap();
+        let second = KvCodec { k: Codec::tq_centred(3), v: Codec::F16 };
+        assert_eq!(kv.codecs, CacheCodecs::PerLayer([Codec::tq(4).into(), second].into()));
+        assert_eq!(kv.to_string(), name);
+        for bad in ["", "[]", "{}", r#"{"layers": 3}"#, r#"{"layers": ["tq4", 5]}"#, r#"{"layers": ["tq7"]}"#, "\u{0}"]
+        {
+            assert!(read(bad).unwrap_err().contains(path.to_str().unwrap()), "{bad:?}");
         }
+        std::fs::remove_file(&path).unwrap();
+        assert!(name.parse::<Kv>().unwrap_err().contains("No such file"));
+        assert!("tq7".parse::<Kv>().is_err() && "@".parse::<Kv>().is_err());
     }
 
     #[test]

@@ -76,7 +76,7 @@ pub struct ChatArgs {
     #[arg(long, value_name = "N")]
     seed: Option<u64>,
     /// Cache type [default: bf16 on CUDA, f16 elsewhere]: f32, f16, bf16, tq8, tq6, tq5, tq4, tq3, tq2, these with
-    /// page means (tq4c), or K:V as in f16:tq4
+    /// page means (tq4c), K:V as in f16:tq4, or @FILE with types per layer
     #[arg(long, value_name = "KV")]
     kv: Option<Kv>,
     #[command(flatten)]
@@ -116,10 +116,10 @@ pub fn run(args: &ChatArgs) -> Result {
     sampling.top_p = args.top_p.unwrap_or(sampling.top_p);
     sampling.top_k = args.top_k.unwrap_or(sampling.top_k);
     sampling.seed = args.seed.unwrap_or_else(|| RandomState::new().hash_one(0));
-    let kv = args.activations.kv(&device, args.kv);
-    let options = PoolOptions { k: kv.k, v: kv.v, longest: args.context, ..PoolOptions::default() };
+    let kv = args.activations.kv(&device, args.kv.as_ref());
+    let options = PoolOptions { codecs: kv.codecs, longest: args.context, ..PoolOptions::default() };
     let load = args.activations.options(&device);
-    memory::check(&files, &device, &Demand { pool: options, load, bytes: None, shorter: "--context" })?;
+    memory::check(&files, &device, &Demand { pool: options.clone(), load, bytes: None, shorter: "--context" })?;
     let model = args.activations.load(&files, &device)?;
     let sequence = model.new_pool(&options)?.sequence();
     let system = args.system.clone();

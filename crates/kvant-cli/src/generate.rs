@@ -64,7 +64,7 @@ pub struct GenerateArgs {
     #[arg(long, value_name = "N", allow_negative_numbers = true, default_value_t = 0)]
     seed: u64,
     /// Cache type [default: bf16 on CUDA, f16 elsewhere]: f32, f16, bf16, tq8, tq6, tq5, tq4, tq3, tq2, these with
-    /// page means (tq4c), or K:V as in f16:tq4
+    /// page means (tq4c), K:V as in f16:tq4, or @FILE with types per layer
     #[arg(long, value_name = "KV")]
     kv: Option<Kv>,
     #[command(flatten)]
@@ -109,12 +109,12 @@ pub fn run(args: &GenerateArgs) -> Result {
     let sampling = sampling(args, &files)?;
     let (prompt_ids, parser) = prompt_ids(args, &files, &tokenizer, &prompt)?;
     let longest = prompt_ids.len().saturating_add(args.max_tokens as usize);
-    let kv = args.activations.kv(&device, args.kv);
-    let options = PoolOptions { k: kv.k, v: kv.v, longest, ..PoolOptions::default() };
+    let kv = args.activations.kv(&device, args.kv.as_ref());
+    let options = PoolOptions { codecs: kv.codecs.clone(), longest, ..PoolOptions::default() };
     let load = args.activations.options(&device);
-    memory::check(&files, &device, &Demand { pool: options, load, bytes: None, shorter: "--max-tokens" })?;
+    memory::check(&files, &device, &Demand { pool: options.clone(), load, bytes: None, shorter: "--max-tokens" })?;
     let model = args.activations.load(&files, &device)?;
-    let as_f16 = PoolOptions { k: Codec::F16, v: Codec::F16, ..options };
+    let as_f16 = PoolOptions { codecs: Codec::F16.into(), ..options.clone() };
     let mut sequence = model.new_pool(&options)?.sequence();
 
     // The prompt and its continuation are one text, where a person sees both streams.

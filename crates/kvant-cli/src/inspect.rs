@@ -124,7 +124,7 @@ fn cache(model: &Inspection) -> Vec<CacheLine> {
     contexts.push(most);
     let codecs = [Codec::F32, Codec::F16, Codec::tq(8), Codec::tq(6), Codec::tq(5), Codec::tq(4)];
     let line = |context: usize, codec: Codec| {
-        let options = PoolOptions { k: codec, v: codec, longest: context, ..PoolOptions::default() };
+        let options = PoolOptions { codecs: codec.into(), longest: context, ..PoolOptions::default() };
         Some(CacheLine {
             context,
             kv: codec.to_string(),

@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use kvant::Codec;
 use kvant_models::{Logits, PoolOptions};
 
 use crate::{
@@ -22,8 +23,8 @@ pub struct LogitsArgs {
     #[command(flatten)]
     tokens: Tokens,
     /// Cache type: f32, f16, bf16, tq8, tq6, tq5, tq4, tq3, tq2, these with page means
-    /// (tq4c), or K:V as in f16:tq4
-    #[arg(long, default_value_t = Kv::F32)]
+    /// (tq4c), K:V as in f16:tq4, or @FILE with types per layer
+    #[arg(long, default_value_t = Kv::from(Codec::F32))]
     kv: Kv,
     /// Feed N tokens at a time [default: all at once]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
@@ -63,7 +64,7 @@ pub fn run(args: &LogitsArgs) -> Result {
     let model = args.activations.load(&files, &device)?;
     let step = args.step.map_or(tokens.len(), |step| step as usize);
     let mut sequence = model
-        .new_pool(&PoolOptions { k: args.kv.k, v: args.kv.v, longest: tokens.len(), ..PoolOptions::default() })?
+        .new_pool(&PoolOptions { codecs: args.kv.codecs.clone(), longest: tokens.len(), ..PoolOptions::default() })?
         .sequence();
     let mut bytes: Vec<u8> = Vec::new();
     for chunk in tokens.chunks(step) {

@@ -1,9 +1,9 @@
 //! Refuses a model that cannot fit, before it is loaded.
 
 use kvant::{Codec, Device};
-use kvant_models::{Files, Inspection, LoadOptions, MemoryEstimate, PoolOptions};
+use kvant_models::{CacheCodecs, Files, Inspection, LoadOptions, MemoryEstimate, PoolOptions};
 
-use crate::{Result, args::Kv, output};
+use crate::{Result, output};
 
 /// What a model is loaded for.
 pub struct Demand<'a> {
@@ -29,7 +29,10 @@ pub fn check(files: &Files, device: &Device, demand: &Demand) -> Result {
     }
     let MemoryEstimate { weights, cache, scratch, .. } = estimate;
     let [total, weights, cache, scratch] = [estimate.total(), weights, cache, scratch].map(output::bytes);
-    let kv = Kv { k: demand.pool.k, v: demand.pool.v };
+    let kv = match &demand.pool.codecs {
+        CacheCodecs::Same(kv) => kv.to_string(),
+        CacheCodecs::PerLayer(_) => "types per layer".to_string(),
+    };
     Err(format!(
         "the model needs {total} of memory (weights {weights}, cache {cache} in {kv}, activations {scratch}), and \
          {device} has {} free. {}",
@@ -50,7 +53,7 @@ fn advice(model: &Inspection, estimate: &MemoryEstimate, free: usize, demand: &D
         return Ok(format!("At most {most} remain for --memory"));
     }
     let mut ways = Vec::new();
-    let small = PoolOptions { k: Codec::tq(4), v: Codec::tq(4), ..demand.pool };
+    let small = PoolOptions { codecs: Codec::tq(4).into(), ..demand.pool.clone() };
     if let Ok(memory) = model.memory(&small, &demand.load)
         && memory.total() <= free
     {
@@ -75,7 +78,7 @@ fn most_sequences(model: &Inspection, free: usize, demand: &Demand) -> Result<Op
     let (mut fit, mut least_not) = (0, demand.pool.sequences);
     while least_not - fit > 1 {
         let middle = fit + (least_not - fit) / 2;
-        let total = model.memory(&PoolOptions { sequences: middle, ..demand.pool }, &demand.load)?.total();
+        let total = model.memory(&PoolOptions { sequences: middle, ..demand.pool.clone() }, &demand.load)?.total();
         if total <= free { fit = middle } else { least_not = middle }
     }
     Ok((fit > 0).then_some(fit))

@@ -53,7 +53,7 @@ pub struct ServeArgs {
     #[arg(long, value_name = "FILE")]
     chat_template: Option<PathBuf>,
     /// Cache type [default: bf16 on CUDA, f16 elsewhere]: f32, f16, bf16, tq8, tq6, tq5, tq4, tq3, tq2, these with
-    /// page means (tq4c), or K:V as in f16:tq4
+    /// page means (tq4c), K:V as in f16:tq4, or @FILE with types per layer
     #[arg(long, value_name = "KV")]
     kv: Option<Kv>,
     /// The longest text in tokens, prompt included [default: the model's]
@@ -105,9 +105,9 @@ pub fn run(args: &ServeArgs) -> Result {
     let device = args.device.open()?;
     let tokenizer = Arc::new(Tokenizer::load_files(&files)?);
     let template = args.template(&files, &tokenizer)?;
-    let kv = args.activations.kv(&device, args.kv);
+    let kv = args.activations.kv(&device, args.kv.as_ref());
     let load = args.load_options(&device);
-    args.check_memory(&files, &device, kv, load)?;
+    args.check_memory(&files, &device, &kv, load)?;
     let model = Model::load_files(&files, &device, &load)?;
     let engine = Engine::start(model, tokenizer, args.engine_options(kv, load.pass_tokens))?;
     let server = Server::new(engine, template, options);
@@ -158,12 +158,13 @@ impl ServeArgs {
     }
 
     /// Refuses a model that does not fit, with the pages that the engine will make.
-    fn check_memory(&self, files: &Files, device: &Device, kv: Kv, load: LoadOptions) -> Result {
+    fn check_memory(&self, files: &Files, device: &Device, kv: &Kv, load: LoadOptions) -> Result {
         let longest = match self.context {
             Some(context) => context,
             None => Inspection::open(files)?.config.max_position_embeddings.unwrap_or(4096),
         };
-        let pool = PoolOptions { k: kv.k, v: kv.v, sequences: self.max_sequences, longest, ..PoolOptions::default() };
+        let (codecs, sequences) = (kv.codecs.clone(), self.max_sequences);
+        let pool = PoolOptions { codecs, sequences, longest, ..PoolOptions::default() };
         let bytes = self.memory.map(|bytes| bytes.0);
         memory::check(files, device, &Demand { pool, load, bytes, shorter: "--context" })
     }
@@ -180,7 +181,7 @@ impl ServeArgs {
 
     fn engine_options(&self, kv: Kv, step_tokens: usize) -> EngineOptions {
         let options = EngineOptions::default()
-            .kv(kv.k, kv.v)
+            .codecs(kv.codecs)
             .sequences(self.max_sequences)
             .step_tokens(step_tokens)
             .drafts(self.drafts)

@@ -280,7 +280,7 @@ fn thread(name: &str, run: impl FnOnce() + Send + 'static) -> kvant_models::Resu
 
 /// The pages of an engine.
 fn new_pool(model: &Model, options: &EngineOptions, context: usize) -> kvant_models::Result<KvPool> {
-    let layers = model.cache_layers(options.k, options.v);
+    let layers = model.cache_layers(&options.codecs)?;
     let spec = kvant::PoolSpec::new(layers, options.memory.unwrap_or(0)).page_tokens(options.page_tokens);
     let spec = match options.memory {
         Some(_) => spec,

@@ -1,6 +1,7 @@
 //! Options of an engine.
 
 use kvant::Codec;
+use kvant_models::CacheCodecs;
 
 /// The most draft tokens of a request in a step.
 const MOST_DRAFTS: usize = 32;
@@ -15,10 +16,8 @@ const MOST_DRAFTS: usize = 32;
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct EngineOptions {
-    /// The codec of keys. Default: f16.
-    pub k: Codec,
-    /// The codec of values. Default: f16.
-    pub v: Codec,
+    /// The codecs of keys and values. Default: f16.
+    pub codecs: CacheCodecs,
     /// The longest text of a request in tokens, prompt included. Default: the model's context.
     pub context: Option<usize>,
     /// Requests that run at once. Default: 16.
@@ -48,8 +47,7 @@ pub struct EngineOptions {
 impl Default for EngineOptions {
     fn default() -> Self {
         EngineOptions {
-            k: Codec::F16,
-            v: Codec::F16,
+            codecs: Codec::F16.into(),
             context: None,
             sequences: 16,
             queue: 256,
@@ -85,10 +83,10 @@ impl EngineOptions {
         Ok(())
     }
 
-    /// Sets the codecs of keys and values.
+    /// Sets [`EngineOptions::codecs`].
     #[must_use]
-    pub fn kv(self, k: Codec, v: Codec) -> Self {
-        EngineOptions { k, v, ..self }
+    pub fn codecs(self, codecs: impl Into<CacheCodecs>) -> Self {
+        EngineOptions { codecs: codecs.into(), ..self }
     }
 
     /// Sets [`EngineOptions::context`].

@@ -14,7 +14,7 @@ const PROMPTS: [&str; 6] =
 
 /// What `generate` gives for the same request.
 fn alone(model: &Model, tokenizer: &Tokenizer, prompt: &str, sampling: &Sampling) -> Vec<u32> {
-    let pool = model.new_pool(&PoolOptions { k: Codec::F32, v: Codec::F32, longest: 256, ..PoolOptions::default() });
+    let pool = model.new_pool(&PoolOptions { codecs: Codec::F32.into(), longest: 256, ..PoolOptions::default() });
     let mut sequence = pool.unwrap().sequence();
     let prompt = tokenizer.encode_prompt(prompt).unwrap();
     let request =

@@ -2,10 +2,10 @@
 
 use std::collections::BTreeMap;
 
-use kvant::{CacheLayer, Codec, DType, PoolSpec};
+use kvant::{CacheLayer, DType, PoolSpec};
 
 use crate::{
-    BlockSpec, Config, DecoderSpec, Files, LoadOptions, PoolOptions, Result,
+    BlockSpec, CacheCodecs, Config, DecoderSpec, Files, KvCodec, LoadOptions, PoolOptions, Result,
     forward::workspace_bytes,
     model::with_source,
     source::{Form, Part, Role, Source},
@@ -126,7 +126,7 @@ impl Inspection {
     pub fn longest_in(&self, bytes: usize, pool: &PoolOptions, load: &LoadOptions) -> Result<Option<usize>> {
         let fits = |pages: usize| {
             let longest = pages.saturating_mul(pool.page_tokens).min(pool.longest);
-            Ok::<_, crate::Error>(self.memory(&PoolOptions { longest, ..*pool }, load)?.total() <= bytes)
+            Ok::<_, crate::Error>(self.memory(&PoolOptions { longest, ..pool.clone() }, load)?.total() <= bytes)
         };
         let (mut fit, mut least_not) = (0, pool.longest.div_ceil(pool.page_tokens.max(1)).saturating_add(1));
         while least_not - fit > 1 {
@@ -139,17 +139,18 @@ impl Inspection {
 
 /// The pool of a decoder.
 pub(crate) fn pool_spec(spec: &DecoderSpec, options: &PoolOptions, pass_tokens: usize) -> Result<PoolSpec> {
-    let PoolOptions { k, v, sequences, longest, page_tokens } = *options;
-    let pool = PoolSpec::new(cache_layers(spec, k, v), 0).page_tokens(page_tokens);
-    Ok(pool.room_for_steps(sequences, longest, pass_tokens)?)
+    let pool = PoolSpec::new(cache_layers(spec, &options.codecs)?, 0).page_tokens(options.page_tokens);
+    Ok(pool.room_for_steps(options.sequences, options.longest, pass_tokens)?)
 }
 
 /// The layers of a pool: the blocks with their own keys and values.
-pub(crate) fn cache_layers(spec: &DecoderSpec, k: Codec, v: Codec) -> Vec<CacheLayer> {
-    let layer = |block: &BlockSpec| {
-        CacheLayer::new(block.attention.kv_heads, block.attention.head_dim, k).v(v).window(block.attention.window)
+pub(crate) fn cache_layers(spec: &DecoderSpec, codecs: &CacheCodecs) -> Result<Vec<CacheLayer>> {
+    let layer = |(block, kv): (&BlockSpec, KvCodec)| {
+        let attention = &block.attention;
+        CacheLayer::new(attention.kv_heads, attention.head_dim, kv.k).v(kv.v).window(attention.window)
     };
-    spec.blocks[..spec.cache_layers()].iter().map(layer).collect()
+    let layers = spec.cache_layers();
+    Ok(spec.blocks[..layers].iter().zip(codecs.of_layers(layers)?).map(layer).collect())
 }
 
 /// A tensor that the loader reads.

@@ -44,6 +44,7 @@
 //! tensor.
 
 mod batch_decoder;
+mod cache_codecs;
 pub mod chat;
 mod config;
 mod decoder;
@@ -64,6 +65,7 @@ mod tokenizer;
 mod weights;
 
 pub use batch_decoder::BatchDecoder;
+pub use cache_codecs::{CacheCodecs, KvCodec};
 pub use config::Config;
 pub use decoder::Decoder;
 pub use error::{Error, Result};

@@ -9,7 +9,7 @@ use std::{
 use kvant::{CacheLayer, Codec, DType, Device, KvPool, PoolSpec, Sequence, Step, Tensor, device::DeviceKind};
 
 use crate::{
-    BlockSpec, Config, DecoderSpec, Error, Files, Result, families,
+    BlockSpec, CacheCodecs, Config, DecoderSpec, Error, Files, Result, families,
     forward::{Network, Wanted, Workspace},
     gguf::{self, source::GgufSource},
     inspect,
@@ -56,12 +56,10 @@ impl LoadOptions {
 }
 
 /// Options of [`Model::new_pool`].
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct PoolOptions {
-    /// The codec of keys.
-    pub k: Codec,
-    /// The codec of values.
-    pub v: Codec,
+    /// The codecs of keys and values.
+    pub codecs: CacheCodecs,
     /// The sequences that the pool has room for at once.
     pub sequences: usize,
     /// The longest of them, in tokens. More and shorter sequences fit as well.
@@ -73,7 +71,7 @@ pub struct PoolOptions {
 impl Default for PoolOptions {
     /// f16, room for one sequence of 4096 tokens, pages of 64.
     fn default() -> Self {
-        PoolOptions { k: Codec::F16, v: Codec::F16, sequences: 1, longest: 4096, page_tokens: 64 }
+        PoolOptions { codecs: Codec::F16.into(), sequences: 1, longest: 4096, page_tokens: 64 }
     }
 }
 
@@ -215,8 +213,11 @@ impl Model {
     }
 
     /// The layers of a pool for this model: those that have their own keys and values.
-    pub fn cache_layers(&self, k: Codec, v: Codec) -> Vec<CacheLayer> {
-        inspect::cache_layers(self.decoder(), k, v)
+    ///
+    /// # Errors
+    /// `Argument` for codecs of another number of layers.
+    pub fn cache_layers(&self, codecs: &CacheCodecs) -> Result<Vec<CacheLayer>> {
+        inspect::cache_layers(self.decoder(), codecs)
     }
 
     /// Runs a batch: any mixture of sequences and numbers of tokens. `step` is of `pool`, and `tokens` are the ids of

@@ -61,7 +61,7 @@ fn a_decode_step_allocates_nothing() {
     for (threads, codec) in [(1, Codec::F16), (2, Codec::tq(4))] {
         let device = Device::cpu_with(CpuOptions { threads: Some(threads), simd: None }).unwrap();
         let model = Model::load(&directory, &device).unwrap();
-        let options = PoolOptions { k: codec, v: codec, longest: 256, ..PoolOptions::default() };
+        let options = PoolOptions { codecs: codec.into(), longest: 256, ..PoolOptions::default() };
         let mut sequence = model.new_pool(&options).unwrap().sequence();
         // All is truncated again below.
         sequence.hold(100);

@@ -171,7 +171,7 @@ fn the_longest_sequence_that_fits_is_found() {
     assert_eq!(model.longest_in(all.total(), &pool, &load).unwrap(), Some(10_000));
     let less = model.longest_in(all.total() - all.cache / 2, &pool, &load).unwrap().unwrap();
     assert!((4_000..6_000).contains(&less) && less.is_multiple_of(pool.page_tokens), "{less}");
-    let fit = |longest| model.memory(&PoolOptions { longest, ..pool }, &load).unwrap().total();
+    let fit = |longest| model.memory(&PoolOptions { longest, ..pool.clone() }, &load).unwrap().total();
     assert!(fit(less) <= all.total() - all.cache / 2 && fit(less + 64) > all.total() - all.cache / 2);
     assert_eq!(model.longest_in(all.weights, &pool, &load).unwrap(), None);
 }

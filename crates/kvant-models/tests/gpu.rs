@@ -74,7 +74,7 @@ fn the_shipped_model_matches_the_cpu() {
         let model = Model::load(&shipped(), &device).unwrap();
         let tokens = &all[..most.min(all.len())];
         for (codec, tolerance) in [(Codec::F32, TOLERANCE), (Codec::BF16, 0.1), (Codec::tq(8), 0.1)] {
-            let options = PoolOptions { k: codec, v: codec, ..exact(256) };
+            let options = PoolOptions { codecs: codec.into(), ..exact(256) };
             let prompt = tokens.len() * 3 / 4;
             // In pieces so short that the CPU multiplies in f32: of 16 tokens and more it rounds activations to 16
             // bits.
@@ -94,7 +94,7 @@ fn the_shipped_model_matches_the_cpu() {
 fn check_batches(model: &Model, codec: Codec, prompts: &[Vec<u32>], steps: usize) {
     let (vocab, device) = (model.vocab_size() as u32, model.device());
     let longest = prompts.iter().map(Vec::len).max().unwrap() + steps;
-    let options = PoolOptions { k: codec, v: codec, sequences: 2 * prompts.len(), ..exact(longest) };
+    let options = PoolOptions { codecs: codec.into(), sequences: 2 * prompts.len(), ..exact(longest) };
     let pool = model.new_pool(&options).unwrap();
     let mut recorded: Vec<Sequence> = prompts.iter().map(|_| pool.sequence()).collect();
     for (sequence, prompt) in recorded.iter_mut().zip(prompts) {

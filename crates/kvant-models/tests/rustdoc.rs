@@ -7,7 +7,8 @@ use std::{ops::ControlFlow, path::Path};
 use common::{exact, floats, golden, ids, max_difference, nats, shipped};
 use kvant::{Codec, CpuOptions, DType, Device, SimdLevel, Tensor, ops};
 use kvant_models::{
-    Decoder, Error, Finish, LoadOptions, Logits, Model, PoolOptions, Request, Sampling, Tokenizer, generate,
+    CacheCodecs, Decoder, Error, Finish, KvCodec, LoadOptions, Logits, Model, PoolOptions, Request, Sampling,
+    Tokenizer, generate,
 };
 use serde_json::Value;
 
@@ -79,7 +80,7 @@ fn bf16_form_matches() {
 fn other_dtypes_stay_close() {
     let tokens = ids(&golden("rustdoc-11m").join("4bit.safetensors"), "tokens");
     let run = |model: &Model, codec: Codec| {
-        let options = PoolOptions { k: codec, v: codec, ..exact(256) };
+        let options = PoolOptions { codecs: codec.into(), ..exact(256) };
         let mut sequence = model.new_pool(&options).unwrap().sequence();
         model.feed(&mut sequence, &tokens, Logits::All).unwrap().to_f32().unwrap()
     };
@@ -102,6 +103,37 @@ fn other_dtypes_stay_close() {
         let (kl, nats) = (mean_kl(&exact, &logits, vocab), mean(&logits));
         println!("activations {activations}: KL {kl:.2e}, {nats:.4} nats");
         assert!(kl < 0.02, "activations {activations}: KL {kl}");
+    }
+}
+
+/// Each layer of a cache has the codecs that its entry names.
+#[test]
+fn layers_have_their_own_codecs() {
+    let tokens = ids(&golden("rustdoc-11m").join("4bit.safetensors"), "tokens");
+    let model = model();
+    let run = |codecs: CacheCodecs| {
+        let mut sequence = model.new_pool(&PoolOptions { codecs, ..exact(256) }).unwrap().sequence();
+        model.feed(&mut sequence, &tokens, Logits::All).unwrap().to_f32().unwrap()
+    };
+    let (exact_layer, narrow) = (KvCodec::from(Codec::F32), KvCodec { k: Codec::tq(2), v: Codec::F32 });
+    let layers = |narrow_ones: usize| -> Vec<KvCodec> {
+        (0..6).map(|layer| if layer < narrow_ones { narrow } else { exact_layer }).collect()
+    };
+    let pool = model.new_pool(&PoolOptions { codecs: CacheCodecs::PerLayer(layers(2).into()), ..exact(64) }).unwrap();
+    let codecs: Vec<KvCodec> = pool.spec().layers.iter().map(|layer| KvCodec { k: layer.k, v: layer.v }).collect();
+    assert_eq!(codecs, layers(2));
+    let exact_logits = run(exact_layer.into());
+    let kl = |narrow_ones: usize| {
+        let logits = run(CacheCodecs::PerLayer(layers(narrow_ones).into()));
+        mean_kl(&exact_logits, &logits, model.vocab_size())
+    };
+    let kls = [0, 1, 6].map(kl);
+    assert!(kls[0] == 0.0 && 0.0 < kls[1] && kls[1] < kls[2], "{kls:?}");
+
+    for count in [0, 5, 7] {
+        let codecs = CacheCodecs::PerLayer(vec![narrow; count].into());
+        let error = model.new_pool(&PoolOptions { codecs, ..exact(64) }).err().unwrap();
+        assert!(matches!(error, Error::Argument { arg: "codecs", .. }), "{error}");
     }
 }
 

@@ -1,9 +1,10 @@
 //! Test data of the benches: random numbers, and enough cache layers to exceed a processor's cache.
 
 use kvant::{Codec, DType, Device, HeadOrder, KvLayer, LayerSpec, Step, Tensor, bf16, device::DeviceKind, f16, ops};
+use kvant_models::KvCodec;
 
 use super::Case;
-use crate::{Result, args::Kv, output};
+use crate::{Result, output};
 
 /// Bytes of cached keys and values that a case rotates over.
 const ROTATION: usize = 700_000_000;
@@ -25,7 +26,7 @@ impl Source {
 
 /// Full linear layers of `capacity` slots, as many as [`ROTATION`] requires and memory permits.
 pub fn layers(device: &Device, case: &Case, capacity: usize) -> Result<Vec<KvLayer>> {
-    let Kv { k, v } = case.kv;
+    let KvCodec { k, v } = case.kv;
     let (kv_heads, head_dim) = (case.shape.kv_heads, case.shape.head_dim);
     let order = HeadOrder::HeadMajor;
     let spec = LayerSpec::new(kv_heads, head_dim, capacity, k).v(v).order(order);

@@ -10,12 +10,13 @@ mod timing;
 
 use std::time::Duration;
 
-use kvant::{DType, Device};
+use kvant::{Codec, DType, Device};
+use kvant_models::KvCodec;
 use serde::Serialize;
 
 use crate::{
     Result,
-    args::{ActivationArgs, DeviceArgs, Heads, Kv},
+    args::{ActivationArgs, DeviceArgs, Heads},
     output,
 };
 
@@ -58,7 +59,7 @@ pub struct OpArgs {
     /// Cache types: f32, f16, bf16, tq8, tq6, tq5, tq4, tq3, tq2, these with page means (tq4c), or K:V [default:
     /// depends on the operation]
     #[arg(long, value_name = "KV,…", value_delimiter = ',')]
-    kv: Option<Vec<Kv>>,
+    kv: Option<Vec<KvCodec>>,
     /// Use a pool with so many positions in a page: 16, 32, 64, 128 or 256 [default: contiguous layers; 64 for types
     /// with page means]
     #[arg(long, value_name = "N")]
@@ -94,7 +95,7 @@ struct Case {
     /// Tokens; their role depends on the operation.
     context: u32,
     /// Not used by operations without a cache.
-    kv: Kv,
+    kv: KvCodec,
     /// The dtype of queries, new keys and values, and outputs.
     activations: DType,
     page_tokens: Option<usize>,
@@ -166,7 +167,7 @@ fn cases(
     let has_cache = !defaults.1.is_empty();
     let kvs = match &args.kv {
         Some(_) if !has_cache => return Err(format!("bench {op} has no cache and does not take --kv").into()),
-        None if !has_cache => vec![Kv::F32],
+        None if !has_cache => vec![Codec::F32.into()],
         Some(kvs) => kvs.clone(),
         None => defaults.1.iter().map(|name| name.parse()).collect::<kvant::Result<_>>()?,
     };

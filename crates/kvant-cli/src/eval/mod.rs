@@ -1,23 +1,21 @@
 //! `kvant eval`: measures the prediction quality and memory of cache types.
-//!
-//! The tokens are cut into windows. Each starts with an empty cache at position 0 and predicts its second to its last
-//! token. All caches, including the f32 one, advance through a window together, a few tokens at a time: the f32
-//! logits are computed once, and only a few rows of logits are held.
 
+mod budget;
+mod measure;
 mod progress;
 mod score;
 mod stream;
 
-use std::path::PathBuf;
+use std::{
+    hash::{DefaultHasher, Hash, Hasher},
+    path::PathBuf,
+};
 
-use kvant::{Codec, Sequence, Tensor};
-use kvant_models::{Files, Logits, PoolOptions, Tokenizer};
+use kvant::{Codec, PoolSpec};
+use kvant_models::{Files, PoolOptions, Tokenizer};
 use serde::Serialize;
 
-use self::{
-    progress::Progress,
-    score::{Prediction, Score},
-};
+use self::{measure::Measurement, progress::Progress, score::Score};
 use crate::{
     Result,
     args::{ActivationArgs, DeviceArgs, Kv},
@@ -38,9 +36,13 @@ pub struct EvalArgs {
     model: Option<PathBuf>,
     #[command(flatten)]
     source: TextSource,
-    /// Cache types: f32, f16, bf16, tq8, tq6, tq5, tq4, tq3, tq2, these with page means (tq4c), or K:V as in f16:tq4
-    #[arg(long, value_name = "KV,…", value_delimiter = ',', default_value = "f16,tq8,tq6,tq5,tq4,tq3,tq2")]
+    /// Cache types: f32, f16, bf16, tq8, tq6, tq5, tq4, tq3, tq2, these with page means (tq4c), K:V as in f16:tq4, or
+    /// @FILE with types per layer. For --budget, the types to choose from [default: f16,tq8,tq6,tq5,tq4,tq3,tq2; for
+    /// --budget tq8c to tq2c, or tq8 to tq2 where the device has no page means]
+    #[arg(long, value_name = "KV,…", value_delimiter = ',')]
     kv: Vec<Kv>,
+    #[command(flatten)]
+    budget: budget::BudgetArgs,
     /// Tokens in a window
     #[arg(long, value_name = "N", default_value_t = 1024, value_parser = clap::value_parser!(u32).range(2..))]
     window_tokens: u32,
@@ -72,6 +74,11 @@ struct TextSource {
     tokens: Option<PathBuf>,
 }
 
+/// The cache types that are measured unless others are named.
+const DEFAULTS: [Codec; 7] =
+    [Codec::F16, Codec::tq(8), Codec::tq(6), Codec::tq(5), Codec::tq(4), Codec::tq(3), Codec::tq(2)];
+
+/// The results of a cache type.
 #[derive(Serialize)]
 struct EvalLine {
     kv: String,
@@ -85,18 +92,12 @@ struct EvalLine {
     bytes_per_token: usize,
 }
 
-/// A cache type and its results.
-struct Candidate {
-    kv: Kv,
-    sequence: Sequence,
-    score: Score,
-}
-
 pub fn run(args: &EvalArgs) -> Result {
     let files = shipped::files(args.model.as_deref())?;
     let device = args.device.open()?;
     let tokens = read(&args.source, &files)?;
-    let windows = stream::windows(&tokens, args.window_tokens as usize);
+    let used = args.budget.asked().map_or(tokens.len(), |_| args.budget.tokens().min(tokens.len()));
+    let windows = stream::windows(&tokens[..used], args.window_tokens as usize);
     if windows.is_empty() {
         return Err("nothing to predict: at least 2 tokens are required".into());
     }
@@ -105,42 +106,43 @@ pub fn run(args: &EvalArgs) -> Result {
     if let Some((index, id)) = tokens.iter().enumerate().find(|&(_, &id)| id as usize >= vocabulary) {
         return Err(format!("token {index} must be below the vocabulary's {vocabulary}, got {id}").into());
     }
-    let (longest, page_tokens) = (windows[0].len(), args.page_tokens);
+    let page_tokens = args.page_tokens;
     let step_tokens = args.step_tokens.map_or(page_tokens.max(1), |tokens| tokens as usize);
-    let new_sequence = |kv: Kv| -> kvant_models::Result<Sequence> {
-        Ok(model
-            .new_pool(&PoolOptions { k: kv.k, v: kv.v, longest, page_tokens, ..PoolOptions::default() })?
-            .sequence())
-    };
-    let mut exact = new_sequence(Kv::F32)?;
-    let mut candidates = Vec::new();
-    for &kv in &args.kv {
-        candidates.push(Candidate { kv, sequence: new_sequence(kv)?, score: Score::default() });
-    }
-
-    let mut progress = Progress::new(windows.iter().map(|window| window.len()).sum());
-    for window in windows {
-        exact.truncate(0)?;
-        candidates.iter_mut().try_for_each(|candidate| candidate.sequence.truncate(0))?;
-        // The last token is predicted, but predicts nothing.
-        for (chunk, targets) in window[..window.len() - 1].chunks(step_tokens).zip(window[1..].chunks(step_tokens)) {
-            let reference = predictions(&model.feed(&mut exact, chunk, Logits::All)?)?;
-            for candidate in &mut candidates {
-                let logits = model.feed(&mut candidate.sequence, chunk, Logits::All)?;
-                for ((exact, other), &token) in reference.iter().zip(&predictions(&logits)?).zip(targets) {
-                    candidate.score.add(exact, other, token);
-                }
-            }
-            progress.add(chunk.len());
+    let measurement = Measurement { model: &model, windows, step_tokens, page_tokens };
+    let lines = match args.budget.asked() {
+        Some((bits, out)) => budget::run(bits, out, &args.kv, &measurement, &subject(args, &measurement))?,
+        None if args.kv.is_empty() => {
+            lines(&DEFAULTS.map(|codec| Kv::from(kvant_models::KvCodec::from(codec))), &measurement)?
         }
-        progress.add(1);
-    }
-    progress.finish();
-
+        None => lines(&args.kv, &measurement)?,
+    };
     if !args.json {
         output::text("kv         tokens   nats/token  perplexity   KL mean    KL p99     top-1     bytes/token\n")?;
     }
-    candidates.iter().try_for_each(|candidate| print(candidate, args.json))
+    lines.iter().try_for_each(|line| line.print(args.json))
+}
+
+/// What a measurement depends on, in one line.
+fn subject(args: &EvalArgs, measurement: &Measurement) -> String {
+    let Measurement { model, windows, step_tokens, page_tokens } = measurement;
+    let mut hasher = DefaultHasher::new();
+    windows.hash(&mut hasher);
+    let (name, device) =
+        (args.model.as_deref().map_or("shipped".into(), |path| path.to_string_lossy()), model.device());
+    let text = format!("{:016x}", hasher.finish());
+    format!(
+        "model {name:?} in {} on {device}, text {text}, steps of {step_tokens}, pages of {page_tokens}",
+        model.activations()
+    )
+}
+
+/// Measures cache types.
+fn lines(kv: &[Kv], measurement: &Measurement) -> Result<Vec<EvalLine>> {
+    let pools = kv.iter().map(|kv| measurement.pool(&kv.codecs)).collect::<kvant_models::Result<Vec<_>>>()?;
+    let mut progress = Progress::new("", measurement.tokens());
+    let scores = measurement.scores(&pools, &mut progress)?;
+    progress.finish();
+    Ok(kv.iter().zip(pools).zip(scores).map(|((kv, pool), score)| EvalLine::new(kv, pool.spec(), &score)).collect())
 }
 
 /// The tokens to predict.
@@ -159,40 +161,38 @@ fn read(source: &TextSource, files: &Files) -> Result<Vec<u32>> {
     Ok(tokens)
 }
 
-fn predictions(logits: &Tensor) -> Result<Vec<Prediction>> {
-    let vocabulary = logits.shape().last().copied().unwrap_or(0).max(1);
-    Ok(logits.to_f32()?.chunks_exact(vocabulary).map(Prediction::new).collect())
-}
-
-fn print(candidate: &Candidate, json: bool) -> Result {
-    let Candidate { kv, sequence, score } = candidate;
-    let spec = sequence.pool().spec();
-    let vector = |codec: Codec, dim: usize| {
-        codec.bytes_per_vector(dim) as f64 + codec.bytes_per_mean(dim) as f64 / spec.page_tokens as f64
-    };
-    let bytes = spec.layers.iter().map(|l| l.kv_heads as f64 * (vector(l.k, l.head_dim) + vector(l.v, l.head_dim)));
-    let line = EvalLine {
-        kv: kv.to_string(),
-        tokens: score.tokens(),
-        nats_per_token: score.nats_per_token(),
-        perplexity: score.nats_per_token().exp(),
-        kl_mean: score.kl_mean(),
-        kl_p99: score.kl_p99(),
-        top1_agreement: score.top1_agreement(),
-        bytes_per_token: bytes.sum::<f64>().round() as usize,
-    };
-    if json {
-        return output::json_line(&line);
+impl EvalLine {
+    fn new(kv: &Kv, spec: &PoolSpec, score: &Score) -> EvalLine {
+        let vector = |codec: Codec, dim: usize| {
+            codec.bytes_per_vector(dim) as f64 + codec.bytes_per_mean(dim) as f64 / spec.page_tokens as f64
+        };
+        let bytes = spec.layers.iter().map(|l| l.kv_heads as f64 * (vector(l.k, l.head_dim) + vector(l.v, l.head_dim)));
+        EvalLine {
+            kv: kv.to_string(),
+            tokens: score.tokens(),
+            nats_per_token: score.nats_per_token(),
+            perplexity: score.nats_per_token().exp(),
+            kl_mean: score.kl_mean(),
+            kl_p99: score.kl_p99(),
+            top1_agreement: score.top1_agreement(),
+            bytes_per_token: bytes.sum::<f64>().round() as usize,
+        }
     }
-    output::text(&format!(
-        "{:<9} {:>7}   {:>10.5}  {:>10.4}  {:>8.2e}  {:>8.2e}  {:>7.3} %  {:>12}\n",
-        line.kv,
-        line.tokens,
-        line.nats_per_token,
-        line.perplexity,
-        line.kl_mean,
-        line.kl_p99,
-        line.top1_agreement * 100.0,
-        line.bytes_per_token
-    ))
+
+    fn print(&self, json: bool) -> Result {
+        if json {
+            return output::json_line(self);
+        }
+        output::text(&format!(
+            "{:<9} {:>7}   {:>10.5}  {:>10.4}  {:>8.2e}  {:>8.2e}  {:>7.3} %  {:>12}\n",
+            self.kv,
+            self.tokens,
+            self.nats_per_token,
+            self.perplexity,
+            self.kl_mean,
+            self.kl_p99,
+            self.top1_agreement * 100.0,
+            self.bytes_per_token
+        ))
+    }
 }

@@ -11,6 +11,7 @@ use crate::output;
 const INTERVAL: Duration = Duration::from_millis(200);
 
 pub struct Progress {
+    label: &'static str,
     total: usize,
     done: usize,
     started: Instant,
@@ -19,10 +20,10 @@ pub struct Progress {
 }
 
 impl Progress {
-    /// The progress of an evaluation of `total` tokens.
-    pub fn new(total: usize) -> Progress {
+    /// The progress of an evaluation of `total` tokens. The line starts with `label`.
+    pub fn new(label: &'static str, total: usize) -> Progress {
         let now = Instant::now();
-        Progress { total, done: 0, started: now, last_shown: std::io::stderr().is_terminal().then_some(now) }
+        Progress { label, total, done: 0, started: now, last_shown: std::io::stderr().is_terminal().then_some(now) }
     }
 
     /// Counts tokens.
@@ -31,7 +32,8 @@ impl Progress {
         if self.last_shown.is_some_and(|last| last.elapsed() >= INTERVAL) {
             self.last_shown = Some(Instant::now());
             // A closed standard error is no reason to stop.
-            let _ = output::note(&format!("\r\x1b[K{}", line(self.done, self.total, self.started.elapsed())));
+            let _ =
+                output::note(&format!("\r\x1b[K{}{}", self.label, line(self.done, self.total, self.started.elapsed())));
         }
     }
 

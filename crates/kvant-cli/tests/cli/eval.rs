@@ -1,3 +1,5 @@
+use serde_json::json;
+
 use crate::{assert_keys, copy_of_the_model, kvant, scratch, str};
 
 const KEYS: &str = "kv tokens nats_per_token perplexity kl_mean kl_p99 top1_agreement bytes_per_token";
@@ -114,4 +116,111 @@ fn documents_end_with_one_id() {
     // Where the tokenizer does not say, it is the first of the model's.
     std::fs::remove_file(directory.join("tokenizer_config.json")).unwrap();
     assert_eq!(eval(), want);
+}
+
+const BUDGET: [&str; 8] = ["--budget", "3", "--budget-tokens", "32", "--kv", "tq4,tq2", "--json", "--out"];
+
+/// The text of a search, and the file that it writes.
+fn search(folder: &str) -> (std::path::PathBuf, std::path::PathBuf) {
+    let text = scratch(folder).join("text");
+    std::fs::write(&text, TEXT).unwrap();
+    let out = text.with_file_name("best.json");
+    (text, out)
+}
+
+#[test]
+fn a_budget_gives_types_per_layer_that_every_command_takes() {
+    let (text, out) = search("eval_budget");
+    let lines = kvant(&[&["eval", "--text", str(&text)], &BUDGET[..], &[str(&out)]].concat()).json();
+    let at = format!("@{}", str(&out));
+    let names: Vec<&str> = lines.iter().map(|line| line["kv"].as_str().unwrap()).collect();
+    assert_eq!(names[0], at);
+    assert!(["tq4:tq2", "tq2:tq4"].contains(&names[1]), "{names:?}");
+    let number = |i: usize, key: &str| lines[i][key].as_f64().unwrap();
+    assert!(
+        number(0, "kl_mean") <= number(1, "kl_mean") && number(0, "bytes_per_token") <= number(1, "bytes_per_token")
+    );
+    assert_eq!(number(0, "tokens"), 31.0);
+
+    let file: serde_json::Value = serde_json::from_slice(&std::fs::read(&out).unwrap()).unwrap();
+    assert_keys(&file, "layers bits kl_mean tokens model");
+    let layers = file["layers"].as_array().unwrap();
+    assert_eq!(layers.len(), 6);
+    assert!(
+        layers.iter().all(|layer| ["tq4", "tq2", "tq4:tq2", "tq2:tq4"].contains(&layer.as_str().unwrap())),
+        "{file}"
+    );
+    assert!(file["bits"].as_f64().unwrap() <= 3.0);
+    assert!((file["kl_mean"].as_f64().unwrap() / number(0, "kl_mean") - 1.0).abs() < 1e-6);
+    assert!(!out.with_file_name("best.json.part").exists());
+
+    // Bytes are those of the layers: 5 with 2 heads of 256, one with 1 head of 512.
+    let of = |codec: &str| if codec == "tq4" { 4 } else { 2 };
+    let sides = layers.iter().map(|layer| {
+        layer.as_str().unwrap().split_once(':').unwrap_or_else(|| {
+            let both = layer.as_str().unwrap();
+            (both, both)
+        })
+    });
+    let codes: usize = sides.map(|(k, v)| (of(k) + of(v)) * 512 / 8).sum();
+    assert_eq!(number(0, "bytes_per_token"), (codes + 12 * 2 * 4) as f64);
+
+    let more = kvant(&["eval", "--text", str(&text), "--kv", &format!("f32,{at}"), "--json"]).json();
+    assert_eq!(more[1]["kv"], at);
+    assert!(more[1]["kl_mean"].as_f64().unwrap() > 0.0);
+    let report = kvant(&["generate", "--kv", &at, "--max-tokens", "3", "--json"]).json().remove(0);
+    assert_eq!(report["kv"], at);
+    assert!(report["cache_bytes"].as_u64() < report["cache_bytes_f16"].as_u64());
+    let logits = out.with_file_name("logits");
+    kvant(&["logits", "--tokens", "2 17", "--kv", &at, "--out", str(&logits)]).ok();
+    let bench = ["bench", "model", "--decode", "8", "--seconds", "0.01", "--json", "--kv", &at];
+    assert_eq!(kvant(&bench).json().last().unwrap()["kv"], at);
+}
+
+/// What a stopped search has measured is not measured again.
+#[test]
+fn a_stopped_search_continues() {
+    let (text, out) = search("eval_resume");
+    let run = || kvant(&[&["eval", "--text", str(&text)], &BUDGET[..], &[str(&out)]].concat()).json();
+    run();
+    let file: serde_json::Value = serde_json::from_slice(&std::fs::read(&out).unwrap()).unwrap();
+    // A measurement that could not be: it shows in the result.
+    let layers = ["tq2:tq4"; 6];
+    let known = json!({"layers": layers.join(","), "kl_mean": 1e-12});
+    let part = out.with_file_name("best.json.part");
+    std::fs::write(&part, format!("{}\n{known}\n", file["model"].as_str().unwrap())).unwrap();
+    run();
+    let again: serde_json::Value = serde_json::from_slice(&std::fs::read(&out).unwrap()).unwrap();
+    assert_eq!((&again["layers"], &again["kl_mean"]), (&json!(layers), &json!(1e-12)));
+    assert!(!part.exists());
+}
+
+#[test]
+fn budgets_that_cannot_be_met_are_refused() {
+    let (text, out) = search("eval_bad_budget");
+    let eval = |more: &[&str]| kvant(&[&["eval", "--text", str(&text)], more].concat()).error();
+    let out = str(&out);
+    assert!(eval(&["--budget", "1.5", "--out", out]).contains("at least the narrowest type's 2 bits, got 1.5"));
+    assert!(eval(&["--budget", "-1", "--out", out]).contains("got -1"));
+    assert!(eval(&["--budget", "3"]).contains("--out"));
+    assert!(eval(&["--out", out]).contains("--budget"));
+    assert!(eval(&["--budget", "3", "--out", out, "--kv", "f16:tq4"]).contains("single types to choose from"));
+    assert!(eval(&["--budget", "3", "--out", out, "--kv", "tq4,tq4c"]).contains("as many bits"));
+    assert!(eval(&["--budget", "3", "--out", "/no/such/place/best.json"]).contains("no such directory"));
+    assert!(!std::path::Path::new(out).exists());
+}
+
+#[test]
+fn files_of_types_per_layer_are_checked() {
+    let file = scratch("eval_layers").join("kv.json");
+    let at = format!("@{}", str(&file));
+    let generate = || kvant(&["generate", "--max-tokens", "1", "--kv", &at]).error();
+    assert!(generate().contains("No such file"));
+    std::fs::write(&file, r#"{"layers": ["tq4", "tq9"]}"#).unwrap();
+    assert!(generate().contains("tq9"));
+    std::fs::write(&file, r#"{"layers": ["tq4", "tq3c"]}"#).unwrap();
+    let error = generate();
+    assert!(error.contains("codecs of 6 layers") && error.contains("of 2"), "{error}");
+    let attend = kvant(&["bench", "attend", "--kv", &at]).error();
+    assert!(attend.contains(&at), "{attend}");
 }

@@ -21,7 +21,7 @@ pub fn engine(options: EngineOptions) -> Engine {
 
 /// Exact caches, so that the shape of a batch changes results by rounding in f32 only.
 pub fn options() -> EngineOptions {
-    EngineOptions::default().kv(Codec::F32, Codec::F32).context(256)
+    EngineOptions::default().codecs(Codec::F32).context(256)
 }
 
 /// Ids, text and end of a request.

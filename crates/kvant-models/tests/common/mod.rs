@@ -68,7 +68,7 @@ pub fn ids(file: &Path, name: &str) -> Vec<u32> {
 
 /// An f32 cache.
 pub fn exact(longest: usize) -> PoolOptions {
-    PoolOptions { k: Codec::F32, v: Codec::F32, longest, ..PoolOptions::default() }
+    PoolOptions { codecs: Codec::F32.into(), longest, ..PoolOptions::default() }
 }
 
 pub fn max_difference(a: &[f32], b: &[f32]) -> f32 {

@@ -38,7 +38,7 @@ pub struct ModelArgs {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     context: Option<u32>,
     /// Cache types [default: bf16 on CUDA, f16 elsewhere]: f32, f16, bf16, tq8, tq6, tq5, tq4, tq3, tq2, these with
-    /// page means (tq4c), or K:V as in f16:tq4
+    /// page means (tq4c), K:V as in f16:tq4, or @FILE with types per layer
     #[arg(long, value_name = "KV,…", value_delimiter = ',')]
     kv: Vec<Kv>,
     #[command(flatten)]
@@ -161,7 +161,7 @@ pub fn run(args: &ModelArgs) -> Result {
     let parts = Parts { model: &model, report: &report, budget };
     let cases = Cases::of(args, &model);
     let default = [args.activations.kv(&device, None)];
-    for &kv in if args.kv.is_empty() { &default[..] } else { &args.kv } {
+    for kv in if args.kv.is_empty() { &default[..] } else { &args.kv } {
         for &tokens in &cases.prompts {
             parts.prompt(kv, tokens)?;
         }
@@ -205,6 +205,6 @@ impl Cases {
 }
 
 /// A pool for so many sequences of up to `longest` tokens.
-fn pool_options(kv: Kv, sequences: usize, longest: usize) -> PoolOptions {
-    PoolOptions { k: kv.k, v: kv.v, sequences, longest, ..PoolOptions::default() }
+fn pool_options(kv: &Kv, sequences: usize, longest: usize) -> PoolOptions {
+    PoolOptions { codecs: kv.codecs.clone(), sequences, longest, ..PoolOptions::default() }
 }

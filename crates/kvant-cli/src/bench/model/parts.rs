@@ -21,7 +21,7 @@ pub struct Parts<'a> {
 
 impl Parts<'_> {
     /// Feeds a prompt to an empty sequence: the first time, and warm.
-    pub fn prompt(&self, kv: Kv, tokens: usize) -> Result {
+    pub fn prompt(&self, kv: &Kv, tokens: usize) -> Result {
         let options = pool_options(kv, 1, tokens);
         if !self.has_room(&options)? {
             return Ok(());
@@ -43,7 +43,7 @@ impl Parts<'_> {
     }
 
     /// Decodes one token of one sequence again and again, with the recorded pass that `kvant generate` uses.
-    pub fn decode(&self, kv: Kv, context: usize) -> Result {
+    pub fn decode(&self, kv: &Kv, context: usize) -> Result {
         let options = pool_options(kv, 1, context);
         if !self.has_room(&options)? {
             return Ok(());
@@ -60,7 +60,7 @@ impl Parts<'_> {
         };
         let us_first = timing::once(|| step(0))?;
         let timing = timing::repeat(self.budget, step)?;
-        let bytes = self.model.weight_bytes_per_token() + self.cached_bytes(kv, context);
+        let bytes = self.model.weight_bytes_per_token() + self.cached_bytes(kv, context)?;
         let line = self.report.line("decode", &timing);
         self.report.print(ModelLine {
             kv: Some(kv.to_string()),
@@ -74,7 +74,7 @@ impl Parts<'_> {
     }
 
     /// Decodes tokens of many sequences together. Each has its own pages.
-    pub fn batch(&self, kv: Kv, count: usize, context: usize) -> Result {
+    pub fn batch(&self, kv: &Kv, count: usize, context: usize) -> Result {
         let options = pool_options(kv, count, context + BATCH_STEPS);
         if !self.has_room(&options)? {
             return Ok(());
@@ -117,7 +117,7 @@ impl Parts<'_> {
         let timing = times.timing();
         // How many experts a batch reads depends on its tokens.
         let is_dense = self.model.decoder().blocks.iter().all(|block| block.feed_forward.moe().is_none());
-        let cached = self.cached_bytes(kv, context + BATCH_STEPS / 2);
+        let cached = self.cached_bytes(kv, context + BATCH_STEPS / 2)?;
         let bytes = self.model.weight_bytes_per_token().saturating_add(count.saturating_mul(cached));
         let line = self.report.line("batch", &timing);
         self.report.print(ModelLine {
@@ -132,13 +132,15 @@ impl Parts<'_> {
     }
 
     /// Bytes of keys and values that a token after `context - 1` others reads.
-    fn cached_bytes(&self, kv: Kv, context: usize) -> usize {
-        let read = |block: &BlockSpec| {
+    fn cached_bytes(&self, kv: &Kv, context: usize) -> Result<usize> {
+        let own = self.model.cache_layers(&kv.codecs)?;
+        let read = |(index, block): (usize, &BlockSpec)| {
             let attention = &block.attention;
-            let vector = kv.k.bytes_per_vector(attention.head_dim) + kv.v.bytes_per_vector(attention.head_dim);
+            let layer = &own[attention.source().unwrap_or(index)];
+            let vector = layer.k.bytes_per_vector(layer.head_dim) + layer.v.bytes_per_vector(layer.head_dim);
             context.min(attention.window.unwrap_or(usize::MAX)) * attention.kv_heads * vector
         };
-        self.model.decoder().blocks.iter().map(read).sum()
+        Ok(self.model.decoder().blocks.iter().enumerate().map(read).sum())
     }
 
     /// Whether the device has memory for a pool. If not, the case is skipped, with a note.

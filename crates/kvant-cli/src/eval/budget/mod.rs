@@ -1,0 +1,188 @@
+//! `kvant eval --budget`: finds codecs per layer and side under a mean number of bits, and writes them to a file.
+
+mod divergence_file;
+mod search;
+
+use std::path::{Path, PathBuf};
+
+use kvant::{Codec, Error};
+use kvant_models::{CacheCodecs, KvCodec, Model};
+use serde::Serialize;
+
+use self::{
+    divergence_file::DivergenceFile,
+    search::{Assignment, Choice, Found, Phase, Search},
+};
+use super::{EvalLine, measure::Measurement, progress::Progress};
+use crate::{Result, args::Kv, output};
+
+/// Caches that advance through the text together.
+const TOGETHER: usize = 8;
+
+#[derive(clap::Args)]
+pub struct BudgetArgs {
+    /// Find a codec for the keys and the values of each layer: the least divergence with at most so many bits per
+    /// number on average, without norms and means. Writes --out, which --kv @FILE reads. Prints it and the best
+    /// type that is the same in all layers, both measured on the first --budget-tokens of the text
+    #[arg(long, value_name = "BITS", requires = "out", allow_negative_numbers = true)]
+    budget: Option<f64>,
+    /// The file that --budget writes. FILE.part keeps measurements: a search that was stopped continues
+    #[arg(long, value_name = "FILE", requires = "budget")]
+    out: Option<PathBuf>,
+    /// The tokens that --budget measures with
+    #[arg(long, value_name = "N", default_value_t = 4096, value_parser = clap::value_parser!(u32).range(2..))]
+    budget_tokens: u32,
+}
+
+/// What the file says.
+#[derive(Serialize)]
+struct BudgetFile<'a> {
+    /// For each layer that has its own keys and values.
+    layers: Vec<String>,
+    /// Bits per number.
+    bits: f64,
+    kl_mean: f64,
+    /// The text that this was measured with.
+    tokens: usize,
+    model: &'a str,
+}
+
+impl BudgetArgs {
+    /// The budget in bits and the file, if asked for.
+    pub fn asked(&self) -> Option<(f64, &Path)> {
+        self.budget.zip(self.out.as_deref())
+    }
+
+    /// The tokens of the text that are used.
+    pub fn tokens(&self) -> usize {
+        self.budget_tokens as usize
+    }
+}
+
+/// Finds the codecs among those of `kv`, or all of TurboQuant. `subject` describes model and text.
+pub fn run(budget: f64, out: &Path, kv: &[Kv], measurement: &Measurement, subject: &str) -> Result<Vec<EvalLine>> {
+    if let Some(folder) = out.parent().filter(|folder| !folder.as_os_str().is_empty() && !folder.is_dir()) {
+        return Err(format!("--out: {}: no such directory", folder.display()).into());
+    }
+    let codecs = codecs(kv, measurement)?;
+    let sides = Sides::of(measurement.model);
+    let search = Search {
+        bits: codecs.iter().map(|&codec| bits(codec)).collect(),
+        coordinates: sides.coordinates.clone(),
+        budget,
+    };
+    search.check()?;
+    let mut part = out.as_os_str().to_os_string();
+    part.push(".part");
+    let mut measured = DivergenceFile::open(part.into(), subject)?;
+    let mut phases = Phases { sides: &sides, codecs: &codecs, measurement, measured: &mut measured };
+    let Found { best, uniform } = search.run(&mut |phase, all| phases.measure(phase, all))?;
+    let layers = |choice: &Choice| sides.layers(&codecs, &choice.widths.iter().copied().map(Some).collect());
+    let report = BudgetFile {
+        layers: layers(&best).iter().map(KvCodec::to_string).collect(),
+        bits: output::round3(search.mean_bits(&best.widths)),
+        kl_mean: best.divergence,
+        tokens: measurement.tokens(),
+        model: subject,
+    };
+    divergence_file::replace(out, &(serde_json::to_string_pretty(&report)? + "\n"))?;
+    measured.remove()?;
+    let best = Kv { name: format!("@{}", out.display()), codecs: CacheCodecs::PerLayer(layers(&best).into()) };
+    let uniform = layers(&uniform).first().map(|&kv| Kv::from(kv));
+    super::lines(&[Some(best), uniform].into_iter().flatten().collect::<Vec<_>>(), measurement)
+}
+
+/// The codecs to choose from, by their bits.
+fn codecs(kv: &[Kv], measurement: &Measurement) -> Result<Vec<Codec>> {
+    let mut codecs = Vec::new();
+    for kv in kv {
+        match kv.codecs {
+            CacheCodecs::Same(KvCodec { k, v }) if k == v => codecs.push(k),
+            _ => return Err(format!("--budget: --kv takes single types to choose from, got {kv}").into()),
+        }
+    }
+    if codecs.is_empty() {
+        let has_means = !matches!(
+            measurement.pool(&Codec::tq_centred(4).into()),
+            Err(kvant_models::Error::Kvant(Error::Unsupported { .. }))
+        );
+        codecs.extend(kvant::codec::BITS.map(|bits| if has_means { Codec::tq_centred(bits) } else { Codec::tq(bits) }));
+    }
+    codecs.sort_by(|&a, &b| bits(a).total_cmp(&bits(b)));
+    if let Some(pair) = codecs.windows(2).find(|pair| bits(pair[0]) == bits(pair[1])) {
+        return Err(format!("--budget: --kv has {} and {}, which have as many bits", pair[0], pair[1]).into());
+    }
+    Ok(codecs)
+}
+
+/// Bits of a number, without norms and means.
+fn bits(codec: Codec) -> f64 {
+    match codec {
+        Codec::Dense(dtype) => 8.0 * dtype.size() as f64,
+        Codec::TurboQuant(turbo) => f64::from(turbo.bits),
+    }
+}
+
+/// Keys and values of the layers of a cache, in turn.
+struct Sides {
+    coordinates: Vec<usize>,
+}
+
+impl Sides {
+    fn of(model: &Model) -> Sides {
+        let blocks = &model.decoder().blocks[..model.decoder().cache_layers()];
+        let coordinates = |block: &kvant_models::BlockSpec| block.attention.kv_heads * block.attention.head_dim;
+        Sides { coordinates: blocks.iter().flat_map(|block| [coordinates(block); 2]).collect() }
+    }
+
+    fn layers(&self, codecs: &[Codec], assignment: &Assignment) -> Vec<KvCodec> {
+        let codec = |side: &Option<usize>| side.map_or(Codec::F32, |codec| codecs[codec]);
+        assignment.chunks_exact(2).map(|sides| KvCodec { k: codec(&sides[0]), v: codec(&sides[1]) }).collect()
+    }
+}
+
+/// Measures what the search asks for, unless the file knows it.
+struct Phases<'a> {
+    sides: &'a Sides,
+    codecs: &'a [Codec],
+    measurement: &'a Measurement<'a>,
+    measured: &'a mut DivergenceFile,
+}
+
+impl Phases<'_> {
+    fn measure(&mut self, phase: Phase, all: &[Assignment]) -> Result<Vec<f64>> {
+        let named = |assignment| {
+            let layers = self.sides.layers(self.codecs, assignment);
+            let names: Vec<String> = layers.iter().map(KvCodec::to_string).collect();
+            (names.join(","), layers)
+        };
+        let all: Vec<(String, Vec<KvCodec>)> = all.iter().map(named).collect();
+        let mut new: Vec<&(String, Vec<KvCodec>)> = Vec::new();
+        for one in &all {
+            if self.measured.get(&one.0).is_none() && !new.iter().any(|other| other.0 == one.0) {
+                new.push(one);
+            }
+        }
+        let label = match phase {
+            Phase::Sides => "each side alone: ",
+            Phase::Choices => "choices: ",
+            Phase::Exchanges => "exchanges: ",
+        };
+        let mut progress = Progress::new(label, new.len().div_ceil(TOGETHER) * self.measurement.tokens());
+        for some in new.chunks(TOGETHER) {
+            let pool =
+                |one: &&(String, Vec<KvCodec>)| self.measurement.pool(&CacheCodecs::PerLayer(one.1.clone().into()));
+            let pools = some.iter().map(pool).collect::<kvant_models::Result<Vec<_>>>()?;
+            let scores = self.measurement.scores(&pools, &mut progress)?;
+            for (one, score) in some.iter().zip(scores) {
+                let kl_mean = score.kl_mean();
+                if !kl_mean.is_finite() {
+                    return Err(format!("the divergence with {} is not a number", one.0).into());
+                }
+                self.measured.add(&one.0, kl_mean)?;
+            }
+        }
+        progress.finish();
+        Ok(all.iter().filter_map(|(name, _)| self.measured.get(name)).collect())
+    }
+}

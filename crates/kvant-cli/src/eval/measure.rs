@@ -1,0 +1,67 @@
+//! Predictions of a text with several caches, against those with an f32 cache.
+//!
+//! The tokens are cut into windows. Each starts with empty caches at position 0 and predicts its second to its last
+//! token. All caches, the f32 one included, advance through a window together, a few tokens at a time: the f32 logits
+//! are computed once, and only a few rows of logits are held.
+
+use kvant::{Codec, KvPool, Tensor};
+use kvant_models::{CacheCodecs, Logits, Model, PoolOptions};
+
+use super::{
+    progress::Progress,
+    score::{Prediction, Score},
+};
+use crate::Result;
+
+/// A text, and how it is fed.
+pub struct Measurement<'a> {
+    pub model: &'a Model,
+    /// Not empty; each has at least two tokens, and none more than the first.
+    pub windows: Vec<&'a [u32]>,
+    pub step_tokens: usize,
+    pub page_tokens: usize,
+}
+
+impl Measurement<'_> {
+    /// A pool for one window.
+    pub fn pool(&self, codecs: &CacheCodecs) -> kvant_models::Result<KvPool> {
+        let longest = self.windows.first().map_or(0, |window| window.len());
+        let options =
+            PoolOptions { codecs: codecs.clone(), longest, page_tokens: self.page_tokens, ..PoolOptions::default() };
+        self.model.new_pool(&options)
+    }
+
+    /// Tokens of all windows.
+    pub fn tokens(&self) -> usize {
+        self.windows.iter().map(|window| window.len()).sum()
+    }
+
+    /// The score of a sequence of each pool. Counts the tokens of the text in `progress`.
+    pub fn scores(&self, pools: &[KvPool], progress: &mut Progress) -> Result<Vec<Score>> {
+        let mut exact = self.pool(&Codec::F32.into())?.sequence();
+        let mut candidates: Vec<_> = pools.iter().map(|pool| (pool.sequence(), Score::default())).collect();
+        for window in &self.windows {
+            exact.truncate(0)?;
+            candidates.iter_mut().try_for_each(|(sequence, _)| sequence.truncate(0))?;
+            // The last token is predicted, but predicts nothing.
+            let chunks = window[..window.len() - 1].chunks(self.step_tokens);
+            for (chunk, targets) in chunks.zip(window[1..].chunks(self.step_tokens)) {
+                let reference = predictions(&self.model.feed(&mut exact, chunk, Logits::All)?)?;
+                for (sequence, score) in &mut candidates {
+                    let logits = self.model.feed(sequence, chunk, Logits::All)?;
+                    for ((exact, other), &token) in reference.iter().zip(&predictions(&logits)?).zip(targets) {
+                        score.add(exact, other, token);
+                    }
+                }
+                progress.add(chunk.len());
+            }
+            progress.add(1);
+        }
+        Ok(candidates.into_iter().map(|(_, score)| score).collect())
+    }
+}
+
+fn predictions(logits: &Tensor) -> Result<Vec<Prediction>> {
+    let vocabulary = logits.shape().last().copied().unwrap_or(0).max(1);
+    Ok(logits.to_f32()?.chunks_exact(vocabulary).map(Prediction::new).collect())
+}
