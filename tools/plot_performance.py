@@ -424,6 +424,14 @@ def table_page_means(records):
          for row in some])
 
 
+def table_budget(records):
+    some = rows(records["accuracy-budget"])
+    return markdown(
+        ["model", "cache", "bytes per token", "KL, mean", "KL, 99 %", "same top token", "perplexity"],
+        [[row["model"], f"`{row['cache']}`", row["bytes per token"], scientific(row["KL mean"]), scientific(row["KL 99 %"]),
+          f"{row['same top token, %']:.2f} %", f"{row['perplexity']:.3f}"] for row in some])
+
+
 def table_speed(records):
     """Times as fast as a 16-bit cache: the range over the three head sizes."""
     body = []
@@ -586,6 +594,7 @@ def table_sources(records):
 TABLES = {
     "cost": table_cost,
     "page-means": table_page_means,
+    "budget": table_budget,
     "speed": table_speed,
     "simd": table_simd,
     "cpu-decode": table_cpu_decode,
