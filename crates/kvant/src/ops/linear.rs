@@ -297,7 +297,9 @@ impl OwnedWeight {
                 group: *group,
             },
             OwnedWeight::Blocks { data, format } => OwnedWeight::Blocks { data: of(data)?, format: *format },
-            OwnedWeight::Mxfp4 { codes, scales } => OwnedWeight::Mxfp4 { codes: of(codes)?, scales: of(scales)? },
+            OwnedWeight::Floats { codes, scales, format } => {
+                OwnedWeight::Floats { codes: of(codes)?, scales: of(scales)?, format: *format }
+            }
         })
     }
 

@@ -437,7 +437,8 @@ fn batches() {
 fn parts() {
     let widths = [34, 7, 23];
     let affine = Kind::Affine { bits: 4, group: 64, scales: DType::BF16 };
-    for kind in [affine, Kind::Dense(DType::BF16), Kind::Blocks(BlockFormat::Q4_K), Kind::Mxfp4(DType::U8)] {
+    let floats = Kind::Floats(FloatFormat::Nvfp4, DType::U8);
+    for kind in [affine, Kind::Dense(DType::BF16), Kind::Blocks(BlockFormat::Q4_K), floats] {
         for tokens in [0, 1, 3, 12, 70] {
             conform(format!("parts of {kind:?}, {tokens} tokens"), |device| {
                 let mut rng = Rng::of(format!("parts {kind:?} {tokens}"));
