@@ -4,8 +4,8 @@
 // With w = scale * code + bias,
 //   out = sum over blocks of  scale * (x . code) + bias * (x . 1)
 // where a block is BLOCK inputs of one group. With up to 32 rows, products are of codes plus OFFSET, which bf16 holds
-// exactly; they and the second term are scaled and added in float. With more rows (FOLDED) that takes longer than making
-// weights of the codes, rounded to bf16.
+// exactly; they and the second term are scaled and added in float. With more rows (FOLDED) that takes longer than
+// making weights of the codes, rounded to bf16.
 //
 // linear_batch_arrange: x [rows, inputs] -> for every tile of ROWS rows and every DEPTH blocks of inputs a chunk:
 // matrices of BLOCK inputs in the layout of wgmma.h, then, unless FOLDED, the sums of the blocks, [DEPTH][ROWS] floats.
@@ -65,7 +65,8 @@ constexpr uint code_of(uint pair, uint which) {
 
 #if KERNEL_linear_batch_arrange
 
-// Blocks: x counts blocks of inputs, of whole chunks, as many as a block has threads for; y 32 rows, or a tile of fewer.
+// Blocks: x counts blocks of inputs, of whole chunks, as many as a block has threads for; y 32 rows, or a tile of
+// fewer.
 extern "C" __global__ void __launch_bounds__(256)
     KVANT_KERNEL(const uchar *x, uchar *out, uint *counters, const LinearBatchParams p, const uint *experts, const uint *order) {
     take_turn();
@@ -124,9 +125,9 @@ constexpr uint ROW_LANES = CODES / 16 % 8 == 0 ? 8 : CODES / 16 % 4 == 0 ? 4 : 2
 constexpr uint AT_CODES = X_BYTES;
 constexpr uint AT_SUMS = AT_CODES + OUTPUTS * PITCH;
 constexpr uint STAGE = (AT_SUMS + SUMS_BYTES + 1023) / 1024 * 1024;
-// Inputs, and chunks, whose scales and biases are copied together; their bytes for an output, and from one output to the
-// next. They are copied in pieces of 8 bytes or, where these are not aligned, in words: the first scale, or bias, of all
-// may be in the middle of one (SCALES_ODD, BIASES_ODD: 0 or 1), and that of any output.
+// Inputs, and chunks, whose scales and biases are copied together; their bytes for an output, and from one output to
+// the next. They are copied in pieces of 8 bytes or, where these are not aligned, in words: the first scale, or bias,
+// of all may be in the middle of one (SCALES_ODD, BIASES_ODD: 0 or 1), and that of any output.
 constexpr uint SPAN = 1024;
 constexpr uint SPAN_CHUNKS = SPAN / INPUTS;
 constexpr uint FACTORS = INPUTS / GROUP;
@@ -142,8 +143,8 @@ static_assert(1024 + AT_SLOTS + SLOTS * 2 * SIDE == SHARED_BYTES, "linear: the s
 static_assert(INPUTS % GROUP == 0 && GROUP % BLOCK == 0, "linear: whole groups in a chunk, whole blocks in a group");
 static_assert(X_DTYPE == BF16 && OUT_DTYPE == BF16 && (W_DTYPE == BF16 || W_DTYPE == F16 && !FOLDED), "linear: the dtypes");
 
-// What is added to codes: the lowest of seven bits behind the exponent of 128 counts 1. Codes of 8 bits are counted from
-// their middle.
+// What is added to codes: the lowest of seven bits behind the exponent of 128 counts 1. Codes of 8 bits are counted
+// from their middle.
 constexpr float OFFSET = BITS == 8 ? -128 : 128;
 constexpr uint MINUS_OFFSET = BITS == 8 ? 0x43004300 : 0xC300C300;
 
@@ -562,8 +563,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             barrier_arrive(before);
         }
 
-        // A thread's numbers are in places of four: place i has columns 8 (i % (ROWS / 8)) + 2 t and the next one, of two
-        // outputs of tile i / (ROWS / 8).
+        // A thread's numbers are in places of four: place i has columns 8 (i % (ROWS / 8)) + 2 t and the next one, of
+        // two outputs of tile i / (ROWS / 8).
         constexpr uint PLACES = TILES * ROWS / 8;
         const auto place_of = [&](uint i) -> const float * { return &sums[i / (ROWS / 8)][i % (ROWS / 8) * 4]; };
         // Lanes of even g take a column of two neighbouring outputs, those of odd g the next column.
