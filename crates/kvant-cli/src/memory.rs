@@ -1,4 +1,4 @@
-//! Refuses a model that cannot fit, before it is loaded.
+//! Refuses a model that cannot fit, before it is loaded, and shares what it leaves.
 
 use kvant::{Codec, Device};
 use kvant_models::{CacheCodecs, Files, Inspection, LoadOptions, MemoryEstimate, PoolOptions};
@@ -42,6 +42,43 @@ pub fn check(files: &Files, device: &Device, demand: &Demand) -> Result {
     .into())
 }
 
+/// Bytes for the pages of many sequences: `None` for all that `demand.pool` asks for, if the device has room for that,
+/// or else what the model leaves of nine tenths of its free memory.
+///
+/// # Errors
+/// Not even one sequence would fit: as [`check`].
+pub fn pages(files: &Files, device: &Device, demand: &Demand) -> Result<Option<usize>> {
+    let Ok(memory) = device.memory() else { return Ok(None) };
+    let model = Inspection::open(files)?;
+    for free in [memory.free / 10 * 9, memory.free] {
+        match pages_in(free, &model, demand)? {
+            Pages::All => return Ok(None),
+            Pages::Some(bytes) => return Ok(Some(bytes)),
+            Pages::TooFew => {}
+        }
+    }
+    let pool = PoolOptions { sequences: 1, ..demand.pool.clone() };
+    check(files, device, &Demand { pool, ..*demand }).map(|()| None)
+}
+
+#[derive(Debug, PartialEq)]
+enum Pages {
+    All,
+    Some(usize),
+    /// Not enough for one sequence.
+    TooFew,
+}
+
+fn pages_in(free: usize, model: &Inspection, demand: &Demand) -> Result<Pages> {
+    let all = model.memory(&demand.pool, &demand.load)?;
+    if all.total() <= free {
+        return Ok(Pages::All);
+    }
+    let left = free.saturating_sub(all.weights.saturating_add(all.scratch));
+    let one = model.memory(&PoolOptions { sequences: 1, ..demand.pool.clone() }, &demand.load)?;
+    Ok(if one.cache <= left { Pages::Some(left) } else { Pages::TooFew })
+}
+
 /// What would fit.
 fn advice(model: &Inspection, estimate: &MemoryEstimate, free: usize, demand: &Demand) -> Result<String> {
     let without_cache = estimate.weights.saturating_add(estimate.scratch);
@@ -82,4 +119,27 @@ fn most_sequences(model: &Inspection, free: usize, demand: &Demand) -> Result<Op
         if total <= free { fit = middle } else { least_not = middle }
     }
     Ok((fit > 0).then_some(fit))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sequences_share_what_the_model_leaves() {
+        let files = crate::shipped::files(None).unwrap();
+        let model = Inspection::open(&files).unwrap();
+        let pool = PoolOptions { sequences: 16, longest: 1 << 20, ..PoolOptions::default() };
+        let load = LoadOptions::default();
+        let demand = Demand { pool: pool.clone(), load, bytes: None, shorter: "--context" };
+        let all = model.memory(&pool, &load).unwrap();
+        let one = model.memory(&PoolOptions { sequences: 1, ..pool.clone() }, &load).unwrap();
+        let others = all.weights + all.scratch;
+        let pages = |free| pages_in(free, &model, &demand).unwrap();
+        assert_eq!(pages(all.total()), Pages::All);
+        assert_eq!(pages(all.total() - 1), Pages::Some(all.cache - 1));
+        assert_eq!(pages(others + one.cache), Pages::Some(one.cache));
+        assert_eq!(pages(others + one.cache - 1), Pages::TooFew);
+        assert_eq!(pages(0), Pages::TooFew);
+    }
 }

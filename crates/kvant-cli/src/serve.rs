@@ -62,7 +62,8 @@ pub struct ServeArgs {
     /// Requests that run at once
     #[arg(long, value_name = "N", default_value_t = 16)]
     max_sequences: usize,
-    /// Memory for KV pages, as in 4GiB [default: enough for all sequences at full context]
+    /// Memory for KV pages, as in 4GiB; requests wait while it is full [default: enough for all sequences at full
+    /// context, or nine tenths of what the model leaves, if that suffices for one]
     #[arg(long, value_name = "BYTES")]
     memory: Option<Bytes>,
     /// Host memory for pages that the device has no room for
@@ -107,9 +108,9 @@ pub fn run(args: &ServeArgs) -> Result {
     let template = args.template(&files, &tokenizer)?;
     let kv = args.activations.kv(&device, args.kv.as_ref());
     let load = args.load_options(&device);
-    args.check_memory(&files, &device, &kv, load)?;
+    let pages = args.pages(&files, &device, &kv, load)?;
     let model = Model::load_files(&files, &device, &load)?;
-    let engine = Engine::start(model, tokenizer, args.engine_options(kv, load.pass_tokens))?;
+    let engine = Engine::start(model, tokenizer, args.engine_options(kv, load.pass_tokens, pages))?;
     let server = Server::new(engine, template, options);
     output::note(&format!("listening on http://{address}\n"))?;
     Ok(server.run(listener)?)
@@ -157,8 +158,8 @@ impl ServeArgs {
         LoadOptions { pass_tokens: decoding.max(options.pass_tokens.min(MOST_STEP)), ..options }
     }
 
-    /// Refuses a model that does not fit, with the pages that the engine will make.
-    fn check_memory(&self, files: &Files, device: &Device, kv: &Kv, load: LoadOptions) -> Result {
+    /// Bytes for the engine's pages, or `None` for all that its sequences can need. Refuses a model that does not fit.
+    fn pages(&self, files: &Files, device: &Device, kv: &Kv, load: LoadOptions) -> Result<Option<usize>> {
         let longest = match self.context {
             Some(context) => context,
             None => Inspection::open(files)?.config.max_position_embeddings.unwrap_or(4096),
@@ -166,7 +167,19 @@ impl ServeArgs {
         let (codecs, sequences) = (kv.codecs.clone(), self.max_sequences);
         let pool = PoolOptions { codecs, sequences, longest, ..PoolOptions::default() };
         let bytes = self.memory.map(|bytes| bytes.0);
-        memory::check(files, device, &Demand { pool, load, bytes, shorter: "--context" })
+        let demand = Demand { pool, load, bytes, shorter: "--context" };
+        if bytes.is_some() {
+            memory::check(files, device, &demand)?;
+            return Ok(bytes);
+        }
+        let pages = memory::pages(files, device, &demand)?;
+        if let Some(bytes) = pages {
+            let bytes = output::bytes(bytes);
+            output::note(&format!(
+                "{sequences} requests of {longest} tokens do not fit: they share {bytes} for pages\n"
+            ))?;
+        }
+        Ok(pages)
     }
 
     /// The template of the option, or the checkpoint's.
@@ -179,7 +192,7 @@ impl ServeArgs {
         ChatTemplate::new(&source, tokens).map(Some).map_err(|error| format!("{}: {error}", path.display()).into())
     }
 
-    fn engine_options(&self, kv: Kv, step_tokens: usize) -> EngineOptions {
+    fn engine_options(&self, kv: Kv, step_tokens: usize, pages: Option<usize>) -> EngineOptions {
         let options = EngineOptions::default()
             .codecs(kv.codecs)
             .sequences(self.max_sequences)
@@ -188,7 +201,7 @@ impl ServeArgs {
             .queue(self.queue)
             .host_memory(self.host_cache.0);
         let options = self.context.map_or(options.clone(), |tokens| options.context(tokens));
-        self.memory.map_or(options.clone(), |bytes| options.memory(bytes.0))
+        pages.map_or(options.clone(), |bytes| options.memory(bytes))
     }
 }
 
