@@ -30,6 +30,7 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 extern "C" {
 extern uint3 kvant_thread, kvant_block, kvant_threads, kvant_blocks;
 extern unsigned char *kvant_shared;
+extern unsigned char kvant_shared_memory[];
 void kvant_wait_for_block();
 [[noreturn]] void kvant_has_no_ptx();
 // Copies 16 bytes to the other lanes of the warp, and theirs from them; returns which lanes there are.
@@ -199,6 +200,62 @@ template <typename T> void __stcg(T *at, T x) { *at = x; }
 
 inline float kvant_of_half(unsigned short bits) { return float(__builtin_bit_cast(_Float16, bits)); }
 inline unsigned short kvant_to_half(float x) { return __builtin_bit_cast(unsigned short, _Float16(x)); }
+
+inline float kvant_of_bf16(unsigned short bits) { return __uint_as_float(unsigned(bits) << 16); }
+
+// Shared memory by the low 32 bits of its address: all of it is in one library, within 2 GiB.
+inline unsigned char *kvant_at(unsigned address) {
+    const unsigned long origin = reinterpret_cast<unsigned long>(kvant_shared_memory);
+    return reinterpret_cast<unsigned char *>(origin + long(int(address - unsigned(origin))));
+}
+template <typename T> void kvant_load(unsigned from, T &x) { __builtin_memcpy(&x, kvant_at(from), sizeof(T)); }
+template <typename T> void kvant_store(unsigned to, T x) { __builtin_memcpy(kvant_at(to), &x, sizeof(T)); }
+inline void kvant_copy(unsigned to, const unsigned char *from, unsigned bytes, bool there) {
+    if (there) {
+        __builtin_memcpy(kvant_at(to), from, bytes);
+    } else {
+        __builtin_memset(kvant_at(to), 0, bytes);
+    }
+}
+
+// A pair of 16-bit floats, infinities as the largest finite ones.
+inline unsigned kvant_made_finite(unsigned pair, unsigned infinity, unsigned largest) {
+    unsigned out = 0;
+    for (unsigned shift = 0; shift < 32; shift += 16) {
+        const unsigned x = pair >> shift & 0xFFFF;
+        out |= ((x & 0x7FFF) == infinity ? (x & 0x8000) | largest : x) << shift;
+    }
+    return out;
+}
+
+// c += a * b, as device/fragments.h describes the operands.
+template <float (*FLOAT)(unsigned short)> void kvant_mma(float (&c)[4], const unsigned (&a)[4], uint2 b) {
+    const KvantLanes<uint4> rows({a[0], a[1], a[2], a[3]});
+    const KvantLanes<uint2> columns(b);
+    const unsigned g = kvant_lane() / 4, t = kvant_lane() % 4;
+    for (unsigned half = 0; half < 2; half++) {
+        for (unsigned i = 0; i < 2; i++) {
+            float sum = 0;
+            for (unsigned pair = 0; pair < 8; pair++) {
+                const uint4 of_row = rows.of(g * 4 + pair % 4, {});
+                const uint2 of_column = columns.of((2 * t + i) * 4 + pair % 4, {});
+                const unsigned x = pair < 4 ? (half == 0 ? of_row.x : of_row.y) : (half == 0 ? of_row.z : of_row.w);
+                const unsigned y = pair < 4 ? of_column.x : of_column.y;
+                sum += FLOAT((unsigned short)x) * FLOAT((unsigned short)y);
+                sum += FLOAT((unsigned short)(x >> 16)) * FLOAT((unsigned short)(y >> 16));
+            }
+            c[2 * half + i] += sum;
+        }
+    }
+}
+
+// Lane 4g + t has row g of a matrix of 8 x 8, columns 2t and 2t + 1; then of its transpose.
+inline unsigned kvant_transpose8(unsigned pair) {
+    const KvantLanes<unsigned> lanes(pair);
+    const unsigned g = kvant_lane() / 4, t = kvant_lane() % 4, shift = 16 * (g % 2);
+    const unsigned low = lanes.of(2 * t * 4 + g / 2, 0) >> shift & 0xFFFF;
+    return low | (lanes.of((2 * t + 1) * 4 + g / 2, 0) >> shift & 0xFFFF) << 16;
+}
 
 // Calls a kernel with the arguments that `args` points to.
 template <unsigned... I> struct KvantIndices {};

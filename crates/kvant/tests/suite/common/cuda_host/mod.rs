@@ -1,6 +1,6 @@
-//! A CUDA device that runs kernels on this machine's CPU, compiled by clang: those without PTX for tensor cores,
-//! asynchronous copies and clusters. `language.h` is what they use of CUDA C++; `runtime.cpp` runs a block's threads as
-//! fibers. `KVANT_TEST_DEVICE=cuda-host` selects it.
+//! A CUDA device that runs kernels on this machine's CPU, compiled by clang: those without PTX for clusters, barriers in
+//! shared memory and products of warpgroups. `language.h` is what they use of CUDA C++, and of PTX ([`PTX`]);
+//! `runtime.cpp` runs a block's threads as fibers. `KVANT_TEST_DEVICE=cuda-host` selects it.
 //!
 //! Other kernels do not compile here: their launches fail with the compiler's first message.
 
@@ -162,6 +162,33 @@ fn run(launch: &Launch) -> Result<()> {
     }
 }
 
+/// What the kernels use of PTX, by a part of the statement, and what it does here. Asynchronous copies are complete at
+/// once.
+const PTX: [(&str, &str); 20] = [
+    ("cvt.f32.f16 %0", "x = kvant_of_half(bits);"),
+    ("cvt.rn.f16.f32 %0", "bits = kvant_to_half(x);"),
+    ("cvt.rn.f16x2.f32 %0", "pair = kvant_to_half(low) | unsigned(kvant_to_half(high)) << 16;"),
+    ("cvt.rn.bf16x2.f32 %0", "pair = float_to_bf16(low) | unsigned(float_to_bf16(high)) << 16;"),
+    ("min.f16x2 t", "y = kvant_made_finite(pair, 0x7C00, 0x7BFF);"),
+    ("min.bf16x2 t", "y = kvant_made_finite(pair, 0x7F80, 0x7F7F);"),
+    ("mma.sync.aligned.m16n8k16.row.col.f32.f16", "kvant_mma<kvant_of_half>(c, a, b);"),
+    ("mma.sync.aligned.m16n8k16.row.col.f32.bf16", "kvant_mma<kvant_of_bf16>(c, a, b);"),
+    ("movmatrix.sync.aligned.m8n8.trans.b16", "out = kvant_transpose8(pair);"),
+    ("ex2.approx.ftz.f32 %0", "y = exp2f(x);"),
+    ("cp.async.cg.shared.global [%0], [%1], 16", "kvant_copy(to, from, 16, there);"),
+    ("cp.async.ca.shared.global [%0], [%1], %3", "kvant_copy(to, from, BYTES, there);"),
+    ("cp.async.commit_group", ";"),
+    ("cp.async.wait_group", ";"),
+    ("prefetch.global.L2 [%0]", ";"),
+    ("ld.acquire.gpu.global.u32 %0, [%1];\" : \"=r\"(seen)", "seen = *arrived;"),
+    ("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1", "before = (*counter)++;"),
+    ("ld.shared.v2.b32 {%0, %1}, [%2];\" : \"=f\"(threshold)", {
+        "kvant_load(cell * (CELL_COPIES * 8) + cells, threshold), kvant_load(cell * (CELL_COPIES * 8) + cells + 4, index);"
+    }),
+    ("ld.shared.b32 %0, [%1];\" : \"=f\"(c)", "kvant_load(index * (COPIES * 4) + centroids, c);"),
+    ("st.shared.u16 [%0], %1;\" ::\"r\"(at + j)", "kvant_store(at + j, x);"),
+];
+
 /// The kernel as C++: its constants, its text with all headers, and its call.
 fn text(launch: &Launch) -> String {
     let mut text = String::from("#include \"language.h\"\n");
@@ -177,23 +204,19 @@ fn text(launch: &Launch) -> String {
     let mut lines = expanded.lines();
     while let Some(line) = lines.next() {
         let line = match line.trim() {
-            // PTX of kernels that run here.
-            r#"asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));"# => "x = kvant_of_half(bits);".to_string(),
-            r#"asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));"# => "bits = kvant_to_half(x);".to_string(),
-            r#"asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(arrived) : "memory");"# => {
-                "seen = *arrived;".to_string()
-            }
             line if line.starts_with("asm") => {
-                let mut last = line;
-                while !last.ends_with(';') {
-                    last = lines.next().unwrap_or(";").trim();
+                let mut statement = line.to_string();
+                while !statement.ends_with(';') {
+                    statement += lines.next().unwrap_or(";").trim();
                 }
-                "kvant_has_no_ptx();".to_string()
+                let known = PTX.iter().find(|(part, _)| statement.contains(part));
+                known.map_or("kvant_has_no_ptx();", |(_, here)| here).to_string()
             }
             // Dynamic shared memory is not static.
             line => match line.strip_prefix("extern __shared__ ").and_then(|rest| rest.strip_suffix("[];")) {
                 Some(declared) => {
                     let (dtype, name) = declared.rsplit_once(' ').expect("a type and a name");
+                    let dtype = dtype.rsplit(' ').next().unwrap_or(dtype);
                     format!("{dtype} *{name} = reinterpret_cast<{dtype} *>(kvant_shared);")
                 }
                 None => line.to_string(),
@@ -236,7 +259,7 @@ fn make(text: &str, extension: &str, options: &[&str]) -> std::result::Result<Pa
         (path.with_extension(format!("{}.cpp", process::id())), path.with_extension(process::id().to_string()));
     std::fs::write(&source, text).map_err(|error| error.to_string())?;
     let output = Command::new(CLANG)
-        .args(["-std=c++17", "-O1", "-fPIC", "-w", "-ffp-contract=on"])
+        .args(["-std=c++17", "-O1", "-fPIC", "-w", "-ffp-contract=on", "-mf16c"])
         .arg(&source)
         .args(options)
         .arg("-o")

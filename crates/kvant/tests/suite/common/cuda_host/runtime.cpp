@@ -3,7 +3,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <ucontext.h>
 #include <vector>
 
 struct uint3 {
@@ -13,18 +12,44 @@ struct uint3 {
 extern "C" {
 uint3 kvant_thread, kvant_block, kvant_threads, kvant_blocks;
 unsigned char *kvant_shared;
+// Dynamic shared memory; static one is beside it, in the same library.
+alignas(1024) unsigned char kvant_shared_memory[256 << 10];
 void kvant_wait_for_block();
 void kvant_has_no_ptx();
 unsigned kvant_exchange(const void *own, void *all);
 void kvant_enter(void **args);
 int kvant_run(void **args, const unsigned *grid, const unsigned *threads, unsigned shared_bytes);
+// Leaves the registers that a call preserves on the stack, its pointer in `from`, and continues where `to` was left.
+// swapcontext would call the system.
+void kvant_switch(void **from, void *to);
 }
+
+asm(R"(
+    .text
+    .globl kvant_switch
+kvant_switch:
+    push %rbp
+    push %rbx
+    push %r12
+    push %r13
+    push %r14
+    push %r15
+    mov %rsp, (%rdi)
+    mov %rsi, %rsp
+    pop %r15
+    pop %r14
+    pop %r13
+    pop %r12
+    pop %rbx
+    pop %rbp
+    ret
+)");
 
 namespace {
 constexpr size_t STACK = 256 << 10;
 
 struct Fiber {
-    ucontext_t context;
+    void *stack;
     bool has_ended;
 };
 
@@ -52,14 +77,14 @@ std::vector<Fiber> fibers;
 std::vector<Warp> warps;
 std::vector<char *> stacks;
 Meeting block;
-ucontext_t scheduler;
+void *scheduler;
 unsigned current;
 bool progress;
 void **arguments;
 
 unsigned linear_index(uint3 at) { return (at.z * kvant_threads.y + at.y) * kvant_threads.x + at.x; }
 
-void yield() { swapcontext(&fibers[current].context, &scheduler); }
+void yield() { kvant_switch(&fibers[current].stack, scheduler); }
 
 void meet(Meeting &meeting) {
     const unsigned long generation = meeting.generation;
@@ -81,7 +106,7 @@ void enter() {
     warp.meeting.end_if_complete();
     block.there--;
     block.end_if_complete();
-    swapcontext(&fiber.context, &scheduler);
+    kvant_switch(&fiber.stack, scheduler);
 }
 
 // 0, or 1 if threads wait for others that never come.
@@ -94,11 +119,11 @@ int run_block(unsigned count, bool backwards) {
         warp.lanes |= 1u << i % 32;
         Fiber &fiber = fibers[i];
         fiber.has_ended = false;
-        getcontext(&fiber.context);
-        fiber.context.uc_stack.ss_sp = stacks[i];
-        fiber.context.uc_stack.ss_size = STACK;
-        fiber.context.uc_link = &scheduler;
-        makecontext(&fiber.context, enter, 0);
+        // Six registers, then where to begin, as if that had been called: with a stack 8 bytes off a multiple of 16.
+        void **top = reinterpret_cast<void **>(stacks[i] + STACK) - 8;
+        std::memset(top, 0, 8 * sizeof(void *));
+        top[6] = reinterpret_cast<void *>(enter);
+        fiber.stack = top;
     }
     for (unsigned left = count; left > 0;) {
         progress = false;
@@ -109,7 +134,7 @@ int run_block(unsigned count, bool backwards) {
             }
             kvant_thread = {current % kvant_threads.x, current / kvant_threads.x % kvant_threads.y,
                             current / (kvant_threads.x * kvant_threads.y)};
-            swapcontext(&scheduler, &fibers[current].context);
+            kvant_switch(&scheduler, fibers[current].stack);
             left -= fibers[current].has_ended;
         }
         if (!progress) {
@@ -141,14 +166,17 @@ int kvant_run(void **args, const unsigned *grid, const unsigned *threads, unsign
     kvant_blocks = {grid[0], grid[1], grid[2]};
     kvant_threads = {threads[0], threads[1], threads[2]};
     const unsigned count = threads[0] * threads[1] * threads[2];
+    if (shared_bytes > sizeof kvant_shared_memory) {
+        return 1;
+    }
     // What uninitialised memory holds is no zero.
-    std::vector<unsigned char> shared(shared_bytes + 1024, 0xA5);
-    kvant_shared = shared.data() + (1024 - reinterpret_cast<size_t>(shared.data()) % 1024) % 1024;
+    std::memset(kvant_shared_memory, 0xA5, sizeof kvant_shared_memory);
+    kvant_shared = kvant_shared_memory;
     if (fibers.size() < count) {
         fibers.resize(count);
     }
     while (stacks.size() < count) {
-        stacks.push_back(static_cast<char *>(std::malloc(STACK)));
+        stacks.push_back(static_cast<char *>(std::aligned_alloc(16, STACK)));
     }
     unsigned number = 0;
     for (unsigned z = 0; z < grid[2]; z++) {
