@@ -171,6 +171,8 @@ conformance::linear one_row_in_equal_parts
 conformance::linear an_expert_is_a_matrix
 conformance::linear embed
 pages histories::random_histories_match_naive_attention
+pages means::a_step_with_gaps_opens_pages_in_order
+pages means::attention_with_windows
 conformance::attend forced_splits
 conformance::attend sinks
 conformance::attend not_finite_keys_and_values

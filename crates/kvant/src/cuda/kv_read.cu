@@ -1,7 +1,7 @@
 // kv_read: positions start .. start+n of one side of a cache layer, in order, to out [n, Hk, D] or [Hk, n, D].
 //
 // A block takes one vector: blockIdx.x counts the positions, y is its head. A quantised vector is decoded to
-// shared memory, and rotated back there unless KEEP_ROTATED. A dense one of out's dtype keeps its bits. A position for
+// shared memory, around the mean of its page if the codec is centred, and rotated back there unless KEEP_ROTATED. A dense one of out's dtype keeps its bits. A position for
 // which the sequence has no page is zeros.
 #include "codec/planes.h"
 #include "codec/rotate_block.h"
@@ -18,7 +18,8 @@ struct KvReadParams {
 };
 
 extern "C" __global__ void KVANT_KERNEL(const uchar *low, const uchar *high, const float *norms, uchar *out,
-                                   const __grid_constant__ KvReadParams p, const uint *table) {
+                                   const __grid_constant__ KvReadParams p, const uint *table,
+                                   const uchar *means) {
     take_turn();
     extern __shared__ float row[];
     const uint token = blockIdx.x, head = blockIdx.y, dim = p.head_dim;
@@ -47,9 +48,12 @@ extern "C" __global__ void KVANT_KERNEL(const uchar *low, const uchar *high, con
         }
         return;
     }
-    const Planes planes = {low, high + moved, norms + moved / sizeof(float)};
+    const Planes planes = {low, high + moved, norms + moved / sizeof(float), means + moved};
     for (uint j = 4 * threadIdx.x; j < dim; j += 4 * blockDim.x) {
-        const float4 y = load_row4(planes, from, j, dim, CODEC);
+        float4 y = load_row4(planes, from, j, dim, CODEC);
+        if (is_centred(CODEC)) {
+            y = y + load_mean4(planes.means + head * mean_bytes(dim), j, dim);
+        }
         row[j] = y.x;
         row[j + 1] = y.y;
         row[j + 2] = y.z;

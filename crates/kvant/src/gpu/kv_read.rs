@@ -41,6 +41,7 @@ pub(crate) fn launch(call: &Call, source: &'static Source) -> Result<Launch> {
         .constant("ALIGNED", rows_aligned4(spec.head_dim, [&call.planes().low, &call.out]));
     Ok(planes::bind(launch, 0, call.planes(), Use::Read)
         .write(3, &call.out)
+        .read_if(6, call.planes().means.as_ref())
         .read_if(5, call.step.as_ref().and_then(|step| step.table_of(&call.layer)))
         .params(4, &params)
         .threadgroup_memory(if codec.is_quantised() { spec.head_dim * size_of::<f32>() } else { 16 }))

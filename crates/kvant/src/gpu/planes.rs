@@ -45,18 +45,27 @@ pub(crate) fn page_shift(layer: &KvLayer) -> u32 {
 /// The number of a quantised codec, less its bits: above those of all dtypes.
 const QUANTISED: u32 = 16;
 
+/// What a centred codec's number has more.
+const CENTRED: u32 = 32;
+
 /// The number of a codec in kernels: `planes.h` has the same.
 pub(crate) fn codec_code(codec: Codec) -> u32 {
     match codec {
         Codec::Dense(dtype) => dtype_code(dtype),
-        Codec::TurboQuant(tq) => QUANTISED + tq.bits,
+        Codec::TurboQuant(tq) => QUANTISED + tq.bits + if tq.centred { CENTRED } else { 0 },
     }
+}
+
+/// The same without page means.
+pub(crate) fn plain_code(codec: Codec) -> u32 {
+    codec_code(codec) % CENTRED
 }
 
 /// The name of a codec by its number.
 pub(crate) fn codec_name(code: u32) -> String {
-    match code.checked_sub(QUANTISED) {
-        Some(bits) => format!("tq{bits}"),
+    let suffix = if code >= CENTRED { "c" } else { "" };
+    match (code % CENTRED).checked_sub(QUANTISED) {
+        Some(bits) => format!("tq{bits}{suffix}"),
         None => dtype_name(code),
     }
 }
@@ -88,6 +97,15 @@ pub(crate) fn bind(launch: Launch, first: u32, planes: &Planes, access: Use) -> 
     let tensors = [Some(&planes.low), planes.high.as_ref(), planes.norms.as_ref()];
     (first..).zip(tensors).fold(launch, |launch, (index, tensor)| match tensor {
         Some(tensor) => launch.tensor(index, tensor, access),
+        None => launch,
+    })
+}
+
+/// Binds the means of keys and of values, those that exist.
+pub(crate) fn bind_means(launch: Launch, indices: [u32; 2], layer: &KvLayer, access: Use) -> Launch {
+    let means = [layer.k(), layer.v()].map(|planes| planes.means.as_ref());
+    indices.into_iter().zip(means).fold(launch, |launch, (index, means)| match means {
+        Some(means) => launch.tensor(index, means, access),
         None => launch,
     })
 }

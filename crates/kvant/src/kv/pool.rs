@@ -64,7 +64,7 @@ pub struct PoolSpec {
 }
 
 /// The devices that store vectors minus the means of their pages.
-const CENTRED: [DeviceKind; 2] = [DeviceKind::Reference, DeviceKind::Cpu];
+const CENTRED: [DeviceKind; 3] = [DeviceKind::Reference, DeviceKind::Cpu, DeviceKind::Metal];
 
 /// Tokens behind its windows that each of many sequences may hold.
 const HELD: usize = 128;

@@ -1,7 +1,7 @@
 // kv_read: positions start .. start+n of one side of a cache layer, in order, to out [n, Hk, D] or [Hk, n, D].
 //
 // A threadgroup takes one vector: group.x is its head, group.y counts the positions. A quantised vector is decoded to
-// threadgroup memory, and rotated back there unless KEEP_ROTATED. A dense one of out's dtype keeps its bits. A position
+// threadgroup memory, around the mean of its page if the codec is centred, and rotated back there unless KEEP_ROTATED. A dense one of out's dtype keeps its bits. A position
 // without a page gives zeros.
 #include "planes.h"
 #include "rotate.h"
@@ -23,15 +23,17 @@ constant bool KEEP_ROTATED [[function_constant(3)]];
 constant bool ALIGNED [[function_constant(4)]];
 constant uint PAGE_SHIFT [[function_constant(5)]];
 constant bool PAGED = PAGE_SHIFT != 0;
-constant bool HAS_HIGH = CODEC == TQ3 || CODEC == TQ5 || CODEC == TQ6;
+constant bool HAS_HIGH = (WITH_HIGH >> CODEC % CENTRED & 1) != 0;
 constant bool HAS_NORMS = CODEC >= TQ2;
+constant bool HAS_MEANS = CODEC >= CENTRED;
 
 kernel void kv_read(device const uchar *low [[buffer(0)]],
                     device const uchar *high [[buffer(1), function_constant(HAS_HIGH)]],
-                    device const float *norms [[buffer(2), function_constant(HAS_NORMS)]],
+                    device const uchar *norms [[buffer(2), function_constant(HAS_NORMS)]],
                     device uchar *out [[buffer(3)]],
                     constant KvReadParams &p [[buffer(4)]],
                     device const uint *table [[buffer(5), function_constant(PAGED)]],
+                    device const uchar *means [[buffer(6), function_constant(HAS_MEANS)]],
                     threadgroup float *row [[threadgroup(0)]],
                     uint3 group [[threadgroup_position_in_grid]],
                     uint index [[thread_index_in_threadgroup]],
@@ -49,10 +51,14 @@ kernel void kv_read(device const uchar *low [[buffer(0)]],
         move_row(low + from.bytes, from.row * dim, CODEC, out, to, OUT_DTYPE, dim, ALIGNED, index, threads.x);
         return;
     }
-    const Planes all = {low, HAS_HIGH ? high : nullptr, HAS_NORMS ? norms : nullptr};
+    const Planes all = {low, HAS_HIGH ? high : nullptr, HAS_NORMS ? norms : nullptr, HAS_MEANS ? means : nullptr};
     const Planes planes = shifted(all, from.bytes, CODEC);
     for (uint j = 4 * index; j < dim; j += 4 * threads.x) {
-        put4(row, j, 4, load_row4(planes, from.row, j, dim, CODEC), true);
+        float4 y = load_row4(planes, from.row, j, dim, CODEC);
+        if (HAS_MEANS) {
+            y += load_mean4(planes.means + head * mean_bytes(dim), j, dim);
+        }
+        put4(row, j, 4, y, true);
     }
     // A thread stores the coordinates that it loaded, unless they were rotated.
     if (!KEEP_ROTATED) {

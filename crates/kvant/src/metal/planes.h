@@ -5,6 +5,9 @@
 // [rows, D] bytes (8 bits). high holds the bits above: [rows, D/8] bytes of eight single bits (3 and 5 bits), or [rows,
 // D/4] bytes of four times 2 bits (6 bits). norms holds [rows, D/B] floats, B = min(D, 256). A coordinate is norm *
 // centroid, in the rotated domain.
+//
+// Centred: norms are halves, and a coordinate is that much more than the mean of its page and KV head. means holds, for
+// each KV head of a page, D codes (signed bytes) and the float that they are multiplied by.
 #ifndef KVANT_PLANES_H
 #define KVANT_PLANES_H
 #include "elements.h"
@@ -17,22 +20,51 @@ constant constexpr uint TQ4 = 16 + 4;
 constant constexpr uint TQ5 = 16 + 5;
 constant constexpr uint TQ6 = 16 + 6;
 constant constexpr uint TQ8 = 16 + 8;
+// Centred codecs have 32 more.
+constant constexpr uint CENTRED = 32;
+// By its number without that, whether a codec has a high plane, as bits.
+constant constexpr uint WITH_HIGH = 1u << TQ3 | 1u << TQ5 | 1u << TQ6;
 
 inline bool is_quantised(uint codec) {
     return codec >= TQ2;
 }
 
+inline bool is_centred(uint codec) {
+    return codec >= CENTRED;
+}
+
+inline bool has_high(uint codec) {
+    return (WITH_HIGH >> codec % CENTRED & 1) != 0;
+}
+
+// The codec of what a centred codec stores beside the mean.
+inline uint plain(uint codec) {
+    return codec % CENTRED;
+}
+
 struct Planes {
     device const uchar *low;
     device const uchar *high;
-    device const float *norms;
+    device const uchar *norms;
+    device const uchar *means;
 };
 
 // The planes, to read or to write, from `bytes` bytes on. Only those that the codec has are there.
 template <typename P> inline P shifted(P planes, ulong bytes, uint codec) {
-    const bool has_high = codec == TQ3 || codec == TQ5 || codec == TQ6;
-    return P{planes.low + bytes, has_high ? planes.high + bytes : nullptr,
-             is_quantised(codec) ? planes.norms + bytes / sizeof(float) : nullptr};
+    return P{planes.low + bytes, has_high(codec) ? planes.high + bytes : nullptr,
+             is_quantised(codec) ? planes.norms + bytes : nullptr, is_centred(codec) ? planes.means + bytes : nullptr};
+}
+
+// Bytes of the mean of a KV head.
+inline ulong mean_bytes(uint head_dim) {
+    return head_dim + sizeof(float);
+}
+
+// Coordinates j .. j+3 of a mean, j a multiple of 4.
+inline float4 load_mean4(device const uchar *mean, uint j, uint head_dim) {
+    const uint codes = *reinterpret_cast<device const uint *>(mean + j);
+    const int4 signed_codes = int4(uint4(codes << 24, codes << 16, codes << 8, codes)) >> 24;
+    return *reinterpret_cast<device const float *>(mean + head_dim) * float4(signed_codes);
 }
 
 // The bits of coordinates j .. j+3 of a row in a high plane of single bits.
@@ -44,6 +76,7 @@ inline uint4 single_bits(Planes planes, ulong row, uint j, uint head_dim) {
 // The four indices of coordinates j .. j+3 of a row, j a multiple of 4. Quantised planes begin at multiples of 4 bytes,
 // as allocations of their own or within a page.
 inline uint4 load_indices(Planes planes, ulong row, uint j, uint head_dim, uint codec) {
+    codec = plain(codec);
     if (codec == TQ8) {
         const uint four = *reinterpret_cast<device const uint *>(planes.low + row * head_dim + j);
         return uint4(four, four >> 8, four >> 16, four >> 24) & 255;
@@ -65,7 +98,7 @@ inline uint4 load_indices(Planes planes, ulong row, uint j, uint head_dim, uint 
 }
 
 inline float4 centroids(uint4 index, uint codec) {
-    switch (codec) {
+    switch (plain(codec)) {
     case TQ2: return float4(CENTROIDS_2[index.x], CENTROIDS_2[index.y], CENTROIDS_2[index.z], CENTROIDS_2[index.w]);
     case TQ3: return float4(CENTROIDS_3[index.x], CENTROIDS_3[index.y], CENTROIDS_3[index.z], CENTROIDS_3[index.w]);
     case TQ4: return float4(CENTROIDS_4[index.x], CENTROIDS_4[index.y], CENTROIDS_4[index.z], CENTROIDS_4[index.w]);
@@ -75,10 +108,18 @@ inline float4 centroids(uint4 index, uint codec) {
     }
 }
 
-// Coordinates j .. j+3 of a quantised row, j a multiple of 4, in the rotated domain.
+// Norm i of all.
+inline float load_norm(Planes planes, ulong i, uint codec) {
+    return is_centred(codec) ? float(reinterpret_cast<device const half *>(planes.norms)[i])
+                             : reinterpret_cast<device const float *>(planes.norms)[i];
+}
+
+// Coordinates j .. j+3 of a quantised row, j a multiple of 4, in the rotated domain; without the mean, if the codec is
+// centred.
 inline float4 load_row4(Planes planes, ulong row, uint j, uint head_dim, uint codec) {
     const uint blocks = (head_dim + 255) / 256;
-    return planes.norms[row * blocks + j / 256] * centroids(load_indices(planes, row, j, head_dim, codec), codec);
+    const float norm = load_norm(planes, row * blocks + j / 256, codec);
+    return norm * centroids(load_indices(planes, row, j, head_dim, codec), codec);
 }
 
 #endif

@@ -21,7 +21,8 @@ constant constexpr uint WRITE_ROOM = 3 * 32;
 struct WritablePlanes {
     device uchar *low;
     device uchar *high;
-    device float *norms;
+    device uchar *norms;
+    device uchar *means;
 };
 
 struct Encoding {
@@ -40,7 +41,7 @@ inline uint nearest(float z, const constant float *thresholds, uint bits) {
 }
 
 inline uint nearest(float z, uint codec) {
-    switch (codec) {
+    switch (plain(codec)) {
     case TQ2: return nearest(z, THRESHOLDS_2, 2);
     case TQ3: return nearest(z, THRESHOLDS_3, 3);
     case TQ4: return nearest(z, THRESHOLDS_4, 4);
@@ -52,6 +53,7 @@ inline uint nearest(float z, uint codec) {
 
 // Stores the indices of coordinates j .. j+3; all lanes of a SIMD-group call it, those with `mine` have coordinates.
 inline void store_indices(WritablePlanes to, ulong row, uint j, bool mine, uint4 index, uint dim, uint codec) {
+    codec = plain(codec);
     // Two lanes have the bits of a byte: the even one takes both halves.
     const bool has_singles = codec == TQ3 || codec == TQ5;
     const uint4 single = index >> (codec == TQ3 ? 2 : 4);
@@ -103,12 +105,21 @@ inline void sum_squares(threadgroup const float *row, threadgroup float *parts, 
     threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 
-// Encodes a row, which is left rotated. `room` holds WRITE_ROOM floats that nobody uses.
-inline void encode(threadgroup float *row, threadgroup float *room, WritablePlanes to, ulong at, uint dim,
+// Stores norm i of all. A half is rounded to nearest, and infinite above the largest.
+inline void store_norm(WritablePlanes to, ulong i, float norm, uint codec) {
+    if (is_centred(codec)) {
+        store(to.norms, i, norm, F16);
+    } else {
+        reinterpret_cast<device float *>(to.norms)[i] = norm;
+    }
+}
+
+// Encodes a rotated row, from which the mean has been subtracted if the codec is centred: a thread subtracts from the
+// coordinates 4·index on, of each 4·threads. `room` holds WRITE_ROOM floats that nobody uses.
+inline void encode(threadgroup const float *row, threadgroup float *room, WritablePlanes to, ulong at, uint dim,
                    Encoding encoding, Place place) {
     threadgroup float *squares = room, *products = room + 32, *lengths = room + 64;
     const uint index = index_of(place), threads = threads_of(place);
-    rotate(row, 1, dim, false, index, threads);
     sum_squares(row, squares, 1, dim, place);
     float total = 0;
     for (uint part = 0; part < (dim + 127) / 128; part++) {
@@ -162,14 +173,16 @@ inline void encode(threadgroup float *row, threadgroup float *room, WritablePlan
             default: norm = energy / block_sum(products, b * block, dim); break;
             }
         }
-        to.norms[at * blocks + b] = norm / unit;
+        store_norm(to, at * blocks + b, norm / unit, encoding.codec);
     }
 }
 
-// Stores a row of threadgroup memory, which may be changed, as row `at` of the planes. Begins with a barrier.
+// Stores a row of threadgroup memory, which may be changed, as row `at` of the planes, whose codec is not centred.
+// Begins with a barrier.
 inline void write_row(threadgroup float *row, threadgroup float *room, WritablePlanes to, ulong at, uint dim,
                       Encoding encoding, bool aligned, Place place) {
     if (is_quantised(encoding.codec)) {
+        rotate(row, 1, dim, false, index_of(place), threads_of(place));
         encode(row, room, to, at, dim, encoding, place);
         return;
     }

@@ -21,14 +21,28 @@ constexpr uint NORM_UNBIASED = 2;
 struct WritablePlanes {
     uchar *low;
     uchar *high;
+    // Floats, or halves if the codec is centred.
     float *norms;
+    uchar *means;
 
     // Where rows of a page are counted from.
     inline WritablePlanes of_page(uint page) const {
         const ulong bytes = page_bytes(page);
-        return {low + bytes, high + bytes, norms + bytes / sizeof(float)};
+        return {low + bytes, high + bytes, norms + bytes / sizeof(float), means + bytes};
+    }
+    inline Planes readable() const {
+        return {low, high, norms, means};
     }
 };
+
+// Stores norm i of all. A half is rounded to nearest, and infinite above the largest.
+template <uint CODEC> inline void store_norm(const WritablePlanes &to, ulong i, float norm) {
+    if constexpr (is_centred(CODEC)) {
+        reinterpret_cast<ushort *>(to.norms)[i] = float_to_half(norm);
+    } else {
+        to.norms[i] = norm;
+    }
+}
 
 // f(base) + .. + f(base + N - 1), as a tree. Nothing is contracted.
 template <uint N, typename F> inline float tree_sum(F f, uint base = 0) {
@@ -117,7 +131,7 @@ template <uint BITS, uint FROM, uint MINE> inline void store_bits(uchar *to, con
     }
 }
 
-// Encodes the rotated row y as row `at` of the planes, if it is `kept`.
+// Encodes the rotated row y, less its mean if the codec is centred, as row `at` of the planes, if it is `kept`.
 template <uint MINE, uint SHARERS, uint CODEC, uint NORM, uint COPIES>
 inline void store_encoded(float (&y)[MINE], WritablePlanes to, ulong at, bool kept, float scale, uint lane,
                           const Nearest<CODEC, COPIES> &nearest_to) {
@@ -169,7 +183,7 @@ inline void store_encoded(float (&y)[MINE], WritablePlanes to, ulong at, bool ke
     }
     norm = !storable ? __uint_as_float(0x7FC00000) : energy > 0 ? norm / unit : 0;
     if (lane % BLOCK_LANES == 0) {
-        to.norms[at * (DIM / BLOCK) + lane / BLOCK_LANES] = norm;
+        store_norm<CODEC>(to, at * (DIM / BLOCK) + lane / BLOCK_LANES, norm);
     }
     constexpr uint LOW = low_bits_of(CODEC), HIGH = high_bits_of(CODEC);
     store_bits<LOW, 0>(to.low + at * (DIM / 8 * LOW) + lane * (MINE / 8 * LOW), index);
@@ -178,7 +192,8 @@ inline void store_encoded(float (&y)[MINE], WritablePlanes to, ulong at, bool ke
     }
 }
 
-// Stores the row y, dense or encoded, as row `at` of the planes. `aligned`, a constant, is that of store4.
+// Stores the row y, dense or encoded, as row `at` of the planes, whose codec is not centred. `aligned`, a constant, is
+// that of store4.
 template <uint MINE, uint SHARERS, uint CODEC, uint NORM, uint COPIES>
 inline void store_row(float (&y)[MINE], WritablePlanes to, ulong at, bool kept, float scale, uint lane, const uint *tables,
                       bool aligned) {

@@ -117,6 +117,33 @@ template <uint DIM> struct Strips {
     }
 };
 
+// Subtracts the means of their pages from eight rotated rows. `place` and `head` are those of row lane / 4, if `kept`.
+template <uint DIM>
+inline void subtract_means(float (&y)[2][2][DIM / 16], const uchar *means, RowPlace place, uint head, bool kept, uint lane) {
+    constexpr uint STRIP = DIM / 16;
+    const uint g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (uint r = 0; r < 2; r++) {
+        const uint from = (2 * t + r) * 4;
+        const uint page = __shfl_sync(ALL, place.page, from), of = __shfl_sync(ALL, head, from);
+        if (__shfl_sync(ALL, int(kept), from) == 0) {
+            continue;
+        }
+        const uchar *mean = means + page_bytes(page) + of * mean_bytes(DIM);
+#pragma unroll
+        for (uint s = 0; s < 2; s++) {
+#pragma unroll
+            for (uint c = 0; c < STRIP; c += 4) {
+                const float4 four = load_mean4(mean, (g + 8 * s) * STRIP + c, DIM);
+                y[r][s][c] -= four.x;
+                y[r][s][c + 1] -= four.y;
+                y[r][s][c + 2] -= four.z;
+                y[r][s][c + 3] -= four.w;
+            }
+        }
+    }
+}
+
 // Encodes eight rotated rows. `place` is where row lane / 4 goes, if `kept`.
 template <uint DIM, uint CODEC, uint NORM, uint COPIES>
 inline void store_eight(float (&y)[2][2][DIM / 16], const WritablePlanes all_pages, RowPlace place, bool kept, float scale,
@@ -237,8 +264,8 @@ inline void store_eight(float (&y)[2][2][DIM / 16], const WritablePlanes all_pag
     if (stored && g < 2 * BLOCKS) {
         const float norm = NORM == NORM_RMS ? n : NORM == NORM_LEAST_SQUARES ? mine(yc) / mine(cc) : my_energy / mine(yc);
         const bool storable = !is_nan_or_infinite(my_row == 0 ? total[0] : total[1]);
-        to.norms[at * BLOCKS + my_block] =
-            !storable ? __uint_as_float(0x7FC00000) : my_energy > 0 ? norm / (my_row == 0 ? unit[0] : unit[1]) : 0;
+        const float stored_norm = my_energy > 0 ? norm / (my_row == 0 ? unit[0] : unit[1]) : 0;
+        store_norm<CODEC>(to, at * BLOCKS + my_block, storable ? stored_norm : __uint_as_float(0x7FC00000));
     }
 }
 

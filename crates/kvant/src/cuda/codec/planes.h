@@ -5,6 +5,9 @@
 // [rows, D] bytes (8 bits). high holds the bits above: [rows, D/8] bytes of eight single bits (3 and 5 bits), or [rows,
 // D/4] bytes of four times 2 bits (6 bits). norms holds [rows, D/B] floats, B = min(D, 256). A coordinate is norm *
 // centroid, in the rotated domain.
+//
+// Centred: norms are halves, and a coordinate is that much more than the mean of its page and KV head. means holds, for
+// each KV head of a page, D codes (signed bytes) and the float that they are multiplied by.
 #ifndef KVANT_CUDA_CODEC_PLANES_H
 #define KVANT_CUDA_CODEC_PLANES_H
 #include "codec/codebooks.h"
@@ -18,32 +21,70 @@ constexpr uint TQ5 = 16 + 5;
 constexpr uint TQ6 = 16 + 6;
 constexpr uint TQ8 = 16 + 8;
 
+// Centred codecs have 32 more.
+constexpr uint CENTRED = 32;
+
 inline constexpr bool is_quantised(uint codec) {
     return codec >= TQ2;
 }
 
+inline constexpr bool is_centred(uint codec) {
+    return codec >= CENTRED;
+}
+
+// The codec of what a centred codec stores beside the mean.
+inline constexpr uint plain(uint codec) {
+    return codec % CENTRED;
+}
+
 // Centroids of a quantised codec.
 inline constexpr uint levels_of(uint codec) {
-    return 1u << (codec - 16);
+    return 1u << (plain(codec) - 16);
 }
 
 // Bits of an index in the low plane of a quantised codec, and in the high one.
 inline constexpr uint low_bits_of(uint codec) {
-    return codec == TQ8 ? 8 : codec >= TQ4 ? 4 : 2;
+    return plain(codec) == TQ8 ? 8 : plain(codec) >= TQ4 ? 4 : 2;
 }
 
 inline constexpr uint high_bits_of(uint codec) {
-    return codec - 16 - low_bits_of(codec);
+    return plain(codec) - 16 - low_bits_of(codec);
 }
 
 struct Planes {
     const uchar *low;
     const uchar *high;
+    // Floats, or halves if the codec is centred.
     const float *norms;
+    const uchar *means;
 };
+
+// Norm i of all.
+inline float load_norm(const Planes &planes, ulong i, uint codec) {
+    return is_centred(codec) ? half_to_float(reinterpret_cast<const ushort *>(planes.norms)[i]) : planes.norms[i];
+}
+
+// Bytes of the mean of a KV head.
+inline constexpr uint mean_bytes(uint head_dim) {
+    return head_dim + 4;
+}
+
+// Coordinate i of four codes of a mean.
+inline float code_of_four(uint codes, uint i) {
+    return float(int(codes << (24 - 8 * i)) >> 24);
+}
+
+// Coordinates j .. j+3 of a mean, j a multiple of 4.
+inline float4 load_mean4(const uchar *mean, uint j, uint head_dim) {
+    const uint codes = *reinterpret_cast<const uint *>(mean + j);
+    const float scale = *reinterpret_cast<const float *>(mean + head_dim);
+    return make_float4(scale * code_of_four(codes, 0), scale * code_of_four(codes, 1), scale * code_of_four(codes, 2),
+                       scale * code_of_four(codes, 3));
+}
 
 // The four indices of coordinates j .. j+3 of a row, j a multiple of 4.
 inline uint4 load_indices(Planes planes, ulong row, uint j, uint head_dim, uint codec) {
+    codec = plain(codec);
     if (codec == TQ8) {
         const uchar *at = planes.low + row * head_dim + j;
         return make_uint4(at[0], at[1], at[2], at[3]);
@@ -74,7 +115,7 @@ inline uint4 load_indices(Planes planes, ulong row, uint j, uint head_dim, uint 
 }
 
 inline float4 centroids(uint4 index, uint codec) {
-    switch (codec) {
+    switch (plain(codec)) {
     case TQ2: return make_float4(CENTROIDS_2[index.x], CENTROIDS_2[index.y], CENTROIDS_2[index.z], CENTROIDS_2[index.w]);
     case TQ3: return make_float4(CENTROIDS_3[index.x], CENTROIDS_3[index.y], CENTROIDS_3[index.z], CENTROIDS_3[index.w]);
     case TQ4: return make_float4(CENTROIDS_4[index.x], CENTROIDS_4[index.y], CENTROIDS_4[index.z], CENTROIDS_4[index.w]);
@@ -84,11 +125,12 @@ inline float4 centroids(uint4 index, uint codec) {
     }
 }
 
-// Coordinates j .. j+3 of a row, j a multiple of 4; in the rotated domain when quantised.
+// Coordinates j .. j+3 of a row, j a multiple of 4; in the rotated domain when quantised, and without the mean when
+// centred.
 inline float4 load_row4(Planes planes, ulong row, uint j, uint head_dim, uint codec) {
     if (is_quantised(codec)) {
         const uint blocks = (head_dim + 255) / 256;
-        const float norm = planes.norms[row * blocks + j / 256];
+        const float norm = load_norm(planes, row * blocks + j / 256, codec);
         const float4 c = centroids(load_indices(planes, row, j, head_dim, codec), codec);
         return make_float4(norm * c.x, norm * c.y, norm * c.z, norm * c.w);
     }

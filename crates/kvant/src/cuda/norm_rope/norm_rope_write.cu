@@ -6,10 +6,12 @@
 // does not hold when the step is written, or for which their sequence has no page, are skipped, as are tokens whose
 // sequence or position is out of range.
 //
+// Around page means it serves steps without two tokens of a sequence. Of others it leaves keys and values as rows of f32,
+// [T, Hk, D], which kv_write stores (IN_ROWS).
+//
 // Positions, sequences, lengths, page tables, weights and angles are read before the previous kernel has ended
 // (device/dependent_launch.h).
-#include "codec/encode_rows.h"
-#include "device/cache_slots.h"
+#include "codec/page_means.h"
 #include "device/dependent_launch.h"
 #include "device/elements.h"
 #include "norm_rope/head.h"
@@ -38,11 +40,18 @@ template <uint CODEC> inline void fill_tables(uint *tables) {
     }
 }
 
-template <uint CODEC, uint NORM>
-inline void encode(float (&y)[PER], WritablePlanes to, ulong at, float scale, uint lane, const uint *tables) {
+// Encodes a rotated row of a head; `opened` returns the page that its token opens.
+template <uint CODEC, uint NORM, typename Opened>
+inline void encode(float (&y)[PER], const WritablePlanes &planes, RowPlace place, uint head, Opened opened, float scale,
+                   uint lane, const uint *tables) {
     if constexpr (is_quantised(CODEC)) {
+        const bool kept = threadIdx.x < LANES;
+        if constexpr (is_centred(CODEC)) {
+            subtract_mean<PER, LANES, CODEC>(y, planes, place, head, kept, opened(), lane);
+        }
         const Nearest<CODEC, COPIES> nearest_to(tables);
-        store_encoded<PER, LANES, CODEC, NORM, COPIES>(y, to, at, threadIdx.x < LANES, scale, lane, nearest_to);
+        const WritablePlanes to = planes.of_page(place.page);
+        store_encoded<PER, LANES, CODEC, NORM, COPIES>(y, to, place.row, kept, scale, lane, nearest_to);
     }
 }
 #endif
@@ -53,7 +62,7 @@ extern "C" __global__ void KVANT_KERNEL(const uchar *q, const uchar *k, const uc
                                            const uint *sequence, const uint *lens, uchar *q_out, uchar *k_low,
                                            uchar *k_high, float *k_norms, uchar *v_low, uchar *v_high,
                                            float *v_norms, const __grid_constant__ NormRopeWriteParams p,
-                                           const uint *table) {
+                                           const uint *table, uchar *k_means, uchar *v_means) {
     extern __shared__ float row[];
     const uint token = blockIdx.x, kv_heads = p.layer.kv_heads;
     constexpr uint dim = HEAD_DIM;
@@ -85,9 +94,9 @@ extern "C" __global__ void KVANT_KERNEL(const uchar *q, const uchar *k, const uc
     const uint position = positions[token], seq = sequence[token];
     const bool known = !HAS_TABLES || position < p.rope.table_rows;
     const uint head = blockIdx.y - p.heads - (is_key ? 0 : kv_heads);
-    bool kept = !is_query && is_kept(p.layer, seq, position, lens);
+    bool kept = !is_query && (IN_ROWS || is_kept(p.layer, seq, position, lens));
     RowPlace place = {0, 0};
-    if (PAGE_SHIFT > 0 && kept) {
+    if (PAGE_SHIFT > 0 && kept && !IN_ROWS) {
         kept = find_in_pages(p.layer, table, seq, head, position, place);
     }
     Needed n;
@@ -141,28 +150,33 @@ extern "C" __global__ void KVANT_KERNEL(const uchar *q, const uchar *k, const uc
     if (!kept) {
         return;
     }
-    const ulong at = PAGE_SHIFT > 0 ? place.row : layer_row(p.layer, seq, head, layer_slot(p.layer, position));
+    if (IN_ROWS) {
+        place.row = ulong(token) * kv_heads + head;
+    } else if (PAGE_SHIFT == 0) {
+        place.row = layer_row(p.layer, seq, head, layer_slot(p.layer, position));
+    }
     const uint codec = is_key ? K_CODEC : V_CODEC;
     if (!is_quantised(codec)) {
         uchar *low = (is_key ? k_low : v_low) + page_bytes(place.page);
         for (uint j = threadIdx.x; j < dim; j += blockDim.x) {
-            store(low, at * dim + j, row[j], codec);
+            store(low, place.row * dim + j, row[j], codec);
         }
         return;
     }
 #if IN_REGISTERS
-    const WritablePlanes planes = is_key ? WritablePlanes{k_low, k_high, k_norms} : WritablePlanes{v_low, v_high, v_norms};
-    const WritablePlanes to = planes.of_page(place.page);
+    const WritablePlanes planes =
+        is_key ? WritablePlanes{k_low, k_high, k_norms, k_means} : WritablePlanes{v_low, v_high, v_norms, v_means};
     const float scale = is_key ? p.k_scale : p.v_scale;
+    const auto opened = [&] { return opened_page(p.layer, table, seq, head, position); };
     if (threadIdx.x < 32) {
         float y[PER];
         from_shared(y);
         rotate_row<PER, LANES>(y, signs, lane);
         // The same code where both are encoded alike.
         if (is_key || (K_CODEC == V_CODEC && K_STORED_NORM == V_STORED_NORM)) {
-            encode<K_CODEC, K_STORED_NORM>(y, to, at, scale, lane, tables);
+            encode<K_CODEC, K_STORED_NORM>(y, planes, place, head, opened, scale, lane, tables);
         } else {
-            encode<V_CODEC, V_STORED_NORM>(y, to, at, scale, lane, tables);
+            encode<V_CODEC, V_STORED_NORM>(y, planes, place, head, opened, scale, lane, tables);
         }
     }
 #endif

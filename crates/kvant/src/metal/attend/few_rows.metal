@@ -6,7 +6,9 @@
 //   softmax   a SIMD-group a row, two keys a thread; the row's state is in its registers;
 //   values    a thread owns four coordinates of every 128/(D/4)-th key, and o of all rows at them, in registers; the
 //             threads left over, where D/4 does not divide 128, own none.
-// Over quantised keys the queries are rotated first; over quantised values o is rotated back at the end.
+// Over quantised keys the queries are rotated first; over quantised values o is rotated back at the end. Over page means
+// a tile begins where a page does, or within it: each mean of keys is one more key, and each mean of values one more
+// value, whose weight is the sum of the page's weights.
 #include "attend/keys.h"
 #include "attend/softmax.h"
 #include "rotate.h"
@@ -18,6 +20,10 @@ constant constexpr uint TILE = 64;
 // Threads of a key when scores are made, and keys that they take at once.
 constant constexpr uint KEY_THREADS = 8;
 constant constexpr uint KEYS_AT_ONCE = 2;
+// The most pages of a tile, and how many there are.
+constant constexpr uint MOST_PAGES = TILE / 16;
+constant uint PAGES = TILE >> PAGE_SHIFT > 1 ? TILE >> PAGE_SHIFT : 1;
+static_assert(MOST_PAGES * KEY_THREADS <= 32, "attend: a SIMD-group multiplies the means of a tile");
 
 // Threadgroup memory of attend_few. `rows_of_d` holds the queries, [R, D], and in the end o, [slices, R, D].
 template <uint D, uint R> struct Room {
@@ -25,6 +31,8 @@ template <uint D, uint R> struct Room {
     threadgroup float *scores; // [2, TILE, R]
     threadgroup float *factors;
     threadgroup Row *rows;
+    threadgroup float *products; // [MOST_PAGES, R]: of queries and the means of keys
+    threadgroup float *masses;   // [MOST_PAGES, R]: the sums of the weights of a page; -1 where a row sees no key of it
 };
 
 // What a thread owns.
@@ -35,6 +43,35 @@ template <uint D, uint R> struct Work {
     uint lane;
     uint simd;
 };
+
+// The products of queries and the means of the keys from `base` on, before `end`; the threads of one SIMD-group.
+template <uint D, uint R>
+void multiply_means(CachedKeys keys, uint base, uint end, Room<D, R> room, thread const Work<D, R> &work) {
+    const uint page = work.lane / KEY_THREADS, of_key = work.lane % KEY_THREADS;
+    const uint key = base + (page << PAGE_SHIFT);
+    RowPlace at = {0, 0, false};
+    if (page < PAGES && key < end) {
+        at = keys.place_of(key);
+    }
+    float sums[R];
+    for (uint r = 0; r < R; r++) {
+        sums[r] = 0;
+    }
+    for (uint j = of_key * 4; j < D && at.held; j += KEY_THREADS * 4) {
+        const float4 mean = keys.key_mean4(at, j, D);
+        for (uint r = 0; r < R; r++) {
+            sums[r] += dot(*reinterpret_cast<threadgroup const float4 *>(room.rows_of_d + r * D + j), mean);
+        }
+    }
+    for (uint r = 0; r < R; r++) {
+        for (ushort distance = 1; distance < KEY_THREADS; distance *= 2) {
+            sums[r] += simd_shuffle_xor(sums[r], distance);
+        }
+        if (of_key == r && page < PAGES) {
+            room.products[page * R + r] = sums[r];
+        }
+    }
+}
 
 // Takes keys begin .. end of a pass into the states; all threads.
 template <uint D, uint R>
@@ -86,10 +123,13 @@ void absorb(CachedKeys keys, uint begin, uint end, Room<D, R> room, thread Work<
                         sum += simd_shuffle_xor(sum, distance);
                     }
                     if (of_key == r) {
-                        scores[i * R + r] = score_of(sum, p);
+                        scores[i * R + r] = K_CENTRED ? sum : score_of(sum, p);
                     }
                 }
             }
+        }
+        if (K_CENTRED && work.simd == 0) {
+            multiply_means(keys, base, end, room, work);
         }
         threadgroup_barrier(mem_flags::mem_threadgroup);
 
@@ -105,14 +145,18 @@ void absorb(CachedKeys keys, uint begin, uint end, Room<D, R> room, thread Work<
                 seen[n] = i < count && sees(row, keys.sequence, keys.position_of(base + i));
                 if (seen[n]) {
                     score[n] = scores[i * R + r];
+                    if (K_CENTRED) {
+                        score[n] = score_of(score[n] + room.products[(i >> PAGE_SHIFT) * R + r], p);
+                    }
                     largest = raised(largest, score[n]);
                 }
             }
             const float m = simd_max(largest);
-            float sum = 0;
+            float sum = 0, weights[TILE / 32];
             for (uint n = 0; n < TILE / 32; n++) {
                 const float weight = seen[n] ? precise::exp2(score[n] - m) : 0;
                 sum += weight;
+                weights[n] = weight;
                 if (n * 32 + work.lane < count) {
                     scores[(n * 32 + work.lane) * R + r] = seen[n] ? weight : -1;
                 }
@@ -120,6 +164,21 @@ void absorb(CachedKeys keys, uint begin, uint end, Room<D, R> room, thread Work<
             const float factor = merge(work.states[s], State{m, simd_sum(sum)}).x;
             if (work.lane == 0) {
                 room.factors[r] = factor;
+            }
+            for (uint page = 0; V_CENTRED && page < PAGES; page++) {
+                float mass = 0;
+                bool any = false;
+                for (uint n = 0; n < TILE / 32; n++) {
+                    if ((n * 32 + work.lane) >> PAGE_SHIFT == page) {
+                        mass += weights[n];
+                        any = any || seen[n];
+                    }
+                }
+                mass = simd_sum(mass);
+                any = simd_any(any);
+                if (work.lane == 0) {
+                    room.masses[page * R + r] = any ? mass : -1;
+                }
             }
         }
         threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -140,6 +199,21 @@ void absorb(CachedKeys keys, uint begin, uint end, Room<D, R> room, thread Work<
                     // By choice, not by a factor of 0: a value that is not seen may be anything.
                     if (!(weights[r] < 0)) {
                         work.o[r] += weights[r] * value;
+                    }
+                }
+            }
+        }
+        for (uint page = V_CENTRED ? slice : PAGES; page < PAGES && slice < SLICES; page += SLICES) {
+            bool wanted = false;
+            for (uint r = 0; r < R; r++) {
+                wanted = wanted || !(room.masses[page * R + r] < 0);
+            }
+            if (wanted) {
+                const float4 mean = keys.value_mean4(keys.place_of(base + (page << PAGE_SHIFT)), quad, D);
+                for (uint r = 0; r < R; r++) {
+                    const float mass = room.masses[page * R + r];
+                    if (!(mass < 0)) {
+                        work.o[r] += mass * mean;
                     }
                 }
             }
@@ -195,15 +269,17 @@ kernel void attend_few(device const uchar *q [[buffer(0)]],
                        device const uint *lens [[buffer(4)]],
                        device const uchar *k_low [[buffer(5)]],
                        device const uchar *k_high [[buffer(6), function_constant(K_HIGH)]],
-                       device const float *k_norms [[buffer(7), function_constant(K_QUANTISED)]],
+                       device const uchar *k_norms [[buffer(7), function_constant(K_QUANTISED)]],
                        device const uchar *v_low [[buffer(8)]],
                        device const uchar *v_high [[buffer(9), function_constant(V_HIGH)]],
-                       device const float *v_norms [[buffer(10), function_constant(V_QUANTISED)]],
+                       device const uchar *v_norms [[buffer(10), function_constant(V_QUANTISED)]],
                        device const float *sinks [[buffer(11), function_constant(SINKS_HERE)]],
                        device float *partial_o [[buffer(13), function_constant(PARTIAL)]],
                        device float2 *partial_states [[buffer(14), function_constant(PARTIAL)]],
                        constant MetalAttendParams &p [[buffer(15)]],
                        device const uint *table [[buffer(16), function_constant(PAGED)]],
+                       device const uchar *k_means [[buffer(17), function_constant(K_CENTRED)]],
+                       device const uchar *v_means [[buffer(18), function_constant(V_CENTRED)]],
                        uint3 group [[threadgroup_position_in_grid]],
                        uint index [[thread_index_in_threadgroup]],
                        uint lane [[thread_index_in_simdgroup]],
@@ -213,10 +289,15 @@ kernel void attend_few(device const uchar *q [[buffer(0)]],
     threadgroup float factors[R];
     threadgroup Row rows[R];
     threadgroup float2 states[R];
-    const Room<D, R> room = Room<D, R>{reinterpret_cast<threadgroup float *>(rows_of_d), scores, factors, rows};
+    threadgroup float products[MOST_PAGES * R];
+    threadgroup float masses[MOST_PAGES * R];
+    const Room<D, R> room = Room<D, R>{reinterpret_cast<threadgroup float *>(rows_of_d), scores, factors, rows,
+                                       products, masses};
     const uint kv_head = group.y, split = group.z;
-    const Planes keys = {k_low, K_HIGH ? k_high : nullptr, K_QUANTISED ? k_norms : nullptr};
-    const Planes values = {v_low, V_HIGH ? v_high : nullptr, V_QUANTISED ? v_norms : nullptr};
+    const Planes keys = {k_low, K_HIGH ? k_high : nullptr, K_QUANTISED ? k_norms : nullptr,
+                         K_CENTRED ? k_means : nullptr};
+    const Planes values = {v_low, V_HIGH ? v_high : nullptr, V_QUANTISED ? v_norms : nullptr,
+                           V_CENTRED ? v_means : nullptr};
     Work<D, R> work;
     work.index = index;
     work.lane = lane;
@@ -239,8 +320,9 @@ kernel void attend_few(device const uchar *q [[buffer(0)]],
 
     for (uint sequence = simd_min(row.y); sequence != NONE;) {
         row = seeing(row, position, sequence, lens[sequence], p);
-        const uint first = simd_min(row.z), last = simd_max(row.w);
-        const uint2 part = first <= last ? part_of(last - first + 1, split, TILE, p) : uint2(0);
+        const uint seen_first = simd_min(row.z), last = simd_max(row.w);
+        const uint first = begin_of_pass(seen_first, TILE);
+        const uint2 part = seen_first <= last ? part_of(last - first + 1, split, TILE, p) : uint2(0);
         if (part.x < part.y) {
             if (index < R) {
                 rows[index] = row;

@@ -94,11 +94,24 @@ struct CachedKeys {
         return K_QUANTISED ? load_row4(shifted(k, at.bytes, K_CODEC), at.row, j, head_dim, K_CODEC)
                            : load4(k.low + at.bytes, at.row * head_dim + j, 4, K_CODEC, K_ALIGNED);
     }
+    // The means of the page that holds a key; codes are less these.
+    float4 key_mean4(RowPlace at, uint j, uint head_dim) const {
+        return load_mean4(k.means + at.bytes + kv_head * mean_bytes(head_dim), j, head_dim);
+    }
+    float4 value_mean4(RowPlace at, uint j, uint head_dim) const {
+        return load_mean4(v.means + at.bytes + kv_head * mean_bytes(head_dim), j, head_dim);
+    }
     float4 value4(RowPlace at, uint j, uint head_dim) const {
         return V_QUANTISED ? load_row4(shifted(v, at.bytes, V_CODEC), at.row, j, head_dim, V_CODEC)
                            : load4(v.low + at.bytes, at.row * head_dim + j, 4, V_CODEC, V_ALIGNED);
     }
 };
+
+// Where a pass over keys from position `first` on begins: over page means at a multiple of `tile`, so that a tile has
+// whole pages, or a part of one. Rows do not see what comes before.
+inline uint begin_of_pass(uint first, uint tile) {
+    return K_CENTRED || V_CENTRED ? first / tile * tile : first;
+}
 
 inline CachedKeys keys_of(Planes k, Planes v, device const uint *table, uint sequence, uint kv_head, uint first,
                           constant MetalAttendParams &p) {

@@ -9,7 +9,7 @@ use crate::{
     gpu::{Builder, Constant, Launch, Limits, Params, Source, Use, attend, params},
     metal::{
         headers::HEADERS,
-        planes::{codec_code, page_shift},
+        planes::{self, codec_code, page_shift},
     },
     ops::attend::{Call, Explanation, NAME},
 };
@@ -128,7 +128,8 @@ fn build_part(call: &Call, b: &mut Builder) -> Result<()> {
             .read_if(index + 1, side.high.as_ref())
             .read_if(index + 2, side.norms.as_ref());
     }
-    launch = launch.params(15, &params).grid([route.tiles, spec.kv_heads, route.splits], [route.threads, 1, 1]);
+    let launch = planes::bind_means(launch, [17, 18], &call.layer, Use::Read);
+    let launch = launch.params(15, &params).grid([route.tiles, spec.kv_heads, route.splits], [route.threads, 1, 1]);
     if !partial {
         return b.push(launch.write(1, &call.out).read_if(11, call.sinks.as_ref()));
     }

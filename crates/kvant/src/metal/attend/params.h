@@ -43,8 +43,10 @@ constant bool SINKS [[function_constant(13)]];
 
 constant bool K_QUANTISED = K_CODEC >= TQ2;
 constant bool V_QUANTISED = V_CODEC >= TQ2;
-constant bool K_HIGH = K_CODEC == TQ3 || K_CODEC == TQ5 || K_CODEC == TQ6;
-constant bool V_HIGH = V_CODEC == TQ3 || V_CODEC == TQ5 || V_CODEC == TQ6;
+constant bool K_HIGH = (WITH_HIGH >> K_CODEC % CENTRED & 1) != 0;
+constant bool V_HIGH = (WITH_HIGH >> V_CODEC % CENTRED & 1) != 0;
+constant bool K_CENTRED = K_CODEC >= CENTRED;
+constant bool V_CENTRED = V_CODEC >= CENTRED;
 constant bool WHOLE = !PARTIAL;
 constant bool PAGED = PAGE_SHIFT != 0;
 constant bool SINKS_HERE = SINKS && WHOLE;

@@ -7,7 +7,8 @@
 //   scores    each SIMD-group multiplies its coordinates; the partial products meet in threadgroup memory;
 //   softmax   a SIMD-group a row, a key a thread; the row's state is in its registers;
 //   values    each SIMD-group adds weights · values to its part of o.
-// Over quantised keys the queries are rotated first; over quantised values o is rotated back at the end.
+// Over quantised keys the queries are rotated first; over quantised values o is rotated back at the end. Over page means
+// these are added where keys and values are decoded, once for all rows of a tile.
 #include "attend/keys.h"
 #include "attend/softmax.h"
 #include "rotate.h"
@@ -44,6 +45,9 @@ bool bring(CachedKeys keys, uint base, uint end, uint first, threadgroup float *
         const RowPlace at = key < end ? keys.place_of(key) : RowPlace{0, 0, false};
         if (at.held) {
             x = VALUES ? keys.value4(at, j, D) : keys.key4(at, j, D);
+            if (VALUES ? V_CENTRED : K_CENTRED) {
+                x += VALUES ? keys.value_mean4(at, j, D) : keys.key_mean4(at, j, D);
+            }
         }
         finite = finite && is_finite(x.x) && is_finite(x.y) && is_finite(x.z) && is_finite(x.w);
         *reinterpret_cast<threadgroup float4 *>(stage + i * 4) = x;
@@ -247,15 +251,17 @@ kernel void attend_tiles(device const uchar *q [[buffer(0)]],
                          device const uint *lens [[buffer(4)]],
                          device const uchar *k_low [[buffer(5)]],
                          device const uchar *k_high [[buffer(6), function_constant(K_HIGH)]],
-                         device const float *k_norms [[buffer(7), function_constant(K_QUANTISED)]],
+                         device const uchar *k_norms [[buffer(7), function_constant(K_QUANTISED)]],
                          device const uchar *v_low [[buffer(8)]],
                          device const uchar *v_high [[buffer(9), function_constant(V_HIGH)]],
-                         device const float *v_norms [[buffer(10), function_constant(V_QUANTISED)]],
+                         device const uchar *v_norms [[buffer(10), function_constant(V_QUANTISED)]],
                          device const float *sinks [[buffer(11), function_constant(SINKS_HERE)]],
                          device float *partial_o [[buffer(13), function_constant(PARTIAL)]],
                          device float2 *partial_states [[buffer(14), function_constant(PARTIAL)]],
                          constant MetalAttendParams &p [[buffer(15)]],
                          device const uint *table [[buffer(16), function_constant(PAGED)]],
+                         device const uchar *k_means [[buffer(17), function_constant(K_CENTRED)]],
+                         device const uchar *v_means [[buffer(18), function_constant(V_CENTRED)]],
                          uint3 group [[threadgroup_position_in_grid]],
                          uint index [[thread_index_in_threadgroup]],
                          uint lane [[thread_index_in_simdgroup]],
@@ -269,8 +275,10 @@ kernel void attend_tiles(device const uchar *q [[buffer(0)]],
     threadgroup float2 states[ROWS];
     const Room room = Room{parts, weights, reinterpret_cast<threadgroup float *>(stage), factors, rows};
     const uint kv_head = group.y, split = group.z;
-    const Planes keys = {k_low, K_HIGH ? k_high : nullptr, K_QUANTISED ? k_norms : nullptr};
-    const Planes values = {v_low, V_HIGH ? v_high : nullptr, V_QUANTISED ? v_norms : nullptr};
+    const Planes keys = {k_low, K_HIGH ? k_high : nullptr, K_QUANTISED ? k_norms : nullptr,
+                         K_CENTRED ? k_means : nullptr};
+    const Planes values = {v_low, V_HIGH ? v_high : nullptr, V_QUANTISED ? v_norms : nullptr,
+                           V_CENTRED ? v_means : nullptr};
     Work<D, ROWS, SIMDS, KEYS> work;
     work.index = index;
     work.lane = lane;

@@ -7,11 +7,11 @@ use super::{
 use crate::common::{
     Rng, devices, input,
     layers::{self, CENTRED_CODECS, GAUSSIAN_MSE, Source, has_means},
-    nmse, run,
+    nmse, run, sees_indices,
 };
 use kvant::{
     CacheLayer, Codec, DType, Device, Error, KvPool, PoolSpec, Sequence, Step,
-    ops::{self, KvSide, NormRopeWrite},
+    ops::{self, Angles, Attend, HeadNorm, KvSide, NormRopeWrite, Rope},
 };
 
 const PAGE: usize = 16;
@@ -312,6 +312,119 @@ fn devices_write_what_the_reference_writes() {
     }
 }
 
+/// A step with gaps opens several pages of a sequence without filling them: each gets the mean of what the page before
+/// stores, which the same step has written around the mean of the page before that.
+#[test]
+fn a_step_with_gaps_opens_pages_in_order() {
+    let tokens = 5 * PAGE;
+    // Of each page but the third a token is missing, and of the fourth the first: it is not opened.
+    let missing = |at: usize| at % PAGE == [5, 9, PAGE, 0, 3][at / PAGE];
+    let written: Vec<usize> = (0..tokens).filter(|&at| !missing(at)).collect();
+    let store = |device: &Device, dim: usize, shuffled: bool| {
+        let layer = CacheLayer::new(2, dim, Codec::tq_centred(5)).v(Codec::F16);
+        let pool = KvPool::new(device, &PoolSpec::new(vec![layer], 4 << 20).page_tokens(PAGE)).unwrap();
+        layers::fill(pool.layer(0).unwrap(), 0).unwrap();
+        let data = around(&mut Rng::of(format!("gaps {dim}")), tokens, 2, dim, 3.0);
+        let mut sequence = pool.sequence();
+        let step = pool.step(&mut [(&mut sequence, tokens)]).unwrap();
+        let mut order = written.clone();
+        if shuffled {
+            Rng::of("shuffle").shuffle(&mut order);
+        }
+        let part = step.select(&order).unwrap();
+        layers::write(pool.layer(0).unwrap(), &data.gather(&order), DType::F32, &part).unwrap();
+        let read = |side| layers::read_paged(pool.layer(0).unwrap(), side, &step, 0, 0..tokens).unwrap();
+        (means(&pool, &step), read(KvSide::K), read(KvSide::V))
+    };
+    for device in devices_with_means() {
+        for dim in [64, 512] {
+            let (want_means, want_k, want_v) = store(&Device::reference(), dim, false);
+            for shuffled in [false, true] {
+                let (got_means, k, v) = store(&device, dim, shuffled);
+                for (page, (got, want)) in got_means.iter().zip(&want_means).enumerate() {
+                    // Nobody has opened the fourth page: its mean is the zeros that were there.
+                    let same = if page == 3 { got == want } else { distance(got, want) < 0.01 };
+                    assert!(same, "{device}: D {dim}, page {page}");
+                }
+                assert!(nmse(&k, &want_k) < 1e-4, "{device}: D {dim}: {}", nmse(&k, &want_k));
+                assert!(v == want_v, "{device}: D {dim}: the other side");
+            }
+        }
+    }
+}
+
+/// The fused operation stores normed and rotated keys around their own mean.
+#[test]
+fn fused_writes_store_around_the_mean_of_what_they_write() {
+    let (heads, dim, tokens) = (2, 128, 2 * PAGE + 3);
+    let store = |device: &Device, counts: &[usize]| {
+        let layer = CacheLayer::new(heads, dim, Codec::tq_centred(6));
+        let pool = KvPool::new(device, &PoolSpec::new(vec![layer], 4 << 20).page_tokens(PAGE)).unwrap();
+        let layer = pool.layer(0).unwrap();
+        let data = around(&mut Rng::of("fused"), tokens, heads, dim, 2.0);
+        let weight = input(device, DType::F32, &Rng::of("weight").normals(dim), &[dim]).unwrap();
+        let norm = HeadNorm::new(1e-6).weight(Some(&weight));
+        let (mut sequence, mut at) = (pool.sequence(), 0);
+        for &count in counts {
+            let step = pool.step(&mut [(&mut sequence, count)]).unwrap();
+            let part = data.part(at..at + count);
+            at += count;
+            let x = |values: &[f32]| input(device, DType::F32, values, &[count, heads, dim]).unwrap();
+            let (k, v) = (x(&part.k), x(&part.v));
+            let q_out = crate::common::Out::new(device, DType::F32, &[count, heads, dim]).unwrap();
+            let args = NormRopeWrite::new(&k, &k, &v, &step, layer, &q_out.tensor)
+                .k_norm(Some(norm))
+                .v_norm(Some(norm))
+                .rope(Some(Rope::new(10_000.0, dim / 2)));
+            run(device, |enc| ops::norm_rope_write(enc, &args)).unwrap();
+            q_out.bytes().unwrap();
+        }
+        let step = pool.step(&mut [(&mut sequence, 0)]).unwrap();
+        let read = |side| layers::read_paged(layer, side, &step, 0, 0..tokens).unwrap();
+        (means(&pool, &step), [read(KvSide::K), read(KvSide::V)])
+    };
+    let counts: [&[usize]; 3] = [&[tokens], &[PAGE, PAGE + 3], &[PAGE - 1, 1, 1, PAGE + 2]];
+    for counts in counts {
+        let (want_means, want) = store(&Device::reference(), counts);
+        for device in devices_with_means() {
+            let (got_means, got) = store(&device, counts);
+            for (got, want) in got_means.iter().zip(&want_means) {
+                assert!(distance(got, want) < 0.01, "{device}: {counts:?}");
+            }
+            for (got, want) in got.iter().zip(&want) {
+                assert!(nmse(got, want) < 1e-4, "{device}: {counts:?}: {}", nmse(got, want));
+            }
+        }
+    }
+}
+
+/// Tokens whose positions have no angles are skipped, and fill no page.
+#[test]
+fn positions_without_angles_count_for_no_mean() {
+    let (dim, tokens, known) = (64, 2 * PAGE, PAGE + 4);
+    for device in devices_with_means().iter().filter(|device| !sees_indices(device)) {
+        let store = |selected: usize| {
+            let pool = pool(device, 2, dim, Codec::tq_centred(4));
+            let layer = pool.layer(0).unwrap();
+            let data = around(&mut Rng::of("angles"), tokens, 2, dim, 2.0).part(0..selected);
+            let mut sequence = pool.sequence();
+            let whole = pool.step(&mut [(&mut sequence, tokens)]).unwrap();
+            let step = whole.select(&(0..selected).collect::<Vec<_>>()).unwrap();
+            let x = |values: &[f32]| input(device, DType::F32, values, &[selected, 2, dim]).unwrap();
+            let (k, v) = (x(&data.k), x(&data.v));
+            let table = |x: f32| input(device, DType::F32, &vec![x; known * dim / 2], &[known, dim / 2]).unwrap();
+            let (cos, sin) = (table(0.8), table(0.6));
+            let q_out = crate::common::Out::new(device, DType::F32, &[selected, 2, dim]).unwrap();
+            let rope = Rope::new(Angles::Tables { cos: &cos, sin: &sin }, dim / 2);
+            let args = NormRopeWrite::new(&k, &k, &v, &step, layer, &q_out.tensor).rope(Some(rope));
+            run(device, |enc| ops::norm_rope_write(enc, &args)).unwrap();
+            let read = |side| layers::read_paged(layer, side, &whole, 0, 0..known).unwrap();
+            (means(&pool, &whole), read(KvSide::K), read(KvSide::V))
+        };
+        assert!(store(tokens) == store(known), "{device}");
+    }
+}
+
 /// Every fill of the last page, written at once or token by token before.
 #[test]
 fn attention_at_every_fill() {
@@ -337,7 +450,8 @@ fn attention_over_every_pair() {
             let page_tokens = [16, 32, 64, 128, 256][(i + 2 * j) % 5];
             let sequences = if (i + j) % 2 == 0 { vec![(130, 1), (17, 1)] } else { vec![(70, 40)] };
             let (k, v) = if j % 4 < 2 { (codec, other) } else { (other, codec) };
-            Case { k, v, head_dim, group, page_tokens, sequences, ..CASE }.check();
+            let dtype = [DType::F32, DType::F16, DType::BF16][(i + 2 * j) % 3];
+            Case { k, v, head_dim, group, page_tokens, sequences, dtype, ..CASE }.check();
         }
     }
 }
@@ -348,6 +462,45 @@ fn attention_with_windows() {
         for sequences in [vec![(100, 1), (16, 1), (0, 1)], vec![(90, 30), (5, 3)]] {
             let codec = Codec::tq_centred(4);
             Case { window: Some(window), k: codec, v: codec, sequences, ..CASE }.check();
+        }
+    }
+}
+
+/// Vectors that are not finite, or whose norms overflow f16, do not matter to tokens that do not see them: next to the
+/// first one seen, in its page and before that page.
+#[test]
+fn vectors_that_are_not_seen_do_not_matter() {
+    let (tokens, window) = (4 * PAGE + 6, 20);
+    let attended = |device: &Device, dtype: DType| -> Vec<f32> {
+        let layer = CacheLayer::new(1, 64, Codec::tq_centred(8)).window(Some(window));
+        let pool = KvPool::new(device, &PoolSpec::new(vec![layer], 4 << 20).page_tokens(PAGE)).unwrap();
+        let layer = pool.layer(0).unwrap();
+        layers::fill(layer, 0xFF).unwrap();
+        let mut data = around(&mut Rng::of("unseen"), tokens, 1, 64, 2.0);
+        let first = tokens - window;
+        for (at, x) in [(first - 1, f32::NAN), (first - 2, 1e9), (first - PAGE, f32::INFINITY)] {
+            data.k[at * 64..(at + 1) * 64].fill(x);
+            data.v[at * 64..(at + 1) * 64].fill(-x);
+        }
+        let mut sequence = pool.sequence();
+        append(&pool, &mut sequence, &data.part(0..PAGE));
+        // One by one, so that they are in no mean: those that overflow are stored as infinity.
+        let mut step = None;
+        for at in PAGE..tokens {
+            step = Some(append(&pool, &mut sequence, &data.part(at..at + 1)));
+        }
+        let q = input(device, dtype, &Rng::of("q").normals(2 * 64), &[1, 2, 64]).unwrap();
+        let out = crate::common::Out::new(device, dtype, &[1, 2, 64]).unwrap();
+        let step = step.expect("there are tokens");
+        run(device, |enc| ops::attend(enc, &Attend::new(&q, layer, &step, &out.tensor))).unwrap();
+        out.bytes().unwrap();
+        out.tensor.to_f32().unwrap()
+    };
+    for dtype in [DType::F32, DType::BF16] {
+        let want = attended(&Device::reference(), dtype);
+        for device in devices_with_means() {
+            let got = attended(&device, dtype);
+            assert!(nmse(&got, &want) < 1e-4, "{device}: {dtype}: {}", nmse(&got, &want));
         }
     }
 }

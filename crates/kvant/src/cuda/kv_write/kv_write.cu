@@ -6,24 +6,14 @@
 // at a time, blockDim.y rows side by side, ROWS one after the other; they are loaded before their destination is known.
 // A dense layer of the source's dtype gets its bits. A token that the layer does not hold when the step is written, for
 // which its sequence has no page, or whose sequence or position is out of range, is skipped, so that no slot is written
-// twice.
-#include "codec/encode_rows.h"
-#include "device/cache_slots.h"
+// twice. Around page means a step of several tokens of a sequence has two passes, each after a launch of page_means.cu.
+#include "codec/page_means.h"
 #include "device/elements.h"
+#include "kv_write/vectors.h"
 #if TILES
 #include "codec/encode_tiles.h"
 #endif
 #include "device/dependent_launch.h"
-
-struct KvWriteParams {
-    ulong first_token;
-    ulong source_tokens;
-    ulong tokens;
-    LayerParams layer;
-    float k_scale;
-    float v_scale;
-    uint head_dim;
-};
 
 // A row of the source, and where it goes.
 struct Place {
@@ -39,23 +29,21 @@ inline Place place_of(const KvWriteParams &p, uint i) {
     return Place{exists ? token : 0, i - token * p.layer.kv_heads, exists};
 }
 
-inline ulong source_row(const KvWriteParams &p, Place place) {
-    const ulong token = p.first_token + place.token;
-    return HEAD_MAJOR ? place.head * p.source_tokens + token : token * p.layer.kv_heads + place.head;
+// Whether a side's rows are written in this pass, and this one.
+template <uint CODEC> inline bool is_in_pass(const KvWriteParams &p, Place place, const Tokens &tokens) {
+    if constexpr (PASS == ALONE) {
+        return true;
+    } else {
+        const bool later = is_centred(CODEC) && tokens.second[place.token] != 0;
+        return later == (PASS == SECOND_PASS) && tokens.positions[place.token] < p.position_limit;
+    }
 }
 
-// The tokens of the step, and the page table of the layer's group.
-struct Tokens {
-    const uint *positions;
-    const uint *sequence;
-    const uint *lens;
-    const uint *table;
-};
-
 // The row of the layer that takes it; false when none does.
+template <uint CODEC>
 inline bool target_row(const KvWriteParams &p, Place place, const Tokens &tokens, RowPlace &to) {
     const uint position = tokens.positions[place.token], seq = tokens.sequence[place.token];
-    if (!place.exists || !is_kept(p.layer, seq, position, tokens.lens)) {
+    if (!place.exists || !is_kept(p.layer, seq, position, tokens.lens) || !is_in_pass<CODEC>(p, place, tokens)) {
         return false;
     }
     if (PAGE_SHIFT > 0) {
@@ -74,7 +62,7 @@ static_assert(HEAD_DIM * 2 + (K_WORDS > V_WORDS ? K_WORDS : V_WORDS) * 4 == SHAR
 template <uint DTYPE, uint CODEC, uint NORM>
 inline void encode(const uchar *source, WritablePlanes to, float scale, const Tokens &tokens, const KvWriteParams &p,
                    uint *tables) {
-    const uint all = uint(p.tokens) * p.layer.kv_heads;
+    const uint all = p.tokens * p.layer.kv_heads;
     if constexpr (CODEC == DTYPE) {
         // The dense side of a layer of which the other is quantised: its bits.
         constexpr uint PIECES = HEAD_DIM / 8, BESIDE = THREADS / PIECES;
@@ -82,9 +70,9 @@ inline void encode(const uchar *source, WritablePlanes to, float scale, const To
         for (uint i = blockIdx.x * BESIDE + threadIdx.x / PIECES; i < all; i += gridDim.x * BESIDE) {
             const Place place = place_of(p, i);
             RowPlace at;
-            if (target_row(p, place, tokens, at)) {
+            if (target_row<CODEC>(p, place, tokens, at)) {
                 reinterpret_cast<uint4 *>(to.low + page_bytes(at.page))[at.row * PIECES + j] =
-                    reinterpret_cast<const uint4 *>(source)[source_row(p, place) * PIECES + j];
+                    reinterpret_cast<const uint4 *>(source)[source_row(p, place.token, place.head) * PIECES + j];
             }
         }
     } else {
@@ -97,7 +85,7 @@ inline void encode(const uchar *source, WritablePlanes to, float scale, const To
         uint a[4];
         strip_matrix<DTYPE == F16>(a, lane, SCALE);
         const Nearest<CODEC, TABLE_COPIES> nearest_to(cells);
-        const auto source_of = [&](Place place) { return source + source_row(p, place) * (HEAD_DIM * 2); };
+        const auto source_of = [&](Place place) { return source + source_row(p, place.token, place.head) * (HEAD_DIM * 2); };
         const uint step = gridDim.x * (THREADS / 4);
         uint first = blockIdx.x * (THREADS / 4) + threadIdx.x / 32 * 8;
         Place place = place_of(p, first + lane / 4);
@@ -114,7 +102,10 @@ inline void encode(const uchar *source, WritablePlanes to, float scale, const To
             const Place next = place_of(p, first + lane / 4);
             strips.load(source_of(next));
             RowPlace at = {0, 0};
-            const bool kept = target_row(p, place, tokens, at);
+            const bool kept = target_row<CODEC>(p, place, tokens, at);
+            if constexpr (is_centred(CODEC)) {
+                subtract_means<HEAD_DIM>(y, to.means, at, place.head, kept, lane);
+            }
             store_eight<HEAD_DIM, CODEC, NORM>(y, to, at, kept, scale, nearest_to, lane);
             place = next;
         }
@@ -135,11 +126,11 @@ inline void encode(const uchar *source, WritablePlanes to, float scale, const To
     }
     const uint lane = threadIdx.x % LANES;
     const Place place = place_of(p, blockIdx.x * (blockDim.x / LANES) + threadIdx.x / LANES);
-    const ulong from = source_row(p, place) * HEAD_DIM + lane * PER;
+    const ulong from = source_row(p, place.token, place.head) * HEAD_DIM + lane * PER;
     RowPlace at = {0, 0};
     if (CODEC == DTYPE) {
         // The dense side of a layer of which the other is quantised: its bits.
-        if (target_row(p, place, tokens, at)) {
+        if (target_row<CODEC>(p, place, tokens, at)) {
             uchar *low = to.low + page_bytes(at.page);
             move_row(source, from, DTYPE, low, at.row * HEAD_DIM + lane * PER, DTYPE, PER, ALIGNED, 0, 1);
         }
@@ -154,8 +145,17 @@ inline void encode(const uchar *source, WritablePlanes to, float scale, const To
         y[j + 2] = four.z;
         y[j + 3] = four.w;
     }
-    const bool kept = target_row(p, place, tokens, at);
-    store_row<PER, LANES, CODEC, NORM, TABLE_COPIES>(y, to.of_page(at.page), at.row, kept, scale, lane, tables, ALIGNED);
+    const bool kept = target_row<CODEC>(p, place, tokens, at);
+    if constexpr (is_centred(CODEC)) {
+        OpenedPage opened = {false, false, 0};
+        if (PASS == ALONE && kept) {
+            const uint position = tokens.positions[place.token], seq = tokens.sequence[place.token];
+            opened = opened_page(p.layer, tokens.table, seq, place.head, position);
+        }
+        store_row_around<PER, LANES, CODEC, NORM, TABLE_COPIES>(y, to, at, place.head, kept, opened, scale, lane, tables);
+    } else {
+        store_row<PER, LANES, CODEC, NORM, TABLE_COPIES>(y, to.of_page(at.page), at.row, kept, scale, lane, tables, ALIGNED);
+    }
 }
 
 #else
@@ -172,14 +172,14 @@ inline void move(const uchar *source, uchar *to, const Tokens &tokens, const KvW
         for (uint r = 0; r < ROWS; r++) {
             places[r] = place_of(p, (blockIdx.x * ROWS + r) * blockDim.y + threadIdx.y);
             if (WIDE) {
-                const ulong at = source_row(p, places[r]) * p.head_dim + j;
+                const ulong at = source_row(p, places[r].token, places[r].head) * p.head_dim + j;
                 moved[r] = *reinterpret_cast<const uint4 *>(source + at * size_of(DTYPE));
             }
         }
 #pragma unroll
         for (uint r = 0; r < ROWS; r++) {
             RowPlace at;
-            if (!target_row(p, places[r], tokens, at)) {
+            if (!target_row<CODEC>(p, places[r], tokens, at)) {
                 continue;
             }
             uchar *page = to + page_bytes(at.page);
@@ -187,7 +187,7 @@ inline void move(const uchar *source, uchar *to, const Tokens &tokens, const KvW
                 *reinterpret_cast<uint4 *>(page + (at.row * p.head_dim + j) * size_of(CODEC)) = moved[r];
             } else {
                 const uint count = min(4u, p.head_dim - j);
-                move_row(source, source_row(p, places[r]) * p.head_dim + j, DTYPE, page, at.row * p.head_dim + j, CODEC,
+                move_row(source, source_row(p, places[r].token, places[r].head) * p.head_dim + j, DTYPE, page, at.row * p.head_dim + j, CODEC,
                          count, ALIGNED, 0, 1);
             }
         }
@@ -199,9 +199,10 @@ inline void move(const uchar *source, uchar *to, const Tokens &tokens, const KvW
 extern "C" __global__ void __launch_bounds__(THREADS, MINBLOCKS)
     KVANT_KERNEL(const uchar *k, const uchar *v, const uint *positions, const uint *sequence, const uint *lens, uchar *k_low,
              uchar *k_high, float *k_norms, uchar *v_low, uchar *v_high, float *v_norms,
-             const __grid_constant__ KvWriteParams p, const uint *table) {
+             const __grid_constant__ KvWriteParams p, const uint *table, uchar *k_means, uchar *v_means,
+             const uint *second) {
     take_turn();
-    const Tokens tokens = {positions, sequence, lens, table};
+    const Tokens tokens = {positions, sequence, lens, table, second};
     const bool is_key = blockIdx.y == 0;
 #if TILES || ENCODE
 #if TILES
@@ -212,7 +213,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MINBLOCKS)
     __shared__ __align__(8) uint tables[K_WORDS > V_WORDS ? K_WORDS : V_WORDS];
 #endif
     const uchar *source = is_key ? k : v;
-    const WritablePlanes to = is_key ? WritablePlanes{k_low, k_high, k_norms} : WritablePlanes{v_low, v_high, v_norms};
+    const WritablePlanes to = is_key ? WritablePlanes{k_low, k_high, k_norms, k_means} : WritablePlanes{v_low, v_high, v_norms, v_means};
     const float scale = is_key ? p.k_scale : p.v_scale;
     // The same code where both are encoded alike.
     if (is_key || (K_DTYPE == V_DTYPE && K_CODEC == V_CODEC && K_NORM == V_NORM)) {

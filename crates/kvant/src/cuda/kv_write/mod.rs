@@ -3,13 +3,16 @@ use crate::{
     Codec, Result, Tensor,
     gpu::{
         Builder, LANES, Launch, Source,
-        kv_write::{LAYOUTS, launch},
+        kv_write::{LAYOUTS, Vectors, WritePass, WrittenVectors, launch, means_launch},
     },
     ops::kv_write::{Call, NAME},
 };
 
 static SOURCE: Source =
     Source { name: "kv_write.cu", text: include_str!("kv_write.cu"), headers: headers::ALL, layouts: LAYOUTS };
+
+static MEANS: Source =
+    Source { name: "page_means.cu", text: include_str!("page_means.cu"), headers: headers::ALL, layouts: LAYOUTS };
 
 /// Threads of a block that encodes.
 const ENCODERS: usize = 128;
@@ -26,26 +29,52 @@ fn per_lane(dim: usize) -> usize {
 }
 
 /// Whether warps encode eight rows at a time (`codec/encode_tiles.h`): many rows of 16-bit numbers that begin at
-/// multiples of 16 bytes.
-fn by_eights(call: &Call, all: usize, busy_groups: usize) -> bool {
-    let (spec, layer) = (call.layer.spec(), &call.layer);
+/// multiples of 16 bytes, whose pages have their means.
+fn by_eights(vectors: &WrittenVectors, pass: &WritePass, all: usize, busy_groups: usize) -> bool {
+    let (spec, layer) = (vectors.layer.spec(), vectors.layer);
     let aligned16 = |t: &Tensor| t.byte_offset().is_multiple_of(16);
-    let encodes = |source: &Tensor, codec: Codec, low: &Tensor| {
+    let encodes = |source: Vectors, codec: Codec, low: &Tensor| {
+        let Vectors::Tensor(source) = source else { return false };
         let moves = codec == Codec::Dense(source.dtype());
         source.dtype().size() == 2 && aligned16(source) && aligned16(low) && (codec.is_quantised() || moves)
     };
-    let sides = encodes(&call.k, spec.k, &layer.k.low) && encodes(&call.v, spec.v, &layer.v.low);
+    let sides = encodes(vectors.k, spec.k, &layer.k.low) && encodes(vectors.v, spec.v, &layer.v.low);
     let quantised = spec.k.is_quantised() || spec.v.is_quantised();
+    let has_means = !layer.is_centred() || !matches!(pass, WritePass::Alone);
     // Enough for all warps, and few enough that 32-bit row numbers do not overflow.
     let many = (EIGHTS / 8 * busy_groups..1 << 31).contains(&all);
-    sides && quantised && many && matches!(spec.head_dim, 128 | 256 | 512)
+    sides && quantised && has_means && many && matches!(spec.head_dim, 128 | 256 | 512)
 }
 
 pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
-    let (spec, layer) = (call.layer.spec(), &call.layer);
+    push(&WrittenVectors::of(call), b)
+}
+
+/// The launches that write the vectors of a step.
+pub(super) fn push(vectors: &WrittenVectors, b: &mut Builder) -> Result<()> {
+    let Some(passes) = WritePass::around_means(vectors, b)? else {
+        return push_write(vectors, &WritePass::Alone, b);
+    };
+    for pass in &passes {
+        let spec = vectors.layer.spec();
+        b.push(
+            means_launch(vectors, pass, &MEANS)?
+                .constant("HEAD_DIM", spec.head_dim as u32)
+                .constant("PER", spec.head_dim.min(8).max(spec.head_dim / LANES) as u32)
+                .constant("THREADS", THREADS as u32)
+                .grid([vectors.tokens, spec.kv_heads, 2], [THREADS, 1, 1]),
+        )?;
+        push_write(vectors, pass, b)?;
+    }
+    Ok(())
+}
+
+fn push_write(vectors: &WrittenVectors, pass: &WritePass, b: &mut Builder) -> Result<()> {
+    let (spec, layer) = (vectors.layer.spec(), vectors.layer);
+    let launch = || launch(vectors, pass, &SOURCE);
     let dim = spec.head_dim;
-    let all = Launch::uint(NAME, "T", call.tokens.saturating_mul(spec.kv_heads))? as usize;
-    if by_eights(call, all, b.limits.busy_groups) {
+    let all = Launch::uint(NAME, "T", vectors.tokens.saturating_mul(spec.kv_heads))? as usize;
+    if by_eights(vectors, pass, all, b.limits.busy_groups) {
         // One block per multiprocessor for keys, and one for values. Eight rows of 512 coordinates fill its registers.
         let blocks = all.div_ceil(EIGHTS / 4).min(b.limits.busy_groups);
         let at_once = if dim == 512 { 1 } else { 2 };
@@ -59,7 +88,7 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
         let fits = |&copies: &usize| copies <= most && blocks_per_multiprocessor(tables(copies), &b.limits) >= at_once;
         let copies = COPIES.into_iter().find(fits).unwrap_or(1);
         return b.push(
-            launch(call, &SOURCE)?
+            launch()?
                 .constant("TILES", true)
                 .constant("HEAD_DIM", dim as u32)
                 .constant("THREADS", EIGHTS as u32)
@@ -73,7 +102,7 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
     if spec.k.is_quantised() || spec.v.is_quantised() {
         let per = per_lane(dim);
         return b.push(
-            launch(call, &SOURCE)?
+            launch()?
                 .constant("TILES", false)
                 .constant("ENCODE", true)
                 .constant("TABLE_COPIES", 1)
@@ -86,12 +115,14 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
         );
     }
     let aligned16 = |t: &Tensor| t.byte_offset().is_multiple_of(16) && (dim * t.dtype().size()).is_multiple_of(16);
-    let wide = [&call.k, &call.v, &layer.k.low, &layer.v.low].into_iter().all(aligned16);
+    // Only sides of a centred layer are written from scratch memory.
+    let (Vectors::Tensor(k), Vectors::Tensor(v)) = (vectors.k, vectors.v) else { return Ok(()) };
+    let wide = [k, v, &layer.k.low, &layer.v.low].into_iter().all(aligned16);
     // Four elements a thread, or 16 bytes.
-    let across = dim.div_ceil(if wide && call.k.dtype().size() == 2 { 8 } else { 4 }).clamp(1, THREADS);
+    let across = dim.div_ceil(if wide && k.dtype().size() == 2 { 8 } else { 4 }).clamp(1, THREADS);
     let down = (THREADS / across).min(all.max(1));
     b.push(
-        launch(call, &SOURCE)?
+        launch()?
             .constant("TILES", false)
             .constant("ENCODE", false)
             .constant("MINBLOCKS", 1)

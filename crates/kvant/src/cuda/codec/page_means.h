@@ -1,0 +1,161 @@
+// The means of pages, for centred codecs: which one a page gets, and subtracting it from rows. docs/codec.md has the
+// policy, reference/page_means.rs its definition.
+//
+// A step opens a page if it writes the page's first position; it then chooses the page's mean. That of vectors which the
+// previous page stores can be made once that page is complete, which the same step may have written. So a step of
+// several tokens of a sequence is written in two passes (kv_write/page_means.cu): pages that need no other, then the
+// rest. Here is what a token does which is the only one of its sequence.
+#ifndef KVANT_CUDA_CODEC_PAGE_MEANS_H
+#define KVANT_CUDA_CODEC_PAGE_MEANS_H
+#include "codec/encode_rows.h"
+#include "device/cache_slots.h"
+
+constexpr uint PAGE_POSITIONS = 1u << PAGE_SHIFT;
+
+// The largest code of a mean.
+constexpr float MEAN_LEVELS = 127;
+
+inline float scale_of_mean(float largest) {
+    return largest / MEAN_LEVELS;
+}
+
+inline int code_of_mean(float m, float scale) {
+    return scale > 0 ? int(fmaxf(-MEAN_LEVELS, fminf(rintf(m / scale), MEAN_LEVELS))) : 0;
+}
+
+// Four codes, the first in the lowest byte.
+inline uint four_codes(const int *codes) {
+    return (codes[0] & 255) | (codes[1] & 255) << 8 | (codes[2] & 255) << 16 | uint(codes[3]) << 24;
+}
+
+// Whether vector `row` of a page is finite: its norms are.
+template <uint DIM, uint CODEC> inline bool is_finite_row(const Planes &page, ulong row) {
+    constexpr uint BLOCKS = (DIM + 255) / 256;
+#pragma unroll
+    for (uint block = 0; block < BLOCKS; block++) {
+        if (is_nan_or_infinite(load_norm(page, row * BLOCKS + block, CODEC))) {
+            return false;
+        }
+    }
+    return true;
+}
+
+// A page that a token opens alone, and the previous page of its sequence, if that is held.
+struct OpenedPage {
+    bool opens;
+    bool has_previous;
+    uint previous;
+};
+
+// That of a token that is the only one of its sequence in the step.
+inline OpenedPage opened_page(const LayerParams &layer, const uint *table, uint sequence, uint head, uint position) {
+    OpenedPage opened = {(position & (PAGE_POSITIONS - 1)) == 0, false, 0};
+    RowPlace place;
+    if (opened.opens && position >= PAGE_POSITIONS &&
+        find_in_pages(layer, table, sequence, head, position - PAGE_POSITIONS, place)) {
+        opened.has_previous = true;
+        opened.previous = place.page;
+    }
+    return opened;
+}
+
+// Subtracts the mean of its page from a rotated row, of which SHARERS lanes have MINE coordinates each. With `opens` the
+// row's token opens the page, and is the only one in it: the lanes choose the mean, and store it. All lanes of a warp
+// call this; those whose row is not `kept` store nothing.
+template <uint MINE, uint SHARERS, uint CODEC>
+inline void subtract_mean(float (&y)[MINE], const WritablePlanes &planes, RowPlace at, uint head, bool kept,
+                          OpenedPage opened, uint lane) {
+    constexpr uint DIM = MINE * SHARERS;
+    uchar *mean = planes.means + page_bytes(at.page) + head * mean_bytes(DIM);
+    opened.opens = opened.opens && kept;
+    if (__any_sync(ALL, opened.opens)) {
+        float squares = 0;
+#pragma unroll
+        for (uint j = 0; j < MINE; j++) {
+            squares = fmaf(y[j], y[j], squares);
+        }
+        const bool storable = !is_nan_or_infinite(lane_sum<SHARERS>(squares));
+        float m[MINE];
+#pragma unroll
+        for (uint j = 0; j < MINE; j++) {
+            m[j] = storable && !opened.has_previous ? y[j] : 0;
+        }
+        if (opened.opens && opened.has_previous) {
+            const Planes previous = planes.of_page(opened.previous).readable();
+            const ulong first = ulong(head) << PAGE_SHIFT;
+            float found = 0;
+            for (uint i = 0; i < PAGE_POSITIONS; i++) {
+                if (!is_finite_row<DIM, CODEC>(previous, first + i)) {
+                    continue;
+                }
+                found += 1;
+#pragma unroll
+                for (uint j = 0; j < MINE; j += 4) {
+                    const float4 four = load_row4(previous, first + i, lane * MINE + j, DIM, CODEC);
+                    m[j] += four.x;
+                    m[j + 1] += four.y;
+                    m[j + 2] += four.z;
+                    m[j + 3] += four.w;
+                }
+            }
+            if (found > 0) {
+                const uchar *before = previous.means + head * mean_bytes(DIM);
+#pragma unroll
+                for (uint j = 0; j < MINE; j += 4) {
+                    const float4 four = load_mean4(before, lane * MINE + j, DIM);
+                    m[j] = m[j] / found + four.x;
+                    m[j + 1] = m[j + 1] / found + four.y;
+                    m[j + 2] = m[j + 2] / found + four.z;
+                    m[j + 3] = m[j + 3] / found + four.w;
+                }
+            }
+        }
+        float largest = 0;
+#pragma unroll
+        for (uint j = 0; j < MINE; j++) {
+            largest = fmaxf(largest, fabsf(m[j]));
+        }
+#pragma unroll
+        for (uint distance = 1; distance < SHARERS; distance *= 2) {
+            largest = fmaxf(largest, __shfl_xor_sync(ALL, largest, distance));
+        }
+        if (opened.opens) {
+            const float scale = scale_of_mean(largest);
+#pragma unroll
+            for (uint j = 0; j < MINE; j += 4) {
+                int codes[4];
+#pragma unroll
+                for (uint i = 0; i < 4; i++) {
+                    codes[i] = code_of_mean(m[j + i], scale);
+                    y[j + i] -= scale * float(codes[i]);
+                }
+                *reinterpret_cast<uint *>(mean + lane * MINE + j) = four_codes(codes);
+            }
+            if (lane == 0) {
+                *reinterpret_cast<float *>(mean + DIM) = scale;
+            }
+        }
+    }
+    if (kept && !opened.opens) {
+#pragma unroll
+        for (uint j = 0; j < MINE; j += 4) {
+            const float4 four = load_mean4(mean, lane * MINE + j, DIM);
+            y[j] -= four.x;
+            y[j + 1] -= four.y;
+            y[j + 2] -= four.z;
+            y[j + 3] -= four.w;
+        }
+    }
+}
+
+// Stores the row y around the mean of its page.
+template <uint MINE, uint SHARERS, uint CODEC, uint NORM, uint COPIES>
+inline void store_row_around(float (&y)[MINE], const WritablePlanes &planes, RowPlace at, uint head, bool kept,
+                             OpenedPage opened, float scale, uint lane, const uint *tables) {
+    rotate_row<MINE, SHARERS>(y, Signs<MINE>(SHARERS, lane), lane);
+    subtract_mean<MINE, SHARERS, CODEC>(y, planes, at, head, kept, opened, lane);
+    const Nearest<CODEC, COPIES> nearest_to(tables);
+    store_encoded<MINE, SHARERS, CODEC, NORM, COPIES>(y, planes.of_page(at.page), at.row, kept, scale, lane, nearest_to);
+}
+
+#endif
