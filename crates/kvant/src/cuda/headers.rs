@@ -12,6 +12,7 @@ pub(super) static ALL: &[Header] = headers![
     "attend/dense.h",
     "attend/division.h",
     "attend/generic/layout.h",
+    "attend/generic/means.h",
     "attend/generic/operands.h",
     "attend/generic/queries.h",
     "attend/generic/scores.h",

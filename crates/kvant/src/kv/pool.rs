@@ -64,7 +64,7 @@ pub struct PoolSpec {
 }
 
 /// The devices that store vectors minus the means of their pages.
-const CENTRED: [DeviceKind; 3] = [DeviceKind::Reference, DeviceKind::Cpu, DeviceKind::Metal];
+const CENTRED: [DeviceKind; 4] = [DeviceKind::Reference, DeviceKind::Cpu, DeviceKind::Metal, DeviceKind::Cuda];
 
 /// Tokens behind its windows that each of many sequences may hold.
 const HELD: usize = 128;

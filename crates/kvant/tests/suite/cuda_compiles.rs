@@ -39,6 +39,7 @@ fn every_kernel_compiles() -> Result<()> {
     for codec in [Codec::F32, Codec::F16, Codec::BF16].into_iter().chain(BITS.map(Codec::tq)) {
         caches(&device, &mut enc, codec)?;
     }
+    caches_over_pages(&device, &mut enc, 64, 128, Codec::tq_centred(4))?;
     attention(&device, &mut enc, true)?;
     enc.commit()?.wait()?;
     forks(&device)?;
@@ -200,6 +201,10 @@ fn kernels_over_pages_compile() -> Result<()> {
             for (i, codec) in [Codec::F32, Codec::BF16, Codec::tq(4), Codec::tq(5)].into_iter().enumerate() {
                 caches_over_pages(&device, &mut enc, 16 << i, 128, codec)?;
             }
+            for (i, bits) in BITS.into_iter().enumerate() {
+                let head_dim = [64, 128, 256, 512, 8, 4096][i];
+                caches_over_pages(&device, &mut enc, 16 << (i % 5), head_dim, Codec::tq_centred(bits))?;
+            }
         }
         enc.commit()?.wait()?;
         let seen = launches.kernels.lock().unwrap();
@@ -210,11 +215,17 @@ fn kernels_over_pages_compile() -> Result<()> {
 }
 
 fn attention_over_pages(device: &Device, enc: &mut Encoder, model: Model) -> Result<()> {
-    let (tq, bf16, f16) = (Codec::tq, DType::BF16, DType::F16);
+    let (tq, centred, bf16, f16) = (Codec::tq, Codec::tq_centred, DType::BF16, DType::F16);
     let [dense_bf16, dense_f16] = [Codec::BF16, Codec::F16];
     // Kernel, longest context, window.
-    let cases: [(&str, usize, Option<usize>, Attention); 17] = [
+    let cases: [(&str, usize, Option<usize>, Attention); 22] = [
         ("attend_generic", 9999, None, (128, tq(2), tq(3), bf16, bf16, 4, 1)),
+        // Around page means: decode and prompts.
+        ("attend_generic", 9999, None, (128, centred(4), centred(4), bf16, bf16, 4, 1)),
+        ("attend_generic", 9999, Some(300), (512, centred(2), centred(8), DType::F32, DType::F32, 2, 9)),
+        ("attend_generic", 9999, None, (64, centred(3), dense_f16, f16, f16, 1, 99)),
+        ("attend_generic", 9999, None, (256, dense_bf16, centred(6), bf16, bf16, 3, 1)),
+        ("attend_generic", 999, None, (128, centred(5), centred(4), bf16, bf16, 8, 999)),
         ("attend_generic", 9999, None, (64, Codec::F32, dense_f16, DType::F32, DType::F32, 1, 1)),
         ("attend_generic", 99, Some(40), (256, tq(5), dense_bf16, f16, f16, 2, 9)),
         ("attend_generic", 9999, None, (512, tq(8), tq(6), f16, DType::F32, 3, 9)),
@@ -234,7 +245,7 @@ fn attention_over_pages(device: &Device, enc: &mut Encoder, model: Model) -> Res
     ];
     for (i, (kernel, longest, window, (head_dim, k, v, q, out, group, tokens))) in cases.into_iter().enumerate() {
         // Before Hopper: decode without clusters and bulk copies.
-        if model != Model::H200 && ![1, 4, 9].contains(&i) {
+        if model != Model::H200 && ![1, 6, 9, 14].contains(&i) {
             continue;
         }
         let kv_heads = 2;
@@ -259,10 +270,11 @@ fn caches_over_pages(
     codec: Codec,
 ) -> Result<()> {
     let (kv_heads, order) = (8, HeadOrder::TokenMajor);
-    let layer = CacheLayer::new(kv_heads, head_dim, codec).v(Codec::BF16);
+    let v = if head_dim == 256 { codec } else { Codec::BF16 };
+    let layer = CacheLayer::new(kv_heads, head_dim, codec).v(v);
     let pool = KvPool::new(device, &PoolSpec::new(vec![layer], 64 << 20).page_tokens(page_tokens))?;
     let layer = pool.layer(0)?;
-    for (dtype, tokens) in [(DType::F32, 2), (DType::BF16, 600)] {
+    for (dtype, tokens) in [(DType::F16, 1), (DType::F32, 2), (DType::BF16, 600)] {
         let step = pool.reserve_step(StepSize::decode(1, 999).tokens(tokens, tokens))?;
         let kv = zeros(device, dtype, &[tokens, kv_heads, head_dim])?;
         ops::kv_write(enc, &KvWrite::new(&kv, &kv, &step, layer).order(order))?;

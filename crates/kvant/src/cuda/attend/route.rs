@@ -39,7 +39,7 @@ struct AttendTraits {
     has_aligned_rows: bool,
     /// Rows of the cache begin at multiples of 16 bytes.
     has_aligned_cache: bool,
-    /// Bits of keys and values, if both are quantised, with at least [`LEAST_TABLE_BITS`].
+    /// Bits of keys and values, if both are quantised, with at least [`LEAST_TABLE_BITS`] and without page means.
     quantised: Option<[u32; 2]>,
     /// Keys and values are dense, and of the queries' 16-bit dtype.
     dense_16_bit: bool,
@@ -60,7 +60,9 @@ impl AttendTraits {
             has_aligned_rows: is_aligned16(&call.q) && call.out.byte_offset().is_multiple_of(8),
             has_aligned_cache: [&call.layer.k, &call.layer.v].into_iter().all(is_aligned),
             quantised: match [spec.k, spec.v] {
-                [Codec::TurboQuant(k), Codec::TurboQuant(v)] if k.bits.min(v.bits) >= LEAST_TABLE_BITS => {
+                [Codec::TurboQuant(k), Codec::TurboQuant(v)]
+                    if k.bits.min(v.bits) >= LEAST_TABLE_BITS && !k.centred && !v.centred =>
+                {
                     Some([k.bits, v.bits])
                 }
                 _ => None,
@@ -170,7 +172,7 @@ impl CudaAttendKernel {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Device, HeadOrder, KvLayer, LayerSpec, Step, Tensor};
+    use crate::{CacheLayer, Device, HeadOrder, KvLayer, KvPool, LayerSpec, PoolSpec, Step, StepSize, Tensor};
 
     const H200: Limits = Limits {
         threads: 1024,
@@ -268,5 +270,38 @@ mod tests {
         assert_eq!(kernel(Codec::BF16, 512, false), "attend_prefill");
         assert_eq!(kernel(Codec::BF16, 4, false), "attend_generic");
         assert_eq!(kernel(Codec::tq(4), 512, false), "attend_generic");
+    }
+
+    /// Only the generic kernel knows page means.
+    #[test]
+    fn page_means() -> Result<()> {
+        for (k, v, want) in [
+            (Codec::tq(4), Codec::tq(4), "attend_quantised"),
+            (Codec::tq_centred(4), Codec::tq(4), "attend_generic"),
+            (Codec::tq(4), Codec::tq_centred(4), "attend_generic"),
+            (Codec::tq_centred(8), Codec::tq_centred(8), "attend_generic"),
+        ] {
+            let device = Device::reference();
+            let pool = KvPool::new(&device, &PoolSpec::new(vec![CacheLayer::new(8, 128, k).v(v)], 1 << 20))?;
+            let step = pool.reserve_step(StepSize::decode(4, 8192))?;
+            let bf16 = || Tensor::zeros(&device, DType::BF16, &[4, 64, 128]);
+            let call = Call {
+                q: bf16()?,
+                layer: pool.layer(0)?.clone(),
+                step,
+                scale: 1.0,
+                softcap: None,
+                window: usize::MAX,
+                q_rotated: false,
+                splits: 0,
+                sinks: None,
+                out: bf16()?,
+                tokens: 4,
+                heads: 64,
+                head_dim: 128,
+            };
+            assert_eq!(select(&call, &H200)?.name(), want, "{k}, {v}");
+        }
+        Ok(())
     }
 }

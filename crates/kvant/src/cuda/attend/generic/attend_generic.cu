@@ -19,10 +19,13 @@
 // Over quantised keys the queries are rotated when they are loaded; over quantised values the output is rotated back
 // once.
 //
-// Over pages (work.h) a row's place is looked up when it is copied. A key that no page holds is zeros, and masked.
+// Over pages (work.h) a row's place is looked up when it is copied. A key that no page holds is zeros, and masked. Around
+// page means (generic/means.h) the scores of a page's keys get the product of the query and the mean of keys, one for
+// each page; o gets the mean of values times the sum of the weights, once for each page of a tile.
 //
 // Positions, sequences and lengths are read before the previous kernel has ended (device/dependent_launch.h).
 #include "attend/division.h"
+#include "attend/generic/means.h"
 #include "attend/generic/queries.h"
 #include "attend/generic/tiles.h"
 #include "attend/generic/values.h"
@@ -54,9 +57,17 @@ inline void attend_to(const AttendParams &p, const Buffers &b, const Shared &sha
         }
         const bool held = PAGE_SHIFT == 0 || (position[0] != NONE && position[1] != NONE);
         scores(shared, buffer, group, s[j]);
+        if constexpr (K_CENTRED) {
+            add_products(shared, first + group * 16, s[j]);
+        }
         shape_scores(p, shared, position[0], position[1], whole && held, s[j]);
         if (V::QUANTISED) {
-            norm = fmaxf(norm, largest_norm(buffer, group));
+            const bool seen[2] = {position[0] != NONE && position[0] >= segment.seen_first,
+                                  position[1] != NONE && position[1] >= segment.seen_first};
+            norm = fmaxf(norm, largest_norm(buffer, group, seen));
+            if (V_CENTRED) {
+                norm = fmaxf(norm, norm_of_mean(shared, first + group * 16));
+            }
         }
 #pragma unroll
         for (uint n = 0; n < NT; n++) {
@@ -152,6 +163,11 @@ inline void go_through(const AttendParams &p, const Buffers &b, const Shared &sh
             copy_values(p, b, shared, segment, tiles, tile);
         }
         if (tile >= 0) {
+            const uint key = segment.keys.first + tile * TILE;
+            if (HAS_MEANS && tile > 0 && lot_of(key) != lot_of(key - TILE)) {
+                multiply_means(b, shared, segment, lot_of(key));
+                __syncthreads();
+            }
             attend_to(p, b, shared, segment, all, tile, work);
         }
         if (!TWO_BUFFERS) {
@@ -166,11 +182,19 @@ inline void go_through(const AttendParams &p, const Buffers &b, const Shared &sh
         copy_keys(p, b, shared, segment, tiles, tile + AHEAD);
         if (tile == -1) {
             prepare();
+            if (HAS_MEANS) {
+                // The queries are there.
+                __syncthreads();
+                multiply_means(b, shared, segment, lot_of(segment.keys.first));
+            }
             copies_wait<BUFFERS - 2>();
             __syncthreads();
         }
         if (tile >= 0) {
             add_values(b, shared, shared.buffer(2 * tile + 1), segment, segment.keys.first + tile * TILE, work);
+            if constexpr (V_CENTRED) {
+                add_means(shared, shared.buffer(2 * tile + 1), work);
+            }
         }
     }
 }
@@ -254,7 +278,8 @@ inline void work_on(const AttendParams &p, const Buffers &b, const Shared &share
         for (uint r = thread; r < ROWS; r += THREADS) {
             rows[r].seen = rows[r].token.sequence == sequence ? visible(p, rows[r].token) : Range{0, 0};
         }
-        Segment segment = {any, sequence, 0, pages_of(p, b.table, sequence)};
+        Segment segment = {any, sequence, 0, pages_of(p, b.table, sequence), part.head / SHARES * MEAN_BYTES, any.first};
+        any = in_tiles(any);
         segment.keys = part_of(any, before, part.tiles);
         before += tiles_of(any);
         segment.first_row = sequence * p.row_sequence + rows_of_head(p, part.head);
@@ -320,15 +345,16 @@ inline void work_on(const AttendParams &p, const Buffers &b, const Shared &share
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
     KVANT_KERNEL(const uchar *q, uchar *out, const uchar *k_low, const uchar *k_high, const float *k_norms, const uchar *v_low,
            const uchar *v_high, const float *v_norms, const uint *positions, const uint *sequence, const uint *lens,
-           float *partials, uint *counters, const float *sinks, const AttendParams p, const uint *table) {
+           float *partials, uint *counters, const float *sinks, const AttendParams p, const uint *table,
+           const uchar *k_means, const uchar *v_means) {
     extern __shared__ __align__(128) uchar memory[];
     const Shared shared = {memory};
     Token only = {0, NONE, 0};
     if (p.tokens == 1) {
         only = load_token(p, positions, sequence, lens, 0);
     }
-    const Buffers b = {only,     q,    {k_low, k_high, k_norms}, {v_low, v_high, v_norms}, positions,
-                       sequence, lens, {partials, counters, sinks, out},       table};
+    const Buffers b = {only,      q,        {k_low, k_high, k_norms, k_means}, {v_low, v_high, v_norms, v_means},
+                       positions, sequence, lens,  {partials, counters, sinks, out}, table};
     const uint thread = threadIdx.x;
     bool tables_filled = false;
 

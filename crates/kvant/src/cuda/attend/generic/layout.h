@@ -38,11 +38,18 @@ constexpr float WEIGHT_SCALE = V::HALF ? 16384.0f : 1.0f;
 constexpr uint max_of(uint a, uint b) {
     return a > b ? a : b;
 }
+// Norms around page means are halves. Buffers of values then hold the means of the tile's pages.
+constexpr bool HAS_MEANS = K_CENTRED || V_CENTRED;
+constexpr uint K_NORM_BYTES = K::BLOCKS * (K_CENTRED ? 2 : 4), V_NORM_BYTES = V::BLOCKS * (V_CENTRED ? 2 : 4);
+constexpr uint TILE_PAGES = TILE > PAGE_KEYS ? TILE / PAGE_KEYS : 1;
+constexpr uint MEAN_BYTES = mean_bytes(HEAD_DIM);
 constexpr uint K_HIGH = TILE * K::PITCH;
 constexpr uint K_NORMS = K_HIGH + TILE * K::HIGH_PITCH;
-constexpr uint V_NORMS = K_NORMS + TILE * K::BLOCKS * 4;
+constexpr uint V_NORMS = K_NORMS + TILE * K_NORM_BYTES;
 constexpr uint V_HIGH = TILE * V::PITCH;
-constexpr uint BUFFER = max_of(V_NORMS + TILE * V::BLOCKS * 4, V_HIGH + TILE * V::HIGH_PITCH);
+constexpr uint V_MEANS = V_HIGH + TILE * V::HIGH_PITCH;
+constexpr uint V_MEANS_END = V_MEANS + (V_CENTRED ? TILE_PAGES * MEAN_BYTES : 0);
+constexpr uint BUFFER = (max_of(V_NORMS + TILE * V_NORM_BYTES, V_MEANS_END) + 15) / 16 * 16;
 constexpr bool ONE_TABLE = K_CODEC == V_CODEC;
 constexpr uint AT_TABLES = max_of(BUFFERS * BUFFER, ROWS * HEAD_DIM * 4);
 constexpr uint AT_V_TABLE = ONE_TABLE ? AT_TABLES : AT_TABLES + K::TABLE_BYTES;
@@ -52,7 +59,12 @@ constexpr uint AT_MAXIMA = AT_WEIGHTS + VARIANTS * P_TERMS * KEY_GROUPS * NT * 2
 constexpr uint AT_ROWS = AT_MAXIMA + WARPS * (ROWS + 4) * 4;
 constexpr uint ROW_BYTES = 32;
 constexpr uint AT_PREFIX = AT_ROWS + ROWS * ROW_BYTES;
-constexpr uint AT_END = AT_PREFIX + (MAX_SHARED_ITEMS + 8) * 4;
+constexpr uint AT_PRODUCTS = AT_PREFIX + (MAX_SHARED_ITEMS + 8) * 4;
+// Pages whose means are multiplied at a time.
+constexpr uint PAGES_AT_ONCE = 16;
+constexpr uint AT_SCALES = AT_PRODUCTS + (K_CENTRED ? PAGES_AT_ONCE * ROWS * 4 : 0);
+constexpr uint AT_MASSES = AT_SCALES + (V_CENTRED ? PAGES_AT_ONCE * 4 : 0);
+constexpr uint AT_END = AT_MASSES + (V_CENTRED ? KEY_GROUPS * ROWS * 4 : 0);
 static_assert(AT_END == SHARED_BYTES, "attend: the shared memory that Rust asks for");
 static_assert(MAX_MERGE * ROWS * 8 <= AT_MAXIMA - AT_QUERIES, "attend: room for the parts that are merged");
 static_assert(PRODUCTS * 16 * WARPS == HEAD_DIM, "attend: every warp has a slice");
@@ -115,6 +127,18 @@ struct Shared {
     }
     uint *prefix() const {
         return words() + 7;
+    }
+
+    // Over page means. [PAGES_AT_ONCE][ROWS]: the products of queries and the means of keys; [PAGES_AT_ONCE]: the scales
+    // of the means of values; [KEY_GROUPS][ROWS]: the sums of the weights of 16 values.
+    float *products() const {
+        return reinterpret_cast<float *>(base + AT_PRODUCTS);
+    }
+    float *scales() const {
+        return reinterpret_cast<float *>(base + AT_SCALES);
+    }
+    float *masses() const {
+        return reinterpret_cast<float *>(base + AT_MASSES);
     }
 
     // The state of an item's rows, for merge_rows.h; its parts use the memory of the queries, which are no longer

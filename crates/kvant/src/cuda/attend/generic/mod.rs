@@ -26,6 +26,8 @@ const ROW_TILES: [usize; 4] = [1, 2, 4, 8];
 /// Buffers, and copies of each table of centroids, from the best to the smallest. GPUs of compute capability 8.6, 8.9
 /// and 12.0 have 99 KiB.
 const MEMORY_LEVELS: [[usize; 2]; 4] = [[4, 32], [2, 32], [2, 8], [2, 4]];
+/// Pages whose means meet the queries at a time: the rows of a product.
+const PAGES_AT_ONCE: usize = 16;
 
 /// Keys or values as operands of products: `Operand` of `operands.h`.
 #[derive(Clone, Copy)]
@@ -59,7 +61,7 @@ impl GenericOperand {
             Codec::Dense(dtype) => [dim * dtype.size(), 0, 0],
             Codec::TurboQuant(tq) => {
                 let (low, high) = codec::plane_bytes(tq.bits, dim).expect("the layer's codec has been checked");
-                [low, high, 4 * dim.div_ceil(BLOCK)]
+                [low, high, tq.norm_dtype().size() * dim.div_ceil(BLOCK)]
             }
         }
     }
@@ -89,13 +91,21 @@ struct GenericTiling {
     tile: usize,
     buffers: usize,
     lane_copies: usize,
+    /// Positions of a page; 1 without pages.
+    page_tokens: usize,
     shared_bytes: usize,
     blocks_per_multiprocessor: usize,
 }
 
 impl GenericTiling {
     /// The best one for so many rows that fits into shared memory.
-    fn new(k: GenericOperand, v: GenericOperand, rows: usize, limits: &Limits) -> Option<GenericTiling> {
+    fn new(
+        k: GenericOperand,
+        v: GenericOperand,
+        page_tokens: usize,
+        rows: usize,
+        limits: &Limits,
+    ) -> Option<GenericTiling> {
         let dim = k.head_dim;
         let quantised = k.codec.is_quantised() || v.codec.is_quantised();
         // At each memory level, most query rows first; for these, warps and keys of a tile from the best to the
@@ -126,6 +136,7 @@ impl GenericTiling {
                     tile,
                     buffers,
                     lane_copies,
+                    page_tokens,
                     shared_bytes: 0,
                     blocks_per_multiprocessor: 1,
                 };
@@ -142,13 +153,17 @@ impl GenericTiling {
 
     /// Bytes of shared memory: the sum that `layout.h` computes.
     fn shared(&self) -> usize {
-        let GenericTiling { k, v, row_tiles, warps, tile, .. } = *self;
+        let GenericTiling { k, v, row_tiles, warps, tile, page_tokens, .. } = *self;
         let dim = k.head_dim;
         let [k_norms, v_norms] = [k.row()[2], v.row()[2]];
-        let buffer = tile * (k.shared_row() + k_norms + v_norms).max(v.shared_row());
-        let one_table = planes::codec_code(k.codec) == planes::codec_code(v.codec);
+        let means_of_values = v.codec.bytes_per_mean(dim) * (tile / page_tokens).max(1);
+        let rows_of_values = tile * v.shared_row() + means_of_values;
+        let buffer = (tile * (k.shared_row() + k_norms + v_norms)).max(rows_of_values).next_multiple_of(16);
+        let one_table = planes::plain_code(k.codec) == planes::plain_code(v.codec);
         let tables = self.lane_copies * (v.table_bytes() + if one_table { 0 } else { k.table_bytes() });
-        let variants = if v_norms == 8 { 2 } else { 1 };
+        let variants = if v.codec.is_quantised() && dim > BLOCK { 2 } else { 1 };
+        let products = if k.codec.is_centred() { PAGES_AT_ONCE * self.rows() } else { 0 };
+        let masses = if v.codec.is_centred() { PAGES_AT_ONCE + tile / 16 * self.rows() } else { 0 };
         let operands = k.terms * (dim / 16) + variants * v.terms * (tile / 16);
         (self.buffers * buffer).max(self.rows() * dim * 4)
             + tables
@@ -156,6 +171,7 @@ impl GenericTiling {
             + warps * (self.rows() + 4) * 4
             + self.rows() * 32
             + (MAX_SHARED_ITEMS + 8) * 4
+            + (products + masses) * 4
     }
 }
 
@@ -182,15 +198,17 @@ impl AttendGeneric {
         let k = GenericOperand::new(spec.k, call.head_dim, call.q.dtype(), precise);
         let v = GenericOperand::new(spec.v, call.head_dim, DType::F32, precise);
         // Precise sums take three times the registers.
+        let page_tokens = call.layer.pages().map_or(1, |pages| pages.page_tokens);
         let most = if call.head_dim == 512 { 32 } else { 64 } / if precise { 2 } else { 1 };
-        let tiling = GenericTiling::new(k, v, wanted.min(most), limits).ok_or_else(|| Error::Unsupported {
-            op: NAME,
-            device: "cuda",
-            reason: format!(
-                "attend_generic needs more than {} bytes of shared memory per block",
-                limits.threadgroup_bytes
-            ),
-        })?;
+        let tiling =
+            GenericTiling::new(k, v, page_tokens, wanted.min(most), limits).ok_or_else(|| Error::Unsupported {
+                op: NAME,
+                device: "cuda",
+                reason: format!(
+                    "attend_generic needs more than {} bytes of shared memory per block",
+                    limits.threadgroup_bytes
+                ),
+            })?;
         let item_rows = wanted.min(tiling.rows());
         let items = (call.tokens * group).div_ceil(item_rows);
         let pairs = items * spec.kv_heads;
@@ -231,6 +249,7 @@ impl AttendGeneric {
             tile,
             buffers,
             lane_copies,
+            page_tokens: _,
             shared_bytes,
             blocks_per_multiprocessor,
         } = self.tiling;
@@ -240,8 +259,10 @@ impl AttendGeneric {
             .constant("HEAD_DIM", constant(call.head_dim))
             .constant("Q_DTYPE", call.q.dtype())
             .constant("OUT_DTYPE", call.out.dtype())
-            .constant("K_CODEC", planes::codec_code(k.codec))
-            .constant("V_CODEC", planes::codec_code(v.codec))
+            .constant("K_CODEC", planes::plain_code(k.codec))
+            .constant("V_CODEC", planes::plain_code(v.codec))
+            .constant("K_CENTRED", k.codec.is_centred())
+            .constant("V_CENTRED", v.codec.is_centred())
             .constant("K_PARTS", constant(k.parts))
             .constant("V_PARTS", constant(v.parts))
             .constant("Q_TERMS", constant(k.terms))
@@ -268,6 +289,7 @@ impl AttendGeneric {
             // Positions, sequences and lengths.
             .reads_ahead(&[8, 9, 10]);
         let launch = planes::bind(planes::bind(launch, 2, sides[0], Use::Read), 5, sides[1], Use::Read);
+        let launch = planes::bind_means(launch, [16, 17], &call.layer, Use::Read);
         let launch = bind_result(launch, call, HeadShares::whole(call));
         if self.splits == 1 {
             return Ok(launch);

@@ -26,12 +26,17 @@ template <bool HALF> inline uint made_finite(uint pair) {
     return y;
 }
 
+// Norm i of those at `norms`.
+template <bool CENTRED> inline float norm_at(const uchar *norms, uint i) {
+    return CENTRED ? half_to_float(reinterpret_cast<const ushort *>(norms)[i]) : reinterpret_cast<const float *>(norms)[i];
+}
+
 // S^T of 16 keys: raw products, with the keys' norms.
 inline void scores(const Shared &shared, const uchar *buffer, uint group, float (&s)[NT][4]) {
     const uint lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const uint2 *queries = shared.queries() + lane;
     const uint *table = shared.k_table() + lane % LANE_COPIES;
-    const float *norms = reinterpret_cast<const float *>(buffer + K_NORMS);
+    const uchar *norms = buffer + K_NORMS;
     float sums[CHAINS][NT][4] = {};
     const uint row = group * 16 + g;
     constexpr uint HALVES = K::BLOCKS == 2 ? 2 : 1;
@@ -73,8 +78,8 @@ inline void scores(const Shared &shared, const uchar *buffer, uint group, float 
                 }
             }
         }
-        const float of_g = K::QUANTISED ? norms[row * K::BLOCKS + half] : 1;
-        const float of_g8 = K::QUANTISED ? norms[(row + 8) * K::BLOCKS + half] : 1;
+        const float of_g = K::QUANTISED ? norm_at<K_CENTRED>(norms, row * K::BLOCKS + half) : 1;
+        const float of_g8 = K::QUANTISED ? norm_at<K_CENTRED>(norms, (row + 8) * K::BLOCKS + half) : 1;
 #pragma unroll
         for (uint n = 0; n < NT; n++) {
 #pragma unroll
@@ -117,30 +122,48 @@ inline void shape_scores(const AttendParams &p, const Shared &shared, uint posit
     }
 }
 
-// The largest norm of 16 keys' values in this lane.
-inline float largest_norm(const uchar *buffer, uint group) {
+// The largest norm of 16 keys' values in this lane. Around page means there are numbers also for keys that no row sees:
+// `seen` says which of the lane's two some row may see.
+inline float largest_norm(const uchar *buffer, uint group, const bool (&seen)[2]) {
     const uint g = threadIdx.x % 32 / 4;
-    const float *norms = reinterpret_cast<const float *>(buffer + V_NORMS) + group * 16 * V::BLOCKS;
+    const uchar *norms = buffer + V_NORMS + group * 16 * V_NORM_BYTES;
     float largest = 0;
 #pragma unroll
-    for (uint block = 0; block + 1 <= V::BLOCKS; block++) {
-        largest = fmaxf(largest, fmaxf(fabsf(norms[g * V::BLOCKS + block]), fabsf(norms[(g + 8) * V::BLOCKS + block])));
+    for (uint i = 0; i < 2; i++) {
+#pragma unroll
+        for (uint block = 0; block + 1 <= V::BLOCKS; block++) {
+            const float norm = fabsf(norm_at<V_CENTRED>(norms, (g + 8 * i) * V::BLOCKS + block));
+            largest = fmaxf(largest, !V_CENTRED || seen[i] ? norm : 0);
+        }
     }
     return largest;
+}
+
+// Leaves the sums of the weights of 16 keys for columns 2t and 2t + 1 of a tile, of which each lane has a part.
+inline void leave_masses(const Shared &shared, uint group, uint n, float2 mass) {
+    const uint lane = threadIdx.x % 32;
+#pragma unroll
+    for (uint step = 4; step < 32; step *= 2) {
+        mass.x += __shfl_xor_sync(0xFFFFFFFF, mass.x, step);
+        mass.y += __shfl_xor_sync(0xFFFFFFFF, mass.y, step);
+    }
+    if (lane < 4) {
+        *reinterpret_cast<float2 *>(shared.masses() + group * ROWS + n * 8 + 2 * lane) = mass;
+    }
 }
 
 // Weights of 16 keys, from their scores and the new maxima, as B operands; adds them to l.
 inline void weights(const Shared &shared, const uchar *buffer, uint group, const float (&s)[NT][4], Work &work) {
     const uint lane = threadIdx.x % 32, g = lane / 4;
-    const float *norms = reinterpret_cast<const float *>(buffer + V_NORMS) + group * 16 * V::BLOCKS;
+    const uchar *norms = buffer + V_NORMS + group * 16 * V_NORM_BYTES;
     float scale[VARIANTS][2];
 #pragma unroll
     for (uint variant = 0; variant < VARIANTS; variant++) {
         scale[variant][0] = scale[variant][1] = WEIGHT_SCALE;
         if (V::QUANTISED) {
             const float inverse = WEIGHT_SCALE / work.norm;
-            scale[variant][0] = norms[g * V::BLOCKS + variant] * inverse;
-            scale[variant][1] = norms[(g + 8) * V::BLOCKS + variant] * inverse;
+            scale[variant][0] = norm_at<V_CENTRED>(norms, g * V::BLOCKS + variant) * inverse;
+            scale[variant][1] = norm_at<V_CENTRED>(norms, (g + 8) * V::BLOCKS + variant) * inverse;
         }
     }
 #pragma unroll
@@ -150,6 +173,9 @@ inline void weights(const Shared &shared, const uchar *buffer, uint group, const
         for (uint c = 0; c < 4; c++) {
             w[c] = s[n][c] == nothing() ? 0 : exp2_fast(s[n][c] - work.m[n][c % 2]);
             work.l[n][c % 2] += w[c];
+        }
+        if constexpr (V_CENTRED) {
+            leave_masses(shared, group, n, make_float2(w[0] + w[2], w[1] + w[3]));
         }
 #pragma unroll
         for (uint variant = 0; variant < VARIANTS; variant++) {

@@ -15,10 +15,15 @@ inline Range join(Range a, Range b) {
     return a.first >= a.end ? b : b.first >= b.end ? a : Range{min(a.first, b.first), max(a.end, b.end)};
 }
 
+// Over page means, tiles begin at multiples of TILE: the range with what comes before its first key in that key's tile.
+inline Range in_tiles(Range keys) {
+    return {HAS_MEANS && keys.len() > 0 ? keys.first / TILE * TILE : keys.first, keys.end};
+}
+
 // How many tiles the cached keys of an item are, sequence by sequence; at least one, so that a block writes the output.
 inline uint item_tiles(const AttendParams &p, const Buffers &b, uint item) {
     if (p.tokens == 1) {
-        return max(tiles_of(visible(p, b.only)), 1u);
+        return max(tiles_of(in_tiles(visible(p, b.only))), 1u);
     }
     const Range rows = rows_of(p, item);
     const uint first = rows.first / p.group, end = (rows.end - 1) / p.group + 1;
@@ -38,7 +43,7 @@ inline uint item_tiles(const AttendParams &p, const Buffers &b, uint item) {
                 keys = join(keys, visible(p, load_token(p, b.positions, b.sequence, b.lens, j)));
             }
         }
-        tiles += tiles_of(keys);
+        tiles += tiles_of(in_tiles(keys));
     }
     return max(tiles, 1u);
 }
@@ -50,6 +55,10 @@ struct Segment {
     uint sequence;
     ulong first_row;
     Pages pages;
+    // Where the head's mean is in the plane of a page.
+    uint mean;
+    // The first key that some row sees: that of the range, or a later one.
+    uint seen_first;
 
     // The position of the key `at` further than `first`: NONE if no page holds it.
     inline uint position(const Buffers &b, uint first, uint at) const {
@@ -119,9 +128,34 @@ inline void copy_planes(const AttendParams &p, const Planes &planes, const Segme
     }
 }
 
+// Norms that are halves, those of two keys at a time: these are in one page.
 template <typename S>
+inline void copy_half_norms(const Planes &planes, const Segment &segment, uint first, uint to) {
+    constexpr uint ROW = 2 * S::BLOCKS;
+    const uchar *norms = reinterpret_cast<const uchar *>(planes.norms);
+    for (uint i = 2 * threadIdx.x; i < TILE; i += 2 * THREADS) {
+        const uint page = i < segment.keys.end - first ? segment.pages.of(first + i) : NONE;
+        const uchar *from = norms + page_bytes(page) + (segment.first_row + (first + i) % PAGE_KEYS) * ROW;
+        copy_async<2 * ROW>(to + i * ROW, from, page != NONE);
+    }
+}
+
+// The means of values of a tile's pages.
+inline void copy_means(const Planes &planes, const Segment &segment, uint first, uint to) {
+    constexpr uint WORDS = MEAN_BYTES / 4;
+    for (uint i = threadIdx.x; i < TILE_PAGES * WORDS; i += THREADS) {
+        const uint at = i / WORDS * PAGE_KEYS;
+        const uint page = at < segment.keys.end - first ? segment.pages.of(first + at) : NONE;
+        const uchar *from = planes.means + page_bytes(page) + segment.mean + i % WORDS * 4;
+        copy_async<4>(to + i * 4, from, page != NONE);
+    }
+}
+
+template <typename S, bool CENTRED>
 inline void copy_norms(const AttendParams &p, const Planes &planes, const Segment &segment, uint first, uint to) {
-    if constexpr (S::BLOCKS > 0) {
+    if constexpr (CENTRED) {
+        copy_half_norms<S>(planes, segment, first, to);
+    } else if constexpr (S::BLOCKS > 0) {
         copy_rows<4 * S::BLOCKS, 4 * S::BLOCKS, 4 * S::BLOCKS, 16>(p, planes.norms, segment, first, to);
     }
 }
@@ -132,8 +166,8 @@ inline void copy_keys(const AttendParams &p, const Buffers &b, const Shared &sha
     if (tile < tiles) {
         const uint first = segment.keys.first + tile * TILE, to = shared_address(shared.buffer(2 * tile));
         copy_planes<K>(p, b.k, segment, first, to, K_HIGH);
-        copy_norms<K>(p, b.k, segment, first, to + K_NORMS);
-        copy_norms<V>(p, b.v, segment, first, to + V_NORMS);
+        copy_norms<K, K_CENTRED>(p, b.k, segment, first, to + K_NORMS);
+        copy_norms<V, V_CENTRED>(p, b.v, segment, first, to + V_NORMS);
     }
     copies_commit();
 }
@@ -143,6 +177,9 @@ inline void copy_values(const AttendParams &p, const Buffers &b, const Shared &s
     if (tile < tiles) {
         const uint first = segment.keys.first + tile * TILE, to = shared_address(shared.buffer(2 * tile + 1));
         copy_planes<V>(p, b.v, segment, first, to, V_HIGH);
+        if constexpr (V_CENTRED) {
+            copy_means(b.v, segment, first, to + V_MEANS);
+        }
     }
     copies_commit();
 }

@@ -1,0 +1,126 @@
+// The means of pages in attend_generic.cu: what they add to scores, and to sums of values. Tiles begin at multiples of
+// TILE, so that a tile has whole pages, or a part of one, and 16 keys are in one page.
+#ifndef KVANT_CUDA_ATTEND_GENERIC_MEANS_H
+#define KVANT_CUDA_ATTEND_GENERIC_MEANS_H
+#include "attend/generic/scores.h"
+#include "attend/generic/tiles.h"
+
+// Pages are multiplied PAGES_AT_ONCE at a time: which of these lots has a key, and the key's page in it.
+inline uint lot_of(uint key) {
+    return (key >> PAGE_SHIFT) / PAGES_AT_ONCE;
+}
+inline uint page_in_lot(uint key) {
+    return (key >> PAGE_SHIFT) % PAGES_AT_ONCE;
+}
+
+// The mean of page i of a lot; null if the segment has no key of it.
+inline const uchar *mean_of(const Planes &planes, const Segment &segment, uint lot, uint i) {
+    const uint index = lot * PAGES_AT_ONCE + i;
+    if (index < segment.keys.first >> PAGE_SHIFT || index > (segment.keys.end - 1) >> PAGE_SHIFT) {
+        return nullptr;
+    }
+    const uint page = segment.pages.page(segment.pages.entries[index]);
+    return page == NONE ? nullptr : planes.means + page_bytes(page) + segment.mean;
+}
+
+inline float scale_of(const uchar *mean) {
+    return mean == nullptr ? 0 : *reinterpret_cast<const float *>(mean + HEAD_DIM);
+}
+
+// The products of all queries and the means of the keys of a lot, with the means' scales, and the scales of the means of
+// values. Codes are exact in f16. Threads that read the results pass a barrier first.
+inline void multiply_means(const Buffers &b, const Shared &shared, const Segment &segment, uint lot) {
+    const uint warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    if constexpr (V_CENTRED) {
+        if (threadIdx.x < PAGES_AT_ONCE) {
+            shared.scales()[threadIdx.x] = scale_of(mean_of(b.v, segment, lot, threadIdx.x));
+        }
+    }
+    if constexpr (K_CENTRED) {
+        const uchar *means[2] = {mean_of(b.k, segment, lot, g), mean_of(b.k, segment, lot, g + 8)};
+        const uint2 *queries = shared.queries() + lane;
+        for (uint n = warp; n < NT; n += WARPS) {
+            float sums[2][4] = {};
+#pragma unroll
+            for (uint i = 0; i < K::LOADS; i++) {
+#pragma unroll
+                for (uint step = 0; step < K::LOAD_STEPS; step++) {
+                    uint a[4];
+#pragma unroll
+                    for (uint j = 0; j < 2; j++) {
+                        const uint at = K::key_coord(i, t) + 4 * step;
+                        const uint codes = means[j] == nullptr ? 0 : *reinterpret_cast<const uint *>(means[j] + at);
+                        a[j] = pack<true>(code_of_four(codes, 0), code_of_four(codes, 1));
+                        a[2 + j] = pack<true>(code_of_four(codes, 2), code_of_four(codes, 3));
+                    }
+#pragma unroll
+                    for (uint term = 0; term < Q_TERMS; term++) {
+                        const uint2 q = queries[((term * STEPS + i * K::LOAD_STEPS + step) * NT + n) * 32];
+                        mma<true>(sums[term > 0], a, q);
+                    }
+                }
+            }
+#pragma unroll
+            for (uint c = 0; c < 4; c++) {
+                const uint page = g + c / 2 * 8;
+                shared.products()[page * ROWS + n * 8 + 2 * t + c % 2] = (sums[0][c] + sums[1][c]) * scale_of(means[c / 2]);
+            }
+        }
+    }
+}
+
+// Adds to the raw products of 16 keys, the first of which is `key`, those of their page's mean.
+inline void add_products(const Shared &shared, uint key, float (&s)[NT][4]) {
+    const float *products = shared.products() + page_in_lot(key) * ROWS + threadIdx.x % 4 * 2;
+#pragma unroll
+    for (uint n = 0; n < NT; n++) {
+        const float2 two = *reinterpret_cast<const float2 *>(products + n * 8);
+#pragma unroll
+        for (uint c = 0; c < 4; c++) {
+            s[n][c] += c % 2 == 0 ? two.x : two.y;
+        }
+    }
+}
+
+// A norm that sums around a page's mean must be relative to: coordinates of the mean, which are at most 127 times its
+// scale, are then in range, and values 2^20 times smaller keep their bits.
+inline float norm_of_mean(const Shared &shared, uint key) {
+    return shared.scales()[page_in_lot(key)] * (127.0f / (1 << 20));
+}
+
+// Adds to O^T, of a tile whose values are in `buffer`, the means of its pages times the sums of their weights.
+inline void add_means(const Shared &shared, const uchar *buffer, Work &work) {
+    constexpr uint GROUPS = KEY_GROUPS / TILE_PAGES;
+    const uint warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+#pragma unroll 1
+    for (uint page = 0; page < TILE_PAGES; page++) {
+        const uchar *mean = buffer + V_MEANS + page * MEAN_BYTES;
+        const float scale = scale_of(mean) * (WEIGHT_SCALE / work.norm);
+        float codes[2 * PRODUCTS];
+#pragma unroll
+        for (uint e = 0; e < 2 * PRODUCTS; e++) {
+            const uint code = mean[warp * SLICE + Values::coord(e, g)];
+            codes[e] = code_of_four(code, 0);
+        }
+#pragma unroll
+        for (uint n = 0; n < NT; n++) {
+#pragma unroll
+            for (uint column = 0; column < 2; column++) {
+                float mass = 0;
+#pragma unroll
+                for (uint i = 0; i < GROUPS; i++) {
+                    mass += shared.masses()[(page * GROUPS + i) * ROWS + n * 8 + 2 * t + column];
+                }
+                // A page that the row does not see may have anything.
+                const float factor = mass == 0 ? 0 : mass * scale;
+#pragma unroll
+                for (uint i = 0; i < PRODUCTS; i++) {
+                    work.o[i][n][column] = fmaf(factor, codes[2 * i], work.o[i][n][column]);
+                    work.o[i][n][2 + column] = fmaf(factor, codes[2 * i + 1], work.o[i][n][2 + column]);
+                }
+            }
+        }
+    }
+}
+
+#endif
