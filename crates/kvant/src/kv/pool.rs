@@ -12,7 +12,6 @@ use super::{
 };
 use crate::{
     Batch, Codec, DType, Device, Error, HeadOrder, KvLayer, LayerSpec, Planes, Result, Step, Tensor,
-    device::DeviceKind,
     layer::{LayerPages, PAGE_UNIT, PlaneBytes},
     ops::{self, check},
     step::StepPages,
@@ -62,9 +61,6 @@ pub struct PoolSpec {
     /// Bytes of host memory for pages of prefixes that the device has no room for.
     pub host_bytes: usize,
 }
-
-/// The devices that store vectors minus the means of their pages.
-const CENTRED: [DeviceKind; 4] = [DeviceKind::Reference, DeviceKind::Cpu, DeviceKind::Metal, DeviceKind::Cuda];
 
 /// Tokens behind its windows that each of many sequences may hold.
 const HELD: usize = 128;
@@ -239,11 +235,10 @@ impl KvPool {
     ///
     /// # Errors
     /// `Value`, `DType` or `Overflow` for an invalid specification, and for a budget without room for a page of each
-    /// group; `Unsupported` for centred codecs on a device that lacks them; `OutOfMemory`.
+    /// group; `OutOfMemory`.
     pub fn new(device: &Device, spec: &PoolSpec) -> Result<KvPool> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let (layout, offsets) = PoolLayout::new(spec)?;
-        check_codecs(device, spec)?;
         let bytes = layout.slabs as usize * layout.slab_units as usize * PAGE_UNIT;
         let memory = Tensor::sparse(device, DType::U8, &[bytes])?;
         let id = NEXT.fetch_add(1, Ordering::Relaxed);
@@ -681,19 +676,6 @@ impl<'a> StepShape<'a> {
                 }
             }
         }
-    }
-}
-
-/// The device supports the codecs of all layers.
-fn check_codecs(device: &Device, spec: &PoolSpec) -> Result<()> {
-    let centred = spec.layers.iter().flat_map(|layer| [layer.k, layer.v]).find(|codec| codec.is_centred());
-    match centred {
-        Some(codec) if !CENTRED.contains(&device.kind()) => Err(Error::Unsupported {
-            op: NAME,
-            device: device.kind().name(),
-            reason: format!("{codec}: codecs with page means are not implemented"),
-        }),
-        _ => Ok(()),
     }
 }
 

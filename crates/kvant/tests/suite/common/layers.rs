@@ -1,7 +1,7 @@
 //! Cache layers: making, filling, copying and reading them.
 
 use kvant::{
-    CacheLayer, Codec, DType, Device, Error, HeadOrder, KvLayer, KvPool, LayerSpec, PoolSpec, Result, Step,
+    Codec, DType, Device, HeadOrder, KvLayer, LayerSpec, Result, Step,
     ops::{self, KvRead, KvSide, KvWrite},
 };
 
@@ -29,16 +29,6 @@ pub const CENTRED_CODECS: [Codec; 6] = [
     Codec::tq_centred(3),
     Codec::tq_centred(2),
 ];
-
-/// Whether pools of the device take codecs with page means. Where they do not, they say so.
-pub fn has_means(device: &Device) -> bool {
-    let layer = CacheLayer::new(1, 64, Codec::tq_centred(4));
-    match KvPool::new(device, &PoolSpec::new(vec![layer], 1 << 16)) {
-        Ok(_) => true,
-        Err(Error::Unsupported { .. }) => false,
-        Err(error) => panic!("{device}: {error}"),
-    }
-}
 
 /// The mean squared errors of the optimal quantisers of N(0, 1), by bits.
 pub const GAUSSIAN_MSE: [(u32, f64); 6] =

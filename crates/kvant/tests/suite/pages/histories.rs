@@ -266,9 +266,6 @@ proptest! {
             if device.kind() == kvant::DeviceKind::Metal && seed % 5 != 0 {
                 continue;
             }
-            if codec.is_centred() && !layers::has_means(device) {
-                continue;
-            }
             let mut history = History::new(device, codec, pages * slab);
             let mut rng = Rng::new(seed);
             for action in &actions {

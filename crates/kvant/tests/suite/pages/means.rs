@@ -6,7 +6,7 @@ use super::{
 };
 use crate::common::{
     Rng, devices, input,
-    layers::{self, CENTRED_CODECS, GAUSSIAN_MSE, Source, has_means},
+    layers::{self, CENTRED_CODECS, GAUSSIAN_MSE, Source},
     nmse, run, sees_indices,
 };
 use kvant::{
@@ -16,10 +16,9 @@ use kvant::{
 
 const PAGE: usize = 16;
 
-/// The reference, and those devices of this case that take the codecs.
-fn devices_with_means() -> Vec<Device> {
-    let here = devices().iter().filter(|device| has_means(device)).cloned();
-    [Device::reference()].into_iter().chain(here).collect()
+/// The reference, and the devices of this case.
+fn reference_and_devices() -> Vec<Device> {
+    [Device::reference()].into_iter().chain(devices().iter().cloned()).collect()
 }
 
 fn pool(device: &Device, heads: usize, dim: usize, codec: Codec) -> KvPool {
@@ -72,7 +71,7 @@ fn distance(a: &Option<Vec<u8>>, b: &Option<Vec<u8>>) -> f64 {
 /// Which mean a page gets depends on how much of it the step fills, and on the page before.
 #[test]
 fn pages_get_means_by_the_policy() {
-    for device in devices_with_means() {
+    for device in reference_and_devices() {
         let pool = pool(&device, 2, 64, Codec::tq_centred(4));
         let mut rng = Rng::of("policy");
         let data = around(&mut rng, 100, 2, 64, 3.0);
@@ -128,7 +127,7 @@ fn pages_get_means_by_the_policy() {
 /// A page that a window has passed is no previous page.
 #[test]
 fn a_window_of_one_token_leaves_no_previous_page() {
-    for device in devices_with_means() {
+    for device in reference_and_devices() {
         let layer = CacheLayer::new(1, 64, Codec::tq_centred(4)).window(Some(1));
         let pool = KvPool::new(&device, &PoolSpec::new(vec![layer], 1 << 20).page_tokens(PAGE)).unwrap();
         let data = around(&mut Rng::of("passed"), PAGE + 1, 1, 64, 3.0);
@@ -143,7 +142,7 @@ fn a_window_of_one_token_leaves_no_previous_page() {
 /// A fork shares the mean with the page, and its copy of the page has the mean, too.
 #[test]
 fn forks_share_means() {
-    for device in devices_with_means() {
+    for device in reference_and_devices() {
         let pool = pool(&device, 1, 64, Codec::tq_centred(4));
         let data = around(&mut Rng::of("forks"), 60, 1, 64, 3.0);
         let mut a = pool.sequence();
@@ -165,7 +164,7 @@ fn forks_share_means() {
 #[test]
 fn what_is_stored_has_the_optimal_distortion() {
     for (dim, heads) in [(64, 3), (256, 2), (512, 1)] {
-        for device in devices_with_means() {
+        for device in reference_and_devices() {
             for (bits, optimum) in GAUSSIAN_MSE {
                 let pool = pool(&device, heads, dim, Codec::tq_centred(bits));
                 let mut rng = Rng::of((bits * 1000) as usize + dim);
@@ -193,7 +192,7 @@ fn what_is_stored_has_the_optimal_distortion() {
 /// The tokens of a step may come in any order, and in any number of threads' hands.
 #[test]
 fn the_order_of_tokens_does_not_matter() {
-    for device in devices_with_means() {
+    for device in reference_and_devices() {
         let pool = pool(&device, 2, 64, Codec::tq_centred(5));
         let data = around(&mut Rng::of("order"), 5 * PAGE + 9, 2, 64, 3.0);
         let tokens = data.tokens();
@@ -216,7 +215,7 @@ fn the_order_of_tokens_does_not_matter() {
 #[test]
 fn vectors_that_are_not_finite_touch_no_other() {
     for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
-        for device in devices_with_means() {
+        for device in reference_and_devices() {
             let pool = pool(&device, 2, 64, Codec::tq_centred(4));
             let data = around(&mut Rng::of("not finite"), 10, 2, 64, 3.0);
             // Head 1 of token 4.
@@ -251,7 +250,7 @@ fn vectors_that_are_not_finite_touch_no_other() {
 /// A page without a finite vector has a mean of zeros.
 #[test]
 fn means_of_nothing_are_zeros() {
-    for device in devices_with_means() {
+    for device in reference_and_devices() {
         for x in [f32::NAN, 0.0] {
             let pool = pool(&device, 1, 64, Codec::tq_centred(3));
             let source = Source { k: vec![x; 64], v: vec![x; 64], heads: 1, dim: 64 };
@@ -301,7 +300,7 @@ fn devices_write_what_the_reference_writes() {
         for dim in [8, 64, 128, 512] {
             for fused in [false, true] {
                 let want = written(&Device::reference(), codec, dim, fused);
-                for device in devices().iter().filter(|device| has_means(device)) {
+                for device in devices() {
                     let got = written(device, codec, dim, fused);
                     for (got, want) in got.iter().zip(&want) {
                         assert!(nmse(got, want) < 1e-4, "{device}: {codec}, D {dim}: {}", nmse(got, want));
@@ -336,7 +335,7 @@ fn a_step_with_gaps_opens_pages_in_order() {
         let read = |side| layers::read_paged(pool.layer(0).unwrap(), side, &step, 0, 0..tokens).unwrap();
         (means(&pool, &step), read(KvSide::K), read(KvSide::V))
     };
-    for device in devices_with_means() {
+    for device in reference_and_devices() {
         for dim in [64, 512] {
             let (want_means, want_k, want_v) = store(&Device::reference(), dim, false);
             for shuffled in [false, true] {
@@ -386,7 +385,7 @@ fn fused_writes_store_around_the_mean_of_what_they_write() {
     let counts: [&[usize]; 3] = [&[tokens], &[PAGE, PAGE + 3], &[PAGE - 1, 1, 1, PAGE + 2]];
     for counts in counts {
         let (want_means, want) = store(&Device::reference(), counts);
-        for device in devices_with_means() {
+        for device in reference_and_devices() {
             let (got_means, got) = store(&device, counts);
             for (got, want) in got_means.iter().zip(&want_means) {
                 assert!(distance(got, want) < 0.01, "{device}: {counts:?}");
@@ -402,7 +401,7 @@ fn fused_writes_store_around_the_mean_of_what_they_write() {
 #[test]
 fn positions_without_angles_count_for_no_mean() {
     let (dim, tokens, known) = (64, 2 * PAGE, PAGE + 4);
-    for device in devices_with_means().iter().filter(|device| !sees_indices(device)) {
+    for device in reference_and_devices().iter().filter(|device| !sees_indices(device)) {
         let store = |selected: usize| {
             let pool = pool(device, 2, dim, Codec::tq_centred(4));
             let layer = pool.layer(0).unwrap();
@@ -498,7 +497,7 @@ fn vectors_that_are_not_seen_do_not_matter() {
     };
     for dtype in [DType::F32, DType::BF16] {
         let want = attended(&Device::reference(), dtype);
-        for device in devices_with_means() {
+        for device in reference_and_devices() {
             let got = attended(&device, dtype);
             assert!(nmse(&got, &want) < 1e-4, "{device}: {dtype}: {}", nmse(&got, &want));
         }
@@ -508,7 +507,7 @@ fn vectors_that_are_not_seen_do_not_matter() {
 /// A part that all keys of a page have in common changes no softmax, and with page means no error either.
 #[test]
 fn a_constant_in_all_keys_costs_nothing() {
-    for device in devices_with_means() {
+    for device in reference_and_devices() {
         let mut rng = Rng::of("constant");
         let plain = around(&mut rng, 64, 1, 64, 0.0);
         let moved = around(&mut Rng::of("constant"), 64, 1, 64, 8.0);
@@ -532,7 +531,7 @@ fn a_constant_in_all_keys_costs_nothing() {
 /// Exported pages carry their means. Files without centred layers keep version 1.
 #[test]
 fn exports_carry_means() {
-    for device in devices_with_means() {
+    for device in reference_and_devices() {
         for (codec, version) in [(Codec::tq_centred(5), "2"), (Codec::tq(5), "1")] {
             let layer = CacheLayer::new(1, DIM, codec).v(Codec::BF16);
             let spec = PoolSpec::new(vec![layer, layer.window(Some(WINDOW))], 1 << 20).page_tokens(PAGE);
