@@ -76,6 +76,7 @@ EQUIVALENT = [
     ("attend/keys.h", "return lo < hi ?", "the range is empty either way"),
     ("attend/softmax.h", "part.m > into.m ?", "where both are equal, either will do"),
     ("copy.metal", "at + 4 <= p.bytes", "the last word is copied byte by byte instead"),
+    ("kv_write.metal", "threadgroup_barrier(mem_flags::mem_device);", "msl-host's other barriers order it, too"),
     ("linear.metal", "if (first_output >= p.outputs) {", "outputs that do not exist are computed, and not stored"),
     ("sample.metal", "// The histogram is empty.", "all have met in `reduce` since; the barrier orders memory, as msl-host always does"),
     ("sample.metal", "digit > 0 && rank", "above the first digit there is nothing"),

@@ -1,8 +1,8 @@
 // kv_read: positions start .. start+n of one side of a cache layer, in order, to out [n, Hk, D] or [Hk, n, D].
 //
 // A threadgroup takes one vector: group.x is its head, group.y counts the positions. A quantised vector is decoded to
-// threadgroup memory, around the mean of its page if the codec is centred, and rotated back there unless KEEP_ROTATED. A dense one of out's dtype keeps its bits. A position
-// without a page gives zeros.
+// threadgroup memory, around the mean of its page if the codec is centred, and rotated back there unless KEEP_ROTATED.
+// A dense one of out's dtype keeps its bits. A position without a page gives zeros.
 #include "planes.h"
 #include "rotate.h"
 #include "rows.h"

@@ -188,7 +188,8 @@ inline void note_finite(constant KvWriteParams &p, Source source, uint head, uin
 
 // row ← the sum of all vectors that count; returns how many there are. Threads form slices of so many that they have a
 // row at a time. At the end a thread may read the quads `index`, `index` + `threads`, … of the row.
-template <typename Vectors> inline uint sum_slices(Vectors vectors, uint positions, uint dim, MeanRoom shared, Place place) {
+template <typename Vectors>
+inline uint sum_slices(Vectors vectors, uint positions, uint dim, MeanRoom shared, Place place) {
     const uint index = index_of(place), threads = threads_of(place);
     const uint quads = clamp(dim / 4, 32u, threads), slices = threads / quads;
     const uint slice = index / quads, quad = index % quads;
@@ -285,9 +286,10 @@ inline void open_pages(constant KvWriteParams &p, StepTokens step, Source source
                 continue;
             }
             const RowPlace at = layer_place(p.layer, step.table, PAGE_SHIFT, seq, head, step.positions[t]);
-            const ulong from = source.row(p, t, head) * p.head_dim;
-            load_row(shared.row, source.rows, from, p.head_dim, source.dtype, ALIGNED, index_of(place), threads_of(place));
-            write_row_around(shared.row, shared.room, planes, at, head, p.head_dim, encoding, false, at, PAGE_SHIFT, place);
+            const uint dim = p.head_dim;
+            const ulong from = source.row(p, t, head) * dim;
+            load_row(shared.row, source.rows, from, dim, source.dtype, ALIGNED, index_of(place), threads_of(place));
+            write_row_around(shared.row, shared.room, planes, at, head, dim, encoding, false, at, PAGE_SHIFT, place);
         }
         threadgroup_barrier(mem_flags::mem_device | mem_flags::mem_threadgroup);
         page = next;

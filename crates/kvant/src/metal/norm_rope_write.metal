@@ -6,8 +6,8 @@
 // does not hold when the step is written are skipped, as are tokens whose sequence or position is out of range, or that
 // have no page.
 //
-// Around page means (page_means.h) it serves steps without two tokens of a sequence. Of others it leaves keys and values
-// as rows of f32, [T, Hk, D], which kv_write stores (IN_ROWS).
+// Around page means (page_means.h) it serves steps without two tokens of a sequence. Of others it leaves keys and
+// values as rows of f32, [T, Hk, D], which kv_write stores (IN_ROWS).
 #include "norm_rope.h"
 #include "page_means.h"
 

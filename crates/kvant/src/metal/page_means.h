@@ -1,8 +1,8 @@
 // The means of pages, for centred codecs: which one a page gets, and storing rows around it. docs/codec.md has the
 // policy, reference/page_means.rs its definition.
 //
-// A step opens a page if it writes the page's first position; it then chooses the page's mean. That of vectors which the
-// previous page stores can be made once that page is complete, which the same step may have written. So a step of
+// A step opens a page if it writes the page's first position; it then chooses the page's mean. That of vectors which
+// the previous page stores can be made once that page is complete, which the same step may have written. So a step of
 // several tokens of a sequence is written in two passes: pages that need no other, then the rest.
 #ifndef KVANT_PAGE_MEANS_H
 #define KVANT_PAGE_MEANS_H
@@ -151,7 +151,8 @@ inline void store_mean(thread const float4 *mean, device uchar *to, uint dim, th
     for (uint k = 0; k < MOST_QUADS; k++) {
         const uint j = 4 * (index + k * threads);
         if (j < dim) {
-            const float4 codes = scale > 0 ? clamp(rint(mean[k] / scale), float4(-MEAN_LEVELS), float4(MEAN_LEVELS)) : float4(0);
+            const float4 most = float4(MEAN_LEVELS);
+            const float4 codes = scale > 0 ? clamp(rint(mean[k] / scale), -most, most) : float4(0);
             const uint4 bytes = uint4(int4(codes)) & 255;
             *reinterpret_cast<device uint *>(to + j) = bytes.x | bytes.y << 8 | bytes.z << 16 | bytes.w << 24;
         }
@@ -221,7 +222,8 @@ inline void write_row_around(threadgroup float *row, threadgroup float *room, Wr
     encode(row, room, to, at.row, dim, encoding, place);
 }
 
-// Stores the row of a token that is the only one of its sequence in the step, whatever the codec. Begins with a barrier.
+// Stores the row of a token that is the only one of its sequence in the step, whatever the codec. Begins with a
+// barrier.
 inline void write_alone(threadgroup float *row, threadgroup float *room, WritablePlanes planes, RowPlace at,
                         constant LayerParams &layer, StepTokens step, uint sequence, uint position, uint head, uint dim,
                         uint shift, Encoding encoding, bool aligned, Place place) {

@@ -48,7 +48,8 @@ setters! { KvWrite<'a> {
     first_token: usize,
 } }
 
-/// Runs [`KvWrite`], in one launch for any number of tokens.
+/// Runs [`KvWrite`], in one launch for any number of tokens. With a centred codec, a step in which a sequence has
+/// several tokens takes four launches on a GPU.
 ///
 /// # Errors
 /// Those of [every operation](crate::ops#errors). On the CPU, the commit returns `OutOfRange` for a sequence that

@@ -119,7 +119,8 @@ template <uint DIM> struct Strips {
 
 // Subtracts the means of their pages from eight rotated rows. `place` and `head` are those of row lane / 4, if `kept`.
 template <uint DIM>
-inline void subtract_means(float (&y)[2][2][DIM / 16], const uchar *means, RowPlace place, uint head, bool kept, uint lane) {
+inline void subtract_means(float (&y)[2][2][DIM / 16], const uchar *means, RowPlace place, uint head, bool kept,
+                           uint lane) {
     constexpr uint STRIP = DIM / 16;
     const uint g = lane / 4, t = lane % 4;
 #pragma unroll

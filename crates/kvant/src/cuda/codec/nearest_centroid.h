@@ -12,11 +12,21 @@
 
 // The cells of a codec, and the middle of the last; that of the first is as far below 0.
 inline constexpr uint cells_of(uint codec) {
-    return plain(codec) == TQ2 ? CELL_COUNT_2 : plain(codec) == TQ3 ? CELL_COUNT_3 : plain(codec) == TQ4 ? CELL_COUNT_4 : plain(codec) == TQ5 ? CELL_COUNT_5 : plain(codec) == TQ6 ? CELL_COUNT_6 : CELL_COUNT_8;
+    return plain(codec) == TQ2 ? CELL_COUNT_2
+           : plain(codec) == TQ3 ? CELL_COUNT_3
+           : plain(codec) == TQ4 ? CELL_COUNT_4
+           : plain(codec) == TQ5 ? CELL_COUNT_5
+           : plain(codec) == TQ6 ? CELL_COUNT_6
+           : CELL_COUNT_8;
 }
 
 inline constexpr float reach_of(uint codec) {
-    return plain(codec) == TQ2 ? REACH_2 : plain(codec) == TQ3 ? REACH_3 : plain(codec) == TQ4 ? REACH_4 : plain(codec) == TQ5 ? REACH_5 : plain(codec) == TQ6 ? REACH_6 : REACH_8;
+    return plain(codec) == TQ2 ? REACH_2
+           : plain(codec) == TQ3 ? REACH_3
+           : plain(codec) == TQ4 ? REACH_4
+           : plain(codec) == TQ5 ? REACH_5
+           : plain(codec) == TQ6 ? REACH_6
+           : REACH_8;
 }
 
 inline constexpr uint cell_copies(uint copies) {
@@ -29,11 +39,21 @@ inline constexpr uint table_words(uint codec, uint copies) {
 }
 
 template <uint CODEC> inline const Cell *cells_table() {
-    return plain(CODEC) == TQ2 ? CELLS_2 : plain(CODEC) == TQ3 ? CELLS_3 : plain(CODEC) == TQ4 ? CELLS_4 : plain(CODEC) == TQ5 ? CELLS_5 : plain(CODEC) == TQ6 ? CELLS_6 : CELLS_8;
+    return plain(CODEC) == TQ2 ? CELLS_2
+           : plain(CODEC) == TQ3 ? CELLS_3
+           : plain(CODEC) == TQ4 ? CELLS_4
+           : plain(CODEC) == TQ5 ? CELLS_5
+           : plain(CODEC) == TQ6 ? CELLS_6
+           : CELLS_8;
 }
 
 template <uint CODEC> inline const float *centroids_table() {
-    return plain(CODEC) == TQ2 ? CENTROIDS_2 : plain(CODEC) == TQ3 ? CENTROIDS_3 : plain(CODEC) == TQ4 ? CENTROIDS_4 : plain(CODEC) == TQ5 ? CENTROIDS_5 : plain(CODEC) == TQ6 ? CENTROIDS_6 : CENTROIDS_8;
+    return plain(CODEC) == TQ2 ? CENTROIDS_2
+           : plain(CODEC) == TQ3 ? CENTROIDS_3
+           : plain(CODEC) == TQ4 ? CENTROIDS_4
+           : plain(CODEC) == TQ5 ? CENTROIDS_5
+           : plain(CODEC) == TQ6 ? CENTROIDS_6
+           : CENTROIDS_8;
 }
 
 template <uint CODEC, uint COPIES> struct Nearest {

@@ -1,8 +1,8 @@
 // The means of pages, for centred codecs: which one a page gets, and subtracting it from rows. docs/codec.md has the
 // policy, reference/page_means.rs its definition.
 //
-// A step opens a page if it writes the page's first position; it then chooses the page's mean. That of vectors which the
-// previous page stores can be made once that page is complete, which the same step may have written. So a step of
+// A step opens a page if it writes the page's first position; it then chooses the page's mean. That of vectors which
+// the previous page stores can be made once that page is complete, which the same step may have written. So a step of
 // several tokens of a sequence is written in two passes (kv_write/page_means.cu): pages that need no other, then the
 // rest. Here is what a token does which is the only one of its sequence.
 #ifndef KVANT_CUDA_CODEC_PAGE_MEANS_H
@@ -59,9 +59,9 @@ inline OpenedPage opened_page(const LayerParams &layer, const uint *table, uint 
     return opened;
 }
 
-// Subtracts the mean of its page from a rotated row, of which SHARERS lanes have MINE coordinates each. With `opens` the
-// row's token opens the page, and is the only one in it: the lanes choose the mean, and store it. All lanes of a warp
-// call this; those whose row is not `kept` store nothing.
+// Subtracts the mean of its page from a rotated row, of which SHARERS lanes have MINE coordinates each. With `opens`
+// the row's token opens the page, and is the only one in it: the lanes choose the mean, and store it. All lanes of a
+// warp call this; those whose row is not `kept` store nothing.
 template <uint MINE, uint SHARERS, uint CODEC>
 inline void subtract_mean(float (&y)[MINE], const WritablePlanes &planes, RowPlace at, uint head, bool kept,
                           OpenedPage opened, uint lane) {
@@ -155,7 +155,8 @@ inline void store_row_around(float (&y)[MINE], const WritablePlanes &planes, Row
     rotate_row<MINE, SHARERS>(y, Signs<MINE>(SHARERS, lane), lane);
     subtract_mean<MINE, SHARERS, CODEC>(y, planes, at, head, kept, opened, lane);
     const Nearest<CODEC, COPIES> nearest_to(tables);
-    store_encoded<MINE, SHARERS, CODEC, NORM, COPIES>(y, planes.of_page(at.page), at.row, kept, scale, lane, nearest_to);
+    const WritablePlanes to = planes.of_page(at.page);
+    store_encoded<MINE, SHARERS, CODEC, NORM, COPIES>(y, to, at.row, kept, scale, lane, nearest_to);
 }
 
 #endif

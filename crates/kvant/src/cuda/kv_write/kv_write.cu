@@ -29,6 +29,10 @@ inline Place place_of(const KvWriteParams &p, uint i) {
     return Place{exists ? token : 0, i - token * p.layer.kv_heads, exists};
 }
 
+inline ulong source_row(const KvWriteParams &p, Place place) {
+    return source_row(p, place.token, place.head);
+}
+
 // Whether a side's rows are written in this pass, and this one.
 template <uint CODEC> inline bool is_in_pass(const KvWriteParams &p, Place place, const Tokens &tokens) {
     if constexpr (PASS == ALONE) {
@@ -72,7 +76,7 @@ inline void encode(const uchar *source, WritablePlanes to, float scale, const To
             RowPlace at;
             if (target_row<CODEC>(p, place, tokens, at)) {
                 reinterpret_cast<uint4 *>(to.low + page_bytes(at.page))[at.row * PIECES + j] =
-                    reinterpret_cast<const uint4 *>(source)[source_row(p, place.token, place.head) * PIECES + j];
+                    reinterpret_cast<const uint4 *>(source)[source_row(p, place) * PIECES + j];
             }
         }
     } else {
@@ -85,7 +89,7 @@ inline void encode(const uchar *source, WritablePlanes to, float scale, const To
         uint a[4];
         strip_matrix<DTYPE == F16>(a, lane, SCALE);
         const Nearest<CODEC, TABLE_COPIES> nearest_to(cells);
-        const auto source_of = [&](Place place) { return source + source_row(p, place.token, place.head) * (HEAD_DIM * 2); };
+        const auto source_of = [&](Place place) { return source + source_row(p, place) * (HEAD_DIM * 2); };
         const uint step = gridDim.x * (THREADS / 4);
         uint first = blockIdx.x * (THREADS / 4) + threadIdx.x / 32 * 8;
         Place place = place_of(p, first + lane / 4);
@@ -126,7 +130,7 @@ inline void encode(const uchar *source, WritablePlanes to, float scale, const To
     }
     const uint lane = threadIdx.x % LANES;
     const Place place = place_of(p, blockIdx.x * (blockDim.x / LANES) + threadIdx.x / LANES);
-    const ulong from = source_row(p, place.token, place.head) * HEAD_DIM + lane * PER;
+    const ulong from = source_row(p, place) * HEAD_DIM + lane * PER;
     RowPlace at = {0, 0};
     if (CODEC == DTYPE) {
         // The dense side of a layer of which the other is quantised: its bits.
@@ -152,9 +156,11 @@ inline void encode(const uchar *source, WritablePlanes to, float scale, const To
             const uint position = tokens.positions[place.token], seq = tokens.sequence[place.token];
             opened = opened_page(p.layer, tokens.table, seq, place.head, position);
         }
-        store_row_around<PER, LANES, CODEC, NORM, TABLE_COPIES>(y, to, at, place.head, kept, opened, scale, lane, tables);
+        store_row_around<PER, LANES, CODEC, NORM, TABLE_COPIES>(y, to, at, place.head, kept, opened, scale, lane,
+                                                                tables);
     } else {
-        store_row<PER, LANES, CODEC, NORM, TABLE_COPIES>(y, to.of_page(at.page), at.row, kept, scale, lane, tables, ALIGNED);
+        store_row<PER, LANES, CODEC, NORM, TABLE_COPIES>(y, to.of_page(at.page), at.row, kept, scale, lane, tables,
+                                                         ALIGNED);
     }
 }
 
@@ -172,7 +178,7 @@ inline void move(const uchar *source, uchar *to, const Tokens &tokens, const KvW
         for (uint r = 0; r < ROWS; r++) {
             places[r] = place_of(p, (blockIdx.x * ROWS + r) * blockDim.y + threadIdx.y);
             if (WIDE) {
-                const ulong at = source_row(p, places[r].token, places[r].head) * p.head_dim + j;
+                const ulong at = source_row(p, places[r]) * p.head_dim + j;
                 moved[r] = *reinterpret_cast<const uint4 *>(source + at * size_of(DTYPE));
             }
         }
@@ -187,7 +193,7 @@ inline void move(const uchar *source, uchar *to, const Tokens &tokens, const KvW
                 *reinterpret_cast<uint4 *>(page + (at.row * p.head_dim + j) * size_of(CODEC)) = moved[r];
             } else {
                 const uint count = min(4u, p.head_dim - j);
-                move_row(source, source_row(p, places[r].token, places[r].head) * p.head_dim + j, DTYPE, page, at.row * p.head_dim + j, CODEC,
+                move_row(source, source_row(p, places[r]) * p.head_dim + j, DTYPE, page, at.row * p.head_dim + j, CODEC,
                          count, ALIGNED, 0, 1);
             }
         }
@@ -213,7 +219,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MINBLOCKS)
     __shared__ __align__(8) uint tables[K_WORDS > V_WORDS ? K_WORDS : V_WORDS];
 #endif
     const uchar *source = is_key ? k : v;
-    const WritablePlanes to = is_key ? WritablePlanes{k_low, k_high, k_norms, k_means} : WritablePlanes{v_low, v_high, v_norms, v_means};
+    const WritablePlanes to =
+        is_key ? WritablePlanes{k_low, k_high, k_norms, k_means} : WritablePlanes{v_low, v_high, v_norms, v_means};
     const float scale = is_key ? p.k_scale : p.v_scale;
     // The same code where both are encoded alike.
     if (is_key || (K_DTYPE == V_DTYPE && K_CODEC == V_CODEC && K_NORM == V_NORM)) {

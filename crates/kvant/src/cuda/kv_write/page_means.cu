@@ -1,10 +1,10 @@
 // page_means: the means of the pages that a step opens, for layers with centred codecs: before each pass of kv_write.cu
 // over the step's keys and values, [T, Hk, D] or [Hk, T, D].
 //
-// A block takes one head, blockIdx.y, of one token, blockIdx.x; blockIdx.z is 0 for keys and 1 for values. It has work if
-// the token has the first position of a page. In the first pass, for pages whose means are those of the step's vectors:
-// the threads list the page's tokens, sum their vectors, and rotate and store the mean. In the second pass, for the
-// others: they sum what the previous page stores. Threads form slices, which have a vector at a time.
+// A block takes one head, blockIdx.y, of one token, blockIdx.x; blockIdx.z is 0 for keys and 1 for values. It has work
+// if the token has the first position of a page. In the first pass, for pages whose means are those of the step's
+// vectors: the threads list the page's tokens, sum their vectors, and rotate and store the mean. In the second pass,
+// for the others: they sum what the previous page stores. Threads form slices, which have a vector at a time.
 //
 // In the first pass the blocks of the first head also write, for each token, whether it belongs to the second.
 #include "codec/page_means.h"
@@ -70,7 +70,8 @@ inline bool is_in(const KvWriteParams &p, const Tokens &tokens, PageOfSequence p
 
 // Whether the step opens the page, does not fill it, and the sequence holds the previous page. All threads call it.
 // `guess`: the token of the page's first position, if tokens follow one another in the step.
-inline bool needs_previous(const KvWriteParams &p, const Tokens &tokens, PageOfSequence page, uint guess, Shared &shared) {
+inline bool needs_previous(const KvWriteParams &p, const Tokens &tokens, PageOfSequence page, uint guess,
+                           Shared &shared) {
     RowPlace before;
     if (page.index == 0 || !find_page(p, tokens, {page.sequence, page.index - 1}, 0, before)) {
         return false;
@@ -277,8 +278,8 @@ inline void store_page(const KvWriteParams &p, const Tokens &tokens, const Side 
 }
 
 // The mean of the page that a token opens in this pass, for a head. In the second pass pages may need one another: only
-// a step with gaps opens two pages of a sequence without filling the first. The block of the first of them does all, and
-// stores the vectors of each before it goes on to the next.
+// a step with gaps opens two pages of a sequence without filling the first. The block of the first of them does all,
+// and stores the vectors of each before it goes on to the next.
 template <uint DTYPE, uint CODEC, uint NORM>
 inline void open_pages(const KvWriteParams &p, const Tokens &tokens, const Side &side, uint token, uint head,
                        Shared &shared) {
@@ -304,9 +305,10 @@ inline void open_pages(const KvWriteParams &p, const Tokens &tokens, const Side 
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    KVANT_KERNEL(const uchar *k, const uchar *v, const uint *positions, const uint *sequence, const uint *lens, uchar *k_low,
-                 uchar *k_high, float *k_norms, uchar *v_low, uchar *v_high, float *v_norms,
-                 const __grid_constant__ KvWriteParams p, const uint *table, uchar *k_means, uchar *v_means, uint *second) {
+    KVANT_KERNEL(const uchar *k, const uchar *v, const uint *positions, const uint *sequence, const uint *lens,
+                 uchar *k_low, uchar *k_high, float *k_norms, uchar *v_low, uchar *v_high, float *v_norms,
+                 const __grid_constant__ KvWriteParams p, const uint *table, uchar *k_means, uchar *v_means,
+                 uint *second) {
     take_turn();
     __shared__ Shared shared;
     const Tokens tokens = {positions, sequence, lens, table, second};

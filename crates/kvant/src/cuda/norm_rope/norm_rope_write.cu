@@ -6,8 +6,8 @@
 // does not hold when the step is written, or for which their sequence has no page, are skipped, as are tokens whose
 // sequence or position is out of range.
 //
-// Around page means it serves steps without two tokens of a sequence. Of others it leaves keys and values as rows of f32,
-// [T, Hk, D], which kv_write stores (IN_ROWS).
+// Around page means it serves steps without two tokens of a sequence. Of others it leaves keys and values as rows of
+// f32, [T, Hk, D], which kv_write stores (IN_ROWS).
 //
 // Positions, sequences, lengths, page tables, weights and angles are read before the previous kernel has ended
 // (device/dependent_launch.h).

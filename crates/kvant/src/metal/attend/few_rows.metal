@@ -6,9 +6,9 @@
 //   softmax   a SIMD-group a row, two keys a thread; the row's state is in its registers;
 //   values    a thread owns four coordinates of every 128/(D/4)-th key, and o of all rows at them, in registers; the
 //             threads left over, where D/4 does not divide 128, own none.
-// Over quantised keys the queries are rotated first; over quantised values o is rotated back at the end. Over page means
-// a tile begins where a page does, or within it: each mean of keys is one more key, and each mean of values one more
-// value, whose weight is the sum of the page's weights.
+// Over quantised keys the queries are rotated first; over quantised values o is rotated back at the end. Over page
+// means a tile begins where a page does, or within it: each mean of keys is one more key, and each mean of values one
+// more value, whose weight is the sum of the page's weights.
 #include "attend/keys.h"
 #include "attend/softmax.h"
 #include "rotate.h"

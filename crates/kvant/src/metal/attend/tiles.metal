@@ -7,8 +7,8 @@
 //   scores    each SIMD-group multiplies its coordinates; the partial products meet in threadgroup memory;
 //   softmax   a SIMD-group a row, a key a thread; the row's state is in its registers;
 //   values    each SIMD-group adds weights · values to its part of o.
-// Over quantised keys the queries are rotated first; over quantised values o is rotated back at the end. Over page means
-// these are added where keys and values are decoded, once for all rows of a tile.
+// Over quantised keys the queries are rotated first; over quantised values o is rotated back at the end. Over page
+// means these are added where keys and values are decoded, once for all rows of a tile.
 #include "attend/keys.h"
 #include "attend/softmax.h"
 #include "rotate.h"

@@ -19,9 +19,9 @@
 // Over quantised keys the queries are rotated when they are loaded; over quantised values the output is rotated back
 // once.
 //
-// Over pages (work.h) a row's place is looked up when it is copied. A key that no page holds is zeros, and masked. Around
-// page means (generic/means.h) the scores of a page's keys get the product of the query and the mean of keys, one for
-// each page; o gets the mean of values times the sum of the weights, once for each page of a tile.
+// Over pages (work.h) a row's place is looked up when it is copied. A key that no page holds is zeros, and masked.
+// Around page means (generic/means.h) the scores of a page's keys get the product of the query and the mean of keys,
+// one for each page; o gets the mean of values times the sum of the weights, once for each page of a tile.
 //
 // Positions, sequences and lengths are read before the previous kernel has ended (device/dependent_launch.h).
 #include "attend/division.h"
@@ -278,7 +278,8 @@ inline void work_on(const AttendParams &p, const Buffers &b, const Shared &share
         for (uint r = thread; r < ROWS; r += THREADS) {
             rows[r].seen = rows[r].token.sequence == sequence ? visible(p, rows[r].token) : Range{0, 0};
         }
-        Segment segment = {any, sequence, 0, pages_of(p, b.table, sequence), part.head / SHARES * MEAN_BYTES, any.first};
+        const uint mean = part.head / SHARES * MEAN_BYTES;
+        Segment segment = {any, sequence, 0, pages_of(p, b.table, sequence), mean, any.first};
         any = in_tiles(any);
         segment.keys = part_of(any, before, part.tiles);
         before += tiles_of(any);

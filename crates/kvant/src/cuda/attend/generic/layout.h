@@ -129,8 +129,8 @@ struct Shared {
         return words() + 7;
     }
 
-    // Over page means. [PAGES_AT_ONCE][ROWS]: the products of queries and the means of keys; [PAGES_AT_ONCE]: the scales
-    // of the means of values; [KEY_GROUPS][ROWS]: the sums of the weights of 16 values.
+    // Over page means. [PAGES_AT_ONCE][ROWS]: the products of queries and the means of keys; [PAGES_AT_ONCE]: the
+    // scales of the means of values; [KEY_GROUPS][ROWS]: the sums of the weights of 16 values.
     float *products() const {
         return reinterpret_cast<float *>(base + AT_PRODUCTS);
     }

@@ -27,8 +27,8 @@ inline float scale_of(const uchar *mean) {
     return mean == nullptr ? 0 : *reinterpret_cast<const float *>(mean + HEAD_DIM);
 }
 
-// The products of all queries and the means of the keys of a lot, with the means' scales, and the scales of the means of
-// values. Codes are exact in f16. Threads that read the results pass a barrier first.
+// The products of all queries and the means of the keys of a lot, with the means' scales, and the scales of the means
+// of values. Codes are exact in f16. Threads that read the results pass a barrier first.
 inline void multiply_means(const Buffers &b, const Shared &shared, const Segment &segment, uint lot) {
     const uint warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     if constexpr (V_CENTRED) {
@@ -62,8 +62,8 @@ inline void multiply_means(const Buffers &b, const Shared &shared, const Segment
             }
 #pragma unroll
             for (uint c = 0; c < 4; c++) {
-                const uint page = g + c / 2 * 8;
-                shared.products()[page * ROWS + n * 8 + 2 * t + c % 2] = (sums[0][c] + sums[1][c]) * scale_of(means[c / 2]);
+                const uint at = (g + c / 2 * 8) * ROWS + n * 8 + 2 * t + c % 2;
+                shared.products()[at] = (sums[0][c] + sums[1][c]) * scale_of(means[c / 2]);
             }
         }
     }

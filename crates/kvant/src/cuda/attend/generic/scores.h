@@ -28,7 +28,8 @@ template <bool HALF> inline uint made_finite(uint pair) {
 
 // Norm i of those at `norms`.
 template <bool CENTRED> inline float norm_at(const uchar *norms, uint i) {
-    return CENTRED ? half_to_float(reinterpret_cast<const ushort *>(norms)[i]) : reinterpret_cast<const float *>(norms)[i];
+    return CENTRED ? half_to_float(reinterpret_cast<const ushort *>(norms)[i])
+                   : reinterpret_cast<const float *>(norms)[i];
 }
 
 // S^T of 16 keys: raw products, with the keys' norms.

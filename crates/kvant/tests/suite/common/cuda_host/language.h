@@ -209,6 +209,10 @@ inline unsigned char *kvant_at(unsigned address) {
     return reinterpret_cast<unsigned char *>(origin + long(int(address - unsigned(origin))));
 }
 template <typename T> void kvant_load(unsigned from, T &x) { __builtin_memcpy(&x, kvant_at(from), sizeof(T)); }
+template <typename T, typename U> void kvant_load(unsigned from, T &x, U &y) {
+    kvant_load(from, x);
+    kvant_load(from + sizeof(T), y);
+}
 template <typename T> void kvant_store(unsigned to, T x) { __builtin_memcpy(kvant_at(to), &x, sizeof(T)); }
 inline void kvant_copy(unsigned to, const unsigned char *from, unsigned bytes, bool there) {
     if (there) {

@@ -1,5 +1,5 @@
-//! A CUDA device that runs kernels on this machine's CPU, compiled by clang: those without PTX for clusters, barriers in
-//! shared memory and products of warpgroups. `language.h` is what they use of CUDA C++, and of PTX ([`PTX`]);
+//! A CUDA device that runs kernels on this machine's CPU, compiled by clang: those without PTX for clusters, barriers
+//! in shared memory and products of warpgroups. `language.h` is what they use of CUDA C++, and of PTX ([`PTX`]);
 //! `runtime.cpp` runs a block's threads as fibers. `KVANT_TEST_DEVICE=cuda-host` selects it.
 //!
 //! Other kernels do not compile here: their launches fail with the compiler's first message.
@@ -182,9 +182,10 @@ const PTX: [(&str, &str); 20] = [
     ("prefetch.global.L2 [%0]", ";"),
     ("ld.acquire.gpu.global.u32 %0, [%1];\" : \"=r\"(seen)", "seen = *arrived;"),
     ("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1", "before = (*counter)++;"),
-    ("ld.shared.v2.b32 {%0, %1}, [%2];\" : \"=f\"(threshold)", {
-        "kvant_load(cell * (CELL_COPIES * 8) + cells, threshold), kvant_load(cell * (CELL_COPIES * 8) + cells + 4, index);"
-    }),
+    (
+        "ld.shared.v2.b32 {%0, %1}, [%2];\" : \"=f\"(threshold)",
+        "kvant_load(cell * (CELL_COPIES * 8) + cells, threshold, index);",
+    ),
     ("ld.shared.b32 %0, [%1];\" : \"=f\"(c)", "kvant_load(index * (COPIES * 4) + centroids, c);"),
     ("st.shared.u16 [%0], %1;\" ::\"r\"(at + j)", "kvant_store(at + j, x);"),
 ];
