@@ -173,6 +173,7 @@ conformance::linear embed
 pages histories::random_histories_match_naive_attention
 pages means::a_step_with_gaps_opens_pages_in_order
 pages means::attention_with_windows
+pages means::many_rows_are_stored_as_the_reference_stores_them
 conformance::attend forced_splits
 conformance::attend sinks
 conformance::attend not_finite_keys_and_values

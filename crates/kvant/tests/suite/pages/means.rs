@@ -10,7 +10,7 @@ use crate::common::{
     nmse, run, sees_indices,
 };
 use kvant::{
-    CacheLayer, Codec, DType, Device, Error, KvPool, PoolSpec, Sequence, Step,
+    CacheLayer, Codec, DType, Device, DeviceKind, Error, KvPool, PoolSpec, Sequence, Step,
     ops::{self, Angles, Attend, HeadNorm, KvSide, NormRopeWrite, Rope},
 };
 
@@ -347,6 +347,45 @@ fn a_step_with_gaps_opens_pages_in_order() {
                 }
                 assert!(nmse(&k, &want_k) < 1e-4, "{device}: D {dim}: {}", nmse(&k, &want_k));
                 assert!(v == want_v, "{device}: D {dim}: the other side");
+            }
+        }
+    }
+}
+
+/// Many rows of 16-bit numbers, for which CUDA has another kernel, in steps that end within a page.
+#[test]
+fn many_rows_are_stored_as_the_reference_stores_them() {
+    let centred = Codec::tq_centred;
+    let cases = [
+        (128, DType::BF16, centred(4), centred(8)),
+        (256, DType::F16, centred(3), Codec::F16),
+        (512, DType::BF16, centred(6), centred(5)),
+    ];
+    for (dim, dtype, k, v) in cases {
+        for device in devices() {
+            // Enough for every multiprocessor, or for machines that play one.
+            let (heads, tokens) = if device.kind() == DeviceKind::Cuda { (16, 300) } else { (2, 60) };
+            let store = |device: &Device| {
+                let layer = CacheLayer::new(heads, dim, k).v(v);
+                let pool = KvPool::new(device, &PoolSpec::new(vec![layer], 64 << 20).page_tokens(PAGE)).unwrap();
+                let data = around(&mut Rng::of(format!("many {dim}")), tokens, heads, dim, 2.0);
+                let (mut sequence, mut at) = (pool.sequence(), 0);
+                for count in [tokens - 25, 25] {
+                    let step = pool.step(&mut [(&mut sequence, count)]).unwrap();
+                    layers::write(pool.layer(0).unwrap(), &data.part(at..at + count), dtype, &step).unwrap();
+                    at += count;
+                }
+                let step = pool.step(&mut [(&mut sequence, 0)]).unwrap();
+                let read = |side| layers::read_paged(pool.layer(0).unwrap(), side, &step, 0, 0..tokens).unwrap();
+                (means(&pool, &step), [read(KvSide::K), read(KvSide::V)])
+            };
+            let (want_means, want) = store(&Device::reference());
+            let (got_means, got) = store(device);
+            for (page, (got, want)) in got_means.iter().zip(&want_means).enumerate() {
+                assert!(distance(got, want) < 0.01, "{device}: D {dim}, page {page}");
+            }
+            for (got, want) in got.iter().zip(&want) {
+                assert!(nmse(got, want) < 1e-4, "{device}: D {dim}: {}", nmse(got, want));
             }
         }
     }
