@@ -172,7 +172,7 @@ conformance::linear an_expert_is_a_matrix
 conformance::linear embed
 pages histories::random_histories_match_naive_attention
 pages means::a_step_with_gaps_opens_pages_in_order
-pages means::attention_with_windows
+pages means::attention::windows
 pages means::many_rows_are_stored_as_the_reference_stores_them
 conformance::attend forced_splits
 conformance::attend sinks

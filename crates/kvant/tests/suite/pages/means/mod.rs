@@ -1,17 +1,16 @@
 //! Codecs with page means: which mean a page gets, what is stored around it, and attention over both.
 
-use super::{
-    case::{CASE, Case},
-    tokens::{DIM, WINDOW, feed, prompt_token},
-};
+mod attention;
+
+use super::tokens::{DIM, WINDOW, feed, prompt_token};
 use crate::common::{
-    Rng, devices, input,
+    Out, Rng, devices, input,
     layers::{self, CENTRED_CODECS, GAUSSIAN_MSE, Source},
     nmse, run, sees_indices,
 };
 use kvant::{
     CacheLayer, Codec, DType, Device, DeviceKind, Error, KvPool, PoolSpec, Sequence, Step,
-    ops::{self, Angles, Attend, HeadNorm, KvSide, NormRopeWrite, Rope},
+    ops::{self, Angles, HeadNorm, KvSide, NormRopeWrite, Rope},
 };
 
 const PAGE: usize = 16;
@@ -283,7 +282,7 @@ fn devices_write_what_the_reference_writes() {
             }
             let x = |values: &[f32]| input(device, DType::F32, values, &[of_a + of_b, 2, dim]).unwrap();
             let (k, v) = (x(&part.k), x(&part.v));
-            let q_out = crate::common::Out::new(device, DType::F32, &[of_a + of_b, 2, dim]).unwrap();
+            let q_out = Out::new(device, DType::F32, &[of_a + of_b, 2, dim]).unwrap();
             let args = NormRopeWrite::new(&k, &k, &v, &step, pool.layer(0).unwrap(), &q_out.tensor);
             run(device, |enc| ops::norm_rope_write(enc, &args)).unwrap();
         }
@@ -409,7 +408,7 @@ fn fused_writes_store_around_the_mean_of_what_they_write() {
             at += count;
             let x = |values: &[f32]| input(device, DType::F32, values, &[count, heads, dim]).unwrap();
             let (k, v) = (x(&part.k), x(&part.v));
-            let q_out = crate::common::Out::new(device, DType::F32, &[count, heads, dim]).unwrap();
+            let q_out = Out::new(device, DType::F32, &[count, heads, dim]).unwrap();
             let args = NormRopeWrite::new(&k, &k, &v, &step, layer, &q_out.tensor)
                 .k_norm(Some(norm))
                 .v_norm(Some(norm))
@@ -452,7 +451,7 @@ fn positions_without_angles_count_for_no_mean() {
             let (k, v) = (x(&data.k), x(&data.v));
             let table = |x: f32| input(device, DType::F32, &vec![x; known * dim / 2], &[known, dim / 2]).unwrap();
             let (cos, sin) = (table(0.8), table(0.6));
-            let q_out = crate::common::Out::new(device, DType::F32, &[selected, 2, dim]).unwrap();
+            let q_out = Out::new(device, DType::F32, &[selected, 2, dim]).unwrap();
             let rope = Rope::new(Angles::Tables { cos: &cos, sin: &sin }, dim / 2);
             let args = NormRopeWrite::new(&k, &k, &v, &step, layer, &q_out.tensor).rope(Some(rope));
             run(device, |enc| ops::norm_rope_write(enc, &args)).unwrap();
@@ -460,86 +459,6 @@ fn positions_without_angles_count_for_no_mean() {
             (means(&pool, &whole), read(KvSide::K), read(KvSide::V))
         };
         assert!(store(tokens) == store(known), "{device}");
-    }
-}
-
-/// Every fill of the last page, written at once or token by token before.
-#[test]
-fn attention_at_every_fill() {
-    for (i, codec) in CENTRED_CODECS.into_iter().enumerate() {
-        for past in [0, 1, PAGE - 1, PAGE, 3 * PAGE + 1] {
-            let head_dim = [64, 128, 256, 512][(i + past) % 4];
-            for new in [1, 2, PAGE, PAGE + 1] {
-                let sequences = vec![(past, new), (2 * PAGE, 1)];
-                Case { k: codec, v: codec, head_dim, sequences, ..CASE }.check();
-            }
-        }
-    }
-}
-
-/// Every pair of widths, with plain and dense codecs on the other side.
-#[test]
-fn attention_over_every_pair() {
-    let others = [Codec::F16, Codec::F32, Codec::BF16, Codec::tq(8), Codec::tq(3)];
-    for (i, codec) in CENTRED_CODECS.into_iter().enumerate() {
-        for (j, other) in others.into_iter().chain(CENTRED_CODECS).enumerate() {
-            let head_dim = [64, 128, 256, 512][(i + j) % 4];
-            let group = [2, 1, 4, 7, 16][(i + j) % 5];
-            let page_tokens = [16, 32, 64, 128, 256][(i + 2 * j) % 5];
-            let sequences = if (i + j) % 2 == 0 { vec![(130, 1), (17, 1)] } else { vec![(70, 40)] };
-            let (k, v) = if j % 4 < 2 { (codec, other) } else { (other, codec) };
-            let dtype = [DType::F32, DType::F16, DType::BF16][(i + 2 * j) % 3];
-            Case { k, v, head_dim, group, page_tokens, sequences, dtype, ..CASE }.check();
-        }
-    }
-}
-
-#[test]
-fn attention_with_windows() {
-    for window in [1, 17, 40, 1000] {
-        for sequences in [vec![(100, 1), (16, 1), (0, 1)], vec![(90, 30), (5, 3)]] {
-            let codec = Codec::tq_centred(4);
-            Case { window: Some(window), k: codec, v: codec, sequences, ..CASE }.check();
-        }
-    }
-}
-
-/// Vectors that are not finite, or whose norms overflow f16, do not matter to tokens that do not see them: next to the
-/// first one seen, in its page and before that page.
-#[test]
-fn vectors_that_are_not_seen_do_not_matter() {
-    let (tokens, window) = (4 * PAGE + 6, 20);
-    let attended = |device: &Device, dtype: DType| -> Vec<f32> {
-        let layer = CacheLayer::new(1, 64, Codec::tq_centred(8)).window(Some(window));
-        let pool = KvPool::new(device, &PoolSpec::new(vec![layer], 4 << 20).page_tokens(PAGE)).unwrap();
-        let layer = pool.layer(0).unwrap();
-        layers::fill(layer, 0xFF).unwrap();
-        let mut data = around(&mut Rng::of("unseen"), tokens, 1, 64, 2.0);
-        let first = tokens - window;
-        for (at, x) in [(first - 1, f32::NAN), (first - 2, 1e9), (first - PAGE, f32::INFINITY)] {
-            data.k[at * 64..(at + 1) * 64].fill(x);
-            data.v[at * 64..(at + 1) * 64].fill(-x);
-        }
-        let mut sequence = pool.sequence();
-        append(&pool, &mut sequence, &data.part(0..PAGE));
-        // One by one, so that they are in no mean: those that overflow are stored as infinity.
-        let mut step = None;
-        for at in PAGE..tokens {
-            step = Some(append(&pool, &mut sequence, &data.part(at..at + 1)));
-        }
-        let q = input(device, dtype, &Rng::of("q").normals(2 * 64), &[1, 2, 64]).unwrap();
-        let out = crate::common::Out::new(device, dtype, &[1, 2, 64]).unwrap();
-        let step = step.expect("there are tokens");
-        run(device, |enc| ops::attend(enc, &Attend::new(&q, layer, &step, &out.tensor))).unwrap();
-        out.bytes().unwrap();
-        out.tensor.to_f32().unwrap()
-    };
-    for dtype in [DType::F32, DType::BF16] {
-        let want = attended(&Device::reference(), dtype);
-        for device in reference_and_devices() {
-            let got = attended(&device, dtype);
-            assert!(nmse(&got, &want) < 1e-4, "{device}: {dtype}: {}", nmse(&got, &want));
-        }
     }
 }
 

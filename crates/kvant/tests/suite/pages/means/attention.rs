@@ -1,0 +1,95 @@
+//! Attention over stored vectors and their means.
+
+use super::{PAGE, append, around, reference_and_devices};
+use crate::{
+    common::{
+        Out, Rng, input,
+        layers::{self, CENTRED_CODECS},
+        nmse, run,
+    },
+    pages::case::{CASE, Case},
+};
+use kvant::{
+    CacheLayer, Codec, DType, Device, KvPool, PoolSpec,
+    ops::{self, Attend},
+};
+
+/// Every fill of the last page, written at once or token by token before.
+#[test]
+fn every_fill() {
+    for (i, codec) in CENTRED_CODECS.into_iter().enumerate() {
+        for past in [0, 1, PAGE - 1, PAGE, 3 * PAGE + 1] {
+            let head_dim = [64, 128, 256, 512][(i + past) % 4];
+            for new in [1, 2, PAGE, PAGE + 1] {
+                let sequences = vec![(past, new), (2 * PAGE, 1)];
+                Case { k: codec, v: codec, head_dim, sequences, ..CASE }.check();
+            }
+        }
+    }
+}
+
+/// Every pair of widths, with plain and dense codecs on the other side.
+#[test]
+fn every_pair() {
+    let others = [Codec::F16, Codec::F32, Codec::BF16, Codec::tq(8), Codec::tq(3)];
+    for (i, codec) in CENTRED_CODECS.into_iter().enumerate() {
+        for (j, other) in others.into_iter().chain(CENTRED_CODECS).enumerate() {
+            let head_dim = [64, 128, 256, 512][(i + j) % 4];
+            let group = [2, 1, 4, 7, 16][(i + j) % 5];
+            let page_tokens = [16, 32, 64, 128, 256][(i + 2 * j) % 5];
+            let sequences = if (i + j) % 2 == 0 { vec![(130, 1), (17, 1)] } else { vec![(70, 40)] };
+            let (k, v) = if j % 4 < 2 { (codec, other) } else { (other, codec) };
+            let dtype = [DType::F32, DType::F16, DType::BF16][(i + 2 * j) % 3];
+            Case { k, v, head_dim, group, page_tokens, sequences, dtype, ..CASE }.check();
+        }
+    }
+}
+
+#[test]
+fn windows() {
+    for window in [1, 17, 40, 1000] {
+        for sequences in [vec![(100, 1), (16, 1), (0, 1)], vec![(90, 30), (5, 3)]] {
+            let codec = Codec::tq_centred(4);
+            Case { window: Some(window), k: codec, v: codec, sequences, ..CASE }.check();
+        }
+    }
+}
+
+/// Vectors that are not finite, or whose norms overflow f16, do not matter to tokens that do not see them: next to the
+/// first one seen, in its page and before that page.
+#[test]
+fn vectors_that_are_not_seen_do_not_matter() {
+    let (tokens, window) = (4 * PAGE + 6, 20);
+    let attended = |device: &Device, dtype: DType| -> Vec<f32> {
+        let layer = CacheLayer::new(1, 64, Codec::tq_centred(8)).window(Some(window));
+        let pool = KvPool::new(device, &PoolSpec::new(vec![layer], 4 << 20).page_tokens(PAGE)).unwrap();
+        let layer = pool.layer(0).unwrap();
+        layers::fill(layer, 0xFF).unwrap();
+        let mut data = around(&mut Rng::of("unseen"), tokens, 1, 64, 2.0);
+        let first = tokens - window;
+        for (at, x) in [(first - 1, f32::NAN), (first - 2, 1e9), (first - PAGE, f32::INFINITY)] {
+            data.k[at * 64..(at + 1) * 64].fill(x);
+            data.v[at * 64..(at + 1) * 64].fill(-x);
+        }
+        let mut sequence = pool.sequence();
+        append(&pool, &mut sequence, &data.part(0..PAGE));
+        // One by one, so that they are in no mean: those that overflow are stored as infinity.
+        let mut step = None;
+        for at in PAGE..tokens {
+            step = Some(append(&pool, &mut sequence, &data.part(at..at + 1)));
+        }
+        let q = input(device, dtype, &Rng::of("q").normals(2 * 64), &[1, 2, 64]).unwrap();
+        let out = Out::new(device, dtype, &[1, 2, 64]).unwrap();
+        let step = step.expect("there are tokens");
+        run(device, |enc| ops::attend(enc, &Attend::new(&q, layer, &step, &out.tensor))).unwrap();
+        out.bytes().unwrap();
+        out.tensor.to_f32().unwrap()
+    };
+    for dtype in [DType::F32, DType::BF16] {
+        let want = attended(&Device::reference(), dtype);
+        for device in reference_and_devices() {
+            let got = attended(&device, dtype);
+            assert!(nmse(&got, &want) < 1e-4, "{device}: {dtype}: {}", nmse(&got, &want));
+        }
+    }
+}
