@@ -59,14 +59,34 @@ inline OpenedPage opened_page(const LayerParams &layer, const uint *table, uint 
     return opened;
 }
 
-// Subtracts the mean of its page from a rotated row, of which SHARERS lanes have MINE coordinates each. With `opens`
-// the row's token opens the page, and is the only one in it: the lanes choose the mean, and store it. All lanes of a
-// warp call this; those whose row is not `kept` store nothing.
+// The mean of a row's page, as far as a lane needs it. It is loaded before the row is rotated, which takes as long.
+template <uint MINE> struct MeanPart {
+    uint codes[MINE / 4];
+    float scale;
+
+    inline void load(const uchar *mean, uint dim, uint lane) {
+#pragma unroll
+        for (uint i = 0; i < MINE / 4; i++) {
+            codes[i] = reinterpret_cast<const uint *>(mean + lane * MINE)[i];
+        }
+        scale = *reinterpret_cast<const float *>(mean + dim);
+    }
+    inline float at(uint j) const {
+        return scale * code_of_four(codes[j / 4], j % 4);
+    }
+};
+
+inline ulong mean_at(RowPlace at, uint head, uint dim) {
+    return page_bytes(at.page) + head * mean_bytes(dim);
+}
+
+// Subtracts `mean`, that of its page, from a rotated row, of which SHARERS lanes have MINE coordinates each. With
+// `opens` the row's token opens the page, and is the only one in it: the lanes choose the mean, and store it. All lanes
+// of a warp call this; those whose row is not `kept` store nothing.
 template <uint MINE, uint SHARERS, uint CODEC>
-inline void subtract_mean(float (&y)[MINE], const WritablePlanes &planes, RowPlace at, uint head, bool kept,
-                          OpenedPage opened, uint lane) {
+inline void subtract_mean(float (&y)[MINE], const MeanPart<MINE> &mean, const WritablePlanes &planes, RowPlace at,
+                          uint head, bool kept, OpenedPage opened, uint lane) {
     constexpr uint DIM = MINE * SHARERS;
-    uchar *mean = planes.means + page_bytes(at.page) + head * mean_bytes(DIM);
     opened.opens = opened.opens && kept;
     if (__any_sync(ALL, opened.opens)) {
         float squares = 0;
@@ -120,6 +140,7 @@ inline void subtract_mean(float (&y)[MINE], const WritablePlanes &planes, RowPla
             largest = fmaxf(largest, __shfl_xor_sync(ALL, largest, distance));
         }
         if (opened.opens) {
+            uchar *to = planes.means + mean_at(at, head, DIM);
             const float scale = scale_of_mean(largest);
 #pragma unroll
             for (uint j = 0; j < MINE; j += 4) {
@@ -129,21 +150,17 @@ inline void subtract_mean(float (&y)[MINE], const WritablePlanes &planes, RowPla
                     codes[i] = code_of_mean(m[j + i], scale);
                     y[j + i] -= scale * float(codes[i]);
                 }
-                *reinterpret_cast<uint *>(mean + lane * MINE + j) = four_codes(codes);
+                *reinterpret_cast<uint *>(to + lane * MINE + j) = four_codes(codes);
             }
             if (lane == 0) {
-                *reinterpret_cast<float *>(mean + DIM) = scale;
+                *reinterpret_cast<float *>(to + DIM) = scale;
             }
         }
     }
     if (kept && !opened.opens) {
 #pragma unroll
-        for (uint j = 0; j < MINE; j += 4) {
-            const float4 four = load_mean4(mean, lane * MINE + j, DIM);
-            y[j] -= four.x;
-            y[j + 1] -= four.y;
-            y[j + 2] -= four.z;
-            y[j + 3] -= four.w;
+        for (uint j = 0; j < MINE; j++) {
+            y[j] -= mean.at(j);
         }
     }
 }
@@ -152,8 +169,12 @@ inline void subtract_mean(float (&y)[MINE], const WritablePlanes &planes, RowPla
 template <uint MINE, uint SHARERS, uint CODEC, uint NORM, uint COPIES>
 inline void store_row_around(float (&y)[MINE], const WritablePlanes &planes, RowPlace at, uint head, bool kept,
                              OpenedPage opened, float scale, uint lane, const uint *tables) {
+    MeanPart<MINE> mean = {};
+    if (kept) {
+        mean.load(planes.means + mean_at(at, head, MINE * SHARERS), MINE * SHARERS, lane);
+    }
     rotate_row<MINE, SHARERS>(y, Signs<MINE>(SHARERS, lane), lane);
-    subtract_mean<MINE, SHARERS, CODEC>(y, planes, at, head, kept, opened, lane);
+    subtract_mean<MINE, SHARERS, CODEC>(y, mean, planes, at, head, kept, opened, lane);
     const Nearest<CODEC, COPIES> nearest_to(tables);
     const WritablePlanes to = planes.of_page(at.page);
     store_encoded<MINE, SHARERS, CODEC, NORM, COPIES>(y, to, at.row, kept, scale, lane, nearest_to);

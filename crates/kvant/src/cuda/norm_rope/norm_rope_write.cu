@@ -40,14 +40,14 @@ template <uint CODEC> inline void fill_tables(uint *tables) {
     }
 }
 
-// Encodes a rotated row of a head; `opened` returns the page that its token opens.
+// Encodes a rotated row of a head around `mean`; `opened` returns the page that its token opens.
 template <uint CODEC, uint NORM, typename Opened>
-inline void encode(float (&y)[PER], const WritablePlanes &planes, RowPlace place, uint head, Opened opened, float scale,
-                   uint lane, const uint *tables) {
+inline void encode(float (&y)[PER], const MeanPart<PER> &mean, const WritablePlanes &planes, RowPlace place, uint head,
+                   Opened opened, float scale, uint lane, const uint *tables) {
     if constexpr (is_quantised(CODEC)) {
         const bool kept = threadIdx.x < LANES;
         if constexpr (is_centred(CODEC)) {
-            subtract_mean<PER, LANES, CODEC>(y, planes, place, head, kept, opened(), lane);
+            subtract_mean<PER, LANES, CODEC>(y, mean, planes, place, head, kept, opened(), lane);
         }
         const Nearest<CODEC, COPIES> nearest_to(tables);
         const WritablePlanes to = planes.of_page(place.page);
@@ -113,6 +113,12 @@ extern "C" __global__ void KVANT_KERNEL(const uchar *q, const uchar *k, const uc
         copies_wait<0>();
         return;
     }
+#if IN_REGISTERS
+    MeanPart<PER> mean = {};
+    if (kept && threadIdx.x < 32 && is_centred(is_key ? K_CODEC : V_CODEC)) {
+        mean.load((is_key ? k_means : v_means) + mean_at(place, head, dim), dim, lane);
+    }
+#endif
     if (is_query) {
         const ulong at = (ulong(token) * p.heads + blockIdx.y) * dim;
         const float squares = load_head(row, q, at, Q_DTYPE, dim, team);
@@ -174,9 +180,9 @@ extern "C" __global__ void KVANT_KERNEL(const uchar *q, const uchar *k, const uc
         rotate_row<PER, LANES>(y, signs, lane);
         // The same code where both are encoded alike.
         if (is_key || (K_CODEC == V_CODEC && K_STORED_NORM == V_STORED_NORM)) {
-            encode<K_CODEC, K_STORED_NORM>(y, planes, place, head, opened, scale, lane, tables);
+            encode<K_CODEC, K_STORED_NORM>(y, mean, planes, place, head, opened, scale, lane, tables);
         } else {
-            encode<V_CODEC, V_STORED_NORM>(y, planes, place, head, opened, scale, lane, tables);
+            encode<V_CODEC, V_STORED_NORM>(y, mean, planes, place, head, opened, scale, lane, tables);
         }
     }
 #endif
