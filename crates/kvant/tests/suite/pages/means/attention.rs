@@ -37,7 +37,7 @@ fn every_pair() {
             let head_dim = [64, 128, 256, 512][(i + j) % 4];
             let group = [2, 1, 4, 7, 16][(i + j) % 5];
             let page_tokens = [16, 32, 64, 128, 256][(i + 2 * j) % 5];
-            let sequences = if (i + j) % 2 == 0 { vec![(130, 1), (17, 1)] } else { vec![(70, 40)] };
+            let sequences = if (i + j) % 2 == 0 { vec![(130, 1), (17, 1)] } else { vec![(35, 18)] };
             let (k, v) = if j % 4 < 2 { (codec, other) } else { (other, codec) };
             let dtype = [DType::F32, DType::F16, DType::BF16][(i + 2 * j) % 3];
             Case { k, v, head_dim, group, page_tokens, sequences, dtype, ..CASE }.check();
