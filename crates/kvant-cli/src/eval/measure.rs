@@ -31,6 +31,12 @@ impl Measurement<'_> {
         self.model.new_pool(&options)
     }
 
+    /// Whether the device stores vectors minus the means of their pages.
+    pub fn has_page_means(&self) -> bool {
+        let pool = self.pool(&Codec::tq_centred(4).into());
+        !matches!(pool, Err(kvant_models::Error::Kvant(kvant::Error::Unsupported { .. })))
+    }
+
     /// Tokens of all windows.
     pub fn tokens(&self) -> usize {
         self.windows.iter().map(|window| window.len()).sum()

@@ -3,6 +3,8 @@
 mod budget;
 mod measure;
 mod progress;
+mod report;
+mod resume;
 mod score;
 mod stream;
 
@@ -13,7 +15,7 @@ use std::{
 
 use kvant::{Codec, PoolSpec};
 use kvant_models::{Files, PoolOptions, Tokenizer};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use self::{measure::Measurement, progress::Progress, score::Score};
 use crate::{
@@ -43,6 +45,8 @@ pub struct EvalArgs {
     kv: Vec<Kv>,
     #[command(flatten)]
     budget: budget::BudgetArgs,
+    #[command(flatten)]
+    report: report::ReportArgs,
     /// Tokens in a window
     #[arg(long, value_name = "N", default_value_t = 1024, value_parser = clap::value_parser!(u32).range(2..))]
     window_tokens: u32,
@@ -79,7 +83,7 @@ const DEFAULTS: [Codec; 7] =
     [Codec::F16, Codec::tq(8), Codec::tq(6), Codec::tq(5), Codec::tq(4), Codec::tq(3), Codec::tq(2)];
 
 /// The results of a cache type.
-#[derive(Serialize)]
+#[derive(Clone, Serialize, Deserialize)]
 struct EvalLine {
     kv: String,
     /// Predictions.
@@ -109,8 +113,10 @@ pub fn run(args: &EvalArgs) -> Result {
     let page_tokens = args.page_tokens;
     let step_tokens = args.step_tokens.map_or(page_tokens.max(1), |tokens| tokens as usize);
     let measurement = Measurement { model: &model, windows, step_tokens, page_tokens };
+    let subject = subject(args, &measurement);
     let lines = match args.budget.asked() {
-        Some((bits, out)) => budget::run(bits, out, &args.kv, &measurement, &subject(args, &measurement))?,
+        Some((bits, out)) => budget::run(bits, out, &args.kv, &measurement, &subject)?,
+        None if let Some(folder) = &args.report.report => report::run(folder, &args.kv, &measurement, &subject)?,
         None if args.kv.is_empty() => {
             lines(&DEFAULTS.map(|codec| Kv::from(kvant_models::KvCodec::from(codec))), &measurement)?
         }

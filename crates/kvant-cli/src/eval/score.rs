@@ -49,6 +49,11 @@ impl Score {
         self.divergences.len()
     }
 
+    /// The divergences, in the order of the predictions.
+    pub fn divergences(&self) -> &[f64] {
+        &self.divergences
+    }
+
     pub fn nats_per_token(&self) -> f64 {
         self.nats / self.tokens() as f64
     }

@@ -186,7 +186,7 @@ fn a_stopped_search_continues() {
     let file: serde_json::Value = serde_json::from_slice(&std::fs::read(&out).unwrap()).unwrap();
     // A measurement that could not be: it shows in the result.
     let layers = ["tq2:tq4"; 6];
-    let known = json!({"layers": layers.join(","), "kl_mean": 1e-12});
+    let known = json!({"of": layers.join(","), "result": 1e-12});
     let part = out.with_file_name("best.json.part");
     std::fs::write(&part, format!("{}\n{known}\n", file["model"].as_str().unwrap())).unwrap();
     run();
@@ -223,4 +223,64 @@ fn files_of_types_per_layer_are_checked() {
     assert!(error.contains("codecs of 6 layers") && error.contains("of 2"), "{error}");
     let attend = kvant(&["bench", "attend", "--kv", &at]).error();
     assert!(attend.contains(&at), "{attend}");
+}
+
+#[test]
+fn a_report_is_one_page_with_its_data() {
+    let folder = scratch("eval_report");
+    let (text, layers, out) = (folder.join("text"), folder.join("a<b>&.json"), folder.join("new").join("report"));
+    std::fs::write(&text, TEXT).unwrap();
+    std::fs::write(&layers, r#"{"layers": ["tq4", "tq4", "tq2", "tq3", "tq8", "f16"]}"#).unwrap();
+    let kv = format!("f16,tq4,tq2c,@{}", str(&layers));
+    let args = ["eval", "--text", str(&text), "--kv", &kv, "--report", str(&out), "--window-tokens", "40", "--json"];
+    let lines = kvant(&args).json();
+    let read = |name: &str| std::fs::read_to_string(out.join(name)).unwrap();
+    let data: serde_json::Value = serde_json::from_str(&read("report.json")).unwrap();
+    assert_keys(&data, "subject tokens window_tokens caches layers");
+    assert_eq!(data["window_tokens"], 40);
+    let caches = data["caches"].as_array().unwrap();
+    assert_eq!(caches.len(), 4);
+    for (cache, line) in caches.iter().zip(&lines) {
+        let mut cache = cache.clone();
+        let parts = cache.as_object_mut().unwrap().remove("kl_by_position").unwrap();
+        assert_eq!(&cache, line);
+        let parts: Vec<f64> = parts.as_array().unwrap().iter().map(|kl| kl.as_f64().unwrap()).collect();
+        assert_eq!(parts.len(), 16);
+        // Parts are of nearly equal length.
+        let mean = parts.iter().sum::<f64>() / 16.0;
+        assert!((0.5..2.0).contains(&(mean / line["kl_mean"].as_f64().unwrap())), "{parts:?}");
+    }
+    assert_keys(&data["layers"], "kv keys values");
+    for side in ["keys", "values"] {
+        let kls = data["layers"][side].as_array().unwrap();
+        assert!(kls.len() == 6 && kls.iter().all(|kl| kl.as_f64().unwrap() > 0.0), "{kls:?}");
+    }
+    let page = read("report.html");
+    assert_eq!(page.matches("<svg").count(), 4);
+    for outside in ["<script", "src=", "href=", "url(", "@import", "<b>"] {
+        assert!(!page.contains(outside), "{outside}");
+    }
+    assert!(page.contains("a&lt;b&gt;&amp;.json"));
+    assert!(!out.join("measurements.part").exists());
+
+    // A measurement that could not be, of a report that was stopped: it is not measured again.
+    let subject = data["subject"].as_str().unwrap();
+    let mut known = caches[0].clone();
+    known["kl_mean"] = json!(0.125);
+    let of = "f16 Same(KvCodec { k: Dense(F16), v: Dense(F16) })";
+    std::fs::write(out.join("measurements.part"), format!("{subject}\n{}\n", json!({"of": of, "result": known})))
+        .unwrap();
+    assert_eq!(kvant(&args).json()[0]["kl_mean"], 0.125);
+
+    // Nothing that could be drawn on a logarithmic axis.
+    let ids = folder.join("ids");
+    std::fs::write(&ids, "2 17 301").unwrap();
+    let exact = folder.join("exact");
+    kvant(&["eval", "--tokens", str(&ids), "--kv", "f32", "--report", str(&exact)]).ok();
+    assert_eq!(std::fs::read_to_string(exact.join("report.html")).unwrap().matches("<svg").count(), 4);
+
+    let both = kvant(&["eval", "--text", str(&text), "--report", str(&out), "--budget", "3", "--out", "x"]).error();
+    assert!(both.contains("cannot be used with"), "{both}");
+    let taken = kvant(&["eval", "--text", str(&text), "--report", str(&text)]).error();
+    assert!(taken.contains("--report"), "{taken}");
 }

@@ -1,19 +1,20 @@
 //! `kvant eval --budget`: finds codecs per layer and side under a mean number of bits, and writes them to a file.
 
-mod divergence_file;
 mod search;
 
 use std::path::{Path, PathBuf};
 
-use kvant::{Codec, Error};
+use kvant::Codec;
 use kvant_models::{CacheCodecs, KvCodec, Model};
 use serde::Serialize;
 
-use self::{
-    divergence_file::DivergenceFile,
-    search::{Assignment, Choice, Found, Phase, Search},
+use self::search::{Assignment, Choice, Found, Phase, Search};
+use super::{
+    EvalLine,
+    measure::Measurement,
+    progress::Progress,
+    resume::{self, ResumeFile},
 };
-use super::{EvalLine, measure::Measurement, progress::Progress};
 use crate::{Result, args::Kv, output};
 
 /// Caches that advance through the text together.
@@ -74,7 +75,7 @@ pub fn run(budget: f64, out: &Path, kv: &[Kv], measurement: &Measurement, subjec
     search.check()?;
     let mut part = out.as_os_str().to_os_string();
     part.push(".part");
-    let mut measured = DivergenceFile::open(part.into(), subject)?;
+    let mut measured = ResumeFile::open(part.into(), subject)?;
     let mut phases = Phases { sides: &sides, codecs: &codecs, measurement, measured: &mut measured };
     let Found { best, uniform } = search.run(&mut |phase, all| phases.measure(phase, all))?;
     let layers = |choice: &Choice| sides.layers(&codecs, &choice.widths.iter().copied().map(Some).collect());
@@ -85,7 +86,7 @@ pub fn run(budget: f64, out: &Path, kv: &[Kv], measurement: &Measurement, subjec
         tokens: measurement.tokens(),
         model: subject,
     };
-    divergence_file::replace(out, &(serde_json::to_string_pretty(&report)? + "\n"))?;
+    resume::replace(out, &(serde_json::to_string_pretty(&report)? + "\n"))?;
     measured.remove()?;
     let best = Kv { name: format!("@{}", out.display()), codecs: CacheCodecs::PerLayer(layers(&best).into()) };
     let uniform = layers(&uniform).first().map(|&kv| Kv::from(kv));
@@ -102,10 +103,7 @@ fn codecs(kv: &[Kv], measurement: &Measurement) -> Result<Vec<Codec>> {
         }
     }
     if codecs.is_empty() {
-        let has_means = !matches!(
-            measurement.pool(&Codec::tq_centred(4).into()),
-            Err(kvant_models::Error::Kvant(Error::Unsupported { .. }))
-        );
+        let has_means = measurement.has_page_means();
         codecs.extend(kvant::codec::BITS.map(|bits| if has_means { Codec::tq_centred(bits) } else { Codec::tq(bits) }));
     }
     codecs.sort_by(|&a, &b| bits(a).total_cmp(&bits(b)));
@@ -146,7 +144,7 @@ struct Phases<'a> {
     sides: &'a Sides,
     codecs: &'a [Codec],
     measurement: &'a Measurement<'a>,
-    measured: &'a mut DivergenceFile,
+    measured: &'a mut ResumeFile<f64>,
 }
 
 impl Phases<'_> {
@@ -183,6 +181,6 @@ impl Phases<'_> {
             }
         }
         progress.finish();
-        Ok(all.iter().filter_map(|(name, _)| self.measured.get(name)).collect())
+        Ok(all.iter().filter_map(|(name, _)| self.measured.get(name).copied()).collect())
     }
 }

@@ -1,4 +1,4 @@
-//! The divergences that a search has measured, in a file: a search that was stopped continues where it was.
+//! What a long measurement knows already, in a file: one that was stopped continues where it was.
 
 use std::{
     collections::BTreeMap,
@@ -7,59 +7,59 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 use crate::{Result, output};
 
-/// A line of the file. The first one says what is measured.
+/// A line of the file. The first line of a file is its subject instead.
 #[derive(Serialize, Deserialize)]
-struct MeasuredLine {
-    /// A codec, or a pair, for each layer.
-    layers: String,
-    kl_mean: f64,
+struct KnownLine<T> {
+    /// What was measured.
+    of: String,
+    result: T,
 }
 
-/// Divergences by the codecs of all layers.
-pub struct DivergenceFile {
+/// Results by the names of what was measured.
+pub struct ResumeFile<T> {
     path: PathBuf,
     file: File,
-    known: BTreeMap<String, f64>,
+    known: BTreeMap<String, T>,
 }
 
-impl DivergenceFile {
-    /// Reads the file if it is of the same `subject`, and starts it anew otherwise.
-    pub fn open(path: PathBuf, subject: &str) -> Result<DivergenceFile> {
+impl<T: Clone + Serialize + DeserializeOwned> ResumeFile<T> {
+    /// Reads the file if it is of the same `subject`, a line of text, and starts it anew otherwise.
+    pub fn open(path: PathBuf, subject: &str) -> Result<ResumeFile<T>> {
         let error = |error: std::io::Error| format!("{}: {error}", path.display());
         let mut known = BTreeMap::new();
         match fs::read_to_string(&path) {
             Ok(text) => match text.strip_prefix(subject).and_then(|rest| rest.strip_prefix('\n')) {
                 Some(lines) => {
                     // The last line may be incomplete.
-                    let lines = lines.lines().map_while(|line| serde_json::from_str::<MeasuredLine>(line).ok());
-                    known.extend(lines.map(|line| (line.layers, line.kl_mean)));
+                    let lines = lines.lines().map_while(|line| serde_json::from_str::<KnownLine<T>>(line).ok());
+                    known.extend(lines.map(|line| (line.of, line.result)));
                 }
-                None => output::note(&format!("{}: of another search; starts anew\n", path.display()))?,
+                None => output::note(&format!("{}: of another measurement; starts anew\n", path.display()))?,
             },
             Err(other) if other.kind() == ErrorKind::NotFound => {}
             Err(other) => return Err(error(other).into()),
         }
         let mut text = format!("{subject}\n");
-        for (layers, &kl_mean) in &known {
-            text += &line(layers, kl_mean)?;
+        for (of, result) in &known {
+            text += &line(of, result.clone())?;
         }
         replace(&path, &text)?;
         let file = File::options().append(true).open(&path).map_err(error)?;
-        Ok(DivergenceFile { path, file, known })
+        Ok(ResumeFile { path, file, known })
     }
 
-    pub fn get(&self, layers: &str) -> Option<f64> {
-        self.known.get(layers).copied()
+    pub fn get(&self, of: &str) -> Option<&T> {
+        self.known.get(of)
     }
 
-    pub fn add(&mut self, layers: &str, kl_mean: f64) -> Result {
-        let line = line(layers, kl_mean)?;
+    pub fn add(&mut self, of: &str, result: T) -> Result {
+        let line = line(of, result.clone())?;
         self.file.write_all(line.as_bytes()).map_err(|error| format!("{}: {error}", self.path.display()))?;
-        self.known.insert(layers.to_string(), kl_mean);
+        self.known.insert(of.to_string(), result);
         Ok(())
     }
 
@@ -69,8 +69,8 @@ impl DivergenceFile {
     }
 }
 
-fn line(layers: &str, kl_mean: f64) -> Result<String> {
-    Ok(serde_json::to_string(&MeasuredLine { layers: layers.to_string(), kl_mean })? + "\n")
+fn line<T: Serialize>(of: &str, result: T) -> Result<String> {
+    Ok(serde_json::to_string(&KnownLine { of: of.to_string(), result })? + "\n")
 }
 
 /// Writes a file such that it is complete, or as it was.
@@ -91,26 +91,27 @@ mod tests {
 
     #[test]
     fn what_was_measured_is_known_again() {
-        let dir = std::env::temp_dir().join(format!("kvant-measured-{}", std::process::id()));
+        let dir = std::env::temp_dir().join(format!("kvant-resume-{}", std::process::id()));
         fs::create_dir_all(&dir).unwrap();
         let path = dir.join("best.json.part");
-        let mut measured = DivergenceFile::open(path.clone(), "a subject").unwrap();
-        assert_eq!(measured.get("tq4,tq4"), None);
-        measured.add("tq4,tq4", 0.375).unwrap();
-        measured.add("tq4,tq3", 0.5).unwrap();
-        drop(measured);
+        let open = |subject| ResumeFile::<f64>::open(path.clone(), subject).unwrap();
+        let mut file = open("a subject");
+        assert_eq!(file.get("tq4,tq4"), None);
+        file.add("tq4,tq4", 0.375).unwrap();
+        file.add("tq4,tq3", 0.5).unwrap();
+        drop(file);
         // A line that was being written when the process ended.
         let whole = fs::read_to_string(&path).unwrap();
-        fs::write(&path, format!("{whole}{{\"layers\":\"tq2,tq")).unwrap();
-        let mut again = DivergenceFile::open(path.clone(), "a subject").unwrap();
-        assert_eq!((again.get("tq4,tq4"), again.get("tq4,tq3")), (Some(0.375), Some(0.5)));
+        fs::write(&path, format!("{whole}{{\"of\":\"tq2,tq")).unwrap();
+        let mut again = open("a subject");
+        assert_eq!((again.get("tq4,tq4"), again.get("tq4,tq3")), (Some(&0.375), Some(&0.5)));
         assert_eq!(again.get("tq2,tq"), None);
         again.add("tq2,tq2", 2.0).unwrap();
         drop(again);
-        let again = DivergenceFile::open(path.clone(), "a subject").unwrap();
-        assert_eq!((again.get("tq2,tq2"), again.known.len()), (Some(2.0), 3));
+        let again = open("a subject");
+        assert_eq!((again.get("tq2,tq2"), again.known.len()), (Some(&2.0), 3));
         drop(again);
-        let other = DivergenceFile::open(path.clone(), "another subject").unwrap();
+        let other = open("another subject");
         assert_eq!(other.known.len(), 0);
         other.remove().unwrap();
         assert!(!path.exists());

@@ -1,0 +1,55 @@
+//! The page of a report: one HTML file with its plots inside.
+
+use std::fmt::Write;
+
+use super::{ReportData, plots};
+use crate::Result;
+
+const STYLE: &str = "body{font:15px/1.5 system-ui,sans-serif;max-width:820px;margin:2em auto;padding:0 1em;color:#222;\
+background:#fff}h1{font-size:1.4em}h2{font-size:1.1em;margin-top:2em}table{border-collapse:collapse}\
+td,th{padding:.2em .7em;text-align:right;border-bottom:1px solid #ddd}td:first-child,th:first-child{text-align:left}\
+svg{max-width:100%;height:auto}";
+
+/// The page.
+pub fn html(data: &ReportData) -> Result<String> {
+    let mut page = String::new();
+    write!(
+        page,
+        "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\"><title>KV cache types</title>\
+         <style>{STYLE}</style></head>\n<body><h1>What KV cache types cost</h1>\n<p>{}; {} tokens in windows of up to \
+         {}. KL is the divergence, in nats, of the next-token distribution from that with an f32 cache.</p>\n",
+        escape(&data.subject),
+        data.tokens,
+        data.window_tokens
+    )?;
+    page += "<table><tr><th>cache</th><th>bytes per token</th><th>KL, mean</th><th>KL, 99 %</th>\
+             <th>same top token</th><th>perplexity</th></tr>\n";
+    for cache in &data.caches {
+        let line = &cache.line;
+        writeln!(
+            page,
+            "<tr><td>{}</td><td>{}</td><td>{:.2e}</td><td>{:.2e}</td><td>{:.2} %</td><td>{:.3}</td></tr>",
+            escape(&line.kv),
+            line.bytes_per_token,
+            line.kl_mean,
+            line.kl_p99,
+            100.0 * line.top1_agreement,
+            line.perplexity
+        )?;
+    }
+    page += "</table>\n";
+    for (title, svg) in [
+        ("Divergence against bytes", plots::divergence(data)?),
+        ("Other most probable tokens against bytes", plots::disagreement(data)?),
+        ("Divergence by position", plots::positions(data)?),
+        ("Divergence of each layer alone", plots::layers(data)?),
+    ] {
+        writeln!(page, "<h2>{title}</h2>\n{svg}")?;
+    }
+    page += "</body></html>\n";
+    Ok(page)
+}
+
+fn escape(text: &str) -> String {
+    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
+}

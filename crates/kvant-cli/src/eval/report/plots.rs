@@ -1,0 +1,214 @@
+//! The plots of a report, as SVG.
+
+use plotters::{
+    coord::ranged1d::ValueFormatter,
+    prelude::*,
+    style::text_anchor::{HPos, Pos, VPos},
+};
+
+use super::{CacheData, ReportData};
+use crate::Result;
+
+const SIZE: (u32, u32) = (760, 420);
+/// Okabe and Ito's colours, which most people can distinguish.
+const COLOURS: [RGBColor; 8] = [
+    RGBColor(0, 114, 178),
+    RGBColor(213, 94, 0),
+    RGBColor(0, 158, 115),
+    RGBColor(204, 121, 167),
+    RGBColor(86, 180, 233),
+    RGBColor(230, 159, 0),
+    RGBColor(90, 90, 90),
+    RGBColor(150, 120, 0),
+];
+const FONT: (&str, u32) = ("sans-serif", 13);
+
+fn colour(index: usize) -> RGBColor {
+    COLOURS[index % COLOURS.len()]
+}
+
+const DENSE: &str = "dense";
+
+/// A family of cache types, joined by a line.
+fn family(kv: &str) -> &'static str {
+    match kv {
+        kv if kv.starts_with('@') => "types per layer",
+        kv if kv.contains(':') => "keys and values differ",
+        kv if kv.starts_with("tq") && kv.ends_with('c') => "TurboQuant with page means",
+        kv if kv.starts_with("tq") => "TurboQuant",
+        _ => DENSE,
+    }
+}
+
+/// The last part of a path; other names as they are.
+fn short(kv: &str) -> &str {
+    kv.rsplit('/').next().unwrap_or(kv)
+}
+
+/// Mean divergence against bytes per token.
+pub fn divergence(data: &ReportData) -> Result<String> {
+    against_bytes(data, "mean KL, nats (log)", |cache| cache.line.kl_mean)
+}
+
+/// Predictions with another most probable token, against bytes per token.
+pub fn disagreement(data: &ReportData) -> Result<String> {
+    against_bytes(data, "other most probable token, % (log)", |cache| 100.0 * (1.0 - cache.line.top1_agreement))
+}
+
+/// Cache types by bytes per token. Numbers of 0 have no logarithm and are left out.
+fn against_bytes(data: &ReportData, label: &str, value: impl Fn(&CacheData) -> f64) -> Result<String> {
+    let points: Vec<(&str, f64, f64)> = data
+        .caches
+        .iter()
+        .map(|cache| (cache.line.kv.as_str(), cache.line.bytes_per_token as f64, value(cache)))
+        .filter(|point| point.2 > 0.0)
+        .collect();
+    let most = points.iter().map(|point| point.1).fold(1.0, f64::max);
+    let mut svg = String::new();
+    {
+        let root = SVGBackend::with_string(&mut svg, SIZE).into_drawing_area();
+        let mut chart = ChartBuilder::on(&root)
+            .margin(12)
+            .x_label_area_size(44)
+            .y_label_area_size(70)
+            .build_cartesian_2d(0.0..most * 1.12, bounds(points.iter().map(|point| point.2)).log_scale())?;
+        let mut mesh = chart.configure_mesh();
+        mesh.x_desc("bytes per token, keys and values of all layers").y_desc(label);
+        mesh.x_label_formatter(&|x| format!("{x:.0}"))
+            .y_label_formatter(&scientific)
+            .label_style(FONT)
+            .light_line_style(TRANSPARENT)
+            .draw()?;
+        let mut families: Vec<&str> = Vec::new();
+        for (kv, ..) in &points {
+            if !families.contains(&family(kv)) {
+                families.push(family(kv));
+            }
+        }
+        for (index, &name) in families.iter().enumerate() {
+            let colour = colour(index);
+            let mut of_family: Vec<_> = points.iter().filter(|point| family(point.0) == name).collect();
+            of_family.sort_by(|a, b| a.1.total_cmp(&b.1));
+            let joined = if of_family.len() > 1 && name.starts_with("Turbo") { &of_family[..] } else { &[] };
+            chart.draw_series(LineSeries::new(joined.iter().map(|point| (point.1, point.2)), &colour))?;
+            chart
+                .draw_series(of_family.iter().map(|point| Circle::new((point.1, point.2), 4, colour.filled())))?
+                .label(name)
+                .legend(move |(x, y)| Circle::new((x + 8, y), 4, colour.filled()));
+            // On the side of a line where no other line is.
+            let (h_pos, offset) =
+                if name.starts_with("Turbo") || name == DENSE { (HPos::Left, 7) } else { (HPos::Right, -7) };
+            chart.draw_series(of_family.iter().map(|point| {
+                let style = TextStyle::from(FONT.into_font()).pos(Pos::new(h_pos, VPos::Bottom));
+                EmptyElement::at((point.1, point.2)) + Text::new(short(point.0).to_string(), (offset, 0), style)
+            }))?;
+        }
+        legend(&mut chart)?;
+        root.present()?;
+    }
+    Ok(svg)
+}
+
+/// Mean divergence by the position in a window.
+pub fn positions(data: &ReportData) -> Result<String> {
+    let numbers = data.caches.iter().flat_map(|cache| &cache.kl_by_position).copied().filter(|&kl| kl > 0.0);
+    let window = data.window_tokens as f64;
+    let mut svg = String::new();
+    {
+        let root = SVGBackend::with_string(&mut svg, SIZE).into_drawing_area();
+        let mut chart = ChartBuilder::on(&root)
+            .margin(12)
+            .x_label_area_size(44)
+            .y_label_area_size(70)
+            .build_cartesian_2d(0.0..window * 1.25, bounds(numbers).log_scale())?;
+        let mut mesh = chart.configure_mesh();
+        mesh.x_desc("position in the window").y_desc("mean KL, nats (log)");
+        let position = |x: &f64| if *x <= window { format!("{x:.0}") } else { String::new() };
+        mesh.x_label_formatter(&position).y_label_formatter(&scientific);
+        mesh.label_style(FONT).light_line_style(TRANSPARENT).draw()?;
+        let mut labels = Vec::new();
+        for (index, cache) in data.caches.iter().enumerate() {
+            let colour = colour(index);
+            let parts = cache.kl_by_position.len() as f64;
+            let points = cache.kl_by_position.iter().enumerate();
+            let points = points.map(|(part, &kl)| ((part as f64 + 0.5) * window / parts, kl));
+            let points: Vec<(f64, f64)> = points.filter(|point| point.1 > 0.0).collect();
+            if let Some(end) = points.last() {
+                labels.push((chart.backend_coord(end), short(&cache.line.kv), colour));
+            }
+            chart.draw_series(LineSeries::new(points, colour.stroke_width(2)))?;
+        }
+        // Labels at the ends of the lines, below each other.
+        labels.sort_by_key(|label| label.0.1);
+        let mut next = 0;
+        for ((x, y), name, colour) in labels {
+            let y = y.max(next);
+            next = y + FONT.1 as i32;
+            let style = TextStyle::from(FONT.into_font()).color(&colour).pos(Pos::new(HPos::Left, VPos::Center));
+            root.draw_text(name, &style, (x + 6, y))?;
+        }
+        root.present()?;
+    }
+    Ok(svg)
+}
+
+/// What each layer costs: a bar for its keys and one for its values.
+pub fn layers(data: &ReportData) -> Result<String> {
+    let layers = &data.layers;
+    let most = layers.keys.iter().chain(&layers.values).copied().fold(1e-12, f64::max);
+    let mut svg = String::new();
+    {
+        let root = SVGBackend::with_string(&mut svg, SIZE).into_drawing_area();
+        let count = layers.keys.len();
+        let mut chart = ChartBuilder::on(&root)
+            .margin(12)
+            .x_label_area_size(44)
+            .y_label_area_size(70)
+            .build_cartesian_2d(-0.5..count as f64 - 0.5, 0.0..most * 1.15)?;
+        let mut mesh = chart.configure_mesh();
+        mesh.disable_x_mesh().x_desc("layer").y_desc(format!("mean KL, nats, of {} there alone", layers.kv));
+        mesh.x_labels(count.min(24))
+            .x_label_formatter(&|x| if x.fract() == 0.0 { format!("{x:.0}") } else { String::new() });
+        mesh.y_label_formatter(&scientific).label_style(FONT).light_line_style(TRANSPARENT).draw()?;
+        for (index, (name, kls, left)) in
+            [("keys", &layers.keys, -0.36), ("values", &layers.values, 0.02)].into_iter().enumerate()
+        {
+            let colour = colour(index);
+            let bars = kls.iter().enumerate().map(|(layer, &kl)| {
+                let left = layer as f64 + left;
+                Rectangle::new([(left, 0.0), (left + 0.34, kl)], colour.filled())
+            });
+            chart
+                .draw_series(bars)?
+                .label(name)
+                .legend(move |(x, y)| Rectangle::new([(x, y - 5), (x + 12, y + 5)], colour.filled()));
+        }
+        legend(&mut chart)?;
+        root.present()?;
+    }
+    Ok(svg)
+}
+
+/// From below the least number to above the greatest.
+fn bounds(numbers: impl Iterator<Item = f64>) -> std::ops::Range<f64> {
+    let (least, most) = numbers.fold((f64::INFINITY, 0.0), |(least, most), x| (f64::min(least, x), f64::max(most, x)));
+    if least > most { 1e-3..1.0 } else { least / 2.0..most * 2.0 }
+}
+
+/// As `0.01` or `2.5e-3`.
+fn scientific(number: &f64) -> String {
+    if (0.01..1000.0).contains(number) || *number == 0.0 {
+        return format!("{}", (number * 1e4).round() / 1e4);
+    }
+    format!("{number:.1e}").replace(".0e", "e")
+}
+
+fn legend<'a, X, Y>(chart: &mut ChartContext<'a, SVGBackend<'a>, Cartesian2d<X, Y>>) -> Result
+where
+    X: Ranged<ValueType = f64> + ValueFormatter<f64>,
+    Y: Ranged<ValueType = f64> + ValueFormatter<f64>,
+{
+    let mut labels = chart.configure_series_labels();
+    labels.position(SeriesLabelPosition::UpperRight).background_style(WHITE.mix(0.8)).label_font(FONT);
+    Ok(labels.draw()?)
+}
