@@ -25,7 +25,7 @@ constant uint PAGE_SHIFT [[function_constant(5)]];
 constant bool PAGED = PAGE_SHIFT != 0;
 constant bool HAS_HIGH = (WITH_HIGH >> CODEC % CENTRED & 1) != 0;
 constant bool HAS_NORMS = CODEC >= TQ2;
-constant bool HAS_MEANS = CODEC >= CENTRED;
+constant bool HAS_MEANS = (CODEC & CENTRED) != 0;
 
 kernel void kv_read(device const uchar *low [[buffer(0)]],
                     device const uchar *high [[buffer(1), function_constant(HAS_HIGH)]],

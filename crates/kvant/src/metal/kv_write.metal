@@ -39,8 +39,8 @@ constant bool V_HAS_HIGH = (WITH_HIGH >> V_CODEC % CENTRED & 1) != 0;
 constant bool K_HAS_NORMS = K_CODEC >= TQ2;
 constant bool V_HAS_NORMS = V_CODEC >= TQ2;
 constant bool HAS_PASSES = PASS != ALONE;
-constant bool K_HAS_MEANS = K_CODEC >= CENTRED;
-constant bool V_HAS_MEANS = V_CODEC >= CENTRED;
+constant bool K_HAS_MEANS = (K_CODEC & CENTRED) != 0;
+constant bool V_HAS_MEANS = (V_CODEC & CENTRED) != 0;
 
 // The source of a side.
 struct Source {

@@ -53,8 +53,8 @@ constant bool K_HAS_HIGH = (WITH_HIGH >> K_CODEC % CENTRED & 1) != 0;
 constant bool V_HAS_HIGH = (WITH_HIGH >> V_CODEC % CENTRED & 1) != 0;
 constant bool K_HAS_NORMS = K_CODEC >= TQ2;
 constant bool V_HAS_NORMS = V_CODEC >= TQ2;
-constant bool K_HAS_MEANS = K_CODEC >= CENTRED;
-constant bool V_HAS_MEANS = V_CODEC >= CENTRED;
+constant bool K_HAS_MEANS = (K_CODEC & CENTRED) != 0;
+constant bool V_HAS_MEANS = (V_CODEC & CENTRED) != 0;
 
 static_assert(WRITE_ROOM >= NORM_ROOM, "norm_rope_write: norm and storing use the same room");
 

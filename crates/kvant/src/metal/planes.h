@@ -30,7 +30,7 @@ inline bool is_quantised(uint codec) {
 }
 
 inline bool is_centred(uint codec) {
-    return codec >= CENTRED;
+    return (codec & CENTRED) != 0;
 }
 
 inline bool has_high(uint codec) {
