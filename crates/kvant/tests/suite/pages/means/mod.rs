@@ -443,6 +443,7 @@ fn positions_without_angles_count_for_no_mean() {
         let store = |selected: usize| {
             let pool = pool(device, 2, dim, Codec::tq_centred(4));
             let layer = pool.layer(0).unwrap();
+            layers::fill(layer, 0).unwrap();
             let data = around(&mut Rng::of("angles"), tokens, 2, dim, 2.0).part(0..selected);
             let mut sequence = pool.sequence();
             let whole = pool.step(&mut [(&mut sequence, tokens)]).unwrap();
@@ -455,7 +456,7 @@ fn positions_without_angles_count_for_no_mean() {
             let rope = Rope::new(Angles::Tables { cos: &cos, sin: &sin }, dim / 2);
             let args = NormRopeWrite::new(&k, &k, &v, &step, layer, &q_out.tensor).rope(Some(rope));
             run(device, |enc| ops::norm_rope_write(enc, &args)).unwrap();
-            let read = |side| layers::read_paged(layer, side, &whole, 0, 0..known).unwrap();
+            let read = |side| layers::read_paged(layer, side, &whole, 0, 0..tokens).unwrap();
             (means(&pool, &whole), read(KvSide::K), read(KvSide::V))
         };
         assert!(store(tokens) == store(known), "{device}");
