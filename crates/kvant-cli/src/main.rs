@@ -7,6 +7,7 @@ mod args;
 mod bench;
 mod chat;
 mod devices;
+mod doctor;
 #[cfg(feature = "download")]
 mod download;
 mod eval;
@@ -49,6 +50,7 @@ enum Command {
     Serve(serve::ServeArgs),
     Inspect(inspect::InspectArgs),
     Devices(devices::DevicesArgs),
+    Doctor(doctor::DoctorArgs),
     #[command(subcommand)]
     Bench(bench::Bench),
     Completions(shell::CompletionArgs),
@@ -83,6 +85,7 @@ fn main() -> ExitCode {
         Command::Serve(args) => serve::run(&args),
         Command::Inspect(args) => inspect::run(&args),
         Command::Devices(args) => devices::run(&args),
+        Command::Doctor(args) => doctor::run(&args),
         Command::Bench(bench) => bench::run(&bench),
     };
     match result {

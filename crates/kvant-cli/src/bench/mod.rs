@@ -8,6 +8,8 @@ mod norm_rope;
 mod pages;
 mod timing;
 
+pub use buffers::random;
+
 use std::time::Duration;
 
 use kvant::{Codec, DType, Device};

@@ -3,6 +3,7 @@
 mod bench;
 mod chat;
 mod devices;
+mod doctor;
 mod errors;
 mod eval;
 mod generate;

@@ -1,0 +1,148 @@
+//! `kvant doctor`: compares a device with the reference, operation by operation.
+
+mod cases;
+
+use std::time::Instant;
+
+use kvant::{Device, Error};
+use serde::Serialize;
+
+use crate::{
+    Result,
+    args::{ActivationArgs, DeviceArgs},
+    output,
+};
+use cases::Trial;
+
+/// Check a device: run every operation on it once, and compare the results with the reference
+///
+/// The cases are small. The first run of a case compiles its kernels
+/// where a device does that; times include making the inputs. What a device does not
+/// support is listed and is no failure. If results are wrong, paste the lines of `--json` into an issue.
+#[derive(clap::Args)]
+pub struct DoctorArgs {
+    /// One JSON object per line: device, case, status, error, bound, reason, first_us, us
+    #[arg(long)]
+    json: bool,
+    #[command(flatten)]
+    activations: ActivationArgs,
+    #[command(flatten)]
+    device: DeviceArgs,
+}
+
+#[derive(Serialize)]
+struct Finding {
+    device: String,
+    case: String,
+    /// `ok`, `wrong`, `failed` or `unsupported`.
+    status: &'static str,
+    /// √(Σ(x−y)²/Σy²) against the reference.
+    error: Option<f64>,
+    bound: f64,
+    /// Why there is no result.
+    reason: Option<String>,
+    first_us: Option<f64>,
+    us: Option<f64>,
+}
+
+pub fn run(args: &DoctorArgs) -> Result {
+    let device = args.device.open()?;
+    let reference = Device::reference();
+    let cases = cases::all(args.activations.dtype(&device));
+    output::people(&format!("{device}\n"), args.json)?;
+    let mut bad = 0;
+    for case in &cases {
+        let line = examine(&device, &reference, case)?;
+        bad += usize::from(matches!(line.status, "wrong" | "failed"));
+        if args.json { output::json_line(&line)? } else { output::text(&text(&line))? }
+    }
+    match bad {
+        0 => Ok(()),
+        _ => Err(format!("{bad} of {} cases are not as the reference has them", cases.len()).into()),
+    }
+}
+
+fn examine(device: &Device, reference: &Device, case: &Trial) -> Result<Finding> {
+    let want = case.run(reference)?;
+    let timed = || {
+        let begin = Instant::now();
+        let got = case.run(device);
+        (got, output::round3(begin.elapsed().as_secs_f64() * 1e6))
+    };
+    let (first, first_us) = timed();
+    let line = Finding {
+        device: device.to_string(),
+        case: case.name.clone(),
+        status: "failed",
+        error: None,
+        bound: case.bound,
+        reason: None,
+        first_us: None,
+        us: None,
+    };
+    let got = match first {
+        Ok(got) => got,
+        Err(error) => {
+            let unsupported = matches!(error.downcast_ref(), Some(Error::Unsupported { .. }));
+            let status = if unsupported { "unsupported" } else { "failed" };
+            return Ok(Finding { status, reason: Some(error.to_string()), ..line });
+        }
+    };
+    // Kernels are compiled by now. What works once may fail the second time.
+    let (again, us) = timed();
+    let error = distance(&got, &want).max(distance(&again?, &want));
+    // NaN is not within a bound.
+    let status = if error <= case.bound { "ok" } else { "wrong" };
+    Ok(Finding { status, error: Some(error), first_us: Some(first_us), us: Some(us), ..line })
+}
+
+/// √(Σ(x−y)²/Σy²); infinite for other lengths.
+fn distance(got: &[f32], want: &[f32]) -> f64 {
+    if got.len() != want.len() {
+        return f64::INFINITY;
+    }
+    let square = |x: f64| x * x;
+    let error: f64 = got.iter().zip(want).map(|(&x, &y)| square(f64::from(x) - f64::from(y))).sum();
+    let size: f64 = want.iter().map(|&y| square(f64::from(y))).sum();
+    if error == 0.0 { 0.0 } else { (error / size).sqrt() }
+}
+
+fn text(line: &Finding) -> String {
+    let Finding { case, status, bound, .. } = line;
+    match (line.error, line.first_us, line.us) {
+        (Some(error), Some(first), Some(us)) => format!(
+            "{status:<6} {case:<44} error {error:>7.1e} of {bound:.0e}   first {:>9.1} ms   then {:>8.3} ms\n",
+            first / 1e3,
+            us / 1e3
+        ),
+        _ => format!("{status:<6} {case:<44} {}\n", line.reason.as_deref().unwrap_or_default()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn distances_are_relative_and_notice_what_is_not_a_number() {
+        assert_eq!(distance(&[3.0, 4.0], &[3.0, 4.0]), 0.0);
+        assert_eq!(distance(&[3.0, 5.0], &[3.0, 4.0]), 0.2);
+        assert_eq!(distance(&[0.0], &[0.0]), 0.0);
+        assert_eq!(distance(&[1.0], &[0.0]), f64::INFINITY);
+        assert_eq!(distance(&[1.0], &[1.0, 1.0]), f64::INFINITY);
+        assert!(distance(&[f32::NAN], &[1.0]).is_nan());
+    }
+
+    #[test]
+    fn a_wrong_result_is_wrong() {
+        let device = Device::cpu();
+        let case = |factor: f32| {
+            Trial::new("case", 1e-3, move |on| {
+                let is_reference = on.kind() == kvant::device::DeviceKind::Reference;
+                Ok(vec![if is_reference { 1.0 } else { factor }])
+            })
+        };
+        let status = |factor| examine(&device, &Device::reference(), &case(factor)).unwrap().status;
+        assert_eq!([status(1.0), status(1.01), status(f32::NAN)], ["ok", "wrong", "wrong"]);
+    }
+}
