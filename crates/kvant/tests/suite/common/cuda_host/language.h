@@ -214,12 +214,10 @@ template <typename T, typename U> void kvant_load(unsigned from, T &x, U &y) {
     kvant_load(from + sizeof(T), y);
 }
 template <typename T> void kvant_store(unsigned to, T x) { __builtin_memcpy(kvant_at(to), &x, sizeof(T)); }
-inline void kvant_copy(unsigned to, const unsigned char *from, unsigned bytes, bool there) {
-    if (there) {
-        __builtin_memcpy(kvant_at(to), from, bytes);
-    } else {
-        __builtin_memset(kvant_at(to), 0, bytes);
-    }
+// Copies `bytes` of `size`; the rest are zeros.
+inline void kvant_copy(unsigned to, const unsigned char *from, unsigned size, unsigned bytes) {
+    __builtin_memcpy(kvant_at(to), from, bytes);
+    __builtin_memset(kvant_at(to + bytes), 0, size - bytes);
 }
 
 // A pair of 16-bit floats, infinities as the largest finite ones.
