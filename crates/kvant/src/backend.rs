@@ -31,6 +31,11 @@ pub(crate) trait Backend: Send + Sync {
     fn upload(&self, memory: &dyn Memory, offset: usize, bytes: &[u8]) -> Result<()>;
     /// `offset + out.len()` is within the allocation; waits for committed work.
     fn download(&self, memory: &dyn Memory, offset: usize, out: &mut [u8]) -> Result<()>;
+    /// Starts to read, after committed work, without waiting. `None` for a device that has no such transfer, or no
+    /// memory for it. `offset + bytes` is within the allocation.
+    fn start_download(&self, _memory: &dyn Memory, _offset: usize, _bytes: usize) -> Result<Option<Box<dyn Transfer>>> {
+        Ok(None)
+    }
     /// Starts a pass.
     fn begin(self: Arc<Self>) -> Result<Box<dyn Pass>>;
     /// Prepares calls for replay.
@@ -54,6 +59,14 @@ pub trait Wait: Send {
     /// Returns when it is done, with its fault if it failed.
     fn wait(self: Box<Self>) -> Result<()>;
     /// Whether [`Wait::wait`] would return at once.
+    fn is_done(&self) -> bool;
+}
+
+/// A transfer to the host that has been started.
+pub trait Transfer: Send {
+    /// Waits until it is done, and writes its bytes to `out`, which has as many.
+    fn finish(self: Box<Self>, out: &mut [u8]) -> Result<()>;
+    /// Whether [`Transfer::finish`] would return at once.
     fn is_done(&self) -> bool;
 }
 

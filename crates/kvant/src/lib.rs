@@ -107,6 +107,7 @@ mod kv;
 mod layer;
 mod metal;
 pub mod ops;
+mod readback;
 pub mod reference;
 mod step;
 mod tensor;
@@ -118,6 +119,7 @@ pub use encoder::{Encoder, Graph, Submission};
 pub use error::{Error, Result};
 pub use kv::{CacheLayer, KvPool, PoolSpec, PoolUsage, PrefixCache, Sequence, StepSize};
 pub use layer::{HeadOrder, KvLayer, LayerSpec, Planes};
+pub use readback::Readback;
 pub use step::{Batch, Step};
 pub use tensor::{MAX_RANK, Tensor};
 

@@ -5,7 +5,7 @@ use std::{cell::RefCell, sync::Arc};
 use super::launch::{Launch, Scratch};
 use crate::{
     Device, DeviceKind, Error, MemoryInfo, Result,
-    backend::{Backend, Memory, Pass, Replay, Wait},
+    backend::{Backend, Memory, Pass, Replay, Transfer, Wait},
     ops::{Call, attend},
 };
 
@@ -42,6 +42,11 @@ pub trait Executor: Send + Sync + 'static {
     fn upload(&self, memory: &dyn Memory, offset: usize, bytes: &[u8]) -> Result<()>;
     /// Waits for committed work, then reads. `offset + out.len()` is within the allocation.
     fn download(&self, memory: &dyn Memory, offset: usize, out: &mut [u8]) -> Result<()>;
+    /// Starts to read after committed work, without waiting for it. `None` if the executor has no such transfer, or no
+    /// memory for it. `offset + bytes` is within the allocation.
+    fn start_download(&self, _memory: &dyn Memory, _offset: usize, _bytes: usize) -> Result<Option<Box<dyn Transfer>>> {
+        Ok(None)
+    }
     /// How much memory there is. Machines that play a GPU have none of their own.
     fn memory(&self) -> Result<MemoryInfo> {
         Err(Error::Unsupported { op: "memory", device: "gpu", reason: "the executor does not report it".to_string() })
@@ -237,6 +242,10 @@ impl<E: Executor> Backend for Gpu<E> {
 
     fn download(&self, memory: &dyn Memory, offset: usize, out: &mut [u8]) -> Result<()> {
         if out.is_empty() { Ok(()) } else { self.executor.download(memory, offset, out) }
+    }
+
+    fn start_download(&self, memory: &dyn Memory, offset: usize, bytes: usize) -> Result<Option<Box<dyn Transfer>>> {
+        if bytes == 0 { Ok(None) } else { self.executor.start_download(memory, offset, bytes) }
     }
 
     fn begin(self: Arc<Self>) -> Result<Box<dyn Pass>> {

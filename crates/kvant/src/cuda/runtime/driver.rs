@@ -8,7 +8,10 @@ use std::{
 
 use cudarc::driver::sys::{self as cu, CUresult};
 
-use super::libraries;
+use super::{
+    libraries,
+    locked::{CudaDownload, LockedPool},
+};
 use crate::{Error, device::MemoryInfo};
 
 /// A call of the driver that failed.
@@ -21,6 +24,11 @@ pub(super) struct DriverError {
 impl DriverError {
     pub(super) fn is_out_of_memory(self) -> bool {
         self.status == CUresult::CUDA_ERROR_OUT_OF_MEMORY
+    }
+
+    /// Whether it is an answer, and no failure: the work is not done yet.
+    pub(super) fn is_not_ready(self) -> bool {
+        self.status == CUresult::CUDA_ERROR_NOT_READY
     }
 }
 
@@ -112,6 +120,7 @@ pub(super) struct CudaDevice {
     context: cu::CUcontext,
     pub stream: cu::CUstream,
     pool: cu::CUmemoryPool,
+    pub locked: LockedPool,
     turn: Mutex<()>,
 }
 
@@ -197,6 +206,7 @@ impl CudaDevice {
             context,
             stream,
             pool,
+            locked: LockedPool::default(),
             turn: Mutex::new(()),
         })
     }
@@ -340,7 +350,7 @@ impl CudaEvent {
     pub(super) fn is_done(&self) -> bool {
         // SAFETY: the event is alive.
         let asked = self.gpu.enter().and_then(|_entered| unsafe { driver!(cuEventQuery(self.event)) });
-        !matches!(asked, Err(DriverError { status: CUresult::CUDA_ERROR_NOT_READY, .. }))
+        !asked.is_err_and(DriverError::is_not_ready)
     }
 }
 
@@ -352,6 +362,10 @@ impl Drop for CudaEvent {
         }
     }
 }
+
+/// Uploads of up to so many bytes are staged in page-locked memory: the driver may wait for the stream before it copies
+/// other memory.
+const MOST_STAGED: usize = 1 << 20;
 
 /// An allocation. It is freed in stream order: work enqueued before may still use it.
 pub(super) struct CudaMemory {
@@ -373,6 +387,23 @@ impl CudaMemory {
     pub(super) fn upload(&self, offset: usize, bytes: &[u8]) -> Result<(), DriverError> {
         let to = self.at(offset, bytes.len());
         let _entered = self.gpu.enter()?;
+        if bytes.len() <= MOST_STAGED
+            && let Some(staged) = self.gpu.locked.take(bytes.len())
+        {
+            // SAFETY: the block has at least so many bytes, and nobody else uses it.
+            unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), staged.address, bytes.len()) };
+            let _turn = self.gpu.turn();
+            // SAFETY: both ranges exist, and the block is not written before the event that is recorded below.
+            let begun = unsafe {
+                driver!(cuMemcpyHtoDAsync_v2(to, staged.address.cast::<c_void>(), bytes.len(), self.gpu.stream))
+            };
+            let recorded = begun.and(staged.record(self.gpu.stream));
+            // Without the event nobody knows when the block is free.
+            if recorded.is_ok() {
+                self.gpu.locked.give(staged);
+            }
+            return recorded;
+        }
         let turn = self.gpu.turn();
         // SAFETY: both ranges exist. The driver has copied pageable host memory when it returns; where it reads later,
         // the stream is synchronised below.
@@ -392,6 +423,21 @@ impl CudaMemory {
         let begun = unsafe { driver!(cuMemcpyDtoHAsync_v2(out.as_mut_ptr().cast(), from, out.len(), self.gpu.stream)) };
         drop(turn);
         begun.and(self.gpu.synchronise())
+    }
+
+    /// Reads after all work enqueued in the stream, without waiting for it. `None` without page-locked host memory.
+    ///
+    /// Panics when the range is beyond the allocation.
+    pub(super) fn start_download(&self, offset: usize, bytes: usize) -> Result<Option<CudaDownload>, DriverError> {
+        let from = self.at(offset, bytes);
+        let _entered = self.gpu.enter()?;
+        let Some(memory) = self.gpu.locked.take(bytes) else { return Ok(None) };
+        let _turn = self.gpu.turn();
+        // SAFETY: both ranges exist; the block is not given to others before the event that is recorded below.
+        let begun =
+            unsafe { driver!(cuMemcpyDtoHAsync_v2(memory.address.cast::<c_void>(), from, bytes, self.gpu.stream)) };
+        begun.and(memory.record(self.gpu.stream))?;
+        Ok(Some(CudaDownload::new(memory, bytes, self.gpu.clone())))
     }
 
     fn at(&self, offset: usize, len: usize) -> cu::CUdeviceptr {
@@ -586,6 +632,33 @@ mod tests {
             assert_eq!(current(), gpu.context);
         }
         assert!(current().is_null());
+    }
+
+    /// Downloads that were started see the memory of that point in the stream, also if their blocks are used again.
+    #[test]
+    fn downloads_are_in_the_order_of_the_stream() {
+        let Some(gpu) = gpu() else { return };
+        let memory = gpu.allocate(1 << 20).unwrap();
+        let busy = gpu.allocate(4 << 30).unwrap();
+        let mut downloads = Vec::new();
+        for round in 0..20u8 {
+            // Delays what follows, and leaves some downloads without a reader.
+            busy.fill_with_zeros().unwrap();
+            memory.upload(0, &[round; 5000]).unwrap();
+            let download = memory.start_download(1, 4999 - usize::from(round)).unwrap().unwrap();
+            if round % 3 == 0 {
+                drop(download);
+            } else {
+                downloads.push((round, download));
+            }
+        }
+        assert!(downloads.iter().any(|(_, download)| !download.is_done()));
+        for (round, download) in downloads {
+            let mut got = vec![0; 4999 - usize::from(round)];
+            download.finish(&mut got).unwrap();
+            assert!(got.iter().all(|&byte| byte == round), "round {round}");
+        }
+        assert!(gpu.locked.len() <= 40, "{}", gpu.locked.len());
     }
 
     #[test]

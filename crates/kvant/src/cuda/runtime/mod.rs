@@ -27,18 +27,20 @@ mod cublaslt;
 mod driver;
 mod kernel_cache;
 pub(super) mod libraries;
+mod locked;
 
 use compile::{CompileTarget, KernelProgram};
 use cublaslt::{CublasLt, CublasLtPlan};
 pub(super) use driver::count;
 use driver::{CudaDevice, CudaEvent, CudaFunction, CudaGraph, CudaMemory, driver, fault};
 use kernel_cache::KernelCache;
+use locked::CudaDownload;
 
 use crate::{
     Error, Result,
     cuda::{attend::MAX_CLUSTER, headers},
     device::MemoryInfo,
-    gpu::{self, Constant, Executor, Launch, LaunchPass, Limits, Replay, Source, Wait},
+    gpu::{self, Constant, Executor, Launch, LaunchPass, Limits, Replay, Source, Transfer, Wait},
 };
 
 /// The most arguments of a kernel.
@@ -382,6 +384,16 @@ impl Executor for CudaExecutor {
         memory_of(memory).download(offset, out).map_err(fault)
     }
 
+    fn start_download(
+        &self,
+        memory: &dyn gpu::Memory,
+        offset: usize,
+        bytes: usize,
+    ) -> Result<Option<Box<dyn Transfer>>> {
+        let download = memory_of(memory).start_download(offset, bytes).map_err(fault)?;
+        Ok(download.map(|download| Box::new(download) as Box<dyn Transfer>))
+    }
+
     fn begin(&self) -> Result<Box<dyn LaunchPass>> {
         Ok(Box::new(CudaPass { launcher: self.launcher.clone(), launches: Vec::new() }))
     }
@@ -425,6 +437,16 @@ impl Wait for CudaEvent {
 
     fn is_done(&self) -> bool {
         CudaEvent::is_done(self)
+    }
+}
+
+impl Transfer for CudaDownload {
+    fn finish(self: Box<Self>, out: &mut [u8]) -> Result<()> {
+        CudaDownload::finish(*self, out).map_err(fault)
+    }
+
+    fn is_done(&self) -> bool {
+        CudaDownload::is_done(self)
     }
 }
 

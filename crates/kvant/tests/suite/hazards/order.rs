@@ -83,6 +83,36 @@ fn passes_of_two_threads() {
     }
 }
 
+/// A download that was started has what was committed before it, and nothing of what comes later.
+#[test]
+fn downloads_in_the_order_of_work() {
+    for device in devices() {
+        let len = 1000;
+        let x = Tensor::zeros(device, DType::U32, &[len]).unwrap();
+        let values: Vec<u32> = (0..20).collect();
+        let mut downloads = Vec::new();
+        for &value in &values {
+            let from = Tensor::from_slice(device, &vec![value; len], &[len]).unwrap();
+            run(device, |enc| ops::copy(enc, &from, &x)).unwrap();
+            // Parts, too, and some that nobody reads.
+            downloads.push((value, x.rows(value as usize..len).unwrap().read_back().unwrap()));
+            drop(x.read_back().unwrap());
+        }
+        x.write(&vec![77u32; len]).unwrap();
+        for (value, download) in downloads {
+            let got = download.to_vec::<u32>().unwrap();
+            assert!(got.len() == len - value as usize && got.iter().all(|&got| got == value), "{device}: {value}");
+        }
+        let last = x.read_back().unwrap();
+        while !last.is_done() {
+            std::thread::yield_now();
+        }
+        assert_eq!(last.to_vec::<u32>().unwrap(), vec![77; len]);
+        assert!(matches!(x.read_back().unwrap().to_vec::<f32>(), Err(Error::DType { .. })));
+        assert!(x.rows(5..5).unwrap().read_back().unwrap().to_vec::<u32>().unwrap().is_empty());
+    }
+}
+
 /// A context in one part writes the output itself; nothing is left for a merge to do.
 #[test]
 fn one_split_writes_output() {
