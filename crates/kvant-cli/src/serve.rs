@@ -72,6 +72,13 @@ pub struct ServeArgs {
     /// Draft tokens that a step tries for a request, from its own text; for texts that repeat themselves, on a GPU
     #[arg(long, value_name = "N", default_value_t = 0)]
     drafts: usize,
+    /// How long the start may take to compile kernels and record passes for all sizes of batches, on a GPU; 0 to do
+    /// that when they are needed
+    #[arg(long, value_name = "SECONDS", default_value_t = 300)]
+    warm_up: u64,
+    /// Wait for the result of each step before the next one starts, on a GPU too
+    #[arg(long)]
+    no_overlap: bool,
     /// Requests that can wait; more get 429
     #[arg(long, value_name = "N", default_value_t = 256)]
     queue: usize,
@@ -198,8 +205,10 @@ impl ServeArgs {
             .sequences(self.max_sequences)
             .step_tokens(step_tokens)
             .drafts(self.drafts)
+            .warm_up(Duration::from_secs(self.warm_up))
             .queue(self.queue)
             .host_memory(self.host_cache.0);
+        let options = if self.no_overlap { options.overlap(false) } else { options };
         let options = self.context.map_or(options.clone(), |tokens| options.context(tokens));
         pages.map_or(options.clone(), |bytes| options.memory(bytes))
     }

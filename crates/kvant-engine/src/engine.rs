@@ -134,7 +134,8 @@ struct Limits {
 }
 
 impl Engine {
-    /// Starts an engine: allocates pages and starts two threads.
+    /// Starts an engine: allocates pages, [compiles and records](EngineOptions::warm_up) passes on a GPU, and starts
+    /// two threads.
     ///
     /// # Errors
     /// `Argument` for options out of range; `Kvant` with `OutOfMemory` or invalid options of the pages.
@@ -154,7 +155,9 @@ impl Engine {
         });
         let (commands, received) = flume::unbounded();
         let (outputs, texts) = flume::unbounded();
-        let worker = Worker::new(model, pool, Arc::clone(&tokenizer), &options, context, Arc::clone(&shared), outputs)?;
+        let mut worker =
+            Worker::new(model, pool, Arc::clone(&tokenizer), &options, context, Arc::clone(&shared), outputs)?;
+        worker.warm_up(options.warm_up);
         thread("kvant-engine", move || worker.run(&received))?;
         {
             let (tokenizer, shared) = (Arc::clone(&tokenizer), Arc::clone(&shared));

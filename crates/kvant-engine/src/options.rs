@@ -1,5 +1,7 @@
 //! Options of an engine.
 
+use std::time::Duration;
+
 use kvant::Codec;
 use kvant_models::CacheCodecs;
 
@@ -40,6 +42,14 @@ pub struct EngineOptions {
     /// They pay for texts that repeat themselves, where a step of several tokens costs little more than one of one
     /// token: not with small models on a CPU. Requests with a grammar have none. Default: 0.
     pub drafts: usize,
+    /// Whether a step starts before the result of the one before is known, if the device draws all its tokens. The
+    /// device then never waits for the host; an ended request costs a token that is dropped. Drafts exclude it.
+    /// Default: on CUDA, whose work goes on while the host's does. On a CPU there is nothing to gain.
+    pub overlap: Option<bool>,
+    /// How long the start may take to compile kernels and record passes for all sizes of batches, so that no request
+    /// waits for that; zero for not at all. Compiled kernels are kept on disk, so that later starts are fast. Nothing
+    /// happens on a CPU. Default: 5 minutes.
+    pub warm_up: Duration,
     /// Events that a request can have unread. It pauses until they are read. Default: 256.
     pub unread: usize,
 }
@@ -57,6 +67,8 @@ impl Default for EngineOptions {
             host_memory: 0,
             prefix_cache: true,
             drafts: 0,
+            overlap: None,
+            warm_up: Duration::from_secs(300),
             unread: 256,
         }
     }
@@ -141,6 +153,18 @@ impl EngineOptions {
     #[must_use]
     pub fn drafts(self, drafts: usize) -> Self {
         EngineOptions { drafts, ..self }
+    }
+
+    /// Sets [`EngineOptions::overlap`].
+    #[must_use]
+    pub fn overlap(self, overlap: bool) -> Self {
+        EngineOptions { overlap: Some(overlap), ..self }
+    }
+
+    /// Sets [`EngineOptions::warm_up`].
+    #[must_use]
+    pub fn warm_up(self, limit: Duration) -> Self {
+        EngineOptions { warm_up: limit, ..self }
     }
 
     /// Sets [`EngineOptions::unread`].

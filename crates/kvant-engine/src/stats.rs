@@ -30,6 +30,8 @@ pub struct EngineStats {
     pub steps: u64,
     /// Those of them that replayed a recorded pass: one token of each request.
     pub recorded_steps: u64,
+    /// Steps that were started before the result of the one before was known.
+    pub overlapped_steps: u64,
     /// Tokens of prompts that were computed.
     pub prompt_tokens: u64,
     /// Tokens generated.

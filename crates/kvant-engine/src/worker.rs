@@ -1,11 +1,14 @@
 //! The thread that owns model and pages, and runs steps.
 //!
 //! A step: take commands, schedule, run the model over the batch, draw a token for each row that has caught up, hand
-//! the tokens to the text thread, and tell the scheduler.
+//! the tokens to the text thread, and tell the scheduler. Where the device runs while the host works, the next step is
+//! started before the result of this one is known (`overlap.rs`).
 
 mod draw;
 mod lookup;
+mod overlap;
 mod running;
+mod warm_up;
 
 use std::{
     collections::HashMap,
@@ -15,15 +18,16 @@ use std::{
 };
 
 use flume::{Receiver, Sender};
-use kvant::{KvPool, Tensor};
+use kvant::{DeviceKind, KvPool, Tensor};
 use kvant_models::{BatchDecoder, Drawing, Model, Result, TokenLogprobs, Tokenizer};
 
 use crate::{
     EngineOptions, Event, Failure, FinishReason,
     engine::{Command, Shared, lock},
-    scheduler::{EndReason, PlanRow, PoolStorage, Scheduler, SchedulerOptions, StorageError},
+    scheduler::{EndReason, PlanRow, PoolStep, PoolStorage, Scheduler, SchedulerOptions, StepPlan, StorageError},
     text::{NewText, Output},
 };
+use overlap::Flight;
 pub(crate) use running::Job;
 use running::Running;
 
@@ -36,10 +40,17 @@ pub(crate) struct Worker {
     drawing: Drawing,
     /// The longest text in tokens.
     context: usize,
+    /// Requests that run at once, and tokens of a step.
+    sequences: usize,
+    step_tokens: usize,
     /// Events that a request can have unread.
     unread: usize,
     /// The most drafts of a request in a step.
     drafts: usize,
+    /// Whether a step may start before the result of the one before is known.
+    overlap: bool,
+    /// The step whose result is not known.
+    flight: Option<Flight>,
     running: HashMap<u64, Running>,
     /// What the text thread gets at the end of a step.
     news: Vec<(u64, Output)>,
@@ -60,9 +71,26 @@ impl Worker {
         let decoder = BatchDecoder::new(&model, &pool, options.sequences.min(options.step_tokens))?;
         let storage = PoolStorage::new(pool, options.step_tokens, options.prefix_cache).with_decoder(decoder);
         let scheduler = Scheduler::new(storage, SchedulerOptions::new(options.sequences, options.step_tokens));
-        let EngineOptions { unread, drafts, .. } = *options;
-        let (running, news) = (HashMap::new(), Vec::new());
-        Ok(Worker { model, scheduler, tokenizer, shared, outputs, drawing, context, unread, drafts, running, news })
+        let EngineOptions { sequences, step_tokens, unread, drafts, .. } = *options;
+        // Drafts follow tokens that are known.
+        let overlap = options.overlap.unwrap_or(model.device().kind() == DeviceKind::Cuda) && drafts == 0;
+        Ok(Worker {
+            model,
+            scheduler,
+            tokenizer,
+            shared,
+            outputs,
+            drawing,
+            context,
+            sequences,
+            step_tokens,
+            unread,
+            drafts,
+            overlap,
+            flight: None,
+            running: HashMap::new(),
+            news: Vec::new(),
+        })
     }
 
     /// Serves requests until all handles of the engine are gone, or it fails.
@@ -184,28 +212,57 @@ impl Worker {
         }
     }
 
-    /// Runs a step. Returns whether there was anything to compute.
+    /// Plans a step and runs or starts it, and takes the result of the one before. Returns whether there was either.
     fn step(&mut self) -> std::result::Result<bool, StorageError> {
         let plan = self.scheduler.schedule()?;
         self.end_scheduled();
-        let Some(plan) = plan else { return Ok(false) };
+        let before = self.flight.take();
+        let Some(plan) = plan else {
+            let has_landed = before.is_some();
+            before.map_or(Ok(()), |before| self.land(before))?;
+            return Ok(has_landed);
+        };
         for row in &plan.rows {
             self.begin(row.id);
         }
+        if self.can_overlap(&plan) {
+            let ids = ids(&plan);
+            let started = self.launch(plan, before.as_ref());
+            before.map_or(Ok(()), |before| self.land(before))?;
+            match started {
+                Ok(flight) => self.flight = Some(flight),
+                Err(error) => self.fail_step(ids, error)?,
+            }
+        } else {
+            before.map_or(Ok(()), |before| self.land(before))?;
+            self.run_step(plan)?;
+        }
+        self.end_scheduled();
+        Ok(true)
+    }
+
+    /// Runs a step and waits for its result.
+    fn run_step(&mut self, mut plan: StepPlan<PoolStep>) -> std::result::Result<(), StorageError> {
+        self.fill_in(&mut plan);
         match self.compute(&plan) {
             Ok(results) => {
                 self.scheduler.apply(results)?;
                 self.propose(&plan);
+                Ok(())
             }
-            Err(kvant_models::Error::Kvant(error)) => return Err(error.into()),
-            Err(other) => {
-                // The arguments of a batch are the engine's own.
-                let ids: Vec<u64> = plan.rows.iter().map(|row| row.id).collect();
+            Err(error) => self.fail_step(ids(&plan), error),
+        }
+    }
+
+    /// Ends the requests of a step that cannot run. The arguments of a batch are the engine's own.
+    fn fail_step(&mut self, ids: Vec<u64>, error: kvant_models::Error) -> std::result::Result<(), StorageError> {
+        match error {
+            kvant_models::Error::Kvant(error) => Err(error.into()),
+            other => {
                 ids.into_iter().for_each(|id| self.fail(id, Failure::Request(other.to_string())));
+                Ok(())
             }
         }
-        self.end_scheduled();
-        Ok(true)
     }
 
     /// The first step of a request.
@@ -298,4 +355,9 @@ impl Worker {
         (stats.prefix_queries, stats.prefix_hits) = (counts.prefix_queries, counts.prefix_hits);
         (stats.preemptions, stats.steps) = (counts.preemptions, counts.steps);
     }
+}
+
+/// The requests of a step.
+fn ids(plan: &StepPlan<PoolStep>) -> Vec<u64> {
+    plan.rows.iter().map(|row| row.id).collect()
 }

@@ -3,7 +3,7 @@
 use kvant::{DType, Encoder, Graph, KvPool, Sequence, Step, StepSize, Submission, Tensor, device::DeviceKind, ops};
 
 use crate::{
-    Error, Model, Result, Sampling,
+    Error, FedTokens, Model, Result, Sampling,
     forward::{Wanted, Workspace},
 };
 
@@ -60,7 +60,7 @@ pub struct BatchDecoder {
 const FIRST_LONGEST: usize = 1024;
 const GROWTH: usize = 4;
 /// Passes that are kept.
-const MOST_PASSES: usize = 32;
+const MOST_PASSES: usize = 64;
 
 /// A pass of so many rows, for sequences of up to `longest` tokens.
 struct RecordedPass {
@@ -145,7 +145,18 @@ impl BatchDecoder {
     /// `Argument` for ids outside the vocabulary, another number than the step has tokens, and draws of some sequences
     /// only; `Kvant`. The sequences keep their tokens: truncate them if the pass failed.
     pub fn run(&mut self, tokens: &[u32], draws: &[&Sampling]) -> Result<Submission> {
-        self.model.check_tokens(tokens)?;
+        self.run_fed(tokens, None, draws)
+    }
+
+    /// As [`BatchDecoder::run`], with tokens that an earlier step draws, and that need not be known yet. The host can
+    /// then start a step before the one before it is done, and [read](kvant::Tensor::read_back) what that one draws
+    /// meanwhile.
+    ///
+    /// # Errors
+    /// As [`BatchDecoder::run`]; `Argument` or `Kvant` for places that are not there.
+    pub fn run_fed(&mut self, tokens: &[u32], fed: Option<FedTokens>, draws: &[&Sampling]) -> Result<Submission> {
+        let known = FedTokens::known(fed.as_ref(), tokens);
+        self.model.check_tokens(&known)?;
         let expected = self.live;
         if !draws.is_empty() && draws.len() != expected {
             return Err(Error::argument("draws", format_args!("none, or {expected}"), draws.len()));
@@ -153,7 +164,16 @@ impl BatchDecoder {
         let Some(pass) = self.passes.last().filter(|_| tokens.len() == expected && expected > 0) else {
             return Err(Error::argument("tokens", format_args!("{expected} ids"), tokens.len()));
         };
-        pass.ids.rows(0..tokens.len())?.write(tokens)?;
+        let ids = pass.ids.rows(0..tokens.len())?;
+        match fed {
+            Some(fed) => {
+                let mut enc = self.model.device().encoder()?;
+                fed.write(&mut enc, &known, &ids)?;
+                // The pass comes after it in any case.
+                drop(enc.commit()?);
+            }
+            None => ids.write(&known)?,
+        }
         let then = match draws {
             [] => Then::Nothing,
             draws if draws.iter().all(|sampling| sampling.is_greedy()) => Then::Greedy,
@@ -205,10 +225,7 @@ impl BatchDecoder {
 
     /// Moves the pass for a number of rows and a length to the end.
     fn select(&mut self, rows: usize, longest: usize) -> Result<()> {
-        let mut bound = FIRST_LONGEST;
-        while bound < longest {
-            bound = bound.saturating_mul(GROWTH);
-        }
+        let bound = lengths(longest).last().copied().unwrap_or(longest);
         if let Some(index) = self.passes.iter().position(|pass| (pass.rows, pass.longest) == (rows, bound)) {
             self.passes[index..].rotate_left(1);
             return Ok(());
@@ -229,30 +246,93 @@ impl BatchDecoder {
         space.fit(model.decoder(), pass.rows)?;
         let rows = 0..pass.rows;
         let (logits, drawn, how) = (logits.rows(rows.clone())?, drawn.rows(rows.clone())?, how.rows(rows)?);
-        let mut encoded = Ok(());
-        let graph = Encoder::capture(model.device(), |enc| {
-            let wanted = Wanted::Every { logits: &logits };
-            encoded = model.network().encode(enc, &space.views, pool, &pass.step, &wanted);
-            if encoded.is_err() || then == Then::Nothing {
-                return Ok(());
+        let graph = capture(model, |enc| {
+            model.network().encode(enc, &space.views, pool, &pass.step, &Wanted::Every { logits: &logits })?;
+            if then != Then::Nothing {
+                let draw = ops::Sample::new(&logits, pass.step.lens(), &drawn);
+                ops::sample(enc, &draw.rows((then == Then::Draw).then_some(&how)))?;
             }
-            let draw = ops::Sample::new(&logits, pass.step.lens(), &drawn);
-            ops::sample(enc, &draw.rows((then == Then::Draw).then_some(&how)))
-        });
-        encoded?;
-        let graph = graph?;
-        let submission = graph.replay()?;
-        pass.graphs[then as usize] = Some(graph);
-        Ok(submission)
+            Ok(())
+        })?;
+        Ok(pass.graphs[then as usize].insert(graph).replay()?)
     }
+
+    /// The sizes of passes that batches of up to [`BatchDecoder::rows`] sequences of up to `longest` tokens need, to be
+    /// [recorded](BatchDecoder::record_size) ahead: those that are needed first come first. Empty on a CPU, which has
+    /// nothing to compile.
+    pub fn sizes(&self, longest: usize) -> Vec<PassSize> {
+        if is_host(&self.model) {
+            return Vec::new();
+        }
+        let mut rows: Vec<usize> = (1..=self.rows).map(|rows| bucket(rows, &self.model)).collect();
+        rows.dedup();
+        let sizes = |longest| rows.iter().map(move |&rows| PassSize { rows, longest });
+        let mut sizes: Vec<PassSize> = lengths(longest).into_iter().flat_map(sizes).collect();
+        sizes.truncate(MOST_PASSES);
+        sizes
+    }
+
+    /// Records the passes of a size, and runs them over inactive rows: no sequence changes. The step that was appended
+    /// last must have run.
+    ///
+    /// # Errors
+    /// As [`BatchDecoder::append`] and [`BatchDecoder::run`].
+    pub fn record_size(&mut self, size: PassSize) -> Result<()> {
+        self.live = 0;
+        self.select(size.rows, size.longest)?;
+        if let Some(pass) = self.passes.last() {
+            self.pool.step_into(&mut [], &pass.step)?;
+        }
+        for then in [Then::Greedy, Then::Draw, Then::Nothing] {
+            let is_missing = self.passes.last().is_some_and(|pass| pass.graphs[then as usize].is_none());
+            if is_missing {
+                self.record(then)?.wait()?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The size of a recorded pass.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PassSize {
+    /// Sequences.
+    rows: usize,
+    /// The longest length of a sequence.
+    longest: usize,
+}
+
+/// The lengths that passes are recorded for, up to the first one that suffices.
+pub(crate) fn lengths(longest: usize) -> Vec<usize> {
+    let mut lengths = vec![FIRST_LONGEST];
+    while let Some(&last) = lengths.last().filter(|&&last| last < longest) {
+        lengths.push(last.saturating_mul(GROWTH));
+    }
+    lengths
+}
+
+/// Captures what `record` encodes.
+pub(crate) fn capture(model: &Model, record: impl FnOnce(&mut Encoder) -> Result<()>) -> Result<Graph> {
+    let mut encoded = Ok(());
+    let graph = Encoder::capture(model.device(), |enc| {
+        encoded = record(enc);
+        Ok(())
+    });
+    encoded?;
+    Ok(graph?)
+}
+
+/// Whether the model runs in host memory.
+pub(crate) fn is_host(model: &Model) -> bool {
+    matches!(model.device().kind(), DeviceKind::Cpu | DeviceKind::Reference)
 }
 
 /// The rows of the pass for a batch. A CPU computes every row, and records a pass in no time.
 fn bucket(rows: usize, model: &Model) -> usize {
-    match (model.device().kind(), rows) {
-        (DeviceKind::Cpu | DeviceKind::Reference, _) => rows,
-        (_, ..8) => rows.next_power_of_two(),
-        (_, ..64) => rows.next_multiple_of(8),
+    match rows {
+        _ if is_host(model) => rows,
+        0..8 => rows.next_power_of_two(),
+        8..64 => rows.next_multiple_of(8),
         _ => rows.next_multiple_of(16),
     }
 }

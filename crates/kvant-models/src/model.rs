@@ -6,10 +6,12 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-use kvant::{CacheLayer, Codec, DType, Device, KvPool, PoolSpec, Sequence, Step, Tensor, device::DeviceKind};
+use kvant::{
+    CacheLayer, Codec, DType, Device, KvPool, PoolSpec, Sequence, Step, Submission, Tensor, device::DeviceKind,
+};
 
 use crate::{
-    BlockSpec, CacheCodecs, Config, DecoderSpec, Error, Files, Result, families,
+    BlockSpec, CacheCodecs, Config, DecoderSpec, Error, FedTokens, Files, Result, families,
     forward::{Network, Wanted, Workspace},
     gguf::{self, source::GgufSource},
     inspect,
@@ -242,7 +244,24 @@ impl Model {
 
     /// As [`Model::forward`], into an existing tensor, f32, f16 or bf16.
     pub fn forward_into(&self, pool: &KvPool, step: &Step, tokens: &[u32], rows: &[usize], out: &Tensor) -> Result<()> {
+        Ok(self.start(pool, step, tokens, None, rows, out)?.wait()?)
+    }
+
+    /// As [`Model::forward_into`], without waiting for the pass, and with tokens that an earlier step draws.
+    ///
+    /// # Errors
+    /// As [`Model::forward`]; `Argument` or `Kvant` for places that are not there.
+    pub fn start(
+        &self,
+        pool: &KvPool,
+        step: &Step,
+        tokens: &[u32],
+        fed: Option<FedTokens>,
+        rows: &[usize],
+        out: &Tensor,
+    ) -> Result<Submission> {
         self.check_pool(pool)?;
+        let tokens = &*FedTokens::known(fed.as_ref(), tokens);
         self.check_tokens(tokens)?;
         if step.batch().longest != usize::MAX {
             self.check_length(step.batch().longest)?;
@@ -255,20 +274,27 @@ impl Model {
         }
         self.check_out(out, rows.len()..=rows.len())?;
         if tokens.is_empty() {
-            return Ok(());
+            return Ok(self.device.encoder()?.commit()?);
         }
-        self.run(pool, step, tokens, rows, out)
+        self.run(pool, step, tokens, fed, rows, out)
     }
 
-    /// Runs a batch whose arguments have been checked.
-    fn run(&self, pool: &KvPool, step: &Step, tokens: &[u32], rows: &[usize], out: &Tensor) -> Result<()> {
+    /// Starts a batch whose arguments have been checked.
+    fn run(
+        &self,
+        pool: &KvPool,
+        step: &Step,
+        tokens: &[u32],
+        fed: Option<FedTokens>,
+        rows: &[usize],
+        out: &Tensor,
+    ) -> Result<Submission> {
         let mut space = self.space(tokens.len())?;
         let every = rows.len() == tokens.len() && rows.iter().enumerate().all(|(index, &row)| index == row);
         let mut fewer = if every || rows.is_empty() { None } else { Some(self.space(rows.len())?) };
-        let result = self.pass(pool, step, tokens, rows, &mut space, fewer.as_mut(), out);
-        let mut spaces = self.lock_spaces();
-        spaces.push(space);
-        spaces.extend(fewer);
+        let result = self.pass(pool, step, tokens, fed, rows, &mut space, fewer.as_mut(), out);
+        // The next pass comes after this one, also in memory that both use.
+        self.give_spaces(std::iter::once(space).chain(fewer));
         result
     }
 
@@ -278,14 +304,18 @@ impl Model {
         pool: &KvPool,
         step: &Step,
         tokens: &[u32],
+        fed: Option<FedTokens>,
         rows: &[usize],
         space: &mut Workspace,
         fewer: Option<&mut Workspace>,
         out: &Tensor,
-    ) -> Result<()> {
+    ) -> Result<Submission> {
         space.fit(self.decoder(), tokens.len())?;
-        space.views.ids.write(tokens)?;
         let mut enc = self.device.encoder()?;
+        match fed {
+            Some(fed) => fed.write(&mut enc, tokens, &space.views.ids)?,
+            None => space.views.ids.write(tokens)?,
+        }
         match fewer {
             None if rows.is_empty() => self.network.encode(&mut enc, &space.views, pool, step, &Wanted::Nothing)?,
             None => self.network.encode(&mut enc, &space.views, pool, step, &Wanted::Every { logits: out })?,
@@ -298,7 +328,7 @@ impl Model {
                 self.network.encode(&mut enc, &space.views, pool, step, &wanted)?;
             }
         }
-        Ok(enc.commit()?.wait()?)
+        Ok(enc.commit()?)
     }
 
     /// Feeds any number of tokens to one sequence, in passes of up to
@@ -338,7 +368,8 @@ impl Model {
             let first_out = wanted.start.saturating_sub(first_row).min(out.shape()[0]);
             let out = out.rows(first_out..first_out + rows.len())?;
             let step = pool.step(&mut [(&mut *sequence, piece.len())]).map_err(Error::from);
-            if let Err(error) = step.and_then(|step| self.run(&pool, &step, piece, &rows, &out)) {
+            let run = |step| Ok(self.run(&pool, &step, piece, None, &rows, &out)?.wait()?);
+            if let Err(error) = step.and_then(run) {
                 if sequence.truncate(before).is_err() {
                     // The windows have passed older positions: keep the completed passes.
                     sequence.truncate(before + done)?;
@@ -415,7 +446,7 @@ impl Model {
     }
 
     /// Scratch for passes of `rows` tokens: unused scratch, or a new allocation.
-    fn space(&self, rows: usize) -> Result<Workspace> {
+    pub(crate) fn space(&self, rows: usize) -> Result<Workspace> {
         let mut spaces = self.lock_spaces();
         let fits = spaces.iter().enumerate().filter(|(_, space)| space.rows() >= rows);
         if let Some((index, _)) = fits.min_by_key(|(_, space)| space.rows()) {
@@ -426,6 +457,11 @@ impl Model {
         spaces.pop();
         drop(spaces);
         self.workspace(rows.next_power_of_two())
+    }
+
+    /// Gives scratch back.
+    pub(crate) fn give_spaces(&self, spaces: impl IntoIterator<Item = Workspace>) {
+        self.lock_spaces().extend(spaces);
     }
 
     fn lock_spaces(&self) -> std::sync::MutexGuard<'_, Vec<Workspace>> {

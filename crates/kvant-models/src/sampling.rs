@@ -5,7 +5,7 @@
 
 use std::{cmp::Ordering, collections::HashMap};
 
-use kvant::{DType, Device, Tensor, ops};
+use kvant::{DType, Device, Submission, Tensor, ops};
 
 use crate::{Error, Result};
 
@@ -315,13 +315,26 @@ impl Drawing {
     /// # Errors
     /// `Argument` for another number of rows than `logits` has, or more than there is room for; `Kvant`.
     pub fn draw(&self, logits: &Tensor, rows: &[(&Sampling, u32)]) -> Result<Vec<Option<u32>>> {
+        let (submission, drawn) = self.start(logits, rows)?;
+        submission.wait()?;
+        let drawn = drawn.to_vec::<u32>()?;
+        Ok(drawn.into_iter().map(|id| (id != u32::MAX).then_some(id)).collect())
+    }
+
+    /// As [`Drawing::draw`], without waiting: the tokens are in the returned tensor, u32 `[rows]`, until the next draw;
+    /// `u32::MAX` for a row that is all NaN.
+    ///
+    /// # Errors
+    /// As [`Drawing::draw`].
+    pub fn start(&self, logits: &Tensor, rows: &[(&Sampling, u32)]) -> Result<(Submission, Tensor)> {
         let room = self.drawn.elements();
         if rows.len() > room || logits.shape().first() != Some(&rows.len()) {
             let expected = format!("at most {room}, and as many as `logits` has");
             return Err(Error::argument("rows", expected, rows.len()));
         }
+        let mut enc = self.device.encoder()?;
         if rows.is_empty() {
-            return Ok(Vec::new());
+            return Ok((enc.commit()?, self.drawn.rows(0..0)?));
         }
         let (counters, drawn) = (self.counters.rows(0..rows.len())?, self.drawn.rows(0..rows.len())?);
         counters.write(&rows.iter().map(|(_, counter)| *counter).collect::<Vec<u32>>())?;
@@ -330,11 +343,8 @@ impl Drawing {
         if !is_greedy {
             how.write(&rows.iter().flat_map(|(sampling, _)| sampling.row().words()).collect::<Vec<u32>>())?;
         }
-        let mut enc = self.device.encoder()?;
         ops::sample(&mut enc, &ops::Sample::new(logits, &counters, &drawn).rows((!is_greedy).then_some(&how)))?;
-        enc.commit()?.wait()?;
-        let drawn = drawn.to_vec::<u32>()?;
-        Ok(drawn.into_iter().map(|id| (id != u32::MAX).then_some(id)).collect())
+        Ok((enc.commit()?, drawn))
     }
 }
 

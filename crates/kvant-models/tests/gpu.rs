@@ -4,8 +4,8 @@
 mod common;
 
 use common::{FAMILIES, VARIANTS, exact, floats, golden, ids, max_difference, shipped};
-use kvant::{Codec, Device, DeviceKind, Sequence};
-use kvant_models::{BatchDecoder, Decoder, Drawing, Logits, Model, PoolOptions, Sampling};
+use kvant::{Codec, DType, Device, DeviceKind, Sequence, Tensor};
+use kvant_models::{BatchDecoder, Decoder, Drawing, FedTokens, Logits, Model, PoolOptions, Sampling};
 
 /// What the logits may differ by, with an f32 cache.
 const TOLERANCE: f32 = 2e-3;
@@ -90,8 +90,9 @@ fn the_shipped_model_matches_the_cpu() {
 }
 
 /// A recorded batch against the same batch without a recording: logits and draws, of batches that shrink and grow, so
-/// that rows are inactive, and of a sequence that grows beyond the longest one of its pass.
-fn check_batches(model: &Model, codec: Codec, prompts: &[Vec<u32>], steps: usize) {
+/// that rows are inactive, and of a sequence that grows beyond the longest one of its pass. In every second step some
+/// tokens come from device memory. `ahead`: passes are recorded before.
+fn check_batches(model: &Model, codec: Codec, prompts: &[Vec<u32>], steps: usize, ahead: bool) {
     let (vocab, device) = (model.vocab_size() as u32, model.device());
     let longest = prompts.iter().map(Vec::len).max().unwrap() + steps;
     let options = PoolOptions { codecs: codec.into(), sequences: 2 * prompts.len(), ..exact(longest) };
@@ -102,6 +103,14 @@ fn check_batches(model: &Model, codec: Codec, prompts: &[Vec<u32>], steps: usize
     }
     let mut plain: Vec<Sequence> = recorded.iter().map(Sequence::fork).collect();
     let mut decoder = BatchDecoder::new(model, &pool, prompts.len()).unwrap();
+    let (sizes, mixed) = (decoder.sizes(longest), model.mixed_sizes(prompts.len(), 9, longest));
+    // 1, 2, 4 and 8 rows; a CPU has nothing to compile.
+    let is_host = device.kind() == DeviceKind::Cpu;
+    assert!(sizes.len() >= if is_host { 0 } else { 2 } && sizes.is_empty() == is_host && mixed.is_empty() == is_host);
+    if ahead {
+        sizes.into_iter().for_each(|size| decoder.record_size(size).unwrap());
+        mixed.into_iter().for_each(|size| model.prepare(&pool, size).unwrap());
+    }
     let drawing = Drawing::new(device, prompts.len()).unwrap();
     let (greedy, warm) = (Sampling::default(), Sampling::default().temperature(0.8).top_k(20).seed(3));
     // The parameters of each row, in three kinds of steps.
@@ -117,11 +126,20 @@ fn check_batches(model: &Model, codec: Codec, prompts: &[Vec<u32>], steps: usize
         let draws: Vec<&Sampling> = draws.iter().collect();
         let mut batch: Vec<(&mut Sequence, usize)> = recorded.iter_mut().take(rows).map(|s| (s, 1)).collect();
         decoder.append(&mut batch).unwrap();
-        decoder.run(&ids, &draws).unwrap().wait().unwrap();
+        // The tokens of some rows are in device memory, in another order.
+        let drawn: Vec<u32> = ids.iter().rev().copied().collect();
+        let drawn = Tensor::from_slice(device, &drawn, &[rows]).unwrap();
+        let places: Vec<_> = (0..rows).filter(|row| row % 3 != 1).map(|row| (row, rows - 1 - row)).collect();
+        let fed = (index % 2 == 1).then_some(FedTokens { drawn: &drawn, places: &places });
+        let mut known = ids.clone();
+        places.iter().filter(|_| fed.is_some()).for_each(|&(row, _)| known[row] = u32::MAX);
+        decoder.run_fed(&known, fed, &draws).unwrap().wait().unwrap();
         let got = decoder.logits().unwrap();
         let mut batch: Vec<(&mut Sequence, usize)> = plain.iter_mut().take(rows).map(|s| (s, 1)).collect();
         let step = pool.step(&mut batch).unwrap();
-        let want = model.forward(&pool, &step, &ids, &(0..rows).collect::<Vec<_>>()).unwrap();
+        let want = Tensor::zeros(device, DType::F32, &[rows, model.vocab_size()]).unwrap();
+        let all: Vec<usize> = (0..rows).collect();
+        model.start(&pool, &step, &known, fed, &all, &want).unwrap().wait().unwrap();
         let worst = max_difference(&got.to_f32().unwrap(), &want.to_f32().unwrap());
         assert!(worst < TOLERANCE, "{device}, {codec}, step {index}: off by {worst}");
         if !draws.is_empty() {
@@ -140,11 +158,17 @@ fn recorded_batches_match() {
         let (variants, steps) = if most < usize::MAX { (&VARIANTS[2..4], 4) } else { (&VARIANTS[..], 12) };
         for variant in variants.iter().chain(if most < usize::MAX { [].iter() } else { FAMILIES.iter() }) {
             let model = Model::load(&golden(variant), &device).unwrap();
-            check_batches(&model, Codec::F32, &[prompt(30), prompt(3), prompt(17), prompt(9), prompt(22)], steps);
+            check_batches(
+                &model,
+                Codec::F32,
+                &[prompt(30), prompt(3), prompt(17), prompt(9), prompt(22)],
+                steps,
+                variant.len() % 2 == 0,
+            );
         }
         if most == usize::MAX {
             let model = Model::load(&shipped(), &device).unwrap();
-            check_batches(&model, Codec::tq(8), &[prompt(1016), prompt(60)], 16);
+            check_batches(&model, Codec::tq(8), &[prompt(1016), prompt(60)], 16, true);
         }
     }
 }
@@ -174,5 +198,12 @@ fn batches_that_do_not_fit_are_rejected() {
     rejected(decoder.run(&[1, 2], &[]).map(drop), "tokens");
     rejected(decoder.run(&[1], &[&Sampling::default(); 2]).map(drop), "draws");
     rejected(decoder.run(&[u32::MAX], &[]).map(drop), "tokens");
+    let drawn = Tensor::from_slice(&Device::cpu(), &[1u32, 2], &[2]).unwrap();
+    for places in [&[(1, 0)][..], &[(0, 0), (0, 1)]] {
+        let fed = FedTokens { drawn: &drawn, places };
+        rejected(decoder.run_fed(&[1], Some(fed), &[]).map(drop), "fed");
+    }
+    let beyond = FedTokens { drawn: &drawn, places: &[(0, 2)] };
+    assert!(matches!(decoder.run_fed(&[1], Some(beyond), &[]), Err(kvant_models::Error::Kvant(_))));
     decoder.run(&[1], &[]).unwrap().wait().unwrap();
 }

@@ -28,11 +28,11 @@ struct Passed {
 }
 
 /// A token that was drawn.
-struct Drawn {
+pub(super) struct Drawn {
     /// Or why none can be drawn.
-    token: std::result::Result<u32, NoToken>,
+    pub token: std::result::Result<u32, NoToken>,
     /// The logits before any change, and the number of alternatives, if log probabilities are asked for.
-    logprobs: Option<(Vec<f32>, usize)>,
+    pub logprobs: Option<(Vec<f32>, usize)>,
 }
 
 /// A draw of the device.
@@ -50,15 +50,25 @@ impl Worker {
     pub(super) fn compute(&mut self, plan: &StepPlan<PoolStep>) -> Result<Vec<RowResult>> {
         let passed = self.pass(plan)?;
         let drawn = self.draw(plan, &passed)?;
+        Ok(self.take_all(plan, drawn))
+    }
+
+    /// Takes the tokens of a step, which has draws for each row.
+    pub(super) fn take_all(&mut self, plan: &StepPlan<PoolStep>, drawn: Vec<Vec<Drawn>>) -> Vec<RowResult> {
         let mut results = Vec::with_capacity(plan.rows.len());
+        let mut computed = 0;
         for (row, drawn) in plan.rows.iter().zip(drawn) {
-            let computed = row.tokens.len() - row.draws;
-            lock(&self.shared.stats).prompt_tokens += computed as u64;
-            results.extend(self.take(row, drawn, drafts(plan, row)));
+            computed += row.tokens.len() - row.draws;
+            // The token of a request that has ended meanwhile is nobody's.
+            if self.running.contains_key(&row.id) {
+                results.extend(self.take(row, drawn, drafts(plan, row)));
+            }
         }
         let generated: usize = results.iter().map(|result| result.tokens.len()).sum();
-        lock(&self.shared.stats).generated_tokens += generated as u64;
-        Ok(results)
+        let mut stats = lock(&self.shared.stats);
+        stats.prompt_tokens += computed as u64;
+        stats.generated_tokens += generated as u64;
+        results
     }
 
     /// Runs the model: a recorded pass if each request has one token.
@@ -67,7 +77,8 @@ impl Worker {
             (PoolStep::Mixed(step), _) => step,
             (PoolStep::Recorded, Some(decoder)) => {
                 // Of all rows, or of none: the host changes the logits of some.
-                let plain = |row: &PlanRow| self.running.get(&row.id).and_then(Running::plain_sampling);
+                let nobody = Sampling::default();
+                let plain = |row: &PlanRow| self.running.get(&row.id).map_or(Some(&nobody), Running::plain_sampling);
                 let draws: Option<Vec<&Sampling>> = plan.rows.iter().map(plain).collect();
                 let submission = decoder.run(&plan.tokens, draws.as_deref().unwrap_or(&[]))?;
                 let drawn = if draws.is_some() { Some(decoder.drawn()?.to_vec()) } else { None };
@@ -77,10 +88,7 @@ impl Worker {
                 let rows = (0..plan.tokens.len()).collect();
                 return Ok(Passed { rows, logits: decoder.logits()?, drawn: drawn.transpose()? });
             }
-            (PoolStep::Recorded, None) => {
-                let (expected, got) = ("a step of the decoder".to_string(), "no decoder".to_string());
-                return Err(Error::Argument { arg: "step", expected, got });
-            }
+            (PoolStep::Recorded, None) => return Err(no_decoder()),
         };
         let rows: Vec<usize> = plan.rows.iter().flat_map(|row| row.logits.clone()).collect();
         let logits = self.model.forward(self.scheduler.storage().pool(), step, &plan.tokens, &rows)?;
@@ -190,7 +198,13 @@ fn drafts<'p>(plan: &'p StepPlan<PoolStep>, row: &PlanRow) -> &'p [u32] {
     &plan.tokens[row.tokens.end - row.draws.saturating_sub(1)..row.tokens.end]
 }
 
-fn not_numbers() -> NoToken {
+/// The error of a recorded step that no decoder has recorded.
+pub(super) fn no_decoder() -> Error {
+    let (expected, got) = ("a step of the decoder".to_string(), "another".to_string());
+    Error::Argument { arg: "step", expected, got }
+}
+
+pub(super) fn not_numbers() -> NoToken {
     let reason = "the logits are not numbers: activations may overflow their dtype";
     NoToken::Failed(Failure::Request(reason.to_string()))
 }

@@ -1,4 +1,4 @@
-//! Drafts do not change texts.
+//! Neither drafts nor overlapping steps change texts.
 
 mod common;
 
@@ -91,12 +91,68 @@ fn texts_are_the_same_with_drafts() {
     assert!(kvant_engine::Engine::start(common::model(), tokenizer(), options().drafts(33)).is_err());
 }
 
+/// Steps that overlap, alone and among those that cannot: requests with penalties, log probabilities and grammars come
+/// and go.
+#[test]
+fn texts_are_the_same_with_overlapping_steps() {
+    let without = given(&start(options()));
+    for (options, steps) in [
+        (options(), 20),
+        // Preempted while they run.
+        (options().memory(6 << 20).page_tokens(16), 20),
+        (options().unread(3), 5),
+        (options().host_memory(1 << 20).memory(6 << 20), 20),
+        // Drafts exclude it.
+        (options().drafts(4), 0),
+    ] {
+        let engine = start(options.clone().overlap(true));
+        for (index, (got, want)) in given(&engine).iter().zip(&without).enumerate() {
+            assert_eq!(got, want, "request {index} with {options:?}");
+        }
+        let stats = engine.stats();
+        let counts = (stats.steps, stats.recorded_steps, stats.overlapped_steps);
+        assert!(stats.overlapped_steps >= steps && (steps > 0 || stats.overlapped_steps == 0), "{counts:?}");
+    }
+}
+
+/// Only requests that the device draws for: all steps overlap, whatever their batches are.
+#[test]
+fn plain_requests_overlap_all_the_time() {
+    let plain = |engine: &Engine| -> Vec<EngineRequest> {
+        let prompts = [REPEATS, "# Examples\n\n", "fn main", "Returns the", "# Vec"];
+        let sampling = |index: usize| match index % 3 {
+            0 => Sampling::default(),
+            of => Sampling::default().temperature(0.8).top_k(40 * of).seed(index as u64),
+        };
+        let all = prompts.iter().cycle().take(20).enumerate();
+        all.map(|(index, prompt)| request(engine, prompt).max_tokens(1 + 7 * index % 60).sampling(sampling(index)))
+            .collect()
+    };
+    let (one, two) = (start(options()), start(options().overlap(true)));
+    let run = |engine: &Engine| {
+        let all: Vec<_> = plain(engine).into_iter().map(|request| engine.submit(request).unwrap()).collect();
+        all.into_iter().map(collect).map(|(ids, text, finished)| (ids, text, finished.reason)).collect::<Vec<_>>()
+    };
+    assert_eq!(run(&two), run(&one));
+    // The last token that is dropped is on its way when the last text ends.
+    let started = Instant::now();
+    while two.live() > 0 || two.stats().requests_used > 0 {
+        assert!(started.elapsed().as_secs() < 60, "{:?}", two.stats());
+        std::thread::yield_now();
+    }
+    let stats = two.stats();
+    assert!(stats.overlapped_steps + 3 > stats.steps && stats.recorded_steps > 10, "{stats:?}");
+    // The pages of requests that have ended are free, also those of tokens that were dropped.
+    assert_eq!((stats.running, stats.waiting), (0, 0));
+    assert_eq!(stats.generated_tokens, one.stats().generated_tokens);
+}
+
 fn tokenizer() -> std::sync::Arc<kvant_models::Tokenizer> {
     std::sync::Arc::new(kvant_models::Tokenizer::load(common::shipped()).unwrap())
 }
 
 /// Prints tokens a second of a text that repeats itself, and of one that does not:
-/// `cargo test --release -p kvant-engine --test drafts -- --ignored --nocapture`.
+/// `cargo test --release -p kvant-engine --test texts -- --ignored --nocapture`.
 #[test]
 #[ignore = "measures"]
 fn speed() {

@@ -1,0 +1,130 @@
+//! Steps that run while the host works: the next one is started before the result of this one is known.
+//!
+//! The tokens that a step draws stay on the device and go from there to the next step. They come to the host while that
+//! step runs, so that stop ids and lengths are checked one step late. A request that has ended by then has one token
+//! too many in the next step, whose result is dropped.
+//!
+//! A step can overlap if the device draws all its tokens by itself: no grammar, no penalties, no log probabilities.
+//! Before any other step the result is awaited.
+
+use kvant::{DType, Readback, Submission, Tensor};
+use kvant_models::{Error, FedTokens, Result, Sampling};
+
+use super::{
+    Worker,
+    draw::{Drawn, not_numbers},
+    running::Running,
+};
+use crate::{
+    engine::lock,
+    scheduler::{PoolStep, StepPlan, StorageError},
+};
+
+/// A step whose result is not known yet.
+pub(super) struct Flight {
+    plan: StepPlan<PoolStep>,
+    /// The requests that draw, in the order of `drawn`.
+    drawing: Vec<u64>,
+    /// The tokens on the device.
+    drawn: Tensor,
+    readback: Readback,
+    submissions: Vec<Submission>,
+}
+
+impl Worker {
+    /// Whether the device draws all tokens of a step.
+    pub(super) fn can_overlap(&self, plan: &StepPlan<PoolStep>) -> bool {
+        let is_plain = |running: &Running| running.logprobs.is_none() && running.plain_sampling().is_some();
+        // A recorded pass draws from all rows.
+        let least = usize::from(matches!(plan.step, PoolStep::Recorded));
+        self.overlap
+            && plan.rows.iter().all(|row| {
+                let draws_alone = (least..2).contains(&row.draws) && row.logits.len() == row.draws;
+                draws_alone && (row.draws == 0 || self.running.get(&row.id).is_none_or(is_plain))
+            })
+    }
+
+    /// Starts a step. `before` is the one whose result is not known.
+    pub(super) fn launch(&mut self, plan: StepPlan<PoolStep>, before: Option<&Flight>) -> Result<Flight> {
+        let places = places(&plan, before)?;
+        let fed = before.map(|before| FedTokens { drawn: &before.drawn, places: &places });
+        // A request that has ended since the step was planned draws a token for nobody.
+        let nobody = Sampling::default();
+        let drawing: Vec<u64> = plan.rows.iter().filter(|row| row.draws > 0).map(|row| row.id).collect();
+        let sampling = |id: &u64| self.running.get(id).map_or(&nobody, |running| running.sampler.sampling());
+        let samplings: Vec<&Sampling> = drawing.iter().map(sampling).collect();
+        let (drawn, submissions) = match (&plan.step, self.scheduler.storage_mut().decoder()) {
+            (PoolStep::Recorded, Some(decoder)) => {
+                let submission = decoder.run_fed(&plan.tokens, fed, &samplings)?;
+                lock(&self.shared.stats).recorded_steps += 1;
+                (decoder.drawn()?, vec![submission])
+            }
+            (PoolStep::Mixed(step), _) => {
+                let rows: Vec<usize> = plan.rows.iter().flat_map(|row| row.logits.clone()).collect();
+                let logits = Tensor::zeros(self.model.device(), DType::F32, &[rows.len(), self.model.vocab_size()])?;
+                let pool = self.scheduler.storage().pool();
+                let pass = self.model.start(pool, step, &plan.tokens, fed, &rows, &logits)?;
+                // The counter is the position of the token that is drawn.
+                let ends = plan.rows.iter().filter(|row| row.draws > 0).map(|row| row.position + row.tokens.len());
+                let counters = ends.map(|end| u32::try_from(end).unwrap_or(u32::MAX));
+                let how: Vec<(&Sampling, u32)> = samplings.into_iter().zip(counters).collect();
+                let (draw, drawn) = self.drawing.start(&logits, &how)?;
+                (drawn, vec![pass, draw])
+            }
+            (PoolStep::Recorded, _) => return Err(super::draw::no_decoder()),
+        };
+        lock(&self.shared.stats).overlapped_steps += u64::from(before.is_some());
+        Ok(Flight { plan, drawing, readback: drawn.read_back()?, drawn, submissions })
+    }
+
+    /// Waits for the result of a step, and tells the scheduler.
+    pub(super) fn land(&mut self, flight: Flight) -> std::result::Result<(), StorageError> {
+        let Flight { plan, readback, submissions, .. } = flight;
+        for submission in submissions {
+            submission.wait()?;
+        }
+        let mut tokens = readback.to_vec::<u32>()?.into_iter();
+        let drawn = plan.rows.iter().map(|row| {
+            let token = tokens.by_ref().take(row.draws);
+            let token = token.map(|token| if token == u32::MAX { Err(not_numbers()) } else { Ok(token) });
+            token.map(|token| Drawn { token, logprobs: None }).collect()
+        });
+        let results = self.take_all(&plan, drawn.collect());
+        self.scheduler.apply(results)?;
+        self.end_scheduled();
+        Ok(())
+    }
+
+    /// Puts tokens that have become known since into a plan.
+    pub(super) fn fill_in(&self, plan: &mut StepPlan<PoolStep>) {
+        let StepPlan { tokens, rows, .. } = plan;
+        for row in rows.iter() {
+            let known = self.scheduler.tokens(row.id).unwrap_or(&[]);
+            for (position, token) in (row.position..).zip(&mut tokens[row.tokens.clone()]) {
+                if *token == StepPlan::<PoolStep>::SAMPLED {
+                    // Any token will do for a request that has ended.
+                    *token = known.get(position).copied().unwrap_or(0);
+                }
+            }
+        }
+    }
+}
+
+/// Where the unknown tokens of a plan are, and which of the tokens drawn before each of them is.
+fn places(plan: &StepPlan<PoolStep>, before: Option<&Flight>) -> Result<Vec<(usize, usize)>> {
+    let drawing = before.map_or(&[][..], |before| &before.drawing);
+    let (mut places, mut next) = (Vec::new(), 0);
+    for row in &plan.rows {
+        for index in row.tokens.clone().filter(|&index| plan.tokens[index] == StepPlan::<PoolStep>::SAMPLED) {
+            // Both steps have the order of the scheduler, as long as no priorities come in between.
+            let after = drawing.iter().skip(next).position(|id| *id == row.id).map(|at| next + at);
+            let Some(at) = after.or_else(|| drawing.iter().position(|id| *id == row.id)) else {
+                let (expected, got) = ("a token that the step before draws".to_string(), format!("{row:?}"));
+                return Err(Error::Argument { arg: "plan", expected, got });
+            };
+            places.push((index, at));
+            next = at + 1;
+        }
+    }
+    Ok(places)
+}

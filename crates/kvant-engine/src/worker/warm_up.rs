@@ -1,0 +1,80 @@
+//! Compiling and recording before the first request.
+//!
+//! A GPU's kernels depend on the number of rows and on how long sequences are, and a recorded pass is for a number of
+//! rows. Without this, the first batch of each size waits for the compiler.
+
+use std::time::{Duration, Instant};
+
+use super::Worker;
+
+/// Free memory of the device below which no more passes are recorded.
+const LEAST_FREE: usize = 512 << 20;
+/// How often progress is logged.
+const EVERY: Duration = Duration::from_secs(5);
+
+/// How far the warm-up has come.
+struct Progress {
+    started: Instant,
+    limit: Duration,
+    logged: Instant,
+    done: usize,
+    all: usize,
+}
+
+impl Worker {
+    /// Records the passes of all batches and compiles the kernels of steps with prompts, as long as there are time and
+    /// memory. What is missing then is compiled when it is needed, and so is what fails: the request will tell why.
+    pub fn warm_up(&mut self, limit: Duration) {
+        let now = Instant::now();
+        let (step_tokens, sequences) = (self.step_tokens, self.sequences);
+        let recorded = self.scheduler.storage_mut().decoder().map(|decoder| decoder.sizes(self.context));
+        let recorded = recorded.unwrap_or_default();
+        let mixed = self.model.mixed_sizes(sequences, step_tokens, self.context);
+        let all = recorded.len() + mixed.len();
+        let mut progress = Progress { started: now, limit, logged: now, done: 0, all };
+        if all == 0 || limit.is_zero() {
+            return;
+        }
+        tracing::info!(passes = all, "compiling and recording passes");
+        let pool = self.scheduler.storage().pool().clone();
+        for size in recorded {
+            let Some(decoder) = self.scheduler.storage_mut().decoder() else { break };
+            if !progress.goes_on(&self.model, decoder.record_size(size)) {
+                return;
+            }
+        }
+        for size in mixed {
+            if !progress.goes_on(&self.model, self.model.prepare(&pool, size)) {
+                return;
+            }
+        }
+        tracing::info!(passes = all, seconds = progress.started.elapsed().as_secs_f32(), "all passes are ready");
+    }
+}
+
+impl Progress {
+    /// Counts a pass, and decides whether there is time and memory for the next one.
+    fn goes_on(&mut self, model: &kvant_models::Model, made: kvant_models::Result<()>) -> bool {
+        let Progress { done, all, .. } = *self;
+        if let Err(error) = made {
+            tracing::warn!(%error, done, all, "a pass is not ready: the rest is compiled when it is needed");
+            return false;
+        }
+        self.done += 1;
+        let why = if self.started.elapsed() >= self.limit {
+            "the time for it is over"
+        } else if model.device().memory().is_ok_and(|memory| memory.free.saturating_add(memory.held) < LEAST_FREE) {
+            "the device's memory is short"
+        } else {
+            if self.logged.elapsed() >= EVERY {
+                self.logged = Instant::now();
+                tracing::info!(done = self.done, all, "compiling and recording passes");
+            }
+            return true;
+        };
+        if self.done < all {
+            tracing::warn!(done = self.done, all, "{why}: the rest is compiled when it is needed");
+        }
+        self.done == all
+    }
+}

@@ -1,0 +1,89 @@
+//! Compiling kernels before they are needed.
+
+use kvant::{DType, KvPool, StepSize, Tensor, ops};
+
+use crate::{
+    Model, Result,
+    batch_decoder::{capture, is_host, lengths},
+    forward::Wanted,
+};
+
+/// The shape of a pass that mixes decoding with a part of a prompt: what kernels depend on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MixedSize {
+    /// Sequences that get one token each.
+    pub decode: usize,
+    /// Tokens of one more sequence.
+    pub prompt: usize,
+    /// The longest length of a sequence.
+    pub longest: usize,
+}
+
+/// Numbers of tokens for which kernels or their tilings differ, at powers of two and just above them.
+const LADDER: [usize; 8] = [1, 2, 3, 4, 6, 8, 12, 16];
+
+impl Model {
+    /// Shapes of mixed passes of up to `tokens` tokens and `sequences` sequences of up to `longest` tokens. Passes of
+    /// other shapes have the kernels of some of these, as far as kernels depend on numbers of tokens. Empty on a CPU,
+    /// which has nothing to compile.
+    pub fn mixed_sizes(&self, sequences: usize, tokens: usize, longest: usize) -> Vec<MixedSize> {
+        if is_host(self) {
+            return Vec::new();
+        }
+        let doubled = |least: usize| std::iter::successors(Some(least), |n| n.checked_mul(2));
+        let of_prompt = LADDER.into_iter().filter(|&n| n <= 8).chain(doubled(12)).chain(doubled(16));
+        let mut of_prompt: Vec<usize> = of_prompt.take_while(|&n| n < tokens).chain([tokens]).collect();
+        of_prompt.extend(doubled(12).take_while(|&n| n < tokens).chain(doubled(16).take_while(|&n| n < tokens)));
+        of_prompt.sort_unstable();
+        of_prompt.dedup();
+        let decodes = [0, 1, 2, 4, 8, 16, 32, 64, 128].into_iter().filter(|&n| n < sequences);
+        let mut sizes = Vec::new();
+        for longest in lengths(longest) {
+            for decode in decodes.clone() {
+                let fits = of_prompt.iter().filter(|&&n| n > decode && n <= longest);
+                sizes.extend(fits.map(|&n| MixedSize { decode, prompt: n - decode, longest }));
+            }
+        }
+        sizes
+    }
+
+    /// Compiles the kernels of a mixed pass, and of the draws that follow it. Nothing runs.
+    ///
+    /// # Errors
+    /// `Kvant`: `Compile`, `OutOfMemory`, `Unsupported`.
+    pub fn prepare(&self, pool: &KvPool, size: MixedSize) -> Result<()> {
+        self.check_pool(pool)?;
+        let MixedSize { decode, prompt, longest } = size;
+        let (tokens, rows) = (decode + prompt, decode + 1);
+        let step = pool.reserve_step(StepSize::decode(rows, longest).tokens(tokens, prompt))?;
+        let batch = step.batch().decode(if prompt == 1 { tokens } else { decode });
+        let step = step.with_batch(batch);
+        // The rows whose logits are wanted: the last token of each sequence.
+        let of_rows = pool.reserve_step(StepSize::decode(rows, longest))?;
+        let (mut space, mut fewer) = (self.space(tokens)?, self.space(rows)?);
+        space.fit(self.decoder(), tokens)?;
+        fewer.fit(self.decoder(), rows)?;
+        let logits = Tensor::zeros(self.device(), DType::F32, &[rows, self.vocab_size()])?;
+        let zeros = |shape: &[usize]| Tensor::zeros(self.device(), DType::U32, shape);
+        let (drawn, how) = (zeros(&[rows + 1])?, zeros(&[rows, ops::SampleRow::WORDS])?);
+        let result = capture(self, |enc| {
+            let views = &fewer.views;
+            let wanted = match tokens == rows {
+                true => Wanted::Every { logits: &logits },
+                false => Wanted::Some { rows: &views.ids, views, step: &of_rows, logits: &logits },
+            };
+            self.network().encode(enc, &space.views, pool, &step, &wanted)?;
+            let (out, counter) = (drawn.rows(0..rows)?, of_rows.lens());
+            for rows in [None, Some(&how)] {
+                ops::sample(enc, &ops::Sample::new(&logits, counter, &out).rows(rows))?;
+            }
+            // Fed tokens, at addresses that are multiples of 16 and at others.
+            for first in 0..2 {
+                ops::copy(enc, &drawn.rows(first..first + 1)?, &space.views.ids.rows(0..1)?)?;
+            }
+            Ok(())
+        });
+        self.give_spaces([space, fewer]);
+        result.map(drop)
+    }
+}
