@@ -35,6 +35,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 GROUP = 64  # of MLX's quantisation
 BLOCK = 32  # of llama.cpp's
+CHAT = "{{ bos_token }}{% for m in messages %}# {{ m['content'] }}\n\n{% endfor %}"
 
 
 def read_safetensors(path):
@@ -107,7 +108,26 @@ def gguf_name(name):
     return f"blk.{layer}.{NAMES[part]}.weight"
 
 
-def convert(model, kind, path):
+def add_tokenizer(writer, model):
+    """The tokenizer of the shipped model, and a template of conversations."""
+    vocabulary = json.loads((model / "tokenizer.json").read_text())
+    ids = {token: id for token, id in vocabulary["model"]["vocab"].items()}
+    special = {entry["content"] for entry in vocabulary["added_tokens"]}
+    names = sorted(ids, key=ids.get)
+    writer.add_tokenizer_model("gpt2")
+    # Digits one by one, then GPT-2's words.
+    writer.add_tokenizer_pre("starcoder")
+    writer.add_token_list(names)
+    writer.add_token_types([gguf.TokenType.CONTROL if n in special else gguf.TokenType.NORMAL for n in names])
+    writer.add_token_merges([" ".join(pair) for pair in vocabulary["model"]["merges"]])
+    writer.add_bos_token_id(2)
+    writer.add_eos_token_id(1)
+    writer.add_pad_token_id(0)
+    writer.add_add_bos_token(True)
+    writer.add_chat_template(CHAT)
+
+
+def convert(model, kind, path, tokenizer=False):
     """Writes the checkpoint at `model` as a GGUF file whose matrices have the type `kind`."""
     config = json.loads((model / "config.json").read_text())
     if config["model_type"] != "gemma4_text" or config["hidden_size_per_layer_input"] or config["enable_moe_block"]:
@@ -147,7 +167,10 @@ def convert(model, kind, path):
         writer.add_float32(f"{arch}.{key}", value)
     writer.add_array(f"{arch}.attention.head_count_kv", [kv_heads[s] for s in sliding])
     writer.add_array(f"{arch}.attention.sliding_window_pattern", sliding)
-    writer.add_string("tokenizer.ggml.model", "none")  # tokens go in and out as numbers
+    if tokenizer:
+        add_tokenizer(writer, model)
+    else:
+        writer.add_string("tokenizer.ggml.model", "none")  # tokens go in and out as numbers
 
     # "Proportional" RoPE: the pairs after the rotated ones stand still, as if their frequency were divided by 1e30.
     pairs = config["global_head_dim"] // 2

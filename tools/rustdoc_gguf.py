@@ -19,6 +19,7 @@ import transformers
 from gguf import GGMLQuantizationType as Type
 from tokenizers import Tokenizer
 
+from beside_llama_cpp import add_tokenizer
 from golden_gguf_models import metadata, write_tensor
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,7 +28,6 @@ TEXT = ROOT / "models/rustdoc-valid.txt"
 WINDOW = 1024
 ARCH = "gemma4"
 FORMATS = {"f16": (Type.F16, Type.F16), "q8_0": (Type.Q8_0, Type.Q8_0), "q4_0": (Type.Q4_0, Type.Q8_0)}
-CHAT = "{{ bos_token }}{% for m in messages %}# {{ m['content'] }}\n\n{% endfor %}"
 
 
 class Types(dict):
@@ -64,24 +64,6 @@ def tokens():
     return [id for text in documents for id in [*tokenizer.encode(text.strip()).ids, 1]]
 
 
-def add_tokenizer(writer):
-    vocabulary = json.loads((MODEL / "tokenizer.json").read_text())
-    ids = {token: id for token, id in vocabulary["model"]["vocab"].items()}
-    special = {entry["content"] for entry in vocabulary["added_tokens"]}
-    names = sorted(ids, key=ids.get)
-    writer.add_tokenizer_model("gpt2")
-    # Digits one by one, then GPT-2's words.
-    writer.add_tokenizer_pre("starcoder")
-    writer.add_token_list(names)
-    writer.add_token_types([gguf.TokenType.CONTROL if n in special else gguf.TokenType.NORMAL for n in names])
-    writer.add_token_merges([" ".join(pair) for pair in vocabulary["model"]["merges"]])
-    writer.add_bos_token_id(2)
-    writer.add_eos_token_id(1)
-    writer.add_pad_token_id(0)
-    writer.add_add_bos_token(True)
-    writer.add_chat_template(CHAT)
-
-
 def write(path, config, state, kinds):
     """Writes a file and leaves the values of its weights in the model, which it returns."""
     hf_config = transformers.Gemma4ForCausalLM.config_class(**config)
@@ -92,7 +74,7 @@ def write(path, config, state, kinds):
     writer = gguf.GGUFWriter(path, ARCH)
     mapping = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GEMMA4, config["num_hidden_layers"])
     metadata(writer, ARCH, config, experts=False)
-    add_tokenizer(writer)
+    add_tokenizer(writer, MODEL)
     for name, parameter in model.state_dict().items():
         if name != "lm_head.weight" and "rotary" not in name and not name.endswith("embed_scale"):
             write_tensor(writer, name, parameter, ARCH, config, mapping, Types(*kinds), None)

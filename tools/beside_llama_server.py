@@ -1,0 +1,156 @@
+#!/usr/bin/env python3
+"""`kvant serve` beside llama.cpp's server: the same weights, the same requests, the same cores.
+
+    python3 -m venv .venv && .venv/bin/pip install gguf numpy
+    cargo build --release
+    .venv/bin/python tools/beside_llama_server.py --llama-server build/bin/llama-server
+
+llama-server comes from llama.cpp's sources, for example those in the sdist of llama-cpp-python, `vendor/llama.cpp`:
+`cmake -B build -DCMAKE_BUILD_TYPE=Release -DLLAMA_CURL=OFF -DBUILD_SHARED_LIBS=OFF vendor/llama.cpp`, then
+`cmake --build build --target llama-server`.
+
+Weights: llama.cpp's q4_1 has the very same numbers as the shipped model (tools/beside_llama_cpp.py says why).
+
+Load: N clients, each asks for one text after the other: a prompt of its own of some 100 tokens, then --tokens tokens, each the
+most probable, streamed. Both servers have --threads threads, an f16 cache, and a place for every client; kvant's has its prefix
+cache, llama.cpp's its own, and no prompt occurs twice. The servers take turns, one runs at a time; medians of --rounds rounds.
+kvant's one text by `kvant generate` is measured in the same turns. --json writes the figures.
+"""
+
+import argparse
+import http.client
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from beside_llama_cpp import ROOT, convert, kvant_speeds
+
+PROMPT = 320  # characters of a prompt, about 100 tokens
+
+
+class Server:
+    """A server, as a context manager."""
+
+    def __init__(self, name, command, port):
+        self.name, self.command, self.port = name, [str(word) for word in command], port
+
+    def __enter__(self):
+        self.process = subprocess.Popen(self.command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        for _ in range(600):
+            time.sleep(0.1)
+            try:
+                if self.ask("GET", "/health").status == 200:
+                    return self
+            except OSError:
+                if self.process.poll() is not None:
+                    break
+        sys.exit(f"{self.name} does not start: {' '.join(self.command)}")
+
+    def __exit__(self, *_):
+        self.process.terminate()
+        self.process.wait()
+
+    def ask(self, method, path, body=None, timeout=10):
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
+        connection.request(method, path, body and json.dumps(body), {"content-type": "application/json"})
+        return connection.getresponse()
+
+    def text(self, prompt, tokens):
+        """The times of the first and of the last token, counted from the request."""
+        body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+        body["stream_options"] = {"include_usage": True}
+        start, first, usage = time.perf_counter(), None, {}
+        for line in self.ask("POST", "/v1/completions", body, timeout=600):
+            if not line.startswith(b"data: {"):
+                continue
+            first = first or time.perf_counter() - start
+            last = time.perf_counter() - start
+            if b'"usage"' in line:
+                usage = json.loads(line[6:]).get("usage") or usage
+        if usage.get("completion_tokens") != tokens:
+            sys.exit(f"{self.name} gives {usage} instead of {tokens} tokens")
+        return first, last
+
+
+def load(server, prompts, tokens):
+    """(tokens a second of all clients, median time to the first token). `prompts` has a list for each client."""
+    times = [[] for _ in prompts]
+
+    def client(own, times):
+        times.extend(server.text(prompt, tokens) for prompt in own)
+
+    threads = [threading.Thread(target=client, args=pair) for pair in zip(prompts, times)]
+    start = time.perf_counter()
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    took = time.perf_counter() - start
+    texts = [pair for own in times for pair in own]
+    if len(texts) != sum(map(len, prompts)):
+        sys.exit(f"{server.name}: a client has failed")
+    return len(texts) * tokens / took, statistics.median(first for first, _ in texts)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--kvant", type=Path, default=ROOT / "target/release/kvant")
+    parser.add_argument("--llama-server", type=Path, required=True)
+    parser.add_argument("--model", type=Path, default=ROOT / "crates/kvant-cli/model")
+    parser.add_argument("--text", type=Path, default=ROOT / "models/rustdoc-valid.txt", help="where prompts come from")
+    parser.add_argument("--clients", default="1,8,16")
+    parser.add_argument("--texts", type=int, default=2, help="texts of a client in a round")
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--port", type=int, default=18080)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    counts = [int(count) for count in args.clients.split(",")]
+    most, text = max(counts), args.text.read_text()
+    with tempfile.TemporaryDirectory() as folder:
+        weights = Path(folder) / "q4_1.gguf"
+        convert(args.model, "q4_1", weights, tokenizer=True)
+        ours = [args.kvant, "serve", args.model, "--device", "cpu", "--threads", args.threads, "--kv", "f16"]
+        ours += ["--context", 1024, "--max-sequences", most, "--port", args.port]
+        # A context of 1024 tokens for each place.
+        theirs = [args.llama_server, "-m", weights, "-t", args.threads, "-tb", args.threads, "-c", 1024 * most, "-np", most]
+        theirs += ["--port", args.port, "--host", "127.0.0.1", "--no-webui"]
+        servers = [Server("kvant", ours, args.port), Server("llama.cpp", theirs, args.port)]
+        results = {(server.name, count): [] for server in servers for count in counts}
+        alone, at = [], 0
+        for round in range(args.rounds):
+            alone.append(kvant_speeds(args.kvant, args.model, text[at : at + PROMPT], args.tokens, args.threads)[2])
+            for server in servers if round % 2 == 0 else servers[::-1]:
+                with server:
+                    server.text(text[:PROMPT], args.tokens)
+                    for count in counts:
+                        prompts = []
+                        for _ in range(count):
+                            starts = [at + PROMPT * n for n in range(args.texts)]
+                            prompts.append([text[start : start + PROMPT] for start in starts])
+                            at = (at + PROMPT * args.texts) % (len(text) - PROMPT * (args.texts + 1))
+                        results[server.name, count].append(load(server, prompts, args.tokens))
+    print(f"{args.threads} threads, prompts of {PROMPT} characters, {args.tokens} tokens each; medians of {args.rounds} rounds")
+    print(f"kvant generate, one text, decode alone: {statistics.median(alone):.0f} tokens/s\n")
+    print("| clients | kvant, tokens/s | llama.cpp, tokens/s | ratio | kvant, first token | llama.cpp, first token |")
+    print("|---|---|---|---|---|---|")
+    figures = {"generate": statistics.median(alone)}
+    for count in counts:
+        pairs = [results[name, count] for name in ("kvant", "llama.cpp")]
+        rates, firsts = zip(*([statistics.median(column) for column in zip(*runs)] for runs in pairs))
+        # Of each round, since both ran in it.
+        ratio = statistics.median(our[0] / their[0] for our, their in zip(*pairs))
+        print(
+            f"| {count} | {rates[0]:.0f} | {rates[1]:.0f} | {ratio:.2f} | {1000 * firsts[0]:.0f} ms | {1000 * firsts[1]:.0f} ms |"
+        )
+        figures[str(count)] = {"kvant": [rates[0], firsts[0]], "llama.cpp": [rates[1], firsts[1]], "ratio": ratio}
+    if args.json:
+        args.json.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
