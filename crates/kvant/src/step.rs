@@ -187,9 +187,25 @@ impl Step {
         Step { pages: Some(Arc::new(pages)), ..self }
     }
 
-    /// The same tensors with another [`Step::batch`].
+    /// The same tensors with another [`Step::batch`]. The numbers of a step of a [`KvPool`](crate::KvPool) are bounds of
+    /// what may be written to it, and never become narrower.
     #[must_use]
     pub fn with_batch(self, batch: Batch) -> Step {
+        if self.pages.is_none() {
+            return Step { batch, ..self };
+        }
+        let own = self.batch;
+        let batch = Batch {
+            sequences: batch.sequences.max(own.sequences),
+            longest: batch.longest.max(own.longest),
+            most_new: batch.most_new.max(own.most_new),
+            decode: batch.decode.min(own.decode),
+        };
+        Step { batch, ..self }
+    }
+
+    /// As [`Step::with_batch`], by a pool, which knows.
+    pub(crate) fn with_known_batch(self, batch: Batch) -> Step {
         Step { batch, ..self }
     }
 
@@ -240,7 +256,7 @@ impl Step {
         let step = Step { positions: upload(&positions)?, sequence: upload(&sequence)?, ..self.clone() };
         let written = Mutex::new(WrittenStep { stamps, tokens: [positions, sequence].concat() });
         let (tables, base) = (pages.tables.clone(), pages.base.clone());
-        Ok(step.with_pages(StepPages { pool: pages.pool, tables, base, written }).with_batch(batch))
+        Ok(step.with_pages(StepPages { pool: pages.pool, tables, base, written }).with_known_batch(batch))
     }
 
     /// The tokens of a range, of which the host knows `batch`. Lengths and page tables are those of the whole step.

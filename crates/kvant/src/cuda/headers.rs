@@ -24,6 +24,7 @@ pub(super) static ALL: &[Header] = headers![
     "attend/prefill/layout.h",
     "attend/prefill/nonfinite.h",
     "attend/prefill/products.h",
+    "attend/prefill/split.h",
     "attend/quantised/copies.h",
     "attend/quantised/gather.h",
     "attend/quantised/key_loop.h",

@@ -322,7 +322,7 @@ impl KvPool {
         let live = batch.iter().filter(|(_, count)| *count > 0).count();
         let step = self.empty_step(StepSize { sequences, tokens, longest, most_new })?;
         let decode = batch.iter().filter(|(_, count)| *count > 0).take_while(|(_, count)| *count == 1).count();
-        let step = step.with_batch(Batch { sequences: live, longest, most_new, decode });
+        let step = step.with_known_batch(Batch { sequences: live, longest, most_new, decode });
         self.step_into(batch, &step)?;
         Ok(step)
     }
@@ -383,8 +383,9 @@ impl KvPool {
         let limits = step.batch();
         let longest = limits.longest.min(width * self.layout().page_tokens);
         check::at_most(NAME, "batch", batch.len(), sequences)?;
-        let mut tokens = 0usize;
+        let (mut tokens, mut live) = (0usize, 0);
         for (sequence, count) in batch {
+            live += usize::from(*count > 0);
             let own = sequence.pool() == self;
             check::value_is(NAME, "batch", own, "sequences of this pool", "one of another pool")?;
             check::at_most(NAME, "batch (tokens of a sequence)", *count, limits.most_new)?;
@@ -392,6 +393,7 @@ impl KvPool {
             check::at_most(NAME, "batch (length of a sequence)", len, longest)?;
             tokens = tokens.saturating_add(*count);
         }
+        check::at_most(NAME, "batch (sequences with tokens)", live, limits.sequences)?;
         check::at_most(NAME, "batch (tokens)", tokens, most_tokens)
     }
 
@@ -471,7 +473,7 @@ impl KvPool {
             base: base.clone(),
         };
         let step = Step::from_tensors(part(0, tokens)?, part(at_sequence, tokens)?, part(at_lens, sequences)?);
-        Ok(step.with_pages(pages).with_batch(Batch {
+        Ok(step.with_pages(pages).with_known_batch(Batch {
             sequences,
             longest,
             most_new,

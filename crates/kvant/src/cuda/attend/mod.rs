@@ -11,6 +11,7 @@
 //! | `short_quantised` | decode over quantised caches of at most 1024 keys | GPUs with clusters |
 //! | `quantised` | decode over quantised caches | all |
 //! | `prefill` | many tokens over dense 16-bit caches | Hopper |
+//! | `unpack` | many tokens over quantised caches in pages, before `prefill` | Hopper |
 //! | `generic` | everything else | all |
 //!
 //! Headers that several kernels share:
@@ -37,6 +38,7 @@ mod quantised;
 mod route;
 mod short;
 mod short_quantised;
+mod unpack;
 
 params! {
     pub(crate) struct AttendParams {
@@ -85,10 +87,14 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
     if call.tokens == 0 {
         return Ok(());
     }
-    if let Some(parts) = attend::parts(call)? {
-        return parts.iter().try_for_each(|part| b.push(route::select(part, &b.limits)?.launch(part, b)?));
+    let mut push = |part: &Call| {
+        let launches = route::select(part, &b.limits)?.launches(part, b)?;
+        launches.into_iter().try_for_each(|launch| b.push(launch))
+    };
+    match attend::parts(call)? {
+        Some(parts) => parts.iter().try_for_each(push),
+        None => push(call),
     }
-    b.push(route::select(call, &b.limits)?.launch(call, b)?)
 }
 
 /// Where rows of keys or values are: distances, in rows, between sequences, KV heads and slots, and the number of
@@ -177,13 +183,17 @@ fn params(call: &Call, heads: HeadShares, item_rows: usize, items: usize, splits
 
 /// Binds what every kernel has: the output, the page table of a layer with pages, and the sinks.
 fn bind_result(launch: Launch, call: &Call, heads: HeadShares) -> Launch {
+    bind_output(launch, call, heads).read_if(15, call.step.table_of(&call.layer))
+}
+
+/// The same without the page table.
+fn bind_output(launch: Launch, call: &Call, heads: HeadShares) -> Launch {
     launch
         .constant("SHARES", heads.shares as u32)
         .write(1, &call.out)
         .constant("SINKS", call.sinks.is_some())
         .read_if(13, call.sinks.as_ref())
         .constant("PAGE_SHIFT", page_shift(&call.layer))
-        .read_if(15, call.step.table_of(&call.layer))
 }
 
 /// The most keys of a sequence that the device may find.

@@ -4,18 +4,27 @@
 //! fits takes the call. It is used to run a call and to explain it.
 
 use super::{
-    HeadShares, MAX_GROUP, decode::AttendDecode, generic::AttendGeneric, has_clusters, is_aligned, is_aligned16,
-    longest_context, prefill::AttendPrefill, quantised::AttendQuantised, short::AttendShort,
+    HeadShares, MAX_GROUP,
+    decode::AttendDecode,
+    generic::AttendGeneric,
+    has_clusters, is_aligned, is_aligned16, longest_context,
+    prefill::{AttendPrefill, PREFILL},
+    quantised::AttendQuantised,
+    short::AttendShort,
     short_quantised::AttendShortQuantised,
+    unpack::AttendUnpack,
 };
 use crate::{
-    Codec, DType, Result,
+    Codec, DType, Error, Result,
     gpu::{Builder, Launch, Limits},
     ops::attend::Call,
 };
 
 /// The fewest bits of a code for the tables of the kernels of decode (`codes.h`).
 const LEAST_TABLE_BITS: u32 = 4;
+
+/// The name of the kernel for everything.
+const GENERIC: &str = "attend_generic";
 
 /// The kernel of a call, with its division of the work.
 pub(super) enum CudaAttendKernel {
@@ -24,6 +33,7 @@ pub(super) enum CudaAttendKernel {
     Short(AttendShort),
     Decode(AttendDecode),
     Prefill(AttendPrefill),
+    Unpack(AttendUnpack),
     Generic(AttendGeneric),
 }
 
@@ -41,6 +51,8 @@ struct AttendTraits {
     has_aligned_cache: bool,
     /// Bits of keys and values, if both are quantised, with at least [`LEAST_TABLE_BITS`] and without page means.
     quantised: Option<[u32; 2]>,
+    /// Keys or values are quantised.
+    is_quantised: bool,
     /// Keys and values are dense, and of the queries' 16-bit dtype.
     dense_16_bit: bool,
     /// A power of two: the head sizes that all kernels but the generic one are written for.
@@ -67,6 +79,7 @@ impl AttendTraits {
                 }
                 _ => None,
             },
+            is_quantised: spec.k.is_quantised() || spec.v.is_quantised(),
             dense_16_bit: dtype != DType::F32 && [spec.k, spec.v] == [Codec::Dense(dtype); 2],
             has_fast_head_dim: call.head_dim.is_power_of_two(),
             fits_in_cluster: has_clusters(call, limits) && longest_context(call) <= super::short::MAX_KEYS,
@@ -107,12 +120,18 @@ pub(super) fn select(call: &Call, limits: &Limits) -> Result<CudaAttendKernel> {
             return Ok(CudaAttendKernel::Decode(kernel));
         }
     }
-    if t.dense_16_bit
-        && t.has_aligned_cache
-        && is_prompt(call, limits)
-        && let Some(kernel) = AttendPrefill::new(call, limits)
-    {
-        return Ok(CudaAttendKernel::Prefill(kernel));
+    if is_prompt(call, limits) {
+        if t.dense_16_bit
+            && t.has_aligned_cache
+            && let Some(kernel) = AttendPrefill::new(call, limits)
+        {
+            return Ok(CudaAttendKernel::Prefill(kernel));
+        }
+        if t.is_quantised
+            && let Some(kernel) = AttendUnpack::new(call, limits)
+        {
+            return Ok(CudaAttendKernel::Unpack(kernel));
+        }
     }
     Ok(CudaAttendKernel::Generic(AttendGeneric::new(call, limits)?))
 }
@@ -126,9 +145,7 @@ fn is_prompt(call: &Call, limits: &Limits) -> bool {
         && is_aligned16(&call.out)
         // A negative scale reverses the order of scores.
         && call.scale > 0.0
-        // A block takes all keys of its rows.
-        && call.splits <= 1
-        && AttendPrefill::has_enough_rows(call, limits)
+        && AttendPrefill::has_enough_rows(call)
 }
 
 impl CudaAttendKernel {
@@ -139,8 +156,8 @@ impl CudaAttendKernel {
             CudaAttendKernel::Quantised(_) => "attend_quantised",
             CudaAttendKernel::Short(_) => "attend_short",
             CudaAttendKernel::Decode(_) => "attend_decode",
-            CudaAttendKernel::Prefill(_) => "attend_prefill",
-            CudaAttendKernel::Generic(_) => "attend_generic",
+            CudaAttendKernel::Prefill(_) | CudaAttendKernel::Unpack(_) => PREFILL,
+            CudaAttendKernel::Generic(_) => GENERIC,
         }
     }
 
@@ -152,20 +169,28 @@ impl CudaAttendKernel {
             CudaAttendKernel::Short(kernel) => kernel.reason(),
             CudaAttendKernel::Decode(kernel) => kernel.reason(),
             CudaAttendKernel::Prefill(kernel) => kernel.reason(),
+            CudaAttendKernel::Unpack(kernel) => kernel.reason(),
             CudaAttendKernel::Generic(kernel) => kernel.reason(),
         }
     }
 
-    /// The launch.
-    pub(super) fn launch(&self, call: &Call, b: &Builder) -> Result<Launch> {
-        match self {
+    /// The launches.
+    pub(super) fn launches(&self, call: &Call, b: &Builder) -> Result<Vec<Launch>> {
+        let launch = match self {
             CudaAttendKernel::ShortQuantised(kernel) => kernel.launch(self.name(), call),
             CudaAttendKernel::Quantised(kernel) => kernel.launch(self.name(), call, b),
             CudaAttendKernel::Short(kernel) => kernel.launch(self.name(), call),
             CudaAttendKernel::Decode(kernel) => kernel.launch(self.name(), call, b),
-            CudaAttendKernel::Prefill(kernel) => kernel.launch(self.name(), call),
+            CudaAttendKernel::Prefill(kernel) => kernel.launch(call, None, b),
+            CudaAttendKernel::Unpack(kernel) => match kernel.launches(call, b) {
+                Ok(launches) => return Ok(launches),
+                // Slower, but without the memory.
+                Err(Error::OutOfMemory { .. }) => AttendGeneric::new(call, &b.limits)?.launch(GENERIC, call, b),
+                Err(error) => Err(error),
+            },
             CudaAttendKernel::Generic(kernel) => kernel.launch(self.name(), call, b),
-        }
+        };
+        Ok(vec![launch?])
     }
 }
 
@@ -270,6 +295,44 @@ mod tests {
         assert_eq!(kernel(Codec::BF16, 512, false), "attend_prefill");
         assert_eq!(kernel(Codec::BF16, 4, false), "attend_generic");
         assert_eq!(kernel(Codec::tq(4), 512, false), "attend_generic");
+    }
+
+    /// Prompts over quantised pages are decoded to the dtype of the queries, if that is bf16.
+    #[test]
+    fn quantised_prompts() -> Result<()> {
+        let bf16 = DType::BF16;
+        for (k, v, dtype, longest, limits, want) in [
+            (Codec::tq(4), Codec::tq(4), bf16, 8192, H200, "attend_prefill"),
+            (Codec::tq_centred(3), Codec::tq(2), bf16, 8192, H200, "attend_prefill"),
+            (Codec::BF16, Codec::tq(8), bf16, 8192, H200, "attend_prefill"),
+            (Codec::F16, Codec::tq(8), bf16, 8192, H200, "attend_generic"),
+            (Codec::tq(4), Codec::tq(4), DType::F16, 8192, H200, "attend_generic"),
+            (Codec::tq(4), Codec::tq(4), bf16, 8192, A100, "attend_generic"),
+            // More than a gigabyte of keys.
+            (Codec::tq(4), Codec::tq(4), bf16, 1 << 20, H200, "attend_generic"),
+        ] {
+            let device = Device::reference();
+            let pool = KvPool::new(&device, &PoolSpec::new(vec![CacheLayer::new(8, 128, k).v(v)], 1 << 20))?;
+            let step = pool.reserve_step(StepSize::decode(4, longest).tokens(64, 32))?;
+            let new = || Tensor::zeros(&device, dtype, &[64, 64, 128]);
+            let call = Call {
+                q: new()?,
+                layer: pool.layer(0)?.clone(),
+                step,
+                scale: 1.0,
+                softcap: None,
+                window: usize::MAX,
+                q_rotated: false,
+                splits: 0,
+                sinks: None,
+                out: new()?,
+                tokens: 64,
+                heads: 64,
+                head_dim: 128,
+            };
+            assert_eq!(select(&call, &limits)?.name(), want, "{k}, {v}, {dtype}, {longest}");
+        }
+        Ok(())
     }
 
     /// Only the generic kernel knows page means.

@@ -250,19 +250,23 @@ struct ItemPart {
     }
 };
 
-// Counts this block's arrival. Returns whether it is the last of `all`; that one sees the states that the others have
-// left.
+// Counts the arrival of one of `all`. Returns whether it is the last; that one sees what the others have left.
+inline bool count_arrival(uint *counter, uint all) {
+    uint before;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+    const bool last = before == all - 1;
+    if (last) {
+        // For the next launch.
+        *counter = 0;
+    }
+    return last;
+}
+
+// The same for a block, whose threads have left a state.
 inline bool arrive(uint *flag, uint *counter, uint all) {
     __syncthreads();
     if (threadIdx.x == 0) {
-        uint before;
-        asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
-        const bool last = before == all - 1;
-        if (last) {
-            // For the next launch.
-            *counter = 0;
-        }
-        *flag = last;
+        *flag = count_arrival(counter, all);
     }
     __syncthreads();
     return *flag != 0;

@@ -202,7 +202,7 @@ impl Case {
 
     /// What a device may be off by. Where the output is no f32, CUDA rounds the centroids of keys and values, the
     /// rotated queries and the weights to f16: four errors of at most 2⁻¹², of which the scores' grow with the scores.
-    /// The CPU may round them, too.
+    /// The CPU may round them, too. CUDA's kernel of prompts rounds more.
     pub fn bound_on(&self, device: &Device) -> Bound {
         let mut bound = self.bound();
         let spread = (f64::from(self.scale().abs()) * (self.head_dim as f64).sqrt()).max(1.0);
@@ -212,6 +212,9 @@ impl Case {
             if self.out != DType::F32 && device.kind() == DeviceKind::Cuda {
                 bound.arithmetic += spread / 2048.0;
             }
+        }
+        if self.out != DType::F32 {
+            bound = bound.of_prompt(device, self.q, [self.k, self.v], spread);
         }
         bound
     }

@@ -463,6 +463,18 @@ impl Bound {
         Bound { rounding: self.rounding + rounding, ..self }
     }
 
+    /// For an attention with queries of a 16-bit dtype over keys and values of `codecs`. CUDA's kernel of prompts rounds
+    /// weights to the queries' dtype, and quantised keys and values, too.
+    pub fn of_prompt(self, device: &Device, q: DType, codecs: [Codec; 2], spread: f64) -> Bound {
+        let reads = |codec: Codec| codec.is_quantised() || codec == Codec::Dense(q);
+        if device.kind() != DeviceKind::Cuda || q == DType::F32 || !codecs.into_iter().all(reads) {
+            return self;
+        }
+        let half_unit = Bound::of(q).unit / 2.0;
+        let [k, v] = codecs.map(|codec| if codec.is_quantised() { half_unit } else { 0.0 });
+        Bound { rounding: self.rounding + half_unit + k * spread + v, ..self }
+    }
+
     /// For products of quantised weights with `rows` rows of activations. The CPU with VNNI rounds those of many rows
     /// to 16 bits of the largest in a group: 2.0e-5 of the root mean square in these tests. CUDA rounds the weights to
     /// bf16 in products of more rows of bf16 (with experts, of each).

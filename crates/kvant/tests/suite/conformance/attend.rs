@@ -507,7 +507,7 @@ fn short_contexts() {
 /// and V, dtype of out.
 const PREFILL_FACTORS: [usize; 6] = [8, 5, 4, 4, 2, 2];
 
-/// Many tokens a sequence over 16 bits, not split, as the kernel of prefill on CUDA takes them.
+/// Many tokens a sequence over 16 bits, as the kernel of prefill on CUDA takes them.
 fn prefilled(choice: [usize; 6]) -> Case {
     let [besides, batch, group, head_dim, dtype, out] = choice;
     let dtype = [DType::F16, DType::BF16][dtype];
@@ -532,7 +532,7 @@ fn prefilled(choice: [usize; 6]) -> Case {
         q: dtype,
         out: [DType::F16, DType::BF16][out],
         sequences: sequences.collect(),
-        splits: Some(1),
+        splits: [None, Some(1), Some(3)][(batch + head_dim) % 3],
         ..Case::default()
     };
     match besides {
@@ -559,15 +559,15 @@ fn prefill_kernels() {
 /// A prompt of many tiles: rings of buffers come around several times.
 #[test]
 fn long_prefills() {
-    let cases = [(64, DType::F16), (128, DType::BF16)].map(|(head_dim, dtype)| {
+    let cases = [(64, DType::F16, 1), (128, DType::BF16, 1), (256, DType::BF16, 2)].map(|(head_dim, dtype, splits)| {
         let (k, v) = (Codec::Dense(dtype), Codec::Dense(dtype));
-        let (source, q, out, sequences, splits) = (dtype, dtype, dtype, vec![(61, 1701)], Some(1));
+        let (source, q, out, sequences, splits) = (dtype, dtype, dtype, vec![(61, 1701)], Some(splits));
         Case { head_dim, k, v, source, q, out, sequences, sinks: true, splits, ..Case::default() }
     });
     for_cuda(&cases, |case| comes_to(case, "attend_prefill"), Case::check);
 }
 
-/// Without being asked not to split: when there are blocks enough. What the kernel cannot do is another's.
+/// What the kernel cannot do is another's.
 #[test]
 fn kernels_of_many_tokens() {
     let codec = Codec::BF16;
@@ -593,8 +593,7 @@ fn kernels_of_many_tokens() {
         Case { out: DType::F32, ..many.clone() },
         Case { q: DType::F16, ..many.clone() },
         Case { k: Codec::F16, ..many.clone() },
-        Case { v: Codec::tq(4), ..many.clone() },
-        Case { splits: Some(3), ..many },
+        Case { v: Codec::tq(4), ..many },
     ];
     for case in others {
         comes_to(&case, "attend_generic");

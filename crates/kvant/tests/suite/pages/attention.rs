@@ -1,8 +1,11 @@
 //! Attention over pages agrees with the reference.
 
 use super::case::{CASE, Case, Filled};
-use crate::common::layers::{self, CODECS};
-use kvant::{CacheLayer, Codec, DType, Device, HeadOrder, KvLayer, LayerSpec, Step};
+use crate::common::{
+    devices,
+    layers::{self, CODECS},
+};
+use kvant::{CacheLayer, Codec, DType, Device, DeviceKind, HeadOrder, KvLayer, LayerSpec, Step};
 
 #[test]
 fn every_page_size() {
@@ -76,6 +79,38 @@ fn sixteen_bits() {
                 Case { k: codec, v: codec, group: 4, ..case.clone() }.check();
                 Case { k: Codec::tq(4), v: Codec::tq(5), ..case }.check();
             }
+        }
+    }
+}
+
+/// Prompts over quantised pages, which CUDA decodes before: of several sequences, behind decode rows, in windows.
+#[test]
+fn quantised_prompts() {
+    let (tq, centred, bf16) = (Codec::tq, Codec::tq_centred, Codec::BF16);
+    let pairs = [
+        (tq(4), tq(4)),
+        (tq(8), tq(5)),
+        (bf16, tq(6)),
+        (tq(3), bf16),
+        (tq(2), tq(8)),
+        (centred(4), centred(4)),
+        (centred(8), tq(3)),
+        (tq(6), centred(2)),
+    ];
+    // Others have no kernel of their own for these.
+    let has_cuda = devices().iter().any(|device| device.kind() == DeviceKind::Cuda);
+    for (i, (k, v)) in pairs.into_iter().enumerate() {
+        for (j, head_dim) in [64, 128, 256, 512].into_iter().enumerate() {
+            if !has_cuda && (i * 4 + j) % 7 != 0 {
+                continue;
+            }
+            let sequences =
+                [vec![(5, 70)], vec![(300, 1), (90, 66), (0, 0), (3, 40)], vec![(700, 65)], vec![(0, 130), (33, 64)]];
+            let (sequences, window) =
+                (sequences[(i + j) % 4].clone(), [None, Some(50), None, Some(16)][(i + j / 2) % 4]);
+            let (page_tokens, dtype) = ([16, 64, 32, 128][(i + 3 * j) % 4], DType::BF16);
+            let q_rotated = k.is_quantised() && (i + j) % 3 == 0;
+            Case { head_dim, k, v, dtype, page_tokens, window, q_rotated, sequences, ..CASE }.check();
         }
     }
 }

@@ -3,11 +3,11 @@
 use crate::common::{
     Bound, Out, Output, Rng, bytes_of, devices, differences, input,
     layers::{self, Source},
-    run,
+    query, run,
 };
 use kvant::{
     CacheLayer, Codec, DType, Device, KvLayer, KvPool, PoolSpec, Result, Sequence, Step,
-    ops::{self, Attend},
+    ops::{self, Attend, Hadamard},
 };
 
 /// Attention over pages: sequences of (past, new) tokens, the past written in pieces.
@@ -21,6 +21,7 @@ pub struct Case {
     pub dtype: DType,
     pub page_tokens: usize,
     pub window: Option<usize>,
+    pub q_rotated: bool,
     pub sequences: Vec<(usize, usize)>,
 }
 
@@ -33,6 +34,7 @@ pub const CASE: Case = Case {
     dtype: DType::F32,
     page_tokens: 16,
     window: None,
+    q_rotated: false,
     sequences: Vec::new(),
 };
 
@@ -114,7 +116,12 @@ impl Case {
         let device = layer.device();
         let q = input(device, self.dtype, &self.queries(step.tokens()), &shape)?;
         let out = Out::new(device, self.dtype, &shape)?;
-        run(device, |enc| ops::attend(enc, &Attend::new(&q, layer, step, &out.tensor)))?;
+        run(device, |enc| {
+            if self.q_rotated {
+                ops::hadamard(enc, &Hadamard::new(&q, &q))?;
+            }
+            ops::attend(enc, &Attend::new(query(&q, self.q_rotated), layer, step, &out.tensor))
+        })?;
         Ok(out)
     }
 
@@ -128,7 +135,11 @@ impl Case {
         if self.dtype != DType::F32 && device.kind() == kvant::DeviceKind::Cuda && codec.is_quantised() {
             bound.arithmetic += 1.0 / 2048.0;
         }
-        bound
+        if self.q_rotated {
+            // The rotated queries are rounded once more, on each device by itself.
+            bound.arithmetic += Bound::of(self.dtype).unit;
+        }
+        bound.of_prompt(device, self.dtype, [self.k, self.v], 1.0)
     }
 
     /// Every device agrees with the reference over the same bytes.

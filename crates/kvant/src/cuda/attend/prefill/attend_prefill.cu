@@ -14,8 +14,11 @@
 //     have the same 64 rows
 //     and half of the values' coordinates each; scores are then computed twice.
 //
-// For each tile: S = q K^T, both in shared memory; P = exp2(S - max), converted to operands within the thread as a sum
-// of P_TERMS 16-bit numbers; O += P V. The scores of a tile are computed together with the values of the previous tile.
+// For each tile: S = q K^T, both in shared memory; P = exp2(S - max), rounded to operands within the thread; O += P V.
+// The scores of a tile are computed together with the values of the previous tile.
+//
+// SPLIT: `splits` blocks have an item's tiles, as equal shares of them. Each leaves its state (split.h), and the last
+// one to arrive merges them.
 //
 // Over pages (work.h) segments begin at multiples of 16 keys, so that a unit of 16 is in one page. Lanes of a warp look
 // up a tile's units. Keys that no page holds are zeros, and masked.
@@ -25,6 +28,7 @@
 #include "attend/prefill/copies.h"
 #include "attend/prefill/nonfinite.h"
 #include "attend/prefill/products.h"
+#include "attend/prefill/split.h"
 #include "attend/state.h"
 
 // Registers of a thread that copies, and of one that computes: together those of the block.
@@ -60,7 +64,7 @@ inline void attend_to(const AttendParams &p, const Shared &shared, const Item &i
         const Seen seen = seen_by(p, shared, item, table, keys, sequence);
         const uint tiles = tiles_of(keys);
         float s[TILE / 2], f[2];
-        uint w[P_TERMS][TILE / 16][4];
+        uint w[TILE / 16][4];
         uint key = keys.first, entry = seen.entry(key);
         begin_scores(base, cursor, s);
         products_wait<0>();
@@ -100,7 +104,7 @@ inline void attend_carefully(const AttendParams &p, const Shared &shared, const 
         const Seen seen = seen_by(p, shared, item, table, keys, sequence);
         const uint tiles = tiles_of(keys);
         float s[TILE / 2], f[2];
-        uint w[P_TERMS][TILE / 16][4];
+        uint w[TILE / 16][4];
 #pragma unroll 1
         for (uint tile = 0; tile < tiles; tile++) {
             const uint key = keys.first + tile * TILE, held = seen.held(seen.entry(key));
@@ -176,7 +180,8 @@ inline void finish(const AttendParams &p, const Shared &shared, const Item &item
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     KVANT_KERNEL(const uchar *q, uchar *out, const uchar *k, const uchar *, const float *, const uchar *v, const uchar *,
-           const float *, const uint *positions, const uint *sequence, const uint *lens, float *, uint *, const float *sinks,
+           const float *, const uint *positions, const uint *sequence, const uint *lens, float *states, uint *arrivals,
+           const float *sinks,
            const AttendParams p, const uint *table) {
     extern __shared__ __align__(1024) uchar memory[];
     const Shared shared = {memory};
@@ -186,8 +191,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     // The last items, which see the most keys, come first.
     Item item;
-    const uint number = p.items - 1 - blockIdx.x / p.kv_heads;
-    item.head = blockIdx.x % p.kv_heads;
+    const uint pair = SPLIT ? blockIdx.x / p.splits : blockIdx.x;
+    const uint number = p.items - 1 - pair / p.kv_heads;
+    item.head = pair % p.kv_heads;
     item.first_row = number * ROWS;
     item.rows = min(p.tokens * p.group - item.first_row, ROWS);
     item.first_token = item.first_row / p.group;
@@ -228,6 +234,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (shared.words()[1] != 0) {
             attend_carefully(p, shared, item, table, cursor, work);
         }
-        finish(p, shared, item, table, work, out, sinks);
+        if (!SPLIT || merge(p, shared, pair, states, arrivals, work)) {
+            finish(p, shared, item, table, work, out, sinks);
+        }
     }
 }

@@ -49,7 +49,8 @@ struct Shared {
     Range *keys() const {
         return reinterpret_cast<Range *>(base + AT_KEYS);
     }
-    // 0: how many of `keys` may hold something. 1: whether there are results that are not finite.
+    // 0: how many of `keys` may hold something. 1: whether there are results that are not finite. 2: whether the block
+    // is the last of its item.
     uint *words() const {
         return reinterpret_cast<uint *>(base + AT_WORDS);
     }
@@ -83,6 +84,27 @@ inline ulong row_of(const AttendParams &p, const Item &item, uint r) {
     return (ulong(row / p.group) * p.kv_heads + item.head) * p.group + row % p.group;
 }
 
+// Shortens the segments to the block's share of all tiles.
+inline void keep_share(const AttendParams &p, const Shared &shared) {
+    const uint count = shared.words()[0], part = blockIdx.x % p.splits;
+    uint tiles = 0;
+    for (uint i = 0; i < count; i++) {
+        tiles += tiles_of(shared.keys()[i]);
+    }
+    const EvenSplit split(tiles, p.splits);
+    const Range own = {split.first(part), split.first(part + 1)};
+    uint before = 0;
+    for (uint i = 0; i < count; i++) {
+        const Range keys = shared.keys()[i];
+        const uint of_segment = tiles_of(keys);
+        const uint first = min(max(own.first, before) - before, of_segment);
+        const uint end = min(max(own.end, before) - before, of_segment);
+        shared.keys()[i] =
+            first < end ? Range{keys.first + first * TILE, min(keys.first + end * TILE, keys.end)} : Range{NONE, 0};
+        before += of_segment;
+    }
+}
+
 inline void load_item(const AttendParams &p, const Shared &shared, const Item &item, const uint *positions,
                       const uint *sequence, const uint *lens) {
     const uint thread = threadIdx.x;
@@ -111,6 +133,12 @@ inline void load_item(const AttendParams &p, const Shared &shared, const Item &i
         }
     }
     __syncthreads();
+    if (SPLIT) {
+        if (thread == 0) {
+            keep_share(p, shared);
+        }
+        __syncthreads();
+    }
 }
 
 // Over pages: the entry of the unit of 16 keys that the lane looks up for all of its warp, of the tile that begins with

@@ -1,12 +1,16 @@
 //! Attention of many tokens over dense 16-bit keys, with Hopper's warpgroup products.
+//!
+//! Keys and values are those of the layer, or decoded pages ([`AttendUnpack`](super::unpack::AttendUnpack)).
 
 use crate::{
     DType, Result,
     cuda::{
-        attend::{AttendParams, HeadShares, bind_result, params},
+        attend::{
+            AttendParams, HeadShares, MAX_SPLITS, bind_output, bind_result, most_keys, params, unpack::UnpackedPages,
+        },
         headers,
     },
-    gpu::{Launch, Limits, Params, Source},
+    gpu::{Builder, Launch, Limits, Params, Source, Use},
     ops::attend::{Call, NAME},
 };
 
@@ -21,15 +25,20 @@ static SOURCE: Source = Source {
 const WARPS: usize = 12;
 /// More buffers are of no use.
 const MAX_STAGES: usize = 12;
-/// 16-bit numbers whose sum is a weight: one would leave 8 bits of it in bf16.
-const P_TERMS: u32 = 2;
+/// The fewest keys that are worth a block of their own: a block's state is written and read once more.
+const LEAST_KEYS: usize = 512;
+
+/// The kernel's name.
+pub(super) const PREFILL: &str = "attend_prefill";
 
 /// How the work is divided among blocks.
 pub(super) struct AttendPrefill {
     dtype: DType,
-    /// Query rows of a work item; a block has one item.
+    /// Query rows of a work item.
     rows: usize,
     items: usize,
+    /// Blocks that share the keys of an item and KV head.
+    splits: usize,
     blocks: usize,
     tile: usize,
     stages: usize,
@@ -49,49 +58,53 @@ fn items(call: &Call) -> usize {
 }
 
 impl AttendPrefill {
-    /// Whether the largest number of tokens of a sequence fills at least half a work item, and the work items at least
-    /// a tenth of the device.
-    pub(super) fn has_enough_rows(call: &Call, limits: &Limits) -> bool {
-        let spec = call.layer.spec();
-        let rows_of_sequence = call.step.batch().most_new.saturating_mul(call.heads / spec.kv_heads);
-        let blocks = items(call).saturating_mul(spec.kv_heads);
-        // On an H200, 8 blocks over 4096 keys took a tenth longer than attend_generic, which divides the keys among all
-        // blocks; 16 blocks were faster.
-        let fills_device = call.splits != 0 || blocks.saturating_mul(10) >= limits.busy_groups;
-        call.tokens > 0 && rows_of_sequence >= item_rows(call.head_dim) / 2 && fills_device
+    /// Whether the largest number of tokens of a sequence fills at least half a work item.
+    pub(super) fn has_enough_rows(call: &Call) -> bool {
+        let group = call.heads / call.layer.spec().kv_heads;
+        let rows_of_sequence = call.step.batch().most_new.saturating_mul(group);
+        call.tokens > 0 && rows_of_sequence >= item_rows(call.head_dim) / 2
     }
 
     /// None if a block has too little shared memory.
     pub(super) fn new(call: &Call, limits: &Limits) -> Option<AttendPrefill> {
         let (rows, items) = (item_rows(call.head_dim), items(call));
-        let blocks = items.saturating_mul(call.layer.spec().kv_heads);
+        let pairs = items.saturating_mul(call.layer.spec().kv_heads);
+        let batch = call.step.batch();
+        let seen = call.window.saturating_add(batch.most_new).min(most_keys(call)).min(batch.longest);
+        let splits = match call.splits {
+            0 => (limits.busy_groups / pairs.max(1)).min(seen / LEAST_KEYS).clamp(1, MAX_SPLITS),
+            splits => splits.min(MAX_SPLITS),
+        };
+        let blocks = pairs.saturating_mul(splits);
         let tile = if call.head_dim <= 128 { 128 } else { 64 };
         let shared = |stages| shared_bytes(call.head_dim, rows, tile, stages);
         // Rows of 512 coordinates are copied in four chunks, and there must be more buffers than those.
         let least = if call.head_dim < 512 { 4 } else { 5 };
         let stages = (least..=MAX_STAGES).rev().find(|&stages| shared(stages) <= limits.threadgroup_bytes)?;
         let shared_bytes = shared(stages);
-        Some(AttendPrefill { dtype: call.q.dtype(), rows, items, blocks, tile, stages, shared_bytes })
+        Some(AttendPrefill { dtype: call.q.dtype(), rows, items, splits, blocks, tile, stages, shared_bytes })
     }
 
     pub(super) fn reason(&self) -> String {
-        let AttendPrefill { rows, items, blocks, tile, .. } = *self;
+        let AttendPrefill { rows, items, splits, blocks, tile, .. } = *self;
         format!(
-            "{items} work items of up to {rows} query rows per KV head; {blocks} blocks take one each; {tile} keys a tile"
+            "{items} work items of up to {rows} query rows per KV head; {blocks} blocks, {splits} for each item; {tile} keys a \
+             tile"
         )
     }
 
     /// The launch.
-    pub(super) fn launch(&self, name: &'static str, call: &Call) -> Result<Launch> {
+    pub(super) fn launch(&self, call: &Call, unpacked: Option<&UnpackedPages>, b: &Builder) -> Result<Launch> {
         Launch::uint(NAME, "q", self.items.saturating_mul(self.rows))?;
-        let launch = Launch::new(NAME, &SOURCE, name)
+        let mut params = params(call, HeadShares::whole(call), self.rows, self.items, self.splits)?;
+        let launch = Launch::new(NAME, &SOURCE, PREFILL)
             .constant("HEAD_DIM", call.head_dim as u32)
             .constant("DTYPE", self.dtype)
             .constant("OUT_DTYPE", call.out.dtype())
             .constant("WARPS", WARPS as u32)
             .constant("TILE", self.tile as u32)
             .constant("STAGES", self.stages as u32)
-            .constant("P_TERMS", P_TERMS)
+            .constant("SPLIT", self.splits > 1)
             .constant("SOFTCAP", call.softcap.is_some())
             .constant("RING", call.layer.spec().ring)
             .constant("SHARED_BYTES", self.shared_bytes as u32)
@@ -99,12 +112,26 @@ impl AttendPrefill {
             .read(8, &call.step.positions)
             .read(9, &call.step.sequence)
             .read(10, &call.step.lens)
-            .read(2, &call.layer.k.low)
-            .read(5, &call.layer.v.low)
-            .params(14, &params(call, HeadShares::whole(call), self.rows, self.items, 1)?)
             .grid([self.blocks, 1, 1], [32 * WARPS, 1, 1])
             .threadgroup_memory(self.shared_bytes);
-        Ok(bind_result(launch, call, HeadShares::whole(call)))
+        let heads = HeadShares::whole(call);
+        let launch = match unpacked {
+            None => bind_result(launch, call, heads).read(2, &call.layer.k.low).read(5, &call.layer.v.low),
+            Some(pages) => {
+                params.page_entries = pages.entries;
+                let read = |launch: Launch, index, scratch| launch.scratch(index, scratch, Use::Read);
+                read(read(read(bind_output(launch, call, heads), 2, &pages.k), 5, &pages.v), 15, &pages.table)
+            }
+        };
+        let launch = launch.params(14, &params);
+        if self.splits == 1 {
+            return Ok(launch);
+        }
+        // A state: the sums of the item's rows, and four numbers of each thread that computes.
+        let state = self.rows * call.head_dim + 256 * 4;
+        let states = b.scratch(self.blocks.saturating_mul(state * 4))?;
+        let arrivals = b.zeroed_scratch(self.blocks / self.splits * 4)?;
+        Ok(launch.scratch(11, &states, Use::ReadWrite).scratch(12, &arrivals, Use::ReadWrite))
     }
 }
 

@@ -35,7 +35,7 @@ inline bool values_are_nonfinite(uint base, Cursor cursor) {
 }
 
 // O += P V for the tile at the cursor, whose first key is `first`, key by key over those that a row sees.
-inline void add_by_keys(uint base, Cursor &cursor, const uint (&w)[P_TERMS][TILE / 16][4], const Seen &seen, uint first,
+inline void add_by_keys(uint base, Cursor &cursor, const uint (&w)[TILE / 16][4], const Seen &seen, uint first,
                         uint held, Work &work) {
     const uint t = threadIdx.x % 4, own_block = SHARED_ROWS ? threadIdx.x / 128 * BLOCK : 0;
     // Far below what the output shows, but not 0, for an infinite value.
@@ -51,13 +51,8 @@ inline void add_by_keys(uint base, Cursor &cursor, const uint (&w)[P_TERMS][TILE
             for (uint i = 0; i < TILE / 8; i++) {
 #pragma unroll
                 for (uint c = 0; c < 2; c++) {
-                    float sum = 0;
-#pragma unroll
-                    for (uint term = 0; term < P_TERMS; term++) {
-                        const float2 pair = unpack<HALF>(w[term][i / 2][i % 2 * 2 + c]);
-                        sum += key % 2 == 0 ? pair.x : pair.y;
-                    }
-                    weight[c] = key / 8 == i ? sum : weight[c];
+                    const float2 pair = unpack<HALF>(w[i / 2][i % 2 * 2 + c]);
+                    weight[c] = key / 8 == i ? (key % 2 == 0 ? pair.x : pair.y) : weight[c];
                 }
             }
             const uint position = first + key;

@@ -102,7 +102,7 @@ inline void begin_scores(uint base, Cursor &cursor, float (&s)[TILE / 2]) {
 }
 
 // Begins O += P V for the tile at the cursor.
-inline void begin_values(uint base, Cursor &cursor, const uint (&w)[P_TERMS][TILE / 16][4], Work &work) {
+inline void begin_values(uint base, Cursor &cursor, const uint (&w)[TILE / 16][4], Work &work) {
     const uint own_block = SHARED_ROWS ? threadIdx.x / 128 * BLOCK : 0;
 #pragma unroll
     for (uint chunk = 0; chunk < CHUNKS; chunk++) {
@@ -114,10 +114,7 @@ inline void begin_values(uint base, Cursor &cursor, const uint (&w)[P_TERMS][TIL
 #pragma unroll
             for (uint part = 0; part < PARTS; part++) {
                 const ulong b = matrix(values + part * (WIDTH / 64) * BLOCK + i * 2048, BLOCK);
-#pragma unroll
-                for (uint term = 0; term < P_TERMS; term++) {
-                    multiply_rows<HALF>(work.o[chunk * PARTS + part], w[term][i], b);
-                }
+                multiply_rows<HALF>(work.o[chunk * PARTS + part], w[i], b);
             }
         }
         products_commit();
@@ -186,23 +183,13 @@ inline void soften(const AttendParams &p, const Seen &seen, uint first, uint hel
     }
 }
 
-// Weights as operands.
-inline void make_operands(const float (&s)[TILE / 2], uint (&w)[P_TERMS][TILE / 16][4]) {
+// Weights as operands, rounded to the dtype of the values.
+inline void make_operands(const float (&s)[TILE / 2], uint (&w)[TILE / 16][4]) {
 #pragma unroll
     for (uint i = 0; i < TILE / 16; i++) {
 #pragma unroll
         for (uint j = 0; j < 4; j++) {
-            uint terms[P_TERMS];
-            const float x = s[8 * i + 2 * j], y = s[8 * i + 2 * j + 1];
-            terms[0] = pack<HALF>(x, y);
-            if constexpr (P_TERMS == 2) {
-                const float2 taken = unpack<HALF>(terms[0]);
-                terms[1] = pack<HALF>(x - taken.x, y - taken.y);
-            }
-#pragma unroll
-            for (uint term = 0; term < P_TERMS; term++) {
-                w[term][i][j] = terms[term];
-            }
+            w[i][j] = pack<HALF>(s[8 * i + 2 * j], s[8 * i + 2 * j + 1]);
         }
     }
 }
