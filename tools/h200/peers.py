@@ -6,7 +6,8 @@ Decode: PyTorch's FlashAttention and cuDNN, and FlashInfer if it can be imported
 with nvcc and ninja); one token over a full bf16 cache of one sequence. Prompts: PyTorch's FlashAttention, cuDNN and
 memory-efficient kernels, causal, without windows; 4096 tokens of one sequence. A time is the median of seven replays of a CUDA graph
 that holds calls over buffers that together exceed the L2 cache several times; GB/s is bytes of keys and values by time.
-With the output of `speed`, the table has kvant's time and how its speed compares with the best of the others.
+The last table has errors of such prompts.
+With the output of `speed`, the first ones have kvant's time and how its speed compares with the best of the others.
 """
 
 import re
@@ -131,6 +132,24 @@ def prompts(kvant):
         torch.cuda.empty_cache()
 
 
+def errors():
+    """The normalised error of a prompt of 512 normal tokens in bf16, against f64; kvant's is of the test `speed::prompt_errors`."""
+    print("\n| D | FlashAttention | cuDNN | memory-efficient |\n|---|---|---|---|")
+    for dim in (64, 128, 256, 512):
+        q, k, v = (torch.randn(1, heads, 512, dim, device=DEVICE).bfloat16() for heads in (8, 4, 4))
+        k, v = (x.repeat_interleave(2, dim=1) for x in (k, v))
+        want = F.scaled_dot_product_attention(q.double().cpu(), k.double().cpu(), v.double().cpu(), is_causal=True).to(DEVICE)
+
+        def error(backend):
+            with sdpa_kernel(backend):
+                got = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return ((got.double() - want).square().sum() / want.square().sum()).sqrt().item()
+
+        backends = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
+        found = [attempt(str(dim), lambda: error(backend)) for backend in backends]
+        print(f"| {dim} | " + " | ".join("–" if x is None else f"{x:.3e}" for x in found) + " |", flush=True)
+
+
 def main():
     kvant = ours(sys.argv[1]) if len(sys.argv) > 1 else {}
     print(f"PyTorch {torch.__version__} on {torch.cuda.get_device_name()}. Microseconds and GB/s.\n")
@@ -165,6 +184,7 @@ def main():
         del kv, batched
         torch.cuda.empty_cache()
     prompts(kvant)
+    errors()
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@
 
 use std::time::{Duration, Instant};
 
-use crate::common::query;
+use crate::common::{Rng, input, query};
 
 use kvant::{
     CacheLayer, Codec, DType, Device, DeviceKind, Encoder, HeadOrder, KvLayer, KvPool, LayerSpec, PoolSpec, Result,
@@ -31,6 +31,18 @@ fn attention() -> Result<()> {
 #[ignore = "a measurement"]
 fn pages() -> Result<()> {
     over_pages(&device()?)
+}
+
+#[test]
+#[ignore = "a measurement"]
+fn prompts() -> Result<()> {
+    prompts_over_pages(&device()?)
+}
+
+#[test]
+#[ignore = "a measurement"]
+fn prompt_errors() -> Result<()> {
+    errors_of_prompts(&device()?)
 }
 
 #[test]
@@ -254,6 +266,78 @@ fn over_pages(device: &Device) -> Result<()> {
                 println!("| {head_dim} | {codec} | {keys} | {:.2} | {} |", medians[0] * 1e6, ratios.join(" | "));
             }
         }
+    }
+    Ok(())
+}
+
+/// The last tokens of a prompt over a pool: whole prompts, and chunks of long ones.
+fn prompts_over_pages(device: &Device) -> Result<()> {
+    for (head_dim, heads, kv_heads) in [(128, 32, 8), (256, 16, 8), (512, 16, 2)] {
+        for (tokens, keys) in [(4096, 4096), (64, 4096), (256, 4096), (512, 32768)] {
+            for codec in [Codec::BF16, Codec::tq(8), Codec::tq(4), Codec::tq_centred(4), Codec::tq(2)] {
+                let name = format!("prompt {head_dim}, {heads}, {kv_heads}, {keys} {codec}, {tokens} tokens");
+                let layer = CacheLayer::new(kv_heads, head_dim, codec);
+                let copies = 4;
+                let spec = PoolSpec::new(vec![layer; copies], 1 << 20).room_for(1, keys, tokens)?;
+                let pool = KvPool::new(device, &spec)?;
+                let mut sequence = pool.sequence();
+                let rows = noise(device, DType::BF16, &[1024.min(keys), kv_heads, head_dim])?;
+                let (mut step, mut written) = (pool.step(&mut [(&mut sequence, 0)])?, 0);
+                while written < keys {
+                    // The last step has the tokens that are asked for.
+                    let rest = keys - written;
+                    let count = if rest > tokens { (rest - tokens).min(1024) } else { rest };
+                    step = pool.step(&mut [(&mut sequence, count)])?;
+                    for (at, part) in (0..count).step_by(1024).map(|at| (at, 1024.min(count - at))) {
+                        let part_of_step = step.select(&(at..at + part).collect::<Vec<_>>())?;
+                        let rows = rows.rows(0..part)?;
+                        let mut enc = device.encoder()?;
+                        for index in 0..copies {
+                            let layer = pool.layer(index)?;
+                            let args = KvWrite::new(&rows, &rows, &part_of_step, layer);
+                            ops::kv_write(&mut enc, &args.order(HeadOrder::TokenMajor))?;
+                        }
+                        enc.commit()?.wait()?;
+                    }
+                    written += count;
+                }
+                let q = noise(device, DType::BF16, &[tokens, heads, head_dim])?;
+                let out = Tensor::zeros(device, DType::BF16, &[tokens, heads, head_dim])?;
+                let bytes = 2 * kv_heads * keys * codec.bytes_per_vector(head_dim) + q.bytes() + out.bytes();
+                line(device, &name, bytes, copies, |enc, copy| {
+                    let q = query(&q, codec.is_quantised());
+                    ops::attend(enc, &Attend::new(q, pool.layer(copy)?, &step, &out).scale(0.1))
+                })?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The normalised error √(Σ(x−y)²/Σy²) of the attention of a prompt of 512 normal tokens in bf16: tools/h200/peers.py has
+/// that of PyTorch's kernels.
+fn errors_of_prompts(device: &Device) -> Result<()> {
+    let (tokens, heads, kv_heads) = (512, 8, 4);
+    for head_dim in [64, 128, 256, 512] {
+        let mut rng = Rng::of(head_dim);
+        let mut normals = |heads: usize| rng.normals(tokens * heads * head_dim);
+        let (q, k, v) = (normals(heads), normals(kv_heads), normals(kv_heads));
+        let attend_on = |device: &Device, dtype| -> Result<Vec<f32>> {
+            let tensor = |x: &[f32], heads| input(device, DType::BF16, x, &[tokens, heads, head_dim]);
+            let (q, k, v) = (tensor(&q, heads)?, tensor(&k, kv_heads)?, tensor(&v, kv_heads)?);
+            let layer = KvLayer::new(device, LayerSpec::new(kv_heads, head_dim, tokens, Codec::BF16))?;
+            let step = Step::new(device, 1, &(0..tokens as u32).map(|p| (0, p)).collect::<Vec<_>>())?;
+            let out = Tensor::zeros(device, dtype, q.shape())?;
+            let mut enc = device.encoder()?;
+            ops::kv_write(&mut enc, &KvWrite::new(&k, &v, &step, &layer))?;
+            ops::attend(&mut enc, &Attend::new(&q, &layer, &step, &out))?;
+            enc.commit()?.wait()?;
+            out.to_f32()
+        };
+        let (got, want) = (attend_on(device, DType::BF16)?, attend_on(&Device::reference(), DType::F32)?);
+        let squares = |x: &mut dyn Iterator<Item = f32>| x.map(|x| f64::from(x).powi(2)).sum::<f64>();
+        let error = squares(&mut got.iter().zip(&want).map(|(x, y)| x - y)) / squares(&mut want.iter().copied());
+        println!("| prompt of {tokens} tokens, D {head_dim}: error | {:.3e} | |", error.sqrt());
     }
     Ok(())
 }

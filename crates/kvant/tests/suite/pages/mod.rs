@@ -2,6 +2,7 @@
 
 mod attention;
 mod case;
+mod graphs;
 mod histories;
 mod means;
 mod prefixes;
