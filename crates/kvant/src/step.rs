@@ -187,8 +187,8 @@ impl Step {
         Step { pages: Some(Arc::new(pages)), ..self }
     }
 
-    /// The same tensors with another [`Step::batch`]. The numbers of a step of a [`KvPool`](crate::KvPool) are bounds of
-    /// what may be written to it, and never become narrower.
+    /// The same tensors with another [`Step::batch`]. The numbers of a step of a [`KvPool`](crate::KvPool) are bounds
+    /// of what may be written to it, and never become narrower.
     #[must_use]
     pub fn with_batch(self, batch: Batch) -> Step {
         if self.pages.is_none() {

@@ -314,8 +314,8 @@ fn prompts_over_pages(device: &Device) -> Result<()> {
     Ok(())
 }
 
-/// The normalised error √(Σ(x−y)²/Σy²) of the attention of a prompt of 512 normal tokens in bf16: tools/h200/peers.py has
-/// that of PyTorch's kernels.
+/// The normalised error √(Σ(x−y)²/Σy²) of the attention of a prompt of 512 normal tokens in bf16: tools/h200/peers.py
+/// has that of PyTorch's kernels.
 fn errors_of_prompts(device: &Device) -> Result<()> {
     let (tokens, heads, kv_heads) = (512, 8, 4);
     for head_dim in [64, 128, 256, 512] {

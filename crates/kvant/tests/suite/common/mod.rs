@@ -463,8 +463,8 @@ impl Bound {
         Bound { rounding: self.rounding + rounding, ..self }
     }
 
-    /// For an attention with queries of a 16-bit dtype over keys and values of `codecs`. CUDA's kernel of prompts rounds
-    /// weights to the queries' dtype, and quantised keys and values, too.
+    /// For an attention with queries of a 16-bit dtype over keys and values of `codecs`. CUDA's kernel of prompts
+    /// rounds weights to the queries' dtype, and quantised keys and values, too.
     pub fn of_prompt(self, device: &Device, q: DType, codecs: [Codec; 2], spread: f64) -> Bound {
         let reads = |codec: Codec| codec.is_quantised() || codec == Codec::Dense(q);
         if device.kind() != DeviceKind::Cuda || q == DType::F32 || !codecs.into_iter().all(reads) {

@@ -2,8 +2,8 @@
 // size.
 //
 // Pages [slots, slot_pages] of [Hk, PAGE_KEYS, D]: those of a sequence begin with the page that has the first position
-// that any of its tokens sees (attend_unpack_ranges.cu). TABLE: also writes their page table [S, page_width]; a page that is not
-// unpacked has the entry NONE. UNROTATE: quantised vectors are rotated back.
+// that any of its tokens sees (attend_unpack_ranges.cu). TABLE: also writes their page table [S, page_width]; a page
+// that is not unpacked has the entry NONE. UNROTATE: quantised vectors are rotated back.
 //
 // A block has one head of one page, a warp every WARPS-th row of it. Lanes hold runs of coordinates (rotate_warp.h).
 #include "attend/work.h"
