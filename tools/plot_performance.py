@@ -329,8 +329,8 @@ def latest_quantised(records):
     return list(found.values())
 
 
-def prompts_h200(records):
-    record = records["h200-prompts"]
+def prompts(records):
+    record = records["prompts"]
     series = [("kvant", "kvant"), ("cuDNN", "three"), ("FlashAttention", "one"), ("memory-efficient", "two")]
     groups = []
     for row in rows(record):
@@ -341,8 +341,8 @@ def prompts_h200(records):
         groups.append((name, [(label, colour, 4 * row["D"] * row["H"] * pairs / row[label] / 1e6)
                               for label, colour in series if row[label] is not None]))
     height = 84 + sum(22 + 18 * len(bars) for _, bars in groups) + 34
-    svg = Svg(720, height, "Attention of a prompt of 4096 tokens on an H200")
-    svg.text(16, 26, "Attention of a prompt of 4096 tokens on an H200, bf16: TFLOP/s, more is better", "title")
+    svg = Svg(720, height, "Attention of a prompt of 4096 tokens on an H100")
+    svg.text(16, 26, "Attention of a prompt of 4096 tokens on an H100, bf16: TFLOP/s, more is better", "title")
     source(svg, record, 46)
     axes = Axes(svg, (150, 60, 500, height - 110), (0, 700), (0, 1))
     axes.grid([(x, f"{x}") for x in range(0, 701, 100)], [])
@@ -389,7 +389,7 @@ PLOTS = {
     "decode-cpu": decode_cpu,
     "decode-h200": decode_h200,
     "quantised-h200": quantised_h200,
-    "prompts-h200": prompts_h200,
+    "prompts": prompts,
     "models-h200": models_h200,
 }
 
@@ -497,15 +497,27 @@ def table_h200_quantised(records):
 
 def table_prompts(records):
     body = []
-    for key in ("h200-prompts", "h200-prompts-16384"):
-        record = records[key]
-        for row in rows(record):
-            other, name = best(row, ["cuDNN", "FlashAttention", "memory-efficient"])
-            body.append([record["commit"], f"{row['D']}, {row['H']}, {row['Hk']}", row["window"] or "none",
-                         row["tokens"], row["kvant"],
-                         "–" if other is None else f"{name} {other}",
-                         "–" if row["ratio"] is None else f"{row['ratio']:.2f}"])
-    return markdown(["commit", "D, H, Hk", "window", "tokens", "kvant, µs", "best of PyTorch, µs", "kvant's speed ÷ PyTorch's"], body)
+    for row in rows(records["prompts"]):
+        other, name = best(row, ["cuDNN", "FlashAttention", "memory-efficient"])
+        body.append([f"{row['D']}, {row['H']}, {row['Hk']}", row["window"] or "none", row["kvant"],
+                     "–" if other is None else f"{name} {other}",
+                     "–" if row["ratio"] is None else f"{row['ratio']:.2f}"])
+    return markdown(["D, H, Hk", "window", "kvant, µs", "best of PyTorch, µs", "kvant's speed ÷ PyTorch's"], body)
+
+
+def table_prompt_chunks(records):
+    codecs = ["tq8", "tq4", "tq4c", "tq2"]
+    body = [[f"{row['D']}, {row['H']}, {row['Hk']}", row["tokens"], row["keys"], f"{row['bf16']:.0f}"]
+            + [f"{row[codec] / row['bf16']:.2f}" for codec in codecs] for row in rows(records["prompt-chunks"])]
+    return markdown(["D, H, Hk", "tokens", "keys", "bf16, µs"] + [f"{codec}, times that" for codec in codecs], body)
+
+
+def table_serve(records):
+    body = [[row["cache"], row["clients"], row["tokens/s"], f"{row['kernels']:.0f}",
+             f"{row['first token, median']}, {row['first token, p99']}",
+             f"{row['between tokens, median']}, {row['between tokens, p99']}"] for row in rows(records["h100-serve"])]
+    return markdown(["cache", "clients", "tokens/s", "decode steps alone", "first token, median and p99, ms",
+                     "between tokens, median and p99, ms"], body)
 
 
 def table_cpu_models(records):
@@ -601,6 +613,8 @@ TABLES = {
     "h200-decode": table_h200_decode,
     "h200-quantised": table_h200_quantised,
     "prompts": table_prompts,
+    "prompt-chunks": table_prompt_chunks,
+    "serve": table_serve,
     "cpu-models": table_cpu_models,
     "real-sizes": table_real_sizes,
     "real-sizes-prompts": table_real_sizes_prompts,
