@@ -12,7 +12,7 @@ use kvant::{
 
 use crate::{
     BlockSpec, CacheCodecs, Config, DecoderSpec, Error, FedTokens, Files, Result, families,
-    forward::{Network, Wanted, Workspace},
+    forward::{Network, OnStored, Wanted, Workspace},
     gguf::{self, source::GgufSource},
     inspect,
     safetensors::Checkpoint,
@@ -276,10 +276,11 @@ impl Model {
         if tokens.is_empty() {
             return Ok(self.device.encoder()?.commit()?);
         }
-        self.run(pool, step, tokens, fed, rows, out)
+        self.run(pool, step, tokens, fed, rows, out, None)
     }
 
     /// Starts a batch whose arguments have been checked.
+    #[allow(clippy::too_many_arguments, reason = "checked arguments of one call")]
     fn run(
         &self,
         pool: &KvPool,
@@ -288,11 +289,12 @@ impl Model {
         fed: Option<FedTokens>,
         rows: &[usize],
         out: &Tensor,
+        stored: Option<&mut OnStored>,
     ) -> Result<Submission> {
         let mut space = self.space(tokens.len())?;
         let every = rows.len() == tokens.len() && rows.iter().enumerate().all(|(index, &row)| index == row);
         let mut fewer = if every || rows.is_empty() { None } else { Some(self.space(rows.len())?) };
-        let result = self.pass(pool, step, tokens, fed, rows, &mut space, fewer.as_mut(), out);
+        let result = self.pass(pool, step, tokens, fed, rows, &mut space, fewer.as_mut(), out, stored);
         // The next pass comes after this one, also in memory that both use.
         self.give_spaces(std::iter::once(space).chain(fewer));
         result
@@ -309,6 +311,7 @@ impl Model {
         space: &mut Workspace,
         fewer: Option<&mut Workspace>,
         out: &Tensor,
+        stored: Option<&mut OnStored>,
     ) -> Result<Submission> {
         space.fit(self.decoder(), tokens.len())?;
         let mut enc = self.device.encoder()?;
@@ -316,16 +319,16 @@ impl Model {
             Some(fed) => fed.write(&mut enc, tokens, &space.views.ids)?,
             None => space.views.ids.write(tokens)?,
         }
+        let encode = |wanted: &Wanted| self.network.encode_with(&mut enc, &space.views, pool, step, wanted, stored);
         match fewer {
-            None if rows.is_empty() => self.network.encode(&mut enc, &space.views, pool, step, &Wanted::Nothing)?,
-            None => self.network.encode(&mut enc, &space.views, pool, step, &Wanted::Every { logits: out })?,
+            None if rows.is_empty() => encode(&Wanted::Nothing)?,
+            None => encode(&Wanted::Every { logits: out })?,
             Some(fewer) => {
                 fewer.fit(self.decoder(), rows.len())?;
                 let indices: Vec<u32> = rows.iter().map(|&row| row as u32).collect();
                 fewer.views.ids.write(&indices)?;
                 let (step_of_rows, views) = (step.select(rows)?, &fewer.views);
-                let wanted = Wanted::Some { rows: &views.ids, views, step: &step_of_rows, logits: out };
-                self.network.encode(&mut enc, &space.views, pool, step, &wanted)?;
+                encode(&Wanted::Some { rows: &views.ids, views, step: &step_of_rows, logits: out })?;
             }
         }
         Ok(enc.commit()?)
@@ -348,9 +351,40 @@ impl Model {
         Ok(out)
     }
 
+    /// As [`Model::feed`], and calls `stored` in each layer that has its own keys and values: when those of a pass are
+    /// stored, and before its tokens attend to them. It gets the layer's index in the pool and the step, and may read
+    /// and rewrite what the layer stores, to examine keys and values or to try formats.
+    ///
+    /// Every layer waits for the device: this is slower than [`Model::feed`].
+    ///
+    /// # Errors
+    /// As [`Model::feed`], and those of `stored`.
+    pub fn feed_with(
+        &self,
+        sequence: &mut Sequence,
+        tokens: &[u32],
+        logits: Logits,
+        stored: &mut dyn FnMut(usize, &Step) -> Result<()>,
+    ) -> Result<Tensor> {
+        let rows = if logits == Logits::All { tokens.len() } else { 1 };
+        let out = Tensor::zeros(&self.device, DType::F32, &[rows, self.vocab_size()])?;
+        self.feed_passes(sequence, tokens, &out, Some(stored))?;
+        Ok(out)
+    }
+
     /// As [`Model::feed`], into an existing tensor. `out` is `[n, vocab_size]`, f32, f16 or bf16, and receives the
     /// logits of the last n tokens, with n from 1 to the number of tokens.
     pub fn feed_into(&self, sequence: &mut Sequence, tokens: &[u32], out: &Tensor) -> Result<()> {
+        self.feed_passes(sequence, tokens, out, None)
+    }
+
+    fn feed_passes(
+        &self,
+        sequence: &mut Sequence,
+        tokens: &[u32],
+        out: &Tensor,
+        mut stored: Option<&mut OnStored>,
+    ) -> Result<()> {
         let pool = sequence.pool().clone();
         if tokens.is_empty() {
             return Err(Error::argument("tokens", "at least one token", "none"));
@@ -368,7 +402,7 @@ impl Model {
             let first_out = wanted.start.saturating_sub(first_row).min(out.shape()[0]);
             let out = out.rows(first_out..first_out + rows.len())?;
             let step = pool.step(&mut [(&mut *sequence, piece.len())]).map_err(Error::from);
-            let run = |step| Ok(self.run(&pool, &step, piece, None, &rows, &out)?.wait()?);
+            let run = |step| Ok(self.run(&pool, &step, piece, None, &rows, &out, stored.as_deref_mut())?.wait()?);
             if let Err(error) = step.and_then(run) {
                 if sequence.truncate(before).is_err() {
                     // The windows have passed older positions: keep the completed passes.

@@ -4,10 +4,11 @@
 //! token. All caches, the f32 one included, advance through a window together, a few tokens at a time: the f32 logits
 //! are computed once, and only a few rows of logits are held.
 
-use kvant::{Codec, KvPool, Tensor};
+use kvant::{Codec, KvPool, PoolSpec, Tensor};
 use kvant_models::{CacheCodecs, Logits, Model, PoolOptions};
 
 use super::{
+    cache_type::CacheType,
     progress::Progress,
     score::{Prediction, Score},
 };
@@ -25,10 +26,22 @@ pub struct Measurement<'a> {
 impl Measurement<'_> {
     /// A pool for one window.
     pub fn pool(&self, codecs: &CacheCodecs) -> kvant_models::Result<KvPool> {
-        let longest = self.windows.first().map_or(0, |window| window.len());
-        let options =
-            PoolOptions { codecs: codecs.clone(), longest, page_tokens: self.page_tokens, ..PoolOptions::default() };
-        self.model.new_pool(&options)
+        self.model.new_pool(&self.options(codecs))
+    }
+
+    /// The specification of such a pool.
+    pub fn spec(&self, codecs: &CacheCodecs) -> kvant_models::Result<PoolSpec> {
+        self.model.pool_spec(&self.options(codecs))
+    }
+
+    fn options(&self, codecs: &CacheCodecs) -> PoolOptions {
+        let (longest, page_tokens) = (self.longest(), self.page_tokens);
+        PoolOptions { codecs: codecs.clone(), longest, page_tokens, ..PoolOptions::default() }
+    }
+
+    /// Tokens of the longest window.
+    pub fn longest(&self) -> usize {
+        self.windows.first().map_or(0, |window| window.len())
     }
 
     /// Whether the device stores vectors minus the means of their pages.
@@ -42,19 +55,23 @@ impl Measurement<'_> {
         self.windows.iter().map(|window| window.len()).sum()
     }
 
-    /// The score of a sequence of each pool. Counts the tokens of the text in `progress`.
-    pub fn scores(&self, pools: &[KvPool], progress: &mut Progress) -> Result<Vec<Score>> {
+    /// The score of each cache type. Counts the tokens of the text in `progress`.
+    pub fn scores(&self, types: &[CacheType], progress: &mut Progress) -> Result<Vec<Score>> {
         let mut exact = self.pool(&Codec::F32.into())?.sequence();
-        let mut candidates: Vec<_> = pools.iter().map(|pool| (pool.sequence(), Score::default())).collect();
+        let mut candidates = Vec::new();
+        for kv in types {
+            kv.check(self.model)?;
+            candidates.push((kv, self.pool(&kv.codecs())?.sequence(), Score::default()));
+        }
         for window in &self.windows {
             exact.truncate(0)?;
-            candidates.iter_mut().try_for_each(|(sequence, _)| sequence.truncate(0))?;
+            candidates.iter_mut().try_for_each(|(_, sequence, _)| sequence.truncate(0))?;
             // The last token is predicted, but predicts nothing.
             let chunks = window[..window.len() - 1].chunks(self.step_tokens);
             for (chunk, targets) in chunks.zip(window[1..].chunks(self.step_tokens)) {
                 let reference = predictions(&self.model.feed(&mut exact, chunk, Logits::All)?)?;
-                for (sequence, score) in &mut candidates {
-                    let logits = self.model.feed(sequence, chunk, Logits::All)?;
+                for (kv, sequence, score) in &mut candidates {
+                    let logits = kv.feed(self.model, sequence, chunk, Logits::All)?;
                     for ((exact, other), &token) in reference.iter().zip(&predictions(&logits)?).zip(targets) {
                         score.add(exact, other, token);
                     }
@@ -63,7 +80,7 @@ impl Measurement<'_> {
             }
             progress.add(1);
         }
-        Ok(candidates.into_iter().map(|(_, score)| score).collect())
+        Ok(candidates.into_iter().map(|(.., score)| score).collect())
     }
 }
 

@@ -1,26 +1,30 @@
 //! `kvant eval`: measures the prediction quality and memory of cache types.
 
 mod budget;
+mod cache_type;
+mod formats;
 mod measure;
+mod open_page;
 mod progress;
 mod report;
 mod resume;
 mod score;
 mod stream;
+mod vectors;
 
 use std::{
     hash::{DefaultHasher, Hash, Hasher},
     path::PathBuf,
 };
 
-use kvant::{Codec, PoolSpec};
+use kvant::Codec;
 use kvant_models::{Files, PoolOptions, Tokenizer};
 use serde::{Deserialize, Serialize};
 
-use self::{measure::Measurement, progress::Progress, score::Score};
+use self::{cache_type::CacheType, measure::Measurement, progress::Progress, score::Score};
 use crate::{
     Result,
-    args::{ActivationArgs, DeviceArgs, Kv},
+    args::{ActivationArgs, DeviceArgs},
     output, shipped, tokens,
 };
 
@@ -39,10 +43,12 @@ pub struct EvalArgs {
     #[command(flatten)]
     source: TextSource,
     /// Cache types: f32, f16, bf16, tq8, tq6, tq5, tq4, tq3, tq2, these with page means (tq4c), K:V as in f16:tq4, or
-    /// @FILE with types per layer. For --budget, the types to choose from [default: f16,tq8,tq6,tq5,tq4,tq3,tq2; for
-    /// --budget tq8c to tq2c, or tq8 to tq2 where the device has no page means]
+    /// @FILE with types per layer. Also, as references that only eval has: q8_0, q4_0 and iq4_nl of llama.cpp (q4_0-rot
+    /// rotated), mlx4, fp8 and nvfp4; and tq4c-open, whose open page keeps 16 bits. For --budget, the types to choose
+    /// from [default: f16,tq8,tq6,tq5,tq4,tq3,tq2; for --budget tq8c to tq2c, or tq8 to tq2 where the device has no
+    /// page means]
     #[arg(long, value_name = "KV,…", value_delimiter = ',')]
-    kv: Vec<Kv>,
+    kv: Vec<CacheType>,
     #[command(flatten)]
     budget: budget::BudgetArgs,
     #[command(flatten)]
@@ -116,14 +122,16 @@ pub fn run(args: &EvalArgs) -> Result {
     let subject = subject(args, &measurement);
     let lines = match args.budget.asked() {
         Some((bits, out)) => budget::run(bits, out, &args.kv, &measurement, &subject)?,
-        None if let Some(folder) = &args.report.report => report::run(folder, &args.kv, &measurement, &subject)?,
+        None if let Some(folder) = &args.report.report => {
+            report::run(&args.report, folder, &args.kv, &measurement, &subject)?
+        }
         None if args.kv.is_empty() => {
-            lines(&DEFAULTS.map(|codec| Kv::from(kvant_models::KvCodec::from(codec))), &measurement)?
+            lines(&DEFAULTS.map(|codec| CacheType::from(kvant_models::KvCodec::from(codec))), &measurement)?
         }
         None => lines(&args.kv, &measurement)?,
     };
     if !args.json {
-        output::text("kv         tokens   nats/token  perplexity   KL mean    KL p99     top-1     bytes/token\n")?;
+        output::text("kv           tokens   nats/token  perplexity   KL mean    KL p99     top-1     bytes/token\n")?;
     }
     lines.iter().try_for_each(|line| line.print(args.json))
 }
@@ -143,12 +151,11 @@ fn subject(args: &EvalArgs, measurement: &Measurement) -> String {
 }
 
 /// Measures cache types.
-fn lines(kv: &[Kv], measurement: &Measurement) -> Result<Vec<EvalLine>> {
-    let pools = kv.iter().map(|kv| measurement.pool(&kv.codecs)).collect::<kvant_models::Result<Vec<_>>>()?;
+fn lines(kv: &[CacheType], measurement: &Measurement) -> Result<Vec<EvalLine>> {
     let mut progress = Progress::new("", measurement.tokens());
-    let scores = measurement.scores(&pools, &mut progress)?;
+    let scores = measurement.scores(kv, &mut progress)?;
     progress.finish();
-    Ok(kv.iter().zip(pools).zip(scores).map(|((kv, pool), score)| EvalLine::new(kv, pool.spec(), &score)).collect())
+    kv.iter().zip(&scores).map(|(kv, score)| EvalLine::new(kv, measurement, score)).collect()
 }
 
 /// The tokens to predict.
@@ -168,12 +175,8 @@ fn read(source: &TextSource, files: &Files) -> Result<Vec<u32>> {
 }
 
 impl EvalLine {
-    fn new(kv: &Kv, spec: &PoolSpec, score: &Score) -> EvalLine {
-        let vector = |codec: Codec, dim: usize| {
-            codec.bytes_per_vector(dim) as f64 + codec.bytes_per_mean(dim) as f64 / spec.page_tokens as f64
-        };
-        let bytes = spec.layers.iter().map(|l| l.kv_heads as f64 * (vector(l.k, l.head_dim) + vector(l.v, l.head_dim)));
-        EvalLine {
+    fn new(kv: &CacheType, measurement: &Measurement, score: &Score) -> Result<EvalLine> {
+        Ok(EvalLine {
             kv: kv.to_string(),
             tokens: score.tokens(),
             nats_per_token: score.nats_per_token(),
@@ -181,8 +184,8 @@ impl EvalLine {
             kl_mean: score.kl_mean(),
             kl_p99: score.kl_p99(),
             top1_agreement: score.top1_agreement(),
-            bytes_per_token: bytes.sum::<f64>().round() as usize,
-        }
+            bytes_per_token: kv.bytes_per_token(&measurement.spec(&kv.codecs())?, measurement.longest()),
+        })
     }
 
     fn print(&self, json: bool) -> Result {
@@ -190,7 +193,7 @@ impl EvalLine {
             return output::json_line(self);
         }
         output::text(&format!(
-            "{:<9} {:>7}   {:>10.5}  {:>10.4}  {:>8.2e}  {:>8.2e}  {:>7.3} %  {:>12}\n",
+            "{:<11} {:>7}   {:>10.5}  {:>10.4}  {:>8.2e}  {:>8.2e}  {:>7.3} %  {:>12}\n",
             self.kv,
             self.tokens,
             self.nats_per_token,

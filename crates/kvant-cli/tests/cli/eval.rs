@@ -42,6 +42,52 @@ fn a_text_gives_a_line_per_cache_type() {
     }
 }
 
+/// Formats of other software cost what is known of them, and less than their bytes suggest without a rotation.
+#[test]
+fn formats_of_other_software_are_references() {
+    let file = scratch("eval_peers").join("text");
+    std::fs::write(&file, TEXT.repeat(2)).unwrap();
+    let kv = "q8_0,q8_0-rot,fp8,q4_0,q4_0-rot,iq4_nl-rot,mlx4,nvfp4,tq4";
+    let lines = kvant(&["eval", "--text", str(&file), "--kv", kv, "--json"]).json();
+    let divergence = |name: &str| {
+        let line = lines.iter().find(|line| line["kv"] == name).unwrap();
+        assert_keys(line, KEYS);
+        line["kl_mean"].as_f64().unwrap()
+    };
+    assert!(divergence("q8_0-rot") < 1e-3 && divergence("q8_0") < 2e-3);
+    assert!(divergence("fp8") > 10.0 * divergence("q8_0"));
+    assert!(divergence("q4_0-rot") < divergence("q4_0") && divergence("q4_0") < 0.5);
+    assert!(divergence("nvfp4") > divergence("iq4_nl-rot") && divergence("mlx4") > divergence("tq4"));
+    // 6144 coordinates of a token's keys and values.
+    for (at, bits) in [8.5, 8.5, 8.0, 4.5].into_iter().enumerate() {
+        assert_eq!(lines[at]["bytes_per_token"], 6144.0 * bits / 8.0, "{}", lines[at]["kv"]);
+    }
+    let budget = ["--budget", "3", "--out", "x", "--kv", "q4_0"];
+    let error = kvant(&[&["eval", "--text", str(&file)], &budget[..]].concat()).error();
+    assert!(error.contains("single types to choose from, got q4_0"), "{error}");
+    assert!(kvant(&["eval", "--text", str(&file), "--kv", "mlx4-rot"]).error().contains("mlx4-rot"));
+}
+
+/// An open page in 16 bits: fed token by token, pages have their own means. Whole pages do anyway.
+#[test]
+fn open_pages_keep_16_bits() {
+    let file = scratch("eval_open").join("text");
+    std::fs::write(&file, TEXT.repeat(2)).unwrap();
+    let eval = |step: &str| -> Vec<f64> {
+        let kv = ["eval", "--text", str(&file), "--kv", "tq4c,tq4c-open", "--json", "--page-tokens", "16"];
+        let lines = kvant(&[&kv[..], &["--step-tokens", step]].concat()).json();
+        let tokens = lines[0]["tokens"].as_f64().unwrap() + 1.0;
+        // A page of f16 on top.
+        let more = lines[1]["bytes_per_token"].as_f64().unwrap() - lines[0]["bytes_per_token"].as_f64().unwrap();
+        assert!((more - 6144.0 * 2.0 * 16.0 / tokens).abs() <= 1.0, "{more}, {tokens} tokens");
+        lines.iter().map(|line| line["kl_mean"].as_f64().unwrap()).collect()
+    };
+    let (pages, tokens) = (eval("16"), eval("1"));
+    // The reference and the device store the same, except what is next to a threshold; the last page is open.
+    assert!(pages[1] < 1.05 * pages[0] && pages[1] > 0.6 * pages[0], "{pages:?}");
+    assert!(tokens[1] < 0.8 * tokens[0], "{tokens:?}");
+}
+
 /// Means lower the divergence, if the text is fed by pages; one token at a time they lower it less.
 #[test]
 fn page_means_depend_on_the_step() {
@@ -232,11 +278,12 @@ fn a_report_is_one_page_with_its_data() {
     std::fs::write(&text, TEXT).unwrap();
     std::fs::write(&layers, r#"{"layers": ["tq4", "tq4", "tq2", "tq3", "tq8", "f16"]}"#).unwrap();
     let kv = format!("f16,tq4,tq2c,@{}", str(&layers));
-    let args = ["eval", "--text", str(&text), "--kv", &kv, "--report", str(&out), "--window-tokens", "40", "--json"];
+    let args = ["eval", "--text", str(&text), "--kv", &kv, "--report", str(&out), "--json"];
+    let args = [&args[..], &["--window-tokens", "40", "--page-tokens", "16"]].concat();
     let lines = kvant(&args).json();
     let read = |name: &str| std::fs::read_to_string(out.join(name)).unwrap();
     let data: serde_json::Value = serde_json::from_str(&read("report.json")).unwrap();
-    assert_keys(&data, "subject tokens window_tokens caches layers");
+    assert_keys(&data, "subject tokens window_tokens caches layers pages needles");
     assert_eq!(data["window_tokens"], 40);
     let caches = data["caches"].as_array().unwrap();
     assert_eq!(caches.len(), 4);
@@ -255,8 +302,21 @@ fn a_report_is_one_page_with_its_data() {
         let kls = data["layers"][side].as_array().unwrap();
         assert!(kls.len() == 6 && kls.iter().all(|kl| kl.as_f64().unwrap() > 0.0), "{kls:?}");
     }
+    let pages = &data["pages"];
+    assert_keys(pages, "page_tokens mean_share bits clipped clipped_normal");
+    for side in ["keys", "values"] {
+        let numbers = |name: &str| -> Vec<f64> {
+            pages[name][side].as_array().unwrap().iter().map(|x| x.as_f64().unwrap()).collect()
+        };
+        let (share, clipped) = (numbers("mean_share"), numbers("clipped"));
+        assert!(share.len() == 6 && share.iter().all(|&share| share > 0.02 && share < 0.98), "{share:?}");
+        assert!(clipped.len() == 6 && clipped.iter().all(|&share| share > 0.001 && share < 0.03), "{clipped:?}");
+    }
+    assert_eq!(pages["page_tokens"], 16);
+    // The text is too short for needles.
+    assert!(data["needles"].is_null());
     let page = read("report.html");
-    assert_eq!(page.matches("<svg").count(), 4);
+    assert_eq!(page.matches("<svg").count(), 6);
     for outside in ["<script", "src=", "href=", "url(", "@import", "<b>"] {
         assert!(!page.contains(outside), "{outside}");
     }
@@ -267,9 +327,9 @@ fn a_report_is_one_page_with_its_data() {
     let subject = data["subject"].as_str().unwrap();
     let mut known = caches[0].clone();
     known["kl_mean"] = json!(0.125);
-    let of = "f16 Same(KvCodec { k: Dense(F16), v: Dense(F16) })";
-    std::fs::write(out.join("measurements.part"), format!("{subject}\n{}\n", json!({"of": of, "result": known})))
-        .unwrap();
+    let of = r#"Kv(Kv { name: "f16", codecs: Same(KvCodec { k: Dense(F16), v: Dense(F16) }) })"#;
+    let line = json!({"of": of, "result": {"Cache": known}});
+    std::fs::write(out.join("measurements.part"), format!("{subject}\n{line}\n")).unwrap();
     assert_eq!(kvant(&args).json()[0]["kl_mean"], 0.125);
 
     // Nothing that could be drawn on a logarithmic axis.
@@ -283,4 +343,38 @@ fn a_report_is_one_page_with_its_data() {
     assert!(both.contains("cannot be used with"), "{both}");
     let taken = kvant(&["eval", "--text", str(&text), "--report", str(&text)]).error();
     assert!(taken.contains("--report"), "{taken}");
+}
+
+/// Needles are found: a passage that the context has is more probable than without, with an exact cache and with good
+/// ones.
+#[test]
+fn a_report_looks_for_needles() {
+    let folder = scratch("eval_needles");
+    let (text, out) = (folder.join("text"), folder.join("report"));
+    let whole = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../../models/rustdoc-valid.txt"));
+    std::fs::write(&text, &whole.unwrap()[..5000]).unwrap();
+    let args = ["eval", "--text", str(&text), "--kv", "f16,tq8c,q8_0-rot,tq2c-open", "--report", str(&out)];
+    kvant(&[&args[..], &["--needle-tokens", "1000"]].concat()).ok();
+    let data: serde_json::Value =
+        serde_json::from_str(&std::fs::read_to_string(out.join("report.json")).unwrap()).unwrap();
+    let needles = &data["needles"];
+    assert_keys(needles, "context depths caches without");
+    assert_eq!(needles["context"], 1000 - 32);
+    let numbers = |list: &serde_json::Value| -> Vec<f64> {
+        list.as_array().unwrap().iter().map(|p| p.as_f64().unwrap()).collect()
+    };
+    let caches = needles["caches"].as_array().unwrap();
+    let names: Vec<&str> = caches.iter().map(|cache| cache["kv"].as_str().unwrap()).collect();
+    assert_eq!(names, ["f32", "f16", "tq8c", "q8_0-rot", "tq2c-open"]);
+    let (exact, without) = (numbers(&caches[0]["probabilities"]), numbers(&needles["without"]));
+    assert!(exact.len() == 8 && exact.iter().all(|&p| p > 0.0 && p < 1.0), "{exact:?}");
+    let mean = |numbers: &[f64]| numbers.iter().sum::<f64>() / numbers.len() as f64;
+    assert!(mean(&exact) > mean(&without) + 0.03, "{exact:?}, without needles {without:?}");
+    for cache in &caches[1..4] {
+        let found = numbers(&cache["probabilities"]);
+        let close = exact.iter().zip(&found).all(|(want, got)| (want - got).abs() < 0.05);
+        assert!(close, "{}: {found:?}, not {exact:?}", cache["kv"]);
+    }
+    let page = std::fs::read_to_string(out.join("report.html")).unwrap();
+    assert_eq!(page.matches("<svg").count(), 7);
 }

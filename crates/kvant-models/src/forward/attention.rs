@@ -37,6 +37,11 @@ impl Pass<'_> {
                 ops::norm_rope(self.enc, &args.rotate(kv.spec().k.is_quantised()))?
             }
         };
+        if let (Some(stored), None) = (&mut self.stored, spec.source()) {
+            let next = self.enc.device().encoder()?;
+            std::mem::replace(self.enc, next).commit()?.wait()?;
+            stored(l, self.step)?;
+        }
         let attend = Attend::new(q, kv, self.step, &own.attended[1]);
         let attend = attend.scale(spec.scale).softcap(spec.softcap).window(spec.window).sinks(weights.sinks.as_ref());
         ops::attend(self.enc, &attend)?;

@@ -73,7 +73,21 @@ impl Network {
         step: &Step,
         wanted: &Wanted,
     ) -> Result<()> {
-        let mut pass = Pass { network: self, enc, views, step, stream: Stream::Complete };
+        self.encode_with(enc, views, pool, step, wanted, None)
+    }
+
+    /// As [`Network::encode`]. With `stored`, the encoder is committed in each layer, and replaced.
+    pub(crate) fn encode_with(
+        &self,
+        enc: &mut Encoder,
+        views: &Views,
+        pool: &KvPool,
+        step: &Step,
+        wanted: &Wanted,
+        stored: Option<&mut OnStored>,
+    ) -> Result<()> {
+        let stored = stored.map(|stored| stored as &mut OnStored);
+        let mut pass = Pass { network: self, enc, views, step, stream: Stream::Complete, stored };
         pass.embed()?;
         // The blocks from here on write no keys: they run for the rows that are wanted alone.
         let own = self.spec().cache_layers();
@@ -107,6 +121,9 @@ fn rounded(factor: f32, dtype: DType) -> f32 {
         _ => factor,
     }
 }
+
+/// Called in each layer that stores keys and values, before its tokens attend to them.
+pub(crate) type OnStored<'a> = dyn FnMut(usize, &Step) -> Result<()> + 'a;
 
 /// The rows of a pass whose logits are wanted.
 pub(crate) enum Wanted<'a> {
@@ -165,6 +182,7 @@ struct Pass<'a> {
     views: &'a Views,
     step: &'a Step,
     stream: Stream,
+    stored: Option<&'a mut OnStored<'a>>,
 }
 
 impl<'a> Pass<'a> {

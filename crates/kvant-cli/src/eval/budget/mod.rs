@@ -11,6 +11,7 @@ use serde::Serialize;
 use self::search::{Assignment, Choice, Found, Phase, Search};
 use super::{
     EvalLine,
+    cache_type::CacheType,
     measure::Measurement,
     progress::Progress,
     resume::{self, ResumeFile},
@@ -61,7 +62,13 @@ impl BudgetArgs {
 }
 
 /// Finds the codecs among those of `kv`, or all of TurboQuant. `subject` describes model and text.
-pub fn run(budget: f64, out: &Path, kv: &[Kv], measurement: &Measurement, subject: &str) -> Result<Vec<EvalLine>> {
+pub fn run(
+    budget: f64,
+    out: &Path,
+    kv: &[CacheType],
+    measurement: &Measurement,
+    subject: &str,
+) -> Result<Vec<EvalLine>> {
     if let Some(folder) = out.parent().filter(|folder| !folder.as_os_str().is_empty() && !folder.is_dir()) {
         return Err(format!("--out: {}: no such directory", folder.display()).into());
     }
@@ -90,15 +97,16 @@ pub fn run(budget: f64, out: &Path, kv: &[Kv], measurement: &Measurement, subjec
     measured.remove()?;
     let best = Kv { name: format!("@{}", out.display()), codecs: CacheCodecs::PerLayer(layers(&best).into()) };
     let uniform = layers(&uniform).first().map(|&kv| Kv::from(kv));
-    super::lines(&[Some(best), uniform].into_iter().flatten().collect::<Vec<_>>(), measurement)
+    let both = [Some(best), uniform].into_iter().flatten().map(CacheType::Kv);
+    super::lines(&both.collect::<Vec<_>>(), measurement)
 }
 
 /// The codecs to choose from, by their bits.
-fn codecs(kv: &[Kv], measurement: &Measurement) -> Result<Vec<Codec>> {
+fn codecs(kv: &[CacheType], measurement: &Measurement) -> Result<Vec<Codec>> {
     let mut codecs = Vec::new();
     for kv in kv {
-        match kv.codecs {
-            CacheCodecs::Same(KvCodec { k, v }) if k == v => codecs.push(k),
+        match kv {
+            CacheType::Kv(Kv { codecs: CacheCodecs::Same(KvCodec { k, v }), .. }) if k == v => codecs.push(*k),
             _ => return Err(format!("--budget: --kv takes single types to choose from, got {kv}").into()),
         }
     }
@@ -168,10 +176,11 @@ impl Phases<'_> {
         };
         let mut progress = Progress::new(label, new.len().div_ceil(TOGETHER) * self.measurement.tokens());
         for some in new.chunks(TOGETHER) {
-            let pool =
-                |one: &&(String, Vec<KvCodec>)| self.measurement.pool(&CacheCodecs::PerLayer(one.1.clone().into()));
-            let pools = some.iter().map(pool).collect::<kvant_models::Result<Vec<_>>>()?;
-            let scores = self.measurement.scores(&pools, &mut progress)?;
+            let cache = |one: &&(String, Vec<KvCodec>)| {
+                CacheType::Kv(Kv { name: one.0.clone(), codecs: CacheCodecs::PerLayer(one.1.clone().into()) })
+            };
+            let types: Vec<CacheType> = some.iter().map(cache).collect();
+            let scores = self.measurement.scores(&types, &mut progress)?;
             for (one, score) in some.iter().zip(scores) {
                 let kl_mean = score.kl_mean();
                 if !kl_mean.is_finite() {

@@ -1,9 +1,11 @@
-//! `kvant eval --report`: measures cache types by position and by layer, and writes a page with plots.
+//! `kvant eval --report`: measures cache types by position, by layer and in long contexts, and writes a page of plots.
 //!
 //! The folder gets `report.html`, which needs no other file, and `report.json` with the data of its plots.
 //! `measurements.part` keeps measurements until both are there.
 
+mod needles;
 mod page;
+mod pages;
 mod plots;
 
 use std::path::{Path, PathBuf};
@@ -12,8 +14,11 @@ use kvant::Codec;
 use kvant_models::{CacheCodecs, KvCodec};
 use serde::{Deserialize, Serialize};
 
+use self::{needles::Needles, pages::PageData};
 use super::{
     EvalLine,
+    cache_type::CacheType,
+    formats::Format,
     measure::Measurement,
     progress::Progress,
     resume::{self, ResumeFile},
@@ -28,10 +33,15 @@ const TOGETHER: usize = 8;
 
 #[derive(clap::Args)]
 pub struct ReportArgs {
-    /// Write report.html and report.json to a folder: quality against bytes, by position, and of each layer alone. A
-    /// report that was stopped continues
+    /// Write report.html and report.json to a folder: quality against bytes, by position, and of each layer alone;
+    /// what the means of pages hold; and how well needles are found in a long context. A report that was stopped
+    /// continues
     #[arg(long, value_name = "DIR", conflicts_with = "budget")]
     pub report: Option<PathBuf>,
+    /// Tokens of the contexts in which --report looks for needles [default: the longest that the model was made for, or
+    /// the text if that is shorter]
+    #[arg(long, value_name = "N", requires = "report", value_parser = clap::value_parser!(u32).range(1..))]
+    needle_tokens: Option<u32>,
 }
 
 /// The data of the plots.
@@ -45,6 +55,10 @@ pub struct ReportData {
     window_tokens: usize,
     caches: Vec<CacheData>,
     layers: LayerData,
+    /// `None` if no window fills a page.
+    pages: Option<PageData>,
+    /// `None` if the text is too short.
+    needles: Option<NeedleData>,
 }
 
 /// One cache type.
@@ -61,38 +75,84 @@ pub struct CacheData {
 pub struct LayerData {
     /// The cache type of the quantised side; the others are f32.
     kv: String,
-    keys: Vec<f64>,
-    values: Vec<f64>,
+    #[serde(flatten)]
+    kl: SideNumbers,
 }
 
-/// The cache types of a report: those of `kv`, or f16 and TurboQuant with the means of pages where there are any.
-fn caches(kv: &[Kv], measurement: &Measurement) -> Vec<Kv> {
+/// A number for the keys and one for the values of each layer that has its own.
+#[derive(Clone, Serialize, Deserialize)]
+pub struct SideNumbers {
+    pub keys: Vec<f64>,
+    pub values: Vec<f64>,
+}
+
+/// How probable the rest of a needle is.
+#[derive(Serialize)]
+pub struct NeedleData {
+    /// Tokens before its beginning is repeated.
+    context: usize,
+    /// The share of them before the needle.
+    depths: Vec<f64>,
+    caches: Vec<CacheNeedles>,
+    /// Of the same tokens with an f32 cache, where there are no needles.
+    without: Vec<f64>,
+}
+
+/// Those of a cache type.
+#[derive(Serialize)]
+pub struct CacheNeedles {
+    kv: String,
+    /// By depth.
+    probabilities: Vec<f64>,
+}
+
+/// A result of a long measurement.
+#[derive(Clone, Serialize, Deserialize)]
+enum Known {
+    Cache(CacheData),
+    Pages(Option<PageData>),
+    Needles(Vec<f64>),
+}
+
+/// The cache types of a report: those of `kv`; or f16, TurboQuant, with the means of pages where there are any, and the
+/// formats of other software that can store the model's vectors.
+fn caches(kv: &[CacheType], measurement: &Measurement) -> Vec<CacheType> {
     if !kv.is_empty() {
         return kv.to_vec();
     }
     let bits = || kvant::codec::BITS.into_iter().rev();
     let centred = bits().map(Codec::tq_centred).filter(|_| measurement.has_page_means());
     let codecs = [Codec::F16].into_iter().chain(bits().map(Codec::tq)).chain(centred);
-    codecs.map(|codec| Kv::from(KvCodec::from(codec))).collect()
+    let peers = Format::PEERS.into_iter().map(CacheType::Format);
+    let own = codecs.map(|codec| CacheType::from(KvCodec::from(codec)));
+    own.chain(peers.filter(|peer| peer.check(measurement.model).is_ok())).collect()
 }
 
 /// Measures, writes the report, and returns the lines of its cache types.
-pub fn run(folder: &Path, kv: &[Kv], measurement: &Measurement, subject: &str) -> Result<Vec<EvalLine>> {
+pub fn run(
+    args: &ReportArgs,
+    folder: &Path,
+    kv: &[CacheType],
+    measurement: &Measurement,
+    subject: &str,
+) -> Result<Vec<EvalLine>> {
     std::fs::create_dir_all(folder).map_err(|error| format!("--report: {}: {error}", folder.display()))?;
     let caches = caches(kv, measurement);
-    let codec = if measurement.has_page_means() { Codec::tq_centred(4) } else { Codec::tq(4) };
-    let sides = sides(codec, measurement);
+    let bits = 4;
+    let codec = if measurement.has_page_means() { Codec::tq_centred(bits) } else { Codec::tq(bits) };
     let mut known = ResumeFile::open(folder.join("measurements.part"), subject)?;
-    let all: Vec<Kv> = caches.iter().chain(&sides).cloned().collect();
+    let all: Vec<CacheType> = caches.iter().cloned().chain(sides(codec, measurement)).collect();
     let mut measured = measure(&all, measurement, &mut known)?;
     let alone: Vec<f64> = measured.split_off(caches.len()).iter().map(|data| data.line.kl_mean).collect();
     let every_other = |first: usize| alone.iter().copied().skip(first).step_by(2).collect();
     let data = ReportData {
         subject: subject.to_string(),
         tokens: measurement.tokens(),
-        window_tokens: measurement.windows.first().map_or(0, |window| window.len()),
+        window_tokens: measurement.longest(),
         caches: measured,
-        layers: LayerData { kv: codec.to_string(), keys: every_other(0), values: every_other(1) },
+        layers: LayerData { kv: codec.to_string(), kl: SideNumbers { keys: every_other(0), values: every_other(1) } },
+        pages: measure_pages(bits, measurement, &mut known)?,
+        needles: measure_needles(args, &caches, measurement, &mut known)?,
     };
     resume::replace(&folder.join("report.json"), &(serde_json::to_string_pretty(&data)? + "\n"))?;
     resume::replace(&folder.join("report.html"), &page::html(&data)?)?;
@@ -101,7 +161,7 @@ pub fn run(folder: &Path, kv: &[Kv], measurement: &Measurement, subject: &str) -
 }
 
 /// Keys of the first layer alone in `codec`, its values, keys of the second, ….
-fn sides(codec: Codec, measurement: &Measurement) -> Vec<Kv> {
+fn sides(codec: Codec, measurement: &Measurement) -> Vec<CacheType> {
     let exact = KvCodec::from(Codec::F32);
     let layers = measurement.model.decoder().cache_layers();
     let alone = |side: usize| {
@@ -109,35 +169,82 @@ fn sides(codec: Codec, measurement: &Measurement) -> Vec<Kv> {
         all[side / 2] =
             if side.is_multiple_of(2) { KvCodec { k: codec, ..exact } } else { KvCodec { v: codec, ..exact } };
         let names: Vec<String> = all.iter().map(KvCodec::to_string).collect();
-        Kv { name: names.join(","), codecs: CacheCodecs::PerLayer(all.into()) }
+        CacheType::Kv(Kv { name: names.join(","), codecs: CacheCodecs::PerLayer(all.into()) })
     };
     (0..2 * layers).map(alone).collect()
 }
 
 /// The data of cache types, as far as the file does not know them. A file of types per layer may have changed.
-fn measure(all: &[Kv], measurement: &Measurement, known: &mut ResumeFile<CacheData>) -> Result<Vec<CacheData>> {
-    let key = |kv: &Kv| format!("{kv} {:?}", kv.codecs);
-    let new: Vec<&Kv> = all.iter().filter(|kv| known.get(&key(kv)).is_none()).collect();
-    let mut progress = Progress::new("", new.len().div_ceil(TOGETHER) * measurement.tokens());
+fn measure(all: &[CacheType], measurement: &Measurement, known: &mut ResumeFile<Known>) -> Result<Vec<CacheData>> {
+    let key = |kv: &CacheType| format!("{kv:?}");
+    let new: Vec<CacheType> = all.iter().filter(|kv| known.get(&key(kv)).is_none()).cloned().collect();
+    let mut progress = Progress::new("cache types: ", new.len().div_ceil(TOGETHER) * measurement.tokens());
     for some in new.chunks(TOGETHER) {
-        let pools = some.iter().map(|kv| measurement.pool(&kv.codecs)).collect::<kvant_models::Result<Vec<_>>>()?;
-        let scores = measurement.scores(&pools, &mut progress)?;
-        for ((kv, pool), score) in some.iter().zip(pools).zip(scores) {
-            let line = EvalLine::new(kv, pool.spec(), &score);
+        for (kv, score) in some.iter().zip(measurement.scores(some, &mut progress)?) {
+            let line = EvalLine::new(kv, measurement, &score)?;
             let kl_by_position = by_position(&score, measurement);
             if !line.kl_mean.is_finite() {
                 return Err(format!("the divergence with {kv} is not a number").into());
             }
-            known.add(&key(kv), CacheData { line, kl_by_position })?;
+            known.add(&key(kv), Known::Cache(CacheData { line, kl_by_position }))?;
         }
     }
     progress.finish();
-    Ok(all.iter().filter_map(|kv| known.get(&key(kv)).cloned()).collect())
+    let data = |kv: &CacheType| match known.get(&key(kv)) {
+        Some(Known::Cache(data)) => Some(data.clone()),
+        _ => None,
+    };
+    Ok(all.iter().filter_map(data).collect())
+}
+
+/// What the means of pages hold.
+fn measure_pages(bits: u32, measurement: &Measurement, known: &mut ResumeFile<Known>) -> Result<Option<PageData>> {
+    const KEY: &str = "pages";
+    if let Some(Known::Pages(data)) = known.get(KEY) {
+        return Ok(data.clone());
+    }
+    let mut progress = Progress::new("pages: ", measurement.tokens());
+    let data = pages::measure(bits, measurement, &mut progress)?;
+    progress.finish();
+    known.add(KEY, Known::Pages(data.clone()))?;
+    Ok(data)
+}
+
+/// Needles in long contexts, with an f32 cache and those of the report.
+fn measure_needles(
+    args: &ReportArgs,
+    caches: &[CacheType],
+    measurement: &Measurement,
+    known: &mut ResumeFile<Known>,
+) -> Result<Option<NeedleData>> {
+    let made_for = measurement.model.config().max_position_embeddings.unwrap_or(usize::MAX);
+    let context = args.needle_tokens.map_or(made_for, |tokens| tokens as usize);
+    let Some(needles) = Needles::new(context, measurement) else { return Ok(None) };
+    let mut all = vec![CacheType::from(KvCodec::from(Codec::F32))];
+    all.extend(caches.iter().filter(|&kv| *kv != all[0]).cloned().collect::<Vec<_>>());
+    let key = |kv: &CacheType, with: bool| format!("needles {with} in {}: {kv:?}", needles.context());
+    // Without needles, the cache hardly matters.
+    let measurements = || all.iter().map(|kv| (kv, true)).chain([(&all[0], false)]);
+    let new: Vec<_> = measurements().filter(|&(kv, with)| known.get(&key(kv, with)).is_none()).collect();
+    let mut progress = Progress::new("needles: ", new.len() * needles.tokens());
+    for (kv, with) in new {
+        known.add(&key(kv, with), Known::Needles(needles.measure(kv, with, &mut progress)?))?;
+    }
+    progress.finish();
+    let probabilities = |(kv, with): (&CacheType, bool)| match known.get(&key(kv, with)) {
+        Some(Known::Needles(probabilities)) => {
+            Some(CacheNeedles { kv: kv.to_string(), probabilities: probabilities.clone() })
+        }
+        _ => None,
+    };
+    let mut caches: Vec<CacheNeedles> = measurements().filter_map(probabilities).collect();
+    let without = caches.pop().map(|cache| cache.probabilities).unwrap_or_default();
+    Ok(Some(NeedleData { context: needles.context(), depths: needles::depths(), caches, without }))
 }
 
 /// Mean divergences in parts of windows. A part that no window reaches has 0.
 fn by_position(score: &Score, measurement: &Measurement) -> Vec<f64> {
-    let longest = measurement.windows.first().map_or(0, |window| window.len() - 1);
+    let longest = measurement.longest().saturating_sub(1);
     let parts = PARTS.min(longest.max(1));
     let mut sums = vec![(0.0, 0usize); parts];
     let mut divergences = score.divergences().iter();

@@ -38,13 +38,34 @@ pub fn html(data: &ReportData) -> Result<String> {
         )?;
     }
     page += "</table>\n";
-    for (title, svg) in [
-        ("Divergence against bytes", plots::divergence(data)?),
-        ("Other most probable tokens against bytes", plots::disagreement(data)?),
-        ("Divergence by position", plots::positions(data)?),
-        ("Divergence of each layer alone", plots::layers(data)?),
-    ] {
-        writeln!(page, "<h2>{title}</h2>\n{svg}")?;
+    page += "<p>Formats of other software (q8_0, q4_0, iq4_nl, mlx4, fp8, nvfp4; -rot: rotated) are references in f64: \
+             keys and values of an f32 cache become what the format would store.</p>\n";
+    let mut section = |title: &str, about: &str, svg: &str| writeln!(page, "<h2>{title}</h2>\n{about}{svg}");
+    section("Divergence against bytes", "", &plots::divergence(data)?)?;
+    section("Other most probable tokens against bytes", "", &plots::disagreement(data)?)?;
+    section("Divergence by position", "", &plots::positions(data)?)?;
+    section("Divergence of each layer alone", "", &plots::layers(data)?)?;
+    if let Some(pages) = &data.pages {
+        let about = "<p>The share of the energy of a page's vectors, the sum of their squares, that their mean holds: \
+                     a codec with page means stores only the rest in its indices. Over the full pages of all windows, \
+                     with an f32 cache.</p>\n";
+        section("Energy in the means of pages", about, &plots::mean_share(pages)?)?;
+        let about = format!(
+            "<p>The share of coordinates beyond the outermost centroids of {} bits: of vectors minus the mean of their \
+             page, rotated, and divided by the root mean square of their block. Of normal numbers, {:.3} % are.</p>\n",
+            pages.bits,
+            100.0 * pages.clipped_normal
+        );
+        section("Clipped coordinates", &about, &plots::clipped(pages)?)?;
+    }
+    if let Some(needles) = &data.needles {
+        let about = format!(
+            "<p>A needle is a passage of 32 tokens that is not in the context otherwise. A context of {} tokens has one \
+             at each depth. At its end, the first 16 tokens of a needle are repeated: the mean probability of the 16 \
+             that follow; and what it is, with an f32 cache, in a context without needles.</p>\n",
+            needles.context
+        );
+        section("Retrieval", &about, &plots::needles(needles)?)?;
     }
     page += "</body></html>\n";
     Ok(page)

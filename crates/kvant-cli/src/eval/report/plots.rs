@@ -1,12 +1,12 @@
 //! The plots of a report, as SVG.
 
 use plotters::{
-    coord::ranged1d::ValueFormatter,
+    coord::{Shift, ranged1d::ValueFormatter},
     prelude::*,
     style::text_anchor::{HPos, Pos, VPos},
 };
 
-use super::{CacheData, ReportData};
+use super::{super::formats::Format, CacheData, NeedleData, ReportData, SideNumbers, pages::PageData};
 use crate::Result;
 
 const SIZE: (u32, u32) = (760, 420);
@@ -28,6 +28,7 @@ fn colour(index: usize) -> RGBColor {
 }
 
 const DENSE: &str = "dense";
+const PEERS: &str = "other software (f64)";
 
 /// A family of cache types, joined by a line.
 fn family(kv: &str) -> &'static str {
@@ -35,7 +36,9 @@ fn family(kv: &str) -> &'static str {
         kv if kv.starts_with('@') => "types per layer",
         kv if kv.contains(':') => "keys and values differ",
         kv if kv.starts_with("tq") && kv.ends_with('c') => "TurboQuant with page means",
+        kv if kv.starts_with("tq") && kv.ends_with("-open") => "open pages of 16 bits",
         kv if kv.starts_with("tq") => "TurboQuant",
+        kv if kv.parse::<Format>().is_ok() => PEERS,
         _ => DENSE,
     }
 }
@@ -126,67 +129,132 @@ pub fn positions(data: &ReportData) -> Result<String> {
         let position = |x: &f64| if *x <= window { format!("{x:.0}") } else { String::new() };
         mesh.x_label_formatter(&position).y_label_formatter(&scientific);
         mesh.label_style(FONT).light_line_style(TRANSPARENT).draw()?;
-        let mut labels = Vec::new();
-        for (index, cache) in data.caches.iter().enumerate() {
-            let colour = colour(index);
+        let series = data.caches.iter().map(|cache| {
             let parts = cache.kl_by_position.len() as f64;
             let points = cache.kl_by_position.iter().enumerate();
             let points = points.map(|(part, &kl)| ((part as f64 + 0.5) * window / parts, kl));
-            let points: Vec<(f64, f64)> = points.filter(|point| point.1 > 0.0).collect();
-            if let Some(end) = points.last() {
-                labels.push((chart.backend_coord(end), short(&cache.line.kv), colour));
-            }
-            chart.draw_series(LineSeries::new(points, colour.stroke_width(2)))?;
-        }
-        // Labels at the ends of the lines, below each other.
-        labels.sort_by_key(|label| label.0.1);
-        let mut next = 0;
-        for ((x, y), name, colour) in labels {
-            let y = y.max(next);
-            next = y + FONT.1 as i32;
-            let style = TextStyle::from(FONT.into_font()).color(&colour).pos(Pos::new(HPos::Left, VPos::Center));
-            root.draw_text(name, &style, (x + 6, y))?;
-        }
+            (short(&cache.line.kv), points.filter(|point| point.1 > 0.0).collect())
+        });
+        lines(&mut chart, &root, series)?;
         root.present()?;
     }
     Ok(svg)
 }
 
-/// What each layer costs: a bar for its keys and one for its values.
+/// What each layer costs.
 pub fn layers(data: &ReportData) -> Result<String> {
     let layers = &data.layers;
-    let most = layers.keys.iter().chain(&layers.values).copied().fold(1e-12, f64::max);
+    bars(&layers.kl, &format!("mean KL, nats, of {} there alone", layers.kv), None)
+}
+
+/// What the means of pages hold.
+pub fn mean_share(pages: &PageData) -> Result<String> {
+    bars(&pages.mean_share, "share of the energy in the mean of a page", None)
+}
+
+/// What a codebook clips, with a line for normal numbers.
+pub fn clipped(pages: &PageData) -> Result<String> {
+    bars(&pages.clipped, "share of coordinates beyond the outermost centroids", Some(pages.clipped_normal))
+}
+
+/// For each layer a bar for its keys and one for its values, and a line at `level`.
+fn bars(sides: &SideNumbers, label: &str, level: Option<f64>) -> Result<String> {
+    let most = sides.keys.iter().chain(&sides.values).copied().chain(level).fold(1e-12, f64::max);
     let mut svg = String::new();
     {
         let root = SVGBackend::with_string(&mut svg, SIZE).into_drawing_area();
-        let count = layers.keys.len();
+        let count = sides.keys.len();
+        let right = count as f64 - 0.5;
         let mut chart = ChartBuilder::on(&root)
             .margin(12)
             .x_label_area_size(44)
             .y_label_area_size(70)
-            .build_cartesian_2d(-0.5..count as f64 - 0.5, 0.0..most * 1.15)?;
+            .build_cartesian_2d(-0.5..right, 0.0..most * 1.15)?;
         let mut mesh = chart.configure_mesh();
-        mesh.disable_x_mesh().x_desc("layer").y_desc(format!("mean KL, nats, of {} there alone", layers.kv));
+        mesh.disable_x_mesh().x_desc("layer").y_desc(label);
         mesh.x_labels(count.min(24))
             .x_label_formatter(&|x| if x.fract() == 0.0 { format!("{x:.0}") } else { String::new() });
         mesh.y_label_formatter(&scientific).label_style(FONT).light_line_style(TRANSPARENT).draw()?;
-        for (index, (name, kls, left)) in
-            [("keys", &layers.keys, -0.36), ("values", &layers.values, 0.02)].into_iter().enumerate()
+        for (index, (name, numbers, left)) in
+            [("keys", &sides.keys, -0.36), ("values", &sides.values, 0.02)].into_iter().enumerate()
         {
             let colour = colour(index);
-            let bars = kls.iter().enumerate().map(|(layer, &kl)| {
+            let bars = numbers.iter().enumerate().map(|(layer, &number)| {
                 let left = layer as f64 + left;
-                Rectangle::new([(left, 0.0), (left + 0.34, kl)], colour.filled())
+                Rectangle::new([(left, 0.0), (left + 0.34, number)], colour.filled())
             });
             chart
                 .draw_series(bars)?
                 .label(name)
                 .legend(move |(x, y)| Rectangle::new([(x, y - 5), (x + 12, y + 5)], colour.filled()));
         }
+        if let Some(level) = level {
+            chart
+                .draw_series(LineSeries::new([(-0.5, level), (right, level)], &BLACK))?
+                .label("normal numbers")
+                .legend(|(x, y)| PathElement::new([(x, y), (x + 12, y)], BLACK));
+        }
         legend(&mut chart)?;
         root.present()?;
     }
     Ok(svg)
+}
+
+/// The probability of needles by their depth.
+pub fn needles(data: &NeedleData) -> Result<String> {
+    let of_caches = data.caches.iter().map(|cache| (short(&cache.kv), &cache.probabilities));
+    let all: Vec<_> = of_caches.chain([("no needle", &data.without)]).collect();
+    let most = all.iter().flat_map(|series| series.1).copied().fold(1e-6, f64::max);
+    let series = all.iter().map(|&(name, numbers)| {
+        let points = data.depths.iter().copied().zip(numbers.iter().copied()).collect();
+        (name, points)
+    });
+    let mut svg = String::new();
+    {
+        let root = SVGBackend::with_string(&mut svg, SIZE).into_drawing_area();
+        let mut chart = ChartBuilder::on(&root)
+            .margin(12)
+            .x_label_area_size(44)
+            .y_label_area_size(70)
+            .build_cartesian_2d(0.0..1.25, 0.0..most * 1.1)?;
+        let mut mesh = chart.configure_mesh();
+        mesh.x_desc("share of the context before the needle").y_desc("mean probability of its tokens");
+        let depth = |x: &f64| if *x <= 1.0 { format!("{x:.1}") } else { String::new() };
+        mesh.x_label_formatter(&depth).y_label_formatter(&scientific);
+        mesh.label_style(FONT).light_line_style(TRANSPARENT).draw()?;
+        lines(&mut chart, &root, series)?;
+        root.present()?;
+    }
+    Ok(svg)
+}
+
+/// Draws lines, with their names at their ends, below each other.
+fn lines<'a, 'b, X, Y>(
+    chart: &mut ChartContext<'a, SVGBackend<'a>, Cartesian2d<X, Y>>,
+    root: &DrawingArea<SVGBackend<'a>, Shift>,
+    series: impl Iterator<Item = (&'b str, Vec<(f64, f64)>)>,
+) -> Result
+where
+    X: Ranged<ValueType = f64>,
+    Y: Ranged<ValueType = f64>,
+{
+    let mut labels = Vec::new();
+    for (index, (name, points)) in series.enumerate() {
+        let colour = colour(index);
+        if let Some(end) = points.last() {
+            labels.push((chart.backend_coord(end), name, colour));
+        }
+        chart.draw_series(LineSeries::new(points, colour.stroke_width(2)))?;
+    }
+    labels.sort_by_key(|label| label.0.1);
+    let mut next = 0;
+    for ((x, y), name, colour) in labels {
+        let y = y.max(next);
+        next = y + FONT.1 as i32;
+        let style = TextStyle::from(FONT.into_font()).color(&colour).pos(Pos::new(HPos::Left, VPos::Center));
+        root.draw_text(name, &style, (x + 6, y))?;
+    }
+    Ok(())
 }
 
 /// From below the least number to above the greatest.
