@@ -17,7 +17,7 @@ from html import escape
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DATA = ROOT / "docs/benchmarks/data"
 IMAGES = ROOT / "docs/images"
-PAGES = [ROOT / "README.md", ROOT / "docs/performance.md"]
+PAGES = [ROOT / "README.md", ROOT / "docs/performance.md", ROOT / "docs/notes/page-means.md"]
 TQ = ["tq8", "tq6", "tq5", "tq4"]
 
 
@@ -432,6 +432,22 @@ def table_budget(records):
           f"{row['same top token, %']:.2f} %", f"{row['perplexity']:.3f}"] for row in some])
 
 
+def table_formats(records):
+    return markdown(
+        ["model", "cache", "bytes per token", "KL, mean", "KL, 99 %", "same top token"],
+        [[row["model"], f"`{row['cache']}`", row["bytes per token"], scientific(row["KL mean"]), scientific(row["KL 99 %"]),
+          f"{row['same top token, %']:.2f} %"] for row in rows(records["accuracy-formats"])])
+
+
+def table_open_pages(records):
+    return markdown(
+        ["model", "bits", "bytes per token", "with an open page", "KL, fed by pages", "with an open page",
+         "KL, fed token by token", "with an open page"],
+        [[row["model"], row["bits"], row["bytes"], row["bytes open"], row["KL"] and scientific(row["KL"]), row["KL open"] and scientific(row["KL open"]),
+          scientific(row["KL token by token"]), scientific(row["KL open token by token"])]
+         for row in rows(records["accuracy-open-pages"])])
+
+
 def table_speed(records):
     """Times as fast as a 16-bit cache: the range over the three head sizes."""
     body = []
@@ -607,6 +623,8 @@ TABLES = {
     "cost": table_cost,
     "page-means": table_page_means,
     "budget": table_budget,
+    "formats": table_formats,
+    "open-pages": table_open_pages,
     "speed": table_speed,
     "simd": table_simd,
     "cpu-decode": table_cpu_decode,
