@@ -26,6 +26,11 @@ pub struct Limits {
     pub clusters: bool,
 }
 
+/// Threadgroups of 128 threads that keep an Apple GPU of so many cores busy: 32 SIMD-groups a core.
+pub fn metal_busy_groups(cores: usize) -> usize {
+    8 * cores
+}
+
 /// What runs launches.
 pub trait Executor: Send + Sync + 'static {
     /// What a person calls it.

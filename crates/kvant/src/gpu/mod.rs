@@ -34,7 +34,8 @@ pub(crate) mod tables;
 mod vectors;
 
 pub use device::{
-    Executor, LaunchPass, Limits, compile_cuda, cuda_device, cuda_executor, has_cuda_compiler, metal_device,
+    Executor, LaunchPass, Limits, compile_cuda, cuda_device, cuda_executor, has_cuda_compiler, metal_busy_groups,
+    metal_device,
 };
 pub use headers::Header;
 pub use launch::{Binding, Constant, Grid, Launch, Product, Source, Use};

@@ -6,6 +6,7 @@
 //!
 //! `pipelines` compiles kernels, `queue` encodes passes and watches them.
 
+mod cores;
 mod pipelines;
 mod queue;
 
@@ -30,7 +31,7 @@ use self::{
 use super::buffer_pool::{BufferPool, size_class};
 use crate::{
     Device, DeviceKind, Error, MemoryInfo, Result,
-    gpu::{Executor, Launch, LaunchPass, Limits, Memory, Order, Replay, Wait, metal_device},
+    gpu::{Executor, Launch, LaunchPass, Limits, Memory, Order, Replay, Wait, metal_busy_groups, metal_device},
 };
 
 // `MTLCreateSystemDefaultDevice` answers nil in a process that has not loaded it.
@@ -89,7 +90,9 @@ impl Runtime {
         let limits = Limits {
             threads: device.maxThreadsPerThreadgroup().width,
             threadgroup_bytes: device.maxThreadgroupMemoryLength(),
-            busy_groups: busy_groups(&name),
+            busy_groups: metal_busy_groups(
+                cores::of_registry(device.registryID()).unwrap_or_else(|| cores_of_name(&name)),
+            ),
             warpgroup_products: false,
             library_products: false,
             clusters: false,
@@ -103,19 +106,15 @@ impl Runtime {
     }
 }
 
-/// Threadgroups that keep the device busy.
-///
-/// Metal does not report the number of GPU cores, so this is an estimate from its name: the smallest GPU sold under the
-/// name's suffix, and four threadgroups a core. Too few splits leave cores idle, too many cost a longer merge; results
-/// are right with any.
-fn busy_groups(name: &str) -> usize {
-    let cores = match name.rsplit(' ').next() {
+/// GPU cores, where the system does not report them: those of the smallest GPU sold under the name's suffix. Too few
+/// splits leave cores idle, too many cost a longer merge; results are right with any.
+fn cores_of_name(name: &str) -> usize {
+    match name.rsplit(' ').next() {
         Some("Ultra") => 48,
         Some("Max") => 24,
         Some("Pro") => 14,
         _ => 7,
-    };
-    4 * cores
+    }
 }
 
 impl Executor for Runtime {
