@@ -14,9 +14,21 @@ use kvant::{
     Device, Error, Result,
     gpu::{self, Executor, Launch, LaunchPass, Limits, Order, Replay, Use, Wait},
 };
-use msl_host::{Access, Buffer, Constant, Grid, Host, Library, SumOrder};
+use msl_host::{Access, Buffer, Constant, Counts, Grid, Host, Library, SumOrder};
 
 pub use msl_host::{Build, Schedule};
+
+/// A launch that was counted instead of checked.
+#[derive(Clone, Debug)]
+pub struct Counted {
+    /// The kernel's name.
+    pub kernel: &'static str,
+    /// What it did.
+    pub counts: Counts,
+}
+
+/// The launches of a counting device, in order.
+pub type Counter = Arc<Mutex<Vec<Counted>>>;
 
 /// How each launch is run.
 #[derive(Clone, Debug)]
@@ -25,6 +37,9 @@ pub struct Runs {
     seed: u64,
     /// The number of launches seen of each kind, where later launches of a kind run in one way only.
     seen: Option<Arc<Mutex<HashMap<String, usize>>>>,
+    /// Where counts go, of a device that counts.
+    counter: Option<Counter>,
+    busy_groups: usize,
 }
 
 impl Runs {
@@ -37,7 +52,7 @@ impl Runs {
             (Build::Plain, Schedule::Random(seed)),
             (Build::Checker, Schedule::Random(seed.wrapping_add(1))),
         ];
-        Runs { ways, seed, seen: None }
+        Runs { ways, seed, seen: None, counter: None, busy_groups: BUSY_GROUPS }
     }
 
     /// The first launch of a kind runs in all four ways, each later one once, at random: in the checker build the
@@ -51,7 +66,15 @@ impl Runs {
 
     /// Once.
     pub fn once(build: Build, schedule: Schedule) -> Runs {
-        Runs { ways: vec![(build, schedule)], seed: 0, seen: None }
+        Runs { ways: vec![(build, schedule)], seed: 0, seen: None, counter: None, busy_groups: BUSY_GROUPS }
+    }
+
+    /// Counts what each launch does, in msl-host's counting build. Launches are planned for a GPU of so many cores.
+    pub fn counting(cores: usize) -> (Runs, Counter) {
+        let counter = Counter::default();
+        let runs = Runs::once(Build::Plain, Schedule::Forward);
+        let runs = Runs { counter: Some(counter.clone()), busy_groups: gpu::metal_busy_groups(cores), ..runs };
+        (runs, counter)
     }
 
     /// Forgets which kinds were launched, so that what runs next does not depend on what ran before.
@@ -80,6 +103,9 @@ impl Runs {
         }
     }
 }
+
+/// Few, so that small cases are split.
+const BUSY_GROUPS: usize = 16;
 
 /// More threads than these do not run in the checker build, unless every launch does.
 const CHECKED_THREADS: u64 = 16 << 10;
@@ -186,7 +212,7 @@ impl Executor for MslHost {
         Limits {
             threads: 1024,
             threadgroup_bytes: 32 << 10,
-            busy_groups: 16,
+            busy_groups: self.shared.runs.busy_groups,
             warpgroup_products: false,
             library_products: false,
             clusters: false,
@@ -282,6 +308,14 @@ impl Shared {
 impl Inner {
     /// Runs a launch in each of the ways asked for, each time from the same memory.
     fn run(&mut self, launch: &Launch, runs: &Runs) -> Result<()> {
+        if let Some(counter) = &runs.counter {
+            let (source, library) = (self.source(launch.source), self.library(launch.source, Build::Plain)?);
+            let run = self.launch(launch, &library)?;
+            let counts = self.host.count(&source, &run).map_err(|error| fault(format!("{launch:?}: {error}")))?;
+            let counted = Counted { kernel: launch.kernel, counts };
+            counter.lock().unwrap_or_else(PoisonError::into_inner).push(counted);
+            return Ok(());
+        }
         let ways = runs.ways_of(launch);
         let [first, rest @ ..] = ways.as_slice() else { return Ok(()) };
         let before = if rest.is_empty() { Vec::new() } else { written(launch) };
@@ -302,6 +336,11 @@ impl Inner {
 
     fn run_once(&mut self, launch: &Launch, (build, schedule): (Build, Schedule)) -> Result<()> {
         let library = self.library(launch.source, build)?;
+        let run = self.launch(launch, &library)?;
+        library.run(&run, schedule).map(drop).map_err(|error| fault(format!("{launch:?}: {error}")))
+    }
+
+    fn launch<'a>(&self, launch: &'a Launch, library: &Library) -> Result<msl_host::Launch<'a>> {
         let grid = Grid::Threadgroups { groups: launch.grid.groups, threads: launch.grid.threads };
         let mut run = msl_host::Launch::new(launch.kernel, grid).sum_order(self.arithmetic.sums);
         if self.arithmetic.flush {
@@ -334,7 +373,7 @@ impl Inner {
         if launch.threadgroup_bytes > 0 {
             run = run.threadgroup_memory(0, launch.threadgroup_bytes as usize);
         }
-        library.run(&run, schedule).map(drop).map_err(|error| fault(format!("{launch:?}: {error}")))
+        Ok(run)
     }
 
     fn library(&mut self, source: &'static gpu::Source, build: Build) -> Result<Arc<Library>> {
@@ -342,17 +381,19 @@ impl Inner {
         if let Some(library) = self.libraries.get(&key) {
             return Ok(library.clone());
         }
+        let msl = self.source(source);
+        let library = Arc::new(self.host.compile(&msl, build).map_err(|e| fault(format!("{}: {e}", source.name)))?);
+        self.libraries.insert(key, library.clone());
+        Ok(library)
+    }
+
+    fn source(&self, source: &'static gpu::Source) -> msl_host::Source {
         let text = text_of(source.name, || source.text.to_string());
         let mut msl = msl_host::Source::new(source.name, &format!("{text}\n{}", source.assertions())).language(3, 0);
         for (name, text) in source.included_by(&text, &|header| text_of(header.name, header.text)) {
             msl = msl.header(name, &text);
         }
-        if self.arithmetic.contract {
-            msl = msl.contract();
-        }
-        let library = Arc::new(self.host.compile(&msl, build).map_err(|e| fault(format!("{}: {e}", source.name)))?);
-        self.libraries.insert(key, library.clone());
-        Ok(library)
+        if self.arithmetic.contract { msl.contract() } else { msl }
     }
 }
 

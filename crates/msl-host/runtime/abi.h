@@ -6,7 +6,7 @@
 struct Region;  // a block of memory between guard pages
 struct State;   // one dispatch at a time; a pool on the Rust side lets several run on several OS threads
 
-enum Access : uint32_t { READ = 1, WRITE = 2 };
+enum Access : uint32_t { READ = 1, WRITE = 2, CONSTANT = 4 };
 enum Schedule : uint32_t { FORWARD, REVERSE, RANDOM };
 enum Kind : uint32_t {
   OUT_OF_BOUNDS, UNDECLARED_ACCESS, UNINITIALISED_READ, RACE, DIVERGENCE, TIME_LIMIT, STACK_OVERFLOW, ARITHMETIC, MISALIGNED, LIMIT
@@ -14,6 +14,25 @@ enum Kind : uint32_t {
 
 // A buffer binding, as far as a region is concerned: what the kernel may touch, and how.
 struct MslExtent { Region *region; uint64_t offset, bytes; uint32_t access, index; };
+
+// Counting build (count.cpp): what SIMD-groups did with the memory of a space.
+enum Space : uint32_t { DEVICE, THREADGROUP, CONSTANTS, PRIVATE, SPACES };
+struct MslTraffic {
+  uint64_t issues;  // instructions of SIMD-groups
+  uint64_t bytes;   // that lanes asked for
+  uint64_t units;   // device, constants: sectors of 32 bytes; threadgroup: cycles of 32 banks
+  uint64_t ideal;   // the fewest of them
+};
+struct MslSite { MslTraffic spaces[SPACES]; };
+struct MslCounts {
+  uint32_t blocks, sites;
+  uint64_t *block_issues, *block_lanes;  // by block: instructions of SIMD-groups, of threads
+  MslSite *by_site;
+  uint64_t simdgroups, barriers, simdgroup_barriers, reductions, scans, shuffles, quads, votes;
+  uint64_t matrix_loads, matrix_stores, matrix_products;
+  uint64_t footprint_read, footprint_written;  // bytes of device memory, in whole sectors, each once
+  uint64_t threadgroup_bytes;
+};
 
 struct MslLaunch {
   void (*entry)(const struct MslContext *);
@@ -30,6 +49,7 @@ struct MslLaunch {
   uint32_t same_values;  // checker build: a write of the value that is there does not race with another write
   uint32_t reads_end;  // a barrier without a memory flag orders earlier reads before later writes
   uint64_t seed;
+  MslCounts *counts;  // or null
   uint32_t time_limit_ms;
 };
 

@@ -314,6 +314,7 @@ extern "C" uint64_t msl_dispatch(State *state, const MslLaunch *launch, MslStats
   }
   find_image(s);
   choose_order(s);
+  begin_counting(s);
 
   stack_t own = {}, before = {};
   own.ss_sp = s.signal_stack;
@@ -330,6 +331,7 @@ extern "C" uint64_t msl_dispatch(State *state, const MslLaunch *launch, MslStats
         if (s.threadgroup_memory[k]) s.find(s.threadgroup_memory[k])->region->poison();
       begin_threadgroup(s, s.order[i]);
       s.stats.threads += s.threads;
+      if (launch->counts) launch->counts->simdgroups += s.simdgroups;
       run_threadgroup(s);
     }
     s.current = -1;
@@ -341,6 +343,7 @@ extern "C" uint64_t msl_dispatch(State *state, const MslLaunch *launch, MslStats
   // Places are told as offsets into the library, where its line table has them.
   for (MslFinding &f : s.findings)
     for (uint64_t *pc : {&f.pc, &f.other_pc}) *pc = *pc >= (uintptr_t)s.image[0] && *pc < (uintptr_t)s.image[1] ? *pc - (uintptr_t)s.image[0] : 0;
+  end_counting(s);
   s.release_bounds();
   if (stats) *stats = s.stats;
   return s.findings.size();

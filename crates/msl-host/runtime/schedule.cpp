@@ -153,6 +153,9 @@ static bool settle(State &s, SimdGroup &g) {
     if (f.wait == first->wait && f.operation == first->operation && f.path == first->path) active |= 1u << i;
   }
   if (active != full && !s.launch->allow_divergence) diverged(s, "divergence inside a SIMD-group");
+  end_interval(s, (unsigned)(&g - s.groups));
+  if (first->wait == Wait::SIMD_BARRIER) count_barrier(s, false);
+  else count_together(s, first->operation, first->value_bytes);
   char *slots = g.slots[g.parity];
   g.parity ^= 1;
   for (unsigned i = 0; i < g.lanes; i++)
@@ -211,6 +214,7 @@ extern "C" __attribute__((noinline)) const char *__msl_simd(const void *value, u
   f.operation = operation;
   f.site = site;
   f.combine = combine;
+  f.value_bytes = bytes;
   if (bytes) memcpy(f.value, value, bytes);
   if (operation >= 80 && operation < 90 && s.groups[f.simdgroup].lanes < SIMD_WIDTH)
     fatal(s, DIVERGENCE, f.pc, "a simdgroup_matrix function in a SIMD-group of %u threads: it needs all 32", s.groups[f.simdgroup].lanes);
@@ -242,6 +246,8 @@ extern "C" __attribute__((noinline)) void __msl_threadgroup_barrier(unsigned fla
   for (unsigned i = 0; i < s.threads; i++)
     if (s.fibers[i].path != f.path) diverged(s, "threads wait at different barriers");
   s.at_barrier = 0;
+  for (unsigned i = 0; i < s.simdgroups; i++) end_interval(s, i);
+  count_barrier(s, true);
   if (flags & FLAG_THREADGROUP) s.epoch[0]++;
   if (flags & FLAG_DEVICE) s.epoch[1]++;
   s.any_epoch++;
@@ -287,5 +293,6 @@ void run_threadgroup(State &s) {
   unsigned n = s.threads;
   s.current = s.launch->schedule == REVERSE ? (int)n - 1 : s.launch->schedule == RANDOM ? (int)(s.next_random() % n) : 0;
   msl_switch(&s.main_stack, s.fibers[s.current].stack_pointer);
+  for (unsigned i = 0; i < s.simdgroups; i++) end_interval(s, i);
   s.current = -1;
 }

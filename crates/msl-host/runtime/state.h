@@ -59,6 +59,7 @@ struct Bound {
   char name[48];
   std::vector<Extent> extents;
   Cell *cells;  // checker only, for regions that can be written
+  std::vector<uint64_t> sectors[2];  // counting only: those that were read and written, a bit each
   bool writable;
 };
 
@@ -74,6 +75,8 @@ struct Pending {
 };
 
 struct ThreadgroupVariable { const void *key; Bound *bound; uint32_t serial; };
+
+struct Counting;
 
 struct State {
   void *main_stack;
@@ -93,6 +96,7 @@ struct State {
   std::vector<Bound *> bounds;
   Bound *last_bound;
   std::vector<ThreadgroupVariable> variables;
+  Counting *counting = nullptr;
   Pending pending;  // of the thread that runs; null address if none
   size_t threadgroup_bytes;
   char *image[2], *thread_locals[2];  // of the kernel's library
@@ -139,3 +143,11 @@ void run_threadgroup(State &s);
 void step(State &s, uintptr_t pc);
 // Reports the pending race, or forgets it.
 void judge(State &s);
+
+// count.cpp: all without effect unless the launch counts.
+void begin_counting(State &s);
+void end_counting(State &s);
+// The lanes of a SIMD-group have met.
+void end_interval(State &s, unsigned group);
+void count_together(State &s, unsigned operation, unsigned bytes);
+void count_barrier(State &s, bool of_threadgroup);

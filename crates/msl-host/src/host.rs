@@ -82,6 +82,10 @@ impl Host {
         self.new_memory(len, true)
     }
 
+    pub(crate) fn shared(&self) -> &Arc<Shared> {
+        &self.shared
+    }
+
     fn new_memory(&self, len: usize, zeroed: bool) -> Result<Memory> {
         let region = self.shared.runtime.allocate(len, zeroed)?;
         // SAFETY: the region is fresh.

@@ -109,6 +109,23 @@ pub enum Constant {
 }
 
 impl Constant {
+    /// As C++ has it.
+    pub(crate) fn literal(self) -> String {
+        match self {
+            Constant::Bool(v) => v.to_string(),
+            Constant::Char(v) => v.to_string(),
+            Constant::UChar(v) => v.to_string(),
+            Constant::Short(v) => v.to_string(),
+            Constant::UShort(v) => v.to_string(),
+            Constant::Int(v) => format!("(int){v}l"),
+            Constant::UInt(v) => format!("{v}u"),
+            Constant::Long(v) => format!("(long){}ul", v as u64),
+            Constant::ULong(v) => format!("{v}ul"),
+            Constant::Half(v) => format!("__builtin_bit_cast(half, (unsigned short){v})"),
+            Constant::Float(v) => format!("__builtin_bit_cast(float, {}u)", v.to_bits()),
+        }
+    }
+
     /// The MSL type, and the value's bytes.
     pub(crate) fn parts(self) -> (&'static str, [u8; 8], usize) {
         fn pad<const N: usize>(name: &'static str, bytes: [u8; N]) -> (&'static str, [u8; 8], usize) {

@@ -23,6 +23,7 @@
 //! | compiler, memory | [`Host`], [`Memory`] |
 //! | a source and its compiled form | [`Source`], [`Strictness`], [`Library`], [`Kernel`], [`Build`] |
 //! | a dispatch | [`Launch`], [`Buffer`], [`Access`], [`Constant`], [`Grid`], [`Schedule`], [`SumOrder`], [`Stats`] |
+//! | counting | [`Host::count`], [`Counts`], [`Chip`], [`Estimate`] |
 //! | errors | [`Error`], [`Diagnostic`] (compiling), [`Findings`], [`Finding`], [`Kind`] (running) |
 //!
 //! A source passes these stages:
@@ -34,6 +35,7 @@
 //! 5. clang checks the types, with address spaces as part of them, then compiles the source without them;
 //! 6. `runtime/` runs it.
 
+mod count;
 mod error;
 mod host;
 mod launch;
@@ -48,6 +50,7 @@ mod source;
 mod spaces;
 mod toolchain;
 
+pub use count::{Bound, Chip, Counts, Estimate, Operations, Place, Traffic};
 pub use error::{Diagnostic, Error, Result};
 pub use host::{Host, Memory};
 pub use launch::{Access, Buffer, Constant, Grid, Launch, Schedule, Stats, SumOrder};

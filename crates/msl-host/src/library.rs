@@ -5,15 +5,16 @@ use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use crate::count::{Counts, Table};
 use crate::error::{Error, Result};
 use crate::host::Shared;
-use crate::launch::{Buffer, Grid, Launch, Schedule, Stats};
+use crate::launch::{Buffer, Constant, Grid, Launch, Schedule, Stats};
 use crate::lexer::Tokens;
 use crate::lint;
-use crate::parse::{self, ArgumentKind, FunctionConstant, Kernel};
+use crate::parse::{self, Argument, ArgumentKind, FunctionConstant, Kernel};
 use crate::report::{Findings, Lines};
 use crate::rewrite::{Pass, rewrite};
-use crate::runtime::{RawExtent, RawLaunch, Region, WRITE};
+use crate::runtime::{CONSTANT, RawCounts, RawExtent, RawLaunch, Region, WRITE};
 use crate::source::{Source, Strictness};
 use crate::toolchain::Build;
 
@@ -72,6 +73,48 @@ impl Library {
         Ok(Library { shared, name, path, build, kernels: unit.kernels, constants: unit.constants, loaded })
     }
 
+    /// The counting build of a launch's kernel, specialised for its function constants.
+    pub(crate) fn counting(shared: Arc<Shared>, source: &Source, launch: &Launch<'_>) -> Result<(Library, Table)> {
+        let name = source.name.clone();
+        let refused = |diagnostics| Error::Compile { name: name.clone(), diagnostics };
+        let text = shared.toolchain.preprocess(source)?;
+        let tokens = Tokens::new(&text);
+        let mut unit = parse::parse(&tokens).map_err(|d| refused(vec![d]))?;
+        parse::instantiate_all(&tokens, &mut unit, &source.instantiations).map_err(|d| refused(vec![d]))?;
+        parse::select(&tokens, &mut unit, &[launch.kernel.to_string()]).map_err(|d| refused(vec![d]))?;
+        let rewritten = rewrite(&tokens, &unit, Pass::Run).map_err(|d| refused(vec![d]))?;
+        let mut values = String::new();
+        for constant in &unit.constants {
+            let value = launch.constants.iter().find(|v| v.0 == constant.index).map(|v| v.1);
+            let name = &constant.name;
+            let literal = value.map_or("0".into(), Constant::literal);
+            values.push_str(&format!("#define __msl_value_{name} {literal}\n"));
+            values.push_str(&format!("#define __msl_given_{name} {}\n", value.is_some()));
+        }
+        let text = format!("{values}{rewritten}");
+        let (path, table) = shared.toolchain.compile_counting(source, &text, &shared.runtime_path)?;
+        // SAFETY: as in `compile`.
+        let loaded =
+            unsafe { libloading::Library::new(&path) }.map_err(|source| Error::Load { path: path.clone(), source })?;
+        let library = Library {
+            shared,
+            name,
+            path,
+            build: Build::Plain,
+            kernels: unit.kernels,
+            constants: unit.constants,
+            loaded,
+        };
+        Ok((library, table))
+    }
+
+    pub(crate) fn count(&self, launch: &Launch<'_>, table: &Table) -> Result<Counts> {
+        let mut counts = RawCounts::new(table.blocks.len(), table.sites.len());
+        let stats = self.run_once(launch, Schedule::Forward, Some(&mut counts))?;
+        let groups = grid(launch.grid).map_or(0, |(groups, ..)| groups.iter().map(|&n| u64::from(n)).product());
+        Ok(Counts::of(&counts, table, stats.threads, groups))
+    }
+
     /// The index of the function constant `name`.
     pub fn constant_index(&self, name: &str) -> Option<u32> {
         self.constants.iter().find(|c| c.name == name).map(|c| c.index)
@@ -96,6 +139,10 @@ impl Library {
     /// [`Error::Launch`] if the launch does not fit the kernel. [`Error::Findings`] if the run had errors; outputs
     /// are copied back in this case too.
     pub fn run(&self, launch: &Launch<'_>, schedule: Schedule) -> Result<Stats> {
+        self.run_once(launch, schedule, None)
+    }
+
+    fn run_once(&self, launch: &Launch<'_>, schedule: Schedule, counts: Option<&mut RawCounts>) -> Result<Stats> {
         let refused = |reason: String| Error::Launch { kernel: launch.kernel.into(), reason };
         let number = self.kernels.iter().position(|k| k.name == launch.kernel).ok_or_else(|| {
             let known: Vec<&str> = self.kernels.iter().map(|k| k.name.as_str()).collect();
@@ -108,7 +155,14 @@ impl Library {
         }
         let (groups, threads, total) = grid(launch.grid).map_err(refused)?;
         let threadgroup_bytes = threadgroup_bytes(launch).map_err(refused)?;
-        let regions = Regions::bind(&self.shared, &launch.buffers)?;
+        let mut regions = Regions::bind(&self.shared, &launch.buffers)?;
+        let specialised = counts.is_some();
+        for extent in &mut regions.extents {
+            let constant = |a: &Argument| a.constant && a.kind == ArgumentKind::Buffer(extent.index);
+            if self.kernels[number].arguments.iter().any(constant) {
+                extent.access |= CONSTANT;
+            }
+        }
         let (code, seed) = match schedule {
             Schedule::Forward => (0, 0),
             Schedule::Reverse => (1, 0),
@@ -132,9 +186,12 @@ impl Library {
             same_values: u32::from(launch.same_values),
             reads_end: u32::from(launch.reads_end),
             seed,
+            counts: counts.map_or(std::ptr::null_mut(), |c| &raw mut *c.numbers),
             time_limit_ms: u32::try_from(launch.time_limit.as_millis()).unwrap_or(u32::MAX).max(1),
         };
-        self.set_constants(&constants)?;
+        if !specialised {
+            self.set_constants(&constants)?;
+        }
         let mut list = Vec::new();
         let mut lines = None;
         // SAFETY: the entry belongs to this library, the regions live until `regions` is dropped, and the launch

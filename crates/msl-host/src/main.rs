@@ -3,7 +3,8 @@
 use std::process::ExitCode;
 
 use msl_host::{
-    ArgumentKind, Buffer, Build, Constant, Error, Grid, Host, Launch, Library, Schedule, Source, Strictness, SumOrder,
+    ArgumentKind, Buffer, Build, Chip, Constant, Error, Estimate, Grid, Host, Launch, Library, Schedule, Source,
+    Strictness, SumOrder, Traffic,
 };
 
 const USAGE: &str = "\
@@ -11,6 +12,7 @@ msl-host: Metal compute kernels on x86-64 Linux, without a Mac and without a GPU
 
   msl-host check [SOURCE OPTIONS] FILE            compiles, and lists the kernels with their parameters
   msl-host run [OPTIONS] FILE KERNEL              runs a kernel in both builds under three schedules
+  msl-host count [OPTIONS] FILE KERNEL            counts what a kernel does, in units of a GPU
 
 Source options:
   -I DIR                     a directory of headers
@@ -31,6 +33,9 @@ Options of run:
   --schedule S               forward, reverse or random:SEED, instead of all three
   --build B                  plain or checker, instead of both
   --lockstep, --same-values, --reads-end, --divergence, --flush, --sums lanes|neighbours
+
+Options of count: those of run, except schedules and builds, and
+  --places N                 the N lines with the most accesses of memory (0)
 
 The exit code is 1 if the source or the kernel has errors, or if two runs differ, and 2 if the command has.
 ";
@@ -66,12 +71,13 @@ fn command(arguments: Vec<String>) -> Result<(), Stop> {
     match arguments.next().as_deref() {
         Some("check") => check(&Request::parse(arguments, false)?),
         Some("run") => run(&Request::parse(arguments, true)?),
+        Some("count") => count(&Request::parse(arguments, true)?),
         Some("--help" | "-h" | "help") => {
             print!("{USAGE}");
             Ok(())
         }
-        Some(other) => Err(Stop::Usage(format!("no command {other}: check or run"))),
-        None => Err(Stop::Usage("no command: check or run".into())),
+        Some(other) => Err(Stop::Usage(format!("no command {other}: check, run or count"))),
+        None => Err(Stop::Usage("no command: check, run or count".into())),
     }
 }
 
@@ -90,6 +96,7 @@ struct Request {
     builds: Vec<Build>,
     flags: Vec<String>,
     sums: SumOrder,
+    places_shown: usize,
 }
 
 #[derive(Clone, Copy)]
@@ -171,6 +178,7 @@ impl Request {
                 "checker" => Build::Checker,
                 _ => return Err(bad()),
             }),
+            "--places" => self.places_shown = value.parse().map_err(|_| bad())?,
             "--sums" => {
                 self.sums = match value {
                     "lanes" => SumOrder::Lanes,
@@ -333,16 +341,19 @@ fn run(request: &Request) -> Result<(), Stop> {
     Ok(())
 }
 
-fn run_once(request: &Request, library: &Library, schedule: Schedule) -> Result<Vec<Vec<u8>>, Stop> {
+/// Memory that a kernel writes. What it does not write is the same in every run.
+fn outputs(request: &Request) -> Vec<Vec<u8>> {
     let size = |kind: Type| if matches!(kind, Type::Bytes) { 1 } else { 4 };
-    // What a kernel does not write is the same in every run.
-    let mut outputs: Vec<Vec<u8>> = request.outputs.iter().map(|o| vec![0xFF; o.2 * size(o.1)]).collect();
+    request.outputs.iter().map(|o| vec![0xFF; o.2 * size(o.1)]).collect()
+}
+
+fn launch<'a>(request: &'a Request, outputs: &'a mut [Vec<u8>]) -> Launch<'a> {
     let grid = Grid::Threadgroups { groups: request.groups, threads: request.threads };
     let mut launch = Launch::new(&request.places[1], grid).sum_order(request.sums);
     for (index, bytes) in &request.inputs {
         launch = launch.buffer(*index, Buffer::read(bytes));
     }
-    for ((index, ..), bytes) in request.outputs.iter().zip(&mut outputs) {
+    for ((index, ..), bytes) in request.outputs.iter().zip(outputs) {
         launch = launch.buffer(*index, Buffer::read_write(bytes));
     }
     launch = request.memory.iter().fold(launch, |l, &(index, bytes)| l.threadgroup_memory(index, bytes));
@@ -357,7 +368,28 @@ fn run_once(request: &Request, library: &Library, schedule: Schedule) -> Result<
             _ => launch, // of the source
         };
     }
-    library.run(&launch, schedule)?;
-    drop(launch);
+    launch
+}
+
+fn run_once(request: &Request, library: &Library, schedule: Schedule) -> Result<Vec<Vec<u8>>, Stop> {
+    let mut outputs = outputs(request);
+    library.run(&launch(request, &mut outputs), schedule)?;
     Ok(outputs)
+}
+
+fn count(request: &Request) -> Result<(), Stop> {
+    let (host, source) = (Host::new()?, request.source()?);
+    let mut outputs = outputs(request);
+    let counts = host.count(&source, &launch(request, &mut outputs))?;
+    println!("{counts}");
+    for place in counts.places.iter().take(request.places_shown) {
+        let Traffic { accesses, bytes, units, .. } = place.traffic;
+        println!("{}: {} {accesses} accesses, {bytes} bytes, {units} units", place.place, place.space);
+    }
+    println!("\nThe least time of a model that no device has confirmed:");
+    for chip in Chip::ALL {
+        let Estimate { microseconds, bound } = counts.estimate(&chip);
+        println!("{:8} {microseconds:>10.2} us, bound by {bound:?}", chip.name);
+    }
+    Ok(())
 }

@@ -23,6 +23,8 @@ pub struct Argument {
     pub kind: ArgumentKind,
     /// The function constant that decides whether it exists.
     pub only_if: Option<String>,
+    /// Whether it points to constant memory.
+    pub constant: bool,
 }
 
 /// The source of a parameter's value.
@@ -314,7 +316,7 @@ fn argument(t: &Tokens<'_>, a: usize, b: usize) -> Result<Argument, String> {
         None if spaced("device") || spaced("constant") => ArgumentKind::Buffer(UNNUMBERED),
         None => return Err(format!("parameter `{name}` has no attribute that binds it")),
     };
-    Ok(Argument { name, kind, only_if })
+    Ok(Argument { name, kind, only_if, constant: spaced("constant") })
 }
 
 /// The index of a parameter that has no attribute, until `number` sees all parameters.

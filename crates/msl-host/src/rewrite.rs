@@ -342,7 +342,7 @@ fn entries(unit: &Unit) -> String {
         ));
     }
     if !unit.constants.is_empty() {
-        out.push_str("#ifndef MSL_TYPED\n");
+        out.push_str("#if !defined(MSL_TYPED) && !defined(MSL_COUNT)\n");
         let each = |f: fn(usize, &str) -> String| {
             unit.constants.iter().enumerate().map(|(i, c)| f(i, &c.name)).collect::<String>()
         };

@@ -4,10 +4,12 @@ use std::ffi::{CStr, c_char, c_void};
 use std::path::Path;
 use std::sync::Mutex;
 
+use crate::count::Traffic;
 use crate::error::{Error, Result};
 
 pub(crate) const READ: u32 = 1;
 pub(crate) const WRITE: u32 = 2;
+pub(crate) const CONSTANT: u32 = 4;
 
 /// A block of memory between guard pages.
 #[repr(C)]
@@ -42,6 +44,7 @@ pub(crate) struct RawLaunch {
     pub same_values: u32,
     pub reads_end: u32,
     pub seed: u64,
+    pub counts: *mut RawNumbers,
     pub time_limit_ms: u32,
 }
 
@@ -73,6 +76,70 @@ pub(crate) struct RawStats {
     pub threads: u64,
     pub switches: u64,
     pub rendezvous: u64,
+}
+
+/// Counts of a launch; the pointers are set while it runs.
+#[repr(C)]
+#[derive(Debug)]
+pub(crate) struct RawNumbers {
+    pub blocks: u32,
+    pub sites: u32,
+    block_issues: *mut u64,
+    block_lanes: *mut u64,
+    by_site: *mut [Traffic; 4],
+    pub simdgroups: u64,
+    pub barriers: u64,
+    pub simdgroup_barriers: u64,
+    pub reductions: u64,
+    pub scans: u64,
+    pub shuffles: u64,
+    pub quads: u64,
+    pub votes: u64,
+    pub matrix_loads: u64,
+    pub matrix_stores: u64,
+    pub matrix_products: u64,
+    pub footprint_read: u64,
+    pub footprint_written: u64,
+    pub threadgroup_bytes: u64,
+}
+
+/// Counts with the memory that they point to.
+#[derive(Debug)]
+pub(crate) struct RawCounts {
+    pub numbers: Box<RawNumbers>,
+    pub block_issues: Vec<u64>,
+    pub block_lanes: Vec<u64>,
+    /// By site; the last one is the library's own.
+    pub sites: Vec<[Traffic; 4]>,
+}
+
+impl RawCounts {
+    pub fn new(blocks: usize, sites: usize) -> RawCounts {
+        let (mut block_issues, mut block_lanes) = (vec![0; blocks + 1], vec![0; blocks + 1]);
+        let mut by_site = vec![[Traffic::default(); 4]; sites + 1];
+        let numbers = Box::new(RawNumbers {
+            blocks: blocks as u32,
+            sites: sites as u32,
+            block_issues: block_issues.as_mut_ptr(),
+            block_lanes: block_lanes.as_mut_ptr(),
+            by_site: by_site.as_mut_ptr(),
+            simdgroups: 0,
+            barriers: 0,
+            simdgroup_barriers: 0,
+            reductions: 0,
+            scans: 0,
+            shuffles: 0,
+            quads: 0,
+            votes: 0,
+            matrix_loads: 0,
+            matrix_stores: 0,
+            matrix_products: 0,
+            footprint_read: 0,
+            footprint_written: 0,
+            threadgroup_bytes: 0,
+        });
+        RawCounts { numbers, block_issues, block_lanes, sites: by_site }
+    }
 }
 
 #[derive(Clone, Copy)]

@@ -4,6 +4,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
+use crate::count::{Table, instrument};
 use crate::error::{Diagnostic, Error, Result};
 use crate::source::{Source, Strictness};
 
@@ -36,6 +37,7 @@ const RUNTIME: &[(&str, &str)] = &[
     ("memory.cpp", include_str!("../runtime/memory.cpp")),
     ("schedule.cpp", include_str!("../runtime/schedule.cpp")),
     ("checker.cpp", include_str!("../runtime/checker.cpp")),
+    ("count.cpp", include_str!("../runtime/count.cpp")),
     ("dispatch.cpp", include_str!("../runtime/dispatch.cpp")),
 ];
 /// `-ftls-model=initial-exec`: every access reads `running`, which only one library of the process defines, so the
@@ -132,6 +134,27 @@ const CHECKER: &[&str] = &[
     "-mllvm",
     "-tsan-instrument-read-before-write=1",
     "-fsanitize=bounds,alignment,integer-divide-by-zero",
+];
+
+/// Every operation stays what it is: no vectors of what the source has one by one, no 64-bit counters for 32-bit ones.
+/// Loops of constant length disappear, as on GPUs, and so do calls.
+const COUNTING: &[&str] = &[
+    "-O2",
+    "-w",
+    "-gline-tables-only",
+    "-fPIC",
+    "-DMSL_COUNT",
+    "-fno-vectorize",
+    "-fno-slp-vectorize",
+    "-fno-strict-aliasing",
+    "-mllvm",
+    "-indvars-widen-indvars=false",
+    "-mllvm",
+    "-disable-vector-combine",
+    "-mllvm",
+    "-unroll-threshold=3000",
+    "-mllvm",
+    "-inline-threshold=1000000",
 ];
 
 /// No instruction that traps on an address which is not a multiple of the type's alignment, and no check of it.
@@ -320,12 +343,48 @@ impl Toolchain {
             .arg(&object.0)
             .arg("-");
         self.expect(&mut command, name, Some(text))?;
-        let mut link = Command::new(&self.clang);
-        link.arg("-shared").arg("-o").arg(&scratch.0).arg(&object.0).arg(runtime).arg("-lm").arg("-Wl,-z,now");
-        link.arg(format!("-Wl,-rpath,{}", self.cache.display()));
-        self.expect(&mut link, name, None)?;
+        self.link(&object.0, &scratch.0, name, runtime)?;
         scratch.publish(&library)?;
         Ok(library)
+    }
+
+    /// Compiles a rewritten source so that it counts: a shared object, and what its blocks and sites are.
+    pub fn compile_counting(&self, source: &Source, text: &str, runtime: &Path) -> Result<(PathBuf, Table)> {
+        let (name, mut language) = (&source.name, language(source));
+        if source.unaligned {
+            language.extend(UNALIGNED.map(String::from));
+        }
+        let key = [text, &self.version, &file_name(&self.include), &file_name(runtime)];
+        let options = COMMON.iter().chain(COUNTING).copied().chain(language.iter().map(String::as_str));
+        let stem: String = name.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '_' }).collect();
+        let ir = self.cache.join(format!("{stem}-{}.ll", hash(key.into_iter().chain(options))));
+        if !ir.exists() {
+            let scratch = Scratch::beside(&ir);
+            let mut command = Command::new(&self.clang);
+            command.args(COMMON).args(COUNTING).args(&language).arg("-I").arg(&self.include);
+            command.args(["-S", "-emit-llvm", "-o"]).arg(&scratch.0).arg("-");
+            self.expect(&mut command, name, Some(text))?;
+            scratch.publish(&ir)?;
+        }
+        let (counting, table) = instrument(&std::fs::read_to_string(&ir).map_err(Error::io("reading", &ir))?);
+        let library = ir.with_file_name(format!("{stem}-{}.so", hash([counting.as_str(), &file_name(runtime)])));
+        if !library.exists() {
+            let (object, scratch) = (Scratch::beside(&library.with_extension("o")), Scratch::beside(&library));
+            let mut command = Command::new(&self.clang);
+            command.args(["-x", "ir", "-O1", "-Xclang", "-disable-llvm-passes", "-march=x86-64-v3", "-fPIC", "-w"]);
+            command.args(["-fno-omit-frame-pointer", "-c", "-o"]).arg(&object.0).arg("-");
+            self.expect(&mut command, name, Some(&counting))?;
+            self.link(&object.0, &scratch.0, name, runtime)?;
+            scratch.publish(&library)?;
+        }
+        Ok((library, table))
+    }
+
+    fn link(&self, object: &Path, library: &Path, name: &str, runtime: &Path) -> Result<()> {
+        let mut link = Command::new(&self.clang);
+        link.arg("-shared").arg("-o").arg(library).arg(object).arg(runtime).arg("-lm").arg("-Wl,-z,now");
+        link.arg(format!("-Wl,-rpath,{}", self.cache.display()));
+        self.expect(&mut link, name, None).map(drop)
     }
 
     /// Runs the compiler and returns its output, or its diagnostics as an error.

@@ -19,7 +19,18 @@ typedef void (*MslCombine)(char *slots, unsigned lanes, unsigned active);
 
 // Calls that wait for other threads: never copied into a branch, and never merged with another call.
 #define MSL_CONVERGENT __attribute__((convergent, nomerge))
+// Of functions that the counting build leaves out.
+#ifdef MSL_COUNT
+#define MSL_UNCOUNTED __attribute__((noinline, section(".msl.library")))
+#else
+#define MSL_UNCOUNTED
+#endif
 extern "C" {
+// Counting build: an access by a function that is not counted otherwise. `site` as in __msl_simd.
+void __msl_library_access(const void *address, unsigned bytes, unsigned write, unsigned site);
+// Counting build: an address of the launch, as a value that is not loaded.
+__attribute__((const)) void *__msl_buffer_argument(unsigned index);
+__attribute__((const)) void *__msl_threadgroup_argument(unsigned index);
 MSL_CONVERGENT void __msl_threadgroup_barrier(unsigned flags, unsigned site);
 MSL_CONVERGENT void __msl_simdgroup_barrier(unsigned flags, unsigned site);
 // Deposits `bytes` of `value` in this lane's slot, waits for the other lanes, and returns the slots of all.

@@ -13,6 +13,11 @@ template <class T> struct __mutable<const T> { using type = T; };
 
 template <int N> struct __at_buffer {
   template <class A> static A get(const MslContext *c) {
+    (void)c;
+#ifdef MSL_COUNT
+    if constexpr (__referent<A>::reference) return *(typename __referent<A>::type *)__msl_buffer_argument(N);
+    else return (A)__msl_buffer_argument(N);
+#else
     if constexpr (__referent<A>::reference) {
       using T = typename __referent<A>::type;
       // It does not exist, but the compiler may read it before the kernel decides not to.
@@ -20,12 +25,19 @@ template <int N> struct __at_buffer {
       if (c->buffer_bytes[N] < sizeof(T)) __msl_short_buffer(N, c->buffer_bytes[N], sizeof(T));
       return *(T *)(uintptr_t)c->buffer[N];
     } else return (A)(uintptr_t)c->buffer[N];
+#endif
   }
 };
 template <int N> struct __at_threadgroup {
   template <class A> static A get(const MslContext *c) {
-    if constexpr (__referent<A>::reference) return *(typename __referent<A>::type *)(uintptr_t)c->threadgroup_memory[N];
-    else return (A)(uintptr_t)c->threadgroup_memory[N];
+#ifdef MSL_COUNT
+    (void)c;
+    void *memory = __msl_threadgroup_argument(N);
+#else
+    char *memory = c->threadgroup_memory[N];
+#endif
+    if constexpr (__referent<A>::reference) return *(typename __referent<A>::type *)(uintptr_t)memory;
+    else return (A)(uintptr_t)memory;
   }
 };
 template <class A> inline A __position(const uint *p) {
@@ -58,9 +70,16 @@ MSL_AT_SCALAR(quadgroup_index_in_threadgroup, c->thread_index_in_threadgroup / 4
 #undef MSL_AT_VECTOR
 #undef MSL_AT_SCALAR
 
+#ifdef MSL_COUNT
+// Apple's compiler reads what a constant reference holds before the kernel, into registers that all threads share.
+template <class A, class P> struct __argument { static A of(const MslContext *c) { return P::template get<A>(c); } };
+template <class T, class P> struct __argument<const T &, P> { static T of(const MslContext *c) { return P::template get<const T &>(c); } };
+#else
+template <class A, class P> struct __argument { static A of(const MslContext *c) { return P::template get<A>(c); } };
+#endif
 template <class... A, class... B> inline void __call(void (*kernel_function)(A...), const MslContext *c, B...) {
   static_assert(sizeof...(A) == sizeof...(B), "one attribute per parameter");
-  kernel_function(B::template get<A>(c)...);
+  kernel_function(__argument<A, B>::of(c)...);
 }
 
 }  // namespace metal
@@ -74,7 +93,13 @@ template <class... A, class... B> inline void __call(void (*kernel_function)(A..
 // specialisation, and two dispatches with different values may run at once. Nothing may write them; the typed pass sees
 // to that.
 #define is_function_constant_defined(name) (__msl_defined_##name)
-#ifdef MSL_TYPED
+#ifdef MSL_COUNT
+// Specialised, as a pipeline is.
+#define __MSL_FUNCTION_CONSTANT(T, name) \
+  static const T name = (T)__msl_value_##name; \
+  static const bool __msl_defined_##name = __msl_given_##name;
+#define __MSL_DERIVED_CONSTANT(T, name, ...) static const T name = (__VA_ARGS__)
+#elif defined(MSL_TYPED)
 // Without a value: the typed pass must not fold one.
 #define __MSL_FUNCTION_CONSTANT(T, name) \
   extern constant T name;                \

@@ -14,9 +14,12 @@ template <class T, int Cols, int Rows = Cols> struct simdgroup_matrix {
   vec<T, 2> elements;
   simdgroup_matrix() : elements(__poison<vec<T, 2>>()) {}
   // As MSL has it: the value goes to the diagonal, the rest is zero.
-  explicit simdgroup_matrix(T diagonal) {
+  explicit simdgroup_matrix(T diagonal) : elements(__diagonal(diagonal)) {}
+  MSL_UNCOUNTED static vec<T, 2> __diagonal(T diagonal) {
+    vec<T, 2> elements;
     unsigned lane = __msl_lane(), row = __matrix_row(lane), column = __matrix_column(lane);
     for (unsigned k = 0; k < 2; k++) elements[k] = row == column + k ? diagonal : (T)0;
+    return elements;
   }
   vec<T, 2> &thread_elements() { return elements; }
 };
@@ -35,29 +38,35 @@ template <class T, int Cols, int Rows = Cols> inline simdgroup_matrix<T, Cols, R
 template <class P> inline auto __matrix_at(P p, ulong stride, ulong2 origin, bool transpose, unsigned row, unsigned column) {
   return transpose ? p + (column + origin.x) * stride + (row + origin.y) : p + (row + origin.y) * stride + (column + origin.x);
 }
-template <class T, class P>
-MSL_INLINE void simdgroup_load(thread simdgroup_matrix<T, 8, 8> &m, P source, ulong elements_per_row = 8, ulong2 origin = ulong2{0, 0}, bool transpose = false, MSL_SITE) {
-  static_assert(sizeof(*source) == sizeof(T), "simdgroup_load reads the matrix's own element type");
+// The functions that wait take and give elements by value: a matrix whose address they had would not be in registers.
+#ifdef MSL_COUNT
+#define MSL_TELL(p, write) \
+  transpose ? (__msl_library_access(p(0), sizeof *p(0), write, site), __msl_library_access(p(1), sizeof *p(1), write, site)) \
+            : __msl_library_access(p(0), 2 * sizeof *p(0), write, site)
+#else
+#define MSL_TELL(p, write) (void)0
+#endif
+template <class T, class P> MSL_INLINE vec<T, 2> __matrix_load(P source, ulong stride, ulong2 origin, bool transpose, MSL_SITE) {
   __msl_simd(nullptr, 0, __op_matrix, nullptr, site);
   unsigned lane = __msl_lane(), row = __matrix_row(lane), column = __matrix_column(lane);
-  for (unsigned k = 0; k < 2; k++) m.elements[k] = *__matrix_at(source, elements_per_row, origin, transpose, row, column + k);
+  auto at = [&](unsigned k) { return __matrix_at(source, stride, origin, transpose, row, column + k); };
+  MSL_TELL(at, 0);
+  return vec<T, 2>{*at(0), *at(1)};
 }
-template <class T, class P>
-MSL_INLINE void simdgroup_store(simdgroup_matrix<T, 8, 8> m, P target, ulong elements_per_row = 8, ulong2 origin = ulong2{0, 0}, bool transpose = false, MSL_SITE) {
-  static_assert(sizeof(*target) == sizeof(T), "simdgroup_store writes the matrix's own element type");
+template <class T, class P> MSL_INLINE void __matrix_store(vec<T, 2> elements, P target, ulong stride, ulong2 origin, bool transpose, MSL_SITE) {
   __msl_simd(nullptr, 0, __op_matrix + 1, nullptr, site);
   unsigned lane = __msl_lane(), row = __matrix_row(lane), column = __matrix_column(lane);
-  for (unsigned k = 0; k < 2; k++) *__matrix_at(target, elements_per_row, origin, transpose, row, column + k) = m.elements[k];
+  auto at = [&](unsigned k) { return __matrix_at(target, stride, origin, transpose, row, column + k); };
+  MSL_TELL(at, 1);
+  for (unsigned k = 0; k < 2; k++) *at(k) = elements[k];
 }
-
-// d = a * b + c. Products and sums in float whatever the types, in order of the inner index, and one rounding at the
-// end.
+#undef MSL_TELL
 template <class D, class A, class B, class C>
-MSL_INLINE void simdgroup_multiply_accumulate(thread simdgroup_matrix<D, 8, 8> &d, simdgroup_matrix<A, 8, 8> a, simdgroup_matrix<B, 8, 8> b, simdgroup_matrix<C, 8, 8> c, MSL_SITE) {
-  float mine[4] = {(float)a.elements[0], (float)a.elements[1], (float)b.elements[0], (float)b.elements[1]};
+MSL_INLINE vec<D, 2> __matrix_product(vec<A, 2> a, vec<B, 2> b, vec<C, 2> c, MSL_SITE) {
+  float mine[4] = {(float)a[0], (float)a[1], (float)b[0], (float)b[1]};
   const char *slots = __msl_simd(mine, sizeof mine, __op_matrix + 2, nullptr, site);
   unsigned lane = __msl_lane(), row = __matrix_row(lane), column = __matrix_column(lane);
-  float sum[2] = {(float)c.elements[0], (float)c.elements[1]};
+  float sum[2] = {(float)c[0], (float)c[1]};
   bool backwards = __msl_sum_order() != 0;
   for (unsigned n = 0; n < 32; n++) {  // lanes in order meet the columns of a row of `a` in order
     unsigned from = backwards ? 31 - n : n;
@@ -69,17 +78,36 @@ MSL_INLINE void simdgroup_multiply_accumulate(thread simdgroup_matrix<D, 8, 8> &
       for (unsigned j = 0; j < 2; j++) sum[j] = __builtin_fmaf(left[k], right[2 + j], sum[j]);
     }
   }
-  d.elements[0] = (D)sum[0];
-  d.elements[1] = (D)sum[1];
+  return vec<D, 2>{(D)sum[0], (D)sum[1]};
+}
+
+#define MSL_WRAP MSL_CONVERGENT __attribute__((always_inline)) inline
+template <class T, class P>
+MSL_WRAP void simdgroup_load(thread simdgroup_matrix<T, 8, 8> &m, P source, ulong elements_per_row = 8, ulong2 origin = ulong2{0, 0}, bool transpose = false, MSL_SITE) {
+  static_assert(sizeof(*source) == sizeof(T), "simdgroup_load reads the matrix's own element type");
+  m.elements = __matrix_load<T>(source, elements_per_row, origin, transpose, site);
+}
+template <class T, class P>
+MSL_WRAP void simdgroup_store(simdgroup_matrix<T, 8, 8> m, P target, ulong elements_per_row = 8, ulong2 origin = ulong2{0, 0}, bool transpose = false, MSL_SITE) {
+  static_assert(sizeof(*target) == sizeof(T), "simdgroup_store writes the matrix's own element type");
+  __matrix_store<T>(m.elements, target, elements_per_row, origin, transpose, site);
+}
+
+// d = a * b + c. Products and sums in float whatever the types, in order of the inner index, and one rounding at the
+// end.
+template <class D, class A, class B, class C>
+MSL_WRAP void simdgroup_multiply_accumulate(thread simdgroup_matrix<D, 8, 8> &d, simdgroup_matrix<A, 8, 8> a, simdgroup_matrix<B, 8, 8> b, simdgroup_matrix<C, 8, 8> c, MSL_SITE) {
+  d.elements = __matrix_product<D, A, B, C>(a.elements, b.elements, c.elements, site);
 }
 template <class D, class A, class B>
-MSL_INLINE void simdgroup_multiply(thread simdgroup_matrix<D, 8, 8> &d, simdgroup_matrix<A, 8, 8> a, simdgroup_matrix<B, 8, 8> b, MSL_SITE) {
+MSL_WRAP void simdgroup_multiply(thread simdgroup_matrix<D, 8, 8> &d, simdgroup_matrix<A, 8, 8> a, simdgroup_matrix<B, 8, 8> b, MSL_SITE) {
   simdgroup_multiply_accumulate(d, a, b, make_filled_simdgroup_matrix<D, 8, 8>((D)0), site);
 }
-template <class T> MSL_INLINE simdgroup_matrix<T, 8, 8> operator*(simdgroup_matrix<T, 8, 8> a, simdgroup_matrix<T, 8, 8> b) {
+template <class T> MSL_WRAP simdgroup_matrix<T, 8, 8> operator*(simdgroup_matrix<T, 8, 8> a, simdgroup_matrix<T, 8, 8> b) {
   simdgroup_matrix<T, 8, 8> d;
   simdgroup_multiply(d, a, b);
   return d;
 }
+#undef MSL_WRAP
 
 }  // namespace metal

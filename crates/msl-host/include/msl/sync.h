@@ -11,7 +11,12 @@ inline constexpr mem_flags operator|(mem_flags a, mem_flags b) { return mem_flag
 
 // Where a call stands in the source; a default argument, hence of the caller.
 #define MSL_SITE unsigned site = ((unsigned)__builtin_LINE() << 10 | ((unsigned)__builtin_COLUMN() & 1023u))
+#ifdef MSL_COUNT
+// One instruction of a GPU: what it takes here is not counted.
+#define MSL_INLINE MSL_CONVERGENT __attribute__((noinline, section(".msl.library"))) inline
+#else
 #define MSL_INLINE MSL_CONVERGENT __attribute__((always_inline)) inline
+#endif
 
 MSL_INLINE void threadgroup_barrier(mem_flags flags, MSL_SITE) { __msl_threadgroup_barrier((unsigned)flags, site); }
 MSL_INLINE void simdgroup_barrier(mem_flags flags, MSL_SITE) { __msl_simdgroup_barrier((unsigned)flags, site); }
@@ -38,7 +43,7 @@ struct __xor { template <class T> static T of(T a, T b) { return a ^ b; } };
 
 // Over the active lanes; a full SIMD-group reduces as a butterfly, halves first, unless the launch
 // asks for another order.
-template <class T, class Op> void __reduce(char *slots, unsigned lanes, unsigned active) {
+template <class T, class Op> MSL_UNCOUNTED void __reduce(char *slots, unsigned lanes, unsigned active) {
   T v[32];
   unsigned n = 0;
   for (unsigned i = 0; i < lanes; i++)
@@ -55,7 +60,7 @@ template <class T, class Op> void __reduce(char *slots, unsigned lanes, unsigned
   }
   __store_slot<T>(slots, 32, v[0]);
 }
-template <class T, class Op, bool INCLUSIVE> void __scan(char *slots, unsigned lanes, unsigned active) {
+template <class T, class Op, bool INCLUSIVE> MSL_UNCOUNTED void __scan(char *slots, unsigned lanes, unsigned active) {
   T total = (T)Op::neutral;
   for (unsigned i = 0; i < lanes; i++) {
     if (!(active >> i & 1)) continue;

@@ -1,0 +1,57 @@
+//! Counts what the Metal kernels do, beside those of MLX and ggml on the same shapes, and prints tables.
+//!
+//! `cargo run -p kvant-msl --example yardstick -- [decode|prompt|linear|sample ...] [--places]`. The counts are of
+//! msl-host's counting build; times are of its model. MLX's and ggml's kernels are downloaded on first use, to
+//! `target/foreign-kernels`.
+
+#[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+mod attention;
+#[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+#[allow(dead_code, unused_imports, clippy::expect_used, reason = "shared with a test that uses more of it")]
+#[path = "../../../msl-host/tests/foreign/case.rs"]
+mod case;
+#[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+#[allow(dead_code, clippy::expect_used, reason = "as above")]
+#[path = "../../../msl-host/tests/foreign/corpus.rs"]
+mod corpus;
+#[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+#[allow(dead_code, reason = "as above")]
+#[path = "../../../msl-host/tests/foreign/data.rs"]
+mod data;
+#[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+mod foreign;
+#[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+mod ours;
+#[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+mod products;
+#[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+mod table;
+
+#[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+fn main() -> Result<(), Box<dyn std::error::Error>> {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let asked = |name: &str| arguments.iter().any(|a| a == name);
+    let any = arguments.iter().any(|a| !a.starts_with("--"));
+    if corpus::corpus().is_none() {
+        return Err("the kernels of MLX and ggml are not there".into());
+    }
+    let places = asked("--places");
+    if !any || asked("decode") {
+        attention::decode(places)?;
+    }
+    if !any || asked("prompt") {
+        attention::prompts(places)?;
+    }
+    if !any || asked("linear") {
+        products::linear(places)?;
+    }
+    if !any || asked("sample") {
+        products::sample(places)?;
+    }
+    Ok(())
+}
+
+#[cfg(not(all(target_os = "linux", target_arch = "x86_64")))]
+fn main() {
+    eprintln!("msl-host runs on x86-64 Linux");
+}

@@ -1,0 +1,68 @@
+//! Tables of counts.
+
+use msl_host::{Chip, Counts};
+
+/// A row: whose kernels, and what all their launches did.
+pub struct Row {
+    pub name: String,
+    pub counts: Counts,
+}
+
+/// The columns: a title, and the number of a launch.
+type Column = (&'static str, fn(&Counts) -> f64);
+
+const COLUMNS: [Column; 12] = [
+    ("bytes", |c| (c.footprint[0] + c.footprint[1]) as f64),
+    ("transactions", |c| c.device.units as f64),
+    ("loads, stores", |c| c.device.accesses as f64),
+    ("tg cycles", |c| c.threadgroup.units as f64),
+    ("barriers", |c| (c.barriers + c.simdgroup_barriers) as f64),
+    ("shuffles", |c| (c.shuffles + c.votes + 5 * c.reductions) as f64),
+    ("matrix", |c| c.matrix_products as f64),
+    ("float", |c| (c.operations.float32 + c.operations.float16) as f64),
+    ("int", |c| (c.operations.int + c.operations.int_slow + c.operations.branches) as f64),
+    ("int64", |c| (c.operations.int64 + c.operations.int64_products) as f64),
+    ("slow", |c| {
+        let o = &c.operations;
+        (o.conversions + o.exponentials + o.reciprocals + o.roots + o.trigonometric) as f64
+    }),
+    ("private, constant", |c| (c.private.accesses + c.constant.accesses) as f64),
+];
+
+/// Prints rows, each count divided by `per`.
+pub fn print(title: &str, per: f64, unit: &str, rows: &[Row], places: bool) {
+    println!("\n**{title}**, per {unit}\n");
+    let titles: Vec<&str> = COLUMNS.iter().map(|c| c.0).collect();
+    println!("| | {} | SIMD-groups | tg bytes | M2 Max, us |", titles.join(" | "));
+    println!("|---|{}", "---|".repeat(COLUMNS.len() + 3));
+    for Row { name, counts } in rows {
+        let numbers: Vec<String> = COLUMNS.iter().map(|c| short(c.1(counts) / per)).collect();
+        let chip = Chip::named("M2 Max").unwrap_or(Chip::ALL[0]);
+        let estimate = counts.estimate(&chip);
+        println!(
+            "| {name} | {} | {} | {} | {:.1} {:?} |",
+            numbers.join(" | "),
+            counts.simdgroups,
+            counts.threadgroup_bytes,
+            estimate.microseconds,
+            estimate.bound
+        );
+    }
+    for Row { name, counts } in rows.iter().filter(|_| places) {
+        println!("\n{name}\n{counts}");
+        for place in counts.places.iter().take(12) {
+            println!("{} {}: {:?}", place.space, place.place, place.traffic);
+        }
+    }
+}
+
+/// Three digits that matter.
+fn short(x: f64) -> String {
+    match x {
+        0.0 => "0".into(),
+        x if x >= 100.0 => format!("{x:.0}"),
+        x if x >= 10.0 => format!("{x:.1}"),
+        x if x >= 1.0 => format!("{x:.2}"),
+        x => format!("{x:.3}"),
+    }
+}
