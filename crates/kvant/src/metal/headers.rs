@@ -6,6 +6,7 @@ use crate::gpu::{Header, headers, tables};
 pub(super) static HEADERS: &[Header] = headers![
     "affine.h",
     "attend/keys.h",
+    "attend/lanes.h",
     "attend/params.h",
     "attend/softmax.h",
     "blocks.h",

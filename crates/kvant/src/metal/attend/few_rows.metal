@@ -1,263 +1,395 @@
 // attend, for few query rows per KV head: decode and verification.
 //
 // attend_few: q [T, H, D] over a cache layer, out [T, H, D]. A threadgroup takes (tile of up to R query rows, KV head,
-// split): all rows share what it reads. It goes through its keys 64 at a time:
-//   scores    8 threads a key, which stride over D: each key is read once, whole lines at a time;
-//   softmax   a SIMD-group a row, two keys a thread; the row's state is in its registers;
-//   values    a thread owns four coordinates of every 128/(D/4)-th key, and o of all rows at them, in registers; the
-//             threads left over, where D/4 does not divide 128, own none.
-// Over quantised keys the queries are rotated first; over quantised values o is rotated back at the end. Over page
-// means a tile begins where a page does, or within it: each mean of keys is one more key, and each mean of values one
-// more value, whose weight is the sum of the page's weights.
-#include "attend/keys.h"
+// split): all rows share what it reads. Each of its SIMD-groups takes keys of its own, 32 at a time; where the rows of
+// large heads do not fit in its registers, some SIMD-groups take the same keys for different rows. L lanes share a key
+// (lanes.h), 32 / L keys are loaded at once:
+//   scores    lane i in the end has those of key i: the lanes exchange partial sums, eight keys in one tree;
+//   softmax   in registers. All lanes know a row's largest score; each has the sum of its own weights;
+//   values    a lane adds up its coordinates, of the keys of its L lanes.
+// Nothing waits for another SIMD-group before the end. Keys that not all rows see, and the ends of pages and rings, go
+// one by one instead (`FAST` is false).
+// Over quantised keys the queries are rotated first; over quantised values o is rotated back at the end. Norms are
+// multiplied with scores and weights, not with coordinates. Over page means 32 keys begin where a page does, or within
+// it: each mean of keys is one more key, and each mean of values one more value, whose weight is the sum of the page's
+// weights.
+#include "attend/lanes.h"
 #include "attend/softmax.h"
 #include "rotate.h"
 
 constant constexpr uint THREADS = 128;
 constant constexpr uint SIMDS = THREADS / 32;
-// Keys that are worked on between barriers.
-constant constexpr uint TILE = 64;
-// Threads of a key when scores are made, and keys that they take at once.
-constant constexpr uint KEY_THREADS = 8;
-constant constexpr uint KEYS_AT_ONCE = 2;
-// The most pages of a tile, and how many there are.
-constant constexpr uint MOST_PAGES = TILE / 16;
+// Keys that a SIMD-group works on at once.
+constant constexpr uint TILE = 32;
+// Keys whose scores are made together by a group of lanes.
+constant constexpr uint TREE = 8;
+// Quads of queries, and as many of results, that a lane has in registers.
+constant constexpr uint MOST_QUADS = 8;
+// Pages of a tile, over page means.
 constant uint PAGES = TILE >> PAGE_SHIFT > 1 ? TILE >> PAGE_SHIFT : 1;
-static_assert(MOST_PAGES * KEY_THREADS <= 32, "attend: a SIMD-group multiplies the means of a tile");
 
-// Threadgroup memory of attend_few. `rows_of_d` holds the queries, [R, D], and in the end o, [slices, R, D].
-template <uint D, uint R> struct Room {
-    threadgroup float *rows_of_d;
-    threadgroup float *scores; // [2, TILE, R]
-    threadgroup float *factors;
-    threadgroup Row *rows;
-    threadgroup float *products; // [MOST_PAGES, R]: of queries and the means of keys
-    threadgroup float *masses;   // [MOST_PAGES, R]: the sums of the weights of a page; -1 where a row sees no key of it
+// Rows of a SIMD-group.
+constexpr uint rows_of_simd(uint dim, uint rows) {
+    return rows > 1 && rows * quads_of_lane(dim, 32) > MOST_QUADS ? rows_of_simd(dim, rows / 2) : rows;
+}
+
+// Lanes that share a key.
+constexpr uint lanes_of_key(uint dim, uint rows, uint lanes) {
+    return lanes < 32 && rows * quads_of_lane(dim, lanes) > MOST_QUADS ? lanes_of_key(dim, rows, 2 * lanes) : lanes;
+}
+
+// How the work of head size D and R rows is divided.
+template <uint D, uint R> struct Division {
+    static constant constexpr uint ROWS = rows_of_simd(D, R);
+    static constant constexpr uint SETS = R / ROWS;
+    static constant constexpr uint STREAMS = SIMDS / SETS > 0 ? SIMDS / SETS : 1;
+    static constant constexpr uint L = lanes_of_key(D, ROWS, 8);
+    static constant constexpr uint QUADS = quads_of_lane(D, L);
+    // Blocks of 256 coordinates, each with a norm.
+    static constant constexpr uint BLOCKS = (D + 255) / 256;
+    // Floats of threadgroup memory: queries or results of all rows; those of half the streams; two codebooks.
+    static constant constexpr uint MERGED = STREAMS > 1 ? STREAMS / 2 * R * D : 0;
+    static constant constexpr uint ROOM = MERGED > R * D ? MERGED : R * D;
+    static constant constexpr uint FLOATS = ROOM > 2 * TABLE ? ROOM : 2 * TABLE;
 };
 
-// What a thread owns.
+// What a lane has.
 template <uint D, uint R> struct Work {
-    float4 o[R];                            // at coordinates 4·(index % (D/4)), of the keys of slice index / (D/4)
-    State states[(R + SIMDS - 1) / SIMDS];  // of rows simd, simd + SIMDS, …
-    uint index;
+    float4 q[Division<D, R>::ROWS][Division<D, R>::QUADS];
+    float4 o[Division<D, R>::ROWS][Division<D, R>::QUADS];
+    State states[Division<D, R>::ROWS]; // m of all lanes, l of the lane's own keys
+    uint2 seen[Division<D, R>::ROWS];   // the first and the last position of a pass that a row sees
+    uint there;                         // the rows that are there, as bits
     uint lane;
-    uint simd;
+    uint c;     // which of the L lanes of a key
+    uint first; // of these lanes
+    Codebook keys;
+    Codebook values;
 };
 
-// The products of queries and the means of the keys from `base` on, before `end`; the threads of one SIMD-group.
-template <uint D, uint R>
-void multiply_means(CachedKeys keys, uint base, uint end, Room<D, R> room, thread const Work<D, R> &work) {
-    const uint page = work.lane / KEY_THREADS, of_key = work.lane % KEY_THREADS;
-    const uint key = base + (page << PAGE_SHIFT);
-    RowPlace at = {0, 0, false};
-    if (page < PAGES && key < end) {
-        at = keys.place_of(key);
-    }
-    float sums[R];
-    for (uint r = 0; r < R; r++) {
-        sums[r] = 0;
-    }
-    for (uint j = of_key * 4; j < D && at.held; j += KEY_THREADS * 4) {
-        const float4 mean = keys.key_mean4(at, j, D);
-        for (uint r = 0; r < R; r++) {
-            sums[r] += dot(*reinterpret_cast<threadgroup const float4 *>(room.rows_of_d + r * D + j), mean);
-        }
-    }
-    for (uint r = 0; r < R; r++) {
-        for (ushort distance = 1; distance < KEY_THREADS; distance *= 2) {
-            sums[r] += simd_shuffle_xor(sums[r], distance);
-        }
-        if (of_key == r && page < PAGES) {
-            room.products[page * R + r] = sums[r];
-        }
-    }
+// 32 keys from `base` on, of which the lane knows one.
+template <uint D> struct Tile {
+    CachedKeys keys;
+    uint base;
+    uint seen;     // the rows that see the lane's key, as bits
+    RowPlace mine; // where the lane's key is, if a row sees it
+    float k_norms[(D + 255) / 256];
+    float v_norms[(D + 255) / 256];
+};
+
+template <uint D> inline bool k_pairs(uint lanes) {
+    return are_pairs(D, lanes) && K_CODEC != F32;
 }
 
-// Takes keys begin .. end of a pass into the states; all threads.
-template <uint D, uint R>
-void absorb(CachedKeys keys, uint begin, uint end, Room<D, R> room, thread Work<D, R> &work, constant MetalAttendParams &p) {
-    constexpr uint KEYS = THREADS / KEY_THREADS;
-    constexpr uint QUADS = D / 4, SLICES = THREADS / QUADS;
-    const uint group = work.index / KEY_THREADS, of_key = work.index % KEY_THREADS;
-    const uint slice = work.index / QUADS, quad = work.index % QUADS * 4;
-    // Two buffers in turn: the next scores may be written while others still read these weights.
-    threadgroup float *scores = room.scores;
-    for (uint base = begin; base < end; base += TILE) {
-        const uint count = min(TILE, end - base);
-        for (uint step = 0; step < count; step += KEYS * KEYS_AT_ONCE) {
-            float sums[KEYS_AT_ONCE][R];
-            RowPlace at[KEYS_AT_ONCE];
-            bool wanted[KEYS_AT_ONCE];
-            for (uint n = 0; n < KEYS_AT_ONCE; n++) {
-                const uint i = step + n * KEYS + group;
-                wanted[n] = false;
-                at[n] = RowPlace{0, 0, false};
-                if (i < count) {
-                    const uint sequence = keys.sequence, position = keys.position_of(base + i);
-                    for (uint r = 0; r < R; r++) {
-                        wanted[n] = wanted[n] || sees(room.rows[r], sequence, position);
-                    }
-                    at[n] = keys.place_of(base + i);
-                }
-                for (uint r = 0; r < R; r++) {
-                    sums[n][r] = 0;
-                }
-            }
-            for (uint j = of_key * 4; j < D; j += KEY_THREADS * 4) {
-                float4 key[KEYS_AT_ONCE];
-                for (uint n = 0; n < KEYS_AT_ONCE; n++) {
-                    key[n] = wanted[n] ? keys.key4(at[n], j, D) : float4(0);
-                }
-                for (uint r = 0; r < R; r++) {
-                    const float4 q = *reinterpret_cast<threadgroup const float4 *>(room.rows_of_d + r * D + j);
-                    for (uint n = 0; n < KEYS_AT_ONCE; n++) {
-                        sums[n][r] += dot(q, key[n]);
-                    }
-                }
-            }
-            for (uint n = 0; n < KEYS_AT_ONCE; n++) {
-                const uint i = step + n * KEYS + group;
-                for (uint r = 0; r < R; r++) {
-                    float sum = sums[n][r];
-                    for (ushort distance = 1; distance < KEY_THREADS; distance *= 2) {
-                        sum += simd_shuffle_xor(sum, distance);
-                    }
-                    if (of_key == r) {
-                        scores[i * R + r] = K_CENTRED ? sum : score_of(sum, p);
-                    }
-                }
-            }
-        }
-        if (K_CENTRED && work.simd == 0) {
-            multiply_means(keys, base, end, room, work);
-        }
-        threadgroup_barrier(mem_flags::mem_threadgroup);
-
-        // Scores become weights; a key that a row does not see gets -1.
-        for (uint s = 0; work.simd + s * SIMDS < R; s++) {
-            const uint r = work.simd + s * SIMDS;
-            const Row row = room.rows[r];
-            float score[TILE / 32];
-            bool seen[TILE / 32];
-            float largest = work.states[s].m;
-            for (uint n = 0; n < TILE / 32; n++) {
-                const uint i = n * 32 + work.lane;
-                seen[n] = i < count && sees(row, keys.sequence, keys.position_of(base + i));
-                if (seen[n]) {
-                    score[n] = scores[i * R + r];
-                    if (K_CENTRED) {
-                        score[n] = score_of(score[n] + room.products[(i >> PAGE_SHIFT) * R + r], p);
-                    }
-                    largest = raised(largest, score[n]);
-                }
-            }
-            const float m = simd_max(largest);
-            float sum = 0, weights[TILE / 32];
-            for (uint n = 0; n < TILE / 32; n++) {
-                const float weight = seen[n] ? precise::exp2(score[n] - m) : 0;
-                sum += weight;
-                weights[n] = weight;
-                if (n * 32 + work.lane < count) {
-                    scores[(n * 32 + work.lane) * R + r] = seen[n] ? weight : -1;
-                }
-            }
-            const float factor = merge(work.states[s], State{m, simd_sum(sum)}).x;
-            if (work.lane == 0) {
-                room.factors[r] = factor;
-            }
-            for (uint page = 0; V_CENTRED && page < PAGES; page++) {
-                float mass = 0;
-                bool any = false;
-                for (uint n = 0; n < TILE / 32; n++) {
-                    if ((n * 32 + work.lane) >> PAGE_SHIFT == page) {
-                        mass += weights[n];
-                        any = any || seen[n];
-                    }
-                }
-                mass = simd_sum(mass);
-                any = simd_any(any);
-                if (work.lane == 0) {
-                    room.masses[page * R + r] = any ? mass : -1;
-                }
-            }
-        }
-        threadgroup_barrier(mem_flags::mem_threadgroup);
-
-        for (uint r = 0; r < R; r++) {
-            work.o[r] *= room.factors[r];
-        }
-        for (uint i = slice < SLICES ? slice : count; i < count; i += SLICES) {
-            float weights[R];
-            bool wanted = false;
-            for (uint r = 0; r < R; r++) {
-                weights[r] = scores[i * R + r];
-                wanted = wanted || !(weights[r] < 0);
-            }
-            if (wanted) {
-                const float4 value = keys.value4(keys.place_of(base + i), quad, D);
-                for (uint r = 0; r < R; r++) {
-                    // By choice, not by a factor of 0: a value that is not seen may be anything.
-                    if (!(weights[r] < 0)) {
-                        work.o[r] += weights[r] * value;
-                    }
-                }
-            }
-        }
-        for (uint page = V_CENTRED ? slice : PAGES; page < PAGES && slice < SLICES; page += SLICES) {
-            bool wanted = false;
-            for (uint r = 0; r < R; r++) {
-                wanted = wanted || !(room.masses[page * R + r] < 0);
-            }
-            if (wanted) {
-                const float4 mean = keys.value_mean4(keys.place_of(base + (page << PAGE_SHIFT)), quad, D);
-                for (uint r = 0; r < R; r++) {
-                    const float mass = room.masses[page * R + r];
-                    if (!(mass < 0)) {
-                        work.o[r] += mass * mean;
-                    }
-                }
-            }
-        }
-        scores = scores == room.scores ? room.scores + TILE * R : room.scores;
-    }
+template <uint D> inline bool v_pairs(uint lanes) {
+    return are_pairs(D, lanes) && V_CODEC != F32;
 }
 
-// Loads the queries of the tile's rows, rotated if the keys are; ends with a barrier.
+template <uint N> struct Sums {
+    float of[N];
+};
+
+// The products of the lane's coordinates of a key and of the queries. The key is the one that lane `from` knows.
 template <uint D, uint R>
-void load_queries(device const uchar *q, Room<D, R> room, uint index, constant MetalAttendParams &p) {
-    for (uint i = index; i < R * D / 4; i += THREADS) {
-        const Row row = room.rows[i / (D / 4)];
-        const ulong at = ulong(row.x) * D + i % (D / 4) * 4;
-        *reinterpret_cast<threadgroup float4 *>(room.rows_of_d + i * 4) =
-            is_there(row) ? load4(q, at, 4, Q_DTYPE, Q_ALIGNED) : float4(0);
+Sums<Division<D, R>::ROWS> products(thread const Work<D, R> &work, LaneOfRow<D, Division<D, R>::L> key,
+                                    thread const Tile<D> &tile, uint from) {
+    typedef Division<D, R> Of;
+    Sums<Of::ROWS> sums;
+    for (uint r = 0; r < Of::ROWS; r++) {
+        sums.of[r] = 0;
     }
-    if (K_QUANTISED && !Q_ROTATED) {
-        rotate(room.rows_of_d, p.tile_rows, D, false, index, THREADS);
+    for (uint block = 0; block < Of::BLOCKS; block++) {
+        constexpr uint EACH = Of::QUADS / Of::BLOCKS;
+        // With one norm, scores are multiplied in the end.
+        const float norm =
+            Of::BLOCKS > 1 && K_QUANTISED ? simd_shuffle(tile.k_norms[block], ushort(from)) : 1;
+        for (uint r = 0; r < Of::ROWS; r++) {
+            float sum = 0;
+            for (uint n = block * EACH; n < (block + 1) * EACH; n++) {
+                sum += dot(work.q[r][n], key.quads[n]);
+            }
+            sums.of[r] = Of::BLOCKS > 1 && K_QUANTISED ? sums.of[r] + norm * sum : sums.of[r] + sum;
+        }
+    }
+    return sums;
+}
+
+// The scores of COUNT keys: in the tree, each of two halves has the lanes that have its keys.
+template <uint D, uint R, uint COUNT> struct Tree {
+    static Sums<Division<D, R>::ROWS> of(thread const Work<D, R> &work, thread const Tile<D> &tile, RowAddress row,
+                                         uint key, uint stride) {
+        typedef Division<D, R> Of;
+        constexpr uint SPAN = Of::L / TREE, DISTANCE = COUNT / 2 * SPAN;
+        const Sums<Of::ROWS> a = Tree<D, R, COUNT / 2>::of(work, tile, row, key, stride);
+        const Sums<Of::ROWS> b = Tree<D, R, COUNT / 2>::of(work, tile, further(row, DISTANCE * stride, D, K_CODEC),
+                                                           key + DISTANCE, stride);
+        const bool upper = (work.c & DISTANCE) != 0;
+        Sums<Of::ROWS> sums;
+        for (uint r = 0; r < Of::ROWS; r++) {
+            const float keep = upper ? b.of[r] : a.of[r], send = upper ? a.of[r] : b.of[r];
+            sums.of[r] = keep + simd_shuffle_xor(send, ushort(DISTANCE));
+        }
+        return sums;
+    }
+};
+
+template <uint D, uint R> struct Tree<D, R, 1> {
+    static Sums<Division<D, R>::ROWS> of(thread const Work<D, R> &work, thread const Tile<D> &tile, RowAddress row,
+                                         uint key, uint) {
+        constexpr uint L = Division<D, R>::L;
+        const LaneOfRow<D, L> loaded =
+            load_row<D, L>(row, work.c, true, k_pairs<D>(L), K_CODEC, K_ALIGNED, work.keys);
+        return products(work, loaded, tile, key);
+    }
+};
+
+// Adds over lanes of a key that are at most `most` apart.
+template <uint N> inline Sums<N> added(Sums<N> sums, uint most) {
+    for (uint distance = most; distance > 0; distance /= 2) {
+        for (uint r = 0; r < N; r++) {
+            sums.of[r] += simd_shuffle_xor(sums.of[r], ushort(distance));
+        }
+    }
+    return sums;
+}
+
+// The products of queries and keys, those of key i to lane i.
+template <uint D, uint R, bool FAST>
+Sums<Division<D, R>::ROWS> multiply_keys(thread const Work<D, R> &work, thread const Tile<D> &tile) {
+    typedef Division<D, R> Of;
+    constexpr uint SPAN = Of::L / TREE;
+    Sums<Of::ROWS> scores;
+    for (uint r = 0; r < Of::ROWS; r++) {
+        scores.of[r] = 0;
+    }
+    if (FAST) {
+        const uint stride = tile.keys.stride;
+        RowAddress row = address_of(tile.keys.k, tile.keys.place_of(tile.base), D, K_CODEC);
+        row = further(row, work.first * stride, D, K_CODEC);
+#pragma clang loop unroll(disable)
+        for (uint b = 0; b < SPAN; b++) {
+            const Sums<Of::ROWS> sums =
+                added(Tree<D, R, TREE>::of(work, tile, row, work.first + b, stride), SPAN / 2);
+            for (uint r = 0; r < Of::ROWS; r++) {
+                scores.of[r] = work.c % SPAN == b ? sums.of[r] : scores.of[r];
+            }
+            row = further(row, stride, D, K_CODEC);
+        }
     } else {
-        threadgroup_barrier(mem_flags::mem_threadgroup);
+        for (uint i = 0; i < Of::L; i++) {
+            const uint key = work.first + i;
+            const bool wanted = simd_shuffle(tile.seen, ushort(key)) != 0;
+            RowAddress row = {tile.keys.k.low, tile.keys.k.high};
+            if (wanted) {
+                row = address_of(tile.keys.k, tile.keys.place_of(tile.base + key), D, K_CODEC);
+            }
+            const LaneOfRow<D, Of::L> loaded =
+                load_row<D, Of::L>(row, work.c, wanted, k_pairs<D>(Of::L), K_CODEC, K_ALIGNED, work.keys);
+            const Sums<Of::ROWS> sums = added(products(work, loaded, tile, key), Of::L / 2);
+            for (uint r = 0; r < Of::ROWS; r++) {
+                scores.of[r] = work.c == i ? sums.of[r] : scores.of[r];
+            }
+        }
+    }
+    for (uint r = 0; r < Of::ROWS; r++) {
+        if (K_QUANTISED && Of::BLOCKS == 1) {
+            scores.of[r] *= tile.k_norms[0];
+        }
+    }
+    for (uint page = 0; K_CENTRED && page < PAGES; page++) {
+        const RowPlace at = tile.keys.place_of(tile.base + (page << PAGE_SHIFT));
+        LaneOfRow<D, Of::L> mean;
+        for (uint n = 0; n < Of::QUADS; n++) {
+            const uint quad = quad_of(n, work.c, Of::L, k_pairs<D>(Of::L));
+            mean.quads[n] = at.held && quad < D / 4 ? tile.keys.key_mean4(at, 4 * quad, D) : float4(0);
+        }
+        for (uint r = 0; r < Of::ROWS; r++) {
+            float sum = 0;
+            for (uint n = 0; n < Of::QUADS; n++) {
+                sum += dot(work.q[r][n], mean.quads[n]);
+            }
+            for (uint distance = Of::L / 2; distance > 0; distance /= 2) {
+                sum += simd_shuffle_xor(sum, ushort(distance));
+            }
+            scores.of[r] += PAGES == 1 || work.lane >> PAGE_SHIFT == page ? sum : 0;
+        }
+    }
+    return scores;
+}
+
+// Adds the values of a tile to o, by the weights of the lanes' own keys.
+template <uint D, uint R, bool FAST>
+void add_values(thread Work<D, R> &work, thread const Tile<D> &tile, Sums<Division<D, R>::ROWS> weights) {
+    typedef Division<D, R> Of;
+    constexpr uint EACH = Of::QUADS / Of::BLOCKS, SPAN = Of::L / TREE;
+    const uint stride = tile.keys.stride;
+    RowAddress row = {tile.keys.v.low, tile.keys.v.high};
+    if (FAST) {
+        row = further(address_of(tile.keys.v, tile.keys.place_of(tile.base), D, V_CODEC), work.first * stride, D, V_CODEC);
+    }
+#pragma clang loop unroll(disable)
+    for (uint b = 0; b < SPAN; b++) {
+        for (uint s = 0; s < TREE; s++) {
+            const uint i = s * SPAN + b, key = work.first + i;
+            const uint seen = FAST ? work.there : simd_shuffle(tile.seen, ushort(key));
+            const bool wanted = seen != 0;
+            RowAddress at = FAST ? further(row, i * stride, D, V_CODEC) : row;
+            if (!FAST && wanted) {
+                at = address_of(tile.keys.v, tile.keys.place_of(tile.base + key), D, V_CODEC);
+            }
+            const LaneOfRow<D, Of::L> value =
+                load_row<D, Of::L>(at, work.c, FAST || wanted, v_pairs<D>(Of::L), V_CODEC, V_ALIGNED, work.values);
+            for (uint block = 0; block < Of::BLOCKS; block++) {
+                const float norm =
+                    V_QUANTISED && Of::BLOCKS > 1 ? simd_shuffle(tile.v_norms[block], ushort(key)) : 1;
+                for (uint r = 0; r < Of::ROWS; r++) {
+                    float weight = simd_shuffle(weights.of[r], ushort(key));
+                    weight = V_QUANTISED && Of::BLOCKS > 1 ? weight * norm : weight;
+                    // By choice, not by a factor of 0: a value that is not seen may be anything.
+                    if (FAST || (seen >> r & 1) != 0) {
+                        for (uint n = block * EACH; n < (block + 1) * EACH; n++) {
+                            work.o[r][n] += weight * value.quads[n];
+                        }
+                    }
+                }
+            }
+        }
     }
 }
 
-// Puts o of the tile's rows, summed over slices, where the queries were, [R, D], and ends with a barrier. Since the
-// queries were last read there has been one.
-template <uint D, uint R> void collect(Room<D, R> room, thread const Work<D, R> &work) {
-    constexpr uint QUADS = D / 4, SLICES = THREADS / QUADS;
-    threadgroup float4 *o = reinterpret_cast<threadgroup float4 *>(room.rows_of_d);
-    if (work.index < SLICES * QUADS) {
-        for (uint r = 0; r < R; r++) {
-            o[work.index / QUADS * (R * QUADS) + r * QUADS + work.index % QUADS] = work.o[r];
+// Adds the means of values, by the weights of all keys of a page that the L lanes have.
+template <uint D, uint R>
+void add_means(thread Work<D, R> &work, thread const Tile<D> &tile, Sums<Division<D, R>::ROWS> weights) {
+    typedef Division<D, R> Of;
+    for (uint page = 0; page < PAGES; page++) {
+        const bool mine = PAGES == 1 || work.lane >> PAGE_SHIFT == page;
+        uint seen = mine ? tile.seen : 0;
+        Sums<Of::ROWS> masses;
+        for (uint r = 0; r < Of::ROWS; r++) {
+            masses.of[r] = mine ? weights.of[r] : 0;
+        }
+        masses = added(masses, Of::L / 2);
+        for (uint distance = Of::L / 2; distance > 0; distance /= 2) {
+            seen |= simd_shuffle_xor(seen, ushort(distance));
+        }
+        if (seen == 0) {
+            continue;
+        }
+        const RowPlace at = tile.keys.place_of(tile.base + (page << PAGE_SHIFT));
+        for (uint n = 0; n < Of::QUADS; n++) {
+            const uint quad = quad_of(n, work.c, Of::L, v_pairs<D>(Of::L));
+            const float4 mean = quad < D / 4 ? tile.keys.value_mean4(at, 4 * quad, D) : float4(0);
+            for (uint r = 0; r < Of::ROWS; r++) {
+                if ((seen >> r & 1) != 0) {
+                    work.o[r][n] += masses.of[r] * mean;
+                }
+            }
         }
     }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (SLICES > 1) {
-        for (uint i = work.index; i < R * QUADS; i += THREADS) {
-            float4 sum = o[i];
-            for (uint slice = 1; slice < SLICES; slice++) {
-                sum += o[slice * (R * QUADS) + i];
+}
+
+// Takes a tile into the states; all lanes of a SIMD-group.
+template <uint D, uint R, bool FAST>
+void take(thread Work<D, R> &work, thread Tile<D> &tile, constant MetalAttendParams &p) {
+    typedef Division<D, R> Of;
+    for (uint block = 0; block < Of::BLOCKS; block++) {
+        const bool wanted = FAST || tile.seen != 0;
+        const ulong norm = tile.mine.row * Of::BLOCKS + block;
+        tile.k_norms[block] =
+            K_QUANTISED && wanted ? load_norm(shifted(tile.keys.k, tile.mine.bytes, K_CODEC), norm, K_CODEC) : 0;
+        tile.v_norms[block] =
+            V_QUANTISED && wanted ? load_norm(shifted(tile.keys.v, tile.mine.bytes, V_CODEC), norm, V_CODEC) : 0;
+    }
+    const Sums<Of::ROWS> scores = multiply_keys<D, R, FAST>(work, tile);
+    Sums<Of::ROWS> weights, masses;
+    for (uint r = 0; r < Of::ROWS; r++) {
+        const bool sees = FAST || (tile.seen >> r & 1) != 0;
+        const float score = score_of(scores.of[r], p);
+        const float before = work.states[r].m;
+        const float m = simd_max(sees ? raised(before, score) : before);
+        const float weight = sees ? precise::exp2(score - m) : 0;
+        if (m != before) {
+            const float factor = precise::exp2(before - m);
+            work.states[r] = State{m, work.states[r].l * factor};
+            for (uint n = 0; n < Of::QUADS; n++) {
+                work.o[r][n] *= factor;
             }
-            o[i] = sum;
+        }
+        work.states[r].l += weight;
+        masses.of[r] = weight;
+        weights.of[r] = V_QUANTISED && Of::BLOCKS == 1 && sees ? weight * tile.v_norms[0] : weight;
+    }
+    add_values<D, R, FAST>(work, tile, weights);
+    if (V_CENTRED) {
+        add_means(work, tile, masses);
+    }
+}
+
+// Takes keys begin .. end of a pass; all lanes of a SIMD-group.
+template <uint D, uint R>
+void absorb(CachedKeys keys, uint begin, uint end, uint stream, thread Work<D, R> &work, constant MetalAttendParams &p) {
+    typedef Division<D, R> Of;
+    for (uint base = begin + stream * TILE; base < end; base += Of::STREAMS * TILE) {
+        Tile<D> tile;
+        tile.keys = keys;
+        tile.base = base;
+        tile.seen = 0;
+        const uint i = base + work.lane, position = keys.first + i;
+        for (uint r = 0; r < Of::ROWS; r++) {
+            const bool sees = i < end && work.seen[r].x <= position && position <= work.seen[r].y;
+            tile.seen |= sees ? 1u << r : 0;
+        }
+        tile.mine = RowPlace{0, 0, false};
+        if (tile.seen != 0) {
+            tile.mine = keys.place_of(i);
+            tile.seen = tile.mine.held ? tile.seen : 0;
+        }
+        if (keys.are_together(base, TILE) && simd_all((tile.seen & work.there) == work.there)) {
+            take<D, R, true>(work, tile, p);
+        } else if (simd_any(tile.seen != 0)) {
+            take<D, R, false>(work, tile, p);
+        }
+    }
+}
+
+// Merges the states and o of the streams into those of the first one. All threads call it.
+template <uint D, uint R>
+void merge_streams(thread Work<D, R> &work, threadgroup float *room, threadgroup float2 *states, uint set, uint stream) {
+    typedef Division<D, R> Of;
+    const bool pairs = v_pairs<D>(Of::L);
+    for (uint half_of = Of::STREAMS / 2; half_of > 0; half_of /= 2) {
+        // Not where another stream may still read what the previous round left.
+        const uint slot = stream % half_of + (half_of < Of::STREAMS / 2 ? half_of : 0);
+        if (stream >= half_of && stream < 2 * half_of) {
+            for (uint r = 0; r < Of::ROWS; r++) {
+                const uint row = slot * R + set * Of::ROWS + r;
+                for (uint n = 0; n < Of::QUADS; n++) {
+                    const uint quad = quad_of(n, work.c, Of::L, pairs);
+                    if (n % (32 / Of::L) == work.first / Of::L && quad < D / 4) {
+                        reinterpret_cast<threadgroup float4 *>(room)[row * (D / 4) + quad] = work.o[r][n];
+                    }
+                }
+                if (work.lane == 0) {
+                    states[row] = packed(work.states[r]);
+                }
+            }
         }
         threadgroup_barrier(mem_flags::mem_threadgroup);
+        if (stream < half_of) {
+            for (uint r = 0; r < Of::ROWS; r++) {
+                const uint row = slot * R + set * Of::ROWS + r;
+                const float2 factors = merge(work.states[r], unpacked(states[row]));
+                for (uint n = 0; n < Of::QUADS; n++) {
+                    const uint quad = quad_of(n, work.c, Of::L, pairs);
+                    if (quad < D / 4) {
+                        const float4 other = reinterpret_cast<threadgroup const float4 *>(room)[row * (D / 4) + quad];
+                        work.o[r][n] = work.o[r][n] * factors.x + other * factors.y;
+                    }
+                }
+            }
+            // Lanes write next where others of the SIMD-group have read.
+            simdgroup_barrier(mem_flags::mem_threadgroup);
+        }
     }
 }
 
@@ -284,81 +416,132 @@ kernel void attend_few(device const uchar *q [[buffer(0)]],
                        uint index [[thread_index_in_threadgroup]],
                        uint lane [[thread_index_in_simdgroup]],
                        uint simd [[simdgroup_index_in_threadgroup]]) {
-    threadgroup float4 rows_of_d[R * THREADS];
-    threadgroup float scores[2 * TILE * R];
-    threadgroup float factors[R];
-    threadgroup Row rows[R];
-    threadgroup float2 states[R];
-    threadgroup float products[MOST_PAGES * R];
-    threadgroup float masses[MOST_PAGES * R];
-    const Room<D, R> room = Room<D, R>{reinterpret_cast<threadgroup float *>(rows_of_d), scores, factors, rows,
-                                       products, masses};
+    typedef Division<D, R> Of;
+    threadgroup float4 memory[Of::FLOATS / 4];
+    threadgroup float2 states[SIMDS * R];
+    threadgroup float *room = reinterpret_cast<threadgroup float *>(memory);
     const uint kv_head = group.y, split = group.z;
+    const uint set = simd % Of::SETS, stream = simd / Of::SETS;
     const Planes keys = {k_low, K_HIGH ? k_high : nullptr, K_QUANTISED ? k_norms : nullptr,
                          K_CENTRED ? k_means : nullptr};
     const Planes values = {v_low, V_HIGH ? v_high : nullptr, V_QUANTISED ? v_norms : nullptr,
                            V_CENTRED ? v_means : nullptr};
-    Work<D, R> work;
-    work.index = index;
-    work.lane = lane;
-    work.simd = simd;
-    for (uint r = 0; r < R; r++) {
-        work.o[r] = float4(0);
-    }
-    for (uint s = 0; s * SIMDS < R; s++) {
-        work.states[s] = no_keys();
-    }
 
     // Lane i of every SIMD-group knows row i.
     uint position;
     Row row = row_of(group.x, lane, kv_head, positions, sequences, p, position);
-    if (index < R) {
-        rows[index] = row;
+    if (K_QUANTISED && !Q_ROTATED) {
+        // A SIMD-group loads a row at a time.
+        for (uint r = simd; r < R; r += SIMDS) {
+            const uint vector = simd_shuffle(row.x, ushort(r));
+            for (uint quad = lane; quad < D / 4; quad += 32) {
+                reinterpret_cast<threadgroup float4 *>(room)[r * (D / 4) + quad] =
+                    vector != NONE ? load4(q, ulong(vector) * D + 4 * quad, 4, Q_DTYPE, Q_ALIGNED) : float4(0);
+            }
+        }
+        rotate(room, p.tile_rows, D, false, index, THREADS);
     }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    load_queries(q, room, index, p);
+    Work<D, R> work;
+    work.lane = lane;
+    work.c = lane % Of::L;
+    work.first = lane - work.c;
+    work.there = 0;
+    for (uint r = 0; r < Of::ROWS; r++) {
+        const uint vector = simd_shuffle(row.x, ushort(set * Of::ROWS + r));
+        work.there |= vector != NONE ? 1u << r : 0;
+        work.states[r] = no_keys();
+        for (uint n = 0; n < Of::QUADS; n++) {
+            const uint quad = quad_of(n, work.c, Of::L, k_pairs<D>(Of::L));
+            work.o[r][n] = float4(0);
+            work.q[r][n] = float4(0);
+            if (vector != NONE && quad < D / 4) {
+                work.q[r][n] =
+                    K_QUANTISED && !Q_ROTATED
+                        ? reinterpret_cast<threadgroup const float4 *>(room)[(set * Of::ROWS + r) * (D / 4) + quad]
+                        : load4(q, ulong(vector) * D + 4 * quad, 4, Q_DTYPE, Q_ALIGNED);
+            }
+        }
+    }
+    if (has_table(K_CODEC) || has_table(V_CODEC)) {
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        for (uint i = index; i < TABLE; i += THREADS) {
+            room[i] = has_table(K_CODEC) ? centroid(i, K_CODEC) : 0;
+            room[TABLE + i] = has_table(V_CODEC) ? centroid(i, V_CODEC) : 0;
+        }
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+    }
+    work.keys = Codebook{K_QUANTISED ? centroid(lane, K_CODEC) : 0, room};
+    work.values = Codebook{V_QUANTISED ? centroid(lane, V_CODEC) : 0, room + TABLE};
 
     for (uint sequence = simd_min(row.y); sequence != NONE;) {
         row = seeing(row, position, sequence, lens[sequence], p);
         const uint seen_first = simd_min(row.z), last = simd_max(row.w);
         const uint first = begin_of_pass(seen_first, TILE);
-        const uint2 part = seen_first <= last ? part_of(last - first + 1, split, TILE, p) : uint2(0);
+        const uint2 part = seen_first <= last ? part_of(last - first + 1, split, TILE * Of::STREAMS, p) : uint2(0);
         if (part.x < part.y) {
-            if (index < R) {
-                rows[index] = row;
+            for (uint r = 0; r < Of::ROWS; r++) {
+                const ushort from = ushort(set * Of::ROWS + r);
+                work.seen[r] = uint2(simd_shuffle(row.z, from), simd_shuffle(row.w, from));
             }
-            threadgroup_barrier(mem_flags::mem_threadgroup);
             const CachedKeys seen = keys_of(keys, values, PAGED ? table : nullptr, sequence, kv_head, first, p);
-            absorb(seen, part.x, part.y, room, work, p);
+            absorb(seen, part.x, part.y, stream, work, p);
         }
         sequence = simd_min(row.y > sequence ? row.y : NONE);
     }
 
-    for (uint s = 0; simd + s * SIMDS < R; s++) {
-        if (lane == 0) {
-            states[simd + s * SIMDS] = packed(work.states[s]);
+    // The lanes of all keys have a part of o, and each a part of l.
+    for (uint r = 0; r < Of::ROWS; r++) {
+        work.states[r].l = simd_sum(work.states[r].l);
+        for (uint n = 0; n < Of::QUADS; n++) {
+            for (uint distance = Of::L; distance < 32; distance *= 2) {
+                const float4 o = work.o[r][n];
+                work.o[r][n] = o + float4(simd_shuffle_xor(o.x, ushort(distance)), simd_shuffle_xor(o.y, ushort(distance)),
+                                          simd_shuffle_xor(o.z, ushort(distance)), simd_shuffle_xor(o.w, ushort(distance)));
+            }
         }
     }
-    collect(room, work);
-    if (V_QUANTISED) {
-        rotate(room.rows_of_d, p.tile_rows, D, true, index, THREADS);
+    // Until here others may read queries and codebooks.
+    if ((K_QUANTISED && !Q_ROTATED) || has_table(K_CODEC) || has_table(V_CODEC)) {
+        threadgroup_barrier(mem_flags::mem_threadgroup);
     }
-    for (uint i = index; i < R * D; i += THREADS) {
-        const uint r = i / D, j = i % D;
-        if (!is_there(rows[r])) {
+    merge_streams(work, room, states, set, stream);
+    const bool pairs = v_pairs<D>(Of::L);
+    if (V_QUANTISED) {
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        for (uint r = 0; r < Of::ROWS && stream == 0; r++) {
+            for (uint n = 0; n < Of::QUADS; n++) {
+                const uint quad = quad_of(n, work.c, Of::L, pairs);
+                if (n % (32 / Of::L) == work.first / Of::L) {
+                    reinterpret_cast<threadgroup float4 *>(room)[(set * Of::ROWS + r) * (D / 4) + quad] = work.o[r][n];
+                }
+            }
+        }
+        rotate(room, p.tile_rows, D, true, index, THREADS);
+    }
+    for (uint r = 0; r < Of::ROWS && stream == 0; r++) {
+        const uint vector = simd_shuffle(row.x, ushort(set * Of::ROWS + r));
+        if (vector == NONE) {
             continue;
         }
-        const ulong start = ulong(rows[r].x) * D;
-        if (PARTIAL) {
-            const ulong at = split * (ulong(p.tokens) * p.heads) * D + start;
-            if (states[r].x != -INFINITY) {
-                partial_o[at + j] = room.rows_of_d[i];
+        const ulong start = ulong(vector) * D, at = split * (ulong(p.tokens) * p.heads) * D + start;
+        const State state = work.states[r];
+        const float factor = PARTIAL ? 1 : finish(with_sink(state, SINKS_HERE ? sinks : nullptr, vector, p));
+        for (uint n = 0; n < Of::QUADS; n++) {
+            const uint quad = quad_of(n, work.c, Of::L, pairs);
+            if (n % (32 / Of::L) != work.first / Of::L || quad >= D / 4) {
+                continue;
             }
-            if (j == 0) {
-                partial_states[at / D] = states[r];
+            const float4 o =
+                V_QUANTISED ? reinterpret_cast<threadgroup const float4 *>(room)[(set * Of::ROWS + r) * (D / 4) + quad]
+                            : work.o[r][n];
+            if (!PARTIAL) {
+                store4(out, start + 4 * quad, 4, o * factor, OUT_DTYPE, false);
+            } else if (state.m != -INFINITY) {
+                *reinterpret_cast<device float4 *>(partial_o + at + 4 * quad) = o;
             }
-        } else {
-            store(out, start + j, room.rows_of_d[i] * finish(with_sink(unpacked(states[r]), SINKS_HERE ? sinks : nullptr, rows[r].x, p)), OUT_DTYPE);
+        }
+        if (PARTIAL && lane == 0) {
+            partial_states[at / D] = packed(state);
         }
     }
 }

@@ -29,11 +29,12 @@ inline bool sees(Row row, uint sequence, uint position) {
 inline Row row_of(uint tile, uint i, uint kv_head, device const uint *positions, device const uint *sequences,
                   constant MetalAttendParams &p, thread uint &position) {
     Row row = uint4(NONE, NONE, NONE, 0);
-    const ulong at = ulong(tile) * p.tile_rows + i;
+    // Their numbers fit into 32 bits; the first of a tile is there.
+    const uint start = tile * p.tile_rows;
     position = 0;
-    if (i < p.tile_rows && at < ulong(p.tokens) * p.group) {
-        const uint token = uint(at / p.group);
-        row.x = token * p.heads + kv_head * p.group + uint(at % p.group);
+    if (i < p.tile_rows && i < p.tokens * p.group - start) {
+        const uint token = (start + i) / p.group;
+        row.x = token * p.heads + kv_head * p.group + (start + i) % p.group;
         position = positions[token];
         if (sequences[token] < p.sequences) {
             row.y = sequences[token];
@@ -61,8 +62,9 @@ inline Row seeing(Row row, uint position, uint sequence, uint len, constant Meta
 
 // The part of `count` keys that a split takes: begin and end.
 inline uint2 part_of(uint count, uint split, uint tile, constant MetalAttendParams &p) {
-    const ulong share = (ulong(count) + p.splits - 1) / p.splits;
-    const ulong keys = (max(share, ulong(p.least_keys)) + tile - 1) / tile * tile;
+    // Divisions of 32 bits.
+    const uint share = max(count / p.splits + (count % p.splits != 0 ? 1 : 0), p.least_keys);
+    const ulong keys = (ulong(share / tile) + (share % tile != 0 ? 1 : 0)) * tile;
     return uint2(uint(min(ulong(count), split * keys)), uint(min(ulong(count), (split + 1) * keys)));
 }
 
@@ -90,6 +92,14 @@ struct CachedKeys {
         const uint before_end = capacity - slot;
         return RowPlace{0, row + ulong(i < before_end ? slot + i : i - before_end) * stride, true};
     }
+    // Whether `count` keys from key i on are `stride` rows apart: on one page, or on one side of a ring's end.
+    bool are_together(uint i, uint count) const {
+        if (PAGED) {
+            return 1u << PAGE_SHIFT >= count;
+        }
+        const uint before_end = capacity - slot;
+        return i >= before_end || count <= before_end - i;
+    }
     float4 key4(RowPlace at, uint j, uint head_dim) const {
         return K_QUANTISED ? load_row4(shifted(k, at.bytes, K_CODEC), at.row, j, head_dim, K_CODEC)
                            : load4(k.low + at.bytes, at.row * head_dim + j, 4, K_CODEC, K_ALIGNED);
@@ -107,10 +117,10 @@ struct CachedKeys {
     }
 };
 
-// Where a pass over keys from position `first` on begins: over page means at a multiple of `tile`, so that a tile has
-// whole pages, or a part of one. Rows do not see what comes before.
+// Where a pass over keys from position `first` on begins: with pages at a multiple of `tile`, so that a tile has whole
+// pages, or a part of one. Rows do not see what comes before.
 inline uint begin_of_pass(uint first, uint tile) {
-    return K_CENTRED || V_CENTRED ? first / tile * tile : first;
+    return PAGED ? first / tile * tile : first;
 }
 
 inline CachedKeys keys_of(Planes k, Planes v, device const uint *table, uint sequence, uint kv_head, uint first,
