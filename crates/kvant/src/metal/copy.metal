@@ -13,9 +13,12 @@ constant bool WORDS [[function_constant(0)]];
 kernel void copy(device const uchar *from [[buffer(0)]],
                  device uchar *to [[buffer(1)]],
                  constant CopyParams &p [[buffer(2)]],
-                 uint i [[thread_position_in_grid]]) {
+                 uint group [[threadgroup_position_in_grid]],
+                 uint threads [[threads_per_threadgroup]],
+                 uint index [[thread_index_in_threadgroup]]) {
     const ulong size = WORDS ? 4 : 1;
-    const ulong at = i * size;
+    // More than 2^32 threads are possible.
+    const ulong at = (ulong(group) * threads + index) * size;
     if (WORDS && at + 4 <= p.bytes) {
         *reinterpret_cast<device uint *>(to + at) = *reinterpret_cast<device const uint *>(from + at);
     } else {

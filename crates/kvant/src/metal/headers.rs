@@ -31,3 +31,28 @@ pub(super) static HEADERS: &[Header] = headers![
 fn the_table_is_exact() {
     crate::gpu::assert_table_is_exact("metal", "metal", HEADERS);
 }
+
+/// Every kernel file has its headers in place. With `KVANT_METAL_SOURCES`, writes them to that folder, for Apple's
+/// compiler.
+#[test]
+fn sources_expand() {
+    let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("src/metal");
+    let to = std::env::var_os("KVANT_METAL_SOURCES").map(std::path::PathBuf::from);
+    let folders = [root.clone(), root.join("attend")].map(|folder| std::fs::read_dir(folder).expect("reads"));
+    let mut count = 0;
+    for path in folders.into_iter().flatten().map(|entry| entry.expect("reads").path()) {
+        if path.extension().is_none_or(|extension| extension != "metal") {
+            continue;
+        }
+        let text = std::fs::read_to_string(&path).expect("reads").leak();
+        let name = path.strip_prefix(&root).expect("is within").to_string_lossy().replace('/', "_");
+        let source = crate::gpu::Source { name: name.clone().leak(), text, headers: HEADERS, layouts: &[] };
+        let expanded = source.expand();
+        assert!(!expanded.contains("#include \""), "{name} includes what is no header of the table");
+        count += 1;
+        if let Some(folder) = &to {
+            std::fs::create_dir_all(folder).and_then(|()| std::fs::write(folder.join(name), expanded)).expect("writes");
+        }
+    }
+    assert!(count >= 15, "only {count} kernel files");
+}

@@ -201,7 +201,7 @@ fn text(launch: &Launch) -> String {
         text += &format!("#define {name} {value}\n");
     }
     text += &format!("#define KERNEL_{} 1\n#define KVANT_KERNEL kvant_kernel\n", launch.kernel);
-    let expanded = launch.source.expand();
+    let expanded = launch.source.expand() + &launch.source.assertions();
     let mut lines = expanded.lines();
     while let Some(line) = lines.next() {
         let line = match line.trim() {
