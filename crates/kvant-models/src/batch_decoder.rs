@@ -303,7 +303,7 @@ pub struct PassSize {
 }
 
 /// The lengths that passes are recorded for, up to the first one that suffices.
-pub(crate) fn lengths(longest: usize) -> Vec<usize> {
+fn lengths(longest: usize) -> Vec<usize> {
     let mut lengths = vec![FIRST_LONGEST];
     while let Some(&last) = lengths.last().filter(|&&last| last < longest) {
         lengths.push(last.saturating_mul(GROWTH));

@@ -4,7 +4,7 @@ use kvant::{DType, KvPool, StepSize, Tensor, ops};
 
 use crate::{
     Model, Result,
-    batch_decoder::{capture, is_host, lengths},
+    batch_decoder::{capture, is_host},
     forward::Wanted,
 };
 
@@ -19,28 +19,30 @@ pub struct MixedSize {
     pub longest: usize,
 }
 
-/// Numbers of tokens for which kernels or their tilings differ, at powers of two and just above them.
-const LADDER: [usize; 8] = [1, 2, 3, 4, 6, 8, 12, 16];
+/// The shortest length of sequences for which attention is compiled; each next one is twice as long.
+const SHORTEST: usize = 64;
 
 impl Model {
-    /// Shapes of mixed passes of up to `tokens` tokens and `sequences` sequences of up to `longest` tokens. Passes of
-    /// other shapes have the kernels of some of these, as far as kernels depend on numbers of tokens. Empty on a CPU,
-    /// which has nothing to compile.
-    pub fn mixed_sizes(&self, sequences: usize, tokens: usize, longest: usize) -> Vec<MixedSize> {
+    /// Shapes of mixed passes of up to `tokens` tokens and `sequences` sequences of up to `most` tokens. Passes of
+    /// other shapes have the kernels of some of these. Empty on a CPU, which has nothing to compile.
+    pub fn mixed_sizes(&self, sequences: usize, tokens: usize, most: usize) -> Vec<MixedSize> {
         if is_host(self) {
             return Vec::new();
         }
         let doubled = |least: usize| std::iter::successors(Some(least), |n| n.checked_mul(2));
-        let of_prompt = LADDER.into_iter().filter(|&n| n <= 8).chain(doubled(12)).chain(doubled(16));
-        let mut of_prompt: Vec<usize> = of_prompt.take_while(|&n| n < tokens).chain([tokens]).collect();
-        of_prompt.extend(doubled(12).take_while(|&n| n < tokens).chain(doubled(16).take_while(|&n| n < tokens)));
-        of_prompt.sort_unstable();
-        of_prompt.dedup();
-        let decodes = [0, 1, 2, 4, 8, 16, 32, 64, 128].into_iter().filter(|&n| n < sequences);
+        let below = |least: usize, most: usize| doubled(least).take_while(move |&n| n < most);
+        let mut totals: Vec<usize> = (1..9).chain(below(12, tokens)).chain(below(16, tokens)).collect();
+        totals.retain(|&n| n < tokens);
+        totals.push(tokens);
+        totals.sort_unstable();
+        let decodes = || std::iter::once(0).chain(below(1, sequences));
         let mut sizes = Vec::new();
-        for longest in lengths(longest) {
-            for decode in decodes.clone() {
-                let fits = of_prompt.iter().filter(|&&n| n > decode && n <= longest);
+        for longest in below(SHORTEST, most).chain([most]) {
+            // Only attention depends on the length.
+            let is_last = longest == most;
+            let totals = totals.iter().filter(|&&n| is_last || n == tokens || n.is_power_of_two() && n % 8 == 0);
+            for decode in decodes() {
+                let fits = totals.clone().filter(|&&n| n > decode && n - decode <= longest);
                 sizes.extend(fits.map(|&n| MixedSize { decode, prompt: n - decode, longest }));
             }
         }
@@ -55,9 +57,8 @@ impl Model {
         self.check_pool(pool)?;
         let MixedSize { decode, prompt, longest } = size;
         let (tokens, rows) = (decode + prompt, decode + 1);
-        let step = pool.reserve_step(StepSize::decode(rows, longest).tokens(tokens, prompt))?;
-        let batch = step.batch().decode(if prompt == 1 { tokens } else { decode });
-        let step = step.with_batch(batch);
+        let alone = if prompt == 1 { tokens } else { decode };
+        let step = pool.reserve_step(StepSize::decode(rows, longest).tokens(tokens, prompt).alone(alone))?;
         // The rows whose logits are wanted: the last token of each sequence.
         let of_rows = pool.reserve_step(StepSize::decode(rows, longest))?;
         let (mut space, mut fewer) = (self.space(tokens)?, self.space(rows)?);

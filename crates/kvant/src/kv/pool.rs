@@ -118,18 +118,27 @@ pub struct StepSize {
     pub longest: usize,
     /// The most tokens of one sequence.
     pub most_new: usize,
+    /// The number of tokens at the beginning that are the only ones of their sequences.
+    pub alone: usize,
 }
 
 impl StepSize {
     /// A decode step: one token for each of `sequences` sequences of at most `longest` tokens.
     pub fn decode(sequences: usize, longest: usize) -> StepSize {
-        StepSize { sequences, tokens: sequences, longest, most_new: 1 }
+        StepSize { sequences, tokens: sequences, longest, most_new: 1, alone: sequences }
     }
 
-    /// Sets the number of tokens, and how many of them one sequence can have.
+    /// Sets the number of tokens, and how many of them one sequence can have. With more than one, none is known to be
+    /// the only one of its sequence.
     #[must_use]
     pub fn tokens(self, tokens: usize, most_new: usize) -> StepSize {
-        StepSize { tokens, most_new, ..self }
+        StepSize { tokens, most_new, alone: if most_new <= 1 { tokens } else { 0 }, ..self }
+    }
+
+    /// Sets the number of tokens at the beginning that are the only ones of their sequences.
+    #[must_use]
+    pub fn alone(self, tokens: usize) -> StepSize {
+        StepSize { alone: tokens.min(self.tokens), ..self }
     }
 }
 
@@ -320,8 +329,8 @@ impl KvPool {
         let sequences = batch.len();
         // Sequences without new tokens are in the step to be read only.
         let live = batch.iter().filter(|(_, count)| *count > 0).count();
-        let step = self.empty_step(StepSize { sequences, tokens, longest, most_new })?;
         let decode = batch.iter().filter(|(_, count)| *count > 0).take_while(|(_, count)| *count == 1).count();
+        let step = self.empty_step(StepSize { sequences, tokens, longest, most_new, alone: decode })?;
         let step = step.with_known_batch(Batch { sequences: live, longest, most_new, decode });
         self.step_into(batch, &step)?;
         Ok(step)
@@ -383,7 +392,7 @@ impl KvPool {
         let limits = step.batch();
         let longest = limits.longest.min(width * self.layout().page_tokens);
         check::at_most(NAME, "batch", batch.len(), sequences)?;
-        let (mut tokens, mut live) = (0usize, 0);
+        let (mut tokens, mut live, mut alone) = (0usize, 0, 0);
         for (sequence, count) in batch {
             live += usize::from(*count > 0);
             let own = sequence.pool() == self;
@@ -391,8 +400,12 @@ impl KvPool {
             check::at_most(NAME, "batch (tokens of a sequence)", *count, limits.most_new)?;
             let len = sequence.len().saturating_add(*count);
             check::at_most(NAME, "batch (length of a sequence)", len, longest)?;
+            alone += usize::from(alone == tokens && *count == 1);
             tokens = tokens.saturating_add(*count);
         }
+        let is_alone = alone >= limits.decode.min(tokens);
+        let first = format_args!("{} tokens at first that are alone in their sequences", limits.decode);
+        check::value_is(NAME, "batch", is_alone, first, alone)?;
         check::at_most(NAME, "batch (sequences with tokens)", live, limits.sequences)?;
         check::at_most(NAME, "batch (tokens)", tokens, most_tokens)
     }
@@ -452,7 +465,7 @@ impl KvPool {
 
     /// A step whose contents are not written yet.
     fn empty_step(&self, size: StepSize) -> Result<Step> {
-        let StepSize { sequences, tokens, longest, most_new } = size;
+        let StepSize { sequences, tokens, longest, most_new, alone } = size;
         let groups = self.layout().groups.len();
         check::at_most(NAME, "sequences", sequences, u32::MAX as usize - 1)?;
         let width = longest.div_ceil(self.layout().page_tokens);
@@ -473,12 +486,8 @@ impl KvPool {
             base: base.clone(),
         };
         let step = Step::from_tensors(part(0, tokens)?, part(at_sequence, tokens)?, part(at_lens, sequences)?);
-        Ok(step.with_pages(pages).with_known_batch(Batch {
-            sequences,
-            longest,
-            most_new,
-            decode: if most_new == 1 { tokens } else { 0 },
-        }))
+        let batch = Batch { sequences, longest, most_new, decode: alone };
+        Ok(step.with_pages(pages).with_known_batch(batch))
     }
 
     pub(super) fn layout(&self) -> &PoolLayout {

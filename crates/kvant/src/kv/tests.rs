@@ -36,3 +36,26 @@ fn resident_bytes(tensor: &Tensor) -> usize {
     assert_eq!(failed, 0);
     pages.iter().filter(|&&page| page & 1 != 0).count() * page
 }
+
+/// A step whose first tokens are known to be alone in their sequences takes no other batch.
+#[test]
+fn steps_refuse_tokens_that_are_not_alone() {
+    let layers = vec![CacheLayer::new(1, 64, Codec::F32)];
+    let pool = KvPool::new(&Device::reference(), &PoolSpec::new(layers, 1 << 20)).unwrap();
+    let step = pool.reserve_step(StepSize::decode(4, 64).tokens(10, 6).alone(2)).unwrap();
+    assert_eq!(step.batch().decode, 2);
+    for (counts, fits) in [
+        (&[1, 1, 5][..], true),
+        (&[1, 0, 1, 6], true),
+        (&[1], true),
+        (&[], true),
+        (&[5, 1], false),
+        (&[1, 2, 1], false),
+    ] {
+        let mut sequences: Vec<Sequence> = counts.iter().map(|_| pool.sequence()).collect();
+        let mut batch: Vec<(&mut Sequence, usize)> = sequences.iter_mut().zip(counts.iter().copied()).collect();
+        let written = pool.step_into(&mut batch, &step);
+        assert_eq!(written.is_ok(), fits, "{counts:?}: {written:?}");
+        assert!(fits || sequences.iter().all(Sequence::is_empty));
+    }
+}
