@@ -60,6 +60,7 @@ pub(super) static ALL: &[Header] = headers![
     "device/vectors.h",
     "device/wgmma.h",
     "kv_write/vectors.h",
+    "linear/block_codes.h",
     "linear/chunks.h",
     "linear/integer_products.h",
     "linear/params.h",

@@ -74,7 +74,8 @@
 //! | | affine or blocks, up to 15 rows for one matrix (with experts: for each); CPU at `Avx512Vnni` | integers per group (8-bit and IQ4 codes: f32), then f32 | activations are rounded to steps of about 2⁻²³ of the largest of their group | activations below half a step count as zero |
 //! | | affine or blocks, 16 rows or more for one matrix (with experts: all rows, once one expert has 16); CPU at `Avx512Vnni` | integers per group, then f32 | activations are rounded to 16 bits, relative to the largest of their group | r = 2⁻¹⁵. Measured: about 2·10⁻⁵ of the RMS of a result (f32: 10⁻⁷, bf16: about 10⁻³) |
 //! | | affine, one or two rows for one matrix, or few rows of experts; CUDA | integers per group, then f32 | activations are rounded to steps of 2⁻²² of the largest of 128 consecutive inputs | activations below one step count as zero |
-//! | | affine or blocks, bf16 `x` and `out`, 1024 rows or more (on GPUs other than Hopper, for groups of 32 and for blocks 48), no experts; CUDA with cuBLASLt | f32 | weights are rounded to bf16 | r = 2⁻¹⁰ |
+//! | | affine or blocks, bf16 `x` and `out`, 1024 rows or more (on GPUs other than Hopper and for groups of 32: 33; for codes of 2, 3 and 5 bits and blocks: 41), no experts; CUDA with cuBLASLt | f32 | weights are rounded to bf16 | r = 2⁻¹⁰ |
+//! | | bf16 `x` and `out`, experts: affine in groups of 32, more than 2 rows for each; codes of 2, 3 and 5 bits and blocks, more than 48; CUDA on Hopper | f32 | weights are rounded to bf16 | r = 2⁻¹⁰ |
 //! | | affine codes of 4, 6 or 8 bits in groups of 64 or 128 with bf16 scales, bf16 `x` and `out`, 33 to 128 rows (with experts: more than 16 for each); CUDA on Hopper | f32 | weights are rounded to bf16 | r = 3·2⁻¹¹ |
 //! | [`copy`](copy()) | | none | none | bits are copied |
 //! | [`embed`](embed()) | | none | none | |

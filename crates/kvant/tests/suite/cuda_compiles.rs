@@ -93,10 +93,17 @@ fn kernels_of_large_shapes_compile() -> Result<()> {
     for format in FloatFormat::ALL {
         float_products(&device, &mut enc, format)?;
     }
+    for bits in [2, 3, 5] {
+        let codes = zeros(&device, DType::U32, &[OUTPUTS, INPUTS * bits / 32])?;
+        let scales = zeros(&device, DType::BF16, &[OUTPUTS, INPUTS / 64])?;
+        let affine = Affine { codes: &codes, scales: &scales, biases: &scales, bits: bits as u32, group: 64 };
+        products_of(&device, &mut enc, affine.into())?;
+    }
+    experts_of_blocks(&device, &mut enc)?;
     enc.commit()?.wait()?;
     let seen = launches.kernels.lock().unwrap();
     println!("{} kernels", seen.len());
-    for part in ["kv_write.cu/", "linear_codes.cu/", "linear_bulk.cu/", "linear_generic.cu/"] {
+    for part in ["kv_write.cu/", "linear_codes.cu/", "linear_bulk.cu/", "linear_blocks.cu/"] {
         assert!(seen.iter().any(|key| key.starts_with(part)), "no kernel of {part} among {seen:?}");
     }
     assert!(seen.iter().any(|key| key.contains("\"TILES\", Bool(true)")), "nothing is encoded by eights: {seen:?}");
@@ -112,6 +119,8 @@ fn kernels_compile_for_gpus_before_hopper() -> Result<()> {
     for bits in [4, 6, 8] {
         affine_products(&device, &mut enc, bits, 64, 4096)?;
     }
+    block_products(&device, &mut enc, BlockFormat::Q6_K)?;
+    float_products(&device, &mut enc, FloatFormat::Mxfp8)?;
     products(&device, &mut enc, DType::BF16)?;
     write_many(&device, &mut enc, DType::BF16, 256, Codec::tq(4), Codec::tq(8))?;
     enc.commit()?.wait()?;
@@ -350,12 +359,25 @@ fn float_products(device: &Device, enc: &mut Encoder, format: FloatFormat) -> Re
     products_of(device, enc, ScaledFloats::new(&codes, &scales, format).into())
 }
 
+/// Few rows of experts, and many.
+fn experts_of_blocks(device: &Device, enc: &mut Encoder) -> Result<()> {
+    let data = zeros(device, DType::U8, &[2, OUTPUTS, BlockFormat::Q4_K.row_bytes(INPUTS).expect("whole blocks")])?;
+    for tokens in [1, 9, 60] {
+        let (x, out) =
+            (zeros(device, DType::BF16, &[tokens, INPUTS])?, zeros(device, DType::BF16, &[2 * tokens, OUTPUTS])?);
+        let ids = zeros(device, DType::U32, &[tokens, 2])?;
+        let args = Linear::new(&x, Blocks::new(&data, BlockFormat::Q4_K), &out);
+        ops::linear(enc, &args.experts(Some(Experts::new(&ids))))?;
+    }
+    Ok(())
+}
+
 const INPUTS: usize = 512;
 const OUTPUTS: usize = 40;
 
 fn products_of(device: &Device, enc: &mut Encoder, weight: Weight) -> Result<()> {
     let (dtype, inputs, outputs) = (DType::BF16, INPUTS, OUTPUTS);
-    for rows in [1, 40] {
+    for rows in [1, 50] {
         let (x, out) = (zeros(device, dtype, &[rows, inputs])?, zeros(device, dtype, &[rows, outputs])?);
         ops::linear(enc, &Linear::new(&x, weight, &out))?;
     }

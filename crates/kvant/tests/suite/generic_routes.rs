@@ -136,7 +136,7 @@ impl On {
 type Explains = fn(&On) -> bool;
 
 /// Why the general kernels serve what they serve. The first reason that explains a case is its own.
-const REASONS: [(&str, Explains); 10] = [
+const REASONS: [(&str, Explains); 8] = [
     ("2 and 3 bits have no kernel of their own", |on| on.codec() == Some(Codec::tq(3))),
     ("prompts over quantised caches have no kernel of their own", |on| {
         on.batch[1] >= 512 && on.codec().is_some_and(|codec| codec.is_quantised())
@@ -150,13 +150,9 @@ const REASONS: [(&str, Explains); 10] = [
         |on| matches!(on.case, Case::Attention(Attention(_, _, 64, _), codec) if codec.is_quantised()),
     ),
     ("the shared memory is too small", |on| on.codec().is_some() && on.gpu != Model::H200),
-    ("few rows of blocks, and experts of blocks", |on| {
-        matches!(on.case, Case::Product(_, Kind::Blocks(_) | Kind::Floats(_)))
-    }),
     ("cuBLASLt multiplies in its place", |on| {
         matches!(on.case, Case::Product([_, _, 0], Kind::Dense(_))) && on.tokens() > 8
     }),
-    ("few rows of 2, 3 and 5 bits, and experts of these", |on| matches!(on.case, Case::Product(_, Kind::Affine(3)))),
     ("many rows of experts need products of warpgroups", |on| {
         matches!(on.case, Case::Product([_, _, experts], _) if experts > 0) && on.gpu != Model::H200
     }),

@@ -13,8 +13,9 @@ use kvant::{
     CacheLayer, Codec, DType, Device, DeviceKind, Encoder, HeadOrder, KvLayer, KvPool, LayerSpec, PoolSpec, Result,
     Step, Tensor,
     ops::{
-        self, Activation, Affine, Argmax, Attend, BlockFormat, Blocks, Columns, Embed, Gate, Hadamard, HeadNorm,
-        KvWrite, Linear, NormRope, NormRopeWrite, Residual, RmsNorm, Rope, Sample, Weight,
+        self, Activation, Affine, Argmax, Attend, BlockFormat, Blocks, Columns, Embed, Experts, FloatFormat, Gate,
+        Hadamard, HeadNorm, KvWrite, Linear, NormRope, NormRopeWrite, Residual, RmsNorm, Rope, Sample, ScaledFloats,
+        Weight,
     },
 };
 
@@ -502,38 +503,116 @@ fn linear(device: &Device) -> Result<()> {
     Ok(())
 }
 
-/// Blocks, after affine weights of 4 bits in one run.
-fn linear_blocks(device: &Device) -> Result<()> {
-    let (n, k) = (4096, 4096);
-    let formats = BlockFormat::ALL.into_iter().map(Some);
-    for format in [None].into_iter().chain(formats) {
-        let row = format.map_or(k / 2, |format| format.row_bytes(k).expect("whole blocks"));
-        let bytes = n * row + if format.is_none() { n * k / 64 * 4 } else { 0 };
+/// What a weight is quantised to.
+#[derive(Clone, Copy, PartialEq)]
+enum Quantised {
+    Affine(u32),
+    Blocks(BlockFormat),
+    Floats(FloatFormat),
+}
+
+impl std::fmt::Display for Quantised {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Quantised::Affine(bits) => write!(f, "affine {bits} bit"),
+            Quantised::Blocks(format) => write!(f, "{format}"),
+            Quantised::Floats(format) => write!(f, "{format} (scales apart)"),
+        }
+    }
+}
+
+impl Quantised {
+    /// Bytes of the codes and of the scales of a row.
+    fn row_bytes(self, k: usize) -> [usize; 2] {
+        match self {
+            Quantised::Affine(bits) => [k * bits as usize / 8, k / 64 * 2],
+            Quantised::Blocks(format) => [format.row_bytes(k).expect("whole blocks"), 0],
+            Quantised::Floats(format) => [k * format.bits() / 8, k / format.group()],
+        }
+    }
+
+    /// Matrices `[lead, k]` with random codes.
+    fn matrices(self, device: &Device, lead: &[usize], k: usize, count: usize) -> Result<Vec<[Tensor; 2]>> {
+        let (rows, [codes, scales]) = (lead.iter().product::<usize>(), self.row_bytes(k));
         // Scales without infinities and subnormal numbers.
-        let codes: Vec<u8> = random_bits(n * row).into_iter().map(|byte| byte & 0x7B | 0x08).collect();
-        let weights: Vec<[Tensor; 2]> = (0..copies(bytes))
-            .map(|_| match format {
-                None => {
-                    let scales = noise(device, DType::BF16, &[n, k / 64])?;
-                    Ok([Tensor::from_bytes(device, DType::U32, &[n, k / 8], &codes)?, scales])
-                }
-                Some(_) => {
-                    let data = Tensor::from_bytes(device, DType::U8, &[n, row], &codes)?;
-                    Ok([data.clone(), data])
-                }
-            })
-            .collect::<Result<_>>()?;
-        let kind = format.map_or("affine 4 bit".to_string(), |format| format.to_string());
-        for rows in [1, 8] {
+        let all: Vec<u8> = random_bits(rows * codes).into_iter().map(|byte| byte & 0x7B | 0x08).collect();
+        let shape = |last: usize| [lead, &[last]].concat();
+        let matrix = |_| {
+            let (dtype, size) = if matches!(self, Quantised::Affine(_)) { (DType::U32, 4) } else { (DType::U8, 1) };
+            let (of_scales, size_of_scale) = if size == 4 { (DType::BF16, 2) } else { (DType::U8, 1) };
+            let weight = Tensor::from_bytes(device, dtype, &shape(codes / size), &all)?;
+            let bytes = &random_bits(rows * scales);
+            Ok([weight, Tensor::from_bytes(device, of_scales, &shape(scales / size_of_scale), bytes)?])
+        };
+        (0..count).map(matrix).collect()
+    }
+
+    fn weight([codes, scales]: &[Tensor; 2], kind: Quantised) -> Weight<'_> {
+        match kind {
+            Quantised::Affine(bits) => Weight::Affine(Affine { codes, scales, biases: scales, bits, group: 64 }),
+            Quantised::Blocks(format) => Blocks::new(codes, format).into(),
+            Quantised::Floats(format) => ScaledFloats::new(codes, scales, format).into(),
+        }
+    }
+}
+
+/// Blocks and small floats, after affine weights of 4 bits in one run.
+fn linear_blocks(device: &Device) -> Result<()> {
+    let main = [
+        Quantised::Affine(4),
+        Quantised::Blocks(BlockFormat::Q4_K),
+        Quantised::Floats(FloatFormat::Mxfp4),
+        Quantised::Blocks(BlockFormat::Q6_K),
+        Quantised::Blocks(BlockFormat::MXFP4),
+    ];
+    let others = BlockFormat::ALL.map(Quantised::Blocks).into_iter().chain(FloatFormat::ALL.map(Quantised::Floats));
+    let others = others.chain([2, 3, 5].map(Quantised::Affine)).filter(|kind| !main.contains(kind));
+    main.into_iter().try_for_each(|kind| rows_of(device, kind, &[1, 2, 4, 8, 16, 32, 64]))?;
+    linear_experts(device)?;
+    others.into_iter().try_for_each(|kind| rows_of(device, kind, &[1, 8]))
+}
+
+/// Few rows by matrices of several shapes.
+fn rows_of(device: &Device, kind: Quantised, all_rows: &[usize]) -> Result<()> {
+    for (n, k) in [(14_336, 4096), (4096, 4096), (4096, 14_336)] {
+        let bytes = n * kind.row_bytes(k).iter().sum::<usize>();
+        let weights = kind.matrices(device, &[n], k, copies(bytes))?;
+        for &rows in all_rows.iter().filter(|rows| n > k || [1, 8].contains(*rows)) {
             let x = noise(device, DType::BF16, &[rows, k])?;
             let out = Tensor::zeros(device, DType::BF16, &[rows, n])?;
             line(device, &format!("linear {rows} × {n} × {k}, {kind}"), bytes, weights.len(), |enc, i| {
-                let [codes, scales] = &weights[i];
-                let weight = match format {
-                    None => Weight::Affine(Affine { codes, scales, biases: scales, bits: 4, group: 64 }),
-                    Some(format) => Blocks::new(codes, format).into(),
-                };
-                ops::linear(enc, &Linear::new(&x, weight, &out))
+                ops::linear(enc, &Linear::new(&x, Quantised::weight(&weights[i], kind), &out))
+            })?;
+        }
+    }
+    Ok(())
+}
+
+/// Experts of gpt-oss 20B and of Qwen 3 30B-A3B.
+fn linear_experts(device: &Device) -> Result<()> {
+    for (kind, [experts, n, k], top_k) in [
+        (Quantised::Affine(4), [128, 1536, 2048], 8),
+        (Quantised::Blocks(BlockFormat::Q4_K), [128, 1536, 2048], 8),
+        (Quantised::Floats(FloatFormat::Mxfp4), [32, 5760, 2880], 4),
+        (Quantised::Blocks(BlockFormat::MXFP4), [32, 5760, 2880], 4),
+    ] {
+        let of_expert = n * kind.row_bytes(k).iter().sum::<usize>();
+        let weights = kind.matrices(device, &[experts, n], k, 2)?;
+        for tokens in [1, 4, 16, 64, 128, 512, 2048] {
+            let x = noise(device, DType::BF16, &[tokens, k])?;
+            let out = Tensor::zeros(device, DType::BF16, &[tokens * top_k, n])?;
+            // Other experts for every token, and other ones in every call.
+            let ids: Vec<Tensor> = (0..60)
+                .map(|call| {
+                    let ids: Vec<u32> = (0..tokens * top_k).map(|i| ((call * 37 + i * 11) % experts) as u32).collect();
+                    Tensor::from_slice(device, &ids, &[tokens, top_k])
+                })
+                .collect::<Result<_>>()?;
+            let bytes = of_expert * experts.min(tokens * top_k);
+            let name = format!("linear {tokens} × {top_k} of {experts} experts {n} × {k}, {kind}");
+            line(device, &name, bytes, 60, |enc, i| {
+                let experts = Some(Experts::new(&ids[i]));
+                ops::linear(enc, &Linear::new(&x, Quantised::weight(&weights[i % 2], kind), &out).experts(experts))
             })?;
         }
     }

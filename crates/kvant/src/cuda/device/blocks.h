@@ -99,24 +99,22 @@ inline uint values_of(uint codes) {
     return values;
 }
 
-// 2^(e - 128), the scale of those numbers, which are doubled.
+// 2^(e - 128), the scale of those numbers, which are doubled; 0 where that is subnormal.
 inline float half_power(uint e) {
-    return __uint_as_float(e < 2 ? 0x200000u << e : (e - 1) << 23);
+    return __uint_as_float((max(e, 1u) - 1) << 23);
 }
 
-// 2^(e - 127).
+// 2^(e - 127); 0 where that is subnormal.
 inline float power(uint e) {
-    return __uint_as_float(e == 0 ? 0x400000u : e << 23);
+    return __uint_as_float(e << 23);
 }
 
 // An E4M3 number: a sign, 4 bits of exponent with bias 7, 3 of mantissa. 0x7F and 0xFF are NaN.
 inline float e4m3(uint code) {
     const uint m = code & 0x7F;
-    // The exponent gets the bias of f32. Of a subnormal number the first bit of the mantissa is not implied.
-    const float magnitude = m < 8     ? float(m) * 0.001953125f
-                            : m == 0x7F ? __uint_as_float(0x7FC00000u)
-                                        : __uint_as_float((m << 20) + (120u << 23));
-    return code & 0x80 ? -magnitude : magnitude;
+    // With its exponent in the longer field of f32 it is too small by 2^120, a subnormal one too.
+    const float magnitude = __uint_as_float(m << 20) * 1.329227995784916e36f;
+    return __uint_as_float((m == 0x7F ? 0x7FC00000 : __float_as_uint(magnitude)) | (code & 0x80) << 24);
 }
 
 // Bits 0 .. 3 as the lowest bits of four bytes.

@@ -26,6 +26,22 @@ inline void mma(float (&c)[4], const uint (&a)[4], uint2 b) {
     }
 }
 
+// d = a * b.
+template <bool HALF>
+inline void mma_alone(float (&d)[4], const uint (&a)[4], uint2 b) {
+    if constexpr (HALF) {
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                     "{%10, %10, %10, %10};"
+                     : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y), "f"(0.0f));
+    } else {
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, "
+                     "%9}, {%10, %10, %10, %10};"
+                     : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y), "f"(0.0f));
+    }
+}
+
 // Two floats as a pair, the first in the low half.
 template <bool HALF>
 inline uint pack(float low, float high) {
@@ -45,6 +61,29 @@ inline float2 unpack(uint pair) {
     } else {
         return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xFFFF0000u));
     }
+}
+
+// Pairs (a - c, b - c), and (a f, b f), of (a, b).
+template <bool HALF>
+inline uint minus(uint pair, uint constant) {
+    uint out;
+    if constexpr (HALF) {
+        asm("sub.f16x2 %0, %1, %2;" : "=r"(out) : "r"(pair), "r"(constant));
+    } else {
+        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(constant), "r"(0xBF80BF80), "r"(pair));
+    }
+    return out;
+}
+
+template <bool HALF>
+inline uint times(uint pair, uint factor) {
+    uint out;
+    if constexpr (HALF) {
+        asm("mul.f16x2 %0, %1, %2;" : "=r"(out) : "r"(pair), "r"(factor));
+    } else {
+        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(factor), "r"(pair), "r"(0x80008000));
+    }
+    return out;
 }
 
 // Two floats as a sum of TERMS pairs, each the rounding of what the ones before it left: 11 bits more with every f16

@@ -1,16 +1,21 @@
-//! Products of many rows of bf16 with a quantised weight: the weight becomes bf16, and cuBLASLt multiplies.
+//! Products of many rows of bf16 with a quantised weight: the weight becomes bf16, and cuBLASLt multiplies, or, of
+//! experts, `linear_many`.
 
-use super::{LinearParams, generic};
+use std::ops::Range;
+
+use super::{LinearParams, generic, many::ManyChunks};
 use crate::cuda::{THREADS, affine::Parts, headers};
 use crate::{
     DType, Result, Tensor,
-    gpu::{Builder, Launch, Limits, Params, Source, Use, params},
+    gpu::{Builder, Launch, Limits, Params, Scratch, Source, Use, params},
     ops::linear::{Call, NAME},
 };
 
 params! {
     pub(crate) struct DequantiseParams {
         pub inputs: u32,
+        /// The first row that becomes dense.
+        pub first_row: u32,
     }
 }
 
@@ -22,52 +27,91 @@ static SOURCE: Source = Source {
 };
 
 /// Rows from which on it pays: where `linear_many` multiplies codes, and elsewhere.
-const MANY: [usize; 2] = [1024, 48];
-/// The most bytes of the dense matrix.
+const MANY: [usize; 2] = [1024, 33];
+/// The most bytes of dense matrices at a time.
 const MOST: usize = 1 << 30;
 /// Codes of a thread.
 const CHUNK: usize = 16;
 
-/// Whether the product is computed this way: x and out are bf16, and so can W be.
-pub(super) fn suits(call: &Call, weight: &Parts, limits: &Limits, takes_codes: bool) -> bool {
-    let Call { x, dims, out, rows, experts, .. } = call;
-    let aligned = |tensor: &Tensor| tensor.byte_offset().is_multiple_of(16);
-    !weight.is_dense()
-        && limits.library_products
-        && experts.is_none()
-        && *rows >= MANY[usize::from(!takes_codes)]
-        && x.dtype() == DType::BF16
-        && out.dtype() == DType::BF16
-        && aligned(x)
-        && aligned(out)
-        && dims.outputs.is_multiple_of(8)
-        && dims.outputs.checked_mul(dims.inputs).is_some_and(|n| n <= MOST / 2)
+/// How the dense matrices are multiplied.
+pub(super) enum Dense {
+    /// One, by cuBLASLt.
+    Matrix,
+    /// Those of experts, so many at a time.
+    Experts { chunks: ManyChunks, at_once: usize },
 }
 
-/// Adds the launch that makes W dense, and that of the product.
-pub(super) fn build(
+impl Dense {
+    /// None if the product is not computed this way: x and out are bf16, and so can W be. `takes_codes` says whether
+    /// `linear_many` does; `few` are the rows of experts that other kernels take.
+    pub(super) fn new(call: &Call, weight: &Parts, limits: &Limits, takes_codes: bool, few: usize) -> Option<Dense> {
+        let Call { x, dims, out, rows, .. } = call;
+        let bytes = dims.outputs.checked_mul(dims.inputs)?.checked_mul(2)?;
+        let types = !weight.is_dense() && x.dtype() == DType::BF16 && out.dtype() == DType::BF16;
+        if !types || bytes == 0 || bytes > MOST {
+            return None;
+        }
+        if call.experts.is_some() {
+            let many = !takes_codes && *rows > few;
+            let chunks = ManyChunks::of(call, limits).filter(|_| many)?;
+            return Some(Dense::Experts { chunks, at_once: (MOST / bytes).min(dims.experts) });
+        }
+        let aligned = |tensor: &Tensor| tensor.byte_offset().is_multiple_of(16);
+        let suits = limits.library_products
+            && *rows >= MANY[usize::from(!takes_codes)]
+            && aligned(x)
+            && aligned(out)
+            && dims.outputs.is_multiple_of(8);
+        suits.then_some(Dense::Matrix)
+    }
+
+    /// Adds the launches that make W dense, and those of the products.
+    pub(super) fn build(
+        &self,
+        name: &'static str,
+        call: &Call,
+        weight: &Parts,
+        params: &LinearParams,
+        b: &mut Builder,
+    ) -> Result<()> {
+        let (outputs, inputs) = (call.dims.outputs, call.dims.inputs);
+        let Dense::Experts { chunks, at_once } = self else {
+            let dense = b.scratch(outputs * inputs * 2)?;
+            b.push(dequantise(name, weight, &dense, params, 0..outputs)?)?;
+            return b.push(generic::launch_dense(call, &dense, params));
+        };
+        let dense = b.scratch(at_once * outputs * inputs * 2)?;
+        let arranged = chunks.arrange(call, 0, params, b)?;
+        for first in (0..call.dims.experts).step_by(*at_once) {
+            let experts = first..(first + at_once).min(call.dims.experts);
+            b.push(dequantise(name, weight, &dense, params, experts.start * outputs..experts.end * outputs)?)?;
+            b.push(chunks.dense_product(call, &dense, &arranged, params, experts)?)?;
+        }
+        Ok(())
+    }
+}
+
+/// The launch that makes some rows of W dense.
+fn dequantise(
     name: &'static str,
-    call: &Call,
     weight: &Parts,
+    dense: &Scratch,
     params: &LinearParams,
-    b: &mut Builder,
-) -> Result<()> {
-    let (outputs, inputs) = (call.dims.outputs, call.dims.inputs);
-    let dense = b.scratch(outputs * inputs * 2)?;
-    b.push(
-        Launch::new(NAME, &SOURCE, name)
-            .constant("W_DTYPE", weight.dtype)
-            .constant("BITS", weight.bits)
-            .constant("GROUP", weight.group)
-            .constant("FORMAT", weight.format)
-            .constant("BLOCK_ALIGNMENT", weight.block_alignment)
-            .constant("W_ALIGNED", weight.aligned)
-            .read(0, weight.weight)
-            .read_if(1, weight.scales)
-            .read_if(2, weight.biases)
-            .scratch(3, &dense, Use::Write)
-            .params(4, &DequantiseParams { inputs: params.inputs })
-            .grid([outputs, (inputs / CHUNK).div_ceil(THREADS), 1], [THREADS, 1, 1]),
-    )?;
-    b.push(generic::launch_dense(call, &dense, params))
+    rows: Range<usize>,
+) -> Result<Launch> {
+    let params = DequantiseParams { inputs: params.inputs, first_row: Launch::uint(NAME, "weight", rows.start)? };
+    let chunks = params.inputs as usize / CHUNK;
+    Ok(Launch::new(NAME, &SOURCE, name)
+        .constant("W_DTYPE", weight.dtype)
+        .constant("BITS", weight.bits)
+        .constant("GROUP", weight.group)
+        .constant("FORMAT", weight.format)
+        .constant("BLOCK_ALIGNMENT", weight.block_alignment)
+        .constant("W_ALIGNED", weight.aligned)
+        .read(0, weight.weight)
+        .read_if(1, weight.scales)
+        .read_if(2, weight.biases)
+        .scratch(3, dense, Use::Write)
+        .params(4, &params)
+        .grid([rows.len(), chunks.div_ceil(THREADS), 1], [THREADS, 1, 1]))
 }

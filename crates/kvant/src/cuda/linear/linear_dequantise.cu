@@ -1,11 +1,12 @@
-// linear_dequantise: W [outputs, inputs], affine or of blocks -> [outputs, inputs] of bf16, for a product of two dense
-// matrices where there are enough rows to pay for it. One thread per 16 codes.
+// linear_dequantise: rows of W [.., inputs], affine or of blocks, from `first_row` on -> rows of bf16, for a product of
+// dense matrices where there are enough rows to pay for it. One thread per 16 codes.
 #include "device/dependent_launch.h"
 #include "device/fragments.h"
 #include "linear/chunks.h"
 
 struct DequantiseParams {
     uint inputs;
+    uint first_row;
 };
 
 // Blocks: x counts rows of W, y the chunks of a row.
@@ -16,7 +17,7 @@ extern "C" __global__ void __launch_bounds__(256)
     if (c * CHUNK >= p.inputs) {
         return;
     }
-    const Chunk chunk = load_chunk({values, scales, biases}, row, c, p.inputs);
+    const Chunk chunk = load_chunk({values, scales, biases}, p.first_row + row, c, p.inputs);
     const float4 units = chunk.scale * field_units(CODE_BITS), bias = all4(chunk.bias);
     uint pairs[8];
 #pragma unroll

@@ -33,6 +33,16 @@
 
 constexpr uint NONE = 0xFFFFFFFF;
 
+struct LinearManyParams {
+    uint rows;
+    uint outputs;
+    uint inputs;
+    uint experts;
+    float alpha;
+    uint first_expert;
+    uint present;
+};
+
 struct LinearManySortParams {
     uint rows;
     uint experts;
@@ -290,7 +300,7 @@ inline void operands(const Codes (&codes)[2], uint (&a)[4][4]) {
 // Blocks: x counts OUTPUTS outputs, y tiles of ROWS rows.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     KVANT_KERNEL(const uchar *chunks, const uchar *codes, const uchar *scales, const uchar *biases, uchar *out,
-                const LinearParams p, const uint *experts, const uint *order) {
+                const LinearManyParams p, const uint *experts, const uint *order) {
     extern __shared__ uchar memory[];
     const uint base = (shared_address(memory) + 1023) / 1024 * 1024;
     const uint full = base, free = base + STAGES * 8, ring = base + AT_RING;
@@ -305,7 +315,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     __syncthreads();
     take_turn();
     const uint expert = EXPERTS ? experts[blockIdx.y] : 0;
-    if (EXPERTS && expert == NONE) {
+    // The rows of an expert that does not exist are zeros, whatever is computed: the first launch stores them.
+    const bool known = expert < p.experts;
+    if (EXPERTS && (expert == NONE || (known ? expert - p.first_expert >= p.present : p.first_expert > 0))) {
         return;
     }
     // The consumers get the registers.
@@ -334,9 +346,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     // Beyond the last output the last is computed again, and not stored.
     const uint outputs[2] = {min(first_output + own, p.outputs - 1), min(first_output + own + 8, p.outputs - 1)};
     Weight w = {codes, scales, biases, p.inputs};
-    // The rows of an expert that does not exist are zeros, whatever is computed.
-    const bool known = expert < p.experts;
-    w.select(known ? ulong(expert) * p.outputs : 0);
+    w.select(known ? ulong(expert - p.first_expert) * p.outputs : 0);
     // Loaded DEPTH blocks ahead.
     Codes ahead[DEPTH][2];
 #pragma unroll

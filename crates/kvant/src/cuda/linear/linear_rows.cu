@@ -67,17 +67,6 @@ constexpr uint WARP_WORDS = STAGES * STAGE + FACTOR_WORDS;
 static_assert(WARPS * (WARP_WORDS + OUTPUTS * WIDE * 8) * 4 == SHARED_BYTES, "linear: the shared memory that Rust asks for");
 constexpr uint MY_PIECES = (TOKENS * X_PIECES + 31) / 32;
 
-// The pairs (a - c, b - c) of the halves of a word.
-inline uint minus(uint pair, uint constant) {
-    uint out;
-    if constexpr (HALF) {
-        asm("sub.f16x2 %0, %1, %2;" : "=r"(out) : "r"(pair), "r"(constant));
-    } else {
-        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(constant), "r"(0xBF80BF80), "r"(pair));
-    }
-    return out;
-}
-
 // Behind these bits a code of few bits is a number of that much more: 1024 in f16, 128 in bf16.
 constexpr uint MAGIC = HALF ? 0x64006400 : 0x43004300;
 constexpr uint ONES = HALF ? 0x3C003C00 : 0x3F803F80;
@@ -87,7 +76,7 @@ inline uint code_of(uint word, uint mask) {
     uint number;
     // (word & mask) | MAGIC, in one instruction.
     asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(number) : "r"(word), "r"(mask), "r"(MAGIC));
-    return FOLD ? number : minus(number, MAGIC);
+    return FOLD ? number : minus<HALF>(number, MAGIC);
 }
 
 // Pair i of the codes of a unit; in_pairs has the same order for x. i is known when the loop around it is unrolled.
@@ -112,7 +101,7 @@ inline uint code_pair(const uint (&w)[UNIT_WORDS], uint i) {
             return code_of(two, 0x00FF00FF);
         }
         // The highest bit coincides with the 128 of MAGIC, which is subtracted where the bit is 0.
-        return minus(two & 0x007F007F | MAGIC, (~two & 0x00800080) * 0x86);
+        return minus<HALF>(two & 0x007F007F | MAGIC, (~two & 0x00800080) * 0x86);
     }
 }
 

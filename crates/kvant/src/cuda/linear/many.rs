@@ -3,6 +3,8 @@
 //!
 //! Rows of experts are sorted by expert first, on the device: a tile of rows has one expert.
 
+use std::ops::Range;
+
 use super::LinearParams;
 use crate::cuda::{THREADS, affine::Parts, headers};
 use crate::{
@@ -10,6 +12,20 @@ use crate::{
     gpu::{Builder, Launch, Limits, Params, Scratch, Source, Use, params},
     ops::linear::{Call, NAME},
 };
+
+params! {
+    /// Of `linear_many`.
+    pub(crate) struct LinearManyParams {
+        pub rows: u32,
+        pub outputs: u32,
+        pub inputs: u32,
+        pub experts: u32,
+        pub alpha: f32,
+        /// The experts whose matrices W has: so many, from this one on.
+        pub first_expert: u32,
+        pub present: u32,
+    }
+}
 
 params! {
     /// Of `linear_many_sort`.
@@ -25,7 +41,7 @@ static SOURCE: Source = Source {
     name: "linear_many.cu",
     text: include_str!("linear_many.cu"),
     headers: headers::ALL,
-    layouts: &[LinearParams::layout, LinearManySortParams::layout],
+    layouts: &[LinearParams::layout, LinearManyParams::layout, LinearManySortParams::layout],
 };
 
 /// Inputs of a chunk, and outputs of a block.
@@ -103,8 +119,12 @@ impl ManyChunks {
         } else {
             weight.dtype == DType::BF16 && weight.aligned && (call.experts.is_some() || call.x.dtype() != DType::BF16)
         };
+        if takes { ManyChunks::of(call, limits) } else { None }
+    }
+
+    /// The same for a weight that the kernels take.
+    pub(super) fn of(call: &Call, limits: &Limits) -> Option<ManyChunks> {
         let suits = limits.warpgroup_products
-            && takes
             && call.dims.experts <= MOST_EXPERTS
             && call.dims.inputs > 0
             && call.dims.inputs.is_multiple_of(BLOCK);
@@ -149,52 +169,109 @@ impl ManyChunks {
         params: &LinearParams,
         b: &mut Builder,
     ) -> Result<()> {
-        let Call { dims, out, .. } = call;
-        let tiles = self.tiles;
-        let sorted =
-            call.experts.as_ref().map(|ids| sort(call, ids, params, [self.tiles, self.rows], b)).transpose()?;
-        let sorted = sorted.as_ref();
-        let blocks = (dims.inputs / BLOCK).next_multiple_of(DEPTH);
-        let blocks_of_sums = if weight.bits == 0 { 0 } else { blocks.div_ceil(BLOCK) };
-        let of_tile = blocks + blocks_of_sums * self.terms;
-        let arranged = b.scratch(tiles * of_tile * self.bytes())?;
-        let common = |launch: Launch| {
+        let arranged = self.arrange(call, weight.bits, params, b)?;
+        let launch = self.product(name, call, weight.bits, &arranged, params, 0..call.dims.experts)?;
+        b.push(
             launch
-                .constant("X_DTYPE", call.x.dtype())
-                .constant("OUT_DTYPE", out.dtype())
-                .constant("BITS", weight.bits)
-                .constant("ROWS", self.rows as u32)
-                .constant("EXPERTS", sorted.is_some())
-        };
-        let with_order = |launch: Launch, index| match sorted {
-            Some([experts, order]) => launch.scratch(index, experts, Use::Read).scratch(index + 1, order, Use::Read),
-            None => launch,
-        };
-        b.push(
-            with_order(common(Launch::new(NAME, &SOURCE, "linear_many_arrange")), 3)
-                .read(0, &call.x)
-                .scratch(1, &arranged, Use::Write)
-                .params(2, params)
-                .grid([blocks.max(blocks_of_sums * BLOCK), tiles * self.rows / 32, 1], [THREADS, 1, 1]),
-        )?;
-        let size = out.dtype().size();
-        let out_aligned = out.byte_offset().is_multiple_of(4 * size) && dims.outputs.is_multiple_of(4);
-        b.push(
-            with_order(common(Launch::new(NAME, &SOURCE, name)), 6)
                 .constant("W_DTYPE", weight.dtype)
                 .constant("GROUP", weight.group)
                 .constant("W_ALIGNED", weight.aligned)
-                .constant("OUT_ALIGNED", out_aligned)
-                .constant("STAGES", self.stages as u32)
-                .constant("SHARED_BYTES", self.shared_bytes() as u32)
-                .scratch(0, &arranged, Use::Read)
                 .read(1, weight.weight)
                 .read_if(2, weight.scales)
-                .read_if(3, weight.biases)
-                .write(4, out)
-                .params(5, params)
-                .threadgroup_memory(self.shared_bytes())
-                .grid([dims.outputs.div_ceil(OUTPUTS), tiles, 1], [128 * WARPGROUPS, 1, 1]),
+                .read_if(3, weight.biases),
         )
+    }
+
+    /// The launch of the product with the matrices of these experts, of bf16.
+    pub(super) fn dense_product(
+        &self,
+        call: &Call,
+        dense: &Scratch,
+        arranged: &Arranged,
+        params: &LinearParams,
+        experts: Range<usize>,
+    ) -> Result<Launch> {
+        let launch = self.product("linear_many", call, 0, arranged, params, experts)?;
+        let launch = launch.constant("W_DTYPE", DType::BF16).constant("GROUP", 1).constant("W_ALIGNED", true);
+        Ok(launch.scratch(1, dense, Use::Read))
+    }
+
+    /// Adds the launches of the kernels that sort rows and arrange x, for codes of so many bits (0: bf16).
+    pub(super) fn arrange(&self, call: &Call, bits: u32, params: &LinearParams, b: &mut Builder) -> Result<Arranged> {
+        let sorted =
+            call.experts.as_ref().map(|ids| sort(call, ids, params, [self.tiles, self.rows], b)).transpose()?;
+        let blocks = (call.dims.inputs / BLOCK).next_multiple_of(DEPTH);
+        let blocks_of_sums = if bits == 0 { 0 } else { blocks.div_ceil(BLOCK) };
+        let of_tile = blocks + blocks_of_sums * self.terms;
+        let arranged = Arranged { chunks: b.scratch(self.tiles * of_tile * self.bytes())?, sorted };
+        let launch = self.common(Launch::new(NAME, &SOURCE, "linear_many_arrange"), call, bits);
+        b.push(
+            arranged
+                .bind_order(launch, 3)
+                .read(0, &call.x)
+                .scratch(1, &arranged.chunks, Use::Write)
+                .params(2, params)
+                .grid([blocks.max(blocks_of_sums * BLOCK), self.tiles * self.rows / 32, 1], [THREADS, 1, 1]),
+        )?;
+        Ok(arranged)
+    }
+
+    fn common(&self, launch: Launch, call: &Call, bits: u32) -> Launch {
+        launch
+            .constant("X_DTYPE", call.x.dtype())
+            .constant("OUT_DTYPE", call.out.dtype())
+            .constant("BITS", bits)
+            .constant("ROWS", self.rows as u32)
+            .constant("EXPERTS", call.experts.is_some())
+    }
+
+    /// The launch of the product with the matrices of these experts, without what differs by their dtype.
+    fn product(
+        &self,
+        name: &'static str,
+        call: &Call,
+        bits: u32,
+        arranged: &Arranged,
+        params: &LinearParams,
+        experts: Range<usize>,
+    ) -> Result<Launch> {
+        let Call { dims, out, .. } = call;
+        let size = out.dtype().size();
+        let out_aligned = out.byte_offset().is_multiple_of(4 * size) && dims.outputs.is_multiple_of(4);
+        let params = LinearManyParams {
+            rows: params.rows,
+            outputs: params.outputs,
+            inputs: params.inputs,
+            experts: params.experts,
+            alpha: params.alpha,
+            first_expert: Launch::uint(NAME, "weight", experts.start)?,
+            present: Launch::uint(NAME, "weight", experts.len())?,
+        };
+        let launch = self.common(Launch::new(NAME, &SOURCE, name), call, bits);
+        Ok(arranged
+            .bind_order(launch, 6)
+            .constant("OUT_ALIGNED", out_aligned)
+            .constant("STAGES", self.stages as u32)
+            .constant("SHARED_BYTES", self.shared_bytes() as u32)
+            .scratch(0, &arranged.chunks, Use::Read)
+            .write(4, out)
+            .params(5, &params)
+            .threadgroup_memory(self.shared_bytes())
+            .grid([dims.outputs.div_ceil(OUTPUTS), self.tiles, 1], [128 * WARPGROUPS, 1, 1]))
+    }
+}
+
+/// x in chunks, and with experts those of the tiles and the rows at their places.
+pub(super) struct Arranged {
+    chunks: Scratch,
+    sorted: Option<[Scratch; 2]>,
+}
+
+impl Arranged {
+    fn bind_order(&self, launch: Launch, index: u32) -> Launch {
+        match &self.sorted {
+            Some([experts, order]) => launch.scratch(index, experts, Use::Read).scratch(index + 1, order, Use::Read),
+            None => launch,
+        }
     }
 }

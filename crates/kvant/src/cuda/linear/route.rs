@@ -5,8 +5,10 @@
 use super::{
     LinearParams, aligned16,
     batch::BatchTiling,
+    blocks,
     bulk::BulkTiling,
-    codes, dequantise,
+    codes,
+    dequantise::Dense,
     generic::{self, GenericKernel},
     many::ManyChunks,
     rows,
@@ -22,11 +24,12 @@ use crate::{
 /// The kernel of a product, with its division of the work.
 pub(super) enum CudaLinearKernel {
     Many(ManyChunks),
-    Dequantise,
+    Dequantise(Dense),
     Batch(BatchTiling),
     Bulk(BulkTiling),
     Codes(WarpTiling),
     Rows(WarpTiling),
+    Blocks(WarpTiling),
     Few,
     Tiles,
 }
@@ -51,16 +54,18 @@ pub(super) fn select(call: &Call, weight: &Parts, limits: &Limits) -> CudaLinear
     if let Some(tiling) = batch(call, weight, limits) {
         return CudaLinearKernel::Batch(tiling);
     }
+    if call.rows <= blocks::most_rows(call) && blocks::suits(call, weight) {
+        return CudaLinearKernel::Blocks(blocks::tiling(call, weight, limits));
+    }
     let many = ManyChunks::new(call, weight, limits);
-    if dequantise::suits(call, weight, limits, many.is_some()) {
-        return CudaLinearKernel::Dequantise;
+    if let Some(dense) = Dense::new(call, weight, limits, many.is_some(), few) {
+        return CudaLinearKernel::Dequantise(dense);
     }
     if call.rows > few_aligned
         && let Some(chunks) = many
     {
         return CudaLinearKernel::Many(chunks);
     }
-    // Blocks, and codes of 2, 3 and 5 bits, have only the general kernels.
     let has_others = weight.format == 0 && matches!(weight.bits, 0 | 4 | 6 | 8);
     if has_others && (1..=few_aligned).contains(&call.rows) && rows::suits(call, weight) {
         if let Some(tiling) = BulkTiling::new(call, weight, limits) {
@@ -87,11 +92,12 @@ impl CudaLinearKernel {
     pub(super) fn name(&self) -> &'static str {
         match self {
             CudaLinearKernel::Many(_) => "linear_many",
-            CudaLinearKernel::Dequantise => "linear_dequantise",
+            CudaLinearKernel::Dequantise(_) => "linear_dequantise",
             CudaLinearKernel::Batch(_) => "linear_batch",
             CudaLinearKernel::Bulk(_) => "linear_bulk",
             CudaLinearKernel::Codes(_) => "linear_codes",
             CudaLinearKernel::Rows(_) => "linear_rows",
+            CudaLinearKernel::Blocks(_) => "linear_blocks",
             CudaLinearKernel::Few => "linear_few",
             CudaLinearKernel::Tiles => "linear_tiles",
         }
@@ -107,11 +113,12 @@ impl CudaLinearKernel {
         let x_aligned = aligned16(&call.x, call.dims.inputs);
         match self {
             CudaLinearKernel::Many(chunks) => chunks.build(self.name(), call, weight, params, b),
-            CudaLinearKernel::Dequantise => dequantise::build(self.name(), call, weight, params, b),
+            CudaLinearKernel::Dequantise(dense) => dense.build(self.name(), call, weight, params, b),
             CudaLinearKernel::Batch(tiling) => tiling.build(self.name(), call, weight, params, b),
             CudaLinearKernel::Bulk(tiling) => b.push(tiling.launch(self.name(), call, weight, params)),
             CudaLinearKernel::Codes(tiling) => b.push(codes::launch(self.name(), tiling, call, weight, params)),
             CudaLinearKernel::Rows(tiling) => b.push(rows::launch(self.name(), tiling, call, weight, params)),
+            CudaLinearKernel::Blocks(tiling) => blocks::build(self.name(), tiling, call, weight, params, b),
             CudaLinearKernel::Few => {
                 b.push(generic::launch(GenericKernel::Few, self.name(), call, weight, params, x_aligned))
             }

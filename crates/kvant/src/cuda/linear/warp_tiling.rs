@@ -1,4 +1,5 @@
-//! The launches of `linear_rows.cu` and `linear_codes.cu`, whose warps divide the inputs of a row among them.
+//! The launches of `linear_rows.cu`, `linear_codes.cu` and `linear_blocks.cu`, whose warps divide the inputs of a row
+//! among them.
 
 use super::LinearParams;
 use crate::cuda::affine::Parts;

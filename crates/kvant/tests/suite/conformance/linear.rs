@@ -268,6 +268,60 @@ fn block_formats() {
     }
 }
 
+/// Few rows by weights that CUDA unpacks in a kernel of their own: rows that begin at no multiple of 16 bytes, warps
+/// with several spans of 256 inputs and with none, spans that are not whole, tiles that are not full, two tiles of a
+/// block, more rows than a block takes.
+#[test]
+fn few_rows_of_blocks() {
+    let mut rng = Rng::of("few rows of blocks");
+    let affine = [2, 3, 5].map(|bits| Kind::Affine { bits, group: 64, scales: DType::BF16 });
+    for kind in block_kinds().into_iter().chain(affine) {
+        let step = kind.step();
+        for (tokens, inputs, outputs) in [
+            (1, 256, 40),
+            (1, 2880 / step * step, 33),
+            (2, 5376, 17),
+            (3, 1024 + step, 50),
+            (8, 2304, 35),
+            (8, 256, 3712),
+            (19, 768, 20),
+        ] {
+            let x = rng.pick(&[DType::BF16, DType::BF16, DType::F16, DType::F32]);
+            let case = Case { kind, tokens, inputs, outputs, x, out: rng.pick(&FLOATS), alpha: rng.pick(&[1.0, -0.5]) };
+            let launches = Launches::default();
+            case.launch(&gpu::cuda_device(launches.clone()), false).expect("it is launched");
+            let all = launches.all.lock().unwrap();
+            assert!(all.iter().any(|launch| launch.starts_with("linear_blocks.cu/")), "{case:?}: {all:?}");
+            case.check();
+        }
+    }
+}
+
+/// An E4M3 code of a weight, or of a scale, that is no number makes no result of its row one.
+#[test]
+fn small_floats_that_are_no_numbers() {
+    for (format, in_scales) in [(FloatFormat::Mxfp8, false), (FloatFormat::Nvfp4, true)] {
+        for tokens in [1, 40] {
+            conform(format!("{format}, {tokens} rows, NaN"), |device| {
+                let mut rng = Rng::of(format!("NaN of {format}"));
+                let (outputs, inputs) = (20, 320);
+                let w = Matrices::new(device, &mut rng, Kind::Floats(format, DType::U8), &[outputs], inputs)?;
+                let tensor = &w.tensors[usize::from(in_scales)];
+                let mut bytes = crate::common::bytes_of(tensor)?;
+                let row = bytes.len() / outputs;
+                (bytes[3 * row + row - 1], bytes[17 * row + 5]) = (0x7F, 0xFF);
+                tensor.write_bytes(&bytes)?;
+                let x = input(device, DType::BF16, &rng.normals(tokens * inputs), &[tokens, inputs])?;
+                let out = Out::new(device, DType::BF16, &[tokens, outputs])?;
+                run(device, |enc| ops::linear(enc, &Linear::new(&x, w.weight(), &out.tensor)))?;
+                let bad = out.tensor.to_f32()?.iter().filter(|y| y.is_nan()).count();
+                assert_eq!(bad, 2 * tokens, "{device}: {format}");
+                Ok(vec![out.close_within("out", Bound::of(DType::BF16).of_rows(device, tokens))?])
+            });
+        }
+    }
+}
+
 #[test]
 fn affine() {
     let mut rng = Rng::of("affine");
@@ -536,6 +590,69 @@ fn many_rows_of_experts() {
     }
 }
 
+/// The same of blocks, which CUDA reads once for several rows of an expert, or makes dense first.
+#[test]
+fn many_rows_of_experts_of_blocks() {
+    let affine = Kind::Affine { bits: 3, group: 32, scales: DType::BF16 };
+    for kind in block_kinds().into_iter().chain([affine]) {
+        for (tokens, top_k, experts, expanded, kernel) in [
+            (100, 2, 3, false, "linear_dequantise.cu/"),
+            (300, 4, 20, true, "linear_dequantise.cu/"),
+            (60, 2, 3, true, "linear_blocks.cu/"),
+            (90, 4, 70, false, "linear_blocks.cu/"),
+        ] {
+            let (inputs, outputs) = (if kind.step() == 256 { 1024 } else { 192 }, 40);
+            let (x_type, out_type) = (DType::BF16, DType::BF16);
+            let case = ExpertCase { kind, tokens, top_k, experts, expanded, inputs, outputs, x_type, out_type };
+            let choose = |rng: &mut Rng| match rng.below(2 * experts) {
+                id if id >= experts || id == 1 => 0,
+                id => id as u32,
+            };
+            let launches = Launches::default();
+            case.launch(&gpu::cuda_device(launches.clone()), choose).expect("it is launched");
+            let all = launches.all.lock().unwrap();
+            let has = |name: &str| all.iter().any(|launch| launch.contains(name));
+            assert!(has("linear_many_sort") && has(kernel), "{case:?}: {all:?}");
+            case.check(choose);
+        }
+    }
+}
+
+/// More experts than are made dense at a time: each row is what it is among few rows.
+#[test]
+#[ignore = "takes two gigabytes"]
+fn more_experts_than_are_dense_at_a_time() -> Result<()> {
+    for device in crate::common::devices() {
+        let mut rng = Rng::of("dense experts");
+        let (experts, outputs, inputs, tokens) = (1100, 1000, 512, 53_000);
+        let kind = Kind::Floats(FloatFormat::Mxfp4, DType::U8);
+        let w = Matrices::new(device, &mut rng, kind, &[experts, outputs], inputs)?;
+        let x = input(device, DType::BF16, &rng.normals(tokens * inputs), &[tokens, inputs])?;
+        // One expert of twelve does not exist.
+        let ids: Vec<u32> = (0..tokens).map(|_| rng.below(experts + experts / 12) as u32).collect();
+        let product = |rows: std::ops::Range<usize>| -> Result<Vec<f32>> {
+            let choices = indices(device, &ids[rows.clone()], &[rows.len(), 1])?;
+            let out = Tensor::zeros(device, DType::BF16, &[rows.len(), outputs])?;
+            let x = x.rows(rows)?;
+            let args = Linear::new(&x, w.weight(), &out).experts(Some(Experts::new(&choices)));
+            run(device, |enc| ops::linear(enc, &args))?;
+            out.to_f32()
+        };
+        let all = product(0..tokens)?;
+        for first in (0..tokens).step_by(5300) {
+            let few = product(first..first + 5300)?;
+            let bound = Bound { rounding: 1.0 / 256.0, ..Bound::of(DType::BF16) };
+            crate::common::assert_close(
+                format!("{device}: {first}"),
+                &all[first * outputs..][..few.len()],
+                &few,
+                bound,
+            );
+        }
+    }
+    Ok(())
+}
+
 /// A product of rows with the matrices of their experts.
 #[derive(Clone, Copy, Debug)]
 struct ExpertCase {
@@ -669,6 +786,7 @@ fn ids_out_of_range() {
         Kind::Affine { bits: 4, group: 32, scales: DType::F16 },
         Kind::Affine { bits: 4, group: 64, scales: DType::F16 },
         Kind::Blocks(BlockFormat::Q6_K),
+        Kind::Floats(FloatFormat::Mxfp4, DType::U8),
     ] {
         for (device, tokens) in crate::common::devices().iter().flat_map(|d| [3, 40].map(|tokens| (d, tokens))) {
             let mut rng = Rng::of("out of range");

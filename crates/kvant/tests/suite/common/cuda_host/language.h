@@ -203,6 +203,22 @@ inline unsigned short kvant_to_half(float x) { return __builtin_bit_cast(unsigne
 
 inline float kvant_of_bf16(unsigned short bits) { return __uint_as_float(unsigned(bits) << 16); }
 
+// To nearest, ties to even, of a finite number.
+inline unsigned short kvant_to_bf16(float x) {
+    const unsigned bits = __float_as_uint(x);
+    return (unsigned short)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+}
+
+// a b + c of pairs of 16-bit floats.
+template <float (*FLOAT)(unsigned short), unsigned short (*NARROW)(float)> unsigned kvant_fma(unsigned a, unsigned b, unsigned c) {
+    unsigned out = 0;
+    for (unsigned shift = 0; shift < 32; shift += 16) {
+        const auto of = [&](unsigned pair) { return FLOAT((unsigned short)(pair >> shift)); };
+        out |= unsigned(NARROW(fmaf(of(a), of(b), of(c)))) << shift;
+    }
+    return out;
+}
+
 // Shared memory by the low 32 bits of its address: all of it is in one library, within 2 GiB.
 inline unsigned char *kvant_at(unsigned address) {
     const unsigned long origin = reinterpret_cast<unsigned long>(kvant_shared_memory);
@@ -249,6 +265,11 @@ template <float (*FLOAT)(unsigned short)> void kvant_mma(float (&c)[4], const un
             c[2 * half + i] += sum;
         }
     }
+}
+
+template <float (*FLOAT)(unsigned short)> void kvant_mma_alone(float (&d)[4], const unsigned (&a)[4], uint2 b) {
+    d[0] = d[1] = d[2] = d[3] = 0;
+    kvant_mma<FLOAT>(d, a, b);
 }
 
 // Lane 4g + t has row g of a matrix of 8 x 8, columns 2t and 2t + 1; then of its transpose.

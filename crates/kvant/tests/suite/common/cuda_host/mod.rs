@@ -164,13 +164,28 @@ fn run(launch: &Launch) -> Result<()> {
 
 /// What the kernels use of PTX, by a part of the statement, and what it does here. Asynchronous copies are complete at
 /// once.
-const PTX: [(&str, &str); 20] = [
+const PTX: [(&str, &str); 26] = [
     ("cvt.f32.f16 %0", "x = kvant_of_half(bits);"),
     ("cvt.rn.f16.f32 %0", "bits = kvant_to_half(x);"),
     ("cvt.rn.f16x2.f32 %0", "pair = kvant_to_half(low) | unsigned(kvant_to_half(high)) << 16;"),
     ("cvt.rn.bf16x2.f32 %0", "pair = float_to_bf16(low) | unsigned(float_to_bf16(high)) << 16;"),
+    ("sub.f16x2 %0", "out = kvant_fma<kvant_of_half, kvant_to_half>(constant, 0xBC00BC00, pair);"),
+    ("mul.f16x2 %0", "out = kvant_fma<kvant_of_half, kvant_to_half>(factor, pair, 0x80008000);"),
+    (
+        "\"r\"(constant), \"r\"(0xBF80BF80)",
+        "out = kvant_fma<kvant_of_bf16, kvant_to_bf16>(constant, 0xBF80BF80, pair);",
+    ),
+    (
+        "\"r\"(factor), \"r\"(pair), \"r\"(0x80008000)",
+        "out = kvant_fma<kvant_of_bf16, kvant_to_bf16>(factor, pair, 0x80008000);",
+    ),
     ("min.f16x2 t", "y = kvant_made_finite(pair, 0x7C00, 0x7BFF);"),
     ("min.bf16x2 t", "y = kvant_made_finite(pair, 0x7F80, 0x7F7F);"),
+    (
+        "row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, \"\"{%10",
+        "kvant_mma_alone<kvant_of_half>(d, a, b);",
+    ),
+    ("%9}, {%10, %10, %10, %10};", "kvant_mma_alone<kvant_of_bf16>(d, a, b);"),
     ("mma.sync.aligned.m16n8k16.row.col.f32.f16", "kvant_mma<kvant_of_half>(c, a, b);"),
     ("mma.sync.aligned.m16n8k16.row.col.f32.bf16", "kvant_mma<kvant_of_bf16>(c, a, b);"),
     ("movmatrix.sync.aligned.m8n8.trans.b16", "out = kvant_transpose8(pair);"),

@@ -1,0 +1,225 @@
+//! Products with few rows by weights that other kernels of few rows do not unpack, on tensor cores: blocks, small floats
+//! with separate scales, affine codes of 2, 3 and 5 bits.
+
+use super::{
+    LinearParams, aligned16,
+    many::{MOST_EXPERTS, most_tiles, sort},
+    warp_tiling::{TILE, WarpTiling},
+};
+use crate::cuda::{WARP, affine::Parts, headers};
+use crate::{
+    DType, Result, Tensor,
+    gpu::{Builder, Limits, Params, Source, Use},
+    ops::linear::{Call, OwnedWeight},
+};
+
+static SOURCE: Source = Source {
+    name: "linear_blocks.cu",
+    text: include_str!("linear_blocks.cu"),
+    headers: headers::ALL,
+    layouts: &[LinearParams::layout],
+};
+
+/// Inputs of a span, and of the units of which a row consists, as `block_codes.h` has them.
+const SPAN: usize = 256;
+const UNIT: usize = 32;
+/// The most rows of one matrix, and of each expert on average.
+const FEW: usize = 40;
+const FEW_PER_EXPERT: usize = 48;
+/// Rows of experts from which on they are sorted, so that an expert is read once for several.
+const SORTED: usize = 16;
+/// Columns of a product.
+const COLUMNS: usize = 8;
+/// Warps of a block, at most.
+const WARPS: usize = 8;
+/// Warps that keep a multiprocessor busy: with one row or two, and with more, for which it has room.
+const BUSY: [usize; 2] = [24, 10];
+/// Spans of inputs that a warp has in flight, at most.
+const STAGES: usize = 6;
+
+/// Bytes of a row of a weight, in its codes and in each buffer of scales; 0 where there are none.
+fn row_bytes(weight: &OwnedWeight, inputs: usize) -> [usize; 2] {
+    match weight {
+        OwnedWeight::Dense(dense) => [inputs * dense.dtype().size(), 0],
+        OwnedWeight::Affine { scales, bits, group, .. } => {
+            [inputs / 8 * *bits as usize, inputs / group * scales.dtype().size()]
+        }
+        OwnedWeight::Blocks { format, .. } => [inputs / format.block_inputs() * format.block_bytes(), 0],
+        OwnedWeight::Floats { format, .. } => [inputs / 8 * format.bits(), inputs / format.group()],
+    }
+}
+
+/// What the rows of a tensor, and the spans of a row, begin at multiples of: 16 at most.
+fn alignment(tensor: &Tensor, row: usize, span: usize) -> usize {
+    1 << (tensor.byte_offset() | row | span | 16).trailing_zeros()
+}
+
+/// Alignments of codes and of scales, which are those of rows of a span and of rows as long as the weight's.
+fn alignments(call: &Call, weight: &Parts) -> [usize; 2] {
+    let (row, span) = (row_bytes(&call.weight, call.dims.inputs), row_bytes(&call.weight, SPAN));
+    let of_factors = [weight.scales, weight.biases].into_iter().flatten().map(|t| alignment(t, row[1], span[1])).min();
+    [alignment(weight.weight, row[0], span[0]), of_factors.unwrap_or(16)]
+}
+
+/// Whether the kernel takes these rows.
+pub(super) fn suits(call: &Call, weight: &Parts) -> bool {
+    let takes = weight.format != 0 || matches!(weight.bits, 2 | 3 | 5);
+    let row = row_bytes(&call.weight, call.dims.inputs)[0];
+    // Offsets within a tile are 32 bits.
+    takes && aligned16(&call.x, call.dims.inputs) && call.dims.inputs.is_multiple_of(UNIT) && row < 1 << 26
+}
+
+/// Rows up to which reading W again for every few of them takes no longer than what takes more: making W dense, or
+/// general tiles.
+pub(super) fn most_rows(call: &Call) -> usize {
+    match call.experts {
+        Some(_) => call.dims.experts.saturating_mul(FEW_PER_EXPERT),
+        None => FEW,
+    }
+}
+
+/// Whether rows are sorted by expert: where that lets many of them share one.
+fn is_sorted(call: &Call) -> bool {
+    let experts = call.dims.experts;
+    call.experts.is_some() && call.rows >= SORTED.max(experts / 2) && experts <= MOST_EXPERTS
+}
+
+/// The best tiling, or one that needs less shared memory where the device has little.
+pub(super) fn tiling(call: &Call, weight: &Parts, limits: &Limits) -> WarpTiling {
+    let smaller = [(2, WARPS), (1, WARPS), (1, WARPS / 2), (1, WARPS / 4)];
+    let mut tilings = smaller.into_iter().map(|most| within(call, weight, limits, most));
+    let fits = tilings.find(|tiling| tiling.bytes <= limits.threadgroup_bytes);
+    fits.unwrap_or_else(|| within(call, weight, limits, (1, 1)))
+}
+
+/// The tiling with at most so many tiles and warps.
+fn within(call: &Call, weight: &Parts, limits: &Limits, (most_tiles, most_warps): (usize, usize)) -> WarpTiling {
+    let Call { x, dims, experts, rows, .. } = call;
+    let busy = limits.busy_groups;
+    let terms = if x.dtype() == DType::F32 { 3 } else { 1 };
+    let wanted = match experts {
+        Some(_) if is_sorted(call) => COLUMNS,
+        Some(_) => 1,
+        None => (*rows).clamp(1, COLUMNS).next_power_of_two(),
+    };
+    let tokens = wanted.min(1 << (COLUMNS / terms).ilog2());
+    let down =
+        if is_sorted(call) { rows.div_ceil(tokens).max(*rows.min(&dims.experts)) } else { rows.div_ceil(tokens) };
+    // A second tile uses the same x, if enough blocks remain.
+    let enough = down * (dims.outputs / (2 * TILE)) * 8 >= busy * 7;
+    let tiles = if tokens > 2 && enough { most_tiles } else { 1 };
+    // As many warps as keep the device busy, since every one has to begin and to end, with even shares of the spans.
+    let blocks = (down * dims.outputs.div_ceil(tiles * TILE)).max(1);
+    let wanted = if tokens > 2 { BUSY[1] * busy / blocks } else { (BUSY[0] * busy + blocks / 2) / blocks };
+    let warps = wanted.clamp(1, most_warps);
+    let spans = dims.inputs.div_ceil(SPAN);
+    let each = spans.div_ceil(warps).max(1);
+    let warps = spans.div_ceil(each).max(1);
+    let [codes, factors] = row_bytes(&call.weight, SPAN);
+    let of_codes = alignments(call, weight);
+    // As `Pieces` of the kernel.
+    let room = |bytes: usize, alignment: usize| (((31 - alignment + bytes) / 16) | 1) * 16;
+    let factor_rows = usize::from(weight.scales.is_some()) + usize::from(weight.biases.is_some());
+    let row = room(codes, of_codes[0]) + if factor_rows > 0 { factor_rows * room(factors, of_codes[1]) } else { 0 };
+    let stage = tiles * TILE * row + tokens * (SPAN * x.dtype().size() + 32);
+    // Together, the warps of a multiprocessor leave some of its memory to the next launch.
+    let resident = (blocks * warps).div_ceil(busy).clamp(warps, BUSY[0].max(warps));
+    let stages = (limits.threadgroup_bytes / 8 * 5 / (resident * stage)).clamp(2, STAGES).min(each);
+    let sums = tiles * TILE * COLUMNS * size_of::<f32>();
+    WarpTiling { tokens, tiles, stages, warps, vector: 1, bytes: warps * (stages * stage + sums) }
+}
+
+/// Adds the launches.
+pub(super) fn build(
+    name: &'static str,
+    tiling: &WarpTiling,
+    call: &Call,
+    weight: &Parts,
+    params: &LinearParams,
+    b: &mut Builder,
+) -> Result<()> {
+    let [of_codes, of_factors] = alignments(call, weight);
+    let tiles = most_tiles(call, tiling.tokens);
+    let ids = call.experts.as_ref().filter(|_| is_sorted(call));
+    let sorted = ids.map(|ids| sort(call, ids, params, [tiles, tiling.tokens], b)).transpose()?;
+    let launch = tiling
+        .launch(&SOURCE, name, call, weight, params)
+        .constant("W_ALIGNMENT", of_codes as u32)
+        .constant("FACTOR_ALIGNMENT", of_factors as u32)
+        .constant("INPUTS_OF_SPANS", call.dims.inputs.is_multiple_of(SPAN))
+        .constant("SORTED", sorted.is_some());
+    b.push(match &sorted {
+        None => launch,
+        Some([experts, order]) => {
+            let [outputs, _, _] = launch.grid.groups;
+            launch
+                .scratch(7, experts, Use::Read)
+                .scratch(8, order, Use::Read)
+                .grid([outputs as usize, tiles, 1], [tiling.warps * WARP, 1, 1])
+        }
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        Device,
+        cuda::{
+            affine::parts,
+            linear::rows::tests::{H200, call},
+        },
+        ops::BlockFormat,
+    };
+
+    /// Rows, outputs, and inputs in spans; of experts or not.
+    const SIZES: [(usize, usize, usize, bool); 6] = [
+        (1, 14_336, 16, false),
+        (1, 4096, 56, false),
+        (8, 14_336, 16, false),
+        (8, 40, 1, false),
+        (4, 1536, 8, true),
+        (64, 1536, 11, true),
+    ];
+
+    fn each(mut check: impl FnMut(&Call, &Parts)) {
+        for format in BlockFormat::ALL {
+            for dtype in [DType::F32, DType::BF16] {
+                for (rows, outputs, spans, experts) in SIZES {
+                    let inputs = spans * SPAN;
+                    let bytes = format.row_bytes(inputs).expect("whole blocks");
+                    let data = Tensor::zeros(&Device::reference(), DType::U8, &[outputs, bytes]).unwrap();
+                    let mut call = call(0, dtype, [rows, outputs, inputs], experts);
+                    call.weight = OwnedWeight::Blocks { data, format };
+                    check(&call, &parts(&call.weight, inputs));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_block_fits_into_what_devices_have() {
+        for bytes in [48 << 10, 99 << 10, 163 << 10, 227 << 10] {
+            let limits = Limits { threadgroup_bytes: bytes, ..H200 };
+            each(|call, weight| {
+                let tiling = tiling(call, weight, &limits);
+                assert!(tiling.bytes <= bytes, "{:?}, {:?}: {}", call.weight, call.x.shape(), tiling.bytes);
+            });
+        }
+    }
+
+    /// Every span has a warp, and no warp would be without one if each had one less.
+    #[test]
+    fn warps_share_the_spans() {
+        each(|call, weight| {
+            let tiling = tiling(call, weight, &H200);
+            let spans = call.dims.inputs.div_ceil(SPAN);
+            let each = spans.div_ceil(tiling.warps);
+            assert!(
+                (tiling.warps - 1) * each < spans && tiling.stages <= each,
+                "{spans} spans, {} warps",
+                tiling.warps
+            );
+        });
+    }
+}
