@@ -1,7 +1,7 @@
 // How few rows read weights: the codes of a lane as pairs of bf16 or (HALF) f16 numbers, and their scales.
 //
-// A row is read in spans of 256 inputs, a span in units of 32. Lane t of four has inputs 4 t .. 4 t + 3 of either half of
-// a unit. FORMAT is of device/blocks.h; affine codes have BITS (2, 3, 5) and scales of GROUP.
+// A row is read in spans of 256 inputs, a span in units of 32. Lane t of four has inputs 4 t .. 4 t + 3 of either half
+// of a unit. FORMAT is of device/blocks.h; affine codes have BITS (2, 3, 5) and scales of GROUP.
 #ifndef KVANT_CUDA_LINEAR_BLOCK_CODES_H
 #define KVANT_CUDA_LINEAR_BLOCK_CODES_H
 #include "device/blocks.h"
@@ -198,7 +198,7 @@ inline void pairs_of_nibbles(uint nibbles, const Tables<HALF> &tables, uint (&pa
 
 // Two E4M3 numbers, neighbours in a word, of which the first is byte `first`.
 template <bool HALF> inline uint pair_of_floats(uint word, uint first) {
-    // With their own exponents in a longer field they are too small by the difference of the biases, subnormal ones too.
+    // With their own exponents in a longer field they are too small by one factor, subnormal ones too.
     const uint upper = __byte_perm(word, 0, first == 0 ? 0x1404 : 0x3424);
     const uint magnitude = HALF ? upper >> 1 & 0x3F803F80 : upper >> 4 & 0x07F007F0;
     return times<HALF>(magnitude | (upper & 0x80008000), HALF ? 0x5C005C00 : 0x7B807B80);

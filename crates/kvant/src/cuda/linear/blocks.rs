@@ -1,5 +1,5 @@
-//! Products with few rows by weights that other kernels of few rows do not unpack, on tensor cores: blocks, small floats
-//! with separate scales, affine codes of 2, 3 and 5 bits.
+//! Products with few rows by weights that other kernels of few rows do not unpack, on tensor cores: blocks, small
+//! floats with separate scales, affine codes of 2, 3 and 5 bits.
 
 use super::{
     LinearParams, aligned16,
@@ -122,9 +122,9 @@ fn within(call: &Call, weight: &Parts, limits: &Limits, (most_tiles, most_warps)
     let factor_rows = usize::from(weight.scales.is_some()) + usize::from(weight.biases.is_some());
     let row = room(codes, of_codes[0]) + if factor_rows > 0 { factor_rows * room(factors, of_codes[1]) } else { 0 };
     let stage = tiles * TILE * row + tokens * (SPAN * x.dtype().size() + 32);
-    // Together, the warps of a multiprocessor leave some of its memory to the next launch.
+    // Together, the warps of a multiprocessor use most of its memory.
     let resident = (blocks * warps).div_ceil(busy).clamp(warps, BUSY[0].max(warps));
-    let stages = (limits.threadgroup_bytes / 8 * 5 / (resident * stage)).clamp(2, STAGES).min(each);
+    let stages = (limits.threadgroup_bytes / 8 * 7 / (resident * stage)).clamp(2, STAGES).min(each);
     let sums = tiles * TILE * COLUMNS * size_of::<f32>();
     WarpTiling { tokens, tiles, stages, warps, vector: 1, bytes: warps * (stages * stage + sums) }
 }

@@ -1,17 +1,18 @@
-// linear_blocks: linear (linear_generic.cu) for few rows by weights in blocks, by small floats with separate scales, and
-// by affine codes of 2, 3 and 5 bits (block_codes.h), on tensor cores. Reading W is the limit.
+// linear_blocks: linear (linear_generic.cu) for few rows by weights in blocks, by small floats with separate scales,
+// and by affine codes of 2, 3 and 5 bits (block_codes.h), on tensor cores. Reading W is the limit.
 //
 // x is [.., inputs], f32, f16 or bf16, and its rows begin at multiples of 16 bytes; W begins anywhere.
 //
-// A block has OUTPUTS outputs for TOKENS rows; its warps divide the spans of 256 inputs among them. A warp copies a span
-// of all outputs to shared memory, STAGES spans ahead of their use, in pieces of 16 bytes: neighbouring lanes have
-// neighbouring pieces of a row. Where rows begin at no multiple of 16 bytes, so do the pieces, and the row begins within
-// the first. x comes the same way; only the warp's own lanes use both, so the block has no barrier but the one before
-// the warps' sums are added.
+// A block has OUTPUTS outputs for TOKENS rows; its warps divide the spans of 256 inputs among them. A warp copies a
+// span of all outputs to shared memory, STAGES spans ahead of their use, in pieces of 16 bytes: neighbouring lanes have
+// neighbouring pieces of a row. Where rows begin at no multiple of 16 bytes, pieces do, and the row begins within the
+// first. x comes the same way; only the warp's own lanes use both, so the block has no barrier but the one before the
+// warps' sums are added.
 //
 // W is the A of the products, 16 outputs by 16 inputs, x the B, 16 inputs by 8 columns: a row, or, for x of f32, one of
-// the three bf16 numbers whose sum it is. A lane's four codes of each become pairs that bf16 or f16 holds exactly; scale
-// and bias are applied in float to the sums over their inputs, and a bias counts as often as a product with ones says.
+// the three bf16 numbers whose sum it is. A lane's four codes of each become pairs that bf16 or f16 holds exactly;
+// scale and bias are applied in float to the sums over their inputs, and a bias counts as often as a product with ones
+// says.
 //
 // With experts a block has one row; or (SORTED) TOKENS places of one expert in the order that linear_many_sort makes.
 //
@@ -36,7 +37,8 @@ template <uint BYTES, uint ALIGNMENT> struct Pieces {
 typedef Pieces<CODE_BYTES, W_ALIGNMENT> CodePieces;
 typedef Pieces<SCALE_BYTES, FACTOR_ALIGNMENT> FactorPieces;
 
-// Where a stage has codes, scales, biases and x; from a row of x to the next, lanes of neighbouring rows meet in no bank.
+// Where a stage has codes, scales, biases and x. From a row of x to the next, lanes of neighbouring rows meet in no
+// bank.
 constexpr uint AT_SCALES = OUTPUTS * CodePieces::STRIDE;
 constexpr uint AT_BIASES = AT_SCALES + (SEPARATE ? OUTPUTS * FactorPieces::STRIDE : 0);
 constexpr uint AT_X = AT_BIASES + (AFFINE ? OUTPUTS * FactorPieces::STRIDE : 0);
