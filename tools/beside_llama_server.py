@@ -123,7 +123,7 @@ def main():
         results = {(server.name, count): [] for server in servers for count in counts}
         alone, at = [], 0
         for round in range(args.rounds):
-            alone.append(kvant_speeds(args.kvant, args.model, text[at : at + PROMPT], args.tokens, args.threads)[2])
+            alone.append(kvant_speeds(args.kvant, args.model, text[:PROMPT], args.tokens, args.threads)[2])
             for server in servers if round % 2 == 0 else servers[::-1]:
                 with server:
                     server.text(text[:PROMPT], args.tokens)
