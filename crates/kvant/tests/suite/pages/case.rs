@@ -6,7 +6,7 @@ use crate::common::{
     query, run,
 };
 use kvant::{
-    CacheLayer, Codec, DType, Device, KvLayer, KvPool, PoolSpec, Result, Sequence, Step,
+    CacheLayer, Codec, DType, Device, KvLayer, KvPool, PoolSpec, Result, Sequence, Step, Tensor,
     ops::{self, Attend, Hadamard},
 };
 
@@ -47,6 +47,15 @@ pub struct Filled {
     pub new: Vec<usize>,
 }
 
+impl Filled {
+    /// All of the pool's memory: the first plane of the first layer begins where it does.
+    fn memory(&self) -> Result<Tensor> {
+        let layer = self.pool.layer(0)?;
+        let (_, low) = layer.k().tensors().next().expect("every codec has a plane");
+        Ok(low.clone())
+    }
+}
+
 impl Case {
     pub fn layer(&self) -> CacheLayer {
         CacheLayer::new(self.kv_heads, self.head_dim, self.k).v(self.v).window(self.window)
@@ -58,19 +67,29 @@ impl Case {
         Source::random(&mut Rng::of(format!("{self:?}")), all, self.kv_heads, self.head_dim)
     }
 
-    /// Pages are taken in turns, so that those of a sequence do not follow one another. Memory that nobody has written
-    /// holds NaN.
+    /// Sequences whose past the device has written. Pages are taken in turns, so that those of a sequence do not follow
+    /// one another. Memory that nobody has written holds NaN.
     pub fn filled(&self, device: &Device, source: &Source) -> Result<Filled> {
-        let pages: usize = self.sequences.iter().map(|&(past, new)| (past + new).div_ceil(self.page_tokens) + 2).sum();
-        let bytes_per_page = {
-            let vector = |codec: Codec| codec.bytes_per_vector(self.head_dim) + 256;
-            (vector(self.k) + vector(self.v)) * self.kv_heads * self.page_tokens + 2048
-        };
+        self.filled_by(device, |layer, step, tokens| layers::write(layer, &source.gather(tokens), DType::F32, step))
+    }
+
+    /// The same with the memory of another device, whose pool took the same pages.
+    fn copied(&self, device: &Device, memory: &[u8]) -> Result<Filled> {
+        let filled = self.filled_by(device, |_, _, _| Ok(()))?;
+        filled.memory()?.write_bytes(memory)?;
+        Ok(filled)
+    }
+
+    /// `write` stores tokens of the source, by number, as a step says.
+    fn filled_by(&self, device: &Device, write: impl Fn(&KvLayer, &Step, &[usize]) -> Result<()>) -> Result<Filled> {
         // Another layer of the same group, so that the tested one does not begin where the page does.
         let other = if self.head_dim.is_power_of_two() { Codec::tq(5) } else { Codec::F16 };
         let before = self.layer().k(Codec::BF16).v(other);
-        let bytes = 4 * pages * bytes_per_page + (1 << 16);
-        let spec = PoolSpec::new(vec![before, self.layer()], bytes).page_tokens(self.page_tokens);
+        let held = |&(past, new): &(usize, usize)| (past + new).next_multiple_of(self.page_tokens);
+        // And a page that nobody takes. Not more: msl-host compares all memory that a launch may write.
+        let tokens = self.sequences.iter().map(held).sum::<usize>() + self.page_tokens;
+        let spec = PoolSpec::new(vec![before, self.layer()], 0).page_tokens(self.page_tokens);
+        let spec = spec.room_for(1, tokens, tokens)?;
         let pool = KvPool::new(device, &spec)?;
         layers::fill(pool.layer(0)?, 0xFF)?;
         let firsts: Vec<usize> = self
@@ -95,7 +114,7 @@ impl Case {
                 break;
             }
             let step = pool.step(&mut batch)?;
-            layers::write(pool.layer(1)?, &source.gather(&tokens), DType::F32, &step)?;
+            write(pool.layer(1)?, &step, &tokens)?;
         }
         let mut batch = Vec::new();
         let mut new = Vec::new();
@@ -142,36 +161,50 @@ impl Case {
         bound.of_prompt(device, self.dtype, [self.k, self.v], 1.0)
     }
 
-    /// Every device agrees with the reference over the same bytes.
+    /// Every device agrees with the reference over the same bytes: the reference writes the past, the device what is
+    /// new.
     pub fn check(&self) {
         self.check_with(|_| Ok(()));
     }
 
     /// The same after `change` has changed the step.
     pub fn check_with(&self, change: impl Fn(&Step) -> Result<()>) {
-        let source = self.source();
-        for device in devices() {
-            let compare = || -> Result<Vec<String>> {
-                let made = |device| -> Result<Filled> {
-                    let filled = self.filled(device, &source)?;
-                    change(&filled.step)?;
-                    layers::write(filled.pool.layer(1)?, &source.gather(&filled.new), DType::F32, &filled.step)?;
-                    Ok(filled)
-                };
-                let (got, want) = (made(device)?, made(&Device::reference())?);
-                // Both took the same pages. The first plane of the first layer begins where the memory does.
-                let [from, to] = [&got, &want].map(|made| made.pool.layer(0).map(|layer| layer.k().clone()));
-                let (from, to) = (from?, to?);
-                let memory = |planes: &kvant::Planes| planes.tensors().next().map(|(_, low)| low.clone()).unwrap();
-                memory(&to).write_bytes(&bytes_of(&memory(&from))?)?;
-                let bound = self.bound(device);
-                let [got, want] = [&got, &want].map(|made| -> Result<Output> {
-                    self.attend(made.pool.layer(1)?, &made.step)?.close_within("out", bound)
-                });
-                Ok(differences(&[got?], &[want?]))
-            };
-            let wrong = compare().unwrap_or_else(|error| vec![error.to_string()]);
-            assert!(wrong.is_empty(), "{self:?} on {device}:\n  {}", wrong.join("\n  "));
+        let devices = devices();
+        if devices.is_empty() {
+            return;
         }
+        let source = self.source();
+        let past = || -> Result<(Filled, Vec<u8>)> {
+            let filled = self.filled(&Device::reference(), &source)?;
+            let bytes = bytes_of(&filled.memory()?)?;
+            Ok((filled, bytes))
+        };
+        let (reference, past) = past().unwrap_or_else(|error| panic!("{self:?} on the reference: {error}"));
+        let attended = |filled: &Filled, bound: Bound| -> Result<Output> {
+            self.attend(filled.pool.layer(1)?, &filled.step)?.close_within("out", bound)
+        };
+        // Devices that stored the same bytes share the reference's result.
+        let mut last: Option<(Vec<u8>, Output)> = None;
+        let mut wrong = Vec::new();
+        change(&reference.step).unwrap_or_else(|error| panic!("{self:?} on the reference: {error}"));
+        for device in devices {
+            let mut compare = || -> Result<Vec<String>> {
+                let (filled, bound) = (self.copied(device, &past)?, self.bound(device));
+                change(&filled.step)?;
+                layers::write(filled.pool.layer(1)?, &source.gather(&filled.new), DType::F32, &filled.step)?;
+                let bytes = bytes_of(&filled.memory()?)?;
+                if last.as_ref().is_none_or(|(seen, _)| *seen != bytes) {
+                    reference.memory()?.write_bytes(&bytes)?;
+                    last = Some((bytes, attended(&reference, bound)?));
+                }
+                let (_, want) = last.as_ref().expect("just made");
+                Ok(differences(&[attended(&filled, bound)?], std::slice::from_ref(want)))
+            };
+            match compare() {
+                Ok(why) => wrong.extend(why.into_iter().map(|why| format!("{device}: {why}"))),
+                Err(error) => wrong.push(format!("{device}: {error}")),
+            }
+        }
+        assert!(wrong.is_empty(), "{self:?}:\n  {}", wrong.join("\n  "));
     }
 }

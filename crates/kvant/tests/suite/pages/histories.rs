@@ -1,6 +1,6 @@
 //! Random histories of a pool, against a list of tokens and naive attention.
 
-use std::ops::Range;
+use std::{cell::RefCell, collections::HashMap, ops::Range};
 
 use super::tokens::{DIM, WINDOW, prompt_token, vector};
 use crate::common::{
@@ -55,11 +55,15 @@ struct Told {
     certain: usize,
 }
 
+/// Stored keys and values, by layer and tokens. The devices of a case share them.
+type Rows = RefCell<HashMap<(usize, Vec<u32>), [Vec<f64>; 2]>>;
+
 /// A pool of a full and a sliding layer, with the sequences of a history.
-struct History {
+struct History<'a> {
     pool: KvPool,
     cache: PrefixCache,
     codec: Codec,
+    rows: &'a Rows,
     told: Vec<Told>,
 }
 
@@ -76,14 +80,14 @@ fn stored(codec: Codec, x: Vec<f32>) -> Vec<f64> {
     }
 }
 
-impl History {
-    fn new(device: &Device, codec: Codec, bytes: usize) -> History {
+impl History<'_> {
+    fn new<'a>(device: &Device, codec: Codec, bytes: usize, rows: &'a Rows) -> History<'a> {
         let full = CacheLayer::new(1, DIM, codec);
         let sliding = full.window(Some(WINDOW));
         let spec = PoolSpec::new(vec![sliding, full, sliding], bytes).page_tokens(16).host_bytes(bytes / 4);
         let pool = KvPool::new(device, &spec).unwrap();
         let cache = PrefixCache::new(&pool, b"history");
-        History { cache, pool, codec, told: Vec::new() }
+        History { cache, pool, codec, rows, told: Vec::new() }
     }
 
     /// Appends to the sequences, writes their keys and values, and compares attention with the naive one.
@@ -157,8 +161,12 @@ impl History {
 
     fn naive(&self, q: &[f32], layer: usize, tokens: &[u32], seen: Range<usize>) -> Vec<f32> {
         let scale = (DIM as f64).powf(-0.5);
-        let rows: Vec<[Vec<f64>; 2]> =
-            seen.map(|at| [0, 1].map(|side| stored(self.codec, vector(side, layer, &tokens[..=at])))).collect();
+        let mut rows = self.rows.borrow_mut();
+        for at in seen.clone() {
+            let made = || [0, 1].map(|side| stored(self.codec, vector(side, layer, &tokens[..=at])));
+            rows.entry((layer, tokens[..=at].to_vec())).or_insert_with(made);
+        }
+        let rows: Vec<&[Vec<f64>; 2]> = seen.map(|at| &rows[&(layer, tokens[..=at].to_vec())]).collect();
         let mut out = Vec::new();
         for q in q.chunks_exact(DIM) {
             let scores: Vec<f64> = rows
@@ -261,12 +269,13 @@ proptest! {
     ) {
         // A page of the sliding group: two layers, whose planes begin at multiples of 256 bytes.
         let slab = 2 * 2 * (16 * codec.bytes_per_vector(DIM).next_multiple_of(16) + 512);
+        let rows = Rows::default();
         for device in devices() {
             // msl-host is no fast machine.
             if device.kind() == kvant::DeviceKind::Metal && seed % 5 != 0 {
                 continue;
             }
-            let mut history = History::new(device, codec, pages * slab);
+            let mut history = History::new(device, codec, pages * slab, &rows);
             let mut rng = Rng::new(seed);
             for action in &actions {
                 history.act(action, &mut rng);

@@ -1,6 +1,6 @@
 //! Attention over stored vectors and their means.
 
-use super::{PAGE, append, around, reference_and_devices};
+use super::{PAGE, append, around, pool_of, reference_and_devices};
 use crate::{
     common::{
         Out, Rng, input,
@@ -10,7 +10,7 @@ use crate::{
     pages::case::{CASE, Case},
 };
 use kvant::{
-    CacheLayer, Codec, DType, Device, KvPool, PoolSpec,
+    CacheLayer, Codec, DType, Device,
     ops::{self, Attend},
 };
 
@@ -18,11 +18,14 @@ use kvant::{
 #[test]
 fn every_fill() {
     for (i, codec) in CENTRED_CODECS.into_iter().enumerate() {
-        for past in [0, 1, PAGE - 1, PAGE, 3 * PAGE + 1] {
+        for (j, past) in [0, 1, PAGE - 1, PAGE, 3 * PAGE + 1].into_iter().enumerate() {
             let head_dim = [64, 128, 256, 512][(i + past) % 4];
-            for new in [1, 2, PAGE, PAGE + 1] {
-                let sequences = vec![(past, new), (2 * PAGE, 1)];
-                Case { k: codec, v: codec, head_dim, sequences, ..CASE }.check();
+            for (n, new) in [1, 2, PAGE, PAGE + 1].into_iter().enumerate() {
+                // Each past with each new for every other codec.
+                if (i + j + n) % 2 == 0 {
+                    let sequences = vec![(past, new), (2 * PAGE, 1)];
+                    Case { k: codec, v: codec, head_dim, sequences, ..CASE }.check();
+                }
             }
         }
     }
@@ -63,7 +66,7 @@ fn vectors_that_are_not_seen_do_not_matter() {
     let (tokens, window) = (4 * PAGE + 6, 20);
     let attended = |device: &Device, dtype: DType| -> Vec<f32> {
         let layer = CacheLayer::new(1, 64, Codec::tq_centred(8)).window(Some(window));
-        let pool = KvPool::new(device, &PoolSpec::new(vec![layer], 4 << 20).page_tokens(PAGE)).unwrap();
+        let pool = pool_of(device, layer, tokens + PAGE);
         let layer = pool.layer(0).unwrap();
         layers::fill(layer, 0xFF).unwrap();
         let mut data = around(&mut Rng::of("unseen"), tokens, 1, 64, 2.0);
