@@ -4,7 +4,7 @@ use kvant::ops::Activation;
 use kvant_models::{Config, Error};
 use serde_json::{Value, json};
 
-use super::{checkpoint, config_bytes, config_of, load, model_dir};
+use crate::{checkpoint, common::model_dir, config_bytes, config_of, load};
 
 /// The keys of gpt-oss-20b that describe its decoder.
 fn released() -> Value {

@@ -1,13 +1,8 @@
 //! Kernels that are right, and what they must compute: under every schedule, in both builds.
 
-// Kernels run nowhere else.
-#![cfg(all(target_os = "linux", target_arch = "x86_64"))]
-
-mod support;
-
+use crate::support::*;
 use half::{bf16, f16};
 use msl_host::{Access, Buffer, Build, Constant, Error, Grid, Launch, Schedule};
-use support::*;
 
 const BUILDS: [Build; 2] = [Build::Plain, Build::Checker];
 

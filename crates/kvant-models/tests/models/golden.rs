@@ -1,8 +1,6 @@
 //! Whole models against logits computed by transformers and MLX in f32.
 
-mod common;
-
-use common::{FAMILIES, GGUF_MODELS, Parts, VARIANTS, exact, floats, golden, ids, max_difference, model_dir};
+use crate::common::{FAMILIES, GGUF_MODELS, Parts, VARIANTS, exact, floats, golden, ids, max_difference, model_dir};
 use kvant::{Device, Sequence};
 use kvant_models::{
     Files, Inspection, LoadOptions, Logits, Model, PoolOptions,

@@ -1,10 +1,8 @@
 //! Neither drafts nor overlapping steps change texts.
 
-mod common;
-
 use std::time::Instant;
 
-use common::{collect, engine, options, request};
+use crate::common::{collect, engine, model, options, request, shipped};
 use kvant_engine::{Engine, EngineOptions, EngineRequest, Event, Grammar};
 use kvant_models::Sampling;
 
@@ -88,7 +86,7 @@ fn texts_are_the_same_with_drafts() {
         );
         assert!(stats.drafts[1] > 20 && stats.drafts[1] <= stats.drafts[0], "{:?}", stats.drafts);
     }
-    assert!(kvant_engine::Engine::start(common::model(), tokenizer(), options().drafts(33)).is_err());
+    assert!(kvant_engine::Engine::start(model(), tokenizer(), options().drafts(33)).is_err());
 }
 
 /// Steps that overlap, alone and among those that cannot: requests with penalties, log probabilities and grammars come
@@ -148,11 +146,11 @@ fn plain_requests_overlap_all_the_time() {
 }
 
 fn tokenizer() -> std::sync::Arc<kvant_models::Tokenizer> {
-    std::sync::Arc::new(kvant_models::Tokenizer::load(common::shipped()).unwrap())
+    std::sync::Arc::new(kvant_models::Tokenizer::load(shipped()).unwrap())
 }
 
 /// Prints tokens a second of a text that repeats itself, and of one that does not:
-/// `cargo test --release -p kvant-engine --test texts -- --ignored --nocapture`.
+/// `cargo test --release -p kvant-engine --test requests -- --ignored --nocapture`.
 #[test]
 #[ignore = "measures"]
 fn speed() {

@@ -1,10 +1,8 @@
 //! The shipped model: golden logits, its tokenizer, and long generation.
 
-mod common;
-
 use std::{ops::ControlFlow, path::Path};
 
-use common::{exact, floats, golden, ids, max_difference, nats, shipped};
+use crate::common::{exact, floats, golden, ids, max_difference, nats, shipped};
 use kvant::{Codec, CpuOptions, DType, Device, SimdLevel, Tensor, ops};
 use kvant_models::{
     CacheCodecs, Decoder, Error, Finish, KvCodec, LoadOptions, Logits, Model, PoolOptions, Request, Sampling,

@@ -1,10 +1,8 @@
 //! The engine with the model that ships: many requests at once give what each gives alone.
 
-mod common;
-
 use std::{collections::HashMap, time::Duration};
 
-use common::{collect, engine, model, options, request, shipped};
+use crate::common::{collect, engine, model, options, request, shipped};
 use kvant::Codec;
 use kvant_engine::{CacheScope, Engine, EngineRequest, Event, Failure, FinishReason, NoEvent, Responses, SubmitError};
 use kvant_models::{Model, PoolOptions, Request, Sampling, Tokenizer, generate};

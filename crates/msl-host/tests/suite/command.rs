@@ -1,9 +1,5 @@
 //! The command `msl-host`.
 
-// Kernels run nowhere else.
-#![cfg(all(target_os = "linux", target_arch = "x86_64"))]
-#![allow(clippy::expect_used)]
-
 use std::path::PathBuf;
 use std::process::Command;
 

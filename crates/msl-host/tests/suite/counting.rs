@@ -1,9 +1,5 @@
 //! The counting build, on kernels whose counts follow from their text.
 
-// Kernels run nowhere else.
-#![cfg(all(target_os = "linux", target_arch = "x86_64"))]
-#![allow(clippy::expect_used)]
-
 use msl_host::{Buffer, Chip, Constant, Counts, Grid, Host, Launch, Source};
 
 /// Runs a kernel in `groups` threadgroups of 64 threads over 64 KiB of zeros and counts.

@@ -1,10 +1,8 @@
 //! Grammars in the engine, with the model that ships.
 
-mod common;
-
 use std::time::{Duration, Instant};
 
-use common::{collect, engine, options, request};
+use crate::common::{collect, engine, options, request};
 use kvant_engine::{CompiledGrammar, Engine, EngineRequest, Event, Failure, FinishReason, Grammar, SubmitError};
 use kvant_models::Sampling;
 use serde_json::{Value, json};
@@ -130,7 +128,7 @@ fn what_cannot_be_drawn_fails_one_request() {
     let last = engine.submit(nothing).unwrap().last().unwrap();
     assert!(matches!(&last, Event::Failed(Failure::Request(reason)) if reason.contains("no token")), "{last:?}");
     assert!(engine.is_healthy());
-    let other = common::engine(options());
+    let other = crate::common::engine(options());
     let foreign = request(&other, "# A").grammar(schema(&engine));
     assert!(matches!(other.submit(foreign), Err(SubmitError::Invalid { field: "grammar", .. })));
 }

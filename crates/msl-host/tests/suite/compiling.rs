@@ -1,12 +1,7 @@
 //! What the front end, the lint and the typed pass refuse, and what they accept.
 
-// Kernels run nowhere else.
-#![cfg(all(target_os = "linux", target_arch = "x86_64"))]
-
-mod support;
-
+use crate::support::*;
 use msl_host::{Build, Error, Source};
-use support::*;
 
 /// The first complaint as (line, message).
 fn refused(text: &str) -> (u32, String) {

@@ -1,12 +1,7 @@
 //! What is allowed on request: code of others that Apple's compiler accepts and Apple's GPUs run.
 
-// Kernels run nowhere else.
-#![cfg(all(target_os = "linux", target_arch = "x86_64"))]
-
-mod support;
-
+use crate::support::*;
 use msl_host::{Buffer, Build, Constant, Error, Kind, Launch, Schedule, Strictness, SumOrder};
-use support::*;
 
 const KERNELS: &str = "
 struct Pair {

@@ -3,7 +3,7 @@
 use kvant_models::{Config, Error};
 use serde_json::{Value, json};
 
-use super::config_of;
+use crate::config_of;
 
 fn windows(config: &Value) -> Result<Vec<Option<usize>>, Error> {
     Ok(Config::parse(config)?.decoder.blocks.iter().map(|block| block.attention.window).collect())

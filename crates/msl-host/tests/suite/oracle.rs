@@ -1,14 +1,9 @@
 //! The oracle itself: kernels that are wrong must be found out, with the kind, the line and the thread.
 
-// Kernels run nowhere else.
-#![cfg(all(target_os = "linux", target_arch = "x86_64"))]
-
-mod support;
-
 use std::time::Duration;
 
+use crate::support::*;
 use msl_host::{Buffer, Build, Error, Grid, Kind, Launch, Schedule};
-use support::*;
 
 #[test]
 fn a_missing_barrier_is_a_race_under_every_schedule() {

@@ -1,7 +1,6 @@
 //! Conversations as tokens.
 
-mod common;
-
+use crate::common::shipped;
 use kvant_models::{
     Tokenizer,
     chat::{ChatTemplate, Conversation, Message, SpecialTokens},
@@ -12,7 +11,7 @@ const SOURCE: &str = "{{ bos_token }}{% for m in messages %}{{ m.content | trim 
 /// The special tokens of a template are tokens; those that a user writes are text.
 #[test]
 fn users_cannot_write_special_tokens() {
-    let tokenizer = Tokenizer::load(&common::shipped()).unwrap();
+    let tokenizer = Tokenizer::load(&shipped()).unwrap();
     let tokens = SpecialTokens::from_iter([("bos_token", "<bos>"), ("eos_token", "<eos>")]);
     let template = ChatTemplate::new(SOURCE, tokens).unwrap();
     let encode = |text: &str| {

@@ -1,5 +1,4 @@
 //! What the tests share.
-#![allow(dead_code, clippy::expect_used)] // each test binary uses a part
 
 use std::sync::OnceLock;
 

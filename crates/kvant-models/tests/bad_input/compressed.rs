@@ -3,7 +3,7 @@
 use kvant_models::Error;
 use serde_json::json;
 
-use super::{checkpoint, config_bytes, config_of, load, model_dir};
+use crate::{checkpoint, common::model_dir, config_bytes, config_of, load};
 
 #[test]
 fn every_wrong_part_is_named() {

@@ -1,0 +1,6 @@
+//! Requests to an engine with the model that ships.
+
+mod common;
+mod grammar;
+mod serving;
+mod texts;

@@ -1,0 +1,10 @@
+//! Whole models, tokenizers, chat templates and GGUF files, in one binary.
+
+mod chat_encode;
+mod chat_templates;
+#[path = "../common/mod.rs"]
+mod common;
+mod gguf;
+mod golden;
+mod rustdoc;
+mod text_stream;
