@@ -36,6 +36,7 @@ SUITES = {
     "add_bias": ["conformance::add_bias::"],
     "argmax": ["conformance::sample::argmax", "conformance::sample::signed_zeros"],
     "attend": ["conformance::attend::", "hazards::", "pages::"],
+    "block_formats": ["conformance::linear::block_formats", "conformance::linear::embed"],
     "copy": ["pages::histories::"],
     "embed": ["conformance::linear::embed", "ids_out_of_range"],
     "gate": ["conformance::gate::"],
@@ -58,6 +59,7 @@ SUITES = {
 # the folder is named after.
 HEADERS = {
     "affine": ["linear", "embed"],
+    "blocks": ["block_formats"],
     "elements": ["softcap", "kv_write"],
     "ordered": ["argmax", "sample"],
     "planes": ["attend", "kv_read"],
@@ -73,6 +75,7 @@ HEADERS = {
 # Mutants that compute the same: (file, line of text, why). The script says so instead of failing.
 EQUIVALENT = [
     ("norm_rope_write.metal", "static_assert(", "the compiler asserts it, and both hold"),
+    ("blocks.h", "m < 4 ? m :", "at 4 both sides are 4"),
     ("attend/keys.h", "return lo < hi ?", "the range is empty either way"),
     ("attend/softmax.h", "part.m > into.m ?", "where both are equal, either will do"),
     ("copy.metal", "at + 4 <= p.bytes", "the last word is copied byte by byte instead"),
