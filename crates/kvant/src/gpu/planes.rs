@@ -62,6 +62,7 @@ pub(crate) fn plain_code(codec: Codec) -> u32 {
 }
 
 /// The name of a codec by its number.
+#[cfg(feature = "cuda")]
 pub(crate) fn codec_name(code: u32) -> String {
     let suffix = if code >= CENTRED { "c" } else { "" };
     match (code % CENTRED).checked_sub(QUANTISED) {
@@ -71,6 +72,7 @@ pub(crate) fn codec_name(code: u32) -> String {
 }
 
 /// The name of a dtype by its number.
+#[cfg(feature = "cuda")]
 pub(crate) fn dtype_name(code: u32) -> String {
     let dtypes = [DType::F32, DType::F16, DType::BF16, DType::U32, DType::U8];
     let dtype = dtypes.into_iter().find(|&dtype| dtype_code(dtype) == code);
