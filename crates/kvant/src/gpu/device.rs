@@ -43,9 +43,9 @@ pub trait Executor: Send + Sync + 'static {
     }
     /// Memory; of zeros, or of anything.
     fn allocate(&self, bytes: usize, zeroed: bool) -> Result<Box<dyn Memory>>;
-    /// Waits for committed work, then writes. `offset + bytes.len()` is within the allocation.
+    /// Waits for committed work that uses the bytes, then writes. `offset + bytes.len()` is within the allocation.
     fn upload(&self, memory: &dyn Memory, offset: usize, bytes: &[u8]) -> Result<()>;
-    /// Waits for committed work, then reads. `offset + out.len()` is within the allocation.
+    /// Waits for committed work that uses the bytes, then reads. `offset + out.len()` is within the allocation.
     fn download(&self, memory: &dyn Memory, offset: usize, out: &mut [u8]) -> Result<()>;
     /// Starts to read after committed work, without waiting for it. `None` if the executor has no such transfer, or no
     /// memory for it. `offset + bytes` is within the allocation.

@@ -439,7 +439,8 @@ impl KvPool {
             for (from, to) in std::iter::once(first).chain(copies) {
                 ops::copy(&mut enc, &from?, &to?)?;
             }
-            enc.commit()?.wait()?;
+            // The next operations on these pages come later on the device.
+            drop(enc.commit()?);
         }
         let PoolState { log, words, .. } = state;
         shape.fill(words, batch);

@@ -43,6 +43,12 @@ impl<W: CommittedWork> InFlight<W> {
         self.flights.iter().for_each(|(_, work)| work.wait());
     }
 
+    /// Returns when the last pass that `uses` something is done, and with it all before.
+    pub(super) fn wait_for(&self, uses: impl Fn(&W) -> bool) {
+        let last = self.flights.iter().rposition(|(_, work)| uses(work));
+        self.flights.iter().take(last.map_or(0, |last| last + 1)).for_each(|(_, work)| work.wait());
+    }
+
     /// Removes the passes that are done and have no unfinished one before them.
     #[must_use]
     pub(super) fn land(&mut self) -> Vec<(u64, W)> {
@@ -141,6 +147,22 @@ mod tests {
         let told = flights.take_fault();
         assert!(matches!(&told, Some(Error::DeviceFault { reason, .. }) if reason == "took too long"), "{told:?}");
         assert!(flights.take_fault().is_none(), "the next transfer has nothing to do with it");
+    }
+
+    #[test]
+    fn only_what_uses_something_is_waited_for() {
+        let (mut flights, passes) = committed(&[None; 4]);
+        let is = |which: usize| {
+            let done = passes[which].done.clone();
+            move |work: &FakePass| Rc::ptr_eq(&work.done, &done)
+        };
+        let landed = |flights: &mut InFlight<FakePass>| numbers(flights.land());
+        flights.wait_for(|_| false);
+        assert!(landed(&mut flights).is_empty());
+        flights.wait_for(is(1));
+        assert_eq!(landed(&mut flights), [1, 2]);
+        flights.wait_for(is(0));
+        assert!(landed(&mut flights).is_empty() && !flights.is_empty());
     }
 
     #[test]

@@ -1,8 +1,8 @@
 //! The Apple runtime: runs launches on an Apple GPU.
 //!
-//! Memory is shared with the processor, so a transfer is a copy in memory that waits for the GPU. A pass is a few
-//! command buffers with one compute encoder each, in which launches run at the same time unless [`Order`] puts a
-//! barrier between them. Metal's hazard tracking is off; a fence orders the command buffers.
+//! Memory is shared with the processor, so a transfer is a copy in memory that waits for the passes that use it. A pass
+//! is a few command buffers with one compute encoder each, in which launches run at the same time unless [`Order`] puts
+//! a barrier between them. Metal's hazard tracking is off; a fence orders the command buffers.
 //!
 //! `pipelines` compiles kernels, `queue` encodes passes and watches them.
 
@@ -140,15 +140,15 @@ impl Executor for Runtime {
 
     fn trim(&self) -> Result<()> {
         // Waits for committed passes, so that what they have used is ready.
-        self.0.queue.exclusively(|| ())?;
+        self.0.queue.settle();
         drop(lock(&self.0.pool).trim());
         Ok(())
     }
 
     fn upload(&self, memory: &dyn Memory, offset: usize, bytes: &[u8]) -> Result<()> {
         let start = MetalBuffer::of(memory).address();
-        self.0.queue.exclusively(|| {
-            // SAFETY: the caller keeps the range within the allocation; no committed pass is unfinished and none can be
+        self.0.queue.exclusively(memory, offset..offset + bytes.len(), || {
+            // SAFETY: the caller keeps the range within the allocation; no unfinished pass uses it and none can be
             // committed meanwhile, nor can another transfer run.
             unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), start.as_ptr().add(offset), bytes.len()) }
         })
@@ -156,7 +156,7 @@ impl Executor for Runtime {
 
     fn download(&self, memory: &dyn Memory, offset: usize, out: &mut [u8]) -> Result<()> {
         let start = MetalBuffer::of(memory).address();
-        self.0.queue.exclusively(|| {
+        self.0.queue.exclusively(memory, offset..offset + out.len(), || {
             // SAFETY: as in `upload`.
             unsafe { std::ptr::copy_nonoverlapping(start.as_ptr().add(offset), out.as_mut_ptr(), out.len()) }
         })

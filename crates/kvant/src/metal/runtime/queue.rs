@@ -2,6 +2,7 @@
 
 use std::{
     ffi::c_void,
+    ops::Range,
     ptr::NonNull,
     sync::{Arc, Mutex},
 };
@@ -19,7 +20,7 @@ use objc2_metal::{
 use super::{MetalBuffer, SharedBuffer, SharedPool, lock, pipelines::Pipeline};
 use crate::{
     Error, Result,
-    gpu::Launch,
+    gpu::{Binding, Launch, Memory},
     metal::in_flight::{CommittedWork, InFlight},
 };
 
@@ -92,6 +93,18 @@ struct CommittedPass {
     device: Arc<str>,
     pieces: Arc<[Commands]>,
     steps: Arc<[PreparedLaunch]>,
+}
+
+impl CommittedPass {
+    /// Whether a launch reads or writes one of the bytes of a buffer.
+    fn uses(&self, memory: &dyn Memory, bytes: &Range<usize>) -> bool {
+        let wanted = std::ptr::from_ref(memory).cast::<()>() as usize;
+        let meets = |binding: &Binding| {
+            let range = binding.range();
+            binding.allocation() == wanted && range.start < bytes.end && bytes.start < range.end
+        };
+        self.steps.iter().any(|step| step.launch.bindings.iter().any(meets))
+    }
 }
 
 impl CommittedWork for CommittedPass {
@@ -220,11 +233,11 @@ impl Queue {
         running.flight.fault().map_or(Ok(()), Err)
     }
 
-    /// Waits for all committed passes and calls `access` while none can be committed. If a fault has not been reported,
-    /// it is returned instead: the memory does not hold the results.
-    pub(super) fn exclusively(&self, access: impl FnOnce()) -> Result<()> {
+    /// Waits for the committed passes that use the bytes of a buffer, and calls `access` while none can be committed. If
+    /// a fault has not been reported, it is returned instead: the memory does not hold the results.
+    pub(super) fn exclusively(&self, memory: &dyn Memory, bytes: Range<usize>, access: impl FnOnce()) -> Result<()> {
         let mut state = lock(&self.state);
-        state.flights.wait();
+        state.flights.wait_for(|pass| pass.uses(memory, &bytes));
         let finished = self.finish(&mut state);
         let result = match state.flights.take_fault() {
             Some(error) => Err(error),
