@@ -139,6 +139,12 @@ impl Binding {
     pub fn range(&self) -> Range<usize> {
         self.offset..self.offset + self.bytes
     }
+
+    /// Whether two bindings have bytes in common.
+    fn meets(&self, other: &Binding) -> bool {
+        let (own, others) = (self.range(), other.range());
+        self.allocation() == other.allocation() && own.start < others.end && others.start < own.end
+    }
 }
 
 /// Memory of one launch sequence: partial results. It holds anything, or zeros where they were asked for
@@ -283,14 +289,16 @@ impl Launch {
         Launch { ahead: indices, ..self }
     }
 
+    /// Whether one of two launches writes bytes that the other reads or writes.
+    pub(crate) fn conflicts(&self, other: &Launch) -> bool {
+        let meet = |a: &Binding, b: &Binding| (a.access.writes() || b.access.writes()) && a.meets(b);
+        self.bindings.iter().any(|a| other.bindings.iter().any(|b| meet(a, b)))
+    }
+
     /// Whether the kernel may begin to read ahead while `previous` still runs.
     pub fn may_read_beside(&self, previous: &Launch) -> bool {
         let mut ahead = self.bindings.iter().filter(|b| self.ahead.contains(&b.index));
-        let meet = |a: &Binding, b: &Binding| {
-            let (one, other) = (a.range(), b.range());
-            a.allocation() == b.allocation() && one.start < other.end && other.start < one.end
-        };
-        !ahead.any(|a| previous.bindings.iter().any(|b| b.access.writes() && meet(a, b)))
+        !ahead.any(|a| previous.bindings.iter().any(|b| b.access.writes() && a.meets(b)))
     }
 
     /// The grid: threadgroups, and threads of each. [`Builder::push`](super::Builder::push) checks it.

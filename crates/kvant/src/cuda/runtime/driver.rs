@@ -588,6 +588,60 @@ impl CudaGraph {
     }
 }
 
+/// A stream beside the one that a graph is captured from.
+pub(super) struct SideStream {
+    pub stream: cu::CUstream,
+    event: cu::CUevent,
+    gpu: Arc<CudaDevice>,
+}
+
+impl SideStream {
+    pub(super) fn new(gpu: &Arc<CudaDevice>) -> Result<SideStream, DriverError> {
+        let _entered = gpu.enter()?;
+        let mut side = SideStream { stream: null_mut(), event: null_mut(), gpu: gpu.clone() };
+        // SAFETY: every pointer is to a local; `drop` destroys what was made.
+        unsafe {
+            driver!(cuStreamCreate(&mut side.stream, cu::CUstream_flags::CU_STREAM_NON_BLOCKING as u32))?;
+            driver!(cuEventCreate(&mut side.event, cu::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32))?;
+        }
+        Ok(side)
+    }
+
+    /// What comes next in this stream follows what is in `main` by now.
+    pub(super) fn fork(&self, main: cu::CUstream) -> Result<(), DriverError> {
+        // SAFETY: streams and event are alive.
+        unsafe {
+            driver!(cuEventRecord(self.event, main))
+                .and_then(|()| driver!(cuStreamWaitEvent(self.stream, self.event, 0)))
+        }
+    }
+
+    /// What comes next in `main` follows what is in this stream by now.
+    pub(super) fn join(&self, main: cu::CUstream) -> Result<(), DriverError> {
+        // SAFETY: as above.
+        unsafe {
+            driver!(cuEventRecord(self.event, self.stream))
+                .and_then(|()| driver!(cuStreamWaitEvent(main, self.event, 0)))
+        }
+    }
+}
+
+impl Drop for SideStream {
+    fn drop(&mut self) {
+        // SAFETY: nobody else has them; the driver keeps what is captured.
+        unsafe {
+            let _ = self.gpu.enter().map(|_entered| {
+                if !self.event.is_null() {
+                    let _ = driver!(cuEventDestroy_v2(self.event));
+                }
+                if !self.stream.is_null() {
+                    let _ = driver!(cuStreamDestroy_v2(self.stream));
+                }
+            });
+        }
+    }
+}
+
 impl Drop for CudaGraph {
     fn drop(&mut self) {
         // SAFETY: nobody else has it; the driver keeps what still runs until it is done.

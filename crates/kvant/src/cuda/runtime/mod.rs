@@ -22,6 +22,7 @@ use std::{
 
 use cudarc::driver::sys::{self as cu, CUstream};
 
+mod branches;
 pub(super) mod compile;
 mod cublaslt;
 mod driver;
@@ -29,10 +30,11 @@ mod kernel_cache;
 pub(super) mod libraries;
 mod locked;
 
+use branches::{Branch, branches};
 use compile::{CompileTarget, KernelProgram};
 use cublaslt::{CublasLt, CublasLtPlan};
 pub(super) use driver::count;
-use driver::{CudaDevice, CudaEvent, CudaFunction, CudaGraph, CudaMemory, driver, fault};
+use driver::{CudaDevice, CudaEvent, CudaFunction, CudaGraph, CudaMemory, SideStream, driver, fault};
 use kernel_cache::KernelCache;
 use locked::CudaDownload;
 
@@ -187,15 +189,39 @@ impl Launcher {
         Ok(self.cublaslt.get().and_then(Option::as_ref))
     }
 
-    /// Enqueues launches in a stream, in their order.
-    fn enqueue_all(&self, launches: &[(Launch, Runner)], stream: CUstream) -> Result<()> {
-        let mut previous = None;
+    /// Enqueues launches in a stream, in their order. The first one may overlap `previous`, the last kernel there.
+    fn enqueue_all<'a>(
+        &self,
+        launches: &'a [(Launch, Runner)],
+        mut previous: Option<&'a Launch>,
+        stream: CUstream,
+    ) -> Result<()> {
         for (launch, runner) in launches {
             let overlaps = previous.is_some_and(|previous| self.may_overlap(launch, previous));
             self.enqueue(launch, runner, overlaps, stream)?;
             previous = matches!(runner, Runner::Kernel(_)).then_some(launch);
         }
         Ok(())
+    }
+
+    /// The same while `stream` is captured, with branches in a second stream.
+    fn capture_all(&self, launches: &[(Launch, Runner)], stream: CUstream, side: &SideStream) -> Result<()> {
+        let of_kernels: Vec<&Launch> = launches.iter().map(|(launch, _)| launch).collect();
+        // The library has one workspace, and blocks of these operations may wait for all others of their grid.
+        let waits = |op: &str| ["attend", "argmax", "sample"].contains(&op);
+        let usable = |at: usize| matches!(launches[at].1, Runner::Kernel(_)) && !waits(launches[at].0.op);
+        let mut at = 0;
+        for Branch { main, side: beside } in branches(&of_kernels, usable) {
+            self.enqueue_all(&launches[at..main.start], None, stream)?;
+            side.fork(stream).map_err(fault)?;
+            let before = &launches[main.start - 1];
+            let before = matches!(before.1, Runner::Kernel(_)).then_some(&before.0);
+            self.enqueue_all(&launches[main], before, stream)?;
+            self.enqueue_all(&launches[beside.clone()], None, side.stream)?;
+            side.join(stream).map_err(fault)?;
+            at = beside.end;
+        }
+        self.enqueue_all(&launches[at..], None, stream)
     }
 
     /// Whether a kernel may begin before the previous one has ended: if it waits for that itself
@@ -402,7 +428,8 @@ impl Executor for CudaExecutor {
         let launcher = self.launcher.clone();
         // Before the capture, within which kernels cannot be loaded.
         let launches = launcher.prepare_all(launches)?;
-        let graph = CudaGraph::capture(&launcher.gpu, |stream| launcher.enqueue_all(&launches, stream))?;
+        let side = SideStream::new(&launcher.gpu).map_err(fault)?;
+        let graph = CudaGraph::capture(&launcher.gpu, |stream| launcher.capture_all(&launches, stream, &side))?;
         let launches = launches.into_iter().map(|(launch, _)| launch).collect();
         Ok(Box::new(CudaReplay { graph: Mutex::new(graph), gpu: launcher.gpu.clone(), _launches: launches }))
     }
@@ -425,7 +452,7 @@ impl LaunchPass for CudaPass {
         let launches = launcher.prepare_all(launches)?;
         let _entered = launcher.gpu.enter().map_err(fault)?;
         let _turn = launcher.gpu.turn();
-        launcher.enqueue_all(&launches, launcher.gpu.stream)?;
+        launcher.enqueue_all(&launches, None, launcher.gpu.stream)?;
         Ok(Box::new(launcher.gpu.event().map_err(fault)?))
     }
 }

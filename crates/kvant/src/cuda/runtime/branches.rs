@@ -1,0 +1,104 @@
+//! Launches of a graph that can run beside others.
+//!
+//! A layer with experts beside a dense feed-forward is two chains of small kernels that do not depend on each other. In
+//! a captured graph the second one becomes a branch, so that their latencies overlap.
+
+use std::ops::Range;
+
+use crate::gpu::Launch;
+
+/// The most launches on each side of a branch.
+const MOST: usize = 12;
+/// The fewest: a branch costs two dependencies between streams.
+const LEAST: usize = 2;
+
+/// Launches `side` run beside those of `main`, which come directly before them. They depend only on what comes before
+/// `main`, and on one another.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Branch {
+    pub main: Range<usize>,
+    pub side: Range<usize>,
+}
+
+/// The branches of launches, in order; none overlap. `usable` says which launches may be in one.
+pub(super) fn branches(launches: &[&Launch], usable: impl Fn(usize) -> bool) -> Vec<Branch> {
+    let meets = |at: usize, range: Range<usize>| range.into_iter().any(|other| launches[at].conflicts(launches[other]));
+    let (mut found, mut at, mut floor) = (Vec::new(), 0, 0);
+    while at < launches.len() {
+        // What this launch can run beside; something must come before that.
+        let lowest = (floor + 1).max(at.saturating_sub(MOST));
+        let beside = |first: usize| usable(first) && !meets(at, first..first + 1);
+        let first = (lowest..at).rev().take_while(|&first| beside(first)).last().unwrap_or(at);
+        let main = first..at;
+        let mut end = at;
+        while end < launches.len().min(at + MOST)
+            && usable(end)
+            && !meets(end, main.clone())
+            && (end == at || meets(end, at..end))
+        {
+            end += 1;
+        }
+        if main.len() < LEAST || end - at < LEAST {
+            at += 1;
+            continue;
+        }
+        found.push(Branch { main, side: at..end });
+        (at, floor) = (end, end);
+    }
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        DType, Device, Tensor,
+        gpu::{Source, Use},
+    };
+
+    static SOURCE: Source = Source { name: "none", text: "", headers: &[], layouts: &[] };
+
+    /// Launches that read one tensor and write another, by number.
+    fn found(launches: &[(&[usize], usize)]) -> Vec<Branch> {
+        let tensors: Vec<Tensor> =
+            (0..10).map(|_| Tensor::zeros(&Device::reference(), DType::U8, &[4]).unwrap()).collect();
+        let launches: Vec<Launch> = launches
+            .iter()
+            .map(|&(read, written)| {
+                let launch = Launch::new("test", &SOURCE, "kernel").tensor(0, &tensors[written], Use::Write);
+                read.iter()
+                    .zip(1..)
+                    .fold(launch, |launch, (&from, index)| launch.tensor(index, &tensors[from], Use::Read))
+            })
+            .collect();
+        branches(&launches.iter().collect::<Vec<_>>(), |_| true)
+    }
+
+    #[test]
+    fn a_chain_has_no_branch() {
+        assert!(found(&[(&[0], 1), (&[1], 2), (&[2], 3), (&[3], 4), (&[4], 5)]).is_empty());
+        // One launch on a side is not worth it.
+        assert!(found(&[(&[0], 1), (&[1], 2), (&[1], 3), (&[3], 4), (&[2, 4], 5)]).is_empty());
+        assert!(found(&[(&[0], 1), (&[1], 2), (&[2], 3), (&[1], 4), (&[3, 4], 5)]).is_empty());
+    }
+
+    #[test]
+    fn two_chains_from_one_launch_run_beside_each_other() {
+        let layer: [(&[usize], usize); 6] = [(&[0], 1), (&[1], 2), (&[2], 3), (&[1], 4), (&[4], 5), (&[3, 5], 6)];
+        assert_eq!(found(&layer), [Branch { main: 1..3, side: 3..5 }]);
+        // Two such layers, of which the second begins where the first ends.
+        let second: [(&[usize], usize); 6] = [(&[6], 1), (&[1], 2), (&[2], 3), (&[1], 4), (&[4], 5), (&[3, 5], 6)];
+        let both = [layer, second].concat();
+        assert_eq!(found(&both), [Branch { main: 1..3, side: 3..5 }, Branch { main: 7..9, side: 9..11 }]);
+    }
+
+    #[test]
+    fn a_side_ends_where_it_meets_the_other() {
+        // The last launch of the second chain overwrites what the first chain reads.
+        let launches: [(&[usize], usize); 7] =
+            [(&[0], 1), (&[1], 2), (&[2], 3), (&[1], 4), (&[4], 5), (&[5], 2), (&[3, 5], 6)];
+        assert_eq!(found(&launches), [Branch { main: 1..3, side: 3..5 }]);
+        // Nothing comes before the first chain.
+        assert!(found(&launches[1..]).is_empty());
+    }
+}
