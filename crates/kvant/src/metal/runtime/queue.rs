@@ -233,8 +233,8 @@ impl Queue {
         running.flight.fault().map_or(Ok(()), Err)
     }
 
-    /// Waits for the committed passes that use the bytes of a buffer, and calls `access` while none can be committed. If
-    /// a fault has not been reported, it is returned instead: the memory does not hold the results.
+    /// Waits for the committed passes that use the bytes of a buffer, and calls `access` while none can be committed.
+    /// If a fault has not been reported, it is returned instead: the memory does not hold the results.
     pub(super) fn exclusively(&self, memory: &dyn Memory, bytes: Range<usize>, access: impl FnOnce()) -> Result<()> {
         let mut state = lock(&self.state);
         state.flights.wait_for(|pass| pass.uses(memory, &bytes));
