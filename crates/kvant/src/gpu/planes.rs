@@ -1,7 +1,7 @@
 //! The planes of a cache layer as the kernels see them.
 
 use super::{LANES, Launch, THREADS, Use, dtype_code, params};
-use crate::{Codec, DType, HeadOrder, KvLayer, Planes, Step, codec::Norm};
+use crate::{Codec, HeadOrder, KvLayer, Planes, Step, codec::Norm};
 
 params! {
     /// The shape of a layer, and of its page table in a step: u32 `[sequences, page_width]`, where entries from
@@ -74,7 +74,8 @@ pub(crate) fn codec_name(code: u32) -> String {
 /// The name of a dtype by its number.
 #[cfg(feature = "cuda")]
 pub(crate) fn dtype_name(code: u32) -> String {
-    let dtypes = [DType::F32, DType::F16, DType::BF16, DType::U32, DType::U8];
+    use crate::DType::{BF16, F16, F32, U8, U32};
+    let dtypes = [F32, F16, BF16, U32, U8];
     let dtype = dtypes.into_iter().find(|&dtype| dtype_code(dtype) == code);
     dtype.map_or_else(|| format!("dtype{code}"), |dtype| dtype.to_string())
 }

@@ -734,7 +734,8 @@ impl PoolLayout {
         let page_tokens = spec.page_tokens;
         let slab = groups.iter().map(|group| group.page_bytes).max().unwrap_or(PAGE_UNIT);
         let enough = spec.bytes / slab >= groups.len();
-        let expected = format_args!("at least {} for a page of each group", slab.saturating_mul(groups.len()));
+        let least = slab.saturating_mul(groups.len());
+        let expected = format_args!("at least {least} for a page of each group");
         check::value_is(NAME, "bytes", enough, expected, spec.bytes)?;
         let units = spec.bytes / slab * (slab / PAGE_UNIT);
         check::value_is(NAME, "bytes", units < u32::MAX as usize, "less than 1 TiB", spec.bytes)?;

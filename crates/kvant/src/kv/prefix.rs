@@ -131,7 +131,8 @@ impl PrefixCache {
     /// `Value` if there are not as many tokens as the sequence has, or for a sequence of another pool.
     pub fn keep(&self, sequence: &Sequence, tokens: &[u32]) -> Result<()> {
         check::value_is(NAME, "sequence", *sequence.pool() == self.pool, "of this pool", "of another pool")?;
-        let expected = format_args!("the sequence's {} tokens", sequence.len());
+        let len = sequence.len();
+        let expected = format_args!("the sequence's {len} tokens");
         check::value_is(NAME, "tokens", tokens.len() == sequence.len(), expected, tokens.len())?;
         let state = &mut *self.pool.lock();
         state.prefixes.keep(&mut state.pages, self.pool.layout(), &self.salt, &sequence.pages, tokens);

@@ -212,7 +212,8 @@ impl HeadNorm<'_> {
 impl Rope<'_> {
     pub(crate) fn validate(&self, op: &'static str, head_dim: usize) -> Result<RopeCall> {
         let pairs = self.rotated_pairs;
-        let expected = format_args!("at most D/2 = {}", head_dim / 2);
+        let most = head_dim / 2;
+        let expected = format_args!("at most D/2 = {most}");
         check::value_is(op, "rope.rotated_pairs", pairs <= head_dim / 2, expected, pairs)?;
         // Pairs (i, i + D/2) cover a head only if D is even.
         let even = self.layout != PairLayout::Halves || head_dim.is_multiple_of(2);
