@@ -31,7 +31,8 @@ impl FedTokens<'_> {
     pub(crate) fn write(&self, enc: &mut Encoder, known: &[u32], ids: &Tensor) -> Result<()> {
         let rising = self.places.windows(2).all(|pair| pair[0].0 < pair[1].0);
         if !rising || self.places.last().is_some_and(|&(to, _)| to >= known.len()) {
-            let (expected, got) = (format_args!("rising, below {}", known.len()), format_args!("{:?}", self.places));
+            let (len, places) = (known.len(), &self.places);
+            let (expected, got) = (format_args!("rising, below {len}"), format_args!("{places:?}"));
             return Err(Error::argument("fed", expected, got));
         }
         if self.places.len() < known.len() {
