@@ -3,7 +3,7 @@
 use std::{ops::ControlFlow, path::Path};
 
 use crate::common::{exact, floats, golden, ids, max_difference, nats, shipped};
-use kvant::{Codec, CpuOptions, DType, Device, SimdLevel, Tensor, ops};
+use kvant::{Codec, CpuOptions, DType, Device, KvPool, SimdLevel, Step, Tensor, ops};
 use kvant_models::{
     CacheCodecs, Decoder, Error, Finish, KvCodec, LoadOptions, Logits, Model, PoolOptions, Request, Sampling,
     Tokenizer, generate,
@@ -102,6 +102,48 @@ fn other_dtypes_stay_close() {
         println!("activations {activations}: KL {kl:.2e}, {nats:.4} nats");
         assert!(kl < 0.02, "activations {activations}: KL {kl}");
     }
+}
+
+/// `feed_with` is called once in each layer, before any token attends to what the layer stores.
+#[test]
+fn stored_keys_and_values_can_be_replaced() {
+    let model = model();
+    let layers = model.decoder().cache_layers();
+    let feed = |tokens: &[u32], stored: &mut dyn FnMut(&KvPool, usize, &Step) -> kvant::Result<()>| {
+        let pool = model.new_pool(&exact(64)).unwrap();
+        let mut called = Vec::new();
+        let logits = model
+            .feed_with(&mut pool.sequence(), tokens, Logits::All, &mut |layer, step| {
+                called.push(layer);
+                Ok(stored(&pool, layer, step)?)
+            })
+            .unwrap();
+        assert_eq!(called, (0..layers).collect::<Vec<_>>());
+        logits.to_f32().unwrap()
+    };
+    let tokens = [2, 17, 301, 5, 90];
+    let plain = model.feed(&mut model.new_pool(&exact(64)).unwrap().sequence(), &tokens, Logits::All).unwrap();
+    assert_eq!(feed(&tokens, &mut |_, _, _| Ok(())), plain.to_f32().unwrap());
+    // Without values nothing is known of other tokens.
+    let without_values = |tokens: &[u32]| {
+        feed(tokens, &mut |pool, layer, step| {
+            let layer = pool.layer(layer)?;
+            let shape = [step.tokens(), layer.spec().kv_heads, layer.spec().head_dim];
+            let zeros = Tensor::zeros(pool.device(), DType::F32, &shape)?;
+            let mut enc = pool.device().encoder()?;
+            ops::kv_write(&mut enc, &ops::KvWrite::new(&zeros, &zeros, step, layer))?;
+            enc.commit()?.wait()
+        })
+    };
+    let (a, b) = (without_values(&tokens), without_values(&[2, 800, 801, 802, 90]));
+    let last = 4 * model.vocab_size();
+    assert_eq!(a[last..], b[last..]);
+    assert_ne!(a[last..], plain.to_f32().unwrap()[last..]);
+    let refused = || kvant::Error::NotHeld { needed: 0, oldest: 1 };
+    let pool = model.new_pool(&exact(64)).unwrap();
+    let mut sequence = pool.sequence();
+    let failed = model.feed_with(&mut sequence, &tokens, Logits::Last, &mut |_, _| Err(refused().into()));
+    assert!(failed.is_err() && sequence.is_empty());
 }
 
 /// Each layer of a cache has the codecs that its entry names.
