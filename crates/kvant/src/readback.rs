@@ -1,11 +1,12 @@
-//! Downloads that do not wait.
+//! Downloads that do not wait for the device: [`Tensor::read_back`] starts one, [`Readback::to_vec`] returns the
+//! elements.
 
 use crate::{DType, Element, Error, Result, Submission, Tensor, backend::Transfer, ops};
 
 /// A download that has been started: [`Tensor::read_back`].
 ///
-/// It has the contents of the tensor after the work that was committed before, whatever is committed later. The device
-/// goes on meanwhile. Dropping it is fine.
+/// It has the contents of the tensor after the work that was committed before; later work does not change it. The
+/// device can run other passes during the download. Dropping a `Readback` discards the elements.
 #[must_use = "the elements come from `to_vec`"]
 pub struct Readback {
     dtype: DType,

@@ -1,4 +1,4 @@
-//! Steps that run while the host works: the next one is started before the result of this one is known.
+//! Steps that overlap with the host's work: a step starts before the result of the previous one is known.
 //!
 //! The tokens that a step draws stay on the device and go from there to the next step. They come to the host while that
 //! step runs, so that stop ids and lengths are checked one step late. A request that has ended by then has one token

@@ -1,4 +1,4 @@
-//! Compiling and recording before the first request.
+//! Compiles kernels and records passes before the first request.
 //!
 //! A GPU's kernels depend on the number of rows and on how long sequences are, and a recorded pass is for a number of
 //! rows. Without this, the first batch of each size waits for the compiler.
@@ -23,7 +23,8 @@ struct Progress {
 
 impl Worker {
     /// Records the passes of all batches and compiles the kernels of steps with prompts, as long as there are time and
-    /// memory. What is missing then is compiled when it is needed, and so is what fails: the request will tell why.
+    /// memory. The rest is compiled when a step needs it. So is a kernel that fails here: the request then returns the
+    /// error.
     pub fn warm_up(&mut self, limit: Duration) {
         let now = Instant::now();
         let (step_tokens, sequences) = (self.step_tokens, self.sequences);

@@ -1,5 +1,5 @@
-//! The compiler's output, LLVM's text, with calls that count: one at the start of every basic block, one before every
-//! access of memory. And what the instructions of a block are on a GPU.
+//! Inserts calls that count into the compiler's output, LLVM's text: one at the start of every basic block, one before
+//! every access of memory. It also classifies the instructions of a block as operations of a GPU.
 //!
 //! A vector operation of n elements is n operations: Apple's GPUs are scalar, a thread at a time. Moves, conversions
 //! of width, and products that the next addition takes in are none.

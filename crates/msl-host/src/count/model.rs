@@ -1,5 +1,5 @@
-//! A model of Apple's GPUs: the least time that the counts of a launch allow. It is a model. It knows no latencies, no
-//! caches beyond compulsory traffic, and no registers; nobody has compared it with a device.
+//! A model of Apple's GPUs: the least time that the counts of a launch allow. It ignores latencies and registers, and
+//! assumes that a cache reads each byte once. Nobody has compared it with a device.
 
 use super::Counts;
 

@@ -1,4 +1,4 @@
-//! A block of each format: the numbers become those that are read back.
+//! A block of each format: replaces the numbers by those that are read back.
 
 use super::floats::{e2m1, e4m3, f16};
 

@@ -1,4 +1,4 @@
-//! Formats of other software, as references in f64: which numbers a vector becomes when it is stored and read.
+//! Formats of other software, as references in f64: the numbers that are read after a vector was stored.
 //!
 //! `tools/codec_study.py` has the same formats and checks them against the packages `gguf` and `mlx`; a test here
 //! compares with what it wrote.

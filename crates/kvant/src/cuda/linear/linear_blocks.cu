@@ -28,8 +28,8 @@ constexpr uint TERMS = X_DTYPE == F32 ? 3 : 1;
 constexpr uint OUTPUTS = 16 * TILES;
 static_assert(TOKENS * TERMS <= 8, "linear: columns of a product");
 
-// Pieces of 16 bytes that BYTES from a multiple of ALIGNMENT on lie in, and the room of a row. An odd number of pieces:
-// eight rows meet in no bank.
+// COUNT: the most pieces of 16 bytes that BYTES bytes touch if they begin at a multiple of ALIGNMENT. STRIDE: bytes of
+// a row in shared memory, an odd number of pieces, so that eight rows have no bank conflicts.
 template <uint BYTES, uint ALIGNMENT> struct Pieces {
     static constexpr uint COUNT = (31 - ALIGNMENT + BYTES) / 16;
     static constexpr uint STRIDE = (COUNT | 1) * 16;
@@ -37,8 +37,7 @@ template <uint BYTES, uint ALIGNMENT> struct Pieces {
 typedef Pieces<CODE_BYTES, W_ALIGNMENT> CodePieces;
 typedef Pieces<SCALE_BYTES, FACTOR_ALIGNMENT> FactorPieces;
 
-// Where a stage has codes, scales, biases and x. From a row of x to the next, lanes of neighbouring rows meet in no
-// bank.
+// Offsets of codes, scales, biases and x in a stage. The stride of x prevents bank conflicts of neighbouring rows.
 constexpr uint AT_SCALES = OUTPUTS * CodePieces::STRIDE;
 constexpr uint AT_BIASES = AT_SCALES + (SEPARATE ? OUTPUTS * FactorPieces::STRIDE : 0);
 constexpr uint AT_X = AT_BIASES + (AFFINE ? OUTPUTS * FactorPieces::STRIDE : 0);

@@ -1,4 +1,4 @@
-//! Launches of a graph that can run beside others.
+//! Finds launches of a graph that can run at the same time as others.
 //!
 //! A layer with experts beside a dense feed-forward is two chains of small kernels that do not depend on each other. In
 //! a captured graph the second one becomes a branch, so that their latencies overlap.
@@ -9,11 +9,11 @@ use crate::gpu::Launch;
 
 /// The most launches on each side of a branch.
 const MOST: usize = 12;
-/// The fewest: a branch costs two dependencies between streams.
+/// The fewest launches on each side: a branch costs two dependencies between streams.
 const LEAST: usize = 2;
 
-/// Launches `side` run beside those of `main`, which come directly before them. They depend only on what comes before
-/// `main`, and on one another.
+/// Launches `side` run at the same time as those of `main`, which come directly before them. They depend only on
+/// launches before `main`, and on one another.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Branch {
     pub main: Range<usize>,

@@ -1,4 +1,4 @@
-//! Page-locked host memory, through which the stream copies small tensors while the host goes on.
+//! Page-locked host memory, through which the stream copies small tensors without the host waiting.
 
 use std::{
     ptr::null_mut,
@@ -14,14 +14,14 @@ const LEAST_LOCKED: usize = 4 << 10;
 /// Blocks that are kept. If the stream uses all of them, copies take another way.
 const MOST_LOCKED: usize = 64;
 
-/// Page-locked memory that nobody has; the stream may still use it.
+/// Page-locked blocks that no transfer holds. The stream may still use them.
 #[derive(Default)]
 pub(super) struct LockedPool(Mutex<Vec<LockedMemory>>);
 
 impl LockedPool {
-    /// Memory that the stream has done with. `None` if the driver has no more, or the stream uses all that there is.
+    /// Memory that the stream no longer uses. `None` if the driver has no more, or if the stream uses every block.
     ///
-    /// [`LockedPool::give`] gives it back, also while a copy is on its way. The device's context is current.
+    /// [`LockedPool::give`] returns it, also while a copy still runs. The device's context must be current.
     pub(super) fn take(&self, bytes: usize) -> Option<LockedMemory> {
         let mut free = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let fits = |memory: &LockedMemory| memory.bytes >= bytes && memory.is_done();

@@ -1,11 +1,12 @@
-// attend_unpack: keys or values that the tokens of a call see, from the pages of a pool to dense bf16 pages of the same
-// size.
+// attend_unpack: decodes the keys or values that the tokens of a call see, from the pages of a pool to dense bf16 pages
+// of as many positions.
 //
-// Pages [slots, slot_pages] of [Hk, PAGE_KEYS, D]: those of a sequence begin with the page that has the first position
-// that any of its tokens sees (attend_unpack_ranges.cu). TABLE: also writes their page table [S, page_width]; a page
-// that is not unpacked has the entry NONE. UNROTATE: quantised vectors are rotated back.
+// out: pages [slots, slot_pages] of [Hk, PAGE_KEYS, D]. Those of a sequence begin with the page that has the first
+// position that any of its tokens sees (attend_unpack_ranges.cu). TABLE: also writes their page table [S, page_width];
+// a page that is not unpacked has the entry NONE. UNROTATE: quantised vectors are rotated back.
 //
-// A block has one head of one page, a warp every WARPS-th row of it. Lanes hold runs of coordinates (rotate_warp.h).
+// Grid (pages of a sequence, Hk, S): a block decodes one head of one page, a warp every WARPS-th row of it. Lanes hold
+// runs of coordinates (rotate_warp.h).
 #include "attend/work.h"
 #include "codec/planes.h"
 #include "codec/rotate_warp.h"

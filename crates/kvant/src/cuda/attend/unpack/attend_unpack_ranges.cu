@@ -1,8 +1,8 @@
-// attend_unpack_ranges: which positions of which sequences the tokens of a call see.
+// attend_unpack_ranges: finds which positions of which sequences the tokens of a call see.
 //
-// ranges [S, 3]: of each sequence its slot, the first position that one of its tokens sees, and the end of these
-// positions. The slots of sequences that tokens of the call see count from 0, in the order of the sequences; NONE for
-// others. One block; its threads share the tokens, then the sequences.
+// ranges [S, 3]: for each sequence its slot, the first position that one of its tokens sees, and the end of these
+// positions. Sequences of which tokens see something have slots from 0 on, in their order; others have NONE. One block;
+// its threads share the tokens, then the sequences.
 #include "attend/work.h"
 
 extern "C" __global__ void __launch_bounds__(THREADS)
