@@ -77,7 +77,7 @@ impl Worker {
         Ok(Flight { plan, drawing, readback: drawn.read_back()?, drawn, submissions })
     }
 
-    /// Waits for the result of a step, and tells the scheduler.
+    /// Waits for the result of a step, and reports it to the scheduler.
     pub(super) fn land(&mut self, flight: Flight) -> std::result::Result<(), StorageError> {
         let Flight { plan, readback, submissions, .. } = flight;
         for submission in submissions {
@@ -95,7 +95,7 @@ impl Worker {
         Ok(())
     }
 
-    /// Puts tokens that have become known since into a plan.
+    /// Replaces unknown tokens of a plan by those that have become known since.
     pub(super) fn fill_in(&self, plan: &mut StepPlan<PoolStep>) {
         let StepPlan { tokens, rows, .. } = plan;
         for row in rows.iter() {
@@ -110,7 +110,7 @@ impl Worker {
     }
 }
 
-/// Where the unknown tokens of a plan are, and which of the tokens drawn before each of them is.
+/// The places of the unknown tokens of a plan, each with the index of its token among those drawn before.
 fn places(plan: &StepPlan<PoolStep>, before: Option<&Flight>) -> Result<Vec<(usize, usize)>> {
     let drawing = before.map_or(&[][..], |before| &before.drawing);
     let (mut places, mut next) = (Vec::new(), 0);

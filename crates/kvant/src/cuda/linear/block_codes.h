@@ -21,7 +21,7 @@ constexpr bool BIASED = AFFINE || FORMAT == Q5_1 || FORMAT == Q2_K || FORMAT == 
 // Whether each half of a unit has a scale.
 constexpr bool HALVES = FORMAT == Q2_K || FORMAT == Q3_K || FORMAT == Q6_K || FORMAT == NVFP4;
 
-// Bytes in shared memory that begin at any place, a multiple of ALIGNMENT, of a slot that begins at a multiple of 16.
+// Bytes in shared memory from any multiple of ALIGNMENT on, in a slot that begins at a multiple of 16.
 template <uint ALIGNMENT> struct Run {
     const uchar *slot;
     uint shift;

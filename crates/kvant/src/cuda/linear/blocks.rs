@@ -49,7 +49,7 @@ fn row_bytes(weight: &OwnedWeight, inputs: usize) -> [usize; 2] {
     }
 }
 
-/// What the rows of a tensor, and the spans of a row, begin at multiples of: 16 at most.
+/// The alignment in bytes of a tensor's rows and of the spans of a row, at most 16.
 fn alignment(tensor: &Tensor, row: usize, span: usize) -> usize {
     1 << (tensor.byte_offset() | row | span | 16).trailing_zeros()
 }
@@ -69,8 +69,7 @@ pub(super) fn suits(call: &Call, weight: &Parts) -> bool {
     takes && aligned16(&call.x, call.dims.inputs) && call.dims.inputs.is_multiple_of(UNIT) && row < 1 << 26
 }
 
-/// Rows up to which reading W again for every few of them takes no longer than what takes more: making W dense, or
-/// general tiles.
+/// The most rows for which the kernel, which reads W again for every eight rows, is faster than a kernel of many rows.
 pub(super) fn most_rows(call: &Call) -> usize {
     match call.experts {
         Some(_) => call.dims.experts.saturating_mul(FEW_PER_EXPERT),

@@ -86,7 +86,7 @@ impl LockedMemory {
     }
 }
 
-/// A copy to the host that the stream does when it reaches it.
+/// A copy to the host that has been enqueued in the stream.
 pub(super) struct CudaDownload {
     /// There until it is dropped.
     memory: Option<LockedMemory>,

@@ -1,10 +1,10 @@
-// attend, for few query rows per KV head: decode and verification.
+// attend_few: attention for few query rows per KV head: decode and verification.
 //
-// attend_few: q [T, H, D] over a cache layer, out [T, H, D]. A threadgroup takes (tile of up to R query rows, KV head,
+// q [T, H, D] over a cache layer, out [T, H, D]. A threadgroup takes (tile of up to R query rows, KV head,
 // split): all rows share what it reads. Each of its SIMD-groups takes keys of its own, 32 at a time; where the rows of
 // large heads do not fit in its registers, some SIMD-groups take the same keys for different rows. L lanes share a key
 // (lanes.h), 32 / L keys are loaded at once:
-//   scores    lane i in the end has those of key i: the lanes exchange partial sums, eight keys in one tree;
+//   scores    the lanes exchange partial sums, eight keys in one tree; in the end lane i has the scores of key i;
 //   softmax   in registers. All lanes know a row's largest score; each has the sum of its own weights;
 //   values    a lane adds up its coordinates, of the keys of its L lanes.
 // Nothing waits for another SIMD-group before the end. Keys that not all rows see, and the ends of pages and rings, go

@@ -1,5 +1,5 @@
-//! Attention of many tokens over quantised pages: what the tokens see is decoded to bf16, once, for the kernel of
-//! prompts.
+//! Attention of many tokens over quantised pages: the keys and values that the tokens see are decoded to bf16 pages,
+//! once a call, and the kernel of prompts reads these.
 
 use crate::{
     Codec, DType, Error, Planes, Result, Step,
@@ -58,12 +58,12 @@ pub(super) struct AttendUnpack {
 }
 
 impl AttendUnpack {
-    /// Whether bf16 shows what the side holds, or all of it but the last bits of quantised vectors.
+    /// Whether bf16 holds the side's vectors, except for the last bits of quantised ones.
     fn can_read(codec: Codec) -> bool {
         codec.is_quantised() || codec == Codec::BF16
     }
 
-    /// None for caches that it cannot read, and those of which the tokens may see too much.
+    /// `None` for caches that it cannot read, and if the keys that the tokens may see exceed [`MOST_BYTES`].
     pub(super) fn new(call: &Call, limits: &Limits) -> Option<AttendUnpack> {
         let spec = call.layer.spec();
         let page_tokens = call.layer.pages()?.page_tokens;
