@@ -120,15 +120,13 @@ pub fn run(args: &EvalArgs) -> Result {
     let step_tokens = args.step_tokens.map_or(page_tokens.max(1), |tokens| tokens as usize);
     let measurement = Measurement { model: &model, windows, step_tokens, page_tokens };
     let subject = subject(args, &measurement);
-    let lines = match args.budget.asked() {
-        Some((bits, out)) => budget::run(bits, out, &args.kv, &measurement, &subject)?,
-        None if let Some(folder) = &args.report.report => {
-            report::run(&args.report, folder, &args.kv, &measurement, &subject)?
-        }
-        None if args.kv.is_empty() => {
+    let lines = match (args.budget.asked(), &args.report.report) {
+        (Some((bits, out)), _) => budget::run(bits, out, &args.kv, &measurement, &subject)?,
+        (None, Some(folder)) => report::run(&args.report, folder, &args.kv, &measurement, &subject)?,
+        _ if args.kv.is_empty() => {
             lines(&DEFAULTS.map(|codec| CacheType::from(kvant_models::KvCodec::from(codec))), &measurement)?
         }
-        None => lines(&args.kv, &measurement)?,
+        _ => lines(&args.kv, &measurement)?,
     };
     if !args.json {
         output::text("kv           tokens   nats/token  perplexity   KL mean    KL p99     top-1     bytes/token\n")?;
