@@ -225,7 +225,7 @@ impl BatchDecoder {
 
     /// Moves the pass for a number of rows and a length to the end.
     fn select(&mut self, rows: usize, longest: usize) -> Result<()> {
-        let bound = lengths(longest).last().copied().unwrap_or(longest);
+        let bound = lengths(longest).last().unwrap_or(longest);
         if let Some(index) = self.passes.iter().position(|pass| (pass.rows, pass.longest) == (rows, bound)) {
             self.passes[index..].rotate_left(1);
             return Ok(());
@@ -267,7 +267,7 @@ impl BatchDecoder {
         let mut rows: Vec<usize> = (1..=self.rows).map(|rows| bucket(rows, &self.model)).collect();
         rows.dedup();
         let sizes = |longest| rows.iter().map(move |&rows| PassSize { rows, longest });
-        let mut sizes: Vec<PassSize> = lengths(longest).into_iter().flat_map(sizes).collect();
+        let mut sizes: Vec<PassSize> = lengths(longest).flat_map(sizes).collect();
         sizes.truncate(MOST_PASSES);
         sizes
     }
@@ -303,12 +303,9 @@ pub struct PassSize {
 }
 
 /// The lengths that passes are recorded for, up to the first one that suffices.
-fn lengths(longest: usize) -> Vec<usize> {
-    let mut lengths = vec![FIRST_LONGEST];
-    while let Some(&last) = lengths.last().filter(|&&last| last < longest) {
-        lengths.push(last.saturating_mul(GROWTH));
-    }
-    lengths
+fn lengths(longest: usize) -> impl Iterator<Item = usize> {
+    let longer = move |&last: &usize| (last < longest).then(|| last.saturating_mul(GROWTH));
+    std::iter::successors(Some(FIRST_LONGEST), longer)
 }
 
 /// Captures what `record` encodes.
