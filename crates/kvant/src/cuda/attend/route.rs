@@ -239,23 +239,36 @@ mod tests {
         let order = HeadOrder::HeadMajor;
         let spec = LayerSpec::new(kv_heads, head_dim, capacity, codec).sequences(sequences).order(order);
         let rows: Vec<_> = (0..tokens as u32).map(|t| if decode { (t, 0) } else { (0, t) }).collect();
-        let bf16 = || Tensor::zeros(&device, DType::BF16, &[tokens, heads, head_dim]).unwrap();
-        let call = Call {
-            q: bf16(),
-            layer: KvLayer::new(&device, spec).unwrap(),
-            step: Step::new(&device, sequences, &rows).unwrap(),
+        let (layer, step) = (KvLayer::new(&device, spec).unwrap(), Step::new(&device, sequences, &rows).unwrap());
+        select(&call(layer, step, heads, DType::BF16).unwrap(), limits).unwrap().name()
+    }
+
+    /// The attention of a step's tokens.
+    fn call(layer: KvLayer, step: Step, heads: usize, dtype: DType) -> Result<Call> {
+        let (tokens, head_dim) = (step.tokens(), layer.spec().head_dim);
+        let new = || Tensor::zeros(layer.device(), dtype, &[tokens, heads, head_dim]);
+        Ok(Call {
+            q: new()?,
+            out: new()?,
+            layer,
+            step,
             scale: 1.0,
             softcap: None,
             window: usize::MAX,
             q_rotated: false,
             splits: 0,
             sinks: None,
-            out: bf16(),
             tokens,
             heads,
             head_dim,
-        };
-        select(&call, limits).unwrap().name()
+        })
+    }
+
+    /// The same over a layer of a pool, with 64 query heads and 8 KV heads of 128.
+    fn call_over_pages(k: Codec, v: Codec, size: StepSize, dtype: DType) -> Result<Call> {
+        let layers = vec![CacheLayer::new(8, 128, k).v(v)];
+        let pool = KvPool::new(&Device::reference(), &PoolSpec::new(layers, 1 << 20))?;
+        call(pool.layer(0)?.clone(), pool.reserve_step(size)?, 64, dtype)
     }
 
     /// One sequence, decode. Columns: H200, A100, RTX 4090.
@@ -311,25 +324,7 @@ mod tests {
             // More than a gigabyte of keys.
             (Codec::tq(4), Codec::tq(4), bf16, 1 << 20, H200, "attend_generic"),
         ] {
-            let device = Device::reference();
-            let pool = KvPool::new(&device, &PoolSpec::new(vec![CacheLayer::new(8, 128, k).v(v)], 1 << 20))?;
-            let step = pool.reserve_step(StepSize::decode(4, longest).tokens(64, 32))?;
-            let new = || Tensor::zeros(&device, dtype, &[64, 64, 128]);
-            let call = Call {
-                q: new()?,
-                layer: pool.layer(0)?.clone(),
-                step,
-                scale: 1.0,
-                softcap: None,
-                window: usize::MAX,
-                q_rotated: false,
-                splits: 0,
-                sinks: None,
-                out: new()?,
-                tokens: 64,
-                heads: 64,
-                head_dim: 128,
-            };
+            let call = call_over_pages(k, v, StepSize::decode(4, longest).tokens(64, 32), dtype)?;
             assert_eq!(select(&call, &limits)?.name(), want, "{k}, {v}, {dtype}, {longest}");
         }
         Ok(())
@@ -344,25 +339,7 @@ mod tests {
             (Codec::tq(4), Codec::tq_centred(4), "attend_generic"),
             (Codec::tq_centred(8), Codec::tq_centred(8), "attend_generic"),
         ] {
-            let device = Device::reference();
-            let pool = KvPool::new(&device, &PoolSpec::new(vec![CacheLayer::new(8, 128, k).v(v)], 1 << 20))?;
-            let step = pool.reserve_step(StepSize::decode(4, 8192))?;
-            let bf16 = || Tensor::zeros(&device, DType::BF16, &[4, 64, 128]);
-            let call = Call {
-                q: bf16()?,
-                layer: pool.layer(0)?.clone(),
-                step,
-                scale: 1.0,
-                softcap: None,
-                window: usize::MAX,
-                q_rotated: false,
-                splits: 0,
-                sinks: None,
-                out: bf16()?,
-                tokens: 4,
-                heads: 64,
-                head_dim: 128,
-            };
+            let call = call_over_pages(k, v, StepSize::decode(4, 8192), DType::BF16)?;
             assert_eq!(select(&call, &H200)?.name(), want, "{k}, {v}");
         }
         Ok(())

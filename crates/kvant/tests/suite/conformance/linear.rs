@@ -205,6 +205,14 @@ impl Case {
         Ok(vec![out.close_within("out", bound)?])
     }
 
+    /// Panics unless CUDA launches a kernel of this file; needs no GPU.
+    fn comes_to(&self, file: &str) {
+        let launches = Launches::default();
+        self.launch(&gpu::cuda_device(launches.clone()), false).expect("it is launched");
+        let all = launches.all.lock().unwrap();
+        assert!(all.iter().any(|launch| launch.starts_with(file)), "{self:?}: {all:?}");
+    }
+
     fn check(self) {
         conform(format!("{self:?}"), |device| self.run(device, false));
     }
@@ -288,10 +296,7 @@ fn few_rows_of_blocks() {
         ] {
             let x = rng.pick(&[DType::BF16, DType::BF16, DType::F16, DType::F32]);
             let case = Case { kind, tokens, inputs, outputs, x, out: rng.pick(&FLOATS), alpha: rng.pick(&[1.0, -0.5]) };
-            let launches = Launches::default();
-            case.launch(&gpu::cuda_device(launches.clone()), false).expect("it is launched");
-            let all = launches.all.lock().unwrap();
-            assert!(all.iter().any(|launch| launch.starts_with("linear_blocks.cu/")), "{case:?}: {all:?}");
+            case.comes_to("linear_blocks.cu/");
             case.check();
         }
     }
@@ -477,10 +482,7 @@ fn batches() {
             let kind = Kind::Affine { bits, group, scales };
             let (x, alpha) = (DType::BF16, rng.pick(&[1.0, -0.5]));
             let case = Case { kind, tokens, inputs, outputs, x, out: x, alpha };
-            let launches = Launches::default();
-            case.launch(&gpu::cuda_device(launches.clone()), false).expect("it is launched");
-            let all = launches.all.lock().unwrap();
-            assert!(all.iter().any(|launch| launch.starts_with("linear_batch.cu/")), "{case:?}: {all:?}");
+            case.comes_to("linear_batch.cu/");
             case.check();
         }
     }
@@ -557,10 +559,7 @@ fn very_many_rows() {
     for kind in others.into_iter().chain(floats) {
         let (inputs, dtype) = (kind.step().max(64), DType::BF16);
         let case = Case { kind, tokens: 1030, inputs, outputs: 40, x: dtype, out: dtype, alpha: 0.5 };
-        let launches = Launches::default();
-        case.launch(&gpu::cuda_device(launches.clone()), false).expect("it is launched");
-        let all = launches.all.lock().unwrap();
-        assert!(all.iter().any(|launch| launch.starts_with("linear_dequantise.cu/")), "{case:?}: {all:?}");
+        case.comes_to("linear_dequantise.cu/");
         case.check();
     }
 }

@@ -129,6 +129,25 @@ fn pages_end_within_the_pool() {
     }
 }
 
+/// What a step of a pool says of its batch bounds what is written to it later.
+#[test]
+fn the_batch_of_a_step_is_a_bound() {
+    let device = Device::cpu();
+    let pool = KvPool::new(&device, &PoolSpec::new(vec![CacheLayer::new(1, 64, Codec::F32)], 1 << 20)).unwrap();
+    let (mut a, mut b) = (pool.sequence(), pool.sequence());
+    // Two sequences, of which one has tokens.
+    let step = pool.step(&mut [(&mut a, 3), (&mut b, 0)]).unwrap();
+    let known = step.batch();
+    assert_eq!((known.sequences, known.longest, known.most_new, known.decode), (1, 3, 3, 0));
+    let narrower = step.clone().with_batch(known.sequences(0).longest(1).most_new(1).decode(3)).batch();
+    assert_eq!(narrower, known);
+    assert_eq!(step.clone().with_batch(known.longest(9)).batch().longest, 9);
+    a.truncate(0).unwrap();
+    let both = pool.step_into(&mut [(&mut a, 2), (&mut b, 1)], &step);
+    assert!(matches!(both, Err(Error::Value { arg: "batch (sequences with tokens)", .. })), "{both:?}");
+    assert_eq!((a.len(), b.len()), (0, 0));
+}
+
 #[test]
 fn steps_belong_to_a_pool_and_a_moment() {
     let device = Device::cpu();
