@@ -32,7 +32,7 @@ fn ints(dispatch: Dispatch, from: u32, values: &[usize]) -> Dispatch {
     values.iter().enumerate().fold(dispatch, |d, (i, v)| d.constant(from + i as u32, Constant::Int(*v as i32)))
 }
 
-/// MLX takes one pass for few keys, and two with some blocks for many.
+/// MLX runs one pass for few keys, and two passes with several blocks for many.
 fn mlx_vector(shape: Shape) -> Result<Row, msl_host::Error> {
     let Shape { heads, kv_heads, d, keys, .. } = shape;
     let blocks = if keys <= 8192 { 1 } else { 128 };

@@ -1,4 +1,5 @@
-//! Counts what the Metal kernels do, beside those of MLX and ggml on the same shapes, and prints tables.
+//! Counts memory accesses and instructions of the Metal kernels and of those of MLX and ggml on the same shapes, and
+//! prints tables.
 //!
 //! `cargo run -p kvant-msl --example yardstick -- [decode|prompt|linear|sample ...] [--places]`. The counts are of
 //! msl-host's counting build; times are of its model. MLX's and ggml's kernels are downloaded on first use, to

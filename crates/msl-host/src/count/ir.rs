@@ -314,7 +314,7 @@ fn add(ops: &mut Ops, op: Op, n: u32) {
 }
 
 fn add_float(ops: &mut Ops, t: ValueType) {
-    // double is only what stands for a function of half or float.
+    // A double only replaces a half or float inside a function.
     add(ops, if t.bits == 16 { Op::Float16 } else { Op::Float32 }, t.count);
 }
 

@@ -1,6 +1,6 @@
 //! Finds launches of a graph that can run at the same time as others.
 //!
-//! A layer with experts beside a dense feed-forward is two chains of small kernels that do not depend on each other. In
+//! A layer with experts and a dense feed-forward has two chains of small kernels that do not depend on each other. In
 //! a captured graph the second one becomes a branch, so that their latencies overlap.
 
 use std::ops::Range;
@@ -25,10 +25,10 @@ pub(super) fn branches(launches: &[&Launch], usable: impl Fn(usize) -> bool) -> 
     let meets = |at: usize, range: Range<usize>| range.into_iter().any(|other| launches[at].conflicts(launches[other]));
     let (mut found, mut at, mut floor) = (Vec::new(), 0, 0);
     while at < launches.len() {
-        // What this launch can run beside; something must come before that.
+        // The launches before this one that it does not depend on. The fork comes after one more.
         let lowest = (floor + 1).max(at.saturating_sub(MOST));
-        let beside = |first: usize| usable(first) && !meets(at, first..first + 1);
-        let first = (lowest..at).rev().take_while(|&first| beside(first)).last().unwrap_or(at);
+        let is_independent = |first: usize| usable(first) && !meets(at, first..first + 1);
+        let first = (lowest..at).rev().take_while(|&first| is_independent(first)).last().unwrap_or(at);
         let main = first..at;
         let mut end = at;
         while end < launches.len().min(at + MOST)
@@ -83,7 +83,7 @@ mod tests {
     }
 
     #[test]
-    fn two_chains_from_one_launch_run_beside_each_other() {
+    fn two_chains_from_one_launch_run_concurrently() {
         let layer: [(&[usize], usize); 6] = [(&[0], 1), (&[1], 2), (&[2], 3), (&[1], 4), (&[4], 5), (&[3, 5], 6)];
         assert_eq!(found(&layer), [Branch { main: 1..3, side: 3..5 }]);
         // Two such layers, of which the second begins where the first ends.

@@ -588,7 +588,7 @@ impl CudaGraph {
     }
 }
 
-/// A stream beside the one that a graph is captured from.
+/// A second stream of a captured graph, for branches.
 pub(super) struct SideStream {
     pub stream: cu::CUstream,
     event: cu::CUevent,

@@ -2,7 +2,7 @@
 //
 // q [T, H, D] over a cache layer, out [T, H, D]. A threadgroup takes (tile of up to R query rows, KV head,
 // split): all rows share what it reads. Each of its SIMD-groups takes keys of its own, 32 at a time; where the rows of
-// large heads do not fit in its registers, some SIMD-groups take the same keys for different rows. L lanes share a key
+// large heads do not fit in its registers, some SIMD-groups read the same keys for different rows. L lanes share a key
 // (lanes.h), 32 / L keys are loaded at once:
 //   scores    the lanes exchange partial sums, eight keys in one tree; in the end lane i has the scores of key i;
 //   softmax   in registers. All lanes know a row's largest score; each has the sum of its own weights;
