@@ -39,6 +39,8 @@ pub struct Runs {
     seen: Option<Arc<Mutex<HashMap<String, usize>>>>,
     /// Where counts go, of a device that counts.
     counter: Option<Counter>,
+    /// The beginnings of names of kernels that the device refuses.
+    refused: &'static [&'static str],
     busy_groups: usize,
 }
 
@@ -52,7 +54,7 @@ impl Runs {
             (Build::Plain, Schedule::Random(seed)),
             (Build::Checker, Schedule::Random(seed.wrapping_add(1))),
         ];
-        Runs { ways, seed, seen: None, counter: None, busy_groups: BUSY_GROUPS }
+        Runs { ways, seed, seen: None, counter: None, refused: &[], busy_groups: BUSY_GROUPS }
     }
 
     /// The first launch of a kind runs in all four ways, each later one once, at random: in the checker build the
@@ -66,7 +68,18 @@ impl Runs {
 
     /// Once.
     pub fn once(build: Build, schedule: Schedule) -> Runs {
-        Runs { ways: vec![(build, schedule)], seed: 0, seen: None, counter: None, busy_groups: BUSY_GROUPS }
+        let ways = vec![(build, schedule)];
+        Runs { ways, seed: 0, seen: None, counter: None, refused: &[], busy_groups: BUSY_GROUPS }
+    }
+
+    /// Plays a GPU whose compiler refuses kernels: those whose names begin so. Their launches fail.
+    pub fn refusing(self, refused: &'static [&'static str]) -> Runs {
+        Runs { refused, ..self }
+    }
+
+    fn refuses(&self, launch: &Launch) -> Option<String> {
+        let refused = self.refused.iter().any(|start| launch.kernel.starts_with(start));
+        refused.then(|| format!("{} is refused, as asked for", launch.kernel))
     }
 
     /// Counts what each launch does, in msl-host's counting build. Launches are planned for a GPU of so many cores.
@@ -219,6 +232,10 @@ impl Executor for MslHost {
         }
     }
 
+    fn refuses(&self, launch: &Launch) -> Option<String> {
+        self.shared.runs.refuses(launch)
+    }
+
     fn allocate(&self, bytes: usize, zeroed: bool) -> Result<Box<dyn gpu::Memory>> {
         let out_of_memory = |_| Error::OutOfMemory { device: "msl-host".to_string(), bytes };
         let inner = self.shared.lock();
@@ -308,6 +325,9 @@ impl Shared {
 impl Inner {
     /// Runs a launch in each of the ways asked for, each time from the same memory.
     fn run(&mut self, launch: &Launch, runs: &Runs) -> Result<()> {
+        if let Some(reason) = runs.refuses(launch) {
+            return Err(fault(reason));
+        }
         if let Some(counter) = &runs.counter {
             let (source, library) = (self.source(launch.source), self.library(launch.source, Build::Plain)?);
             let run = self.launch(launch, &library)?;

@@ -4,7 +4,7 @@ use std::{any::Any, ptr::NonNull, sync::Arc};
 
 use crate::{
     Result,
-    device::{DeviceKind, MemoryInfo},
+    device::{DeviceKind, KernelReport, MemoryInfo},
     ops::{Call, attend},
 };
 
@@ -43,6 +43,10 @@ pub(crate) trait Backend: Send + Sync {
     fn memory(&self) -> Result<MemoryInfo>;
     /// Returns memory that nobody uses to the system.
     fn trim(&self) -> Result<()>;
+    /// The kernels that were compiled, or refused, so far.
+    fn kernels(&self) -> Vec<KernelReport> {
+        Vec::new()
+    }
     /// The kernel that this attention gets, and why.
     fn explain_attend(&self, call: &attend::Call) -> attend::Explanation;
 }

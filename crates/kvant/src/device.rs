@@ -46,6 +46,22 @@ pub struct Device {
     backend: Arc<dyn Backend>,
 }
 
+/// A kernel as a device's compiler left it, or refused it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct KernelReport {
+    /// The file and the kernel.
+    pub name: String,
+    /// The constants that it is specialised for.
+    pub constants: String,
+    /// The most threads of a threadgroup.
+    pub threads: usize,
+    /// Bytes of threadgroup memory that the kernel declares itself.
+    pub threadgroup_bytes: usize,
+    /// What the compiler says of a kernel that it refused.
+    pub refusal: Option<String>,
+}
+
 /// The memory of a device, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
@@ -161,6 +177,12 @@ impl Device {
     /// `Unsupported` for the CPU of systems other than Linux; `DeviceFault`.
     pub fn memory(&self) -> Result<MemoryInfo> {
         self.backend.memory()
+    }
+
+    /// The kernels that the device has compiled so far, and those that its compiler refused. Only Metal devices of a
+    /// Mac list them; the list of others is empty.
+    pub fn kernels(&self) -> Vec<KernelReport> {
+        self.backend.kernels()
     }
 
     /// Returns memory that the device keeps for new tensors to the system, after all committed work has finished.

@@ -113,7 +113,7 @@ mod step;
 mod tensor;
 
 pub use codec::Codec;
-pub use device::{CpuOptions, Device, DeviceEntry, DeviceKind, MemoryInfo, SimdLevel};
+pub use device::{CpuOptions, Device, DeviceEntry, DeviceKind, KernelReport, MemoryInfo, SimdLevel};
 pub use dtype::{DType, Element, Float};
 pub use encoder::{Encoder, Graph, Submission};
 pub use error::{Error, Result};

@@ -4,7 +4,7 @@ mod cases;
 
 use std::time::Instant;
 
-use kvant::{Device, Error};
+use kvant::{Device, Error, KernelReport};
 use serde::Serialize;
 
 use crate::{
@@ -18,10 +18,13 @@ use cases::Trial;
 ///
 /// The cases are small. The first run of a case compiles its kernels
 /// where a device does that; times include making the inputs. What a device does not
-/// support is listed and is no failure. If results are wrong, paste the lines of `--json` into an issue.
+/// support is listed and is no failure. On a Mac, the kernels follow: the threads that the compiler allows, the
+/// threadgroup memory that they declare, or what the compiler says of those that it refused. If results are
+/// wrong, paste the lines of `--json` into an issue.
 #[derive(clap::Args)]
 pub struct DoctorArgs {
-    /// One JSON object per line: device, case, status, error, bound, reason, first_us, us
+    /// One JSON object per line: device, case, status, error, bound, reason, first_us, us; then of kernels: device,
+    /// kernel, constants, threads, threadgroup_bytes, refusal
     #[arg(long)]
     json: bool,
     #[command(flatten)]
@@ -45,6 +48,32 @@ struct Finding {
     us: Option<f64>,
 }
 
+/// A kernel as the device's compiler left it.
+#[derive(Serialize)]
+struct Kernel {
+    device: String,
+    kernel: String,
+    constants: String,
+    threads: usize,
+    threadgroup_bytes: usize,
+    refusal: Option<String>,
+}
+
+impl Kernel {
+    fn of(device: &Device, report: KernelReport) -> Kernel {
+        let KernelReport { name, constants, threads, threadgroup_bytes, refusal, .. } = report;
+        Kernel { device: device.to_string(), kernel: name, constants, threads, threadgroup_bytes, refusal }
+    }
+
+    fn text(&self) -> String {
+        let Kernel { kernel, constants, threads, threadgroup_bytes, refusal, .. } = self;
+        match refusal {
+            None => format!("kernel {kernel:<34} {threads:>5} threads {threadgroup_bytes:>6} bytes   {constants}\n"),
+            Some(log) => format!("refused {kernel} {constants}\n{log}\n"),
+        }
+    }
+}
+
 pub fn run(args: &DoctorArgs) -> Result {
     let device = args.device.open()?;
     let reference = Device::reference();
@@ -55,6 +84,10 @@ pub fn run(args: &DoctorArgs) -> Result {
         let line = examine(&device, &reference, case)?;
         bad += usize::from(matches!(line.status, "wrong" | "failed"));
         if args.json { output::json_line(&line)? } else { output::text(&text(&line))? }
+    }
+    for kernel in device.kernels() {
+        let line = Kernel::of(&device, kernel);
+        if args.json { output::json_line(&line)? } else { output::text(&line.text())? }
     }
     match bad {
         0 => Ok(()),

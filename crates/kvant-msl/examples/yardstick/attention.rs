@@ -136,7 +136,7 @@ pub fn decode(places: bool) -> Outcome {
             let shape = Shape { heads: group, kv_heads: 1, d, tokens: 1, keys };
             let mut rows = Vec::new();
             for (name, codec) in [("f16", Codec::F16), ("tq8", Codec::tq(8)), ("tq4", Codec::tq(4))] {
-                let (kernels, counts) = ours::attend(shape, codec)?;
+                let (kernels, counts) = ours::attend(shape, codec, 0)?;
                 rows.push(Row { name: format!("{name}, `{kernels}`"), counts });
             }
             if d <= 256 {
@@ -216,12 +216,26 @@ fn ggml_tiles(shape: Shape) -> Result<Row, msl_host::Error> {
     Ok(Row { name: "ggml `fa`".into(), counts: count(&units, &mut memory, &[first, second])? })
 }
 
-/// Prompts of 256 tokens after 256 others.
+/// Prompts of 256 tokens after 256 others. So short a prompt is split to fill 38 cores; as one split, it has the counts
+/// of a long one.
 pub fn prompts(places: bool) -> Outcome {
-    for d in [64, 128] {
+    for d in [64, 128, 256, 512] {
         let shape = Shape { heads: 2, kv_heads: 1, d, tokens: 256, keys: 512 };
-        let (kernels, counts) = ours::attend(shape, Codec::F16)?;
-        let rows = [Row { name: format!("f16, `{kernels}`"), counts }, mlx_tiles(shape)?, ggml_tiles(shape)?];
+        let mut rows = Vec::new();
+        for (name, codec, splits) in [
+            ("f16", Codec::F16, 1),
+            ("f16, split", Codec::F16, 0),
+            ("bf16", Codec::BF16, 1),
+            ("tq8", Codec::tq(8), 1),
+            ("tq4", Codec::tq(4), 1),
+        ] {
+            let (kernels, counts) = ours::attend(shape, codec, splits)?;
+            rows.push(Row { name: format!("{name}, `{kernels}`"), counts });
+        }
+        if d <= 128 {
+            rows.push(mlx_tiles(shape)?);
+        }
+        rows.push(ggml_tiles(shape)?);
         // Pairs of a query row and a key that it sees.
         let pairs = shape.heads * (shape.tokens * (shape.keys - shape.tokens) + shape.tokens * (shape.tokens + 1) / 2);
         print(

@@ -19,7 +19,8 @@ pub fn count(units: &[Unit], memory: &mut [Vec<u8>], dispatches: &[Dispatch]) ->
         launch = launch.time_limit(std::time::Duration::from_secs(3600)).allow_divergence();
         launch = d.threadgroup.iter().fold(launch, |l, &(index, bytes)| l.threadgroup_memory(index, bytes));
         launch = d.constants.iter().fold(launch, |l, &(index, value)| l.constant(index, value));
-        let counts = host().count(&units[d.unit].source(None), &launch)?;
+        // Their kernels read floats in eights, at multiples of 16 bytes.
+        let counts = host().count(&units[d.unit].source(None).unaligned(), &launch)?;
         total = Some(total.map_or(counts.clone(), |t| t.and(&counts)));
     }
     Ok(total.unwrap_or_default())

@@ -54,7 +54,8 @@ pub struct Shape {
     pub keys: usize,
 }
 
-pub fn attend(shape: Shape, codec: Codec) -> Result<(String, Counts)> {
+/// `splits`: 0 for those that the plan chooses.
+pub fn attend(shape: Shape, codec: Codec, splits: usize) -> Result<(String, Counts)> {
     let (device, counter) = device()?;
     let Shape { heads, kv_heads, d, tokens, keys } = shape;
     let layer = KvLayer::new(&device, LayerSpec::new(kv_heads, d, keys, codec))?;
@@ -68,5 +69,7 @@ pub fn attend(shape: Shape, codec: Codec) -> Result<(String, Counts)> {
     let q = Tensor::zeros(&device, DType::F16, &[tokens, heads, d])?;
     let out = Tensor::zeros(&device, DType::F16, &[tokens, heads, d])?;
     fill(&q)?;
-    count(&device, &counter, |enc| ops::attend(enc, &ops::Attend::new(&q, &layer, &step, &out).scale(0.01)))
+    let attend = ops::Attend::new(&q, &layer, &step, &out).scale(0.01);
+    let attend = if splits == 0 { attend } else { attend.splits(Some(splits)) };
+    count(&device, &counter, |enc| ops::attend(enc, &attend))
 }

@@ -77,9 +77,10 @@ fn ggml(rows: usize) -> Result<Row, msl_host::Error> {
             .done();
         let dispatch =
             Dispatch::new("kernel_mul_mm_q4_0_f32", [rows.div_ceil(32), OUTPUTS.div_ceil(64), 1], [32, 4, 1])
-                .threadgroup(0, 8192)
+                .threadgroup(0, 6144)
                 .constant(700, Constant::Bool(false))
                 .constant(701, Constant::Bool(false));
+        let dispatch = (702..706).fold(dispatch, |d, i| d.constant(i, Constant::Short(1)));
         (Unit::ggml(&["mul_mm.metal"], &["kernel_mul_mm_q4_0_f32"]), dispatch)
     } else {
         memory[0] = Struct::new()

@@ -4,7 +4,7 @@ use std::{cell::RefCell, sync::Arc};
 
 use super::launch::{Launch, Scratch};
 use crate::{
-    Device, DeviceKind, Error, MemoryInfo, Result,
+    Device, DeviceKind, Error, KernelReport, MemoryInfo, Result,
     backend::{Backend, Memory, Pass, Replay, Transfer, Wait},
     ops::{Call, attend},
 };
@@ -37,6 +37,14 @@ pub trait Executor: Send + Sync + 'static {
     fn name(&self) -> String;
     /// What it allows.
     fn limits(&self) -> Limits;
+    /// Why the launch's kernel cannot be had, or `None`. Where a simpler kernel exists, it is taken instead.
+    fn refuses(&self, _launch: &Launch) -> Option<String> {
+        None
+    }
+    /// The kernels that were compiled, or refused, so far.
+    fn kernels(&self) -> Vec<KernelReport> {
+        Vec::new()
+    }
     /// Whether launches run one after the other, whatever they touch: then calls share their scratch memory.
     fn in_order(&self) -> bool {
         false
@@ -157,6 +165,7 @@ impl Pad {
 pub(crate) struct Builder<'a> {
     pub limits: Limits,
     device: &'static str,
+    refuses: &'a dyn Fn(&Launch) -> Option<String>,
     allocate: &'a dyn Fn(usize, bool) -> Result<Box<dyn Memory>>,
     /// What calls share, if they may.
     pad: Option<RefCell<&'a mut Pad>>,
@@ -181,6 +190,15 @@ impl Builder<'_> {
     /// The error that says what this device cannot do.
     pub(crate) fn unsupported(&self, op: &'static str, reason: String) -> Error {
         Error::Unsupported { op, device: self.device, reason }
+    }
+
+    /// Whether the launch's kernel cannot be had: then a simpler one is taken. Buffers do not matter.
+    pub(crate) fn refuses(&self, launch: &Launch) -> bool {
+        let reason = (self.refuses)(launch);
+        if let Some(reason) = &reason {
+            tracing::warn!("{}: {} is replaced by a slower kernel: {reason}", launch.op, launch.kernel);
+        }
+        reason.is_some()
     }
 
     /// Adds a launch; one without threads is dropped.
@@ -222,7 +240,8 @@ impl<E: Executor> Gpu<E> {
         let device = self.kernels.kind.name();
         pad.turn();
         let pad = self.executor.in_order().then_some(RefCell::new(pad));
-        let mut builder = Builder { limits, device, allocate: &allocate, pad, launches: Vec::new() };
+        let refuses = |launch: &Launch| self.executor.refuses(launch);
+        let mut builder = Builder { limits, device, refuses: &refuses, allocate: &allocate, pad, launches: Vec::new() };
         (self.kernels.build)(call, &mut builder)?;
         Ok(builder.launches)
     }
@@ -272,6 +291,10 @@ impl<E: Executor> Backend for Gpu<E> {
 
     fn trim(&self) -> Result<()> {
         self.executor.trim()
+    }
+
+    fn kernels(&self) -> Vec<KernelReport> {
+        self.executor.kernels()
     }
 
     fn explain_attend(&self, call: &attend::Call) -> attend::Explanation {
@@ -347,7 +370,9 @@ mod tests {
             library_products: false,
             clusters: false,
         };
-        let mut builder = Builder { limits, device: "gpu", allocate: &allocate, pad: None, launches: Vec::new() };
+        let (refuses, launches) = (|_: &Launch| None, Vec::new());
+        let mut builder =
+            Builder { limits, device: "gpu", refuses: &refuses, allocate: &allocate, pad: None, launches };
         let launch = Launch::new("test", &SOURCE, "kernel").grid(groups, threads).threadgroup_memory(bytes);
         builder.push(launch)?;
         Ok(builder.launches.len())

@@ -6,6 +6,19 @@
 #define KVANT_AFFINE_H
 #include "elements.h"
 
+// Codes of 4 bits 16 c .. 16 c + 15 of the row whose first word is `row`, each as it is in its half word: the code in
+// place i times 16^i.
+inline void load_placed_codes(device const uint *row, uint c, bool aligned, thread float4 *q) {
+    device const ushort *at = reinterpret_cast<device const ushort *>(row) + c * 4;
+    ushort4 words = {at[0], at[1], at[2], at[3]};
+    if (aligned) {
+        words = *reinterpret_cast<device const ushort4 *>(at);
+    }
+    for (uint i = 0; i < 4; i++) {
+        q[i] = float4(uint4(words[i]) & uint4(0xF, 0xF0, 0xF00, 0xF000));
+    }
+}
+
 // Codes 16 c .. 16 c + 15 of the row whose first word is `row`. `aligned`, a function constant, says that rows begin at
 // multiples of 16 bytes.
 inline void load_codes(device const uint *row, uint c, uint bits, bool aligned, thread float4 *q) {

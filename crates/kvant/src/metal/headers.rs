@@ -5,6 +5,7 @@ use crate::gpu::{Header, headers, tables};
 /// All of them, by their paths from this folder.
 pub(super) static HEADERS: &[Header] = headers![
     "affine.h",
+    "attend/fragments.h",
     "attend/keys.h",
     "attend/lanes.h",
     "attend/params.h",

@@ -47,24 +47,55 @@ struct Weight {
     device const uchar *biases;
 };
 
-// Inputs 16 c .. 16 c + 15 of a row of a W that is not dense, as scale * q + bias.
+// A row of W: of one that is dense or affine, where it begins.
+struct WeightRow {
+    device const uchar *values;
+    device const uchar *scales;
+    device const uchar *biases;
+    ulong row;
+};
+
+inline ulong bytes_of(uint dtype) {
+    return dtype == F32 ? 4 : 2;
+}
+
+inline WeightRow row_of(Weight w, ulong row, uint inputs) {
+    if (BLOCKS) {
+        return WeightRow{w.values, w.scales, w.biases, row};
+    }
+    const ulong values = DENSE ? inputs * bytes_of(W_DTYPE) : ulong(inputs / 32 * BITS) * 4;
+    const ulong groups = AFFINE ? inputs / GROUP * bytes_of(W_DTYPE) : 0;
+    return WeightRow{w.values + row * values, w.scales + row * groups, w.biases + row * groups, row};
+}
+
+// Inputs 16 c .. 16 c + 15 of a row of a W that is not dense, as scale * q + bias. With PLACED, q of a code of 4 bits
+// is 16^i times the code, i being its place in a half word: `placed` divides inputs or scales, and no code is shifted.
 struct Chunk {
     float4 q[4];
     float scale;
     float bias;
 };
 
-inline void load_chunk(Weight w, ulong row, uint c, uint inputs, thread Chunk &chunk) {
+inline float4 placed(float4 x) {
+    return BITS == 4 ? float4(x.x, x.yzw * float3(1.0f / 16, 1.0f / 256, 1.0f / 4096)) : x;
+}
+
+template <bool PLACED> inline void load_chunk(WeightRow w, uint c, uint inputs, thread Chunk &chunk) {
     if (BLOCKS) {
         uint words[4];
-        load_block_codes(w.values, w.scales, FORMAT, BLOCK_ALIGNMENT, row, c, inputs, words, chunk.scale, chunk.bias);
+        load_block_codes(w.values, w.scales, FORMAT, BLOCK_ALIGNMENT, w.row, c, inputs, words, chunk.scale, chunk.bias);
         for (uint i = 0; i < 4; i++) {
             chunk.q[i] = numbers_of_codes(words[i], FORMAT);
         }
         return;
     }
-    load_codes(reinterpret_cast<device const uint *>(w.values) + row * (inputs / 32 * BITS), c, BITS, W_ALIGNED, chunk.q);
-    const ulong group = row * (inputs / GROUP) + c * 16 / GROUP;
+    device const uint *codes = reinterpret_cast<device const uint *>(w.values);
+    if (PLACED && BITS == 4) {
+        load_placed_codes(codes, c, W_ALIGNED, chunk.q);
+    } else {
+        load_codes(codes, c, BITS, W_ALIGNED, chunk.q);
+    }
+    const uint group = c * 16 / GROUP;
     chunk.scale = load(w.scales, group, W_DTYPE);
     chunk.bias = load(w.biases, group, W_DTYPE);
 }
@@ -98,12 +129,13 @@ kernel void linear_few(device const uchar *x [[buffer(0)]],
     const bool known = expert < p.experts;
 
     // Beyond the last row or output the last is computed again, and not stored.
-    ulong x_start[TOKENS], w_row[ROWS];
+    device const uchar *x_rows[TOKENS];
+    WeightRow w_rows[ROWS];
     for (uint t = 0; t < TOKENS; t++) {
-        x_start[t] = ulong(min(first_row + t, p.rows - 1) / p.rows_per_input) * p.inputs;
+        x_rows[t] = x + ulong(min(first_row + t, p.rows - 1) / p.rows_per_input) * p.inputs * bytes_of(X_DTYPE);
     }
     for (uint r = 0; r < ROWS; r++) {
-        w_row[r] = ulong(known ? expert : 0) * p.outputs + min(first_output + r, p.outputs - 1);
+        w_rows[r] = row_of(w, ulong(known ? expert : 0) * p.outputs + min(first_output + r, p.outputs - 1), p.inputs);
     }
     float sums[TOKENS][ROWS] = {};
     if (!DENSE) {
@@ -113,18 +145,26 @@ kernel void linear_few(device const uchar *x [[buffer(0)]],
             float totals[TOKENS];
             for (uint t = 0; t < TOKENS; t++) {
                 for (uint j = 0; j < 4; j++) {
-                    inputs[t][j] = load4(x, x_start[t] + c * 16 + j * 4, 4, X_DTYPE, X_ALIGNED);
+                    inputs[t][j] = load4(x_rows[t], c * 16 + j * 4, 4, X_DTYPE, X_ALIGNED);
                 }
                 const float4 total = (inputs[t][0] + inputs[t][1]) + (inputs[t][2] + inputs[t][3]);
                 totals[t] = (total.x + total.y) + (total.z + total.w);
+                for (uint j = 0; j < 4; j++) {
+                    inputs[t][j] = placed(inputs[t][j]);
+                }
             }
             for (uint r = 0; r < ROWS; r++) {
                 Chunk chunk;
-                load_chunk(w, w_row[r], c, p.inputs, chunk);
+                load_chunk<true>(w_rows[r], c, p.inputs, chunk);
                 for (uint t = 0; t < TOKENS; t++) {
-                    const float product = (dot(chunk.q[0], inputs[t][0]) + dot(chunk.q[1], inputs[t][1])) +
-                                          (dot(chunk.q[2], inputs[t][2]) + dot(chunk.q[3], inputs[t][3]));
-                    sums[t][r] += chunk.scale * product + chunk.bias * totals[t];
+                    // One chain of fused products.
+                    float product = 0;
+                    for (uint j = 0; j < 4; j++) {
+                        for (uint e = 0; e < 4; e++) {
+                            product += chunk.q[j][e] * inputs[t][j][e];
+                        }
+                    }
+                    sums[t][r] = sums[t][r] + chunk.scale * product + chunk.bias * totals[t];
                 }
             }
         }
@@ -133,10 +173,10 @@ kernel void linear_few(device const uchar *x [[buffer(0)]],
             const uint count = p.inputs - i;
             float4 inputs[TOKENS];
             for (uint t = 0; t < TOKENS; t++) {
-                inputs[t] = load4(x, x_start[t] + i, count, X_DTYPE, X_ALIGNED);
+                inputs[t] = load4(x_rows[t], i, count, X_DTYPE, X_ALIGNED);
             }
             for (uint r = 0; r < ROWS; r++) {
-                const float4 weights = load4(w.values, w_row[r] * p.inputs + i, count, W_DTYPE, W_ALIGNED);
+                const float4 weights = load4(w_rows[r].values, i, count, W_DTYPE, W_ALIGNED);
                 for (uint t = 0; t < TOKENS; t++) {
                     sums[t][r] += dot(weights, inputs[t]);
                 }
@@ -163,6 +203,12 @@ constant constexpr uint FOURS = TILE_K / 4;
 constant constexpr uint STRIDE = FOURS + 1;
 constant constexpr uint OUT_STRIDE = TILE_N + 4;
 constant constexpr uint TILE_THREADS = 128;
+// x of f16 stays as it is: its tile has rows of halves.
+constant bool X_HALVES = X_DTYPE == F16;
+constant constexpr uint HALVES_STRIDE = TILE_K + 8;
+// Fours of x that a thread brings.
+constant constexpr uint X_FOURS = TILE_M * FOURS / TILE_THREADS;
+static_assert(TILE_THREADS % FOURS == 0, "a thread brings inputs of the same number");
 static_assert(TILE_M * OUT_STRIDE <= 4 * TILE_N * STRIDE, "the result takes the place of W's tile");
 static_assert(TILE_N * TILE_K == 16 * TILE_THREADS, "each thread widens one chunk of an affine tile");
 
@@ -202,11 +248,16 @@ kernel void linear_tiles(device const uchar *x [[buffer(0)]],
     threadgroup float4 w_tile[TILE_N * STRIDE];
     threadgroup uint list[TILE_M];
     threadgroup float *x_floats = reinterpret_cast<threadgroup float *>(x_tile);
+    threadgroup half *x_halves = reinterpret_cast<threadgroup half *>(x_tile);
     threadgroup float *w_floats = reinterpret_cast<threadgroup float *>(w_tile);
     const Weight w = {values, SCALES ? scales : values, AFFINE ? biases : values};
     const uint first_output = group.x * TILE_N;
     const uint expert = EXPERTS ? group.y : 0;
     const ulong first_w_row = ulong(expert) * p.outputs + first_output;
+    // What a thread brings: a chunk of an output's weights, and fours of some rows of x.
+    const uint w_output = thread_index / 2, w_chunk = thread_index % 2;
+    const WeightRow w_row = row_of(w, first_w_row + min(w_output, p.outputs - 1 - first_output), p.inputs);
+    const uint x_first = thread_index / FOURS, x_four = thread_index % FOURS;
     // Of a tile, a SIMD-group computes 16 rows and 32 outputs.
     const uint m = simdgroup % 2 * 16, n = simdgroup / 2 * 32;
 
@@ -242,25 +293,37 @@ kernel void linear_tiles(device const uchar *x [[buffer(0)]],
                 sums[i][j] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
             }
         }
+        device const uchar *x_rows[X_FOURS];
+#pragma unroll
+        for (uint f = 0; f < X_FOURS; f++) {
+            const uint i = min(x_first + f * (TILE_THREADS / FOURS), count - 1);
+            const uint row = (EXPERTS ? list[i] : first_row + i) / p.rows_per_input;
+            x_rows[f] = x + ulong(row) * p.inputs * bytes_of(X_DTYPE);
+        }
         for (uint k = 0; k < p.inputs; k += TILE_K) {
-            // Rows, outputs and inputs that do not exist are zeros.
-            for (uint f = thread_index; f < TILE_M * FOURS; f += TILE_THREADS) {
-                const uint i = f / FOURS, j = f % FOURS * 4;
-                float4 four = 0;
-                if (i < count && k + j < p.inputs) {
-                    const uint row = (EXPERTS ? list[i] : first_row + i) / p.rows_per_input;
-                    four = load4(x, ulong(row) * p.inputs + k + j, p.inputs - k - j, X_DTYPE, X_ALIGNED);
+            // Inputs that do not exist are zeros; of rows and outputs, the last one is there again.
+            const uint j = k + x_four * 4;
+#pragma unroll
+            for (uint f = 0; f < X_FOURS; f++) {
+                const uint i = x_first + f * (TILE_THREADS / FOURS);
+                if (X_HALVES) {
+                    half4 four = 0;
+                    if (j < p.inputs) {
+                        four = X_ALIGNED ? *reinterpret_cast<device const half4 *>(x_rows[f] + j * 2ul)
+                                         : half4(load4(x_rows[f], j, p.inputs - j, F16, false));
+                    }
+                    *reinterpret_cast<threadgroup half4 *>(x_halves + i * HALVES_STRIDE + x_four * 4) = four;
+                } else {
+                    x_tile[i * STRIDE + x_four] =
+                        j < p.inputs ? load4(x_rows[f], j, p.inputs - j, X_DTYPE, X_ALIGNED) : float4(0);
                 }
-                x_tile[i * STRIDE + j / 4] = four;
             }
             if (!DENSE) {
-                const uint i = thread_index / 2, c = thread_index % 2;
                 Chunk chunk = {};
-                if (first_output + i < p.outputs) {
-                    load_chunk(w, first_w_row + i, k / 16 + c, p.inputs, chunk);
-                }
-                for (uint j = 0; j < 4; j++) {
-                    w_tile[i * STRIDE + c * 4 + j] = chunk.scale * chunk.q[j] + chunk.bias;
+                load_chunk<true>(w_row, k / 16 + w_chunk, p.inputs, chunk);
+                const float4 scales4 = placed(float4(chunk.scale));
+                for (uint f = 0; f < 4; f++) {
+                    w_tile[w_output * STRIDE + w_chunk * 4 + f] = scales4 * chunk.q[f] + chunk.bias;
                 }
             } else {
                 for (uint f = thread_index; f < TILE_N * FOURS; f += TILE_THREADS) {
@@ -275,9 +338,14 @@ kernel void linear_tiles(device const uchar *x [[buffer(0)]],
             threadgroup_barrier(mem_flags::mem_threadgroup);
             for (uint step = 0; step < TILE_K; step += 8) {
                 simdgroup_float8x8 a[2], b[4];
+                simdgroup_half8x8 halves[2];
 #pragma unroll
                 for (uint i = 0; i < 2; i++) {
-                    simdgroup_load(a[i], x_floats + (m + i * 8) * STRIDE * 4 + step, STRIDE * 4);
+                    if (X_HALVES) {
+                        simdgroup_load(halves[i], x_halves + (m + i * 8) * HALVES_STRIDE + step, HALVES_STRIDE);
+                    } else {
+                        simdgroup_load(a[i], x_floats + (m + i * 8) * STRIDE * 4 + step, STRIDE * 4);
+                    }
                 }
 #pragma unroll
                 for (uint j = 0; j < 4; j++) {
@@ -287,7 +355,11 @@ kernel void linear_tiles(device const uchar *x [[buffer(0)]],
                 for (uint i = 0; i < 2; i++) {
 #pragma unroll
                     for (uint j = 0; j < 4; j++) {
-                        simdgroup_multiply_accumulate(sums[i][j], a[i], b[j], sums[i][j]);
+                        if (X_HALVES) {
+                            simdgroup_multiply_accumulate(sums[i][j], halves[i], b[j], sums[i][j]);
+                        } else {
+                            simdgroup_multiply_accumulate(sums[i][j], a[i], b[j], sums[i][j]);
+                        }
                     }
                 }
             }

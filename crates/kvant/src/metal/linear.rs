@@ -32,10 +32,11 @@ enum LinearKernel {
     Tiles,
 }
 
-/// Selects the kernel for `rows` output rows; `experts`: how many there are, where rows choose one.
-fn select(rows: usize, experts: Option<usize>) -> LinearKernel {
+/// Selects the kernel for `rows` output rows; `experts`: how many there are, where rows choose one. Without `tiles`,
+/// the device refuses their kernel.
+fn select(rows: usize, experts: Option<usize>, tiles: bool) -> LinearKernel {
     let few = experts.map_or(FEW_ROWS, |experts| FEW_ROWS.max(FEW_ROWS_PER_EXPERT * experts));
-    if rows > few {
+    if rows > few && tiles {
         return LinearKernel::Tiles;
     }
     let together = match rows {
@@ -60,7 +61,19 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
         alpha: *alpha,
     };
     let weight = parts(weight, dims.inputs);
-    let (entry, groups, threads) = match select(*rows, ids.is_some().then_some(dims.experts)) {
+    let experts = ids.is_some().then_some(dims.experts);
+    let kernel = |entry, threads| {
+        weight
+            .bind(Launch::new(NAME, &SOURCE, entry), call)
+            .constant("X_ALIGNED", dims.inputs.is_multiple_of(4) && aligned4(x))
+            .constant("W_ALIGNED", weight.aligned)
+            .grid([1, 1, 1], [threads, 1, 1])
+    };
+    let mut chosen = select(*rows, experts, true);
+    if chosen == LinearKernel::Tiles && b.refuses(&kernel("linear_tiles", TILE_THREADS)) {
+        chosen = select(*rows, experts, false);
+    }
+    let (entry, groups, threads) = match chosen {
         LinearKernel::FewRows { together } => {
             let entry = match together {
                 1 => "linear_few_1",
@@ -74,14 +87,7 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
             ("linear_tiles", [dims.outputs.div_ceil(TILE[1]), down], TILE_THREADS)
         }
     };
-    b.push(
-        weight
-            .bind(Launch::new(NAME, &SOURCE, entry), call)
-            .constant("X_ALIGNED", dims.inputs.is_multiple_of(4) && aligned4(x))
-            .constant("W_ALIGNED", weight.aligned)
-            .params(6, &params)
-            .grid([groups[0], groups[1], 1], [threads, 1, 1]),
-    )
+    b.push(kernel(entry, threads).params(6, &params).grid([groups[0], groups[1], 1], [threads, 1, 1]))
 }
 
 #[cfg(test)]
@@ -91,10 +97,11 @@ mod tests {
     #[test]
     fn few_rows_read_the_weight_together_and_many_go_by_tiles() {
         let few = |together| FewRows { together };
-        assert_eq!([1, 2, 3, 8].map(|rows| select(rows, None)), [few(1), few(2), few(4), few(4)]);
-        assert_eq!(select(9, None), Tiles);
-        assert_eq!([1, 8].map(|rows| select(rows, Some(2))), [few(1); 2]);
-        assert_eq!(select(9, Some(4)), Tiles);
-        assert_eq!([256, 257].map(|rows| select(rows, Some(128))), [few(1), Tiles]);
+        assert_eq!([1, 2, 3, 8].map(|rows| select(rows, None, true)), [few(1), few(2), few(4), few(4)]);
+        assert_eq!(select(9, None, true), Tiles);
+        assert_eq!([1, 8].map(|rows| select(rows, Some(2), true)), [few(1); 2]);
+        assert_eq!(select(9, Some(4), true), Tiles);
+        assert_eq!([256, 257].map(|rows| select(rows, Some(128), true)), [few(1), Tiles]);
+        assert_eq!([select(9, None, false), select(300, Some(4), false)], [few(4), few(1)]);
     }
 }

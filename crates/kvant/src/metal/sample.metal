@@ -6,10 +6,16 @@
 //
 // Nothing is sorted. Every entry has a rank: the ordered bits of its logit, then its index, so that larger ranks come
 // first. Every question is the same one: which entry, in falling order of rank, is the first at which a running sum of
-// weights reaches a goal? top_k sums ones, top_p and the draw sum probabilities. The answer is found digit by digit of
-// its rank: all entries that share the digits known so far add their weight to a histogram of the next digit, and the
-// bin in which the goal falls is that digit. Probabilities are integers, in units of 2^-UNIT_BITS: their sums are
-// exact, whatever the order of the additions, and a row's token does not depend on how its threads are scheduled.
+// weights reaches a goal? top_k sums ones, top_p and the draw sum probabilities. Probabilities are integers, in units
+// of 2^-UNIT_BITS: their sums are exact, whatever the order of the additions, and a row's token does not depend on how
+// its threads are scheduled.
+//
+// The row is read three times, and up to twice more for top_k and top_p. First for its largest logit. Then every entry
+// adds 1 and its probability to one of 256 bins, by its distance from the largest: a bin is an eighth of a temperature,
+// and a probability of the last bin is less than a unit. The bin in which a goal falls is read into a list, with all
+// bins before it if there is room. In the list the answer is found digit by digit of its rank: all entries that share
+// the digits known so far add their weight to a histogram of the next digit. A bin that the list has no room for takes
+// a reading of the row for each digit instead.
 #include "vectors.h"
 #include "ordered.h"
 #include "reduce.h"
@@ -85,104 +91,306 @@ inline ulong uniform_bits(ulong seed, uint counter) {
     return z >> 40 << 40;
 }
 
-// Sums of 64 bits in each bin, COPIES of each so that a SIMD-group's lanes meet less often in one.
+// Entries of the list.
+constant constexpr uint LISTED = 1024;
+
+// Threadgroup memory.
 template <uint COPIES>
-struct Histogram {
+struct Shared {
+    // A histogram of 64 bits in each bin, COPIES of each so that a SIMD-group's lanes meet less often in one.
     atomic_uint low[BINS * COPIES];
     atomic_uint high[BINS * COPIES];
+    // Of each bin by distance: entries of the row, and the probability of those that may be drawn.
+    atomic_uint counts[BINS];
+    ulong weights[BINS];
+    // What a goal is looked for in.
     ulong sums[BINS];
     ulong coarse[BINS / 16];
-    // The digits found so far, and what of the goal is left among the entries that share them.
-    ulong prefix;
+    // Ranks of all entries of bins from `from` to `to`.
+    ulong list[LISTED];
+    atomic_uint listed;
+    uint from;
+    uint to;
+    // Where the goal fell, and what of it is left there.
+    uint bin;
     ulong left;
 };
 
+// A thread, and the row that all work on.
+struct Worker {
+    Row row;
+    uint index;
+    uint threads;
+    uint lane;
+};
+
+// 255 for the largest, 0 from 32 temperatures away on; it never rises with the distance.
+inline uint bin_of(Row row, float logit) {
+    const float distance = (row.largest - logit) * (8 / row.temperature);
+    return logit == row.largest ? BINS - 1 : BINS - 1 - uint(fmin(distance, float(BINS - 1)));
+}
+
+inline float logit_of(ulong rank) {
+    const uint key = uint(rank >> (8 * ID_DIGITS)) << (32 - 8 * KEY_DIGITS);
+    // The bits beyond the digits.
+    return from_ordered(key >> 31 ? key : key | ((1u << (32 - 8 * KEY_DIGITS)) - 1));
+}
+
+// Units of an entry.
+inline ulong weight_of(Row row, float logit, float min_p) {
+    const float p = probability(row, logit);
+    return p < min_p ? 0 : ulong(p * float(1ul << UNIT_BITS));
+}
+
 template <uint COPIES>
-inline void add(threadgroup Histogram<COPIES> &histogram, uint bin, uint lane, ulong weight) {
+inline void add(threadgroup Shared<COPIES> &shared, uint bin, uint lane, ulong weight) {
     const uint at = bin * COPIES + lane % COPIES;
     const uint low = uint(weight);
-    const uint old = atomic_fetch_add_explicit(&histogram.low[at], low, memory_order_relaxed);
+    const uint old = atomic_fetch_add_explicit(&shared.low[at], low, memory_order_relaxed);
     const uint high = uint(weight >> 32) + (old + low < old ? 1 : 0);
     if (high != 0) {
-        atomic_fetch_add_explicit(&histogram.high[at], high, memory_order_relaxed);
+        atomic_fetch_add_explicit(&shared.high[at], high, memory_order_relaxed);
     }
+}
+
+// Calls `f.take(logit, id)` for the thread's entries of the row that are not NaN.
+template <typename F> inline void each_entry(Worker worker, thread F &f) {
+    const Row row = worker.row;
+    for (uint i = worker.index * 4; i < row.vocab; i += worker.threads * 4) {
+        const uint count = min(4u, row.vocab - i);
+        const float4 values = load4(row.logits, row.start + i, count, X_DTYPE, ALIGNED);
+        for (uint j = 0; j < count; j++) {
+            if (!is_nan(values[j])) {
+                f.take(values[j], i + j);
+            }
+        }
+    }
+}
+
+struct Largest {
+    uint key;
+
+    void take(float logit, uint) {
+        key = max(key, ordered(logit));
+    }
+};
+
+// The histogram becomes `sums`, and is empty. Begins and ends with a barrier.
+template <uint COPIES> inline void settle(Worker worker, threadgroup Shared<COPIES> &shared) {
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (uint bin = worker.index; bin < BINS; bin += worker.threads) {
+        ulong sum = 0;
+        for (uint at = bin * COPIES; at < (bin + 1) * COPIES; at++) {
+            sum += ulong(atomic_exchange_explicit(&shared.high[at], 0u, memory_order_relaxed)) << 32;
+            sum += atomic_exchange_explicit(&shared.low[at], 0u, memory_order_relaxed);
+        }
+        shared.sums[bin] = sum;
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+}
+
+// Adds ones and weights of entries from rank `cut` on to the bins by distance.
+template <uint COPIES> struct Distribute {
+    threadgroup Shared<COPIES> *shared;
+    Worker worker;
+    ulong cut;
+    float min_p;
+    uint far; // entries of bin 0: often most of them, counted by each thread for itself
+
+    void take(float logit, uint id) {
+        const uint bin = bin_of(worker.row, logit);
+        if (bin == 0) {
+            far++;
+            return;
+        }
+        atomic_fetch_add_explicit(&shared->counts[bin], 1u, memory_order_relaxed);
+        const ulong weight = rank_of(logit, id) >= cut ? weight_of(worker.row, logit, min_p) : 0;
+        if (weight != 0) {
+            add(*shared, bin, worker.lane, weight);
+        }
+    }
+};
+
+template <uint COPIES>
+inline void distribute(Worker worker, threadgroup Shared<COPIES> &shared, ulong cut, float min_p) {
+    for (uint bin = worker.index; bin < BINS; bin += worker.threads) {
+        atomic_store_explicit(&shared.counts[bin], 0u, memory_order_relaxed);
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    Distribute<COPIES> f = {&shared, worker, cut, min_p, 0};
+    each_entry(worker, f);
+    if (f.far != 0) {
+        atomic_fetch_add_explicit(&shared.counts[0], f.far, memory_order_relaxed);
+    }
+    settle(worker, shared);
+    for (uint bin = worker.index; bin < BINS; bin += worker.threads) {
+        shared.weights[bin] = shared.sums[bin];
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+}
+
+// Lists the entries of some bins.
+template <uint COPIES> struct Gather {
+    threadgroup Shared<COPIES> *shared;
+    Row row;
+    uint from;
+    uint to;
+
+    void take(float logit, uint id) {
+        const uint bin = bin_of(row, logit);
+        if (bin >= from && bin <= to) {
+            const uint at = atomic_fetch_add_explicit(&shared->listed, 1u, memory_order_relaxed);
+            // The counts leave room.
+            shared->list[min(at, LISTED - 1)] = rank_of(logit, id);
+        }
+    }
+};
+
+// Adds what share the digits known so far to the histogram of the next digit; all to one bin without digits.
+template <uint COPIES> struct Digit {
+    threadgroup Shared<COPIES> *shared;
+    Worker worker;
+    uint bin;
+    ulong cut;
+    ulong prefix;
+    uint shift; // of the digit; 64 without
+    bool ones;
+    float min_p;
+
+    void take_rank(float logit, ulong rank) {
+        if (rank < cut || bin_of(worker.row, logit) != bin) {
+            return;
+        }
+        const uint above = shift + 8;
+        if (above < 8 * (KEY_DIGITS + ID_DIGITS) && rank >> above != prefix) {
+            return;
+        }
+        const ulong weight = ones ? 1 : weight_of(worker.row, logit, min_p);
+        if (weight != 0) {
+            add(*shared, shift < 64 ? uint(rank >> shift) % BINS : 0, worker.lane, weight);
+        }
+    }
+    void take(float logit, uint id) {
+        take_rank(logit, rank_of(logit, id));
+    }
+};
+
+// Adds from the list if it has the bin, else from the row; then settles.
+template <uint COPIES> inline void add_digit(thread Digit<COPIES> &f, threadgroup Shared<COPIES> &shared) {
+    if (f.bin >= shared.from && f.bin <= shared.to) {
+        const uint count = atomic_load_explicit(&shared.listed, memory_order_relaxed);
+        for (uint i = f.worker.index; i < count; i += f.worker.threads) {
+            const ulong rank = shared.list[i];
+            f.take_rank(logit_of(rank), rank);
+        }
+    } else {
+        each_entry(f.worker, f);
+    }
+    settle(f.worker, shared);
+}
+
+// Finds the bin of `sums`, from the last one on, in which the goal falls. With FIRST, the goal is still to be measured
+// by all that there is; else it is what is left. Ends with a barrier.
+template <bool FIRST, uint COPIES>
+inline void find(Worker worker, threadgroup Shared<COPIES> &shared, Goal goal, ulong value) {
+    if (worker.index < BINS / 16) {
+        ulong sum = 0;
+        for (uint bin = worker.index * 16; bin < worker.index * 16 + 16; bin++) {
+            sum += shared.sums[bin];
+        }
+        shared.coarse[worker.index] = sum;
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (worker.index == 0) {
+        ulong left = shared.left;
+        if (FIRST) {
+            ulong total = 0;
+            for (uint i = 0; i < BINS / 16; i++) {
+                total += shared.coarse[i];
+            }
+            // At least 1, and at most the total.
+            switch (goal) {
+            case Goal::Count: left = min(value, total); break;
+            case Goal::Share: left = upper_half(total, value) + (total * value != 0 ? 1 : 0); break;
+            case Goal::Below: left = upper_half(total, value) + 1; break;
+            }
+        }
+        uint chunk = BINS / 16 - 1;
+        while (chunk > 0 && left > shared.coarse[chunk]) {
+            left -= shared.coarse[chunk];
+            chunk--;
+        }
+        uint bin = chunk * 16 + 15;
+        while (bin > chunk * 16 && left > shared.sums[bin]) {
+            left -= shared.sums[bin];
+            bin--;
+        }
+        shared.bin = bin;
+        shared.left = left;
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+}
+
+// Lists bin `bin`, and those before it, as far as there is room. Ends with a barrier.
+template <uint COPIES> inline void list_bin(Worker worker, threadgroup Shared<COPIES> &shared, uint bin) {
+    if (bin >= shared.from && bin <= shared.to) {
+        return;
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (worker.index == 0) {
+        uint count = 0, from = BINS;
+        const uint own = atomic_load_explicit(&shared.counts[bin], memory_order_relaxed);
+        for (uint b = BINS; b > bin && count <= LISTED; b--) {
+            count += atomic_load_explicit(&shared.counts[b - 1], memory_order_relaxed);
+        }
+        if (own <= LISTED) {
+            from = bin;
+        }
+        shared.from = from;
+        shared.to = count <= LISTED ? BINS - 1 : bin;
+        atomic_store_explicit(&shared.listed, 0u, memory_order_relaxed);
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (bin >= shared.from) {
+        Gather<COPIES> f = {&shared, worker.row, shared.from, shared.to};
+        each_entry(worker, f);
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 
 // The rank of the entry, in falling order, at which the running sum reaches the goal, of the entries with ranks from
 // `cut` on. The histogram is empty before and after. All threads of the threadgroup call it.
 template <uint COPIES>
-inline ulong search(Row row, ulong cut, Goal goal, ulong value, float min_p, threadgroup Histogram<COPIES> &histogram,
-                    uint thread_index, uint threads, uint lane) {
-    ulong prefix = 0;
-    for (uint digit = 0; digit < KEY_DIGITS + ID_DIGITS; digit++) {
-        const uint shift = 8 * (KEY_DIGITS + ID_DIGITS - 1 - digit);
-        for (uint i = thread_index * 4; i < row.vocab; i += threads * 4) {
-            const uint count = min(4u, row.vocab - i);
-            const float4 values = load4(row.logits, row.start + i, count, X_DTYPE, ALIGNED);
-            for (uint j = 0; j < count; j++) {
-                const ulong rank = rank_of(values[j], i + j);
-                if (rank < cut || (digit > 0 && rank >> (shift + 8) != prefix)) {
-                    continue;
-                }
-                ulong weight = 1;
-                if (goal != Goal::Count) {
-                    const float p = probability(row, values[j]);
-                    weight = p < min_p ? 0 : ulong(p * float(1ul << UNIT_BITS));
-                }
-                if (weight != 0) {
-                    add(histogram, uint(rank >> shift) % BINS, lane, weight);
-                }
-            }
-        }
-        threadgroup_barrier(mem_flags::mem_threadgroup);
-        for (uint bin = thread_index; bin < BINS; bin += threads) {
-            ulong sum = 0;
-            for (uint at = bin * COPIES; at < (bin + 1) * COPIES; at++) {
-                sum += ulong(atomic_exchange_explicit(&histogram.high[at], 0u, memory_order_relaxed)) << 32;
-                sum += atomic_exchange_explicit(&histogram.low[at], 0u, memory_order_relaxed);
-            }
-            histogram.sums[bin] = sum;
-        }
-        threadgroup_barrier(mem_flags::mem_threadgroup);
-        if (thread_index < BINS / 16) {
-            ulong sum = 0;
-            for (uint bin = thread_index * 16; bin < thread_index * 16 + 16; bin++) {
-                sum += histogram.sums[bin];
-            }
-            histogram.coarse[thread_index] = sum;
-        }
-        threadgroup_barrier(mem_flags::mem_threadgroup);
-        if (thread_index == 0) {
-            ulong left = histogram.left;
-            if (digit == 0) {
-                ulong total = 0;
-                for (uint i = 0; i < BINS / 16; i++) {
-                    total += histogram.coarse[i];
-                }
-                // At least 1, and at most the total.
-                switch (goal) {
-                case Goal::Count: left = min(value, total); break;
-                case Goal::Share: left = upper_half(total, value) + (total * value != 0 ? 1 : 0); break;
-                case Goal::Below: left = upper_half(total, value) + 1; break;
-                }
-            }
-            uint chunk = BINS / 16 - 1;
-            while (chunk > 0 && left > histogram.coarse[chunk]) {
-                left -= histogram.coarse[chunk];
-                chunk--;
-            }
-            uint bin = chunk * 16 + 15;
-            while (bin > chunk * 16 && left > histogram.sums[bin]) {
-                left -= histogram.sums[bin];
-                bin--;
-            }
-            histogram.prefix = prefix << 8 | bin;
-            histogram.left = left;
-        }
-        threadgroup_barrier(mem_flags::mem_threadgroup);
-        prefix = histogram.prefix;
+inline ulong search(Worker worker, threadgroup Shared<COPIES> &shared, ulong cut, Goal goal, ulong value, float min_p) {
+    for (uint bin = worker.index; bin < BINS; bin += worker.threads) {
+        shared.sums[bin] = goal == Goal::Count
+                               ? ulong(atomic_load_explicit(&shared.counts[bin], memory_order_relaxed))
+                               : shared.weights[bin];
     }
-    return prefix;
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    find<true>(worker, shared, goal, value);
+    const uint bin = shared.bin;
+    list_bin(worker, shared, bin);
+    Digit<COPIES> f = {&shared, worker, bin, cut, 0, 0, goal == Goal::Count, min_p};
+    for (uint digit = 0; digit < KEY_DIGITS + ID_DIGITS; digit++) {
+        f.shift = 8 * (KEY_DIGITS + ID_DIGITS - 1 - digit);
+        add_digit(f, shared);
+        find<false>(worker, shared, goal, 0);
+        f.prefix = f.prefix << 8 | shared.bin;
+    }
+    return f.prefix;
+}
+
+// What is left to draw from when entries with ranks below `cut`, of bin `bin`, are not.
+template <uint COPIES>
+inline void cut_down(Worker worker, threadgroup Shared<COPIES> &shared, ulong cut) {
+    const uint bin = bin_of(worker.row, logit_of(cut));
+    Digit<COPIES> f = {&shared, worker, bin, cut, 0, 64, false, 0};
+    add_digit(f, shared);
+    for (uint b = worker.index; b <= bin; b += worker.threads) {
+        shared.weights[b] = b < bin ? 0 : shared.sums[0];
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 
 template <uint COPIES>
@@ -197,31 +405,27 @@ kernel void sample(device const uchar *logits [[buffer(0)]],
                    uint lane [[thread_index_in_simdgroup]],
                    uint simdgroup [[simdgroup_index_in_threadgroup]],
                    uint simdgroups [[simdgroups_per_threadgroup]]) {
-    threadgroup Histogram<COPIES> histogram;
-    threadgroup uint shared[32];
+    threadgroup Shared<COPIES> shared;
+    threadgroup uint largest[32];
     const Place place = {lane, simdgroup, simdgroups};
     SampleParams p = {params.seed, params.top_p, params.vocab, params.top_k, params.temperature, params.min_p};
     if (ROWS) {
         p = own_params(p, rows, group);
     }
-    Row row = {logits, ulong(group) * p.vocab, p.vocab, 0, p.temperature};
+    Worker worker = {Row{logits, ulong(group) * p.vocab, p.vocab, 0, p.temperature}, thread_index, threads, lane};
 
     for (uint at = thread_index; at < BINS * COPIES; at += threads) {
-        atomic_store_explicit(&histogram.low[at], 0u, memory_order_relaxed);
-        atomic_store_explicit(&histogram.high[at], 0u, memory_order_relaxed);
+        atomic_store_explicit(&shared.low[at], 0u, memory_order_relaxed);
+        atomic_store_explicit(&shared.high[at], 0u, memory_order_relaxed);
     }
     if (thread_index == 0) {
-        histogram.left = 0;
+        shared.left = 0;
+        shared.from = BINS;
+        shared.to = 0;
     }
-    uint key = 0;
-    for (uint i = thread_index * 4; i < p.vocab; i += threads * 4) {
-        const uint count = min(4u, p.vocab - i);
-        const float4 values = load4(logits, row.start + i, count, X_DTYPE, ALIGNED);
-        for (uint j = 0; j < count; j++) {
-            key = max(key, ordered(values[j]));
-        }
-    }
-    key = reduce<Max>(key, shared, place);
+    Largest found = {0};
+    each_entry(worker, found);
+    const uint key = reduce<Max>(found.key, largest, place);
     // Nothing but NaN: no id.
     if (key == 0) {
         if (thread_index == 0) {
@@ -229,22 +433,27 @@ kernel void sample(device const uchar *logits [[buffer(0)]],
         }
         return;
     }
-    row.largest = from_ordered(key);
-    threadgroup_barrier(mem_flags::mem_threadgroup); // The histogram is empty.
+    worker.row.largest = from_ordered(key);
 
-    // NaN has the key 0.
-    ulong cut = 1ul << (8 * ID_DIGITS);
-    if (ROWS ? p.top_k < p.vocab : TOP_K) {
-        cut = search(row, cut, Goal::Count, p.top_k, 0, histogram, thread_index, threads, lane);
+    const bool top_k = ROWS ? p.top_k < p.vocab : TOP_K, top_p = ROWS ? ~p.top_p != 0 : TOP_P;
+    ulong cut = 0;
+    distribute(worker, shared, cut, top_k || top_p ? 0 : p.min_p);
+    if (top_k) {
+        cut = search(worker, shared, cut, Goal::Count, p.top_k, 0);
+        cut_down(worker, shared, cut);
     }
-    if (ROWS ? ~p.top_p != 0 : TOP_P) {
-        cut = search(row, cut, Goal::Share, p.top_p, 0, histogram, thread_index, threads, lane);
+    if (top_p) {
+        cut = search(worker, shared, cut, Goal::Share, p.top_p, 0);
+        cut_down(worker, shared, cut);
     }
     // Of one candidate nothing is left to draw.
     ulong drawn = cut;
     if (!ROWS || p.top_k > 1 || p.vocab == 1) {
+        if (p.min_p > 0 && (top_k || top_p)) {
+            distribute(worker, shared, cut, p.min_p);
+        }
         const ulong u = uniform_bits(p.seed, counter[group]);
-        drawn = search(row, cut, Goal::Below, u, p.min_p, histogram, thread_index, threads, lane);
+        drawn = search(worker, shared, cut, Goal::Below, u, p.min_p);
     }
     if (thread_index == 0) {
         out[group] = id_of(drawn);
@@ -252,4 +461,4 @@ kernel void sample(device const uchar *logits [[buffer(0)]],
 }
 
 template [[host_name("sample_short")]] kernel decltype(sample<1>) sample<1>;
-template [[host_name("sample_long")]] kernel decltype(sample<8>) sample<8>;
+template [[host_name("sample_long")]] kernel decltype(sample<4>) sample<4>;

@@ -14,4 +14,6 @@ mod golden;
 mod hazards;
 mod pages;
 mod reference;
+#[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+mod refused_kernels;
 mod speed;

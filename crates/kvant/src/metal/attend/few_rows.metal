@@ -507,7 +507,7 @@ kernel void attend_few(device const uchar *q [[buffer(0)]],
     merge_streams(work, room, states, set, stream);
     const bool pairs = v_pairs<D>(Of::L);
     if (V_QUANTISED) {
-        threadgroup_barrier(mem_flags::mem_threadgroup);
+        // A SIMD-group writes where it alone has read, or nobody since the last barrier.
         for (uint r = 0; r < Of::ROWS && stream == 0; r++) {
             for (uint n = 0; n < Of::QUADS; n++) {
                 const uint quad = quad_of(n, work.c, Of::L, pairs);

@@ -89,11 +89,10 @@ fn build_part(call: &Call, b: &mut Builder) -> Result<()> {
     if call.tokens == 0 {
         return Ok(());
     }
-    let route = select(AttendSize::of(call), &b.limits);
-    let source = match route.kernel {
-        AttendKernel::FewRows => &FEW_ROWS,
-        AttendKernel::Tiles => &TILES,
-    };
+    let mut route = select(AttendSize::of(call), &b.limits);
+    if route.kernel == AttendKernel::Tiles && b.refuses(&kernel_of(call, &route)) {
+        route = select(AttendSize::of(call).without_tiles(), &b.limits);
+    }
     let spec = call.layer.spec();
     let table = call.step.table_of(&call.layer);
     let uint = |arg, value| Launch::uint(NAME, arg, value);
@@ -116,7 +115,7 @@ fn build_part(call: &Call, b: &mut Builder) -> Result<()> {
     let partial = route.splits > 1;
     let rows = call.tokens * call.heads;
     uint("T·H", rows)?;
-    let mut launch = specialise(Launch::new(NAME, source, route.entry), call, partial)
+    let mut launch = kernel_of(call, &route)
         .read(0, &call.q)
         .read(2, &call.step.positions)
         .read(3, &call.step.sequence)
@@ -129,7 +128,7 @@ fn build_part(call: &Call, b: &mut Builder) -> Result<()> {
             .read_if(index + 2, side.norms.as_ref());
     }
     let launch = planes::bind_means(launch, [17, 18], &call.layer, Use::Read);
-    let launch = launch.params(15, &params).grid([route.tiles, spec.kv_heads, route.splits], [route.threads, 1, 1]);
+    let launch = launch.params(15, &params);
     if !partial {
         return b.push(launch.write(1, &call.out).read_if(11, call.sinks.as_ref()));
     }
@@ -145,6 +144,17 @@ fn build_part(call: &Call, b: &mut Builder) -> Result<()> {
             .params(15, &params)
             .grid([rows, 1, 1], [MERGE_THREADS, 1, 1]),
     )
+}
+
+/// The kernel of a route with its constants and its grid, without buffers.
+fn kernel_of(call: &Call, route: &AttendRoute) -> Launch {
+    let source = match route.kernel {
+        AttendKernel::FewRows => &FEW_ROWS,
+        AttendKernel::Tiles => &TILES,
+    };
+    specialise(Launch::new(NAME, source, route.entry), call, route.splits > 1)
+        .threadgroup_memory(route.threadgroup_bytes)
+        .grid([route.tiles, call.layer.spec().kv_heads, route.splits], [route.threads, 1, 1])
 }
 
 /// The most positions of a sequence that the cache may hold: with pages, those that the page table has entries for.

@@ -2,6 +2,8 @@
 
 use super::{LEAST_KEYS, capacity};
 use crate::{
+    Codec,
+    codec::TurboQuant,
     gpu::Limits,
     ops::attend::{Call, HEAD_DIMS},
 };
@@ -11,6 +13,8 @@ const FEW_ROWS: usize = 8;
 const FEW_THREADS: usize = 128;
 /// Keys that make another split worth its merge, where the number of splits is ours to choose.
 const SPLIT_KEYS: usize = 256;
+/// Floats of a codebook in threadgroup memory.
+const TABLE: usize = 256;
 /// The most splits.
 const MAX_SPLITS: usize = 256;
 
@@ -38,6 +42,10 @@ pub(super) struct AttendSize {
     window: usize,
     /// 0: ours to choose.
     splits: usize,
+    /// Of keys and of values.
+    codecs: [Codec; 2],
+    /// Whether the device refuses the kernel of tiles.
+    no_tiles: bool,
 }
 
 impl AttendSize {
@@ -52,7 +60,14 @@ impl AttendSize {
             capacity: if call.layer.is_paged() { capacity(call).min(call.step.batch().longest) } else { spec.capacity },
             window: call.window,
             splits: call.splits,
+            codecs: [call.layer.k.codec(), call.layer.v.codec()],
+            no_tiles: false,
         }
+    }
+
+    /// For a device that refuses the kernel of tiles.
+    pub(super) fn without_tiles(self) -> AttendSize {
+        AttendSize { no_tiles: true, ..self }
     }
 }
 
@@ -61,6 +76,8 @@ pub(super) struct AttendRoute {
     pub kernel: AttendKernel,
     pub entry: &'static str,
     pub threads: usize,
+    /// Threadgroup memory beyond what the kernel declares itself.
+    pub threadgroup_bytes: usize,
     /// Query rows of a tile, and tiles of a KV head.
     pub tile_rows: usize,
     pub tiles: usize,
@@ -72,14 +89,21 @@ pub(super) struct AttendRoute {
 pub(super) fn select(size: AttendSize, limits: &Limits) -> AttendRoute {
     let together = size.most_new.max(1);
     let rows = together * size.group;
-    let (kernel, than) =
-        if rows <= FEW_ROWS { (AttendKernel::FewRows, "at most") } else { (AttendKernel::Tiles, "more than") };
+    let (kernel, than) = match (rows <= FEW_ROWS, size.no_tiles) {
+        (true, _) => (AttendKernel::FewRows, "at most"),
+        (_, true) => (AttendKernel::FewRows, "by a device without tiles, more than"),
+        _ => (AttendKernel::Tiles, "more than"),
+    };
     let head_dim = by_head_dim(size.head_dim);
-    let (entry, threads, tile_rows) = match kernel {
+    let (entry, threads, tile_rows, threadgroup_bytes) = match kernel {
         AttendKernel::FewRows => {
-            (FEW_ROWS_ENTRIES[head_dim][rows.next_power_of_two().ilog2() as usize], FEW_THREADS, rows)
+            let rows = rows.min(FEW_ROWS);
+            (FEW_ROWS_ENTRIES[head_dim][rows.next_power_of_two().ilog2() as usize], FEW_THREADS, rows, 0)
         }
-        AttendKernel::Tiles => TILES_ENTRIES[head_dim],
+        AttendKernel::Tiles => {
+            let (entry, threads, tile_rows, keys) = TILES_ENTRIES[head_dim];
+            (entry, threads, tile_rows, tiles_bytes(size.head_dim, keys, size.codecs))
+        }
     };
     let tiles = (size.tokens * size.group).div_ceil(tile_rows);
     // The most keys that a token may see: a captured launch serves any length.
@@ -96,7 +120,29 @@ pub(super) fn select(size: AttendSize, limits: &Limits) -> AttendRoute {
     let reason = format!(
         "{rows} query rows read the same keys, {than} {FEW_ROWS}; {why}; at most {most} keys; tiles of {tile_rows} rows"
     );
-    AttendRoute { kernel, entry, threads, tile_rows, tiles, splits: splits.clamp(1, MAX_SPLITS), reason }
+    AttendRoute {
+        kernel,
+        entry,
+        threads,
+        threadgroup_bytes,
+        tile_rows,
+        tiles,
+        splits: splits.clamp(1, MAX_SPLITS),
+        reason,
+    }
+}
+
+/// Threadgroup memory of `attend_tiles`, as `tiles.metal` divides it: keys and values of a step, then codebooks of more
+/// than 32 centroids. Floats of more than 128 coordinates take turns.
+fn tiles_bytes(head_dim: usize, keys: usize, codecs: [Codec; 2]) -> usize {
+    let table = |codec| usize::from(matches!(codec, Codec::TurboQuant(TurboQuant { bits: 6.., .. })));
+    let halves = codecs == [Codec::F16; 2];
+    let rows = if halves {
+        2 * keys * (head_dim + 8) * size_of::<u16>()
+    } else {
+        keys * (head_dim + 4) * size_of::<f32>() * if head_dim > 128 { 1 } else { 2 }
+    };
+    rows + codecs.map(table).iter().sum::<usize>() * TABLE * size_of::<f32>()
 }
 
 /// The index of a head size in the tables of entry points.
@@ -117,16 +163,16 @@ const FEW_ROWS_ENTRIES: [[&str; 4]; 8] = [
     ["attend_few_512_1", "attend_few_512_2", "attend_few_512_4", "attend_few_512_8"],
 ];
 
-/// By head size: the entry point, its threads, the query rows of a tile.
-const TILES_ENTRIES: [(&str, usize, usize); 8] = [
-    ("attend_tiles_64", 128, 32),
-    ("attend_tiles_80", 64, 16),
-    ("attend_tiles_96", 128, 32),
-    ("attend_tiles_112", 64, 16),
-    ("attend_tiles_128", 128, 32),
-    ("attend_tiles_192", 256, 32),
-    ("attend_tiles_256", 256, 32),
-    ("attend_tiles_512", 256, 16),
+/// By head size: the entry point, its threads, the query rows of a tile, the keys of a step.
+const TILES_ENTRIES: [(&str, usize, usize, usize); 8] = [
+    ("attend_tiles_64", 128, 32, 32),
+    ("attend_tiles_80", 128, 32, 16),
+    ("attend_tiles_96", 128, 32, 16),
+    ("attend_tiles_112", 128, 32, 16),
+    ("attend_tiles_128", 128, 32, 16),
+    ("attend_tiles_192", 256, 32, 16),
+    ("attend_tiles_256", 256, 32, 16),
+    ("attend_tiles_512", 256, 16, 8),
 ];
 
 #[cfg(test)]
@@ -151,6 +197,8 @@ mod tests {
         capacity: 1 << 20,
         window: usize::MAX,
         splits: 0,
+        codecs: [Codec::F16; 2],
+        no_tiles: false,
     };
 
     fn routed(size: AttendSize) -> (&'static str, [usize; 3]) {
@@ -187,6 +235,17 @@ mod tests {
     fn every_head_size_has_entry_points_of_its_own() {
         for head_dim in HEAD_DIMS {
             let i = by_head_dim(head_dim);
+            let (_, threads, rows, keys) = TILES_ENTRIES[i];
+            let parts = threads / 32 * 8 / rows;
+            // The template arguments, as tiles.metal has them.
+            let template = format!("attend_tiles<{head_dim}, {rows}, {}, {keys}>", threads / 32);
+            assert!(super::super::TILES.text.contains(&template), "no {template}");
+            // Beside the memory that the kernel declares: products of SIMD-groups that share rows, and a word of each.
+            let declared = if parts > 1 { threads * keys } else { 8 } + threads / 32 * 4;
+            for codecs in [[Codec::F16; 2], [Codec::F16, Codec::F32], [Codec::tq(8); 2]] {
+                let bytes = tiles_bytes(head_dim, keys, codecs) + declared;
+                assert!(bytes <= LIMITS.threadgroup_bytes, "{head_dim}: {bytes} bytes for {codecs:?}");
+            }
             assert_eq!(super::super::MERGE_ENTRIES[i], format!("attend_merge_{head_dim}"));
             assert_eq!(TILES_ENTRIES[i].0, format!("attend_tiles_{head_dim}"));
             for (entry, rows) in FEW_ROWS_ENTRIES[i].iter().zip([1, 2, 4, 8]) {
@@ -200,6 +259,8 @@ mod tests {
     fn many_rows_go_by_tiles() {
         assert_eq!(routed(AttendSize { tokens: 5, most_new: 5, ..DECODE }), ("attend_tiles_256", [32, 1, 16]));
         assert_eq!(routed(AttendSize { group: 16, head_dim: 512, ..DECODE }), ("attend_tiles_512", [16, 1, 16]));
-        assert_eq!(routed(AttendSize { tokens: 1000, most_new: 1000, ..DECODE }), ("attend_tiles_256", [32, 63, 1]));
+        let prompt = AttendSize { tokens: 1000, most_new: 1000, ..DECODE };
+        assert_eq!(routed(prompt), ("attend_tiles_256", [32, 63, 1]));
+        assert_eq!(routed(prompt.without_tiles()), ("attend_few_256_8", [8, 250, 1]));
     }
 }

@@ -1,245 +1,408 @@
 // attend, for many query rows per KV head: prompts.
 //
 // attend_tiles: q [T, H, D] over a cache layer, out [T, H, D]. A threadgroup takes (tile of ROWS query rows, KV head,
-// split) and goes through its keys a few at a time. SIMD-group g owns coordinates g·W .. (g+1)·W, W = D/SIMDS, of
-// everything: of the queries and of o as 8x8 matrices in registers, and of the keys and values, which it brings into
-// its own part of threadgroup memory, 8 at a time.
-//   scores    each SIMD-group multiplies its coordinates; the partial products meet in threadgroup memory;
-//   softmax   a SIMD-group a row, a key a thread; the row's state is in its registers;
-//   values    each SIMD-group adds weights · values to its part of o.
+// split) and goes through its keys KEYS at a time. A SIMD-group owns 8 rows and WIDTH coordinates, all of them up to
+// D = 128: its queries, scores and results are 8x8 matrices in registers (fragments.h).
+//   keys      all threads bring them into threadgroup memory, then the values, while keys are multiplied;
+//   scores    a matrix for every 8 keys. Where PARTS SIMD-groups divide the coordinates, they add up their products;
+//   softmax   in registers: four lanes share a row;
+//   values    weights are the left operand as they are.
+// Keys and values that are all f16 stay halves in threadgroup memory, others become floats there. There is room for
+// the keys and the values of one step, and two barriers between steps; floats of D > 128 share the room of one.
 // Over quantised keys the queries are rotated first; over quantised values o is rotated back at the end. Over page
 // means these are added where keys and values are decoded, once for all rows of a tile.
-#include "attend/keys.h"
+#include "attend/fragments.h"
+#include "attend/lanes.h"
 #include "attend/softmax.h"
 #include "rotate.h"
 
-// Threadgroup memory.
-struct Room {
-    threadgroup float *parts;   // [SIMDS, ROWS, KEYS]: products over each SIMD-group's coordinates
-    threadgroup float *weights; // [ROWS, KEYS]
-    threadgroup float *stage;   // [SIMDS, 8, W]: keys or values; also [8, D]: queries or o of a block
-    threadgroup float *factors; // [ROWS, 8], equal along a row
-    threadgroup Row *rows;
+// metal/attend/route.rs has the bytes of the threadgroup memory that follow from these.
+constant bool HALVES = K_CODEC == F16 && V_CODEC == F16;
+// Codebooks of more than 32 centroids are tables (lanes.h).
+constant bool K_TABLE = K_QUANTISED && K_CODEC % CENTRED > TQ5;
+constant bool V_TABLE = V_QUANTISED && V_CODEC % CENTRED > TQ5;
+
+template <uint D, uint ROWS, uint SIMDS, uint KEYS> struct Division {
+    static constant constexpr uint THREADS = 32 * SIMDS;
+    static constant constexpr uint PARTS = 8 * SIMDS / ROWS;
+    static constant constexpr uint WIDTH = D / PARTS;
+    static constant constexpr uint PAIRS = WIDTH / 16;
+    static constant constexpr uint BLOCKS = KEYS / 8;
+    static_assert(WIDTH % 16 == 0 && KEYS % 8 == 0 && ROWS <= 32, "whole pairs of matrices; a lane knows a row");
 };
 
-// What a thread owns.
+// Elements of type T from a key to the next one: 8 keys begin in different banks.
+template <typename T> constexpr uint stride_of(uint dim) {
+    return dim + 16 / sizeof(T);
+}
+
+// Threadgroup memory.
+template <typename T> struct Room {
+    threadgroup T *keys;
+    threadgroup T *values;
+    threadgroup float2 *products; // [SIMDS, BLOCKS, 32], where there are PARTS
+    threadgroup uint *finite;     // [SIMDS]: whether all values that a SIMD-group brought are
+};
+
+// What a lane has.
 template <uint D, uint ROWS, uint SIMDS, uint KEYS> struct Work {
-    simdgroup_float8x8 q[ROWS / 8][D / SIMDS / 8];
-    simdgroup_float8x8 o[ROWS / 8][D / SIMDS / 8];
-    State states[ROWS / SIMDS]; // of rows simd, simd + SIMDS, …
-    uint blocks;                // that hold rows
-    uint seeing;                // bit b: whether a row of block b sees anything in this pass
+    typedef Division<D, ROWS, SIMDS, KEYS> Of;
+    simdgroup_float8x8 q[2 * Of::PAIRS];
+    simdgroup_float8x8 o[2 * Of::PAIRS];
+    State state; // of its row: m of all keys, l of the lane's own
+    uint row;    // of the tile
+    uint part;   // of the coordinates
+    uint2 seen;  // the first and the last key of a pass that the row sees
+    uint2 any;   // the same of at least one of the 8 rows
+    uint2 all;   // of all of them that are there
+    uint2 tile;  // of all rows of the tile
     uint index;
     uint lane;
     uint simd;
+    Codebook keys;
+    Codebook values;
 };
 
-// Brings coordinates first .. first + WIDTH of keys (or values) base .. base + 8 into `stage` [8, WIDTH]: zeros from
-// `end` on, and where there is no page. Returns whether all that this thread brought is finite.
-template <bool VALUES, uint D, uint WIDTH>
-bool bring(CachedKeys keys, uint base, uint end, uint first, threadgroup float *stage, uint lane) {
+// The quads of a step that a thread brings: quad i of all.
+template <uint D, uint KEYS, uint THREADS> struct Share {
+    static constant constexpr uint QUADS = D / 4;
+    static constant constexpr uint COUNT = (KEYS * QUADS + THREADS - 1) / THREADS;
+    static bool has(uint index, uint n) {
+        return KEYS * QUADS % THREADS == 0 || index + n * THREADS < KEYS * QUADS;
+    }
+    static uint key(uint index, uint n) {
+        return THREADS % QUADS == 0 ? index / QUADS + n * (THREADS / QUADS) : (index + n * THREADS) / QUADS;
+    }
+    static uint quad(uint index, uint n) {
+        return (THREADS % QUADS == 0 ? index : index + n * THREADS) % QUADS;
+    }
+};
+
+// Halves that are one behind the other from `low` on: moved as they are.
+template <uint D, uint KEYS, uint THREADS>
+bool bring_halves(device const uchar *low, uint stride, threadgroup half *stage, uint index, bool check) {
+    typedef Share<D, KEYS, THREADS> Own;
     bool finite = true;
-    for (uint i = lane; i < 8 * WIDTH / 4; i += 32) {
-        const uint key = base + i / (WIDTH / 4), j = first + i % (WIDTH / 4) * 4;
-        float4 x = float4(0);
-        const RowPlace at = key < end ? keys.place_of(key) : RowPlace{0, 0, false};
-        if (at.held) {
-            x = VALUES ? keys.value4(at, j, D) : keys.key4(at, j, D);
-            if (VALUES ? V_CENTRED : K_CENTRED) {
-                x += VALUES ? keys.value_mean4(at, j, D) : keys.key_mean4(at, j, D);
-            }
+#pragma unroll
+    for (uint n = 0; n < Own::COUNT; n++) {
+        if (!Own::has(index, n)) {
+            break;
         }
-        finite = finite && is_finite(x.x) && is_finite(x.y) && is_finite(x.z) && is_finite(x.w);
-        *reinterpret_cast<threadgroup float4 *>(stage + i * 4) = x;
+        const uint key = Own::key(index, n), quad = Own::quad(index, n);
+        const uint2 bits = uint2(*reinterpret_cast<device const packed_uint2 *>(low + (key * stride * D + 4 * quad) * 2));
+        *reinterpret_cast<threadgroup uint2 *>(stage + key * stride_of<half>(D) + 4 * quad) = bits;
+        if (check) {
+            finite = finite && are_finite_halves(bits.x) && are_finite_halves(bits.y);
+        }
     }
     return finite;
 }
 
-// Adds 8 values, some not finite, to o: only what a row sees may touch it, so element by element.
-template <uint D, uint ROWS, uint SIMDS, uint KEYS>
-void add_values_one_by_one(CachedKeys keys, uint base, uint end, threadgroup const float *weights,
-                           threadgroup const float *values, Room room, thread Work<D, ROWS, SIMDS, KEYS> &work) {
-    constexpr uint WIDTH = D / SIMDS;
-    // This SIMD-group's products are used up.
-    threadgroup float *patch = room.parts + work.simd * (ROWS * KEYS);
+// Brings keys (or values) base .. base + KEYS into `stage`: zeros from `end` on, and where there is no page. Returns
+// whether all that this thread brought is finite, if it is asked to `check`. All threads call it.
+template <bool VALUES, uint D, uint KEYS, uint THREADS, typename T>
+bool bring(CachedKeys keys, uint base, uint end, threadgroup T *stage, Codebook book, uint index, bool check) {
+    typedef Share<D, KEYS, THREADS> Own;
+    constexpr uint NORMS = (D + 255) / 256;
+    const Planes planes = VALUES ? keys.v : keys.k;
+    const uint codec = VALUES ? V_CODEC : K_CODEC;
+    const bool aligned = VALUES ? V_ALIGNED : K_ALIGNED, together = keys.are_together(base, KEYS);
+    RowPlace start = {0, 0, false};
+    RowAddress first = {planes.low, planes.high};
+    if (together) {
+        start = keys.place_of(base);
+        first = address_of(planes, start, D, codec);
+    }
+    if (sizeof(T) == 2 && aligned && start.held && end - base >= KEYS) {
+        return bring_halves<D, KEYS, THREADS>(first.low, keys.stride, reinterpret_cast<threadgroup half *>(stage), index, check);
+    }
+    bool finite = true;
 #pragma unroll
-    for (uint b = 0; b < ROWS / 8; b++) {
-        if (!(work.seeing >> b & 1)) {
+    for (uint n = 0; n < Own::COUNT; n++) {
+        if (!Own::has(index, n)) {
+            break;
+        }
+        const uint key = Own::key(index, n), quad = Own::quad(index, n);
+        RowPlace at = start;
+        RowAddress row = first;
+        bool held = base + key < end;
+        if (together) {
+            held = held && start.held;
+            at.row += key * keys.stride;
+            row = further(first, key * keys.stride, D, codec);
+        } else if (held) {
+            at = keys.place_of(base + key);
+            row = address_of(planes, at, D, codec);
+            held = at.held;
+        }
+        Piece piece = {uint4(0), 0};
+        if (held) {
+            piece = load_piece(row, quad, false, codec, aligned);
+        }
+        threadgroup T *to = stage + key * stride_of<T>(D) + 4 * quad;
+        if (sizeof(T) == 2) {
+            *reinterpret_cast<threadgroup uint2 *>(to) = piece.low.xy;
+            if (check) {
+                finite = finite && are_finite_halves(piece.low.x) && are_finite_halves(piece.low.y);
+            }
             continue;
         }
-#pragma unroll
-        for (uint m = 0; m < WIDTH / 8; m++) {
-            simdgroup_store(work.o[b][m], patch, 8);
-            simdgroup_barrier(mem_flags::mem_threadgroup);
-            for (uint i = work.lane; i < 64; i += 32) {
-                const uint r = b * 8 + i / 8;
-                const Row row = room.rows[r];
-                float sum = patch[i];
-                for (uint key = base; key < min(base + 8, end); key++) {
-                    if (sees(row, keys.sequence, keys.position_of(key))) {
-                        sum += weights[r * KEYS + key - base] * values[(key - base) * WIDTH + m * 8 + i % 8];
-                    }
-                }
-                patch[i] = sum;
-            }
-            simdgroup_barrier(mem_flags::mem_threadgroup);
-            simdgroup_load(work.o[b][m], patch, 8);
+        float4 x = quad_from(piece, 0, codec, book);
+        if (is_quantised(codec)) {
+            // The code 0 is not the number 0.
+            x *= held ? load_norm(shifted(planes, at.bytes, codec), at.row * NORMS + quad / 64, codec) : 0;
         }
+        if (is_centred(codec) && held) {
+            x += VALUES ? keys.value_mean4(at, 4 * quad, D) : keys.key_mean4(at, 4 * quad, D);
+        }
+        if (check) {
+            finite = finite && is_finite(x.x) && is_finite(x.y) && is_finite(x.z) && is_finite(x.w);
+        }
+        *reinterpret_cast<threadgroup float4 *>(to) = x;
     }
+    return finite;
 }
 
-// Takes keys begin .. end of a pass, whose rows see positions first .. last, into the states; all threads.
-template <uint D, uint ROWS, uint SIMDS, uint KEYS>
-void absorb(CachedKeys keys, uint begin, uint end, uint first, uint last, Room room,
-            thread Work<D, ROWS, SIMDS, KEYS> &work, constant MetalAttendParams &p) {
-    constexpr uint WIDTH = D / SIMDS, BLOCKS = ROWS / 8, MATRICES = WIDTH / 8;
-    const uint lane = work.lane, simd = work.simd;
-    threadgroup float *parts = room.parts + simd * (ROWS * KEYS);
-    threadgroup float *stage = room.stage + simd * (8 * WIDTH);
-    for (uint base = begin; base < end; base += KEYS) {
-        const uint count = min(KEYS, end - base);
-        const uint position = lane < count ? keys.position_of(base + lane) : 0;
-        if (simd_min(lane < count ? position : NONE) > last || simd_max(position) < first) {
+// Multiplies the queries with keys in `stage`: the products of a matrix for every 8 keys that a row sees. FULL: all
+// rows that are there see all keys.
+template <bool FULL, typename T, uint D, uint ROWS, uint SIMDS, uint KEYS>
+void multiply_keys(thread const Work<D, ROWS, SIMDS, KEYS> &work, threadgroup const T *stage, uint base,
+                   thread simdgroup_float8x8 *scores) {
+    typedef Division<D, ROWS, SIMDS, KEYS> Of;
+    const uint row = fragment_row(work.lane), column = fragment_column(work.lane);
+#pragma unroll
+    for (uint b = 0; b < Of::BLOCKS; b++) {
+        scores[b] = make_filled_simdgroup_matrix<float, 8, 8>(0);
+        if (!FULL && base + 8 * b > work.any.y) {
             continue;
         }
-        for (uint n = 0; n < count; n += 8) {
-            bring<false, D, WIDTH>(keys, base + n, end, simd * WIDTH, stage, lane);
-            simdgroup_barrier(mem_flags::mem_threadgroup);
-            simdgroup_float8x8 products[BLOCKS];
+        threadgroup const T *at = stage + (8 * b + column) * stride_of<T>(D) + work.part * Of::WIDTH + 2 * row;
 #pragma unroll
-            for (uint b = 0; b < BLOCKS; b++) {
-                products[b] = make_filled_simdgroup_matrix<float, 8, 8>(0);
-            }
-#pragma unroll
-            for (uint m = 0; m < MATRICES; m++) {
-                simdgroup_float8x8 key;
-                simdgroup_load(key, stage + m * 8, WIDTH, ulong2(0, 0), true);
-#pragma unroll
-                for (uint b = 0; b < BLOCKS; b++) {
-                    if (work.seeing >> b & 1) {
-                        simdgroup_multiply_accumulate(products[b], work.q[b][m], key, products[b]);
-                    }
-                }
-            }
-#pragma unroll
-            for (uint b = 0; b < BLOCKS; b++) {
-                if (work.seeing >> b & 1) {
-                    simdgroup_store(products[b], parts + b * 8 * KEYS + n, KEYS);
-                }
-            }
-            simdgroup_barrier(mem_flags::mem_threadgroup);
-        }
-        threadgroup_barrier(mem_flags::mem_threadgroup);
-
-#pragma unroll
-        for (uint s = 0; s < ROWS / SIMDS; s++) {
-            const uint r = simd + s * SIMDS;
-            if (work.seeing >> r / 8 & 1) {
-                const Row row = room.rows[r];
-                const bool seen = lane < count && sees(row, keys.sequence, position);
-                float score = 0, largest = work.states[s].m;
-                if (seen) {
-                    float product = room.parts[r * KEYS + lane];
-                    for (uint g = 1; g < SIMDS; g++) {
-                        product += room.parts[(g * ROWS + r) * KEYS + lane];
-                    }
-                    score = score_of(product, p);
-                    largest = raised(largest, score);
-                }
-                const float m = simd_max(largest);
-                const float weight = seen ? precise::exp2(score - m) : 0;
-                const float factor = merge(work.states[s], State{m, simd_sum(weight)}).x;
-                if (lane < KEYS) {
-                    room.weights[r * KEYS + lane] = weight;
-                }
-                if (lane < 8) {
-                    room.factors[r * 8 + lane] = factor;
-                }
-            }
-        }
-        threadgroup_barrier(mem_flags::mem_threadgroup);
-
-#pragma unroll
-        for (uint b = 0; b < BLOCKS; b++) {
-            if (work.seeing >> b & 1) {
-                simdgroup_float8x8 factors;
-                simdgroup_load(factors, room.factors + b * 64, 8);
-#pragma unroll
-                for (uint m = 0; m < MATRICES; m++) {
-                    work.o[b][m].thread_elements()[0] *= factors.thread_elements()[0];
-                    work.o[b][m].thread_elements()[1] *= factors.thread_elements()[1];
-                }
-            }
-        }
-        for (uint n = 0; n < count; n += 8) {
-            const bool finite = bring<true, D, WIDTH>(keys, base + n, end, simd * WIDTH, stage, lane);
-            simdgroup_barrier(mem_flags::mem_threadgroup);
-            if (simd_all(finite)) {
-                simdgroup_float8x8 values[MATRICES];
-#pragma unroll
-                for (uint m = 0; m < MATRICES; m++) {
-                    simdgroup_load(values[m], stage + m * 8, WIDTH);
-                }
-#pragma unroll
-                for (uint b = 0; b < BLOCKS; b++) {
-                    if (work.seeing >> b & 1) {
-                        simdgroup_float8x8 weights;
-                        simdgroup_load(weights, room.weights + b * 8 * KEYS + n, KEYS);
-#pragma unroll
-                        for (uint m = 0; m < MATRICES; m++) {
-                            simdgroup_multiply_accumulate(work.o[b][m], weights, values[m], work.o[b][m]);
-                        }
-                    }
-                }
-            } else {
-                add_values_one_by_one(keys, base + n, end, room.weights + n, stage, room, work);
-            }
-            simdgroup_barrier(mem_flags::mem_threadgroup);
+        for (uint n = 0; n < Of::PAIRS; n++) {
+            simdgroup_matrix<T, 8, 8> even, odd;
+            load_columns(at + 16 * n, at + 16 * n + stride_of<T>(D), even, odd);
+            simdgroup_multiply_accumulate(scores[b], work.q[2 * n], even, scores[b]);
+            simdgroup_multiply_accumulate(scores[b], work.q[2 * n + 1], odd, scores[b]);
         }
     }
 }
 
-// Loads the queries, rotated if the keys are. Begins with a barrier; `stage` is free again after the next one.
-template <uint D, uint ROWS, uint SIMDS, uint KEYS>
-void load_queries(device const uchar *q, Room room, thread Work<D, ROWS, SIMDS, KEYS> &work,
-                  constant MetalAttendParams &p) {
-    constexpr uint THREADS = 32 * SIMDS, WIDTH = D / SIMDS;
+// Makes products of a step weights, and takes them into the state.
+template <bool FULL, uint D, uint ROWS, uint SIMDS, uint KEYS>
+void weigh(thread Work<D, ROWS, SIMDS, KEYS> &work, uint base, uint held, thread simdgroup_float8x8 *scores,
+           constant MetalAttendParams &p) {
+    typedef Division<D, ROWS, SIMDS, KEYS> Of;
+    const uint column = fragment_column(work.lane);
+    const float before = work.state.m, scale = p.scale * M_LOG2E_F;
+    float m = FULL ? max(before, -FLT_MAX) : before;
+    uint seen = 0;
 #pragma unroll
-    for (uint b = 0; b < ROWS / 8; b++) {
-        if (b < work.blocks) {
-            threadgroup_barrier(mem_flags::mem_threadgroup);
-            for (uint i = work.index; i < 8 * D / 4; i += THREADS) {
-                const Row row = room.rows[b * 8 + i / (D / 4)];
-                const ulong at = ulong(row.x) * D + i % (D / 4) * 4;
-                *reinterpret_cast<threadgroup float4 *>(room.stage + i * 4) =
-                    is_there(row) ? load4(q, at, 4, Q_DTYPE, Q_ALIGNED) : float4(0);
-            }
-            if (K_QUANTISED && !Q_ROTATED) {
-                rotate(room.stage, 8, D, false, work.index, THREADS);
-            } else {
-                threadgroup_barrier(mem_flags::mem_threadgroup);
-            }
+    for (uint b = 0; b < Of::BLOCKS; b++) {
 #pragma unroll
-            for (uint m = 0; m < WIDTH / 8; m++) {
-                simdgroup_load(work.q[b][m], room.stage + work.simd * WIDTH + m * 8, D);
+        for (uint e = 0; e < 2; e++) {
+            const uint key = 8 * b + column + e;
+            const float product = scores[b].thread_elements()[e];
+            const float score = SOFTCAP ? score_of(product, p) : product * scale;
+            scores[b].thread_elements()[e] = score;
+            if (FULL) {
+                // A NaN is passed over, and shows in its weight.
+                m = fmax(m, score);
+            } else if (base + key - work.seen.x <= work.seen.y - work.seen.x && (held >> key & 1) != 0) {
+                seen |= 1u << (2 * b + e);
+                m = raised(m, score);
+            }
+        }
+    }
+    m = fmax(m, simd_shuffle_xor(m, ushort(1)));
+    m = fmax(m, simd_shuffle_xor(m, ushort(8)));
+    // Equal maxima, infinite ones included, need no factor.
+    const float factor = before == m ? 1 : precise::exp2(before - m);
+    float sum = 0;
+#pragma unroll
+    for (uint b = 0; b < Of::BLOCKS; b++) {
+#pragma unroll
+        for (uint e = 0; e < 2; e++) {
+            float weight = precise::exp2(scores[b].thread_elements()[e] - m);
+            weight = FULL || (seen >> (2 * b + e) & 1) != 0 ? weight : 0;
+            scores[b].thread_elements()[e] = weight;
+            sum += weight;
+        }
+    }
+    work.state = State{m, work.state.l * factor + sum};
+    if (simd_any(factor != 1)) {
+#pragma unroll
+        for (uint n = 0; n < 2 * Of::PAIRS; n++) {
+            work.o[n].thread_elements()[0] *= factor;
+            work.o[n].thread_elements()[1] *= factor;
+        }
+    }
+}
+
+// Adds weights times values to o.
+template <bool FULL, typename T, uint D, uint ROWS, uint SIMDS, uint KEYS>
+void add_values(thread Work<D, ROWS, SIMDS, KEYS> &work, threadgroup const T *stage, uint base,
+                thread const simdgroup_float8x8 *weights) {
+    typedef Division<D, ROWS, SIMDS, KEYS> Of;
+    const uint row = fragment_row(work.lane), column = fragment_column(work.lane);
+#pragma unroll
+    for (uint b = 0; b < Of::BLOCKS; b++) {
+        if (!FULL && base + 8 * b > work.any.y) {
+            continue;
+        }
+        threadgroup const T *at = stage + (8 * b + row) * stride_of<T>(D) + work.part * Of::WIDTH + 2 * column;
+#pragma unroll
+        for (uint n = 0; n < Of::PAIRS; n++) {
+            simdgroup_matrix<T, 8, 8> even, odd;
+            load_quad(at + 16 * n, even, odd);
+            simdgroup_multiply_accumulate(work.o[2 * n], weights[b], even, work.o[2 * n]);
+            simdgroup_multiply_accumulate(work.o[2 * n + 1], weights[b], odd, work.o[2 * n + 1]);
+        }
+    }
+}
+
+// The same with values that are not finite: only what a row sees may touch it.
+template <typename T, uint D, uint ROWS, uint SIMDS, uint KEYS>
+void add_values_one_by_one(thread Work<D, ROWS, SIMDS, KEYS> &work, threadgroup const T *stage, uint base, uint held,
+                           thread simdgroup_float8x8 *weights) {
+    typedef Division<D, ROWS, SIMDS, KEYS> Of;
+    const uint row = fragment_row(work.lane), column = fragment_column(work.lane);
+#pragma unroll
+    for (uint b = 0; b < Of::BLOCKS; b++) {
+#pragma unroll
+        for (uint i = 0; i < 8; i++) {
+            const uint key = 8 * b + i;
+            const float weight = simd_shuffle(weights[b].thread_elements()[i % 2], ushort(lane_of_fragment(row, i)));
+            if (base + key - work.seen.x > work.seen.y - work.seen.x || (held >> key & 1) == 0) {
+                continue;
+            }
+            threadgroup const T *at = stage + key * stride_of<T>(D) + work.part * Of::WIDTH + 2 * column;
+#pragma unroll
+            for (uint n = 0; n < Of::PAIRS; n++) {
+                add_to_pair(work.o[2 * n], work.o[2 * n + 1], weight * quad_at(at + 16 * n));
             }
         }
     }
 }
 
-// Puts o of block b into `stage`, [8, D], rotated back if the values are rotated. Begins and ends with a barrier.
-template <uint D, uint ROWS, uint SIMDS, uint KEYS>
-void collect(uint b, Room room, thread Work<D, ROWS, SIMDS, KEYS> &work) {
-    constexpr uint WIDTH = D / SIMDS;
+// Takes keys begin .. end of a pass into the states; all threads.
+template <typename T, uint D, uint ROWS, uint SIMDS, uint KEYS>
+void absorb(CachedKeys keys, uint begin, uint end, Room<T> room, thread Work<D, ROWS, SIMDS, KEYS> &work,
+            constant MetalAttendParams &p) {
+    typedef Division<D, ROWS, SIMDS, KEYS> Of;
+    constexpr bool SHARED = sizeof(T) == 4 && D > 128;
+    // Others may still use the room for what was before.
     threadgroup_barrier(mem_flags::mem_threadgroup);
+    bring<false, D, KEYS, Of::THREADS>(keys, begin, end, room.keys, work.keys, work.index, false);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (uint base = begin; base < end; base += KEYS) {
+        const uint next = base + KEYS;
+        // The keys that there are, as bits.
+        constexpr uint EVERY = 0xFFFFFFFF >> (32 - KEYS);
+        uint held = end - base < KEYS ? (1u << (end - base)) - 1 : EVERY;
+        if (PAGED && keys.are_together(base, KEYS)) {
+            held = keys.place_of(base).held ? held : 0;
+        } else if (PAGED) {
+            held = simd_or((held >> work.lane & 1) != 0 && keys.place_of(base + work.lane).held ? 1u << work.lane : 0);
+        }
+        const bool whole = held == EVERY;
+        const bool active = work.any.x < next && work.any.y >= base && held != 0;
+        const bool full = whole && work.all.x <= base && work.all.y >= next - 1;
+        simdgroup_float8x8 scores[Of::BLOCKS];
+        if (active) {
+            if (full) {
+                multiply_keys<true>(work, room.keys, base, scores);
+            } else {
+                multiply_keys<false>(work, room.keys, base, scores);
+            }
+            if (Of::PARTS > 1) {
 #pragma unroll
-    for (uint m = 0; m < WIDTH / 8; m++) {
-        simdgroup_store(work.o[b][m], room.stage + work.simd * WIDTH + m * 8, D);
-    }
-    if (V_QUANTISED) {
-        rotate(room.stage, 8, D, true, work.index, 32 * SIMDS);
-    } else {
+                for (uint b = 0; b < Of::BLOCKS; b++) {
+                    room.products[(work.simd * Of::BLOCKS + b) * 32 + work.lane] =
+                        float2(scores[b].thread_elements()[0], scores[b].thread_elements()[1]);
+                }
+            }
+        }
+        if (SHARED) {
+            threadgroup_barrier(mem_flags::mem_threadgroup);
+        }
+        // Infinite values that all rows see belong to all results.
+        const bool careful = !(whole && work.tile.x <= base && work.tile.y >= next - 1);
+        const bool finite =
+            bring<true, D, KEYS, Of::THREADS>(keys, base, end, room.values, work.values, work.index, careful);
+        if (careful) {
+            const bool all_finite = simd_all(finite);
+            if (work.lane == 0) {
+                room.finite[work.simd] = all_finite ? 1 : 0;
+            }
+        }
         threadgroup_barrier(mem_flags::mem_threadgroup);
+        if (!SHARED && next < end) {
+            bring<false, D, KEYS, Of::THREADS>(keys, next, end, room.keys, work.keys, work.index, false);
+        }
+        if (active) {
+            if (Of::PARTS > 1) {
+#pragma unroll
+                for (uint b = 0; b < Of::BLOCKS; b++) {
+                    float2 sum = 0;
+#pragma unroll
+                    for (uint part = 0; part < Of::PARTS; part++) {
+                        const uint simd = work.simd - work.part + part;
+                        sum += room.products[(simd * Of::BLOCKS + b) * 32 + work.lane];
+                    }
+                    scores[b].thread_elements()[0] = sum.x;
+                    scores[b].thread_elements()[1] = sum.y;
+                }
+            }
+            if (full) {
+                weigh<true>(work, base, held, scores, p);
+                add_values<true>(work, room.values, base, scores);
+            } else {
+                weigh<false>(work, base, held, scores, p);
+                bool all_finite = true;
+                for (uint simd = 0; simd < SIMDS; simd++) {
+                    all_finite = all_finite && room.finite[simd] != 0;
+                }
+                if (all_finite) {
+                    add_values<false>(work, room.values, base, scores);
+                } else {
+                    add_values_one_by_one(work, room.values, base, held, scores);
+                }
+            }
+        }
+        if (SHARED) {
+            threadgroup_barrier(mem_flags::mem_threadgroup);
+            if (next < end) {
+                bring<false, D, KEYS, Of::THREADS>(keys, next, end, room.keys, work.keys, work.index, false);
+            }
+        }
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+    }
+}
+
+// Rotates all rows of the tile, KEYS of them at a time; all threads.
+template <uint D, uint ROWS, uint SIMDS, uint KEYS>
+void rotate_rows(thread simdgroup_float8x8 *matrices, bool inverse, threadgroup float *stage,
+                 thread const Work<D, ROWS, SIMDS, KEYS> &work) {
+    typedef Division<D, ROWS, SIMDS, KEYS> Of;
+    static_assert(ROWS % KEYS == 0, "the room is that of KEYS rows");
+    for (uint first = 0; first < ROWS; first += KEYS) {
+        const bool mine = work.row - first < KEYS;
+        threadgroup float4 *quads = reinterpret_cast<threadgroup float4 *>(
+            stage + (work.row - (mine ? first : work.row)) * D + work.part * Of::WIDTH + 2 * fragment_column(work.lane));
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        if (mine) {
+#pragma unroll
+            for (uint n = 0; n < Of::PAIRS; n++) {
+                quads[4 * n] = quad_of_pair(matrices[2 * n], matrices[2 * n + 1]);
+            }
+        }
+        rotate(stage, KEYS, D, inverse, work.index, Of::THREADS);
+        if (mine) {
+#pragma unroll
+            for (uint n = 0; n < Of::PAIRS; n++) {
+                set_pair(matrices[2 * n], matrices[2 * n + 1], quads[4 * n]);
+            }
+        }
     }
 }
 
@@ -262,18 +425,15 @@ kernel void attend_tiles(device const uchar *q [[buffer(0)]],
                          device const uint *table [[buffer(16), function_constant(PAGED)]],
                          device const uchar *k_means [[buffer(17), function_constant(K_CENTRED)]],
                          device const uchar *v_means [[buffer(18), function_constant(V_CENTRED)]],
+                         threadgroup float4 *memory [[threadgroup(0)]],
                          uint3 group [[threadgroup_position_in_grid]],
                          uint index [[thread_index_in_threadgroup]],
                          uint lane [[thread_index_in_simdgroup]],
                          uint simd [[simdgroup_index_in_threadgroup]]) {
-    constexpr uint THREADS = 32 * SIMDS, WIDTH = D / SIMDS;
-    threadgroup float parts[SIMDS * ROWS * KEYS];
-    threadgroup float weights[ROWS * KEYS];
-    threadgroup float4 stage[8 * D / 4];
-    threadgroup float factors[ROWS * 8];
-    threadgroup Row rows[ROWS];
-    threadgroup float2 states[ROWS];
-    const Room room = Room{parts, weights, reinterpret_cast<threadgroup float *>(stage), factors, rows};
+    typedef Division<D, ROWS, SIMDS, KEYS> Of;
+    threadgroup float2 products[Of::PARTS > 1 ? SIMDS * Of::BLOCKS * 32 : 1];
+    threadgroup uint finite[SIMDS];
+    threadgroup float *stage = reinterpret_cast<threadgroup float *>(memory);
     const uint kv_head = group.y, split = group.z;
     const Planes keys = {k_low, K_HIGH ? k_high : nullptr, K_QUANTISED ? k_norms : nullptr,
                          K_CENTRED ? k_means : nullptr};
@@ -283,81 +443,100 @@ kernel void attend_tiles(device const uchar *q [[buffer(0)]],
     work.index = index;
     work.lane = lane;
     work.simd = simd;
-    work.blocks = uint(min(ulong(ROWS), ulong(p.tokens) * p.group - ulong(group.x) * ROWS) + 7) / 8;
-#pragma unroll
-    for (uint b = 0; b < ROWS / 8; b++) {
-#pragma unroll
-        for (uint m = 0; m < WIDTH / 8; m++) {
-            work.o[b][m] = make_filled_simdgroup_matrix<float, 8, 8>(0);
+    work.part = simd % Of::PARTS;
+    work.row = simd / Of::PARTS * 8 + fragment_row(lane);
+    work.state = no_keys();
+    // Behind the keys and the values of a step.
+    threadgroup float *tables = stage + KEYS * (D + 4) * (D > 128 ? 1 : 2);
+    work.keys = Codebook{K_QUANTISED ? centroid(lane, K_CODEC) : 0, tables};
+    work.values = Codebook{V_QUANTISED ? centroid(lane, V_CODEC) : 0, tables + (K_TABLE ? TABLE : 0)};
+    for (uint i = index; (K_TABLE || V_TABLE) && i < TABLE; i += Of::THREADS) {
+        if (K_TABLE) {
+            tables[i] = centroid(i, K_CODEC);
         }
-    }
-    for (uint s = 0; s < ROWS / SIMDS; s++) {
-        work.states[s] = no_keys();
+        if (V_TABLE) {
+            tables[(K_TABLE ? TABLE : 0) + i] = centroid(i, V_CODEC);
+        }
     }
 
     // Lane i of every SIMD-group knows row i.
     uint position;
     Row row = row_of(group.x, lane, kv_head, positions, sequences, p, position);
-    if (index < ROWS) {
-        rows[index] = row;
+    const uint vector = simd_shuffle(row.x, ushort(work.row));
+    const ulong start = ulong(vector) * D + work.part * Of::WIDTH + 2 * fragment_column(lane);
+#pragma unroll
+    for (uint n = 0; n < Of::PAIRS; n++) {
+        work.o[2 * n] = work.o[2 * n + 1] = make_filled_simdgroup_matrix<float, 8, 8>(0);
+        const float4 quad = vector != NONE ? load4(q, start + 16 * n, 4, Q_DTYPE, Q_ALIGNED) : float4(0);
+        set_pair(work.q[2 * n], work.q[2 * n + 1], quad);
     }
-    load_queries(q, room, work, p);
+    if (K_QUANTISED && !Q_ROTATED) {
+        rotate_rows(work.q, false, stage, work);
+    }
 
     for (uint sequence = simd_min(row.y); sequence != NONE;) {
         row = seeing(row, position, sequence, lens[sequence], p);
-        const uint first = simd_min(row.z), last = simd_max(row.w);
-        const uint2 part = first <= last ? part_of(last - first + 1, split, KEYS, p) : uint2(0);
+        const uint seen_first = simd_min(row.z), last = simd_max(row.w);
+        const uint first = begin_of_pass(seen_first, KEYS);
+        const uint2 part = seen_first <= last ? part_of(last - first + 1, split, KEYS, p) : uint2(0);
         if (part.x < part.y) {
-            threadgroup_barrier(mem_flags::mem_threadgroup);
-            if (index < ROWS) {
-                rows[index] = row;
-            }
-            work.seeing = simd_or(row.z <= row.w ? 1u << lane / 8 : 0);
+            // Keys are counted from the first one of the pass.
+            const bool sees = row.z <= row.w, there = is_there(row), mine = lane / 8 == simd / Of::PARTS;
+            const uint from = sees ? row.z - first : NONE, to = sees ? row.w - first : 0;
+            work.seen = uint2(simd_shuffle(from, ushort(work.row)), simd_shuffle(to, ushort(work.row)));
+            // No key is NONE - 1 from the first one.
+            work.seen = work.seen.x <= work.seen.y ? work.seen : uint2(NONE - 1);
+            work.any = uint2(simd_min(mine ? from : NONE), simd_max(mine ? to : 0));
+            work.all = uint2(simd_max(mine && there ? from : 0), simd_min(mine && there ? to : NONE));
+            work.tile = uint2(simd_max(there ? from : 0), simd_min(there ? to : NONE));
             const CachedKeys seen = keys_of(keys, values, PAGED ? table : nullptr, sequence, kv_head, first, p);
-            absorb(seen, part.x, part.y, first, last, room, work, p);
+            if (HALVES) {
+                threadgroup half *at = reinterpret_cast<threadgroup half *>(stage);
+                const Room<half> room = {at, at + KEYS * (D + 8), products, finite};
+                absorb(seen, part.x, part.y, room, work, p);
+            } else {
+                const Room<float> room = {stage, stage + (D > 128 ? 0 : KEYS * (D + 4)), products, finite};
+                absorb(seen, part.x, part.y, room, work, p);
+            }
         }
         sequence = simd_min(row.y > sequence ? row.y : NONE);
     }
 
-    if (lane == 0) {
-#pragma unroll
-        for (uint s = 0; s < ROWS / SIMDS; s++) {
-            states[simd + s * SIMDS] = packed(work.states[s]);
-        }
+    work.state.l += simd_shuffle_xor(work.state.l, ushort(1));
+    work.state.l += simd_shuffle_xor(work.state.l, ushort(8));
+    if (V_QUANTISED) {
+        rotate_rows(work.o, true, stage, work);
     }
+    if (vector == NONE) {
+        return;
+    }
+    if (PARTIAL) {
+        const ulong at = split * (ulong(p.tokens) * p.heads) * D + start;
+        if (work.state.m != -INFINITY) {
 #pragma unroll
-    for (uint b = 0; b < ROWS / 8; b++) {
-        if (b < work.blocks) {
-            collect(b, room, work);
-            for (uint i = index; i < 8 * D; i += THREADS) {
-                const uint r = b * 8 + i / D;
-                if (!is_there(rows[r])) {
-                    continue;
-                }
-                const ulong at = ulong(rows[r].x) * D + i % D;
-                if (PARTIAL) {
-                    const ulong part = split * (ulong(p.tokens) * p.heads) * D + at;
-                    if (states[r].x != -INFINITY) {
-                        partial_o[part] = room.stage[i];
-                    }
-                    if (i % D == 0) {
-                        partial_states[part / D] = states[r];
-                    }
-                } else {
-                    store(out, at, room.stage[i] * finish(with_sink(unpacked(states[r]), SINKS_HERE ? sinks : nullptr, rows[r].x, p)), OUT_DTYPE);
-                }
+            for (uint n = 0; n < Of::PAIRS; n++) {
+                store4(reinterpret_cast<device uchar *>(partial_o), at + 16 * n, 4,
+                       quad_of_pair(work.o[2 * n], work.o[2 * n + 1]), F32, true);
             }
+        }
+        if (work.part == 0 && fragment_column(lane) == 0) {
+            partial_states[at / D] = packed(work.state);
+        }
+    } else {
+        const float factor = finish(with_sink(work.state, SINKS_HERE ? sinks : nullptr, vector, p));
+#pragma unroll
+        for (uint n = 0; n < Of::PAIRS; n++) {
+            store4(out, start + 16 * n, 4, factor * quad_of_pair(work.o[2 * n], work.o[2 * n + 1]), OUT_DTYPE, false);
         }
     }
 }
 
-// D, rows of a tile, SIMD-groups, keys between barriers: below 32 KiB of threadgroup memory each.
-// SIMD-groups own whole 8x8 matrices, so that W is a multiple of 8.
+// D, rows of a tile, SIMD-groups, keys of a step.
 template [[host_name("attend_tiles_64")]] [[kernel]] decltype(attend_tiles<64, 32, 4, 32>) attend_tiles<64, 32, 4, 32>;
-template [[host_name("attend_tiles_128")]] [[kernel]] decltype(attend_tiles<128, 32, 4, 32>) attend_tiles<128, 32, 4, 32>;
-template [[host_name("attend_tiles_256")]] [[kernel]] decltype(attend_tiles<256, 32, 8, 16>) attend_tiles<256, 32, 8, 16>;
-template [[host_name("attend_tiles_512")]] [[kernel]] decltype(attend_tiles<512, 16, 8, 16>) attend_tiles<512, 16, 8, 16>;
-template [[host_name("attend_tiles_80")]] [[kernel]] decltype(attend_tiles<80, 16, 2, 32>) attend_tiles<80, 16, 2, 32>;
-template [[host_name("attend_tiles_96")]] [[kernel]] decltype(attend_tiles<96, 32, 4, 32>) attend_tiles<96, 32, 4, 32>;
-template [[host_name("attend_tiles_112")]] [[kernel]] decltype(attend_tiles<112, 16, 2, 32>) attend_tiles<112, 16, 2, 32>;
+template [[host_name("attend_tiles_80")]] [[kernel]] decltype(attend_tiles<80, 32, 4, 16>) attend_tiles<80, 32, 4, 16>;
+template [[host_name("attend_tiles_96")]] [[kernel]] decltype(attend_tiles<96, 32, 4, 16>) attend_tiles<96, 32, 4, 16>;
+template [[host_name("attend_tiles_112")]] [[kernel]] decltype(attend_tiles<112, 32, 4, 16>) attend_tiles<112, 32, 4, 16>;
+template [[host_name("attend_tiles_128")]] [[kernel]] decltype(attend_tiles<128, 32, 4, 16>) attend_tiles<128, 32, 4, 16>;
 template [[host_name("attend_tiles_192")]] [[kernel]] decltype(attend_tiles<192, 32, 8, 16>) attend_tiles<192, 32, 8, 16>;
+template [[host_name("attend_tiles_256")]] [[kernel]] decltype(attend_tiles<256, 32, 8, 16>) attend_tiles<256, 32, 8, 16>;
+template [[host_name("attend_tiles_512")]] [[kernel]] decltype(attend_tiles<512, 16, 8, 8>) attend_tiles<512, 16, 8, 8>;

@@ -30,7 +30,7 @@ use self::{
 };
 use super::buffer_pool::{BufferPool, size_class};
 use crate::{
-    Device, DeviceKind, Error, MemoryInfo, Result,
+    Device, DeviceKind, Error, KernelReport, MemoryInfo, Result,
     gpu::{Executor, Launch, LaunchPass, Limits, Memory, Order, Replay, Wait, metal_busy_groups, metal_device},
 };
 
@@ -124,6 +124,14 @@ impl Executor for Runtime {
 
     fn limits(&self) -> Limits {
         self.0.limits
+    }
+
+    fn refuses(&self, launch: &Launch) -> Option<String> {
+        self.0.pipelines.refuses(launch)
+    }
+
+    fn kernels(&self) -> Vec<KernelReport> {
+        self.0.pipelines.reports()
     }
 
     fn allocate(&self, bytes: usize, zeroed: bool) -> Result<Box<dyn Memory>> {

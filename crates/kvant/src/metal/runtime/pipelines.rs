@@ -21,7 +21,7 @@ use objc2_metal::{
 
 use super::lock;
 use crate::{
-    DeviceKind, Error, Result,
+    DeviceKind, Error, KernelReport, Result,
     gpu::{Constant, Launch, Limits, Source},
     metal::SIMD,
 };
@@ -48,6 +48,8 @@ struct PipelineCache {
     libraries: HashMap<usize, Library>,
     /// By source and kernel.
     kernels: HashMap<(usize, &'static str), Variants>,
+    /// Kernels that were refused where a simpler one exists: they are not compiled again.
+    refused: Vec<KernelReport>,
 }
 
 /// The pipelines of a kernel.
@@ -58,6 +60,7 @@ type Library = Retained<ProtocolObject<dyn MTLLibrary>>;
 
 /// What distinguishes pipelines of one kernel.
 struct Variant {
+    source: &'static str,
     constants: Vec<(&'static str, Constant)>,
     /// Threads of a threadgroup: the compiler gives each as many registers as so many threads leave.
     threads: u32,
@@ -67,6 +70,11 @@ impl Variant {
     fn fits(&self, launch: &Launch) -> bool {
         self.threads == threads_of(launch) && self.constants == launch.constants
     }
+}
+
+/// Bytes of threadgroup memory that are set for a launch: the least that can be, where its kernel takes none.
+pub(super) fn requested_bytes(launch: &Launch) -> usize {
+    (launch.threadgroup_bytes as usize).max(16)
 }
 
 fn threads_of(launch: &Launch) -> u32 {
@@ -84,7 +92,7 @@ impl Pipelines {
     /// `Compile` when Metal refuses the kernel, `Unsupported` when the launch is more than the pipeline allows.
     pub(super) fn get(&self, launch: &Launch) -> Result<Arc<Pipeline>> {
         let mut cache = lock(&self.cache);
-        let PipelineCache { libraries, kernels } = &mut *cache;
+        let PipelineCache { libraries, kernels, .. } = &mut *cache;
         let source = std::ptr::from_ref(launch.source) as usize;
         let variants = kernels.entry((source, launch.kernel)).or_default();
         if let Some((_, pipeline)) = variants.iter().find(|(variant, _)| variant.fits(launch)) {
@@ -100,9 +108,40 @@ impl Pipelines {
         })?;
         self.check(launch, &pipeline)?;
         let pipeline = Arc::new(pipeline);
-        let variant = Variant { constants: launch.constants.clone(), threads: threads_of(launch) };
+        let variant =
+            Variant { source: launch.source.name, constants: launch.constants.clone(), threads: threads_of(launch) };
         variants.push((variant, pipeline.clone()));
         Ok(pipeline)
+    }
+
+    /// Why the launch's kernel cannot be had, or `None`.
+    pub(super) fn refuses(&self, launch: &Launch) -> Option<String> {
+        let (name, constants) = (name_of(launch.source, launch.kernel), format!("{:?}", launch.constants));
+        let known = |report: &KernelReport| report.name == name && report.constants == constants;
+        if let Some(report) = lock(&self.cache).refused.iter().find(|report| known(report)) {
+            return report.refusal.clone();
+        }
+        let refusal = self.get(launch).err()?.to_string();
+        let report = KernelReport { name, constants, threads: 0, threadgroup_bytes: 0, refusal: Some(refusal.clone()) };
+        lock(&self.cache).refused.push(report);
+        Some(refusal)
+    }
+
+    /// All kernels so far, by name.
+    pub(super) fn reports(&self) -> Vec<KernelReport> {
+        let cache = lock(&self.cache);
+        let mut reports = cache.refused.clone();
+        for ((_, kernel), variants) in &cache.kernels {
+            reports.extend(variants.iter().map(|(variant, pipeline)| KernelReport {
+                name: format!("{}/{kernel}", variant.source),
+                constants: format!("{:?}", variant.constants),
+                threads: pipeline.threads,
+                threadgroup_bytes: pipeline.static_bytes,
+                refusal: None,
+            }));
+        }
+        reports.sort_by(|a, b| (&a.name, &a.constants).cmp(&(&b.name, &b.constants)));
+        reports
     }
 
     /// Compiles a kernel file.
@@ -117,7 +156,7 @@ impl Pipelines {
 
     /// Compiles a kernel for a launch.
     fn pipeline(&self, launch: &Launch, library: &Library) -> Result<Pipeline> {
-        let kernel = format!("{}/{}", launch.source.name, launch.kernel);
+        let kernel = name_of(launch.source, launch.kernel);
         let values = MTLFunctionConstantValues::new();
         for &(name, value) in &launch.constants {
             let (value, kind) = match &value {
@@ -152,7 +191,7 @@ impl Pipelines {
 
     /// Whether the pipeline allows the launch.
     fn check(&self, launch: &Launch, pipeline: &Pipeline) -> Result<()> {
-        let (threads, bytes) = (threads_of(launch) as usize, pipeline.static_bytes + launch.threadgroup_bytes as usize);
+        let (threads, bytes) = (threads_of(launch) as usize, pipeline.static_bytes + requested_bytes(launch));
         let (most_threads, most_bytes) = (pipeline.threads, self.limits.threadgroup_bytes);
         if threads <= most_threads && bytes <= most_bytes {
             return Ok(());
@@ -171,6 +210,10 @@ impl Pipelines {
         let message = error.localizedDescription().to_string();
         Error::Compile { device: self.name.clone(), kernel: kernel.to_string(), message }
     }
+}
+
+fn name_of(source: &Source, kernel: &str) -> String {
+    format!("{}/{kernel}", source.name)
 }
 
 /// How kernel files are compiled.

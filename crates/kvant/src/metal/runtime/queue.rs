@@ -17,7 +17,10 @@ use objc2_metal::{
     MTLComputeCommandEncoder, MTLDevice, MTLDispatchType, MTLFence, MTLSize,
 };
 
-use super::{MetalBuffer, SharedBuffer, SharedPool, lock, pipelines::Pipeline};
+use super::{
+    MetalBuffer, SharedBuffer, SharedPool, lock,
+    pipelines::{Pipeline, requested_bytes},
+};
 use crate::{
     Error, Result,
     gpu::{Binding, Launch, Memory},
@@ -316,10 +319,9 @@ fn encode(encoder: &ProtocolObject<dyn MTLComputeCommandEncoder>, step: &Prepare
         // SAFETY: Metal copies these bytes now.
         unsafe { encoder.setBytes_length_atIndex(start, bytes.len(), *index as usize) };
     }
-    if launch.threadgroup_bytes > 0 {
-        // SAFETY: a multiple of 16 within the device's limit: `Builder::push` and `Pipelines::get` checked it.
-        unsafe { encoder.setThreadgroupMemoryLength_atIndex(launch.threadgroup_bytes as usize, 0) };
-    }
+    // For every launch: what an earlier one of the encoder has set would count with this one's own memory.
+    // SAFETY: a multiple of 16 within the device's limit: `Builder::push` and `Pipelines::get` checked it.
+    unsafe { encoder.setThreadgroupMemoryLength_atIndex(requested_bytes(launch), 0) };
     let size = |[width, height, depth]: [u32; 3]| MTLSize {
         width: width as usize,
         height: height as usize,
