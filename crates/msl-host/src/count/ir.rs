@@ -608,9 +608,10 @@ fn accesses(i: &Instruction<'_>) -> Vec<(String, String, bool)> {
             let Some(open) = rest.find('(') else { return Vec::new() };
             let Some(close) = balanced(&rest[open..]) else { return Vec::new() };
             let arguments = parts(&rest[open + 1..open + close - 1]);
-            // `ptr noundef align 4 %x`
-            let bare = |a: &str| format!("ptr {}", a.rsplit_once(' ').map_or(a, |p| p.1));
-            let simple = |a: &str| !a.contains('(');
+            // `ptr noundef align 4 dereferenceable(16) %x`; a constant expression ends with a parenthesis.
+            let last = |a: &str| a.rsplit_once(' ').map_or(a, |p| p.1).to_string();
+            let bare = |a: &str| format!("ptr {}", last(a));
+            let simple = |a: &str| last(a).starts_with(['%', '@']) && !last(a).ends_with(')');
             let [to, from, bytes, ..] = arguments.as_slice() else { return Vec::new() };
             let bytes = bytes.rsplit_once(' ').map_or("0", |p| p.1).to_string();
             let mut list = Vec::new();

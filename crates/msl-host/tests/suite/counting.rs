@@ -56,6 +56,16 @@ fn loops_count_their_iterations_and_their_longest_lane() {
     assert_eq!(counts.device.units, 2 * (sectors + 4));
 }
 
+/// The compiler says of their pointers that they may be read.
+#[test]
+fn copies_of_structs_are_accesses() {
+    let body = "threadgroup V s[64]; s[i] = ((device const V *)x)[i]; threadgroup_barrier(mem_flags::mem_threadgroup);
+        y[i] = s[63 - i].v[0]; }";
+    let counts = count(&format!("struct alignas(16) V {{ uchar v[64]; }}; {HEAD}{body}"), 1, &[]);
+    assert_eq!(counts.footprint, [64 * 64, 64 * 4]);
+    assert_eq!(counts.device.bytes, 64 * 64 + 64 * 4);
+}
+
 #[test]
 fn strides_cost_transactions_and_bank_conflicts() {
     let spread = count(&format!("{HEAD} y[i * 16] = 1; }}"), 1, &[]);
