@@ -29,6 +29,7 @@ pub(super) static ALL: &[Header] = headers![
     "attend/quantised/gather.h",
     "attend/quantised/key_loop.h",
     "attend/quantised/layout.h",
+    "attend/quantised/means.h",
     "attend/quantised/queries.h",
     "attend/quantised/scores.h",
     "attend/short_quantised/copies.h",

@@ -49,8 +49,10 @@ struct AttendTraits {
     has_aligned_rows: bool,
     /// Rows of the cache begin at multiples of 16 bytes.
     has_aligned_cache: bool,
-    /// Bits of keys and values, if both are quantised, with at least [`LEAST_TABLE_BITS`] and without page means.
+    /// Bits of keys and values, if both are quantised, with at least [`LEAST_TABLE_BITS`].
     quantised: Option<[u32; 2]>,
+    /// Keys or values are stored around the means of their pages.
+    has_means: bool,
     /// Keys or values are quantised.
     is_quantised: bool,
     /// Keys and values are dense, and of the queries' 16-bit dtype.
@@ -72,13 +74,12 @@ impl AttendTraits {
             has_aligned_rows: is_aligned16(&call.q) && call.out.byte_offset().is_multiple_of(8),
             has_aligned_cache: [&call.layer.k, &call.layer.v].into_iter().all(is_aligned),
             quantised: match [spec.k, spec.v] {
-                [Codec::TurboQuant(k), Codec::TurboQuant(v)]
-                    if k.bits.min(v.bits) >= LEAST_TABLE_BITS && !k.centred && !v.centred =>
-                {
+                [Codec::TurboQuant(k), Codec::TurboQuant(v)] if k.bits.min(v.bits) >= LEAST_TABLE_BITS => {
                     Some([k.bits, v.bits])
                 }
                 _ => None,
             },
+            has_means: spec.k.is_centred() || spec.v.is_centred(),
             is_quantised: spec.k.is_quantised() || spec.v.is_quantised(),
             dense_16_bit: dtype != DType::F32 && [spec.k, spec.v] == [Codec::Dense(dtype); 2],
             has_fast_head_dim: call.head_dim.is_power_of_two(),
@@ -100,6 +101,7 @@ pub(super) fn select(call: &Call, limits: &Limits) -> Result<CudaAttendKernel> {
     if is_decode && let Some(bits) = t.quantised {
         if t.fits_in_cluster
             && t.has_aligned_rows
+            && !t.has_means
             && let Some(kernel) = AttendShortQuantised::new(call, bits, limits)
         {
             return Ok(CudaAttendKernel::ShortQuantised(kernel));
@@ -330,17 +332,21 @@ mod tests {
         Ok(())
     }
 
-    /// Only the generic kernel knows page means.
+    /// Page means change the kernel where a context is short.
     #[test]
     fn page_means() -> Result<()> {
-        for (k, v, want) in [
-            (Codec::tq(4), Codec::tq(4), "attend_quantised"),
-            (Codec::tq_centred(4), Codec::tq(4), "attend_generic"),
-            (Codec::tq(4), Codec::tq_centred(4), "attend_generic"),
-            (Codec::tq_centred(8), Codec::tq_centred(8), "attend_generic"),
+        let (tq, centred) = (Codec::tq, Codec::tq_centred);
+        for (k, v, longest, want) in [
+            (tq(4), tq(4), 8192, "attend_quantised"),
+            (centred(4), tq(4), 8192, "attend_quantised"),
+            (tq(6), centred(8), 8192, "attend_quantised"),
+            (centred(8), centred(8), 8192, "attend_quantised"),
+            (centred(3), centred(4), 8192, "attend_generic"),
+            (tq(4), tq(4), 512, "attend_short_quantised"),
+            (centred(4), centred(4), 512, "attend_quantised"),
         ] {
-            let call = call_over_pages(k, v, StepSize::decode(4, 8192), DType::BF16)?;
-            assert_eq!(select(&call, &H200)?.name(), want, "{k}, {v}");
+            let call = call_over_pages(k, v, StepSize::decode(1, longest), DType::BF16)?;
+            assert_eq!(select(&call, &H200)?.name(), want, "{k}, {v}, {longest}");
         }
         Ok(())
     }

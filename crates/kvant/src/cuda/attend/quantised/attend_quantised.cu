@@ -28,7 +28,8 @@
 // states through distributed shared memory (device/cluster.h).
 //
 // Over pages (work.h) a group is in one page, which is looked up while the group before it is worked on. A key that no
-// page holds is zeros, and masked.
+// page holds is zeros, and masked. Around page means (means.h) the groups of a warp follow one another; the scores of a
+// page's keys get the product of the query and the mean of keys, o gets the mean of values times the sum of the weights.
 //
 // Tables are filled, and positions, sequences and lengths are read, before the previous kernel has ended
 // (device/dependent_launch.h).
@@ -201,6 +202,12 @@ __noinline__ void finish(const AttendParams &p, const Partials to, const TokenPl
     finish_rows<true>(p, to, state, p.group, [&](uint r) { return first_row + r; }, sees);
 }
 
+// Where the norms of a row are: of the block `part`, or of all blocks where norms are halves.
+inline const uchar *norms_of_row(const Planes &planes, bool halves, ulong row, uint part) {
+    const uchar *norms = reinterpret_cast<const uchar *>(planes.norms);
+    return halves ? norms + row * (2 * BLOCKS) : norms + (row * BLOCKS + part) * 4;
+}
+
 // One part of a work item, from the queries to the output or the state.
 inline void work_on(const AttendParams &p, const Buffers &b, const ItemPart &part_of_item, BlockState &block) {
     const uint thread = threadIdx.x, lane = thread % 32;
@@ -233,9 +240,11 @@ inline void work_on(const AttendParams &p, const Buffers &b, const ItemPart &par
                               plane(b.k.high, KeyCodes::HIGH_ROW, max(KeyCodes::HIGH_BYTES, 16u)),
                               plane(b.v.low, ValueCodes::LOW_ROW, ValueCodes::LOW_BYTES),
                               plane(b.v.high, ValueCodes::HIGH_ROW, max(ValueCodes::HIGH_BYTES, 16u)),
-                              reinterpret_cast<const uchar *>((lane < KEYS ? b.k : b.v).norms + row * BLOCKS + part),
+                              norms_of_row(lane < KEYS ? b.k : b.v, lane < KEYS ? K_CENTRED : V_CENTRED, row, part),
                               p.row_slot};
-        loop.begin(p, from, keys, pages_of(p, b.table, token.sequence), first_seen);
+        // Of the warp's block.
+        const uint mean = part_of_item.head / SHARES * mean_bytes(HEAD_DIM) + part * CHUNK;
+        loop.begin(p, from, keys, pages_of(p, b.table, token.sequence), first_seen, b.k.means + mean, b.v.means + mean);
     }
     load_queries(p, b, part_of_item.item, part_of_item.head);
     __syncthreads();
@@ -260,7 +269,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
     KVANT_KERNEL(const uchar *q, uchar *out, const uchar *k_low, const uchar *k_high, const float *k_norms,
                      const uchar *v_low, const uchar *v_high, const float *v_norms, const uint *positions,
                      const uint *sequence, const uint *lens, float *partials, uint *counters, const float *sinks,
-                     const __grid_constant__ AttendParams p, const uint *table) {
+                     const __grid_constant__ AttendParams p, const uint *table, const uchar *k_means,
+                     const uchar *v_means) {
     const uint thread = threadIdx.x;
     const Division division(p);
     const uint items = division.items, first_item = division.first_item;
@@ -284,8 +294,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
     }
     // So far the kernel has read only buffers that the previous kernel does not write (gpu/launch.rs: `reads_ahead`).
     take_turn();
-    const Buffers b = {q,         {k_low, k_high, k_norms}, {v_low, v_high, v_norms}, positions, sequence, lens,
-                       {partials, counters, sinks, out},    items == 1,               only,      table};
+    const Buffers b = {q,         {k_low, k_high, k_norms, k_means}, {v_low, v_high, v_norms, v_means},
+                       positions, sequence,                          lens,
+                       {partials, counters, sinks, out},             items == 1,
+                       only,      table};
     BlockState block_state = {false, 0};
     // Empty tiles after those of each head: they account for the time to begin and end a part.
     const uint ends = items > 1 ? END_TILES : 0;

@@ -44,7 +44,7 @@ struct Sources {
     const uchar *k_high;
     const uchar *v_low;
     const uchar *v_high;
-    // Of keys for the lower half of the lanes, of values for the upper.
+    // Of keys for the lower half of the lanes, of values for the upper. Halves: of all blocks.
     const uchar *norms;
     // Rows between slots.
     uint row_slot;
@@ -95,9 +95,15 @@ struct Box {
     void copy_keys(const AttendParams &p, const Sources &from, Group group) const {
         const uint lane = threadIdx.x % 32;
         copy_codes<KeyCodes>(p, from.k_low, from.k_high, from.row_slot, group, shared_address(at));
-        copy_async<4>(shared_address(at + AT_BOX_NORMS) + lane * 4,
-                      row_at<4 * BLOCKS>(from.norms + group.moved(), from.row_slot, group.slot_of(p, lane % KEYS)),
-                      group.is_held());
+        const uint to = shared_address(at + AT_BOX_NORMS);
+        if (!HAS_MEANS || !(lane < KEYS ? K_CENTRED : V_CENTRED)) {
+            copy_async<4>(to + lane * 4, row_at<4 * BLOCKS>(from.norms + group.moved(), from.row_slot, group.slot_of(p, lane % KEYS)),
+                          group.is_held());
+        } else if (lane % KEYS < 2 * BLOCKS) {
+            // Halves, 8 at a time, of which those of a page's group follow one another.
+            copy_async<16>(to + lane / KEYS * (KEYS * 4) + lane % KEYS * 16,
+                           from.norms + group.moved() + group.slot * (2 * BLOCKS) + lane % KEYS * 16, group.is_held());
+        }
     }
     void copy_values(const AttendParams &p, const Sources &from, Group group) const {
         copy_codes<ValueCodes>(p, from.v_low, from.v_high, from.row_slot, group, shared_address(at + AT_BOX_VALUES));
@@ -105,14 +111,21 @@ struct Box {
     void read_keys(Keys &to, Norms &k_norms, Norms &v_norms) const {
         const uint g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
         const uchar *low = at + t * KeyCodes::LOW_RUN, *high = at + KEYS * KeyCodes::LOW_PITCH + t * KeyCodes::HIGH_RUN;
-        const uint *norms = reinterpret_cast<const uint *>(at + AT_BOX_NORMS);
 #pragma unroll
         for (uint i = 0; i < 2; i++) {
             const uint row = g + 8 * i;
             to[i].read(low + row * KeyCodes::LOW_PITCH, high + row * KeyCodes::HIGH_PITCH);
-            k_norms[i] = norms[row];
-            v_norms[i] = norms[KEYS + row];
+            k_norms[i] = norm<K_CENTRED>(at + AT_BOX_NORMS, row);
+            v_norms[i] = norm<V_CENTRED>(at + AT_BOX_NORMS + KEYS * 4, row);
         }
+    }
+    template <bool HALVES>
+    static uint norm(const uchar *norms, uint row) {
+        if (HALVES) {
+            const uint at = row * BLOCKS + threadIdx.x / 32 % TEAM;
+            return __float_as_uint(half_to_float(reinterpret_cast<const ushort *>(norms)[at]));
+        }
+        return reinterpret_cast<const uint *>(norms)[row];
     }
     void read_values(Values &to) const {
         const uint g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;

@@ -1,15 +1,15 @@
 // The loop of a warp of attend_quantised.cu over its keys: copies of the next group overlap with products of this one.
 #ifndef KVANT_CUDA_ATTEND_QUANTISED_KEY_LOOP_H
 #define KVANT_CUDA_ATTEND_QUANTISED_KEY_LOOP_H
-#include "attend/quantised/scores.h"
+#include "attend/quantised/means.h"
 
 // The keys of a part that a warp has. When a group's keys are in registers, copies of the next group's keys begin;
-// likewise for values.
+// likewise for values. Means of values are copied where those of keys were, when these have met the queries.
 struct KeyLoop {
     Sources from;
     Box box;
-    // The number of keys, and the first of the next group; both count from the part's first key, since positions may be
-    // near 2^32.
+    // The end of the keys, and the first of the next group; both count from the part's first key, since positions may
+    // be near 2^32.
     uint end;
     uint first;
     Group group;
@@ -19,10 +19,11 @@ struct KeyLoop {
     uint start;
     uint seen;
     uint entry_after;
+    Means means;
 
     void look_up_after() {
         if (PAGE_SHIFT > 0) {
-            const uint after = first + TEAMS * KEYS;
+            const uint after = first + STEP;
             entry_after = after < end ? pages.entry(start + after) : NONE;
         }
     }
@@ -33,13 +34,20 @@ struct KeyLoop {
     }
 
     // Begins to copy.
-    void begin(const AttendParams &p, const Sources &sources, Range keys, const Pages &of_sequence, uint first_seen) {
+    void begin(const AttendParams &p, const Sources &sources, Range keys, const Pages &of_sequence, uint first_seen,
+               const uchar *k_means, const uchar *v_means) {
+        const uint team = threadIdx.x / 32 / TEAM;
         from = sources;
         end = keys.len();
-        first = threadIdx.x / 32 / TEAM * KEYS;
+        first = team * KEYS;
         pages = of_sequence;
         start = keys.first;
         seen = first_seen;
+        if (HAS_MEANS) {
+            const EvenSplit split((end + KEYS - 1) / KEYS, TEAMS);
+            first = split.first(team) * KEYS;
+            end = min(split.first(team + 1) * KEYS, end);
+        }
         if (first < end) {
             const uint slot = RING ? (keys.first % p.capacity + first) % p.capacity : keys.first + first;
             group = {slot, min(KEYS, end - first) - 1, 0, 0};
@@ -48,10 +56,19 @@ struct KeyLoop {
                 look_up_after();
             }
             box.copy_keys(p, from, group);
+            if constexpr (HAS_MEANS) {
+                means.k = k_means;
+                means.v = v_means;
+                means.begin(pages, page_of(first), page_of(end - 1));
+            }
             copies_commit();
             box.copy_values(p, from, group);
             copies_commit();
         }
+    }
+    // The page of a key, counted from the sequence's first.
+    uint page_of(uint key) const {
+        return (start + key) >> PAGE_SHIFT;
     }
 
     void run(const AttendParams &p, Work &work) {
@@ -60,16 +77,18 @@ struct KeyLoop {
         const Lookup<K_CODEC> k_lookup(k_table());
         const Lookup<V_CODEC> v_lookup(v_table());
         const Queries queries(p, threadIdx.x / 32 % TEAM);
+        bool means_are_new = true;
 #pragma unroll 1
         while (first < end) {
             const Group current = group;
-            first += TEAMS * KEYS;
+            const uint page = page_of(first);
+            first += STEP;
             const bool more = first < end;
             if (PAGE_SHIFT > 0) {
                 group = group_of(entry_after);
                 look_up_after();
             } else {
-                group = {group.slot + TEAMS * KEYS, more ? min(KEYS, end - first) - 1 : 0, 0, 0};
+                group = {group.slot + STEP, more ? min(KEYS, end - first) - 1 : 0, 0, 0};
             }
             if (RING && group.slot >= p.capacity) {
                 group.slot %= p.capacity;
@@ -79,14 +98,24 @@ struct KeyLoop {
             copies_wait<1>();
             __syncwarp();
             box.read_keys(keys, k_norms, v_norms);
+            if (K_CENTRED && means_are_new) {
+                Means::multiply(queries, work.turn);
+            }
             __syncwarp();
             if (more) {
                 box.copy_keys(p, from, group);
             }
+            if (V_CENTRED && means_are_new) {
+                means.copy(means.v);
+            }
+            means_are_new = false;
             copies_commit();
             float s[4];
             multiply_keys(k_lookup, queries, keys, k_norms, s);
             add_up(s, work.turn);
+            if (K_CENTRED) {
+                Means::add_product(page - means.first, s);
+            }
             const uint2 weights = weigh(p, current, factor, v_norms, s, work);
             Values values;
             copies_wait<1>();
@@ -98,7 +127,33 @@ struct KeyLoop {
             }
             copies_commit();
             multiply_values(v_lookup, values, weights, work);
+            if (HAS_MEANS && (!more || page != page_of(first))) {
+                const bool ends_lot = !more || page - means.first == LOT - 1;
+                means_are_new = end_page(page - means.first, ends_lot, more, work);
+            }
         }
+    }
+    // When the last of a page's keys that the warp has is done; the lot may end, too, and the next one begin.
+    bool end_page(uint entry, bool ends_lot, bool more, Work &work) {
+        if (V_CENTRED) {
+            Means::end_page(entry, work);
+        }
+        if (!ends_lot) {
+            return false;
+        }
+        if (V_CENTRED) {
+            copies_wait<0>();
+            __syncwarp();
+            Means::add_values(work);
+        }
+        if (more) {
+            __syncwarp();
+            means.begin(pages, page_of(first), page_of(end - 1));
+            copies_commit();
+            copies_wait<0>();
+            __syncwarp();
+        }
+        return more;
     }
 };
 

@@ -16,6 +16,9 @@ constexpr uint PRODUCTS = CHUNK / 16;
 // Warps that share a group of keys, a block of the coordinates each; how many such teams there are.
 constexpr uint TEAM = BLOCKS;
 constexpr uint TEAMS = WARPS / TEAM;
+// Keys or values are stored around the means of their pages (means.h). Groups of a team then follow one another.
+constexpr bool HAS_MEANS = K_CENTRED || V_CENTRED;
+constexpr uint STEP = HAS_MEANS ? KEYS : TEAMS * KEYS;
 // Weights are scaled up, so that small ones keep their bits.
 constexpr float WEIGHT_SCALE = 16384;
 
@@ -42,7 +45,13 @@ constexpr uint AT_END = 63 << 10;
 // the others after them.
 constexpr uint AT_BOX_NORMS = KEYS * (KeyCodes::LOW_PITCH + KeyCodes::HIGH_PITCH);
 constexpr uint AT_BOX_VALUES = AT_BOX_NORMS + 2 * KEYS * 4;
-constexpr uint BOX = AT_BOX_VALUES + KEYS * (ValueCodes::LOW_PITCH + ValueCodes::HIGH_PITCH);
+constexpr uint AT_BOX_MEANS = AT_BOX_VALUES + KEYS * (ValueCodes::LOW_PITCH + ValueCodes::HIGH_PITCH);
+// And a lot of means: for each page the codes, the scale, the products with the queries. Lanes never meet in a bank.
+constexpr uint LOT = 8;
+constexpr uint AT_MEAN_SCALE = CHUNK;
+constexpr uint AT_MEAN_PRODUCTS = CHUNK + 16;
+constexpr uint MEAN_PITCH = AT_MEAN_PRODUCTS + ROWS * 4;
+constexpr uint BOX = AT_BOX_MEANS + (HAS_MEANS ? LOT * MEAN_PITCH : 0);
 constexpr uint BOXES_BEFORE = (AT_END - AT_OUTPUT) / BOX < WARPS ? (AT_END - AT_OUTPUT) / BOX : WARPS;
 constexpr uint TABLES = Table<K_CODEC>::BYTES + (ONE_TABLE ? 0 : Table<V_CODEC>::BYTES);
 constexpr uint BYTES_BEFORE = AT_END - AT_SUMS;

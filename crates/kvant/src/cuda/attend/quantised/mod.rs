@@ -2,6 +2,7 @@
 
 use crate::{
     Result,
+    codec::BLOCK,
     cuda::{
         attend::{
             AttendParams, HeadShares, MAX_CLUSTER, MAX_GROUP, MAX_SHARED_ITEMS, MAX_SPLITS, PartialStates, bind_result,
@@ -35,6 +36,8 @@ const CLUSTER_TILES: usize = 2048 / TILE + 1;
 /// reserves.
 const TABLES_AT: usize = 64 << 10;
 const RESERVED_BYTES: usize = 1 << 10;
+/// Pages whose means a warp has at a time.
+const LOT: usize = 8;
 /// `MAX_MERGE` of `work.h`.
 const MAX_MERGE: usize = 24;
 /// The most parts that blocks wait for.
@@ -91,7 +94,8 @@ impl AttendQuantised {
         let QuantisedTuning { warps, queries_held } = QuantisedTuning::new(call.head_dim, bits, short);
         // All the shared memory there is: the more, the more sums are merged at a time.
         let shared_bytes = limits.threadgroup_bytes;
-        let fits = |&warps: &usize| fits(call.head_dim, bits, warps, shared_bytes);
+        let means_bytes = if has_means(call) { LOT * (call.head_dim.min(BLOCK) + 16 + MAX_GROUP * 4) } else { 0 };
+        let fits = |&warps: &usize| fits(call.head_dim, bits, means_bytes, warps, shared_bytes);
         let warps = (1..=warps / 2).rev().map(|half| 2 * half).find(fits)?;
         let workers = (busy / cluster).max(1);
         let splits = match call.splits {
@@ -132,8 +136,10 @@ impl AttendQuantised {
             .constant("HEAD_DIM", call.head_dim as u32)
             .constant("Q_DTYPE", call.q.dtype())
             .constant("OUT_DTYPE", call.out.dtype())
-            .constant("K_CODEC", planes::codec_code(spec.k))
-            .constant("V_CODEC", planes::codec_code(spec.v))
+            .constant("K_CODEC", planes::plain_code(spec.k))
+            .constant("V_CODEC", planes::plain_code(spec.v))
+            .constant("K_CENTRED", spec.k.is_centred())
+            .constant("V_CENTRED", spec.v.is_centred())
             .constant("WARPS", self.warps as u32)
             .constant("QUERIES_HELD", self.queries_held)
             .constant("FIVES_IN_PAIRS", true)
@@ -155,6 +161,7 @@ impl AttendQuantised {
             // Positions, sequences and lengths.
             .reads_ahead(&[8, 9, 10]);
         let launch = planes::bind(planes::bind(launch, 2, &call.layer.k, Use::Read), 5, &call.layer.v, Use::Read);
+        let launch = planes::bind_means(launch, [16, 17], &call.layer, Use::Read);
         let launch = bind_result(launch, call, self.heads);
         if self.splits == 1 {
             return Ok(launch);
@@ -164,15 +171,24 @@ impl AttendQuantised {
     }
 }
 
-/// Whether everything fits into so many bytes of shared memory: the sums that `layout.h` computes.
-fn fits(head_dim: usize, bits: [u32; 2], warps: usize, shared_bytes: usize) -> bool {
+/// Whether keys or values are stored around the means of their pages.
+fn has_means(call: &Call) -> bool {
+    let spec = call.layer.spec();
+    spec.k.is_centred() || spec.v.is_centred()
+}
+
+/// Whether everything fits into so many bytes of shared memory, with `means_bytes` for each warp: the sums that
+/// `layout.h` computes.
+fn fits(head_dim: usize, bits: [u32; 2], means_bytes: usize, warps: usize, shared_bytes: usize) -> bool {
     let before = (TABLES_AT - RESERVED_BYTES).checked_sub(small_bytes(head_dim, warps));
     let after = shared_bytes.checked_sub(TABLES_AT + table_bytes(bits, true));
     let (Some(before), Some(after)) = (before, after) else { return false };
     let Some(sums_before) = before.checked_sub(MAX_GROUP * head_dim * 4) else { return false };
-    // Codes and norms of a group of keys for each warp: as many as fit before the tables, the others after them.
+    // Codes and norms of a group of keys for each warp, and means: as many as fit before the tables, the others after
+    // them.
     let [k, v] = bits;
-    let box_bytes = 2 * GROUP_KEYS * 4 + codes_bytes(head_dim, k, K_LANES) + codes_bytes(head_dim, v, V_LANES);
+    let codes = codes_bytes(head_dim, k, K_LANES) + codes_bytes(head_dim, v, V_LANES);
+    let box_bytes = 2 * GROUP_KEYS * 4 + codes + means_bytes;
     let boxes_fit = warps.saturating_sub(before / box_bytes) * box_bytes <= after;
     let sums_fit = warps * (head_dim.min(256) / 16 / 8) * 512 <= after.max(sums_before);
     boxes_fit && sums_fit

@@ -15,6 +15,10 @@ struct Work {
     float norm;
     // Of the team: how often it has added up scores.
     uint turn;
+    // Around means of values, of columns 2t and 2t + 1: the sum of the weights of the lot's page g, and the lane's part
+    // of that of the current page (means.h).
+    float masses[2];
+    float of_page[2];
 };
 
 constexpr float LOWEST = -3.402823466e38f;
@@ -102,6 +106,8 @@ inline void grow(const float (&s)[4], float norm, Work &work) {
         factor[c] = factor_of(work.m[c], m[c]);
         work.m[c] = m[c];
         work.l[c] *= factor[c];
+        work.of_page[c] *= factor[c];
+        work.masses[c] *= factor[c];
         factor[c] *= decay;
     }
 #pragma unroll
@@ -141,6 +147,9 @@ inline uint2 weigh(const AttendParams &p, const Group &group, const float (&fact
     for (uint c = 0; c < 4; c++) {
         s[c] = exp2_fast(s[c] - work.m[c % 2]);
         work.l[c % 2] += s[c];
+        if (V_CENTRED) {
+            work.of_page[c % 2] += s[c];
+        }
     }
     const float inverse = WEIGHT_SCALE * inverse_of_power(work.norm);
     const float low = __uint_as_float(norms[0]) * inverse, high = __uint_as_float(norms[1]) * inverse;

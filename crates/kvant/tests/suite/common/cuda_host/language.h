@@ -25,13 +25,16 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 #define __align__(n) __attribute__((aligned(n)))
 #define __launch_bounds__(...)
 #define __forceinline__ inline
+#define __noinline__
 
 // Set when a fiber is resumed.
 extern "C" {
 extern uint3 kvant_thread, kvant_block, kvant_threads, kvant_blocks;
 extern unsigned char *kvant_shared;
-extern unsigned char kvant_shared_memory[];
 void kvant_wait_for_block();
+// Of barriers in shared memory.
+void kvant_barrier_arrive(void *barrier);
+void kvant_barrier_wait(const void *barrier, unsigned parity);
 [[noreturn]] void kvant_has_no_ptx();
 // Copies 16 bytes to the other lanes of the warp, and theirs from them; returns which lanes there are.
 unsigned kvant_exchange(const void *own, void *all);
@@ -193,7 +196,8 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
     }
     return out;
 }
-inline unsigned long __cvta_generic_to_shared(const void *at) { return reinterpret_cast<unsigned long>(at); }
+// Dynamic shared memory begins at 0, as on some GPUs; static one is near it, in the same library.
+inline unsigned long __cvta_generic_to_shared(const void *at) { return static_cast<const unsigned char *>(at) - kvant_shared; }
 template <typename T> T __ldg(const T *at) { return *at; }
 template <typename T> T __ldcg(const T *at) { return *at; }
 template <typename T> void __stcg(T *at, T x) { *at = x; }
@@ -219,11 +223,8 @@ template <float (*FLOAT)(unsigned short), unsigned short (*NARROW)(float)> unsig
     return out;
 }
 
-// Shared memory by the low 32 bits of its address: all of it is in one library, within 2 GiB.
-inline unsigned char *kvant_at(unsigned address) {
-    const unsigned long origin = reinterpret_cast<unsigned long>(kvant_shared_memory);
-    return reinterpret_cast<unsigned char *>(origin + long(int(address - unsigned(origin))));
-}
+// Shared memory by its address.
+inline unsigned char *kvant_at(unsigned address) { return kvant_shared + int(address); }
 template <typename T> void kvant_load(unsigned from, T &x) { __builtin_memcpy(&x, kvant_at(from), sizeof(T)); }
 template <typename T, typename U> void kvant_load(unsigned from, T &x, U &y) {
     kvant_load(from, x);

@@ -1,6 +1,6 @@
-//! A CUDA device that runs kernels on this machine's CPU, compiled by clang: those without PTX for clusters, barriers
-//! in shared memory and products of warpgroups. `language.h` is what they use of CUDA C++, and of PTX ([`PTX`]);
-//! `runtime.cpp` runs a block's threads as fibers. `KVANT_TEST_DEVICE=cuda-host` selects it.
+//! A CUDA device that runs kernels on this machine's CPU, compiled by clang: those without PTX for clusters, bulk
+//! copies and products of warpgroups. `language.h` is what they use of CUDA C++, and of PTX ([`PTX`]); `runtime.cpp`
+//! runs a block's threads as fibers. `KVANT_TEST_DEVICE=cuda-host` selects it.
 //!
 //! Other kernels do not compile here: their launches fail with the compiler's first message.
 
@@ -73,7 +73,7 @@ impl Executor for CudaHost {
     fn limits(&self) -> Limits {
         Limits {
             threads: 1024,
-            threadgroup_bytes: 99 << 10,
+            threadgroup_bytes: 227 << 10,
             // Kernels whose blocks wait for each other have one: blocks run one after the other.
             busy_groups: 1,
             warpgroup_products: false,
@@ -164,7 +164,14 @@ fn run(launch: &Launch) -> Result<()> {
 
 /// What the kernels use of PTX, by a part of the statement, and what it does here. Asynchronous copies are complete at
 /// once.
-const PTX: [(&str, &str); 26] = [
+const PTX: [(&str, &str); 33] = [
+    ("mad.wide.u32 %0", "row = first + (unsigned long)slot * (row_slot * BYTES);"),
+    ("prmt.b32 %0", "out = __byte_perm(a, b, which);"),
+    ("lop3.b32 %0, %1, %2, %3, 0xCA", "out = (mask & a) | (~mask & b);"),
+    ("ld.shared.u32 %0, [%1 + %2]", "kvant_load(address + AT + OFFSET, x);"),
+    ("mbarrier.init.shared::cta.b64", "kvant_store(at, (unsigned long)count);"),
+    ("mbarrier.arrive.shared::cta.b64", "kvant_barrier_arrive(kvant_at(at));"),
+    ("@!over bra again", "kvant_barrier_wait(kvant_at(at), parity);"),
     ("cvt.f32.f16 %0", "x = kvant_of_half(bits);"),
     ("cvt.rn.f16.f32 %0", "bits = kvant_to_half(x);"),
     ("cvt.rn.f16x2.f32 %0", "pair = kvant_to_half(low) | unsigned(kvant_to_half(high)) << 16;"),
@@ -251,7 +258,7 @@ fn compile(text: &str) -> std::result::Result<libloading::Library, String> {
     let include = format!("-I{}", sources.display());
     let object = make(&runtime, "o", &["-c"])?;
     let linked = [include.as_str(), "-shared", object.to_str().ok_or("a path that is no UTF-8")?];
-    let path = make(&format!("// {}\n{text}", hash(&language)), "so", &linked)?;
+    let path = make(&format!("// {:x} {:x}\n{text}", hash(&language), hash(&runtime)), "so", &linked)?;
     // SAFETY: it is a kernel with its runtime; nothing runs when it is loaded.
     unsafe { libloading::Library::new(&path) }.map_err(|error| error.to_string())
 }

@@ -11,10 +11,10 @@ struct uint3 {
 
 extern "C" {
 uint3 kvant_thread, kvant_block, kvant_threads, kvant_blocks;
-unsigned char *kvant_shared;
-// Dynamic shared memory; static one is beside it, in the same library.
-alignas(1024) unsigned char kvant_shared_memory[256 << 10];
+extern unsigned char *kvant_shared;
 void kvant_wait_for_block();
+void kvant_barrier_arrive(void *barrier);
+void kvant_barrier_wait(const void *barrier, unsigned parity);
 void kvant_has_no_ptx();
 unsigned kvant_exchange(const void *own, void *all);
 void kvant_enter(void **args);
@@ -46,6 +46,9 @@ kvant_switch:
 )");
 
 namespace {
+// Dynamic shared memory; static one is beside it, in the same library.
+alignas(1024) unsigned char shared_memory[256 << 10];
+
 constexpr size_t STACK = 256 << 10;
 
 struct Fiber {
@@ -145,7 +148,33 @@ int run_block(unsigned count, bool backwards) {
 }
 } // namespace
 
+// There before the kernel's variables, one of which may be its address.
+unsigned char *kvant_shared = shared_memory;
+
 void kvant_wait_for_block() { meet(block); }
+
+// Eight bytes: how many threads end a phase, how many have arrived, how many phases have ended.
+struct Barrier {
+    unsigned short count, arrived;
+    unsigned phases;
+};
+
+void kvant_barrier_arrive(void *barrier) {
+    Barrier &at = *static_cast<Barrier *>(barrier);
+    progress = true;
+    if (++at.arrived == at.count) {
+        at.arrived = 0;
+        at.phases++;
+    }
+}
+
+void kvant_barrier_wait(const void *barrier, unsigned parity) {
+    const Barrier &at = *static_cast<const Barrier *>(barrier);
+    while (at.phases % 2 == parity) {
+        yield();
+    }
+    progress = true;
+}
 
 void kvant_has_no_ptx() {
     std::fputs("cuda-host: the kernel has come to PTX, which does not run here\n", stderr);
@@ -166,12 +195,11 @@ int kvant_run(void **args, const unsigned *grid, const unsigned *threads, unsign
     kvant_blocks = {grid[0], grid[1], grid[2]};
     kvant_threads = {threads[0], threads[1], threads[2]};
     const unsigned count = threads[0] * threads[1] * threads[2];
-    if (shared_bytes > sizeof kvant_shared_memory) {
+    if (shared_bytes > sizeof shared_memory) {
         return 1;
     }
     // What uninitialised memory holds is no zero.
-    std::memset(kvant_shared_memory, 0xA5, sizeof kvant_shared_memory);
-    kvant_shared = kvant_shared_memory;
+    std::memset(shared_memory, 0xA5, sizeof shared_memory);
     if (fibers.size() < count) {
         fibers.resize(count);
     }

@@ -1,6 +1,7 @@
 //! Codecs with page means: which mean a page gets, what is stored around it, and attention over both.
 
 mod attention;
+mod decode;
 mod shared;
 
 use super::tokens::{DIM, WINDOW, feed, prompt_token};

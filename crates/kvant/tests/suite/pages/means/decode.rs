@@ -1,0 +1,206 @@
+//! Decode over page means, in 16 bits: the kernels that CUDA has for it, and those of other devices in the same cases.
+
+use super::{around, reference_and_devices};
+use crate::common::{Out, Rng, bytes_of, input, layers, nmse, run};
+use kvant::{
+    CacheLayer, Codec, DType, Device, DeviceKind, KvPool, PoolSpec, Result, Sequence, Step,
+    ops::{self, Attend},
+};
+
+/// One token of each sequence looks at all before it. Sizes of the coordinates that all vectors of a head have in
+/// common: against 1, the rest.
+#[derive(Clone, Debug)]
+struct Decode {
+    k: Codec,
+    v: Codec,
+    dtype: DType,
+    head_dim: usize,
+    group: usize,
+    page_tokens: usize,
+    lengths: Vec<usize>,
+    window: Option<usize>,
+    splits: Option<usize>,
+    softcap: Option<f32>,
+    sinks: bool,
+    common: f32,
+    /// Every third entry of the page table is none.
+    gaps: bool,
+}
+
+const C4: Codec = Codec::tq_centred(4);
+const DECODE: Decode = Decode {
+    k: C4,
+    v: C4,
+    dtype: DType::F16,
+    head_dim: 128,
+    group: 2,
+    page_tokens: 16,
+    lengths: Vec::new(),
+    window: None,
+    splits: None,
+    softcap: None,
+    sinks: false,
+    common: 1.0,
+    gaps: false,
+};
+const KV_HEADS: usize = 2;
+
+impl Decode {
+    /// A pool in which the reference has stored all tokens, or another device with its bytes; the step of the last
+    /// tokens, and their sequences.
+    fn filled(&self, device: &Device, bytes: Option<&[u8]>) -> Result<(KvPool, Step, Vec<Sequence>)> {
+        let layer = CacheLayer::new(KV_HEADS, self.head_dim, self.k).v(self.v).window(self.window);
+        let held = |&length: &usize| length.next_multiple_of(self.page_tokens);
+        let tokens = self.lengths.iter().map(held).sum::<usize>() + self.page_tokens;
+        let spec = PoolSpec::new(vec![layer], 0).page_tokens(self.page_tokens).room_for(1, tokens, tokens)?;
+        let pool = KvPool::new(device, &spec)?;
+        layers::fill(pool.layer(0)?, 0xFF)?;
+        let mut rng = Rng::of(format!("{self:?}"));
+        let data = around(&mut rng, self.lengths.iter().sum(), KV_HEADS, self.head_dim, self.common);
+        let mut sequences: Vec<_> = self.lengths.iter().map(|_| pool.sequence()).collect();
+        let mut last = Vec::new();
+        let mut first = 0;
+        for (sequence, &length) in sequences.iter_mut().zip(&self.lengths) {
+            if length > 1 {
+                let step = pool.step(&mut [(sequence, length - 1)])?;
+                if bytes.is_none() {
+                    layers::write(pool.layer(0)?, &data.part(first..first + length - 1), DType::F32, &step)?;
+                }
+            }
+            first += length;
+            last.push(first - 1);
+        }
+        let mut batch: Vec<_> = sequences.iter_mut().map(|sequence| (sequence, 1)).collect();
+        let step = pool.step(&mut batch)?;
+        match bytes {
+            Some(bytes) => memory(&pool)?.write_bytes(bytes)?,
+            None => layers::write(pool.layer(0)?, &data.gather(&last), DType::F32, &step)?,
+        }
+        if self.gaps {
+            let table = &step.page_tables()[0];
+            let mut entries = table.to_vec::<u32>()?;
+            entries.iter_mut().skip(1).step_by(3).for_each(|entry| *entry = Step::INACTIVE);
+            table.write(&entries)?;
+        }
+        Ok((pool, step, sequences))
+    }
+
+    fn attend(&self, pool: &KvPool, step: &Step) -> Result<Vec<f32>> {
+        let (device, layer, heads) = (pool.device(), pool.layer(0)?, KV_HEADS * self.group);
+        let shape = [step.tokens(), heads, self.head_dim];
+        let mut rng = Rng::of(format!("queries of {self:?}"));
+        let q = input(device, self.dtype, &rng.normals(shape.iter().product()), &shape)?;
+        let sinks = input(device, DType::F32, &rng.normals(heads), &[heads])?;
+        let out = Out::new(device, self.dtype, &shape)?;
+        run(device, |enc| {
+            let attend = Attend::new(&q, layer, step, &out.tensor).splits(self.splits).softcap(self.softcap);
+            ops::attend(enc, &attend.sinks(self.sinks.then_some(&sinks)))
+        })?;
+        out.bytes()?;
+        out.tensor.to_f32()
+    }
+
+    fn check(&self) {
+        let reference = || -> Result<(Vec<f32>, Vec<u8>)> {
+            let (pool, step, _sequences) = self.filled(&Device::reference(), None)?;
+            Ok((self.attend(&pool, &step)?, bytes_of(&memory(&pool)?)?))
+        };
+        let (want, bytes) = reference().unwrap_or_else(|error| panic!("{self:?}: {error}"));
+        assert!(want.iter().all(|x| x.is_finite()), "{self:?}");
+        for device in reference_and_devices() {
+            let got = self.filled(&device, Some(&bytes)).and_then(|(pool, step, _sequences)| self.attend(&pool, &step));
+            let got = got.unwrap_or_else(|error| panic!("{self:?} on {device}: {error}"));
+            // The output's rounding, several times over; other devices multiply integers.
+            let unit = if self.dtype == DType::F16 { 2e-7 } else { 6e-6 };
+            let bound = if device.kind() == DeviceKind::Cuda { 8.0 * unit } else { 1e-3 };
+            assert!(nmse(&got, &want) < bound, "{self:?} on {device}: {}", nmse(&got, &want));
+        }
+    }
+}
+
+/// The pool's memory: the first plane begins where it does.
+fn memory(pool: &KvPool) -> Result<kvant::Tensor> {
+    let (_, low) = pool.layer(0)?.k().tensors().next().expect("every codec has a plane");
+    Ok(low.clone())
+}
+
+/// Every pair of widths that CUDA has tables for, centred on both sides or on one.
+#[test]
+fn pairs() {
+    let widths = [4, 5, 6, 8];
+    for (i, k) in widths.into_iter().enumerate() {
+        for (j, v) in widths.into_iter().enumerate() {
+            let (tq, centred) = (Codec::tq, Codec::tq_centred);
+            let (k, v) = match (i + j) % 4 {
+                0 | 2 => (centred(k), centred(v)),
+                1 => (centred(k), tq(v)),
+                _ => (tq(k), centred(v)),
+            };
+            let head_dim = [128, 256, 512][(i + 2 * j) % 3];
+            let page_tokens = [16, 32, 64, 128, 256][(i + j) % 5];
+            let dtype = [DType::F16, DType::BF16][(i + j) % 2];
+            let group = [1, 4, 8, 7][j];
+            Decode { k, v, dtype, head_dim, group, page_tokens, lengths: vec![300, 17, 1], ..DECODE }.check();
+        }
+    }
+}
+
+/// Every fill of the last page, and a last group of keys of every length.
+#[test]
+fn fills() {
+    for head_dim in [128, 256, 512] {
+        let lengths = vec![1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127];
+        Decode { head_dim, lengths: lengths.clone(), ..DECODE }.check();
+        Decode { head_dim, page_tokens: 64, lengths, ..DECODE }.check();
+    }
+}
+
+/// Windows begin anywhere in a page, and pages before them are gone.
+#[test]
+fn windows() {
+    for window in [1, 15, 17, 40, 64, 200] {
+        let lengths = vec![250, 230, 17];
+        Decode { window: Some(window), lengths: lengths.clone(), ..DECODE }.check();
+        Decode { window: Some(window), page_tokens: 64, v: Codec::tq(8), lengths, ..DECODE }.check();
+    }
+}
+
+/// Many pages, of which a warp has more than it multiplies at a time; keys divided among blocks in several ways.
+#[test]
+fn many_pages() {
+    for (head_dim, lengths) in [(128, vec![2600, 700]), (512, vec![1900])] {
+        for splits in [Some(1), Some(3), None] {
+            Decode { head_dim, splits, lengths: lengths.clone(), ..DECODE }.check();
+        }
+    }
+    let k = Codec::tq(4);
+    Decode { k, splits: Some(1), page_tokens: 32, lengths: vec![3300], ..DECODE }.check();
+    Decode { v: k, splits: Some(1), lengths: vec![1700, 5], ..DECODE }.check();
+}
+
+/// Pages that the table has no entry for.
+#[test]
+fn gaps() {
+    for head_dim in [128, 256, 512] {
+        Decode { gaps: true, head_dim, lengths: vec![500, 40, 20], ..DECODE }.check();
+        let splits = Some(1);
+        Decode { gaps: true, head_dim, page_tokens: 32, splits, lengths: vec![400, 33], ..DECODE }.check();
+    }
+}
+
+/// Means that are nothing, and those next to which the rest is small.
+#[test]
+fn sizes_of_means() {
+    for common in [0.0, 0.01, 100.0, 10000.0] {
+        Decode { common, head_dim: 256, lengths: vec![333, 90], ..DECODE }.check();
+        Decode { common, dtype: DType::BF16, v: Codec::tq_centred(8), lengths: vec![333, 90], ..DECODE }.check();
+    }
+}
+
+#[test]
+fn softcaps_sinks_and_groups() {
+    for (group, head_dim) in [(1, 128), (3, 256), (8, 128), (9, 512), (12, 128), (13, 256)] {
+        Decode { group, head_dim, softcap: Some(5.0), lengths: vec![200, 50], ..DECODE }.check();
+        Decode { group, head_dim, sinks: true, lengths: vec![200, 50], ..DECODE }.check();
+    }
+}
