@@ -11,15 +11,15 @@ constexpr bool HALF = DTYPE == F16;
 constexpr uint ROW = HEAD_DIM * 2;
 constexpr uint LOADS = HEAD_DIM / 32;
 
-// The GROUP queries from row `row` on as B operands; zeros for the columns after them. A lane takes the coordinates in
+// GROUP queries as B operands; zeros for the columns after them. A lane takes the coordinates in
 // the order in which scores() takes those of keys.
-inline void load_queries(const uchar *q, ulong row, uint4 (&queries)[LOADS]) {
+inline void load_queries(const uchar *q, const QueryRows &rows, uint4 (&queries)[LOADS]) {
     const uint lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
     for (uint i = 0; i < LOADS; i++) {
         queries[i] = make_uint4(0, 0, 0, 0);
         if (g < GROUP) {
-            queries[i] = *reinterpret_cast<const uint4 *>(q + (row + g) * ROW + t * 32 + i / 2 * 128 + i % 2 * 16);
+            queries[i] = *reinterpret_cast<const uint4 *>(q + rows.at(g) * ROW + t * 32 + i / 2 * 128 + i % 2 * 16);
         }
     }
 }

@@ -51,14 +51,17 @@ struct Output {
     const AttendParams &p;
     uchar *out;
     const float *sinks;
-    ulong row;
+    QueryRows rows;
     // Whether the item's token sees any key if pages hold all; over pages, these keys.
     bool sees;
     Range seen;
     Pages pages;
 
     void finish(uint quad, const SoftmaxState &sum) const {
-        const ulong at = row + quad / (HEAD_DIM / 4);
+        if (!rows.has(quad / (HEAD_DIM / 4))) {
+            return;
+        }
+        const ulong at = rows.at(quad / (HEAD_DIM / 4));
         const uint column = quad % (HEAD_DIM / 4) * 4;
         const float l = with_sink(p, sinks, at, sum.m, sum.l);
         const float inverse = inverse_of_sum(l, [&] { return sees && (PAGE_SHIFT == 0 || pages.hold_any(seen)); });

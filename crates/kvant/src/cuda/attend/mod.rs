@@ -69,7 +69,8 @@ const MAX_SPLITS: usize = 512;
 pub(super) const MAX_CLUSTER: usize = 8;
 /// The most query heads that a block of a decode kernel works on together: the columns of a tensor-core product.
 const MAX_GROUP: usize = 8;
-/// The most shares that decode kernels divide the query heads of a KV head into.
+/// The most shares that decode kernels divide the query heads of a KV head into. Each reads all keys and values, which
+/// the generic kernel reads once for up to 64 query heads. The kernels' LACKING is at most 1 with two.
 const MAX_SHARES: usize = 2;
 
 /// The kernel that would run, and why.
@@ -128,7 +129,7 @@ impl RowStrides {
 }
 
 /// How a kernel divides the query heads of each KV head. To the kernel every share is a KV head of its own, whose keys
-/// and values are those of the other shares.
+/// and values are those of the other shares. Of an odd number of heads the last share has one less.
 #[derive(Clone, Copy)]
 struct HeadShares {
     /// Shares of a KV head.
@@ -137,12 +138,16 @@ struct HeadShares {
     kv_heads: usize,
     /// Query heads of a share.
     group: usize,
+    /// How many fewer the last share of a KV head has.
+    lacking: usize,
 }
 
 impl HeadShares {
     fn new(call: &Call, shares: usize) -> HeadShares {
-        let kv_heads = call.layer.spec().kv_heads * shares;
-        HeadShares { shares, kv_heads, group: call.heads / kv_heads }
+        let kv_heads = call.layer.spec().kv_heads;
+        let heads = call.heads / kv_heads;
+        let group = heads.div_ceil(shares);
+        HeadShares { shares, kv_heads: kv_heads * shares, group, lacking: group * shares - heads }
     }
 
     /// All query heads of a KV head together.
@@ -150,11 +155,10 @@ impl HeadShares {
         HeadShares::new(call, 1)
     }
 
-    /// The fewest equal shares of at most [`MAX_GROUP`] query heads. Undivided if there are none.
+    /// The fewest shares of at most [`MAX_GROUP`] query heads. Undivided if these are more than [`MAX_SHARES`].
     fn of_decode(call: &Call) -> HeadShares {
-        let group = HeadShares::whole(call).group;
-        let equal = |&shares: &usize| group.is_multiple_of(shares) && group / shares <= MAX_GROUP;
-        HeadShares::new(call, (1..=MAX_SHARES).find(equal).unwrap_or(1))
+        let shares = HeadShares::whole(call).group.div_ceil(MAX_GROUP);
+        HeadShares::new(call, if shares <= MAX_SHARES { shares } else { 1 })
     }
 }
 
@@ -190,6 +194,7 @@ fn bind_result(launch: Launch, call: &Call, heads: HeadShares) -> Launch {
 fn bind_output(launch: Launch, call: &Call, heads: HeadShares) -> Launch {
     launch
         .constant("SHARES", heads.shares as u32)
+        .constant("LACKING", heads.lacking as u32)
         .write(1, &call.out)
         .constant("SINKS", call.sinks.is_some())
         .read_if(13, call.sinks.as_ref())

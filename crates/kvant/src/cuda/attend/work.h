@@ -47,6 +47,29 @@ inline ulong rows_of_head(const AttendParams &p, uint head) {
     return ulong(head / SHARES) * p.row_head;
 }
 
+// The query heads of a token.
+inline uint query_heads(const AttendParams &p) {
+    return p.kv_heads * p.group - p.kv_heads / SHARES * LACKING;
+}
+
+// The rows of q, and of the output, that a token has of a KV head or share. The last share of a KV head has LACKING
+// rows less than the others: 0 or 1. Such a row is computed as the one before it, and not written.
+struct QueryRows {
+    ulong first;
+    uint count;
+
+    QueryRows(const AttendParams &p, uint token, uint head)
+        : first(ulong(token) * query_heads(p) + head * p.group - head / SHARES * LACKING),
+          count(head % SHARES == SHARES - 1 ? p.group - LACKING : p.group) {}
+
+    bool has(uint r) const {
+        return LACKING == 0 || r < count;
+    }
+    ulong at(uint r) const {
+        return first + (has(r) ? r : count - 1);
+    }
+};
+
 constexpr uint THREADS = 32 * WARPS;
 
 // The most items whose tiles blocks share evenly.
@@ -198,7 +221,7 @@ inline bool sees_any(const AttendParams &p, const uint *table, Token token) {
 // The sum of the weights of row `row` of the output, with that of its head's sink, a score without a value. m is the
 // largest score, and l is the sum of the weights times `scale`.
 inline float with_sink(const AttendParams &p, const float *sinks, ulong row, float m, float l, float scale = 1) {
-    return SINKS ? l + scale * factor_of(sinks[row % (p.kv_heads * p.group)] * LOG2_E, m) : l;
+    return SINKS ? l + scale * factor_of(sinks[row % query_heads(p)] * LOG2_E, m) : l;
 }
 
 // The factor of a row whose weights have the sum l: 1 / l. The sum is 0 in two cases: no key is seen, and the output is

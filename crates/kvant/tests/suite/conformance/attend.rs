@@ -422,14 +422,13 @@ fn comes_to(case: &Case, want: &str) {
     }
 }
 
-/// More query heads of a KV head than CUDA's kernels of decode have columns for: they are halved where that is
-/// possible.
+/// More query heads of a KV head than CUDA's kernels of decode have columns for: up to twice as many are halved.
 #[test]
 fn large_groups() {
     let mut cases = Vec::new();
     for (i, (k, v)) in DECODED.into_iter().enumerate() {
         let q = if let Codec::Dense(dtype) = k { dtype } else { FLOATS[i % 3] };
-        for (j, group) in [10, 12, 14, 16].into_iter().enumerate() {
+        for (j, group) in [9, 12, 15, 16].into_iter().enumerate() {
             let (sequences, splits) = [
                 (vec![(70, 1)], None),
                 (vec![(1100, 1)], None),
@@ -451,7 +450,7 @@ fn large_groups() {
         }
     }
     for_cuda(&cases, is_decoded, Case::check);
-    for group in [9, 11, 15, 17, 32] {
+    for group in [17, 32] {
         let case = Case { group, k: Codec::F16, v: Codec::F16, q: DType::F16, out: DType::F16, ..Case::default() };
         comes_to(&case, "attend_generic");
         case.check();

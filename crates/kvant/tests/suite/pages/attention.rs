@@ -46,7 +46,7 @@ fn other_head_sizes() {
 #[test]
 fn large_groups() {
     for (i, codec) in CODECS.into_iter().enumerate() {
-        let (group, head_dim) = ([10, 12, 16][i % 3], [128, 256, 512][i / 3 % 3]);
+        let (group, head_dim) = ([10, 9, 16, 15][i % 4], [128, 256, 512][i / 3 % 3]);
         let (dtype, sequences) = (DType::BF16, vec![(70, 1), (133, 1)]);
         Case { group, head_dim, k: codec, v: codec, dtype, sequences, ..CASE }.check();
     }

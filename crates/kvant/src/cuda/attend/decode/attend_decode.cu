@@ -350,9 +350,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
 #pragma unroll 1
     while (true) {
         const uint head = first_head + place.head;
-        const ulong row = (ulong(first_item + place.index) * p.kv_heads + head) * GROUP;
+        const QueryRows rows(p, first_item + place.index, head);
         uint4 queries[LOADS];
-        load_queries(q, row, queries);
+        load_queries(q, rows, queries);
         Work work;
         work.m[0] = work.m[1] = nothing();
         work.l[0] = work.l[1] = 0;
@@ -447,7 +447,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
         const ItemPart part_of_item = {item, head, {place.from, place.to}, parts, own - first_part, slot};
         const States states = {partials, counters, p.items * p.kv_heads, p.kv_heads, rank};
         const Pages pages = pages_of(p, table, place.item.sequence);
-        const Output output = {p, out, sinks, row, place.item.keys.len() > 0, place.item.keys, pages};
+        const Output output = {p, out, sinks, rows, place.item.keys.len() > 0, place.item.keys, pages};
         const SharedState own_state = {outputs, OUTPUT_PITCH, reinterpret_cast<float2 *>(memory + AT_ENDS)};
 #pragma unroll 1
         for (uint quad = thread; quad < QUADS; quad += THREADS) {

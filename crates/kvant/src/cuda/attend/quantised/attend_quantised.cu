@@ -29,7 +29,7 @@
 //
 // Over pages (work.h) a group is in one page, which is looked up while the group before it is worked on. A key that no
 // page holds is zeros, and masked. Around page means (means.h) the groups of a warp follow one another; the scores of a
-// page's keys get the product of the query and the mean of keys, o gets the mean of values times the sum of the weights.
+// page's keys get the product of query and mean, and o gets the mean of values times the sum of the weights.
 //
 // Tables are filled, and positions, sequences and lengths are read, before the previous kernel has ended
 // (device/dependent_launch.h).
@@ -169,13 +169,13 @@ struct TokenPlaces {
 // registers with the loop over the keys.
 __noinline__ void finish(const AttendParams &p, const Partials to, const TokenPlaces places, const ItemPart part) {
     const State state = {};
-    const ulong first_row = ulong(part.item) * p.kv_heads * p.group + part.head * p.group;
+    const QueryRows of_share(p, part.item, part.head);
     const auto sees = [&](uint) {
         return sees_any(p, places.table, load_token(p, places.positions, places.sequence, places.lens, part.item));
     };
     if constexpr (CLUSTER > 1) {
         const Merged merged = {};
-        const uint rank = blockIdx.x % CLUSTER, rows = (p.group + CLUSTER - 1 - rank) / CLUSTER;
+        const uint rank = blockIdx.x % CLUSTER, rows = (of_share.count + CLUSTER - 1 - rank) / CLUSTER;
         cluster_arrive();
         cluster_wait();
         merge_blocks(state, merged, rows);
@@ -187,19 +187,19 @@ __noinline__ void finish(const AttendParams &p, const Partials to, const TokenPl
         if (part.parts > 1 && !merge(p, to, merged, part, rows)) {
             return;
         }
-        finish_rows<true>(p, to, merged, rows, [&](uint r) { return first_row + r * CLUSTER + rank; }, sees);
+        finish_rows<true>(p, to, merged, rows, [&](uint r) { return of_share.first + r * CLUSTER + rank; }, sees);
         return;
     }
     if constexpr (GATHER) {
         if (part.parts > 1) {
-            gather(p, to, state, part, first_row, sees);
+            gather(p, to, state, part, of_share, sees);
             return;
         }
     }
-    if (part.parts > 1 && !merge(p, to, state, part, p.group)) {
+    if (part.parts > 1 && !merge(p, to, state, part, of_share.count)) {
         return;
     }
-    finish_rows<true>(p, to, state, p.group, [&](uint r) { return first_row + r; }, sees);
+    finish_rows<true>(p, to, state, of_share.count, [&](uint r) { return of_share.first + r; }, sees);
 }
 
 // Where the norms of a row are: of the block `part`, or of all blocks where norms are halves.

@@ -108,11 +108,11 @@ inline uint owned(uint *counter, uint part, uint parts, uint owners) {
 
 // Leaves this block's state; writes the rows that it owns, if any.
 template <typename Sees>
-inline void gather(const AttendParams &p, const Partials &to, const State &state, const ItemPart &part_of_item, ulong first_row,
-                   Sees sees) {
-    const uint owners = min(p.group, part_of_item.parts);
+inline void gather(const AttendParams &p, const Partials &to, const State &state, const ItemPart &part_of_item,
+                   const QueryRows &rows, Sees sees) {
+    const uint owners = min(rows.count, part_of_item.parts);
     uint *counter = to.counters + part_of_item.item * p.kv_heads + part_of_item.head;
-    leave_state(p, to, state, part_of_item.slot(part_of_item.part), p.group);
+    leave_state(p, to, state, part_of_item.slot(part_of_item.part), rows.count);
     __syncthreads();
     if (threadIdx.x == 0) {
         *state.flag() = owned(counter, part_of_item.part, part_of_item.parts, owners);
@@ -123,10 +123,10 @@ inline void gather(const AttendParams &p, const Partials &to, const State &state
         return;
     }
 #pragma unroll 1
-    for (uint r = 0; r < p.group; r++) {
+    for (uint r = 0; r < rows.count; r++) {
         if ((mine >> r % owners & 1) != 0) {
             merge_row(p, to, state, part_of_item, r);
-            finish_rows<true>(p, to, state, 1, [&](uint) { return first_row + r; }, sees);
+            finish_rows<true>(p, to, state, 1, [&](uint) { return rows.first + r; }, sees);
             __syncthreads();
         }
     }

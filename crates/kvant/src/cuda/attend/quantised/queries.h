@@ -6,6 +6,7 @@
 // Loads the heads of an item, rotated if need be, as B operands; rows that are not there are zeros.
 inline void load_queries(const AttendParams &p, const Buffers &b, uint token, uint head) {
     const uint warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const QueryRows rows(p, token, head);
     ushort *to = shared_at<ushort>(AT_QUERIES);
 #pragma unroll 1
     for (uint r = warp; r < ROWS; r += WARPS) {
@@ -19,7 +20,7 @@ inline void load_queries(const AttendParams &p, const Buffers &b, uint token, ui
             continue;
         }
         float x[HEAD_DIM / 32];
-        const ulong at = (ulong(token) * p.kv_heads * p.group + head * p.group + r) * HEAD_DIM + lane;
+        const ulong at = rows.at(r) * HEAD_DIM + lane;
 #pragma unroll
         for (uint i = 0; i < HEAD_DIM / 32; i++) {
             x[i] = load(b.q, at + 32 * i, Q_DTYPE);

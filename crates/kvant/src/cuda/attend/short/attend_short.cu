@@ -195,9 +195,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
     }
     __syncwarp();
 
-    const ulong row = (ulong(item) * p.kv_heads + head) * GROUP;
+    const QueryRows query_rows(p, item, head);
     uint4 queries[LOADS];
-    load_queries(q, row, queries);
+    load_queries(q, query_rows, queries);
     float s[4] = {nothing(), nothing(), nothing(), nothing()};
     if (warp * 2 < length) {
         barrier_wait(keys, 0);
@@ -313,6 +313,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
             const float4 x = *reinterpret_cast<const float4 *>(&shared.o[b][r][column * 4]);
             sum.add(shared.l[b][r], x, f[b]);
         }
-        Output{p, out, sinks, row, seen.len() > 0, seen, pages}.finish(r * (HEAD_DIM / 4) + rank * ROW_QUADS + column, sum);
+        Output{p, out, sinks, query_rows, seen.len() > 0, seen, pages}.finish(r * (HEAD_DIM / 4) + rank * ROW_QUADS + column, sum);
     }
 }

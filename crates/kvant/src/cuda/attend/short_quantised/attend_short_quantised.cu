@@ -139,10 +139,10 @@ inline void multiply_keys(const Shared &shared, const KeyLookup &lookup, uint un
     }
 }
 
-// Merges what the cluster's blocks have sent for a row, in their order, and writes it to the output. sees(): whether
-// the token sees any key. One warp calls it.
+// Merges what the cluster's blocks have sent for a row, in their order, and writes it to the output, if `writes`.
+// sees(): whether the token sees any key. One warp calls it.
 template <typename Sees>
-inline void finish(const AttendParams &p, Shared &shared, ulong row, const QueryRuns &runs, Sees sees, uchar *out,
+inline void finish(const AttendParams &p, Shared &shared, ulong row, bool writes, const QueryRuns &runs, Sees sees, uchar *out,
                    const float *sinks) {
     constexpr uint RUN = QueryRuns::RUN;
     const uint lane = threadIdx.x % 32;
@@ -180,6 +180,9 @@ inline void finish(const AttendParams &p, Shared &shared, ulong row, const Query
                 x[i + j] += __uint_as_float(of_block[j]) * f[b];
             }
         }
+    }
+    if (!writes) {
+        return;
     }
     transform_warp<HEAD_DIM>(x, l, lane);
     runs.flip(x);
@@ -278,10 +281,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
 
     wait_for_previous();
     let_next_begin();
-    const ulong row = (ulong(item) * p.kv_heads + head) * GROUP;
+    const QueryRows rows(p, item, head);
     float x[HEAD_DIM / 32];
     if (warp < GROUP) {
-        load_query(q, row + warp, x);
+        load_query(q, rows.at(warp), x);
     }
     float of_keys[BLOCKS][2], of_values[BLOCKS][2];
 #pragma unroll
@@ -460,6 +463,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
     if (rank < GROUP && warp == 0) {
         // Pages are looked at only if need be.
         const bool any = PAGE_SHIFT == 0 && sees_any(p, table, token);
-        finish(p, shared, row + rank, runs, [&] { return PAGE_SHIFT == 0 ? any : sees_any(p, table, token); }, out, sinks);
+        finish(p, shared, rows.at(rank), rows.has(rank), runs, [&] { return PAGE_SHIFT == 0 ? any : sees_any(p, table, token); }, out, sinks);
     }
 }

@@ -114,6 +114,7 @@ impl AttendUnpack {
                 .constant("TILE", 16u32)
                 .constant("RING", false)
                 .constant("SHARES", 1u32)
+                .constant("LACKING", 0u32)
                 .constant("SINKS", false)
                 .constant("PAGE_SHIFT", crate::gpu::planes::page_shift(&call.layer))
                 .grid([1; 3], [32 * warps, 1, 1])
