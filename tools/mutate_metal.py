@@ -85,8 +85,6 @@ EQUIVALENT = [
     ("kv_write.metal", "slices > 1 &&", "a single slice adds nothing"),
     ("kv_write.metal", "coordinates(shared.row, j, j < dim)", "coordinates beyond the row are not stored"),
     ("linear.metal", "if (first_output >= p.outputs) {", "outputs that do not exist are computed, and not stored"),
-    ("sample.metal", "// The histogram is empty.", "all have met in `reduce` since; the barrier orders memory, as msl-host always does"),
-    ("sample.metal", "digit > 0 && rank", "above the first digit there is nothing"),
     ("norm_rope.h", "total >= 1e-24f", "at that very number both ways are exact enough"),
 ]
 

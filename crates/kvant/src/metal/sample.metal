@@ -223,10 +223,10 @@ inline void distribute(Worker worker, threadgroup Shared<COPIES> &shared, ulong 
         atomic_fetch_add_explicit(&shared.counts[0], f.far, memory_order_relaxed);
     }
     settle(worker, shared);
+    // Read by the same threads next.
     for (uint bin = worker.index; bin < BINS; bin += worker.threads) {
         shared.weights[bin] = shared.sums[bin];
     }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 
 // Lists the entries of some bins.
