@@ -77,6 +77,8 @@ EQUIVALENT = [
     ("norm_rope_write.metal", "static_assert(", "the compiler asserts it, and both hold"),
     ("blocks.h", "m < 4 ? m :", "at 4 both sides are 4"),
     ("attend/keys.h", "return lo < hi ?", "the range is empty either way"),
+    ("attend/tiles.metal", "if (part.x < part.y)", "of no keys zeros are brought, and nothing follows"),
+    ("attend/few_rows.metal", "const bool sees = i < end &&", "a part ends with a tile, or where no row sees more"),
     ("attend/softmax.h", "part.m > into.m ?", "where both are equal, either will do"),
     ("copy.metal", "at + 4 <= p.bytes", "the last word is copied byte by byte instead"),
     ("kv_write.metal", "threadgroup_barrier(mem_flags::mem_device);", "msl-host's other barriers order it, too"),
@@ -85,6 +87,7 @@ EQUIVALENT = [
     ("kv_write.metal", "slices > 1 &&", "a single slice adds nothing"),
     ("kv_write.metal", "coordinates(shared.row, j, j < dim)", "coordinates beyond the row are not stored"),
     ("linear.metal", "if (first_output >= p.outputs) {", "outputs that do not exist are computed, and not stored"),
+    ("sample.metal", "if (f.bin >= shared.from && f.bin <= shared.to)", "the row is read instead of the list"),
     ("norm_rope.h", "total >= 1e-24f", "at that very number both ways are exact enough"),
 ]
 
