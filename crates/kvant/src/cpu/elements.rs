@@ -32,6 +32,15 @@ impl Elements {
         unsafe { self.start.add(index * self.dtype.size()) }
     }
 
+    /// The elements from `index` on.
+    ///
+    /// # Safety
+    /// As [`Elements::at`].
+    pub(super) unsafe fn skip(self, index: usize) -> Elements {
+        // SAFETY: the caller's promise.
+        Elements { start: unsafe { self.at(index) }, ..self }
+    }
+
     /// Widens the elements from `index` on.
     ///
     /// # Safety

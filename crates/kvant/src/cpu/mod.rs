@@ -85,10 +85,7 @@ impl HostExecutor for Cpu {
             Call::Hadamard(call) => hadamard::run(self, call),
             Call::KvRead(call) => kv_read::run(self, call),
             Call::KvWrite(call) => kv_write::run(self, call),
-            Call::Linear(call) => call.each_part(|call| {
-                linear::run(self, call);
-                Ok(())
-            })?,
+            Call::Linear(call) => linear::run(self, call),
             Call::MoeCombine(call) => moe::run_combine(self, call),
             Call::MoeRoute(call) => moe::run_route(self, call),
             Call::NormRope(call) => norm_rope::run(self, call),

@@ -1,7 +1,8 @@
 //! out\[r\] = alpha · x\[r / rows_per_input\] · Wᵀ, with one matrix, or with one of E per row.
 //!
-//! The activations are prepared first: widened to f32 in the kernel's order of inputs, or converted to integers. The
-//! output rows are listed by matrix, so each chosen matrix is read once. A task is a range of outputs of one matrix.
+//! The activations are prepared first: widened to f32 in the kernel's order of inputs, or converted to integers; once
+//! for all parts of an output. The output rows are listed by matrix, so each chosen matrix is read once. A task is a
+//! range of outputs of one matrix and one part.
 //! [`route`] selects the kernel by the number of rows of a matrix: reading weights once is bound by memory, widening
 //! them by arithmetic.
 
@@ -198,32 +199,64 @@ struct LinearJob<'a> {
     list: RowList<'a>,
 }
 
+/// A matrix of the output: some of the outputs of all rows.
+#[derive(Clone, Copy)]
+struct Part {
+    /// The first row of the weight.
+    first: usize,
+    /// Outputs.
+    width: usize,
+    out: Elements,
+}
+
 impl LinearJob<'_> {
     /// `kernel`: that of the matrix with the most rows.
     fn run(&self, cpu: &Cpu, kernel: LinearKernel) {
         let (outputs, threads) = (self.call.dims.outputs, cpu.threads.threads());
         let work = self.list.rows.len().saturating_mul(outputs).saturating_mul(self.matrix.inputs);
         if work < ALONE {
-            return (0..self.list.chosen.len()).for_each(|i| self.tile(cpu, i, 0..outputs));
+            for index in 0..self.list.chosen.len() {
+                self.parts().for_each(|part| self.tile(cpu, index, part, 0..part.width));
+            }
+            return;
         }
         let pieces = (work / ALONE).clamp(threads, 4 * threads).div_ceil(self.list.chosen.len());
         let tile = outputs.div_ceil(pieces).next_multiple_of(32);
         let widened = matches!(kernel, LinearKernel::ManyRows | LinearKernel::WordProducts);
         let tile = if widened { tile.min(MANY_TILE) } else { tile };
-        let tiles = outputs.div_ceil(tile);
+        let tiles: usize = self.parts().map(|part| part.width.div_ceil(tile)).sum();
         cpu.threads.run(self.list.chosen.len() * tiles, |task| {
-            let start = task % tiles * tile;
-            self.tile(cpu, task / tiles, start..(start + tile).min(outputs));
+            let mut number = task % tiles;
+            for part in self.parts() {
+                let of_part = part.width.div_ceil(tile);
+                if number < of_part {
+                    let start = number * tile;
+                    return self.tile(cpu, task / tiles, part, start..(start + tile).min(part.width));
+                }
+                number -= of_part;
+            }
         });
     }
 
-    /// Some outputs of the `index`th chosen matrix.
-    fn tile(&self, cpu: &Cpu, index: usize, outputs: std::ops::Range<usize>) {
+    /// The parts of the output.
+    fn parts(&self) -> impl Iterator<Item = Part> {
+        let (call, out) = (self.call, Elements::of(&self.call.out));
+        let whole = call.parts.is_empty().then_some(call.dims.outputs);
+        let mut next = 0;
+        call.parts.iter().copied().chain(whole).map(move |width| {
+            let first = next;
+            next += width;
+            // SAFETY: validation checked that the output has the elements of all parts.
+            Part { first, width, out: unsafe { out.skip(call.rows * first) } }
+        })
+    }
+
+    /// Some outputs of a part of the `index`th chosen matrix.
+    fn tile(&self, cpu: &Cpu, index: usize, part: Part, outputs: std::ops::Range<usize>) {
         let expert = self.list.chosen[index] as usize;
         let rows = self.list.of(expert);
-        let (matrix, alpha, out, width) =
-            (self.matrix, self.call.alpha, Elements::of(&self.call.out), self.call.dims.outputs);
-        let base = expert * width;
+        let Part { first, width, out } = part;
+        let (matrix, alpha, base) = (self.matrix, self.call.alpha, expert * self.call.dims.outputs + first);
         let (x, stride) = (self.prepared, few_rows::stride(&matrix));
         match self.integers {
             Some(Integers::Words(layout)) => {
