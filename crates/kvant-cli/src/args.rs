@@ -15,7 +15,7 @@ pub struct DeviceArgs {
     /// reference (plain f64 loops: slow; the definition of correct)
     #[arg(long, value_name = "DEVICE", default_value = "auto")]
     device: DeviceChoice,
-    /// Threads of the CPU device [default: one per core]
+    /// Threads of the CPU device [default: one per physical core]
     #[arg(long, value_name = "N")]
     threads: Option<usize>,
 }

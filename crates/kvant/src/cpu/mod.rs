@@ -12,6 +12,7 @@ mod argmax;
 mod attend;
 mod convert;
 mod copy;
+mod cores;
 mod elements;
 mod embed;
 mod gate;
@@ -37,10 +38,11 @@ mod turboquant;
 pub use simd::SimdLevel;
 use thread_pool::ThreadPool;
 
-/// Options of a CPU device; the default uses the best instruction set and all cores.
+/// Options of a CPU device; the default uses the best instruction set and all physical cores.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct CpuOptions {
-    /// Threads, the calling one included; `None` for one per core.
+    /// Threads, the calling one included; `None` for one per physical core that the process may use. Linux says which
+    /// CPUs share a core; elsewhere each counts as one.
     pub threads: Option<usize>,
     /// The instruction set; `None` for the best.
     pub simd: Option<SimdLevel>,
@@ -56,8 +58,7 @@ pub(crate) struct Cpu {
 
 impl Cpu {
     pub(crate) fn new(options: CpuOptions) -> Result<Cpu> {
-        let cores = || std::thread::available_parallelism().map_or(1, usize::from).min(MAX_THREADS);
-        let threads = options.threads.unwrap_or_else(cores);
+        let threads = options.threads.unwrap_or_else(|| cores::cores().min(MAX_THREADS));
         check::value_is("cpu", "threads", (1..=MAX_THREADS).contains(&threads), "1 to 1024", threads)?;
         let level = options.simd.unwrap_or_else(SimdLevel::best);
         check::value_is("cpu", "simd", level.is_supported(), "an instruction set of this machine", level)?;

@@ -1,44 +1,68 @@
 //! Threads that share the tasks of one operation.
 //!
-//! A decode step is hundreds of operations of a few microseconds each, so the time to distribute work matters. Workers
-//! spin briefly between operations, then sleep. An operation never waits for a worker that is still asleep: it closes
-//! its job when all tasks are claimed, and waits only for the workers that have joined.
+//! A decode step is hundreds of operations of a few microseconds each, so the time to distribute work matters:
+//!
+//! - Workers spin briefly between operations, then sleep. An operation never waits for a worker that is still asleep:
+//!   it closes its job when all tasks are claimed, and waits only for the workers that have joined.
+//! - An operation with few tasks takes as few workers, always the same ones. The others neither join nor wake.
+//! - The caller wakes at most two sleepers, and each of these wakes two more while tasks are left: waking a thread
+//!   takes as long as a small operation.
+//! - What different threads write is in different lines of the cache.
 
 use std::{
     cell::UnsafeCell,
     panic::{AssertUnwindSafe, catch_unwind},
     sync::{
-        Arc, Condvar, Mutex, PoisonError,
+        Arc, Mutex, OnceLock, PoisonError,
         atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::*},
     },
+    thread::{JoinHandle, Thread},
     time::{Duration, Instant},
 };
 
 /// How long a worker spins for the next job before it sleeps.
 const SPIN: Duration = Duration::from_micros(60);
+/// How often the caller looks whether the workers have left before it yields its core: one of them may wait for it.
+const LOOKS: u32 = 200;
+/// Sleepers that a thread wakes.
+const WAKES: usize = 2;
 
-/// The open bit of [`PoolShared::state`]; the count of joined workers is above it, the job's number above that.
+/// The parts of [`PoolShared::ticket`]: whether the job is open, how many workers it wants, and its number.
 const OPEN: u64 = 1;
-const JOINED: u64 = 2;
+const WANTED: u64 = 2;
 const NUMBER: u64 = 1 << 16;
 
 pub(crate) struct ThreadPool {
     shared: Arc<PoolShared>,
-    workers: Vec<std::thread::JoinHandle<()>>,
+    workers: Vec<JoinHandle<()>>,
     /// One job at a time.
     turn: Mutex<()>,
 }
 
+/// A value in lines of the cache of its own: pairs of lines, which some processors fetch together.
+#[repr(align(128))]
+#[derive(Default)]
+struct Apart<T>(T);
+
 struct PoolShared {
-    state: AtomicU64,
+    /// Written by the caller, twice a job.
+    ticket: Apart<AtomicU64>,
     job: UnsafeCell<PoolJob>,
     /// The next task to claim.
-    next: AtomicUsize,
+    next: Apart<AtomicUsize>,
+    /// Workers that may use the job. Only those who have counted themselves here before they saw it open do.
+    joined: Apart<AtomicUsize>,
+    sleepers: Box<[Apart<Sleeper>]>,
+    /// More threads than cores: those that wait let others run.
+    is_crowded: bool,
     panicked: AtomicBool,
     stop: AtomicBool,
-    sleepers: AtomicUsize,
-    sleep: Mutex<()>,
-    wake: Condvar,
+}
+
+#[derive(Default)]
+struct Sleeper {
+    is_asleep: AtomicBool,
+    thread: OnceLock<Thread>,
 }
 
 #[derive(Clone, Copy)]
@@ -47,30 +71,31 @@ struct PoolJob {
     tasks: usize,
 }
 
-// SAFETY: `job` is written only while no job is open and nobody has joined; it is read only by those who joined.
+// SAFETY: `job` is written only while no job is open and nobody who saw one open has joined; it is read only by those
+// who have.
 unsafe impl Sync for PoolShared {}
 // SAFETY: the pointer in `job` is followed only while `ThreadPool::run` keeps its closure alive.
 unsafe impl Send for PoolShared {}
 
 impl ThreadPool {
-    /// A pool of `threads` threads, of which the caller of [`ThreadPool::run`] is one.
+    /// A pool of `threads` threads, of which the caller of [`ThreadPool::run`] is one. A ticket counts to 32767.
     pub(crate) fn new(threads: usize) -> ThreadPool {
         let nothing: *const (dyn Fn(usize) + Sync) = &|_| {};
         let shared = Arc::new(PoolShared {
-            state: AtomicU64::new(0),
+            ticket: Apart::default(),
             job: UnsafeCell::new(PoolJob { run: nothing, tasks: 0 }),
-            next: AtomicUsize::new(0),
+            next: Apart::default(),
+            joined: Apart::default(),
+            sleepers: (1..threads).map(|_| Apart::default()).collect(),
+            is_crowded: std::thread::available_parallelism().is_ok_and(|cores| threads > cores.get()),
             panicked: AtomicBool::new(false),
             stop: AtomicBool::new(false),
-            sleepers: AtomicUsize::new(0),
-            sleep: Mutex::new(()),
-            wake: Condvar::new(),
         });
         // A machine that refuses a thread leaves the pool smaller, not broken.
         let workers = (1..threads)
             .map_while(|i| {
                 let shared = shared.clone();
-                std::thread::Builder::new().name(format!("kvant-{i}")).spawn(move || shared.work()).ok()
+                std::thread::Builder::new().name(format!("kvant-{i}")).spawn(move || shared.work(i - 1)).ok()
             })
             .collect();
         ThreadPool { shared, workers, turn: Mutex::new(()) }
@@ -92,23 +117,20 @@ impl ThreadPool {
         // SAFETY: only the lifetime changes. The pointer is followed by those who joined, and this function returns
         // (or unwinds) only after the job is closed and all of them have left.
         let run: *const (dyn Fn(usize) + Sync) = unsafe { std::mem::transmute(run) };
-        // SAFETY: no job is open and nobody has joined: the previous `run` saw to it.
+        // SAFETY: no job is open, and nobody who saw one open has joined: the previous `run` saw to it.
         unsafe { *shared.job.get() = PoolJob { run, tasks } };
-        shared.next.store(0, Relaxed);
-        let number = (shared.state.load(Relaxed) / NUMBER + 1).wrapping_mul(NUMBER);
-        shared.state.store(number | OPEN, SeqCst);
-        if shared.sleepers.load(SeqCst) > 0 {
-            // Taking the lock orders this after a worker's last look before it sleeps.
-            drop(shared.sleep.lock().unwrap_or_else(PoisonError::into_inner));
-            shared.wake.notify_all();
-        }
+        shared.next.0.store(0, Relaxed);
+        let wanted = (tasks - 1).min(self.workers.len());
+        let number = (shared.ticket.0.load(Relaxed) / NUMBER).wrapping_add(1).wrapping_mul(NUMBER);
+        shared.ticket.0.store(number | (wanted as u64 * WANTED) | OPEN, SeqCst);
+        shared.wake(wanted);
         shared.claim_tasks();
-        shared.state.fetch_and(!OPEN, AcqRel);
-        let mut spins = 0u32;
-        while shared.state.load(Acquire) != number {
-            spins = spins.wrapping_add(1);
-            // On a crowded machine the worker may have lost its core: let it have ours.
-            if spins.is_multiple_of(4096) { std::thread::yield_now() } else { std::hint::spin_loop() }
+        shared.ticket.0.store(number, SeqCst);
+        let mut looks = 0;
+        // A worker counts itself before it looks at the ticket: either it is seen here, or it sees a closed job.
+        while shared.joined.0.load(SeqCst) != 0 {
+            looks += 1;
+            if looks < LOOKS { std::hint::spin_loop() } else { std::thread::yield_now() }
         }
         assert!(!shared.panicked.swap(false, Relaxed), "a kernel panicked on a worker thread");
     }
@@ -117,9 +139,8 @@ impl ThreadPool {
 impl Drop for ThreadPool {
     fn drop(&mut self) {
         self.shared.stop.store(true, SeqCst);
-        drop(self.shared.sleep.lock().unwrap_or_else(PoisonError::into_inner));
-        self.shared.wake.notify_all();
         for worker in self.workers.drain(..) {
+            worker.thread().unpark();
             let _ = worker.join();
         }
     }
@@ -134,7 +155,7 @@ impl PoolShared {
         let run = unsafe { &*job.run };
         let result = catch_unwind(AssertUnwindSafe(|| {
             loop {
-                let task = self.next.fetch_add(1, Relaxed);
+                let task = self.next.0.fetch_add(1, Relaxed);
                 if task >= job.tasks {
                     break;
                 }
@@ -146,27 +167,31 @@ impl PoolShared {
         }
     }
 
-    fn work(&self) {
+    fn work(&self, index: usize) {
         let mut done = 0;
-        while let Some(state) = self.next_job(done) {
-            let joined = self.state.compare_exchange(state, state + JOINED, AcqRel, Relaxed);
-            if joined.is_ok() {
-                done = state / NUMBER;
+        while let Some(has_slept) = self.wait(index, done) {
+            self.joined.0.fetch_add(1, SeqCst);
+            let ticket = self.ticket.0.load(SeqCst);
+            if is_for(ticket, index, done) {
+                done = ticket / NUMBER;
+                if has_slept {
+                    self.wake((ticket % NUMBER / WANTED) as usize);
+                }
                 self.claim_tasks();
-                self.state.fetch_sub(JOINED, AcqRel);
             }
+            self.joined.0.fetch_sub(1, SeqCst);
         }
     }
 
-    /// Waits for an open job other than number `done`; `None` when the pool ends.
-    fn next_job(&self, done: u64) -> Option<u64> {
-        let ready = |state: u64| state & OPEN != 0 && state / NUMBER != done;
+    /// Waits for an open job other than number `done` that wants this worker. Returns whether the worker has slept;
+    /// `None` when the pool ends.
+    fn wait(&self, index: usize, done: u64) -> Option<bool> {
+        let mut has_slept = false;
         loop {
             let start = Instant::now();
             loop {
-                let state = self.state.load(Acquire);
-                if ready(state) {
-                    return Some(state);
+                if is_for(self.ticket.0.load(Acquire), index, done) {
+                    return Some(has_slept);
                 }
                 if self.stop.load(Relaxed) {
                     return None;
@@ -174,15 +199,41 @@ impl PoolShared {
                 if start.elapsed() > SPIN {
                     break;
                 }
-                (0..16).for_each(|_| std::hint::spin_loop());
+                if self.is_crowded { std::thread::yield_now() } else { (0..16).for_each(|_| std::hint::spin_loop()) }
             }
-            let guard = self.sleep.lock().unwrap_or_else(PoisonError::into_inner);
-            self.sleepers.fetch_add(1, SeqCst);
-            let idle = |_: &mut ()| !ready(self.state.load(SeqCst)) && !self.stop.load(SeqCst);
-            let _guard = self.wake.wait_while(guard, idle).unwrap_or_else(PoisonError::into_inner);
-            self.sleepers.fetch_sub(1, SeqCst);
+            self.sleep(index, done);
+            has_slept = true;
         }
     }
+
+    /// Sleeps until somebody wakes this worker, unless there is a job for it.
+    fn sleep(&self, index: usize, done: u64) {
+        let Sleeper { is_asleep, thread } = &self.sleepers[index].0;
+        thread.get_or_init(std::thread::current);
+        is_asleep.store(true, SeqCst);
+        // The caller of `run` opens a job before it looks for sleepers: it sees this one, or this one sees the job.
+        while is_asleep.load(SeqCst) && !self.stop.load(SeqCst) && !is_for(self.ticket.0.load(SeqCst), index, done) {
+            std::thread::park();
+        }
+        is_asleep.store(false, SeqCst);
+    }
+
+    /// Wakes a few of the first `wanted` workers.
+    fn wake(&self, wanted: usize) {
+        let asleep = self.sleepers[..wanted].iter().filter(|sleeper| sleeper.0.is_asleep.load(SeqCst));
+        for Apart(Sleeper { is_asleep, thread }) in asleep.take(WAKES) {
+            if is_asleep.swap(false, SeqCst)
+                && let Some(thread) = thread.get()
+            {
+                thread.unpark();
+            }
+        }
+    }
+}
+
+/// Whether a ticket is that of an open job other than number `done` that wants a worker.
+fn is_for(ticket: u64, index: usize, done: u64) -> bool {
+    ticket & OPEN != 0 && ticket / NUMBER != done && (index as u64) < ticket % NUMBER / WANTED
 }
 
 #[cfg(test)]
@@ -214,6 +265,67 @@ mod tests {
                 sum.fetch_add(task, Relaxed);
             });
             assert_eq!(sum.into_inner(), 45);
+        }
+    }
+
+    /// Waits for a state of the pool's threads.
+    fn comes(what: &str, is_so: impl Fn() -> bool) {
+        let start = Instant::now();
+        while !is_so() {
+            assert!(start.elapsed() < Duration::from_secs(60), "{what}");
+            std::thread::sleep(Duration::from_micros(100));
+        }
+    }
+
+    fn asleep(pool: &ThreadPool) -> Vec<bool> {
+        pool.shared.sleepers.iter().map(|sleeper| sleeper.0.is_asleep.load(SeqCst)).collect()
+    }
+
+    #[test]
+    fn few_tasks_wake_few_workers_and_many_wake_all() {
+        let pool = ThreadPool::new(8);
+        for _ in 0..20 {
+            comes("all sleep", || asleep(&pool).iter().all(|&is_asleep| is_asleep));
+            pool.run(3, |_| std::thread::sleep(Duration::from_micros(200)));
+            assert!(asleep(&pool)[2..].iter().all(|&is_asleep| is_asleep), "{:?}", asleep(&pool));
+            // Each task waits for all others: one alone woken worker would not do.
+            let started = AtomicUsize::new(0);
+            pool.run(8, |_| {
+                started.fetch_add(1, SeqCst);
+                comes("all have begun", || started.load(SeqCst) == 8);
+            });
+        }
+    }
+
+    /// Callers in turns, operations of all sizes, pauses in which workers fall asleep, panics, more threads than cores.
+    #[test]
+    fn operations_of_many_callers_run_once() {
+        for threads in [2, 3, 16] {
+            let pool = &ThreadPool::new(threads);
+            std::thread::scope(|scope| {
+                for caller in 0..3usize {
+                    scope.spawn(move || {
+                        for round in 0..400usize {
+                            let tasks = (caller * 31 + round * 17) % 40;
+                            let counts: Vec<AtomicUsize> = (0..tasks).map(|_| AtomicUsize::new(0)).collect();
+                            let fails = round % 50 == 49 && tasks > 1;
+                            let result = catch_unwind(AssertUnwindSafe(|| {
+                                pool.run(tasks, |task| {
+                                    counts[task].fetch_add(1, Relaxed);
+                                    if (task + round).is_multiple_of(64) {
+                                        std::thread::sleep(Duration::from_micros(150));
+                                    }
+                                    assert!(!fails || task + 1 != tasks, "wanted");
+                                });
+                            }));
+                            assert_eq!(result.is_err(), fails);
+                            let once = counts.iter().all(|count| count.load(Relaxed) == 1);
+                            assert!(once || fails, "{threads} threads, {tasks} tasks");
+                        }
+                    });
+                }
+            });
+            assert_eq!(pool.shared.joined.0.load(SeqCst), 0);
         }
     }
 
