@@ -98,13 +98,13 @@ pub mod word_products {
     }
 
     #[allow(dead_code, reason = "nothing reads it here")]
-    pub struct PanelOutputs {
-        pub rows: [*mut f32; ROWS],
+    pub struct PanelOutputs<const R: usize> {
+        pub rows: [*mut f32; R],
         pub outputs: usize,
         pub alpha: f32,
     }
 
-    pub unsafe fn products(_: IntegerLayout, _: &[f32], _: [*const f32; ROWS], _: &PanelOutputs) {
+    pub unsafe fn products<const R: usize>(_: IntegerLayout, _: &[f32], _: [*const f32; R], _: &PanelOutputs<R>) {
         unreachable!("{WHY}")
     }
 }

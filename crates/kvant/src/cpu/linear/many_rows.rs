@@ -180,7 +180,6 @@ impl ManyRowsByWords<'_> {
     #[inline(always)]
     fn panels<S: Simd, const BITS: usize>(&self) {
         let (layout, inputs, groups) = (self.layout, self.layout.inputs(), self.layout.groups());
-        let stride = word_products::stride(layout);
         let panel = &mut *scratch::take(word_products::panel(layout) + 16);
         // A vector that straddles two lines of the cache costs two reads.
         let aligned = panel.as_ptr().align_offset(64).min(16);
@@ -193,10 +192,8 @@ impl ManyRowsByWords<'_> {
         };
         let room = if blocks.is_some() { word_products::OUTPUTS * inputs / 4 } else { 0 };
         let unpacked = &mut *scratch::take(room);
-        // What is not f32 is rounded on its way.
-        let start = self.x.as_ptr();
-        let direct = self.out.dtype == DType::F32;
-        let mut products = [[0.0; word_products::OUTPUTS]; word_products::ROWS];
+        // Pieces of rows, as equal as they can be.
+        let (len, pieces) = (self.rows.len(), self.rows.len().div_ceil(word_products::ROWS));
         for first in self.outputs.clone().step_by(word_products::OUTPUTS) {
             let count = (self.outputs.end - first).min(word_products::OUTPUTS);
             // SAFETY: the rows exist; `dispatch_vnni` enables the instructions. No other task writes these outputs.
@@ -206,11 +203,12 @@ impl ManyRowsByWords<'_> {
                 self.matrix.factors::<S>(self.base + first, scales, biases);
                 // At the end the last output is computed more than once.
                 let row = |n: usize| n.min(count - 1);
-                let to = &mut panel[word_products::OUTPUTS * inputs / 2..];
-                for (i, to) in to.chunks_exact_mut(word_products::OUTPUTS).enumerate() {
-                    let (from, group) = if i < groups { (0, i) } else { (count, i - groups) };
-                    for (n, to) in to.iter_mut().enumerate() {
-                        *to = factors[(from + row(n)) * groups + group];
+                let to = panel[word_products::OUTPUTS * inputs / 2..].split_at_mut(word_products::OUTPUTS * groups);
+                for (to, from) in [(to.0, scales), (to.1, biases)] {
+                    for n in 0..word_products::OUTPUTS {
+                        let of_output = &from[row(n) * groups..][..groups];
+                        let to = to[n..].iter_mut().step_by(word_products::OUTPUTS);
+                        to.zip(of_output).for_each(|(to, from)| *to = *from);
                     }
                 }
                 let mut codes = [std::ptr::null(); word_products::OUTPUTS];
@@ -234,26 +232,46 @@ impl ManyRowsByWords<'_> {
                     _ => unreachable!("only quantised weights have a layout"),
                 }
                 word_products::unpack::<BITS>(layout, middle, codes, panel);
-                for rows in self.rows.chunks(word_products::ROWS) {
-                    // So is the last row of activations.
-                    let (mut x, mut places) =
-                        ([std::ptr::null(); word_products::ROWS], [std::ptr::null_mut(); word_products::ROWS]);
-                    for (t, (x, place)) in x.iter_mut().zip(&mut places).enumerate() {
-                        let [from, to] = rows[t.min(rows.len() - 1)];
-                        *x = start.add(from as usize * stride);
-                        *place = if direct {
-                            self.out.at(to as usize * self.width + first).cast()
-                        } else {
-                            products[t].as_mut_ptr()
-                        };
+                for piece in 0..pieces {
+                    let rows = &self.rows[len * piece / pieces..len * (piece + 1) / pieces];
+                    match rows.len() {
+                        0..=4 => self.products::<S, 4>(panel, rows, first, count),
+                        5 => self.products::<S, 5>(panel, rows, first, count),
+                        _ => self.products::<S, { word_products::ROWS }>(panel, rows, first, count),
                     }
-                    let to = word_products::PanelOutputs { rows: places, outputs: count, alpha: self.alpha };
-                    word_products::products(layout, panel, x, &to);
-                    if !direct {
-                        for (row, &[_, out]) in products.iter().zip(rows) {
-                            self.out.store::<S>(out as usize * self.width + first, &row[..count]);
-                        }
-                    }
+                }
+            }
+        }
+    }
+
+    /// The products of a panel of `count` outputs from `first` on with at least one and at most `R` rows.
+    ///
+    /// # Safety
+    /// The level's instructions are enabled; the rows and outputs exist, and no other task writes them.
+    #[inline(always)]
+    unsafe fn products<S: Simd, const R: usize>(&self, panel: &[f32], rows: &[[u32; 2]], first: usize, count: usize) {
+        let (start, stride) = (self.x.as_ptr(), word_products::stride(self.layout));
+        // What is not f32 is rounded on its way.
+        let direct = self.out.dtype == DType::F32;
+        let mut products = [[0.0; word_products::OUTPUTS]; R];
+        // SAFETY: the caller's promise.
+        unsafe {
+            let (mut x, mut places) = ([std::ptr::null(); R], [std::ptr::null_mut(); R]);
+            for (t, (x, place)) in x.iter_mut().zip(&mut places).enumerate() {
+                // Where rows are missing, the last one is computed more than once.
+                let [from, to] = rows[t.min(rows.len() - 1)];
+                *x = start.add(from as usize * stride);
+                *place = if direct {
+                    self.out.at(to as usize * self.width + first).cast()
+                } else {
+                    products[t].as_mut_ptr()
+                };
+            }
+            let to = word_products::PanelOutputs { rows: places, outputs: count, alpha: self.alpha };
+            word_products::products(self.layout, panel, x, &to);
+            if !direct {
+                for (row, &[_, out]) in products.iter().zip(rows) {
+                    self.out.store::<S>(out as usize * self.width + first, &row[..count]);
                 }
             }
         }

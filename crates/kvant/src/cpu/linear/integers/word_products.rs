@@ -6,17 +6,20 @@
 //!
 //! A panel holds the codes of [`OUTPUTS`] outputs, unpacked once for all rows of activations. A lane is an output, and
 //! a vector holds two neighbouring inputs of 16 outputs, so no sum runs across lanes. The innermost loop does one such
-//! step for [`ROWS`] rows of activations: 12 sums, 12 totals, and their operands.
+//! step for up to [`ROWS`] rows of activations: 12 sums, 12 totals, and their operands.
 
 use std::arch::x86_64::*;
 
 use super::{IntegerLayout, measure};
-use crate::cpu::simd::dot_pairs;
+use crate::cpu::simd::{Avx512, Simd, dot_pairs};
 
 /// Outputs of a panel: two vectors.
 pub const OUTPUTS: usize = 32;
-/// Rows of activations that are processed together.
+/// The most rows of activations that are processed together.
 pub const ROWS: usize = 6;
+/// Codes of an output in a word of 32 bits, at four bits each, and words that are transposed at a time.
+const EIGHT: usize = 8;
+const WORDS: usize = 16;
 /// What 16 bits reach, less what rounding the quotient may add.
 const LARGEST: f32 = 32766.0;
 /// Words between two prepared rows, lest rows fall into the same few sets of the caches.
@@ -74,10 +77,16 @@ pub unsafe fn unpack<const BITS: usize>(
     for (bias, scale) in biases.iter_mut().zip(scales) {
         *bias = f32::from(middle).mul_add(*scale, *bias);
     }
+    let mut done = 0;
+    if let (4, 8, Some(apart)) = (BITS, middle, words_apart(&codes)) {
+        done = layout.inputs() / EIGHT / WORDS * WORDS;
+        // SAFETY: the caller's promise; rows of four bits have so many whole words.
+        unsafe { unpack_four_bits(codes[0], apart, &mut words[..done * 4 * OUTPUTS]) };
+    }
     let mask = _mm512_set1_epi32((1 << BITS) - 1);
     let middles = _mm512_set1_epi16(middle);
     // Eight codes are as many bytes as one has bits.
-    for (step, to) in words.chunks_exact_mut(4 * OUTPUTS).enumerate() {
+    for (step, to) in words.chunks_exact_mut(4 * OUTPUTS).enumerate().skip(done) {
         for (half, codes) in codes.chunks_exact(16).enumerate() {
             // SAFETY: a row is a whole number of groups, and they of eights; `to` holds four pairs of each output.
             unsafe {
@@ -105,10 +114,60 @@ pub unsafe fn unpack<const BITS: usize>(
     }
 }
 
+/// Whole lines of the cache.
+#[repr(align(64))]
+struct Lines([f32; WORDS * 16]);
+
+/// The distance between equally distant rows, in words.
+fn words_apart(rows: &[*const u8; OUTPUTS]) -> Option<usize> {
+    let apart = rows[1].addr().checked_sub(rows[0].addr())?;
+    let is_equal = rows.windows(2).all(|pair| pair[0].addr().wrapping_add(apart) == pair[1].addr());
+    (is_equal && apart > 0 && apart.is_multiple_of(size_of::<f32>())).then_some(apart / size_of::<f32>())
+}
+
+/// Unpacks codes of four bits, counted from 8, of outputs whose rows are `apart` words from each other: words are
+/// transposed, so that a vector has eight codes of each of 16 outputs.
+///
+/// # Safety
+/// The instructions of `Avx512Vnni` are there; the rows have as many codes as there is room for in `to`, where a word
+/// takes a pair of inputs, for whole blocks of [`WORDS`] words.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni")]
+unsafe fn unpack_four_bits(codes: *const u8, apart: usize, to: &mut [f32]) {
+    // With its highest bit inverted, a code is its distance from 8 as a signed number.
+    let invert = _mm512_set1_epi8(0x88_u8 as i8);
+    // The first code of a byte goes to the low half of a lane, the second one to the high half, each to the top bits.
+    let shifts = _mm512_set1_epi32(8 << 16 | 12);
+    // A byte of each word, twice.
+    let byte = |pair: i32| {
+        let of_word = |word: i32| (4 * word + pair) | 0x80 << 8 | (4 * word + pair) << 16 | 0x80 << 24;
+        _mm512_broadcast_i32x4(_mm_setr_epi32(of_word(0), of_word(1), of_word(2), of_word(3)))
+    };
+    let bytes = [byte(0), byte(1), byte(2), byte(3)];
+    let mut words = Lines([0.0; WORDS * 16]);
+    for (block, to) in to.chunks_exact_mut(WORDS * 4 * OUTPUTS).enumerate() {
+        for half in 0..2 {
+            // SAFETY: 16 rows of 16 words, and room for four pairs of each of these words of 32 outputs.
+            unsafe {
+                let from = codes.cast::<f32>().add(half * 16 * apart + block * WORDS);
+                Avx512::transpose16(from, apart, words.0.as_mut_ptr());
+                for word in 0..WORDS {
+                    let eights = _mm512_loadu_si512(words.0.as_ptr().add(16 * word).cast());
+                    let eights = _mm512_xor_si512(eights, invert);
+                    for (pair, &byte) in bytes.iter().enumerate() {
+                        let top = _mm512_sllv_epi16(_mm512_shuffle_epi8(eights, byte), shifts);
+                        let to = to.as_mut_ptr().add((word * 4 + pair) * OUTPUTS + half * 16);
+                        _mm512_storeu_si512(to.cast(), _mm512_srai_epi16::<12>(top));
+                    }
+                }
+            }
+        }
+    }
+}
+
 /// Where the products of a panel go.
-pub struct PanelOutputs {
+pub struct PanelOutputs<const R: usize> {
     /// The first output of each row; rows may be the same.
-    pub rows: [*mut f32; ROWS],
+    pub rows: [*mut f32; R],
     /// How many outputs there are.
     pub outputs: usize,
     /// What they are multiplied by.
@@ -122,12 +181,12 @@ pub struct PanelOutputs {
 /// places.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni")]
-pub unsafe fn products(layout: IntegerLayout, panel: &[f32], x: [*const f32; ROWS], to: &PanelOutputs) {
+pub unsafe fn products<const R: usize>(layout: IntegerLayout, panel: &[f32], x: [*const f32; R], to: &PanelOutputs<R>) {
     let groups = layout.groups();
     let (outputs, whole) = (to.outputs, to.outputs == OUTPUTS);
     let pairs = layout.inputs() / 2 / groups.max(1);
     let scales = panel[OUTPUTS * layout.inputs() / 2..].as_ptr();
-    let mut total = [[_mm512_setzero_ps(); 2]; ROWS];
+    let mut total = [[_mm512_setzero_ps(); 2]; R];
     // SAFETY: the caller's promise.
     unsafe {
         // The output lines are far apart and mostly in no near cache: they are prefetched first.
@@ -136,7 +195,7 @@ pub unsafe fn products(layout: IntegerLayout, panel: &[f32], x: [*const f32; ROW
             _mm_prefetch::<_MM_HINT_ET0>(to.wrapping_add(16).cast());
         }
         for g in 0..groups {
-            let mut sum = [[_mm512_setzero_si512(); 2]; ROWS];
+            let mut sum = [[_mm512_setzero_si512(); 2]; R];
             for pair in g * pairs..(g + 1) * pairs {
                 let codes = panel.as_ptr().add(pair * OUTPUTS);
                 let codes = [_mm512_loadu_si512(codes.cast()), _mm512_loadu_si512(codes.add(16).cast())];
@@ -150,7 +209,7 @@ pub unsafe fn products(layout: IntegerLayout, panel: &[f32], x: [*const f32; ROW
             for half in 0..2 {
                 let scale = _mm512_loadu_ps(scales.add(g * OUTPUTS + half * 16));
                 let bias = _mm512_loadu_ps(scales.add((groups + g) * OUTPUTS + half * 16));
-                for t in 0..ROWS {
+                for t in 0..R {
                     let unit = _mm512_set1_ps(x[t].add(layout.inputs() / 2 + g).read());
                     let all = _mm512_set1_ps(x[t].add(layout.inputs() / 2 + groups + g).read());
                     let dot = _mm512_mul_ps(_mm512_cvtepi32_ps(sum[t][half]), unit);
@@ -169,6 +228,45 @@ pub unsafe fn products(layout: IntegerLayout, panel: &[f32], x: [*const f32; ROW
                 _mm512_mask_storeu_ps(*to, there as u16, a);
                 _mm512_mask_storeu_ps(to.wrapping_add(16), (there >> 16) as u16, b);
             }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cpu::{SimdLevel, testing::Numbers};
+
+    /// Rows that are equally far apart are unpacked in another way than others, whole blocks of them and the rest.
+    #[test]
+    fn both_ways_to_unpack_four_bits_agree() {
+        if !SimdLevel::Avx512Vnni.is_supported() {
+            return;
+        }
+        let mut numbers = Numbers(3);
+        for inputs in [32, 128, 160, 256, 1024] {
+            let layout = IntegerLayout::new(inputs, 0, 32);
+            let bytes = inputs / 2;
+            let rows: Vec<u8> = (0..OUTPUTS * bytes).map(|_| numbers.below(256) as u8).collect();
+            let mut panels = Vec::new();
+            for gap in [0, 4, 3] {
+                // The last row moves away.
+                let mut memory = rows[..(OUTPUTS - 1) * bytes].to_vec();
+                memory.extend(vec![0; gap]);
+                memory.extend_from_slice(&rows[(OUTPUTS - 1) * bytes..]);
+                let start = |n: usize| n * bytes + if n + 1 == OUTPUTS { gap } else { 0 };
+                let codes: [*const u8; OUTPUTS] = std::array::from_fn(|n| memory[start(n)..].as_ptr());
+                assert_eq!(words_apart(&codes), (gap == 0).then_some(bytes / 4));
+                let mut panel = vec![1f32; super::panel(layout)];
+                // SAFETY: the instructions are there, the rows have so many codes, and the panel is as long.
+                unsafe { unpack::<4>(layout, 8, codes, &mut panel) };
+                panels.push(panel.into_iter().map(f32::to_bits).collect::<Vec<u32>>());
+            }
+            assert_eq!(panels[0], panels[1]);
+            assert_eq!(panels[0], panels[2]);
+            // Input 0 and 1 of output 0.
+            let [first, second] = [panels[0][0] as u16 as i16, (panels[0][0] >> 16) as i16];
+            assert_eq!([first, second], [i16::from(rows[0] & 15) - 8, i16::from(rows[0] >> 4) - 8]);
         }
     }
 }
