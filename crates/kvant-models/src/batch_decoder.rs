@@ -7,13 +7,16 @@ use crate::{
     forward::{Wanted, Workspace},
 };
 
-/// Feeds one token to each sequence of a batch, again and again.
+/// Feeds a token, or a few, to each sequence of a batch, again and again.
 ///
 /// A pass is recorded the first time that a batch of its size occurs, and replayed afterwards, including the draw.
 /// Tokens, positions, lengths and page tables are read from device memory, so nothing is planned or validated again.
 /// On CUDA, a recorded pass is a CUDA graph. On a GPU, passes have 1, 2, 4, 8 … rows, and the rows that a batch does
 /// not fill are [inactive](Step::INACTIVE). Results are those of [`Model::forward`], up to rounding: kernels depend on
 /// the number of rows.
+///
+/// Several tokens of a sequence, such as drafts to verify, are as many [rows](KvPool::tokens_into) of the same passes,
+/// each with logits and a draw. Few are worth it: attention reads the keys of the sequence for each of them.
 ///
 /// ```no_run
 /// use kvant::Device;
@@ -51,7 +54,7 @@ pub struct BatchDecoder {
     words: Vec<u32>,
     /// Those used last are at the end.
     passes: Vec<RecordedPass>,
-    /// The sequences of the latest step. The last pass computes it.
+    /// The tokens of the latest step. The last pass computes it.
     live: usize,
 }
 
@@ -83,7 +86,7 @@ enum Then {
 }
 
 impl BatchDecoder {
-    /// For batches of up to `rows` sequences of a pool.
+    /// For batches of up to `rows` tokens of sequences of a pool.
     ///
     /// # Errors
     /// `Argument` for 0 rows, and for a pool of another model; `Kvant` with `OutOfMemory`.
@@ -108,41 +111,43 @@ impl BatchDecoder {
         })
     }
 
-    /// The most sequences of a batch.
+    /// The most tokens of a batch.
     pub fn rows(&self) -> usize {
         self.rows
     }
 
-    /// Appends one token to each sequence of a batch, which is the next step to [run](BatchDecoder::run). The number of
-    /// each sequence must be 1. The sequences must not change before the step has run.
+    /// Appends tokens to each sequence of a batch, which is the next step to [run](BatchDecoder::run). The sequences
+    /// must not change before the step has run.
     ///
     /// # Errors
-    /// `Argument` for another number of tokens, no sequences, more than there are rows, or a sequence that is longer
-    /// than the model's table of query factors; `Kvant`, as [`KvPool::step_into`]. The sequences are unchanged.
+    /// `Argument` for a sequence without tokens, no sequences, more tokens than there are rows, or a sequence that is
+    /// longer than the model's table of query factors; `Kvant`, as [`KvPool::tokens_into`]. The sequences are
+    /// unchanged.
     pub fn append(&mut self, batch: &mut [(&mut Sequence, usize)]) -> Result<()> {
         self.live = 0;
-        if batch.is_empty() || batch.len() > self.rows {
-            return Err(Error::argument("batch", format_args!("1 to {} sequences", self.rows), batch.len()));
+        let tokens = batch.iter().fold(0usize, |sum, (_, count)| sum.saturating_add(*count));
+        if batch.is_empty() || tokens > self.rows {
+            return Err(Error::argument("batch", format_args!("1 to {} tokens", self.rows), tokens));
         }
-        if let Some((_, count)) = batch.iter().find(|(_, count)| *count != 1) {
-            return Err(Error::argument("batch", "one token of each sequence", count));
+        if let Some((_, count)) = batch.iter().find(|(_, count)| *count == 0) {
+            return Err(Error::argument("batch", "tokens of each sequence", count));
         }
-        let longest = batch.iter().map(|(sequence, _)| sequence.len()).max().unwrap_or(0).saturating_add(1);
+        let longest = batch.iter().map(|(sequence, count)| sequence.len().saturating_add(*count)).max().unwrap_or(0);
         self.model.check_length(longest)?;
-        self.select(bucket(batch.len(), &self.model), longest)?;
+        self.select(bucket(tokens, &self.model), longest)?;
         if let Some(pass) = self.passes.last() {
-            self.pool.step_into(batch, &pass.step)?;
-            self.live = batch.len();
+            self.pool.tokens_into(batch, &pass.step)?;
+            self.live = tokens;
         }
         Ok(())
     }
 
-    /// Starts the pass over the step that was appended last, with the id of each sequence's token. It also draws
-    /// the next token of each sequence if `draws` has the parameters of each; the counter is the sequence's length.
-    /// Penalties, biases and suppressed tokens are not applied.
+    /// Starts the pass over the step that was appended last, with the ids of its tokens, sequence by sequence. It also
+    /// draws a token after each of them if `draws` has the parameters of each; the counter is the position of the token
+    /// that is drawn. Penalties, biases and suppressed tokens are not applied.
     ///
     /// # Errors
-    /// `Argument` for ids outside the vocabulary, another number than the step has tokens, and draws of some sequences
+    /// `Argument` for ids outside the vocabulary, another number than the step has tokens, and draws after some of them
     /// only; `Kvant`. The sequences keep their tokens: truncate them if the pass failed.
     pub fn run(&mut self, tokens: &[u32], draws: &[&Sampling]) -> Result<Submission> {
         self.run_fed(tokens, None, draws)
@@ -202,7 +207,7 @@ impl BatchDecoder {
         Ok(())
     }
 
-    /// The logits of the latest step, f32 `[sequences, vocab_size]`.
+    /// The logits of the latest step, f32 `[tokens, vocab_size]`.
     ///
     /// # Errors
     /// None for a step that has run.
@@ -210,7 +215,7 @@ impl BatchDecoder {
         Ok(self.logits.rows(0..self.live)?)
     }
 
-    /// The tokens that the latest step has drawn, u32 `[sequences]`; `u32::MAX` for logits that are all NaN.
+    /// The tokens that the latest step has drawn, u32 `[tokens]`; `u32::MAX` for logits that are all NaN.
     ///
     /// # Errors
     /// None for a step that has run.
@@ -257,9 +262,9 @@ impl BatchDecoder {
         Ok(pass.graphs[then as usize].insert(graph).replay()?)
     }
 
-    /// The sizes of passes that batches of up to [`BatchDecoder::rows`] sequences of up to `longest` tokens need, to be
-    /// [recorded](BatchDecoder::record_size) ahead: those that are needed first come first. Empty on a CPU, which has
-    /// nothing to compile.
+    /// The sizes of passes that batches of up to [`BatchDecoder::rows`] tokens, of sequences of up to `longest` tokens,
+    /// need, to be [recorded](BatchDecoder::record_size) ahead: those that are needed first come first. Empty on a CPU,
+    /// which has nothing to compile.
     pub fn sizes(&self, longest: usize) -> Vec<PassSize> {
         if is_host(&self.model) {
             return Vec::new();
@@ -296,7 +301,7 @@ impl BatchDecoder {
 /// The size of a recorded pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PassSize {
-    /// Sequences.
+    /// Tokens.
     rows: usize,
     /// The longest length of a sequence.
     longest: usize,

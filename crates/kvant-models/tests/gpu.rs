@@ -91,10 +91,11 @@ fn the_shipped_model_matches_the_cpu() {
 
 /// A recorded batch against the same batch without a recording: logits and draws, of batches that shrink and grow, so
 /// that rows are inactive, and of a sequence that grows beyond the longest one of its pass. In every second step some
-/// tokens come from device memory. `ahead`: passes are recorded before.
+/// tokens come from device memory; in others a sequence gets up to three tokens, of which one is rolled back. `ahead`:
+/// passes are recorded before.
 fn check_batches(model: &Model, codec: Codec, prompts: &[Vec<u32>], steps: usize, ahead: bool) {
     let (vocab, device) = (model.vocab_size() as u32, model.device());
-    let longest = prompts.iter().map(Vec::len).max().unwrap() + steps;
+    let longest = prompts.iter().map(Vec::len).max().unwrap() + 3 * steps;
     let options = PoolOptions { codecs: codec.into(), sequences: 2 * prompts.len(), ..exact(longest) };
     let pool = model.new_pool(&options).unwrap();
     let mut recorded: Vec<Sequence> = prompts.iter().map(|_| pool.sequence()).collect();
@@ -102,7 +103,7 @@ fn check_batches(model: &Model, codec: Codec, prompts: &[Vec<u32>], steps: usize
         model.feed(sequence, prompt, Logits::Last).unwrap();
     }
     let mut plain: Vec<Sequence> = recorded.iter().map(Sequence::fork).collect();
-    let mut decoder = BatchDecoder::new(model, &pool, prompts.len()).unwrap();
+    let mut decoder = BatchDecoder::new(model, &pool, prompts.len() + 2).unwrap();
     let (sizes, mixed) = (decoder.sizes(longest), model.mixed_sizes(prompts.len(), 9, longest));
     // 1, 2, 4 and 8 rows; a CPU has nothing to compile.
     let is_host = device.kind() == DeviceKind::Cpu;
@@ -111,7 +112,7 @@ fn check_batches(model: &Model, codec: Codec, prompts: &[Vec<u32>], steps: usize
         sizes.into_iter().for_each(|size| decoder.record_size(size).unwrap());
         mixed.into_iter().for_each(|size| model.prepare(&pool, size).unwrap());
     }
-    let drawing = Drawing::new(device, prompts.len()).unwrap();
+    let drawing = Drawing::new(device, prompts.len() + 2).unwrap();
     let (greedy, warm) = (Sampling::default(), Sampling::default().temperature(0.8).top_k(20).seed(3));
     // The parameters of each row, in three kinds of steps.
     let sampling = |index: usize, row: usize| match index % 3 {
@@ -120,11 +121,15 @@ fn check_batches(model: &Model, codec: Codec, prompts: &[Vec<u32>], steps: usize
         _ => Some(if (index + row).is_multiple_of(3) { greedy.clone() } else { warm.clone().seed(row as u64) }),
     };
     for index in 0..steps {
-        let rows = prompts.len() - index % prompts.len();
+        let live = prompts.len() - index % prompts.len();
+        // Drafts of one sequence.
+        let drafts = index % 3;
+        let counts: Vec<usize> = (0..live).map(|of| if of == index % live { 1 + drafts } else { 1 }).collect();
+        let rows = live + drafts;
         let ids: Vec<u32> = (0..rows as u32).map(|row| (index as u32 * 7 + row * 31 + 1) % vocab.min(90)).collect();
         let draws: Vec<Sampling> = (0..rows).filter_map(|row| sampling(index, row)).collect();
         let draws: Vec<&Sampling> = draws.iter().collect();
-        let mut batch: Vec<(&mut Sequence, usize)> = recorded.iter_mut().take(rows).map(|s| (s, 1)).collect();
+        let mut batch: Vec<(&mut Sequence, usize)> = recorded.iter_mut().zip(counts.iter().copied()).collect();
         decoder.append(&mut batch).unwrap();
         // The tokens of some rows are in device memory, in another order.
         let drawn: Vec<u32> = ids.iter().rev().copied().collect();
@@ -135,7 +140,7 @@ fn check_batches(model: &Model, codec: Codec, prompts: &[Vec<u32>], steps: usize
         places.iter().filter(|_| fed.is_some()).for_each(|&(row, _)| known[row] = u32::MAX);
         decoder.run_fed(&known, fed, &draws).unwrap().wait().unwrap();
         let got = decoder.logits().unwrap();
-        let mut batch: Vec<(&mut Sequence, usize)> = plain.iter_mut().take(rows).map(|s| (s, 1)).collect();
+        let mut batch: Vec<(&mut Sequence, usize)> = plain.iter_mut().zip(counts.iter().copied()).collect();
         let step = pool.step(&mut batch).unwrap();
         let want = Tensor::zeros(device, DType::F32, &[rows, model.vocab_size()]).unwrap();
         let all: Vec<usize> = (0..rows).collect();
@@ -143,9 +148,15 @@ fn check_batches(model: &Model, codec: Codec, prompts: &[Vec<u32>], steps: usize
         let worst = max_difference(&got.to_f32().unwrap(), &want.to_f32().unwrap());
         assert!(worst < TOLERANCE, "{device}, {codec}, step {index}: off by {worst}");
         if !draws.is_empty() {
-            let how: Vec<_> = draws.iter().zip(&plain).map(|(&draw, s)| (draw, s.len() as u32)).collect();
+            let ends = plain.iter().zip(&counts).flat_map(|(s, count)| s.len() + 1 - count..s.len() + 1);
+            let how: Vec<_> = draws.iter().zip(ends).map(|(&draw, end)| (draw, end as u32)).collect();
             let want: Vec<u32> = drawing.draw(&got, &how).unwrap().into_iter().map(Option::unwrap).collect();
             assert_eq!(decoder.drawn().unwrap().to_vec::<u32>().unwrap(), want, "{device}, step {index}");
+        }
+        for sequences in [&mut recorded, &mut plain] {
+            let with_drafts = &mut sequences[index % live];
+            let right = with_drafts.len() - drafts.min(1);
+            with_drafts.truncate(right).unwrap();
         }
     }
 }
@@ -188,7 +199,9 @@ fn batches_that_do_not_fit_are_rejected() {
     rejected(decoder.run(&[], &[]).map(drop), "tokens");
     rejected(decoder.append(&mut []), "batch");
     let [a, b, c] = &mut sequences;
-    rejected(decoder.append(&mut [(a, 2)]), "batch");
+    rejected(decoder.append(&mut [(a, 0), (b, 1)]), "batch");
+    rejected(decoder.append(&mut [(a, 2), (b, 1)]), "batch");
+    rejected(decoder.append(&mut [(a, usize::MAX), (b, 1)]), "batch");
     rejected(decoder.append(&mut [(a, 1), (b, 1), (c, 1)]), "batch");
     let mut foreign = model.new_pool(&exact(100)).unwrap().sequence();
     assert!(matches!(decoder.append(&mut [(&mut foreign, 1)]), Err(kvant_models::Error::Kvant(_))));

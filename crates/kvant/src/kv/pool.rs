@@ -357,10 +357,26 @@ impl KvPool {
     /// # Errors
     /// As [`KvPool::step`]; `Value` for a batch that is larger than the step, and for a step of another pool.
     pub fn step_into(&self, batch: &mut [(&mut Sequence, usize)], step: &Step) -> Result<()> {
+        self.rewrite(batch, step, false)
+    }
+
+    /// As [`KvPool::step_into`], for a step that was reserved for decoding ([`StepSize::decode`]). Each token gets a
+    /// row of lengths and page tables to itself, as if it was the only one of a sequence that ends with it. A graph of
+    /// decode steps thereby also verifies drafts. Attention reads the keys of a sequence once for each of its tokens.
+    ///
+    /// # Errors
+    /// As [`KvPool::step_into`]; `Value` for several tokens of a sequence whose pages have means, because each token
+    /// changes the mean of its page.
+    pub fn tokens_into(&self, batch: &mut [(&mut Sequence, usize)], step: &Step) -> Result<()> {
+        self.rewrite(batch, step, true)
+    }
+
+    /// Rewrites a step. `is_unrolled`: with a row for each token.
+    fn rewrite(&self, batch: &mut [(&mut Sequence, usize)], step: &Step, is_unrolled: bool) -> Result<()> {
         let Some(of_pool) = step.pages.as_ref().filter(|pages| pages.pool == self.0.id) else {
             return check::value_is(NAME, "step", false, "a step of this pool", "another");
         };
-        let shape = StepShape::of(step, of_pool);
+        let shape = StepShape { is_unrolled, ..StepShape::of(step, of_pool) };
         self.check_batch(batch, step, &shape)?;
         let mut state = self.lock();
         self.take_pages(&mut state, batch)?;
@@ -391,18 +407,22 @@ impl KvPool {
         let StepShape { tokens: most_tokens, sequences, width, .. } = *shape;
         let limits = step.batch();
         let longest = limits.longest.min(width * self.layout().page_tokens);
-        check::at_most(NAME, "batch", batch.len(), sequences)?;
-        let (mut tokens, mut live, mut alone) = (0usize, 0, 0);
+        // Several tokens of a sequence are several rows.
+        let most_new = if shape.is_unrolled && !self.has_means() { most_tokens } else { limits.most_new };
+        let (mut tokens, mut live, mut alone, mut rows) = (0usize, 0usize, 0, 0usize);
         for (sequence, count) in batch {
-            live += usize::from(*count > 0);
+            let own_rows = shape.rows(*count);
+            (live, rows) = (live.saturating_add(own_rows.min(*count)), rows.saturating_add(own_rows));
             let own = sequence.pool() == self;
             check::value_is(NAME, "batch", own, "sequences of this pool", "one of another pool")?;
-            check::at_most(NAME, "batch (tokens of a sequence)", *count, limits.most_new)?;
+            check::at_most(NAME, "batch (tokens of a sequence)", *count, most_new)?;
             let len = sequence.len().saturating_add(*count);
             check::at_most(NAME, "batch (length of a sequence)", len, longest)?;
-            alone += usize::from(alone == tokens && *count == 1);
+            let are_alone = alone == tokens && (shape.is_unrolled || *count == 1);
+            alone += if are_alone { *count } else { 0 };
             tokens = tokens.saturating_add(*count);
         }
+        check::at_most(NAME, "batch", rows, sequences)?;
         let is_alone = alone >= limits.decode.min(tokens);
         let first = format_args!("{} tokens at first that are alone in their sequences", limits.decode);
         check::value_is(NAME, "batch", is_alone, first, alone)?;
@@ -445,6 +465,7 @@ impl KvPool {
         let PoolState { log, words, .. } = state;
         shape.fill(words, batch);
         shape.fill_pages(words, log, batch);
+        shape.repeat_tables(words, batch);
         shape.base.write(words)
     }
 
@@ -489,6 +510,11 @@ impl KvPool {
         let step = Step::from_tensors(part(0, tokens)?, part(at_sequence, tokens)?, part(at_lens, sequences)?);
         let batch = Batch { sequences, longest, most_new, decode: alone };
         Ok(step.with_pages(pages).with_known_batch(batch))
+    }
+
+    /// Whether pages of a layer have means.
+    fn has_means(&self) -> bool {
+        self.0.layers.iter().any(KvLayer::is_centred)
     }
 
     pub(super) fn layout(&self) -> &PoolLayout {
@@ -609,8 +635,11 @@ fn apply(log: &mut Vec<Change>, batch: &mut [(&mut Sequence, usize)]) {
 struct StepShape<'a> {
     base: &'a Tensor,
     tokens: usize,
+    /// Rows of lengths and tables.
     sequences: usize,
     width: usize,
+    /// Each token has a row, and not each sequence.
+    is_unrolled: bool,
 }
 
 /// A count of words, rounded up so that what follows is aligned to 16 bytes.
@@ -621,7 +650,21 @@ fn padded(words: usize) -> Option<usize> {
 impl<'a> StepShape<'a> {
     fn of(step: &Step, pages: &'a StepPages) -> StepShape<'a> {
         let width = pages.tables.first().map_or(0, |table| table.shape()[1]);
-        StepShape { base: &pages.base, tokens: step.tokens(), sequences: step.sequences(), width }
+        let (tokens, sequences) = (step.tokens(), step.sequences());
+        StepShape { base: &pages.base, tokens, sequences, width, is_unrolled: false }
+    }
+
+    /// The rows of a sequence with so many new tokens.
+    fn rows(&self, count: usize) -> usize {
+        if self.is_unrolled { count } else { 1 }
+    }
+
+    /// The first row of a sequence of a batch.
+    fn first_row(&self, batch: &[(&mut Sequence, usize)], sequence: usize) -> usize {
+        match self.is_unrolled {
+            true => batch[..sequence].iter().map(|(_, count)| count).sum(),
+            false => sequence,
+        }
     }
 
     /// The first word of the sequences.
@@ -629,14 +672,15 @@ impl<'a> StepShape<'a> {
         padded(self.tokens).expect("the step's size has been checked")
     }
 
-    /// The first word of a group's table row.
-    fn table_row(&self, group: usize, sequence: usize) -> usize {
+    /// The first word of a row of a group's table.
+    fn table_row(&self, group: usize, row: usize) -> usize {
         let [tokens, sequences, table] = [self.tokens, self.sequences, self.sequences * self.width]
             .map(|words| padded(words).expect("the step's size has been checked"));
-        2 * tokens + sequences + group * table + sequence * self.width
+        2 * tokens + sequences + group * table + row * self.width
     }
 
-    /// Fills positions, sequences and lengths after the step, and the pages that the sequences hold before it.
+    /// Fills positions, sequences and lengths after the step, and the pages that the sequences hold before it, into the
+    /// first row of each.
     fn fill(&self, words: &mut Vec<u32>, batch: &[(&mut Sequence, usize)]) {
         words.clear();
         words.resize(self.base.elements(), Step::INACTIVE);
@@ -644,19 +688,37 @@ impl<'a> StepShape<'a> {
         let at_lens = 2 * at_sequence;
         words[..self.tokens].fill(0);
         words[at_lens..at_lens + self.sequences].fill(0);
-        let mut token = 0;
-        for (index, (sequence, count)) in batch.iter().enumerate() {
-            let (len, end) = (sequence.len(), sequence.len() + count);
-            for position in len..end {
-                words[token] = position as u32;
-                words[at_sequence + token] = index as u32;
+        let (mut token, mut row) = (0, 0);
+        for (sequence, count) in batch {
+            let (len, rows) = (sequence.len(), self.rows(*count));
+            for index in 0..*count {
+                words[token] = (len + index) as u32;
+                words[at_sequence + token] = (row + index.min(rows - 1)) as u32;
                 token += 1;
             }
-            words[at_lens + index] = end as u32;
-            for (group, held) in sequence.pages.groups.iter().enumerate() {
-                let row = self.table_row(group, index);
-                words[row + held.first..][..held.pages.len()].copy_from_slice(&held.pages);
+            for index in 0..rows {
+                // The last row has the length of all.
+                words[at_lens + row + index] = (len + count - (rows - 1 - index)) as u32;
             }
+            for (group, held) in sequence.pages.groups.iter().enumerate().filter(|_| rows > 0) {
+                let at = self.table_row(group, row);
+                words[at + held.first..][..held.pages.len()].copy_from_slice(&held.pages);
+            }
+            row += rows;
+        }
+    }
+
+    /// Copies the tables of a sequence to its other rows.
+    fn repeat_tables(&self, words: &mut [u32], batch: &[(&mut Sequence, usize)]) {
+        let mut row = 0;
+        for (sequence, count) in batch {
+            for other in 1..self.rows(*count) {
+                for group in 0..sequence.pages.groups.len() {
+                    let from = self.table_row(group, row);
+                    words.copy_within(from..from + self.width, self.table_row(group, row + other));
+                }
+            }
+            row += self.rows(*count);
         }
     }
 
@@ -667,13 +729,13 @@ impl<'a> StepShape<'a> {
         for change in log {
             match *change {
                 Change::Passed { sequence, group, page } => {
-                    let row = self.table_row(group, sequence);
+                    let row = self.table_row(group, self.first_row(batch, sequence));
                     words[row..row + self.width].iter_mut().filter(|entry| **entry == page).for_each(|entry| {
                         *entry = Step::INACTIVE;
                     });
                 }
                 Change::Copied { sequence, group, from, to } => {
-                    let row = self.table_row(group, sequence);
+                    let row = self.table_row(group, self.first_row(batch, sequence));
                     words[row..row + self.width].iter_mut().filter(|entry| **entry == from).for_each(|entry| {
                         *entry = to;
                     });
@@ -683,7 +745,7 @@ impl<'a> StepShape<'a> {
                         let held = &batch[sequence].0.pages.groups[group];
                         next = (sequence, group, held.first + held.pages.len());
                     }
-                    words[self.table_row(group, sequence) + next.2] = page;
+                    words[self.table_row(group, self.first_row(batch, sequence)) + next.2] = page;
                     next.2 += 1;
                 }
             }

@@ -12,6 +12,8 @@ const LONGEST: usize = 70;
 const WINDOW: usize = 20;
 /// Query heads.
 const HEADS: usize = 2;
+/// The most tokens that a sequence gets in a step.
+const MOST: usize = 5;
 
 /// A sequence, and its key and value of each position.
 struct Live {
@@ -29,8 +31,8 @@ fn naive(q: &[f32], rows: &[[Vec<f32>; 2]]) -> Vec<f32> {
     (0..DIM).map(|i| value(i) as f32).collect()
 }
 
-/// Steps of one token each, by replays of a graph for 32 rows, while one to 32 sequences join, leave and run out of
-/// pages. Rows without a sequence are zeros.
+/// Replays of a graph for 32 rows, while one to 32 sequences join, leave and run out of pages. Sequences get one token,
+/// or a row for each of a few tokens, of which some are rolled back. Rows without a sequence are zeros.
 fn serve(device: &Device, steps: usize) -> Result<()> {
     let full = CacheLayer::new(1, DIM, Codec::F32);
     let layers = vec![full, full.window(Some(WINDOW))];
@@ -52,18 +54,31 @@ fn serve(device: &Device, steps: usize) -> Result<()> {
     let (mut live, mut refused): (Vec<Live>, usize) = (Vec::new(), 0);
     let mut met = [false; ROWS + 1];
     for number in 0..steps {
-        live.retain(|of| of.rows.len() < LONGEST && rng.below(90) > 0);
+        live.retain(|of| of.rows.len() + MOST <= LONGEST && rng.below(90) > 0);
         let joins = if rng.below(12) == 0 { rng.below(ROWS) } else { rng.below(2) };
         for _ in 0..joins.min(ROWS - live.len()).max(usize::from(live.is_empty())) {
             live.push(Live { sequence: pool.sequence(), rows: Vec::new() });
         }
+        let mut counts = vec![1; live.len()];
+        while number % 3 == 0 && counts.iter().sum::<usize>() < ROWS && rng.below(10) > 0 {
+            let count = &mut counts[rng.below(live.len())];
+            *count = (*count + 1).min(MOST);
+        }
         loop {
-            let mut batch: Vec<(&mut Sequence, usize)> = live.iter_mut().map(|of| (&mut of.sequence, 1)).collect();
-            match pool.step_into(&mut batch, &step) {
+            let growing = live.iter_mut().map(|of| &mut of.sequence).zip(counts.iter().copied());
+            let mut batch: Vec<(&mut Sequence, usize)> = growing.collect();
+            let written = match number % 2 {
+                0 => pool.tokens_into(&mut batch, &step),
+                _ if counts.iter().all(|&count| count == 1) => pool.step_into(&mut batch, &step),
+                _ => pool.tokens_into(&mut batch, &step),
+            };
+            match written {
                 Ok(()) => break,
                 Err(Error::OutOfPages { .. }) => {
                     refused += 1;
-                    live.remove(rng.below(live.len()));
+                    let index = rng.below(live.len());
+                    live.remove(index);
+                    counts.remove(index);
                 }
                 Err(error) => return Err(error),
             }
@@ -75,22 +90,30 @@ fn serve(device: &Device, steps: usize) -> Result<()> {
         }
         let [(_, q), (_, k), (_, v)] = &inputs;
         graph.replay()?.wait()?;
-        for (row, of) in live.iter_mut().enumerate() {
+        let rows: Vec<usize> = counts.iter().enumerate().flat_map(|(of, &count)| vec![of; count]).collect();
+        for (row, &of) in rows.iter().enumerate() {
             let at = row * DIM..(row + 1) * DIM;
-            of.rows.push([k[at.clone()].to_vec(), v[at].to_vec()]);
+            live[of].rows.push([k[at.clone()].to_vec(), v[at].to_vec()]);
         }
         for (index, out) in outs.iter().enumerate() {
             let mut want = Vec::new();
-            for (row, of) in live.iter().enumerate() {
-                let seen = if index == 0 { of.rows.len() } else { of.rows.len().min(WINDOW) };
+            for (row, &of) in rows.iter().enumerate() {
+                let later = rows[row..].iter().filter(|&&other| other == of).count() - 1;
+                let known = &live[of].rows[..live[of].rows.len() - later];
+                let seen = if index == 0 { known.len() } else { known.len().min(WINDOW) };
                 for head in 0..HEADS {
                     let at = (row * HEADS + head) * DIM;
-                    want.extend(naive(&q[at..at + DIM], &of.rows[of.rows.len() - seen..]));
+                    want.extend(naive(&q[at..at + DIM], &known[known.len() - seen..]));
                 }
             }
             want.resize(ROWS * HEADS * DIM, 0.0);
-            let name = format!("step {number}, layer {index}, {} rows on {device}", live.len());
+            let name = format!("step {number}, layer {index}, {} rows on {device}", rows.len());
             assert_close(name, &out.to_f32()?, &want, Bound::of(DType::F32));
+        }
+        for (of, &count) in live.iter_mut().zip(&counts) {
+            let len = of.rows.len() - rng.below(count);
+            of.sequence.truncate(len)?;
+            of.rows.truncate(len);
         }
     }
     drop(live);
@@ -113,6 +136,31 @@ fn a_graph_serves_sequences_that_join_and_leave() -> Result<()> {
                 _ => 60,
             },
         )?;
+    }
+    Ok(())
+}
+
+/// Tokens that do not fit, and several tokens of one page with a mean.
+#[test]
+fn rows_for_tokens_are_limited() -> Result<()> {
+    for (codec, fits) in [(Codec::tq(4), true), ("tq4c".parse()?, false)] {
+        let pool = KvPool::new(&Device::cpu(), &PoolSpec::new(vec![CacheLayer::new(1, 64, codec)], 1 << 20))?;
+        let (mut a, mut b) = (pool.sequence(), pool.sequence());
+        let step = pool.reserve_step(StepSize::decode(5, 100))?;
+        pool.tokens_into(&mut [(&mut a, 1), (&mut b, 1)], &step)?;
+        let few = pool.tokens_into(&mut [(&mut a, 2), (&mut b, 3)], &step);
+        assert_eq!(few.is_ok(), fits, "{codec}: {few:?}");
+        let len = a.len();
+        let many = pool.tokens_into(&mut [(&mut a, 2), (&mut b, 4)], &step);
+        assert!(matches!(many, Err(Error::Value { .. })), "{many:?}");
+        assert!(pool.tokens_into(&mut [(&mut a, usize::MAX), (&mut b, 4)], &step).is_err());
+        assert_eq!(a.len(), len);
+        if fits {
+            assert_eq!((step.positions().to_vec::<u32>()?, step.lens().to_vec::<u32>()?), {
+                (vec![1, 2, 1, 2, 3], vec![2, 3, 2, 3, 4])
+            });
+            assert_eq!(step.sequence().to_vec::<u32>()?, [0, 1, 2, 3, 4]);
+        }
     }
     Ok(())
 }
