@@ -43,8 +43,8 @@ pub struct EngineOptions {
     /// token: not with small models on a CPU. Requests with a grammar have none. Default: 0.
     pub drafts: usize,
     /// Whether a step starts before the result of the one before is known, if the device draws all its tokens. The
-    /// device then never waits for the host; an ended request costs a token that is dropped. Drafts exclude it.
-    /// Default: on CUDA, whose work goes on while the host's does. On a CPU there is nothing to gain.
+    /// device then never waits for the host, except for the results of drafts; an ended request costs a token that is
+    /// dropped. Default: on CUDA, whose work goes on while the host's does. On a CPU there is nothing to gain.
     pub overlap: Option<bool>,
     /// How long the start may take to compile kernels and record passes for all sizes of batches, so that no request
     /// waits for that; zero for not at all. Compiled kernels are kept on disk, so that later starts are fast. Nothing

@@ -31,6 +31,9 @@ use overlap::Flight;
 pub(crate) use running::Job;
 use running::Running;
 
+/// The most tokens of a recorded pass with drafts. Each has logits, and there is a pass for each number of tokens.
+const MOST_RECORDED: usize = 128;
+
 pub(crate) struct Worker {
     model: Model,
     scheduler: Scheduler<PoolStorage>,
@@ -68,12 +71,13 @@ impl Worker {
     ) -> Result<Worker> {
         let draws = options.sequences.saturating_mul(1 + options.drafts).min(options.step_tokens);
         let drawing = Drawing::new(model.device(), draws)?;
-        let decoder = BatchDecoder::new(&model, &pool, options.sequences.min(options.step_tokens))?;
-        let storage = PoolStorage::new(pool, options.step_tokens, options.prefix_cache).with_decoder(decoder);
+        let rows = options.sequences.max(draws.min(MOST_RECORDED)).min(options.step_tokens);
+        let decoder = BatchDecoder::new(&model, &pool, rows)?;
+        let storage = PoolStorage::new(pool, options.step_tokens, options.prefix_cache);
+        let storage = storage.with_decoder(decoder, 1 + options.drafts);
         let scheduler = Scheduler::new(storage, SchedulerOptions::new(options.sequences, options.step_tokens));
         let EngineOptions { sequences, step_tokens, unread, drafts, .. } = *options;
-        // Drafts follow tokens that are known.
-        let overlap = options.overlap.unwrap_or(model.device().kind() == DeviceKind::Cuda) && drafts == 0;
+        let overlap = options.overlap.unwrap_or(model.device().kind() == DeviceKind::Cuda);
         Ok(Worker {
             model,
             scheduler,
@@ -214,11 +218,14 @@ impl Worker {
 
     /// Plans a step and runs or starts it, and takes the result of the one before. Returns whether there was either.
     fn step(&mut self) -> std::result::Result<bool, StorageError> {
+        let with_drafts = self.flight.take_if(|flight| flight.has_drafts());
+        let mut has_landed = with_drafts.is_some();
+        with_drafts.map_or(Ok(()), |flight| self.land(flight))?;
         let plan = self.scheduler.schedule()?;
         self.end_scheduled();
         let before = self.flight.take();
         let Some(plan) = plan else {
-            let has_landed = before.is_some();
+            has_landed |= before.is_some();
             before.map_or(Ok(()), |before| self.land(before))?;
             return Ok(has_landed);
         };

@@ -122,23 +122,24 @@ impl<S: Storage> Scheduler<S> {
         }
     }
 
-    /// Proposes the next tokens of a request that decodes. The next step tries them if it has tokens left. Only for
-    /// steps one at a time: a step must not be scheduled before the result of one with drafts is known.
+    /// Proposes the tokens that follow the known ones of a request. The next step tries them if it has tokens left. The
+    /// first one is skipped where a step that was scheduled draws the token in its place. After a step with drafts, the
+    /// request has none until the result is there.
     pub fn propose(&mut self, id: u64, drafts: &[u32]) {
-        if let Some(task) = self.task(id)
-            && task.pending == 0
-        {
+        if let Some(task) = self.task(id) {
             task.drafts.clear();
             task.drafts.extend_from_slice(drafts);
         }
     }
 
+    /// The draws of a request whose tokens are not known yet.
+    pub fn pending(&self, id: u64) -> usize {
+        self.get(id).map_or(0, |task| task.pending)
+    }
+
     /// The known tokens of a request.
     pub fn tokens(&self, id: u64) -> Option<&[u32]> {
-        let place = self.places.get(&id)?;
-        let running = self.index(place).ok().map(|index| &self.running[index]);
-        let task = running.or_else(|| self.waiting.get(place)).or_else(|| self.parked.get(place));
-        task.map(|task| &*task.tokens)
+        self.get(id).map(|task| &*task.tokens)
     }
 
     /// The tokens of a request that the prefix cache had when it first ran; `None` before.
@@ -196,11 +197,15 @@ impl<S: Storage> Scheduler<S> {
                 task.pending = task.pending.saturating_sub(1);
                 task.tokens.extend_from_slice(&result.tokens);
             }
-            if std::mem::take(&mut task.is_drafting)
+            let follow = task.drafts.strip_prefix(&result.tokens[..]).map(<[u32]>::len);
+            let passed = task.drafts.len() - follow.unwrap_or(0);
+            task.drafts.drain(..passed);
+            // The result of a step with drafts is the last one that is missing.
+            if task.in_flight == 0
+                && std::mem::take(&mut task.is_drafting)
                 && let Some(index) = index
             {
                 let task = &mut self.running[index];
-                task.drafts.clear();
                 task.computed = task.computed.min(task.tokens.len() - 1);
                 if let Some(sequence) = &mut task.sequence {
                     self.storage.truncate(sequence, task.computed)?;
@@ -223,6 +228,12 @@ impl<S: Storage> Scheduler<S> {
 
     fn index(&self, place: &Place) -> Result<usize, usize> {
         self.running.binary_search_by_key(place, |task| task.place)
+    }
+
+    fn get(&self, id: u64) -> Option<&Task<S::Sequence>> {
+        let place = self.places.get(&id)?;
+        let running = self.index(place).ok().map(|index| &self.running[index]);
+        running.or_else(|| self.waiting.get(place)).or_else(|| self.parked.get(place))
     }
 
     fn task(&mut self, id: u64) -> Option<&mut Task<S::Sequence>> {
@@ -294,8 +305,8 @@ impl<S: Storage> Scheduler<S> {
             task.planned += more;
             left -= more;
         }
-        for task in self.running.iter_mut().filter(|task| task.planned == 1 && task.can_draft()) {
-            let drafts = task.drafts.len().min(task.most - task.tokens.len() - 1).min(left).min(most - 1);
+        for task in self.running.iter_mut().filter(|task| task.planned == 1) {
+            let drafts = task.next_drafts().len().min(left).min(most - 1);
             task.planned += drafts;
             left -= drafts;
         }

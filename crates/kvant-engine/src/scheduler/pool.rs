@@ -17,12 +17,14 @@ pub struct PoolStorage {
     /// Whether prefixes are kept.
     keeps: bool,
     decoder: Option<BatchDecoder>,
+    /// The most tokens of a request in a step of the decoder.
+    most_recorded: usize,
 }
 
 /// A step of a [`PoolStorage`].
 #[derive(Clone, Debug)]
 pub enum PoolStep {
-    /// One token of each request: the step that [`PoolStorage::decoder`] runs next.
+    /// Few tokens of each request: the step that [`PoolStorage::decoder`] runs next.
     Recorded,
     /// Any other.
     Mixed(Box<Step>),
@@ -56,13 +58,16 @@ impl PoolStorage {
         for group in &mut groups {
             group.page_bytes = slab / (slab / group.page_bytes.max(1)).max(1);
         }
-        PoolStorage { pool, groups, most_new, keeps, decoder: None }
+        PoolStorage { pool, groups, most_new, keeps, decoder: None, most_recorded: 0 }
     }
 
-    /// Steps of one token of each request are steps of a decoder of this pool, as far as it has rows.
+    /// Steps of at most `most` tokens of each request are steps of a decoder of this pool, as far as it has rows. Where
+    /// pages have means, these are steps of one token of each request.
     #[must_use]
-    pub fn with_decoder(self, decoder: BatchDecoder) -> PoolStorage {
-        PoolStorage { decoder: Some(decoder), ..self }
+    pub fn with_decoder(self, decoder: BatchDecoder, most: usize) -> PoolStorage {
+        let has_mean = |layer: &CacheLayer| [layer.k, layer.v].iter().any(|of| of.bytes_per_mean(layer.head_dim) > 0);
+        let most_recorded = if self.pool.spec().layers.iter().any(has_mean) { 1 } else { most };
+        PoolStorage { decoder: Some(decoder), most_recorded, ..self }
     }
 
     /// The decoder.
@@ -117,8 +122,8 @@ impl Storage for PoolStorage {
             other => StorageError::Failed(other),
         };
         if let Some(decoder) = &mut self.decoder
-            && batch.len() <= decoder.rows()
-            && batch.iter().all(|(_, count)| *count == 1)
+            && batch.iter().all(|(_, count)| *count <= self.most_recorded)
+            && batch.iter().map(|(_, count)| count).sum::<usize>() <= decoder.rows()
         {
             match decoder.append(batch) {
                 Ok(()) => return Ok(PoolStep::Recorded),

@@ -29,9 +29,9 @@ pub(super) struct Task<S> {
     pub pending: usize,
     /// Planned steps whose results are not known yet.
     pub in_flight: usize,
-    /// Draft tokens of the planned step; its draws are unknown until the result is there.
+    /// The latest planned step has drafts: what can follow is unknown until the result is there.
     pub is_drafting: bool,
-    /// Tokens to try after the last one.
+    /// Tokens that may follow the last known one.
     pub drafts: Vec<u32>,
     pub is_paused: bool,
     /// Tokens that the prefix cache has kept.
@@ -104,9 +104,11 @@ impl<S> Task<S> {
         (self.tokens.len() + self.pending).saturating_add(ahead).min(self.most.max(self.tokens.len()))
     }
 
-    /// Whether draft tokens can follow the last one.
-    pub fn can_draft(&self) -> bool {
-        !self.drafts.is_empty() && self.pending == 0 && self.is_decoding() && self.tokens.len() + 1 < self.most
+    /// The drafts that can follow the last token, which may still be unknown: the first one stands for it then.
+    pub fn next_drafts(&self) -> &[u32] {
+        let drafts = self.drafts.get(self.pending..).unwrap_or(&[]);
+        let most = if self.is_decoding() { self.most.saturating_sub(self.tokens.len() + self.pending + 1) } else { 0 };
+        &drafts[..drafts.len().min(most)]
     }
 
     /// Appends the tokens of the planned step, and moves on as if it had run. `sampled` stands for a token that is not
@@ -115,13 +117,11 @@ impl<S> Task<S> {
         let (position, known, first) = (self.computed, self.tokens.len(), tokens.len());
         let end = position + self.planned;
         tokens.extend_from_slice(&self.tokens[position.min(known)..end.min(known)]);
-        // Beyond the known ones: a token that is being drawn, or drafts.
+        // Beyond the known ones: a token that is being drawn, then drafts.
         let beyond = end.saturating_sub(known);
-        let drafts = if self.pending == 0 { beyond } else { 0 };
-        match self.pending {
-            0 => tokens.extend_from_slice(&self.drafts[..beyond]),
-            _ => tokens.extend(std::iter::repeat_n(sampled, beyond)),
-        }
+        let drafts = beyond.saturating_sub(self.pending);
+        tokens.extend(std::iter::repeat_n(sampled, beyond - drafts));
+        tokens.extend_from_slice(&self.next_drafts()[..drafts]);
         let draws = if end >= known + self.pending && self.draws() { 1 + drafts } else { 0 };
         let tokens = first..tokens.len();
         let mut logits = tokens.end - draws..tokens.end;

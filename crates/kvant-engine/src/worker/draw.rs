@@ -71,15 +71,16 @@ impl Worker {
         results
     }
 
-    /// Runs the model: a recorded pass if each request has one token.
+    /// Runs the model: a recorded pass if each request has few tokens.
     fn pass(&mut self, plan: &StepPlan<PoolStep>) -> Result<Passed> {
         let step = match (&plan.step, self.scheduler.storage_mut().decoder()) {
             (PoolStep::Mixed(step), _) => step,
             (PoolStep::Recorded, Some(decoder)) => {
-                // Of all rows, or of none: the host changes the logits of some.
+                // After all tokens, or after none: the host changes the logits of some.
                 let nobody = Sampling::default();
                 let plain = |row: &PlanRow| self.running.get(&row.id).map_or(Some(&nobody), Running::plain_sampling);
-                let draws: Option<Vec<&Sampling>> = plan.rows.iter().map(plain).collect();
+                let plain = plan.rows.iter().flat_map(|row| row.tokens.clone().map(move |_| plain(row)));
+                let draws: Option<Vec<&Sampling>> = plain.collect();
                 let submission = decoder.run(&plan.tokens, draws.as_deref().unwrap_or(&[]))?;
                 let drawn = if draws.is_some() { Some(decoder.drawn()?.to_vec()) } else { None };
                 // Also a failure that another thread has received.
@@ -187,7 +188,7 @@ impl Worker {
         for row in plan.rows.iter().filter(|row| row.draws > 0) {
             let lookup = self.running.get_mut(&row.id).and_then(|running| running.lookup.as_mut());
             let (Some(lookup), Some(tokens)) = (lookup, self.scheduler.tokens(row.id)) else { continue };
-            let drafts = lookup.propose(tokens).to_vec();
+            let drafts = lookup.propose(tokens, self.scheduler.pending(row.id)).to_vec();
             self.scheduler.propose(row.id, &drafts);
         }
     }

@@ -5,7 +5,11 @@
 //! too many in the next step, whose result is dropped.
 //!
 //! A step can overlap if the device draws all its tokens by itself: no grammar, no penalties, no log probabilities.
-//! Before any other step the result is awaited.
+//! Before any other step the result is awaited. Drafts are proposed after the last known token, and those of them are
+//! tried that follow the token in between, which is being drawn. No step starts before the result of one with drafts is
+//! known, because the next positions depend on how many of them are right.
+
+use std::ops::Range;
 
 use kvant::{DType, Readback, Submission, Tensor};
 use kvant_models::{Error, FedTokens, Result, Sampling};
@@ -23,24 +27,28 @@ use crate::{
 /// A step whose result is not known yet.
 pub(super) struct Flight {
     plan: StepPlan<PoolStep>,
-    /// The requests that draw, in the order of `drawn`.
-    drawing: Vec<u64>,
+    /// Where the tokens of each row of the plan are in `drawn`.
+    draws: Vec<Range<usize>>,
     /// The tokens on the device.
     drawn: Tensor,
     readback: Readback,
     submissions: Vec<Submission>,
 }
 
+impl Flight {
+    /// Whether nothing can be planned for some requests before the result is known.
+    pub(super) fn has_drafts(&self) -> bool {
+        self.plan.rows.iter().any(|row| row.draws > 1)
+    }
+}
+
 impl Worker {
     /// Whether the device draws all tokens of a step.
     pub(super) fn can_overlap(&self, plan: &StepPlan<PoolStep>) -> bool {
         let is_plain = |running: &Running| running.logprobs.is_none() && running.plain_sampling().is_some();
-        // A recorded pass draws from all rows.
-        let least = usize::from(matches!(plan.step, PoolStep::Recorded));
         self.overlap
             && plan.rows.iter().all(|row| {
-                let draws_alone = (least..2).contains(&row.draws) && row.logits.len() == row.draws;
-                draws_alone && (row.draws == 0 || self.running.get(&row.id).is_none_or(is_plain))
+                row.logits.len() == row.draws && (row.draws == 0 || self.running.get(&row.id).is_none_or(is_plain))
             })
     }
 
@@ -48,11 +56,17 @@ impl Worker {
     pub(super) fn launch(&mut self, plan: StepPlan<PoolStep>, before: Option<&Flight>) -> Result<Flight> {
         let places = places(&plan, before)?;
         let fed = before.map(|before| FedTokens { drawn: &before.drawn, places: &places });
-        // A request that has ended since the step was planned draws a token for nobody.
+        // A recorded pass draws after all tokens: some for nobody, as for a request that has ended since the step was
+        // planned.
         let nobody = Sampling::default();
-        let drawing: Vec<u64> = plan.rows.iter().filter(|row| row.draws > 0).map(|row| row.id).collect();
-        let sampling = |id: &u64| self.running.get(id).map_or(&nobody, |running| running.sampler.sampling());
-        let samplings: Vec<&Sampling> = drawing.iter().map(sampling).collect();
+        let is_recorded = matches!(plan.step, PoolStep::Recorded);
+        let (mut draws, mut samplings) = (Vec::with_capacity(plan.rows.len()), Vec::with_capacity(plan.tokens.len()));
+        for row in &plan.rows {
+            let sampling = self.running.get(&row.id).map_or(&nobody, |running| running.sampler.sampling());
+            let before = if is_recorded { row.tokens.len() - row.draws } else { 0 };
+            samplings.extend(std::iter::repeat_n(&nobody, before).chain(std::iter::repeat_n(sampling, row.draws)));
+            draws.push(samplings.len() - row.draws..samplings.len());
+        }
         let (drawn, submissions) = match (&plan.step, self.scheduler.storage_mut().decoder()) {
             (PoolStep::Recorded, Some(decoder)) => {
                 let submission = decoder.run_fed(&plan.tokens, fed, &samplings)?;
@@ -65,8 +79,9 @@ impl Worker {
                 let pool = self.scheduler.storage().pool();
                 let pass = self.model.start(pool, step, &plan.tokens, fed, &rows, &logits)?;
                 // The counter is the position of the token that is drawn.
-                let ends = plan.rows.iter().filter(|row| row.draws > 0).map(|row| row.position + row.tokens.len());
-                let counters = ends.map(|end| u32::try_from(end).unwrap_or(u32::MAX));
+                let ends = plan.rows.iter().map(|row| row.position + row.tokens.len());
+                let positions = ends.zip(&plan.rows).flat_map(|(end, row)| end + 1 - row.draws..end + 1);
+                let counters = positions.map(|position| u32::try_from(position).unwrap_or(u32::MAX));
                 let how: Vec<(&Sampling, u32)> = samplings.into_iter().zip(counters).collect();
                 let (draw, drawn) = self.drawing.start(&logits, &how)?;
                 (drawn, vec![pass, draw])
@@ -74,23 +89,24 @@ impl Worker {
             (PoolStep::Recorded, _) => return Err(super::draw::no_decoder()),
         };
         lock(&self.shared.stats).overlapped_steps += u64::from(before.is_some());
-        Ok(Flight { plan, drawing, readback: drawn.read_back()?, drawn, submissions })
+        Ok(Flight { plan, draws, readback: drawn.read_back()?, drawn, submissions })
     }
 
     /// Waits for the result of a step, and reports it to the scheduler.
     pub(super) fn land(&mut self, flight: Flight) -> std::result::Result<(), StorageError> {
-        let Flight { plan, readback, submissions, .. } = flight;
+        let Flight { plan, draws, readback, submissions, .. } = flight;
         for submission in submissions {
             submission.wait()?;
         }
-        let mut tokens = readback.to_vec::<u32>()?.into_iter();
-        let drawn = plan.rows.iter().map(|row| {
-            let token = tokens.by_ref().take(row.draws);
-            let token = token.map(|token| if token == u32::MAX { Err(not_numbers()) } else { Ok(token) });
-            token.map(|token| Drawn { token, logprobs: None }).collect()
+        let tokens = readback.to_vec::<u32>()?;
+        let drawn = draws.into_iter().map(|draws| {
+            let tokens = tokens.get(draws).unwrap_or(&[]).iter();
+            let tokens = tokens.map(|&token| if token == u32::MAX { Err(not_numbers()) } else { Ok(token) });
+            tokens.map(|token| Drawn { token, logprobs: None }).collect()
         });
         let results = self.take_all(&plan, drawn.collect());
         self.scheduler.apply(results)?;
+        self.propose(&plan);
         self.end_scheduled();
         Ok(())
     }
@@ -112,17 +128,19 @@ impl Worker {
 
 /// The places of the unknown tokens of a plan, each with the index of its token among those drawn before.
 fn places(plan: &StepPlan<PoolStep>, before: Option<&Flight>) -> Result<Vec<(usize, usize)>> {
-    let drawing = before.map_or(&[][..], |before| &before.drawing);
+    let rows = before.map_or(&[][..], |before| &before.plan.rows);
     let (mut places, mut next) = (Vec::new(), 0);
     for row in &plan.rows {
         for index in row.tokens.clone().filter(|&index| plan.tokens[index] == StepPlan::<PoolStep>::SAMPLED) {
             // Both steps have the order of the scheduler, as long as no priorities come in between.
-            let after = drawing.iter().skip(next).position(|id| *id == row.id).map(|at| next + at);
-            let Some(at) = after.or_else(|| drawing.iter().position(|id| *id == row.id)) else {
+            let after = rows.iter().skip(next).position(|of| of.id == row.id).map(|at| next + at);
+            let at = after.or_else(|| rows.iter().position(|of| of.id == row.id));
+            let drawn = at.and_then(|at| before?.draws.get(at).cloned()).filter(|draws| draws.len() == 1);
+            let (Some(at), Some(drawn)) = (at, drawn) else {
                 let (expected, got) = ("a token that the step before draws".to_string(), format!("{row:?}"));
                 return Err(Error::Argument { arg: "plan", expected, got });
             };
-            places.push((index, at));
+            places.push((index, drawn.start));
             next = at + 1;
         }
     }

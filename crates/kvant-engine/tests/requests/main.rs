@@ -2,5 +2,6 @@
 
 mod common;
 mod grammar;
+mod scheduling;
 mod serving;
 mod texts;

@@ -336,9 +336,7 @@ fn loads() -> Vec<Load> {
     let mut loads = Vec::new();
     for depth in [1, 2] {
         for seed in 0..2 {
-            // Drafts are for steps one at a time.
-            let drafted = if depth == 1 { LOAD.drafted } else { 0 };
-            let load = Load { depth, drafted, seed: seed * 7 + depth as u64, ..LOAD };
+            let load = Load { depth, seed: seed * 7 + depth as u64, ..LOAD };
             loads.extend([
                 load,
                 // Hardly any pages: preemption all the time, and requests that do not fit at all.
@@ -361,8 +359,10 @@ fn simulate(requests: usize) {
     let loads = loads();
     let each = requests / loads.len();
     let mut total = Seen::default();
+    let mut ahead = 0;
     for load in loads {
         let seen = Simulation::new(Load { requests: each, ..load }).run();
+        ahead += if load.depth > 1 { seen.drafts_right } else { 0 };
         total.finished += seen.finished;
         total.out_of_pages += seen.out_of_pages;
         total.drafts_right += seen.drafts_right;
@@ -370,6 +370,7 @@ fn simulate(requests: usize) {
     }
     assert!(total.finished > requests / 2 && total.out_of_pages > 0 && total.drafts_right > 1000, "{total:?}");
     assert_eq!(total.most_running, 32);
+    assert!(ahead > 1000 && ahead < total.drafts_right, "{ahead} of {} drafts right at depth 2", total.drafts_right);
 }
 
 #[test]
@@ -394,7 +395,6 @@ proptest! {
         depth in 1usize..3,
         seed in any::<u64>(),
     ) {
-        let drafted = if depth == 1 { drafted } else { 0 };
         let load = Load {
             requests: 200, pages, page_tokens: 1 << page_bits, sequences, step_tokens, longest_prompt, most_tokens,
             arrivals, cancelled, paused, drafted, depth, seed,
