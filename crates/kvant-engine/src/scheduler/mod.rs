@@ -188,10 +188,18 @@ impl<S: Storage> Scheduler<S> {
     /// # Errors
     /// A failure of the storage.
     pub fn apply(&mut self, results: Vec<RowResult>) -> Result<(), StorageError> {
+        // Results have the order of the running requests.
+        let mut next = 0;
         for result in results {
             let Some(&place) = self.places.get(&result.id) else { continue };
-            let index = self.index(&place).ok();
-            let Some(task) = self.task(result.id) else { continue };
+            let follows = self.running.get(next).is_some_and(|task| task.place == place);
+            let index = if follows { Some(next) } else { self.index(&place).ok() };
+            next = index.map_or(next, |index| index + 1);
+            let task = match index {
+                Some(index) => self.running.get_mut(index),
+                None => self.waiting.get_mut(&place).or_else(|| self.parked.get_mut(&place)),
+            };
+            let Some(task) = task else { continue };
             task.in_flight = task.in_flight.saturating_sub(1);
             if !result.tokens.is_empty() {
                 task.pending = task.pending.saturating_sub(1);
@@ -201,23 +209,19 @@ impl<S: Storage> Scheduler<S> {
             let passed = task.drafts.len() - follow.unwrap_or(0);
             task.drafts.drain(..passed);
             // The result of a step with drafts is the last one that is missing.
-            if task.in_flight == 0
-                && std::mem::take(&mut task.is_drafting)
-                && let Some(index) = index
-            {
-                let task = &mut self.running[index];
+            if task.in_flight == 0 && std::mem::take(&mut task.is_drafting) {
                 task.computed = task.computed.min(task.tokens.len() - 1);
                 if let Some(sequence) = &mut task.sequence {
                     self.storage.truncate(sequence, task.computed)?;
                 }
             }
-            let Some(task) = self.task(result.id) else { continue };
             let is_full = task.tokens.len() >= task.most && task.computed >= task.prompt_len && task.in_flight == 0;
             let reason = match result.is_last {
                 true => EndReason::Last,
                 false if is_full => EndReason::Length,
                 false => continue,
             };
+            next = next.saturating_sub(usize::from(index.is_some()));
             if let Some(task) = self.remove(result.id) {
                 self.keep(&task)?;
                 self.ended.push(EndedTask { id: result.id, reason });

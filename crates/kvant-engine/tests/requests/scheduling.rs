@@ -21,7 +21,7 @@ struct Costs {
 fn costs(prompt: usize, waiting: u64, drafts: usize) -> Costs {
     let model = model();
     let longest = prompt + 2 * STEPS + 10;
-    let pool = model.new_pool(&PoolOptions { sequences: ROWS, longest, ..PoolOptions::default() }).unwrap();
+    let pool = model.new_pool(&PoolOptions { sequences: 2 * ROWS, longest, ..PoolOptions::default() }).unwrap();
     let rows = ROWS * (1 + drafts);
     let decoder = BatchDecoder::new(&model, &pool, rows).unwrap();
     let storage = PoolStorage::new(pool, 2048, true).with_decoder(decoder, 1 + drafts);
@@ -45,7 +45,7 @@ fn costs(prompt: usize, waiting: u64, drafts: usize) -> Costs {
         let started = Instant::now();
         scheduler.apply(results).unwrap();
         let applied = started.elapsed();
-        assert!(scheduler.take_ended().is_empty());
+        assert_eq!(scheduler.take_ended(), []);
         if drafts > 0 {
             (0..ROWS as u64).for_each(|id| scheduler.propose(id, &[5; 8][..drafts]));
         }
@@ -58,7 +58,7 @@ fn costs(prompt: usize, waiting: u64, drafts: usize) -> Costs {
 }
 
 /// Prints the medians, and checks the bar of 20 µs a step:
-/// `cargo test --release -p kvant-engine --test requests -- --ignored --nocapture scheduling`.
+/// `cargo test -p kvant-engine --test requests -- --ignored --nocapture scheduling`.
 #[test]
 #[ignore = "measures"]
 fn a_step_of_64_rows_is_scheduled_in_20_microseconds() {
@@ -66,10 +66,10 @@ fn a_step_of_64_rows_is_scheduled_in_20_microseconds() {
         times.sort_unstable();
         times[times.len() / 2].as_nanos() as f64 / 1e3
     };
-    let mut decode = f64::MAX;
+    let mut decode: f64 = 0.0;
     for (name, prompt, waiting, drafts) in [
         ("decode at 100 tokens", 100, 0, 0),
-        ("decode at 3000 tokens", 3000, 0, 0),
+        ("decode at 1000 tokens", 1000, 0, 0),
         ("decode at 100 tokens, 200 requests wait", 100, 200, 0),
         ("two drafts each at 100 tokens", 100, 0, 2),
     ] {
@@ -78,8 +78,8 @@ fn a_step_of_64_rows_is_scheduled_in_20_microseconds() {
         let both = median(both);
         let (schedule, apply) = (median(&mut costs.schedule), median(&mut costs.apply));
         println!("{name}: {both:.1} us a step: schedule {schedule:.1}, apply {apply:.1}");
-        if prompt == 100 && drafts == 0 {
-            decode = decode.min(both);
+        if drafts == 0 {
+            decode = decode.max(both);
         }
     }
     assert!(decode < 20.0, "{decode:.1} us");
