@@ -13,7 +13,7 @@ struct AddBiasParams {
 
 extern "C" __global__ void KVANT_KERNEL(const uchar *x, const uchar *bias, const uint *ids, uchar *out,
                                         const AddBiasParams p) {
-    take_turn();
+    take_turn_early();
     const uint2 at = row_and_four();
     const uint i = at.y * 4;
     if (i >= p.dim || at.x >= p.rows) {

@@ -39,7 +39,7 @@ inline float factor_of(float up) {
 }
 
 extern "C" __global__ void KVANT_KERNEL(const uchar *gate, const uchar *up, uchar *out, const GateParams p) {
-    take_turn();
+    take_turn_early();
     const uint2 at = row_and_four();
     const uint i = at.y * 4;
     if (i >= p.dim || at.x >= p.rows) {

@@ -78,6 +78,12 @@ pub(super) fn waits_itself(source: &Source) -> bool {
     source.text.lines().any(|line| line == "#include \"device/dependent_launch.h\"")
 }
 
+/// Whether a kernel of a file lets the next kernel begin before it has waited for the previous one.
+#[cfg(any(feature = "cuda", test))]
+pub(super) fn lets_next_begin_first(source: &Source) -> bool {
+    source.text.contains("take_turn_early();")
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

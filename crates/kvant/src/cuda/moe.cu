@@ -35,7 +35,7 @@ extern "C" __global__ void __launch_bounds__(128)
         const uint e = k * 32 + lane;
         scales[k] = HAS_SCALE && e < p.experts ? expert_scale[e] : 1;
     }
-    take_turn();
+    take_turn_early();
     if (token >= p.tokens) {
         return;
     }
@@ -108,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(128)
 // before.
 extern "C" __global__ void KVANT_KERNEL(const uchar *logits, const float *expert_scale, uint *ids, float *weights,
                                      const MoeRouteParams p) {
-    take_turn();
+    take_turn_early();
     const uint lane = threadIdx.x % 32;
     const uint token = (blockIdx.x * blockDim.x + threadIdx.x) / 32;
     if (token >= p.tokens) {
@@ -160,7 +160,7 @@ extern "C" __global__ void KVANT_KERNEL(const uchar *logits, const float *expert
 
 // One thread per four elements of a row.
 extern "C" __global__ void KVANT_KERNEL(const uchar *x, const float *weights, uchar *out, const MoeCombineParams p) {
-    take_turn();
+    take_turn_early();
     const uint2 at = row_and_four();
     const uint i = at.y * 4;
     if (i >= p.dim || at.x >= p.tokens) {

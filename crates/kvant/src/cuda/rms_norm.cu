@@ -124,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             held_next_weights[n][k] = i < p.dim ? next_weights_of(n, i) : all4(0);
         }
     }
-    take_turn();
+    take_turn_early();
     if (row >= p.rows) {
         return;
     }

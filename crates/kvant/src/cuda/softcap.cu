@@ -10,7 +10,7 @@ struct SoftcapParams {
 };
 
 extern "C" __global__ void KVANT_KERNEL(const uchar *x, uchar *out, const SoftcapParams p) {
-    take_turn();
+    take_turn_early();
     const uint i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < p.elements) {
         store(out, i, p.cap * tanhf(load(x, i, X_DTYPE) / p.cap), OUT_DTYPE);

@@ -2,8 +2,11 @@
 // `reads_ahead`).
 //
 // Such a kernel waits before it accesses any buffer other than those that it may read ahead, in every thread that
-// accesses one, and only then lets the next kernel begin. So at most two kernels run at a time, and all earlier ones
-// have ended. A block without work may end without waiting, as long as one block of its grid waits.
+// accesses one. A block without work may end without waiting, as long as one block of its grid waits.
+//
+// Most kernels let the next one begin only after they have waited: all kernels before them have ended by then. A short
+// one lets it begin first (take_turn_early), so that the next kernel reads ahead while this one waits. The kernels that
+// this one waits for then run beside the next one, too (runtime/running.rs).
 #ifndef KVANT_CUDA_DEVICE_DEPENDENT_LAUNCH_H
 #define KVANT_CUDA_DEVICE_DEPENDENT_LAUNCH_H
 
@@ -25,6 +28,12 @@ inline void let_next_begin() {
 inline void take_turn() {
     wait_for_previous();
     let_next_begin();
+}
+
+// For short kernels.
+inline void take_turn_early() {
+    let_next_begin();
+    wait_for_previous();
 }
 
 #endif

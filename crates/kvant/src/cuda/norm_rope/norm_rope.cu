@@ -34,7 +34,7 @@ extern "C" __global__ void KVANT_KERNEL(const uchar *x, const uint *positions, c
     if (known) {
         n = needed(dim, norm, rope, p.rope, position, team);
     }
-    take_turn();
+    take_turn_early();
     if (!known) {
         return;
     }

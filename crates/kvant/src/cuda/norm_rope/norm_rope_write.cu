@@ -107,7 +107,7 @@ extern "C" __global__ void KVANT_KERNEL(const uchar *q, const uchar *k, const uc
     } else if (known) {
         n = needed(dim, v_norm, none, p.rope, position, team);
     }
-    take_turn();
+    take_turn_early();
     if (!known) {
         // No copy may be in flight to the shared memory of a block that has ended.
         copies_wait<0>();

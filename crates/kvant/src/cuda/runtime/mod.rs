@@ -29,6 +29,7 @@ mod driver;
 mod kernel_cache;
 pub(super) mod libraries;
 mod locked;
+mod running;
 
 use branches::{Branch, branches};
 use compile::{CompileTarget, KernelProgram};
@@ -37,6 +38,7 @@ pub(super) use driver::count;
 use driver::{CudaDevice, CudaEvent, CudaFunction, CudaGraph, CudaMemory, SideStream, driver, fault};
 use kernel_cache::KernelCache;
 use locked::CudaDownload;
+use running::RunningKernels;
 
 use crate::{
     Error, Result,
@@ -189,19 +191,23 @@ impl Launcher {
         Ok(self.cublaslt.get().and_then(Option::as_ref))
     }
 
-    /// Enqueues launches in a stream, in their order. The first one may overlap `previous`, the last kernel there.
+    /// Enqueues launches in a stream, in their order, behind kernels that may be `running` there. The result is what
+    /// may run behind the last one.
     fn enqueue_all<'a>(
         &self,
         launches: &'a [(Launch, Runner)],
-        mut previous: Option<&'a Launch>,
+        mut running: RunningKernels<'a>,
         stream: CUstream,
-    ) -> Result<()> {
+    ) -> Result<RunningKernels<'a>> {
         for (launch, runner) in launches {
-            let overlaps = previous.is_some_and(|previous| self.may_overlap(launch, previous));
+            let overlaps = self.may_begin_early(launch) && running.allow(launch);
             self.enqueue(launch, runner, overlaps, stream)?;
-            previous = matches!(runner, Runner::Kernel(_)).then_some(launch);
+            match runner {
+                Runner::Kernel(_) => running.push(launch, overlaps),
+                Runner::Library(_) => running.clear(),
+            }
         }
-        Ok(())
+        Ok(running)
     }
 
     /// The same while `stream` is captured, with branches in a second stream.
@@ -212,27 +218,21 @@ impl Launcher {
         let usable = |at: usize| matches!(launches[at].1, Runner::Kernel(_)) && !waits(launches[at].0.op);
         let mut at = 0;
         for Branch { main, side: beside } in branches(&of_kernels, usable) {
-            self.enqueue_all(&launches[at..main.start], None, stream)?;
+            let running = self.enqueue_all(&launches[at..main.start], RunningKernels::default(), stream)?;
             side.fork(stream).map_err(fault)?;
-            let before = &launches[main.start - 1];
-            let before = matches!(before.1, Runner::Kernel(_)).then_some(&before.0);
-            self.enqueue_all(&launches[main], before, stream)?;
-            self.enqueue_all(&launches[beside.clone()], None, side.stream)?;
+            self.enqueue_all(&launches[main], running, stream)?;
+            self.enqueue_all(&launches[beside.clone()], RunningKernels::default(), side.stream)?;
             side.join(stream).map_err(fault)?;
             at = beside.end;
         }
-        self.enqueue_all(&launches[at..], None, stream)
+        self.enqueue_all(&launches[at..], RunningKernels::default(), stream).map(drop)
     }
 
-    /// Whether a kernel may begin before the previous one has ended: if it waits for that itself
-    /// (`device/dependent_launch.h`), and what it reads before is not what the previous one writes. Kernels before
-    /// `previous` have ended by then: a kernel lets the next one begin after it has waited.
-    fn may_overlap(&self, launch: &Launch, previous: &Launch) -> bool {
+    /// Whether a kernel can begin before the previous one has ended: if it waits for that itself
+    /// (`device/dependent_launch.h`).
+    fn may_begin_early(&self, launch: &Launch) -> bool {
         // Graphs have such edges since CUDA 12.3.
-        self.target.has_waits()
-            && self.gpu.driver_version >= 12030
-            && headers::waits_itself(launch.source)
-            && launch.may_read_beside(previous)
+        self.target.has_waits() && self.gpu.driver_version >= 12030 && headers::waits_itself(launch.source)
     }
 
     /// Enqueues a launch in a stream; with `overlaps`, it may begin before the previous kernel has ended.
@@ -452,7 +452,7 @@ impl LaunchPass for CudaPass {
         let launches = launcher.prepare_all(launches)?;
         let _entered = launcher.gpu.enter().map_err(fault)?;
         let _turn = launcher.gpu.turn();
-        launcher.enqueue_all(&launches, None, launcher.gpu.stream)?;
+        launcher.enqueue_all(&launches, RunningKernels::default(), launcher.gpu.stream)?;
         Ok(Box::new(launcher.gpu.event().map_err(fault)?))
     }
 }
