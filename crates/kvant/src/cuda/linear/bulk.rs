@@ -69,6 +69,9 @@ impl BulkTiling {
         // The bytes of x and the scales of four spans fit into registers if they are few. Codes of 6 bits need all
         // warps.
         let few = weight.group >= 64 && weight.dtype.size() == 2;
+        // With whole rows in a stage, so are their scales, and more stages fit.
+        let whole_rows: &[usize] = if weight.bits == 4 && few && !short { &[4, 5, 6, 7] } else { &[] };
+        let is_whole = |&&spans: &&usize| chunks(inputs, spans).is_some_and(|(chunks, _)| chunks == 1);
         let spans: &[usize] = match weight.bits {
             4 if few && !short => &[4, 3],
             4 if few => &[4, 2],
@@ -93,7 +96,7 @@ impl BulkTiling {
             let fits = |shape: &BulkTiling| shape.bytes <= limits.threadgroup_bytes;
             (FEWEST_STAGES.min(items)..=most.min(items)).rev().filter_map(of).find(fits)
         };
-        spans.iter().find_map(shape)
+        whole_rows.iter().filter(is_whole).chain(spans).find_map(shape)
     }
 
     /// The launch.

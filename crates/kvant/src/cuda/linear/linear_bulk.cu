@@ -198,10 +198,13 @@ struct Factors {
                 words[i + 2] = four.z;
                 words[i + 3] = four.w;
             }
-        } else if constexpr (FACTOR_WORDS == 2) {
-            const uint2 two = *reinterpret_cast<const uint2 *>(at);
-            words[0] = two.x;
-            words[1] = two.y;
+        } else if constexpr (FACTOR_WORDS % 2 == 0) {
+#pragma unroll
+            for (uint i = 0; i < FACTOR_WORDS; i += 2) {
+                const uint2 two = reinterpret_cast<const uint2 *>(at)[i / 2];
+                words[i] = two.x;
+                words[i + 1] = two.y;
+            }
         } else {
 #pragma unroll
             for (uint i = 0; i < FACTOR_WORDS; i++) {
