@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use kvant::{DType, Device, Encoder, Tensor, ops};
+use kvant::{DType, Device, DeviceKind, Encoder, Tensor, ops};
 
 use super::super::timing::{self, Timing};
 use crate::Result;
@@ -22,21 +22,26 @@ pub struct Rates {
     pub copy_bytes: usize,
 }
 
-/// Reads are a search for the largest number; a copy reads and writes.
+/// Columns of the matrix that is read.
+const COLUMNS: usize = 4096;
+
+/// Reads are products of one row with a dense matrix; a copy reads and writes.
 pub fn measure(device: &Device, budget: Duration) -> Result<Rates> {
     let free = device.memory().map_or(usize::MAX, |memory| memory.free);
-    // Rows of floats.
-    let floats = BYTES.min(free / 4) / size_of::<f32>();
-    let zeros = || Tensor::zeros(device, DType::F32, &[1, floats]);
-    let (a, b, out) = (zeros()?, zeros()?, Tensor::zeros(device, DType::U32, &[1])?);
+    // What the device multiplies at the rate of its memory.
+    let dtype = if device.kind() == DeviceKind::Cpu { DType::F32 } else { DType::BF16 };
+    let rows = (BYTES.min(free / 4) / dtype.size() / COLUMNS).max(1);
+    let zeros = || Tensor::zeros(device, dtype, &[rows, COLUMNS]);
+    let (a, b) = (zeros()?, zeros()?);
+    let (x, out) = (Tensor::zeros(device, dtype, &[1, COLUMNS])?, Tensor::zeros(device, dtype, &[1, rows])?);
     // A system may give all zeros from one page until they are written.
-    let ones = vec![1f32; floats];
-    a.write(&ones)?;
-    b.write(&ones)?;
-    drop(ones);
+    let bytes = vec![0x3e; a.bytes()];
+    a.write_bytes(&bytes)?;
+    b.write_bytes(&bytes)?;
+    drop(bytes);
     let read = Encoder::capture(device, |enc| {
         for index in 0..REPEATS {
-            ops::argmax(enc, &ops::Argmax::new(if index % 2 == 0 { &a } else { &b }, &out))?;
+            ops::linear(enc, &ops::Linear::new(&x, if index % 2 == 0 { &a } else { &b }, &out))?;
         }
         Ok(())
     })?;
