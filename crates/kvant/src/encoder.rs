@@ -183,7 +183,8 @@ fn byte_range(t: &Tensor) -> Range<usize> {
     t.byte_offset()..t.byte_offset() + t.bytes()
 }
 
-fn overlap(a: &Tensor, b: &Tensor) -> bool {
+/// Whether two tensors have bytes in common.
+pub(crate) fn overlap(a: &Tensor, b: &Tensor) -> bool {
     let (ra, rb) = (byte_range(a), byte_range(b));
     std::sync::Arc::ptr_eq(a.storage(), b.storage()) && ra.start < rb.end && rb.start < ra.end
 }

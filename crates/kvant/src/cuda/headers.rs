@@ -46,6 +46,7 @@ pub(super) static ALL: &[Header] = headers![
     "codec/planes.h",
     "codec/rotate_block.h",
     "codec/rotate_warp.h",
+    "device/activation.h",
     "device/affine.h",
     "device/blocks.h",
     "device/cache_slots.h",
@@ -63,6 +64,7 @@ pub(super) static ALL: &[Header] = headers![
     "kv_write/vectors.h",
     "linear/block_codes.h",
     "linear/chunks.h",
+    "linear/gating.h",
     "linear/integer_products.h",
     "linear/params.h",
     "norm_rope/head.h";

@@ -50,7 +50,8 @@ use crate::{
 };
 
 /// The CUDA kernels, for any executor.
-pub(crate) const KERNELS: Kernels = Kernels { kind: DeviceKind::Cuda, build, explain_attend: attend::explain };
+pub(crate) const KERNELS: Kernels =
+    Kernels { kind: DeviceKind::Cuda, build, build_pair, explain_attend: attend::explain };
 
 /// Shared memory of a block that the hardware reserves.
 const RESERVED_BYTES: usize = 1 << 10;
@@ -135,6 +136,13 @@ pub(crate) fn compile_only(launch: &Launch, arch: &str) -> std::result::Result<V
 #[cfg(not(feature = "cuda"))]
 pub(crate) fn compile_only(_launch: &Launch, _arch: &str) -> std::result::Result<Vec<u8>, String> {
     Err("this kvant was built without the feature `cuda`".to_string())
+}
+
+fn build_pair(first: &Call, second: &Call, b: &mut Builder) -> Result<bool> {
+    match (first, second) {
+        (Call::Linear(product), Call::Gate(gate)) => linear::build_gated(product, gate, b),
+        _ => Ok(false),
+    }
 }
 
 fn build(call: &Call, b: &mut Builder) -> Result<()> {

@@ -88,6 +88,8 @@ pub(crate) struct Kernels {
     pub kind: DeviceKind,
     /// Turns a call into launches.
     pub build: fn(&Call, &mut Builder) -> Result<()>,
+    /// Turns a call and the one that follows it into launches that write the same, if there are fewer; else adds none.
+    pub build_pair: fn(&Call, &Call, &mut Builder) -> Result<bool>,
     pub explain_attend: fn(&attend::Call, &Limits) -> attend::Explanation,
 }
 
@@ -235,6 +237,21 @@ impl<E: Executor> Gpu<E> {
         if call.writes_nothing() {
             return Ok(Vec::new());
         }
+        let (launches, ()) = self.built(pad, |builder| (self.kernels.build)(call, builder))?;
+        Ok(launches)
+    }
+
+    /// The launches of two calls that one kernel serves.
+    fn launches_of_pair(&self, calls: &[Call], pad: &mut Pad) -> Result<Option<Vec<Launch>>> {
+        let [first, second, ..] = calls else { return Ok(None) };
+        if first.writes_nothing() || second.writes_nothing() {
+            return Ok(None);
+        }
+        let (launches, is_built) = self.built(pad, |builder| (self.kernels.build_pair)(first, second, builder))?;
+        Ok(is_built.then_some(launches))
+    }
+
+    fn built<T>(&self, pad: &mut Pad, build: impl FnOnce(&mut Builder) -> Result<T>) -> Result<(Vec<Launch>, T)> {
         let allocate = |bytes, zeroed| self.executor.allocate(bytes, zeroed);
         let limits = self.executor.limits();
         let device = self.kernels.kind.name();
@@ -242,8 +259,8 @@ impl<E: Executor> Gpu<E> {
         let pad = self.executor.in_order().then_some(RefCell::new(pad));
         let refuses = |launch: &Launch| self.executor.refuses(launch);
         let mut builder = Builder { limits, device, refuses: &refuses, allocate: &allocate, pad, launches: Vec::new() };
-        (self.kernels.build)(call, &mut builder)?;
-        Ok(builder.launches)
+        let result = build(&mut builder)?;
+        Ok((builder.launches, result))
     }
 }
 
@@ -279,8 +296,15 @@ impl<E: Executor> Backend for Gpu<E> {
 
     fn capture(self: Arc<Self>, calls: Vec<Call>) -> Result<Box<dyn Replay>> {
         let (mut launches, mut pad) = (Vec::new(), Pad::default());
-        for call in &calls {
-            launches.extend(self.launches(call, &mut pad)?);
+        let mut left = &calls[..];
+        while let [call, rest @ ..] = left {
+            if let Some(both) = self.launches_of_pair(left, &mut pad)? {
+                launches.extend(both);
+                left = &rest[1..];
+            } else {
+                launches.extend(self.launches(call, &mut pad)?);
+                left = rest;
+            }
         }
         self.executor.clone().capture(launches)
     }

@@ -23,7 +23,7 @@ params! {
 pub(crate) const LAYOUTS: &[fn() -> Layout] = &[GateParams::layout];
 
 /// `GELU`, `SILU` and `CLAMPED_SWISH` of the kernels.
-fn activation_code(activation: Activation) -> u32 {
+pub(crate) fn activation_code(activation: Activation) -> u32 {
     match activation {
         Activation::GeluTanh => 0,
         Activation::Silu => 1,

@@ -230,6 +230,17 @@ impl Launch {
         self.tensor(index, tensor, Use::Read)
     }
 
+    /// Binds a tensor that the kernel reads from an element on.
+    pub(crate) fn read_from(self, index: u32, tensor: &Tensor, first: usize) -> Launch {
+        let mut launch = self.read(index, tensor);
+        if let Some(binding) = launch.bindings.last_mut() {
+            let skipped = (first * tensor.dtype().size()).min(binding.bytes);
+            binding.offset += skipped;
+            binding.bytes -= skipped;
+        }
+        launch
+    }
+
     /// Binds a tensor that the kernel writes, all of it or a part.
     pub(crate) fn write(self, index: u32, tensor: &Tensor) -> Launch {
         self.tensor(index, tensor, Use::Write)

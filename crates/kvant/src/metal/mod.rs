@@ -37,7 +37,8 @@ use crate::{
 };
 
 /// The Metal kernels, for any executor.
-pub(crate) const KERNELS: Kernels = Kernels { kind: DeviceKind::Metal, build, explain_attend: attend::explain };
+pub(crate) const KERNELS: Kernels =
+    Kernels { kind: DeviceKind::Metal, build, build_pair: |_, _, _| Ok(false), explain_attend: attend::explain };
 
 /// Whether this machine should have a device of the kind.
 pub(crate) fn is_expected() -> bool {

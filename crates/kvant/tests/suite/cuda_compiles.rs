@@ -43,7 +43,14 @@ fn every_kernel_compiles() -> Result<()> {
     attention(&device, &mut enc, true)?;
     enc.commit()?.wait()?;
     forks(&device)?;
+    gated_products(&device)?;
     let seen = launches.kernels.lock().unwrap();
+    for gating in [1, 2] {
+        let part = format!("(\"GATING\", UInt({gating}))");
+        for file in ["linear_codes.cu/", "linear_stream.cu/"] {
+            assert!(seen.iter().any(|key| key.starts_with(file) && key.contains(&part)), "{file}: {part}");
+        }
+    }
     let compiled: HashSet<&str> = seen.iter().filter_map(|key| key.split('/').next()).collect();
     println!("{} kernels of {} files", seen.len(), compiled.len());
     for name in kernel_files(Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/src/cuda"))) {
@@ -130,7 +137,7 @@ fn kernels_compile_for_gpus_before_hopper() -> Result<()> {
     {
         assert!(seen.iter().any(|key| key.starts_with(part)), "no kernel of {part} among {seen:?}");
     }
-    let later = ["linear_bulk.cu/", "(\"CLUSTER\", UInt(8))", "(\"BULK\", Bool(true))"];
+    let later = ["linear_bulk.cu/", "linear_stream.cu/", "(\"CLUSTER\", UInt(8))", "(\"BULK\", Bool(true))"];
     assert!(!seen.iter().any(|key| later.iter().any(|part| key.contains(part))), "{seen:?}");
     Ok(())
 }
@@ -468,6 +475,32 @@ fn elements(device: &Device, enc: &mut Encoder, dtype: DType) -> Result<()> {
     let out = zeros(device, DType::F32, &[3, 512])?;
     for inverse in [false, true] {
         ops::hadamard(enc, &Hadamard::new(&rows, &out).inverse(inverse))?;
+    }
+    Ok(())
+}
+
+/// Products in a graph, with the gate behind them: of another tensor, or of their halves.
+fn gated_products(device: &Device) -> Result<()> {
+    let (n, k, dtype) = (64, 320, DType::BF16);
+    let (dense, codes) = (zeros(device, dtype, &[n, k])?, zeros(device, DType::U32, &[n, k / 8])?);
+    let scales = zeros(device, dtype, &[n, k / 64])?;
+    let affine = Affine { codes: &codes, scales: &scales, biases: &scales, bits: 4, group: 64 };
+    let (x, product, other) =
+        (zeros(device, dtype, &[1, k])?, zeros(device, dtype, &[1, n])?, zeros(device, dtype, &[1, n])?);
+    let half = zeros(device, dtype, &[1, n / 2])?;
+    for weight in [Weight::Dense(&dense), Weight::Affine(affine)] {
+        for halves in [false, true] {
+            Encoder::capture(device, |enc| {
+                ops::linear(enc, &Linear::new(&x, weight, &product))?;
+                let second = Columns { tensor: &product, start: n / 2 };
+                let gate = if halves {
+                    Gate::new(&product, second, Activation::Silu, &half)
+                } else {
+                    Gate::new(&product, &other, Activation::GeluTanh, &product)
+                };
+                ops::gate(enc, &gate)
+            })?;
+        }
     }
     Ok(())
 }

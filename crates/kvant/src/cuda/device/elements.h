@@ -29,6 +29,15 @@ inline void store(uchar *x, ulong i, float value, uint dtype) {
     }
 }
 
+// The value as it is after being stored.
+inline float rounded(float value, uint dtype) {
+    switch (dtype) {
+    case F32: return value;
+    case F16: return half_to_float(float_to_half(value));
+    default: return bf16_to_float(float_to_bf16(value));
+    }
+}
+
 // An element's bits, NaN payloads included.
 inline void copy_element(const uchar *from, ulong i, uchar *to, ulong j, uint dtype) {
     if (dtype == F32) {

@@ -62,15 +62,7 @@ inline void store4(uchar *x, ulong i, uint count, float4 values, uint dtype, boo
 
 // The values as they are after being stored.
 inline float4 rounded4(float4 v, uint dtype) {
-    if (dtype == F16) {
-        return make_float4(half_to_float(float_to_half(v.x)), half_to_float(float_to_half(v.y)),
-                           half_to_float(float_to_half(v.z)), half_to_float(float_to_half(v.w)));
-    }
-    if (dtype == BF16) {
-        return make_float4(bf16_to_float(float_to_bf16(v.x)), bf16_to_float(float_to_bf16(v.y)),
-                           bf16_to_float(float_to_bf16(v.z)), bf16_to_float(float_to_bf16(v.w)));
-    }
-    return v;
+    return make_float4(rounded(v.x, dtype), rounded(v.y, dtype), rounded(v.z, dtype), rounded(v.w, dtype));
 }
 
 // Moves a row of `count` elements: their bits when the dtypes are the same. Thread `index` of `threads`; `aligned`, a

@@ -2,6 +2,7 @@
 
 use super::{
     LinearParams,
+    gating::Gating,
     warp_tiling::{TILE, WarpTiling, vector},
 };
 use crate::cuda::{affine::Parts, headers};
@@ -26,6 +27,8 @@ const WARPS: usize = 8;
 const LONG: usize = 8192;
 /// Tiles of a block, at most.
 const TILES: usize = 7;
+/// Tiles of a block of experts, if that leaves a block for each multiprocessor: the next number that does.
+const EXPERT_TILES: [usize; 2] = [4, 2];
 /// Tiles of a block where there are very many, and its warps: more, where they have equal parts and two such blocks
 /// fit.
 const SMALL: usize = 4;
@@ -43,7 +46,12 @@ pub(super) fn suits(call: &Call, weight: &Parts) -> bool {
 /// As many outputs per block as give every multiprocessor one block, so that all have as much to do; or a tiling that
 /// needs less shared memory, where there is little.
 pub(super) fn tiling(call: &Call, weight: &Parts, limits: &Limits) -> WarpTiling {
-    let tiles = if call.experts.is_some() { 1 } else { call.dims.outputs.div_ceil(TILE).div_ceil(limits.busy_groups) };
+    let tiles = if call.experts.is_some() {
+        let enough = |tiles: &usize| call.dims.outputs.div_ceil(TILE * tiles) * call.rows >= limits.busy_groups;
+        EXPERT_TILES.into_iter().find(enough).unwrap_or(1)
+    } else {
+        call.dims.outputs.div_ceil(TILE).div_ceil(limits.busy_groups)
+    };
     let with = |tiles, warps, stages| within(call, weight, [tiles, warps, stages]);
     let fits = |tiling: &WarpTiling| tiling.bytes <= limits.threadgroup_bytes;
     // Blocks that come in many rounds are small, so that others run while one begins or ends.
@@ -107,9 +115,10 @@ pub(super) fn launch(
     call: &Call,
     weight: &Parts,
     params: &LinearParams,
+    gating: Gating,
 ) -> Launch {
-    tiling
-        .launch(&SOURCE, name, call, weight, params)
+    gating
+        .bind(tiling.launch(&SOURCE, name, call, weight, params))
         .constant("DEPTH", depth(call, tiling.warps) as u32)
         .constant("W_ALIGNED", weight.aligned && (call.dims.inputs / 32 * weight.bits as usize).is_multiple_of(4))
         .constant("WHOLE", call.dims.inputs.is_multiple_of(SPAN))

@@ -22,6 +22,7 @@
 #include "device/elements.h"
 #include "device/fragments.h"
 #include "device/reduce.h"
+#include "linear/gating.h"
 #include "linear/integer_products.h"
 #include "linear/params.h"
 
@@ -169,13 +170,14 @@ inline void next_digits(uint *digits, const uchar *x, const ulong (&x_rows)[TOKE
     }
 }
 
-// Blocks: x counts tiles of outputs, y the rows, TOKENS each (one with experts).
+// Blocks: x counts tiles of outputs, y the rows, TOKENS each (one with experts). `up` and `gated` are those of
+// linear/gating.h.
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
     KVANT_KERNEL(const uchar *x, const uchar *values, const uchar *scales, const uchar *biases, const uint *ids, uchar *out,
-                 const LinearParams p) {
+                 const LinearParams p, const uchar *up, uchar *gated) {
     extern __shared__ __align__(16) uint shared[];
     const uint lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-    const uint first_output = blockIdx.x * OUTPUTS, first_row = blockIdx.y * TOKENS;
+    const uint first_output = blockIdx.x * (TILES * TILE_STEP), first_row = blockIdx.y * TOKENS;
     const uint spans = (p.inputs + SPAN - 1) / SPAN, each = (spans + WARPS - 1) / WARPS;
     const uint begin = min(warp * each, spans), end = min(begin + each, spans);
     const uint groups = p.inputs / GROUP;
@@ -188,7 +190,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     }
     const uint expert = EXPERTS ? ids[first_row] : 0;
     const bool known = expert < p.experts;
-    // Beyond the last output the last is computed again, and not stored.
+    // Beyond the last output (of a half) the last is computed again, and not stored.
+    const uint dim = GATING == HALVES ? p.outputs / 2 : p.outputs;
+    const auto output_of = [&](uint tile, uint r) {
+        const uint first = in_tile(r, p.outputs) - r % TILE_STEP;
+        return min(first_output + tile * TILE_STEP + r % TILE_STEP, dim - 1) + first;
+    };
     Rows rows;
     ulong starts[TILES];
     const ulong row_bytes = ulong(p.inputs) / 8 * BITS;
@@ -197,10 +204,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
 #pragma unroll
         for (uint part = 0; part < PARTS; part++) {
             const uint2 at = part_of(part, lane);
-            const ulong row = ulong(known ? expert : 0) * p.outputs + min(first_output + tile * 16 + at.x, p.outputs - 1);
+            const ulong row = ulong(known ? expert : 0) * p.outputs + output_of(tile, at.x);
             rows.values[tile][part] = values + row * row_bytes + begin * (4 * WORDS * 4) + at.y;
         }
-        starts[tile] = (ulong(known ? expert : 0) * p.outputs + min(first_output + tile * 16 + lane % 16, p.outputs - 1)) * groups;
+        starts[tile] = (ulong(known ? expert : 0) * p.outputs + output_of(tile, lane % 16)) * groups;
     }
     const uchar *factors_from = lane < 16 ? scales : biases;
     const uint first_period = begin * GROUPS / KEPT, end_period = (end * GROUPS + KEPT - 1) / KEPT;
@@ -362,15 +369,18 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     }
     __syncthreads();
 #pragma unroll 1
-    for (uint i = threadIdx.x; i < OUTPUTS * TOKENS; i += 32 * WARPS) {
-        const uint output = i % OUTPUTS, token = i / OUTPUTS;
-        float sum = 0;
+    for (uint i = threadIdx.x; i < TILES * TILE_STEP * TOKENS; i += 32 * WARPS) {
+        const uint output = i % (TILES * TILE_STEP), token = i / (TILES * TILE_STEP);
+        const uint at = output / TILE_STEP * 16 + output % TILE_STEP;
+        float sum = 0, other = 0;
 #pragma unroll
         for (uint w = 0; w < WARPS; w++) {
-            sum += parts[(w * OUTPUTS + output) * TOKENS + token];
+            sum += parts[(w * OUTPUTS + at) * TOKENS + token];
+            other += GATING == HALVES ? parts[(w * OUTPUTS + at + 8) * TOKENS + token] : 0;
         }
-        if (first_output + output < p.outputs && first_row + token < p.rows) {
-            store(out, ulong(first_row + token) * p.outputs + first_output + output, known ? p.alpha * sum : 0.0f, OUT_DTYPE);
+        if (first_output + output < dim && first_row + token < p.rows) {
+            store_result(out, up, gated, first_row + token, p.outputs, first_output + output, known ? p.alpha * sum : 0.0f,
+                         known ? p.alpha * other : 0.0f);
         }
     }
 }

@@ -7,6 +7,7 @@
 //! |---|---|---|
 //! | `bulk` | one row, affine weight, GPUs with bulk copies | reading W |
 //! | `codes` | one or two rows, or few rows of experts, affine weight | reading W |
+//! | `stream` | one row, dense 16-bit weight, GPUs with bulk copies | reading W |
 //! | `rows` | few rows | reading W |
 //! | `blocks` | few rows by blocks, small floats, affine codes of 2, 3 and 5 bits | reading W |
 //! | `batch` | 4 to 128 rows of bf16, or few rows of each expert, affine weight, Hopper | reading W |
@@ -22,37 +23,56 @@ mod blocks;
 mod bulk;
 mod codes;
 mod dequantise;
+mod gating;
 mod generic;
 mod many;
 mod route;
 mod rows;
+mod stream;
 mod warp_tiling;
 
 use super::affine::parts;
 use crate::{
     Result, Tensor,
     gpu::{Builder, Launch, linear::LinearParams},
-    ops::linear::{Call, NAME},
+    ops::{
+        gate,
+        linear::{Call, NAME},
+    },
 };
+use gating::Gating;
 
 /// Launches the product.
 pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
-    let Call { weight, dims, rows_per_input, alpha, rows, .. } = call;
+    let (matrix, params) = (parts(&call.weight, call.dims.inputs), params_of(call)?);
+    let kernel = route::select(call, &matrix, &b.limits);
+    if !call.parts.is_empty() && !kernel.writes_parts() {
+        return call.each_part(|call| build(call, b));
+    }
+    kernel.build(call, &matrix, &params, b)
+}
+
+/// Launches a product and the gate behind it as one kernel, if there is one for both.
+pub(crate) fn build_gated(call: &Call, gate: &gate::Call, b: &mut Builder) -> Result<bool> {
+    let Some(gating) = Gating::of(call, gate) else { return Ok(false) };
+    let (matrix, params) = (parts(&call.weight, call.dims.inputs), params_of(call)?);
+    match route::select(call, &matrix, &b.limits).launch_gated(call, &matrix, &params, gating, &b.limits) {
+        Some(launch) => b.push(launch).map(|()| true),
+        None => Ok(false),
+    }
+}
+
+fn params_of(call: &Call) -> Result<LinearParams> {
+    let Call { dims, rows_per_input, alpha, rows, .. } = call;
     let uint = |arg, value| Launch::uint(NAME, arg, value);
-    let params = LinearParams {
+    Ok(LinearParams {
         rows: uint("out", *rows)?,
         outputs: uint("weight", dims.outputs)?,
         inputs: uint("weight", dims.inputs)?,
         experts: uint("weight", dims.experts)?,
         rows_per_input: uint("experts.ids", *rows_per_input)?,
         alpha: *alpha,
-    };
-    let matrix = parts(weight, dims.inputs);
-    let kernel = route::select(call, &matrix, &b.limits);
-    if !call.parts.is_empty() && !kernel.writes_parts() {
-        return call.each_part(|call| build(call, b));
-    }
-    kernel.build(call, &matrix, &params, b)
+    })
 }
 
 /// Whether all rows of `row` elements begin at multiples of 16 bytes.

@@ -9,15 +9,17 @@ use super::{
     bulk::BulkTiling,
     codes,
     dequantise::Dense,
+    gating::Gating,
     generic::{self, GenericKernel},
     many::ManyChunks,
     rows,
+    stream::StreamTiling,
     warp_tiling::WarpTiling,
 };
 use crate::{
     Result,
     cuda::affine::Parts,
-    gpu::{Builder, Limits},
+    gpu::{Builder, Launch, Limits},
     ops::linear::Call,
 };
 
@@ -29,6 +31,7 @@ pub(super) enum CudaLinearKernel {
     Bulk(BulkTiling),
     Codes(WarpTiling),
     Rows(WarpTiling),
+    Stream(StreamTiling),
     Blocks(WarpTiling),
     Few,
     Tiles,
@@ -56,6 +59,9 @@ pub(super) fn select(call: &Call, weight: &Parts, limits: &Limits) -> CudaLinear
     }
     if call.rows <= blocks::most_rows(call) && blocks::suits(call, weight) {
         return CudaLinearKernel::Blocks(blocks::tiling(call, weight, limits));
+    }
+    if let Some(tiling) = StreamTiling::new(call, weight, false, limits) {
+        return CudaLinearKernel::Stream(tiling);
     }
     let many = ManyChunks::new(call, weight, limits);
     if let Some(dense) = Dense::new(call, weight, limits, many.is_some(), few) {
@@ -97,6 +103,7 @@ impl CudaLinearKernel {
             CudaLinearKernel::Bulk(_) => "linear_bulk",
             CudaLinearKernel::Codes(_) => "linear_codes",
             CudaLinearKernel::Rows(_) => "linear_rows",
+            CudaLinearKernel::Stream(_) => "linear_stream",
             CudaLinearKernel::Blocks(_) => "linear_blocks",
             CudaLinearKernel::Few => "linear_few",
             CudaLinearKernel::Tiles => "linear_tiles",
@@ -108,6 +115,25 @@ impl CudaLinearKernel {
         matches!(self, CudaLinearKernel::Batch(_))
     }
 
+    /// The launch of the kernel with a gate behind it, if it can have one.
+    pub(super) fn launch_gated(
+        &self,
+        call: &Call,
+        weight: &Parts,
+        params: &LinearParams,
+        gating: Gating,
+        limits: &Limits,
+    ) -> Option<Launch> {
+        Some(match self {
+            CudaLinearKernel::Codes(tiling) => codes::launch(self.name(), tiling, call, weight, params, gating),
+            CudaLinearKernel::Stream(_) => {
+                let tiling = StreamTiling::new(call, weight, gating.is_halves(), limits)?;
+                tiling.launch(self.name(), call, weight, params, gating)
+            }
+            _ => return None,
+        })
+    }
+
     /// Adds the launches.
     pub(super) fn build(&self, call: &Call, weight: &Parts, params: &LinearParams, b: &mut Builder) -> Result<()> {
         let x_aligned = aligned16(&call.x, call.dims.inputs);
@@ -116,8 +142,11 @@ impl CudaLinearKernel {
             CudaLinearKernel::Dequantise(dense) => dense.build(self.name(), call, weight, params, b),
             CudaLinearKernel::Batch(tiling) => tiling.build(self.name(), call, weight, params, b),
             CudaLinearKernel::Bulk(tiling) => b.push(tiling.launch(self.name(), call, weight, params)),
-            CudaLinearKernel::Codes(tiling) => b.push(codes::launch(self.name(), tiling, call, weight, params)),
+            CudaLinearKernel::Codes(tiling) => {
+                b.push(codes::launch(self.name(), tiling, call, weight, params, Gating::None))
+            }
             CudaLinearKernel::Rows(tiling) => b.push(rows::launch(self.name(), tiling, call, weight, params)),
+            CudaLinearKernel::Stream(tiling) => b.push(tiling.launch(self.name(), call, weight, params, Gating::None)),
             CudaLinearKernel::Blocks(tiling) => blocks::build(self.name(), tiling, call, weight, params, b),
             CudaLinearKernel::Few => {
                 b.push(generic::launch(GenericKernel::Few, self.name(), call, weight, params, x_aligned))
@@ -182,7 +211,8 @@ mod tests {
             (4,     8,   4096, false, ["linear_rows",  "linear_rows",       "linear_rows"]),
             (4,     512, 4096, false, ["linear_dequantise", "linear_dequantise", "linear_dequantise"]),
             (4,     1,   1024, true,  ["linear_codes", "linear_codes",      "linear_codes"]),
-            (DENSE, 1,   4096, false, ["linear_rows",  "linear_rows",       "linear_rows"]),
+            (DENSE, 1,   4096, false, ["linear_stream", "linear_rows",      "linear_rows"]),
+            (DENSE, 2,   4096, false, ["linear_rows",  "linear_rows",       "linear_rows"]),
             (DENSE, 512, 4096, false, ["linear_tiles", "linear_tiles",      "linear_tiles"]),
         ];
         for (bits, rows, outputs, experts, want) in cases {

@@ -104,8 +104,16 @@ impl Executor for Launches {
     fn begin(&self) -> Result<Box<dyn LaunchPass>> {
         Ok(Box::new(self.clone()))
     }
-    fn capture(self: Arc<Self>, _launches: Vec<Launch>) -> Result<Box<dyn Replay>> {
-        unreachable!("nothing is captured here")
+    fn capture(self: Arc<Self>, launches: Vec<Launch>) -> Result<Box<dyn Replay>> {
+        let mut pass = (*self).clone();
+        launches.into_iter().try_for_each(|launch| pass.launch(launch))?;
+        Ok(Box::new(pass))
+    }
+}
+
+impl Replay for Launches {
+    fn replay(&self) -> Result<Option<Box<dyn Wait>>> {
+        Ok(None)
     }
 }
 

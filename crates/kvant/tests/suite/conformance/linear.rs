@@ -8,7 +8,7 @@ use kvant::{
 
 /// A weight of E matrices (or just one) with rows of K inputs.
 #[derive(Clone, Copy, Debug)]
-enum Kind {
+pub(super) enum Kind {
     Dense(DType),
     Affine {
         bits: u32,
@@ -89,7 +89,7 @@ fn code_of(rng: &mut Rng, format: FloatFormat) -> u8 {
     if format == FloatFormat::Mxfp8 && code & 0x7F == 0x7F { code - 1 } else { code }
 }
 
-struct Matrices {
+pub(super) struct Matrices {
     kind: Kind,
     /// Dense: the weights. Affine: codes, scales, biases.
     tensors: Vec<Tensor>,
@@ -97,7 +97,7 @@ struct Matrices {
 
 impl Matrices {
     /// `lead` is `[N]` or `[E, N]`.
-    fn new(device: &Device, rng: &mut Rng, kind: Kind, lead: &[usize], inputs: usize) -> Result<Matrices> {
+    pub(super) fn new(device: &Device, rng: &mut Rng, kind: Kind, lead: &[usize], inputs: usize) -> Result<Matrices> {
         let shape = |last: usize| [lead, &[last]].concat();
         let rows: usize = lead.iter().product();
         let tensors = match kind {
@@ -148,7 +148,7 @@ impl Matrices {
         Ok(Matrices { kind: all[0].kind, tensors: tensors.collect::<Result<_>>()? })
     }
 
-    fn weight(&self) -> Weight<'_> {
+    pub(super) fn weight(&self) -> Weight<'_> {
         match self.kind {
             Kind::Dense(_) => Weight::Dense(&self.tensors[0]),
             Kind::Blocks(format) => Blocks::new(&self.tensors[0], format).into(),
@@ -392,6 +392,52 @@ fn one_row_in_equal_parts() {
                     case.check_outliers();
                 }
             }
+        }
+    }
+}
+
+/// The same where a matrix is long: whole rows are copied at a time, and warps have five, six or seven spans of them.
+#[test]
+fn one_row_of_a_long_matrix() {
+    for (inputs, outputs, spans) in [(5120, 4240, 5), (5376, 4240, 6), (7168, 2128, 7)] {
+        for scales in [DType::BF16, DType::F16] {
+            let kind = Kind::Affine { bits: 4, group: 64, scales };
+            let case = Case { kind, tokens: 1, inputs, outputs, x: DType::BF16, out: DType::F32, alpha: 1.0 };
+            let launches = Launches::default();
+            case.launch(&gpu::cuda_device(launches.clone()), false).expect("it is launched");
+            let all = launches.all.lock().unwrap();
+            let has_spans = format!("(\"SPANS\", UInt({spans}))");
+            assert!(all[0].starts_with("linear_bulk.cu/") && all[0].contains(&has_spans), "{case:?}: {all:?}");
+            case.check();
+        }
+    }
+}
+
+/// CUDA takes one row of a dense weight by bulk copies from Hopper on: several rows of a warp at a time, or parts of a
+/// row, of which the last is shorter; parts of the last 256 inputs; more copies than there is room for; fewer outputs
+/// than blocks; stretches of outputs of different lengths.
+#[test]
+fn one_dense_row() {
+    let mut rng = Rng::of("one dense row");
+    let sizes = [
+        (8, 1),
+        (264, 4321),
+        (256, 9000),
+        (1032, 131),
+        (1288, 2200),
+        (2560, 1333),
+        (2568, 40),
+        (5384, 300),
+        (10_240, 133),
+        (28_672, 17),
+    ];
+    for (inputs, outputs) in sizes {
+        for weight in [DType::F16, DType::BF16] {
+            let (x, out) = (rng.pick(&FLOATS), rng.pick(&FLOATS));
+            let alpha = rng.pick(&[1.0, -0.5]);
+            let case = Case { kind: Kind::Dense(weight), tokens: 1, inputs, outputs, x, out, alpha };
+            case.comes_to("linear_stream.cu/");
+            case.check();
         }
     }
 }

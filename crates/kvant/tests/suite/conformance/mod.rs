@@ -4,6 +4,7 @@ mod add_bias;
 mod attend;
 mod codec;
 mod gate;
+mod gated;
 mod hadamard;
 mod kv;
 mod linear;

@@ -1,0 +1,37 @@
+// A gate (gate.cu) that follows a product, in the same kernel: it writes what both write, in their order.
+#ifndef KVANT_CUDA_LINEAR_GATING_H
+#define KVANT_CUDA_LINEAR_GATING_H
+#include "device/activation.h"
+#include "device/elements.h"
+
+// linear/gating.rs: no gate; the results are its input; or their first half is its input, and the other its factors.
+constexpr uint INPUT = 1;
+constexpr uint HALVES = 2;
+
+// Where output r of a tile of 16 is, from the tile's first one on: of halves, a tile has eight outputs of each.
+inline uint in_tile(uint r, uint outputs) {
+    return GATING == HALVES ? r % 8 + r / 8 * (outputs / 2) : r;
+}
+
+// Outputs of the first half that a tile has, or all of them.
+constexpr uint TILE_STEP = GATING == HALVES ? 8 : 16;
+
+// Stores a result of a row; of halves, both results of a pair.
+inline void store_result(uchar *out, const uchar *up, uchar *gated, ulong row, uint outputs, uint i, float result, float other) {
+    store(out, row * outputs + i, result, OUT_DTYPE);
+    if (GATING == 0) {
+        return;
+    }
+    const uint dim = GATING == HALVES ? outputs / 2 : outputs;
+    float factor;
+    if (GATING == HALVES) {
+        store(out, row * outputs + dim + i, other, OUT_DTYPE);
+        factor = rounded(other, OUT_DTYPE);
+    } else {
+        factor = load(up, i, UP_DTYPE);
+    }
+    const float activated = activate(rounded(result, OUT_DTYPE), ACTIVATION);
+    store(gated, row * dim + i, activated * factor_of(factor, ACTIVATION), GATED_DTYPE);
+}
+
+#endif
