@@ -637,6 +637,7 @@ TABLES = {
     "cpu-models": table_cpu_models,
     "real-sizes": table_real_sizes,
     "real-sizes-prompts": table_real_sizes_prompts,
+    "real-sizes-steps": plain("h200-real-sizes-steps"),
     "real-sizes-logits": plain("h200-real-sizes-logits"),
     "h200-model": table_h200_model,
     "h200-linear": table_linear,
