@@ -279,19 +279,19 @@ mod tests {
         let (bf16, tq4, tq8) = (Codec::BF16, Codec::tq(4), Codec::tq(8));
         #[rustfmt::skip]
         let cases = [
-            (LLAMA_3_70B,    bf16, 8192, ["attend_decode",          "attend_decode",    "attend_generic"]),
-            (LLAMA_3_70B,    bf16, 1024, ["attend_short",           "attend_decode",    "attend_generic"]),
+            (LLAMA_3_70B,    bf16, 8192, ["attend_decode",          "attend_decode",    "attend_decode"]),
+            (LLAMA_3_70B,    bf16, 1024, ["attend_short",           "attend_decode",    "attend_decode"]),
             (LLAMA_3_70B,    tq4,  8192, ["attend_quantised",       "attend_quantised", "attend_generic"]),
             (LLAMA_3_70B,    tq4,  1024, ["attend_short_quantised", "attend_quantised", "attend_generic"]),
             (LLAMA_3_8B,     bf16, 8192, ["attend_decode",          "attend_decode",    "attend_decode"]),
             (LLAMA_3_8B,     bf16, 1024, ["attend_short",           "attend_decode",    "attend_decode"]),
-            (QWEN_3_30B_A3B, bf16, 8192, ["attend_decode",          "attend_decode",    "attend_generic"]),
+            (QWEN_3_30B_A3B, bf16, 8192, ["attend_decode",          "attend_decode",    "attend_decode"]),
             (MISTRAL_LARGE,  bf16, 8192, ["attend_decode",          "attend_decode",    "attend_decode"]),
-            (QWEN_3_235B,    bf16, 1024, ["attend_short",           "attend_decode",    "attend_generic"]),
+            (QWEN_3_235B,    bf16, 1024, ["attend_short",           "attend_decode",    "attend_decode"]),
             (QWEN_3_235B,    tq4,  8192, ["attend_quantised",       "attend_quantised", "attend_generic"]),
             (PHI_3_MINI,     bf16, 1024, ["attend_generic",         "attend_generic",   "attend_generic"]),
             (GEMMA_3_27B,    bf16, 1024, ["attend_decode",          "attend_decode",    "attend_decode"]),
-            (GEMMA_3_4B,     bf16, 1024, ["attend_short",           "attend_decode",    "attend_generic"]),
+            (GEMMA_3_4B,     bf16, 1024, ["attend_short",           "attend_decode",    "attend_decode"]),
             (GEMMA_3_4B,     tq8,  8192, ["attend_quantised",       "attend_quantised", "attend_generic"]),
         ];
         for (heads, codec, capacity, want) in cases {

@@ -50,6 +50,9 @@ use crate::{
 /// The most arguments of a kernel.
 const ARGUMENTS: usize = 64;
 
+/// The variable that lowers the limits to those of `sm_80` or `sm_89`: a Hopper GPU then runs the kernels of these.
+const LIKE: &str = "KVANT_CUDA_LIKE";
+
 /// The executor.
 pub(super) struct CudaExecutor {
     launcher: Arc<Launcher>,
@@ -76,6 +79,12 @@ static EMPTY: Source = Source {
     headers: &[],
     layouts: &[],
 };
+
+/// The limits of a GPU before Hopper with so much shared memory.
+fn lowered(limits: Limits, shared_bytes: usize) -> Limits {
+    let threadgroup_bytes = limits.threadgroup_bytes.min(shared_bytes);
+    Limits { threadgroup_bytes, warpgroup_products: false, clusters: false, ..limits }
+}
 
 /// What runs a launch: its kernel, or the library that computes the same product.
 enum Runner {
@@ -370,13 +379,18 @@ impl Executor for CudaExecutor {
 
     fn limits(&self) -> Limits {
         let Launcher { gpu, target, clusters, .. } = &*self.launcher;
-        Limits {
+        let limits = Limits {
             threads: gpu.threads_per_block,
             threadgroup_bytes: gpu.shared_bytes,
             busy_groups: gpu.multiprocessors,
             warpgroup_products: target.arch == "sm_90a",
             clusters: *clusters,
             library_products: libraries::has_cublaslt(),
+        };
+        match std::env::var(LIKE).as_deref() {
+            Ok("sm_80") => lowered(limits, 163 << 10),
+            Ok("sm_89") => lowered(limits, 99 << 10),
+            _ => limits,
         }
     }
 

@@ -59,7 +59,7 @@ impl AttendDecode {
         let heads = HeadShares::of_decode(call);
         let group = heads.group;
         // Accumulators and queries of 512 coordinates fill the registers of four warps.
-        let warps = if call.head_dim == 512 { 4 } else { 8 };
+        let most_warps = if call.head_dim == 512 { 4 } else { 8 };
         let pairs = pairs(call);
         let keys = longest_context(call);
         let units = keys.div_ceil(UNIT) + 1;
@@ -75,10 +75,14 @@ impl AttendDecode {
         let bulk = limits.clusters
             && (cluster < MAX_CLUSTER || keys > MANY_KEYS)
             && (spec.order == HeadOrder::HeadMajor || spec.kv_heads == 1);
-        let most = if bulk { MAX_BULK_BYTES / (warps * UNIT * call.head_dim * 2) } else { MAX_BUFFERS };
-        let shared = |buffers| shared_bytes(call.head_dim, group, warps, buffers, bulk);
-        let fits = |&buffers: &usize| shared(buffers) <= limits.threadgroup_bytes;
-        let buffers = (2..=most.clamp(2, MAX_BUFFERS)).rev().find(fits)?;
+        // Of the most warps that have two buffers each, with as many buffers as there is room for.
+        let (warps, buffers, shared_bytes) = [most_warps, most_warps / 2].into_iter().find_map(|warps| {
+            let most = if bulk { MAX_BULK_BYTES / (warps * UNIT * call.head_dim * 2) } else { MAX_BUFFERS };
+            (2..=most.clamp(2, MAX_BUFFERS)).rev().find_map(|buffers| {
+                let bytes = shared_bytes(call.head_dim, group, warps, buffers, bulk);
+                (bytes <= limits.threadgroup_bytes).then_some((warps, buffers, bytes))
+            })
+        })?;
         let workers = (limits.busy_groups / cluster).max(1);
         let splits = match call.splits {
             0 if cluster == MAX_CLUSTER => clusters.min(units * UNIT * call.head_dim / LEAST_IN_CLUSTER).max(1),
@@ -109,7 +113,7 @@ impl AttendDecode {
             bulk,
             cluster,
             least,
-            shared_bytes: shared(buffers),
+            shared_bytes,
             splits,
             blocks: workers * cluster,
         })
