@@ -4,7 +4,7 @@ use std::{
     borrow::Cow,
     fmt,
     fs::File,
-    io::{self, Read, Seek, SeekFrom},
+    io::{self, Read},
     path::{Path, PathBuf},
     sync::Arc,
 };
@@ -54,12 +54,24 @@ impl OpenFile {
         }
     }
 
-    /// Fills `bytes` from position `start` on.
-    pub(crate) fn read_at(&mut self, start: u64, bytes: &mut [u8]) -> io::Result<()> {
+    /// Fills `bytes` from position `start` on. Several threads may read at once.
+    pub(crate) fn read_at(&self, start: u64, bytes: &mut [u8]) -> io::Result<()> {
         match self {
+            #[cfg(unix)]
+            OpenFile::Disk(file) => std::os::unix::fs::FileExt::read_exact_at(file, bytes, start),
+            #[cfg(windows)]
             OpenFile::Disk(file) => {
-                file.seek(SeekFrom::Start(start))?;
-                file.read_exact(bytes)
+                let (mut at, mut rest) = (start, bytes);
+                while !rest.is_empty() {
+                    match std::os::windows::fs::FileExt::seek_read(file, rest, at)? {
+                        0 => return Err(io::ErrorKind::UnexpectedEof.into()),
+                        count => {
+                            at += count as u64;
+                            rest = &mut rest[count..];
+                        }
+                    }
+                }
+                Ok(())
             }
             OpenFile::Memory(contents) => {
                 let rest = usize::try_from(start).ok().and_then(|start| contents.get(start..));

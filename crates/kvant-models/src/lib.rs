@@ -58,6 +58,7 @@ pub mod gguf;
 mod inspect;
 mod model;
 mod panics;
+mod parallel;
 mod prepare;
 pub mod safetensors;
 mod sampling;

@@ -8,7 +8,6 @@ use std::{
     collections::HashMap,
     fmt, io,
     path::{Path, PathBuf},
-    sync::Mutex,
 };
 
 use kvant::{DType, Device, Tensor};
@@ -17,14 +16,13 @@ use serde::de::{Deserialize, Deserializer, IgnoredAny, MapAccess, Visitor};
 use crate::{
     Error, Files, Result,
     files::{self, OpenFile},
+    parallel::{self, PIECE},
 };
 
 /// The format's limit on a header.
 const HEADER_LIMIT: u64 = 100_000_000;
 /// The largest number of shards. Checkpoints have a few dozen.
 const SHARD_LIMIT: usize = 4096;
-/// Bytes per transfer from a file to a device.
-const PIECE: usize = 8 << 20;
 
 /// One tensor of a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -176,8 +174,7 @@ impl<'de> Deserialize<'de> for RawHeader {
 #[derive(Debug)]
 pub struct SafetensorsFile {
     path: PathBuf,
-    /// Reading moves the file's position, so readers take turns.
-    file: Mutex<OpenFile>,
+    file: OpenFile,
     data_start: u64,
     header: Header,
 }
@@ -188,7 +185,7 @@ impl SafetensorsFile {
         SafetensorsFile::new(path.to_path_buf(), OpenFile::Disk(files::open(path)?))
     }
 
-    fn new(path: PathBuf, mut file: OpenFile) -> Result<SafetensorsFile> {
+    fn new(path: PathBuf, file: OpenFile) -> Result<SafetensorsFile> {
         let failed = |e: io::Error| Error::file(&path, e);
         let length = file.len().map_err(failed)?;
         let mut prefix = [0u8; 8];
@@ -206,7 +203,7 @@ impl SafetensorsFile {
         file.read_at(8, &mut json).map_err(failed)?;
         let data_start = 8 + header_bytes;
         let header = Header::parse(&json, length - data_start).map_err(|reason| Error::file(&path, reason))?;
-        Ok(SafetensorsFile { path, file: Mutex::new(file), data_start, header })
+        Ok(SafetensorsFile { path, file, data_start, header })
     }
 
     /// The file's header.
@@ -242,21 +239,19 @@ impl SafetensorsFile {
             });
         }
         let flat = tensor.reshape(&[tensor.elements()])?;
-        let step = PIECE / tensor.dtype().size();
-        let mut piece = vec![0u8; tensor.bytes().min(PIECE)];
-        for start in (0..tensor.elements()).step_by(step) {
+        let (size, step) = (tensor.dtype().size(), PIECE / tensor.dtype().size());
+        parallel::for_each(tensor.elements().div_ceil(step), Vec::new, |piece, number| {
+            let start = number * step;
             let part = flat.rows(start..tensor.elements().min(start + step))?;
-            let bytes = &mut piece[..part.bytes()];
-            self.read_bytes(name, info.start + (start * tensor.dtype().size()) as u64, bytes)?;
-            part.write_bytes(bytes)?;
-        }
-        Ok(())
+            piece.resize(part.bytes(), 0);
+            self.read_bytes(name, info.start + (start * size) as u64, piece)?;
+            Ok(part.write_bytes(piece)?)
+        })
     }
 
     /// Reads bytes of a tensor. `start` is counted from the end of the header.
     fn read_bytes(&self, name: &str, start: u64, bytes: &mut [u8]) -> Result<()> {
-        let mut file = self.file.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        let read = file.read_at(self.data_start + start, bytes);
+        let read = self.file.read_at(self.data_start + start, bytes);
         read.map_err(|e| Error::file(&self.path, format_args!("tensor `{name}`: {e}")))
     }
 }
@@ -334,14 +329,13 @@ impl Checkpoint {
         let rows = tensor.shape().first().copied().unwrap_or(1).max(1);
         let row_bytes = tensor.bytes() / rows;
         let step = (PIECE / row_bytes.max(1)).clamp(1, rows);
-        let mut piece = vec![0; step * row_bytes];
-        for first in (0..rows).step_by(step) {
+        parallel::for_each(rows.div_ceil(step), Vec::new, |piece, number| {
+            let first = number * step;
             let count = step.min(rows - first);
-            let piece = &mut piece[..count * row_bytes];
+            piece.resize(count * row_bytes, 0);
             self.read_bytes(name, (first * row_bytes) as u64, piece)?;
-            tensor.rows(first..first + count)?.write_bytes(piece)?;
-        }
-        Ok(())
+            Ok(tensor.rows(first..first + count)?.write_bytes(piece)?)
+        })
     }
 
     /// Reads bytes of a tensor, from its byte `start` on. A range beyond the tensor is an error.

@@ -38,67 +38,76 @@ pub(super) struct Overflow;
 
 impl AffineBytes {
     /// Converts whole blocks of an affine type and replaces the contents.
-    pub(super) fn convert(&mut self, kind: GgufType, blocks: &[u8], scales: DType) -> Result<(), Overflow> {
-        self.codes.clear();
-        self.scales.clear();
-        self.biases.clear();
-        let mut codes = [0u8; GROUP];
-        for block in blocks.chunks_exact(kind.block_bytes() as usize) {
-            let (scale, bias) = read_block(kind, block, &mut codes);
-            self.push_scale(scales, scale, bias)?;
-            if bits(kind) == Some(8) {
-                self.codes.extend(codes);
-            } else {
-                self.codes.extend(codes.as_chunks::<2>().0.iter().map(|[a, b]| a | b << 4));
+    pub(super) fn convert(&mut self, kind: GgufType, blocks: &[u8], dtype: DType) -> Result<(), Overflow> {
+        let AffineBytes { codes, scales, biases } = self;
+        let blocks = blocks.chunks_exact(kind.block_bytes() as usize);
+        let code_bytes = GROUP / 8 * bits(kind).unwrap_or(8) as usize;
+        codes.resize(blocks.len() * code_bytes, 0);
+        scales.clear();
+        biases.clear();
+        for (block, codes) in blocks.zip(codes.chunks_exact_mut(code_bytes)) {
+            let (scale, bias, stored) = parts(kind, block);
+            match <&[u8; GROUP / 2]>::try_from(stored) {
+                Ok(halves) => codes.copy_from_slice(&in_order(halves)),
+                Err(_) => codes.iter_mut().zip(stored).for_each(|(to, from)| *to = unsigned(*from)),
             }
+            if dtype == DType::F32 {
+                scales.extend(scale.to_le_bytes());
+                biases.extend(bias.to_le_bytes());
+                continue;
+            }
+            let narrow = f16::from_f32(bias);
+            if narrow.is_infinite() && bias.is_finite() {
+                return Err(Overflow);
+            }
+            scales.extend(f16::from_f32(scale).to_le_bytes());
+            biases.extend(narrow.to_le_bytes());
         }
-        Ok(())
-    }
-
-    fn push_scale(&mut self, dtype: DType, scale: f32, bias: f32) -> Result<(), Overflow> {
-        if dtype == DType::F32 {
-            self.scales.extend(scale.to_le_bytes());
-            self.biases.extend(bias.to_le_bytes());
-            return Ok(());
-        }
-        let narrow = f16::from_f32(bias);
-        if narrow.is_infinite() && bias.is_finite() {
-            return Err(Overflow);
-        }
-        self.scales.extend(f16::from_f32(scale).to_le_bytes());
-        self.biases.extend(narrow.to_le_bytes());
         Ok(())
     }
 }
 
-/// The scale, bias and codes of a block of an affine type. Each product of the scale and a power of two is exact.
+/// The scale, bias and codes of a block of an affine type.
 pub(super) fn read_block(kind: GgufType, block: &[u8], codes: &mut [u8; GROUP]) -> (f32, f32) {
+    let (scale, bias, stored) = parts(kind, block);
+    match <&[u8; GROUP / 2]>::try_from(stored) {
+        Ok(halves) => {
+            for (pair, byte) in codes.chunks_exact_mut(2).zip(in_order(halves)) {
+                pair.copy_from_slice(&[byte & 15, byte >> 4]);
+            }
+        }
+        Err(_) => codes.iter_mut().zip(stored).for_each(|(to, from)| *to = unsigned(*from)),
+    }
+    (scale, bias)
+}
+
+/// The scale, the bias and the bytes of the codes. Each product of the scale and a power of two is exact.
+fn parts(kind: GgufType, block: &[u8]) -> (f32, f32, &[u8]) {
     let d = half(block, 0);
     match kind {
-        GgufType::Q4_0 => {
-            nibbles(&block[2..], codes);
-            (d, -8.0 * d)
-        }
-        GgufType::Q4_1 => {
-            nibbles(&block[4..], codes);
-            (d, half(block, 2))
-        }
-        _ => {
-            // Adding 128 to a signed byte flips its highest bit.
-            codes.iter_mut().zip(&block[2..]).for_each(|(to, from)| *to = from ^ 0x80);
-            (d, -128.0 * d)
-        }
+        GgufType::Q4_0 => (d, -8.0 * d, &block[2..]),
+        GgufType::Q4_1 => (d, half(block, 2), &block[4..]),
+        _ => (d, -128.0 * d, &block[2..]),
     }
+}
+
+/// A signed code plus 128: its highest bit flipped.
+fn unsigned(code: u8) -> u8 {
+    code ^ 0x80
+}
+
+/// 32 codes of 4 bits in order, the first of each byte in its low half, from bytes that have code j in the low half and
+/// code j + 16 in the high half.
+fn in_order(halves: &[u8; GROUP / 2]) -> [u8; GROUP / 2] {
+    let mut ordered = [0; GROUP / 2];
+    let (first, second) = ordered.split_at_mut(GROUP / 4);
+    for ((first, second), &[a, b]) in first.iter_mut().zip(second).zip(halves.as_chunks::<2>().0) {
+        *first = a & 15 | b << 4;
+        *second = a >> 4 | b & 0xF0;
+    }
+    ordered
 }
 
 fn half(block: &[u8], at: usize) -> f32 {
     f16::from_le_bytes([block[at], block[at + 1]]).to_f32()
-}
-
-/// The 32 codes of 16 bytes: byte j has code j in its low half and code j + 16 in its high half.
-fn nibbles(bytes: &[u8], codes: &mut [u8; GROUP]) {
-    for (j, byte) in bytes[..16].iter().enumerate() {
-        codes[j] = byte & 15;
-        codes[j + 16] = byte >> 4;
-    }
 }

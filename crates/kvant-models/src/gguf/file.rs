@@ -4,7 +4,7 @@ use std::{
     collections::HashMap,
     io::{self, BufReader, Read},
     path::{Path, PathBuf},
-    sync::Mutex,
+    sync::atomic::{AtomicBool, Ordering},
 };
 
 use kvant::{DType, Device, Tensor};
@@ -18,10 +18,9 @@ use super::{
 use crate::{
     Error, Result,
     files::{self, OpenFile},
+    parallel::{self, PIECE},
 };
 
-/// Bytes of a file per transfer to a device.
-const PIECE: usize = 8 << 20;
 /// The largest number of shards. Models have a few dozen.
 const SHARD_LIMIT: u64 = 4096;
 
@@ -29,31 +28,29 @@ const SHARD_LIMIT: u64 = 4096;
 #[derive(Debug)]
 struct GgufFile {
     path: PathBuf,
-    /// Reading moves the file's position, so readers take turns.
-    file: Mutex<OpenFile>,
+    file: OpenFile,
     header: GgufHeader,
 }
 
 impl GgufFile {
     fn open(path: &Path) -> Result<GgufFile> {
-        let mut file = OpenFile::Disk(files::open(path)?);
+        let file = OpenFile::Disk(files::open(path)?);
         let failed = |e: io::Error| Error::file(path, e);
         let length = file.len().map_err(failed)?;
-        let reader = BufReader::with_capacity(1 << 16, Sequential { file: &mut file, at: 0, length });
+        let reader = BufReader::with_capacity(1 << 16, Sequential { file: &file, at: 0, length });
         let header = GgufHeader::read(reader, length).map_err(|reason| Error::file(path, reason))?;
-        Ok(GgufFile { path: path.to_path_buf(), file: Mutex::new(file), header })
+        Ok(GgufFile { path: path.to_path_buf(), file, header })
     }
 
     fn read_bytes(&self, name: &str, start: u64, bytes: &mut [u8]) -> Result<()> {
-        let mut file = self.file.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        let read = file.read_at(self.header.data_start + start, bytes);
+        let read = self.file.read_at(self.header.data_start + start, bytes);
         read.map_err(|e| Error::file(&self.path, format_args!("tensor `{name}`: {e}")))
     }
 }
 
 /// Reads a file from its start on.
 struct Sequential<'a> {
-    file: &'a mut OpenFile,
+    file: &'a OpenFile,
     at: u64,
     length: u64,
 }
@@ -196,19 +193,17 @@ impl Gguf {
     pub(super) fn read_into(&self, name: &str, tensor: &Tensor) -> Result<()> {
         let (file, info) = self.find(name)?;
         let flat = tensor.reshape(&[tensor.elements()])?;
-        let mut done = 0;
-        let mut floats = Vec::new();
-        file.pieces(name, info, |blocks| {
-            let elements = blocks.len() / info.kind.block_bytes() as usize * info.kind.block_elements() as usize;
-            let part = flat.rows(done..done + elements)?;
-            done += elements;
+        file.pieces(name, info, Vec::new, |floats, first, blocks| {
+            let in_block = info.kind.block_elements() as usize;
+            let elements = blocks.len() / info.kind.block_bytes() as usize * in_block;
+            let part = flat.rows(first * in_block..first * in_block + elements)?;
             if matches!(info.kind, GgufType::F32 | GgufType::F16 | GgufType::BF16) {
                 return Ok(part.write_bytes(blocks)?);
             }
             floats.resize(elements, 0.0);
-            let decoded = dequantise(info.kind, blocks, &mut floats);
+            let decoded = dequantise(info.kind, blocks, floats);
             debug_assert!(decoded, "the type is supported and pieces are whole blocks");
-            Ok(part.write(&floats)?)
+            Ok(part.write(floats.as_slice())?)
         })
     }
 
@@ -218,15 +213,15 @@ impl Gguf {
         if (of_a.kind, &of_a.shape) != (of_b.kind, &of_b.shape) {
             return Ok(false);
         }
-        let (mut same, mut done, mut other) = (true, 0, Vec::new());
-        file_a.pieces(a, of_a, |bytes| {
+        let same = AtomicBool::new(true);
+        file_a.pieces(a, of_a, Vec::new, |other, first, bytes| {
             other.resize(bytes.len(), 0);
-            file_b.read_bytes(b, of_b.start + done, &mut other)?;
-            done += bytes.len() as u64;
-            same = same && bytes == other;
+            let start = of_b.start + first as u64 * of_b.kind.block_bytes();
+            file_b.read_bytes(b, start, other)?;
+            same.fetch_and(bytes == other.as_slice(), Ordering::Relaxed);
             Ok(())
         })?;
-        Ok(same)
+        Ok(same.into_inner())
     }
 
     /// Whether [`Gguf::read_affine`] reads the type: Q4_0, Q4_1, Q8_0.
@@ -280,33 +275,34 @@ impl Gguf {
         let dtype = scales.dtype();
         let flat = |tensor: &Tensor| tensor.reshape(&[tensor.elements()]);
         let [codes, scales, biases] = [flat(codes)?, flat(scales)?, flat(biases)?];
-        let mut bytes = AffineBytes::default();
-        let (mut first, mut fits) = (0, true);
-        file.pieces(name, info, |blocks| {
-            fits = fits && bytes.convert(info.kind, blocks, dtype).is_ok();
-            if !fits {
+        let fits = AtomicBool::new(true);
+        file.pieces(name, info, AffineBytes::default, |bytes, first, blocks| {
+            if !fits.load(Ordering::Relaxed) || bytes.convert(info.kind, blocks, dtype).is_err() {
+                fits.store(false, Ordering::Relaxed);
                 return Ok(());
             }
             let next = first + bytes.scales.len() / dtype.size();
             codes.rows(first * bits..next * bits)?.write_bytes(&bytes.codes)?;
             scales.rows(first..next)?.write_bytes(&bytes.scales)?;
             biases.rows(first..next)?.write_bytes(&bytes.biases)?;
-            first = next;
             Ok(())
         })?;
-        Ok(fits)
+        Ok(fits.into_inner())
     }
 
     /// Reads the bytes of a tensor into a u8 tensor of as many elements.
     pub(super) fn read_bytes_into(&self, name: &str, tensor: &Tensor) -> Result<()> {
         let (file, info) = self.find(name)?;
         let flat = tensor.reshape(&[tensor.elements()])?;
-        let mut done = 0;
-        file.pieces(name, info, |bytes| {
-            flat.rows(done..done + bytes.len())?.write_bytes(bytes)?;
-            done += bytes.len();
-            Ok(())
-        })
+        file.pieces(
+            name,
+            info,
+            || (),
+            |(), first, bytes| {
+                let start = first * info.kind.block_bytes() as usize;
+                Ok(flat.rows(start..start + bytes.len())?.write_bytes(bytes)?)
+            },
+        )
     }
 
     fn find(&self, name: &str) -> Result<(&GgufFile, &GgufTensor)> {
@@ -317,18 +313,30 @@ impl Gguf {
 }
 
 impl GgufFile {
-    /// Visits the bytes of a tensor in pieces of whole blocks.
-    fn pieces(&self, name: &str, info: &GgufTensor, mut visit: impl FnMut(&[u8]) -> Result<()>) -> Result<()> {
-        let step = PIECE as u64 / info.kind.block_bytes() * info.kind.block_bytes();
-        let mut piece = vec![0u8; (info.end - info.start).min(step) as usize];
-        let mut start = info.start;
-        while start < info.end {
-            let bytes = &mut piece[..(info.end - start).min(step) as usize];
-            self.read_bytes(name, start, bytes)?;
-            visit(bytes)?;
-            start += bytes.len() as u64;
-        }
-        Ok(())
+    /// Visits the bytes of a tensor in pieces of whole blocks, on several threads: `visit` gets the thread's state, the
+    /// number of the piece's first block, and the piece.
+    fn pieces<S>(
+        &self,
+        name: &str,
+        info: &GgufTensor,
+        state: impl Fn() -> S + Sync,
+        visit: impl Fn(&mut S, usize, &[u8]) -> Result<()> + Sync,
+    ) -> Result<()> {
+        let block = info.kind.block_bytes();
+        let blocks = (PIECE as u64 / block).max(1);
+        let step = blocks * block;
+        let count = (info.end - info.start).div_ceil(step);
+        let first_of = |number: usize| number as u64 * step;
+        parallel::for_each(
+            count as usize,
+            || (state(), Vec::new()),
+            |(state, piece), number| {
+                let start = info.start + first_of(number);
+                piece.resize((info.end - start).min(step) as usize, 0);
+                self.read_bytes(name, start, piece)?;
+                visit(state, number * blocks as usize, piece)
+            },
+        )
     }
 }
 
