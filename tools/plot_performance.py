@@ -633,6 +633,7 @@ TABLES = {
     "prompts": table_prompts,
     "prompt-chunks": table_prompt_chunks,
     "serve": table_serve,
+    "cpu-e2b": plain("cpu-e2b"),
     "cpu-server": plain("cpu-server-xeon"),
     "cpu-models": table_cpu_models,
     "real-sizes": table_real_sizes,
