@@ -597,11 +597,11 @@ fn attention(device: &Device, enc: &mut Encoder, h200: bool) -> Result<()> {
         (256, tq(2), tq(4), DType::F16, DType::F16, 2, 40),
         (512, bf16, tq(3), DType::BF16, DType::BF16, 8, 1),
         (64, Codec::F32, f16, DType::F32, DType::F32, 1, 1),
-        (128, bf16, bf16, DType::BF16, DType::BF16, 2, 40),
+        (128, bf16, bf16, DType::BF16, DType::BF16, 2, 9),
         (256, tq(4), tq(4), DType::BF16, DType::BF16, 8, 40),
         (256, tq(5), bf16, DType::F16, DType::F16, 2, 1),
         (512, tq(8), tq(6), DType::F16, DType::F32, 3, 9),
-        (512, f16, f16, DType::F16, DType::F16, 2, 40),
+        (512, f16, f16, DType::F16, DType::F16, 2, 9),
     ];
     // Contexts that may be long.
     let dense: [Attention; 5] = [
