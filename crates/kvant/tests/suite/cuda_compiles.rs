@@ -53,8 +53,10 @@ fn every_kernel_compiles() -> Result<()> {
     }
     let compiled: HashSet<&str> = seen.iter().filter_map(|key| key.split('/').next()).collect();
     println!("{} kernels of {} files", seen.len(), compiled.len());
+    // `kernels_over_pages_compile` has those that only pages need.
+    let of_pages = |name: &str| name.starts_with("attend_unpack");
     for name in kernel_files(Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/src/cuda"))) {
-        assert!(compiled.contains(name.as_str()), "{name}: no kernel of it was compiled");
+        assert!(of_pages(&name) || compiled.contains(name.as_str()), "{name}: no kernel of it was compiled");
     }
     Ok(())
 }
