@@ -2,25 +2,14 @@
 //! and a template that renders a conversation or refuses it.
 #![cfg_attr(fuzzing, no_main)]
 
-use std::sync::Once;
-
 use kvant_models::{
-    Files, Sampling, Tokenizer,
+    Files, Sampling,
     chat::{ChatTemplate, Clock, Conversation, GenerationDefaults, Message, ToolCall},
 };
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|input: (u8, &[u8])| {
-    // The template turns panics of the crate below it into errors, so only others count.
-    static HOOK: Once = Once::new();
-    HOOK.call_once(|| {
-        let abort = std::panic::take_hook();
-        std::panic::set_hook(Box::new(move |info| {
-            if !Tokenizer::catches_panics() {
-                abort(info);
-            }
-        }));
-    });
+    kvant_fuzz::allow_caught_panics();
     let (kind, bytes) = input;
     let name = ["chat_template.jinja", "tokenizer_config.json", "generation_config.json"][usize::from(kind % 3)];
     let folder = tempfile::tempdir().expect("a temporary directory");

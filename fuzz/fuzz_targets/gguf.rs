@@ -1,23 +1,12 @@
 //! Any bytes as a GGUF file: an error, or metadata, tensors, a tokenizer and a model that can be read.
 #![cfg_attr(fuzzing, no_main)]
 
-use std::sync::Once;
-
 use kvant::Device;
 use kvant_models::{Config, Model, Tokenizer, gguf::Gguf};
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|bytes: &[u8]| {
-    // The tokenizer turns panics of the crate below it into errors, so only others count.
-    static HOOK: Once = Once::new();
-    HOOK.call_once(|| {
-        let abort = std::panic::take_hook();
-        std::panic::set_hook(Box::new(move |info| {
-            if !Tokenizer::catches_panics() {
-                abort(info);
-            }
-        }));
-    });
+    kvant_fuzz::allow_caught_panics();
     let mut file = tempfile::Builder::new().suffix(".gguf").tempfile().expect("a temporary file");
     std::io::Write::write_all(&mut file, bytes).expect("room for it");
     let Ok(gguf) = Gguf::open(file.path()) else { return };
