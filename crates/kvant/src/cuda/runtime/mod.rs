@@ -70,6 +70,8 @@ struct Launcher {
     opening: Mutex<()>,
     /// Whether the device can run every cluster that attention uses.
     clusters: bool,
+    /// The shared memory of the earlier GPU whose limits hold, if [`LIKE`] names one.
+    shared_like: Option<usize>,
 }
 
 /// A kernel whose clusters need at least as many resources as any other: most threads and all shared memory.
@@ -79,6 +81,16 @@ static EMPTY: Source = Source {
     headers: &[],
     layouts: &[],
 };
+
+/// The shared memory of the GPU that [`LIKE`] names.
+fn shared_like(name: Option<&str>) -> std::result::Result<Option<usize>, String> {
+    match name {
+        None | Some("") => Ok(None),
+        Some("sm_80") => Ok(Some(163 << 10)),
+        Some("sm_89") => Ok(Some(99 << 10)),
+        Some(other) => Err(format!("{LIKE} is {other:?}; it can be sm_80 or sm_89")),
+    }
+}
 
 /// The limits of a GPU before Hopper with so much shared memory.
 fn lowered(limits: Limits, shared_bytes: usize) -> Limits {
@@ -127,6 +139,7 @@ impl CudaExecutor {
             cublaslt: OnceLock::new(),
             opening: Mutex::default(),
             clusters: false,
+            shared_like: shared_like(std::env::var(LIKE).ok().as_deref())?,
         };
         // On Hopper and later, if the compiler supports it. A slice of a GPU may have too few neighbouring
         // multiprocessors.
@@ -378,7 +391,7 @@ impl Executor for CudaExecutor {
     }
 
     fn limits(&self) -> Limits {
-        let Launcher { gpu, target, clusters, .. } = &*self.launcher;
+        let Launcher { gpu, target, clusters, shared_like, .. } = &*self.launcher;
         let limits = Limits {
             threads: gpu.threads_per_block,
             threadgroup_bytes: gpu.shared_bytes,
@@ -387,11 +400,7 @@ impl Executor for CudaExecutor {
             clusters: *clusters,
             library_products: libraries::has_cublaslt(),
         };
-        match std::env::var(LIKE).as_deref() {
-            Ok("sm_80") => lowered(limits, 163 << 10),
-            Ok("sm_89") => lowered(limits, 99 << 10),
-            _ => limits,
-        }
+        shared_like.map_or(limits, |bytes| lowered(limits, bytes))
     }
 
     /// All launches are in one stream. A kernel that begins before the previous one has ended waits before it uses
@@ -503,5 +512,18 @@ impl Replay for CudaReplay {
         let _turn = self.gpu.turn();
         self.graph.lock().unwrap_or_else(PoisonError::into_inner).launch().map_err(fault)?;
         Ok(Some(Box::new(self.gpu.event().map_err(fault)?)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn limits_are_those_of_gpus_that_are_known() {
+        assert_eq!([None, Some("")].map(shared_like), [const { Ok(None) }; 2]);
+        assert_eq!(shared_like(Some("sm_89")), Ok(Some(99 << 10)));
+        let error = shared_like(Some("sm_86")).unwrap_err();
+        assert!(error.contains("KVANT_CUDA_LIKE") && error.contains("sm_86") && error.contains("sm_89"), "{error}");
     }
 }
