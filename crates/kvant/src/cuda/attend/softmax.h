@@ -16,6 +16,15 @@ inline float exp2_fast(float x) {
     return y;
 }
 
+// The sum over the eight lanes that have the same columns of a product: those with equal lane % 4.
+inline float column_sum(float x) {
+#pragma unroll
+    for (uint step = 4; step < 32; step *= 2) {
+        x += __shfl_xor_sync(0xFFFFFFFF, x, step);
+    }
+    return x;
+}
+
 // exp2(part - whole), also where both are infinite or there is nothing.
 inline float factor_of(float part, float whole) {
     return part == whole ? 1 : exp2_fast(part - whole);

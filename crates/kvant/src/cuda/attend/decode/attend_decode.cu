@@ -423,11 +423,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
         __syncthreads();
 #pragma unroll
         for (uint c = 0; c < 2; c++) {
-            float l = work.l[c];
-#pragma unroll
-            for (uint step = 4; step < 32; step *= 2) {
-                l += __shfl_xor_sync(0xFFFFFFFF, l, step);
-            }
+            const float l = column_sum(work.l[c]);
             if (g == 0) {
                 sums[warp * 8 + 2 * t + c] = make_float2(work.m[c], l);
             }

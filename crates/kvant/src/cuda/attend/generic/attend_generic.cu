@@ -297,11 +297,7 @@ inline void work_on(const AttendParams &p, const Buffers &b, const Shared &share
     for (uint n = 0; n < NT; n++) {
 #pragma unroll
         for (uint c = 0; c < 2; c++) {
-            float l = work.l[n][c];
-#pragma unroll
-            for (uint step = 4; step < 32; step *= 2) {
-                l += __shfl_xor_sync(0xFFFFFFFF, l, step);
-            }
+            const float l = column_sum(work.l[n][c]);
             if (g == 0) {
                 sums[warp * (ROWS + 4) + n * 8 + 2 * t + c] = l;
                 if (warp == 0) {

@@ -143,11 +143,7 @@ inline float largest_norm(const uchar *buffer, uint group, const bool (&seen)[2]
 // Leaves the sums of the weights of 16 keys for columns 2t and 2t + 1 of a tile, of which each lane has a part.
 inline void leave_masses(const Shared &shared, uint group, uint n, float2 mass) {
     const uint lane = threadIdx.x % 32;
-#pragma unroll
-    for (uint step = 4; step < 32; step *= 2) {
-        mass.x += __shfl_xor_sync(0xFFFFFFFF, mass.x, step);
-        mass.y += __shfl_xor_sync(0xFFFFFFFF, mass.y, step);
-    }
+    mass = make_float2(column_sum(mass.x), column_sum(mass.y));
     if (lane < 4) {
         *reinterpret_cast<float2 *>(shared.masses() + group * ROWS + n * 8 + 2 * lane) = mass;
     }

@@ -44,10 +44,7 @@ inline void merge_warps(const AttendParams &p, Work &work, const State &state) {
     float *warps = shared_at<float>(AT_WARPS);
 #pragma unroll
     for (uint c = 0; c < 2; c++) {
-#pragma unroll
-        for (uint step = 4; step < 32; step *= 2) {
-            work.l[c] += __shfl_xor_sync(0xFFFFFFFF, work.l[c], step);
-        }
+        work.l[c] = column_sum(work.l[c]);
         if (lane < 4) {
             warps[warp * WARP_FLOATS + 2 * t + c] = work.m[c];
             warps[warp * WARP_FLOATS + ROWS + 2 * t + c] = work.l[c];

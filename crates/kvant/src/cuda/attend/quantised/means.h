@@ -98,11 +98,7 @@ struct Means {
         const uint g = threadIdx.x % 32 / 4;
 #pragma unroll
         for (uint c = 0; c < 2; c++) {
-            float mass = work.of_page[c];
-#pragma unroll
-            for (uint step = 4; step < 32; step *= 2) {
-                mass += __shfl_xor_sync(0xFFFFFFFF, mass, step);
-            }
+            const float mass = column_sum(work.of_page[c]);
             work.masses[c] = g == i ? mass : work.masses[c];
             work.of_page[c] = 0;
         }
