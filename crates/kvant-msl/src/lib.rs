@@ -77,9 +77,8 @@ impl Runs {
         Runs { refused, ..self }
     }
 
-    fn refuses(&self, launch: &Launch) -> Option<String> {
-        let refused = self.refused.iter().any(|start| launch.kernel.starts_with(start));
-        refused.then(|| format!("{} is refused, as asked for", launch.kernel))
+    fn refuses(&self, launch: &Launch) -> bool {
+        self.refused.iter().any(|start| launch.kernel.starts_with(start))
     }
 
     /// Counts what each launch does, in msl-host's counting build. Launches are planned for a GPU of so many cores.
@@ -232,7 +231,7 @@ impl Executor for MslHost {
         }
     }
 
-    fn refuses(&self, launch: &Launch) -> Option<String> {
+    fn refuses(&self, launch: &Launch) -> bool {
         self.shared.runs.refuses(launch)
     }
 
@@ -325,8 +324,8 @@ impl Shared {
 impl Inner {
     /// Runs a launch in each of the ways asked for, each time from the same memory.
     fn run(&mut self, launch: &Launch, runs: &Runs) -> Result<()> {
-        if let Some(reason) = runs.refuses(launch) {
-            return Err(fault(reason));
+        if runs.refuses(launch) {
+            return Err(fault(format!("{} is refused, as asked for", launch.kernel)));
         }
         if let Some(counter) = &runs.counter {
             let (source, library) = (self.source(launch.source), self.library(launch.source, Build::Plain)?);

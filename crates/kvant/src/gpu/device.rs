@@ -37,9 +37,10 @@ pub trait Executor: Send + Sync + 'static {
     fn name(&self) -> String;
     /// What it allows.
     fn limits(&self) -> Limits;
-    /// Why the launch's kernel cannot be had, or `None`. Where a simpler kernel exists, it is taken instead.
-    fn refuses(&self, _launch: &Launch) -> Option<String> {
-        None
+    /// Whether the launch's kernel cannot be had. Where a simpler kernel exists, it is taken instead. The first refusal
+    /// of a kernel is a warning with the reason.
+    fn refuses(&self, _launch: &Launch) -> bool {
+        false
     }
     /// The kernels that were compiled, or refused, so far.
     fn kernels(&self) -> Vec<KernelReport> {
@@ -167,7 +168,7 @@ impl Pad {
 pub(crate) struct Builder<'a> {
     pub limits: Limits,
     device: &'static str,
-    refuses: &'a dyn Fn(&Launch) -> Option<String>,
+    refuses: &'a dyn Fn(&Launch) -> bool,
     allocate: &'a dyn Fn(usize, bool) -> Result<Box<dyn Memory>>,
     /// What calls share, if they may.
     pad: Option<RefCell<&'a mut Pad>>,
@@ -196,11 +197,7 @@ impl Builder<'_> {
 
     /// Whether the launch's kernel cannot be had: then a simpler one is taken. Buffers do not matter.
     pub(crate) fn refuses(&self, launch: &Launch) -> bool {
-        let reason = (self.refuses)(launch);
-        if let Some(reason) = &reason {
-            tracing::warn!("{}: {} is replaced by a slower kernel: {reason}", launch.op, launch.kernel);
-        }
-        reason.is_some()
+        (self.refuses)(launch)
     }
 
     /// Adds a launch; one without threads is dropped.
@@ -394,7 +391,7 @@ mod tests {
             library_products: false,
             clusters: false,
         };
-        let (refuses, launches) = (|_: &Launch| None, Vec::new());
+        let (refuses, launches) = (|_: &Launch| false, Vec::new());
         let mut builder =
             Builder { limits, device: "gpu", refuses: &refuses, allocate: &allocate, pad: None, launches };
         let launch = Launch::new("test", &SOURCE, "kernel").grid(groups, threads).threadgroup_memory(bytes);

@@ -126,7 +126,7 @@ impl Executor for Runtime {
         self.0.limits
     }
 
-    fn refuses(&self, launch: &Launch) -> Option<String> {
+    fn refuses(&self, launch: &Launch) -> bool {
         self.0.pipelines.refuses(launch)
     }
 

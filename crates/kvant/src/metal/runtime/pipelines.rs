@@ -114,17 +114,19 @@ impl Pipelines {
         Ok(pipeline)
     }
 
-    /// Why the launch's kernel cannot be had, or `None`.
-    pub(super) fn refuses(&self, launch: &Launch) -> Option<String> {
-        let (name, constants) = (name_of(launch.source, launch.kernel), format!("{:?}", launch.constants));
-        let known = |report: &KernelReport| report.name == name && report.constants == constants;
-        if let Some(report) = lock(&self.cache).refused.iter().find(|report| known(report)) {
-            return report.refusal.clone();
+    /// Whether the launch's kernel cannot be had. A kernel that is refused for the first time is a warning.
+    pub(super) fn refuses(&self, launch: &Launch) -> bool {
+        let name = || name_of(launch.source.name, launch.kernel);
+        let constants = || format!("{:?}", launch.constants);
+        if lock(&self.cache).refused.iter().any(|known| known.name == name() && known.constants == constants()) {
+            return true;
         }
-        let refusal = self.get(launch).err()?.to_string();
-        let report = KernelReport { name, constants, threads: 0, threadgroup_bytes: 0, refusal: Some(refusal.clone()) };
+        let Err(error) = self.get(launch) else { return false };
+        tracing::warn!(%error, "{} is replaced by a slower kernel", name());
+        let refusal = Some(error.to_string());
+        let report = KernelReport { name: name(), constants: constants(), threads: 0, threadgroup_bytes: 0, refusal };
         lock(&self.cache).refused.push(report);
-        Some(refusal)
+        true
     }
 
     /// All kernels so far, by name.
@@ -133,7 +135,7 @@ impl Pipelines {
         let mut reports = cache.refused.clone();
         for ((_, kernel), variants) in &cache.kernels {
             reports.extend(variants.iter().map(|(variant, pipeline)| KernelReport {
-                name: format!("{}/{kernel}", variant.source),
+                name: name_of(variant.source, kernel),
                 constants: format!("{:?}", variant.constants),
                 threads: pipeline.threads,
                 threadgroup_bytes: pipeline.static_bytes,
@@ -156,7 +158,7 @@ impl Pipelines {
 
     /// Compiles a kernel for a launch.
     fn pipeline(&self, launch: &Launch, library: &Library) -> Result<Pipeline> {
-        let kernel = name_of(launch.source, launch.kernel);
+        let kernel = name_of(launch.source.name, launch.kernel);
         let values = MTLFunctionConstantValues::new();
         for &(name, value) in &launch.constants {
             let (value, kind) = match &value {
@@ -212,8 +214,8 @@ impl Pipelines {
     }
 }
 
-fn name_of(source: &Source, kernel: &str) -> String {
-    format!("{}/{kernel}", source.name)
+fn name_of(source: &str, kernel: &str) -> String {
+    format!("{source}/{kernel}")
 }
 
 /// How kernel files are compiled.
