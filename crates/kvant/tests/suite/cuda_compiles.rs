@@ -41,6 +41,9 @@ fn every_kernel_compiles() -> Result<()> {
     }
     caches_over_pages(&device, &mut enc, 64, 128, Codec::tq_centred(4))?;
     attention(&device, &mut enc, true)?;
+    // A prompt whose keys and values are decoded before.
+    let prompt = (64, Codec::tq(4), Codec::tq(4), DType::BF16, DType::BF16, 4, 99);
+    attend_over_pages(&device, &mut enc, ("attend_prefill", 9999, None, prompt), 64, None)?;
     enc.commit()?.wait()?;
     forks(&device)?;
     gated_products(&device)?;
@@ -53,10 +56,8 @@ fn every_kernel_compiles() -> Result<()> {
     }
     let compiled: HashSet<&str> = seen.iter().filter_map(|key| key.split('/').next()).collect();
     println!("{} kernels of {} files", seen.len(), compiled.len());
-    // `kernels_over_pages_compile` has those that only pages need.
-    let of_pages = |name: &str| name.starts_with("attend_unpack");
     for name in kernel_files(Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/src/cuda"))) {
-        assert!(of_pages(&name) || compiled.contains(name.as_str()), "{name}: no kernel of it was compiled");
+        assert!(compiled.contains(name.as_str()), "{name}: no kernel of it was compiled");
     }
     Ok(())
 }
@@ -232,11 +233,13 @@ fn kernels_over_pages_compile() -> Result<()> {
     Ok(())
 }
 
+/// A kernel, the longest context, the window, and the call that the kernel is meant for.
+type AttentionOverPages = (&'static str, usize, Option<usize>, Attention);
+
 fn attention_over_pages(device: &Device, enc: &mut Encoder, model: Model) -> Result<()> {
     let (tq, centred, bf16, f16) = (Codec::tq, Codec::tq_centred, DType::BF16, DType::F16);
     let [dense_bf16, dense_f16] = [Codec::BF16, Codec::F16];
-    // Kernel, longest context, window.
-    let cases: [(&str, usize, Option<usize>, Attention); 31] = [
+    let cases: [AttentionOverPages; 31] = [
         ("attend_generic", 9999, None, (128, tq(2), tq(3), bf16, bf16, 4, 1)),
         // Around page means: decode and prompts.
         ("attend_generic", 9999, None, (128, centred(4), centred(3), bf16, bf16, 4, 1)),
@@ -272,23 +275,34 @@ fn attention_over_pages(device: &Device, enc: &mut Encoder, model: Model) -> Res
         ("attend_quantised", 9999, None, (256, centred(6), tq(6), DType::F32, bf16, 2, 1)),
         ("attend_quantised", 99, Some(40), (128, centred(8), centred(6), bf16, bf16, 15, 1)),
     ];
-    for (i, (kernel, longest, window, (head_dim, k, v, q, out, group, tokens))) in cases.into_iter().enumerate() {
+    for (i, case) in cases.into_iter().enumerate() {
         // Before Hopper: decode without clusters and bulk copies.
         if model != Model::H200 && ![1, 6, 9, 14, 25].contains(&i) {
             continue;
         }
-        let kv_heads = 2;
-        let layer = CacheLayer::new(kv_heads, head_dim, k).v(v).window(window);
-        let pool = KvPool::new(device, &PoolSpec::new(vec![layer], 64 << 20).page_tokens(16 << (i % 5)))?;
-        let step = pool.reserve_step(StepSize::decode(1, longest).tokens(tokens, tokens))?;
-        let shape = [tokens, kv_heads * group, head_dim];
-        let (q, out) = (zeros(device, q, &shape)?, zeros(device, out, &shape)?);
-        let args = Attend::new(&q, pool.layer(0)?, &step, &out).scale(1.0).softcap((i % 2 == 1).then_some(30.0));
-        let explained = ops::explain(&args, device)?;
-        assert_eq!(explained.kernel, kernel, "case {i}: {explained:?}");
-        ops::attend(enc, &args)?;
+        attend_over_pages(device, enc, case, 16 << (i % 5), (i % 2 == 1).then_some(30.0))?;
     }
     Ok(())
+}
+
+fn attend_over_pages(
+    device: &Device,
+    enc: &mut Encoder,
+    case: AttentionOverPages,
+    page_tokens: usize,
+    softcap: Option<f32>,
+) -> Result<()> {
+    let (kernel, longest, window, (head_dim, k, v, q, out, group, tokens)) = case;
+    let kv_heads = 2;
+    let layer = CacheLayer::new(kv_heads, head_dim, k).v(v).window(window);
+    let pool = KvPool::new(device, &PoolSpec::new(vec![layer], 64 << 20).page_tokens(page_tokens))?;
+    let step = pool.reserve_step(StepSize::decode(1, longest).tokens(tokens, tokens))?;
+    let shape = [tokens, kv_heads * group, head_dim];
+    let (q, out) = (zeros(device, q, &shape)?, zeros(device, out, &shape)?);
+    let args = Attend::new(&q, pool.layer(0)?, &step, &out).scale(1.0).softcap(softcap);
+    let explained = ops::explain(&args, device)?;
+    assert_eq!(explained.kernel, kernel, "{case:?}: {explained:?}");
+    ops::attend(enc, &args)
 }
 
 fn caches_over_pages(
