@@ -184,11 +184,12 @@ def source(svg, record, y, x=16):
 
 def short_machine(record):
     machine = record["machine"]
-    if machine.startswith("16 virtual cores"):
-        return machine.split(" (")[0]
-    for word in ("EPYC", "Xeon", "H200"):
+    if "H200" in machine:
+        return "NVIDIA H200"
+    for word, name in (("EPYC", "AMD EPYC (Zen 4)"), ("Xeon", "Intel Xeon")):
         if word in machine:
-            return {"EPYC": "2 cores of an AMD EPYC (Zen 4)", "Xeon": "2 cores of an Intel Xeon", "H200": "NVIDIA H200"}[word]
+            cores = machine.split(" of an ")[0]
+            return f"{cores} of an {name}"
     return machine
 
 

@@ -326,12 +326,11 @@ impl GgufFile {
         let blocks = (PIECE as u64 / block).max(1);
         let step = blocks * block;
         let count = (info.end - info.start).div_ceil(step);
-        let first_of = |number: usize| number as u64 * step;
         parallel::for_each(
             count as usize,
             || (state(), Vec::new()),
             |(state, piece), number| {
-                let start = info.start + first_of(number);
+                let start = info.start + number as u64 * step;
                 piece.resize((info.end - start).min(step) as usize, 0);
                 self.read_bytes(name, start, piece)?;
                 visit(state, number * blocks as usize, piece)
