@@ -104,7 +104,7 @@ impl<S> Task<S> {
         (self.tokens.len() + self.pending).saturating_add(ahead).min(self.most.max(self.tokens.len()))
     }
 
-    /// The drafts that can follow the last token, which may still be unknown: the first one stands for it then.
+    /// The drafts for the next step. Those in the place of pending tokens are skipped.
     pub fn next_drafts(&self) -> &[u32] {
         let drafts = self.drafts.get(self.pending..).unwrap_or(&[]);
         let most = if self.is_decoding() { self.most.saturating_sub(self.tokens.len() + self.pending + 1) } else { 0 };

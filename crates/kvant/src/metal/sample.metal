@@ -289,8 +289,8 @@ template <uint COPIES> inline void add_digit(thread Digit<COPIES> &f, threadgrou
     settle(f.worker, shared);
 }
 
-// Finds the bin of `sums`, from the last one on, in which the goal falls. With FIRST, the goal is still to be measured
-// by all that there is; else it is what is left. Ends with a barrier.
+// Finds the bin of `sums` in which the goal falls, counted from the last bin. With FIRST, `goal` and `value` say
+// how much of the sum of all bins that is; otherwise it is the rest that the previous call left. Ends with a barrier.
 template <bool FIRST, uint COPIES>
 inline void find(Worker worker, threadgroup Shared<COPIES> &shared, Goal goal, ulong value) {
     if (worker.index < BINS / 16) {

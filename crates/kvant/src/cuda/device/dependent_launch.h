@@ -5,8 +5,8 @@
 // accesses one. A block without work may end without waiting, as long as one block of its grid waits.
 //
 // Most kernels let the next one begin only after they have waited: all kernels before them have ended by then. A short
-// one lets it begin first (take_turn_early), so that the next kernel reads ahead while this one waits. The kernels that
-// this one waits for then run beside the next one, too (runtime/running.rs).
+// one lets it begin first (take_turn_early), so that the next kernel reads ahead while this one waits. Then the next
+// kernel may also run at the same time as the kernels that this one waits for (runtime/running.rs).
 #ifndef KVANT_CUDA_DEVICE_DEPENDENT_LAUNCH_H
 #define KVANT_CUDA_DEVICE_DEPENDENT_LAUNCH_H
 

@@ -11,7 +11,7 @@ use crate::{cuda::headers, gpu::Launch};
 pub(super) struct RunningKernels<'a>(Vec<&'a Launch>);
 
 impl<'a> RunningKernels<'a> {
-    /// Whether a kernel that waits itself may begin beside these: what it reads ahead, none of them writes.
+    /// Whether a kernel that waits itself may begin while these run: none of them writes a buffer that it reads ahead.
     pub fn allow(&self, launch: &Launch) -> bool {
         !self.0.is_empty() && self.0.iter().all(|running| launch.may_read_beside(running))
     }

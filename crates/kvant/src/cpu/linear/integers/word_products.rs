@@ -129,8 +129,8 @@ fn words_apart(rows: &[*const u8; OUTPUTS]) -> Option<usize> {
 /// transposed, so that a vector has eight codes of each of 16 outputs.
 ///
 /// # Safety
-/// The instructions of `Avx512Vnni` are there; the rows have as many codes as there is room for in `to`, where a word
-/// takes a pair of inputs, for whole blocks of [`WORDS`] words.
+/// The instructions of `Avx512Vnni` are enabled. `to` has a word for each pair of inputs of [`OUTPUTS`] outputs, and
+/// the rows have codes for all of it. Its length is a multiple of `WORDS * 4 * OUTPUTS`.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni")]
 unsafe fn unpack_four_bits(codes: *const u8, apart: usize, to: &mut [f32]) {
     // With its highest bit inverted, a code is its distance from 8 as a signed number.
