@@ -36,6 +36,7 @@ fn every_kernel_compiles() -> Result<()> {
         elements(&device, &mut enc, dtype)?;
         products(&device, &mut enc, dtype)?;
     }
+    experts_of_blocks(&device, &mut enc)?;
     for codec in [Codec::F32, Codec::F16, Codec::BF16].into_iter().chain(BITS.map(Codec::tq)) {
         caches(&device, &mut enc, codec)?;
     }
