@@ -249,8 +249,9 @@ impl CudaDevice {
     /// CudaMemory, in the order of the stream.
     pub(super) fn allocate(self: &Arc<Self>, bytes: usize) -> crate::Result<CudaMemory> {
         let _entered = self.enter().map_err(fault)?;
-        // The driver refuses to allocate nothing.
-        let size = bytes.max(16);
+        // The driver refuses to allocate nothing. Copies in pieces of 16 bytes read the last one whole, also where only
+        // its beginning belongs to a row.
+        let size = bytes.max(1).checked_next_multiple_of(16).unwrap_or(usize::MAX);
         if size > self.memory_bytes {
             return Err(self.out_of_memory(bytes));
         }
