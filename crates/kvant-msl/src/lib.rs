@@ -129,7 +129,7 @@ fn threads(launch: &Launch) -> u64 {
 /// The device.
 ///
 /// # Errors
-/// `NoDevice` without x86-64 Linux or clang 19.
+/// `NoDevice` where msl-host does not run: without Linux on x86-64 or 64-bit ARM, or without clang.
 pub fn device(runs: Runs) -> Result<Device> {
     let host = Host::new()
         .map_err(|error| Error::NoDevice { kind: kvant::DeviceKind::Metal, reason: format!("msl-host: {error}") })?;

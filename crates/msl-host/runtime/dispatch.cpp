@@ -9,7 +9,6 @@
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <time.h>
-#include <ucontext.h>
 #include <unistd.h>
 #include "state.h"
 
@@ -28,9 +27,9 @@ static void chain(int signal, siginfo_t *info, void *context) {
 }
 // The kernel's own place when it faults in what it called: up the frames until one returns into its library.
 static uintptr_t kernel_place(const State &s, const mcontext_t &registers) {
-  uintptr_t pc = (uintptr_t)registers.gregs[REG_RIP], low = (uintptr_t)s.image[0], high = (uintptr_t)s.image[1];
+  uintptr_t pc = instruction(registers), low = (uintptr_t)s.image[0], high = (uintptr_t)s.image[1];
   const char *stack = s.fibers[s.current].stack;
-  const char *frame = (const char *)registers.gregs[REG_RBP];
+  const char *frame = (const char *)frame_pointer(registers);
   for (int depth = 0; depth < 16 && !(pc >= low && pc < high); depth++) {
     if (frame < stack || frame > stack + STACK - 16 || (uintptr_t)frame % 8) return 0;
     pc = ((const uintptr_t *)frame)[1] - 1;
@@ -46,21 +45,20 @@ static void on_signal(int signal, siginfo_t *info, void *context) {
   }
   State &s = *state;
   mcontext_t &registers = ((ucontext_t *)context)->uc_mcontext;
-  uintptr_t pc = (uintptr_t)registers.gregs[REG_RIP];
+  uintptr_t pc = instruction(registers);
   bool in_kernel = pc >= (uintptr_t)s.image[0] && pc < (uintptr_t)s.image[1];
   pc = kernel_place(s, registers);
   char *address = (char *)info->si_addr;
   if (signal == TIMER_SIGNAL) {
     if (!in_kernel) return;  // inside the runtime: the timer repeats
     // In a stub of the linker only the caller has a line.
-    note(s, TIME_LIMIT, pc, *(uintptr_t *)registers.gregs[REG_RSP] - 1, "still running after %u ms of CPU time", s.launch->time_limit_ms);
+    note(s, TIME_LIMIT, pc, return_address(registers) - 1, "still running after %u ms of CPU time", s.launch->time_limit_ms);
   } else if (signal == SIGFPE) {
     note(s, ARITHMETIC, pc, 0, "integer division by zero, or of the smallest integer by -1");
-  } else if (info->si_code == SI_KERNEL && !address) {
-    // The processor has no address for these: an instruction for aligned vectors, or an address beyond 48 bits.
+  } else if (without_address(*info)) {
     note(s, MISALIGNED, pc, 0, "a vector access that violates its alignment, or an access at an impossible address");
   } else {
-    const char *verb = registers.gregs[REG_ERR] & 2 ? "write" : "read";
+    const char *verb = was_write(registers) ? "write" : "read";
     const Fiber &f = s.fibers[s.current];
     if (Bound *b = s.find(address)) {
       const Extent &e = b->extents[0];
@@ -72,8 +70,7 @@ static void on_signal(int signal, siginfo_t *info, void *context) {
     }
   }
   s.stop = true;
-  registers.gregs[REG_RSP] = (long long)s.main_stack;
-  registers.gregs[REG_RIP] = (long long)&msl_resume_main;
+  go_on_at(registers, msl_resume_main, s.main_stack);
 }
 static void install_handlers() {
   static const bool once = [] {
@@ -110,12 +107,16 @@ struct Timer {
 
 // ---- the library that holds the kernel
 
+// As the loader's interface to compilers has it.
+struct TlsIndex { unsigned long module, offset; };
+extern "C" void *__tls_get_addr(TlsIndex *);
+
 static void find_image(State &s) {
   s.image[0] = s.image[1] = s.thread_locals[0] = s.thread_locals[1] = nullptr;
   dl_iterate_phdr(
       [](struct dl_phdr_info *info, size_t, void *data) {
         State &s = *(State *)data;
-        char *low = nullptr, *high = nullptr, *locals = nullptr;
+        char *low = nullptr, *high = nullptr;
         size_t local_bytes = 0;
         for (int i = 0; i < info->dlpi_phnum; i++) {
           const auto &h = info->dlpi_phdr[i];
@@ -124,14 +125,18 @@ static void find_image(State &s) {
             if (!low) low = (char *)info->dlpi_addr;
             high = std::max(high, at + h.p_memsz);
           }
-          if (h.p_type == PT_TLS) { locals = (char *)info->dlpi_tls_data; local_bytes = h.p_memsz; }
+          if (h.p_type == PT_TLS) local_bytes = h.p_memsz;
         }
         char *entry = (char *)(void *)s.launch->entry;
         if (entry < low || entry >= high) return 0;
         s.image[0] = low;
         s.image[1] = high;
-        s.thread_locals[0] = locals;
-        s.thread_locals[1] = locals ? locals + local_bytes : nullptr;
+        if (local_bytes) {
+          // `dlpi_tls_data` is null where only descriptors have been used.
+          TlsIndex first = {info->dlpi_tls_modid, 0};
+          s.thread_locals[0] = (char *)__tls_get_addr(&first);
+          s.thread_locals[1] = s.thread_locals[0] + local_bytes;
+        }
         return 1;
       },
       &s);
@@ -213,9 +218,6 @@ extern "C" void msl_state_free(State *s) {
   delete s;
 }
 extern "C" const MslFinding *msl_finding(State *s, uint64_t index) { return index < s->findings.size() ? &s->findings[index] : nullptr; }
-
-// Of the register for floating-point arithmetic.
-constexpr unsigned FLUSH_RESULTS = 1 << 15, FLUSH_OPERANDS = 1 << 6;
 
 static void choose_order(State &s) {
   const MslLaunch &l = *s.launch;
@@ -321,8 +323,8 @@ extern "C" uint64_t msl_dispatch(State *state, const MslLaunch *launch, MslStats
   own.ss_size = 64 << 10;
   sigaltstack(&own, &before);
   running = &s;
-  unsigned arithmetic = __builtin_ia32_stmxcsr();
-  if (launch->flush) __builtin_ia32_ldmxcsr(arithmetic | FLUSH_RESULTS | FLUSH_OPERANDS);
+  uint64_t arithmetic = arithmetic_mode();
+  if (launch->flush) set_arithmetic_mode(arithmetic | FLUSH);
   {
     Timer timer(launch->time_limit_ms);
     for (size_t i = 0; i < s.order.size() && !s.stop; i++) {
@@ -336,7 +338,7 @@ extern "C" uint64_t msl_dispatch(State *state, const MslLaunch *launch, MslStats
     }
     s.current = -1;
   }
-  __builtin_ia32_ldmxcsr(arithmetic);
+  set_arithmetic_mode(arithmetic);
   running = nullptr;
   sigaltstack(&before, nullptr);
   if (!s.stop) check_slack(s);

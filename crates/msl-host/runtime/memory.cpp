@@ -3,9 +3,11 @@
 #include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <unistd.h>
 #include "state.h"
 
 thread_local State *running;
+const size_t PAGE = (size_t)sysconf(_SC_PAGESIZE);
 
 // The data ends at the guard, rounded to the alignment of the widest vector: a read past the end faults at once. In front of it
 // lies the rest of its first page, then a guard as well. Zeroed memory is left as the system gives it, so that a huge buffer costs

@@ -8,7 +8,7 @@
 #include <string.h>
 #include "state.h"
 
-// Callee-saved registers on the old stack, their values from the new one.
+#if defined(__x86_64__)
 asm(R"(
 .text
 .globl msl_switch
@@ -33,6 +33,43 @@ msl_resume_main:
   pop %rbp
   ret
 )");
+#else
+asm(R"(
+.text
+.globl msl_switch
+.type msl_switch, %function
+msl_switch:
+  sub sp, sp, #160
+  stp x29, x30, [sp]
+  stp x19, x20, [sp, #16]
+  stp x21, x22, [sp, #32]
+  stp x23, x24, [sp, #48]
+  stp x25, x26, [sp, #64]
+  stp x27, x28, [sp, #80]
+  stp d8, d9, [sp, #96]
+  stp d10, d11, [sp, #112]
+  stp d12, d13, [sp, #128]
+  stp d14, d15, [sp, #144]
+  mov x9, sp
+  str x9, [x0]
+  mov sp, x1
+.globl msl_resume_main
+.type msl_resume_main, %function
+msl_resume_main:
+  ldp x29, x30, [sp]
+  ldp x19, x20, [sp, #16]
+  ldp x21, x22, [sp, #32]
+  ldp x23, x24, [sp, #48]
+  ldp x25, x26, [sp, #64]
+  ldp x27, x28, [sp, #80]
+  ldp d8, d9, [sp, #96]
+  ldp d10, d11, [sp, #112]
+  ldp d12, d13, [sp, #128]
+  ldp d14, d15, [sp, #144]
+  add sp, sp, #160
+  ret
+)");
+#endif
 
 static const char *const WAITS[] = {"runnable", "at a SIMD-group function", "at simdgroup_barrier", "at threadgroup_barrier", "returned", "at an access"};
 
@@ -276,18 +313,13 @@ static void fiber_main() {
   msl_switch(&abandoned, s.main_stack);
   __builtin_unreachable();
 }
-// A first frame that returns into fiber_main; its frame pointer is null, where mark_place stops.
 void start_fiber(State &s, unsigned index) {
   Fiber &f = s.fibers[index];
   f.wait = Wait::READY;
   f.operation = f.site = 0;
   f.path = 0;
   f.active = 0;
-  void **top = (void **)(f.stack + STACK);
-  *--top = nullptr;
-  *--top = (void *)fiber_main;
-  for (int i = 0; i < 6; i++) *--top = nullptr;
-  f.stack_pointer = top;
+  f.stack_pointer = first_frame(f.stack + STACK, fiber_main);
 }
 void run_threadgroup(State &s) {
   unsigned n = s.threads;

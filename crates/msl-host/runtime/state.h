@@ -4,10 +4,12 @@
 #include <vector>
 #include "../include/msl/context.h"
 #include "abi.h"
+#include "machine.h"
 
 constexpr unsigned MAX_THREADS = 1024, SIMD_WIDTH = 32, MAX_BINDINGS = 31;
 constexpr size_t THREADGROUP_LIMIT = 32 << 10;  // bytes, of threadgroup arguments and variables together
-constexpr size_t PAGE = 4096, STACK = 256 << 10, GUARD = 16 << 20;
+extern const size_t PAGE;  // of the system
+constexpr size_t STACK = 256 << 10, GUARD = 16 << 20;
 constexpr unsigned FLAG_DEVICE = 1, FLAG_THREADGROUP = 2;  // of metal::mem_flags
 
 struct Region {
@@ -135,8 +137,6 @@ extern thread_local State *running;  // null outside of a dispatch
 void note(State &s, Kind kind, uintptr_t pc, uintptr_t other_pc, const char *format, ...) __attribute__((format(printf, 5, 6)));
 
 // schedule.cpp
-extern "C" void msl_switch(void **save, void *to);
-extern "C" void msl_resume_main();
 void start_fiber(State &s, unsigned index);
 void run_threadgroup(State &s);
 // Lockstep: waits until the other lanes are at this access too, or cannot come here before it.

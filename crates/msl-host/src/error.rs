@@ -13,12 +13,12 @@ pub type Result<T> = std::result::Result<T, Error>;
 #[non_exhaustive]
 pub enum Error {
     /// This machine cannot run kernels.
-    #[error("msl-host requires x86-64 Linux with AVX2, FMA and F16C, got {0}")]
+    #[error("msl-host requires Linux on x86-64 with AVX2, FMA and F16C, or on 64-bit ARM with FP16, got {0}")]
     Unsupported(String),
     /// No usable compiler was found.
     #[error(
-        "msl-host requires clang++ 19 and found none (tried {tried}). Install it with `apt-get install clang-19`, \
-         or set the environment variable MSL_HOST_CLANG to a clang++ of this version"
+        "msl-host requires clang++ 18 to 22 and found none (tried {tried}). Install it with `apt-get install clang-19`, \
+         or set the environment variable MSL_HOST_CLANG to the command of a clang++ of these versions"
     )]
     NoClang {
         /// The programs that were tried.

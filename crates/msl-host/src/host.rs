@@ -51,10 +51,11 @@ impl fmt::Debug for Host {
 }
 
 impl Host {
-    /// Finds clang 19 and loads the runtime, which is compiled on first use.
+    /// Finds clang and loads the runtime, which is compiled on first use.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] unless the machine is x86-64 Linux with AVX2; [`Error::NoClang`] without the compiler.
+    /// [`Error::Unsupported`] unless the machine is Linux on x86-64 with AVX2, or on 64-bit ARM with FP16;
+    /// [`Error::NoClang`] without the compiler.
     pub fn new() -> Result<Host> {
         supported()?;
         let toolchain = Toolchain::find()?;
@@ -104,7 +105,12 @@ fn supported() -> Result<()> {
             && is_x86_feature_detected!("bmi2");
         if there { Ok(()) } else { Err(Error::Unsupported("a processor without these".into())) }
     }
-    #[cfg(not(all(target_os = "linux", target_arch = "x86_64")))]
+    #[cfg(all(target_os = "linux", target_arch = "aarch64"))]
+    {
+        let there = std::arch::is_aarch64_feature_detected!("fp16");
+        if there { Ok(()) } else { Err(Error::Unsupported("a processor without it".into())) }
+    }
+    #[cfg(not(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64"))))]
     Err(Error::Unsupported(format!("{} on {}", std::env::consts::OS, std::env::consts::ARCH)))
 }
 

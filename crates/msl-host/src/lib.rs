@@ -1,8 +1,8 @@
-//! Runs Metal compute kernels on x86-64 Linux, and reports their errors.
+//! Runs Metal compute kernels on Linux, and reports their errors.
 //!
 //! ```
 //! use msl_host::{Buffer, Build, Grid, Host, Launch, Schedule, Source};
-//! # if cfg!(not(all(target_os = "linux", target_arch = "x86_64"))) { return Ok::<(), msl_host::Error>(()); }
+//! # if cfg!(not(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64")))) { return Ok::<(), msl_host::Error>(()); }
 //!
 //! let source = Source::new("double.metal", r#"
 //!     #include <metal_stdlib>
@@ -35,6 +35,7 @@
 //! 5. clang checks the types, with address spaces as part of them, then compiles the source without them;
 //! 6. `runtime/` runs it.
 
+mod compiler;
 mod count;
 mod error;
 mod host;

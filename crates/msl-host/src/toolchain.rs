@@ -1,9 +1,10 @@
-//! Finds clang 19, defines its options, and caches its results.
+//! Calls clang with its options, and caches its results.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
+use crate::compiler::{Compiler, PLAIN as PLAIN_PROCESSOR, PROCESSOR};
 use crate::count::{Table, instrument};
 use crate::error::{Diagnostic, Error, Result};
 use crate::source::{Source, Strictness};
@@ -33,6 +34,7 @@ const INCLUDE: &[(&str, &str)] = &[
 ];
 const RUNTIME: &[(&str, &str)] = &[
     ("abi.h", include_str!("../runtime/abi.h")),
+    ("machine.h", include_str!("../runtime/machine.h")),
     ("state.h", include_str!("../runtime/state.h")),
     ("memory.cpp", include_str!("../runtime/memory.cpp")),
     ("schedule.cpp", include_str!("../runtime/schedule.cpp")),
@@ -46,7 +48,6 @@ const RUNTIME_OPTIONS: &[&str] = &[
     "-std=c++17",
     "-O2",
     "-g1",
-    "-march=x86-64-v3",
     "-fPIC",
     "-shared",
     "-ftls-model=initial-exec",
@@ -90,7 +91,6 @@ const COMMON: &[&str] = &[
     "-x",
     "c++",
     "-std=c++14",
-    "-march=x86-64-v3",
     "-nostdinc",
     "-nostdinc++",
     "-D__METAL__=1",
@@ -166,34 +166,19 @@ const CONTRACT: [&str; 2] = ["-ffp-contract=fast", "-fno-slp-vectorize"];
 /// A compiler, and a directory for its results.
 #[derive(Debug)]
 pub(crate) struct Toolchain {
-    clang: PathBuf,
-    version: String,
+    compiler: Compiler,
     cache: PathBuf,
     include: PathBuf,
 }
 
 impl Toolchain {
     pub fn find() -> Result<Toolchain> {
-        let named = std::env::var_os("MSL_HOST_CLANG").map(PathBuf::from);
-        let candidates = named.map_or_else(
-            || vec!["clang++-19".into(), "/usr/lib/llvm-19/bin/clang++".into(), "clang++".into()],
-            |n| vec![n],
-        );
-        let version = |clang: &PathBuf| {
-            let output = Command::new(clang).arg("--version").output().ok()?;
-            let text = String::from_utf8_lossy(&output.stdout).lines().next()?.to_string();
-            text.contains("clang version 19.").then_some(text)
-        };
-        let found = candidates.iter().find_map(|c| version(c).map(|v| (c.clone(), v)));
-        let Some((clang, version)) = found else {
-            let tried = candidates.iter().map(|c| c.display().to_string()).collect::<Vec<_>>().join(", ");
-            return Err(Error::NoClang { tried });
-        };
+        let compiler = Compiler::find()?;
         let cache = cache_folder();
         let hash =
             hash(INCLUDE.iter().flat_map(|(name, text)| [*name, *text]).chain(STANDARD.iter().chain(REFUSED).copied()));
         let include = cache.join(format!("include-{hash}"));
-        let toolchain = Toolchain { clang, version, cache, include };
+        let toolchain = Toolchain { compiler, cache, include };
         for (name, text) in INCLUDE {
             write_once(&toolchain.include.join(name), text)?;
         }
@@ -219,8 +204,8 @@ impl Toolchain {
             RUNTIME
                 .iter()
                 .flat_map(|(name, text)| [*name, *text])
-                .chain([context, &self.version])
-                .chain(RUNTIME_OPTIONS.iter().copied()),
+                .chain([context, &self.compiler.version])
+                .chain(RUNTIME_OPTIONS.iter().chain(PROCESSOR).copied()),
         );
         let library = self.cache.join(format!("libmsl_runtime-{hash}.so"));
         if library.exists() {
@@ -233,8 +218,8 @@ impl Toolchain {
             write_once(&sources.join("runtime").join(name), text)?;
         }
         let scratch = Scratch::beside(&library);
-        let mut command = Command::new(&self.clang);
-        command.args(RUNTIME_OPTIONS);
+        let mut command = self.compiler.command();
+        command.args(RUNTIME_OPTIONS).args(PROCESSOR);
         command.arg(format!("-Wl,-soname,{}", file_name(&library))).arg("-o").arg(&scratch.0);
         command.args(
             RUNTIME
@@ -249,8 +234,8 @@ impl Toolchain {
 
     /// The source after the preprocessor, with `# line "file"` markers.
     pub fn preprocess(&self, source: &Source) -> Result<String> {
-        let mut command = Command::new(&self.clang);
-        command.arg("-E").args(COMMON).args(language(source)).arg("-I").arg(self.include.join("stub"));
+        let mut command = self.compiler.command();
+        command.arg("-E").args(COMMON).args(PROCESSOR).args(language(source)).arg("-I").arg(self.include.join("stub"));
         let mut own_headers = None;
         if !source.headers.is_empty() {
             let dir = self.cache.join(format!(
@@ -289,17 +274,25 @@ impl Toolchain {
         let mark = self.cache.join(format!(
             "typed-{}",
             hash(
-                [text, &self.version, file_name(&self.include).as_str()]
+                [text, &self.compiler.version, file_name(&self.include).as_str()]
                     .into_iter()
-                    .chain(COMMON.iter().chain(TYPED).chain(warnings).copied())
+                    .chain(COMMON.iter().chain(PROCESSOR).chain(TYPED).chain(warnings).copied())
                     .chain(language.iter().map(String::as_str))
             )
         ));
         if mark.exists() {
             return Ok(());
         }
-        let mut command = Command::new(&self.clang);
-        command.args(COMMON).args(&language).args(TYPED).args(warnings).arg("-I").arg(&self.include).arg("-");
+        let mut command = self.compiler.command();
+        command
+            .args(COMMON)
+            .args(PROCESSOR)
+            .args(&language)
+            .args(TYPED)
+            .args(warnings)
+            .arg("-I")
+            .arg(&self.include)
+            .arg("-");
         let (success, output) = self.communicate(&mut command, Some(text))?;
         if !success {
             let found = diagnostics(&output.1, &self.include);
@@ -321,9 +314,12 @@ impl Toolchain {
         if source.contract {
             language.extend(CONTRACT.map(String::from));
         }
-        let options = if build == Build::Plain { PLAIN } else { CHECKER };
-        let key = [text, &self.version, &file_name(&self.include), &file_name(runtime)];
-        let options_key = COMMON.iter().chain(options).copied().chain(language.iter().map(String::as_str));
+        let options = match build {
+            Build::Plain => [PROCESSOR, PLAIN, PLAIN_PROCESSOR].concat(),
+            Build::Checker => [PROCESSOR, CHECKER].concat(),
+        };
+        let key = [text, &self.compiler.version, &file_name(&self.include), &file_name(runtime)];
+        let options_key = COMMON.iter().chain(&options).copied().chain(language.iter().map(String::as_str));
         let hash = hash(key.into_iter().chain(options_key));
         let stem: String = name.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '_' }).collect();
         let library = self.cache.join(format!("{stem}-{hash}.so"));
@@ -331,10 +327,10 @@ impl Toolchain {
             return Ok(library);
         }
         let (object, scratch) = (Scratch::beside(&library.with_extension("o")), Scratch::beside(&library));
-        let mut command = Command::new(&self.clang);
+        let mut command = self.compiler.command();
         command
             .args(COMMON)
-            .args(options)
+            .args(&options)
             .args(&language)
             .arg("-I")
             .arg(&self.include)
@@ -354,14 +350,15 @@ impl Toolchain {
         if source.unaligned {
             language.extend(UNALIGNED.map(String::from));
         }
-        let key = [text, &self.version, &file_name(&self.include), &file_name(runtime)];
-        let options = COMMON.iter().chain(COUNTING).copied().chain(language.iter().map(String::as_str));
+        let key = [text, &self.compiler.version, &file_name(&self.include), &file_name(runtime)];
+        let options =
+            COMMON.iter().chain(PROCESSOR).chain(COUNTING).copied().chain(language.iter().map(String::as_str));
         let stem: String = name.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '_' }).collect();
         let ir = self.cache.join(format!("{stem}-{}.ll", hash(key.into_iter().chain(options))));
         if !ir.exists() {
             let scratch = Scratch::beside(&ir);
-            let mut command = Command::new(&self.clang);
-            command.args(COMMON).args(COUNTING).args(&language).arg("-I").arg(&self.include);
+            let mut command = self.compiler.command();
+            command.args(COMMON).args(PROCESSOR).args(COUNTING).args(&language).arg("-I").arg(&self.include);
             command.args(["-S", "-emit-llvm", "-o"]).arg(&scratch.0).arg("-");
             self.expect(&mut command, name, Some(text))?;
             scratch.publish(&ir)?;
@@ -370,8 +367,8 @@ impl Toolchain {
         let library = ir.with_file_name(format!("{stem}-{}.so", hash([counting.as_str(), &file_name(runtime)])));
         if !library.exists() {
             let (object, scratch) = (Scratch::beside(&library.with_extension("o")), Scratch::beside(&library));
-            let mut command = Command::new(&self.clang);
-            command.args(["-x", "ir", "-O1", "-Xclang", "-disable-llvm-passes", "-march=x86-64-v3", "-fPIC", "-w"]);
+            let mut command = self.compiler.command();
+            command.args(["-x", "ir", "-O1", "-Xclang", "-disable-llvm-passes", "-fPIC", "-w"]).args(PROCESSOR);
             command.args(["-fno-omit-frame-pointer", "-c", "-o"]).arg(&object.0).arg("-");
             self.expect(&mut command, name, Some(&counting))?;
             self.link(&object.0, &scratch.0, name, runtime)?;
@@ -381,7 +378,7 @@ impl Toolchain {
     }
 
     fn link(&self, object: &Path, library: &Path, name: &str, runtime: &Path) -> Result<()> {
-        let mut link = Command::new(&self.clang);
+        let mut link = self.compiler.command();
         link.arg("-shared").arg("-o").arg(library).arg(object).arg(runtime).arg("-lm").arg("-Wl,-z,now");
         link.arg(format!("-Wl,-rpath,{}", self.cache.display()));
         self.expect(&mut link, name, None).map(drop)
@@ -402,7 +399,7 @@ impl Toolchain {
     }
 
     fn communicate(&self, command: &mut Command, input: Option<&str>) -> Result<(bool, (String, String))> {
-        let failed = || Error::io("running", &self.clang);
+        let failed = || Error::io("running", &self.compiler.program);
         command.current_dir(&self.cache).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command.spawn().map_err(failed())?;
         let stdin = child.stdin.take();

@@ -6,7 +6,7 @@
 //! whose name has the text.
 
 // Kernels run nowhere else.
-#![cfg(all(target_os = "linux", target_arch = "x86_64"))]
+#![cfg(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64")))]
 #![allow(clippy::expect_used)]
 
 mod attention;

@@ -3,6 +3,8 @@
 use std::path::PathBuf;
 use std::process::Command;
 
+use crate::support::emulator;
+
 const TWICE: &str = "#include <metal_stdlib>
 kernel void twice(device const uint *x [[buffer(0)]], device uint *y [[buffer(1)]], uint i [[thread_position_in_grid]]) {
   y[i] = 2 * x[i];
@@ -14,7 +16,9 @@ kernel void shifted(device const uint *x [[buffer(0)]], device uint *y [[buffer(
 
 /// Exit code, standard output, standard error.
 fn msl_host(arguments: &[&str]) -> (i32, String, String) {
-    let done = Command::new(env!("CARGO_BIN_EXE_msl-host")).args(arguments).output().expect("starts");
+    let mut words = emulator();
+    words.push(env!("CARGO_BIN_EXE_msl-host").into());
+    let done = Command::new(&words[0]).args(&words[1..]).args(arguments).output().expect("starts");
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
     (done.status.code().unwrap_or(-1), text(&done.stdout), text(&done.stderr))
 }

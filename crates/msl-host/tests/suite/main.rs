@@ -1,7 +1,7 @@
 //! The simulator: what compiles, what runs, what it must find, and its command.
 
 // Kernels run nowhere else.
-#![cfg(all(target_os = "linux", target_arch = "x86_64"))]
+#![cfg(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64")))]
 
 mod command;
 mod compiling;

@@ -133,7 +133,7 @@ fn accesses_outside_of_a_buffer_are_found_in_both_builds() {
 }";
     for build in [Build::Plain, Build::Checker] {
         let library = compile(text, build);
-        for (by, len_out, line) in [(32i32, 64usize, 3u32), (1 << 20, 64, 3), (-5000, 64, 3), (0, 32, 4)] {
+        for (by, len_out, line) in [(32i32, 64usize, 3u32), (1 << 20, 64, 3), (-20000, 64, 3), (0, 32, 4)] {
             let (x, mut o, by) = (floats(&[1.0; 64]), vec![0; len_out * 4], by.to_le_bytes());
             let launch = Launch::new("k", groups(2, 32))
                 .buffer(0, Buffer::read(&x))

@@ -12,6 +12,12 @@ pub fn host() -> &'static Host {
     HOST.get_or_init(|| Host::new().unwrap_or_else(|e| panic!("{e}")))
 }
 
+/// What runs the programs of this target, if this machine does not: Cargo's runner.
+pub fn emulator() -> Vec<String> {
+    let runner = std::env::var("CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER").unwrap_or_default();
+    if cfg!(target_arch = "aarch64") { runner.split_whitespace().map(String::from).collect() } else { Vec::new() }
+}
+
 /// A kernel's text with what stands in front of every one. Line 1 is the text's own first line.
 pub fn source(text: &str) -> Source {
     Source::new(
