@@ -95,6 +95,8 @@ fn the_shipped_model_matches_the_cpu() {
 /// passes are recorded before.
 fn check_batches(model: &Model, codec: Codec, prompts: &[Vec<u32>], steps: usize, ahead: bool) {
     let (vocab, device) = (model.vocab_size() as u32, model.device());
+    // Other kernels run for other numbers of rows. Where these round apart, a vector may get another code.
+    let tolerance = if codec == Codec::F32 { TOLERANCE } else { 0.02 };
     let longest = prompts.iter().map(Vec::len).max().unwrap() + 3 * steps;
     let options = PoolOptions { codecs: codec.into(), sequences: 2 * prompts.len(), ..exact(longest) };
     let pool = model.new_pool(&options).unwrap();
@@ -146,7 +148,8 @@ fn check_batches(model: &Model, codec: Codec, prompts: &[Vec<u32>], steps: usize
         let all: Vec<usize> = (0..rows).collect();
         model.start(&pool, &step, &known, fed, &all, &want).unwrap().wait().unwrap();
         let worst = max_difference(&got.to_f32().unwrap(), &want.to_f32().unwrap());
-        assert!(worst < TOLERANCE, "{device}, {codec}, step {index}: off by {worst}");
+        println!("{device}, {codec}, step {index}: {worst:.1e}");
+        assert!(worst < tolerance, "{device}, {codec}, step {index}: off by {worst}");
         if !draws.is_empty() {
             let ends = plain.iter().zip(&counts).flat_map(|(s, count)| s.len() + 1 - count..s.len() + 1);
             let how: Vec<_> = draws.iter().zip(ends).map(|(&draw, end)| (draw, end as u32)).collect();
@@ -179,7 +182,9 @@ fn recorded_batches_match() {
         }
         if most == usize::MAX {
             let model = Model::load(&shipped(), &device).unwrap();
-            check_batches(&model, Codec::tq(8), &[prompt(1016), prompt(60)], 16, true);
+            for codec in [Codec::F32, Codec::tq(8)] {
+                check_batches(&model, codec, &[prompt(1016), prompt(60)], 16, true);
+            }
         }
     }
 }
