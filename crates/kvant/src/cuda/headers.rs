@@ -33,6 +33,7 @@ pub(super) static ALL: &[Header] = headers![
     "attend/quantised/queries.h",
     "attend/quantised/scores.h",
     "attend/short_quantised/copies.h",
+    "attend/short_quantised/means.h",
     "attend/short_quantised/queries.h",
     "attend/short_quantised/values.h",
     "attend/softmax.h",

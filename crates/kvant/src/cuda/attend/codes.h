@@ -267,6 +267,20 @@ inline uint query_place(uint row, uint coord) {
     return (at / 8 * 32 + row * 4 + t) * 8 + at % 8;
 }
 
+// Of four codes of a page's mean two pairs of f16, exactly: 1024 + 128 + code, less 1152.
+inline uint2 halves_of_mean(uint codes) {
+    const uint shifted = codes ^ 0x80808080;
+    return make_uint2(minus<true>(permute(shifted, 0x64646464, 0x4140), 0x64806480),
+                      minus<true>(permute(shifted, 0x64646464, 0x4342), 0x64806480));
+}
+
+// The A operands of products whose rows are two coordinates and whose columns are two means, twice: they meet both
+// terms of a weight. `x` and `y` have four coordinates of each; of the last two if `upper`.
+inline uint4 operands_of_means(uint x, uint y, bool upper) {
+    const uint2 halves = halves_of_mean(permute(x, y, upper ? 0x7362 : 0x5140));
+    return make_uint4(halves.x, halves.y, halves.x, halves.y);
+}
+
 // The A operands of a unit's products; without pairs each product comes in two parts. Keys: rows are the keys x and y,
 // `use` gets (product, operands).
 template <uint CODEC, uint LANES, uint AT, typename Use>

@@ -51,8 +51,6 @@ struct AttendTraits {
     has_aligned_cache: bool,
     /// Bits of keys and values, if both are quantised, with at least [`LEAST_TABLE_BITS`].
     quantised: Option<[u32; 2]>,
-    /// Keys or values are stored around the means of their pages.
-    has_means: bool,
     /// Keys or values are quantised.
     is_quantised: bool,
     /// Keys and values are dense, and of the queries' 16-bit dtype.
@@ -79,7 +77,6 @@ impl AttendTraits {
                 }
                 _ => None,
             },
-            has_means: spec.k.is_centred() || spec.v.is_centred(),
             is_quantised: spec.k.is_quantised() || spec.v.is_quantised(),
             dense_16_bit: dtype != DType::F32 && [spec.k, spec.v] == [Codec::Dense(dtype); 2],
             has_fast_head_dim: call.head_dim.is_power_of_two(),
@@ -101,7 +98,6 @@ pub(super) fn select(call: &Call, limits: &Limits) -> Result<CudaAttendKernel> {
     if is_decode && let Some(bits) = t.quantised {
         if t.fits_in_cluster
             && t.has_aligned_rows
-            && !t.has_means
             && let Some(kernel) = AttendShortQuantised::new(call, bits, limits)
         {
             return Ok(CudaAttendKernel::ShortQuantised(kernel));
@@ -267,9 +263,9 @@ mod tests {
     }
 
     /// The same over a layer of a pool, with 64 query heads and 8 KV heads of 128.
-    fn call_over_pages(k: Codec, v: Codec, size: StepSize, dtype: DType) -> Result<Call> {
+    fn call_over_pages(k: Codec, v: Codec, page_tokens: usize, size: StepSize, dtype: DType) -> Result<Call> {
         let layers = vec![CacheLayer::new(8, 128, k).v(v)];
-        let pool = KvPool::new(&Device::reference(), &PoolSpec::new(layers, 1 << 20))?;
+        let pool = KvPool::new(&Device::reference(), &PoolSpec::new(layers, 1 << 20).page_tokens(page_tokens))?;
         call(pool.layer(0)?.clone(), pool.reserve_step(size)?, 64, dtype)
     }
 
@@ -326,27 +322,29 @@ mod tests {
             // More than a gigabyte of keys.
             (Codec::tq(4), Codec::tq(4), bf16, 1 << 20, H200, "attend_generic"),
         ] {
-            let call = call_over_pages(k, v, StepSize::decode(4, longest).tokens(64, 32), dtype)?;
+            let call = call_over_pages(k, v, 64, StepSize::decode(4, longest).tokens(64, 32), dtype)?;
             assert_eq!(select(&call, &limits)?.name(), want, "{k}, {v}, {dtype}, {longest}");
         }
         Ok(())
     }
 
-    /// Page means change the kernel where a context is short.
+    /// Page means change no kernel but that of pages of 16 positions and short contexts.
     #[test]
     fn page_means() -> Result<()> {
         let (tq, centred) = (Codec::tq, Codec::tq_centred);
-        for (k, v, longest, want) in [
-            (tq(4), tq(4), 8192, "attend_quantised"),
-            (centred(4), tq(4), 8192, "attend_quantised"),
-            (tq(6), centred(8), 8192, "attend_quantised"),
-            (centred(8), centred(8), 8192, "attend_quantised"),
-            (centred(3), centred(4), 8192, "attend_generic"),
-            (tq(4), tq(4), 512, "attend_short_quantised"),
-            (centred(4), centred(4), 512, "attend_quantised"),
+        for (k, v, page_tokens, longest, want) in [
+            (tq(4), tq(4), 64, 8192, "attend_quantised"),
+            (centred(4), tq(4), 64, 8192, "attend_quantised"),
+            (tq(6), centred(8), 16, 8192, "attend_quantised"),
+            (centred(8), centred(8), 64, 8192, "attend_quantised"),
+            (centred(3), centred(4), 64, 8192, "attend_generic"),
+            (tq(4), tq(4), 16, 512, "attend_short_quantised"),
+            (centred(4), centred(4), 32, 512, "attend_short_quantised"),
+            (tq(8), centred(6), 64, 512, "attend_short_quantised"),
+            (centred(4), centred(4), 16, 512, "attend_quantised"),
         ] {
-            let call = call_over_pages(k, v, StepSize::decode(1, longest), DType::BF16)?;
-            assert_eq!(select(&call, &H200)?.name(), want, "{k}, {v}, {longest}");
+            let call = call_over_pages(k, v, page_tokens, StepSize::decode(1, longest), DType::BF16)?;
+            assert_eq!(select(&call, &H200)?.name(), want, "{k}, {v}, {page_tokens}, {longest}");
         }
         Ok(())
     }

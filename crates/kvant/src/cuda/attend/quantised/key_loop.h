@@ -51,15 +51,18 @@ struct KeyLoop {
         if (first < end) {
             const uint slot = RING ? (keys.first % p.capacity + first) % p.capacity : keys.first + first;
             group = {slot, min(KEYS, end - first) - 1, 0, 0};
+            if (HAS_MEANS) {
+                means.k = k_means;
+                means.v = v_means;
+                means.look_up(pages, page_of(first), page_of(end - 1));
+            }
             if (PAGE_SHIFT > 0) {
                 group = group_of(pages.entry(start + first));
                 look_up_after();
             }
             box.copy_keys(p, from, group);
             if constexpr (HAS_MEANS) {
-                means.k = k_means;
-                means.v = v_means;
-                means.begin(pages, page_of(first), page_of(end - 1));
+                means.begin(pages, page_of(end - 1));
             }
             copies_commit();
             box.copy_values(p, from, group);
@@ -148,7 +151,7 @@ struct KeyLoop {
         }
         if (more) {
             __syncwarp();
-            means.begin(pages, page_of(first), page_of(end - 1));
+            means.begin(pages, page_of(end - 1));
             copies_commit();
             copies_wait<0>();
             __syncwarp();

@@ -7,31 +7,30 @@
 
 static_assert(!HAS_MEANS || PAGE_SHIFT > 0, "attend: means are of pages");
 
-// Of four codes two pairs of f16, exactly: 1024 + 128 + code, less 1152.
-inline uint2 halves_of_codes(uint codes) {
-    const uint shifted = codes ^ 0x80808080;
-    return make_uint2(minus<true>(permute(shifted, 0x64646464, 0x4140), 0x64806480),
-                      minus<true>(permute(shifted, 0x64646464, 0x4342), 0x64806480));
-}
-
 // A warp's lot of means.
 struct Means {
     // The rows of keys' and values' means of the head and the warp's block, in page 0.
     const uchar *k;
     const uchar *v;
-    // The lot's first page, counted from the sequence's first; and where page i of the lot is, in lane i.
+    // The lot's first page, counted from the sequence's first; where page i of the lot is, in lane i; and the entry of
+    // page i of the next lot, looked up a lot ahead.
     uint first;
     uint page;
+    uint entry_after;
 
-    // Finds the pages of the lot that begins with page `from`; the warp has keys up to those of page `last`. Begins to
-    // copy the means of keys.
-    void begin(const Pages &pages, uint from, uint last) {
+    // Looks up the entries of the lot that begins with page `from`; the warp has keys up to those of page `last`.
+    void look_up(const Pages &pages, uint from, uint last) {
         const uint index = from + threadIdx.x % LOT;
-        first = from;
-        page = index <= last ? pages.page(pages.entries[index]) : NONE;
+        first = from - LOT;
+        entry_after = index <= last ? pages.entries[index] : NONE;
+    }
+    // Begins with the lot that was looked up: to copy the means of its keys.
+    void begin(const Pages &pages, uint last) {
+        page = pages.page(entry_after);
         if (K_CENTRED) {
             copy(k);
         }
+        look_up(pages, first + 2 * LOT, last);
     }
     // Begins to copy the lot's means of one side; those without a page are zeros.
     void copy(const uchar *means) const {
@@ -73,7 +72,7 @@ struct Means {
             read_bytes<16>(row(g) + KeyCodes::coord(t, 4 * i), codes);
 #pragma unroll
             for (uint j = 0; j < 4; j++) {
-                const uint2 halves = halves_of_codes(codes[j]);
+                const uint2 halves = halves_of_mean(codes[j]);
                 const uint a[4] = {halves.x, 0, halves.y, 0};
                 const uint4 q = queries.at((i + j) / 2);
                 mma<true>(sums[j % 2], a, j % 2 == 0 ? make_uint2(q.x, q.y) : make_uint2(q.z, q.w));
@@ -98,6 +97,7 @@ struct Means {
         const uint g = threadIdx.x % 32 / 4;
 #pragma unroll
         for (uint c = 0; c < 2; c++) {
+            work.l[c] += work.of_page[c];
             const float mass = column_sum(work.of_page[c]);
             work.masses[c] = g == i ? mass : work.masses[c];
             work.of_page[c] = 0;
@@ -132,10 +132,8 @@ struct Means {
             read_bytes<16>(row(2 * t + 1) + ValueCodes::coord(g, 2 * i), codes[1]);
 #pragma unroll
             for (uint j = 0; j < 8; j++) {
-                // Two coordinates of both means.
-                const uint2 halves = halves_of_codes(permute(codes[0][j / 2], codes[1][j / 2], j % 2 == 0 ? 0x5140 : 0x7362));
-                // The columns twice: they meet both terms of the weights.
-                const uint a[4] = {halves.x, halves.y, halves.x, halves.y};
+                const uint4 of = operands_of_means(codes[0][j / 2], codes[1][j / 2], j % 2 == 1);
+                const uint a[4] = {of.x, of.y, of.z, of.w};
                 float sums[4] = {};
                 mma<true>(sums, a, make_uint2(leading, rest));
 #pragma unroll

@@ -16,7 +16,7 @@ struct Work {
     // Of the team: how often it has added up scores.
     uint turn;
     // Around means of values, of columns 2t and 2t + 1: the sum of the weights of the lot's page g, and the lane's part
-    // of that of the current page (means.h).
+    // of that of the current page, which is not in l yet (means.h).
     float masses[2];
     float of_page[2];
 };
@@ -146,10 +146,7 @@ inline uint2 weigh(const AttendParams &p, const Group &group, const float (&fact
 #pragma unroll
     for (uint c = 0; c < 4; c++) {
         s[c] = exp2_fast(s[c] - work.m[c % 2]);
-        work.l[c % 2] += s[c];
-        if (V_CENTRED) {
-            work.of_page[c % 2] += s[c];
-        }
+        (V_CENTRED ? work.of_page : work.l)[c % 2] += s[c];
     }
     const float inverse = WEIGHT_SCALE * inverse_of_power(work.norm);
     const float low = __uint_as_float(norms[0]) * inverse, high = __uint_as_float(norms[1]) * inverse;

@@ -18,13 +18,12 @@
 // at a multiple of 64 KiB, which leaves room for more codes. Operands are f16, products are summed in float.
 //
 // Over pages (work.h) a warp copies its keys from the one or two pages that hold them. A key that no page holds is
-// masked.
+// masked. Around page means (means.h) scores get the product of query and mean, and o gets the mean of values times the
+// sum of the weights of its page.
 //
 // Tables are filled, and positions, sequences, lengths and page tables are read, before the previous kernel has ended
 // (device/dependent_launch.h).
-#include "attend/short_quantised/copies.h"
-#include "attend/short_quantised/queries.h"
-#include "attend/short_quantised/values.h"
+#include "attend/short_quantised/means.h"
 #include "device/dependent_launch.h"
 
 using ValueCodes = SliceCodes<V_CODEC>;
@@ -63,6 +62,8 @@ struct Shared {
     uchar v_low[WARPS * V_LOW];
     uchar k_high[KeyCodes::HIGH_BITS > 0 ? WARPS * K_HIGH : 16];
     uchar v_high[ValueRows::HIGH_BITS > 0 ? WARPS * V_HIGH : 16];
+    uchar k_means[K_MEANS];
+    uchar v_means[V_MEANS];
     // B operands of the products with keys, and with values.
     uint4 queries[HEAD_DIM];
     uint2 weights[BLOCKS][WARPS][32];
@@ -72,6 +73,8 @@ struct Shared {
     // By warps: a whole number above the scores of each query row, a power of two above the norms of the values.
     float maxima[8][WARPS];
     float norms[BLOCKS][WARPS];
+    // The sums of the weights of each page, by warps and query rows.
+    float masses[V_CENTRED ? WARPS : 1][MAX_PAGES][8];
     // From a product to a score.
     float factors[8];
     // Barriers: for keys, values, ends, outputs.
@@ -91,6 +94,12 @@ static_assert(AT_SHARED + (sizeof(Shared) + 15) / 16 * 16 == SHARED_BYTES, "atte
 
 inline uchar *at_place(uint place) {
     return memory + (place - (shared_address(memory) & 0xFFFFFF));
+}
+
+// Of norms that are floats or halves.
+template <bool HALVES>
+inline float norm(const uchar *norms, uint i) {
+    return HALVES ? half_to_float(reinterpret_cast<const ushort *>(norms)[i]) : reinterpret_cast<const float *>(norms)[i];
 }
 
 // Pairs of f16.
@@ -201,9 +210,9 @@ inline void finish(const AttendParams &p, Shared &shared, ulong row, bool writes
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
-    KVANT_KERNEL(const uchar *q, uchar *out, const uchar *k_low, const uchar *k_high, const float *k_norms, const uchar *v_low,
-           const uchar *v_high, const float *v_norms, const uint *positions, const uint *sequence, const uint *lens, float *, uint *,
-           const float *sinks, const AttendParams p, const uint *table) {
+    KVANT_KERNEL(const uchar *q, uchar *out, const uchar *k_low, const uchar *k_high, const uchar *k_norms, const uchar *v_low,
+           const uchar *v_high, const uchar *v_norms, const uint *positions, const uint *sequence, const uint *lens, float *, uint *,
+           const float *sinks, const AttendParams p, const uint *table, const uchar *k_means, const uchar *v_means) {
     Shared &shared = *reinterpret_cast<Shared *>(at_place(AT_SHARED));
     const uint thread = threadIdx.x, warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
     const uint rank = blockIdx.x % CLUSTER, pair = blockIdx.x / CLUSTER;
@@ -231,7 +240,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
     // The two keys whose scores the lane has, among the block's, and where their norms are.
     const uint first_key = g * own.length + warp * 2;
     bool there[2];
-    ulong norms_at[2];
+    // In bytes.
+    ulong k_norms_at[2], v_norms_at[2];
 #pragma unroll
     for (uint i = 0; i < 2; i++) {
         there[i] = warp * 2 < own.length && first_key + i < own.count;
@@ -240,14 +250,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
         if (PAGE_SHIFT > 0) {
             const uint page = there[i] ? own.pages.of(slot) : NONE;
             there[i] = page != NONE;
-            moved = page_bytes(page) / sizeof(float);
+            moved = page_bytes(page);
             slot %= PAGE_KEYS;
         }
-        norms_at[i] = moved + (own.plane + ulong(slot) * p.row_slot) * BLOCKS;
+        const ulong norm = (own.plane + ulong(slot) * p.row_slot) * BLOCKS;
+        k_norms_at[i] = moved + norm * (K_CENTRED ? 2 : 4);
+        v_norms_at[i] = moved + norm * (V_CENTRED ? 2 : 4);
         if (there[i]) {
-            asm volatile("prefetch.global.L2 [%0];" ::"l"((t < 2 ? k_norms : v_norms) + norms_at[i]) : "memory");
+            const uchar *at = t < 2 ? k_norms + k_norms_at[i] : v_norms + v_norms_at[i];
+            asm volatile("prefetch.global.L2 [%0];" ::"l"(at) : "memory");
         }
     }
+    const uint page = page_of_warp(own);
     // Addresses are there before the wait.
     const uchar *k_low_from = stretch_of<KeyCodes::LOW_ROW>(p, k_low, own);
     const uchar *k_high_from = stretch_of<KeyCodes::HIGH_ROW>(p, k_high, own);
@@ -286,13 +300,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
     if (warp < GROUP) {
         load_query(q, rows.at(warp), x);
     }
+    if constexpr (K_CENTRED) {
+        copy_mean(k_means, page, head, shared.k_means);
+    }
+    if constexpr (V_CENTRED) {
+        copy_mean(v_means, page, head, shared.v_means);
+    }
     float of_keys[BLOCKS][2], of_values[BLOCKS][2];
 #pragma unroll
     for (uint b = 0; b < BLOCKS; b++) {
 #pragma unroll
         for (uint i = 0; i < 2; i++) {
-            of_keys[b][i] = there[i] ? k_norms[norms_at[i] + b] : 0;
-            of_values[b][i] = there[i] ? v_norms[norms_at[i] + b] : 0;
+            of_keys[b][i] = there[i] ? norm<K_CENTRED>(k_norms + k_norms_at[i], b) : 0;
+            of_values[b][i] = there[i] ? norm<V_CENTRED>(v_norms + v_norms_at[i], b) : 0;
         }
     }
     if (lane == 0) {
@@ -308,6 +328,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
     if (warp < GROUP) {
         leave_query(p, x, runs, warp, shared.queries, shared.factors);
     }
+    if (HAS_MEANS) {
+        copies_commit();
+        copies_wait<0>();
+    }
     __syncthreads();
     if (VALUES_LATER && lane == 0) {
         copy_values();
@@ -322,13 +346,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
 
     float s[4] = {nothing(), nothing(), nothing(), nothing()};
     if (warp * 2 < own.length) {
+        float of_means[4] = {};
+        if constexpr (K_CENTRED) {
+            const uint row[2] = {page_of_key(own, first_key), page_of_key(own, first_key + 1)};
+            multiply_means(shared.k_means + row[0] * MEAN_PITCH, shared.k_means + row[1] * MEAN_PITCH, shared.queries, of_means);
+        }
         barrier_wait(keys, 0);
         float products[BLOCKS][4];
         multiply_keys(shared, KeyLookup(at_place(AT_TABLES)), warp, products);
         const float factors[2] = {shared.factors[2 * t], shared.factors[2 * t + 1]};
 #pragma unroll
         for (uint c = 0; c < 4; c++) {
-            float sum = 0;
+            float sum = of_means[c];
 #pragma unroll
             for (uint b = 0; b < BLOCKS; b++) {
                 sum += products[b][c] * of_keys[b][c / 2];
@@ -364,6 +393,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
         if (lane == 0) {
             shared.norms[b][warp] = norm;
         }
+    }
+    if constexpr (V_CENTRED) {
+        *reinterpret_cast<float2 *>(&shared.masses[warp][g][2 * t]) = sum_by_pages(own, weights);
     }
     if (g == 0) {
         shared.maxima[2 * t][warp] = m[0];
@@ -404,21 +436,32 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
     float o[4][4] = {};
     const uint column = g < GROUP ? g : 0;
     const float most = largest(shared.maxima[column]), norm = largest(shared.norms[block]);
+    float2 masses = make_float2(0, 0);
 #pragma unroll
     for (uint u = 0; u < UNITS; u++) {
         const uint unit = u * PARTS + warp / SLICES;
         if (unit * 2 < own.length) {
             const uint2 w = shared.weights[block][unit][lane];
-            const float f = factor_of(shared.maxima[column][unit], most) * (shared.norms[block][unit] * inverse_of_power(norm));
+            const float of_unit = factor_of(shared.maxima[column][unit], most);
+            const float f = of_unit * (shared.norms[block][unit] * inverse_of_power(norm));
             const uint both = pack<true>(f, f);
             const uint2 weights = make_uint2(multiply_halves(w.x, both), multiply_halves(w.y, both));
             codes[u].operands(lookup, [&](uint i, const uint(&a)[4]) { mma<true>(o[i], a, weights); });
+            if constexpr (V_CENTRED) {
+                masses.x += shared.masses[unit][2 * t][column] * of_unit;
+                masses.y += shared.masses[unit][2 * t + 1][column] * of_unit;
+            }
         }
+    }
+    MeanSums means;
+    if constexpr (V_CENTRED) {
+        means.add(shared.v_means, slice, masses);
     }
     const float scale = norm * (1 / WEIGHT_SCALE / ValueTable::SCALE);
     // Coordinates of a row of the warp's slice.
+    const auto sum_of = [&](uint i, uint c) { return o[i][c] * scale + (V_CENTRED ? means.o[i][c] * means.unit : 0); };
     const auto quad = [&](uint i, uint c) {
-        return make_float4(o[i][c] * scale, o[i][c + 2] * scale, o[i + 1][c] * scale, o[i + 1][c + 2] * scale);
+        return make_float4(sum_of(i, c), sum_of(i, c + 2), sum_of(i + 1, c), sum_of(i + 1, c + 2));
     };
     if constexpr (PARTS > 1) {
         uchar *parts = shared.k_low;

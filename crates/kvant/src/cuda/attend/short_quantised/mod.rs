@@ -26,6 +26,11 @@ static SOURCE: Source = Source {
 const TABLES_AT: usize = 1 << 10;
 /// Coordinates of a warp.
 const SLICE: usize = 64;
+/// Positions of the smallest pages around whose means the kernel reads, and the most pages that a block has keys of.
+const LEAST_PAGE: usize = 32;
+const MAX_PAGES: usize = 8;
+/// Smaller heads with means have not been right on a GPU yet (docs/notes/page-means.md).
+const LEAST_DIM_WITH_MEANS: usize = 128;
 
 /// A cluster of blocks for every token and KV head.
 pub(super) struct AttendShortQuantised {
@@ -40,14 +45,21 @@ pub(super) struct AttendShortQuantised {
 }
 
 impl AttendShortQuantised {
-    /// For keys and values of so many `bits`; None if a block has too little shared memory, or if rows of a plane
-    /// cannot be copied 16 bytes at a time.
+    /// For keys and values of so many `bits`; None if a block has too little shared memory, if rows of a plane cannot
+    /// be copied 16 bytes at a time, or if pages or heads with means are too small.
     pub(super) fn new(call: &Call, bits: [u32; 2], limits: &Limits) -> Option<AttendShortQuantised> {
         let heads = HeadShares::of_decode(call);
         if !bits.into_iter().all(|bits| (call.head_dim * high_bits(bits) / 8).is_multiple_of(16)) {
             return None;
         }
-        let sizes = [true, false].map(|in_pairs| (in_pairs, shared_bytes(call.head_dim, bits, in_pairs, heads.group)));
+        let means = [&call.layer.k, &call.layer.v].map(|planes| planes.means.is_some());
+        let small_pages = call.layer.pages().is_none_or(|pages| pages.page_tokens < LEAST_PAGE);
+        if means != [false; 2] && (small_pages || call.head_dim < LEAST_DIM_WITH_MEANS) {
+            return None;
+        }
+        let size =
+            |in_pairs| shared_bytes(call.head_dim, bits, in_pairs, heads.group) + means_bytes(call.head_dim, means);
+        let sizes = [true, false].map(|in_pairs| (in_pairs, size(in_pairs)));
         let (fives_in_pairs, shared_bytes) = sizes.into_iter().find(|&(_, bytes)| bytes <= limits.threadgroup_bytes)?;
         let requested_bytes = shared_bytes.max(limits.threadgroup_bytes / 2 + TABLES_AT);
         let blocks = pairs(call) * MAX_CLUSTER;
@@ -65,8 +77,10 @@ impl AttendShortQuantised {
             .constant("HEAD_DIM", call.head_dim as u32)
             .constant("Q_DTYPE", call.q.dtype())
             .constant("OUT_DTYPE", call.out.dtype())
-            .constant("K_CODEC", planes::codec_code(spec.k))
-            .constant("V_CODEC", planes::codec_code(spec.v))
+            .constant("K_CODEC", planes::plain_code(spec.k))
+            .constant("V_CODEC", planes::plain_code(spec.v))
+            .constant("K_CENTRED", spec.k.is_centred())
+            .constant("V_CENTRED", spec.v.is_centred())
             .constant("FIVES_IN_PAIRS", self.fives_in_pairs)
             .constant("GROUP", self.heads.group as u32)
             .constant("TILE", WARP_KEYS as u32)
@@ -87,6 +101,7 @@ impl AttendShortQuantised {
             // Positions, sequences, lengths and page tables.
             .reads_ahead(&[8, 9, 10, 15]);
         let launch = planes::bind(planes::bind(launch, 2, &call.layer.k, Use::Read), 5, &call.layer.v, Use::Read);
+        let launch = planes::bind_means(launch, [16, 17], &call.layer, Use::Read);
         Ok(bind_result(launch, call, self.heads))
     }
 }
@@ -96,7 +111,14 @@ fn high_bits(bits: u32) -> usize {
     if bits == 8 { 0 } else { bits as usize - 4 }
 }
 
-/// Bytes of shared memory: the tables, and `Shared` of `attend_short_quantised.cu`.
+/// Bytes of shared memory for the means of keys and of values, if there are any, and for the sums of the weights of
+/// each page: of `Shared`, too. A multiple of 16.
+fn means_bytes(head_dim: usize, [of_keys, of_values]: [bool; 2]) -> usize {
+    let side = |means| if means { MAX_PAGES * (head_dim + 16) } else { 16 };
+    side(of_keys) + side(of_values) + if of_values { WARPS } else { 1 } * MAX_PAGES * 8 * 4
+}
+
+/// Bytes of shared memory: the tables, and `Shared` of `attend_short_quantised.cu` without what means take.
 fn shared_bytes(head_dim: usize, [k, v]: [u32; 2], fives_in_pairs: bool, group: usize) -> usize {
     let tables = table_bytes([k, v], fives_in_pairs);
     let low_bits = |bits: u32| if bits == 8 { 8 } else { 4 };
