@@ -157,7 +157,7 @@ fn short_contexts_have_kernels_of_their_own() -> Result<()> {
         Ok::<_, kvant::Error>(launched(&device, &launches, &case)?.0.kernel)
     };
     let dense = (Codec::BF16, "attend_short", "attend_decode");
-    let quantised = [4, 5, 6, 8].map(|bits| (Codec::tq(bits), "attend_short_quantised", "attend_quantised"));
+    let quantised = BITS.map(|bits| (Codec::tq(bits), "attend_short_quantised", "attend_quantised"));
     for (codec, short, long) in [dense].into_iter().chain(quantised) {
         for (heads, kv_heads, head_dim) in [(32, 8, 128), (16, 8, 256), (4, 1, 256), (12, 12, 128)] {
             assert_eq!(kernel(codec, heads, kv_heads, head_dim, 1024, None)?, short);
@@ -171,21 +171,24 @@ fn short_contexts_have_kernels_of_their_own() -> Result<()> {
     }
     assert_eq!(kernel(Codec::BF16, 8, 8, 64, 1024, None)?, "attend_short");
     assert_eq!(kernel(Codec::BF16, 16, 2, 512, 1024, None)?, "attend_decode");
-    // No tables for codes of 2 and 3 bits.
-    for (k, v) in [(2, 2), (3, 3), (4, 3), (2, 8)] {
+    for (k, v) in [(4, 3), (2, 8), (5, 2), (3, 5)] {
         let spec = LayerSpec::new(8, 128, 1024, Codec::tq(k)).v(Codec::tq(v));
         let layer = KvLayer::new(&device, spec)?;
         let (q, step) = (Tensor::zeros(&device, DType::BF16, &[1, 32, 128])?, Step::new(&device, 1, &[(0, 0)])?);
         let out = Tensor::zeros(&device, DType::BF16, q.shape())?;
         let explained = ops::explain(&Attend::new(&q, &layer, &step, &out), &device)?;
-        assert_eq!(explained.kernel, "attend_generic", "tq{k}:tq{v}");
+        assert_eq!(explained.kernel, "attend_short_quantised", "tq{k}:tq{v}");
     }
     // Rows of 8 bytes cannot be copied by sixteens.
     for (head_dim, bits, want) in [
+        (64, 2, "attend_short_quantised"),
+        (64, 3, "attend_generic"),
         (64, 4, "attend_short_quantised"),
         (64, 5, "attend_generic"),
         (64, 6, "attend_short_quantised"),
         (64, 8, "attend_short_quantised"),
+        (512, 2, "attend_short_quantised"),
+        (512, 3, "attend_short_quantised"),
         (512, 4, "attend_short_quantised"),
         (512, 5, "attend_short_quantised"),
         (512, 6, "attend_short_quantised"),

@@ -240,10 +240,10 @@ type AttentionOverPages = (&'static str, usize, Option<usize>, Attention);
 fn attention_over_pages(device: &Device, enc: &mut Encoder, model: Model) -> Result<()> {
     let (tq, centred, bf16, f16) = (Codec::tq, Codec::tq_centred, DType::BF16, DType::F16);
     let [dense_bf16, dense_f16] = [Codec::BF16, Codec::F16];
-    let cases: [AttentionOverPages; 35] = [
-        ("attend_generic", 9999, None, (128, tq(2), tq(3), bf16, bf16, 4, 1)),
+    let cases: [AttentionOverPages; 41] = [
+        ("attend_generic", 9999, None, (128, tq(2), tq(3), bf16, DType::F32, 4, 1)),
         // Around page means: decode and prompts.
-        ("attend_generic", 9999, None, (128, centred(4), centred(3), bf16, bf16, 4, 1)),
+        ("attend_generic", 9999, None, (128, centred(4), centred(3), bf16, DType::F32, 4, 1)),
         ("attend_generic", 9999, Some(300), (512, centred(2), centred(8), DType::F32, DType::F32, 2, 9)),
         ("attend_generic", 9999, None, (64, centred(3), dense_f16, f16, f16, 1, 99)),
         ("attend_generic", 9999, None, (256, dense_bf16, centred(6), bf16, bf16, 3, 1)),
@@ -279,6 +279,13 @@ fn attention_over_pages(device: &Device, enc: &mut Encoder, model: Model) -> Res
         ("attend_short_quantised", 999, Some(500), (128, centred(8), centred(6), bf16, bf16, 8, 1)),
         ("attend_short_quantised", 9999, Some(40), (512, centred(5), centred(5), f16, bf16, 8, 1)),
         ("attend_short_quantised", 99, None, (256, tq(8), centred(6), bf16, f16, 2, 1)),
+        // And of 2 and 3 bits.
+        ("attend_quantised", 9999, None, (128, centred(2), centred(3), bf16, bf16, 4, 1)),
+        ("attend_quantised", 9999, None, (256, tq(3), centred(2), bf16, bf16, 8, 1)),
+        ("attend_quantised", 9999, None, (512, centred(3), centred(3), f16, bf16, 8, 1)),
+        ("attend_short_quantised", 999, None, (64, centred(2), centred(4), bf16, bf16, 4, 1)),
+        ("attend_short_quantised", 999, Some(40), (256, centred(2), tq(3), bf16, bf16, 8, 1)),
+        ("attend_quantised", 999, None, (128, centred(2), tq(2), bf16, bf16, 1, 1)),
     ];
     for (i, case) in cases.into_iter().enumerate() {
         // Before Hopper: decode without clusters and bulk copies.
@@ -612,9 +619,9 @@ fn attention(device: &Device, enc: &mut Encoder, h200: bool) -> Result<()> {
     let (f16, bf16) = (Codec::F16, Codec::BF16);
     // Many rows, f32 outputs, different codecs for keys and values: attend_generic.
     let any: [Attention; 11] = [
-        (64, tq(2), tq(2), DType::BF16, DType::BF16, 4, 1),
+        (64, tq(2), tq(2), DType::BF16, DType::F32, 4, 1),
         (64, tq(3), tq(3), DType::BF16, DType::F32, 1, 40),
-        (128, tq(3), tq(2), DType::BF16, DType::BF16, 4, 1),
+        (128, tq(3), tq(2), DType::BF16, DType::F32, 4, 1),
         (256, tq(2), tq(4), DType::F16, DType::F16, 2, 40),
         (512, bf16, tq(3), DType::BF16, DType::BF16, 8, 1),
         (64, Codec::F32, f16, DType::F32, DType::F32, 1, 1),
@@ -639,15 +646,23 @@ fn attention(device: &Device, enc: &mut Encoder, h200: bool) -> Result<()> {
         (256, bf16, bf16, DType::BF16, DType::BF16, 2, 1),
         (256, f16, f16, DType::F16, DType::BF16, 8, 1),
     ];
-    let quantised: [Attention; 6] = [
+    let quantised: [Attention; 10] = [
         (128, tq(4), tq(4), DType::BF16, DType::BF16, 4, 1),
         (128, tq(8), tq(6), DType::F32, DType::F16, 3, 1),
         (256, tq(5), tq(5), DType::BF16, DType::BF16, 2, 1),
         (256, tq(6), tq(6), DType::F16, DType::F16, 1, 1),
         (512, tq(4), tq(4), DType::BF16, DType::BF16, 8, 1),
         (512, tq(8), tq(8), DType::F16, DType::BF16, 8, 1),
+        (128, tq(2), tq(2), DType::BF16, DType::BF16, 4, 1),
+        (256, tq(3), tq(3), DType::BF16, DType::BF16, 2, 1),
+        (512, tq(2), tq(3), DType::BF16, DType::BF16, 8, 1),
+        // Shared memory has no room for pairs of 5 bits.
+        (256, tq(3), tq(5), DType::BF16, DType::BF16, 4, 1),
     ];
-    let short_quantised: [Attention; 10] = [
+    let short_quantised: [Attention; 13] = [
+        (64, tq(2), tq(2), DType::BF16, DType::BF16, 4, 1),
+        (128, tq(3), tq(2), DType::BF16, DType::BF16, 4, 1),
+        (512, tq(3), tq(3), DType::BF16, DType::BF16, 8, 1),
         (64, tq(4), tq(8), DType::BF16, DType::BF16, 4, 1),
         (64, tq(6), tq(6), DType::F16, DType::F16, 1, 1),
         (128, tq(5), tq(5), DType::BF16, DType::BF16, 4, 1),

@@ -136,8 +136,7 @@ impl On {
 type Explains = fn(&On) -> bool;
 
 /// Why the general kernels serve what they serve. The first reason that explains a case is its own.
-const REASONS: [(&str, Explains); 8] = [
-    ("2 and 3 bits have no kernel of their own", |on| on.codec() == Some(Codec::tq(3))),
+const REASONS: [(&str, Explains); 7] = [
     ("prompts over quantised caches have no kernel of their own", |on| {
         on.batch[1] >= 512 && on.codec().is_some_and(|codec| codec.is_quantised())
     }),
@@ -146,7 +145,7 @@ const REASONS: [(&str, Explains); 8] = [
         on.codec().is_some() && on.batch[1] >= 512 && on.gpu != Model::H200
     }),
     (
-        "long contexts of quantised caches need a head size of 128 or more",
+        "long contexts of quantised caches, and those of 3 bits, need a head size of 128 or more",
         |on| matches!(on.case, Case::Attention(Attention(_, _, 64, _), codec) if codec.is_quantised()),
     ),
     ("the shared memory is too small", |on| on.codec().is_some() && on.gpu != Model::H200),

@@ -5,6 +5,7 @@
 mod arguments;
 mod attend_routes;
 mod codec;
+mod codec_speed;
 mod common;
 mod conformance;
 mod cuda_compiles;

@@ -76,7 +76,7 @@ fn others() -> Result<()> {
     rest(&device()?)
 }
 
-fn device() -> Result<Device> {
+pub fn device() -> Result<Device> {
     let kind = std::env::var("KVANT_TEST_DEVICE").unwrap_or_default();
     let kind = [DeviceKind::Cuda, DeviceKind::Metal, DeviceKind::Cpu].into_iter().find(|k| k.name() == kind);
     let device = kind.map_or_else(|| Ok(Device::default()), Device::open)?;
@@ -115,7 +115,7 @@ fn line(
 }
 
 /// Numbers that are neither zero nor alike.
-fn noise(device: &Device, dtype: DType, shape: &[usize]) -> Result<Tensor> {
+pub fn noise(device: &Device, dtype: DType, shape: &[usize]) -> Result<Tensor> {
     let n: usize = shape.iter().product();
     let mut z = 1u64;
     let mut next = || {
@@ -133,7 +133,7 @@ fn noise(device: &Device, dtype: DType, shape: &[usize]) -> Result<Tensor> {
 }
 
 /// Bits without a pattern that are finite numbers below 2 as bf16.
-fn random_bits(bytes: usize) -> Vec<u8> {
+pub fn random_bits(bytes: usize) -> Vec<u8> {
     let mut z = 1u64;
     let words = (0..bytes.div_ceil(8)).map(|_| {
         z = z.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
@@ -144,7 +144,7 @@ fn random_bits(bytes: usize) -> Vec<u8> {
     all
 }
 
-fn copies(bytes: usize) -> usize {
+pub fn copies(bytes: usize) -> usize {
     CACHE.div_ceil(bytes).min(64)
 }
 

@@ -8,13 +8,16 @@
 // So one permutation of bytes makes an address of the code (second byte), 4 * lane (first byte) and the table's
 // address.
 //
+//   2 bits: a byte has four codes. An entry has the pair of the lower two and, 128 bytes on, what `expand` makes both
+//     pairs of.
+//   3 bits: a byte has the lower bits of a pair in its lower nibble, and the upper bits of two pairs in the upper one.
+//     An entry is the first pair that this may be and, 128 bytes on, the second.
 //   4 bits: an entry is a pair of centroids, for both nibbles of a byte.
 //   5 bits: the same; the fifth bits of both are bits 7 and 16 of the offset, so the table is full, and twice as long.
-//     Without
-//           FIVES_IN_PAIRS as 6 bits.
+//     Without FIVES_IN_PAIRS as 6 bits.
 //   6 bits: an entry is (centroid, 0) and, 128 bytes on, (0, centroid). A pair is never put together: two products take
-//           half of it each. The bits of the byte above the code are arbitrary: every entry is stored four times (5
-//             bits: eight).
+//     half of it each. The bits of the byte above the code are arbitrary: every entry is stored four times (5 bits:
+//     eight).
 //   8 bits: likewise.
 #ifndef KVANT_CUDA_ATTEND_CODES_H
 #define KVANT_CUDA_ATTEND_CODES_H
@@ -24,13 +27,34 @@
 constexpr uint CHUNK = HEAD_DIM < 256 ? HEAD_DIM : 256;
 // Of a row: blocks that have a norm each.
 constexpr uint BLOCKS = HEAD_DIM / CHUNK;
+// At 2 bits: so many of the four bytes of a word take one lookup instead of two, and two more operations.
+constexpr uint EXPANDED_BYTES = 2;
+
+// Whether the low plane has two bits of each code.
+inline constexpr bool in_twos(uint codec) {
+    return low_bits_of(codec) == 2;
+}
 
 // Whether an entry of a codec's table is a pair.
 inline constexpr bool in_pairs(uint codec) {
-    return codec == TQ4 || (codec == TQ5 && FIVES_IN_PAIRS);
+    return in_twos(codec) || codec == TQ4 || (codec == TQ5 && FIVES_IN_PAIRS);
 }
 
 extern __shared__ __align__(128) uchar memory[];
+
+// The bytes of `a` (0 to 3) and of `b` (4 to 7) that the nibbles of `which` name; 8 more: eight times the byte's sign.
+inline uint permute(uint a, uint b, uint which) {
+    uint out;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(which));
+    return out;
+}
+
+// Where the mask is set a, else b: one instruction, of which the compiler makes two.
+inline uint choose(uint mask, uint a, uint b) {
+    uint out;
+    asm("lop3.b32 %0, %1, %2, %3, 0xCA;" : "=r"(out) : "r"(mask), "r"(a), "r"(b));
+    return out;
+}
 
 // ------------------------------------------------------------------------------------------------------------- tables
 
@@ -38,8 +62,11 @@ template <uint CODEC>
 struct Table {
     static constexpr uint BYTES = CODEC == TQ5 && FIVES_IN_PAIRS ? 128 << 10 : 64 << 10;
     // The factor of centroids: among thousands of numbers from 1 to 2, that with the least error of rounding to f16.
-    // Of a vector's square the error is 1.5e-9, 6.7e-9, 1.4e-8, 2.9e-8 for 4, 5, 6, 8 bits; with 1, 3.1e-8 to 4.7e-8.
-    static constexpr float SCALE = CODEC == TQ4   ? 1.26016724f
+    // Of a vector's square the error is 5.3e-11, 1.5e-9, 6.7e-9, 1.4e-8, 2.9e-8 for 3, 4, 5, 6, 8 bits; with 1, 2.5e-8
+    // to 4.7e-8. At 2 bits it is 2.9e-11, the least for which all centroids have the same lower byte.
+    static constexpr float SCALE = CODEC == TQ2   ? 1.66292596f
+                                   : CODEC == TQ3 ? 1.85879123f
+                                   : CODEC == TQ4 ? 1.26016724f
                                    : CODEC == TQ5 ? 1.95522618f
                                    : CODEC == TQ6 ? 1.90302241f
                                                   : 1.86773717f;
@@ -49,6 +76,17 @@ struct Table {
 
     static uint entry(uint at) {
         const uint byte = at >> 8 & 255, seventh = at >> 7 & 1;
+        if (CODEC == TQ2) {
+            const auto pair = [&](uint codes) {
+                return pack<true>(CENTROIDS_2[codes & 3] * SCALE, CENTROIDS_2[codes >> 2 & 3] * SCALE);
+            };
+            return seventh == 0 ? pair(byte) : permute(pair(byte), pair(byte >> 4), 0x7351);
+        }
+        if (CODEC == TQ3) {
+            const uint upper = byte >> (seventh == 0 ? 4 : 6);
+            return pack<true>(CENTROIDS_3[(byte & 3) + (upper & 1) * 4] * SCALE,
+                              CENTROIDS_3[(byte >> 2 & 3) + (upper >> 1 & 1) * 4] * SCALE);
+        }
         if (CODEC == TQ4) {
             return pack<true>(CENTROIDS_4[byte & 15] * SCALE, CENTROIDS_4[byte >> 4] * SCALE);
         }
@@ -73,20 +111,6 @@ struct Table {
         }
     }
 };
-
-// The bytes of `a` (0 to 3) and of `b` (4 to 7) that the nibbles of `which` name; 8 more: eight times the byte's sign.
-inline uint permute(uint a, uint b, uint which) {
-    uint out;
-    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(which));
-    return out;
-}
-
-// Where the mask is set a, else b: one instruction, of which the compiler makes two.
-inline uint choose(uint mask, uint a, uint b) {
-    uint out;
-    asm("lop3.b32 %0, %1, %2, %3, 0xCA;" : "=r"(out) : "r"(mask), "r"(a), "r"(b));
-    return out;
-}
 
 // Lookups of a lane in a table, which begins AT bytes after a multiple of 64 KiB.
 template <uint CODEC, uint AT = 0>
@@ -131,6 +155,41 @@ struct Lookup {
         }
         const uint place = permute(codes, upper, (which == 0 ? 0xD504 : 0xD706) | i << 4);
         return word(CLUSTER > 1 ? place + window : place);
+    }
+    // 2 bits: both pairs of a byte from the upper bytes of four centroids, which are in the order 0, 2, 1, 3.
+    static void expand(uint upper, uint (&pairs)[8], uint i) {
+        // The lower byte of every centroid.
+        constexpr uint LOWER = 0x06060606;
+        pairs[2 * i] = permute(upper, LOWER, 0x2404);
+        pairs[2 * i + 1] = choose(0xFF00FF00, upper, LOWER);
+    }
+    // 2 and 3 bits: the pairs of the eight nibbles of a word; their upper bits, two each, are in a half of `high`.
+    void pairs(uint codes, uint high, uint half, uint (&pairs)[8]) const {
+        if constexpr (CODEC == TQ2) {
+#pragma unroll
+            for (uint i = 0; i < 4; i++) {
+                if (i < EXPANDED_BYTES) {
+                    expand(entry<128>(codes, i), pairs, i);
+                } else {
+                    pairs[2 * i] = entry(codes, i);
+                    pairs[2 * i + 1] = entry(codes >> 4, i);
+                }
+            }
+        } else {
+            // Of nibbles 2i and 2i + 1 in the upper half of byte i.
+            const uint upper = permute(high << 4, high, half == 0 ? 0x5140 : 0x7362);
+            const uint even = choose(0x0F0F0F0F, codes, upper), odd = choose(0x0F0F0F0F, codes >> 4, upper);
+#pragma unroll
+            for (uint i = 0; i < 4; i++) {
+                pairs[2 * i] = entry(even, i);
+                pairs[2 * i + 1] = entry<128>(odd, i);
+            }
+        }
+    }
+    // The same for 16 codes each of two rows: pairs of both rows' codes, even ones and odd ones.
+    void pairs_of_rows(uint x, uint y, uint high_x, uint high_y, uint half, uint (&even)[8], uint (&odd)[8]) const {
+        pairs(choose(0x33333333, x, y << 2), choose(0x55555555, high_x, high_y << 1), half, even);
+        pairs(choose(0x33333333, x >> 2, y), choose(0x55555555, high_x >> 1, high_y), half, odd);
     }
 };
 
@@ -188,8 +247,8 @@ inline void five_bits(uint x, uint y, uint bits, uint (&out)[4]) {
 template <uint CODEC, uint LANES>
 struct Codes {
     static constexpr bool PAIRED = in_pairs(CODEC);
-    static constexpr uint LOW_BITS = CODEC == TQ8 ? 8 : 4;
-    static constexpr uint HIGH_BITS = CODEC == TQ5 ? 1 : CODEC == TQ6 ? 2 : 0;
+    static constexpr uint LOW_BITS = low_bits_of(CODEC);
+    static constexpr uint HIGH_BITS = high_bits_of(CODEC);
     // Where four lanes share a row, two adjacent rows in shared memory have no bank conflicts if a lane has 32 bytes.
     static constexpr uint MOST_RUN = (LANES == 4 ? 256 : 128) / LOW_BITS;
     static constexpr uint RUN = CHUNK / LANES < MOST_RUN ? CHUNK / LANES : MOST_RUN;
@@ -206,7 +265,7 @@ struct Codes {
     // bank.
     static constexpr uint LOW_BYTES = CHUNK * LOW_BITS / 8;
     static constexpr uint HIGH_BYTES = CHUNK * HIGH_BITS / 8;
-    static constexpr uint LOW_PITCH = LOW_BYTES + (LANES == 4 && LOW_RUN == 16 ? 0 : 16);
+    static constexpr uint LOW_PITCH = LOW_BYTES + (LANES == 4 && LOW_RUN <= 16 ? 0 : 16);
     static constexpr uint HIGH_PITCH = HIGH_BYTES + (LANES == 8 && HIGH_BYTES > 16 ? 16 : 0);
 
     uint low[LOADS][LOW_RUN / 4];
@@ -228,9 +287,12 @@ struct Codes {
         }
     }
 
-    // Upper bits of a unit at 5 bits, in the lower half.
+    // Upper bits of a unit, where they are single bits: the word that has them in its half `unit` % 2; in the lower half.
+    uint upper_word(uint load, uint unit) const {
+        return HIGH_BITS == 0 ? 0 : high[load][unit / 2];
+    }
     uint upper(uint load, uint unit) const {
-        return unit % 2 == 0 ? high[load][unit / 2] : high[load][unit / 2] >> 16;
+        return upper_word(load, unit) >> 16 * (unit % 2);
     }
 
     // The 16 codes of a unit of 5, 6 or 8 bits, one a byte.
@@ -287,7 +349,16 @@ template <uint CODEC, uint LANES, uint AT, typename Use>
 inline void key_operands(const Codes<CODEC, LANES> &x, const Codes<CODEC, LANES> &y, uint load, uint unit,
                          const Lookup<CODEC, AT> &lookup, Use use) {
     using C = Codes<CODEC, LANES>;
-    if constexpr (C::PAIRED) {
+    if constexpr (in_twos(CODEC)) {
+        uint of_x[8], of_y[8];
+        lookup.pairs(x.low[load][unit], x.upper_word(load, unit), unit % 2, of_x);
+        lookup.pairs(y.low[load][unit], y.upper_word(load, unit), unit % 2, of_y);
+#pragma unroll
+        for (uint i = 0; i < 4; i++) {
+            const uint a[4] = {of_x[2 * i], of_y[2 * i], of_x[2 * i + 1], of_y[2 * i + 1]};
+            use(i, a);
+        }
+    } else if constexpr (C::PAIRED) {
 #pragma unroll
         for (uint i = 0; i < 4; i += 2) {
             uint of_x[2] = {}, of_y[2] = {};
@@ -326,7 +397,20 @@ inline void key_operands(const Codes<CODEC, LANES> &x, const Codes<CODEC, LANES>
 template <uint CODEC, uint LANES, typename Use>
 inline void value_operands(const Codes<CODEC, LANES> (&v)[4], uint load, uint unit, const Lookup<CODEC> &lookup, Use use) {
     using C = Codes<CODEC, LANES>;
-    if constexpr (C::PAIRED) {
+    if constexpr (in_twos(CODEC)) {
+        uint even[2][8], odd[2][8];
+#pragma unroll
+        for (uint j = 0; j < 2; j++) {
+            const C &x = v[2 * j], &y = v[2 * j + 1];
+            lookup.pairs_of_rows(x.low[load][unit], y.low[load][unit], x.upper_word(load, unit), y.upper_word(load, unit),
+                                 unit % 2, even[j], odd[j]);
+        }
+#pragma unroll
+        for (uint i = 0; i < 8; i++) {
+            const uint a[4] = {even[0][i], odd[0][i], even[1][i], odd[1][i]};
+            use(i, a);
+        }
+    } else if constexpr (C::PAIRED) {
         // A byte of `even` holds an even coordinate of two values, one of `odd` the coordinate after it.
         uint even[2][2], odd[2][2], high_even[2] = {}, high_odd[2] = {};
 #pragma unroll

@@ -20,9 +20,6 @@ use crate::{
     ops::attend::Call,
 };
 
-/// The fewest bits of a code for the tables of the kernels of decode (`codes.h`).
-const LEAST_TABLE_BITS: u32 = 4;
-
 /// The name of the kernel for everything.
 const GENERIC: &str = "attend_generic";
 
@@ -49,7 +46,7 @@ struct AttendTraits {
     has_aligned_rows: bool,
     /// Rows of the cache begin at multiples of 16 bytes.
     has_aligned_cache: bool,
-    /// Bits of keys and values, if both are quantised, with at least [`LEAST_TABLE_BITS`].
+    /// Bits of keys and values, if both are quantised.
     quantised: Option<[u32; 2]>,
     /// Keys or values are quantised.
     is_quantised: bool,
@@ -72,9 +69,7 @@ impl AttendTraits {
             has_aligned_rows: is_aligned16(&call.q) && call.out.byte_offset().is_multiple_of(8),
             has_aligned_cache: [&call.layer.k, &call.layer.v].into_iter().all(is_aligned),
             quantised: match [spec.k, spec.v] {
-                [Codec::TurboQuant(k), Codec::TurboQuant(v)] if k.bits.min(v.bits) >= LEAST_TABLE_BITS => {
-                    Some([k.bits, v.bits])
-                }
+                [Codec::TurboQuant(k), Codec::TurboQuant(v)] => Some([k.bits, v.bits]),
                 _ => None,
             },
             is_quantised: spec.k.is_quantised() || spec.v.is_quantised(),
@@ -337,7 +332,9 @@ mod tests {
             (centred(4), tq(4), 64, 8192, "attend_quantised"),
             (tq(6), centred(8), 16, 8192, "attend_quantised"),
             (centred(8), centred(8), 64, 8192, "attend_quantised"),
-            (centred(3), centred(4), 64, 8192, "attend_generic"),
+            (centred(3), centred(2), 64, 8192, "attend_quantised"),
+            (centred(5), tq(2), 64, 8192, "attend_quantised"),
+            (tq(3), centred(3), 128, 512, "attend_short_quantised"),
             (tq(4), tq(4), 16, 512, "attend_short_quantised"),
             (centred(4), centred(4), 32, 512, "attend_short_quantised"),
             (tq(8), centred(6), 64, 512, "attend_short_quantised"),

@@ -221,6 +221,17 @@ pub fn run<T>(device: &Device, record: impl FnOnce(&mut Encoder) -> Result<T>) -
     enc.commit()?.wait()
 }
 
+/// Runs a check of every item, on threads: on a GPU most of the time goes into compiling kernels.
+pub fn on_threads<T: Sync>(items: &[T], run: impl Fn(&T) + Sync) {
+    let threads = std::thread::available_parallelism().map_or(1, usize::from).min(8);
+    let run = &run;
+    std::thread::scope(|scope| {
+        for first in 0..threads {
+            scope.spawn(move || items.iter().skip(first).step_by(threads).for_each(run));
+        }
+    });
+}
+
 /// Arguments with a change.
 pub fn with<T>(mut args: T, change: impl FnOnce(&mut T)) -> T {
     change(&mut args);

@@ -7,7 +7,7 @@ use crate::common::{
     attention::Case,
     devices,
     layers::CODECS,
-    limited,
+    limited, on_threads,
     without_gpu::{self, Model},
 };
 use kvant::{Codec, DType, DeviceKind, HeadOrder};
@@ -312,7 +312,7 @@ fn forced_splits() {
 }
 
 /// The K and V of the kernels of decode on CUDA: two for quantised caches, two for others.
-const DECODED: [(Codec, Codec); 8] = [
+const DECODED: [(Codec, Codec); 11] = [
     (Codec::F16, Codec::F16),
     (Codec::BF16, Codec::BF16),
     (Codec::tq(4), Codec::tq(4)),
@@ -321,11 +321,14 @@ const DECODED: [(Codec, Codec); 8] = [
     (Codec::tq(8), Codec::tq(8)),
     (Codec::tq(8), Codec::tq(6)),
     (Codec::tq(4), Codec::tq(8)),
+    (Codec::tq(2), Codec::tq(2)),
+    (Codec::tq(3), Codec::tq(3)),
+    (Codec::tq(3), Codec::tq(2)),
 ];
 
 /// What [`decode_kernels`] varies, and the number of values of each: codecs, what else is asked for, past length,
 /// splits, query heads of a KV head, head size, sequences, dtype of q, dtype of out.
-const FACTORS: [usize; 9] = [8, 8, 8, 4, 4, 3, 2, 3, 2];
+const FACTORS: [usize; 9] = [DECODED.len(), 8, 8, 4, 4, 3, 2, 3, 2];
 
 /// One token a sequence, as the kernels of decode on CUDA take it.
 fn decoded(choice: [usize; 9]) -> Case {
@@ -398,10 +401,12 @@ fn pairwise<const N: usize>(factors: [usize; N]) -> Vec<[usize; N]> {
 fn is_decoded(case: &Case) {
     let longest = case.sequences.iter().map(|&(past, _)| past + 8).max().unwrap_or(0);
     let keys = case.ring.unwrap_or(longest).min(case.window.unwrap_or(usize::MAX));
-    let (k, v, five) = (case.k, case.v, Codec::tq(5));
+    let (k, v) = (case.k, case.v);
+    let has_short_rows = |codec| [3, 5].map(Codec::tq).contains(&codec);
+    let is_small = |codec| [2, 3].map(Codec::tq).contains(&codec);
     let has_room = match case.head_dim {
-        64 => k != five && v != five,
-        512 => k.is_quantised() && k == v,
+        64 => !has_short_rows(k) && !has_short_rows(v),
+        512 => k.is_quantised() && (k == v || is_small(k) && is_small(v)),
         _ => true,
     };
     let kernel = match (keys <= 1024 && case.splits.is_none() && has_room, k.is_quantised()) {
@@ -647,17 +652,6 @@ fn for_cuda(cases: &[Case], chosen: impl Fn(&Case) + Sync, check: impl Fn(&Case)
         chosen(case);
         if has_cuda || i % 5 == 0 {
             check(case);
-        }
-    });
-}
-
-/// On a GPU most of the time goes into compiling kernels, one after the other.
-fn on_threads<T: Sync>(items: &[T], run: impl Fn(&T) + Sync) {
-    let threads = std::thread::available_parallelism().map_or(1, usize::from).min(8);
-    let run = &run;
-    std::thread::scope(|scope| {
-        for first in 0..threads {
-            scope.spawn(move || items.iter().skip(first).step_by(threads).for_each(run));
         }
     });
 }

@@ -6,7 +6,7 @@ use crate::{
     cuda::{
         attend::{
             AttendParams, HeadShares, MAX_CLUSTER, bind_result, pairs, params,
-            quantised::{K_LANES, table_bytes},
+            quantised::{K_LANES, high_bits, low_bits, table_bytes},
             short::{self, WARP_KEYS, WARPS},
         },
         headers, planes,
@@ -29,8 +29,6 @@ const SLICE: usize = 64;
 /// Positions of the smallest pages around whose means the kernel reads, and the most pages that a block has keys of.
 const LEAST_PAGE: usize = 32;
 const MAX_PAGES: usize = 8;
-/// Smaller heads with means have not been right on a GPU yet (docs/notes/page-means.md).
-const LEAST_DIM_WITH_MEANS: usize = 128;
 
 /// A cluster of blocks for every token and KV head.
 pub(super) struct AttendShortQuantised {
@@ -46,7 +44,7 @@ pub(super) struct AttendShortQuantised {
 
 impl AttendShortQuantised {
     /// For keys and values of so many `bits`; None if a block has too little shared memory, if rows of a plane cannot
-    /// be copied 16 bytes at a time, or if pages or heads with means are too small.
+    /// be copied 16 bytes at a time, or if pages with means are too small.
     pub(super) fn new(call: &Call, bits: [u32; 2], limits: &Limits) -> Option<AttendShortQuantised> {
         let heads = HeadShares::of_decode(call);
         if !bits.into_iter().all(|bits| (call.head_dim * high_bits(bits) / 8).is_multiple_of(16)) {
@@ -54,7 +52,7 @@ impl AttendShortQuantised {
         }
         let means = [&call.layer.k, &call.layer.v].map(|planes| planes.means.is_some());
         let small_pages = call.layer.pages().is_none_or(|pages| pages.page_tokens < LEAST_PAGE);
-        if means != [false; 2] && (small_pages || call.head_dim < LEAST_DIM_WITH_MEANS) {
+        if means != [false; 2] && small_pages {
             return None;
         }
         let size =
@@ -106,11 +104,6 @@ impl AttendShortQuantised {
     }
 }
 
-/// Bits of a code in the plane `high`.
-fn high_bits(bits: u32) -> usize {
-    if bits == 8 { 0 } else { bits as usize - 4 }
-}
-
 /// Bytes of shared memory for the means of keys and of values, if there are any, and for the sums of the weights of
 /// each page: of `Shared`, too. A multiple of 16.
 fn means_bytes(head_dim: usize, [of_keys, of_values]: [bool; 2]) -> usize {
@@ -121,7 +114,6 @@ fn means_bytes(head_dim: usize, [of_keys, of_values]: [bool; 2]) -> usize {
 /// Bytes of shared memory: the tables, and `Shared` of `attend_short_quantised.cu` without what means take.
 fn shared_bytes(head_dim: usize, [k, v]: [u32; 2], fives_in_pairs: bool, group: usize) -> usize {
     let tables = table_bytes([k, v], fives_in_pairs);
-    let low_bits = |bits: u32| if bits == 8 { 8 } else { 4 };
     // A lane's share of a key that it reads at a time.
     let run = (head_dim.min(BLOCK) / K_LANES).min(32 * 8 / low_bits(k));
     let gap = |run: usize| if (5..32).contains(&run) { K_LANES * run } else { 16 };

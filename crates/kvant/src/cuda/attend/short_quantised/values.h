@@ -33,7 +33,17 @@ struct SliceCodes {
     // four values. Without pairs each product comes in two parts.
     template <uint AT, typename Use>
     void operands(const Lookup<CODEC, AT> &lookup, Use use) const {
-        if constexpr (C::PAIRED) {
+        if constexpr (in_twos(CODEC)) {
+            // Of the first two values in the lower half, of the last two in the upper one.
+            uint even[8], odd[8];
+            lookup.pairs_of_rows(low[0][0] | low[2][0] << 16, low[1][0] | low[3][0] << 16, high[0] | high[2] << 8,
+                                 high[1] | high[3] << 8, 0, even, odd);
+#pragma unroll
+            for (uint i = 0; i < 4; i++) {
+                const uint a[4] = {even[i], odd[i], even[4 + i], odd[4 + i]};
+                use(i, a);
+            }
+        } else if constexpr (C::PAIRED) {
             // A byte of `even` holds an even coordinate of two values, one of `odd` the coordinate after it.
             uint even[2], odd[2];
 #pragma unroll

@@ -1,9 +1,10 @@
 //! Decode over page means, in 16 bits: the kernels that CUDA has for it, and those of other devices in the same cases.
 
 use super::{around, reference_and_devices};
-use crate::common::{Out, Rng, bytes_of, input, layers, nmse, run};
+use crate::common::{Out, Rng, bytes_of, input, layers, nmse, on_threads, run};
 use kvant::{
     CacheLayer, Codec, DType, Device, DeviceKind, KvPool, PoolSpec, Result, Sequence, Step,
+    codec::BITS,
     ops::{self, Attend},
 };
 
@@ -129,12 +130,12 @@ fn memory(pool: &KvPool) -> Result<kvant::Tensor> {
     Ok(low.clone())
 }
 
-/// Every pair of widths that CUDA has tables for, centred on both sides or on one.
+/// Every pair of widths, centred on both sides or on one, over few keys and, as splits have them, as if over many.
 #[test]
 fn pairs() {
-    let widths = [4, 5, 6, 8];
-    for (i, k) in widths.into_iter().enumerate() {
-        for (j, v) in widths.into_iter().enumerate() {
+    let mut cases = Vec::new();
+    for (i, k) in BITS.into_iter().enumerate() {
+        for (j, v) in BITS.into_iter().enumerate() {
             let (tq, centred) = (Codec::tq, Codec::tq_centred);
             let (k, v) = match (i + j) % 4 {
                 0 | 2 => (centred(k), centred(v)),
@@ -144,9 +145,22 @@ fn pairs() {
             let head_dim = [128, 256, 512][(i + 2 * j) % 3];
             let page_tokens = [16, 32, 64, 128, 256][(i + j) % 5];
             let dtype = [DType::F16, DType::BF16][(i + j) % 2];
-            let group = [1, 4, 8, 7][j];
-            Decode { k, v, dtype, head_dim, group, page_tokens, lengths: vec![300, 17, 1], ..DECODE }.check();
+            let group = [1, 4, 8, 7, 2, 3][j];
+            let lengths = vec![300, 17, 1];
+            let few = Decode { k, v, dtype, head_dim, group, page_tokens, lengths, ..DECODE };
+            cases.push(Decode { splits: Some(1), ..few.clone() });
+            cases.push(few);
         }
+    }
+    on_threads(&cases, Decode::check);
+}
+
+/// Heads of 64 coordinates, whose short contexts alone have a kernel of their own.
+#[test]
+fn small_heads() {
+    for (k, v, page_tokens) in [(2, 4, 32), (4, 2, 64), (6, 8, 32), (2, 2, 256)] {
+        let (k, v) = (Codec::tq_centred(k), Codec::tq_centred(v));
+        Decode { k, v, head_dim: 64, page_tokens, lengths: vec![900, 1, 77], ..DECODE }.check();
     }
 }
 
@@ -190,7 +204,7 @@ fn many_pages() {
 /// Pages that the table has no entry for.
 #[test]
 fn gaps() {
-    for head_dim in [128, 256, 512] {
+    for head_dim in [64, 128, 256, 512] {
         Decode { gaps: true, head_dim, lengths: vec![500, 40, 20], ..DECODE }.check();
         let splits = Some(1);
         Decode { gaps: true, head_dim, page_tokens: 32, splits, lengths: vec![400, 33], ..DECODE }.check();

@@ -1,0 +1,182 @@
+//! What a codec costs on a GPU: decode and encoding over pages of a pool, by the bits of a code, with page means and
+//! without. `KVANT_TEST_DEVICE=cuda cargo test --release -p kvant --test suite -- codec_speed:: --ignored --nocapture
+//! --test-threads 1`; KVANT_SPEED is a part of the names of the lines that are wanted.
+//!
+//! Nothing is judged. The graphs of a line are replayed in turns; each holds the operation many times, over layers that
+//! together exceed the caches. Times are medians in µs.
+
+use std::{sync::OnceLock, time::Instant};
+
+use crate::{
+    common::{on_threads, query},
+    speed::{copies, device, noise, random_bits},
+};
+use kvant::{
+    CacheLayer, Codec, DType, Device, Encoder, Graph, HeadOrder, KvLayer, KvPool, PoolSpec, Result, Sequence, Step,
+    Tensor,
+    ops::{self, Attend, HeadNorm, KvWrite, NormRopeWrite, Rope},
+};
+
+/// A codec, and the positions of a page.
+type Column = (Codec, usize);
+
+const COLUMNS: [Column; 7] = [
+    (Codec::tq(4), 64),
+    (Codec::tq_centred(4), 64),
+    (Codec::tq_centred(4), 128),
+    (Codec::tq(3), 64),
+    (Codec::tq_centred(3), 64),
+    (Codec::tq(2), 64),
+    (Codec::tq_centred(2), 64),
+];
+
+/// Head size, query heads, KV heads.
+const SHAPES: [[usize; 3]; 4] = [[128, 32, 8], [256, 16, 8], [512, 16, 2], [64, 32, 8]];
+
+#[derive(Clone, Copy, Debug)]
+enum Operation {
+    Attend,
+    KvWrite,
+    NormRopeWrite,
+}
+
+/// An operation of the last `tokens` of `keys` tokens.
+#[derive(Clone, Copy, Debug)]
+struct Line {
+    operation: Operation,
+    shape: [usize; 3],
+    tokens: usize,
+    keys: usize,
+}
+
+/// Layers of a pool, the step of a sequence's last tokens, the sequence, and what comes and goes.
+struct Filled {
+    layers: Vec<KvLayer>,
+    step: Step,
+    _sequence: Sequence,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    weight: Tensor,
+}
+
+impl Line {
+    fn name(&self) -> String {
+        let Line { operation, shape: [dim, heads, kv_heads], tokens, keys } = self;
+        format!("{operation:?} {dim}, {heads}, {kv_heads}: {tokens} of {keys}")
+    }
+
+    /// Layers that hold anything.
+    fn filled(&self, device: &Device, (codec, page_tokens): Column, layers: usize) -> Result<Filled> {
+        let &Line { shape: [dim, heads, kv_heads], tokens, keys, .. } = self;
+        let spec = PoolSpec::new(vec![CacheLayer::new(kv_heads, dim, codec); layers], 0).page_tokens(page_tokens);
+        let pool = KvPool::new(device, &spec.room_for(1, keys + page_tokens, tokens)?)?;
+        let mut sequence = pool.sequence();
+        if keys > tokens {
+            pool.step(&mut [(&mut sequence, keys - tokens)])?;
+        }
+        let step = pool.step(&mut [(&mut sequence, tokens)])?;
+        let layers = (0..layers).map(|index| pool.layer(index).cloned()).collect::<Result<_>>()?;
+        let new = |heads| noise(device, DType::BF16, &[tokens, heads, dim]);
+        let (q, k, v, out, weight) =
+            (new(heads)?, new(kv_heads)?, new(kv_heads)?, new(heads)?, noise(device, DType::BF16, &[dim])?);
+        Ok(Filled { layers, step, _sequence: sequence, q, k, v, out, weight })
+    }
+
+    fn record(&self, enc: &mut Encoder, filled: &Filled, call: usize) -> Result<()> {
+        let Filled { layers, step, q, k, v, out, weight, .. } = filled;
+        let (layer, dim) = (&layers[call % layers.len()], self.shape[0]);
+        match self.operation {
+            Operation::Attend => {
+                ops::attend(enc, &Attend::new(query(q, true), layer, step, out).scale((dim as f32).powf(-0.5)))
+            }
+            Operation::KvWrite => ops::kv_write(enc, &KvWrite::new(k, v, step, layer).order(HeadOrder::TokenMajor)),
+            Operation::NormRopeWrite => {
+                let norm = Some(HeadNorm::new(1e-6).weight(Some(weight)));
+                let write = NormRopeWrite::new(q, k, v, step, layer, out).rope(Some(Rope::new(1e6, dim / 2)));
+                ops::norm_rope_write(enc, &write.q_norm(norm).k_norm(norm).v_norm(norm)).map(drop)
+            }
+        }
+    }
+}
+
+/// Numbers without a pattern, again and again.
+fn bits(bytes: usize) -> Vec<u8> {
+    static BITS: OnceLock<Vec<u8>> = OnceLock::new();
+    BITS.get_or_init(|| random_bits(64 << 20)).iter().copied().cycle().take(bytes).collect()
+}
+
+/// The medians of replays in turns, by graph, in µs a call.
+fn in_turns(graphs: &[Graph], calls: usize) -> Result<Vec<f64>> {
+    let mut times = vec![Vec::new(); graphs.len()];
+    // While the host made its numbers the device slept, and it wakes slowly.
+    let start = Instant::now();
+    while start.elapsed().as_millis() < 60 {
+        graphs[0].replay()?.wait()?;
+    }
+    for _ in 0..13 {
+        for (graph, times) in graphs.iter().zip(&mut times) {
+            let start = Instant::now();
+            graph.replay()?.wait()?;
+            times.push(start.elapsed().as_secs_f64() * 1e6 / calls as f64);
+        }
+    }
+    let median = |mut times: Vec<f64>| {
+        times.sort_by(f64::total_cmp);
+        times[times.len() / 2]
+    };
+    Ok(times.into_iter().map(median).collect())
+}
+
+fn measure(lines: impl Iterator<Item = Line>) -> Result<()> {
+    let device = &device()?;
+    let wanted = |line: &Line| std::env::var("KVANT_SPEED").map_or(true, |part| line.name().contains(&part));
+    let lines: Vec<Line> = lines.filter(wanted).collect();
+    let all: Vec<_> = lines.iter().flat_map(|&line| COLUMNS.map(|column| (line, column))).collect();
+    on_threads(&all, |(line, column)| {
+        let compiled = line
+            .filled(device, *column, 1)
+            .and_then(|filled| Encoder::capture(device, |enc| line.record(enc, &filled, 0)).map(drop));
+        compiled.unwrap_or_else(|error| panic!("{line:?}, {column:?}: {error}"));
+    });
+    let names = COLUMNS.map(|(codec, page_tokens)| format!("{codec}, pages of {page_tokens}"));
+    println!("| operation, D, H, Hk: tokens | {} |", names.join(" | "));
+    for line in lines {
+        let Line { shape: [dim, _, kv_heads], tokens, keys, .. } = line;
+        let filled = COLUMNS.map(|column| {
+            let layers = copies(2 * kv_heads * keys * column.0.bytes_per_vector(dim));
+            let filled = line.filled(device, column, layers)?;
+            if let Some((_, memory)) = filled.layers[0].k().tensors().next() {
+                memory.write_bytes(&bits(memory.bytes()))?;
+            }
+            Ok(filled)
+        });
+        let filled = filled.into_iter().collect::<Result<Vec<Filled>>>()?;
+        let calls = if tokens > 1 { 8 } else { 64 };
+        let record = |filled| Encoder::capture(device, |enc| (0..calls).try_for_each(|i| line.record(enc, filled, i)));
+        let graphs = filled.iter().map(record).collect::<Result<Vec<Graph>>>()?;
+        let times = in_turns(&graphs, calls)?.into_iter().map(|time| format!("{time:.2}"));
+        println!("| {} | {} |", line.name(), times.collect::<Vec<_>>().join(" | "));
+    }
+    Ok(())
+}
+
+#[test]
+#[ignore = "a measurement"]
+fn decode() -> Result<()> {
+    let lines = |keys| SHAPES.map(|shape| Line { operation: Operation::Attend, shape, tokens: 1, keys });
+    measure([131_072, 8192, 1024].into_iter().flat_map(lines))
+}
+
+/// A prompt and decode steps: in the middle of a page, and at its first position, where a mean is chosen.
+#[test]
+#[ignore = "a measurement"]
+fn encoding() -> Result<()> {
+    let lines = |shape| {
+        [(8192, 8192), (1, 4096 + 33), (1, 4096 + 1)].into_iter().flat_map(move |(tokens, keys)| {
+            [Operation::KvWrite, Operation::NormRopeWrite].map(|operation| Line { operation, shape, tokens, keys })
+        })
+    };
+    measure([SHAPES[0], SHAPES[1]].into_iter().flat_map(lines))
+}
