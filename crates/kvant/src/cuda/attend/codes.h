@@ -287,10 +287,11 @@ struct Codes {
         }
     }
 
-    // Upper bits of a unit, where they are single bits: the word that has them in its half `unit` % 2; in the lower half.
+    // Upper bits of a unit, where they are single bits: the word that has them in its half `unit` % 2.
     uint upper_word(uint load, uint unit) const {
         return HIGH_BITS == 0 ? 0 : high[load][unit / 2];
     }
+    // The same, in the lower half.
     uint upper(uint load, uint unit) const {
         return upper_word(load, unit) >> 16 * (unit % 2);
     }
