@@ -88,6 +88,7 @@ EQUIVALENT = [
     ("kv_write.metal", "coordinates(shared.row, j, j < dim)", "coordinates beyond the row are not stored"),
     ("linear.metal", "if (first_output >= p.outputs) {", "outputs that do not exist are computed, and not stored"),
     ("sample.metal", "if (f.bin >= shared.from && f.bin <= shared.to)", "the row is read instead of the list"),
+    ("turboquant.h", "for (uint b = index; b < blocks", "no thread has a second block"),
     ("norm_rope.h", "total >= 1e-24f", "at that very number both ways are exact enough"),
 ]
 

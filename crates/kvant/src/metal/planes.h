@@ -108,10 +108,15 @@ inline float4 centroids(uint4 index, uint codec) {
     }
 }
 
+// Norm i of those from `norms` on.
+template <typename I> inline float load_norm(device const uchar *norms, I i, uint codec) {
+    return is_centred(codec) ? float(reinterpret_cast<device const half *>(norms)[i])
+                             : reinterpret_cast<device const float *>(norms)[i];
+}
+
 // Norm i of all.
 inline float load_norm(Planes planes, ulong i, uint codec) {
-    return is_centred(codec) ? float(reinterpret_cast<device const half *>(planes.norms)[i])
-                             : reinterpret_cast<device const float *>(planes.norms)[i];
+    return load_norm(planes.norms, i, codec);
 }
 
 // Coordinates j .. j+3 of a quantised row, j a multiple of 4, in the rotated domain; without the mean, if the codec is

@@ -134,7 +134,6 @@ inline void encode(threadgroup const float *row, threadgroup float *room, Writab
             largest = max(largest, abs(row[j]));
         }
         unit = unit_of(reduce<Max>(largest, products, place));
-        threadgroup_barrier(mem_flags::mem_threadgroup);
         sum_squares(row, squares, unit, dim, place);
     }
     const uint block = min(dim, 256u);

@@ -336,7 +336,8 @@ void absorb(CachedKeys keys, uint begin, uint end, uint stream, thread Work<D, R
         tile.seen = 0;
         const uint i = base + work.lane, position = keys.first + i;
         for (uint r = 0; r < Of::ROWS; r++) {
-            const bool sees = i < end && work.seen[r].x <= position && position <= work.seen[r].y;
+            const uint2 bounds = work.seen[r];
+            const bool sees = i < end && bounds.x <= position && position <= bounds.y;
             tile.seen |= sees ? 1u << r : 0;
         }
         tile.mine = RowPlace{0, 0, false};

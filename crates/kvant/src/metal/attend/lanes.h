@@ -82,6 +82,11 @@ inline RowAddress address_of(Planes planes, RowPlace at, uint dim, uint codec) {
                       has_high(codec) ? planes.high + at.bytes + at.row * high_bytes(dim, codec) : nullptr};
 }
 
+// Where the norms of a row are, `count` of them.
+inline device const uchar *norms_of(Planes planes, RowPlace at, uint count, uint codec) {
+    return is_quantised(codec) ? planes.norms + at.bytes + at.row * (count * (is_centred(codec) ? 2 : 4)) : nullptr;
+}
+
 // The address `rows` rows further.
 inline RowAddress further(RowAddress from, uint rows, uint dim, uint codec) {
     return RowAddress{from.low + rows * low_bytes(dim, codec),

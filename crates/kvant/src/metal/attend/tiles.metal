@@ -63,20 +63,25 @@ template <uint D, uint ROWS, uint SIMDS, uint KEYS> struct Work {
     Codebook values;
 };
 
-// The quads of a step that a thread brings: quad i of all.
+// The octets (eight coordinates) of a step that a thread brings: octet i of all.
 template <uint D, uint KEYS, uint THREADS> struct Share {
-    static constant constexpr uint QUADS = D / 4;
-    static constant constexpr uint COUNT = (KEYS * QUADS + THREADS - 1) / THREADS;
+    static constant constexpr uint OCTETS = D / 8;
+    static constant constexpr uint COUNT = (KEYS * OCTETS + THREADS - 1) / THREADS;
+    static_assert(KEYS * OCTETS % 32 == 0, "all lanes of a SIMD-group bring one, or none does");
     static bool has(uint index, uint n) {
-        return KEYS * QUADS % THREADS == 0 || index + n * THREADS < KEYS * QUADS;
+        return KEYS * OCTETS % THREADS == 0 || index + n * THREADS < KEYS * OCTETS;
     }
     static uint key(uint index, uint n) {
-        return THREADS % QUADS == 0 ? index / QUADS + n * (THREADS / QUADS) : (index + n * THREADS) / QUADS;
+        return THREADS % OCTETS == 0 ? index / OCTETS + n * (THREADS / OCTETS) : (index + n * THREADS) / OCTETS;
     }
-    static uint quad(uint index, uint n) {
-        return (THREADS % QUADS == 0 ? index : index + n * THREADS) % QUADS;
+    static uint octet(uint index, uint n) {
+        return (THREADS % OCTETS == 0 ? index : index + n * THREADS) % OCTETS;
     }
 };
+
+inline bool are_finite_halves(uint4 bits) {
+    return are_finite_halves(bits.x) && are_finite_halves(bits.y) && are_finite_halves(bits.z) && are_finite_halves(bits.w);
+}
 
 // Halves that are one behind the other from `low` on: moved as they are.
 template <uint D, uint KEYS, uint THREADS>
@@ -88,11 +93,11 @@ bool bring_halves(device const uchar *low, uint stride, threadgroup half *stage,
         if (!Own::has(index, n)) {
             break;
         }
-        const uint key = Own::key(index, n), quad = Own::quad(index, n);
-        const uint2 bits = uint2(*reinterpret_cast<device const packed_uint2 *>(low + (key * stride * D + 4 * quad) * 2));
-        *reinterpret_cast<threadgroup uint2 *>(stage + key * stride_of<half>(D) + 4 * quad) = bits;
+        const uint key = Own::key(index, n), octet = Own::octet(index, n);
+        const uint4 bits = uint4(*reinterpret_cast<device const packed_uint4 *>(low + (key * stride * D + 8 * octet) * 2));
+        *reinterpret_cast<threadgroup uint4 *>(stage + key * stride_of<half>(D) + 8 * octet) = bits;
         if (check) {
-            finite = finite && are_finite_halves(bits.x) && are_finite_halves(bits.y);
+            finite = finite && are_finite_halves(bits);
         }
     }
     return finite;
@@ -109,9 +114,11 @@ bool bring(CachedKeys keys, uint base, uint end, threadgroup T *stage, Codebook 
     const bool aligned = VALUES ? V_ALIGNED : K_ALIGNED, together = keys.are_together(base, KEYS);
     RowPlace start = {0, 0, false};
     RowAddress first = {planes.low, planes.high};
+    device const uchar *first_norms = planes.norms;
     if (together) {
         start = keys.place_of(base);
         first = address_of(planes, start, D, codec);
+        first_norms = norms_of(planes, start, NORMS, codec);
     }
     if (sizeof(T) == 2 && aligned && start.held && end - base >= KEYS) {
         return bring_halves<D, KEYS, THREADS>(first.low, keys.stride, reinterpret_cast<threadgroup half *>(stage), index, check);
@@ -122,43 +129,59 @@ bool bring(CachedKeys keys, uint base, uint end, threadgroup T *stage, Codebook 
         if (!Own::has(index, n)) {
             break;
         }
-        const uint key = Own::key(index, n), quad = Own::quad(index, n);
+        const uint key = Own::key(index, n), octet = Own::octet(index, n);
         RowPlace at = start;
         RowAddress row = first;
+        device const uchar *norms = first_norms;
+        uint norm = octet / 32;
         bool held = base + key < end;
         if (together) {
             held = held && start.held;
-            at.row += key * keys.stride;
+            norm += key * keys.stride * NORMS;
             row = further(first, key * keys.stride, D, codec);
         } else if (held) {
             at = keys.place_of(base + key);
             row = address_of(planes, at, D, codec);
+            norms = norms_of(planes, at, NORMS, codec);
             held = at.held;
         }
-        Piece piece = {uint4(0), 0};
-        if (held) {
-            piece = load_piece(row, quad, false, codec, aligned);
+        Piece pieces[2] = {{uint4(0), 0}, {uint4(0), 0}};
+        if (held && codec == F32) {
+            pieces[0] = load_piece(row, 2 * octet, false, codec, aligned);
+            pieces[1] = load_piece(row, 2 * octet + 1, false, codec, aligned);
+        } else if (held) {
+            pieces[0] = load_piece(row, octet, true, codec, aligned);
         }
-        threadgroup T *to = stage + key * stride_of<T>(D) + 4 * quad;
+        threadgroup T *to = stage + key * stride_of<T>(D) + 8 * octet;
         if (sizeof(T) == 2) {
-            *reinterpret_cast<threadgroup uint2 *>(to) = piece.low.xy;
+            *reinterpret_cast<threadgroup uint4 *>(to) = pieces[0].low;
             if (check) {
-                finite = finite && are_finite_halves(piece.low.x) && are_finite_halves(piece.low.y);
+                finite = finite && are_finite_halves(pieces[0].low);
             }
             continue;
         }
-        float4 x = quad_from(piece, 0, codec, book);
-        if (is_quantised(codec)) {
-            // The code 0 is not the number 0.
-            x *= held ? load_norm(shifted(planes, at.bytes, codec), at.row * NORMS + quad / 64, codec) : 0;
+        // The code 0 is not the number 0.
+        const float factor = is_quantised(codec) && held ? load_norm(norms, norm, codec) : 0;
+#pragma unroll
+        for (uint i = 0; i < 2; i++) {
+            // Four lanes store first halves while the next four store second ones: in different banks.
+            const uint quad = i ^ (octet >> 2 & 1);
+            float4 x = codec == F32 ? as_type<float4>(pieces[0].low) : quad_from(pieces[0], quad, codec, book);
+            if (codec == F32 && quad == 1) {
+                x = as_type<float4>(pieces[1].low);
+            }
+            if (is_quantised(codec)) {
+                x *= factor;
+            }
+            if (is_centred(codec) && held) {
+                const uint j = 8 * octet + 4 * quad;
+                x += VALUES ? keys.value_mean4(at, j, D) : keys.key_mean4(at, j, D);
+            }
+            if (check) {
+                finite = finite && is_finite(x.x) && is_finite(x.y) && is_finite(x.z) && is_finite(x.w);
+            }
+            *reinterpret_cast<threadgroup float4 *>(to + 4 * quad) = x;
         }
-        if (is_centred(codec) && held) {
-            x += VALUES ? keys.value_mean4(at, 4 * quad, D) : keys.key_mean4(at, 4 * quad, D);
-        }
-        if (check) {
-            finite = finite && is_finite(x.x) && is_finite(x.y) && is_finite(x.z) && is_finite(x.w);
-        }
-        *reinterpret_cast<threadgroup float4 *>(to) = x;
     }
     return finite;
 }
