@@ -631,12 +631,13 @@ fn prefill_of_what_is_not_finite() {
 
 /// What is not finite in a key and in a value, those of a token's head 1, and in a row of queries.
 fn check_not_finite(case: &Case, token: usize, query_row: usize) {
-    for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
-        let at = (token * case.kv_heads + 1) * case.head_dim + 7;
+    // At odd and even coordinates: two of 16 bits are looked at together.
+    for (bad, coordinate) in [(f32::NAN, 7), (f32::INFINITY, 6), (f32::NEG_INFINITY, 5)] {
+        let at = (token * case.kv_heads + 1) * case.head_dim + coordinate;
         let (mut key, mut value, mut query) = (case.data(), case.data(), case.data());
         key.source.k[at] = bad;
         value.source.v[at] = bad;
-        query.queries[query_row * case.head_dim + 7] = bad;
+        query.queries[query_row * case.head_dim + coordinate] = bad;
         for data in [key, value, query] {
             case.check_data(&data);
         }
