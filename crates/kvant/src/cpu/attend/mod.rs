@@ -1,6 +1,7 @@
 //! Attention over a cache layer: q `[T, H, D]` → out `[T, H, D]`; decode, verification and prefill are one kernel.
 //!
-//! A task is a (block of query tokens, KV head, split of the context). Consecutive tokens of a sequence form a block;
+//! A task is a (block of query tokens, KV head, split of the context); over long contexts in pages it has several KV
+//! heads, so that it reads a page as a whole. Consecutive tokens of a sequence form a block;
 //! its G · tokens query rows read each key and value once. [`route`] selects the kernel:
 //!
 //! - [`few_rows`]: keys that all rows see are processed in tiles of 64. Keys that only some rows see, at the diagonal
@@ -70,6 +71,7 @@ pub(crate) fn run(cpu: &Cpu, call: &Call) {
         group: call.heads / spec.kv_heads,
         head_dim: call.head_dim,
         many: select(level, quantised, MANY_ROWS) == AttendKernel::ManyRows,
+        paged: call.layer.is_paged(),
         threads: cpu.threads.threads(),
         splits: call.splits,
     };

@@ -1,8 +1,8 @@
-//! How an attention is cut into tasks: (block of query tokens, KV head, split of the context).
+//! How an attention is cut into tasks: (block of query tokens, KV heads, split of the context).
 
 use std::ops::Range;
 
-use super::tile::TILE;
+use super::{route::MANY_ROWS, tile::TILE};
 use crate::ops::attend::visible;
 
 /// Floats of the query rows (tokens × query heads of a KV head) of a block: queries and sums must fit into the
@@ -17,6 +17,10 @@ const BLOCK_TOKENS: usize = 32;
 const SPLIT_KEYS: usize = 256;
 /// Tasks per thread: a thread that loses its core for a while does not delay the others.
 const TASKS_PER_THREAD: usize = 4;
+/// The most KV heads of a task, and from how many keys in pages on a task has more than one: a page's memory is then
+/// read as a whole. A head alone reads a few KiB of it, and jumps to the next page.
+pub(super) const TASK_HEADS: usize = 8;
+const LONG_KEYS: usize = 4096;
 /// Limits against absurd requests: splits of a block, and floats of all partial states.
 const MAX_SPLITS: usize = 4096;
 const PARTIAL_FLOATS: usize = 1 << 26;
@@ -34,6 +38,8 @@ pub(super) struct BatchShape<'a> {
     pub head_dim: usize,
     /// Whether blocks of many query rows go through [`super::many_rows`].
     pub many: bool,
+    /// Whether the keys are in pages.
+    pub paged: bool,
     pub threads: usize,
     /// 0: as many as the threads need.
     pub splits: usize,
@@ -55,7 +61,9 @@ pub(super) struct QueryBlock {
     /// Keys that at least one of its tokens may see.
     pub keys: usize,
     pub splits: usize,
-    /// Its tasks are this one and the next `kv_heads · splits − 1`; the split runs fastest.
+    /// The KV heads of a task; its last heads may be fewer.
+    pub task_heads: usize,
+    /// Its tasks are this one and the next ones, for each of its KV heads' groups all splits.
     pub first_task: usize,
     /// The first row of its partial states, when there is more than one split.
     pub first_partial: usize,
@@ -90,6 +98,14 @@ impl BatchShape<'_> {
         let len = self.len(block.sequence);
         let end = self.seen(len, block.position).end;
         self.seen(len, block.position + block.tokens - 1).start.min(end)..end
+    }
+
+    /// The KV heads of a task, whose queries and sums must stay in the second-level cache.
+    fn task_heads(&self, block: &Segment, keys: usize) -> usize {
+        let (rows, heads) = (block.tokens * self.group, self.kv_heads.min(TASK_HEADS));
+        let many = self.many && rows >= MANY_ROWS;
+        let fits = rows.saturating_mul(heads).saturating_mul(self.head_dim) <= BLOCK_FLOATS;
+        if self.paged && keys >= LONG_KEYS && fits && !many { heads } else { 1 }
     }
 
     fn next_segment(&self, token: usize, most: usize) -> Segment {
@@ -131,7 +147,8 @@ impl WorkPlan {
             token += segment.tokens;
             let keys = shape.seen_by_any(&segment).len();
             all_keys = all_keys.saturating_add(keys);
-            self.blocks.push(QueryBlock { segment, keys, splits: 1, first_task: 0, first_partial: 0 });
+            let task_heads = shape.task_heads(&segment, keys);
+            self.blocks.push(QueryBlock { segment, keys, splits: 1, task_heads, first_task: 0, first_partial: 0 });
         }
         self.split(shape, all_keys);
     }
@@ -143,7 +160,7 @@ impl WorkPlan {
         for block in &mut self.blocks {
             block.splits = match shape.splits {
                 0 if shape.threads == 1 => 1,
-                0 => block.keys.div_ceil(share),
+                0 => block.keys.saturating_mul(block.task_heads).div_ceil(share),
                 forced => forced.min(block.keys),
             }
             .clamp(1, MAX_SPLITS);
@@ -158,19 +175,19 @@ impl WorkPlan {
         for block in &mut self.blocks {
             block.splits = block.splits.min(most);
             (block.first_task, block.first_partial) = (self.tasks, self.partial_rows);
-            let tasks = block.splits * shape.kv_heads;
-            self.tasks += tasks;
+            self.tasks += block.splits * shape.kv_heads.div_ceil(block.task_heads);
             if block.splits > 1 {
-                self.partial_rows += tasks * block.segment.tokens * shape.group;
+                self.partial_rows += block.splits * shape.kv_heads * block.segment.tokens * shape.group;
             }
         }
     }
 
-    /// The block of a task, and its KV head and split.
-    pub fn task(&self, task: usize) -> (&QueryBlock, usize, usize) {
+    /// The block of a task, its KV heads of `kv_heads`, and its split.
+    pub fn task(&self, task: usize, kv_heads: usize) -> (&QueryBlock, Range<usize>, usize) {
         let block = &self.blocks[self.blocks.partition_point(|block| block.first_task <= task) - 1];
         let i = task - block.first_task;
-        (block, i / block.splits, i % block.splits)
+        let first = i / block.splits * block.task_heads;
+        (block, first..kv_heads.min(first + block.task_heads), i % block.splits)
     }
 }
 
@@ -190,6 +207,7 @@ mod tests {
             group: 4,
             head_dim: 256,
             many: false,
+            paged: false,
             threads: 4,
             splits: 0,
         }
@@ -224,7 +242,7 @@ mod tests {
         for (keys, splits) in
             [(1, 1), (3000, 7), (64 * 5, 5), (64 * 5 + 1, 5), (64 * 5 - 1, 5), (100, 100), (1 << 32, 4096)]
         {
-            let block = QueryBlock { segment, keys, splits, first_task: 0, first_partial: 0 };
+            let block = QueryBlock { segment, keys, splits, task_heads: 1, first_task: 0, first_partial: 0 };
             let ends: Vec<usize> = (0..splits).map(|i| block.part(i).end).collect();
             let starts = (0..splits).map(|i| block.part(i).start);
             assert!(
@@ -259,8 +277,39 @@ mod tests {
         // Up to the last token of the block.
         assert_eq!(plan.blocks.iter().map(|b| b.keys).collect::<Vec<_>>(), [7, 9, 11, 8]);
         assert_eq!(plan.tasks, 12);
-        let (block, head, split) = plan.task(7);
-        assert_eq!((block.segment.token, head, split), (4, 0, 1));
+        let (block, heads, split) = plan.task(7, 1);
+        assert_eq!((block.segment.token, heads, split), (4, 0..1, 1));
+    }
+
+    #[test]
+    fn tasks_over_long_pages_have_several_heads() {
+        let mut plan = WorkPlan::default();
+        for (kv_heads, threads) in [(1, 1), (2, 4), (8, 2), (11, 3)] {
+            for (keys, paged) in [(LONG_KEYS, true), (LONG_KEYS - 1, true), (LONG_KEYS, false)] {
+                let (lens, mut buffers) = ([keys as u32], Default::default());
+                let tokens = [(0, keys as u32 - 1)];
+                let shape = shape(&tokens, &lens, &mut buffers);
+                plan.make(&BatchShape { kv_heads, threads, paged, head_dim: 128, ..shape });
+                let several = paged && keys == LONG_KEYS;
+                assert_eq!(plan.blocks[0].task_heads, if several { kv_heads.min(TASK_HEADS) } else { 1 });
+                assert!(plan.tasks >= threads * TASKS_PER_THREAD || threads == 1);
+                // Every head and split once.
+                let mut seen = vec![0; kv_heads * plan.blocks[0].splits];
+                for task in 0..plan.tasks {
+                    let (block, heads, split) = plan.task(task, kv_heads);
+                    heads.for_each(|head| seen[head * block.splits + split] += 1);
+                }
+                assert!(seen.iter().all(|&count| count == 1), "{seen:?}");
+            }
+        }
+        // Not for many rows: neither kernels that transpose them nor states beyond the cache.
+        let (lens, mut buffers) = ([8192], Default::default());
+        let tokens: Vec<(u32, u32)> = (0..32).map(|i| (0, 8160 + i)).collect();
+        let shape = shape(&tokens, &lens, &mut buffers);
+        for many in [false, true] {
+            plan.make(&BatchShape { kv_heads: 4, paged: true, many, ..shape });
+            assert!(plan.blocks.iter().all(|block| block.task_heads == 1));
+        }
     }
 
     #[test]

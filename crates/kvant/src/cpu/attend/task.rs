@@ -4,15 +4,16 @@ use std::ops::Range;
 
 use super::{
     AttendJob, SoftmaxStates, few_rows,
-    few_rows::TileMemory,
+    few_rows::{NextKeys, TileMemory},
     fixed_point,
     kv_rows::{KvRows, KvRun, KvSource},
     many_rows::{AbsorbTile, KeyTile, QueryLanes, TransposeQueries},
-    plan::QueryBlock,
+    plan::{QueryBlock, TASK_HEADS},
     route::{AttendKernel, MANY_ROWS, select},
     tile::{self, Queries, TILE},
 };
 use crate::{
+    LayerSpec,
     codec::BLOCK,
     cpu::{
         convert, hadamard, scratch,
@@ -20,42 +21,79 @@ use crate::{
     },
 };
 
+/// Positions that a task with several heads processes of each head in turn: whole pages, of about so many bytes. Fewer
+/// positions cost jumps; with more, the translation of the pages' addresses is forgotten before the next head comes.
+const SPAN_BYTES: usize = 1 << 20;
+
+fn span(spec: &LayerSpec) -> usize {
+    let bytes =
+        [spec.k, spec.v].map(|codec| codec.bytes_per_vector(spec.head_dim)).iter().sum::<usize>() * spec.kv_heads;
+    1 << (SPAN_BYTES / bytes).clamp(256, 1024).ilog2()
+}
+
 /// Runs a task of the plan. Only what computes is compiled for a SIMD level: the kernels that are dispatched.
 pub(super) fn run_task(job: &AttendJob, task: usize) {
-    let (block, head, split) = job.plan.task(task);
+    let (block, heads, split) = job.plan.task(task, job.shape.kv_heads);
+    match heads.len() {
+        1 => run_heads::<1>(job, block, heads, split),
+        _ => run_heads::<TASK_HEADS>(job, block, heads, split),
+    }
+}
+
+/// At most `N` heads: what there is of each is moved, and a short task has one.
+fn run_heads<const N: usize>(job: &AttendJob, block: &QueryBlock, heads: Range<usize>, split: usize) {
     let (rows, head_dim) = (block.segment.tokens * job.shape.group, job.shape.head_dim);
     let len = rows * (head_dim + 2);
     let rounded = if job.fixed { rows * (head_dim / 2 + head_dim.div_ceil(BLOCK)) } else { 0 };
     let many = if rows >= MANY_ROWS { QueryLanes::len(rows, head_dim) } else { 0 };
-    let sizes = [rows * head_dim, rounded, len, TileMemory::len(rows, head_dim), many];
-    with_aligned(sizes, |[q, rounded, states, room, many]| {
+    let sizes = [rows * head_dim, rounded, len].map(|size| size * heads.len());
+    let sizes = [sizes[0], sizes[1], sizes[2], TileMemory::len(rows, head_dim), many];
+    with_aligned(sizes, |[mut q, mut rounded_q, mut states, room, many]| {
+        let mut heads: [Option<HeadWork>; N] = std::array::from_fn(|i| {
+            let head = heads.clone().nth(i)?;
+            // An inactive row is of no sequence, and sees no key.
+            let sequence = if block.keys > 0 { block.segment.sequence } else { 0 };
+            let source = KvSource::new(&job.call.layer, job.table, sequence, head, job.fixed);
+            let q = take_floats(&mut q, rows * head_dim);
+            let rounded = take_floats(&mut rounded_q, rounded);
+            let states = SoftmaxStates::new(take_floats(&mut states, len), rows, head_dim);
+            Some(HeadWork { job, block, head, source, q, rounded, states })
+        });
         let room = TileMemory::new(room, rows, head_dim);
-        let mut work = BlockWork { job, block, head, keys: block.part(split), q, rounded, room, many };
-        let mut states = SoftmaxStates::new(states, rows, head_dim);
+        let mut work = BlockWork { job, block, keys: block.part(split), room, many };
         // SAFETY: the plan gives every task its own rows.
-        unsafe { work.run(&mut states) };
-        job.level.dispatch(FinishTask { job, block, head, split, states });
+        unsafe { work.run(&mut heads) };
+        for HeadWork { head, states, .. } in heads.iter_mut().flatten() {
+            job.level.dispatch(FinishTask { job, block, head: *head, split, states });
+        }
     });
 }
 
+/// The first `count` of some floats, which are then the others.
+fn take_floats<'a>(from: &mut &'a mut [f32], count: usize) -> &'a mut [f32] {
+    let (taken, rest) = std::mem::take(from).split_at_mut(count);
+    *from = rest;
+    taken
+}
+
 /// Writes the result of a task, or its partial states if there are more splits.
-struct FinishTask<'a> {
+struct FinishTask<'a, 'b> {
     job: &'a AttendJob<'a>,
     block: &'a QueryBlock,
     head: usize,
     split: usize,
-    states: SoftmaxStates<'a>,
+    states: &'a mut SoftmaxStates<'b>,
 }
 
-impl SimdKernel for FinishTask<'_> {
+impl SimdKernel for FinishTask<'_, '_> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self) {
-        let FinishTask { job, block, head, split, mut states } = self;
+        let FinishTask { job, block, head, split, states } = self;
         // SAFETY: `dispatch` enables the instructions; the plan gives every task its own rows.
         unsafe {
             if block.splits == 1 {
-                job.write::<S>(&mut states, block, head);
+                job.write::<S>(states, block, head);
             } else {
                 let partial = job.partial(block, head, split);
                 partial.o.copy_from_slice(states.o);
@@ -66,57 +104,96 @@ impl SimdKernel for FinishTask<'_> {
     }
 }
 
-/// A task at work: its queries and scratch memory.
-struct BlockWork<'a> {
+/// A KV head of a task: its queries, and its states.
+struct HeadWork<'a> {
     job: &'a AttendJob<'a>,
     block: &'a QueryBlock,
     head: usize,
-    /// Its part of the block's keys, counted from the first that any of its tokens sees.
-    keys: Range<usize>,
+    source: KvSource<'a>,
     /// `[rows, head_dim]`.
     q: &'a mut [f32],
     /// The same in fixed point, and its units, where that is wanted.
     rounded: &'a mut [f32],
+    states: SoftmaxStates<'a>,
+}
+
+/// A task at work, with scratch memory.
+struct BlockWork<'a> {
+    job: &'a AttendJob<'a>,
+    block: &'a QueryBlock,
+    /// Its part of the block's keys, counted from the first that any of its tokens sees.
+    keys: Range<usize>,
     room: TileMemory,
     /// For [`QueryLanes`] query rows.
     many: &'a mut [f32],
 }
 
 impl BlockWork<'_> {
-    /// The states of the block's queries over the task's keys.
-    unsafe fn run(&mut self, states: &mut SoftmaxStates) {
-        states.clear();
+    /// The states of the block's queries over the task's keys, for each of its heads. The first heads are there.
+    unsafe fn run(&mut self, heads: &mut [Option<HeadWork>]) {
         let (job, segment) = (self.job, &self.block.segment);
         let first = job.shape.seen_by_any(segment).start;
         let positions = first + self.keys.start..first + self.keys.end;
+        heads.iter_mut().flatten().for_each(|head| head.states.clear());
         if positions.is_empty() {
             return;
         }
-        let source = KvSource::new(&job.call.layer, job.table, segment.sequence, self.head, job.fixed);
-        let (k, v) = (&source.k, &source.v);
-        self.load_queries(k.quantised && !job.call.q_rotated, k.interleaved && !k.fixed);
-        if k.fixed {
-            self.round_queries(k);
+        heads.iter_mut().flatten().for_each(HeadWork::load);
+        if let [Some(head)] = heads {
+            // SAFETY: passed on to the caller.
+            unsafe { self.absorb(head, positions, None) };
+            return head.finish();
         }
-        // SAFETY: passed on to the caller.
-        unsafe { self.absorb(&source, positions, states) };
+        let count = heads.iter().flatten().count();
+        let (span, mut start) = (span(job.call.layer.spec()), positions.start);
+        while start < positions.end {
+            let end = ((start / span + 1) * span).min(positions.end);
+            for head in 0..count {
+                let (next, seen) = if head + 1 < count { (head + 1, start..end) } else { (0, end..positions.end) };
+                let source = heads[next].as_ref().map(|next| next.source);
+                if let Some((head, source)) = heads[head].as_mut().zip(source) {
+                    let after = tile::tiles(&source, seen).next().map(|run| NextKeys { source: &source, run });
+                    // SAFETY: passed on to the caller.
+                    unsafe { self.absorb(head, start..end, after) };
+                }
+            }
+            start = end;
+        }
+        heads.iter_mut().flatten().for_each(HeadWork::finish);
+    }
+}
+
+impl HeadWork<'_> {
+    /// Prepares the queries.
+    fn load(&mut self) {
+        let KvRows { quantised, interleaved, fixed, .. } = self.source.k;
+        self.load_queries(quantised && !self.job.call.q_rotated, interleaved && !fixed);
+        if fixed {
+            self.round_queries();
+        }
+    }
+
+    /// Brings the sums into the order of coordinates.
+    fn finish(&mut self) {
+        let v = &self.source.v;
         if v.quantised {
             if v.fixed {
-                fixed_point::order_sum(v, states.o);
+                fixed_point::order_sum(v, self.states.o);
             }
-            let interleaved = v.interleaved && !v.fixed;
-            job.level.dispatch(UnrotateSums { interleaved, o: states.o, head_dim: job.shape.head_dim });
+            let (interleaved, head_dim) = (v.interleaved && !v.fixed, self.job.shape.head_dim);
+            self.job.level.dispatch(UnrotateSums { interleaved, o: self.states.o, head_dim });
         }
     }
 
     /// The block's queries in f32, times scale · log2 e.
     fn load_queries(&mut self, rotate: bool, interleaved: bool) {
-        let BlockWork { job, block, head, ref mut q, .. } = *self;
+        let HeadWork { job, block, head, ref mut q, .. } = *self;
         job.level.dispatch(LoadQueries { job, block, head, rotate, interleaved, q });
     }
 
-    /// The block's queries in fixed point, for keys of `side`.
-    fn round_queries(&mut self, side: &KvRows) {
+    /// The block's queries in fixed point.
+    fn round_queries(&mut self) {
+        let side = &self.source.k;
         let head_dim = self.job.shape.head_dim;
         let (rounded, units) = self.rounded.split_at_mut(self.q.len() / 2);
         let rounded: &mut [i16] = bytemuck::cast_slice_mut(rounded);
@@ -126,21 +203,29 @@ impl BlockWork<'_> {
         }
     }
 
-    /// Adds `positions` of a source to the states of the rows that see them.
-    unsafe fn absorb(&mut self, source: &KvSource, positions: Range<usize>, states: &mut SoftmaxStates) {
-        let (level, shape, segment) = (self.job.level, self.job.shape, &self.block.segment);
-        let len = shape.len(segment.sequence);
-        let queries = Queries {
-            q: self.q.as_ptr(),
+    /// Queries and states, as kernels take them.
+    fn queries(&mut self) -> Queries {
+        let HeadWork { job, q, rounded, states, .. } = self;
+        Queries {
+            q: q.as_ptr(),
             o: states.o.as_mut_ptr(),
             m: states.m.as_mut_ptr(),
             l: states.l.as_mut_ptr(),
-            rounded: self.rounded.as_ptr().cast(),
-            units: self.rounded.as_ptr().wrapping_add(self.q.len() / 2),
+            rounded: rounded.as_ptr().cast(),
+            units: rounded.as_ptr().wrapping_add(q.len() / 2),
             rows: states.m.len(),
-            head_dim: shape.head_dim,
-            softcap: self.job.call.softcap.map(|cap| cap * std::f32::consts::LOG2_E),
-        };
+            head_dim: job.shape.head_dim,
+            softcap: job.call.softcap.map(|cap| cap * std::f32::consts::LOG2_E),
+        }
+    }
+}
+
+impl BlockWork<'_> {
+    /// Adds `positions` to the states of the rows that see them. `after`: the keys that are processed next.
+    unsafe fn absorb(&mut self, head: &mut HeadWork, positions: Range<usize>, after: Option<NextKeys>) {
+        let (level, shape, segment) = (self.job.level, self.job.shape, &self.block.segment);
+        let len = shape.len(segment.sequence);
+        let (queries, source) = (head.queries(), &head.source);
         let within = |seen: Range<usize>| seen.start.max(positions.start)..seen.end.min(positions.end);
         let all = within(shape.seen_by_all(segment));
         if select(self.job.level, source.k.quantised || source.v.quantised, queries.rows) == AttendKernel::ManyRows {
@@ -149,15 +234,16 @@ impl BlockWork<'_> {
         }
         // SAFETY: only rows that exist, and positions that the source holds: a token sees no others.
         unsafe {
-            few_rows::absorb(level, source, all.clone(), queries, self.room);
+            few_rows::absorb(level, source, all.clone(), queries, self.room, after.unwrap_or(NextKeys::none(source)));
             for token in 0..segment.tokens {
                 let seen = within(shape.seen(len, segment.position + token));
                 let queries = queries.rows(token * shape.group..(token + 1) * shape.group);
+                let absorb = |seen| few_rows::absorb(level, source, seen, queries, self.room, NextKeys::none(source));
                 if all.is_empty() {
-                    few_rows::absorb(level, source, seen, queries, self.room);
+                    absorb(seen);
                 } else {
-                    few_rows::absorb(level, source, seen.start..all.start, queries, self.room);
-                    few_rows::absorb(level, source, all.end..seen.end, queries, self.room);
+                    absorb(seen.start..all.start);
+                    absorb(all.end..seen.end);
                 }
             }
         }
@@ -211,7 +297,7 @@ impl BlockWork<'_> {
                     let queries = queries.rows(token * shape.group..(token + 1) * shape.group);
                     let seen = by.start.max(held.start)..by.end.min(held.end);
                     if !seen.is_empty() {
-                        few_rows::absorb(level, source, seen, queries, self.room);
+                        few_rows::absorb(level, source, seen, queries, self.room, NextKeys::none(source));
                     }
                 }
                 many.load_states();

@@ -140,3 +140,41 @@ fn the_reference_computes_the_same_over_pages_and_over_slots() {
         }
     }
 }
+
+/// So many keys that a task of the CPU has several KV heads, which take turns: all of them, or eight and three. Over
+/// slots each head is a task of its own, with the same tiles in the same order.
+#[test]
+fn the_cpu_computes_the_same_over_long_contexts_in_pages_and_in_slots() {
+    let tq = Codec::tq;
+    let cases = [
+        (3, Codec::F16, Codec::BF16, vec![(4200, 1), (200, 1)]),
+        (11, tq(4), tq(8), vec![(4099, 3)]),
+        (2, tq(3), Codec::F32, vec![(40, 2), (5000, 2)]),
+    ];
+    for (kv_heads, k, v, sequences) in cases {
+        let case = Case { page_tokens: 64, kv_heads, k, v, sequences, ..CASE };
+        let source = case.source();
+        for device in devices().iter().filter(|device| device.kind() == DeviceKind::Cpu) {
+            let Filled { pool, step, new, sequences } = case.filled(device, &source).unwrap();
+            let paged = pool.layer(1).unwrap();
+            layers::write(paged, &source.gather(&new), DType::F32, &step).unwrap();
+
+            let lens = || case.sequences.iter().map(|&(past, new)| (past as u32, (past + new) as u32));
+            let capacity = lens().map(|(_, len)| len).max().unwrap() as usize;
+            let spec = LayerSpec::new(kv_heads, case.head_dim, capacity, k).v(v).sequences(2);
+            let layer = KvLayer::new(device, spec).unwrap();
+            let all: Vec<(u32, u32)> =
+                (0..).zip(lens()).flat_map(|(s, (_, len))| (0..len).map(move |p| (s, p))).collect();
+            layers::write(&layer, &source, DType::F32, &Step::new(device, 2, &all).unwrap()).unwrap();
+            let last: Vec<(u32, u32)> =
+                (0..).zip(lens()).flat_map(|(s, (past, len))| (past..len).map(move |p| (s, p))).collect();
+            let slots = Step::new(device, 2, &last).unwrap();
+            for splits in [Some(1), Some(3)] {
+                let [over_pages, over_slots] = [(paged, &step), (&layer, &slots)]
+                    .map(|(layer, step)| case.attend_in(layer, step, splits).unwrap().bytes().unwrap());
+                assert!(over_pages == over_slots, "{device}: {case:?}, {splits:?} splits");
+            }
+            drop(sequences);
+        }
+    }
+}

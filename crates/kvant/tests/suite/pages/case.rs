@@ -131,6 +131,11 @@ impl Case {
     }
 
     pub fn attend(&self, layer: &KvLayer, step: &Step) -> Result<Out> {
+        self.attend_in(layer, step, None)
+    }
+
+    /// With the context cut into so many parts, if that is said.
+    pub fn attend_in(&self, layer: &KvLayer, step: &Step, splits: Option<usize>) -> Result<Out> {
         let shape = [step.tokens(), self.kv_heads * self.group, self.head_dim];
         let device = layer.device();
         let q = input(device, self.dtype, &self.queries(step.tokens()), &shape)?;
@@ -139,7 +144,7 @@ impl Case {
             if self.q_rotated {
                 ops::hadamard(enc, &Hadamard::new(&q, &q))?;
             }
-            ops::attend(enc, &Attend::new(query(&q, self.q_rotated), layer, step, &out.tensor))
+            ops::attend(enc, &Attend::new(query(&q, self.q_rotated), layer, step, &out.tensor).splits(splits))
         })?;
         Ok(out)
     }

@@ -70,7 +70,20 @@ fn direct_rows<S: Simd>() -> usize {
     if S::MANY_REGISTERS { 8 } else { 4 }
 }
 
-/// Adds the keys and values of `positions` to the states of `queries`.
+/// Keys that are prefetched: a run, and the source from whose start it counts.
+#[derive(Clone, Copy)]
+pub(super) struct NextKeys<'a> {
+    pub source: &'a KvSource<'a>,
+    pub run: KvRun,
+}
+
+impl<'a> NextKeys<'a> {
+    pub fn none(source: &'a KvSource<'a>) -> NextKeys<'a> {
+        NextKeys { source, run: KvRun::NONE }
+    }
+}
+
+/// Adds the keys and values of `positions` to the states of `queries`. `after`: the keys that are processed next.
 ///
 /// # Safety
 /// The level is supported; the source has the positions; `queries` and `room` are as their types say.
@@ -80,21 +93,15 @@ pub(super) unsafe fn absorb(
     positions: Range<usize>,
     queries: Queries,
     room: TileMemory,
+    after: NextKeys,
 ) {
     if positions.is_empty() {
         return;
     }
     let mut tiles = tiles(source, positions).peekable();
     while let Some(tile) = tiles.next() {
-        let next = tiles.peek().copied().unwrap_or(KvRun::NONE);
-        level.dispatch(FewRowsTile {
-            source: &source.shifted(tile.bytes),
-            keys_from: source,
-            tile,
-            next,
-            queries,
-            room,
-        });
+        let next = tiles.peek().map_or(after, |&run| NextKeys { source, run });
+        level.dispatch(FewRowsTile { source: &source.shifted(tile.bytes), tile, next, queries, room });
     }
 }
 
@@ -102,11 +109,9 @@ pub(super) unsafe fn absorb(
 struct FewRowsTile<'a> {
     /// The source of the tile's rows.
     source: &'a KvSource<'a>,
-    /// The source from whose start `next` counts.
-    keys_from: &'a KvSource<'a>,
     /// At most [`TILE`] keys, and the next ones.
     tile: KvRun,
-    next: KvRun,
+    next: NextKeys<'a>,
     queries: Queries,
     room: TileMemory,
 }
@@ -115,7 +120,7 @@ impl SimdKernel for FewRowsTile<'_> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self) {
-        let FewRowsTile { source, keys_from, tile: KvRun { row, keys, .. }, next, queries, room } = self;
+        let FewRowsTile { source, tile: KvRun { row, keys, .. }, next, queries, room } = self;
         let KvSource { k, v, .. } = source;
         let chunk = 2 * S::LANES;
         let plane = queries.rows * TILE;
@@ -137,7 +142,8 @@ impl SimdKernel for FewRowsTile<'_> {
                 with_loader!(k.loader, rows => score::<S, _>(rows, part, scores, room.staged, &mut prefetch));
             }
             softmax::<S>(source, (row, keys), queries, room);
-            let wanted = PrefetchRuns::new(&keys_from.k.planes, next.bytes, next.row, next.keys);
+            let NextKeys { source: KvSource { k: next, .. }, run } = next;
+            let wanted = PrefetchRuns::new(&next.planes, run.bytes, run.row, run.keys);
             let blocks = queries.head_dim / v.block;
             let mut prefetch = Prefetcher::new(&wanted);
             for block in 0..blocks {
