@@ -134,6 +134,8 @@ inline void encode(threadgroup const float *row, threadgroup float *room, Writab
             largest = max(largest, abs(row[j]));
         }
         unit = unit_of(reduce<Max>(largest, products, place));
+        // Others may still add up the squares: within a SIMD-group a reduction has no barrier.
+        threadgroup_barrier(mem_flags::mem_threadgroup);
         sum_squares(row, squares, unit, dim, place);
     }
     const uint block = min(dim, 256u);
