@@ -133,7 +133,8 @@ async fn a_slow_reader_pauses_itself_only() {
     assert!(last > 0 && last < 7900, "{last} tokens without a reader");
     let quick = read(running.complete(long(json!({"max_tokens": 5}))).await).await;
     assert!(quick.starts_with("HTTP/1.1 200 "), "{quick}");
-    assert_eq!(running.engine.live(), 1);
+    // The answer may arrive before the engine lets go of its request.
+    until(&running.engine, "one is left", |_| running.engine.live() == 1).await;
     drop(slow);
     until(&running.engine, "has ended", |stats| stats.running == 0 && stats.requests_used == 0).await;
 }
