@@ -95,8 +95,8 @@ fn the_shipped_model_matches_the_cpu() {
 /// passes are recorded before.
 fn check_batches(model: &Model, codec: Codec, prompts: &[Vec<u32>], steps: usize, ahead: bool) {
     let (vocab, device) = (model.vocab_size() as u32, model.device());
-    // Other kernels run for other numbers of rows. Where these round apart, a vector may get another code.
-    let tolerance = if codec == Codec::F32 { TOLERANCE } else { 0.02 };
+    // CUDA has other kernels for other numbers of rows. Where these round apart, a vector may get another code.
+    let tolerance = if codec != Codec::F32 && device.kind() == DeviceKind::Cuda { 0.02 } else { TOLERANCE };
     let longest = prompts.iter().map(Vec::len).max().unwrap() + 3 * steps;
     let options = PoolOptions { codecs: codec.into(), sequences: 2 * prompts.len(), ..exact(longest) };
     let pool = model.new_pool(&options).unwrap();

@@ -5,11 +5,11 @@
 //! Nothing is judged. The graphs of a line are replayed in turns; each holds the operation many times, over layers that
 //! together exceed the caches. Times are medians in µs.
 
-use std::{sync::OnceLock, time::Instant};
+use std::sync::OnceLock;
 
 use crate::{
     common::{on_threads, query},
-    speed::{copies, device, noise, random_bits},
+    speed::{copies, device, in_turns, noise, random_bits},
 };
 use kvant::{
     CacheLayer, Codec, DType, Device, Encoder, Graph, HeadOrder, KvLayer, KvPool, PoolSpec, Result, Sequence, Step,
@@ -105,28 +105,6 @@ impl Line {
 fn bits(bytes: usize) -> Vec<u8> {
     static BITS: OnceLock<Vec<u8>> = OnceLock::new();
     BITS.get_or_init(|| random_bits(64 << 20)).iter().copied().cycle().take(bytes).collect()
-}
-
-/// The medians of replays in turns, by graph, in µs a call.
-fn in_turns(graphs: &[Graph], calls: usize) -> Result<Vec<f64>> {
-    let mut times = vec![Vec::new(); graphs.len()];
-    // While the host made its numbers the device slept, and it wakes slowly.
-    let start = Instant::now();
-    while start.elapsed().as_millis() < 60 {
-        graphs[0].replay()?.wait()?;
-    }
-    for _ in 0..13 {
-        for (graph, times) in graphs.iter().zip(&mut times) {
-            let start = Instant::now();
-            graph.replay()?.wait()?;
-            times.push(start.elapsed().as_secs_f64() * 1e6 / calls as f64);
-        }
-    }
-    let median = |mut times: Vec<f64>| {
-        times.sort_by(f64::total_cmp);
-        times[times.len() / 2]
-    };
-    Ok(times.into_iter().map(median).collect())
 }
 
 fn measure(lines: impl Iterator<Item = Line>) -> Result<()> {
