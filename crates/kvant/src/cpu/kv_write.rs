@@ -108,6 +108,8 @@ impl KvWriteVectors<'_> {
 }
 
 impl TokenVectors for KvWriteVectors<'_> {
+    const LOADS_TWICE: bool = true;
+
     #[inline(always)]
     fn shared_len(&self) -> usize {
         0

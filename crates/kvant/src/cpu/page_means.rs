@@ -26,6 +26,8 @@ const TASK: usize = 8 * 1024;
 /// Of all functions: the level's instructions are enabled, and the token and head exist.
 #[allow(clippy::missing_safety_doc, reason = "said once, above")]
 pub(super) trait TokenVectors: Sync {
+    /// Whether to load a vector twice is faster than to keep it.
+    const LOADS_TWICE: bool = false;
     /// Floats of a token that all its vectors need.
     fn shared_len(&self) -> usize;
     /// Computes these.
@@ -239,16 +241,28 @@ impl<V: TokenVectors> HeadOfRun<'_, '_, V> {
                 }
                 return;
             };
-            let (mean, mut own) = (&mut *scratch::take(dim), false);
-            let rows = if matches!(run.mean, MeanOfRun::Own) { self.tokens.len() } else { 1 };
-            let all = &mut *scratch::take(rows * dim);
+            let mean = &mut *scratch::take(dim);
+            // Whether vectors are kept between their mean and their encoding.
+            let kept = matches!(run.mean, MeanOfRun::Own) && !V::LOADS_TWICE;
+            let rows = &mut *scratch::take(if kept { self.tokens.len() * dim } else { dim });
+            let place = |i: usize| if kept { i * dim..(i + 1) * dim } else { 0..dim };
             match run.mean {
                 MeanOfRun::Own => {
-                    own = true;
                     let mut sum = SumOfVectors::new(mean);
-                    for (i, x) in all.chunks_exact_mut(dim).enumerate() {
+                    let mut squares = [S::zero(); 2];
+                    for i in 0..self.tokens.len() {
+                        let x = &mut rows[place(i)];
                         self.load::<S>(i, x);
-                        sum.add::<S>(x);
+                        sum.add_unchecked::<S>(x, &mut squares);
+                    }
+                    // A vector that must be left out shows in the sum of all squares.
+                    if !S::sum(S::add(squares[0], squares[1])).is_finite() {
+                        sum = SumOfVectors::new(sum.sum);
+                        for i in 0..self.tokens.len() {
+                            let x = &mut rows[place(i)];
+                            self.load::<S>(i, x);
+                            sum.add::<S>(x);
+                        }
                     }
                     sum.finish();
                     quantiser.rotate::<S>(mean);
@@ -256,7 +270,7 @@ impl<V: TokenVectors> HeadOfRun<'_, '_, V> {
                 }
                 MeanOfRun::Previous { bytes } => {
                     let previous = memory.shifted(bytes);
-                    let (mut sum, x) = (SumOfVectors::new(mean), &mut all[..dim]);
+                    let (mut sum, x) = (SumOfVectors::new(mean), &mut rows[place(0)]);
                     for i in 0..page_tokens {
                         previous.load::<S>(self.head * page_tokens + i, x, true);
                         sum.add::<S>(x);
@@ -268,8 +282,8 @@ impl<V: TokenVectors> HeadOfRun<'_, '_, V> {
             }
             stored.load(mean);
             for i in 0..self.tokens.len() {
-                let x = if own { &mut all[i * dim..][..dim] } else { &mut all[..dim] };
-                if !own {
+                let x = &mut rows[place(i)];
+                if !kept {
                     self.load::<S>(i, x);
                 }
                 planes.store::<S>(row(i), x, mean);
@@ -367,6 +381,34 @@ impl<'a> SumOfVectors<'a> {
                 self.count += 1;
             }
         }
+    }
+
+    /// Adds a vector whatever it holds, and its squares to those of others.
+    ///
+    /// # Safety
+    /// The level's instructions are enabled.
+    #[inline(always)]
+    unsafe fn add_unchecked<S: Simd>(&mut self, x: &[f32], squares: &mut [S::F; 2]) {
+        let [mut even, mut odd] = *squares;
+        let n = self.sum.len().min(x.len());
+        let whole = n - n % S::LANES;
+        let sum = self.sum.as_mut_ptr();
+        for i in (0..whole).step_by(S::LANES) {
+            // SAFETY: whole vectors of both; the rest is the caller's promise.
+            unsafe {
+                let x = S::load(x.as_ptr().add(i));
+                S::store(sum.add(i), S::add(S::load(sum.add(i)), x));
+                // Two chains of additions take half the time of one.
+                (even, odd) = (odd, S::fma(x, x, even));
+            }
+        }
+        for (sum, &x) in self.sum[whole..].iter_mut().zip(&x[whole..n]) {
+            *sum += x;
+            // SAFETY: the caller's promise. Lanes that have the same number count it more than once.
+            unsafe { even = S::fma(S::splat(x), S::splat(x), even) };
+        }
+        *squares = [even, odd];
+        self.count += 1;
     }
 
     /// Divides by the number of vectors.
