@@ -226,7 +226,7 @@ fn over_pages(device: &Device) -> Result<()> {
     for keys in [1024, 131_072] {
         for head_dim in [64, 128, 256, 512] {
             let dense = if device.kind() == DeviceKind::Cpu { Codec::F16 } else { Codec::BF16 };
-            for codec in [dense, Codec::tq(8), Codec::tq(6), Codec::tq(5), Codec::tq(4)] {
+            for codec in [dense].into_iter().chain([8, 6, 5, 4, 3, 2].map(Codec::tq)) {
                 let name = format!("{head_dim} {codec} {keys}");
                 if std::env::var("KVANT_SPEED").is_ok_and(|part| !name.contains(&part)) {
                     continue;
