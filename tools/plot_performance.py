@@ -467,7 +467,7 @@ def table_simd(records):
     """Times as fast as f16 by token, at each SIMD level."""
     body = []
     some = rows(records["cpu-simd-levels"])
-    for level in ("AVX2", "AVX-512", "AVX-512 VNNI"):
+    for level in ("AVX2", "AVX-512", "AVX-512 VBMI"):
         per_token = {(row["D"], row["codec"]): row[level] / row["tokens"] for row in some}
         body.append([level] + [span([per_token[d, "f16"] / per_token[d, codec] for d in (128, 256, 512)])
                                for codec in ("tq8", "tq4")])

@@ -23,7 +23,7 @@ pub(super) enum AttendKernel {
 /// The kernel for `rows` query rows over keys and values from one source, of which one or both are `quantised`.
 pub(super) fn select(level: SimdLevel, quantised: bool, rows: usize) -> AttendKernel {
     // Whatever the number of rows: integers hold twice as many keys a vector as f32.
-    if quantised && level == SimdLevel::Avx512Vnni {
+    if quantised && level == SimdLevel::Avx512Vbmi {
         return AttendKernel::FixedPoint;
     }
     if rows >= MANY_ROWS {
@@ -37,7 +37,9 @@ pub(super) fn select(level: SimdLevel, quantised: bool, rows: usize) -> AttendKe
 pub(super) fn level_of(level: SimdLevel, head_dim: usize) -> SimdLevel {
     match level {
         // A machine supports AVX-512 only if it supports AVX2, too.
-        SimdLevel::Avx512 | SimdLevel::Avx512Vnni if !head_dim.is_multiple_of(32) => SimdLevel::Avx2,
+        SimdLevel::Avx512 | SimdLevel::Avx512Vnni | SimdLevel::Avx512Vbmi if !head_dim.is_multiple_of(32) => {
+            SimdLevel::Avx2
+        }
         _ => level,
     }
 }
@@ -58,7 +60,7 @@ pub(in crate::cpu) fn explain(cpu: &Cpu, call: &Call) -> Explanation {
     let rows = group * tokens.min(block_tokens(many, call.head_dim, group));
     let (kernel, reason) = match select(cpu.level, quantised, rows) {
         AttendKernel::FewRows => ("few_rows", "few query rows per KV head: each key is read once, in tiles of 64"),
-        AttendKernel::FixedPoint => ("fixed_point", "a quantised cache and AVX-512 VNNI: products of integers"),
+        AttendKernel::FixedPoint => ("fixed_point", "a quantised cache and AVX-512 VBMI: products of integers"),
         AttendKernel::ManyRows => ("many_rows", "many query rows per KV head: matrix products over tiles of 64 keys"),
     };
     Explanation { kernel, reason: reason.into() }
@@ -70,7 +72,7 @@ mod tests {
 
     #[test]
     fn rows_decide_between_the_f32_kernels() {
-        for level in [SimdLevel::Portable, SimdLevel::Avx2, SimdLevel::Avx512, SimdLevel::Neon] {
+        for level in SimdLevel::ALL.into_iter().filter(|&level| level != SimdLevel::Avx512Vbmi) {
             for quantised in [false, true] {
                 assert_eq!(select(level, quantised, 1), FewRows);
                 assert_eq!(select(level, quantised, MANY_ROWS - 1), FewRows);
@@ -84,7 +86,7 @@ mod tests {
         for head_dim in crate::ops::attend::HEAD_DIMS {
             for level in SimdLevel::ALL {
                 let used = level_of(level, head_dim);
-                let wide = [SimdLevel::Avx512, SimdLevel::Avx512Vnni].contains(&used);
+                let wide = [SimdLevel::Avx512, SimdLevel::Avx512Vnni, SimdLevel::Avx512Vbmi].contains(&used);
                 assert!(head_dim.is_multiple_of(if wide { 32 } else { 16 }), "{head_dim}, {level}");
             }
             assert_eq!(level_of(SimdLevel::Avx2, head_dim), SimdLevel::Avx2);
@@ -95,9 +97,9 @@ mod tests {
     #[test]
     fn fixed_point_serves_every_number_of_rows_over_a_quantised_cache() {
         for rows in [1, MANY_ROWS, 64] {
-            assert_eq!(select(SimdLevel::Avx512Vnni, true, rows), FixedPoint);
+            assert_eq!(select(SimdLevel::Avx512Vbmi, true, rows), FixedPoint);
         }
-        assert_eq!(select(SimdLevel::Avx512Vnni, false, 1), FewRows);
-        assert_eq!(select(SimdLevel::Avx512Vnni, false, MANY_ROWS), ManyRows);
+        assert_eq!(select(SimdLevel::Avx512Vbmi, false, 1), FewRows);
+        assert_eq!(select(SimdLevel::Avx512Vbmi, false, MANY_ROWS), ManyRows);
     }
 }

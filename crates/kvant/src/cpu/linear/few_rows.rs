@@ -215,7 +215,7 @@ impl SimdKernel for FewRows<'_> {
     }
 }
 
-/// The same for quantised weights and activations that [`byte_products::prepare`] made. Only on `Avx512Vnni`.
+/// The same for quantised weights and activations that [`byte_products::prepare`] made. Only where there is VNNI.
 pub(super) struct FewRowsByBytes<'a> {
     pub rows: FewRows<'a>,
     pub layout: IntegerLayout,

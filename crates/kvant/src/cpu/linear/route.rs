@@ -23,7 +23,7 @@ pub(super) enum LinearKernel {
 
 /// The kernel for a weight that is `affine` or dense, of which one matrix has as many as `rows` rows of activations.
 pub(super) fn select(level: SimdLevel, affine: bool, rows: usize) -> LinearKernel {
-    if affine && level == SimdLevel::Avx512Vnni {
+    if affine && level.has_vnni() {
         if rows < MANY_ROWS_BY_WORDS { LinearKernel::ByteProducts } else { LinearKernel::WordProducts }
     } else {
         select_f32(rows)
@@ -41,11 +41,13 @@ mod tests {
 
     #[test]
     fn integers_serve_affine_weights_on_vnni() {
-        assert_eq!(select(SimdLevel::Avx512Vnni, true, 1), ByteProducts);
-        assert_eq!(select(SimdLevel::Avx512Vnni, true, 15), ByteProducts);
-        assert_eq!(select(SimdLevel::Avx512Vnni, true, 16), WordProducts);
-        assert_eq!(select(SimdLevel::Avx512Vnni, true, 1000), WordProducts);
-        assert_eq!(select(SimdLevel::Avx512Vnni, false, 16), FewRows);
+        for level in [SimdLevel::Avx512Vnni, SimdLevel::Avx512Vbmi] {
+            assert_eq!(select(level, true, 1), ByteProducts);
+            assert_eq!(select(level, true, 15), ByteProducts);
+            assert_eq!(select(level, true, 16), WordProducts);
+            assert_eq!(select(level, true, 1000), WordProducts);
+            assert_eq!(select(level, false, 16), FewRows);
+        }
     }
 
     #[test]

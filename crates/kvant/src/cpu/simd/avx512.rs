@@ -16,7 +16,11 @@ pub(super) fn is_supported() -> bool {
 }
 
 pub(super) fn has_vnni() -> bool {
-    is_supported() && is_x86_feature_detected!("avx512vnni") && is_x86_feature_detected!("avx512vbmi")
+    is_supported() && is_x86_feature_detected!("avx512vnni")
+}
+
+pub(super) fn has_vbmi() -> bool {
+    is_x86_feature_detected!("avx512vbmi")
 }
 
 /// Which bytes of a stream of 6-bit codes each lane takes: the two that hold bits 6i to 6i + 5; 0x80 gives zero.
@@ -41,12 +45,12 @@ pub(super) unsafe fn call<K: SimdKernel>(kernel: K) -> K::Output {
     kernel.run::<Avx512>()
 }
 
-/// As [`call`], with VNNI and VBMI.
+/// As [`call`], with VNNI.
 ///
 /// # Safety
 /// `has_vnni` holds.
 #[inline(never)]
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni,avx2,fma,f16c")]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")]
 pub(super) unsafe fn call_vnni<K: SimdKernel>(kernel: K) -> K::Output {
     kernel.run::<Avx512>()
 }
@@ -429,7 +433,7 @@ unsafe fn permute32(table: *const f32, index: __m512i) -> __m512 {
 /// # Safety
 /// The instructions of `Avx512Vnni` are there.
 #[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni")]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
 pub(in crate::cpu) unsafe fn dot_pairs(mut sum: __m512i, a: __m512i, b: __m512i) -> __m512i {
     // SAFETY: it touches registers alone.
     unsafe {

@@ -28,16 +28,24 @@ pub enum SimdLevel {
     Avx2,
     /// AVX-512 F, BW, VL, DQ, with AVX2, FMA and F16C (x86-64).
     Avx512,
-    /// AVX-512 that also multiplies bytes: VNNI and VBMI (x86-64: Ice Lake, Zen 4 and later).
+    /// AVX-512 that also multiplies integers: VNNI (x86-64: Cascade Lake and later).
     Avx512Vnni,
+    /// The same that also permutes bytes: VBMI (x86-64: Ice Lake, Zen 4 and later).
+    Avx512Vbmi,
     /// NEON (AArch64).
     Neon,
 }
 
 impl SimdLevel {
     /// Every level, slowest first.
-    pub const ALL: [SimdLevel; 5] =
-        [SimdLevel::Portable, SimdLevel::Avx2, SimdLevel::Avx512, SimdLevel::Avx512Vnni, SimdLevel::Neon];
+    pub const ALL: [SimdLevel; 6] = [
+        SimdLevel::Portable,
+        SimdLevel::Avx2,
+        SimdLevel::Avx512,
+        SimdLevel::Avx512Vnni,
+        SimdLevel::Avx512Vbmi,
+        SimdLevel::Neon,
+    ];
 
     /// Whether this machine has the instructions.
     pub fn is_supported(self) -> bool {
@@ -49,6 +57,8 @@ impl SimdLevel {
             SimdLevel::Avx512 => avx512::is_supported(),
             #[cfg(target_arch = "x86_64")]
             SimdLevel::Avx512Vnni => avx512::has_vnni(),
+            #[cfg(target_arch = "x86_64")]
+            SimdLevel::Avx512Vbmi => avx512::has_vnni() && avx512::has_vbmi(),
             #[cfg(target_arch = "aarch64")]
             SimdLevel::Neon => true,
             #[allow(unreachable_patterns)]
@@ -70,7 +80,7 @@ impl SimdLevel {
             SimdLevel::Avx2 => unsafe { avx2::call(kernel) },
             // SAFETY: as above.
             #[cfg(target_arch = "x86_64")]
-            SimdLevel::Avx512 | SimdLevel::Avx512Vnni => unsafe { avx512::call(kernel) },
+            SimdLevel::Avx512 | SimdLevel::Avx512Vnni | SimdLevel::Avx512Vbmi => unsafe { avx512::call(kernel) },
             #[cfg(target_arch = "aarch64")]
             // SAFETY: every AArch64 target that Rust has a standard library for includes NEON.
             SimdLevel::Neon => unsafe { neon::call(kernel) },
@@ -78,11 +88,17 @@ impl SimdLevel {
         }
     }
 
-    /// Runs a kernel that needs the instructions of `Avx512Vnni`, on this level only: it is compiled for no other.
+    /// Whether the level multiplies integers.
+    pub(crate) fn has_vnni(self) -> bool {
+        matches!(self, SimdLevel::Avx512Vnni | SimdLevel::Avx512Vbmi)
+    }
+
+    /// Runs a kernel that needs the instructions of `Avx512Vnni`, on levels that have them. It is compiled for no
+    /// other.
     #[inline]
     pub(crate) fn dispatch_vnni<K: SimdKernel>(self, kernel: K) -> K::Output {
         #[cfg(target_arch = "x86_64")]
-        if self == SimdLevel::Avx512Vnni {
+        if self.has_vnni() {
             // SAFETY: as above.
             return unsafe { avx512::call_vnni(kernel) };
         }
@@ -98,6 +114,7 @@ impl fmt::Display for SimdLevel {
             SimdLevel::Avx2 => "AVX2",
             SimdLevel::Avx512 => "AVX-512",
             SimdLevel::Avx512Vnni => "AVX-512 VNNI",
+            SimdLevel::Avx512Vbmi => "AVX-512 VBMI",
             SimdLevel::Neon => "NEON",
         })
     }

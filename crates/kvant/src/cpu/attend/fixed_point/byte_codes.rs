@@ -91,7 +91,7 @@ mod tests {
 
     #[test]
     fn every_code_is_its_centroid_less_half_a_unit() {
-        if !SimdLevel::Avx512Vnni.is_supported() {
+        if !SimdLevel::Avx512Vbmi.is_supported() {
             return;
         }
         let centroids = codec::centroids(8).unwrap();

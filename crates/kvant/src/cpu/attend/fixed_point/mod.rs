@@ -1,4 +1,5 @@
-//! Quantised keys and values in fixed point, where the processor multiplies pairs of 16-bit integers (AVX-512 VNNI).
+//! Quantised keys and values in fixed point, where the processor multiplies pairs of 16-bit integers and permutes bytes
+//! (AVX-512 VNNI and VBMI).
 //!
 //! One or two permutes turn 32 codes into signed 14-bit centroids, half as many as f32 needs. An instruction adds 32
 //! products to 16 sums, twice as many as in f32, and the sums are exact. The operands are rounded: a query relative to
@@ -62,7 +63,7 @@ const fn chunk_order(interleaved: bool) -> [u8; CHUNK] {
 /// Decodes the mean of a page: in the order of coordinates for queries, or in that of sums.
 ///
 /// # Safety
-/// The processor has the instructions of `Avx512Vnni`; the page has the mean, whose length is that of `to`, a multiple
+/// The processor has the instructions of `Avx512Vbmi`; the page has the mean, whose length is that of `to`, a multiple
 /// of [`CHUNK`].
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx2,fma,f16c")]
 pub(super) unsafe fn load_mean(side: &KvRows, mean: StoredMean, in_sums: bool, to: &mut [f32]) {
@@ -102,7 +103,7 @@ pub(super) unsafe fn load_mean(side: &KvRows, mean: StoredMean, in_sums: bool, t
 /// Scores without norms into `scores`, `[rows, TILE]`.
 ///
 /// # Safety
-/// The processor has the instructions of `Avx512Vnni`; everything that `part` names exists.
+/// The processor has the instructions of `Avx512Vbmi`; everything that `part` names exists.
 pub(super) unsafe fn score(side: &KvRows, part: FixedPart, scores: *mut f32, prefetch: &mut Prefetcher) {
     // SAFETY: passed on to the caller.
     unsafe {

@@ -16,7 +16,7 @@ const SINGLES_AT: u8 = 32;
 /// The indices of a chunk of a key, in the order of `FixedCodes::key`: the second vector's in odd bytes.
 ///
 /// # Safety
-/// The instructions of `Avx512Vnni` are enabled; the row and the chunk exist.
+/// The instructions of `Avx512Vbmi` are enabled; the row and the chunk exist.
 #[inline(always)]
 pub(super) unsafe fn key<const BITS: u32>(rows: &PackedRows<BITS>, row: usize, chunk: usize) -> __m512i {
     // SAFETY: passed on to the caller: 16 bytes of the low plane, 8 of the high one.

@@ -39,7 +39,7 @@ impl IntegerLayout {
 /// # Safety
 /// The instructions of `Avx512Vnni` are there; the group is a whole number of vectors.
 #[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni")]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
 unsafe fn measure(group: &[f32]) -> Option<(f32, f32)> {
     let (mut largest, mut sum) = (_mm512_setzero_ps(), _mm512_setzero_ps());
     for x in group.chunks_exact(16) {

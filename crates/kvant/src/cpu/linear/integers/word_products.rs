@@ -39,7 +39,7 @@ pub fn panel(layout: IntegerLayout) -> usize {
 ///
 /// # Safety
 /// The instructions of `Avx512Vnni` are there; `x` is as long as a row of the matrix, `to` as [`stride`] says.
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni")]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
 pub unsafe fn prepare(layout: IntegerLayout, x: &[f32], to: &mut [f32]) -> bool {
     let (words, rest) = to.split_at_mut(layout.inputs() / 2);
     let (units, sums) = rest.split_at_mut(layout.groups());
@@ -65,7 +65,7 @@ pub unsafe fn prepare(layout: IntegerLayout, x: &[f32], to: &mut [f32]) -> bool 
 ///
 /// # Safety
 /// The instructions of `Avx512Vnni` are there, the rows exist, and the panel is as long as [`panel`] says.
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni")]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
 pub unsafe fn unpack<const BITS: usize>(
     layout: IntegerLayout,
     middle: i16,
@@ -131,7 +131,7 @@ fn words_apart(rows: &[*const u8; OUTPUTS]) -> Option<usize> {
 /// # Safety
 /// The instructions of `Avx512Vnni` are enabled. `to` has a word for each pair of inputs of [`OUTPUTS`] outputs, and
 /// the rows have codes for all of it. Its length is a multiple of `WORDS * 4 * OUTPUTS`.
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni")]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
 unsafe fn unpack_four_bits(codes: *const u8, apart: usize, to: &mut [f32]) {
     // With its highest bit inverted, a code is its distance from 8 as a signed number.
     let invert = _mm512_set1_epi8(0x88_u8 as i8);
@@ -180,7 +180,7 @@ pub struct PanelOutputs<const R: usize> {
 /// The instructions of `Avx512Vnni` are there; the rows and the panel were prepared for the layout; `to` has these
 /// places.
 #[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni")]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
 pub unsafe fn products<const R: usize>(layout: IntegerLayout, panel: &[f32], x: [*const f32; R], to: &PanelOutputs<R>) {
     let groups = layout.groups();
     let (outputs, whole) = (to.outputs, to.outputs == OUTPUTS);
