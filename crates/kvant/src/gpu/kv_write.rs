@@ -30,7 +30,7 @@ pub(crate) const LAYOUTS: &[fn() -> Layout] = &[KvWriteParams::layout, LayerPara
 pub(crate) enum WritePass {
     /// All.
     Alone,
-    /// Those of pages whose means need no vectors of another page. `second` marks the others: a number for each token.
+    /// Those of pages whose means need no vectors of another page. `second` marks the others: numbers.
     First { second: Scratch },
     /// The others.
     Second { second: Scratch },
@@ -38,12 +38,12 @@ pub(crate) enum WritePass {
 
 impl WritePass {
     /// The passes over a step whose pages have means and in which a sequence may have several tokens; nothing for other
-    /// steps, which take one launch.
-    pub(crate) fn around_means(vectors: &WrittenVectors, b: &Builder) -> Result<Option<[WritePass; 2]>> {
+    /// steps, which take one launch. `marks`: how many there are.
+    pub(crate) fn around_means(vectors: &WrittenVectors, marks: usize, b: &Builder) -> Result<Option<[WritePass; 2]>> {
         if !takes_passes(vectors.layer, vectors.step) {
             return Ok(None);
         }
-        let second = b.scratch(vectors.tokens * size_of::<u32>())?;
+        let second = b.scratch(marks * size_of::<u32>())?;
         Ok(Some([WritePass::First { second: second.clone() }, WritePass::Second { second }]))
     }
 
@@ -141,10 +141,15 @@ pub(crate) fn launch(vectors: &WrittenVectors, pass: &WritePass, source: &'stati
     launch_of(vectors, pass, source, "kv_write", Use::Read)
 }
 
-/// A launch of `page_means`, which chooses the means of the pages that are opened in a pass.
-pub(crate) fn means_launch(vectors: &WrittenVectors, pass: &WritePass, source: &'static Source) -> Result<Launch> {
+/// A launch of the entry that chooses the means of the pages that are opened in a pass. The first makes the marks.
+pub(crate) fn pass_launch(
+    vectors: &WrittenVectors,
+    pass: &WritePass,
+    source: &'static Source,
+    entry: &'static str,
+) -> Result<Launch> {
     let marks = if matches!(pass, WritePass::First { .. }) { Use::Write } else { Use::Read };
-    launch_of(vectors, pass, source, "page_means", marks)
+    launch_of(vectors, pass, source, entry, marks)
 }
 
 fn launch_of(

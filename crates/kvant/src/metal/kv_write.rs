@@ -3,7 +3,7 @@ use crate::{
     Result,
     gpu::{
         Builder, Source, THREADS,
-        kv_write::{LAYOUTS, WritePass, WrittenVectors, launch, means_launch},
+        kv_write::{LAYOUTS, WritePass, WrittenVectors, launch, pass_launch},
         planes::row_threads,
     },
     ops::kv_write::Call,
@@ -18,14 +18,14 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
 
 /// The launches that write the vectors of a step.
 pub(super) fn push(vectors: &WrittenVectors, b: &mut Builder) -> Result<()> {
-    let Some(passes) = WritePass::around_means(vectors, b)? else {
+    let Some(passes) = WritePass::around_means(vectors, vectors.tokens, b)? else {
         return push_write(vectors, &WritePass::Alone, b);
     };
     for pass in &passes {
         let spec = vectors.layer.spec();
         // A row, or partial sums of four numbers a thread.
         let row_bytes = (spec.head_dim * size_of::<f32>()).max(THREADS * 16);
-        let means = means_launch(vectors, pass, &SOURCE)?.threadgroup_memory(row_bytes);
+        let means = pass_launch(vectors, pass, &SOURCE, "page_means")?.threadgroup_memory(row_bytes);
         b.push(means.grid([spec.kv_heads, vectors.tokens, 2], [THREADS, 1, 1]))?;
         push_write(vectors, pass, b)?;
     }

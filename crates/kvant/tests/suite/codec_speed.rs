@@ -104,7 +104,10 @@ impl Line {
 /// Numbers without a pattern, again and again.
 fn bits(bytes: usize) -> Vec<u8> {
     static BITS: OnceLock<Vec<u8>> = OnceLock::new();
-    BITS.get_or_init(|| random_bits(64 << 20)).iter().copied().cycle().take(bytes).collect()
+    let pattern = BITS.get_or_init(|| random_bits(64 << 20));
+    let mut out = pattern.repeat(bytes.div_ceil(pattern.len()));
+    out.truncate(bytes);
+    out
 }
 
 fn measure(lines: impl Iterator<Item = Line>) -> Result<()> {

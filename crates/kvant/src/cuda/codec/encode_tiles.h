@@ -1,4 +1,5 @@
-// Rows of a cache layer, encoded eight at a time by a warp from sources of 16 bits: kv_write's way for many of them.
+// Rows of a cache layer, encoded eight at a time by a warp from sources of 16 bits: the way of kv_write and
+// write_pages for many of them.
 //
 // The D coordinates of a row are 16 strips of STRIP neighbours, D = 16 * STRIP, and the rotation is one over the strips
 // followed by one within them. Over the strips it is a product with Sylvester's matrix of 16 on tensor cores, whose
@@ -10,6 +11,7 @@
 #include "codec/encode_rows.h"
 #include "codec/nearest_centroid.h"
 #include "device/fragments.h"
+#include "device/vectors.h"
 
 // The signs of pairs of coordinates, as the highest bits of 16.
 template <uint DIM> inline void fill_signs(uint *signs) {
@@ -69,6 +71,21 @@ template <uint DIM> struct Strips {
         return (threadIdx.x % 4 + strip * 4) * PIECES;
     }
 
+    // Whether the lane's numbers are finite, and so small that the squared length of no row overflows.
+    template <bool HALF> inline bool are_usual() const {
+        uint sum = 0;
+#pragma unroll
+        for (uint s = 0; s < 4; s++) {
+#pragma unroll
+            for (uint i = 0; i < PIECES; i++) {
+                const uint4 x = words[s][i];
+                sum = add_finite<HALF>(add_finite<HALF>(add_finite<HALF>(add_finite<HALF>(sum, x.x), x.y), x.z), x.w);
+            }
+        }
+        const float2 both = unpack<HALF>(sum);
+        return both.x < 1e35f && both.y < 1e35f;
+    }
+
     // `source` is row lane / 4.
     inline void load(const uchar *source) {
 #pragma unroll
@@ -117,38 +134,34 @@ template <uint DIM> struct Strips {
     }
 };
 
-// Subtracts the means of their pages from eight rotated rows. `place` and `head` are those of row lane / 4, if `kept`.
-template <uint DIM>
-inline void subtract_means(float (&y)[2][2][DIM / 16], const uchar *means, RowPlace place, uint head, bool kept,
-                           uint lane) {
+// Subtracts a mean from eight rotated rows.
+template <uint DIM> inline void subtract_from_eight(float (&y)[2][2][DIM / 16], const float *mean, uint lane) {
     constexpr uint STRIP = DIM / 16;
-    const uint g = lane / 4, t = lane % 4;
 #pragma unroll
-    for (uint r = 0; r < 2; r++) {
-        const uint from = (2 * t + r) * 4;
-        const uint page = __shfl_sync(ALL, place.page, from), of = __shfl_sync(ALL, head, from);
-        if (__shfl_sync(ALL, int(kept), from) == 0) {
-            continue;
-        }
-        const uchar *mean = means + page_bytes(page) + of * mean_bytes(DIM);
+    for (uint s = 0; s < 2; s++) {
 #pragma unroll
-        for (uint s = 0; s < 2; s++) {
+        for (uint c = 0; c < STRIP; c += 4) {
+            const float4 m = *reinterpret_cast<const float4 *>(mean + (lane / 4 + 8 * s) * STRIP + c);
 #pragma unroll
-            for (uint c = 0; c < STRIP; c += 4) {
-                const float4 four = load_mean4(mean, (g + 8 * s) * STRIP + c, DIM);
-                y[r][s][c] -= four.x;
-                y[r][s][c + 1] -= four.y;
-                y[r][s][c + 2] -= four.z;
-                y[r][s][c + 3] -= four.w;
+            for (uint i = 0; i < 4; i++) {
+                y[0][s][c + i] -= part(m, i);
+                y[1][s][c + i] -= part(m, i);
             }
         }
     }
 }
 
-// Encodes eight rotated rows. `place` is where row lane / 4 goes, if `kept`.
-template <uint DIM, uint CODEC, uint NORM, uint COPIES>
-inline void store_eight(float (&y)[2][2][DIM / 16], const WritablePlanes all_pages, RowPlace place, bool kept, float scale,
-                        const Nearest<CODEC, COPIES> &nearest_to, uint lane) {
+// Where one of eight rows goes: row `at` of planes, if it is kept.
+struct StoredRow {
+    WritablePlanes to;
+    ulong at;
+    bool kept;
+};
+
+// Encodes eight rotated rows, of which `place` returns where the i-th goes. All lanes call it together.
+template <uint DIM, uint CODEC, uint NORM, uint COPIES, typename Place>
+inline void store_eight(float (&y)[2][2][DIM / 16], Place place, float scale, const Nearest<CODEC, COPIES> &nearest_to,
+                        uint lane) {
     constexpr uint STRIP = DIM / 16, BLOCK = DIM < 256 ? DIM : 256, BLOCKS = DIM / BLOCK;
     const uint g = lane / 4, t = lane % 4;
     // Of row r and block b of it (both strips are in one where there is one).
@@ -211,9 +224,10 @@ inline void store_eight(float (&y)[2][2][DIM / 16], const WritablePlanes all_pag
     float yc[2][BLOCKS] = {}, cc[2][BLOCKS] = {};
 #pragma unroll
     for (uint r = 0; r < 2; r++) {
-        const ulong at = __shfl_sync(ALL, place.row, (2 * t + r) * 4);
-        const WritablePlanes to = all_pages.of_page(PAGE_SHIFT == 0 ? 0 : __shfl_sync(ALL, place.page, (2 * t + r) * 4));
-        const bool stored = __shfl_sync(ALL, int(kept), (2 * t + r) * 4) != 0;
+        const StoredRow row = place(2 * t + r);
+        const WritablePlanes to = row.to;
+        const ulong at = row.at;
+        const bool stored = row.kept;
         const bool storable = !is_nan_or_infinite(total[r]);
 #pragma unroll
         for (uint s = 0; s < 2; s++) {
@@ -259,14 +273,12 @@ inline void store_eight(float (&y)[2][2][DIM / 16], const WritablePlanes all_pag
         const float first = my_row == 0 ? of[0][0] : of[1][0], last = my_row == 0 ? of[0][BLOCKS - 1] : of[1][BLOCKS - 1];
         return my_block == 0 ? first : last;
     };
-    const ulong at = __shfl_sync(ALL, place.row, (2 * t + my_row) * 4);
-    const WritablePlanes to = all_pages.of_page(PAGE_SHIFT == 0 ? 0 : __shfl_sync(ALL, place.page, (2 * t + my_row) * 4));
-    const bool stored = __shfl_sync(ALL, int(kept), (2 * t + my_row) * 4) != 0;
-    if (stored && g < 2 * BLOCKS) {
+    const StoredRow row = place(2 * t + my_row);
+    if (row.kept && g < 2 * BLOCKS) {
         const float norm = NORM == NORM_RMS ? n : NORM == NORM_LEAST_SQUARES ? mine(yc) / mine(cc) : my_energy / mine(yc);
         const bool storable = !is_nan_or_infinite(my_row == 0 ? total[0] : total[1]);
         const float stored_norm = my_energy > 0 ? norm / (my_row == 0 ? unit[0] : unit[1]) : 0;
-        store_norm<CODEC>(to, at * BLOCKS + my_block, storable ? stored_norm : __uint_as_float(0x7FC00000));
+        store_norm<CODEC>(row.to, row.at * BLOCKS + my_block, storable ? stored_norm : __uint_as_float(0x7FC00000));
     }
 }
 

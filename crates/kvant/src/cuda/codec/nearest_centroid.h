@@ -92,6 +92,12 @@ template <uint CODEC, uint COPIES> struct Nearest {
         centroids = shared_address(tables) + (2 * CELLS * CELL_COPIES + threadIdx.x % COPIES) * 4;
     }
 
+    inline float centroid(uint index) const {
+        float c;
+        asm("ld.shared.b32 %0, [%1];" : "=f"(c) : "r"(index * (COPIES * 4) + centroids));
+        return c;
+    }
+
     // The index, and the centroid. Any of them for NaN.
     inline uint operator()(float z, float &c) const {
         const float place = __saturatef(fmaf(z, 0.5f / reach_of(CODEC), 0.5f));
@@ -100,7 +106,7 @@ template <uint CODEC, uint COPIES> struct Nearest {
         uint index;
         asm("ld.shared.v2.b32 {%0, %1}, [%2];" : "=f"(threshold), "=r"(index) : "r"(cell * (CELL_COPIES * 8) + cells));
         index += z > threshold ? 1 : 0;
-        asm("ld.shared.b32 %0, [%1];" : "=f"(c) : "r"(index * (COPIES * 4) + centroids));
+        c = centroid(index);
         return index;
     }
 };

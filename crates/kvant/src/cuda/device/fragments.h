@@ -86,6 +86,19 @@ inline uint times(uint pair, uint factor) {
     return out;
 }
 
+// Each of a pair of sums becomes NaN, infinite or large where the number of `pair` is: 0 times an f16, which has a
+// finite square in float, or the square of a bf16 is added.
+template <bool HALF>
+inline uint add_finite(uint sums, uint pair) {
+    uint out;
+    if constexpr (HALF) {
+        asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(pair), "r"(0), "r"(sums));
+    } else {
+        asm("fma.rn.bf16x2 %0, %1, %1, %2;" : "=r"(out) : "r"(pair), "r"(sums));
+    }
+    return out;
+}
+
 // Two floats as a sum of TERMS pairs, each the rounding of what the ones before it left: 11 bits more with every f16
 // term, 8 with every bf16 term.
 template <bool HALF, uint TERMS>

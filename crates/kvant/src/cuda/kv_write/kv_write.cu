@@ -6,7 +6,8 @@
 // at a time, blockDim.y rows side by side, ROWS one after the other; they are loaded before their destination is known.
 // A dense layer of the source's dtype gets its bits. A token that the layer does not hold when the step is written, for
 // which its sequence has no page, or whose sequence or position is out of range, is skipped, so that no slot is written
-// twice. Around page means a step of several tokens of a sequence has two passes, each after a launch of page_means.cu.
+// twice. Around page means it serves steps without two tokens of a sequence: a warp has one row, so that all its lanes
+// choose the mean of a page that the row's token opens. write_pages.cu and open_pages.cu serve the others.
 #include "codec/page_means.h"
 #include "device/elements.h"
 #include "kv_write/vectors.h"
@@ -33,21 +34,10 @@ inline ulong source_row(const KvWriteParams &p, Place place) {
     return source_row(p, place.token, place.head);
 }
 
-// Whether a side's rows are written in this pass, and this one.
-template <uint CODEC> inline bool is_in_pass(const KvWriteParams &p, Place place, const Tokens &tokens) {
-    if constexpr (PASS == ALONE) {
-        return true;
-    } else {
-        const bool later = is_centred(CODEC) && tokens.second[place.token] != 0;
-        return later == (PASS == SECOND_PASS) && tokens.positions[place.token] < p.position_limit;
-    }
-}
-
 // The row of the layer that takes it; false when none does.
-template <uint CODEC>
 inline bool target_row(const KvWriteParams &p, Place place, const Tokens &tokens, RowPlace &to) {
     const uint position = tokens.positions[place.token], seq = tokens.sequence[place.token];
-    if (!place.exists || !is_kept(p.layer, seq, position, tokens.lens) || !is_in_pass<CODEC>(p, place, tokens)) {
+    if (!place.exists || !is_kept(p.layer, seq, position, tokens.lens)) {
         return false;
     }
     if (PAGE_SHIFT > 0) {
@@ -74,7 +64,7 @@ inline void encode(const uchar *source, WritablePlanes to, float scale, const To
         for (uint i = blockIdx.x * BESIDE + threadIdx.x / PIECES; i < all; i += gridDim.x * BESIDE) {
             const Place place = place_of(p, i);
             RowPlace at;
-            if (target_row<CODEC>(p, place, tokens, at)) {
+            if (target_row(p, place, tokens, at)) {
                 reinterpret_cast<uint4 *>(to.low + page_bytes(at.page))[at.row * PIECES + j] =
                     reinterpret_cast<const uint4 *>(source)[source_row(p, place) * PIECES + j];
             }
@@ -106,11 +96,12 @@ inline void encode(const uchar *source, WritablePlanes to, float scale, const To
             const Place next = place_of(p, first + lane / 4);
             strips.load(source_of(next));
             RowPlace at = {0, 0};
-            const bool kept = target_row<CODEC>(p, place, tokens, at);
-            if constexpr (is_centred(CODEC)) {
-                subtract_means<HEAD_DIM>(y, to.means, at, place.head, kept, lane);
-            }
-            store_eight<HEAD_DIM, CODEC, NORM>(y, to, at, kept, scale, nearest_to, lane);
+            const bool kept = target_row(p, place, tokens, at);
+            const auto of_row = [&](uint i) {
+                const uint page = PAGE_SHIFT == 0 ? 0 : __shfl_sync(ALL, at.page, i * 4);
+                return StoredRow{to.of_page(page), __shfl_sync(ALL, at.row, i * 4), __shfl_sync(ALL, int(kept), i * 4) != 0};
+            };
+            store_eight<HEAD_DIM, CODEC, NORM>(y, of_row, scale, nearest_to, lane);
             place = next;
         }
     }
@@ -119,6 +110,8 @@ inline void encode(const uchar *source, WritablePlanes to, float scale, const To
 #elif ENCODE
 
 constexpr uint LANES = HEAD_DIM / PER;
+// Threads of a row.
+constexpr uint ROW_THREADS = is_centred(K_CODEC) || is_centred(V_CODEC) ? 32 : LANES;
 
 template <uint DTYPE, uint CODEC, uint NORM>
 inline void encode(const uchar *source, WritablePlanes to, float scale, const Tokens &tokens, const KvWriteParams &p,
@@ -129,12 +122,14 @@ inline void encode(const uchar *source, WritablePlanes to, float scale, const To
         __syncthreads();
     }
     const uint lane = threadIdx.x % LANES;
-    const Place place = place_of(p, blockIdx.x * (blockDim.x / LANES) + threadIdx.x / LANES);
+    const Place place = place_of(p, blockIdx.x * (blockDim.x / ROW_THREADS) + threadIdx.x / ROW_THREADS);
+    // The first lanes store the row.
+    const bool stores = threadIdx.x % ROW_THREADS < LANES;
     const ulong from = source_row(p, place) * HEAD_DIM + lane * PER;
     RowPlace at = {0, 0};
     if (CODEC == DTYPE) {
         // The dense side of a layer of which the other is quantised: its bits.
-        if (target_row<CODEC>(p, place, tokens, at)) {
+        if (stores && target_row(p, place, tokens, at)) {
             uchar *low = to.low + page_bytes(at.page);
             move_row(source, from, DTYPE, low, at.row * HEAD_DIM + lane * PER, DTYPE, PER, ALIGNED, 0, 1);
         }
@@ -149,10 +144,10 @@ inline void encode(const uchar *source, WritablePlanes to, float scale, const To
         y[j + 2] = four.z;
         y[j + 3] = four.w;
     }
-    const bool kept = target_row<CODEC>(p, place, tokens, at);
+    const bool is_held = target_row(p, place, tokens, at), kept = is_held && stores;
     if constexpr (is_centred(CODEC)) {
         OpenedPage opened = {false, false, 0};
-        if (PASS == ALONE && kept) {
+        if (is_held) {
             const uint position = tokens.positions[place.token], seq = tokens.sequence[place.token];
             opened = opened_page(p.layer, tokens.table, seq, place.head, position);
         }
@@ -185,7 +180,7 @@ inline void move(const uchar *source, uchar *to, const Tokens &tokens, const KvW
 #pragma unroll
         for (uint r = 0; r < ROWS; r++) {
             RowPlace at;
-            if (!target_row<CODEC>(p, places[r], tokens, at)) {
+            if (!target_row(p, places[r], tokens, at)) {
                 continue;
             }
             uchar *page = to + page_bytes(at.page);
@@ -205,10 +200,9 @@ inline void move(const uchar *source, uchar *to, const Tokens &tokens, const KvW
 extern "C" __global__ void __launch_bounds__(THREADS, MINBLOCKS)
     KVANT_KERNEL(const uchar *k, const uchar *v, const uint *positions, const uint *sequence, const uint *lens, uchar *k_low,
              uchar *k_high, float *k_norms, uchar *v_low, uchar *v_high, float *v_norms,
-             const __grid_constant__ KvWriteParams p, const uint *table, uchar *k_means, uchar *v_means,
-             const uint *second) {
+             const __grid_constant__ KvWriteParams p, const uint *table, uchar *k_means, uchar *v_means) {
     take_turn();
-    const Tokens tokens = {positions, sequence, lens, table, second};
+    const Tokens tokens = {positions, sequence, lens, table};
     const bool is_key = blockIdx.y == 0;
 #if TILES || ENCODE
 #if TILES

@@ -7,7 +7,7 @@
 // sequence or position is out of range.
 //
 // Around page means it serves steps without two tokens of a sequence. Of others it leaves keys and values as rows of
-// f32, [T, Hk, D], which kv_write stores (IN_ROWS).
+// f32, [T, Hk, D], which the launches of kv_write store (IN_ROWS).
 //
 // Positions, sequences, lengths, page tables, weights and angles are read before the previous kernel has ended
 // (device/dependent_launch.h).
@@ -46,10 +46,10 @@ inline void encode(float (&y)[PER], const MeanPart<PER> &mean, const WritablePla
                    Opened opened, float scale, uint lane, const uint *tables) {
     if constexpr (is_quantised(CODEC)) {
         const bool kept = threadIdx.x < LANES;
-        if constexpr (is_centred(CODEC)) {
-            subtract_mean<PER, LANES, CODEC>(y, mean, planes, place, head, kept, opened(), lane);
-        }
         const Nearest<CODEC, COPIES> nearest_to(tables);
+        if constexpr (is_centred(CODEC)) {
+            subtract_mean<PER, LANES, CODEC>(y, mean, planes, place, head, kept, opened(), lane, nearest_to);
+        }
         const WritablePlanes to = planes.of_page(place.page);
         store_encoded<PER, LANES, CODEC, NORM, COPIES>(y, to, place.row, kept, scale, lane, nearest_to);
     }

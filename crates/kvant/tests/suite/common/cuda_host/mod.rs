@@ -164,7 +164,7 @@ fn run(launch: &Launch) -> Result<()> {
 
 /// What the kernels use of PTX, by a part of the statement, and what it does here. Asynchronous copies are complete at
 /// once.
-const PTX: [(&str, &str); 33] = [
+const PTX: [(&str, &str); 35] = [
     ("mad.wide.u32 %0", "row = first + (unsigned long)slot * (row_slot * BYTES);"),
     ("prmt.b32 %0", "out = __byte_perm(a, b, which);"),
     ("lop3.b32 %0, %1, %2, %3, 0xCA", "out = (mask & a) | (~mask & b);"),
@@ -186,6 +186,8 @@ const PTX: [(&str, &str); 33] = [
         "\"r\"(factor), \"r\"(pair), \"r\"(0x80008000)",
         "out = kvant_fma<kvant_of_bf16, kvant_to_bf16>(factor, pair, 0x80008000);",
     ),
+    ("fma.rn.f16x2 %0, %1, %2, %3", "out = kvant_fma<kvant_of_half, kvant_to_half>(pair, 0, sums);"),
+    ("fma.rn.bf16x2 %0, %1, %1, %2", "out = kvant_fma<kvant_of_bf16, kvant_to_bf16>(pair, pair, sums);"),
     ("min.f16x2 t", "y = kvant_made_finite(pair, 0x7C00, 0x7BFF);"),
     ("min.bf16x2 t", "y = kvant_made_finite(pair, 0x7F80, 0x7F7F);"),
     (

@@ -398,6 +398,54 @@ fn many_rows_are_stored_as_the_reference_stores_them() {
     }
 }
 
+/// Steps that mix prompts, drafts and decode of many sequences, of which pages begin anywhere among the tokens.
+#[test]
+fn mixed_steps_are_stored_as_the_reference_stores_them() {
+    const COUNTS: [[usize; 9]; 5] = [
+        [40, 16, 1, 5, 33, 15, 2, 64, 17],
+        [1, 1, 15, 12, 1, 1, 30, 1, 1],
+        [9, 31, 2, 0, 16, 1, 48, 15, 3],
+        [1, 1, 1, 1, 1, 1, 1, 1, 1],
+        [2, 1, 16, 32, 1, 17, 1, 2, 5],
+    ];
+    let (heads, dim) = (2, 128);
+    let store = |device: &Device, dtype: DType, shuffled: bool| {
+        let layer = CacheLayer::new(heads, dim, Codec::tq_centred(5)).v(Codec::tq(4));
+        let spec = PoolSpec::new(vec![layer], 0).page_tokens(PAGE).room_for(9, 9 * PAGE, 200).unwrap();
+        let pool = KvPool::new(device, &spec).unwrap();
+        let mut rng = Rng::of("mixed");
+        let mut sequences: Vec<Sequence> = (0..9).map(|_| pool.sequence()).collect();
+        for counts in COUNTS {
+            let tokens = counts.iter().sum();
+            let step = pool.step(&mut sequences.iter_mut().zip(counts).collect::<Vec<_>>()).unwrap();
+            let data = around(&mut rng, tokens, heads, dim, 2.0);
+            let mut order: Vec<usize> = (0..tokens).collect();
+            if shuffled {
+                Rng::of(tokens).shuffle(&mut order);
+            }
+            let step = step.select(&order).unwrap();
+            layers::write(pool.layer(0).unwrap(), &data.gather(&order), dtype, &step).unwrap();
+        }
+        let step = pool.step(&mut sequences.iter_mut().map(|sequence| (sequence, 0)).collect::<Vec<_>>()).unwrap();
+        let read = |side| -> Vec<f32> {
+            let lengths = sequences.iter().map(Sequence::len).enumerate();
+            let of = |(index, len)| layers::read_paged(pool.layer(0).unwrap(), side, &step, index, 0..len).unwrap();
+            lengths.flat_map(of).collect()
+        };
+        [read(KvSide::K), read(KvSide::V)]
+    };
+    for dtype in [DType::F32, DType::BF16] {
+        let want = store(&Device::reference(), dtype, false);
+        for device in devices() {
+            let in_order = store(device, dtype, false);
+            for (got, want) in in_order.iter().zip(&want) {
+                assert!(nmse(got, want) < 1e-4, "{device}: {dtype:?}: {}", nmse(got, want));
+            }
+            assert!(store(device, dtype, true) == in_order, "{device}: {dtype:?}: another order");
+        }
+    }
+}
+
 /// The fused operation stores normed and rotated keys around their own mean.
 #[test]
 fn fused_writes_store_around_the_mean_of_what_they_write() {
