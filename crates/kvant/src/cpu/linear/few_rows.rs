@@ -159,7 +159,7 @@ impl SimdKernel for PrepareIntegers<'_> {
                 };
                 match self.integers {
                     Integers::Bytes(layout) => byte_products::prepare(layout, row, to),
-                    Integers::Words(layout) => word_products::prepare(layout, row, to),
+                    Integers::Words(layout) => word_products::prepare::<S>(layout, row, to),
                 }
             };
             if !is_prepared {
@@ -280,7 +280,7 @@ impl FewRows<'_> {
 
     #[inline(always)]
     fn by_bytes<W: WeightRows>(self, weights: W) {
-        SimdLevel::Avx512Vnni.dispatch_vnni(FewRowsOf { rows: self, weights });
+        SimdLevel::Avx512Vnni.dispatch_bytes(FewRowsOf { rows: self, weights });
     }
 
     #[inline(always)]

@@ -77,6 +77,7 @@ pub mod byte_products {
 
 pub mod word_products {
     use super::{IntegerLayout, WHY};
+    use crate::cpu::simd::Simd;
 
     pub const OUTPUTS: usize = 1;
     pub const ROWS: usize = 1;
@@ -89,11 +90,11 @@ pub mod word_products {
         unreachable!("{WHY}")
     }
 
-    pub unsafe fn prepare(_: IntegerLayout, _: &[f32], _: &mut [f32]) -> bool {
+    pub unsafe fn prepare<S: Simd>(_: IntegerLayout, _: &[f32], _: &mut [f32]) -> bool {
         unreachable!("{WHY}")
     }
 
-    pub unsafe fn unpack<const BITS: usize>(_: IntegerLayout, _: i16, _: [*const u8; OUTPUTS], _: &mut [f32]) {
+    pub unsafe fn unpack<S: Simd, const BITS: usize>(_: IntegerLayout, _: i16, _: [*const u8; OUTPUTS], _: &mut [f32]) {
         unreachable!("{WHY}")
     }
 
@@ -104,7 +105,12 @@ pub mod word_products {
         pub alpha: f32,
     }
 
-    pub unsafe fn products<const R: usize>(_: IntegerLayout, _: &[f32], _: [*const f32; R], _: &PanelOutputs<R>) {
+    pub unsafe fn products<S: Simd, const R: usize>(
+        _: IntegerLayout,
+        _: &[f32],
+        _: [*const f32; R],
+        _: &PanelOutputs<R>,
+    ) {
         unreachable!("{WHY}")
     }
 }

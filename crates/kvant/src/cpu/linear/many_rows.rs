@@ -196,7 +196,7 @@ impl ManyRowsByWords<'_> {
         let (len, pieces) = (self.rows.len(), self.rows.len().div_ceil(word_products::ROWS));
         for first in self.outputs.clone().step_by(word_products::OUTPUTS) {
             let count = (self.outputs.end - first).min(word_products::OUTPUTS);
-            // SAFETY: the rows exist; `dispatch_vnni` enables the instructions. No other task writes these outputs.
+            // SAFETY: the rows exist; `dispatch_words` enables the instructions. No other task writes these outputs.
             unsafe {
                 let factors = &mut factors[..2 * count * groups];
                 let (scales, biases) = factors.split_at_mut(count * groups);
@@ -231,7 +231,7 @@ impl ManyRowsByWords<'_> {
                     }
                     _ => unreachable!("only quantised weights have a layout"),
                 }
-                word_products::unpack::<BITS>(layout, middle, codes, panel);
+                word_products::unpack::<S, BITS>(layout, middle, codes, panel);
                 for piece in 0..pieces {
                     let rows = &self.rows[len * piece / pieces..len * (piece + 1) / pieces];
                     match rows.len() {
@@ -268,7 +268,7 @@ impl ManyRowsByWords<'_> {
                 };
             }
             let to = word_products::PanelOutputs { rows: places, outputs: count, alpha: self.alpha };
-            word_products::products(self.layout, panel, x, &to);
+            word_products::products::<S, R>(self.layout, panel, x, &to);
             if !direct {
                 for (row, &[_, out]) in products.iter().zip(rows) {
                     self.out.store::<S>(out as usize * self.width + first, &row[..count]);

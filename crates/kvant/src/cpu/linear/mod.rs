@@ -90,7 +90,7 @@ fn run_rows(cpu: &Cpu, call: &Call, first: usize, x_rows: usize) {
     let odd = Mutex::default();
     prepare(cpu, layout.stride(), &mut prepared[..x_rows * layout.stride()], |row, to| {
         let odd = &odd;
-        cpu.level.dispatch_vnni(PrepareIntegers { integers: layout, x, first: first + row, to, number: row, odd });
+        cpu.level.dispatch_words(PrepareIntegers { integers: layout, x, first: first + row, to, number: row, odd });
     });
     let in_integers =
         |prepared: &[f32], list: RowList<'_>| LinearJob { call, matrix, prepared, integers, list }.run(cpu, kernel);
@@ -261,12 +261,12 @@ impl LinearJob<'_> {
         match self.integers {
             Some(Integers::Words(layout)) => {
                 let words = ManyRowsByWords { matrix, layout, base, outputs, x, rows, alpha, out, width };
-                return cpu.level.dispatch_vnni(words);
+                return cpu.level.dispatch_words(words);
             }
             Some(Integers::Bytes(layout)) => {
                 let x = Prepared::bytes(layout, x);
                 let rows = FewRows { matrix, base, outputs, x, rows, alpha, out, width };
-                return cpu.level.dispatch_vnni(FewRowsByBytes { rows, layout });
+                return cpu.level.dispatch_bytes(FewRowsByBytes { rows, layout });
             }
             None => {}
         }

@@ -23,10 +23,10 @@ pub(super) enum LinearKernel {
 
 /// The kernel for a weight that is `affine` or dense, of which one matrix has as many as `rows` rows of activations.
 pub(super) fn select(level: SimdLevel, affine: bool, rows: usize) -> LinearKernel {
-    if affine && level.has_vnni() {
-        if rows < MANY_ROWS_BY_WORDS { LinearKernel::ByteProducts } else { LinearKernel::WordProducts }
-    } else {
-        select_f32(rows)
+    match rows {
+        MANY_ROWS_BY_WORDS.. if affine && level.multiplies_words() => LinearKernel::WordProducts,
+        ..MANY_ROWS_BY_WORDS if affine && level.multiplies_bytes() => LinearKernel::ByteProducts,
+        _ => select_f32(rows),
     }
 }
 
@@ -48,12 +48,14 @@ mod tests {
             assert_eq!(select(level, true, 1000), WordProducts);
             assert_eq!(select(level, false, 16), FewRows);
         }
+        assert_eq!(select(SimdLevel::Avx2Vnni, true, 15), FewRows);
+        assert_eq!(select(SimdLevel::Avx2Vnni, true, 16), WordProducts);
     }
 
     #[test]
     fn rows_decide_in_f32() {
-        for level in [SimdLevel::Portable, SimdLevel::Avx2, SimdLevel::Avx512, SimdLevel::Neon] {
-            for affine in [false, true] {
+        for level in SimdLevel::ALL {
+            for affine in [false, true].into_iter().filter(|&affine| !(affine && level.multiplies_words())) {
                 assert_eq!(select(level, affine, 63), FewRows);
                 assert_eq!(select(level, affine, 64), ManyRows);
             }

@@ -80,7 +80,7 @@ impl LinearCase {
         let words = matches!(self.kind, WeightKind::Affine { .. }) && self.tokens >= super::route::MANY_ROWS_BY_WORDS;
         for device in devices {
             // Activations of 16 bits err by 2⁻¹⁷ or less, and codes are up to a half of `largest`.
-            let vnni = |level: &SimdLevel| level.has_vnni() && device.name().starts_with(&level.to_string());
+            let vnni = |level: &SimdLevel| level.multiplies_words() && device.name().starts_with(&level.to_string());
             let words = words && SimdLevel::ALL.iter().any(vnni);
             let inputs = self.inputs as f32;
             let sums = match () {

@@ -253,6 +253,30 @@ impl Simd for Avx512 {
         }
     }
     #[inline(always)]
+    unsafe fn prefetch_to_write(at: *const u8) {
+        unsafe { _mm_prefetch::<_MM_HINT_ET0>(at.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn load_words(from: *const f32) -> __m512i {
+        unsafe { _mm512_loadu_si512(from.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn splat_words(pair: i32) -> __m512i {
+        unsafe { _mm512_set1_epi32(pair) }
+    }
+    #[inline(always)]
+    unsafe fn store_words(to: *mut i16, x: __m512) {
+        unsafe { _mm256_storeu_si256(to.cast(), _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(x))) }
+    }
+    #[inline(always)]
+    unsafe fn dot_words(sum: __m512i, a: __m512i, b: __m512i) -> __m512i {
+        unsafe { dot_pairs(sum, a, b) }
+    }
+    #[inline(always)]
+    unsafe fn widen_sums(sums: __m512i) -> __m512 {
+        unsafe { _mm512_cvtepi32_ps(sums) }
+    }
+    #[inline(always)]
     unsafe fn prefetch(at: *const u8) {
         unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) }
     }

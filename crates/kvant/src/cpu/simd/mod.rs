@@ -11,6 +11,8 @@ use std::fmt;
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+#[cfg(all(test, target_arch = "x86_64"))]
+pub(super) use avx2::Avx2;
 #[cfg(target_arch = "x86_64")]
 pub(super) use avx512::{Avx512, dot_pairs};
 #[cfg(target_arch = "aarch64")]
@@ -26,6 +28,8 @@ pub enum SimdLevel {
     Portable,
     /// AVX2 with FMA and F16C (x86-64).
     Avx2,
+    /// The same with AVX-VNNI, which multiplies integers, and BMI2 (x86-64: Alder Lake and later without AVX-512).
+    Avx2Vnni,
     /// AVX-512 F, BW, VL, DQ, with AVX2, FMA and F16C (x86-64).
     Avx512,
     /// AVX-512 that also multiplies integers: VNNI (x86-64: Cascade Lake and later).
@@ -38,9 +42,10 @@ pub enum SimdLevel {
 
 impl SimdLevel {
     /// Every level, slowest first.
-    pub const ALL: [SimdLevel; 6] = [
+    pub const ALL: [SimdLevel; 7] = [
         SimdLevel::Portable,
         SimdLevel::Avx2,
+        SimdLevel::Avx2Vnni,
         SimdLevel::Avx512,
         SimdLevel::Avx512Vnni,
         SimdLevel::Avx512Vbmi,
@@ -53,6 +58,8 @@ impl SimdLevel {
             SimdLevel::Portable => true,
             #[cfg(target_arch = "x86_64")]
             SimdLevel::Avx2 => avx2::is_supported(),
+            #[cfg(target_arch = "x86_64")]
+            SimdLevel::Avx2Vnni => avx2::has_vnni(),
             #[cfg(target_arch = "x86_64")]
             SimdLevel::Avx512 => avx512::is_supported(),
             #[cfg(target_arch = "x86_64")]
@@ -77,7 +84,7 @@ impl SimdLevel {
         match self {
             // SAFETY: a device is made only with a level that `is_supported` (`Cpu::new`).
             #[cfg(target_arch = "x86_64")]
-            SimdLevel::Avx2 => unsafe { avx2::call(kernel) },
+            SimdLevel::Avx2 | SimdLevel::Avx2Vnni => unsafe { avx2::call(kernel) },
             // SAFETY: as above.
             #[cfg(target_arch = "x86_64")]
             SimdLevel::Avx512 | SimdLevel::Avx512Vnni | SimdLevel::Avx512Vbmi => unsafe { avx512::call(kernel) },
@@ -88,17 +95,32 @@ impl SimdLevel {
         }
     }
 
-    /// Whether the level multiplies integers.
-    pub(crate) fn has_vnni(self) -> bool {
+    /// Whether the level multiplies words: it has [`Simd::dot_words`].
+    pub(crate) fn multiplies_words(self) -> bool {
+        self == SimdLevel::Avx2Vnni || self.multiplies_bytes()
+    }
+
+    /// Whether the level multiplies bytes, in vectors of 64.
+    pub(crate) fn multiplies_bytes(self) -> bool {
         matches!(self, SimdLevel::Avx512Vnni | SimdLevel::Avx512Vbmi)
     }
 
-    /// Runs a kernel that needs the instructions of `Avx512Vnni`, on levels that have them. It is compiled for no
-    /// other.
+    /// Runs a kernel on a level that [`multiplies_words`](SimdLevel::multiplies_words). It is compiled for no other.
     #[inline]
-    pub(crate) fn dispatch_vnni<K: SimdKernel>(self, kernel: K) -> K::Output {
+    pub(crate) fn dispatch_words<K: SimdKernel>(self, kernel: K) -> K::Output {
         #[cfg(target_arch = "x86_64")]
-        if self.has_vnni() {
+        if self == SimdLevel::Avx2Vnni {
+            // SAFETY: as above.
+            return unsafe { avx2::call_vnni(kernel) };
+        }
+        self.dispatch_bytes(kernel)
+    }
+
+    /// Runs a kernel on a level that [`multiplies_bytes`](SimdLevel::multiplies_bytes). It is compiled for no other.
+    #[inline]
+    pub(crate) fn dispatch_bytes<K: SimdKernel>(self, kernel: K) -> K::Output {
+        #[cfg(target_arch = "x86_64")]
+        if self.multiplies_bytes() {
             // SAFETY: as above.
             return unsafe { avx512::call_vnni(kernel) };
         }
@@ -112,6 +134,7 @@ impl fmt::Display for SimdLevel {
         f.write_str(match self {
             SimdLevel::Portable => "portable",
             SimdLevel::Avx2 => "AVX2",
+            SimdLevel::Avx2Vnni => "AVX-VNNI",
             SimdLevel::Avx512 => "AVX-512",
             SimdLevel::Avx512Vnni => "AVX-512 VNNI",
             SimdLevel::Avx512Vbmi => "AVX-512 VBMI",
@@ -183,6 +206,10 @@ impl ThresholdCells {
         x.mul_add(self.factor, self.offset).clamp(0.0, self.last).round_ties_even() as usize
     }
 }
+
+/// Why functions of words are not there.
+#[cfg(target_arch = "x86_64")]
+const WITHOUT_WORDS: &str = "the level does not multiply words";
 
 /// A computation over vectors of any level.
 pub(crate) trait SimdKernel {
@@ -288,6 +315,43 @@ pub(crate) trait Simd: Copy + 'static {
     /// Stores the four sums.
     unsafe fn store_sums(to: *mut f32, x: [Self::F; 4]);
 
+    /// A vector of words with a sign, two in each lane. This and the four functions below need
+    /// [`SimdLevel::multiplies_words`].
+    #[cfg(target_arch = "x86_64")]
+    #[inline(always)]
+    unsafe fn load_words(from: *const f32) -> Self::I {
+        let _ = from;
+        unreachable!("{WITHOUT_WORDS}")
+    }
+    /// Two words in every lane.
+    #[cfg(target_arch = "x86_64")]
+    #[inline(always)]
+    unsafe fn splat_words(pair: i32) -> Self::I {
+        let _ = pair;
+        unreachable!("{WITHOUT_WORDS}")
+    }
+    /// Rounds to the nearest integers, which fit into words.
+    #[cfg(target_arch = "x86_64")]
+    #[inline(always)]
+    unsafe fn store_words(to: *mut i16, x: Self::F) {
+        let _ = (to, x);
+        unreachable!("{WITHOUT_WORDS}")
+    }
+    /// Adds the products of pairs of words to the sum in each lane.
+    #[cfg(target_arch = "x86_64")]
+    #[inline(always)]
+    unsafe fn dot_words(sum: Self::I, a: Self::I, b: Self::I) -> Self::I {
+        let _ = (sum, a, b);
+        unreachable!("{WITHOUT_WORDS}")
+    }
+    /// The sums of [`Simd::dot_words`].
+    #[cfg(target_arch = "x86_64")]
+    #[inline(always)]
+    unsafe fn widen_sums(sums: Self::I) -> Self::F {
+        let _ = sums;
+        unreachable!("{WITHOUT_WORDS}")
+    }
+
     /// Transposes 16 rows of 16 floats, `stride` apart: element i of row j goes to `to[16 i + j]`.
     #[inline(always)]
     unsafe fn transpose16(from: *const f32, stride: usize, to: *mut f32) {
@@ -302,6 +366,13 @@ pub(crate) trait Simd: Copy + 'static {
     /// Asks for the cache line of an address, which need not be valid, into the second-level cache.
     #[inline(always)]
     unsafe fn prefetch(at: *const u8) {
+        let _ = at;
+    }
+
+    /// The same into the first-level cache, to be written.
+    #[cfg(target_arch = "x86_64")]
+    #[inline(always)]
+    unsafe fn prefetch_to_write(at: *const u8) {
         let _ = at;
     }
 

@@ -490,7 +490,7 @@ impl Bound {
     /// to 16 bits of the largest in a group: 2.0e-5 of the root mean square in these tests. CUDA rounds the weights to
     /// bf16 in products of more rows of bf16 (with experts, of each).
     pub fn of_rows(self, device: &Device, rows: usize) -> Bound {
-        let vnni = is_cpu_with(device, &[SimdLevel::Avx512Vnni, SimdLevel::Avx512Vbmi]);
+        let vnni = is_cpu_with(device, &[SimdLevel::Avx2Vnni, SimdLevel::Avx512Vnni, SimdLevel::Avx512Vbmi]);
         let rounding = match device.kind() {
             DeviceKind::Cuda if rows > 16 && self.unit == Bound::of(DType::BF16).unit => 3.0 / 2048.0,
             _ if vnni && rows >= 16 => 1.0 / 32768.0,

@@ -84,7 +84,7 @@ pub unsafe fn prepare(layout: IntegerLayout, x: &[f32], to: &mut [f32]) -> bool 
     // only the vectors that the row has are read.
     unsafe {
         for (g, group) in x.chunks_exact(1 << layout.group).enumerate() {
-            let Some((largest, sum)) = measure(group) else { return false };
+            let Some((largest, sum)) = measure::<Avx512>(group) else { return false };
             units.add(g).write(largest / LARGEST);
             sums.add(g).write(sum);
         }

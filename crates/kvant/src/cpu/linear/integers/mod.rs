@@ -1,9 +1,9 @@
-//! Products of affine rows in integers, where the processor multiplies those (AVX-512 VNNI).
+//! Products of affine rows in integers, where the processor multiplies those (VNNI).
 //!
 //! Activations become multiples of a unit per group: three bytes each for a few rows ([`byte_products`]), two bytes
 //! each for many ([`word_products`]).
 
-use std::arch::x86_64::*;
+use crate::cpu::simd::Simd;
 
 pub mod block_codes;
 pub mod byte_products;
@@ -37,18 +37,19 @@ impl IntegerLayout {
 /// tiny.
 ///
 /// # Safety
-/// The instructions of `Avx512Vnni` are there; the group is a whole number of vectors.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
-unsafe fn measure(group: &[f32]) -> Option<(f32, f32)> {
-    let (mut largest, mut sum) = (_mm512_setzero_ps(), _mm512_setzero_ps());
-    for x in group.chunks_exact(16) {
-        // SAFETY: a vector of floats.
-        let x = unsafe { _mm512_loadu_ps(x.as_ptr()) };
-        largest = _mm512_max_ps(largest, _mm512_abs_ps(x));
-        sum = _mm512_add_ps(sum, x);
-    }
-    let (largest, sum) = (_mm512_reduce_max_ps(largest), _mm512_reduce_add_ps(sum));
+/// The level's instructions are enabled; the group is a whole number of vectors.
+#[inline(always)]
+unsafe fn measure<S: Simd>(group: &[f32]) -> Option<(f32, f32)> {
+    // SAFETY: the caller's promise.
+    let (largest, sum) = unsafe {
+        let (mut largest, mut sum) = (S::zero(), S::zero());
+        for x in group.chunks_exact(S::LANES) {
+            let x = S::load(x.as_ptr());
+            largest = S::max(largest, S::max(x, S::sub(S::zero(), x)));
+            sum = S::add(sum, x);
+        }
+        (S::max_lane(largest), S::sum(sum))
+    };
     // Of a NaN the maximum may lose sight, but the sum does not.
     let holds = sum.is_finite() && largest <= 1e38 && (largest >= 1e-20 || group.iter().all(|&x| x == 0.0));
     holds.then_some((largest, sum))

@@ -5,16 +5,19 @@
 //! pairs, twice as many as in f32. The sum of a group is exact, then scaled.
 //!
 //! A panel holds the codes of [`OUTPUTS`] outputs, unpacked once for all rows of activations. A lane is an output, and
-//! a vector holds two neighbouring inputs of 16 outputs, so no sum runs across lanes. The innermost loop does one such
-//! step for up to [`ROWS`] rows of activations: 12 sums, 12 totals, and their operands.
+//! a vector holds two neighbouring inputs of 8 or 16 outputs, so no sum runs across lanes. The innermost loop does one
+//! such step for two vectors of outputs and up to [`ROWS`] rows of activations: 12 sums and their operands, and with
+//! AVX-512 also 12 totals, are in registers. AVX-VNNI's vectors have half of a panel's outputs.
 
 use std::arch::x86_64::*;
 
 use super::{IntegerLayout, measure};
-use crate::cpu::simd::{Avx512, Simd, dot_pairs};
+use crate::cpu::simd::{Avx512, Simd};
 
-/// Outputs of a panel: two vectors.
+/// Outputs of a panel: two of the longest vectors.
 pub const OUTPUTS: usize = 32;
+/// Vectors of outputs that are processed together.
+const VECTORS: usize = 2;
 /// The most rows of activations that are processed together.
 pub const ROWS: usize = 6;
 /// Codes of an output in a word of 32 bits, at four bits each, and words that are transposed at a time.
@@ -38,22 +41,21 @@ pub fn panel(layout: IntegerLayout) -> usize {
 /// Prepares a row of activations. False if it cannot be: where one is not finite, or all of a group are tiny.
 ///
 /// # Safety
-/// The instructions of `Avx512Vnni` are there; `x` is as long as a row of the matrix, `to` as [`stride`] says.
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
-pub unsafe fn prepare(layout: IntegerLayout, x: &[f32], to: &mut [f32]) -> bool {
+/// The level's instructions are enabled; `x` is as long as a row of the matrix, `to` as [`stride`] says.
+#[inline(always)]
+pub unsafe fn prepare<S: Simd>(layout: IntegerLayout, x: &[f32], to: &mut [f32]) -> bool {
     let (words, rest) = to.split_at_mut(layout.inputs() / 2);
     let (units, sums) = rest.split_at_mut(layout.groups());
     let group = layout.inputs() / layout.groups().max(1);
     for (g, x) in x.chunks_exact(group).enumerate() {
         // SAFETY: a group is a whole number of vectors, and two of its numbers take a word.
         unsafe {
-            let Some((largest, sum)) = measure(x) else { return false };
+            let Some((largest, sum)) = measure::<S>(x) else { return false };
             (units[g], sums[g]) = (largest / LARGEST, sum);
-            let inverse = _mm512_set1_ps(if largest == 0.0 { 0.0 } else { LARGEST / largest });
+            let inverse = S::splat(if largest == 0.0 { 0.0 } else { LARGEST / largest });
             let to = words.as_mut_ptr().add(g * group / 2).cast::<i16>();
-            for i in (0..group).step_by(16) {
-                let n = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x.as_ptr().add(i)), inverse));
-                _mm256_storeu_si256(to.add(i).cast(), _mm512_cvtepi32_epi16(n));
+            for i in (0..group).step_by(S::LANES) {
+                S::store_words(to.add(i), S::mul(S::load(x.as_ptr().add(i)), inverse));
             }
         }
     }
@@ -64,9 +66,9 @@ pub unsafe fn prepare(layout: IntegerLayout, x: &[f32], to: &mut [f32]) -> bool 
 /// that of their range: scale · code + bias = scale · (code − middle) + (bias + middle · scale).
 ///
 /// # Safety
-/// The instructions of `Avx512Vnni` are there, the rows exist, and the panel is as long as [`panel`] says.
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
-pub unsafe fn unpack<const BITS: usize>(
+/// The level's instructions are enabled, the rows exist, and the panel is as long as [`panel`] says.
+#[inline(always)]
+pub unsafe fn unpack<S: Simd, const BITS: usize>(
     layout: IntegerLayout,
     middle: i16,
     codes: [*const u8; OUTPUTS],
@@ -77,6 +79,53 @@ pub unsafe fn unpack<const BITS: usize>(
     for (bias, scale) in biases.iter_mut().zip(scales) {
         *bias = f32::from(middle).mul_add(*scale, *bias);
     }
+    // SAFETY: passed on to the caller: of the levels, AVX-512's have 16 lanes.
+    unsafe {
+        if S::LANES == 16 {
+            unpack_by_words::<BITS>(layout, middle, codes, words);
+        } else {
+            unpack_by_bytes::<BITS>(middle, codes, words);
+        }
+    }
+}
+
+/// With AVX-VNNI's level: eight codes become bytes by one instruction, then words.
+///
+/// # Safety
+/// The instructions of `Avx2Vnni` are enabled; the rows have codes for all words.
+#[target_feature(enable = "avx2,bmi2")]
+unsafe fn unpack_by_bytes<const BITS: usize>(middle: i16, codes: [*const u8; OUTPUTS], words: &mut [f32]) {
+    let bytes = u64::from_ne_bytes([((1u32 << BITS) - 1) as u8; 8]);
+    let middles = _mm_set1_epi16(middle);
+    for (step, to) in words.chunks_exact_mut(4 * OUTPUTS).enumerate() {
+        for (n, codes) in codes.iter().enumerate() {
+            // SAFETY: eight codes are as many bytes as one has bits; `to` holds four pairs of each output.
+            unsafe {
+                let mut eight = 0u64;
+                std::ptr::copy_nonoverlapping(codes.add(step * BITS), (&raw mut eight).cast(), BITS);
+                let codes = _mm_cvtepu8_epi16(_mm_cvtsi64_si128(_pdep_u64(eight, bytes) as i64));
+                let pairs = _mm_sub_epi16(codes, middles);
+                let to = to.as_mut_ptr().add(n).cast::<i32>();
+                to.write(_mm_extract_epi32::<0>(pairs));
+                to.add(OUTPUTS).write(_mm_extract_epi32::<1>(pairs));
+                to.add(2 * OUTPUTS).write(_mm_extract_epi32::<2>(pairs));
+                to.add(3 * OUTPUTS).write(_mm_extract_epi32::<3>(pairs));
+            }
+        }
+    }
+}
+
+/// With AVX-512: sixteen outputs at a time.
+///
+/// # Safety
+/// The instructions of `Avx512Vnni` are enabled; the rows have codes for all words.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
+unsafe fn unpack_by_words<const BITS: usize>(
+    layout: IntegerLayout,
+    middle: i16,
+    codes: [*const u8; OUTPUTS],
+    words: &mut [f32],
+) {
     let mut done = 0;
     if let (4, 8, Some(apart)) = (BITS, middle, words_apart(&codes)) {
         done = layout.inputs() / EIGHT / WORDS * WORDS;
@@ -177,56 +226,81 @@ pub struct PanelOutputs<const R: usize> {
 /// The products of a panel's outputs with prepared rows of activations.
 ///
 /// # Safety
-/// The instructions of `Avx512Vnni` are there; the rows and the panel were prepared for the layout; `to` has these
-/// places.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
-pub unsafe fn products<const R: usize>(layout: IntegerLayout, panel: &[f32], x: [*const f32; R], to: &PanelOutputs<R>) {
-    let groups = layout.groups();
-    let (outputs, whole) = (to.outputs, to.outputs == OUTPUTS);
-    let pairs = layout.inputs() / 2 / groups.max(1);
-    let scales = panel[OUTPUTS * layout.inputs() / 2..].as_ptr();
-    let mut total = [[_mm512_setzero_ps(); 2]; R];
-    // SAFETY: the caller's promise.
+/// The level's instructions are enabled; the rows and the panel were prepared for the layout; `to` has these places.
+#[inline(always)]
+pub unsafe fn products<S: Simd, const R: usize>(
+    layout: IntegerLayout,
+    panel: &[f32],
+    x: [*const f32; R],
+    to: &PanelOutputs<R>,
+) {
+    // SAFETY: passed on to the caller.
     unsafe {
         // The output lines are far apart and mostly in no near cache: they are prefetched first.
         for to in to.rows {
-            _mm_prefetch::<_MM_HINT_ET0>(to.cast());
-            _mm_prefetch::<_MM_HINT_ET0>(to.wrapping_add(16).cast());
+            S::prefetch_to_write(to.cast());
+            S::prefetch_to_write(to.wrapping_add(16).cast());
         }
+        for first in (0..to.outputs).step_by(VECTORS * S::LANES) {
+            products_from::<S, R>(layout, panel, x, to, first);
+        }
+    }
+}
+
+/// The same for two vectors of outputs, from output `first` on.
+///
+/// # Safety
+/// As for [`products`].
+#[inline(always)]
+#[allow(clippy::needless_range_loop, reason = "a number counts through several arrays at once")]
+unsafe fn products_from<S: Simd, const R: usize>(
+    layout: IntegerLayout,
+    panel: &[f32],
+    x: [*const f32; R],
+    to: &PanelOutputs<R>,
+    first: usize,
+) {
+    let groups = layout.groups();
+    let pairs = layout.inputs() / 2 / groups.max(1);
+    let (codes, factors) = panel.split_at(OUTPUTS * layout.inputs() / 2);
+    // SAFETY: the caller's promise; two vectors from the first output on are within the panel's.
+    unsafe {
+        let (codes_from, scales) = (codes.as_ptr().add(first), factors.as_ptr().add(first));
+        let mut total = [[S::zero(); VECTORS]; R];
         for g in 0..groups {
-            let mut sum = [[_mm512_setzero_si512(); 2]; R];
+            let mut sum = [[S::splat_words(0); VECTORS]; R];
             for pair in g * pairs..(g + 1) * pairs {
-                let codes = panel.as_ptr().add(pair * OUTPUTS);
-                let codes = [_mm512_loadu_si512(codes.cast()), _mm512_loadu_si512(codes.add(16).cast())];
-                for (sum, x) in sum.iter_mut().zip(x) {
-                    let x = _mm512_set1_epi32(x.add(pair).cast::<i32>().read());
-                    for (sum, codes) in sum.iter_mut().zip(codes) {
-                        *sum = dot_pairs(*sum, codes, x);
+                let codes = codes_from.add(pair * OUTPUTS);
+                let codes = [S::load_words(codes), S::load_words(codes.add(S::LANES))];
+                for t in 0..R {
+                    let x = S::splat_words(x[t].add(pair).cast::<i32>().read());
+                    for v in 0..VECTORS {
+                        sum[t][v] = S::dot_words(sum[t][v], codes[v], x);
                     }
                 }
             }
-            for half in 0..2 {
-                let scale = _mm512_loadu_ps(scales.add(g * OUTPUTS + half * 16));
-                let bias = _mm512_loadu_ps(scales.add((groups + g) * OUTPUTS + half * 16));
+            for v in 0..VECTORS {
+                let scale = S::load(scales.add(g * OUTPUTS + v * S::LANES));
+                let bias = S::load(scales.add((groups + g) * OUTPUTS + v * S::LANES));
                 for t in 0..R {
-                    let unit = _mm512_set1_ps(x[t].add(layout.inputs() / 2 + g).read());
-                    let all = _mm512_set1_ps(x[t].add(layout.inputs() / 2 + groups + g).read());
-                    let dot = _mm512_mul_ps(_mm512_cvtepi32_ps(sum[t][half]), unit);
-                    total[t][half] = _mm512_fmadd_ps(dot, scale, _mm512_fmadd_ps(bias, all, total[t][half]));
+                    let unit = S::splat(x[t].add(layout.inputs() / 2 + g).read());
+                    let all = S::splat(x[t].add(layout.inputs() / 2 + groups + g).read());
+                    let dot = S::mul(S::widen_sums(sum[t][v]), unit);
+                    total[t][v] = S::fma(dot, scale, S::fma(bias, all, total[t][v]));
                 }
             }
         }
-        let alpha = _mm512_set1_ps(to.alpha);
-        for (to, total) in to.rows.iter().zip(total) {
-            let [a, b] = [_mm512_mul_ps(total[0], alpha), _mm512_mul_ps(total[1], alpha)];
-            if whole {
-                _mm512_storeu_ps(*to, a);
-                _mm512_storeu_ps(to.add(16), b);
-            } else {
-                let there = (1u32 << outputs) - 1;
-                _mm512_mask_storeu_ps(*to, there as u16, a);
-                _mm512_mask_storeu_ps(to.wrapping_add(16), (there >> 16) as u16, b);
+        let alpha = S::splat(to.alpha);
+        let count = (to.outputs - first).min(VECTORS * S::LANES);
+        for t in 0..R {
+            let (mut row, place) = ([0f32; OUTPUTS], to.rows[t].wrapping_add(first));
+            let whole = count == VECTORS * S::LANES;
+            let products = if whole { place } else { row.as_mut_ptr() };
+            for v in 0..VECTORS {
+                S::store(products.add(v * S::LANES), S::mul(total[t][v], alpha));
+            }
+            if !whole {
+                std::ptr::copy_nonoverlapping(row.as_ptr(), place, count);
             }
         }
     }
@@ -235,11 +309,11 @@ pub unsafe fn products<const R: usize>(layout: IntegerLayout, panel: &[f32], x: 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cpu::{SimdLevel, testing::Numbers};
+    use crate::cpu::{SimdLevel, simd::Avx2, testing::Numbers};
 
     /// Rows that are equally far apart are unpacked in another way than others, whole blocks of them and the rest.
     #[test]
-    fn both_ways_to_unpack_four_bits_agree() {
+    fn all_ways_to_unpack_four_bits_agree() {
         if !SimdLevel::Avx512Vnni.is_supported() {
             return;
         }
@@ -259,11 +333,16 @@ mod tests {
                 assert_eq!(words_apart(&codes), (gap == 0).then_some(bytes / 4));
                 let mut panel = vec![1f32; super::panel(layout)];
                 // SAFETY: the instructions are there, the rows have so many codes, and the panel is as long.
-                unsafe { unpack::<4>(layout, 8, codes, &mut panel) };
+                unsafe { unpack::<Avx512, 4>(layout, 8, codes, &mut panel) };
                 panels.push(panel.into_iter().map(f32::to_bits).collect::<Vec<u32>>());
+                if SimdLevel::Avx2Vnni.is_supported() {
+                    let mut panel = vec![1f32; super::panel(layout)];
+                    // SAFETY: as above.
+                    unsafe { unpack::<Avx2, 4>(layout, 8, codes, &mut panel) };
+                    panels.push(panel.into_iter().map(f32::to_bits).collect());
+                }
             }
-            assert_eq!(panels[0], panels[1]);
-            assert_eq!(panels[0], panels[2]);
+            assert!(panels.iter().all(|panel| *panel == panels[0]));
             // Input 0 and 1 of output 0.
             let [first, second] = [panels[0][0] as u16 as i16, (panels[0][0] >> 16) as i16];
             assert_eq!([first, second], [i16::from(rows[0] & 15) - 8, i16::from(rows[0] >> 4) - 8]);
