@@ -215,7 +215,7 @@ impl SimdKernel for FewRows<'_> {
     }
 }
 
-/// The same for quantised weights and activations that [`byte_products::prepare`] made. Only where there is VNNI.
+/// The same for quantised weights and activations that [`byte_products::prepare`] made. Only on `Avx512Vbmi`.
 pub(super) struct FewRowsByBytes<'a> {
     pub rows: FewRows<'a>,
     pub layout: IntegerLayout,
@@ -280,7 +280,7 @@ impl FewRows<'_> {
 
     #[inline(always)]
     fn by_bytes<W: WeightRows>(self, weights: W) {
-        SimdLevel::Avx512Vnni.dispatch_bytes(FewRowsOf { rows: self, weights });
+        SimdLevel::Avx512Vbmi.dispatch_bytes(FewRowsOf { rows: self, weights });
     }
 
     #[inline(always)]

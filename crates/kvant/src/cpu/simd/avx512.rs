@@ -55,6 +55,16 @@ pub(super) unsafe fn call_vnni<K: SimdKernel>(kernel: K) -> K::Output {
     kernel.run::<Avx512>()
 }
 
+/// As [`call`], with VNNI and VBMI.
+///
+/// # Safety
+/// `has_vnni` and `has_vbmi` hold.
+#[inline(never)]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni,avx2,fma,f16c")]
+pub(super) unsafe fn call_vbmi<K: SimdKernel>(kernel: K) -> K::Output {
+    kernel.run::<Avx512>()
+}
+
 // SAFETY of every block below: the trait's contract, the instructions are enabled and the pointers valid; all loads
 // and stores are the unaligned kind.
 #[allow(clippy::undocumented_unsafe_blocks)]

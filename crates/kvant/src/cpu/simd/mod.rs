@@ -97,23 +97,27 @@ impl SimdLevel {
 
     /// Whether the level multiplies words: it has [`Simd::dot_words`].
     pub(crate) fn multiplies_words(self) -> bool {
-        self == SimdLevel::Avx2Vnni || self.multiplies_bytes()
+        matches!(self, SimdLevel::Avx2Vnni | SimdLevel::Avx512Vnni | SimdLevel::Avx512Vbmi)
     }
 
-    /// Whether the level multiplies bytes, in vectors of 64.
+    /// Whether the level multiplies bytes, and permutes them.
     pub(crate) fn multiplies_bytes(self) -> bool {
-        matches!(self, SimdLevel::Avx512Vnni | SimdLevel::Avx512Vbmi)
+        self == SimdLevel::Avx512Vbmi
     }
 
     /// Runs a kernel on a level that [`multiplies_words`](SimdLevel::multiplies_words). It is compiled for no other.
     #[inline]
     pub(crate) fn dispatch_words<K: SimdKernel>(self, kernel: K) -> K::Output {
         #[cfg(target_arch = "x86_64")]
-        if self == SimdLevel::Avx2Vnni {
+        match self {
             // SAFETY: as above.
-            return unsafe { avx2::call_vnni(kernel) };
+            SimdLevel::Avx2Vnni => return unsafe { avx2::call_vnni(kernel) },
+            // SAFETY: as above.
+            SimdLevel::Avx512Vnni | SimdLevel::Avx512Vbmi => return unsafe { avx512::call_vnni(kernel) },
+            _ => {}
         }
-        self.dispatch_bytes(kernel)
+        let _ = kernel;
+        unreachable!("{self} does not multiply words")
     }
 
     /// Runs a kernel on a level that [`multiplies_bytes`](SimdLevel::multiplies_bytes). It is compiled for no other.
@@ -122,10 +126,10 @@ impl SimdLevel {
         #[cfg(target_arch = "x86_64")]
         if self.multiplies_bytes() {
             // SAFETY: as above.
-            return unsafe { avx512::call_vnni(kernel) };
+            return unsafe { avx512::call_vbmi(kernel) };
         }
         let _ = kernel;
-        unreachable!("{self} does not multiply integers")
+        unreachable!("{self} does not multiply bytes")
     }
 }
 

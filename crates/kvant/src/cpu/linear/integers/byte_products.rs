@@ -41,7 +41,7 @@ pub trait RowCodes: Copy {
     /// Vectors `index` of a row, which has `inputs` codes there; the bytes of others are arbitrary.
     ///
     /// # Safety
-    /// The row exists, and the instructions of `Avx512Vnni` are there.
+    /// The row exists, and the instructions of `Avx512Vbmi` are there.
     unsafe fn load(&self, row: usize, index: usize, inputs: usize) -> [__m512i; 2];
 }
 
@@ -74,8 +74,8 @@ fn split(layout: IntegerLayout, row: *const f32) -> (*const u8, *const f32, *con
 /// Prepares a row of activations. False if it cannot be: where one is not finite, or all of a group are tiny.
 ///
 /// # Safety
-/// The instructions of `Avx512Vnni` are there; `x` is as long as a row of the matrix, `to` as [`stride`] says.
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
+/// The instructions of `Avx512Vbmi` are there; `x` is as long as a row of the matrix, `to` as [`stride`] says.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni")]
 pub unsafe fn prepare(layout: IntegerLayout, x: &[f32], to: &mut [f32]) -> bool {
     let (bytes, units, sums) = split(layout, to.as_mut_ptr());
     let (bytes, units, sums) = (bytes.cast_mut(), units.cast_mut(), sums.cast_mut());
@@ -92,6 +92,11 @@ pub unsafe fn prepare(layout: IntegerLayout, x: &[f32], to: &mut [f32]) -> bool 
             units.add(groups + i).write(0.0);
             sums.add(groups + i).write(0.0);
         }
+        // The bytes of every other run among 128, then those between.
+        let run = layout.run.max(1);
+        let numbers: [u8; VECTOR] = std::array::from_fn(|i| (i / run * 2 * run + i % run) as u8);
+        let even = _mm512_loadu_si512(numbers.as_ptr().cast());
+        let odd = _mm512_add_epi8(even, _mm512_set1_epi8(run as i8));
         for block in 0..blocks(layout) {
             let start = block * block_inputs(layout);
             let mut digits = [[0u8; 2 * VECTOR]; DIGITS];
@@ -114,9 +119,8 @@ pub unsafe fn prepare(layout: IntegerLayout, x: &[f32], to: &mut [f32]) -> bool 
                     _mm512_storeu_si512(to.cast(), first);
                 } else {
                     let second = _mm512_loadu_si512(digit.as_ptr().add(VECTOR).cast());
-                    let [even, odd] = alternate_runs(layout.run, first, second);
-                    _mm512_storeu_si512(to.cast(), even);
-                    _mm512_storeu_si512(to.add(VECTOR).cast(), odd);
+                    _mm512_storeu_si512(to.cast(), _mm512_permutex2var_epi8(first, even, second));
+                    _mm512_storeu_si512(to.add(VECTOR).cast(), _mm512_permutex2var_epi8(first, odd, second));
                 }
             }
         }
@@ -124,32 +128,13 @@ pub unsafe fn prepare(layout: IntegerLayout, x: &[f32], to: &mut [f32]) -> bool 
     true
 }
 
-/// The bytes of every other run among 128, then those between. Runs have one byte or an even number.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
-fn alternate_runs(run: usize, first: __m512i, second: __m512i) -> [__m512i; 2] {
-    if run == 1 {
-        let join = |first, second| {
-            let both = _mm512_castsi256_si512(_mm512_cvtepi16_epi8(first));
-            _mm512_inserti64x4::<1>(both, _mm512_cvtepi16_epi8(second))
-        };
-        return [join(first, second), join(_mm512_srli_epi16::<8>(first), _mm512_srli_epi16::<8>(second))];
-    }
-    let run = run / 2;
-    let numbers: [u16; VECTOR / 2] = std::array::from_fn(|i| (i / run * 2 * run + i % run) as u16);
-    // SAFETY: a vector of numbers.
-    let even = unsafe { _mm512_loadu_si512(numbers.as_ptr().cast()) };
-    let odd = _mm512_add_epi16(even, _mm512_set1_epi16(run as i16));
-    [_mm512_permutex2var_epi16(first, even, second), _mm512_permutex2var_epi16(first, odd, second)]
-}
-
 /// The products of R rows of the matrix, which have these codes, with T prepared rows of activations.
 ///
 /// # Safety
-/// The instructions of `Avx512Vnni` are there; the rows have the layout, the activations were prepared for it, and R·T
+/// The instructions of `Avx512Vbmi` are there; the rows have the layout, the activations were prepared for it, and R·T
 /// is a multiple of 4.
 #[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni")]
 #[allow(clippy::needless_range_loop, reason = "a number counts through several arrays at once")]
 pub unsafe fn dots<C: RowCodes, const R: usize, const T: usize>(
     layout: IntegerLayout,
@@ -293,7 +278,7 @@ impl<const BITS: usize> RowCodes for PackedCodes<BITS> {
 
 /// The codes of a vector as bytes.
 #[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni")]
 fn unpack<const BITS: usize>(packed: __m512i) -> [__m512i; 2] {
     match BITS {
         4 => {
@@ -302,58 +287,21 @@ fn unpack<const BITS: usize>(packed: __m512i) -> [__m512i; 2] {
         }
         8 => [packed, packed],
         _ => {
-            let order = const { Unpacking::of(BITS) };
-            // SAFETY: vectors of the tables.
-            let [words, even, odd, right, left] = unsafe {
-                [
-                    _mm512_loadu_si512(order.words.as_ptr().cast()),
-                    _mm512_loadu_si512(order.even.as_ptr().cast()),
-                    _mm512_loadu_si512(order.odd.as_ptr().cast()),
-                    _mm512_loadu_si512(order.right.as_ptr().cast()),
-                    _mm512_loadu_si512(order.left.as_ptr().cast()),
-                ]
+            // Eight bytes take the bytes that hold their codes, and byte i of them the bits from BITS · i on.
+            let order = const {
+                let mut order = [0; VECTOR];
+                let mut i = 0;
+                while i < VECTOR {
+                    order[i] = if i % 8 < BITS { i / 8 * BITS + i % 8 } else { 63 } as u8;
+                    i += 1;
+                }
+                order
             };
-            let packed = _mm512_permutexvar_epi16(words, packed);
-            let even = _mm512_srlv_epi16(_mm512_shuffle_epi8(packed, even), right);
-            let odd = _mm512_sllv_epi16(_mm512_shuffle_epi8(packed, odd), left);
-            let mask = _mm512_set1_epi16((1 << BITS) - 1);
-            let odd = _mm512_and_si512(odd, _mm512_slli_epi16::<8>(mask));
-            // 0xEA: the first and the second, or the third.
-            [_mm512_ternarylogic_epi32::<0xEA>(even, mask, odd), odd]
+            // SAFETY: a vector of 64 bytes.
+            let order = unsafe { _mm512_loadu_si512(order.as_ptr().cast()) };
+            let shifts = _mm512_set1_epi64(0x07_06_05_04_03_02_01_00 * BITS as i64);
+            let bytes = _mm512_multishift_epi64_epi8(shifts, _mm512_permutexvar_epi8(order, packed));
+            [_mm512_and_si512(bytes, _mm512_set1_epi8(((1 << BITS) - 1) as i8)), bytes]
         }
-    }
-}
-
-/// How 64 codes of fewer than 8 bits become bytes: 16 codes for each 128 bits. A word gets two bytes that hold an even
-/// code, and is shifted to the right; another two that hold the odd code after it, and is shifted to the left.
-#[repr(C, align(64))]
-struct Unpacking {
-    /// For each word, that of the codes.
-    words: [u16; VECTOR / 2],
-    /// For each byte, that of its 128 bits.
-    even: [u8; VECTOR],
-    odd: [u8; VECTOR],
-    right: [u16; VECTOR / 2],
-    left: [u16; VECTOR / 2],
-}
-
-impl Unpacking {
-    const fn of(bits: usize) -> Unpacking {
-        let (words, bytes) = ([0; VECTOR / 2], [0; VECTOR]);
-        let mut to = Unpacking { words, even: bytes, odd: bytes, right: words, left: words };
-        let mut i = 0;
-        while i < VECTOR / 2 {
-            // The codes of 128 bits take `bits` words; of those after the last, none is used.
-            let word = i / 8 * bits + i % 8;
-            to.words[i] = if word < 4 * bits { word as u16 } else { 0 };
-            let first = i % 8 * 2 * bits;
-            let second = first + bits;
-            (to.even[2 * i], to.even[2 * i + 1]) = ((first / 8) as u8, (first / 8 + 1) as u8);
-            (to.odd[2 * i], to.odd[2 * i + 1]) = ((second / 8) as u8, (second / 8 + 1) as u8);
-            to.right[i] = (first % 8) as u16;
-            to.left[i] = 8 - (second % 8) as u16;
-            i += 1;
-        }
-        to
     }
 }
