@@ -57,9 +57,7 @@ fn four_bit_form_matches() {
 /// At the best level that rounds no activations.
 #[test]
 fn four_bit_form_matches_in_f32() {
-    let rounds =
-        |level: &SimdLevel| matches!(level, SimdLevel::Avx2Vnni | SimdLevel::Avx512Vnni | SimdLevel::Avx512Vbmi);
-    let in_f32 = |level: &SimdLevel| !rounds(level) && level.is_supported();
+    let in_f32 = |level: &SimdLevel| !level.multiplies_words() && level.is_supported();
     let level = SimdLevel::ALL.into_iter().rfind(in_f32);
     let device = Device::cpu_with(CpuOptions { threads: None, simd: level }).unwrap();
     let mean = check_golden(&Model::load(&shipped(), &device).unwrap(), "4bit.safetensors", TOLERANCE);

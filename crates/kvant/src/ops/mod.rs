@@ -92,7 +92,7 @@
 //! multiplies MXFP8 in f32.
 //!
 //! To multiply in f32 on a CPU with VNNI, at about half the speed for [`linear`](linear()), open the device with
-//! [`CpuOptions`](crate::CpuOptions)` { simd: Some(SimdLevel::Avx512), .. }`.
+//! [`CpuOptions`](crate::CpuOptions)` { simd: Some(SimdLevel::Avx512), .. }`, or `Avx2` without AVX-512.
 
 pub(crate) mod add_bias;
 pub(crate) mod argmax;

@@ -95,8 +95,9 @@ impl SimdLevel {
         }
     }
 
-    /// Whether the level multiplies words: it has [`Simd::dot_words`].
-    pub(crate) fn multiplies_words(self) -> bool {
+    /// Whether the level has VNNI: [`ops::linear`](crate::ops::linear()) then rounds the activations of many rows to 16
+    /// bits where weights are quantised.
+    pub fn multiplies_words(self) -> bool {
         matches!(self, SimdLevel::Avx2Vnni | SimdLevel::Avx512Vnni | SimdLevel::Avx512Vbmi)
     }
 

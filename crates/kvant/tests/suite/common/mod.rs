@@ -443,9 +443,10 @@ pub fn subnormals_are_zero() -> bool {
 /// The unit roundoff of f32, in which kernels compute.
 pub const EPS: f64 = 1.0 / (1u64 << 24) as f64;
 
-/// Whether the device is the CPU at one of these instruction sets.
-fn is_cpu_with(device: &Device, levels: &[SimdLevel]) -> bool {
-    device.kind() == DeviceKind::Cpu && levels.iter().any(|level| device.name().starts_with(&level.to_string()))
+/// Whether the device is the CPU at such an instruction set.
+fn is_cpu_with(device: &Device, is_wanted: impl Fn(&SimdLevel) -> bool) -> bool {
+    let is_of = |level: SimdLevel| device.name().starts_with(&level.to_string());
+    device.kind() == DeviceKind::Cpu && SimdLevel::ALL.into_iter().filter(is_wanted).any(is_of)
 }
 
 impl Bound {
@@ -469,7 +470,7 @@ impl Bound {
     /// with VBMI takes quantised ones, queries and weights in fixed point: the weights cost most where scores are even,
     /// and what a score is off by grows with it.
     pub fn over(self, device: &Device, codec: Codec, spread: f64) -> Bound {
-        let fixed = is_cpu_with(device, &[SimdLevel::Avx512Vbmi]) && codec.is_quantised();
+        let fixed = is_cpu_with(device, |&level| level == SimdLevel::Avx512Vbmi) && codec.is_quantised();
         let rounding = if fixed { 1.0 / 4096.0 + spread / 16384.0 } else { 0.0 };
         Bound { rounding: self.rounding + rounding, ..self }
     }
@@ -490,7 +491,7 @@ impl Bound {
     /// to 16 bits of the largest in a group: 2.0e-5 of the root mean square in these tests. CUDA rounds the weights to
     /// bf16 in products of more rows of bf16 (with experts, of each).
     pub fn of_rows(self, device: &Device, rows: usize) -> Bound {
-        let vnni = is_cpu_with(device, &[SimdLevel::Avx2Vnni, SimdLevel::Avx512Vnni, SimdLevel::Avx512Vbmi]);
+        let vnni = is_cpu_with(device, |level| level.multiplies_words());
         let rounding = match device.kind() {
             DeviceKind::Cuda if rows > 16 && self.unit == Bound::of(DType::BF16).unit => 3.0 / 2048.0,
             _ if vnni && rows >= 16 => 1.0 / 32768.0,
