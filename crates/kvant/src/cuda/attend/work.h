@@ -167,6 +167,68 @@ inline Pages pages_of(const AttendParams &p, const uint *table, uint sequence) {
     return {table + ulong(sequence) * p.page_width, p.page_entries};
 }
 
+// As Pages, for the first MOST positions that a token may see: the lanes of a warp hold the entries, and all ask
+// together.
+template <uint MOST>
+struct EarlyPages {
+    static constexpr uint COUNT = PAGE_SHIFT == 0 ? 1 : (MOST / PAGE_KEYS + 1 + 31) / 32;
+    // Lane i has entries i, i + 32, and so on, of the table from `first` on; NONE for those after the table's end.
+    uint first;
+    uint entries[COUNT];
+    uint count;
+
+    inline void load(const AttendParams &p, const uint *table, uint sequence, uint from) {
+        first = from;
+        count = p.page_entries;
+#pragma unroll
+        for (uint i = 0; i < COUNT; i++) {
+            const uint at = from + i * 32 + threadIdx.x % 32;
+            entries[i] = at < p.page_width ? table[ulong(sequence) * p.page_width + at] : NONE;
+        }
+    }
+    inline bool has(uint position) const {
+        return (position >> PAGE_SHIFT) - first < COUNT * 32;
+    }
+    // NONE if no lane has it.
+    inline uint entry(uint position) const {
+        const uint at = (position >> PAGE_SHIFT) - first;
+        uint found = NONE;
+#pragma unroll
+        for (uint i = 0; i < COUNT; i++) {
+            const uint of_lane = __shfl_sync(0xFFFFFFFF, entries[i], at % 32);
+            found = at / 32 == i ? of_lane : found;
+        }
+        return found;
+    }
+    inline uint page(uint entry) const {
+        return entry < count ? entry : NONE;
+    }
+    inline uint of(uint position) const {
+        return page(entry(position));
+    }
+};
+
+// As load_token_early, with the entries of the first pages that a token may see, which depend on its position alone. If
+// its sequence is 0 and no window has passed a page, they do not wait for that either.
+template <uint MOST>
+inline Token load_token_and_pages(const AttendParams &p, const uint *positions, const uint *sequence, const uint *lens,
+                                  const uint *table, uint token, EarlyPages<MOST> &pages) {
+    const uint len = lens[0];
+    Token t = {positions[token], sequence[token], len};
+    if (PAGE_SHIFT > 0) {
+        pages.load(p, table, 0, 0);
+        const uint first = visible(p, {t.position, 0, NONE}).first >> PAGE_SHIFT;
+        if ((t.sequence > 0 || first > 0) && t.sequence < p.sequences) {
+            pages.load(p, table, t.sequence, first);
+        }
+    }
+    if (t.sequence > 0) {
+        t.len = t.sequence < p.sequences ? lens[t.sequence] : 0;
+        t.sequence = t.sequence < p.sequences ? t.sequence : NONE;
+    }
+    return t;
+}
+
 // How far all planes are moved for the rows of a page; not at all for NONE.
 inline ulong page_bytes(uint page) {
     return page == NONE ? 0 : ulong(page) * PAGE_UNIT;
@@ -185,7 +247,9 @@ struct RowsInPages {
     // The first row's place in its page.
     uint slot;
 
-    inline RowsInPages(const Pages &pages, uint position, uint rows) : slot(position % PAGE_KEYS) {
+    // `pages` is Pages or EarlyPages, which all lanes ask alike.
+    template <typename Of>
+    inline RowsInPages(const Of &pages, uint position, uint rows) : slot(position % PAGE_KEYS) {
         count[0] = min(rows, PAGE_KEYS - slot);
         count[1] = rows - count[0];
         page[0] = count[0] > 0 ? pages.of(position) : NONE;

@@ -278,8 +278,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
     const uint first_item = division.first_item, first_head = division.first_head(p);
     Stretch stretch = {shared_items, {{0, 0}, 0, 0}, items, heads, items > 1 ? END_UNITS : 0, 0};
     uint length;
+    EarlyPages<31 * PAGE_KEYS> pages_of_only;
     if (items == 1) {
-        stretch.only = item_of(p, load_token_early(p, positions, sequence, lens, first_item));
+        stretch.only = item_of(p, load_token_and_pages(p, positions, sequence, lens, table, first_item, pages_of_only));
         length = stretch.length_of(stretch.only) * heads;
     } else {
 #pragma unroll 1
@@ -331,7 +332,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
             ahead_entry = entry_of(p, table, ahead.item, ahead_unit);
         }
     };
-    look_up();
+    const uint first_position = in_units(ahead.item.keys).first + ahead_unit * TILE;
+    if (PAGE_SHIFT > 0 && items == 1 && pages_of_only.has(first_position)) {
+        ahead_entry = first_position < ahead.item.keys.end ? pages_of_only.entry(first_position) : NONE;
+    } else {
+        look_up();
+    }
 
     wait_for_previous();
 

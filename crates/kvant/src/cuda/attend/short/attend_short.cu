@@ -131,7 +131,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
     __syncthreads();
     cluster_arrive_early();
 
-    const Token token = load_token_early(p, positions, sequence, lens, item);
+    EarlyPages<CLUSTER * WARPS * TILE> early;
+    const Token token = load_token_and_pages(p, positions, sequence, lens, table, item, early);
     const bool exists = token.sequence != NONE;
     const Range seen = exists ? visible(p, token) : Range{0, 0};
     const ulong plane = exists ? (token.sequence * p.row_sequence + rows_of_head(p, head)) * ROW : 0;
@@ -142,22 +143,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
     const uint before = warp * length, rows = before < count ? min(count - before, length) : 0;
     const uint slot = RING ? (seen.first + first + before) % p.capacity : seen.first + first + before;
     const uint own_k = shared_address(shared.k + warp * STRETCH), own_v = shared_address(shared.v + warp * STRETCH);
-    // Over pages: those of the warp's stretch; and the entries of the two keys whose scores the lane has.
-    const Pages pages = pages_of(p, table, exists ? token.sequence : 0);
-    const RowsInPages own(pages, slot, PAGE_SHIFT > 0 ? rows : 0);
-    uint entries[2] = {NONE, NONE};
-    if (PAGE_SHIFT > 0) {
-#pragma unroll
-        for (uint i = 0; i < 2; i++) {
-            const uint key = g * length + warp * 2 + i;
-            if (warp * 2 < length && key < count) {
-                entries[i] = pages.entry(seen.first + first + key);
-            }
-        }
-    }
+    // Over pages: those of the warp's stretch.
+    const RowsInPages own(early, slot, PAGE_SHIFT > 0 ? rows : 0);
     const uint held = PAGE_SHIFT > 0 ? own.held() : rows;
     // Zeros for values that do not exist: their weights are multiplied, too.
-    for (uint at = (PAGE_SHIFT > 0 ? 0 : rows * ROW) + lane * 16; at < TILE * ROW; at += 512) {
+    for (uint at = (held == TILE || PAGE_SHIFT == 0 ? rows * ROW : 0) + lane * 16; at < TILE * ROW; at += 512) {
         if (PAGE_SHIFT == 0 || !own.hold(at / ROW)) {
             asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(own_v + at), "r"(0) : "memory");
         }
@@ -195,6 +185,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
     }
     __syncwarp();
 
+    // Over pages: the entries of the two keys whose scores the lane has. A key that is not the block's is masked
+    // anyway.
+    uint entries[2] = {NONE, NONE};
+    if (PAGE_SHIFT > 0) {
+#pragma unroll
+        for (uint i = 0; i < 2; i++) {
+            entries[i] = early.entry(seen.first + first + g * length + warp * 2 + i);
+        }
+    }
     const QueryRows query_rows(p, item, head);
     uint4 queries[LOADS];
     load_queries(q, query_rows, queries);
@@ -313,6 +312,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
             const float4 x = *reinterpret_cast<const float4 *>(&shared.o[b][r][column * 4]);
             sum.add(shared.l[b][r], x, f[b]);
         }
+        const Pages pages = pages_of(p, table, exists ? token.sequence : 0);
         Output{p, out, sinks, query_rows, seen.len() > 0, seen, pages}.finish(r * (HEAD_DIM / 4) + rank * ROW_QUADS + column, sum);
     }
 }

@@ -229,14 +229,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
     __syncthreads();
     cluster_arrive_early();
 
-    const Token token = load_token_early(p, positions, sequence, lens, item);
+    EarlyPages<CLUSTER * WARPS * TILE> pages;
+    const Token token = load_token_and_pages(p, positions, sequence, lens, table, item, pages);
     const QueryRuns runs(lane);
     // Meanwhile.
     KeyTable::fill(at_place(AT_TABLES), thread, THREADS);
     if (K_CODEC != V_CODEC) {
         ValueTable::fill(at_place(AT_V_TABLE), thread, THREADS);
     }
-    const Own own(p, table, token, head);
+    const Own own(p, pages, token, head);
     // The two keys whose scores the lane has, among the block's, and where their norms are.
     const uint first_key = g * own.length + warp * 2;
     bool there[2];
@@ -248,8 +249,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
         uint slot = own.slot_of(p, there[i] ? first_key + i : 0);
         ulong moved = 0;
         if (PAGE_SHIFT > 0) {
-            const uint page = there[i] ? own.pages.of(slot) : NONE;
-            there[i] = page != NONE;
+            const uint page = own.pages.of(slot);
+            there[i] = there[i] && page != NONE;
             moved = page_bytes(page);
             slot %= PAGE_KEYS;
         }

@@ -21,12 +21,13 @@ struct Own {
     uint slot;
     uint rows;
     uint slot_of_rows;
-    // Over pages: those of the sequence, and those of the stretch; `plane` is the head's first row in a page, and slots
+    // Over pages: those of the keys, and those of the stretch; `plane` is the head's first row in a page, and slots
     // are positions.
-    Pages pages;
+    EarlyPages<CLUSTER * WARPS * TILE> pages;
     RowsInPages in_pages;
 
-    Own(const AttendParams &p, const uint *table, const Token &token, uint head) : in_pages({nullptr, 0}, 0, 0) {
+    Own(const AttendParams &p, const EarlyPages<CLUSTER * WARPS * TILE> &pages, const Token &token, uint head)
+        : pages(pages), in_pages(pages, 0, 0) {
         const bool exists = token.sequence != NONE;
         const Range seen = exists ? visible(p, token) : Range{0, 0};
         const uint rank = blockIdx.x % CLUSTER;
@@ -39,7 +40,6 @@ struct Own {
         const uint before = threadIdx.x / 32 * length;
         rows = before < count ? min(count - before, length) : 0;
         slot_of_rows = slot_of(p, before);
-        pages = pages_of(p, table, exists ? token.sequence : 0);
         if (PAGE_SHIFT > 0) {
             in_pages = RowsInPages(pages, slot_of_rows, rows);
         }

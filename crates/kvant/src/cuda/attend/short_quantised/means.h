@@ -29,7 +29,7 @@ inline uint page_of_warp(const Own &own) {
     if (!HAS_MEANS || own.count == 0 || i > page_of_key(own, own.count - 1)) {
         return NONE;
     }
-    return own.pages.page(own.pages.entries[(own.slot >> PAGE_SHIFT) + i]);
+    return own.pages.of(own.slot + (i << PAGE_SHIFT));
 }
 
 // Begins to copy a mean of one side; zeros if there is none.
