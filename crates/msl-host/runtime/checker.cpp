@@ -8,25 +8,7 @@
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
-#include <sys/mman.h>
 #include "state.h"
-
-// The barriers that count for an access: those with the flag of its space; for a read, if the launch says so, all of them.
-struct Clock { uint32_t epoch, simd_epoch; };
-static Clock clock_of(const State &s, const Fiber &f, int space, bool read) {
-  const SimdGroup &g = s.groups[f.simdgroup];
-  if (read && s.launch->reads_end) return {s.any_epoch, g.any_epoch};
-  return {s.epoch[space], g.epoch[space]};
-}
-static bool ordered(const State &s, const Fiber &f, const Trace &t, int space, bool read) {
-  if (t.serial != s.serial) return false;
-  if (s.launch->lockstep && t.thread / SIMD_WIDTH == f.simdgroup) return true;
-  Clock now = clock_of(s, f, space, read);
-  if (t.thread == f.index || t.epoch != now.epoch) return true;
-  return t.thread / SIMD_WIDTH == f.simdgroup && t.simd_epoch != now.simd_epoch;
-}
-// Does the trace belong to this dispatch, and, in threadgroup memory, to this threadgroup?
-static bool current(const State &s, const Trace &t, bool threadgroup) { return threadgroup ? t.serial == s.serial : t.serial >= s.first_serial; }
 
 // Memory that no launch describes but a kernel may touch: locals, the library's constants, the results of SIMD-group functions.
 static bool private_memory(const State &s, const char *p) {
@@ -56,11 +38,18 @@ void judge(State &s) {
 
 struct Use { bool write, atomic; };
 
+// Gives each cell the bytes of a smaller one.
+static void split(Chunk &c, unsigned log) {
+  unsigned shift = c.log - log;
+  for (size_t i = CHUNK >> log; i-- > 0;) c.cells[i] = c.cells[i >> shift];
+  c.log = log;
+}
+
 static void check(char *address, size_t bytes, Use use, uintptr_t pc) {
   State *state = running;
   if (!state || state->current < 0) return;
   State &s = *state;
-  judge(s);
+  if (s.pending.address) judge(s);
   const char *verb = use.write ? "write" : "read";
   Bound *b = s.last_bound;
   if (!b || !b->region->contains(address)) {
@@ -83,48 +72,65 @@ static void check(char *address, size_t bytes, Use use, uintptr_t pc) {
   if (!b->writable) return;
   if (s.launch->lockstep) step(s, pc);
   // Threadgroup memory and buffers declared write-only hold nothing until the kernel has written them.
-  bool fresh = b->threadgroup || !readable;
-  if (!b->cells) {
-    void *cells = mmap(nullptr, b->region->capacity * sizeof(Cell), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (cells == MAP_FAILED) fatal(s, LIMIT, pc, "no memory to check %s", b->name);
-    b->cells = (Cell *)cells;
-  }
+  const bool of_group = b->threadgroup, fresh = of_group || !readable, lockstep = s.launch->lockstep;
   const Fiber &f = s.fibers[s.current];
-  int space = b->threadgroup ? 0 : 1;
-  uint32_t short_pc = pc >= (uintptr_t)s.image[0] && pc < (uintptr_t)s.image[1] ? (uint32_t)(pc - (uintptr_t)s.image[0]) : 0;
-  Clock now = clock_of(s, f, space, !use.write);
-  Trace mine = {s.serial, now.epoch, now.simd_epoch, short_pc, (uint16_t)f.index, use.atomic};
-  for (size_t i = 0; i < bytes; i++) {
-    Cell &c = b->cells[offset + i];
-    long byte = offset + (long)i - (long)within->offset;
-    bool written = current(s, c.write, b->threadgroup);
-    if (written && !(use.atomic && c.write.atomic) && !ordered(s, f, c.write, space, false)) {
-      if (use.write && s.launch->same_values && bytes <= sizeof s.pending.before) {
-        if (!s.pending.address) {
-          s.pending = {address, bytes, b, pc, c.write, byte, {}};
-          memcpy(s.pending.before, address, bytes);
+  const SimdGroup &g = s.groups[f.simdgroup];
+  const int space = of_group ? 0 : 1;
+  const uint32_t serial = s.serial, first_serial = s.first_serial, thread = f.index, simdgroup = f.simdgroup;
+  // The barriers that count for an access: those with the flag of its space; for a read, if the launch says so, all of them.
+  struct Clock { uint32_t epoch, simd_epoch; };
+  const Clock of_writes = {s.epoch[space], g.epoch[space]}, of_reads = s.launch->reads_end ? Clock{s.any_epoch, g.any_epoch} : of_writes;
+  // Does the trace belong to this dispatch, and, in threadgroup memory, to this threadgroup?
+  auto current = [=](const Trace &t) { return of_group ? t.serial == serial : t.serial >= first_serial; };
+  auto ordered = [=](const Trace &t, const Clock &now) {
+    if (t.serial != serial) return false;
+    if (t.thread == thread || t.epoch != now.epoch) return true;
+    return t.thread / SIMD_WIDTH == simdgroup && (lockstep || t.simd_epoch != now.simd_epoch);
+  };
+  const uint32_t short_pc = pc >= (uintptr_t)s.image[0] && pc < (uintptr_t)s.image[1] ? (uint32_t)(pc - (uintptr_t)s.image[0]) : 0;
+  const Clock now = use.write ? of_writes : of_reads;
+  const Trace mine = {serial, now.epoch, now.simd_epoch, short_pc, (uint16_t)thread, use.atomic};
+  const size_t end = (size_t)offset + bytes;
+  for (size_t at = (size_t)offset; at < end;) {
+    Chunk *chunk = s.chunk(*b, at);
+    if (!chunk) fatal(s, LIMIT, pc, "no memory to check %s", b->name);
+    unsigned alignment = (unsigned)__builtin_ctzll(at | end);
+    if (alignment < chunk->log) split(*chunk, alignment);
+    const size_t cell_bytes = (size_t)1 << chunk->log, stop = at / CHUNK == (end - 1) / CHUNK ? end : (at / CHUNK + 1) * CHUNK;
+    for (; at < stop; at += cell_bytes) {
+      Cell &c = chunk->cells[at % CHUNK >> chunk->log];
+      const long byte = (long)(at - within->offset), byte_end = byte + (long)cell_bytes;
+      const bool written = current(c.write);
+      if (written && !(use.atomic && c.write.atomic) && !ordered(c.write, of_writes)) {
+        if (use.write && s.launch->same_values && bytes <= sizeof s.pending.before) {
+          if (!s.pending.address) {
+            s.pending = {address, bytes, b, pc, c.write, byte, {}};
+            memcpy(s.pending.before, address, bytes);
+          }
+        } else {
+          for (long i = byte; i < byte_end; i++) race(s, *b, pc, c.write, verb, "wrote", i);
         }
-      } else {
-        race(s, *b, pc, c.write, verb, "wrote", byte);
       }
-    }
-    if (use.write) {
+      if (use.write) {
+        for (Trace &r : c.read)
+          if (current(r) && !(use.atomic && r.atomic) && !ordered(r, of_reads))
+            for (long i = byte; i < byte_end; i++) race(s, *b, pc, r, verb, "read", i);
+        c.write = mine;
+        c.read[0].serial = c.read[1].serial = 0;
+        continue;
+      }
+      if (fresh && !written)
+        for (long i = byte; i < byte_end; i++) note(s, UNINITIALISED_READ, pc, 0, "read of byte %ld of %s before anything wrote it", i, b->name);
+      // Two readers are enough to catch any later writer if they are of two SIMD-groups, or of one when no other has read.
+      // A reader that is ordered before this one says nothing that this one does not.
+      Trace *slot = nullptr;
       for (Trace &r : c.read)
-        if (current(s, r, b->threadgroup) && !(use.atomic && r.atomic) && !ordered(s, f, r, space, true)) race(s, *b, pc, r, verb, "read", byte);
-      c.write = mine;
-      c.read[0].serial = c.read[1].serial = 0;
-      continue;
+        if (!current(r) || ordered(r, of_reads)) { slot = slot ? slot : &r; if (slot != &r) r.serial = 0; }
+      if (!slot && c.read[0].serial == c.read[1].serial && c.read[0].thread / SIMD_WIDTH == c.read[1].thread / SIMD_WIDTH &&
+          (c.read[0].thread / SIMD_WIDTH != simdgroup || c.read[0].serial != serial))
+        slot = &c.read[1];
+      if (slot) *slot = mine;
     }
-    if (fresh && !written) note(s, UNINITIALISED_READ, pc, 0, "read of byte %ld of %s before anything wrote it", byte, b->name);
-    // Two readers are enough to catch any later writer if they are of two SIMD-groups, or of one when no other has read.
-    // A reader that is ordered before this one says nothing that this one does not.
-    Trace *slot = nullptr;
-    for (Trace &r : c.read)
-      if (!current(s, r, b->threadgroup) || ordered(s, f, r, space, true)) { slot = slot ? slot : &r; if (slot != &r) r.serial = 0; }
-    if (!slot && c.read[0].serial == c.read[1].serial && c.read[0].thread / SIMD_WIDTH == c.read[1].thread / SIMD_WIDTH &&
-        (c.read[0].thread / SIMD_WIDTH != f.simdgroup || c.read[0].serial != s.serial))
-      slot = &c.read[1];
-    if (slot) *slot = mine;
   }
 }
 

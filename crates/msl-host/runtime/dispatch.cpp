@@ -145,7 +145,7 @@ static void find_image(State &s) {
 // ---- threadgroup memory
 
 static char *add_threadgroup_memory(State &s, size_t bytes, const char *name) {
-  Region *region = msl_region_new(bytes, false);
+  Region *region = s.take_region(bytes);
   if (!region) return nullptr;
   Bound *b = s.bind(region, name, true, true);
   b->extents.push_back({0, bytes, READ | WRITE, 0});
@@ -213,6 +213,7 @@ extern "C" State *msl_state_new() {
   return s;
 }
 extern "C" void msl_state_free(State *s) {
+  s->release_memory();
   munmap(s->stacks, MAX_THREADS * (STACK + PAGE));
   free(s->signal_stack);
   delete s;
@@ -239,7 +240,7 @@ static void begin_threadgroup(State &s, uint32_t linear) {
     SimdGroup &g = s.groups[i];
     g.first = i * SIMD_WIDTH;
     g.lanes = std::min(SIMD_WIDTH, s.threads - g.first);
-    g.waiting = 0;
+    g.alike = g.active = 0;
     g.epoch[0] = g.epoch[1] = g.any_epoch = 1;
   }
   for (unsigned i = 0; i < s.threads; i++) {
@@ -267,6 +268,7 @@ static void begin_threadgroup(State &s, uint32_t linear) {
     c.simdgroups_per_threadgroup = s.simdgroups;
     start_fiber(s, i);
   }
+  set_all_ready(s);
 }
 // Slack bytes that changed: a write just past the end that the guard could not catch.
 static void check_slack(State &s) {
@@ -285,6 +287,7 @@ extern "C" uint64_t msl_dispatch(State *state, const MslLaunch *launch, MslStats
   s.random = launch->seed * 2654435761u + 88172645463325252ull;
   s.stop = false;
   s.pending.address = nullptr;
+  s.main_frame = s.entry_frame = 0;
   s.findings.clear();
   s.stats = {};
   s.threadgroup_bytes = 0;

@@ -1,6 +1,7 @@
 // Guarded, poisoned memory, and the findings that name it.
 #include <stdarg.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -41,8 +42,12 @@ extern "C" char *msl_region_base(Region *r) { return r->base; }
 
 void Region::poison() const { memset(base, 0xFF, capacity); }
 long Region::damage() const {
-  for (char *p = map + GUARD; p < base; p++)
-    if (*p != (char)0xFF) return p - base;
+  char *front = map + GUARD;
+  size_t before = base - front;
+  // Each byte is like the next one.
+  if (before && (*front != (char)0xFF || memcmp(front, front + 1, before - 1)))
+    for (char *p = front; p < base; p++)
+      if (*p != (char)0xFF) return p - base;
   for (size_t i = bytes; i < capacity; i++)
     if (base[i] != (char)0xFF) return (long)i;
   return (long)capacity + 1;
@@ -63,15 +68,53 @@ Bound *State::bind(Region *region, const char *name, bool is_threadgroup, bool o
   bounds.push_back(b);
   return b;
 }
+constexpr size_t MAX_SPARE = 32, ARENA_CHUNKS = 256, MAX_ARENAS = 8;
+
+Region *State::take_region(size_t bytes) {
+  for (Region *&r : spare)
+    if (r->bytes == bytes) {
+      Region *taken = r;
+      r = spare.back();
+      spare.pop_back();
+      taken->poison();
+      return taken;
+    }
+  return msl_region_new(bytes, false);
+}
+// Chunks are used again without being cleared: a trace of an earlier dispatch is not current, whatever bytes it was of.
+Chunk *State::chunk(Bound &b, size_t offset) {
+  if (!b.chunks) b.chunks = (Chunk **)calloc(b.region->capacity / CHUNK + 1, sizeof(Chunk *));
+  if (!b.chunks) return nullptr;
+  Chunk *&c = b.chunks[offset / CHUNK];
+  if (c) return c;
+  if (chunks_used / ARENA_CHUNKS == arenas.size()) {
+    void *arena = mmap(nullptr, ARENA_CHUNKS * sizeof(Chunk), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (arena == MAP_FAILED) return nullptr;
+    arenas.push_back((char *)arena);
+  }
+  c = (Chunk *)arenas[chunks_used / ARENA_CHUNKS] + chunks_used % ARENA_CHUNKS;
+  chunks_used++;
+  c->log = WIDEST_CELL;
+  return c;
+}
 void State::release_bounds() {
   for (Bound *b : bounds) {
-    if (b->cells) munmap(b->cells, b->region->capacity * sizeof(Cell));
-    if (b->owned) msl_region_free(b->region);
+    free(b->chunks);
+    // What follows a dispatch that was stopped does not rely on what it left.
+    if (b->owned && !stop && spare.size() < MAX_SPARE) spare.push_back(b->region);
+    else if (b->owned) msl_region_free(b->region);
     delete b;
   }
+  chunks_used = 0;
+  for (; arenas.size() > MAX_ARENAS; arenas.pop_back()) munmap(arenas.back(), ARENA_CHUNKS * sizeof(Chunk));
   bounds.clear();
   variables.clear();
   last_bound = nullptr;
+}
+
+void State::release_memory() {
+  for (Region *r : spare) msl_region_free(r);
+  for (char *arena : arenas) munmap(arena, ARENA_CHUNKS * sizeof(Chunk));
 }
 
 void State::report(Kind kind, uintptr_t pc, uintptr_t other_pc, const char *format, va_list arguments) {

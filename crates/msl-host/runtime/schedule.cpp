@@ -73,39 +73,43 @@ msl_resume_main:
 
 static const char *const WAITS[] = {"runnable", "at a SIMD-group function", "at simdgroup_barrier", "at threadgroup_barrier", "returned", "at an access"};
 
-static void set_ready(State &s, Fiber &f) {
-  f.wait = Wait::READY;
-  s.groups[f.simdgroup].waiting--;
-}
+static bool is_ready(const State &s, unsigned fiber) { return s.ready[fiber / 64] >> fiber % 64 & 1; }
+static Wait state_of(const State &s, unsigned fiber) { return is_ready(s, fiber) ? Wait::READY : s.fibers[fiber].wait; }
 static void set_waiting(State &s, Fiber &f, Wait wait) {
   f.wait = wait;
-  s.groups[f.simdgroup].waiting++;
+  s.ready[f.index / 64] &= ~(1ull << f.index % 64);
+}
+// SIMD-groups begin at multiples of 32.
+static uint32_t ready_lanes(const State &s, const SimdGroup &g) { return (uint32_t)(s.ready[g.first / 64] >> g.first % 64); }
+static void set_ready(State &s, const SimdGroup &g, uint32_t lanes) { s.ready[g.first / 64] |= (uint64_t)lanes << g.first % 64; }
+void set_all_ready(State &s) {
+  for (unsigned i = 0; i < s.threads; i += 64) s.ready[i / 64] = s.threads - i < 64 ? (1ull << (s.threads - i)) - 1 : ~0ull;
 }
 
 // The next READY fiber, or -1: of the own SIMD-group first, then of the others, in the order of the schedule.
 static int pick(State &s) {
-  unsigned n = s.threads;
+  unsigned words = (s.threads + 63) / 64;
   if (s.launch->schedule == RANDOM) {
-    unsigned from = s.next_random() % n;
-    for (unsigned k = 0; k < n; k++)
-      if (s.fibers[(from + k) % n].wait == Wait::READY) return (int)((from + k) % n);
+    unsigned from = s.next_random() % s.threads, word = from / 64;
+    uint64_t bits = s.ready[word] & ~0ull << from % 64;
+    for (unsigned k = 0; k <= words; k++) {
+      if (bits) return (int)(word * 64) + __builtin_ctzll(bits);
+      word = word + 1 == words ? 0 : word + 1;
+      bits = s.ready[word];
+    }
     return -1;
   }
   bool reverse = s.launch->schedule == REVERSE;
   const Fiber &f = s.fibers[s.current];
   const SimdGroup &g = s.groups[f.simdgroup];
-  if (g.waiting < g.lanes)
-    for (unsigned k = 1; k <= g.lanes; k++) {
-      unsigned i = g.first + (reverse ? f.lane + g.lanes - k : f.lane + k) % g.lanes;
-      if (s.fibers[i].wait == Wait::READY) return (int)i;
-    }
-  for (unsigned k = 0; k < s.simdgroups; k++) {
-    const SimdGroup &o = s.groups[reverse ? s.simdgroups - 1 - k : k];
-    if (o.waiting == o.lanes) continue;
-    for (unsigned j = 0; j < o.lanes; j++) {
-      unsigned i = o.first + (reverse ? o.lanes - 1 - j : j);
-      if (s.fibers[i].wait == Wait::READY) return (int)i;
-    }
+  if (uint32_t lanes = ready_lanes(s, g)) {
+    uint32_t before = lanes & ((1u << f.lane) - 1), behind = lanes & ~((2u << f.lane) - 1);
+    if (reverse) return (int)g.first + 31 - __builtin_clz(before ? before : lanes);
+    return (int)g.first + __builtin_ctz(behind ? behind : lanes);
+  }
+  for (unsigned k = 0; k < words; k++) {
+    unsigned word = reverse ? words - 1 - k : k;
+    if (uint64_t bits = s.ready[word]) return (int)(word * 64) + (reverse ? 63 - __builtin_clzll(bits) : __builtin_ctzll(bits));
   }
   return -1;
 }
@@ -130,10 +134,11 @@ static void describe(const State &s, char *text, size_t size) {
   unsigned n = 0;
   for (unsigned i = 0; i < s.threads; i++) {
     const Fiber &f = s.fibers[i];
+    Wait wait = state_of(s, i);
     unsigned j = 0;
-    while (j < n && !(parties[j].wait == f.wait && (f.wait == Wait::DONE || f.wait == Wait::READY || parties[j].path == f.path))) j++;
+    while (j < n && !(parties[j].wait == wait && (wait == Wait::DONE || wait == Wait::READY || parties[j].path == f.path))) j++;
     if (j == 6) continue;
-    if (j == n) parties[n++] = {f.wait, f.path, f.site >> 10, 0, i};
+    if (j == n) parties[n++] = {wait, f.path, f.site >> 10, 0, i};
     parties[j].count++;
   }
   size_t at = 0;
@@ -149,10 +154,10 @@ static void describe(const State &s, char *text, size_t size) {
   char who[400];
   describe(s, who, sizeof who);
   // Speak for a thread that waits: its place is the one to look at.
-  for (unsigned i = 0; i < s.threads && (s.fibers[s.current].wait == Wait::DONE || s.fibers[s.current].wait == Wait::READY); i++)
-    if (s.fibers[i].wait != Wait::DONE && s.fibers[i].wait != Wait::READY) s.current = (int)i;
-  Fiber &f = s.fibers[s.current];
-  fatal(s, DIVERGENCE, f.wait == Wait::DONE ? 0 : f.pc, "%s: %s", what, who);
+  auto waits = [&](unsigned i) { return state_of(s, i) != Wait::DONE && state_of(s, i) != Wait::READY; };
+  for (unsigned i = 0; i < s.threads && !waits((unsigned)s.current); i++)
+    if (waits(i)) s.current = (int)i;
+  fatal(s, DIVERGENCE, state_of(s, (unsigned)s.current) == Wait::DONE ? 0 : s.fibers[s.current].pc, "%s: %s", what, who);
 }
 
 // Lanes in lockstep: those at the first access go on. That is the one deepest in calls, then the one with the lowest address:
@@ -166,9 +171,9 @@ static bool advance(State &s, SimdGroup &g) {
   if (!first) return false;
   size_t depth = first->depth;
   uintptr_t pc = first->pc;
-  for (unsigned i = g.first; i < g.first + g.lanes; i++) {
-    Fiber &f = s.fibers[i];
-    if (f.wait == Wait::ACCESS && f.depth == depth && f.pc == pc) set_ready(s, f);
+  for (unsigned i = 0; i < g.lanes; i++) {
+    const Fiber &f = s.fibers[g.first + i];
+    if (f.wait == Wait::ACCESS && f.depth == depth && f.pc == pc) set_ready(s, g, 1u << i);
   }
   return true;
 }
@@ -176,49 +181,53 @@ static bool advance(State &s, SimdGroup &g) {
 // Called when no lane of a SIMD-group can run. All lanes must be at the same place; with divergence allowed, as MSL defines SIMD-group
 // functions over the active lanes, those at the first place in the source go on.
 static bool settle(State &s, SimdGroup &g) {
-  if (g.waiting < g.lanes) return false;
+  if (ready_lanes(s, g)) return false;
   if (s.launch->lockstep && advance(s, g)) return true;
-  Fiber *first = nullptr;
-  for (unsigned i = g.first; i < g.first + g.lanes; i++) {
-    Fiber &f = s.fibers[i];
-    if ((f.wait == Wait::SIMD || f.wait == Wait::SIMD_BARRIER) && (!first || f.site < first->site)) first = &f;
-  }
-  if (!first) return false;
+  const Fiber *first = nullptr;
   uint32_t active = 0, full = g.lanes == 32 ? ~0u : (1u << g.lanes) - 1;
-  for (unsigned i = 0; i < g.lanes; i++) {
-    const Fiber &f = s.fibers[g.first + i];
-    if (f.wait == first->wait && f.operation == first->operation && f.path == first->path) active |= 1u << i;
+  if (g.alike == g.lanes) {
+    first = &s.fibers[g.first];
+    active = full;
+  } else {
+    for (unsigned i = g.first; i < g.first + g.lanes; i++) {
+      const Fiber &f = s.fibers[i];
+      if ((f.wait == Wait::SIMD || f.wait == Wait::SIMD_BARRIER) && (!first || f.site < first->site)) first = &f;
+    }
+    if (!first) return false;
+    for (unsigned i = 0; i < g.lanes; i++) {
+      const Fiber &f = s.fibers[g.first + i];
+      if (f.wait == first->wait && f.operation == first->operation && f.path == first->path) active |= 1u << i;
+    }
+    if (active != full && !s.launch->allow_divergence) diverged(s, "divergence inside a SIMD-group");
   }
-  if (active != full && !s.launch->allow_divergence) diverged(s, "divergence inside a SIMD-group");
-  end_interval(s, (unsigned)(&g - s.groups));
-  if (first->wait == Wait::SIMD_BARRIER) count_barrier(s, false);
-  else count_together(s, first->operation, first->value_bytes);
+  if (s.counting) {
+    end_interval(s, (unsigned)(&g - s.groups));
+    if (first->wait == Wait::SIMD_BARRIER) count_barrier(s, false);
+    else count_together(s, first->operation, first->value_bytes);
+  }
   char *slots = g.slots[g.parity];
   g.parity ^= 1;
-  for (unsigned i = 0; i < g.lanes; i++)
-    if (active >> i & 1) memcpy(slots + 16 * i, s.fibers[g.first + i].value, 16);
+  g.alike = 0;
+  // The others take part in a later function.
+  for (unsigned i = 0; active != full && i < g.lanes; i++)
+    if (!(active >> i & 1)) memcpy(g.slots[g.parity] + 16 * i, slots + 16 * i, 16);
   if (first->combine) first->combine(slots, g.lanes, active);
   if (first->wait == Wait::SIMD_BARRIER && active == full) {
     if (first->operation & FLAG_THREADGROUP) g.epoch[0]++;
     if (first->operation & FLAG_DEVICE) g.epoch[1]++;
     g.any_epoch++;
   }
-  for (unsigned i = 0; i < g.lanes; i++)
-    if (active >> i & 1) {
-      Fiber &f = s.fibers[g.first + i];
-      f.slots = slots;
-      f.active = active;
-      set_ready(s, f);
-    }
+  g.active = active;
+  g.result = slots;
+  set_ready(s, g, active);
   return true;
 }
 
 // This fiber waits: let its SIMD-group go on if it was the last of it, then run whoever can.
 static void block(State &s) {
-  judge(s);
-  Fiber &f = s.fibers[s.current];
-  settle(s, s.groups[f.simdgroup]);
-  if (f.wait == Wait::READY) return yield_if_random(s);
+  if (s.pending.address) judge(s);
+  settle(s, s.groups[s.fibers[s.current].simdgroup]);
+  if (is_ready(s, (unsigned)s.current)) return yield_if_random(s);
   int next = pick(s);
   if (next < 0) diverged(s, "not every thread reaches the same barrier");
   go(s, next);
@@ -227,77 +236,108 @@ static void block(State &s) {
 void step(State &s, uintptr_t pc) {
   Fiber &f = s.fibers[s.current];
   f.pc = pc;
-  f.depth = (size_t)(f.stack + STACK - (char *)__builtin_frame_address(0));
+  f.depth = (size_t)(f.top - (char *)__builtin_frame_address(0));
   set_waiting(s, f, Wait::ACCESS);
   block(s);
 }
 
-// Hashes the return addresses from the kernel's call up to the fiber's entry. Kernels are compiled with frame pointers.
-__attribute__((always_inline)) static inline void mark_place(Fiber &f, void **frame) {
+// Hashes the return addresses up to the entry point of the kernel. Kernels are compiled with frame pointers. The frames are in
+// memory that other fibers have pushed out of the cache, so none is read in vain.
+__attribute__((always_inline)) static inline void mark_place(State &s, Fiber &f, void **frame) {
   uint64_t path = 1469598103934665603ull;
   f.pc = (uintptr_t)frame[1] - 1;
-  for (int depth = 0; frame && depth < 24; depth++) {
-    if (!frame[1]) break;
+  for (int depth = 0; depth < 24; depth++) {
+    void **caller = (void **)frame[0];
+    // If the caller is fiber_main, this frame is the entry point's. It is as far from the top of every stack.
+    if (f.top - (char *)caller == s.main_frame) {
+      s.entry_frame = f.top - (char *)frame;
+      break;
+    }
     path = (path ^ (uint64_t)frame[1]) * 1099511628211ull;
-    frame = (void **)frame[0];
+    if (!caller || f.top - (char *)caller == s.entry_frame) break;
+    frame = caller;
   }
   f.path = path;
 }
 
-extern "C" __attribute__((noinline)) const char *__msl_simd(const void *value, unsigned bytes, unsigned operation, MslCombine combine, unsigned site) {
+// A lane has come to a SIMD-group function or barrier.
+static void arrive(State &s, SimdGroup &g, Fiber &f, Wait wait) {
+  s.stats.rendezvous++;
+  set_waiting(s, f, wait);
+  if (g.alike == 0) {
+    g.wait = wait;
+    g.operation = f.operation;
+    g.path = f.path;
+    g.alike = 1;
+  } else if (g.wait == wait && g.operation == f.operation && g.path == f.path) {
+    g.alike++;
+  }
+}
+
+extern "C" __attribute__((noinline)) MslMeeting __msl_simd(const void *value, unsigned bytes, unsigned operation, MslCombine combine, unsigned site) {
   State &s = *running;
   Fiber &f = s.fibers[s.current];
-  mark_place(f, (void **)__builtin_frame_address(0));
+  mark_place(s, f, (void **)__builtin_frame_address(0));
   f.operation = operation;
   f.site = site;
   f.combine = combine;
   f.value_bytes = bytes;
-  if (bytes) memcpy(f.value, value, bytes);
-  if (operation >= 80 && operation < 90 && s.groups[f.simdgroup].lanes < SIMD_WIDTH)
-    fatal(s, DIVERGENCE, f.pc, "a simdgroup_matrix function in a SIMD-group of %u threads: it needs all 32", s.groups[f.simdgroup].lanes);
-  s.stats.rendezvous++;
-  set_waiting(s, f, Wait::SIMD);
+  SimdGroup &g = s.groups[f.simdgroup];
+  char *slot = g.slots[g.parity] + 16 * f.lane;
+  switch (bytes) {  // of a constant size: no call
+    case 4: memcpy(slot, value, 4); break;
+    case 16: memcpy(slot, value, 16); break;
+    default: memcpy(slot, value, bytes);
+  }
+  if (operation >= 80 && operation < 90 && g.lanes < SIMD_WIDTH)
+    fatal(s, DIVERGENCE, f.pc, "a simdgroup_matrix function in a SIMD-group of %u threads: it needs all 32", g.lanes);
+  arrive(s, g, f, Wait::SIMD);
   block(s);
-  return f.slots;
+  return {g.result, f.lane, g.active};
 }
 extern "C" __attribute__((noinline)) void __msl_simdgroup_barrier(unsigned flags, unsigned site) {
   State &s = *running;
   Fiber &f = s.fibers[s.current];
-  mark_place(f, (void **)__builtin_frame_address(0));
+  mark_place(s, f, (void **)__builtin_frame_address(0));
   f.operation = flags;
   f.site = site;
   f.combine = nullptr;
-  s.stats.rendezvous++;
-  set_waiting(s, f, Wait::SIMD_BARRIER);
+  arrive(s, s.groups[f.simdgroup], f, Wait::SIMD_BARRIER);
   block(s);
 }
 extern "C" __attribute__((noinline)) void __msl_threadgroup_barrier(unsigned flags, unsigned site) {
   State &s = *running;
   Fiber &f = s.fibers[s.current];
-  mark_place(f, (void **)__builtin_frame_address(0));
+  mark_place(s, f, (void **)__builtin_frame_address(0));
   f.operation = flags;
   f.site = site;
   s.stats.rendezvous++;
   set_waiting(s, f, Wait::BARRIER);
+  if (s.at_barrier == 0) {
+    s.barrier_path = f.path;
+    s.barriers_differ = false;
+  }
+  s.barriers_differ |= s.barrier_path != f.path;
   if (++s.at_barrier < s.threads) return block(s);
-  for (unsigned i = 0; i < s.threads; i++)
-    if (s.fibers[i].path != f.path) diverged(s, "threads wait at different barriers");
+  if (s.barriers_differ) diverged(s, "threads wait at different barriers");
   s.at_barrier = 0;
-  for (unsigned i = 0; i < s.simdgroups; i++) end_interval(s, i);
-  count_barrier(s, true);
+  if (s.counting) {
+    for (unsigned i = 0; i < s.simdgroups; i++) end_interval(s, i);
+    count_barrier(s, true);
+  }
   if (flags & FLAG_THREADGROUP) s.epoch[0]++;
   if (flags & FLAG_DEVICE) s.epoch[1]++;
   s.any_epoch++;
-  for (unsigned i = 0; i < s.threads; i++) set_ready(s, s.fibers[i]);
+  set_all_ready(s);
   yield_if_random(s);
 }
 extern "C" unsigned __msl_lane() { return running->fibers[running->current].lane; }
-extern "C" unsigned __msl_active() { return running->fibers[running->current].active; }
 
 static void fiber_main() {
   State &s = *running;
+  s.main_frame = s.fibers[s.current].top - (char *)__builtin_frame_address(0);
   s.launch->entry(&s.fibers[s.current].context);
-  judge(s);
+  if (s.pending.address) judge(s);
   Fiber &f = s.fibers[s.current];
   set_waiting(s, f, Wait::DONE);
   settle(s, s.groups[f.simdgroup]);
@@ -315,11 +355,11 @@ static void fiber_main() {
 }
 void start_fiber(State &s, unsigned index) {
   Fiber &f = s.fibers[index];
-  f.wait = Wait::READY;
   f.operation = f.site = 0;
   f.path = 0;
-  f.active = 0;
-  f.stack_pointer = first_frame(f.stack + STACK, fiber_main);
+  // Stacks begin at multiples of a page: tops at the same place of each would share a few sets of the cache.
+  f.top = f.stack + STACK - 64 * (5 * index % 64);
+  f.stack_pointer = first_frame(f.top, fiber_main);
 }
 void run_threadgroup(State &s) {
   unsigned n = s.threads;

@@ -25,26 +25,30 @@ struct Region {
 
 enum class Wait : uint8_t { READY, SIMD, SIMD_BARRIER, BARRIER, DONE, ACCESS };
 
-struct Fiber {
+struct alignas(64) Fiber {
   void *stack_pointer;
-  char *stack;
-  Wait wait;
+  Wait wait;  // where, if it is not ready
   unsigned index, simdgroup, lane;
-  unsigned operation, site;  // what it waits for, and where in the source (line << 10 | column)
-  uint64_t path;             // the chain of return addresses: two inlined copies of one source line are two places
+  unsigned operation, site, value_bytes;  // what it waits for, and where in the source (line << 10 | column)
+  uint64_t path;                          // the chain of return addresses: two inlined copies of one source line are two places
   uintptr_t pc;
-  size_t depth;  // of the stack, at an access
   MslCombine combine;
-  unsigned value_bytes, active;
-  const char *slots;
-  alignas(16) char value[16];
+  // What is read often comes before this, in one line of the cache.
+  char *stack, *top;
+  size_t depth;  // of the stack, at an access
   MslContext context;
 };
 
 struct SimdGroup {
-  unsigned first, lanes, waiting;  // waiting: lanes that are not READY
-  uint32_t epoch[2];               // of simdgroup barriers, [0] for threadgroup and [1] for device memory
-  uint32_t any_epoch;              // of all of them
+  unsigned first, lanes;
+  uint32_t epoch[2];  // of simdgroup barriers, [0] for threadgroup and [1] for device memory
+  uint32_t any_epoch; // of all of them
+  // Of the lanes that have come to wait since the group last went on: those at the place of the first, and that place.
+  unsigned alike, operation;
+  Wait wait;
+  uint64_t path;
+  unsigned active;     // lanes of the last function
+  const char *result;  // its slots
   int parity;
   alignas(64) char slots[2][33 * 16];  // two sets: a fast lane may be at the next function while a slow one still reads
 };
@@ -52,6 +56,10 @@ struct SimdGroup {
 // One earlier access to a byte. A threadgroup's serial number is never used twice, so a stale cell needs no clearing.
 struct Trace { uint32_t serial, epoch, simd_epoch, pc; uint16_t thread, atomic; };
 struct Cell { Trace write, read[2]; };
+// The cells of so many bytes: one for `1 << log` of them, as long as every access has had all bytes of a cell or none.
+constexpr size_t CHUNK = 256;
+constexpr unsigned WIDEST_CELL = 2;
+struct Chunk { unsigned log; Cell cells[CHUNK]; };
 
 struct Extent { uint64_t offset, bytes; uint32_t access, index; };
 // A region that takes part in the running dispatch.
@@ -60,7 +68,7 @@ struct Bound {
   bool threadgroup, owned;  // owned: made for this dispatch
   char name[48];
   std::vector<Extent> extents;
-  Cell *cells;  // checker only, for regions that can be written
+  Chunk **chunks;  // checker only, for regions that can be written; null until a chunk is accessed
   std::vector<uint64_t> sectors[2];  // counting only: those that were read and written, a bit each
   bool writable;
 };
@@ -85,7 +93,11 @@ struct State {
   int current = -1;
   Fiber fibers[MAX_THREADS];
   SimdGroup groups[MAX_THREADS / SIMD_WIDTH];
+  uint64_t ready[MAX_THREADS / 64];  // the fibers that can run, a bit each
   unsigned threads, simdgroups, at_barrier;
+  uint64_t barrier_path;  // of the first thread there
+  ptrdiff_t main_frame, entry_frame;  // from the top of a stack: the frames of fiber_main and of the kernel's entry point
+  bool barriers_differ;
   uint32_t epoch[2], any_epoch;  // of threadgroup barriers
   uint32_t serial, first_serial;
   char *stacks;
@@ -99,6 +111,10 @@ struct State {
   Bound *last_bound;
   std::vector<ThreadgroupVariable> variables;
   Counting *counting = nullptr;
+  // Memory of chunks and of threadgroups, kept for later dispatches.
+  std::vector<char *> arenas;
+  size_t chunks_used = 0;
+  std::vector<Region *> spare;
   Pending pending;  // of the thread that runs; null address if none
   size_t threadgroup_bytes;
   char *image[2], *thread_locals[2];  // of the kernel's library
@@ -121,7 +137,12 @@ struct State {
   }
   Bound *find_among_all(const char *address);
   Bound *bind(Region *region, const char *name, bool threadgroup, bool owned);
+  // Poisoned memory, which release_bounds takes back if it is bound as owned. Null if there is none.
+  Region *take_region(size_t bytes);
+  // The cells that an offset into a bound region has; null without memory.
+  Chunk *chunk(Bound &b, size_t offset);
   void release_bounds();
+  void release_memory();
   // Adds a finding (or counts it, if one of the same kind and place is there).
   void report(Kind kind, uintptr_t pc, uintptr_t other_pc, const char *format, va_list arguments);
 };
@@ -138,6 +159,7 @@ void note(State &s, Kind kind, uintptr_t pc, uintptr_t other_pc, const char *for
 
 // schedule.cpp
 void start_fiber(State &s, unsigned index);
+void set_all_ready(State &s);
 void run_threadgroup(State &s);
 // Lockstep: waits until the other lanes are at this access too, or cannot come here before it.
 void step(State &s, uintptr_t pc);

@@ -17,6 +17,12 @@ struct MslContext {
 // Runs once per SIMD-group function, over the 16-byte slots of the lanes in `active`; slot 32 takes a common result.
 typedef void (*MslCombine)(char *slots, unsigned lanes, unsigned active);
 
+// What a lane knows after a SIMD-group function: the slots of all lanes, its own number, and the lanes that took part.
+struct MslMeeting {
+  const char *slots;
+  unsigned lane, active;
+};
+
 // Calls that wait for other threads: never copied into a branch, and never merged with another call.
 #define MSL_CONVERGENT __attribute__((convergent, nomerge))
 // Of functions that the counting build leaves out.
@@ -33,12 +39,11 @@ __attribute__((const)) void *__msl_buffer_argument(unsigned index);
 __attribute__((const)) void *__msl_threadgroup_argument(unsigned index);
 MSL_CONVERGENT void __msl_threadgroup_barrier(unsigned flags, unsigned site);
 MSL_CONVERGENT void __msl_simdgroup_barrier(unsigned flags, unsigned site);
-// Deposits `bytes` of `value` in this lane's slot, waits for the other lanes, and returns the slots of all.
-MSL_CONVERGENT const char *__msl_simd(const void *value, unsigned bytes, unsigned operation, MslCombine combine, unsigned site);
+// Deposits `bytes` of `value` in this lane's slot, and waits for the other lanes.
+MSL_CONVERGENT MslMeeting __msl_simd(const void *value, unsigned bytes, unsigned operation, MslCombine combine, unsigned site);
 // How the launch adds: 0 halves first, 1 lane by lane, 2 neighbours first.
 unsigned __msl_sum_order(void);
 unsigned __msl_lane(void);
-unsigned __msl_active(void);  // the lanes that took part in this thread's last SIMD-group function
 // The threadgroup variable that `key` stands for, poisoned at the start of every threadgroup.
 void *__msl_threadgroup_variable(const void *key, unsigned long bytes, const char *name);
 // Poison, for a reference to a parameter that a function constant removes.

@@ -47,15 +47,13 @@ template <class P> inline auto __matrix_at(P p, ulong stride, ulong2 origin, boo
 #define MSL_TELL(p, write) (void)0
 #endif
 template <class T, class P> MSL_INLINE vec<T, 2> __matrix_load(P source, ulong stride, ulong2 origin, bool transpose, MSL_SITE) {
-  __msl_simd(nullptr, 0, __op_matrix, nullptr, site);
-  unsigned lane = __msl_lane(), row = __matrix_row(lane), column = __matrix_column(lane);
+  unsigned lane = __msl_simd(nullptr, 0, __op_matrix, nullptr, site).lane, row = __matrix_row(lane), column = __matrix_column(lane);
   auto at = [&](unsigned k) { return __matrix_at(source, stride, origin, transpose, row, column + k); };
   MSL_TELL(at, 0);
   return vec<T, 2>{*at(0), *at(1)};
 }
 template <class T, class P> MSL_INLINE void __matrix_store(vec<T, 2> elements, P target, ulong stride, ulong2 origin, bool transpose, MSL_SITE) {
-  __msl_simd(nullptr, 0, __op_matrix + 1, nullptr, site);
-  unsigned lane = __msl_lane(), row = __matrix_row(lane), column = __matrix_column(lane);
+  unsigned lane = __msl_simd(nullptr, 0, __op_matrix + 1, nullptr, site).lane, row = __matrix_row(lane), column = __matrix_column(lane);
   auto at = [&](unsigned k) { return __matrix_at(target, stride, origin, transpose, row, column + k); };
   MSL_TELL(at, 1);
   for (unsigned k = 0; k < 2; k++) *at(k) = elements[k];
@@ -64,17 +62,16 @@ template <class T, class P> MSL_INLINE void __matrix_store(vec<T, 2> elements, P
 template <class D, class A, class B, class C>
 MSL_INLINE vec<D, 2> __matrix_product(vec<A, 2> a, vec<B, 2> b, vec<C, 2> c, MSL_SITE) {
   float mine[4] = {(float)a[0], (float)a[1], (float)b[0], (float)b[1]};
-  const char *slots = __msl_simd(mine, sizeof mine, __op_matrix + 2, nullptr, site);
-  unsigned lane = __msl_lane(), row = __matrix_row(lane), column = __matrix_column(lane);
+  MslMeeting met = __msl_simd(mine, sizeof mine, __op_matrix + 2, nullptr, site);
+  unsigned lane = met.lane, row = __matrix_row(lane), column = __matrix_column(lane);
   float sum[2] = {(float)c[0], (float)c[1]};
   bool backwards = __msl_sum_order() != 0;
-  for (unsigned n = 0; n < 32; n++) {  // lanes in order meet the columns of a row of `a` in order
-    unsigned from = backwards ? 31 - n : n;
-    if (__matrix_row(from) != row) continue;
-    float4 left = __slot<float4>(slots, from);
+  for (unsigned n = 0; n < 4; n++) {  // the lanes of a row of `a`, in the order of its columns
+    unsigned pair = backwards ? 3 - n : n, from = (row & 4) * 4 + (row & 3) * 2 + (pair & 2) * 4 + (pair & 1);
+    float4 left = __slot<float4>(met.slots, from);
     for (unsigned k = 0; k < 2; k++) {
       unsigned inner = __matrix_column(from) + k, holder = (inner & 4) * 4 + (inner & 3) * 2 + (column & 4) * 2 + (column & 2) / 2;
-      float4 right = __slot<float4>(slots, holder);
+      float4 right = __slot<float4>(met.slots, holder);
       for (unsigned j = 0; j < 2; j++) sum[j] = __builtin_fmaf(left[k], right[2 + j], sum[j]);
     }
   }

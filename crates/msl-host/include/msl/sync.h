@@ -76,7 +76,7 @@ enum : unsigned { __op_reduce = 1, __op_scan = 20, __op_shuffle = 40, __op_quad 
 #define MSL_REDUCE(name, Op, id)                                                                                   \
   template <class T> MSL_INLINE T name(T v, MSL_SITE) {                                                            \
     MSL_VALUE;                                                                                                     \
-    return __slot<T>(__msl_simd(&v, sizeof v, __op_reduce + id, &__reduce<T, Op>, site), 32);                      \
+    return __slot<T>(__msl_simd(&v, sizeof v, __op_reduce + id, &__reduce<T, Op>, site).slots, 32);                \
   }
 MSL_REDUCE(simd_sum, __sum, 0)
 MSL_REDUCE(simd_product, __product, 1)
@@ -90,7 +90,8 @@ MSL_REDUCE(simd_xor, __xor, 6)
 #define MSL_SCAN(name, Op, inclusive, id)                                                                          \
   template <class T> MSL_INLINE T name(T v, MSL_SITE) {                                                            \
     MSL_VALUE;                                                                                                     \
-    return __slot<T>(__msl_simd(&v, sizeof v, __op_scan + id, &__scan<T, Op, inclusive>, site), __msl_lane());     \
+    MslMeeting met = __msl_simd(&v, sizeof v, __op_scan + id, &__scan<T, Op, inclusive>, site);                    \
+    return __slot<T>(met.slots, met.lane);                                                                         \
   }
 MSL_SCAN(simd_prefix_inclusive_sum, __sum, true, 0)
 MSL_SCAN(simd_prefix_exclusive_sum, __sum, false, 1)
@@ -99,27 +100,27 @@ MSL_SCAN(simd_prefix_exclusive_product, __product, false, 3)
 #undef MSL_SCAN
 
 // The value of a lane that takes no part, or of none of the 32, is poison.
-template <class T> inline T __from(const char *slots, unsigned lane) { return lane < 32 && (__msl_active() >> lane & 1) ? __slot<T>(slots, lane) : __poison<T>(); }
+template <class T> inline T __from(MslMeeting met, unsigned lane) { return lane < 32 && (met.active >> lane & 1) ? __slot<T>(met.slots, lane) : __poison<T>(); }
 #define MSL_SHUFFLE(name, id, result)                                                                              \
   template <class T> MSL_INLINE T name(T v, ushort by, MSL_SITE) {                                                 \
     MSL_VALUE;                                                                                                     \
-    const char *slots = __msl_simd(&v, sizeof v, __op_shuffle + id, nullptr, site);                                \
-    unsigned lane = __msl_lane();                                                                                  \
+    MslMeeting met = __msl_simd(&v, sizeof v, __op_shuffle + id, nullptr, site);                                   \
+    unsigned lane = met.lane;                                                                                      \
     (void)lane;                                                                                                    \
     return result;                                                                                                 \
   }
-MSL_SHUFFLE(simd_shuffle, 0, __from<T>(slots, by))
-MSL_SHUFFLE(simd_broadcast, 1, __from<T>(slots, by))
-MSL_SHUFFLE(simd_shuffle_xor, 2, __from<T>(slots, lane ^ by))
-MSL_SHUFFLE(simd_shuffle_down, 3, lane + by < 32 ? __from<T>(slots, lane + by) : v)  // no wrap: the last lanes keep theirs
-MSL_SHUFFLE(simd_shuffle_up, 4, lane >= by ? __from<T>(slots, lane - by) : v)
-MSL_SHUFFLE(simd_shuffle_rotate_down, 5, __from<T>(slots, (lane + by) & 31u))
-MSL_SHUFFLE(simd_shuffle_rotate_up, 6, __from<T>(slots, (lane - by) & 31u))
-MSL_SHUFFLE(quad_shuffle, 10, __from<T>(slots, (lane & ~3u) + (by & 3u)))
-MSL_SHUFFLE(quad_broadcast, 11, __from<T>(slots, (lane & ~3u) + (by & 3u)))
-MSL_SHUFFLE(quad_shuffle_xor, 12, __from<T>(slots, lane ^ (by & 3u)))
-MSL_SHUFFLE(quad_shuffle_down, 13, (lane & 3u) + by < 4 ? __from<T>(slots, lane + by) : v)
-MSL_SHUFFLE(quad_shuffle_up, 14, (lane & 3u) >= by ? __from<T>(slots, lane - by) : v)
+MSL_SHUFFLE(simd_shuffle, 0, __from<T>(met, by))
+MSL_SHUFFLE(simd_broadcast, 1, __from<T>(met, by))
+MSL_SHUFFLE(simd_shuffle_xor, 2, __from<T>(met, lane ^ by))
+MSL_SHUFFLE(simd_shuffle_down, 3, lane + by < 32 ? __from<T>(met, lane + by) : v)  // no wrap: the last lanes keep theirs
+MSL_SHUFFLE(simd_shuffle_up, 4, lane >= by ? __from<T>(met, lane - by) : v)
+MSL_SHUFFLE(simd_shuffle_rotate_down, 5, __from<T>(met, (lane + by) & 31u))
+MSL_SHUFFLE(simd_shuffle_rotate_up, 6, __from<T>(met, (lane - by) & 31u))
+MSL_SHUFFLE(quad_shuffle, 10, __from<T>(met, (lane & ~3u) + (by & 3u)))
+MSL_SHUFFLE(quad_broadcast, 11, __from<T>(met, (lane & ~3u) + (by & 3u)))
+MSL_SHUFFLE(quad_shuffle_xor, 12, __from<T>(met, lane ^ (by & 3u)))
+MSL_SHUFFLE(quad_shuffle_down, 13, (lane & 3u) + by < 4 ? __from<T>(met, lane + by) : v)
+MSL_SHUFFLE(quad_shuffle_up, 14, (lane & 3u) >= by ? __from<T>(met, lane - by) : v)
 #undef MSL_SHUFFLE
 // As simd_shuffle_down and _up within parts of `modulo` lanes; lanes from outside of the part come from `fill`,
 // cyclically.
@@ -129,29 +130,29 @@ MSL_SHUFFLE(quad_shuffle_up, 14, (lane & 3u) >= by ? __from<T>(slots, lane - by)
     char both[16];                                                                                                 \
     __builtin_memcpy(both, &v, sizeof v);                                                                          \
     __builtin_memcpy(both + 8, &fill, sizeof v);                                                                   \
-    const char *slots = __msl_simd(both, 16, __op_shuffle + id, nullptr, site);                                    \
-    int lane = (int)(__msl_lane() % modulo), first = (int)(__msl_lane() - __msl_lane() % modulo), at = from;       \
+    MslMeeting met = __msl_simd(both, 16, __op_shuffle + id, nullptr, site);                                       \
+    int lane = (int)(met.lane % modulo), first = (int)(met.lane - met.lane % modulo), at = from;                   \
     bool inside = at >= 0 && at < (int)modulo;                                                                     \
     unsigned source = (unsigned)(first + (inside ? at : fill_from));                                               \
-    return source < 32 && (__msl_active() >> source & 1) ? __slot<T>(slots + (inside ? 0 : 8), source) : __poison<T>(); \
+    return source < 32 && (met.active >> source & 1) ? __slot<T>(met.slots + (inside ? 0 : 8), source) : __poison<T>(); \
   }
 MSL_FILL(simd_shuffle_and_fill_down, 16, lane + by, at - (int)modulo)
 MSL_FILL(simd_shuffle_and_fill_up, 17, lane - by, at + (int)modulo)
 #undef MSL_FILL
 template <class T> MSL_INLINE T simd_broadcast_first(T v, MSL_SITE) {
   MSL_VALUE;
-  const char *slots = __msl_simd(&v, sizeof v, __op_shuffle + 7, nullptr, site);
-  return __slot<T>(slots, __builtin_ctz(__msl_active()));
+  MslMeeting met = __msl_simd(&v, sizeof v, __op_shuffle + 7, nullptr, site);
+  return __slot<T>(met.slots, __builtin_ctz(met.active));
 }
 
 // Quads: the runtime waits for the whole SIMD-group, which is stricter than a quad.
 #define MSL_QUAD(name, Op, id)                                                                                     \
   template <class T> MSL_INLINE T name(T v, MSL_SITE) {                                                            \
     MSL_VALUE;                                                                                                     \
-    const char *slots = __msl_simd(&v, sizeof v, __op_quad + id, nullptr, site);                                   \
-    unsigned first = __msl_lane() & ~3u;                                                                           \
-    return Op::of(Op::of(__from<T>(slots, first), __from<T>(slots, first + 2)),                                    \
-                  Op::of(__from<T>(slots, first + 1), __from<T>(slots, first + 3)));                               \
+    MslMeeting met = __msl_simd(&v, sizeof v, __op_quad + id, nullptr, site);                                      \
+    unsigned first = met.lane & ~3u;                                                                               \
+    return Op::of(Op::of(__from<T>(met, first), __from<T>(met, first + 2)),                                    \
+                  Op::of(__from<T>(met, first + 1), __from<T>(met, first + 3)));                               \
   }
 MSL_QUAD(quad_sum, __sum, 0)
 MSL_QUAD(quad_product, __product, 1)
@@ -170,24 +171,24 @@ struct simd_vote {
 };
 MSL_INLINE bool simd_any(bool b, MSL_SITE) {
   uint v = b;
-  return __slot<uint>(__msl_simd(&v, 4, __op_ballot, &__reduce<uint, __or>, site), 32);
+  return __slot<uint>(__msl_simd(&v, 4, __op_ballot, &__reduce<uint, __or>, site).slots, 32);
 }
 MSL_INLINE bool simd_all(bool b, MSL_SITE) {
   uint v = b;
-  return __slot<uint>(__msl_simd(&v, 4, __op_ballot + 1, &__reduce<uint, __and>, site), 32);
+  return __slot<uint>(__msl_simd(&v, 4, __op_ballot + 1, &__reduce<uint, __and>, site).slots, 32);
 }
 MSL_INLINE simd_vote simd_ballot(bool b, MSL_SITE) {
   uint v = b ? 1u << __msl_lane() : 0u;
-  uint lanes = __slot<uint>(__msl_simd(&v, 4, __op_ballot + 2, &__reduce<uint, __or>, site), 32);
-  return simd_vote{lanes, __msl_active()};
+  MslMeeting met = __msl_simd(&v, 4, __op_ballot + 2, &__reduce<uint, __or>, site);
+  return simd_vote{__slot<uint>(met.slots, 32), met.active};
 }
 MSL_INLINE simd_vote simd_active_threads_mask(MSL_SITE) {
-  __msl_simd(nullptr, 0, __op_ballot + 3, nullptr, site);
-  return simd_vote{__msl_active(), __msl_active()};
+  unsigned active = __msl_simd(nullptr, 0, __op_ballot + 3, nullptr, site).active;
+  return simd_vote{active, active};
 }
 MSL_INLINE bool simd_is_first(MSL_SITE) {
-  __msl_simd(nullptr, 0, __op_ballot + 4, nullptr, site);
-  return __msl_lane() == (unsigned)__builtin_ctz(__msl_active());
+  MslMeeting met = __msl_simd(nullptr, 0, __op_ballot + 4, nullptr, site);
+  return met.lane == (unsigned)__builtin_ctz(met.active);
 }
 
 }  // namespace metal
