@@ -108,15 +108,18 @@ impl Case {
             .order(self.order)
     }
 
+    /// The new tokens, one sequence after the other.
+    fn tokens(&self) -> Vec<(u32, u32)> {
+        let sequences = (0..).zip(&self.sequences);
+        sequences.flat_map(|(s, &(past, new))| (past..past + new).map(move |p| (s, p as u32))).collect()
+    }
+
     /// Random keys, values and queries, and the new tokens in a shuffled order: sequences interleave in the batch.
     pub fn data(&self) -> Data {
         let mut rng = Rng::of(self);
         let all: usize = self.sequences.iter().map(|&(past, new)| past + new).sum();
         let source = Source::random(&mut rng, all, self.kv_heads, self.head_dim);
-        let mut tokens: Vec<(u32, u32)> = Vec::new();
-        for (s, &(past, new)) in self.sequences.iter().enumerate() {
-            tokens.extend((past..past + new).map(|p| (s as u32, p as u32)));
-        }
+        let mut tokens = self.tokens();
         if self.sequences.len() > 1 {
             rng.shuffle(&mut tokens);
         }
@@ -172,7 +175,12 @@ impl Case {
 
     /// The kernel that a device takes for it. Nothing runs.
     pub fn kernel(&self, device: &Device) -> Result<&'static str> {
-        let (layer, data) = (KvLayer::new(device, self.spec())?, self.data());
+        let layer = KvLayer::new(device, self.spec())?;
+        // Numbers do not select a kernel.
+        let source = Source { k: Vec::new(), v: Vec::new(), heads: self.kv_heads, dim: self.head_dim };
+        let tokens = self.tokens();
+        let queries = vec![0.0; tokens.len() * self.heads() * self.head_dim];
+        let data = Data { source, tokens, queries };
         let out = Out::new(device, self.out, &[data.tokens.len(), self.heads(), self.head_dim])?;
         self.with_args(&layer, &data, &out.tensor, |args| Ok(ops::explain(args, device)?.kernel))
     }

@@ -15,8 +15,9 @@ pub mod limited;
 pub mod without_gpu;
 
 use std::{
-    cell::Cell,
-    fmt::Display,
+    cell::{Cell, RefCell},
+    collections::VecDeque,
+    fmt::{Debug, Display},
     sync::{Mutex, OnceLock, PoisonError},
 };
 
@@ -88,6 +89,37 @@ pub fn devices() -> &'static [Device] {
             Scope::Quick | Scope::Default => &in_turn[case % in_turn.len()],
         }
     })
+}
+
+/// Cases of which several run the same kernels: of each kind one in `n`, chosen by a hash, but at least as many as the
+/// CPU has thread counts. Those of a kind follow each other, so [`devices`] gives them every pair of an instruction set
+/// and a thread count. All cases unless [`leaves_out`].
+pub fn one_in<C: Debug>(n: usize, kind: impl Fn(&C) -> String, cases: impl IntoIterator<Item = C>) -> Vec<C> {
+    let cases = cases.into_iter();
+    if !leaves_out() {
+        return cases.collect();
+    }
+    let mut kinds: Vec<(String, Vec<C>)> = Vec::new();
+    for case in cases {
+        let kind = kind(&case);
+        match kinds.iter_mut().find(|(known, _)| *known == kind) {
+            Some((_, of_kind)) => of_kind.push(case),
+            None => kinds.push((kind, vec![case])),
+        }
+    }
+    let chosen = kinds.into_iter().flat_map(|(_, mut of_kind)| {
+        of_kind.sort_by_cached_key(|case| Rng::of(format!("{case:?}")).bits());
+        let count = of_kind.len().div_ceil(n).max(THREADS);
+        of_kind.into_iter().take(count)
+    });
+    chosen.collect()
+}
+
+/// Whether tests with many similar cases run a part of them. Not in [`Scope::All`], not where a GPU is present, which
+/// may have kernels for single cases, and not where `KVANT_TEST_SHARE` chooses already.
+pub fn leaves_out() -> bool {
+    let has_gpu = shared().present.iter().any(|device| device.kind() != DeviceKind::Cpu);
+    Scope::get() != Scope::All && share() == 1 && !has_gpu
 }
 
 /// One of how many cases runs.
@@ -248,6 +280,9 @@ pub fn query(q: &Tensor, rotated: bool) -> Query<'_> {
 /// SplitMix64 (Steele et al. 2014): the same numbers on every machine.
 pub struct Rng(u64);
 
+/// What a draw adds to the state.
+const STEP: u64 = 0x9E37_79B9_7F4A_7C15;
+
 impl Rng {
     pub fn new(seed: u64) -> Rng {
         Rng(seed)
@@ -264,7 +299,7 @@ impl Rng {
     }
 
     pub fn bits(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        self.0 = self.0.wrapping_add(STEP);
         let mut z = self.0;
         z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
         z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
@@ -292,7 +327,27 @@ impl Rng {
     }
 
     pub fn normals(&mut self, n: usize) -> Vec<f32> {
-        (0..n).map(|_| self.normal() as f32).collect()
+        /// What a thread has drawn of late, by the state before. A case draws the same numbers for each device, and
+        /// two logarithms and a cosine for each would take longer than most operations.
+        type Drawn = VecDeque<(u64, Vec<f32>)>;
+        const KEPT: usize = 1 << 22;
+        thread_local! {
+            static DRAWN: RefCell<Drawn> = const { RefCell::new(VecDeque::new()) };
+        }
+        DRAWN.with_borrow_mut(|drawn| {
+            if let Some((_, values)) = drawn.iter().find(|(state, values)| *state == self.0 && values.len() == n) {
+                // Past the two draws of each number.
+                self.0 = self.0.wrapping_add(STEP.wrapping_mul(2 * n as u64));
+                return values.clone();
+            }
+            let state = self.0;
+            let values: Vec<f32> = (0..n).map(|_| self.normal() as f32).collect();
+            drawn.push_back((state, values.clone()));
+            while drawn.len() > 16 || drawn.iter().map(|(_, values)| values.len()).sum::<usize>() > KEPT {
+                drawn.pop_front();
+            }
+            values
+        })
     }
 
     pub fn shuffle<T>(&mut self, items: &mut [T]) {
@@ -307,7 +362,8 @@ impl Rng {
 /// The bytes of `values` in a dtype.
 pub fn encode(dtype: DType, values: &[f32]) -> Vec<u8> {
     fn narrow<E: Float>(values: &[f32]) -> Vec<u8> {
-        values.iter().flat_map(|&x| bytemuck::bytes_of(&E::from_f32(x)).to_vec()).collect()
+        let narrow: Vec<E> = values.iter().map(|&x| E::from_f32(x)).collect();
+        bytemuck::cast_slice(&narrow).to_vec()
     }
     match dtype {
         DType::F32 => narrow::<f32>(values),

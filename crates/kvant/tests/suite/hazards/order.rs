@@ -18,8 +18,13 @@ fn reduction_race() {
         let outs = [0; 3].map(|_| Out::new(device, DType::F32, &shape).unwrap());
         let norm_out = outs[1].tensor.reshape(&[tokens * heads, dim]).unwrap();
         let mut first: Option<Vec<Vec<u8>>> = None;
-        // msl-host runs each launch in several orders, compares them itself, and watches for races.
-        let rounds = if device.name().contains("msl-host") { 5 } else { 100 };
+        // msl-host runs each launch in several orders, compares them itself, and watches for races. The CPU is many
+        // devices.
+        let rounds = match device.kind() {
+            _ if device.name().contains("msl-host") => 5,
+            DeviceKind::Cpu => 25,
+            _ => 100,
+        };
         for round in 0..rounds {
             run(device, |enc| {
                 ops::attend(enc, &plain(&layer, &x, &step, Some(12), &outs[0].tensor))?;

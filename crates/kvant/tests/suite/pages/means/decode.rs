@@ -56,15 +56,17 @@ impl Decode {
         let spec = PoolSpec::new(vec![layer], 0).page_tokens(self.page_tokens).room_for(1, tokens, tokens)?;
         let pool = KvPool::new(device, &spec)?;
         layers::fill(pool.layer(0)?, 0xFF)?;
-        let mut rng = Rng::of(format!("{self:?}"));
-        let data = around(&mut rng, self.lengths.iter().sum(), KV_HEADS, self.head_dim, self.common);
+        let data = bytes.is_none().then(|| {
+            let mut rng = Rng::of(format!("{self:?}"));
+            around(&mut rng, self.lengths.iter().sum(), KV_HEADS, self.head_dim, self.common)
+        });
         let mut sequences: Vec<_> = self.lengths.iter().map(|_| pool.sequence()).collect();
         let mut last = Vec::new();
         let mut first = 0;
         for (sequence, &length) in sequences.iter_mut().zip(&self.lengths) {
             if length > 1 {
                 let step = pool.step(&mut [(sequence, length - 1)])?;
-                if bytes.is_none() {
+                if let Some(data) = &data {
                     layers::write(pool.layer(0)?, &data.part(first..first + length - 1), DType::F32, &step)?;
                 }
             }
@@ -73,9 +75,12 @@ impl Decode {
         }
         let mut batch: Vec<_> = sequences.iter_mut().map(|sequence| (sequence, 1)).collect();
         let step = pool.step(&mut batch)?;
-        match bytes {
-            Some(bytes) => memory(&pool)?.write_bytes(bytes)?,
-            None => layers::write(pool.layer(0)?, &data.gather(&last), DType::F32, &step)?,
+        match (bytes, data) {
+            (Some(bytes), _) => memory(&pool)?.write_bytes(bytes)?,
+            (None, data) => {
+                let data = data.expect("it is there where no bytes are");
+                layers::write(pool.layer(0)?, &data.gather(&last), DType::F32, &step)?;
+            }
         }
         if self.gaps {
             let table = &step.page_tables()[0];
