@@ -866,7 +866,7 @@ fn ids_out_of_range() {
         Kind::Blocks(BlockFormat::Q6_K),
         Kind::Floats(FloatFormat::Mxfp4, DType::U8),
     ] {
-        for (device, tokens) in crate::common::devices().iter().flat_map(|d| [3, 40].map(|tokens| (d, tokens))) {
+        for (device, tokens) in crate::common::devices().iter().flat_map(|d| [3, 40, 140].map(|tokens| (d, tokens))) {
             let mut rng = Rng::of("out of range");
             let (experts, outputs, inputs) = (4, 9, kind.step().max(64));
             let w = Matrices::new(device, &mut rng, kind, &[experts, outputs], inputs).unwrap();
