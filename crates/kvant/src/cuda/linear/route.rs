@@ -14,6 +14,7 @@ use super::{
     many::ManyChunks,
     rows,
     stream::StreamTiling,
+    stream_rows::StreamRowsTiling,
     warp_tiling::WarpTiling,
 };
 use crate::{
@@ -32,6 +33,7 @@ pub(super) enum CudaLinearKernel {
     Codes(WarpTiling),
     Rows(WarpTiling),
     Stream(StreamTiling),
+    StreamRows(StreamRowsTiling),
     Blocks(WarpTiling),
     Few,
     Tiles,
@@ -62,6 +64,9 @@ pub(super) fn select(call: &Call, weight: &Parts, limits: &Limits) -> CudaLinear
     }
     if let Some(tiling) = StreamTiling::new(call, weight, false, limits) {
         return CudaLinearKernel::Stream(tiling);
+    }
+    if let Some(tiling) = StreamRowsTiling::new(call, weight, limits) {
+        return CudaLinearKernel::StreamRows(tiling);
     }
     let many = ManyChunks::new(call, weight, limits);
     if let Some(dense) = Dense::new(call, weight, limits, many.is_some(), few) {
@@ -104,6 +109,7 @@ impl CudaLinearKernel {
             CudaLinearKernel::Codes(_) => "linear_codes",
             CudaLinearKernel::Rows(_) => "linear_rows",
             CudaLinearKernel::Stream(_) => "linear_stream",
+            CudaLinearKernel::StreamRows(_) => "linear_stream_rows",
             CudaLinearKernel::Blocks(_) => "linear_blocks",
             CudaLinearKernel::Few => "linear_few",
             CudaLinearKernel::Tiles => "linear_tiles",
@@ -112,7 +118,7 @@ impl CudaLinearKernel {
 
     /// Whether the kernel writes the parts of `out` one after the other.
     pub(super) fn writes_parts(&self) -> bool {
-        matches!(self, CudaLinearKernel::Batch(_))
+        matches!(self, CudaLinearKernel::Batch(_) | CudaLinearKernel::StreamRows(_))
     }
 
     /// The launch of the kernel with a gate behind it, if it can have one.
@@ -147,6 +153,7 @@ impl CudaLinearKernel {
             }
             CudaLinearKernel::Rows(tiling) => b.push(rows::launch(self.name(), tiling, call, weight, params)),
             CudaLinearKernel::Stream(tiling) => b.push(tiling.launch(self.name(), call, weight, params, Gating::None)),
+            CudaLinearKernel::StreamRows(tiling) => b.push(tiling.launch(self.name(), call, weight, params)?),
             CudaLinearKernel::Blocks(tiling) => blocks::build(self.name(), tiling, call, weight, params, b),
             CudaLinearKernel::Few => {
                 b.push(generic::launch(GenericKernel::Few, self.name(), call, weight, params, x_aligned))
@@ -212,7 +219,8 @@ mod tests {
             (4,     512, 4096, false, ["linear_dequantise", "linear_dequantise", "linear_dequantise"]),
             (4,     1,   1024, true,  ["linear_codes", "linear_codes",      "linear_codes"]),
             (DENSE, 1,   4096, false, ["linear_stream", "linear_rows",      "linear_rows"]),
-            (DENSE, 2,   4096, false, ["linear_rows",  "linear_rows",       "linear_rows"]),
+            (DENSE, 2,   4096, false, ["linear_stream_rows", "linear_rows", "linear_rows"]),
+            (DENSE, 8,   4096, false, ["linear_stream_rows", "linear_rows", "linear_rows"]),
             (DENSE, 512, 4096, false, ["linear_tiles", "linear_tiles",      "linear_tiles"]),
         ];
         for (bits, rows, outputs, experts, want) in cases {

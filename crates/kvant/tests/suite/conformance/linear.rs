@@ -462,6 +462,23 @@ fn one_dense_row() {
     one_in(3, |case| format!("{:?}", case.kind), cases).into_iter().for_each(Case::check);
 }
 
+/// CUDA takes 2 to 8 rows of a dense weight by bulk copies from Hopper on: inputs in one segment and in several, outputs
+/// that blocks have in one tile or in many, or less than one of.
+#[test]
+fn few_dense_rows() {
+    let mut rng = Rng::of("few dense rows");
+    let sizes = [(256, 16), (256, 9000), (512, 1), (768, 300), (2048, 1061), (2560, 2200), (4096, 133), (10_240, 1200)];
+    for (inputs, outputs) in sizes {
+        for weight in [DType::F16, DType::BF16] {
+            let tokens = rng.pick(&[2, 3, 5, 7, 8]);
+            let (out, alpha) = (rng.pick(&FLOATS), rng.pick(&[1.0, -0.5]));
+            let case = Case { kind: Kind::Dense(weight), tokens, inputs, outputs, x: weight, out, alpha };
+            case.comes_to("linear_stream_rows.cu/");
+            case.check();
+        }
+    }
+}
+
 /// Shapes beyond the tiles of a matrix product.
 #[test]
 fn larger() {
