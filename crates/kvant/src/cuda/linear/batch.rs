@@ -86,7 +86,7 @@ impl BatchTiling {
             && weight.dtype.size() == 2
             && weight.aligned
             && x.dtype() == DType::BF16
-            && out.dtype() == DType::BF16
+            && matches!(out.dtype(), DType::BF16 | DType::F32)
             && dims.inputs > 0
             && dims.inputs.is_multiple_of(BLOCK)
             && dims.experts <= MOST_EXPERTS
@@ -100,7 +100,7 @@ impl BatchTiling {
             None => call.rows,
         };
         let rows = ROWS.into_iter().find(|&rows| rows_of_tile <= rows)?;
-        if rows > MOST_OF_CODES && weight.dtype != DType::BF16 {
+        if rows > MOST_OF_CODES && (weight.dtype != DType::BF16 || out.dtype() != DType::BF16) {
             return None;
         }
         let factors_aligned = groups.is_multiple_of(4)
@@ -171,8 +171,9 @@ impl BatchTiling {
             third: uint(begin(2))?,
         };
         let even = |part: &usize| part.is_multiple_of(2);
-        let out_aligned =
-            call.out.byte_offset().is_multiple_of(4) && even(&call.dims.outputs) && call.parts.iter().all(even);
+        let out_aligned = call.out.byte_offset().is_multiple_of(2 * call.out.dtype().size())
+            && even(&call.dims.outputs)
+            && call.parts.iter().all(even);
         let odd = |tensor: Option<&Tensor>| tensor.map_or(0, |tensor| (tensor.byte_offset() / 2 % 2) as u32);
         let common = |launch: Launch, index| {
             let launch = launch

@@ -1,11 +1,13 @@
 // linear_batch: linear (linear_generic.cu) of up to 128 rows of bf16, or of rows of experts, with affine codes, on the
-// tensor cores of whole warpgroups. Every matrix is read once, which is the limit up to about 64 rows.
+// tensor cores of whole warpgroups. Every matrix is read once, which is the limit up to about 64 rows. Results are bf16
+// or, of up to 32 rows, f32.
 //
 // With w = scale * code + bias,
 //   out = sum over blocks of  scale * (x . code) + bias * (x . 1)
 // where a block is BLOCK inputs of one group. With up to 32 rows, products are of codes plus OFFSET, which bf16 holds
-// exactly; they and the second term are scaled and added in float. With more rows (FOLDED) that takes longer than
-// making weights of the codes, rounded to bf16.
+// exactly; they and the second term are scaled and added in float. What is added costs some bits of the sums, so for
+// results of f32 it is subtracted before. With more rows (FOLDED) scaling takes longer than making weights of the
+// codes, rounded to bf16.
 //
 // linear_batch_arrange: x [rows, inputs] -> for every tile of ROWS rows and every DEPTH blocks of inputs a chunk:
 // matrices of BLOCK inputs in the layout of wgmma.h, then, unless FOLDED, the sums of the blocks, [DEPTH][ROWS] floats.
@@ -21,6 +23,7 @@
 // Copies of W begin before the previous kernel has ended (device/dependent_launch.h), unless the expert is not known.
 #include "device/affine.h"
 #include "device/dependent_launch.h"
+#include "device/elements.h"
 #include "device/fragments.h"
 #include "device/mbarrier.h"
 #include "device/ring_cursor.h"
@@ -141,11 +144,13 @@ constexpr uint AT_RING = 1024;
 constexpr uint AT_SLOTS = AT_RING + STAGES * STAGE;
 static_assert(1024 + AT_SLOTS + SLOTS * 2 * SIDE == SHARED_BYTES, "linear: the shared memory that Rust asks for");
 static_assert(INPUTS % GROUP == 0 && GROUP % BLOCK == 0, "linear: whole groups in a chunk, whole blocks in a group");
-static_assert(X_DTYPE == BF16 && OUT_DTYPE == BF16 && (W_DTYPE == BF16 || W_DTYPE == F16 && !FOLDED), "linear: the dtypes");
+static_assert(X_DTYPE == BF16 && (OUT_DTYPE == BF16 || OUT_DTYPE == F32 && !FOLDED), "linear: the dtypes of rows");
+static_assert(W_DTYPE == BF16 || W_DTYPE == F16 && !FOLDED, "linear: the dtype of scales");
 
 // What is added to codes: the lowest of seven bits behind the exponent of 128 counts 1. Codes of 8 bits are counted
 // from their middle.
-constexpr float OFFSET = BITS == 8 ? -128 : 128;
+constexpr bool EXACT = OUT_DTYPE == F32 && BITS != 8;
+constexpr float OFFSET = BITS == 8 ? -128 : EXACT ? 0 : 128;
 constexpr uint MINUS_OFFSET = BITS == 8 ? 0x43004300 : 0xC300C300;
 
 // (word & mask) | 128 in both halves, in one instruction.
@@ -210,11 +215,17 @@ struct Factors {
     uint bias[2];
 };
 
-// scale * code + bias, rounded once: the codes themselves are exact.
+// Codes as bf16, exactly.
+inline uint codes_of(uint pair) {
+    uint codes;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(codes) : "r"(pair), "r"(0x3F803F80), "r"(MINUS_OFFSET));
+    return codes;
+}
+
+// scale * code + bias, rounded once.
 inline uint weights_of(uint pair, uint scale, uint bias) {
-    uint code, out;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(code) : "r"(pair), "r"(0x3F803F80), "r"(MINUS_OFFSET));
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(code), "r"(scale), "r"(bias));
+    uint out;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(codes_of(pair)), "r"(scale), "r"(bias));
     return out;
 }
 
@@ -226,7 +237,7 @@ inline void operands(uint (&a)[N][4], const uint (&w)[2][4], uint first, const F
 #pragma unroll
         for (uint j = 0; j < 4; j++) {
             const uint pair = pair_of(w[j % 2], 2 * (first + i) + j / 2);
-            a[i][j] = FOLDED ? weights_of(pair, factors.scale[j % 2], factors.bias[j % 2]) : pair;
+            a[i][j] = FOLDED ? weights_of(pair, factors.scale[j % 2], factors.bias[j % 2]) : EXACT ? codes_of(pair) : pair;
         }
     }
 }
@@ -573,18 +584,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             for (uint h = 0; h < 2; h++) {
                 const float *two = four + h * 2;
                 const float other = __shfl_xor_sync(0xFFFFFFFF, g % 2 == 0 ? two[1] : two[0], 4);
-                const uint pair = g % 2 == 0 ? pack<false>(p.alpha * two[0], p.alpha * other) : pack<false>(p.alpha * other, p.alpha * two[1]);
+                const float low = known ? p.alpha * (g % 2 == 0 ? two[0] : other) : 0;
+                const float high = known ? p.alpha * (g % 2 == 0 ? other : two[1]) : 0;
                 const uint at = row_tile * ROWS + i % (ROWS / 8) * 8 + 2 * t + g % 2;
                 const uint output = first_output + own / 2 * 2 + i / (ROWS / 8) * 64 + h * 8;
                 const uint row = EXPERTS ? order[at] : at;
                 if (row < p.rows && output < p.outputs) {
-                    if (OUT_ALIGNED) {
-                        *reinterpret_cast<uint *>(out + place_in_parts(p, row, output) * 2) = known ? pair : 0;
+                    if (OUT_ALIGNED && OUT_DTYPE == F32) {
+                        *reinterpret_cast<float2 *>(out + place_in_parts(p, row, output) * 4) = make_float2(low, high);
+                    } else if (OUT_ALIGNED) {
+                        *reinterpret_cast<uint *>(out + place_in_parts(p, row, output) * 2) = pack<false>(low, high);
                     } else {
-                        ushort *to = reinterpret_cast<ushort *>(out);
-                        to[place_in_parts(p, row, output)] = known ? ushort(pair) : 0;
+                        ::store(out, place_in_parts(p, row, output), low, OUT_DTYPE);
                         if (output + 1 < p.outputs) {
-                            to[place_in_parts(p, row, output + 1)] = known ? ushort(pair >> 16) : 0;
+                            ::store(out, place_in_parts(p, row, output + 1), high, OUT_DTYPE);
                         }
                     }
                 }

@@ -1,15 +1,15 @@
-// linear_stream_rows: linear (linear_generic.cu) for a dense weight and 2 to 8 rows, by bulk copies and on tensor cores.
-// Reading W is the limit.
+// linear_stream_rows: linear (linear_generic.cu) for a dense weight and 2 to 8 rows, by bulk copies and on tensor
+// cores. Reading W is the limit.
 //
 // x [rows, inputs] and W [outputs, inputs] have one dtype, f16 or bf16; rows begin at multiples of 16 bytes. Results of
 // the parts of W (LinearStreamRowsParams) follow each other.
 //
-// Every block has a stretch of outputs, and a multiprocessor to itself. Warp WARPS copies SEGMENT inputs of a tile of 16
-// rows of W at a time, up to STAGES of these ahead of their use. The warps before it divide the inputs of a segment
+// Every block has a stretch of outputs, and a multiprocessor to itself. Warp WARPS copies SEGMENT inputs of a tile of
+// 16 rows of W at a time, up to STAGES of these ahead of their use. The warps before it divide the inputs of a segment
 // among them. Each keeps its inputs of all segments of x in registers, as the B of its products; the A are 16 outputs.
-// Which inputs meet in one product is arbitrary, so long as A and B agree: lane 4g + t has 8 neighbouring inputs of row g
-// of x, and of outputs g and g + 8. After a tile the warps leave their sums in shared memory, and one of them, another
-// one each time, adds them up.
+// Which inputs meet in one product is arbitrary, so long as A and B agree: lane 4g + t has 8 neighbouring inputs of row
+// g of x, and of outputs g and g + 8. After a tile the warps leave their sums in shared memory, and one of them,
+// another one each time, adds them up.
 //
 // If x takes many registers (MANY), three more warps that do nothing make a warpgroup of the one that copies, and it
 // gives its registers to the others.

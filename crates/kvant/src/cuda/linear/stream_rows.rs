@@ -33,8 +33,8 @@ const TILE: usize = 16;
 /// Warps of a block that multiply, and inputs of theirs in a step.
 const WARPS: usize = 8;
 const STEP: usize = 32 * WARPS;
-/// The most inputs: for so many, x takes 160 registers of a lane. For more than `FEW_INPUTS`, the warp that copies gives
-/// registers to the others.
+/// The most inputs: for so many, x takes 160 registers of a lane. For more than `FEW_INPUTS`, the warp that copies
+/// gives registers to the others.
 const MOST_INPUTS: usize = 40 * STEP;
 const FEW_INPUTS: usize = 20 * STEP;
 /// Bytes of a stage, at most, the padding of an output in it, and the most stages.

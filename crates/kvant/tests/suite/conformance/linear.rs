@@ -462,8 +462,8 @@ fn one_dense_row() {
     one_in(3, |case| format!("{:?}", case.kind), cases).into_iter().for_each(Case::check);
 }
 
-/// CUDA takes 2 to 8 rows of a dense weight by bulk copies from Hopper on: inputs in one segment and in several, outputs
-/// that blocks have in one tile or in many, or less than one of.
+/// CUDA takes 2 to 8 rows of a dense weight by bulk copies from Hopper on: inputs in one segment and in several,
+/// outputs that a block has a part of a tile of, one tile, and many.
 #[test]
 fn few_dense_rows() {
     let mut rng = Rng::of("few dense rows");
@@ -569,9 +569,12 @@ fn batches() {
             let scales = if tokens > 32 { DType::BF16 } else { rng.pick(&[DType::BF16, DType::F16]) };
             let kind = Kind::Affine { bits, group, scales };
             let (x, alpha) = (DType::BF16, rng.pick(&[1.0, -0.5]));
-            let case = Case { kind, tokens, inputs, outputs, x, out: x, alpha };
-            case.comes_to("linear_batch.cu/");
-            cases.push((bits, case));
+            let outs: &[DType] = if tokens > 32 { &[DType::BF16] } else { &[DType::BF16, DType::F32] };
+            for &out in outs {
+                let case = Case { kind, tokens, inputs, outputs, x, out, alpha };
+                case.comes_to("linear_batch.cu/");
+                cases.push((bits, case));
+            }
         }
     }
     one_in(3, |(bits, _)| bits.to_string(), cases).into_iter().for_each(|(_, case)| case.check());
