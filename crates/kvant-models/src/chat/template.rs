@@ -4,7 +4,7 @@ use std::{sync::Arc, thread};
 
 use minijinja::{
     AutoEscape, Environment, Value,
-    machinery::{CompiledTemplate, TemplateConfig, Vm, WhitespaceConfig, make_string_output},
+    machinery::{CompiledTemplate, TemplateConfig, WhitespaceConfig},
     syntax::SyntaxConfig,
 };
 use serde::Serialize;
@@ -234,12 +234,8 @@ impl ChatTemplate {
         let tool_use = source(TOOL_USE).filter(|_| !tools.is_empty());
         let source = tool_use.or_else(|| source(DEFAULT)).unwrap_or_default();
         guarded(|| {
-            jinja::start_budget();
             let template = compile(source)?;
-            let (mut text, escape) = (String::new(), template.initial_auto_escape);
-            let mut out = make_string_output(&mut text);
-            Vm::new(&self.env).eval(&template.instructions, context, &template.blocks, &mut out, escape)?;
-            Ok(text)
+            jinja::render(&self.env, &template, context)
         })
     }
 }
@@ -328,7 +324,7 @@ fn generation_blocks(source: &str) -> String {
 }
 
 /// Compiles a template, with transformers' rules of whitespace and Python's operators.
-fn compile(source: &str) -> std::result::Result<CompiledTemplate<'_>, minijinja::Error> {
+pub(super) fn compile(source: &str) -> std::result::Result<CompiledTemplate<'_>, minijinja::Error> {
     #[allow(clippy::default_constructed_unit_structs, reason = "with minijinja's feature `custom_syntax` it is none")]
     let config = TemplateConfig {
         syntax_config: SyntaxConfig::default(),
