@@ -151,8 +151,8 @@ template <class T> MSL_INLINE T simd_broadcast_first(T v, MSL_SITE) {
     MSL_VALUE;                                                                                                     \
     MslMeeting met = __msl_simd(&v, sizeof v, __op_quad + id, nullptr, site);                                      \
     unsigned first = met.lane & ~3u;                                                                               \
-    return Op::of(Op::of(__from<T>(met, first), __from<T>(met, first + 2)),                                    \
-                  Op::of(__from<T>(met, first + 1), __from<T>(met, first + 3)));                               \
+    return Op::of(Op::of(__from<T>(met, first), __from<T>(met, first + 2)),                                        \
+                  Op::of(__from<T>(met, first + 1), __from<T>(met, first + 3)));                                   \
   }
 MSL_QUAD(quad_sum, __sum, 0)
 MSL_QUAD(quad_product, __product, 1)
