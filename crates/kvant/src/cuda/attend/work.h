@@ -167,8 +167,8 @@ inline Pages pages_of(const AttendParams &p, const uint *table, uint sequence) {
     return {table + ulong(sequence) * p.page_width, p.page_entries};
 }
 
-// As Pages, for the first MOST positions that a token may see: the lanes of a warp hold the entries, and all ask
-// together.
+// As Pages, for the first MOST positions that a token may see: the lanes of a warp hold the entries, so all lanes call
+// entry() and of() together.
 template <uint MOST>
 struct EarlyPages {
     static constexpr uint COUNT = PAGE_SHIFT == 0 ? 1 : (MOST / PAGE_KEYS + 1 + 31) / 32;
@@ -208,8 +208,8 @@ struct EarlyPages {
     }
 };
 
-// As load_token_early, with the entries of the first pages that a token may see, which depend on its position alone. If
-// its sequence is 0 and no window has passed a page, they do not wait for that either.
+// As load_token_early, with the entries of the first pages that a token may see, which depend on its position and its
+// sequence. If the sequence is 0 and the first of these pages is page 0, no load waits for another.
 template <uint MOST>
 inline Token load_token_and_pages(const AttendParams &p, const uint *positions, const uint *sequence, const uint *lens,
                                   const uint *table, uint token, EarlyPages<MOST> &pages) {
@@ -247,7 +247,7 @@ struct RowsInPages {
     // The first row's place in its page.
     uint slot;
 
-    // `pages` is Pages or EarlyPages, which all lanes ask alike.
+    // `pages` is Pages or EarlyPages; the lanes of a warp have the same arguments.
     template <typename Of>
     inline RowsInPages(const Of &pages, uint position, uint rows) : slot(position % PAGE_KEYS) {
         count[0] = min(rows, PAGE_KEYS - slot);

@@ -5,9 +5,9 @@
 // With w = scale * code + bias,
 //   out = sum over blocks of  scale * (x . code) + bias * (x . 1)
 // where a block is BLOCK inputs of one group. With up to 32 rows, products are of codes plus OFFSET, which bf16 holds
-// exactly; they and the second term are scaled and added in float. What is added costs some bits of the sums, so for
-// results of f32 it is subtracted before. With more rows (FOLDED) scaling takes longer than making weights of the
-// codes, rounded to bf16.
+// exactly; they and the second term are scaled and added in float. OFFSET costs some bits of the sums: for results of
+// f32 it is subtracted from codes of 4 and 6 bits before the products. With more rows (FOLDED) scaling takes longer
+// than making weights of the codes, rounded to bf16.
 //
 // linear_batch_arrange: x [rows, inputs] -> for every tile of ROWS rows and every DEPTH blocks of inputs a chunk:
 // matrices of BLOCK inputs in the layout of wgmma.h, then, unless FOLDED, the sums of the blocks, [DEPTH][ROWS] floats.

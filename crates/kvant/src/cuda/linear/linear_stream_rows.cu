@@ -11,8 +11,8 @@
 // g of x, and of outputs g and g + 8. After a tile the warps leave their sums in shared memory, and one of them,
 // another one each time, adds them up.
 //
-// If x takes many registers (MANY), three more warps that do nothing make a warpgroup of the one that copies, and it
-// gives its registers to the others.
+// If x takes many registers (MANY), three idle warps complete the copying warp's warpgroup, so that it can give its
+// registers to the others.
 //
 // Copies of W begin before the previous kernel has ended (device/dependent_launch.h); x is read later.
 #include "device/dependent_launch.h"
@@ -123,7 +123,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     uint tile = 0;
 #pragma unroll 1
     for (uint output = first; output < end; output += TILE, tile++) {
-        // Two of each, for products wait for their sums. Beyond the last output, sums of what a stage held before.
+        // Two of each, because a product waits for the one before it into the same sums. Beyond the last output a stage
+        // has what it held before; such sums are not stored.
         float sums[2][4] = {};
 #pragma unroll
         for (uint s = 0; s < SEGMENTS; s++) {

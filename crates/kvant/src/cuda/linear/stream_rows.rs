@@ -34,7 +34,7 @@ const TILE: usize = 16;
 const WARPS: usize = 8;
 const STEP: usize = 32 * WARPS;
 /// The most inputs: for so many, x takes 160 registers of a lane. For more than `FEW_INPUTS`, the warp that copies
-/// gives registers to the others.
+/// gives registers to the others. That needs an architecture's own instructions, as products of warpgroups do.
 const MOST_INPUTS: usize = 40 * STEP;
 const FEW_INPUTS: usize = 20 * STEP;
 /// Bytes of a stage, at most, the padding of an output in it, and the most stages.
@@ -62,6 +62,7 @@ impl StreamRowsTiling {
     pub(super) fn new(call: &Call, weight: &Parts, limits: &Limits) -> Option<StreamRowsTiling> {
         let (inputs, outputs) = (call.dims.inputs, call.dims.outputs);
         let is_16_bit = weight.bits == 0 && weight.format == 0 && matches!(weight.dtype, DType::F16 | DType::BF16);
+        let most = if limits.warpgroup_products { MOST_INPUTS } else { FEW_INPUTS };
         let takes = limits.clusters
             && (2..=ROWS).contains(&call.rows)
             && call.experts.is_none()
@@ -70,7 +71,7 @@ impl StreamRowsTiling {
             && weight.aligned
             && aligned16(&call.x, inputs)
             && inputs.is_multiple_of(STEP)
-            && (1..=MOST_INPUTS).contains(&inputs)
+            && (1..=most).contains(&inputs)
             && outputs > 0
             && call.parts.len() <= MOST_PARTS;
         if !takes {
@@ -166,5 +167,7 @@ mod tests {
         assert!(!is_taken(1, 4096, &H200) && !is_taken(9, 4096, &H200));
         assert!(!is_taken(8, 4104, &H200) && !is_taken(8, 14_336, &H200));
         assert!(!is_taken(8, 4096, &Limits { clusters: false, ..H200 }));
+        let other = Limits { warpgroup_products: false, ..H200 };
+        assert!(is_taken(8, 4096, &other) && !is_taken(8, 10_240, &other));
     }
 }
