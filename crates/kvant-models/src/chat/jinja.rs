@@ -3,14 +3,10 @@
 //! Templates are untrusted. Instructions are limited by fuel, recursion by minijinja, and the bytes that a template
 //! prints or that a filter or method makes by a budget.
 
-use std::{
-    cell::{Cell, RefCell},
-    collections::BTreeMap,
-};
+use std::cell::Cell;
 
 use minijinja::{
-    AutoEscape, Environment, Error, ErrorKind, Output, State, Value, functions,
-    machinery::{CompiledTemplate, Instruction, Instructions, Vm, make_string_output},
+    Environment, Error, ErrorKind, Output, State, Value,
     value::{Kwargs, ValueKind},
 };
 
@@ -22,44 +18,8 @@ const FUEL: u64 = 5_000_000;
 /// Bytes that one rendering prints, captures and makes in filters and methods.
 pub const MOST_BYTES: usize = 256 << 20;
 
-/// Bytes of a namespace without its values, about.
-const NAMESPACE_BYTES: usize = 256;
-
 thread_local! {
     static BYTES_LEFT: Cell<usize> = const { Cell::new(0) };
-    /// Those that the rendering has made.
-    static NAMESPACES: RefCell<Vec<Value>> = const { RefCell::new(Vec::new()) };
-}
-
-/// The text that a template makes of a context.
-pub fn render(env: &Environment, template: &CompiledTemplate, context: Value) -> Result<String, Error> {
-    start_budget();
-    let (mut text, escape) = (String::new(), template.initial_auto_escape);
-    let mut out = make_string_output(&mut text);
-    let end = Vm::new(env).eval(&template.instructions, context, &template.blocks, &mut out, escape).map(drop);
-    let emptied = NAMESPACES.take().iter().try_for_each(|namespace| empty(env, namespace));
-    end.and(emptied)?;
-    Ok(text)
-}
-
-/// Takes the values from a namespace. Values are counted references, and only an assignment to a namespace can make a
-/// cycle of them, which would never be freed.
-fn empty(env: &Environment, namespace: &Value) -> Result<(), Error> {
-    let refers = |key: &Value| namespace.get_item(key).is_ok_and(|value| value.as_object().is_some());
-    let keys: Vec<Value> = namespace.try_iter()?.filter(refers).collect();
-    if keys.is_empty() {
-        return Ok(());
-    }
-    let mut assignments = Instructions::new("namespace", "");
-    for key in keys.iter().filter_map(Value::as_str) {
-        assignments.add(Instruction::LoadConst(Value::from(())));
-        assignments.add(Instruction::LoadConst(namespace.clone()));
-        assignments.add(Instruction::SetAttr(key));
-    }
-    let nothing = Value::from_iter(<[(&str, Value); 0]>::default());
-    let mut text = String::new();
-    Vm::new(env).eval(&assignments, nothing, &BTreeMap::new(), &mut make_string_output(&mut text), AutoEscape::None)?;
-    Ok(())
 }
 
 /// Starts the budget of a rendering on this thread.
@@ -88,7 +48,6 @@ pub fn environment() -> Environment<'static> {
     env.set_unknown_method_callback(methods::call);
     env.remove_global("debug");
     env.add_function("raise_exception", raise_exception);
-    env.add_function("namespace", namespace);
 
     env.add_filter("tojson", |value: &Value, ascii: Option<bool>, indent: Option<Value>, options: Kwargs| {
         json::tojson(value, ascii, indent, options)
@@ -137,14 +96,6 @@ fn print(out: &mut Output, _: &State, value: &Value) -> Result<(), Error> {
         Some(text) => write(out, text),
         None => write(out, &python::str(value)),
     }
-}
-
-/// `namespace(a=1)`.
-fn namespace(values: Option<Value>) -> Result<Value, Error> {
-    spend(NAMESPACE_BYTES)?;
-    let made = functions::namespace(values)?;
-    NAMESPACES.with_borrow_mut(|all| all.push(made.clone()));
-    Ok(made)
 }
 
 fn raise_exception(message: String) -> Result<Value, Error> {
@@ -222,41 +173,4 @@ fn float(value: &Value, default: Option<Value>) -> Value {
         None => f64::try_from(value.clone()).ok(),
     };
     number.map_or(default.unwrap_or(Value::from(0.0)), Value::from)
-}
-
-#[cfg(test)]
-mod tests {
-    use std::sync::Arc;
-
-    use minijinja::value::Object;
-
-    use super::{super::template::compile, *};
-
-    #[derive(Debug)]
-    struct Probe(#[allow(dead_code, reason = "it is counted")] Arc<()>);
-
-    impl Object for Probe {}
-
-    /// A namespace in itself, in another one and in a list; and where the template fails afterwards.
-    #[test]
-    fn namespaces_are_freed() {
-        let env = environment();
-        for (source, want) in [
-            (
-                "{% set ns = namespace(kept=probe) %}{% set ns.itself = ns %}{{ ns.itself.itself.kept is defined }}",
-                "True",
-            ),
-            ("{% set a = namespace(kept=probe) %}{% set b = namespace(a=a) %}{% set a.b = [b] %}x", "x"),
-            ("{% set ns = namespace({'no name': probe}) %}{% set ns.a = {'b': [ns]} %}x", "x"),
-            ("{% set ns = namespace(kept=probe) %}{% set ns.ns = ns %}{{ raise_exception('no') }}", ""),
-        ] {
-            let template = compile(source).expect("a template");
-            let count = Arc::new(());
-            let context = Value::from_iter([("probe", Value::from_object(Probe(count.clone())))]);
-            let text = render(&env, &template, context);
-            assert_eq!(text.is_err(), want.is_empty(), "{source}: {text:?}");
-            assert!(text.is_err() || text.is_ok_and(|text| text == want), "{source}");
-            assert_eq!(Arc::strong_count(&count), 1, "{source}: it is not freed");
-        }
-    }
 }

@@ -3,6 +3,10 @@
 //! minijinja has no limit for the size of values, so `x ~ x` in a loop takes all memory; and its `~` prints `true`
 //! where Python prints `True`. Compiled templates are therefore rewritten: these operators become filters, whose names
 //! no template can write, and results of filters, methods and slices are counted.
+//!
+//! Values are counted references, and comparing them is recursive: one that contained itself would never be freed, and
+//! could end the process. Only assignments to namespaces and `loop.changed` can make such a value, so these take no
+//! value that holds a namespace, a loop or a macro.
 
 use minijinja::{
     Environment, Error, ErrorKind, Value,
@@ -22,6 +26,10 @@ const CONTAINS: &str = "operator:in";
 const ITERATE: &str = "operator:for";
 const NEST: &str = "operator:nest";
 const COUNT: &str = "operator:count";
+const KEEP: &str = "operator:keep";
+
+/// The method of loops that keeps its arguments.
+const CHANGED: &str = "changed";
 
 /// Adds the operators to an environment.
 pub fn add_to(env: &mut Environment) {
@@ -35,6 +43,7 @@ pub fn add_to(env: &mut Environment) {
     env.add_filter(ITERATE, iterable);
     env.add_filter(NEST, |value: &Value| spend(NEST_BYTES).map(|()| value.clone()));
     env.add_filter(COUNT, count);
+    env.add_filter(KEEP, keep);
 }
 
 /// Larger than constants that a template writes out. minijinja computes constant expressions when it compiles.
@@ -52,6 +61,10 @@ pub fn rewrite(template: &mut CompiledTemplate) -> Result<(), Error> {
             .any(|value| value.as_str().map_or(value.len(), |text| Some(text.len())) > Some(MOST_CONSTANT))
         {
             return Err(Error::new(ErrorKind::InvalidOperation, "a constant expression is too large"));
+        }
+        let unpacks = |index| matches!(block.get(index), Some(Instruction::CallMethod(CHANGED, None)));
+        if (0..block.len() as u32).any(unpacks) {
+            return Err(Error::new(ErrorKind::InvalidOperation, "`changed` takes no unpacked arguments"));
         }
         *block = rewrite_block(block);
     }
@@ -108,6 +121,19 @@ fn replacement<'s>(instruction: &Instruction<'s>, add: &mut impl FnMut(Instructi
         Instruction::BuildMap(_) | Instruction::BuildList(_) => {
             add(instruction.clone());
             add(Instruction::ApplyFilter(NEST, Some(1), NO_LOCAL));
+        }
+        // The namespace is above the value.
+        Instruction::SetAttr(_) => {
+            add(Instruction::Swap);
+            add(Instruction::ApplyFilter(KEEP, Some(1), NO_LOCAL));
+            add(Instruction::Swap);
+            add(instruction.clone());
+        }
+        // Of the arguments, behind the object, a list.
+        Instruction::CallMethod(CHANGED, Some(count)) => {
+            add(Instruction::BuildList(Some(usize::from(*count).saturating_sub(1))));
+            add(Instruction::ApplyFilter(KEEP, Some(1), NO_LOCAL));
+            add(Instruction::CallMethod(CHANGED, Some(2)));
         }
         Instruction::ApplyFilter(..) | Instruction::CallMethod(..) | Instruction::Slice => {
             add(instruction.clone());
@@ -249,4 +275,98 @@ fn count(value: &Value) -> Result<Value, Error> {
         None => {}
     }
     Ok(value.clone())
+}
+
+/// A value that a namespace or a loop may keep; an iterable as a list.
+fn keep(value: &Value) -> Result<Value, Error> {
+    let mut kept = value.clone();
+    if value.kind() == ValueKind::Iterable {
+        kept = collect(value.try_iter()?)?;
+    }
+    let mut left = vec![kept.clone()];
+    while let Some(next) = left.pop() {
+        let Some(object) = next.as_object() else { continue };
+        // By the type's name: minijinja shows the types of none of these.
+        if ["Namespace", "Loop", "Macro", "Closure"].iter().any(|name| object.type_name().ends_with(name)) {
+            let message = "a namespace, a loop or a macro cannot be kept in a namespace or a loop";
+            return Err(Error::new(ErrorKind::InvalidOperation, message));
+        }
+        // The search takes time: it counts.
+        spend(next.len().unwrap_or(0))?;
+        match next.kind() {
+            ValueKind::Map => {
+                for key in next.try_iter()? {
+                    left.push(next.get_item(&key)?);
+                }
+            }
+            ValueKind::Seq | ValueKind::Iterable => left.extend(next.try_iter()?),
+            _ => {}
+        }
+    }
+    Ok(kept)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use minijinja::{
+        machinery::{Vm, make_string_output},
+        value::Object,
+    };
+
+    use super::super::{jinja, template::compile};
+    use super::*;
+
+    #[derive(Debug)]
+    struct Probe(#[allow(dead_code, reason = "it is counted")] Arc<()>);
+
+    impl Object for Probe {}
+
+    /// What a template makes of `probe`, which is freed afterwards.
+    fn render(source: &str) -> Result<String, Error> {
+        jinja::start_budget();
+        let (env, template, count) = (jinja::environment(), compile(source)?, Arc::new(()));
+        let context = Value::from_iter([("probe", Value::from_object(Probe(count.clone())))]);
+        let mut text = String::new();
+        let mut out = make_string_output(&mut text);
+        let escape = template.initial_auto_escape;
+        let end = Vm::new(&env).eval(&template.instructions, context, &template.blocks, &mut out, escape).map(drop);
+        assert_eq!(Arc::strong_count(&count), 1, "{source}: it is not freed");
+        end.map(|()| text)
+    }
+
+    #[test]
+    fn no_value_contains_itself() {
+        for source in [
+            "{% set ns = namespace(kept=probe) %}{% set ns.itself = ns %}",
+            "{% set a = namespace(kept=probe) %}{% set b = namespace(a=a) %}{% set a.b = [b] %}",
+            "{% set ns = namespace(kept=probe) %}{% set ns.a = {'b': [ns]} %}",
+            "{% set ns = namespace(kept=probe) %}{% for x in [ns] %}{% set ns.a = loop %}{% endfor %}",
+            "{% set ns = namespace(kept=probe) %}{% macro m() %}{{ ns }}{% endmacro %}{% set ns.a = m %}",
+            "{% for p in [probe] %}{% if loop.changed(loop) %}{% endif %}{% endfor %}",
+            "{% for p in [probe] %}{% if loop.changed(1, [loop]) %}{% endif %}{% endfor %}",
+            // It would be compared without end.
+            "{% set a = namespace() %}{% set b = namespace() %}{% set a.x = a %}{% set b.x = b %}{{ a == b }}",
+        ] {
+            let error = render(source).expect_err(source).to_string();
+            assert!(error.contains("cannot be kept"), "{source}: {error}");
+        }
+    }
+
+    #[test]
+    fn namespaces_and_loops_keep_values() {
+        for (source, want) in [
+            ("{% set ns = namespace(a=[]) %}{% set ns.a = ns.a + [probe, {'x': 1}] %}{{ ns.a | length }}", "2"),
+            (
+                "{% set ns = namespace(inner=namespace(x=probe)) %}{% set ns.y = ns.inner.x is defined %}{{ ns.y }}",
+                "True",
+            ),
+            ("{% set ns = namespace() %}{% set ns.a = 'abc' | reverse %}{{ ns.a | length }}", "3"),
+            ("{% for x in [1, 1, 2] %}{{ loop.changed(x) }} {% endfor %}", "True False True "),
+            ("{% for x in [1, 1, 2] %}{{ loop.changed(x, 'a') }} {% endfor %}", "True False True "),
+        ] {
+            assert_eq!(render(source).expect(source), want, "{source}");
+        }
+    }
 }
