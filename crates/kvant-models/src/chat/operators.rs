@@ -285,14 +285,14 @@ fn keep(value: &Value) -> Result<Value, Error> {
     }
     let mut left = vec![kept.clone()];
     while let Some(next) = left.pop() {
+        // The search takes time: it counts.
+        spend(size_of::<Value>())?;
         let Some(object) = next.as_object() else { continue };
         // By the type's name: minijinja shows the types of none of these.
         if ["Namespace", "Loop", "Macro", "Closure"].iter().any(|name| object.type_name().ends_with(name)) {
             let message = "a namespace, a loop or a macro cannot be kept in a namespace or a loop";
             return Err(Error::new(ErrorKind::InvalidOperation, message));
         }
-        // The search takes time: it counts.
-        spend(next.len().unwrap_or(0))?;
         match next.kind() {
             ValueKind::Map => {
                 for key in next.try_iter()? {
