@@ -7,6 +7,7 @@ use std::cell::Cell;
 
 use minijinja::{
     Environment, Error, ErrorKind, Output, State, Value,
+    machinery::{CompiledTemplate, Vm, make_string_output},
     value::{Kwargs, ValueKind},
 };
 
@@ -20,6 +21,15 @@ pub const MOST_BYTES: usize = 256 << 20;
 
 thread_local! {
     static BYTES_LEFT: Cell<usize> = const { Cell::new(0) };
+}
+
+/// The text that a template makes of a context.
+pub fn render(env: &Environment, template: &CompiledTemplate, context: Value) -> Result<String, Error> {
+    start_budget();
+    let (mut text, escape) = (String::new(), template.initial_auto_escape);
+    let mut out = make_string_output(&mut text);
+    Vm::new(env).eval(&template.instructions, context, &template.blocks, &mut out, escape)?;
+    Ok(text)
 }
 
 /// Starts the budget of a rendering on this thread.

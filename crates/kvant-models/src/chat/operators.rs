@@ -310,13 +310,12 @@ fn keep(value: &Value) -> Result<Value, Error> {
 mod tests {
     use std::sync::Arc;
 
-    use minijinja::{
-        machinery::{Vm, make_string_output},
-        value::Object,
-    };
+    use minijinja::value::Object;
 
-    use super::super::{jinja, template::compile};
-    use super::*;
+    use super::{
+        super::{jinja, template::compile},
+        *,
+    };
 
     #[derive(Debug)]
     struct Probe(#[allow(dead_code, reason = "it is counted")] Arc<()>);
@@ -325,15 +324,11 @@ mod tests {
 
     /// What a template makes of `probe`, which is freed afterwards.
     fn render(source: &str) -> Result<String, Error> {
-        jinja::start_budget();
         let (env, template, count) = (jinja::environment(), compile(source)?, Arc::new(()));
         let context = Value::from_iter([("probe", Value::from_object(Probe(count.clone())))]);
-        let mut text = String::new();
-        let mut out = make_string_output(&mut text);
-        let escape = template.initial_auto_escape;
-        let end = Vm::new(&env).eval(&template.instructions, context, &template.blocks, &mut out, escape).map(drop);
+        let text = jinja::render(&env, &template, context);
         assert_eq!(Arc::strong_count(&count), 1, "{source}: it is not freed");
-        end.map(|()| text)
+        text
     }
 
     #[test]

@@ -4,7 +4,7 @@ use std::{sync::Arc, thread};
 
 use minijinja::{
     AutoEscape, Environment, Value,
-    machinery::{CompiledTemplate, TemplateConfig, Vm, WhitespaceConfig, make_string_output},
+    machinery::{CompiledTemplate, TemplateConfig, WhitespaceConfig},
     syntax::SyntaxConfig,
 };
 use serde::Serialize;
@@ -234,12 +234,8 @@ impl ChatTemplate {
         let tool_use = source(TOOL_USE).filter(|_| !tools.is_empty());
         let source = tool_use.or_else(|| source(DEFAULT)).unwrap_or_default();
         guarded(|| {
-            jinja::start_budget();
             let template = compile(source)?;
-            let (mut text, escape) = (String::new(), template.initial_auto_escape);
-            let mut out = make_string_output(&mut text);
-            Vm::new(&self.env).eval(&template.instructions, context, &template.blocks, &mut out, escape)?;
-            Ok(text)
+            jinja::render(&self.env, &template, context)
         })
     }
 }
