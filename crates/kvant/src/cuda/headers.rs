@@ -70,6 +70,7 @@ pub(super) static ALL: &[Header] = headers![
     "linear/chunks.h",
     "linear/gating.h",
     "linear/integer_products.h",
+    "linear/out_parts.h",
     "linear/params.h",
     "norm_rope/head.h";
     // Lanes read different entries at a time; constant memory would serialise these reads.

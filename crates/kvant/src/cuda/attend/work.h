@@ -104,17 +104,6 @@ inline Token load_token(const AttendParams &p, const uint *positions, const uint
     return t;
 }
 
-// As load_token, with one dependent load less if the token's sequence is 0, as it most likely is: its length is loaded
-// at once.
-inline Token load_token_early(const AttendParams &p, const uint *positions, const uint *sequence, const uint *lens, uint token) {
-    const uint len = lens[0];
-    Token t = {positions[token], sequence[token], len};
-    if (t.sequence > 0) {
-        t = load_token(p, positions, sequence, lens, token);
-    }
-    return t;
-}
-
 // The positions that a token sees.
 inline Range visible(const AttendParams &p, Token token) {
     const uint after = token.position == NONE ? NONE : token.position + 1;
@@ -208,13 +197,14 @@ struct EarlyPages {
     }
 };
 
-// As load_token_early, with the entries of the first pages that a token may see, which depend on its position and its
-// sequence. If the sequence is 0 and the first of these pages is page 0, no load waits for another.
+// As load_token, with the entries of the first pages that the token may see, which depend on its position and its
+// sequence. If the sequence is 0, as it most likely is, and the first of these pages is page 0, no load waits for
+// another: they are loaded at once.
 template <uint MOST>
 inline Token load_token_and_pages(const AttendParams &p, const uint *positions, const uint *sequence, const uint *lens,
                                   const uint *table, uint token, EarlyPages<MOST> &pages) {
     const uint len = lens[0];
-    Token t = {positions[token], sequence[token], len};
+    const Token t = {positions[token], sequence[token], len};
     if (PAGE_SHIFT > 0) {
         pages.load(p, table, 0, 0);
         const uint first = visible(p, {t.position, 0, NONE}).first >> PAGE_SHIFT;
@@ -222,11 +212,7 @@ inline Token load_token_and_pages(const AttendParams &p, const uint *positions, 
             pages.load(p, table, t.sequence, first);
         }
     }
-    if (t.sequence > 0) {
-        t.len = t.sequence < p.sequences ? lens[t.sequence] : 0;
-        t.sequence = t.sequence < p.sequences ? t.sequence : NONE;
-    }
-    return t;
+    return t.sequence > 0 ? load_token(p, positions, sequence, lens, token) : t;
 }
 
 // How far all planes are moved for the rows of a page; not at all for NONE.

@@ -3,6 +3,7 @@
 use super::{
     LinearParams,
     many::{MOST_EXPERTS, most_tiles, sort},
+    out_parts::{self, MOST_PARTS},
 };
 use crate::cuda::{affine::Parts, headers};
 use crate::{
@@ -41,8 +42,6 @@ const DEPTHS: [(usize, usize); 2] = [(4, 3), (2, 2)];
 /// Inputs whose scales are copied together, and for how many such spans there is room.
 const SPAN: usize = 1024;
 const SLOTS: usize = 2;
-/// The most matrices whose results follow each other.
-const MOST_PARTS: usize = 3;
 /// Rows of a tile.
 const ROWS: [usize; 5] = [8, 16, 32, 64, 128];
 /// Threads of a warpgroup.
@@ -153,10 +152,7 @@ impl BatchTiling {
         let arranged = b.scratch(self.row_tiles * self.chunks * chunk_bytes(self.rows, self.depth))?;
         let counters = b.scratch(self.row_tiles * self.output_tiles * 4)?;
         let partials = b.scratch(2 * self.blocks * OUTPUTS * self.rows * 4)?;
-        // The first output of a part, or behind the last one.
-        let begin = |part: usize| {
-            if part < call.parts.len() { call.parts[..part].iter().sum() } else { call.dims.outputs }
-        };
+        let [second, third] = out_parts::begins(call)?;
         let &LinearParams { rows, outputs, inputs, experts, rows_per_input, alpha } = params;
         let params = LinearBatchParams {
             rows,
@@ -167,8 +163,8 @@ impl BatchTiling {
             alpha,
             row_tiles: uint(self.row_tiles)?,
             output_tiles: uint(self.output_tiles)?,
-            second: uint(begin(1))?,
-            third: uint(begin(2))?,
+            second,
+            third,
         };
         let even = |part: &usize| part.is_multiple_of(2);
         let out_aligned = call.out.byte_offset().is_multiple_of(2 * call.out.dtype().size())

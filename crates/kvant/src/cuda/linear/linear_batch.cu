@@ -29,6 +29,7 @@
 #include "device/ring_cursor.h"
 #include "device/vectors.h"
 #include "device/wgmma.h"
+#include "linear/out_parts.h"
 #include "linear/params.h"
 
 constexpr uint NONE = 0xFFFFFFFF;
@@ -240,13 +241,6 @@ inline void operands(uint (&a)[N][4], const uint (&w)[2][4], uint first, const F
             a[i][j] = FOLDED ? weights_of(pair, factors.scale[j % 2], factors.bias[j % 2]) : EXACT ? codes_of(pair) : pair;
         }
     }
-}
-
-// The element of `out` that holds an output of a row: the parts follow each other.
-inline ulong place_in_parts(const LinearBatchParams &p, uint row, uint output) {
-    const uint begin = output >= p.third ? p.third : output >= p.second ? p.second : 0;
-    const uint end = output >= p.third ? p.outputs : output >= p.second ? p.third : p.second;
-    return ulong(begin) * p.rows + ulong(row) * (end - begin) + (output - begin);
 }
 
 // The shares of the blocks: `each` of all chunks of all tiles, and one more for the first `longer` blocks.

@@ -20,6 +20,7 @@
 #include "device/fragments.h"
 #include "device/mbarrier.h"
 #include "device/ring_cursor.h"
+#include "linear/out_parts.h"
 
 constexpr uint TILE = 16;
 constexpr uint THREADS = 32 * (WARPS + (MANY ? 4 : 1));
@@ -49,13 +50,6 @@ struct LinearStreamRowsParams {
     uint third;
 };
 
-// The element of `out` that holds an output of a row.
-inline ulong place_in_parts(const LinearStreamRowsParams &p, uint row, uint output) {
-    const uint begin = output >= p.third ? p.third : output >= p.second ? p.second : 0;
-    const uint end = output >= p.third ? p.outputs : output >= p.second ? p.third : p.second;
-    return ulong(begin) * p.rows + ulong(row) * (end - begin) + (output - begin);
-}
-
 // Blocks divide the outputs among them.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     KVANT_KERNEL(const uchar *x, const uchar *values, uchar *out, const LinearStreamRowsParams p) {
@@ -66,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const uint shared = shared_address(memory), full = shared + BARRIERS_AT, empty = full + STAGES * 8;
     // The stage that is filled or used next.
     RingCursor<STAGES> cursor;
-    // What the last warp copies next.
+    // What warp WARPS copies next.
     uint row = first, segment = 0;
     const auto begin_next = [&] {
         const uint rows = min(TILE, end - row), barrier = full + cursor.stage * 8;

@@ -16,8 +16,9 @@
 //! | `dequantise` | very many rows of bf16, any quantised weight: makes it bf16 for cuBLASLt, or for `many` | tensor cores |
 //! | `generic` | everything else: odd alignments, f32 weights, mixed dtypes, many rows of experts elsewhere | |
 //!
-//! `integer_products.h` has the exact integer products of `codes` and `bulk`; `warp_tiling.rs` what the launches of
-//! `rows`, `codes` and `blocks` have in common; `block_codes.h` unpacks what `blocks` reads.
+//! `out_parts` says where the results of several matrices are; `integer_products.h` has the exact integer products of
+//! `codes` and `bulk`; `warp_tiling.rs` what the launches of `rows`, `codes` and `blocks` have in common;
+//! `block_codes.h` unpacks what `blocks` reads.
 
 mod batch;
 mod blocks;
@@ -27,6 +28,7 @@ mod dequantise;
 mod gating;
 mod generic;
 mod many;
+mod out_parts;
 mod route;
 mod rows;
 mod stream;

@@ -28,6 +28,13 @@ const PER_WARP: usize = 4;
 const STAGES: usize = 6;
 const FEWEST_STAGES: usize = 2;
 
+/// The most stages for which there is room, for a block of so many stages in all, and the shared memory that it then
+/// has. None if there is too little.
+pub(super) fn most_stages(items: usize, limits: &Limits, bytes: impl Fn(usize) -> usize) -> Option<(usize, usize)> {
+    let stages = FEWEST_STAGES.min(items)..=STAGES.min(items);
+    stages.rev().map(|stages| (stages, bytes(stages))).find(|&(_, bytes)| bytes <= limits.threadgroup_bytes)
+}
+
 /// How the work is divided.
 #[derive(Clone, Copy)]
 pub(super) struct StreamTiling {
@@ -48,7 +55,7 @@ impl StreamTiling {
     /// the second half as of the first.
     pub(super) fn new(call: &Call, weight: &Parts, halves: bool, limits: &Limits) -> Option<StreamTiling> {
         let (inputs, outputs) = (call.dims.inputs, call.dims.outputs);
-        let suits = weight.bits == 0 && weight.format == 0 && matches!(weight.dtype, DType::F16 | DType::BF16);
+        let suits = weight.is_dense() && matches!(weight.dtype, DType::F16 | DType::BF16);
         let aligned = weight.aligned && aligned16(&call.x, inputs) && inputs.is_multiple_of(8) && inputs > 0;
         if !limits.clusters || call.rows != 1 || call.experts.is_some() || !suits || !aligned || outputs == 0 {
             return None;
@@ -63,11 +70,9 @@ impl StreamTiling {
         let fits = |&per_warp: &usize| WARPS * per_warp * row <= STAGE && WARPS * per_warp <= per_block;
         let per_warp = [PER_WARP, 2].into_iter().find(fits).unwrap_or(least);
         let items = per_block.div_ceil(WARPS * per_warp) * inputs.div_ceil(segment);
-        let of = |stages| {
-            let bytes = stages * (WARPS * per_warp * row + 16) + inputs.next_multiple_of(PIECE) * 4;
-            (bytes <= limits.threadgroup_bytes).then_some((stages, bytes))
-        };
-        let (stages, bytes) = (FEWEST_STAGES.min(items)..=STAGES.min(items)).rev().find_map(of)?;
+        let (stages, bytes) = most_stages(items, limits, |stages| {
+            stages * (WARPS * per_warp * row + 16) + inputs.next_multiple_of(PIECE) * 4
+        })?;
         let beside = blocks_per_multiprocessor(bytes, limits).clamp(1, 2);
         Some(StreamTiling { per_warp, segment, stages, blocks, beside, bytes })
     }

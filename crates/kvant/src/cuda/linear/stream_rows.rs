@@ -1,6 +1,10 @@
 //! Products of a dense 16-bit weight with few rows, by bulk copies and on tensor cores.
 
-use super::{LinearParams, aligned16};
+use super::{
+    LinearParams, aligned16,
+    out_parts::{self, MOST_PARTS},
+    stream::most_stages,
+};
 use crate::cuda::{affine::Parts, headers};
 use crate::{
     DType, Result,
@@ -37,14 +41,9 @@ const STEP: usize = 32 * WARPS;
 /// gives registers to the others. That needs an architecture's own instructions, as products of warpgroups do.
 const MOST_INPUTS: usize = 40 * STEP;
 const FEW_INPUTS: usize = 20 * STEP;
-/// Bytes of a stage, at most, the padding of an output in it, and the most stages.
+/// Bytes of a stage, at most, and the padding of an output in it.
 const STAGE: usize = 42 << 10;
 const PADDING: usize = 64;
-const STAGES: usize = 6;
-/// The fewest stages of a block that has more to do.
-const FEWEST_STAGES: usize = 2;
-/// The most matrices whose results follow each other.
-const MOST_PARTS: usize = 3;
 
 /// How the work is divided.
 #[derive(Clone, Copy)]
@@ -61,12 +60,12 @@ impl StreamRowsTiling {
     /// None if the kernel does not take the product on this device.
     pub(super) fn new(call: &Call, weight: &Parts, limits: &Limits) -> Option<StreamRowsTiling> {
         let (inputs, outputs) = (call.dims.inputs, call.dims.outputs);
-        let is_16_bit = weight.bits == 0 && weight.format == 0 && matches!(weight.dtype, DType::F16 | DType::BF16);
         let most = if limits.warpgroup_products { MOST_INPUTS } else { FEW_INPUTS };
         let takes = limits.clusters
             && (2..=ROWS).contains(&call.rows)
             && call.experts.is_none()
-            && is_16_bit
+            && weight.is_dense()
+            && matches!(weight.dtype, DType::F16 | DType::BF16)
             && call.x.dtype() == weight.dtype
             && weight.aligned
             && aligned16(&call.x, inputs)
@@ -82,11 +81,9 @@ impl StreamRowsTiling {
         let segments = (1..=inputs / STEP).find(divides)?;
         let blocks = outputs.min(limits.busy_groups);
         let items = outputs.div_ceil(blocks).div_ceil(TILE) * segments;
-        let of = |stages| {
-            let bytes = stages * (stage(segments) + 16) + 2 * WARPS * TILE * ROWS * size_of::<f32>();
-            (bytes <= limits.threadgroup_bytes).then_some((stages, bytes))
-        };
-        let (stages, bytes) = (FEWEST_STAGES.min(items)..=STAGES.min(items)).rev().find_map(of)?;
+        let (stages, bytes) = most_stages(items, limits, |stages| {
+            stages * (stage(segments) + 16) + 2 * WARPS * TILE * ROWS * size_of::<f32>()
+        })?;
         Some(StreamRowsTiling { segment: inputs / segments, stages, blocks, bytes })
     }
 
@@ -98,13 +95,9 @@ impl StreamRowsTiling {
         weight: &Parts,
         params: &LinearParams,
     ) -> Result<Launch> {
-        // The first output of a part, or behind the last one.
-        let begin = |part: usize| {
-            let outputs = if part < call.parts.len() { call.parts[..part].iter().sum() } else { call.dims.outputs };
-            Launch::uint(NAME, "weight", outputs)
-        };
+        let [second, third] = out_parts::begins(call)?;
         let &LinearParams { rows, outputs, inputs, alpha, .. } = params;
-        let params = LinearStreamRowsParams { rows, outputs, alpha, second: begin(1)?, third: begin(2)? };
+        let params = LinearStreamRowsParams { rows, outputs, alpha, second, third };
         let has_many = call.dims.inputs > FEW_INPUTS;
         // A warpgroup where it gives registers to others.
         let producers = if has_many { 4 } else { 1 };
