@@ -172,6 +172,18 @@ fn attention_compiles_for_gpus_of_little_shared_memory() -> Result<()> {
                 attend(&device, &mut enc, Some("attend_generic"), 99, case, i % 2 == 1)?;
             }
         }
+        let mut pairs = [3, 2, 5, 4, 8, 6].map(|k| (k, k)).to_vec();
+        pairs.extend([(8, 4), (2, 8), (3, 5), (4, 6), (6, 3)]);
+        for (i, (k, v)) in pairs.into_iter().enumerate() {
+            for head_dim in [128, 256, 512] {
+                let case = (head_dim, tq(k), tq(v), bf16, bf16, 1 + i % 8, 1);
+                attend(&device, &mut enc, Some("attend_quantised"), 9999, case, i % 3 == 1)?;
+            }
+        }
+        for head_dim in [128, 512] {
+            let case = (head_dim, Codec::tq_centred(8), Codec::tq_centred(4), bf16, bf16, 4, 1);
+            attend_over_pages(&device, &mut enc, ("attend_quantised", 9999, None, case), 64, None)?;
+        }
         if model == Model::Rtx5090 {
             // In clusters.
             attend(&device, &mut enc, None, 9999, (128, Codec::BF16, Codec::BF16, bf16, bf16, 4, 1), false)?;

@@ -19,6 +19,10 @@
 //     half of it each. The bits of the byte above the code are arbitrary: every entry is stored four times (5 bits:
 //     eight).
 //   8 bits: likewise.
+//
+// Compact tables (COMPACT_COPIES is 8, 16 or 32, otherwise 0), for GPUs with little shared memory: entries have so many
+// copies and follow one another, each is stored once, and a table begins at a multiple of its size. An address takes
+// two instructions: a shift, and a choice of bits. With 16 copies two lanes may meet in a bank, with 8 four.
 #ifndef KVANT_CUDA_ATTEND_CODES_H
 #define KVANT_CUDA_ATTEND_CODES_H
 #include "codec/planes.h"
@@ -58,9 +62,19 @@ inline uint choose(uint mask, uint a, uint b) {
 
 // ------------------------------------------------------------------------------------------------------------- tables
 
+constexpr bool COMPACT = COMPACT_COPIES > 0;
+static_assert(!COMPACT || !FIVES_IN_PAIRS, "attend: compact tables of 5 bits have single codes");
+
 template <uint CODEC>
 struct Table {
-    static constexpr uint BYTES = CODEC == TQ5 && FIVES_IN_PAIRS ? 128 << 10 : 64 << 10;
+    // Bytes of a word's copies.
+    static constexpr uint WORD = COMPACT ? COMPACT_COPIES * 4 : 128;
+    // Compact: words of an entry, and the bits of a byte that say which entry it is.
+    static constexpr uint WORDS = CODEC == TQ4 ? 1 : 2;
+    static constexpr uint FIELD = CODEC == TQ5 ? 5 : CODEC == TQ6 ? 6 : 8;
+    static constexpr uint BYTES = COMPACT                          ? (WORDS * WORD) << FIELD
+                                  : CODEC == TQ5 && FIVES_IN_PAIRS ? 128 << 10
+                                                                   : 64 << 10;
     // The factor of centroids: among thousands of numbers from 1 to 2, that with the least error of rounding to f16.
     // Of a vector's square the error is 5.3e-11, 1.5e-9, 6.7e-9, 1.4e-8, 2.9e-8 for 3, 4, 5, 6, 8 bits; with 1, 2.5e-8
     // to 4.7e-8. At 2 bits it is 2.9e-11, the least for which all centroids have the same lower byte.
@@ -101,18 +115,27 @@ struct Table {
 
     // A thread has every `threads`-th entry, and begins somewhere in it, lest threads meet in a bank.
     static void fill(uchar *table, uint thread, uint threads) {
-#pragma unroll 2
-        for (uint at = thread * PITCH; at < BYTES; at += threads * PITCH) {
-            const uint x = entry(at);
-#pragma unroll
-            for (uint i = 0; i < 8; i++) {
-                *reinterpret_cast<uint4 *>(table + at + (thread + i) % 8 * 16) = make_uint4(x, x, x, x);
+        if constexpr (COMPACT) {
+#pragma unroll 1
+            for (uint i = thread; i < WORDS << FIELD; i += threads) {
+                fill_copies(table + i * WORD, entry(i / WORDS << 8 | i % WORDS << 7), thread);
             }
+        } else {
+#pragma unroll 2
+            for (uint at = thread * PITCH; at < BYTES; at += threads * PITCH) {
+                fill_copies(table + at, entry(at), thread);
+            }
+        }
+    }
+    static void fill_copies(uchar *to, uint word, uint thread) {
+#pragma unroll
+        for (uint i = 0; i < WORD / 16; i++) {
+            *reinterpret_cast<uint4 *>(to + (thread + i) % (WORD / 16) * 16) = make_uint4(word, word, word, word);
         }
     }
 };
 
-// Lookups of a lane in a table, which begins AT bytes after a multiple of 64 KiB.
+// Lookups of a lane in a table, which begins AT bytes after a multiple of 64 KiB, or, if it is compact, of its size.
 template <uint CODEC, uint AT = 0>
 struct Lookup {
     // The address of the lane's column of the table, less AT.
@@ -121,7 +144,8 @@ struct Lookup {
     uint window;
 
     Lookup(const uchar *table)
-        : column(shared_address(table) - AT + threadIdx.x % 32 * 4), window(shared_address(memory) & 0xFF000000) {}
+        : column(shared_address(table) - AT + threadIdx.x % (COMPACT ? COMPACT_COPIES : 32) * 4),
+          window(shared_address(memory) & 0xFF000000) {}
 
     template <uint OFFSET = 0>
     static uint word(uint address) {
@@ -129,9 +153,16 @@ struct Lookup {
         asm("ld.shared.u32 %0, [%1 + %2];" : "=r"(x) : "r"(address), "n"(AT + OFFSET));
         return x;
     }
-    // The entry of byte `i` of a word.
-    template <uint OFFSET = 0>
+    // The entry of byte `i` of a word: its first word, or its second.
+    template <bool SECOND = false>
     uint entry(uint codes, uint i) const {
+        using Entries = Table<CODEC>;
+        constexpr uint OFFSET = SECOND ? Entries::WORD : 0;
+        if constexpr (COMPACT) {
+            constexpr uint SHIFT = (COMPACT_COPIES == 32 ? 7 : COMPACT_COPIES == 16 ? 6 : 5) + Entries::WORDS - 1;
+            constexpr uint MASK = ((1 << Entries::FIELD) - 1) << SHIFT;
+            return word<OFFSET>(choose(MASK, 8 * i < SHIFT ? codes << (SHIFT - 8 * i) : codes >> (8 * i - SHIFT), column));
+        }
         return word<OFFSET>(permute(codes, column, 0x7604 | i << 4));
     }
     // Not in pairs: the code in byte `i`, as the first of a pair whose other is 0, or as the second.
@@ -139,7 +170,7 @@ struct Lookup {
         return entry(codes, i);
     }
     uint high(uint codes, uint i) const {
-        return entry<128>(codes, i);
+        return entry<true>(codes, i);
     }
     // 5 bits: the upper bits of the nibbles of bytes `i` of two words, from the lower half of `high`, where two words
     // have 16 bits; in place for `pair`.
@@ -169,7 +200,7 @@ struct Lookup {
 #pragma unroll
             for (uint i = 0; i < 4; i++) {
                 if (i < EXPANDED_BYTES) {
-                    expand(entry<128>(codes, i), pairs, i);
+                    expand(entry<true>(codes, i), pairs, i);
                 } else {
                     pairs[2 * i] = entry(codes, i);
                     pairs[2 * i + 1] = entry(codes >> 4, i);
@@ -182,7 +213,7 @@ struct Lookup {
 #pragma unroll
             for (uint i = 0; i < 4; i++) {
                 pairs[2 * i] = entry(even, i);
-                pairs[2 * i + 1] = entry<128>(odd, i);
+                pairs[2 * i + 1] = entry<true>(odd, i);
             }
         }
     }

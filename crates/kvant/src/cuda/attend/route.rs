@@ -190,7 +190,9 @@ impl CudaAttendKernel {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{CacheLayer, Device, HeadOrder, KvLayer, KvPool, LayerSpec, PoolSpec, Step, StepSize, Tensor};
+    use crate::{
+        CacheLayer, Device, HeadOrder, KvLayer, KvPool, LayerSpec, PoolSpec, Step, StepSize, Tensor, codec::BITS,
+    };
 
     const H200: Limits = Limits {
         threads: 1024,
@@ -272,23 +274,45 @@ mod tests {
         let cases = [
             (LLAMA_3_70B,    bf16, 8192, ["attend_decode",          "attend_decode",    "attend_decode"]),
             (LLAMA_3_70B,    bf16, 1024, ["attend_short",           "attend_decode",    "attend_decode"]),
-            (LLAMA_3_70B,    tq4,  8192, ["attend_quantised",       "attend_quantised", "attend_generic"]),
-            (LLAMA_3_70B,    tq4,  1024, ["attend_short_quantised", "attend_quantised", "attend_generic"]),
+            (LLAMA_3_70B,    tq4,  8192, ["attend_quantised",       "attend_quantised", "attend_quantised"]),
+            (LLAMA_3_70B,    tq4,  1024, ["attend_short_quantised", "attend_quantised", "attend_quantised"]),
             (LLAMA_3_8B,     bf16, 8192, ["attend_decode",          "attend_decode",    "attend_decode"]),
             (LLAMA_3_8B,     bf16, 1024, ["attend_short",           "attend_decode",    "attend_decode"]),
             (QWEN_3_30B_A3B, bf16, 8192, ["attend_decode",          "attend_decode",    "attend_decode"]),
             (MISTRAL_LARGE,  bf16, 8192, ["attend_decode",          "attend_decode",    "attend_decode"]),
             (QWEN_3_235B,    bf16, 1024, ["attend_short",           "attend_decode",    "attend_decode"]),
-            (QWEN_3_235B,    tq4,  8192, ["attend_quantised",       "attend_quantised", "attend_generic"]),
+            (QWEN_3_235B,    tq4,  8192, ["attend_quantised",       "attend_quantised", "attend_quantised"]),
             (PHI_3_MINI,     bf16, 1024, ["attend_generic",         "attend_generic",   "attend_generic"]),
             (GEMMA_3_27B,    bf16, 1024, ["attend_decode",          "attend_decode",    "attend_decode"]),
             (GEMMA_3_4B,     bf16, 1024, ["attend_short",           "attend_decode",    "attend_decode"]),
-            (GEMMA_3_4B,     tq8,  8192, ["attend_quantised",       "attend_quantised", "attend_generic"]),
+            (GEMMA_3_4B,     tq8,  8192, ["attend_quantised",       "attend_quantised", "attend_quantised"]),
         ];
         for (heads, codec, capacity, want) in cases {
             let got = [H200, A100, RTX_4090].map(|limits| kernel(heads, codec, capacity, 1, true, &limits));
             let Heads(q, kv, dim) = heads;
             assert_eq!(got, want, "{q} heads, {kv} KV heads, D {dim}, {codec}, {capacity} keys");
+        }
+    }
+
+    /// No pair of codecs lacks the memory for its tables, on any GPU.
+    #[test]
+    fn decode_of_all_codecs() {
+        for limits in [H200, A100, RTX_4090] {
+            for (k, v) in BITS.into_iter().flat_map(|k| BITS.map(|v| (k, v))) {
+                for head_dim in [128, 256, 512] {
+                    let device = Device::reference();
+                    let spec = LayerSpec::new(8, head_dim, 8192, Codec::tq(k)).v(Codec::tq(v));
+                    let (layer, step) =
+                        (KvLayer::new(&device, spec).unwrap(), Step::new(&device, 1, &[(0, 0)]).unwrap());
+                    let call = call(layer, step, 32, DType::BF16).unwrap();
+                    let name = select(&call, &limits).unwrap().name();
+                    assert_eq!(
+                        name, "attend_quantised",
+                        "{k} and {v} bits, D {head_dim}, {}",
+                        limits.threadgroup_bytes
+                    );
+                }
+            }
         }
     }
 

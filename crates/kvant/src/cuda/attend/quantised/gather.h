@@ -10,7 +10,7 @@
 constexpr uint MAX_GATHERED = MAX_MERGE * ROWS;
 // Threads with every SIDES-th part of the same four coordinates.
 constexpr uint SIDES = THREADS / ROW_QUADS;
-static_assert(SIDES > 0 && SIDES * ROW_QUADS * 16 <= SUMS_BYTES, "attend: room for the sums of the sides");
+static_assert(!GATHER || (SIDES > 0 && SIDES * ROW_QUADS * 16 <= SUMS_BYTES), "attend: room for the sums of the sides");
 
 // Merges a row of all parts, always in the same order, into the first row of the state.
 inline void merge_row(const AttendParams &p, const Partials &from, const State &state, const ItemPart &part_of_item, uint r) {

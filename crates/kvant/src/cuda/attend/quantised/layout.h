@@ -22,8 +22,17 @@ constexpr uint STEP = HAS_MEANS ? KEYS : TEAMS * KEYS;
 // Weights are scaled up, so that small ones keep their bits.
 constexpr float WEIGHT_SCALE = 16384;
 
-// Shared memory, in bytes: tables lie at multiples of 64 KiB, the rest comes before the first.
+// Shared memory, in bytes: tables begin at address TABLES_AT, the rest is before and after them. Of compact ones the
+// larger is last, so that each begins at a multiple of its size.
 constexpr bool ONE_TABLE = K_CODEC == V_CODEC;
+constexpr uint K_TABLE = Table<K_CODEC>::BYTES, V_TABLE = ONE_TABLE ? 0 : Table<V_CODEC>::BYTES;
+constexpr uint TABLES = K_TABLE + V_TABLE;
+constexpr bool V_FIRST = COMPACT && !ONE_TABLE && V_TABLE < K_TABLE;
+constexpr uint AT_K_TABLE = TABLES_AT + (V_FIRST ? V_TABLE : 0);
+constexpr uint AT_V_TABLE = TABLES_AT + (V_FIRST || ONE_TABLE ? 0 : K_TABLE);
+static_assert(!COMPACT || (AT_K_TABLE % K_TABLE == 0 && AT_V_TABLE % Table<V_CODEC>::BYTES == 0),
+              "attend: a compact table begins at a multiple of its size");
+static_assert(COMPACT || TABLES_AT % (64 << 10) == 0, "attend: other tables begin at multiples of 64 KiB");
 constexpr uint AT_QUERIES = 0;
 constexpr uint AT_PARTS = AT_QUERIES + ROWS * HEAD_DIM * 2;
 // m and l of the rows of each warp.
@@ -40,7 +49,7 @@ constexpr uint AT_SCORES = (AT_PREFIX + (MAX_SHARED_ITEMS + 8) * 4 + 127) / 128 
 constexpr uint AT_OUTPUT = AT_SCORES + (TEAM > 1 ? 2 * WARPS * 512 : 0);
 constexpr uint AT_SUMS = AT_OUTPUT + ROWS * HEAD_DIM * 4;
 // The hardware reserves the first 1024 bytes, or none.
-constexpr uint AT_END = 63 << 10;
+constexpr uint AT_END = TABLES_AT - (1 << 10);
 // Each warp's codes and norms of a group: of some warps before the tables, where the output and the sums will be, of
 // the others after them.
 constexpr uint AT_BOX_NORMS = KEYS * (KeyCodes::LOW_PITCH + KeyCodes::HIGH_PITCH);
@@ -53,10 +62,9 @@ constexpr uint AT_MEAN_PRODUCTS = CHUNK + 16;
 constexpr uint MEAN_PITCH = AT_MEAN_PRODUCTS + ROWS * 4;
 constexpr uint BOX = AT_BOX_MEANS + (HAS_MEANS ? LOT * MEAN_PITCH : 0);
 constexpr uint BOXES_BEFORE = (AT_END - AT_OUTPUT) / BOX < WARPS ? (AT_END - AT_OUTPUT) / BOX : WARPS;
-constexpr uint TABLES = Table<K_CODEC>::BYTES + (ONE_TABLE ? 0 : Table<V_CODEC>::BYTES);
 constexpr uint BYTES_BEFORE = AT_END - AT_SUMS;
-constexpr uint BYTES_AFTER = SHARED_BYTES - (64 << 10) - TABLES;
-static_assert(AT_SUMS < AT_END && (64 << 10) + TABLES + (WARPS - BOXES_BEFORE) * BOX <= SHARED_BYTES, "attend: shared memory");
+constexpr uint BYTES_AFTER = SHARED_BYTES - TABLES_AT - TABLES;
+static_assert(AT_SUMS < AT_END && TABLES_AT + TABLES + (WARPS - BOXES_BEFORE) * BOX <= SHARED_BYTES, "attend: shared memory");
 constexpr bool SUMS_AFTER = BYTES_AFTER > BYTES_BEFORE;
 constexpr uint SUMS_BYTES = SUMS_AFTER ? BYTES_AFTER : BYTES_BEFORE;
 // So many products of all warps are merged at a time.
@@ -72,16 +80,21 @@ inline T *shared_at(uint at) {
     return reinterpret_cast<T *>(memory + at);
 }
 
+// Shared memory by its address within the block's.
+inline uchar *shared_from(uint address) {
+    return memory + (address - shared_address(memory) % (1 << 24));
+}
+
 inline uchar *k_table() {
-    return memory + ((64 << 10) - shared_address(memory) % (1 << 24));
+    return shared_from(AT_K_TABLE);
 }
 
 inline uchar *v_table() {
-    return k_table() + (ONE_TABLE ? 0 : Table<K_CODEC>::BYTES);
+    return shared_from(AT_V_TABLE);
 }
 
 inline uchar *after_tables() {
-    return k_table() + TABLES;
+    return shared_from(TABLES_AT + TABLES);
 }
 
 inline uchar *box_of(uint warp) {

@@ -32,10 +32,12 @@ const TILE: usize = 64;
 const END_TILES: usize = 10;
 /// Contexts that one cluster reads fast enough.
 const CLUSTER_TILES: usize = 2048 / TILE + 1;
-/// The tables begin here at the latest; everything before them fits below, with the kilobyte that the hardware
-/// reserves.
-const TABLES_AT: usize = 64 << 10;
+/// The address where wide tables begin. Before tables there is room for everything else but this kilobyte, which the
+/// hardware may reserve.
+const WIDE_TABLES_AT: usize = 64 << 10;
 const RESERVED_BYTES: usize = 1 << 10;
+/// Copies of an entry of a compact table.
+const COPIES: [usize; 3] = [32, 16, 8];
 /// Pages whose means a warp has at a time.
 const LOT: usize = 8;
 /// `MAX_MERGE` of `work.h`.
@@ -66,13 +68,42 @@ impl QuantisedTuning {
     }
 }
 
+/// How tables of centroids lie in shared memory: `codes.h` describes them.
+#[derive(Clone, Copy)]
+enum TableLayout {
+    /// An address takes one instruction.
+    Wide { fives_in_pairs: bool },
+    /// A half or a quarter of the bytes, with so many copies of every entry; an address takes two instructions.
+    Compact { copies: usize },
+}
+
+impl TableLayout {
+    /// The faster one first.
+    const WIDE: [TableLayout; 2] =
+        [TableLayout::Wide { fives_in_pairs: true }, TableLayout::Wide { fives_in_pairs: false }];
+
+    /// Bytes of both tables, and the address where they begin, in so many bytes of shared memory.
+    fn place(self, bits: [u32; 2], shared_bytes: usize) -> Option<(usize, usize)> {
+        match self {
+            TableLayout::Wide { fives_in_pairs } => Some((table_bytes(bits, fives_in_pairs), WIDE_TABLES_AT)),
+            TableLayout::Compact { copies } => {
+                let [k, v] = bits.map(|bits| compact_table_bytes(bits, copies));
+                let bytes = if bits[0] == bits[1] { k } else { k + v };
+                // A table begins at a multiple of its size, so the end is at one of the larger.
+                let larger = k.max(v);
+                Some((bytes, (shared_bytes / larger * larger).checked_sub(bytes)?))
+            }
+        }
+    }
+}
+
 /// How the work is divided among blocks.
 pub(super) struct AttendQuantised {
     heads: HeadShares,
     warps: usize,
     queries_held: u32,
-    /// Faster, with a table for 5 bits that is twice as long.
-    fives_in_pairs: bool,
+    tables: TableLayout,
+    tables_at: usize,
     shared_bytes: usize,
     /// All blocks run at once, with one part of a work item each, and wait for the other parts.
     gather: bool,
@@ -97,15 +128,18 @@ impl AttendQuantised {
         // All the shared memory there is: the more, the more sums are merged at a time.
         let shared_bytes = limits.threadgroup_bytes;
         let means_bytes = if has_means(call) { LOT * (call.head_dim.min(BLOCK) + 16 + MAX_GROUP * 4) } else { 0 };
-        let fits = |&(fives_in_pairs, warps): &(bool, usize)| {
-            let tables = table_bytes(bits, fives_in_pairs);
+        let fits = |&(tables, warps): &(TableLayout, usize)| {
             fits(call.head_dim, bits, tables, means_bytes, warps, shared_bytes)
         };
-        let choices = [true, false].into_iter().flat_map(|in_pairs| {
-            let halves = 1..=warps / 2;
-            halves.rev().map(move |half| (in_pairs, 2 * half))
+        let at_least = |least: usize| (least / 2..=warps / 2).rev().map(|half| 2 * half);
+        let wide = TableLayout::WIDE.into_iter().flat_map(|tables| at_least(2).map(move |warps| (tables, warps)));
+        // Fewer copies rather than few warps.
+        let compact = [8, 4, 2].into_iter().flat_map(|least| {
+            let all = COPIES.map(|copies| TableLayout::Compact { copies });
+            all.into_iter().flat_map(move |tables| at_least(least).map(move |warps| (tables, warps)))
         });
-        let (fives_in_pairs, warps) = choices.into_iter().find(fits)?;
+        let (tables, warps) = wide.chain(compact).find(fits)?;
+        let (_, tables_at) = tables.place(bits, shared_bytes)?;
         let workers = (busy / cluster).max(1);
         let splits = match call.splits {
             0 if call.tokens > MAX_SHARED_ITEMS || pairs >= 2 * busy || cluster == MAX_CLUSTER => 1,
@@ -119,17 +153,20 @@ impl AttendQuantised {
         } else {
             pairs.saturating_mul(splits)
         };
-        // Worth it where states are long, and blocks that wait for each other fit on the device at once.
+        // Worth it where states are long, and blocks that wait for each other fit on the device at once. A thread has
+        // four coordinates of a row.
         let gather = call.head_dim > 256
             && cluster == 1
             && (2..=MAX_GATHERED).contains(&splits)
+            && 32 * warps >= call.head_dim / 4
             && workers <= limits.busy_groups;
         let blocks = workers * cluster;
         Some(AttendQuantised {
             heads,
             warps,
             queries_held,
-            fives_in_pairs,
+            tables,
+            tables_at,
             shared_bytes,
             gather,
             cluster,
@@ -151,6 +188,10 @@ impl AttendQuantised {
     pub(super) fn launch(&self, name: &'static str, call: &Call, b: &Builder) -> Result<Launch> {
         let spec = call.layer.spec();
         let params = params(call, self.heads, self.heads.group, call.tokens, self.splits)?;
+        let (fives_in_pairs, copies) = match self.tables {
+            TableLayout::Wide { fives_in_pairs } => (fives_in_pairs, 0),
+            TableLayout::Compact { copies } => (false, copies),
+        };
         let launch = Launch::new(NAME, &SOURCE, name)
             .constant("HEAD_DIM", call.head_dim as u32)
             .constant("Q_DTYPE", call.q.dtype())
@@ -161,7 +202,9 @@ impl AttendQuantised {
             .constant("V_CENTRED", spec.v.is_centred())
             .constant("WARPS", self.warps as u32)
             .constant("QUERIES_HELD", self.queries_held)
-            .constant("FIVES_IN_PAIRS", self.fives_in_pairs)
+            .constant("FIVES_IN_PAIRS", fives_in_pairs)
+            .constant("COMPACT_COPIES", copies as u32)
+            .constant("TABLES_AT", self.tables_at as u32)
             .constant("GATHER", self.gather)
             .constant("TILE", TILE as u32)
             .constant("END_TILES", END_TILES as u32)
@@ -196,11 +239,19 @@ fn has_means(call: &Call) -> bool {
     spec.k.is_centred() || spec.v.is_centred()
 }
 
-/// Whether everything fits into so many bytes of shared memory, with those of the tables, and with `means_bytes` for
+/// Whether everything fits into so many bytes of shared memory, with tables in this layout and with `means_bytes` for
 /// each warp: the sums that `layout.h` computes.
-fn fits(head_dim: usize, bits: [u32; 2], tables: usize, means_bytes: usize, warps: usize, shared_bytes: usize) -> bool {
-    let before = (TABLES_AT - RESERVED_BYTES).checked_sub(small_bytes(head_dim, warps));
-    let after = shared_bytes.checked_sub(TABLES_AT + tables);
+fn fits(
+    head_dim: usize,
+    bits: [u32; 2],
+    tables: TableLayout,
+    means_bytes: usize,
+    warps: usize,
+    shared_bytes: usize,
+) -> bool {
+    let Some((table_bytes, tables_at)) = tables.place(bits, shared_bytes) else { return false };
+    let before = tables_at.checked_sub(RESERVED_BYTES + small_bytes(head_dim, warps));
+    let after = shared_bytes.checked_sub(tables_at + table_bytes);
     let (Some(before), Some(after)) = (before, after) else { return false };
     let Some(sums_before) = before.checked_sub(MAX_GROUP * head_dim * 4) else { return false };
     // Codes and norms of a group of keys for each warp, and means: as many as fit before the tables, the others after
@@ -217,6 +268,13 @@ fn fits(head_dim: usize, bits: [u32; 2], tables: usize, means_bytes: usize, warp
 pub(super) fn table_bytes([k, v]: [u32; 2], fives_in_pairs: bool) -> usize {
     let table = |bits| if bits == 5 && fives_in_pairs { 128 << 10 } else { 64 << 10 };
     table(k) + if k == v { 0 } else { table(v) }
+}
+
+/// Bytes of a compact table: `Table` of `codes.h`.
+fn compact_table_bytes(bits: u32, copies: usize) -> usize {
+    let words = if bits == 4 { 1 } else { 2 };
+    let entries = if matches!(bits, 5 | 6) { 1 << bits } else { 256 };
+    entries * words * copies * 4
 }
 
 /// Bits of a code in the plane `low`.

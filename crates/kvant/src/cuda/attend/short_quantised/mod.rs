@@ -80,6 +80,7 @@ impl AttendShortQuantised {
             .constant("K_CENTRED", spec.k.is_centred())
             .constant("V_CENTRED", spec.v.is_centred())
             .constant("FIVES_IN_PAIRS", self.fives_in_pairs)
+            .constant("COMPACT_COPIES", 0)
             .constant("GROUP", self.heads.group as u32)
             .constant("TILE", WARP_KEYS as u32)
             .constant("WARPS", WARPS as u32)

@@ -1,6 +1,7 @@
 //! A CUDA device that runs kernels on this machine's CPU, compiled by clang: those without PTX for clusters, bulk
 //! copies and products of warpgroups. `language.h` is what they use of CUDA C++, and of PTX ([`PTX`]); `runtime.cpp`
-//! runs a block's threads as fibers. `KVANT_TEST_DEVICE=cuda-host` selects it.
+//! runs a block's threads as fibers. `KVANT_TEST_DEVICE=cuda-host` selects it, and `KVANT_CUDA_LIKE` as on a GPU the
+//! shared memory of another.
 //!
 //! Other kernels do not compile here: their launches fail with the compiler's first message.
 
@@ -73,7 +74,11 @@ impl Executor for CudaHost {
     fn limits(&self) -> Limits {
         Limits {
             threads: 1024,
-            threadgroup_bytes: 227 << 10,
+            threadgroup_bytes: match std::env::var("KVANT_CUDA_LIKE").as_deref() {
+                Ok("sm_80") => 163 << 10,
+                Ok("sm_89") => 99 << 10,
+                _ => 227 << 10,
+            },
             // Kernels whose blocks wait for each other have one: blocks run one after the other.
             busy_groups: 1,
             warpgroup_products: false,
