@@ -61,6 +61,7 @@ pub(super) static ALL: &[Header] = headers![
     "device/reduce.h",
     "device/ring_cursor.h",
     "device/vectors.h",
+    "device/warp_products.h",
     "device/wgmma.h",
     "kv_write/page_lanes.h",
     "kv_write/page_sums.h",

@@ -131,6 +131,16 @@ inline uint4 load_matrices(uint from) {
     return w;
 }
 
+// The same, of each matrix the transpose: lane 4g + t gets column g of the rows 2t and 2t + 1.
+inline uint4 load_matrices_transposed(uint from) {
+    uint4 w;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w)
+                 : "r"(from)
+                 : "memory");
+    return w;
+}
+
 // Copies BYTES (4, 8 or 16) to shared memory asynchronously, of which `bytes` are read and the rest are zeros.
 template <uint BYTES>
 inline void copy_async_part(uint to, const uchar *from, uint bytes) {

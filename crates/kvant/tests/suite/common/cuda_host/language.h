@@ -281,6 +281,29 @@ inline unsigned kvant_transpose8(unsigned pair) {
     return low | (lanes.of((2 * t + 1) * 4 + g / 2, 0) >> shift & 0xFFFF) << 16;
 }
 
+// Of four matrices, whose rows are where lanes say, the words that device/fragments.h describes.
+inline uint4 kvant_load_matrices(unsigned from) {
+    const KvantLanes<unsigned> rows(from);
+    const unsigned g = kvant_lane() / 4, t = kvant_lane() % 4;
+    unsigned words[4];
+    for (unsigned i = 0; i < 4; i++) {
+        kvant_load(rows.of(8 * i + g, 0) + 4 * t, words[i]);
+    }
+    return {words[0], words[1], words[2], words[3]};
+}
+inline uint4 kvant_load_matrices_transposed(unsigned from) {
+    const KvantLanes<unsigned> rows(from);
+    const unsigned g = kvant_lane() / 4, t = kvant_lane() % 4;
+    unsigned words[4];
+    for (unsigned i = 0; i < 4; i++) {
+        unsigned short low, high;
+        kvant_load(rows.of(8 * i + 2 * t, 0) + 2 * g, low);
+        kvant_load(rows.of(8 * i + 2 * t + 1, 0) + 2 * g, high);
+        words[i] = low | unsigned(high) << 16;
+    }
+    return {words[0], words[1], words[2], words[3]};
+}
+
 // Calls a kernel with the arguments that `args` points to.
 template <unsigned... I> struct KvantIndices {};
 template <typename T, T... I> struct KvantSequence { using indices = KvantIndices<I...>; };

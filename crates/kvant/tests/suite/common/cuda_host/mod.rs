@@ -169,7 +169,7 @@ fn run(launch: &Launch) -> Result<()> {
 
 /// What the kernels use of PTX, by a part of the statement, and what it does here. Asynchronous copies are complete at
 /// once.
-const PTX: [(&str, &str); 35] = [
+const PTX: [(&str, &str); 37] = [
     ("mad.wide.u32 %0", "row = first + (unsigned long)slot * (row_slot * BYTES);"),
     ("prmt.b32 %0", "out = __byte_perm(a, b, which);"),
     ("lop3.b32 %0, %1, %2, %3, 0xCA", "out = (mask & a) | (~mask & b);"),
@@ -202,6 +202,8 @@ const PTX: [(&str, &str); 35] = [
     ("%9}, {%10, %10, %10, %10};", "kvant_mma_alone<kvant_of_bf16>(d, a, b);"),
     ("mma.sync.aligned.m16n8k16.row.col.f32.f16", "kvant_mma<kvant_of_half>(c, a, b);"),
     ("mma.sync.aligned.m16n8k16.row.col.f32.bf16", "kvant_mma<kvant_of_bf16>(c, a, b);"),
+    ("ldmatrix.sync.aligned.m8n8.x4.shared.b16", "w = kvant_load_matrices(from);"),
+    ("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16", "w = kvant_load_matrices_transposed(from);"),
     ("movmatrix.sync.aligned.m8n8.trans.b16", "out = kvant_transpose8(pair);"),
     ("ex2.approx.ftz.f32 %0", "y = exp2f(x);"),
     ("cp.async.cg.shared.global [%0], [%1], 16", "kvant_copy(to, from, 16, bytes);"),

@@ -1,0 +1,73 @@
+// The functions of wgmma.h for GPUs without wgmma: the same products over the same layouts, by instructions of warps
+// (mma.sync). A warpgroup's warps have 16 rows of the result each. Products are done when a function returns, so there
+// is nothing to wait for.
+#ifndef KVANT_CUDA_DEVICE_WARP_PRODUCTS_H
+#define KVANT_CUDA_DEVICE_WARP_PRODUCTS_H
+#include "device/fragments.h"
+
+// Names a matrix that begins at `address`, as in wgmma.h: both count units of 16 bytes.
+inline ulong matrix(uint address, uint block) {
+    return ulong(address >> 4) | ulong(block >> 4) << 32;
+}
+
+inline void products_begin() {}
+inline void products_commit() {}
+template <uint PENDING>
+inline void products_wait() {}
+template <uint N>
+inline void hold(float (&)[N]) {}
+template <uint N>
+inline void hold(uint (&)[N][4]) {}
+
+// The address of row `r` of a matrix, `unit` units of 16 bytes after its beginning.
+inline uint unit_of_row(ulong matrix, uint r, uint unit) {
+    const uint at = uint(matrix) + unit;
+    return ((at & ~7u) + r * 8 + (at % 8 ^ r % 8)) * 16;
+}
+
+// The columns 8 j to 8 j + 7 of d, of N / 4 such.
+template <uint N>
+inline float (&eight_columns(float (&d)[N], uint j))[4] {
+    return reinterpret_cast<float(&)[4]>(d[4 * j]);
+}
+
+// d = a * b, or d += a * b if `add`; columns of b are rows in shared memory, 2 N of them.
+template <bool HALF, uint N>
+inline void multiply(float (&d)[N], const uint (&a)[4], ulong b, bool add) {
+    static_assert(N % 8 == 0, "products: 16 columns at a time");
+    const uint lane = threadIdx.x % 32;
+    if (!add) {
+#pragma unroll
+        for (uint i = 0; i < N; i++) {
+            d[i] = 0;
+        }
+    }
+#pragma unroll
+    for (uint j = 0; j < N / 4; j += 2) {
+        const uint4 w = load_matrices(unit_of_row(b, j * 8 + lane / 16 * 8 + lane % 8, lane / 8 % 2));
+        mma<HALF>(eight_columns(d, j), a, make_uint2(w.x, w.y));
+        mma<HALF>(eight_columns(d, j + 1), a, make_uint2(w.z, w.w));
+    }
+}
+// The same; the warpgroup's 64 rows of a are in shared memory.
+template <bool HALF, uint N>
+inline void multiply(float (&d)[N], ulong a, ulong b, bool add) {
+    const uint lane = threadIdx.x % 32;
+    const uint4 w = load_matrices(unit_of_row(a, threadIdx.x / 32 % 4 * 16 + lane % 16, lane / 16));
+    const uint rows[4] = {w.x, w.y, w.z, w.w};
+    multiply<HALF>(d, rows, b, add);
+}
+// d += a * b, where b's rows are rows in shared memory.
+template <bool HALF, uint N>
+inline void multiply_rows(float (&d)[N], const uint (&a)[4], ulong b) {
+    static_assert(N % 8 == 0, "products: 16 columns at a time");
+    const uint lane = threadIdx.x % 32, block = uint(b >> 32);
+#pragma unroll
+    for (uint j = 0; j < N / 4; j += 2) {
+        const uint4 w = load_matrices_transposed(unit_of_row(b + j / 8 * block, lane % 16, j % 8 + lane / 16));
+        mma<HALF>(eight_columns(d, j), a, make_uint2(w.x, w.y));
+        mma<HALF>(eight_columns(d, j + 1), a, make_uint2(w.z, w.w));
+    }
+}
+
+#endif
