@@ -132,13 +132,19 @@ fn kernels_compile_for_gpus_before_hopper() -> Result<()> {
     }
     block_products(&device, &mut enc, BlockFormat::Q6_K)?;
     float_products(&device, &mut enc, FloatFormat::Mxfp8)?;
-    products(&device, &mut enc, DType::BF16)?;
+    FLOATS.into_iter().try_for_each(|dtype| products(&device, &mut enc, dtype))?;
     write_many(&device, &mut enc, DType::BF16, 256, Codec::tq(4), Codec::tq(8))?;
     enc.commit()?.wait()?;
     let seen = launches.kernels.lock().unwrap();
     println!("{} kernels", seen.len());
-    for part in ["attend_generic.cu/", "attend_decode.cu/", "attend_quantised.cu/", "linear_codes.cu/", "kv_write.cu/"]
-    {
+    for part in [
+        "attend_generic.cu/",
+        "attend_decode.cu/",
+        "attend_quantised.cu/",
+        "linear_codes.cu/",
+        "linear_many.cu/linear_many [",
+        "kv_write.cu/",
+    ] {
         assert!(seen.iter().any(|key| key.starts_with(part)), "no kernel of {part} among {seen:?}");
     }
     let later = [
@@ -147,8 +153,37 @@ fn kernels_compile_for_gpus_before_hopper() -> Result<()> {
         "linear_stream_rows.cu/",
         "(\"CLUSTER\", UInt(8))",
         "(\"BULK\", Bool(true))",
+        "(\"WARPGROUP_PRODUCTS\", Bool(true))",
     ];
     assert!(!seen.iter().any(|key| later.iter().any(|part| key.contains(part))), "{seen:?}");
+    Ok(())
+}
+
+/// Products of many rows by codes and by bf16 weights of experts, without wgmma and with 99 KiB of shared memory.
+#[test]
+fn products_of_many_rows_compile_for_gpus_of_little_shared_memory() -> Result<()> {
+    for model in [Model::Rtx4090, Model::Rtx5090] {
+        let Some((device, launches)) = device(model) else { return Ok(()) };
+        let mut enc = device.encoder()?;
+        let dtypes = if model == Model::Rtx4090 { &FLOATS[..] } else { &FLOATS[2..] };
+        // Enough tiles for those of 128 rows.
+        let (n, k, rows) = (4096, 128, 999);
+        let codes = zeros(&device, DType::U32, &[n, k / 8])?;
+        let scales = zeros(&device, DType::BF16, &[n, k / 64])?;
+        for &dtype in dtypes {
+            products(&device, &mut enc, dtype)?;
+            let (x, out) = (zeros(&device, dtype, &[rows, k])?, zeros(&device, DType::F32, &[rows, n])?);
+            let weight = Affine { codes: &codes, scales: &scales, biases: &scales, bits: 4, group: 64 };
+            ops::linear(&mut enc, &Linear::new(&x, weight, &out))?;
+        }
+        enc.commit()?.wait()?;
+        let seen = launches.kernels.lock().unwrap();
+        println!("{model:?}: {} kernels", seen.len());
+        for rows in [64, 128] {
+            let part = format!("(\"ROWS\", UInt({rows}))");
+            assert!(seen.iter().any(|key| key.starts_with("linear_many.cu/linear_many [") && key.contains(&part)));
+        }
+    }
     Ok(())
 }
 

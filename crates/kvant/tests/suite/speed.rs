@@ -66,6 +66,12 @@ fn products() -> Result<()> {
 
 #[test]
 #[ignore = "a measurement"]
+fn products_of_many_rows() -> Result<()> {
+    linear_many(&device()?)
+}
+
+#[test]
+#[ignore = "a measurement"]
 fn block_products() -> Result<()> {
     linear_blocks(&device()?)
 }
@@ -507,6 +513,34 @@ fn linear(device: &Device) -> Result<()> {
                     };
                     ops::linear(enc, &Linear::new(&x, weight, &out))
                 })?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Many rows that no library multiplies: results of f32, and activations of three dtypes.
+fn linear_many(device: &Device) -> Result<()> {
+    let (n, k) = (4096, 4096);
+    for bits in [0, 4, 6, 8] {
+        let values = random_bits(n * k * bits / 8);
+        let scales = noise(device, DType::BF16, &[n, k / 64])?;
+        let codes = if bits == 0 {
+            noise(device, DType::BF16, &[n, k])?
+        } else {
+            Tensor::from_bytes(device, DType::U32, &[n, k * bits / 32], &values)?
+        };
+        let affine = Affine { codes: &codes, scales: &scales, biases: &scales, bits: bits as u32, group: 64 };
+        let weight = if bits == 0 { Weight::Dense(&codes) } else { Weight::Affine(affine) };
+        for dtype in [DType::BF16, DType::F16, DType::F32] {
+            if bits == 0 && dtype == DType::BF16 {
+                continue;
+            }
+            for rows in [64, 128, 512, 1024, 4096] {
+                let x = noise(device, dtype, &[rows, k])?;
+                let out = Tensor::zeros(device, DType::F32, &[rows, n])?;
+                let name = format!("linear {rows} × {n} × {k}, {dtype}, {bits} bit");
+                line(device, &name, codes.bytes(), 1, |enc, _| ops::linear(enc, &Linear::new(&x, weight, &out)))?;
             }
         }
     }

@@ -26,7 +26,7 @@ static SOURCE: Source = Source {
     layouts: &[DequantiseParams::layout],
 };
 
-/// Rows from which on it pays: where `linear_many` multiplies codes, and elsewhere.
+/// Rows from which on it pays: where `linear_many` multiplies codes by warpgroups, and elsewhere.
 const MANY: [usize; 2] = [1024, 33];
 /// The most bytes of dense matrices at a time.
 const MOST: usize = 1 << 30;
@@ -52,13 +52,15 @@ impl Dense {
             return None;
         }
         if call.experts.is_some() {
-            let many = !takes_codes && *rows > few;
+            // The contract lets weights of experts be rounded where there are products of warpgroups.
+            let many = limits.warpgroup_products && !takes_codes && *rows > few;
             let chunks = ManyChunks::of(call, limits).filter(|_| many)?;
             return Some(Dense::Experts { chunks, at_once: (MOST / bytes).min(dims.experts) });
         }
         let aligned = |tensor: &Tensor| tensor.byte_offset().is_multiple_of(16);
+        let by_warpgroups = takes_codes && limits.warpgroup_products;
         let suits = limits.library_products
-            && *rows >= MANY[usize::from(!takes_codes)]
+            && *rows >= MANY[usize::from(!by_warpgroups)]
             && aligned(x)
             && aligned(out)
             && dims.outputs.is_multiple_of(8);

@@ -1,5 +1,5 @@
-// linear_many: linear (linear_generic.cu) of many rows with one W, affine or (BITS is 0) of bf16, on the tensor cores
-// of whole warpgroups.
+// linear_many: linear (linear_generic.cu) of many rows with one W, affine or (BITS is 0) of bf16, on tensor cores: by
+// products of whole warpgroups (WARPGROUP_PRODUCTS), or of warps where GPUs have no others.
 //
 // The products of an affine W use its codes, counted from the middle of their range, which bf16 holds exactly. With w =
 // scale * code + bias,
@@ -16,20 +16,25 @@
 // of wgmma.h: the parts of x. For an affine W, chunks of their sums follow, of BLOCK sums and one term each. The
 // padding is zeros. A thread has 16 bytes of a row.
 //
-// linear_many: out^T = W x^T. A block has OUTPUTS outputs of ROWS rows and loops over the chunks: one thread copies
-// them into a ring in shared memory, and two warpgroups multiply, 64 outputs each. A thread reads the codes, or
-// weights, of its two outputs directly into the registers of the products' operands: the order of inputs within BLOCK
-// is free, so a lane has 16 neighbours. While the products of 64 rows run, those of the other 64 are scaled and added,
-// and the next codes converted. Dense products are added in the same way, BLOCK inputs at a time: tensor cores truncate
-// sums instead of rounding them, which is visible after some hundred inputs.
+// linear_many: out^T = W x^T. A block has OUTPUTS outputs of ROWS rows and loops over the chunks: one thread (without
+// WARPGROUP_PRODUCTS, those that multiply) copies them into a ring in shared memory, and two warpgroups multiply, 64
+// outputs each. A thread reads the codes, or weights, of its two outputs directly into the registers of the products'
+// operands: the order of inputs within BLOCK is free, so a lane has 16 neighbours. While the products of 64 rows by
+// warpgroups run, those of the other 64 are scaled and added, and the next codes converted. Dense products are added in
+// the same way, BLOCK inputs at a time: tensor cores truncate sums instead of rounding them, which is visible after
+// some hundred inputs.
 #include "device/affine.h"
 #include "device/dependent_launch.h"
 #include "device/fragments.h"
 #include "device/mbarrier.h"
 #include "device/ring_cursor.h"
 #include "device/vectors.h"
-#include "device/wgmma.h"
 #include "linear/params.h"
+#if KERNEL_linear_many && WARPGROUP_PRODUCTS
+#include "device/wgmma.h"
+#elif KERNEL_linear_many
+#include "device/warp_products.h"
+#endif
 
 constexpr uint NONE = 0xFFFFFFFF;
 
@@ -185,9 +190,14 @@ extern "C" __global__ void __launch_bounds__(256)
 
 constexpr uint OUTPUTS = 128;
 constexpr uint CONSUMERS = 256;
-constexpr uint THREADS = CONSUMERS + 128;
+// One thread copies in bulk, whose warpgroup gives its registers to the consumers. Elsewhere the consumers copy: with a
+// ninth warp, each thread would have 168 registers.
+constexpr uint COPIERS = WARPGROUP_PRODUCTS ? 1 : CONSUMERS;
+constexpr uint THREADS = CONSUMERS + (WARPGROUP_PRODUCTS ? 128 : 0);
 // Pieces of 64 rows: products of one run while those of the other are added.
 constexpr uint PIECES = ROWS / 64;
+// Blocks of codes in registers: products of warps take twice as long, and have fewer registers.
+constexpr uint AHEAD = WARPGROUP_PRODUCTS || PIECES == 1 ? DEPTH : DEPTH / 2;
 // Rows of the tile of results, in floats: threads meet in no bank.
 constexpr uint RESULTS = OUTPUTS + 4;
 // Shared memory, after the first multiple of 1024 bytes: barriers and the ring, or the results.
@@ -241,7 +251,9 @@ struct Weight {
         if constexpr (!AFFINE) {
             const uchar *row = codes + (ulong(output) * inputs + block * BLOCK) * 2;
             const uint4 *own = reinterpret_cast<const uint4 *>(row) + threadIdx.x % 4 * 2;
-            return {{own[0], own[1]}, 0};
+            Codes out = {{own[0]}, 0};
+            out.words[AFFINE ? 0 : 1] = own[1];
+            return out;
         }
         const uint *row = reinterpret_cast<const uint *>(codes) + ulong(output) * (inputs / 32 * BITS);
         return {{load_words(row, block * 4 + threadIdx.x % 4, BITS, W_ALIGNED)}, bits_at(scales, group_of(output, block))};
@@ -255,6 +267,9 @@ struct Weight {
 
 // a - b of bf16 pairs; exact here.
 inline uint subtract(uint a, uint b) {
+    if constexpr (!WARPGROUP_PRODUCTS) {
+        return minus<false>(a, b);
+    }
     uint out;
     asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
     return out;
@@ -297,6 +312,19 @@ inline void operands(const Codes (&codes)[2], uint (&a)[4][4]) {
     }
 }
 
+// Copies a chunk, by COPIERS threads, and signals the barrier.
+inline void copy_chunk(uint to, const uchar *from, uint bytes, uint barrier) {
+    if constexpr (WARPGROUP_PRODUCTS) {
+        barrier_expect(barrier, bytes);
+        copy_bulk(to, from, bytes, barrier);
+    } else {
+        for (uint at = threadIdx.x * 16; at < bytes; at += COPIERS * 16) {
+            copy_async<16>(to + at, from + at, true);
+        }
+        barrier_arrive_behind_copies(barrier);
+    }
+}
+
 // Blocks: x counts OUTPUTS outputs, y tiles of ROWS rows.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     KVANT_KERNEL(const uchar *chunks, const uchar *codes, const uchar *scales, const uchar *biases, uchar *out,
@@ -307,10 +335,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const uint thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     if (thread == 0) {
         for (uint i = 0; i < STAGES; i++) {
-            barrier_init(full + i * 8, 1);
-            barrier_init(free + i * 8, CONSUMERS / 32);
+            barrier_init(full + i * 8, COPIERS);
+            barrier_init(free + i * 8, WARPGROUP_PRODUCTS ? CONSUMERS / 32 : CONSUMERS);
         }
-        show_barriers_to_copies();
+        if constexpr (WARPGROUP_PRODUCTS) {
+            show_barriers_to_copies();
+        }
     }
     __syncthreads();
     take_turn();
@@ -320,26 +350,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (EXPERTS && (expert == NONE || (known ? expert - p.first_expert >= p.present : p.first_expert > 0))) {
         return;
     }
-    // The consumers get the registers.
-    if (thread >= CONSUMERS) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-        if (thread == CONSUMERS) {
-            const uint count = chunks_of(p.inputs);
-            const uchar *from = chunks + ulong(blockIdx.y) * count * STAGE;
-            // Of the phases in which buffers become free, the first is over.
-            RingCursor<STAGES> cursor = {0, 1};
-            for (uint chunk = 0; chunk < count; chunk++) {
-                // A term of sums is a part.
-                const uint bytes = chunk < blocks_of(p.inputs) ? STAGE : PART;
-                barrier_wait(free + cursor.stage * 8, cursor.parity);
-                barrier_expect(full + cursor.stage * 8, bytes);
-                copy_bulk(ring + cursor.stage * STAGE, from + ulong(chunk) * STAGE, bytes, full + cursor.stage * 8);
-                cursor.next();
+    // Of the phases in which buffers become free, the first is over.
+    RingCursor<STAGES> copies = {0, 1};
+    uint copied = 0;
+    const auto copy_next = [&] {
+        const uchar *from = chunks + (ulong(blockIdx.y) * chunks_of(p.inputs) + copied) * STAGE;
+        // A term of sums is a part.
+        const uint bytes = copied < blocks_of(p.inputs) ? STAGE : PART;
+        barrier_wait(free + copies.stage * 8, copies.parity);
+        copy_chunk(ring + copies.stage * STAGE, from, bytes, full + copies.stage * 8);
+        copies.next();
+        copied++;
+    };
+    if constexpr (WARPGROUP_PRODUCTS) {
+        // The consumers get the registers.
+        if (thread >= CONSUMERS) {
+            asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+            if (thread == CONSUMERS) {
+                while (copied < chunks_of(p.inputs)) {
+                    copy_next();
+                }
             }
+            return;
         }
-        return;
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+    } else {
+        while (copied < min(STAGES - 1, chunks_of(p.inputs))) {
+            copy_next();
+        }
     }
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
 
     const uint g = lane / 4, t = lane % 4;
     const uint own = warp * 16 + g, first_output = blockIdx.x * OUTPUTS;
@@ -347,10 +386,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const uint outputs[2] = {min(first_output + own, p.outputs - 1), min(first_output + own + 8, p.outputs - 1)};
     Weight w = {codes, scales, biases, p.inputs};
     w.select(known ? ulong(expert - p.first_expert) * p.outputs : 0);
-    // Loaded DEPTH blocks ahead.
-    Codes ahead[DEPTH][2];
+    // Loaded so many blocks ahead.
+    Codes ahead[AHEAD][2];
 #pragma unroll
-    for (uint d = 0; d < DEPTH; d++) {
+    for (uint d = 0; d < AHEAD; d++) {
         ahead[d][0] = w.load(outputs[0], d);
         ahead[d][1] = w.load(outputs[1], d);
     }
@@ -367,8 +406,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     RingCursor<STAGES> cursor;
     const auto wait_for_chunk = [&] { barrier_wait(full + cursor.stage * 8, cursor.parity); };
     const auto give_back = [&](uint stage) {
-        if (lane == 0) {
+        // Products of warps read buffers by ordinary instructions.
+        if (lane == 0 || !WARPGROUP_PRODUCTS) {
             barrier_arrive(free + stage * 8);
+        }
+        if constexpr (!WARPGROUP_PRODUCTS) {
+            // Into the buffer before this one, which other warps may still read.
+            if (copied < chunks_of(p.inputs)) {
+                copy_next();
+            }
         }
     };
     const auto hold_all = [&] {
@@ -383,12 +429,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
         for (uint d = 0; d < DEPTH; d++) {
             uint a[4][4];
-            operands(ahead[d], a);
+            operands(ahead[d % AHEAD], a);
+            const auto next = [&] {
+#pragma unroll
+                for (uint i = 0; i < 2; i++) {
+                    scale[i] = AFFINE ? float_of(ahead[d % AHEAD][i].scale) * UNITS : 1;
+                    ahead[d % AHEAD][i] = w.load(outputs[i], block + d + AHEAD);
+                }
+            };
+            if constexpr (!WARPGROUP_PRODUCTS) {
+                next();
+            }
             wait_for_chunk();
             const ulong x = matrix(ring + cursor.stage * STAGE, 16);
 #pragma unroll
             for (uint piece = 0; piece < PIECES; piece++) {
-                if (d > 0) {
+                if (WARPGROUP_PRODUCTS && d > 0) {
                     products_wait<PIECES - 1>();
                     add(piece);
                 }
@@ -400,27 +456,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                     multiply<false>(products[piece], a[i / PARTS], x + at / 16, i > 0);
                 }
                 products_commit();
+                if (!WARPGROUP_PRODUCTS) {
+                    add(piece);
+                }
+            }
+            if constexpr (!WARPGROUP_PRODUCTS) {
+                give_back(cursor.stage);
+                cursor.next();
+                continue;
             }
             if (d > 0) {
                 give_back(cursor.before());
             }
-#pragma unroll
-            for (uint i = 0; i < 2; i++) {
-                scale[i] = AFFINE ? float_of(ahead[d][i].scale) * UNITS : 1;
-                ahead[d][i] = w.load(outputs[i], block + d + DEPTH);
-            }
+            next();
             if (d + 1 < DEPTH) {
                 cursor.next();
             }
         }
-        products_wait<PIECES - 1>();
-        add(0);
-        if (PIECES > 1) {
-            products_wait<0>();
-            add(PIECES - 1);
+        if constexpr (WARPGROUP_PRODUCTS) {
+            products_wait<PIECES - 1>();
+            add(0);
+            if (PIECES > 1) {
+                products_wait<0>();
+                add(PIECES - 1);
+            }
+            give_back(cursor.stage);
+            cursor.next();
         }
-        give_back(cursor.stage);
-        cursor.next();
     }
 
     // Biases by sums of x: the larger of the products of their terms.
@@ -466,7 +528,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     hold_all();
 
     // By way of shared memory, so that neighbours are stored together.
-    const auto meet = [] { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); };
+    const auto meet = [] {
+        asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory");
+    };
     float *results = reinterpret_cast<float *>(memory + (ring - shared_address(memory)));
     meet();
 #pragma unroll

@@ -1,5 +1,4 @@
-//! Products of many rows with an affine weight, or with one of bf16 where no library takes it, on GPUs with warpgroup
-//! products.
+//! Products of many rows with an affine weight, or with one of bf16 where no library takes it.
 //!
 //! Rows of experts are sorted by expert first, on the device: a tile of rows has one expert.
 
@@ -49,9 +48,12 @@ const BLOCK: usize = 64;
 const OUTPUTS: usize = 128;
 /// The number of blocks of inputs is padded to a multiple of this.
 const DEPTH: usize = 4;
-/// Two warpgroups that multiply, and one that copies.
-const WARPGROUPS: usize = 3;
-/// Chunks in shared memory. More are of no use; the results need the room of the fewest.
+/// Threads that multiply, and, with products of warpgroups, those of which one copies.
+const CONSUMERS: usize = 256;
+const COPIERS: usize = 128;
+/// Floats of a row of results, which use the memory of the chunks.
+const RESULTS: usize = OUTPUTS + 4;
+/// Chunks in shared memory. More are of no use.
 const STAGES: std::ops::RangeInclusive<usize> = 3..=6;
 /// Rows of a chunk: where there are enough of them to keep the device busy, and otherwise.
 const ROWS: [usize; 2] = [128, 64];
@@ -71,6 +73,8 @@ pub(super) struct ManyChunks {
     parts: usize,
     terms: usize,
     stages: usize,
+    /// Whether products are of warpgroups.
+    warpgroups: bool,
 }
 
 /// Adds the launch that sorts rows by expert, for so many tiles of so many rows: the expert of every tile, and the row
@@ -110,24 +114,23 @@ pub(super) fn most_tiles(call: &Call, rows: usize) -> usize {
 
 impl ManyChunks {
     /// None if the kernels do not take the product: they take matrices of codes whose scales are each for whole blocks
-    /// of inputs, or of bf16 where no library does: those of experts, and where x is of another dtype.
+    /// of inputs, or of bf16 where no library does: those of experts, where x is of another dtype, or where there is
+    /// none.
     pub(super) fn new(call: &Call, weight: &Parts, limits: &Limits) -> Option<ManyChunks> {
         let takes = if weight.format != 0 {
             false
         } else if weight.bits != 0 {
             matches!(weight.bits, 4 | 6 | 8) && (weight.group as usize).is_multiple_of(BLOCK)
         } else {
-            weight.dtype == DType::BF16 && weight.aligned && (call.experts.is_some() || call.x.dtype() != DType::BF16)
+            let by_library = limits.library_products && call.experts.is_none() && call.x.dtype() == DType::BF16;
+            weight.dtype == DType::BF16 && weight.aligned && !by_library
         };
         if takes { ManyChunks::of(call, limits) } else { None }
     }
 
     /// The same for a weight that the kernels take.
     pub(super) fn of(call: &Call, limits: &Limits) -> Option<ManyChunks> {
-        let suits = limits.warpgroup_products
-            && call.dims.experts <= MOST_EXPERTS
-            && call.dims.inputs > 0
-            && call.dims.inputs.is_multiple_of(BLOCK);
+        let suits = call.dims.experts <= MOST_EXPERTS && call.dims.inputs > 0 && call.dims.inputs.is_multiple_of(BLOCK);
         if !suits {
             return None;
         }
@@ -143,11 +146,23 @@ impl ManyChunks {
         } else {
             call.rows.div_ceil(ROWS[1]) * call.dims.outputs.div_ceil(OUTPUTS) <= limits.busy_groups
         };
-        let rows = ROWS[usize::from(small)];
-        let tiles = most_tiles(call, rows);
-        let chunks = |stages| ManyChunks { rows, tiles, parts, terms, stages };
-        let fits = |chunks: &ManyChunks| chunks.shared_bytes() <= limits.threadgroup_bytes;
-        STAGES.rev().map(chunks).find(fits).filter(|_| tiles * rows <= MOST_ROWS)
+        let chunks = |rows, stages| {
+            let warpgroups = limits.warpgroup_products;
+            ManyChunks { rows, tiles: most_tiles(call, rows), parts, terms, stages, warpgroups }
+        };
+        let fits = |chunks: &ManyChunks| {
+            let has_room = chunks.rows * RESULTS * 4 <= chunks.stages * chunks.bytes();
+            has_room && chunks.shared_bytes() <= limits.threadgroup_bytes
+        };
+        let mut sizes = ROWS[usize::from(small)..].iter();
+        let largest = |&rows| STAGES.rev().map(|stages| chunks(rows, stages)).find(fits);
+        sizes.find_map(largest).filter(|chunks| chunks.tiles * chunks.rows <= MOST_ROWS)
+    }
+
+    /// Rows of a chunk.
+    #[cfg(test)]
+    pub(super) fn rows(&self) -> usize {
+        self.rows
     }
 
     /// Bytes of a chunk.
@@ -248,16 +263,18 @@ impl ManyChunks {
             present: Launch::uint(NAME, "weight", experts.len())?,
         };
         let launch = self.common(Launch::new(NAME, &SOURCE, name), call, bits);
+        let threads = CONSUMERS + if self.warpgroups { COPIERS } else { 0 };
         Ok(arranged
             .bind_order(launch, 6)
             .constant("OUT_ALIGNED", out_aligned)
             .constant("STAGES", self.stages as u32)
             .constant("SHARED_BYTES", self.shared_bytes() as u32)
+            .constant("WARPGROUP_PRODUCTS", self.warpgroups)
             .scratch(0, &arranged.chunks, Use::Read)
             .write(4, out)
             .params(5, &params)
             .threadgroup_memory(self.shared_bytes())
-            .grid([dims.outputs.div_ceil(OUTPUTS), self.tiles, 1], [128 * WARPGROUPS, 1, 1]))
+            .grid([dims.outputs.div_ceil(OUTPUTS), self.tiles, 1], [threads, 1, 1]))
     }
 }
 

@@ -12,9 +12,9 @@
 //! | `rows` | few rows | reading W |
 //! | `blocks` | few rows by blocks, small floats, affine codes of 2, 3 and 5 bits | reading W |
 //! | `batch` | 4 to 128 rows of bf16, or few rows of each expert, affine weight, Hopper | reading W |
-//! | `many` | many rows, also of experts, affine or bf16 weight, Hopper | tensor cores |
+//! | `many` | many rows, also of experts, affine or bf16 weight | tensor cores |
 //! | `dequantise` | very many rows of bf16, any quantised weight: makes it bf16 for cuBLASLt, or for `many` | tensor cores |
-//! | `generic` | everything else: odd alignments, f32 weights, mixed dtypes, many rows of experts elsewhere | |
+//! | `generic` | everything else: odd alignments, f32 weights, mixed dtypes | |
 //!
 //! `out_parts` says where the results of several matrices are; `integer_products.h` has the exact integer products of
 //! `codes` and `bulk`; `warp_tiling.rs` what the launches of `rows`, `codes` and `blocks` have in common;

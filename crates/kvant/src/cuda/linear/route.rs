@@ -221,13 +221,61 @@ mod tests {
             (DENSE, 1,   4096, false, ["linear_stream", "linear_rows",      "linear_rows"]),
             (DENSE, 2,   4096, false, ["linear_stream_rows", "linear_rows", "linear_rows"]),
             (DENSE, 8,   4096, false, ["linear_stream_rows", "linear_rows", "linear_rows"]),
+            // cuBLASLt takes its place.
             (DENSE, 512, 4096, false, ["linear_tiles", "linear_tiles",      "linear_tiles"]),
+            (DENSE, 512, 1024, true,  ["linear_many",  "linear_many",       "linear_many"]),
         ];
         for (bits, rows, outputs, experts, want) in cases {
             let call = call(bits, DType::BF16, [rows, outputs, 4096], experts);
             let weight = parts(&call.weight, 4096);
             let got = [H200, A100, RTX_4090].map(|limits| select(&call, &weight, &limits).name());
             assert_eq!(got, want, "{bits} bits, {rows} rows, {outputs} outputs, experts: {experts}");
+        }
+    }
+
+    /// Many rows by affine weights in groups of 64 or 128, whatever the GPU and the dtypes, with cuBLASLt and without.
+    #[test]
+    fn no_many_rows_of_affine_weights_go_to_scalar_tiles() {
+        let device = Device::reference();
+        let mut names = std::collections::HashSet::new();
+        let dtypes = [DType::F32, DType::F16, DType::BF16];
+        for (bits, group, x, scales, experts) in [4, 6, 8].into_iter().flat_map(|bits| {
+            [64, 128].into_iter().flat_map(move |group| {
+                dtypes.into_iter().flat_map(move |x| {
+                    dtypes
+                        .into_iter()
+                        .flat_map(move |scales| [false, true].map(|experts| (bits, group, x, scales, experts)))
+                })
+            })
+        }) {
+            for rows in [33, 128, 512, 4096] {
+                let mut call = call(bits, x, [rows, 1000, 384], experts);
+                let zeros = |dtype, columns| Tensor::zeros(&device, dtype, &[1000, columns]).unwrap();
+                let factors = || zeros(scales, 384 / group);
+                let codes = zeros(DType::U32, 384 * bits as usize / 32);
+                call.weight = OwnedWeight::Affine { codes, scales: factors(), biases: factors(), bits, group };
+                let weight = parts(&call.weight, 384);
+                for gpu in [H200, A100, RTX_4090] {
+                    for library_products in [false, true] {
+                        let name = select(&call, &weight, &Limits { library_products, ..gpu }).name();
+                        let case = format!("{bits} bits, {group}, {x}, {scales}, {rows} rows, experts: {experts}");
+                        assert_ne!(name, "linear_tiles", "{case}, cuBLASLt: {library_products}");
+                        names.insert(name);
+                    }
+                }
+            }
+        }
+        assert_eq!(names, ["linear_many", "linear_dequantise", "linear_batch"].into());
+    }
+
+    /// Chunks of rows of f32 are three times as large: less shared memory has room for fewer rows.
+    #[test]
+    fn chunks_fit_into_what_devices_have() {
+        for (dtype, want) in [(DType::F32, [128, 128, 64]), (DType::F16, [128, 128, 128])] {
+            let call = call(0, dtype, [4096, 4096, 4096], false);
+            let weight = parts(&call.weight, 4096);
+            let rows = [H200, A100, RTX_4090].map(|limits| ManyChunks::new(&call, &weight, &limits).unwrap().rows());
+            assert_eq!(rows, want, "{dtype}");
         }
     }
 }

@@ -1,6 +1,9 @@
 //! linear and embed against the reference: dense and affine weights, mixtures of experts, odd sizes.
 
-use crate::common::{Bound, FLOATS, Out, Output, Rng, conform, indices, input, one_in, run, without_gpu::Launches};
+use crate::common::{
+    Bound, FLOATS, Out, Output, Rng, conform, indices, input, one_in, run,
+    without_gpu::{Launches, Model},
+};
 use kvant::{
     DType, Device, Result, Tensor, gpu,
     ops::{self, Affine, BlockFormat, Blocks, Embed, Experts, FloatFormat, Linear, ScaledFloats, Weight},
@@ -517,9 +520,9 @@ fn many_rows_of_halves() {
     one_in(3, |case| format!("{:?}", case.kind), cases).into_iter().for_each(Case::check);
 }
 
-/// Many rows by affine weights, or by bf16 where x is not: CUDA takes them from Hopper on by a kernel of their own.
-/// Tiles that are full and that are not, inputs that are no whole number of its steps, more groups than it adds up at
-/// once, results that begin anywhere.
+/// Many rows by affine weights, or by bf16 where x is not: CUDA has a kernel of their own. Tiles that are full and that
+/// are not, inputs that are no whole number of its steps, more groups than it adds up at once, results that begin
+/// anywhere.
 #[test]
 fn many_rows() {
     let (mut rng, mut cases) = (Rng::of("many rows"), Vec::new());
@@ -536,12 +539,18 @@ fn many_rows() {
                 };
                 let case =
                     Case { kind, tokens, inputs, outputs, x, out: rng.pick(&FLOATS), alpha: rng.pick(&[1.0, -0.5]) };
-                let launches = Launches::default();
-                case.launch(&gpu::cuda_device(launches.clone()), false).expect("it is launched");
-                let all = launches.all.lock().unwrap();
-                let kernels = ["linear_many.cu/", "linear_batch.cu/"];
-                let is_one = |launch: &String| kernels.iter().any(|kernel| launch.starts_with(kernel));
-                assert!(all.iter().any(is_one), "{case:?}: {all:?}");
+                for (model, other) in [
+                    (Model::H200, "linear_batch.cu/"),
+                    (Model::A100, "linear_dequantise.cu/"),
+                    (Model::Rtx4090, "linear_dequantise.cu/"),
+                ] {
+                    let launches = Launches { model, ..Launches::default() };
+                    case.launch(&gpu::cuda_device(launches.clone()), false).expect("it is launched");
+                    let all = launches.all.lock().unwrap();
+                    let is_one =
+                        |launch: &String| ["linear_many.cu/", other].iter().any(|part| launch.starts_with(part));
+                    assert!(all.iter().any(is_one), "{model:?}, {case:?}: {all:?}");
+                }
                 cases.push((bits, case));
             }
         }
@@ -656,7 +665,7 @@ fn very_many_rows() {
     one_in(3, |_| String::new(), cases).into_iter().for_each(Case::check);
 }
 
-/// Many rows of experts: CUDA sorts them from Hopper on. Experts that nobody chooses, that fill no tile, that fill
+/// Many rows of experts: CUDA sorts them. Experts that nobody chooses, that fill no tile, that fill
 /// several; more of them than a warp sums up at once.
 #[test]
 fn many_rows_of_experts() {
@@ -667,10 +676,13 @@ fn many_rows_of_experts() {
             let (inputs, outputs) = (rng.pick(&[128, 384]), rng.pick(&[40, 131]));
             let (x_type, out_type) = (rng.pick(&FLOATS), rng.pick(&FLOATS));
             let case = ExpertCase { kind, tokens, top_k, experts, expanded, inputs, outputs, x_type, out_type };
-            let launches = Launches::default();
-            case.launch(&gpu::cuda_device(launches.clone()), case.uneven()).expect("it is launched");
-            let all = launches.all.lock().unwrap();
-            assert!(all.iter().any(|launch| launch.contains("linear_many_sort")), "{case:?}: {all:?}");
+            for model in [Model::H200, Model::A100, Model::Rtx4090] {
+                let launches = Launches { model, ..Launches::default() };
+                case.launch(&gpu::cuda_device(launches.clone()), case.uneven()).expect("it is launched");
+                let all = launches.all.lock().unwrap();
+                let is_sorted = all.iter().any(|launch| launch.contains("linear_many_sort"));
+                assert!(is_sorted, "{model:?}, {case:?}: {all:?}");
+            }
             cases.push(case);
         }
     }

@@ -169,13 +169,16 @@ fn run(launch: &Launch) -> Result<()> {
 
 /// What the kernels use of PTX, by a part of the statement, and what it does here. Asynchronous copies are complete at
 /// once.
-const PTX: [(&str, &str); 37] = [
+const PTX: [(&str, &str); 39] = [
     ("mad.wide.u32 %0", "row = first + (unsigned long)slot * (row_slot * BYTES);"),
     ("prmt.b32 %0", "out = __byte_perm(a, b, which);"),
     ("lop3.b32 %0, %1, %2, %3, 0xCA", "out = (mask & a) | (~mask & b);"),
     ("ld.shared.u32 %0, [%1 + %2]", "kvant_load(address + AT + OFFSET, x);"),
     ("mbarrier.init.shared::cta.b64", "kvant_store(at, (unsigned long)count);"),
     ("mbarrier.arrive.shared::cta.b64", "kvant_barrier_arrive(kvant_at(at));"),
+    ("cp.async.mbarrier.arrive.noinc", "kvant_barrier_arrive(kvant_at(at));"),
+    // Of those threads of a block that have not ended.
+    ("bar.sync 1, %0", "kvant_wait_for_block();"),
     ("@!over bra again", "kvant_barrier_wait(kvant_at(at), parity);"),
     ("cvt.f32.f16 %0", "x = kvant_of_half(bits);"),
     ("cvt.rn.f16.f32 %0", "bits = kvant_to_half(x);"),
