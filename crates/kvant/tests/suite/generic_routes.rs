@@ -136,14 +136,11 @@ impl On {
 type Explains = fn(&On) -> bool;
 
 /// Why the general kernels serve what they serve. The first reason that explains a case is its own.
-const REASONS: [(&str, Explains); 7] = [
+const REASONS: [(&str, Explains); 6] = [
     ("prompts over quantised caches have no kernel of their own", |on| {
         on.batch[1] >= 512 && on.codec().is_some_and(|codec| codec.is_quantised())
     }),
     ("drafts are few rows for a kernel of prompts", |on| on.codec().is_some() && (2..512).contains(&on.batch[1])),
-    ("the kernel of prompts needs products of warpgroups", |on| {
-        on.codec().is_some() && on.batch[1] >= 512 && on.gpu != Model::H200
-    }),
     (
         "long contexts of quantised caches, and those of 3 bits, need a head size of 128 or more",
         |on| matches!(on.case, Case::Attention(Attention(_, _, 64, _), codec) if codec.is_quantised()),

@@ -10,8 +10,8 @@
 //! | `decode` | decode over dense 16-bit caches | all |
 //! | `short_quantised` | decode over quantised caches of at most 1024 keys | GPUs with clusters |
 //! | `quantised` | decode over quantised caches | all |
-//! | `prefill` | many tokens over dense 16-bit caches | Hopper |
-//! | `unpack` | many tokens over quantised caches in pages, before `prefill` | Hopper |
+//! | `prefill` | many tokens over dense 16-bit caches | all |
+//! | `unpack` | many tokens over quantised caches in pages, before `prefill` | all |
 //! | `generic` | everything else | all |
 //!
 //! Headers that several kernels share:

@@ -113,7 +113,7 @@ pub(super) fn select(call: &Call, limits: &Limits) -> Result<CudaAttendKernel> {
             return Ok(CudaAttendKernel::Decode(kernel));
         }
     }
-    if is_prompt(call, limits) {
+    if is_prompt(call) {
         if t.dense_16_bit
             && t.has_aligned_cache
             && let Some(kernel) = AttendPrefill::new(call, limits)
@@ -130,9 +130,8 @@ pub(super) fn select(call: &Call, limits: &Limits) -> Result<CudaAttendKernel> {
 }
 
 /// Whether a call suits the kernel of prompts, whatever its keys are.
-fn is_prompt(call: &Call, limits: &Limits) -> bool {
-    limits.warpgroup_products
-        && call.q.dtype() != DType::F32
+fn is_prompt(call: &Call) -> bool {
+    call.q.dtype() != DType::F32
         && call.out.dtype() != DType::F32
         && is_aligned16(&call.q)
         && is_aligned16(&call.out)
@@ -218,6 +217,7 @@ mod tests {
     const PHI_3_MINI: Heads = Heads(32, 32, 96);
     const GEMMA_3_27B: Heads = Heads(32, 16, 128);
     const GEMMA_3_4B: Heads = Heads(8, 4, 256);
+    const GEMMA_4_FULL: Heads = Heads(16, 2, 512);
 
     /// The kernel for `tokens` bf16 queries of one sequence (`decode`: of as many sequences), on a GPU.
     fn kernel(
@@ -316,15 +316,26 @@ mod tests {
         }
     }
 
-    /// Llama-3-70B on an H200: more sequences, longer prompts.
+    /// Llama-3-70B on an H200: more sequences.
     #[test]
-    fn batches_and_prompts() {
-        let kernel = |codec, tokens, decode| kernel(LLAMA_3_70B, codec, 2048, tokens, decode, &H200);
-        assert_eq!(kernel(Codec::BF16, 32, true), "attend_decode");
-        assert_eq!(kernel(Codec::tq(4), 32, true), "attend_quantised");
-        assert_eq!(kernel(Codec::BF16, 512, false), "attend_prefill");
-        assert_eq!(kernel(Codec::BF16, 4, false), "attend_generic");
-        assert_eq!(kernel(Codec::tq(4), 512, false), "attend_generic");
+    fn batches() {
+        let kernel = |codec, tokens| kernel(LLAMA_3_70B, codec, 2048, tokens, true, &H200);
+        assert_eq!(kernel(Codec::BF16, 32), "attend_decode");
+        assert_eq!(kernel(Codec::tq(4), 32), "attend_quantised");
+    }
+
+    /// One sequence, several tokens, with every head size: the same kernels on all GPUs.
+    #[test]
+    fn prompts() {
+        for limits in [H200, A100, RTX_4090] {
+            for heads in [Heads(32, 8, 64), LLAMA_3_70B, GEMMA_3_4B, GEMMA_4_FULL] {
+                let kernel = |codec, tokens| kernel(heads, codec, 2048, tokens, false, &limits);
+                assert_eq!(kernel(Codec::BF16, 512), "attend_prefill", "D {}, {limits:?}", heads.2);
+                assert_eq!(kernel(Codec::BF16, 3), "attend_generic");
+                assert_eq!(kernel(Codec::tq(4), 512), "attend_generic");
+            }
+            assert_eq!(kernel(PHI_3_MINI, Codec::BF16, 2048, 512, false, &limits), "attend_generic");
+        }
     }
 
     /// Prompts over quantised pages are decoded to the dtype of the queries, if that is bf16.
@@ -337,7 +348,8 @@ mod tests {
             (Codec::BF16, Codec::tq(8), bf16, 8192, H200, "attend_prefill"),
             (Codec::F16, Codec::tq(8), bf16, 8192, H200, "attend_generic"),
             (Codec::tq(4), Codec::tq(4), DType::F16, 8192, H200, "attend_generic"),
-            (Codec::tq(4), Codec::tq(4), bf16, 8192, A100, "attend_generic"),
+            (Codec::tq(4), Codec::tq(4), bf16, 8192, A100, "attend_prefill"),
+            (Codec::tq(4), Codec::BF16, bf16, 8192, RTX_4090, "attend_prefill"),
             // More than a gigabyte of keys.
             (Codec::tq(4), Codec::tq(4), bf16, 1 << 20, H200, "attend_generic"),
         ] {

@@ -15,6 +15,22 @@ inline void barrier_arrive(uint at) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
 }
 
+// The same for all lanes of a warp together: WARP_ARRIVALS of them arrive. Before Hopper lanes that arrive are atomic
+// operations on one address, one after the other.
+#if __CUDA_ARCH__ >= 900
+constexpr uint WARP_ARRIVALS = 32;
+#else
+constexpr uint WARP_ARRIVALS = 1;
+#endif
+inline void barrier_arrive_warp(uint at) {
+    if (WARP_ARRIVALS == 1) {
+        __syncwarp();
+    }
+    if (threadIdx.x % 32 < WARP_ARRIVALS) {
+        barrier_arrive(at);
+    }
+}
+
 // Later bulk copies may use the barriers initialised before.
 inline void show_barriers_to_copies() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");

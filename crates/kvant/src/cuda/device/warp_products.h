@@ -5,9 +5,13 @@
 #define KVANT_CUDA_DEVICE_WARP_PRODUCTS_H
 #include "device/fragments.h"
 
-// Names a matrix that begins at `address`, as in wgmma.h: both count units of 16 bytes.
+// Names a matrix that begins at `address`, with `block` bytes between blocks of columns.
 inline ulong matrix(uint address, uint block) {
-    return ulong(address >> 4) | ulong(block >> 4) << 32;
+    return ulong(address) | ulong(block) << 32;
+}
+
+inline ulong matrix_after(ulong matrix, uint bytes) {
+    return matrix + bytes;
 }
 
 inline void products_begin() {}
@@ -19,10 +23,9 @@ inline void hold(float (&)[N]) {}
 template <uint N>
 inline void hold(uint (&)[N][4]) {}
 
-// The address of row `r` of a matrix, `unit` units of 16 bytes after its beginning.
-inline uint unit_of_row(ulong matrix, uint r, uint unit) {
-    const uint at = uint(matrix) + unit;
-    return ((at & ~7u) + r * 8 + (at % 8 ^ r % 8)) * 16;
+// The address of a unit of 16 bytes in row `r`; that of row 0 is at `first`, which is not yet swizzled.
+inline uint unit_of_row(uint first, uint r) {
+    return (first ^ r % 8 * 16) + r * 128;
 }
 
 // The columns 8 j to 8 j + 7 of d, of N / 4 such.
@@ -44,7 +47,7 @@ inline void multiply(float (&d)[N], const uint (&a)[4], ulong b, bool add) {
     }
 #pragma unroll
     for (uint j = 0; j < N / 4; j += 2) {
-        const uint4 w = load_matrices(unit_of_row(b, j * 8 + lane / 16 * 8 + lane % 8, lane / 8 % 2));
+        const uint4 w = load_matrices(unit_of_row(uint(b) + lane / 8 % 2 * 16, lane / 16 * 8 + lane % 8) + j * 1024);
         mma<HALF>(eight_columns(d, j), a, make_uint2(w.x, w.y));
         mma<HALF>(eight_columns(d, j + 1), a, make_uint2(w.z, w.w));
     }
@@ -53,7 +56,7 @@ inline void multiply(float (&d)[N], const uint (&a)[4], ulong b, bool add) {
 template <bool HALF, uint N>
 inline void multiply(float (&d)[N], ulong a, ulong b, bool add) {
     const uint lane = threadIdx.x % 32;
-    const uint4 w = load_matrices(unit_of_row(a, threadIdx.x / 32 % 4 * 16 + lane % 16, lane / 16));
+    const uint4 w = load_matrices(unit_of_row(uint(a) + lane / 16 * 16, threadIdx.x / 32 % 4 * 16 + lane % 16));
     const uint rows[4] = {w.x, w.y, w.z, w.w};
     multiply<HALF>(d, rows, b, add);
 }
@@ -64,7 +67,8 @@ inline void multiply_rows(float (&d)[N], const uint (&a)[4], ulong b) {
     const uint lane = threadIdx.x % 32, block = uint(b >> 32);
 #pragma unroll
     for (uint j = 0; j < N / 4; j += 2) {
-        const uint4 w = load_matrices_transposed(unit_of_row(b + j / 8 * block, lane % 16, j % 8 + lane / 16));
+        const uint unit = j % 8 + lane / 16;
+        const uint4 w = load_matrices_transposed(unit_of_row(uint(b) + unit * 16, lane % 16) + j / 8 * block);
         mma<HALF>(eight_columns(d, j), a, make_uint2(w.x, w.y));
         mma<HALF>(eight_columns(d, j + 1), a, make_uint2(w.z, w.w));
     }

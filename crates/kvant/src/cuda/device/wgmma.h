@@ -17,6 +17,11 @@ inline ulong matrix(uint address, uint block) {
     return ulong(address >> 4 & 0x3FFF) | ulong(block >> 4) << 16 | ulong(1024 >> 4) << 32 | 1ull << 62;
 }
 
+// The matrix that begins `bytes` later.
+inline ulong matrix_after(ulong matrix, uint bytes) {
+    return matrix + bytes / 16;
+}
+
 inline void products_begin() {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }

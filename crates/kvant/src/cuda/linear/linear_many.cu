@@ -453,7 +453,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
                 for (uint i = 0; i < 4 * PARTS; i++) {
                     const uint at = i % PARTS * PART + piece * 64 * 128 + i / PARTS * 32;
-                    multiply<false>(products[piece], a[i / PARTS], x + at / 16, i > 0);
+                    multiply<false>(products[piece], a[i / PARTS], matrix_after(x, at), i > 0);
                 }
                 products_commit();
                 if (!WARPGROUP_PRODUCTS) {
@@ -516,7 +516,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             for (uint term = 0; term + of_sums < TERMS; term++) {
 #pragma unroll
                 for (uint i = 0; i < 4 * PIECES; i++) {
-                    multiply<false>(sums[i / 4], a[term][i % 4], x + (i / 4 * 64 * 128 + i % 4 * 32) / 16, true);
+                    multiply<false>(sums[i / 4], a[term][i % 4], matrix_after(x, i / 4 * 64 * 128 + i % 4 * 32), true);
                 }
             }
             products_commit();

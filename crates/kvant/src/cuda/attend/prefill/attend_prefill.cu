@@ -1,21 +1,21 @@
 // attend_prefill: softmax(scale * q K^T [softcap] + mask) V for many tokens over dense 16-bit keys and values, on
-// Hopper's warpgroup products.
+// tensor cores: by products of warpgroups (WARPGROUP_PRODUCTS, Hopper) or of warps.
 //
 // q [T, H, D] -> out [T, H, D]; q, K and V have one 16-bit dtype, out that or the other one.
 //
 // A block has one work item: ROWS query rows of one KV head, numbered token by token, the heads of the group within;
-// and all keys that any of them sees, sequence by sequence (segments), in tiles of TILE. Three warpgroups share the
-// work:
+// and all keys that any of them sees, sequence by sequence (segments), in tiles of TILE. The warps share the work:
 //
-//   the last copies keys and values into a ring of STAGES buffers ("chunks": COLUMNS coordinates of a tile's keys or
-//     values), each warp
-//     every fourth chunk; barriers signal full and free buffers;
-//   the others have 64 rows each and all coordinates. At head size 512, whose sums fill the registers of both, they
-//     have the same 64 rows
-//     and half of the values' coordinates each; scores are then computed twice.
+//   two warpgroups compute. Each has 64 rows and all coordinates. At head size 512, whose sums fill the registers of
+//     both, they have the same 64 rows and half of the values' coordinates each; scores are then computed twice;
+//   four warps copy keys and values into a ring of STAGES buffers ("chunks": COLUMNS coordinates of a tile's keys or
+//     values), in turn. Barriers signal full and free buffers. With products of warpgroups these are four more.
+//     Otherwise all that compute copy in turn, ahead of what they use: where threads cannot give up registers, a warp
+//     that only copies costs as many as one that computes.
 //
 // For each tile: S = q K^T, both in shared memory; P = exp2(S - max), rounded to operands within the thread; O += P V.
-// The scores of a tile are computed together with the values of the previous tile.
+// Warpgroups compute the scores of a tile together with the values of the previous tile. Of single warps, some multiply
+// while others have their softmax.
 //
 // SPLIT: `splits` blocks have an item's tiles, as equal shares of them. Each leaves its state (split.h), and the last
 // one to arrive merges them.
@@ -56,8 +56,9 @@ inline Seen seen_by(const AttendParams &p, const Shared &shared, const Item &ite
     return seen;
 }
 
-inline void attend_to(const AttendParams &p, const Shared &shared, const Item &item, const uint *table, Cursor &cursor,
-                      Work &work) {
+// The work of a warp for all keys, by products that run while it does something else.
+inline void attend_ahead(const AttendParams &p, const Shared &shared, const Item &item, const uint *table,
+                         Copier &copier, Cursor &cursor, Work &work) {
     const uint base = shared.address();
     clear(work);
     each_segment(shared, [&](Range keys, uint sequence) {
@@ -66,20 +67,18 @@ inline void attend_to(const AttendParams &p, const Shared &shared, const Item &i
         float s[TILE / 2], f[2];
         uint w[TILE / 16][4];
         uint key = keys.first, entry = seen.entry(key);
-        begin_scores(base, cursor, s);
-        products_wait<0>();
-        hold(s);
-        release(base, cursor.before());
+        begin_scores(base, copier, cursor, s);
+        end_scores(base, cursor, s);
         soften(p, seen, key, seen.held(entry), s, work, f);
 #pragma unroll 1
         for (uint tile = 1; tile < tiles; tile++) {
             scale(work, f);
             make_operands(s, w);
             entry = seen.entry(key + TILE);
-            begin_scores(base, cursor, s);
+            begin_scores(base, copier, cursor, s);
             const uint of_keys = cursor.before();
             Cursor used = cursor;
-            begin_values(base, cursor, w, work);
+            begin_values(base, copier, cursor, w, work);
             products_wait<CHUNKS>();
             hold(s);
             release(base, of_keys);
@@ -90,16 +89,18 @@ inline void attend_to(const AttendParams &p, const Shared &shared, const Item &i
         scale(work, f);
         make_operands(s, w);
         Cursor used = cursor;
-        begin_values(base, cursor, w, work);
+        begin_values(base, copier, cursor, w, work);
         end_values(base, used, work);
     });
 }
 
-// The same, tile by tile, with values that may not be finite.
-inline void attend_carefully(const AttendParams &p, const Shared &shared, const Item &item, const uint *table,
-                             Cursor &cursor, Work &work) {
+// The same, tile by tile. CAREFUL: values may not be finite.
+template <bool CAREFUL>
+inline void attend_in_order(const AttendParams &p, const Shared &shared, const Item &item, const uint *table,
+                            Copier &copier, Cursor &cursor, Work &work) {
     const uint base = shared.address();
     clear(work);
+    copier.begin();
     each_segment(shared, [&](Range keys, uint sequence) {
         const Seen seen = seen_by(p, shared, item, table, keys, sequence);
         const uint tiles = tiles_of(keys);
@@ -108,20 +109,18 @@ inline void attend_carefully(const AttendParams &p, const Shared &shared, const 
 #pragma unroll 1
         for (uint tile = 0; tile < tiles; tile++) {
             const uint key = keys.first + tile * TILE, held = seen.held(seen.entry(key));
-            begin_scores(base, cursor, s);
-            products_wait<0>();
-            hold(s);
-            release(base, cursor.before());
+            begin_scores(base, copier, cursor, s);
+            end_scores(base, cursor, s);
             soften(p, seen, key, held, s, work, f);
             scale(work, f);
             make_operands(s, w);
             Cursor used = cursor;
-            if (values_are_nonfinite(base, cursor)) {
-                add_by_keys(base, cursor, w, seen, key, held, work);
+            if (CAREFUL && values_are_nonfinite(base, cursor)) {
+                add_by_keys(base, copier, cursor, w, seen, key, held, work);
                 // Products are the warp's together.
                 __syncwarp();
             } else {
-                begin_values(base, cursor, w, work);
+                begin_values(base, copier, cursor, w, work);
             }
             end_values(base, used, work);
         }
@@ -199,20 +198,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     item.first_token = item.first_row / p.group;
     item.tokens = (item.first_row + item.rows - 1) / p.group + 1 - item.first_token;
 
-    const bool consumes = threadIdx.x < CONSUMERS;
+    const bool consumes = THREADS == CONSUMERS || threadIdx.x < CONSUMERS;
     if (consumes) {
         copy_queries(p, shared, item, q);
     }
     if (threadIdx.x == 0) {
         for (uint i = 0; i < STAGES; i++) {
             barrier_init(shared.address() + AT_FULL + i * 8, 32);
-            barrier_init(shared.address() + AT_FREE + i * 8, CONSUMERS);
+            barrier_init(shared.address() + AT_FREE + i * 8, CONSUMERS / 32 * WARP_ARRIVALS);
         }
     }
     load_item(p, shared, item, positions, sequence, lens);
     Cursor cursor;
     if (!consumes) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
+        if constexpr (WARPGROUP_PRODUCTS) {
+            asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
+        }
 #pragma unroll 1
         for (uint ahead = 1; ahead != NONE; ahead = ahead == 1 && shared.words()[1] != 0 ? 0 : NONE) {
             produce(p, shared, item, k, v, table, ahead, cursor);
@@ -221,18 +222,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             }
         }
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
+        if constexpr (WARPGROUP_PRODUCTS) {
+            asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
+        }
         copies_wait<0>();
         show_to_products();
         meet(1, CONSUMERS);
+        Copier copier = {p, shared, item, k, v, table};
         Work work;
-        attend_to(p, shared, item, table, cursor, work);
+        if constexpr (WARPGROUP_PRODUCTS) {
+            attend_ahead(p, shared, item, table, copier, cursor, work);
+        } else {
+            attend_in_order<false>(p, shared, item, table, copier, cursor, work);
+        }
         if (results_are_nonfinite(item, work)) {
             atomicOr(shared.words() + 1, 1u);
         }
         meet(0, THREADS);
         if (shared.words()[1] != 0) {
-            attend_carefully(p, shared, item, table, cursor, work);
+            attend_in_order<true>(p, shared, item, table, copier, cursor, work);
         }
         if (!SPLIT || merge(p, shared, pair, states, arrivals, work)) {
             finish(p, shared, item, table, work, out, sinks);

@@ -55,30 +55,47 @@ inline void copy_chunk(const AttendParams &p, const uchar *plane, Range keys, ui
     }
 }
 
-// The chunks in the order in which they are used: keys of tile i, values of tile i - `ahead`.
+// Where the rows of the item's KV head begin.
+inline ulong plane_of(const AttendParams &p, const Item &item, uint sequence) {
+    return (sequence * p.row_sequence + rows_of_head(p, item.head)) * ROW;
+}
+
+// Waits for the buffer at the cursor, and copies chunk `i` of the tile that begins with key `first`: of its keys, then
+// of its values.
+inline void fill(const AttendParams &p, uint base, const uchar *k, const uchar *v, const uint *table, ulong plane,
+                 Range keys, uint sequence, uint first, uint i, const Cursor &cursor) {
+    const bool of_values = i >= CHUNKS;
+    const Pages pages = pages_of(p, table, sequence);
+    const uint entry = entry_of_lane(pages, first, keys.end);
+    barrier_wait(base + AT_FREE + cursor.stage * 8, cursor.parity ^ 1);
+    copy_chunk(p, (of_values ? v : k) + plane, keys, first, of_values ? i - CHUNKS : i, of_values,
+               base + AT_RING + cursor.stage * CHUNK, pages.page(entry));
+    if constexpr (WARPGROUP_PRODUCTS) {
+        copies_commit();
+        copies_wait<0>();
+        show_to_products();
+        barrier_arrive(base + AT_FULL + cursor.stage * 8);
+    } else {
+        barrier_arrive_behind_copies(base + AT_FULL + cursor.stage * 8);
+    }
+}
+
+// The work of a warp that only copies: the chunks in the order in which they are used, keys of tile i, values of tile i
+// - `ahead`.
 inline void produce(const AttendParams &p, const Shared &shared, const Item &item, const uchar *k, const uchar *v,
                     const uint *table, uint ahead, Cursor &cursor) {
     const uint warp = threadIdx.x / 32 % 4, base = shared.address();
     uint number = 0;
     each_segment(shared, [&](Range keys, uint sequence) {
-        const ulong plane = (sequence * p.row_sequence + rows_of_head(p, item.head)) * ROW;
+        const ulong plane = plane_of(p, item, sequence);
         const uint tiles = tiles_of(keys);
 #pragma unroll 1
         for (uint tile = 0; tile < tiles + ahead; tile++) {
 #pragma unroll 1
             for (uint i = tile < tiles ? 0 : CHUNKS; i < (tile < ahead ? CHUNKS : 2 * CHUNKS); i++) {
-                if (number % 4 == warp) {
-                    const bool of_values = i >= CHUNKS;
-                    const uint first = keys.first + (of_values ? tile - ahead : tile) * TILE;
-                    const Pages pages = pages_of(p, table, sequence);
-                    const uint entry = entry_of_lane(pages, first, keys.end);
-                    barrier_wait(base + AT_FREE + cursor.stage * 8, cursor.parity ^ 1);
-                    copy_chunk(p, (of_values ? v : k) + plane, keys, first, of_values ? i - CHUNKS : i, of_values,
-                               base + AT_RING + cursor.stage * CHUNK, pages.page(entry));
-                    copies_commit();
-                    copies_wait<0>();
-                    show_to_products();
-                    barrier_arrive(base + AT_FULL + cursor.stage * 8);
+                if (number % COPYING_WARPS == warp) {
+                    const uint first = keys.first + (i >= CHUNKS ? tile - ahead : tile) * TILE;
+                    fill(p, base, k, v, table, plane, keys, sequence, first, i, cursor);
                 }
                 number++;
                 cursor.next();
@@ -86,6 +103,70 @@ inline void produce(const AttendParams &p, const Shared &shared, const Item &ite
         }
     });
 }
+
+// If all warps copy: the chunks that are still to be copied, those of keys and of values of a tile in turn.
+struct Copier {
+    const AttendParams &p;
+    const Shared &shared;
+    const Item &item;
+    const uchar *k;
+    const uchar *v;
+    const uint *table;
+    // The next chunk: its segment, the keys from its tile on, its number in the tile, and among all.
+    uint segment;
+    Range keys;
+    uint i;
+    uint number;
+    Cursor cursor;
+
+    // Copies the first chunks.
+    inline void begin() {
+        if constexpr (!WARPGROUP_PRODUCTS) {
+            number = i = 0;
+            go_to(0);
+#pragma unroll 1
+            for (uint chunk = 0; chunk < COPIES_AHEAD; chunk++) {
+                next();
+            }
+        }
+    }
+
+    // Copies the next chunk, if there is one and it is the warp's turn. To be called before each chunk is used.
+    inline void next() {
+        if constexpr (!WARPGROUP_PRODUCTS) {
+            if (keys.first >= keys.end) {
+                return;
+            }
+            if (number % COPYING_WARPS == threadIdx.x / 32) {
+                const uint sequence = shared.tokens()[segment].sequence;
+                const ulong plane = plane_of(p, item, sequence);
+                fill(p, shared.address(), k, v, table, plane, keys, sequence, keys.first, i, cursor);
+            }
+            number++;
+            cursor.next();
+            i++;
+            if (i == 2 * CHUNKS) {
+                i = 0;
+                keys.first += TILE;
+                if (keys.first >= keys.end) {
+                    go_to(segment + 1);
+                }
+            }
+        }
+    }
+
+    // To the first segment from `from` on that has keys.
+    inline void go_to(uint from) {
+        const uint count = shared.words()[0];
+        keys = {0, 0};
+        for (segment = from; segment < count; segment++) {
+            keys = shared.keys()[segment];
+            if (keys.first < keys.end) {
+                return;
+            }
+        }
+    }
+};
 
 // Copies the warpgroup's queries, or its half of those of both; zeros for rows that do not exist.
 inline void copy_queries(const AttendParams &p, const Shared &shared, const Item &item, const uchar *q) {

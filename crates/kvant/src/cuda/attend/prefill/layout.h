@@ -10,6 +10,8 @@
 constexpr bool HALF = DTYPE == F16;
 constexpr uint ROW = HEAD_DIM * 2;
 constexpr uint CONSUMERS = 256;
+// Warps that copy in turn: those that do nothing else, or all.
+constexpr uint COPYING_WARPS = WARPGROUP_PRODUCTS ? WARPS - CONSUMERS / 32 : WARPS;
 // Both consumers have the same rows, and half of the values' coordinates each.
 constexpr bool SHARED_ROWS = HEAD_DIM == 512;
 constexpr uint ROWS = SHARED_ROWS ? 64 : 128;
@@ -23,9 +25,14 @@ constexpr uint PARTS = SHARED_ROWS ? 1 : COLUMNS / WIDTH;
 constexpr uint BLOCK = TILE * 128;
 constexpr uint Q_BLOCK = ROWS * 128;
 static_assert(TILE % 16 == 0, "attend: tiles are made of products");
-// Each of the four copying warps fills or checks a buffer at most one lap late. Consumers hold the last chunk of a
-// tile's keys and all chunks of the previous tile's values.
-static_assert(STAGES >= 4 && STAGES > CHUNKS, "attend: enough buffers, or warps wait forever");
+// If all warps copy: how many chunks are copied ahead of the one in use. That is one fewer than could be where there
+// are many, so that a warp that copies waits for no warp that is a chunk behind.
+constexpr uint COPIES_AHEAD = STAGES > 2 ? STAGES - 2 : 1;
+// Each of the four warps that only copy fills or checks a buffer at most one lap late. Consumers hold the last chunk of
+// a tile's keys and all chunks of the previous tile's values. If all warps copy, they may hold all chunks of a tile's
+// values while one copies the next chunk.
+static_assert(WARPGROUP_PRODUCTS ? STAGES >= 4 && STAGES > CHUNKS : STAGES > 1 && COPIES_AHEAD >= CHUNKS,
+              "attend: enough buffers, or warps wait forever");
 
 // Shared memory, in bytes; prefill/mod.rs computes the same sum.
 constexpr uint AT_RING = ROWS * ROW;
@@ -73,9 +80,11 @@ inline void meet(uint barrier, uint threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// What ordinary stores and copies have written, products may read.
+// What ordinary stores and copies have written, products of warpgroups may read.
 inline void show_to_products() {
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    if constexpr (WARPGROUP_PRODUCTS) {
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    }
 }
 
 // The row of q and of out that a row of the item is.

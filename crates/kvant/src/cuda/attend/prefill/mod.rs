@@ -1,4 +1,4 @@
-//! Attention of many tokens over dense 16-bit keys, with Hopper's warpgroup products.
+//! Attention of many tokens over dense 16-bit keys, with products of warpgroups on Hopper and of warps elsewhere.
 //!
 //! Keys and values are those of the layer, or decoded pages ([`AttendUnpack`](super::unpack::AttendUnpack)).
 
@@ -21,8 +21,8 @@ static SOURCE: Source = Source {
     layouts: &[AttendParams::layout],
 };
 
-/// Two warpgroups that compute, and one that copies.
-const WARPS: usize = 12;
+/// Warps that compute. With products of warpgroups there are four more, which copy.
+const CONSUMERS: usize = 8;
 /// More buffers are of no use.
 const MAX_STAGES: usize = 12;
 /// The fewest keys that are worth a block of their own: a block's state is written and read once more.
@@ -40,6 +40,7 @@ pub(super) struct AttendPrefill {
     /// Blocks that share the keys of an item and KV head.
     splits: usize,
     blocks: usize,
+    warpgroup_products: bool,
     tile: usize,
     stages: usize,
     shared_bytes: usize,
@@ -49,6 +50,21 @@ pub(super) struct AttendPrefill {
 fn item_rows(head_dim: usize) -> usize {
     // 64 rows of 512 coordinates fill the registers of both warpgroups.
     if head_dim == 512 { 64 } else { 128 }
+}
+
+/// Sizes of tiles, the preferred one first, with the fewest buffers that each needs.
+fn tiles(head_dim: usize, warpgroup_products: bool) -> &'static [(usize, usize)] {
+    match (warpgroup_products, head_dim) {
+        (true, ..=128) => &[(128, 4)],
+        (true, ..=256) => &[(64, 4)],
+        // Rows of 512 coordinates are copied in four chunks, and there must be more buffers than those.
+        (true, _) => &[(64, 5)],
+        (false, ..=64) => &[(128, 3)],
+        (false, ..=128) => &[(64, 3)],
+        (false, ..=256) => &[(64, 3), (32, 2)],
+        // A warp copies two chunks ahead of the buffers that are in use.
+        (false, _) => &[(64, 6), (32, 6), (16, 6)],
+    }
 }
 
 /// Work items of a KV head.
@@ -76,20 +92,22 @@ impl AttendPrefill {
             splits => splits.min(MAX_SPLITS),
         };
         let blocks = pairs.saturating_mul(splits);
-        let tile = if call.head_dim <= 128 { 128 } else { 64 };
-        let shared = |stages| shared_bytes(call.head_dim, rows, tile, stages);
-        // Rows of 512 coordinates are copied in four chunks, and there must be more buffers than those.
-        let least = if call.head_dim < 512 { 4 } else { 5 };
-        let stages = (least..=MAX_STAGES).rev().find(|&stages| shared(stages) <= limits.threadgroup_bytes)?;
-        let shared_bytes = shared(stages);
-        Some(AttendPrefill { dtype: call.q.dtype(), rows, items, splits, blocks, tile, stages, shared_bytes })
+        let warpgroup_products = limits.warpgroup_products;
+        let shared = |tile, stages| shared_bytes(call.head_dim, rows, tile, stages);
+        let (tile, stages) = tiles(call.head_dim, warpgroup_products).iter().find_map(|&(tile, least)| {
+            let fits = |&stages: &usize| shared(tile, stages) <= limits.threadgroup_bytes;
+            Some((tile, (least..=MAX_STAGES).rev().find(fits)?))
+        })?;
+        let (dtype, shared_bytes) = (call.q.dtype(), shared(tile, stages));
+        Some(AttendPrefill { dtype, rows, items, splits, blocks, warpgroup_products, tile, stages, shared_bytes })
     }
 
     pub(super) fn reason(&self) -> String {
-        let AttendPrefill { rows, items, splits, blocks, tile, .. } = *self;
+        let AttendPrefill { rows, items, splits, blocks, tile, warpgroup_products, .. } = *self;
+        let products = if warpgroup_products { "warpgroups" } else { "warps" };
         format!(
             "{items} work items of up to {rows} query rows per KV head; {blocks} blocks, {splits} for each item; {tile} keys a \
-             tile"
+             tile; products of {products}"
         )
     }
 
@@ -97,11 +115,13 @@ impl AttendPrefill {
     pub(super) fn launch(&self, call: &Call, unpacked: Option<&UnpackedPages>, b: &Builder) -> Result<Launch> {
         Launch::uint(NAME, "q", self.items.saturating_mul(self.rows))?;
         let mut params = params(call, HeadShares::whole(call), self.rows, self.items, self.splits)?;
+        let warps = if self.warpgroup_products { CONSUMERS + 4 } else { CONSUMERS };
         let launch = Launch::new(NAME, &SOURCE, PREFILL)
+            .constant("WARPGROUP_PRODUCTS", self.warpgroup_products)
             .constant("HEAD_DIM", call.head_dim as u32)
             .constant("DTYPE", self.dtype)
             .constant("OUT_DTYPE", call.out.dtype())
-            .constant("WARPS", WARPS as u32)
+            .constant("WARPS", warps as u32)
             .constant("TILE", self.tile as u32)
             .constant("STAGES", self.stages as u32)
             .constant("SPLIT", self.splits > 1)
@@ -112,7 +132,7 @@ impl AttendPrefill {
             .read(8, &call.step.positions)
             .read(9, &call.step.sequence)
             .read(10, &call.step.lens)
-            .grid([self.blocks, 1, 1], [32 * WARPS, 1, 1])
+            .grid([self.blocks, 1, 1], [32 * warps, 1, 1])
             .threadgroup_memory(self.shared_bytes);
         let heads = HeadShares::whole(call);
         let launch = match unpacked {
@@ -128,7 +148,7 @@ impl AttendPrefill {
             return Ok(launch);
         }
         // A state: the sums of the item's rows, and four numbers of each thread that computes.
-        let state = self.rows * call.head_dim + 256 * 4;
+        let state = self.rows * call.head_dim + 32 * CONSUMERS * 4;
         let states = b.scratch(self.blocks.saturating_mul(state * 4))?;
         let arrivals = b.zeroed_scratch(self.blocks / self.splits * 4)?;
         Ok(launch.scratch(11, &states, Use::ReadWrite).scratch(12, &arrivals, Use::ReadWrite))

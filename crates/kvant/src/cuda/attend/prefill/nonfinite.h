@@ -35,13 +35,14 @@ inline bool values_are_nonfinite(uint base, Cursor cursor) {
 }
 
 // O += P V for the tile at the cursor, whose first key is `first`, key by key over those that a row sees.
-inline void add_by_keys(uint base, Cursor &cursor, const uint (&w)[TILE / 16][4], const Seen &seen, uint first,
+inline void add_by_keys(uint base, Copier &copier, Cursor &cursor, const uint (&w)[TILE / 16][4], const Seen &seen, uint first,
                         uint held, Work &work) {
     const uint t = threadIdx.x % 4, own_block = SHARED_ROWS ? threadIdx.x / 128 * BLOCK : 0;
     // Far below what the output shows, but not 0, for an infinite value.
     constexpr float LEAST = 1.0f / (1ull << 60);
 #pragma unroll
     for (uint chunk = 0; chunk < CHUNKS; chunk++) {
+        copier.next();
         const uint values = base + AT_RING + cursor.stage * CHUNK + own_block + t * 4;
 #pragma unroll 1
         for (uint key = 0; key < TILE; key++) {
@@ -78,6 +79,7 @@ inline void add_by_keys(uint base, Cursor &cursor, const uint (&w)[TILE / 16][4]
                 }
             }
         }
+        release_if_done(base, cursor.stage);
         cursor.next();
     }
 }

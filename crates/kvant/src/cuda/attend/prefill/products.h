@@ -1,9 +1,13 @@
 // The products of attend_prefill.cu: scores, weights, sums of values.
 #ifndef KVANT_CUDA_ATTEND_PREFILL_PRODUCTS_H
 #define KVANT_CUDA_ATTEND_PREFILL_PRODUCTS_H
-#include "attend/prefill/layout.h"
+#include "attend/prefill/copies.h"
 #include "attend/softmax.h"
+#if WARPGROUP_PRODUCTS
 #include "device/wgmma.h"
+#else
+#include "device/warp_products.h"
+#endif
 
 // Weights in f16 are scaled up, so that small ones keep their bits.
 constexpr int WEIGHT_BITS = HALF ? 14 : 0;
@@ -75,14 +79,22 @@ inline void scale(Work &work, const float (&f)[2]) {
 }
 
 inline void release(uint base, uint stage) {
-    barrier_arrive(base + AT_FREE + stage * 8);
+    barrier_arrive_warp(base + AT_FREE + stage * 8);
+}
+
+// Products of warps are done when they have begun: their chunk is released at once.
+inline void release_if_done(uint base, uint stage) {
+    if constexpr (!WARPGROUP_PRODUCTS) {
+        release(base, stage);
+    }
 }
 
 // Begins S = q K^T for the tile at the cursor, and releases all chunks of keys except the last.
-inline void begin_scores(uint base, Cursor &cursor, float (&s)[TILE / 2]) {
+inline void begin_scores(uint base, Copier &copier, Cursor &cursor, float (&s)[TILE / 2]) {
     const uint queries = base + (SHARED_ROWS ? 0 : threadIdx.x / 128 * 64 * 128);
 #pragma unroll
     for (uint chunk = 0; chunk < CHUNKS; chunk++) {
+        copier.next();
         barrier_wait(base + AT_FULL + cursor.stage * 8, cursor.parity);
         products_begin();
         const uint keys = base + AT_RING + cursor.stage * CHUNK;
@@ -93,19 +105,30 @@ inline void begin_scores(uint base, Cursor &cursor, float (&s)[TILE / 2]) {
             multiply<HALF>(s, a, b, chunk + i > 0);
         }
         products_commit();
-        if (chunk > 0) {
+        if (WARPGROUP_PRODUCTS && chunk > 0) {
             products_wait<1>();
             release(base, cursor.before());
         }
+        release_if_done(base, cursor.stage);
         cursor.next();
     }
 }
 
+// Waits for the products, and releases the last chunk of keys; the cursor is behind it.
+inline void end_scores(uint base, const Cursor &cursor, float (&s)[TILE / 2]) {
+    products_wait<0>();
+    hold(s);
+    if constexpr (WARPGROUP_PRODUCTS) {
+        release(base, cursor.before());
+    }
+}
+
 // Begins O += P V for the tile at the cursor.
-inline void begin_values(uint base, Cursor &cursor, const uint (&w)[TILE / 16][4], Work &work) {
+inline void begin_values(uint base, Copier &copier, Cursor &cursor, const uint (&w)[TILE / 16][4], Work &work) {
     const uint own_block = SHARED_ROWS ? threadIdx.x / 128 * BLOCK : 0;
 #pragma unroll
     for (uint chunk = 0; chunk < CHUNKS; chunk++) {
+        copier.next();
         barrier_wait(base + AT_FULL + cursor.stage * 8, cursor.parity);
         products_begin();
         const uint values = base + AT_RING + cursor.stage * CHUNK + own_block;
@@ -118,6 +141,7 @@ inline void begin_values(uint base, Cursor &cursor, const uint (&w)[TILE / 16][4
             }
         }
         products_commit();
+        release_if_done(base, cursor.stage);
         cursor.next();
     }
 }
@@ -129,10 +153,12 @@ inline void end_values(uint base, Cursor used, Work &work) {
     for (uint i = 0; i < CHUNKS * PARTS; i++) {
         hold(work.o[i]);
     }
+    if constexpr (WARPGROUP_PRODUCTS) {
 #pragma unroll
-    for (uint i = 0; i < CHUNKS; i++) {
-        release(base, used.stage);
-        used.next();
+        for (uint i = 0; i < CHUNKS; i++) {
+            release(base, used.stage);
+            used.next();
+        }
     }
 }
 

@@ -32,6 +32,8 @@ extern "C" {
 extern uint3 kvant_thread, kvant_block, kvant_threads, kvant_blocks;
 extern unsigned char *kvant_shared;
 void kvant_wait_for_block();
+// By a barrier's number: waits until so many threads have come, and returns whether any of them is true.
+bool kvant_any_of_threads(unsigned barrier, unsigned threads, bool own);
 // Of barriers in shared memory.
 void kvant_barrier_arrive(void *barrier);
 void kvant_barrier_wait(const void *barrier, unsigned parity);
@@ -45,7 +47,9 @@ unsigned kvant_exchange(const void *own, void *all);
 #define gridDim kvant_blocks
 
 inline void __syncthreads() { kvant_wait_for_block(); }
+inline void kvant_wait_for_threads(unsigned barrier, unsigned threads) { kvant_any_of_threads(barrier, threads, false); }
 inline void __threadfence() {}
+[[noreturn]] inline void __trap() { __builtin_trap(); }
 
 template <typename T> struct KvantLanes {
     alignas(16) unsigned char bytes[32][16];
@@ -68,7 +72,9 @@ template <typename T> struct KvantLanes {
 };
 
 inline unsigned kvant_lane() { return kvant_thread.x % 32; }
-template <typename T> T __shfl_sync(unsigned, T x, int lane) { return KvantLanes<T>(x).of(lane, x); }
+template <typename T> T __shfl_sync(unsigned, T x, unsigned lane, unsigned width = 32) {
+    return KvantLanes<T>(x).of(kvant_lane() / width * width + lane % width, x);
+}
 template <typename T> T __shfl_xor_sync(unsigned, T x, int mask) {
     const unsigned own = kvant_lane();
     return KvantLanes<T>(x).of(own ^ mask, x);

@@ -1,7 +1,7 @@
 //! A CUDA device that runs kernels on this machine's CPU, compiled by clang: those without PTX for clusters, bulk
 //! copies and products of warpgroups. `language.h` is what they use of CUDA C++, and of PTX ([`PTX`]); `runtime.cpp`
-//! runs a block's threads as fibers. `KVANT_TEST_DEVICE=cuda-host` selects it, and `KVANT_CUDA_LIKE` as on a GPU the
-//! shared memory of another.
+//! runs a block's threads as fibers. `KVANT_TEST_DEVICE=cuda-host` selects it, and `KVANT_CUDA_LIKE` lowers its limits
+//! as it does those of a GPU.
 //!
 //! Other kernels do not compile here: their launches fail with the compiler's first message.
 
@@ -72,13 +72,14 @@ impl Executor for CudaHost {
         "CUDA kernels on this CPU".to_string()
     }
     fn limits(&self) -> Limits {
+        let kib = match std::env::var("KVANT_CUDA_LIKE").as_deref() {
+            Ok("sm_80") => 163,
+            Ok("sm_89") => 99,
+            _ => 227,
+        };
         Limits {
             threads: 1024,
-            threadgroup_bytes: match std::env::var("KVANT_CUDA_LIKE").as_deref() {
-                Ok("sm_80") => 163 << 10,
-                Ok("sm_89") => 99 << 10,
-                _ => 227 << 10,
-            },
+            threadgroup_bytes: kib << 10,
             // Kernels whose blocks wait for each other have one: blocks run one after the other.
             busy_groups: 1,
             warpgroup_products: false,
@@ -169,16 +170,18 @@ fn run(launch: &Launch) -> Result<()> {
 
 /// What the kernels use of PTX, by a part of the statement, and what it does here. Asynchronous copies are complete at
 /// once.
-const PTX: [(&str, &str); 39] = [
+const PTX: [(&str, &str); 42] = [
     ("mad.wide.u32 %0", "row = first + (unsigned long)slot * (row_slot * BYTES);"),
     ("prmt.b32 %0", "out = __byte_perm(a, b, which);"),
     ("lop3.b32 %0, %1, %2, %3, 0xCA", "out = (mask & a) | (~mask & b);"),
     ("ld.shared.u32 %0, [%1 + %2]", "kvant_load(address + AT + OFFSET, x);"),
+    ("ld.shared.u32 %0, [%1];", "kvant_load(at, x);"),
+    ("bar.sync %0, %1;", "kvant_wait_for_threads(barrier, threads);"),
+    ("bar.sync 1, %0;", "kvant_wait_for_threads(1, CONSUMERS);"),
+    ("bar.red.or.pred any", "any = kvant_any_of_threads(2 + group, 128, found);"),
     ("mbarrier.init.shared::cta.b64", "kvant_store(at, (unsigned long)count);"),
     ("mbarrier.arrive.shared::cta.b64", "kvant_barrier_arrive(kvant_at(at));"),
-    ("cp.async.mbarrier.arrive.noinc", "kvant_barrier_arrive(kvant_at(at));"),
-    // Of those threads of a block that have not ended.
-    ("bar.sync 1, %0", "kvant_wait_for_block();"),
+    ("cp.async.mbarrier.arrive.noinc.shared::cta.b64", "kvant_barrier_arrive(kvant_at(at));"),
     ("@!over bra again", "kvant_barrier_wait(kvant_at(at), parity);"),
     ("cvt.f32.f16 %0", "x = kvant_of_half(bits);"),
     ("cvt.rn.f16.f32 %0", "bits = kvant_to_half(x);"),
@@ -206,7 +209,10 @@ const PTX: [(&str, &str); 39] = [
     ("mma.sync.aligned.m16n8k16.row.col.f32.f16", "kvant_mma<kvant_of_half>(c, a, b);"),
     ("mma.sync.aligned.m16n8k16.row.col.f32.bf16", "kvant_mma<kvant_of_bf16>(c, a, b);"),
     ("ldmatrix.sync.aligned.m8n8.x4.shared.b16", "w = kvant_load_matrices(from);"),
-    ("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16", "w = kvant_load_matrices_transposed(from);"),
+    (
+        "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];\": \"=r\"(w.x)",
+        "w = kvant_load_matrices_transposed(from);",
+    ),
     ("movmatrix.sync.aligned.m8n8.trans.b16", "out = kvant_transpose8(pair);"),
     ("ex2.approx.ftz.f32 %0", "y = exp2f(x);"),
     ("cp.async.cg.shared.global [%0], [%1], 16", "kvant_copy(to, from, 16, bytes);"),

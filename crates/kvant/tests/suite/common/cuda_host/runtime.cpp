@@ -13,6 +13,7 @@ extern "C" {
 uint3 kvant_thread, kvant_block, kvant_threads, kvant_blocks;
 extern unsigned char *kvant_shared;
 void kvant_wait_for_block();
+bool kvant_any_of_threads(unsigned barrier, unsigned threads, bool own);
 void kvant_barrier_arrive(void *barrier);
 void kvant_barrier_wait(const void *barrier, unsigned parity);
 void kvant_has_no_ptx();
@@ -76,10 +77,17 @@ struct Warp {
     alignas(16) unsigned char slots[2][32][16];
 };
 
+// Those of one of the barriers with numbers: whether any is true, in generations of either parity.
+struct NumberedBarrier {
+    Meeting meeting;
+    bool any[2];
+};
+
 std::vector<Fiber> fibers;
 std::vector<Warp> warps;
 std::vector<char *> stacks;
 Meeting block;
+NumberedBarrier numbered[16];
 void *scheduler;
 unsigned current;
 bool progress;
@@ -115,6 +123,7 @@ void enter() {
 // 0, or 1 if threads wait for others that never come.
 int run_block(unsigned count, bool backwards) {
     block = {count, 0, 0};
+    std::memset(numbered, 0, sizeof numbered);
     warps.assign((count + 31) / 32, Warp{});
     for (unsigned i = 0; i < count; i++) {
         Warp &warp = warps[i / 32];
@@ -152,6 +161,16 @@ int run_block(unsigned count, bool backwards) {
 unsigned char *kvant_shared = shared_memory;
 
 void kvant_wait_for_block() { meet(block); }
+
+bool kvant_any_of_threads(unsigned barrier, unsigned threads, bool own) {
+    NumberedBarrier &at = numbered[barrier];
+    bool &any = at.any[at.meeting.generation % 2];
+    // All have seen the result of the last generation of this parity.
+    any = (at.meeting.arrived > 0 && any) || own;
+    at.meeting.there = threads;
+    meet(at.meeting);
+    return any;
+}
 
 // Eight bytes: how many threads end a phase, how many have arrived, how many phases have ended.
 struct Barrier {
