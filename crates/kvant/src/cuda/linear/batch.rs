@@ -34,13 +34,17 @@ static SOURCE: Source = Source {
     layouts: &[LinearBatchParams::layout],
 };
 
-/// Inputs of a block, and outputs of a tile.
+/// Inputs of a block, and outputs of a tile, of which there are half as many where chunks have halves.
 const BLOCK: usize = 64;
 const OUTPUTS: usize = 256;
 /// Blocks of a chunk, and the fewest chunks for which there must be room in shared memory.
 const DEPTHS: [(usize, usize); 2] = [(4, 3), (2, 2)];
-/// Inputs whose scales are copied together, and for how many such spans there is room.
-const SPAN: usize = 1024;
+/// The same where each warpgroup multiplies half of a chunk's inputs.
+const DEPTHS_OF_HALVES: [(usize, usize); 2] = [(8, 3), (6, 3)];
+/// The most rows for which that is faster, by codes of 4 bits: longer pieces of rows are read faster, and x is read for
+/// half as many outputs at a time.
+const MOST_OF_HALVES: usize = 16;
+/// Spans of inputs for whose scales there is room.
 const SLOTS: usize = 2;
 /// Rows of a tile.
 const ROWS: [usize; 5] = [8, 16, 32, 64, 128];
@@ -64,6 +68,9 @@ pub(super) struct BatchTiling {
     /// Blocks of inputs of a chunk, and chunks.
     depth: usize,
     chunks: usize,
+    /// Outputs of a tile, and the parts of a chunk's inputs, 1 or 2, that different warpgroups multiply.
+    outputs: usize,
+    halves: usize,
     stages: usize,
     shared_bytes: usize,
     /// Whether scales and biases of an output begin at multiples of 8 bytes.
@@ -104,16 +111,31 @@ impl BatchTiling {
         }
         let factors_aligned = groups.is_multiple_of(4)
             && [scales, biases].into_iter().all(|tensor| tensor.byte_offset().is_multiple_of(8));
-        let slots = SLOTS * 2 * OUTPUTS * (SPAN / group * 2 + 8);
-        let (depth, stages, shared_bytes) = DEPTHS.into_iter().find_map(|(depth, fewest)| {
-            let stage = (chunk_bytes(rows, depth) + OUTPUTS * pitch(weight.bits, depth)).next_multiple_of(1024);
-            let shared_bytes = |stages: &usize| 2048 + stages * stage + slots;
-            let stages =
-                (fewest..=MOST_STAGES).rev().find(|stages| shared_bytes(stages) <= limits.threadgroup_bytes)?;
-            Some((depth, stages, shared_bytes(&stages)))
+        let shared = |halves: usize, depth: usize, stages: usize| {
+            let outputs = OUTPUTS / halves;
+            let stage = (chunk_bytes(rows, depth) + outputs * pitch(weight.bits, depth)).next_multiple_of(1024);
+            let slots = SLOTS * 2 * outputs * (span(depth) / group * 2 + 8);
+            let sums = if halves > 1 { 2 * outputs * rows * 4 } else { 0 };
+            2048 + stages * stage + slots + sums
+        };
+        // Most of the last chunk is there, and half a chunk has whole groups.
+        let suits_halves = |&(depth, _): &(usize, usize)| {
+            let inputs = depth * BLOCK;
+            weight.bits == 4
+                && rows <= MOST_OF_HALVES
+                && dims.inputs.next_multiple_of(inputs) - dims.inputs <= dims.inputs / 8
+                && (inputs / 2).is_multiple_of(group)
+        };
+        let of_halves = DEPTHS_OF_HALVES.into_iter().filter(suits_halves).map(|depth| (2, depth));
+        let mut all = of_halves.chain(DEPTHS.map(|depth| (1, depth)));
+        let (halves, depth, stages, shared_bytes) = all.find_map(|(halves, (depth, fewest))| {
+            let fits = |&stages: &usize| shared(halves, depth, stages) <= limits.threadgroup_bytes;
+            let stages = (fewest..=MOST_STAGES).rev().find(fits)?;
+            Some((halves, depth, stages, shared(halves, depth, stages)))
         })?;
+        let outputs = OUTPUTS / halves;
         let row_tiles = most_tiles(call, rows);
-        let output_tiles = dims.outputs.div_ceil(OUTPUTS);
+        let output_tiles = dims.outputs.div_ceil(outputs);
         let chunks = dims.inputs.div_ceil(depth * BLOCK);
         let units = row_tiles.checked_mul(output_tiles)?.checked_mul(chunks).filter(|&n| n <= u32::MAX as usize)?;
         let blocks = units.min(limits.busy_groups);
@@ -123,6 +145,8 @@ impl BatchTiling {
             output_tiles,
             depth,
             chunks,
+            outputs,
+            halves,
             stages,
             shared_bytes,
             factors_aligned,
@@ -151,7 +175,7 @@ impl BatchTiling {
         let sorted = sorted.as_ref();
         let arranged = b.scratch(self.row_tiles * self.chunks * chunk_bytes(self.rows, self.depth))?;
         let counters = b.scratch(self.row_tiles * self.output_tiles * 4)?;
-        let partials = b.scratch(2 * self.blocks * OUTPUTS * self.rows * 4)?;
+        let partials = b.scratch(2 * self.blocks * self.outputs * self.rows * 4)?;
         let [second, third] = out_parts::begins(call)?;
         let &LinearParams { rows, outputs, inputs, experts, rows_per_input, alpha } = params;
         let params = LinearBatchParams {
@@ -205,6 +229,8 @@ impl BatchTiling {
             .constant("OUT_ALIGNED", out_aligned)
             .constant("WHOLE", call.dims.inputs.is_multiple_of(self.depth * BLOCK))
             .constant("STAGES", self.stages as u32)
+            .constant("HALVES", self.halves as u32)
+            .constant("SPAN", span(self.depth) as u32)
             .constant("SHARED_BYTES", self.shared_bytes as u32)
             .scratch(0, &arranged, Use::Read)
             .read(1, weight.weight)
@@ -221,6 +247,11 @@ impl BatchTiling {
     }
 }
 
+/// Inputs whose scales are copied together: whole chunks.
+fn span(depth: usize) -> usize {
+    if depth == 6 { 1536 } else { 1024 }
+}
+
 /// Bytes of a chunk: x, and the sums of its blocks.
 fn chunk_bytes(rows: usize, depth: usize) -> usize {
     rows * depth * (BLOCK * 2 + if rows <= MOST_OF_CODES { 4 } else { 0 })
@@ -233,5 +264,42 @@ fn pitch(bits: u32, depth: usize) -> usize {
         4 => codes,
         6 => codes + 16,
         _ => codes + 64,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        Device,
+        cuda::{
+            affine::parts,
+            linear::rows::tests::{H200, call},
+        },
+        ops::linear::OwnedWeight,
+    };
+
+    /// Which chunks have halves: those that the inputs nearly fill, of few rows by codes of 4 bits.
+    #[test]
+    fn chunks_of_few_rows_have_halves() {
+        let device = Device::reference();
+        for (bits, rows, inputs, group, want) in [
+            (4, 8, 4096, 64, (2, 8)),
+            (4, 16, 2816, 128, (2, 8)),
+            (4, 16, 704, 64, (2, 6)),
+            (4, 16, 640, 128, (1, 4)),
+            (4, 16, 320, 64, (1, 4)),
+            (4, 17, 4096, 64, (1, 4)),
+            (6, 16, 4096, 64, (1, 4)),
+        ] {
+            let mut call = call(bits, DType::BF16, [rows, 4096, inputs], false);
+            let zeros = |dtype, columns| Tensor::zeros(&device, dtype, &[4096, columns]).unwrap();
+            let factors = || zeros(DType::BF16, inputs / group as usize);
+            let codes = zeros(DType::U32, inputs / 32 * bits as usize);
+            call.weight = OwnedWeight::Affine { codes, scales: factors(), biases: factors(), bits, group };
+            let weight = parts(&call.weight, inputs);
+            let tiling = BatchTiling::new(&call, &weight, &H200).unwrap();
+            assert_eq!((tiling.halves, tiling.depth), want, "{bits} bits, {rows} rows, {inputs} inputs, group {group}");
+        }
     }
 }

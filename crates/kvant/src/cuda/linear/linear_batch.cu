@@ -17,7 +17,9 @@
 // are divided evenly among the blocks, wherever that cuts a tile. One warpgroup copies codes and x to a ring in shared
 // memory, a chunk a stage, and scales and biases to two slots, for SPAN inputs at once: in smaller pieces they would
 // take as long as the codes. The others multiply, 64 outputs each, or twice as many: a thread unpacks 16
-// neighbouring codes of two outputs, the left sides of four products. A tile that several blocks share is left in
+// neighbouring codes of two outputs, the left sides of four products. With HALVES of 2, two warpgroups have the same 64
+// outputs, each half of a chunk's inputs, and their sums are added through shared memory. Chunks are longer then, and
+// longer pieces of rows are read faster. A tile that several blocks share is left in
 // `partials`, and added up, in the order of its inputs, by the block that is done last.
 //
 // Copies of W begin before the previous kernel has ended (device/dependent_launch.h), unless the expert is not known.
@@ -113,12 +115,16 @@ extern "C" __global__ void __launch_bounds__(256)
 
 #else
 
-constexpr uint OUTPUTS = 256;
+constexpr uint OUTPUTS = 256 / HALVES;
 constexpr uint PRODUCERS = 128;
 // Tiles of 64 outputs that a warpgroup multiplies. Registers suffice for so many sums with fewer warpgroups.
 constexpr uint TILES = ROWS <= 64 ? 1 : 2;
 constexpr uint CONSUMERS = 512 / TILES;
 constexpr uint THREADS = PRODUCERS + CONSUMERS;
+// Threads whose sums are of different outputs, and blocks of a chunk that a thread multiplies.
+constexpr uint WRITERS = CONSUMERS / HALVES;
+constexpr uint OWN_BLOCKS = DEPTH / HALVES;
+static_assert(HALVES == 1 || !FOLDED, "linear: halves of chunks are for few rows");
 // Bytes of a row of codes, and from one to the next, so that the lanes of a load meet in no bank: where rows are not
 // padded, their units of 16 bytes are permuted (swizzled).
 constexpr uint CODES = INPUTS / 8 * BITS;
@@ -129,12 +135,11 @@ constexpr uint ROW_LANES = CODES / 16 % 8 == 0 ? 8 : CODES / 16 % 4 == 0 ? 4 : 2
 constexpr uint AT_CODES = X_BYTES;
 constexpr uint AT_SUMS = AT_CODES + OUTPUTS * PITCH;
 constexpr uint STAGE = (AT_SUMS + SUMS_BYTES + 1023) / 1024 * 1024;
-// Inputs, and chunks, whose scales and biases are copied together; their bytes for an output, and from one output to
-// the next. They are copied in pieces of 8 bytes or, where these are not aligned, in words: the first scale, or bias,
+// Chunks, of SPAN inputs, whose scales and biases are copied together; how many a thread has of a chunk; their bytes for
+// an output, and from one output to the next. They are copied in pieces of 8 bytes or, where these are not aligned, in words: the first scale, or bias,
 // of all may be in the middle of one (SCALES_ODD, BIASES_ODD: 0 or 1), and that of any output.
-constexpr uint SPAN = 1024;
 constexpr uint SPAN_CHUNKS = SPAN / INPUTS;
-constexpr uint FACTORS = INPUTS / GROUP;
+constexpr uint FACTORS = INPUTS / GROUP / HALVES;
 constexpr uint SPAN_BYTES = SPAN / GROUP * 2;
 constexpr uint FACTOR_PITCH = SPAN_BYTES + 8;
 constexpr uint FACTOR_PIECES = SPAN_BYTES / 8;
@@ -143,8 +148,11 @@ constexpr uint SLOTS = 2;
 // The ring begins behind the barriers, at a multiple of 1024 bytes.
 constexpr uint AT_RING = 1024;
 constexpr uint AT_SLOTS = AT_RING + STAGES * STAGE;
-static_assert(1024 + AT_SLOTS + SLOTS * 2 * SIDE == SHARED_BYTES, "linear: the shared memory that Rust asks for");
-static_assert(INPUTS % GROUP == 0 && GROUP % BLOCK == 0, "linear: whole groups in a chunk, whole blocks in a group");
+// The sums over the second halves, of two tiles in turn.
+constexpr uint AT_HALVES = AT_SLOTS + SLOTS * 2 * SIDE;
+constexpr uint HALF_BYTES = HALVES == 1 ? 0 : OUTPUTS * ROWS * 4;
+static_assert(1024 + AT_HALVES + 2 * HALF_BYTES == SHARED_BYTES, "linear: the shared memory that Rust asks for");
+static_assert(INPUTS / HALVES % GROUP == 0 && SPAN % INPUTS == 0 && GROUP % BLOCK == 0, "linear: whole groups in a chunk, whole blocks in a group");
 static_assert(X_DTYPE == BF16 && (OUT_DTYPE == BF16 || OUT_DTYPE == F32 && !FOLDED), "linear: the dtypes of rows");
 static_assert(W_DTYPE == BF16 || W_DTYPE == F16 && !FOLDED, "linear: the dtype of scales");
 
@@ -183,7 +191,7 @@ inline uint pair_of(const uint (&w)[4], uint i) {
 
 // Unit `unit` of 16 bytes of a row of codes is in this place.
 inline uint swizzled(uint row, uint unit) {
-    return BITS == 4 ? unit ^ (DEPTH == 4 ? row & 3 : row >> 1 & 1) << 1 : unit;
+    return BITS == 4 ? unit ^ (DEPTH % 4 == 0 ? row & 3 : row >> 1 & 1) << 1 : unit;
 }
 
 // A lane's 16 codes of each of its two outputs.
@@ -272,7 +280,7 @@ inline Segment segment_at(uint unit, uint end, uint chunks) {
 // The scales, or biases, of an output for a chunk; `odd` if they begin in the middle of a word.
 inline void load_factors(uint (&to)[FACTORS], const uchar *from, bool odd) {
     ushort halves[FACTORS];
-    if constexpr (FACTORS_ALIGNED && FACTORS > 1) {
+    if constexpr (FACTORS_ALIGNED && FACTORS % 2 == 0) {
 #pragma unroll
         for (uint i = 0; i < FACTORS; i += 2) {
             // The compiler joins neighbouring words.
@@ -434,9 +442,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
     const uint lane = thread % 32, g = lane / 4, t = lane % 4;
     // The first of the lane's outputs: the second is 8 later, those of another tile 64.
-    const uint own = thread / 128 * (64 * TILES) + thread % 128 / 32 * 16 + g;
+    const uint half = thread / WRITERS, writer = thread % WRITERS;
+    const uint own = writer / 128 * (64 * TILES) + thread % 128 / 32 * 16 + g;
     const uint blocks = p.inputs / BLOCK, groups = p.inputs / GROUP;
-    const auto meet = [] { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); };
+    const auto meet = [](uint barrier, uint threads) {
+        asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+    };
+    // Tiles so far.
+    uint turn = 0;
     RingCursor<STAGES> cursor;
     RingCursor<SLOTS> slot;
     for (uint unit = begin; unit < end;) {
@@ -463,7 +476,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 slot.next();
             }
             const uchar *factors_of_chunk =
-                stages + STAGES * STAGE + slot.stage * (2 * SIDE) + own * FACTOR_PITCH + chunk % SPAN_CHUNKS * (FACTORS * 2);
+                stages + STAGES * STAGE + slot.stage * (2 * SIDE) + own * FACTOR_PITCH +
+                (chunk % SPAN_CHUNKS * HALVES + half) * (FACTORS * 2);
             Factors factors[TILES][FACTORS];
 #pragma unroll
             for (uint i = 0; i < 2 * TILES; i++) {
@@ -474,20 +488,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 load_factors(of_row[1], from + SIDE, (odd[tile][r] + BIASES_ODD) % 2);
 #pragma unroll
                 for (uint f = 0; f < FACTORS; f++) {
-                    const bool there = WHOLE || chunk * DEPTH + f * (GROUP / BLOCK) < blocks;
+                    const bool there = WHOLE || chunk * DEPTH + half * OWN_BLOCKS + f * (GROUP / BLOCK) < blocks;
                     factors[tile][f].scale[r] = there ? of_row[0][f] : 0;
                     const float less = fmaf(-OFFSET, __uint_as_float(of_row[0][f]), __uint_as_float(of_row[1][f]));
                     factors[tile][f].bias[r] = !there ? 0 : FOLDED ? of_row[1][f] : __float_as_uint(less);
                 }
             }
-            const ulong x = matrix(ring + cursor.stage * STAGE, 16);
+            const ulong x = matrix(ring + cursor.stage * STAGE + half * (OWN_BLOCKS * X_BLOCK), 16);
             const uchar *codes_of_lane = stage + AT_CODES + own * PITCH;
             // All codes are loaded before the products, over which loads cannot be moved.
-            uint w[TILES][DEPTH][2][4] = {};
+            uint w[TILES][OWN_BLOCKS][2][4] = {};
 #pragma unroll
-            for (uint i = 0; i < TILES * DEPTH; i++) {
+            for (uint i = 0; i < TILES * OWN_BLOCKS; i++) {
                 const uint tile = i % TILES, block = i / TILES;
-                const uint at = block * (BLOCK / 8 * BITS) + t * 2 * BITS;
+                const uint at = (half * OWN_BLOCKS + block) * (BLOCK / 8 * BITS) + t * 2 * BITS;
                 load_codes(w[tile][block], codes_of_lane + tile * 64 * PITCH + swizzled(g, at / 16) * 16 + at % 16);
             }
             if constexpr (FOLDED) {
@@ -512,13 +526,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 }
             } else {
                 const auto sum_of_x = [&](uint block, uint i) {
-                    return reinterpret_cast<const float2 *>(stage + AT_SUMS)[(block * (ROWS / 8) + i) * 4 + t];
+                    return reinterpret_cast<const float2 *>(stage + AT_SUMS)[((half * OWN_BLOCKS + block) * (ROWS / 8) + i) * 4 + t];
                 };
                 // Those of few rows fit into registers.
-                float2 sums_of_x[DEPTH][ROWS / 8];
+                float2 sums_of_x[OWN_BLOCKS][ROWS / 8];
                 if (ROWS <= 16) {
 #pragma unroll
-                    for (uint i = 0; i < DEPTH * (ROWS / 8); i++) {
+                    for (uint i = 0; i < OWN_BLOCKS * (ROWS / 8); i++) {
                         sums_of_x[i / (ROWS / 8)][i % (ROWS / 8)] = sum_of_x(i / (ROWS / 8), i % (ROWS / 8));
                     }
                 }
@@ -537,7 +551,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                     }
                 };
 #pragma unroll
-                for (uint block = 0; block < DEPTH; block++) {
+                for (uint block = 0; block < OWN_BLOCKS; block++) {
                     uint(&now)[4][4] = a[block % 2];
                     operands(now, w[0][block], 0, factors[0][0]);
                     hold(now);
@@ -553,7 +567,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                     }
                 }
                 products_wait<0>();
-                add(DEPTH - 1);
+                add(OWN_BLOCKS - 1);
                 barrier_arrive(free + cursor.stage * 8);
             }
             before = free + cursor.stage * 8;
@@ -566,6 +580,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 hold(sums[tile]);
             }
             barrier_arrive(before);
+        }
+
+        if constexpr (HALVES > 1) {
+            float *other = reinterpret_cast<float *>(stages + (AT_HALVES - AT_RING) + turn % 2 * HALF_BYTES) + writer;
+            turn++;
+            if (half > 0) {
+#pragma unroll
+                for (uint i = 0; i < ROWS / 2; i++) {
+                    other[i * WRITERS] = sums[0][i];
+                }
+            }
+            meet(1, CONSUMERS);
+            if (half > 0) {
+                continue;
+            }
+#pragma unroll
+            for (uint i = 0; i < ROWS / 2; i++) {
+                sums[0][i] += other[i * WRITERS];
+            }
         }
 
         // A thread's numbers are in places of four: place i has columns 8 (i % (ROWS / 8)) + 2 t and the next one, of
@@ -609,23 +642,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const uint lowest = shares.block_of(first_unit), highest = shares.block_of(first_unit + chunks - 1);
         const auto slot_of = [&](uint block) {
             const uint slot = block * 2 + (shares.begin(block) >= first_unit ? 0 : 1);
-            return reinterpret_cast<float4 *>(partials + ulong(slot) * (OUTPUTS * ROWS)) + thread;
+            return reinterpret_cast<float4 *>(partials + ulong(slot) * (OUTPUTS * ROWS)) + writer;
         };
         float4 *to = slot_of(blockIdx.x);
 #pragma unroll
         for (uint i = 0; i < PLACES; i++) {
             const float *four = place_of(i);
-            to[i * CONSUMERS] = make_float4(four[0], four[1], four[2], four[3]);
+            to[i * WRITERS] = make_float4(four[0], four[1], four[2], four[3]);
         }
         // Behind the ring's barriers.
         uint *is_last = reinterpret_cast<uint *>(stages - AT_RING + STAGES * 16 + SLOTS * 8);
-        meet();
-        if (thread == 0) {
+        meet(2, WRITERS);
+        if (writer == 0) {
             __threadfence();
             *is_last = atomicAdd(counters + segment.tile, 1) == highest - lowest;
             __threadfence();
         }
-        meet();
+        meet(2, WRITERS);
         if (*is_last == 0) {
             continue;
         }
@@ -638,10 +671,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 float4 part[AT_ONCE][SOME];
 #pragma unroll
                 for (uint b = 0; b < AT_ONCE; b++) {
-                    const float4 *from = slot_of(min(first + b, highest)) + place * CONSUMERS;
+                    const float4 *from = slot_of(min(first + b, highest)) + place * WRITERS;
 #pragma unroll
                     for (uint i = 0; i < SOME; i++) {
-                        part[b][i] = __ldcg(from + i * CONSUMERS);
+                        part[b][i] = __ldcg(from + i * WRITERS);
                     }
                 }
 #pragma unroll

@@ -21,7 +21,19 @@
 #include "device/elements.h"
 #include "device/fragments.h"
 #include "device/reduce.h"
-#include "linear/params.h"
+#include "linear/out_parts.h"
+
+struct LinearRowsParams {
+    uint rows;
+    uint outputs;
+    uint inputs;
+    uint experts;
+    uint rows_per_input;
+    float alpha;
+    // The outputs at which the second and the third part begin; `outputs` where there is none.
+    uint second;
+    uint third;
+};
 
 constexpr bool AFFINE = BITS != 0;
 constexpr bool HALF = X_DTYPE == F16;
@@ -238,7 +250,7 @@ inline void unit_words(uint (&w)[UNIT_WORDS], const uint *stage, uint row, uint 
 // Blocks: x counts tiles of outputs, y the rows, TOKENS each (one with experts).
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
     KVANT_KERNEL(const uchar *x, const uchar *values, const uchar *scales, const uchar *biases, const uint *ids, uchar *out,
-                const LinearParams p) {
+                const LinearRowsParams p) {
     extern __shared__ __align__(16) uint shared[];
     const uint lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     const uint first_output = blockIdx.x * OUTPUTS, first_row = blockIdx.y * TOKENS;
@@ -423,7 +435,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
             }
         }
         if (first_output + output < p.outputs && first_row + token < p.rows) {
-            store(out, ulong(first_row + token) * p.outputs + first_output + output, known ? p.alpha * sum : 0.0f, OUT_DTYPE);
+            store(out, place_in_parts(p, first_row + token, first_output + output), known ? p.alpha * sum : 0.0f, OUT_DTYPE);
         }
     }
 }

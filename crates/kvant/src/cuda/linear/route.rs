@@ -118,7 +118,7 @@ impl CudaLinearKernel {
 
     /// Whether the kernel writes the parts of `out` one after the other.
     pub(super) fn writes_parts(&self) -> bool {
-        matches!(self, CudaLinearKernel::Batch(_) | CudaLinearKernel::StreamRows(_))
+        matches!(self, CudaLinearKernel::Batch(_) | CudaLinearKernel::StreamRows(_) | CudaLinearKernel::Rows(_))
     }
 
     /// The launch of the kernel with a gate behind it, if it can have one.
@@ -151,7 +151,7 @@ impl CudaLinearKernel {
             CudaLinearKernel::Codes(tiling) => {
                 b.push(codes::launch(self.name(), tiling, call, weight, params, Gating::None))
             }
-            CudaLinearKernel::Rows(tiling) => b.push(rows::launch(self.name(), tiling, call, weight, params)),
+            CudaLinearKernel::Rows(tiling) => b.push(rows::launch(self.name(), tiling, call, weight, params)?),
             CudaLinearKernel::Stream(tiling) => b.push(tiling.launch(self.name(), call, weight, params, Gating::None)),
             CudaLinearKernel::StreamRows(tiling) => b.push(tiling.launch(self.name(), call, weight, params)?),
             CudaLinearKernel::Blocks(tiling) => blocks::build(self.name(), tiling, call, weight, params, b),

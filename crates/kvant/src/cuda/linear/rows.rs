@@ -2,21 +2,36 @@
 
 use super::{
     LinearParams, aligned16,
+    out_parts::{self, MOST_PARTS},
     warp_tiling::{TILE, WarpTiling, vector},
 };
 use crate::cuda::{affine::Parts, headers};
 use crate::{
-    DType,
+    DType, Result,
     cuda::WARP,
-    gpu::{Launch, Limits, Params, Source},
+    gpu::{Launch, Limits, Params, Source, params},
     ops::linear::Call,
 };
+
+params! {
+    pub(crate) struct LinearRowsParams {
+        pub rows: u32,
+        pub outputs: u32,
+        pub inputs: u32,
+        pub experts: u32,
+        pub rows_per_input: u32,
+        pub alpha: f32,
+        /// The outputs at which the second and the third part begin; `outputs` where there is none.
+        pub second: u32,
+        pub third: u32,
+    }
+}
 
 static SOURCE: Source = Source {
     name: "linear_rows.cu",
     text: include_str!("linear_rows.cu"),
     headers: headers::ALL,
-    layouts: &[LinearParams::layout],
+    layouts: &[LinearRowsParams::layout],
 };
 
 /// The most columns that the tokens of a block take: more would cost more in registers than reading W again does.
@@ -36,7 +51,7 @@ pub(super) fn suits(call: &Call, weight: &Parts) -> bool {
         && if weight.bits == 6 { weight.weight.byte_offset().is_multiple_of(8) } else { weight.aligned };
     let dtypes =
         weight.bits != 0 || (weight.dtype == x && x != DType::F32) || (weight.dtype, x) == (DType::BF16, DType::F32);
-    aligned && dtypes && call.dims.inputs > 0
+    aligned && dtypes && call.dims.inputs > 0 && call.parts.len() <= MOST_PARTS
 }
 
 /// The best tiling, or one that needs less shared memory where the device has little.
@@ -81,8 +96,11 @@ pub(super) fn launch(
     call: &Call,
     weight: &Parts,
     params: &LinearParams,
-) -> Launch {
-    tiling.launch(&SOURCE, name, call, weight, params)
+) -> Result<Launch> {
+    let [second, third] = out_parts::begins(call)?;
+    let &LinearParams { rows, outputs, inputs, experts, rows_per_input, alpha } = params;
+    let params = LinearRowsParams { rows, outputs, inputs, experts, rows_per_input, alpha, second, third };
+    Ok(tiling.launch(&SOURCE, name, call, weight, &params))
 }
 
 #[cfg(test)]

@@ -1,12 +1,11 @@
 //! The launches of `linear_rows.cu`, `linear_codes.cu` and `linear_blocks.cu`, whose warps divide the inputs of a row
 //! among them.
 
-use super::LinearParams;
 use crate::cuda::affine::Parts;
 use crate::{
     Tensor,
     cuda::WARP,
-    gpu::{Launch, Source},
+    gpu::{Launch, Params, Source},
     ops::linear::{Call, NAME},
 };
 
@@ -28,13 +27,13 @@ pub(super) struct WarpTiling {
 
 impl WarpTiling {
     /// The launch, without the constants that only one of the kernels has.
-    pub fn launch(
+    pub fn launch<P: Params>(
         &self,
         source: &'static Source,
         kernel: &'static str,
         call: &Call,
         weight: &Parts,
-        params: &LinearParams,
+        params: &P,
     ) -> Launch {
         let Call { dims, experts: ids, rows, .. } = call;
         let launch = weight
