@@ -608,11 +608,21 @@ fn products(device: &Device, enc: &mut Encoder, dtype: DType) -> Result<()> {
             ops::linear(enc, &Linear::new(&x, weight, &out))?;
         }
     }
-    // Groups of 32, which only the dequantising route takes.
-    let (codes, scales) = (zeros(device, DType::U32, &[n, k / 8])?, zeros(device, dtype, &[n, k / 32])?);
-    let weight = Weight::Affine(Affine { codes: &codes, scales: &scales, biases: &scales, bits: 4, group: 32 });
-    let (x, out) = (zeros(device, dtype, &[60, k])?, zeros(device, dtype, &[60, n])?);
-    ops::linear(enc, &Linear::new(&x, weight, &out))?;
+    // Groups of 32 and codes of few bits, of which each route takes some: to the results' dtype, and to f32.
+    let kinds = match dtype {
+        DType::F32 => [(4, 32), (5, 64)],
+        DType::F16 => [(6, 32), (3, 64)],
+        _ => [(8, 32), (2, 32)],
+    };
+    for (bits, group) in kinds {
+        let codes = zeros(device, DType::U32, &[n, k * bits / 32])?;
+        let scales = zeros(device, dtype, &[n, k / group])?;
+        let affine = Affine { codes: &codes, scales: &scales, biases: &scales, bits: bits as u32, group };
+        for out in [dtype, DType::F32] {
+            let (x, out) = (zeros(device, dtype, &[60, k])?, zeros(device, out, &[60, n])?);
+            ops::linear(enc, &Linear::new(&x, Weight::Affine(affine), &out))?;
+        }
+    }
     let experts = zeros(device, dtype, &[2, n, k])?;
     for tokens in [1, 30] {
         let (x, ids) = (zeros(device, dtype, &[tokens, k])?, zeros(device, DType::U32, &[tokens, 2])?);

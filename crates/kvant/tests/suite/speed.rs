@@ -522,16 +522,17 @@ fn linear(device: &Device) -> Result<()> {
 /// Many rows that no library multiplies: results of f32, and activations of three dtypes.
 fn linear_many(device: &Device) -> Result<()> {
     let (n, k) = (4096, 4096);
-    for bits in [0, 4, 6, 8] {
+    for (bits, group) in [(0, 64), (4, 64), (6, 64), (8, 64), (4, 32), (6, 32), (8, 32), (3, 64), (5, 32)] {
         let values = random_bits(n * k * bits / 8);
-        let scales = noise(device, DType::BF16, &[n, k / 64])?;
+        let scales = noise(device, DType::BF16, &[n, k / group])?;
         let codes = if bits == 0 {
             noise(device, DType::BF16, &[n, k])?
         } else {
             Tensor::from_bytes(device, DType::U32, &[n, k * bits / 32], &values)?
         };
-        let affine = Affine { codes: &codes, scales: &scales, biases: &scales, bits: bits as u32, group: 64 };
+        let affine = Affine { codes: &codes, scales: &scales, biases: &scales, bits: bits as u32, group };
         let weight = if bits == 0 { Weight::Dense(&codes) } else { Weight::Affine(affine) };
+        let of_group = if group == 64 { String::new() } else { format!(" in groups of {group}") };
         for dtype in [DType::BF16, DType::F16, DType::F32] {
             if bits == 0 && dtype == DType::BF16 {
                 continue;
@@ -539,7 +540,7 @@ fn linear_many(device: &Device) -> Result<()> {
             for rows in [64, 128, 512, 1024, 4096] {
                 let x = noise(device, dtype, &[rows, k])?;
                 let out = Tensor::zeros(device, DType::F32, &[rows, n])?;
-                let name = format!("linear {rows} × {n} × {k}, {dtype}, {bits} bit");
+                let name = format!("linear {rows} × {n} × {k}, {dtype}, {bits} bit{of_group}");
                 line(device, &name, codes.bytes(), 1, |enc, _| ops::linear(enc, &Linear::new(&x, weight, &out)))?;
             }
         }

@@ -43,7 +43,7 @@ pub(super) enum Dense {
 
 impl Dense {
     /// None if the product is not computed this way: x and out are bf16, and so can W be. `takes_codes` says whether
-    /// `linear_many` does; `few` are the rows of experts that other kernels take.
+    /// `linear_many` does, and is faster; `few` are the rows of experts that other kernels take.
     pub(super) fn new(call: &Call, weight: &Parts, limits: &Limits, takes_codes: bool, few: usize) -> Option<Dense> {
         let Call { x, dims, out, rows, .. } = call;
         let bytes = dims.outputs.checked_mul(dims.inputs)?.checked_mul(2)?;
@@ -54,7 +54,7 @@ impl Dense {
         if call.experts.is_some() {
             // The contract lets weights of experts be rounded where there are products of warpgroups.
             let many = limits.warpgroup_products && !takes_codes && *rows > few;
-            let chunks = ManyChunks::of(call, limits).filter(|_| many)?;
+            let chunks = ManyChunks::of_dense(call, limits).filter(|_| many)?;
             return Some(Dense::Experts { chunks, at_once: (MOST / bytes).min(dims.experts) });
         }
         let aligned = |tensor: &Tensor| tensor.byte_offset().is_multiple_of(16);

@@ -19,7 +19,8 @@
 // linear_many: out^T = W x^T. A block has OUTPUTS outputs of ROWS rows and loops over the chunks: one thread (without
 // WARPGROUP_PRODUCTS, those that multiply) copies them into a ring in shared memory, and two warpgroups multiply, 64
 // outputs each. A thread reads the codes, or weights, of its two outputs directly into the registers of the products'
-// operands: the order of inputs within BLOCK is free, so a lane has 16 neighbours. While the products of 64 rows by
+// operands: the order of inputs within BLOCK is free, so a lane has 16 neighbours, or eight in each half (HALVED). With
+// groups of 32, the products of each half are scaled by themselves (SUMS is 2). While the products of 64 rows by
 // warpgroups run, those of the other 64 are scaled and added, and the next codes converted. Dense products are added in
 // the same way, BLOCK inputs at a time: tensor cores truncate sums instead of rounding them, which is visible after
 // some hundred inputs.
@@ -108,6 +109,8 @@ extern "C" __global__ void __launch_bounds__(1024)
 
 constexpr bool AFFINE = BITS != 0;
 constexpr uint BLOCK = 64;
+// Inputs whose products, and x, are added before a scale, or a bias, multiplies them: SUMS times in BLOCK.
+constexpr uint SUM_INPUTS = BLOCK / SUMS;
 constexpr uint PARTS = X_DTYPE == F32 ? 3 : X_DTYPE == F16 ? 2 : 1;
 // Bytes of one part of x, and of all; what a chunk has room for.
 constexpr uint PART = ROWS * BLOCK * 2;
@@ -118,27 +121,36 @@ constexpr uint TERMS = OUT_DTYPE == F32 ? 3 : 2;
 constexpr uint DEPTH = 4;
 
 inline uint blocks_of(uint inputs) {
-    return (inputs / BLOCK + DEPTH - 1) / DEPTH * DEPTH;
+    return ((inputs / SUM_INPUTS + SUMS - 1) / SUMS + DEPTH - 1) / DEPTH * DEPTH;
 }
 
 inline uint blocks_of_sums(uint inputs) {
-    return !AFFINE ? 0 : (inputs / BLOCK + BLOCK - 1) / BLOCK;
+    return !AFFINE ? 0 : (inputs / SUM_INPUTS + BLOCK - 1) / BLOCK;
 }
 
 inline uint chunks_of(uint inputs) {
     return blocks_of(inputs) + blocks_of_sums(inputs) * TERMS;
 }
 
+// Whether a lane has eight neighbours in each half of BLOCK, instead of 16: where halves have sums of their own, and of
+// codes of 2, 3 and 5 bits, of which two words have eight.
+constexpr bool HALVED = SUMS == 2 || BITS == 2 || BITS == 3 || BITS == 5;
+
 // The order of a lane's 16 codes, or weights: pair i are inputs 8 (i % 2) + 2 t and the next one of product i / 2.
 constexpr uint code_of(uint pair, uint which) {
-    return BITS == 4   ? pair / 4 * 8 + pair % 4 + which * 4
-           : BITS == 6 ? pair / 2 * 4 + pair % 2 + which * 2
-                       : pair * 2 + which;
+    return BITS == 4              ? pair / 4 * 8 + pair % 4 + which * 4
+           : BITS == 6 && !HALVED ? pair / 2 * 4 + pair % 2 + which * 2
+                                  : pair * 2 + which;
+}
+// The input within BLOCK of a code of lane 0; those of the next lane are NEIGHBOURS later.
+constexpr uint NEIGHBOURS = HALVED ? 8 : 16;
+constexpr uint input_of(uint code) {
+    return HALVED ? code / 8 * 32 + code % 8 : code;
 }
 
 #if KERNEL_linear_many_arrange
 
-// Blocks: x counts BLOCK inputs, up to a whole block of sums if there are any, y 32 places.
+// Blocks: x counts BLOCK inputs, up to whole blocks of sums if there are any, y 32 places.
 extern "C" __global__ void __launch_bounds__(256)
     KVANT_KERNEL(const uchar *x, uchar *out, const LinearParams p, const uint *experts, const uint *order) {
     take_turn();
@@ -147,17 +159,18 @@ extern "C" __global__ void __launch_bounds__(256)
         return;
     }
     const uint piece = threadIdx.x % 8, row = EXPERTS ? order[place] : place, block = blockIdx.x;
-    const bool there = row < p.rows && block < p.inputs / BLOCK;
+    const uint of_sum = block * SUMS + piece / (8 / SUMS);
+    const bool there = row < p.rows && of_sum < p.inputs / SUM_INPUTS;
     const ulong from = there ? ulong(row / p.rows_per_input) * p.inputs + block * BLOCK : 0;
     float values[8];
     float sum = 0;
 #pragma unroll
     for (uint i = 0; i < 8; i++) {
-        values[i] = there ? load(x, from + i / 2 * 16 + code_of(piece, i % 2), X_DTYPE) : 0;
+        values[i] = there ? load(x, from + i / 2 * NEIGHBOURS + input_of(code_of(piece, i % 2)), X_DTYPE) : 0;
         sum += values[i];
     }
 #pragma unroll
-    for (uint step = 1; step < 8; step *= 2) {
+    for (uint step = 1; step < 8 / SUMS; step *= 2) {
         sum += __shfl_xor_sync(0xFFFFFFFF, sum, step);
     }
     uchar *chunks = out + ulong(tile) * chunks_of(p.inputs) * STAGE;
@@ -173,10 +186,10 @@ extern "C" __global__ void __launch_bounds__(256)
                 make_uint4(words[0][part], words[1][part], words[2][part], words[3][part]);
         }
     }
-    if (AFFINE && piece == 0) {
+    if (AFFINE && piece % (8 / SUMS) == 0) {
         // In the order of the lanes that have the biases: 16 neighbours are a lane's, as with inputs, two at a time.
-        const uint in_block = block % BLOCK, pair = in_block % 16 / 2, element = in_block / 16 * 2 + in_block % 2;
-        uchar *to = chunks + (blocks_of(p.inputs) + ulong(block / BLOCK) * TERMS) * STAGE + r * 128 + (pair ^ r % 8) * 16;
+        const uint in_block = of_sum % BLOCK, pair = in_block % 16 / 2, element = in_block / 16 * 2 + in_block % 2;
+        uchar *to = chunks + (blocks_of(p.inputs) + ulong(of_sum / BLOCK) * TERMS) * STAGE + r * 128 + (pair ^ r % 8) * 16;
         uint terms[TERMS];
         split<false>(sum, 0, terms);
 #pragma unroll
@@ -196,14 +209,15 @@ constexpr uint COPIERS = WARPGROUP_PRODUCTS ? 1 : CONSUMERS;
 constexpr uint THREADS = CONSUMERS + (WARPGROUP_PRODUCTS ? 128 : 0);
 // Pieces of 64 rows: products of one run while those of the other are added.
 constexpr uint PIECES = ROWS / 64;
-// Blocks of codes in registers: products of warps take twice as long, and have fewer registers.
-constexpr uint AHEAD = WARPGROUP_PRODUCTS || PIECES == 1 ? DEPTH : DEPTH / 2;
+// Blocks of codes in registers: products of warps take twice as long, and have fewer registers, of which scales of two
+// sums need more.
+constexpr uint AHEAD = WARPGROUP_PRODUCTS || PIECES == 1 ? DEPTH : DEPTH / 2 / SUMS;
 // Rows of the tile of results, in floats: threads meet in no bank.
 constexpr uint RESULTS = OUTPUTS + 4;
 // Shared memory, after the first multiple of 1024 bytes: barriers and the ring, or the results.
 constexpr uint AT_RING = 1024;
 static_assert(1024 + AT_RING + STAGES * STAGE == SHARED_BYTES, "linear: the shared memory that Rust asks for");
-static_assert(!AFFINE || GROUP % BLOCK == 0, "linear: one scale for BLOCK inputs");
+static_assert(!AFFINE || GROUP % SUM_INPUTS == 0, "linear: one scale for SUM_INPUTS inputs");
 static_assert(AFFINE || W_DTYPE == BF16 && W_ALIGNED, "linear: weights as products take them");
 static_assert(ROWS * RESULTS * 4 <= STAGES * STAGE && STAGES <= 64, "linear: room for results and barriers");
 
@@ -224,8 +238,23 @@ inline float float_of(uint bits) {
 // used. A dense row has two words of four.
 struct Codes {
     uint4 words[AFFINE ? 1 : 2];
-    uint scale;
+    uint scales[SUMS];
 };
+
+// Whether eight codes begin within a word: two words have them.
+constexpr bool WITHIN_WORDS = HALVED && BITS != 4 && BITS != 8;
+
+// Codes 8 t to 8 t + 7 of the 32 that begin at `from`, or the words that have them.
+inline uint2 load_eight(const uint *from, uint t) {
+    if (BITS == 4) {
+        return make_uint2(from[t], 0);
+    }
+    if (BITS == 8) {
+        return W_ALIGNED ? reinterpret_cast<const uint2 *>(from)[t] : make_uint2(from[2 * t], from[2 * t + 1]);
+    }
+    const uint first = t * BITS / 4;
+    return make_uint2(from[first], from[min(first + 1, BITS - 1)]);
+}
 
 struct Weight {
     const uchar *codes;
@@ -233,8 +262,12 @@ struct Weight {
     const uchar *biases;
     uint inputs;
 
-    ulong group_of(uint output, uint block) const {
-        return ulong(output) * (inputs / GROUP) + block * BLOCK / GROUP;
+    ulong group_of(uint output, uint sum) const {
+        return ulong(output) * (inputs / GROUP) + sum * SUM_INPUTS / GROUP;
+    }
+    // Past the last sum, the last.
+    uint sum_of(uint sum) const {
+        return min(sum, inputs / SUM_INPUTS - 1);
     }
     // Past the last block, the last.
     uint block_of(uint block) const {
@@ -247,20 +280,36 @@ struct Weight {
         biases += AFFINE ? first_row * (inputs / GROUP) * size_of(W_DTYPE) : 0;
     }
     Codes load(uint output, uint block) const {
+        if constexpr (HALVED) {
+            // Past the last half, the last: x is zero there.
+            const uint *row = reinterpret_cast<const uint *>(codes) + ulong(output) * (inputs / 32 * BITS);
+            uint2 eight[2];
+#pragma unroll
+            for (uint half = 0; half < 2; half++) {
+                eight[half] = load_eight(row + min(block * 2 + half, inputs / 32 - 1) * BITS, threadIdx.x % 4);
+            }
+            Codes out = {{BITS == 4 ? make_uint4(eight[0].x, eight[1].x, 0, 0)
+                                    : make_uint4(eight[0].x, eight[0].y, eight[1].x, eight[1].y)}};
+#pragma unroll
+            for (uint sum = 0; sum < SUMS; sum++) {
+                out.scales[sum] = bits_at(scales, group_of(output, sum_of(block * SUMS + sum)));
+            }
+            return out;
+        }
         block = block_of(block);
         if constexpr (!AFFINE) {
             const uchar *row = codes + (ulong(output) * inputs + block * BLOCK) * 2;
             const uint4 *own = reinterpret_cast<const uint4 *>(row) + threadIdx.x % 4 * 2;
-            Codes out = {{own[0]}, 0};
+            Codes out = {{own[0]}, {0}};
             out.words[AFFINE ? 0 : 1] = own[1];
             return out;
         }
         const uint *row = reinterpret_cast<const uint *>(codes) + ulong(output) * (inputs / 32 * BITS);
-        return {{load_words(row, block * 4 + threadIdx.x % 4, BITS, W_ALIGNED)}, bits_at(scales, group_of(output, block))};
+        return {{load_words(row, block * 4 + threadIdx.x % 4, BITS, W_ALIGNED)}, {bits_at(scales, group_of(output, block))}};
     }
     // Of codes counted from their middle.
-    float bias(uint output, uint block) const {
-        const ulong group = group_of(output, block_of(block));
+    float bias(uint output, uint sum) const {
+        const ulong group = group_of(output, sum_of(sum));
         return float_of(bits_at(biases, group)) + float_of(bits_at(scales, group)) * MIDDLE;
     }
 };
@@ -281,7 +330,15 @@ inline uint pair_of(const Codes &codes, uint i) {
     if (!AFFINE) {
         return i % 4 == 0 ? w.x : i % 4 == 1 ? w.y : i % 4 == 2 ? w.z : w.w;
     }
-    constexpr uint ONES = 0x3F803F80, MIDDLES = BITS == 4 ? 0x3F883F88 : 0x3FA03FA0;
+    constexpr uint ONES = 0x3F803F80, MIDDLES = ONES + (AFFINE ? 0x10001 << (BITS - 1) : 0);
+    if (WITHIN_WORDS) {
+        const uint2 two_words = i < 4 ? make_uint2(w.x, w.y) : make_uint2(w.z, w.w);
+        const uint first = threadIdx.x % 4 * BITS % 4 * 8;
+        const uint low = __funnelshift_r(two_words.x, two_words.y, first), high = two_words.y >> first;
+        constexpr uint MASK = (1 << BITS) - 1;
+        const uint bit = i % 4 * 2 * BITS, two = bit < 32 ? __funnelshift_r(low, high, bit) : high >> bit % 32;
+        return subtract(two & MASK | two << (16 - BITS) & MASK << 16 | ONES, MIDDLES);
+    }
     if (BITS == 4) {
         return subtract((i < 4 ? w.x : w.y) >> i % 4 * 4 & 0x000F000F | ONES, MIDDLES);
     }
@@ -395,12 +452,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     float sums[PIECES][32] = {}, products[PIECES][32];
     // Of the block whose products run.
-    float scale[2];
-    const auto add = [&](uint piece) {
+    float scale[SUMS][2];
+    const auto add = [&](uint piece, uint sum) {
         hold(products[piece]);
 #pragma unroll
         for (uint i = 0; i < 32; i++) {
-            sums[piece][i] += scale[i / 2 % 2] * products[piece][i];
+            sums[piece][i] += scale[sum][i / 2 % 2] * products[piece][i];
         }
     };
     RingCursor<STAGES> cursor;
@@ -433,7 +490,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             const auto next = [&] {
 #pragma unroll
                 for (uint i = 0; i < 2; i++) {
-                    scale[i] = AFFINE ? float_of(ahead[d % AHEAD][i].scale) * UNITS : 1;
+#pragma unroll
+                    for (uint sum = 0; sum < SUMS; sum++) {
+                        scale[sum][i] = AFFINE ? float_of(ahead[d % AHEAD][i].scales[sum]) * UNITS : 1;
+                    }
                     ahead[d % AHEAD][i] = w.load(outputs[i], block + d + AHEAD);
                 }
             };
@@ -443,21 +503,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             wait_for_chunk();
             const ulong x = matrix(ring + cursor.stage * STAGE, 16);
 #pragma unroll
-            for (uint piece = 0; piece < PIECES; piece++) {
-                if (WARPGROUP_PRODUCTS && d > 0) {
-                    products_wait<PIECES - 1>();
-                    add(piece);
-                }
-                hold(a);
-                products_begin();
+            for (uint sum = 0; sum < SUMS; sum++) {
 #pragma unroll
-                for (uint i = 0; i < 4 * PARTS; i++) {
-                    const uint at = i % PARTS * PART + piece * 64 * 128 + i / PARTS * 32;
-                    multiply<false>(products[piece], a[i / PARTS], matrix_after(x, at), i > 0);
+                for (uint piece = 0; piece < PIECES; piece++) {
+                    if (WARPGROUP_PRODUCTS && d + sum > 0) {
+                        products_wait<PIECES - 1>();
+                        add(piece, (sum + SUMS - 1) % SUMS);
+                    }
+                    hold(a);
+                    products_begin();
+#pragma unroll
+                    for (uint i = 0; i < 4 / SUMS * PARTS; i++) {
+                        const uint of_block = sum * (4 / SUMS) + i / PARTS;
+                        const uint at = i % PARTS * PART + piece * 64 * 128 + of_block * 32;
+                        multiply<false>(products[piece], a[of_block], matrix_after(x, at), i > 0);
+                    }
+                    products_commit();
+                    if (!WARPGROUP_PRODUCTS) {
+                        add(piece, sum);
+                    }
                 }
-                products_commit();
-                if (!WARPGROUP_PRODUCTS) {
-                    add(piece);
+                if (WARPGROUP_PRODUCTS && sum == 0) {
+                    if (d > 0) {
+                        give_back(cursor.before());
+                    }
+                    next();
                 }
             }
             if constexpr (!WARPGROUP_PRODUCTS) {
@@ -465,20 +535,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 cursor.next();
                 continue;
             }
-            if (d > 0) {
-                give_back(cursor.before());
-            }
-            next();
             if (d + 1 < DEPTH) {
                 cursor.next();
             }
         }
         if constexpr (WARPGROUP_PRODUCTS) {
             products_wait<PIECES - 1>();
-            add(0);
+            add(0, SUMS - 1);
             if (PIECES > 1) {
                 products_wait<0>();
-                add(PIECES - 1);
+                add(PIECES - 1, SUMS - 1);
             }
             give_back(cursor.stage);
             cursor.next();

@@ -75,6 +75,10 @@ pub(super) struct ManyChunks {
     stages: usize,
     /// Whether products are of warpgroups.
     warpgroups: bool,
+    /// Sums over the inputs of a chunk, each with a scale of its own.
+    sums: usize,
+    /// Whether a product of many rows of bf16 is not made with dense weights instead.
+    replaces_dense: bool,
 }
 
 /// Adds the launch that sorts rows by expert, for so many tiles of so many rows: the expert of every tile, and the row
@@ -113,24 +117,27 @@ pub(super) fn most_tiles(call: &Call, rows: usize) -> usize {
 }
 
 impl ManyChunks {
-    /// None if the kernels do not take the product: they take matrices of codes whose scales are each for whole blocks
-    /// of inputs, or of bf16 where no library does: those of experts, where x is of another dtype, or where there is
-    /// none.
+    /// None if the kernels do not take the product: they take matrices of codes, or of bf16 where no library does:
+    /// those of experts, where x is of another dtype, or where there is none.
     pub(super) fn new(call: &Call, weight: &Parts, limits: &Limits) -> Option<ManyChunks> {
-        let takes = if weight.format != 0 {
-            false
-        } else if weight.bits != 0 {
-            matches!(weight.bits, 4 | 6 | 8) && (weight.group as usize).is_multiple_of(BLOCK)
-        } else {
-            let by_library = limits.library_products && call.experts.is_none() && call.x.dtype() == DType::BF16;
-            weight.dtype == DType::BF16 && weight.aligned && !by_library
-        };
-        if takes { ManyChunks::of(call, limits) } else { None }
+        if weight.bits != 0 {
+            let sums = BLOCK.div_ceil(weight.group as usize);
+            let replaces_dense = sums == 1 && matches!(weight.bits, 4 | 6 | 8);
+            return Some(ManyChunks { replaces_dense, ..ManyChunks::of(call, sums, limits)? });
+        }
+        let by_library = limits.library_products && call.experts.is_none() && call.x.dtype() == DType::BF16;
+        let takes = weight.is_dense() && weight.dtype == DType::BF16 && weight.aligned && !by_library;
+        if takes { ManyChunks::of_dense(call, limits) } else { None }
     }
 
-    /// The same for a weight that the kernels take.
-    pub(super) fn of(call: &Call, limits: &Limits) -> Option<ManyChunks> {
-        let suits = call.dims.experts <= MOST_EXPERTS && call.dims.inputs > 0 && call.dims.inputs.is_multiple_of(BLOCK);
+    /// The same for a weight of bf16.
+    pub(super) fn of_dense(call: &Call, limits: &Limits) -> Option<ManyChunks> {
+        ManyChunks::of(call, 1, limits)
+    }
+
+    fn of(call: &Call, sums: usize, limits: &Limits) -> Option<ManyChunks> {
+        let inputs = call.dims.inputs;
+        let suits = call.dims.experts <= MOST_EXPERTS && inputs > 0 && inputs.is_multiple_of(BLOCK / sums);
         if !suits {
             return None;
         }
@@ -148,7 +155,8 @@ impl ManyChunks {
         };
         let chunks = |rows, stages| {
             let warpgroups = limits.warpgroup_products;
-            ManyChunks { rows, tiles: most_tiles(call, rows), parts, terms, stages, warpgroups }
+            let (tiles, replaces_dense) = (most_tiles(call, rows), false);
+            ManyChunks { rows, tiles, parts, terms, stages, warpgroups, sums, replaces_dense }
         };
         let fits = |chunks: &ManyChunks| {
             let has_room = chunks.rows * RESULTS * 4 <= chunks.stages * chunks.bytes();
@@ -157,6 +165,12 @@ impl ManyChunks {
         let mut sizes = ROWS[usize::from(small)..].iter();
         let largest = |&rows| STAGES.rev().map(|stages| chunks(rows, stages)).find(fits);
         sizes.find_map(largest).filter(|chunks| chunks.tiles * chunks.rows <= MOST_ROWS)
+    }
+
+    /// Whether a product of many rows of bf16 is not made with dense weights instead: of codes for which its speed was
+    /// measured.
+    pub(super) fn replaces_dense(&self) -> bool {
+        self.replaces_dense
     }
 
     /// Rows of a chunk.
@@ -215,8 +229,8 @@ impl ManyChunks {
     pub(super) fn arrange(&self, call: &Call, bits: u32, params: &LinearParams, b: &mut Builder) -> Result<Arranged> {
         let sorted =
             call.experts.as_ref().map(|ids| sort(call, ids, params, [self.tiles, self.rows], b)).transpose()?;
-        let blocks = (call.dims.inputs / BLOCK).next_multiple_of(DEPTH);
-        let blocks_of_sums = if bits == 0 { 0 } else { blocks.div_ceil(BLOCK) };
+        let blocks = call.dims.inputs.div_ceil(BLOCK).next_multiple_of(DEPTH);
+        let blocks_of_sums = if bits == 0 { 0 } else { (blocks * self.sums).div_ceil(BLOCK) };
         let of_tile = blocks + blocks_of_sums * self.terms;
         let arranged = Arranged { chunks: b.scratch(self.tiles * of_tile * self.bytes())?, sorted };
         let launch = self.common(Launch::new(NAME, &SOURCE, "linear_many_arrange"), call, bits);
@@ -226,7 +240,10 @@ impl ManyChunks {
                 .read(0, &call.x)
                 .scratch(1, &arranged.chunks, Use::Write)
                 .params(2, params)
-                .grid([blocks.max(blocks_of_sums * BLOCK), self.tiles * self.rows / 32, 1], [THREADS, 1, 1]),
+                .grid(
+                    [blocks.max(blocks_of_sums * BLOCK / self.sums), self.tiles * self.rows / 32, 1],
+                    [THREADS, 1, 1],
+                ),
         )?;
         Ok(arranged)
     }
@@ -236,6 +253,7 @@ impl ManyChunks {
             .constant("X_DTYPE", call.x.dtype())
             .constant("OUT_DTYPE", call.out.dtype())
             .constant("BITS", bits)
+            .constant("SUMS", self.sums as u32)
             .constant("ROWS", self.rows as u32)
             .constant("EXPERTS", call.experts.is_some())
     }

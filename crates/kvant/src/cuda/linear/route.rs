@@ -69,7 +69,8 @@ pub(super) fn select(call: &Call, weight: &Parts, limits: &Limits) -> CudaLinear
         return CudaLinearKernel::StreamRows(tiling);
     }
     let many = ManyChunks::new(call, weight, limits);
-    if let Some(dense) = Dense::new(call, weight, limits, many.is_some(), few) {
+    let takes_codes = many.as_ref().is_some_and(ManyChunks::replaces_dense);
+    if let Some(dense) = Dense::new(call, weight, limits, takes_codes, few) {
         return CudaLinearKernel::Dequantise(dense);
     }
     if call.rows > few_aligned
@@ -87,7 +88,11 @@ pub(super) fn select(call: &Call, weight: &Parts, limits: &Limits) -> CudaLinear
         }
         return CudaLinearKernel::Rows(rows::tiling(call, weight, limits));
     }
-    if call.rows <= few { CudaLinearKernel::Few } else { CudaLinearKernel::Tiles }
+    match many {
+        _ if call.rows <= few => CudaLinearKernel::Few,
+        Some(chunks) => CudaLinearKernel::Many(chunks),
+        None => CudaLinearKernel::Tiles,
+    }
 }
 
 /// The tiling of a batch: of more rows than other kernels read W once for or, for a matrix so large that a second
@@ -233,14 +238,15 @@ mod tests {
         }
     }
 
-    /// Many rows by affine weights in groups of 64 or 128, whatever the GPU and the dtypes, with cuBLASLt and without.
+    /// More than a few rows by affine weights, whatever the GPU and the dtypes, with cuBLASLt and without. Kernels of
+    /// few rows refuse an x that does not begin at a multiple of 16 bytes.
     #[test]
     fn no_many_rows_of_affine_weights_go_to_scalar_tiles() {
         let device = Device::reference();
         let mut names = std::collections::HashSet::new();
         let dtypes = [DType::F32, DType::F16, DType::BF16];
-        for (bits, group, x, scales, experts) in [4, 6, 8].into_iter().flat_map(|bits| {
-            [64, 128].into_iter().flat_map(move |group| {
+        for (bits, group, x, scales, experts) in [2, 3, 4, 5, 6, 8].into_iter().flat_map(|bits| {
+            [32, 64, 128].into_iter().flat_map(move |group| {
                 dtypes.into_iter().flat_map(move |x| {
                     dtypes
                         .into_iter()
@@ -248,24 +254,31 @@ mod tests {
                 })
             })
         }) {
-            for rows in [33, 128, 512, 4096] {
-                let mut call = call(bits, x, [rows, 1000, 384], experts);
+            let inputs = if group == 32 { 352 } else { 384 };
+            for (rows, shifted) in [(9, true), (32, true), (33, false), (128, false), (512, false), (4096, false)] {
+                let mut call = call(bits, x, [rows, 1000, inputs], experts);
                 let zeros = |dtype, columns| Tensor::zeros(&device, dtype, &[1000, columns]).unwrap();
-                let factors = || zeros(scales, 384 / group);
-                let codes = zeros(DType::U32, 384 * bits as usize / 32);
+                let factors = || zeros(scales, inputs / group);
+                let codes = zeros(DType::U32, inputs * bits as usize / 32);
                 call.weight = OwnedWeight::Affine { codes, scales: factors(), biases: factors(), bits, group };
-                let weight = parts(&call.weight, 384);
+                if shifted {
+                    let longer = Tensor::zeros(&device, x, &[rows * inputs + 2]).unwrap();
+                    call.x = longer.rows(2..rows * inputs + 2).unwrap().reshape(&[rows, inputs]).unwrap();
+                }
+                let weight = parts(&call.weight, inputs);
                 for gpu in [H200, A100, RTX_4090] {
                     for library_products in [false, true] {
                         let name = select(&call, &weight, &Limits { library_products, ..gpu }).name();
-                        let case = format!("{bits} bits, {group}, {x}, {scales}, {rows} rows, experts: {experts}");
+                        let case = format!(
+                            "{bits} bits, {group}, {x}, {scales}, {rows} rows (shifted: {shifted}), experts: {experts}"
+                        );
                         assert_ne!(name, "linear_tiles", "{case}, cuBLASLt: {library_products}");
                         names.insert(name);
                     }
                 }
             }
         }
-        assert_eq!(names, ["linear_many", "linear_dequantise", "linear_batch"].into());
+        assert_eq!(names, ["linear_many", "linear_dequantise", "linear_batch", "linear_blocks"].into());
     }
 
     /// Chunks of rows of f32 are three times as large: less shared memory has room for fewer rows.

@@ -526,12 +526,28 @@ fn many_rows_of_halves() {
 #[test]
 fn many_rows() {
     let (mut rng, mut cases) = (Rng::of("many rows"), Vec::new());
-    for bits in [0, 4, 6, 8] {
-        for (tokens, inputs, outputs) in
-            [(33, 64, 128), (64, 256, 3), (65, 320, 130), (40, 4160, 17), (300, 128, 52), (128, 384, 257)]
-        {
+    for bits in [0, 4, 6, 8, 2, 3, 5] {
+        for (tokens, inputs, outputs) in [
+            (33, 64, 128),
+            (64, 256, 3),
+            (65, 320, 130),
+            (40, 4160, 17),
+            (300, 128, 52),
+            (128, 384, 257),
+            // In groups of 32.
+            (41, 96, 40),
+            (64, 4128, 19),
+            (290, 352, 131),
+            (47, 512, 64),
+        ] {
             for x in FLOATS {
-                let group = if inputs % 128 == 0 { rng.pick(&[64, 128]) } else { 64 };
+                let group = match inputs {
+                    96 | 352 | 512 | 4128 if bits == 0 => continue,
+                    96 | 352 | 512 | 4128 => 32,
+                    _ if inputs % 128 == 0 => rng.pick(&[64, 128]),
+                    _ => 64,
+                };
+                let may_be_dense = group == 32 || [2, 3, 5].contains(&bits);
                 let kind = match bits {
                     0 if x == DType::BF16 => continue,
                     0 => Kind::Dense(DType::BF16),
@@ -547,8 +563,11 @@ fn many_rows() {
                     let launches = Launches { model, ..Launches::default() };
                     case.launch(&gpu::cuda_device(launches.clone()), false).expect("it is launched");
                     let all = launches.all.lock().unwrap();
-                    let is_one =
-                        |launch: &String| ["linear_many.cu/", other].iter().any(|part| launch.starts_with(part));
+                    let mut files = vec!["linear_many.cu/", other];
+                    if may_be_dense {
+                        files.extend(["linear_dequantise.cu/", "linear_blocks.cu/"]);
+                    }
+                    let is_one = |launch: &String| files.iter().any(|file| launch.starts_with(file));
                     assert!(all.iter().any(is_one), "{model:?}, {case:?}: {all:?}");
                 }
                 cases.push((bits, case));
@@ -673,7 +692,15 @@ fn very_many_rows() {
 fn many_rows_of_experts() {
     let (mut rng, mut cases) = (Rng::of("many rows of experts"), Vec::new());
     let affine = |bits, group| Kind::Affine { bits, group, scales: DType::BF16 };
-    for kind in [affine(4, 64), affine(6, 128), affine(8, 64), Kind::Dense(DType::BF16)] {
+    for kind in [
+        affine(4, 64),
+        affine(6, 128),
+        affine(8, 64),
+        affine(4, 32),
+        affine(5, 64),
+        affine(3, 32),
+        Kind::Dense(DType::BF16),
+    ] {
         for (tokens, top_k, experts, expanded) in [(60, 2, 3, false), (300, 2, 3, true), (90, 4, 70, false)] {
             let (inputs, outputs) = (rng.pick(&[128, 384]), rng.pick(&[40, 131]));
             let (x_type, out_type) = (rng.pick(&FLOATS), rng.pick(&FLOATS));
@@ -859,7 +886,7 @@ fn odd_offsets() {
         let scales = DType::F16;
         Kind::Affine { bits, group: 32, scales }
     }));
-    let cases = kinds.chain(block_kinds()).flat_map(|kind| [1, 2, 5, 33].map(|tokens| (kind, tokens)));
+    let cases = kinds.chain(block_kinds()).flat_map(|kind| [1, 2, 5, 20, 33].map(|tokens| (kind, tokens)));
     for (kind, tokens) in one_in(3, |(kind, _)| format!("{kind:?}"), cases) {
         let dtype = DType::BF16;
         let case = format!("at odd offsets: {kind:?}, T {tokens}");
