@@ -135,9 +135,10 @@ constexpr uint ROW_LANES = CODES / 16 % 8 == 0 ? 8 : CODES / 16 % 4 == 0 ? 4 : 2
 constexpr uint AT_CODES = X_BYTES;
 constexpr uint AT_SUMS = AT_CODES + OUTPUTS * PITCH;
 constexpr uint STAGE = (AT_SUMS + SUMS_BYTES + 1023) / 1024 * 1024;
-// Chunks, of SPAN inputs, whose scales and biases are copied together; how many a thread has of a chunk; their bytes for
-// an output, and from one output to the next. They are copied in pieces of 8 bytes or, where these are not aligned, in words: the first scale, or bias,
-// of all may be in the middle of one (SCALES_ODD, BIASES_ODD: 0 or 1), and that of any output.
+// Chunks, of SPAN inputs, whose scales and biases are copied together; how many a thread has of a chunk; their bytes
+// for an output, and from one output to the next. They are copied in pieces of 8 bytes or, where these are not aligned,
+// in words: the first scale, or bias, of all may be in the middle of one (SCALES_ODD, BIASES_ODD: 0 or 1), and that of
+// any output.
 constexpr uint SPAN_CHUNKS = SPAN / INPUTS;
 constexpr uint FACTORS = INPUTS / GROUP / HALVES;
 constexpr uint SPAN_BYTES = SPAN / GROUP * 2;
