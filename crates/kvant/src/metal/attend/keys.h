@@ -20,10 +20,6 @@ inline bool is_there(Row row) {
     return row.x != NONE;
 }
 
-inline bool sees(Row row, uint sequence, uint position) {
-    return row.y == sequence && row.z <= position && position <= row.w;
-}
-
 // Row `i` of the tile, and its position. One that is not there, or whose sequence is not, belongs to sequence NONE and
 // never sees anything.
 inline Row row_of(uint tile, uint i, uint kv_head, device const uint *positions, device const uint *sequences,
