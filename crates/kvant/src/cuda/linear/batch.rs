@@ -294,7 +294,7 @@ mod tests {
         ] {
             let mut call = call(bits, DType::BF16, [rows, 4096, inputs], false);
             let zeros = |dtype, columns| Tensor::zeros(&device, dtype, &[4096, columns]).unwrap();
-            let factors = || zeros(DType::BF16, inputs / group as usize);
+            let factors = || zeros(DType::BF16, inputs / group);
             let codes = zeros(DType::U32, inputs / 32 * bits as usize);
             call.weight = OwnedWeight::Affine { codes, scales: factors(), biases: factors(), bits, group };
             let weight = parts(&call.weight, inputs);
