@@ -58,6 +58,7 @@ pub(super) static ALL: &[Header] = headers![
     "device/float_order.h",
     "device/fragments.h",
     "device/mbarrier.h",
+    "device/products.h",
     "device/reduce.h",
     "device/ring_cursor.h",
     "device/vectors.h",

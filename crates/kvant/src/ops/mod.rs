@@ -62,8 +62,8 @@
 //! | [`attend`](attend()) | unless below | f32, softmax included | none | g as above; r = u of `q` for rotated f16 or bf16 queries |
 //! | | quantised keys or values; CPU at [`Avx512Vnni`](crate::SimdLevel::Avx512Vnni) (default where available) | integers | centroids and their factors are rounded to fixed point | r = 2⁻¹² + g/2¹⁴. RMS error with normal keys and queries, measured: 1.5·10⁻⁴ of a result at scale 1/√D; at scale 1 up to 4.4·10⁻⁴ (D = 256) and 6.1·10⁻⁴ (D = 512) |
 //! | | other tokens over quantised keys or values; CUDA, f16 or bf16 `out` | f32 | centroids and their factors are rounded to f16 | r = g/2¹¹: a relative error of at most 2⁻¹² for each rounded factor |
-//! | | prompts over dense caches of `q`'s 16-bit dtype, f16 or bf16 `out`; CUDA on Hopper | f32 | softmax weights are rounded to `q`'s dtype | r = half a unit of `q`'s dtype |
-//! | | prompts over quantised caches of a pool, bf16 `q`, f16 or bf16 `out`; CUDA on Hopper | f32 | also decoded keys and values | r = (2 + g)·2⁻⁹ |
+//! | | prompts over dense caches of `q`'s 16-bit dtype, f16 or bf16 `out`; CUDA | f32 | softmax weights are rounded to `q`'s dtype | r = half a unit of `q`'s dtype |
+//! | | prompts over quantised caches of a pool, bf16 `q`, f16 or bf16 `out`; CUDA | f32 | also decoded keys and values | r = (2 + g)·2⁻⁹ |
 //! | | other caches; CUDA, f16 or bf16 `out` | f32 | softmax weights and f32 queries, keys and values are split into sums of f16 or bf16 numbers | at least 16 bits of each factor |
 //! | | CUDA, f32 `out` | f32 | as above, and centroids | at least 22 bits of each factor |
 //! | | quantised values; CUDA | f32 | weights are scaled by the largest norm among the values that a block of neighbouring tokens sees | values with a norm below 2⁻²⁸ of the largest lose bits of their weight; below about 2⁻³⁸ they count as zero |

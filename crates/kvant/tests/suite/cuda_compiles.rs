@@ -226,6 +226,10 @@ fn attention_compiles_for_gpus_of_little_shared_memory() -> Result<()> {
         }
         if model == Model::Rtx5090 {
             // In clusters.
+            for capacity in [99, 1500] {
+                let case = (128, tq(8), tq(4), bf16, bf16, 4, 1);
+                attend(&device, &mut enc, Some("attend_quantised"), capacity, case, false)?;
+            }
             attend(&device, &mut enc, None, 9999, (128, Codec::BF16, Codec::BF16, bf16, bf16, 4, 1), false)?;
             attend(&device, &mut enc, None, 99, (128, tq(4), tq(4), bf16, bf16, 4, 1), false)?;
         }

@@ -149,8 +149,9 @@ const REASONS: [(&str, Explains); 6] = [
     ("cuBLASLt multiplies in its place", |on| {
         matches!(on.case, Case::Product([_, _, 0], Kind::Dense(_))) && on.tokens() > 8
     }),
-    ("many rows of experts need products of warpgroups", |on| {
-        matches!(on.case, Case::Product([_, _, experts], _) if experts > 0) && on.gpu != Model::H200
+    ("many rows of experts by blocks become bf16 only where there are products of warpgroups", |on| {
+        matches!(on.case, Case::Product([_, _, experts], Kind::Blocks(_) | Kind::Floats(_)) if experts > 0)
+            && on.gpu != Model::H200
     }),
 ];
 

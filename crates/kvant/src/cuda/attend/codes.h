@@ -63,6 +63,7 @@ inline uint choose(uint mask, uint a, uint b) {
 // ------------------------------------------------------------------------------------------------------------- tables
 
 constexpr bool COMPACT = COMPACT_COPIES > 0;
+static_assert(!COMPACT || COMPACT_COPIES == 8 || COMPACT_COPIES == 16 || COMPACT_COPIES == 32, "attend: copies");
 static_assert(!COMPACT || !FIVES_IN_PAIRS, "attend: compact tables of 5 bits have single codes");
 
 template <uint CODEC>

@@ -9,8 +9,8 @@ inline void barrier_init(uint at, uint count) {
 }
 
 // Where ordinary instructions read and overwrite a buffer, every thread arrives itself. For one lane that arrives for
-// its warp after __syncwarp, racecheck of compute-sanitizer reports false hazards (tools/h200/named_barriers.cu). It is
-// as fast.
+// its warp after __syncwarp, racecheck of compute-sanitizer reports false hazards (tools/h200/named_barriers.cu). On
+// Hopper it is as fast.
 inline void barrier_arrive(uint at) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
 }

@@ -22,6 +22,7 @@ params! {
         pub alpha: f32,
         pub row_tiles: u32,
         pub output_tiles: u32,
+        /// The outputs at which the second and the third part begin; `outputs` where there is none.
         pub second: u32,
         pub third: u32,
     }
@@ -118,7 +119,7 @@ impl BatchTiling {
             let sums = if halves > 1 { 2 * outputs * rows * 4 } else { 0 };
             2048 + stages * stage + slots + sums
         };
-        // Most of the last chunk is there, and half a chunk has whole groups.
+        // The padding is at most an eighth of the inputs, and half a chunk has whole groups.
         let suits_halves = |&(depth, _): &(usize, usize)| {
             let inputs = depth * BLOCK;
             weight.bits == 4

@@ -42,8 +42,8 @@ pub(super) enum Dense {
 }
 
 impl Dense {
-    /// None if the product is not computed this way: x and out are bf16, and so can W be. `takes_codes` says whether
-    /// `linear_many` does, and is faster; `few` are the rows of experts that other kernels take.
+    /// None if the product is not computed this way: x and out are bf16, and so can W be. `takes_codes`: `linear_many`
+    /// multiplies these codes and is faster, up to 1023 rows; `few` are the rows of experts that other kernels take.
     pub(super) fn new(call: &Call, weight: &Parts, limits: &Limits, takes_codes: bool, few: usize) -> Option<Dense> {
         let Call { x, dims, out, rows, .. } = call;
         let bytes = dims.outputs.checked_mul(dims.inputs)?.checked_mul(2)?;

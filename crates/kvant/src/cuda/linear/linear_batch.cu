@@ -443,7 +443,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
     const uint lane = thread % 32, g = lane / 4, t = lane % 4;
     // The first of the lane's outputs: the second is 8 later, those of another tile 64.
-    const uint half = thread / WRITERS, writer = thread % WRITERS;
+    const uint half = HALVES == 1 ? 0 : thread / WRITERS, writer = HALVES == 1 ? thread : thread % WRITERS;
     const uint own = writer / 128 * (64 * TILES) + thread % 128 / 32 * 16 + g;
     const uint blocks = p.inputs / BLOCK, groups = p.inputs / GROUP;
     const auto meet = [](uint barrier, uint threads) {
@@ -509,19 +509,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 uint a[2][2][4];
 #pragma unroll
                 for (uint step = 0; step < 2 * TILES * DEPTH; step++) {
-                    const uint block = step / (2 * TILES), tile = step / 2 % TILES, half = step % 2;
+                    const uint block = step / (2 * TILES), tile = step / 2 % TILES, part = step % 2;
                     uint(&now)[2][4] = a[step % 2];
                     // Those that read `now` before are done; after the first step also all of the chunk before.
                     products_wait<1>();
                     if (step == 1 && before != 0) {
                         barrier_arrive(before);
                     }
-                    operands(now, w[tile][block], half * 2, factors[tile][block * BLOCK / GROUP]);
+                    operands(now, w[tile][block], part * 2, factors[tile][block * BLOCK / GROUP]);
                     hold(now);
                     products_begin();
 #pragma unroll
                     for (uint i = 0; i < 2; i++) {
-                        multiply<false>(sums[tile], now[i], x + (block * X_BLOCK + (half * 2 + i) * 32) / 16, true);
+                        multiply<false>(sums[tile], now[i], matrix_after(x, block * X_BLOCK + (part * 2 + i) * 32), true);
                     }
                     products_commit();
                 }
@@ -559,7 +559,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                     products_begin();
 #pragma unroll
                     for (uint i = 0; i < 4; i++) {
-                        multiply<false>(products[block % 2], now[i], x + (block * X_BLOCK + i * 32) / 16, i > 0);
+                        multiply<false>(products[block % 2], now[i], matrix_after(x, block * X_BLOCK + i * 32), i > 0);
                     }
                     products_commit();
                     if (block > 0) {

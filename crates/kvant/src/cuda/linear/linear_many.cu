@@ -31,10 +31,8 @@
 #include "device/ring_cursor.h"
 #include "device/vectors.h"
 #include "linear/params.h"
-#if KERNEL_linear_many && WARPGROUP_PRODUCTS
-#include "device/wgmma.h"
-#elif KERNEL_linear_many
-#include "device/warp_products.h"
+#if KERNEL_linear_many
+#include "device/products.h"
 #endif
 
 constexpr uint NONE = 0xFFFFFFFF;
@@ -187,7 +185,7 @@ extern "C" __global__ void __launch_bounds__(256)
         }
     }
     if (AFFINE && piece % (8 / SUMS) == 0) {
-        // In the order of the lanes that have the biases: 16 neighbours are a lane's, as with inputs, two at a time.
+        // In the order of the lanes that have the biases: 16 neighbours are a lane's, two at a time.
         const uint in_block = of_sum % BLOCK, pair = in_block % 16 / 2, element = in_block / 16 * 2 + in_block % 2;
         uchar *to = chunks + (blocks_of(p.inputs) + ulong(of_sum / BLOCK) * TERMS) * STAGE + r * 128 + (pair ^ r % 8) * 16;
         uint terms[TERMS];
@@ -393,7 +391,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (thread == 0) {
         for (uint i = 0; i < STAGES; i++) {
             barrier_init(full + i * 8, COPIERS);
-            barrier_init(free + i * 8, WARPGROUP_PRODUCTS ? CONSUMERS / 32 : CONSUMERS);
+            barrier_init(free + i * 8, CONSUMERS / 32 * (WARPGROUP_PRODUCTS ? 1 : WARP_ARRIVALS));
         }
         if constexpr (WARPGROUP_PRODUCTS) {
             show_barriers_to_copies();
@@ -463,11 +461,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     RingCursor<STAGES> cursor;
     const auto wait_for_chunk = [&] { barrier_wait(full + cursor.stage * 8, cursor.parity); };
     const auto give_back = [&](uint stage) {
-        // Products of warps read buffers by ordinary instructions.
-        if (lane == 0 || !WARPGROUP_PRODUCTS) {
+        if (WARPGROUP_PRODUCTS && lane == 0) {
             barrier_arrive(free + stage * 8);
         }
         if constexpr (!WARPGROUP_PRODUCTS) {
+            // Products of warps read buffers by ordinary instructions.
+            barrier_arrive_warp(free + stage * 8);
             // Into the buffer before this one, which other warps may still read.
             if (copied < chunks_of(p.inputs)) {
                 copy_next();

@@ -77,7 +77,7 @@ pub(super) struct ManyChunks {
     warpgroups: bool,
     /// Sums over the inputs of a chunk, each with a scale of its own.
     sums: usize,
-    /// Whether a product of many rows of bf16 is not made with dense weights instead.
+    /// Whether the product of codes, by warpgroups, replaces one with dense weights, for up to 1023 rows of bf16.
     replaces_dense: bool,
 }
 
@@ -167,8 +167,7 @@ impl ManyChunks {
         sizes.find_map(largest).filter(|chunks| chunks.tiles * chunks.rows <= MOST_ROWS)
     }
 
-    /// Whether a product of many rows of bf16 is not made with dense weights instead: of codes for which its speed was
-    /// measured.
+    /// Whether the product of codes, by warpgroups, replaces one with dense weights, for up to 1023 rows of bf16.
     pub(super) fn replaces_dense(&self) -> bool {
         self.replaces_dense
     }
@@ -230,7 +229,7 @@ impl ManyChunks {
         let sorted =
             call.experts.as_ref().map(|ids| sort(call, ids, params, [self.tiles, self.rows], b)).transpose()?;
         let blocks = call.dims.inputs.div_ceil(BLOCK).next_multiple_of(DEPTH);
-        let blocks_of_sums = if bits == 0 { 0 } else { (blocks * self.sums).div_ceil(BLOCK) };
+        let blocks_of_sums = if bits == 0 { 0 } else { (call.dims.inputs * self.sums / BLOCK).div_ceil(BLOCK) };
         let of_tile = blocks + blocks_of_sums * self.terms;
         let arranged = Arranged { chunks: b.scratch(self.tiles * of_tile * self.bytes())?, sorted };
         let launch = self.common(Launch::new(NAME, &SOURCE, "linear_many_arrange"), call, bits);

@@ -14,7 +14,7 @@
 //! | `batch` | 4 to 128 rows of bf16, or few rows of each expert, affine weight, Hopper | reading W |
 //! | `many` | many rows, also of experts, affine or bf16 weight | tensor cores |
 //! | `dequantise` | very many rows of bf16, any quantised weight: makes it bf16 for cuBLASLt, or for `many` | tensor cores |
-//! | `generic` | everything else: odd alignments, f32 weights, mixed dtypes | |
+//! | `generic` | everything else: odd alignments, f32 weights, mixed dtypes, many rows by blocks that do not become bf16 | |
 //!
 //! `out_parts` says where the results of several matrices are; `integer_products.h` has the exact integer products of
 //! `codes` and `bulk`; `warp_tiling.rs` what the launches of `rows`, `codes` and `blocks` have in common;

@@ -8,10 +8,10 @@
 //
 //   two warpgroups compute. Each has 64 rows and all coordinates. At head size 512, whose sums fill the registers of
 //     both, they have the same 64 rows and half of the values' coordinates each; scores are then computed twice;
-//   four warps copy keys and values into a ring of STAGES buffers ("chunks": COLUMNS coordinates of a tile's keys or
-//     values), in turn. Barriers signal full and free buffers. With products of warpgroups these are four more.
-//     Otherwise all that compute copy in turn, ahead of what they use: where threads cannot give up registers, a warp
-//     that only copies costs as many as one that computes.
+//   keys and values are copied into a ring of STAGES buffers ("chunks": COLUMNS coordinates of a tile's keys or
+//     values), a warp a buffer, in turn; barriers signal full and free buffers. With products of warpgroups, four warps
+//     only copy. Otherwise the warps that compute also copy, ahead of their use: where threads cannot give up
+//     registers, a warp that only copies costs as many as one that computes.
 //
 // For each tile: S = q K^T, both in shared memory; P = exp2(S - max), rounded to operands within the thread; O += P V.
 // Warpgroups compute the scores of a tile together with the values of the previous tile. Of single warps, some multiply

@@ -21,8 +21,9 @@ static SOURCE: Source = Source {
     layouts: &[AttendParams::layout],
 };
 
-/// Warps that compute. With products of warpgroups there are four more, which copy.
+/// Warps that compute and, with products of warpgroups, warps that copy.
 const CONSUMERS: usize = 8;
+const COPIERS: usize = 4;
 /// More buffers are of no use.
 const MAX_STAGES: usize = 12;
 /// The fewest keys that are worth a block of their own: a block's state is written and read once more.
@@ -115,7 +116,7 @@ impl AttendPrefill {
     pub(super) fn launch(&self, call: &Call, unpacked: Option<&UnpackedPages>, b: &Builder) -> Result<Launch> {
         Launch::uint(NAME, "q", self.items.saturating_mul(self.rows))?;
         let mut params = params(call, HeadShares::whole(call), self.rows, self.items, self.splits)?;
-        let warps = if self.warpgroup_products { CONSUMERS + 4 } else { CONSUMERS };
+        let warps = if self.warpgroup_products { CONSUMERS + COPIERS } else { CONSUMERS };
         let launch = Launch::new(NAME, &SOURCE, PREFILL)
             .constant("WARPGROUP_PRODUCTS", self.warpgroup_products)
             .constant("HEAD_DIM", call.head_dim as u32)

@@ -3,11 +3,7 @@
 #define KVANT_CUDA_ATTEND_PREFILL_PRODUCTS_H
 #include "attend/prefill/copies.h"
 #include "attend/softmax.h"
-#if WARPGROUP_PRODUCTS
-#include "device/wgmma.h"
-#else
-#include "device/warp_products.h"
-#endif
+#include "device/products.h"
 
 // Weights in f16 are scaled up, so that small ones keep their bits.
 constexpr int WEIGHT_BITS = HALF ? 14 : 0;

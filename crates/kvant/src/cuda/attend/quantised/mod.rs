@@ -73,7 +73,7 @@ impl QuantisedTuning {
 enum TableLayout {
     /// An address takes one instruction.
     Wide { fives_in_pairs: bool },
-    /// A half or a quarter of the bytes, with so many copies of every entry; an address takes two instructions.
+    /// Every entry is stored once, with so many copies: 2 to 64 KiB a table. An address takes two instructions.
     Compact { copies: usize },
 }
 

@@ -17,6 +17,7 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
+use super::without_gpu::Model;
 use kvant::{
     Device, Error, Result,
     gpu::{self, Constant, Executor, Launch, LaunchPass, Limits, Memory, Replay, Wait},
@@ -72,14 +73,15 @@ impl Executor for CudaHost {
         "CUDA kernels on this CPU".to_string()
     }
     fn limits(&self) -> Limits {
-        let kib = match std::env::var("KVANT_CUDA_LIKE").as_deref() {
-            Ok("sm_80") => 163,
-            Ok("sm_89") => 99,
-            _ => 227,
+        let threadgroup_bytes = match std::env::var("KVANT_CUDA_LIKE").as_deref() {
+            Ok("sm_80") => Model::A100.limits().threadgroup_bytes,
+            Ok("sm_89") => Model::Rtx4090.limits().threadgroup_bytes,
+            Ok("") | Err(_) => 227 << 10,
+            Ok(other) => panic!("KVANT_CUDA_LIKE is {other:?}; it can be sm_80 or sm_89"),
         };
         Limits {
             threads: 1024,
-            threadgroup_bytes: kib << 10,
+            threadgroup_bytes,
             // Kernels whose blocks wait for each other have one: blocks run one after the other.
             busy_groups: 1,
             warpgroup_products: false,
