@@ -93,6 +93,7 @@ EQUIVALENT = [
     ("kv_write.metal", "i < page.positions(); i += threads", "the list has room for 256 positions"),
     ("kv_write.metal", "i < positions; i += place.simdgroups", "the list has room for 256 positions"),
     ("kv_write.metal", "slices > 1 &&", "a single slice adds nothing"),
+    ("kv_write.metal", "mean[k] = j < dim ?", "coordinates beyond the row are not stored"),
     ("kv_write.metal", "coordinates(shared.row, j, j < dim)", "coordinates beyond the row are not stored"),
     ("linear.metal", "while (count < TILE_M && cursor < rows) {", "at the end of the rows none is chosen, and the cursor passes it"),
     ("linear.metal", "if (first_output >= p.outputs) {", "outputs that do not exist are computed, and not stored"),
