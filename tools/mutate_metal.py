@@ -97,6 +97,8 @@ EQUIVALENT = [
     ("kv_write.metal", "coordinates(shared.row, j, j < dim)", "coordinates beyond the row are not stored"),
     ("linear.metal", "while (count < TILE_M && cursor < rows) {", "at the end of the rows none is chosen, and the cursor passes it"),
     ("linear.metal", "if (first_output >= p.outputs) {", "outputs that do not exist are computed, and not stored"),
+    ("page_means.h", "in_order += here", "without the shortcut all tokens are counted, and the answer is the same"),
+    ("page_means.h", "if (4 * (index + k * threads) < dim) {", "a mean is zero beyond the row"),
     ("sample.metal", "if (f.bin >= shared.from && f.bin <= shared.to)", "the row is read instead of the list"),
     ("turboquant.h", "for (uint b = index; b < blocks", "no thread has a second block"),
     ("norm_rope.h", "total >= 1e-24f", "at that very number both ways are exact enough"),
