@@ -3,7 +3,7 @@
 use super::{
     LinearParams,
     many::{MOST_EXPERTS, most_tiles, sort},
-    out_parts::{self, MOST_PARTS},
+    out_parts::{MOST_PARTS, OutParts},
 };
 use crate::cuda::{affine::Parts, headers};
 use crate::{
@@ -14,17 +14,10 @@ use crate::{
 
 params! {
     pub(crate) struct LinearBatchParams {
-        pub rows: u32,
-        pub outputs: u32,
-        pub inputs: u32,
-        pub experts: u32,
-        pub rows_per_input: u32,
-        pub alpha: f32,
+        pub linear: LinearParams,
         pub row_tiles: u32,
         pub output_tiles: u32,
-        /// The outputs at which the second and the third part begin; `outputs` where there is none.
-        pub second: u32,
-        pub third: u32,
+        pub parts: OutParts,
     }
 }
 
@@ -32,7 +25,7 @@ static SOURCE: Source = Source {
     name: "linear_batch.cu",
     text: include_str!("linear_batch.cu"),
     headers: headers::ALL,
-    layouts: &[LinearBatchParams::layout],
+    layouts: &[LinearParams::layout, OutParts::layout, LinearBatchParams::layout],
 };
 
 /// Inputs of a block, and outputs of a tile, of which there are half as many where chunks have halves.
@@ -177,19 +170,11 @@ impl BatchTiling {
         let arranged = b.scratch(self.row_tiles * self.chunks * chunk_bytes(self.rows, self.depth))?;
         let counters = b.scratch(self.row_tiles * self.output_tiles * 4)?;
         let partials = b.scratch(2 * self.blocks * self.outputs * self.rows * 4)?;
-        let [second, third] = out_parts::begins(call)?;
-        let &LinearParams { rows, outputs, inputs, experts, rows_per_input, alpha } = params;
         let params = LinearBatchParams {
-            rows,
-            outputs,
-            inputs,
-            experts,
-            rows_per_input,
-            alpha,
+            linear: *params,
             row_tiles: uint(self.row_tiles)?,
             output_tiles: uint(self.output_tiles)?,
-            second,
-            third,
+            parts: OutParts::of(call)?,
         };
         let even = |part: &usize| part.is_multiple_of(2);
         let out_aligned = call.out.byte_offset().is_multiple_of(2 * call.out.dtype().size())
@@ -271,19 +256,14 @@ fn pitch(bits: u32, depth: usize) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{
-        Device,
-        cuda::{
-            affine::parts,
-            linear::rows::tests::{H200, call},
-        },
-        ops::linear::OwnedWeight,
+    use crate::cuda::{
+        affine::parts,
+        linear::rows::tests::{H200, affine, call},
     };
 
     /// Which chunks have halves: those that the inputs nearly fill, of few rows by codes of 4 bits.
     #[test]
     fn chunks_of_few_rows_have_halves() {
-        let device = Device::reference();
         for (bits, rows, inputs, group, want) in [
             (4, 8, 4096, 64, (2, 8)),
             (4, 16, 2816, 128, (2, 8)),
@@ -294,10 +274,7 @@ mod tests {
             (6, 16, 4096, 64, (1, 4)),
         ] {
             let mut call = call(bits, DType::BF16, [rows, 4096, inputs], false);
-            let zeros = |dtype, columns| Tensor::zeros(&device, dtype, &[4096, columns]).unwrap();
-            let factors = || zeros(DType::BF16, inputs / group);
-            let codes = zeros(DType::U32, inputs / 32 * bits as usize);
-            call.weight = OwnedWeight::Affine { codes, scales: factors(), biases: factors(), bits, group };
+            call.weight = affine([4096, inputs], bits, group, DType::BF16);
             let weight = parts(&call.weight, inputs);
             let tiling = BatchTiling::new(&call, &weight, &H200).unwrap();
             assert_eq!((tiling.halves, tiling.depth), want, "{bits} bits, {rows} rows, {inputs} inputs, group {group}");

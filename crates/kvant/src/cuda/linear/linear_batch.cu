@@ -44,18 +44,11 @@ constexpr bool FOLDED = ROWS > 32;
 constexpr uint SUMS_BYTES = FOLDED ? 0 : DEPTH * ROWS * 4;
 
 struct LinearBatchParams {
-    uint rows;
-    uint outputs;
-    uint inputs;
-    uint experts;
-    uint rows_per_input;
-    float alpha;
+    LinearParams linear;
     // Tiles of rows, fewer of which may exist with experts, and tiles of outputs.
     uint row_tiles;
     uint output_tiles;
-    // The outputs at which the second and the third part begin; `outputs` where there is none.
-    uint second;
-    uint third;
+    OutParts parts;
 };
 
 inline uint chunks_of(uint inputs) {
@@ -86,10 +79,10 @@ extern "C" __global__ void __launch_bounds__(256)
     if (EXPERTS && experts[tile] == NONE) {
         return;
     }
-    const uint block = blockIdx.x * (32 / TOGETHER) + threadIdx.x / 8 / TOGETHER, chunks = chunks_of(p.inputs);
+    const uint block = blockIdx.x * (32 / TOGETHER) + threadIdx.x / 8 / TOGETHER, chunks = chunks_of(p.linear.inputs);
     const uint piece = threadIdx.x % 8, row = EXPERTS ? order[place] : place;
-    const bool there = row < p.rows && block < p.inputs / BLOCK;
-    const ushort *from = reinterpret_cast<const ushort *>(x) + (there ? ulong(row / p.rows_per_input) * p.inputs + block * BLOCK : 0);
+    const bool there = row < p.linear.rows && block < p.linear.inputs / BLOCK;
+    const ushort *from = reinterpret_cast<const ushort *>(x) + (there ? ulong(row / p.linear.rows_per_input) * p.linear.inputs + block * BLOCK : 0);
     uint words[4];
     float sum = 0;
 #pragma unroll
@@ -330,7 +323,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     } else {
         __syncthreads();
     }
-    const uint chunks = chunks_of(p.inputs), units = row_tiles * p.output_tiles * chunks;
+    const uint chunks = chunks_of(p.linear.inputs), units = row_tiles * p.output_tiles * chunks;
     const Shares shares = {units / gridDim.x, units % gridDim.x};
     const uint begin = shares.begin(blockIdx.x), end = shares.begin(blockIdx.x + 1);
 
@@ -338,7 +331,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (thread >= CONSUMERS) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(TILES == 1 ? 64 : 72));
         const uint own = thread - CONSUMERS;
-        const uint row_bytes = p.inputs / 8 * BITS, groups = p.inputs / GROUP;
+        const uint row_bytes = p.linear.inputs / 8 * BITS, groups = p.linear.inputs / GROUP;
         const uint row_of_lane = own / ROW_LANES;
         RingCursor<SLOTS> slot;
         const auto each_chunk = [&](uint from, uint to, auto copy) {
@@ -346,14 +339,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 const Segment segment = segment_at(unit, to, chunks);
                 const uint row_tile = segment.tile / p.output_tiles, first = segment.tile % p.output_tiles * OUTPUTS;
                 const uint expert = EXPERTS ? experts[row_tile] : 0;
-                const ulong first_row = ulong(expert < p.experts ? expert : 0) * p.outputs + first;
+                const ulong first_row = ulong(expert < p.linear.experts ? expert : 0) * p.linear.outputs + first;
                 for (uint chunk = segment.from; chunk < segment.to; chunk++) {
-                    copy(unit++, chunk, row_tile, first_row, p.outputs - 1 - first);
+                    copy(unit++, chunk, row_tile, first_row, p.linear.outputs - 1 - first);
                 }
             }
         };
         const auto copy_factors = [&](uint to, uint span, ulong first_row, uint last) {
-            const ulong count = ulong(p.experts) * p.outputs * groups;
+            const ulong count = ulong(p.linear.experts) * p.linear.outputs * groups;
             const uint first = span * (SPAN / GROUP);
             if constexpr (FACTORS_ALIGNED) {
                 // Neighbouring lanes copy the pieces of an output.
@@ -445,7 +438,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     // The first of the lane's outputs: the second is 8 later, those of another tile 64.
     const uint half = HALVES == 1 ? 0 : thread / WRITERS, writer = HALVES == 1 ? thread : thread % WRITERS;
     const uint own = writer / 128 * (64 * TILES) + thread % 128 / 32 * 16 + g;
-    const uint blocks = p.inputs / BLOCK, groups = p.inputs / GROUP;
+    const uint blocks = p.linear.inputs / BLOCK, groups = p.linear.inputs / GROUP;
     const auto meet = [](uint barrier, uint threads) {
         asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
     };
@@ -457,12 +450,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const Segment segment = segment_at(unit, end, chunks);
         const uint row_tile = segment.tile / p.output_tiles, first_output = segment.tile % p.output_tiles * OUTPUTS;
         const uint expert = EXPERTS ? experts[row_tile] : 0;
-        const bool known = expert < p.experts;
+        const bool known = expert < p.linear.experts;
         // Odd if the scales, or biases, of an output begin in the middle of a word, unless their first do.
         uint odd[TILES][2];
 #pragma unroll
         for (uint i = 0; i < 2 * TILES; i++) {
-            const uint row = (known ? expert : 0) * p.outputs + min(first_output + own + i / 2 * 64 + i % 2 * 8, p.outputs - 1);
+            const uint row = (known ? expert : 0) * p.linear.outputs + min(first_output + own + i / 2 * 64 + i % 2 * 8, p.linear.outputs - 1);
             odd[i / 2][i % 2] = FACTORS_ALIGNED ? 0 : row * groups;
         }
 
@@ -612,20 +605,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             for (uint h = 0; h < 2; h++) {
                 const float *two = four + h * 2;
                 const float other = __shfl_xor_sync(0xFFFFFFFF, g % 2 == 0 ? two[1] : two[0], 4);
-                const float low = known ? p.alpha * (g % 2 == 0 ? two[0] : other) : 0;
-                const float high = known ? p.alpha * (g % 2 == 0 ? other : two[1]) : 0;
+                const float low = known ? p.linear.alpha * (g % 2 == 0 ? two[0] : other) : 0;
+                const float high = known ? p.linear.alpha * (g % 2 == 0 ? other : two[1]) : 0;
                 const uint at = row_tile * ROWS + i % (ROWS / 8) * 8 + 2 * t + g % 2;
                 const uint output = first_output + own / 2 * 2 + i / (ROWS / 8) * 64 + h * 8;
                 const uint row = EXPERTS ? order[at] : at;
-                if (row < p.rows && output < p.outputs) {
+                if (row < p.linear.rows && output < p.linear.outputs) {
                     if (OUT_ALIGNED && OUT_DTYPE == F32) {
-                        *reinterpret_cast<float2 *>(out + place_in_parts(p, row, output) * 4) = make_float2(low, high);
+                        *reinterpret_cast<float2 *>(out + place_in_parts(p.linear, p.parts, row, output) * 4) = make_float2(low, high);
                     } else if (OUT_ALIGNED) {
-                        *reinterpret_cast<uint *>(out + place_in_parts(p, row, output) * 2) = pack<false>(low, high);
+                        *reinterpret_cast<uint *>(out + place_in_parts(p.linear, p.parts, row, output) * 2) = pack<false>(low, high);
                     } else {
-                        ::store(out, place_in_parts(p, row, output), low, OUT_DTYPE);
-                        if (output + 1 < p.outputs) {
-                            ::store(out, place_in_parts(p, row, output + 1), high, OUT_DTYPE);
+                        ::store(out, place_in_parts(p.linear, p.parts, row, output), low, OUT_DTYPE);
+                        if (output + 1 < p.linear.outputs) {
+                            ::store(out, place_in_parts(p.linear, p.parts, row, output + 1), high, OUT_DTYPE);
                         }
                     }
                 }

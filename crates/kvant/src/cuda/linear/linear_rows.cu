@@ -22,17 +22,11 @@
 #include "device/fragments.h"
 #include "device/reduce.h"
 #include "linear/out_parts.h"
+#include "linear/params.h"
 
 struct LinearRowsParams {
-    uint rows;
-    uint outputs;
-    uint inputs;
-    uint experts;
-    uint rows_per_input;
-    float alpha;
-    // The outputs at which the second and the third part begin; `outputs` where there is none.
-    uint second;
-    uint third;
+    LinearParams linear;
+    OutParts parts;
 };
 
 constexpr bool AFFINE = BITS != 0;
@@ -254,9 +248,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     extern __shared__ __align__(16) uint shared[];
     const uint lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     const uint first_output = blockIdx.x * OUTPUTS, first_row = blockIdx.y * TOKENS;
-    const uint spans = (p.inputs + SPAN - 1) / SPAN, each = (spans + WARPS - 1) / WARPS;
+    const uint spans = (p.linear.inputs + SPAN - 1) / SPAN, each = (spans + WARPS - 1) / WARPS;
     const uint begin = min(warp * each, spans), end = min(begin + each, spans);
-    const uint groups = AFFINE ? p.inputs / GROUP : 0;
+    const uint groups = AFFINE ? p.linear.inputs / GROUP : 0;
     uint *stages = shared + warp * WARP_WORDS;
     uchar *factors = reinterpret_cast<uchar *>(stages + STAGES * STAGE);
 
@@ -264,24 +258,24 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
         wait_for_previous();
     }
     const uint expert = EXPERTS ? ids[first_row] : 0;
-    const bool known = expert < p.experts;
+    const bool known = expert < p.linear.experts;
     // Beyond the last output the last is computed again, and not stored.
     Rows rows;
     ulong starts[TILES];
-    const ulong row_bytes = AFFINE ? ulong(p.inputs) / 8 * BITS : ulong(p.inputs) * 2;
+    const ulong row_bytes = AFFINE ? ulong(p.linear.inputs) / 8 * BITS : ulong(p.linear.inputs) * 2;
 #pragma unroll
     for (uint tile = 0; tile < TILES; tile++) {
 #pragma unroll
         for (uint r = 0; r < 2; r++) {
-            const ulong row = ulong(known ? expert : 0) * p.outputs + min(first_output + tile * 16 + r * 8 + g, p.outputs - 1);
+            const ulong row = ulong(known ? expert : 0) * p.linear.outputs + min(first_output + tile * 16 + r * 8 + g, p.linear.outputs - 1);
             rows.values[tile][r] = values + row * row_bytes + t * (SIDE_BY_SIDE ? COPY * 4 : WORDS * 4);
         }
-        starts[tile] = (ulong(known ? expert : 0) * p.outputs + min(first_output + tile * 16 + lane % 16, p.outputs - 1)) * groups;
+        starts[tile] = (ulong(known ? expert : 0) * p.linear.outputs + min(first_output + tile * 16 + lane % 16, p.linear.outputs - 1)) * groups;
     }
 #pragma unroll
     for (uint s = 0; s < STAGES; s++) {
         if (begin + s < end) {
-            begin_span(stages + s * STAGE, rows, begin + s, lane, p.inputs);
+            begin_span(stages + s * STAGE, rows, begin + s, lane, p.linear.inputs);
         }
     }
     const uchar *factors_from = lane < 16 ? scales : biases;
@@ -298,13 +292,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
 #pragma unroll
     for (uint i = 0; i < MY_PIECES; i++) {
         const uint piece = i * 32 + lane;
-        const ulong row = min(first_row + piece / X_PIECES, p.rows - 1) / p.rows_per_input;
-        pieces.from[i] = x + row * p.inputs * size_of(X_DTYPE) + piece % X_PIECES * 16;
+        const ulong row = min(first_row + piece / X_PIECES, p.linear.rows - 1) / p.linear.rows_per_input;
+        pieces.from[i] = x + row * p.linear.inputs * size_of(X_DTYPE) + piece % X_PIECES * 16;
     }
 #pragma unroll
     for (uint s = 0; s < STAGES; s++) {
         if (begin + s < end) {
-            begin_inputs(stages + s * STAGE, pieces, begin + s, lane, p.inputs);
+            begin_inputs(stages + s * STAGE, pieces, begin + s, lane, p.linear.inputs);
         }
         // The first group holds what was begun of W, too.
         copies_commit();
@@ -402,8 +396,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
         }
         __syncwarp();
         if (span + STAGES < end) {
-            begin_span(stages + slot * STAGE, rows, span + STAGES, lane, p.inputs);
-            begin_inputs(stages + slot * STAGE, pieces, span + STAGES, lane, p.inputs);
+            begin_span(stages + slot * STAGE, rows, span + STAGES, lane, p.linear.inputs);
+            begin_inputs(stages + slot * STAGE, pieces, span + STAGES, lane, p.linear.inputs);
         }
         copies_commit();
         slot = slot + 1 == STAGES ? 0 : slot + 1;
@@ -434,8 +428,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
                 sum += parts[(w * OUTPUTS + output) * WIDE * 8 + token * TERMS * GROUPS + c];
             }
         }
-        if (first_output + output < p.outputs && first_row + token < p.rows) {
-            store(out, place_in_parts(p, first_row + token, first_output + output), known ? p.alpha * sum : 0.0f, OUT_DTYPE);
+        if (first_output + output < p.linear.outputs && first_row + token < p.linear.rows) {
+            store(out, place_in_parts(p.linear, p.parts, first_row + token, first_output + output), known ? p.linear.alpha * sum : 0.0f, OUT_DTYPE);
         }
     }
 }

@@ -45,9 +45,7 @@ struct LinearStreamRowsParams {
     uint rows;
     uint outputs;
     float alpha;
-    // The outputs at which the second and the third part begin; `outputs` where there is none.
-    uint second;
-    uint third;
+    OutParts parts;
 };
 
 // Blocks divide the outputs among them.
@@ -158,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             for (uint c = 0; c < 4; c++) {
                 const uint own = output + g + c / 2 * 8, r = 2 * t + c % 2;
                 if (own < end && r < p.rows) {
-                    store(out, place_in_parts(p, r, own), p.alpha * total[c], OUT_DTYPE);
+                    store(out, place_in_parts(p, p.parts, r, own), p.alpha * total[c], OUT_DTYPE);
                 }
             }
         }

@@ -66,7 +66,7 @@ pub(super) const MOST_EXPERTS: usize = 8192;
 
 /// How x is divided into chunks.
 pub(super) struct ManyChunks {
-    rows: usize,
+    pub(super) rows: usize,
     /// Tiles of rows.
     tiles: usize,
     /// bf16 numbers whose sum is an element of x, and a bias.
@@ -78,7 +78,7 @@ pub(super) struct ManyChunks {
     /// Sums over the inputs of a chunk, each with a scale of its own.
     sums: usize,
     /// Whether the product of codes, by warpgroups, replaces one with dense weights, for up to 1023 rows of bf16.
-    replaces_dense: bool,
+    pub(super) replaces_dense: bool,
 }
 
 /// Adds the launch that sorts rows by expert, for so many tiles of so many rows: the expert of every tile, and the row
@@ -165,17 +165,6 @@ impl ManyChunks {
         let mut sizes = ROWS[usize::from(small)..].iter();
         let largest = |&rows| STAGES.rev().map(|stages| chunks(rows, stages)).find(fits);
         sizes.find_map(largest).filter(|chunks| chunks.tiles * chunks.rows <= MOST_ROWS)
-    }
-
-    /// Whether the product of codes, by warpgroups, replaces one with dense weights, for up to 1023 rows of bf16.
-    pub(super) fn replaces_dense(&self) -> bool {
-        self.replaces_dense
-    }
-
-    /// Rows of a chunk.
-    #[cfg(test)]
-    pub(super) fn rows(&self) -> usize {
-        self.rows
     }
 
     /// Bytes of a chunk.

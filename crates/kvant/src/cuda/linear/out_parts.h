@@ -3,12 +3,18 @@
 #define KVANT_CUDA_LINEAR_OUT_PARTS_H
 #include "device/convert.h"
 
-// The element of `out` that holds an output of a row. Of the kernel's parameters: the rows, the outputs of all parts,
-// and those at which the second and the third part begin; `outputs` where there is none.
+// The outputs at which the second and the third part begin; the number of outputs where there is none.
+struct OutParts {
+    uint second;
+    uint third;
+};
+
+// The element of `out` that holds an output of a row. Of the kernel's parameters: the rows, and the outputs of all
+// parts.
 template <typename Params>
-inline ulong place_in_parts(const Params &p, uint row, uint output) {
-    const uint begin = output >= p.third ? p.third : output >= p.second ? p.second : 0;
-    const uint end = output >= p.third ? p.outputs : output >= p.second ? p.third : p.second;
+inline ulong place_in_parts(const Params &p, OutParts parts, uint row, uint output) {
+    const uint begin = output >= parts.third ? parts.third : output >= parts.second ? parts.second : 0;
+    const uint end = output >= parts.third ? p.outputs : output >= parts.second ? parts.third : parts.second;
     return ulong(begin) * p.rows + ulong(row) * (end - begin) + (output - begin);
 }
 

@@ -2,18 +2,28 @@
 
 use crate::{
     Result,
-    gpu::Launch,
+    gpu::{Launch, params},
     ops::linear::{Call, NAME},
 };
+
+params! {
+    /// The outputs at which the second and the third part begin; the number of outputs where there is none.
+    pub(crate) struct OutParts {
+        pub second: u32,
+        pub third: u32,
+    }
+}
 
 /// The most matrices.
 pub(super) const MOST_PARTS: usize = 3;
 
-/// The outputs at which the second and the third part begin; the number of outputs where there is none.
-pub(super) fn begins(call: &Call) -> Result<[u32; 2]> {
-    let begin = |part: usize| {
-        let outputs = if part < call.parts.len() { call.parts[..part].iter().sum() } else { call.dims.outputs };
-        Launch::uint(NAME, "out", outputs)
-    };
-    Ok([begin(1)?, begin(2)?])
+impl OutParts {
+    /// Those of a call with at most [`MOST_PARTS`].
+    pub(super) fn of(call: &Call) -> Result<OutParts> {
+        let begin = |part: usize| {
+            let outputs = if part < call.parts.len() { call.parts[..part].iter().sum() } else { call.dims.outputs };
+            Launch::uint(NAME, "out", outputs)
+        };
+        Ok(OutParts { second: begin(1)?, third: begin(2)? })
+    }
 }

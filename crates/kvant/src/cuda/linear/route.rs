@@ -69,7 +69,7 @@ pub(super) fn select(call: &Call, weight: &Parts, limits: &Limits) -> CudaLinear
         return CudaLinearKernel::StreamRows(tiling);
     }
     let many = ManyChunks::new(call, weight, limits);
-    let takes_codes = many.as_ref().is_some_and(ManyChunks::replaces_dense);
+    let takes_codes = many.as_ref().is_some_and(|chunks| chunks.replaces_dense);
     if let Some(dense) = Dense::new(call, weight, limits, takes_codes, few) {
         return CudaLinearKernel::Dequantise(dense);
     }
@@ -177,9 +177,8 @@ mod tests {
         DType, Device, Tensor,
         cuda::{
             affine::parts,
-            linear::rows::tests::{H200, call},
+            linear::rows::tests::{H200, affine, call},
         },
-        ops::linear::OwnedWeight,
     };
 
     const A100: Limits =
@@ -189,7 +188,6 @@ mod tests {
     /// Batches by affine weights with scales of bf16, in groups of 64, as models have them, on an H200.
     #[test]
     fn kernels_of_batches() {
-        let device = Device::reference();
         for (rows, outputs, experts, want) in [
             (2, 4096, false, "linear_codes"),
             (8, 4096, false, "linear_rows"),
@@ -202,10 +200,7 @@ mod tests {
             (9, 1024, true, "linear_batch"),
         ] {
             let mut call = call(4, DType::BF16, [rows, outputs, 4096], experts);
-            let zeros = |dtype, columns| Tensor::zeros(&device, dtype, &[outputs, columns]).unwrap();
-            let factors = || zeros(DType::BF16, 64);
-            let codes = zeros(DType::U32, 512);
-            call.weight = OwnedWeight::Affine { codes, scales: factors(), biases: factors(), bits: 4, group: 64 };
+            call.weight = affine([outputs, 4096], 4, 64, DType::BF16);
             let weight = parts(&call.weight, 4096);
             let got = select(&call, &weight, &H200).name();
             assert_eq!(got, want, "{rows} rows, {outputs} outputs, experts: {experts}");
@@ -257,10 +252,7 @@ mod tests {
             let inputs = if group == 32 { 352 } else { 384 };
             for (rows, shifted) in [(9, true), (32, true), (33, false), (128, false), (512, false), (4096, false)] {
                 let mut call = call(bits, x, [rows, 1000, inputs], experts);
-                let zeros = |dtype, columns| Tensor::zeros(&device, dtype, &[1000, columns]).unwrap();
-                let factors = || zeros(scales, inputs / group);
-                let codes = zeros(DType::U32, inputs * bits as usize / 32);
-                call.weight = OwnedWeight::Affine { codes, scales: factors(), biases: factors(), bits, group };
+                call.weight = affine([1000, inputs], bits, group, scales);
                 if shifted {
                     let longer = Tensor::zeros(&device, x, &[rows * inputs + 2]).unwrap();
                     call.x = longer.rows(2..rows * inputs + 2).unwrap().reshape(&[rows, inputs]).unwrap();
@@ -287,7 +279,7 @@ mod tests {
         for (dtype, want) in [(DType::F32, [128, 128, 64]), (DType::F16, [128, 128, 128])] {
             let call = call(0, dtype, [4096, 4096, 4096], false);
             let weight = parts(&call.weight, 4096);
-            let rows = [H200, A100, RTX_4090].map(|limits| ManyChunks::new(&call, &weight, &limits).unwrap().rows());
+            let rows = [H200, A100, RTX_4090].map(|limits| ManyChunks::new(&call, &weight, &limits).unwrap().rows);
             assert_eq!(rows, want, "{dtype}");
         }
     }

@@ -2,7 +2,7 @@
 
 use super::{
     LinearParams, aligned16,
-    out_parts::{self, MOST_PARTS},
+    out_parts::{MOST_PARTS, OutParts},
     warp_tiling::{TILE, WarpTiling, vector},
 };
 use crate::cuda::{affine::Parts, headers};
@@ -15,15 +15,8 @@ use crate::{
 
 params! {
     pub(crate) struct LinearRowsParams {
-        pub rows: u32,
-        pub outputs: u32,
-        pub inputs: u32,
-        pub experts: u32,
-        pub rows_per_input: u32,
-        pub alpha: f32,
-        /// The outputs at which the second and the third part begin; `outputs` where there is none.
-        pub second: u32,
-        pub third: u32,
+        pub linear: LinearParams,
+        pub parts: OutParts,
     }
 }
 
@@ -31,7 +24,7 @@ static SOURCE: Source = Source {
     name: "linear_rows.cu",
     text: include_str!("linear_rows.cu"),
     headers: headers::ALL,
-    layouts: &[LinearRowsParams::layout],
+    layouts: &[LinearParams::layout, OutParts::layout, LinearRowsParams::layout],
 };
 
 /// The most columns that the tokens of a block take: more would cost more in registers than reading W again does.
@@ -97,9 +90,7 @@ pub(super) fn launch(
     weight: &Parts,
     params: &LinearParams,
 ) -> Result<Launch> {
-    let [second, third] = out_parts::begins(call)?;
-    let &LinearParams { rows, outputs, inputs, experts, rows_per_input, alpha } = params;
-    let params = LinearRowsParams { rows, outputs, inputs, experts, rows_per_input, alpha, second, third };
+    let params = LinearRowsParams { linear: *params, parts: OutParts::of(call)? };
     Ok(tiling.launch(&SOURCE, name, call, weight, &params))
 }
 
@@ -121,17 +112,26 @@ pub(super) mod tests {
         clusters: true,
     };
 
+    /// Affine weights `[outputs, inputs]`, all zeros.
+    pub(in crate::cuda) fn affine(
+        [outputs, inputs]: [usize; 2],
+        bits: u32,
+        group: usize,
+        factors: DType,
+    ) -> OwnedWeight {
+        let zeros = |dtype, columns| Tensor::zeros(&Device::reference(), dtype, &[outputs, columns]).unwrap();
+        let codes = zeros(DType::U32, inputs * bits as usize / 32);
+        let factors = || zeros(factors, inputs / group);
+        OwnedWeight::Affine { codes, scales: factors(), biases: factors(), bits, group }
+    }
+
     /// A product of x `[rows, inputs]` with `[outputs, inputs]` weights, of 32 elements a group when they are affine.
     pub(in crate::cuda) fn call(bits: u32, dtype: DType, [rows, outputs, inputs]: [usize; 3], experts: bool) -> Call {
         let device = Device::reference();
         let zeros = |dtype, shape: &[usize]| Tensor::zeros(&device, dtype, shape).unwrap();
-        let group = 32;
-        let weight = if bits == 0 {
-            OwnedWeight::Dense(zeros(DType::BF16, &[outputs, inputs]))
-        } else {
-            let codes = zeros(DType::U32, &[outputs, inputs * bits as usize / 32]);
-            let factors = || zeros(DType::F32, &[outputs, inputs / group]);
-            OwnedWeight::Affine { codes, scales: factors(), biases: factors(), bits, group }
+        let weight = match bits {
+            0 => OwnedWeight::Dense(zeros(DType::BF16, &[outputs, inputs])),
+            _ => affine([outputs, inputs], bits, 32, DType::F32),
         };
         Call {
             x: zeros(dtype, &[rows, inputs]),

@@ -2,7 +2,7 @@
 
 use super::{
     LinearParams, aligned16,
-    out_parts::{self, MOST_PARTS},
+    out_parts::{MOST_PARTS, OutParts},
     stream::most_stages,
 };
 use crate::cuda::{affine::Parts, headers};
@@ -18,9 +18,7 @@ params! {
         pub rows: u32,
         pub outputs: u32,
         pub alpha: f32,
-        /// The outputs at which the second and the third part begin; `outputs` where there is none.
-        pub second: u32,
-        pub third: u32,
+        pub parts: OutParts,
     }
 }
 
@@ -28,7 +26,7 @@ static SOURCE: Source = Source {
     name: "linear_stream_rows.cu",
     text: include_str!("linear_stream_rows.cu"),
     headers: headers::ALL,
-    layouts: &[LinearStreamRowsParams::layout],
+    layouts: &[OutParts::layout, LinearStreamRowsParams::layout],
 };
 
 /// The most rows of x, and the outputs that are multiplied together.
@@ -95,9 +93,8 @@ impl StreamRowsTiling {
         weight: &Parts,
         params: &LinearParams,
     ) -> Result<Launch> {
-        let [second, third] = out_parts::begins(call)?;
         let &LinearParams { rows, outputs, inputs, alpha, .. } = params;
-        let params = LinearStreamRowsParams { rows, outputs, alpha, second, third };
+        let params = LinearStreamRowsParams { rows, outputs, alpha, parts: OutParts::of(call)? };
         let has_many = call.dims.inputs > FEW_INPUTS;
         // A warpgroup where it gives registers to others.
         let producers = if has_many { 4 } else { 1 };

@@ -527,27 +527,26 @@ fn many_rows_of_halves() {
 fn many_rows() {
     let (mut rng, mut cases) = (Rng::of("many rows"), Vec::new());
     for bits in [0, 4, 6, 8, 2, 3, 5] {
-        for (tokens, inputs, outputs) in [
-            (33, 64, 128),
-            (64, 256, 3),
-            (65, 320, 130),
-            (40, 4160, 17),
-            (300, 128, 52),
-            (128, 384, 257),
-            // In groups of 32.
-            (41, 96, 40),
-            (64, 4128, 19),
-            (290, 352, 131),
-            (47, 512, 64),
+        for (tokens, inputs, outputs, in_32) in [
+            (33, 64, 128, false),
+            (64, 256, 3, false),
+            (65, 320, 130, false),
+            (40, 4160, 17, false),
+            (300, 128, 52, false),
+            (128, 384, 257, false),
+            (41, 96, 40, true),
+            (64, 4128, 19, true),
+            (290, 352, 131, true),
+            (47, 512, 64, true),
         ] {
             for x in FLOATS {
-                let group = match inputs {
-                    96 | 352 | 512 | 4128 if bits == 0 => continue,
-                    96 | 352 | 512 | 4128 => 32,
-                    _ if inputs % 128 == 0 => rng.pick(&[64, 128]),
-                    _ => 64,
+                let group = match in_32 {
+                    true if bits == 0 => continue,
+                    true => 32,
+                    false if inputs % 128 == 0 => rng.pick(&[64, 128]),
+                    false => 64,
                 };
-                let may_be_dense = group == 32 || [2, 3, 5].contains(&bits);
+                let may_be_dense = in_32 || [2, 3, 5].contains(&bits);
                 let kind = match bits {
                     0 if x == DType::BF16 => continue,
                     0 => Kind::Dense(DType::BF16),
