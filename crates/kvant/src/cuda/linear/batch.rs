@@ -36,8 +36,10 @@ const DEPTHS: [(usize, usize); 2] = [(4, 3), (2, 2)];
 /// The same where each warpgroup multiplies half of a chunk's inputs.
 const DEPTHS_OF_HALVES: [(usize, usize); 2] = [(8, 3), (6, 3)];
 /// The most rows for which that is faster, by codes of 4 bits: longer pieces of rows are read faster, and x is read for
-/// half as many outputs at a time.
+/// half as many outputs at a time. Small matrices, up to so many weights, gain from smaller tiles with more rows, too:
+/// fewer blocks share one.
 const MOST_OF_HALVES: usize = 16;
+const SMALL: usize = 1 << 24;
 /// Spans of inputs for whose scales there is room.
 const SLOTS: usize = 2;
 /// Rows of a tile.
@@ -116,7 +118,8 @@ impl BatchTiling {
         let suits_halves = |&(depth, _): &(usize, usize)| {
             let inputs = depth * BLOCK;
             weight.bits == 4
-                && rows <= MOST_OF_HALVES
+                && (rows <= MOST_OF_HALVES
+                    || rows <= MOST_OF_CODES && dims.experts * dims.outputs * dims.inputs <= SMALL)
                 && dims.inputs.next_multiple_of(inputs) - dims.inputs <= dims.inputs / 8
                 && (inputs / 2).is_multiple_of(group)
         };

@@ -320,6 +320,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         for (uint first = 0; first < p.row_tiles; first += THREADS) {
             row_tiles += __syncthreads_count(first + thread < p.row_tiles && experts[min(first + thread, p.row_tiles - 1)] != NONE);
         }
+        row_tiles = __shfl_sync(0xFFFFFFFF, row_tiles, 0);
     } else {
         __syncthreads();
     }
@@ -346,19 +347,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             }
         };
         const auto copy_factors = [&](uint to, uint span, ulong first_row, uint last) {
-            const ulong count = ulong(p.linear.experts) * p.linear.outputs * groups;
             const uint first = span * (SPAN / GROUP);
             if constexpr (FACTORS_ALIGNED) {
-                // Neighbouring lanes copy the pieces of an output.
+                // Neighbouring lanes copy the pieces of an output; zeros behind the last input.
+#pragma unroll
+                for (uint side = 0; side < 2; side++) {
+                    const uchar *of_side = (side == 0 ? scales : biases) + (first_row * groups + first) * 2;
 #pragma unroll 4
-                for (uint i = own; i < 2 * OUTPUTS * FACTOR_PIECES; i += PRODUCERS) {
-                    const uint piece = i % FACTOR_PIECES, row = i / FACTOR_PIECES % OUTPUTS, side = i / (FACTOR_PIECES * OUTPUTS);
-                    const ulong at = (first_row + min(row, last)) * groups + first + piece * 4;
-                    const bool there = at < count;
-                    copy_async<8>(to + side * SIDE + row * FACTOR_PITCH + piece * 8, (side == 0 ? scales : biases) + (there ? at : 0) * 2, there);
+                    for (uint i = own; i < OUTPUTS * FACTOR_PIECES; i += PRODUCERS) {
+                        const uint piece = i % FACTOR_PIECES, row = i / FACTOR_PIECES;
+                        const bool there = first + piece * 4 < groups;
+                        copy_async<8>(to + side * SIDE + row * FACTOR_PITCH + piece * 8, of_side + (there ? min(row, last) * groups + piece * 4 : 0) * 2, there);
+                    }
                 }
             } else {
                 // Neighbouring lanes copy those of neighbouring outputs: rows are short, or not aligned.
+                const ulong count = ulong(p.linear.experts) * p.linear.outputs * groups;
 #pragma unroll 1
                 for (uint i = own; i < 2 * OUTPUTS; i += PRODUCERS) {
                     const uint row = i % OUTPUTS, side = i / OUTPUTS, odd = side == 0 ? SCALES_ODD : BIASES_ODD;
@@ -436,7 +440,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
     const uint lane = thread % 32, g = lane / 4, t = lane % 4;
     // The first of the lane's outputs: the second is 8 later, those of another tile 64.
-    const uint half = HALVES == 1 ? 0 : thread / WRITERS, writer = HALVES == 1 ? thread : thread % WRITERS;
+    // The compiler has arithmetic with numbers that are one lane's done once for a warp.
+    const uint half = HALVES == 1 ? 0 : __shfl_sync(0xFFFFFFFF, thread / WRITERS, 0), writer = HALVES == 1 ? thread : thread % WRITERS;
     const uint own = writer / 128 * (64 * TILES) + thread % 128 / 32 * 16 + g;
     const uint blocks = p.linear.inputs / BLOCK, groups = p.linear.inputs / GROUP;
     const auto meet = [](uint barrier, uint threads) {
@@ -482,7 +487,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 load_factors(of_row[1], from + SIDE, (odd[tile][r] + BIASES_ODD) % 2);
 #pragma unroll
                 for (uint f = 0; f < FACTORS; f++) {
-                    const bool there = WHOLE || chunk * DEPTH + half * OWN_BLOCKS + f * (GROUP / BLOCK) < blocks;
+                    // Behind the last input; aligned ones are zeros there.
+                    const bool there = WHOLE || FACTORS_ALIGNED || chunk * DEPTH + half * OWN_BLOCKS + f * (GROUP / BLOCK) < blocks;
                     factors[tile][f].scale[r] = there ? of_row[0][f] : 0;
                     const float less = fmaf(-OFFSET, __uint_as_float(of_row[0][f]), __uint_as_float(of_row[1][f]));
                     factors[tile][f].bias[r] = !there ? 0 : FOLDED ? of_row[1][f] : __float_as_uint(less);
