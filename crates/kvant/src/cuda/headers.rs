@@ -49,6 +49,7 @@ pub(super) static ALL: &[Header] = headers![
     "codec/rotate_warp.h",
     "device/activation.h",
     "device/affine.h",
+    "device/arrivals.h",
     "device/blocks.h",
     "device/cache_slots.h",
     "device/cluster.h",

@@ -11,6 +11,7 @@
 // Where blocks form clusters, read "cluster" for "block": the blocks of a cluster divide each of its parts among them.
 #ifndef KVANT_CUDA_ATTEND_WORK_H
 #define KVANT_CUDA_ATTEND_WORK_H
+#include "device/arrivals.h"
 #include "attend/softmax.h"
 #include "device/convert.h"
 
@@ -323,19 +324,7 @@ struct ItemPart {
     }
 };
 
-// Counts the arrival of one of `all`. Returns whether it is the last; that one sees what the others have left.
-inline bool count_arrival(uint *counter, uint all) {
-    uint before;
-    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
-    const bool last = before == all - 1;
-    if (last) {
-        // For the next launch.
-        *counter = 0;
-    }
-    return last;
-}
-
-// The same for a block, whose threads have left a state.
+// Counts the arrival of a block, whose threads have left a state. Returns whether it is the last.
 inline bool arrive(uint *flag, uint *counter, uint all) {
     __syncthreads();
     if (threadIdx.x == 0) {

@@ -23,6 +23,7 @@
 mod batch;
 mod blocks;
 mod bulk;
+mod bulk_rows;
 mod codes;
 mod dequantise;
 mod gating;

@@ -7,6 +7,7 @@ use super::{
     batch::BatchTiling,
     blocks,
     bulk::BulkTiling,
+    bulk_rows::BulkRowsTiling,
     codes,
     dequantise::Dense,
     gating::Gating,
@@ -30,6 +31,7 @@ pub(super) enum CudaLinearKernel {
     Dequantise(Dense),
     Batch(BatchTiling),
     Bulk(BulkTiling),
+    BulkRows(BulkRowsTiling),
     Codes(WarpTiling),
     Rows(WarpTiling),
     Stream(StreamTiling),
@@ -56,6 +58,9 @@ pub(super) fn select(call: &Call, weight: &Parts, limits: &Limits) -> CudaLinear
     // Rows that read W at once where other kernels do not take it, and where they do.
     let few = if is_of_experts { few_of_experts } else { FEW };
     let few_aligned = if is_of_experts || weight.is_dense() { few } else { FEW_AFFINE };
+    if let Some(tiling) = BulkRowsTiling::new(call, weight, limits) {
+        return CudaLinearKernel::BulkRows(tiling);
+    }
     if let Some(tiling) = batch(call, weight, limits) {
         return CudaLinearKernel::Batch(tiling);
     }
@@ -111,6 +116,7 @@ impl CudaLinearKernel {
             CudaLinearKernel::Dequantise(_) => "linear_dequantise",
             CudaLinearKernel::Batch(_) => "linear_batch",
             CudaLinearKernel::Bulk(_) => "linear_bulk",
+            CudaLinearKernel::BulkRows(_) => "linear_bulk_rows",
             CudaLinearKernel::Codes(_) => "linear_codes",
             CudaLinearKernel::Rows(_) => "linear_rows",
             CudaLinearKernel::Stream(_) => "linear_stream",
@@ -123,7 +129,13 @@ impl CudaLinearKernel {
 
     /// Whether the kernel writes the parts of `out` one after the other.
     pub(super) fn writes_parts(&self) -> bool {
-        matches!(self, CudaLinearKernel::Batch(_) | CudaLinearKernel::StreamRows(_) | CudaLinearKernel::Rows(_))
+        matches!(
+            self,
+            CudaLinearKernel::Batch(_)
+                | CudaLinearKernel::BulkRows(_)
+                | CudaLinearKernel::StreamRows(_)
+                | CudaLinearKernel::Rows(_)
+        )
     }
 
     /// The launch of the kernel with a gate behind it, if it can have one.
@@ -153,6 +165,7 @@ impl CudaLinearKernel {
             CudaLinearKernel::Dequantise(dense) => dense.build(self.name(), call, weight, params, b),
             CudaLinearKernel::Batch(tiling) => tiling.build(self.name(), call, weight, params, b),
             CudaLinearKernel::Bulk(tiling) => b.push(tiling.launch(self.name(), call, weight, params)),
+            CudaLinearKernel::BulkRows(tiling) => tiling.build(self.name(), call, weight, params, b),
             CudaLinearKernel::Codes(tiling) => {
                 b.push(codes::launch(self.name(), tiling, call, weight, params, Gating::None))
             }
@@ -189,10 +202,9 @@ mod tests {
     #[test]
     fn kernels_of_batches() {
         for (rows, outputs, experts, want) in [
-            (2, 4096, false, "linear_codes"),
-            (8, 4096, false, "linear_rows"),
+            (2, 4096, false, "linear_bulk_rows"),
+            (8, 4096, false, "linear_bulk_rows"),
             (9, 4096, false, "linear_batch"),
-            (4, 32_768, false, "linear_batch"),
             (64, 4096, false, "linear_batch"),
             (128, 4096, false, "linear_batch"),
             (129, 4096, false, "linear_many"),

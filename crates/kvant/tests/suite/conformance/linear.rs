@@ -184,6 +184,10 @@ impl Case {
     fn launch(&self, device: &Device, outliers: bool) -> Result<Out> {
         let mut rng = Rng::of(format!("{self:?}"));
         let w = Matrices::new(device, &mut rng, self.kind, &[self.outputs], self.inputs)?;
+        self.launch_with(device, rng, w, outliers)
+    }
+
+    fn launch_with(&self, device: &Device, mut rng: Rng, w: Matrices, outliers: bool) -> Result<Out> {
         let shape = [self.tokens, self.inputs];
         let mut x = rng.normals(shape.iter().product());
         if outliers {
@@ -196,8 +200,18 @@ impl Case {
         Ok(out)
     }
 
+    /// The same; all of the weight's tensors begin at multiples of 16 bytes.
+    fn launch_aligned(&self, device: &Device) -> Result<Out> {
+        let mut rng = Rng::of(format!("{self:?}"));
+        let w = Matrices::new(device, &mut rng, self.kind, &[self.outputs], self.inputs)?;
+        self.launch_with(device, rng, Matrices::joined(device, &[w])?, false)
+    }
+
     fn run(&self, device: &Device, outliers: bool) -> Result<Vec<Output>> {
-        let out = self.launch(device, outliers)?;
+        self.output(device, self.launch(device, outliers)?, outliers)
+    }
+
+    fn output(&self, device: &Device, out: Out, outliers: bool) -> Result<Vec<Output>> {
         let is_float = matches!(self.kind, Kind::Dense(_) | Kind::Floats(FloatFormat::Mxfp8, _));
         let rows = if is_float { 0 } else { self.tokens };
         // Where thousands of products are added one after the other in f32, the sum's own rounding shows.
@@ -212,6 +226,10 @@ impl Case {
     fn comes_to(&self, file: &str) {
         let launches = Launches::default();
         self.launch(&gpu::cuda_device(launches.clone()), false).expect("it is launched");
+        self.came_to(file, &launches);
+    }
+
+    fn came_to(&self, file: &str, launches: &Launches) {
         let all = launches.all.lock().unwrap();
         assert!(all.iter().any(|launch| launch.starts_with(file)), "{self:?}: {all:?}");
     }
@@ -481,6 +499,42 @@ fn few_dense_rows() {
         }
     }
     one_in(3, |case| format!("{:?}", case.kind), cases).into_iter().for_each(Case::check);
+}
+
+/// CUDA takes 2 to 8 rows by affine codes of 4 bits by bulk copies from Hopper on: one warp and many, rows of scales that
+/// are copied one by one and together, outputs that a block has a part of a tile of, one tile, and many; long rows, whose
+/// inputs several blocks divide.
+#[test]
+fn few_affine_rows() {
+    let (mut rng, mut cases) = (Rng::of("few affine rows"), Vec::new());
+    let sizes = [
+        (64, 16),
+        (384, 9000),
+        (704, 304),
+        (2112, 2200),
+        (2816, 1000),
+        (4096, 133),
+        (5376, 2308),
+        (8192, 1061),
+        (21_504, 777),
+    ];
+    for (inputs, outputs) in sizes {
+        for (group, scales) in [(64, DType::BF16), (64, DType::F16), (128, DType::BF16)] {
+            if inputs % group != 0 {
+                continue;
+            }
+            let tokens = rng.pick(&[2, 3, 5, 7, 8]);
+            let (out, alpha) = (rng.pick(&FLOATS), rng.pick(&[1.0, -0.5]));
+            let kind = Kind::Affine { bits: 4, group, scales };
+            cases.push(Case { kind, tokens, inputs, outputs, x: DType::BF16, out, alpha });
+        }
+    }
+    for case in one_in(3, |case| format!("{:?}", case.kind), cases) {
+        let launches = Launches::default();
+        case.launch_aligned(&gpu::cuda_device(launches.clone())).expect("it is launched");
+        case.came_to("linear_bulk_rows.cu/", &launches);
+        conform(format!("{case:?}"), |device| case.output(device, case.launch_aligned(device)?, false));
+    }
 }
 
 /// Shapes beyond the tiles of a matrix product.

@@ -1,0 +1,202 @@
+//! Products of affine codes of 4 bits with few rows, by bulk copies and on tensor cores.
+
+use super::{
+    LinearParams, aligned16,
+    out_parts::{MOST_PARTS, OutParts},
+    warp_tiling::TILE,
+};
+use crate::cuda::{affine::Parts, headers};
+use crate::{
+    DType, Result,
+    cuda::WARP,
+    gpu::{Builder, Launch, Limits, Params, Source, Use, params},
+    ops::linear::{Call, NAME},
+};
+
+params! {
+    pub(crate) struct LinearBulkRowsParams {
+        pub rows: u32,
+        pub outputs: u32,
+        pub alpha: f32,
+        pub most_tiles: u32,
+        pub parts: OutParts,
+    }
+}
+
+static SOURCE: Source = Source {
+    name: "linear_bulk_rows.cu",
+    text: include_str!("linear_bulk_rows.cu"),
+    headers: headers::ALL,
+    layouts: &[OutParts::layout, LinearBulkRowsParams::layout],
+};
+
+/// The most rows of x.
+const ROWS: usize = 8;
+/// Inputs that a warp multiplies in a step.
+const BLOCK: usize = 64;
+/// Warps of a block that multiply, at most, and the most steps of so many warps: x takes eight registers of a lane for
+/// each step. Two more warps copy and add.
+const WARPS: usize = 16;
+const STEPS: [(usize, usize); 2] = [(10, 14), (WARPS, 8)];
+/// Blocks that divide the inputs of long rows, at most.
+const SPLITS: usize = 4;
+/// Tiles of W in flight.
+const STAGES: usize = 8;
+const FEWEST_STAGES: usize = 2;
+/// Tiles whose sums there is room for.
+const SLOTS: usize = 2;
+
+/// How the work is divided.
+#[derive(Clone, Copy)]
+pub(super) struct BulkRowsTiling {
+    /// Blocks that have the same outputs and a part of the inputs each, and how many times so many there are.
+    splits: usize,
+    stretches: usize,
+    /// Tiles of such blocks, at most.
+    tiles: usize,
+    warps: usize,
+    /// Blocks of inputs of a warp.
+    steps: usize,
+    stages: usize,
+    /// Shared memory of a block.
+    bytes: usize,
+}
+
+impl BulkRowsTiling {
+    /// None if the kernel does not take the product on this device.
+    pub(super) fn new(call: &Call, weight: &Parts, limits: &Limits) -> Option<BulkRowsTiling> {
+        let (Some(scales), Some(biases)) = (weight.scales, weight.biases) else { return None };
+        let (inputs, outputs) = (call.dims.inputs, call.dims.outputs);
+        let group = weight.group as usize;
+        let takes = limits.clusters
+            && (2..=ROWS).contains(&call.rows)
+            && call.experts.is_none()
+            && weight.bits == 4
+            && matches!(group, 64 | 128)
+            && weight.dtype.size() == 2
+            && call.x.dtype() == DType::BF16
+            && [weight.weight, scales, biases].iter().all(|tensor| tensor.byte_offset().is_multiple_of(16))
+            && aligned16(&call.x, inputs)
+            && inputs.is_multiple_of(BLOCK)
+            && inputs > 0
+            && outputs > 0
+            && call.parts.len() <= MOST_PARTS;
+        if !takes {
+            return None;
+        }
+        (1..=SPLITS).find_map(|splits| {
+            let blocks = inputs / BLOCK / splits;
+            let factors = blocks * BLOCK / group * 2;
+            // Parts of rows of scales are copied by units of 16 bytes, whole rows together where they are no units.
+            let aligned_rows = [1, 2, 4, 8].into_iter().find(|rows| (rows * factors).is_multiple_of(16))?;
+            let whole = inputs.is_multiple_of(splits * BLOCK) && (blocks * BLOCK).is_multiple_of(group);
+            if !whole || splits > 1 && aligned_rows > 1 || !outputs.is_multiple_of(aligned_rows) {
+                return None;
+            }
+            let most_steps =
+                |warps: usize| STEPS.iter().find(|&&(most, _)| warps <= most).map_or(0, |&(_, steps)| steps);
+            let divides = |&warps: &usize| blocks.is_multiple_of(warps) && blocks / warps <= most_steps(warps);
+            let warps = (1..=WARPS).rev().find(divides)?;
+            let units = outputs / aligned_rows;
+            let stretches = units.min(limits.busy_groups / splits).max(1);
+            let tiles = (units.div_ceil(stretches) * aligned_rows).div_ceil(TILE);
+            let factor_pitch = factors + if aligned_rows == 1 { 16 } else { 0 };
+            let stage = TILE * ((blocks * BLOCK / 2).next_multiple_of(128) + 32 + 2 * factor_pitch);
+            let bytes = |stages: usize| {
+                let sums = blocks * ROWS * 4 + SLOTS * warps * TILE * ROWS * 4;
+                stages * stage.next_multiple_of(128) + sums + (stages + SLOTS) * 16 + 16
+            };
+            let fits = |&stages: &usize| bytes(stages) <= limits.threadgroup_bytes;
+            let most = tiles.min(STAGES);
+            let stages = (FEWEST_STAGES.min(most)..=most).rev().find(fits)?;
+            let (steps, bytes) = (blocks / warps, bytes(stages));
+            Some(BulkRowsTiling { splits, stretches, tiles, warps, steps, stages, bytes })
+        })
+    }
+
+    /// Adds the launch.
+    pub(super) fn build(
+        &self,
+        name: &'static str,
+        call: &Call,
+        weight: &Parts,
+        params: &LinearParams,
+        b: &mut Builder,
+    ) -> Result<()> {
+        let &LinearParams { rows, outputs, inputs, alpha, .. } = params;
+        let most_tiles = Launch::uint(NAME, "out", self.tiles)?;
+        let params = LinearBulkRowsParams { rows, outputs, alpha, most_tiles, parts: OutParts::of(call)? };
+        let blocks = self.stretches * self.splits;
+        let launch = Launch::new(NAME, &SOURCE, name)
+            .constant("OUT_DTYPE", call.out.dtype())
+            .constant("W_DTYPE", weight.dtype)
+            .constant("GROUP", weight.group)
+            .constant("INPUTS", inputs / self.splits as u32)
+            .constant("SPLITS", self.splits as u32)
+            .constant("WARPS", self.warps as u32)
+            .constant("STEPS", self.steps as u32)
+            .constant("STAGES", self.stages as u32)
+            .constant("SHARED_BYTES", self.bytes as u32)
+            .read(0, &call.x)
+            .read(1, weight.weight)
+            .read_if(2, weight.scales)
+            .read_if(3, weight.biases)
+            .write(4, &call.out)
+            .params(5, &params)
+            .threadgroup_memory(self.bytes)
+            .grid([blocks, 1, 1], [(self.warps + 2) * WARP, 1, 1])
+            .reads_ahead(&[1, 2, 3]);
+        if self.splits == 1 {
+            return b.push(launch);
+        }
+        let partials = b.scratch(blocks * self.tiles * TILE * ROWS * 4)?;
+        let arrivals = b.zeroed_scratch(self.stretches * 4)?;
+        b.push(launch.scratch(6, &partials, Use::ReadWrite).scratch(7, &arrivals, Use::ReadWrite))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cuda::{
+        affine::parts,
+        linear::rows::tests::{H200, affine, call},
+    };
+
+    fn tiling(rows: usize, outputs: usize, inputs: usize, limits: &Limits) -> Option<BulkRowsTiling> {
+        let mut call = call(4, DType::BF16, [rows, outputs, inputs], false);
+        call.weight = affine([outputs, inputs], 4, 64, DType::BF16);
+        BulkRowsTiling::new(&call, &parts(&call.weight, inputs), limits)
+    }
+
+    #[test]
+    fn a_block_fits_into_what_devices_have() {
+        for bytes in [48 << 10, 99 << 10, 227 << 10] {
+            let limits = Limits { threadgroup_bytes: bytes, ..H200 };
+            for inputs in [64, 704, 2112, 2816, 4096, 5376, 8192, 16_384, 21_504] {
+                for outputs in [8, 128, 4224, 8192, 262_144] {
+                    let case = format!("{outputs} x {inputs}, {bytes} bytes");
+                    let Some(shape) = tiling(8, outputs, inputs, &limits) else {
+                        assert!(bytes < 227 << 10, "{case}: not taken");
+                        continue;
+                    };
+                    assert!(shape.bytes <= bytes && shape.stages > 0, "{case}: {}", shape.bytes);
+                    assert_eq!(shape.splits * shape.warps * shape.steps * BLOCK, inputs, "{case}");
+                    assert!(shape.stretches <= outputs && shape.stretches * shape.splits <= 132, "{case}");
+                    assert!(shape.stretches * shape.tiles * TILE >= outputs, "{case}: {}", shape.tiles);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn other_products_are_not_taken() {
+        let is_taken = |rows, outputs, inputs, limits: &Limits| tiling(rows, outputs, inputs, limits).is_some();
+        assert!(is_taken(2, 4096, 4096, &H200) && is_taken(8, 4096, 4096, &H200));
+        assert!(!is_taken(1, 4096, 4096, &H200) && !is_taken(9, 4096, 4096, &H200));
+        // 66 bytes of scales a row; more inputs than registers hold.
+        assert!(is_taken(8, 4096, 2112, &H200) && !is_taken(8, 4100, 2112, &H200));
+        assert!(!is_taken(8, 4096, 65_536, &H200));
+        assert!(!is_taken(8, 4096, 4096, &Limits { clusters: false, ..H200 }));
+    }
+}

@@ -1,0 +1,281 @@
+// linear_bulk_rows: linear (linear_generic.cu) for affine codes of 4 bits and 2 to 8 rows, by bulk copies and on tensor
+// cores. Reading W is the limit.
+//
+// x [rows, inputs] is bf16; rows begin at multiples of 16 bytes. W is [outputs, inputs], scales and biases 16 bits.
+// Results of the parts of W (LinearBulkRowsParams) follow each other.
+//
+// Every block has a stretch of outputs, and a multiprocessor to itself. Warp WARPS copies W, a tile of 16 rows with their
+// scales and biases at a time, up to STAGES of these ahead of their use. The warps before it divide the inputs, STEPS
+// times BLOCK neighbouring ones each. Each keeps its inputs of x in registers, as the B of its products; the A are 16
+// outputs. Which inputs meet in one product is arbitrary, so long as A and B agree: lane 4g + t has 16 neighbouring
+// codes of a block, of outputs g and g + 8, and the same inputs of row g of x. Codes plus 128 are exact in bf16; with
+// results of f32, for which that costs bits of the sums, 128 is subtracted first. The sums of a block are scaled, and
+// its bias is multiplied by the sum of its x, in float. The warps leave the sums of a tile in shared memory, where a
+// last warp adds them up.
+//
+// Registers do not hold x of long rows. SPLITS blocks then have the same outputs, and INPUTS of each row: they leave
+// their sums in `partials`, and the one that is done last adds them up.
+//
+// Copies of W begin before the previous kernel has ended (device/dependent_launch.h); x is read later.
+#include "device/arrivals.h"
+#include "device/dependent_launch.h"
+#include "device/elements.h"
+#include "device/fragments.h"
+#include "device/mbarrier.h"
+#include "device/ring_cursor.h"
+#include "device/vectors.h"
+#include "linear/out_parts.h"
+
+constexpr uint TILE = 16;
+constexpr uint ROWS = 8;
+constexpr uint BLOCK = 64;
+constexpr uint THREADS = 32 * (WARPS + 2);
+constexpr uint OWN = STEPS * BLOCK;
+// The block's bytes of a row of codes; from one to the next in a stage they are padded, so that lanes meet in no bank.
+constexpr uint CODES = INPUTS / 2;
+constexpr uint PITCH = (CODES + 127) / 128 * 128 + 32;
+// Bytes of scales, or biases, of a row. Whole units of 16 bytes are copied row by row, and padded against bank
+// conflicts; otherwise rows are copied together, which begin at such a unit if the output is a multiple of ALIGNED_ROWS.
+constexpr uint FACTOR_BYTES = INPUTS / GROUP * 2;
+constexpr bool ROW_BY_ROW = FACTOR_BYTES % 16 == 0;
+constexpr uint FACTOR_PITCH = ROW_BY_ROW ? FACTOR_BYTES + 16 : FACTOR_BYTES;
+constexpr uint ALIGNED_ROWS = ROW_BY_ROW ? 1 : FACTOR_BYTES % 8 == 0 ? 2 : FACTOR_BYTES % 4 == 0 ? 4 : 8;
+constexpr uint FACTORS = TILE * FACTOR_PITCH;
+constexpr uint FACTORS_AT = TILE * PITCH;
+constexpr uint STAGE = (FACTORS_AT + 2 * FACTORS + 127) / 128 * 128;
+// Sums of the blocks of x; sums of SLOTS successive tiles.
+constexpr uint SLOTS = 2;
+constexpr uint X_SUMS_AT = STAGES * STAGE;
+constexpr uint SUMS_AT = X_SUMS_AT + INPUTS / BLOCK * ROWS * 4;
+constexpr uint BARRIERS_AT = SUMS_AT + SLOTS * WARPS * 32 * 16;
+// bulk_rows.rs computes the same sum.
+static_assert(BARRIERS_AT + (STAGES + SLOTS) * 16 + 16 == SHARED_BYTES, "linear: the shared memory that Rust asks for");
+static_assert(WARPS * OWN == INPUTS && GROUP % BLOCK == 0 && INPUTS % GROUP == 0, "linear: whole blocks and groups");
+static_assert(SPLITS == 1 || ROW_BY_ROW, "linear: parts of rows are copied one by one");
+
+struct LinearBulkRowsParams {
+    uint rows;
+    uint outputs;
+    float alpha;
+    // Tiles of a stretch, at most.
+    uint most_tiles;
+    OutParts parts;
+};
+
+constexpr bool EXACT = OUT_DTYPE == F32;
+constexpr float OFFSET = EXACT ? 0 : 128;
+
+// Pair i of a lane's 16 codes, as bf16: codes i and i + 4 of the 8 in a word.
+inline uint codes_of(uint2 two, uint i) {
+    uint pair;
+    asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(pair) : "r"((i < 4 ? two.x : two.y) >> i % 4 * 4), "r"(0x000F000F), "r"(0x43004300));
+    if (EXACT) {
+        asm("fma.rn.bf16x2 %0, %0, %1, %2;" : "+r"(pair) : "r"(0x3F803F80), "r"(0xC300C300));
+    }
+    return pair;
+}
+
+inline float factor_at(const uchar *at) {
+    const ushort half = *reinterpret_cast<const ushort *>(at);
+    return W_DTYPE == F16 ? half_to_float(half) : bf16_to_float(half);
+}
+
+// Blocks divide the outputs among them, SPLITS neighbouring ones together.
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    KVANT_KERNEL(const uchar *x, const uchar *codes, const uchar *scales, const uchar *biases, uchar *out,
+                 const LinearBulkRowsParams p, float *partials, uint *arrivals) {
+    extern __shared__ __align__(128) uchar memory[];
+    const uint lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0);
+    const uint stretch = blockIdx.x / SPLITS, stretches = gridDim.x / SPLITS, part = blockIdx.x % SPLITS;
+    const auto begin_of = [&](uint stretch) {
+        return min(uint(ulong((p.outputs + ALIGNED_ROWS - 1) / ALIGNED_ROWS) * stretch / stretches) * ALIGNED_ROWS, p.outputs);
+    };
+    const uint first = begin_of(stretch), end = begin_of(stretch + 1), tiles = (end - first + TILE - 1) / TILE;
+    const uint shared = shared_address(memory), full = shared + BARRIERS_AT, empty = full + STAGES * 8;
+    // Of the sums of a tile: all are there, and they have been read.
+    const uint summed = empty + STAGES * 8, taken = summed + SLOTS * 8;
+    // The stage that is filled or used next.
+    RingCursor<STAGES> cursor;
+    if (threadIdx.x == 0) {
+#pragma unroll
+        for (uint s = 0; s < STAGES; s++) {
+            barrier_init(full + s * 8, 1);
+            barrier_init(empty + s * 8, WARPS * 32);
+        }
+#pragma unroll
+        for (uint s = 0; s < SLOTS; s++) {
+            barrier_init(summed + s * 8, WARPS * 32);
+            barrier_init(taken + s * 8, 32);
+        }
+        show_barriers_to_copies();
+    }
+    __syncthreads();
+    if (warp == WARPS) {
+        if (elected()) {
+            constexpr uint ROW = CODES * SPLITS, FACTOR_ROW = FACTOR_BYTES * SPLITS;
+#pragma unroll 1
+            for (uint tile = 0; tile < tiles; tile++) {
+                if (tile >= STAGES) {
+                    barrier_wait(empty + cursor.stage * 8, cursor.parity ^ 1);
+                }
+                const uint row = first + tile * TILE, rows = min(TILE, end - row), barrier = full + cursor.stage * 8;
+                const uint to = shared + cursor.stage * STAGE;
+                barrier_expect(barrier, rows * (CODES + 2 * FACTOR_BYTES));
+                const uchar *from = codes + ulong(row) * ROW + part * CODES;
+                const uchar *sides[2] = {scales + ulong(row) * FACTOR_ROW + part * FACTOR_BYTES,
+                                         biases + ulong(row) * FACTOR_ROW + part * FACTOR_BYTES};
+                if (!ROW_BY_ROW) {
+#pragma unroll
+                    for (uint side = 0; side < 2; side++) {
+                        copy_bulk(to + FACTORS_AT + side * FACTORS, sides[side], rows * FACTOR_BYTES, barrier);
+                    }
+                }
+#pragma unroll 1
+                for (uint r = 0; r < rows; r++) {
+                    copy_bulk(to + r * PITCH, from + r * ROW, CODES, barrier);
+                    if (ROW_BY_ROW) {
+#pragma unroll
+                        for (uint side = 0; side < 2; side++) {
+                            copy_bulk(to + FACTORS_AT + side * FACTORS + r * FACTOR_PITCH, sides[side] + r * FACTOR_ROW, FACTOR_BYTES, barrier);
+                        }
+                    }
+                }
+                cursor.next();
+            }
+        }
+        return;
+    }
+    wait_for_previous();
+    let_next_begin();
+    float4 *all_sums = reinterpret_cast<float4 *>(memory + SUMS_AT);
+    // A tile's sums of this block, or of another one with the same outputs.
+    const auto partial = [&](uint tile, uint part) {
+        return reinterpret_cast<float4 *>(partials) + (ulong(stretch * SPLITS + part) * p.most_tiles + tile) * 32 + lane;
+    };
+    // Of outputs g and g + 8 of a tile, rows 2t and 2t + 1.
+    const auto write = [&](uint tile, float4 four) {
+        const float total[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+        for (uint c = 0; c < 4; c++) {
+            const uint own = first + tile * TILE + g + c / 2 * 8, r = 2 * t + c % 2;
+            if (own < end && r < p.rows) {
+                store(out, place_in_parts(p, p.parts, r, own), p.alpha * total[c], OUT_DTYPE);
+            }
+        }
+    };
+    RingCursor<SLOTS> slot;
+    if (warp > WARPS) {
+#pragma unroll 1
+        for (uint tile = 0; tile < tiles; tile++) {
+            barrier_wait(summed + slot.stage * 8, slot.parity);
+            const float4 *of_tile = all_sums + slot.stage * (WARPS * 32) + lane;
+            float4 total = of_tile[0];
+#pragma unroll
+            for (uint w = 1; w < WARPS; w++) {
+                total = total + of_tile[w * 32];
+            }
+            barrier_arrive(taken + slot.stage * 8);
+            slot.next();
+            if (SPLITS == 1) {
+                write(tile, total);
+            } else {
+                __stcg(partial(tile, part), total);
+            }
+        }
+    } else {
+        // Eight words of x for each block: pair i has inputs i and i + 4 of eight.
+        uint xs[STEPS][8];
+        float *x_sums = reinterpret_cast<float *>(memory + X_SUMS_AT);
+        const uchar *x_of_lane = x + (ulong(g) * (INPUTS * SPLITS) + part * INPUTS + warp * OWN + t * 16) * 2;
+#pragma unroll
+        for (uint step = 0; step < STEPS; step++) {
+            const uint4 none = make_uint4(0, 0, 0, 0);
+            float sum = 0;
+#pragma unroll
+            for (uint h = 0; h < 2; h++) {
+                const uint4 eight = g < p.rows ? reinterpret_cast<const uint4 *>(x_of_lane + step * (BLOCK * 2))[h] : none;
+                xs[step][h * 4] = __byte_perm(eight.x, eight.z, 0x5410);
+                xs[step][h * 4 + 1] = __byte_perm(eight.x, eight.z, 0x7632);
+                xs[step][h * 4 + 2] = __byte_perm(eight.y, eight.w, 0x5410);
+                xs[step][h * 4 + 3] = __byte_perm(eight.y, eight.w, 0x7632);
+#pragma unroll
+                for (uint i = 0; i < 4; i++) {
+                    const float2 two = unpack<false>(xs[step][h * 4 + i]);
+                    sum += two.x + two.y;
+                }
+            }
+            sum += __shfl_xor_sync(0xFFFFFFFF, sum, 1);
+            sum += __shfl_xor_sync(0xFFFFFFFF, sum, 2);
+            if (t == 0) {
+                x_sums[(warp * STEPS + step) * ROWS + g] = sum;
+            }
+        }
+        __syncwarp();
+#pragma unroll 1
+        for (uint tile = 0; tile < tiles; tile++) {
+            // Beyond the last output a stage has what it held before; such sums are not stored.
+            float sums[4] = {};
+            barrier_wait(full + cursor.stage * 8, cursor.parity);
+            const uchar *stage = memory + cursor.stage * STAGE;
+            const uchar *of_lane = stage + g * PITCH + warp * (OWN / 2) + t * 8;
+            const uchar *factors = stage + FACTORS_AT + g * FACTOR_PITCH;
+#pragma unroll
+            for (uint step = 0; step < STEPS; step++) {
+                const uint2 w[2] = {*reinterpret_cast<const uint2 *>(of_lane + step * (BLOCK / 2)),
+                                    *reinterpret_cast<const uint2 *>(of_lane + 8 * PITCH + step * (BLOCK / 2))};
+                float products[4];
+#pragma unroll
+                for (uint i = 0; i < 4; i++) {
+                    const uint a[4] = {codes_of(w[0], 2 * i), codes_of(w[1], 2 * i), codes_of(w[0], 2 * i + 1), codes_of(w[1], 2 * i + 1)};
+                    const uint2 b = make_uint2(xs[step][2 * i], xs[step][2 * i + 1]);
+                    if (i == 0) {
+                        mma_alone<false>(products, a, b);
+                    } else {
+                        mma<false>(products, a, b);
+                    }
+                }
+                const uint block = warp * STEPS + step;
+                const float2 of_x = *reinterpret_cast<const float2 *>(x_sums + block * ROWS + 2 * t);
+#pragma unroll
+                for (uint r = 0; r < 2; r++) {
+                    const uchar *at = factors + r * 8 * FACTOR_PITCH + block / (GROUP / BLOCK) * 2;
+                    const float scale = factor_at(at), bias = fmaf(-OFFSET, scale, factor_at(at + FACTORS));
+                    sums[2 * r] = fmaf(scale, products[2 * r], fmaf(bias, of_x.x, sums[2 * r]));
+                    sums[2 * r + 1] = fmaf(scale, products[2 * r + 1], fmaf(bias, of_x.y, sums[2 * r + 1]));
+                }
+            }
+            // The stage may be overwritten.
+            if (tiles > STAGES) {
+                barrier_arrive(empty + cursor.stage * 8);
+            }
+            cursor.next();
+            barrier_wait(taken + slot.stage * 8, slot.parity ^ 1);
+            all_sums[(slot.stage * WARPS + warp) * 32 + lane] = make_float4(sums[0], sums[1], sums[2], sums[3]);
+            barrier_arrive(summed + slot.stage * 8);
+            slot.next();
+        }
+    }
+    if (SPLITS > 1) {
+        // Behind the barriers.
+        uint *is_last = reinterpret_cast<uint *>(memory + SHARED_BYTES - 16);
+        const auto meet = [] { asm volatile("bar.sync 1, %0;" ::"n"((WARPS + 1) * 32) : "memory"); };
+        if (warp > WARPS) {
+            __syncwarp();
+            if (lane == 0) {
+                *is_last = count_arrival(arrivals + stretch, SPLITS);
+            }
+        }
+        meet();
+        if (*is_last != 0) {
+#pragma unroll 1
+            for (uint tile = warp < WARPS ? warp : WARPS; tile < tiles; tile += WARPS + 1) {
+                float4 total = __ldcg(partial(tile, 0));
+#pragma unroll
+                for (uint i = 1; i < SPLITS; i++) {
+                    total = total + __ldcg(partial(tile, i));
+                }
+                write(tile, total);
+            }
+        }
+    }
+}
