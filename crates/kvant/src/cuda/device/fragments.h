@@ -131,7 +131,17 @@ inline uint4 load_matrices(uint from) {
     return w;
 }
 
-// The same, of each matrix the transpose: lane 4g + t gets column g of the rows 2t and 2t + 1.
+// The same of two matrices. Lanes 0 to 15 say where rows begin.
+inline uint2 load_two_matrices(uint from) {
+    uint2 w;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+                 : "=r"(w.x), "=r"(w.y)
+                 : "r"(from)
+                 : "memory");
+    return w;
+}
+
+// The same of four, of each matrix the transpose: lane 4g + t gets column g of the rows 2t and 2t + 1.
 inline uint4 load_matrices_transposed(uint from) {
     uint4 w;
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"

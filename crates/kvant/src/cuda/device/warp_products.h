@@ -37,7 +37,7 @@ inline float (&eight_columns(float (&d)[N], uint j))[4] {
 // d = a * b, or d += a * b if `add`; columns of b are rows in shared memory, 2 N of them.
 template <bool HALF, uint N>
 inline void multiply(float (&d)[N], const uint (&a)[4], ulong b, bool add) {
-    static_assert(N % 8 == 0, "products: 16 columns at a time");
+    static_assert(N == 4 || N % 8 == 0, "products: 8 columns, or 16 at a time");
     const uint lane = threadIdx.x % 32;
     if (!add) {
 #pragma unroll
@@ -45,11 +45,16 @@ inline void multiply(float (&d)[N], const uint (&a)[4], ulong b, bool add) {
             d[i] = 0;
         }
     }
+    const uint from = unit_of_row(uint(b) + lane / 8 % 2 * 16, lane / 16 * 8 + lane % 8);
+    if constexpr (N == 4) {
+        mma<HALF>(d, a, load_two_matrices(from));
+    } else {
 #pragma unroll
-    for (uint j = 0; j < N / 4; j += 2) {
-        const uint4 w = load_matrices(unit_of_row(uint(b) + lane / 8 % 2 * 16, lane / 16 * 8 + lane % 8) + j * 1024);
-        mma<HALF>(eight_columns(d, j), a, make_uint2(w.x, w.y));
-        mma<HALF>(eight_columns(d, j + 1), a, make_uint2(w.z, w.w));
+        for (uint j = 0; j < N / 4; j += 2) {
+            const uint4 w = load_matrices(from + j * 1024);
+            mma<HALF>(eight_columns(d, j), a, make_uint2(w.x, w.y));
+            mma<HALF>(eight_columns(d, j + 1), a, make_uint2(w.z, w.w));
+        }
     }
 }
 // The same; the warpgroup's 64 rows of a are in shared memory.

@@ -94,7 +94,11 @@ inline void hold(uint (&a)[N][4]) {
         FORM(__VA_ARGS__, "bf16");                                                                                     \
     }
 
-// d = a * b, or d += a * b if `add`, for 64 or 128 columns.
+// d = a * b, or d += a * b if `add`, for 32, 64 or 128 columns.
+template <bool HALF>
+inline void multiply(float (&d)[16], ulong a, ulong b, bool add) {
+    WGMMA_TYPED(WGMMA_OF_SHARED, 32, 16, "%16", "%17", "%18")
+}
 template <bool HALF>
 inline void multiply(float (&d)[32], ulong a, ulong b, bool add) {
     WGMMA_TYPED(WGMMA_OF_SHARED, 64, 32, "%32", "%33", "%34")

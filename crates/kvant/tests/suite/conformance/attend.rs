@@ -571,7 +571,8 @@ fn prefill_kernels() {
 /// A prompt of many tiles: rings of buffers come around several times.
 #[test]
 fn long_prefills() {
-    let cases = [(64, DType::F16, 1), (128, DType::BF16, 1), (256, DType::BF16, 2)].map(|(head_dim, dtype, splits)| {
+    let shapes = [(64, DType::F16, 1), (128, DType::BF16, 1), (256, DType::BF16, 2), (512, DType::F16, 1)];
+    let cases = shapes.map(|(head_dim, dtype, splits)| {
         let (k, v) = (Codec::Dense(dtype), Codec::Dense(dtype));
         let (source, q, out, sequences, splits) = (dtype, dtype, dtype, vec![(61, 1701)], Some(splits));
         Case { head_dim, k, v, source, q, out, sequences, sinks: true, splits, ..Case::default() }

@@ -7,7 +7,8 @@
 // and all keys that any of them sees, sequence by sequence (segments), in tiles of TILE. The warps share the work:
 //
 //   two warpgroups compute. Each has 64 rows and all coordinates. At head size 512, whose sums fill the registers of
-//     both, they have the same 64 rows and half of the values' coordinates each; scores are then computed twice;
+//     both, they have the same 64 rows: the scores of half of a tile's keys each, and half of the values' coordinates.
+//     They exchange the maxima of rows, and the weights, through shared memory;
 //   keys and values are copied into a ring of STAGES buffers ("chunks": COLUMNS coordinates of a tile's keys or
 //     values), a warp a buffer, in turn; barriers signal full and free buffers. With products of warpgroups, four warps
 //     only copy. Otherwise the warps that compute also copy, ahead of their use: where threads cannot give up
@@ -64,18 +65,29 @@ inline void attend_ahead(const AttendParams &p, const Shared &shared, const Item
     each_segment(shared, [&](Range keys, uint sequence) {
         const Seen seen = seen_by(p, shared, item, table, keys, sequence);
         const uint tiles = tiles_of(keys);
-        float s[TILE / 2], f[2];
+        float s[SCORED / 2], f[2];
         uint w[TILE / 16][4];
         uint key = keys.first, entry = seen.entry(key);
         begin_scores(base, copier, cursor, s);
         end_scores(base, cursor, s);
-        soften(p, seen, key, seen.held(entry), s, work, f);
+        soften(p, shared, seen, key, seen.held(entry), s, work, f);
+        send_weights(shared, s);
 #pragma unroll 1
         for (uint tile = 1; tile < tiles; tile++) {
-            scale(work, f);
-            make_operands(s, w);
+            if constexpr (!SHARED_ROWS) {
+                scale(work, f);
+                take_weights(shared, s, w);
+            }
             entry = seen.entry(key + TILE);
-            begin_scores(base, copier, cursor, s);
+            begin_scores(base, copier, cursor, s, [&](uint chunk) {
+                // Warpgroups that wait for each other have products that run meanwhile.
+                if constexpr (SHARED_ROWS) {
+                    if (chunk == 0) {
+                        take_weights(shared, s, w);
+                    }
+                    scale(work.o[chunk], f);
+                }
+            });
             const uint of_keys = cursor.before();
             Cursor used = cursor;
             begin_values(base, copier, cursor, w, work);
@@ -83,11 +95,12 @@ inline void attend_ahead(const AttendParams &p, const Shared &shared, const Item
             hold(s);
             release(base, of_keys);
             key += TILE;
-            soften(p, seen, key, seen.held(entry), s, work, f);
+            soften(p, shared, seen, key, seen.held(entry), s, work, f);
+            send_weights(shared, s);
             end_values(base, used, work);
         }
         scale(work, f);
-        make_operands(s, w);
+        take_weights(shared, s, w);
         Cursor used = cursor;
         begin_values(base, copier, cursor, w, work);
         end_values(base, used, work);
@@ -104,16 +117,17 @@ inline void attend_in_order(const AttendParams &p, const Shared &shared, const I
     each_segment(shared, [&](Range keys, uint sequence) {
         const Seen seen = seen_by(p, shared, item, table, keys, sequence);
         const uint tiles = tiles_of(keys);
-        float s[TILE / 2], f[2];
+        float s[SCORED / 2], f[2];
         uint w[TILE / 16][4];
 #pragma unroll 1
         for (uint tile = 0; tile < tiles; tile++) {
             const uint key = keys.first + tile * TILE, held = seen.held(seen.entry(key));
             begin_scores(base, copier, cursor, s);
             end_scores(base, cursor, s);
-            soften(p, seen, key, held, s, work, f);
+            soften(p, shared, seen, key, held, s, work, f);
+            send_weights(shared, s);
             scale(work, f);
-            make_operands(s, w);
+            take_weights(shared, s, w);
             Cursor used = cursor;
             if (CAREFUL && values_are_nonfinite(base, cursor)) {
                 add_by_keys(base, copier, cursor, w, seen, key, held, work);
@@ -136,6 +150,15 @@ inline void finish(const AttendParams &p, const Shared &shared, const Item &item
     for (uint c = 0; c < 2; c++) {
         work.l[c] += __shfl_xor_sync(0xFFFFFFFF, work.l[c], 1);
         work.l[c] += __shfl_xor_sync(0xFFFFFFFF, work.l[c], 2);
+    }
+    if constexpr (SHARED_ROWS) {
+        // Each warpgroup has the sum over the keys that it scored.
+        const float2 others = exchange(shared, work.l);
+        work.l[0] += others.x;
+        work.l[1] += others.y;
+    }
+#pragma unroll
+    for (uint c = 0; c < 2; c++) {
         const uint r = own_row(c);
         const bool writes = r < item.rows;
         const ulong row = row_of(p, item, writes ? r : 0);

@@ -12,8 +12,10 @@ constexpr uint ROW = HEAD_DIM * 2;
 constexpr uint CONSUMERS = 256;
 // Warps that copy in turn: those that do nothing else, or all.
 constexpr uint COPYING_WARPS = WARPGROUP_PRODUCTS ? WARPS - CONSUMERS / 32 : WARPS;
-// Both consumers have the same rows, and half of the values' coordinates each.
+// Both consumers have the same rows: the scores of half of a tile's keys, and half of the values' coordinates each.
 constexpr bool SHARED_ROWS = HEAD_DIM == 512;
+// Keys of a tile whose scores a warpgroup computes.
+constexpr uint SCORED = SHARED_ROWS ? TILE / 2 : TILE;
 constexpr uint ROWS = SHARED_ROWS ? 64 : 128;
 constexpr uint COLUMNS = HEAD_DIM < 512 ? HEAD_DIM : 128;
 constexpr uint CHUNKS = HEAD_DIM / COLUMNS;
@@ -25,6 +27,10 @@ constexpr uint PARTS = SHARED_ROWS ? 1 : COLUMNS / WIDTH;
 constexpr uint BLOCK = TILE * 128;
 constexpr uint Q_BLOCK = ROWS * 128;
 static_assert(TILE % 16 == 0, "attend: tiles are made of products");
+// With SHARED_ROWS warpgroups exchange weights, in pieces of 16 bytes of each thread, and a number of each row.
+constexpr uint WEIGHT_PIECES = (SCORED / 4 + 3) / 4;
+constexpr uint WEIGHTS = SHARED_ROWS ? WEIGHT_PIECES * CONSUMERS * 16 : 0;
+constexpr uint NUMBERS = SHARED_ROWS ? 2 * ROWS * 4 : 0;
 // If all warps copy: how many chunks are copied ahead of the one in use. That is one fewer than could be where there
 // are many, so that a warp that copies waits for no warp that is a chunk behind.
 constexpr uint COPIES_AHEAD = STAGES > 2 ? STAGES - 2 : 1;
@@ -41,7 +47,9 @@ constexpr uint AT_FREE = AT_FULL + STAGES * 8;
 constexpr uint AT_TOKENS = (AT_FREE + STAGES * 8 + 15) / 16 * 16;
 constexpr uint AT_KEYS = AT_TOKENS + ROWS * 12;
 constexpr uint AT_WORDS = AT_KEYS + ROWS * 8;
-static_assert(AT_WORDS + 32 == SHARED_BYTES, "attend: the shared memory that Rust asks for");
+constexpr uint AT_WEIGHTS = AT_WORDS + 32;
+constexpr uint AT_NUMBERS = AT_WEIGHTS + WEIGHTS;
+static_assert(AT_NUMBERS + NUMBERS == SHARED_BYTES, "attend: the shared memory that Rust asks for");
 
 struct Shared {
     uchar *base;
@@ -61,6 +69,14 @@ struct Shared {
     uint *words() const {
         return reinterpret_cast<uint *>(base + AT_WORDS);
     }
+    // Piece `piece` of a thread's weights.
+    uint4 *weights(uint piece, uint thread) const {
+        return reinterpret_cast<uint4 *>(base + AT_WEIGHTS) + piece * CONSUMERS + thread;
+    }
+    // A warpgroup's number of row 0.
+    float *numbers(uint group) const {
+        return reinterpret_cast<float *>(base + AT_NUMBERS) + group * ROWS;
+    }
 };
 
 struct Item {
@@ -78,6 +94,11 @@ using Cursor = RingCursor<STAGES>;
 // Waits for the warps of one warpgroup, or of both consumers.
 inline void meet(uint barrier, uint threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// With SHARED_ROWS: waits for the warp of the other warpgroup that has the same rows.
+inline void meet_partner() {
+    meet(4 + threadIdx.x / 32 % 4, 64);
 }
 
 // What ordinary stores and copies have written, products of warpgroups may read.

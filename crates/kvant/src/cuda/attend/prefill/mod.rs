@@ -159,5 +159,7 @@ impl AttendPrefill {
 /// Bytes of shared memory: the sum that `layout.h` computes.
 fn shared_bytes(head_dim: usize, rows: usize, tile: usize, stages: usize) -> usize {
     let chunk = tile * if head_dim == 512 { 128 } else { head_dim } * 2;
-    rows * head_dim * 2 + (stages * (chunk + 16)).next_multiple_of(16) + rows * 20 + 32
+    // What the two warpgroups exchange: weights, at least 16 bytes of a thread, and a number of each row.
+    let exchanged = if head_dim == 512 { 32 * CONSUMERS * tile.max(32) / 2 + rows * 8 } else { 0 };
+    rows * head_dim * 2 + (stages * (chunk + 16)).next_multiple_of(16) + rows * 20 + 32 + exchanged
 }

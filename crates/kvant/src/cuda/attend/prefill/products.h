@@ -50,6 +50,11 @@ inline uint own_row(uint c) {
     return (SHARED_ROWS ? 0 : threadIdx.x / 128 * 64) + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4 + 8 * c;
 }
 
+// With SHARED_ROWS: the first of the tile's keys whose scores the warpgroup computes.
+inline uint first_scored() {
+    return SHARED_ROWS ? threadIdx.x / 128 * SCORED : 0;
+}
+
 inline void clear(Work &work) {
     work.m[0] = work.m[1] = nothing();
     work.l[0] = work.l[1] = 0;
@@ -63,14 +68,17 @@ inline void clear(Work &work) {
 }
 
 // hold() makes the scaling end before the products that add to it begin: compilers move arithmetic over their fence.
+inline void scale(float (&o)[WIDTH / 2], const float (&f)[2]) {
+#pragma unroll
+    for (uint j = 0; j < WIDTH / 2; j++) {
+        o[j] *= f[j / 2 % 2];
+    }
+    hold(o);
+}
 inline void scale(Work &work, const float (&f)[2]) {
 #pragma unroll
     for (uint i = 0; i < CHUNKS * PARTS; i++) {
-#pragma unroll
-        for (uint j = 0; j < WIDTH / 2; j++) {
-            work.o[i][j] *= f[j / 2 % 2];
-        }
-        hold(work.o[i]);
+        scale(work.o[i], f);
     }
 }
 
@@ -85,15 +93,17 @@ inline void release_if_done(uint base, uint stage) {
     }
 }
 
-// Begins S = q K^T for the tile at the cursor, and releases all chunks of keys except the last.
-inline void begin_scores(uint base, Copier &copier, Cursor &cursor, float (&s)[TILE / 2]) {
+// Begins S = q K^T for the tile at the cursor, and releases all chunks of keys except the last. Calls meanwhile(chunk)
+// when the products of a chunk have begun.
+template <typename Meanwhile>
+inline void begin_scores(uint base, Copier &copier, Cursor &cursor, float (&s)[SCORED / 2], Meanwhile meanwhile) {
     const uint queries = base + (SHARED_ROWS ? 0 : threadIdx.x / 128 * 64 * 128);
 #pragma unroll
     for (uint chunk = 0; chunk < CHUNKS; chunk++) {
         copier.next();
         barrier_wait(base + AT_FULL + cursor.stage * 8, cursor.parity);
         products_begin();
-        const uint keys = base + AT_RING + cursor.stage * CHUNK;
+        const uint keys = base + AT_RING + cursor.stage * CHUNK + first_scored() * 128;
 #pragma unroll
         for (uint i = 0; i < COLUMNS / 16; i++) {
             const ulong a = matrix(queries + (chunk * COLUMNS / 64 + i / 4) * Q_BLOCK + i % 4 * 32, 16);
@@ -101,6 +111,7 @@ inline void begin_scores(uint base, Copier &copier, Cursor &cursor, float (&s)[T
             multiply<HALF>(s, a, b, chunk + i > 0);
         }
         products_commit();
+        meanwhile(chunk);
         if (WARPGROUP_PRODUCTS && chunk > 0) {
             products_wait<1>();
             release(base, cursor.before());
@@ -110,8 +121,12 @@ inline void begin_scores(uint base, Copier &copier, Cursor &cursor, float (&s)[T
     }
 }
 
+inline void begin_scores(uint base, Copier &copier, Cursor &cursor, float (&s)[SCORED / 2]) {
+    begin_scores(base, copier, cursor, s, [](uint) {});
+}
+
 // Waits for the products, and releases the last chunk of keys; the cursor is behind it.
-inline void end_scores(uint base, const Cursor &cursor, float (&s)[TILE / 2]) {
+inline void end_scores(uint base, const Cursor &cursor, float (&s)[SCORED / 2]) {
     products_wait<0>();
     hold(s);
     if constexpr (WARPGROUP_PRODUCTS) {
@@ -158,43 +173,71 @@ inline void end_values(uint base, Cursor used, Work &work) {
     }
 }
 
-// From scores to weights, and the factors of what was summed before. Pages hold the units `held`.
-inline void soften(const AttendParams &p, const Seen &seen, uint first, uint held, float (&s)[TILE / 2], Work &work,
-                   float (&f)[2]) {
+// With SHARED_ROWS: gives the other warpgroup a number of each of the thread's rows, and returns the other's. Lanes of
+// a row have the same numbers.
+//
+// Warps with the same rows meet here once a tile, for the maximum, and once more between send_weights() and
+// take_weights(). So a tile's numbers are written when those of the tile before have been read: before that second
+// meeting. Likewise its weights are written behind the meeting here, before which those of the tile before were read.
+inline float2 exchange(const Shared &shared, const float (&own)[2]) {
+    const uint group = threadIdx.x / 128;
+    if (threadIdx.x % 4 == 0) {
+        shared.numbers(group)[own_row(0)] = own[0];
+        shared.numbers(group)[own_row(1)] = own[1];
+    }
+    meet_partner();
+    const float *others = shared.numbers(1 - group);
+    return make_float2(others[own_row(0)], others[own_row(1)]);
+}
+
+// From scores to weights, and the factors of what was summed before. Pages hold the units `held` of the tile that
+// begins with `first`.
+inline void soften(const AttendParams &p, const Shared &shared, const Seen &seen, uint first, uint held,
+                   float (&s)[SCORED / 2], Work &work, float (&f)[2]) {
     const uint t = threadIdx.x % 4;
     float factor = p.scale * LOG2_E;
     if (SOFTCAP) {
         factor = p.softcap * LOG2_E;
         const float inner = p.scale / p.softcap;
 #pragma unroll
-        for (uint i = 0; i < TILE / 2; i++) {
+        for (uint i = 0; i < SCORED / 2; i++) {
             s[i] = tanhf(s[i] * inner);
         }
     }
     if (!(seen.holds_all(held) && seen.all_see(first))) {
+        const uint scored = first + first_scored(), held_scored = held >> first_scored() / 16;
 #pragma unroll
-        for (uint i = 0; i < TILE / 2; i++) {
+        for (uint i = 0; i < SCORED / 2; i++) {
             const Range row = seen.row[i / 2 % 2];
-            const uint position = first + i / 4 * 8 + 2 * t + i % 2;
-            s[i] = position >= row.first && position < row.end && seen.holds(held, i / 8) ? s[i] : nothing();
+            const uint position = scored + i / 4 * 8 + 2 * t + i % 2;
+            s[i] = position >= row.first && position < row.end && seen.holds(held_scored, i / 8) ? s[i] : nothing();
         }
+    }
+    float m[2];
+#pragma unroll
+    for (uint c = 0; c < 2; c++) {
+        m[c] = fmaxf(s[2 * c], s[2 * c + 1]);
+#pragma unroll
+        for (uint i = 4; i < SCORED / 2; i += 4) {
+            m[c] = fmaxf(m[c], fmaxf(s[i + 2 * c], s[i + 2 * c + 1]));
+        }
+        m[c] = fmaxf(m[c], __shfl_xor_sync(0xFFFFFFFF, m[c], 1));
+        m[c] = fmaxf(m[c], __shfl_xor_sync(0xFFFFFFFF, m[c], 2));
+    }
+    if constexpr (SHARED_ROWS) {
+        const float2 others = exchange(shared, m);
+        m[0] = fmaxf(m[0], others.x);
+        m[1] = fmaxf(m[1], others.y);
     }
 #pragma unroll
     for (uint c = 0; c < 2; c++) {
-        float m = fmaxf(s[2 * c], s[2 * c + 1]);
-#pragma unroll
-        for (uint i = 4; i < TILE / 2; i += 4) {
-            m = fmaxf(m, fmaxf(s[i + 2 * c], s[i + 2 * c + 1]));
-        }
-        m = fmaxf(m, __shfl_xor_sync(0xFFFFFFFF, m, 1));
-        m = fmaxf(m, __shfl_xor_sync(0xFFFFFFFF, m, 2));
-        m = fmaxf(work.m[c], m * factor);
-        f[c] = factor_of(work.m[c], m);
-        work.m[c] = m;
-        const float shift = (m == nothing() ? 0 : m) - WEIGHT_BITS;
+        m[c] = fmaxf(work.m[c], m[c] * factor);
+        f[c] = factor_of(work.m[c], m[c]);
+        work.m[c] = m[c];
+        const float shift = (m[c] == nothing() ? 0 : m[c]) - WEIGHT_BITS;
         float l = 0;
 #pragma unroll
-        for (uint i = 0; i < TILE / 2; i += 4) {
+        for (uint i = 0; i < SCORED / 2; i += 4) {
 #pragma unroll
             for (uint j = 2 * c; j < 2 * c + 2; j++) {
                 s[i + j] = exp2_fast(fmaf(s[i + j], factor, -shift));
@@ -205,13 +248,40 @@ inline void soften(const AttendParams &p, const Seen &seen, uint first, uint hel
     }
 }
 
-// Weights as operands, rounded to the dtype of the values.
-inline void make_operands(const float (&s)[TILE / 2], uint (&w)[TILE / 16][4]) {
+// Word `i` of the operands that a thread's weights are, rounded to the dtype of the values.
+inline uint operand(const float (&s)[SCORED / 2], uint i) {
+    return pack<HALF>(s[2 * i], s[2 * i + 1]);
+}
+
+// With SHARED_ROWS: leaves the weights where both warpgroups take them.
+inline void send_weights(const Shared &shared, const float (&s)[SCORED / 2]) {
+    if constexpr (SHARED_ROWS) {
 #pragma unroll
-    for (uint i = 0; i < TILE / 16; i++) {
+        for (uint i = 0; i < WEIGHT_PIECES; i++) {
+            // Half of a tile of 16 keys has half a piece.
+            constexpr bool WHOLE = SCORED % 16 == 0;
+            *shared.weights(i, threadIdx.x) =
+                make_uint4(operand(s, 4 * i), operand(s, 4 * i + 1), WHOLE ? operand(s, 4 * i + 2) : 0,
+                           WHOLE ? operand(s, 4 * i + 3) : 0);
+        }
+    }
+}
+
+// Weights as operands. With SHARED_ROWS they are those that both warpgroups have sent: the thread of the other one that
+// has the same rows has the same columns of its half.
+inline void take_weights(const Shared &shared, const float (&s)[SCORED / 2], uint (&w)[TILE / 16][4]) {
+    if constexpr (SHARED_ROWS) {
+        meet_partner();
+    }
 #pragma unroll
-        for (uint j = 0; j < 4; j++) {
-            w[i][j] = pack<HALF>(s[8 * i + 2 * j], s[8 * i + 2 * j + 1]);
+    for (uint i = 0; i < TILE / 4; i++) {
+        if constexpr (SHARED_ROWS) {
+            const uint of_half = i % (SCORED / 4);
+            const uint4 piece = *shared.weights(of_half / 4, i / (SCORED / 4) * 128 + threadIdx.x % 128);
+            const uint words[4] = {piece.x, piece.y, piece.z, piece.w};
+            w[i / 4][i % 4] = words[of_half % 4];
+        } else {
+            w[i / 4][i % 4] = operand(s, i);
         }
     }
 }

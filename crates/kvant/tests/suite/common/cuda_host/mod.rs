@@ -172,7 +172,7 @@ fn run(launch: &Launch) -> Result<()> {
 
 /// What the kernels use of PTX, by a part of the statement, and what it does here. Asynchronous copies are complete at
 /// once.
-const PTX: [(&str, &str); 42] = [
+const PTX: [(&str, &str); 43] = [
     ("mad.wide.u32 %0", "row = first + (unsigned long)slot * (row_slot * BYTES);"),
     ("prmt.b32 %0", "out = __byte_perm(a, b, which);"),
     ("lop3.b32 %0, %1, %2, %3, 0xCA", "out = (mask & a) | (~mask & b);"),
@@ -210,6 +210,10 @@ const PTX: [(&str, &str); 42] = [
     ("%9}, {%10, %10, %10, %10};", "kvant_mma_alone<kvant_of_bf16>(d, a, b);"),
     ("mma.sync.aligned.m16n8k16.row.col.f32.f16", "kvant_mma<kvant_of_half>(c, a, b);"),
     ("mma.sync.aligned.m16n8k16.row.col.f32.bf16", "kvant_mma<kvant_of_bf16>(c, a, b);"),
+    (
+        "ldmatrix.sync.aligned.m8n8.x2.shared.b16",
+        "{ const uint4 all = kvant_load_matrices(from); w = make_uint2(all.x, all.y); }",
+    ),
     ("ldmatrix.sync.aligned.m8n8.x4.shared.b16", "w = kvant_load_matrices(from);"),
     (
         "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];\": \"=r\"(w.x)",
