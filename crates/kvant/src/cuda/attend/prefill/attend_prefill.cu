@@ -96,7 +96,11 @@ inline void attend_ahead(const AttendParams &p, const Shared &shared, const Item
             release(base, of_keys);
             key += TILE;
             soften(p, shared, seen, key, seen.held(entry), s, work, f);
-            send_weights(shared, s);
+            if constexpr (SHARED_ROWS) {
+                send_weights(shared, s);
+            } else {
+                finish_softmax(base, work);
+            }
             end_values(base, used, work);
         }
         scale(work, f);

@@ -248,6 +248,15 @@ inline void soften(const AttendParams &p, const Shared &shared, const Seen &seen
     }
 }
 
+// Keeps later waits for products behind the softmax. ptxas moves such waits ahead of arithmetic, but not of stores.
+// This is one, which never happens, of the sums that the softmax computes last.
+inline void finish_softmax(uint base, const Work &work) {
+    const float last = work.l[0] + work.l[1];
+    asm volatile("{\n.reg .pred any;\nsetp.lt.f32 any, %0, 0f00000000;\n@any st.shared.f32 [%1], %0;\n}" ::"f"(last),
+                 "r"(base)
+                 : "memory");
+}
+
 // Word `i` of the operands that a thread's weights are, rounded to the dtype of the values.
 inline uint operand(const float (&s)[SCORED / 2], uint i) {
     return pack<HALF>(s[2 * i], s[2 * i + 1]);
