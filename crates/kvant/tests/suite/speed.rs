@@ -72,6 +72,12 @@ fn products_of_many_rows() -> Result<()> {
 
 #[test]
 #[ignore = "a measurement"]
+fn dense_batches() -> Result<()> {
+    linear_dense(&device()?)
+}
+
+#[test]
+#[ignore = "a measurement"]
 fn block_products() -> Result<()> {
     linear_blocks(&device()?)
 }
@@ -543,6 +549,35 @@ fn linear_many(device: &Device) -> Result<()> {
                 let name = format!("linear {rows} × {n} × {k}, {dtype}, {bits} bit{of_group}");
                 line(device, &name, codes.bytes(), 1, |enc, _| ops::linear(enc, &Linear::new(&x, weight, &out)))?;
             }
+        }
+    }
+    Ok(())
+}
+
+/// Batches by dense weights of Gemma 4 E4B: gate and up, down, q, k and v, the attention's output, the two products of
+/// the per-layer input, logits.
+fn linear_dense(device: &Device) -> Result<()> {
+    for (widths, k, out) in [
+        (vec![10_240, 10_240], 2560, DType::BF16),
+        (vec![2560], 10_240, DType::BF16),
+        (vec![2048, 512, 512], 2560, DType::BF16),
+        (vec![2560], 2048, DType::BF16),
+        (vec![256], 2560, DType::BF16),
+        (vec![2560], 256, DType::BF16),
+        (vec![262_144], 2560, DType::F32),
+    ] {
+        let n: usize = widths.iter().sum();
+        let bytes = n * k * 2;
+        let values = random_bits(bytes);
+        let weights = (0..copies(bytes)).map(|_| Tensor::from_bytes(device, DType::BF16, &[n, k], &values));
+        let weights: Vec<Tensor> = weights.collect::<Result<_>>()?;
+        for rows in [8, 9, 16, 17, 32, 33] {
+            let x = noise(device, DType::BF16, &[rows, k])?;
+            let out = Tensor::zeros(device, out, &[rows, n])?;
+            line(device, &format!("linear {rows} × {widths:?} × {k}, bf16"), bytes, weights.len(), |enc, i| {
+                let args = Linear::new(&x, Weight::Dense(&weights[i]), &out);
+                ops::linear(enc, &if widths.len() > 1 { args.parts(&widths) } else { args })
+            })?;
         }
     }
     Ok(())

@@ -442,7 +442,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     // The first of the lane's outputs: the second is 8 later, those of another tile 64.
     // The compiler has arithmetic with numbers that are one lane's done once for a warp.
     const uint half = HALVES == 1 ? 0 : __shfl_sync(0xFFFFFFFF, thread / WRITERS, 0), writer = HALVES == 1 ? thread : thread % WRITERS;
-    const uint own = writer / 128 * (64 * TILES) + thread % 128 / 32 * 16 + g;
+    const uint own = __shfl_sync(0xFFFFFFFF, writer / 128, 0) * (64 * TILES) + thread % 128 / 32 * 16 + g;
     const uint blocks = p.linear.inputs / BLOCK, groups = p.linear.inputs / GROUP;
     const auto meet = [](uint barrier, uint threads) {
         asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");

@@ -537,6 +537,35 @@ fn few_affine_rows() {
     }
 }
 
+/// 9 to 64 rows of a dense weight: few inputs and many; fewer outputs than a tile, and no whole tiles.
+#[test]
+fn dense_batches() {
+    let (mut rng, mut cases) = (Rng::of("dense batches"), Vec::new());
+    let sizes = [
+        (64, 16),
+        (128, 1),
+        (320, 300),
+        (256, 9001),
+        (576, 40),
+        (1024, 1061),
+        (2560, 133),
+        (2560, 2200),
+        (10_240, 270),
+        (64, 40_003),
+    ];
+    for (inputs, outputs) in sizes {
+        for weight in [DType::F16, DType::BF16] {
+            for few in [true, false] {
+                let tokens = if few { rng.pick(&[9, 13, 16]) } else { rng.pick(&[17, 25, 32, 33, 64]) };
+                let (out, alpha) = (rng.pick(&FLOATS), rng.pick(&[1.0, -0.5]));
+                let case = Case { kind: Kind::Dense(weight), tokens, inputs, outputs, x: weight, out, alpha };
+                cases.push(case);
+            }
+        }
+    }
+    one_in(3, |case| format!("{:?} {}", case.kind, case.tokens > 16), cases).into_iter().for_each(Case::check);
+}
+
 /// Shapes beyond the tiles of a matrix product.
 #[test]
 fn larger() {
@@ -667,25 +696,35 @@ fn batches() {
 /// Results of several matrices, one after the other: those of each matrix by itself.
 #[test]
 fn parts() {
-    let widths = [34, 7, 23];
     let affine = Kind::Affine { bits: 4, group: 64, scales: DType::BF16 };
     let floats = Kind::Floats(FloatFormat::Nvfp4, DType::U8);
-    for kind in [affine, Kind::Dense(DType::BF16), Kind::Blocks(BlockFormat::Q4_K), floats] {
-        for tokens in [0, 1, 3, 12, 70] {
+    check_parts(&[affine, Kind::Blocks(BlockFormat::Q4_K), floats]);
+}
+
+#[test]
+fn parts_of_dense_weights() {
+    check_parts(&[Kind::Dense(DType::BF16), Kind::Dense(DType::F16)]);
+}
+
+fn check_parts(kinds: &[Kind]) {
+    let widths = [34, 7, 23];
+    for kind in kinds {
+        let dtype = if let Kind::Dense(dtype) = *kind { dtype } else { DType::BF16 };
+        for tokens in [0, 1, 3, 12, 30, 70] {
             conform(format!("parts of {kind:?}, {tokens} tokens"), |device| {
                 let mut rng = Rng::of(format!("parts {kind:?} {tokens}"));
                 let inputs = 256;
-                let x = input(device, DType::BF16, &rng.normals(tokens * inputs), &[tokens, inputs])?;
+                let x = input(device, dtype, &rng.normals(tokens * inputs), &[tokens, inputs])?;
                 let matrices: Vec<Matrices> = widths
                     .iter()
-                    .map(|&n| Matrices::new(device, &mut rng, kind, &[n], inputs))
+                    .map(|&n| Matrices::new(device, &mut rng, *kind, &[n], inputs))
                     .collect::<Result<_>>()?;
                 let whole = Matrices::joined(device, &matrices)?;
-                let out = Out::new(device, DType::BF16, &[tokens, widths.iter().sum()])?;
+                let out = Out::new(device, dtype, &[tokens, widths.iter().sum()])?;
                 run(device, |enc| ops::linear(enc, &Linear::new(&x, whole.weight(), &out.tensor).parts(&widths)))?;
                 let mut alone = Vec::new();
                 for (matrix, &width) in matrices.iter().zip(&widths) {
-                    let part = Tensor::zeros(device, DType::BF16, &[tokens, width])?;
+                    let part = Tensor::zeros(device, dtype, &[tokens, width])?;
                     run(device, |enc| ops::linear(enc, &Linear::new(&x, matrix.weight(), &part)))?;
                     alone.extend(part.to_f32()?);
                 }
@@ -694,7 +733,7 @@ fn parts() {
                     assert!((a - b).abs() <= 0.02 * b.abs().max(4.0), "{device}, element {i}: {a}, not {b}");
                 }
                 let rows = if matches!(kind, Kind::Dense(_)) { 0 } else { tokens };
-                Ok(vec![out.close_within("out", Bound::of(DType::BF16).of_rows(device, rows))?])
+                Ok(vec![out.close_within("out", Bound::of(dtype).of_rows(device, rows))?])
             });
         }
     }
