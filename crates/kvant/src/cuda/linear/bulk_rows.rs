@@ -1,7 +1,8 @@
-//! Products of affine codes of 4 bits with few rows, by bulk copies and on tensor cores.
+//! Products of affine codes of 4 bits with few rows, or few rows of each expert, by bulk copies and on tensor cores.
 
 use super::{
     LinearParams, aligned16,
+    many::{MOST_EXPERTS, most_tiles, sort},
     out_parts::{MOST_PARTS, OutParts},
     warp_tiling::TILE,
 };
@@ -15,9 +16,8 @@ use crate::{
 
 params! {
     pub(crate) struct LinearBulkRowsParams {
-        pub rows: u32,
-        pub outputs: u32,
-        pub alpha: f32,
+        pub linear: LinearParams,
+        pub row_tiles: u32,
         pub most_tiles: u32,
         pub parts: OutParts,
     }
@@ -27,10 +27,10 @@ static SOURCE: Source = Source {
     name: "linear_bulk_rows.cu",
     text: include_str!("linear_bulk_rows.cu"),
     headers: headers::ALL,
-    layouts: &[OutParts::layout, LinearBulkRowsParams::layout],
+    layouts: &[LinearParams::layout, OutParts::layout, LinearBulkRowsParams::layout],
 };
 
-/// The most rows of x.
+/// The most rows of x, or of a tile of an expert.
 const ROWS: usize = 8;
 /// Inputs that a warp multiplies in a step.
 const BLOCK: usize = 64;
@@ -38,10 +38,13 @@ const BLOCK: usize = 64;
 /// each step. Two more warps copy and add.
 const WARPS: usize = 16;
 const STEPS: [(usize, usize); 2] = [(10, 14), (WARPS, 8)];
+/// Short rows, up to so many blocks, are for one warp each; so many warps then take tiles in turn.
+const SHORT: usize = 12;
+const TEAMS: usize = 8;
 /// Blocks that divide the inputs of long rows, at most.
 const SPLITS: usize = 4;
-/// Tiles of W in flight.
-const STAGES: usize = 8;
+/// Tiles of W in flight, at most and at least.
+const STAGES: usize = 24;
 const FEWEST_STAGES: usize = 2;
 /// Tiles whose sums there is room for.
 const SLOTS: usize = 2;
@@ -52,8 +55,10 @@ pub(super) struct BulkRowsTiling {
     /// Blocks that have the same outputs and a part of the inputs each, and how many times so many there are.
     splits: usize,
     stretches: usize,
-    /// Tiles of such blocks, at most.
+    /// Tiles of such blocks, at most, and tiles of rows.
     tiles: usize,
+    row_tiles: usize,
+    teams: usize,
     warps: usize,
     /// Blocks of inputs of a warp.
     steps: usize,
@@ -68,9 +73,16 @@ impl BulkRowsTiling {
         let (Some(scales), Some(biases)) = (weight.scales, weight.biases) else { return None };
         let (inputs, outputs) = (call.dims.inputs, call.dims.outputs);
         let group = weight.group as usize;
+        // As many rows of each expert as there would be if all had as many; most tiles are then full.
+        let rows = match call.experts {
+            Some(_) => {
+                call.rows > ROWS && 2 * call.rows.div_ceil(call.dims.experts) <= ROWS && outputs.is_multiple_of(TILE)
+            }
+            None => (2..=ROWS).contains(&call.rows),
+        };
         let takes = limits.clusters
-            && (2..=ROWS).contains(&call.rows)
-            && call.experts.is_none()
+            && rows
+            && call.dims.experts <= MOST_EXPERTS
             && weight.bits == 4
             && matches!(group, 64 | 128)
             && weight.dtype.size() == 2
@@ -90,27 +102,38 @@ impl BulkRowsTiling {
             // Parts of rows of scales are copied by units of 16 bytes, whole rows together where they are no units.
             let aligned_rows = [1, 2, 4, 8].into_iter().find(|rows| (rows * factors).is_multiple_of(16))?;
             let whole = inputs.is_multiple_of(splits * BLOCK) && (blocks * BLOCK).is_multiple_of(group);
-            if !whole || splits > 1 && aligned_rows > 1 || !outputs.is_multiple_of(aligned_rows) {
+            let codes = blocks * BLOCK / 2;
+            let odd = codes % 64 == 32;
+            let suits = splits == 1 || aligned_rows == 1 && !odd && call.experts.is_none();
+            if !whole || !suits || !outputs.is_multiple_of(aligned_rows) {
                 return None;
             }
             let most_steps =
                 |warps: usize| STEPS.iter().find(|&&(most, _)| warps <= most).map_or(0, |&(_, steps)| steps);
             let divides = |&warps: &usize| blocks.is_multiple_of(warps) && blocks / warps <= most_steps(warps);
-            let warps = (1..=WARPS).rev().find(divides)?;
-            let units = outputs / aligned_rows;
+            let teams = if blocks <= SHORT { TEAMS } else { 1 };
+            let warps = if teams > 1 { 1 } else { (1..=WARPS).rev().find(divides)? };
+            let row_tiles = most_tiles(call, ROWS);
+            let (units, of_unit) = match call.experts {
+                Some(_) => (row_tiles.checked_mul(outputs / TILE)?, TILE),
+                None => (outputs / aligned_rows, aligned_rows),
+            };
             let stretches = units.min(limits.busy_groups / splits).max(1);
-            let tiles = (units.div_ceil(stretches) * aligned_rows).div_ceil(TILE);
+            let tiles = (units.div_ceil(stretches) * of_unit).div_ceil(TILE);
             let factor_pitch = factors + if aligned_rows == 1 { 16 } else { 0 };
-            let stage = TILE * ((blocks * BLOCK / 2).next_multiple_of(128) + 32 + 2 * factor_pitch);
+            let pitch = if odd { codes } else { codes.next_multiple_of(128) + 32 };
+            let stage = TILE * (pitch + 2 * factor_pitch);
             let bytes = |stages: usize| {
-                let sums = blocks * ROWS * 4 + SLOTS * warps * TILE * ROWS * 4;
+                let sums = teams * blocks * ROWS * 4 + SLOTS * warps * TILE * ROWS * 4;
                 stages * stage.next_multiple_of(128) + sums + (stages + SLOTS) * 16 + 16
             };
             let fits = |&stages: &usize| bytes(stages) <= limits.threadgroup_bytes;
-            let most = tiles.min(STAGES);
-            let stages = (FEWEST_STAGES.min(most)..=most).rev().find(fits)?;
+            // Teams have their own stages.
+            let most = tiles.min(STAGES).next_multiple_of(teams);
+            let stages =
+                (FEWEST_STAGES.min(most)..=most).rev().filter(|stages| stages.is_multiple_of(teams)).find(fits)?;
             let (steps, bytes) = (blocks / warps, bytes(stages));
-            Some(BulkRowsTiling { splits, stretches, tiles, warps, steps, stages, bytes })
+            Some(BulkRowsTiling { splits, stretches, tiles, row_tiles, teams, warps, steps, stages, bytes })
         })
     }
 
@@ -123,9 +146,18 @@ impl BulkRowsTiling {
         params: &LinearParams,
         b: &mut Builder,
     ) -> Result<()> {
-        let &LinearParams { rows, outputs, inputs, alpha, .. } = params;
-        let most_tiles = Launch::uint(NAME, "out", self.tiles)?;
-        let params = LinearBulkRowsParams { rows, outputs, alpha, most_tiles, parts: OutParts::of(call)? };
+        let uint = |value| Launch::uint(NAME, "out", value);
+        let sorted = match &call.experts {
+            Some(ids) => Some(sort(call, ids, params, [self.row_tiles, ROWS], b)?),
+            None => None,
+        };
+        let inputs = params.inputs;
+        let params = LinearBulkRowsParams {
+            linear: *params,
+            row_tiles: uint(self.row_tiles)?,
+            most_tiles: uint(self.tiles)?,
+            parts: OutParts::of(call)?,
+        };
         let blocks = self.stretches * self.splits;
         let launch = Launch::new(NAME, &SOURCE, name)
             .constant("OUT_DTYPE", call.out.dtype())
@@ -133,6 +165,8 @@ impl BulkRowsTiling {
             .constant("GROUP", weight.group)
             .constant("INPUTS", inputs / self.splits as u32)
             .constant("SPLITS", self.splits as u32)
+            .constant("EXPERTS", sorted.is_some())
+            .constant("TEAMS", self.teams as u32)
             .constant("WARPS", self.warps as u32)
             .constant("STEPS", self.steps as u32)
             .constant("STAGES", self.stages as u32)
@@ -144,8 +178,12 @@ impl BulkRowsTiling {
             .write(4, &call.out)
             .params(5, &params)
             .threadgroup_memory(self.bytes)
-            .grid([blocks, 1, 1], [(self.warps + 2) * WARP, 1, 1])
-            .reads_ahead(&[1, 2, 3]);
+            .grid([blocks, 1, 1], [(self.teams * self.warps + if self.warps > 1 { 2 } else { 1 }) * WARP, 1, 1]);
+        if let Some([experts, order]) = &sorted {
+            // The experts are written by a kernel before this one.
+            return b.push(launch.scratch(8, experts, Use::Read).scratch(9, order, Use::Read));
+        }
+        let launch = launch.reads_ahead(&[1, 2, 3]);
         if self.splits == 1 {
             return b.push(launch);
         }
@@ -182,6 +220,7 @@ mod tests {
                     };
                     assert!(shape.bytes <= bytes && shape.stages > 0, "{case}: {}", shape.bytes);
                     assert_eq!(shape.splits * shape.warps * shape.steps * BLOCK, inputs, "{case}");
+                    assert!(shape.stages.is_multiple_of(shape.teams), "{case}: {}", shape.stages);
                     assert!(shape.stretches <= outputs && shape.stretches * shape.splits <= 132, "{case}");
                     assert!(shape.stretches * shape.tiles * TILE >= outputs, "{case}: {}", shape.tiles);
                 }

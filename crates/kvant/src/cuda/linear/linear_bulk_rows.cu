@@ -1,22 +1,26 @@
-// linear_bulk_rows: linear (linear_generic.cu) for affine codes of 4 bits and 2 to 8 rows, by bulk copies and on tensor
-// cores. Reading W is the limit.
+// linear_bulk_rows: linear (linear_generic.cu) for affine codes of 4 bits and 2 to 8 rows, or few rows of each expert, by
+// bulk copies and on tensor cores. Reading W is the limit.
 //
 // x [rows, inputs] is bf16; rows begin at multiples of 16 bytes. W is [outputs, inputs], scales and biases 16 bits.
-// Results of the parts of W (LinearBulkRowsParams) follow each other.
+// Results of the parts of W (linear/out_parts.h) follow each other.
 //
-// Every block has a stretch of outputs, and a multiprocessor to itself. Warp WARPS copies W, a tile of 16 rows with their
-// scales and biases at a time, up to STAGES of these ahead of their use. The warps before it divide the inputs, STEPS
-// times BLOCK neighbouring ones each. Each keeps its inputs of x in registers, as the B of its products; the A are 16
-// outputs. Which inputs meet in one product is arbitrary, so long as A and B agree: lane 4g + t has 16 neighbouring
-// codes of a block, of outputs g and g + 8, and the same inputs of row g of x. Codes plus 128 are exact in bf16; with
-// results of f32, for which that costs bits of the sums, 128 is subtracted first. The sums of a block are scaled, and
-// its bias is multiplied by the sum of its x, in float. The warps leave the sums of a tile in shared memory, where a
-// last warp adds them up.
+// The work is in tiles of 16 outputs (of an expert, for up to ROWS of its rows). Every block has a stretch of them, and a
+// multiprocessor to itself. One warp copies the W of a tile with its scales and biases, up to STAGES tiles ahead of their
+// use. Others multiply: TEAMS take tiles in turn, and the WARPS of a team divide the inputs, STEPS times BLOCK neighbouring
+// ones each. A warp keeps its inputs of x in registers, as the B of its products; the A are 16 outputs. Which inputs
+// meet in one product is arbitrary, so long as A and B agree: lane 4g + t has 16 neighbouring codes of a block, of outputs
+// g and g + 8, and the same inputs of row g of x. Codes plus 128 are exact in bf16; with results of f32, for which that
+// costs bits of the sums, 128 is subtracted first. The sums of a block are scaled, and its bias is multiplied by the sum
+// of its x, in float. The warps of a team leave the sums of a tile in shared memory, where a last warp adds them up.
 //
 // Registers do not hold x of long rows. SPLITS blocks then have the same outputs, and INPUTS of each row: they leave
 // their sums in `partials`, and the one that is done last adds them up.
 //
-// Copies of W begin before the previous kernel has ended (device/dependent_launch.h); x is read later.
+// EXPERTS: linear_many_sort has put rows into tiles of ROWS rows of one expert, in `experts` and `order`. Tiles of the
+// same rows follow each other.
+//
+// Copies of W begin before the previous kernel has ended (device/dependent_launch.h), unless the expert is not known;
+// x is read later.
 #include "device/arrivals.h"
 #include "device/dependent_launch.h"
 #include "device/elements.h"
@@ -25,15 +29,21 @@
 #include "device/ring_cursor.h"
 #include "device/vectors.h"
 #include "linear/out_parts.h"
+#include "linear/params.h"
 
 constexpr uint TILE = 16;
 constexpr uint ROWS = 8;
 constexpr uint BLOCK = 64;
-constexpr uint THREADS = 32 * (WARPS + 2);
+constexpr uint NONE = 0xFFFFFFFF;
+// Warps that multiply; the one behind them copies, and one more adds if teams have several warps.
+constexpr uint CONSUMERS = TEAMS * WARPS;
+constexpr uint THREADS = 32 * (CONSUMERS + (WARPS > 1 ? 2 : 1));
 constexpr uint OWN = STEPS * BLOCK;
-// The block's bytes of a row of codes; from one to the next in a stage they are padded, so that lanes meet in no bank.
+// The block's bytes of a row of codes. Lanes meet in no bank if rows are an odd number of 32 bytes long: such rows are
+// copied together, others one by one, and padded.
 constexpr uint CODES = INPUTS / 2;
-constexpr uint PITCH = (CODES + 127) / 128 * 128 + 32;
+constexpr bool ODD = CODES % 64 == 32;
+constexpr uint PITCH = ODD ? CODES : (CODES + 127) / 128 * 128 + 32;
 // Bytes of scales, or biases, of a row. Whole units of 16 bytes are copied row by row, and padded against bank
 // conflicts; otherwise rows are copied together, which begin at such a unit if the output is a multiple of ALIGNED_ROWS.
 constexpr uint FACTOR_BYTES = INPUTS / GROUP * 2;
@@ -43,20 +53,21 @@ constexpr uint ALIGNED_ROWS = ROW_BY_ROW ? 1 : FACTOR_BYTES % 8 == 0 ? 2 : FACTO
 constexpr uint FACTORS = TILE * FACTOR_PITCH;
 constexpr uint FACTORS_AT = TILE * PITCH;
 constexpr uint STAGE = (FACTORS_AT + 2 * FACTORS + 127) / 128 * 128;
-// Sums of the blocks of x; sums of SLOTS successive tiles.
+// Sums of the blocks of x for each team; sums of SLOTS successive tiles.
 constexpr uint SLOTS = 2;
 constexpr uint X_SUMS_AT = STAGES * STAGE;
-constexpr uint SUMS_AT = X_SUMS_AT + INPUTS / BLOCK * ROWS * 4;
+constexpr uint SUMS_AT = X_SUMS_AT + TEAMS * INPUTS / BLOCK * ROWS * 4;
 constexpr uint BARRIERS_AT = SUMS_AT + SLOTS * WARPS * 32 * 16;
 // bulk_rows.rs computes the same sum.
 static_assert(BARRIERS_AT + (STAGES + SLOTS) * 16 + 16 == SHARED_BYTES, "linear: the shared memory that Rust asks for");
 static_assert(WARPS * OWN == INPUTS && GROUP % BLOCK == 0 && INPUTS % GROUP == 0, "linear: whole blocks and groups");
-static_assert(SPLITS == 1 || ROW_BY_ROW, "linear: parts of rows are copied one by one");
+static_assert(SPLITS == 1 || ROW_BY_ROW && !ODD && !EXPERTS, "linear: parts of rows are copied one by one");
+static_assert(TEAMS == 1 || WARPS == 1 && STAGES % TEAMS == 0 && SPLITS == 1, "linear: teams have their own stages, and add up nothing");
 
 struct LinearBulkRowsParams {
-    uint rows;
-    uint outputs;
-    float alpha;
+    LinearParams linear;
+    // Tiles of rows, fewer of which may exist.
+    uint row_tiles;
     // Tiles of a stretch, at most.
     uint most_tiles;
     OutParts parts;
@@ -83,19 +94,35 @@ inline float factor_at(const uchar *at) {
 // Blocks divide the outputs among them, SPLITS neighbouring ones together.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     KVANT_KERNEL(const uchar *x, const uchar *codes, const uchar *scales, const uchar *biases, uchar *out,
-                 const LinearBulkRowsParams p, float *partials, uint *arrivals) {
+                 const LinearBulkRowsParams p, float *partials, uint *arrivals, const uint *experts, const uint *order) {
     extern __shared__ __align__(128) uchar memory[];
     const uint lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0);
     const uint stretch = blockIdx.x / SPLITS, stretches = gridDim.x / SPLITS, part = blockIdx.x % SPLITS;
+    const uint outputs = p.linear.outputs, output_tiles = outputs / TILE;
+    // The work is divided by tiles of experts, or by outputs.
+    uint units = (outputs + ALIGNED_ROWS - 1) / ALIGNED_ROWS;
+    if (EXPERTS) {
+        wait_for_previous();
+        uint row_tiles = 0;
+        for (uint first = 0; first < p.row_tiles; first += THREADS) {
+            const uint tile = first + threadIdx.x;
+            row_tiles += __syncthreads_count(tile < p.row_tiles && experts[min(tile, p.row_tiles - 1)] != NONE);
+        }
+        units = __shfl_sync(0xFFFFFFFF, row_tiles, 0) * output_tiles;
+    }
     const auto begin_of = [&](uint stretch) {
-        return min(uint(ulong((p.outputs + ALIGNED_ROWS - 1) / ALIGNED_ROWS) * stretch / stretches) * ALIGNED_ROWS, p.outputs);
+        const uint unit = uint(ulong(units) * stretch / stretches);
+        return EXPERTS ? unit : min(unit * ALIGNED_ROWS, outputs);
     };
-    const uint first = begin_of(stretch), end = begin_of(stretch + 1), tiles = (end - first + TILE - 1) / TILE;
+    const uint first = begin_of(stretch), end = begin_of(stretch + 1), tiles = EXPERTS ? end - first : (end - first + TILE - 1) / TILE;
+    // The tile of rows that a tile is for, and its first output.
+    const auto row_tile_of = [&](uint tile) { return EXPERTS ? (first + tile) / output_tiles : 0; };
+    const auto output_of = [&](uint tile) { return EXPERTS ? (first + tile) % output_tiles * TILE : first + tile * TILE; };
+    // Row r of a tile of rows; no less than `rows` if there is none.
+    const auto row_of = [&](uint row_tile, uint r) { return EXPERTS ? order[row_tile * ROWS + r] : r; };
     const uint shared = shared_address(memory), full = shared + BARRIERS_AT, empty = full + STAGES * 8;
     // Of the sums of a tile: all are there, and they have been read.
     const uint summed = empty + STAGES * 8, taken = summed + SLOTS * 8;
-    // The stage that is filled or used next.
-    RingCursor<STAGES> cursor;
     if (threadIdx.x == 0) {
 #pragma unroll
         for (uint s = 0; s < STAGES; s++) {
@@ -110,33 +137,42 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         show_barriers_to_copies();
     }
     __syncthreads();
-    if (warp == WARPS) {
+    if (warp == CONSUMERS) {
         if (elected()) {
             constexpr uint ROW = CODES * SPLITS, FACTOR_ROW = FACTOR_BYTES * SPLITS;
+            RingCursor<STAGES> cursor;
 #pragma unroll 1
             for (uint tile = 0; tile < tiles; tile++) {
+                const uint output = output_of(tile), rows = EXPERTS ? TILE : min(TILE, end - output);
+                const uint expert = EXPERTS ? experts[row_tile_of(tile)] : 0;
+                const ulong row = ulong(expert < p.linear.experts ? expert : 0) * outputs + output;
                 if (tile >= STAGES) {
                     barrier_wait(empty + cursor.stage * 8, cursor.parity ^ 1);
                 }
-                const uint row = first + tile * TILE, rows = min(TILE, end - row), barrier = full + cursor.stage * 8;
-                const uint to = shared + cursor.stage * STAGE;
+                const uint barrier = full + cursor.stage * 8, to = shared + cursor.stage * STAGE;
                 barrier_expect(barrier, rows * (CODES + 2 * FACTOR_BYTES));
-                const uchar *from = codes + ulong(row) * ROW + part * CODES;
-                const uchar *sides[2] = {scales + ulong(row) * FACTOR_ROW + part * FACTOR_BYTES,
-                                         biases + ulong(row) * FACTOR_ROW + part * FACTOR_BYTES};
+                const uchar *from = codes + row * ROW + part * CODES;
+                const uchar *sides[2] = {scales + row * FACTOR_ROW + part * FACTOR_BYTES, biases + row * FACTOR_ROW + part * FACTOR_BYTES};
                 if (!ROW_BY_ROW) {
 #pragma unroll
                     for (uint side = 0; side < 2; side++) {
                         copy_bulk(to + FACTORS_AT + side * FACTORS, sides[side], rows * FACTOR_BYTES, barrier);
                     }
                 }
+                if (ODD) {
+                    copy_bulk(to, from, rows * CODES, barrier);
+                }
+                if (!ODD || ROW_BY_ROW) {
 #pragma unroll 1
-                for (uint r = 0; r < rows; r++) {
-                    copy_bulk(to + r * PITCH, from + r * ROW, CODES, barrier);
-                    if (ROW_BY_ROW) {
+                    for (uint r = 0; r < rows; r++) {
+                        if (!ODD) {
+                            copy_bulk(to + r * PITCH, from + r * ROW, CODES, barrier);
+                        }
+                        if (ROW_BY_ROW) {
 #pragma unroll
-                        for (uint side = 0; side < 2; side++) {
-                            copy_bulk(to + FACTORS_AT + side * FACTORS + r * FACTOR_PITCH, sides[side] + r * FACTOR_ROW, FACTOR_BYTES, barrier);
+                            for (uint side = 0; side < 2; side++) {
+                                copy_bulk(to + FACTORS_AT + side * FACTORS + r * FACTOR_PITCH, sides[side] + r * FACTOR_ROW, FACTOR_BYTES, barrier);
+                            }
                         }
                     }
                 }
@@ -145,7 +181,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
         return;
     }
-    wait_for_previous();
+    if (!EXPERTS) {
+        wait_for_previous();
+    }
     let_next_begin();
     float4 *all_sums = reinterpret_cast<float4 *>(memory + SUMS_AT);
     // A tile's sums of this block, or of another one with the same outputs.
@@ -155,16 +193,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     // Of outputs g and g + 8 of a tile, rows 2t and 2t + 1.
     const auto write = [&](uint tile, float4 four) {
         const float total[4] = {four.x, four.y, four.z, four.w};
+        const uint output = output_of(tile), row_tile = row_tile_of(tile);
+        const bool known = !EXPERTS || experts[row_tile] < p.linear.experts;
+        const uint row[2] = {row_of(row_tile, 2 * t), row_of(row_tile, 2 * t + 1)};
 #pragma unroll
         for (uint c = 0; c < 4; c++) {
-            const uint own = first + tile * TILE + g + c / 2 * 8, r = 2 * t + c % 2;
-            if (own < end && r < p.rows) {
-                store(out, place_in_parts(p, p.parts, r, own), p.alpha * total[c], OUT_DTYPE);
+            const uint own = output + g + c / 2 * 8;
+            if (own < (EXPERTS ? outputs : end) && row[c % 2] < p.linear.rows) {
+                store(out, place_in_parts(p.linear, p.parts, row[c % 2], own), known ? p.linear.alpha * total[c] : 0, OUT_DTYPE);
             }
         }
     };
     RingCursor<SLOTS> slot;
-    if (warp > WARPS) {
+    if (warp > CONSUMERS) {
 #pragma unroll 1
         for (uint tile = 0; tile < tiles; tile++) {
             barrier_wait(summed + slot.stage * 8, slot.parity);
@@ -183,41 +224,56 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             }
         }
     } else {
+        const uint team = warp / WARPS, member = warp % WARPS;
         // Eight words of x for each block: pair i has inputs i and i + 4 of eight.
         uint xs[STEPS][8];
-        float *x_sums = reinterpret_cast<float *>(memory + X_SUMS_AT);
-        const uchar *x_of_lane = x + (ulong(g) * (INPUTS * SPLITS) + part * INPUTS + warp * OWN + t * 16) * 2;
+        float *x_sums = reinterpret_cast<float *>(memory + X_SUMS_AT) + team * (INPUTS / BLOCK * ROWS);
+        const auto load_x = [&](uint row_tile) {
+            const uint row = row_of(row_tile, g);
+            const bool there = row < p.linear.rows;
+            const uint x_row = EXPERTS ? row / p.linear.rows_per_input : row;
+            const uchar *x_of_lane = x + (ulong(there ? x_row : 0) * (INPUTS * SPLITS) + part * INPUTS + member * OWN + t * 16) * 2;
+            __syncwarp();
 #pragma unroll
-        for (uint step = 0; step < STEPS; step++) {
-            const uint4 none = make_uint4(0, 0, 0, 0);
-            float sum = 0;
+            for (uint step = 0; step < STEPS; step++) {
+                const uint4 none = make_uint4(0, 0, 0, 0);
+                float sum = 0;
 #pragma unroll
-            for (uint h = 0; h < 2; h++) {
-                const uint4 eight = g < p.rows ? reinterpret_cast<const uint4 *>(x_of_lane + step * (BLOCK * 2))[h] : none;
-                xs[step][h * 4] = __byte_perm(eight.x, eight.z, 0x5410);
-                xs[step][h * 4 + 1] = __byte_perm(eight.x, eight.z, 0x7632);
-                xs[step][h * 4 + 2] = __byte_perm(eight.y, eight.w, 0x5410);
-                xs[step][h * 4 + 3] = __byte_perm(eight.y, eight.w, 0x7632);
+                for (uint h = 0; h < 2; h++) {
+                    const uint4 eight = there ? reinterpret_cast<const uint4 *>(x_of_lane + step * (BLOCK * 2))[h] : none;
+                    xs[step][h * 4] = __byte_perm(eight.x, eight.z, 0x5410);
+                    xs[step][h * 4 + 1] = __byte_perm(eight.x, eight.z, 0x7632);
+                    xs[step][h * 4 + 2] = __byte_perm(eight.y, eight.w, 0x5410);
+                    xs[step][h * 4 + 3] = __byte_perm(eight.y, eight.w, 0x7632);
 #pragma unroll
-                for (uint i = 0; i < 4; i++) {
-                    const float2 two = unpack<false>(xs[step][h * 4 + i]);
-                    sum += two.x + two.y;
+                    for (uint i = 0; i < 4; i++) {
+                        const float2 two = unpack<false>(xs[step][h * 4 + i]);
+                        sum += two.x + two.y;
+                    }
+                }
+                sum += __shfl_xor_sync(0xFFFFFFFF, sum, 1);
+                sum += __shfl_xor_sync(0xFFFFFFFF, sum, 2);
+                if (t == 0) {
+                    x_sums[(member * STEPS + step) * ROWS + g] = sum;
                 }
             }
-            sum += __shfl_xor_sync(0xFFFFFFFF, sum, 1);
-            sum += __shfl_xor_sync(0xFFFFFFFF, sum, 2);
-            if (t == 0) {
-                x_sums[(warp * STEPS + step) * ROWS + g] = sum;
-            }
+            __syncwarp();
+        };
+        if (!EXPERTS) {
+            load_x(0);
         }
-        __syncwarp();
+        uint current = NONE, at = team, parity = 0;
 #pragma unroll 1
-        for (uint tile = 0; tile < tiles; tile++) {
+        for (uint tile = team; tile < tiles; tile += TEAMS) {
+            if (EXPERTS && row_tile_of(tile) != current) {
+                current = row_tile_of(tile);
+                load_x(current);
+            }
             // Beyond the last output a stage has what it held before; such sums are not stored.
             float sums[4] = {};
-            barrier_wait(full + cursor.stage * 8, cursor.parity);
-            const uchar *stage = memory + cursor.stage * STAGE;
-            const uchar *of_lane = stage + g * PITCH + warp * (OWN / 2) + t * 8;
+            barrier_wait(full + at * 8, parity);
+            const uchar *stage = memory + at * STAGE;
+            const uchar *of_lane = stage + g * PITCH + member * (OWN / 2) + t * 8;
             const uchar *factors = stage + FACTORS_AT + g * FACTOR_PITCH;
 #pragma unroll
             for (uint step = 0; step < STEPS; step++) {
@@ -234,7 +290,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                         mma<false>(products, a, b);
                     }
                 }
-                const uint block = warp * STEPS + step;
+                const uint block = member * STEPS + step;
                 const float2 of_x = *reinterpret_cast<const float2 *>(x_sums + block * ROWS + 2 * t);
 #pragma unroll
                 for (uint r = 0; r < 2; r++) {
@@ -246,11 +302,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             }
             // The stage may be overwritten.
             if (tiles > STAGES) {
-                barrier_arrive(empty + cursor.stage * 8);
+                barrier_arrive(empty + at * 8);
             }
-            cursor.next();
+            at += TEAMS;
+            if (at >= STAGES) {
+                at -= STAGES;
+                parity ^= 1;
+            }
+            const float4 own = make_float4(sums[0], sums[1], sums[2], sums[3]);
+            if (WARPS == 1) {
+                write(tile, own);
+                continue;
+            }
             barrier_wait(taken + slot.stage * 8, slot.parity ^ 1);
-            all_sums[(slot.stage * WARPS + warp) * 32 + lane] = make_float4(sums[0], sums[1], sums[2], sums[3]);
+            all_sums[(slot.stage * WARPS + warp) * 32 + lane] = own;
             barrier_arrive(summed + slot.stage * 8);
             slot.next();
         }
@@ -259,7 +324,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         // Behind the barriers.
         uint *is_last = reinterpret_cast<uint *>(memory + SHARED_BYTES - 16);
         const auto meet = [] { asm volatile("bar.sync 1, %0;" ::"n"((WARPS + 1) * 32) : "memory"); };
-        if (warp > WARPS) {
+        if (warp > CONSUMERS) {
             __syncwarp();
             if (lane == 0) {
                 *is_last = count_arrival(arrivals + stretch, SPLITS);

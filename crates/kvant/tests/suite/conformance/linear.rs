@@ -136,6 +136,16 @@ impl Matrices {
         Ok(Matrices { kind, tensors })
     }
 
+    /// The same; all tensors begin at multiples of 16 bytes.
+    fn aligned(&self, device: &Device) -> Result<Matrices> {
+        let tensors = self.tensors.iter().map(|tensor| {
+            let mut bytes = vec![0; tensor.bytes()];
+            tensor.read_bytes(&mut bytes)?;
+            Tensor::from_bytes(device, tensor.dtype(), tensor.shape(), &bytes)
+        });
+        Ok(Matrices { kind: self.kind, tensors: tensors.collect::<Result<_>>()? })
+    }
+
     /// Matrices of one kind, one below the other.
     fn joined(device: &Device, all: &[Matrices]) -> Result<Matrices> {
         let tensors = (0..all[0].tensors.len()).map(|t| {
@@ -204,7 +214,7 @@ impl Case {
     fn launch_aligned(&self, device: &Device) -> Result<Out> {
         let mut rng = Rng::of(format!("{self:?}"));
         let w = Matrices::new(device, &mut rng, self.kind, &[self.outputs], self.inputs)?;
-        self.launch_with(device, rng, Matrices::joined(device, &[w])?, false)
+        self.launch_with(device, rng, w.aligned(device)?, false)
     }
 
     fn run(&self, device: &Device, outliers: bool) -> Result<Vec<Output>> {
@@ -763,6 +773,34 @@ fn batches_of_experts() {
     one_in(3, |_| String::new(), cases).into_iter().for_each(|case| case.check(case.uneven()));
 }
 
+/// Few rows of each expert by codes of 4 bits, which CUDA takes by bulk copies from Hopper on: experts of no row, of one,
+/// of several tiles; long rows and short ones, for one warp each.
+#[test]
+fn few_rows_of_experts() {
+    let mut cases = Vec::new();
+    for (tokens, top_k, experts, expanded, inputs, outputs, group) in [
+        (8, 8, 32, false, 2816, 48, 64),
+        (9, 1, 128, false, 704, 32, 64),
+        (32, 8, 128, true, 704, 176, 64),
+        (40, 2, 24, false, 1408, 64, 64),
+        (12, 4, 16, true, 2048, 16, 128),
+        (10, 2, 20, false, 384, 16, 128),
+        (60, 2, 40, true, 64, 1600, 64),
+    ] {
+        for (scales, out_type) in [(DType::BF16, DType::BF16), (DType::F16, DType::F32)] {
+            let kind = Kind::Affine { bits: 4, group, scales };
+            let x_type = DType::BF16;
+            let case = ExpertCase { kind, tokens, top_k, experts, expanded, inputs, outputs, x_type, out_type };
+            let launches = Launches::default();
+            case.launch_with(&gpu::cuda_device(launches.clone()), case.uneven(), true).expect("it is launched");
+            let all = launches.all.lock().unwrap();
+            assert!(all.iter().any(|launch| launch.starts_with("linear_bulk_rows.cu/")), "{case:?}: {all:?}");
+            cases.push(case);
+        }
+    }
+    one_in(3, |_| String::new(), cases).into_iter().for_each(|case| case.check_with(case.uneven(), true));
+}
+
 /// More than a thousand rows of bf16: CUDA makes W dense first, of any quantisation.
 #[test]
 fn very_many_rows() {
@@ -897,9 +935,14 @@ impl ExpertCase {
     }
 
     fn launch(&self, device: &Device, choose: impl Fn(&mut Rng) -> u32) -> Result<Out> {
+        self.launch_with(device, choose, false)
+    }
+
+    fn launch_with(&self, device: &Device, choose: impl Fn(&mut Rng) -> u32, aligned: bool) -> Result<Out> {
         let ExpertCase { kind, tokens, top_k, experts, expanded, inputs, outputs, x_type, out_type } = *self;
         let mut rng = Rng::of(format!("{self:?}"));
         let w = Matrices::new(device, &mut rng, kind, &[experts, outputs], inputs)?;
+        let w = if aligned { w.aligned(device)? } else { w };
         let rows = if expanded { tokens * top_k } else { tokens };
         let x = input(device, x_type, &rng.normals(rows * inputs), &[rows, inputs])?;
         let ids: Vec<u32> = (0..tokens * top_k).map(|_| choose(&mut rng)).collect();
@@ -912,10 +955,14 @@ impl ExpertCase {
     }
 
     fn check(&self, choose: impl Fn(&mut Rng) -> u32) {
+        self.check_with(choose, false);
+    }
+
+    fn check_with(&self, choose: impl Fn(&mut Rng) -> u32, aligned: bool) {
         let rows = if matches!(self.kind, Kind::Dense(_)) { 0 } else { self.tokens * self.top_k };
         conform(format!("{self:?}"), |device| {
             let bound = Bound::of(self.out_type).of_rows(device, rows);
-            Ok(vec![self.launch(device, &choose)?.close_within("out", bound)?])
+            Ok(vec![self.launch_with(device, &choose, aligned)?.close_within("out", bound)?])
         });
     }
 }
