@@ -86,10 +86,50 @@ inline uint codes_of(uint2 two, uint i) {
     return pair;
 }
 
-inline float factor_at(const uchar *at) {
-    const ushort half = *reinterpret_cast<const ushort *>(at);
-    return W_DTYPE == F16 ? half_to_float(half) : bf16_to_float(half);
-}
+// Scales, or biases, of an output that are loaded together: those of TOGETHER blocks. More than 14 warps have too few
+// registers for those of a long row.
+constexpr bool FEW_REGISTERS = WARPS > 14 && STEPS > 4;
+constexpr uint TOGETHER = GROUP != BLOCK || FEW_REGISTERS           ? 1
+                          : STEPS % 4 == 0 && FACTOR_PITCH % 8 == 0 ? 4
+                          : STEPS % 2 == 0 && FACTOR_PITCH % 4 == 0 ? 2
+                                                                    : 1;
+struct Factors {
+    ushort halves[TOGETHER];
+
+    inline void load(const uchar *at) {
+        if constexpr (TOGETHER == 4) {
+            const uint2 two = *reinterpret_cast<const uint2 *>(at);
+            halves[0] = ushort(two.x);
+            halves[1] = ushort(two.x >> 16);
+            halves[2] = ushort(two.y);
+            halves[3] = ushort(two.y >> 16);
+        } else if constexpr (TOGETHER == 2) {
+            const uint two = *reinterpret_cast<const uint *>(at);
+            halves[0] = ushort(two);
+            halves[1] = ushort(two >> 16);
+        } else {
+            halves[0] = *reinterpret_cast<const ushort *>(at);
+        }
+    }
+    inline float of(uint step) const {
+        const ushort half = halves[step % TOGETHER];
+        return W_DTYPE == F16 ? half_to_float(half) : bf16_to_float(half);
+    }
+};
+
+// A tile of a block: its tile of rows (0 without experts), and its number among those of the same rows.
+struct Place {
+    uint row_tile;
+    uint tile;
+
+    inline void advance(uint tiles, uint output_tiles) {
+        tile += tiles;
+        while (EXPERTS && tile >= output_tiles) {
+            tile -= output_tiles;
+            row_tile++;
+        }
+    }
+};
 
 // Blocks divide the outputs among them, SPLITS neighbouring ones together.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -115,9 +155,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         return EXPERTS ? unit : min(unit * ALIGNED_ROWS, outputs);
     };
     const uint first = begin_of(stretch), end = begin_of(stretch + 1), tiles = EXPERTS ? end - first : (end - first + TILE - 1) / TILE;
-    // The tile of rows that a tile is for, and its first output.
-    const auto row_tile_of = [&](uint tile) { return EXPERTS ? (first + tile) / output_tiles : 0; };
-    const auto output_of = [&](uint tile) { return EXPERTS ? (first + tile) % output_tiles * TILE : first + tile * TILE; };
+    // The first tile, and the first output of a tile.
+    const Place begin = EXPERTS ? Place{first / output_tiles, first % output_tiles} : Place{0, 0};
+    const auto output_of = [&](Place place) { return (EXPERTS ? 0 : first) + place.tile * TILE; };
     // Row r of a tile of rows; no less than `rows` if there is none.
     const auto row_of = [&](uint row_tile, uint r) { return EXPERTS ? order[row_tile * ROWS + r] : r; };
     const uint shared = shared_address(memory), full = shared + BARRIERS_AT, empty = full + STAGES * 8;
@@ -141,10 +181,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (elected()) {
             constexpr uint ROW = CODES * SPLITS, FACTOR_ROW = FACTOR_BYTES * SPLITS;
             RingCursor<STAGES> cursor;
+            Place place = begin;
 #pragma unroll 1
-            for (uint tile = 0; tile < tiles; tile++) {
-                const uint output = output_of(tile), rows = EXPERTS ? TILE : min(TILE, end - output);
-                const uint expert = EXPERTS ? experts[row_tile_of(tile)] : 0;
+            for (uint tile = 0; tile < tiles; tile++, place.advance(1, output_tiles)) {
+                const uint output = output_of(place), rows = EXPERTS ? TILE : min(TILE, end - output);
+                const uint expert = EXPERTS ? experts[place.row_tile] : 0;
                 const ulong row = ulong(expert < p.linear.experts ? expert : 0) * outputs + output;
                 if (tile >= STAGES) {
                     barrier_wait(empty + cursor.stage * 8, cursor.parity ^ 1);
@@ -191,11 +232,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         return reinterpret_cast<float4 *>(partials) + (ulong(stretch * SPLITS + part) * p.most_tiles + tile) * 32 + lane;
     };
     // Of outputs g and g + 8 of a tile, rows 2t and 2t + 1.
-    const auto write = [&](uint tile, float4 four) {
+    const auto write = [&](Place place, float4 four) {
         const float total[4] = {four.x, four.y, four.z, four.w};
-        const uint output = output_of(tile), row_tile = row_tile_of(tile);
-        const bool known = !EXPERTS || experts[row_tile] < p.linear.experts;
-        const uint row[2] = {row_of(row_tile, 2 * t), row_of(row_tile, 2 * t + 1)};
+        const uint output = output_of(place);
+        const bool known = !EXPERTS || experts[place.row_tile] < p.linear.experts;
+        const uint row[2] = {row_of(place.row_tile, 2 * t), row_of(place.row_tile, 2 * t + 1)};
 #pragma unroll
         for (uint c = 0; c < 4; c++) {
             const uint own = output + g + c / 2 * 8;
@@ -205,9 +246,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
     };
     RingCursor<SLOTS> slot;
+    Place place = begin;
     if (warp > CONSUMERS) {
 #pragma unroll 1
-        for (uint tile = 0; tile < tiles; tile++) {
+        for (uint tile = 0; tile < tiles; tile++, place.advance(1, output_tiles)) {
             barrier_wait(summed + slot.stage * 8, slot.parity);
             const float4 *of_tile = all_sums + slot.stage * (WARPS * 32) + lane;
             float4 total = of_tile[0];
@@ -218,7 +260,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             barrier_arrive(taken + slot.stage * 8);
             slot.next();
             if (SPLITS == 1) {
-                write(tile, total);
+                write(place, total);
             } else {
                 __stcg(partial(tile, part), total);
             }
@@ -263,10 +305,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             load_x(0);
         }
         uint current = NONE, at = team, parity = 0;
+        place.advance(team, output_tiles);
 #pragma unroll 1
-        for (uint tile = team; tile < tiles; tile += TEAMS) {
-            if (EXPERTS && row_tile_of(tile) != current) {
-                current = row_tile_of(tile);
+        for (uint tile = team; tile < tiles; tile += TEAMS, place.advance(TEAMS, output_tiles)) {
+            if (EXPERTS && place.row_tile != current) {
+                current = place.row_tile;
                 load_x(current);
             }
             // Beyond the last output a stage has what it held before; such sums are not stored.
@@ -275,6 +318,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             const uchar *stage = memory + at * STAGE;
             const uchar *of_lane = stage + g * PITCH + member * (OWN / 2) + t * 8;
             const uchar *factors = stage + FACTORS_AT + g * FACTOR_PITCH;
+            Factors scale_and_bias[2][2];
 #pragma unroll
             for (uint step = 0; step < STEPS; step++) {
                 const uint2 w[2] = {*reinterpret_cast<const uint2 *>(of_lane + step * (BLOCK / 2)),
@@ -291,11 +335,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                     }
                 }
                 const uint block = member * STEPS + step;
+                if (step % TOGETHER == 0) {
+#pragma unroll
+                    for (uint i = 0; i < 4; i++) {
+                        const uchar *of_row = factors + i % 2 * FACTORS + i / 2 * (8 * FACTOR_PITCH);
+                        scale_and_bias[i / 2][i % 2].load(of_row + block / (GROUP / BLOCK) * 2);
+                    }
+                }
                 const float2 of_x = *reinterpret_cast<const float2 *>(x_sums + block * ROWS + 2 * t);
 #pragma unroll
                 for (uint r = 0; r < 2; r++) {
-                    const uchar *at = factors + r * 8 * FACTOR_PITCH + block / (GROUP / BLOCK) * 2;
-                    const float scale = factor_at(at), bias = fmaf(-OFFSET, scale, factor_at(at + FACTORS));
+                    const float scale = scale_and_bias[r][0].of(step), bias = fmaf(-OFFSET, scale, scale_and_bias[r][1].of(step));
                     sums[2 * r] = fmaf(scale, products[2 * r], fmaf(bias, of_x.x, sums[2 * r]));
                     sums[2 * r + 1] = fmaf(scale, products[2 * r + 1], fmaf(bias, of_x.y, sums[2 * r + 1]));
                 }
@@ -311,7 +361,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             }
             const float4 own = make_float4(sums[0], sums[1], sums[2], sums[3]);
             if (WARPS == 1) {
-                write(tile, own);
+                write(place, own);
                 continue;
             }
             barrier_wait(taken + slot.stage * 8, slot.parity ^ 1);
@@ -339,7 +389,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 for (uint i = 1; i < SPLITS; i++) {
                     total = total + __ldcg(partial(tile, i));
                 }
-                write(tile, total);
+                write({0, tile}, total);
             }
         }
     }
