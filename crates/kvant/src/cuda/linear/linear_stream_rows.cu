@@ -1,4 +1,4 @@
-// linear_stream_rows: linear (linear_generic.cu) for a dense weight and 2 to 8 rows, by bulk copies and on tensor
+// linear_stream_rows: linear (linear_generic.cu) for a dense weight and 2 to 32 rows, by bulk copies and on tensor
 // cores. Reading W is the limit.
 //
 // x [rows, inputs] and W [outputs, inputs] have one dtype, f16 or bf16; rows begin at multiples of 16 bytes. Results of
@@ -6,38 +6,52 @@
 //
 // Every block has a stretch of outputs, and a multiprocessor to itself. Warp WARPS copies SEGMENT inputs of a tile of
 // 16 rows of W at a time, up to STAGES of these ahead of their use. The warps before it divide the inputs of a segment
-// among them. Each keeps its inputs of all segments of x in registers, as the B of its products; the A are 16 outputs.
-// Which inputs meet in one product is arbitrary, so long as A and B agree: lane 4g + t has 8 neighbouring inputs of row
-// g of x, and of outputs g and g + 8. After a tile the warps leave their sums in shared memory, and one of them,
-// another one each time, adds them up.
+// among them. Each keeps its inputs of all segments of x in registers, as the B of its products, for every eight rows
+// of x; the A are 16 outputs. Which inputs meet in one product is arbitrary, so long as A and B agree: lane 4g + t has
+// 8 neighbouring inputs of rows g, g + 8... of x, and of outputs g and g + 8. The warps leave the sums of a tile in
+// shared memory, where ADDERS last warps add them up.
 //
-// If x takes many registers (MANY), three idle warps complete the copying warp's warpgroup, so that it can give its
-// registers to the others.
+// If x takes many registers (MANY), the warps behind those that multiply are a warpgroup, idle ones among them, so that
+// it can give its registers to the others.
+//
+// Registers do not hold x of long rows. SPLITS blocks then have the same outputs, and INPUTS of each row: they leave
+// their sums in `partials`, and the one that is done last adds them up.
 //
 // Copies of W begin before the previous kernel has ended (device/dependent_launch.h); x is read later.
+#include "device/arrivals.h"
 #include "device/dependent_launch.h"
 #include "device/elements.h"
 #include "device/fragments.h"
 #include "device/mbarrier.h"
 #include "device/ring_cursor.h"
+#include "device/vectors.h"
 #include "linear/out_parts.h"
 
 constexpr uint TILE = 16;
-constexpr uint THREADS = 32 * (WARPS + (MANY ? 4 : 1));
+// Rows of x in a product.
+constexpr uint EIGHT = 8;
+constexpr uint EIGHTS = ROWS / EIGHT;
+// Sums of one product each, because a product waits for the one before it into the same sums; those of other rows of x
+// need not.
+constexpr uint CHAINS = EIGHTS == 1 ? 2 : 1;
+// Warps that add up the sums of every ADDERS-th eight rows.
+constexpr uint ADDERS = EIGHTS == 1 ? 1 : 2;
+constexpr uint THREADS = 32 * (WARPS + (MANY ? 4 : 1 + ADDERS));
 constexpr uint SEGMENTS = INPUTS / SEGMENT;
 // Inputs of a warp in a segment, and of a lane in a step of the warp.
 constexpr uint OWN = SEGMENT / WARPS;
 constexpr uint LANE = 8;
 constexpr uint STEPS = OWN / (4 * LANE);
-constexpr uint ROW = INPUTS * 2;
+constexpr uint ROW = INPUTS * SPLITS * 2;
 // Of an output in a stage: padded, so that lanes meet in no bank.
 constexpr uint PITCH = SEGMENT * 2 + 64;
 constexpr uint STAGE = TILE * PITCH;
-// Sums of two successive tiles.
+// Sums of SLOTS successive tiles.
+constexpr uint SLOTS = 2;
 constexpr uint SUMS_AT = STAGES * STAGE;
-constexpr uint BARRIERS_AT = SUMS_AT + 2 * WARPS * 32 * 16;
+constexpr uint BARRIERS_AT = SUMS_AT + SLOTS * EIGHTS * WARPS * 32 * 16;
 // stream_rows.rs computes the same sum.
-static_assert(BARRIERS_AT + STAGES * 16 == SHARED_BYTES, "linear: the shared memory that Rust asks for");
+static_assert(BARRIERS_AT + (STAGES + SLOTS) * 16 + 16 == SHARED_BYTES, "linear: the shared memory that Rust asks for");
 static_assert(SEGMENTS * SEGMENT == INPUTS && STEPS * 4 * LANE * WARPS == SEGMENT, "linear: whole steps");
 static_assert(SEGMENT * 2 % 128 == 0, "linear: the padding is for rows of whole lines of banks");
 
@@ -45,79 +59,146 @@ struct LinearStreamRowsParams {
     uint rows;
     uint outputs;
     float alpha;
+    // Tiles of a stretch, at most.
+    uint most_tiles;
     OutParts parts;
 };
 
-// Blocks divide the outputs among them.
+// Blocks divide the outputs among them, SPLITS neighbouring ones together.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    KVANT_KERNEL(const uchar *x, const uchar *values, uchar *out, const LinearStreamRowsParams p) {
+    KVANT_KERNEL(const uchar *x, const uchar *values, uchar *out, const LinearStreamRowsParams p, float *partials,
+                 uint *arrivals) {
     extern __shared__ __align__(128) uchar memory[];
     const uint lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0);
-    const uint first = uint(ulong(p.outputs) * blockIdx.x / gridDim.x), end = uint(ulong(p.outputs) * (blockIdx.x + 1) / gridDim.x);
-    const uint items = (end - first + TILE - 1) / TILE * SEGMENTS;
+    const uint stretch = blockIdx.x / SPLITS, stretches = gridDim.x / SPLITS, part = blockIdx.x % SPLITS;
+    const uint first = uint(ulong(p.outputs) * stretch / stretches), end = uint(ulong(p.outputs) * (stretch + 1) / stretches);
+    const uint tiles = (end - first + TILE - 1) / TILE, items = tiles * SEGMENTS;
     const uint shared = shared_address(memory), full = shared + BARRIERS_AT, empty = full + STAGES * 8;
+    // Of the sums of a tile: all are there, and they have been read.
+    const uint summed = empty + STAGES * 8, taken = summed + SLOTS * 8;
+    // Behind the barriers: whether an adding warp was the last of all with these outputs.
+    uint *is_last = reinterpret_cast<uint *>(memory + SHARED_BYTES - 16);
     // The stage that is filled or used next.
     RingCursor<STAGES> cursor;
-    // What warp WARPS copies next.
-    uint row = first, segment = 0;
-    const auto begin_next = [&] {
-        const uint rows = min(TILE, end - row), barrier = full + cursor.stage * 8;
-        const uchar *from = values + ulong(row) * ROW + segment * (SEGMENT * 2);
-        barrier_expect(barrier, rows * SEGMENT * 2);
-#pragma unroll 1
-        for (uint r = 0; r < rows; r++) {
-            copy_bulk(shared + cursor.stage * STAGE + r * PITCH, from + r * ROW, SEGMENT * 2, barrier);
-        }
-        cursor.next();
-        segment = segment + 1 == SEGMENTS ? 0 : segment + 1;
-        row += segment == 0 ? TILE : 0;
-    };
     if (threadIdx.x == 0) {
 #pragma unroll
         for (uint s = 0; s < STAGES; s++) {
             barrier_init(full + s * 8, 1);
             barrier_init(empty + s * 8, WARPS * 32);
         }
+#pragma unroll
+        for (uint s = 0; s < SLOTS; s++) {
+            barrier_init(summed + s * 8, WARPS * 32);
+            barrier_init(taken + s * 8, ADDERS * 32);
+        }
         show_barriers_to_copies();
     }
     __syncthreads();
+    float4 *all_sums = reinterpret_cast<float4 *>(memory + SUMS_AT);
+    // The sums of eight rows of x of a tile, of this block or of another one with the same outputs.
+    const auto partial = [&](uint part, uint tile, uint eight) {
+        const ulong tiles_before = ulong(stretch * SPLITS + part) * p.most_tiles + tile;
+        return reinterpret_cast<float4 *>(partials) + (tiles_before * EIGHTS + eight) * 32 + lane;
+    };
+    // Of outputs g and g + 8 of a tile, rows 2t and 2t + 1 of eight.
+    const auto write = [&](uint tile, uint eight, float4 four) {
+        const float total[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+        for (uint c = 0; c < 4; c++) {
+            const uint own = first + tile * TILE + g + c / 2 * 8, r = eight * EIGHT + 2 * t + c % 2;
+            if (own < end && r < p.rows) {
+                store(out, place_in_parts(p, p.parts, r, own), p.alpha * total[c], OUT_DTYPE);
+            }
+        }
+    };
+    // Warps that multiply, and those that add.
+    const auto meet = [] {
+        asm volatile("bar.sync 1, %0;" ::"n"((WARPS + ADDERS) * 32) : "memory");
+    };
+    RingCursor<SLOTS> slot;
     if (warp >= WARPS) {
         if (MANY) {
-            asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+            asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         }
         if (warp == WARPS && elected()) {
+            uint row = first, segment = 0;
 #pragma unroll 1
             for (uint i = 0; i < items; i++) {
                 if (i >= STAGES) {
                     barrier_wait(empty + cursor.stage * 8, cursor.parity ^ 1);
                 }
-                begin_next();
+                const uint rows = min(TILE, end - row), barrier = full + cursor.stage * 8;
+                const uchar *from = values + ulong(row) * ROW + (part * INPUTS + segment * SEGMENT) * 2;
+                barrier_expect(barrier, rows * SEGMENT * 2);
+#pragma unroll 1
+                for (uint r = 0; r < rows; r++) {
+                    copy_bulk(shared + cursor.stage * STAGE + r * PITCH, from + r * ROW, SEGMENT * 2, barrier);
+                }
+                cursor.next();
+                segment = segment + 1 == SEGMENTS ? 0 : segment + 1;
+                row += segment == 0 ? TILE : 0;
+            }
+        }
+        if (warp > WARPS && warp <= WARPS + ADDERS) {
+            const uint adder = warp - WARPS - 1;
+            wait_for_previous();
+            let_next_begin();
+#pragma unroll 1
+            for (uint tile = 0; tile < tiles; tile++) {
+                barrier_wait(summed + slot.stage * 8, slot.parity);
+#pragma unroll
+                for (uint i = 0; i < EIGHTS / ADDERS; i++) {
+                    const uint eight = i * ADDERS + adder;
+                    const float4 *of_tile = all_sums + (slot.stage * EIGHTS + eight) * (WARPS * 32) + lane;
+                    float4 total = of_tile[0];
+#pragma unroll
+                    for (uint w = 1; w < WARPS; w++) {
+                        total = total + of_tile[w * 32];
+                    }
+                    if (i + 1 == EIGHTS / ADDERS) {
+                        barrier_arrive(taken + slot.stage * 8);
+                    }
+                    if (SPLITS == 1) {
+                        write(tile, eight, total);
+                    } else {
+                        __stcg(partial(part, tile, eight), total);
+                    }
+                }
+                slot.next();
+            }
+            if (SPLITS > 1) {
+                __syncwarp();
+                if (lane == 0) {
+                    is_last[adder] = count_arrival(arrivals + stretch, SPLITS * ADDERS);
+                }
+                meet();
             }
         }
         return;
     }
     if (MANY) {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     }
     wait_for_previous();
     let_next_begin();
-    uint4 xs[SEGMENTS][STEPS];
-    const uchar *x_of_lane = x + ulong(g) * ROW + (warp * OWN + t * LANE) * 2;
+    uint4 xs[EIGHTS][SEGMENTS][STEPS];
 #pragma unroll
-    for (uint s = 0; s < SEGMENTS; s++) {
+    for (uint e = 0; e < EIGHTS; e++) {
+        const uint r = e * EIGHT + g;
+        const uchar *x_of_lane = x + ulong(r) * ROW + (part * INPUTS + warp * OWN + t * LANE) * 2;
 #pragma unroll
-        for (uint i = 0; i < STEPS; i++) {
-            const uint at = (s * SEGMENT + i * 4 * LANE) * 2;
-            xs[s][i] = g < p.rows ? *reinterpret_cast<const uint4 *>(x_of_lane + at) : make_uint4(0, 0, 0, 0);
+        for (uint s = 0; s < SEGMENTS; s++) {
+#pragma unroll
+            for (uint i = 0; i < STEPS; i++) {
+                const uint at = (s * SEGMENT + i * 4 * LANE) * 2;
+                xs[e][s][i] = r < p.rows ? *reinterpret_cast<const uint4 *>(x_of_lane + at) : make_uint4(0, 0, 0, 0);
+            }
         }
     }
-    float4 *all_sums = reinterpret_cast<float4 *>(memory + SUMS_AT);
-    uint tile = 0;
 #pragma unroll 1
-    for (uint output = first; output < end; output += TILE, tile++) {
-        // Two of each, because a product waits for the one before it into the same sums. Beyond the last output a stage
-        // has what it held before; such sums are not stored.
-        float sums[2][4] = {};
+    for (uint tile = 0; tile < tiles; tile++) {
+        // Beyond the last output a stage has what it held before; such sums are not stored.
+        float sums[EIGHTS][CHAINS][4] = {};
 #pragma unroll
         for (uint s = 0; s < SEGMENTS; s++) {
             barrier_wait(full + cursor.stage * 8, cursor.parity);
@@ -127,8 +208,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 const uint4 a = *reinterpret_cast<const uint4 *>(of_lane + i * (4 * LANE * 2));
                 const uint4 b = *reinterpret_cast<const uint4 *>(of_lane + 8 * PITCH + i * (4 * LANE * 2));
                 const uint low[4] = {a.x, b.x, a.y, b.y}, high[4] = {a.z, b.z, a.w, b.w};
-                mma<DTYPE == F16>(sums[0], low, make_uint2(xs[s][i].x, xs[s][i].y));
-                mma<DTYPE == F16>(sums[1], high, make_uint2(xs[s][i].z, xs[s][i].w));
+#pragma unroll
+                for (uint e = 0; e < EIGHTS; e++) {
+                    mma<DTYPE == F16>(sums[e][0], low, make_uint2(xs[e][s][i].x, xs[e][s][i].y));
+                }
+#pragma unroll
+                for (uint e = 0; e < EIGHTS; e++) {
+                    mma<DTYPE == F16>(sums[e][CHAINS - 1], high, make_uint2(xs[e][s][i].z, xs[e][s][i].w));
+                }
             }
             // The stage may be overwritten.
             if (items > STAGES) {
@@ -136,28 +223,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             }
             cursor.next();
         }
-        // Of outputs g and g + 8, rows 2t and 2t + 1. A tile's sums are overwritten two tiles later, behind the next
-        // barrier.
-        float4 *of_tile = all_sums + tile % 2 * (WARPS * 32);
-        of_tile[warp * 32 + lane] =
-            make_float4(sums[0][0] + sums[1][0], sums[0][1] + sums[1][1], sums[0][2] + sums[1][2], sums[0][3] + sums[1][3]);
-        asm volatile("bar.sync 1, %0;" ::"n"(WARPS * 32) : "memory");
-        if (warp == tile % WARPS) {
-            float total[4] = {};
+        barrier_wait(taken + slot.stage * 8, slot.parity ^ 1);
 #pragma unroll
-            for (uint w = 0; w < WARPS; w++) {
-                const float4 of_warp = of_tile[w * 32 + lane];
-                total[0] += of_warp.x;
-                total[1] += of_warp.y;
-                total[2] += of_warp.z;
-                total[3] += of_warp.w;
+        for (uint e = 0; e < EIGHTS; e++) {
+            float4 total = make_float4(sums[e][0][0], sums[e][0][1], sums[e][0][2], sums[e][0][3]);
+#pragma unroll
+            for (uint c = 1; c < CHAINS; c++) {
+                total = total + make_float4(sums[e][c][0], sums[e][c][1], sums[e][c][2], sums[e][c][3]);
             }
+            all_sums[((slot.stage * EIGHTS + e) * WARPS + warp) * 32 + lane] = total;
+        }
+        barrier_arrive(summed + slot.stage * 8);
+        slot.next();
+    }
+    if (SPLITS > 1) {
+        meet();
+        bool is_done = false;
 #pragma unroll
-            for (uint c = 0; c < 4; c++) {
-                const uint own = output + g + c / 2 * 8, r = 2 * t + c % 2;
-                if (own < end && r < p.rows) {
-                    store(out, place_in_parts(p, p.parts, r, own), p.alpha * total[c], OUT_DTYPE);
+        for (uint i = 0; i < ADDERS; i++) {
+            is_done |= is_last[i] != 0;
+        }
+        if (is_done) {
+#pragma unroll 1
+            for (uint i = warp; i < tiles * EIGHTS; i += WARPS) {
+                const uint tile = i / EIGHTS, eight = i % EIGHTS;
+                float4 total = __ldcg(partial(0, tile, eight));
+#pragma unroll
+                for (uint s = 1; s < SPLITS; s++) {
+                    total = total + __ldcg(partial(s, tile, eight));
                 }
+                write(tile, eight, total);
             }
         }
     }

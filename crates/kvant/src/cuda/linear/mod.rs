@@ -8,7 +8,7 @@
 //! | `bulk` | one row, affine weight, GPUs with bulk copies | reading W |
 //! | `codes` | one or two rows, or few rows of experts, affine weight | reading W |
 //! | `stream` | one row, dense 16-bit weight, GPUs with bulk copies | reading W |
-//! | `stream_rows` | 2 to 8 rows, dense 16-bit weight of the same dtype, GPUs with bulk copies | reading W |
+//! | `stream_rows` | 2 to 32 rows, dense 16-bit weight of the same dtype, GPUs with bulk copies | reading W |
 //! | `rows` | few rows | reading W |
 //! | `blocks` | few rows by blocks, small floats, affine codes of 2, 3 and 5 bits | reading W |
 //! | `batch` | 4 to 128 rows of bf16, or few rows of each expert, affine weight, Hopper | reading W |

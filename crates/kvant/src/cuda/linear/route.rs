@@ -171,7 +171,7 @@ impl CudaLinearKernel {
             }
             CudaLinearKernel::Rows(tiling) => b.push(rows::launch(self.name(), tiling, call, weight, params)?),
             CudaLinearKernel::Stream(tiling) => b.push(tiling.launch(self.name(), call, weight, params, Gating::None)),
-            CudaLinearKernel::StreamRows(tiling) => b.push(tiling.launch(self.name(), call, weight, params)?),
+            CudaLinearKernel::StreamRows(tiling) => tiling.build(self.name(), call, weight, params, b),
             CudaLinearKernel::Blocks(tiling) => blocks::build(self.name(), tiling, call, weight, params, b),
             CudaLinearKernel::Few => {
                 b.push(generic::launch(GenericKernel::Few, self.name(), call, weight, params, x_aligned))
@@ -233,7 +233,10 @@ mod tests {
             (DENSE, 1,   4096, false, ["linear_stream", "linear_rows",      "linear_rows"]),
             (DENSE, 2,   4096, false, ["linear_stream_rows", "linear_rows", "linear_rows"]),
             (DENSE, 8,   4096, false, ["linear_stream_rows", "linear_rows", "linear_rows"]),
-            // cuBLASLt takes its place.
+            // cuBLASLt takes the place of tiles.
+            (DENSE, 9,   4096, false, ["linear_stream_rows", "linear_tiles", "linear_tiles"]),
+            (DENSE, 32,  4096, false, ["linear_stream_rows", "linear_tiles", "linear_tiles"]),
+            (DENSE, 33,  4096, false, ["linear_tiles", "linear_tiles",      "linear_tiles"]),
             (DENSE, 512, 4096, false, ["linear_tiles", "linear_tiles",      "linear_tiles"]),
             (DENSE, 512, 1024, true,  ["linear_many",  "linear_many",       "linear_many"]),
         ];

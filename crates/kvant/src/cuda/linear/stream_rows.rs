@@ -9,7 +9,7 @@ use crate::cuda::{affine::Parts, headers};
 use crate::{
     DType, Result,
     cuda::WARP,
-    gpu::{Launch, Limits, Params, Source, params},
+    gpu::{Builder, Launch, Limits, Params, Source, Use, params},
     ops::linear::{Call, NAME},
 };
 
@@ -18,6 +18,7 @@ params! {
         pub rows: u32,
         pub outputs: u32,
         pub alpha: f32,
+        pub most_tiles: u32,
         pub parts: OutParts,
     }
 }
@@ -29,27 +30,40 @@ static SOURCE: Source = Source {
     layouts: &[OutParts::layout, LinearStreamRowsParams::layout],
 };
 
-/// The most rows of x, and the outputs that are multiplied together.
-const ROWS: usize = 8;
+/// Rows of x that there are kernels for.
+const ROWS: [usize; 3] = [8, 16, 32];
+/// Outputs that are multiplied together, and rows of x.
 const TILE: usize = 16;
+const EIGHT: usize = 8;
 /// Warps of a block that multiply, and inputs of theirs in a step.
 const WARPS: usize = 8;
 const STEP: usize = 32 * WARPS;
-/// The most inputs: for so many, x takes 160 registers of a lane. For more than `FEW_INPUTS`, the warp that copies
-/// gives registers to the others. That needs an architecture's own instructions, as products of warpgroups do.
-const MOST_INPUTS: usize = 40 * STEP;
-const FEW_INPUTS: usize = 20 * STEP;
+/// The most registers of a lane that x takes. For more than `FEW_REGISTERS`, the warps that copy and add give registers
+/// to the others. That needs an architecture's own instructions, as products of warpgroups do.
+const MOST_REGISTERS: usize = 176;
+const FEW_REGISTERS: usize = 80;
+/// Blocks that divide the inputs of long rows, at most.
+const SPLITS: usize = 4;
 /// Bytes of a stage, at most, and the padding of an output in it.
 const STAGE: usize = 42 << 10;
 const PADDING: usize = 64;
+/// Tiles whose sums there is room for.
+const SLOTS: usize = 2;
 
 /// How the work is divided.
 #[derive(Clone, Copy)]
 pub(super) struct StreamRowsTiling {
-    /// Inputs of a stage.
+    /// Rows of x, with those that are not there.
+    rows: usize,
+    /// Blocks that have the same outputs and a part of the inputs each, and how many times so many there are.
+    splits: usize,
+    stretches: usize,
+    /// Tiles of such blocks, at most.
+    tiles: usize,
+    /// Inputs of a block, and of a stage.
+    inputs: usize,
     segment: usize,
     stages: usize,
-    blocks: usize,
     /// Shared memory of a block.
     bytes: usize,
 }
@@ -57,51 +71,67 @@ pub(super) struct StreamRowsTiling {
 impl StreamRowsTiling {
     /// None if the kernel does not take the product on this device.
     pub(super) fn new(call: &Call, weight: &Parts, limits: &Limits) -> Option<StreamRowsTiling> {
-        let (inputs, outputs) = (call.dims.inputs, call.dims.outputs);
-        let most = if limits.warpgroup_products { MOST_INPUTS } else { FEW_INPUTS };
+        let (all_inputs, outputs) = (call.dims.inputs, call.dims.outputs);
         let takes = limits.clusters
-            && (2..=ROWS).contains(&call.rows)
+            && call.rows >= 2
             && call.experts.is_none()
             && weight.is_dense()
             && matches!(weight.dtype, DType::F16 | DType::BF16)
             && call.x.dtype() == weight.dtype
             && weight.aligned
-            && aligned16(&call.x, inputs)
-            && inputs.is_multiple_of(STEP)
-            && (1..=most).contains(&inputs)
+            && aligned16(&call.x, all_inputs)
+            && all_inputs > 0
             && outputs > 0
             && call.parts.len() <= MOST_PARTS;
         if !takes {
             return None;
         }
+        let rows = ROWS.into_iter().find(|&rows| call.rows <= rows)?;
+        let most = if limits.warpgroup_products { MOST_REGISTERS } else { FEW_REGISTERS };
+        let splits = (1..=SPLITS).find(|splits| {
+            all_inputs.is_multiple_of(splits * STEP) && registers_of_x(rows, all_inputs / splits) <= most
+        })?;
+        let inputs = all_inputs / splits;
+        let stretches = outputs.min(limits.busy_groups / splits).max(1);
+        let tiles = outputs.div_ceil(stretches).div_ceil(TILE);
         let stage = |segments: usize| TILE * (inputs / segments * 2 + PADDING);
         let divides = |segments: &usize| inputs.is_multiple_of(segments * STEP) && stage(*segments) <= STAGE;
-        let segments = (1..=inputs / STEP).find(divides)?;
-        let blocks = outputs.min(limits.busy_groups);
-        let items = outputs.div_ceil(blocks).div_ceil(TILE) * segments;
-        let (stages, bytes) = most_stages(items, limits, |stages| {
-            stages * (stage(segments) + 16) + 2 * WARPS * TILE * ROWS * size_of::<f32>()
+        let (segments, (stages, bytes)) = (1..=inputs / STEP).filter(divides).find_map(|segments| {
+            let bytes = |stages: usize| {
+                let sums = SLOTS * WARPS * TILE * rows * size_of::<f32>();
+                stages * stage(segments) + sums + (stages + SLOTS) * 16 + 16
+            };
+            most_stages(tiles * segments, limits, bytes).map(|most| (segments, most))
         })?;
-        Some(StreamRowsTiling { segment: inputs / segments, stages, blocks, bytes })
+        Some(StreamRowsTiling { rows, splits, stretches, tiles, inputs, segment: inputs / segments, stages, bytes })
     }
 
-    /// The launch.
-    pub(super) fn launch(
+    /// Adds the launch.
+    pub(super) fn build(
         &self,
         name: &'static str,
         call: &Call,
         weight: &Parts,
         params: &LinearParams,
-    ) -> Result<Launch> {
-        let &LinearParams { rows, outputs, inputs, alpha, .. } = params;
-        let params = LinearStreamRowsParams { rows, outputs, alpha, parts: OutParts::of(call)? };
-        let has_many = call.dims.inputs > FEW_INPUTS;
-        // A warpgroup where it gives registers to others.
-        let producers = if has_many { 4 } else { 1 };
-        Ok(Launch::new(NAME, &SOURCE, name)
+        b: &mut Builder,
+    ) -> Result<()> {
+        let &LinearParams { rows, outputs, alpha, .. } = params;
+        let most_tiles = Launch::uint(NAME, "out", self.tiles)?;
+        let params = LinearStreamRowsParams { rows, outputs, alpha, most_tiles, parts: OutParts::of(call)? };
+        let has_many = registers_of_x(self.rows, self.inputs) > FEW_REGISTERS;
+        // A warpgroup where it gives registers to others; otherwise one warp copies, and one or two add.
+        let others = match (has_many, self.rows) {
+            (true, _) => 4,
+            (false, EIGHT) => 2,
+            (false, _) => 3,
+        };
+        let blocks = self.stretches * self.splits;
+        let launch = Launch::new(NAME, &SOURCE, name)
             .constant("DTYPE", weight.dtype)
             .constant("OUT_DTYPE", call.out.dtype())
-            .constant("INPUTS", inputs)
+            .constant("ROWS", self.rows as u32)
+            .constant("INPUTS", self.inputs as u32)
+            .constant("SPLITS", self.splits as u32)
             .constant("SEGMENT", self.segment as u32)
             .constant("WARPS", WARPS as u32)
             .constant("MANY", has_many)
@@ -112,9 +142,20 @@ impl StreamRowsTiling {
             .write(2, &call.out)
             .params(3, &params)
             .threadgroup_memory(self.bytes)
-            .grid([self.blocks, 1, 1], [(WARPS + producers) * WARP, 1, 1])
-            .reads_ahead(&[1]))
+            .grid([blocks, 1, 1], [(WARPS + others) * WARP, 1, 1])
+            .reads_ahead(&[1]);
+        if self.splits == 1 {
+            return b.push(launch);
+        }
+        let partials = b.scratch(blocks * self.tiles * TILE * self.rows * size_of::<f32>())?;
+        let arrivals = b.zeroed_scratch(self.stretches * size_of::<u32>())?;
+        b.push(launch.scratch(4, &partials, Use::ReadWrite).scratch(5, &arrivals, Use::ReadWrite))
     }
+}
+
+/// Registers of a lane that x of so many rows and inputs takes.
+fn registers_of_x(rows: usize, inputs: usize) -> usize {
+    rows / EIGHT * (inputs / STEP) * 4
 }
 
 #[cfg(test)]
@@ -129,35 +170,63 @@ mod tests {
     fn a_block_fits_into_what_devices_have() {
         for bytes in [48 << 10, 99 << 10, 227 << 10] {
             let limits = Limits { threadgroup_bytes: bytes, ..H200 };
-            for inputs in [256, 512, 768, 2048, 2560, 4096, 5120, 5376, 10_240] {
+            let inputs = [256, 512, 768, 2048, 2560, 2816, 4096, 5120, 5376, 10_240, 14_336];
+            for (inputs, rows) in inputs.into_iter().flat_map(|inputs| [2, 8, 9, 16, 17, 32].map(|rows| (inputs, rows)))
+            {
                 for outputs in [1, 16, 100, 2560, 20_480, 262_144] {
-                    let call = call(0, DType::BF16, [8, 8, inputs], false);
+                    let call = call(0, DType::BF16, [rows, 8, inputs], false);
                     let call = Call { dims: crate::ops::linear::WeightDims { outputs, ..call.dims }, ..call };
-                    let case = format!("{outputs} x {inputs}, {bytes} bytes");
+                    let case = format!("{rows} rows, {outputs} x {inputs}, {bytes} bytes");
                     let Some(shape) = StreamRowsTiling::new(&call, &parts(&call.weight, inputs), &limits) else {
-                        assert!(bytes < 227 << 10, "{case}: not taken");
+                        let is_long = rows > 16 && inputs > 10_240;
+                        assert!(bytes < 227 << 10 || is_long, "{case}: not taken");
                         continue;
                     };
                     assert!(shape.bytes <= bytes && shape.stages > 0, "{case}: {}", shape.bytes);
-                    assert!(inputs.is_multiple_of(shape.segment), "{case}: {}", shape.segment);
+                    assert_eq!(shape.splits * shape.inputs, inputs, "{case}");
+                    assert!(registers_of_x(shape.rows, shape.inputs) <= MOST_REGISTERS, "{case}");
+                    assert!(shape.rows >= rows, "{case}: {}", shape.rows);
+                    assert!(shape.inputs.is_multiple_of(shape.segment), "{case}: {}", shape.segment);
                     assert!(shape.segment.is_multiple_of(STEP), "{case}: {}", shape.segment);
-                    assert!((1..=outputs).contains(&shape.blocks), "{case}: {}", shape.blocks);
+                    assert!(shape.stretches <= outputs && shape.stretches * shape.splits <= 132, "{case}");
+                    assert!(shape.stretches * shape.tiles * TILE >= outputs, "{case}: {}", shape.tiles);
                 }
             }
         }
     }
 
+    /// Rows that registers do not hold are divided among blocks.
+    #[test]
+    fn long_rows_are_divided() {
+        let splits = |rows, inputs, limits: &Limits| {
+            let call = call(0, DType::BF16, [rows, 128, inputs], false);
+            StreamRowsTiling::new(&call, &parts(&call.weight, inputs), limits).map(|shape| shape.splits)
+        };
+        for (inputs, want) in [
+            (256, [1, 1, 1]),
+            (2048, [1, 1, 1]),
+            (2560, [1, 1, 1]),
+            (2816, [1, 1, 1]),
+            (4096, [1, 1, 2]),
+            (5376, [1, 1, 3]),
+            (10_240, [1, 2, 4]),
+        ] {
+            assert_eq!([8, 16, 32].map(|rows| splits(rows, inputs, &H200)), want.map(Some), "{inputs} inputs");
+        }
+        let other = Limits { warpgroup_products: false, ..H200 };
+        assert_eq!([8, 16, 32].map(|rows| splits(rows, 2560, &other)), [1, 1, 2].map(Some));
+        assert_eq!([8, 16, 32].map(|rows| splits(rows, 10_240, &other)), [Some(2), Some(4), None]);
+    }
+
     #[test]
     fn other_products_are_not_taken() {
         let is_taken = |rows, inputs, limits: &Limits| {
-            let call = call(0, DType::BF16, [rows, 4096, inputs], false);
+            let call = call(0, DType::BF16, [rows, 128, inputs], false);
             StreamRowsTiling::new(&call, &parts(&call.weight, inputs), limits).is_some()
         };
-        assert!(is_taken(2, 4096, &H200) && is_taken(8, 4096, &H200));
-        assert!(!is_taken(1, 4096, &H200) && !is_taken(9, 4096, &H200));
-        assert!(!is_taken(8, 4104, &H200) && !is_taken(8, 14_336, &H200));
+        assert!(is_taken(2, 4096, &H200) && is_taken(32, 4096, &H200));
+        assert!(!is_taken(1, 4096, &H200) && !is_taken(33, 4096, &H200));
+        assert!(!is_taken(8, 4104, &H200) && !is_taken(32, 14_336, &H200) && !is_taken(8, 65_536, &H200));
         assert!(!is_taken(8, 4096, &Limits { clusters: false, ..H200 }));
-        let other = Limits { warpgroup_products: false, ..H200 };
-        assert!(is_taken(8, 4096, &other) && !is_taken(8, 10_240, &other));
     }
 }

@@ -493,22 +493,36 @@ fn one_dense_row() {
     one_in(3, |case| format!("{:?}", case.kind), cases).into_iter().for_each(Case::check);
 }
 
-/// CUDA takes 2 to 8 rows of a dense weight by bulk copies from Hopper on: inputs in one segment and in several,
-/// outputs that a block has a part of a tile of, one tile, and many.
+/// CUDA takes 2 to 32 rows of a dense weight by bulk copies from Hopper on: inputs in one segment and in several;
+/// outputs that a block has a part of a tile of, one tile, and many; long rows, whose inputs several blocks divide.
 #[test]
 fn few_dense_rows() {
     let (mut rng, mut cases) = (Rng::of("few dense rows"), Vec::new());
-    let sizes = [(256, 16), (256, 9000), (512, 1), (768, 300), (2048, 1061), (2560, 2200), (4096, 133), (10_240, 1200)];
+    let sizes = [
+        (256, 16),
+        (256, 9001),
+        (512, 1),
+        (768, 300),
+        (2048, 1061),
+        (2560, 2200),
+        (2816, 77),
+        (4096, 133),
+        (5376, 1059),
+        (10_240, 1203),
+    ];
     for (inputs, outputs) in sizes {
         for weight in [DType::F16, DType::BF16] {
-            let tokens = rng.pick(&[2, 3, 5, 7, 8]);
-            let (out, alpha) = (rng.pick(&FLOATS), rng.pick(&[1.0, -0.5]));
-            let case = Case { kind: Kind::Dense(weight), tokens, inputs, outputs, x: weight, out, alpha };
-            case.comes_to("linear_stream_rows.cu/");
-            cases.push(case);
+            for rows in [&[2, 3, 5, 7, 8], &[9, 11, 13, 15, 16], &[17, 22, 25, 31, 32]] {
+                let tokens = rng.pick(rows);
+                let (out, alpha) = (rng.pick(&FLOATS), rng.pick(&[1.0, -0.5]));
+                let case = Case { kind: Kind::Dense(weight), tokens, inputs, outputs, x: weight, out, alpha };
+                case.comes_to("linear_stream_rows.cu/");
+                cases.push(case);
+            }
         }
     }
-    one_in(3, |case| format!("{:?}", case.kind), cases).into_iter().for_each(Case::check);
+    let kind = |case: &Case| format!("{:?} {}", case.kind, case.tokens.div_ceil(8).next_power_of_two());
+    one_in(3, kind, cases).into_iter().for_each(Case::check);
 }
 
 /// CUDA takes 2 to 8 rows by affine codes of 4 bits by bulk copies from Hopper on: one warp and many, rows of scales that
