@@ -264,7 +264,7 @@ mod tests {
         linear::rows::tests::{H200, affine, call},
     };
 
-    /// Which chunks have halves: those that the inputs nearly fill, of few rows by codes of 4 bits.
+    /// Which chunks have halves: those that the inputs nearly fill, of few rows or small matrices by codes of 4 bits.
     #[test]
     fn chunks_of_few_rows_have_halves() {
         for (bits, rows, inputs, group, want) in [
@@ -273,7 +273,8 @@ mod tests {
             (4, 16, 704, 64, (2, 6)),
             (4, 16, 640, 128, (1, 4)),
             (4, 16, 320, 64, (1, 4)),
-            (4, 17, 4096, 64, (1, 4)),
+            (4, 17, 4096, 64, (2, 6)),
+            (4, 17, 8192, 64, (1, 4)),
             (6, 16, 4096, 64, (1, 4)),
         ] {
             let mut call = call(bits, DType::BF16, [rows, 4096, inputs], false);

@@ -73,7 +73,7 @@ impl BulkRowsTiling {
         let (Some(scales), Some(biases)) = (weight.scales, weight.biases) else { return None };
         let (inputs, outputs) = (call.dims.inputs, call.dims.outputs);
         let group = weight.group as usize;
-        // As many rows of each expert as there would be if all had as many; most tiles are then full.
+        // Twice the mean number of rows of an expert, so that most experts need one tile.
         let rows = match call.experts {
             Some(_) => {
                 call.rows > ROWS && 2 * call.rows.div_ceil(call.dims.experts) <= ROWS && outputs.is_multiple_of(TILE)

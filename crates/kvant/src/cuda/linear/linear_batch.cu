@@ -320,6 +320,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         for (uint first = 0; first < p.row_tiles; first += THREADS) {
             row_tiles += __syncthreads_count(first + thread < p.row_tiles && experts[min(first + thread, p.row_tiles - 1)] != NONE);
         }
+        // A number of one lane: see `half`.
         row_tiles = __shfl_sync(0xFFFFFFFF, row_tiles, 0);
     } else {
         __syncthreads();
@@ -440,7 +441,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
     const uint lane = thread % 32, g = lane / 4, t = lane % 4;
     // The first of the lane's outputs: the second is 8 later, those of another tile 64.
-    // The compiler has arithmetic with numbers that are one lane's done once for a warp.
+    // Numbers of one lane are the warp's: the compiler computes with them once, not in each lane.
     const uint half = HALVES == 1 ? 0 : __shfl_sync(0xFFFFFFFF, thread / WRITERS, 0), writer = HALVES == 1 ? thread : thread % WRITERS;
     const uint own = __shfl_sync(0xFFFFFFFF, writer / 128, 0) * (64 * TILES) + thread % 128 / 32 * 16 + g;
     const uint blocks = p.linear.inputs / BLOCK, groups = p.linear.inputs / GROUP;

@@ -1,17 +1,18 @@
-// linear_bulk_rows: linear (linear_generic.cu) for affine codes of 4 bits and 2 to 8 rows, or few rows of each expert, by
-// bulk copies and on tensor cores. Reading W is the limit.
+// linear_bulk_rows: linear (linear_generic.cu) for affine codes of 4 bits and 2 to 8 rows, or few rows of each expert,
+// by bulk copies and on tensor cores. Reading W is the limit.
 //
 // x [rows, inputs] is bf16; rows begin at multiples of 16 bytes. W is [outputs, inputs], scales and biases 16 bits.
 // Results of the parts of W (linear/out_parts.h) follow each other.
 //
-// The work is in tiles of 16 outputs (of an expert, for up to ROWS of its rows). Every block has a stretch of them, and a
-// multiprocessor to itself. One warp copies the W of a tile with its scales and biases, up to STAGES tiles ahead of their
-// use. Others multiply: TEAMS take tiles in turn, and the WARPS of a team divide the inputs, STEPS times BLOCK neighbouring
-// ones each. A warp keeps its inputs of x in registers, as the B of its products; the A are 16 outputs. Which inputs
-// meet in one product is arbitrary, so long as A and B agree: lane 4g + t has 16 neighbouring codes of a block, of outputs
-// g and g + 8, and the same inputs of row g of x. Codes plus 128 are exact in bf16; with results of f32, for which that
-// costs bits of the sums, 128 is subtracted first. The sums of a block are scaled, and its bias is multiplied by the sum
-// of its x, in float. The warps of a team leave the sums of a tile in shared memory, where a last warp adds them up.
+// The work is in tiles of 16 outputs (of an expert, for up to ROWS of its rows). Every block has a stretch of them, and
+// a multiprocessor to itself. One warp copies the W of a tile with its scales and biases, up to STAGES tiles ahead of
+// their use. Others multiply: TEAMS take tiles in turn, and the WARPS of a team divide the inputs, STEPS times BLOCK
+// neighbouring ones each. A warp keeps its inputs of x in registers, as the B of its products; the A are 16 outputs.
+// Which inputs meet in one product is arbitrary, so long as A and B agree: lane 4g + t has 16 neighbouring codes of a
+// block, of outputs g and g + 8, and the same inputs of row g of x. Codes plus 128 are exact in bf16; adding 128 loses
+// low bits of the sums, so for results of f32 it is subtracted first. The sums of a block are scaled, and its bias is
+// multiplied by the sum of its x, in float. The warps of a team leave the sums of a tile in shared memory, where a last
+// warp adds them up.
 //
 // Registers do not hold x of long rows. SPLITS blocks then have the same outputs, and INPUTS of each row: they leave
 // their sums in `partials`, and the one that is done last adds them up.
@@ -45,7 +46,7 @@ constexpr uint CODES = INPUTS / 2;
 constexpr bool ODD = CODES % 64 == 32;
 constexpr uint PITCH = ODD ? CODES : (CODES + 127) / 128 * 128 + 32;
 // Bytes of scales, or biases, of a row. Whole units of 16 bytes are copied row by row, and padded against bank
-// conflicts; otherwise rows are copied together, which begin at such a unit if the output is a multiple of ALIGNED_ROWS.
+// conflicts. Others are copied together, which begin at such a unit if the output is a multiple of ALIGNED_ROWS.
 constexpr uint FACTOR_BYTES = INPUTS / GROUP * 2;
 constexpr bool ROW_BY_ROW = FACTOR_BYTES % 16 == 0;
 constexpr uint FACTOR_PITCH = ROW_BY_ROW ? FACTOR_BYTES + 16 : FACTOR_BYTES;

@@ -41,7 +41,7 @@ pub(super) enum CudaLinearKernel {
     Tiles,
 }
 
-/// Dense rows up to which reading the weight is the limit.
+/// Dense rows up to which reading the weight is the limit, where `linear_stream_rows` does not take them.
 const FEW: usize = 8;
 /// The same for affine weights, which no library multiplies.
 const FEW_AFFINE: usize = 32;
