@@ -33,6 +33,8 @@ make 31b "$here/make_affine.py"
 make 26b "$here/make_affine.py"
 make e4b "$here/make_hf.py"
 measure 31b bf16 --prompts 6752 --decode 128,32768
-measure 31b tq4 --decode 32768 --sequences 4,8,16,32,64,128
-measure 26b bf16 --prompts 6752 --decode 128,32768 --sequences 4,8,16,32,64,128
-measure e4b bf16 --prompts 6752 --decode 128,32768 --sequences 2,8,32,64,128
+measure 31b tq4 --decode 32768 --sequences 2,4,8,16,32,64,128
+measure 26b bf16 --prompts 6752 --decode 128,32768 --sequences 8,32,64,128
+measure 26b tq4 --sequences 2,4,8,16,32,64,128
+measure e4b bf16 --prompts 6752 --decode 128,32768 --sequences 2,8,16,32,64,128
+measure e4b tq4 --sequences 8,32,64,128
