@@ -114,7 +114,7 @@ fn kernels_of_large_shapes_compile() -> Result<()> {
     enc.commit()?.wait()?;
     let seen = launches.kernels.lock().unwrap();
     println!("{} kernels", seen.len());
-    for part in ["kv_write.cu/", "linear_codes.cu/", "linear_bulk.cu/", "linear_blocks.cu/"] {
+    for part in ["kv_write.cu/", "linear_codes.cu/", "linear_bulk.cu/", "linear_bulk_rows.cu/", "linear_blocks.cu/"] {
         assert!(seen.iter().any(|key| key.starts_with(part)), "no kernel of {part} among {seen:?}");
     }
     assert!(seen.iter().any(|key| key.contains("\"TILES\", Bool(true)")), "nothing is encoded by eights: {seen:?}");
@@ -150,6 +150,7 @@ fn kernels_compile_for_gpus_before_hopper() -> Result<()> {
     }
     let later = [
         "linear_bulk.cu/",
+        "linear_bulk_rows.cu/",
         "linear_stream.cu/",
         "linear_stream_rows.cu/",
         "(\"CLUSTER\", UInt(8))",

@@ -73,15 +73,16 @@ impl BulkRowsTiling {
         let (Some(scales), Some(biases)) = (weight.scales, weight.biases) else { return None };
         let (inputs, outputs) = (call.dims.inputs, call.dims.outputs);
         let group = weight.group as usize;
-        // Twice the mean number of rows of an expert, so that most experts need one tile.
-        let rows = match call.experts {
+        let has_few_rows = match call.experts {
             Some(_) => {
-                call.rows > ROWS && 2 * call.rows.div_ceil(call.dims.experts) <= ROWS && outputs.is_multiple_of(TILE)
+                // Twice the mean number of rows of an expert, so that most experts need one tile.
+                let rows = 2 * call.rows.div_ceil(call.dims.experts.max(1));
+                call.rows > ROWS && rows <= ROWS && outputs.is_multiple_of(TILE)
             }
             None => (2..=ROWS).contains(&call.rows),
         };
         let takes = limits.clusters
-            && rows
+            && has_few_rows
             && call.dims.experts <= MOST_EXPERTS
             && weight.bits == 4
             && matches!(group, 64 | 128)
@@ -104,14 +105,14 @@ impl BulkRowsTiling {
             let whole = inputs.is_multiple_of(splits * BLOCK) && (blocks * BLOCK).is_multiple_of(group);
             let codes = blocks * BLOCK / 2;
             let odd = codes % 64 == 32;
-            let suits = splits == 1 || aligned_rows == 1 && !odd && call.experts.is_none();
-            if !whole || !suits || !outputs.is_multiple_of(aligned_rows) {
+            let can_split = aligned_rows == 1 && !odd && call.experts.is_none();
+            if !whole || splits > 1 && !can_split || !outputs.is_multiple_of(aligned_rows) {
                 return None;
             }
             let most_steps =
                 |warps: usize| STEPS.iter().find(|&&(most, _)| warps <= most).map_or(0, |&(_, steps)| steps);
             let divides = |&warps: &usize| blocks.is_multiple_of(warps) && blocks / warps <= most_steps(warps);
-            let teams = if blocks <= SHORT { TEAMS } else { 1 };
+            let teams = if blocks <= SHORT && splits == 1 { TEAMS } else { 1 };
             let warps = if teams > 1 { 1 } else { (1..=WARPS).rev().find(divides)? };
             let row_tiles = most_tiles(call, ROWS);
             let (units, of_unit) = match call.experts {
