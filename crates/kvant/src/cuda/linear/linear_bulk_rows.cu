@@ -374,7 +374,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (SPLITS > 1) {
         // Behind the barriers.
         uint *is_last = reinterpret_cast<uint *>(memory + SHARED_BYTES - 16);
-        const auto meet = [] { asm volatile("bar.sync 1, %0;" ::"n"((WARPS + 1) * 32) : "memory"); };
+        const auto meet = [] {
+            asm volatile("bar.sync 1, %0;" ::"n"((WARPS + 1) * 32) : "memory");
+        };
         if (warp > CONSUMERS) {
             __syncwarp();
             if (lane == 0) {

@@ -32,8 +32,8 @@ extern "C" {
 extern uint3 kvant_thread, kvant_block, kvant_threads, kvant_blocks;
 extern unsigned char *kvant_shared;
 void kvant_wait_for_block();
-// By a barrier's number: waits until so many threads have come, and returns whether any of them is true.
-bool kvant_any_of_threads(unsigned barrier, unsigned threads, bool own);
+// By a barrier's number: waits until so many threads have come, and returns how many of them are true.
+unsigned kvant_count_of_threads(unsigned barrier, unsigned threads, bool own);
 // Of barriers in shared memory.
 void kvant_barrier_arrive(void *barrier);
 void kvant_barrier_wait(const void *barrier, unsigned parity);
@@ -47,7 +47,8 @@ unsigned kvant_exchange(const void *own, void *all);
 #define gridDim kvant_blocks
 
 inline void __syncthreads() { kvant_wait_for_block(); }
-inline void kvant_wait_for_threads(unsigned barrier, unsigned threads) { kvant_any_of_threads(barrier, threads, false); }
+inline void kvant_wait_for_threads(unsigned barrier, unsigned threads) { kvant_count_of_threads(barrier, threads, false); }
+inline unsigned __syncthreads_count(bool own) { return kvant_count_of_threads(0, blockDim.x, own); }
 inline void __threadfence() {}
 [[noreturn]] inline void __trap() { __builtin_trap(); }
 

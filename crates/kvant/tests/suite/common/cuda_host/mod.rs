@@ -1,7 +1,7 @@
-//! A CUDA device that runs kernels on this machine's CPU, compiled by clang: those without PTX for clusters, bulk
-//! copies and products of warpgroups. `language.h` is what they use of CUDA C++, and of PTX ([`PTX`]); `runtime.cpp`
-//! runs a block's threads as fibers. `KVANT_TEST_DEVICE=cuda-host` selects it, and `KVANT_CUDA_LIKE` lowers its limits
-//! as it does those of a GPU.
+//! A CUDA device that runs kernels on this machine's CPU, compiled by clang: those without PTX for clusters and
+//! products of warpgroups. `language.h` is what they use of CUDA C++, and of PTX ([`PTX`]); `runtime.cpp` runs the
+//! threads of a block as fibers. `KVANT_TEST_DEVICE=cuda-host` selects it. `KVANT_CUDA_LIKE` lowers its limits as it
+//! does those of a GPU, or (`sm_90`) lets it have bulk copies.
 //!
 //! Other kernels do not compile here: their launches fail with the compiler's first message.
 
@@ -73,20 +73,24 @@ impl Executor for CudaHost {
         "CUDA kernels on this CPU".to_string()
     }
     fn limits(&self) -> Limits {
-        let threadgroup_bytes = match std::env::var("KVANT_CUDA_LIKE").as_deref() {
-            Ok("sm_80") => Model::A100.limits().threadgroup_bytes,
-            Ok("sm_89") => Model::Rtx4090.limits().threadgroup_bytes,
-            Ok("") | Err(_) => 227 << 10,
-            Ok(other) => panic!("KVANT_CUDA_LIKE is {other:?}; it can be sm_80 or sm_89"),
+        let like = std::env::var("KVANT_CUDA_LIKE").unwrap_or_default();
+        let threadgroup_bytes = match like.as_str() {
+            "sm_80" => Model::A100.limits().threadgroup_bytes,
+            "sm_89" => Model::Rtx4090.limits().threadgroup_bytes,
+            "sm_90" | "" => 227 << 10,
+            other => panic!("KVANT_CUDA_LIKE is {other:?}; it can be sm_80, sm_89 or sm_90"),
         };
+        // With bulk copies, but no products of warpgroups.
+        let is_hopper = like == "sm_90";
         Limits {
             threads: 1024,
             threadgroup_bytes,
-            // Kernels whose blocks wait for each other have one: blocks run one after the other.
-            busy_groups: 1,
+            // Kernels whose blocks wait for each other have one: blocks run one after the other. Those with bulk copies
+            // that run here do not wait.
+            busy_groups: if is_hopper { 6 } else { 1 },
             warpgroup_products: false,
             library_products: false,
-            clusters: false,
+            clusters: is_hopper,
         }
     }
     fn in_order(&self) -> bool {
@@ -172,7 +176,20 @@ fn run(launch: &Launch) -> Result<()> {
 
 /// What the kernels use of PTX, by a part of the statement, and what it does here. Asynchronous copies are complete at
 /// once.
-const PTX: [(&str, &str); 43] = [
+const PTX: [(&str, &str); 53] = [
+    ("fma.rn.bf16x2 %0, %0, %1, %2", "pair = kvant_fma<kvant_of_bf16, kvant_to_bf16>(pair, 0x3F803F80, 0xC300C300);"),
+    ("setmaxnreg", ";"),
+    ("griddepcontrol", ";"),
+    ("fence.mbarrier_init", ";"),
+    ("elect.sync", "is = threadIdx.x % 32 == 0;"),
+    ("mbarrier.arrive.expect_tx", "kvant_barrier_arrive(kvant_at(at));"),
+    ("cp.async.bulk.shared::cluster.global.mbarrier", "kvant_copy(to, from, bytes, bytes);"),
+    ("\"n\"((WARPS + 1) * 32)", "kvant_wait_for_threads(1, (WARPS + 1) * 32);"),
+    ("\"n\"((WARPS + ADDERS) * 32)", "kvant_wait_for_threads(1, (WARPS + ADDERS) * 32);"),
+    (
+        "lop3.b32 %0, %1, %2, %3, 0xEA;\" : \"=r\"(pair)",
+        "pair = ((i < 4 ? two.x : two.y) >> i % 4 * 4 & 0x000F000F) | 0x43004300;",
+    ),
     ("mad.wide.u32 %0", "row = first + (unsigned long)slot * (row_slot * BYTES);"),
     ("prmt.b32 %0", "out = __byte_perm(a, b, which);"),
     ("lop3.b32 %0, %1, %2, %3, 0xCA", "out = (mask & a) | (~mask & b);"),
@@ -180,7 +197,7 @@ const PTX: [(&str, &str); 43] = [
     ("ld.shared.u32 %0, [%1];", "kvant_load(at, x);"),
     ("bar.sync %0, %1;", "kvant_wait_for_threads(barrier, threads);"),
     ("bar.sync 1, %0;", "kvant_wait_for_threads(1, CONSUMERS);"),
-    ("bar.red.or.pred any", "any = kvant_any_of_threads(2 + group, 128, found);"),
+    ("bar.red.or.pred any", "any = kvant_count_of_threads(2 + group, 128, found) > 0;"),
     ("mbarrier.init.shared::cta.b64", "kvant_store(at, (unsigned long)count);"),
     ("mbarrier.arrive.shared::cta.b64", "kvant_barrier_arrive(kvant_at(at));"),
     ("cp.async.mbarrier.arrive.noinc.shared::cta.b64", "kvant_barrier_arrive(kvant_at(at));"),

@@ -13,7 +13,7 @@ extern "C" {
 uint3 kvant_thread, kvant_block, kvant_threads, kvant_blocks;
 extern unsigned char *kvant_shared;
 void kvant_wait_for_block();
-bool kvant_any_of_threads(unsigned barrier, unsigned threads, bool own);
+unsigned kvant_count_of_threads(unsigned barrier, unsigned threads, bool own);
 void kvant_barrier_arrive(void *barrier);
 void kvant_barrier_wait(const void *barrier, unsigned parity);
 void kvant_has_no_ptx();
@@ -77,10 +77,10 @@ struct Warp {
     alignas(16) unsigned char slots[2][32][16];
 };
 
-// Those of one of the barriers with numbers: whether any is true, in generations of either parity.
+// Those of one of the barriers with numbers: how many are true, in generations of either parity.
 struct NumberedBarrier {
     Meeting meeting;
-    bool any[2];
+    unsigned count[2];
 };
 
 std::vector<Fiber> fibers;
@@ -162,14 +162,14 @@ unsigned char *kvant_shared = shared_memory;
 
 void kvant_wait_for_block() { meet(block); }
 
-bool kvant_any_of_threads(unsigned barrier, unsigned threads, bool own) {
+unsigned kvant_count_of_threads(unsigned barrier, unsigned threads, bool own) {
     NumberedBarrier &at = numbered[barrier];
-    bool &any = at.any[at.meeting.generation % 2];
+    unsigned &count = at.count[at.meeting.generation % 2];
     // All have seen the result of the last generation of this parity.
-    any = (at.meeting.arrived > 0 && any) || own;
+    count = (at.meeting.arrived > 0 ? count : 0) + own;
     at.meeting.there = threads;
     meet(at.meeting);
-    return any;
+    return count;
 }
 
 // Eight bytes: how many threads end a phase, how many have arrived, how many phases have ended.
