@@ -75,6 +75,7 @@ pub(super) static ALL: &[Header] = headers![
     "linear/integer_products.h",
     "linear/out_parts.h",
     "linear/params.h",
+    "linear/tile_sums.h",
     "norm_rope/head.h";
     // Lanes read different entries at a time; constant memory would serialise these reads.
     "codec/codebooks.h" => || tables::codebooks("__device__ __align__(8) const float"),

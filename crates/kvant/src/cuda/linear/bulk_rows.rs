@@ -4,6 +4,7 @@ use super::{
     LinearParams, aligned16,
     many::{MOST_EXPERTS, most_tiles, sort},
     out_parts::{MOST_PARTS, OutParts},
+    splits::{SPLITS, Splits},
     warp_tiling::TILE,
 };
 use crate::cuda::{affine::Parts, headers};
@@ -41,8 +42,6 @@ const STEPS: [(usize, usize); 2] = [(10, 14), (WARPS, 8)];
 /// Short rows, up to so many blocks, are for one warp each; so many warps then take tiles in turn.
 const SHORT: usize = 12;
 const TEAMS: usize = 8;
-/// Blocks that divide the inputs of long rows, at most.
-const SPLITS: usize = 4;
 /// Tiles of W in flight, at most and at least.
 const STAGES: usize = 24;
 const FEWEST_STAGES: usize = 2;
@@ -52,11 +51,8 @@ const SLOTS: usize = 2;
 /// How the work is divided.
 #[derive(Clone, Copy)]
 pub(super) struct BulkRowsTiling {
-    /// Blocks that have the same outputs and a part of the inputs each, and how many times so many there are.
-    splits: usize,
-    stretches: usize,
-    /// Tiles of such blocks, at most, and tiles of rows.
-    tiles: usize,
+    division: Splits,
+    /// Tiles of rows.
     row_tiles: usize,
     teams: usize,
     warps: usize,
@@ -134,7 +130,8 @@ impl BulkRowsTiling {
             let stages =
                 (FEWEST_STAGES.min(most)..=most).rev().filter(|stages| stages.is_multiple_of(teams)).find(fits)?;
             let (steps, bytes) = (blocks / warps, bytes(stages));
-            Some(BulkRowsTiling { splits, stretches, tiles, row_tiles, teams, warps, steps, stages, bytes })
+            let division = Splits { splits, stretches, tiles };
+            Some(BulkRowsTiling { division, row_tiles, teams, warps, steps, stages, bytes })
         })
     }
 
@@ -156,16 +153,15 @@ impl BulkRowsTiling {
         let params = LinearBulkRowsParams {
             linear: *params,
             row_tiles: uint(self.row_tiles)?,
-            most_tiles: uint(self.tiles)?,
+            most_tiles: uint(self.division.tiles)?,
             parts: OutParts::of(call)?,
         };
-        let blocks = self.stretches * self.splits;
         let launch = Launch::new(NAME, &SOURCE, name)
             .constant("OUT_DTYPE", call.out.dtype())
             .constant("W_DTYPE", weight.dtype)
             .constant("GROUP", weight.group)
-            .constant("INPUTS", inputs / self.splits as u32)
-            .constant("SPLITS", self.splits as u32)
+            .constant("INPUTS", inputs / self.division.splits as u32)
+            .constant("SPLITS", self.division.splits as u32)
             .constant("EXPERTS", sorted.is_some())
             .constant("TEAMS", self.teams as u32)
             .constant("WARPS", self.warps as u32)
@@ -179,18 +175,15 @@ impl BulkRowsTiling {
             .write(4, &call.out)
             .params(5, &params)
             .threadgroup_memory(self.bytes)
-            .grid([blocks, 1, 1], [(self.teams * self.warps + if self.warps > 1 { 2 } else { 1 }) * WARP, 1, 1]);
+            .grid(
+                [self.division.blocks(), 1, 1],
+                [(self.teams * self.warps + if self.warps > 1 { 2 } else { 1 }) * WARP, 1, 1],
+            );
         if let Some([experts, order]) = &sorted {
             // The experts are written by a kernel before this one.
             return b.push(launch.scratch(8, experts, Use::Read).scratch(9, order, Use::Read));
         }
-        let launch = launch.reads_ahead(&[1, 2, 3]);
-        if self.splits == 1 {
-            return b.push(launch);
-        }
-        let partials = b.scratch(blocks * self.tiles * TILE * ROWS * 4)?;
-        let arrivals = b.zeroed_scratch(self.stretches * 4)?;
-        b.push(launch.scratch(6, &partials, Use::ReadWrite).scratch(7, &arrivals, Use::ReadWrite))
+        self.division.push(launch.reads_ahead(&[1, 2, 3]), 6, ROWS, b)
     }
 }
 
@@ -220,10 +213,11 @@ mod tests {
                         continue;
                     };
                     assert!(shape.bytes <= bytes && shape.stages > 0, "{case}: {}", shape.bytes);
-                    assert_eq!(shape.splits * shape.warps * shape.steps * BLOCK, inputs, "{case}");
+                    let Splits { splits, stretches, tiles } = shape.division;
+                    assert_eq!(splits * shape.warps * shape.steps * BLOCK, inputs, "{case}");
                     assert!(shape.stages.is_multiple_of(shape.teams), "{case}: {}", shape.stages);
-                    assert!(shape.stretches <= outputs && shape.stretches * shape.splits <= 132, "{case}");
-                    assert!(shape.stretches * shape.tiles * TILE >= outputs, "{case}: {}", shape.tiles);
+                    assert!(stretches <= outputs && stretches * splits <= 132, "{case}");
+                    assert!(stretches * tiles * TILE >= outputs, "{case}: {tiles}");
                 }
             }
         }

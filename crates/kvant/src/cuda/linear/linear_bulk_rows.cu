@@ -26,11 +26,10 @@
 #include "device/dependent_launch.h"
 #include "device/elements.h"
 #include "device/fragments.h"
-#include "device/mbarrier.h"
 #include "device/ring_cursor.h"
-#include "device/vectors.h"
 #include "linear/out_parts.h"
 #include "linear/params.h"
+#include "linear/tile_sums.h"
 
 constexpr uint TILE = 16;
 constexpr uint ROWS = 8;
@@ -54,8 +53,7 @@ constexpr uint ALIGNED_ROWS = ROW_BY_ROW ? 1 : FACTOR_BYTES % 8 == 0 ? 2 : FACTO
 constexpr uint FACTORS = TILE * FACTOR_PITCH;
 constexpr uint FACTORS_AT = TILE * PITCH;
 constexpr uint STAGE = (FACTORS_AT + 2 * FACTORS + 127) / 128 * 128;
-// Sums of the blocks of x for each team; sums of SLOTS successive tiles.
-constexpr uint SLOTS = 2;
+// Sums of the blocks of x for each team; sums of tiles.
 constexpr uint X_SUMS_AT = STAGES * STAGE;
 constexpr uint SUMS_AT = X_SUMS_AT + TEAMS * INPUTS / BLOCK * ROWS * 4;
 constexpr uint BARRIERS_AT = SUMS_AT + SLOTS * WARPS * 32 * 16;
@@ -141,7 +139,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const uint stretch = blockIdx.x / SPLITS, stretches = gridDim.x / SPLITS, part = blockIdx.x % SPLITS;
     const uint outputs = p.linear.outputs, output_tiles = outputs / TILE;
     // The work is divided by tiles of experts, or by outputs.
-    uint units = (outputs + ALIGNED_ROWS - 1) / ALIGNED_ROWS;
+    uint units = outputs / ALIGNED_ROWS;
     if (EXPERTS) {
         wait_for_previous();
         uint row_tiles = 0;
@@ -153,7 +151,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     const auto begin_of = [&](uint stretch) {
         const uint unit = uint(ulong(units) * stretch / stretches);
-        return EXPERTS ? unit : min(unit * ALIGNED_ROWS, outputs);
+        return EXPERTS ? unit : unit * ALIGNED_ROWS;
     };
     const uint first = begin_of(stretch), end = begin_of(stretch + 1), tiles = EXPERTS ? end - first : (end - first + TILE - 1) / TILE;
     // The first tile, and the first output of a tile.
@@ -161,21 +159,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const auto output_of = [&](Place place) { return (EXPERTS ? 0 : first) + place.tile * TILE; };
     // Row r of a tile of rows; no less than `rows` if there is none.
     const auto row_of = [&](uint row_tile, uint r) { return EXPERTS ? order[row_tile * ROWS + r] : r; };
-    const uint shared = shared_address(memory), full = shared + BARRIERS_AT, empty = full + STAGES * 8;
-    // Of the sums of a tile: all are there, and they have been read.
-    const uint summed = empty + STAGES * 8, taken = summed + SLOTS * 8;
+    const uint shared = shared_address(memory);
+    const TileBarriers barriers = {shared + BARRIERS_AT};
     if (threadIdx.x == 0) {
-#pragma unroll
-        for (uint s = 0; s < STAGES; s++) {
-            barrier_init(full + s * 8, 1);
-            barrier_init(empty + s * 8, WARPS * 32);
-        }
-#pragma unroll
-        for (uint s = 0; s < SLOTS; s++) {
-            barrier_init(summed + s * 8, WARPS * 32);
-            barrier_init(taken + s * 8, 32);
-        }
-        show_barriers_to_copies();
+        barriers.init(WARPS * 32, 32);
     }
     __syncthreads();
     if (warp == CONSUMERS) {
@@ -189,9 +176,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 const uint expert = EXPERTS ? experts[place.row_tile] : 0;
                 const ulong row = ulong(expert < p.linear.experts ? expert : 0) * outputs + output;
                 if (tile >= STAGES) {
-                    barrier_wait(empty + cursor.stage * 8, cursor.parity ^ 1);
+                    barrier_wait(barriers.empty(cursor.stage), cursor.parity ^ 1);
                 }
-                const uint barrier = full + cursor.stage * 8, to = shared + cursor.stage * STAGE;
+                const uint barrier = barriers.full(cursor.stage), to = shared + cursor.stage * STAGE;
                 barrier_expect(barrier, rows * (CODES + 2 * FACTOR_BYTES));
                 const uchar *from = codes + row * ROW + part * CODES;
                 const uchar *sides[2] = {scales + row * FACTOR_ROW + part * FACTOR_BYTES, biases + row * FACTOR_ROW + part * FACTOR_BYTES};
@@ -251,14 +238,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (warp > CONSUMERS) {
 #pragma unroll 1
         for (uint tile = 0; tile < tiles; tile++, place.advance(1, output_tiles)) {
-            barrier_wait(summed + slot.stage * 8, slot.parity);
-            const float4 *of_tile = all_sums + slot.stage * (WARPS * 32) + lane;
-            float4 total = of_tile[0];
-#pragma unroll
-            for (uint w = 1; w < WARPS; w++) {
-                total = total + of_tile[w * 32];
-            }
-            barrier_arrive(taken + slot.stage * 8);
+            barrier_wait(barriers.summed(slot.stage), slot.parity);
+            const float4 total = sum_of_warps(all_sums + slot.stage * (WARPS * 32) + lane);
+            barrier_arrive(barriers.taken(slot.stage));
             slot.next();
             if (SPLITS == 1) {
                 write(place, total);
@@ -315,7 +297,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             }
             // Beyond the last output a stage has what it held before; such sums are not stored.
             float sums[4] = {};
-            barrier_wait(full + at * 8, parity);
+            barrier_wait(barriers.full(at), parity);
             const uchar *stage = memory + at * STAGE;
             const uchar *of_lane = stage + g * PITCH + member * (OWN / 2) + t * 8;
             const uchar *factors = stage + FACTORS_AT + g * FACTOR_PITCH;
@@ -353,7 +335,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             }
             // The stage may be overwritten.
             if (tiles > STAGES) {
-                barrier_arrive(empty + at * 8);
+                barrier_arrive(barriers.empty(at));
             }
             at += TEAMS;
             if (at >= STAGES) {
@@ -365,9 +347,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 write(place, own);
                 continue;
             }
-            barrier_wait(taken + slot.stage * 8, slot.parity ^ 1);
+            barrier_wait(barriers.taken(slot.stage), slot.parity ^ 1);
             all_sums[(slot.stage * WARPS + warp) * 32 + lane] = own;
-            barrier_arrive(summed + slot.stage * 8);
+            barrier_arrive(barriers.summed(slot.stage));
             slot.next();
         }
     }
@@ -387,12 +369,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (*is_last != 0) {
 #pragma unroll 1
             for (uint tile = warp < WARPS ? warp : WARPS; tile < tiles; tile += WARPS + 1) {
-                float4 total = __ldcg(partial(tile, 0));
-#pragma unroll
-                for (uint i = 1; i < SPLITS; i++) {
-                    total = total + __ldcg(partial(tile, i));
-                }
-                write({0, tile}, total);
+                write({0, tile}, sum_of_blocks(partial(tile, 0), ulong(p.most_tiles) * 32));
             }
         }
     }

@@ -22,10 +22,10 @@
 #include "device/dependent_launch.h"
 #include "device/elements.h"
 #include "device/fragments.h"
-#include "device/mbarrier.h"
 #include "device/ring_cursor.h"
 #include "device/vectors.h"
 #include "linear/out_parts.h"
+#include "linear/tile_sums.h"
 
 constexpr uint TILE = 16;
 // Rows of x in a product.
@@ -46,8 +46,7 @@ constexpr uint ROW = INPUTS * SPLITS * 2;
 // Of an output in a stage: padded, so that lanes meet in no bank.
 constexpr uint PITCH = SEGMENT * 2 + 64;
 constexpr uint STAGE = TILE * PITCH;
-// Sums of SLOTS successive tiles.
-constexpr uint SLOTS = 2;
+// Sums of tiles.
 constexpr uint SUMS_AT = STAGES * STAGE;
 constexpr uint BARRIERS_AT = SUMS_AT + SLOTS * EIGHTS * WARPS * 32 * 16;
 // stream_rows.rs computes the same sum.
@@ -73,25 +72,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const uint stretch = blockIdx.x / SPLITS, stretches = gridDim.x / SPLITS, part = blockIdx.x % SPLITS;
     const uint first = uint(ulong(p.outputs) * stretch / stretches), end = uint(ulong(p.outputs) * (stretch + 1) / stretches);
     const uint tiles = (end - first + TILE - 1) / TILE, items = tiles * SEGMENTS;
-    const uint shared = shared_address(memory), full = shared + BARRIERS_AT, empty = full + STAGES * 8;
-    // Of the sums of a tile: all are there, and they have been read.
-    const uint summed = empty + STAGES * 8, taken = summed + SLOTS * 8;
+    const uint shared = shared_address(memory);
+    const TileBarriers barriers = {shared + BARRIERS_AT};
     // Behind the barriers: whether an adding warp was the last of all with these outputs.
     uint *is_last = reinterpret_cast<uint *>(memory + SHARED_BYTES - 16);
     // The stage that is filled or used next.
     RingCursor<STAGES> cursor;
     if (threadIdx.x == 0) {
-#pragma unroll
-        for (uint s = 0; s < STAGES; s++) {
-            barrier_init(full + s * 8, 1);
-            barrier_init(empty + s * 8, WARPS * 32);
-        }
-#pragma unroll
-        for (uint s = 0; s < SLOTS; s++) {
-            barrier_init(summed + s * 8, WARPS * 32);
-            barrier_init(taken + s * 8, ADDERS * 32);
-        }
-        show_barriers_to_copies();
+        barriers.init(WARPS * 32, ADDERS * 32);
     }
     __syncthreads();
     float4 *all_sums = reinterpret_cast<float4 *>(memory + SUMS_AT);
@@ -125,9 +113,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll 1
             for (uint i = 0; i < items; i++) {
                 if (i >= STAGES) {
-                    barrier_wait(empty + cursor.stage * 8, cursor.parity ^ 1);
+                    barrier_wait(barriers.empty(cursor.stage), cursor.parity ^ 1);
                 }
-                const uint rows = min(TILE, end - row), barrier = full + cursor.stage * 8;
+                const uint rows = min(TILE, end - row), barrier = barriers.full(cursor.stage);
                 const uchar *from = values + ulong(row) * ROW + (part * INPUTS + segment * SEGMENT) * 2;
                 barrier_expect(barrier, rows * SEGMENT * 2);
 #pragma unroll 1
@@ -145,18 +133,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             let_next_begin();
 #pragma unroll 1
             for (uint tile = 0; tile < tiles; tile++) {
-                barrier_wait(summed + slot.stage * 8, slot.parity);
+                barrier_wait(barriers.summed(slot.stage), slot.parity);
 #pragma unroll
                 for (uint i = 0; i < EIGHTS / ADDERS; i++) {
                     const uint eight = i * ADDERS + adder;
-                    const float4 *of_tile = all_sums + (slot.stage * EIGHTS + eight) * (WARPS * 32) + lane;
-                    float4 total = of_tile[0];
-#pragma unroll
-                    for (uint w = 1; w < WARPS; w++) {
-                        total = total + of_tile[w * 32];
-                    }
+                    const float4 total = sum_of_warps(all_sums + (slot.stage * EIGHTS + eight) * (WARPS * 32) + lane);
                     if (i + 1 == EIGHTS / ADDERS) {
-                        barrier_arrive(taken + slot.stage * 8);
+                        barrier_arrive(barriers.taken(slot.stage));
                     }
                     if (SPLITS == 1) {
                         write(tile, eight, total);
@@ -201,7 +184,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         float sums[EIGHTS][CHAINS][4] = {};
 #pragma unroll
         for (uint s = 0; s < SEGMENTS; s++) {
-            barrier_wait(full + cursor.stage * 8, cursor.parity);
+            barrier_wait(barriers.full(cursor.stage), cursor.parity);
             const uchar *of_lane = memory + cursor.stage * STAGE + g * PITCH + (warp * OWN + t * LANE) * 2;
 #pragma unroll
             for (uint i = 0; i < STEPS; i++) {
@@ -219,11 +202,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             }
             // The stage may be overwritten.
             if (items > STAGES) {
-                barrier_arrive(empty + cursor.stage * 8);
+                barrier_arrive(barriers.empty(cursor.stage));
             }
             cursor.next();
         }
-        barrier_wait(taken + slot.stage * 8, slot.parity ^ 1);
+        barrier_wait(barriers.taken(slot.stage), slot.parity ^ 1);
 #pragma unroll
         for (uint e = 0; e < EIGHTS; e++) {
             float4 total = make_float4(sums[e][0][0], sums[e][0][1], sums[e][0][2], sums[e][0][3]);
@@ -233,7 +216,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             }
             all_sums[((slot.stage * EIGHTS + e) * WARPS + warp) * 32 + lane] = total;
         }
-        barrier_arrive(summed + slot.stage * 8);
+        barrier_arrive(barriers.summed(slot.stage));
         slot.next();
     }
     if (SPLITS > 1) {
@@ -247,12 +230,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll 1
             for (uint i = warp; i < tiles * EIGHTS; i += WARPS) {
                 const uint tile = i / EIGHTS, eight = i % EIGHTS;
-                float4 total = __ldcg(partial(0, tile, eight));
-#pragma unroll
-                for (uint s = 1; s < SPLITS; s++) {
-                    total = total + __ldcg(partial(s, tile, eight));
-                }
-                write(tile, eight, total);
+                write(tile, eight, sum_of_blocks(partial(0, tile, eight), ulong(p.most_tiles) * (EIGHTS * 32)));
             }
         }
     }

@@ -32,6 +32,7 @@ mod many;
 mod out_parts;
 mod route;
 mod rows;
+mod splits;
 mod stream;
 mod stream_rows;
 mod warp_tiling;

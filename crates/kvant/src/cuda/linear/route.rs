@@ -201,8 +201,12 @@ mod tests {
     /// Batches by affine weights with scales of bf16, in groups of 64, as models have them, on an H200.
     #[test]
     fn kernels_of_batches() {
+        let mut large = call(8, DType::BF16, [4, 32_768, 4096], false);
+        large.weight = affine([32_768, 4096], 8, 64, DType::BF16);
+        assert_eq!(select(&large, &parts(&large.weight, 4096), &H200).name(), "linear_batch");
         for (rows, outputs, experts, want) in [
             (2, 4096, false, "linear_bulk_rows"),
+            (4, 32_768, false, "linear_bulk_rows"),
             (8, 4096, false, "linear_bulk_rows"),
             (9, 4096, false, "linear_batch"),
             (64, 4096, false, "linear_batch"),

@@ -3,13 +3,15 @@
 use super::{
     LinearParams, aligned16,
     out_parts::{MOST_PARTS, OutParts},
+    splits::{SPLITS, Splits},
     stream::most_stages,
+    warp_tiling::TILE,
 };
 use crate::cuda::{affine::Parts, headers};
 use crate::{
     DType, Result,
     cuda::WARP,
-    gpu::{Builder, Launch, Limits, Params, Source, Use, params},
+    gpu::{Builder, Launch, Limits, Params, Source, params},
     ops::linear::{Call, NAME},
 };
 
@@ -32,8 +34,7 @@ static SOURCE: Source = Source {
 
 /// Rows of x that there are kernels for.
 const ROWS: [usize; 3] = [8, 16, 32];
-/// Outputs that are multiplied together, and rows of x.
-const TILE: usize = 16;
+/// Rows of x that are multiplied together.
 const EIGHT: usize = 8;
 /// Warps of a block that multiply, and inputs of theirs in a step.
 const WARPS: usize = 8;
@@ -42,9 +43,7 @@ const STEP: usize = 32 * WARPS;
 /// to the others. That needs an architecture's own instructions, as products of warpgroups do.
 const MOST_REGISTERS: usize = 176;
 const FEW_REGISTERS: usize = 80;
-/// Blocks that divide the inputs of long rows, at most.
-const SPLITS: usize = 4;
-/// Bytes of their sums, at most: those of more outputs do not stay in the level-2 cache.
+/// Bytes of the sums that blocks leave, at most: those of more outputs do not stay in the level-2 cache.
 const MOST_PARTIALS: usize = 24 << 20;
 /// Bytes of a stage, at most, and the padding of an output in it.
 const STAGE: usize = 42 << 10;
@@ -57,11 +56,7 @@ const SLOTS: usize = 2;
 pub(super) struct StreamRowsTiling {
     /// Rows of x, with those that are not there.
     rows: usize,
-    /// Blocks that have the same outputs and a part of the inputs each, and how many times so many there are.
-    splits: usize,
-    stretches: usize,
-    /// Tiles of such blocks, at most.
-    tiles: usize,
+    division: Splits,
     /// Inputs of a block, and of a stage.
     inputs: usize,
     segment: usize,
@@ -96,7 +91,8 @@ impl StreamRowsTiling {
         let inputs = all_inputs / splits;
         let stretches = outputs.min(limits.busy_groups / splits).max(1);
         let tiles = outputs.div_ceil(stretches).div_ceil(TILE);
-        if splits > 1 && splits * stretches * tiles * TILE * rows * 4 > MOST_PARTIALS {
+        let division = Splits { splits, stretches, tiles };
+        if splits > 1 && division.partial_bytes(rows) > MOST_PARTIALS {
             return None;
         }
         let stage = |segments: usize| TILE * (inputs / segments * 2 + PADDING);
@@ -108,7 +104,7 @@ impl StreamRowsTiling {
             };
             most_stages(tiles * segments, limits, bytes).map(|most| (segments, most))
         })?;
-        Some(StreamRowsTiling { rows, splits, stretches, tiles, inputs, segment: inputs / segments, stages, bytes })
+        Some(StreamRowsTiling { rows, division, inputs, segment: inputs / segments, stages, bytes })
     }
 
     /// Adds the launch.
@@ -121,7 +117,7 @@ impl StreamRowsTiling {
         b: &mut Builder,
     ) -> Result<()> {
         let &LinearParams { rows, outputs, alpha, .. } = params;
-        let most_tiles = Launch::uint(NAME, "out", self.tiles)?;
+        let most_tiles = Launch::uint(NAME, "out", self.division.tiles)?;
         let params = LinearStreamRowsParams { rows, outputs, alpha, most_tiles, parts: OutParts::of(call)? };
         let has_many = registers_of_x(self.rows, self.inputs) > FEW_REGISTERS;
         // A warpgroup where it gives registers to others; otherwise one warp copies, and one or two add.
@@ -130,13 +126,12 @@ impl StreamRowsTiling {
             (false, EIGHT) => 2,
             (false, _) => 3,
         };
-        let blocks = self.stretches * self.splits;
         let launch = Launch::new(NAME, &SOURCE, name)
             .constant("DTYPE", weight.dtype)
             .constant("OUT_DTYPE", call.out.dtype())
             .constant("ROWS", self.rows as u32)
             .constant("INPUTS", self.inputs as u32)
-            .constant("SPLITS", self.splits as u32)
+            .constant("SPLITS", self.division.splits as u32)
             .constant("SEGMENT", self.segment as u32)
             .constant("WARPS", WARPS as u32)
             .constant("MANY", has_many)
@@ -147,14 +142,9 @@ impl StreamRowsTiling {
             .write(2, &call.out)
             .params(3, &params)
             .threadgroup_memory(self.bytes)
-            .grid([blocks, 1, 1], [(WARPS + others) * WARP, 1, 1])
+            .grid([self.division.blocks(), 1, 1], [(WARPS + others) * WARP, 1, 1])
             .reads_ahead(&[1]);
-        if self.splits == 1 {
-            return b.push(launch);
-        }
-        let partials = b.scratch(blocks * self.tiles * TILE * self.rows * size_of::<f32>())?;
-        let arrivals = b.zeroed_scratch(self.stretches * size_of::<u32>())?;
-        b.push(launch.scratch(4, &partials, Use::ReadWrite).scratch(5, &arrivals, Use::ReadWrite))
+        self.division.push(launch, 4, self.rows, b)
     }
 }
 
@@ -189,13 +179,14 @@ mod tests {
                         continue;
                     };
                     assert!(shape.bytes <= bytes && shape.stages > 0, "{case}: {}", shape.bytes);
-                    assert_eq!(shape.splits * shape.inputs, inputs, "{case}");
+                    let Splits { splits, stretches, tiles } = shape.division;
+                    assert_eq!(splits * shape.inputs, inputs, "{case}");
                     assert!(registers_of_x(shape.rows, shape.inputs) <= MOST_REGISTERS, "{case}");
                     assert!(shape.rows >= rows, "{case}: {}", shape.rows);
                     assert!(shape.inputs.is_multiple_of(shape.segment), "{case}: {}", shape.segment);
                     assert!(shape.segment.is_multiple_of(STEP), "{case}: {}", shape.segment);
-                    assert!(shape.stretches <= outputs && shape.stretches * shape.splits <= 132, "{case}");
-                    assert!(shape.stretches * shape.tiles * TILE >= outputs, "{case}: {}", shape.tiles);
+                    assert!(stretches <= outputs && stretches * splits <= 132, "{case}");
+                    assert!(stretches * tiles * TILE >= outputs, "{case}: {tiles}");
                 }
             }
         }
@@ -206,7 +197,7 @@ mod tests {
     fn long_rows_are_divided() {
         let splits = |rows, inputs, limits: &Limits| {
             let call = call(0, DType::BF16, [rows, 128, inputs], false);
-            StreamRowsTiling::new(&call, &parts(&call.weight, inputs), limits).map(|shape| shape.splits)
+            StreamRowsTiling::new(&call, &parts(&call.weight, inputs), limits).map(|shape| shape.division.splits)
         };
         for (inputs, want) in [
             (256, [1, 1, 1]),
