@@ -29,8 +29,8 @@ impl Splits {
         self.blocks() * self.tiles * TILE * rows * size_of::<f32>()
     }
 
-    /// Adds the launch, with memory for these sums of so many rows as argument `index`, and the arrivals of blocks as the
-    /// next one, if there are any.
+    /// Adds the launch. If blocks share rows, its argument `index` is memory for their sums, and the next one counts
+    /// their arrivals.
     pub(super) fn push(&self, launch: Launch, index: u32, rows: usize, b: &mut Builder) -> Result<()> {
         if self.splits == 1 {
             return b.push(launch);
