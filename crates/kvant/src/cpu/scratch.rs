@@ -15,8 +15,12 @@ thread_local! {
 /// its own, without the instructions that the kernel's caller enables.
 pub(super) struct ScratchFloats {
     buffer: Vec<f32>,
+    start: usize,
     len: usize,
 }
+
+/// Floats of a line of the cache.
+const LINE: usize = 16;
 
 /// `len` floats of unspecified content.
 #[inline]
@@ -25,7 +29,15 @@ pub(super) fn take(len: usize) -> ScratchFloats {
     if buffer.len() < len {
         buffer.resize(len, 0.0);
     }
-    ScratchFloats { buffer, len }
+    ScratchFloats { buffer, start: 0, len }
+}
+
+/// The same from the start of a line of the cache on: a vector that straddles two lines takes two accesses.
+#[inline]
+pub(super) fn take_lines(len: usize) -> ScratchFloats {
+    let mut floats = take(len + LINE);
+    (floats.start, floats.len) = (floats.buffer.as_ptr().align_offset(size_of::<f32>() * LINE).min(LINE), len);
+    floats
 }
 
 impl Drop for ScratchFloats {
@@ -40,13 +52,13 @@ impl Deref for ScratchFloats {
     type Target = [f32];
     #[inline(always)]
     fn deref(&self) -> &[f32] {
-        &self.buffer[..self.len]
+        &self.buffer[self.start..][..self.len]
     }
 }
 
 impl DerefMut for ScratchFloats {
     #[inline(always)]
     fn deref_mut(&mut self) -> &mut [f32] {
-        &mut self.buffer[..self.len]
+        &mut self.buffer[self.start..][..self.len]
     }
 }

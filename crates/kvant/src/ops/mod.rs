@@ -60,7 +60,7 @@
 //! | | dense to another dtype | none | none | correctly rounded |
 //! | | TurboQuant | f32 (the reference uses f64) | as the codec defines ([`codec::encode`](crate::codec::encode)) | a coordinate next to a threshold may get the neighbouring index |
 //! | [`attend`](attend()) | unless below | f32, softmax included | none | g as above; r = u of `q` for rotated f16 or bf16 queries |
-//! | | quantised keys or values; CPU at [`Avx512Vnni`](crate::SimdLevel::Avx512Vnni) (default where available) | integers | centroids and their factors are rounded to fixed point | r = 2⁻¹² + g/2¹⁴. RMS error with normal keys and queries, measured: 1.5·10⁻⁴ of a result at scale 1/√D; at scale 1 up to 4.4·10⁻⁴ (D = 256) and 6.1·10⁻⁴ (D = 512) |
+//! | | quantised keys or values; CPU at [`Avx512Vbmi`](crate::SimdLevel::Avx512Vbmi) and above (default where available) | integers | centroids and their factors are rounded to fixed point | r = 2⁻¹² + g/2¹⁴. RMS error with normal keys and queries, measured: 1.5·10⁻⁴ of a result at scale 1/√D; at scale 1 up to 4.4·10⁻⁴ (D = 256) and 6.1·10⁻⁴ (D = 512) |
 //! | | other tokens over quantised keys or values; CUDA, f16 or bf16 `out` | f32 | centroids and their factors are rounded to f16 | r = g/2¹¹: a relative error of at most 2⁻¹² for each rounded factor |
 //! | | prompts over dense caches of `q`'s 16-bit dtype, f16 or bf16 `out`; CUDA | f32 | softmax weights are rounded to `q`'s dtype | r = half a unit of `q`'s dtype |
 //! | | prompts over quantised caches of a pool, bf16 `q`, f16 or bf16 `out`; CUDA | f32 | also decoded keys and values | r = (2 + g)·2⁻⁹ |
@@ -71,7 +71,8 @@
 //! | [`norm_rope_write`](norm_rope_write()) | | f32 | none: keys and values are encoded from f32 | as `norm_rope`, then as `kv_write` |
 //! | [`hadamard`](hadamard()) | | f32 | none | |
 //! | [`linear`](linear()) | unless below | f32 | none | g = 2 for K > 4096 |
-//! | | affine or blocks, up to 15 rows for one matrix (with experts: for each); CPU at `Avx512Vnni` | integers per group (8-bit and IQ4 codes: f32), then f32 | activations are rounded to steps of about 2⁻²³ of the largest of their group | activations below half a step count as zero |
+//! | | affine or blocks, up to 15 rows for one matrix (with experts: for each); CPU at `Avx512Vbmi` and above | integers per group (8-bit and IQ4 codes: f32), then f32 | activations are rounded to steps of about 2⁻²³ of the largest of their group | activations below half a step count as zero |
+//! | | dense f16 or bf16, 16 rows or more for one matrix, affine or blocks, 32 rows or more (with experts: all rows, once one expert has as many); CPU at `Avx512Amx` (default where available) | f32 | activations and weights are sums of two bf16 numbers | r = 2⁻¹⁷. Measured: 3·10⁻⁶ of the RMS of a result. Numbers below 2⁻¹¹⁷ have fewer bits, below 2⁻¹²⁶ none |
 //! | | affine or blocks, 16 rows or more for one matrix (with experts: all rows, once one expert has 16); CPU at `Avx512Vnni` | integers per group, then f32 | activations are rounded to 16 bits, relative to the largest of their group | r = 2⁻¹⁵. Measured: about 2·10⁻⁵ of the RMS of a result (f32: 10⁻⁷, bf16: about 10⁻³) |
 //! | | affine, one or two rows for one matrix, or few rows of experts; CUDA | integers per group, then f32 | activations are rounded to steps of 2⁻²² of the largest of 128 consecutive inputs | activations below one step count as zero |
 //! | | affine or blocks, bf16 `x` and `out`, 1024 rows or more (on GPUs other than Hopper and for groups of 32: 33; for codes of 2, 3 and 5 bits and blocks: 41), no experts; CUDA with cuBLASLt | f32 | weights are rounded to bf16 | r = 2⁻¹⁰ |
@@ -91,7 +92,7 @@
 //! "Blocks" include MXFP4 and NVFP4 with separate scales, and on CUDA MXFP8, whose weights bf16 holds exactly. The CPU
 //! multiplies MXFP8 in f32.
 //!
-//! To multiply in f32 on a CPU with VNNI, at about half the speed for [`linear`](linear()), open the device with
+//! To multiply in f32 on a CPU with VNNI or AMX, at half the speed or less for [`linear`](linear()), open the device with
 //! [`CpuOptions`](crate::CpuOptions)` { simd: Some(SimdLevel::Avx512), .. }`, or `Avx2` without AVX-512.
 
 pub(crate) mod add_bias;

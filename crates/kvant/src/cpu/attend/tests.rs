@@ -151,7 +151,9 @@ impl AttendCase {
         let name = format!("{}:{} D {} G {} T {}", self.k, self.v, self.head_dim, self.group, self.tokens.len());
         for device in devices {
             let got = self.run(device).unwrap();
-            let fixed = device.name().starts_with(&SimdLevel::Avx512Vbmi.to_string())
+            let fixed = [SimdLevel::Avx512Vbmi, SimdLevel::Avx512Amx]
+                .iter()
+                .any(|level| device.name().starts_with(&level.to_string()))
                 && (self.k.is_quantised() || self.v.is_quantised());
             close(&got, &want, self.dtype, fixed, &format!("{name} on {device}"));
         }

@@ -16,13 +16,16 @@ mod integers;
 mod many_rows;
 pub(super) mod matrix;
 mod route;
+#[cfg_attr(not(target_arch = "x86_64"), path = "tiles_stub.rs")]
+mod tiles;
 
 use std::sync::{Mutex, PoisonError};
 
 use few_rows::{FewRows, FewRowsByBytes, Integers, Prepare, PrepareIntegers, Prepared};
 use many_rows::{ManyRows, ManyRowsByWords};
 use matrix::Matrix;
-use route::{LinearKernel, select, select_f32};
+use route::{LinearKernel, WeightKind, select, select_f32};
+use tiles::{ManyRowsByTiles, PrepareTiles, TileLayout};
 
 use super::{
     Cpu,
@@ -35,8 +38,6 @@ use crate::ops::linear::Call;
 const X_ROWS: usize = 1024;
 /// Outputs of a task that widens weights.
 const MANY_TILE: usize = 128;
-/// Floats of a line of the cache.
-const LINE: usize = 16;
 /// Multiply-adds below which handing out tasks costs more than it saves.
 const ALONE: usize = 1 << 15;
 /// Elements below which preparing is not worth handing out.
@@ -67,44 +68,59 @@ fn run_rows(cpu: &Cpu, call: &Call, first: usize, x_rows: usize) {
     list_rows(call, first, rows, bounds);
     let (chosen, most) = choose(bounds, chosen);
     let list = RowList { rows, bounds, chosen };
-    let kernel = select(cpu.level, matrix.layout().is_some(), most);
-    let integers = match kernel {
-        LinearKernel::ByteProducts => matrix.layout().map(Integers::Bytes),
-        LinearKernel::WordProducts => matrix.layout().map(Integers::Words),
-        LinearKernel::FewRows | LinearKernel::ManyRows => None,
+    let x = Elements::of(&call.x);
+    let kernel = select(cpu.level, WeightKind::of(&matrix), most);
+    let form = match (kernel, matrix.layout()) {
+        (LinearKernel::ByteProducts, Some(layout)) => Form::Integers(Integers::Bytes(layout)),
+        (LinearKernel::WordProducts, Some(layout)) => Form::Integers(Integers::Words(layout)),
+        (LinearKernel::TileProducts, _) => Form::Tiles(TileLayout::new(matrix.inputs, x.dtype)),
+        _ => Form::Floats,
     };
     let stride = few_rows::stride(&matrix);
-    let len = x_rows * integers.map_or(stride, |integers| integers.stride()).max(stride);
-    let prepared = &mut *scratch::take(len + LINE);
-    // Vectors that straddle two lines of the cache take two reads.
-    let aligned = prepared.as_ptr().align_offset(4 * LINE).min(LINE);
-    let prepared = &mut prepared[aligned..][..len];
-    let x = Elements::of(&call.x);
+    // Of a row, or of as many rows as are prepared together.
+    let (unit, at_once) = match form {
+        Form::Floats => (stride, 1),
+        Form::Integers(integers) => (integers.stride(), 1),
+        Form::Tiles(layout) => (layout.tile(), tiles::ROWS),
+    };
+    let len = x_rows.div_ceil(at_once) * unit;
+    let prepared = &mut *scratch::take_lines(len.max(x_rows * stride));
     let in_floats = |prepared: &mut [f32], list: RowList<'_>, most: usize| {
         prepare(cpu, stride, &mut prepared[..x_rows * stride], |row, to| {
             cpu.level.dispatch(Prepare { matrix, x, first: first + row, to });
         });
-        LinearJob { call, matrix, prepared, integers: None, list }.run(cpu, select_f32(most));
+        LinearJob { call, matrix, prepared, form: Form::Floats, list }.run(cpu, select_f32(most));
     };
-    let Some(layout) = integers else { return in_floats(prepared, list, most) };
-    let odd = Mutex::default();
-    prepare(cpu, layout.stride(), &mut prepared[..x_rows * layout.stride()], |row, to| {
-        let odd = &odd;
-        cpu.level.dispatch_words(PrepareIntegers { integers: layout, x, first: first + row, to, number: row, odd });
-    });
-    let in_integers =
-        |prepared: &[f32], list: RowList<'_>| LinearJob { call, matrix, prepared, integers, list }.run(cpu, kernel);
-    let odd: Vec<u32> = odd.into_inner().unwrap_or_else(PoisonError::into_inner);
-    if odd.is_empty() {
-        return in_integers(prepared, list);
+    if let Form::Floats = form {
+        return in_floats(prepared, list, most);
     }
-    // Integers cannot represent some rows. Those are floats, and the others do not notice.
+    let odd = &Mutex::default();
+    prepare(cpu, unit, &mut prepared[..len], |number, to| {
+        let (number, first) = (number * at_once, first + number * at_once);
+        match form {
+            Form::Floats => {}
+            Form::Integers(integers) => {
+                cpu.level.dispatch_words(PrepareIntegers { integers, x, first, to, number, odd });
+            }
+            Form::Tiles(layout) => {
+                let rows = x_rows - number;
+                cpu.level.dispatch_bytes(PrepareTiles { layout, x, first, rows, to, odd, number });
+            }
+        }
+    });
+    let in_form =
+        |prepared: &[f32], list: RowList<'_>| LinearJob { call, matrix, prepared, form, list }.run(cpu, kernel);
+    let odd: Vec<u32> = std::mem::take(&mut odd.lock().unwrap_or_else(PoisonError::into_inner));
+    if odd.is_empty() {
+        return in_form(prepared, list);
+    }
+    // Some rows have no such form. Those are floats, and the others do not notice.
     for is_odd in [false, true] {
         let (rows, bounds) = list.filter(|row| odd.contains(&row) == is_odd);
         let mut chosen = vec![0; experts];
         let (chosen, most) = choose(&bounds, &mut chosen);
         let list = RowList { rows: &rows, bounds: &bounds, chosen };
-        if is_odd { in_floats(prepared, list, most) } else { in_integers(prepared, list) }
+        if is_odd { in_floats(prepared, list, most) } else { in_form(prepared, list) }
     }
 }
 
@@ -194,9 +210,16 @@ struct LinearJob<'a> {
     matrix: Matrix,
     /// The prepared activations.
     prepared: &'a [f32],
-    /// Whether they are integers.
-    integers: Option<Integers>,
+    form: Form,
     list: RowList<'a>,
+}
+
+/// What prepared activations are.
+#[derive(Clone, Copy)]
+enum Form {
+    Floats,
+    Integers(Integers),
+    Tiles(TileLayout),
 }
 
 /// A matrix of the output: some of the outputs of all rows.
@@ -220,10 +243,14 @@ impl LinearJob<'_> {
             }
             return;
         }
-        let pieces = (work / ALONE).clamp(threads, 4 * threads).div_ceil(self.list.chosen.len());
-        let tile = outputs.div_ceil(pieces).next_multiple_of(32);
-        let widened = matches!(kernel, LinearKernel::ManyRows | LinearKernel::WordProducts);
-        let tile = if widened { tile.min(MANY_TILE) } else { tile };
+        // Tiles read activations once for all outputs of a task.
+        let (most, widest) = match kernel {
+            LinearKernel::FewRows | LinearKernel::ByteProducts => (4 * threads, usize::MAX),
+            LinearKernel::ManyRows | LinearKernel::WordProducts => (4 * threads, MANY_TILE),
+            LinearKernel::TileProducts => (2 * threads, tiles::PANEL),
+        };
+        let pieces = (work / ALONE).clamp(threads, most).div_ceil(self.list.chosen.len());
+        let tile = outputs.div_ceil(pieces).next_multiple_of(32).min(widest);
         let tiles: usize = self.parts().map(|part| part.width.div_ceil(tile)).sum();
         cpu.threads.run(self.list.chosen.len() * tiles, |task| {
             let mut number = task % tiles;
@@ -258,17 +285,21 @@ impl LinearJob<'_> {
         let Part { first, width, out } = part;
         let (matrix, alpha, base) = (self.matrix, self.call.alpha, expert * self.call.dims.outputs + first);
         let (x, stride) = (self.prepared, few_rows::stride(&matrix));
-        match self.integers {
-            Some(Integers::Words(layout)) => {
+        match self.form {
+            Form::Tiles(layout) => {
+                let tiles = ManyRowsByTiles { matrix, layout, base, outputs, x, rows, alpha, out, width };
+                return cpu.level.dispatch_bytes(tiles);
+            }
+            Form::Integers(Integers::Words(layout)) => {
                 let words = ManyRowsByWords { matrix, layout, base, outputs, x, rows, alpha, out, width };
                 return cpu.level.dispatch_words(words);
             }
-            Some(Integers::Bytes(layout)) => {
+            Form::Integers(Integers::Bytes(layout)) => {
                 let x = Prepared::bytes(layout, x);
                 let rows = FewRows { matrix, base, outputs, x, rows, alpha, out, width };
                 return cpu.level.dispatch_bytes(FewRowsByBytes { rows, layout });
             }
-            None => {}
+            Form::Floats => {}
         }
         if select_f32(rows.len()) == LinearKernel::FewRows {
             let x = Prepared::new(&matrix, x);

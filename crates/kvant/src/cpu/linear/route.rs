@@ -1,12 +1,39 @@
 //! Selects the kernel of a matrix product.
 
-use crate::cpu::SimdLevel;
+use super::matrix::{Matrix, MatrixKind};
+use crate::{DType, cpu::SimdLevel};
 
 /// From as many rows of activations on, weights are widened to f32 once for all of them: there both ways were measured
 /// to be equally fast.
 pub(super) const MANY_ROWS: usize = 64;
 /// From as many rows on, products of words are faster than products of bytes.
 pub(super) const MANY_ROWS_BY_WORDS: usize = 16;
+
+/// From as many rows on, tiles are faster than both: making bfloats takes longer than making words.
+pub(super) const MANY_ROWS_BY_TILES: usize = 32;
+/// The same where weights of 16 bits would be widened.
+pub(super) const MANY_HALVES_BY_TILES: usize = 16;
+
+/// Weights, by the kernels that take them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum WeightKind {
+    /// Affine, or blocks.
+    Codes,
+    /// f16 or bf16.
+    Halves,
+    /// f32, and MXFP8.
+    Floats,
+}
+
+impl WeightKind {
+    pub(super) fn of(matrix: &Matrix) -> WeightKind {
+        match matrix.kind {
+            MatrixKind::Affine(_) | MatrixKind::Blocks(_) => WeightKind::Codes,
+            MatrixKind::Dense(weights) if weights.dtype != DType::F32 => WeightKind::Halves,
+            MatrixKind::Dense(_) | MatrixKind::Mxfp8(_) => WeightKind::Floats,
+        }
+    }
+}
 
 /// A kernel of [`linear`](super).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -19,11 +46,18 @@ pub(super) enum LinearKernel {
     ManyRows,
     /// Unpacks codes to integers of two bytes: [`word_products`](super::integers::word_products).
     WordProducts,
+    /// Weights and activations as sums of two bfloats, by tiles: [`tiles`](super::tiles).
+    TileProducts,
 }
 
-/// The kernel for a weight that is `affine` or dense, of which one matrix has as many as `rows` rows of activations.
-pub(super) fn select(level: SimdLevel, affine: bool, rows: usize) -> LinearKernel {
+/// The kernel for weights of which one matrix has as many as `rows` rows of activations.
+pub(super) fn select(level: SimdLevel, weights: WeightKind, rows: usize) -> LinearKernel {
+    let affine = weights == WeightKind::Codes;
     match rows {
+        MANY_ROWS_BY_TILES.. if affine && level.multiplies_tiles() => LinearKernel::TileProducts,
+        MANY_HALVES_BY_TILES.. if weights == WeightKind::Halves && level.multiplies_tiles() => {
+            LinearKernel::TileProducts
+        }
         MANY_ROWS_BY_WORDS.. if affine && level.multiplies_words() => LinearKernel::WordProducts,
         ..MANY_ROWS_BY_WORDS if affine && level.multiplies_bytes() => LinearKernel::ByteProducts,
         _ => select_f32(rows),
@@ -37,28 +71,47 @@ pub(super) fn select_f32(rows: usize) -> LinearKernel {
 
 #[cfg(test)]
 mod tests {
-    use super::{LinearKernel::*, *};
+    use super::{LinearKernel::*, WeightKind::*, *};
 
     #[test]
-    fn integers_serve_affine_weights_on_vnni() {
-        assert_eq!(select(SimdLevel::Avx512Vbmi, true, 1), ByteProducts);
-        assert_eq!(select(SimdLevel::Avx512Vbmi, true, 15), ByteProducts);
+    fn integers_serve_codes_on_vnni() {
+        for level in [SimdLevel::Avx512Vbmi, SimdLevel::Avx512Amx] {
+            assert_eq!(select(level, Codes, 1), ByteProducts);
+            assert_eq!(select(level, Codes, 15), ByteProducts);
+        }
         for level in SimdLevel::ALL.into_iter().filter(|level| level.multiplies_words()) {
-            assert_eq!(select(level, true, 16), WordProducts);
-            assert_eq!(select(level, true, 1000), WordProducts);
-            assert_eq!(select(level, false, 16), FewRows);
+            assert_eq!(select(level, Codes, 16), WordProducts);
+            if !level.multiplies_tiles() {
+                assert_eq!(select(level, Codes, 1000), WordProducts);
+                assert_eq!(select(level, Halves, 16), FewRows);
+            }
         }
         for level in [SimdLevel::Avx2Vnni, SimdLevel::Avx512Vnni] {
-            assert_eq!(select(level, true, 15), FewRows);
+            assert_eq!(select(level, Codes, 15), FewRows);
         }
+    }
+
+    #[test]
+    fn tiles_serve_many_rows_of_all_but_f32() {
+        assert_eq!(select(SimdLevel::Avx512Amx, Codes, MANY_ROWS_BY_TILES), TileProducts);
+        assert_eq!(select(SimdLevel::Avx512Amx, Halves, MANY_HALVES_BY_TILES), TileProducts);
+        assert_eq!(select(SimdLevel::Avx512Amx, Floats, 1000), ManyRows);
+        assert_eq!(select(SimdLevel::Avx512Amx, Halves, 1), FewRows);
     }
 
     #[test]
     fn rows_decide_in_f32() {
         for level in SimdLevel::ALL {
-            for affine in [false, true].into_iter().filter(|&affine| !(affine && level.multiplies_words())) {
-                assert_eq!(select(level, affine, 63), FewRows);
-                assert_eq!(select(level, affine, 64), ManyRows);
+            for weights in [Codes, Halves, Floats] {
+                let is_f32 = match weights {
+                    Codes => !level.multiplies_words(),
+                    Halves => !level.multiplies_tiles(),
+                    Floats => true,
+                };
+                if is_f32 {
+                    assert_eq!(select(level, weights, 63), FewRows);
+                    assert_eq!(select(level, weights, 64), ManyRows);
+                }
             }
         }
     }

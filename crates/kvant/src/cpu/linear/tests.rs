@@ -77,11 +77,17 @@ impl LinearCase {
             WeightKind::Dense(_) => 1.0,
             WeightKind::Affine { bits, .. } => (1u32 << bits) as f32,
         };
-        let words = matches!(self.kind, WeightKind::Affine { .. }) && self.tokens >= super::route::MANY_ROWS_BY_WORDS;
+        let many = self.tokens >= super::route::MANY_ROWS_BY_WORDS;
         for device in devices {
-            // Activations of 16 bits err by 2⁻¹⁷ or less, and codes are up to a half of `largest`.
-            let vnni = |level: &SimdLevel| level.multiplies_words() && device.name().starts_with(&level.to_string());
-            let words = words && SimdLevel::ALL.iter().any(vnni);
+            // Activations of 16 bits err by 2⁻¹⁷ or less, and codes are up to a half of `largest`. Sums of two bfloats
+            // err by 2⁻¹⁷ of a number.
+            let is_of = |level: &SimdLevel| device.name().starts_with(&level.to_string());
+            let vnni = SimdLevel::ALL.iter().any(|level| level.multiplies_words() && is_of(level));
+            let words = many
+                && match self.kind {
+                    WeightKind::Affine { .. } => vnni,
+                    WeightKind::Dense(dtype) => dtype != DType::F32 && is_of(&SimdLevel::Avx512Amx),
+                };
             let inputs = self.inputs as f32;
             let sums = match () {
                 () if words => 1e-5 * inputs.sqrt(),
@@ -260,6 +266,38 @@ fn rows_that_integers_cannot_stand_for() {
                         assert!(close, "{device}, {bits} bits, row {t} of {tokens}: {x}, not {y}");
                     }
                 }
+            }
+        }
+    }
+}
+
+/// Weights that are no sums of two bfloats: what they meet is computed all the same, and the other outputs do not
+/// notice.
+#[test]
+fn weights_that_are_not_finite() {
+    let (inputs, outputs, tokens) = (160, 70, 20);
+    for dtype in [DType::BF16, DType::F16] {
+        let mut numbers = Numbers(12);
+        let x = numbers.floats(tokens * inputs);
+        let mut w = numbers.floats(outputs * inputs);
+        w[3 * inputs + 100] = f32::INFINITY;
+        w[40 * inputs + 7] = f32::NAN;
+        w[69 * inputs + 159] = f32::NEG_INFINITY;
+        let product = |device: &Device| -> Vec<f32> {
+            let x = tensor(device, DType::F32, &x, &[tokens, inputs]);
+            let w = tensor(device, dtype, &w, &[outputs, inputs]);
+            let out = tensor(device, DType::F32, &vec![7.0; tokens * outputs], &[tokens, outputs]);
+            let mut enc = device.encoder().unwrap();
+            ops::linear(&mut enc, &Linear::new(&x, Weight::Dense(&w), &out)).unwrap();
+            enc.commit().unwrap().wait().unwrap();
+            out.to_f32().unwrap()
+        };
+        let want = product(&Device::reference());
+        for device in devices() {
+            for (i, (&got, &want)) in product(&device).iter().zip(&want).enumerate() {
+                let equal = got == want || got.is_nan() && want.is_nan();
+                let close = want.is_finite() && (got - want).abs() <= 1e-4 * want.abs().max(1.0);
+                assert!(equal || close, "{device}, {dtype}, element {i}: {got}, not {want}");
             }
         }
     }

@@ -8,6 +8,8 @@
 use std::fmt;
 
 #[cfg(target_arch = "x86_64")]
+pub(super) mod amx;
+#[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
@@ -36,19 +38,22 @@ pub enum SimdLevel {
     Avx512Vnni,
     /// The same that also permutes bytes: VBMI (x86-64: Ice Lake, Zen 4 and later).
     Avx512Vbmi,
+    /// The same that also multiplies tiles: AMX for bfloats (x86-64: Sapphire Rapids and later; Linux).
+    Avx512Amx,
     /// NEON (AArch64).
     Neon,
 }
 
 impl SimdLevel {
     /// Every level, slowest first.
-    pub const ALL: [SimdLevel; 7] = [
+    pub const ALL: [SimdLevel; 8] = [
         SimdLevel::Portable,
         SimdLevel::Avx2,
         SimdLevel::Avx2Vnni,
         SimdLevel::Avx512,
         SimdLevel::Avx512Vnni,
         SimdLevel::Avx512Vbmi,
+        SimdLevel::Avx512Amx,
         SimdLevel::Neon,
     ];
 
@@ -66,6 +71,8 @@ impl SimdLevel {
             SimdLevel::Avx512Vnni => avx512::has_vnni(),
             #[cfg(target_arch = "x86_64")]
             SimdLevel::Avx512Vbmi => avx512::has_vnni() && avx512::has_vbmi(),
+            #[cfg(target_arch = "x86_64")]
+            SimdLevel::Avx512Amx => SimdLevel::Avx512Vbmi.is_supported() && amx::is_supported(),
             #[cfg(target_arch = "aarch64")]
             SimdLevel::Neon => true,
             #[allow(unreachable_patterns)]
@@ -87,7 +94,9 @@ impl SimdLevel {
             SimdLevel::Avx2 | SimdLevel::Avx2Vnni => unsafe { avx2::call(kernel) },
             // SAFETY: as above.
             #[cfg(target_arch = "x86_64")]
-            SimdLevel::Avx512 | SimdLevel::Avx512Vnni | SimdLevel::Avx512Vbmi => unsafe { avx512::call(kernel) },
+            SimdLevel::Avx512 | SimdLevel::Avx512Vnni | SimdLevel::Avx512Vbmi | SimdLevel::Avx512Amx => unsafe {
+                avx512::call(kernel)
+            },
             #[cfg(target_arch = "aarch64")]
             // SAFETY: every AArch64 target that Rust has a standard library for includes NEON.
             SimdLevel::Neon => unsafe { neon::call(kernel) },
@@ -96,14 +105,19 @@ impl SimdLevel {
     }
 
     /// Whether the level has VNNI: [`ops::linear`](crate::ops::linear()) then rounds the activations of many rows to 16
-    /// bits where weights are quantised.
+    /// bits where weights are quantised, or computes with sums of two bfloats where the level has AMX.
     pub fn multiplies_words(self) -> bool {
-        matches!(self, SimdLevel::Avx2Vnni | SimdLevel::Avx512Vnni | SimdLevel::Avx512Vbmi)
+        matches!(self, SimdLevel::Avx2Vnni | SimdLevel::Avx512Vnni) || self.multiplies_bytes()
     }
 
     /// Whether the level multiplies bytes, and permutes them.
     pub(crate) fn multiplies_bytes(self) -> bool {
-        self == SimdLevel::Avx512Vbmi
+        matches!(self, SimdLevel::Avx512Vbmi | SimdLevel::Avx512Amx)
+    }
+
+    /// Whether the level multiplies tiles.
+    pub(crate) fn multiplies_tiles(self) -> bool {
+        self == SimdLevel::Avx512Amx
     }
 
     /// Runs a kernel on a level that [`multiplies_words`](SimdLevel::multiplies_words). It is compiled for no other.
@@ -114,14 +128,15 @@ impl SimdLevel {
             // SAFETY: as above.
             SimdLevel::Avx2Vnni => return unsafe { avx2::call_vnni(kernel) },
             // SAFETY: as above.
-            SimdLevel::Avx512Vnni | SimdLevel::Avx512Vbmi => return unsafe { avx512::call_vnni(kernel) },
+            _ if self.multiplies_words() => return unsafe { avx512::call_vnni(kernel) },
             _ => {}
         }
         let _ = kernel;
         unreachable!("{self} does not multiply words")
     }
 
-    /// Runs a kernel on a level that [`multiplies_bytes`](SimdLevel::multiplies_bytes). It is compiled for no other.
+    /// Runs a kernel on a level that [`multiplies_bytes`](SimdLevel::multiplies_bytes), as those do that multiply tiles.
+    /// It is compiled for no other.
     #[inline]
     pub(crate) fn dispatch_bytes<K: SimdKernel>(self, kernel: K) -> K::Output {
         #[cfg(target_arch = "x86_64")]
@@ -143,6 +158,7 @@ impl fmt::Display for SimdLevel {
             SimdLevel::Avx512 => "AVX-512",
             SimdLevel::Avx512Vnni => "AVX-512 VNNI",
             SimdLevel::Avx512Vbmi => "AVX-512 VBMI",
+            SimdLevel::Avx512Amx => "AVX-512 AMX",
             SimdLevel::Neon => "NEON",
         })
     }

@@ -526,7 +526,8 @@ impl Bound {
     /// with VBMI takes quantised ones, queries and weights in fixed point: the weights cost most where scores are even,
     /// and what a score is off by grows with it.
     pub fn over(self, device: &Device, codec: Codec, spread: f64) -> Bound {
-        let fixed = is_cpu_with(device, |&level| level == SimdLevel::Avx512Vbmi) && codec.is_quantised();
+        let fixed = is_cpu_with(device, |level| [SimdLevel::Avx512Vbmi, SimdLevel::Avx512Amx].contains(level))
+            && codec.is_quantised();
         let rounding = if fixed { 1.0 / 4096.0 + spread / 16384.0 } else { 0.0 };
         Bound { rounding: self.rounding + rounding, ..self }
     }
@@ -543,14 +544,18 @@ impl Bound {
         Bound { rounding: self.rounding + half_unit + k * spread + v, ..self }
     }
 
-    /// For products of quantised weights with `rows` rows of activations. The CPU with VNNI rounds those of many rows
-    /// to 16 bits of the largest in a group: 2.0e-5 of the root mean square in these tests. CUDA rounds the weights to
-    /// bf16 in products of more rows of bf16 (with experts, of each).
-    pub fn of_rows(self, device: &Device, rows: usize) -> Bound {
+    /// For products of `quantised` weights, or of those of 16 bits, with `rows` rows of activations. The CPU with VNNI
+    /// rounds those of many rows to 16 bits of the largest in a group where weights are quantised: 2.0e-5 of the root
+    /// mean square in these tests. With AMX, those of 16 bits are sums of two bfloats (3e-6), and so are others from 32
+    /// rows on. CUDA rounds quantised weights to bf16 in products of more rows of bf16 (with experts, of each).
+    pub fn of_rows(self, device: &Device, rows: usize, quantised: bool) -> Bound {
+        let amx = is_cpu_with(device, |&level| level == SimdLevel::Avx512Amx);
         let vnni = is_cpu_with(device, |level| level.multiplies_words());
+        let bf16 = self.unit == Bound::of(DType::BF16).unit;
         let rounding = match device.kind() {
-            DeviceKind::Cuda if rows > 16 && self.unit == Bound::of(DType::BF16).unit => 3.0 / 2048.0,
-            _ if vnni && rows >= 16 => 1.0 / 32768.0,
+            DeviceKind::Cuda if quantised && rows > 16 && bf16 => 3.0 / 2048.0,
+            _ if vnni && quantised && rows >= 16 => 1.0 / 32768.0,
+            _ if amx && rows >= 16 => 1.0 / 131072.0,
             _ => 0.0,
         };
         Bound { rounding: self.rounding + rounding, ..self }

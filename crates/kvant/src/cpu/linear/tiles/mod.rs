@@ -1,0 +1,264 @@
+//! Many rows of activations times a matrix, by tiles of bfloats (AMX).
+//!
+//! out\[t\]\[n\] = alpha · Σₖ x\[t\]\[k\] · w\[n\]\[k\] for the outputs n of one task. A number is the sum of two bfloats,
+//! its digits: itself rounded, and what is left, rounded. Activations of bf16 have one, and so have weights of bf16. An
+//! instruction adds the products of 16 rows with 16 outputs over 32 inputs to sums of f32. Two digits times two take
+//! three: the product of both low digits is less than what the low digits are off by.
+//!
+//! | what | layout, in words of two bfloats, of neighbouring inputs |
+//! |---|---|
+//! | a tile of activations | `[inputs / 32, digits, 16 rows, 16 words]` |
+//! | a tile of weights | `[inputs / 32, digits, 16 words, 16 outputs]` |
+//!
+//! A task unpacks the weights of a panel of outputs for [`DEPTH`] inputs ([`weights`]), multiplies them with all rows of
+//! a block ([`products`]), and goes on with the next inputs. Sums stay in memory meanwhile.
+
+mod products;
+mod weights;
+
+use std::{
+    ops::Range,
+    sync::{Mutex, PoisonError},
+};
+
+use super::matrix::Matrix;
+use crate::{
+    DType,
+    cpu::{
+        elements::Elements,
+        scratch,
+        simd::{
+            Simd, SimdKernel,
+            amx::{TILE_BYTES, TILE_ROWS, TileShapes, Tiles},
+        },
+    },
+};
+use weights::PanelWeights;
+
+/// Rows of activations of a tile.
+pub(super) const ROWS: usize = TILE_ROWS;
+/// Outputs of a tile.
+const TILE: usize = 16;
+/// Inputs of a tile.
+const STEP: usize = 32;
+/// Words of a digit of a tile: 16 rows of 64 bytes.
+const WORDS: usize = TILE_ROWS * TILE_BYTES / size_of::<f32>();
+/// The most outputs of a panel: activations come from the third-level cache once for each.
+pub(super) const PANEL: usize = 512;
+/// Floats from a row of sums to the next: rows a power of two apart would fall into the same few sets of the caches.
+const APART: usize = PANEL + 16;
+/// Inputs that are unpacked at a time. Sums are loaded and stored once for as many.
+const DEPTH: usize = 256;
+/// The most rows of a block: their sums stay in the second-level cache.
+const BLOCK: usize = 256;
+
+/// The layout of prepared activations.
+#[derive(Clone, Copy)]
+pub(super) struct TileLayout {
+    inputs: usize,
+    digits: usize,
+}
+
+impl TileLayout {
+    pub(super) fn new(inputs: usize, x: DType) -> TileLayout {
+        TileLayout { inputs, digits: if x == DType::BF16 { 1 } else { 2 } }
+    }
+
+    fn steps(&self) -> usize {
+        self.inputs.div_ceil(STEP)
+    }
+
+    /// Floats of a tile of rows.
+    pub(super) fn tile(&self) -> usize {
+        self.steps() * self.digits * WORDS
+    }
+}
+
+/// Prepares tiles of rows, the first of which is row `first`, as many as fit `to`, and lists the rows of which a number
+/// is not finite.
+pub(super) struct PrepareTiles<'a> {
+    pub layout: TileLayout,
+    pub x: Elements,
+    pub first: usize,
+    /// Rows that there are from the first one on.
+    pub rows: usize,
+    pub to: &'a mut [f32],
+    /// Gets the numbers of such rows, the first being `number`.
+    pub odd: &'a Mutex<Vec<u32>>,
+    pub number: usize,
+}
+
+impl SimdKernel for PrepareTiles<'_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self) {
+        let TileLayout { inputs, digits } = self.layout;
+        let row = &mut *scratch::take(self.layout.steps() * STEP);
+        row[inputs..].fill(0.0);
+        for (tile, to) in self.to.chunks_exact_mut(self.layout.tile()).enumerate() {
+            for t in 0..ROWS.min(self.rows.saturating_sub(tile * ROWS)) {
+                let index = tile * ROWS + t;
+                // SAFETY: `dispatch` enables the instructions; the activations have these rows, which nobody writes
+                // meanwhile.
+                let is_finite = unsafe {
+                    self.x.load::<S>((self.first + index) * inputs, &mut row[..inputs]);
+                    weights::split_row(row, digits, &mut to[t * TILE..])
+                };
+                if !is_finite {
+                    self.odd.lock().unwrap_or_else(PoisonError::into_inner).push((self.number + index) as u32);
+                }
+            }
+        }
+    }
+}
+
+/// Computes `outputs` of the rows of activations listed in `rows`.
+pub(super) struct ManyRowsByTiles<'a> {
+    pub matrix: Matrix,
+    pub layout: TileLayout,
+    /// The first row of the expert's matrix.
+    pub base: usize,
+    pub outputs: Range<usize>,
+    /// Prepared activations.
+    pub x: &'a [f32],
+    /// (row of `x`, row of `out`) of each product.
+    pub rows: &'a [[u32; 2]],
+    pub alpha: f32,
+    pub out: Elements,
+    /// Columns of `out`.
+    pub width: usize,
+}
+
+impl SimdKernel for ManyRowsByTiles<'_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self) {
+        let first_outputs = self.outputs.clone().step_by(PANEL);
+        let tile = self.layout.tile();
+        let tiles = self.rows.len().min(BLOCK).div_ceil(ROWS);
+        let totals = &mut *scratch::take_lines(tiles * ROWS * APART);
+        let apart = self.rows.chunks(BLOCK).flat_map(|rows| rows.chunks(ROWS)).any(|rows| !is_tile(rows));
+        let gathered = &mut *scratch::take_lines(if apart { tiles * tile } else { 0 });
+        let mut x = [std::ptr::null(); BLOCK / ROWS];
+        for rows in self.rows.chunks(BLOCK) {
+            for (i, rows) in rows.chunks(ROWS).enumerate() {
+                x[i] = if is_tile(rows) {
+                    self.x[rows[0][0] as usize / ROWS * tile..][..tile].as_ptr()
+                } else {
+                    self.gather(rows, &mut gathered[i * tile..][..tile])
+                };
+            }
+            let x = &x[..rows.len().div_ceil(ROWS)];
+            for first in first_outputs.clone() {
+                let count = PANEL.min(self.outputs.end - first);
+                // SAFETY: `dispatch_bytes` enables the instructions; the rows and outputs exist, and no other task
+                // writes these outputs.
+                unsafe {
+                    if !self.panel::<S>(x, first, count, totals) {
+                        self.panel_in_floats::<S>(x, rows.len(), first, count, totals);
+                    }
+                    for (&[_, out], row) in rows.iter().zip(totals.chunks_exact_mut(APART)) {
+                        let row = &mut row[..count];
+                        if self.alpha != 1.0 {
+                            row.iter_mut().for_each(|x| *x *= self.alpha);
+                        }
+                        self.out.store::<S>(out as usize * self.width + first, row);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Whether the rows of activations are those of a tile, from its first one on.
+fn is_tile(rows: &[[u32; 2]]) -> bool {
+    let first = rows[0][0] as usize / ROWS * ROWS;
+    rows.iter().enumerate().all(|(t, row)| row[0] as usize == first + t)
+}
+
+impl ManyRowsByTiles<'_> {
+    /// Makes a tile of rows of activations.
+    fn gather(&self, rows: &[[u32; 2]], gathered: &mut [f32]) -> *const f32 {
+        for (t, row) in rows.iter().enumerate() {
+            let (tile, within) = (row[0] as usize / ROWS, row[0] as usize % ROWS * TILE);
+            let from = self.x[tile * gathered.len()..][..gathered.len()].chunks_exact(WORDS);
+            for (to, from) in gathered.chunks_exact_mut(WORDS).zip(from) {
+                to[t * TILE..][..TILE].copy_from_slice(&from[within..][..TILE]);
+            }
+        }
+        gathered.as_ptr()
+    }
+
+    /// The sums of a panel of `count` outputs from `first` on. Returns false if a weight is not finite.
+    ///
+    /// # Safety
+    /// The level's instructions are enabled; the outputs exist, and `totals` has [`APART`] floats for each row of the
+    /// tiles `x`.
+    #[inline(always)]
+    unsafe fn panel<S: Simd>(&self, x: &[*const f32], first: usize, count: usize, totals: &mut [f32]) -> bool {
+        totals[..x.len() * ROWS * APART].fill(0.0);
+        // SAFETY: the caller's promise.
+        unsafe {
+            let weights = PanelWeights::new::<S>(&self.matrix, self.base + first, count);
+            let digits = [self.layout.digits, weights.digits];
+            let pairs = count.div_ceil(2 * TILE);
+            let tile = DEPTH / STEP * digits[1] * WORDS;
+            let panel = &mut *scratch::take_lines(2 * pairs * tile);
+            let _tiles = Tiles::new(&TileShapes::new(&[(TILE_ROWS, TILE_BYTES); 8]));
+            for start in (0..self.layout.steps()).step_by(DEPTH / STEP) {
+                let steps = (DEPTH / STEP).min(self.layout.steps() - start);
+                for (n, to) in panel.chunks_exact_mut(tile).enumerate() {
+                    if !weights.unpack::<S>(n * TILE, start * STEP, steps, to) {
+                        return false;
+                    }
+                }
+                for (i, rows) in x.chunks(2).enumerate() {
+                    let at = start * digits[0] * WORDS;
+                    let rows = [rows[0].add(at), rows[rows.len() - 1].add(at)];
+                    for (n, weights) in panel.chunks_exact(2 * tile).enumerate() {
+                        let product = products::Product {
+                            x: rows,
+                            two: 2 * i + 1 < x.len(),
+                            weights: [weights.as_ptr(), weights[tile..].as_ptr()],
+                            steps,
+                            totals: totals[i * 2 * ROWS * APART + n * 2 * TILE..].as_mut_ptr(),
+                        };
+                        product.add(digits);
+                    }
+                }
+            }
+        }
+        true
+    }
+
+    /// The same in plain sums of f32, where bfloats have no digits.
+    ///
+    /// # Safety
+    /// As for [`ManyRowsByTiles::panel`]; there are `rows` rows.
+    #[inline(always)]
+    unsafe fn panel_in_floats<S: Simd>(
+        &self,
+        x: &[*const f32],
+        rows: usize,
+        first: usize,
+        count: usize,
+        totals: &mut [f32],
+    ) {
+        let TileLayout { inputs, digits } = self.layout;
+        let weights = &mut *scratch::take(inputs);
+        for n in 0..count {
+            // SAFETY: the caller's promise.
+            unsafe { self.matrix.natural_row::<S>(self.base + first + n, 1.0, weights) };
+            for t in 0..rows {
+                let digit = |k: usize, digit: usize| {
+                    let word = (k / STEP * digits + digit) * WORDS + t % ROWS * TILE + k % STEP / 2;
+                    // SAFETY: a tile has these words.
+                    let word = unsafe { x[t / ROWS].add(word).read() }.to_bits();
+                    f32::from_bits(if k.is_multiple_of(2) { word << 16 } else { word & 0xFFFF_0000 })
+                };
+                let number = |k: usize| digit(k, 0) + if digits == 2 { digit(k, 1) } else { 0.0 };
+                totals[t * APART + n] = weights.iter().enumerate().map(|(k, w)| number(k) * w).sum();
+            }
+        }
+    }
+}

@@ -1,0 +1,371 @@
+//! Numbers as digits: rows of activations, and the weights of a panel.
+
+use std::arch::x86_64::*;
+
+use super::{STEP, TILE, WORDS};
+use crate::{
+    DType,
+    cpu::{
+        linear::matrix::{self, Matrix, MatrixKind},
+        scratch::{self, ScratchFloats},
+        simd::{Avx512, Simd},
+    },
+};
+
+/// Sixteen rows of sixteen words.
+#[repr(align(64))]
+struct Square([f32; WORDS]);
+
+/// The digits of a row of whole steps: `to[step, digits, 16 rows, 16 words]`, of which it is one of the rows. Returns
+/// whether all numbers, and what they are rounded to, are finite.
+///
+/// # Safety
+/// The instructions of `Avx512Amx` are there.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+pub(super) unsafe fn split_row(row: &[f32], digits: usize, to: &mut [f32]) -> bool {
+    let mut odd = 0;
+    for (step, numbers) in row.chunks_exact(STEP).enumerate() {
+        let to = &mut to[step * digits * WORDS..];
+        // SAFETY: a step is two vectors of numbers, and one of a digit.
+        unsafe {
+            let numbers = [_mm512_loadu_ps(numbers.as_ptr()), _mm512_loadu_ps(numbers.as_ptr().add(16))];
+            let high = round(numbers);
+            odd |= not_finite(high);
+            _mm512_storeu_si512(to[..TILE].as_mut_ptr().cast(), high);
+            if digits == 2 {
+                let halves = [_mm512_castsi512_si256(high), _mm512_extracti64x4_epi64::<1>(high)];
+                let rest = [0, 1].map(|i| {
+                    let high = _mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(halves[i]));
+                    _mm512_sub_ps(numbers[i], _mm512_castsi512_ps(high))
+                });
+                _mm512_storeu_si512(to[WORDS..][..TILE].as_mut_ptr().cast(), round(rest));
+            }
+        }
+    }
+    odd == 0
+}
+
+/// 32 numbers as bfloats.
+#[target_feature(enable = "avx512f,avx512bf16")]
+fn round(numbers: [__m512; 2]) -> __m512i {
+    // SAFETY: a vector of bfloats is bits.
+    unsafe { std::mem::transmute(_mm512_cvtne2ps_pbh(numbers[1], numbers[0])) }
+}
+
+/// Which of 32 bfloats are not finite.
+#[target_feature(enable = "avx512f,avx512bw")]
+fn not_finite(bfloats: __m512i) -> __mmask32 {
+    _mm512_cmpge_epu16_mask(_mm512_and_si512(bfloats, _mm512_set1_epi16(0x7FFF)), _mm512_set1_epi16(0x7F80))
+}
+
+/// The weights of a panel of outputs.
+pub(super) struct PanelWeights<'a> {
+    matrix: &'a Matrix,
+    /// The first row of the matrix, and how many there are.
+    first: usize,
+    count: usize,
+    /// Of a weight.
+    pub(super) digits: usize,
+    /// `[outputs / 16, 2, groups, 16]`: scales, then biases.
+    factors: ScratchFloats,
+    group: usize,
+    /// The codes of blocks, a byte each.
+    bytes: ScratchFloats,
+    /// Whether all weights that codes stand for are.
+    are_finite: bool,
+}
+
+impl PanelWeights<'_> {
+    /// # Safety
+    /// The level's instructions are enabled, and the matrix has `count` rows from `first` on, at least one.
+    #[inline(always)]
+    pub(super) unsafe fn new<S: Simd>(matrix: &Matrix, first: usize, count: usize) -> PanelWeights<'_> {
+        let dense = matches!(matrix.kind, MatrixKind::Dense(weights) if weights.dtype == DType::BF16);
+        let group = matrix.group().unwrap_or(matrix.inputs.max(1));
+        let groups = if matrix.group().is_some() { matrix.inputs / group } else { 0 };
+        let mut factors = scratch::take(count.div_ceil(TILE) * 2 * groups * TILE);
+        let blocks = if let MatrixKind::Blocks(blocks) = matrix.kind { Some(blocks) } else { None };
+        let mut bytes = scratch::take(if blocks.is_some() { count * matrix.inputs / 4 } else { 0 });
+        // SAFETY: the caller's promise.
+        let are_finite = unsafe { transpose_factors::<S>(matrix, first, count, groups, &mut factors) };
+        if let Some(blocks) = blocks {
+            let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut bytes);
+            for (n, to) in bytes.chunks_exact_mut(matrix.inputs).enumerate() {
+                // SAFETY: as above.
+                unsafe { blocks.codes::<S>(first + n, blocks.row_bytes(matrix.inputs), to) };
+            }
+        }
+        let digits = if dense { 1 } else { 2 };
+        PanelWeights { matrix, first, count, digits, factors, group, bytes, are_finite }
+    }
+
+    /// Unpacks `steps` of 32 inputs from `input` on, of a tile of outputs from `output` of the panel on. Returns
+    /// whether all are finite. Beyond the end, outputs are anything and inputs are zero.
+    ///
+    /// # Safety
+    /// The level's instructions are enabled, and `to` has room for the steps.
+    #[inline(always)]
+    pub(super) unsafe fn unpack<S: Simd>(&self, output: usize, input: usize, steps: usize, to: &mut [f32]) -> bool {
+        if output >= self.count {
+            return true;
+        }
+        let inputs = self.matrix.inputs;
+        let row = |n: usize| self.first + (output + n).min(self.count - 1);
+        let floats = self.factors.len() / self.count.next_multiple_of(TILE) * TILE;
+        let (scales, biases) = self.factors[output / TILE * floats..][..floats].split_at(floats / 2);
+        let factors = Factors { scales, biases, group: self.group };
+        let mut rows = [std::ptr::null(); TILE];
+        // SAFETY: the caller's promise; the rows are the matrix's.
+        unsafe {
+            match self.matrix.kind {
+                MatrixKind::Blocks(_) => {
+                    for (n, start) in rows.iter_mut().enumerate() {
+                        *start = self.bytes.as_ptr().cast::<u8>().add((row(n) - self.first) * inputs);
+                    }
+                    unpack_codes::<8>(&rows, factors, input, steps, to);
+                }
+                MatrixKind::Affine(affine) if matches!(affine.bits, 4 | 8) => {
+                    for (n, start) in rows.iter_mut().enumerate() {
+                        *start = affine.codes(row(n), inputs);
+                        prefetch_next::<S>(*start, input, steps, affine.bits);
+                    }
+                    match affine.bits {
+                        4 => unpack_codes::<4>(&rows, factors, input, steps, to),
+                        _ => unpack_codes::<8>(&rows, factors, input, steps, to),
+                    }
+                }
+                MatrixKind::Dense(weights) if self.digits == 1 => {
+                    for (n, start) in rows.iter_mut().enumerate() {
+                        *start = weights.at(row(n) * inputs + input).cast_const();
+                        prefetch_next::<S>(*start, 0, steps, 16);
+                    }
+                    return copy_bfloats(&rows, inputs - input, steps, to);
+                }
+                MatrixKind::Affine(_) | MatrixKind::Dense(_) => {
+                    return self.unpack_rows::<S>(output, input, steps, factors, to);
+                }
+                MatrixKind::Mxfp8(_) => unreachable!("it stays in f32"),
+            }
+        }
+        self.are_finite
+    }
+
+    /// The same for codes of other widths, and for weights of f16: row by row in f32.
+    ///
+    /// # Safety
+    /// As for [`PanelWeights::unpack`].
+    #[inline(always)]
+    unsafe fn unpack_rows<S: Simd>(
+        &self,
+        output: usize,
+        input: usize,
+        steps: usize,
+        factors: Factors,
+        to: &mut [f32],
+    ) -> bool {
+        let inputs = self.matrix.inputs;
+        let mut are_finite = self.are_finite;
+        for (step, to) in to.chunks_exact_mut(2 * WORDS).take(steps).enumerate() {
+            let input = input + step * STEP;
+            let mut digits = [0.0; 2 * WORDS];
+            for n in 0..TILE {
+                let row = self.first + (output + n).min(self.count - 1);
+                let mut weights = [0.0; STEP];
+                // SAFETY: the caller's promise.
+                unsafe {
+                    match self.matrix.kind {
+                        MatrixKind::Affine(affine) => {
+                            let at = input / factors.group * TILE + n;
+                            let (scale, bias) = (factors.scales[at], factors.biases[at]);
+                            let codes = affine.codes(row, inputs).add(input / 8 * affine.bits);
+                            match affine.bits {
+                                2 => load_affine::<S, 2>(codes, scale, bias, &mut weights),
+                                3 => load_affine::<S, 3>(codes, scale, bias, &mut weights),
+                                5 => load_affine::<S, 5>(codes, scale, bias, &mut weights),
+                                _ => load_affine::<S, 6>(codes, scale, bias, &mut weights),
+                            }
+                        }
+                        MatrixKind::Dense(dense) => {
+                            dense.load::<S>(row * inputs + input, &mut weights[..STEP.min(inputs - input)]);
+                        }
+                        _ => unreachable!("their codes have 8 bits"),
+                    }
+                    are_finite &= split_row(&weights, 2, &mut digits[n * TILE..]);
+                }
+            }
+            for (to, digit) in to.chunks_exact_mut(WORDS).zip(digits.chunks_exact(WORDS)) {
+                // SAFETY: as above: squares of 16 by 16.
+                unsafe { Avx512::transpose16(digit.as_ptr(), TILE, to.as_mut_ptr()) };
+            }
+        }
+        are_finite
+    }
+}
+
+/// Asks for what a row has after some steps from `input` on, to be there when these have been multiplied.
+///
+/// # Safety
+/// The level's instructions are enabled.
+#[inline(always)]
+unsafe fn prefetch_next<S: Simd>(row: *const u8, input: usize, steps: usize, bits: usize) {
+    let bytes = steps * STEP * bits / 8;
+    for at in (0..bytes).step_by(64) {
+        // SAFETY: the caller's promise.
+        unsafe { S::prefetch(row.wrapping_add((input + steps * STEP) * bits / 8 + at)) };
+    }
+}
+
+/// Scales and biases of the groups of a tile of outputs, `[groups, 16]` each.
+#[derive(Clone, Copy)]
+struct Factors<'a> {
+    scales: &'a [f32],
+    biases: &'a [f32],
+    group: usize,
+}
+
+/// Scales and biases as [`PanelWeights::factors`]. Returns whether all weights are finite, with room to spare.
+///
+/// # Safety
+/// The level's instructions are enabled; the rows exist.
+#[inline(always)]
+unsafe fn transpose_factors<S: Simd>(
+    matrix: &Matrix,
+    first: usize,
+    count: usize,
+    groups: usize,
+    to: &mut [f32],
+) -> bool {
+    let rows = &mut *scratch::take(2 * TILE * groups);
+    let mut largest = 0f32;
+    let mut sum = 0f32;
+    for (tile, to) in to.chunks_exact_mut((2 * groups * TILE).max(1)).enumerate() {
+        let count = TILE.min(count - tile * TILE);
+        let (scales, biases) = rows[..2 * count * groups].split_at_mut(count * groups);
+        // SAFETY: the caller's promise.
+        unsafe { matrix.factors::<S>(first + tile * TILE, scales, biases) };
+        for (&scale, &bias) in scales.iter().zip(&*biases) {
+            let most = scale.abs().mul_add(255.0, bias.abs());
+            // The maximum would lose a NaN, the sum does not.
+            (largest, sum) = (largest.max(most), sum + most * 0.0);
+        }
+        for (of_groups, from) in to.chunks_exact_mut(groups * TILE).zip([&*scales, &*biases]) {
+            for (n, from) in from.chunks_exact(groups).enumerate() {
+                of_groups[n..].iter_mut().step_by(TILE).zip(from).for_each(|(to, from)| *to = *from);
+            }
+        }
+    }
+    largest < 1e38 && sum == 0.0
+}
+
+/// Transposed words of 16 rows, from byte `at` on, of which `bytes` are left. What is missing is zero.
+///
+/// # Safety
+/// The instructions of `Avx512Amx` are there; the rows have these bytes.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
+unsafe fn transposed(rows: &[*const u8; TILE], at: usize, bytes: usize) -> Square {
+    let mask = if bytes < 64 { (1u64 << bytes) - 1 } else { u64::MAX };
+    let mut square = Square([0.0; WORDS]);
+    for (to, row) in square.0.chunks_exact_mut(TILE).zip(rows) {
+        // SAFETY: the caller's promise.
+        unsafe { _mm512_store_si512(to.as_mut_ptr().cast(), _mm512_maskz_loadu_epi8(mask, row.add(at).cast())) };
+    }
+    let mut to = Square([0.0; WORDS]);
+    // SAFETY: a square has 16 rows of 16.
+    unsafe { Avx512::transpose16(square.0.as_ptr(), TILE, to.0.as_mut_ptr()) };
+    to
+}
+
+/// Unpacks codes of 4 or 8 bits: a lane is an output.
+///
+/// # Safety
+/// The instructions of `Avx512Amx` are there; the rows have these inputs, and `to` room for their digits.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
+unsafe fn unpack_codes<const BITS: usize>(
+    rows: &[*const u8; TILE],
+    factors: Factors,
+    input: usize,
+    steps: usize,
+    to: &mut [f32],
+) {
+    const NUMBERS: [f32; 16] = [0., 1., 2., 3., 4., 5., 6., 7., 8., 9., 10., 11., 12., 13., 14., 15.];
+    let of_word = 32 / BITS;
+    let to = &mut to[..steps * 2 * WORDS];
+    // SAFETY: the caller's promise; a group is a whole number of words.
+    unsafe {
+        let numbers = _mm512_loadu_ps(NUMBERS.as_ptr());
+        let (half, upper) = (_mm512_set1_epi32(0x8000), _mm512_set1_epi32(0xFFFF_0000_u32 as i32));
+        for first in (0..steps * STEP).step_by(16 * of_word) {
+            let words = (steps * STEP - first).div_ceil(of_word).min(16);
+            let codes = transposed(rows, (input + first) / 8 * BITS, 4 * words);
+            for (word, codes) in codes.0.chunks_exact(TILE).take(words).enumerate() {
+                let at = first + word * of_word;
+                let group = (input + at) / factors.group * TILE;
+                let scale = _mm512_loadu_ps(factors.scales[group..][..TILE].as_ptr());
+                let bias = _mm512_loadu_ps(factors.biases[group..][..TILE].as_ptr());
+                let codes = _mm512_load_si512(codes.as_ptr().cast());
+                let to = to[(at / STEP * 2 * TILE + at % STEP / 2) * TILE..].as_mut_ptr();
+                for pair in 0..of_word / 2 {
+                    let (mut high, mut low) = ([_mm512_setzero_si512(); 2], [_mm512_setzero_si512(); 2]);
+                    for i in 0..2 {
+                        let by = _mm_cvtsi32_si128(((2 * pair + i) * BITS) as i32);
+                        let code = _mm512_srl_epi32(codes, by);
+                        let code = if BITS == 4 {
+                            // It looks at the lowest four bits alone.
+                            _mm512_permutexvar_ps(code, numbers)
+                        } else {
+                            _mm512_cvtepi32_ps(_mm512_and_si512(code, _mm512_set1_epi32(255)))
+                        };
+                        let weight = _mm512_fmadd_ps(code, scale, bias);
+                        high[i] = _mm512_and_si512(_mm512_add_epi32(_mm512_castps_si512(weight), half), upper);
+                        let rest = _mm512_sub_ps(weight, _mm512_castsi512_ps(high[i]));
+                        low[i] = _mm512_add_epi32(_mm512_castps_si512(rest), half);
+                    }
+                    let high = _mm512_or_si512(_mm512_srli_epi32::<16>(high[0]), high[1]);
+                    // The second one's upper half.
+                    let low = _mm512_ternarylogic_epi32::<0xF8>(_mm512_srli_epi32::<16>(low[0]), low[1], upper);
+                    _mm512_storeu_si512(to.add(pair * TILE).cast(), high);
+                    _mm512_storeu_si512(to.add(WORDS + pair * TILE).cast(), low);
+                }
+            }
+        }
+    }
+}
+
+/// Copies bfloats of which a row has `left`, and returns whether all are finite.
+///
+/// # Safety
+/// As for [`unpack_codes`].
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
+unsafe fn copy_bfloats(rows: &[*const u8; TILE], left: usize, steps: usize, to: &mut [f32]) -> bool {
+    let mut odd = 0;
+    for (step, to) in to.chunks_exact_mut(WORDS).take(steps).enumerate() {
+        let bytes = 2 * (left - step * STEP).min(STEP);
+        // SAFETY: the caller's promise.
+        let words = unsafe { transposed(rows, step * STEP * 2, bytes) };
+        for (to, words) in to.chunks_exact_mut(TILE).zip(words.0.chunks_exact(TILE)) {
+            // SAFETY: a vector each.
+            unsafe {
+                let words = _mm512_load_si512(words.as_ptr().cast());
+                odd |= not_finite(words);
+                _mm512_storeu_si512(to.as_mut_ptr().cast(), words);
+            }
+        }
+    }
+    odd == 0
+}
+
+/// Weights of an affine row, whose inputs are in their natural order.
+///
+/// # Safety
+/// The level's instructions are enabled; `codes` has those of a step.
+#[inline(always)]
+unsafe fn load_affine<S: Simd, const BITS: usize>(codes: *const u8, scale: f32, bias: f32, to: &mut [f32; STEP]) {
+    // SAFETY: the caller's promise: a step is a unit.
+    unsafe {
+        let (scale, bias) = (S::splat(scale), S::splat(bias));
+        let codes = matrix::unit::<S, BITS>(codes);
+        for (i, code) in codes[..STEP / S::LANES].iter().enumerate() {
+            S::store(to.as_mut_ptr().add(i * S::LANES), S::fma(*code, scale, bias));
+        }
+    }
+}

@@ -1,0 +1,91 @@
+//! AMX: products of tiles, of up to 16 rows of 64 bytes. Their instructions are assembly where kernels use them: Rust's
+//! functions for them are not stable.
+
+use std::{arch::asm, marker::PhantomData, sync::OnceLock};
+
+/// Rows of the largest tile.
+pub(crate) const TILE_ROWS: usize = 16;
+/// Bytes of its rows.
+pub(crate) const TILE_BYTES: usize = 64;
+
+/// The shapes of the eight tile registers, as the processor reads them.
+#[repr(C, align(64))]
+#[derive(Clone, Copy)]
+pub(crate) struct TileShapes {
+    palette: u8,
+    start_row: u8,
+    reserved: [u8; 14],
+    row_bytes: [u16; 16],
+    rows: [u8; 16],
+}
+
+impl TileShapes {
+    /// Of the rows and the bytes of a row of each register; the others are empty.
+    pub(crate) fn new(shapes: &[(usize, usize)]) -> TileShapes {
+        assert!(shapes.len() <= 8);
+        let mut tiles = TileShapes { palette: 1, start_row: 0, reserved: [0; 14], row_bytes: [0; 16], rows: [0; 16] };
+        for (i, &(rows, bytes)) in shapes.iter().enumerate() {
+            assert!((1..=TILE_ROWS).contains(&rows) && (1..=TILE_BYTES).contains(&bytes));
+            (tiles.rows[i], tiles.row_bytes[i]) = (rows as u8, bytes as u16);
+        }
+        tiles
+    }
+}
+
+/// The tile registers of this thread, in use. They are given back at the end: until then a change of threads saves
+/// them.
+pub(crate) struct Tiles {
+    /// Of one thread.
+    _thread: PhantomData<*mut ()>,
+}
+
+impl Tiles {
+    /// Sets the shapes, and clears the registers.
+    ///
+    /// # Safety
+    /// [`is_supported`] holds, and this thread has no other `Tiles`.
+    #[inline(always)]
+    pub(crate) unsafe fn new(shapes: &TileShapes) -> Tiles {
+        // SAFETY: the caller's promise; the shapes are 64 bytes that describe valid tiles.
+        unsafe { asm!("ldtilecfg [{}]", in(reg) shapes, options(nostack, preserves_flags, readonly)) };
+        Tiles { _thread: PhantomData }
+    }
+}
+
+impl Drop for Tiles {
+    #[inline(always)]
+    fn drop(&mut self) {
+        // SAFETY: there are `Tiles` only where AMX is.
+        unsafe { asm!("tilerelease", options(nostack, preserves_flags, nomem)) };
+    }
+}
+
+/// Whether the processor multiplies tiles of bfloats and rounds to them, and the system lets this process use them.
+pub(super) fn is_supported() -> bool {
+    static IS_SUPPORTED: OnceLock<bool> = OnceLock::new();
+    *IS_SUPPORTED.get_or_init(|| has_instructions() && is_permitted())
+}
+
+fn has_instructions() -> bool {
+    const BF16: u32 = 1 << 22;
+    const TILE: u32 = 1 << 24;
+    const ALL: u32 = BF16 | TILE;
+    #[allow(unused_unsafe, reason = "safe in newer compilers")]
+    // SAFETY: every x86-64 processor has CPUID, and those with AVX-512 have leaf 7.
+    let features = unsafe { std::arch::x86_64::__cpuid_count(7, 0) };
+    features.edx & ALL == ALL && is_x86_feature_detected!("avx512bf16")
+}
+
+/// Asks Linux, which saves tiles only for processes that have asked; it says no if it saves none.
+#[cfg(target_os = "linux")]
+fn is_permitted() -> bool {
+    const REQUEST_PERMISSION: libc::c_int = 0x1023;
+    const TILE_DATA: libc::c_ulong = 18;
+    // SAFETY: the call reads its arguments only.
+    unsafe { libc::syscall(libc::SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0 }
+}
+
+#[cfg(not(target_os = "linux"))]
+fn is_permitted() -> bool {
+    false
+}
