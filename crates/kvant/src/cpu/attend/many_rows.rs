@@ -11,11 +11,13 @@
 use std::ops::Range;
 
 use super::{
-    kv_rows::{KvRows, KvRun, KvSource, LoadRows, RowLoader, with_loader},
+    kv_rows::KvSource,
+    lane_softmax::{LANES, ScoreLanes},
     prefetch::{PrefetchRuns, Prefetcher},
-    tile::{Queries, TILE},
+    stage::{StagedPart, StagedSide, stage},
+    tile::{KeyTile, Queries, TILE},
 };
-use crate::cpu::simd::{Simd, SimdKernel, SimdLevel};
+use crate::cpu::simd::{Simd, SimdKernel};
 
 /// Keys that are widened at a time; their sums stay in registers.
 const KEYS: usize = 12;
@@ -23,20 +25,6 @@ const KEYS: usize = 12;
 const STRIDE: usize = 512 + 16;
 /// Coordinates of all the tile's values that are widened at a time.
 const COORDINATES: usize = 64;
-/// The most lanes of any level: rows are padded to a multiple.
-const LANES: usize = 16;
-
-/// The limits of scores in [`limit`]: −∞ for rows that do not see a key, ∞ for those that do.
-const LIMITS: [f32; 3 * LANES] = {
-    let mut limits = [f32::NEG_INFINITY; 3 * LANES];
-    let mut i = LANES;
-    while i < 2 * LANES {
-        limits[i] = f32::INFINITY;
-        i += 1;
-    }
-    limits
-};
-
 /// Query rows, and memory for a tile.
 #[derive(Clone, Copy)]
 pub(super) struct QueryLanes {
@@ -54,17 +42,6 @@ pub(super) struct QueryLanes {
     l: *mut f32,
     /// `[2, head_dim]`: the means of a page's keys and values.
     means: *mut f32,
-}
-
-/// Some keys of a source, and which query rows see each.
-pub(super) struct KeyTile<'a> {
-    pub row: usize,
-    pub keys: usize,
-    /// The keys that come next, counted from the start of `next_from`.
-    pub next: KvRun,
-    pub next_from: &'a KvSource<'a>,
-    /// Of each key; `None`: all rows see all of them.
-    pub seen: Option<&'a [Range<usize>; TILE]>,
 }
 
 /// Makes [`QueryLanes`] of queries, in [`QueryLanes::len`] floats of memory.
@@ -186,30 +163,34 @@ impl QueryLanes {
             let [k_mean, v_mean] = [self.means, self.means.add(dim)];
             let k_centred = k.mean::<S>(false, std::slice::from_raw_parts_mut(k_mean, dim));
             let v_centred = v.mean::<S>(true, std::slice::from_raw_parts_mut(v_mean, dim));
-            let [k_mean, v_mean] = [k_centred.then_some(k_mean), v_centred.then_some(v_mean)];
-            let place = |side, mean: Option<*mut f32>, row, keys, first, to, stride| {
-                let mean = mean.map(<*mut f32>::cast_const);
-                StagedPart { side, mean, row, keys, first, coordinates: 0, to, stride }
+            let [k_mean, v_mean] =
+                [(k_centred, k_mean), (v_centred, v_mean)].map(|(centred, mean)| centred.then_some(mean.cast_const()));
+            let [k, v] = [(k, k_mean), (v, v_mean)].map(|(side, mean)| StagedSide { side, mean });
+            // All coordinates of some rows.
+            let whole = |from, row, keys| StagedPart {
+                from,
+                row,
+                keys,
+                first: 0,
+                coordinates: dim,
+                to: self.staged,
+                stride: STRIDE,
             };
             if let Some(seen) = tile.seen {
                 let hidden = |key: &usize| seen[*key].len() < self.queries.rows;
                 for key in (0..tile.keys).filter(hidden) {
-                    let part =
-                        StagedPart { coordinates: dim, ..place(v, v_mean, tile.row + key, 1, 0, self.staged, STRIDE) };
-                    if !stage(level, part) {
+                    if !stage(level, whole(v, tile.row + key, 1)) {
                         return false;
                     }
                 }
             }
             // Values are prefetched while scores are computed, and the next keys while values are accumulated.
-            let wanted = PrefetchRuns::new(&v.planes, 0, tile.row, tile.keys);
+            let wanted = PrefetchRuns::new(&v.side.planes, 0, tile.row, tile.keys);
             let mut prefetch = Prefetcher::new(&wanted);
             let share = prefetch.left().div_ceil(tile.keys.div_ceil(KEYS).max(1));
             for key in (0..tile.keys).step_by(KEYS) {
                 let keys = KEYS.min(tile.keys - key);
-                let part =
-                    StagedPart { coordinates: dim, ..place(k, k_mean, tile.row + key, keys, 0, self.staged, STRIDE) };
-                stage(level, part);
+                stage(level, whole(k, tile.row + key, keys));
                 prefetch.fetch::<S>(share);
                 level.dispatch(LaneScores { many: *self, tile, key, keys });
             }
@@ -219,73 +200,13 @@ impl QueryLanes {
             let share = prefetch.left().div_ceil(dim.div_ceil(COORDINATES));
             for first in (0..dim).step_by(COORDINATES) {
                 let coordinates = COORDINATES.min(dim - first);
-                let part = place(v, v_mean, tile.row, tile.keys, first, self.staged, COORDINATES);
-                stage(level, StagedPart { coordinates, ..part });
+                let part = whole(v, tile.row, tile.keys);
+                stage(level, StagedPart { first, coordinates, stride: COORDINATES, ..part });
                 prefetch.fetch::<S>(share);
                 level.dispatch(LaneSums { many: *self, tile, first, coordinates });
             }
         }
         true
-    }
-}
-
-/// Widens some coordinates of some rows to f32, times their norms, plus the page's mean. Returns whether all are
-/// finite.
-///
-/// # Safety
-/// The side has the rows, `to` has room for them, `stride` apart; the level is supported.
-unsafe fn stage(level: SimdLevel, part: StagedPart) -> bool {
-    with_loader!(part.side.loader, rows => level.dispatch(StageKernel { rows, part }))
-}
-
-struct StagedPart<'a> {
-    side: &'a KvRows,
-    /// In the order of chunks.
-    mean: Option<*const f32>,
-    row: usize,
-    keys: usize,
-    /// Whole chunks.
-    first: usize,
-    coordinates: usize,
-    to: *mut f32,
-    stride: usize,
-}
-
-struct StageKernel<'a, R> {
-    rows: R,
-    part: StagedPart<'a>,
-}
-
-impl<R: LoadRows> SimdKernel for StageKernel<'_, R> {
-    type Output = bool;
-    #[inline(always)]
-    fn run<S: Simd>(self) -> bool {
-        let StagedPart { side, mean, row, keys, first, coordinates, to, stride } = self.part;
-        let width = 2 * S::LANES;
-        // SAFETY: `dispatch` enables the instructions; the caller of `stage` vouches for the rows and the room.
-        unsafe {
-            // A zero, or NaN where something is not finite.
-            let mut zeros = [S::zero(); 2];
-            for key in 0..keys {
-                let to = to.add(key * stride);
-                for at in (0..coordinates).step_by(width) {
-                    let (mut a, mut b) = self.rows.chunk::<S>(row + key, (first + at) / width);
-                    if side.quantised {
-                        let norm = S::splat(side.norm(row + key, (first + at) / side.block));
-                        (a, b) = match mean.map(|mean| mean.add(first + at)) {
-                            Some(mean) => {
-                                (S::fma(a, norm, S::load(mean)), S::fma(b, norm, S::load(mean.add(S::LANES))))
-                            }
-                            None => (S::mul(a, norm), S::mul(b, norm)),
-                        };
-                    }
-                    S::store(to.add(at), a);
-                    S::store(to.add(at + S::LANES), b);
-                    zeros = [S::fma(a, S::zero(), zeros[0]), S::fma(b, S::zero(), zeros[1])];
-                }
-            }
-            S::sum(S::add(zeros[0], zeros[1])) == 0.0
-        }
     }
 }
 
@@ -397,34 +318,19 @@ impl SimdKernel for LaneSoftmax<'_> {
     #[inline(always)]
     fn run<S: Simd>(self) {
         let QueryLanes { queries, rows, scores, m, l, .. } = self.many;
-        for vector in 0..rows / S::LANES {
-            let first = vector * S::LANES;
+        for first in (0..rows).step_by(S::LANES) {
             // SAFETY: `dispatch` enables the instructions; rows are padded to whole vectors.
             unsafe {
-                let (scores, m, l) = (scores.add(first), m.add(first), l.add(first));
-                if let Some(cap) = queries.softcap {
-                    for key in 0..self.tile.keys {
-                        let score = scores.add(key * rows);
-                        let t = S::tanh(S::mul(S::load(score), S::splat(1.0 / cap)));
-                        S::store(score, S::mul(t, S::splat(cap)));
-                    }
-                }
-                // Where there is a key, the largest score counts as `lowest` at least: see `SoftmaxState`.
-                let (mut largest, lowest) = (S::load(m), S::splat(f32::MIN));
-                if let Some(seen) = self.tile.seen {
-                    // The smaller of a NaN and a limit is the limit: what is not seen becomes −∞ whatever it was, and
-                    // what is seen stays, or, a NaN, becomes ∞, of which the softmax makes a NaN again.
-                    for (key, seen) in seen[..self.tile.keys].iter().enumerate() {
-                        let (score, limit) = (scores.add(key * rows), limit::<S>(seen, first));
-                        S::store(score, S::min(S::load(score), limit));
-                        largest = S::max(S::min(limit, lowest), largest);
-                    }
-                } else {
-                    largest = S::max(largest, lowest);
-                }
-                for key in 0..self.tile.keys {
-                    largest = S::max(S::load(scores.add(key * rows)), largest);
-                }
+                let (m, l) = (m.add(first), l.add(first));
+                let lanes = ScoreLanes {
+                    scores: scores.add(first),
+                    stride: rows,
+                    keys: 0..self.tile.keys,
+                    seen: self.tile.seen,
+                    row: first,
+                    softcap: queries.softcap,
+                };
+                let largest = lanes.largest::<S>(S::load(m));
                 let mut raised = [0.0; LANES];
                 S::store(raised.as_mut_ptr(), largest);
                 for (lane, &raised) in raised[..S::LANES].iter().enumerate() {
@@ -439,31 +345,10 @@ impl SimdKernel for LaneSoftmax<'_> {
                     }
                 }
                 S::store(m, largest);
-                let mut sums = [S::zero(); 2];
-                for key in 0..self.tile.keys {
-                    let score = scores.add(key * rows);
-                    let mut weight = S::exp2(S::sub(S::load(score), largest));
-                    if let Some(seen) = self.tile.seen {
-                        // Zero, or the weight; a NaN becomes ∞ and divided by the sum, ∞ too, again a NaN.
-                        weight = S::min(weight, S::max(limit::<S>(&seen[key], first), S::zero()));
-                    }
-                    S::store(score, weight);
-                    sums = [sums[1], S::add(sums[0], weight)];
-                }
-                S::store(l, S::add(S::load(l), S::add(sums[0], sums[1])));
+                S::store(l, S::add(S::load(l), lanes.weigh::<S>(largest)));
             }
         }
     }
-}
-
-/// ∞ in the lanes of rows that see a key, −∞ in others; the first lane is row `first`.
-#[inline(always)]
-unsafe fn limit<S: Simd>(seen: &Range<usize>, first: usize) -> S::F {
-    let lane = |row: usize| row.saturating_sub(first).min(S::LANES);
-    // Lanes from the start on, and lanes before the end.
-    let (from, to) = (LANES - lane(seen.start), 2 * LANES - lane(seen.end));
-    // SAFETY: both are followed by a vector; the caller enables the instructions.
-    unsafe { S::min(S::load(LIMITS.as_ptr().add(from)), S::load(LIMITS.as_ptr().add(to))) }
 }
 
 /// Adds the staged values, `coordinates` from `first` on, by the weights to the sums.

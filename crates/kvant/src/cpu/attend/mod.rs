@@ -33,10 +33,12 @@ mod few_rows;
 #[cfg_attr(not(target_arch = "x86_64"), path = "fixed_point_stub.rs")]
 mod fixed_point;
 mod kv_rows;
+mod lane_softmax;
 mod many_rows;
 mod plan;
 mod prefetch;
 mod route;
+mod stage;
 mod state;
 mod task;
 #[cfg(test)]

@@ -7,10 +7,10 @@ use super::{
     few_rows::{NextKeys, TileMemory},
     fixed_point,
     kv_rows::{KvRows, KvRun, KvSource},
-    many_rows::{AbsorbTile, KeyTile, QueryLanes, TransposeQueries},
+    many_rows::{AbsorbTile, QueryLanes, TransposeQueries},
     plan::{QueryBlock, TASK_HEADS},
     route::{AttendKernel, MANY_ROWS, select},
-    tile::{self, Queries, TILE},
+    tile::{self, KeyTile, Queries, TILE},
 };
 use crate::{
     LayerSpec,

@@ -47,6 +47,17 @@ impl Queries {
     }
 }
 
+/// Some keys of a source, and which query rows see each.
+pub(super) struct KeyTile<'a> {
+    pub row: usize,
+    pub keys: usize,
+    /// The keys that come next, counted from the start of `next_from`.
+    pub next: KvRun,
+    pub next_from: &'a KvSource<'a>,
+    /// Of each key; `None`: all rows see all of them.
+    pub seen: Option<&'a [Range<usize>; TILE]>,
+}
+
 /// The tiles of `positions`, in order: runs of at most [`TILE`] keys.
 pub(super) fn tiles<'a>(source: &KvSource<'a>, positions: Range<usize>) -> impl Iterator<Item = KvRun> + use<'a> {
     source.runs(positions).flat_map(|run| {

@@ -1,0 +1,109 @@
+//! The softmax of a tile where a lane is a query row: no maximum and no sum runs across lanes.
+
+use std::ops::Range;
+
+use super::tile::TILE;
+use crate::cpu::simd::Simd;
+
+/// The most lanes of any level: rows are padded to a multiple.
+pub(super) const LANES: usize = 16;
+
+/// The limits of scores in [`limit`]: −∞ for rows that do not see a key, ∞ for those that do.
+const LIMITS: [f32; 3 * LANES] = {
+    let mut limits = [f32::NEG_INFINITY; 3 * LANES];
+    let mut i = LANES;
+    while i < 2 * LANES {
+        limits[i] = f32::INFINITY;
+        i += 1;
+    }
+    limits
+};
+
+/// Scores of a tile for a vector of rows.
+#[derive(Clone)]
+pub(super) struct ScoreLanes<'a> {
+    /// The vector of key 0.
+    pub scores: *mut f32,
+    /// From a key to the next.
+    pub stride: usize,
+    /// The keys that count: all that any of the rows sees.
+    pub keys: Range<usize>,
+    /// The rows that see each key; `None`: all.
+    pub seen: Option<&'a [Range<usize>; TILE]>,
+    /// The row of the first lane.
+    pub row: usize,
+    /// In units of log 2.
+    pub softcap: Option<f32>,
+}
+
+impl ScoreLanes<'_> {
+    /// Caps and masks the scores. Returns the larger of `m` and each row's largest score.
+    ///
+    /// # Safety
+    /// The level's instructions are enabled; there are scores of all the keys.
+    #[inline(always)]
+    pub unsafe fn largest<S: Simd>(&self, m: S::F) -> S::F {
+        let &ScoreLanes { scores, stride, ref keys, seen, row, softcap } = self;
+        // SAFETY: passed on to the caller.
+        unsafe {
+            if let Some(cap) = softcap {
+                for key in keys.clone() {
+                    let score = scores.add(key * stride);
+                    let t = S::tanh(S::mul(S::load(score), S::splat(1.0 / cap)));
+                    S::store(score, S::mul(t, S::splat(cap)));
+                }
+            }
+            // Where there is a key, the largest score counts as `lowest` at least: see `SoftmaxState`.
+            let (mut largest, lowest) = (m, S::splat(f32::MIN));
+            if let Some(seen) = seen {
+                // The smaller of a NaN and a limit is the limit: what is not seen becomes −∞ whatever it was, and
+                // what is seen stays, or, a NaN, becomes ∞, of which the softmax makes a NaN again.
+                for key in keys.clone() {
+                    let (score, limit) = (scores.add(key * stride), limit::<S>(&seen[key], row));
+                    S::store(score, S::min(S::load(score), limit));
+                    largest = S::max(S::min(limit, lowest), largest);
+                }
+            } else {
+                largest = S::max(largest, lowest);
+            }
+            for key in keys.clone() {
+                largest = S::max(S::load(scores.add(key * stride)), largest);
+            }
+            largest
+        }
+    }
+
+    /// Turns scores into weights 2^(s − m), zero where a key is not seen. Returns their sum.
+    ///
+    /// # Safety
+    /// As for [`ScoreLanes::largest`].
+    #[inline(always)]
+    pub unsafe fn weigh<S: Simd>(&self, m: S::F) -> S::F {
+        let &ScoreLanes { scores, stride, ref keys, seen, row, .. } = self;
+        // SAFETY: passed on to the caller.
+        unsafe {
+            let mut sums = [S::zero(); 2];
+            for key in keys.clone() {
+                let score = scores.add(key * stride);
+                let mut weight = S::exp2(S::sub(S::load(score), m));
+                if let Some(seen) = seen {
+                    // Zero, or the weight; a NaN becomes ∞ and divided by the sum, ∞ too, again a NaN.
+                    weight = S::min(weight, S::max(limit::<S>(&seen[key], row), S::zero()));
+                }
+                S::store(score, weight);
+                sums = [sums[1], S::add(sums[0], weight)];
+            }
+            S::add(sums[0], sums[1])
+        }
+    }
+}
+
+/// ∞ in the lanes of rows that see a key, −∞ in others; the first lane is row `first`.
+#[inline(always)]
+unsafe fn limit<S: Simd>(seen: &Range<usize>, first: usize) -> S::F {
+    let lane = |row: usize| row.saturating_sub(first).min(S::LANES);
+    // Lanes from the start on, and lanes before the end.
+    let (from, to) = (LANES - lane(seen.start), 2 * LANES - lane(seen.end));
+    // SAFETY: both are followed by a vector; the caller enables the instructions.
+    unsafe { S::min(S::load(LIMITS.as_ptr().add(from)), S::load(LIMITS.as_ptr().add(to))) }
+}
