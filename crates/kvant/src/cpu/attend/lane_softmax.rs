@@ -2,7 +2,6 @@
 
 use std::ops::Range;
 
-use super::tile::TILE;
 use crate::cpu::simd::Simd;
 
 /// The most lanes of any level: rows are padded to a multiple.
@@ -29,7 +28,7 @@ pub(super) struct ScoreLanes<'a> {
     /// The keys that count: all that any of the rows sees.
     pub keys: Range<usize>,
     /// The rows that see each key; `None`: all.
-    pub seen: Option<&'a [Range<usize>; TILE]>,
+    pub seen: Option<&'a [Range<usize>]>,
     /// The row of the first lane.
     pub row: usize,
     /// In units of log 2.
@@ -66,36 +65,63 @@ impl ScoreLanes<'_> {
             } else {
                 largest = S::max(largest, lowest);
             }
-            for key in keys.clone() {
-                largest = S::max(S::load(scores.add(key * stride)), largest);
+            // Independent maxima, which do not wait for each other.
+            let mut maxima = [largest; 4];
+            for key in keys.clone().step_by(maxima.len()) {
+                for (i, largest) in maxima.iter_mut().enumerate() {
+                    let key = (key + i).min(keys.end - 1);
+                    *largest = S::max(S::load(scores.add(key * stride)), *largest);
+                }
             }
-            largest
+            let [a, b, c, d] = maxima;
+            S::max(S::max(a, b), S::max(c, d))
         }
     }
 
-    /// Turns scores into weights 2^(s − m), zero where a key is not seen. Returns their sum.
+    /// Turns scores into weights 2^(s − m), zero where a key is not seen, and stores them. Returns their sum.
     ///
     /// # Safety
-    /// As for [`ScoreLanes::largest`].
+    /// As for [`ScoreLanes::largest`], and for `to`; the first key is even.
     #[inline(always)]
-    pub unsafe fn weigh<S: Simd>(&self, m: S::F) -> S::F {
+    pub unsafe fn weigh<S: Simd, W: StoreWeights<S>>(&self, m: S::F, to: W) -> S::F {
         let &ScoreLanes { scores, stride, ref keys, seen, row, .. } = self;
         // SAFETY: passed on to the caller.
         unsafe {
             let mut sums = [S::zero(); 2];
-            for key in keys.clone() {
-                let score = scores.add(key * stride);
-                let mut weight = S::exp2(S::sub(S::load(score), m));
-                if let Some(seen) = seen {
-                    // Zero, or the weight; a NaN becomes ∞ and divided by the sum, ∞ too, again a NaN.
-                    weight = S::min(weight, S::max(limit::<S>(&seen[key], row), S::zero()));
+            for key in keys.clone().step_by(2) {
+                let mut weights = [S::zero(); 2];
+                for (i, weight) in weights.iter_mut().enumerate().take(keys.end - key) {
+                    *weight = W::exp2(S::sub(S::load(scores.add((key + i) * stride)), m));
+                    if let Some(seen) = seen {
+                        // Zero, or the weight; a NaN becomes ∞ and divided by the sum, ∞ too, again a NaN.
+                        *weight = S::min(*weight, S::max(limit::<S>(&seen[key + i], row), S::zero()));
+                    }
+                    sums[i] = S::add(sums[i], *weight);
                 }
-                S::store(score, weight);
-                sums = [sums[1], S::add(sums[0], weight)];
+                to.store(key, weights);
             }
             S::add(sums[0], sums[1])
         }
     }
+}
+
+/// Where weights go.
+pub(super) trait StoreWeights<S: Simd> {
+    /// 2ˣ for x up to 0, as [`Simd::exp2`].
+    ///
+    /// # Safety
+    /// The level's instructions are enabled.
+    #[inline(always)]
+    unsafe fn exp2(x: S::F) -> S::F {
+        // SAFETY: passed on to the caller.
+        unsafe { S::exp2(x) }
+    }
+
+    /// Stores the weights of an even key and of the next one, which are zero if there is none.
+    ///
+    /// # Safety
+    /// The level's instructions are enabled, and there is room for both.
+    unsafe fn store(&self, key: usize, weights: [S::F; 2]);
 }
 
 /// ∞ in the lanes of rows that see a key, −∞ in others; the first lane is row `first`.

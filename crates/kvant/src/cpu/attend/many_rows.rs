@@ -12,7 +12,7 @@ use std::ops::Range;
 
 use super::{
     kv_rows::KvSource,
-    lane_softmax::{LANES, ScoreLanes},
+    lane_softmax::{LANES, ScoreLanes, StoreWeights},
     prefetch::{PrefetchRuns, Prefetcher},
     stage::{StagedPart, StagedSide, stage},
     tile::{KeyTile, Queries, TILE},
@@ -345,8 +345,25 @@ impl SimdKernel for LaneSoftmax<'_> {
                     }
                 }
                 S::store(m, largest);
-                S::store(l, S::add(S::load(l), lanes.weigh::<S>(largest)));
+                let sum = lanes.weigh::<S, _>(largest, InPlace { scores: lanes.scores, stride: rows });
+                S::store(l, S::add(S::load(l), sum));
             }
+        }
+    }
+}
+
+/// Weights in the place of scores, of which there are [`TILE`].
+struct InPlace {
+    scores: *mut f32,
+    stride: usize,
+}
+
+impl<S: Simd> StoreWeights<S> for InPlace {
+    #[inline(always)]
+    unsafe fn store(&self, key: usize, weights: [S::F; 2]) {
+        for (i, weight) in weights.into_iter().enumerate() {
+            // SAFETY: passed on to the caller; the tile's size is even.
+            unsafe { S::store(self.scores.add((key + i) * self.stride), weight) }
         }
     }
 }

@@ -8,6 +8,7 @@
 //!   and at a window's edge, are processed token by token.
 //! - [`fixed_point`]: the same, with quantised keys or values as 16-bit integers.
 //! - [`many_rows`]: all keys are processed in tiles, with a mask.
+//! - [`tile_rows`]: the same, by products of bf16 where the processor multiplies tiles.
 //!
 //! Keys that no row of the block sees are not read. With one split a task writes its rows of `out`. With more, it
 //! leaves partial states, which are merged in order when all tasks are done ([`state`]).
@@ -44,10 +45,12 @@ mod task;
 #[cfg(test)]
 mod tests;
 mod tile;
+#[cfg_attr(not(target_arch = "x86_64"), path = "tile_rows_stub.rs")]
+mod tile_rows;
 
 use plan::{BatchShape, QueryBlock, WorkPlan};
 pub(super) use route::explain;
-use route::{AttendKernel, MANY_ROWS, is_quantised, level_of, select};
+use route::{is_quantised, level_of};
 use state::SoftmaxState;
 use task::run_task;
 
@@ -72,7 +75,8 @@ pub(crate) fn run(cpu: &Cpu, call: &Call) {
         kv_heads: spec.kv_heads,
         group: call.heads / spec.kv_heads,
         head_dim: call.head_dim,
-        many: select(level, quantised, MANY_ROWS) == AttendKernel::ManyRows,
+        level,
+        quantised,
         paged: call.layer.is_paged(),
         threads: cpu.threads.threads(),
         splits: call.splits,
@@ -83,10 +87,9 @@ pub(crate) fn run(cpu: &Cpu, call: &Call) {
     let partial_len = call.head_dim + 2;
     let partials = &mut *scratch::take(plan.partial_rows * partial_len);
     let partials = Partials(partials.as_mut_ptr());
-    let fixed = select(level, quantised, 1) == AttendKernel::FixedPoint;
     // SAFETY: as above.
     let table = unsafe { call.step.page_table(&call.layer) };
-    let job = AttendJob { call, table, shape: &shape, plan: &plan, partials, level, fixed };
+    let job = AttendJob { call, table, shape: &shape, plan: &plan, partials, level };
     // The last tokens of a prompt see the most: the largest tasks come first.
     cpu.threads.run(plan.tasks, |task| run_task(&job, plan.tasks - 1 - task));
     if plan.partial_rows > 0 {
@@ -107,8 +110,6 @@ struct AttendJob<'a> {
     plan: &'a WorkPlan,
     partials: Partials,
     level: SimdLevel,
-    /// Quantised vectors are computed in fixed point.
-    fixed: bool,
 }
 
 #[derive(Clone, Copy)]

@@ -2,19 +2,36 @@
 
 use std::ops::Range;
 
-use super::{route::MANY_ROWS, tile::TILE};
-use crate::ops::attend::visible;
+use super::{
+    route::{AttendKernel, select},
+    tile::TILE,
+};
+use crate::{cpu::SimdLevel, ops::attend::visible};
 
-/// Floats of the query rows (tokens × query heads of a KV head) of a block: queries and sums must fit into the
-/// second-level cache.
-const BLOCK_FLOATS: usize = 8192;
-/// The same for `many_rows`, which widens keys once for all rows of a block.
-const MANY_FLOATS: usize = 16384;
-const BLOCK_ROWS: Range<usize> = 16..64;
-const BLOCK_TOKENS: usize = 32;
+/// Limits of a block: of its query rows (tokens × query heads of a KV head), and of their floats.
+struct BlockLimits {
+    /// Queries and sums must fit into the second-level cache.
+    floats: usize,
+    rows: Range<usize>,
+    tokens: usize,
+}
+
+impl BlockLimits {
+    fn of(kernel: AttendKernel) -> BlockLimits {
+        match kernel {
+            AttendKernel::FewRows | AttendKernel::FixedPoint => BlockLimits { floats: 8192, rows: 16..64, tokens: 32 },
+            // Keys are widened once for all rows of a block.
+            AttendKernel::ManyRows => BlockLimits { floats: 16384, rows: 16..64, tokens: 32 },
+            // Values are transposed, too.
+            AttendKernel::TileRows => BlockLimits { floats: 65536, rows: 32..256, tokens: 256 },
+        }
+    }
+}
 
 /// The fewest keys of a task where the number of splits is ours to choose.
 const SPLIT_KEYS: usize = 256;
+/// Query rows of the smallest blocks that a batch is cut into for the sake of threads.
+const SHARED_ROWS: usize = 64;
 /// Tasks per thread: a thread that loses its core for a while does not delay the others.
 const TASKS_PER_THREAD: usize = 4;
 /// The most KV heads of a task, and from how many keys in pages on a task has more than one: a page's memory is then
@@ -36,8 +53,9 @@ pub(super) struct BatchShape<'a> {
     /// Query heads of a KV head.
     pub group: usize,
     pub head_dim: usize,
-    /// Whether blocks of many query rows go through [`super::many_rows`].
-    pub many: bool,
+    pub level: SimdLevel,
+    /// Whether keys or values are.
+    pub quantised: bool,
     /// Whether the keys are in pages.
     pub paged: bool,
     pub threads: usize,
@@ -103,9 +121,22 @@ impl BatchShape<'_> {
     /// The KV heads of a task, whose queries and sums must stay in the second-level cache.
     fn task_heads(&self, block: &Segment, keys: usize) -> usize {
         let (rows, heads) = (block.tokens * self.group, self.kv_heads.min(TASK_HEADS));
-        let many = self.many && rows >= MANY_ROWS;
-        let fits = rows.saturating_mul(heads).saturating_mul(self.head_dim) <= BLOCK_FLOATS;
+        let kernel = select(self.level, self.quantised, rows);
+        let many = matches!(kernel, AttendKernel::ManyRows | AttendKernel::TileRows);
+        let floats = BlockLimits::of(AttendKernel::FewRows).floats;
+        let fits = rows.saturating_mul(heads).saturating_mul(self.head_dim) <= floats;
         if self.paged && keys >= LONG_KEYS && fits && !many { heads } else { 1 }
+    }
+
+    /// The most tokens of a block. More than [`SHARED_ROWS`] rows, which read keys and values fewer times, only where
+    /// each thread has enough tasks.
+    fn block_tokens(&self) -> usize {
+        let most = block_tokens(self.level, self.quantised, self.head_dim, self.group);
+        if self.threads == 1 {
+            return most;
+        }
+        let shared = (self.positions.len() * self.kv_heads).div_ceil(self.threads * TASKS_PER_THREAD);
+        most.min(shared.max(SHARED_ROWS / self.group).max(1))
     }
 
     fn next_segment(&self, token: usize, most: usize) -> Segment {
@@ -127,11 +158,11 @@ impl QueryBlock {
     }
 }
 
-/// The most tokens of a block. `many`: blocks go to `many_rows`; `group`: query heads per KV head.
-pub(super) fn block_tokens(many: bool, head_dim: usize, group: usize) -> usize {
-    let floats = if many { MANY_FLOATS } else { BLOCK_FLOATS };
-    let rows = (floats / head_dim).clamp(BLOCK_ROWS.start, BLOCK_ROWS.end);
-    (rows / group).clamp(1, BLOCK_TOKENS)
+/// The most tokens of a block. `group`: query heads per KV head.
+pub(super) fn block_tokens(level: SimdLevel, quantised: bool, head_dim: usize, group: usize) -> usize {
+    let BlockLimits { floats, rows, tokens } = BlockLimits::of(select(level, quantised, usize::MAX));
+    let rows = (floats / head_dim).clamp(rows.start, rows.end);
+    (rows / group).clamp(1, tokens)
 }
 
 impl WorkPlan {
@@ -139,7 +170,7 @@ impl WorkPlan {
     pub fn make(&mut self, shape: &BatchShape) {
         self.blocks.clear();
         let tokens = shape.positions.len();
-        let most = block_tokens(shape.many, shape.head_dim, shape.group);
+        let most = shape.block_tokens();
         let mut token = 0;
         let mut all_keys = 0usize;
         while token < tokens {
@@ -206,7 +237,8 @@ mod tests {
             kv_heads: 1,
             group: 4,
             head_dim: 256,
-            many: false,
+            level: SimdLevel::Avx512Vbmi,
+            quantised: true,
             paged: false,
             threads: 4,
             splits: 0,
@@ -306,9 +338,28 @@ mod tests {
         let (lens, mut buffers) = ([8192], Default::default());
         let tokens: Vec<(u32, u32)> = (0..32).map(|i| (0, 8160 + i)).collect();
         let shape = shape(&tokens, &lens, &mut buffers);
-        for many in [false, true] {
-            plan.make(&BatchShape { kv_heads: 4, paged: true, many, ..shape });
+        for (level, quantised) in
+            [(SimdLevel::Avx512Vbmi, true), (SimdLevel::Avx512Vbmi, false), (SimdLevel::Avx512Amx, true)]
+        {
+            plan.make(&BatchShape { kv_heads: 4, paged: true, level, quantised, ..shape });
             assert!(plan.blocks.iter().all(|block| block.task_heads == 1));
+        }
+    }
+
+    #[test]
+    fn blocks_are_smaller_where_threads_would_wait() {
+        let (lens, mut buffers) = ([2048], Default::default());
+        let tokens: Vec<(u32, u32)> = (0..2048).map(|i| (0, i)).collect();
+        let shape = shape(&tokens, &lens, &mut buffers);
+        // 256 rows of 4 heads.
+        for (threads, most) in [(1, 64), (2, 64), (16, 32), (64, 16)] {
+            let level = SimdLevel::Avx512Amx;
+            let mut plan = WorkPlan::default();
+            plan.make(&BatchShape { level, threads, ..shape });
+            assert_eq!(plan.blocks[0].segment.tokens, most, "{threads} threads");
+            // Blocks of other kernels are that small.
+            plan.make(&BatchShape { quantised: false, threads, ..shape });
+            assert_eq!(plan.blocks[0].segment.tokens, 16);
         }
     }
 

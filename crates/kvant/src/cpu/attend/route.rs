@@ -9,6 +9,9 @@ use crate::{
 /// Query rows from which on keys and values are widened once for all of them.
 pub(super) const MANY_ROWS: usize = 16;
 
+/// Query rows from which on the level that multiplies tiles is faster by them: fewer rows take as long.
+const TILE_ROWS: usize = 32;
+
 /// A kernel of attention. The rows of a block are its query tokens × the query heads of one KV head.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum AttendKernel {
@@ -18,10 +21,15 @@ pub(super) enum AttendKernel {
     FixedPoint,
     /// Matrix products over masked tiles, a row in each lane: [`many_rows`](super::many_rows).
     ManyRows,
+    /// The same by tiles of bf16 in two digits: [`tile_rows`](super::tile_rows).
+    TileRows,
 }
 
 /// The kernel for `rows` query rows over keys and values from one source, of which one or both are `quantised`.
 pub(super) fn select(level: SimdLevel, quantised: bool, rows: usize) -> AttendKernel {
+    if rows >= TILE_ROWS && level.multiplies_tiles() {
+        return AttendKernel::TileRows;
+    }
     // Whatever the number of rows: integers hold twice as many keys a vector as f32.
     if quantised && level.multiplies_bytes() {
         return AttendKernel::FixedPoint;
@@ -55,12 +63,15 @@ pub(in crate::cpu) fn explain(cpu: &Cpu, call: &Call) -> Explanation {
     let (spec, quantised) = (call.layer.spec(), is_quantised(call));
     let group = call.heads / spec.kv_heads;
     let tokens = call.step.batch().most_new.max(1);
-    let many = select(cpu.level, quantised, MANY_ROWS) == AttendKernel::ManyRows;
-    let rows = group * tokens.min(block_tokens(many, call.head_dim, group));
-    let (kernel, reason) = match select(cpu.level, quantised, rows) {
+    let level = level_of(cpu.level, call.head_dim);
+    let most = block_tokens(level, quantised, call.head_dim, group);
+    let (kernel, reason) = match select(level, quantised, group * tokens.min(most)) {
         AttendKernel::FewRows => ("few_rows", "few query rows per KV head: each key is read once, in tiles of 64"),
         AttendKernel::FixedPoint => ("fixed_point", "a quantised cache and AVX-512 VBMI: products of integers"),
         AttendKernel::ManyRows => ("many_rows", "many query rows per KV head: matrix products over tiles of 64 keys"),
+        AttendKernel::TileRows => {
+            ("tile_rows", "many query rows per KV head and AMX: the same products, of bf16 pairs")
+        }
     };
     Explanation { kernel, reason: reason.into() }
 }
@@ -76,6 +87,17 @@ mod tests {
                 assert_eq!(select(level, quantised, 1), FewRows);
                 assert_eq!(select(level, quantised, MANY_ROWS - 1), FewRows);
                 assert_eq!(select(level, quantised, MANY_ROWS), ManyRows);
+            }
+        }
+    }
+
+    #[test]
+    fn tiles_serve_many_rows_over_any_cache() {
+        for quantised in [false, true] {
+            assert_eq!(select(SimdLevel::Avx512Amx, quantised, TILE_ROWS), TileRows);
+            for rows in [1, TILE_ROWS - 1] {
+                let without = select(SimdLevel::Avx512Vbmi, quantised, rows);
+                assert_eq!(select(SimdLevel::Avx512Amx, quantised, rows), without);
             }
         }
     }

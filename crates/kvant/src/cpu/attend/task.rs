@@ -9,15 +9,16 @@ use super::{
     kv_rows::{KvRows, KvRun, KvSource},
     many_rows::{AbsorbTile, QueryLanes, TransposeQueries},
     plan::{QueryBlock, TASK_HEADS},
-    route::{AttendKernel, MANY_ROWS, select},
-    tile::{self, KeyTile, Queries, TILE},
+    route::{AttendKernel, select},
+    tile::{self, KeyTile, MAX_TILE, Queries, TILE},
+    tile_rows::TileRows,
 };
 use crate::{
     LayerSpec,
     codec::BLOCK,
     cpu::{
         convert, hadamard, scratch,
-        simd::{Simd, SimdKernel},
+        simd::{Simd, SimdKernel, SimdLevel},
     },
 };
 
@@ -44,8 +45,15 @@ pub(super) fn run_task(job: &AttendJob, task: usize) {
 fn run_heads<const N: usize>(job: &AttendJob, block: &QueryBlock, heads: Range<usize>, split: usize) {
     let (rows, head_dim) = (block.segment.tokens * job.shape.group, job.shape.head_dim);
     let len = rows * (head_dim + 2);
-    let rounded = if job.fixed { rows * (head_dim / 2 + head_dim.div_ceil(BLOCK)) } else { 0 };
-    let many = if rows >= MANY_ROWS { QueryLanes::len(rows, head_dim) } else { 0 };
+    let kernel = select(job.level, job.shape.quantised, rows);
+    let fixed = kernel == AttendKernel::FixedPoint;
+    let rounded = if fixed { rows * (head_dim / 2 + head_dim.div_ceil(BLOCK)) } else { 0 };
+    let many = match kernel {
+        AttendKernel::FewRows | AttendKernel::FixedPoint => 0,
+        AttendKernel::ManyRows => QueryLanes::len(rows, head_dim),
+        // Queries that are not finite go to the other kernel.
+        AttendKernel::TileRows => TileRows::len(rows, head_dim).max(QueryLanes::len(rows, head_dim)),
+    };
     let sizes = [rows * head_dim, rounded, len].map(|size| size * heads.len());
     let sizes = [sizes[0], sizes[1], sizes[2], TileMemory::len(rows, head_dim), many];
     with_aligned(sizes, |[mut q, mut rounded_q, mut states, room, many]| {
@@ -53,14 +61,14 @@ fn run_heads<const N: usize>(job: &AttendJob, block: &QueryBlock, heads: Range<u
             let head = heads.clone().nth(i)?;
             // An inactive row is of no sequence, and sees no key.
             let sequence = if block.keys > 0 { block.segment.sequence } else { 0 };
-            let source = KvSource::new(&job.call.layer, job.table, sequence, head, job.fixed);
+            let source = KvSource::new(&job.call.layer, job.table, sequence, head, fixed);
             let q = take_floats(&mut q, rows * head_dim);
             let rounded = take_floats(&mut rounded_q, rounded);
             let states = SoftmaxStates::new(take_floats(&mut states, len), rows, head_dim);
             Some(HeadWork { job, block, head, source, q, rounded, states })
         });
         let room = TileMemory::new(room, rows, head_dim);
-        let mut work = BlockWork { job, block, keys: block.part(split), room, many };
+        let mut work = BlockWork { job, block, kernel, keys: block.part(split), room, many };
         // SAFETY: the plan gives every task its own rows.
         unsafe { work.run(&mut heads) };
         for HeadWork { head, states, .. } in heads.iter_mut().flatten() {
@@ -121,10 +129,11 @@ struct HeadWork<'a> {
 struct BlockWork<'a> {
     job: &'a AttendJob<'a>,
     block: &'a QueryBlock,
+    kernel: AttendKernel,
     /// Its part of the block's keys, counted from the first that any of its tokens sees.
     keys: Range<usize>,
     room: TileMemory,
-    /// For [`QueryLanes`] query rows.
+    /// For [`QueryLanes`] or [`TileRows`].
     many: &'a mut [f32],
 }
 
@@ -152,7 +161,7 @@ impl BlockWork<'_> {
                 let (next, seen) = if head + 1 < count { (head + 1, start..end) } else { (0, end..positions.end) };
                 let source = heads[next].as_ref().map(|next| next.source);
                 if let Some((head, source)) = heads[head].as_mut().zip(source) {
-                    let after = tile::tiles(&source, seen).next().map(|run| NextKeys { source: &source, run });
+                    let after = tile::tiles(&source, seen, TILE).next().map(|run| NextKeys { source: &source, run });
                     // SAFETY: passed on to the caller.
                     unsafe { self.absorb(head, start..end, after) };
                 }
@@ -228,9 +237,16 @@ impl BlockWork<'_> {
         let (queries, source) = (head.queries(), &head.source);
         let within = |seen: Range<usize>| seen.start.max(positions.start)..seen.end.min(positions.end);
         let all = within(shape.seen_by_all(segment));
-        if select(self.job.level, source.k.quantised || source.v.quantised, queries.rows) == AttendKernel::ManyRows {
-            // SAFETY: passed on to the caller.
-            return unsafe { self.absorb_many(source, positions, queries) };
+        // SAFETY: passed on to the caller; a level that multiplies tiles selects their kernel.
+        unsafe {
+            match self.kernel {
+                AttendKernel::FewRows | AttendKernel::FixedPoint => {}
+                AttendKernel::ManyRows => return self.absorb_lanes(source, positions, queries),
+                AttendKernel::TileRows => match TileRows::new(queries, self.many) {
+                    Some(rows) => return self.absorb_many(source, positions, queries, &rows),
+                    None => return self.absorb_lanes(source, positions, queries),
+                },
+            }
         }
         // SAFETY: only rows that exist, and positions that the source holds: a token sees no others.
         unsafe {
@@ -251,8 +267,21 @@ impl BlockWork<'_> {
 }
 
 impl BlockWork<'_> {
-    /// As [`BlockWork::absorb`], for [`MANY_ROWS`] query rows.
-    unsafe fn absorb_many(&mut self, source: &KvSource, positions: Range<usize>, queries: Queries) {
+    /// As [`BlockWork::absorb`], a lane for each query row.
+    unsafe fn absorb_lanes(&mut self, source: &KvSource, positions: Range<usize>, queries: Queries) {
+        let many = self.job.level.dispatch(TransposeQueries { queries, memory: self.many });
+        // SAFETY: passed on to the caller.
+        unsafe { self.absorb_many(source, positions, queries, &many) }
+    }
+
+    /// As [`BlockWork::absorb`], for many query rows, which `many` has.
+    unsafe fn absorb_many<A: AbsorbTiles>(
+        &self,
+        source: &KvSource,
+        positions: Range<usize>,
+        queries: Queries,
+        many: &A,
+    ) {
         let (level, shape, segment) = (self.job.level, self.job.shape, &self.block.segment);
         let len = shape.len(segment.sequence);
         let all = shape.seen_by_all(segment);
@@ -265,30 +294,32 @@ impl BlockWork<'_> {
         }
         // SAFETY: only rows that exist, and positions that the source holds: a token sees no others.
         unsafe {
-            let many = level.dispatch(TransposeQueries { queries, memory: self.many });
             many.load_states();
-            let mut tiles = tile::tiles(source, positions).peekable();
+            let mut tiles = tile::tiles(source, positions, A::TILE).peekable();
             while let Some(KvRun { position, bytes, row, keys }) = tiles.next() {
                 let (next, next_from) = (tiles.peek().copied().unwrap_or(KvRun::NONE), source);
                 let held = position..position + keys;
                 let page = &source.shifted(bytes);
-                if all.start <= held.start && held.end <= all.end {
-                    let tile = &KeyTile { row, keys, next, next_from, seen: None };
-                    level.dispatch(AbsorbTile { many, source: page, tile });
-                    continue;
-                }
-                let mut seen = [const { 0..0 }; TILE];
-                for token in 0..segment.tokens {
-                    let rows = token * shape.group..(token + 1) * shape.group;
-                    let by = shape.seen(len, segment.position + token);
-                    for key in by.start.max(held.start)..by.end.min(held.end) {
-                        let seen = &mut seen[key - held.start];
-                        let start = if seen.start == seen.end { rows.start } else { seen.start };
-                        *seen = start..rows.end;
+                let mut rows = [const { 0..0 }; MAX_TILE];
+                let is_seen_by_all = all.start <= held.start && held.end <= all.end;
+                if !is_seen_by_all {
+                    // Later tokens see later positions: the ones that see a key follow each other.
+                    let seen = |token| shape.seen(len, segment.position + token);
+                    let (mut first, mut end) = (0, 0);
+                    for (position, rows) in held.clone().zip(&mut rows) {
+                        while first < segment.tokens && seen(first).end <= position {
+                            first += 1;
+                        }
+                        while end < segment.tokens && seen(end).start <= position {
+                            end += 1;
+                        }
+                        if first < end {
+                            *rows = first * shape.group..end * shape.group;
+                        }
                     }
                 }
-                let tile = &KeyTile { row, keys, next, next_from, seen: Some(&seen) };
-                if level.dispatch(AbsorbTile { many, source: page, tile }) {
+                let seen = if is_seen_by_all { None } else { Some(&rows[..keys]) };
+                if many.absorb(level, page, &KeyTile { row, keys, next, next_from, seen }) {
                     continue;
                 }
                 many.store_states();
@@ -304,6 +335,59 @@ impl BlockWork<'_> {
             }
             many.store_states();
         }
+    }
+}
+
+/// Many query rows, which keep their states while keys are added.
+trait AbsorbTiles {
+    /// The most keys of a tile.
+    const TILE: usize;
+
+    /// Copies the states from the queries'.
+    ///
+    /// # Safety
+    /// Nobody else holds them.
+    unsafe fn load_states(&self);
+
+    /// Copies them back.
+    ///
+    /// # Safety
+    /// As for [`AbsorbTiles::load_states`].
+    unsafe fn store_states(&self);
+
+    /// Adds the keys and values of a tile. Returns false, and does nothing, if numbers that are not finite forbid it.
+    ///
+    /// # Safety
+    /// The level is supported; the source has the keys, and no side of it is in fixed point.
+    unsafe fn absorb(&self, level: SimdLevel, source: &KvSource, tile: &KeyTile) -> bool;
+}
+
+// SAFETY of the blocks below: passed on to the caller.
+#[allow(clippy::undocumented_unsafe_blocks)]
+impl AbsorbTiles for QueryLanes {
+    const TILE: usize = TILE;
+    unsafe fn load_states(&self) {
+        unsafe { QueryLanes::load_states(self) }
+    }
+    unsafe fn store_states(&self) {
+        unsafe { QueryLanes::store_states(self) }
+    }
+    unsafe fn absorb(&self, level: SimdLevel, source: &KvSource, tile: &KeyTile) -> bool {
+        level.dispatch(AbsorbTile { many: *self, source, tile })
+    }
+}
+
+#[allow(clippy::undocumented_unsafe_blocks)]
+impl AbsorbTiles for TileRows {
+    const TILE: usize = MAX_TILE;
+    unsafe fn load_states(&self) {
+        unsafe { TileRows::load_states(self) }
+    }
+    unsafe fn store_states(&self) {
+        unsafe { TileRows::store_states(self) }
+    }
+    unsafe fn absorb(&self, _: SimdLevel, source: &KvSource, tile: &KeyTile) -> bool {
+        unsafe { TileRows::absorb(self, source, tile) }
     }
 }
 

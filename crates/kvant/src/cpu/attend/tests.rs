@@ -29,6 +29,10 @@ struct AttendCase {
     splits: Option<usize>,
     /// (sequence, position) of a key and value that are NaN.
     nan: Option<(usize, usize)>,
+    /// The position of a dense key or value (side 1) of each sequence, one of whose coordinates is this.
+    odd: Option<(usize, usize, f32)>,
+    /// An element of the queries that is this.
+    odd_query: Option<(usize, f32)>,
 }
 
 impl Default for AttendCase {
@@ -52,6 +56,8 @@ impl Default for AttendCase {
             dtype: DType::F32,
             splits: None,
             nan: None,
+            odd: None,
+            odd_query: None,
         }
     }
 }
@@ -121,6 +127,18 @@ impl AttendCase {
         }
         fill(&layer.k, 1, &poisoned)?;
         fill(&layer.v, 2, &poisoned)?;
+        if let Some((side, position, value)) = self.odd {
+            let plane = &[&layer.k, &layer.v][side].low;
+            let mut x = plane.to_f32()?;
+            for sequence in 0..sequences {
+                for head in 0..self.kv_heads {
+                    x[layer.row(sequence, head, layer.slot(position)) * self.head_dim + 37] = value;
+                }
+            }
+            let mut bytes = vec![0; plane.bytes()];
+            tensor(device, plane.dtype(), plane.shape(), &x)?.read_bytes(&mut bytes)?;
+            plane.write_bytes(&bytes)?;
+        }
         let (positions, sequence): (Vec<u32>, Vec<u32>) = self.tokens.iter().map(|t| (t.1, t.0)).unzip();
         let step = Step::from_tensors(
             Tensor::from_slice(device, &positions, &[tokens])?,
@@ -128,7 +146,11 @@ impl AttendCase {
             Tensor::from_slice(device, &self.lens, &[sequences])?,
         );
         let shape = [tokens, heads, self.head_dim];
-        let q = tensor(device, self.dtype, &shape, &random(3, shape.iter().product()))?;
+        let mut q = random(3, shape.iter().product());
+        if let Some((at, value)) = self.odd_query {
+            q[at] = value;
+        }
+        let q = tensor(device, self.dtype, &shape, &q)?;
         let out = Tensor::zeros(device, self.dtype, &shape)?;
         let q = if self.q_rotated { Query::Rotated(&q) } else { Query::Raw(&q) };
         let sinks = Tensor::from_slice(device, &random(6, heads), &[heads])?;
@@ -151,32 +173,38 @@ impl AttendCase {
         let name = format!("{}:{} D {} G {} T {}", self.k, self.v, self.head_dim, self.group, self.tokens.len());
         for device in devices {
             let got = self.run(device).unwrap();
-            let fixed = [SimdLevel::Avx512Vbmi, SimdLevel::Avx512Amx]
-                .iter()
-                .any(|level| device.name().starts_with(&level.to_string()))
-                && (self.k.is_quantised() || self.v.is_quantised());
-            close(&got, &want, self.dtype, fixed, &format!("{name} on {device}"));
+            let is_of = |level: SimdLevel| device.name().starts_with(&level.to_string());
+            let quantised = self.k.is_quantised() || self.v.is_quantised();
+            let spread = (f64::from(self.scale.abs()) * (self.head_dim as f64).sqrt()).max(1.0);
+            // The squares of a few units of the output's last place, and of further rounding.
+            let mut bound = match self.dtype {
+                DType::F16 => 1e-7,
+                DType::BF16 => 1e-5,
+                _ => 3e-12 * spread.powi(2),
+            };
+            if quantised && (is_of(SimdLevel::Avx512Vbmi) || is_of(SimdLevel::Avx512Amx)) {
+                bound += 1e-7;
+            }
+            if is_of(SimdLevel::Avx512Amx) {
+                bound += ((1.0 + spread) / 131_072.0).powi(2);
+            }
+            close(&got, &want, bound, &format!("{name} on {device}"));
         }
     }
 }
 
-/// `fixed`: computed in fixed point.
+/// Whether the normalised squared error is within a bound.
 #[track_caller]
-fn close(got: &[f32], want: &[f32], dtype: DType, fixed: bool, what: &str) {
+fn close(got: &[f32], want: &[f32], bound: f64, what: &str) {
     let (mut error, mut norm) = (0f64, 0f64);
     for (i, (&got, &want)) in got.iter().zip(want).enumerate() {
         assert_eq!(got.is_nan(), want.is_nan(), "{what}, element {i}: {got}, expected {want}");
-        if !want.is_nan() {
-            error += f64::from(got - want).powi(2);
+        assert!(got == want || got.is_finite() == want.is_finite(), "{what}, element {i}: {got}, expected {want}");
+        if want.is_finite() {
+            error += (f64::from(got) - f64::from(want)).powi(2);
             norm += f64::from(want).powi(2);
         }
     }
-    // The squares of a few units of the output's last place.
-    let bound = match dtype {
-        DType::F16 => 1e-7,
-        DType::BF16 => 1e-5,
-        _ => 3e-12,
-    } + if fixed { 1e-7 } else { 0.0 };
     assert!(error <= bound * norm, "{what}: normalised squared error {:e}", error / norm);
 }
 
@@ -285,6 +313,50 @@ fn prompts() {
 }
 
 #[test]
+fn prompts_of_every_shape() {
+    // Rows and keys that are no multiples of 16 or 32, ranges that end everywhere in a tile, and more rows than a block
+    // has.
+    let devices = devices();
+    for (i, head_dim) in ops::attend::HEAD_DIMS.into_iter().enumerate() {
+        let codecs = if head_dim.is_power_of_two() { &CODECS[..] } else { &CODECS[..3] };
+        for (j, &k) in codecs.iter().enumerate() {
+            let (past, tokens) = [(0, 17), (31, 70), (150, 33), (7, 129), (64, 64)][(i + j) % 5];
+            let case = AttendCase {
+                k,
+                v: codecs[(j + i) % codecs.len()],
+                head_dim,
+                kv_heads: 1,
+                group: [4, 1, 2, 3][(i + 3 * j) % 4],
+                capacity: 300,
+                tokens: (past..past + tokens).map(|p| (0, p)).collect(),
+                lens: vec![past + tokens],
+                window: [None, Some(50), Some(16)][(i + j) % 3],
+                sinks: j % 2 == 1,
+                scale: [0.2, 1.0][j % 2],
+                softcap: (j % 4 == 3).then_some(5.0),
+                splits: (j % 3 == 1).then_some(3),
+                ..AttendCase::default()
+            };
+            case.check(&devices);
+            AttendCase { v: k, order: HeadOrder::TokenMajor, window: None, ..case }.check(&devices);
+        }
+    }
+}
+
+#[test]
+fn scores_that_rise_and_fall() {
+    // Later keys raise the largest score by little, by much, and not at all.
+    let devices = devices();
+    let tokens: Vec<(u32, u32)> = (400..440).map(|p| (0, p)).collect();
+    for scale in [0.01, 2.0, 8.0] {
+        for k in [Codec::F32, Codec::BF16] {
+            let (tokens, lens) = (tokens.clone(), vec![440]);
+            AttendCase { k, scale, tokens, lens, capacity: 440, ..AttendCase::default() }.check(&devices);
+        }
+    }
+}
+
+#[test]
 fn several_sequences_in_any_order() {
     let devices = devices();
     let mut tokens: Vec<(u32, u32)> = (3..40).map(|p| (2, p)).collect();
@@ -370,6 +442,48 @@ fn nan_shows_to_those_who_see_it() {
             let case = AttendCase { k, v, window: Some(30), nan, tokens: tokens.clone(), ..AttendCase::default() };
             case.check(&devices);
             assert!(case.run(&devices[0]).unwrap().iter().any(|x| x.is_nan()));
+        }
+    }
+}
+
+#[test]
+fn odd_keys_and_values_show_to_those_who_see_them() {
+    // Infinities, and numbers that are finite in f32 only.
+    let devices = devices();
+    let tokens: Vec<(u32, u32)> = (100..130).map(|p| (0, p)).collect();
+    for codec in [Codec::F16, Codec::F32, Codec::BF16] {
+        for value in [f32::INFINITY, f32::NEG_INFINITY, f32::NAN, 3.4e38, 1e30] {
+            if codec == Codec::F16 && value.is_finite() {
+                continue;
+            }
+            // A score of 10³⁸ is beyond f32.
+            for side in if value.is_finite() { 1..2 } else { 0..2 } {
+                for position in [85, 117, 95] {
+                    let (odd, tokens) = (Some((side, position, value)), tokens.clone());
+                    let case =
+                        AttendCase { k: codec, v: codec, window: Some(30), odd, tokens, ..AttendCase::default() };
+                    case.check(&devices);
+                    // A capped score of an infinity is finite.
+                    AttendCase { window: None, softcap: Some(5.0), ..case }.check(&devices);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn odd_queries_show_in_their_row() {
+    let devices = devices();
+    let tokens: Vec<(u32, u32)> = (100..130).map(|p| (0, p)).collect();
+    for value in [f32::INFINITY, f32::NEG_INFINITY, f32::NAN] {
+        for codec in [Codec::F16, Codec::tq(4), Codec::tq(8)] {
+            let odd_query = Some((9 * 4 * 64 + 64 + 5, value));
+            let case = AttendCase { k: codec, v: codec, odd_query, tokens: tokens.clone(), ..AttendCase::default() };
+            case.check(&devices);
+            // A capped score of an infinity is finite; a rotation makes NaN of one.
+            if !codec.is_quantised() {
+                AttendCase { softcap: Some(5.0), ..case }.check(&devices);
+            }
         }
     }
 }

@@ -7,6 +7,8 @@ use crate::codec::BLOCK;
 
 /// Keys of a tile.
 pub(super) const TILE: usize = 64;
+/// The same of [`tile_rows`](super::tile_rows), the most of any kernel: their sums are loaded and stored once a tile.
+pub(super) const MAX_TILE: usize = 128;
 
 /// Query rows and their states.
 #[derive(Clone, Copy)]
@@ -55,14 +57,18 @@ pub(super) struct KeyTile<'a> {
     pub next: KvRun,
     pub next_from: &'a KvSource<'a>,
     /// Of each key; `None`: all rows see all of them.
-    pub seen: Option<&'a [Range<usize>; TILE]>,
+    pub seen: Option<&'a [Range<usize>]>,
 }
 
-/// The tiles of `positions`, in order: runs of at most [`TILE`] keys.
-pub(super) fn tiles<'a>(source: &KvSource<'a>, positions: Range<usize>) -> impl Iterator<Item = KvRun> + use<'a> {
-    source.runs(positions).flat_map(|run| {
-        let cut = move |i| KvRun { position: run.position + i, row: run.row + i, keys: TILE.min(run.keys - i), ..run };
-        (0..run.keys).step_by(TILE).map(cut)
+/// The tiles of `positions`, in order: runs of at most `most` keys.
+pub(super) fn tiles<'a>(
+    source: &KvSource<'a>,
+    positions: Range<usize>,
+    most: usize,
+) -> impl Iterator<Item = KvRun> + use<'a> {
+    source.runs(positions).flat_map(move |run| {
+        let cut = move |i| KvRun { position: run.position + i, row: run.row + i, keys: most.min(run.keys - i), ..run };
+        (0..run.keys).step_by(most).map(cut)
     })
 }
 

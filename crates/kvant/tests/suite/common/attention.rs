@@ -214,12 +214,10 @@ impl Case {
     pub fn bound_on(&self, device: &Device) -> Bound {
         let mut bound = self.bound();
         let spread = (f64::from(self.scale().abs()) * (self.head_dim as f64).sqrt()).max(1.0);
-        if self.k.is_quantised() || self.v.is_quantised() {
-            let codec = if self.k.is_quantised() { self.k } else { self.v };
-            bound = bound.over(device, codec, spread);
-            if self.out != DType::F32 && device.kind() == DeviceKind::Cuda {
-                bound.arithmetic += spread / 2048.0;
-            }
+        let codec = if self.k.is_quantised() { self.k } else { self.v };
+        bound = bound.over(device, codec, spread);
+        if codec.is_quantised() && self.out != DType::F32 && device.kind() == DeviceKind::Cuda {
+            bound.arithmetic += spread / 2048.0;
         }
         if self.out != DType::F32 {
             bound = bound.of_prompt(device, self.q, [self.k, self.v], spread);

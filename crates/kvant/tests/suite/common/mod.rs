@@ -524,12 +524,14 @@ impl Bound {
 
     /// For an attention over keys or values of `codec`, whose scores have a standard deviation of `spread`. The CPU
     /// with VBMI takes quantised ones, queries and weights in fixed point: the weights cost most where scores are even,
-    /// and what a score is off by grows with it.
+    /// and what a score is off by grows with it. With AMX, factors of prompts are two bf16 digits.
     pub fn over(self, device: &Device, codec: Codec, spread: f64) -> Bound {
         let fixed = is_cpu_with(device, |level| [SimdLevel::Avx512Vbmi, SimdLevel::Avx512Amx].contains(level))
             && codec.is_quantised();
-        let rounding = if fixed { 1.0 / 4096.0 + spread / 16384.0 } else { 0.0 };
-        Bound { rounding: self.rounding + rounding, ..self }
+        let digits = is_cpu_with(device, |level| *level == SimdLevel::Avx512Amx);
+        let fixed = if fixed { 1.0 / 4096.0 + spread / 16384.0 } else { 0.0 };
+        let digits = if digits { (1.0 + spread) / 131_072.0 } else { 0.0 };
+        Bound { rounding: self.rounding + fixed.max(digits), ..self }
     }
 
     /// For an attention with queries of a 16-bit dtype over keys and values of `codecs`. CUDA's kernel of prompts

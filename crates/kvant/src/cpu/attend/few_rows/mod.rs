@@ -98,7 +98,7 @@ pub(super) unsafe fn absorb(
     if positions.is_empty() {
         return;
     }
-    let mut tiles = tiles(source, positions).peekable();
+    let mut tiles = tiles(source, positions, TILE).peekable();
     while let Some(tile) = tiles.next() {
         let next = tiles.peek().map_or(after, |&run| NextKeys { source, run });
         level.dispatch(FewRowsTile { source: &source.shifted(tile.bytes), tile, next, queries, room });
