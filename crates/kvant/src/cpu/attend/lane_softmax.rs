@@ -6,6 +6,9 @@ use crate::cpu::simd::Simd;
 
 /// The most lanes of any level: rows are padded to a multiple.
 pub(super) const LANES: usize = 16;
+/// The least weight, and the least factor of sums, in units of log 2: next to the largest weight, 1, they count less
+/// than rounding. Products of smaller ones are subnormal, and take a hundred cycles each.
+pub(super) const LEAST: f32 = -100.0;
 
 /// The limits of scores in [`limit`]: −∞ for rows that do not see a key, ∞ for those that do.
 const LIMITS: [f32; 3 * LANES] = {
@@ -113,8 +116,8 @@ pub(super) trait StoreWeights<S: Simd> {
     /// The level's instructions are enabled.
     #[inline(always)]
     unsafe fn exp2(x: S::F) -> S::F {
-        // SAFETY: passed on to the caller.
-        unsafe { S::exp2(x) }
+        // SAFETY: passed on to the caller. The maximum gives its second operand when one is NaN.
+        unsafe { S::exp2(S::max(S::splat(LEAST), x)) }
     }
 
     /// Stores the weights of an even key and of the next one, which are zero if there is none.

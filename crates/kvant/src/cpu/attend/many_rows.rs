@@ -12,7 +12,7 @@ use std::ops::Range;
 
 use super::{
     kv_rows::KvSource,
-    lane_softmax::{LANES, ScoreLanes, StoreWeights},
+    lane_softmax::{LANES, LEAST, ScoreLanes, StoreWeights},
     prefetch::{PrefetchRuns, Prefetcher},
     stage::{StagedPart, StagedSide, stage},
     tile::{KeyTile, Queries, TILE},
@@ -336,7 +336,7 @@ impl SimdKernel for LaneSoftmax<'_> {
                 for (lane, &raised) in raised[..S::LANES].iter().enumerate() {
                     let before = *m.add(lane);
                     if raised > before && first + lane < queries.rows {
-                        let factor = (before - raised).exp2();
+                        let factor = (before - raised).max(LEAST).exp2();
                         *l.add(lane) *= factor;
                         let o = queries.o.add((first + lane) * queries.head_dim);
                         for i in (0..queries.head_dim).step_by(S::LANES) {
