@@ -33,6 +33,8 @@ mod softcap;
 #[cfg(test)]
 mod testing;
 mod thread_pool;
+#[cfg(target_arch = "x86_64")]
+mod tile_product;
 mod turboquant;
 
 pub use simd::SimdLevel;

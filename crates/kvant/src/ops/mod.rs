@@ -73,8 +73,8 @@
 //! | [`hadamard`](hadamard()) | | f32 | none | |
 //! | [`linear`](linear()) | unless below | f32 | none | g = 2 for K > 4096 |
 //! | | affine or blocks, up to 15 rows for one matrix (with experts: for each); CPU at `Avx512Vbmi` and above | integers per group (8-bit and IQ4 codes: f32), then f32 | activations are rounded to steps of about 2⁻²³ of the largest of their group | activations below half a step count as zero |
-//! | | dense f16 or bf16, 16 rows or more for one matrix, affine or blocks, 32 rows or more (with experts: all rows, once one expert has as many); CPU at `Avx512Amx` (default where available) | f32 | activations and weights are sums of two bf16 numbers | r = 2⁻¹⁷. Measured: 3·10⁻⁶ of the RMS of a result. Numbers below 2⁻¹¹⁷ have fewer bits, below 2⁻¹²⁶ none |
-//! | | affine or blocks, 16 rows or more for one matrix (with experts: all rows, once one expert has 16); CPU at `Avx512Vnni` | integers per group, then f32 | activations are rounded to 16 bits, relative to the largest of their group | r = 2⁻¹⁵. Measured: about 2·10⁻⁵ of the RMS of a result (f32: 10⁻⁷, bf16: about 10⁻³) |
+//! | | dense f16 or bf16, 16 rows or more for one matrix, affine or blocks, 32 rows or more for a matrix (with experts: on average); CPU at `Avx512Amx` (default where available) | f32 | activations and weights are sums of two bf16 numbers, of which the product of the smaller ones is left out | r = 2⁻¹⁵. Measured: 3·10⁻⁶ of the RMS of a result. Products below 2⁻¹¹⁷ keep 8 bits, below 2⁻¹²⁶ none |
+//! | | affine or blocks, 16 rows or more for one matrix (with experts: all rows, once one expert has 16), unless above; CPU at `Avx2Vnni`, `Avx512Vnni` and above | integers per group, then f32 | activations are rounded to 16 bits, relative to the largest of their group | r = 2⁻¹⁵. Measured: about 2·10⁻⁵ of the RMS of a result (f32: 10⁻⁷, bf16: about 10⁻³) |
 //! | | affine, one or two rows for one matrix, or few rows of experts; CUDA | integers per group, then f32 | activations are rounded to steps of 2⁻²² of the largest of 128 consecutive inputs | activations below one step count as zero |
 //! | | affine or blocks, bf16 `x` and `out`, 1024 rows or more (on GPUs other than Hopper and for groups of 32: 33; for codes of 2, 3 and 5 bits and blocks: 41), no experts; CUDA with cuBLASLt | f32 | weights are rounded to bf16 | r = 2⁻¹⁰ |
 //! | | bf16 `x` and `out`, experts: affine in groups of 32, more than 2 rows for each; codes of 2, 3 and 5 bits and blocks, more than 48; CUDA on Hopper | f32 | weights are rounded to bf16 | r = 2⁻¹⁰ |
@@ -93,8 +93,8 @@
 //! "Blocks" include MXFP4 and NVFP4 with separate scales, and on CUDA MXFP8, whose weights bf16 holds exactly. The CPU
 //! multiplies MXFP8 in f32.
 //!
-//! To multiply in f32 on a CPU with VNNI or AMX, at half the speed or less for [`linear`](linear()), open the device with
-//! [`CpuOptions`](crate::CpuOptions)` { simd: Some(SimdLevel::Avx512), .. }`, or `Avx2` without AVX-512.
+//! To multiply in f32 on a CPU with VNNI or AMX, at half the speed or less for [`linear`](linear()), open the device
+//! with [`CpuOptions`](crate::CpuOptions)` { simd: Some(SimdLevel::Avx512), .. }`, or `Avx2` without AVX-512.
 
 pub(crate) mod add_bias;
 pub(crate) mod argmax;

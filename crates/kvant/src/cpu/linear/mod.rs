@@ -24,7 +24,7 @@ use std::sync::{Mutex, PoisonError};
 use few_rows::{FewRows, FewRowsByBytes, Integers, Prepare, PrepareIntegers, Prepared};
 use many_rows::{ManyRows, ManyRowsByWords};
 use matrix::Matrix;
-use route::{LinearKernel, WeightKind, select, select_f32};
+use route::{LinearKernel, WeightClass, select, select_f32};
 use tiles::{ManyRowsByTiles, PrepareTiles, TileLayout};
 
 use super::{
@@ -69,7 +69,7 @@ fn run_rows(cpu: &Cpu, call: &Call, first: usize, x_rows: usize) {
     let (chosen, most) = choose(bounds, chosen);
     let list = RowList { rows, bounds, chosen };
     let x = Elements::of(&call.x);
-    let kernel = select(cpu.level, WeightKind::of(&matrix), most);
+    let kernel = select(cpu.level, WeightClass::of(&matrix), most, out_rows / list.chosen.len().max(1));
     let form = match (kernel, matrix.layout()) {
         (LinearKernel::ByteProducts, Some(layout)) => Form::Integers(Integers::Bytes(layout)),
         (LinearKernel::WordProducts, Some(layout)) => Form::Integers(Integers::Words(layout)),

@@ -16,7 +16,7 @@ pub(super) const MANY_HALVES_BY_TILES: usize = 16;
 
 /// Weights, by the kernels that take them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum WeightKind {
+pub(super) enum WeightClass {
     /// Affine, or blocks.
     Codes,
     /// f16 or bf16.
@@ -25,12 +25,12 @@ pub(super) enum WeightKind {
     Floats,
 }
 
-impl WeightKind {
-    pub(super) fn of(matrix: &Matrix) -> WeightKind {
+impl WeightClass {
+    pub(super) fn of(matrix: &Matrix) -> WeightClass {
         match matrix.kind {
-            MatrixKind::Affine(_) | MatrixKind::Blocks(_) => WeightKind::Codes,
-            MatrixKind::Dense(weights) if weights.dtype != DType::F32 => WeightKind::Halves,
-            MatrixKind::Dense(_) | MatrixKind::Mxfp8(_) => WeightKind::Floats,
+            MatrixKind::Affine(_) | MatrixKind::Blocks(_) => WeightClass::Codes,
+            MatrixKind::Dense(weights) if weights.dtype != DType::F32 => WeightClass::Halves,
+            MatrixKind::Dense(_) | MatrixKind::Mxfp8(_) => WeightClass::Floats,
         }
     }
 }
@@ -50,12 +50,13 @@ pub(super) enum LinearKernel {
     TileProducts,
 }
 
-/// The kernel for weights of which one matrix has as many as `rows` rows of activations.
-pub(super) fn select(level: SimdLevel, weights: WeightKind, rows: usize) -> LinearKernel {
-    let affine = weights == WeightKind::Codes;
+/// The kernel for weights of which one matrix has as many as `rows` rows of activations, and all that have any have
+/// `mean` on average.
+pub(super) fn select(level: SimdLevel, weights: WeightClass, rows: usize, mean: usize) -> LinearKernel {
+    let affine = weights == WeightClass::Codes;
     match rows {
-        MANY_ROWS_BY_TILES.. if affine && level.multiplies_tiles() => LinearKernel::TileProducts,
-        MANY_HALVES_BY_TILES.. if weights == WeightKind::Halves && level.multiplies_tiles() => {
+        _ if level.multiplies_tiles() && affine && mean >= MANY_ROWS_BY_TILES => LinearKernel::TileProducts,
+        MANY_HALVES_BY_TILES.. if level.multiplies_tiles() && weights == WeightClass::Halves => {
             LinearKernel::TileProducts
         }
         MANY_ROWS_BY_WORDS.. if affine && level.multiplies_words() => LinearKernel::WordProducts,
@@ -71,7 +72,12 @@ pub(super) fn select_f32(rows: usize) -> LinearKernel {
 
 #[cfg(test)]
 mod tests {
-    use super::{LinearKernel::*, WeightKind::*, *};
+    use super::{LinearKernel::*, WeightClass::*, *};
+
+    /// Of one matrix.
+    fn select(level: SimdLevel, weights: WeightClass, rows: usize) -> LinearKernel {
+        super::select(level, weights, rows, rows)
+    }
 
     #[test]
     fn integers_serve_codes_on_vnni() {
@@ -95,6 +101,7 @@ mod tests {
     fn tiles_serve_many_rows_of_all_but_f32() {
         assert_eq!(select(SimdLevel::Avx512Amx, Codes, MANY_ROWS_BY_TILES), TileProducts);
         assert_eq!(select(SimdLevel::Avx512Amx, Halves, MANY_HALVES_BY_TILES), TileProducts);
+        assert_eq!(super::select(SimdLevel::Avx512Amx, Codes, 1000, MANY_ROWS_BY_TILES - 1), WordProducts);
         assert_eq!(select(SimdLevel::Avx512Amx, Floats, 1000), ManyRows);
         assert_eq!(select(SimdLevel::Avx512Amx, Halves, 1), FewRows);
     }

@@ -79,8 +79,8 @@ impl LinearCase {
         };
         let many = self.tokens >= super::route::MANY_ROWS_BY_WORDS;
         for device in devices {
-            // Activations of 16 bits err by 2⁻¹⁷ or less, and codes are up to a half of `largest`. Sums of two bfloats
-            // err by 2⁻¹⁷ of a number.
+            // Activations of 16 bits err by 2⁻¹⁷ or less, and codes are up to a half of `largest`. Products of sums of
+            // two bfloats err by 2⁻¹⁵ or less.
             let is_of = |level: &SimdLevel| device.name().starts_with(&level.to_string());
             let vnni = SimdLevel::ALL.iter().any(|level| level.multiplies_words() && is_of(level));
             let words = many
@@ -298,6 +298,38 @@ fn weights_that_are_not_finite() {
                 let equal = got == want || got.is_nan() && want.is_nan();
                 let close = want.is_finite() && (got - want).abs() <= 1e-4 * want.abs().max(1.0);
                 assert!(equal || close, "{device}, {dtype}, element {i}: {got}, not {want}");
+            }
+        }
+    }
+}
+
+/// What products before have left in scratch memory changes nothing, at any width and number of outputs.
+#[test]
+fn results_do_not_depend_on_what_ran_before() {
+    let (inputs, tokens, group) = (256, 40, 32);
+    for device in devices() {
+        for bits in [2, 3, 4, 5, 6, 8] {
+            for outputs in [16, 70] {
+                let mut numbers = Numbers(14);
+                let x = numbers.floats(tokens * inputs);
+                let words: Vec<u32> = (0..outputs * inputs * bits / 32).map(|_| numbers.bits()).collect();
+                let factors = numbers.floats(outputs * inputs / group);
+                let product = |factors: &[f32]| -> Vec<u32> {
+                    let x = tensor(&device, DType::F32, &x, &[tokens, inputs]);
+                    let codes = Tensor::from_slice(&device, &words, &[outputs, inputs * bits / 32]).unwrap();
+                    let scales = tensor(&device, DType::F32, factors, &[outputs, inputs / group]);
+                    let (codes, scales) = (&codes, &scales);
+                    let weight =
+                        Weight::Affine(ops::Affine { codes, scales, biases: scales, bits: bits as u32, group });
+                    let out = tensor(&device, DType::F32, &vec![7.0; tokens * outputs], &[tokens, outputs]);
+                    let mut enc = device.encoder().unwrap();
+                    ops::linear(&mut enc, &Linear::new(&x, weight, &out)).unwrap();
+                    enc.commit().unwrap().wait().unwrap();
+                    out.to_f32().unwrap().iter().map(|x| x.to_bits()).collect()
+                };
+                let before = product(&factors);
+                product(&vec![f32::NAN; factors.len()]);
+                assert_eq!(product(&factors), before, "{device}, {bits} bits, {outputs} outputs");
             }
         }
     }

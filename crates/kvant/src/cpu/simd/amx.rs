@@ -1,5 +1,5 @@
-//! AMX: products of tiles, of up to 16 rows of 64 bytes. Their instructions are assembly where kernels use them: Rust's
-//! functions for them are not stable.
+//! AMX: products of tiles, of up to 16 rows of 64 bytes. Kernels use inline assembly, because Rust's functions for them
+//! are not stable.
 
 use std::{arch::asm, marker::PhantomData, sync::OnceLock};
 
@@ -32,8 +32,7 @@ impl TileShapes {
     }
 }
 
-/// The tile registers of this thread, in use. They are given back at the end: until then a change of threads saves
-/// them.
+/// The tile registers of this thread, in use. Dropping this releases them; until then every context switch saves them.
 pub(crate) struct Tiles {
     /// Of one thread.
     _thread: PhantomData<*mut ()>,
@@ -76,10 +75,11 @@ fn has_instructions() -> bool {
     features.edx & ALL == ALL && is_x86_feature_detected!("avx512bf16")
 }
 
-/// Asks Linux, which saves tiles only for processes that have asked; it says no if it saves none.
+/// Asks Linux, which saves tiles only for processes that have asked. It fails on kernels without AMX, and where a
+/// thread has an alternate signal stack without room for tiles; afterwards no thread gets such a stack.
 #[cfg(target_os = "linux")]
 fn is_permitted() -> bool {
-    const REQUEST_PERMISSION: libc::c_int = 0x1023;
+    const REQUEST_PERMISSION: libc::c_ulong = 0x1023;
     const TILE_DATA: libc::c_ulong = 18;
     // SAFETY: the call reads its arguments only.
     unsafe { libc::syscall(libc::SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0 }

@@ -38,7 +38,9 @@ pub enum SimdLevel {
     Avx512Vnni,
     /// The same that also permutes bytes: VBMI (x86-64: Ice Lake, Zen 4 and later).
     Avx512Vbmi,
-    /// The same that also multiplies tiles: AMX for bfloats (x86-64: Sapphire Rapids and later; Linux).
+    /// The same that also multiplies tiles: AMX for bfloats (x86-64: Sapphire Rapids and later; Linux). Asking whether
+    /// it is supported asks Linux to let the process use tiles; alternate signal stacks need room for them from then on
+    /// (`AT_MINSIGSTKSZ`).
     Avx512Amx,
     /// NEON (AArch64).
     Neon,
@@ -135,8 +137,8 @@ impl SimdLevel {
         unreachable!("{self} does not multiply words")
     }
 
-    /// Runs a kernel on a level that [`multiplies_bytes`](SimdLevel::multiplies_bytes), as those do that multiply tiles.
-    /// It is compiled for no other.
+    /// Runs a kernel on a level that [`multiplies_bytes`](SimdLevel::multiplies_bytes), as those of tiles do. It is
+    /// compiled for no other.
     #[inline]
     pub(crate) fn dispatch_bytes<K: SimdKernel>(self, kernel: K) -> K::Output {
         #[cfg(target_arch = "x86_64")]

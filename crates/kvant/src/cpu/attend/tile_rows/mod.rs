@@ -21,23 +21,22 @@ use std::{arch::x86_64::*, ops::Range};
 
 use super::{
     kv_rows::{KvSource, RowLoader},
-    lane_softmax::{LANES, ScoreLanes, StoreWeights},
+    lane_softmax::{LANES, LEAST, ScoreLanes, StoreWeights},
     prefetch::{PrefetchRuns, Prefetcher},
     stage::StagedSide,
     tile::{KeyTile, MAX_TILE as TILE, Queries},
 };
-use crate::cpu::simd::{Avx512, Simd, amx::Tiles};
+use crate::cpu::{
+    simd::{Avx512, Simd, amx::Tiles},
+    tile_product::{self, BLOCK, PAIR, TileProduct, digits},
+};
 
-mod products;
 mod stage;
 
-use products::{BLOCK, PAIR, TileProduct, digits};
 use stage::{CHUNK, KEYS, StagedTile};
 
 /// How far a score may exceed m, in units of log 2: weights are up to 2⁸ then.
 const RAISE: f32 = 8.0;
-/// The least factor of sums, in units of log 2: next to new sums they then count less than rounding.
-const LEAST_FACTOR: f32 = -100.0;
 /// A polynomial that is within 2⁻²³ of 2ˣ from 0 to 1, relatively, and 1 at 0: the best of its degree.
 const EXP2: [f32; 6] = [1.0, 0.693_151_3, 0.240_164_44, 0.055_799_913, 0.009_017_031, 0.001_867_13];
 
@@ -97,7 +96,7 @@ impl TileRows {
                 return None;
             }
             let [q, k, v, weights] = [q, k, v, weights].map(<*mut f32>::cast);
-            let _tiles = Tiles::new(&products::shapes());
+            let _tiles = Tiles::new(&tile_product::shapes());
             Some(TileRows { queries, rows, q, o, m, l, k, v, scores, weights, means, _tiles })
         }
     }
@@ -240,11 +239,14 @@ impl TileRows {
                 let (k, q) = (self.k.add(key / TILE_KEYS * pairs * PAIR), self.q.add(2 * group * pairs * PAIR));
                 TileProduct {
                     sums: self.scores.add(key * BLOCK),
+                    apart: BLOCK * size_of::<f32>(),
                     clears: true,
                     a: [k, k.add(pairs * PAIR)],
+                    both: true,
                     b: [q, q.add(pairs * PAIR)],
-                    pairs,
-                    is_exact,
+                    digits: [2 - usize::from(is_exact), 2],
+                    step_bytes: [PAIR; 2],
+                    steps: pairs,
                 }
                 .add();
             }
@@ -283,8 +285,7 @@ impl TileRows {
                 let none = Avx512::splat(f32::NEG_INFINITY);
                 let rescaled = _mm512_mask_cmp_ps_mask::<_CMP_NEQ_OQ>(raised, before, none);
                 if rescaled != 0 {
-                    // No smaller factor: products that are subnormal take a hundred cycles.
-                    let less = Avx512::max(Avx512::sub(before, largest), Avx512::splat(LEAST_FACTOR));
+                    let less = Avx512::max(Avx512::sub(before, largest), Avx512::splat(LEAST));
                     let factor = Avx512::exp2(less);
                     let factor = _mm512_mask_blend_ps(rescaled, Avx512::splat(1.0), factor);
                     Avx512::store(l, Avx512::mul(Avx512::load(l), factor));
@@ -316,11 +317,14 @@ impl TileRows {
                 let (v, weights) = (self.v.add(2 * i / BLOCK * TILE_PAIRS + first), self.weights.add(first));
                 TileProduct {
                     sums: self.o.add((group * dim + i) * BLOCK),
+                    apart: BLOCK * size_of::<f32>(),
                     clears: false,
                     a: [v, v.add(TILE_PAIRS)],
+                    both: true,
                     b: [weights, weights.add(TILE_PAIRS)],
-                    pairs,
-                    is_exact,
+                    digits: [2 - usize::from(is_exact), 2],
+                    step_bytes: [PAIR; 2],
+                    steps: pairs,
                 }
                 .add();
             }

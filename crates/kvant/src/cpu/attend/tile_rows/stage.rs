@@ -2,7 +2,6 @@
 
 use std::arch::x86_64::*;
 
-use super::products::{LargestMagnitude, PAIR, digits};
 use crate::cpu::{
     attend::{
         kv_rows::{LoadRows, RowLoader, with_loader},
@@ -10,6 +9,7 @@ use crate::cpu::{
         tile::{MAX_TILE as TILE, Queries},
     },
     simd::{Avx512, Simd},
+    tile_product::{PAIR, digits},
 };
 
 /// Coordinates of a chunk: a word of a tile has one of its first half and one of its second.
@@ -158,5 +158,39 @@ unsafe fn store_values<R: LoadRows>(rows: R, tile: StagedTile) -> bool {
             }
         }
         largest.is_finite()
+    }
+}
+
+/// The largest magnitude of some numbers.
+#[derive(Clone, Copy)]
+struct LargestMagnitude(__m512i);
+
+impl LargestMagnitude {
+    /// # Safety
+    /// Of all functions: the instructions of `Avx512` are there.
+    #[inline(always)]
+    pub unsafe fn new() -> LargestMagnitude {
+        // SAFETY: the caller's promise.
+        LargestMagnitude(unsafe { _mm512_setzero_si512() })
+    }
+
+    #[inline(always)]
+    pub unsafe fn add(&mut self, numbers: [__m512; 2]) {
+        for x in numbers {
+            // SAFETY: the caller's promise.
+            unsafe {
+                let magnitude = _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(i32::MAX));
+                self.0 = _mm512_max_epu32(self.0, magnitude);
+            }
+        }
+    }
+
+    /// Whether all digits are finite.
+    #[inline(always)]
+    pub unsafe fn is_finite(self) -> bool {
+        // Larger magnitudes round to infinity; NaN are larger still.
+        const LARGEST: u32 = 0x7f7f_7fff;
+        // SAFETY: the caller's promise.
+        unsafe { _mm512_reduce_max_epu32(self.0) <= LARGEST }
     }
 }

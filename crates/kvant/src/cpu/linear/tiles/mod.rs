@@ -1,19 +1,17 @@
 //! Many rows of activations times a matrix, by tiles of bfloats (AMX).
 //!
-//! out\[t\]\[n\] = alpha · Σₖ x\[t\]\[k\] · w\[n\]\[k\] for the outputs n of one task. A number is the sum of two bfloats,
-//! its digits: itself rounded, and what is left, rounded. Activations of bf16 have one, and so have weights of bf16. An
-//! instruction adds the products of 16 rows with 16 outputs over 32 inputs to sums of f32. Two digits times two take
-//! three: the product of both low digits is less than what the low digits are off by.
+//! out\[t\]\[n\] = alpha · Σₖ x\[t\]\[k\] · w\[n\]\[k\] for the outputs n of one task. Numbers have two digits of bf16,
+//! and those of bf16 have one: [`tile_product`]. An instruction adds the products of 16 rows with 16 outputs over 32
+//! inputs to sums of f32.
 //!
 //! | what | layout, in words of two bfloats, of neighbouring inputs |
 //! |---|---|
 //! | a tile of activations | `[inputs / 32, digits, 16 rows, 16 words]` |
 //! | a tile of weights | `[inputs / 32, digits, 16 words, 16 outputs]` |
 //!
-//! A task unpacks the weights of a panel of outputs for [`DEPTH`] inputs ([`weights`]), multiplies them with all rows of
-//! a block ([`products`]), and goes on with the next inputs. Sums stay in memory meanwhile.
+//! A task unpacks the weights of a panel of outputs for [`DEPTH`] inputs ([`weights`]), multiplies them with all rows
+//! of a block, and goes on with the next inputs. Sums stay in memory meanwhile.
 
-mod products;
 mod weights;
 
 use std::{
@@ -29,8 +27,9 @@ use crate::{
         scratch,
         simd::{
             Simd, SimdKernel,
-            amx::{TILE_BYTES, TILE_ROWS, TileShapes, Tiles},
+            amx::{TILE_BYTES, TILE_ROWS, Tiles},
         },
+        tile_product::{self, TileProduct},
     },
 };
 use weights::PanelWeights;
@@ -43,7 +42,7 @@ const TILE: usize = 16;
 const STEP: usize = 32;
 /// Words of a digit of a tile: 16 rows of 64 bytes.
 const WORDS: usize = TILE_ROWS * TILE_BYTES / size_of::<f32>();
-/// The most outputs of a panel: activations come from the third-level cache once for each.
+/// The most outputs of a panel, 32 tiles: activations come from the third-level cache once for each.
 pub(super) const PANEL: usize = 512;
 /// Floats from a row of sums to the next: rows a power of two apart would fall into the same few sets of the caches.
 const APART: usize = PANEL + 16;
@@ -138,14 +137,18 @@ impl SimdKernel for ManyRowsByTiles<'_> {
         let tiles = self.rows.len().min(BLOCK).div_ceil(ROWS);
         let totals = &mut *scratch::take_lines(tiles * ROWS * APART);
         let apart = self.rows.chunks(BLOCK).flat_map(|rows| rows.chunks(ROWS)).any(|rows| !is_tile(rows));
-        let gathered = &mut *scratch::take_lines(if apart { tiles * tile } else { 0 });
+        let mut gathered = scratch::take_lines(if apart { tiles * tile } else { 0 });
+        let gathered = gathered.as_mut_ptr();
         let mut x = [std::ptr::null(); BLOCK / ROWS];
         for rows in self.rows.chunks(BLOCK) {
             for (i, rows) in rows.chunks(ROWS).enumerate() {
                 x[i] = if is_tile(rows) {
                     self.x[rows[0][0] as usize / ROWS * tile..][..tile].as_ptr()
                 } else {
-                    self.gather(rows, &mut gathered[i * tile..][..tile])
+                    let to = gathered.wrapping_add(i * tile);
+                    // SAFETY: a tile each; nobody else has a reference to any of them.
+                    self.gather(rows, unsafe { std::slice::from_raw_parts_mut(to, tile) });
+                    to
                 };
             }
             let x = &x[..rows.len().div_ceil(ROWS)];
@@ -154,8 +157,12 @@ impl SimdKernel for ManyRowsByTiles<'_> {
                 // SAFETY: `dispatch_bytes` enables the instructions; the rows and outputs exist, and no other task
                 // writes these outputs.
                 unsafe {
-                    if !self.panel::<S>(x, first, count, totals) {
-                        self.panel_in_floats::<S>(x, rows.len(), first, count, totals);
+                    let mut odd = self.panel::<S>(x, first, count, totals);
+                    while odd != 0 {
+                        let output = odd.trailing_zeros() as usize * TILE;
+                        let outputs = first + output..first + count.min(output + TILE);
+                        self.tile_in_floats::<S>(x, rows.len(), outputs, &mut totals[output..]);
+                        odd &= odd - 1;
                     }
                     for (&[_, out], row) in rows.iter().zip(totals.chunks_exact_mut(APART)) {
                         let row = &mut row[..count];
@@ -178,7 +185,7 @@ fn is_tile(rows: &[[u32; 2]]) -> bool {
 
 impl ManyRowsByTiles<'_> {
     /// Makes a tile of rows of activations.
-    fn gather(&self, rows: &[[u32; 2]], gathered: &mut [f32]) -> *const f32 {
+    fn gather(&self, rows: &[[u32; 2]], gathered: &mut [f32]) {
         for (t, row) in rows.iter().enumerate() {
             let (tile, within) = (row[0] as usize / ROWS, row[0] as usize % ROWS * TILE);
             let from = self.x[tile * gathered.len()..][..gathered.len()].chunks_exact(WORDS);
@@ -186,17 +193,17 @@ impl ManyRowsByTiles<'_> {
                 to[t * TILE..][..TILE].copy_from_slice(&from[within..][..TILE]);
             }
         }
-        gathered.as_ptr()
     }
 
-    /// The sums of a panel of `count` outputs from `first` on. Returns false if a weight is not finite.
+    /// The sums of a panel of `count` outputs from `first` on. Returns a bit for each tile of outputs of which a weight
+    /// is not finite: its sums are not valid.
     ///
     /// # Safety
     /// The level's instructions are enabled; the outputs exist, and `totals` has [`APART`] floats for each row of the
     /// tiles `x`.
     #[inline(always)]
-    unsafe fn panel<S: Simd>(&self, x: &[*const f32], first: usize, count: usize, totals: &mut [f32]) -> bool {
-        totals[..x.len() * ROWS * APART].fill(0.0);
+    unsafe fn panel<S: Simd>(&self, x: &[*const f32], first: usize, count: usize, totals: &mut [f32]) -> u32 {
+        let mut odd = 0;
         // SAFETY: the caller's promise.
         unsafe {
             let weights = PanelWeights::new::<S>(&self.matrix, self.base + first, count);
@@ -204,60 +211,60 @@ impl ManyRowsByTiles<'_> {
             let pairs = count.div_ceil(2 * TILE);
             let tile = DEPTH / STEP * digits[1] * WORDS;
             let panel = &mut *scratch::take_lines(2 * pairs * tile);
-            let _tiles = Tiles::new(&TileShapes::new(&[(TILE_ROWS, TILE_BYTES); 8]));
+            let _tiles = Tiles::new(&tile_product::shapes());
             for start in (0..self.layout.steps()).step_by(DEPTH / STEP) {
                 let steps = (DEPTH / STEP).min(self.layout.steps() - start);
                 for (n, to) in panel.chunks_exact_mut(tile).enumerate() {
-                    if !weights.unpack::<S>(n * TILE, start * STEP, steps, to) {
-                        return false;
-                    }
+                    odd |= u32::from(!weights.unpack::<S>(n * TILE, start * STEP, steps, to)) << n;
                 }
                 for (i, rows) in x.chunks(2).enumerate() {
                     let at = start * digits[0] * WORDS;
-                    let rows = [rows[0].add(at), rows[rows.len() - 1].add(at)];
+                    let rows = [rows[0].add(at).cast(), rows[rows.len() - 1].add(at).cast()];
                     for (n, weights) in panel.chunks_exact(2 * tile).enumerate() {
-                        let product = products::Product {
-                            x: rows,
-                            two: 2 * i + 1 < x.len(),
-                            weights: [weights.as_ptr(), weights[tile..].as_ptr()],
+                        TileProduct {
+                            sums: totals[i * 2 * ROWS * APART + n * 2 * TILE..].as_mut_ptr(),
+                            apart: APART * size_of::<f32>(),
+                            clears: start == 0,
+                            a: rows,
+                            both: 2 * i + 1 < x.len(),
+                            b: [weights.as_ptr().cast(), weights[tile..].as_ptr().cast()],
+                            digits,
+                            step_bytes: digits.map(|digits| digits * tile_product::TILE),
                             steps,
-                            totals: totals[i * 2 * ROWS * APART + n * 2 * TILE..].as_mut_ptr(),
-                        };
-                        product.add(digits);
+                        }
+                        .add();
                     }
                 }
             }
         }
-        true
+        odd
     }
 
-    /// The same in plain sums of f32, where bfloats have no digits.
+    /// The same for a tile of outputs in plain sums of f32, for weights that are not finite.
     ///
     /// # Safety
     /// As for [`ManyRowsByTiles::panel`]; there are `rows` rows.
     #[inline(always)]
-    unsafe fn panel_in_floats<S: Simd>(
-        &self,
-        x: &[*const f32],
-        rows: usize,
-        first: usize,
-        count: usize,
-        totals: &mut [f32],
-    ) {
+    unsafe fn tile_in_floats<S: Simd>(&self, x: &[*const f32], rows: usize, outputs: Range<usize>, totals: &mut [f32]) {
         let TileLayout { inputs, digits } = self.layout;
-        let weights = &mut *scratch::take(inputs);
-        for n in 0..count {
+        let weights = &mut *scratch::take(outputs.len() * inputs);
+        let numbers = &mut *scratch::take(inputs);
+        for (output, weights) in outputs.zip(weights.chunks_exact_mut(inputs)) {
             // SAFETY: the caller's promise.
-            unsafe { self.matrix.natural_row::<S>(self.base + first + n, 1.0, weights) };
-            for t in 0..rows {
-                let digit = |k: usize, digit: usize| {
+            unsafe { self.matrix.natural_row::<S>(self.base + output, 1.0, weights) };
+        }
+        for t in 0..rows {
+            for (k, number) in numbers.iter_mut().enumerate() {
+                let digit = |digit: usize| {
                     let word = (k / STEP * digits + digit) * WORDS + t % ROWS * TILE + k % STEP / 2;
                     // SAFETY: a tile has these words.
                     let word = unsafe { x[t / ROWS].add(word).read() }.to_bits();
                     f32::from_bits(if k.is_multiple_of(2) { word << 16 } else { word & 0xFFFF_0000 })
                 };
-                let number = |k: usize| digit(k, 0) + if digits == 2 { digit(k, 1) } else { 0.0 };
-                totals[t * APART + n] = weights.iter().enumerate().map(|(k, w)| number(k) * w).sum();
+                *number = digit(0) + if digits == 2 { digit(1) } else { 0.0 };
+            }
+            for (total, weights) in totals[t * APART..].iter_mut().zip(weights.chunks_exact(inputs)) {
+                *total = numbers.iter().zip(weights).map(|(x, w)| x * w).sum();
             }
         }
     }

@@ -9,12 +9,13 @@ use crate::{
         linear::matrix::{self, Matrix, MatrixKind},
         scratch::{self, ScratchFloats},
         simd::{Avx512, Simd},
+        tile_product::digits,
     },
 };
 
 /// Sixteen rows of sixteen words.
 #[repr(align(64))]
-struct Square([f32; WORDS]);
+struct TileWords([f32; WORDS]);
 
 /// The digits of a row of whole steps: `to[step, digits, 16 rows, 16 words]`, of which it is one of the rows. Returns
 /// whether all numbers, and what they are rounded to, are finite.
@@ -100,7 +101,7 @@ impl PanelWeights<'_> {
     }
 
     /// Unpacks `steps` of 32 inputs from `input` on, of a tile of outputs from `output` of the panel on. Returns
-    /// whether all are finite. Beyond the end, outputs are anything and inputs are zero.
+    /// whether all are finite. Beyond the end, outputs are unspecified and inputs are zero.
     ///
     /// # Safety
     /// The level's instructions are enabled, and `to` has room for the steps.
@@ -168,8 +169,9 @@ impl PanelWeights<'_> {
         for (step, to) in to.chunks_exact_mut(2 * WORDS).take(steps).enumerate() {
             let input = input + step * STEP;
             let mut digits = [0.0; 2 * WORDS];
-            for n in 0..TILE {
-                let row = self.first + (output + n).min(self.count - 1);
+            // Of outputs that do not exist nothing is read: factors of theirs are what was in memory before.
+            for n in 0..TILE.min(self.count - output) {
+                let row = self.first + output + n;
                 let mut weights = [0.0; STEP];
                 // SAFETY: the caller's promise.
                 unsafe {
@@ -223,7 +225,8 @@ struct Factors<'a> {
     group: usize,
 }
 
-/// Scales and biases as [`PanelWeights::factors`]. Returns whether all weights are finite, with room to spare.
+/// Scales and biases as [`PanelWeights::factors`]. Returns whether all weights are
+/// finite: below 1e38, so that none rounds to infinity.
 ///
 /// # Safety
 /// The level's instructions are enabled; the rows exist.
@@ -262,14 +265,14 @@ unsafe fn transpose_factors<S: Simd>(
 /// # Safety
 /// The instructions of `Avx512Amx` are there; the rows have these bytes.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
-unsafe fn transposed(rows: &[*const u8; TILE], at: usize, bytes: usize) -> Square {
+unsafe fn transposed(rows: &[*const u8; TILE], at: usize, bytes: usize) -> TileWords {
     let mask = if bytes < 64 { (1u64 << bytes) - 1 } else { u64::MAX };
-    let mut square = Square([0.0; WORDS]);
+    let mut square = TileWords([0.0; WORDS]);
     for (to, row) in square.0.chunks_exact_mut(TILE).zip(rows) {
         // SAFETY: the caller's promise.
         unsafe { _mm512_store_si512(to.as_mut_ptr().cast(), _mm512_maskz_loadu_epi8(mask, row.add(at).cast())) };
     }
-    let mut to = Square([0.0; WORDS]);
+    let mut to = TileWords([0.0; WORDS]);
     // SAFETY: a square has 16 rows of 16.
     unsafe { Avx512::transpose16(square.0.as_ptr(), TILE, to.0.as_mut_ptr()) };
     to
@@ -293,7 +296,6 @@ unsafe fn unpack_codes<const BITS: usize>(
     // SAFETY: the caller's promise; a group is a whole number of words.
     unsafe {
         let numbers = _mm512_loadu_ps(NUMBERS.as_ptr());
-        let (half, upper) = (_mm512_set1_epi32(0x8000), _mm512_set1_epi32(0xFFFF_0000_u32 as i32));
         for first in (0..steps * STEP).step_by(16 * of_word) {
             let words = (steps * STEP - first).div_ceil(of_word).min(16);
             let codes = transposed(rows, (input + first) / 8 * BITS, 4 * words);
@@ -305,8 +307,8 @@ unsafe fn unpack_codes<const BITS: usize>(
                 let codes = _mm512_load_si512(codes.as_ptr().cast());
                 let to = to[(at / STEP * 2 * TILE + at % STEP / 2) * TILE..].as_mut_ptr();
                 for pair in 0..of_word / 2 {
-                    let (mut high, mut low) = ([_mm512_setzero_si512(); 2], [_mm512_setzero_si512(); 2]);
-                    for i in 0..2 {
+                    let mut weights = [scale; 2];
+                    for (i, weight) in weights.iter_mut().enumerate() {
                         let by = _mm_cvtsi32_si128(((2 * pair + i) * BITS) as i32);
                         let code = _mm512_srl_epi32(codes, by);
                         let code = if BITS == 4 {
@@ -315,14 +317,9 @@ unsafe fn unpack_codes<const BITS: usize>(
                         } else {
                             _mm512_cvtepi32_ps(_mm512_and_si512(code, _mm512_set1_epi32(255)))
                         };
-                        let weight = _mm512_fmadd_ps(code, scale, bias);
-                        high[i] = _mm512_and_si512(_mm512_add_epi32(_mm512_castps_si512(weight), half), upper);
-                        let rest = _mm512_sub_ps(weight, _mm512_castsi512_ps(high[i]));
-                        low[i] = _mm512_add_epi32(_mm512_castps_si512(rest), half);
+                        *weight = _mm512_fmadd_ps(code, scale, bias);
                     }
-                    let high = _mm512_or_si512(_mm512_srli_epi32::<16>(high[0]), high[1]);
-                    // The second one's upper half.
-                    let low = _mm512_ternarylogic_epi32::<0xF8>(_mm512_srli_epi32::<16>(low[0]), low[1], upper);
+                    let [high, low] = digits(weights);
                     _mm512_storeu_si512(to.add(pair * TILE).cast(), high);
                     _mm512_storeu_si512(to.add(WORDS + pair * TILE).cast(), low);
                 }
