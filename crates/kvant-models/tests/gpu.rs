@@ -95,8 +95,9 @@ fn the_shipped_model_matches_the_cpu() {
 /// passes are recorded before.
 fn check_batches(model: &Model, codec: Codec, prompts: &[Vec<u32>], steps: usize, ahead: bool) {
     let (vocab, device) = (model.vocab_size() as u32, model.device());
-    // CUDA has other kernels for other numbers of rows. Where these round apart, a vector may get another code.
-    let tolerance = if codec != Codec::F32 && device.kind() == DeviceKind::Cuda { 0.02 } else { TOLERANCE };
+    // Several tokens of a sequence are rows of their own in a recording, which adds in another order: logits differ by
+    // 2e-5 on a CPU. Where that is next to a threshold, a vector of a quantised cache gets another code.
+    let tolerance = if codec != Codec::F32 { 0.02 } else { TOLERANCE };
     let longest = prompts.iter().map(Vec::len).max().unwrap() + 3 * steps;
     let options = PoolOptions { codecs: codec.into(), sequences: 2 * prompts.len(), ..exact(longest) };
     let pool = model.new_pool(&options).unwrap();
