@@ -20,7 +20,7 @@ pub(super) struct ScratchFloats {
 }
 
 /// Floats of a line of the cache.
-const LINE: usize = 16;
+pub(super) const LINE: usize = 16;
 
 /// `len` floats of unspecified content.
 #[inline]

@@ -6,7 +6,7 @@
 
 use std::arch::{asm, x86_64::*};
 
-use super::simd::amx::{TILE_BYTES, TILE_ROWS, TileShapes};
+use super::simd::amx::{TILE_BYTES, TILE_ROWS};
 
 /// Bytes of a tile.
 pub(super) const TILE: usize = TILE_ROWS * TILE_BYTES;
@@ -14,11 +14,6 @@ pub(super) const TILE: usize = TILE_ROWS * TILE_BYTES;
 pub(super) const PAIR: usize = 2 * TILE;
 /// Rows and columns of a block of sums: two tiles.
 pub(super) const BLOCK: usize = 32;
-
-/// All eight registers are as large as they can be.
-pub(super) fn shapes() -> TileShapes {
-    TileShapes::new(&[(TILE_ROWS, TILE_BYTES); 8])
-}
 
 /// A product of two matrices, in tiles: 16 or 32 rows times 32 columns.
 pub(super) struct TileProduct {
@@ -51,7 +46,7 @@ impl TileProduct {
     /// Adds the products to the sums.
     ///
     /// # Safety
-    /// This thread has `Tiles` of [`shapes`]; the tiles exist, and nobody else holds the sums.
+    /// This thread has `Tiles`; the tiles exist, and nobody else holds the sums.
     #[inline(always)]
     pub(super) unsafe fn add(self) {
         let TileProduct { sums, apart, clears, a: [a0, a1], both, b: [b0, b1], digits, step_bytes, steps } = self;

@@ -6,7 +6,8 @@
 //!
 //! At the diagonal and at a window's edge some rows do not see some keys. Their scores are masked before the softmax,
 //! and products of whole vectors or rows that see nothing are skipped. A weight of zero does not hide a value that is
-//! not finite, so a tile with such a value at an edge is processed token by token ([`QueryLanes::absorb`] reports it).
+//! not finite, so a tile with such a value at an edge is processed token by token ([`QueryLanes::absorb_at`] reports
+//! it).
 
 use std::ops::Range;
 
@@ -15,9 +16,9 @@ use super::{
     lane_softmax::{LANES, LEAST, ScoreLanes, StoreWeights},
     prefetch::{PrefetchRuns, Prefetcher},
     stage::{StagedPart, StagedSide, stage},
-    tile::{KeyTile, Queries, TILE},
+    tile::{AbsorbTiles, KeyTile, Queries, TILE},
 };
-use crate::cpu::simd::{Simd, SimdKernel};
+use crate::cpu::simd::{Simd, SimdKernel, SimdLevel};
 
 /// Keys that are widened at a time; their sums stay in registers.
 const KEYS: usize = 12;
@@ -25,6 +26,7 @@ const KEYS: usize = 12;
 const STRIDE: usize = 512 + 16;
 /// Coordinates of all the tile's values that are widened at a time.
 const COORDINATES: usize = 64;
+
 /// Query rows, and memory for a tile.
 #[derive(Clone, Copy)]
 pub(super) struct QueryLanes {
@@ -59,11 +61,11 @@ impl SimdKernel for TransposeQueries<'_> {
     }
 }
 
-/// [`QueryLanes::absorb`].
-pub(super) struct AbsorbTile<'a> {
-    pub many: QueryLanes,
-    pub source: &'a KvSource<'a>,
-    pub tile: &'a KeyTile<'a>,
+/// [`QueryLanes::absorb_at`].
+struct AbsorbTile<'a> {
+    many: QueryLanes,
+    source: &'a KvSource<'a>,
+    tile: &'a KeyTile<'a>,
 }
 
 impl SimdKernel for AbsorbTile<'_> {
@@ -71,7 +73,32 @@ impl SimdKernel for AbsorbTile<'_> {
     #[inline(always)]
     fn run<S: Simd>(self) -> bool {
         // SAFETY: `dispatch` enables the instructions; the source has the keys.
-        unsafe { self.many.absorb::<S>(self.source, self.tile) }
+        unsafe { self.many.absorb_at::<S>(self.source, self.tile) }
+    }
+}
+
+/// Of the states, m and l are copied.
+impl AbsorbTiles for QueryLanes {
+    const TILE: usize = TILE;
+
+    unsafe fn load_states(&self) {
+        // SAFETY: the caller's promise; there are as many rows in both.
+        unsafe {
+            self.m.copy_from_nonoverlapping(self.queries.m, self.queries.rows);
+            self.l.copy_from_nonoverlapping(self.queries.l, self.queries.rows);
+        }
+    }
+
+    unsafe fn store_states(&self) {
+        // SAFETY: as above.
+        unsafe {
+            self.queries.m.copy_from_nonoverlapping(self.m, self.queries.rows);
+            self.queries.l.copy_from_nonoverlapping(self.l, self.queries.rows);
+        }
+    }
+
+    unsafe fn absorb(&self, level: SimdLevel, source: &KvSource, tile: &KeyTile) -> bool {
+        level.dispatch(AbsorbTile { many: *self, source, tile })
     }
 }
 
@@ -128,35 +155,13 @@ impl QueryLanes {
         }
     }
 
-    /// Copies `m` and `l` from the states.
-    ///
-    /// # Safety
-    /// Nobody else holds them.
-    pub unsafe fn load_states(&self) {
-        // SAFETY: the caller's promise; there are as many rows in both.
-        unsafe {
-            self.m.copy_from_nonoverlapping(self.queries.m, self.queries.rows);
-            self.l.copy_from_nonoverlapping(self.queries.l, self.queries.rows);
-        }
-    }
-
-    /// # Safety
-    /// As for [`QueryLanes::load_states`].
-    pub unsafe fn store_states(&self) {
-        // SAFETY: as above.
-        unsafe {
-            self.queries.m.copy_from_nonoverlapping(self.m, self.queries.rows);
-            self.queries.l.copy_from_nonoverlapping(self.l, self.queries.rows);
-        }
-    }
-
     /// Adds the keys and values of a tile to the states. Returns false, and does nothing, if some rows do not see all
     /// of the values and one of those values is not finite.
     ///
     /// # Safety
     /// The level's instructions are enabled; the source has the keys, and no side of it is in fixed point.
     #[inline(always)]
-    unsafe fn absorb<S: Simd>(&self, source: &KvSource, tile: &KeyTile) -> bool {
+    unsafe fn absorb_at<S: Simd>(&self, source: &KvSource, tile: &KeyTile) -> bool {
         let (KvSource { k, v, .. }, level, dim) = (source, S::LEVEL, self.queries.head_dim);
         // SAFETY: passed on to the caller; what is staged fits.
         unsafe {

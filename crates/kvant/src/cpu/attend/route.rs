@@ -10,7 +10,7 @@ use crate::{
 pub(super) const MANY_ROWS: usize = 16;
 
 /// Query rows from which on the level that multiplies tiles is faster by them: fewer rows take as long.
-const TILE_ROWS: usize = 32;
+const MANY_ROWS_BY_TILES: usize = 32;
 
 /// A kernel of attention. The rows of a block are its query tokens × the query heads of one KV head.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,7 +27,7 @@ pub(super) enum AttendKernel {
 
 /// The kernel for `rows` query rows over keys and values from one source, of which one or both are `quantised`.
 pub(super) fn select(level: SimdLevel, quantised: bool, rows: usize) -> AttendKernel {
-    if rows >= TILE_ROWS && level.multiplies_tiles() {
+    if rows >= MANY_ROWS_BY_TILES && level.multiplies_tiles() {
         return AttendKernel::TileRows;
     }
     // Whatever the number of rows: integers hold twice as many keys a vector as f32.
@@ -94,8 +94,8 @@ mod tests {
     #[test]
     fn tiles_serve_many_rows_over_any_cache() {
         for quantised in [false, true] {
-            assert_eq!(select(SimdLevel::Avx512Amx, quantised, TILE_ROWS), TileRows);
-            for rows in [1, TILE_ROWS - 1] {
+            assert_eq!(select(SimdLevel::Avx512Amx, quantised, MANY_ROWS_BY_TILES), TileRows);
+            for rows in [1, MANY_ROWS_BY_TILES - 1] {
                 let without = select(SimdLevel::Avx512Vbmi, quantised, rows);
                 assert_eq!(select(SimdLevel::Avx512Amx, quantised, rows), without);
             }

@@ -7,18 +7,19 @@ use super::{
     few_rows::{NextKeys, TileMemory},
     fixed_point,
     kv_rows::{KvRows, KvRun, KvSource},
-    many_rows::{AbsorbTile, QueryLanes, TransposeQueries},
+    many_rows::{QueryLanes, TransposeQueries},
     plan::{QueryBlock, TASK_HEADS},
     route::{AttendKernel, select},
-    tile::{self, KeyTile, MAX_TILE, Queries, TILE},
+    tile::{self, AbsorbTiles, KeyTile, MAX_TILE, Queries, TILE},
     tile_rows::TileRows,
 };
 use crate::{
     LayerSpec,
     codec::BLOCK,
     cpu::{
-        convert, hadamard, scratch,
-        simd::{Simd, SimdKernel, SimdLevel},
+        convert, hadamard,
+        scratch::{self, LINE},
+        simd::{Simd, SimdKernel},
     },
 };
 
@@ -338,59 +339,6 @@ impl BlockWork<'_> {
     }
 }
 
-/// Many query rows, which keep their states while keys are added.
-trait AbsorbTiles {
-    /// The most keys of a tile.
-    const TILE: usize;
-
-    /// Copies the states from the queries'.
-    ///
-    /// # Safety
-    /// Nobody else holds them.
-    unsafe fn load_states(&self);
-
-    /// Copies them back.
-    ///
-    /// # Safety
-    /// As for [`AbsorbTiles::load_states`].
-    unsafe fn store_states(&self);
-
-    /// Adds the keys and values of a tile. Returns false, and does nothing, if numbers that are not finite forbid it.
-    ///
-    /// # Safety
-    /// The level is supported; the source has the keys, and no side of it is in fixed point.
-    unsafe fn absorb(&self, level: SimdLevel, source: &KvSource, tile: &KeyTile) -> bool;
-}
-
-// SAFETY of the blocks below: passed on to the caller.
-#[allow(clippy::undocumented_unsafe_blocks)]
-impl AbsorbTiles for QueryLanes {
-    const TILE: usize = TILE;
-    unsafe fn load_states(&self) {
-        unsafe { QueryLanes::load_states(self) }
-    }
-    unsafe fn store_states(&self) {
-        unsafe { QueryLanes::store_states(self) }
-    }
-    unsafe fn absorb(&self, level: SimdLevel, source: &KvSource, tile: &KeyTile) -> bool {
-        level.dispatch(AbsorbTile { many: *self, source, tile })
-    }
-}
-
-#[allow(clippy::undocumented_unsafe_blocks)]
-impl AbsorbTiles for TileRows {
-    const TILE: usize = MAX_TILE;
-    unsafe fn load_states(&self) {
-        unsafe { TileRows::load_states(self) }
-    }
-    unsafe fn store_states(&self) {
-        unsafe { TileRows::store_states(self) }
-    }
-    unsafe fn absorb(&self, _: SimdLevel, source: &KvSource, tile: &KeyTile) -> bool {
-        unsafe { TileRows::absorb(self, source, tile) }
-    }
-}
-
 /// Loads the queries of a block: rotated, then times scale · log2 e, then as even and odd coordinates.
 struct LoadQueries<'a> {
     job: &'a AttendJob<'a>,
@@ -468,11 +416,7 @@ fn interleave(chunk: &mut [f32]) {
 
 /// Calls `f` with scratch memory of the given lengths, each part aligned to a cache line.
 fn with_aligned<const N: usize>(sizes: [usize; N], f: impl FnOnce([&mut [f32]; N])) {
-    const LINE: usize = 16;
-    let total: usize = sizes.iter().map(|size| size.next_multiple_of(LINE)).sum();
-    let floats = &mut *scratch::take(total + LINE);
-    let skip = floats.as_ptr().align_offset(4 * LINE).min(LINE);
-    let mut rest = &mut floats[skip..];
+    let mut rest = &mut *scratch::take_lines(sizes.iter().map(|size| size.next_multiple_of(LINE)).sum());
     f(sizes.map(|size| {
         let (part, after) = std::mem::take(&mut rest).split_at_mut(size.next_multiple_of(LINE));
         rest = after;

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::kv_rows::{KvRun, KvSource};
-use crate::codec::BLOCK;
+use crate::{codec::BLOCK, cpu::SimdLevel};
 
 /// Keys of a tile.
 pub(super) const TILE: usize = 64;
@@ -58,6 +58,30 @@ pub(super) struct KeyTile<'a> {
     pub next_from: &'a KvSource<'a>,
     /// Of each key; `None`: all rows see all of them.
     pub seen: Option<&'a [Range<usize>]>,
+}
+
+/// Many query rows, which keep their states while keys are added.
+pub(super) trait AbsorbTiles {
+    /// The most keys of a tile.
+    const TILE: usize;
+
+    /// Copies the states from the queries'.
+    ///
+    /// # Safety
+    /// Nobody else holds them.
+    unsafe fn load_states(&self);
+
+    /// Copies them back.
+    ///
+    /// # Safety
+    /// As for [`AbsorbTiles::load_states`].
+    unsafe fn store_states(&self);
+
+    /// Adds the keys and values of a tile. Returns false, and does nothing, if numbers that are not finite forbid it.
+    ///
+    /// # Safety
+    /// The level is supported; the source has the keys, and no side of it is in fixed point.
+    unsafe fn absorb(&self, level: SimdLevel, source: &KvSource, tile: &KeyTile) -> bool;
 }
 
 /// The tiles of `positions`, in order: runs of at most `most` keys.

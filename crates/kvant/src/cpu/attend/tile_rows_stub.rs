@@ -2,8 +2,9 @@
 
 use super::{
     kv_rows::KvSource,
-    tile::{KeyTile, Queries},
+    tile::{AbsorbTiles, KeyTile, MAX_TILE, Queries},
 };
+use crate::cpu::simd::SimdLevel;
 
 pub(super) enum TileRows {}
 
@@ -17,18 +18,20 @@ impl TileRows {
     pub unsafe fn new(_: Queries, _: &mut [f32]) -> Option<TileRows> {
         None
     }
+}
 
-    /// # Safety
-    /// Of all functions: never called.
-    pub unsafe fn load_states(&self) {
+impl AbsorbTiles for TileRows {
+    const TILE: usize = MAX_TILE;
+
+    unsafe fn load_states(&self) {
         match *self {}
     }
 
-    pub unsafe fn store_states(&self) {
+    unsafe fn store_states(&self) {
         match *self {}
     }
 
-    pub unsafe fn absorb(&self, _: &KvSource, _: &KeyTile) -> bool {
+    unsafe fn absorb(&self, _: SimdLevel, _: &KvSource, _: &KeyTile) -> bool {
         match *self {}
     }
 }

@@ -128,26 +128,27 @@ impl SimdKernel for Prepare<'_> {
     }
 }
 
-/// Prepares rows as [`Prepare`] does, for products of integers, and lists those that integers cannot represent.
-///
-/// Only where the processor multiplies those.
-pub(super) struct PrepareIntegers<'a> {
-    pub integers: Integers,
+/// Prepares rows as [`Prepare`] does, in another form: as [`Integers`], where the processor multiplies those, or as
+/// [`tiles`](super::tiles). Lists those that have no such form.
+pub(super) struct PrepareAs<'a, F> {
+    pub form: F,
     pub x: Elements,
     pub first: usize,
+    /// Rows that there are from the first one on; tiles may have room for more.
+    pub rows: usize,
     pub to: &'a mut [f32],
     /// Gets the numbers of such rows, the first being `number`.
     pub odd: &'a Mutex<Vec<u32>>,
     pub number: usize,
 }
 
-impl SimdKernel for PrepareIntegers<'_> {
+impl SimdKernel for PrepareAs<'_, Integers> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self) {
-        let inputs = self.integers.inputs();
+        let inputs = self.form.inputs();
         let buffer = &mut *scratch::take(inputs);
-        for (i, to) in self.to.chunks_exact_mut(self.integers.stride()).enumerate() {
+        for (i, to) in self.to.chunks_exact_mut(self.form.stride()).take(self.rows).enumerate() {
             // SAFETY: the caller's promise; the activations have these rows, which nobody writes meanwhile.
             let is_prepared = unsafe {
                 let row = self.x.at((self.first + i) * inputs).cast::<f32>();
@@ -157,7 +158,7 @@ impl SimdKernel for PrepareIntegers<'_> {
                     self.x.load::<S>((self.first + i) * inputs, buffer);
                     &*buffer
                 };
-                match self.integers {
+                match self.form {
                     Integers::Bytes(layout) => byte_products::prepare(layout, row, to),
                     Integers::Words(layout) => word_products::prepare::<S>(layout, row, to),
                 }

@@ -1,7 +1,7 @@
 //! Many rows of activations times a matrix: prefill.
 //!
 //! A task computes some outputs of one matrix. It widens their weights to f32 in scratch memory, once for all rows, and
-//! multiplies with the `gemm-f32` crate, which packs and blocks for the caches. [`ManyRowsByWords`] unpacks affine
+//! multiplies with the `gemm-f32` crate, which packs and blocks for the caches. [`ManyRowsBy`] unpacks affine
 //! weights to 16-bit integers instead.
 
 use std::ops::Range;
@@ -139,13 +139,11 @@ impl ManyRows<'_> {
     }
 }
 
-/// Computes `outputs` of the rows of activations listed in `rows`, which [`word_products::prepare`] made.
-///
-/// Only where the processor multiplies words.
-pub(super) struct ManyRowsByWords<'a> {
-    /// Affine or blocks.
+/// Computes `outputs` of the rows of activations listed in `rows`, which were prepared for a layout: of words, where
+/// the processor multiplies those, or of [`tiles`](super::tiles).
+pub(super) struct ManyRowsBy<'a, L> {
     pub matrix: Matrix,
-    pub layout: IntegerLayout,
+    pub layout: L,
     /// The first row of the expert's matrix.
     pub base: usize,
     pub outputs: Range<usize>,
@@ -158,7 +156,7 @@ pub(super) struct ManyRowsByWords<'a> {
     pub width: usize,
 }
 
-impl SimdKernel for ManyRowsByWords<'_> {
+impl SimdKernel for ManyRowsBy<'_, IntegerLayout> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self) {
@@ -176,15 +174,11 @@ impl SimdKernel for ManyRowsByWords<'_> {
     }
 }
 
-impl ManyRowsByWords<'_> {
+impl ManyRowsBy<'_, IntegerLayout> {
     #[inline(always)]
     fn panels<S: Simd, const BITS: usize>(&self) {
-        let (layout, inputs, groups) = (self.layout, self.layout.inputs(), self.layout.groups());
-        let panel = &mut *scratch::take(word_products::panel(layout) + 16);
-        // A vector that straddles two lines of the cache costs two reads.
-        let aligned = panel.as_ptr().align_offset(64).min(16);
-        let panel = &mut panel[aligned..][..word_products::panel(layout)];
-        let factors = &mut *scratch::take(2 * word_products::OUTPUTS * groups);
+        let (layout, inputs) = (self.layout, self.layout.inputs());
+        let panel = &mut *scratch::take_lines(word_products::panel(layout));
         // The codes of blocks are unpacked to bytes first.
         let blocks = match self.matrix.kind {
             MatrixKind::Blocks(blocks) => Some(blocks),
@@ -198,19 +192,10 @@ impl ManyRowsByWords<'_> {
             let count = (self.outputs.end - first).min(word_products::OUTPUTS);
             // SAFETY: the rows exist; `dispatch_words` enables the instructions. No other task writes these outputs.
             unsafe {
-                let factors = &mut factors[..2 * count * groups];
-                let (scales, biases) = factors.split_at_mut(count * groups);
-                self.matrix.factors::<S>(self.base + first, scales, biases);
                 // At the end the last output is computed more than once.
                 let row = |n: usize| n.min(count - 1);
-                let to = panel[word_products::OUTPUTS * inputs / 2..].split_at_mut(word_products::OUTPUTS * groups);
-                for (to, from) in [(to.0, scales), (to.1, biases)] {
-                    for n in 0..word_products::OUTPUTS {
-                        let of_output = &from[row(n) * groups..][..groups];
-                        let to = to[n..].iter_mut().step_by(word_products::OUTPUTS);
-                        to.zip(of_output).for_each(|(to, from)| *to = *from);
-                    }
-                }
+                let factors = &mut panel[word_products::OUTPUTS * inputs / 2..];
+                self.matrix.factors_by_group::<S>(self.base + first, count, word_products::OUTPUTS, factors);
                 let mut codes = [std::ptr::null(); word_products::OUTPUTS];
                 let mut middle = 1 << (BITS - 1);
                 match (self.matrix.kind, blocks) {

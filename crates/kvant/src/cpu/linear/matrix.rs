@@ -109,6 +109,26 @@ impl Matrix {
         }
     }
 
+    /// The scales of `count` rows from `first` on for each group, then their biases: `[2, groups, columns]`. Columns
+    /// that are left have those of the last row.
+    ///
+    /// # Safety
+    /// The rows exist, at least one and at most `columns`; the level's instructions are enabled.
+    #[inline(always)]
+    pub(super) unsafe fn factors_by_group<S: Simd>(&self, first: usize, count: usize, columns: usize, to: &mut [f32]) {
+        let groups = to.len() / (2 * columns);
+        let factors = &mut *scratch::take(2 * count * groups);
+        let (scales, biases) = factors.split_at_mut(count * groups);
+        // SAFETY: the caller's promise.
+        unsafe { self.factors::<S>(first, scales, biases) };
+        for (to, from) in to.chunks_exact_mut((groups * columns).max(1)).zip([&*scales, &*biases]) {
+            for n in 0..columns {
+                let of_row = &from[n.min(count - 1) * groups..][..groups];
+                to[n..].iter_mut().step_by(columns).zip(of_row).for_each(|(to, from)| *to = *from);
+            }
+        }
+    }
+
     /// A row as f32 in natural order, times `scale`.
     ///
     /// # Safety
@@ -218,15 +238,26 @@ impl AffineMatrix {
             self.scales::<S>(first, out.len() / count.max(1), scales, biases);
             let codes = self.codes(first, out.len() / count.max(1));
             for (i, (&scale, &bias)) in scales.iter().zip(&*biases).enumerate() {
-                let (scale, bias) = (S::splat(scale), S::splat(bias));
                 for at in (i * self.group..(i + 1) * self.group).step_by(UNIT) {
-                    let q = unit::<S, BITS>(codes.add(at / 8 * BITS));
-                    let to = out.as_mut_ptr().add(at);
-                    for (j, &q) in q[..UNIT / S::LANES].iter().enumerate() {
-                        S::store(to.add(j * S::LANES), S::fma(q, scale, bias));
-                    }
+                    widen_unit::<S, BITS>(codes.add(at / 8 * BITS), scale, bias, &mut out[at..]);
                 }
             }
+        }
+    }
+}
+
+/// The weights of [`UNIT`] inputs, in the kernels' order: that of the inputs, but for codes of 4 bits.
+///
+/// # Safety
+/// As for [`unit`].
+#[inline(always)]
+pub(super) unsafe fn widen_unit<S: Simd, const BITS: usize>(codes: *const u8, scale: f32, bias: f32, to: &mut [f32]) {
+    let to = &mut to[..UNIT];
+    // SAFETY: the caller's promise; a unit is a whole number of vectors.
+    unsafe {
+        let (scale, bias) = (S::splat(scale), S::splat(bias));
+        for (i, &q) in unit::<S, BITS>(codes)[..UNIT / S::LANES].iter().enumerate() {
+            S::store(to.as_mut_ptr().add(i * S::LANES), S::fma(q, scale, bias));
         }
     }
 }

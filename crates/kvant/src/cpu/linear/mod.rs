@@ -21,11 +21,11 @@ mod tiles;
 
 use std::sync::{Mutex, PoisonError};
 
-use few_rows::{FewRows, FewRowsByBytes, Integers, Prepare, PrepareIntegers, Prepared};
-use many_rows::{ManyRows, ManyRowsByWords};
+use few_rows::{FewRows, FewRowsByBytes, Integers, Prepare, PrepareAs, Prepared};
+use many_rows::{ManyRows, ManyRowsBy};
 use matrix::Matrix;
 use route::{LinearKernel, WeightClass, select, select_f32};
-use tiles::{ManyRowsByTiles, PrepareTiles, TileLayout};
+use tiles::TileLayout;
 
 use super::{
     Cpu,
@@ -97,15 +97,11 @@ fn run_rows(cpu: &Cpu, call: &Call, first: usize, x_rows: usize) {
     let odd = &Mutex::default();
     prepare(cpu, unit, &mut prepared[..len], |number, to| {
         let (number, first) = (number * at_once, first + number * at_once);
+        let rows = x_rows - number;
         match form {
             Form::Floats => {}
-            Form::Integers(integers) => {
-                cpu.level.dispatch_words(PrepareIntegers { integers, x, first, to, number, odd });
-            }
-            Form::Tiles(layout) => {
-                let rows = x_rows - number;
-                cpu.level.dispatch_bytes(PrepareTiles { layout, x, first, rows, to, odd, number });
-            }
+            Form::Integers(form) => cpu.level.dispatch_words(PrepareAs { form, x, first, rows, to, odd, number }),
+            Form::Tiles(form) => cpu.level.dispatch_bytes(PrepareAs { form, x, first, rows, to, odd, number }),
         }
     });
     let in_form =
@@ -287,11 +283,11 @@ impl LinearJob<'_> {
         let (x, stride) = (self.prepared, few_rows::stride(&matrix));
         match self.form {
             Form::Tiles(layout) => {
-                let tiles = ManyRowsByTiles { matrix, layout, base, outputs, x, rows, alpha, out, width };
+                let tiles = ManyRowsBy { matrix, layout, base, outputs, x, rows, alpha, out, width };
                 return cpu.level.dispatch_bytes(tiles);
             }
             Form::Integers(Integers::Words(layout)) => {
-                let words = ManyRowsByWords { matrix, layout, base, outputs, x, rows, alpha, out, width };
+                let words = ManyRowsBy { matrix, layout, base, outputs, x, rows, alpha, out, width };
                 return cpu.level.dispatch_words(words);
             }
             Form::Integers(Integers::Bytes(layout)) => {

@@ -1,14 +1,9 @@
 //! Replaces `tiles` on processors other than x86-64, where [`select`](super::route::select) never chooses it.
 
-use std::{ops::Range, sync::Mutex};
-
-use super::matrix::Matrix;
+use super::{few_rows::PrepareAs, many_rows::ManyRowsBy};
 use crate::{
     DType,
-    cpu::{
-        elements::Elements,
-        simd::{Simd, SimdKernel},
-    },
+    cpu::simd::{Simd, SimdKernel},
 };
 
 pub(super) const ROWS: usize = 1;
@@ -29,38 +24,14 @@ impl TileLayout {
     }
 }
 
-#[allow(dead_code, reason = "nothing reads it here")]
-pub(super) struct PrepareTiles<'a> {
-    pub layout: TileLayout,
-    pub x: Elements,
-    pub first: usize,
-    pub rows: usize,
-    pub to: &'a mut [f32],
-    pub odd: &'a Mutex<Vec<u32>>,
-    pub number: usize,
-}
-
-impl SimdKernel for PrepareTiles<'_> {
+impl SimdKernel for PrepareAs<'_, TileLayout> {
     type Output = ();
     fn run<S: Simd>(self) {
         unreachable!("{WHY}")
     }
 }
 
-#[allow(dead_code, reason = "nothing reads it here")]
-pub(super) struct ManyRowsByTiles<'a> {
-    pub matrix: Matrix,
-    pub layout: TileLayout,
-    pub base: usize,
-    pub outputs: Range<usize>,
-    pub x: &'a [f32],
-    pub rows: &'a [[u32; 2]],
-    pub alpha: f32,
-    pub out: Elements,
-    pub width: usize,
-}
-
-impl SimdKernel for ManyRowsByTiles<'_> {
+impl SimdKernel for ManyRowsBy<'_, TileLayout> {
     type Output = ();
     fn run<S: Simd>(self) {
         unreachable!("{WHY}")

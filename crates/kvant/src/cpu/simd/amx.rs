@@ -10,8 +10,7 @@ pub(crate) const TILE_BYTES: usize = 64;
 
 /// The shapes of the eight tile registers, as the processor reads them.
 #[repr(C, align(64))]
-#[derive(Clone, Copy)]
-pub(crate) struct TileShapes {
+struct TileShapes {
     palette: u8,
     start_row: u8,
     reserved: [u8; 14],
@@ -19,18 +18,16 @@ pub(crate) struct TileShapes {
     rows: [u8; 16],
 }
 
-impl TileShapes {
-    /// Of the rows and the bytes of a row of each register; the others are empty.
-    pub(crate) fn new(shapes: &[(usize, usize)]) -> TileShapes {
-        assert!(shapes.len() <= 8);
-        let mut tiles = TileShapes { palette: 1, start_row: 0, reserved: [0; 14], row_bytes: [0; 16], rows: [0; 16] };
-        for (i, &(rows, bytes)) in shapes.iter().enumerate() {
-            assert!((1..=TILE_ROWS).contains(&rows) && (1..=TILE_BYTES).contains(&bytes));
-            (tiles.rows[i], tiles.row_bytes[i]) = (rows as u8, bytes as u16);
-        }
-        tiles
+/// All registers are as large as they can be.
+const SHAPES: TileShapes = {
+    let mut shapes = TileShapes { palette: 1, start_row: 0, reserved: [0; 14], row_bytes: [0; 16], rows: [0; 16] };
+    let mut i = 0;
+    while i < 8 {
+        (shapes.row_bytes[i], shapes.rows[i]) = (TILE_BYTES as u16, TILE_ROWS as u8);
+        i += 1;
     }
-}
+    shapes
+};
 
 /// The tile registers of this thread, in use. Dropping this releases them; until then every context switch saves them.
 pub(crate) struct Tiles {
@@ -39,14 +36,14 @@ pub(crate) struct Tiles {
 }
 
 impl Tiles {
-    /// Sets the shapes, and clears the registers.
+    /// Sets the shapes of the registers, and clears them.
     ///
     /// # Safety
     /// [`is_supported`] holds, and this thread has no other `Tiles`.
     #[inline(always)]
-    pub(crate) unsafe fn new(shapes: &TileShapes) -> Tiles {
+    pub(crate) unsafe fn new() -> Tiles {
         // SAFETY: the caller's promise; the shapes are 64 bytes that describe valid tiles.
-        unsafe { asm!("ldtilecfg [{}]", in(reg) shapes, options(nostack, preserves_flags, readonly)) };
+        unsafe { asm!("ldtilecfg [{}]", in(reg) &SHAPES, options(nostack, preserves_flags, readonly)) };
         Tiles { _thread: PhantomData }
     }
 }

@@ -24,11 +24,11 @@ use super::{
     lane_softmax::{LANES, LEAST, ScoreLanes, StoreWeights},
     prefetch::{PrefetchRuns, Prefetcher},
     stage::StagedSide,
-    tile::{KeyTile, MAX_TILE as TILE, Queries},
+    tile::{AbsorbTiles, KeyTile, MAX_TILE as TILE, Queries},
 };
 use crate::cpu::{
-    simd::{Avx512, Simd, amx::Tiles},
-    tile_product::{self, BLOCK, PAIR, TileProduct, digits},
+    simd::{Avx512, Simd, SimdLevel, amx::Tiles},
+    tile_product::{BLOCK, PAIR, TileProduct, digits},
 };
 
 mod stage;
@@ -96,61 +96,8 @@ impl TileRows {
                 return None;
             }
             let [q, k, v, weights] = [q, k, v, weights].map(<*mut f32>::cast);
-            let _tiles = Tiles::new(&tile_product::shapes());
+            let _tiles = Tiles::new();
             Some(TileRows { queries, rows, q, o, m, l, k, v, scores, weights, means, _tiles })
-        }
-    }
-
-    /// Copies the states from those of the queries.
-    ///
-    /// # Safety
-    /// Nobody else holds them.
-    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")]
-    pub unsafe fn load_states(&self) {
-        let Queries { rows, head_dim: dim, o, m, l, .. } = self.queries;
-        // SAFETY: the caller's promise; padding is without keys.
-        unsafe {
-            std::slice::from_raw_parts_mut(self.m, self.rows).fill(f32::NEG_INFINITY);
-            std::slice::from_raw_parts_mut(self.l, self.rows).fill(0.0);
-            self.m.copy_from_nonoverlapping(m, rows);
-            self.l.copy_from_nonoverlapping(l, rows);
-            // States without keys are the first.
-            if std::slice::from_raw_parts(m, rows).iter().all(|&m| m == f32::NEG_INFINITY) {
-                std::slice::from_raw_parts_mut(self.o, self.rows * dim).fill(0.0);
-                return;
-            }
-            let (mut square, mut turned) = (Square([0.0; LANES * LANES]), Square([0.0; LANES * LANES]));
-            for (first, i) in self.squares() {
-                square.0.fill(0.0);
-                for row in first..rows.min(first + LANES) {
-                    Avx512::store(square.row(row - first), Avx512::load(o.add(row * dim + i)));
-                }
-                Avx512::transpose16(square.row(0), LANES, turned.row(0));
-                for j in 0..LANES {
-                    Avx512::store(self.sum(first, i + j), Avx512::load(turned.row(j)));
-                }
-            }
-        }
-    }
-
-    /// Copies the states to those of the queries.
-    ///
-    /// # Safety
-    /// As for [`TileRows::load_states`].
-    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")]
-    pub unsafe fn store_states(&self) {
-        let Queries { rows, head_dim: dim, o, m, l, .. } = self.queries;
-        // SAFETY: as above.
-        unsafe {
-            m.copy_from_nonoverlapping(self.m, rows);
-            l.copy_from_nonoverlapping(self.l, rows);
-            let mut square = Square([0.0; LANES * LANES]);
-            for (first, i) in self.squares() {
-                Avx512::transpose16(self.sum(first, i), BLOCK, square.row(0));
-                for row in first..rows.min(first + LANES) {
-                    Avx512::store(o.add(row * dim + i), Avx512::load(square.row(row - first)));
-                }
-            }
         }
     }
 
@@ -164,52 +111,6 @@ impl TileRows {
     #[inline(always)]
     fn sum(&self, row: usize, i: usize) -> *mut f32 {
         self.o.wrapping_add((row / BLOCK * self.queries.head_dim + i) * BLOCK + row % BLOCK)
-    }
-
-    /// Adds the keys and values of a tile to the states. Returns false, and does nothing, if one of them is not finite.
-    ///
-    /// # Safety
-    /// As for [`TileRows::new`]; the source has the keys, and no side of it is in fixed point.
-    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")]
-    pub unsafe fn absorb(&self, source: &KvSource, tile: &KeyTile) -> bool {
-        let (KvSource { k, v, .. }, dim) = (source, self.queries.head_dim);
-        // SAFETY: passed on to the caller.
-        unsafe {
-            let means = [self.means, self.means.add(dim)];
-            let slices = means.map(|mean| std::slice::from_raw_parts_mut(mean, dim));
-            let [k_slice, v_slice] = slices;
-            let centred = [k.mean::<Avx512>(false, k_slice), v.mean::<Avx512>(true, v_slice)];
-            let [is_exact_k, is_exact_v] = [k, v].map(|side| matches!(side.loader, RowLoader::Bf16(_)));
-            let part = |side, i: usize, is_exact, to| StagedTile {
-                from: StagedSide { side, mean: centred[i].then_some(means[i].cast_const()) },
-                row: tile.row,
-                keys: tile.keys,
-                head_dim: dim,
-                is_exact,
-                to,
-            };
-            if !stage::stage_keys(part(k, 0, is_exact_k, self.k))
-                || !stage::stage_values(part(v, 1, is_exact_v, self.v))
-            {
-                return false;
-            }
-            let wanted = [tile.next_from.k.planes, tile.next_from.v.planes]
-                .map(|planes| PrefetchRuns::new(&planes, tile.next.bytes, tile.next.row, tile.next.keys));
-            let mut next = NextLines { sides: wanted.each_ref().map(Prefetcher::new), lines: 0 };
-            // Lines for each product of a group: all at once would delay the tiles' loads.
-            let groups = self.rows / BLOCK;
-            let products = groups * (dim / BLOCK + tile.keys.div_ceil(BLOCK));
-            next.lines = next.sides.each_ref().map(Prefetcher::left).into_iter().max().unwrap_or(0).div_ceil(products);
-            for group in 0..groups {
-                let keys = self.seen(tile, group);
-                if !keys.is_empty() {
-                    self.score(group, keys.clone(), is_exact_k, &mut next);
-                    self.weigh(group, keys.clone(), tile);
-                    self.add_values(group, keys, is_exact_v, &mut next);
-                }
-            }
-        }
-        true
     }
 
     /// The keys that some row of a group sees, as whole blocks of [`KEYS`]; the last may be beyond the tile.
@@ -329,6 +230,98 @@ impl TileRows {
                 .add();
             }
         }
+    }
+}
+
+impl AbsorbTiles for TileRows {
+    const TILE: usize = TILE;
+
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")]
+    unsafe fn load_states(&self) {
+        let Queries { rows, head_dim: dim, o, m, l, .. } = self.queries;
+        // SAFETY: the caller's promise; padding is without keys.
+        unsafe {
+            std::slice::from_raw_parts_mut(self.m, self.rows).fill(f32::NEG_INFINITY);
+            std::slice::from_raw_parts_mut(self.l, self.rows).fill(0.0);
+            self.m.copy_from_nonoverlapping(m, rows);
+            self.l.copy_from_nonoverlapping(l, rows);
+            // States without keys are the first.
+            if std::slice::from_raw_parts(m, rows).iter().all(|&m| m == f32::NEG_INFINITY) {
+                std::slice::from_raw_parts_mut(self.o, self.rows * dim).fill(0.0);
+                return;
+            }
+            let (mut square, mut turned) = (Square([0.0; LANES * LANES]), Square([0.0; LANES * LANES]));
+            for (first, i) in self.squares() {
+                square.0.fill(0.0);
+                for row in first..rows.min(first + LANES) {
+                    Avx512::store(square.row(row - first), Avx512::load(o.add(row * dim + i)));
+                }
+                Avx512::transpose16(square.row(0), LANES, turned.row(0));
+                for j in 0..LANES {
+                    Avx512::store(self.sum(first, i + j), Avx512::load(turned.row(j)));
+                }
+            }
+        }
+    }
+
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")]
+    unsafe fn store_states(&self) {
+        let Queries { rows, head_dim: dim, o, m, l, .. } = self.queries;
+        // SAFETY: as above.
+        unsafe {
+            m.copy_from_nonoverlapping(self.m, rows);
+            l.copy_from_nonoverlapping(self.l, rows);
+            let mut square = Square([0.0; LANES * LANES]);
+            for (first, i) in self.squares() {
+                Avx512::transpose16(self.sum(first, i), BLOCK, square.row(0));
+                for row in first..rows.min(first + LANES) {
+                    Avx512::store(o.add(row * dim + i), Avx512::load(square.row(row - first)));
+                }
+            }
+        }
+    }
+
+    /// Returns false wherever a number is not finite.
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")]
+    unsafe fn absorb(&self, _: SimdLevel, source: &KvSource, tile: &KeyTile) -> bool {
+        let (KvSource { k, v, .. }, dim) = (source, self.queries.head_dim);
+        // SAFETY: passed on to the caller.
+        unsafe {
+            let means = [self.means, self.means.add(dim)];
+            let slices = means.map(|mean| std::slice::from_raw_parts_mut(mean, dim));
+            let [k_slice, v_slice] = slices;
+            let centred = [k.mean::<Avx512>(false, k_slice), v.mean::<Avx512>(true, v_slice)];
+            let [is_exact_k, is_exact_v] = [k, v].map(|side| matches!(side.loader, RowLoader::Bf16(_)));
+            let part = |side, i: usize, is_exact, to| StagedTile {
+                from: StagedSide { side, mean: centred[i].then_some(means[i].cast_const()) },
+                row: tile.row,
+                keys: tile.keys,
+                head_dim: dim,
+                is_exact,
+                to,
+            };
+            if !stage::stage_keys(part(k, 0, is_exact_k, self.k))
+                || !stage::stage_values(part(v, 1, is_exact_v, self.v))
+            {
+                return false;
+            }
+            let wanted = [tile.next_from.k.planes, tile.next_from.v.planes]
+                .map(|planes| PrefetchRuns::new(&planes, tile.next.bytes, tile.next.row, tile.next.keys));
+            let mut next = NextLines { sides: wanted.each_ref().map(Prefetcher::new), lines: 0 };
+            // Lines for each product of a group: all at once would delay the tiles' loads.
+            let groups = self.rows / BLOCK;
+            let products = groups * (dim / BLOCK + tile.keys.div_ceil(BLOCK));
+            next.lines = next.sides.each_ref().map(Prefetcher::left).into_iter().max().unwrap_or(0).div_ceil(products);
+            for group in 0..groups {
+                let keys = self.seen(tile, group);
+                if !keys.is_empty() {
+                    self.score(group, keys.clone(), is_exact_k, &mut next);
+                    self.weigh(group, keys.clone(), tile);
+                    self.add_values(group, keys, is_exact_v, &mut next);
+                }
+            }
+        }
+        true
     }
 }
 

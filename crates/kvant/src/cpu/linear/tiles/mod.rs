@@ -14,16 +14,12 @@
 
 mod weights;
 
-use std::{
-    ops::Range,
-    sync::{Mutex, PoisonError},
-};
+use std::{ops::Range, sync::PoisonError};
 
-use super::matrix::Matrix;
+use super::{few_rows::PrepareAs, many_rows::ManyRowsBy};
 use crate::{
     DType,
     cpu::{
-        elements::Elements,
         scratch,
         simd::{
             Simd, SimdKernel,
@@ -73,28 +69,15 @@ impl TileLayout {
     }
 }
 
-/// Prepares tiles of rows, the first of which is row `first`, as many as fit `to`, and lists the rows of which a number
-/// is not finite.
-pub(super) struct PrepareTiles<'a> {
-    pub layout: TileLayout,
-    pub x: Elements,
-    pub first: usize,
-    /// Rows that there are from the first one on.
-    pub rows: usize,
-    pub to: &'a mut [f32],
-    /// Gets the numbers of such rows, the first being `number`.
-    pub odd: &'a Mutex<Vec<u32>>,
-    pub number: usize,
-}
-
-impl SimdKernel for PrepareTiles<'_> {
+/// Tiles of rows: those are listed of which a number is not finite.
+impl SimdKernel for PrepareAs<'_, TileLayout> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self) {
-        let TileLayout { inputs, digits } = self.layout;
-        let row = &mut *scratch::take(self.layout.steps() * STEP);
+        let TileLayout { inputs, digits } = self.form;
+        let row = &mut *scratch::take(self.form.steps() * STEP);
         row[inputs..].fill(0.0);
-        for (tile, to) in self.to.chunks_exact_mut(self.layout.tile()).enumerate() {
+        for (tile, to) in self.to.chunks_exact_mut(self.form.tile()).enumerate() {
             for t in 0..ROWS.min(self.rows.saturating_sub(tile * ROWS)) {
                 let index = tile * ROWS + t;
                 // SAFETY: `dispatch` enables the instructions; the activations have these rows, which nobody writes
@@ -111,24 +94,7 @@ impl SimdKernel for PrepareTiles<'_> {
     }
 }
 
-/// Computes `outputs` of the rows of activations listed in `rows`.
-pub(super) struct ManyRowsByTiles<'a> {
-    pub matrix: Matrix,
-    pub layout: TileLayout,
-    /// The first row of the expert's matrix.
-    pub base: usize,
-    pub outputs: Range<usize>,
-    /// Prepared activations.
-    pub x: &'a [f32],
-    /// (row of `x`, row of `out`) of each product.
-    pub rows: &'a [[u32; 2]],
-    pub alpha: f32,
-    pub out: Elements,
-    /// Columns of `out`.
-    pub width: usize,
-}
-
-impl SimdKernel for ManyRowsByTiles<'_> {
+impl SimdKernel for ManyRowsBy<'_, TileLayout> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self) {
@@ -183,7 +149,7 @@ fn is_tile(rows: &[[u32; 2]]) -> bool {
     rows.iter().enumerate().all(|(t, row)| row[0] as usize == first + t)
 }
 
-impl ManyRowsByTiles<'_> {
+impl ManyRowsBy<'_, TileLayout> {
     /// Makes a tile of rows of activations.
     fn gather(&self, rows: &[[u32; 2]], gathered: &mut [f32]) {
         for (t, row) in rows.iter().enumerate() {
@@ -211,7 +177,7 @@ impl ManyRowsByTiles<'_> {
             let pairs = count.div_ceil(2 * TILE);
             let tile = DEPTH / STEP * digits[1] * WORDS;
             let panel = &mut *scratch::take_lines(2 * pairs * tile);
-            let _tiles = Tiles::new(&tile_product::shapes());
+            let _tiles = Tiles::new();
             for start in (0..self.layout.steps()).step_by(DEPTH / STEP) {
                 let steps = (DEPTH / STEP).min(self.layout.steps() - start);
                 for (n, to) in panel.chunks_exact_mut(tile).enumerate() {
@@ -243,7 +209,7 @@ impl ManyRowsByTiles<'_> {
     /// The same for a tile of outputs in plain sums of f32, for weights that are not finite.
     ///
     /// # Safety
-    /// As for [`ManyRowsByTiles::panel`]; there are `rows` rows.
+    /// As for [`ManyRowsBy::panel`]; there are `rows` rows.
     #[inline(always)]
     unsafe fn tile_in_floats<S: Simd>(&self, x: &[*const f32], rows: usize, outputs: Range<usize>, totals: &mut [f32]) {
         let TileLayout { inputs, digits } = self.layout;

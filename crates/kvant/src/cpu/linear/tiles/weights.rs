@@ -6,12 +6,14 @@ use super::{STEP, TILE, WORDS};
 use crate::{
     DType,
     cpu::{
-        linear::matrix::{self, Matrix, MatrixKind},
+        linear::matrix::{Matrix, MatrixKind, UNIT, widen_unit},
         scratch::{self, ScratchFloats},
         simd::{Avx512, Simd},
         tile_product::digits,
     },
 };
+
+const _: () = assert!(STEP == UNIT);
 
 /// Sixteen rows of sixteen words.
 #[repr(align(64))]
@@ -72,7 +74,7 @@ pub(super) struct PanelWeights<'a> {
     group: usize,
     /// The codes of blocks, a byte each.
     bytes: ScratchFloats,
-    /// Whether all weights that codes stand for are.
+    /// Whether all weights are finite; of dense ones [`PanelWeights::unpack`] finds out.
     are_finite: bool,
 }
 
@@ -88,7 +90,7 @@ impl PanelWeights<'_> {
         let blocks = if let MatrixKind::Blocks(blocks) = matrix.kind { Some(blocks) } else { None };
         let mut bytes = scratch::take(if blocks.is_some() { count * matrix.inputs / 4 } else { 0 });
         // SAFETY: the caller's promise.
-        let are_finite = unsafe { transpose_factors::<S>(matrix, first, count, groups, &mut factors) };
+        let are_finite = unsafe { load_factors::<S>(matrix, first, count, &mut factors) };
         if let Some(blocks) = blocks {
             let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut bytes);
             for (n, to) in bytes.chunks_exact_mut(matrix.inputs).enumerate() {
@@ -169,7 +171,6 @@ impl PanelWeights<'_> {
         for (step, to) in to.chunks_exact_mut(2 * WORDS).take(steps).enumerate() {
             let input = input + step * STEP;
             let mut digits = [0.0; 2 * WORDS];
-            // Of outputs that do not exist nothing is read: factors of theirs are what was in memory before.
             for n in 0..TILE.min(self.count - output) {
                 let row = self.first + output + n;
                 let mut weights = [0.0; STEP];
@@ -181,10 +182,10 @@ impl PanelWeights<'_> {
                             let (scale, bias) = (factors.scales[at], factors.biases[at]);
                             let codes = affine.codes(row, inputs).add(input / 8 * affine.bits);
                             match affine.bits {
-                                2 => load_affine::<S, 2>(codes, scale, bias, &mut weights),
-                                3 => load_affine::<S, 3>(codes, scale, bias, &mut weights),
-                                5 => load_affine::<S, 5>(codes, scale, bias, &mut weights),
-                                _ => load_affine::<S, 6>(codes, scale, bias, &mut weights),
+                                2 => widen_unit::<S, 2>(codes, scale, bias, &mut weights),
+                                3 => widen_unit::<S, 3>(codes, scale, bias, &mut weights),
+                                5 => widen_unit::<S, 5>(codes, scale, bias, &mut weights),
+                                _ => widen_unit::<S, 6>(codes, scale, bias, &mut weights),
                             }
                         }
                         MatrixKind::Dense(dense) => {
@@ -225,36 +226,24 @@ struct Factors<'a> {
     group: usize,
 }
 
-/// Scales and biases as [`PanelWeights::factors`]. Returns whether all weights are
-/// finite: below 1e38, so that none rounds to infinity.
+/// Scales and biases as [`PanelWeights::factors`]. Returns whether all weights are finite: below 1e38, so that none
+/// rounds to infinity.
 ///
 /// # Safety
 /// The level's instructions are enabled; the rows exist.
 #[inline(always)]
-unsafe fn transpose_factors<S: Simd>(
-    matrix: &Matrix,
-    first: usize,
-    count: usize,
-    groups: usize,
-    to: &mut [f32],
-) -> bool {
-    let rows = &mut *scratch::take(2 * TILE * groups);
-    let mut largest = 0f32;
-    let mut sum = 0f32;
-    for (tile, to) in to.chunks_exact_mut((2 * groups * TILE).max(1)).enumerate() {
-        let count = TILE.min(count - tile * TILE);
-        let (scales, biases) = rows[..2 * count * groups].split_at_mut(count * groups);
+unsafe fn load_factors<S: Simd>(matrix: &Matrix, first: usize, count: usize, to: &mut [f32]) -> bool {
+    let (mut largest, mut sum) = (0f32, 0f32);
+    let of_tile = to.len() / count.div_ceil(TILE);
+    for (tile, to) in to.chunks_exact_mut(of_tile.max(1)).enumerate() {
+        let start = tile * TILE;
         // SAFETY: the caller's promise.
-        unsafe { matrix.factors::<S>(first + tile * TILE, scales, biases) };
-        for (&scale, &bias) in scales.iter().zip(&*biases) {
+        unsafe { matrix.factors_by_group::<S>(first + start, TILE.min(count - start), TILE, to) };
+        let (scales, biases) = to.split_at(of_tile / 2);
+        for (scale, bias) in scales.iter().zip(biases) {
             let most = scale.abs().mul_add(255.0, bias.abs());
             // The maximum would lose a NaN, the sum does not.
             (largest, sum) = (largest.max(most), sum + most * 0.0);
-        }
-        for (of_groups, from) in to.chunks_exact_mut(groups * TILE).zip([&*scales, &*biases]) {
-            for (n, from) in from.chunks_exact(groups).enumerate() {
-                of_groups[n..].iter_mut().step_by(TILE).zip(from).for_each(|(to, from)| *to = *from);
-            }
         }
     }
     largest < 1e38 && sum == 0.0
@@ -349,20 +338,4 @@ unsafe fn copy_bfloats(rows: &[*const u8; TILE], left: usize, steps: usize, to: 
         }
     }
     odd == 0
-}
-
-/// Weights of an affine row, whose inputs are in their natural order.
-///
-/// # Safety
-/// The level's instructions are enabled; `codes` has those of a step.
-#[inline(always)]
-unsafe fn load_affine<S: Simd, const BITS: usize>(codes: *const u8, scale: f32, bias: f32, to: &mut [f32; STEP]) {
-    // SAFETY: the caller's promise: a step is a unit.
-    unsafe {
-        let (scale, bias) = (S::splat(scale), S::splat(bias));
-        let codes = matrix::unit::<S, BITS>(codes);
-        for (i, code) in codes[..STEP / S::LANES].iter().enumerate() {
-            S::store(to.as_mut_ptr().add(i * S::LANES), S::fma(*code, scale, bias));
-        }
-    }
 }
