@@ -54,6 +54,8 @@ const FOUR_WARPGROUPS: usize = 64;
 const MOST_STAGES: usize = 8;
 /// Rows of a block of `linear_batch_arrange`, or of all blocks of inputs that it has.
 const ARRANGED_ROWS: usize = 32;
+/// The most blocks of a cluster.
+const MAX_CLUSTER: usize = 8;
 
 /// How the work is divided.
 pub(super) struct BatchTiling {
@@ -71,6 +73,8 @@ pub(super) struct BatchTiling {
     shared_bytes: usize,
     /// Whether scales and biases of an output begin at multiples of 8 bytes.
     factors_aligned: bool,
+    /// Blocks of a cluster, which divide a tile; 1 where the blocks divide all tiles.
+    cluster: usize,
     /// Blocks of the product.
     blocks: usize,
 }
@@ -135,7 +139,8 @@ impl BatchTiling {
         let output_tiles = dims.outputs.div_ceil(outputs);
         let chunks = dims.inputs.div_ceil(depth * BLOCK);
         let units = row_tiles.checked_mul(output_tiles)?.checked_mul(chunks).filter(|&n| n <= u32::MAX as usize)?;
-        let blocks = units.min(limits.busy_groups);
+        let cluster = cluster_of(call, row_tiles * output_tiles, chunks, limits);
+        let blocks = if cluster > 1 { row_tiles * output_tiles * cluster } else { units.min(limits.busy_groups) };
         Some(BatchTiling {
             rows,
             row_tiles,
@@ -147,6 +152,7 @@ impl BatchTiling {
             stages,
             shared_bytes,
             factors_aligned,
+            cluster,
             blocks,
         })
     }
@@ -171,8 +177,14 @@ impl BatchTiling {
         };
         let sorted = sorted.as_ref();
         let arranged = b.scratch(self.row_tiles * self.chunks * chunk_bytes(self.rows, self.depth))?;
-        let counters = b.scratch(self.row_tiles * self.output_tiles * 4)?;
-        let partials = b.scratch(2 * self.blocks * self.outputs * self.rows * 4)?;
+        // What blocks share through device memory: sums and counters.
+        let shared = match self.cluster {
+            1 => Some([
+                b.scratch(2 * self.blocks * self.outputs * self.rows * 4)?,
+                b.scratch(self.row_tiles * self.output_tiles * 4)?,
+            ]),
+            _ => None,
+        };
         let params = LinearBatchParams {
             linear: *params,
             row_tiles: uint(self.row_tiles)?,
@@ -199,14 +211,15 @@ impl BatchTiling {
         };
         let together = ARRANGED_ROWS.min(self.rows);
         let blocks = (self.chunks * self.depth).div_ceil(ARRANGED_ROWS / together);
-        b.push(
-            common(Launch::new(NAME, &SOURCE, "linear_batch_arrange"), 4)
-                .read(0, &call.x)
-                .scratch(1, &arranged, Use::Write)
-                .scratch(2, &counters, Use::Write)
-                .params(3, &params)
-                .grid([blocks, self.row_tiles * self.rows / together, 1], [8 * ARRANGED_ROWS, 1, 1]),
-        )?;
+        let arrange = common(Launch::new(NAME, &SOURCE, "linear_batch_arrange"), 4)
+            .read(0, &call.x)
+            .scratch(1, &arranged, Use::Write)
+            .params(3, &params)
+            .grid([blocks, self.row_tiles * self.rows / together, 1], [8 * ARRANGED_ROWS, 1, 1]);
+        b.push(match &shared {
+            Some([_, counters]) => arrange.scratch(2, counters, Use::Write),
+            None => arrange,
+        })?;
         let launch = common(Launch::new(NAME, &SOURCE, name), 8)
             .constant("X_DTYPE", call.x.dtype())
             .constant("OUT_DTYPE", call.out.dtype())
@@ -219,6 +232,7 @@ impl BatchTiling {
             .constant("WHOLE", call.dims.inputs.is_multiple_of(self.depth * BLOCK))
             .constant("STAGES", self.stages as u32)
             .constant("HALVES", self.halves as u32)
+            .constant("CLUSTER", self.cluster as u32)
             .constant("SPAN", span(self.depth) as u32)
             .constant("SHARED_BYTES", self.shared_bytes as u32)
             .scratch(0, &arranged, Use::Read)
@@ -226,14 +240,28 @@ impl BatchTiling {
             .read_if(2, weight.scales)
             .read_if(3, weight.biases)
             .write(4, &call.out)
-            .scratch(5, &partials, Use::ReadWrite)
-            .scratch(6, &counters, Use::ReadWrite)
             .params(7, &params)
             .threadgroup_memory(self.shared_bytes)
             .grid([self.blocks, 1, 1], [self.threads(), 1, 1]);
+        let launch = match &shared {
+            Some([partials, counters]) => {
+                launch.scratch(5, partials, Use::ReadWrite).scratch(6, counters, Use::ReadWrite)
+            }
+            None => launch,
+        };
         // The experts are written by a kernel before this one.
         b.push(if sorted.is_some() { launch } else { launch.reads_ahead(&[1, 2, 3]) })
     }
+}
+
+/// Blocks of a cluster for so few tiles that blocks without clusters would each have a few chunks of one; otherwise 1.
+fn cluster_of(call: &Call, tiles: usize, chunks: usize, limits: &Limits) -> usize {
+    if !limits.clusters || call.experts.is_some() {
+        return 1;
+    }
+    // All of a device's multiprocessors form pairs, but not all belong to groups of four or eight.
+    let at_once = |cluster: usize| limits.busy_groups / cluster * if cluster == 2 { 8 } else { 7 } / 8;
+    (2..=MAX_CLUSTER).rev().find(|&cluster| cluster <= chunks && tiles <= at_once(cluster)).unwrap_or(1)
 }
 
 /// Inputs whose scales are copied together: whole chunks.
@@ -263,6 +291,34 @@ mod tests {
         affine::parts,
         linear::rows::tests::{H200, affine, call},
     };
+
+    /// Tiles that are fewer than multiprocessors have clusters, as large as they run at once.
+    #[test]
+    fn few_tiles_are_divided_among_clusters() {
+        for (rows, outputs, inputs, want) in [
+            // 26B-A4B: router, output, q with k and v.
+            (128, 128, 2816, 8),
+            (128, 2816, 4096, 8),
+            (128, 8192, 2816, 3),
+            // 31B: down, q with k and v, gate with up.
+            (64, 5376, 21504, 5),
+            (128, 16384, 5376, 2),
+            (128, 43008, 5376, 1),
+            // Tiles of half as many outputs.
+            (16, 2816, 4096, 5),
+            // No more blocks than chunks.
+            (128, 256, 256, 2),
+            (128, 256, 128, 1),
+        ] {
+            let mut call = call(4, DType::BF16, [rows, outputs, inputs], false);
+            call.weight = affine([outputs, inputs], 4, 64, DType::BF16);
+            let weight = parts(&call.weight, inputs);
+            let tiling = BatchTiling::new(&call, &weight, &H200).unwrap();
+            assert_eq!(tiling.cluster, want, "{rows} rows, {outputs} x {inputs}");
+            let without = BatchTiling::new(&call, &weight, &Limits { clusters: false, ..H200 }).unwrap();
+            assert_eq!(without.cluster, 1, "{rows} rows, {outputs} x {inputs}");
+        }
+    }
 
     /// Which chunks have halves: those that the inputs nearly fill, of few rows or small matrices by codes of 4 bits.
     #[test]

@@ -22,8 +22,13 @@
 // longer pieces of rows are read faster. A tile that several blocks share is left in
 // `partials`, and added up, in the order of its inputs, by the block that is done last.
 //
+// Of small matrices a block would have a few chunks of one tile, and the last one of each tile would add for longer
+// than it multiplies. There the CLUSTER blocks of a cluster divide the chunks of a tile, and each adds up a part of its
+// sums, through distributed shared memory.
+//
 // Copies of W begin before the previous kernel has ended (device/dependent_launch.h), unless the expert is not known.
 #include "device/affine.h"
+#include "device/cluster.h"
 #include "device/dependent_launch.h"
 #include "device/elements.h"
 #include "device/fragments.h"
@@ -69,7 +74,8 @@ constexpr uint code_of(uint pair, uint which) {
 extern "C" __global__ void __launch_bounds__(256)
     KVANT_KERNEL(const uchar *x, uchar *out, uint *counters, const LinearBatchParams p, const uint *experts, const uint *order) {
     take_turn();
-    if (blockIdx.x == 0 && blockIdx.y == 0) {
+    // Clusters have no counters.
+    if (blockIdx.x == 0 && blockIdx.y == 0 && counters != nullptr) {
         for (uint i = threadIdx.x; i < p.row_tiles * p.output_tiles; i += 256) {
             counters[i] = 0;
         }
@@ -146,6 +152,8 @@ constexpr uint AT_SLOTS = AT_RING + STAGES * STAGE;
 constexpr uint AT_HALVES = AT_SLOTS + SLOTS * 2 * SIDE;
 constexpr uint HALF_BYTES = HALVES == 1 ? 0 : OUTPUTS * ROWS * 4;
 static_assert(1024 + AT_HALVES + 2 * HALF_BYTES == SHARED_BYTES, "linear: the shared memory that Rust asks for");
+static_assert(CLUSTER == 1 || STAGES * STAGE >= OUTPUTS * ROWS * 4, "linear: the sums of a tile take the place of the ring");
+static_assert(CLUSTER == 1 || !EXPERTS, "linear: how many tiles of experts there are is not known before");
 static_assert(INPUTS / HALVES % GROUP == 0 && SPAN % INPUTS == 0 && GROUP % BLOCK == 0, "linear: whole groups in a chunk, whole blocks in a group");
 static_assert(X_DTYPE == BF16 && (OUT_DTYPE == BF16 || OUT_DTYPE == F32 && !FOLDED), "linear: the dtypes of rows");
 static_assert(W_DTYPE == BF16 || W_DTYPE == F16 && !FOLDED, "linear: the dtype of scales");
@@ -295,7 +303,7 @@ inline void load_factors(uint (&to)[FACTORS], const uchar *from, bool odd) {
 }
 
 // Blocks: the grid has one dimension.
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
     KVANT_KERNEL(const uchar *arranged, const uchar *codes, const uchar *scales, const uchar *biases, uchar *out,
                  float *partials, uint *counters, const LinearBatchParams p, const uint *experts, const uint *order) {
     extern __shared__ uchar memory[];
@@ -326,8 +334,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         __syncthreads();
     }
     const uint chunks = chunks_of(p.linear.inputs), units = row_tiles * p.output_tiles * chunks;
-    const Shares shares = {units / gridDim.x, units % gridDim.x};
-    const uint begin = shares.begin(blockIdx.x), end = shares.begin(blockIdx.x + 1);
+    // Of the chunks of all tiles or, in a cluster, of those of its tile.
+    const uint sharers = CLUSTER > 1 ? CLUSTER : gridDim.x, first = CLUSTER > 1 ? blockIdx.x / CLUSTER * chunks : 0;
+    const uint shared = CLUSTER > 1 ? chunks : units, own_share = CLUSTER > 1 ? blockIdx.x % CLUSTER : blockIdx.x;
+    const Shares shares = {shared / sharers, shared % sharers};
+    const uint begin = first + shares.begin(own_share), end = first + shares.begin(own_share + 1);
 
     // The consumers get the registers.
     if (thread >= CONSUMERS) {
@@ -631,6 +642,37 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 }
             }
         };
+        if constexpr (CLUSTER > 1) {
+            // The warps of the block are done with the ring, and all copies have come.
+            meet(2, WRITERS);
+            float4 *own_sums = reinterpret_cast<float4 *>(stages) + writer;
+#pragma unroll
+            for (uint i = 0; i < PLACES; i++) {
+                const float *four = place_of(i);
+                own_sums[i * WRITERS] = make_float4(four[0], four[1], four[2], four[3]);
+            }
+            // Threads that have ended count as arrived.
+            cluster_arrive();
+            cluster_wait();
+#pragma unroll 1
+            for (uint place = own_share; place < PLACES; place += CLUSTER) {
+                float4 part[CLUSTER];
+#pragma unroll
+                for (uint b = 0; b < CLUSTER; b++) {
+                    part[b] = load4_in(own_sums + place * WRITERS, b);
+                }
+#pragma unroll
+                for (uint b = 1; b < CLUSTER; b++) {
+                    part[0] = part[0] + part[b];
+                }
+                const float total[4] = {part[0].x, part[0].y, part[0].z, part[0].w};
+                store(place, total);
+            }
+            // No block ends while others read its sums.
+            cluster_arrive();
+            cluster_wait();
+            return;
+        }
         if (segment.to - segment.from == chunks) {
 #pragma unroll
             for (uint i = 0; i < PLACES; i++) {

@@ -690,7 +690,7 @@ fn many_rows() {
 
 /// Batches of bf16 rows by affine weights: CUDA reads each matrix once from Hopper on, for up to 128 rows. Chunks of
 /// inputs and tiles of outputs that are full and that are not, scales that begin at odd places, blocks that share a
-/// tile.
+/// tile, in clusters and not.
 #[test]
 fn batches() {
     let (mut rng, mut cases) = (Rng::of("batches"), Vec::new());
@@ -706,7 +706,15 @@ fn batches() {
             (64, 1472, 130),
             (70, 384, 136),
             (128, 448, 258),
+            (65, 2048, 514),
+            // More tiles than clusters take.
+            (12, 704, 8714),
+            (24, 320, 17090),
+            (100, 576, 17090),
         ] {
+            if outputs > 8192 && bits != 4 {
+                continue;
+            }
             let group = if inputs % 128 == 0 { rng.pick(&[64, 128]) } else { 64 };
             let scales = if tokens > 32 { DType::BF16 } else { rng.pick(&[DType::BF16, DType::F16]) };
             let kind = Kind::Affine { bits, group, scales };
