@@ -30,6 +30,12 @@ fn attention() -> Result<()> {
 
 #[test]
 #[ignore = "a measurement"]
+fn batches() -> Result<()> {
+    attend_batches(&device()?)
+}
+
+#[test]
+#[ignore = "a measurement"]
 fn pages() -> Result<()> {
     over_pages(&device()?)
 }
@@ -222,6 +228,42 @@ fn attend(device: &Device) -> Result<()> {
             Some(1024),
             1024,
         )?;
+    }
+    Ok(())
+}
+
+/// A token of each of many sequences.
+fn attend_batches(device: &Device) -> Result<()> {
+    let order = HeadOrder::HeadMajor;
+    for (dim, heads, kv_heads, len) in
+        [(64, 32, 8, 2048), (128, 32, 8, 1024), (128, 32, 8, 4096), (256, 32, 16, 1024), (256, 8, 2, 512)]
+    {
+        let rows = noise(device, DType::BF16, &[len, kv_heads, dim])?;
+        for codec in [Codec::BF16, Codec::tq(8), Codec::tq(4), Codec::tq(3)] {
+            for sequences in [16, 64] {
+                let spec = LayerSpec::new(kv_heads, dim, len, codec).sequences(sequences).order(order);
+                let mut layers = vec![KvLayer::new(device, spec)?];
+                layers.resize_with(copies(layers[0].bytes()), || KvLayer::new(device, spec).expect("memory"));
+                for (layer, sequence) in layers.iter().flat_map(|layer| (0..sequences as u32).map(move |s| (layer, s)))
+                {
+                    let at: Vec<(u32, u32)> = (0..len as u32).map(|position| (sequence, position)).collect();
+                    let step = Step::new(device, sequences, &at)?;
+                    let mut enc = device.encoder()?;
+                    let write = KvWrite::new(&rows, &rows, &step, layer).order(HeadOrder::TokenMajor);
+                    ops::kv_write(&mut enc, &write)?;
+                    enc.commit()?.wait()?;
+                }
+                let at: Vec<(u32, u32)> = (0..sequences as u32).map(|sequence| (sequence, len as u32 - 1)).collect();
+                let step = Step::new(device, sequences, &at)?;
+                let [q, out] = [0; 2].map(|_| noise(device, DType::BF16, &[sequences, heads, dim]));
+                let (q, out) = (q?, out?);
+                let name = format!("attend {dim}, {heads}, {kv_heads}, {len} {codec}, {sequences} sequences");
+                let scale = (dim as f32).powf(-0.5);
+                line(device, &name, layers[0].bytes(), layers.len(), |enc, i| {
+                    ops::attend(enc, &Attend::new(&q, &layers[i], &step, &out).scale(scale))
+                })?;
+            }
+        }
     }
     Ok(())
 }

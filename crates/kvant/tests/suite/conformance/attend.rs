@@ -154,6 +154,23 @@ fn several_sequences() {
     }
 }
 
+/// So many tokens and KV heads that blocks of CUDA take one each, two of them at once on a multiprocessor where tables
+/// leave room.
+#[test]
+fn many_sequences() {
+    // More than twice as many as an H200 has multiprocessors.
+    let sequences: Vec<(usize, usize)> = (0..34).map(|i| ([0, 1, 15, 16, 17, 63, 64, 100, 230][i % 9], 1)).collect();
+    for (i, head_dim) in [128, 256].into_iter().enumerate() {
+        for (k, v) in [(Codec::tq(4), Codec::tq(4)), (Codec::tq(8), Codec::tq(4)), (Codec::BF16, Codec::BF16)] {
+            for window in [None, Some(50)] {
+                let plain = Case { head_dim, k, v, sequences: sequences.clone(), window, ..Case::default() };
+                let (q, out) = (DType::BF16, DType::BF16);
+                Case { kv_heads: 8, group: 2 + 3 * i, q, out, softcap: window.map(|_| 4.0), ..plain }.check();
+            }
+        }
+    }
+}
+
 #[test]
 fn windows() {
     for window in [1, 2, 7, 64, 65, 1000, usize::MAX] {

@@ -262,7 +262,7 @@ inline void work_on(const AttendParams &p, const Buffers &b, const ItemPart &par
     block.read_by_others = CLUSTER > 1;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AT_ONCE) CLUSTERED
     KVANT_KERNEL(const uchar *q, uchar *out, const uchar *k_low, const uchar *k_high, const float *k_norms,
                      const uchar *v_low, const uchar *v_high, const float *v_norms, const uint *positions,
                      const uint *sequence, const uint *lens, float *partials, uint *counters, const float *sinks,

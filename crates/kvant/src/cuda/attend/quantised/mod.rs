@@ -101,6 +101,8 @@ impl TableLayout {
 pub(super) struct AttendQuantised {
     heads: HeadShares,
     warps: usize,
+    /// Blocks of a multiprocessor.
+    at_once: usize,
     queries_held: u32,
     tables: TableLayout,
     tables_at: usize,
@@ -125,12 +127,22 @@ impl AttendQuantised {
         let short = tiles <= CLUSTER_TILES && has_clusters(call, limits);
         let cluster = if short { MAX_CLUSTER } else { 1 };
         let QuantisedTuning { warps, queries_held } = QuantisedTuning::new(call.head_dim, bits, short);
-        // All the shared memory there is: the more, the more sums are merged at a time.
-        let shared_bytes = limits.threadgroup_bytes;
         let means_bytes = if has_means(call) { LOT * (call.head_dim.min(BLOCK) + 16 + MAX_GROUP * 4) } else { 0 };
-        let fits = |&(tables, warps): &(TableLayout, usize)| {
+        let fits_in = |shared_bytes: usize, tables: TableLayout, warps: usize| {
             fits(call.head_dim, bits, tables, means_bytes, warps, shared_bytes)
         };
+        let one_part_each = call.splits == 0 && (call.tokens > MAX_SHARED_ITEMS || pairs >= 2 * busy);
+        // While one of two blocks begins or ends, the other reads. Wide tables leave no room for two; of codes other
+        // than these, compact ones are larger, or were not measured.
+        let of_two = || {
+            let shared_bytes = (limits.threadgroup_bytes + RESERVED_BYTES) / 2 - RESERVED_BYTES;
+            let (tables, warps) = (TableLayout::Compact { copies: COPIES[0] }, warps / 2);
+            let takes = one_part_each && cluster == 1 && call.head_dim <= BLOCK && bits == [4, 4];
+            (takes && fits_in(shared_bytes, tables, warps)).then_some((2, shared_bytes, tables, warps))
+        };
+        // All the shared memory there is: the more, the more sums are merged at a time.
+        let shared_bytes = limits.threadgroup_bytes;
+        let fits = |&(tables, warps): &(TableLayout, usize)| fits_in(shared_bytes, tables, warps);
         let at_least = |least: usize| (least / 2..=warps / 2).rev().map(|half| 2 * half);
         let wide = TableLayout::WIDE.into_iter().flat_map(|tables| at_least(2).map(move |warps| (tables, warps)));
         // Fewer copies rather than few warps.
@@ -138,11 +150,12 @@ impl AttendQuantised {
             let all = COPIES.map(|copies| TableLayout::Compact { copies });
             all.into_iter().flat_map(move |tables| at_least(least).map(move |warps| (tables, warps)))
         });
-        let (tables, warps) = wide.chain(compact).find(fits)?;
+        let of_one = wide.chain(compact).find(fits).map(|(tables, warps)| (1, shared_bytes, tables, warps));
+        let (at_once, shared_bytes, tables, warps) = of_two().or(of_one)?;
         let (_, tables_at) = tables.place(bits, shared_bytes)?;
         let workers = (busy / cluster).max(1);
         let splits = match call.splits {
-            0 if call.tokens > MAX_SHARED_ITEMS || pairs >= 2 * busy || cluster == MAX_CLUSTER => 1,
+            0 if one_part_each || cluster == MAX_CLUSTER => 1,
             // The heads of one token have equally many keys. So no block has parts of two heads, which would cost it
             // more time than a few blocks less.
             0 if call.tokens == 1 && pairs <= workers && workers % pairs <= workers / 8 => workers / pairs,
@@ -164,6 +177,7 @@ impl AttendQuantised {
         Some(AttendQuantised {
             heads,
             warps,
+            at_once,
             queries_held,
             tables,
             tables_at,
@@ -176,11 +190,11 @@ impl AttendQuantised {
     }
 
     pub(super) fn reason(&self) -> String {
-        let AttendQuantised { heads: HeadShares { group, .. }, warps, cluster, splits, blocks, .. } = *self;
+        let AttendQuantised { heads: HeadShares { group, .. }, warps, at_once, cluster, splits, blocks, .. } = *self;
         let how = if splits == 0 { "share the keys of all tokens evenly" } else { "take one part each" };
         format!(
-            "{group} query heads of a token per KV head; {blocks} blocks of {warps} warps, in clusters of {cluster}, {how}; \
-             {GROUP_KEYS} keys a warp at a time"
+            "{group} query heads of a token per KV head; {blocks} blocks of {warps} warps, {at_once} at once on a \
+             multiprocessor, in clusters of {cluster}, {how}; {GROUP_KEYS} keys a warp at a time"
         )
     }
 
@@ -201,6 +215,7 @@ impl AttendQuantised {
             .constant("K_CENTRED", spec.k.is_centred())
             .constant("V_CENTRED", spec.v.is_centred())
             .constant("WARPS", self.warps as u32)
+            .constant("BLOCKS_AT_ONCE", self.at_once as u32)
             .constant("QUERIES_HELD", self.queries_held)
             .constant("FIVES_IN_PAIRS", fives_in_pairs)
             .constant("COMPACT_COPIES", copies as u32)
