@@ -1,8 +1,9 @@
 // softcap: out = cap * tanh(x / cap), element by element, f32, f16 or bf16 in and out.
 //
-// One thread per element. `out` may be `x`.
+// One thread per four neighbouring elements, the last of which may be missing: one load and one store if both tensors
+// begin at a multiple of four elements' bytes. `out` may be `x`.
 #include "device/dependent_launch.h"
-#include "device/elements.h"
+#include "device/vectors.h"
 
 struct SoftcapParams {
     uint elements;
@@ -11,8 +12,19 @@ struct SoftcapParams {
 
 extern "C" __global__ void KVANT_KERNEL(const uchar *x, uchar *out, const SoftcapParams p) {
     take_turn_early();
-    const uint i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < p.elements) {
-        store(out, i, p.cap * tanhf(load(x, i, X_DTYPE) / p.cap), OUT_DTYPE);
+    const uint i = (blockIdx.x * blockDim.x + threadIdx.x) * 4;
+    if (i >= p.elements) {
+        return;
+    }
+    const uint count = p.elements - i;
+    const auto capped = [&](float y) { return p.cap * tanhf(y / p.cap); };
+    const auto cap4 = [&](bool aligned) {
+        const float4 y = load4(x, i, count, X_DTYPE, aligned);
+        store4(out, i, count, make_float4(capped(y.x), capped(y.y), capped(y.z), capped(y.w)), OUT_DTYPE, aligned);
+    };
+    if (ALIGNED && count >= 4) {
+        cap4(true);
+    } else {
+        cap4(false);
     }
 }

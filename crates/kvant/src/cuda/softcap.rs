@@ -1,8 +1,8 @@
-use super::headers;
+use super::{THREADS, headers};
 use crate::{
     Result,
     gpu::{
-        Builder, Source,
+        Builder, Source, aligned4,
         softcap::{LAYOUTS, launch},
     },
     ops::softcap::Call,
@@ -12,5 +12,10 @@ static SOURCE: Source =
     Source { name: "softcap.cu", text: include_str!("softcap.cu"), headers: headers::ALL, layouts: LAYOUTS };
 
 pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
-    b.push(launch(call, &SOURCE)?)
+    let fours = call.elements.div_ceil(4);
+    b.push(
+        launch(call, &SOURCE)?
+            .constant("ALIGNED", aligned4(&call.x) && aligned4(&call.out))
+            .grid([fours.div_ceil(THREADS), 1, 1], [THREADS, 1, 1]),
+    )
 }

@@ -2,7 +2,10 @@
 
 use super::SIZES;
 use crate::common::{FLOATS, Out, Rng, bytes_of, conform, input, run};
-use kvant::ops::{self, Softcap};
+use kvant::{
+    Tensor,
+    ops::{self, Softcap},
+};
 
 #[test]
 fn softcap() {
@@ -22,6 +25,27 @@ fn softcap() {
                         Ok(vec![out.close("out")?])
                     });
                 }
+            }
+        }
+    }
+}
+
+/// Tensors that begin at a multiple of four elements and whose last four are not complete.
+#[test]
+fn a_part_of_four_at_the_end() {
+    for elements in [1usize, 3, 4, 1023, 1026] {
+        for x_type in FLOATS {
+            for out_type in FLOATS {
+                conform(format!("softcap of {elements} {x_type} -> {out_type}"), |device| {
+                    let whole = elements.next_multiple_of(4);
+                    let x = input(device, x_type, &Rng::new(3).normals(whole), &[1, whole])?;
+                    let out = Out::new(device, out_type, &[1, whole])?;
+                    let part = |tensor: &Tensor| tensor.reshape(&[whole])?.rows(0..elements);
+                    let (x, part_of_out) = (part(&x)?, part(&out.tensor)?);
+                    run(device, |enc| ops::softcap(enc, &Softcap::new(&x, 2.0, &part_of_out)))?;
+                    // The rest keeps its pattern.
+                    Ok(vec![out.close("out")?])
+                });
             }
         }
     }
