@@ -1,19 +1,26 @@
 // argmax: the index of the largest element of each row, the lowest among equals; NaN never: a row of nothing else gives
 // 0xFFFFFFFF.
 //
-// x is [rows, dim], f32, f16 or bf16; out is [rows]. BLOCKS blocks share a row; each thread keeps the best of every so
-// many elements. Where there are several, each leaves its best in `parts`, [rows][1 + BLOCKS] of 64 bits, and the last
-// one to come, whichever it is, takes the best of all.
+// x is [rows, dim], f32, f16 or bf16; out is [rows]. BLOCKS blocks share a row. A thread has every so many groups of
+// four elements: it loads AHEAD of them, then compares the largest of each with the best so far. If a row has several
+// blocks, each leaves its best in `parts`, [rows][1 + BLOCKS] of 64 bits, and the last one to come, whichever it is,
+// takes the best of all.
 #include "device/dependent_launch.h"
 #include "device/float_order.h"
 #include "device/reduce.h"
 #include "device/vectors.h"
 
+// Groups of four elements that a thread loads before it compares them.
+constexpr uint AHEAD = 4;
+
 struct ArgmaxParams {
     uint dim;
 };
 
-extern "C" __global__ void KVANT_KERNEL(const uchar *x, uint *out, const ArgmaxParams p, ulong *parts) {
+// One block of 1024 threads on a multiprocessor is enough: for two, the compiler would save registers and load a group
+// only after it has compared another.
+extern "C" __global__ void __launch_bounds__(1024, 1)
+    KVANT_KERNEL(const uchar *x, uint *out, const ArgmaxParams p, ulong *parts) {
     take_turn();
     __shared__ uint room[2 * EXCHANGE];
     __shared__ bool last;
@@ -23,19 +30,42 @@ extern "C" __global__ void KVANT_KERNEL(const uchar *x, uint *out, const ArgmaxP
     // 0, the key of NaN, is never exceeded by NaN.
     uint key = 0;
     uint index = 0xFFFFFFFF;
-#pragma unroll 4
-    for (ulong at = (part_index * team.size + team.index) * 4; at < p.dim; at += BLOCKS * team.size * 4) {
-        const uint i = uint(at);
-        const uint count = min(4u, p.dim - i);
-        const float4 values = load4(x, start + i, count, X_DTYPE, ALIGNED);
-#pragma unroll
-        for (uint j = 0; j < 4; j++) {
-            const uint other = j < count ? ordered(part(values, j)) : 0;
-            if (other > key) {
-                key = other;
-                index = i + j;
-            }
+    float4 best = all4(0);
+    // The four elements from i on: only the first group with the largest key is kept, and searched at the end.
+    const auto consider = [&](float4 values, ulong i) {
+        // fmaxf ignores a NaN unless both are.
+        const uint other = ordered(fmaxf(fmaxf(values.x, values.y), fmaxf(values.z, values.w)));
+        if (other > key) {
+            key = other;
+            index = uint(i);
+            best = values;
         }
+    };
+    const ulong stride = BLOCKS * team.size * 4;
+    ulong at = (part_index * team.size + team.index) * 4;
+    // Whole groups: no load depends on a comparison, so that all of them are under way together.
+    for (; at + (AHEAD - 1) * stride + 4 <= p.dim; at += AHEAD * stride) {
+        float4 values[AHEAD];
+#pragma unroll
+        for (uint k = 0; k < AHEAD; k++) {
+            values[k] = load4(x, start + at + k * stride, 4, X_DTYPE, ALIGNED);
+        }
+#pragma unroll
+        for (uint k = 0; k < AHEAD; k++) {
+            consider(values[k], at + k * stride);
+        }
+    }
+    for (; at < p.dim; at += stride) {
+        const uint count = min(4u, uint(p.dim - at));
+        float4 values = load4(x, start + at, count, X_DTYPE, ALIGNED);
+        const float nan = __uint_as_float(0x7FC00000);
+        values.y = count > 1 ? values.y : nan;
+        values.z = count > 2 ? values.z : nan;
+        values.w = count > 3 ? values.w : nan;
+        consider(values, at);
+    }
+    if (key > 0) {
+        index += ordered(best.x) == key ? 0 : ordered(best.y) == key ? 1 : ordered(best.z) == key ? 2 : 3;
     }
     const uint largest = over_team<Max>(key, room, team);
     const uint lowest = over_team<Min>(key == largest ? index : Min::none, room + EXCHANGE, team);
