@@ -85,16 +85,16 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
     __syncthreads();
     if (last && team.index < 32) {
         __threadfence();
-        ulong best = 0;
+        ulong best_part = 0;
         for (uint i = team.index; i < BLOCKS; i += 32) {
-            best = max(best, __ldcg(mine + 1 + i));
+            best_part = max(best_part, __ldcg(mine + 1 + i));
         }
 #pragma unroll
         for (uint distance = 16; distance > 0; distance /= 2) {
-            best = max(best, __shfl_xor_sync(ALL, best, distance));
+            best_part = max(best_part, __shfl_xor_sync(ALL, best_part, distance));
         }
         if (team.index == 0) {
-            out[row] = 0xFFFFFFFFu - uint(best);
+            out[row] = 0xFFFFFFFFu - uint(best_part);
         }
     }
 }

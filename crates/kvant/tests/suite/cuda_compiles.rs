@@ -77,7 +77,8 @@ fn kernel_files(folder: &Path) -> Vec<String> {
     names
 }
 
-/// Kernels that few tokens and small matrices do not select: encoding by eights, and the tilings of products of codes.
+/// Kernels that few tokens and small matrices do not select: encoding by eights, two blocks of attention at once, and
+/// the tilings of products of codes.
 #[test]
 fn kernels_of_large_shapes_compile() -> Result<()> {
     let Some((device, launches)) = device(Model::H200) else { return Ok(()) };
@@ -92,6 +93,9 @@ fn kernels_of_large_shapes_compile() -> Result<()> {
         for dtype in [DType::F16, DType::BF16] {
             write_many(&device, &mut enc, dtype, head_dim, k, v)?;
         }
+    }
+    for head_dim in [128, 256] {
+        attend_many(&device, &mut enc, head_dim)?;
     }
     for (bits, group, inputs) in
         [(4, 32, 96), (4, 128, 256), (6, 64, 192), (6, 32, 96), (8, 32, 96), (8, 64, 192), (4, 64, 4096), (4, 64, 5376)]
@@ -118,6 +122,9 @@ fn kernels_of_large_shapes_compile() -> Result<()> {
         assert!(seen.iter().any(|key| key.starts_with(part)), "no kernel of {part} among {seen:?}");
     }
     assert!(seen.iter().any(|key| key.contains("\"TILES\", Bool(true)")), "nothing is encoded by eights: {seen:?}");
+    for constant in ["\"BLOCKS_PER_MULTIPROCESSOR\", UInt(2)", "\"CLUSTER\", UInt(3)"] {
+        assert!(seen.iter().any(|key| key.contains(constant)), "no kernel with {constant}: {seen:?}");
+    }
     Ok(())
 }
 
@@ -424,6 +431,15 @@ fn write_many(device: &Device, enc: &mut Encoder, dtype: DType, head_dim: usize,
     let new = zeros(device, dtype, &[tokens, kv_heads, head_dim])?;
     let order = HeadOrder::TokenMajor;
     ops::kv_write(enc, &KvWrite::new(&new, &new, &step, &layer).order(order))
+}
+
+/// A token of each of 34 sequences.
+fn attend_many(device: &Device, enc: &mut Encoder, head_dim: usize) -> Result<()> {
+    let (sequences, kv_heads) = (34, 8);
+    let layer = KvLayer::new(device, LayerSpec::new(kv_heads, head_dim, 64, Codec::tq(4)).sequences(sequences))?;
+    let step = Step::new(device, sequences, &(0..sequences as u32).map(|s| (s, 0)).collect::<Vec<_>>())?;
+    let [q, out] = [0; 2].map(|_| zeros(device, DType::BF16, &[sequences, 2 * kv_heads, head_dim]));
+    ops::attend(enc, &Attend::new(&q?, &layer, &step, &out?))
 }
 
 /// One row and two of few outputs and of many, and of experts.

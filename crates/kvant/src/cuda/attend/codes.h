@@ -20,9 +20,10 @@
 //     eight).
 //   8 bits: likewise.
 //
-// Compact tables (COMPACT_COPIES is 8, 16 or 32, otherwise 0), for GPUs with little shared memory: entries have so many
-// copies and follow one another, each is stored once, and a table begins at a multiple of its size. An address takes
-// two instructions: a shift, and a choice of bits. With 16 copies two lanes may meet in a bank, with 8 four.
+// Compact tables (COMPACT_COPIES is 8, 16 or 32, otherwise 0), for GPUs with little shared memory and for two blocks on
+// a multiprocessor: entries have so many copies and follow one another, each is stored once, and a table begins at a
+// multiple of its size. An address takes two instructions: a shift, and a choice of bits. With 16 copies two lanes may
+// meet in a bank, with 8 four.
 #ifndef KVANT_CUDA_ATTEND_CODES_H
 #define KVANT_CUDA_ATTEND_CODES_H
 #include "codec/planes.h"

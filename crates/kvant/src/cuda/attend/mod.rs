@@ -25,6 +25,7 @@
 //! | `codes.h` | lookup of quantised coordinates |
 //! | `merge_rows.h`, `merge_quads.h` | merging of the states that several blocks have of one work item |
 
+use super::clusters_at_once;
 use crate::{
     HeadOrder, Planes, Result, Tensor,
     gpu::{Builder, Launch, Limits, Use, attend, params, planes::page_shift},
@@ -228,19 +229,13 @@ fn has_clusters(call: &Call, limits: &Limits) -> bool {
     limits.clusters && call.splits == 0 && pairs(call) * MAX_CLUSTER <= limits.busy_groups / 4 * 3
 }
 
-/// Clusters of [`MAX_CLUSTER`] blocks that run at once, if each block has a multiprocessor to itself.
-fn most_clusters(limits: &Limits) -> usize {
-    // Not every multiprocessor belongs to a group of eight: an H200 with 132 runs 15.
-    limits.busy_groups * 7 / 8 / MAX_CLUSTER
-}
-
 /// Clusters for each (token, KV head) pair; 0 if there are none or too few.
 fn clusters_per_pair(call: &Call, limits: &Limits) -> usize {
     if !has_clusters(call, limits) {
         return 0;
     }
     // An empty batch has a plan, too.
-    (most_clusters(limits) / pairs(call).max(1)).max(1)
+    (clusters_at_once(MAX_CLUSTER, limits) / pairs(call).max(1)).max(1)
 }
 
 /// Scratch memory for the partial softmax states of work items that several blocks share.

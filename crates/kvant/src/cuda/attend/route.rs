@@ -324,6 +324,30 @@ mod tests {
         assert_eq!(kernel(Codec::tq(4), 32), "attend_quantised");
     }
 
+    /// Many items over codes of 4 bits: two blocks a multiprocessor, where their tables fit.
+    #[test]
+    fn blocks_of_a_multiprocessor() {
+        let (tq4, tq8) = (Codec::tq(4), Codec::tq(8));
+        for (head_dim, codec, sequences, want) in [
+            (128, tq4, 34, [2, 2, 1]),
+            (256, tq4, 34, [2, 2, 1]),
+            (256, tq8, 34, [1, 1, 1]),
+            (512, tq4, 34, [1, 1, 1]),
+            (128, tq4, 16, [1, 1, 1]),
+        ] {
+            for (limits, want) in [H200, A100, RTX_4090].into_iter().zip(want) {
+                let device = Device::reference();
+                let spec = LayerSpec::new(8, head_dim, 2048, codec).sequences(sequences);
+                let rows: Vec<_> = (0..sequences as u32).map(|sequence| (sequence, 0)).collect();
+                let (layer, step) =
+                    (KvLayer::new(&device, spec).unwrap(), Step::new(&device, sequences, &rows).unwrap());
+                let reason = select(&call(layer, step, 16, DType::BF16).unwrap(), &limits).unwrap().reason();
+                let what = format!("{codec}, D {head_dim}, {sequences} sequences, {}", limits.threadgroup_bytes);
+                assert!(reason.contains(&format!("{want} a multiprocessor")), "{what}: {reason}");
+            }
+        }
+    }
+
     /// One sequence, several tokens, with every head size: the same kernels on all GPUs.
     #[test]
     fn prompts() {

@@ -5,7 +5,7 @@ use super::{
     many::{MOST_EXPERTS, most_tiles, sort},
     out_parts::{MOST_PARTS, OutParts},
 };
-use crate::cuda::{affine::Parts, headers};
+use crate::cuda::{affine::Parts, attend::MAX_CLUSTER, clusters_at_once, headers};
 use crate::{
     DType, Result, Tensor,
     gpu::{Builder, Launch, Limits, Params, Source, Use, params},
@@ -54,8 +54,8 @@ const FOUR_WARPGROUPS: usize = 64;
 const MOST_STAGES: usize = 8;
 /// Rows of a block of `linear_batch_arrange`, or of all blocks of inputs that it has.
 const ARRANGED_ROWS: usize = 32;
-/// The most blocks of a cluster.
-const MAX_CLUSTER: usize = 8;
+/// So many chunks more than without idle multiprocessors, in each block, and clusters are not worth it.
+const MOST_LONGER: usize = 8;
 
 /// How the work is divided.
 pub(super) struct BatchTiling {
@@ -111,9 +111,11 @@ impl BatchTiling {
         }
         let factors_aligned = groups.is_multiple_of(4)
             && [scales, biases].into_iter().all(|tensor| tensor.byte_offset().is_multiple_of(8));
+        let stage_bytes = |halves: usize, depth: usize| {
+            (chunk_bytes(rows, depth) + OUTPUTS / halves * pitch(weight.bits, depth)).next_multiple_of(1024)
+        };
         let shared = |halves: usize, depth: usize, stages: usize| {
-            let outputs = OUTPUTS / halves;
-            let stage = (chunk_bytes(rows, depth) + outputs * pitch(weight.bits, depth)).next_multiple_of(1024);
+            let (outputs, stage) = (OUTPUTS / halves, stage_bytes(halves, depth));
             let slots = SLOTS * 2 * outputs * (span(depth) / group * 2 + 8);
             let sums = if halves > 1 { 2 * outputs * rows * 4 } else { 0 };
             2048 + stages * stage + slots + sums
@@ -139,7 +141,10 @@ impl BatchTiling {
         let output_tiles = dims.outputs.div_ceil(outputs);
         let chunks = dims.inputs.div_ceil(depth * BLOCK);
         let units = row_tiles.checked_mul(output_tiles)?.checked_mul(chunks).filter(|&n| n <= u32::MAX as usize)?;
-        let cluster = cluster_of(call, row_tiles * output_tiles, chunks, limits);
+        // The sums of a tile take the place of the ring.
+        let sums_fit = stages * stage_bytes(halves, depth) >= outputs * rows * 4;
+        let may_have_clusters = limits.clusters && call.experts.is_none() && sums_fit;
+        let cluster = if may_have_clusters { cluster_of(row_tiles * output_tiles, chunks, limits) } else { 1 };
         let blocks = if cluster > 1 { row_tiles * output_tiles * cluster } else { units.min(limits.busy_groups) };
         Some(BatchTiling {
             rows,
@@ -254,14 +259,12 @@ impl BatchTiling {
     }
 }
 
-/// Blocks of a cluster for so few tiles that blocks without clusters would each have a few chunks of one; otherwise 1.
-fn cluster_of(call: &Call, tiles: usize, chunks: usize, limits: &Limits) -> usize {
-    if !limits.clusters || call.experts.is_some() {
-        return 1;
-    }
-    // All of a device's multiprocessors form pairs, but not all belong to groups of four or eight.
-    let at_once = |cluster: usize| limits.busy_groups / cluster * if cluster == 2 { 8 } else { 7 } / 8;
-    (2..=MAX_CLUSTER).rev().find(|&cluster| cluster <= chunks && tiles <= at_once(cluster)).unwrap_or(1)
+/// Blocks of a cluster that has a tile, where tiles are few; otherwise 1.
+fn cluster_of(tiles: usize, chunks: usize, limits: &Limits) -> usize {
+    let fits = |&cluster: &usize| cluster <= chunks && tiles <= clusters_at_once(cluster, limits);
+    let cluster = (2..=MAX_CLUSTER).rev().find(fits).unwrap_or(1);
+    let longer = chunks.div_ceil(cluster).saturating_sub(tiles * chunks / limits.busy_groups);
+    if longer <= MOST_LONGER { cluster } else { 1 }
 }
 
 /// Inputs whose scales are copied together: whole chunks.
@@ -304,6 +307,8 @@ mod tests {
             (64, 5376, 21504, 5),
             (128, 16384, 5376, 2),
             (128, 43008, 5376, 1),
+            // Many chunks for each block, where 52 multiprocessors would be idle.
+            (128, 10240, 8192, 1),
             // Tiles of half as many outputs.
             (16, 2816, 4096, 5),
             // No more blocks than chunks.

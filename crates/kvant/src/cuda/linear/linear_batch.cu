@@ -1,5 +1,5 @@
 // linear_batch: linear (linear_generic.cu) of up to 128 rows of bf16, or of rows of experts, with affine codes, on the
-// tensor cores of whole warpgroups. Every matrix is read once, which is the limit up to about 64 rows. Results are bf16
+// tensor cores of whole warpgroups. Every matrix is read once, which is the limit up to about 32 rows. Results are bf16
 // or, of up to 32 rows, f32.
 //
 // With w = scale * code + bias,
@@ -22,9 +22,9 @@
 // longer pieces of rows are read faster. A tile that several blocks share is left in
 // `partials`, and added up, in the order of its inputs, by the block that is done last.
 //
-// Of small matrices a block would have a few chunks of one tile, and the last one of each tile would add for longer
-// than it multiplies. There the CLUSTER blocks of a cluster divide the chunks of a tile, and each adds up a part of its
-// sums, through distributed shared memory.
+// Where tiles are at most half as many as multiprocessors, several blocks would share each, and the last one of a small
+// matrix would add for longer than it multiplies. There the CLUSTER blocks of a cluster divide the chunks of a tile,
+// and each adds up a part of its sums, through distributed shared memory.
 //
 // Copies of W begin before the previous kernel has ended (device/dependent_launch.h), unless the expert is not known.
 #include "device/affine.h"
@@ -253,7 +253,8 @@ inline void operands(uint (&a)[N][4], const uint (&w)[2][4], uint first, const F
     }
 }
 
-// The shares of the blocks: `each` of all chunks of all tiles, and one more for the first `longer` blocks.
+// The shares of the blocks: `each` of all chunks of all tiles (in a cluster, of its tile), and one more for the first
+// `longer` blocks.
 struct Shares {
     uint each;
     uint longer;

@@ -527,7 +527,7 @@ impl CudaFunction {
                 gridDimX: blocks,
                 gridDimY: 1,
                 gridDimZ: 1,
-                blockDimX: 512,
+                blockDimX: 640,
                 blockDimY: 1,
                 blockDimZ: 1,
                 sharedMemBytes: most as u32,

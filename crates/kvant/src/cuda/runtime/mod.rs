@@ -68,7 +68,7 @@ struct Launcher {
     /// Opened when it is first needed, under the lock `opening`; None if there is no library.
     cublaslt: OnceLock<Option<CublasLt>>,
     opening: Mutex<()>,
-    /// Whether the device can run every cluster that attention uses.
+    /// Whether the device can run every cluster that kernels use.
     clusters: bool,
     /// The shared memory of the earlier GPU whose limits hold, if [`LIKE`] names one.
     shared_like: Option<usize>,
@@ -77,7 +77,7 @@ struct Launcher {
 /// A kernel whose clusters need at least as many resources as any other: most threads and all shared memory.
 static EMPTY: Source = Source {
     name: "empty.cu",
-    text: "extern \"C\" __global__ void __launch_bounds__(512, 1) KVANT_KERNEL() {}",
+    text: "extern \"C\" __global__ void __launch_bounds__(640, 1) KVANT_KERNEL() {}",
     headers: &[],
     layouts: &[],
 };
@@ -148,7 +148,7 @@ impl CudaExecutor {
                 .load(&Launch::new("open", &EMPTY, "empty"))
                 .and_then(|empty| empty.fits_as_cluster(&launcher.gpu, MAX_CLUSTER as u32).map_err(fault));
             launcher.clusters = fits.unwrap_or_else(|error| {
-                tracing::debug!(%error, "attention uses no clusters");
+                tracing::debug!(%error, "no clusters are used");
                 false
             });
         }

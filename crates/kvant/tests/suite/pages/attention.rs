@@ -30,6 +30,16 @@ fn every_codec_and_head_size() {
     }
 }
 
+/// So many that blocks of CUDA take one token and KV head each, two of them at once on a multiprocessor.
+#[test]
+fn many_sequences() {
+    let sequences: Vec<(usize, usize)> = (0..34).map(|i| ([0, 1, 15, 16, 17, 63, 64, 100, 130][i % 9], 1)).collect();
+    for (head_dim, codec, window) in [(128, Codec::tq(4), None), (256, Codec::tq(4), Some(50))] {
+        let (sequences, dtype) = (sequences.clone(), DType::BF16);
+        Case { head_dim, kv_heads: 8, k: codec, v: codec, dtype, window, sequences, ..CASE }.check();
+    }
+}
+
 /// Those that are no power of two, over dense caches.
 #[test]
 fn other_head_sizes() {

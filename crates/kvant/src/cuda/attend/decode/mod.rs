@@ -5,9 +5,9 @@ use crate::{
     cuda::{
         attend::{
             AttendParams, HeadShares, MAX_CLUSTER, MAX_SHARED_ITEMS, MAX_SPLITS, PartialStates, bind_result,
-            clusters_per_pair, longest_context, most_clusters, pairs, params,
+            clusters_per_pair, longest_context, pairs, params,
         },
-        headers,
+        clusters_at_once, headers,
     },
     gpu::{Builder, Launch, Limits, Params, Source},
     ops::attend::{Call, NAME},
@@ -156,7 +156,7 @@ fn most_keys_in_clusters(head_dim: usize, clusters: usize, pairs: usize, limits:
     match (head_dim, clusters) {
         (_, 0) => 0,
         // Long states are better merged in clusters, even if some multiprocessors belong to none.
-        (512, _) if clusters * pairs == most_clusters(limits) => 32768,
+        (512, _) if clusters * pairs == clusters_at_once(MAX_CLUSTER, limits) => 32768,
         (512, _) => (1024 * clusters).max(2048),
         _ => 4096,
     }

@@ -24,6 +24,9 @@
 // Operands are f16: centroids, queries (rotated, scaled into range) and weights, which include the norm of their value
 // relative to the largest so far. Products are summed in float. The output is rotated back once.
 //
+// Where items are many, a block has one, and two blocks with compact tables run at once if these fit
+// (BLOCKS_PER_MULTIPROCESSOR): one reads while the other begins or ends.
+//
 // Where contexts are short and the device has clusters, the eight blocks of a cluster share an item and merge their
 // states through distributed shared memory (device/cluster.h).
 //
@@ -262,7 +265,7 @@ inline void work_on(const AttendParams &p, const Buffers &b, const ItemPart &par
     block.read_by_others = CLUSTER > 1;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AT_ONCE) CLUSTERED
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR) CLUSTERED
     KVANT_KERNEL(const uchar *q, uchar *out, const uchar *k_low, const uchar *k_high, const float *k_norms,
                      const uchar *v_low, const uchar *v_high, const float *v_norms, const uint *positions,
                      const uint *sequence, const uint *lens, float *partials, uint *counters, const float *sinks,

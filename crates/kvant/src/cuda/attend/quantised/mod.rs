@@ -8,7 +8,7 @@ use crate::{
             AttendParams, HeadShares, MAX_CLUSTER, MAX_GROUP, MAX_SHARED_ITEMS, MAX_SPLITS, PartialStates, bind_result,
             has_clusters, longest_context, pairs, params,
         },
-        headers, planes,
+        headers, planes, shared_bytes_of_each,
     },
     gpu::{Builder, Launch, Limits, Params, Source, Use},
     ops::attend::{Call, NAME},
@@ -101,8 +101,7 @@ impl TableLayout {
 pub(super) struct AttendQuantised {
     heads: HeadShares,
     warps: usize,
-    /// Blocks of a multiprocessor.
-    at_once: usize,
+    blocks_per_multiprocessor: usize,
     queries_held: u32,
     tables: TableLayout,
     tables_at: usize,
@@ -132,12 +131,12 @@ impl AttendQuantised {
             fits(call.head_dim, bits, tables, means_bytes, warps, shared_bytes)
         };
         let one_part_each = call.splits == 0 && (call.tokens > MAX_SHARED_ITEMS || pairs >= 2 * busy);
-        // While one of two blocks begins or ends, the other reads. Wide tables leave no room for two; of codes other
-        // than these, compact ones are larger, or were not measured.
+        // While one of two blocks begins or ends, the other reads. Wide tables leave no room for two. Other codes have
+        // one, whose compact tables are larger or were not measured, and so do means of pages.
         let of_two = || {
-            let shared_bytes = (limits.threadgroup_bytes + RESERVED_BYTES) / 2 - RESERVED_BYTES;
-            let (tables, warps) = (TableLayout::Compact { copies: COPIES[0] }, warps / 2);
-            let takes = one_part_each && cluster == 1 && call.head_dim <= BLOCK && bits == [4, 4];
+            let (shared_bytes, warps) = (shared_bytes_of_each(2, limits), warps / 2);
+            let tables = TableLayout::Compact { copies: COPIES[0] };
+            let takes = one_part_each && cluster == 1 && call.head_dim <= BLOCK && bits == [4, 4] && means_bytes == 0;
             (takes && fits_in(shared_bytes, tables, warps)).then_some((2, shared_bytes, tables, warps))
         };
         // All the shared memory there is: the more, the more sums are merged at a time.
@@ -151,7 +150,7 @@ impl AttendQuantised {
             all.into_iter().flat_map(move |tables| at_least(least).map(move |warps| (tables, warps)))
         });
         let of_one = wide.chain(compact).find(fits).map(|(tables, warps)| (1, shared_bytes, tables, warps));
-        let (at_once, shared_bytes, tables, warps) = of_two().or(of_one)?;
+        let (blocks_per_multiprocessor, shared_bytes, tables, warps) = of_two().or(of_one)?;
         let (_, tables_at) = tables.place(bits, shared_bytes)?;
         let workers = (busy / cluster).max(1);
         let splits = match call.splits {
@@ -177,7 +176,7 @@ impl AttendQuantised {
         Some(AttendQuantised {
             heads,
             warps,
-            at_once,
+            blocks_per_multiprocessor,
             queries_held,
             tables,
             tables_at,
@@ -190,11 +189,12 @@ impl AttendQuantised {
     }
 
     pub(super) fn reason(&self) -> String {
-        let AttendQuantised { heads: HeadShares { group, .. }, warps, at_once, cluster, splits, blocks, .. } = *self;
+        let AttendQuantised { heads: HeadShares { group, .. }, warps, cluster, splits, blocks, .. } = *self;
         let how = if splits == 0 { "share the keys of all tokens evenly" } else { "take one part each" };
         format!(
-            "{group} query heads of a token per KV head; {blocks} blocks of {warps} warps, {at_once} at once on a \
-             multiprocessor, in clusters of {cluster}, {how}; {GROUP_KEYS} keys a warp at a time"
+            "{group} query heads of a token per KV head; {blocks} blocks of {warps} warps, {} a multiprocessor, in \
+             clusters of {cluster}, {how}; {GROUP_KEYS} keys a warp at a time",
+            self.blocks_per_multiprocessor
         )
     }
 
@@ -215,7 +215,7 @@ impl AttendQuantised {
             .constant("K_CENTRED", spec.k.is_centred())
             .constant("V_CENTRED", spec.v.is_centred())
             .constant("WARPS", self.warps as u32)
-            .constant("BLOCKS_AT_ONCE", self.at_once as u32)
+            .constant("BLOCKS_PER_MULTIPROCESSOR", self.blocks_per_multiprocessor as u32)
             .constant("QUERIES_HELD", self.queries_held)
             .constant("FIVES_IN_PAIRS", fives_in_pairs)
             .constant("COMPACT_COPIES", copies as u32)
