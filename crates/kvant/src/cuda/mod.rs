@@ -53,6 +53,9 @@ use crate::{
 pub(crate) const KERNELS: Kernels =
     Kernels { kind: DeviceKind::Cuda, build, build_pair, explain_attend: attend::explain };
 
+/// Blocks of a cluster, at most.
+const MAX_CLUSTER: usize = 8;
+
 /// Shared memory of a block that the hardware reserves.
 const RESERVED_BYTES: usize = 1 << 10;
 

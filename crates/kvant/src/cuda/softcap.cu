@@ -1,7 +1,6 @@
 // softcap: out = cap * tanh(x / cap), element by element, f32, f16 or bf16 in and out.
 //
-// One thread per four neighbouring elements, the last of which may be missing: one load and one store if both tensors
-// begin at a multiple of four elements' bytes. `out` may be `x`.
+// One thread per four neighbouring elements, the last of which may be missing. `out` may be `x`.
 #include "device/dependent_launch.h"
 #include "device/vectors.h"
 
@@ -18,13 +17,6 @@ extern "C" __global__ void KVANT_KERNEL(const uchar *x, uchar *out, const Softca
     }
     const uint count = p.elements - i;
     const auto capped = [&](float y) { return p.cap * tanhf(y / p.cap); };
-    const auto cap4 = [&](bool aligned) {
-        const float4 y = load4(x, i, count, X_DTYPE, aligned);
-        store4(out, i, count, make_float4(capped(y.x), capped(y.y), capped(y.z), capped(y.w)), OUT_DTYPE, aligned);
-    };
-    if (ALIGNED && count >= 4) {
-        cap4(true);
-    } else {
-        cap4(false);
-    }
+    const float4 y = load4(x, i, count, X_DTYPE, ALIGNED);
+    store4(out, i, count, make_float4(capped(y.x), capped(y.y), capped(y.z), capped(y.w)), OUT_DTYPE, ALIGNED);
 }

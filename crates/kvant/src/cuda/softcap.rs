@@ -2,7 +2,7 @@ use super::{THREADS, headers};
 use crate::{
     Result,
     gpu::{
-        Builder, Source, aligned4,
+        Builder, Source, rows_aligned4,
         softcap::{LAYOUTS, launch},
     },
     ops::softcap::Call,
@@ -15,7 +15,7 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
     let fours = call.elements.div_ceil(4);
     b.push(
         launch(call, &SOURCE)?
-            .constant("ALIGNED", aligned4(&call.x) && aligned4(&call.out))
+            .constant("ALIGNED", rows_aligned4(call.elements, [&call.x, &call.out]))
             .grid([fours.div_ceil(THREADS), 1, 1], [THREADS, 1, 1]),
     )
 }

@@ -234,34 +234,16 @@ fn attend(device: &Device) -> Result<()> {
 
 /// A token of each of many sequences.
 fn attend_batches(device: &Device) -> Result<()> {
-    let order = HeadOrder::HeadMajor;
     for (dim, heads, kv_heads, len) in
         [(64, 32, 8, 2048), (128, 32, 8, 1024), (128, 32, 8, 4096), (256, 32, 16, 1024), (256, 8, 2, 512)]
     {
-        let rows = noise(device, DType::BF16, &[len, kv_heads, dim])?;
         for codec in [Codec::BF16, Codec::tq(8), Codec::tq(4), Codec::tq(3)] {
             for sequences in [16, 64] {
-                let spec = LayerSpec::new(kv_heads, dim, len, codec).sequences(sequences).order(order);
-                let mut layers = vec![KvLayer::new(device, spec)?];
-                layers.resize_with(copies(layers[0].bytes()), || KvLayer::new(device, spec).expect("memory"));
-                for (layer, sequence) in layers.iter().flat_map(|layer| (0..sequences as u32).map(move |s| (layer, s)))
-                {
-                    let at: Vec<(u32, u32)> = (0..len as u32).map(|position| (sequence, position)).collect();
-                    let step = Step::new(device, sequences, &at)?;
-                    let mut enc = device.encoder()?;
-                    let write = KvWrite::new(&rows, &rows, &step, layer).order(HeadOrder::TokenMajor);
-                    ops::kv_write(&mut enc, &write)?;
-                    enc.commit()?.wait()?;
-                }
+                let spec = LayerSpec::new(kv_heads, dim, len, codec).sequences(sequences).order(HeadOrder::HeadMajor);
                 let at: Vec<(u32, u32)> = (0..sequences as u32).map(|sequence| (sequence, len as u32 - 1)).collect();
-                let step = Step::new(device, sequences, &at)?;
-                let [q, out] = [0; 2].map(|_| noise(device, DType::BF16, &[sequences, heads, dim]));
-                let (q, out) = (q?, out?);
+                let filled = Filled::of(device, spec, heads, 0..len, &at)?;
                 let name = format!("attend {dim}, {heads}, {kv_heads}, {len} {codec}, {sequences} sequences");
-                let scale = (dim as f32).powf(-0.5);
-                line(device, &name, layers[0].bytes(), layers.len(), |enc, i| {
-                    ops::attend(enc, &Attend::new(&q, &layers[i], &step, &out).scale(scale))
-                })?;
+                filled.time(device, &name, None, len)?;
             }
         }
     }
@@ -433,25 +415,38 @@ impl Filled {
         let spec = LayerSpec::new(kv_heads, head_dim, len, codec).ring(ring.is_some()).order(order);
         // The cache ends with the last token, wherever that is.
         let end = ring.map_or(len, |position| position + 1);
-        let chunk = len.min(1024);
-        let rows = noise(device, DType::BF16, &[chunk, kv_heads, head_dim])?;
+        let at: Vec<(u32, u32)> = (end - tokens..end).map(|position| (0, position as u32)).collect();
+        Filled::of(device, spec, heads, end - len..end, &at)
+    }
+
+    /// Layers whose sequences all hold these positions, and queries of the tokens `at` a sequence and position.
+    fn of(
+        device: &Device,
+        spec: LayerSpec,
+        heads: usize,
+        held: std::ops::Range<usize>,
+        at: &[(u32, u32)],
+    ) -> Result<Filled> {
+        let chunk = held.len().min(1024);
+        let rows = noise(device, DType::BF16, &[chunk, spec.kv_heads, spec.head_dim])?;
         let mut layers = vec![KvLayer::new(device, spec)?];
         layers.resize_with(copies(layers[0].bytes()), || KvLayer::new(device, spec).expect("memory"));
         for layer in &layers {
-            for first in (end - len..end).step_by(chunk) {
-                let at: Vec<(u32, u32)> = (first..first + chunk).map(|position| (0, position as u32)).collect();
-                let step = Step::new(device, 1, &at)?;
-                let mut enc = device.encoder()?;
-                let order = HeadOrder::TokenMajor;
-                ops::kv_write(&mut enc, &KvWrite::new(&rows, &rows, &step, layer).order(order))?;
-                enc.commit()?.wait()?;
+            for sequence in 0..spec.sequences as u32 {
+                for first in held.clone().step_by(chunk) {
+                    let written: Vec<(u32, u32)> = (first..first + chunk).map(|p| (sequence, p as u32)).collect();
+                    let step = Step::new(device, spec.sequences, &written)?;
+                    let mut enc = device.encoder()?;
+                    let write = KvWrite::new(&rows, &rows, &step, layer).order(HeadOrder::TokenMajor);
+                    ops::kv_write(&mut enc, &write)?;
+                    enc.commit()?.wait()?;
+                }
             }
         }
-        let at: Vec<(u32, u32)> = (end - tokens..end).map(|position| (0, position as u32)).collect();
-        let dtype = if codec == Codec::F16 { DType::F16 } else { DType::BF16 };
-        let q = noise(device, dtype, &[tokens, heads, head_dim])?;
-        let out = noise(device, dtype, &[tokens, heads, head_dim])?;
-        Ok(Filled { layers, step: Step::new(device, 1, &at)?, q, out })
+        let dtype = if spec.k == Codec::F16 { DType::F16 } else { DType::BF16 };
+        let q = noise(device, dtype, &[at.len(), heads, spec.head_dim])?;
+        let out = noise(device, dtype, &[at.len(), heads, spec.head_dim])?;
+        Ok(Filled { layers, step: Step::new(device, spec.sequences, at)?, q, out })
     }
 
     fn time(&self, device: &Device, name: &str, window: Option<usize>, keys: usize) -> Result<()> {

@@ -246,7 +246,8 @@ impl AffineMatrix {
     }
 }
 
-/// The weights of [`UNIT`] inputs, in the kernels' order: that of the inputs, but for codes of 4 bits.
+/// Dequantises the codes of [`UNIT`] inputs: `code · scale + bias`, in the order of [`unit`]. Only codes of 4 bits have
+/// an order other than that of the inputs.
 ///
 /// # Safety
 /// As for [`unit`].

@@ -80,7 +80,7 @@ impl LinearCase {
         let many = self.tokens >= super::route::MANY_ROWS_BY_WORDS;
         for device in devices {
             // Activations of 16 bits err by 2⁻¹⁷ or less, and codes are up to a half of `largest`. Products of sums of
-            // two bfloats err by 2⁻¹⁵ or less.
+            // two bf16 numbers err by 2⁻¹⁵ or less.
             let is_of = |level: &SimdLevel| device.name().starts_with(&level.to_string());
             let vnni = SimdLevel::ALL.iter().any(|level| level.multiplies_words() && is_of(level));
             let words = many
@@ -271,7 +271,7 @@ fn rows_that_integers_cannot_stand_for() {
     }
 }
 
-/// Weights that are no sums of two bfloats: what they meet is computed all the same, and the other outputs do not
+/// Weights that are no sums of two bf16 numbers: what they meet is computed all the same, and the other outputs do not
 /// notice.
 #[test]
 fn weights_that_are_not_finite() {

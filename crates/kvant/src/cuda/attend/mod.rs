@@ -25,7 +25,7 @@
 //! | `codes.h` | lookup of quantised coordinates |
 //! | `merge_rows.h`, `merge_quads.h` | merging of the states that several blocks have of one work item |
 
-use super::clusters_at_once;
+use super::{MAX_CLUSTER, clusters_at_once};
 use crate::{
     HeadOrder, Planes, Result, Tensor,
     gpu::{Builder, Launch, Limits, Use, attend, params, planes::page_shift},
@@ -66,8 +66,6 @@ params! {
 const MAX_SHARED_ITEMS: usize = 256;
 /// The most parts that a work item is split into.
 const MAX_SPLITS: usize = 512;
-/// Blocks of a cluster, at most.
-pub(super) const MAX_CLUSTER: usize = 8;
 /// The most query heads that a block of a decode kernel works on together: the columns of a tensor-core product.
 const MAX_GROUP: usize = 8;
 /// The most shares that decode kernels divide the query heads of a KV head into. Each reads all keys and values, which

@@ -220,6 +220,25 @@ mod tests {
     const GEMMA_4_FULL: Heads = Heads(16, 2, 512);
 
     /// The kernel for `tokens` bf16 queries of one sequence (`decode`: of as many sequences), on a GPU.
+    fn selected(
+        heads: Heads,
+        codec: Codec,
+        capacity: usize,
+        tokens: usize,
+        decode: bool,
+        limits: &Limits,
+    ) -> CudaAttendKernel {
+        let Heads(heads, kv_heads, head_dim) = heads;
+        let device = Device::reference();
+        let sequences = if decode { tokens } else { 1 };
+        let order = HeadOrder::HeadMajor;
+        let spec = LayerSpec::new(kv_heads, head_dim, capacity, codec).sequences(sequences).order(order);
+        let rows: Vec<_> = (0..tokens as u32).map(|t| if decode { (t, 0) } else { (0, t) }).collect();
+        let (layer, step) = (KvLayer::new(&device, spec).unwrap(), Step::new(&device, sequences, &rows).unwrap());
+        select(&call(layer, step, heads, DType::BF16).unwrap(), limits).unwrap()
+    }
+
+    /// Its name.
     fn kernel(
         heads: Heads,
         codec: Codec,
@@ -228,14 +247,7 @@ mod tests {
         decode: bool,
         limits: &Limits,
     ) -> &'static str {
-        let Heads(heads, kv_heads, head_dim) = heads;
-        let device = Device::reference();
-        let sequences = if decode { tokens } else { 1 };
-        let order = HeadOrder::HeadMajor;
-        let spec = LayerSpec::new(kv_heads, head_dim, capacity, codec).sequences(sequences).order(order);
-        let rows: Vec<_> = (0..tokens as u32).map(|t| if decode { (t, 0) } else { (0, t) }).collect();
-        let (layer, step) = (KvLayer::new(&device, spec).unwrap(), Step::new(&device, sequences, &rows).unwrap());
-        select(&call(layer, step, heads, DType::BF16).unwrap(), limits).unwrap().name()
+        selected(heads, codec, capacity, tokens, decode, limits).name()
     }
 
     /// The attention of a step's tokens.
@@ -336,12 +348,7 @@ mod tests {
             (128, tq4, 16, [1, 1, 1]),
         ] {
             for (limits, want) in [H200, A100, RTX_4090].into_iter().zip(want) {
-                let device = Device::reference();
-                let spec = LayerSpec::new(8, head_dim, 2048, codec).sequences(sequences);
-                let rows: Vec<_> = (0..sequences as u32).map(|sequence| (sequence, 0)).collect();
-                let (layer, step) =
-                    (KvLayer::new(&device, spec).unwrap(), Step::new(&device, sequences, &rows).unwrap());
-                let reason = select(&call(layer, step, 16, DType::BF16).unwrap(), &limits).unwrap().reason();
+                let reason = selected(Heads(16, 8, head_dim), codec, 2048, sequences, true, &limits).reason();
                 let what = format!("{codec}, D {head_dim}, {sequences} sequences, {}", limits.threadgroup_bytes);
                 assert!(reason.contains(&format!("{want} a multiprocessor")), "{what}: {reason}");
             }

@@ -5,7 +5,7 @@ use super::{
     many::{MOST_EXPERTS, most_tiles, sort},
     out_parts::{MOST_PARTS, OutParts},
 };
-use crate::cuda::{affine::Parts, attend::MAX_CLUSTER, clusters_at_once, headers};
+use crate::cuda::{MAX_CLUSTER, affine::Parts, clusters_at_once, headers};
 use crate::{
     DType, Result, Tensor,
     gpu::{Builder, Launch, Limits, Params, Source, Use, params},
@@ -182,12 +182,10 @@ impl BatchTiling {
         };
         let sorted = sorted.as_ref();
         let arranged = b.scratch(self.row_tiles * self.chunks * chunk_bytes(self.rows, self.depth))?;
-        // What blocks share through device memory: sums and counters.
-        let shared = match self.cluster {
-            1 => Some([
-                b.scratch(2 * self.blocks * self.outputs * self.rows * 4)?,
-                b.scratch(self.row_tiles * self.output_tiles * 4)?,
-            ]),
+        let counters = b.scratch(self.row_tiles * self.output_tiles * 4)?;
+        // Blocks of a cluster add up without device memory.
+        let partials = match self.cluster {
+            1 => Some(b.scratch(2 * self.blocks * self.outputs * self.rows * 4)?),
             _ => None,
         };
         let params = LinearBatchParams {
@@ -216,15 +214,14 @@ impl BatchTiling {
         };
         let together = ARRANGED_ROWS.min(self.rows);
         let blocks = (self.chunks * self.depth).div_ceil(ARRANGED_ROWS / together);
-        let arrange = common(Launch::new(NAME, &SOURCE, "linear_batch_arrange"), 4)
-            .read(0, &call.x)
-            .scratch(1, &arranged, Use::Write)
-            .params(3, &params)
-            .grid([blocks, self.row_tiles * self.rows / together, 1], [8 * ARRANGED_ROWS, 1, 1]);
-        b.push(match &shared {
-            Some([_, counters]) => arrange.scratch(2, counters, Use::Write),
-            None => arrange,
-        })?;
+        b.push(
+            common(Launch::new(NAME, &SOURCE, "linear_batch_arrange"), 4)
+                .read(0, &call.x)
+                .scratch(1, &arranged, Use::Write)
+                .scratch(2, &counters, Use::Write)
+                .params(3, &params)
+                .grid([blocks, self.row_tiles * self.rows / together, 1], [8 * ARRANGED_ROWS, 1, 1]),
+        )?;
         let launch = common(Launch::new(NAME, &SOURCE, name), 8)
             .constant("X_DTYPE", call.x.dtype())
             .constant("OUT_DTYPE", call.out.dtype())
@@ -245,13 +242,12 @@ impl BatchTiling {
             .read_if(2, weight.scales)
             .read_if(3, weight.biases)
             .write(4, &call.out)
+            .scratch(6, &counters, Use::ReadWrite)
             .params(7, &params)
             .threadgroup_memory(self.shared_bytes)
             .grid([self.blocks, 1, 1], [self.threads(), 1, 1]);
-        let launch = match &shared {
-            Some([partials, counters]) => {
-                launch.scratch(5, partials, Use::ReadWrite).scratch(6, counters, Use::ReadWrite)
-            }
+        let launch = match &partials {
+            Some(partials) => launch.scratch(5, partials, Use::ReadWrite),
             None => launch,
         };
         // The experts are written by a kernel before this one.

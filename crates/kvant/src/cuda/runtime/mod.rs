@@ -42,7 +42,7 @@ use running::RunningKernels;
 
 use crate::{
     Error, Result,
-    cuda::{attend::MAX_CLUSTER, headers},
+    cuda::{MAX_CLUSTER, headers},
     device::MemoryInfo,
     gpu::{self, Constant, Executor, Launch, LaunchPass, Limits, Replay, Source, Transfer, Wait},
 };
