@@ -22,6 +22,8 @@ use std::{
 
 /// How long a worker spins for the next job before it sleeps.
 const SPIN: Duration = Duration::from_micros(60);
+/// Pauses of a spinning worker between two looks: fewer disturb those who work, more begin late.
+const PAUSES: u32 = 4;
 /// How often the caller looks whether the workers have left before it yields its core: one of them may wait for it.
 const LOOKS: u32 = 200;
 /// Sleepers that a thread wakes.
@@ -199,7 +201,7 @@ impl PoolShared {
                 if start.elapsed() > SPIN {
                     break;
                 }
-                if self.is_crowded { std::thread::yield_now() } else { (0..16).for_each(|_| std::hint::spin_loop()) }
+                if self.is_crowded { std::thread::yield_now() } else { (0..PAUSES).for_each(|_| std::hint::spin_loop()) }
             }
             self.sleep(index, done);
             has_slept = true;
