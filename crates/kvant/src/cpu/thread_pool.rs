@@ -201,7 +201,11 @@ impl PoolShared {
                 if start.elapsed() > SPIN {
                     break;
                 }
-                if self.is_crowded { std::thread::yield_now() } else { (0..PAUSES).for_each(|_| std::hint::spin_loop()) }
+                if self.is_crowded {
+                    std::thread::yield_now()
+                } else {
+                    (0..PAUSES).for_each(|_| std::hint::spin_loop())
+                }
             }
             self.sleep(index, done);
             has_slept = true;
