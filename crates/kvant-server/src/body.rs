@@ -116,12 +116,26 @@ pub(crate) fn typed<T: DeserializeOwned>(value: &Value) -> Result<T> {
     }
     typed.map_err(|error| {
         let (message, path) = (error.to_string(), track.path().to_string());
-        let path = match message.strip_prefix("missing field `").and_then(|rest| rest.split('`').next()) {
-            Some(field) => join(&path, field),
-            None => field_path(&path),
-        };
+        let missing = message.strip_prefix("missing field `").and_then(|rest| rest.split('`').next());
+        let is_missing = missing.is_some();
+        let path = missing.map_or_else(|| field_path(&path), |field| join(&path, field));
+        let message = if is_missing { "the field is missing".to_string() } else { without_rust(&message) };
         ApiError::field(&path, if path.is_empty() { message } else { format!("`{path}`: {message}") })
     })
+}
+
+/// A message of serde, in which types of Rust are described.
+fn without_rust(message: &str) -> String {
+    let Some((rest, kind)) = message.rsplit_once("expected ") else { return message.to_string() };
+    let kind = match kind {
+        "f32" | "f64" => "a number",
+        "u8" | "u32" | "u64" | "usize" => "a whole number that is not negative",
+        "i8" | "i32" | "i64" => "a whole number",
+        "a sequence" => "a list",
+        "a map" => "an object",
+        kind => kind,
+    };
+    format!("{rest}expected {kind}")
 }
 
 /// `a.0.b` as `a[0].b`.
@@ -180,6 +194,15 @@ mod tests {
         for json in ["", "[]", "{", "nul"] {
             assert_eq!(param(json), "", "{json}");
         }
+    }
+
+    #[test]
+    fn messages_name_no_type_of_rust() {
+        let message = |json: &str| parse::<Outer>(json.as_bytes()).unwrap_err().message;
+        assert_eq!(message(r#"{"inner": {}}"#), "`inner.number`: the field is missing");
+        let negative = "`inner.number`: invalid value: integer `-1`, expected a whole number that is not negative";
+        assert_eq!(message(r#"{"inner": {"number": -1}}"#), negative);
+        assert!(message(r#"{"list": 5}"#).ends_with("expected a list"));
     }
 
     #[test]

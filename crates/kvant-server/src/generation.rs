@@ -170,6 +170,8 @@ impl Sender {
 
     /// Sends JSON with a name.
     pub async fn named(&self, name: &str, value: &impl Serialize) -> Result<(), Gone> {
-        self.send(data(value).map(|event| event.event(name))).await
+        // The name first, as OpenAI and Anthropic send it: simple clients rely on this order.
+        let json = serde_json::to_string(value).unwrap_or_default();
+        self.send(Ok(sse::Event::default().event(name).data(json))).await
     }
 }

@@ -15,7 +15,7 @@ use crate::{
 
 /// One string or several.
 #[derive(Clone, Debug, Deserialize)]
-#[serde(untagged)]
+#[serde(untagged, expecting = "expected a string or a list of strings")]
 pub(crate) enum Strings {
     One(String),
     Many(Vec<String>),

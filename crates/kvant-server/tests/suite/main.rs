@@ -100,6 +100,8 @@ impl Answer {
         assert_eq!(self.status, StatusCode::OK, "{}", self.text);
         assert_eq!(self.headers[header::CONTENT_TYPE], "text/event-stream");
         let events = self.text.split("\n\n").filter_map(|event| {
+            // Simple clients expect the name of an event before its data.
+            assert!(!event.lines().skip(1).any(|line| line.starts_with("event: ")), "{event}");
             let line = event.lines().find_map(|line| line.strip_prefix("data: "))?;
             Some(line.to_string())
         });
