@@ -17,8 +17,9 @@ use crate::{
 /// tokens 0..=t, fed from position 0. No token is added.
 #[derive(clap::Args)]
 pub struct LogitsArgs {
-    /// Directory of a checkpoint in Hugging Face or MLX layout [default: the model that ships with kvant]
-    #[arg(long, value_name = "DIR")]
+    /// Directory of a checkpoint in Hugging Face or MLX layout, a GGUF file, or a name on the Hugging Face Hub such as
+    /// openai/gpt-oss-20b [default: the model that ships with kvant]
+    #[arg(long, value_name = "PATH")]
     model: Option<PathBuf>,
     #[command(flatten)]
     tokens: Tokens,
@@ -80,7 +81,9 @@ pub fn run(args: &LogitsArgs) -> Result {
 }
 
 fn write(path: &std::path::Path, bytes: &[u8], shape: [usize; 2]) -> Result {
-    let view = safetensors::tensor::TensorView::new(safetensors::Dtype::F32, shape.to_vec(), bytes)?;
-    safetensors::serialize_to_file([("logits", view)], None, path)
-        .map_err(|error| format!("{}: {error}", path.display()).into())
+    // `safetensors::serialize_to_file` replaces a device such as `/dev/null` by a file that only its owner can read.
+    let tensor = serde_json::json!({"dtype": "F32", "shape": shape, "data_offsets": [0, bytes.len()]});
+    let mut header = serde_json::json!({"logits": tensor}).to_string();
+    header.extend(std::iter::repeat_n(' ', header.len().next_multiple_of(8) - header.len()));
+    output::replace(path, &[&(header.len() as u64).to_le_bytes(), header.as_bytes(), bytes])
 }

@@ -2,7 +2,9 @@
 
 use std::{
     error::Error,
+    fs::{self, File},
     io::{self, Write},
+    path::Path,
 };
 
 use serde::Serialize;
@@ -58,6 +60,28 @@ pub fn report(error: &(dyn Error + 'static)) {
     }
     // A closed standard error cannot be reported.
     let _ = note(&format!("error: {message}\n"));
+}
+
+/// Writes a file such that it is complete, or as it was. A device, a pipe or a link is written in place.
+pub fn replace(path: &Path, pieces: &[&[u8]]) -> Result {
+    let write = |path: &Path| {
+        let mut file = File::create(path)?;
+        pieces.iter().try_for_each(|piece| file.write_all(piece))
+    };
+    let is_file = fs::symlink_metadata(path).map_or(true, |entry| entry.is_file());
+    let written = if is_file {
+        let mut name = path.file_name().unwrap_or_default().to_os_string();
+        name.push(".new");
+        let new = path.with_file_name(name);
+        let written = write(&new).and_then(|()| fs::rename(&new, path));
+        if written.is_err() {
+            let _ = fs::remove_file(&new);
+        }
+        written
+    } else {
+        write(path)
+    };
+    written.map_err(|error| format!("{}: {error}", path.display()).into())
 }
 
 /// Bytes for humans: `512 B`, `7.9 KiB`, `3.0 MiB`.

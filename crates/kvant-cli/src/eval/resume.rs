@@ -4,7 +4,7 @@ use std::{
     collections::BTreeMap,
     fs::{self, File},
     io::{ErrorKind, Write},
-    path::{Path, PathBuf},
+    path::PathBuf,
 };
 
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
@@ -47,7 +47,7 @@ impl<T: Clone + Serialize + DeserializeOwned> ResumeFile<T> {
         for (of, result) in &known {
             text += &line(of, result.clone())?;
         }
-        replace(&path, &text)?;
+        output::replace(&path, &[text.as_bytes()])?;
         let file = File::options().append(true).open(&path).map_err(error)?;
         Ok(ResumeFile { path, file, known })
     }
@@ -71,18 +71,6 @@ impl<T: Clone + Serialize + DeserializeOwned> ResumeFile<T> {
 
 fn line<T: Serialize>(of: &str, result: T) -> Result<String> {
     Ok(serde_json::to_string(&KnownLine { of: of.to_string(), result })? + "\n")
-}
-
-/// Writes a file such that it is complete, or as it was.
-pub fn replace(path: &Path, text: &str) -> Result {
-    let mut name = path.file_name().unwrap_or_default().to_os_string();
-    name.push(".new");
-    let new = path.with_file_name(name);
-    let written = fs::write(&new, text).and_then(|()| fs::rename(&new, path));
-    if written.is_err() {
-        let _ = fs::remove_file(&new);
-    }
-    Ok(written.map_err(|error| format!("{}: {error}", path.display()))?)
 }
 
 #[cfg(test)]

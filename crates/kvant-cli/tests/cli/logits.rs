@@ -30,6 +30,22 @@ fn a_row_for_every_token() {
     assert!(largest_difference(&values[..2 * 4096], &first) < 2e-3);
 }
 
+/// A link to a device stays one, and a file is one that others can read.
+#[cfg(unix)]
+#[test]
+fn devices_are_not_replaced() {
+    use std::os::unix::fs::{MetadataExt, symlink};
+    let directory = scratch("logits_device");
+    let (device, file) = (directory.join("device"), directory.join("file"));
+    symlink("/dev/null", &device).unwrap();
+    std::fs::write(directory.join("other"), "").unwrap();
+    let run = |out| kvant(&["logits", "--model", str(&shipped()), "--tokens", "2", "--out", str(out)]);
+    run(&file).ok();
+    assert_eq!(file.metadata().unwrap().mode(), directory.join("other").metadata().unwrap().mode());
+    run(&device).ok();
+    assert!(device.is_symlink());
+}
+
 #[test]
 fn the_same_however_many_at_a_time() {
     // Longer than the sliding window of 128, so that its rings wrap.

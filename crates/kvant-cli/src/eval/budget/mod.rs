@@ -9,13 +9,7 @@ use kvant_models::{CacheCodecs, KvCodec, Model};
 use serde::Serialize;
 
 use self::search::{Assignment, Choice, Found, Phase, Search};
-use super::{
-    EvalLine,
-    cache_type::CacheType,
-    measure::Measurement,
-    progress::Progress,
-    resume::{self, ResumeFile},
-};
+use super::{EvalLine, cache_type::CacheType, measure::Measurement, progress::Progress, resume::ResumeFile};
 use crate::{Result, args::Kv, output};
 
 /// Caches that advance through the text together.
@@ -93,7 +87,7 @@ pub fn run(
         tokens: measurement.tokens(),
         model: subject,
     };
-    resume::replace(out, &(serde_json::to_string_pretty(&report)? + "\n"))?;
+    output::replace(out, &[serde_json::to_string_pretty(&report)?.as_bytes(), b"\n"])?;
     measured.remove()?;
     let best = Kv { name: format!("@{}", out.display()), codecs: CacheCodecs::PerLayer(layers(&best).into()) };
     let uniform = layers(&uniform).first().map(|&kv| Kv::from(kv));

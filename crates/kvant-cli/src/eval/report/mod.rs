@@ -16,15 +16,10 @@ use serde::{Deserialize, Serialize};
 
 use self::{needles::Needles, pages::PageData};
 use super::{
-    EvalLine,
-    cache_type::CacheType,
-    formats::Format,
-    measure::Measurement,
-    progress::Progress,
-    resume::{self, ResumeFile},
+    EvalLine, cache_type::CacheType, formats::Format, measure::Measurement, progress::Progress, resume::ResumeFile,
     score::Score,
 };
-use crate::{Result, args::Kv};
+use crate::{Result, args::Kv, output};
 
 /// Parts of a window that divergences are averaged over.
 const PARTS: usize = 16;
@@ -154,8 +149,8 @@ pub fn run(
         pages: measure_pages(bits, measurement, &mut known)?,
         needles: measure_needles(args, &caches, measurement, &mut known)?,
     };
-    resume::replace(&folder.join("report.json"), &(serde_json::to_string_pretty(&data)? + "\n"))?;
-    resume::replace(&folder.join("report.html"), &page::html(&data)?)?;
+    output::replace(&folder.join("report.json"), &[serde_json::to_string_pretty(&data)?.as_bytes(), b"\n"])?;
+    output::replace(&folder.join("report.html"), &[page::html(&data)?.as_bytes()])?;
     known.remove()?;
     Ok(data.caches.into_iter().map(|data| data.line).collect())
 }
