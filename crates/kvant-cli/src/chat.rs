@@ -8,6 +8,7 @@ use std::{
     sync::atomic::{AtomicBool, Ordering},
 };
 
+use clap::builder::NonEmptyStringValueParser;
 use kvant::Sequence;
 use kvant_models::{
     Files, Model, PoolOptions, Request, Sampling, Tokenizer,
@@ -42,7 +43,8 @@ const HELP: &str = "/system TEXT     set the system message\n\
 /// standard input is no terminal.
 #[derive(clap::Args)]
 pub struct ChatArgs {
-    /// Directory of a checkpoint with a chat template, or a GGUF file
+    /// Directory of a checkpoint in Hugging Face or MLX layout, a GGUF file, or a name on the Hugging Face Hub such as
+    /// openai/gpt-oss-20b
     #[arg(value_name = "MODEL")]
     model: PathBuf,
     /// The system message
@@ -55,7 +57,7 @@ pub struct ChatArgs {
     #[arg(long)]
     plain: bool,
     /// End an answer at this text; can be repeated
-    #[arg(long, value_name = "TEXT")]
+    #[arg(long, value_name = "TEXT", value_parser = NonEmptyStringValueParser::new())]
     stop: Vec<String>,
     /// The longest conversation, in tokens. When it is full, the oldest turns are left out
     #[arg(long, value_name = "N", default_value_t = 4096)]
@@ -179,7 +181,7 @@ impl Chat<'_> {
 
     fn with_lines(&mut self) -> Result {
         for line in std::io::stdin().lock().lines() {
-            self.line(&line?)?;
+            self.line(&line.map_err(|error| format!("standard input: {error}"))?)?;
         }
         Ok(())
     }
@@ -221,6 +223,8 @@ impl Chat<'_> {
                 self.messages = serde_json::from_str(&json).map_err(|error| format!("{path}: {error}"))?;
                 (self.system, self.left_out) = (None, 0);
             }
+            ("/save" | "/load", _) => return Err(format!("{name} needs the name of a file").into()),
+            ("/think", how) => return Err(format!("/think needs on, off or hidden, got {how:?}").into()),
             _ => return Err(format!("{command}: no such command; /help lists them").into()),
         }
         Ok(())
@@ -297,7 +301,11 @@ impl Chat<'_> {
                 return Ok((messages, prompt));
             }
             let Some(next) = next else {
-                return Err(format!("the message has {} tokens, --context {context}", prompt.len()).into());
+                return Err(format!(
+                    "the message must have fewer tokens than --context {context}, got {}",
+                    prompt.len()
+                )
+                .into());
             };
             (self.left_out, most) = (next, context / 2);
         }

@@ -32,7 +32,7 @@ pub fn model(name: &HubName, cache: PathBuf) -> Result<PathBuf> {
     }
     let failed = |error: hf_hub::api::sync::ApiError| {
         let hint = "Is the name right? Some models must be asked for on their page, and need a token in HF_TOKEN";
-        format!("{name}: cannot download: {error}. {hint}")
+        format!("{name}: cannot download: {error}. There is no such path either. {hint}")
     };
     let repository = builder.build().map_err(failed)?.model(name.repository());
     let info = repository.info().map_err(failed)?;

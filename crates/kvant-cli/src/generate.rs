@@ -7,6 +7,7 @@ use std::{
     time::Instant,
 };
 
+use clap::builder::NonEmptyStringValueParser;
 use kvant::{Codec, Sequence, device::DeviceKind};
 use kvant_models::{
     Files, Model, PoolOptions, Request, Sampling, TextStream, Tokenizer,
@@ -29,8 +30,8 @@ use crate::{
 /// Without arguments: the small model that ships with kvant, and a prompt that suits it.
 #[derive(clap::Args)]
 pub struct GenerateArgs {
-    /// Directory of a checkpoint in Hugging Face or MLX layout, or a GGUF file [default: the model that ships with
-    /// kvant]
+    /// Directory of a checkpoint in Hugging Face or MLX layout, a GGUF file, or a name on the Hugging Face Hub such as
+    /// openai/gpt-oss-20b [default: the model that ships with kvant]
     #[arg(long, value_name = "PATH")]
     model: Option<PathBuf>,
     /// The text to continue; `-` reads it from standard input. Names of special tokens, such as `<eos>`, become these
@@ -44,7 +45,7 @@ pub struct GenerateArgs {
     #[arg(long, value_name = "TEXT", requires = "chat", allow_hyphen_values = true)]
     system: Option<String>,
     /// End the text before this one; can be repeated
-    #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
+    #[arg(long, value_name = "TEXT", allow_hyphen_values = true, value_parser = NonEmptyStringValueParser::new())]
     stop: Vec<String>,
     /// Stop after N tokens, or earlier at the model's end of text
     #[arg(long, value_name = "N", allow_negative_numbers = true, default_value_t = 256,

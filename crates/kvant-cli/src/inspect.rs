@@ -11,8 +11,8 @@ use crate::{Result, output, shipped};
 /// Describe a model and the memory that it needs, without loading it
 #[derive(clap::Args)]
 pub struct InspectArgs {
-    /// Directory of a checkpoint in Hugging Face or MLX layout, a GGUF file, or a name in the Hugging Face cache
-    /// [default: the model that ships with kvant]
+    /// Directory of a checkpoint in Hugging Face or MLX layout, a GGUF file, or a name on the Hugging Face Hub such as
+    /// openai/gpt-oss-20b [default: the model that ships with kvant]
     #[arg(value_name = "MODEL")]
     model: Option<PathBuf>,
     /// One JSON object: family, layers, window_layers, window, hidden_size, vocab_size, context, parameters,

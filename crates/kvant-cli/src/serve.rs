@@ -2,6 +2,7 @@
 
 use std::{net::TcpListener, path::PathBuf, str::FromStr, sync::Arc, time::Duration};
 
+use clap::builder::{NonEmptyStringValueParser, RangedU64ValueParser};
 use kvant::Device;
 use kvant_engine::{Engine, EngineOptions};
 use kvant_models::{
@@ -26,8 +27,8 @@ const MOST_STEP: usize = 2048;
 /// finish.
 #[derive(clap::Args)]
 pub struct ServeArgs {
-    /// Directory of a checkpoint in Hugging Face or MLX layout, a GGUF file, or a name in the Hugging Face cache
-    /// [default: the model that ships with kvant]
+    /// Directory of a checkpoint in Hugging Face or MLX layout, a GGUF file, or a name on the Hugging Face Hub such as
+    /// openai/gpt-oss-20b [default: the model that ships with kvant]
     #[arg(value_name = "MODEL")]
     model: Option<PathBuf>,
     /// The address to listen on; 0.0.0.0 for all
@@ -38,7 +39,7 @@ pub struct ServeArgs {
     port: u16,
     /// The name of the model in requests and answers; more names are aliases, and `*` as the last one accepts every
     /// name [default: the name of the directory or file]
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", value_parser = NonEmptyStringValueParser::new())]
     name: Vec<String>,
     /// A key that clients must send; can be repeated. Others on this machine see it in the list of processes
     #[arg(long, value_name = "KEY")]
@@ -57,10 +58,10 @@ pub struct ServeArgs {
     #[arg(long, value_name = "KV")]
     kv: Option<Kv>,
     /// The longest text in tokens, prompt included [default: the model's]
-    #[arg(long, value_name = "TOKENS")]
+    #[arg(long, value_name = "TOKENS", value_parser = RangedU64ValueParser::<usize>::new().range(2..))]
     context: Option<usize>,
     /// Requests that run at once
-    #[arg(long, value_name = "N", default_value_t = 16)]
+    #[arg(long, value_name = "N", default_value_t = 16, value_parser = RangedU64ValueParser::<usize>::new().range(1..))]
     max_sequences: usize,
     /// Memory for KV pages, as in 4GiB; requests wait while it is full [default: enough for all sequences at full
     /// context, or nine tenths of what the model leaves, if that suffices for one]
@@ -90,7 +91,7 @@ pub struct ServeArgs {
     #[arg(long, value_name = "NAME")]
     allowed_host: Vec<String>,
     /// Connections at once; more wait
-    #[arg(long, value_name = "N", default_value_t = 1000)]
+    #[arg(long, value_name = "N", default_value_t = 1000, value_parser = RangedU64ValueParser::<usize>::new().range(1..))]
     max_connections: usize,
     /// The origin whose web pages can use the server, or `*`
     #[arg(long, value_name = "ORIGIN")]

@@ -25,7 +25,7 @@ pub fn files(asked: Option<&Path>) -> Result<Files> {
             found => of_path(&download(&hub_name, found)?).map_err(|error| format!("{name}: {error}").into()),
         }
     } else {
-        Err(format!("{name}: no such directory").into())
+        Err(format!("{name}: no such directory or file").into())
     }
 }
 

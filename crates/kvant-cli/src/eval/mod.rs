@@ -14,7 +14,7 @@ mod vectors;
 
 use std::{
     hash::{DefaultHasher, Hash, Hasher},
-    path::PathBuf,
+    path::{Path, PathBuf},
 };
 
 use kvant::Codec;
@@ -32,12 +32,11 @@ use crate::{
 ///
 /// The tokens are cut into windows. Each starts with an empty cache and predicts its second to its last token.
 /// Divergence and agreement compare the next-token distributions with those of an f32 cache. Bytes per token are
-/// those of the keys and values of one token in all layers, with its
-/// share of the means of pages.
+/// those of the keys and values of one token in all layers, with its share of the means of pages.
 #[derive(clap::Args)]
 pub struct EvalArgs {
-    /// Directory of a checkpoint in Hugging Face or MLX layout, or a GGUF file [default: the model that ships with
-    /// kvant]
+    /// Directory of a checkpoint in Hugging Face or MLX layout, a GGUF file, or a name on the Hugging Face Hub such as
+    /// openai/gpt-oss-20b [default: the model that ships with kvant]
     #[arg(long, value_name = "PATH")]
     model: Option<PathBuf>,
     #[command(flatten)]
@@ -79,9 +78,15 @@ struct TextSource {
     /// Text file; documents are separated by lines `<|doc|>`, and each becomes `<bos> text <eos>`
     #[arg(long, value_name = "FILE")]
     text: Option<PathBuf>,
-    /// The number of predictions.
+    /// File of token ids, separated by white space: one stream, to which no token is added
     #[arg(long, value_name = "FILE")]
     tokens: Option<PathBuf>,
+}
+
+impl TextSource {
+    fn path(&self) -> &Path {
+        self.text.as_deref().or(self.tokens.as_deref()).unwrap_or_else(|| unreachable!("clap asks for one of them"))
+    }
 }
 
 /// The cache types that are measured unless others are named.
@@ -92,7 +97,7 @@ const DEFAULTS: [Codec; 7] =
 #[derive(Clone, Serialize, Deserialize)]
 struct EvalLine {
     kv: String,
-    /// Predictions.
+    /// The number of predictions.
     tokens: usize,
     nats_per_token: f64,
     perplexity: f64,
@@ -109,7 +114,8 @@ pub fn run(args: &EvalArgs) -> Result {
     let used = args.budget.asked().map_or(tokens.len(), |_| args.budget.tokens().min(tokens.len()));
     let windows = stream::windows(&tokens[..used], args.window_tokens as usize);
     if windows.is_empty() {
-        return Err("nothing to predict: at least 2 tokens are required".into());
+        let from = args.source.path().display();
+        return Err(format!("{from}: at least 2 tokens are required, got {}", tokens.len()).into());
     }
     let model = args.activations.load(&files, &device)?;
     let vocabulary = model.vocab_size();

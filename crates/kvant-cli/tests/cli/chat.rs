@@ -32,6 +32,18 @@ fn lines_are_messages_and_commands() {
 }
 
 #[test]
+fn wrong_lines_say_what_is_expected() {
+    let model = shipped();
+    let args = ["chat", str(&model), "--plain"];
+    let run = kvant_with_input(&args, b"/save\n/load\n/think maybe\n/nope\n");
+    for message in ["/save needs", "/load needs", "on, off or hidden, got \"maybe\"", "/nope: no such command"] {
+        assert!(run.stderr.contains(message), "{}", run.stderr);
+    }
+    assert_eq!(run.ok(), "");
+    assert!(kvant_with_input(&args, b"\xff\n").error().contains("standard input: "));
+}
+
+#[test]
 fn completions_and_manual_pages() {
     assert!(kvant(&["completions", "bash"]).ok().contains("kvant"));
     let directory = scratch("man");

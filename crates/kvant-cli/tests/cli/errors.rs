@@ -29,6 +29,7 @@ fn arguments() {
     fails(&["generate", "--top-p", "0"], "top_p");
     fails(&["generate", "--max-tokens=-1"], "-1");
     fails(&["generate", "--max-tokens", "0"], "0");
+    fails(&["generate", "--stop", ""], "--stop");
     fails(&["frobnicate"], "frobnicate");
     fails(&["bench", "attend", "--shapes", "64:4"], "head_dim:heads:kv_heads");
     fails(&["bench", "attend", "--shapes", "64:3:2"], "multiple");
@@ -106,7 +107,7 @@ fn tokens_that_are_none() {
     std::fs::write(&ids, "2 5 4096").unwrap();
     fails(&["eval", "--tokens", str(&ids)], "4096");
     std::fs::write(&ids, "2").unwrap();
-    fails(&["eval", "--tokens", str(&ids)], "at least 2 tokens");
+    fails(&["eval", "--tokens", str(&ids)], &format!("{}: at least 2 tokens", ids.display()));
     std::fs::write(&ids, [0xff, 0xfe]).unwrap();
     fails(&["eval", "--text", str(&ids)], "UTF-8");
 }

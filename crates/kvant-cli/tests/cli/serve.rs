@@ -18,6 +18,11 @@ fn what_cannot_be_served() {
     assert!(kvant(&["serve", "--host", "no such host"]).error().contains("cannot listen"));
     assert!(kvant(&["serve", "--chat-template", "missing.jinja", "--port", "0"]).error().contains("missing.jinja"));
     assert!(kvant(&["serve", "missing/model", "--port", "0"]).error().contains("missing/model"));
+    // Before the model loads.
+    for [option, value] in [["--context", "1"], ["--max-sequences", "0"], ["--max-connections", "0"], ["--name", ""]] {
+        let error = kvant(&["serve", "--port", "0", option, value]).error();
+        assert!(error.contains(option) && !error.contains("loaded"), "{error}");
+    }
 }
 
 #[cfg(unix)]

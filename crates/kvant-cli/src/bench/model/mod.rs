@@ -19,8 +19,8 @@ use crate::{
 
 #[derive(clap::Args)]
 pub struct ModelArgs {
-    /// Directory of a checkpoint in Hugging Face or MLX layout, or a GGUF file [default: the model that ships with
-    /// kvant]
+    /// Directory of a checkpoint in Hugging Face or MLX layout, a GGUF file, or a name on the Hugging Face Hub such as
+    /// openai/gpt-oss-20b [default: the model that ships with kvant]
     #[arg(long, value_name = "PATH")]
     model: Option<PathBuf>,
     /// Lengths of prompts. If any of --prompts, --decode and --sequences is given, only those are measured [default:
