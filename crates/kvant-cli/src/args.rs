@@ -58,7 +58,7 @@ impl DeviceArgs {
         };
         match (device.kind(), self.threads) {
             (_, None) => Ok(device),
-            (DeviceKind::Cpu, threads) => Ok(Device::cpu_with(CpuOptions { threads, simd: None })?),
+            (DeviceKind::Cpu, threads) => Ok(Device::cpu_with(CpuOptions { threads, ..CpuOptions::default() })?),
             (kind, Some(_)) => Err(format!("--threads is for the CPU device, got --device {kind}").into()),
         }
     }

@@ -59,7 +59,7 @@ fn a_decode_step_allocates_nothing() {
 
     let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("../kvant-cli/model");
     for (threads, codec) in [(1, Codec::F16), (2, Codec::tq(4))] {
-        let device = Device::cpu_with(CpuOptions { threads: Some(threads), simd: None }).unwrap();
+        let device = Device::cpu_with(CpuOptions { threads: Some(threads), ..CpuOptions::default() }).unwrap();
         let model = Model::load(&directory, &device).unwrap();
         let options = PoolOptions { codecs: codec.into(), longest: 256, ..PoolOptions::default() };
         let mut sequence = model.new_pool(&options).unwrap().sequence();
@@ -81,7 +81,7 @@ fn a_decode_step_allocates_nothing() {
     }
 
     // Many sequences, in no order.
-    let device = Device::cpu_with(CpuOptions { threads: Some(2), simd: None }).unwrap();
+    let device = Device::cpu_with(CpuOptions { threads: Some(2), ..CpuOptions::default() }).unwrap();
     let (sequences, kv_heads, head_dim) = (64, 8, 128);
     let spec = LayerSpec::new(kv_heads, head_dim, 4, Codec::F16).sequences(sequences).v(Codec::tq(4));
     let layer = KvLayer::new(&device, spec).unwrap();

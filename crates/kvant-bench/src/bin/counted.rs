@@ -74,7 +74,8 @@ fn main() -> Result {
 /// Runs a case twice: once for whatever it allocates, and once to be counted.
 fn run(name: &str) -> Result {
     let (_, prepare) = CASES.iter().find(|case| case.0 == name).ok_or_else(|| format!("{name}: no such case"))?;
-    let device = Device::cpu_with(CpuOptions { threads: Some(1), simd: Some(SimdLevel::Avx2) })?;
+    let device =
+        Device::cpu_with(CpuOptions { threads: Some(1), simd: Some(SimdLevel::Avx2), ..CpuOptions::default() })?;
     let mut call = prepare(&device)?;
     call()?;
     counted_call(&mut call)

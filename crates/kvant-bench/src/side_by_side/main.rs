@@ -94,7 +94,7 @@ impl Options {
                 _ => return Err(format!("{arg}: no such table or option\n{USAGE}").into()),
             }
         }
-        options.device = Device::cpu_with(CpuOptions { threads: Some(options.threads), simd: None })?;
+        options.device = Device::cpu_with(CpuOptions { threads: Some(options.threads), ..CpuOptions::default() })?;
         Ok(options)
     }
 

@@ -236,6 +236,6 @@ impl Options {
         if threads == self.threads {
             return Ok(self.device.clone());
         }
-        Ok(Device::cpu_with(CpuOptions { threads: Some(threads), simd: None })?)
+        Ok(Device::cpu_with(CpuOptions { threads: Some(threads), ..CpuOptions::default() })?)
     }
 }

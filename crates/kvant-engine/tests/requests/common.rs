@@ -7,7 +7,7 @@ use kvant_engine::{Engine, EngineOptions, EngineRequest, Event, Finished, Respon
 use kvant_models::{Model, Tokenizer};
 
 pub fn model() -> Model {
-    let device = Device::cpu_with(CpuOptions { threads: Some(2), simd: None }).unwrap();
+    let device = Device::cpu_with(CpuOptions { threads: Some(2), ..CpuOptions::default() }).unwrap();
     Model::load(shipped(), &device).unwrap()
 }
 

@@ -59,7 +59,7 @@ fn four_bit_form_matches() {
 fn four_bit_form_matches_in_f32() {
     let in_f32 = |level: &SimdLevel| !level.multiplies_words() && level.is_supported();
     let level = SimdLevel::ALL.into_iter().rfind(in_f32);
-    let device = Device::cpu_with(CpuOptions { threads: None, simd: level }).unwrap();
+    let device = Device::cpu_with(CpuOptions { simd: level, ..CpuOptions::default() }).unwrap();
     let mean = check_golden(&Model::load(&shipped(), &device).unwrap(), "4bit.safetensors", TOLERANCE);
     assert!((mean - 1.629343).abs() < 1e-4, "{mean}");
 }
@@ -101,6 +101,25 @@ fn other_dtypes_stay_close() {
         let (kl, nats) = (mean_kl(&exact, &logits, vocab), mean(&logits));
         println!("activations {activations}: KL {kl:.2e}, {nats:.4} nats");
         assert!(kl < 0.02, "activations {activations}: KL {kl}");
+    }
+}
+
+/// So do prompts with activations of 8 bits, at the levels that round them.
+#[test]
+fn eight_bit_activations_stay_close() {
+    let tokens = ids(&golden("rustdoc-11m").join("4bit.safetensors"), "tokens");
+    let run = |level: SimdLevel, eight_bit_activations: bool| {
+        let options = CpuOptions { simd: Some(level), eight_bit_activations, ..CpuOptions::default() };
+        let model = Model::load(&shipped(), &Device::cpu_with(options).unwrap()).unwrap();
+        let mut sequence = model.new_pool(&exact(256)).unwrap().sequence();
+        (model.feed(&mut sequence, &tokens, Logits::All).unwrap().to_f32().unwrap(), model.vocab_size())
+    };
+    for level in SimdLevel::ALL.into_iter().filter(|level| level.is_supported()) {
+        let (exact, vocab) = run(level, false);
+        let kl = mean_kl(&exact, &run(level, true).0, vocab);
+        println!("{level}: KL {kl:.2e}");
+        let range = if level.multiplies_words() { 1e-6..5e-3 } else { 0.0..f64::MIN_POSITIVE };
+        assert!(range.contains(&kl), "{level}: KL {kl}");
     }
 }
 

@@ -33,7 +33,7 @@ const NAME: &str = "rustdoc-11m";
 
 /// An engine of the shipped model.
 fn engine(options: EngineOptions) -> Engine {
-    let device = Device::cpu_with(CpuOptions { threads: Some(2), simd: None }).unwrap();
+    let device = Device::cpu_with(CpuOptions { threads: Some(2), ..CpuOptions::default() }).unwrap();
     let model = Model::load(Path::new(MODEL), &device).unwrap();
     let tokenizer = Tokenizer::load(Path::new(MODEL)).unwrap();
     Engine::start(model, Arc::new(tokenizer), options).unwrap()

@@ -115,7 +115,8 @@ mod tests {
     fn wrapped_ranges_equal_the_reference() {
         let codecs = [Codec::F32, Codec::F16].into_iter().chain(BITS.map(Codec::tq));
         for level in SimdLevel::ALL.into_iter().filter(|level| level.is_supported()) {
-            let device = Device::cpu_with(CpuOptions { threads: Some(2), simd: Some(level) }).unwrap();
+            let device =
+                Device::cpu_with(CpuOptions { threads: Some(2), simd: Some(level), ..CpuOptions::default() }).unwrap();
             for codec in codecs.clone() {
                 for slots in [HeadOrder::HeadMajor, HeadOrder::TokenMajor] {
                     for order in [HeadOrder::HeadMajor, HeadOrder::TokenMajor] {

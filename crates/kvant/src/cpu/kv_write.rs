@@ -224,7 +224,8 @@ mod tests {
 
     fn devices() -> Vec<Device> {
         let supported = SimdLevel::ALL.into_iter().filter(|level| level.is_supported());
-        let options = supported.map(|level| CpuOptions { threads: Some(3), simd: Some(level) });
+        let options =
+            supported.map(|level| CpuOptions { threads: Some(3), simd: Some(level), ..CpuOptions::default() });
         options.map(|options| Device::cpu_with(options).unwrap()).collect()
     }
 

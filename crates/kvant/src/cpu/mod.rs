@@ -48,6 +48,11 @@ pub struct CpuOptions {
     pub threads: Option<usize>,
     /// The instruction set; `None` for the best.
     pub simd: Option<SimdLevel>,
+    /// Whether [`ops::linear`](ops::linear()) may round the activations of 16 rows or more for one matrix to 8 bits:
+    /// faster prompts. With normal activations, results err by 0.4 to 0.6 % of their root mean square. With AMX, it
+    /// rounds activations and weights to bf16 from 48 rows on (16 for weights of 16 bits): 0.25 %. Nothing changes at
+    /// levels without VNNI, for f32 and MXFP8 weights, and for those of 16 bits without AMX.
+    pub eight_bit_activations: bool,
 }
 
 const MAX_THREADS: usize = 1024;
@@ -56,6 +61,7 @@ const MAX_THREADS: usize = 1024;
 pub(crate) struct Cpu {
     threads: ThreadPool,
     level: SimdLevel,
+    eight_bit_activations: bool,
 }
 
 impl Cpu {
@@ -64,7 +70,8 @@ impl Cpu {
         check::value_is("cpu", "threads", (1..=MAX_THREADS).contains(&threads), "1 to 1024", threads)?;
         let level = options.simd.unwrap_or_else(SimdLevel::best);
         check::value_is("cpu", "simd", level.is_supported(), "an instruction set of this machine", level)?;
-        Ok(Cpu { threads: ThreadPool::new(threads), level })
+        let eight_bit_activations = options.eight_bit_activations;
+        Ok(Cpu { threads: ThreadPool::new(threads), level, eight_bit_activations })
     }
 }
 
@@ -74,7 +81,8 @@ impl HostExecutor for Cpu {
     }
 
     fn name(&self) -> String {
-        format!("{}, {} threads", self.level, self.threads.threads())
+        let eight_bits = if self.eight_bit_activations { ", 8-bit activations" } else { "" };
+        format!("{}, {} threads{eight_bits}", self.level, self.threads.threads())
     }
 
     fn run(&self, call: &Call) -> Result<()> {

@@ -5,12 +5,18 @@ use crate::{CpuOptions, DType, Device, SimdLevel, Tensor, bf16, f16};
 /// A CPU device of each supported instruction set, with one thread and with two; if `KVANT_TEST_SCOPE` is `quick`, only
 /// of the best instruction set.
 pub(super) fn devices() -> Vec<Device> {
+    devices_with(false)
+}
+
+/// The same, with activations of 8 bits in matrix products or without.
+pub(super) fn devices_with(eight_bit_activations: bool) -> Vec<Device> {
     let levels: Vec<_> = SimdLevel::ALL.into_iter().filter(|level| level.is_supported()).collect();
     let quick = std::env::var("KVANT_TEST_SCOPE").is_ok_and(|scope| scope == "quick");
     let first = if quick { levels.len() - 1 } else { 0 };
     levels[first..]
         .iter()
-        .flat_map(|&level| [1, 2].map(|threads| CpuOptions { threads: Some(threads), simd: Some(level) }))
+        .flat_map(|&level| [1, 2].map(|threads| (Some(threads), Some(level))))
+        .map(|(threads, simd)| CpuOptions { threads, simd, eight_bit_activations })
         .map(|options| Device::cpu_with(options).expect("the level is supported"))
         .collect()
 }

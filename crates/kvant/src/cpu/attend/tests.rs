@@ -209,7 +209,7 @@ fn close(got: &[f32], want: &[f32], bound: f64, what: &str) {
 }
 
 fn device(simd: SimdLevel, threads: usize) -> Device {
-    Device::cpu_with(CpuOptions { threads: Some(threads), simd: Some(simd) }).unwrap()
+    Device::cpu_with(CpuOptions { threads: Some(threads), simd: Some(simd), ..CpuOptions::default() }).unwrap()
 }
 
 /// Every level, with another number of threads each.

@@ -23,7 +23,7 @@ use super::{
     integers::{
         IntegerLayout,
         byte_products::{self, PackedCodes},
-        word_products,
+        panel_products::{self, PanelLayout},
     },
     matrix::{self, AffineMatrix, Matrix, MatrixKind, UNIT},
 };
@@ -72,21 +72,23 @@ impl<'a> Prepared<'a> {
 pub(super) enum Integers {
     /// For a few rows: three bytes each.
     Bytes(IntegerLayout),
-    /// For many rows: two bytes each.
-    Words(IntegerLayout),
+    /// For many rows: one or two bytes each.
+    Panels(PanelLayout),
 }
 
 impl Integers {
     fn inputs(&self) -> usize {
-        let (Integers::Bytes(layout) | Integers::Words(layout)) = self;
-        layout.inputs()
+        match self {
+            Integers::Bytes(layout) => layout.inputs(),
+            Integers::Panels(layout) => layout.rows.inputs(),
+        }
     }
 
     /// Floats per prepared row.
     pub(super) fn stride(&self) -> usize {
         match self {
             Integers::Bytes(layout) => byte_products::stride(*layout),
-            Integers::Words(layout) => word_products::stride(*layout),
+            Integers::Panels(layout) => layout.stride(),
         }
     }
 }
@@ -160,7 +162,12 @@ impl SimdKernel for PrepareAs<'_, Integers> {
                 };
                 match self.form {
                     Integers::Bytes(layout) => byte_products::prepare(layout, row, to),
-                    Integers::Words(layout) => word_products::prepare::<S>(layout, row, to),
+                    Integers::Panels(layout) if layout.per_word == panel_products::BYTES => {
+                        panel_products::prepare::<S, { panel_products::BYTES }>(layout, row, to)
+                    }
+                    Integers::Panels(layout) => {
+                        panel_products::prepare::<S, { panel_products::WORDS }>(layout, row, to)
+                    }
                 }
             };
             if !is_prepared {

@@ -5,7 +5,7 @@
 pub struct IntegerLayout;
 
 impl IntegerLayout {
-    pub fn new(_: usize, _: usize, _: usize) -> IntegerLayout {
+    pub fn new(_: usize, _: usize, _: usize, _: i16) -> IntegerLayout {
         IntegerLayout
     }
 
@@ -75,26 +75,50 @@ pub mod byte_products {
     }
 }
 
-pub mod word_products {
+pub mod panel_codes {
+    use super::{WHY, panel_products};
+    use crate::cpu::simd::Simd;
+
+    pub unsafe fn unpack<S: Simd, const PER_WORD: usize>(
+        _: panel_products::PanelLayout,
+        _: usize,
+        _: [*const u8; panel_products::OUTPUTS],
+        _: &mut [f32],
+    ) {
+        unreachable!("{WHY}")
+    }
+}
+
+pub mod panel_products {
     use super::{IntegerLayout, WHY};
     use crate::cpu::simd::Simd;
 
     pub const OUTPUTS: usize = 1;
     pub const ROWS: usize = 1;
+    pub const WORDS: usize = 2;
+    pub const BYTES: usize = 4;
 
-    pub fn stride(_: IntegerLayout) -> usize {
-        unreachable!("{WHY}")
+    #[derive(Clone, Copy)]
+    pub struct PanelLayout {
+        pub rows: IntegerLayout,
+        pub per_word: usize,
     }
 
-    pub fn panel(_: IntegerLayout) -> usize {
-        unreachable!("{WHY}")
+    impl PanelLayout {
+        pub fn words(&self) -> usize {
+            unreachable!("{WHY}")
+        }
+
+        pub fn stride(&self) -> usize {
+            unreachable!("{WHY}")
+        }
+
+        pub fn panel(&self) -> usize {
+            unreachable!("{WHY}")
+        }
     }
 
-    pub unsafe fn prepare<S: Simd>(_: IntegerLayout, _: &[f32], _: &mut [f32]) -> bool {
-        unreachable!("{WHY}")
-    }
-
-    pub unsafe fn unpack<S: Simd, const BITS: usize>(_: IntegerLayout, _: i16, _: [*const u8; OUTPUTS], _: &mut [f32]) {
+    pub unsafe fn prepare<S: Simd, const PER_WORD: usize>(_: PanelLayout, _: &[f32], _: &mut [f32]) -> bool {
         unreachable!("{WHY}")
     }
 
@@ -105,8 +129,8 @@ pub mod word_products {
         pub alpha: f32,
     }
 
-    pub unsafe fn products<S: Simd, const R: usize>(
-        _: IntegerLayout,
+    pub unsafe fn products<S: Simd, const PER_WORD: usize, const R: usize>(
+        _: PanelLayout,
         _: &[f32],
         _: [*const f32; R],
         _: &PanelOutputs<R>,

@@ -2,7 +2,7 @@
 //!
 //! A task computes some outputs of one matrix. It widens their weights to f32 in scratch memory, once for all rows, and
 //! multiplies with the `gemm-f32` crate, which packs and blocks for the caches. [`ManyRowsBy`] unpacks affine
-//! weights to 16-bit integers instead.
+//! weights to integers of 16 or 8 bits instead.
 
 use std::ops::Range;
 
@@ -12,7 +12,10 @@ use super::{
         scratch,
         simd::{Simd, SimdKernel},
     },
-    integers::{IntegerLayout, word_products},
+    integers::{
+        panel_codes,
+        panel_products::{self, PanelLayout},
+    },
     matrix::{Matrix, MatrixKind},
 };
 use crate::DType;
@@ -156,53 +159,47 @@ pub(super) struct ManyRowsBy<'a, L> {
     pub width: usize,
 }
 
-impl SimdKernel for ManyRowsBy<'_, IntegerLayout> {
+impl SimdKernel for ManyRowsBy<'_, PanelLayout> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self) {
-        match self.matrix.kind {
-            MatrixKind::Affine(affine) => match affine.bits {
-                2 => self.panels::<S, 2>(),
-                3 => self.panels::<S, 3>(),
-                4 => self.panels::<S, 4>(),
-                5 => self.panels::<S, 5>(),
-                6 => self.panels::<S, 6>(),
-                _ => self.panels::<S, 8>(),
-            },
-            _ => self.panels::<S, 8>(),
+        if self.layout.per_word == panel_products::BYTES {
+            self.panels::<S, { panel_products::BYTES }>();
+        } else {
+            self.panels::<S, { panel_products::WORDS }>();
         }
     }
 }
 
-impl ManyRowsBy<'_, IntegerLayout> {
+impl ManyRowsBy<'_, PanelLayout> {
     #[inline(always)]
-    fn panels<S: Simd, const BITS: usize>(&self) {
-        let (layout, inputs) = (self.layout, self.layout.inputs());
-        let panel = &mut *scratch::take_lines(word_products::panel(layout));
+    fn panels<S: Simd, const PER_WORD: usize>(&self) {
+        const OUTPUTS: usize = panel_products::OUTPUTS;
+        let (layout, inputs) = (self.layout, self.layout.rows.inputs());
+        let panel = &mut *scratch::take_lines(layout.panel());
         // The codes of blocks are unpacked to bytes first.
         let blocks = match self.matrix.kind {
             MatrixKind::Blocks(blocks) => Some(blocks),
             _ => None,
         };
-        let room = if blocks.is_some() { word_products::OUTPUTS * inputs / 4 } else { 0 };
-        let unpacked = &mut *scratch::take(room);
+        let unpacked = &mut *scratch::take(if blocks.is_some() { OUTPUTS * inputs / 4 } else { 0 });
         // Pieces of rows, as equal as they can be.
-        let (len, pieces) = (self.rows.len(), self.rows.len().div_ceil(word_products::ROWS));
-        for first in self.outputs.clone().step_by(word_products::OUTPUTS) {
-            let count = (self.outputs.end - first).min(word_products::OUTPUTS);
+        let (len, pieces) = (self.rows.len(), self.rows.len().div_ceil(panel_products::ROWS));
+        for first in self.outputs.clone().step_by(OUTPUTS) {
+            let count = (self.outputs.end - first).min(OUTPUTS);
             // SAFETY: the rows exist; `dispatch_words` enables the instructions. No other task writes these outputs.
             unsafe {
                 // At the end the last output is computed more than once.
                 let row = |n: usize| n.min(count - 1);
-                let factors = &mut panel[word_products::OUTPUTS * inputs / 2..];
-                self.matrix.factors_by_group::<S>(self.base + first, count, word_products::OUTPUTS, factors);
-                let mut codes = [std::ptr::null(); word_products::OUTPUTS];
-                let mut middle = 1 << (BITS - 1);
+                let factors = &mut panel[OUTPUTS * layout.words()..];
+                self.matrix.factors_by_group::<S>(self.base + first, count, OUTPUTS, factors);
+                let (mut codes, mut bits) = ([std::ptr::null(); OUTPUTS], 8);
                 match (self.matrix.kind, blocks) {
                     (MatrixKind::Affine(affine), _) => {
                         for (n, codes) in codes.iter_mut().enumerate() {
                             *codes = affine.codes(self.base + first + row(n), inputs);
                         }
+                        bits = affine.bits;
                     }
                     (_, Some(blocks)) => {
                         let bytes: &mut [u8] = bytemuck::cast_slice_mut(unpacked);
@@ -212,17 +209,16 @@ impl ManyRowsBy<'_, IntegerLayout> {
                         for (n, codes) in codes.iter_mut().enumerate() {
                             *codes = bytes[row(n) * inputs..].as_ptr();
                         }
-                        middle = blocks.middle();
                     }
                     _ => unreachable!("only quantised weights have a layout"),
                 }
-                word_products::unpack::<S, BITS>(layout, middle, codes, panel);
+                panel_codes::unpack::<S, PER_WORD>(layout, bits, codes, panel);
                 for piece in 0..pieces {
                     let rows = &self.rows[len * piece / pieces..len * (piece + 1) / pieces];
                     match rows.len() {
-                        0..=4 => self.products::<S, 4>(panel, rows, first, count),
-                        5 => self.products::<S, 5>(panel, rows, first, count),
-                        _ => self.products::<S, { word_products::ROWS }>(panel, rows, first, count),
+                        0..=4 => self.products::<S, PER_WORD, 4>(panel, rows, first, count),
+                        5 => self.products::<S, PER_WORD, 5>(panel, rows, first, count),
+                        _ => self.products::<S, PER_WORD, { panel_products::ROWS }>(panel, rows, first, count),
                     }
                 }
             }
@@ -234,11 +230,17 @@ impl ManyRowsBy<'_, IntegerLayout> {
     /// # Safety
     /// The level's instructions are enabled; the rows and outputs exist, and no other task writes them.
     #[inline(always)]
-    unsafe fn products<S: Simd, const R: usize>(&self, panel: &[f32], rows: &[[u32; 2]], first: usize, count: usize) {
-        let (start, stride) = (self.x.as_ptr(), word_products::stride(self.layout));
+    unsafe fn products<S: Simd, const PER_WORD: usize, const R: usize>(
+        &self,
+        panel: &[f32],
+        rows: &[[u32; 2]],
+        first: usize,
+        count: usize,
+    ) {
+        let (start, stride) = (self.x.as_ptr(), self.layout.stride());
         // What is not f32 is rounded on its way.
         let direct = self.out.dtype == DType::F32;
-        let mut products = [[0.0; word_products::OUTPUTS]; R];
+        let mut products = [[0.0; panel_products::OUTPUTS]; R];
         // SAFETY: the caller's promise.
         unsafe {
             let (mut x, mut places) = ([std::ptr::null(); R], [std::ptr::null_mut(); R]);
@@ -252,8 +254,8 @@ impl ManyRowsBy<'_, IntegerLayout> {
                     products[t].as_mut_ptr()
                 };
             }
-            let to = word_products::PanelOutputs { rows: places, outputs: count, alpha: self.alpha };
-            word_products::products::<S, R>(self.layout, panel, x, &to);
+            let to = panel_products::PanelOutputs { rows: places, outputs: count, alpha: self.alpha };
+            panel_products::products::<S, PER_WORD, R>(self.layout, panel, x, &to);
             if !direct {
                 for (row, &[_, out]) in products.iter().zip(rows) {
                     self.out.store::<S>(out as usize * self.width + first, &row[..count]);

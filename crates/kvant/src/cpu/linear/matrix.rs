@@ -87,9 +87,11 @@ impl Matrix {
         match self.kind {
             MatrixKind::Dense(_) | MatrixKind::Mxfp8(_) => None,
             MatrixKind::Affine(AffineMatrix { bits, group, .. }) => {
-                Some(IntegerLayout::new(self.inputs, usize::from(bits == 4), group))
+                Some(IntegerLayout::new(self.inputs, usize::from(bits == 4), group, 1 << (bits - 1)))
             }
-            MatrixKind::Blocks(blocks) => Some(IntegerLayout::new(self.inputs, blocks.run(), blocks.group())),
+            MatrixKind::Blocks(blocks) => {
+                Some(IntegerLayout::new(self.inputs, blocks.run(), blocks.group(), blocks.middle()))
+            }
         }
     }
 

@@ -22,6 +22,7 @@ mod tiles;
 use std::sync::{Mutex, PoisonError};
 
 use few_rows::{FewRows, FewRowsByBytes, Integers, Prepare, PrepareAs, Prepared};
+use integers::panel_products::{self, PanelLayout};
 use many_rows::{ManyRows, ManyRowsBy};
 use matrix::Matrix;
 use route::{LinearKernel, WeightClass, select, select_f32};
@@ -69,11 +70,15 @@ fn run_rows(cpu: &Cpu, call: &Call, first: usize, x_rows: usize) {
     let (chosen, most) = choose(bounds, chosen);
     let list = RowList { rows, bounds, chosen };
     let x = Elements::of(&call.x);
-    let kernel = select(cpu.level, WeightClass::of(&matrix), most, out_rows / list.chosen.len().max(1));
+    let (mean, eight_bits) = (out_rows / list.chosen.len().max(1), cpu.eight_bit_activations);
+    let kernel = select(cpu.level, WeightClass::of(&matrix), most, mean, eight_bits);
     let form = match (kernel, matrix.layout()) {
         (LinearKernel::ByteProducts, Some(layout)) => Form::Integers(Integers::Bytes(layout)),
-        (LinearKernel::WordProducts, Some(layout)) => Form::Integers(Integers::Words(layout)),
-        (LinearKernel::TileProducts, _) => Form::Tiles(TileLayout::new(matrix.inputs, x.dtype)),
+        (LinearKernel::PanelProducts, Some(rows)) => {
+            let per_word = if eight_bits { panel_products::BYTES } else { panel_products::WORDS };
+            Form::Integers(Integers::Panels(PanelLayout { rows, per_word }))
+        }
+        (LinearKernel::TileProducts, _) => Form::Tiles(TileLayout::new(matrix.inputs, x.dtype, eight_bits)),
         _ => Form::Floats,
     };
     let stride = few_rows::stride(&matrix);
@@ -242,7 +247,7 @@ impl LinearJob<'_> {
         // Tiles read activations once for all outputs of a task.
         let (most, widest) = match kernel {
             LinearKernel::FewRows | LinearKernel::ByteProducts => (4 * threads, usize::MAX),
-            LinearKernel::ManyRows | LinearKernel::WordProducts => (4 * threads, MANY_TILE),
+            LinearKernel::ManyRows | LinearKernel::PanelProducts => (4 * threads, MANY_TILE),
             LinearKernel::TileProducts => (2 * threads, tiles::PANEL),
         };
         let pieces = (work / ALONE).clamp(threads, most).div_ceil(self.list.chosen.len());
@@ -286,9 +291,9 @@ impl LinearJob<'_> {
                 let tiles = ManyRowsBy { matrix, layout, base, outputs, x, rows, alpha, out, width };
                 return cpu.level.dispatch_bytes(tiles);
             }
-            Form::Integers(Integers::Words(layout)) => {
-                let words = ManyRowsBy { matrix, layout, base, outputs, x, rows, alpha, out, width };
-                return cpu.level.dispatch_words(words);
+            Form::Integers(Integers::Panels(layout)) => {
+                let panels = ManyRowsBy { matrix, layout, base, outputs, x, rows, alpha, out, width };
+                return cpu.level.dispatch_words(panels);
             }
             Form::Integers(Integers::Bytes(layout)) => {
                 let x = Prepared::bytes(layout, x);

@@ -11,6 +11,8 @@ pub(super) const MANY_ROWS_BY_WORDS: usize = 16;
 
 /// From as many rows on, tiles are faster than both: making bfloats takes longer than making words.
 pub(super) const MANY_ROWS_BY_TILES: usize = 32;
+/// The same with activations of 8 bits, which save tiles more work than panels, but no unpacking.
+pub(super) const MANY_EIGHT_BITS_BY_TILES: usize = 48;
 /// The same where weights of 16 bits would be widened.
 pub(super) const MANY_HALVES_BY_TILES: usize = 16;
 
@@ -44,22 +46,29 @@ pub(super) enum LinearKernel {
     ByteProducts,
     /// Widens weights to f32, then `gemm`: [`many_rows`](super::many_rows). Bound by arithmetic.
     ManyRows,
-    /// Unpacks codes to integers of two bytes: [`word_products`](super::integers::word_products).
-    WordProducts,
-    /// Weights and activations as sums of two bfloats, by tiles: [`tiles`](super::tiles).
+    /// Unpacks codes to integers of one or two bytes: [`panel_products`](super::integers::panel_products).
+    PanelProducts,
+    /// Weights and activations as sums of two bfloats, or as bfloats, by tiles: [`tiles`](super::tiles).
     TileProducts,
 }
 
 /// The kernel for weights of which one matrix has as many as `rows` rows of activations, and all that have any have
-/// `mean` on average.
-pub(super) fn select(level: SimdLevel, weights: WeightClass, rows: usize, mean: usize) -> LinearKernel {
+/// `mean` on average. `eight_bits`: many rows of activations have 8 bits.
+pub(super) fn select(
+    level: SimdLevel,
+    weights: WeightClass,
+    rows: usize,
+    mean: usize,
+    eight_bits: bool,
+) -> LinearKernel {
     let affine = weights == WeightClass::Codes;
+    let by_tiles = if eight_bits { MANY_EIGHT_BITS_BY_TILES } else { MANY_ROWS_BY_TILES };
     match rows {
-        _ if level.multiplies_tiles() && affine && mean >= MANY_ROWS_BY_TILES => LinearKernel::TileProducts,
+        _ if level.multiplies_tiles() && affine && mean >= by_tiles => LinearKernel::TileProducts,
         MANY_HALVES_BY_TILES.. if level.multiplies_tiles() && weights == WeightClass::Halves => {
             LinearKernel::TileProducts
         }
-        MANY_ROWS_BY_WORDS.. if affine && level.multiplies_words() => LinearKernel::WordProducts,
+        MANY_ROWS_BY_WORDS.. if affine && level.multiplies_words() => LinearKernel::PanelProducts,
         ..MANY_ROWS_BY_WORDS if affine && level.multiplies_bytes() => LinearKernel::ByteProducts,
         _ => select_f32(rows),
     }
@@ -76,7 +85,7 @@ mod tests {
 
     /// Of one matrix.
     fn select(level: SimdLevel, weights: WeightClass, rows: usize) -> LinearKernel {
-        super::select(level, weights, rows, rows)
+        super::select(level, weights, rows, rows, false)
     }
 
     #[test]
@@ -86,9 +95,9 @@ mod tests {
             assert_eq!(select(level, Codes, 15), ByteProducts);
         }
         for level in SimdLevel::ALL.into_iter().filter(|level| level.multiplies_words()) {
-            assert_eq!(select(level, Codes, 16), WordProducts);
+            assert_eq!(select(level, Codes, 16), PanelProducts);
             if !level.multiplies_tiles() {
-                assert_eq!(select(level, Codes, 1000), WordProducts);
+                assert_eq!(select(level, Codes, 1000), PanelProducts);
                 assert_eq!(select(level, Halves, 16), FewRows);
             }
         }
@@ -101,9 +110,17 @@ mod tests {
     fn tiles_serve_many_rows_of_all_but_f32() {
         assert_eq!(select(SimdLevel::Avx512Amx, Codes, MANY_ROWS_BY_TILES), TileProducts);
         assert_eq!(select(SimdLevel::Avx512Amx, Halves, MANY_HALVES_BY_TILES), TileProducts);
-        assert_eq!(super::select(SimdLevel::Avx512Amx, Codes, 1000, MANY_ROWS_BY_TILES - 1), WordProducts);
+        assert_eq!(super::select(SimdLevel::Avx512Amx, Codes, 1000, MANY_ROWS_BY_TILES - 1, false), PanelProducts);
         assert_eq!(select(SimdLevel::Avx512Amx, Floats, 1000), ManyRows);
         assert_eq!(select(SimdLevel::Avx512Amx, Halves, 1), FewRows);
+    }
+
+    #[test]
+    fn eight_bits_reach_tiles_later() {
+        let select = |rows| super::select(SimdLevel::Avx512Amx, Codes, rows, rows, true);
+        assert_eq!(select(15), ByteProducts);
+        assert_eq!([16, MANY_EIGHT_BITS_BY_TILES - 1].map(select), [PanelProducts; 2]);
+        assert_eq!(select(MANY_EIGHT_BITS_BY_TILES), TileProducts);
     }
 
     #[test]

@@ -15,7 +15,7 @@ const WHY: &str = "no activations are prepared as tiles";
 pub(super) struct TileLayout;
 
 impl TileLayout {
-    pub(super) fn new(_: usize, _: DType) -> TileLayout {
+    pub(super) fn new(_: usize, _: DType, _: bool) -> TileLayout {
         unreachable!("{WHY}")
     }
 

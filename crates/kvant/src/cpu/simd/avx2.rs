@@ -50,6 +50,21 @@ unsafe fn dot_pairs(mut sum: __m256i, a: __m256i, b: __m256i) -> __m256i {
     sum
 }
 
+/// The same for fours of bytes, those of `a` without a sign.
+///
+/// # Safety
+/// The instructions of `Avx2Vnni` are there.
+#[inline]
+#[target_feature(enable = "avx2,avxvnni")]
+unsafe fn dot_fours(mut sum: __m256i, a: __m256i, b: __m256i) -> __m256i {
+    // SAFETY: it touches registers alone.
+    unsafe {
+        std::arch::asm!("{{vex}} vpdpbusd {0}, {1}, {2}", inout(ymm_reg) sum, in(ymm_reg) a, in(ymm_reg) b,
+            options(pure, nomem, nostack, preserves_flags));
+    }
+    sum
+}
+
 /// A table of 16 by eight indices of which the low four bits count.
 #[inline(always)]
 unsafe fn lookup16(table: &[f32; 16], index: __m256i) -> __m256 {
@@ -272,6 +287,18 @@ impl Simd for Avx2 {
     #[inline(always)]
     unsafe fn dot_words(sum: __m256i, a: __m256i, b: __m256i) -> __m256i {
         unsafe { dot_pairs(sum, a, b) }
+    }
+    #[inline(always)]
+    unsafe fn store_bytes(to: *mut i8, x: __m256) {
+        unsafe {
+            let x = _mm256_cvtps_epi32(x);
+            let words = _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256::<1>(x));
+            _mm_storel_epi64(to.cast(), _mm_packs_epi16(words, words));
+        }
+    }
+    #[inline(always)]
+    unsafe fn dot_bytes(sum: __m256i, a: __m256i, b: __m256i) -> __m256i {
+        unsafe { dot_fours(sum, a, b) }
     }
     #[inline(always)]
     unsafe fn widen_sums(sums: __m256i) -> __m256 {

@@ -16,7 +16,7 @@ pub(super) fn is_supported() -> bool {
 }
 
 pub(super) fn has_vnni() -> bool {
-    is_supported() && is_x86_feature_detected!("avx512vnni")
+    is_supported() && is_x86_feature_detected!("avx512vnni") && is_x86_feature_detected!("bmi2")
 }
 
 pub(super) fn has_vbmi() -> bool {
@@ -283,6 +283,14 @@ impl Simd for Avx512 {
         unsafe { dot_pairs(sum, a, b) }
     }
     #[inline(always)]
+    unsafe fn store_bytes(to: *mut i8, x: __m512) {
+        unsafe { _mm_storeu_si128(to.cast(), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x))) }
+    }
+    #[inline(always)]
+    unsafe fn dot_bytes(sum: __m512i, a: __m512i, b: __m512i) -> __m512i {
+        unsafe { dot_fours(sum, a, b) }
+    }
+    #[inline(always)]
     unsafe fn widen_sums(sums: __m512i) -> __m512 {
         unsafe { _mm512_cvtepi32_ps(sums) }
     }
@@ -475,4 +483,43 @@ pub(in crate::cpu) unsafe fn dot_pairs(mut sum: __m512i, a: __m512i, b: __m512i)
             options(pure, nomem, nostack, preserves_flags));
     }
     sum
+}
+
+/// The same for fours of bytes, those of `a` without a sign.
+///
+/// # Safety
+/// As for [`dot_pairs`].
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
+unsafe fn dot_fours(mut sum: __m512i, a: __m512i, b: __m512i) -> __m512i {
+    // SAFETY: it touches registers alone.
+    unsafe {
+        std::arch::asm!("vpdpbusd {0}, {1}, {2}", inout(zmm_reg) sum, in(zmm_reg) a, in(zmm_reg) b,
+            options(pure, nomem, nostack, preserves_flags));
+    }
+    sum
+}
+
+/// Sixteen words of each of sixteen rows, transposed: a vector has a word of each row.
+#[repr(align(64))]
+pub(in crate::cpu) struct TransposedRows(pub [f32; 256]);
+
+impl TransposedRows {
+    /// From byte `at` of the rows on, of which `bytes` are left. Words beyond are zero.
+    ///
+    /// # Safety
+    /// The instructions of `Avx512` are there; the rows have these bytes.
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
+    pub(in crate::cpu) unsafe fn new(rows: &[*const u8; 16], at: usize, bytes: usize) -> TransposedRows {
+        let mask = if bytes < 64 { (1u64 << bytes) - 1 } else { u64::MAX };
+        let mut square = TransposedRows([0.0; 256]);
+        for (to, row) in square.0.chunks_exact_mut(16).zip(rows) {
+            // SAFETY: the caller's promise.
+            unsafe { _mm512_store_si512(to.as_mut_ptr().cast(), _mm512_maskz_loadu_epi8(mask, row.add(at).cast())) };
+        }
+        let mut to = TransposedRows([0.0; 256]);
+        // SAFETY: a square has 16 rows of 16.
+        unsafe { Avx512::transpose16(square.0.as_ptr(), 16, to.0.as_mut_ptr()) };
+        to
+    }
 }

@@ -16,7 +16,7 @@ mod avx512;
 #[cfg(all(test, target_arch = "x86_64"))]
 pub(super) use avx2::Avx2;
 #[cfg(target_arch = "x86_64")]
-pub(super) use avx512::{Avx512, dot_pairs};
+pub(super) use avx512::{Avx512, TransposedRows, dot_pairs};
 #[cfg(target_arch = "aarch64")]
 mod neon;
 mod portable;
@@ -107,7 +107,8 @@ impl SimdLevel {
     }
 
     /// Whether the level has VNNI: [`ops::linear`](crate::ops::linear()) then rounds the activations of many rows to 16
-    /// bits where weights are quantised, or computes with sums of two bfloats where the level has AMX.
+    /// bits where weights are quantised, or computes with sums of two bfloats where the level has AMX. With
+    /// [`CpuOptions::eight_bit_activations`](crate::CpuOptions::eight_bit_activations) it rounds them to 8 bits.
     pub fn multiplies_words(self) -> bool {
         matches!(self, SimdLevel::Avx2Vnni | SimdLevel::Avx512Vnni) || self.multiplies_bytes()
     }
@@ -338,15 +339,15 @@ pub(crate) trait Simd: Copy + 'static {
     /// Stores the four sums.
     unsafe fn store_sums(to: *mut f32, x: [Self::F; 4]);
 
-    /// A vector of words with a sign, two in each lane. This and the four functions below need
-    /// [`SimdLevel::multiplies_words`].
+    /// A vector of words with a sign, two in each lane, or of bytes, four in each lane. This and the six functions
+    /// below need [`SimdLevel::multiplies_words`].
     #[cfg(target_arch = "x86_64")]
     #[inline(always)]
     unsafe fn load_words(from: *const f32) -> Self::I {
         let _ = from;
         unreachable!("{WITHOUT_WORDS}")
     }
-    /// Two words in every lane.
+    /// Two words, or four bytes, in every lane.
     #[cfg(target_arch = "x86_64")]
     #[inline(always)]
     unsafe fn splat_words(pair: i32) -> Self::I {
@@ -367,7 +368,21 @@ pub(crate) trait Simd: Copy + 'static {
         let _ = (sum, a, b);
         unreachable!("{WITHOUT_WORDS}")
     }
-    /// The sums of [`Simd::dot_words`].
+    /// Rounds to the nearest integers, which fit into bytes with a sign.
+    #[cfg(target_arch = "x86_64")]
+    #[inline(always)]
+    unsafe fn store_bytes(to: *mut i8, x: Self::F) {
+        let _ = (to, x);
+        unreachable!("{WITHOUT_WORDS}")
+    }
+    /// Adds the products of fours of bytes, those of `a` without a sign, to the sum in each lane.
+    #[cfg(target_arch = "x86_64")]
+    #[inline(always)]
+    unsafe fn dot_bytes(sum: Self::I, a: Self::I, b: Self::I) -> Self::I {
+        let _ = (sum, a, b);
+        unreachable!("{WITHOUT_WORDS}")
+    }
+    /// The sums of [`Simd::dot_words`] and [`Simd::dot_bytes`].
     #[cfg(target_arch = "x86_64")]
     #[inline(always)]
     unsafe fn widen_sums(sums: Self::I) -> Self::F {

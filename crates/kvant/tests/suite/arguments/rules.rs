@@ -269,7 +269,7 @@ fn a_capture_keeps_its_encoder() {
         let result = Encoder::capture(device, run);
         assert!(matches!(result, Err(Error::Value { op: "capture", .. })), "{device}");
         let mut elsewhere = None;
-        let foreign = CpuOptions { threads: Some(1), simd: None };
+        let foreign = CpuOptions { threads: Some(1), ..CpuOptions::default() };
         let result = Encoder::capture(device, |enc| {
             let within = Encoder::capture(&Device::cpu_with(foreign)?, |other| {
                 std::mem::swap(enc, other);

@@ -72,6 +72,16 @@ pub fn proptest_cases(usual: u32) -> u32 {
 /// Tests that run at a time share all devices except msl-host, which runs one launch after the other: each thread has
 /// its own.
 pub fn devices() -> &'static [Device] {
+    devices_of(|devices| &devices.all)
+}
+
+/// The same for products of matrices: also the CPU with activations of 8 bits, at each instruction set where that
+/// changes anything.
+pub fn devices_for_products() -> &'static [Device] {
+    devices_of(|devices| &devices.for_products)
+}
+
+fn devices_of(set: impl Fn(&'static Devices) -> &'static DeviceSet) -> &'static [Device] {
     thread_local! {
         static LENT: Lent = Lent::new();
     }
@@ -81,7 +91,7 @@ pub fn devices() -> &'static [Device] {
             return [].as_slice();
         }
         let case = case / share();
-        let Devices { every, in_turn, .. } = lent.devices;
+        let DeviceSet { every, in_turn } = set(lent.devices);
         match Scope::get() {
             // An emulator has no time for every pair.
             Scope::Default if case == 0 && share() == 1 => every,
@@ -130,9 +140,14 @@ fn share() -> usize {
 }
 
 /// All devices, and the smaller sets that cases take in turn.
-struct Devices {
+struct DeviceSet {
     every: Vec<Device>,
     in_turn: Vec<Vec<Device>>,
+}
+
+struct Devices {
+    all: DeviceSet,
+    for_products: DeviceSet,
     /// Starts the Metal kernels' choice of schedules anew.
     start: Box<dyn Fn() + Send + Sync>,
 }
@@ -169,7 +184,7 @@ impl Devices {
     fn new() -> Devices {
         let only = std::env::var("KVANT_TEST_DEVICE").ok();
         let wanted = |kind: DeviceKind| only.as_deref().is_none_or(|only| only == kind.name());
-        let Shared { present, cpus } = shared();
+        let Shared { present, cpus, cpus_in_eight_bits } = shared();
         let gpus = present.iter().filter(|device| device.kind() != DeviceKind::Cpu);
         let mut gpus: Vec<Device> = gpus.filter(|device| wanted(device.kind())).cloned().collect();
         let metal = if wanted(DeviceKind::Metal) { metal_on_this_machine() } else { None };
@@ -182,19 +197,24 @@ impl Devices {
         if only.as_deref() == Some("cuda-host") {
             gpus.push(cuda_host::device());
         }
-        let cpus = if wanted(DeviceKind::Cpu) { &cpus[..] } else { &[] };
+        let quick = Scope::get() == Scope::Quick;
+        let levels = |cpus: &'static [Vec<Device>]| if wanted(DeviceKind::Cpu) { cpus } else { &[] };
+        let in_turn = |cpus: &'static [Vec<Device>], turn: usize| {
+            let levels = cpus.iter().enumerate().rev().take(if quick { 1 } else { usize::MAX });
+            levels.map(move |(i, level)| &level[(turn + i) % THREADS])
+        };
+        let (cpus, in_eight_bits) = (levels(cpus), levels(cpus_in_eight_bits));
         // The device that a user gets by default comes first.
         let default = present.iter().filter(|device| device.kind() == DeviceKind::Cpu && wanted(DeviceKind::Cpu));
         let every: Vec<Device> = default.chain(cpus.iter().flatten()).chain(&gpus).cloned().collect();
         assert!(!every.is_empty(), "KVANT_TEST_DEVICE: there is no such device here");
-        let in_turn = (0..THREADS).map(|turn| {
-            let levels = cpus.iter().enumerate();
-            let levels =
-                if Scope::get() == Scope::Quick { levels.rev().take(1) } else { levels.rev().take(usize::MAX) };
-            levels.map(|(i, level)| &level[(turn + i) % THREADS]).chain(&gpus).cloned().collect()
-        });
-        let in_turn = in_turn.collect();
-        Devices { every, in_turn, start }
+        let sets = |extra: &'static [Vec<Device>]| DeviceSet {
+            every: every.iter().chain(extra.iter().flatten()).cloned().collect(),
+            in_turn: (0..THREADS)
+                .map(|turn| in_turn(cpus, turn).chain(&gpus).chain(in_turn(extra, turn)).cloned().collect())
+                .collect(),
+        };
+        Devices { all: sets(&[]), for_products: sets(in_eight_bits), start }
     }
 }
 
@@ -203,6 +223,8 @@ struct Shared {
     present: Vec<Device>,
     /// By instruction set, the best one last, and number of threads.
     cpus: Vec<Vec<Device>>,
+    /// The same with activations of 8 bits, where that changes anything.
+    cpus_in_eight_bits: Vec<Vec<Device>>,
 }
 
 fn shared() -> &'static Shared {
@@ -213,12 +235,14 @@ fn shared() -> &'static Shared {
         let only = std::env::var("KVANT_TEST_SIMD").ok();
         let levels = SimdLevel::ALL.into_iter().filter(|simd| simd.is_supported());
         let levels = levels.filter(|simd| only.as_deref().is_none_or(|only| only == simd.to_string()));
-        let with = |simd, threads| {
-            let options = CpuOptions { threads: Some(threads), simd: Some(simd) };
-            Device::cpu_with(options).expect("the level is supported")
+        let levels: Vec<SimdLevel> = levels.collect();
+        let with_threads = |simd, eight_bit_activations| {
+            let with = |threads| CpuOptions { threads: Some(threads), simd: Some(simd), eight_bit_activations };
+            (1..=THREADS).map(|threads| Device::cpu_with(with(threads)).expect("the level is supported")).collect()
         };
-        let cpus = levels.map(|simd| (1..=THREADS).map(|threads| with(simd, threads)).collect()).collect();
-        Shared { present, cpus }
+        let cpus = levels.iter().map(|&simd| with_threads(simd, false)).collect();
+        let rounding = levels.iter().filter(|simd| simd.multiplies_words());
+        Shared { present, cpus, cpus_in_eight_bits: rounding.map(|&simd| with_threads(simd, true)).collect() }
     })
 }
 
@@ -549,13 +573,18 @@ impl Bound {
     /// For products of `quantised` weights, or of those of 16 bits, with `rows` rows of activations. The CPU with VNNI
     /// rounds those of many rows to 16 bits of the largest in a group where weights are quantised: 2.0e-5 of the root
     /// mean square in these tests. With AMX, those of 16 bits are sums of two bfloats (3e-6), and so are others from 32
-    /// rows on. CUDA rounds quantised weights to bf16 in products of more rows of bf16 (with experts, of each).
+    /// rows on. With activations of 8 bits, those of many rows err by at most 1/254 of the largest in a group, or those
+    /// and weights by 2⁻⁸ each: 6e-3 and 2.4e-3 of the root mean square. CUDA rounds quantised weights to bf16 in
+    /// products of more rows of bf16 (with experts, of each).
     pub fn of_rows(self, device: &Device, rows: usize, quantised: bool) -> Bound {
         let amx = is_cpu_with(device, |&level| level == SimdLevel::Avx512Amx);
         let vnni = is_cpu_with(device, |level| level.multiplies_words());
+        let eight_bits = device.name().ends_with("8-bit activations");
         let bf16 = self.unit == Bound::of(DType::BF16).unit;
         let rounding = match device.kind() {
             DeviceKind::Cuda if quantised && rows > 16 && bf16 => 3.0 / 2048.0,
+            _ if eight_bits && vnni && quantised && rows >= 16 => 1.0 / 128.0,
+            _ if eight_bits && amx && rows >= 16 => 1.0 / 256.0,
             _ if vnni && quantised && rows >= 16 => 1.0 / 32768.0,
             _ if amx && rows >= 16 => 1.0 / 131072.0,
             _ => 0.0,
@@ -622,7 +651,11 @@ pub fn differences(got: &[Output], want: &[Output]) -> Vec<String> {
 
 /// Runs a case on the reference and on every device, and panics with all devices that are wrong.
 pub fn conform(case: impl Display, run: impl Fn(&Device) -> Result<Vec<Output>>) {
-    let devices = devices();
+    conform_on(devices(), case, run);
+}
+
+/// The same on some devices.
+pub fn conform_on(devices: &[Device], case: impl Display, run: impl Fn(&Device) -> Result<Vec<Output>>) {
     if devices.is_empty() {
         return;
     }

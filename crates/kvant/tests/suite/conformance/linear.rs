@@ -1,13 +1,20 @@
 //! linear and embed against the reference: dense and affine weights, mixtures of experts, odd sizes.
 
+use std::fmt::Display;
+
 use crate::common::{
-    Bound, FLOATS, Out, Output, Rng, conform, indices, input, one_in, run,
+    Bound, FLOATS, Out, Output, Rng, conform, conform_on, devices_for_products, indices, input, one_in, run,
     without_gpu::{Launches, Model},
 };
 use kvant::{
     DType, Device, Result, Tensor, gpu,
     ops::{self, Affine, BlockFormat, Blocks, Embed, Experts, FloatFormat, Linear, ScaledFloats, Weight},
 };
+
+/// [`conform`] on all devices that multiply matrices in their own way.
+fn conform_products(case: impl Display, run: impl Fn(&Device) -> Result<Vec<Output>>) {
+    conform_on(devices_for_products(), case, run);
+}
 
 /// A weight of E matrices (or just one) with rows of K inputs.
 #[derive(Clone, Copy, Debug)]
@@ -250,11 +257,11 @@ impl Case {
     }
 
     fn check(self) {
-        conform(format!("{self:?}"), |device| self.run(device, false));
+        conform_products(format!("{self:?}"), |device| self.run(device, false));
     }
 
     fn check_outliers(self) {
-        conform(format!("{self:?}, outliers"), |device| self.run(device, true));
+        conform_products(format!("{self:?}, outliers"), |device| self.run(device, true));
     }
 }
 
@@ -350,7 +357,7 @@ fn few_rows_of_blocks() {
 fn small_floats_that_are_no_numbers() {
     for (format, in_scales) in [(FloatFormat::Mxfp8, false), (FloatFormat::Nvfp4, true)] {
         for tokens in [1, 40] {
-            conform(format!("{format}, {tokens} rows, NaN"), |device| {
+            conform_products(format!("{format}, {tokens} rows, NaN"), |device| {
                 let mut rng = Rng::of(format!("NaN of {format}"));
                 let (outputs, inputs) = (20, 320);
                 let w = Matrices::new(device, &mut rng, Kind::Floats(format, DType::U8), &[outputs], inputs)?;
@@ -748,7 +755,7 @@ fn check_parts(kinds: &[Kind]) {
     for kind in kinds {
         let dtype = if let Kind::Dense(dtype) = *kind { dtype } else { DType::BF16 };
         for tokens in [0, 1, 3, 12, 30, 70] {
-            conform(format!("parts of {kind:?}, {tokens} tokens"), |device| {
+            conform_products(format!("parts of {kind:?}, {tokens} tokens"), |device| {
                 let mut rng = Rng::of(format!("parts {kind:?} {tokens}"));
                 let inputs = 256;
                 let x = input(device, dtype, &rng.normals(tokens * inputs), &[tokens, inputs])?;
@@ -989,7 +996,7 @@ impl ExpertCase {
     fn check_with(&self, choose: impl Fn(&mut Rng) -> u32, aligned: bool) {
         let rows = self.kind.rounded_rows(self.tokens * self.top_k);
         let quantised = !matches!(self.kind, Kind::Dense(_));
-        conform(format!("{self:?}"), |device| {
+        conform_products(format!("{self:?}"), |device| {
             let bound = Bound::of(self.out_type).of_rows(device, rows, quantised);
             Ok(vec![self.launch_with(device, &choose, aligned)?.close_within("out", bound)?])
         });
@@ -1058,7 +1065,7 @@ fn odd_offsets() {
     for (kind, tokens) in one_in(3, |(kind, _)| format!("{kind:?}"), cases) {
         let dtype = DType::BF16;
         let case = format!("at odd offsets: {kind:?}, T {tokens}");
-        conform(&case, |device| {
+        conform_products(&case, |device| {
             let mut rng = Rng::of(&case);
             let (inputs, outputs) = (kind.step().max(64), 20);
             // One element into a flat tensor of the same dtype.
@@ -1077,10 +1084,12 @@ fn odd_offsets() {
             let ids = indices(device, &ids, &[tokens])?;
             let rows = shifted(&Tensor::zeros(device, dtype, &[tokens, inputs])?)?;
             run(device, |enc| ops::embed(enc, &Embed::new(w.weight(), &ids, &rows).scale(2.0)))?;
-            let close = |name: &str, tensor: &Tensor| -> Result<Output> {
-                Ok(Output::Close(name.to_string(), tensor.to_f32()?, crate::common::Bound::of(dtype)))
+            let close = |name: &str, tensor: &Tensor, bound: Bound| -> Result<Output> {
+                Ok(Output::Close(name.to_string(), tensor.to_f32()?, bound))
             };
-            Ok(vec![close("linear", &out)?, close("embed", &rows)?])
+            let exact = Bound::of(dtype);
+            let bound = exact.of_rows(device, kind.rounded_rows(tokens), !matches!(kind, Kind::Dense(_)));
+            Ok(vec![close("linear", &out, bound)?, close("embed", &rows, exact)?])
         });
     }
 }

@@ -1,13 +1,14 @@
 //! Products of affine rows in integers, where the processor multiplies those (VNNI).
 //!
 //! Activations become multiples of a unit per group: three bytes each for a few rows ([`byte_products`]), two bytes
-//! each for many ([`word_products`]).
+//! each for many ([`panel_products`]), or one.
 
 use crate::cpu::simd::Simd;
 
 pub mod block_codes;
 pub mod byte_products;
-pub mod word_products;
+pub mod panel_codes;
+pub mod panel_products;
 
 /// The layout of a matrix's affine rows.
 #[derive(Clone, Copy)]
@@ -17,11 +18,17 @@ pub struct IntegerLayout {
     run: usize,
     /// Log2 of the inputs that share a scale: divisions take time where rows are short.
     group: u32,
+    /// A code in the middle of the range.
+    middle: i16,
 }
 
 impl IntegerLayout {
-    pub fn new(inputs: usize, run: usize, group: usize) -> IntegerLayout {
-        IntegerLayout { inputs, run, group: group.ilog2() }
+    pub fn new(inputs: usize, run: usize, group: usize, middle: i16) -> IntegerLayout {
+        IntegerLayout { inputs, run, group: group.ilog2(), middle }
+    }
+
+    pub fn middle(&self) -> i16 {
+        self.middle
     }
 
     pub fn inputs(&self) -> usize {

@@ -1,8 +1,8 @@
 //! Many rows of activations times a matrix, by tiles of bfloats (AMX).
 //!
 //! out\[t\]\[n\] = alpha · Σₖ x\[t\]\[k\] · w\[n\]\[k\] for the outputs n of one task. Numbers have two digits of bf16,
-//! and those of bf16 have one: [`tile_product`]. An instruction adds the products of 16 rows with 16 outputs over 32
-//! inputs to sums of f32.
+//! those of bf16 have one, and so have all with activations of 8 bits: [`tile_product`]. An instruction adds the
+//! products of 16 rows with 16 outputs over 32 inputs to sums of f32.
 //!
 //! | what | layout, in words of two bfloats, of neighbouring inputs |
 //! |---|---|
@@ -51,12 +51,17 @@ const BLOCK: usize = 256;
 #[derive(Clone, Copy)]
 pub(super) struct TileLayout {
     inputs: usize,
+    /// Of an activation.
     digits: usize,
+    /// Of a weight, unless it is bf16.
+    weight_digits: usize,
 }
 
 impl TileLayout {
-    pub(super) fn new(inputs: usize, x: DType) -> TileLayout {
-        TileLayout { inputs, digits: if x == DType::BF16 { 1 } else { 2 } }
+    /// For activations of a dtype. `eight_bits`: one digit suffices.
+    pub(super) fn new(inputs: usize, x: DType, eight_bits: bool) -> TileLayout {
+        let digits = |is_bf16: bool| if is_bf16 || eight_bits { 1 } else { 2 };
+        TileLayout { inputs, digits: digits(x == DType::BF16), weight_digits: digits(false) }
     }
 
     fn steps(&self) -> usize {
@@ -74,7 +79,7 @@ impl SimdKernel for PrepareAs<'_, TileLayout> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self) {
-        let TileLayout { inputs, digits } = self.form;
+        let TileLayout { inputs, digits, .. } = self.form;
         let row = &mut *scratch::take(self.form.steps() * STEP);
         row[inputs..].fill(0.0);
         for (tile, to) in self.to.chunks_exact_mut(self.form.tile()).enumerate() {
@@ -172,7 +177,7 @@ impl ManyRowsBy<'_, TileLayout> {
         let mut odd = 0;
         // SAFETY: the caller's promise.
         unsafe {
-            let weights = PanelWeights::new::<S>(&self.matrix, self.base + first, count);
+            let weights = PanelWeights::new::<S>(&self.matrix, self.base + first, count, self.layout.weight_digits);
             let digits = [self.layout.digits, weights.digits];
             let pairs = count.div_ceil(2 * TILE);
             let tile = DEPTH / STEP * digits[1] * WORDS;
@@ -212,7 +217,7 @@ impl ManyRowsBy<'_, TileLayout> {
     /// As for [`ManyRowsBy::panel`]; there are `rows` rows.
     #[inline(always)]
     unsafe fn tile_in_floats<S: Simd>(&self, x: &[*const f32], rows: usize, outputs: Range<usize>, totals: &mut [f32]) {
-        let TileLayout { inputs, digits } = self.layout;
+        let TileLayout { inputs, digits, .. } = self.layout;
         let weights = &mut *scratch::take(outputs.len() * inputs);
         let numbers = &mut *scratch::take(inputs);
         for (output, weights) in outputs.zip(weights.chunks_exact_mut(inputs)) {

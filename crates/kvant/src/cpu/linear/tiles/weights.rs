@@ -8,16 +8,12 @@ use crate::{
     cpu::{
         linear::matrix::{Matrix, MatrixKind, UNIT, widen_unit},
         scratch::{self, ScratchFloats},
-        simd::{Avx512, Simd},
+        simd::{Avx512, Simd, TransposedRows},
         tile_product::digits,
     },
 };
 
 const _: () = assert!(STEP == UNIT);
-
-/// Sixteen rows of sixteen words.
-#[repr(align(64))]
-struct TileWords([f32; WORDS]);
 
 /// The digits of a row of whole steps: `to[step, digits, 16 rows, 16 words]`, of which it is one of the rows. Returns
 /// whether all numbers, and what they are rounded to, are finite.
@@ -79,10 +75,12 @@ pub(super) struct PanelWeights<'a> {
 }
 
 impl PanelWeights<'_> {
+    /// `digits`: of a weight that is not bf16.
+    ///
     /// # Safety
     /// The level's instructions are enabled, and the matrix has `count` rows from `first` on, at least one.
     #[inline(always)]
-    pub(super) unsafe fn new<S: Simd>(matrix: &Matrix, first: usize, count: usize) -> PanelWeights<'_> {
+    pub(super) unsafe fn new<S: Simd>(matrix: &Matrix, first: usize, count: usize, digits: usize) -> PanelWeights<'_> {
         let dense = matches!(matrix.kind, MatrixKind::Dense(weights) if weights.dtype == DType::BF16);
         let group = matrix.group().unwrap_or(matrix.inputs.max(1));
         let groups = if matrix.group().is_some() { matrix.inputs / group } else { 0 };
@@ -98,7 +96,7 @@ impl PanelWeights<'_> {
                 unsafe { blocks.codes::<S>(first + n, blocks.row_bytes(matrix.inputs), to) };
             }
         }
-        let digits = if dense { 1 } else { 2 };
+        let digits = if dense { 1 } else { digits };
         PanelWeights { matrix, first, count, digits, factors, group, bytes, are_finite }
     }
 
@@ -125,7 +123,7 @@ impl PanelWeights<'_> {
                     for (n, start) in rows.iter_mut().enumerate() {
                         *start = self.bytes.as_ptr().cast::<u8>().add((row(n) - self.first) * inputs);
                     }
-                    unpack_codes::<8>(&rows, factors, input, steps, to);
+                    self.unpack_codes::<8>(&rows, factors, input, steps, to);
                 }
                 MatrixKind::Affine(affine) if matches!(affine.bits, 4 | 8) => {
                     for (n, start) in rows.iter_mut().enumerate() {
@@ -133,11 +131,11 @@ impl PanelWeights<'_> {
                         prefetch_next::<S>(*start, input, steps, affine.bits);
                     }
                     match affine.bits {
-                        4 => unpack_codes::<4>(&rows, factors, input, steps, to),
-                        _ => unpack_codes::<8>(&rows, factors, input, steps, to),
+                        4 => self.unpack_codes::<4>(&rows, factors, input, steps, to),
+                        _ => self.unpack_codes::<8>(&rows, factors, input, steps, to),
                     }
                 }
-                MatrixKind::Dense(weights) if self.digits == 1 => {
+                MatrixKind::Dense(weights) if weights.dtype == DType::BF16 => {
                     for (n, start) in rows.iter_mut().enumerate() {
                         *start = weights.at(row(n) * inputs + input).cast_const();
                         prefetch_next::<S>(*start, 0, steps, 16);
@@ -151,6 +149,28 @@ impl PanelWeights<'_> {
             }
         }
         self.are_finite
+    }
+
+    /// Unpacks codes of 4 or 8 bits.
+    ///
+    /// # Safety
+    /// As for [`PanelWeights::unpack`].
+    #[inline(always)]
+    unsafe fn unpack_codes<const BITS: usize>(
+        &self,
+        rows: &[*const u8; TILE],
+        factors: Factors,
+        input: usize,
+        steps: usize,
+        to: &mut [f32],
+    ) {
+        // SAFETY: passed on to the caller.
+        unsafe {
+            match self.digits {
+                1 => unpack_codes::<BITS, 1>(rows, factors, input, steps, to),
+                _ => unpack_codes::<BITS, 2>(rows, factors, input, steps, to),
+            }
+        }
     }
 
     /// The same for codes of other widths, and for weights of f16: row by row in f32.
@@ -168,7 +188,7 @@ impl PanelWeights<'_> {
     ) -> bool {
         let inputs = self.matrix.inputs;
         let mut are_finite = self.are_finite;
-        for (step, to) in to.chunks_exact_mut(2 * WORDS).take(steps).enumerate() {
+        for (step, to) in to.chunks_exact_mut(self.digits * WORDS).take(steps).enumerate() {
             let input = input + step * STEP;
             let mut digits = [0.0; 2 * WORDS];
             for n in 0..TILE.min(self.count - output) {
@@ -193,7 +213,7 @@ impl PanelWeights<'_> {
                         }
                         _ => unreachable!("their codes have 8 bits"),
                     }
-                    are_finite &= split_row(&weights, 2, &mut digits[n * TILE..]);
+                    are_finite &= split_row(&weights, self.digits, &mut digits[n * TILE..]);
                 }
             }
             for (to, digit) in to.chunks_exact_mut(WORDS).zip(digits.chunks_exact(WORDS)) {
@@ -249,30 +269,12 @@ unsafe fn load_factors<S: Simd>(matrix: &Matrix, first: usize, count: usize, to:
     largest < 1e38 && sum == 0.0
 }
 
-/// Transposed words of 16 rows, from byte `at` on, of which `bytes` are left. What is missing is zero.
-///
-/// # Safety
-/// The instructions of `Avx512Amx` are there; the rows have these bytes.
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
-unsafe fn transposed(rows: &[*const u8; TILE], at: usize, bytes: usize) -> TileWords {
-    let mask = if bytes < 64 { (1u64 << bytes) - 1 } else { u64::MAX };
-    let mut square = TileWords([0.0; WORDS]);
-    for (to, row) in square.0.chunks_exact_mut(TILE).zip(rows) {
-        // SAFETY: the caller's promise.
-        unsafe { _mm512_store_si512(to.as_mut_ptr().cast(), _mm512_maskz_loadu_epi8(mask, row.add(at).cast())) };
-    }
-    let mut to = TileWords([0.0; WORDS]);
-    // SAFETY: a square has 16 rows of 16.
-    unsafe { Avx512::transpose16(square.0.as_ptr(), TILE, to.0.as_mut_ptr()) };
-    to
-}
-
 /// Unpacks codes of 4 or 8 bits: a lane is an output.
 ///
 /// # Safety
-/// The instructions of `Avx512Amx` are there; the rows have these inputs, and `to` room for their digits.
+/// The instructions of `Avx512Amx` are there; the rows have these inputs, and `to` room for `DIGITS` digits of each.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
-unsafe fn unpack_codes<const BITS: usize>(
+unsafe fn unpack_codes<const BITS: usize, const DIGITS: usize>(
     rows: &[*const u8; TILE],
     factors: Factors,
     input: usize,
@@ -281,20 +283,20 @@ unsafe fn unpack_codes<const BITS: usize>(
 ) {
     const NUMBERS: [f32; 16] = [0., 1., 2., 3., 4., 5., 6., 7., 8., 9., 10., 11., 12., 13., 14., 15.];
     let of_word = 32 / BITS;
-    let to = &mut to[..steps * 2 * WORDS];
+    let to = &mut to[..steps * DIGITS * WORDS];
     // SAFETY: the caller's promise; a group is a whole number of words.
     unsafe {
         let numbers = _mm512_loadu_ps(NUMBERS.as_ptr());
         for first in (0..steps * STEP).step_by(16 * of_word) {
             let words = (steps * STEP - first).div_ceil(of_word).min(16);
-            let codes = transposed(rows, (input + first) / 8 * BITS, 4 * words);
+            let codes = TransposedRows::new(rows, (input + first) / 8 * BITS, 4 * words);
             for (word, codes) in codes.0.chunks_exact(TILE).take(words).enumerate() {
                 let at = first + word * of_word;
                 let group = (input + at) / factors.group * TILE;
                 let scale = _mm512_loadu_ps(factors.scales[group..][..TILE].as_ptr());
                 let bias = _mm512_loadu_ps(factors.biases[group..][..TILE].as_ptr());
                 let codes = _mm512_load_si512(codes.as_ptr().cast());
-                let to = to[(at / STEP * 2 * TILE + at % STEP / 2) * TILE..].as_mut_ptr();
+                let to = to[(at / STEP * DIGITS * TILE + at % STEP / 2) * TILE..].as_mut_ptr();
                 for pair in 0..of_word / 2 {
                     let mut weights = [scale; 2];
                     for (i, weight) in weights.iter_mut().enumerate() {
@@ -308,9 +310,12 @@ unsafe fn unpack_codes<const BITS: usize>(
                         };
                         *weight = _mm512_fmadd_ps(code, scale, bias);
                     }
+                    // Without the low digit, nothing computes it.
                     let [high, low] = digits(weights);
                     _mm512_storeu_si512(to.add(pair * TILE).cast(), high);
-                    _mm512_storeu_si512(to.add(WORDS + pair * TILE).cast(), low);
+                    if DIGITS == 2 {
+                        _mm512_storeu_si512(to.add(WORDS + pair * TILE).cast(), low);
+                    }
                 }
             }
         }
@@ -327,7 +332,7 @@ unsafe fn copy_bfloats(rows: &[*const u8; TILE], left: usize, steps: usize, to: 
     for (step, to) in to.chunks_exact_mut(WORDS).take(steps).enumerate() {
         let bytes = 2 * (left - step * STEP).min(STEP);
         // SAFETY: the caller's promise.
-        let words = unsafe { transposed(rows, step * STEP * 2, bytes) };
+        let words = unsafe { TransposedRows::new(rows, step * STEP * 2, bytes) };
         for (to, words) in to.chunks_exact_mut(TILE).zip(words.0.chunks_exact(TILE)) {
             // SAFETY: a vector each.
             unsafe {
