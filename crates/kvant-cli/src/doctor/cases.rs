@@ -33,8 +33,8 @@ impl Trial {
     }
 }
 
-/// The cases, for activations of `dtype`.
-pub fn all(dtype: DType) -> Vec<Trial> {
+/// The cases, for activations of `dtype`. `eight_bits`: products of matrices may round them to 8 bits.
+pub fn all(dtype: DType, eight_bits: bool) -> Vec<Trial> {
     // Four roundings of a result, or those inside of an operation.
     let bound = match dtype {
         DType::F32 => 1e-4,
@@ -43,14 +43,15 @@ pub fn all(dtype: DType) -> Vec<Trial> {
     };
     let mut cases = small(dtype, bound);
     for bits in [0, 4, 6, 8] {
+        let of_products = if eight_bits { bound.max(1e-2) } else { bound };
         for rows in [1, 3, 12, 40, 100] {
-            cases.push(Trial::new(format!("linear, {}, {rows} rows", format_of(bits)), bound, move |device| {
+            cases.push(Trial::new(format!("linear, {}, {rows} rows", format_of(bits)), of_products, move |device| {
                 linear(device, dtype, bits, rows)
             }));
         }
         for tokens in [1, 40] {
             let name = format!("linear, {} of experts, {tokens} tokens", format_of(bits));
-            cases.push(Trial::new(name, bound, move |device| experts(device, dtype, bits, tokens)));
+            cases.push(Trial::new(name, of_products, move |device| experts(device, dtype, bits, tokens)));
         }
         cases.push(Trial::new(format!("embed, {}", format_of(bits)), bound, move |device| embed(device, dtype, bits)));
     }

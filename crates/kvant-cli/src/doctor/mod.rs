@@ -77,7 +77,7 @@ impl Kernel {
 pub fn run(args: &DoctorArgs) -> Result {
     let device = args.device.open()?;
     let reference = Device::reference();
-    let cases = cases::all(args.activations.dtype(&device));
+    let cases = cases::all(args.activations.dtype(&device), args.device.eight_bit_activations());
     output::people(&format!("{device}\n"), args.json)?;
     let mut bad = 0;
     for case in &cases {

@@ -23,6 +23,8 @@ fn arguments() {
     fails(&["generate", "--device", "abacus"], "abacus");
     fails(&["generate", "--threads", "0"], "threads");
     fails(&["generate", "--device", "reference", "--threads", "2"], "--threads is for the CPU");
+    let message = "--eight-bit-activations is for the CPU device, got --device reference";
+    fails(&["generate", "--device", "reference", "--eight-bit-activations"], message);
     fails(&["generate", "--temperature=-1"], "temperature");
     fails(&["generate", "--temperature", "-1"], "`temperature`");
     fails(&["generate", "--temperature", "NaN"], "temperature");
