@@ -467,7 +467,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
         const Segment segment = segment_at(unit, end, chunks);
         const uint row_tile = segment.tile / p.output_tiles, first_output = segment.tile % p.output_tiles * OUTPUTS;
         const uint expert = EXPERTS ? experts[row_tile] : 0;
-        const bool known = expert < p.linear.experts;
+        const bool known = !EXPERTS || expert < p.linear.experts;
         // Odd if the scales, or biases, of an output begin in the middle of a word, unless their first do.
         uint odd[TILES][2];
 #pragma unroll
@@ -617,24 +617,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
         // two outputs of tile i / (ROWS / 8).
         constexpr uint PLACES = TILES * ROWS / 8;
         const auto place_of = [&](uint i) -> const float * { return &sums[i / (ROWS / 8)][i % (ROWS / 8) * 4]; };
-        // Lanes of even g take a column of two neighbouring outputs, those of odd g the next column.
-        const auto store = [&](uint i, const float *four) {
+        // The lane's outputs h of a tile are this one and the next.
+        const auto output_of = [&](uint tile, uint h) { return first_output + own / 2 * 2 + tile * 64 + h * 8; };
+        struct Columns {
+            Column of[2];
+        };
+        const auto columns_of = [&](uint tile) -> Columns {
+            return {{column_in_parts(p.linear, p.parts, output_of(tile, 0)), column_in_parts(p.linear, p.parts, output_of(tile, 1))}};
+        };
+        // Lanes of even g take a column of two neighbouring outputs, those of odd g the next column. `columns` are those
+        // of the tile: found once, since code that runs once a tile is slow to fetch.
+        const auto store = [&](uint i, const float *four, const Columns &columns) {
+            const uint at = row_tile * ROWS + i % (ROWS / 8) * 8 + 2 * t + g % 2;
+            const uint row = EXPERTS ? order[at] : at;
 #pragma unroll
             for (uint h = 0; h < 2; h++) {
                 const float *two = four + h * 2;
                 const float other = __shfl_xor_sync(0xFFFFFFFF, g % 2 == 0 ? two[1] : two[0], 4);
                 const float low = known ? p.linear.alpha * (g % 2 == 0 ? two[0] : other) : 0;
                 const float high = known ? p.linear.alpha * (g % 2 == 0 ? other : two[1]) : 0;
-                const uint at = row_tile * ROWS + i % (ROWS / 8) * 8 + 2 * t + g % 2;
-                const uint output = first_output + own / 2 * 2 + i / (ROWS / 8) * 64 + h * 8;
-                const uint row = EXPERTS ? order[at] : at;
+                const uint output = output_of(i / (ROWS / 8), h);
                 if (row < p.linear.rows && output < p.linear.outputs) {
+                    uchar *to = out + columns.of[h].place(row) * size_of(OUT_DTYPE);
                     if (OUT_ALIGNED && OUT_DTYPE == F32) {
-                        *reinterpret_cast<float2 *>(out + place_in_parts(p.linear, p.parts, row, output) * 4) = make_float2(low, high);
+                        *reinterpret_cast<float2 *>(to) = make_float2(low, high);
                     } else if (OUT_ALIGNED) {
-                        *reinterpret_cast<uint *>(out + place_in_parts(p.linear, p.parts, row, output) * 2) = pack<false>(low, high);
+                        *reinterpret_cast<uint *>(to) = pack<false>(low, high);
                     } else {
-                        ::store(out, place_in_parts(p.linear, p.parts, row, output), low, OUT_DTYPE);
+                        ::store(to, 0, low, OUT_DTYPE);
                         if (output + 1 < p.linear.outputs) {
                             ::store(out, place_in_parts(p.linear, p.parts, row, output + 1), high, OUT_DTYPE);
                         }
@@ -666,7 +676,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
                     part[0] = part[0] + part[b];
                 }
                 const float total[4] = {part[0].x, part[0].y, part[0].z, part[0].w};
-                store(place, total);
+                store(place, total, columns_of(place / (ROWS / 8)));
             }
             // No block ends while others read its sums.
             cluster_arrive();
@@ -675,8 +685,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
         }
         if (segment.to - segment.from == chunks) {
 #pragma unroll
-            for (uint i = 0; i < PLACES; i++) {
-                store(i, place_of(i));
+            for (uint tile = 0; tile < TILES; tile++) {
+                const Columns columns = columns_of(tile);
+#pragma unroll
+                for (uint i = tile * (ROWS / 8); i < (tile + 1) * (ROWS / 8); i++) {
+                    store(i, place_of(i), columns);
+                }
             }
             continue;
         }
@@ -705,8 +719,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
         if (*is_last == 0) {
             continue;
         }
-        // Numbers of several places and blocks are read at once.
-        constexpr uint SOME = PLACES < 4 ? PLACES : 4, AT_ONCE = 4;
+        // Numbers of several places and blocks are read at once: two blocks, mostly, where tiles are many.
+        constexpr uint SOME = PLACES < 8 ? PLACES : 8, AT_ONCE = SOME == 8 ? 2 : 4;
 #pragma unroll 1
         for (uint place = 0; place < PLACES; place += SOME) {
             float total[SOME][4] = {};
@@ -733,9 +747,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
                     }
                 }
             }
+            const Columns columns = columns_of(place / (ROWS / 8));
 #pragma unroll
             for (uint i = 0; i < SOME; i++) {
-                store(place + i, total[i]);
+                store(place + i, total[i], columns);
             }
         }
     }

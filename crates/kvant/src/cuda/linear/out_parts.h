@@ -9,13 +9,28 @@ struct OutParts {
     uint third;
 };
 
-// The element of `out` that holds an output of a row. Of the kernel's parameters: the rows, and the outputs of all
-// parts.
+// The results of an output: that of a row is element `first` + row * width of `out`.
+struct Column {
+    ulong first;
+    uint width;
+
+    inline ulong place(uint row) const {
+        return first + ulong(row) * width;
+    }
+};
+
+// Of the kernel's parameters: the rows, and the outputs of all parts.
 template <typename Params>
-inline ulong place_in_parts(const Params &p, OutParts parts, uint row, uint output) {
+inline Column column_in_parts(const Params &p, OutParts parts, uint output) {
     const uint begin = output >= parts.third ? parts.third : output >= parts.second ? parts.second : 0;
     const uint end = output >= parts.third ? p.outputs : output >= parts.second ? parts.third : parts.second;
-    return ulong(begin) * p.rows + ulong(row) * (end - begin) + (output - begin);
+    return {ulong(begin) * p.rows + (output - begin), end - begin};
+}
+
+// The element of `out` that holds an output of a row.
+template <typename Params>
+inline ulong place_in_parts(const Params &p, OutParts parts, uint row, uint output) {
+    return column_in_parts(p, parts, output).place(row);
 }
 
 #endif
